@@ -1,0 +1,85 @@
+"""Attention over a slot cache: the call, its checks, and the choice of an implementation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+from jaxtyping import Array, Float, Int
+
+from kernels_pallas.cache_attention import reference
+from kernels_pallas.cache_attention.reference import STATISTICS, ColumnStatistics
+
+IMPLEMENTATIONS = {"reference": reference.cache_attention}
+
+
+def cache_attention(
+    query: Float[Array, "B T N D"],
+    key: Float[Array, "B K S D"],
+    value: Float[Array, "B K S D"],
+    key_position: Int[Array, "B K S"],
+    query_position: Int[Array, "B T"],
+    *,
+    statistics: Iterable[str] = (),
+    window: int = 0,
+    sliding_window: Int[Array, ""] | int | None = None,
+    scale: float | None = None,
+    implementation: Literal["auto", "reference"] = "auto",
+) -> tuple[Float[Array, "B T N D"], ColumnStatistics]:
+    """Softmax attention of T queries over S slots; who sees whom follows from positions alone.
+
+    A query at position p sees the slots whose position lies in [0, p] (in (p - sliding_window, p] with a sliding
+    window). A slot at position -1 is free: its weight is exactly 0. A query at position -1 is padding: its output is
+    0 and no statistic counts it. Query head n reads KV head n // (N / K).
+
+    Args:
+        statistics: names out of "sum", "last", "window_mean"; see :class:`ColumnStatistics`.
+        window: the observation window of "window_mean", in queries.
+        sliding_window: how many positions a query sees, itself included; None for all.
+        scale: factor of the logits, D ** -0.5 by default.
+        implementation: "auto" takes the fastest that can run here; a named one runs or raises.
+
+    Returns:
+        The output in the queries' dtype, and the statistics in float32 (float64 for float64 inputs).
+
+    Raises:
+        ValueError: shapes that do not fit, an unknown statistic or implementation.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from kernels_pallas import cache_attention
+        >>> q, kv = jnp.ones((1, 1, 2, 4)), jnp.ones((1, 1, 3, 4))
+        >>> out, columns = cache_attention(q, kv, kv, jnp.array([[[0, 1, -1]]]), jnp.array([[1]]), statistics=["last"])
+        >>> columns.last[0, 0].tolist()
+        [0.5, 0.5, 0.0]
+    """
+    B, T, N, D = query.shape
+    if key.shape != value.shape or key.shape[0] != B or key.shape[3] != D or N % key.shape[1]:
+        raise ValueError(
+            f"query {query.shape}, key {key.shape} and value {value.shape} do not fit: expected [B, T, N, D] and twice "
+            "[B, K, S, D] with N a multiple of K."
+        )
+    if key_position.shape != key.shape[:3] or query_position.shape != (B, T):
+        raise ValueError(
+            f"positions {key_position.shape} and {query_position.shape} do not fit: expected {key.shape[:3]} for the "
+            f"slots and {(B, T)} for the queries."
+        )
+    unknown = sorted(set(statistics) - set(STATISTICS))
+    if unknown:
+        raise ValueError(f"unknown statistic {', '.join(unknown)}; there are {', '.join(STATISTICS)}.")
+    if "window_mean" in statistics and window < 1:
+        raise ValueError(f"the observation window is {window}; 'window_mean' needs at least 1 query.")
+    if implementation not in ("auto", *IMPLEMENTATIONS):
+        raise ValueError(f"unknown implementation {implementation!r}; there are auto, {', '.join(IMPLEMENTATIONS)}.")
+    run = IMPLEMENTATIONS["reference" if implementation == "auto" else implementation]
+    return run(
+        query,
+        key,
+        value,
+        key_position,
+        query_position,
+        statistics=frozenset(statistics),
+        window=window,
+        sliding_window=sliding_window,
+        scale=D**-0.5 if scale is None else scale,
+    )

@@ -1,0 +1,313 @@
+"""Policies: chains of score transformations, as an Optax optimizer is a chain of gradient transformations.
+
+A link is a pair of pure functions, `init` and `update`. The first link of a chain is a base score (h2o, snapkv, ...);
+the others change its scores (caote, pool, ...) or say what always stays (protect). Scores are [B, K, G, S], one a query
+head, or [B, K, 1, S] where a link has joined the group; the chain's end averages what is left of G.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kernels_pallas import ColumnStatistics
+
+PyTree = Any
+Scores = Float[Array, "B K G S"]
+
+
+class Observation(NamedTuple):
+    """What a score may read of one block in one layer, after its T tokens were inserted.
+
+    ``columns`` are the block's attention statistics that the policy asked for, as ``[B, K, G, S]``; ``query`` is
+    rotated; ``query_position`` is -1 for padding; ``position`` is -1 where a slot is free; ``budget`` is one a row.
+    """
+
+    columns: ColumnStatistics
+    query: Float[Array, "B T N D"]
+    query_position: Int[Array, "B T"]
+    key: Float[Array, "B K S D"]
+    value: Float[Array, "B K S D"]
+    position: Int[Array, "B K S"]
+    next_position: Int[Array, "B"]
+    budget: Int[Array, "B"]
+    layer: Int[Array, ""]
+
+    @property
+    def live(self) -> Array:
+        """Which slots hold a token, bool ``[B, K, S]``."""
+        return self.position >= 0
+
+
+class Protection(NamedTuple):
+    """Tokens that always stay: the first ``sinks`` and the last ``recent``; an int counts, a float is a budget share."""
+
+    sinks: int | float = 0
+    recent: int | float = 0
+
+    def counts(self, budget: Any) -> tuple[Any, Any]:
+        """Both as numbers of tokens under a budget (an int, or an array of one a row)."""
+        return tuple(int(x) if isinstance(x, int) else _floor(x * budget) for x in self)
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """One link, or a whole chain, of a policy; made by the functions of ``kvjax.scores`` and by :func:`chain`.
+
+    Attributes:
+        name: how a command line writes it.
+        init: ``init(B, K, G, S) -> state``, a pytree of zeros whose leaves lead with ``[B, K, S]``.
+        update: ``update(scores, state, observation) -> (scores, state)``; a base score ignores ``scores``.
+        statistics: the column statistics that it reads (``kernels_pallas.STATISTICS``).
+        window: the observation window of "window_mean", in queries.
+        protections: what always stays.
+        base: whether it makes scores rather than changing them.
+        nonnegative: whether its scores can serve as attention weights (caote asks for that).
+        needs_nonnegative: whether the scores that it changes must be so.
+        heads: who shares one set of tokens at the chain's end: each query "group", or all heads of a "layer".
+    """
+
+    name: str
+    init: Callable[[int, int, int, int], PyTree]
+    update: Callable[[Scores | None, PyTree, Observation], tuple[Scores, PyTree]]
+    statistics: frozenset[str] = frozenset()
+    window: int = 0
+    protections: tuple[Protection, ...] = ()
+    base: bool = False
+    nonnegative: bool = False
+    needs_nonnegative: bool = False
+    heads: Literal["group", "layer"] = "group"
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def no_state(B: int, K: int, G: int, S: int) -> tuple[()]:
+    """The ``init`` of a link that remembers nothing."""
+    return ()
+
+
+def base_score(
+    name: str,
+    score: Callable[[Observation], Scores],
+    *,
+    statistics: tuple[str, ...] = (),
+    window: int = 0,
+    protection: Protection | None = None,
+    nonnegative: bool = True,
+) -> Policy:
+    """A stateless base score from a function of the observation: all that most published scores need.
+
+    Args:
+        name: what it is called in tables.
+        score: gives ``[B, K, G, S]`` or, for scores that don't depend on the query head, ``[B, K, 1, S]``.
+        statistics: the column statistics that it reads.
+        window: the observation window of "window_mean".
+        protection: what it always keeps.
+        nonnegative: whether the scores are never below 0, so that ``caote`` may follow.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import kvjax
+        >>> value_norm = kvjax.base_score("value_norm", lambda o: jnp.linalg.norm(o.value, axis=-1)[:, :, None])
+        >>> str(kvjax.chain(value_norm, kvjax.protect(sinks=4)))
+        'value_norm+protect(sinks=4)'
+    """
+    return Policy(
+        name=name,
+        init=no_state,
+        update=lambda _, state, observation: (score(observation), state),
+        statistics=frozenset(statistics),
+        window=window,
+        protections=() if protection is None else (protection,),
+        base=True,
+        nonnegative=nonnegative,
+    )
+
+
+def chain(*links: Policy) -> Policy:
+    """Puts a base score and what changes its scores in a row.
+
+    Raises:
+        ValueError: no base score in front, a second one behind it, two observation windows that differ, or ``caote``
+            after scores that can be negative.
+
+    Example:
+        >>> import kvjax
+        >>> str(kvjax.chain(kvjax.h2o(), kvjax.caote(), kvjax.protect(sinks=4, recent=0.5)))
+        'h2o+caote+protect(sinks=4,recent=0.5)'
+    """
+    name = "+".join(link.name for link in links)
+    if not links or not links[0].base:
+        first = f"{links[0].name!r} comes first" if links else "nothing was given"
+        raise ValueError(f"a policy starts with a base score ({', '.join(_base_names())}), but {first}.")
+    nonnegative = True
+    for index, link in enumerate(links):
+        if index and link.base:
+            raise ValueError(f"{name!r} has two base scores, {links[0].name!r} and {link.name!r}; keep one of them.")
+        if link.needs_nonnegative and not nonnegative:
+            raise ValueError(
+                f"{link.name!r} needs non-negative scores, which {links[0].name!r} does not give; put 'normalise' between."
+            )
+        nonnegative = link.nonnegative if link.base else nonnegative or link.nonnegative
+    windows = {link.window for link in links if link.window}
+    if len(windows) > 1:
+        raise ValueError(f"{name!r} has observation windows of {sorted(windows)} queries; a policy has one.")
+
+    def init(B: int, K: int, G: int, S: int) -> PyTree:
+        return tuple(link.init(B, K, G, S) for link in links)
+
+    def update(scores: Scores | None, state: PyTree, observation: Observation) -> tuple[Scores, PyTree]:
+        states = []
+        for link, link_state in zip(links, state, strict=True):
+            scores, link_state = link.update(scores, link_state, observation)
+            states.append(link_state)
+        return scores, tuple(states)
+
+    return Policy(
+        name=name,
+        init=init,
+        update=update,
+        statistics=frozenset().union(*(link.statistics for link in links)),
+        window=max(windows, default=0),
+        protections=sum((link.protections for link in links), ()),
+        base=True,
+        nonnegative=nonnegative,
+        heads="layer" if any(link.heads == "layer" for link in links) else "group",
+    )
+
+
+def retention_scores(
+    policy: Policy, state: PyTree, observation: Observation
+) -> tuple[Float[Array, "B K S"], PyTree]:
+    """Runs a policy on a block: one score a slot, ``+inf`` where it is protected, and the new state.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import kvjax
+        >>> from kernels_pallas import ColumnStatistics
+        >>> one = jnp.ones((1, 1, 3, 2))
+        >>> seen = kvjax.Observation(ColumnStatistics(), one.swapaxes(1, 2), jnp.array([[0, 1, 2]]), one, one,
+        ...                          jnp.array([[[0, 1, 2]]]), jnp.array([3]), jnp.array([2]), 0)
+        >>> kvjax.retention_scores(kvjax.streaming(sinks=1), (), seen)[0].tolist()
+        [[[inf, 1.0, 2.0]]]
+    """
+    scores, state = policy.update(None, state, observation)
+    if policy.heads == "layer":
+        scores = jnp.broadcast_to(jnp.mean(scores, axis=(1, 2), keepdims=True), scores.shape)
+    scores = jnp.mean(scores, axis=2)
+    sinks, recent = protected(policy, observation.budget)
+    position = observation.position
+    oldest_recent = observation.next_position - recent
+    stays = (position < jnp.reshape(sinks, (-1, 1, 1))) | (position >= jnp.reshape(oldest_recent, (-1, 1, 1)))
+    return jnp.where(stays & observation.live, jnp.inf, scores), state
+
+
+def protected(policy: Policy, budget: Any) -> tuple[Any, Any]:
+    """How many first and how many last tokens a policy always keeps under a budget (an int, or one a row).
+
+    Example:
+        >>> import kvjax
+        >>> kvjax.protected(kvjax.parse("snapkv(window=16)+protect(sinks=4,recent=0.5)"), 100)
+        (4, 50)
+    """
+    sinks, recent = 0, 0
+    for protection in policy.protections:
+        more_sinks, more_recent = protection.counts(budget)
+        sinks, recent = _larger(sinks, more_sinks), _larger(recent, more_recent)
+    return sinks, recent
+
+
+def check_budget(policy: Policy, budget: int) -> None:
+    """Refuses a budget that cannot even hold what the policy protects.
+
+    Raises:
+        ValueError: the budget is below 1, or smaller than the protected tokens.
+    """
+    if budget < 1:
+        raise ValueError(f"the budget is {budget}; at least 1 token must stay.")
+    sinks, recent = protected(policy, budget)
+    if sinks + recent > budget:
+        raise ValueError(
+            f"the budget is {budget} tokens, but {policy.name!r} always keeps {sinks} first and {recent} last ones: "
+            f"give at least {sinks + recent}, or protect fewer."
+        )
+
+
+@functools.cache
+def parse(name: str) -> Policy:
+    """The policy that a short name stands for, as command lines write it.
+
+    The same name gives the same object, so that a compiled program is found again.
+
+    Raises:
+        ValueError: an unknown link or argument, or a chain that is not one.
+
+    Example:
+        >>> import kvjax
+        >>> str(kvjax.parse("snapkv(window=16) + fast_caote"))
+        'snapkv(window=16)+fast_caote'
+    """
+    try:
+        tree = ast.parse(name.strip(), mode="eval").body
+    except (SyntaxError, ValueError):
+        raise ValueError(f"the policy {name!r} is malformed; write links joined by '+', like {_EXAMPLE}.") from None
+    links = []
+    while isinstance(tree, ast.BinOp) and isinstance(tree.op, ast.Add):
+        links.append(_link(tree.right, name))
+        tree = tree.left
+    links.append(_link(tree, name))
+    links.reverse()
+    return chain(*links) if len(links) > 1 or not links[0].base else links[0]
+
+
+_EXAMPLE = "'snapkv(window=16)+caote+protect(sinks=4)'"
+LINKS: dict[str, Callable[..., Policy]] = {}
+
+
+def register(make: Callable[..., Policy]) -> Callable[..., Policy]:
+    """Decorator of the built-in links: short names find them, and equal arguments give the same object.
+
+    Without that, each call would be a new closure, and ``jit`` would compile again.
+    """
+    make = functools.lru_cache(maxsize=None, typed=True)(make)  # typed: protect(recent=1) is not protect(recent=1.0)
+    LINKS[make.__name__] = make
+    return make
+
+
+def written(name: str, defaults: dict[str, Any], **arguments: Any) -> str:
+    """A link's name with the arguments that differ from their defaults, as :func:`parse` reads it."""
+    changed = [f"{key}={value!r}" for key, value in arguments.items() if value != defaults[key]]
+    return f"{name}({','.join(changed)})" if changed else name
+
+
+def _link(node: ast.expr, whole: str) -> Policy:
+    call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
+    if not isinstance(call.func, ast.Name) or call.args or any(keyword.arg is None for keyword in call.keywords):
+        raise ValueError(f"the policy {whole!r} is malformed; write links joined by '+', like {_EXAMPLE}.")
+    name = call.func.id
+    if name not in LINKS:
+        raise ValueError(f"unknown policy {name!r} in {whole!r}; there are {', '.join(sorted(LINKS))}.")
+    try:
+        arguments = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
+        return LINKS[name](**arguments)
+    except TypeError as error:
+        raise ValueError(f"{whole!r}: {str(error).replace('()', '')}.") from None
+
+
+def _base_names() -> list[str]:
+    return sorted(name for name, make in LINKS.items() if make().base)
+
+
+def _floor(x: Any) -> Any:
+    return int(x) if isinstance(x, float) else jnp.floor(x).astype(jnp.int32)
+
+
+def _larger(a: Any, b: Any) -> Any:
+    return max(a, b) if isinstance(a, int) and isinstance(b, int) else jnp.maximum(a, b)

@@ -1,0 +1,246 @@
+"""What a decoder is made of: one frozen dataclass, read from and written as a Hugging Face config.json."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+
+
+@dataclasses.dataclass(frozen=True)
+class Rope:
+    """Rotary embedding: its base and, where a model was stretched, how (names are Hugging Face's).
+
+    ``original_positions`` is the context that the model was trained with before stretching (llama3, yarn);
+    for ``dynamic`` it is the length from which on the base grows.
+    """
+
+    theta: float = 10_000.0
+    type: str = "default"
+    factor: float = 1.0
+    original_positions: int = 0
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    attention_factor: float | None = None  # yarn
+    mscale: float | None = None  # yarn
+    mscale_all_dim: float | None = None  # yarn
+    truncate: bool = True  # yarn
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """The shape of a Llama-like decoder. Letters are DESIGN's: L layers, N query heads, K KV heads, D, E.
+
+    Args:
+        architecture: "llama", "mistral", "qwen2" or "qwen3".
+        sliding_windows: one entry a layer, the number of positions it sees, or None for all; () means None for all.
+        attention_bias: biases on the query, key and value projections.
+        output_bias: a bias on the attention's output projection.
+        query_key_norm: RMS norm over each head's query and key before rotation (Qwen3).
+        bos, eos, pad: token ids; ``eos`` may hold several.
+
+    Example:
+        >>> from models.config import Config
+        >>> Config(64, hidden_size=32, intermediate_size=64, num_layers=2, num_heads=4, num_kv_heads=2).head_dim
+        8
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int = 0
+    architecture: str = "llama"
+    rope: Rope = Rope()
+    norm_epsilon: float = 1e-6
+    max_positions: int = 2048
+    tie_embeddings: bool = False
+    attention_bias: bool = False
+    output_bias: bool = False
+    query_key_norm: bool = False
+    sliding_windows: tuple[int | None, ...] = ()
+    bos: int | None = None
+    eos: tuple[int, ...] = ()
+    pad: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.head_dim:
+            object.__setattr__(self, "head_dim", self.hidden_size // self.num_heads)
+        if not self.sliding_windows:
+            object.__setattr__(self, "sliding_windows", (None,) * self.num_layers)
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"{self.num_heads} query heads cannot share {self.num_kv_heads} KV heads evenly: "
+                "num_attention_heads must be a multiple of num_key_value_heads."
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim is {self.head_dim}; rotary embedding needs an even head_dim.")
+        if len(self.sliding_windows) != self.num_layers:
+            raise ValueError(
+                f"{len(self.sliding_windows)} sliding windows were given for {self.num_layers} layers; give one each."
+            )
+
+
+def from_hugging_face(raw: Mapping[str, Any]) -> Config:
+    """Reads a config.json of either transformers generation (``rope_theta``/``rope_scaling`` or ``rope_parameters``).
+
+    Raises:
+        ValueError: an architecture, activation or rope type that is not supported, or a field that is missing.
+
+    Example:
+        >>> from models.config import from_hugging_face
+        >>> raw = dict(architectures=["LlamaForCausalLM"], vocab_size=8, hidden_size=16, intermediate_size=32,
+        ...            num_hidden_layers=1, num_attention_heads=2)
+        >>> from_hugging_face(raw).num_kv_heads
+        2
+    """
+    names = raw.get("architectures") or ["(none)"]
+    if names[0] not in ARCHITECTURES:
+        raise ValueError(f"architecture {names[0]} is not supported; supported are {', '.join(ARCHITECTURES)}.")
+    architecture = ARCHITECTURES[names[0]]
+    required = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    missing = [name for name in required if raw.get(name) is None]
+    if missing:
+        raise ValueError(f"config.json lacks {', '.join(missing)} (an integer each); is it a causal language model's?")
+    for name in (*required, "num_key_value_heads", "head_dim", "max_position_embeddings", "sliding_window"):
+        if raw.get(name) is not None and not (isinstance(raw[name], int) and raw[name] > 0):
+            raise ValueError(f"{name} is {raw[name]!r}; it must be a positive integer.")
+    if raw.get("quantization_config"):
+        raise ValueError("quantization_config is set; quantised weights are not supported, take the original ones.")
+    activation = raw.get("hidden_act", "silu")
+    if activation not in ("silu", "swish"):
+        raise ValueError(f"hidden_act is {activation!r}; only 'silu' is supported.")
+    if raw.get("mlp_bias"):
+        raise ValueError("mlp_bias is true; feed-forward layers with biases are not supported.")
+    heads, layers = raw["num_attention_heads"], raw["num_hidden_layers"]
+    max_positions = raw.get("max_position_embeddings") or 2048
+    bias = architecture in ("llama", "qwen3") and bool(raw.get("attention_bias", False))
+    eos = raw.get("eos_token_id")
+    default_head_dim = 128 if architecture == "qwen3" else raw["hidden_size"] // heads
+    return Config(
+        architecture=architecture,
+        vocab_size=raw["vocab_size"],
+        hidden_size=raw["hidden_size"],
+        intermediate_size=raw["intermediate_size"],
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=raw.get("num_key_value_heads") or heads,
+        head_dim=raw.get("head_dim") or default_head_dim,
+        rope=_rope(raw, max_positions),
+        norm_epsilon=float(raw.get("rms_norm_eps", 1e-6)),
+        max_positions=max_positions,
+        tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        attention_bias=architecture == "qwen2" or bias,
+        output_bias=bias,
+        query_key_norm=architecture == "qwen3",
+        sliding_windows=_sliding_windows(raw, architecture, layers),
+        bos=raw.get("bos_token_id"),
+        eos=tuple(eos) if isinstance(eos, list) else (() if eos is None else (eos,)),
+        pad=raw.get("pad_token_id"),
+    )
+
+
+def to_hugging_face(config: Config) -> dict[str, Any]:
+    """The config.json of ``config``, in the form that every transformers release since 4.43 reads."""
+    names = {ours: theirs for theirs, ours in ARCHITECTURES.items()}
+    raw: dict[str, Any] = {
+        "architectures": [names[config.architecture]],
+        "model_type": config.architecture,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.norm_epsilon,
+        "max_position_embeddings": config.max_positions,
+        "tie_word_embeddings": config.tie_embeddings,
+        "attention_bias": config.output_bias,
+        "rope_theta": config.rope.theta,
+        "bos_token_id": config.bos,
+        "eos_token_id": config.eos[0] if len(config.eos) == 1 else (list(config.eos) or None),
+        "pad_token_id": config.pad,
+        "torch_dtype": "float32",
+    }
+    if config.rope.type != "default":
+        rope = {"rope_type": config.rope.type, "factor": config.rope.factor}
+        if config.rope.original_positions and config.rope.type != "dynamic":
+            rope["original_max_position_embeddings"] = config.rope.original_positions
+        if config.rope.type == "llama3":
+            rope |= {"low_freq_factor": config.rope.low_freq_factor, "high_freq_factor": config.rope.high_freq_factor}
+        if config.rope.type == "yarn":
+            names_ = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate")
+            rope |= {name: getattr(config.rope, name) for name in names_ if getattr(config.rope, name) is not None}
+        raw["rope_scaling"] = rope
+    windows = {window for window in config.sliding_windows if window is not None}
+    if len(windows) > 1:
+        raise ValueError(f"a config.json holds one sliding window size; this model has {sorted(windows)}.")
+    if config.architecture == "mistral":
+        raw["sliding_window"] = windows.pop() if windows else None
+    elif windows:
+        raw["use_sliding_window"], raw["sliding_window"] = True, windows.pop()
+        raw["layer_types"] = ["sliding_attention" if window else "full_attention" for window in config.sliding_windows]
+        raw["max_window_layers"] = sum(window is None for window in config.sliding_windows)
+    return raw
+
+
+def _rope(raw: Mapping[str, Any], max_positions: int) -> Rope:
+    parameters = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    if not isinstance(parameters, Mapping) or any(isinstance(value, Mapping) for value in parameters.values()):
+        raise ValueError("rope_parameters (or rope_scaling) must be one object of numbers, the same for all layers.")
+    rotated = parameters.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0
+    if rotated != 1.0:
+        raise ValueError(f"partial_rotary_factor is {rotated}; only heads that are rotated whole are supported.")
+    type_ = parameters.get("rope_type") or parameters.get("type") or "default"
+    if type_ not in ROPE_TYPES:
+        raise ValueError(f"rope type {type_!r} is not supported; the supported ones are {', '.join(ROPE_TYPES)}.")
+    if type_ != "default" and "factor" not in parameters and type_ != "yarn":
+        raise ValueError(f"rope type {type_!r} needs a 'factor' in rope_scaling (or rope_parameters); there is none.")
+    original = parameters.get("original_max_position_embeddings") or raw.get("original_max_position_embeddings")
+    if type_ == "dynamic":
+        original = max_positions
+    original = original or max_positions
+    factor = parameters.get("factor") or (max_positions / original if type_ == "yarn" else 1.0)
+    return Rope(
+        theta=float(parameters.get("rope_theta") or raw.get("rope_theta") or 10_000.0),
+        type=type_,
+        factor=float(factor),
+        original_positions=0 if type_ in ("default", "linear") else int(original),
+        low_freq_factor=float(parameters.get("low_freq_factor") or 1.0),
+        high_freq_factor=float(parameters.get("high_freq_factor") or 4.0),
+        beta_fast=float(parameters.get("beta_fast") or 32.0),
+        beta_slow=float(parameters.get("beta_slow") or 1.0),
+        attention_factor=parameters.get("attention_factor"),
+        mscale=parameters.get("mscale"),
+        mscale_all_dim=parameters.get("mscale_all_dim"),
+        truncate=bool(parameters.get("truncate", True)),
+    )
+
+
+def _sliding_windows(raw: Mapping[str, Any], architecture: str, layers: int) -> tuple[int | None, ...]:
+    window = raw.get("sliding_window", 4096)  # what transformers takes where a config is silent
+    if architecture == "llama" or window is None:
+        return (None,) * layers
+    if architecture == "mistral":
+        return (window,) * layers
+    if not raw.get("use_sliding_window", False):
+        return (None,) * layers
+    types = raw.get("layer_types")
+    if types is None:
+        full_layers = raw.get("max_window_layers", 28)
+        types = ["full_attention" if layer < full_layers else "sliding_attention" for layer in range(layers)]
+    return tuple(window if type_ == "sliding_attention" else None for type_ in types)
