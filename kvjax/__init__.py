@@ -9,7 +9,18 @@ from kvjax.attention import attend
 from kvjax.cache import KVCache, compact, insert
 from kvjax.eviction import evict, keep_mask
 from kvjax.eviction_error import score
-from kvjax.policy import Observation, Policy, Protection, base_score, chain, check_budget, parse, protected, retention_scores
+from kvjax.policy import (
+    Observation,
+    Policy,
+    Protection,
+    base_score,
+    chain,
+    check_budget,
+    no_state,
+    parse,
+    protected,
+    retention_scores,
+)
 from kvjax.scores import *  # noqa: F403
 
 __version__ = "0.1.0"
@@ -26,6 +37,7 @@ __all__ = [
     "evict",
     "insert",
     "keep_mask",
+    "no_state",
     "parse",
     "protected",
     "retention_scores",

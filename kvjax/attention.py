@@ -64,7 +64,13 @@ def attend(
     if position is None:
         position = cache.next_position[:, None] + jnp.arange(T, dtype=jnp.int32)
     cache = insert(cache, key, value, position, layer=layer)
-    here = cache if layer is None else cache.layer(layer)
+    here = cache
+    if layer is not None:
+        here = cache.layer(layer)
+        # Taken out once: read again and again from the stacked arrays, XLA would copy those in every layer rather
+        # than write the new positions and state in place.
+        slot_position, state = jax.lax.optimization_barrier((here.position, here.state))
+        here = dataclasses.replace(here, position=slot_position, state=state)
     out, columns = cache_attention(
         query,
         here.key,

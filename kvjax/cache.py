@@ -143,6 +143,8 @@ def insert(
         raise ValueError(
             "the cache stacks layers: say which with layer=." if stacked else "layer= was given, but the cache has no layers."
         )
+    if isinstance(layer, int) and not 0 <= layer < cache.position.shape[0]:
+        raise ValueError(f"layer is {layer}; the cache has layers 0 to {cache.position.shape[0] - 1}.")
     if key.shape != value.shape or cache.key.shape[-4:-2] != (B, K) or cache.key.shape[-1] != D:
         raise ValueError(
             f"keys {key.shape} and values {value.shape} do not fit the cache {cache.key.shape}: expected twice "

@@ -73,7 +73,7 @@ def keep_mask(
     live = position >= 0
     budget = jnp.asarray(budget, jnp.int32)
     if budget.ndim:
-        budget = budget.reshape(-1, *(1,) * (position.ndim - 2))
+        budget = budget.reshape(-1, *(1,) * min(position.ndim - 2, 1))  # B stands before K; layers stand before B
     budget = jnp.broadcast_to(budget, position.shape[:-1])  # [*head]
 
     rank = jnp.where(live & ~jnp.isnan(scores), _ordered_bits(scores), _LOWEST)
@@ -102,7 +102,8 @@ _LOWEST = jnp.iinfo(jnp.int32).min
 
 def _ordered_bits(x: Float[Array, "*shape"]) -> Int[Array, "*shape"]:
     """An int32 that orders like the float32: -inf first, -0 equal to 0, +inf last."""
-    bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32) + 0.0, jnp.int32)
+    bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
+    bits = jnp.where(bits == _LOWEST, 0, bits)  # -0; XLA would take away a "+ 0.0"
     return jnp.where(bits < 0, bits ^ jnp.iinfo(jnp.int32).max, bits)
 
 

@@ -53,10 +53,12 @@ def score(
         [0.0, 0.6667, 0.6667]
     """
     A, V = jnp.asarray(A), jnp.asarray(V)
-    expected = V.shape[:-1] if group is None else (*V.shape[:-2], "G", *V.shape[-2:-1])
-    heads = A.shape[:-2] + A.shape[-1:] if group is not None else A.shape
-    if V.ndim < 2 or heads != V.shape[:-1]:
-        raise ValueError(f"weights {A.shape} and values {V.shape} do not match: for these values expected {expected}.")
+    heads = A.shape if group is None else (*A.shape[:-2], *A.shape[-1:])
+    if V.ndim < 2 or heads != V.shape[:-1] or A.ndim != V.ndim - (group is None):
+        expected = "weights [*batch, S]" if group is None else "weights [*batch, G, S]"
+        raise ValueError(
+            f"weights {A.shape} and values {V.shape} do not match: expected {expected} and values [*batch, S, D]."
+        )
     if mask is not None and mask.shape != V.shape[:-1]:
         raise ValueError(f"mask {mask.shape} and values {V.shape} do not match: expected {V.shape[:-1]}.")
     if norm not in (1, 2, "inf"):
@@ -76,26 +78,43 @@ def score(
     if group == "mean":
         A = jnp.mean(A, axis=-2, keepdims=True)
 
+    # The heaviest token is taken apart: at a weight near 1, both 1 - a and X - v would be lost in rounding.
+    heaviest = jnp.argmax(A, axis=-1, keepdims=True)  # [*batch, G, 1]
+    is_heaviest = jnp.arange(A.shape[-1]) == heaviest
+    rest = jnp.where(is_heaviest, 0, A)
+    weight, rest_weight = (jnp.sum(x, axis=-1, keepdims=True) for x in (A - rest, rest))
+    rest_weight = jnp.where(rest_weight > 0, rest_weight, 1)
+    dominant = is_heaviest & (A > 0.5)
+    left = jnp.where(dominant, rest_weight, jnp.maximum(1 - A, jnp.finfo(dtype).eps))  # what remains without the token
+
     if fast:
-        output = jnp.sum(V, axis=-2) / jnp.maximum(jnp.sum(live, axis=-1), 1)[..., None].astype(dtype)
-        output = output[..., None, :]  # [*batch, 1, D]
+        mean = jnp.sum(V, axis=-2) / jnp.maximum(jnp.sum(live, axis=-1), 1)[..., None].astype(dtype)
+        change = A / left * _length(mean[..., None, None, :] - V[..., None, :, :], norm)  # [*batch, G, S]
     else:
-        output = jnp.einsum("...gs,...sd->...gd", A, V, precision=jax.lax.Precision.HIGHEST)
-    tiny = jnp.finfo(dtype).eps
-    growth = A / jnp.maximum(1 - A, tiny)  # how much the other weights gain, times A: [*batch, G, S]
-    change = output[..., :, None, :] - V[..., None, :, :]  # [*batch, G, S, D]
-    if norm == 1:
-        scores = jnp.sum(growth * jnp.sum(jnp.abs(change), axis=-1), axis=-2)
-    elif norm == 2:
-        scores = _safe_sqrt(jnp.sum(growth**2 * jnp.sum(change**2, axis=-1), axis=-2))
-    else:
-        scores = jnp.max(growth * jnp.max(jnp.abs(change), axis=-1), axis=-2)
-    holds_all = (A >= 1 - tiny).any(-2)
-    scores = jnp.where(holds_all, jnp.finfo(dtype).max, scores)
+        rest_output = jnp.einsum("...gs,...sd->...gd", rest, V, precision=jax.lax.Precision.HIGHEST)
+        heaviest_value = jnp.take_along_axis(V, heaviest, axis=-2)  # [*batch, G, D]
+        output = rest_output + weight * heaviest_value
+        change = A / left * _length(output[..., :, None, :] - V[..., None, :, :], norm)
+        without = weight * _length(rest_output / rest_weight - heaviest_value, norm)[..., None]
+        change = jnp.where(dominant, without, change)
+
+    holds_all = (A >= 1) | (is_heaviest & (A > 0) & (rest == 0).all(-1, keepdims=True))
+    scores = jnp.where(holds_all.any(-2), jnp.finfo(dtype).max, _joined(change, norm))
     return jnp.where(live, scores, -jnp.inf)
 
 
-def _safe_sqrt(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """sqrt whose gradient at 0 is 0, not NaN."""
-    positive = x > 0
-    return jnp.where(positive, jnp.sqrt(jnp.where(positive, x, 1)), 0)
+def _length(x: Float[Array, "*shape D"], norm: Norm) -> Float[Array, "*shape"]:
+    """The norm along the last axis; for norm 2 its gradient at 0 is 0, not NaN."""
+    if norm == 1:
+        return jnp.sum(jnp.abs(x), axis=-1)
+    if norm == "inf":
+        return jnp.max(jnp.abs(x), axis=-1)
+    squares = jnp.sum(x**2, axis=-1)
+    return jnp.where(squares > 0, jnp.sqrt(jnp.where(squares > 0, squares, 1)), 0)
+
+
+def _joined(changes: Float[Array, "*batch G S"], norm: Norm) -> Float[Array, "*batch S"]:
+    """The norm of a group's changes together, scaled so that squares of small ones are not lost."""
+    largest = jnp.max(changes, axis=-2, keepdims=True)
+    scale = jax.lax.stop_gradient(jnp.where(largest > 0, largest, 1))
+    return scale[..., 0, :] * _length((changes / scale).swapaxes(-1, -2), norm)

@@ -52,8 +52,8 @@ class Protection(NamedTuple):
     recent: int | float = 0
 
     def counts(self, budget: Any) -> tuple[Any, Any]:
-        """Both as numbers of tokens under a budget (an int, or an array of one a row)."""
-        return tuple(int(x) if isinstance(x, int) else _floor(x * budget) for x in self)
+        """Both as numbers of tokens under a budget (an int, or an array of one a row); shares are rounded down."""
+        return tuple(int(x) if isinstance(x, int) else _share(x, budget) for x in self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +89,13 @@ class Policy:
 
 
 def no_state(B: int, K: int, G: int, S: int) -> tuple[()]:
-    """The ``init`` of a link that remembers nothing."""
+    """The ``init`` of a link that remembers nothing.
+
+    Example:
+        >>> import kvjax
+        >>> kvjax.no_state(1, 2, 2, 8)
+        ()
+    """
     return ()
 
 
@@ -296,6 +302,9 @@ def _link(node: ast.expr, whole: str) -> Policy:
         raise ValueError(f"unknown policy {name!r} in {whole!r}; there are {', '.join(sorted(LINKS))}.")
     try:
         arguments = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
+    except ValueError:
+        raise ValueError(f"{whole!r}: the arguments of {name!r} are not plain values; write them like {_EXAMPLE}.") from None
+    try:
         return LINKS[name](**arguments)
     except TypeError as error:
         raise ValueError(f"{whole!r}: {str(error).replace('()', '')}.") from None
@@ -305,8 +314,10 @@ def _base_names() -> list[str]:
     return sorted(name for name, make in LINKS.items() if make().base)
 
 
-def _floor(x: Any) -> Any:
-    return int(x) if isinstance(x, float) else jnp.floor(x).astype(jnp.int32)
+def _share(x: float, budget: Any) -> Any:
+    """floor(x * budget), x to four digits, in integers: the same for an int and inside jit, where floats are float32."""
+    n = round(x * 10_000)
+    return budget // 10_000 * n + budget % 10_000 * n // 10_000
 
 
 def _larger(a: Any, b: Any) -> Any:

@@ -3,5 +3,20 @@
 from models.config import Config
 from models.decoder import Decoder
 from models.decoding import Generation, Prefilled, generate, prefill, stream
+from models.load import load, parse_mesh
+from models.save import save
+from models.tokenizer import Tokenizer
 
-__all__ = ["Config", "Decoder", "Generation", "Prefilled", "generate", "prefill", "stream"]
+__all__ = [
+    "Config",
+    "Decoder",
+    "Generation",
+    "Prefilled",
+    "Tokenizer",
+    "generate",
+    "load",
+    "parse_mesh",
+    "prefill",
+    "save",
+    "stream",
+]

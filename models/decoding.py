@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Literal, NamedTuple
 
 import jax
@@ -180,11 +180,15 @@ def stream(
     top_p: float | None = None,
     key: Array | None = None,
     end: tuple[int, ...] | None = None,
+    on_block: Callable[[int, int], None] | None = None,
 ) -> Iterator[tuple[np.ndarray, KVCache]]:
     """:func:`generate` as an iterator: yields each step's tokens as they come, and the cache behind them.
 
     The prompt is fed from the host block by block, so one compilation serves prompts of any length under a budget (a
     full cache, and ``when="prompt"``, have a buffer that depends on it). Rows that have ended yield -1.
+
+    Args:
+        on_block: called after each block of the prompt with the tokens done and the tokens in all, for progress bars.
 
     Example:
         >>> import jax.numpy as jnp
@@ -207,16 +211,21 @@ def stream(
     )
     key = jax.random.key(0) if key is None else key
     end = model.config.eos if end is None else tuple(end)
-    return _stream(model, tokens, lengths, budgets, key, plan, block, sampling, max_new_tokens, end)
+    return _stream(model, tokens, lengths, budgets, key, plan, block, sampling, max_new_tokens, end, on_block)
 
 
-def _stream(model, tokens, lengths, budgets, key, plan, block, sampling, max_new_tokens, end):
+def _stream(model, tokens, lengths, budgets, key, plan, block, sampling, max_new_tokens, end, on_block):
     blocks, positions = (np.asarray(x) for x in _blocks(tokens, lengths, block))
     cache = _empty_cache(model, plan, tokens.shape[0], plan.prompt_slots)
     logits = None
     for index, (block_tokens, position) in enumerate(zip(blocks, positions, strict=True)):
+        if (position < 0).all():
+            continue
         evicts = plan.when == "block" or index == len(blocks) - 1
         cache, logits = _block_step(model, cache, block_tokens, position, lengths, budgets, plan, evicts)
+        if on_block is not None:
+            logits.block_until_ready()
+            on_block(int(position.max()) + 1, int(lengths.max()))
     if plan.slots != plan.prompt_slots:
         cache = kvjax.compact(cache, plan.slots)
     key, draw = jax.random.split(key)
@@ -342,8 +351,8 @@ def _empty_cache(model: Decoder, plan: _Plan, batch: int, slots: int) -> KVCache
     state = ()
     if plan.policy is not None:
         shape = (batch, config.num_kv_heads, config.num_heads // config.num_kv_heads, slots)
-        stack = functools.partial(jnp.broadcast_to)
-        state = jax.tree.map(lambda x: stack(x, (config.num_layers, *x.shape)), plan.policy.init(*shape))
+        zeros = plan.policy.init(*shape)
+        state = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (config.num_layers, *leaf.shape)), zeros)
     cache = KVCache.init(
         batch=batch,
         kv_heads=config.num_kv_heads,

@@ -51,6 +51,7 @@ def cache_attention(
     peak = jnp.max(logits, axis=-1, keepdims=True)
     weights = jnp.exp(logits - jnp.where(jnp.isfinite(peak), peak, 0))
     weights = weights / jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), jnp.finfo(accumulate).tiny)
+    value = jnp.where((key_position >= 0)[..., None], value, 0)  # 0 * NaN is NaN: what a free slot holds must not matter
     out = jnp.einsum("bkgts,bksd->btkgd", weights.astype(value.dtype), value, preferred_element_type=accumulate)
 
     columns = {}

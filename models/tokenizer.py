@@ -1,0 +1,264 @@
+"""Text to token ids and back, from a folder's tokenizer.json; chats through its template, in a sandbox."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.parser
+import tokenizers
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class Tokenizer:
+    """A tokenizer of the `tokenizers` library, with the special tokens and the chat template beside it.
+
+    Args:
+        backend: the tokenizer itself.
+        special_tokens: text of the special tokens by Hugging Face's names, such as {"bos_token": "<s>"}.
+        chat_template: a Jinja template, or None.
+
+    Attributes:
+        bos, eos, pad: ids of the special tokens, None where there is none.
+        vocab_size: number of ids, added tokens included.
+
+    Example:
+        >>> import tokenizers
+        >>> from models.tokenizer import Tokenizer
+        >>> words = tokenizers.models.WordLevel({"<s>": 0, "a": 1, "b": 2}, unk_token="<s>")
+        >>> backend = tokenizers.Tokenizer(words)
+        >>> backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+        >>> tokenizer = Tokenizer(backend, {"bos_token": "<s>"})
+        >>> tokenizer.encode("a b"), tokenizer.decode([1, 2]), tokenizer.bos, tokenizer.eos, tokenizer.vocab_size
+        ([1, 2], 'a b', 0, None, 3)
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        special_tokens: Mapping[str, str] | None = None,
+        chat_template: str | None = None,
+    ):
+        self.backend = backend
+        # A tokenizer.json may carry the truncation and padding of whoever saved it; a prompt must stay whole.
+        self.backend.no_truncation()
+        self.backend.no_padding()
+        self.special_tokens = dict(special_tokens or {})
+        self.chat_template = chat_template
+
+    @classmethod
+    def from_folder(cls, folder: str | Path) -> Tokenizer:
+        """Reads tokenizer.json and, where they are there, tokenizer_config.json and its companions.
+
+        Raises:
+            FileNotFoundError: no tokenizer.json.
+            ValueError: a file that cannot be read as what its name says.
+
+        Example:
+            >>> from models.tokenizer import Tokenizer
+            >>> Tokenizer.from_folder("nowhere")
+            Traceback (most recent call last):
+            ...
+            FileNotFoundError: nowhere has no tokenizer.json; give a folder that holds one.
+        """
+        folder = Path(folder)
+        file = folder / "tokenizer.json"
+        if not file.is_file():
+            raise FileNotFoundError(f"{folder} has no tokenizer.json; give a folder that holds one.")
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises nothing narrower
+            raise ValueError(f"{file} is corrupted or of an unknown kind ({error}); download it again.") from None
+        config = read_object(folder / "special_tokens_map.json") | read_object(folder / "tokenizer_config.json")
+        try:
+            special = {name: _text(config[name]) for name in SPECIAL if config.get(name)}
+            template = _chat_template(folder, config)
+        except (AttributeError, KeyError, TypeError, UnicodeDecodeError):
+            raise ValueError(
+                f"the special tokens or the chat template beside {file} are not as Hugging Face writes them; download "
+                "tokenizer_config.json and its companions again."
+            ) from None
+        return cls(backend, special, template)
+
+    @property
+    def bos(self) -> int | None:
+        return self._id("bos_token")
+
+    @property
+    def eos(self) -> int | None:
+        return self._id("eos_token")
+
+    @property
+    def pad(self) -> int | None:
+        return self._id("pad_token")
+
+    @property
+    def vocab_size(self) -> int:
+        return self.backend.get_vocab_size(with_added_tokens=True)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text; with the tokens that tokenizer.json puts around it (a BOS, mostly) unless told not to.
+
+        The text of :meth:`chat` holds them already: encode it with ``add_special_tokens=False``.
+        """
+        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of token ids. Bytes that are no UTF-8 become U+FFFD."""
+        return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def stream(self, skip_special_tokens: bool = True) -> TextStream:
+        """A decoder for ids that come one by one; see :class:`TextStream`."""
+        return TextStream(self, skip_special_tokens)
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
+        """The text of a conversation in the model's own format; encode it with ``add_special_tokens=False``.
+
+        Args:
+            messages: turns such as {"role": "user", "content": "Hello"}.
+            add_generation_prompt: end with the header of the assistant's next turn.
+
+        Raises:
+            ValueError: a tokenizer without a chat template, or messages that the template refuses.
+
+        Example:
+            >>> import tokenizers
+            >>> from models.tokenizer import Tokenizer
+            >>> template = "{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}"
+            >>> Tokenizer(tokenizers.Tokenizer(tokenizers.models.BPE()), None, template).chat(
+            ...     [{"role": "user", "content": "Hello"}])
+            '[user] Hello'
+        """
+        if self.chat_template is None:
+            raise ValueError("this model's tokenizer has no chat template; give plain text to encode instead.")
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+        try:
+            return environment.from_string(self.chat_template).render(
+                messages=list(messages),
+                add_generation_prompt=add_generation_prompt,
+                tools=None,
+                documents=None,
+                **self.special_tokens,
+            )
+        except (jinja2.TemplateError, TypeError) as error:
+            raise ValueError(f"the chat template did not take these messages: {error}") from None
+
+    def _id(self, name: str) -> int | None:
+        text = self.special_tokens.get(name)
+        return None if text is None else self.backend.token_to_id(text)
+
+
+class TextStream:
+    """Decodes ids as they come, and gives out only text whose last character is complete.
+
+    All that `add` and, at the end, `finish` returned is, joined, what `Tokenizer.decode` makes of the ids together.
+
+    Args:
+        tokenizer: whose ids they are.
+        skip_special_tokens: leave special tokens out of the text.
+
+    Example:
+        >>> import tokenizers
+        >>> from models.tokenizer import Tokenizer
+        >>> backend = tokenizers.Tokenizer(tokenizers.models.BPE({"Ã": 0, "©": 1, "t": 2}, []))
+        >>> backend.decoder = tokenizers.decoders.ByteLevel()
+        >>> stream = Tokenizer(backend).stream()
+        >>> [stream.add(token) for token in [2, 0, 1, 2]], stream.finish()
+        (['t', '', 'é', 't'], '')
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True):
+        self._decode = lambda ids: tokenizer.decode(ids, skip_special_tokens)
+        # The ids of the last piece of text are decoded again with the new ones: a leading space depends on them.
+        self._context: list[int] = []
+        self._pending: list[int] = []
+
+    def add(self, token: int) -> str:
+        """The text that this id completes, "" while a character's bytes are still missing."""
+        self._pending.append(int(token))
+        text = self._new_text()
+        if not text or text.endswith("\N{REPLACEMENT CHARACTER}"):
+            return ""
+        self._context, self._pending = self._pending, []
+        return text
+
+    def finish(self) -> str:
+        """What is left when the ids end: nothing, or U+FFFD for a character that was never completed."""
+        text = self._new_text()
+        self._context, self._pending = [], []
+        return text
+
+    def _new_text(self) -> str:
+        return self._decode(self._context + self._pending)[len(self._decode(self._context)) :]
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """The object that a JSON file holds, {} for a file that does not exist.
+
+    Raises:
+        ValueError: a file that is not JSON, or holds something else than an object.
+
+    Example:
+        >>> import pathlib
+        >>> from models.tokenizer import read_object
+        >>> read_object(pathlib.Path("nowhere.json"))
+        {}
+    """
+    if not file.is_file():
+        return {}
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is not valid JSON ({error}); download it again.") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} holds a JSON {type(content).__name__}, not an object; download it again.")
+    return content
+
+
+class _GenerationBlock(jinja2.ext.Extension):
+    """{% generation %} marks what an assistant wrote, for training; here its content is just text."""
+
+    tags = {"generation"}  # noqa: RUF012  (Jinja's own declaration)
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _to_json(value: Any, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
+    """Replaces Jinja's own filter, which escapes HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(format: str) -> str:
+    return datetime.datetime.now().strftime(format)
+
+
+def _text(token: str | Mapping[str, Any]) -> str:
+    return token if isinstance(token, str) else str(token["content"])
+
+
+def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
+    """chat_template.jinja, else tokenizer_config.json's: one template, or several by name, of which "default"."""
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        return {entry["name"]: entry["template"] for entry in template}.get("default")
+    return template

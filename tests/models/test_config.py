@@ -1,0 +1,191 @@
+"""config.json of both transformers generations, read and written."""
+
+import dataclasses
+import json
+
+import pytest
+
+from models.config import Config, Rope, from_hugging_face, to_hugging_face
+from tests.models.make_golden import GOLDEN, MODELS
+
+MINIMAL = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+}
+# Llama 3.2 3B, as published (transformers 4).
+LLAMA_3_2 = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 128000,
+    "eos_token_id": [128001, 128008, 128009],
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 3072,
+    "initializer_range": 0.02,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_attention_heads": 24,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 8,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 32.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.45.0.dev0",
+    "use_cache": True,
+    "vocab_size": 128256,
+}
+
+
+def read(**fields):
+    return from_hugging_face(MINIMAL | fields)
+
+
+def test_a_published_config_is_read_field_by_field():
+    assert from_hugging_face(LLAMA_3_2) == Config(
+        architecture="llama",
+        vocab_size=128256,
+        hidden_size=3072,
+        intermediate_size=8192,
+        num_layers=28,
+        num_heads=24,
+        num_kv_heads=8,
+        head_dim=128,
+        rope=Rope(theta=500000.0, type="llama3", factor=32.0, original_positions=8192),
+        norm_epsilon=1e-5,
+        max_positions=131072,
+        tie_embeddings=True,
+        bos=128000,
+        eos=(128001, 128008, 128009),
+    )
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_both_generations_read_the_same(name):
+    new = json.loads((GOLDEN / name / "config.json").read_text())
+    parameters = dict(new["rope_parameters"])
+    old = {key: value for key, value in new.items() if key != "rope_parameters"}
+    old["rope_theta"] = parameters.pop("rope_theta")
+    kind = parameters.pop("rope_type")
+    if kind != "default":
+        old["rope_scaling"] = parameters | {"type": kind}
+    assert from_hugging_face(old) == from_hugging_face(new)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_written_config_reads_back_as_itself(name):
+    config = from_hugging_face(json.loads((GOLDEN / name / "config.json").read_text()))
+    assert from_hugging_face(to_hugging_face(config)) == config
+
+
+def test_rope_scaling_of_the_middle_generation_with_rope_type():
+    assert read(rope_scaling={"rope_type": "linear", "factor": 2}).rope == Rope(type="linear", factor=2.0)
+
+
+def test_original_length_beside_the_scaling_is_read():
+    rope = read(original_max_position_embeddings=512, rope_scaling={"type": "yarn", "factor": 4.0}).rope
+    assert rope.original_positions == 512
+
+
+def test_yarn_without_a_factor_takes_the_ratio_of_lengths():
+    scaling = {"type": "yarn", "factor": None, "original_max_position_embeddings": 512}
+    assert read(max_position_embeddings=2048, rope_scaling=scaling).rope.factor == 4.0
+
+
+def test_dynamic_grows_from_the_models_own_length():
+    scaling = {"type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 7}
+    assert read(max_position_embeddings=512, rope_scaling=scaling).rope.original_positions == 512
+
+
+def test_fields_left_out_take_their_defaults():
+    assert read() == Config(64, 32, 48, num_layers=3, num_heads=4, num_kv_heads=4, head_dim=8)
+
+
+def test_qwen2_has_query_key_value_biases_and_no_output_bias():
+    config = read(architectures=["Qwen2ForCausalLM"], attention_bias=True)
+    assert (config.attention_bias, config.output_bias) == (True, False)
+
+
+def test_mistral_has_no_biases_whatever_it_says():
+    config = read(architectures=["MistralForCausalLM"], attention_bias=True)
+    assert (config.attention_bias, config.output_bias) == (False, False)
+
+
+def test_qwen3_has_heads_of_128_by_default():
+    assert read(architectures=["Qwen3ForCausalLM"]).head_dim == 128
+
+
+def test_mistral_without_a_window_entry_has_transformers_window():
+    assert read(architectures=["MistralForCausalLM"]).sliding_windows == (4096,) * 3
+
+
+def test_mistral_with_null_window_sees_everything():
+    assert read(architectures=["MistralForCausalLM"], sliding_window=None).sliding_windows == (None,) * 3
+
+
+@pytest.mark.parametrize(
+    ("fields", "windows"),
+    [
+        ({"use_sliding_window": False, "max_window_layers": 1}, (None, None, None)),
+        ({"use_sliding_window": True, "max_window_layers": 1}, (None, 8, 8)),
+        ({"use_sliding_window": True}, (None, None, None)),
+        (
+            {"use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+            (8, None, 8),
+        ),
+    ],
+    ids=["unused", "from a layer on", "from layer 28 on", "layer by layer"],
+)
+def test_qwen_sliding_windows(fields, windows):
+    assert read(architectures=["Qwen2ForCausalLM"], sliding_window=8, **fields).sliding_windows == windows
+
+
+@pytest.mark.parametrize(("given", "eos"), [(7, (7,)), ([7, 8], (7, 8)), (None, ())])
+def test_end_tokens(given, eos):
+    assert read(eos_token_id=given).eos == eos
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not supported.*LlamaForCausalLM, Mistral.*Qwen3"),
+        ({"architectures": None}, "supported are LlamaForCausalLM"),
+        ({"vocab_size": None}, "lacks vocab_size"),
+        ({"hidden_size": "32"}, "hidden_size is '32'; it must be a positive integer"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0; it must be a positive integer"),
+        ({"num_key_value_heads": 3}, "4 query heads cannot share 3 KV heads"),
+        ({"head_dim": 7}, "head_dim is 7; rotary embedding needs an even head_dim"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; only 'silu'"),
+        ({"mlp_bias": True}, "mlp_bias is true"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantised weights are not supported"),
+        ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "'longrope' is not supported.*default, linear"),
+        ({"rope_scaling": {"type": "linear"}}, "'linear' needs a 'factor'"),
+        ({"rope_scaling": "linear"}, "must be one object of numbers"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "the same for all layers"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+    ],
+)
+def test_bad_config_is_one_clear_sentence(fields, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        read(**fields)
+    assert "\n" not in str(caught.value)
+
+
+def test_windows_of_two_sizes_cannot_be_written():
+    with pytest.raises(ValueError, match="one sliding window size"):
+        to_hugging_face(dataclasses.replace(read(), sliding_windows=(8, 16, None)))

@@ -1,0 +1,475 @@
+"""Folders in Hugging Face layout become models; what is wrong with one is said in a sentence."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec
+from safetensors.numpy import load_file, save_file
+
+from models.config import Config, to_hugging_face
+from models.load import load, parse_mesh
+from models.save import save
+from tests.models.make_golden import GOLDEN
+
+TOKENS = jnp.arange(12)[None]
+QUERY = "model.layers.1.self_attn.q_proj.weight"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A small Qwen3 with every kind of parameter, whole and right, to be spoilt."""
+    return shutil.copytree(GOLDEN / "qwen3_sliding", tmp_path / "model")
+
+
+def edit_config(folder, **fields):
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+
+
+def edit_tensors(folder, change):
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def shard(folder):
+    """Splits the one file in two, with an index."""
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = sorted(tensors)
+    parts = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
+    for file, held in parts.items():
+        save_file({name: tensors[name] for name in held}, folder / file)
+    index = {"weight_map": {name: file for file, held in parts.items() for name in held}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return index
+
+
+def parameters(model):
+    return {".".join(path): np.asarray(leaf) for path, leaf in nnx.to_flat_state(nnx.state(model))}
+
+
+def assert_same(model, other):
+    ours, theirs = parameters(model), parameters(other)
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        np.testing.assert_array_equal(ours[name], theirs[name], err_msg=name)
+
+
+# Weights
+
+
+def test_layers_are_stacked_and_transposed(folder):
+    tensors = load_file(folder / "model.safetensors")
+    model, _ = load(folder)
+    query = model.layers.query[...]  # [L, E, N, D]
+    np.testing.assert_array_equal(query[1, :, 2, 5], tensors[QUERY][2 * 12 + 5])
+    output = model.layers.output[...]  # [L, N, D, E]
+    np.testing.assert_array_equal(output[1, 3, 4], tensors["model.layers.1.self_attn.o_proj.weight"][:, 3 * 12 + 4])
+
+
+def test_sharded_checkpoint_is_the_same_model(folder):
+    whole, _ = load(folder)
+    shard(folder)
+    assert_same(load(folder)[0], whole)
+
+
+def test_tensors_larger_than_a_chunk_and_a_tile_are_read_whole(folder, monkeypatch):
+    whole, _ = load(folder)
+    module = sys.modules["models.load"]  # the package's attribute of that name is the function
+    monkeypatch.setattr(module, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(module, "TILE", 5)
+    assert_same(load(folder)[0], whole)
+
+
+def test_tied_model_ignores_an_output_matrix(folder):
+    edit_config(folder, tie_word_embeddings=True)
+    assert load(folder)[0].head is None
+
+
+def test_old_rotary_frequencies_in_a_checkpoint_are_ignored(folder):
+    whole, _ = load(folder)
+    key = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    edit_tensors(folder, lambda tensors: tensors.update({key: np.ones(6, np.float32)}))
+    assert_same(load(folder)[0], whole)
+
+
+@pytest.mark.parametrize(
+    ("stored", "kept"),
+    [("float16", "float16"), ("bfloat16", "bfloat16"), ("float32", "float32"), ("float64", "float32")],
+)
+def test_without_a_dtype_the_checkpoints_is_kept(folder, stored, kept):
+    edit_tensors(folder, lambda tensors: tensors.update({n: a.astype(stored) for n, a in tensors.items()}))
+    assert {array.dtype.name for array in parameters(load(folder)[0]).values()} == {kept}
+
+
+def test_mixed_checkpoint_takes_the_dtype_of_most_weights(folder):
+    def halve(tensors):
+        tensors.update({n: a.astype(ml_dtypes.bfloat16) for n, a in tensors.items() if not n.endswith("norm.weight")})
+
+    edit_tensors(folder, halve)
+    assert {array.dtype.name for array in parameters(load(folder)[0]).values()} == {"bfloat16"}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", jnp.bfloat16, np.dtype(ml_dtypes.bfloat16)], ids=str)
+def test_weights_are_cast_to_the_dtype_asked_for(folder, dtype):
+    tensors = load_file(folder / "model.safetensors")
+    model, _ = load(folder, dtype=dtype)
+    expected = tensors["model.embed_tokens.weight"].astype(ml_dtypes.bfloat16)
+    np.testing.assert_array_equal(np.asarray(model.embedding[...]), expected)
+
+
+def test_bfloat16_checkpoint_widens_exactly(folder):
+    edit_tensors(folder, lambda tensors: tensors.update({n: a.astype("bfloat16") for n, a in tensors.items()}))
+    expected = load_file(folder / "model.safetensors")["model.norm.weight"].astype(np.float32)
+    np.testing.assert_array_equal(np.asarray(load(folder, dtype="float32")[0].norm[...]), expected)
+
+
+def test_end_tokens_of_generation_config_win(folder):
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 6]}))
+    assert load(folder)[0].config.eos == (5, 6)
+
+
+def test_folder_without_tokenizer_has_none(folder):
+    assert load(folder)[1] is None
+
+
+def test_folder_with_tokenizer_has_it(folder):
+    shutil.copytree(GOLDEN / "tokenizer", folder, dirs_exist_ok=True)
+    tokenizer = load(folder)[1]
+    assert tokenizer.decode(tokenizer.encode("good day")) == "good day"
+
+
+def test_saved_model_loads_as_itself(folder, tmp_path):
+    model, _ = load(folder)
+    save(tmp_path / "saved", model)
+    again, _ = load(tmp_path / "saved")
+    assert again.config == model.config
+    assert_same(again, model)
+
+
+# Memory
+
+
+PEAK = """
+import sys
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from models.load import load
+
+def status(key):
+    return 1024 * int(next(line for line in open("/proc/self/status") if line.startswith(key + ":")).split()[1])
+
+load(sys.argv[1])  # whatever a first load allocates once
+with open("/proc/self/clear_refs", "w") as file:
+    file.write("5")  # the high-water mark starts anew
+before = status("VmRSS")
+model, _ = load(sys.argv[2], dtype=sys.argv[3])
+size = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model)))
+print((status("VmHWM") - before) / size)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak is read from Linux's /proc")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_peak_memory_is_at_most_1_3_times_the_weights(tmp_path, dtype):
+    config = Config(16_000, 512, 1536, num_layers=12, num_heads=8, num_kv_heads=2)
+    (tmp_path / "config.json").write_text(json.dumps(to_hugging_face(config)))
+    random = np.random.default_rng(0)
+
+    def tensor(*shape):
+        return random.integers(0, 1 << 14, shape, np.uint16).view(ml_dtypes.bfloat16)
+
+    tensors = {"model.embed_tokens.weight": tensor(16_000, 512), "lm_head.weight": tensor(16_000, 512)}
+    tensors["model.norm.weight"] = tensor(512)
+    for layer in range(config.num_layers):
+        for name, shape in {
+            "input_layernorm": (512,),
+            "self_attn.q_proj": (512, 512),
+            "self_attn.k_proj": (128, 512),
+            "self_attn.v_proj": (128, 512),
+            "self_attn.o_proj": (512, 512),
+            "post_attention_layernorm": (512,),
+            "mlp.gate_proj": (1536, 512),
+            "mlp.up_proj": (1536, 512),
+            "mlp.down_proj": (512, 1536),
+        }.items():
+            tensors[f"model.layers.{layer}.{name}.weight"] = tensor(*shape)
+    save_file(tensors, tmp_path / "model.safetensors")
+    command = [sys.executable, "-c", PEAK, str(GOLDEN / "llama2"), str(tmp_path), dtype]
+    output = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2]).stdout
+    assert float(output) <= 1.3
+
+
+# Meshes
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    if len(jax.devices()) < 4:
+        pytest.skip("needs four devices (conftest.py forces eight on a CPU)")
+    return parse_mesh("data=2,tensor=2")
+
+
+def test_sharded_model_gives_the_same_logits(folder, mesh):
+    expected = load(folder)[0](TOKENS)
+    np.testing.assert_allclose(np.asarray(load(folder, mesh=mesh)[0](TOKENS)), np.asarray(expected), atol=1e-5)
+
+
+def test_sharded_model_has_the_same_weights(folder, mesh):
+    assert_same(load(folder, mesh=mesh)[0], load(folder)[0])
+
+
+def test_each_device_holds_its_share_of_the_heads(folder, mesh):
+    query = load(folder, mesh=mesh)[0].layers.query[...]
+    assert {part.data.shape for part in query.addressable_shards} == {(2, 32, 2, 12)}
+
+
+def test_vocabulary_that_the_mesh_does_not_divide_is_replicated(folder, mesh):
+    edit_config(folder, vocab_size=63)
+    edit_tensors(folder, lambda tensors: tensors.update({n: a[:63] for n, a in tensors.items() if a.shape[0] == 64}))
+    assert load(folder, mesh=mesh)[0].embedding[...].sharding.spec == PartitionSpec()
+
+
+def test_mesh_with_explicit_axes_is_taken_as_automatic(folder, mesh):
+    explicit = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    assert_same(load(folder, mesh=explicit)[0], load(folder, mesh=mesh)[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "message"),
+    [
+        ("qwen3_sliding", {}, "tensor=4 does not divide the model's 2 KV heads"),
+        ("llama_linear", {}, "tensor=4 does not divide the model's 2 query heads"),
+        ("llama2", {"intermediate_size": 30}, "tensor=4 does not divide the model's 30 feed-forward units"),
+    ],
+)
+def test_mesh_must_divide_heads_and_feed_forward(tmp_path, name, fields, message, mesh):
+    folder = shutil.copytree(GOLDEN / name, tmp_path / name)
+    edit_config(folder, **fields)
+    with pytest.raises(ValueError, match=message):
+        load(folder, mesh=parse_mesh("tensor=4"))
+
+
+def test_mesh_with_other_axes_is_refused(folder):
+    with pytest.raises(ValueError, match="has axes x; name them 'data' and 'tensor'"):
+        load(folder, mesh=jax.make_mesh((1,), ("x",)))
+
+
+@pytest.mark.parametrize(
+    ("text", "shape"),
+    [
+        ("data=2,tensor=2", {"data": 2, "tensor": 2}),
+        (" tensor = 2 ", {"data": 1, "tensor": 2}),
+        ("tensor=2,data=1", {"data": 1, "tensor": 2}),
+    ],
+)
+def test_mesh_text(text, shape, mesh):
+    assert dict(parse_mesh(text).shape) == shape
+
+
+@pytest.mark.parametrize(
+    "text", ["", "2", "data", "data=0", "data=-1", "data=x", "model=2", "data=1,data=1", "data=1,"]
+)
+def test_mesh_text_that_is_none(text):
+    with pytest.raises(ValueError, match="write it like 'data=2,tensor=4'"):
+        parse_mesh(text)
+
+
+def test_mesh_of_more_devices_than_there_are():
+    count = len(jax.devices())
+    with pytest.raises(ValueError, match=f"needs {2 * count} devices and there (is|are) {count}"):
+        parse_mesh(f"data=2,tensor={count}")
+
+
+# Bad input
+
+
+def refused(folder, kind, message, **arguments):
+    with pytest.raises(kind, match=message) as caught:
+        load(folder, **arguments)
+    assert "\n" not in str(caught.value)
+    assert caught.value.__suppress_context__ or caught.value.__context__ is None
+
+
+def test_no_such_folder(tmp_path):
+    refused(tmp_path / "missing", FileNotFoundError, r"there is no folder .*missing; give a folder with config.json")
+
+
+def test_no_config(folder):
+    (folder / "config.json").unlink()
+    refused(folder, FileNotFoundError, "has no config.json")
+
+
+def test_config_that_is_not_json(folder):
+    (folder / "config.json").write_text("{")
+    refused(folder, ValueError, "config.json is not valid JSON")
+
+
+def test_config_that_is_not_text(folder):
+    (folder / "config.json").write_bytes(b"\xff\xfe\x00")
+    refused(folder, ValueError, "config.json is not valid JSON")
+
+
+def test_config_that_is_no_object(folder):
+    (folder / "config.json").write_text("[]")
+    refused(folder, ValueError, "config.json holds a JSON list, not an object")
+
+
+def test_unsupported_architecture_names_the_supported(folder):
+    edit_config(folder, architectures=["GPT2LMHeadModel"])
+    refused(folder, ValueError, "GPT2LMHeadModel is not supported; supported are LlamaForCausalLM, Mistral.*Qwen3")
+
+
+def test_missing_shard_is_named(folder):
+    shard(folder)
+    (folder / "model-00002-of-00002.safetensors").unlink()
+    refused(folder, FileNotFoundError, "lacks the shard model-00002-of-00002.safetensors")
+
+
+def test_index_that_leaves_the_folder(folder):
+    index = shard(folder)
+    index["weight_map"][QUERY] = "../other.safetensors"
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    refused(folder, ValueError, "not a file of its own folder")
+
+
+def test_index_without_a_map(folder):
+    shard(folder)
+    (folder / "model.safetensors.index.json").write_text("{}")
+    refused(folder, ValueError, "has no weight_map")
+
+
+def test_index_naming_a_tensor_that_no_shard_has(folder):
+    index = shard(folder)
+    index["weight_map"]["model.extra"] = "model-00001-of-00002.safetensors"
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    refused(folder, ValueError, "puts the tensor model.extra in model-00001-of-00002.safetensors, which lacks it")
+
+
+def test_truncated_file_is_named(folder):
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    refused(folder, ValueError, r"model.safetensors is truncated or corrupted")
+
+
+def test_truncated_shard_is_named(folder):
+    shard(folder)
+    file = folder / "model-00002-of-00002.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    refused(folder, ValueError, r"model-00002-of-00002.safetensors is truncated or corrupted")
+
+
+@pytest.mark.parametrize("content", [b"", b"\x00" * 200, b"\xff" * 200, b"\x10\0\0\0\0\0\0\0not json at all."])
+def test_corrupted_file_is_named(folder, content):
+    (folder / "model.safetensors").write_bytes(content)
+    refused(folder, ValueError, "model.safetensors is truncated or corrupted")
+
+
+def test_git_lfs_pointer_says_how_to_get_the_weights(folder):
+    (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    refused(folder, ValueError, "is a Git LFS pointer, not the weights; fetch them with git lfs pull")
+
+
+def test_missing_tensor_is_named(folder):
+    edit_tensors(folder, lambda tensors: tensors.pop(QUERY))
+    refused(folder, ValueError, f"lacks the tensor {QUERY}")
+
+
+def test_untied_model_without_output_matrix(folder):
+    edit_tensors(folder, lambda tensors: tensors.pop("lm_head.weight"))
+    refused(folder, ValueError, "lacks the tensor lm_head.weight")
+
+
+def test_tensor_without_a_place_is_named(folder):
+    edit_config(folder, num_hidden_layers=1, layer_types=["full_attention"])
+    refused(folder, ValueError, "holds the tensor model.layers.1.input_layernorm.weight, for which")
+
+
+def test_tensor_of_the_wrong_shape(folder):
+    edit_tensors(folder, lambda tensors: tensors.update({QUERY: np.zeros((48, 31), np.float32)}))
+    refused(folder, ValueError, rf"{QUERY} has shape \(48, 31\); its config.json calls for \(48, 32\)")
+
+
+def test_tensor_transposed_is_of_the_wrong_shape(folder):
+    edit_tensors(folder, lambda tensors: tensors.update({QUERY: np.ascontiguousarray(tensors[QUERY].T)}))
+    refused(folder, ValueError, rf"{QUERY} has shape \(32, 48\); its config.json calls for \(48, 32\)")
+
+
+def test_integer_weights_are_refused(folder):
+    edit_tensors(folder, lambda tensors: tensors.update({QUERY: np.zeros((48, 32), np.int8)}))
+    refused(folder, ValueError, f"{QUERY} is stored as I8; supported are F64, F32, F16, BF16")
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.00.pth"])
+def test_folder_of_pickled_weights_is_refused(folder, name):
+    (folder / "model.safetensors").rename(folder / name)
+    refused(folder, ValueError, f"{name} holds pickled weights.*convert them to safetensors")
+
+
+def test_pickled_file_is_refused(folder):
+    file = folder / "model.pt"
+    file.write_bytes(b"")
+    refused(file, ValueError, "model.pt holds pickled weights")
+
+
+def test_safetensors_file_instead_of_its_folder(folder):
+    refused(folder / "model.safetensors", ValueError, "is a file; give the folder that holds it")
+
+
+def test_folder_without_weights(folder):
+    (folder / "model.safetensors").unlink()
+    refused(folder, FileNotFoundError, "neither model.safetensors nor model.safetensors.index.json")
+
+
+@pytest.mark.parametrize("dtype", ["float31", "int8", "float64", object], ids=str)
+def test_unknown_dtype_names_the_known(folder, dtype):
+    refused(folder, ValueError, "is not known; the weights' dtype is one of bfloat16, float16, float32", dtype=dtype)
+
+
+def test_corrupted_tokenizer_is_named(folder):
+    (folder / "tokenizer.json").write_text("{")
+    refused(folder, ValueError, "tokenizer.json is corrupted or of an unknown kind")
+
+
+# The hub
+
+
+def test_hub_name_is_downloaded_without_pickles_or_duplicates(folder, monkeypatch):
+    hub = pytest.importorskip("huggingface_hub")
+    calls = []
+    monkeypatch.setattr(hub, "snapshot_download", lambda name, **options: calls.append((name, options)) or str(folder))
+    load("some-org/Some-Model-1B", revision="v2")
+    name, options = calls[0]
+    assert (name, options["revision"]) == ("some-org/Some-Model-1B", "v2")
+    assert options["allow_patterns"] == ["*.json", "*.safetensors", "*.jinja"]
+
+
+def test_hub_that_cannot_be_reached_is_one_sentence(monkeypatch):
+    hub = pytest.importorskip("huggingface_hub")
+
+    def fail(name, **options):
+        raise ConnectionError("no route to host.\nTry again. And again.")
+
+    monkeypatch.setattr(hub, "snapshot_download", fail)
+    refused("some-org/model", FileNotFoundError, r"hub did not give .*\(ConnectionError: no route to host\); check")
+
+
+def test_hub_name_without_the_hubs_library_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    refused("some-org/model", FileNotFoundError, "pip install huggingface_hub")
+
+
+def test_local_folder_goes_before_the_hub(folder, monkeypatch):
+    monkeypatch.chdir(folder.parent.parent)
+    assert load(f"{folder.parent.name}/{folder.name}")[0].config.num_layers == 2

@@ -1,0 +1,55 @@
+"""Our dense logits are those of transformers, for every architecture and rope scaling (files: make_golden.py)."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models.load import load
+from tests.models.make_golden import GOLDEN, MODELS
+
+
+def largest_difference(model, name, row=0):
+    golden = np.load(GOLDEN / name / "golden.npz")
+    logits = model(jnp.asarray(golden[f"tokens_{row}"]))
+    return float(np.max(np.abs(np.asarray(logits) - golden[f"logits_{row}"])))
+
+
+@pytest.mark.parametrize(
+    ("name", "row"), [(name, row) for name, (_, _, lengths) in MODELS.items() for row in range(len(lengths))]
+)
+def test_logits_are_those_of_transformers(name, row):
+    model, _ = load(GOLDEN / name)
+    assert largest_difference(model, name, row) < 1e-4
+
+
+MISREADINGS = {
+    "llama3": {"theta": 10_000.0},
+    "llama_linear": {"type": "default"},
+    "llama_dynamic": {"type": "default"},
+    "llama_llama3": {"type": "default"},
+    "llama_yarn": {"type": "default"},
+    "llama_yarn_untruncated": {"truncate": True},
+    "llama_yarn_attention_factor": {"attention_factor": None},
+    "llama_yarn_mscale": {"mscale": None},
+    "mistral": {"sliding_windows": (17, 17)},
+    "qwen2": {"sliding_windows": (16, 16, 16)},
+    "qwen2_layer_types": {"sliding_windows": (None, 16)},
+    "qwen3_sliding": {"sliding_windows": (None, None)},
+}
+
+
+@pytest.mark.parametrize("name", MISREADINGS)
+def test_golden_file_would_show_a_misread_config(name):
+    model, _ = load(GOLDEN / name)
+    change = MISREADINGS[name]
+    if "sliding_windows" not in change:
+        change = {"rope": dataclasses.replace(model.config.rope, **change)}
+    model.config = dataclasses.replace(model.config, **change)
+    last_row = len(MODELS[name][2]) - 1
+    assert largest_difference(model, name, last_row) > 1e-2
+
+
+def test_golden_files_are_small():
+    assert sum(file.stat().st_size for file in GOLDEN.rglob("*") if file.is_file()) < 2_000_000
