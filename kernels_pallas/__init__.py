@@ -1,4 +1,4 @@
-"""Kernels: one folder an operation, each with its definition in plain JAX and, where it pays, kernels for TPU and GPU."""
+"""Operations: a folder each, with the definition in plain JAX and, where they pay, kernels for TPU and GPU."""
 
 from kernels_pallas.cache_attention.api import cache_attention
 from kernels_pallas.cache_attention.reference import STATISTICS, ColumnStatistics

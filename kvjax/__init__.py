@@ -1,10 +1,9 @@
 """kvjax: a language model's KV cache inside a fixed memory budget, in pure JAX.
 
-    c = kvjax.score(A, V)                          # what losing each token does to the attention output
-    cache = kvjax.evict(cache, c, budget=2048)     # keep the tokens whose loss would hurt most
+``c = kvjax.score(A, V)`` says what losing each token does to the attention output, and
+``kvjax.evict(cache, c, budget=2048)`` keeps the tokens whose loss would hurt most.
 """
 
-from kvjax import scores as _scores
 from kvjax.attention import attend
 from kvjax.cache import KVCache, compact, insert
 from kvjax.eviction import evict, keep_mask
@@ -21,7 +20,19 @@ from kvjax.policy import (
     protected,
     retention_scores,
 )
-from kvjax.scores import *  # noqa: F403
+from kvjax.scores import (
+    caote,
+    fast_caote,
+    h2o,
+    key_norm,
+    normalise,
+    pool,
+    protect,
+    random,
+    snapkv,
+    streaming,
+    tova,
+)
 
 __version__ = "0.1.0"
 __all__ = [
@@ -31,16 +42,26 @@ __all__ = [
     "Protection",
     "attend",
     "base_score",
+    "caote",
     "chain",
     "check_budget",
     "compact",
     "evict",
+    "fast_caote",
+    "h2o",
     "insert",
     "keep_mask",
+    "key_norm",
     "no_state",
+    "normalise",
     "parse",
+    "pool",
+    "protect",
     "protected",
+    "random",
     "retention_scores",
     "score",
-    *_scores.__all__,
+    "snapkv",
+    "streaming",
+    "tova",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -22,12 +23,12 @@ def attend(
     position: Int[Array, "B T"] | None = None,
     *,
     policy: Policy | None = None,
-    budget: int | Int[Array, "B"] | None = None,
+    budget: int | Int[Array, ""] | Int[Array, "B"] | None = None,
     excess: int | None = None,
     layer: int | Int[Array, ""] | None = None,
     sliding_window: Int[Array, ""] | int | None = None,
     scale: float | None = None,
-    implementation: str = "auto",
+    implementation: Literal["auto", "reference"] = "auto",
 ) -> tuple[Float[Array, "B T N D"], KVCache]:
     """Attention of a block over the cache and itself; afterwards each head holds at most ``budget`` tokens.
 
@@ -98,7 +99,8 @@ def attend(
         budget=slots_to_keep,
         layer=jnp.asarray(0 if layer is None else layer, jnp.int32),
     )
-    scores, state = retention_scores(policy, here.state, observation)
+    # Which tokens stay is a choice, not a function to differentiate: gradients flow through the attention alone.
+    scores, state = retention_scores(policy, *jax.lax.stop_gradient((here.state, observation)))
     if layer is not None:
         state = jax.tree.map(lambda whole, part: whole.at[layer].set(part), cache.state, state)
     cache = dataclasses.replace(cache, state=state)

@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 PyTree = Any
@@ -50,7 +51,7 @@ class KVCache:
         slots: int,
         head_dim: int,
         layers: int | None = None,
-        dtype: jnp.dtype = jnp.float32,
+        dtype: DTypeLike = jnp.float32,
         state: PyTree = (),
     ) -> KVCache:
         """An empty cache. ``state`` is what a policy's ``init`` returned for the same shape.
@@ -58,7 +59,9 @@ class KVCache:
         Raises:
             ValueError: a size below 1.
         """
-        sizes = dict(batch=batch, kv_heads=kv_heads, slots=slots, head_dim=head_dim, layers=1 if layers is None else layers)
+        sizes = dict(
+            batch=batch, kv_heads=kv_heads, slots=slots, head_dim=head_dim, layers=1 if layers is None else layers
+        )
         for name, size in sizes.items():
             if size < 1:
                 raise ValueError(f"{name} is {size}; a cache needs at least 1.")
@@ -141,7 +144,9 @@ def insert(
     stacked = cache.position.ndim == 4
     if stacked != (layer is not None):
         raise ValueError(
-            "the cache stacks layers: say which with layer=." if stacked else "layer= was given, but the cache has no layers."
+            "the cache stacks layers: say which with layer=."
+            if stacked
+            else "layer= was given, but the cache has no layers."
         )
     if isinstance(layer, int) and not 0 <= layer < cache.position.shape[0]:
         raise ValueError(f"layer is {layer}; the cache has layers 0 to {cache.position.shape[0] - 1}.")
@@ -218,24 +223,21 @@ def _nth_true(mask: Array, n: Int[Array, "*batch M"]) -> Int[Array, "*batch M"]:
     return find(flat_count, n).astype(jnp.int32)
 
 
-def _write_rows(
-    array: Array, rows: Array, slot: Int[Array, "B K T"], layer: int | Int[Array, ""] | None
-) -> Array:
+def _write_rows(array: Array, rows: Array, slot: Int[Array, "B K T"], layer: int | Int[Array, ""] | None) -> Array:
     """array[(layer,) b, k, slot[b, k, t]] = rows[b, k, t], as one scatter that is parallel in b and k.
 
     The batching dimensions are named, so that a cache sharded over them is updated without communication.
     """
     if layer is None:
         index = slot[..., None]
-        batching, inserted, scattered = (0, 1), (2,), (2,)
     else:
         index = jnp.stack([jnp.broadcast_to(jnp.asarray(layer, jnp.int32), slot.shape), slot], axis=-1)
-        batching, inserted, scattered = (1, 2), (0, 3), (0, 3)
+    indexed = (2,) if layer is None else (0, 3)
     numbers = jax.lax.ScatterDimensionNumbers(
         update_window_dims=tuple(range(3, rows.ndim)),
-        inserted_window_dims=inserted,
-        scatter_dims_to_operand_dims=scattered,
-        operand_batching_dims=batching,
+        inserted_window_dims=indexed,
+        scatter_dims_to_operand_dims=indexed,
+        operand_batching_dims=(0, 1) if layer is None else (1, 2),
         scatter_indices_batching_dims=(0, 1),
     )
     return jax.lax.scatter(array, index, rows, numbers, unique_indices=True, mode="drop")

@@ -14,7 +14,7 @@ from kvjax.cache import KVCache
 def evict(
     cache: KVCache,
     scores: Float[Array, "B K S"],
-    budget: int | Int[Array, "B"],
+    budget: int | Int[Array, ""] | Int[Array, "B"],
     *,
     layer: int | Int[Array, ""] | None = None,
     excess: int | None = None,
@@ -50,7 +50,7 @@ def evict(
 def keep_mask(
     scores: Float[Array, "*head S"],
     position: Int[Array, "*head S"],
-    budget: int | Int[Array, "B"],
+    budget: int | Int[Array, ""] | Int[Array, "B"],
     *,
     excess: int | None = None,
 ) -> Bool[Array, "*head S"]:

@@ -28,8 +28,8 @@ def score(
     weight or value is not finite, scores ``-inf`` and takes no part in X.
 
     Args:
-        A: non-negative weights that sum to 1 over the live tokens, ``[*batch, S]``. With ``group``, those of the G query heads
-            that share the values, ``[*batch, G, S]``.
+        A: non-negative weights that sum to 1 over the live tokens, ``[*batch, S]``. With ``group``, those of the G
+            query heads that share the values, ``[*batch, G, S]``.
         V: values, ``[*batch, S, D]``.
         fast: FastCAOTE (eq. 22): the mean of the live values in place of X.
         norm: the norm of the change: 1, 2 or "inf".

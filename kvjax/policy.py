@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 from kernels_pallas import ColumnStatistics
 
 PyTree = Any
-Scores = Float[Array, "B K G S"]
+Scores = Float[Array, "B K _ S"]  # the third axis is G, or 1 where a link has joined the group
 
 
 class Observation(NamedTuple):
@@ -46,14 +46,15 @@ class Observation(NamedTuple):
 
 
 class Protection(NamedTuple):
-    """Tokens that always stay: the first ``sinks`` and the last ``recent``; an int counts, a float is a budget share."""
+    """What always stays: the first ``sinks`` and the last ``recent`` tokens; an int counts, a float is a budget share."""
 
     sinks: int | float = 0
     recent: int | float = 0
 
     def counts(self, budget: Any) -> tuple[Any, Any]:
         """Both as numbers of tokens under a budget (an int, or an array of one a row); shares are rounded down."""
-        return tuple(int(x) if isinstance(x, int) else _share(x, budget) for x in self)
+        sinks, recent = (int(x) if isinstance(x, int) else _share(x, budget) for x in self)
+        return sinks, recent
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +76,7 @@ class Policy:
 
     name: str
     init: Callable[[int, int, int, int], PyTree]
-    update: Callable[[Scores | None, PyTree, Observation], tuple[Scores, PyTree]]
+    update: Callable[[Scores, PyTree, Observation], tuple[Scores, PyTree]]
     statistics: frozenset[str] = frozenset()
     window: int = 0
     protections: tuple[Protection, ...] = ()
@@ -137,8 +138,9 @@ def base_score(
     )
 
 
+@functools.cache
 def chain(*links: Policy) -> Policy:
-    """Puts a base score and what changes its scores in a row.
+    """Puts a base score and what changes its scores in a row; the same links give the same object, as in :func:`parse`.
 
     Raises:
         ValueError: no base score in front, a second one behind it, two observation windows that differ, or ``caote``
@@ -159,7 +161,8 @@ def chain(*links: Policy) -> Policy:
             raise ValueError(f"{name!r} has two base scores, {links[0].name!r} and {link.name!r}; keep one of them.")
         if link.needs_nonnegative and not nonnegative:
             raise ValueError(
-                f"{link.name!r} needs non-negative scores, which {links[0].name!r} does not give; put 'normalise' between."
+                f"{link.name!r} needs non-negative scores, which {links[0].name!r} does not give; "
+                "put 'normalise' between."
             )
         nonnegative = link.nonnegative if link.base else nonnegative or link.nonnegative
     windows = {link.window for link in links if link.window}
@@ -169,7 +172,7 @@ def chain(*links: Policy) -> Policy:
     def init(B: int, K: int, G: int, S: int) -> PyTree:
         return tuple(link.init(B, K, G, S) for link in links)
 
-    def update(scores: Scores | None, state: PyTree, observation: Observation) -> tuple[Scores, PyTree]:
+    def update(scores: Scores, state: PyTree, observation: Observation) -> tuple[Scores, PyTree]:
         states = []
         for link, link_state in zip(links, state, strict=True):
             scores, link_state = link.update(scores, link_state, observation)
@@ -189,9 +192,7 @@ def chain(*links: Policy) -> Policy:
     )
 
 
-def retention_scores(
-    policy: Policy, state: PyTree, observation: Observation
-) -> tuple[Float[Array, "B K S"], PyTree]:
+def retention_scores(policy: Policy, state: PyTree, observation: Observation) -> tuple[Float[Array, "B K S"], PyTree]:
     """Runs a policy on a block: one score a slot, ``+inf`` where it is protected, and the new state.
 
     Example:
@@ -204,7 +205,8 @@ def retention_scores(
         >>> kvjax.retention_scores(kvjax.streaming(sinks=1), (), seen)[0].tolist()
         [[[inf, 1.0, 2.0]]]
     """
-    scores, state = policy.update(None, state, observation)
+    nothing = jnp.zeros_like(observation.position[:, :, None], jnp.float32)  # a base score ignores it
+    scores, state = policy.update(nothing, state, observation)
     if policy.heads == "layer":
         scores = jnp.broadcast_to(jnp.mean(scores, axis=(1, 2), keepdims=True), scores.shape)
     scores = jnp.mean(scores, axis=2)
@@ -235,6 +237,14 @@ def check_budget(policy: Policy, budget: int) -> None:
 
     Raises:
         ValueError: the budget is below 1, or smaller than the protected tokens.
+
+    Example:
+        >>> import kvjax
+        >>> kvjax.check_budget(kvjax.parse("snapkv"), 16)
+        Traceback (most recent call last):
+            ...
+        ValueError: the budget is 16 tokens, but 'snapkv' always keeps 0 first and 32 last ones: give at least 32, \
+or protect fewer.
     """
     if budget < 1:
         raise ValueError(f"the budget is {budget}; at least 1 token must stay.")
@@ -301,9 +311,13 @@ def _link(node: ast.expr, whole: str) -> Policy:
     if name not in LINKS:
         raise ValueError(f"unknown policy {name!r} in {whole!r}; there are {', '.join(sorted(LINKS))}.")
     try:
-        arguments = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
+        arguments = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
     except ValueError:
-        raise ValueError(f"{whole!r}: the arguments of {name!r} are not plain values; write them like {_EXAMPLE}.") from None
+        raise ValueError(
+            f"{whole!r}: the arguments of {name!r} are not plain values; write them like {_EXAMPLE}."
+        ) from None
+    if len(arguments) < len(call.keywords):
+        raise ValueError(f"{whole!r}: {name!r} is given an argument twice.")
     try:
         return LINKS[name](**arguments)
     except TypeError as error:
@@ -315,7 +329,7 @@ def _base_names() -> list[str]:
 
 
 def _share(x: float, budget: Any) -> Any:
-    """floor(x * budget), x to four digits, in integers: the same for an int and inside jit, where floats are float32."""
+    """floor(x * budget), x to four digits, in integers: the same outside jit and inside, where floats are float32."""
     n = round(x * 10_000)
     return budget // 10_000 * n + budget % 10_000 * n // 10_000
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, UInt
+from jaxtyping import Array, UInt
 
 from kvjax.eviction_error import score as eviction_error
 from kvjax.policy import Observation, Policy, Protection, Scores, base_score, no_state, register, written
@@ -39,7 +39,7 @@ def h2o(*, accumulate: bool = True) -> Policy:
     def init(B: int, K: int, G: int, S: int) -> Array:
         return jnp.zeros((B, K, S, G), jnp.float32)
 
-    def update(_: Scores | None, state: Array, o: Observation) -> tuple[Scores, Array]:
+    def update(_: Scores, state: Array, o: Observation) -> tuple[Scores, Array]:
         state = state + jnp.moveaxis(o.columns.sum, 2, 3)
         return jnp.moveaxis(state, 3, 2), state
 
@@ -75,7 +75,7 @@ def tova(*, heads: Literal["group", "layer"] = "group") -> Policy:
 
 @register
 def snapkv(*, window: int = 32, kernel: int = 5, pooling: Literal["avg", "max"] = "avg") -> Policy:
-    """The mean attention of the last queries, pooled over neighbouring tokens; their own tokens stay (arXiv 2404.14469).
+    """The last queries' mean attention, pooled over neighbouring tokens; their own tokens stay (arXiv 2404.14469).
 
     Args:
         window: how many of the block's last queries observe; in decode, where a block is one query, that one.
@@ -173,7 +173,7 @@ def caote(*, norm: Literal[1, 2, "inf"] = 2, group: Literal["exact", "mean"] = "
         raise ValueError(f"caote: norm is {norm!r} and group {group!r}; norms are 1, 2, 'inf', groups 'exact', 'mean'.")
     name = _name(fast_caote, norm=norm, group=group) if fast else _name(caote, norm=norm, group=group, fast=fast)
 
-    def update(scores: Scores | None, state: Any, o: Observation) -> tuple[Scores, Any]:
+    def update(scores: Scores, state: Any, o: Observation) -> tuple[Scores, Any]:
         weights = _shares(scores, o)
         joined = eviction_error(weights, o.value, fast=fast, norm=norm, group=group, mask=o.live)
         return joined[:, :, None], state
@@ -203,7 +203,7 @@ def normalise() -> Policy:
         'key_norm+normalise'
     """
 
-    def update(scores: Scores | None, state: Any, o: Observation) -> tuple[Scores, Any]:
+    def update(scores: Scores, state: Any, o: Observation) -> tuple[Scores, Any]:
         lowest = jnp.min(jnp.where(o.live[:, :, None], scores, jnp.inf), axis=-1, keepdims=True)
         return _shares(scores - jnp.minimum(lowest, 0), o), state
 
@@ -251,10 +251,11 @@ def _shares(scores: Scores, o: Observation) -> Scores:
 
 
 def _pool(scores: Scores, o: Observation, kernel: int, pooling: str) -> Scores:
-    """Pools along the order of positions. Beyond the ends stand zeros (avg) or nothing (max), as torch's pooling has it."""
+    """Pools in the order of positions. Beyond the ends stand zeros (avg) or nothing (max), as in torch."""
     order = jnp.argsort(jnp.where(o.live, o.position, jnp.iinfo(jnp.int32).max), axis=-1)[:, :, None]  # [B, K, 1, S]
     reduce, nothing = (jax.lax.add, 0.0) if pooling == "avg" else (jax.lax.max, -jnp.inf)
-    in_order = jnp.take_along_axis(jnp.where(o.live[:, :, None], scores, nothing), order, axis=-1)  # free slots come last
+    scores = jnp.where(o.live[:, :, None], scores, nothing)
+    in_order = jnp.take_along_axis(scores, order, axis=-1)  # free slots come last
     half = kernel // 2
     padding = ((0, 0), (0, 0), (0, 0), (half, half))
     start = jnp.asarray(nothing, in_order.dtype)
@@ -265,14 +266,18 @@ def _pool(scores: Scores, o: Observation, kernel: int, pooling: str) -> Scores:
 
 def _check_pooling(name: str, kernel: int, pooling: str) -> None:
     if not isinstance(kernel, int) or kernel < 1 or kernel % 2 == 0:
-        raise ValueError(f"{name}: kernel is {kernel!r}; give an odd number from 1, so that a token lies in the middle.")
+        raise ValueError(
+            f"{name}: kernel is {kernel!r}; give an odd number from 1, so that a token lies in the middle."
+        )
     if pooling not in ("avg", "max"):
         raise ValueError(f"{name}: pooling is {pooling!r}; there are 'avg' and 'max'.")
 
 
 def _check_protected(name: str, what: str, amount: int | float) -> None:
-    if not isinstance(amount, (int, float)) or amount < 0 or (isinstance(amount, float) and amount > 1):
-        raise ValueError(f"{name}: {what} is {amount!r}; give a count (an int from 0) or a share of the budget in [0, 1].")
+    if not isinstance(amount, (int, float)) or not amount >= 0 or (isinstance(amount, float) and amount > 1):
+        raise ValueError(
+            f"{name}: {what} is {amount!r}; give a count (an int from 0) or a share of the budget in [0, 1]."
+        )
 
 
 def _mix(x: UInt[Array, "*shape"]) -> UInt[Array, "*shape"]:
@@ -280,18 +285,3 @@ def _mix(x: UInt[Array, "*shape"]) -> UInt[Array, "*shape"]:
     x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
     return x ^ (x >> 16)
-
-
-__all__ = [
-    "caote",
-    "fast_caote",
-    "h2o",
-    "key_norm",
-    "normalise",
-    "pool",
-    "protect",
-    "random",
-    "snapkv",
-    "streaming",
-    "tova",
-]

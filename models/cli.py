@@ -33,7 +33,9 @@ def parser() -> argparse.ArgumentParser:
     source.add_argument("--prompt", help="the prompt itself")
     source.add_argument("--prompt-file", type=Path, help="a UTF-8 text file with the prompt; standard input by default")
     flags.add_argument("--chat", action="store_true", help="put the prompt into the model's chat template")
-    flags.add_argument("--policy", default="full", help="what to keep, such as snapkv+caote; 'full' keeps all (default)")
+    flags.add_argument(
+        "--policy", default="full", help="what to keep, such as snapkv+caote; 'full', the default, keeps all"
+    )
     flags.add_argument("--budget", help="slots per head (512), or a ratio of the prompt (0.25)")
     flags.add_argument("--block", type=int, default=128, help="prompt tokens a step (default 128)")
     flags.add_argument("--when", default="block", choices=["block", "prompt"], help="evict after every block, or once")
@@ -107,8 +109,9 @@ def _generate(flags: argparse.Namespace) -> None:
         return
     print(pieces.finish(), flush=True)
     print(
-        f"[{len(tokens):,} tokens in, {_rate(clock.prefill_rate())} · {len(generated):,} out, {_rate(clock.decode_rate())} · "
-        f"cache {cache_bytes / 2**20:.2f} MiB · first block and first step, with compilation, {clock.compile_seconds():.1f} s]",
+        f"[{len(tokens):,} tokens in, {_rate(clock.prefill_rate())} · "
+        f"{len(generated):,} out, {_rate(clock.decode_rate())} · cache {cache_bytes / 2**20:.2f} MiB · "
+        f"first block and first step, with compilation, {clock.compile_seconds():.1f} s]",
         file=sys.stderr,
     )
 

@@ -1,4 +1,4 @@
-"""What all command lines share: lists and budgets as text, errors as one sentence, files that are never half written."""
+"""What command lines share: lists and budgets as text, errors as one sentence, files that are never half written."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def parse_budget(text: str) -> int | float:
     except ValueError:
         ratio = 0.0
     if not 0 < ratio <= 1:
-        raise ValueError(f"the budget {text!r} is neither slots per head (an integer) nor a ratio of the prompt in (0, 1].")
+        raise ValueError(f"the budget {text!r} is neither slots per head (an int) nor a ratio of the prompt in (0, 1].")
     return ratio
 
 

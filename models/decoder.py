@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from kernels_pallas import cache_attention
@@ -90,6 +91,22 @@ def parameter_shapes(config: Config) -> dict[str, tuple[int, ...]]:
 class Layers(nnx.Module):
     """The parameters of all layers, stacked; `lax.scan` hands them out one layer at a time."""
 
+    attention_norm: nnx.Param
+    query: nnx.Param
+    key: nnx.Param
+    value: nnx.Param
+    query_bias: nnx.Param
+    key_bias: nnx.Param
+    value_bias: nnx.Param
+    query_norm: nnx.Param
+    key_norm: nnx.Param
+    output: nnx.Param
+    output_bias: nnx.Param
+    feed_norm: nnx.Param
+    gate: nnx.Param
+    up: nnx.Param
+    down: nnx.Param
+
     def __init__(self, parameters: dict[str, Array]):
         for name, array in parameters.items():
             setattr(self, name, nnx.Param(array))
@@ -120,7 +137,7 @@ class Decoder(nnx.Module):
         parameters: dict[str, Array] | None = None,
         *,
         rngs: nnx.Rngs | None = None,
-        dtype: jnp.dtype = jnp.float32,
+        dtype: DTypeLike = jnp.float32,
     ):
         self.config = config
         shapes = parameter_shapes(config)
@@ -293,7 +310,7 @@ def _project(config: Config, layer: Layers, x: Float[Array, "B T E"]) -> tuple[A
     return query, key, value
 
 
-def _random_parameter(rngs: nnx.Rngs, name: str, shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
+def _random_parameter(rngs: nnx.Rngs, name: str, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
     if name.endswith("norm"):
         return jnp.ones(shape, dtype)
     if name.endswith("bias"):

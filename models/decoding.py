@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 import kvjax
@@ -24,6 +24,7 @@ from kvjax import KVCache, Policy
 from models.decoder import Decoder
 
 When = Literal["block", "prompt"]
+HostOrDevice = Array | np.ndarray
 
 
 class Prefilled(NamedTuple):
@@ -58,13 +59,13 @@ class _Plan:
     prompt_slots: int  # of each head, while the prompt comes in
     when: When
     evict_every: int | None
-    mesh: Mesh | None
+    mesh: Mesh | AbstractMesh | None
 
 
 def prefill(
     model: Decoder,
-    tokens: Int[Array, "B T"],
-    lengths: Int[Array, "B"] | None = None,
+    tokens: Int[HostOrDevice, "B T"],
+    lengths: Int[HostOrDevice, "B"] | None = None,
     *,
     policy: Policy | str | None = None,
     budget: int | float | None = None,
@@ -117,9 +118,9 @@ def prefill(
 
 def generate(
     model: Decoder,
-    tokens: Int[Array, "B T"],
+    tokens: Int[HostOrDevice, "B T"],
     *,
-    lengths: Int[Array, "B"] | None = None,
+    lengths: Int[HostOrDevice, "B"] | None = None,
     policy: Policy | str | None = None,
     budget: int | float | None = None,
     block: int = 128,
@@ -166,9 +167,9 @@ def generate(
 
 def stream(
     model: Decoder,
-    tokens: Int[Array, "B T"],
+    tokens: Int[HostOrDevice, "B T"],
     *,
-    lengths: Int[Array, "B"] | None = None,
+    lengths: Int[HostOrDevice, "B"] | None = None,
     policy: Policy | str | None = None,
     budget: int | float | None = None,
     block: int = 128,
@@ -215,9 +216,9 @@ def stream(
 
 
 def _stream(model, tokens, lengths, budgets, key, plan, block, sampling, max_new_tokens, end, on_block):
-    blocks, positions = (np.asarray(x) for x in _blocks(tokens, lengths, block))
+    blocks, positions = _blocks(tokens, lengths, block)
     cache = _empty_cache(model, plan, tokens.shape[0], plan.prompt_slots)
-    logits = None
+    logits = jnp.zeros(())
     for index, (block_tokens, position) in enumerate(zip(blocks, positions, strict=True)):
         if (position < 0).all():
             continue
@@ -362,12 +363,13 @@ def _empty_cache(model: Decoder, plan: _Plan, batch: int, slots: int) -> KVCache
         dtype=model.embedding[...].dtype,
         state=state,
     )
-    if plan.mesh is None:
+    mesh = plan.mesh
+    if mesh is None:
         return cache
 
     def place(leaf: Array) -> Array:
         spec = PartitionSpec("data") if leaf.ndim == 1 else PartitionSpec(None, "data", "tensor")
-        return jax.lax.with_sharding_constraint(leaf, NamedSharding(plan.mesh, spec))
+        return jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh, spec))
 
     return jax.tree.map(place, cache)
 
@@ -388,14 +390,19 @@ def _sample(logits: Float[Array, "B V"], key: Array, sampling: Sampling) -> Int[
     return jax.random.categorical(key, logits, axis=-1).astype(jnp.int32)
 
 
-def _blocks(tokens: Array, lengths: Array, block: int) -> tuple[Int[Array, "n B m"], Int[Array, "n B m"]]:
-    """Cuts prompts into blocks that end where the prompts end; padding stands in front, at position -1."""
-    B, T = tokens.shape
+def _blocks(tokens: Array, lengths: Array, block: int) -> tuple[np.ndarray, np.ndarray]:
+    """Cuts prompts into blocks [n, B, m] that end where the prompts end; padding stands in front, at position -1.
+
+    On the host: on the device each length of a prompt would compile again.
+    """
+    host = np.asarray(tokens)
+    B, T = host.shape
     count = math.ceil(T / block)
-    position = jnp.arange(count * block)[None] - (count * block - lengths[:, None])
-    aligned = jnp.take_along_axis(tokens, jnp.clip(position, 0, T - 1), axis=1)
-    position = jnp.maximum(position, -1).astype(jnp.int32)
-    return tuple(x.reshape(B, count, block).swapaxes(0, 1) for x in (aligned, position))
+    position = np.arange(count * block)[None] - (count * block - np.asarray(lengths)[:, None])
+    aligned = np.take_along_axis(host, np.clip(position, 0, T - 1), axis=1)
+    position = np.maximum(position, -1)
+    blocks, positions = (x.astype(np.int32).reshape(B, count, block).swapaxes(0, 1) for x in (aligned, position))
+    return blocks, positions
 
 
 def _plan(
@@ -412,17 +419,19 @@ def _plan(
     if isinstance(policy, str):
         policy = None if policy.strip() == "full" else kvjax.parse(policy)
     if policy is None:
-        positions = T + reserve
+        positions, most = T + reserve, model.config.max_positions
         if budget is not None:
-            raise ValueError(f"a budget of {budget} was given without a policy that says what to keep, such as 'snapkv+caote'.")
-        if positions > model.config.max_positions:
             raise ValueError(
-                f"the prompt and its answer take {positions} positions, but the model has {model.config.max_positions}: "
+                f"a budget of {budget} was given without a policy that says what to keep; try 'snapkv+caote'."
+            )
+        if positions > most:
+            raise ValueError(
+                f"the prompt and its answer take {positions} positions, but the model has {most}: "
                 "shorten the prompt, or give a policy and a budget."
             )
         return _Plan(None, positions, positions, "block", None, mesh), None
     if budget is None:
-        raise ValueError(f"the policy {policy.name!r} needs a budget: slots per head, or a ratio of the prompt in (0, 1].")
+        raise ValueError(f"the policy {policy.name!r} needs a budget: slots per head, or a ratio of the prompt.")
     if isinstance(budget, float) and not 0 < budget <= 1:
         raise ValueError(f"the budget's ratio is {budget}; give a float in (0, 1], or an int for slots per head.")
     row_lengths = np.asarray(lengths)
@@ -441,12 +450,12 @@ def _plan(
     return _Plan(policy, slots, prompt_slots, when, evict_every, mesh), jnp.asarray(budgets)
 
 
-def _mesh_of(model: Decoder) -> Mesh | None:
+def _mesh_of(model: Decoder) -> Mesh | AbstractMesh | None:
     sharding = getattr(model.embedding[...], "sharding", None)
     return sharding.mesh if isinstance(sharding, NamedSharding) and not sharding.mesh.empty else None
 
 
-def _check_prompt(model: Decoder, tokens: Array, lengths: Array | None) -> tuple[Array, Array]:
+def _check_prompt(model: Decoder, tokens: HostOrDevice, lengths: HostOrDevice | None) -> tuple[Array, Array]:
     host = np.asarray(tokens)
     if host.ndim != 2 or not np.issubdtype(host.dtype, np.integer):
         raise ValueError(f"tokens are {host.dtype} {host.shape}; expected integers [B, T].")

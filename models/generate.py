@@ -1,4 +1,4 @@
-"""``python -m models.generate``: see :mod:`models.cli`. The function ``models.generate`` lives in :mod:`models.decoding`."""
+"""`python -m models.generate`, and nothing else: imported, this file would hide the function `models.generate`."""
 
 from models.cli import main
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = sorted(ROOT.glob("docs/**/*.md")) + [ROOT / "README.md"]
+DOCUMENTS = [*sorted(ROOT.glob("docs/**/*.md")), ROOT / "README.md"]
 
 
 def python_blocks(document: Path) -> list[str]:

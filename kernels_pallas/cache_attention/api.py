@@ -64,7 +64,8 @@ def cache_attention(
             f"positions {key_position.shape} and {query_position.shape} do not fit: expected {key.shape[:3]} for the "
             f"slots and {(B, T)} for the queries."
         )
-    unknown = sorted(set(statistics) - set(STATISTICS))
+    statistics = frozenset(statistics)
+    unknown = sorted(statistics - set(STATISTICS))
     if unknown:
         raise ValueError(f"unknown statistic {', '.join(unknown)}; there are {', '.join(STATISTICS)}.")
     if "window_mean" in statistics and window < 1:
@@ -78,7 +79,7 @@ def cache_attention(
         value,
         key_position,
         query_position,
-        statistics=frozenset(statistics),
+        statistics=statistics,
         window=window,
         sliding_window=sliding_window,
         scale=D**-0.5 if scale is None else scale,

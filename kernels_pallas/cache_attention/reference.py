@@ -1,4 +1,4 @@
-"""The definition, in plain JAX. It holds the block's weights [B, K, G, T, S] while it runs; no caller ever sees them."""
+"""The definition, in plain JAX. It holds the block's weights [B, K, G, T, S] while it runs; no caller sees them."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ STATISTICS = ("sum", "last", "window_mean")
 
 
 class ColumnStatistics(NamedTuple):
-    """What a block's attention weights say of each slot, per query head, in float32. ``None`` where not asked for.
+    """What a block's attention weights say of each slot, per query head, float32; ``None`` where not asked for.
 
     ``sum``: over the block's valid queries. ``last``: the last valid query's row. ``window_mean``: the mean over
     the last ``window`` valid queries of the block (over all of them where there are fewer).
     """
 
-    sum: Float[Array, "B N S"] | None = None
-    last: Float[Array, "B N S"] | None = None
-    window_mean: Float[Array, "B N S"] | None = None
+    sum: Float[Array, "*heads S"] = None  # type: ignore[assignment]
+    last: Float[Array, "*heads S"] = None  # type: ignore[assignment]
+    window_mean: Float[Array, "*heads S"] = None  # type: ignore[assignment]
 
 
 def cache_attention(
@@ -51,8 +51,11 @@ def cache_attention(
     peak = jnp.max(logits, axis=-1, keepdims=True)
     weights = jnp.exp(logits - jnp.where(jnp.isfinite(peak), peak, 0))
     weights = weights / jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), jnp.finfo(accumulate).tiny)
-    value = jnp.where((key_position >= 0)[..., None], value, 0)  # 0 * NaN is NaN: what a free slot holds must not matter
-    out = jnp.einsum("bkgts,bksd->btkgd", weights.astype(value.dtype), value, preferred_element_type=accumulate)
+    live = (key_position >= 0)[..., None]
+    value = jnp.where(live, value, 0)  # 0 * NaN is NaN: what a free slot holds must not matter
+    # Not "->btkgd": XLA's CPU backend has no bfloat16 product for the operand order that it would make of that.
+    out = jnp.einsum("bkgts,bksd->bkgtd", weights.astype(value.dtype), value, preferred_element_type=accumulate)
+    out = jnp.moveaxis(out, 3, 1)
 
     columns = {}
     valid = query_position >= 0  # [B, T]
@@ -60,7 +63,7 @@ def cache_attention(
     if "sum" in statistics:
         columns["sum"] = jnp.sum(weights, axis=3)
     if "last" in statistics:
-        columns["last"] = _weighted_rows(weights, valid & (from_end == 1))
+        columns["last"] = _weighted_rows(weights, (valid & (from_end == 1)).astype(accumulate))
     if "window_mean" in statistics:
         seen = valid & (from_end <= window)
         share = seen / jnp.maximum(jnp.sum(seen, axis=1, keepdims=True), 1)

@@ -1,0 +1,55 @@
+# kvjax. `make` lists what there is to make. Everything runs in .venv, which is made once, and again
+# whenever pyproject.toml or constraints.txt change.
+
+# The demo: a table, a picture and a JSON file. It writes to demo/.
+DEMO = -m evals needle --demo
+
+SHELL := bash
+.DEFAULT_GOAL := help
+VENV ?= .venv
+PYTHON ?=
+WORKERS ?= 2
+ARGS ?=
+
+PY := $(VENV)/bin/python
+INSTALLED := $(VENV)/.installed
+SOURCES := conftest.py kernels_pallas kvjax models evals train tests
+
+.PHONY: help setup test lint format types demo clean
+
+help:  ## this list
+	@echo 'Usage: make TARGET   (PYTHON=path picks the interpreter, WORKERS=4 the test processes, ARGS="-k h2o" goes to pytest)'
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  \1\t\2/' | expand -t 12
+
+setup: $(INSTALLED)  ## make .venv and install kvjax with its extras (versions from constraints.txt)
+
+test: setup  ## run all tests and every example in a docstring
+	$(PY) -m pytest -n $(WORKERS) $(ARGS)
+
+lint: setup  ## ruff: rules and formatting
+	$(PY) -m ruff check $(SOURCES)
+	$(PY) -m ruff format --check $(SOURCES)
+
+format: setup  ## ruff: mend what it can mend
+	$(PY) -m ruff check --fix $(SOURCES)
+	$(PY) -m ruff format $(SOURCES)
+
+types: setup  ## mypy
+	$(PY) -m mypy
+
+demo: setup  ## full cache against each policy: a table, a picture and a JSON file in demo/
+	$(PY) $(DEMO)
+
+clean:  ## remove .venv, caches, builds and demo/
+	rm -rf $(VENV) build dist demo .mypy_cache .pytest_cache .ruff_cache .hypothesis .jax_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@python="$$(PYTHON='$(PYTHON)' .ci/find-python)" || exit 2; \
+	if ! $(PY) -m pip --version >/dev/null 2>&1 || ! $(PY) -c 'import sys; sys.exit(sys.version_info < (3, 12))'; then \
+	    echo "Making $(VENV) with $$python"; \
+	    "$$python" -m venv --clear $(VENV) || exit 2; \
+	fi
+	@echo 'Installing kvjax and its extras into $(VENV) (a few minutes the first time)'
+	@$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	@touch $@

@@ -1,0 +1,54 @@
+"""What every test and every docstring example runs under. pytest reads it before anything imports jax."""
+
+import os
+import sys
+
+if "jax" in sys.modules:
+    raise RuntimeError("jax was imported before conftest.py could set XLA_FLAGS: find the plugin that imports it")
+
+
+def _add_flag(name: str, value: object) -> None:
+    flags = os.environ.get("XLA_FLAGS", "")
+    if name not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} --{name}={value}".strip()
+
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+_add_flag("xla_force_host_platform_device_count", 8)  # eight devices on one machine, for the tests of sharding
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+if "PYTEST_XDIST_WORKER" in os.environ:  # the workers share the cores: no thread pool inside each
+    _add_flag("xla_cpu_multi_thread_eigen", "false")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+if not os.environ.get("CI"):  # a second run reads what the first one compiled, and takes half the time
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", os.path.join(os.path.dirname(__file__), ".jax_cache"))
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
+
+import hypothesis  # noqa: E402
+import pytest  # noqa: E402
+
+# The same examples on every run and machine. `pytest --hypothesis-profile=thorough` searches further, at random.
+hypothesis.settings.register_profile("default", derandomize=True, deadline=None, max_examples=30)
+hypothesis.settings.register_profile("thorough", deadline=None, max_examples=1000, print_blob=True)
+hypothesis.settings.load_profile("default")
+
+# `python -m models.generate` runs this file; imported, it would stand where the function models.generate stands.
+collect_ignore = ["models/generate.py"]
+
+# KVJAX_TYPECHECK=1 checks every annotated shape and dtype at each call. A test that passes wrong shapes on purpose, to
+# see the function's own message, is marked bad_input: there the annotations stay silent.
+TYPECHECK = os.environ.get("KVJAX_TYPECHECK", "0") == "1"
+if TYPECHECK:
+    import jaxtyping
+
+    jaxtyping.install_import_hook(["kernels_pallas", "kvjax", "models"], "beartype.beartype")
+
+
+@pytest.fixture(autouse=TYPECHECK)
+def _annotations_are_silent_for_bad_input(request):
+    import jaxtyping
+
+    silent = request.node.get_closest_marker("bad_input") is not None
+    jaxtyping.config.update("jaxtyping_disable", silent)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)

@@ -1,0 +1,1 @@
+"""Evaluations: what a policy forgets, measured. `python -m evals needle --help`."""

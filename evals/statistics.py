@@ -1,0 +1,56 @@
+"""Intervals and paired comparisons of yes-or-no outcomes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+Z = 1.959964  # 95%
+
+
+def wilson(successes: int, trials: int) -> tuple[float, float]:
+    """The 95% interval of a share (Wilson's score interval).
+
+    Example:
+        >>> from evals.statistics import wilson
+        >>> [round(bound, 3) for bound in wilson(8, 10)]
+        [0.49, 0.943]
+    """
+    if trials < 1:
+        raise ValueError("an interval needs at least 1 trial; there is none.")
+    share = successes / trials
+    centre = (share + Z**2 / (2 * trials)) / (1 + Z**2 / trials)
+    half = Z / (1 + Z**2 / trials) * math.sqrt(share * (1 - share) / trials + Z**2 / (4 * trials**2))
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def paired_difference(first: Sequence[bool], second: Sequence[bool]) -> tuple[float, float, float]:
+    """Mean of ``second - first`` on the same samples, and its 95% interval.
+
+    The variance has one pseudo-sample of either sign added, so that a handful of equal outcomes is no certainty.
+
+    Example:
+        >>> from evals.statistics import paired_difference
+        >>> paired_difference([False] * 50, [True] * 25 + [False] * 25)[0]
+        0.5
+    """
+    if len(first) != len(second) or not first:
+        raise ValueError(f"{len(first)} and {len(second)} outcomes cannot be paired; give the same samples twice.")
+    differences = [int(b) - int(a) for a, b in zip(first, second, strict=True)]
+    mean = sum(differences) / len(differences)
+    widened = [*differences, 1, -1]
+    centre = sum(widened) / len(widened)
+    variance = sum((d - centre) ** 2 for d in widened) / (len(widened) - 1)
+    half = Z * math.sqrt(variance / len(differences))
+    return mean, mean - half, mean + half
+
+
+def verdict(low: float, high: float) -> str:
+    """ "yes" where a difference is above 0, "no" where it is below, else "within noise".
+
+    Example:
+        >>> from evals.statistics import verdict
+        >>> verdict(0.1, 0.3), verdict(-0.1, 0.3)
+        ('yes', 'within noise')
+    """
+    return "yes" if low > 0 else "no" if high < 0 else "within noise"

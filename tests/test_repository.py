@@ -1,0 +1,174 @@
+"""Rules of the repository that no linter knows."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+# Each package and what it may import: the floors of docs/architecture.md.
+FLOORS = {
+    "kernels_pallas": set(),
+    "kvjax": {"kernels_pallas"},
+    "models": {"kernels_pallas", "kvjax"},
+    "evals": {"kernels_pallas", "kvjax", "models"},
+    "train": {"kernels_pallas", "kvjax", "models", "evals"},
+}
+# What importing a package may need, by extra; what lies behind a function may need more.
+EXTRAS = {"kernels_pallas": [], "kvjax": [], "models": [], "evals": ["eval"], "train": ["train"]}
+# Where the import's name is not the distribution's; what comes with jax.
+DISTRIBUTIONS = {"orbax": "orbax-checkpoint", "jaxlib": "jax", "ml_dtypes": "jax"}
+
+TEXT = {".py", ".md", ".rst", ".toml", ".txt", ".json", ".yaml", ".yml", ".cfg", ".ini", ".ipynb", ".sh", ".html", ""}
+
+
+def sources(package: str) -> list[Path]:
+    return sorted((ROOT / package).rglob("*.py"))
+
+
+def imports(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """The top-level name of every absolute import in a tree, with its line."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name.split(".")[0], node.lineno
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            yield (node.module or "").split(".")[0], node.lineno
+
+
+def on_import(tree: ast.AST) -> Iterator[ast.AST]:
+    """The import statements that run when a module is imported: none inside functions or under TYPE_CHECKING."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield node
+        yield from on_import(node)
+
+
+def repository_files() -> list[Path]:
+    """What git tracks or would add; without git, all that isn't hidden or built."""
+    if shutil.which("git") and (ROOT / ".git").exists():
+        command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+        names = subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout.decode().split("\0")
+        return [ROOT / name for name in sorted(set(names)) if name and (ROOT / name).is_file()]
+    skipped = {"__pycache__", "build", "dist", "demo", "runs", "venv"}
+    files = (path for path in ROOT.rglob("*") if path.is_file())
+    return sorted(
+        path for path in files if not any(p in skipped or p.startswith(".") for p in path.relative_to(ROOT).parts)
+    )
+
+
+def distribution(requirement: str) -> str:
+    name = re.match(r"[\w.-]+", requirement)
+    assert name, f"pyproject.toml: {requirement!r} is no requirement"
+    return name.group().lower().replace("_", "-")
+
+
+@pytest.mark.parametrize("package", FLOORS)
+def test_imports_run_one_way(package: str):
+    forbidden = (set(FLOORS) | {"tests", "benchmarks", "notebooks"}) - FLOORS[package] - {package}
+    found = [
+        f"{path.relative_to(ROOT)}:{line} imports {name}"
+        for path in sources(package)
+        for name, line in imports(ast.parse(path.read_text(encoding="utf-8")))
+        if name in forbidden
+    ]
+    assert not found, f"{package} may import {sorted(FLOORS[package]) or 'no other package of ours'}: {found}"
+
+
+@pytest.mark.parametrize("package", FLOORS)
+def test_what_a_package_imports_is_declared(package: str):
+    project = PYPROJECT["project"]
+    declared = {distribution(r) for r in project["dependencies"]}
+    for extra in EXTRAS[package]:
+        declared |= {distribution(r) for r in project["optional-dependencies"][extra]}
+    found = [
+        f"{path.relative_to(ROOT)}:{line} imports {name}"
+        for path in sources(package)
+        for statement in on_import(ast.parse(path.read_text(encoding="utf-8")))
+        for name, line in imports(statement)
+        if name not in sys.stdlib_module_names
+        and name not in FLOORS
+        and DISTRIBUTIONS.get(name, name.lower().replace("_", "-")) not in declared
+    ]
+    assert not found, (
+        f"not among {package}'s dependencies (the core's, extras {EXTRAS[package]}): {found}. "
+        "Declare it in pyproject.toml or import it inside the function that needs it."
+    )
+
+
+def test_no_file_names_this_machine():
+    folders = "|".join(["root", "work", "home", "Users", "mnt", "scratch", "workspace"])
+    pattern = re.compile(rf"(?<![\w.:/~*-])/(?:{folders})/[\w.]|file:///\w|--(?:extra-)?index-url[ =]\S")
+    found = []
+    for path in repository_files():
+        # prose.txt is text of the standard library, whose examples name paths.
+        if path.suffix not in TEXT or path.name == "prose.txt":
+            continue
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue
+        found += [
+            f"{path.relative_to(ROOT)}:{number}: {match.group()}"
+            for number, line in enumerate(text.splitlines(), 1)
+            if (match := pattern.search(line))
+        ]
+    assert not found, f"absolute paths and package indexes stay out of the repository: {found}"
+
+
+@pytest.mark.parametrize("package", ["kvjax", "models"])
+def test_each_public_function_has_an_example(package: str):
+    module = importlib.import_module(package)
+    if not getattr(module, "__all__", None):
+        pytest.skip(f"{package} declares no __all__ yet")
+    missing_names = [name for name in module.__all__ if not hasattr(module, name)]
+    assert not missing_names, f"{package}.__all__ names what {package} does not have: {missing_names}"
+    public = {name: getattr(module, name) for name in module.__all__}
+    functions = {n: f for n, f in public.items() if callable(f) and not isinstance(f, type)}
+    missing = [name for name, function in functions.items() if ">>> " not in (function.__doc__ or "")]
+    assert not missing, f"no docstring with an example (>>> ...): {', '.join(f'{package}.{n}' for n in missing)}"
+
+
+def test_packages_in_pyproject_exist():
+    packages = PYPROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+    assert sorted(packages) == sorted(FLOORS)
+    for package in packages:
+        assert (ROOT / package / "__init__.py").is_file(), f"{package}/__init__.py is missing"
+        assert (ROOT / package / "py.typed").is_file(), f"{package}/py.typed is missing"
+    assert set(packages) <= set(PYPROJECT["tool"]["pytest"]["testpaths"]), "docstring examples of a package do not run"
+
+
+def test_test_folders_are_packages():
+    # Else two test files of one name collide, or a folder tests/kvjax hides kvjax.
+    folders = {path.parent for path in (ROOT / "tests").rglob("*.py")}
+    missing = [str(f.relative_to(ROOT)) for f in sorted(folders) if not (f / "__init__.py").is_file()]
+    assert not missing, f"add an empty __init__.py to {missing}"
+
+
+def test_constraints_are_exact_versions_of_what_is_declared():
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = [line for line in lines if line and not line.startswith("#")]
+    bad = [pin for pin in pins if not re.fullmatch(r"[A-Za-z0-9_.-]+==[A-Za-z0-9.!+]+", pin)]
+    assert not bad, f"constraints.txt holds lines other than name==version: {bad}"
+    pinned = {distribution(pin) for pin in pins}
+    project = PYPROJECT["project"]
+    declared = {distribution(r) for r in project["dependencies"]}
+    for extra, requirements in project["optional-dependencies"].items():
+        if extra not in ("tpu", "cuda"):  # hundreds of megabytes that CI does not install
+            declared |= {distribution(r) for r in requirements}
+    assert declared - {"kvjax"} <= pinned, f"not pinned: {sorted(declared - {'kvjax'} - pinned)}"
