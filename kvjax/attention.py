@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 from kernels_pallas import cache_attention
 from kvjax.cache import KVCache, insert
 from kvjax.eviction import evict
-from kvjax.policy import Observation, Policy, retention_scores
+from kvjax.policy import Observation, Policy, check_budget, retention_scores
 
 
 def attend(
@@ -50,6 +50,10 @@ def attend(
     Returns:
         The attention's output and the cache.
 
+    Raises:
+        ValueError: shapes that do not fit, no room for the tokens (outside jit), a budget (an int) below 1 or smaller
+            than what the policy protects.
+
     Example:
         >>> import jax, kvjax
         >>> policy = kvjax.parse("h2o+caote")
@@ -60,6 +64,8 @@ def attend(
         >>> cache.num_live.tolist(), cache.next_position.tolist()
         ([[4]], [6])
     """
+    if policy is not None and isinstance(budget, int):
+        check_budget(policy, budget)
     B, T, N, _ = query.shape
     K = key.shape[2]
     if position is None:

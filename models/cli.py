@@ -117,13 +117,15 @@ def _generate(flags: argparse.Namespace) -> None:
 
 
 def _read_prompt(flags: argparse.Namespace) -> str:
-    if flags.prompt is not None:
-        return flags.prompt
     if flags.prompt_file is not None and not flags.prompt_file.is_file():
         raise FileNotFoundError(f"there is no prompt file {flags.prompt_file}; name a text file, or use --prompt.")
     try:
-        raw = sys.stdin.buffer.read() if flags.prompt_file is None else flags.prompt_file.read_bytes()
-        text = raw.decode()
+        if flags.prompt is not None:
+            text = flags.prompt
+        elif flags.prompt_file is not None:
+            text = flags.prompt_file.read_bytes().decode()
+        else:
+            text = sys.stdin.buffer.read().decode()
     except UnicodeDecodeError as error:
         raise ValueError(f"the prompt is not UTF-8 text (byte {error.start}); convert it first.") from None
     if not text.strip():

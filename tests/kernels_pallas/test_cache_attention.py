@@ -1,0 +1,283 @@
+"""Attention over slots and its column statistics against NumPy float64, one query at a time."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kernels_pallas import STATISTICS, cache_attention
+from tests.kvjax.definitions import block_weights, weighted_values
+
+
+class Case(NamedTuple):
+    query: np.ndarray
+    key: np.ndarray
+    value: np.ndarray
+    key_position: np.ndarray
+    query_position: np.ndarray
+
+
+def case(seed: int, B: int = 2, T: int = 4, N: int = 4, K: int = 2, S: int = 9, D: int = 5) -> Case:
+    """Slots in any order, some free; queries at the end of what was written, some of them padding."""
+    rng = np.random.default_rng(seed)
+    query, key, value = (rng.normal(size=shape) for shape in ((B, T, N, D), (B, K, S, D), (B, K, S, D)))
+    key_position = np.stack([rng.permutation(S + 6)[:S] for _ in range(B * K)]).reshape(B, K, S)
+    key_position[rng.random((B, K, S)) < 0.25] = -1
+    query_position = S + 6 - T + np.tile(np.arange(T), (B, 1))
+    if T > 1:
+        query_position[-1, rng.permutation(T)[: int(rng.integers(T))]] = -1
+    return Case(*(x.astype(np.float32) for x in (query, key, value)), *map(np.int32, (key_position, query_position)))
+
+
+@functools.cache
+def compiled(**options):
+    return jax.jit(functools.partial(cache_attention, **{"statistics": STATISTICS, "window": 2} | options))
+
+
+def attention(case: Case, **options):
+    """The output and a dictionary of the statistics."""
+    out, columns = compiled(**options)(*case)
+    return np.asarray(out), {name: np.asarray(getattr(columns, name)) for name in options.get("statistics", STATISTICS)}
+
+
+def statistics(weights: np.ndarray, query_position: np.ndarray, window: int) -> dict[str, np.ndarray]:
+    """[B, N, T, S], [B, T] -> each [B, N, S], from rows of valid queries only."""
+    result = {name: np.zeros((*weights.shape[:2], weights.shape[3])) for name in STATISTICS}
+    for b, valid in enumerate(query_position >= 0):
+        rows = weights[b][:, valid]
+        if rows.shape[1]:
+            result["sum"][b] = rows.sum(1)
+            result["last"][b] = rows[:, -1]
+            result["window_mean"][b] = rows[:, -window:].mean(1)
+    return result
+
+
+def check(case: Case, *, window: int = 2, rtol: float = 2e-5, atol: float = 2e-6, **options) -> None:
+    out, columns = attention(case, window=window, **options)
+    weights = block_weights(case.query, case.key, case.key_position, case.query_position, **options)
+    expected = weighted_values(weights, case.value, case.key_position)
+    np.testing.assert_allclose(out.astype(np.float64), expected, rtol=rtol, atol=atol)
+    for name, column in statistics(weights, case.query_position, window).items():
+        np.testing.assert_allclose(columns[name], column, rtol=rtol, atol=atol, err_msg=name)
+
+
+@hypothesis.given(seed=st.integers(0, 2**32 - 1))
+def test_output_and_statistics_are_those_of_the_definition(seed):
+    check(case(seed))
+
+
+@pytest.mark.parametrize(("N", "K"), [(2, 2), (4, 2), (3, 1), (8, 2)], ids=lambda n: str(n))
+def test_query_heads_read_the_kv_head_of_their_group(N, K):
+    check(case(1, N=N, K=K))
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [dict(T=1), dict(B=1, T=1, N=1, K=1, S=1, D=1), dict(T=7, S=13, D=3), dict(B=3, T=5, N=6, K=3, S=17, D=11)],
+    ids=str,
+)
+def test_any_size_is_accepted(sizes):
+    check(case(2, **sizes))
+
+
+@pytest.mark.parametrize("sliding_window", [1, 3, 8, 100])
+def test_a_sliding_window_is_counted_in_positions(sliding_window):
+    check(case(3), sliding_window=sliding_window)
+
+
+def test_the_sliding_window_may_be_traced():
+    given = case(3)
+    traced = jax.jit(lambda w: cache_attention(*given, sliding_window=w)[0])
+    np.testing.assert_allclose(traced(jnp.int32(3)), attention(given, sliding_window=3)[0], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("window", [1, 3, 50])
+def test_the_observation_window_takes_the_last_valid_queries(window):
+    check(case(4, T=6), window=window)
+
+
+def test_the_scale_of_the_logits_can_be_given():
+    check(case(5), scale=0.1)
+
+
+def test_a_query_does_not_see_later_tokens():
+    before = case(6, T=1)
+    before = before._replace(key_position=np.where(before.key_position < 0, 20, before.key_position))
+    query = before._replace(query_position=np.full_like(before.query_position, 10))
+    out, columns = attention(query)
+    later = np.repeat(query.key_position > 10, 2, axis=1)
+    assert later.any() and (columns["sum"][later] == 0).all()
+    changed = query._replace(value=np.where(query.key_position[..., None] > 10, 99, query.value))
+    np.testing.assert_array_equal(attention(changed)[0], out)
+
+
+def test_a_query_sees_itself():
+    alone = case(7, B=1, T=1, N=1, K=1, S=3)._replace(
+        key_position=np.array([[[9, 5, -1]]], np.int32), query_position=np.array([[5]], np.int32)
+    )
+    out, columns = attention(alone)
+    np.testing.assert_array_equal(columns["last"], [[[0, 1, 0]]])
+    np.testing.assert_allclose(out[0, 0, 0], alone.value[0, 0, 1], rtol=1e-6)
+
+
+@hypothesis.given(seed=st.integers(0, 2**32 - 1))
+@hypothesis.settings(max_examples=15)
+def test_permuting_the_slots_permutes_the_statistics_and_not_the_output(seed):
+    given, order = case(seed), np.random.default_rng(seed).permutation(9)
+    shuffled = given._replace(**{name: getattr(given, name)[:, :, order] for name in ("key", "value", "key_position")})
+    (out, columns), (out_2, columns_2) = attention(given), attention(shuffled)
+    np.testing.assert_allclose(out_2, out, rtol=1e-4, atol=1e-5)
+    for name in STATISTICS:
+        np.testing.assert_allclose(columns_2[name], columns[name][..., order], rtol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("side", ["key", "value"])
+def test_what_a_free_slot_holds_does_not_matter(side, bad):
+    given = case(8)
+    free = given.key_position < 0
+    assert free.any(-1).all()
+    stale = given._replace(**{side: np.where(free[..., None], np.float32(bad), getattr(given, side))})
+    (out, columns), (out_2, columns_2) = attention(given), attention(stale)
+    np.testing.assert_array_equal(out_2, out)
+    for name in STATISTICS:
+        np.testing.assert_array_equal(columns_2[name], columns[name])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gradients_are_finite_and_no_free_slot_gets_one(dtype):
+    given = case(8)
+    free = given.key_position < 0
+
+    @jax.jit
+    def gradient(query, key, value):
+        def loss(*qkv):
+            return (cache_attention(*qkv, given.key_position, given.query_position)[0].astype(jnp.float32) ** 2).sum()
+
+        return jax.grad(loss, argnums=(0, 1, 2))(query, key, value)
+
+    stale = np.where(free[..., None], np.nan, given.value)  # what an evicted token may have left behind
+    grads = gradient(*(jnp.asarray(x, dtype) for x in (given.query, given.key, stale)))
+    assert all(np.isfinite(np.asarray(grad, np.float32)).all() for grad in grads)
+    assert all((np.asarray(grad, np.float32)[free] == 0).all() for grad in grads[1:])
+    assert all((np.asarray(grad, np.float32)[~free] != 0).any() for grad in grads[1:])
+
+
+def test_free_slots_weigh_exactly_nothing():
+    given = case(9)
+    free = np.repeat(given.key_position < 0, 2, axis=1)
+    _, columns = attention(given)
+    assert free.any() and all((column[free] == 0).all() for column in columns.values())
+
+
+def test_padding_gives_zeros_and_enters_no_statistic():
+    given = case(10, T=5)
+    given.query_position[:] = [[-1, 12, -1, 14, -1], [-1, -1, -1, -1, 14]]
+    out, columns = attention(given)
+    assert (out[given.query_position < 0] == 0).all()
+    check(given)
+    noise = given._replace(query=np.where((given.query_position < 0)[..., None, None], np.float32(1e3), given.query))
+    for name, column in attention(noise)[1].items():
+        np.testing.assert_array_equal(column, columns[name])
+
+
+def test_a_row_without_a_valid_query_gives_zeros():
+    given = case(11)
+    given.query_position[1] = -1
+    out, columns = attention(given)
+    assert (out[1] == 0).all() and all((column[1] == 0).all() for column in columns.values())
+
+
+def test_a_query_that_sees_no_slot_gives_zeros():
+    given = case(12)
+    given.key_position[0, 1] = -1
+    out, columns = attention(given)
+    assert (out[0, :, 2:] == 0).all() and all((column[0, 2:] == 0).all() for column in columns.values())
+    check(given)
+
+
+def test_each_valid_querys_weights_sum_to_one():
+    given = case(13)
+    _, columns = attention(given)
+    valid = np.broadcast_to((given.query_position >= 0).sum(1)[:, None], columns["sum"].shape[:2])
+    np.testing.assert_allclose(columns["sum"].sum(-1), valid, rtol=1e-5)
+    np.testing.assert_allclose(columns["last"].sum(-1), 1, rtol=1e-5)
+
+
+def test_large_logits_do_not_overflow():
+    given = case(14)
+    check(given._replace(query=1e3 * given.query), rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("sizes", [dict(), dict(T=1), dict(B=1), dict(T=7, N=6, K=3)], ids=str)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_is_computed_in_float32_and_given_back_as_it_came(dtype, sizes):
+    """More than one row and KV head: XLA's CPU backend lacks some of bfloat16's batched products."""
+    given = case(15, **sizes)
+    narrow = given._replace(**{name: jnp.asarray(getattr(given, name), dtype) for name in ("query", "key", "value")})
+    out, columns = compiled()(*narrow)
+    wide = [np.asarray(x, np.float32) for x in narrow[:3]]
+    weights = block_weights(wide[0], wide[1], given.key_position, given.query_position)
+    assert out.dtype == dtype and all(column.dtype == jnp.float32 for column in columns)
+    for name, column in statistics(weights, given.query_position, 2).items():
+        np.testing.assert_allclose(getattr(columns, name), column, rtol=1e-4, atol=1e-6, err_msg=name)
+    expected = weighted_values(weights, wide[2], given.key_position)
+    np.testing.assert_allclose(np.asarray(out, np.float32), expected, rtol=2e-2, atol=2e-2)
+
+
+def test_float64_stays_float64():
+    given = case(16)
+    with jax.enable_x64(True):
+        given = given._replace(**{name: getattr(given, name).astype(np.float64) for name in ("query", "key", "value")})
+        out, columns = compiled()(*given)
+        assert out.dtype == columns.sum.dtype == np.float64
+        weights = block_weights(given.query, given.key, given.key_position, given.query_position)
+        np.testing.assert_allclose(
+            out, weighted_values(weights, given.value, given.key_position), rtol=1e-11, atol=1e-13
+        )
+        np.testing.assert_allclose(columns.sum, weights.sum(2), rtol=1e-11, atol=1e-15)
+
+
+@pytest.mark.parametrize("names", [(), ("sum",), ("last", "window_mean")], ids=str)
+def test_only_the_statistics_asked_for_are_given(names):
+    _, columns = compiled(statistics=names)(*case(17))
+    assert {name for name in STATISTICS if getattr(columns, name) is not None} == set(names)
+
+
+def test_the_named_reference_is_what_auto_takes_on_a_cpu():
+    given = case(18)
+    np.testing.assert_array_equal(attention(given, implementation="reference")[0], attention(given)[0])
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "message"),
+    [
+        ({"value": (2, 2, 8, 5)}, {}, r"query .* key \(2, 2, 9, 5\) and value \(2, 2, 8, 5\) do not fit: expected"),
+        ({"key": (2, 3, 9, 5), "value": (2, 3, 9, 5)}, {}, r"do not fit: expected .* with N a multiple of K"),
+        ({"query": (2, 4, 4, 6)}, {}, r"query \(2, 4, 4, 6\), key \(2, 2, 9, 5\)"),
+        ({"query": (1, 4, 4, 5)}, {}, r"query \(1, 4, 4, 5\)"),
+        ({"key_position": (2, 2, 8)}, {}, r"positions \(2, 2, 8\) and \(2, 4\) do not fit: expected \(2, 2, 9\)"),
+        ({"query_position": (2, 3)}, {}, r"positions .* do not fit: .* \(2, 4\) for the queries"),
+        ({}, {"statistics": ["sum", "entropy"]}, r"unknown statistic entropy; there are sum, last, window_mean"),
+        ({}, {"statistics": ["window_mean"]}, r"observation window is 0; 'window_mean' needs at least 1 query"),
+        ({}, {"implementation": "cuda"}, r"unknown implementation 'cuda'; there are auto, reference"),
+    ],
+    ids=str,
+)
+def test_a_call_that_does_not_fit_is_refused(changes, options, message):
+    given = case(19)
+    given = given._replace(**{name: np.zeros(shape, getattr(given, name).dtype) for name, shape in changes.items()})
+    with pytest.raises(ValueError, match=message):
+        cache_attention(*given, **options)
+
+
+def test_statistics_may_come_from_a_generator():
+    _, columns = cache_attention(*case(20), statistics=(name for name in ["sum"]))
+    assert columns.sum is not None

@@ -1,0 +1,117 @@
+"""What a policy observes of one block, made up: attention weights, and slots in any order."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import kvjax
+from kernels_pallas import ColumnStatistics
+from kvjax import Observation, Policy
+from tests.kvjax import definitions
+
+B, K, G, T, S, D = 2, 2, 2, 4, 9, 3
+N = K * G
+
+
+class Block(NamedTuple):
+    """The block's weights [B, N, T, S], which queries count [B, T], and what a policy sees of them."""
+
+    weights: np.ndarray
+    valid: np.ndarray
+    observation: Observation
+
+    def rows(self, b: int, last: int | None = None) -> np.ndarray:
+        """The rows of a batch row's valid queries (of the last few): [N, queries, S]."""
+        rows = self.weights[b][:, self.valid[b]]
+        return rows if last is None else rows[:, -last:]
+
+
+def make(
+    seed: int, *, window: int = 2, budget: int = 6, same_heads: bool = False, next_position: tuple[int, int] = (20, 13)
+) -> Block:
+    """Row 0 has no padding, row 1 has some; heads hold different tokens unless asked otherwise."""
+    rng = np.random.default_rng(seed)
+    valid = np.array([[True] * T, [False, True, True, False]])
+    position = np.full((B, K, S), -1, np.int32)
+    query_position = np.full((B, T), -1, np.int32)
+    for b in range(B):
+        query_position[b, valid[b]] = next_position[b] - valid[b].sum() + np.arange(valid[b].sum())
+        for k in range(K):
+            live = S - int(rng.integers(3))
+            slots = rng.permutation(S)[:live]
+            position[b, k, slots] = rng.permutation(next_position[b])[:live]
+        if same_heads:
+            position[b] = position[b, 0]
+    query, key, value = (rng.normal(size=shape) for shape in ((B, T, N, D), (B, K, S, D), (B, K, S, D)))
+    live = np.repeat(position >= 0, G, axis=1)
+    weights = np.where(live[:, :, None], np.exp(2 * rng.normal(size=(B, N, T, S))), 0)
+    weights = weights / weights.sum(-1, keepdims=True) * valid[:, None, :, None]
+    last = [weights[b][:, valid[b]][:, -window:] for b in range(B)]
+    columns = {
+        "sum": weights.sum(2),
+        "last": np.stack([rows[:, -1] for rows in last]),
+        "window_mean": np.stack([rows.mean(1) for rows in last]),
+    }
+    columns = ColumnStatistics(**{k: jnp.asarray(v.reshape(B, K, G, S), jnp.float32) for k, v in columns.items()})
+    observation = Observation(
+        columns=columns,
+        query=jnp.asarray(query, jnp.float32),
+        query_position=jnp.asarray(query_position),
+        key=jnp.asarray(key, jnp.float32),
+        value=jnp.asarray(value, jnp.float32),
+        position=jnp.asarray(position),
+        next_position=jnp.asarray(next_position, jnp.int32),
+        budget=jnp.full(B, budget, jnp.int32),
+        layer=jnp.int32(0),
+    )
+    return Block(weights, valid, observation)
+
+
+@functools.cache
+def compiled(policy: Policy):
+    return jax.jit(functools.partial(kvjax.retention_scores, policy))
+
+
+def scores(policy: Policy | str, block: Block | Observation, state=None) -> np.ndarray:
+    """A policy's scores of a block, [B, K, S]; NaN in free slots, so that a test cannot lean on them."""
+    policy = kvjax.parse(policy) if isinstance(policy, str) else policy
+    observation = block.observation if isinstance(block, Block) else block
+    state = policy.init(B, K, G, S) if state is None else state
+    result = np.asarray(compiled(policy)(state, observation)[0])
+    assert result.dtype == np.float32
+    return np.where(observation.position >= 0, result, np.nan)
+
+
+def each_head(block: Block, formula) -> np.ndarray:
+    """formula(b, k, live slots) -> scores of these slots, for every head: [B, K, S], NaN in free slots."""
+    expected = np.full((B, K, S), np.nan)
+    for b, k in np.ndindex(B, K):
+        live = np.flatnonzero(np.asarray(block.observation.position[b, k]) >= 0)
+        expected[b, k, live] = formula(b, k, live)
+    return expected
+
+
+def heads_of(k: int) -> slice:
+    return slice(k * G, (k + 1) * G)
+
+
+def caote(block: Block, per_head: np.ndarray, *, norm=2, group="exact", fast=False) -> np.ndarray:
+    """CAOTE, eq. 20 to 22, over non-negative scores per query head, [B, N, S]."""
+
+    def formula(b: int, k: int, live: np.ndarray) -> np.ndarray:
+        shares = per_head[b, heads_of(k)][:, live]
+        shares = shares / shares.sum(-1, keepdims=True)
+        if group == "mean":
+            shares = shares.mean(0, keepdims=True)
+        value = np.asarray(block.observation.value[b, k], np.float64)[live]
+        if not fast:
+            return definitions.eviction_errors(shares, value, norm)
+        single = np.stack([definitions.fast_caote(a, value, norm) for a in shares])
+        return np.linalg.norm(single, {"inf": np.inf}.get(norm, norm), axis=0)
+
+    return each_head(block, formula)

@@ -1,0 +1,113 @@
+"""The definitions in plain NumPy float64, one head at a time, as far from the implementation as they can be."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import numpy as np
+
+
+def length(x: np.ndarray, norm: int | str) -> float:
+    return float(np.linalg.norm(np.asarray(x, np.float64).ravel(), {"inf": np.inf}.get(norm, norm)))
+
+
+def softmax(logits: np.ndarray) -> np.ndarray:
+    e = np.exp(logits - logits.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
+def attention_in_fractions(weights: np.ndarray, values: np.ndarray) -> list[Fraction]:
+    """Attention output of weights that need not be normalised yet, without rounding: [S], [S, D] -> [D]."""
+    total = sum(map(Fraction, weights.tolist()))
+    rows = [[Fraction(w) * Fraction(v) for v in row] for w, row in zip(weights.tolist(), values.tolist(), strict=True)]
+    return [sum(column) / total for column in zip(*rows, strict=True)]
+
+
+def error_of_evicting(weights: np.ndarray, values: np.ndarray, token: int) -> np.ndarray:
+    """How one head's attention output moves when a token is taken away and the attention done again: [D]."""
+    before = attention_in_fractions(weights, values)
+    after = attention_in_fractions(np.delete(weights, token), np.delete(values, token, axis=0))
+    return np.array([float(b - a) for b, a in zip(before, after, strict=True)])
+
+
+def eviction_errors(weights: np.ndarray, values: np.ndarray, norm: int | str = 2) -> np.ndarray:
+    """Brute force over tokens and over the heads of a group: [G, S] (or [S]) and [S, D] -> [S]."""
+    heads = np.atleast_2d(np.asarray(weights, np.float64))
+    values = np.asarray(values, np.float64)
+    tokens = range(values.shape[0])
+    return np.array([length([error_of_evicting(a, values, j) for a in heads], norm) for j in tokens])
+
+
+def fast_caote(weights: np.ndarray, values: np.ndarray, norm: int | str = 2) -> np.ndarray:
+    """CAOTE's eq. 22, one head: [S], [S, D] -> [S]."""
+    a, v = np.asarray(weights, np.float64), np.asarray(values, np.float64)
+    return np.array([a[j] / (1 - a[j]) * length(v.mean(0) - v[j], norm) for j in range(len(a))])
+
+
+def kept(scores: np.ndarray, position: np.ndarray, budget: int) -> np.ndarray:
+    """The `budget` best live slots of one head by (score, position); NaN is worse than all else: [S] -> bool [S]."""
+
+    def rank(slot: int) -> tuple[bool, float, int]:
+        score = float(scores[slot])
+        return (not np.isnan(score), 0.0 if np.isnan(score) else score + 0.0, int(position[slot]))
+
+    live = [slot for slot in range(len(scores)) if position[slot] >= 0]
+    best = sorted(live, key=rank, reverse=True)[:budget]
+    return np.isin(np.arange(len(scores)), best)
+
+
+def attention_weights(
+    query: np.ndarray,
+    key: np.ndarray,
+    key_position: np.ndarray,
+    query_position: int,
+    *,
+    scale: float | None = None,
+    sliding_window: int | None = None,
+) -> np.ndarray:
+    """One query's weights over one head's slots: [D], [S, D], [S] -> [S]; all 0 where it sees nothing."""
+    visible = (key_position >= 0) & (key_position <= query_position) & (query_position >= 0)
+    if sliding_window is not None:
+        visible &= key_position > query_position - sliding_window
+    weights = np.zeros(len(key_position))
+    if visible.any():
+        logits = key[visible].astype(np.float64) @ query.astype(np.float64)
+        weights[visible] = softmax(logits * (len(query) ** -0.5 if scale is None else scale))
+    return weights
+
+
+def block_weights(
+    query: np.ndarray, key: np.ndarray, key_position: np.ndarray, query_position: np.ndarray, **options: object
+) -> np.ndarray:
+    """Weights of a block: [B, T, N, D], [B, K, S, D], [B, K, S], [B, T] -> [B, N, T, S]."""
+    B, T, N, _ = query.shape
+    K, S = key_position.shape[1:]
+    weights = np.zeros((B, N, T, S))
+    for b, n, t in np.ndindex(B, N, T):
+        k = n // (N // K)
+        weights[b, n, t] = attention_weights(
+            query[b, t, n], key[b, k], key_position[b, k], query_position[b, t], **options
+        )
+    return weights
+
+
+def weighted_values(weights: np.ndarray, value: np.ndarray, key_position: np.ndarray) -> np.ndarray:
+    """[B, N, T, S], [B, K, S, D] -> [B, T, N, D], over the live slots only."""
+    B, N, T, _ = weights.shape
+    K, _, D = value.shape[1:]
+    out = np.zeros((B, T, N, D))
+    for b, n, t in np.ndindex(B, N, T):
+        k = n // (N // K)
+        live = key_position[b, k] >= 0
+        out[b, t, n] = weights[b, n, t, live] @ value[b, k, live].astype(np.float64)
+    return out
+
+
+def pooled(scores: np.ndarray, position: np.ndarray, kernel: int, pooling: str) -> np.ndarray:
+    """One head's scores pooled over neighbours by position among the live slots: [S] -> [S], 0 in free slots."""
+    order = sorted(np.flatnonzero(position >= 0), key=lambda slot: position[slot])
+    result = np.zeros(len(scores))
+    for place, slot in enumerate(order):
+        near = scores[order[max(0, place - kernel // 2) : place + kernel // 2 + 1]]
+        result[slot] = near.max() if pooling == "max" else near.sum() / kernel
+    return result

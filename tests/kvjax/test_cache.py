@@ -1,0 +1,334 @@
+"""The cache against a dictionary: what is stored where, and that nothing else moves."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import KVCache
+
+B, K, S, D, T = 2, 2, 6, 3, 3
+
+
+def state_of_ones(*shape: int) -> dict[str, jax.Array]:
+    return {"seen": jnp.ones((*shape, 2)), "age": jnp.ones(shape, jnp.int32)}
+
+
+def empty(slots: int = S, *, layers: int | None = None, dtype=jnp.float32) -> KVCache:
+    lead = () if layers is None else (layers,)
+    state = state_of_ones(*lead, B, K, slots)
+    return KVCache.init(batch=B, kv_heads=K, slots=slots, head_dim=D, layers=layers, dtype=dtype, state=state)
+
+
+def rows_of(position: np.ndarray, dtype=jnp.float32) -> tuple[jax.Array, jax.Array]:
+    """Keys and values that tell which token they belong to: 100 * row + 10 * head + position, and halves of it."""
+    b, t, k = np.ogrid[: position.shape[0], : position.shape[1], :K]
+    number = 100.0 * b + 10.0 * k + position[:, :, None] + 0 * t
+    rows = np.repeat(number[..., None], D, axis=-1) + np.arange(D) / 8
+    return jnp.asarray(rows, dtype), jnp.asarray(rows / 2, dtype)
+
+
+def put(cache: KVCache, position: list[list[int]], **options) -> KVCache:
+    position = np.array(position, np.int32)
+    return kvjax.insert(cache, *rows_of(position, cache.key.dtype), jnp.asarray(position), **options)
+
+
+@functools.cache
+def some_freed() -> KVCache:
+    """Full heads, of which slots 1, 4 (row 0) and 0, 5 (row 1) were freed in head 0, slots 2, 3 in head 1."""
+    cache = put(empty(), [list(range(S))] * B)
+    scores = np.ones((B, K, S), np.float32)
+    scores[0, 0, [1, 4]] = scores[1, 0, [0, 5]] = scores[0, 1, [2, 3]] = scores[1, 1, [2, 3]] = 0
+    return kvjax.evict(cache, scores, 4)
+
+
+def leaves(cache: KVCache) -> dict[str, np.ndarray]:
+    named = jax.tree_util.tree_leaves_with_path(cache)
+    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in named}
+
+
+def assert_same(a: KVCache, b: KVCache) -> None:
+    for name, leaf in leaves(a).items():
+        np.testing.assert_array_equal(leaf, leaves(b)[name], err_msg=name)
+
+
+def test_an_empty_cache_holds_no_token():
+    cache = empty(layers=2)
+    assert cache.key.shape == cache.value.shape == (2, B, K, S, D)
+    assert (cache.position == -1).all() and not cache.live.any() and (cache.num_live == 0).all()
+    assert cache.next_position.tolist() == [0] * B and cache.num_slots == S
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(jnp.float32, 4), (jnp.bfloat16, 2)])
+@pytest.mark.parametrize("layers", [None, 3])
+def test_nbytes_counts_keys_values_positions_and_state(dtype, size, layers):
+    heads = (layers or 1) * B * K * S
+    assert empty(layers=layers, dtype=dtype).nbytes == heads * (2 * D * size + 4 + 2 * 4 + 4) + 4 * B
+
+
+def test_tokens_go_into_the_first_free_slots_in_order():
+    cache = put(empty(), [[0, 1, 2]] * B)
+    assert (cache.position == jnp.array([0, 1, 2, -1, -1, -1])).all()
+    key, value = rows_of(np.array([[0, 1, 2]] * B))
+    np.testing.assert_array_equal(cache.key[:, :, :3], key.swapaxes(1, 2))
+    np.testing.assert_array_equal(cache.value[:, :, :3], value.swapaxes(1, 2))
+
+
+def test_freed_slots_are_reused_and_nothing_else_moves():
+    before = some_freed()
+    after = put(before, [[6, 7]] * B)
+    expected = np.array(
+        [[[0, 6, 2, 3, 7, 5], [0, 1, 6, 7, 4, 5]], [[6, 1, 2, 3, 4, 7], [0, 1, 6, 7, 4, 5]]],
+    )
+    np.testing.assert_array_equal(after.position, expected)
+    entered = expected >= 6
+    for name, leaf in leaves(after).items():
+        if name != ".next_position":
+            np.testing.assert_array_equal(leaf[~entered], leaves(before)[name][~entered], err_msg=name)
+    key, value = rows_of(np.array([[6, 7]] * B))
+    np.testing.assert_array_equal(after.key[entered].reshape(B, K, 2, D), key.swapaxes(1, 2))
+    np.testing.assert_array_equal(after.value[entered].reshape(B, K, 2, D), value.swapaxes(1, 2))
+
+
+def test_the_state_of_a_slot_is_zero_when_a_token_enters():
+    full = some_freed()
+    before = dataclasses.replace(full, state=jax.tree.map(jnp.ones_like, full.state))
+    after = put(before, [[6, -1], [-1, -1]])
+    entered = np.asarray(after.position) == 6
+    assert entered.sum() == K
+    for name in ("seen", "age"):
+        assert (np.asarray(after.state[name])[entered] == 0).all()
+        np.testing.assert_array_equal(np.asarray(after.state[name])[~entered], 1)
+
+
+def test_padding_is_not_stored_wherever_it_stands():
+    cache = put(empty(), [[-1, 0, -1, 1], [-1, -1, -1, -1]])
+    assert cache.num_live.tolist() == [[2, 2], [0, 0]]
+    assert cache.position[0, 0].tolist() == [0, 1, -1, -1, -1, -1]
+    np.testing.assert_array_equal(cache.key[0, :, :2, 0], [[0, 1], [10, 11]])
+    assert (cache.key[1] == 0).all()
+
+
+def test_next_position_follows_the_tokens_and_not_the_padding():
+    cache = put(empty(), [[0, 1, 2], [0, -1, -1]])
+    assert cache.next_position.tolist() == [3, 1]
+    cache = put(cache, [[-1, -1], [1, 2]])
+    assert cache.next_position.tolist() == [3, 3]
+
+
+def test_tokens_continue_each_row_by_default():
+    cache = put(empty(), [[0, 1, 2], [0, -1, -1]])
+    key, value = rows_of(np.zeros((B, 2)))
+    cache = kvjax.insert(cache, key, value)
+    assert cache.position[:, 0].tolist() == [[0, 1, 2, 3, 4, -1], [0, 1, 2, -1, -1, -1]]
+    assert cache.next_position.tolist() == [5, 3]
+
+
+def test_eviction_does_not_turn_back_the_next_position():
+    cache = kvjax.evict(put(empty(), [[0, 1, 2]] * B), -jnp.arange(6.0) * jnp.ones((B, K, S)), 1)
+    assert cache.position[0, 0].tolist() == [0, -1, -1, -1, -1, -1]
+    assert cache.next_position.tolist() == [3, 3]
+
+
+def test_keys_are_cast_to_the_caches_dtype():
+    key, value = rows_of(np.array([[0, 1]] * B))
+    cache = kvjax.insert(empty(dtype=jnp.bfloat16), key, value)
+    assert cache.key.dtype == cache.value.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(cache.key[:, :, :2], key.astype(jnp.bfloat16).swapaxes(1, 2))
+
+
+def test_under_jit_a_token_without_a_free_slot_is_not_stored():
+    cache = put(empty(), [list(range(S))] * B)
+    key, value = rows_of(np.array([[6, 7]] * B))
+    after = jax.jit(kvjax.insert)(cache, key, value)
+    np.testing.assert_array_equal(after.position, cache.position)
+    np.testing.assert_array_equal(after.key, cache.key)
+
+
+@pytest.mark.parametrize("layer", [0, 2])
+def test_a_layer_of_a_stacked_cache_equals_a_cache_alone(layer):
+    stacked, alone = empty(layers=3), empty()
+    for positions in ([[0, 1, 2], [0, -1, -1]], [[3, 4], [1, 2]]):
+        stacked, alone = put(stacked, positions, layer=layer), put(alone, positions)
+    assert_same(stacked.layer(layer), alone)
+
+
+def test_inserting_into_a_layer_leaves_the_others():
+    stacked = put(empty(layers=3), [[0, 1]] * B, layer=1)
+    for other in (0, 2):
+        assert_same(dataclasses.replace(stacked.layer(other), next_position=jnp.zeros(B, jnp.int32)), empty())
+
+
+def test_the_layer_may_be_traced():
+    key, value = rows_of(np.array([[0, 1]] * B))
+    step = jax.jit(lambda cache, layer: kvjax.insert(cache, key, value, layer=layer))
+    assert_same(step(empty(layers=3), 2), put(empty(layers=3), [[0, 1]] * B, layer=2))
+
+
+@pytest.mark.parametrize("layers", [None, 2])
+def test_compact_keeps_order_and_content(layers):
+    cache = some_freed()
+    if layers:
+        cache = KVCache(
+            *(jnp.stack([leaf] * 2) for leaf in (cache.key, cache.value, cache.position)), cache.next_position
+        )
+    small = kvjax.compact(cache, 4)
+    last = small if layers is None else small.layer(1)
+    whole = some_freed()
+    assert small.num_slots == 4 and small.key.shape[-2:] == (4, D)
+    for head in np.ndindex(B, K):
+        live = np.asarray(whole.live[head])
+        for name in ("key", "value", "position"):
+            np.testing.assert_array_equal(getattr(last, name)[head], np.asarray(getattr(whole, name)[head])[live])
+    assert small.next_position.tolist() == cache.next_position.tolist()
+
+
+def test_compact_takes_the_state_along():
+    cache = some_freed()
+    cache = dataclasses.replace(cache, state={"slot": jnp.broadcast_to(jnp.arange(S), (B, K, S))})
+    small = kvjax.compact(cache, 4)
+    assert small.state["slot"][0].tolist() == [[0, 2, 3, 5], [0, 1, 4, 5]]
+
+
+def test_compact_leaves_free_slots_at_the_end():
+    roomy = kvjax.compact(some_freed(), 8)
+    assert roomy.position[0, 0].tolist() == [0, 2, 3, 5, -1, -1, -1, -1]
+    assert (roomy.key[..., 4:, :] == 0).all()
+    assert put(roomy, [[6]] * B).position[1, 0].tolist() == [1, 2, 3, 4, 6, -1, -1, -1]
+
+
+# The whole life of a cache, against sets of tokens.
+
+Block = st.tuples(*[st.integers(0, T)] * B)  # how many tokens each row of a block brings
+
+
+@functools.cache
+def life_step():
+    def step(cache, position, scores, budget):
+        cache = kvjax.insert(cache, *_rows_in_jax(position), position)
+        return kvjax.evict(cache, scores, budget)
+
+    return jax.jit(step)
+
+
+@functools.cache
+def life_start():
+    return jax.jit(lambda cache, position: kvjax.insert(cache, *_rows_in_jax(position), position))
+
+
+def _rows_in_jax(position):
+    number = 1000.0 * jnp.arange(B)[:, None, None] + 500.0 * jnp.arange(K) + position[:, :, None]
+    rows = jnp.repeat(number[..., None], D, axis=-1)
+    return rows, -rows
+
+
+@hypothesis.given(blocks=st.lists(Block, min_size=1, max_size=8), seed=st.integers(0, 2**32 - 1))
+def test_a_cache_holds_what_a_dictionary_would(blocks, seed):
+    rng = np.random.default_rng(seed)
+    budget = S - T
+    cache = empty()
+    held: dict[tuple[int, int], dict[int, float]] = {head: {} for head in np.ndindex(B, K)}  # position -> key
+    brought = [0] * B
+    for block in blocks:
+        position = np.full((B, T), -1, np.int32)
+        for b, count in enumerate(block):
+            places = np.sort(rng.permutation(T)[:count])
+            position[b, places] = brought[b] + np.arange(count)
+            brought[b] += count
+        before = cache
+        scores_by_position = rng.permutation(200).astype(np.float32)
+        # Scores belong to tokens; find out first where they will lie.
+        inserted = life_start()(cache, position)
+        scores = scores_by_position[np.maximum(np.asarray(inserted.position), 0)]
+        cache = life_step()(cache, position, scores, budget)
+        for (b, k), tokens in held.items():
+            tokens |= {int(p): 1000.0 * b + 500.0 * k + p for p in position[b] if p >= 0}
+            best = sorted(tokens, key=lambda p: scores_by_position[p], reverse=True)[:budget]
+            held[b, k] = {p: tokens[p] for p in best}
+            live = np.asarray(cache.live[b, k])
+            slots = zip(np.asarray(cache.position[b, k])[live], np.asarray(cache.key[b, k])[live], strict=True)
+            assert {int(p): float(row[0]) for p, row in slots} == held[b, k]
+            stayed = live & (np.asarray(before.position[b, k]) == np.asarray(cache.position[b, k]))
+            np.testing.assert_array_equal(cache.value[b, k][stayed], before.value[b, k][stayed])
+        np.testing.assert_array_equal(cache.value[cache.live], -cache.key[cache.live])
+        assert cache.next_position.tolist() == brought
+
+
+# In place.
+
+
+@pytest.mark.parametrize("layers", [None, 3])
+@pytest.mark.parametrize("tokens", [1, 16])
+def test_a_donated_cache_is_updated_in_place(layers, tokens):
+    cache = KVCache.init(batch=2, kv_heads=2, slots=80, head_dim=8, layers=layers)
+    layer = None if layers is None else jnp.int32(1)
+
+    def step(cache, key, value, scores):
+        return kvjax.evict(kvjax.insert(cache, key, value, layer=layer), scores, 64, layer=layer)
+
+    rows, scores = jnp.ones((2, tokens, 2, 8)), jnp.ones((2, 2, 80))
+    program = jax.jit(step, donate_argnums=0).lower(cache, rows, rows, scores).compile()
+    text = program.as_text()
+    aliases = re.search(r"input_output_alias=\{(.*?)\}, entry", text).group(1)
+    aliased = {(int(out), int(into)) for out, into in re.findall(r"\{(\d+)\}: \((\d+), \{\}", aliases)}
+    assert {(0, 0), (1, 1), (2, 2)} <= aliased  # key, value, position
+    assert program.memory_analysis().alias_size_in_bytes >= cache.key.nbytes + cache.value.nbytes
+    whole = ",".join(map(str, cache.key.shape))
+    assert f"f32[{whole}]" in text
+    assert not re.findall(rf"f32\[{whole}\]\S* copy\(.*", text)
+
+
+# Errors.
+
+
+@pytest.mark.parametrize("name", ["batch", "kv_heads", "slots", "head_dim", "layers"])
+def test_a_size_below_one_is_refused(name):
+    sizes = dict(batch=1, kv_heads=1, slots=1, head_dim=1, layers=1) | {name: 0}
+    with pytest.raises(ValueError, match=rf"{name} is 0; a cache needs at least 1"):
+        KVCache.init(**sizes)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [((B, 1, K, D), (B, 2, K, D)), ((B, 1, K, D + 1),) * 2, ((B, 1, K + 1, D),) * 2, ((B + 1, 1, K, D),) * 2],
+    ids=["value unlike key", "head_dim", "kv_heads", "batch"],
+)
+def test_rows_that_do_not_fit_the_cache_are_refused(key, value):
+    with pytest.raises(ValueError, match=r"keys \(.*\) and values \(.*\) do not fit the cache \(2, 2, 6, 3\)"):
+        kvjax.insert(empty(), jnp.ones(key), jnp.ones(value))
+
+
+def test_more_tokens_than_free_slots_are_refused_outside_jit():
+    cache = put(empty(), [[0, 1, 2, 3, 4], [0, 1, 2, 3, -1]])
+    with pytest.raises(ValueError, match=r"3 tokens do not fit: 2 more free slots are needed; evict first"):
+        put(cache, [[5, 6, 7], [4, 5, -1]])
+
+
+def test_a_stacked_cache_asks_for_the_layer():
+    with pytest.raises(ValueError, match=r"the cache stacks layers: say which with layer="):
+        put(empty(layers=2), [[0]] * B)
+
+
+def test_a_cache_without_layers_refuses_one():
+    with pytest.raises(ValueError, match=r"layer= was given, but the cache has no layers"):
+        put(empty(), [[0]] * B, layer=0)
+
+
+@pytest.mark.parametrize("layer", [-1, 2])
+def test_a_layer_that_the_cache_lacks_is_refused(layer):
+    with pytest.raises(ValueError, match=rf"layer is {layer}; the cache has layers 0 to 1"):
+        put(empty(layers=2), [[0]] * B, layer=layer)
+
+
+def test_compact_to_no_slots_is_refused():
+    with pytest.raises(ValueError, match=r"slots is 0; a cache needs at least 1"):
+        kvjax.compact(empty(), 0)

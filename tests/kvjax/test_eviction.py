@@ -1,0 +1,185 @@
+"""Which tokens stay: a sort by (score, position) in NumPy says."""
+
+from __future__ import annotations
+
+import functools
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import KVCache
+from tests.kvjax import definitions
+
+B, K, S = 2, 2, 9
+MANY_TIES = st.sampled_from([0.0, -0.0, 1.0, -1.0, 1.0 + 2**-23, 3e38, -3e38, np.nan, np.inf, -np.inf])
+ANY_FLOAT = st.floats(width=32)  # subnormal numbers too: they have bits, and XLA's arithmetic takes them for zero
+
+
+@functools.cache
+def compiled(excess=None):
+    return jax.jit(functools.partial(kvjax.keep_mask, excess=excess))
+
+
+def expected_mask(scores: np.ndarray, position: np.ndarray, budget: np.ndarray) -> np.ndarray:
+    mask = np.zeros(position.shape, bool)
+    for head in np.ndindex(position.shape[:-1]):
+        mask[head] = definitions.kept(scores[head], position[head], int(budget[head[-2]] if len(head) > 1 else budget))
+    return mask
+
+
+@st.composite
+def heads(draw, most_free: int = S) -> tuple[np.ndarray, np.ndarray]:
+    """Scores and positions: tokens in any order, some slots free."""
+    numbers = draw(st.sampled_from([MANY_TIES, ANY_FLOAT]))
+    scores = np.array(draw(st.lists(numbers, min_size=B * K * S, max_size=B * K * S)), np.float32).reshape(B, K, S)
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    position = np.stack([rng.permutation(50)[:S] for _ in range(B * K)]).reshape(B, K, S)
+    free = draw(st.integers(0, most_free))
+    for head in np.ndindex(B, K):
+        position[head][rng.permutation(S)[: rng.integers(free + 1)]] = -1
+    return scores, position.astype(np.int32)
+
+
+@hypothesis.given(heads=heads(), budget=st.tuples(*[st.integers(1, S + 3)] * B))
+@hypothesis.settings(max_examples=100)
+def test_the_best_by_score_then_by_position_stay(heads, budget):
+    scores, position = heads
+    mask = np.asarray(compiled()(scores, position, np.array(budget, np.int32)))
+    np.testing.assert_array_equal(mask, expected_mask(scores, position, np.array(budget)))
+
+
+@hypothesis.given(heads=heads(), budget=st.tuples(*[st.integers(1, S + 3)] * B))
+def test_exactly_the_budget_or_all_that_live_stay(heads, budget):
+    scores, position = heads
+    mask = np.asarray(compiled()(scores, position, np.array(budget, np.int32)))
+    live = (position >= 0).sum(-1)
+    np.testing.assert_array_equal(mask.sum(-1), np.minimum(live, np.array(budget)[:, None]))
+
+
+@hypothesis.given(heads=heads(most_free=2))
+@hypothesis.settings(max_examples=60)
+def test_the_argmin_of_decode_keeps_the_same_tokens(heads):
+    scores, position = heads
+    budget = np.maximum((position >= 0).sum(-1).max(-1) - 1, 1).astype(np.int32)
+    mask = np.asarray(compiled(excess=1)(scores, position, budget))
+    np.testing.assert_array_equal(mask, expected_mask(scores, position, budget))
+
+
+@hypothesis.given(heads=heads(), seed=st.integers(0, 2**32 - 1))
+def test_permuting_the_slots_permutes_what_stays(heads, seed):
+    scores, position = heads
+    order = np.random.default_rng(seed).permutation(S)
+    budget = np.array([4, 2], np.int32)
+    mask = np.asarray(compiled()(scores, position, budget))
+    np.testing.assert_array_equal(compiled()(scores[..., order], position[..., order], budget), mask[..., order])
+
+
+def one_head(scores, position, budget, **options) -> list[int]:
+    """Positions that stay, in slot order."""
+    mask = compiled(**options)(np.array(scores, np.float32), np.array(position, np.int32), np.int32(budget))
+    return np.array(position)[np.asarray(mask)].tolist()
+
+
+@pytest.mark.parametrize("excess", [None, 1])
+def test_ties_go_to_the_more_recent_token(excess):
+    assert one_head([1, 1, 1, 1], [7, 3, 9, 5], 3, excess=excess) == [7, 9, 5]
+
+
+@pytest.mark.parametrize("excess", [None, 1])
+def test_zero_and_minus_zero_are_a_tie(excess):
+    assert one_head([0.0, -0.0], [3, 7], 1, excess=excess) == [7]
+    assert one_head([0.0, -0.0], [7, 3], 1, excess=excess) == [7]
+
+
+@pytest.mark.parametrize("excess", [None, 1])
+def test_nan_loses_to_minus_infinity(excess):
+    assert one_head([np.nan, -np.inf], [9, 1], 1, excess=excess) == [1]
+
+
+@pytest.mark.parametrize("excess", [None, 1])
+def test_a_negative_nan_loses_too(excess):
+    assert one_head([-np.float32(np.nan), 0.0], [9, 1], 1, excess=excess) == [1]
+
+
+@pytest.mark.parametrize("excess", [None, 1])
+def test_among_nans_the_more_recent_stays(excess):
+    assert one_head([np.nan, np.nan], [1, 9], 1, excess=excess) == [9]
+
+
+@pytest.mark.parametrize("excess", [None, 1])
+@pytest.mark.parametrize("free_score", [np.inf, np.nan, 5.0])
+def test_a_free_slot_never_wins(excess, free_score):
+    assert one_head([free_score, np.nan, 1.0], [-1, 4, 2], 1, excess=excess) == [2]
+
+
+def test_a_free_slot_stays_free_when_the_budget_has_room():
+    assert one_head([1.0, 2.0, 3.0], [-1, 4, 2], 3) == [4, 2]
+
+
+def test_a_head_without_tokens_keeps_none():
+    assert one_head([1.0, 2.0], [-1, -1], 1) == []
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_scores_of_half_precision_order_as_numbers(dtype):
+    scores = jnp.array([-2.0, 0.5, -0.25, 3.0], dtype)
+    assert compiled()(scores, jnp.arange(4), np.int32(2)).tolist() == [False, True, False, True]
+
+
+def test_with_a_budget_of_one_number_every_row_gets_it():
+    scores, position = (
+        np.tile(np.arange(S, dtype=np.float32), (B, K, 1)),
+        np.tile(np.arange(S, dtype=np.int32), (B, K, 1)),
+    )
+    mask = compiled()(scores, position, np.int32(3))
+    np.testing.assert_array_equal(mask, np.broadcast_to(np.arange(S) >= S - 3, (B, K, S)))
+
+
+def test_with_layers_in_front_each_row_still_gets_its_own_budget():
+    scores = jnp.broadcast_to(jnp.arange(4.0), (2, 2, 1, 4))  # [L, B, K, S], L equal to B
+    position = jnp.broadcast_to(jnp.arange(4), scores.shape)
+    assert compiled()(scores, position, jnp.array([1, 3])).sum(-1).tolist() == [[[1], [3]], [[1], [3]]]
+
+
+def filled_cache(layers: int | None = None) -> KVCache:
+    cache = KVCache.init(batch=B, kv_heads=K, slots=S, head_dim=2, layers=layers)
+    rows = jnp.asarray(np.random.default_rng(0).normal(size=(B, S, K, 2)), jnp.float32)
+    position = jnp.broadcast_to(jnp.arange(S), (B, S))
+    for layer in [None] if layers is None else range(layers):
+        cache = kvjax.insert(cache, rows, -rows, position, layer=layer)
+    return cache
+
+
+def test_evict_frees_slots_and_moves_nothing():
+    cache = filled_cache()
+    scores = np.random.default_rng(1).normal(size=(B, K, S)).astype(np.float32)
+    after = kvjax.evict(cache, scores, 4)
+    mask = expected_mask(scores, np.asarray(cache.position), np.full(B, 4))
+    np.testing.assert_array_equal(after.position, np.where(mask, cache.position, -1))
+    for name in ("key", "value", "next_position"):
+        np.testing.assert_array_equal(getattr(after, name), getattr(cache, name))
+
+
+def test_evict_touches_the_named_layer_only():
+    cache = filled_cache(layers=3)
+    scores = np.random.default_rng(2).normal(size=(B, K, S)).astype(np.float32)
+    after = kvjax.evict(cache, scores, 4, layer=1)
+    alone = kvjax.evict(filled_cache(), scores, 4)
+    np.testing.assert_array_equal(after.position[1], alone.position)
+    np.testing.assert_array_equal(after.position[jnp.array([0, 2])], cache.position[jnp.array([0, 2])])
+
+
+@pytest.mark.parametrize("budget", [0, -3])
+def test_a_budget_below_one_is_refused(budget):
+    with pytest.raises(ValueError, match=rf"the budget is {budget}; at least 1 token must stay"):
+        kvjax.evict(filled_cache(), jnp.zeros((B, K, S)), budget)
+
+
+def test_scores_that_do_not_fit_the_slots_are_refused():
+    with pytest.raises(ValueError, match=r"scores \(2, 2, 8\) do not fit the slots: expected \(2, 2, 9\)"):
+        kvjax.evict(filled_cache(), jnp.zeros((B, K, S - 1)), 4)

@@ -1,0 +1,321 @@
+"""`kvjax.score` against brute force: evict the token, do the attention again, measure."""
+
+from __future__ import annotations
+
+import functools
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from tests.kvjax import definitions
+
+S, D, G = 7, 4, 3
+NORMS = [1, 2, "inf"]
+LARGEST = float(np.finfo(np.float32).max)
+
+seeds = st.integers(0, 2**32 - 1)
+
+
+def draw(seed: int, heads: tuple[int, ...] = (), *, peak: float | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """Softmax weights from flat to peaked and values of different scales."""
+    rng = np.random.default_rng(seed)
+    peak = 10 ** rng.uniform(-1, 0.8) if peak is None else peak
+    return definitions.softmax(peak * rng.normal(size=(*heads, S))), rng.normal(size=(S, D)) * 10 ** rng.uniform(-3, 3)
+
+
+@functools.cache
+def compiled(**options):
+    return jax.jit(functools.partial(kvjax.score, **options))
+
+
+def scored(A, V, dtype=np.float64, mask=None, **options) -> np.ndarray:
+    with jax.enable_x64(dtype == np.float64):
+        result = compiled(**options)(jnp.asarray(A, dtype), jnp.asarray(V, dtype), mask=mask)
+        assert result.dtype == dtype
+        return np.asarray(result)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@hypothesis.given(seed=seeds)
+def test_score_is_the_error_of_evicting_in_float64(norm, seed):
+    A, V = draw(seed)
+    np.testing.assert_allclose(scored(A, V, norm=norm), definitions.eviction_errors(A, V, norm), rtol=1e-10)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@hypothesis.given(seed=seeds)
+def test_score_is_the_error_of_evicting_in_float32(norm, seed):
+    A, V = (x.astype(np.float32) for x in draw(seed, peak=1.5))
+    np.testing.assert_allclose(scored(A, V, np.float32, norm=norm), definitions.eviction_errors(A, V, norm), rtol=1e-5)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@hypothesis.given(seed=seeds)
+def test_the_exact_group_form_is_the_error_of_all_heads_together(norm, seed):
+    A, V = draw(seed, (G,))
+    expected = definitions.eviction_errors(A, V, norm)
+    np.testing.assert_allclose(scored(A, V, norm=norm, group="exact"), expected, rtol=1e-10)
+
+
+@hypothesis.given(seed=seeds)
+def test_the_exact_group_form_holds_in_float32(seed):
+    A, V = (x.astype(np.float32) for x in draw(seed, (G,), peak=1.5))
+    result = scored(A, V, np.float32, norm=2, group="exact")
+    np.testing.assert_allclose(result, definitions.eviction_errors(A, V), rtol=1e-5)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_the_exact_group_form_is_the_issues_formula_over_single_heads(norm):
+    A, V = draw(5, (G,))
+    single = np.stack([definitions.eviction_errors(a, V, norm) for a in A])
+    joined = {1: single.sum(0), 2: np.sqrt((single**2).sum(0)), "inf": single.max(0)}[norm]
+    np.testing.assert_allclose(scored(A, V, norm=norm, group="exact"), joined, rtol=1e-10)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_the_mean_group_form_is_one_heads_formula_over_the_mean_weights(norm):
+    A, V = draw(6, (G,))
+    expected = definitions.eviction_errors(A.mean(0), V, norm)
+    np.testing.assert_allclose(scored(A, V, norm=norm, group="mean"), expected, rtol=1e-10)
+
+
+@pytest.mark.parametrize("group", ["exact", "mean"])
+def test_a_group_of_one_head_is_that_head(group):
+    A, V = draw(7)
+    np.testing.assert_allclose(scored(A[None], V, group=group), scored(A, V), rtol=1e-13)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@hypothesis.given(seed=seeds)
+def test_fast_caote_is_equation_22(norm, seed):
+    A, V = draw(seed, peak=1.5)
+    np.testing.assert_allclose(scored(A, V, norm=norm, fast=True), definitions.fast_caote(A, V, norm), rtol=1e-10)
+
+
+def test_fast_caote_takes_the_mean_of_live_values_only():
+    A, V = draw(8, peak=1.0)
+    mask = np.array([1, 0, 1, 1, 0, 1, 1], bool)
+    A = np.where(mask, A, 0) / A[mask].sum()
+    result = scored(A, V, mask=mask, fast=True)
+    np.testing.assert_allclose(result[mask], definitions.fast_caote(A[mask], V[mask]), rtol=1e-10)
+
+
+def test_batches_and_heads_lead_and_do_not_mix():
+    A, V = (np.stack(x) for x in zip(*(draw(seed, (G,), peak=1.0) for seed in range(6)), strict=True))
+    A, V = A.reshape(2, 3, G, S), V.reshape(2, 3, S, D)
+    expected = [[definitions.eviction_errors(A[b, k], V[b, k]) for k in range(3)] for b in range(2)]
+    np.testing.assert_allclose(scored(A, V, group="exact"), expected, rtol=1e-10)
+
+
+def test_masked_tokens_score_minus_infinity_and_take_no_part():
+    A, V = draw(9, peak=1.0)
+    mask = np.array([1, 1, 0, 1, 0, 1, 1], bool)
+    A = np.where(mask, A, 0) / A[mask].sum()
+    result = scored(A, np.where(mask[:, None], V, 1e9), mask=mask)
+    assert (result[~mask] == -np.inf).all()
+    np.testing.assert_allclose(result[mask], definitions.eviction_errors(A[mask], V[mask]), rtol=1e-10)
+
+
+def test_weights_of_masked_tokens_do_not_count():
+    A, V = draw(10, peak=1.0)
+    mask = np.arange(S) < 5
+    clean = scored(np.where(mask, A, 0), V)
+    np.testing.assert_allclose(scored(A, V, mask=mask)[mask], clean[mask], rtol=1e-13)
+
+
+def test_equal_tokens_score_equal():
+    A, V = draw(11, peak=1.0)
+    A[4], V[4] = A[1], V[1]
+    result = scored(A / A.sum(), V, np.float32)
+    assert result[1] == result[4]
+
+
+def test_a_token_without_weight_costs_nothing():
+    A, V = draw(12)
+    A[3] = 0
+    result = scored(A / A.sum(), V)
+    assert result[3] == 0 and (np.delete(result, 3) > 0).all()
+
+
+@pytest.mark.parametrize("options", [{}, {"fast": True}, {"norm": 1}, {"norm": "inf"}], ids=str)
+def test_a_token_with_all_the_weight_is_never_the_first_to_go(options):
+    V = draw(13)[1]
+    result = scored(np.eye(S)[2], V, np.float32, **options)
+    assert np.isfinite(result).all() and (np.delete(result, 2) < result[2]).all()
+
+
+def test_a_weight_that_rounds_to_one_is_never_the_first_to_go_even_where_the_rest_would_replace_it():
+    result = scored([1.0, 1e-9, 1e-9], np.array([[0.0], [1.0], [-1.0]]), np.float32)
+    assert result.argmax() == 0 and np.isfinite(result).all()
+
+
+@pytest.mark.parametrize("group", ["exact", "mean"])
+def test_a_token_with_all_the_weight_in_one_head_scores_finite_and_first_in_the_exact_form(group):
+    A, V = draw(14, (G,), peak=1.0)
+    A[1] = np.eye(S)[2]
+    result = scored(A, V, np.float32, group=group)
+    assert np.isfinite(result).all()
+    if group == "exact":
+        assert result.argmax() == 2
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("rest", [1e-3, 1e-5, 1e-7, 1e-9, 1e-12, 1e-20])
+def test_near_a_weight_of_one_the_score_is_still_the_error(rest, dtype):
+    """1 - a and X - v both vanish there; the values share an offset that a rounding error of X would drown in."""
+    values = np.array([[100.0], [101.0], [102.0]])
+    A = np.array([1 - rest, rest / 2, rest / 2]).astype(dtype)
+    result = scored(A, values, dtype)
+    if A[0] < 1:
+        np.testing.assert_allclose(result[0], definitions.eviction_errors(A, values)[0], rtol=1e-5)
+    assert np.isfinite(result).all() and result.argmax() == 0
+
+
+def test_errors_of_tiny_weights_keep_their_order_in_float32():
+    """Their squares are below float32's smallest number."""
+    weights = np.array([[0.5, 0.5 - 1e-20, 1e-30, 1e-25, 1e-20]] * 2)
+    result = scored(weights, np.eye(5), np.float32, group="exact")
+    np.testing.assert_allclose(result[2:], 2**0.5 * weights[0, 2:] * 1.5**0.5, rtol=1e-5)
+
+
+def test_the_only_live_token_scores_the_largest_finite_number():
+    mask = np.arange(S) == 3
+    result = scored(mask, draw(15)[1], np.float32, mask=mask)
+    assert result[3] == np.float32(LARGEST) and (result[~mask] == -np.inf).all()
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_with_all_tokens_masked_all_score_minus_infinity(fast):
+    A, V = draw(16)
+    assert (scored(A, V, np.float32, mask=np.zeros(S, bool), fast=fast) == -np.inf).all()
+
+
+def test_without_any_weight_all_score_zero():
+    assert (scored(np.zeros(S), draw(17)[1], np.float32) == 0).all()
+
+
+@pytest.mark.parametrize("dtypes", [("bfloat16", "bfloat16"), ("float32", "bfloat16"), ("float16", "float16")], ids=str)
+def test_half_precision_is_read_as_it_is_and_computed_in_float32(dtypes):
+    A, V = (jnp.asarray(x, dtype) for x, dtype in zip(draw(18, peak=1.0), dtypes, strict=True))
+    exact = [np.asarray(x, np.float32) for x in (A, V)]
+    result = compiled()(A, V)
+    assert result.dtype == jnp.float32
+    np.testing.assert_array_equal(result, compiled()(*exact))
+
+
+@hypothesis.given(seed=seeds, options=st.sampled_from([{}, {"fast": True}, {"norm": 1, "group": "exact"}]))
+def test_permuting_the_tokens_permutes_the_scores(seed, options):
+    A, V = draw(seed, (G,) if "group" in options else ())
+    order = np.random.default_rng(seed).permutation(S)
+    np.testing.assert_allclose(
+        scored(A[..., order], V[order], **options), scored(A, V, **options)[order], rtol=1e-9, atol=1e-300
+    )
+
+
+@hypothesis.given(seed=seeds, options=st.sampled_from([{}, {"fast": True}, {"norm": 1, "group": "exact"}]))
+def test_a_constant_added_to_all_values_changes_nothing(seed, options):
+    A, V = draw(seed, (G,) if "group" in options else (), peak=1.0)
+    offset = V.std() * np.arange(D)
+    np.testing.assert_allclose(scored(A, V + offset, **options), scored(A, V, **options), rtol=1e-9)
+
+
+@hypothesis.given(seed=seeds, factor=st.sampled_from([-1.0, 0.5, -4.0, 1024.0]), norm=st.sampled_from(NORMS))
+def test_values_scaled_by_a_power_of_two_scale_the_scores_exactly(seed, factor, norm):
+    A, V = draw(seed)
+    np.testing.assert_array_equal(scored(A, factor * V, norm=norm), abs(factor) * scored(A, V, norm=norm))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("where", ["value", "weight"])
+@pytest.mark.parametrize("fast", [False, True])
+def test_a_slot_that_is_not_finite_loses_and_does_not_poison_the_others(bad, where, fast):
+    A, V = draw(19, peak=1.0)
+    clean = A.copy()
+    clean[2] = 0
+    mask = np.arange(S) != 2
+    expected = scored(clean, V, fast=fast, mask=mask)
+    if where == "value":
+        V[2, 1] = bad
+    else:
+        A[2] = bad
+    result = scored(A, V, fast=fast)  # under jit, where NaN weights cannot be refused
+    assert result[2] == -np.inf
+    np.testing.assert_allclose(result[mask], expected[mask], rtol=1e-12)
+
+
+@pytest.mark.parametrize("options", [{}, {"norm": 1}, {"norm": "inf"}, {"fast": True}], ids=str)
+def test_gradients_are_finite_at_no_weight_and_where_a_value_is_the_output(options):
+    A = jnp.array([0.5, 0.25, 0.25, 0.0])
+    V = jnp.array([[0.0, 0.0], [2.0, 1.0], [-2.0, -1.0], [3.0, 3.0]])  # X == v_0
+    grads = jax.jit(jax.grad(lambda A, V: compiled(**options)(A, V).sum(), argnums=(0, 1)))(A, V)
+    assert all(np.isfinite(grad).all() for grad in grads)
+
+
+@pytest.mark.parametrize("weights", [np.eye(S)[2], np.zeros(S)], ids=["all weight on one", "no weight"])
+def test_gradients_are_finite_at_the_ends_of_the_weights(weights):
+    V = jnp.asarray(draw(20)[1], jnp.float32)
+
+    def loss(A, V):
+        scores = compiled()(A, V)
+        return jnp.where(scores < LARGEST, scores, 0).sum()
+
+    grads = jax.jit(jax.grad(loss, argnums=(0, 1)))(jnp.asarray(weights, jnp.float32), V)
+    assert all(np.isfinite(grad).all() for grad in grads)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_the_gradient_is_the_slope_of_the_brute_force_error(norm):
+    """Along a direction in which the weights still sum to 1, by central differences."""
+    A, V = draw(21, (G,), peak=1.0)
+    rng = np.random.default_rng(21)
+    dA, dV = rng.normal(size=A.shape), rng.normal(size=V.shape) * V.std()
+    dA = A * (dA - (A * dA).sum(-1, keepdims=True))
+    h = 1e-5
+    ends = [definitions.eviction_errors(A + s * h * dA, V + s * h * dV, norm) for s in (1, -1)]
+    with jax.enable_x64(True):
+        slope = jax.jvp(compiled(norm=norm, group="exact"), (A, V), (dA, dV))[1]
+    np.testing.assert_allclose(slope, (ends[0] - ends[1]) / (2 * h), rtol=1e-5)
+
+
+def test_vmap_equals_a_batch():
+    A, V = (np.stack(x) for x in zip(*(draw(seed) for seed in range(3)), strict=True))
+    mapped = jax.vmap(compiled())(jnp.asarray(A, jnp.float32), jnp.asarray(V, jnp.float32))
+    np.testing.assert_allclose(mapped, scored(A, V, np.float32), rtol=1e-6)
+
+
+def test_inside_a_scan_each_step_equals_a_call():
+    A, V = (np.stack(x) for x in zip(*(draw(seed) for seed in range(3)), strict=True))
+    A, V = jnp.asarray(A, jnp.float32), jnp.asarray(V, jnp.float32)
+    _, scanned = jax.lax.scan(lambda carry, x: (carry, kvjax.score(*x)), 0, (A, V))
+    np.testing.assert_allclose(scanned, scored(A, V, np.float32), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("weights", "values", "options", "message"),
+    [
+        ((4,), (5, 2), {}, r"weights \(4,\) and values \(5, 2\) do not match: expected weights \[\*batch, S\]"),
+        ((2, 4), (4, 2), {}, r"weights \(2, 4\) and values \(4, 2\) do not match"),
+        ((4,), (4,), {}, r"weights \(4,\) and values \(4,\) do not match"),
+        ((4,), (4, 2), {"group": "exact"}, r"weights \(4,\).*do not match: expected weights \[\*batch, G, S\]"),
+        ((3, 2, 4), (2, 4, 2), {"group": "mean"}, r"do not match"),
+        ((4,), (4, 2), {"norm": 3}, r"unknown norm 3; there are 1, 2 and 'inf'"),
+        ((4,), (4, 2), {"norm": np.inf}, r"unknown norm inf"),
+        ((2, 4), (4, 2), {"group": "sum"}, r"unknown group 'sum'; there are None, 'exact' and 'mean'"),
+        ((4,), (4, 2), {"mask": np.ones(3, bool)}, r"mask \(3,\) and values \(4, 2\) do not match: expected \(4,\)"),
+        ((2, 4), (4, 2), {"mask": np.ones((2, 4), bool), "group": "exact"}, r"mask \(2, 4\).*expected \(4,\)"),
+    ],
+    ids=str,
+)
+def test_input_that_does_not_fit_is_refused(weights, values, options, message):
+    with pytest.raises(ValueError, match=message):
+        kvjax.score(jnp.ones(weights), jnp.ones(values), **options)
+
+
+def test_nan_weights_are_refused():
+    with pytest.raises(ValueError, match=r"weights contain NaN.*softmax"):
+        kvjax.score(jnp.array([0.5, jnp.nan]), jnp.ones((2, 3)))

@@ -1,0 +1,220 @@
+"""Chains and their short names."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from tests.kvjax import blocks
+from tests.kvjax.blocks import B, G, K, S
+
+CHAINS = {
+    "h2o": lambda: kvjax.chain(kvjax.h2o()),
+    "h2o(accumulate=False)": lambda: kvjax.chain(kvjax.h2o(accumulate=False)),
+    "snapkv(window=2,kernel=3)+fast_caote": lambda: kvjax.chain(kvjax.snapkv(window=2, kernel=3), kvjax.fast_caote()),
+    "tova(heads='layer')+caote(norm=1,group='mean')": lambda: kvjax.chain(
+        kvjax.tova(heads="layer"), kvjax.caote(norm=1, group="mean")
+    ),
+    "key_norm+normalise+caote": lambda: kvjax.chain(kvjax.key_norm(), kvjax.normalise(), kvjax.caote()),
+    "random(seed=7)+pool(kernel=3)": lambda: kvjax.chain(kvjax.random(seed=7), kvjax.pool(kernel=3)),
+    "h2o+caote+protect(sinks=1,recent=0.5)": lambda: kvjax.chain(
+        kvjax.h2o(), kvjax.caote(), kvjax.protect(sinks=1, recent=0.5)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_a_short_name_scores_as_the_chain_that_it_stands_for(name):
+    block = blocks.make(0)
+    np.testing.assert_array_equal(blocks.scores(name, block), blocks.scores(CHAINS[name](), block))
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_a_chain_writes_itself_as_its_short_name(name):
+    assert str(CHAINS[name]()) == name == str(kvjax.parse(name))
+
+
+@pytest.mark.parametrize(
+    ("written", "short"),
+    [
+        ("  h2o + caote ", "h2o+caote"),
+        ("h2o()+caote()", "h2o+caote"),
+        ("snapkv( window = 16 )\t+ caote", "snapkv(window=16)+caote"),
+        ("snapkv(window=32,kernel=5)", "snapkv"),
+        ("h2o+caote(fast=True)", "h2o+fast_caote"),
+        ("h2o+protect(recent=1.0)", "h2o+protect(recent=1.0)"),
+    ],
+)
+def test_spaces_and_defaults_do_not_make_another_policy(written, short):
+    assert str(kvjax.parse(written)) == short
+
+
+def test_the_same_name_gives_the_same_object():
+    assert kvjax.parse("h2o+caote") is kvjax.parse("h2o+caote")
+    assert kvjax.parse("h2o") is kvjax.h2o()
+
+
+def test_the_same_links_give_the_same_object_so_that_jit_finds_its_program_again():
+    assert kvjax.chain(kvjax.h2o(), kvjax.caote()) is kvjax.chain(kvjax.h2o(), kvjax.caote())
+    assert kvjax.parse(" h2o + caote ") is kvjax.parse("h2o+caote")
+
+
+def test_a_count_and_a_share_of_one_are_different_policies():
+    assert kvjax.protect(recent=1) is not kvjax.protect(recent=1.0)
+
+
+def test_a_policy_may_be_a_static_argument_of_jit():
+    traces = []
+
+    def count(policy, x):
+        traces.append(str(policy))
+        return x
+
+    jitted = jax.jit(count, static_argnums=0)
+    for name in ("h2o+caote", "h2o + caote", "tova"):
+        jitted(kvjax.parse(name), jnp.zeros(()))
+    assert traces == ["h2o+caote", "tova"]
+
+
+def test_a_chain_joins_what_its_links_declare():
+    policy = kvjax.parse("snapkv(window=2)+pool+caote+protect(sinks=4)")
+    assert policy.statistics == {"window_mean"} and policy.window == 2 and policy.base and policy.nonnegative
+    assert [tuple(p) for p in policy.protections] == [(0, 2), (4, 0)]
+    assert policy.heads == "group" and kvjax.parse("tova(heads='layer')+caote").heads == "layer"
+
+
+@pytest.mark.parametrize(
+    ("name", "statistics"),
+    [("h2o", {"sum"}), ("tova", {"last"}), ("snapkv", {"window_mean"}), ("random", set()), ("key_norm", set())],
+)
+def test_a_base_score_declares_what_it_reads(name, statistics):
+    assert kvjax.parse(name).statistics == statistics
+
+
+def test_the_state_of_a_policy_leads_with_the_slots_and_starts_at_zero():
+    leaves = jax.tree.leaves(kvjax.parse("h2o+caote").init(B, K, G, S))
+    assert leaves and all(leaf.shape[:3] == (B, K, S) and (leaf == 0).all() for leaf in leaves)
+
+
+def test_a_chain_of_one_own_score_runs():
+    newest = kvjax.base_score("newest", lambda o: o.position[:, :, None].astype(jnp.float32))
+    block = blocks.make(1)
+    result = blocks.scores(kvjax.chain(newest), block)
+    live = np.asarray(block.observation.live)
+    np.testing.assert_array_equal(result[live], np.asarray(block.observation.position)[live])
+
+
+@pytest.mark.parametrize(
+    "name", ["", "   ", "h2o+", "+h2o", "h2o++caote", "h2o caote", "h2o-caote", "h2o*2", "h2o(", "h2o)", "'h2o'", "3"]
+)
+def test_a_malformed_chain_is_refused(name):
+    with pytest.raises(ValueError, match=r"the policy .* is malformed; write links joined by '\+', like 'snapkv"):
+        kvjax.parse(name)
+
+
+@pytest.mark.parametrize(
+    "name", ["h2o(False)", "h2o(*[1])", "h2o(**{})", "kvjax.h2o", "h2o+(caote+pool)", "h2o\x00", "h2o[0]"]
+)
+def test_a_link_written_otherwise_is_refused(name):
+    with pytest.raises(ValueError, match="malformed; write links joined by"):
+        kvjax.parse(name)
+
+
+@pytest.mark.parametrize("name", ["h20", "h2o+coate", "H2O", "chain", "__import__(x=1)"])
+def test_an_unknown_link_is_refused_and_the_known_ones_are_named(name):
+    with pytest.raises(ValueError, match=r"unknown policy '.*' in '.*'; there are caote, .*h2o.*tova"):
+        kvjax.parse(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("h2o(decay=1)", r"'h2o\(decay=1\)': h2o got an unexpected keyword argument 'decay'"),
+        ("h2o+caote(window=2)", r"caote got an unexpected keyword argument 'window'"),
+        ("snapkv(window=0)", r"snapkv: window is 0"),
+        ("snapkv(kernel=2)", r"snapkv: kernel is 2"),
+        ("snapkv(window='wide')", r"snapkv: window is 'wide'"),
+        ("snapkv(window=[2])", r"snapkv\(window=\[2\]\)': .*unhashable"),
+        ("h2o+protect(recent=-0.5)", r"protect: recent is -0\.5"),
+        ("h2o(accumulate=yes)", r"'h2o\(accumulate=yes\)': the arguments of 'h2o' are not plain values"),
+        ("h2o(accumulate=open('x'))", r"the arguments of 'h2o' are not plain values"),
+        ("h2o(accumulate=True,accumulate=True)", r"'h2o' is given an argument twice"),
+    ],
+)
+def test_a_wrong_argument_in_a_short_name_is_refused(name, message):
+    with pytest.raises(ValueError, match=message):
+        kvjax.parse(name)
+
+
+@pytest.mark.parametrize("name", ["caote", "normalise+h2o", "protect(sinks=4)", "pool+caote"])
+def test_a_transformation_does_not_come_first(name):
+    with pytest.raises(ValueError, match=r"starts with a base score \(h2o, key_norm, .*\), but '.*' comes first"):
+        kvjax.parse(name)
+
+
+def test_a_chain_of_nothing_is_refused():
+    with pytest.raises(ValueError, match=r"starts with a base score .* but nothing was given"):
+        kvjax.chain()
+
+
+def test_two_base_scores_are_refused():
+    with pytest.raises(ValueError, match=r"'h2o\+tova' has two base scores, 'h2o' and 'tova'; keep one"):
+        kvjax.parse("h2o+tova")
+
+
+def test_two_windows_that_differ_are_refused():
+    other = kvjax.Policy("other", kvjax.h2o().init, kvjax.h2o().update, frozenset({"window_mean"}), window=3)
+    with pytest.raises(ValueError, match=r"'snapkv\+other' has observation windows of \[3, 32\] queries"):
+        kvjax.chain(kvjax.snapkv(), other)
+
+
+@pytest.mark.parametrize("name", ["key_norm+caote", "key_norm+pool+fast_caote"])
+def test_caote_after_scores_that_can_be_negative_is_refused(name):
+    with pytest.raises(ValueError, match=r"caote' needs non-negative scores, which 'key_norm' does not give; put"):
+        kvjax.parse(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "budget"),
+    [
+        ("snapkv(window=8)", 8),
+        ("h2o+protect(sinks=4,recent=0.5)", 8),
+        ("h2o+protect(sinks=0.5,recent=0.5)", 7),
+        ("h2o", 1),
+    ],
+)
+def test_a_budget_that_holds_what_is_protected_is_accepted(name, budget):
+    kvjax.check_budget(kvjax.parse(name), budget)
+    sinks, recent = kvjax.protected(kvjax.parse(name), budget)
+    assert sinks + recent <= budget
+
+
+@pytest.mark.parametrize(
+    ("name", "budget", "message"),
+    [
+        (
+            "snapkv(window=8)",
+            7,
+            r"budget is 7 tokens, but 'snapkv\(window=8\)' always keeps 0 first and 8 last.*at least 8",
+        ),
+        ("h2o+protect(sinks=4,recent=0.5)", 6, r"budget is 6 tokens.*keeps 4 first and 3 last ones: give at least 7"),
+        ("h2o+protect(sinks=4,recent=0.75)", 8, r"always keeps 4 first and 6 last ones: give at least 10"),
+        ("streaming(sinks=4)", 3, r"always keeps 4 first and 0 last"),
+        ("h2o", 0, r"the budget is 0; at least 1 token must stay"),
+    ],
+)
+def test_a_budget_smaller_than_what_is_protected_is_refused(name, budget, message):
+    with pytest.raises(ValueError, match=message):
+        kvjax.check_budget(kvjax.parse(name), budget)
+
+
+@pytest.mark.parametrize("budget", [1, 7, 50, 100, 256, 512, 2048, 131_072])
+def test_a_share_counts_the_same_inside_jit(budget):
+    shares = [x / 100 for x in range(101)]
+    outside = [kvjax.Protection(recent=share).counts(budget)[1] for share in shares]
+    inside = jax.jit(lambda b: [kvjax.Protection(recent=share).counts(b)[1] for share in shares])(jnp.int32(budget))
+    exact = [percent * budget // 100 for percent in range(101)]
+    assert outside == [int(x) for x in inside] == exact

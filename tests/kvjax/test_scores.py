@@ -1,0 +1,369 @@
+"""Each link of a policy against its formula, transcribed into NumPy over the block's attention weights."""
+
+from __future__ import annotations
+
+import functools
+
+import hypothesis
+import hypothesis.strategies as st
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from tests.kvjax import blocks, definitions
+from tests.kvjax.blocks import B, G, K, N, S, each_head, heads_of, scores
+
+seeds = st.integers(0, 2**32 - 1)
+close = functools.partial(np.testing.assert_allclose, rtol=2e-5)
+
+EVERY_LINK = [
+    "h2o",
+    "h2o(accumulate=False)+pool(kernel=3)",
+    "tova",
+    "snapkv(window=2,kernel=3)",
+    "snapkv(window=2,kernel=3,pooling='max')",
+    "streaming(sinks=2)",
+    "key_norm",
+    "random",
+    "tova+caote",
+    "h2o+caote(group='mean',norm=1)",
+    "h2o+fast_caote",
+    "key_norm+normalise+caote(norm='inf')",
+    "h2o+normalise+protect(sinks=1,recent=0.5)",
+]
+
+
+# Base scores.
+
+
+def test_h2o_is_the_attention_received_in_all_blocks_so_far():
+    policy = kvjax.h2o()
+    state, total = policy.init(B, K, G, S), 0.0
+    first = blocks.make(0)
+    for seed in range(3):  # three blocks over the same slots
+        block = blocks.make(seed)
+        observation = first.observation._replace(columns=block.observation.columns)
+        result, state = blocks.compiled(policy)(state, observation)
+        total = total + block.weights
+        close(
+            np.where(first.observation.live, result, np.nan),
+            each_head(first, lambda b, k, live, total=total: total[b, heads_of(k)].sum(1).mean(0)[live]),
+        )
+
+
+def test_h2o_without_accumulation_is_the_attention_received_in_this_block():
+    policy, block = kvjax.h2o(accumulate=False), blocks.make(1)
+    expected = each_head(block, lambda b, k, live: block.weights[b, heads_of(k)].sum(1).mean(0)[live])
+    close(scores(policy, block), expected)
+    close(scores(policy, block, policy.init(B, K, G, S)), expected)
+
+
+def test_tova_is_the_last_valid_querys_row_averaged_over_the_group():
+    block = blocks.make(2)
+    close(scores("tova", block), each_head(block, lambda b, k, live: block.rows(b)[heads_of(k), -1].mean(0)[live]))
+
+
+def test_tova_over_the_layer_averages_all_heads():
+    block = blocks.make(3, same_heads=True)
+    result = scores("tova(heads='layer')", block)
+    close(result, each_head(block, lambda b, k, live: block.rows(b)[:, -1].mean(0)[live]))
+    np.testing.assert_array_equal(result[:, 0], result[:, 1])
+
+
+def test_tova_over_the_layer_averages_what_the_links_behind_it_give():
+    block = blocks.make(4, same_heads=True)
+    last = np.stack([block.rows(b)[:, -1] for b in range(B)])
+    expected = blocks.caote(block, last).mean(1, keepdims=True)
+    close(scores("tova(heads='layer')+caote", block), np.broadcast_to(expected, (B, K, S)))
+
+
+@pytest.mark.parametrize("pooling", ["avg", "max"])
+@pytest.mark.parametrize(("window", "kernel"), [(1, 3), (2, 5), (3, 1)])
+@pytest.mark.parametrize("seed", [5, 6])
+def test_snapkv_pools_the_windows_mean_over_neighbours_by_position(pooling, window, kernel, seed):
+    block = blocks.make(seed, window=window)
+
+    def formula(b, k, live):
+        position = np.asarray(block.observation.position[b, k])
+        own = position >= int(block.observation.next_position[b]) - window
+        observed = block.rows(b, window)[heads_of(k)].mean(1)
+        heads = [definitions.pooled(np.where(own, 0, a), position, kernel, pooling) for a in observed]
+        return np.where(own, np.inf, np.mean(heads, 0))[live]
+
+    close(scores(kvjax.snapkv(window=window, kernel=kernel, pooling=pooling), block), each_head(block, formula))
+
+
+def test_snapkv_keeps_its_window_whatever_it_scores():
+    block = blocks.make(7, window=3)
+    result = scores("snapkv(window=3)", block)
+    own = np.asarray(block.observation.position) >= np.asarray(block.observation.next_position)[:, None, None] - 3
+    assert own.any() and (result[own] == np.inf).all()
+    assert np.isfinite(result[~own & np.asarray(block.observation.live)]).all()
+
+
+def test_snapkv_as_input_of_caote_gives_the_window_its_observed_attention():
+    block = blocks.make(8, window=2)
+    per_head = np.zeros((B, N, S))
+    own = np.zeros((B, K, S), bool)
+    for b, k in np.ndindex(B, K):
+        position = np.asarray(block.observation.position[b, k])
+        own[b, k] = position >= int(block.observation.next_position[b]) - 2
+        for n in range(k * G, (k + 1) * G):
+            observed = block.rows(b, 2)[n].mean(0)
+            pooled = definitions.pooled(np.where(own[b, k], 0, observed), position, 5, "avg")
+            per_head[b, n] = np.where(own[b, k], observed, pooled)
+    close(scores("snapkv(window=2)+caote", block), np.where(own, np.inf, blocks.caote(block, per_head)))
+
+
+def test_streaming_keeps_the_first_tokens_and_prefers_newer_ones():
+    block = blocks.make(9)
+
+    def formula(b, k, live):
+        position = np.asarray(block.observation.position[b, k])[live].astype(float)
+        return np.where(position < 3, np.inf, position)
+
+    np.testing.assert_array_equal(scores("streaming(sinks=3)", block), each_head(block, formula))
+
+
+def test_key_norm_is_minus_the_length_of_the_key():
+    block = blocks.make(10)
+    key = np.asarray(block.observation.key, np.float64)
+    close(scores("key_norm", block), each_head(block, lambda b, k, live: -np.sqrt((key[b, k, live] ** 2).sum(-1))))
+
+
+def test_key_norm_of_a_bfloat16_cache_is_computed_in_float32():
+    block = blocks.make(10)
+    rounded = block.observation.key.astype(jnp.bfloat16)
+    expected = scores("key_norm", block.observation._replace(key=rounded.astype(jnp.float32)))
+    np.testing.assert_array_equal(scores("key_norm", block.observation._replace(key=rounded)), expected)
+
+
+def random_by_token(seed: int, layer: int = 0, number: int = 0) -> dict[tuple[int, int, int], float]:
+    """Scores of `random` by (row, head, position)."""
+    block = blocks.make(number)
+    result = scores(kvjax.random(seed=seed), block.observation._replace(layer=jnp.int32(layer)))
+    position = np.asarray(block.observation.position)
+    return {(b, k, int(position[b, k, s])): float(result[b, k, s]) for b, k, s in np.argwhere(position >= 0)}
+
+
+def test_random_gives_a_token_the_same_number_in_any_slot_and_block():
+    first, second = random_by_token(3, number=0), random_by_token(3, number=1)
+    shared = first.keys() & second.keys()
+    assert len(shared) > 4 and all(first[token] == second[token] for token in shared)
+
+
+def test_random_does_not_depend_on_the_row():
+    drawn = random_by_token(3)
+    shared = [token for token in drawn if token[0] == 0 and (1, *token[1:]) in drawn]
+    assert shared and all(drawn[token] == drawn[1, *token[1:]] for token in shared)
+
+
+@pytest.mark.parametrize("other", [{"seed": 4}, {"seed": 3, "layer": 1}], ids=str)
+def test_random_differs_by_seed_and_layer(other):
+    first, second = random_by_token(3), random_by_token(**other)
+    assert sum(first[token] == second[token] for token in first) == 0
+
+
+def test_random_is_roughly_uniform_and_independent_between_heads():
+    count = 4096
+    observation = blocks.make(0).observation._replace(
+        position=jnp.broadcast_to(jnp.arange(count), (1, 2, count)),
+        next_position=jnp.array([count]),
+        budget=jnp.array([1]),
+    )
+    drawn = np.asarray(blocks.compiled(kvjax.random())((), observation)[0])[0]
+    assert drawn.min() >= 0 and drawn.max() < 1
+    for head in drawn:
+        assert abs(np.sort(head) - (np.arange(count) + 0.5) / count).max() < 1.95 / count**0.5  # Kolmogorov, p 0.001
+        assert abs(np.corrcoef(head[:-1], head[1:])[0, 1]) < 4 / count**0.5
+    assert abs(np.corrcoef(drawn)[0, 1]) < 4 / count**0.5
+
+
+# Transformations.
+
+
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("group", ["exact", "mean"])
+@pytest.mark.parametrize("norm", [1, 2, "inf"])
+def test_caote_is_the_eviction_error_over_normalised_scores(norm, group, fast):
+    block = blocks.make(11)
+    policy = kvjax.chain(kvjax.h2o(), kvjax.caote(norm=norm, group=group, fast=fast))
+    close(scores(policy, block), blocks.caote(block, block.weights.sum(2), norm=norm, group=group, fast=fast))
+
+
+def test_caote_over_tova_needs_no_normalisation():
+    block = blocks.make(12)
+    last = np.stack([block.rows(b)[:, -1] for b in range(B)])
+
+    def formula(b, k, live):
+        return definitions.eviction_errors(
+            last[b, heads_of(k)][:, live], np.asarray(block.observation.value[b, k])[live]
+        )
+
+    close(scores("tova+caote", block), each_head(block, formula))
+
+
+def test_the_link_fast_caote_is_caote_with_fast():
+    block = blocks.make(13)
+    np.testing.assert_array_equal(
+        scores("h2o+fast_caote(norm=1,group='mean')", block), scores("h2o+caote(norm=1,group='mean',fast=True)", block)
+    )
+
+
+def test_normalised_scores_sum_to_one_in_each_query_head():
+    block = blocks.make(14)
+
+    def formula(b, k, live):
+        received = block.weights[b, heads_of(k)].sum(1)[:, live]
+        return (received / received.sum(-1, keepdims=True)).mean(0)
+
+    close(scores("h2o+normalise", block), each_head(block, formula))
+
+
+def test_normalise_first_lifts_negative_scores_to_zero():
+    block = blocks.make(15)
+
+    def formula(b, k, live):
+        lengths = np.linalg.norm(np.asarray(block.observation.key[b, k], np.float64)[live], axis=-1)
+        lifted = lengths.max() - lengths
+        return lifted / lifted.sum()
+
+    np.testing.assert_allclose(scores("key_norm+normalise", block), each_head(block, formula), rtol=2e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("pooling", ["avg", "max"])
+@pytest.mark.parametrize("kernel", [1, 3, 7, 21])
+def test_pool_joins_neighbours_by_position_among_the_live_slots(pooling, kernel):
+    block = blocks.make(16)
+
+    def formula(b, k, live):
+        position = np.asarray(block.observation.position[b, k])
+        received = block.weights[b, heads_of(k)].sum(1)
+        return np.mean([definitions.pooled(a, position, kernel, pooling) for a in received], 0)[live]
+
+    policy = kvjax.chain(kvjax.h2o(), kvjax.pool(kernel=kernel, pooling=pooling))
+    close(scores(policy, block), each_head(block, formula))
+
+
+def test_max_pooling_of_negative_scores_does_not_see_beyond_the_ends():
+    block = blocks.make(17)
+
+    def formula(b, k, live):
+        minus = -np.linalg.norm(np.asarray(block.observation.key[b, k], np.float64), axis=-1)
+        return definitions.pooled(minus, np.asarray(block.observation.position[b, k]), 3, "max")[live]
+
+    close(scores("key_norm+pool(kernel=3,pooling='max')", block), each_head(block, formula))
+
+
+@pytest.mark.parametrize(
+    ("link", "budget", "sinks", "recent"),
+    [
+        ("protect(sinks=2)", 6, 2, 0),
+        ("protect(recent=3)", 6, 0, 3),
+        ("protect(sinks=1,recent=2)", 6, 1, 2),
+        ("protect(recent=0.5)", 7, 0, 3),
+        ("protect(sinks=0.25,recent=0.5)", 8, 2, 4),
+        ("protect(recent=1)", 6, 0, 1),
+        ("protect(recent=1.0)", 6, 0, 6),
+        ("protect", 6, 0, 0),
+        ("protect(sinks=3,recent=1)+protect(sinks=1,recent=2)", 6, 3, 2),
+    ],
+)
+def test_protected_tokens_score_infinity_and_the_others_what_they_did(link, budget, sinks, recent):
+    block = blocks.make(18, budget=budget)
+    position = np.asarray(block.observation.position)
+    next_position = np.asarray(block.observation.next_position)[:, None, None]
+    stays = (position < sinks) | (position >= next_position - recent)
+    expected = np.where(stays & (position >= 0), np.inf, scores("h2o", block))
+    np.testing.assert_array_equal(scores(f"h2o+{link}", block), expected)
+
+
+def test_a_free_slot_is_never_protected():
+    policy, block = kvjax.parse("h2o+protect(sinks=2,recent=2)"), blocks.make(18)
+    result = np.asarray(blocks.compiled(policy)(policy.init(B, K, G, S), block.observation)[0])
+    free = ~np.asarray(block.observation.live)
+    assert free.any() and (result[free] < np.inf).all()
+
+
+def test_a_share_is_of_each_rows_own_budget():
+    block = blocks.make(19, next_position=(12, 12))
+    result = scores("h2o+protect(recent=0.5)", block.observation._replace(budget=jnp.array([4, 10], jnp.int32)))
+    position = np.asarray(block.observation.position)
+    np.testing.assert_array_equal(result == np.inf, position >= np.array([10, 7])[:, None, None])
+
+
+# What holds for every link.
+
+
+@pytest.mark.parametrize("name", EVERY_LINK)
+@hypothesis.given(seed=seeds)
+@hypothesis.settings(max_examples=8)
+def test_permuting_the_slots_permutes_the_scores(name, seed):
+    block = blocks.make(seed)
+    order = np.random.default_rng(seed).permutation(S)
+    observation = block.observation._replace(
+        columns=type(block.observation.columns)(*(column[..., order] for column in block.observation.columns)),
+        **{name: getattr(block.observation, name)[:, :, order] for name in ("key", "value", "position")},
+    )
+    np.testing.assert_allclose(scores(name, observation), scores(name, block)[..., order], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("name", EVERY_LINK)
+def test_what_a_free_slot_holds_does_not_matter(name, bad):
+    block = blocks.make(20)
+    free = ~np.asarray(block.observation.live)
+    assert free.any()
+    stale = {side: jnp.where(free[..., None], bad, getattr(block.observation, side)) for side in ("key", "value")}
+    policy = kvjax.parse(name)
+    state = policy.init(B, K, G, S)
+    np.testing.assert_array_equal(
+        scores(policy, block.observation._replace(**stale), state), scores(policy, block, state)
+    )
+
+
+@pytest.mark.parametrize("name", EVERY_LINK)
+def test_a_head_without_tokens_spoils_no_other(name):
+    block = blocks.make(21)
+    emptied = block.observation.position.at[0, 0].set(-1)
+    columns = type(block.observation.columns)(*(column.at[0, 0].set(0) for column in block.observation.columns))
+    result = scores(name, block.observation._replace(position=emptied, columns=columns))
+    np.testing.assert_array_equal(result[1], scores(name, block)[1])
+
+
+@pytest.mark.parametrize("name", EVERY_LINK)
+def test_live_slots_never_score_nan(name):
+    block = blocks.make(22)
+    live = np.asarray(block.observation.live)
+    np.testing.assert_array_equal(np.isnan(scores(name, block)), ~live)
+
+
+# Bad arguments.
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: kvjax.tova(heads="all"), r"tova: heads is 'all'; there are 'group' and 'layer'"),
+        (lambda: kvjax.snapkv(window=0), r"snapkv: window is 0; give the number of queries"),
+        (lambda: kvjax.snapkv(window=2.0), r"snapkv: window is 2\.0"),
+        (lambda: kvjax.snapkv(kernel=4), r"snapkv: kernel is 4; give an odd number from 1"),
+        (lambda: kvjax.snapkv(pooling="mean"), r"snapkv: pooling is 'mean'; there are 'avg' and 'max'"),
+        (lambda: kvjax.pool(kernel=0), r"pool: kernel is 0; give an odd number"),
+        (lambda: kvjax.pool(pooling="sum"), r"pool: pooling is 'sum'"),
+        (lambda: kvjax.streaming(sinks=-1), r"streaming: sinks is -1; give a count"),
+        (lambda: kvjax.protect(recent=1.5), r"protect: recent is 1\.5; give a count .* or a share .* in \[0, 1\]"),
+        (lambda: kvjax.protect(sinks=-1), r"protect: sinks is -1"),
+        (lambda: kvjax.protect(recent="half"), r"protect: recent is 'half'"),
+        (lambda: kvjax.protect(recent=float("nan")), r"protect: recent is nan"),
+        (lambda: kvjax.random(seed=-1), r"random: seed is -1; give an int in \[0, 2\*\*32\)"),
+        (lambda: kvjax.random(seed=2**32), r"random: seed is 4294967296"),
+        (lambda: kvjax.caote(norm=3), r"caote: norm is 3 .*norms are 1, 2, 'inf'"),
+        (lambda: kvjax.caote(group="sum"), r"caote: .*group 'sum'.*groups 'exact', 'mean'"),
+        (lambda: kvjax.fast_caote(norm=0), r"caote: norm is 0"),
+    ],
+)
+def test_a_wrong_argument_is_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()

@@ -1,0 +1,94 @@
+"""`python -m models.generate` as a user types it, on the embedded model."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+import models
+from models import cli
+
+PROMPT = "The code of amber falcon is 4719. It was a quiet day. Question: what is the code of amber falcon? Answer:"
+SMALL = ["--block", "16", "--max-new-tokens", "4"]
+
+
+def test_text_comes_out_with_figures_behind_it(capsys):
+    assert cli.main(["retriever", "--prompt", PROMPT, "--policy", "h2o+caote", "--budget", "16", *SMALL]) == 0
+    out, err = capsys.readouterr()
+    assert out.strip()
+    assert "tokens in" in err
+    assert "cache" in err
+
+
+def test_json_is_one_object_with_the_same_tokens_as_generate(capsys):
+    assert cli.main(["retriever", "--prompt", PROMPT, "--policy", "h2o+caote", "--budget", "16", "--json", *SMALL]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    model, tokenizer = models.load("retriever")
+    tokens = tokenizer.encode(PROMPT)
+    out = models.generate(model, [tokens], policy="h2o+caote", budget=16, block=16, max_new_tokens=4)
+    assert figures["tokens"] == out.tokens[0, : out.lengths[0]].tolist()
+    assert figures["text"] == tokenizer.decode(figures["tokens"])
+    assert figures["prompt_tokens"] == len(tokens)
+    assert figures["cache_bytes"] == out.cache.nbytes
+
+
+def test_a_prompt_file_is_read(tmp_path, capsys):
+    file = tmp_path / "book.txt"
+    file.write_text(PROMPT)
+    assert cli.main(["retriever", "--prompt-file", str(file), "--json", *SMALL]) == 0
+    from_file = json.loads(capsys.readouterr().out)["tokens"]
+    assert cli.main(["retriever", "--prompt", PROMPT, "--json", *SMALL]) == 0
+    assert json.loads(capsys.readouterr().out)["tokens"] == from_file
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--policy", "h2o+coate", "--budget", "64"], "unknown policy 'coate'"),
+        (["--policy", "h2o+(", "--budget", "64"], "is malformed"),
+        (["--policy", "snapkv", "--budget", "16"], "always keeps 0 first and 32 last"),
+        (["--policy", "h2o", "--budget", "1.5"], "neither slots per head"),
+        (["--policy", "h2o"], "needs a budget"),
+        (["--budget", "64"], "without a policy"),
+        (["--policy", "h2o", "--budget", "64", "--block", "0"], "block is 0"),
+        (["--max-new-tokens", "0"], "max_new_tokens is 0"),
+        (["--max-new-tokens", "100000"], "positions"),
+        (["--temperature", "-1"], "temperature is -1"),
+        (["--top-p", "2"], "top_p is 2"),
+        (["--dtype", "float8"], "float8"),
+        (["--mesh", "data=2,tensor=3"], "tensor=3|devices"),
+        (["--mesh", "rows=2"], "rows"),
+    ],
+)
+def test_bad_flags_end_in_one_sentence(flags, sentence, capsys):
+    assert cli.main(["retriever", "--prompt", PROMPT, *flags]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    assert re.search(sentence, err), err
+
+
+def test_an_empty_prompt_is_refused(capsys):
+    assert cli.main(["retriever", "--prompt", "  "]) == 2
+    assert "the prompt is empty" in capsys.readouterr().err
+
+
+def test_a_missing_prompt_file_is_named(tmp_path, capsys):
+    assert cli.main(["retriever", "--prompt-file", str(tmp_path / "none.txt")]) == 2
+    assert "there is no prompt file" in capsys.readouterr().err
+
+
+def test_a_prompt_that_is_not_text_is_refused(tmp_path, capsys):
+    file = tmp_path / "picture.png"
+    file.write_bytes(b"\x89PNG\xff\xfe")
+    assert cli.main(["retriever", "--prompt-file", str(file)]) == 2
+    assert "not UTF-8" in capsys.readouterr().err
+
+
+def test_the_module_runs_and_the_function_keeps_its_name():
+    command = [sys.executable, "-W", "error::RuntimeWarning", "-m", "models.generate", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "--policy" in done.stdout
+    assert callable(models.generate)
