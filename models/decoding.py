@@ -390,7 +390,7 @@ def _sample(logits: Float[Array, "B V"], key: Array, sampling: Sampling) -> Int[
     return jax.random.categorical(key, logits, axis=-1).astype(jnp.int32)
 
 
-def _blocks(tokens: Array, lengths: Array, block: int) -> tuple[np.ndarray, np.ndarray]:
+def _blocks(tokens: HostOrDevice, lengths: HostOrDevice, block: int) -> tuple[np.ndarray, np.ndarray]:
     """Cuts prompts into blocks [n, B, m] that end where the prompts end; padding stands in front, at position -1.
 
     On the host: on the device each length of a prompt would compile again.
@@ -455,7 +455,7 @@ def _mesh_of(model: Decoder) -> Mesh | AbstractMesh | None:
     return sharding.mesh if isinstance(sharding, NamedSharding) and not sharding.mesh.empty else None
 
 
-def _check_prompt(model: Decoder, tokens: HostOrDevice, lengths: HostOrDevice | None) -> tuple[Array, Array]:
+def _check_prompt(model: Decoder, tokens: HostOrDevice, lengths: HostOrDevice | None) -> tuple[np.ndarray, Array]:
     host = np.asarray(tokens)
     if host.ndim != 2 or not np.issubdtype(host.dtype, np.integer):
         raise ValueError(f"tokens are {host.dtype} {host.shape}; expected integers [B, T].")
@@ -470,7 +470,8 @@ def _check_prompt(model: Decoder, tokens: HostOrDevice, lengths: HostOrDevice | 
     if counted.min() < 0 or counted.max() >= vocabulary:
         wrong = counted.min() if counted.min() < 0 else counted.max()
         raise ValueError(f"token {wrong} is outside the vocabulary of {vocabulary}; was it made by another tokenizer?")
-    return jnp.asarray(host, jnp.int32), jnp.asarray(counts, jnp.int32)
+    # The tokens stay on the host: on the device each length of a prompt would compile again.
+    return host.astype(np.int32), jnp.asarray(counts.astype(np.int32))
 
 
 def _check_sampling(temperature: float, top_k: int | None, top_p: float | None, key: Array | None) -> Sampling:

@@ -1,0 +1,133 @@
+"""Bad input to prefill, generate and stream: one clear sentence each, before anything runs."""
+
+import jax
+import numpy as np
+import pytest
+
+import models
+from models import Config
+from tests.models import reference
+
+CONFIG = Config(48, 16, 16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8, max_positions=64)
+TOKENS = np.arange(40)[None]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return reference.decoder(CONFIG, reference.parameters(CONFIG))
+
+
+RUNS = {
+    "an unknown policy": (dict(policy="h2oo", budget=16), r"unknown policy 'h2oo' .* there are .*h2o.*snapkv"),
+    "an unknown link": (dict(policy="h2o+coate", budget=16), r"unknown policy 'coate' in 'h2o\+coate'"),
+    "an unknown argument": (
+        dict(policy="h2o(window=3)", budget=16),
+        r"'h2o\(window=3\)': .*unexpected keyword.*'window'",
+    ),
+    "a chain that ends in the air": (dict(policy="h2o+", budget=16), r"the policy 'h2o\+' is malformed; write links"),
+    "an empty policy": (dict(policy="", budget=16), r"the policy '' is malformed"),
+    "a chain that starts with caote": (
+        dict(policy="caote+h2o", budget=16),
+        r"starts with a base score .* 'caote' comes first",
+    ),
+    "two base scores": (dict(policy="h2o+tova", budget=16), r"two base scores, 'h2o' and 'tova'"),
+    "caote over negative scores": (dict(policy="key_norm+caote", budget=16), r"put 'normalise' between"),
+    "a budget smaller than what is protected": (
+        dict(policy="h2o+protect(sinks=4,recent=20)", budget=16),
+        r"the budget is 16 tokens, but .* 4 first and 20 last ones: give at least 24",
+    ),
+    "a budget smaller than the window": (dict(policy="snapkv", budget=16), r"budget is 16 .*0 first and 32 last"),
+    "a ratio too small for a window": (dict(policy="snapkv(window=8)", budget=0.1), r"budget is 4 tokens, .* 8 last"),
+    "a budget of nothing": (dict(policy="h2o", budget=0), r"the budget is 0; at least 1 token must stay"),
+    "a ratio of zero": (dict(policy="h2o", budget=0.0), r"the budget's ratio is 0.0; give a float in \(0, 1\]"),
+    "a ratio below zero": (dict(policy="h2o", budget=-0.5), r"the budget's ratio is -0.5; give a float in \(0, 1\]"),
+    "a ratio above one": (dict(policy="h2o", budget=1.5), r"the budget's ratio is 1.5; give a float in \(0, 1\]"),
+    "a ratio that is no number": (dict(policy="h2o", budget=float("nan")), r"the budget's ratio is nan"),
+    "a policy without a budget": (dict(policy="h2o"), r"the policy 'h2o' needs a budget: slots per head, or a ratio"),
+    "a budget without a policy": (dict(budget=16), r"a budget of 16 was given without a policy"),
+    "a budget for the full cache": (dict(policy="full", budget=16), r"a budget of 16 was given without a policy"),
+    "an empty block": (dict(policy="h2o", budget=16, block=0), r"block is 0; a block has at least 1 token"),
+    "an unknown moment": (
+        dict(policy="h2o", budget=16, when="never"),
+        r"when is 'never'; there are 'block' and 'prompt'",
+    ),
+    "lengths of too many rows": (dict(lengths=np.array([3, 4])), r"lengths are \[3, 4\]; expected 1 numbers from 1"),
+    "an empty row": (dict(lengths=np.array([0])), r"lengths are \[0\]; .*no empty prompt"),
+    "a length beyond the tokens": (dict(lengths=np.array([41])), r"lengths are \[41\]; .* to 40"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), RUNS.values(), ids=RUNS)
+@pytest.mark.parametrize("run", [models.prefill, models.generate, models.stream])
+def test_a_run_refuses(model, run, arguments, message):
+    with pytest.raises(ValueError, match=message) as error:
+        run(model, TOKENS, **arguments)
+    assert "\n" not in str(error.value)
+
+
+PROMPTS = {
+    "no token": (np.zeros((1, 0), np.int32), r"the prompt is empty \(tokens \(1, 0\)\); give at least 1 token"),
+    "no row": (np.zeros((0, 5), np.int32), r"the prompt is empty"),
+    "one row without a batch": (np.arange(5), r"tokens are int64 \(5,\); expected integers \[B, T\]"),
+    "fractions": (np.ones((1, 5)), r"tokens are float64 \(1, 5\); expected integers"),
+    "a token beyond the vocabulary": (np.array([[1, 48]]), r"token 48 is outside the vocabulary of 48; .*tokenizer"),
+    "a negative token": (np.array([[1, -2]]), r"token -2 is outside the vocabulary of 48"),
+    "too many positions": (
+        np.zeros((1, 65), np.int32),
+        r"take (65|129) positions, but the model has 64: shorten the prompt",
+    ),
+}
+
+
+@pytest.mark.parametrize(("tokens", "message"), PROMPTS.values(), ids=PROMPTS)
+@pytest.mark.parametrize("run", [models.prefill, models.generate, models.stream])
+def test_a_prompt_is_refused(model, run, tokens, message):
+    with pytest.raises(ValueError, match=message):
+        run(model, tokens)
+
+
+def test_the_answer_counts_towards_the_positions_of_a_full_cache(model):
+    with pytest.raises(ValueError, match=r"the prompt and its answer take 65 positions, but the model has 64"):
+        models.generate(model, TOKENS, max_new_tokens=25)
+    assert models.generate(model, TOKENS, max_new_tokens=24, end=()).tokens.shape == (1, 24)
+
+
+def test_a_prompt_beyond_the_models_positions_is_fine_where_tokens_are_evicted(model):
+    out = models.generate(model, np.tile(TOKENS, (1, 3)), policy="h2o", budget=8, block=8, max_new_tokens=4, end=())
+    assert out.tokens.shape == (1, 4) and (out.cache.num_live == 8).all()
+
+
+def test_padding_outside_the_vocabulary_does_no_harm(model):
+    tokens = np.where(np.arange(40) < 30, TOKENS, -1)
+    with_padding = models.prefill(model, tokens, np.array([30]), block=16).logits
+    np.testing.assert_allclose(with_padding, models.prefill(model, TOKENS, np.array([30]), block=16).logits)
+
+
+SAMPLING = {
+    "a temperature below zero": (dict(temperature=-1.0), r"temperature is -1.0; give 0 .* or more"),
+    "no candidates": (dict(top_k=0), r"top_k is 0; draw from at least 1 token"),
+    "a share of nothing": (dict(top_p=0.0), r"top_p is 0.0; give a share in \(0, 1\]"),
+    "a share above one": (dict(top_p=1.1), r"top_p is 1.1; give a share in \(0, 1\]"),
+    "draws without a key": (dict(temperature=1.0), r"temperature is above 0 but no key was given; pass key="),
+    "no new token": (dict(max_new_tokens=0), r"max_new_tokens is 0; ask for at least 1"),
+    "evictions every zero steps": (dict(evict_every=0), r"evict_every is 0; give a number of steps from 1, or None"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), SAMPLING.values(), ids=SAMPLING)
+@pytest.mark.parametrize("run", [models.generate, models.stream])
+def test_decoding_refuses(model, run, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        run(model, TOKENS, policy="h2o", budget=16, **arguments)
+
+
+def test_prefill_refuses_outputs_that_it_does_not_know(model):
+    with pytest.raises(ValueError, match=r"outputs is 'none'; there are 'last' and 'all'"):
+        models.prefill(model, TOKENS, outputs="none")
+
+
+def test_a_mistake_is_reported_when_stream_is_called_not_when_it_is_read(model):
+    with pytest.raises(ValueError, match="no key was given"):
+        models.stream(model, TOKENS, temperature=0.5)
+    steps = models.stream(model, TOKENS, temperature=0.5, key=jax.random.key(0), max_new_tokens=2, end=())
+    assert len(list(steps)) == 2

@@ -1,0 +1,115 @@
+"""Eight devices: data = 2, tensor = 4. The same tokens, and an eviction without communication."""
+
+import re
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import kvjax
+import models
+from models import Config, Decoder, decoding
+from models.decoder import SHARDING
+from tests.models import reference
+
+pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices; conftest.py forces them on a CPU")
+
+CONFIG = Config(48, 32, 48, num_layers=2, num_heads=8, num_kv_heads=4, head_dim=8)
+WEIGHTS = reference.parameters(CONFIG)
+LENGTHS = np.array([100, 64, 31, 90])
+TOKENS = np.random.default_rng(0).integers(0, 48, (4, 100))
+
+
+def mesh():
+    return Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("data", "tensor"))
+
+
+def sharded_model():
+    return Decoder(CONFIG, {n: jax.device_put(a, NamedSharding(mesh(), SHARDING[n])) for n, a in WEIGHTS.items()})
+
+
+def place(array, *names):
+    return jax.device_put(array, NamedSharding(mesh(), P(*names)))
+
+
+def collectives(compiled):
+    """How many arrays each kind of collective exchanges (XLA may join two in one operation)."""
+    names = "all-reduce|all-gather|collective-permute|all-to-all|reduce-scatter|collective-broadcast"
+    counts = Counter()
+    for result, name in re.findall(rf"= (\(.*?\)|\S+) ({names})(?:-start)?\(", compiled.as_text()):
+        counts[name] += result.count("[")
+    return counts
+
+
+@pytest.mark.parametrize("policy", ["h2o+caote", "tova(heads='layer')+protect(sinks=2,recent=0.25)"])
+def test_a_mesh_gives_the_tokens_and_keeps_the_tokens_of_one_device(policy):
+    settings = dict(lengths=LENGTHS, policy=policy, budget=16, block=8, max_new_tokens=10, end=(3, 7, 20))
+    one = models.generate(reference.decoder(CONFIG, WEIGHTS), TOKENS, **settings)
+    many = models.generate(sharded_model(), TOKENS, **settings)
+    np.testing.assert_array_equal(many.tokens, one.tokens)
+    np.testing.assert_array_equal(many.lengths, one.lengths)
+    np.testing.assert_array_equal(np.sort(many.cache.position), np.sort(one.cache.position))
+    assert many.cache.key.sharding.spec == P(None, "data", "tensor")
+    assert many.cache.key.addressable_shards[0].data.shape == (2, 2, 1, 24, 8)
+
+
+def test_a_streamed_answer_on_a_mesh_is_that_of_one_device():
+    settings = dict(lengths=LENGTHS, policy="h2o", budget=0.3, block=16, max_new_tokens=6, end=(), evict_every=None)
+    one, many = (
+        [token.tolist() for token, _ in models.stream(model, TOKENS, **settings)]
+        for model in (reference.decoder(CONFIG, WEIGHTS), sharded_model())
+    )
+    assert many == one
+
+
+def cache_on_mesh(layers=None, state=()):
+    cache = kvjax.KVCache.init(batch=4, kv_heads=4, slots=24, head_dim=8, layers=layers, state=state)
+    front = () if layers is None else (None,)
+    put = {1: lambda x: place(x, "data")}
+    return jax.tree.map(lambda x: put.get(x.ndim, lambda y: place(y, *front, "data", "tensor"))(x), cache)
+
+
+@pytest.mark.parametrize("layers", [None, 3])
+def test_evicting_and_inserting_need_no_communication(layers):
+    cache, layer = cache_on_mesh(layers), None if layers is None else 1
+    scores = place(jnp.zeros((4, 4, 24)), "data", "tensor")
+    rows = place(jnp.zeros((4, 8, 4, 8)), "data", None, "tensor")
+    budgets = place(jnp.array([16, 15, 14, 13]), "data")
+    programs = {
+        "evict": jax.jit(lambda c, s, r, b: kvjax.evict(c, s, 16, layer=layer), donate_argnums=0),
+        "evict, a budget a row": jax.jit(lambda c, s, r, b: kvjax.evict(c, s, b, layer=layer), donate_argnums=0),
+        "evict one": jax.jit(lambda c, s, r, b: kvjax.evict(c, s, 16, layer=layer, excess=1), donate_argnums=0),
+        "insert": jax.jit(lambda c, s, r, b: kvjax.insert(c, r, r, layer=layer), donate_argnums=0),
+        "compact": jax.jit(lambda c, s, r, b: kvjax.compact(c, 16)),
+    }
+    for name, program in programs.items():
+        compiled = program.lower(cache, scores, rows, budgets).compile()
+        assert not collectives(compiled), name
+        assert compiled.output_shardings.position.spec == cache.position.sharding.spec, name
+
+
+@pytest.mark.parametrize("name", ["h2o+caote", "snapkv(window=4)+fast_caote", "key_norm", "random", "h2o+pool"])
+def test_a_block_of_one_layer_needs_no_communication(name):
+    policy = kvjax.parse(name)
+    cache = cache_on_mesh(state=policy.init(4, 4, 2, 24))
+    query = place(jnp.zeros((4, 8, 8, 8)), "data", None, "tensor")
+    rows = place(jnp.zeros((4, 8, 4, 8)), "data", None, "tensor")
+    step = jax.jit(lambda c, q, r: kvjax.attend(c, q, r, r, policy=policy, budget=16))
+    assert not collectives(step.lower(cache, query, rows).compile())
+
+
+@pytest.mark.parametrize(("policy", "of_the_policy"), [("h2o+caote", 0), ("tova(heads='layer')", 1)])
+def test_a_decode_step_communicates_only_where_heads_and_vocabulary_meet(policy, of_the_policy):
+    """A sum behind the attention, the feed-forward and the embedding each; then the best token out of all parts."""
+    model, lengths = sharded_model(), jnp.asarray(LENGTHS)
+    plan, budgets = decoding._plan(model, 100, lengths, policy, 16, 8, "block", 1, 8)
+    cache = jax.jit(lambda: decoding._empty_cache(model, plan, 4, plan.prompt_slots))()
+    step = decoding._token_step.lower(
+        model, cache, jnp.zeros(4, jnp.int32), jnp.zeros(4, bool), lengths, budgets, jax.random.key(0), jnp.int32(1),
+        plan, decoding.Sampling(), (),
+    )  # fmt: skip
+    assert collectives(step.compile()) == {"all-reduce": 3 + of_the_policy, "all-gather": 2}
