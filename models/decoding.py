@@ -52,7 +52,7 @@ class Sampling(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """All that is static in a run: one compilation a plan."""
+    """What a run is made of, and its buffers' sizes; one compilation a plan."""
 
     policy: Policy | None
     slots: int  # of each head, at the end of the prompt and in decode
@@ -223,7 +223,7 @@ def _stream(model, tokens, lengths, budgets, key, plan, block, sampling, max_new
         if (position < 0).all():
             continue
         evicts = plan.when == "block" or index == len(blocks) - 1
-        cache, logits = _block_step(model, cache, block_tokens, position, lengths, budgets, plan, evicts)
+        cache, logits = _block_step(model, cache, block_tokens, position, lengths, budgets, plan.policy, evicts)
         if on_block is not None:
             logits.block_until_ready()
             on_block(int(position.max()) + 1, int(lengths.max()))
@@ -239,20 +239,20 @@ def _stream(model, tokens, lengths, budgets, key, plan, block, sampling, max_new
         key, draw = jax.random.split(key)
         ended = np.asarray(finished)
         cache, token, finished = _token_step(
-            model, cache, token, finished, lengths, budgets, draw, jnp.int32(step), plan, sampling, end
+            model, cache, token, finished, lengths, budgets, draw, step, plan.policy, plan.evict_every, sampling, end
         )
         yield np.where(ended, -1, np.asarray(token)), cache
 
 
-@functools.partial(jax.jit, static_argnames=("plan", "evicts"), donate_argnames="cache")
-def _block_step(model, cache, tokens, position, lengths, budgets, plan, evicts):
-    hidden, cache = _run(model, cache, tokens, position, lengths, budgets if evicts else None, plan)
+@functools.partial(jax.jit, static_argnames=("policy", "evicts"), donate_argnames="cache")
+def _block_step(model, cache, tokens, position, lengths, budgets, policy, evicts):
+    hidden, cache = _run(model, cache, tokens, position, lengths, budgets if evicts else None, policy)
     return cache, model.logits(hidden[:, -1])
 
 
-@functools.partial(jax.jit, static_argnames=("plan", "sampling", "end"), donate_argnames="cache")
-def _token_step(model, cache, token, finished, lengths, budgets, key, step, plan, sampling, end):
-    logits, cache = _decode(model, cache, token, finished, lengths, budgets, step, plan)
+@functools.partial(jax.jit, static_argnames=("policy", "evict_every", "sampling", "end"), donate_argnames="cache")
+def _token_step(model, cache, token, finished, lengths, budgets, key, step, policy, evict_every, sampling, end):
+    logits, cache = _decode(model, cache, token, finished, lengths, budgets, step, policy, evict_every)
     token = _sample(logits, key, sampling)
     return cache, token, finished | jnp.isin(token, jnp.array(end, jnp.int32))
 
@@ -265,7 +265,7 @@ def _prefill(model, blocks, positions, lengths, budgets, plan, all_logits=False)
     def step(carry, scanned, evicts):
         cache, _ = carry
         tokens, position = scanned
-        hidden, cache = _run(model, cache, tokens, position, lengths, budgets if evicts else None, plan)
+        hidden, cache = _run(model, cache, tokens, position, lengths, budgets if evicts else None, plan.policy)
         return (cache, hidden[:, -1]), model.logits(hidden) if all_logits else None
 
     carry = (cache, jnp.zeros((blocks.shape[1], model.config.hidden_size), model.embedding[...].dtype))
@@ -298,7 +298,7 @@ def _generate(model, blocks, positions, lengths, budgets, key, plan, sampling, m
 
     def advance(loop):
         step, cache, key, token, finished, out, count = loop
-        logits, cache = _decode(model, cache, token, finished, lengths, budgets, step, plan)
+        logits, cache = _decode(model, cache, token, finished, lengths, budgets, step, plan.policy, plan.evict_every)
         key, draw = jax.random.split(key)
         token = _sample(logits, draw, sampling)
         out = out.at[:, step].set(jnp.where(finished, pad, token))
@@ -311,21 +311,21 @@ def _generate(model, blocks, positions, lengths, budgets, key, plan, sampling, m
     return Generation(out, cache, count)
 
 
-def _decode(model, cache, token, finished, lengths, budgets, step, plan):
+def _decode(model, cache, token, finished, lengths, budgets, step, policy, evict_every):
     """Feeds one token a row; finished rows are left as they are."""
     position = jnp.where(finished, -1, cache.next_position)[:, None]
     excess = None
-    if plan.evict_every is None:
+    if evict_every is None:
         budgets = None
-    elif plan.evict_every > 1:
-        budgets = jnp.where(step % plan.evict_every == 0, budgets, plan.slots)
+    elif evict_every > 1:
+        budgets = jnp.where(step % evict_every == 0, budgets, cache.num_slots)
     else:
         excess = 1
-    hidden, cache = _run(model, cache, token[:, None], position, lengths, budgets, plan, excess)
+    hidden, cache = _run(model, cache, token[:, None], position, lengths, budgets, policy, excess)
     return model.logits(hidden[:, 0]), cache
 
 
-def _run(model, cache, tokens, position, lengths, budgets, plan, excess=None):
+def _run(model, cache, tokens, position, lengths, budgets, policy, excess=None):
     """One block, or one decode step, of all layers."""
 
     def attend(cache, layer, sliding_window, query, key, value):
@@ -335,7 +335,7 @@ def _run(model, cache, tokens, position, lengths, budgets, plan, excess=None):
             key,
             value,
             position,
-            policy=plan.policy,
+            policy=policy,
             budget=budgets,
             excess=excess,
             layer=layer,
@@ -435,9 +435,12 @@ def _plan(
     if isinstance(budget, float) and not 0 < budget <= 1:
         raise ValueError(f"the budget's ratio is {budget}; give a float in (0, 1], or an int for slots per head.")
     row_lengths = np.asarray(lengths)
-    budgets = np.ceil(budget * row_lengths) if isinstance(budget, float) else np.full(row_lengths.shape, budget)
-    budgets = budgets.astype(np.int32)
-    kvjax.check_budget(policy, int(budgets.min()))
+    if isinstance(budget, float):
+        budgets = np.ceil(np.round(budget * row_lengths, 6)).astype(np.int32)  # 0.07 of 100 is 7, not 7.000000000000001
+    else:
+        budgets = np.full(row_lengths.shape, budget, np.int32)
+    for row_budget in np.unique(budgets):
+        kvjax.check_budget(policy, int(row_budget))
     largest = int(budgets.max())
     decode_room = reserve if evict_every is None else evict_every
     if when == "prompt":

@@ -73,7 +73,7 @@ def run(
 ) -> Run:
     """One prompt, then a greedy answer."""
     if isinstance(budget, float):
-        budget = math.ceil(budget * len(prompt))
+        budget = math.ceil(round(budget * len(prompt), 6))
     model = _Model(parameters, config, len(prompt), len(prompt) + new_tokens)
     logits, gap = [], math.inf
     blocks = math.ceil(len(prompt) / block)

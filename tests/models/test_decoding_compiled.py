@@ -39,10 +39,10 @@ def lowered(program, policy, *, layers=3, length=100):
         return decoding._generate.lower(model, blocks, positions, lengths, budgets, key, plan, greedy, 8, ())
     cache = decoding._empty_cache(model, plan, 1, plan.prompt_slots)
     if program == "block step":
-        return decoding._block_step.lower(model, cache, blocks[0], positions[0], lengths, budgets, plan, True)
+        return decoding._block_step.lower(model, cache, blocks[0], positions[0], lengths, budgets, plan.policy, True)
     token, finished = jnp.zeros(1, jnp.int32), jnp.zeros(1, bool)
     return decoding._token_step.lower(
-        model, cache, token, finished, lengths, budgets, key, jnp.int32(1), plan, greedy, ()
+        model, cache, token, finished, lengths, budgets, key, 1, plan.policy, plan.evict_every, greedy, ()
     )
 
 
@@ -140,7 +140,7 @@ def test_keys_and_values_stay_where_they_are_in_memory():
     addresses = {cache.key.unsafe_buffer_pointer(), cache.value.unsafe_buffer_pointer()}
     for block, position in zip(blocks, positions, strict=True):
         old = cache
-        cache, _ = decoding._block_step(model, cache, block, position, lengths, budgets, plan, True)
+        cache, _ = decoding._block_step(model, cache, block, position, lengths, budgets, plan.policy, True)
         assert {cache.key.unsafe_buffer_pointer(), cache.value.unsafe_buffer_pointer()} == addresses
         assert old.key.is_deleted() and old.value.is_deleted()
 

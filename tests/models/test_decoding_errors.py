@@ -131,3 +131,14 @@ def test_a_mistake_is_reported_when_stream_is_called_not_when_it_is_read(model):
         models.stream(model, TOKENS, temperature=0.5)
     steps = models.stream(model, TOKENS, temperature=0.5, key=jax.random.key(0), max_new_tokens=2, end=())
     assert len(list(steps)) == 2
+
+
+def test_a_ratio_is_rounded_up_once_from_the_exact_product(model):
+    cache, _ = models.prefill(model, np.arange(100)[None] % 48, policy="tova", budget=0.07, block=10)
+    assert cache.num_live.max() == 7
+
+
+def test_every_rows_budget_must_hold_what_is_protected(model):
+    tokens, lengths = np.zeros((2, 64), np.int32), np.array([4, 64])
+    with pytest.raises(ValueError, match="the budget is 16 tokens, but .* always keeps 8 first and 9 last"):
+        models.prefill(model, tokens, lengths, policy="tova+protect(sinks=0.5,recent=0.6)", budget=0.25, block=8)
