@@ -415,7 +415,10 @@ def _plan(
         raise ValueError(f"when is {when!r}; there are 'block' and 'prompt'.")
     if evict_every is not None and evict_every < 1:
         raise ValueError(f"evict_every is {evict_every}; give a number of steps from 1, or None for never.")
-    mesh = _mesh_of(model)
+    mesh, rows = _mesh_of(model), len(np.asarray(lengths))
+    if mesh is not None and rows % mesh.shape["data"]:
+        ways = mesh.shape["data"]
+        raise ValueError(f"data={ways} does not divide the batch of {rows}; give a multiple of {ways} rows, or data=1.")
     if isinstance(policy, str):
         policy = None if policy.strip() == "full" else kvjax.parse(policy)
     if policy is None:

@@ -34,6 +34,13 @@ def test_json_is_one_object_with_the_same_tokens_as_generate(capsys):
     assert figures["cache_bytes"] == out.cache.nbytes
 
 
+def test_two_devices_say_what_one_says(capsys):
+    command = ["retriever", "--prompt", PROMPT, "--policy", "h2o+caote", "--budget", "16", "--json", *SMALL]
+    assert cli.main(command) == cli.main([*command, "--mesh", "data=1,tensor=2"]) == 0
+    one, two = map(json.loads, capsys.readouterr().out.splitlines())
+    assert one["tokens"] == two["tokens"]
+
+
 def test_a_prompt_file_is_read(tmp_path, capsys):
     file = tmp_path / "book.txt"
     file.write_text(PROMPT)
@@ -60,6 +67,7 @@ def test_a_prompt_file_is_read(tmp_path, capsys):
         (["--dtype", "float8"], "float8"),
         (["--mesh", "data=2,tensor=3"], "tensor=3|devices"),
         (["--mesh", "rows=2"], "rows"),
+        (["--mesh", "data=2,tensor=2"], "data=2 does not divide the batch of 1"),
     ],
 )
 def test_bad_flags_end_in_one_sentence(flags, sentence, capsys):
