@@ -23,6 +23,7 @@ import kvjax
 import models
 from evals import report, statistics, tasks
 from models import commands
+from models.decoding import When
 
 RECENCY = "streaming(sinks=0)"
 POLICIES = ("full", "h2o+protect(recent=0.5)", "h2o+caote+protect(recent=0.5)", "snapkv", "snapkv+caote")
@@ -49,7 +50,7 @@ class Setting:
 
     policy: str
     budget: int | float | None
-    when: models.When
+    when: When
     question: tasks.Placement
 
     def title(self) -> str:
@@ -261,7 +262,7 @@ def command(flags: argparse.Namespace) -> None:
         )
         print(f"figures: {flags.json}")
     if flags.plot is not None:
-        report.heat_map(results, flags.plot)
+        report.heat_map(results, flags.plot, recency=RECENCY)
         print(f"picture: {flags.plot}")
 
 

@@ -86,8 +86,11 @@ def check_plot(path: Path) -> None:
         raise ImportError("pictures need matplotlib; install it with: pip install 'kvjax[plot]'.") from None
 
 
-def heat_map(results: Sequence[dict[str, Any]], path: Path) -> None:
-    """Recall over depth and length: a panel for each policy, a row of panels for each moment and budget."""
+def heat_map(results: Sequence[dict[str, Any]], path: Path, *, recency: str) -> None:
+    """Recall over depth and length: a panel for each policy, a row of panels for each moment and budget.
+
+    Above each panel stands its mean, in red where it is under plain recency.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -96,9 +99,7 @@ def heat_map(results: Sequence[dict[str, Any]], path: Path) -> None:
     full = [r for r in results if r["budget"] is None]
     evicting = [r for r in results if r["budget"] is not None]
     policies = list(dict.fromkeys(r["policy"] for r in evicting))
-    groups = list(dict.fromkeys((r["question"], r["when"], r["budget"]) for r in evicting)) or [
-        ("after", "never", None)
-    ]
+    groups = list(dict.fromkeys(map(_group, evicting))) or [("after", "never", None)]
     columns = (["full"] if full else []) + policies
     figure, axes = plt.subplots(
         len(groups), len(columns), figsize=(1.1 + 1.55 * len(columns), 1.25 + 1.9 * len(groups)), squeeze=False,
@@ -112,15 +113,20 @@ def heat_map(results: Sequence[dict[str, Any]], path: Path) -> None:
                 r
                 for r in results
                 if r["policy"] == policy
-                and r["question"] == question
-                and (policy == "full" or (r["when"], r["budget"]) == (when, budget))
+                and (_group(r) == (question, when, budget) or (policy == "full" and r["question"] == question))
             ]
             if not found:
                 axis.set_axis_off()
                 continue
             image = _panel(axis, found[0])
-            name = policy.replace("+", "\n+") + "\n" if row == 0 else ""
-            axis.set_title(f"{name}{found[0]['recall']:.2f}", fontsize=8.5)
+            if row == 0:
+                axis.set_title("recency" if policy == recency else policy.replace("+", "\n+"), fontsize=8.5, pad=16)
+            line = [r["recall"] for r in evicting if r["policy"] == recency and _group(r) == (question, when, budget)]
+            under = bool(line) and found[0]["recall"] < line[0]
+            axis.text(
+                0.5, 1.03, f"{found[0]['recall']:.2f}", transform=axis.transAxes, ha="center", fontsize=9.5,
+                fontweight="bold", color="#b3261e" if under else "black",
+            )  # fmt: skip
             if row == len(groups) - 1:
                 axis.set_xlabel("prompt tokens", fontsize=7)
             if column == 0:
@@ -132,10 +138,15 @@ def heat_map(results: Sequence[dict[str, Any]], path: Path) -> None:
     bar.set_label("exact recall", fontsize=8)
     bar.ax.tick_params(labelsize=7)
     asked = " and ".join(dict.fromkeys(question for question, *_ in groups))
-    figure.suptitle(f"What each policy still finds (question {asked} the text)", fontsize=11)
+    note = "; red: under plain recency" if any(r["policy"] == recency for r in evicting) else ""
+    figure.suptitle(f"Exact recall of a fact, question {asked} the text{note}", fontsize=12)
     with replacing(path) as temporary:
         figure.savefig(temporary, dpi=160)
     plt.close(figure)
+
+
+def _group(result: dict[str, Any]) -> tuple[str, str, Any]:
+    return result["question"], result["when"], result["budget"]
 
 
 def _panel(axis: Any, result: dict[str, Any]) -> Any:

@@ -2,7 +2,7 @@
 
 from models.config import Config
 from models.decoder import Decoder
-from models.decoding import Generation, Prefilled, When, generate, prefill, stream
+from models.decoding import Generation, Prefilled, generate, prefill, stream
 from models.load import load, parse_mesh
 from models.save import save
 from models.tokenizer import Tokenizer
@@ -13,7 +13,6 @@ __all__ = [
     "Generation",
     "Prefilled",
     "Tokenizer",
-    "When",
     "generate",
     "load",
     "parse_mesh",

@@ -57,7 +57,8 @@ def _tensors(model: Decoder) -> dict[str, np.ndarray]:
     """Every weight under its Hugging Face name and in its layout."""
     tensors = {}
     for path in parameter_shapes(model.config):
-        array = np.asarray(jax.device_get(functools.reduce(getattr, path.split("."), model)[...]))
+        parameter: Any = functools.reduce(getattr, path.split("."), model)
+        array = np.asarray(jax.device_get(parameter[...]))
         name, groups = SOURCES[path]
         order = [axis for group in groups for axis in group]
         stacked = array if path.startswith("layers.") else array[None]
