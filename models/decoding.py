@@ -230,18 +230,19 @@ def _stream(model, tokens, lengths, budgets, key, plan, block, sampling, max_new
     if plan.slots != plan.prompt_slots:
         cache = kvjax.compact(cache, plan.slots)
     key, draw = jax.random.split(key)
-    token = _sample(logits, draw, sampling)
-    finished = jnp.isin(token, jnp.array(end, jnp.int32))
-    yield np.asarray(token), cache
+    token = np.asarray(_sample(logits, draw, sampling))
+    finished = np.isin(token, end)
+    yield token, cache
     for step in range(1, max_new_tokens):
-        if bool(finished.all()):
+        if finished.all():
             return
         key, draw = jax.random.split(key)
-        ended = np.asarray(finished)
-        cache, token, finished = _token_step(
-            model, cache, token, finished, lengths, budgets, draw, step, plan.policy, plan.evict_every, sampling, end
+        cache, drawn = _token_step(
+            model, cache, token, finished, lengths, budgets, draw, step, plan.policy, plan.evict_every, sampling
         )
-        yield np.where(ended, -1, np.asarray(token)), cache
+        token = np.asarray(drawn)
+        yield np.where(finished, -1, token), cache
+        finished = finished | np.isin(token, end)
 
 
 @functools.partial(jax.jit, static_argnames=("policy", "evicts"), donate_argnames="cache")
@@ -250,11 +251,10 @@ def _block_step(model, cache, tokens, position, lengths, budgets, policy, evicts
     return cache, model.logits(hidden[:, -1])
 
 
-@functools.partial(jax.jit, static_argnames=("policy", "evict_every", "sampling", "end"), donate_argnames="cache")
-def _token_step(model, cache, token, finished, lengths, budgets, key, step, policy, evict_every, sampling, end):
+@functools.partial(jax.jit, static_argnames=("policy", "evict_every", "sampling"), donate_argnames="cache")
+def _token_step(model, cache, token, finished, lengths, budgets, key, step, policy, evict_every, sampling):
     logits, cache = _decode(model, cache, token, finished, lengths, budgets, step, policy, evict_every)
-    token = _sample(logits, key, sampling)
-    return cache, token, finished | jnp.isin(token, jnp.array(end, jnp.int32))
+    return cache, _sample(logits, key, sampling)
 
 
 @functools.partial(jax.jit, static_argnames=("plan", "all_logits"))

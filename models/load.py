@@ -324,12 +324,6 @@ def _checked_mesh(config: Config, mesh: Mesh) -> Mesh:
 
 def _place(name: str, shape: tuple[int, ...], files: dict[str, Path], dtype: np.dtype, mesh: Mesh | None) -> jax.Array:
     """One parameter on its devices. Each shard is read on its own, so no device and no buffer holds the others."""
-    if mesh is None:
-        sharding = jnp.empty(()).sharding  # the default device
-    else:
-        spec = SHARDING[name]
-        uneven = any(axis and size % mesh.shape[axis] for axis, size in zip(spec, shape, strict=True))
-        sharding = NamedSharding(mesh, PartitionSpec() if uneven else spec)  # a vocabulary may be of any size
 
     def read(index: tuple[slice, ...] | None) -> np.ndarray:
         parts = index or (slice(None),) * len(shape)
@@ -345,6 +339,11 @@ def _place(name: str, shape: tuple[int, ...], files: dict[str, Path], dtype: np.
         return out
 
     # Wait, so that a buffer that was copied is free before the next parameter takes one.
+    if mesh is None:  # uncommitted, like arrays that callers make: else a step on its own output would compile again
+        return jax.device_put(read(None)).block_until_ready()
+    spec = SHARDING[name]
+    uneven = any(axis and size % mesh.shape[axis] for axis, size in zip(spec, shape, strict=True))
+    sharding = NamedSharding(mesh, PartitionSpec() if uneven else spec)  # a vocabulary may be of any size
     return jax.make_array_from_callback(shape, sharding, read).block_until_ready()
 
 

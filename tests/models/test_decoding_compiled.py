@@ -42,7 +42,7 @@ def lowered(program, policy, *, layers=3, length=100):
         return decoding._block_step.lower(model, cache, blocks[0], positions[0], lengths, budgets, plan.policy, True)
     token, finished = jnp.zeros(1, jnp.int32), jnp.zeros(1, bool)
     return decoding._token_step.lower(
-        model, cache, token, finished, lengths, budgets, key, 1, plan.policy, plan.evict_every, greedy, ()
+        model, cache, token, finished, lengths, budgets, key, 1, plan.policy, plan.evict_every, greedy
     )
 
 

@@ -110,6 +110,6 @@ def test_a_decode_step_communicates_only_where_heads_and_vocabulary_meet(policy,
     cache = jax.jit(lambda: decoding._empty_cache(model, plan, 4, plan.prompt_slots))()
     step = decoding._token_step.lower(
         model, cache, jnp.zeros(4, jnp.int32), jnp.zeros(4, bool), lengths, budgets, jax.random.key(0), 1,
-        plan.policy, plan.evict_every, decoding.Sampling(), (),
+        plan.policy, plan.evict_every, decoding.Sampling(),
     )  # fmt: skip
     assert collectives(step.compile()) == {"all-reduce": 3 + of_the_policy, "all-gather": 2}
