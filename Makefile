@@ -2,10 +2,14 @@
 # whenever pyproject.toml or constraints.txt change.
 
 # The demo: a table, a picture and a JSON file. It writes to demo/.
-DEMO = -m evals needle --demo
+DEMO_POLICIES = full,streaming,h2o,h2o+caote,h2o+protect(recent=0.5),h2o+caote+protect(recent=0.5),\
+h2o+caote(group='mean')+protect(recent=0.5),tova,tova+caote,snapkv,snapkv+caote,snapkv+caote(group='mean')
+DEMO = -m evals needle --policies "$(subst $(space),,$(DEMO_POLICIES))" --budgets 256 --lengths 512,1024 \
+    --depths 5 --samples 5 --batch 5 --json demo/needle.json --plot demo/needle.png
 
 SHELL := bash
 .DEFAULT_GOAL := help
+space := $(subst ,, )
 VENV ?= .venv
 PYTHON ?=
 WORKERS ?= 2
@@ -38,6 +42,7 @@ types: setup  ## mypy
 	$(PY) -m mypy
 
 demo: setup  ## full cache against each policy: a table, a picture and a JSON file in demo/
+	@mkdir -p demo
 	$(PY) $(DEMO)
 
 clean:  ## remove .venv, caches, builds and demo/

@@ -140,5 +140,5 @@ def test_a_ratio_is_rounded_up_once_from_the_exact_product(model):
 
 def test_every_rows_budget_must_hold_what_is_protected(model):
     tokens, lengths = np.zeros((2, 64), np.int32), np.array([4, 64])
-    with pytest.raises(ValueError, match="the budget is 16 tokens, but .* always keeps 8 first and 9 last"):
+    with pytest.raises(ValueError, match=r"the budget is 16 tokens, but .* always keeps 8 first and 9 last"):
         models.prefill(model, tokens, lengths, policy="tova+protect(sinks=0.5,recent=0.6)", budget=0.25, block=8)

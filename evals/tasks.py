@@ -1,0 +1,228 @@
+"""Needle tasks in plain English: facts hidden in prose, look-alikes among them, and a question about one.
+
+A fact says what the code (or weight, price, ...) of a key is; the key is one or two words, the value four random
+digits, so an answer cannot be guessed and has to be read from the context. Everything is a pure function of a seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from evals import prose
+
+Placement = Literal["after", "before", "both"]
+INTRODUCTIONS = (
+    "",
+    "Note that",
+    "Remember that",
+    "It is known that",
+    "According to the judge,",
+    "In the old market,",
+    "As usual,",
+    "Everyone said that",
+)
+
+
+class Fact(NamedTuple):
+    """What a sentence states: the ``attribute`` of ``key`` is ``value``."""
+
+    attribute: str
+    key: str
+    value: str
+
+
+class Sample(NamedTuple):
+    """One question. ``tokens`` encode ``prompt`` and begin with BOS; a model answers well if it continues with
+    ``answer_tokens``. The tokens before ``context_end`` are known when the closing question is not yet.
+    """
+
+    prompt: str
+    answer: str
+    tokens: list[int]
+    answer_tokens: list[int]
+    context_end: int
+
+
+def random_fact(
+    rng: np.random.Generator,
+    others: Sequence[Fact] = (),
+    *,
+    two_words: float = 1.0,
+    alike: float = 0.0,
+    attributes: Sequence[str] = prose.ATTRIBUTES,
+) -> Fact:
+    """A fact that none of ``others`` contradicts; its value differs from theirs.
+
+    Args:
+        two_words: the share of keys with two words ("amber falcon"); the rest have one ("falcon").
+        alike: the share that looks like one of ``others``: the same first or second word, or the same key under
+            another attribute.
+
+    >>> fact = random_fact(np.random.default_rng(0))
+    >>> len(fact.key.split()), len(fact.value)
+    (2, 4)
+    """
+    taken = {(other.attribute, other.key) for other in others}
+    values = {other.value for other in others}
+    while True:
+        attribute, first, second = _pick(rng, attributes), _pick(rng, prose.ADJECTIVES), _pick(rng, prose.NOUNS)
+        key = f"{first} {second}" if rng.random() < two_words else second
+        if others and rng.random() < alike:
+            other = others[int(rng.integers(len(others)))]
+            match int(rng.integers(3)):
+                case 0:
+                    attribute, key = other.attribute, f"{other.key.split()[0]} {second}"
+                case 1:
+                    attribute, key = other.attribute, f"{first} {other.key.split()[-1]}"
+                case _:
+                    key = other.key
+        value = f"{int(rng.integers(10_000)):04d}"
+        words = key.split()
+        real = len(words) == 1 or (words[0] in prose.ADJECTIVES and words[1] in prose.NOUNS)
+        if real and (attribute, key) not in taken and value not in values:
+            return Fact(attribute, key, value)
+
+
+def statement(fact: Fact, introduction: str = "") -> str:
+    """The sentence that states a fact.
+
+    >>> statement(Fact("code", "amber falcon", "4719"), "Note that")
+    'Note that the code of amber falcon is 4719.'
+    """
+    return f"{introduction} the {_of(fact)} is {fact.value}." if introduction else f"The {_of(fact)} is {fact.value}."
+
+
+def question(fact: Fact) -> str:
+    """The question that a fact answers.
+
+    >>> question(Fact("code", "amber falcon", "4719"))
+    'Question: what is the code of amber falcon?'
+    """
+    return f"Question: what is the {_of(fact)}?"
+
+
+def cue(fact: Fact, placement: Placement = "after") -> str:
+    """What the answer begins with. Under a question it repeats the question's words, as RULER's needles do; a
+    question that was asked before the text has to be remembered, so its cue repeats nothing.
+
+    >>> cue(Fact("code", "amber falcon", "4719")), cue(Fact("code", "amber falcon", "4719"), "before")
+    ('Answer: the code of amber falcon is', 'Answer:')
+    """
+    return "Answer:" if placement == "before" else f"Answer: the {_of(fact)} is"
+
+
+def haystack_sentence(rng: np.random.Generator, split: Literal["train", "test"] = "test") -> str:
+    """A sentence without facts: two thirds from templates, one third from the standard library's texts.
+
+    >>> haystack_sentence(np.random.default_rng(3))[-1]
+    '.'
+    """
+    return _pick(rng, prose.library_sentences(split)) if rng.random() < 1 / 3 else prose.template_sentence(rng)
+
+
+def needle(
+    seed: int,
+    tokenizer: Any,
+    length: int,
+    depth: float | None = None,
+    facts: int = 10,
+    question: Placement = "after",
+) -> Sample:
+    """One fact to find among ``facts - 1`` look-alikes, in prose of ``length`` tokens, question and cue included.
+
+    Args:
+        seed: everything random in the sample follows from it.
+        tokenizer: has ``encode(text)``, which gives ids, or an object with ``.ids``, with BOS in front.
+        length: the prompt is at most this long, and shorter by less than a sentence or two.
+        depth: where in the text the fact lies, 0 the beginning and 1 the end, moved to a boundary between
+            sentences; None draws it.
+        facts: how many facts the text states, the one asked for among them.
+        question: where it is asked: after the text, before it, or both.
+
+    Raises:
+        ValueError: a depth outside [0, 1], fewer than one fact, or a length that cannot hold the facts.
+
+    Example:
+        >>> from evals import tasks
+        >>> class Words:
+        ...     encode = staticmethod(lambda text: [0, *(hash(word) for word in text.split())])
+        >>> sample = tasks.needle(0, Words, length=200, depth=0.5, facts=3)
+        >>> sample.prompt.count(f" {sample.answer}."), len(sample.tokens) <= 200
+        (1, True)
+    """
+    if depth is not None and not 0 <= depth <= 1:
+        raise ValueError(f"depth is {depth}; expected a number from 0 (the beginning) to 1 (the end).")
+    if facts < 1:
+        raise ValueError(f"facts is {facts}; expected at least 1.")
+    if question not in ("after", "before", "both"):
+        raise ValueError(f"question is {question!r}; expected 'after', 'before' or 'both'.")
+    rng = np.random.default_rng([seed, length, facts])
+    depth = float(rng.random()) if depth is None else depth
+    asked = random_fact(rng)
+    stated = [asked]
+    while len(stated) < facts:
+        stated.append(random_fact(rng, stated, alike=0.3))
+    sentences = [_state(rng, fact) for fact in stated]
+    target, others = sentences[0], sentences[1:]
+    opening, closing = _frame(asked, question)
+
+    size = lambda text: len(_ids(tokenizer, text)) - 1  # noqa: E731  without BOS
+    room = length - 1 - size(opening) - size("\n" + closing)
+    room -= sum(size(" " + sentence) for sentence in sentences)
+    filler: list[str] = []
+    while room > 0:
+        filler.append(haystack_sentence(rng))
+        room -= size(" " + filler[-1])
+    places = np.sort(rng.random(len(others)))
+    while True:
+        body = _spread(filler, others, places)
+        sizes = np.cumsum([0] + [size(" " + sentence) for sentence in body])
+        at = int(np.searchsorted(sizes, depth * sizes[-1], side="right")) - 1
+        context = opening + " ".join([*body[:at], target, *body[at:]])
+        prompt = f"{context}\n{closing}"
+        tokens = _ids(tokenizer, prompt)
+        if len(tokens) <= length:
+            break
+        if not filler:
+            raise ValueError(
+                f"{facts} facts and a question take {len(tokens)} tokens, more than the length {length}; "
+                "give fewer facts or a greater length."
+            )
+        filler.pop()
+    answer_tokens = _ids(tokenizer, f"{prompt} {asked.value}")[len(tokens) :]
+    return Sample(prompt, asked.value, tokens, answer_tokens, len(_ids(tokenizer, context)))
+
+
+def _pick(rng: np.random.Generator, items: Sequence[str]) -> str:
+    return items[int(rng.integers(len(items)))]
+
+
+def _of(fact: Fact) -> str:
+    return f"{fact.attribute} of {fact.key}"
+
+
+def _state(rng: np.random.Generator, fact: Fact) -> str:
+    return statement(fact, _pick(rng, INTRODUCTIONS) if rng.random() < 0.5 else "")
+
+
+def _frame(asked: Fact, placement: Placement) -> tuple[str, str]:
+    """What stands before the text and after it."""
+    opening = "" if placement == "after" else f"{question(asked)}\n"
+    closing = cue(asked, placement)
+    return opening, closing if placement == "before" else f"{question(asked)}\n{closing}"
+
+
+def _spread(filler: list[str], others: list[str], places: np.ndarray) -> list[str]:
+    """The other facts among the filler, each at its share of the text."""
+    body = list(filler)
+    for sentence, place in zip(reversed(others), reversed(places), strict=True):
+        body.insert(int(place * (len(filler) + 1)), sentence)
+    return body
+
+
+def _ids(tokenizer: Any, text: str) -> list[int]:
+    encoded = tokenizer.encode(text)
+    return list(getattr(encoded, "ids", encoded))

@@ -1,0 +1,134 @@
+"""The needle evaluation on the embedded model, small enough to run in seconds."""
+
+import json
+
+import pytest
+
+import models
+from evals import needle, report
+from evals.__main__ import main
+
+SMALL = ["--lengths", "256", "--depths", "2", "--samples", "2", "--facts", "4", "--batch", "4", "--block", "64"]
+
+
+@pytest.fixture(scope="module")
+def retriever():
+    return models.load("retriever")
+
+
+def cells_of(tokenizer, question="after"):
+    return needle.make_cells(tokenizer, lengths=[256], depths=2, samples=3, facts=4, question=question)
+
+
+def test_the_samples_are_the_same_each_time_and_differ_from_each_other(retriever):
+    first, second = cells_of(retriever[1]), cells_of(retriever[1])
+    assert first == second
+    prompts = [sample.prompt for cell in first for sample in cell.samples]
+    assert len(set(prompts)) == len(prompts) == 6
+
+
+def test_recall_is_that_of_generate(retriever):
+    model, tokenizer = retriever
+    cells = cells_of(tokenizer)
+    setting = needle.Setting("snapkv+caote", 96, "block", "after")
+    result = needle.measure(model, cells, setting, block=64, batch=4)
+    for cell, row in zip(cells, result["cells"], strict=True):
+        for sample, hit in zip(cell.samples, row["correct"], strict=True):
+            count = len(sample.answer_tokens)
+            out = models.generate(
+                model, [sample.tokens], policy="snapkv+caote", budget=96, block=64, max_new_tokens=count, end=()
+            )
+            assert hit == (out.tokens[0].tolist() == sample.answer_tokens)
+    assert result["recall"] == sum(sum(row["correct"]) for row in result["cells"]) / 6
+
+
+def test_bytes_are_those_of_one_sequences_cache(retriever):
+    model, tokenizer = retriever
+    results = {}
+    for policy, budget, when in (("full", None, "block"), ("tova", 96, "block"), ("tova", 96, "prompt")):
+        setting = needle.Setting(policy, budget, when, "after")
+        results[policy, when] = needle.measure(model, cells_of(tokenizer), setting, block=64, batch=2)
+    config = model.config
+    slot = config.num_layers * config.num_kv_heads * (2 * config.head_dim * 4 + 4)  # key, value, position
+    assert results["tova", "block"]["cache_bytes"] == pytest.approx(slot * (96 + 64), abs=4)
+    assert results["tova", "prompt"]["cache_bytes"] == pytest.approx(slot * (96 + 1), abs=4)
+    assert results["tova", "prompt"]["peak_cache_bytes"] > results["tova", "prompt"]["cache_bytes"]
+    assert results["full", "block"]["peak_cache_bytes"] == results["full", "block"]["cache_bytes"]
+
+
+def test_a_policy_is_compared_with_itself_without_caote():
+    def result(policy, correct):
+        cells = [{"length": 1, "depth": 0.0, "correct": correct}]
+        return {"policy": policy, "budget": 8, "when": "block", "question": "after", "cells": cells}
+
+    rows = needle.compare(
+        [
+            result("h2o+protect(recent=0.5)", [0] * 40),
+            result("h2o+caote+protect(recent=0.5)", [1] * 40),
+            result("tova+fast_caote", [1] * 40),
+        ]
+    )
+    assert [(row["policy"], row["against"], row["better"]) for row in rows] == [
+        ("h2o+caote+protect(recent=0.5)", "h2o+protect(recent=0.5)", "yes")
+    ]
+
+
+def test_the_command_writes_table_json_and_picture(tmp_path, capsys):
+    figures, picture = tmp_path / "out.json", tmp_path / "out.png"
+    arguments = ["needle", "--policies", "full,tova,tova+caote", "--budgets", "96", "--when", "block,prompt", *SMALL]
+    assert main([*arguments, "--json", str(figures), "--plot", str(picture)]) == 0
+    table = capsys.readouterr().out
+    data = json.loads(figures.read_text())
+    settings = [(r["policy"], r["budget"], r["when"]) for r in data["results"]]
+    assert settings == [
+        ("full", None, "block"),
+        *((policy, 96, when) for when in ("block", "prompt") for policy in (needle.RECENCY, "tova", "tova+caote")),
+    ]
+    assert {r["samples"] for r in data["results"]} == {4}
+    assert [row["policy"] for row in data["comparisons"]] == ["tova+caote"] * 2
+    assert all(r["policy"] in table for r in data["results"])
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--policies", "h2o,nothing"], "unknown policy 'nothing'"),
+        (["--policies", ","], "no policy was given"),
+        (["--budgets", ""], "no budget was given"),
+        (["--budgets", "lots"], "neither slots per head"),
+        (["--policies", "snapkv", "--budgets", "16"], "always keeps"),
+        (["--when", "never"], "--when is never"),
+        (["--question", "beside"], "--question is beside"),
+        (["--lengths", "long"], "the length 'long'"),
+        (["--lengths", "16"], "more than the length 16"),
+        (["--depths", "0"], "at least 1 of each"),
+        (["--block", "0"], "--block is 0"),
+        (["--batch", "0"], "--batch is 0"),
+        (["--model", "nowhere"], "there is no folder nowhere"),
+        (["--plot", "picture.txt"], "suffix '.txt'"),
+        (["--json", "nowhere/out.json"], "the folder nowhere does not exist"),
+    ],
+)
+def test_bad_flags_end_in_one_sentence_and_write_nothing(flags, sentence, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["needle", *flags]) == 2
+    err = capsys.readouterr().err
+    assert sentence in err
+    assert "Traceback" not in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_table_marks_what_stays_under_recency():
+    def result(policy, recall):
+        return {
+            **{"policy": policy, "budget": 8, "when": "block", "question": "after", "recall": recall},
+            **{"low": 0.0, "high": 1.0, "cache_bytes": 0},
+            **{"prefill_tokens_per_second": None, "decode_tokens_per_second": 1234.5},
+        }
+
+    lines = report.table([result("recent", 0.5), result("h2o", 0.4)], recency="recent").splitlines()
+    assert "0.500-" not in lines[2]
+    assert "0.400-" in lines[3]
+    assert "n/a" in lines[2]
+    assert "1,23" in lines[2]

@@ -1,0 +1,143 @@
+"""Training: a run that stops and resumes is a run that does not, and what it saves is what it trained."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from models.config import from_hugging_face
+from models.decoder import Decoder
+from models.save import save
+from train import data, retriever
+from train.circuit import init_parameters
+
+LEVEL = data.Level(64, facts=(1, 3), filler=(0.0, 0.3), before=0.5, episodes=False)
+TINY = (retriever.Phase(2, 8, (0.02, 0.02), LEVEL), retriever.Phase(2, 8, (0.02, 0.01), LEVEL._replace(length=96)))
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return data.train_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def config(tokenizer):
+    return retriever.make_config(
+        tokenizer, hidden_size=32, intermediate_size=32, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16
+    )
+
+
+def test_resumed_is_uninterrupted_bit_for_bit(tokenizer, config, tmp_path):
+    def run(folder, **options):
+        return retriever.train(tmp_path / folder, config, tokenizer, TINY, progress=False, evaluate_every=0, **options)
+
+    whole = run("whole")
+    run("parts", stop_after=3)
+    resumed = run("parts")
+    start = init_parameters(config, jax.random.key(0))
+    for name in whole:
+        assert np.array_equal(whole[name], resumed[name]), name
+        assert not np.array_equal(whole[name], start[name]), name
+    steps = [line for line in (tmp_path / "parts" / "log.jsonl").read_text().splitlines() if "first" in line]
+    assert len(steps) == 2
+
+
+def test_checkpoints_of_another_run_are_refused(tokenizer, config, tmp_path):
+    def run(config, seed):
+        options = dict(progress=False, evaluate_every=0, stop_after=1, seed=seed)
+        retriever.train(tmp_path, config, tokenizer, TINY, **options)
+
+    run(config, 0)
+    with pytest.raises(ValueError, match="seed 0 there, 1 here"):
+        run(config, 1)
+    with pytest.raises(ValueError, match="intermediate_size 32 there, 64 here"):
+        run(dataclasses.replace(config, intermediate_size=64), 0)
+
+
+def test_its_attention_is_the_decoders(tokenizer, config):
+    parameters = init_parameters(config, jax.random.key(1))
+    parameters["layers.output"] = 0.1 * jax.random.normal(jax.random.key(2), parameters["layers.output"].shape)
+    tokens = jax.random.randint(jax.random.key(3), (2, 40), 0, config.vocab_size)
+    model, hidden = retriever.hidden_states(config, parameters, tokens)
+    np.testing.assert_allclose(model.logits(hidden), Decoder(config, parameters)(tokens), atol=1e-4)
+    query, key, value = (jax.random.normal(jax.random.key(i), (1, 40, h, 8)) for i, h in ((4, 4), (5, 2), (6, 2)))
+    blocks, whole = (retriever.causal_attention(query, key, value, block=b) for b in (16, 64))
+    np.testing.assert_allclose(blocks, whole, atol=1e-5)
+    np.testing.assert_allclose(whole, jax.nn.dot_product_attention(query, key, value, is_causal=True), atol=1e-5)
+
+
+def test_groups_of_rows_make_the_same_loss(config, tokenizer):
+    batch = data.Writer(tokenizer).batch(LEVEL, 8, seed=0, step=0)
+    tokens, positions, targets, shares = retriever.arrange(batch, devices=1)
+    assert tokens.shape == positions.shape == (2, 4, 64)
+    assert shares.sum((0, 1, 2)) == pytest.approx([1, 1, 1, 1], abs=1e-4)
+    assert np.array_equal(tokens.reshape(8, 64), batch.tokens) and np.array_equal(targets.reshape(8, 64), batch.targets)
+
+
+def test_what_fails_while_prefetching_is_raised():
+    def items():
+        yield 1
+        raise OSError("no more")
+
+    made = retriever.prefetch(items())
+    assert next(made) == 1
+    with pytest.raises(OSError, match="no more"):
+        next(made)
+    assert list(retriever.prefetch(iter("abc"), size=1)) == ["a", "b", "c"]
+
+
+def test_recall_reads_the_answers_places(config, tokenizer):
+    parameters = init_parameters(config, jax.random.key(0))
+    right = retriever.recall(retriever.make_recall(config), parameters, tokenizer, 128, count=4, facts=2)
+    assert right.shape == (4, 4)
+
+
+def test_the_circuit_looks_up_before_any_training(tokenizer):
+    config = retriever.make_config(tokenizer, num_layers=2)
+    parameters = init_parameters(config, jax.random.key(0))
+    right = retriever.recall(retriever.make_recall(config), parameters, tokenizer, 256, count=16, facts=6)
+    assert right.all(-1).mean() > 0.7
+
+
+def test_the_rate_falls_as_the_recipe_says():
+    rate = retriever.rate_schedule((retriever.Phase(100, 8, (0.02, 0.02), LEVEL), TINY[1]._replace(steps=10)))
+    assert rate(jnp.array([9, 60, 100, 105, 110])).tolist() == pytest.approx([0.004, 0.02, 0.02, 0.015, 0.01])
+
+
+def test_saved_layout_is_hugging_faces(config, tokenizer, tmp_path):
+    parameters = init_parameters(config, jax.random.key(0))
+    save(tmp_path, Decoder(config, parameters), tokenizer)
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    tensors = load_file(tmp_path / "model.safetensors")
+    query = parameters["layers.query"][1]  # [E, N, D]
+    np.testing.assert_array_equal(tensors["model.layers.1.self_attn.q_proj.weight"], query.reshape(32, 32).T)
+    np.testing.assert_array_equal(tensors["model.layers.0.mlp.gate_proj.weight"], parameters["layers.gate"][0].T)
+    assert tensors["model.layers.0.self_attn.o_proj.weight"].shape == (32, 32) and "lm_head.weight" not in tensors
+    raw = json.loads((tmp_path / "config.json").read_text())
+    assert from_hugging_face(raw) == config
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--stop-after", "0"], "--stop-after is 0"),
+        (["--samples", "-1"], "--samples is -1"),
+        (["--devices", "-1"], "--devices is -1"),
+        (["--resume", "perhaps"], "invalid choice: 'perhaps'"),
+        (["--work", "{file}"], "is a file"),
+        (["--out", "{file}"], "is a file"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_code_2(arguments, message, tmp_path, capsys):
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(SystemExit) as exit_:
+        retriever.main(["--work", str(tmp_path / "run"), *(a.format(file=file) for a in arguments)])
+    assert exit_.value.code == 2
+    assert message in capsys.readouterr().err
+    assert {path.name for path in tmp_path.iterdir()} == {"file"}

@@ -1,0 +1,1 @@
+"""Training: the retriever that ships, and (later) the predictors."""

@@ -1,0 +1,317 @@
+"""The retriever's tokenizer and training rows: prose, facts, and very many questions about them.
+
+A row is a pure function of (seed, step, row): training that resumes reads what it would have read. Sentences are
+tokenised one word at a time with a memo; the tokenizer never merges across a space, so that gives the same ids as
+tokenising the whole text.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Int
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+from evals import prose, tasks
+
+BOS, EOS, PAD = "<s>", "</s>", "<pad>"
+_WORD = re.compile(r"\n| ?[^ \n]+")
+# Kinds of target: of a value stated earlier the first digit, which takes finding the key, and the others, which take
+# following it; ordinary text; the first digit where the question came before the text. 0: nothing to learn, as of a
+# value stated for the first time.
+FIRST, REST, TEXT, BEFORE = 1, 2, 3, 4
+KINDS = (FIRST, REST, TEXT, BEFORE)
+
+
+def train_tokenizer(vocab_size: int = 1536, seed: int = 0) -> Tokenizer:
+    """A byte-level BPE with every digit apart (a space before it belongs to it) and every key word a single token.
+
+    >>> tokenizer = train_tokenizer(1536)
+    >>> tokenizer.encode("is 4719.").tokens
+    ['<s>', 'is', 'Ġ4', '7', '1', '9', '.']
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(r" ?\d"), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[BOS, EOS, PAD],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    rng = np.random.default_rng(seed)
+    sentences = [*prose.library_sentences("train"), *(prose.template_sentence(rng) for _ in range(4000))]
+    corpus = [*sentences, *(f" {sentence}" for sentence in sentences)]  # as the first of a text, and as a later one
+    # Often enough that the merges of these words come before those of ordinary ones.
+    words = " ".join([*prose.ADJECTIVES, *prose.NOUNS, *prose.ATTRIBUTES])
+    corpus += [f"Question: what is the {words}?\nAnswer: The the of is 1 2 3 4 5 6 7 8 9 0."] * 400
+    tokenizer.train_from_iterator(corpus, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", pair=f"{BOS} $A $B", special_tokens=[(BOS, tokenizer.token_to_id(BOS))]
+    )
+    return tokenizer
+
+
+def special_id(tokenizer: Tokenizer, token: str) -> int:
+    """The id of BOS, EOS or PAD.
+
+    >>> special_id(train_tokenizer(1536), PAD)
+    2
+    """
+    index = tokenizer.token_to_id(token)
+    if index is None:
+        raise ValueError(f"the tokenizer has no {token}; use one that train_tokenizer made.")
+    return index
+
+
+class Level(NamedTuple):
+    """How hard the rows of a phase are; pairs are the ends of a range that each row draws from."""
+
+    length: int
+    facts: tuple[int, int]
+    filler: tuple[float, float]  # share of sentences without facts
+    two_words: float = 1.0  # share of keys with two words
+    alike: float = 0.3  # share of facts that look like another
+    before: float = 0.2  # share of rows whose questions come before the text
+    episodes: bool = True  # those rows hold many short texts, each after its question; else one text as long as the row
+    prose: float = 0.05  # share of rows without facts
+    reach: int = 0  # the greatest position that jumps between sentences may lead to
+
+
+class Batch(NamedTuple):
+    tokens: Int[np.ndarray, "B T"]
+    positions: Int[np.ndarray, "B T"]
+    targets: Int[np.ndarray, "B T"]
+    kinds: Int[np.ndarray, "B T"]  # of the targets: one of KINDS, or 0
+
+
+class Writer:
+    """Tokenises pieces of text, and writes rows of them.
+
+    >>> writer = Writer(train_tokenizer(1536))
+    >>> batch = writer.batch(Level(64, facts=(2, 4), filler=(0, 0.5)), rows=2, seed=0, step=5)
+    >>> batch.tokens.shape, bool((batch.kinds == FIRST).any())
+    ((2, 64), True)
+    """
+
+    def __init__(self, tokenizer: Tokenizer):
+        self.tokenizer = tokenizer
+        self.bos = special_id(tokenizer, BOS)
+        self._words: dict[str, list[int]] = {}
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text, without BOS; it may begin with a space or a new line."""
+        ids: list[int] = []
+        for word in _WORD.findall(text):
+            known = self._words.get(word)
+            if known is None:
+                known = self._words[word] = self.tokenizer.encode(word, add_special_tokens=False).ids
+            ids += known
+        return ids
+
+    def batch(self, level: Level, rows: int, seed: int, step: int) -> Batch:
+        """The rows that training reads at this step."""
+        made = [self.row(level, np.random.default_rng([seed, step, row])) for row in range(rows)]
+        tokens, positions, kinds = np.array(made, np.int32).swapaxes(0, 1)
+        return Batch(tokens[:, :-1], positions[:, :-1], tokens[:, 1:], kinds[:, 1:])
+
+    def row(self, level: Level, rng: np.random.Generator) -> tuple[list[int], list[int], list[int]]:
+        """``level.length`` + 1 ids, their positions, and the kind of each as a target.
+
+        Where the level's ``reach`` exceeds its length, positions jump between some sentences: a short row then
+        teaches what happens at the distances of a long one.
+        """
+        draw = rng.random()
+        if draw < level.prose:
+            row = _Row(self, level, rng, filler=1.0)
+            while row.space():
+                row.add_filler()
+        elif draw < level.prose + level.before:
+            row = _Row(self, level, rng)
+            while level.episodes and row.space():
+                row.add_episode()
+            if not level.episodes:
+                row.add_question_then_text()
+        elif rng.random() < 0.5:
+            row = _Row(self, level, rng)
+            row.add_stream()
+        else:
+            row = _Row(self, level, rng)
+            row.add_text_then_questions()
+        size = level.length + 1
+        return row.ids[:size], row.positions[:size], row.kinds[:size]
+
+
+class _Row:
+    """A row while it is written."""
+
+    def __init__(self, writer: Writer, level: Level, rng: np.random.Generator, filler: float | None = None):
+        self.writer, self.level, self.rng = writer, level, rng
+        self.ids, self.positions, self.kinds = [writer.bos], [0], [0]  # of the tokens so far
+        self.stated: list[tasks.Fact] = []
+        self.to_ask: list[tasks.Fact] = []
+        self.filler = float(rng.uniform(*level.filler)) if filler is None else filler
+        self.facts = int(rng.integers(level.facts[0], level.facts[1] + 1))
+        self.line_start = True
+        self.to_jump = int(rng.integers(max(1, level.reach - level.length)))
+
+    def space(self, until: float = 1.0) -> bool:
+        return len(self.ids) < 1 + until * self.level.length
+
+    def add(self, text: str, stated: bool | None = None) -> None:
+        """Adds a sentence. For one that ends with a value, ``stated`` says whether the row has stated it before."""
+        ids = self.writer.encode(text if self.line_start else " " + text)
+        kinds = [TEXT] * len(ids)
+        if stated is not None:
+            kinds[-5:-1] = [FIRST, REST, REST, REST] if stated else [0] * 4
+        self.extend(ids, kinds)
+        self.line_start = False
+
+    def extend(self, ids: list[int], kinds: list[int]) -> None:
+        start = self.positions[-1] + 1
+        self.positions += range(start, start + len(ids))
+        self.ids += ids
+        self.kinds += kinds
+
+    def maybe_jump(self) -> None:
+        """Moves on, between two sentences, by some of the positions that the row may skip."""
+        if self.to_jump and self.rng.random() < 0.15:
+            size = int(self.rng.integers(self.to_jump + 1))
+            self.positions[-1] += size
+            self.to_jump -= size
+
+    def new_line(self) -> None:
+        if not self.line_start:
+            self.extend(self.writer.encode("\n"), [TEXT])
+        self.line_start = True
+
+    def add_filler(self) -> None:
+        self.maybe_jump()
+        self.add(tasks.haystack_sentence(self.rng, "train"))
+
+    def add_fact(self) -> tasks.Fact:
+        self.maybe_jump()
+        fact = self._fact()
+        self.stated.append(fact)
+        self.add(self._statement(fact), stated=False)
+        return fact
+
+    def add_question(self) -> None:
+        """Asks for a fact stated earlier; every fact has its turn before one is asked for again."""
+        self.maybe_jump()
+        if not self.to_ask:
+            self.to_ask = [self.stated[i] for i in self.rng.permutation(len(self.stated))]
+        fact = self.to_ask.pop()
+        form = self.rng.random()
+        if form < 0.5:  # a repetition is the densest question: it costs no words of its own
+            self.add(self._statement(fact), stated=True)
+            return
+        self.new_line()
+        self.add(tasks.question(fact))
+        self.new_line()
+        self.add(f"{tasks.cue(fact, 'after' if form < 0.8 else 'before')} {fact.value}.", stated=True)
+        self.new_line()
+
+    def add_stream(self) -> None:
+        """Facts and questions mixed, a question possible as soon as there is a fact."""
+        while self.space():
+            if self.rng.random() < self.filler:
+                self.add_filler()
+            elif len(self.stated) < self.facts and (not self.stated or self.rng.random() < 0.5):
+                self.add_fact()
+            else:
+                self.add_question()
+
+    def add_text_then_questions(self) -> None:
+        """All facts in the first part, at random places among the prose; questions in the rest."""
+        share = float(self.rng.uniform(0.5, 0.85))
+        while self.space(share):
+            left = share * self.level.length - len(self.ids)
+            missing = self.facts - len(self.stated)
+            # A sentence takes about 13 tokens: towards the end the facts that are missing crowd out the prose.
+            if missing > 0 and (self.rng.random() > self.filler or missing * 13 > left):
+                self.add_fact()
+            else:
+                self.add_filler()
+        if not self.stated:
+            self.add_fact()
+        while self.space():
+            self.add_question()
+
+    def add_question_then_text(self) -> None:
+        """A question, a text with its answer among other facts, the answer, and questions of the other kind."""
+        rng, size = self.rng, self.level.length
+        share = float(rng.uniform(0.35, 0.9))
+        asked = self._fact()
+        self.stated.append(asked)
+        self.add(tasks.question(asked))
+        self.new_line()
+        # The sentences' order is drawn first: a fact takes about 13 tokens, prose fills what is left.
+        facts = min(self.facts, max(1, int((share * size - len(self.ids)) / 13)))
+        at, stated = int(rng.integers(facts)), 0
+        while stated < facts or self.space(share):
+            left = share * size - len(self.ids)
+            if stated < facts and (rng.random() > self.filler or (facts - stated) * 13 > left):
+                if stated == at:
+                    self.maybe_jump()
+                    self.add(self._statement(asked), stated=False)
+                else:
+                    self.add_fact()
+                stated += 1
+            else:
+                self.add_filler()
+        self.new_line()
+        if rng.random() < 0.2:
+            self.add(tasks.question(asked))
+            self.new_line()
+            self.add(f"{tasks.cue(asked)} {asked.value}.", stated=True)
+        else:
+            self.add(f"{tasks.cue(asked, 'before')} {asked.value}.", stated=True)
+            self.kinds[-5] = BEFORE
+        self.new_line()
+        while self.space():
+            self.add_question()
+
+    def add_episode(self) -> None:
+        """A question, a text that holds its answer, and the answer; sometimes the question is repeated."""
+        rng = self.rng
+        asked = self._fact()
+        self.stated.append(asked)
+        count = int(rng.integers(1, self.facts + 1))
+        self.new_line()
+        self.add(tasks.question(asked))
+        self.new_line()
+        at = int(rng.integers(count))
+        for i in range(count):
+            while rng.random() < self.filler and self.space(0.9):
+                self.add_filler()
+            if i == at:
+                # The key is known, the value is not: it is read here for the first time.
+                self.add(self._statement(asked), stated=False)
+            else:
+                self.add_fact()
+        self.new_line()
+        if rng.random() < 0.3:
+            self.add(tasks.question(asked))
+            self.new_line()
+            self.add(f"{tasks.cue(asked)} {asked.value}.", stated=True)
+        else:
+            self.add(f"{tasks.cue(asked, 'before')} {asked.value}.", stated=True)
+        self.new_line()
+        for _ in range(int(rng.integers(3))):
+            self.add_question()
+
+    def _fact(self) -> tasks.Fact:
+        return tasks.random_fact(self.rng, self.stated, two_words=self.level.two_words, alike=self.level.alike)
+
+    def _statement(self, fact: tasks.Fact) -> str:
+        introductions = tasks.INTRODUCTIONS
+        plain = self.rng.random() < 0.5
+        return tasks.statement(fact, "" if plain else introductions[int(self.rng.integers(len(introductions)))])

@@ -1,0 +1,505 @@
+"""Trains the retriever, the small model that ships: `python -m train.retriever --out models/retriever`.
+
+The model learns one thing well, to read a fact from its context, and a little prose. What made that quick enough for
+two CPU cores: very many questions a row, an answer's loss apart from the text's, short rows first, queries and keys
+normalised (Qwen3) so that Muon can take large steps, rows so few at a time that activations stay in the cache, and
+a start from weights that can already look up (train/circuit.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import queue
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Int
+from tokenizers import Tokenizer
+from tqdm import tqdm
+
+from evals import prose, tasks
+from models.config import Config, Rope
+from models.decoder import Decoder
+from models.save import save
+from train import data
+from train.circuit import init_parameters
+
+Parameters = dict[str, Array]
+
+
+class Phase(NamedTuple):
+    """So many steps at one level. ``rate`` falls linearly from the first to the second.
+
+    ``weights`` are those of the mean loss on targets of each of ``data.KINDS``.
+    """
+
+    steps: int
+    rows: int
+    rate: tuple[float, float]
+    level: data.Level
+    weights: tuple[float, float, float, float] = (1.0, 1.0, 0.5, 1.0)
+
+
+RECIPE = (
+    Phase(400, 16, (0.005, 0.005), data.Level(256, (2, 12), (0.0, 0.7), two_words=0.9, before=0.35, reach=2400)),
+    Phase(100, 8, (0.005, 0.005), data.Level(512, (4, 20), (0.1, 0.8), before=0.35, reach=2400)),
+    Phase(250, 32, (0.005, 0.005), data.Level(128, (1, 4), (0.0, 0.5), before=0.75, episodes=False, reach=800)),
+    Phase(200, 16, (0.005, 0.005), data.Level(256, (2, 10), (0.0, 0.7), before=0.6, episodes=False, reach=2400)),
+    Phase(200, 4, (0.005, 0.003), data.Level(1024, (6, 28), (0.2, 0.85), before=0.5, episodes=False, reach=2400)),
+    Phase(150, 8, (0.003, 0.003), data.Level(512, (4, 20), (0.1, 0.85), before=0.6, episodes=False, reach=2400)),
+    Phase(200, 2, (0.003, 0.0002), data.Level(2048, (8, 32), (0.3, 0.9), before=0.5, episodes=False, reach=2400)),
+    # Once keys were found, it was the second digit that went wrong.
+    Phase(
+        150,
+        8,
+        (0.003, 0.002),
+        data.Level(512, (4, 20), (0.1, 0.85), before=0.6, episodes=False, reach=2400),
+        (1.0, 4.0, 0.5, 1.0),
+    ),
+    Phase(
+        120,
+        2,
+        (0.002, 0.0001),
+        data.Level(2048, (8, 32), (0.3, 0.9), before=0.5, episodes=False, reach=2400),
+        (1.0, 4.0, 0.5, 1.0),
+    ),
+)
+
+
+def make_config(tokenizer: Tokenizer, **changes: Any) -> Config:
+    """The shape of the model that ships, with the ids of its tokenizer.
+
+    >>> make_config(data.train_tokenizer(1536), num_layers=7).num_layers
+    7
+    """
+    shape: dict[str, Any] = dict(
+        architecture="qwen3",
+        hidden_size=192,
+        intermediate_size=192,
+        num_layers=6,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=64,
+        # Slow enough that half of each head hardly turns within 2,048 positions: it matches content at any distance.
+        rope=Rope(theta=1_000_000.0),
+        max_positions=4096,
+        tie_embeddings=True,
+        query_key_norm=True,
+    )
+    return Config(
+        vocab_size=tokenizer.get_vocab_size(),
+        bos=data.special_id(tokenizer, data.BOS),
+        eos=(data.special_id(tokenizer, data.EOS),),
+        pad=data.special_id(tokenizer, data.PAD),
+        **(shape | changes),
+    )
+
+
+def make_optimizer(rate: Callable[[Array], Array]) -> optax.GradientTransformation:
+    """Muon for the layers' matrices, Adam for the embedding and the norms."""
+    dimensions = optax.contrib.MuonDimensionNumbers
+    matrices = {
+        "layers.query": dimensions(1, (2, 3)),
+        "layers.key": dimensions(1, (2, 3)),
+        "layers.value": dimensions(1, (2, 3)),
+        "layers.output": dimensions((1, 2), 3),
+        "layers.gate": dimensions(1, 2),
+        "layers.up": dimensions(1, 2),
+        "layers.down": dimensions(1, 2),
+    }
+    return optax.contrib.muon(
+        rate,
+        weight_decay=0.01,
+        adam_learning_rate=lambda step: 0.5 * rate(step),
+        adam_b2=0.99,
+        muon_weight_dimension_numbers=lambda tree: {name: matrices.get(name) for name in tree},
+    )
+
+
+def hidden_states(
+    config: Config, parameters: Parameters, tokens: Int[Array, "B T"], position: Int[Array, "B T"] | None = None
+) -> tuple[Decoder, Float[Array, "B T E"]]:
+    """The decoder and its last hidden states, with an attention that skips what lies in the future."""
+    model = Decoder(config, parameters)
+    if position is None:
+        position = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+
+    def attend(carry, layer, window, query, key, value):
+        return causal_attention(query, key, value), carry, None
+
+    hidden, _, _ = model.run(tokens, position, jnp.full(tokens.shape[:1], tokens.shape[1]), attend, None)
+    return model, hidden
+
+
+def causal_attention(
+    query: Float[Array, "B T N D"], key: Float[Array, "B T K D"], value: Float[Array, "B T K D"], block: int = 256
+) -> Float[Array, "B T N D"]:
+    """Causal attention, a block of queries at a time over the keys that it may see.
+
+    >>> one = jnp.ones((1, 3, 2, 4))
+    >>> causal_attention(one, one[:, :, :1], one[:, :, :1]).shape
+    (1, 3, 2, 4)
+    """
+    _, T, N, D = query.shape
+    heads_first = lambda x: jnp.repeat(x.swapaxes(1, 2), N // x.shape[2], axis=1)  # noqa: E731
+    query, key, value = heads_first(query * D**-0.5), heads_first(key), heads_first(value)
+    outputs = []
+    for start in range(0, T, block):
+        stop = min(start + block, T)
+        scores = jnp.einsum("bntd,bnsd->bnts", query[:, :, start:stop], key[:, :, :stop])
+        seen = jnp.arange(stop) <= jnp.arange(start, stop)[:, None]
+        weights = jax.nn.softmax(jnp.where(seen, scores, -1e30), axis=-1)
+        outputs.append(jnp.einsum("bnts,bnsd->bntd", weights, value[:, :, :stop]))
+    return jnp.concatenate(outputs, axis=2).swapaxes(1, 2)
+
+
+def losses(
+    config: Config,
+    parameters: Parameters,
+    tokens: Int[Array, "B T"],
+    targets: Int[Array, "B T"],
+    position: Int[Array, "B T"] | None = None,
+) -> Float[Array, "B T"]:
+    """Cross-entropy of every target."""
+    model, hidden = hidden_states(config, parameters, tokens, position)
+    return optax.softmax_cross_entropy_with_integer_labels(model.logits(hidden), targets)
+
+
+def make_step(config: Config, optimizer: optax.GradientTransformation, mesh: jax.sharding.Mesh) -> Callable:
+    """One compiled step: (parameters, optimizer state, batch, weights) -> the same after it, and the losses.
+
+    A batch is [groups, rows, T]: devices share the groups, and each device takes its groups one after the other and
+    adds up the gradients. The optimizer's work is shared by layers.
+    """
+    replicated, by_layer = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))
+
+    def group_loss(parameters, weights, tokens, positions, targets, shares):
+        each = losses(config, parameters, tokens, targets, positions)
+        parts = jnp.einsum("rt,rtk->k", each, shares)
+        return jnp.dot(parts, weights), parts
+
+    def device_gradients(parameters, weights, *batch):
+        def add(total, group):
+            (_, parts), gradients = jax.value_and_grad(group_loss, has_aux=True)(parameters, weights, *group)
+            return jax.tree.map(jnp.add, total, (gradients, parts)), None
+
+        zero = (jax.tree.map(jnp.zeros_like, parameters), jnp.zeros(len(data.KINDS)))
+        total, _ = jax.lax.scan(add, zero, batch)
+        return jax.lax.psum(total, "data")
+
+    gradients_of = jax.shard_map(
+        device_gradients,
+        mesh=mesh,
+        in_specs=(PartitionSpec(), PartitionSpec(), *[PartitionSpec("data")] * 4),
+        out_specs=PartitionSpec(),
+        check_vma=False,
+    )
+
+    def share(name: str, array: Array) -> Array:
+        split = name.startswith("layers.") and array.shape[0] % mesh.size == 0
+        return jax.lax.with_sharding_constraint(array, by_layer if split else replicated)
+
+    def step(parameters, state, batch, weights):
+        gradients, parts = gradients_of(parameters, weights, *batch)
+        gradients = {name: share(name, array) for name, array in gradients.items()}
+        updates, state = optimizer.update(gradients, state, parameters)
+        parameters = optax.apply_updates(parameters, updates)
+        return jax.lax.with_sharding_constraint(parameters, replicated), state, parts
+
+    return jax.jit(step, donate_argnums=(0, 1))
+
+
+def arrange(batch: data.Batch, devices: int) -> tuple[np.ndarray, ...]:
+    """A batch as groups of rows [groups, rows, T]: tokens, positions, targets, and the targets' shares in mean losses.
+
+    About 256 tokens a group keep the activations in a core's cache, which doubles the speed of a CPU.
+    """
+    count, T = batch.tokens.shape
+    rows = max(1, min(256 // T, count // devices))
+    kinds = batch.kinds[..., None] == np.array(data.KINDS)
+    shares = (kinds / np.maximum(1, kinds.sum((0, 1)))).astype(np.float32)
+    arrays = batch.tokens, batch.positions, batch.targets, shares
+    return tuple(array.reshape(count // rows, rows, *array.shape[1:]) for array in arrays)
+
+
+def make_recall(config: Config) -> Callable:
+    """A compiled function: (parameters, samples' tokens, their answers' places) -> whether each digit is the argmax.
+
+    All four digits right is the same as greedy decoding being right: each is read after the right ones before it.
+    """
+
+    def digits_right(parameters: Parameters, tokens: Int[Array, "B T"], places: Int[Array, "B 4"]):
+        def one(row):
+            tokens, places = row
+            model, hidden = hidden_states(config, parameters, tokens[None])
+            return jnp.argmax(model.logits(hidden[0, places - 1]), -1) == tokens[places]
+
+        return jax.lax.map(one, (tokens, places))
+
+    return jax.jit(digits_right)
+
+
+def recall(
+    digits_right: Callable,
+    parameters: Parameters,
+    tokenizer: Tokenizer,
+    length: int,
+    question: tasks.Placement = "after",
+    count: int = 64,
+    facts: int = 10,
+    seed: int = 1_000_000,
+) -> np.ndarray:
+    """Which digits of ``count`` held-out needles are right with the whole context in sight, bool [count, 4]."""
+    tokens, places = np.zeros((count, length + 4), np.int32), np.zeros((count, 4), np.int32)
+    for i in range(count):
+        sample = tasks.needle(seed + i, tokenizer, length, depth=(i + 0.5) / count, facts=facts, question=question)
+        ids = [*sample.tokens, *sample.answer_tokens]
+        tokens[i, : len(ids)] = ids
+        places[i] = np.arange(len(sample.tokens), len(ids))
+    return np.asarray(digits_right(parameters, tokens, places))
+
+
+def perplexity(config: Config, parameters: Parameters, tokenizer: Tokenizer, length: int = 512) -> float:
+    """Perplexity per token of the held-out sentences of the standard library."""
+    ids = tokenizer.encode(" ".join(prose.library_sentences("test"))).ids
+    rows = np.array(ids[: (len(ids) - 1) // length * length + 1])
+    tokens, targets = rows[:-1].reshape(-1, length), rows[1:].reshape(-1, length)
+    each = jax.jit(lambda p, x, y: jax.lax.map(lambda row: losses(config, p, row[0][None], row[1][None]), (x, y)))
+    return float(np.exp(np.mean(each(parameters, tokens, targets))))
+
+
+def measure(config: Config, parameters: Parameters, tokenizer: Tokenizer, count: int) -> dict[str, Any]:
+    """What the finished model can do with its whole context: recall by placement and length, and perplexity."""
+    digits_right = make_recall(config)
+    lengths = (512, 1024, 2048)
+    placements: tuple[tasks.Placement, ...] = ("after", "both", "before")
+    exact = {
+        placement: {
+            length: float(recall(digits_right, parameters, tokenizer, length, placement, count).all(-1).mean())
+            for length in lengths
+        }
+        for placement in placements
+    }
+    return {"samples": count, "facts": 10, "recall": exact, "perplexity": perplexity(config, parameters, tokenizer)}
+
+
+def plan(recipe: Sequence[Phase], start: int) -> Iterator[tuple[int, Phase]]:
+    """(step, phase) of every step from ``start`` on."""
+    step = 0
+    for phase in recipe:
+        for _ in range(phase.steps):
+            if step >= start:
+                yield step, phase
+            step += 1
+
+
+def rate_schedule(recipe: Sequence[Phase]) -> Callable[[Array], Array]:
+    """The learning rate at each step: linear within each phase, and a warm-up over the first 50 steps."""
+    sizes = jnp.array([phase.steps for phase in recipe])
+    ends = jnp.cumsum(sizes)
+    first, last = jnp.array([phase.rate for phase in recipe]).T
+
+    def rate(step):
+        at = jnp.minimum(jnp.searchsorted(ends, step, side="right"), len(recipe) - 1)
+        share = jnp.clip((step - (ends - sizes)[at]) / sizes[at], 0, 1)
+        return (first[at] + share * (last - first)[at]) * jnp.minimum(1, (step + 1) / 50)
+
+    return rate
+
+
+def prefetch(items: Iterator, size: int = 8) -> Iterator:
+    """The items of an iterator, made ahead in a thread; what goes wrong there is raised here."""
+    ready: queue.Queue = queue.Queue(size)
+
+    def work():
+        try:
+            for item in items:
+                ready.put((item, None))
+            ready.put((None, StopIteration()))
+        except Exception as error:
+            ready.put((None, error))
+
+    threading.Thread(target=work, daemon=True).start()
+    while True:
+        item, error = ready.get()
+        if isinstance(error, StopIteration):
+            return
+        if error is not None:
+            raise error
+        yield item
+
+
+def train(
+    folder: Path,
+    config: Config,
+    tokenizer: Tokenizer,
+    recipe: Sequence[Phase],
+    *,
+    seed: int = 0,
+    resume: bool = True,
+    stop_after: int | None = None,
+    evaluate_every: int = 100,
+    save_every: int = 100,
+    progress: bool = True,
+) -> Parameters:
+    """Runs the recipe, from the newest checkpoint in ``folder`` if there is one and ``resume`` holds.
+
+    Writes checkpoints, ``log.jsonl`` and ``run.json`` (what the checkpoints are of) into ``folder``. Every batch
+    follows from the seed and the step, so a run that stops and resumes ends with the parameters of one that does not,
+    bit for bit.
+
+    Args:
+        stop_after: ends the run at this step of the recipe, to be resumed later.
+        evaluate_every: measures recall every so many steps and at the end; 0: never.
+
+    Raises:
+        ValueError: the checkpoints in ``folder`` are of another model or seed.
+    """
+    _check_run(folder, {"config": dataclasses.asdict(config), "seed": seed}, resume)
+    devices = jax.devices()
+    mesh = jax.make_mesh((len(devices),), ("data",), axis_types=(AxisType.Auto,))
+    optimizer = make_optimizer(rate_schedule(recipe))
+    step_function, digits_right = make_step(config, optimizer, mesh), make_recall(config)
+    everywhere, groups = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))
+
+    parameters = jax.device_put(init_parameters(config, jax.random.key(seed)), everywhere)
+    state = jax.device_put(optimizer.init(parameters), everywhere)
+    total = sum(phase.steps for phase in recipe)
+    last = total if stop_after is None else min(total, stop_after)
+    writer = data.Writer(tokenizer)
+
+    with ocp.CheckpointManager(
+        (folder / "checkpoints").absolute(), options=ocp.CheckpointManagerOptions(max_to_keep=2)
+    ) as checkpoints:
+        start = 0
+        if resume and (newest := checkpoints.latest_step()) is not None:
+            target = jax.tree.map(ocp.utils.to_shape_dtype_struct, {"parameters": parameters, "state": state})
+            restored = checkpoints.restore(newest, args=ocp.args.StandardRestore(target))
+            parameters, state, start = restored["parameters"], restored["state"], newest
+        made = (
+            (step, phase, arrange(writer.batch(phase.level, phase.rows, seed, step), len(devices)))
+            for step, phase in plan(recipe, start)
+            if step < last
+        )
+        bar = tqdm(total=last, initial=start, disable=not progress, mininterval=5, dynamic_ncols=True)
+        begun, seen, totals = time.monotonic(), 0, []
+        for step, phase, batch in prefetch(made):
+            parameters, state, parts = step_function(
+                parameters, state, jax.device_put(batch, groups), jnp.array(phase.weights)
+            )
+            totals.append(parts)
+            seen += batch[0].size
+            bar.update()
+            done = step + 1
+            if done % 20 == 0 or done == last:
+                speed = round(seen / (time.monotonic() - begun))
+                means = np.mean(jax.device_get(totals), axis=0).tolist()
+                line = dict(zip(("first", "rest", "text", "before"), means, strict=True))
+                bar.set_postfix({name: f"{loss:.3f}" for name, loss in line.items()}, tokens_s=speed)
+                line = {"step": done, "length": phase.level.length} | line
+                _log(folder, line | {"tokens_per_second": speed, "time": round(time.time())})
+                begun, seen, totals = time.monotonic(), 0, []
+            if evaluate_every and (done % evaluate_every == 0 or done == last):
+                trained = phase.level.length
+                for length in sorted({256, max(trained, 256), min(2 * trained, 2048)}):
+                    facts = 6 if length < 512 else 10
+                    right = recall(digits_right, parameters, tokenizer, length, count=32, facts=facts)
+                    line = {"step": done, "recall_length": length, "recall": float(right.all(-1).mean())}
+                    _log(folder, line | {"digits": right.mean(0).round(3).tolist()})
+                begun = time.monotonic()
+            if done % save_every == 0 or done == last:
+                checkpoints.save(done, args=ocp.args.StandardSave({"parameters": parameters, "state": state}))
+        bar.close()
+        checkpoints.wait_until_finished()
+    return parameters
+
+
+def _check_run(folder: Path, run: dict[str, Any], resume: bool) -> None:
+    """Refuses checkpoints that ``run`` did not make; without ``resume``, clears the folder for a new run."""
+    record = folder / "run.json"
+    if not resume:
+        for name in ("checkpoints", "log.jsonl", "run.json"):
+            path = folder / name
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    if record.exists():
+        earlier = json.loads(record.read_text(encoding="utf-8"))
+        here = json.loads(json.dumps(run))
+        if earlier != here:
+            different = [
+                f"{n} {earlier['config'].get(n)} there, {v} here"
+                for n, v in here["config"].items()
+                if earlier["config"].get(n) != v
+            ]
+            different += [f"seed {earlier['seed']} there, {run['seed']} here"] * (earlier["seed"] != run["seed"])
+            raise ValueError(
+                f"{folder} holds checkpoints of another run ({'; '.join(different)}): "
+                "choose another --work, or --resume never to begin anew."
+            )
+    folder.mkdir(parents=True, exist_ok=True)
+    record.write_text(json.dumps(run) + "\n", encoding="utf-8")
+
+
+def _log(folder: Path, line: dict[str, Any]) -> None:
+    with open(folder / "log.jsonl", "a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; returns its exit code."""
+    parser = argparse.ArgumentParser(prog="python -m train.retriever", description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("models/retriever"), help="folder for the finished model")
+    parser.add_argument("--work", type=Path, default=Path("runs/retriever"), help="folder for checkpoints and the log")
+    parser.add_argument("--resume", choices=("auto", "never"), default="auto", help="go on from --work's checkpoint")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--devices", type=int, default=2, help="devices to split a CPU into; the cores it has")
+    parser.add_argument("--samples", type=int, default=100, help="needles to measure each recall with; 0: don't")
+    parser.add_argument("--stop-after", type=int, default=None, help="stop early, after this step")
+    options = parser.parse_args(arguments)
+    for flag, path in (("--out", options.out), ("--work", options.work)):
+        if path.exists() and not path.is_dir():
+            parser.error(f"{flag} is {path}, which is a file; expected a folder, or a name for a new one.")
+    if options.devices < 1:
+        parser.error(f"--devices is {options.devices}; expected at least 1.")
+    if options.samples < 0:
+        parser.error(f"--samples is {options.samples}; expected 0 or more.")
+    if options.stop_after is not None and options.stop_after < 1:
+        parser.error(f"--stop-after is {options.stop_after}; expected a step of the recipe, at least 1.")
+    jax.config.update("jax_num_cpu_devices", options.devices)
+    tokenizer = data.train_tokenizer()
+    config = make_config(tokenizer)
+    try:
+        parameters = train(
+            options.work,
+            config,
+            tokenizer,
+            RECIPE,
+            seed=options.seed,
+            resume=options.resume == "auto",
+            stop_after=options.stop_after,
+        )
+    except ValueError as error:
+        parser.error(str(error))
+    save(options.out, Decoder(config, jax.device_get(parameters)), tokenizer)
+    if options.samples:
+        figures = measure(config, parameters, tokenizer, options.samples)
+        _log(options.work, figures)
+        print(json.dumps(figures))
+    shutil.copyfile(options.work / "log.jsonl", options.out / "log.jsonl")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
