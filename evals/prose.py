@@ -2,7 +2,8 @@
 
 The templates are random and endless. The standard library's sentences (docstrings and the licence of CPython)
 are frozen in `prose.txt` beside this file, because docstrings change between Python versions and a sample has to
-be the same on every machine. `python -m evals.prose` writes that file anew.
+be the same on every machine. `python -m evals.prose` writes that file anew. Its sentences are the Python Software
+Foundation's, under the licence in `prose.LICENSE.txt`.
 """
 
 from __future__ import annotations

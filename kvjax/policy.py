@@ -46,7 +46,7 @@ class Observation(NamedTuple):
 
 
 class Protection(NamedTuple):
-    """What always stays: the first ``sinks`` and the last ``recent`` tokens; an int counts, a float is a budget share."""
+    """What always stays: the first ``sinks`` and last ``recent`` tokens; an int counts, a float is a budget share."""
 
     sinks: int | float = 0
     recent: int | float = 0
