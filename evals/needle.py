@@ -156,28 +156,32 @@ def measure(
 
 
 def compare(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For each policy with a CAOTE link and the same policy without it: is it at least as good, on the same samples?"""
+    """For each policy with a CAOTE link: is it better than the same policy without it, on the same samples?
+
+    Where the link takes the group's mean, it is held against the exact form as well.
+    """
     by_setting = {(r["policy"], r["budget"], r["when"], r["question"]): r for r in results}
     rows = []
     for (policy, *rest), result in by_setting.items():
         links = policy.split("+")
-        names = [link.split("(")[0] for link in links]
-        plain = "+".join(link for link, name in zip(links, names, strict=True) if name not in CAOTE_LINKS)
-        if plain == policy or (plain, *rest) not in by_setting:
-            continue
-        outcomes = [[c for cell in r["cells"] for c in cell["correct"]] for r in (by_setting[plain, *rest], result)]
-        mean, low, high = statistics.paired_difference(*outcomes)
-        rows.append(
-            {
-                "policy": policy,
-                "against": plain,
-                **dict(zip(("budget", "when", "question"), rest, strict=True)),
-                "difference": mean,
-                "low": low,
-                "high": high,
-                "better": statistics.verdict(low, high),
-            }
-        )
+        plain = "+".join(link for link in links if link.split("(")[0] not in CAOTE_LINKS)
+        exact = policy.replace("(group='mean')", "")
+        for other in (plain, exact):
+            if other == policy or (other, *rest) not in by_setting:
+                continue
+            outcomes = [[c for cell in r["cells"] for c in cell["correct"]] for r in (by_setting[other, *rest], result)]
+            mean, low, high = statistics.paired_difference(*outcomes)
+            rows.append(
+                {
+                    "policy": policy,
+                    "against": other,
+                    **dict(zip(("budget", "when", "question"), rest, strict=True)),
+                    "difference": mean,
+                    "low": low,
+                    "high": high,
+                    "better": statistics.verdict(low, high),
+                }
+            )
     return rows
 
 

@@ -42,7 +42,7 @@ def table(results: Sequence[dict[str, Any]], *, recency: str) -> str:
 
 
 def comparison_table(comparisons: Sequence[dict[str, Any]]) -> str:
-    """Is X + caote at least X? A row each."""
+    """Is X + caote better than X? A row each."""
     rows = [
         (
             c["policy"],

@@ -56,7 +56,7 @@ def test_bytes_are_those_of_one_sequences_cache(retriever):
     assert results["full", "block"]["peak_cache_bytes"] == results["full", "block"]["cache_bytes"]
 
 
-def test_a_policy_is_compared_with_itself_without_caote():
+def test_a_policy_is_compared_with_itself_without_caote_and_the_groups_mean_with_the_exact_form():
     def result(policy, correct):
         cells = [{"length": 1, "depth": 0.0, "correct": correct}]
         return {"policy": policy, "budget": 8, "when": "block", "question": "after", "cells": cells}
@@ -65,11 +65,14 @@ def test_a_policy_is_compared_with_itself_without_caote():
         [
             result("h2o+protect(recent=0.5)", [0] * 40),
             result("h2o+caote+protect(recent=0.5)", [1] * 40),
+            result("h2o+caote(group='mean')+protect(recent=0.5)", [1] * 40),
             result("tova+fast_caote", [1] * 40),
         ]
     )
     assert [(row["policy"], row["against"], row["better"]) for row in rows] == [
-        ("h2o+caote+protect(recent=0.5)", "h2o+protect(recent=0.5)", "yes")
+        ("h2o+caote+protect(recent=0.5)", "h2o+protect(recent=0.5)", "yes"),
+        ("h2o+caote(group='mean')+protect(recent=0.5)", "h2o+protect(recent=0.5)", "yes"),
+        ("h2o+caote(group='mean')+protect(recent=0.5)", "h2o+caote+protect(recent=0.5)", "within noise"),
     ]
 
 
