@@ -33,8 +33,8 @@ def cache_attention(
     0 and no statistic counts it. Query head n reads KV head n // (N / K).
 
     Args:
-        statistics: names out of "sum", "last", "window_mean"; see :class:`ColumnStatistics`.
-        window: the observation window of "window_mean", in queries.
+        statistics: names out of ``STATISTICS``; see :class:`ColumnStatistics`.
+        window: the observation window of the "window_" statistics, in queries.
         sliding_window: how many positions a query sees, itself included; None for all.
         scale: factor of the logits, D ** -0.5 by default.
         implementation: "auto" takes the fastest that can run here; a named one runs or raises.
@@ -43,7 +43,7 @@ def cache_attention(
         The output in the queries' dtype, and the statistics in float32 (float64 for float64 inputs).
 
     Raises:
-        ValueError: shapes that do not fit, an unknown statistic or implementation.
+        ValueError: shapes that do not fit, an unknown statistic or implementation, a "window_" statistic of no window.
 
     Example:
         >>> import jax.numpy as jnp
@@ -68,8 +68,9 @@ def cache_attention(
     unknown = sorted(statistics - set(STATISTICS))
     if unknown:
         raise ValueError(f"unknown statistic {', '.join(unknown)}; there are {', '.join(STATISTICS)}.")
-    if "window_mean" in statistics and window < 1:
-        raise ValueError(f"the observation window is {window}; 'window_mean' needs at least 1 query.")
+    observing = sorted(name for name in statistics if name.startswith("window_"))
+    if observing and window < 1:
+        raise ValueError(f"the observation window is {window}; {observing[0]!r} needs at least 1 query.")
     if implementation not in ("auto", *IMPLEMENTATIONS):
         raise ValueError(f"unknown implementation {implementation!r}; there are auto, {', '.join(IMPLEMENTATIONS)}.")
     run = IMPLEMENTATIONS["reference" if implementation == "auto" else implementation]

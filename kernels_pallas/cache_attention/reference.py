@@ -4,22 +4,39 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
-STATISTICS = ("sum", "last", "window_mean")
+STATISTICS = (
+    "sum",
+    "last",
+    "window_mean",
+    "window_variance",
+    "window_square",
+    "window_log",
+    "window_group_square",
+)
 
 
 class ColumnStatistics(NamedTuple):
-    """What a block's attention weights say of each slot, per query head, float32; ``None`` where not asked for.
+    """What a block's attention weights say of each slot, float32; ``None`` where not asked for.
 
-    ``sum``: over the block's valid queries. ``last``: the last valid query's row. ``window_mean``: the mean over
-    the last ``window`` valid queries of the block (over all of them where there are fewer).
+    Over the block's valid queries, per query head ``[B, N, S]``: ``sum``, and ``last``, the last one's row.
+
+    Over the last ``window`` valid queries of the block (over all of them where there are fewer), per query head: the
+    mean ``window_mean``; the unbiased variance ``window_variance``, 0 for a single query; the sum of squares
+    ``window_square``; and the sum of ``a log a``, ``window_log``, with ``0 log 0 = 0``. Per KV head ``[B, K, S]``:
+    ``window_group_square``, the sum of squares of the group's mean weight.
     """
 
     sum: Float[Array, "*heads S"] = None  # type: ignore[assignment]
     last: Float[Array, "*heads S"] = None  # type: ignore[assignment]
     window_mean: Float[Array, "*heads S"] = None  # type: ignore[assignment]
+    window_variance: Float[Array, "*heads S"] = None  # type: ignore[assignment]
+    window_square: Float[Array, "*heads S"] = None  # type: ignore[assignment]
+    window_log: Float[Array, "*heads S"] = None  # type: ignore[assignment]
+    window_group_square: Float[Array, "*groups S"] = None  # type: ignore[assignment]
 
 
 def cache_attention(
@@ -64,13 +81,29 @@ def cache_attention(
         columns["sum"] = jnp.sum(weights, axis=3)
     if "last" in statistics:
         columns["last"] = _weighted_rows(weights, (valid & (from_end == 1)).astype(accumulate))
+    seen = valid & (from_end <= window)
+    queries = jnp.sum(seen, axis=1)  # [B]
+    share = seen / jnp.maximum(queries, 1)[:, None]
     if "window_mean" in statistics:
-        seen = valid & (from_end <= window)
-        share = seen / jnp.maximum(jnp.sum(seen, axis=1, keepdims=True), 1)
         columns["window_mean"] = _weighted_rows(weights, share)
-    columns = {name: column.reshape(B, N, S) for name, column in columns.items()}
+    if "window_variance" in statistics:  # around the mean: of small weights, E[a^2] - E[a]^2 would leave rounding only
+        deviations = _sum_of_rows((weights - _weighted_rows(weights, share)[:, :, :, None]) ** 2, seen)
+        others = (queries - 1)[:, None, None, None]
+        columns["window_variance"] = jnp.where(others > 0, deviations / jnp.maximum(others, 1), 0)
+    if "window_square" in statistics:
+        columns["window_square"] = _sum_of_rows(weights**2, seen)
+    if "window_log" in statistics:
+        columns["window_log"] = _sum_of_rows(jax.scipy.special.xlogy(weights, weights), seen)
+    if "window_group_square" in statistics:
+        columns["window_group_square"] = _sum_of_rows(jnp.mean(weights, axis=2, keepdims=True) ** 2, seen)
+    columns = {name: column.reshape(B, -1, S) for name, column in columns.items()}  # N heads, or K groups
     return out.reshape(B, T, N, D).astype(query.dtype), ColumnStatistics(**columns)
 
 
 def _weighted_rows(weights: Float[Array, "B K G T S"], row_weight: Float[Array, "B T"]) -> Float[Array, "B K G S"]:
     return jnp.einsum("bkgts,bt->bkgs", weights, row_weight.astype(weights.dtype))
+
+
+def _sum_of_rows(x: Float[Array, "B K _ T S"], rows: Bool[Array, "B T"]) -> Float[Array, "B K _ S"]:
+    """A reduction, not a product: XLA computes x on the way and stores it nowhere."""
+    return jnp.sum(jnp.where(rows[:, None, None, :, None], x, 0), axis=3)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from kernels_pallas import STATISTICS, cache_attention
-from tests.kvjax.definitions import block_weights, weighted_values
+from tests.kvjax.definitions import block_weights, column_statistics, weighted_values
 
 
 class Case(NamedTuple):
@@ -47,16 +47,8 @@ def attention(case: Case, **options):
     return np.asarray(out), {name: np.asarray(getattr(columns, name)) for name in options.get("statistics", STATISTICS)}
 
 
-def statistics(weights: np.ndarray, query_position: np.ndarray, window: int) -> dict[str, np.ndarray]:
-    """[B, N, T, S], [B, T] -> each [B, N, S], from rows of valid queries only."""
-    result = {name: np.zeros((*weights.shape[:2], weights.shape[3])) for name in STATISTICS}
-    for b, valid in enumerate(query_position >= 0):
-        rows = weights[b][:, valid]
-        if rows.shape[1]:
-            result["sum"][b] = rows.sum(1)
-            result["last"][b] = rows[:, -1]
-            result["window_mean"][b] = rows[:, -window:].mean(1)
-    return result
+def statistics(weights: np.ndarray, case: Case, window: int) -> dict[str, np.ndarray]:
+    return column_statistics(weights, case.query_position >= 0, window, case.key.shape[1])
 
 
 def check(case: Case, *, window: int = 2, rtol: float = 2e-5, atol: float = 2e-6, **options) -> None:
@@ -64,7 +56,7 @@ def check(case: Case, *, window: int = 2, rtol: float = 2e-5, atol: float = 2e-6
     weights = block_weights(case.query, case.key, case.key_position, case.query_position, **options)
     expected = weighted_values(weights, case.value, case.key_position)
     np.testing.assert_allclose(out.astype(np.float64), expected, rtol=rtol, atol=atol)
-    for name, column in statistics(weights, case.query_position, window).items():
+    for name, column in statistics(weights, case, window).items():
         np.testing.assert_allclose(columns[name], column, rtol=rtol, atol=atol, err_msg=name)
 
 
@@ -94,13 +86,33 @@ def test_a_sliding_window_is_counted_in_positions(sliding_window):
 
 def test_the_sliding_window_may_be_traced():
     given = case(3)
-    traced = jax.jit(lambda w: cache_attention(*given, sliding_window=w)[0])
+    traced = jax.jit(lambda w: cache_attention(*map(jnp.asarray, given), sliding_window=w)[0])
     np.testing.assert_allclose(traced(jnp.int32(3)), attention(given, sliding_window=3)[0], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("window", [1, 3, 50])
 def test_the_observation_window_takes_the_last_valid_queries(window):
     check(case(4, T=6), window=window)
+
+
+@pytest.mark.parametrize(("N", "K"), [(6, 2), (4, 4), (3, 1)], ids=str)
+@pytest.mark.parametrize("window", [1, 2, 4, 9])
+def test_ragged_rows_have_windows_of_their_own(window, N, K):
+    given = case(21, B=3, T=6, N=N, K=K)
+    given.query_position[:] = [[9, 10, 11, 12, 13, 14], [-1, 11, -1, 12, 13, -1], [-1, -1, -1, 14, -1, -1]]
+    check(given, window=window)
+    assert (attention(given, window=window)[1]["window_variance"][2] == 0).all()  # of a single query
+
+
+def test_the_variance_of_nearly_equal_weights_does_not_drown_in_rounding():
+    given = case(22, T=6)
+    given.query_position[:] = 14
+    close = given._replace(query=given.query[:, :1] + np.float32(1e-3) * given.query)
+    _, columns = attention(close, window=6)
+    weights = block_weights(close.query, close.key, close.key_position, close.query_position)
+    expected = statistics(weights, close, 6)["window_variance"]
+    assert 0 < expected.max() < 1e-6
+    np.testing.assert_allclose(columns["window_variance"], expected, rtol=2e-2, atol=1e-3 * expected.max())
 
 
 def test_the_scale_of_the_logits_can_be_given():
@@ -135,7 +147,7 @@ def test_permuting_the_slots_permutes_the_statistics_and_not_the_output(seed):
     (out, columns), (out_2, columns_2) = attention(given), attention(shuffled)
     np.testing.assert_allclose(out_2, out, rtol=1e-4, atol=1e-5)
     for name in STATISTICS:
-        np.testing.assert_allclose(columns_2[name], columns[name][..., order], rtol=1e-5, err_msg=name)
+        np.testing.assert_allclose(columns_2[name], columns[name][..., order], rtol=1e-5, atol=1e-9, err_msg=name)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -154,12 +166,12 @@ def test_what_a_free_slot_holds_does_not_matter(side, bad):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_gradients_are_finite_and_no_free_slot_gets_one(dtype):
     given = case(8)
-    free = given.key_position < 0
+    free, positions = given.key_position < 0, tuple(map(jnp.asarray, given[3:]))
 
     @jax.jit
     def gradient(query, key, value):
         def loss(*qkv):
-            return (cache_attention(*qkv, given.key_position, given.query_position)[0].astype(jnp.float32) ** 2).sum()
+            return (cache_attention(*qkv, *positions)[0].astype(jnp.float32) ** 2).sum()
 
         return jax.grad(loss, argnums=(0, 1, 2))(query, key, value)
 
@@ -172,9 +184,10 @@ def test_gradients_are_finite_and_no_free_slot_gets_one(dtype):
 
 def test_free_slots_weigh_exactly_nothing():
     given = case(9)
-    free = np.repeat(given.key_position < 0, 2, axis=1)
     _, columns = attention(given)
-    assert free.any() and all((column[free] == 0).all() for column in columns.values())
+    for column in columns.values():
+        free = np.repeat(given.key_position < 0, column.shape[1] // 2, axis=1)
+        assert free.any() and (column[free] == 0).all()
 
 
 def test_padding_gives_zeros_and_enters_no_statistic():
@@ -199,7 +212,8 @@ def test_a_query_that_sees_no_slot_gives_zeros():
     given = case(12)
     given.key_position[0, 1] = -1
     out, columns = attention(given)
-    assert (out[0, :, 2:] == 0).all() and all((column[0, 2:] == 0).all() for column in columns.values())
+    assert (out[0, :, 2:] == 0).all()
+    assert all((column[0, column.shape[1] // 2 :] == 0).all() for column in columns.values())
     check(given)
 
 
@@ -226,7 +240,7 @@ def test_half_precision_is_computed_in_float32_and_given_back_as_it_came(dtype, 
     wide = [np.asarray(x, np.float32) for x in narrow[:3]]
     weights = block_weights(wide[0], wide[1], given.key_position, given.query_position)
     assert out.dtype == dtype and all(column.dtype == jnp.float32 for column in columns)
-    for name, column in statistics(weights, given.query_position, 2).items():
+    for name, column in statistics(weights, given, 2).items():
         np.testing.assert_allclose(getattr(columns, name), column, rtol=1e-4, atol=1e-6, err_msg=name)
     expected = weighted_values(weights, wide[2], given.key_position)
     np.testing.assert_allclose(np.asarray(out, np.float32), expected, rtol=2e-2, atol=2e-2)
@@ -245,7 +259,9 @@ def test_float64_stays_float64():
         np.testing.assert_allclose(columns.sum, weights.sum(2), rtol=1e-11, atol=1e-15)
 
 
-@pytest.mark.parametrize("names", [(), ("sum",), ("last", "window_mean")], ids=str)
+@pytest.mark.parametrize(
+    "names", [(), ("sum",), ("last", "window_mean"), ("window_variance",), ("window_group_square",)], ids=str
+)
 def test_only_the_statistics_asked_for_are_given(names):
     _, columns = compiled(statistics=names)(*case(17))
     assert {name for name in STATISTICS if getattr(columns, name) is not None} == set(names)
@@ -256,6 +272,7 @@ def test_the_named_reference_is_what_auto_takes_on_a_cpu():
     np.testing.assert_array_equal(attention(given, implementation="reference")[0], attention(given)[0])
 
 
+@pytest.mark.bad_input
 @pytest.mark.parametrize(
     ("changes", "options", "message"),
     [
@@ -267,6 +284,10 @@ def test_the_named_reference_is_what_auto_takes_on_a_cpu():
         ({"query_position": (2, 3)}, {}, r"positions .* do not fit: .* \(2, 4\) for the queries"),
         ({}, {"statistics": ["sum", "entropy"]}, r"unknown statistic entropy; there are sum, last, window_mean"),
         ({}, {"statistics": ["window_mean"]}, r"observation window is 0; 'window_mean' needs at least 1 query"),
+        ({}, {"statistics": ["sum", "window_log"], "window": -1}, r"observation window is -1; 'window_log' needs"),
+        ({}, {"statistics": ["window_variance"]}, r"'window_variance' needs at least 1 query"),
+        ({}, {"statistics": ["window_square"]}, r"'window_square' needs at least 1 query"),
+        ({}, {"statistics": ["window_group_square"]}, r"'window_group_square' needs at least 1 query"),
         ({}, {"implementation": "cuda"}, r"unknown implementation 'cuda'; there are auto, reference"),
     ],
     ids=str,
@@ -279,5 +300,5 @@ def test_a_call_that_does_not_fit_is_refused(changes, options, message):
 
 
 def test_statistics_may_come_from_a_generator():
-    _, columns = cache_attention(*case(20), statistics=(name for name in ["sum"]))
+    _, columns = cache_attention(*map(jnp.asarray, case(20)), statistics=(name for name in ["sum"]))
     assert columns.sum is not None
