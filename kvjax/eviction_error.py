@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from kvjax.projection import OutputProjection, measure
+
 Norm = Literal[1, 2, "inf"]
 Group = Literal["exact", "mean"]
 
@@ -20,6 +22,8 @@ def score(
     norm: Norm = 2,
     mask: Bool[Array, "*values S"] | None = None,
     group: Group | None = None,
+    projection: OutputProjection | Float[Array, "... G D F"] | None = None,
+    cross: bool = True,
 ) -> Float[Array, "*values S"]:
     r"""The change of the attention output when a token is evicted, for every token (CAOTE, theorem 3.2 and eq. 8).
 
@@ -37,12 +41,18 @@ def score(
         group: losing a slot changes the outputs of all G query heads that share it. "exact" is the norm of those G
             changes together, ``sqrt(sum_g (A_gj / (1 - A_gj))^2 |X_g - v_j|^2)``; "mean" averages the weights over
             the group first and then takes one head's formula, as the papers' code does.
+        projection: W_O of the G query heads, ``[*batch, G, D, E]``, or any matrix with the same Gram, such as
+            :attr:`OutputProjection.factor`: measures the change of the layer's output behind W_O,
+            ``|sum_g A_gj / (1 - A_gj) (X_g - v_j) W_O^g|``, instead. Needs ``group="exact"`` and norm 2.
+        cross: False leaves out what two query heads do together, for ``sqrt(sum_g |A_gj / (1 - A_gj) (X_g - v_j)
+            W_O^g|^2)``, which costs a G-th and reads no more than :attr:`OutputProjection.gram`.
 
     Returns:
         Scores ``[*batch, S]`` in float32 (float64 for float64 inputs).
 
     Raises:
-        ValueError: shapes that do not match, an unknown norm or group, NaN weights (outside jit).
+        ValueError: shapes that do not match, an unknown norm or group, a projection with another norm or group than
+            it needs, NaN weights (outside jit).
 
     Example:
         >>> import jax.numpy as jnp
@@ -65,10 +75,20 @@ def score(
         raise ValueError(f"unknown norm {norm!r}; there are 1, 2 and 'inf'.")
     if group not in (None, "exact", "mean"):
         raise ValueError(f"unknown group {group!r}; there are None, 'exact' and 'mean'.")
+    if projection is not None and (norm != 2 or group != "exact"):
+        raise ValueError(
+            f"norm is {norm!r} and group {group!r}, but behind W_O the heads' changes are one vector: a projection "
+            "needs norm=2 and group='exact'."
+        )
+    if projection is None and not cross:
+        raise ValueError(
+            "cross=False is about heads that meet in W_O, but no projection is given: give one, or cross=True."
+        )
     if not isinstance(A, jax.core.Tracer) and bool(jnp.isnan(A).any()):
         raise ValueError("the weights contain NaN; softmax over a row without live tokens is the usual cause.")
 
     dtype = jnp.promote_types(jnp.promote_types(A.dtype, V.dtype), jnp.float32)
+    behind = None if projection is None else measure(projection, cross, (*A.shape[:-1], V.shape[-1]), dtype)
     A = A.astype(dtype) if group is not None else A.astype(dtype)[..., None, :]  # [*batch, G, S]
     V = V.astype(dtype)
     live = jnp.isfinite(V).all(-1) & jnp.isfinite(A).all(-2)
@@ -89,18 +109,56 @@ def score(
 
     if fast:
         mean = jnp.sum(V, axis=-2) / jnp.maximum(jnp.sum(live, axis=-1), 1)[..., None].astype(dtype)
-        change = A / left * _length(mean[..., None, None, :] - V[..., None, :, :], norm)  # [*batch, G, S]
+        ratio, point = A / left, mean[..., None, None, :]  # [*batch, G, S] and, with 1 for G and S, [*batch, G, S, D]
     else:
         rest_output = jnp.einsum("...gs,...sd->...gd", rest, V, precision=jax.lax.Precision.HIGHEST)
         heaviest_value = jnp.take_along_axis(V, heaviest, axis=-2)  # [*batch, G, D]
-        output = rest_output + weight * heaviest_value
-        change = A / left * _length(output[..., :, None, :] - V[..., None, :, :], norm)
-        without = weight * _length(rest_output / rest_weight - heaviest_value, norm)[..., None]
-        change = jnp.where(dominant, without, change)
+        ratio, point = A / left, (rest_output + weight * heaviest_value)[..., None, :]
+
+    if behind is not None:
+        if not fast:
+            ratio = jnp.where(dominant, weight, ratio)
+            point = jnp.where(dominant[..., None], (rest_output / rest_weight)[..., None, :], point)
+        direction = jnp.broadcast_to(point - V[..., None, :, :], (*ratio.shape, V.shape[-1]))
+        change = joined_change(ratio, direction, behind)
+    else:
+        changes = ratio * _length(point - V[..., None, :, :], norm)
+        if not fast:
+            without = weight * _length(rest_output / rest_weight - heaviest_value, norm)[..., None]
+            changes = jnp.where(dominant, without, changes)
+        change = _joined(changes, norm)
 
     holds_all = (A >= 1) | (is_heaviest & (A > 0) & (rest == 0).all(-1, keepdims=True))
-    scores = jnp.where(holds_all.any(-2), jnp.finfo(dtype).max, _joined(change, norm))
+    scores = jnp.where(holds_all.any(-2), jnp.finfo(dtype).max, change)
     return jnp.where(live, scores, -jnp.inf)
+
+
+def joined_change(
+    ratio: Float[Array, "*batch G S"], direction: Float[Array, "*batch G S D"], behind: OutputProjection | None
+) -> Float[Array, "*batch S"]:
+    """The length of the changes ``ratio * direction`` of G heads together, as they are or behind W_O.
+
+    ``behind`` holds the factor of W_O, or the gram, as :func:`kvjax.projection.measure` gives them. The ratios are
+    scaled so that squares of small ones are not lost.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from kvjax.eviction_error import joined_change
+        >>> joined_change(jnp.ones((2, 1)), jnp.array([[[3.0]], [[4.0]]]), None).tolist()
+        [5.0]
+    """
+    high = jax.lax.Precision.HIGHEST
+    largest = jnp.max(ratio, axis=-2, keepdims=True)
+    scale = jax.lax.stop_gradient(jnp.where(largest > 0, largest, 1))
+    ratio = ratio / scale
+    if behind is not None and behind.factor is not None:
+        moved = jnp.einsum("...gsd,...gdf->...sf", ratio[..., None] * direction, behind.factor, precision=high)
+        return scale[..., 0, :] * _length(moved, 2)
+    image = direction
+    if behind is not None:
+        image = jnp.einsum("...gsd,...gde->...gse", direction, behind.gram, precision=high)
+    squares = jnp.sum(ratio**2 * jnp.sum(image * direction, axis=-1), axis=-2)
+    return scale[..., 0, :] * _root(squares)
 
 
 def _length(x: Float[Array, "*shape D"], norm: Norm) -> Float[Array, "*shape"]:
@@ -109,7 +167,10 @@ def _length(x: Float[Array, "*shape D"], norm: Norm) -> Float[Array, "*shape"]:
         return jnp.sum(jnp.abs(x), axis=-1)
     if norm == "inf":
         return jnp.max(jnp.abs(x), axis=-1)
-    squares = jnp.sum(x**2, axis=-1)
+    return _root(jnp.sum(x**2, axis=-1))
+
+
+def _root(squares: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     return jnp.where(squares > 0, jnp.sqrt(jnp.where(squares > 0, squares, 1)), 0)
 
 

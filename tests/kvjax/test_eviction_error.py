@@ -33,9 +33,10 @@ def compiled(**options):
     return jax.jit(functools.partial(kvjax.score, **options))
 
 
-def scored(A, V, dtype=np.float64, mask=None, **options) -> np.ndarray:
+def scored(A, V, dtype=np.float64, mask=None, projection=None, **options) -> np.ndarray:
     with jax.enable_x64(dtype == np.float64):
-        result = compiled(**options)(jnp.asarray(A, dtype), jnp.asarray(V, dtype), mask=mask)
+        projection = None if projection is None else jnp.asarray(projection, dtype)
+        result = compiled(**options)(jnp.asarray(A, dtype), jnp.asarray(V, dtype), mask=mask, projection=projection)
         assert result.dtype == dtype
         return np.asarray(result)
 
@@ -295,6 +296,166 @@ def test_inside_a_scan_each_step_equals_a_call():
     np.testing.assert_allclose(scanned, scored(A, V, np.float32), rtol=1e-6)
 
 
+# Behind the output projection.
+
+E = 9
+
+
+def draw_projection(seed: int, width: int = E) -> np.ndarray:
+    """W_O of a group, [G, D, E], whose columns have different scales."""
+    rng = np.random.default_rng(seed)
+    return rng.normal(size=(G, D, width)) * 10 ** rng.uniform(-1, 1, size=width)
+
+
+def layer_errors(A: np.ndarray, V: np.ndarray, W: np.ndarray, cross: bool = True) -> np.ndarray:
+    """Brute force: evict the token, do all heads' attention again, project, measure the layer's output: [S]."""
+    heads = [[definitions.error_of_evicting(a, V, j) @ w for a, w in zip(A, W, strict=True)] for j in range(len(V))]
+    return np.array([definitions.length(np.sum(x, 0) if cross else x, 2) for x in heads])
+
+
+def projections(W: np.ndarray, cross: bool) -> dict[str, object]:
+    """The same W_O in all forms that `score` takes."""
+    kind = "factor" if cross else "gram"
+    with jax.enable_x64(True):
+        made = kvjax.output_projection(jnp.asarray(W, jnp.float64), 1, ["factor", "gram", "weight"])
+        one = jax.tree.map(lambda x: x[0], made)
+        only = kvjax.OutputProjection(**{kind: getattr(one, kind)})
+    return {"W_O": W, "factor": one.factor, "all parts": one, kind + " alone": only}
+
+
+@pytest.mark.parametrize("cross", [True, False])
+@pytest.mark.parametrize("width", [E, 2 * G * D, 5])
+@hypothesis.given(seed=seeds)
+def test_behind_w_o_the_score_is_the_error_of_the_layers_output_in_float64(width, cross, seed):
+    A, V = draw(seed, (G,))
+    W = draw_projection(seed, width)
+    expected = layer_errors(A, V, W, cross)
+    for form, projection in projections(W, cross).items():
+        with jax.enable_x64(True):
+            result = compiled(group="exact", cross=cross)(A, V, projection=projection)
+        np.testing.assert_allclose(result, expected, rtol=1e-9, err_msg=form)
+
+
+@pytest.mark.parametrize("cross", [True, False])
+@hypothesis.given(seed=seeds)
+def test_behind_w_o_the_score_holds_in_float32(cross, seed):
+    A, V = (x.astype(np.float32) for x in draw(seed, (G,), peak=1.5))
+    W = draw_projection(seed).astype(np.float32)
+    scale = layer_errors(A, V, W, cross=False)  # heads may cancel; what float32 can say is relative to each alone
+    for form, projection in projections(W, cross).items():
+        projection = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), projection)
+        result = compiled(group="exact", cross=cross)(A, V, projection=projection)
+        assert result.dtype == np.float32
+        error = np.abs(result - layer_errors(A, V, W, cross)) / scale
+        np.testing.assert_array_less(error, 1e-5, err_msg=form)
+
+
+@pytest.mark.parametrize("cross", [True, False])
+def test_an_orthonormal_w_o_changes_nothing_where_heads_stay_apart(cross):
+    A, V = draw(30, (G,), peak=1.0)
+    W = np.eye(G * D).reshape(G, D, G * D)
+    result = scored(A, V, group="exact", projection=jnp.asarray(W, np.float32), cross=cross)
+    np.testing.assert_allclose(result, scored(A, V, group="exact"), rtol=1e-12)
+
+
+def test_heads_that_cancel_in_w_o_cost_nothing_together():
+    A, V = draw(31, (1,), peak=1.0)
+    A, W = np.repeat(A, 2, 0), draw_projection(31)[:1] * np.array([1, -1])[:, None, None]
+    alone = scored(A, V, group="exact", projection=W, cross=False)
+    together = scored(A, V, group="exact", projection=W)
+    assert (alone > 0).all() and (together < 1e-12 * alone).all()
+
+
+@pytest.mark.parametrize("cross", [True, False])
+def test_fast_caote_behind_w_o_is_the_same_with_the_mean_for_the_output(cross):
+    A, V = draw(32, (G,), peak=1.5)
+    W = draw_projection(32)
+    change = [[a[j] / (1 - a[j]) * (V.mean(0) - V[j]) @ w for a, w in zip(A, W, strict=True)] for j in range(S)]
+    expected = [definitions.length(np.sum(x, 0) if cross else x, 2) for x in change]
+    np.testing.assert_allclose(scored(A, V, group="exact", fast=True, projection=W, cross=cross), expected, rtol=1e-10)
+
+
+def test_one_projection_a_kv_head_serves_all_rows():
+    A, V = (np.stack(x) for x in zip(*(draw(seed, (G,), peak=1.0) for seed in range(6)), strict=True))
+    A, V, W = A.reshape(2, 3, G, S), V.reshape(2, 3, S, D), np.stack([draw_projection(seed) for seed in range(3)])
+    expected = [[layer_errors(A[b, k], V[b, k], W[k]) for k in range(3)] for b in range(2)]
+    np.testing.assert_allclose(scored(A, V, group="exact", projection=W), expected, rtol=1e-9)
+
+
+@pytest.mark.parametrize("cross", [True, False])
+@pytest.mark.parametrize("rest", [1e-3, 1e-5, 1e-7, 1e-12])
+def test_behind_w_o_a_weight_near_one_in_one_head_is_still_the_error(rest, cross):
+    values = np.array([[100.0, 0.0], [101.0, 1.0], [102.0, -1.0]])
+    A = np.array([[1 - rest, rest / 2, rest / 2], [0.2, 0.3, 0.5]]).astype(np.float32)
+    W = np.random.default_rng(33).normal(size=(2, 2, 5)).astype(np.float32)
+    result = scored(A, values, np.float32, group="exact", projection=W, cross=cross)
+    assert np.isfinite(result).all()
+    if A[0, 0] < 1:
+        np.testing.assert_allclose(result[0], layer_errors(A, values, W, cross)[0], rtol=1e-4)
+    else:
+        assert result[0] == np.float32(LARGEST)
+
+
+@pytest.mark.parametrize("cross", [True, False])
+def test_behind_w_o_the_ends_are_those_of_the_plain_score(cross):
+    """All weight in one head, tokens without weight, masked and not finite ones, weights whose squares vanish."""
+    A, V = draw(34, (G,), peak=1.0)
+    W = draw_projection(34)
+    behind = functools.partial(scored, dtype=np.float32, group="exact", projection=W, cross=cross)
+    one = A.copy()
+    one[1] = np.eye(S)[2]
+    assert behind(one, V)[2] == np.float32(LARGEST)
+    none = np.where(np.arange(S) == 3, 0, A)
+    assert behind(none / none.sum(-1, keepdims=True), V)[3] == 0
+    assert (behind(np.zeros((G, S)), V) == 0).all()
+    for bad in (np.nan, np.inf):
+        V_bad = V.copy()
+        V_bad[4, 1] = bad
+        result = behind(A, V_bad)
+        np.testing.assert_array_equal(result, behind(A, V, mask=np.arange(S) != 4))
+        assert result[4] == -np.inf and np.isfinite(np.delete(result, 4)).all()
+    tiny = np.array([[0.5, 0.5 - 1e-20, 1e-30, 1e-25, 1e-20, 0, 0]] * G)
+    ones = np.eye(S, D) / 4
+    assert (np.diff(behind(tiny, ones)[2:5]) > 0).all()
+    equal = A.copy()
+    equal[:, 4], V[4] = equal[:, 1], V[1]
+    result = behind(equal / equal.sum(-1, keepdims=True), V)
+    assert result[1] == result[4]
+
+
+@pytest.mark.parametrize("cross", [True, False])
+def test_behind_w_o_gradients_are_the_slope_of_the_brute_force_error(cross):
+    A, V = draw(35, (G,), peak=1.0)
+    W = draw_projection(35)
+    dV = np.random.default_rng(35).normal(size=V.shape) * V.std()
+    ends = [layer_errors(A, V + h * dV, W, cross) for h in (1e-5, -1e-5)]
+    with jax.enable_x64(True):
+        slope = jax.jvp(lambda V: compiled(group="exact", cross=cross)(A, V, projection=W), (V,), (dV,))[1]
+    np.testing.assert_allclose(slope, (ends[0] - ends[1]) / 2e-5, rtol=1e-5)
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("projection", "options", "message"),
+    [
+        (np.ones((G, D, E)), {"norm": 1}, r"norm is 1 .*a projection needs norm=2 and group='exact'"),
+        (np.ones((G, D, E)), {"group": "mean"}, r"group 'mean'.*a projection needs norm=2 and group='exact'"),
+        (None, {"cross": False}, r"cross=False .*no projection is given"),
+        (np.ones((G + 1, D, E)), {}, r"projection \(4, 4, 9\) does not fit 3 query heads of dimension 4: expected"),
+        (np.ones((G, D + 1, E)), {}, r"projection \(3, 5, 9\) does not fit"),
+        (np.ones((2, G, D, E)), {}, r"projection \(2, 3, 4, 9\) does not fit"),
+        (np.ones((D, E)), {}, r"projection \(4, 9\) does not fit"),
+        (kvjax.OutputProjection(gram=jnp.ones((G, D, D))), {}, r"holds no factor: make it with output_projection"),
+        (kvjax.OutputProjection(), {"cross": False}, r"holds no gram: make it with output_projection"),
+    ],
+    ids=str,
+)
+def test_a_projection_that_does_not_fit_is_refused(projection, options, message):
+    with pytest.raises(ValueError, match=message):
+        kvjax.score(jnp.ones((G, S)), jnp.ones((S, D)), **{"group": "exact", "projection": projection, **options})
+
+
+@pytest.mark.bad_input
 @pytest.mark.parametrize(
     ("weights", "values", "options", "message"),
     [

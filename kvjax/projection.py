@@ -1,0 +1,112 @@
+"""What a score may read of a layer's output projection W_O: computed once, for all slots and steps.
+
+A KV head's G query heads leave the layer through G blocks of W_O, each [D, E]. Losing value v of slot j with weights
+a_g moves the layer's output by sum_g a_g v W_O^g, so what matters is W_O^g W_O^h' [D, D], never an [S, E] array.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+KINDS = ("weight", "gram", "factor")
+
+
+class OutputProjection(NamedTuple):
+    """Parts of W_O, float32 but for ``weight``; ``None`` where not asked for.
+
+    ``weight``: W_O itself. ``gram``: ``W_O^g W_O^g'`` of each query head, so ``|v W_O^g|^2 = v gram v'``. ``factor``:
+    F with ``F F' = W W'`` for the group's stacked ``W [G D, E]``, so ``|u F| = |u W|`` for any ``u [G D]``; its width
+    is ``min(G D, E)``.
+    """
+
+    weight: Float[Array, "*L K G D E"] | None = None
+    gram: Float[Array, "*L K G D D"] | None = None
+    factor: Float[Array, "*L K G D F"] | None = None
+
+    def layer(self, index: int | Array) -> OutputProjection:
+        """One layer of stacked projections."""
+        return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), self)
+
+
+def output_projection(weight: Float[Array, "*L N D E"], kv_heads: int, kinds: Iterable[str]) -> OutputProjection:
+    """The parts of W_O that a policy asks for (``policy.projections``).
+
+    Args:
+        weight: the output projection, one block ``[D, E]`` a query head.
+        kv_heads: K; query head n belongs to KV head ``n // (N / K)``.
+        kinds: names out of "weight", "gram", "factor"; see :class:`OutputProjection`.
+
+    Raises:
+        ValueError: an unknown kind, or a number of query heads that K does not divide.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from kvjax import output_projection
+        >>> output_projection(jnp.ones((4, 3, 16)), 2, ["gram", "factor"]).factor.shape
+        (2, 2, 3, 6)
+    """
+    kinds = frozenset(kinds)
+    unknown = sorted(kinds - set(KINDS))
+    if unknown:
+        raise ValueError(f"unknown kind {', '.join(unknown)}; there are {', '.join(KINDS)}.")
+    *L, N, D, E = weight.shape
+    if N % kv_heads:
+        raise ValueError(f"{kv_heads} KV heads do not divide the {N} query heads of W_O {weight.shape}.")
+    G = N // kv_heads
+    blocks = weight.reshape(*L, kv_heads, G, D, E)
+    wide = blocks.astype(jnp.promote_types(weight.dtype, jnp.float32))
+    gram = factor = None
+    if "gram" in kinds:
+        gram = jnp.einsum("...de,...fe->...df", wide, wide, precision=jax.lax.Precision.HIGHEST)
+    if "factor" in kinds:
+        stacked = wide.reshape(*L, kv_heads, G * D, E)
+        triangle = jnp.linalg.qr(stacked.swapaxes(-1, -2), mode="r")  # W' = Q R, so |u W| = |u R'|
+        factor = triangle.swapaxes(-1, -2).reshape(*L, kv_heads, G, D, -1)
+    return OutputProjection(blocks if "weight" in kinds else None, gram, factor)
+
+
+def measure(
+    projection: OutputProjection | Float[Array, "... G D F"], cross: bool, shape: tuple[int, ...], dtype: Any
+) -> OutputProjection:
+    """What measures a change of G heads behind W_O: the factor alone with cross terms, the gram alone without.
+
+    Args:
+        projection: W_O's parts, or an array ``[*batch, G, D, F]`` whose Gram is W_O's.
+        cross: whether heads count together (``|sum_g u_g W_O^g|``) or each alone.
+        shape: ``(*batch, G, D)`` of the changes.
+        dtype: of the result.
+
+    Raises:
+        ValueError: a projection that does not fit, or that holds neither what is needed nor what it is made of.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from kvjax.projection import measure
+        >>> measure(jnp.ones((2, 3, 16)), False, (2, 3), jnp.float32).gram.shape
+        (2, 3, 3)
+    """
+    own = projection if isinstance(projection, OutputProjection) else OutputProjection(factor=jnp.asarray(projection))
+    wide = own.weight if own.factor is None else own.factor
+    part = own.gram if not cross and own.gram is not None else wide
+    if part is None:
+        kind = "factor" if cross else "gram"
+        raise ValueError(
+            f"the projection holds no {kind}: make it with output_projection(weight, kv_heads, [{kind!r}])."
+        )
+    *batch, G, D = shape
+    lead = part.shape[:-3]
+    broadcasts = len(lead) <= len(batch) and all(n in (1, m) for n, m in zip(lead[::-1], batch[::-1], strict=False))
+    if part.ndim < 3 or part.shape[-3:-1] != (G, D) or not broadcasts:
+        expected = f"[*batch, {G}, {D}, F], where *batch is {tuple(batch)} or broadcasts to it"
+        raise ValueError(f"projection {part.shape} does not fit {G} query heads of dimension {D}: expected {expected}.")
+    part = part.astype(dtype)
+    if cross:
+        return OutputProjection(factor=part)
+    if own.gram is not None:
+        return OutputProjection(gram=part)
+    return OutputProjection(gram=jnp.einsum("...df,...ef->...de", part, part, precision=jax.lax.Precision.HIGHEST))

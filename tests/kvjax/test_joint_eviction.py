@@ -1,0 +1,334 @@
+"""`joint_score` against brute force: evict, do the attention of what is left again, and choose anew."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.joint_eviction import joint_score
+from tests.kvjax import definitions
+
+S, D, G, E = 12, 4, 3, 9
+LARGEST = float(np.finfo(np.float32).max)
+FORMS = {"value": {}, "output": {"cross": True}, "heads apart": {"cross": False}}
+
+seeds = st.integers(0, 2**32 - 1)
+
+
+class Head(NamedTuple):
+    """One KV head: weights of its query heads [G, S], values, W_O [G, D, E], position and protection of its slots."""
+
+    A: np.ndarray
+    V: np.ndarray
+    W: np.ndarray
+    position: np.ndarray
+    protected: np.ndarray
+
+    @property
+    def live(self) -> np.ndarray:
+        return np.flatnonzero(self.position >= 0)
+
+    def output(self, slots: np.ndarray, cross: bool | None) -> np.ndarray:
+        """What leaves the heads (cross None), each head's W_O (False), or the layer, with no slots but these."""
+        weights = self.A[:, slots] / self.A[:, slots].sum(-1, keepdims=True)
+        X = weights @ self.V[slots]
+        if cross is None:
+            return X
+        behind = np.einsum("gd,gde->ge", X, self.W)
+        return behind.sum(0) if cross else behind
+
+    def errors(self, left: np.ndarray, cross: bool | None) -> np.ndarray:
+        """How the output of the slots that are left moves without each of them."""
+        before = self.output(left, cross)
+        return np.array([np.linalg.norm(before - self.output(left[left != j], cross)) for j in left])
+
+    def rounds(self, leaving: int, rounds: int, cross: bool | None) -> tuple[list[list[int]], dict[int, float]]:
+        """Who leaves in each round, in order, and the errors in the last round of those that stay."""
+        left, gone = self.live, []
+        for i in range(rounds):
+            errors = self.errors(left, cross)
+            candidates = sorted(
+                (error, self.position[slot], slot)
+                for error, slot in zip(errors, left, strict=True)
+                if not self.protected[slot]
+            )
+            n = leaving * (i + 1) // rounds - leaving * i // rounds
+            gone.append([int(slot) for *_, slot in candidates[:n]])
+            last = dict(zip(left.tolist(), errors.tolist(), strict=True))
+            left = left[~np.isin(left, gone[-1])]
+        return gone, {slot: last[slot] for slot in left.tolist()}
+
+
+def draw(seed: int, *, peak: float | None = None, free: int = 2, protected: int = 2) -> Head:
+    rng = np.random.default_rng(seed)
+    peak = 10 ** rng.uniform(-1, 0.5) if peak is None else peak
+    position = rng.permutation(50)[:S].astype(np.int32)
+    position[rng.permutation(S)[:free]] = -1
+    live = position >= 0
+    protects = np.zeros(S, bool)
+    protects[rng.permutation(np.flatnonzero(live))[:protected]] = True
+    A = np.where(live, np.exp(peak * rng.normal(size=(G, S))), 0)
+    V = rng.normal(size=(S, D)) * 10 ** rng.uniform(-2, 2)
+    return Head(A / A.sum(-1, keepdims=True), V, rng.normal(size=(G, D, E)), position, protects)
+
+
+@functools.cache
+def compiled(**options):
+    return jax.jit(functools.partial(joint_score, **options))
+
+
+def scored(head: Head, leaving, rounds: int, dtype=np.float64, **options) -> np.ndarray:
+    with jax.enable_x64(dtype == np.float64):
+        A, V, W = (jnp.asarray(x, dtype) for x in head[:3])
+        position, protected = map(jnp.asarray, head[3:])
+        projection = {"projection": W} if "cross" in options else {}
+        result = compiled(rounds=rounds, **options)(
+            A, V, jnp.asarray(leaving, jnp.int32), position=position, protected=protected, **projection
+        )
+        assert result.dtype == dtype
+        return np.asarray(result)
+
+
+def check(result: np.ndarray, head: Head, gone: list[list[int]], stay: dict[int, float], rtol: float) -> None:
+    assert (result[head.position < 0] == -np.inf).all()
+    np.testing.assert_allclose(result[list(stay)], list(stay.values()), rtol=rtol)
+    for i, round_ in enumerate(gone):
+        start = i - len(gone)
+        assert ((result[round_] >= start) & (result[round_] <= start + 0.5)).all()
+    order = [slot for round_ in gone for slot in round_]
+    assert (np.diff(result[order]) > 0).all() and (result[order] < 0).all()
+
+
+@pytest.mark.parametrize("form", FORMS)
+@hypothesis.given(seed=seeds, leaving=st.integers(1, 7), more=st.integers(0, 3))
+def test_with_a_round_a_token_it_is_the_greedy_order(form, seed, leaving, more):
+    head, options = draw(seed), FORMS[form]
+    greedy, left = [], head.live
+    for _ in range(leaving):
+        errors = np.where(head.protected[left], np.inf, head.errors(left, options.get("cross")))
+        greedy.append(int(left[errors.argmin()]))
+        left = left[left != greedy[-1]]
+    result = scored(head, leaving, leaving + more, **options)
+    gone = np.flatnonzero((result < 0) & (head.position >= 0))
+    assert gone[np.argsort(result[gone])].tolist() == greedy
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("rounds", [1, 2, 3, 5, 9])
+@hypothesis.given(seed=seeds, leaving=st.integers(0, 8))
+@hypothesis.settings(max_examples=12)
+def test_each_round_is_exact_for_what_the_one_before_has_left(form, rounds, seed, leaving):
+    head, options = draw(seed), FORMS[form]
+    gone, stay = head.rounds(leaving, rounds, options.get("cross"))
+    check(scored(head, leaving, rounds, **options), head, gone, stay, 1e-7)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@hypothesis.given(seed=seeds)
+@hypothesis.settings(max_examples=15)
+def test_each_round_is_exact_in_float32(form, seed):
+    head, options = draw(seed, peak=1.5), FORMS[form]
+    gone, stay = head.rounds(5, 3, options.get("cross"))
+    apart = dict(zip(head.live.tolist(), head.errors(head.live, False), strict=True))  # heads may cancel in W_O
+    result = scored(head, 5, 3, np.float32, **options)
+    assert set(np.flatnonzero((result < 0) & (head.position >= 0))) == {slot for round_ in gone for slot in round_}
+    for slot, error in stay.items():
+        assert abs(result[slot] - error) <= 2e-5 * (max(error, apart[slot]) if form == "output" else error)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_heads_and_rows_lead_do_not_mix_and_lose_different_numbers(form):
+    options = FORMS[form]
+    heads = [draw(seed, free=seed % 4, protected=seed % 3) for seed in range(6)]
+    W = [heads[k].W for k in range(3)]
+    heads = [head._replace(W=W[n % 3]) for n, head in enumerate(heads)]
+    stacked = Head(*(np.stack(x).reshape(2, 3, *x[0].shape) for x in zip(*heads, strict=True)))
+    leaving = np.array([[3, 0, 6], [1, 5, 2]])
+    result = scored(stacked._replace(W=np.stack(W)), leaving, 2, **options)  # one W_O a KV head, for all rows
+    for n, head in enumerate(heads):
+        gone, stay = head.rounds(int(leaving.flat[n]), 2, options.get("cross"))
+        check(result[n // 3, n % 3], head, gone, stay, 1e-7)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_one_round_evicts_what_score_evicts_and_gives_the_others_its_scores(form):
+    head, options = draw(3, protected=0), FORMS[form]
+    result = scored(head, 4, 1, **options)
+    with jax.enable_x64(True):
+        A, V, W, mask = map(jnp.asarray, (head.A, head.V, head.W, head.position >= 0))
+        projection = {"projection": W} if options else {}
+        plain = np.asarray(kvjax.score(A, V, group="exact", mask=mask, **projection, **options))
+    stay = result >= 0
+    np.testing.assert_allclose(result[stay], plain[stay], rtol=1e-10)
+    np.testing.assert_array_equal(stay, definitions.kept(plain, head.position, S - 2 - 4))
+
+
+def test_when_nothing_leaves_all_have_their_scores():
+    head = draw(4, protected=0)
+    with jax.enable_x64(True):
+        A, V, mask = map(jnp.asarray, (head.A, head.V, head.position >= 0))
+        plain = kvjax.score(A, V, group="exact", mask=mask)
+    np.testing.assert_allclose(scored(head, 0, 4), plain, rtol=1e-10)
+
+
+def test_the_joint_error_is_at_most_the_sum_of_the_steps(record_property):
+    """What greedy and one-round choices cost together is measured here; which of them is smaller is not promised."""
+    ratios = []
+    for seed in range(50):
+        head = draw(seed, protected=0)
+        joint = {}
+        for rounds in (6, 1):
+            result = scored(head, 6, rounds)
+            gone = np.flatnonzero((result < 0) & (head.position >= 0))
+            stay = np.setdiff1d(head.live, gone)
+            joint[rounds] = np.linalg.norm(head.output(head.live, None) - head.output(stay, None))
+            if rounds == 6:
+                left, steps = head.live, 0.0
+                for slot in gone[np.argsort(result[gone])]:
+                    steps += head.errors(left, None)[left == slot][0]
+                    left = left[left != slot]
+                assert 0 < joint[6] <= steps * (1 + 1e-9)
+        ratios.append(joint[6] / joint[1])
+    record_property("greedy / one round, median", np.median(ratios))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_protected_tokens_never_leave_but_count(form):
+    head, options = draw(5, protected=3), FORMS[form]
+    result = scored(head, 100, 3, **options)  # more than there are
+    evictable = (head.position >= 0) & ~head.protected
+    assert (result[evictable] < 0).all() and (result[head.protected] >= 0).all()
+    without = head._replace(A=np.where(head.protected, 0, head.A), protected=np.zeros(S, bool))
+    assert not np.array_equal(scored(without, 3, 3, **options)[evictable], scored(head, 3, 3, **options)[evictable])
+
+
+def test_of_equal_tokens_the_older_leaves():
+    A, V = jnp.full((1, 5), 0.2), jnp.array([[1.0], [0.0], [0.0], [0.0], [-1.0]])
+    result = np.asarray(joint_score(A, V, 2, rounds=2, position=jnp.array([0, 7, 3, 5, 9])))
+    assert np.flatnonzero(result < 0).tolist() == [2, 3] and result[2] < result[3]
+
+
+def test_the_mean_of_the_group_is_one_head_with_the_mean_weights():
+    head = draw(6)
+    one = head._replace(A=head.A.mean(0, keepdims=True))
+    np.testing.assert_allclose(scored(head, 5, 3, group="mean"), scored(one, 5, 3), rtol=1e-12)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("peak", [1.0, 6.0])
+def test_fast_takes_the_mean_of_the_values_that_are_left(form, peak):
+    head, options = draw(7, peak=peak, protected=0), FORMS[form]
+    cross, left, gone = options.get("cross"), head.live, []
+    for _ in range(4):
+        a = head.A[:, left] / head.A[:, left].sum(-1, keepdims=True)
+        change = (a / (1 - a))[..., None] * (head.V[left].mean(0) - head.V[left])
+        if cross is not None:
+            change = np.einsum("gsd,gde->gse", change, head.W)
+            change = change.sum(0, keepdims=True) if cross else change
+        errors = np.sqrt((change**2).sum((0, 2)))
+        gone.append(int(left[errors.argmin()]))
+        last = dict(zip(left.tolist(), errors.tolist(), strict=True))
+        left = left[left != gone[-1]]
+    result = scored(head, 4, 4, fast=True, **options)
+    check(result, head, [[slot] for slot in gone], {slot: last[slot] for slot in left.tolist()}, 1e-8)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("rest", [1e-3, 1e-6, 1e-9])
+def test_tokens_that_come_to_hold_almost_all_weight_keep_an_exact_score(form, rest):
+    """The second token is heavy only once the first has left; the values share an offset."""
+    A = np.array([[0.7, 0.3 - rest, rest / 2, rest / 2], [0.1, 0.2, 0.3, 0.4]])
+    V = np.array([[100.0, 1.0], [101.0, 2.0], [102.0, -1.0], [103.0, 3.0]])
+    W = np.random.default_rng(8).normal(size=(2, 2, 5))
+    head = Head(A, V, W, np.arange(4, dtype=np.int32), np.array([False, True, True, True]))
+    gone, stay = head.rounds(1, 1, FORMS[form].get("cross"))
+    later = head._replace(A=np.where(np.arange(4) == 0, 0, A))
+    _, expected = later._replace(position=np.array([-1, 1, 2, 3])).rounds(0, 1, FORMS[form].get("cross"))
+    # In three rounds, of which only the first finds one that may leave.
+    result = scored(head, 3, 3, np.float32, **FORMS[form])
+    assert gone == [[0]] and set(stay) == {1, 2, 3} and result[0] < 0
+    if np.float32(0.3 - rest) + np.float32(rest) > np.float32(0.3 - rest):
+        np.testing.assert_allclose(result[1], expected[1], rtol=1e-4)
+    else:  # it holds all the weight there is, as far as float32 can tell
+        assert result[1] == np.float32(LARGEST)
+
+
+def test_a_token_that_holds_all_the_weight_of_a_head_leaves_last():
+    A = np.stack([np.eye(S)[2], np.full(S, 1 / S)])
+    head = draw(9, free=0, protected=0)._replace(A=A)
+    result = scored(head, S - 1, S, np.float32)
+    assert (
+        np.isfinite(result).all() and np.flatnonzero(result >= 0).tolist() == [2] and result[2] == np.float32(LARGEST)
+    )
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_slots_that_are_not_finite_leave_first_and_poison_nothing(form, bad):
+    head, options = draw(10, protected=0), FORMS[form]
+    slot = head.live[3]
+    stale = head._replace(V=np.where((head.position < 0)[:, None], bad, head.V))
+    np.testing.assert_array_equal(scored(stale, 4, 2, **options), scored(head, 4, 2, **options))
+    V = head.V.copy()
+    V[slot, 1] = bad
+    result = scored(head._replace(V=V), 4, 4, **options)
+    freed = head._replace(
+        position=np.where(np.arange(S) == slot, -1, head.position), A=np.where(np.arange(S) == slot, 0, head.A)
+    )
+    gone, stay = freed.rounds(3, 3, options.get("cross"))
+    assert result[slot] == -np.inf
+    check(result, freed, [[], *gone], stay, 1e-7)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_no_weight_and_no_live_slot(form):
+    head, options = draw(11, protected=0), FORMS[form]
+    result = scored(head._replace(A=np.zeros((G, S))), 3, 3, np.float32, **options)
+    assert ((result >= 0).sum(), (result < 0).sum()) == (S - 2 - 3, 3 + 2)
+    result = scored(head._replace(position=np.full(S, -1, np.int32)), 3, 3, np.float32, **options)
+    assert (result == -np.inf).all()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_constant_added_to_all_values_changes_nothing(form):
+    head, options = draw(12), FORMS[form]
+    moved = head._replace(V=head.V + 1000 * head.V.std())
+    np.testing.assert_allclose(scored(moved, 5, 3, **options), scored(head, 5, 3, **options), rtol=1e-7)
+
+
+def test_tiny_scores_keep_their_order():
+    A = np.array([[0.5, 0.5 - 1e-15, 1e-22, 1e-30, 1e-26]] * 2)
+    result = np.asarray(joint_score(jnp.asarray(A, jnp.float32), jnp.eye(5), 3, rounds=1))
+    assert np.argsort(result).tolist()[:3] == [3, 4, 2] and len(set(result[2:].tolist())) == 3
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rounds": 0}, r"rounds is 0; give an int from 1"),
+        ({"rounds": 1.5}, r"rounds is 1.5; give an int from 1"),
+        ({"group": "sum"}, r"unknown group 'sum'; there are 'exact' and 'mean'"),
+        ({"group": "mean", "projection": np.ones((G, D, E))}, r"group is 'mean', .*a projection needs group='exact'"),
+        ({"projection": np.ones((G, D + 1, E))}, r"projection \(3, 5, 9\) does not fit 3 query heads of dimension 4"),
+        ({"position": np.arange(S + 1)}, r"position \(13,\) and values \(12, 4\) do not match: expected \(12,\)"),
+        ({"protected": np.ones(3, bool)}, r"protected \(3,\) and values \(12, 4\) do not match"),
+        (
+            {"A": np.ones((S,))},
+            r"weights \(12,\) and values \(12, 4\) do not match: expected weights \[\*batch, G, S\]",
+        ),
+        ({"A": np.ones((2, G, S))}, r"weights \(2, 3, 12\) and values \(12, 4\) do not match"),
+    ],
+    ids=str,
+)
+def test_input_that_does_not_fit_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        joint_score(**{"A": np.ones((G, S)), "V": np.ones((S, D)), "leaving": 2, "rounds": 2, **options})

@@ -1,0 +1,77 @@
+"""What scores read of W_O, against W_O itself."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.projection import measure
+
+N, K, G, D = 6, 2, 3, 4
+
+
+def draw(*lead: int, width: int = 16) -> np.ndarray:
+    return np.random.default_rng(0).normal(size=(*lead, N, D, width))
+
+
+@pytest.mark.parametrize("lead", [(), (5,)], ids=["one layer", "layers"])
+@pytest.mark.parametrize("width", [G * D + 5, G * D, 3])
+def test_the_factor_is_as_long_as_w_o_for_every_change_of_a_group(lead, width):
+    weight = draw(*lead, width=width)
+    with jax.enable_x64(True):
+        made = kvjax.output_projection(jnp.asarray(weight), K, ["factor"])
+    assert made.factor.shape == (*lead, K, G, D, min(G * D, width)) and made.gram is None and made.weight is None
+    blocks = weight.reshape(*lead, K, G * D, width)
+    factor = np.asarray(made.factor).reshape(*lead, K, G * D, -1)
+    np.testing.assert_allclose(
+        factor @ factor.swapaxes(-1, -2), blocks @ blocks.swapaxes(-1, -2), rtol=1e-9, atol=1e-12
+    )
+
+
+def test_the_gram_is_of_each_query_head():
+    weight = draw()
+    with jax.enable_x64(True):
+        gram = kvjax.output_projection(jnp.asarray(weight), K, ["gram"]).gram
+    np.testing.assert_allclose(gram, (weight @ weight.swapaxes(-1, -2)).reshape(K, G, D, D), rtol=1e-12)
+
+
+def test_the_weight_keeps_its_dtype_and_the_others_are_float32():
+    made = kvjax.output_projection(jnp.asarray(draw(), jnp.bfloat16), K, ["weight", "factor", "gram"])
+    assert [x.dtype for x in made] == [jnp.bfloat16, jnp.float32, jnp.float32]
+    assert made.weight.shape == (K, G, D, 16)
+
+
+def test_one_layer_of_several():
+    made = kvjax.output_projection(jnp.asarray(draw(5)), K, ["gram"])
+    np.testing.assert_array_equal(made.layer(3).gram, made.gram[3])
+    assert made.layer(jnp.int32(3)).factor is None
+
+
+@pytest.mark.parametrize("cross", [True, False])
+def test_measure_gives_one_part_alone_made_of_what_is_there(cross):
+    made = kvjax.output_projection(jnp.asarray(draw(), jnp.float32), K, ["weight", "factor", "gram"])
+    gram = made.gram if not cross else jnp.einsum("kgdf,khef->kgdhe", made.factor, made.factor)
+    forms = {"all": made, "W_O": made.weight, "its parts": kvjax.OutputProjection(weight=made.weight)}
+    for name, form in forms.items():
+        part = measure(form, cross, (2, K, G, D), jnp.float32)
+        assert (part.factor is None, part.gram is None, part.weight) == (not cross, cross, None)
+        result = part.gram if not cross else jnp.einsum("kgdf,khef->kgdhe", part.factor, part.factor)
+        np.testing.assert_allclose(result, gram, rtol=1e-4, atol=1e-4, err_msg=name)
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: kvjax.output_projection(jnp.ones((6, 4, 8)), 4, ["gram"]), r"4 KV heads do not divide the 6 query"),
+        (lambda: kvjax.output_projection(jnp.ones((6, 4, 8)), 2, ["grams"]), r"unknown kind grams; there are weight"),
+        (lambda: measure(jnp.ones((2, 3, 4, 8)), True, (5, 3, 4), jnp.float32), r"\(2, 3, 4, 8\) does not fit 3 query"),
+        (lambda: measure(kvjax.OutputProjection(), True, (3, 4), jnp.float32), r"holds no factor"),
+    ],
+)
+def test_what_does_not_fit_is_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
