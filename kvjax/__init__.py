@@ -4,64 +4,96 @@
 ``kvjax.evict(cache, c, budget=2048)`` keeps the tokens whose loss would hurt most.
 """
 
-from kvjax.attention import attend
-from kvjax.cache import KVCache, compact, insert
-from kvjax.eviction import evict, keep_mask
+from kvjax import allocation
+from kvjax.allocation import Allocation
+from kvjax.attention import Observed, attend, observe
+from kvjax.cache import HeadState, KVCache, compact
+from kvjax.caote import caote, fast_caote
+from kvjax.eviction import evict
 from kvjax.eviction_error import score
+from kvjax.insertion import insert
+from kvjax.paged import PagedCache, pack, pages_for
 from kvjax.policy import (
     Observation,
     Policy,
     Protection,
     base_score,
     chain,
+    check_block,
     check_budget,
     no_state,
     parse,
     protected,
     retention_scores,
 )
+from kvjax.projection import OutputProjection, output_projection
+from kvjax.rotary import rotate, turn
 from kvjax.scores import (
-    caote,
-    fast_caote,
+    cake,
+    expected_attention,
     h2o,
     key_norm,
-    normalise,
-    pool,
-    protect,
+    keydiff,
+    laprox,
+    lava,
     random,
+    sage,
     snapkv,
     streaming,
     tova,
 )
+from kvjax.selection import keep_mask
+from kvjax.transforms import critical, normalise, pool, positions, protect
 
 __version__ = "0.1.0"
 __all__ = [
+    "Allocation",
+    "HeadState",
     "KVCache",
     "Observation",
+    "Observed",
+    "OutputProjection",
+    "PagedCache",
     "Policy",
     "Protection",
+    "allocation",
     "attend",
     "base_score",
+    "cake",
     "caote",
     "chain",
+    "check_block",
     "check_budget",
     "compact",
+    "critical",
     "evict",
+    "expected_attention",
     "fast_caote",
     "h2o",
     "insert",
     "keep_mask",
     "key_norm",
+    "keydiff",
+    "laprox",
+    "lava",
     "no_state",
     "normalise",
+    "observe",
+    "output_projection",
+    "pack",
+    "pages_for",
     "parse",
     "pool",
+    "positions",
     "protect",
     "protected",
     "random",
     "retention_scores",
+    "rotate",
+    "sage",
     "score",
     "snapkv",
     "streaming",
     "tova",
+    "turn",
 ]

@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kernels_pallas import cache_attention
-from kvjax.cache import KVCache, insert
+from kvjax.cache import HeadState, KVCache
 from kvjax.eviction import evict
-from kvjax.policy import Observation, Policy, check_budget, retention_scores
+from kvjax.insertion import Cache, insert
+from kvjax.paged import PagedCache, write_layer
+from kvjax.policy import Observation, Policy, check_budget, mark_protected, retention_scores
+from kvjax.projection import OutputProjection
+from kvjax.rotary import move
+
+
+class Observed(NamedTuple):
+    """What a policy says of a layer's slots. ``scores`` are ``[B, K, S]`` as in ``cache.layer(index)``; ``measured`` is
+    what the policy's allocation asks of each layer, if anything.
+    """
+
+    scores: Float[Array, "B K S"]
+    measured: Float[Array, "B measures"] | None
 
 
 def attend(
-    cache: KVCache,
+    cache: Cache,
     query: Float[Array, "B T N D"],
     key: Float[Array, "B T K D"],
     value: Float[Array, "B T K D"],
@@ -28,8 +41,10 @@ def attend(
     layer: int | Int[Array, ""] | None = None,
     sliding_window: Int[Array, ""] | int | None = None,
     scale: float | None = None,
+    frequency: Float[Array, "rows half"] | None = None,
+    projection: OutputProjection | None = None,
     implementation: Literal["auto", "reference"] = "auto",
-) -> tuple[Float[Array, "B T N D"], KVCache]:
+) -> tuple[Float[Array, "B T N D"], Cache]:
     """Attention of a block over the cache and itself; afterwards each head holds at most ``budget`` tokens.
 
     The tokens go into free slots, the queries see all live slots that are not in their future, the policy scores the
@@ -40,11 +55,15 @@ def attend(
         query, key, value: of the block's tokens, rotated.
         position: their absolute positions, -1 for padding. By default they continue each row.
         policy: scores tokens; None stores all and scores nothing.
-        budget: tokens that each head keeps, one number or one a row; None lets the policy observe, but evicts nothing.
+        budget: tokens that each head keeps (on average, under an uneven allocation), one number or one a row; None
+            lets the policy observe, but evicts nothing.
         excess: a promise that no head will hold more than ``budget + excess`` tokens; see :func:`kvjax.evict`.
         layer: which layer of a stacked cache.
         sliding_window: how many positions a query sees; None for all.
         scale: factor of the logits, D ** -0.5 by default.
+        frequency: the rotary angle per position of each pair of elements, one row for all or one a row; needed where
+            keys are turned (``positions`` of the cache) or a score asks for it.
+        projection: what the policy reads of the layer's output projection (:func:`kvjax.output_projection`).
         implementation: of the attention; see :func:`kernels_pallas.cache_attention`.
 
     Returns:
@@ -52,25 +71,127 @@ def attend(
 
     Raises:
         ValueError: shapes that do not fit, no room for the tokens (outside jit), a budget (an int) below 1 or smaller
-            than what the policy protects.
+            than what the policy protects, an allocation that needs the scores of all layers (:func:`observe` them).
 
     Example:
         >>> import jax, kvjax
         >>> policy = kvjax.parse("h2o+caote")
-        >>> cache = kvjax.KVCache.init(batch=1, kv_heads=1, slots=6, head_dim=4, state=policy.init(1, 1, 2, 6))
+        >>> cache = kvjax.KVCache.init(batch=1, kv_heads=1, slots=6, head_dim=4, state=policy.init(1, 1, 2, 6, 4))
         >>> for step in range(3):  # blocks of 2 tokens, of which 4 stay
         ...     q = jax.random.normal(jax.random.key(step), (1, 2, 2, 4))
         ...     out, cache = kvjax.attend(cache, q, q[:, :, :1], q[:, :, 1:], policy=policy, budget=4)
         >>> cache.num_live.tolist(), cache.next_position.tolist()
         ([[4]], [6])
     """
+    stacked = len(cache.heads_shape) == 3
+    together = stacked and policy is not None and not (policy.allocation.one_layer and isinstance(cache, KVCache))
+    if policy is not None and budget is not None and together:
+        kind = "paged" if isinstance(cache, PagedCache) else "plain"
+        raise ValueError(
+            f"{policy.name!r} cannot evict from one layer of a {kind} cache of {cache.heads_shape[0]}: observe each "
+            "layer with kvjax.observe, then evict once."
+        )
     if policy is not None and isinstance(budget, int):
         check_budget(policy, budget)
+    if position is None:
+        position = cache.next_position[:, None] + jnp.arange(query.shape[1], dtype=jnp.int32)
+    out, cache, observed = observe(
+        cache,
+        query,
+        key,
+        value,
+        position,
+        policy=policy,
+        budget=budget,
+        layer=layer,
+        sliding_window=sliding_window,
+        scale=scale,
+        frequency=frequency,
+        projection=projection,
+        implementation=implementation,
+    )
+    if policy is None or observed is None or budget is None:
+        return out, cache
+    scores = observed.scores
+    if isinstance(cache, PagedCache):
+        scores = write_layer(cache, jnp.full(cache.position.shape, -jnp.inf), scores, None)
+    return out, evict(
+        cache,
+        scores,
+        idle_rows_keep(budget, position, cache),
+        layer=layer,
+        excess=excess,
+        allocation=policy.allocation,
+        measured=None if observed.measured is None else observed.measured[None],
+        entered=jnp.sum(position >= 0, axis=1),
+    )
+
+
+def observe(
+    cache: Cache,
+    query: Float[Array, "B T N D"],
+    key: Float[Array, "B T K D"],
+    value: Float[Array, "B T K D"],
+    position: Int[Array, "B T"] | None = None,
+    *,
+    policy: Policy | None,
+    budget: int | Int[Array, ""] | Int[Array, "B"] | None = None,
+    layer: int | Int[Array, ""] | None = None,
+    sliding_window: Int[Array, ""] | int | None = None,
+    scale: float | None = None,
+    frequency: Float[Array, "rows half"] | None = None,
+    projection: OutputProjection | None = None,
+    implementation: Literal["auto", "reference"] = "auto",
+) -> tuple[Float[Array, "B T N D"], Cache, Observed | None]:
+    """:func:`attend` without the eviction: for allocations that compare the scores of all layers.
+
+    Args:
+        budget: what the policy's shares of the budget refer to; all slots if None.
+
+    Returns:
+        The attention's output, the cache with the block in it, and what the policy says (None without one).
+
+    Example:
+        >>> import jax, kvjax
+        >>> policy = kvjax.parse("tova@model")
+        >>> cache = kvjax.KVCache.init(batch=1, kv_heads=2, slots=4, head_dim=4, layers=3)
+        >>> scores = []
+        >>> for layer in range(3):
+        ...     q = jax.random.normal(jax.random.key(layer), (1, 4, 2, 4))
+        ...     out, cache, seen = kvjax.observe(cache, q, q, q, jax.numpy.arange(4)[None], policy=policy, layer=layer)
+        ...     scores.append(seen.scores)
+        >>> cache = kvjax.evict(cache, jax.numpy.stack(scores), budget=2, allocation=policy.allocation)
+        >>> cache.num_live.sum().item()
+        12
+    """
     B, T, N, _ = query.shape
-    K = key.shape[2]
     if position is None:
         position = cache.next_position[:, None] + jnp.arange(T, dtype=jnp.int32)
+    K = cache.heads_shape[-1]
+    if key.shape[2] != K and K == N:  # a cache for each query head
+        key, value = (jnp.repeat(x, N // x.shape[2], axis=2) for x in (key, value))
+    if cache.positions != "absolute" and frequency is None:
+        raise ValueError(
+            f"positions={cache.positions!r} turn keys, but no rotary frequencies were given; hand over frequency=, or "
+            "take positions='absolute' for a model without rotary positions."
+        )
+    frequency = None if frequency is None else jax.lax.stop_gradient(frequency)
+    if cache.positions == "index":
+        query, key = _turn_to_index(cache, query, key, position, frequency, layer)
     cache = insert(cache, key, value, position, layer=layer)
+    look = _Look(
+        position,
+        policy,
+        jnp.broadcast_to(jnp.asarray(cache.num_slots if budget is None else budget, jnp.int32), (B,)),
+        jnp.asarray(0 if layer is None else layer, jnp.int32),
+        sliding_window,
+        scale,
+        frequency,
+        implementation,
+    )
+    grouped = query.reshape(B, T, K, N // K, -1)
+    if isinstance(cache, PagedCache):
+        return _observe_pages(cache, grouped, look, projection, layer)
     here = cache
     if layer is not None:
         here = cache.layer(layer)
@@ -78,40 +199,139 @@ def attend(
         # than write the new positions and state in place.
         slot_position, state = jax.lax.optimization_barrier((here.position, here.state))
         here = dataclasses.replace(here, position=slot_position, state=state)
-    out, columns = cache_attention(
-        query,
-        here.key,
-        here.value,
-        here.position,
-        position,
-        statistics=() if policy is None else policy.statistics,
-        window=0 if policy is None else policy.window,
-        sliding_window=sliding_window,
-        scale=scale,
-        implementation=implementation,
-    )
-    if policy is None:
-        return out, cache
-    S = here.num_slots
-    slots_to_keep = jnp.broadcast_to(jnp.asarray(S if budget is None else budget, jnp.int32), (B,))
-    observation = Observation(
-        columns=jax.tree.map(lambda column: column.reshape(B, K, N // K, S), columns),
-        query=query,
-        query_position=position,
-        key=here.key,
-        value=here.value,
-        position=here.position,
-        next_position=here.next_position,
-        budget=slots_to_keep,
-        layer=jnp.asarray(0 if layer is None else layer, jnp.int32),
-    )
-    # Which tokens stay is a choice, not a function to differentiate: gradients flow through the attention alone.
-    scores, state = retention_scores(policy, *jax.lax.stop_gradient((here.state, observation)))
+    out, state, observed = look.at(here, grouped, jnp.arange(K), projection)
+    if observed is None:
+        return out, cache, None
     if layer is not None:
         state = jax.tree.map(lambda whole, part: whole.at[layer].set(part), cache.state, state)
-    cache = dataclasses.replace(cache, state=state)
-    if budget is None:
-        return out, cache
-    # A row without tokens in this block (not begun, or finished) is left as it is: its columns say nothing.
-    slots_to_keep = jnp.where((position >= 0).any(axis=1), slots_to_keep, S)
-    return out, evict(cache, scores, slots_to_keep, layer=layer, excess=excess)
+    return out, dataclasses.replace(cache, state=state), observed
+
+
+def idle_rows_keep(
+    budget: int | Int[Array, ""] | Int[Array, "B"], position: Int[Array, "B T"], cache: Cache
+) -> Int[Array, "B"]:
+    """The budget, and room for everything in rows without a token in this block: its statistics say nothing of them."""
+    return jnp.where((position >= 0).any(axis=1), jnp.asarray(budget, jnp.int32), cache.num_slots)
+
+
+def store_scores(cache: Cache, scores: Array, of_layer: Float[Array, "B K S"], layer: int | Int[Array, ""]) -> Array:
+    """Puts a layer's scores into an array shaped like ``cache.position``."""
+    if isinstance(cache, PagedCache):
+        return write_layer(cache, scores, of_layer, layer)
+    return scores.at[layer].set(of_layer)
+
+
+class _Look(NamedTuple):
+    """A block's queries upon some heads of a layer: attention, then the policy's scores."""
+
+    position: Int[Array, "B T"]
+    policy: Policy | None
+    budget: Int[Array, "B"]
+    layer: Int[Array, ""]
+    sliding_window: Any
+    scale: float | None
+    frequency: Float[Array, "rows half"] | None
+    implementation: str
+
+    def at(
+        self,
+        here: KVCache,
+        query: Float[Array, "B T K G D"],
+        head: Int[Array, "K"],
+        projection: OutputProjection | None,
+    ) -> tuple[Float[Array, "B T heads D"], Any, Observed | None]:
+        policy = self.policy
+        B, T, K, G, D = query.shape
+        key = here.key
+        if here.positions == "compact":
+            query, key = _turn_to_rank(here, query, self.position, self.frequency)
+        query = query.reshape(B, T, K * G, D)
+        out, columns = cache_attention(
+            query,
+            key,
+            here.value,
+            here.position,
+            self.position,
+            statistics=() if policy is None else policy.statistics,
+            window=0 if policy is None else policy.window,
+            sliding_window=self.sliding_window,
+            scale=self.scale,
+            implementation=self.implementation,  # type: ignore[arg-type]
+        )
+        if policy is None:
+            return out, here.state, None
+        observation = Observation(
+            columns=jax.tree.map(lambda column: column.reshape(B, K, -1, column.shape[-1]), columns),
+            query=query,
+            query_position=self.position,
+            key=key,
+            value=here.value,
+            position=here.position,
+            next_position=here.next_position,
+            budget=self.budget,
+            layer=self.layer,
+            head=head,
+            frequency=self.frequency,
+            output=projection,
+        )
+        # Which tokens stay is a choice, not a function to differentiate: gradients flow through the attention alone.
+        before, observation = jax.lax.stop_gradient((here.state, mark_protected(policy, observation)))
+        scores, state = retention_scores(policy, before, observation)
+        measure = policy.allocation.measure
+        return out, state, Observed(scores, None if measure is None else measure(observation))
+
+
+def _observe_pages(cache, query, look, projection, layer):
+    """One head after the other, so that no more than one head's pages are laid out at a time."""
+    B, T, K, G, D = query.shape
+
+    def of_head(head):
+        part = None
+        if projection is not None:
+            part = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, head, 1), projection)
+        one = jax.lax.dynamic_slice_in_dim(query, head, 1, axis=2)
+        return look.at(cache.layer(layer, head), one, head[None], part)
+
+    out, state, observed = jax.lax.map(of_head, jnp.arange(K))
+    out = jnp.moveaxis(out, 0, 2).reshape(B, T, K * G, D)
+    if observed is None:
+        return out, cache, None
+
+    def put(whole, part):
+        if isinstance(part, HeadState):
+            value = part.value[:, :, 0].swapaxes(0, 1)  # [K, B, 1, ...] -> [B, K, ...]
+            return HeadState(value if layer is None else whole.value.at[layer].set(value))
+        return write_layer(cache, whole, part[:, :, 0].swapaxes(0, 1), layer)
+
+    state = jax.tree.map(put, cache.state, state, is_leaf=lambda leaf: isinstance(leaf, HeadState))
+    scores = observed.scores[:, :, 0].swapaxes(0, 1)
+    if look.policy.heads == "layer":  # all heads hold the same tokens, in the same slots
+        scores = jnp.broadcast_to(jnp.mean(scores, axis=1, keepdims=True), scores.shape)
+    measured = None if observed.measured is None else jnp.sum(observed.measured, axis=0)
+    return out, dataclasses.replace(cache, state=state), Observed(scores, measured)
+
+
+def _turn_to_index(cache, query, key, position, frequency, layer):
+    """Rotates a block as if its positions went on from the number of tokens that each head holds."""
+    B, T, K, D = key.shape
+    live = cache.num_live if layer is None else cache.num_live[layer]  # [B, K]
+    valid = position >= 0
+    index = live[:, None] + jnp.cumsum(valid, axis=1)[..., None] - 1  # [B, T, K]
+    start, end = (jnp.where(valid[..., None], x, 0) for x in (position[..., None], index))
+    frequency = frequency[:, None, None]  # [B or 1, 1, 1, D / 2]
+    grouped = query.reshape(B, T, K, -1, D)
+    grouped = move(grouped, start[..., None], end[..., None], frequency[:, :, None])
+    return grouped.reshape(query.shape), move(key, start, end, frequency)
+
+
+def _turn_to_rank(here, query, position, frequency):
+    """Rotates queries and keys as if the tokens of each head stood one behind the other."""
+    order = jnp.argsort(jnp.where(here.live, here.position, jnp.iinfo(jnp.int32).max), axis=-1)
+    rank = jnp.argsort(order, axis=-1)  # [B, K, S]
+    start, end = (jnp.where(here.live, x, 0) for x in (here.position, rank))
+    key = move(here.key, start, end, frequency[:, None, None])
+    valid = position >= 0
+    before = here.num_live[:, None] - jnp.sum(valid, axis=1)[:, None, None]  # [B, 1, K]: the block is the newest
+    own = before + jnp.cumsum(valid, axis=1)[..., None] - 1  # [B, T, K]
+    start, end = (jnp.where(valid[..., None], x, 0) for x in (position[..., None], own))
+    return move(query, start[..., None], end[..., None], frequency[:, None, None, None]), key

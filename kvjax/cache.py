@@ -3,7 +3,8 @@
     key, value     [B, K, S, D]   keys rotated at their absolute position; rows of free slots are stale, never read
     position       [B, K, S]      int32, the absolute position of the token in each slot, -1 where the slot is free
     next_position  [B]            int32, the absolute position of each row's next token
-    state          a pytree of a policy's per-slot arrays [B, K, S, ...]; a slot's entry is zero when a token enters
+    state          a pytree of a policy's per-slot arrays [B, K, S, ...]; a slot's entry is zero when a token enters.
+                   What a policy remembers of a head, not of a slot, stands in a HeadState [B, K, ...]
 
 Heads hold different tokens, so a slot is not a position. A model stacks its layers in front, [L, B, K, S, D]; the
 functions then take `layer=`, and write into the stacked arrays, so that a donated cache is updated in place.
@@ -12,7 +13,8 @@ functions then take `layer=`, and write into the stacked arrays, so that a donat
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +22,31 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 PyTree = Any
+Positions = Literal["absolute", "compact", "index"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class HeadState:
+    """What a policy remembers of each head, ``[*L, B, K, ...]``: eviction and insertion leave it alone.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import kvjax
+        >>> kvjax.HeadState(jnp.zeros((1, 2, 4))).value.shape
+        (1, 2, 4)
+    """
+
+    value: Array
+
+
+def map_slots(function: Callable[..., Any], state: PyTree, *rest: PyTree) -> PyTree:
+    """``jax.tree.map`` over a state's per-slot arrays; what is kept of a head stays as it is."""
+
+    def apply(leaf: Any, *others: Any) -> Any:
+        return leaf if isinstance(leaf, HeadState) else function(leaf, *others)
+
+    return jax.tree.map(apply, state, *rest, is_leaf=lambda leaf: isinstance(leaf, HeadState))
 
 
 @jax.tree_util.register_dataclass
@@ -41,6 +68,7 @@ class KVCache:
     position: Int[Array, "*L B K S"]
     next_position: Int[Array, "B"]
     state: PyTree = ()
+    positions: Positions = dataclasses.field(default="absolute", metadata={"static": True})
 
     @classmethod
     def init(
@@ -53,12 +81,21 @@ class KVCache:
         layers: int | None = None,
         dtype: DTypeLike = jnp.float32,
         state: PyTree = (),
+        positions: Positions = "absolute",
     ) -> KVCache:
         """An empty cache. ``state`` is what a policy's ``init`` returned for the same shape.
 
+        Args:
+            positions: which positions the keys' rotations stand for once tokens have been evicted. "absolute": those
+                in the text. "compact": at each step, the ranks among the tokens that are left, as StreamingLLM has it;
+                keys are rotated anew. "index": a token takes the number of tokens in the cache when it comes as its
+                position, and keeps it; nothing is rotated anew. Masks and protections always read those in the text.
+
         Raises:
-            ValueError: a size below 1.
+            ValueError: a size below 1, unknown positions.
         """
+        if positions not in ("absolute", "compact", "index"):
+            raise ValueError(f"unknown positions {positions!r}; there are 'absolute', 'compact' and 'index'.")
         sizes = dict(
             batch=batch, kv_heads=kv_heads, slots=slots, head_dim=head_dim, layers=1 if layers is None else layers
         )
@@ -72,12 +109,18 @@ class KVCache:
             position=jnp.full(shape, -1, jnp.int32),
             next_position=jnp.zeros(batch, jnp.int32),
             state=state,
+            positions=positions,
         )
 
     @property
     def num_slots(self) -> int:
         """S, the slots of each KV head, live or free."""
         return self.position.shape[-1]
+
+    @property
+    def heads_shape(self) -> tuple[int, ...]:
+        """``(*L, B, K)``."""
+        return self.position.shape[:-1]
 
     @property
     def live(self) -> Array:
@@ -106,65 +149,23 @@ class KVCache:
             position=take(self.position),
             next_position=self.next_position,
             state=jax.tree.map(take, self.state),
+            positions=self.positions,
         )
 
 
-def insert(
+def insert_plain(
     cache: KVCache,
     key: Float[Array, "B T K D"],
     value: Float[Array, "B T K D"],
-    position: Int[Array, "B T"] | None = None,
-    *,
-    layer: int | Int[Array, ""] | None = None,
+    position: Int[Array, "B T"],
+    layer: int | Int[Array, ""] | None,
 ) -> KVCache:
-    """Writes T tokens into free slots; nothing else in the cache moves.
-
-    Args:
-        key: rotated keys of the new tokens; cast to the cache's dtype.
-        value: their values.
-        position: their absolute positions, -1 for padding, which is not stored. By default they continue each row.
-        layer: which layer of a stacked cache.
-
-    Returns:
-        The cache with the tokens in it and ``next_position`` moved past them. A token for which no slot is free is
-        not stored: evict first, or give the cache a block's worth of slots more than the budget.
-
-    Raises:
-        ValueError: keys and values that do not fit the cache; more tokens than free slots (outside jit).
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> import kvjax
-        >>> cache = kvjax.KVCache.init(batch=1, kv_heads=1, slots=2, head_dim=1)
-        >>> row = jnp.ones((1, 1, 1, 1))
-        >>> kvjax.insert(kvjax.insert(cache, row, row), 2 * row, 2 * row).key.ravel().tolist()
-        [1.0, 2.0]
-    """
-    B, T, K, D = key.shape
-    stacked = cache.position.ndim == 4
-    if stacked != (layer is not None):
-        raise ValueError(
-            "the cache stacks layers: say which with layer=."
-            if stacked
-            else "layer= was given, but the cache has no layers."
-        )
-    if isinstance(layer, int) and not 0 <= layer < cache.position.shape[0]:
-        raise ValueError(f"layer is {layer}; the cache has layers 0 to {cache.position.shape[0] - 1}.")
-    if key.shape != value.shape or cache.key.shape[-4:-2] != (B, K) or cache.key.shape[-1] != D:
-        raise ValueError(
-            f"keys {key.shape} and values {value.shape} do not fit the cache {cache.key.shape}: expected twice "
-            "[B, T, K, D] for a cache of [B, K, S, D]."
-        )
-    if position is None:
-        position = cache.next_position[:, None] + jnp.arange(T, dtype=jnp.int32)
+    """:func:`kvjax.insert` for a plain cache, arguments checked."""
+    B, T, K, _ = key.shape
     slot_position = cache.position if layer is None else cache.position[layer]
     free = slot_position < 0
     valid = position >= 0
-    if not isinstance(slot_position, jax.core.Tracer) and not isinstance(position, jax.core.Tracer):
-        lacking = int(jnp.max(jnp.sum(valid, axis=1)[:, None] - jnp.sum(free, axis=-1)))
-        if lacking > 0:
-            raise ValueError(f"{T} tokens do not fit: {lacking} more free slots are needed; evict first.")
-    slot = _nth_true(free, jnp.broadcast_to(jnp.cumsum(valid, axis=1)[:, None], (B, K, T)))
+    slot = nth_true(free, jnp.broadcast_to(jnp.cumsum(valid, axis=1)[:, None], (B, K, T)))
     slot = jnp.where(valid[:, None], slot, cache.num_slots)  # out of bounds: not written
 
     def write(leaf: Array, rows: Array) -> Array:
@@ -175,9 +176,10 @@ def insert(
         value=write(cache.value, value.swapaxes(1, 2)),
         position=write(cache.position, jnp.broadcast_to(position[:, None], (B, K, T))),
         next_position=jnp.maximum(cache.next_position, jnp.max(position, axis=1) + 1),
-        state=jax.tree.map(
-            lambda leaf: write(leaf, jnp.zeros((B, K, T, *leaf.shape[slot_position.ndim + stacked :]))), cache.state
+        state=map_slots(
+            lambda leaf: write(leaf, jnp.zeros((B, K, T, *leaf.shape[cache.position.ndim :]))), cache.state
         ),
+        positions=cache.positions,
     )
 
 
@@ -199,7 +201,7 @@ def compact(cache: KVCache, slots: int) -> KVCache:
     if slots < 1:
         raise ValueError(f"slots is {slots}; a cache needs at least 1.")
     order = jnp.broadcast_to(jnp.arange(1, slots + 1), (*cache.position.shape[:-1], slots))
-    source = _nth_true(cache.live, order)  # [*L, B, K, slots], num_slots where there is no such token
+    source = nth_true(cache.live, order)  # [*L, B, K, slots], num_slots where there is no such token
 
     def gather(leaf: Array, fill: int) -> Array:
         index = source.reshape(*source.shape, *(1,) * (leaf.ndim - source.ndim))
@@ -210,11 +212,12 @@ def compact(cache: KVCache, slots: int) -> KVCache:
         value=gather(cache.value, 0),
         position=gather(cache.position, -1),
         next_position=cache.next_position,
-        state=jax.tree.map(lambda leaf: gather(leaf, 0), cache.state),
+        state=map_slots(lambda leaf: gather(leaf, 0), cache.state),
+        positions=cache.positions,
     )
 
 
-def _nth_true(mask: Array, n: Int[Array, "*batch M"]) -> Int[Array, "*batch M"]:
+def nth_true(mask: Array, n: Int[Array, "*batch M"]) -> Int[Array, "*batch M"]:
     """Index of the n-th True (counted from 1) along the last axis; the axis' length where there are fewer."""
     flat_count = jnp.cumsum(mask, axis=-1, dtype=jnp.int32)
     find = jnp.searchsorted

@@ -1,36 +1,46 @@
-"""Which tokens stay: the `budget` best of each head, exactly, without a sort."""
+"""Which tokens stay: the `budget` best of each head, or of heads that compete, exactly, without a sort."""
 
 from __future__ import annotations
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
-from kvjax.cache import KVCache
+from kvjax.allocation import UNIFORM, Allocation, Contest, parse_allocation
+from kvjax.insertion import Cache
+from kvjax.paged import PagedCache, release
+from kvjax.selection import keep_mask
 
 
 def evict(
-    cache: KVCache,
-    scores: Float[Array, "B K S"],
+    cache: Cache,
+    scores: Float[Array, "*slots"],
     budget: int | Int[Array, ""] | Int[Array, "B"],
     *,
     layer: int | Int[Array, ""] | None = None,
     excess: int | None = None,
-) -> KVCache:
-    """Frees the slots of all but the ``budget`` best tokens of each head. Keys and values stay where they are.
+    allocation: Allocation | str = UNIFORM,
+    measured: Float[Array, "L B measures"] | None = None,
+    entered: Int[Array, "B"] | None = None,
+) -> Cache:
+    """Frees the slots of all but the best tokens. Keys and values stay where they are.
+
+    A paged cache gives back the pages that its heads no longer need; the tokens left in those move.
 
     Args:
-        scores: retention scores, larger = keep. Free slots are ignored; NaN loses to everything; ties go to the more
-            recent token.
-        budget: how many tokens each head keeps, at least 1; one number or one a row.
-        layer: which layer of a stacked cache.
-        excess: a promise that no head holds more than ``budget + excess`` tokens. With 1, as in decode, the selection
-            is an argmin.
+        scores: retention scores, larger = keep, shaped like ``cache.position`` (one layer of it with ``layer``). Free
+            slots are ignored; NaN loses to everything; ties go to the more recent token.
+        budget: how many tokens each head keeps, on average where heads compete, at least 1; one number or one a row.
+        layer: which layer of a stacked plain cache.
+        excess: a promise that no head holds more than ``budget + excess`` tokens. With 1, as in decode, a uniform
+            selection is an argmin.
+        allocation: who gets how many slots, or its short name; see :mod:`kvjax.allocation`.
+        measured: what the allocation measured of each layer (:func:`kvjax.observe`); only "cake" asks for it.
+        entered: how many tokens of each row came in with this block; only "cake" asks for it.
 
     Raises:
-        ValueError: scores that do not fit the cache, a budget below 1.
+        ValueError: scores that do not fit the cache, a budget below 1, an allocation over layers with ``layer``.
 
     Example:
         >>> import jax.numpy as jnp
@@ -40,82 +50,56 @@ def evict(
         >>> kvjax.evict(cache, jnp.array([[[0.5, 0.1, 0.1]]]), budget=2).position.tolist()
         [[[0, -1, 2]]]
     """
-    position = cache.position if layer is None else cache.position[layer]
-    position = jnp.where(keep_mask(scores, position, budget, excess=excess), position, -1)
+    if isinstance(allocation, str):
+        allocation = parse_allocation(allocation)
+    position = cache.position
+    if isinstance(cache, PagedCache):
+        if layer is not None:
+            raise ValueError("a paged cache evicts in all its layers at once, as pages are shared; leave layer out.")
+    elif layer is not None:
+        position = position[layer]
+        if not allocation.one_layer:
+            raise ValueError(
+                f"the allocation {allocation.name!r} compares layers, but layer= names one; "
+                "observe all layers first (kvjax.observe), then evict once."
+            )
+    if scores.shape != position.shape:
+        raise ValueError(f"scores {scores.shape} do not fit the slots: expected {position.shape}.")
+    if isinstance(budget, int) and budget < 1:
+        raise ValueError(f"the budget is {budget}; at least 1 token must stay.")
+    if allocation.even and not isinstance(cache, PagedCache):
+        stays = keep_mask(scores, position, budget, excess=excess)
+    else:
+        contest = _contest(cache, scores, position, budget, layer, measured, entered)
+        all_fit = (contest.budget >= cache.num_slots)[contest.batch]  # rows that nothing has to leave, as idle ones
+        stays = allocation.keep(contest) | (contest.live & all_fit[..., None])
+    position = jnp.where(stays, position, -1)
+    if isinstance(cache, PagedCache):
+        return release(dataclasses.replace(cache, position=position))
     if layer is not None:
         position = cache.position.at[layer].set(position)
     return dataclasses.replace(cache, position=position)
 
 
-def keep_mask(
-    scores: Float[Array, "*head S"],
-    position: Int[Array, "*head S"],
-    budget: int | Int[Array, ""] | Int[Array, "B"],
-    *,
-    excess: int | None = None,
-) -> Bool[Array, "*head S"]:
-    """The ``budget`` best live slots of each head; all of them where no more than that are live.
-
-    The smallest score that stays is found by bisection over the bit patterns of float32, 32 counts over S, and ties
-    by bisection over the positions: exact, the same on every backend, and free of sorts (0.5 ms against 8 ms for a
-    sort at K 8, S 8,320 on two CPU cores).
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from kvjax import keep_mask
-        >>> keep_mask(jnp.array([1.0, 3.0, 2.0]), jnp.array([0, 1, 2]), 2).tolist()
-        [False, True, True]
-    """
-    if scores.shape != position.shape:
-        raise ValueError(f"scores {scores.shape} do not fit the slots: expected {position.shape}.")
-    if isinstance(budget, int) and budget < 1:
-        raise ValueError(f"the budget is {budget}; at least 1 token must stay.")
-    live = position >= 0
-    budget = jnp.asarray(budget, jnp.int32)
-    if budget.ndim:
-        budget = budget.reshape(-1, *(1,) * min(position.ndim - 2, 1))  # B stands before K; layers stand before B
-    budget = jnp.broadcast_to(budget, position.shape[:-1])  # [*head]
-
-    rank = jnp.where(live & ~jnp.isnan(scores), _ordered_bits(scores), _LOWEST)
-    rank = jnp.where(live, jnp.maximum(rank, _LOWEST + 1), _LOWEST)  # a live slot beats a free one, even with NaN
-    if excess == 1:
-        return live & ~(_worst(rank, position) & (jnp.sum(live, axis=-1) > budget)[..., None])
-
-    # No lax.cond around the ties: its predicate would join all heads, and cost a collective on a mesh.
-    threshold = _nth_largest(rank, budget)[..., None]
-    above, tied = rank > threshold, (rank == threshold) & live
-    room = budget - jnp.sum(above, axis=-1, dtype=jnp.int32)
-    recency = jnp.where(tied, position, _LOWEST)
-    return above | (tied & (recency >= _nth_largest(recency, room)[..., None]))
-
-
-def _worst(rank: Int[Array, "*head S"], position: Int[Array, "*head S"]) -> Bool[Array, "*head S"]:
-    """The live slot with the lowest rank, the oldest one among equals."""
-    rank = jnp.where(position >= 0, rank, jnp.iinfo(jnp.int32).max)
-    tied = (rank == jnp.min(rank, axis=-1, keepdims=True)) & (position >= 0)
-    age = jnp.where(tied, position, jnp.iinfo(jnp.int32).max)
-    return tied & (age == jnp.min(age, axis=-1, keepdims=True))
-
-
-_LOWEST = jnp.iinfo(jnp.int32).min
-
-
-def _ordered_bits(x: Float[Array, "*shape"]) -> Int[Array, "*shape"]:
-    """An int32 that orders like the float32: -inf first, -0 equal to 0, +inf last."""
-    bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
-    bits = jnp.where(bits == _LOWEST, 0, bits)  # -0; XLA would take away a "+ 0.0"
-    return jnp.where(bits < 0, bits ^ jnp.iinfo(jnp.int32).max, bits)
-
-
-def _nth_largest(x: Int[Array, "*head S"], n: Int[Array, "*head"]) -> Int[Array, "*head"]:
-    """The n-th largest entry (counted from 1) along the last axis; int32's lowest where n exceeds S."""
-
-    def halve(_, bounds):
-        low, high = bounds  # the answer lies in [low, high]
-        middle = (low >> 1) + (high >> 1) + ((low | high) & 1)  # rounded up, without overflow
-        enough = jnp.sum(x >= middle[..., None], axis=-1, dtype=jnp.int32) >= n
-        return jnp.where(enough, middle, low), jnp.where(enough, high, middle - 1)
-
-    low = jnp.full(x.shape[:-1], _LOWEST, jnp.int32)
-    high = jnp.full(x.shape[:-1], jnp.iinfo(jnp.int32).max, jnp.int32)
-    return jax.lax.fori_loop(0, 32, halve, (low, high))[0]
+def _contest(cache, scores, position, budget, layer, measured, entered) -> Contest:
+    """Whose each row of slots is: a row a head in a plain cache, a row a page in a paged one."""
+    *L, B, K = cache.heads_shape
+    layers = L[0] if L and layer is None else 1
+    if isinstance(cache, PagedCache):
+        head = jnp.maximum(cache.owner, 0)
+    else:
+        head = jnp.arange(layers * B * K, dtype=jnp.int32).reshape(position.shape[:-1])
+    nothing = jnp.zeros(B, jnp.int32)
+    return Contest(
+        scores=scores,
+        position=position,
+        layer=head // (B * K),
+        batch=head // K % B,
+        head=head % K,
+        budget=jnp.broadcast_to(jnp.asarray(budget, jnp.int32), (B,)),
+        seen=cache.next_position,
+        entered=nothing if entered is None else entered,
+        measured=measured,
+        layers=layers,
+        heads=K,
+    )

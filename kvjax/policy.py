@@ -2,7 +2,8 @@
 
 A link is a pair of pure functions, `init` and `update`. The first link of a chain is a base score (h2o, snapkv, ...);
 the others change its scores (caote, pool, ...) or say what always stays (protect). Scores are [B, K, G, S], one a query
-head, or [B, K, 1, S] where a link has joined the group; the chain's end averages what is left of G.
+head, or [B, K, 1, S] where a link has joined the group; the chain's end averages what is left of G. Behind it stands an
+allocation: who gets how many slots (kvjax/allocation.py).
 """
 
 from __future__ import annotations
@@ -10,23 +11,31 @@ from __future__ import annotations
 import ast
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from kernels_pallas import ColumnStatistics
+from kvjax.allocation import UNIFORM, Allocation, parse_allocation
+from kvjax.cache import Positions
+from kvjax.projection import OutputProjection
 
 PyTree = Any
+Heads = Literal["group", "layer", "query"]
 Scores = Float[Array, "B K _ S"]  # the third axis is G, or 1 where a link has joined the group
 
 
 class Observation(NamedTuple):
     """What a score may read of one block in one layer, after its T tokens were inserted.
 
-    ``columns`` are the block's attention statistics that the policy asked for, as ``[B, K, G, S]``; ``query`` is
-    rotated; ``query_position`` is -1 for padding; ``position`` is -1 where a slot is free; ``budget`` is one a row.
+    ``columns`` are the block's attention statistics that the policy asked for, as ``[B, K, G, S]`` (a group's own as
+    ``[B, K, 1, S]``); ``query`` and ``key`` are rotated; ``query_position`` is -1 for padding; ``position`` is -1
+    where a slot is free; ``budget`` is one a row. ``protected`` are the slots that stay whatever they score. ``head``
+    numbers the KV heads at hand (all of the layer if None). ``frequency`` is the rotary angle per position, None for a
+    model without; ``output`` is what the policy asked of the layer's output projection.
     """
 
     columns: ColumnStatistics
@@ -38,6 +47,10 @@ class Observation(NamedTuple):
     next_position: Int[Array, "B"]
     budget: Int[Array, "B"]
     layer: Int[Array, ""]
+    protected: Bool[Array, "B K S"] = None  # type: ignore[assignment]
+    head: Int[Array, "K"] | None = None
+    frequency: Float[Array, "rows half"] | None = None
+    output: OutputProjection | None = None
 
     @property
     def live(self) -> Array:
@@ -63,38 +76,53 @@ class Policy:
 
     Attributes:
         name: how a command line writes it.
-        init: ``init(B, K, G, S) -> state``, a pytree of zeros whose leaves lead with ``[B, K, S]``.
+        init: ``init(B, K, G, S, D) -> state``, a pytree of zeros whose leaves lead with ``[B, K, S]``, or with
+            ``[B, K]`` inside a :class:`kvjax.HeadState`.
         update: ``update(scores, state, observation) -> (scores, state)``; a base score ignores ``scores``.
         statistics: the column statistics that it reads (``kernels_pallas.STATISTICS``).
-        window: the observation window of "window_mean", in queries.
+        window: the observation window of the "window_" statistics, in queries.
         protections: what always stays.
+        projections: what it reads of the layer's output projection (``kvjax.projection.KINDS``).
+        rotary: whether it reads the rotary frequencies.
         base: whether it makes scores rather than changing them.
         nonnegative: whether its scores can serve as attention weights (caote asks for that).
         needs_nonnegative: whether the scores that it changes must be so.
-        heads: who shares one set of tokens at the chain's end: each query "group", or all heads of a "layer".
+        comparable: whether scores of different heads are on one scale, so that heads may exchange slots.
+        heads: who has one set of tokens: each query "group", all heads of a "layer", or each "query" head alone.
+        positions: how the cache rotates its keys; see :class:`kvjax.KVCache`.
+        allocation: who gets how many slots.
     """
 
     name: str
-    init: Callable[[int, int, int, int], PyTree]
+    init: Callable[[int, int, int, int, int], PyTree]
     update: Callable[[Scores, PyTree, Observation], tuple[Scores, PyTree]]
     statistics: frozenset[str] = frozenset()
     window: int = 0
     protections: tuple[Protection, ...] = ()
+    projections: frozenset[str] = frozenset()
+    rotary: bool = False
     base: bool = False
     nonnegative: bool = False
     needs_nonnegative: bool = False
-    heads: Literal["group", "layer"] = "group"
+    comparable: bool = True
+    heads: Heads = "group"
+    positions: Positions = "absolute"
+    allocation: Allocation = UNIFORM
 
     def __str__(self) -> str:
         return self.name
 
+    def __matmul__(self, allocation: Allocation | str) -> Policy:
+        """The policy with another allocation, as ``@`` in a short name."""
+        return allocated(self, parse_allocation(allocation) if isinstance(allocation, str) else allocation)
 
-def no_state(B: int, K: int, G: int, S: int) -> tuple[()]:
+
+def no_state(B: int, K: int, G: int, S: int, D: int) -> tuple[()]:
     """The ``init`` of a link that remembers nothing.
 
     Example:
         >>> import kvjax
-        >>> kvjax.no_state(1, 2, 2, 8)
+        >>> kvjax.no_state(1, 2, 2, 8, 64)
         ()
     """
     return ()
@@ -107,6 +135,8 @@ def base_score(
     statistics: tuple[str, ...] = (),
     window: int = 0,
     protection: Protection | None = None,
+    projections: tuple[str, ...] = (),
+    rotary: bool = False,
     nonnegative: bool = True,
 ) -> Policy:
     """A stateless base score from a function of the observation: all that most published scores need.
@@ -115,8 +145,10 @@ def base_score(
         name: what it is called in tables.
         score: gives ``[B, K, G, S]`` or, for scores that don't depend on the query head, ``[B, K, 1, S]``.
         statistics: the column statistics that it reads.
-        window: the observation window of "window_mean".
+        window: the observation window of the "window_" statistics.
         protection: what it always keeps.
+        projections: what it reads of the layer's output projection (``kvjax.projection.KINDS``).
+        rotary: whether it reads the rotary frequencies.
         nonnegative: whether the scores are never below 0, so that ``caote`` may follow.
 
     Example:
@@ -133,6 +165,8 @@ def base_score(
         statistics=frozenset(statistics),
         window=window,
         protections=() if protection is None else (protection,),
+        projections=frozenset(projections),
+        rotary=rotary,
         base=True,
         nonnegative=nonnegative,
     )
@@ -164,13 +198,31 @@ def chain(*links: Policy) -> Policy:
                 f"{link.name!r} needs non-negative scores, which {links[0].name!r} does not give; "
                 "put 'normalise' between."
             )
-        nonnegative = link.nonnegative if link.base else nonnegative or link.nonnegative
+        nonnegative = link.nonnegative if link.base or not link.comparable else nonnegative or link.nonnegative
     windows = {link.window for link in links if link.window}
     if len(windows) > 1:
         raise ValueError(f"{name!r} has observation windows of {sorted(windows)} queries; a policy has one.")
+    heads = {link.heads for link in links} - {"group"} or {"group"}
+    positions = {link.positions for link in links} - {"absolute"} or {"absolute"}
+    for what, choices in (("heads", heads), ("positions", positions)):
+        if len(choices) > 1:
+            raise ValueError(f"{name!r} asks for {what} {' and '.join(sorted(choices))}; a policy has one of them.")
 
-    def init(B: int, K: int, G: int, S: int) -> PyTree:
-        return tuple(link.init(B, K, G, S) for link in links)
+    comparable = all(link.comparable for link in links)
+    if "layer" in heads and not comparable:
+        raise ValueError(
+            f"{name!r} averages scores over the heads of a layer, but they only order the tokens of one head; "
+            "take rounds=1, or heads='group'."
+        )
+    turned = positions - {"absolute"}
+    if turned and any(link.rotary for link in links):
+        raise ValueError(
+            f"{name!r} turns queries back by their positions in the text, but the cache's are {turned.pop()!r}; "
+            "leave the link 'positions' out."
+        )
+
+    def init(B: int, K: int, G: int, S: int, D: int) -> PyTree:
+        return tuple(link.init(B, K, G, S, D) for link in links)
 
     def update(scores: Scores, state: PyTree, observation: Observation) -> tuple[Scores, PyTree]:
         states = []
@@ -186,10 +238,54 @@ def chain(*links: Policy) -> Policy:
         statistics=frozenset().union(*(link.statistics for link in links)),
         window=max(windows, default=0),
         protections=sum((link.protections for link in links), ()),
+        projections=frozenset().union(*(link.projections for link in links)),
+        rotary=any(link.rotary for link in links),
         base=True,
         nonnegative=nonnegative,
-        heads="layer" if any(link.heads == "layer" for link in links) else "group",
+        comparable=comparable,
+        heads=heads.pop(),
+        positions=positions.pop(),
     )
+
+
+@functools.cache
+def allocated(policy: Policy, allocation: Allocation) -> Policy:
+    """The policy with an allocation behind it, as ``policy @ allocation`` and a short name's ``@`` make it.
+
+    Raises:
+        ValueError: an allocation that needs scores which the policy hasn't.
+
+    Example:
+        >>> import kvjax
+        >>> str(kvjax.h2o() @ "layer")
+        'h2o@layer'
+    """
+    plain = policy.name.split("@")[0]
+    name = plain if allocation is UNIFORM else f"{plain}@{allocation.name}"
+    if not allocation.even and policy.heads == "layer":
+        raise ValueError(
+            f"{name!r}: {plain!r} keeps one set of tokens for all heads of a layer, but {allocation.name!r} gives "
+            "heads different numbers of slots; take heads='group', or leave the allocation out."
+        )
+    if allocation.scope != "head" and not policy.comparable:
+        raise ValueError(
+            f"{name!r}: {allocation.name!r} needs scores that heads can compare, but those of {plain!r} only order the "
+            "tokens of one head; leave the allocation out, or take rounds=1."
+        )
+    if allocation.needs_nonnegative and not policy.nonnegative:
+        raise ValueError(
+            f"{name!r}: {allocation.name!r} divides scores by their sum, for which they must not be negative, as those "
+            f"of {plain!r} can be; put 'normalise' between."
+        )
+    window = policy.window
+    if allocation.statistics:
+        window = window or allocation.window or 32
+        if allocation.window and allocation.window != window:
+            raise ValueError(
+                f"{name!r} has observation windows of {sorted({window, allocation.window})} queries; a policy has one."
+            )
+    statistics = policy.statistics | allocation.statistics
+    return dataclasses.replace(policy, name=name, allocation=allocation, statistics=statistics, window=window)
 
 
 def retention_scores(policy: Policy, state: PyTree, observation: Observation) -> tuple[Float[Array, "B K S"], PyTree]:
@@ -205,16 +301,21 @@ def retention_scores(policy: Policy, state: PyTree, observation: Observation) ->
         >>> kvjax.retention_scores(kvjax.streaming(sinks=1), (), seen)[0].tolist()
         [[[inf, 1.0, 2.0]]]
     """
+    observation = mark_protected(policy, observation)
     nothing = jnp.zeros_like(observation.position[:, :, None], jnp.float32)  # a base score ignores it
     scores, state = policy.update(nothing, state, observation)
     if policy.heads == "layer":
         scores = jnp.broadcast_to(jnp.mean(scores, axis=(1, 2), keepdims=True), scores.shape)
-    scores = jnp.mean(scores, axis=2)
+    return jnp.where(observation.protected, jnp.inf, jnp.mean(scores, axis=2)), state
+
+
+def mark_protected(policy: Policy, observation: Observation) -> Observation:
+    """The observation with ``protected`` filled in: the first and last tokens that the policy always keeps."""
     sinks, recent = protected(policy, observation.budget)
     position = observation.position
     oldest_recent = observation.next_position - recent
     stays = (position < jnp.reshape(sinks, (-1, 1, 1))) | (position >= jnp.reshape(oldest_recent, (-1, 1, 1)))
-    return jnp.where(stays & observation.live, jnp.inf, scores), state
+    return observation._replace(protected=stays & observation.live)
 
 
 def protected(policy: Policy, budget: Any) -> tuple[Any, Any]:
@@ -230,6 +331,28 @@ def protected(policy: Policy, budget: Any) -> tuple[Any, Any]:
         more_sinks, more_recent = protection.counts(budget)
         sinks, recent = _larger(sinks, more_sinks), _larger(recent, more_recent)
     return sinks, recent
+
+
+def check_block(policy: Policy, block: int) -> None:
+    """Refuses a block that cannot hold the policy's observation window.
+
+    Raises:
+        ValueError: the window has more queries than a block.
+
+    Example:
+        >>> import kvjax
+        >>> kvjax.check_block(kvjax.parse("snapkv"), 16)
+        Traceback (most recent call last):
+            ...
+        ValueError: 'snapkv' observes the last 32 queries, but a block has 16: give a block of at least 32, or a \
+smaller window, such as 'snapkv(window=16)'.
+    """
+    if policy.window > block:
+        link = policy.name.split("@")[0].split("+")[0].split("(")[0]
+        raise ValueError(
+            f"{policy.name!r} observes the last {policy.window} queries, but a block has {block}: give a block of at "
+            f"least {policy.window}, or a smaller window, such as '{link}(window={block})'."
+        )
 
 
 def check_budget(policy: Policy, budget: int) -> None:
@@ -267,9 +390,17 @@ def parse(name: str) -> Policy:
 
     Example:
         >>> import kvjax
-        >>> str(kvjax.parse("snapkv(window=16) + fast_caote"))
-        'snapkv(window=16)+fast_caote'
+        >>> str(kvjax.parse("snapkv(window=16) + fast_caote @ layer"))
+        'snapkv(window=16)+fast_caote@layer'
     """
+    whole = name
+    name, at, behind = name.partition("@")
+    allocation = None
+    if at:
+        try:
+            allocation = parse_allocation(behind.strip())
+        except ValueError as error:
+            raise ValueError(f"{whole!r}: {error}") from None
     try:
         tree = ast.parse(name.strip(), mode="eval").body
     except (SyntaxError, ValueError):
@@ -280,7 +411,8 @@ def parse(name: str) -> Policy:
         tree = tree.left
     links.append(_link(tree, name))
     links.reverse()
-    return chain(*links) if len(links) > 1 or not links[0].base else links[0]
+    policy = chain(*links) if len(links) > 1 or not links[0].base else links[0]
+    return policy if allocation is None else allocated(policy, allocation)
 
 
 _EXAMPLE = "'snapkv(window=16)+caote+protect(sinks=4)'"
@@ -297,8 +429,10 @@ def register(make: Callable[..., Policy]) -> Callable[..., Policy]:
     return make
 
 
-def written(name: str, defaults: dict[str, Any], **arguments: Any) -> str:
-    """A link's name with the arguments that differ from their defaults, as :func:`parse` reads it."""
+def written(make: Any, **arguments: Any) -> str:
+    """A registered link's name with the arguments that differ from their defaults, as :func:`parse` reads it."""
+    defaults = {key: parameter.default for key, parameter in inspect.signature(make.__wrapped__).parameters.items()}
+    name = make.__name__
     changed = [f"{key}={value!r}" for key, value in arguments.items() if value != defaults[key]]
     return f"{name}({','.join(changed)})" if changed else name
 

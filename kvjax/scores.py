@@ -1,21 +1,17 @@
-"""The links of policies: base scores from the papers, and what may follow them."""
+"""Base scores: what the papers say a token is worth. What changes scores stands in transforms.py and caote.py."""
 
 from __future__ import annotations
 
-import inspect
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, UInt
+from jaxtyping import Array, Bool, Float, UInt
 
-from kvjax.eviction_error import score as eviction_error
+from kvjax.cache import HeadState
 from kvjax.policy import Observation, Policy, Protection, Scores, base_score, no_state, register, written
-
-
-def _name(make: Any, **arguments: Any) -> str:
-    parameters = inspect.signature(make.__wrapped__).parameters
-    return written(make.__name__, {name: parameter.default for name, parameter in parameters.items()}, **arguments)
+from kvjax.rotary import rotate, turn
+from kvjax.transforms import check_pooling, check_protected, pooled
 
 
 @register
@@ -32,11 +28,11 @@ def h2o(*, accumulate: bool = True) -> Policy:
         >>> kvjax.h2o().statistics
         frozenset({'sum'})
     """
-    name = _name(h2o, accumulate=accumulate)
+    name = written(h2o, accumulate=accumulate)
     if not accumulate:
         return base_score(name, lambda o: o.columns.sum, statistics=("sum",))
 
-    def init(B: int, K: int, G: int, S: int) -> Array:
+    def init(B: int, K: int, G: int, S: int, D: int) -> Array:
         return jnp.zeros((B, K, S, G), jnp.float32)
 
     def update(_: Scores, state: Array, o: Observation) -> tuple[Scores, Array]:
@@ -61,7 +57,7 @@ def tova(*, heads: Literal["group", "layer"] = "group") -> Policy:
     """
     if heads not in ("group", "layer"):
         raise ValueError(f"tova: heads is {heads!r}; there are 'group' and 'layer'.")
-    name = _name(tova, heads=heads)
+    name = written(tova, heads=heads)
     return Policy(
         name,
         no_state,
@@ -87,17 +83,13 @@ def snapkv(*, window: int = 32, kernel: int = 5, pooling: Literal["avg", "max"] 
         >>> kvjax.snapkv(window=16).protections
         (Protection(sinks=0, recent=16),)
     """
-    _check_pooling("snapkv", kernel, pooling)
-    if not isinstance(window, int) or window < 1:
-        raise ValueError(f"snapkv: window is {window!r}; give the number of queries that observe, an int from 1.")
+    check_pooling("snapkv", kernel, pooling)
+    _check_window("snapkv", window)
 
     def score(o: Observation) -> Scores:
-        observed = o.columns.window_mean
-        own = (o.position >= (o.next_position - window)[:, None, None])[:, :, None]
-        pooled = _pool(jnp.where(own, 0, observed), o, kernel, pooling)
-        return jnp.where(own, observed, pooled)
+        return _pooled_before(o.columns.window_mean, o, window, kernel, pooling)
 
-    name = _name(snapkv, window=window, kernel=kernel, pooling=pooling)
+    name = written(snapkv, window=window, kernel=kernel, pooling=pooling)
     return base_score(name, score, statistics=("window_mean",), window=window, protection=Protection(recent=window))
 
 
@@ -110,9 +102,281 @@ def streaming(*, sinks: int = 4) -> Policy:
         >>> str(kvjax.streaming(sinks=8))
         'streaming(sinks=8)'
     """
-    _check_protected("streaming", "sinks", sinks)
-    name = _name(streaming, sinks=sinks)
+    check_protected("streaming", "sinks", sinks)
+    name = written(streaming, sinks=sinks)
     return base_score(name, lambda o: o.position[:, :, None].astype(jnp.float32), protection=Protection(sinks=sinks))
+
+
+@register
+def sage(
+    *, heads: Literal["group", "query"] = "group", split: Literal["fixed", "adaptive"] = "fixed", mass: float = 0.9
+) -> Policy:
+    """SAGE-KV: after the prompt, the last query chooses once; then only the newest tokens change (arXiv 2503.08879).
+
+    Of the budget, a quarter are the first tokens (sinks), a quarter the last (recent), and the rest the best of the
+    middle by the last query's attention; a prompt that comes in blocks is scored anew by each block's last query. A
+    block of one query is a decode step: there nothing is scored. The new token enters the recent window, whose oldest
+    leaves; sinks and chosen tokens stay for good. Where a prompt is shorter than the budget, the recent window takes
+    what is left of it.
+
+    Args:
+        heads: who chooses: each query "group" by its mean attention, or each "query" head for a cache of its own.
+        split: "fixed" quarters, or "adaptive": the shortest prefix of the first quarter, and the shortest suffix of
+            the last, that hold ``mass`` of its attention. They score 2, above any attention weight, instead of being
+            protected; the slots that they spare go to the middle.
+        mass: which share of a quarter's attention "adaptive" must cover, in (0, 1].
+
+    Example:
+        >>> import kvjax
+        >>> kvjax.protected(kvjax.sage(), 64)
+        (16, 16)
+    """
+    if heads not in ("group", "query"):
+        raise ValueError(f"sage: heads is {heads!r}; there are 'group' and 'query'.")
+    if split not in ("fixed", "adaptive"):
+        raise ValueError(f"sage: split is {split!r}; there are 'fixed' and 'adaptive'.")
+    if not isinstance(mass, (int, float)) or not 0 < mass <= 1:
+        raise ValueError(f"sage: mass is {mass!r}; give a share of the attention in (0, 1].")
+
+    def init(B: int, K: int, G: int, S: int, D: int) -> Array:
+        return jnp.zeros((B, K, S), jnp.float32)  # 0 in the recent window: what came last, and what is new in decode
+
+    def update(_: Scores, state: Array, o: Observation) -> tuple[Scores, Array]:
+        if o.query.shape[1] == 1:
+            return state[:, :, None], state
+        scores = jnp.mean(o.columns.last, axis=2)
+        quarter = (o.budget // 4)[:, None, None]
+        sinks = o.position < quarter
+        recent = o.position >= o.next_position[:, None, None] - jnp.maximum(quarter, 1)
+        if split == "adaptive":
+            sinks, recent = _covering(scores, o, sinks, mass, "first"), _covering(scores, o, recent, mass, "last")
+            scores = jnp.where(sinks | recent, 2, scores)
+        chosen = jnp.where(recent, 0, jnp.maximum(scores, jnp.finfo(jnp.float32).tiny))
+        observed = (o.query_position >= 0).any(axis=1)[:, None, None]
+        return scores[:, :, None], jnp.where(observed, chosen, state)
+
+    quarters = (Protection(sinks=0.25, recent=0.25), Protection(recent=1)) if split == "fixed" else ()
+    return Policy(
+        written(sage, heads=heads, split=split, mass=mass),
+        init,
+        update,
+        frozenset({"last"}),
+        protections=quarters,
+        base=True,
+        nonnegative=True,
+        heads=heads,
+    )
+
+
+@register
+def laprox(
+    *,
+    window: int = 32,
+    kernel: int = 7,
+    through: Literal["output", "value", "attention"] = "output",
+    gqa: Literal["group", "heads"] = "group",
+) -> Policy:
+    """LaProx: what a token adds to the layer's output, attention by projected value (arXiv 2605.07234, eq. 9).
+
+    The 2-norm of its column of attention over the last queries times that of ``v W_O``; the products are pooled over
+    neighbours. The window's own tokens stay, and are left out of the pooling. Its authors give the whole model one
+    budget: ``laprox@model``.
+
+    Args:
+        window: how many of the block's last queries observe.
+        kernel: width of the average pooling over neighbours in position order, an odd number.
+        through: how far a value is followed: to the layer's "output", ``|v W_O|`` over the group's blocks of W_O; the
+            "value" itself, ``|v|``; or not at all, by "attention" alone.
+        gqa: the column of a "group" is that of its mean attention (the paper); "heads" takes each query head's norm,
+            and then their mean.
+
+    Example:
+        >>> import kvjax
+        >>> sorted(kvjax.laprox().projections), sorted(kvjax.laprox(through="value").projections)
+        (['gram'], [])
+    """
+    check_pooling("laprox", kernel, "avg")
+    _check_window("laprox", window)
+    if through not in ("output", "value", "attention"):
+        raise ValueError(f"laprox: through is {through!r}; there are 'output', 'value' and 'attention'.")
+    if gqa not in ("group", "heads"):
+        raise ValueError(f"laprox: gqa is {gqa!r}; there are 'group' and 'heads'.")
+
+    def score(o: Observation) -> Scores:
+        squares = o.columns.window_group_square if gqa == "group" else o.columns.window_square
+        column = jnp.mean(jnp.sqrt(squares), axis=2)
+        if through == "value":
+            column = column * jnp.linalg.norm(o.value.astype(jnp.float32), axis=-1)
+        elif through == "output":
+            column = column * _projected_length(o)
+        return _pooled_before(column[:, :, None], o, window, kernel, "avg")
+
+    return base_score(
+        written(laprox, window=window, kernel=kernel, through=through, gqa=gqa),
+        score,
+        statistics=("window_group_square" if gqa == "group" else "window_square",),
+        window=window,
+        protection=Protection(recent=window),
+        projections=("gram",) if through == "output" else (),
+    )
+
+
+@register
+def cake(*, window: int = 32, kernel: int = 5, gamma: float = 200.0) -> Policy:
+    """CAKE: the last queries' mean attention, and how much it changes from one to the next (arXiv 2503.12491).
+
+    ``mean + gamma * variance`` over the window's queries, pooled over neighbours; the window's own tokens stay. Its
+    authors also weigh the layers: ``cake@cake``.
+
+    Args:
+        window: how many of the block's last queries observe, from 2; the variance of a decode step's one is 0.
+        kernel: width of the average pooling over neighbours in position order, an odd number.
+        gamma: weight of the variance.
+
+    Example:
+        >>> import kvjax
+        >>> sorted(kvjax.cake(window=16).statistics)
+        ['window_mean', 'window_variance']
+    """
+    check_pooling("cake", kernel, "avg")
+    if not isinstance(window, int) or window < 2:
+        raise ValueError(f"cake: window is {window!r}; a variance needs at least 2 queries.")
+    if not isinstance(gamma, (int, float)) or not 0 <= gamma < float("inf"):
+        raise ValueError(f"cake: gamma is {gamma!r}; give a finite number from 0.")
+
+    def score(o: Observation) -> Scores:
+        observed = o.columns.window_mean + gamma * o.columns.window_variance
+        return _pooled_before(observed, o, window, kernel, "avg")
+
+    return base_score(
+        written(cake, window=window, kernel=kernel, gamma=gamma),
+        score,
+        statistics=("window_mean", "window_variance"),
+        window=window,
+        protection=Protection(recent=window),
+    )
+
+
+@register
+def lava(*, window: int = 32, kernel: int = 7) -> Policy:
+    """LAVa: the last queries' mean attention times the head's largest value (arXiv 2509.09754).
+
+    The mean is pooled by its maximum over neighbours and multiplied by the largest ``|v|_1`` of the head's tokens, one
+    number a head; of the group's query heads, the largest product counts. The window's own tokens stay. Its authors
+    let heads and layers compete: ``lava@lava``.
+
+    Args:
+        window: how many of the block's last queries observe.
+        kernel: width of the pooling over neighbours in position order, an odd number.
+
+    Example:
+        >>> import kvjax
+        >>> str(kvjax.parse("lava(window=16)@lava"))
+        'lava(window=16)@lava'
+    """
+    check_pooling("lava", kernel, "max")
+    _check_window("lava", window)
+
+    def score(o: Observation) -> Scores:
+        length = jnp.sum(jnp.abs(o.value.astype(jnp.float32)), axis=-1)
+        largest = jnp.max(jnp.where(o.live, length, 0), axis=-1)[:, :, None, None]
+        observed = _pooled_before(o.columns.window_mean, o, window, kernel, "max")
+        return jnp.max(observed, axis=2, keepdims=True) * largest
+
+    return base_score(
+        written(lava, window=window, kernel=kernel),
+        score,
+        statistics=("window_mean",),
+        window=window,
+        protection=Protection(recent=window),
+    )
+
+
+@register
+def expected_attention(
+    *, future: int = 512, sinks: int = 4, covariance: bool = True, value_norm: bool = True
+) -> Policy:
+    """The attention that coming queries are expected to pay (arXiv 2510.00636).
+
+    Queries before rotation are taken as normal, with the mean ``m`` and covariance ``C`` of all queries so far (those
+    of evicted tokens too, and on through decode). ``R`` is the rotation averaged over the coming positions; a key's
+    logit is ``m R'k / sqrt(D) + (R'k)' C (R'k) / 2D``, and the softmax over the tokens that are left, times ``|v|``, is
+    the score. Positions must be absolute.
+
+    Args:
+        future: how many coming positions the rotation is averaged over.
+        sinks: the first tokens: they stay, and neither their queries nor their keys are counted.
+        covariance: False leaves ``C`` out.
+        value_norm: False leaves ``|v|`` out.
+
+    Raises:
+        ValueError: when it runs on a model without rotary positions, or no frequencies were given.
+
+    Example:
+        >>> import kvjax
+        >>> policy = kvjax.parse("expected_attention(future=128)")
+        >>> policy.rotary, policy.protections
+        (True, (Protection(sinks=4, recent=0),))
+    """
+    if not isinstance(future, int) or future < 1:
+        raise ValueError(f"expected_attention: future is {future!r}; give a number of coming positions, an int from 1.")
+    if not isinstance(sinks, int) or sinks < 0:
+        raise ValueError(f"expected_attention: sinks is {sinks!r}; give a number of first tokens, an int from 0.")
+
+    def init(B: int, K: int, G: int, S: int, D: int) -> Any:
+        shapes = ((B, K), (B, K, G, D), (B, K, G, D, D))  # how many queries, their mean, their deviations' products
+        return tuple(HeadState(jnp.zeros(shape, jnp.float32)) for shape in shapes[: 3 if covariance else 2])
+
+    def update(_: Scores, state: Any, o: Observation) -> tuple[Scores, Any]:
+        if o.frequency is None:
+            raise ValueError(
+                "expected_attention turns queries back to position 0, but no rotary frequencies were given; hand over "
+                "frequency=, or take another score for a model without rotary positions."
+            )
+        state = _with_queries(state, o, o.frequency, sinks)
+        count, mean = state[0].value, state[1].value
+        key = _turned_back(o, o.frequency, future)
+        D = key.shape[-1]
+        highest = jax.lax.Precision.HIGHEST
+        logits = jnp.einsum("bksd,bkgd->bkgs", key, mean, precision=highest) / D**0.5
+        if covariance:
+            products = state[2].value / jnp.maximum(count, 1)[..., None, None, None]
+            along = jnp.einsum("bksd,bkgde->bkgse", key, products, precision=highest)
+            logits = logits + jnp.einsum("bkgse,bkse->bkgs", along, key, precision=highest) / (2 * D)
+        counted = (o.live & (o.position >= sinks))[:, :, None]
+        scores = jax.nn.softmax(jnp.where(counted, logits, -jnp.inf), axis=-1)
+        if value_norm:
+            scores = scores * jnp.linalg.norm(o.value.astype(jnp.float32), axis=-1)[:, :, None]
+        return jnp.where(counted, scores, 0), state  # NaN where no token counts
+
+    return Policy(
+        written(expected_attention, future=future, sinks=sinks, covariance=covariance, value_norm=value_norm),
+        init,
+        update,
+        protections=(Protection(sinks=sinks),),
+        rotary=True,
+        base=True,
+        nonnegative=True,
+    )
+
+
+@register
+def keydiff() -> Policy:
+    """KeyDiff: minus the cosine between a key and the mean direction of the head's keys (arXiv 2504.15364).
+
+    Example:
+        >>> import kvjax
+        >>> kvjax.keydiff().nonnegative
+        False
+    """
+
+    def score(o: Observation) -> Scores:
+        key = jnp.where(o.live[..., None], o.key.astype(jnp.float32), 0)  # stale keys must not enter the mean
+        direction = _unit(key)
+        mean = jnp.sum(direction, axis=2, keepdims=True) / jnp.maximum(jnp.sum(o.live, axis=2), 1)[..., None, None]
+        return -jnp.sum(direction * _unit(mean), axis=-1)[:, :, None]
+
+    return base_score(written(keydiff), score, nonnegative=False)
 
 
 @register
@@ -125,7 +389,7 @@ def key_norm() -> Policy:
         'key_norm+normalise+caote'
     """
     return base_score(
-        _name(key_norm),
+        written(key_norm),
         lambda o: -jnp.linalg.norm(o.key.astype(jnp.float32), axis=-1)[:, :, None],
         nonnegative=False,
     )
@@ -145,139 +409,13 @@ def random(*, seed: int = 0) -> Policy:
         raise ValueError(f"random: seed is {seed!r}; give an int in [0, 2**32).")
 
     def score(o: Observation) -> Scores:
-        head = jnp.arange(o.position.shape[1], dtype=jnp.uint32)[None, :, None]
+        head = jnp.arange(o.position.shape[1]) if o.head is None else o.head
+        head = head.astype(jnp.uint32)[None, :, None]
         layer = jnp.asarray(o.layer, jnp.uint32)
         mixed = _mix(jnp.uint32(seed) ^ _mix(layer ^ _mix(head ^ _mix(o.position.astype(jnp.uint32)))))
         return (mixed >> 8).astype(jnp.float32)[:, :, None] / 2**24
 
-    return base_score(_name(random, seed=seed), score)
-
-
-@register
-def caote(*, norm: Literal[1, 2, "inf"] = 2, group: Literal["exact", "mean"] = "exact", fast: bool = False) -> Policy:
-    """CAOTE over any non-negative score: what losing a token does to the attention output (arXiv 2504.14051, eq. 20).
-
-    The scores before it, normalised to sum to 1 over the live slots, take the place of attention weights.
-
-    Args:
-        norm: the norm of the change, 1, 2 or "inf".
-        group: how the query heads of a KV head are joined; see :func:`kvjax.score`.
-        fast: FastCAOTE; the link ``fast_caote`` is this with True.
-
-    Example:
-        >>> import kvjax
-        >>> str(kvjax.parse("h2o+caote(group='mean')"))
-        "h2o+caote(group='mean')"
-    """
-    if norm not in (1, 2, "inf") or group not in ("exact", "mean"):
-        raise ValueError(f"caote: norm is {norm!r} and group {group!r}; norms are 1, 2, 'inf', groups 'exact', 'mean'.")
-    name = _name(fast_caote, norm=norm, group=group) if fast else _name(caote, norm=norm, group=group, fast=fast)
-
-    def update(scores: Scores, state: Any, o: Observation) -> tuple[Scores, Any]:
-        weights = _shares(scores, o)
-        joined = eviction_error(weights, o.value, fast=fast, norm=norm, group=group, mask=o.live)
-        return joined[:, :, None], state
-
-    return Policy(name, no_state, update, needs_nonnegative=True, nonnegative=True)
-
-
-@register
-def fast_caote(*, norm: Literal[1, 2, "inf"] = 2, group: Literal["exact", "mean"] = "exact") -> Policy:
-    """FastCAOTE: CAOTE with the mean of the live values in place of the attention output (arXiv 2504.14051, eq. 22).
-
-    Example:
-        >>> import kvjax
-        >>> str(kvjax.parse("tova+fast_caote"))
-        'tova+fast_caote'
-    """
-    return caote(norm=norm, group=group, fast=True)
-
-
-@register
-def normalise() -> Policy:
-    """Scores that sum to 1 over each query head's live slots (CAOTE, eq. 21), shifted first where one is negative.
-
-    Example:
-        >>> import kvjax
-        >>> str(kvjax.parse("key_norm+normalise"))
-        'key_norm+normalise'
-    """
-
-    def update(scores: Scores, state: Any, o: Observation) -> tuple[Scores, Any]:
-        lowest = jnp.min(jnp.where(o.live[:, :, None], scores, jnp.inf), axis=-1, keepdims=True)
-        return _shares(scores - jnp.minimum(lowest, 0), o), state
-
-    return Policy(_name(normalise), no_state, update, nonnegative=True)
-
-
-@register
-def pool(*, kernel: int = 5, pooling: Literal["avg", "max"] = "avg") -> Policy:
-    """Pools scores over neighbours in position order among the live tokens; zeros stand beyond the ends.
-
-    Example:
-        >>> import kvjax
-        >>> str(kvjax.parse("h2o+pool(kernel=7)"))
-        'h2o+pool(kernel=7)'
-    """
-    _check_pooling("pool", kernel, pooling)
-    name = _name(pool, kernel=kernel, pooling=pooling)
-    return Policy(name, no_state, lambda scores, state, o: (_pool(scores, o, kernel, pooling), state))
-
-
-@register
-def protect(*, sinks: int | float = 0, recent: int | float = 0) -> Policy:
-    """What always stays: the first ``sinks`` and the last ``recent`` tokens.
-
-    Args:
-        sinks: a number of tokens (int), or a share of the budget (float in [0, 1]).
-        recent: likewise.
-
-    Example:
-        >>> import kvjax
-        >>> kvjax.protect(sinks=4, recent=0.5).protections[0].counts(64)
-        (4, 32)
-    """
-    for what, amount in (("sinks", sinks), ("recent", recent)):
-        _check_protected("protect", what, amount)
-    name = _name(protect, sinks=sinks, recent=recent)
-    return Policy(name, no_state, lambda scores, state, _: (scores, state), protections=(Protection(sinks, recent),))
-
-
-def _shares(scores: Scores, o: Observation) -> Scores:
-    """Scores divided by their sum over the live slots; 0 in free ones."""
-    scores = jnp.where(o.live[:, :, None], scores, 0)
-    total = jnp.sum(scores, axis=-1, keepdims=True)
-    return scores / jnp.where(total > 0, total, 1)
-
-
-def _pool(scores: Scores, o: Observation, kernel: int, pooling: str) -> Scores:
-    """Pools in the order of positions. Beyond the ends stand zeros (avg) or nothing (max), as in torch."""
-    order = jnp.argsort(jnp.where(o.live, o.position, jnp.iinfo(jnp.int32).max), axis=-1)[:, :, None]  # [B, K, 1, S]
-    reduce, nothing = (jax.lax.add, 0.0) if pooling == "avg" else (jax.lax.max, -jnp.inf)
-    scores = jnp.where(o.live[:, :, None], scores, nothing)
-    in_order = jnp.take_along_axis(scores, order, axis=-1)  # free slots come last
-    half = kernel // 2
-    padding = ((0, 0), (0, 0), (0, 0), (half, half))
-    start = jnp.asarray(nothing, in_order.dtype)
-    pooled = jax.lax.reduce_window(in_order, start, reduce, (1, 1, 1, kernel), (1, 1, 1, 1), padding)
-    pooled = pooled / kernel if pooling == "avg" else pooled
-    return jnp.take_along_axis(pooled, jnp.argsort(order, axis=-1), axis=-1)
-
-
-def _check_pooling(name: str, kernel: int, pooling: str) -> None:
-    if not isinstance(kernel, int) or kernel < 1 or kernel % 2 == 0:
-        raise ValueError(
-            f"{name}: kernel is {kernel!r}; give an odd number from 1, so that a token lies in the middle."
-        )
-    if pooling not in ("avg", "max"):
-        raise ValueError(f"{name}: pooling is {pooling!r}; there are 'avg' and 'max'.")
-
-
-def _check_protected(name: str, what: str, amount: int | float) -> None:
-    if not isinstance(amount, (int, float)) or not amount >= 0 or (isinstance(amount, float) and amount > 1):
-        raise ValueError(
-            f"{name}: {what} is {amount!r}; give a count (an int from 0) or a share of the budget in [0, 1]."
-        )
+    return base_score(written(random, seed=seed), score)
 
 
 def _mix(x: UInt[Array, "*shape"]) -> UInt[Array, "*shape"]:
@@ -285,3 +423,83 @@ def _mix(x: UInt[Array, "*shape"]) -> UInt[Array, "*shape"]:
     x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
     return x ^ (x >> 16)
+
+
+def _check_window(name: str, window: int) -> None:
+    if not isinstance(window, int) or window < 1:
+        raise ValueError(f"{name}: window is {window!r}; give the number of queries that observe, an int from 1.")
+
+
+def _pooled_before(scores: Scores, o: Observation, window: int, kernel: int, pooling: str) -> Scores:
+    """Pools what stands before the observation window; its own tokens keep their scores, and the pooling sees zeros."""
+    own = (o.position >= (o.next_position - window)[:, None, None])[:, :, None]
+    return jnp.where(own, scores, pooled(jnp.where(own, 0, scores), o, kernel, pooling))
+
+
+def _covering(
+    scores: Float[Array, "B K S"], o: Observation, zone: Bool[Array, "B K S"], mass: float, end: str
+) -> Bool[Array, "B K S"]:
+    """The "first" or "last" tokens of a zone, as few as hold ``mass`` of its scores, and at least one."""
+    zone = zone & o.live
+    inwards = o.position if end == "first" else -o.position
+    order = jnp.argsort(jnp.where(zone, inwards, jnp.iinfo(jnp.int32).max), axis=-1)
+    held = jnp.cumsum(jnp.take_along_axis(jnp.where(zone, scores, 0), order, axis=-1), axis=-1)
+    before = jnp.concatenate([jnp.zeros_like(held[..., :1]), held[..., :-1]], axis=-1)
+    needed = (before < mass * held[..., -1:]).at[..., 0].set(True)
+    return jnp.take_along_axis(needed, jnp.argsort(order, axis=-1), axis=-1) & zone
+
+
+def _projected_length(o: Observation) -> Float[Array, "B K S"]:
+    """``|v W_O|``: over the group's blocks of W_O, the root of the sum of ``v gram v'``."""
+    if o.output is None or o.output.gram is None:
+        raise ValueError(
+            "laprox reads the layer's output projection, but none was given; hand over projection=, or take "
+            "through='value'."
+        )
+    gram = jnp.sum(o.output.gram, axis=1)  # [K, D, D]
+    value = o.value.astype(jnp.float32)
+    squares = jnp.sum(jnp.einsum("bksd,kde->bkse", value, gram, precision=jax.lax.Precision.HIGHEST) * value, axis=-1)
+    return jnp.sqrt(jnp.maximum(squares, 0))
+
+
+def _with_queries(state: Any, o: Observation, frequency: Float[Array, "rows half"], sinks: int) -> Any:
+    """Count, mean and products of deviations with the block's queries, turned back to position 0, among them.
+
+    Two parts are joined by their means (Chan, Golub and LeVeque): a second moment less the squared mean would lose
+    small deviations beside a large mean.
+    """
+    B, T, N, D = o.query.shape
+    K = o.key.shape[1]
+    counted = o.query_position >= sinks  # padding stands at -1
+    by = -jnp.maximum(o.query_position, 0)[..., None].astype(jnp.float32)
+    query = turn(o.query.astype(jnp.float32), by, frequency[:, None, None])
+    query = jnp.where(counted[..., None, None], query, 0).reshape(B, T, K, N // K, D)
+    new = jnp.sum(counted, axis=1).astype(jnp.float32)[:, None]  # [B, 1]
+    before = state[0].value
+    count = before + new
+    new_mean = jnp.sum(query, axis=1) / jnp.maximum(new, 1)[..., None, None]
+    change = new_mean - state[1].value
+    share = (new / jnp.maximum(count, 1))[..., None, None]
+    joined = [count, state[1].value + change * share]
+    if len(state) == 3:
+        highest = jax.lax.Precision.HIGHEST
+        deviation = jnp.where(counted[..., None, None, None], query - new_mean[:, None], 0)
+        products = jnp.einsum("btkgd,btkge->bkgde", deviation, deviation, precision=highest)
+        between = jnp.einsum("bkgd,bkge->bkgde", change, change * before[..., None, None] * share)
+        joined.append(state[2].value + products + between)
+    return tuple(HeadState(x) for x in joined)
+
+
+def _turned_back(o: Observation, frequency: Float[Array, "rows half"], future: int) -> Float[Array, "B K S D"]:
+    """``R'k``, R the rotation averaged over the coming positions: ``(R q) k = q (R'k)``."""
+    coming = o.next_position[:, None] + jnp.arange(future)
+    angle = coming[..., None] * frequency[:, None]  # [B, future, D / 2]
+    cos, sin = (jnp.mean(wave(angle), axis=1)[:, None, None] for wave in (jnp.cos, jnp.sin))
+    key = jnp.where(o.live[..., None], o.key.astype(jnp.float32), 0)
+    return rotate(key, cos, -sin)
+
+
+def _unit(x: Float[Array, "*shape D"]) -> Float[Array, "*shape D"]:
+    """Each vector divided by its length; 0 stays 0."""
+    length = jnp.linalg.norm(x, axis=-1, keepdims=True)
+    return x / jnp.where(length > 0, length, 1)

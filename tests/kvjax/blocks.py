@@ -12,9 +12,10 @@ import numpy as np
 import kvjax
 from kernels_pallas import ColumnStatistics
 from kvjax import Observation, Policy
+from kvjax.projection import KINDS
 from tests.kvjax import definitions
 
-B, K, G, T, S, D = 2, 2, 2, 4, 9, 3
+B, K, G, T, S, D, E = 2, 2, 2, 4, 9, 4, 6
 N = K * G
 
 
@@ -51,15 +52,13 @@ def make(
     live = np.repeat(position >= 0, G, axis=1)
     weights = np.where(live[:, :, None], np.exp(2 * rng.normal(size=(B, N, T, S))), 0)
     weights = weights / weights.sum(-1, keepdims=True) * valid[:, None, :, None]
-    last = [weights[b][:, valid[b]][:, -window:] for b in range(B)]
     columns = {
-        "sum": weights.sum(2),
-        "last": np.stack([rows[:, -1] for rows in last]),
-        "window_mean": np.stack([rows.mean(1) for rows in last]),
+        name: jnp.asarray(column.reshape(B, K, -1, S), jnp.float32)
+        for name, column in definitions.column_statistics(weights, valid, window, K).items()
     }
-    columns = ColumnStatistics(**{k: jnp.asarray(v.reshape(B, K, G, S), jnp.float32) for k, v in columns.items()})
+    output = kvjax.output_projection(jnp.asarray(rng.normal(size=(N, D, E)), jnp.float32), K, KINDS)
     observation = Observation(
-        columns=columns,
+        columns=ColumnStatistics(**columns),
         query=jnp.asarray(query, jnp.float32),
         query_position=jnp.asarray(query_position),
         key=jnp.asarray(key, jnp.float32),
@@ -68,6 +67,8 @@ def make(
         next_position=jnp.asarray(next_position, jnp.int32),
         budget=jnp.full(B, budget, jnp.int32),
         layer=jnp.int32(0),
+        frequency=jnp.array([[1.0, 0.1]], jnp.float32),
+        output=output,
     )
     return Block(weights, valid, observation)
 
@@ -81,7 +82,7 @@ def scores(policy: Policy | str, block: Block | Observation, state=None) -> np.n
     """A policy's scores of a block, [B, K, S]; NaN in free slots, so that a test cannot lean on them."""
     policy = kvjax.parse(policy) if isinstance(policy, str) else policy
     observation = block.observation if isinstance(block, Block) else block
-    state = policy.init(B, K, G, S) if state is None else state
+    state = policy.init(B, K, G, S, D) if state is None else state
     result = np.asarray(compiled(policy)(state, observation)[0])
     assert result.dtype == np.float32
     return np.where(observation.position >= 0, result, np.nan)

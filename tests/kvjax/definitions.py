@@ -111,3 +111,24 @@ def pooled(scores: np.ndarray, position: np.ndarray, kernel: int, pooling: str) 
         near = scores[order[max(0, place - kernel // 2) : place + kernel // 2 + 1]]
         result[slot] = near.max() if pooling == "max" else near.sum() / kernel
     return result
+
+
+def column_statistics(weights: np.ndarray, valid: np.ndarray, window: int, kv_heads: int) -> dict[str, np.ndarray]:
+    """Of a block's weights [B, N, T, S] and which queries count [B, T]: each [B, N, S], or a group's own [B, K, S]."""
+    names = ("sum", "last", "window_mean", "window_variance", "window_square", "window_log")
+    B, N, _, S = weights.shape
+    result = {name: np.zeros((B, N, S)) for name in names} | {"window_group_square": np.zeros((B, kv_heads, S))}
+    for b in range(B):
+        rows = weights[b][:, valid[b]]  # [N, queries, S]
+        seen = rows[:, -window:]
+        if rows.shape[1] == 0:
+            continue
+        result["sum"][b] = rows.sum(1)
+        result["last"][b] = rows[:, -1]
+        result["window_mean"][b] = seen.mean(1)
+        result["window_variance"][b] = seen.var(1, ddof=1) if seen.shape[1] > 1 else 0
+        result["window_square"][b] = (seen**2).sum(1)
+        result["window_log"][b] = (seen * np.log(np.where(seen > 0, seen, 1))).sum(1)
+        for k, group in enumerate(np.split(seen, kv_heads)):
+            result["window_group_square"][b, k] = (group.mean(0) ** 2).sum(0)
+    return result

@@ -12,7 +12,7 @@ import pytest
 
 import kvjax
 from tests.kvjax import blocks, definitions
-from tests.kvjax.blocks import B, G, K, N, S, each_head, heads_of, scores
+from tests.kvjax.blocks import B, D, G, K, N, S, each_head, heads_of, scores
 
 seeds = st.integers(0, 2**32 - 1)
 close = functools.partial(np.testing.assert_allclose, rtol=2e-5)
@@ -31,6 +31,15 @@ EVERY_LINK = [
     "h2o+fast_caote",
     "key_norm+normalise+caote(norm='inf')",
     "h2o+normalise+protect(sinks=1,recent=0.5)",
+    "sage",
+    "sage(split='adaptive')",
+    "laprox(window=2,kernel=3)",
+    "laprox(window=2,kernel=3,through='value',gqa='heads')",
+    "cake(window=2,kernel=3)",
+    "lava(window=2,kernel=3)",
+    "expected_attention(future=8,sinks=1)",
+    "keydiff",
+    "tova+critical",
 ]
 
 
@@ -39,7 +48,7 @@ EVERY_LINK = [
 
 def test_h2o_is_the_attention_received_in_all_blocks_so_far():
     policy = kvjax.h2o()
-    state, total = policy.init(B, K, G, S), 0.0
+    state, total = policy.init(B, K, G, S, D), 0.0
     first = blocks.make(0)
     for seed in range(3):  # three blocks over the same slots
         block = blocks.make(seed)
@@ -56,7 +65,7 @@ def test_h2o_without_accumulation_is_the_attention_received_in_this_block():
     policy, block = kvjax.h2o(accumulate=False), blocks.make(1)
     expected = each_head(block, lambda b, k, live: block.weights[b, heads_of(k)].sum(1).mean(0)[live])
     close(scores(policy, block), expected)
-    close(scores(policy, block, policy.init(B, K, G, S)), expected)
+    close(scores(policy, block, policy.init(B, K, G, S, D)), expected)
 
 
 def test_tova_is_the_last_valid_querys_row_averaged_over_the_group():
@@ -281,7 +290,7 @@ def test_protected_tokens_score_infinity_and_the_others_what_they_did(link, budg
 
 def test_a_free_slot_is_never_protected():
     policy, block = kvjax.parse("h2o+protect(sinks=2,recent=2)"), blocks.make(18)
-    result = np.asarray(blocks.compiled(policy)(policy.init(B, K, G, S), block.observation)[0])
+    result = np.asarray(blocks.compiled(policy)(policy.init(B, K, G, S, D), block.observation)[0])
     free = ~np.asarray(block.observation.live)
     assert free.any() and (result[free] < np.inf).all()
 
@@ -317,7 +326,7 @@ def test_what_a_free_slot_holds_does_not_matter(name, bad):
     assert free.any()
     stale = {side: jnp.where(free[..., None], bad, getattr(block.observation, side)) for side in ("key", "value")}
     policy = kvjax.parse(name)
-    state = policy.init(B, K, G, S)
+    state = policy.init(B, K, G, S, D)
     np.testing.assert_array_equal(
         scores(policy, block.observation._replace(**stale), state), scores(policy, block, state)
     )
@@ -342,6 +351,7 @@ def test_live_slots_never_score_nan(name):
 # Bad arguments.
 
 
+@pytest.mark.bad_input
 @pytest.mark.parametrize(
     ("make", "message"),
     [

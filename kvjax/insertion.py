@@ -1,0 +1,81 @@
+"""Insertion: new tokens go into free slots, of a plain cache or of a paged one."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvjax.cache import KVCache, insert_plain
+from kvjax.paged import PagedCache, insert_paged
+
+Cache = KVCache | PagedCache
+
+
+def insert(
+    cache: Cache,
+    key: Float[Array, "B T K D"],
+    value: Float[Array, "B T K D"],
+    position: Int[Array, "B T"] | None = None,
+    *,
+    layer: int | Int[Array, ""] | None = None,
+) -> Cache:
+    """Writes T tokens into free slots; nothing else in the cache moves.
+
+    Args:
+        key: rotated keys of the new tokens; cast to the cache's dtype.
+        value: their values.
+        position: their absolute positions, -1 for padding, which is not stored. By default they continue each row.
+        layer: which layer of a stacked cache.
+
+    Returns:
+        The cache with the tokens in it and ``next_position`` moved past them. A token for which no slot is free is
+        not stored: evict first, or give the cache a block's worth of slots more than the budget. A paged cache takes
+        pages for the heads that have no free slot.
+
+    Raises:
+        ValueError: keys and values that do not fit the cache; more tokens than free slots (outside jit).
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import kvjax
+        >>> cache = kvjax.KVCache.init(batch=1, kv_heads=1, slots=2, head_dim=1)
+        >>> row = jnp.ones((1, 1, 1, 1))
+        >>> kvjax.insert(kvjax.insert(cache, row, row), 2 * row, 2 * row).key.ravel().tolist()
+        [1.0, 2.0]
+    """
+    B, T, K, D = key.shape
+    heads = cache.heads_shape
+    if (len(heads) == 3) != (layer is not None):
+        raise ValueError(
+            "the cache stacks layers: say which with layer=."
+            if len(heads) == 3
+            else "layer= was given, but the cache has no layers."
+        )
+    if isinstance(layer, int) and not 0 <= layer < heads[0]:
+        raise ValueError(f"layer is {layer}; the cache has layers 0 to {heads[0] - 1}.")
+    if key.shape != value.shape or heads[-2:] != (B, K) or cache.key.shape[-1] != D:
+        raise ValueError(
+            f"keys {key.shape} and values {value.shape} do not fit a cache with B, K = {heads[-2:]} and "
+            f"D = {cache.key.shape[-1]}: expected twice [B, T, K, D]."
+        )
+    if position is None:
+        position = cache.next_position[:, None] + jnp.arange(T, dtype=jnp.int32)
+    if not any(isinstance(leaf, jax.core.Tracer) for leaf in (cache.position, position, layer)):
+        lacking = _lacking_slots(cache, position, layer)
+        if lacking > 0:
+            raise ValueError(f"{T} tokens do not fit: {lacking} more free slots are needed; evict first.")
+    if isinstance(cache, PagedCache):
+        return insert_paged(cache, key, value, position, layer)
+    return insert_plain(cache, key, value, position, layer)
+
+
+def _lacking_slots(cache: Cache, position: Int[Array, "B T"], layer: int | Int[Array, ""] | None) -> int:
+    live = cache.num_live if layer is None else cache.num_live[layer]  # [B, K]
+    wanted = jnp.sum(position >= 0, axis=1)[:, None] + live
+    lacking = int(jnp.max(wanted - cache.num_slots))
+    if isinstance(cache, PagedCache):
+        table = cache.table if layer is None else cache.table[layer]
+        pages = jnp.maximum(-(-wanted // cache.page_size) - jnp.sum(table >= 0, axis=-1), 0)
+        lacking = max(lacking, int(jnp.sum(pages) - cache.num_free) * cache.page_size)
+    return lacking

@@ -1,0 +1,403 @@
+"""The paged cache: heads that hold different numbers of tokens, in memory for their sum.
+
+    key, value     [P, page, D]   a pool of pages, each owned by one head of one layer and row
+    position       [P, page]      int32, the absolute position of the token in each slot, -1 where the slot is free
+    owner          [P]            int32, (layer * B + row) * K + head, -1 where the page is free
+    table          [*L, B, K, M]  int32, each head's pages in order; -1 behind the last one
+    free           [P]            int32, a stack: the first num_free entries are the free pages
+    next_position  [B]            int32
+    state          per-slot arrays [P, page, ...] of a policy; a HeadState is [*L, B, K, ...]
+
+Tokens of a head lie anywhere in its pages. A head takes pages when tokens come for which it has no slot, and gives
+pages back when it has more than its tokens need: tokens of its last pages then move into free slots of its first ones.
+So a change of who gets how many slots moves at most as many tokens as were evicted, never the cache.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import get_args
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, Shaped
+
+from kvjax.cache import HeadState, KVCache, Positions, PyTree, map_slots, nth_true
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PagedCache:
+    """Keys and values of the tokens that are kept, in pages; the layout stands at the top of this file.
+
+    :func:`kvjax.insert`, :func:`kvjax.evict`, :func:`kvjax.attend` take it like a :class:`kvjax.KVCache`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import kvjax
+        >>> cache = kvjax.PagedCache.init(batch=1, kv_heads=2, pages=4, page_size=2, most=6, head_dim=2)
+        >>> rows = jnp.ones((1, 3, 2, 2))
+        >>> cache = kvjax.insert(cache, rows, rows)
+        >>> cache.num_live.tolist(), int(cache.num_free)
+        ([[3, 3]], 0)
+        >>> scores = jnp.array([[9.0, 8.0], [7.0, 0.0], [1.0, 3.0], [2.0, 0.0]])  # as cache.position: a row a page
+        >>> cache = kvjax.evict(cache, scores, budget=2, allocation="layer")
+        >>> sorted(cache.num_live.ravel().tolist()), int(cache.num_free)
+        ([1, 3], 1)
+    """
+
+    key: Float[Array, "P page D"]
+    value: Float[Array, "P page D"]
+    position: Int[Array, "P page"]
+    owner: Int[Array, "P"]
+    table: Int[Array, "*L B K M"]
+    free: Int[Array, "P"]
+    num_free: Int[Array, ""]
+    next_position: Int[Array, "B"]
+    state: PyTree = ()
+    positions: Positions = dataclasses.field(default="absolute", metadata={"static": True})
+
+    @classmethod
+    def init(
+        cls,
+        *,
+        batch: int,
+        kv_heads: int,
+        pages: int,
+        page_size: int,
+        most: int,
+        head_dim: int,
+        layers: int | None = None,
+        dtype: DTypeLike = jnp.float32,
+        init_state: Callable[[int, int, int], PyTree] | None = None,
+        positions: Positions = "absolute",
+    ) -> PagedCache:
+        """An empty cache.
+
+        Args:
+            pages: pages in all; see :func:`pages_for`.
+            page_size: slots of a page.
+            most: slots that one head may come to hold; it bounds the page table.
+            init_state: ``init_state(B, K, S)``, a policy's ``init`` for a group size and head dim.
+            positions: see :meth:`kvjax.KVCache.init`.
+
+        Raises:
+            ValueError: a size below 1, fewer pages than one a head, unknown positions.
+        """
+        if positions not in get_args(Positions):
+            raise ValueError(f"unknown positions {positions!r}; there are 'absolute', 'compact' and 'index'.")
+        sizes = dict(
+            batch=batch, kv_heads=kv_heads, page_size=page_size, most=most, head_dim=head_dim,
+            layers=1 if layers is None else layers,
+        )  # fmt: skip
+        for name, size in sizes.items():
+            if size < 1:
+                raise ValueError(f"{name} is {size}; a cache needs at least 1.")
+        heads = (1 if layers is None else layers) * batch * kv_heads
+        if pages < heads:
+            raise ValueError(f"{pages} pages were given for {heads} heads; give at least one a head (see pages_for).")
+        state: PyTree = ()
+        if init_state is not None:
+            of_slots, of_heads = init_state(pages, 1, page_size), init_state(batch, kv_heads, 1)
+            stack = () if layers is None else (layers,)
+
+            def choose(slots: PyTree, heads: PyTree) -> PyTree:
+                if isinstance(slots, HeadState):
+                    return HeadState(jnp.zeros((*stack, *heads.value.shape), heads.value.dtype))
+                return slots.reshape(pages, page_size, *slots.shape[3:])
+
+            state = jax.tree.map(choose, of_slots, of_heads, is_leaf=lambda leaf: isinstance(leaf, HeadState))
+        table_shape = (*(() if layers is None else (layers,)), batch, kv_heads, -(-most // page_size))
+        return cls(
+            key=jnp.zeros((pages, page_size, head_dim), dtype),
+            value=jnp.zeros((pages, page_size, head_dim), dtype),
+            position=jnp.full((pages, page_size), -1, jnp.int32),
+            owner=jnp.full(pages, -1, jnp.int32),
+            table=jnp.full(table_shape, -1, jnp.int32),
+            free=jnp.arange(pages - 1, -1, -1, dtype=jnp.int32),
+            num_free=jnp.int32(pages),
+            next_position=jnp.zeros(batch, jnp.int32),
+            state=state,
+            positions=positions,
+        )
+
+    @property
+    def page_size(self) -> int:
+        """Slots of a page."""
+        return self.position.shape[1]
+
+    @property
+    def num_slots(self) -> int:
+        """The most slots that one head can hold."""
+        return self.table.shape[-1] * self.page_size
+
+    @property
+    def heads_shape(self) -> tuple[int, ...]:
+        """``(*L, B, K)``."""
+        return self.table.shape[:-1]
+
+    @property
+    def live(self) -> Array:
+        """Which slots hold a token, bool ``[P, page]``."""
+        return self.position >= 0
+
+    @property
+    def num_live(self) -> Array:
+        """How many tokens each head holds, int32 ``[*L, B, K]``."""
+        count = jnp.sum(self.live, axis=-1, dtype=jnp.int32)
+        return jnp.sum(jnp.where(self.table >= 0, count[self.table], 0), axis=-1)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the cache really takes: pages, page table, free list and the policy's state."""
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
+
+    def layer(self, index: int | Int[Array, ""] | None = None, head: int | Int[Array, ""] | None = None) -> KVCache:
+        """A layer, or one head of it, as a plain cache with all slots that its page table can hold: a copy.
+
+        Args:
+            index: which layer; None for a cache that does not stack any.
+            head: which KV head; all by default.
+        """
+        table = self._table(index)
+        if head is not None:
+            table = jax.lax.dynamic_slice_in_dim(table, head, 1, axis=1)
+        B, K, M = table.shape
+
+        def gather(leaf: Array) -> Array:
+            return leaf[table].reshape(B, K, M * self.page_size, *leaf.shape[2:])
+
+        def of_heads(leaf: PyTree) -> PyTree:
+            if not isinstance(leaf, HeadState):
+                return gather(leaf)
+            value = leaf.value if index is None else leaf.value[index]
+            return HeadState(value if head is None else jax.lax.dynamic_slice_in_dim(value, head, 1, axis=1))
+
+        return KVCache(
+            key=gather(self.key),
+            value=gather(self.value),
+            position=self._positions(table).reshape(B, K, -1),
+            next_position=self.next_position,
+            state=jax.tree.map(of_heads, self.state, is_leaf=lambda leaf: isinstance(leaf, HeadState)),
+            positions=self.positions,
+        )
+
+    def _table(self, layer: int | Int[Array, ""] | None) -> Int[Array, "B K M"]:
+        return self.table if layer is None else self.table[layer]
+
+    def _positions(self, table: Int[Array, "B K M"]) -> Int[Array, "B K M page"]:
+        return jnp.where((table >= 0)[..., None], self.position[table], -1)
+
+
+def pages_for(slots: int, heads: int, page_size: int) -> int:
+    """Pages that hold ``slots`` tokens of ``heads`` heads, however they are shared out: each head may end in a page
+    with one token.
+
+    Example:
+        >>> from kvjax import pages_for
+        >>> pages_for(slots=1024, heads=8, page_size=16)
+        71
+    """
+    return max(heads, (slots + heads * (page_size - 1)) // page_size)
+
+
+def insert_paged(
+    cache: PagedCache, key: Array, value: Array, position: Int[Array, "B T"], layer: int | Int[Array, ""] | None
+) -> PagedCache:
+    """:func:`kvjax.insert` for pages: takes pages for the tokens that find no free slot in their head's own."""
+    B, T, K, _ = key.shape
+    count = jnp.cumsum(position >= 0, axis=1)  # [B, T]
+    cache = _take_pages(cache, count[:, -1], -(-T // cache.page_size), layer)
+    table = cache._table(layer)
+    slot_free = (table >= 0)[..., None] & (cache._positions(table) < 0)
+    slot = nth_true(slot_free.reshape(B, K, -1), jnp.broadcast_to(count[:, None], (B, K, T)))
+    page = jnp.take_along_axis(table, slot // cache.page_size, axis=2, mode="fill", fill_value=-1)
+    page = jnp.where((position >= 0)[:, None] & (page >= 0), page, cache.owner.shape[0])  # out of bounds: not written
+    index = (page, slot % cache.page_size)
+
+    def write(leaf: Array, rows: Array) -> Array:
+        return leaf.at[index].set(rows.astype(leaf.dtype), mode="drop")
+
+    return dataclasses.replace(
+        cache,
+        key=write(cache.key, key.swapaxes(1, 2)),
+        value=write(cache.value, value.swapaxes(1, 2)),
+        position=write(cache.position, jnp.broadcast_to(position[:, None], (B, K, T))),
+        next_position=jnp.maximum(cache.next_position, jnp.max(position, axis=1) + 1),
+        state=map_slots(lambda leaf: write(leaf, jnp.zeros((B, K, T, *leaf.shape[2:]))), cache.state),
+    )
+
+
+def write_layer(
+    cache: PagedCache, pool: Shaped[Array, "P page *rest"], rows: Array, layer: int | Int[Array, ""] | None
+) -> Shaped[Array, "P page *rest"]:
+    """Puts what was computed on ``cache.layer(layer)``, ``[B, K, M * page, ...]``, into its pages of a pool's array."""
+    table = cache._table(layer)
+    rows = rows.reshape(*table.shape, cache.page_size, *rows.shape[3:])
+    return pool.at[jnp.where(table >= 0, table, cache.owner.shape[0])].set(rows.astype(pool.dtype), mode="drop")
+
+
+def release(cache: PagedCache) -> PagedCache:
+    """Gives back the pages that heads no longer need, after moving the tokens that are still in them.
+
+    Afterwards each head has the fewest pages that hold its tokens, the first ones of its row of the table. As many
+    tokens move as are in pages to give back, in a loop that reverse-mode differentiation does not go through.
+    """
+    page_size, P = cache.page_size, cache.owner.shape[0]
+    table = cache.table.reshape(-1, cache.table.shape[-1])  # [H, M], H heads of all layers and rows
+    H, M = table.shape
+    owned = table >= 0
+    tokens = jnp.sum(_page_counts(cache, table), axis=-1)
+    tail = owned & (jnp.arange(M) >= -(-tokens // page_size)[:, None])
+    chunk = 4 * H  # tokens moved a pass; most steps need one pass or none
+
+    def waiting(moved: tuple[Array, Array, Array, PyTree]) -> Array:
+        return jnp.sum(jnp.where(tail, _page_counts(cache, table, moved[2]), 0)) > 0
+
+    def move(moved: tuple[Array, Array, Array, PyTree]) -> tuple[Array, Array, Array, PyTree]:
+        key, value, position, state = moved
+        counts = _page_counts(cache, table, position)
+        source = _Places(jnp.where(tail, counts, 0))
+        target = _Places(jnp.where(owned & ~tail, page_size - counts, 0))
+        number = jnp.arange(chunk)
+        from_page, from_rank, head = source.find(number)
+        # The r-th token that a head has to move goes to the r-th free slot of its first pages.
+        to_page, to_rank, _ = target.find(target.first[head] + number - source.first[head])
+        ids = table.ravel()
+        wanted = number < source.total
+        from_page, to_page = ids[from_page], jnp.where(wanted, ids[to_page], P)
+        from_slot = nth_true(position[from_page] >= 0, from_rank[:, None] + 1)[:, 0]
+        to_slot = nth_true(position[jnp.minimum(to_page, P - 1)] < 0, to_rank[:, None] + 1)[:, 0]
+
+        def shift(leaf: Array) -> Array:
+            return leaf.at[to_page, to_slot].set(leaf[from_page, from_slot], mode="drop")
+
+        emptied = jnp.where(wanted, from_page, P)
+        return (
+            shift(key),
+            shift(value),
+            shift(position).at[emptied, from_slot].set(-1, mode="drop"),
+            map_slots(shift, state),
+        )
+
+    key, value, position, state = jax.lax.while_loop(
+        waiting, move, (cache.key, cache.value, cache.position, cache.state)
+    )
+    given = tail.ravel()
+    place = jnp.where(given, cache.num_free + jnp.cumsum(given) - 1, P)
+    ids = table.ravel()
+    return dataclasses.replace(
+        cache,
+        key=key,
+        value=value,
+        position=position,
+        state=state,
+        owner=cache.owner.at[jnp.where(given, ids, P)].set(-1, mode="drop"),
+        free=cache.free.at[place].set(ids, mode="drop"),
+        num_free=cache.num_free + jnp.sum(given, dtype=jnp.int32),
+        table=jnp.where(tail, -1, table).reshape(cache.table.shape),
+    )
+
+
+def pack(cache: KVCache, *, pages: int, page_size: int, most: int) -> PagedCache:
+    """Copies the live tokens of a plain cache into pages, as after one eviction of a whole prompt.
+
+    Args:
+        pages, page_size, most: see :meth:`PagedCache.init`. Tokens for which there is no room are lost.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import kvjax
+        >>> cache = kvjax.KVCache.init(batch=1, kv_heads=2, slots=4, head_dim=1)
+        >>> rows = jnp.ones((1, 4, 2, 1))
+        >>> cache = kvjax.evict(kvjax.insert(cache, rows, rows), jnp.ones((1, 2, 4)), budget=3)
+        >>> kvjax.pack(cache, pages=4, page_size=2, most=4).num_live.tolist()
+        [[3, 3]]
+    """
+    heads = cache.position.shape[:-1]
+    S = cache.num_slots
+    M = -(-most // page_size)
+    need = jnp.minimum(-(-cache.num_live // page_size), M)  # [*L, B, K]
+    start = (jnp.cumsum(need) - need.ravel()).reshape(heads)
+    number = jnp.arange(M)
+    table = jnp.where((number < need[..., None]) & (start[..., None] + number < pages), start[..., None] + number, -1)
+    used = jnp.minimum(jnp.sum(need), pages).astype(jnp.int32)
+    # Slot s of page m of a head takes the head's (m * page_size + s)-th live token.
+    order = jnp.broadcast_to(jnp.arange(1, M * page_size + 1), (*heads, M * page_size))
+    source = nth_true(cache.live, order).reshape(-1, M, page_size)  # [H, M, page]; S where there is no such token
+    H = source.shape[0]
+    ids = jnp.where(table >= 0, table, pages).ravel()
+    head_of_page = (
+        jnp.full(pages, -1, jnp.int32).at[ids].set(jnp.repeat(jnp.arange(H, dtype=jnp.int32), M), mode="drop")
+    )
+    row_of_page = jnp.full((pages, page_size), S, jnp.int32).at[ids].set(source.reshape(-1, page_size), mode="drop")
+
+    def gather(leaf: Array, fill: int) -> Array:
+        flat = leaf.reshape(H, *leaf.shape[len(heads) :])
+        rows = flat.at[jnp.maximum(head_of_page, 0)[:, None], row_of_page].get(mode="fill", fill_value=fill)
+        return jnp.where((head_of_page < 0).reshape(-1, *(1,) * (rows.ndim - 1)), fill, rows).astype(leaf.dtype)
+
+    stack = jnp.arange(pages - 1, -1, -1, dtype=jnp.int32)  # the pages in use are its last entries
+    return PagedCache(
+        key=gather(cache.key, 0),
+        value=gather(cache.value, 0),
+        position=gather(cache.position, -1),
+        owner=head_of_page,
+        table=table.astype(jnp.int32),
+        free=stack,
+        num_free=jnp.int32(pages) - used,
+        next_position=cache.next_position,
+        state=map_slots(lambda leaf: gather(leaf, 0), cache.state),
+        positions=cache.positions,
+    )
+
+
+class _Places:
+    """Numbers the tokens (or free slots) of pages through: ``counts`` of them in each page of a table [H, M]."""
+
+    def __init__(self, counts: Int[Array, "H M"]):
+        self.per_head = counts.shape[1]
+        self.counts = counts.ravel()
+        self.ends = jnp.cumsum(self.counts)
+        self.total = self.ends[-1]
+        heads = jnp.sum(counts, axis=1)
+        self.first = jnp.cumsum(heads) - heads  # the number of each head's first one
+
+    def find(self, number: Int[Array, "n"]) -> tuple[Array, Array, Array]:
+        """Where the one with this number lies: place in the flattened table, rank inside the page, head."""
+        place = jnp.minimum(jnp.searchsorted(self.ends, number, side="right"), self.ends.shape[0] - 1)
+        return place, number - (self.ends - self.counts)[place], place // self.per_head
+
+
+def _page_counts(cache: PagedCache, table: Array, position: Array | None = None) -> Array:
+    """Tokens in each page of the table, 0 where there is none."""
+    live = cache.live if position is None else position >= 0
+    return jnp.where(table >= 0, jnp.sum(live, axis=-1, dtype=jnp.int32)[table], 0)
+
+
+def _take_pages(cache: PagedCache, tokens: Int[Array, "B"], at_most: int, layer: int | Array | None) -> PagedCache:
+    """Gives each head of a layer the pages that it lacks for so many tokens more, at most ``at_most`` of them."""
+    table = cache._table(layer)
+    B, K, M = table.shape
+    P = cache.owner.shape[0]
+    have = jnp.sum(table >= 0, axis=-1)  # [B, K]
+    room = have * cache.page_size - jnp.sum(_page_counts(cache, table), axis=-1)
+    lacking = -(-jnp.maximum(tokens[:, None] - room, 0) // cache.page_size)
+    lacking = jnp.minimum(lacking, M - have)
+    before = (jnp.cumsum(lacking) - lacking.ravel()).reshape(B, K)
+    number = jnp.arange(at_most)
+    rank = before[..., None] + number  # [B, K, at_most]
+    taken = (number < lacking[..., None]) & (rank < cache.num_free)
+    page = jnp.where(taken, cache.free[jnp.maximum(cache.num_free - 1 - rank, 0)], P)
+    place = jnp.where(taken, have[..., None] + number, M)
+    index = (jnp.arange(B)[:, None, None], jnp.arange(K)[:, None], place)
+    layer_index = () if layer is None else (layer,)
+    head = jnp.arange(B * K, dtype=jnp.int32).reshape(B, K, 1) + (0 if layer is None else layer * B * K)
+    return dataclasses.replace(
+        cache,
+        table=cache.table.at[(*layer_index, *index)].set(page, mode="drop"),
+        owner=cache.owner.at[page].set(jnp.broadcast_to(head, page.shape), mode="drop"),
+        num_free=cache.num_free - jnp.sum(taken, dtype=jnp.int32),
+    )

@@ -1,0 +1,61 @@
+"""Rotary positions: turning queries and keys, and turning them on."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Num
+
+
+def rotate(
+    x: Float[Array, "*batch D"], cos: Float[Array, "*#batch half"], sin: Float[Array, "*#batch half"]
+) -> Float[Array, "*batch D"]:
+    """Rotary embedding: element i of a head is rotated together with element i + D/2 (Hugging Face's layout).
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from kvjax import rotate
+        >>> rotate(jnp.array([1.0, 0.0]), jnp.array([0.0]), jnp.array([1.0])).tolist()
+        [0.0, 1.0]
+    """
+    first, second = jnp.split(x, 2, axis=-1)
+    cos, sin = cos.astype(x.dtype), sin.astype(x.dtype)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+def turn(
+    x: Float[Array, "*batch D"], by: Num[Array, "*#batch"], frequency: Float[Array, "*#batch half"]
+) -> Float[Array, "*batch D"]:
+    """Moves rotated queries or keys ``by`` positions: what was rotated at p becomes what p + by would have given.
+
+    Rotations are computed in float32 whatever the dtype of ``x``.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from kvjax import turn
+        >>> turn(jnp.array([1.0, 0.0]), jnp.array(0), jnp.array([0.1])).tolist()
+        [1.0, 0.0]
+    """
+    angle = by[..., None] * frequency
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return rotate(wide, jnp.cos(angle), jnp.sin(angle)).astype(x.dtype)
+
+
+def move(
+    x: Float[Array, "*batch D"],
+    start: Num[Array, "*#batch"],
+    end: Num[Array, "*#batch"],
+    frequency: Float[Array, "*#batch half"],
+) -> Float[Array, "*batch D"]:
+    """Moves rotated queries or keys from position ``start`` to ``end``, exactly however long the sequence.
+
+    :func:`turn` by the difference would leave in what ``start * frequency`` was rounded by: a tenth of a radian at
+    position 2 ** 21. Here the key is turned back by the same rounded angle that it was rotated by.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from kvjax.rotary import move
+        >>> move(jnp.array([1.0, 0.0]), jnp.array(3), jnp.array(3), jnp.array([0.1])).round(5).tolist()
+        [1.0, 0.0]
+    """
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return turn(turn(wide, -start, frequency), end, frequency).astype(x.dtype)

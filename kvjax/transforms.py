@@ -1,0 +1,204 @@
+"""What may follow a base score: normalising, pooling, protecting."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvjax.cache import Positions, nth_true
+from kvjax.policy import Observation, Policy, Protection, Scores, no_state, register, written
+from kvjax.selection import keep_mask
+
+
+@register
+def normalise() -> Policy:
+    """Scores that sum to 1 over each query head's live slots (CAOTE, eq. 21), shifted first where one is negative.
+
+    Example:
+        >>> import kvjax
+        >>> str(kvjax.parse("key_norm+normalise"))
+        'key_norm+normalise'
+    """
+
+    def update(scores: Scores, state: Any, o: Observation) -> tuple[Scores, Any]:
+        lowest = jnp.min(jnp.where(o.live[:, :, None], scores, jnp.inf), axis=-1, keepdims=True)
+        return shares(scores - jnp.minimum(lowest, 0), o), state
+
+    return Policy(written(normalise), no_state, update, nonnegative=True)
+
+
+@register
+def pool(*, kernel: int = 5, pooling: Literal["avg", "max"] = "avg") -> Policy:
+    """Pools scores over neighbours in position order among the live tokens; zeros stand beyond the ends.
+
+    Example:
+        >>> import kvjax
+        >>> str(kvjax.parse("h2o+pool(kernel=7)"))
+        'h2o+pool(kernel=7)'
+    """
+    check_pooling("pool", kernel, pooling)
+    name = written(pool, kernel=kernel, pooling=pooling)
+    return Policy(name, no_state, lambda scores, state, o: (pooled(scores, o, kernel, pooling), state))
+
+
+@register
+def protect(*, sinks: int | float = 0, recent: int | float = 0) -> Policy:
+    """What always stays: the first ``sinks`` and the last ``recent`` tokens.
+
+    Args:
+        sinks: a number of tokens (int), or a share of the budget (float in [0, 1]).
+        recent: likewise.
+
+    Example:
+        >>> import kvjax
+        >>> kvjax.protect(sinks=4, recent=0.5).protections[0].counts(64)
+        (4, 32)
+    """
+    for what, amount in (("sinks", sinks), ("recent", recent)):
+        check_protected("protect", what, amount)
+    name = written(protect, sinks=sinks, recent=recent)
+    return Policy(name, no_state, lambda scores, state, _: (scores, state), protections=(Protection(sinks, recent),))
+
+
+@register
+def critical(*, safe: float = 0.5, epsilon: float = 1e-4) -> Policy:
+    """CriticalKV: the best tokens stay; the others count by what their values add to the output (arXiv 2502.03805).
+
+    The scores before it, averaged over the group, keep the best ``floor(safe * budget)`` tokens of each head; these
+    score float32's largest number. What is protected comes first among them. The others score
+    ``(score + epsilon) * |v W_O|_1``, the 1-norm averaged over the group's blocks of W_O. A token's norm is computed
+    once, when it enters.
+
+    Args:
+        safe: which share of the budget the scores before it decide alone, in [0, 1].
+        epsilon: lets the value speak where the score is 0.
+
+    Example:
+        >>> import kvjax
+        >>> str(kvjax.parse("snapkv+critical(safe=0.25)"))
+        'snapkv+critical(safe=0.25)'
+    """
+    if not isinstance(safe, (int, float)) or not 0 <= safe <= 1:
+        raise ValueError(f"critical: safe is {safe!r}; give a share of the budget in [0, 1].")
+    if not isinstance(epsilon, (int, float)) or not 0 <= epsilon < float("inf"):
+        raise ValueError(f"critical: epsilon is {epsilon!r}; give a finite number from 0.")
+
+    def init(B: int, K: int, G: int, S: int, D: int) -> Array:
+        return jnp.zeros((B, K, S), jnp.float32)  # |v W_O|_1 of each slot
+
+    def update(scores: Scores, state: Array, o: Observation) -> tuple[Scores, Array]:
+        state = _with_new_norms(state, o)
+        joined = jnp.mean(scores, axis=2)
+        first = joined if o.protected is None else jnp.where(o.protected, jnp.inf, joined)
+        _, number = Protection(recent=float(safe)).counts(o.budget)
+        is_safe = keep_mask(first, o.position, number)
+        largest = jnp.finfo(jnp.float32).max
+        rescored = jnp.minimum((joined + epsilon) * state, largest)
+        return jnp.where(is_safe, largest, rescored)[:, :, None], state
+
+    return Policy(
+        written(critical, safe=safe, epsilon=epsilon),
+        init,
+        update,
+        projections=frozenset({"weight"}),
+        needs_nonnegative=True,
+        nonnegative=True,
+    )
+
+
+@register
+def positions(*, kind: Positions = "compact") -> Policy:
+    """How the cache rotates keys once tokens have been evicted; scores pass unchanged.
+
+    Args:
+        kind: "compact" or "index"; "absolute" is what happens without this link. See :meth:`kvjax.KVCache.init`.
+
+    Example:
+        >>> import kvjax
+        >>> kvjax.parse("streaming+positions").positions
+        'compact'
+    """
+    if kind not in ("absolute", "compact", "index"):
+        raise ValueError(f"positions: kind is {kind!r}; there are 'absolute', 'compact' and 'index'.")
+    return Policy(written(positions, kind=kind), no_state, lambda scores, state, _: (scores, state), positions=kind)
+
+
+def shares(scores: Scores, o: Observation) -> Scores:
+    """Scores divided by their sum over the live slots; 0 in free ones."""
+    scores = jnp.where(o.live[:, :, None], scores, 0)
+    largest = jnp.max(scores, axis=-1, keepdims=True)
+    scores = scores / jnp.where(largest > 0, largest, 1)  # the largest floats, which mark safe tokens, have no sum
+    total = jnp.sum(scores, axis=-1, keepdims=True)
+    return scores / jnp.where(total > 0, total, 1)
+
+
+def pooled(scores: Scores, o: Observation, kernel: int, pooling: str) -> Scores:
+    """Pools in the order of positions. Beyond the ends stand zeros (avg) or nothing (max), as in torch."""
+    order = jnp.argsort(jnp.where(o.live, o.position, jnp.iinfo(jnp.int32).max), axis=-1)[:, :, None]  # [B, K, 1, S]
+    reduce, nothing = (jax.lax.add, 0.0) if pooling == "avg" else (jax.lax.max, -jnp.inf)
+    scores = jnp.where(o.live[:, :, None], scores, nothing)
+    in_order = jnp.take_along_axis(scores, order, axis=-1)  # free slots come last
+    half = kernel // 2
+    padding = ((0, 0), (0, 0), (0, 0), (half, half))
+    start = jnp.asarray(nothing, in_order.dtype)
+    pooled = jax.lax.reduce_window(in_order, start, reduce, (1, 1, 1, kernel), (1, 1, 1, 1), padding)
+    pooled = pooled / kernel if pooling == "avg" else pooled
+    return jnp.take_along_axis(pooled, jnp.argsort(order, axis=-1), axis=-1)
+
+
+def _with_new_norms(norms: Float[Array, "B K S"], o: Observation) -> Float[Array, "B K S"]:
+    """The norms ``|v W_O|_1`` with those of the tokens that entered with this block written to their slots."""
+    if o.output is None or o.output.weight is None:
+        raise ValueError("critical reads the layer's output projection, but none was given; hand over projection=.")
+    (B, T), K = o.query_position.shape, o.position.shape[1]
+    entered = jnp.sum(o.query_position >= 0, axis=1)
+    new = o.live & (o.position >= (o.next_position - entered)[:, None, None])
+    slot = nth_true(new, jnp.broadcast_to(jnp.arange(1, T + 1), (B, K, T)))  # S where there are fewer: not written
+    value = jnp.take_along_axis(o.value, slot[..., None], axis=2, mode="fill", fill_value=0)
+    return _put(norms, slot, _output_length(value, o.output.weight))
+
+
+def _output_length(
+    value: Float[Array, "B K T D"], weight: Float[Array, "K G D E"], chunk: int = 128
+) -> Float[Array, "B K T"]:
+    """``|v W_O|_1``, its mean over the group; a few tokens at a time, for each makes G rows of E numbers."""
+    B, K, T, D = value.shape
+    chunk = min(chunk, T)
+    padding = -T % chunk
+    chunks = jnp.pad(value, ((0, 0), (0, 0), (0, padding), (0, 0))).reshape(B, K, -1, chunk, D)
+    wide = weight.astype(jnp.float32)
+
+    def length(some: Float[Array, "B K c D"]) -> Float[Array, "B K c"]:
+        projected = jnp.einsum("bkcd,kgde->bkgce", some.astype(jnp.float32), wide, precision=jax.lax.Precision.HIGHEST)
+        return jnp.mean(jnp.sum(jnp.abs(projected), axis=-1), axis=2)
+
+    lengths = jax.lax.map(length, jnp.moveaxis(chunks, 2, 0))  # [chunks, B, K, chunk]
+    return jnp.moveaxis(lengths, 0, 2).reshape(B, K, -1)[..., :T]
+
+
+def _put(array: Float[Array, "B K S"], slot: Int[Array, "B K T"], new: Float[Array, "B K T"]) -> Float[Array, "B K S"]:
+    """array[b, k, slot[b, k, t]] = new[b, k, t]; slots beyond the end are dropped."""
+
+    def one_head(array: Array, slot: Array, new: Array) -> Array:
+        return array.at[slot].set(new, mode="drop")
+
+    return jax.vmap(jax.vmap(one_head))(array, slot, new)
+
+
+def check_pooling(name: str, kernel: int, pooling: str) -> None:
+    if not isinstance(kernel, int) or kernel < 1 or kernel % 2 == 0:
+        raise ValueError(
+            f"{name}: kernel is {kernel!r}; give an odd number from 1, so that a token lies in the middle."
+        )
+    if pooling not in ("avg", "max"):
+        raise ValueError(f"{name}: pooling is {pooling!r}; there are 'avg' and 'max'.")
+
+
+def check_protected(name: str, what: str, amount: int | float) -> None:
+    if not isinstance(amount, (int, float)) or not amount >= 0 or (isinstance(amount, float) and amount > 1):
+        raise ValueError(
+            f"{name}: {what} is {amount!r}; give a count (an int from 0) or a share of the budget in [0, 1]."
+        )

@@ -1,0 +1,183 @@
+"""The link `caote`: what it measures, through W_O and in rounds, over a block's scores. Its formula: test_scores.py."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.transforms import shares
+from tests.kvjax import blocks, definitions
+from tests.kvjax.blocks import B, D, G, K, N, each_head, heads_of, scores
+
+E = 7
+close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-6)
+
+
+def projected(seed: int, policy: kvjax.Policy | str, **options) -> tuple[blocks.Block, np.ndarray]:
+    """A block whose layer offers what the policy asks of W_O, and W_O itself, [N, D, E]."""
+    policy = kvjax.parse(policy) if isinstance(policy, str) else policy
+    weight = np.random.default_rng(seed).normal(size=(N, D, E)).astype(np.float32)
+    block = blocks.make(seed, **options)
+    output = kvjax.output_projection(jnp.asarray(weight), K, policy.projections)
+    return block._replace(observation=block.observation._replace(output=output)), weight
+
+
+def layer_errors(A: np.ndarray, V: np.ndarray, W: np.ndarray | None, cross: bool, fast: bool = False) -> np.ndarray:
+    """Evict each slot, do the attention again, project: [G, S], [S, D], [G, D, E] -> [S]."""
+    if fast:
+        change = [[a[j] / (1 - a[j]) * (V.mean(0) - V[j]) for a in A] for j in range(len(V))]
+    else:
+        change = [[definitions.error_of_evicting(a, V, j) for a in A] for j in range(len(V))]
+    if W is not None:
+        change = [[x @ w for x, w in zip(xs, W, strict=True)] for xs in change]
+    return np.array([np.linalg.norm(np.sum(xs, 0) if cross and W is not None else np.stack(xs)) for xs in change])
+
+
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("cross", [True, False])
+def test_through_the_output_it_is_the_error_of_the_layers_output(cross, fast):
+    policy = kvjax.chain(kvjax.h2o(), kvjax.caote(through="output", cross=cross, fast=fast))
+    block, W = projected(0, policy)
+
+    def formula(b, k, live):
+        received = block.weights[b, heads_of(k)].sum(1)[:, live]
+        value = np.asarray(block.observation.value[b, k], np.float64)[live]
+        return layer_errors(received / received.sum(-1, keepdims=True), value, W[heads_of(k)], cross, fast)
+
+    close(scores(policy, block), each_head(block, formula))
+
+
+@pytest.mark.parametrize(("cross", "kind"), [(True, "factor"), (False, "gram")])
+def test_through_the_output_it_asks_for_what_it_reads(cross, kind):
+    assert kvjax.caote(through="output", cross=cross).projections == {kind}
+    assert kvjax.chain(kvjax.h2o(), kvjax.fast_caote(through="output", cross=cross)).projections == {kind}
+    assert kvjax.caote().projections == frozenset()
+
+
+@pytest.mark.parametrize("cross", [True, False])
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_without_the_projection_it_says_what_to_hand_over(cross, rounds):
+    policy = kvjax.chain(kvjax.h2o(), kvjax.caote(through="output", cross=cross, rounds=rounds))
+    kind = "factor" if cross else "gram"
+    message = rf"through='output'.*reads the {kind} of the layer's output projection.*attend \(projection="
+    with pytest.raises(ValueError, match=message):
+        scores(policy, blocks.make(1).observation._replace(output=None))
+    other, _ = projected(1, kvjax.caote(through="output", cross=not cross))
+    with pytest.raises(ValueError, match=message):
+        scores(policy, other)
+
+
+@pytest.mark.parametrize("name", ["caote", "caote(norm=1)", "caote(group='mean')", "fast_caote"])
+def test_one_round_is_score_bit_for_bit(name):
+    block = blocks.make(2)
+    o = block.observation
+    options = {"caote(norm=1)": {"norm": 1}, "caote(group='mean')": {"group": "mean"}, "fast_caote": {"fast": True}}
+
+    @jax.jit
+    def plain(o):
+        return kvjax.score(
+            shares(o.columns.sum, o), o.value, mask=o.live, **{"group": "exact", **options.get(name, {})}
+        )
+
+    rounds = name + "(rounds=1)" if "(" not in name else name.replace(")", ",rounds=1)")
+    for written in (name, rounds):
+        np.testing.assert_array_equal(scores(f"h2o(accumulate=False)+{written}", block)[o.live], plain(o)[o.live])
+
+
+@pytest.mark.parametrize("through", ["value", "output"])
+@pytest.mark.parametrize("rounds", [2, 3, 8])
+@pytest.mark.parametrize("seed", [3, 4, 5])
+def test_rounds_evict_what_is_cheapest_after_the_rounds_before(through, rounds, seed):
+    budget, protection = 4, kvjax.protect(sinks=2, recent=1)
+    policy = kvjax.chain(kvjax.h2o(), kvjax.caote(through=through, rounds=rounds), protection)
+    block, W = projected(seed, policy, budget=budget)
+    o = block.observation._replace(budget=jnp.array([budget, budget + 1]))
+    result = scores(policy, o)
+    for b, k in np.ndindex(B, K):
+        position = np.asarray(o.position[b, k])
+        protected = (position >= 0) & ((position < 2) | (position >= int(o.next_position[b]) - 1))
+        received = block.weights[b, heads_of(k)].sum(1)
+        value = np.asarray(o.value[b, k], np.float64)
+        left, order = np.flatnonzero(position >= 0), []
+        leaving = max(len(left) - budget - b, 0)
+        for i in range(rounds):
+            shares = received[:, left] / received[:, left].sum(-1, keepdims=True)
+            errors = layer_errors(shares, value[left], W[heads_of(k)] if through == "output" else None, True)
+            last = dict(zip(left.tolist(), errors.tolist(), strict=True))
+            n = leaving * (i + 1) // rounds - leaving * i // rounds
+            ranked = [slot for slot in left[np.argsort(errors)] if not protected[slot]]
+            order += ranked[:n]
+            left = np.setdiff1d(left, ranked[:n])
+        assert (np.diff(result[b, k, order]) > 0).all() and (result[b, k, order] < 0).all()
+        assert (result[b, k, protected] == np.inf).all()
+        stay = [slot for slot in left if not protected[slot]]
+        close(result[b, k, stay], [last[slot] for slot in stay])
+        kept = definitions.kept(result[b, k], position, budget + b)
+        assert sorted(np.flatnonzero(kept)) == sorted(left)
+
+
+@pytest.mark.parametrize("through", ["value", "output"])
+def test_attend_evicts_in_rounds_and_holds_the_budget(through):
+    policy = kvjax.chain(kvjax.h2o(), kvjax.caote(through=through, rounds=4), kvjax.protect(sinks=1))
+    weight = jax.random.normal(jax.random.key(9), (N, D, E))
+    projection = kvjax.output_projection(weight, K, policy.projections) if through == "output" else None
+    state = policy.init(B, K, G, 12, D)
+    cache = kvjax.KVCache.init(batch=B, kv_heads=K, slots=12, head_dim=D, state=state)
+    step = jax.jit(functools.partial(kvjax.attend, policy=policy, budget=6))
+    for block in range(3):
+        q, k, v = (
+            jax.random.normal(jax.random.key(3 * block + i), (B, 6, heads, D)) for i, heads in enumerate((N, K, K))
+        )
+        out, cache = step(cache, q, k, v, projection=projection)
+        assert np.isfinite(out).all() and (cache.num_live == 6).all() and (cache.position == 0).any(-1).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "written"),
+    [
+        ("h2o+caote(through='output',rounds=1)", "h2o+caote(through='output')"),
+        ("h2o+caote(through='value',cross=True)", "h2o+caote"),
+        ("h2o+caote(rounds=8,norm=2)", "h2o+caote(rounds=8)"),
+        ("h2o+caote(fast=True,through='output',cross=False)", "h2o+fast_caote(through='output',cross=False)"),
+        ("h2o+fast_caote(rounds=2)", "h2o+fast_caote(rounds=2)"),
+        ("h2o+caote(group='mean',rounds=2)", "h2o+caote(group='mean',rounds=2)"),
+    ],
+)
+def test_its_name_says_what_differs_from_the_defaults(name, written):
+    policy = kvjax.parse(name)
+    assert str(policy) == written
+    assert str(kvjax.parse(written)) == written
+
+
+def test_scores_of_rounds_only_order_the_tokens_of_one_head():
+    one, several = kvjax.caote(), kvjax.caote(rounds=2)
+    assert (one.comparable, one.nonnegative) == (True, True)
+    assert (several.comparable, several.nonnegative) == (False, False)
+    with pytest.raises(ValueError, match=r"'layer' needs scores that heads can compare.*rounds=1"):
+        kvjax.parse("h2o+caote(rounds=2)@layer")
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"through": "values"}, r"caote: through is 'values'; there are 'value' and 'output'"),
+        ({"through": "output", "norm": 1}, r"caote: norm is 1 .*take norm=2 and group='exact'"),
+        ({"through": "output", "group": "mean"}, r"caote: .*group 'mean', but through='output'.*group='exact'"),
+        ({"cross": False}, r"caote: cross=False is about heads that meet in W_O; take it with through='output'"),
+        ({"rounds": 0}, r"caote: rounds is 0; give an int from 1"),
+        ({"rounds": 2.0}, r"caote: rounds is 2.0; give an int from 1"),
+        ({"rounds": True}, r"caote: rounds is True; give an int from 1"),
+        ({"rounds": 2, "norm": "inf"}, r"caote: norm is 'inf', but rounds follow .*take norm=2 or rounds=1"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("make", [kvjax.caote, kvjax.fast_caote])
+def test_a_wrong_argument_is_refused(make, options, message):
+    with pytest.raises(ValueError, match=message):
+        make(**options)
