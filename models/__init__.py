@@ -2,7 +2,7 @@
 
 from models.config import Config
 from models.decoder import Decoder
-from models.decoding import Generation, Prefilled, generate, prefill, stream
+from models.decoding import Generation, Prefilled, generate, output_projection, prefill, stream
 from models.load import load, parse_mesh
 from models.save import save
 from models.tokenizer import Tokenizer
@@ -15,6 +15,7 @@ __all__ = [
     "Tokenizer",
     "generate",
     "load",
+    "output_projection",
     "parse_mesh",
     "prefill",
     "save",

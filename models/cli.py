@@ -16,6 +16,7 @@ from models import commands
 
 EXAMPLES = """examples:
   python -m models.generate retriever --prompt-file book.txt --policy h2o+caote --budget 512 --block 128
+  python -m models.generate retriever --prompt-file book.txt --policy laprox@model --budget 0.2 --when prompt
   python -m models.generate path/to/Llama-3.2-1B-Instruct --chat --prompt "Why is the sky blue?" --dtype bfloat16
 """
 
@@ -32,6 +33,7 @@ def parser() -> argparse.ArgumentParser:
     source = flags.add_mutually_exclusive_group()
     source.add_argument("--prompt", help="the prompt itself")
     source.add_argument("--prompt-file", type=Path, help="a UTF-8 text file with the prompt; standard input by default")
+    flags.add_argument("--question", help="text behind the prompt, not known when the prompt is compressed")
     flags.add_argument("--chat", action="store_true", help="put the prompt into the model's chat template")
     flags.add_argument(
         "--policy", default="full", help="what to keep, such as snapkv+caote; 'full', the default, keeps all"
@@ -67,6 +69,8 @@ def _generate(flags: argparse.Namespace) -> None:
         raise ValueError(f"{flags.model} has no tokenizer.json, and text needs one; copy it from the model's source.")
     text = tokenizer.chat([{"role": "user", "content": prompt}]) if flags.chat else prompt
     tokens = tokenizer.encode(text, add_special_tokens=not flags.chat)
+    question = [] if flags.question is None else tokenizer.encode(flags.question, add_special_tokens=False)
+    tokens = [*tokens, *question]
 
     clock = _Clock()
     steps = models.stream(
@@ -77,6 +81,7 @@ def _generate(flags: argparse.Namespace) -> None:
         block=flags.block,
         max_new_tokens=flags.max_new_tokens,
         when=flags.when,
+        question=len(question),
         evict_every=flags.evict_every or None,
         temperature=flags.temperature,
         top_k=flags.top_k,

@@ -20,6 +20,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from kernels_pallas import cache_attention
+from kvjax import rotate
 from models.config import Config, Rope
 
 Carry = TypeVar("Carry")
@@ -187,7 +188,7 @@ class Decoder(nnx.Module):
         config = self.config
         frequency, amplitude = rope_frequencies(config.rope, config.head_dim, lengths)  # [B or 1, D / 2]
         angle = jnp.maximum(position, 0)[..., None] * frequency[:, None]  # [B, T, D / 2]
-        cos, sin = amplitude * jnp.cos(angle), amplitude * jnp.sin(angle)
+        cos, sin = (amplitude * wave(angle)[:, :, None] for wave in (jnp.cos, jnp.sin))  # one for all heads
         windows = None
         if any(config.sliding_windows):
             everything = jnp.iinfo(jnp.int32).max
@@ -224,15 +225,6 @@ def rms_norm(x: Float[Array, "*rest E"], weight: Float[Array, "E"], epsilon: flo
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon)
     return weight * normed.astype(x.dtype)
-
-
-def rotate(
-    x: Float[Array, "B T H D"], cos: Float[Array, "B T half"], sin: Float[Array, "B T half"]
-) -> Float[Array, "B T H D"]:
-    """Rotary embedding: element i of a head is rotated together with element i + D/2 (Hugging Face's layout)."""
-    first, second = jnp.split(x, 2, axis=-1)
-    cos, sin = cos[:, :, None].astype(x.dtype), sin[:, :, None].astype(x.dtype)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
 
 def rope_frequencies(

@@ -2,7 +2,11 @@
 
 Blocks are aligned to the prompt's end: the first block of a row may be part empty, the last one never is. So a score's
 observation window lies in one block, all rows of a batch reach their last token in the same step, and a row meets the
-same blocks alone as in any batch.
+same blocks alone as in any batch. A question that must not be known when the context is compressed comes after it, in
+blocks of its own.
+
+A policy whose allocation gives all heads the same budget runs on a plain cache and evicts layer by layer. Any other
+runs on a paged cache; its layers are observed first, and evicted from together.
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,17 +24,21 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 import kvjax
-from kvjax import KVCache, Policy
-from models.decoder import Decoder
+from kvjax import KVCache, OutputProjection, PagedCache, Policy
+from kvjax.attention import idle_rows_keep, store_scores
+from models.config import Config
+from models.decoder import Decoder, rope_frequencies
 
 When = Literal["block", "prompt"]
+Cache = KVCache | PagedCache
 HostOrDevice = Array | np.ndarray
+PAGE_SIZE = 16
 
 
 class Prefilled(NamedTuple):
     """``logits`` of the last token, [B, V], or of all tokens, [B, T, V]."""
 
-    cache: KVCache
+    cache: Cache
     logits: Array
 
 
@@ -38,7 +46,7 @@ class Generation(NamedTuple):
     """``tokens`` [B, max_new_tokens], padded behind each row's end; ``lengths`` [B] counts them, end token included."""
 
     tokens: Int[Array, "B new"]
-    cache: KVCache
+    cache: Cache
     lengths: Int[Array, "B"]
 
 
@@ -55,11 +63,30 @@ class _Plan:
     """What a run is made of, and its buffers' sizes; one compilation a plan."""
 
     policy: Policy | None
-    slots: int  # of each head, at the end of the prompt and in decode
-    prompt_slots: int  # of each head, while the prompt comes in
+    slots: int  # of each head, at the end of the prompt and in decode; the most of one head where they differ
+    prompt_slots: int  # likewise, while the prompt comes in
     when: When
     evict_every: int | None
     mesh: Mesh | AbstractMesh | None
+    pages: int = 0  # of a paged cache
+    page_size: int = PAGE_SIZE
+
+
+class _Prompt(NamedTuple):
+    """Prompts cut into blocks [n, B, m]: those of the context, and those of a question that comes after it."""
+
+    tokens: np.ndarray
+    positions: np.ndarray
+    question_tokens: np.ndarray
+    question_positions: np.ndarray
+
+
+class _Rows(NamedTuple):
+    """What the rows of a batch differ in, [B]: lengths, budgets, and what they hold in decode."""
+
+    lengths: Int[Array, "B"]
+    budgets: Int[Array, "B"] | None
+    decode_budgets: Int[Array, "B"] | None
 
 
 def prefill(
@@ -71,8 +98,11 @@ def prefill(
     budget: int | float | None = None,
     block: int = 128,
     when: When = "block",
+    question: int | Int[HostOrDevice, "B"] | None = None,
     reserve: int = 0,
     outputs: Literal["last", "all"] = "last",
+    page_size: int = PAGE_SIZE,
+    projection: OutputProjection | None = None,
 ) -> Prefilled:
     """Runs a prompt through the model block by block, in one compiled program whose memory does not grow with it.
 
@@ -83,8 +113,14 @@ def prefill(
         budget: tokens that each head keeps: a number, or a ratio of the row's prompt (a float in (0, 1]).
         block: tokens a step.
         when: evict after every "block", or once when the "prompt" is in (the block then only bounds the activations).
+        question: how many of each row's last tokens come only after the rest has been compressed; they are not
+            evicted, so the cache holds that many tokens more than the budget. By default nothing is held back, and a
+            policy that evicts once knows the question.
         reserve: slots to leave free for tokens that come later (a full cache only; a budget leaves a block's worth).
         outputs: logits of the "last" token or of "all" tokens; the latter grow with the prompt.
+        page_size: slots of a page, where a policy's allocation gives heads different budgets.
+        projection: what the policy reads of the output projections, ``output_projection(model, policy)``; made here if
+            it isn't given, once a call.
 
     Returns:
         The cache and the logits, float32.
@@ -103,16 +139,22 @@ def prefill(
         >>> logits.shape, cache.num_live.min().item(), cache.num_live.max().item()
         ((1, 64), 16, 16)
     """
-    tokens, lengths = _check_prompt(model, tokens, lengths)
-    plan, budgets = _plan(model, tokens.shape[1], lengths, policy, budget, block, when, None, reserve)
+    tokens, counts, questions = _check_prompt(model, tokens, lengths, question)
+    plan, rows = _plan(
+        model.config, _mesh_of(model), tokens.shape[1], counts, questions, policy, budget, block, when, None, reserve,
+        page_size,
+    )  # fmt: skip
     if outputs not in ("last", "all"):
         raise ValueError(f"outputs is {outputs!r}; there are 'last' and 'all'.")
-    blocks, positions = _blocks(tokens, lengths, block)
-    cache, logits = _prefill(model, blocks, positions, lengths, budgets, plan, outputs == "all")
-    if outputs == "all":  # [n, B, m, V], aligned to the end -> [B, T, V], aligned to the start
-        logits = logits.swapaxes(0, 1).reshape(tokens.shape[0], -1, logits.shape[-1])
-        source = jnp.arange(tokens.shape[1])[None] + logits.shape[1] - lengths[:, None]
-        logits = jnp.take_along_axis(logits, source[..., None], axis=1, mode="clip")
+    prompt = _blocks(tokens, counts, questions, block)
+    projection = output_projection(model, plan.policy) if projection is None else projection
+    cache, logits = _prefill(model, prompt, rows, projection, plan, outputs == "all")
+    if outputs == "all":  # [n, B, V] of every place in a block -> [B, T, V]
+        place = np.zeros(tokens.shape, np.int32)
+        positions = [x.swapaxes(0, 1).reshape(len(counts), -1) for x in (prompt.positions, prompt.question_positions)]
+        for row, position in enumerate(np.concatenate(positions, axis=1)):
+            place[row, position[position >= 0]] = np.flatnonzero(position >= 0)
+        logits = jnp.take_along_axis(logits, jnp.asarray(place)[..., None], axis=1)
     return Prefilled(cache, logits)
 
 
@@ -126,17 +168,20 @@ def generate(
     block: int = 128,
     max_new_tokens: int = 64,
     when: When = "block",
+    question: int | Int[HostOrDevice, "B"] | None = None,
     evict_every: int | None = 1,
     temperature: float = 0.0,
     top_k: int | None = None,
     top_p: float | None = None,
     key: Array | None = None,
     end: tuple[int, ...] | None = None,
+    page_size: int = PAGE_SIZE,
+    projection: OutputProjection | None = None,
 ) -> Generation:
     """From prompts to answers in one compiled program: a scan over blocks, then a loop until each row has ended.
 
     Args:
-        tokens, lengths, policy, budget, block, when: see :func:`prefill`.
+        tokens, lengths, policy, budget, block, when, question, page_size, projection: see :func:`prefill`.
         max_new_tokens: how many tokens at most.
         evict_every: evict in decode at every step (1), every n steps (n slots more a head), or never (None).
         temperature: 0 takes the most likely token; above, tokens are drawn with ``key``.
@@ -154,15 +199,19 @@ def generate(
         >>> out.tokens.shape, out.lengths.tolist(), out.cache.num_live.max().item()
         ((1, 4), [4], 16)
     """
-    tokens, lengths = _check_prompt(model, tokens, lengths)
+    tokens, counts, questions = _check_prompt(model, tokens, lengths, question)
     sampling = _check_sampling(temperature, top_k, top_p, key)
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens is {max_new_tokens}; ask for at least 1.")
-    plan, budgets = _plan(model, tokens.shape[1], lengths, policy, budget, block, when, evict_every, max_new_tokens)
-    blocks, positions = _blocks(tokens, lengths, block)
+    plan, rows = _plan(
+        model.config, _mesh_of(model), tokens.shape[1], counts, questions, policy, budget, block, when, evict_every,
+        max_new_tokens, page_size,
+    )  # fmt: skip
+    prompt = _blocks(tokens, counts, questions, block)
+    projection = output_projection(model, plan.policy) if projection is None else projection
     key = jax.random.key(0) if key is None else key
     end = model.config.eos if end is None else tuple(end)
-    return _generate(model, blocks, positions, lengths, budgets, key, plan, sampling, max_new_tokens, end)
+    return _generate(model, prompt, rows, projection, key, plan, sampling, max_new_tokens, end)
 
 
 def stream(
@@ -175,6 +224,7 @@ def stream(
     block: int = 128,
     max_new_tokens: int = 64,
     when: When = "block",
+    question: int | Int[HostOrDevice, "B"] | None = None,
     evict_every: int | None = 1,
     temperature: float = 0.0,
     top_k: int | None = None,
@@ -182,7 +232,9 @@ def stream(
     key: Array | None = None,
     end: tuple[int, ...] | None = None,
     on_block: Callable[[int, int], None] | None = None,
-) -> Iterator[tuple[np.ndarray, KVCache]]:
+    page_size: int = PAGE_SIZE,
+    projection: OutputProjection | None = None,
+) -> Iterator[tuple[np.ndarray, Cache]]:
     """:func:`generate` as an iterator: yields each step's tokens as they come, and the cache behind them.
 
     The prompt is fed from the host block by block, so one compilation serves prompts of any length under a budget (a
@@ -203,32 +255,60 @@ def stream(
         >>> [int(step[0]) for step, _ in steps] == whole.tokens[0].tolist()
         True
     """
-    tokens, lengths = _check_prompt(model, tokens, lengths)
+    tokens, counts, questions = _check_prompt(model, tokens, lengths, question)
     sampling = _check_sampling(temperature, top_k, top_p, key)
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens is {max_new_tokens}; ask for at least 1.")
-    plan, budgets = _plan(
-        model, tokens.shape[1], lengths, policy, budget, block, when, evict_every, max_new_tokens, fit_prompt=False
-    )
+    plan, rows = _plan(
+        model.config, _mesh_of(model), tokens.shape[1], counts, questions, policy, budget, block, when, evict_every,
+        max_new_tokens, page_size, fit_prompt=False,
+    )  # fmt: skip
+    prompt = _blocks(tokens, counts, questions, block)
+    projection = output_projection(model, plan.policy) if projection is None else projection
     key = jax.random.key(0) if key is None else key
     end = model.config.eos if end is None else tuple(end)
-    return _stream(model, tokens, lengths, budgets, key, plan, block, sampling, max_new_tokens, end, on_block)
+    return _stream(model, prompt, rows, projection, key, plan, sampling, max_new_tokens, end, on_block)
 
 
-def _stream(model, tokens, lengths, budgets, key, plan, block, sampling, max_new_tokens, end, on_block):
-    blocks, positions = _blocks(tokens, lengths, block)
-    cache = _empty_cache(model, plan, tokens.shape[0], plan.prompt_slots)
+def output_projection(model: Decoder, policy: Policy | str | None) -> OutputProjection | None:
+    """What a policy reads of the model's output projections, for all layers; None if it reads nothing.
+
+    Every run makes it anew unless it is handed over: N D^2 E multiplications a layer, the price of a few tokens.
+
+    Example:
+        >>> from flax import nnx
+        >>> import models
+        >>> config = models.Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2)
+        >>> model = models.Decoder(config, rngs=nnx.Rngs(0))
+        >>> models.output_projection(model, "laprox@model").gram.shape
+        (2, 2, 2, 8, 8)
+    """
+    if isinstance(policy, str):
+        policy = None if policy.strip() == "full" else kvjax.parse(policy)
+    if policy is None or not policy.projections:
+        return None
+    heads = _cache_heads(model.config, policy)
+    kinds = tuple(sorted(policy.projections))
+    return jax.jit(kvjax.output_projection, static_argnums=(1, 2))(model.layers.output[...], heads, kinds)
+
+
+def _stream(model, prompt, rows, projection, key, plan, sampling, max_new_tokens, end, on_block):
+    cache = _empty_cache(model, plan, prompt.tokens.shape[1])
     logits = jnp.zeros(())
-    for index, (block_tokens, position) in enumerate(zip(blocks, positions, strict=True)):
-        if (position < 0).all():
-            continue
-        evicts = plan.when == "block" or index == len(blocks) - 1
-        cache, logits = _block_step(model, cache, block_tokens, position, lengths, budgets, plan.policy, evicts)
-        if on_block is not None:
-            logits.block_until_ready()
-            on_block(int(position.max()) + 1, int(lengths.max()))
-    if plan.slots != plan.prompt_slots:
-        cache = kvjax.compact(cache, plan.slots)
+    parts = ((prompt.tokens, prompt.positions, True), (prompt.question_tokens, prompt.question_positions, False))
+    for tokens, positions, context in parts:
+        for index, (block_tokens, position) in enumerate(zip(tokens, positions, strict=True)):
+            if (position < 0).all():
+                continue
+            evicts = context and (plan.when == "block" or index == len(tokens) - 1)
+            cache, logits = _block_step(
+                model, cache, block_tokens, position, rows.lengths, rows.budgets, projection, plan.policy, evicts
+            )
+            if on_block is not None:
+                logits.block_until_ready()
+                on_block(int(position.max()) + 1, int(rows.lengths.max()))
+        if context:
+            cache = _shrink_step(cache, plan)
     key, draw = jax.random.split(key)
     token = np.asarray(_sample(logits, draw, sampling))
     finished = np.isin(token, end)
@@ -238,7 +318,7 @@ def _stream(model, tokens, lengths, budgets, key, plan, block, sampling, max_new
             return
         key, draw = jax.random.split(key)
         cache, drawn = _token_step(
-            model, cache, token, finished, lengths, budgets, draw, step, plan.policy, plan.evict_every, sampling
+            model, cache, token, finished, rows, projection, draw, step, plan.policy, plan.evict_every, sampling
         )
         token = np.asarray(drawn)
         yield np.where(finished, -1, token), cache
@@ -246,46 +326,56 @@ def _stream(model, tokens, lengths, budgets, key, plan, block, sampling, max_new
 
 
 @functools.partial(jax.jit, static_argnames=("policy", "evicts"), donate_argnames="cache")
-def _block_step(model, cache, tokens, position, lengths, budgets, policy, evicts):
-    hidden, cache = _run(model, cache, tokens, position, lengths, budgets if evicts else None, policy)
+def _block_step(model, cache, tokens, position, lengths, budgets, projection, policy, evicts):
+    hidden, cache = _run(model, cache, tokens, position, lengths, budgets, projection, policy, evicts)
     return cache, model.logits(hidden[:, -1])
 
 
 @functools.partial(jax.jit, static_argnames=("policy", "evict_every", "sampling"), donate_argnames="cache")
-def _token_step(model, cache, token, finished, lengths, budgets, key, step, policy, evict_every, sampling):
-    logits, cache = _decode(model, cache, token, finished, lengths, budgets, step, policy, evict_every)
+def _token_step(model, cache, token, finished, rows, projection, key, step, policy, evict_every, sampling):
+    logits, cache = _decode(model, cache, token, finished, rows, projection, step, policy, evict_every)
     return cache, _sample(logits, key, sampling)
 
 
 @functools.partial(jax.jit, static_argnames=("plan", "all_logits"))
-def _prefill(model, blocks, positions, lengths, budgets, plan, all_logits=False):
-    """Blocks [n, B, m] -> cache and logits, [B, V] or [n, B, m, V]."""
-    cache = _empty_cache(model, plan, blocks.shape[1], plan.prompt_slots)
+def _prefill(model, prompt, rows, projection, plan, all_logits=False):
+    """Blocks [n, B, m] -> cache and logits, [B, V] or, of every place in the blocks, [B, n m, V]."""
+    B = prompt.tokens.shape[1]
+    cache = _empty_cache(model, plan, B)
 
     def step(carry, scanned, evicts):
         cache, _ = carry
         tokens, position = scanned
-        hidden, cache = _run(model, cache, tokens, position, lengths, budgets if evicts else None, plan.policy)
+        hidden, cache = _run(
+            model, cache, tokens, position, rows.lengths, rows.budgets, projection, plan.policy, evicts
+        )
         return (cache, hidden[:, -1]), model.logits(hidden) if all_logits else None
 
-    carry = (cache, jnp.zeros((blocks.shape[1], model.config.hidden_size), model.embedding[...].dtype))
+    observe = functools.partial(step, evicts=False)
+    carry = (cache, jnp.zeros((B, model.config.hidden_size), model.embedding[...].dtype))
+    blocks = (prompt.tokens, prompt.positions)
     if plan.when == "block":
-        carry, logits = jax.lax.scan(functools.partial(step, evicts=True), carry, (blocks, positions))
+        carry, logits = jax.lax.scan(functools.partial(step, evicts=True), carry, blocks)
+        logits = [logits]
     else:
-        observe = functools.partial(step, evicts=False)
-        carry, logits = jax.lax.scan(observe, carry, (blocks[:-1], positions[:-1]))
-        carry, last = step(carry, (blocks[-1], positions[-1]), evicts=True)
-        logits = jnp.concatenate([logits, last[None]]) if all_logits else None
+        carry, logits = jax.lax.scan(observe, carry, jax.tree.map(lambda x: x[:-1], blocks))
+        carry, last = step(carry, jax.tree.map(lambda x: x[-1], blocks), evicts=True)
+        logits = [logits, last[None]] if all_logits else []
     cache, hidden = carry
-    if plan.slots != plan.prompt_slots:
-        cache = kvjax.compact(cache, plan.slots)
-    return cache, logits if all_logits else model.logits(hidden)
+    carry = (_shrink(cache, plan), hidden)
+    if prompt.question_tokens.shape[0]:
+        carry, more = jax.lax.scan(observe, carry, (prompt.question_tokens, prompt.question_positions))
+        logits.append(more)
+    cache, hidden = carry
+    if not all_logits:
+        return cache, model.logits(hidden)
+    return cache, jnp.concatenate([x.swapaxes(0, 1).reshape(B, -1, x.shape[-1]) for x in logits], axis=1)
 
 
 @functools.partial(jax.jit, static_argnames=("plan", "sampling", "max_new_tokens", "end"))
-def _generate(model, blocks, positions, lengths, budgets, key, plan, sampling, max_new_tokens, end):
-    cache, logits = _prefill(model, blocks, positions, lengths, budgets, plan)
-    B = blocks.shape[1]
+def _generate(model, prompt, rows, projection, key, plan, sampling, max_new_tokens, end):
+    cache, logits = _prefill(model, prompt, rows, projection, plan)
+    B = logits.shape[0]
     pad = model.config.pad if model.config.pad is not None else (model.config.eos or (0,))[0]
     key, draw = jax.random.split(key)
     token = _sample(logits, draw, sampling)
@@ -298,7 +388,7 @@ def _generate(model, blocks, positions, lengths, budgets, key, plan, sampling, m
 
     def advance(loop):
         step, cache, key, token, finished, out, count = loop
-        logits, cache = _decode(model, cache, token, finished, lengths, budgets, step, plan.policy, plan.evict_every)
+        logits, cache = _decode(model, cache, token, finished, rows, projection, step, plan.policy, plan.evict_every)
         key, draw = jax.random.split(key)
         token = _sample(logits, draw, sampling)
         out = out.at[:, step].set(jnp.where(finished, pad, token))
@@ -311,58 +401,97 @@ def _generate(model, blocks, positions, lengths, budgets, key, plan, sampling, m
     return Generation(out, cache, count)
 
 
-def _decode(model, cache, token, finished, lengths, budgets, step, policy, evict_every):
+def _decode(model, cache, token, finished, rows, projection, step, policy, evict_every):
     """Feeds one token a row; finished rows are left as they are."""
     position = jnp.where(finished, -1, cache.next_position)[:, None]
-    excess = None
-    if evict_every is None:
-        budgets = None
-    elif evict_every > 1:
-        budgets = jnp.where(step % evict_every == 0, budgets, cache.num_slots)
-    else:
+    budgets, excess = rows.decode_budgets, None
+    if evict_every == 1:
         excess = 1
-    hidden, cache = _run(model, cache, token[:, None], position, lengths, budgets, policy, excess)
+    elif evict_every is not None:
+        budgets = jnp.where(step % evict_every == 0, budgets, cache.num_slots)
+    evicts = evict_every is not None
+    hidden, cache = _run(
+        model, cache, token[:, None], position, rows.lengths, budgets, projection, policy, evicts, excess
+    )
     return model.logits(hidden[:, 0]), cache
 
 
-def _run(model, cache, tokens, position, lengths, budgets, policy, excess=None):
-    """One block, or one decode step, of all layers."""
+def _run(model, cache, tokens, position, lengths, budgets, projection, policy, evicts, excess=None):
+    """One block, or one decode step, of all layers; without ``evicts`` the policy only observes."""
+    config = model.config
+    frequency = None
+    if policy is not None and (policy.rotary or policy.positions != "absolute"):
+        frequency, _ = rope_frequencies(config.rope, config.head_dim, lengths)
+    if not evicts:
+        budgets = None
+    together = policy is not None and not policy.allocation.even
 
-    def attend(cache, layer, sliding_window, query, key, value):
-        out, cache = kvjax.attend(
-            cache,
-            query,
-            key,
-            value,
-            position,
+    def attend(carry, layer, sliding_window, query, key, value):
+        cache, scores, measured = carry
+        settings = dict(
             policy=policy,
             budget=budgets,
-            excess=excess,
             layer=layer,
             sliding_window=sliding_window,
+            frequency=frequency,
+            projection=None if projection is None else projection.layer(layer),
         )
-        return out, cache, None
+        if not together:
+            out, cache = kvjax.attend(cache, query, key, value, position, excess=excess, **settings)
+            return out, (cache, None, None), None
+        seen: Any  # never None: there is a policy
+        out, cache, seen = kvjax.observe(cache, query, key, value, position, **settings)
+        if scores is not None:
+            scores = store_scores(cache, scores, seen.scores, layer)
+        if measured is not None:
+            measured = measured.at[layer].set(seen.measured)
+        return out, (cache, scores, measured), None
 
-    hidden, cache, _ = model.run(tokens, position, lengths, attend, cache)
+    scores = measured = None
+    if together and evicts:
+        scores = jnp.full(cache.position.shape, -jnp.inf, jnp.float32)
+        if policy.allocation.measure is not None:
+            measured = jnp.zeros((config.num_layers, tokens.shape[0], policy.allocation.measures), jnp.float32)
+    hidden, (cache, scores, measured), _ = model.run(tokens, position, lengths, attend, (cache, scores, measured))
+    if scores is not None:
+        cache = kvjax.evict(
+            cache,
+            scores,
+            idle_rows_keep(budgets, position, cache),
+            allocation=policy.allocation,
+            measured=measured,
+            entered=jnp.sum(position >= 0, axis=1),
+        )
     return hidden, cache
 
 
-def _empty_cache(model: Decoder, plan: _Plan, batch: int, slots: int) -> KVCache:
-    config = model.config
-    state = ()
-    if plan.policy is not None:
-        shape = (batch, config.num_kv_heads, config.num_heads // config.num_kv_heads, slots)
-        zeros = plan.policy.init(*shape)
-        state = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (config.num_layers, *leaf.shape)), zeros)
-    cache = KVCache.init(
+def _cache_heads(config: Config, policy: Policy | None) -> int:
+    """Heads of the cache: KV heads, or query heads where each has a cache of its own."""
+    return config.num_heads if policy is not None and policy.heads == "query" else config.num_kv_heads
+
+
+def _empty_cache(model: Decoder, plan: _Plan, batch: int) -> Cache:
+    config, policy = model.config, plan.policy
+    heads = _cache_heads(config, policy)
+
+    def init_state(B: int, K: int, S: int):
+        return () if policy is None else policy.init(B, K, config.num_heads // heads, S, config.head_dim)
+
+    sizes: dict[str, Any] = dict(
         batch=batch,
-        kv_heads=config.num_kv_heads,
-        slots=slots,
+        kv_heads=heads,
         head_dim=config.head_dim,
         layers=config.num_layers,
         dtype=model.embedding[...].dtype,
-        state=state,
+        positions="absolute" if policy is None else policy.positions,
     )
+    if plan.pages and plan.when == "block":
+        return PagedCache.init(
+            pages=plan.pages, page_size=plan.page_size, most=plan.slots, init_state=init_state, **sizes
+        )
+    zeros = init_state(batch, heads, plan.prompt_slots)
+    state = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (config.num_layers, *leaf.shape)), zeros)
+    cache = KVCache.init(slots=plan.prompt_slots, state=state, **sizes)
     mesh = plan.mesh
     if mesh is None:
         return cache
@@ -372,6 +501,16 @@ def _empty_cache(model: Decoder, plan: _Plan, batch: int, slots: int) -> KVCache
         return jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh, spec))
 
     return jax.tree.map(place, cache)
+
+
+def _shrink(cache: Any, plan: _Plan) -> Cache:
+    """Once the prompt has been evicted from, what is left of a cache that held all of it moves into a smaller one."""
+    if plan.when == "prompt" and plan.pages:
+        return kvjax.pack(cache, pages=plan.pages, page_size=plan.page_size, most=plan.slots)
+    return cache if plan.pages or plan.slots == plan.prompt_slots else kvjax.compact(cache, plan.slots)
+
+
+_shrink_step = jax.jit(_shrink, static_argnames="plan")
 
 
 def _sample(logits: Float[Array, "B V"], key: Array, sampling: Sampling) -> Int[Array, "B"]:
@@ -390,24 +529,35 @@ def _sample(logits: Float[Array, "B V"], key: Array, sampling: Sampling) -> Int[
     return jax.random.categorical(key, logits, axis=-1).astype(jnp.int32)
 
 
-def _blocks(tokens: HostOrDevice, lengths: HostOrDevice, block: int) -> tuple[np.ndarray, np.ndarray]:
-    """Cuts prompts into blocks [n, B, m] that end where the prompts end; padding stands in front, at position -1.
+def _blocks(tokens: np.ndarray, lengths: np.ndarray, questions: np.ndarray, block: int) -> _Prompt:
+    """Cuts prompts into blocks that end where the context ends, and the question into blocks that end where it ends.
 
     On the host: on the device each length of a prompt would compile again.
     """
-    host = np.asarray(tokens)
-    B, T = host.shape
-    count = math.ceil(T / block)
-    position = np.arange(count * block)[None] - (count * block - np.asarray(lengths)[:, None])
-    aligned = np.take_along_axis(host, np.clip(position, 0, T - 1), axis=1)
-    position = np.maximum(position, -1)
+    context = lengths - questions
+    longest = int(questions.max())
+    small = min(block, 1 << max(longest - 1, 0).bit_length())  # few sizes, so few compilations
+    return _Prompt(
+        *_cut(tokens, np.zeros_like(context), context, math.ceil((tokens.shape[1] - questions.min()) / block), block),
+        *_cut(tokens, context, lengths, math.ceil(longest / small), small),
+    )
+
+
+def _cut(
+    tokens: np.ndarray, start: np.ndarray, stop: np.ndarray, count: int, block: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """``count`` blocks [n, B, m] of tokens[start:stop] and their positions; padding stands in front, at position -1."""
+    B, T = tokens.shape
+    position = np.arange(count * block)[None] - (count * block - stop[:, None])
+    aligned = np.take_along_axis(tokens, np.clip(position, 0, T - 1), axis=1)
+    position = np.where(position >= start[:, None], position, -1)
     blocks, positions = (x.astype(np.int32).reshape(B, count, block).swapaxes(0, 1) for x in (aligned, position))
     return blocks, positions
 
 
 def _plan(
-    model, T, lengths, policy, budget, block, when, evict_every, reserve, fit_prompt=True
-) -> tuple[_Plan, Int[Array, "B"] | None]:
+    config, mesh, T, lengths, questions, policy, budget, block, when, evict_every, reserve, page_size, fit_prompt=True
+) -> tuple[_Plan, _Rows]:
     """Checks the arguments of a run and sizes its buffers. ``fit_prompt`` lets a short prompt have fewer slots."""
     if block < 1:
         raise ValueError(f"block is {block}; a block has at least 1 token.")
@@ -415,14 +565,16 @@ def _plan(
         raise ValueError(f"when is {when!r}; there are 'block' and 'prompt'.")
     if evict_every is not None and evict_every < 1:
         raise ValueError(f"evict_every is {evict_every}; give a number of steps from 1, or None for never.")
-    mesh, rows = _mesh_of(model), len(np.asarray(lengths))
+    if page_size < 1:
+        raise ValueError(f"page_size is {page_size}; a page has at least 1 slot.")
+    rows = len(lengths)
     if mesh is not None and rows % mesh.shape["data"]:
         ways = mesh.shape["data"]
         raise ValueError(f"data={ways} does not divide the batch of {rows}; give a multiple of {ways} rows, or data=1.")
     if isinstance(policy, str):
         policy = None if policy.strip() == "full" else kvjax.parse(policy)
     if policy is None:
-        positions, most = T + reserve, model.config.max_positions
+        positions, most = T + reserve, config.max_positions
         if budget is not None:
             raise ValueError(
                 f"a budget of {budget} was given without a policy that says what to keep; try 'snapkv+caote'."
@@ -432,28 +584,45 @@ def _plan(
                 f"the prompt and its answer take {positions} positions, but the model has {most}: "
                 "shorten the prompt, or give a policy and a budget."
             )
-        return _Plan(None, positions, positions, "block", None, mesh), None
+        return _Plan(None, positions, positions, "block", None, mesh), _Rows(jnp.asarray(lengths), None, None)
     if budget is None:
         raise ValueError(f"the policy {policy.name!r} needs a budget: slots per head, or a ratio of the prompt.")
     if isinstance(budget, float) and not 0 < budget <= 1:
         raise ValueError(f"the budget's ratio is {budget}; give a float in (0, 1], or an int for slots per head.")
-    row_lengths = np.asarray(lengths)
     if isinstance(budget, float):
-        budgets = np.ceil(np.round(budget * row_lengths, 6)).astype(np.int32)  # 0.07 of 100 is 7, not 7.000000000000001
+        budgets = np.ceil(np.round(budget * lengths, 6)).astype(np.int32)  # 0.07 of 100 is 7, not 7.000000000000001
     else:
-        budgets = np.full(row_lengths.shape, budget, np.int32)
+        budgets = np.full(lengths.shape, budget, np.int32)
     for row_budget in np.unique(budgets):
         kvjax.check_budget(policy, int(row_budget))
-    largest = int(budgets.max())
+    kvjax.check_block(policy, block)
+    largest, longest_question = int(budgets.max()), int(questions.max())
     decode_room = reserve if evict_every is None else evict_every
+    kept = _Rows(jnp.asarray(lengths), jnp.asarray(budgets), jnp.asarray(budgets + questions, jnp.int32))
     if when == "prompt":
-        slots, prompt_slots = largest + decode_room, T
-        slots, prompt_slots = (max(slots, prompt_slots),) * 2 if slots >= prompt_slots else (slots, prompt_slots)
+        room, prompt_slots = longest_question + decode_room, T - int(questions.min())
     else:
-        slots = largest + max(block, decode_room)
-        slots = min(slots, T + reserve) if fit_prompt else slots
-        prompt_slots = slots
-    return _Plan(policy, slots, prompt_slots, when, evict_every, mesh), jnp.asarray(budgets)
+        room, prompt_slots = longest_question + max(block, decode_room), 0
+    if policy.allocation.even:
+        slots = largest + room
+        if when == "prompt":
+            slots, prompt_slots = (max(slots, prompt_slots),) * 2 if slots >= prompt_slots else (slots, prompt_slots)
+        else:
+            slots = min(slots, T + reserve) if fit_prompt else slots
+            prompt_slots = slots
+        return _Plan(policy, slots, prompt_slots, when, evict_every, mesh), kept
+    if mesh is not None:
+        raise ValueError(
+            f"{policy.name!r} shares one pool of pages among all heads, which lie on several devices here; take an "
+            "allocation that gives all heads the same ('uniform'), or one device."
+        )
+    heads = config.num_layers * _cache_heads(config, policy)
+    most = policy.allocation.most(config.num_layers, heads // config.num_layers, largest) + room
+    total = rows * heads * (largest + room)
+    if fit_prompt:
+        most, total = min(most, T + reserve), min(total, rows * heads * (T + reserve))
+    pages = kvjax.pages_for(total, rows * heads, page_size)
+    return _Plan(policy, most, prompt_slots, when, evict_every, mesh, pages, page_size), kept
 
 
 def _mesh_of(model: Decoder) -> Mesh | AbstractMesh | None:
@@ -461,7 +630,9 @@ def _mesh_of(model: Decoder) -> Mesh | AbstractMesh | None:
     return sharding.mesh if isinstance(sharding, NamedSharding) and not sharding.mesh.empty else None
 
 
-def _check_prompt(model: Decoder, tokens: HostOrDevice, lengths: HostOrDevice | None) -> tuple[np.ndarray, Array]:
+def _check_prompt(
+    model: Decoder, tokens: HostOrDevice, lengths: HostOrDevice | None, question: int | HostOrDevice | None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     host = np.asarray(tokens)
     if host.ndim != 2 or not np.issubdtype(host.dtype, np.integer):
         raise ValueError(f"tokens are {host.dtype} {host.shape}; expected integers [B, T].")
@@ -476,8 +647,14 @@ def _check_prompt(model: Decoder, tokens: HostOrDevice, lengths: HostOrDevice | 
     if counted.min() < 0 or counted.max() >= vocabulary:
         wrong = counted.min() if counted.min() < 0 else counted.max()
         raise ValueError(f"token {wrong} is outside the vocabulary of {vocabulary}; was it made by another tokenizer?")
+    questions = np.broadcast_to(np.asarray(0 if question is None else question), (B,))
+    if not np.issubdtype(questions.dtype, np.integer) or questions.min() < 0 or (questions >= counts).any():
+        raise ValueError(
+            f"questions of {questions.tolist()} tokens were given for prompts of {counts.tolist()}; a question is the "
+            "last part of its prompt, and some context must stand before it."
+        )
     # The tokens stay on the host: on the device each length of a prompt would compile again.
-    return host.astype(np.int32), jnp.asarray(counts.astype(np.int32))
+    return host.astype(np.int32), counts.astype(np.int32), questions.astype(np.int32)
 
 
 def _check_sampling(temperature: float, top_k: int | None, top_p: float | None, key: Array | None) -> Sampling:

@@ -30,10 +30,13 @@ class Seen(NamedTuple):
     value: np.ndarray  # [K, P, D]
     kept: np.ndarray  # [K, P], which tokens have not been evicted
     layer: int
+    output: np.ndarray  # [N, D, E], the layer's output projection
 
 
 Score = Callable[[Seen], np.ndarray]  # -> [K, G, P], or [K, 1, P] if it is the same for the group
 Step = Callable[[np.ndarray, Seen], np.ndarray]
+# scores [L, K, P] (+inf: protected), what is kept [L, K, P], the mean budget of a head -> what stays [L, K, P]
+Allocate = Callable[[np.ndarray, np.ndarray, int], np.ndarray]
 
 
 class Policy(NamedTuple):
@@ -44,6 +47,7 @@ class Policy(NamedTuple):
     sinks: int | float = 0
     recent: int | float = 0
     shared: bool = False  # one set of tokens for the whole layer
+    allocate: Allocate | None = None  # who gets how many slots; each head the same by default
 
     def __add__(self, step: Step) -> Policy:
         return self._replace(steps=(*self.steps, step))
@@ -67,23 +71,31 @@ def run(
     budget: int | float | None = None,
     block: int = 128,
     when: str = "block",
+    question: int = 0,
     new_tokens: int = 0,
     evict_every: int | None = 1,
     end: tuple[int, ...] = (),
 ) -> Run:
-    """One prompt, then a greedy answer."""
+    """One prompt, then a greedy answer. The last ``question`` tokens are fed when the rest was evicted from."""
     if isinstance(budget, float):
         budget = math.ceil(round(budget * len(prompt), 6))
     model = _Model(parameters, config, len(prompt), len(prompt) + new_tokens)
     logits, gap = [], math.inf
-    blocks = math.ceil(len(prompt) / block)
-    edges = [0] + [len(prompt) - (blocks - 1 - i) * block for i in range(blocks)]
+    context = len(prompt) - question
+    blocks = math.ceil(context / block)
+    edges = [0] + [context - (blocks - 1 - i) * block for i in range(blocks)]
     for start, stop in itertools.pairwise(edges):
         logits.append(model.feed(prompt[start:stop]))
         if policy is not None:
             model.hear()
-            if when == "block" or stop == len(prompt):
+            if when == "block" or stop == context:
                 gap = min(gap, model.evict(policy, budget))
+    for start in range(context, len(prompt), block):
+        logits.append(model.feed(prompt[start : min(start + block, len(prompt))]))
+        if policy is not None:
+            model.hear()
+    if policy is not None:
+        budget += question
     answer = []
     for step in range(1, new_tokens + 1):
         answer.append(int(np.argmax(logits[-1][-1])))
@@ -159,16 +171,21 @@ class _Model:
         """Keeps the best ``budget`` tokens of every KV head; the smallest relative gap between staying and going."""
         P, gap = self.length, math.inf
         sinks, recent = (x if isinstance(x, int) else math.floor(x * budget) for x in (policy.sinks, policy.recent))
+        every_layer = np.empty(self.kept[:, :, :P].shape)
         for layer, weights in enumerate(self.weights):
             kept = self.kept[layer][:, :P]
             received, key, value = self.received[layer][:, :, :P], self.key[layer][:, :P], self.value[layer][:, :P]
-            seen = Seen(weights, received, key, value, kept.copy(), layer)
+            seen = Seen(weights, received, key, value, kept.copy(), layer, self.w["layers.output"][layer])
             scores = policy.base(seen)
             for step in policy.steps:
                 scores = step(scores, seen)
             scores = scores.mean(axis=1)  # over the group: [K, P]
             if policy.shared:
                 scores = np.broadcast_to(scores.mean(axis=0), scores.shape)
+            if policy.allocate is not None:
+                always = (np.arange(P) < sinks) | (np.arange(P) >= P - recent)
+                every_layer[layer] = np.where(always, np.inf, scores)
+                continue
             for head, row in enumerate(scores):
                 row = np.where((np.arange(P) < sinks) | (np.arange(P) >= P - recent), np.inf, row)
                 ranking = sorted(np.flatnonzero(kept[head]), key=lambda p, row=row: (row[p], p), reverse=True)
@@ -177,6 +194,8 @@ class _Model:
                     stays, goes = row[ranking[budget - 1]], row[ranking[budget]]
                     if math.isfinite(stays) and stays != goes:
                         gap = min(gap, (stays - goes) / max(abs(stays), abs(goes)))
+        if policy.allocate is not None:
+            self.kept[:, :, :P] = policy.allocate(every_layer, self.kept[:, :, :P].copy(), budget)
         return gap
 
 
@@ -235,6 +254,71 @@ def drawn(seed: int) -> Score:
         return np.array(hashes)[:, None] // 256 / 2**24
 
     return score
+
+
+def row_products(window: int) -> Score:
+    """LaProx: |column of the group's mean attention| * |v W_O| over the last queries; the window itself stays."""
+
+    def score(seen: Seen) -> np.ndarray:
+        column = np.linalg.norm(seen.weights[:, :, -window:].mean(axis=1), axis=1)  # [K, P]
+        blocks = seen.output.reshape(len(column), -1, *seen.output.shape[1:])  # [K, G, D, E]
+        rows = np.linalg.norm(np.einsum("kpd,kgde->kpge", seen.value, blocks).reshape(*column.shape, -1), axis=-1)
+        return (column * rows)[:, None]
+
+    return score
+
+
+# --- who gets how many slots ------------------------------------------------------------------------------------------
+
+
+def best(scores: np.ndarray, allowed: np.ndarray, count: int) -> np.ndarray:
+    """The ``count`` best of [L, K, P]: by score, then the more recent, then the lower layer and head."""
+    layer, head, position = np.nonzero(allowed)
+    order = np.lexsort((head, layer, -position, -scores[allowed]))[: max(count, 0)]
+    stays = np.zeros(scores.shape, bool)
+    stays[layer[order], head[order], position[order]] = True
+    return stays
+
+
+def one_contest(scope: str, normalise: bool = False, safe: float = 0.0) -> Allocate:
+    """One top-k over a layer's heads, or over the whole model; each head's best ``safe * budget`` stay."""
+
+    def allocate(scores: np.ndarray, kept: np.ndarray, budget: int) -> np.ndarray:
+        L, K, _ = kept.shape
+        always = kept & np.isinf(scores)
+        if safe:
+            for at in np.ndindex(L, K):
+                mask = np.zeros_like(kept)
+                mask[at] = kept[at]
+                always |= best(scores, mask, math.floor(safe * budget))
+        if normalise:
+            total = np.where(kept & ~always, scores, 0).sum(axis=(1, 2), keepdims=True)
+            scores = np.where(always, np.inf, scores / np.where(total > 0, total, 1))
+        scores = np.where(always, np.inf, scores)
+        if scope == "model":
+            return best(scores, kept, L * K * budget)
+        stays = np.zeros_like(kept)
+        for layer in range(L):
+            mask = np.zeros_like(kept)
+            mask[layer] = kept[layer]
+            stays |= best(scores, mask, K * budget)
+        return stays
+
+    return allocate
+
+
+def fixed(budgets: Callable[[int], Sequence[int]]) -> Allocate:
+    """So many slots for each head of a layer."""
+
+    def allocate(scores: np.ndarray, kept: np.ndarray, budget: int) -> np.ndarray:
+        stays = np.zeros_like(kept)
+        for at in np.ndindex(kept.shape[:2]):
+            mask = np.zeros_like(kept)
+            mask[at] = kept[at]
+            stays |= best(scores, mask, budgets(budget)[at[0]])
+        return stays
+
+    return allocate
 
 
 # --- what changes scores ---------------------------------------------------------------------------------------------

@@ -50,10 +50,28 @@ def test_a_prompt_file_is_read(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["tokens"] == from_file
 
 
+def test_a_question_comes_after_the_context_was_compressed_on_pages(capsys):
+    context, question = "It was a quiet day. " * 20, "What was the day like?"
+    flags = ["--policy", "laprox(window=8)@model", "--budget", "24", "--when", "prompt", "--json", *SMALL]
+    assert cli.main(["retriever", "--prompt", context, "--question", question, *flags]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    model, tokenizer = models.load("retriever")
+    asked = tokenizer.encode(question, add_special_tokens=False)
+    out = models.generate(
+        model, [[*tokenizer.encode(context), *asked]], question=len(asked), policy="laprox(window=8)@model", budget=24,
+        block=16, when="prompt", max_new_tokens=4,
+    )  # fmt: skip
+    assert figures["tokens"] == out.tokens[0, : out.lengths[0]].tolist()
+
+
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
         (["--policy", "h2o+coate", "--budget", "64"], "unknown policy 'coate'"),
+        (["--policy", "h2o@modle", "--budget", "64"], "unknown allocation 'modle'"),
+        (["--policy", "key_norm@model", "--budget", "64"], "put 'normalise' between"),
+        (["--policy", "snapkv", "--budget", "64", "--block", "16"], r"a smaller window, such as 'snapkv\(window=16\)'"),
+        (["--policy", "snapkv@layer", "--budget", "8"], "always keeps 0 first and 32 last"),
         (["--policy", "h2o+(", "--budget", "64"], "is malformed"),
         (["--policy", "snapkv", "--budget", "16"], "always keeps 0 first and 32 last"),
         (["--policy", "h2o", "--budget", "1.5"], "neither slots per head"),

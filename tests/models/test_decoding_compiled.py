@@ -29,21 +29,43 @@ def model_of(layers):
 
 def lowered(program, policy, *, layers=3, length=100):
     """A program of models.decoding for one row, lowered."""
-    model, lengths = model_of(layers), jnp.array([length])
-    plan, budgets = decoding._plan(model, length, lengths, policy, BUDGET, BLOCK, "block", 1, 8, fit_prompt=False)
-    blocks, positions = decoding._blocks(np.zeros((1, length), np.int32), lengths, BLOCK)
+    model = model_of(layers)
+    plan, rows, prompt = planned(model, length, policy, BUDGET, BLOCK, fit_prompt=False)
     key, greedy = jax.random.key(0), decoding.Sampling()
     if program == "prefill":
-        return decoding._prefill.lower(model, blocks, positions, lengths, budgets, plan)
+        return decoding._prefill.lower(model, prompt, rows, None, plan)
     if program == "generate":
-        return decoding._generate.lower(model, blocks, positions, lengths, budgets, key, plan, greedy, 8, ())
-    cache = decoding._empty_cache(model, plan, 1, plan.prompt_slots)
+        return decoding._generate.lower(model, prompt, rows, None, key, plan, greedy, 8, ())
+    cache = decoding._empty_cache(model, plan, 1)
     if program == "block step":
-        return decoding._block_step.lower(model, cache, blocks[0], positions[0], lengths, budgets, plan.policy, True)
+        return decoding._block_step.lower(
+            model, cache, prompt.tokens[0], prompt.positions[0], rows.lengths, rows.budgets, None, plan.policy, True
+        )
     token, finished = jnp.zeros(1, jnp.int32), jnp.zeros(1, bool)
     return decoding._token_step.lower(
-        model, cache, token, finished, lengths, budgets, key, 1, plan.policy, plan.evict_every, greedy
+        model, cache, token, finished, rows, None, key, 1, plan.policy, plan.evict_every, greedy
     )
+
+
+def planned(model, length, policy, budget, block, **settings):
+    """What a run of one row is made of."""
+    lengths, questions = np.array([length], np.int32), np.zeros(1, np.int32)
+    plan, rows = decoding._plan(
+        model.config,
+        None,
+        length,
+        lengths,
+        questions,
+        policy,
+        budget,
+        block,
+        "block",
+        1,
+        8,
+        decoding.PAGE_SIZE,
+        **settings,
+    )
+    return plan, rows, decoding._blocks(np.zeros((1, length), np.int32), lengths, questions, block)
 
 
 def test_one_compilation_serves_streamed_prompts_of_300_and_3000_and_30000_tokens():
@@ -133,14 +155,15 @@ def test_a_step_donates_every_array_of_the_cache(program):
 
 
 def test_keys_and_values_stay_where_they_are_in_memory():
-    model, lengths = model_of(2), jnp.array([50])
-    plan, budgets = decoding._plan(model, 50, lengths, "h2o+caote", 24, 10, "block", 1, 8)
-    cache = jax.block_until_ready(decoding._empty_cache(model, plan, 1, plan.prompt_slots))
-    blocks, positions = decoding._blocks(np.zeros((1, 50), np.int32), lengths, 10)
+    model = model_of(2)
+    plan, rows, prompt = planned(model, 50, "h2o+caote", 24, 10)
+    cache = jax.block_until_ready(decoding._empty_cache(model, plan, 1))
     addresses = {cache.key.unsafe_buffer_pointer(), cache.value.unsafe_buffer_pointer()}
-    for block, position in zip(blocks, positions, strict=True):
+    for block, position in zip(prompt.tokens, prompt.positions, strict=True):
         old = cache
-        cache, _ = decoding._block_step(model, cache, block, position, lengths, budgets, plan.policy, True)
+        cache, _ = decoding._block_step(
+            model, cache, block, position, rows.lengths, rows.budgets, None, plan.policy, True
+        )
         assert {cache.key.unsafe_buffer_pointer(), cache.value.unsafe_buffer_pointer()} == addresses
         assert old.key.is_deleted() and old.value.is_deleted()
 

@@ -95,7 +95,7 @@ def test_evicting_and_inserting_need_no_communication(layers):
 @pytest.mark.parametrize("name", ["h2o+caote", "snapkv(window=4)+fast_caote", "key_norm", "random", "h2o+pool"])
 def test_a_block_of_one_layer_needs_no_communication(name):
     policy = kvjax.parse(name)
-    cache = cache_on_mesh(state=policy.init(4, 4, 2, 24))
+    cache = cache_on_mesh(state=policy.init(4, 4, 2, 24, 8))
     query = place(jnp.zeros((4, 8, 8, 8)), "data", None, "tensor")
     rows = place(jnp.zeros((4, 8, 4, 8)), "data", None, "tensor")
     step = jax.jit(lambda c, q, r: kvjax.attend(c, q, r, r, policy=policy, budget=16))
@@ -105,11 +105,24 @@ def test_a_block_of_one_layer_needs_no_communication(name):
 @pytest.mark.parametrize(("policy", "of_the_policy"), [("h2o+caote", 0), ("tova(heads='layer')", 1)])
 def test_a_decode_step_communicates_only_where_heads_and_vocabulary_meet(policy, of_the_policy):
     """A sum behind the attention, the feed-forward and the embedding each; then the best token out of all parts."""
-    model, lengths = sharded_model(), jnp.asarray(LENGTHS)
-    plan, budgets = decoding._plan(model, 100, lengths, policy, 16, 8, "block", 1, 8)
-    cache = jax.jit(lambda: decoding._empty_cache(model, plan, 4, plan.prompt_slots))()
+    model, questions = sharded_model(), np.zeros(4, np.int32)
+    plan, rows = decoding._plan(
+        model.config,
+        decoding._mesh_of(model),
+        100,
+        np.asarray(LENGTHS),
+        questions,
+        policy,
+        16,
+        8,
+        "block",
+        1,
+        8,
+        decoding.PAGE_SIZE,
+    )
+    cache = jax.jit(lambda: decoding._empty_cache(model, plan, 4))()
     step = decoding._token_step.lower(
-        model, cache, jnp.zeros(4, jnp.int32), jnp.zeros(4, bool), lengths, budgets, jax.random.key(0), 1,
+        model, cache, jnp.zeros(4, jnp.int32), jnp.zeros(4, bool), rows, None, jax.random.key(0), 1,
         plan.policy, plan.evict_every, decoding.Sampling(),
     )  # fmt: skip
     assert collectives(step.compile()) == {"all-reduce": 3 + of_the_policy, "all-gather": 2}

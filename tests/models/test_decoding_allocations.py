@@ -1,0 +1,159 @@
+"""Uneven budgets on pages against the masked full cache of the reference: prefill by blocks, then a hundred steps."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+import kvjax
+import models
+from models import Config, decoding
+from tests.models import reference
+from tests.models.reference import Policy
+
+VOCABULARY = 256
+CONFIG = Config(VOCABULARY, 32, 48, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8, max_positions=512)
+LENGTHS = np.array([200, 163, 9])
+TOKENS = np.stack([np.random.default_rng(row).permutation(VOCABULARY)[:200] for row in range(3)])
+BLOCK, BUDGET, STEPS = 4, 14, 100
+HEAVY = Policy(reference.heavy_hitters)
+LAST = Policy(reference.last_query)
+
+POLICIES = {
+    "h2o@layer(cap=None)": HEAVY._replace(allocate=reference.one_contest("layer")),
+    "h2o+caote+protect(sinks=2,recent=0.25)@model(cap=None)": (HEAVY + reference.caote())._replace(
+        sinks=2, recent=3, allocate=reference.one_contest("model", normalise=True)
+    ),
+    "tova@adakv(cap=None)": LAST._replace(allocate=reference.one_contest("layer", safe=0.2)),
+    "laprox(window=4,kernel=1)@model(cap=None)": Policy(reference.row_products(4), recent=4)._replace(
+        allocate=reference.one_contest("model", normalise=True)
+    ),
+    "h2o@model(normalise=False,cap=None)": HEAVY._replace(allocate=reference.one_contest("model")),
+}
+
+
+@functools.cache
+def weights():
+    return reference.parameters(CONFIG)
+
+
+@functools.cache
+def model():
+    return reference.decoder(CONFIG, weights())
+
+
+def kept_tokens(cache):
+    """Positions of each head, bool [L, B, K, 512]; no position may stand in two slots."""
+    layers = [cache.layer(index).position for index in range(CONFIG.num_layers)]
+    kept = np.stack(layers)[..., None] == np.arange(512)
+    assert kept.sum(axis=-2).max() == 1
+    return kept.any(axis=-2)
+
+
+def assert_pages_are_whole(cache):
+    """Every page is owned once or free; each head has the fewest pages that hold its tokens."""
+    table, free = np.asarray(cache.table), np.asarray(cache.free)[: int(cache.num_free)]
+    owned = table[table >= 0]
+    assert sorted([*owned.tolist(), *free.tolist()]) == list(range(len(cache.owner)))
+    np.testing.assert_array_equal((table >= 0).sum(axis=-1), -(-np.asarray(cache.num_live) // cache.page_size))
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("when", ["block", "prompt"])
+def test_fifty_blocks_and_a_hundred_steps_on_pages_are_those_of_a_masked_full_cache(name, when):
+    settings = dict(policy=name, budget=BUDGET, block=BLOCK, when=when, max_new_tokens=STEPS, end=(), page_size=4)
+    before = decoding._token_step._cache_size()
+    steps = list(models.stream(model(), TOKENS, lengths=LENGTHS, **settings))
+    assert decoding._token_step._cache_size() == before + 1
+    answers, cache = np.stack([token for token, _ in steps], axis=1), steps[-1][1]
+    assert isinstance(cache, kvjax.PagedCache)
+    assert_pages_are_whole(cache)
+    kept = kept_tokens(cache)
+    assert len(set(np.asarray(cache.num_live)[:, 0].ravel().tolist())) > 1, "the budgets should be uneven"
+    for row, length in enumerate(LENGTHS):
+        prompt = TOKENS[row, :length]
+        run = reference.run(
+            weights(), CONFIG, prompt, policy=POLICIES[name], budget=BUDGET, block=BLOCK, when=when, new_tokens=STEPS
+        )
+        assert answers[row].tolist() == run.tokens
+        expected = np.pad(run.kept, ((0, 0), (0, 0), (0, 512 - run.kept.shape[-1])))
+        np.testing.assert_array_equal(kept[:, row], expected)
+
+
+@pytest.mark.parametrize("name", ["h2o+caote+protect(sinks=2,recent=0.25)@model(cap=None)", "tova@adakv(cap=None)"])
+def test_logits_on_pages_are_those_of_a_masked_full_cache(name):
+    out = models.prefill(model(), TOKENS, LENGTHS, policy=name, budget=BUDGET, block=BLOCK, outputs="all", page_size=2)
+    for row, length in enumerate(LENGTHS):
+        run = reference.run(weights(), CONFIG, TOKENS[row, :length], policy=POLICIES[name], budget=BUDGET, block=BLOCK)
+        np.testing.assert_allclose(out.logits[row, :length], run.logits, atol=1e-4, rtol=0)
+
+
+QUESTIONS = {
+    "h2o": HEAVY,
+    "h2o@layer(cap=None)": POLICIES["h2o@layer(cap=None)"],
+    "snapkv(window=4,kernel=3)+caote": Policy(reference.observed(4, 3, "avg"), recent=4) + reference.caote(),
+}
+
+
+@pytest.mark.parametrize("name", QUESTIONS)
+@pytest.mark.parametrize("when", ["block", "prompt"])
+def test_a_question_comes_after_the_context_was_compressed(name, when):
+    questions = np.array([13, 6, 2])
+    settings = dict(lengths=LENGTHS, policy=name, budget=BUDGET, block=BLOCK, when=when, question=questions)
+    prefilled = models.prefill(model(), TOKENS, outputs="all", **settings)
+    out = models.generate(model(), TOKENS, max_new_tokens=20, end=(), **settings)
+    kept = kept_tokens(out.cache)
+    for row, length in enumerate(LENGTHS):
+        run = reference.run(
+            weights(), CONFIG, TOKENS[row, :length], policy=QUESTIONS[name], budget=BUDGET, block=BLOCK, when=when,
+            question=questions[row], new_tokens=20,
+        )  # fmt: skip
+        np.testing.assert_allclose(prefilled.logits[row, :length], run.logits[:length], atol=1e-4, rtol=0)
+        assert out.tokens[row].tolist() == run.tokens
+        np.testing.assert_array_equal(kept[:, row], np.pad(run.kept, ((0, 0), (0, 0), (0, 512 - run.kept.shape[-1]))))
+
+
+def test_streaming_and_one_program_agree_on_pages():
+    settings = dict(lengths=LENGTHS, policy="h2o@model", budget=BUDGET, block=BLOCK, max_new_tokens=12, end=())
+    whole = models.generate(model(), TOKENS, **settings)
+    steps = np.stack([token for token, _ in models.stream(model(), TOKENS, **settings)], axis=1)
+    np.testing.assert_array_equal(whole.tokens, steps)
+
+
+def test_a_cache_for_each_query_head_holds_the_group_times_as_much():
+    settings = dict(lengths=LENGTHS, budget=16, block=8, when="prompt", max_new_tokens=8, end=())
+    group, query = (
+        models.generate(model(), TOKENS, policy=name, **settings) for name in ("sage", "sage(heads='query')")
+    )
+    assert group.cache.heads_shape == (3, 3, 2) and query.cache.heads_shape == (3, 3, 4)
+    assert query.cache.key.nbytes == 2 * group.cache.key.nbytes
+    assert (query.cache.num_live[:, :2] == 16).all()
+
+
+@pytest.mark.parametrize("kind", ["compact", "index"])
+def test_positions_change_nothing_until_something_is_evicted(kind):
+    settings = dict(budget=200, block=32, outputs="all")
+    plain = models.prefill(model(), TOKENS[:1], policy="tova", **settings)
+    other = models.prefill(model(), TOKENS[:1], policy=f"tova+positions(kind='{kind}')", **settings)
+    np.testing.assert_allclose(plain.logits, other.logits, atol=1e-4, rtol=0)
+
+
+def test_the_three_treatments_of_positions_differ_once_something_is_evicted():
+    logits = [
+        models.prefill(model(), TOKENS[:1], policy=f"sage+positions(kind='{kind}')", budget=32, block=16).logits
+        for kind in ("absolute", "compact", "index")
+    ]
+    assert all(np.abs(a - b).max() > 1e-2 for a, b in ((0, 1), (0, 2), (1, 2)) for a, b in [(logits[a], logits[b])])
+
+
+def test_a_step_on_pages_donates_every_array_of_the_cache():
+    policy = kvjax.parse("h2o@model")
+    lengths, questions = np.array([100], np.int32), np.zeros(1, np.int32)
+    plan, rows = decoding._plan(CONFIG, None, 100, lengths, questions, policy, 40, 16, "block", 1, 8, 4)
+    cache = decoding._empty_cache(model(), plan, 1)
+    token, finished = np.zeros(1, np.int32), np.zeros(1, bool)
+    step = decoding._token_step.lower(
+        model(), cache, token, finished, rows, None, jax.random.key(0), 1, policy, 1, decoding.Sampling()
+    )
+    assert step.compile().memory_analysis().alias_size_in_bytes >= cache.key.nbytes + cache.value.nbytes

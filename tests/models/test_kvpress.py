@@ -1,0 +1,171 @@
+"""Our policies keep what kvpress keeps of a prompt (files: make_kvpress.py), or differ for a reason given here."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+import models
+from models.decoder import rope_frequencies
+from tests.models.make_kvpress import FOLDER, KEPT, T
+
+BIG = np.finfo(np.float32).max
+
+# kvpress divides the attention that a token received by the number of queries that saw it. H2O and its authors' code
+# sum, as our h2o does.
+PER_QUERY = kvjax.Policy(
+    "per_query",
+    kvjax.no_state,
+    lambda scores, state, o: (scores / (o.next_position[:, None, None] - o.position)[:, :, None], state),
+    nonnegative=True,
+)
+ANY_BUDGET = {
+    "observed": kvjax.chain(kvjax.h2o(), PER_QUERY),
+    "tova": "tova(heads='layer')+protect(recent=1)",  # TOVA itself can drop the last token, kvpress never does
+    "snapkv": "snapkv(window=16)",
+    "knorm": "key_norm",
+    "keydiff": "keydiff",
+    "streaming": "streaming",
+    "expected": "expected_attention",
+    "expected_mean": "expected_attention(covariance=False,value_norm=False)",
+    "adakv": "snapkv(window=16)@adakv(cap=None)",
+    "adakv_a0.8": "snapkv(window=16)@adakv(safeguard=0.8,cap=None)",
+    "criticalkv": "snapkv(window=16)+critical",
+}
+# kvpress' pyramid runs down to budget / beta, window included, or is flat where that is less than the window. Ours is
+# PyramidKV's own: the window comes on top, and what runs down to a beta-th is the rest of the budget. The betas here
+# are those that end at kvpress' last layer: (budget - window) / (last - window), and 1 where it is flat.
+PYRAMIDS = {
+    ("pyramidkv", 40): "snapkv(window=16)@pyramid(beta=1)",  # 40 40 40
+    ("pyramidkv", 64): "snapkv(window=16)@pyramid(beta=6)",  # 104 64 24
+    ("pyramidkv_w8_b4", 40): "snapkv(window=8)@pyramid(beta=16)",  # 70 40 10
+    ("pyramidkv_w8_b4", 64): "snapkv(window=8)@pyramid(beta=7)",  # 112 64 16
+}
+CASES = {(press, budget): policy for press, policy in ANY_BUDGET.items() for budget in KEPT} | PYRAMIDS
+SCORED = ("observed", "tova", "snapkv", "knorm", "keydiff", "expected", "expected_mean", "criticalkv")
+TWO_BLOCKS = [(press, 40) for press in ANY_BUDGET if press not in ("expected_mean", "adakv")] + [("pyramidkv", 64)]
+NOTHING_FORCED = ("observed", "knorm", "keydiff")
+
+
+@functools.cache
+def fixture():
+    with np.load(FOLDER / "kept.npz") as arrays:
+        return dict(arrays)
+
+
+@functools.cache
+def model():
+    return models.load(FOLDER)[0]
+
+
+@functools.cache
+def observed(policy):
+    """The scores [L, rows, K, T] of the prompt as one block, and the full cache; a row for each budget."""
+    config, rows, budgets = model().config, len(KEPT), jnp.array(KEPT)
+    L, K, D = config.num_layers, config.num_kv_heads, config.head_dim
+    projection = models.output_projection(model(), policy)
+    position = jnp.broadcast_to(jnp.arange(T), (rows, T))
+
+    @jax.jit
+    def run(model, tokens):
+        frequency, _ = rope_frequencies(config.rope, D)
+
+        def attend(cache, layer, sliding_window, query, key, value):
+            of_layer = None if projection is None else projection.layer(layer)
+            out, cache, seen = kvjax.observe(
+                cache, query, key, value, position, policy=policy, budget=budgets, layer=layer, frequency=frequency,
+                projection=of_layer,
+            )  # fmt: skip
+            return out, cache, seen.scores
+
+        state = policy.init(rows, K, config.num_heads // K, T, D)
+        state = jax.tree.map(lambda x: jnp.broadcast_to(x, (L, *x.shape)), state)
+        cache = kvjax.KVCache.init(batch=rows, kv_heads=K, slots=T, head_dim=D, layers=L, state=state)
+        _, cache, scores = model.run(tokens, position, jnp.full(rows, T), attend, cache)
+        return scores, cache
+
+    scores, cache = run(model(), jnp.broadcast_to(fixture()["tokens"], (rows, T)))
+    np.testing.assert_array_equal(cache.position, np.broadcast_to(np.arange(T), (L, rows, K, T)))  # slot is position
+    return scores, cache
+
+
+@functools.partial(jax.jit, static_argnames="allocation")
+def evicted(cache, scores, allocation):
+    return kvjax.evict(cache, scores, jnp.array(KEPT), allocation=allocation).live
+
+
+def scores_of(policy, budget):
+    return np.asarray(observed(made(policy))[0][:, KEPT.index(budget)])
+
+
+def kept_by(policy, budget):
+    """Which positions stay, bool [L, K, T]."""
+    allocation = made(policy).allocation
+    scorer = policy if allocation.even else policy.split("@")[0]  # policies of one score share its run
+    scores, cache = observed(made(scorer))
+    return np.asarray(evicted(cache, scores, allocation)[:, KEPT.index(budget)])
+
+
+def made(policy):
+    return kvjax.parse(policy) if isinstance(policy, str) else policy
+
+
+def best(scores, n):
+    """Which are the n best of the last axis."""
+    chosen = np.argsort(-scores, axis=-1, kind="stable")[..., :n]
+    mask = np.zeros(scores.shape, bool)
+    np.put_along_axis(mask, chosen, True, axis=-1)
+    return mask
+
+
+def test_the_model_is_read_as_by_kvpress():
+    logits = model()(jnp.asarray(fixture()["tokens"])[None])[0, -8:]
+    np.testing.assert_allclose(logits, fixture()["logits"], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(("press", "budget"), CASES)
+def test_one_block_keeps_what_kvpress_keeps(press, budget):
+    kept = kept_by(CASES[press, budget], budget)
+    np.testing.assert_array_equal(kept, fixture()[f"{press}/{budget}/kept"])
+
+
+@pytest.mark.parametrize(("press", "budget"), TWO_BLOCKS)
+def test_prefill_in_two_blocks_keeps_what_kvpress_keeps(press, budget):
+    tokens = fixture()["tokens"][None]
+    cache, _ = models.prefill(model(), tokens, policy=CASES[press, budget], budget=budget, block=64, when="prompt")
+    slots = np.stack([cache.layer(index).position[0] for index in range(model().config.num_layers)])
+    kept = (slots[..., None] == np.arange(T)).any(axis=2)
+    np.testing.assert_array_equal(kept, fixture()[f"{press}/{budget}/kept"])
+
+
+@pytest.mark.parametrize(("press", "budget"), [(press, budget) for press in SCORED for budget in KEPT])
+def test_scores_are_those_of_kvpress(press, budget):
+    # What stays in any case has the layer's highest score plus one there and +inf here; what is safe has BIG in both.
+    scores = np.minimum(scores_of(CASES[press, budget], budget), BIG)
+    expected = fixture().get(f"{press}/scores", fixture().get(f"{press}/{budget}/scores"))
+    if press not in NOTHING_FORCED:
+        expected = np.where(expected == expected.max(axis=(1, 2), keepdims=True), BIG, expected)
+    absolute = 3e-6 if press == "keydiff" else 0  # cosines near 0
+    np.testing.assert_allclose(scores, expected, rtol=2e-5, atol=absolute)
+
+
+def test_norms_of_projected_values_are_those_of_kvpress():
+    _, cache = observed(made(CASES["criticalkv", 40]))
+    _, norms = cache.state
+    np.testing.assert_allclose(norms[:, 0], fixture()["output_norms"], rtol=1e-5)
+
+
+@pytest.mark.parametrize("budget", KEPT)
+def test_critical_then_adakv_is_adakv_over_the_scores_of_criticalkv(budget):
+    # Not kvpress' CriticalAdaKVPress, in which heads compete by the base scores, and half of each head's own share is
+    # safe. Our allocation comes behind the whole chain: heads compete by the final scores, and half of the mean budget
+    # is safe in each. kvpress calls that AdaKVPress(CriticalKVPress(...)), redone here from the latter's scores.
+    scores = fixture()[f"criticalkv/{budget}/scores"]  # [L, K, T]
+    L, K, _ = scores.shape
+    scores = np.where(best(scores, int(0.8 * budget)), BIG, scores)
+    expected = best(scores.reshape(L, -1), K * budget).reshape(scores.shape)
+    kept = kept_by("snapkv(window=16)+critical@adakv(safeguard=0.8,cap=None)", budget)
+    np.testing.assert_array_equal(kept, expected)
