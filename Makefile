@@ -17,7 +17,7 @@ ARGS ?=
 
 PY := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
-SOURCES := conftest.py kernels_pallas kvjax models evals train tests
+SOURCES := conftest.py kernels_pallas kvjax models evals train benchmarks tests
 
 .PHONY: help setup test lint format types demo clean
 

@@ -1,0 +1,25 @@
+"""`python -m benchmarks NAME`: one command, a benchmark each."""
+
+from __future__ import annotations
+
+import argparse
+
+from benchmarks import memory, rounds
+from models import commands
+
+BENCHMARKS = {"memory": memory, "rounds": rounds}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the benchmark that the first argument names; returns the exit code."""
+    flags = argparse.ArgumentParser(prog="python -m benchmarks", description="Speed and memory of kvjax.")
+    names = flags.add_subparsers(dest="name", required=True, metavar="NAME")
+    for name, module in BENCHMARKS.items():
+        summary = str(module.__doc__).splitlines()[0]
+        module.add_flags(names.add_parser(name, help=summary, description=summary))
+    chosen = flags.parse_args(arguments)
+    return commands.run(lambda: BENCHMARKS[chosen.name].command(chosen), f"benchmarks {chosen.name}")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

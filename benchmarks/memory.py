@@ -1,0 +1,125 @@
+"""Bytes of a cache under each allocation: counted slots, arrays, and what the compiled steps take beside them.
+
+Nothing runs: the steps are compiled for arrays that are not there. Layers and heads are Llama-3.2-1B's; the model
+around them is narrow, as on a CPU the layer loop copies one layer's weights, which would drown the rest. float32, as a
+CPU's compiler turns bfloat16 into float32 copies.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tqdm import tqdm
+
+import kvjax
+import models
+from evals import report
+from models import commands, decoding
+from models.decoder import parameter_shapes
+
+CONFIG = models.Config(
+    256, 128, 128, num_layers=16, num_heads=32, num_kv_heads=8, head_dim=64, tie_embeddings=True,
+    max_positions=131_072,
+)  # fmt: skip
+
+LEGEND = """MiB. counted: slots x (key, value, position); + block: and the block in flight; arrays: what a cache takes;
+ratio: arrays over counted + block; decode +, block +: what a compiled step needs beside cache and weights."""
+
+
+def measure(policy: str, prompt: int, share: float, block: int, page_size: int) -> dict[str, Any]:
+    """Compiles one decode step and one block step under a policy and says what they need."""
+    abstract = {name: jax.ShapeDtypeStruct(s, jnp.float32) for name, s in parameter_shapes(CONFIG).items()}
+    model = jax.eval_shape(lambda parameters: models.Decoder(CONFIG, parameters), abstract)
+    weights = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(model))
+    budget = int(prompt * share)
+    chosen, lengths = kvjax.parse(policy), np.array([prompt], np.int32)
+    questions = np.zeros(1, np.int32)
+    plan, rows = decoding._plan(
+        CONFIG, None, prompt, lengths, questions, chosen, budget, block, "block", 1, 0, page_size, fit_prompt=False
+    )
+    cache = jax.eval_shape(lambda m: decoding._empty_cache(m, plan, 1), model)
+    row, key = np.zeros((1, block), np.int32), jax.random.key(0)
+    lowered = {
+        "decode": decoding._token_step.lower(
+            model, cache, row[:, 0], np.zeros(1, bool), rows, None, key, 1, chosen, 1, decoding.Sampling()
+        ),
+        "block": decoding._block_step.lower(model, cache, row, row, rows.lengths, rows.budgets, None, chosen, True),
+    }
+    slot = 2 * CONFIG.head_dim * 4 + 4  # key, value, position
+    heads = CONFIG.num_layers * CONFIG.num_kv_heads
+    result = {
+        "policy": policy,
+        "share": share,
+        "budget": budget,
+        "slots": heads * budget,
+        "counted_bytes": heads * budget * slot,
+        "in_flight_bytes": heads * block * slot,
+        "array_bytes": sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache)),
+    }
+    for name, program in lowered.items():
+        memory: Any = program.compile().memory_analysis()
+        result[f"{name}_cache_bytes"] = memory.argument_size_in_bytes - weights
+        result[f"{name}_temporary_bytes"] = memory.temp_size_in_bytes
+        result[f"{name}_copied_bytes"] = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    result["ratio"] = result["array_bytes"] / (result["counted_bytes"] + result["in_flight_bytes"])
+    return result
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    """A row for each allocation and budget, in MiB."""
+    head = ("policy", "budget", "slots", "counted", "+ block", "arrays", "ratio", "decode +", "block +")
+    rows = []
+    for r in results:
+        sizes = [r["counted_bytes"], r["counted_bytes"] + r["in_flight_bytes"], r["array_bytes"]]
+        extra = [r["decode_temporary_bytes"], r["block_temporary_bytes"]]
+        rows.append(
+            (
+                r["policy"],
+                f"{r['budget']:,} ({r['share']:.0%})",
+                f"{r['slots']:,}",
+                *(f"{size / 2**20:.1f}" for size in sizes),
+                f"{r['ratio']:.3f}",
+                *(f"{size / 2**20:.1f}" for size in extra),
+            )
+        )
+    return report.columns(head, rows, left=2)
+
+
+def add_flags(flags: argparse.ArgumentParser) -> None:
+    """The command's flags."""
+    flags.add_argument("--policies", default="snapkv,snapkv@pyramid,snapkv@layer,snapkv@model")
+    flags.add_argument("--shares", default="0.02,0.05,0.2", help="budgets as shares of the prompt")
+    flags.add_argument("--prompt", type=int, default=16_384)
+    flags.add_argument("--block", type=int, default=128)
+    flags.add_argument("--page-size", type=int, default=16)
+    flags.add_argument("--json", type=Path, help="write all figures here")
+    flags.add_argument("--page", type=Path, help="write the table as a page of Markdown here")
+
+
+def command(flags: argparse.Namespace) -> None:
+    """Compiles, prints the table, writes JSON."""
+    commands.check_outputs([flags.json, flags.page])
+    shares = [commands.parse_budget(text) for text in commands.split_list(flags.shares)]
+    settings = [(policy, share) for share in shares for policy in commands.split_list(flags.policies)]
+    results = []
+    for policy, share in tqdm(settings, unit="setting", file=sys.stderr, dynamic_ncols=True):
+        results.append(measure(policy, flags.prompt, float(share), flags.block, flags.page_size))
+    print(table(results))
+    print(LEGEND)
+    if flags.json is not None:
+        commands.write_json(flags.json, {"benchmark": "memory", **report.environment(), "results": results})
+        print(f"figures: {flags.json}")
+    if flags.page is not None:
+        size = f"{CONFIG.num_layers} layers, {CONFIG.num_kv_heads} KV heads of {CONFIG.head_dim}, float32, a prompt of"
+        text = f"# Bytes of a cache under each allocation\n\n{size} {flags.prompt:,} tokens, blocks of {flags.block}, "
+        text += f"pages of {flags.page_size}. Made by `python -m benchmarks memory`.\n\n"
+        text += f"```\n{table(results)}\n```\n\n{LEGEND}\n"
+        with commands.replacing(flags.page) as temporary:
+            temporary.write_text(text)
+        print(f"page: {flags.page}")

@@ -1,0 +1,99 @@
+"""What evicting a block's tokens in rounds costs, against all at once: CAOTE's scores and the selection behind them."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from tqdm import tqdm
+
+import kvjax
+from evals import report
+from kernels_pallas import ColumnStatistics
+from models import commands
+
+K, G, D = 8, 4, 128
+
+
+def measure(links: list[str], budget: int, block: int, repetitions: int) -> list[dict[str, Any]]:
+    """Times each link on one layer's scores; the links take turns, so that a busy machine is busy for all."""
+    S = budget + block
+    keys = jax.random.split(jax.random.key(0), 3)
+    A = jax.nn.softmax(2 * jax.random.normal(keys[0], (1, K, G, S)))
+    cache = kvjax.KVCache.init(batch=1, kv_heads=K, slots=S, head_dim=D)
+    V = jax.random.normal(keys[1], (1, S, K, D))
+    cache = kvjax.insert(cache, V, V)
+    projection = kvjax.output_projection(jax.random.normal(keys[2], (K * G, D, K * G * D)) / 64, K, ["factor", "gram"])
+
+    def program(link: str):
+        policy = kvjax.parse(f"h2o(accumulate=False)+{link}")
+
+        def run(A, cache):
+            seen = kvjax.Observation(
+                columns=ColumnStatistics(sum=A),
+                query=jnp.zeros((1, block, K * G, D)),
+                query_position=jnp.arange(budget, S)[None],
+                key=cache.key,
+                value=cache.value,
+                position=cache.position,
+                next_position=cache.next_position,
+                budget=jnp.array([budget]),
+                layer=jnp.int32(0),
+                output=projection,
+            )
+            scores, _ = kvjax.retention_scores(policy, policy.init(1, K, G, S, D), seen)
+            return kvjax.evict(cache, scores, budget).position
+
+        return jax.jit(run)
+
+    programs = {link: program(link) for link in links}
+    for run in programs.values():
+        run(A, cache).block_until_ready()
+    times: dict[str, list[float]] = {link: [] for link in links}
+    for _ in tqdm(range(repetitions), unit="turn", file=sys.stderr, dynamic_ncols=True):
+        for link, run in programs.items():
+            started = time.perf_counter()
+            run(A, cache).block_until_ready()
+            times[link].append(1e3 * (time.perf_counter() - started))
+    return [
+        {
+            "link": link,
+            "milliseconds": statistics.median(own),
+            "lowest": min(own),
+            "ratio": statistics.median(own) / statistics.median(times[links[0]]),
+            "repetitions": repetitions,
+        }
+        for link, own in times.items()
+    ]
+
+
+def add_flags(flags: argparse.ArgumentParser) -> None:
+    """The command's flags."""
+    flags.add_argument("--links", default="caote,caote(rounds=2),caote(rounds=4),caote(rounds=8)")
+    flags.add_argument("--budget", type=int, default=8_192)
+    flags.add_argument("--block", type=int, default=128)
+    flags.add_argument("--repetitions", type=int, default=15)
+    flags.add_argument("--json", type=Path, help="write all figures here")
+
+
+def command(flags: argparse.Namespace) -> None:
+    """Measures, prints the table, writes JSON."""
+    commands.check_outputs([flags.json])
+    for name in ("budget", "block", "repetitions"):
+        if getattr(flags, name) < 1:
+            raise ValueError(f"--{name} is {getattr(flags, name)}; give at least 1.")
+    results = measure(commands.split_list(flags.links), flags.budget, flags.block, flags.repetitions)
+    rows = [(r["link"], f"{r['milliseconds']:.1f}", f"{r['lowest']:.1f}", f"{r['ratio']:.2f}") for r in results]
+    print(report.columns(("link", "median ms", "lowest ms", "ratio"), rows, left=1))
+    if flags.json is not None:
+        settings = {"budget": flags.budget, "block": flags.block, "K": K, "G": G, "D": D}
+        commands.write_json(
+            flags.json, {"benchmark": "rounds", "settings": settings, **report.environment(), "results": results}
+        )
+        print(f"figures: {flags.json}")

@@ -1,0 +1,20 @@
+"""The rounds benchmark runs what it names."""
+
+import json
+
+from benchmarks.__main__ import main
+
+
+def test_the_command_times_every_link(tmp_path):
+    out = tmp_path / "rounds.json"
+    links = "caote,caote(rounds=2),caote(through='output')"
+    arguments = ["--links", links, "--budget", "24", "--block", "8", "--repetitions", "2", "--json", str(out)]
+    assert main(["rounds", *arguments]) == 0
+    results = json.loads(out.read_text())["results"]
+    assert [r["link"] for r in results] == ["caote", "caote(rounds=2)", "caote(through='output')"]
+    assert all(r["milliseconds"] >= r["lowest"] > 0 for r in results) and results[0]["ratio"] == 1
+
+
+def test_no_repetition_is_refused(capsys):
+    assert main(["rounds", "--repetitions", "0"]) == 2
+    assert "--repetitions is 0" in capsys.readouterr().err
