@@ -1,0 +1,169 @@
+"""The allocations in plain NumPy: sorts over the tokens of one row, as far from the implementation as they can be.
+
+A token is (layer, head, position, score), a kept set is a set of (layer, head, position).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+LARGEST = float(np.finfo(np.float32).max)
+
+
+class Token(NamedTuple):
+    layer: int
+    head: int
+    position: int
+    score: float
+
+
+class Row(NamedTuple):
+    """One batch row of L layers and K heads; ``preference`` is what CAKE measured, [L]."""
+
+    tokens: list[Token]
+    L: int
+    K: int
+    budget: int
+    seen: int
+    entered: int = 0
+    preference: np.ndarray | None = None
+
+    def of(self, layer: int, head: int | None = None) -> list[Token]:
+        return [t for t in self.tokens if t.layer == layer and head in (None, t.head)]
+
+    def heads(self):
+        return np.ndindex(self.L, self.K)
+
+    @property
+    def protected(self) -> int:
+        most = max(sum(t.score == np.inf for t in self.of(*head)) for head in self.heads())
+        return min(most, self.budget)
+
+
+def best(tokens: list[Token], number: int) -> list[Token]:
+    """The first by (score, position), then from the lowest layer and head; NaN is worse than all else."""
+
+    def rank(t: Token) -> tuple:
+        score = 0.0 if np.isnan(t.score) else t.score + 0.0
+        return not np.isnan(t.score), score, t.position, -t.layer, -t.head
+
+    return sorted(tokens, key=rank, reverse=True)[: max(number, 0)]
+
+
+def certain(t: Token) -> bool:
+    return t.score > LARGEST / 2
+
+
+def capped(row: Row, cap: float | None) -> Row:
+    if cap is None:
+        return row
+    limit = int(round(cap * 1000) * row.budget // 1000)
+    return row._replace(tokens=[t for head in row.heads() for t in best(row.of(*head), limit)])
+
+
+def shares(row: Row) -> Row:
+    """Scores divided, in float32, by their sum over the layer; what is certain stays as it is."""
+    tokens = []
+    for layer in range(row.L):
+        counted = [t for t in row.of(layer) if not certain(t) and t.score > -np.inf]
+        total = np.float32(sum(np.float64(t.score) for t in counted)) or np.float32(1)
+        tokens += [t._replace(score=float(np.float32(t.score) / total)) if t in counted else t for t in row.of(layer)]
+    return row._replace(tokens=tokens)
+
+
+def poured(room: np.ndarray, weight: np.ndarray, total: float) -> np.ndarray:
+    """A total shared out in proportion to weights, none above its room."""
+    weight = np.asarray(weight, float) if np.sum(weight) > 0 else np.ones(len(room))
+    weight = np.maximum(weight / weight.sum(), 1e-6)
+    share, full = np.zeros(len(room)), np.zeros(len(room), bool)
+    while not full.all():
+        share = np.where(full, room, weight * (total - room[full].sum()) / weight[~full].sum())
+        if not (share > room + 1e-9).any():
+            break
+        full |= share >= room - 1e-9
+    return np.minimum(share, room)
+
+
+def uniform(row: Row, counts) -> list[Token]:
+    return [t for head in row.heads() for t in best(row.of(*head), row.budget)]
+
+
+def layer(row: Row, counts, *, cap: float | None = 8.0) -> list[Token]:
+    row = capped(row, cap)
+    return [t for one in range(row.L) for t in best(row.of(one), row.budget * row.K)]
+
+
+def adakv(row: Row, counts, *, safeguard: float = 0.2, cap: float | None = 8.0) -> list[Token]:
+    safe = [t for head in row.heads() for t in best(row.of(*head), int(round(safeguard * 1000) * row.budget // 1000))]
+    kept = layer(row._replace(tokens=[t._replace(score=np.inf) if t in safe else t for t in row.tokens]), None, cap=cap)
+    assert set(map(place, safe)) <= set(map(place, kept))
+    return kept
+
+
+def model(row: Row, counts, *, normalise: bool = True, cap: float | None = 8.0) -> list[Token]:
+    row = capped(shares(row) if normalise else row, cap)
+    return best(row.tokens, row.budget * row.L * row.K)
+
+
+def pyramid(row: Row, counts: np.ndarray, *, beta: float = 20.0) -> list[Token]:
+    fixed = row.protected
+    free = row.budget - fixed
+    first = min(free * (2 - 1 / beta), max(row.seen - fixed, free))
+    step = np.linspace(0, 1, row.L) if row.L > 1 else np.array([0.5])
+    held = np.array([len(row.of(one)) // row.K for one in range(row.L)])
+    held = np.minimum(held, min(2, row.L * row.K) * row.budget)
+    expected = np.minimum(first - 2 * (first - free) * step + fixed, held)
+    each = counts[:, 0]
+    assert (counts == each[:, None]).all() and each.sum() == min(row.budget * row.L, held.sum())
+    if expected.sum() > each.sum() - 1:  # no layer is short of tokens
+        assert (abs(each - expected) < 1 + 1e-3).all()
+    return [t for head in row.heads() for t in best(row.of(*head), each[head[0]])]
+
+
+def cake(row: Row, counts: np.ndarray, *, cap: float | None = 8.0, **options) -> list[Token]:
+    held = np.array([len(row.of(one)) // row.K for one in range(row.L)])
+    weight = row.preference
+    if not weight.sum() > 0:
+        weight = np.maximum(held - row.entered - row.protected, 0)
+    if cap is not None:
+        held = np.minimum(held, int(cap * row.budget))
+    fixed = np.minimum(row.protected, held)
+    total = min(row.budget * row.L, held.sum()) - fixed.sum()
+    each = counts[:, 0]
+    assert (counts == each[:, None]).all() and each.sum() == min(row.budget * row.L, held.sum())
+    assert (abs(each - fixed - poured(held - fixed, weight, total)) < 1 + 1e-3).all()
+    return [t for head in row.heads() for t in best(row.of(*head), each[head[0]])]
+
+
+def lava(row: Row, counts: np.ndarray, *, cap: float | None = 8.0) -> list[Token]:
+    weight = []
+    for one in range(row.L):
+        scores = np.array([t.score for t in row.of(one) if not certain(t) and not np.isnan(t.score)])
+        p = scores[scores > 0] / scores[scores > 0].sum()
+        weight.append(-(p * np.log(p)).sum() / np.log(max(2, sum(not certain(t) for t in row.of(one)))))
+    row = capped(row, cap)
+    held = np.array([len(row.of(one)) for one in range(row.L)])
+    fixed = np.minimum(row.protected * row.K, held)
+    total = min(row.budget * row.K * row.L, held.sum()) - fixed.sum()
+    each = counts.sum(1)
+    assert each.sum() == total + fixed.sum()
+    assert (abs(each - fixed - poured(held - fixed, np.array(weight), total)) < 1 + 1e-3).all()
+    return [t for one in range(row.L) for t in best(row.of(one), each[one])]
+
+
+def place(token: Token) -> tuple[int, int, int]:
+    return token[:3]
+
+
+def check(allocation: str, options: dict, row: Row, kept: set[tuple[int, int, int]]) -> None:
+    """That an allocation keeps what its definition does. Where a definition leaves the rounding of the layers' budgets
+    open, their sizes are read from what was kept, and held against the unrounded ones.
+    """
+    counts = np.array([[sum(t[:2] == (one, k) for t in kept) for k in range(row.K)] for one in range(row.L)])
+    expected = {place(t) for t in DEFINITIONS[allocation](row, counts, **options)}
+    assert kept == expected, (allocation, options, sorted(kept - expected), sorted(expected - kept))
+
+
+DEFINITIONS = {f.__name__: f for f in (uniform, layer, adakv, model, pyramid, cake, lava)}

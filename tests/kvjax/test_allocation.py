@@ -1,0 +1,514 @@
+"""Who gets how many slots: sorts in NumPy (tests/kvjax/contests.py) say, for a plain and for a paged cache."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import KVCache, allocation
+from kvjax.allocation import parse_allocation
+from tests.kvjax import contests, definitions
+from tests.kvjax.contests import Row, Token
+
+L, B, K, S = 3, 2, 2, 12
+PAGE = 4
+LARGEST = np.finfo(np.float32).max
+# Scores whose sums are exact in float32, many of them alike; some are as good as protected, some as bad as can be.
+NONNEGATIVE = [0, 0, 1, 1, 2, 3, 5, 8, 13, 64, LARGEST]
+ANY = [*NONNEGATIVE, -1, -5, -0.0, -LARGEST, -np.inf, np.nan]
+
+CASES = [
+    ("uniform", {}),
+    ("layer", {}),
+    ("layer", {"cap": None}),
+    ("layer", {"cap": 1.5}),
+    ("adakv", {}),
+    ("adakv", {"safeguard": 0.5, "cap": 1.25}),
+    ("adakv", {"safeguard": 1.0}),
+    ("adakv", {"safeguard": 0, "cap": None}),
+    ("model", {}),
+    ("model", {"cap": None}),
+    ("model", {"normalise": False}),
+    ("model", {"normalise": False, "cap": 1.3}),
+    ("pyramid", {}),
+    ("pyramid", {"beta": 1.0}),
+    ("pyramid", {"beta": 3.0}),
+    ("cake", {}),
+    ("cake", {"cap": 1.3}),
+    ("lava", {}),
+    ("lava", {"cap": None}),
+    ("lava", {"cap": 1.3}),
+]
+IDS = [f"{name}{options or ''}" for name, options in CASES]
+
+
+def make(name: str, options: dict) -> kvjax.Allocation:
+    return allocation.ALLOCATIONS[name](**options)
+
+
+@functools.cache
+def evict(what: kvjax.Allocation):
+    return jax.jit(functools.partial(kvjax.evict, allocation=what))
+
+
+@functools.cache
+def pack():
+    return jax.jit(functools.partial(kvjax.pack, pages=L * B * K * -(-S // PAGE), page_size=PAGE, most=S))
+
+
+def plain_cache(position: np.ndarray, seen) -> KVCache:
+    """Keys and values tell slots apart; position is [L, B, K, S]."""
+    rows = jnp.arange(float(position.size)).reshape(*position.shape, 1)
+    return KVCache(rows, -rows, jnp.asarray(position), jnp.asarray(seen, jnp.int32))
+
+
+def kept_in(cache, b: int) -> set[tuple[int, int, int]]:
+    """(layer, head, position) of one row, of either kind of cache."""
+    layers = [cache.layer(one) for one in range(cache.heads_shape[0])]
+    return {
+        (one, k, int(p))
+        for one, layer in enumerate(layers)
+        for k in range(layer.position.shape[1])
+        for p in np.asarray(layer.position[b, k])
+        if p >= 0
+    }
+
+
+def paged_scores(cache: kvjax.PagedCache, plain: KVCache, scores: np.ndarray) -> jax.Array:
+    """Scores of a plain cache's slots [L, B, K, S] as those of the pages into which it was packed."""
+    tagged = dataclasses.replace(plain, key=jnp.asarray(scores)[..., None], state=())
+    return pack()(tagged).key[..., 0]
+
+
+@st.composite
+def contest(draw, numbers, *, even: bool):
+    """Positions and scores [L, B, K, S], protected slots +inf; the budgets, and what CAKE measured."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    budget = np.array([draw(st.integers(1, S)) for _ in range(B)], np.int32)
+    seen = np.array([draw(st.integers(0, 2 * S)) for _ in range(B)], np.int32)
+    position = np.full((L, B, K, S), -1, np.int32)
+    scores = rng.choice(np.array(numbers, np.float32), size=position.shape)
+    for b in range(B):
+        protected = int(rng.integers(min(budget[b], seen[b]) + 1))
+        least = min(protected, S)
+        for one in range(L):
+            count = rng.integers(least, min(S, seen[b]) + 1)
+            for k in range(K):
+                if not even:
+                    count = rng.integers(least, min(S, seen[b]) + 1)
+                slots = rng.permutation(S)[:count]
+                # The last tokens are protected, and never evicted: every head holds them.
+                older = rng.permutation(seen[b] - protected)[: count - protected]
+                position[one, b, k, slots] = np.append(older, np.arange(seen[b] - protected, seen[b]))
+                recent = (position[one, b, k] >= 0) & (position[one, b, k] >= seen[b] - protected)
+                scores[one, b, k, recent] = np.inf
+    measured = rng.choice(np.array([0, 0.5, 1, 2, 7], np.float32), size=(L, B, 2))
+    return position, scores, budget, seen, measured
+
+
+def rows_of(position, scores, budget, seen, measured, entered=(0, 0)):
+    for b in range(B):
+        tokens = [
+            Token(one, k, int(position[one, b, k, s]), float(scores[one, b, k, s]))
+            for one, k, s in np.ndindex(L, K, S)
+            if position[one, b, k, s] >= 0
+        ]
+        preference = np.float64(measured[:, b, 0]) * measured[:, b, 1]
+        yield b, Row(tokens, L, K, int(budget[b]), int(seen[b]), entered[b], preference)
+
+
+@pytest.mark.parametrize(("name", "options"), CASES, ids=IDS)
+@hypothesis.given(data=st.data())
+def test_an_allocation_keeps_what_a_sort_does(name, options, data):
+    what = make(name, options)
+    numbers = NONNEGATIVE if what.needs_nonnegative else ANY
+    given = data.draw(contest(numbers, even=what.scope == "head"))
+    position, scores, budget, seen, measured = given
+    plain = plain_cache(position, seen)
+    after = evict(what)(plain, scores, budget, measured=measured)
+    for b, row in rows_of(*given):
+        kept = kept_in(after, b)
+        contests.check(name, options, row, kept)
+        if options.get("cap") is None:
+            assert len(kept) == min(L * K * row.budget, len(row.tokens)) or what.scope != "model"
+        most = what.most(L, K, row.budget)
+        assert all(sum(t[:2] == head for t in kept) <= max(most, row.budget) for head in row.heads())
+    paged = pack()(plain)
+    paged = evict(what)(paged, paged_scores(paged, plain, scores), budget, measured=measured)
+    for b in range(B):
+        assert kept_in(paged, b) == kept_in(after, b)
+
+
+@pytest.mark.parametrize(("name", "options"), [c for c in CASES if c[0] in ("uniform", "layer", "adakv")])
+def test_one_layer_alone_is_shared_out_as_in_the_whole(name, options):
+    rng = np.random.default_rng(3)
+    position = np.stack([rng.permutation(20)[:S] for _ in range(L * B * K)]).reshape(L, B, K, S)
+    scores = jnp.asarray(rng.normal(size=position.shape), jnp.float32)
+    cache = plain_cache(position.astype(np.int32), [20, 20])
+    whole = kvjax.evict(cache, scores, 5, allocation=make(name, options))
+    for one in range(L):
+        cache = kvjax.evict(cache, scores[one], 5, layer=one, allocation=make(name, options))
+    np.testing.assert_array_equal(cache.position, whole.position)
+
+
+@pytest.mark.parametrize("name", ["layer", "adakv", "model", "model(normalise=False)", "lava"])
+def test_ties_go_to_the_latest_position_then_to_the_lowest_layer_and_head_however_long_the_sequence(name):
+    """position * L * K, and position * L * K + 1 with it, lie beyond int32."""
+    start = 2**31 - 1 - S
+    position = np.broadcast_to(np.arange(start, start + S, dtype=np.int32), (L, B, K, S))
+    cache = plain_cache(position, [start + S] * B)
+    after = evict(parse_allocation(name))(cache, jnp.ones((L, B, K, S)), jnp.full(B, 4, jnp.int32))
+    assert (np.sort(after.position, axis=-1)[..., -4:] == position[..., -4:]).all()
+    odd = np.full((L, B, K, S), -1, np.int32)
+    odd[..., 3] = start
+    odd[..., 7] = start + 1
+    scores = np.where(odd == start, 2.0, 1.0)  # one token of each head surely, one of some heads
+    after = evict(parse_allocation(name))(plain_cache(odd, [start + 2] * B), scores, jnp.ones(B, jnp.int32))
+    assert (np.asarray(after.position) == np.where(odd == start, odd, -1)).all()
+
+
+def test_between_tokens_of_one_score_and_position_the_lower_layer_and_head_stay():
+    position = np.zeros((L, 1, 3, 1), np.int32)  # nine heads with one token each
+    for keep in range(1, 9):
+        cache = plain_cache(position, [1])
+        contest = kvjax.eviction._contest(cache, jnp.ones(position.shape), cache.position, 1, None, None, None)
+        stays = np.asarray(contest.best("model", jnp.array([keep]))).ravel()
+        assert stays.tolist() == [True] * keep + [False] * (9 - keep)
+
+
+# Budgets of layers.
+
+
+def long_cache(layers: int, seen: int, rows: int = 1) -> tuple[KVCache, jax.Array]:
+    rng = np.random.default_rng(layers)
+    position = np.broadcast_to(np.arange(seen, dtype=np.int32), (layers, rows, 1, seen))
+    return plain_cache(position, [seen] * rows), jnp.asarray(rng.normal(size=position.shape), jnp.float32)
+
+
+@pytest.mark.parametrize("beta", [1.0, 2.0, 20.0])
+@pytest.mark.parametrize(("layers", "budget"), [(1, 7), (2, 7), (5, 5), (7, 64), (32, 33)])
+def test_the_pyramid_falls_linearly_and_adds_up(beta, layers, budget):
+    cache, scores = long_cache(layers, 3 * budget)
+    after = kvjax.evict(cache, scores, budget, allocation=allocation.pyramid(beta=beta))
+    counts = np.asarray(after.num_live)[:, 0, 0]
+    ends = [2 * budget - budget / beta, budget / beta] if layers > 1 else [budget, budget]
+    assert counts.sum() == layers * budget and (np.abs(counts - np.linspace(*ends, layers)) < 1).all()
+
+
+def test_a_pyramid_over_a_short_sequence_is_flat_and_keeps_all():
+    cache, scores = long_cache(4, 9)
+    assert (kvjax.evict(cache, scores, 9, allocation="pyramid").num_live == 9).all()
+
+
+@pytest.mark.parametrize("name", ["pyramid", "pyramid(beta=3.0)", "cake", "lava", "model", "layer", "adakv"])
+@pytest.mark.parametrize("layers", [5, 8])
+def test_token_by_token_the_whole_budget_is_always_used(name, layers):
+    budget, rng = 5, np.random.default_rng(0)
+    cache = KVCache.init(batch=1, kv_heads=1, slots=layers * budget + 1, head_dim=1, layers=layers)
+    step = evict(parse_allocation(name))
+    write = jax.jit(
+        lambda cache, x: functools.reduce(
+            lambda c, i: kvjax.insert(c, x, x, c.next_position[:, None] - (i > 0), layer=i), range(layers), cache
+        )
+    )
+    for t in range(1, 40):
+        cache = write(cache, jnp.ones((1, 1, 1, 1)))
+        scores = rng.integers(1, 9, size=cache.position.shape).astype(np.float32)
+        measured = rng.random((layers, 1, 2)).astype(np.float32)
+        cache = step(cache, scores, budget, measured=measured, entered=jnp.ones(1, jnp.int32))
+        assert int(cache.num_live.sum()) == min(layers * budget, layers * t), t
+
+
+@pytest.mark.parametrize("tau", [{}, {"space": 1.6, "time": 0.4}])
+def test_the_cascade_of_cake_ends_where_one_allocation_does(tau):
+    """Layers come in one by one, each with its preference, and all shrink to their shares among those so far."""
+    layers, seen, budget, window = 6, 60, 12, 4
+    rng = np.random.default_rng(1)
+    position = np.broadcast_to(np.arange(seen, dtype=np.int32), (layers, 1, K, seen))
+    scores = rng.normal(size=position.shape).astype(np.float32)
+    scores[..., -window:] = np.inf
+    measured = rng.uniform(0.2, 1, size=(layers, 1, 2)).astype(np.float32)
+    what = allocation.cake(cap=None, **tau)
+    given = jnp.asarray(scores), budget
+    after = kvjax.evict(plain_cache(position, [seen]), *given, allocation=what, measured=jnp.asarray(measured))
+    counts = np.asarray(after.num_live)[:, 0]
+    space, time = tau.get("space", 1.0), tau.get("time", 1.0)
+    preference = np.float64(measured[:, 0, 0]) ** (1 / space) * np.float64(measured[:, 0, 1]) ** (1 / time)
+    total = (budget - window) * layers
+    held: list[list[list[Token]]] = []
+    for one in range(layers):
+        held.append([[Token(one, k, p, scores[one, 0, k, p]) for p in range(seen)] for k in range(K)])
+        for earlier, heads in enumerate(held):
+            share = math.ceil(preference[earlier] / preference[: one + 1].sum() * total)
+            held[earlier] = [contests.best(tokens, window + share) for tokens in heads]
+    assert counts.sum() == layers * budget * K
+    for one, k in np.ndindex(layers, K):
+        share = preference[one] / preference.sum() * total
+        assert abs(counts[one, k] - window - share) < 1
+        assert counts[one, k] <= len(held[one][k])
+        last = {t.position for t in contests.best(held[one][k], int(counts[one, k]))}
+        assert last == {p for layer, head, p in kept_in(after, 0) if (layer, head) == (one, k)}
+
+
+def test_without_a_preference_the_layers_of_cake_stay_as_large_as_they_are():
+    layers, budget, recent = 6, 20, 5
+    rng = np.random.default_rng(2)
+    cache = KVCache.init(batch=1, kv_heads=K, slots=3 * budget + 1, head_dim=1, layers=layers)
+    rows = jnp.ones((1, 3 * budget, K, 1))
+    for one in range(layers):
+        cache = kvjax.insert(cache, rows, rows, jnp.arange(3 * budget)[None], layer=one)
+    step = evict(parse_allocation("cake"))
+
+    def evict_randomly(cache, measured, entered):
+        scores = rng.random(cache.position.shape).astype(np.float32)
+        scores[np.asarray(cache.position) >= int(cache.next_position[0]) - recent] = np.inf
+        return step(cache, scores, budget, measured=measured, entered=jnp.full(1, entered, jnp.int32))
+
+    cache = evict_randomly(cache, jnp.asarray(rng.random((layers, 1, 2)), jnp.float32), 3 * budget)
+    before = np.asarray(cache.num_live)
+    assert before.sum() == layers * K * budget and before.std() > 3
+    for t in range(30):
+        for one in range(layers):
+            cache = kvjax.insert(cache, rows[:, :1], rows[:, :1], jnp.array([[3 * budget + t]]), layer=one)
+        cache = evict_randomly(cache, jnp.zeros((layers, 1, 2)), 1)
+        np.testing.assert_array_equal(cache.num_live, before)
+
+
+def test_cake_measures_entropy_and_variance_of_the_window_over_what_may_go():
+    policy = kvjax.parse("tova+protect(recent=2)@cake(window=3)")
+    rng = np.random.default_rng(4)
+    G, T, D = 2, 5, 4
+    q, k, v = (rng.normal(size=(B, T, heads, D)).astype(np.float32) for heads in (K * G, K, K))
+    position = np.array([[0, 1, 2, 3, 4], [-1, -1, 0, 1, 2]], np.int32)
+    cache = KVCache.init(batch=B, kv_heads=K, slots=T, head_dim=D, state=policy.init(B, K, G, T, D))
+    block = map(jnp.asarray, (q, k, v, position))
+    measured = kvjax.observe(cache, *block, policy=policy, budget=4)[2].measured
+    keys = np.repeat(position[:, None], K, axis=1)
+    weights = definitions.block_weights(q, k.swapaxes(1, 2), keys, position)
+    for b in range(B):
+        last = weights[b][:, position[b] >= 0][:, -3:]
+        last = last[..., (position[b] >= 0) & (position[b] < position[b].max() - 1)]
+        entropy = -(last * np.log(np.where(last > 0, last, 1))).sum()
+        variance = last.var(axis=1, ddof=1).sum()
+        np.testing.assert_allclose(measured[b], [entropy, variance], rtol=1e-5)
+
+
+@pytest.mark.parametrize(("seen", "cap"), [(0, 8.0), (5, 8.0), (40, 8.0), (40, 1.0)])
+@pytest.mark.parametrize("name", ["pyramid", "cake", "lava", "model", "adakv"])
+def test_a_row_with_as_many_slots_as_a_head_has_keeps_all(name, seen, cap):
+    """So are rows left alone that bring no token in a block."""
+    options = {} if name == "pyramid" else {"cap": cap}
+    cache, scores = long_cache(4, max(seen, 1))
+    if not seen:
+        cache = dataclasses.replace(cache, position=jnp.full_like(cache.position, -1), next_position=jnp.zeros(1, int))
+    first = kvjax.evict(cache, scores, 10, allocation=make(name, options), measured=jnp.ones((4, 1, 2)))
+    again = kvjax.evict(
+        first,
+        jnp.zeros_like(scores),
+        jnp.full(1, first.num_slots),
+        allocation=make(name, options),
+        measured=jnp.zeros((4, 1, 2)),
+    )
+    np.testing.assert_array_equal(again.position, first.position)
+
+
+@pytest.mark.parametrize("name", ["adakv", "layer", "model", "lava"])
+def test_budgets_of_millions_are_counted_exactly(name):
+    """cap * budget * heads and safeguard * budget * 10 ** 4 lie beyond int32."""
+    cache = plain_cache(np.arange(8, dtype=np.int32).reshape(2, 1, 2, 2), [2**26])
+    contest = kvjax.eviction._contest(cache, jnp.ones((2, 1, 2, 2)), cache.position, 2**26, None, None, None)
+    assert np.asarray(parse_allocation(name).keep(contest)).all()
+
+
+def test_shares_of_millions_add_up():
+    """float32 holds no odd number above 2 ** 24."""
+    total = 2**26 + 1
+    room = jnp.array([[4 * total], [3 * total], [total // 7]])
+    shares = allocation._in_proportion(jnp.array([[1.0], [0.1], [0.3]]))(room, jnp.array([total]))
+    whole = np.asarray(allocation._whole(shares, room, jnp.array([total])))
+    assert whole.sum() == total and (whole <= room).all() and (whole >= 0).all()
+    np.testing.assert_allclose(whole, shares, rtol=1e-6)
+
+
+@hypothesis.given(
+    shares=st.lists(st.floats(-5, 50, width=32), min_size=1, max_size=6), data=st.data(), seed=st.integers(0, 2**32 - 1)
+)
+def test_whole_numbers_add_up_within_their_room_whatever_the_shares(shares, data, seed):
+    room = np.random.default_rng(seed).integers(0, 40, size=len(shares)).astype(np.int32)
+    total = data.draw(st.integers(0, int(room.sum())))
+    whole = np.asarray(allocation._whole(jnp.array(shares)[:, None], room[:, None], jnp.array([total])))[:, 0]
+    assert whole.sum() == total and (whole >= 0).all() and (whole <= room).all()
+
+
+@pytest.mark.parametrize("cap", [1.0, 1.1, 2.3, 3.7, 8.0])
+@pytest.mark.parametrize("budget", [1, 10, 100, 131_072, 10_000_000])
+def test_a_head_may_hold_what_the_page_table_was_made_for(cap, budget):
+    most = allocation.model(cap=cap).most(32, 8, budget)
+    assert most == min(round(cap * 10) * budget // 10, 256 * budget)
+    assert int(allocation._times(cap, jnp.int32(budget))) == most
+
+
+# The policies' side.
+
+
+def test_a_short_name_says_policy_and_allocation():
+    policy = kvjax.parse(" h2o + caote @ adakv(safeguard=0.5, cap=None) ")
+    assert str(policy) == "h2o+caote@adakv(safeguard=0.5,cap=None)"
+    assert (
+        policy
+        is kvjax.parse(str(policy))
+        is kvjax.chain(kvjax.h2o(), kvjax.caote()) @ allocation.adakv(safeguard=0.5, cap=None)
+    )
+    assert policy.allocation is allocation.adakv(safeguard=0.5, cap=None)
+
+
+@pytest.mark.parametrize(
+    "name", [*sorted(allocation.ALLOCATIONS), "pyramid(beta=2.0)", "model(normalise=False)", "cake(window=8,time=0.4)"]
+)
+def test_names_are_read_back(name):
+    what = parse_allocation(name)
+    assert str(what) == name and parse_allocation(f" {name} ") is what
+    plain = "h2o" if what is allocation.uniform() else f"h2o@{name}"
+    assert str(kvjax.h2o() @ name) == str(kvjax.parse(f"h2o@{name}")) == plain
+
+
+def test_defaults_are_not_written():
+    assert allocation.adakv(safeguard=0.2, cap=8.0).name == "adakv"
+
+
+def test_another_allocation_takes_the_place_of_the_first():
+    assert str(kvjax.parse("h2o@layer") @ "model") == "h2o@model"
+    assert str(kvjax.parse("h2o@layer") @ "uniform") == "h2o"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("greedy", "unknown allocation 'greedy'; there are adakv, cake, lava, layer, model, pyramid, uniform"),
+        ("", "allocation '' is malformed; write it like 'model' or"),
+        ("model(", "is malformed; write it like"),
+        ("model(0.2)", "is malformed; write it like"),
+        ("model+layer", "is malformed; write it like"),
+        ("model(cap=x)", "is malformed; write it like"),
+        ("model(**{})", "is malformed; write it like"),
+        ("model(caps=2)", "unexpected keyword argument 'caps'"),
+        ("model(cap=0.5)", r"model: cap is 0.5; give a multiple of the budget from 1, or None"),
+        ("layer(cap=0)", r"layer: cap is 0; give a multiple"),
+        ("lava(cap=-1.0)", r"lava: cap is -1.0; give a multiple"),
+        ("model(cap=1e999)", r"model: cap is inf; give a multiple"),
+        ("adakv(safeguard=1.5)", r"adakv: safeguard is 1.5; give a share of the budget in \[0, 1\]"),
+        ("adakv(safeguard=-0.1)", r"adakv: safeguard is -0.1"),
+        ("pyramid(beta=0.5)", r"pyramid: beta is 0.5; give a number from 1"),
+        ("cake(window=1)", r"cake: window is 1; a variance needs at least 2 queries"),
+        ("cake(window=2.0)", r"cake: window is 2.0"),
+        ("cake(space=0)", r"cake: space is 0; give a number above 0"),
+        ("cake(time=-1.0)", r"cake: time is -1.0; give a number above 0"),
+    ],
+)
+@pytest.mark.bad_input
+def test_a_name_that_is_none_is_refused(name, message):
+    with pytest.raises(ValueError, match=message):
+        parse_allocation(name)
+    with pytest.raises(ValueError, match=message):
+        kvjax.parse(f"h2o@{name}")
+
+
+def test_the_whole_name_stands_in_the_message():
+    with pytest.raises(ValueError, match=r"'h2o@greedy': unknown allocation 'greedy'"):
+        kvjax.parse("h2o@greedy")
+
+
+@pytest.mark.parametrize("name", ["model", "lava"])
+def test_scores_that_may_be_negative_are_not_divided_by_their_sum(name):
+    with pytest.raises(
+        ValueError, match=rf"'key_norm@{name}': '{name}' divides scores by their sum, .* put 'normalise'"
+    ):
+        kvjax.parse(f"key_norm@{name}")
+    kvjax.parse(f"key_norm+normalise@{name}")
+    kvjax.parse("key_norm@model(normalise=False)")
+    kvjax.parse("key_norm@layer")
+
+
+@pytest.mark.parametrize("name", sorted(set(allocation.ALLOCATIONS) - {"uniform"}))
+def test_one_set_of_tokens_for_a_layer_leaves_nothing_to_share_out(name):
+    with pytest.raises(
+        ValueError, match=rf"@{name}.*keeps one set of tokens for all heads of a layer, but '{name}' gives"
+    ):
+        kvjax.parse(f"tova(heads='layer')@{name}")
+    assert kvjax.parse("tova(heads='layer')@uniform") is not None
+
+
+@pytest.mark.parametrize("name", sorted(allocation.ALLOCATIONS))
+def test_scores_that_only_order_one_head_are_compared_with_no_other(name):
+    policy = dataclasses.replace(kvjax.h2o(), comparable=False)
+    if parse_allocation(name).scope == "head":
+        assert (policy @ name).allocation.name == name
+    else:
+        with pytest.raises(ValueError, match=rf"'h2o@{name}': '{name}' needs scores that heads can compare"):
+            policy @ name
+
+
+@pytest.mark.parametrize(
+    ("name", "window"), [("h2o@cake", 32), ("h2o@cake(window=8)", 8), ("snapkv(window=16)@cake", 16)]
+)
+def test_cake_observes_the_policys_window_or_its_own(name, window):
+    policy = kvjax.parse(name)
+    assert policy.window == window and {"window_log", "window_variance"} <= policy.statistics
+    kvjax.check_block(policy, window)
+    with pytest.raises(ValueError, match=rf"observes the last {window} queries, but a block has {window - 1}"):
+        kvjax.check_block(policy, window - 1)
+
+
+def test_two_windows_are_refused():
+    with pytest.raises(ValueError, match=r"observation windows of \[8, 16\] queries; a policy has one"):
+        kvjax.parse("snapkv(window=16)@cake(window=8)")
+
+
+def test_what_is_protected_must_fit_the_budget_of_a_head_on_average():
+    policy = kvjax.parse("h2o+protect(sinks=4,recent=4)@model")
+    kvjax.check_budget(policy, 8)
+    with pytest.raises(
+        ValueError, match=r"the budget is 7 tokens, but 'h2o\+protect\(.*\)@model' always keeps 4 first and 4 last"
+    ):
+        kvjax.check_budget(policy, 7)
+
+
+def test_more_protected_tokens_than_the_budget_still_keep_the_budget():
+    """The budgets of rows are arrays, which nothing checks."""
+    cache, _ = long_cache(3, 9, rows=2)
+    scores = jnp.where(cache.position >= 3, jnp.inf, 1)
+    for name in sorted(allocation.ALLOCATIONS):
+        measured = jnp.array([[1.0, 0.0], [0.0, 0.0], [9.0, 9.0]])[:, None] * jnp.ones((3, 2, 2))
+        after = kvjax.evict(cache, scores, jnp.array([2, 4]), allocation=name, measured=measured)
+        assert np.asarray(after.num_live).sum((0, 2)).tolist() == [6, 12], name
+
+
+def test_an_allocation_across_layers_cannot_evict_from_one():
+    cache, scores = long_cache(2, 4)
+    for name in ("model", "pyramid", "cake", "lava"):
+        with pytest.raises(ValueError, match=rf"the allocation '{name}' compares layers, but layer= names one"):
+            kvjax.evict(cache, scores[0], 2, layer=0, allocation=name)
+
+
+def test_cake_asks_for_what_it_measured():
+    cache, scores = long_cache(2, 4)
+    with pytest.raises(ValueError, match=r"'cake' needs what it measured of each layer; hand evict measured="):
+        kvjax.evict(cache, scores, 2, allocation="cake")
+
+
+def test_a_stacked_cache_is_not_evicted_by_attend_when_layers_compete():
+    cache = KVCache.init(batch=1, kv_heads=1, slots=4, head_dim=2, layers=2)
+    x = jnp.ones((1, 2, 1, 2))
+    with pytest.raises(
+        ValueError, match=r"'h2o@model' cannot evict from one layer of a plain cache of 2: observe each"
+    ):
+        kvjax.attend(cache, x, x, x, policy=kvjax.parse("h2o@model"), budget=2, layer=0)

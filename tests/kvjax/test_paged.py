@@ -1,0 +1,616 @@
+"""The paged cache: dictionaries say which tokens it holds, a plain cache what it computes, counting who owns a page."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import HeadState, KVCache, PagedCache, allocation
+from kvjax.paged import write_layer
+from tests.kvjax import contests
+from tests.kvjax.contests import Row, Token
+
+B, K, D = 2, 2, 3
+
+# Who holds what. A model of the cache is a dictionary of each head (layer, row, head): position -> tag of the token.
+
+
+def check_pages(cache: PagedCache, *, fewest: bool) -> None:
+    """No page is lost or shared; ``fewest`` says that no head may have more pages than its tokens need."""
+    P, page_size = cache.position.shape
+    table, owner, position = (np.asarray(x) for x in (cache.table, cache.owner, cache.position))
+    table = table.reshape(-1, table.shape[-1])
+    free = np.asarray(cache.free)[: int(cache.num_free)]
+    assert sorted([*table[table >= 0], *free]) == list(range(P))
+    assert (owner[free] == -1).all() and (position[free] == -1).all()
+    tokens = np.asarray(cache.num_live).ravel()
+    for head, pages in enumerate(table):
+        have = (pages >= 0).sum()
+        assert (pages[:have] >= 0).all() and (pages[have:] == -1).all()
+        assert (owner[pages[:have]] == head).all()
+        assert tokens[head] == (position[pages[:have]] >= 0).sum()
+        assert have == -(-tokens[head] // page_size) if fewest else have >= -(-tokens[head] // page_size)
+
+
+def content(cache) -> dict[tuple[int, int, int], dict[int, np.ndarray]]:
+    """Position -> key, value and state of each token of each head; of either kind of cache."""
+    stacked = len(cache.heads_shape) == 3
+    held = {}
+    for one in range(cache.heads_shape[0] if stacked else 1):
+        layer = cache.layer(one if stacked else None) if stacked or isinstance(cache, PagedCache) else cache
+        leaves = [np.asarray(x) for x in (layer.key, layer.value, *slot_leaves(layer.state))]
+        for b, k in np.ndindex(*layer.position.shape[:2]):
+            slots = np.flatnonzero(np.asarray(layer.position[b, k]) >= 0)
+            positions = [int(p) for p in layer.position[b, k, slots]]
+            assert len(set(positions)) == len(positions)
+            held[one, b, k] = {
+                p: np.concatenate([leaf[b, k, s].ravel() for leaf in leaves])
+                for p, s in zip(positions, slots, strict=True)
+            }
+    return held
+
+
+def slot_leaves(state) -> list:
+    leaves = jax.tree.leaves(state, is_leaf=lambda leaf: isinstance(leaf, HeadState))
+    return [leaf for leaf in leaves if not isinstance(leaf, HeadState)]
+
+
+def assert_same_tokens(a, b, rtol: float = 0) -> None:
+    a, b = content(a), content(b)
+    for head in a:
+        assert set(a[head]) == set(b[head]), head
+        for p, row in a[head].items():
+            np.testing.assert_allclose(row, b[head][p], rtol=rtol, atol=rtol)
+
+
+def tag(layer, b, k, position):
+    """A number that only this token has."""
+    return 1000.0 * (layer * B * K + b * K + k) + position
+
+
+def rows_of(layer, position) -> tuple[jax.Array, jax.Array]:
+    """Keys and values [B, T, K, D] that tell which token they belong to."""
+    b, k = jnp.arange(B)[:, None, None], jnp.arange(K)
+    rows = tag(layer, b, k, position[:, :, None])[..., None] + jnp.arange(D) / 8
+    return rows, -rows
+
+
+def init_state(b: int, k: int, s: int) -> dict:
+    """Per-slot state that is zero when a token enters, of two types, and what is remembered of a head."""
+    return {
+        "seen": jnp.zeros((b, k, s, 2)),
+        "age": jnp.zeros((b, k, s), jnp.int32),
+        "head": HeadState(jnp.zeros((b, k, 4), jnp.float32)),
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    layers: int | None
+    page_size: int
+    T: int  # tokens of a block
+    budget: int
+
+    @property
+    def L(self) -> int:
+        return self.layers or 1
+
+    def start(self) -> PagedCache:
+        most = self.budget * self.L * K + self.T
+        pages = kvjax.pages_for(self.L * B * K * (self.budget + self.T), self.L * B * K, self.page_size)
+        cache = PagedCache.init(
+            batch=B, kv_heads=K, pages=pages, page_size=self.page_size, most=most, head_dim=D, layers=self.layers,
+            init_state=init_state,
+        )  # fmt: skip
+        # A head's state is its number, so that a mix-up would show.
+        heads = jnp.arange(float(self.L * B * K * 4)).reshape(cache.state["head"].value.shape)
+        return dataclasses.replace(cache, state=cache.state | {"head": HeadState(heads)})
+
+    def put(self, cache, position):
+        """Inserts a block into each layer; the state of what is in the cache grows by one."""
+        for one in range(self.L):
+            layer = None if self.layers is None else one
+            cache = kvjax.insert(cache, *rows_of(one, position), position, layer=layer)
+        state = cache.state | {"seen": cache.state["seen"] + 1, "age": cache.state["age"] + 1}
+        return dataclasses.replace(cache, state=state)
+
+
+SHAPES = [
+    Shape(layers=None, page_size=1, T=3, budget=4),
+    Shape(layers=None, page_size=2, T=1, budget=3),
+    Shape(layers=2, page_size=2, T=5, budget=4),
+    Shape(layers=3, page_size=4, T=9, budget=6),
+    Shape(layers=2, page_size=4, T=2, budget=5),
+    Shape(layers=None, page_size=16, T=7, budget=8),
+    Shape(layers=2, page_size=16, T=9, budget=20),
+    Shape(layers=2, page_size=1, T=9, budget=3),
+]
+ALLOCATIONS = [
+    ("uniform", {}),
+    ("layer", {"cap": None}),
+    ("adakv", {"safeguard": 0.5, "cap": None}),
+    ("model", {"normalise": False, "cap": None}),
+    ("model", {"cap": None}),
+    ("pyramid", {"beta": 5.0}),
+    ("lava", {"cap": None}),
+    ("cake", {"cap": None}),
+]
+
+
+@functools.cache
+def put(shape: Shape):
+    return jax.jit(shape.put)
+
+
+@functools.cache
+def evict(shape: Shape, which: int):
+    """A jitted eviction by the scores of tokens, [L, B, K, positions]."""
+    name, options = ALLOCATIONS[which]
+    what = allocation.ALLOCATIONS[name](**options)
+
+    def run(cache: PagedCache, by_token, budget, measured):
+        owner = jnp.maximum(cache.owner, 0)
+        scores = by_token.reshape(-1, by_token.shape[-1])[owner[:, None], jnp.maximum(cache.position, 0)]
+        return kvjax.evict(cache, scores, budget, allocation=what, measured=measured)
+
+    return jax.jit(run)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@hypothesis.given(data=st.data())
+@hypothesis.settings(max_examples=15)
+def test_whatever_is_put_in_and_evicted_no_token_and_no_page_is_lost_or_shared(shape, data):
+    here = SHAPES.index(shape)
+    two = [here, (here + 3) % len(ALLOCATIONS)]  # each allocation costs seconds to compile
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+    counts = st.tuples(*[st.integers(0, shape.T)] * B)
+    blocks = data.draw(st.lists(st.tuples(counts, st.sampled_from(two)), min_size=1, max_size=8))
+    cache, brought = shape.start(), np.zeros(B, int)
+    held: dict[tuple[int, int, int], dict[int, int]] = {head: {} for head in np.ndindex(shape.L, B, K)}
+    for block, which in blocks:
+        position = np.full((B, shape.T), -1, np.int32)
+        for b, count in enumerate(block):
+            position[b, np.sort(rng.permutation(shape.T)[:count])] = brought[b] + np.arange(count)
+        brought += block
+        cache = put(shape)(cache, position)
+        for (_, b, _), tokens in held.items():
+            tokens |= {int(p): 0 for p in position[b] if p >= 0}
+            tokens.update({p: age + 1 for p, age in tokens.items()})
+        check_pages(cache, fewest=False)
+        check_content(cache, held)
+
+        most = 1 + int(rng.integers(shape.budget))
+        budget = np.array([most, shape.budget], np.int32)  # rows of their own
+        by_token = rng.choice(np.arange(1.0, 60), size=(shape.L, B, K, 100)).astype(np.float32)
+        measured = rng.choice(np.array([0, 1, 1, 4], np.float32), size=(shape.L, B, 2))
+        cache = evict(shape, which)(cache, by_token, budget, measured)
+        check_pages(cache, fewest=True)
+        kept = content(cache)
+        for b in range(B):
+            tokens = [
+                Token(one, k, p, float(by_token[one, b, k, p]))
+                for (one, row, k), in_head in held.items() if row == b for p in in_head
+            ]  # fmt: skip
+            row = Row(tokens, shape.L, K, int(budget[b]), int(brought[b]), preference=measured[:, b].prod(-1))
+            stays = {(one, k, p) for one, k in np.ndindex(shape.L, K) for p in kept[one, b, k]}
+            name, options = ALLOCATIONS[which]
+            if name not in ("pyramid", "cake") or even(held, b):
+                contests.check(name, options, row, stays)
+        held = {head: {p: age for p, age in tokens.items() if p in kept[head]} for head, tokens in held.items()}
+        check_content(cache, held)
+        assert cache.next_position.tolist() == brought.tolist()
+    np.testing.assert_array_equal(cache.state["head"].value, shape.start().state["head"].value)
+
+
+def even(held, b: int) -> bool:
+    """Whether the heads of each layer hold equally many tokens, which definitions over layers alone ask for."""
+    counts = {(one, k): len(tokens) for (one, row, k), tokens in held.items() if row == b}
+    return all(count == counts[one, 0] for (one, _), count in counts.items())
+
+
+def check_content(cache: PagedCache, held) -> None:
+    for head, tokens in content(cache).items():
+        assert set(tokens) == set(held[head])
+        for p, row in tokens.items():
+            key, age = tag(*head, p) + np.arange(D) / 8, held[head][p]
+            np.testing.assert_array_equal(row, [*key, *-key, age, age, age])  # leaves of a dict come by name
+
+
+def test_a_pool_for_the_worst_case_holds_it_and_one_page_less_does_not():
+    """Each head ends in a page with one token."""
+    slots, heads, page = 4 * 4 + 4, 4, 4
+    pages = kvjax.pages_for(slots, heads, page)
+    assert pages == 8
+    for given in (pages, pages - 1):
+        cache = PagedCache.init(batch=B, kv_heads=K, pages=given, page_size=page, most=5, head_dim=D)
+        position = jnp.broadcast_to(jnp.arange(5), (B, 5))
+        if given == pages:
+            cache = kvjax.insert(cache, *rows_of(0, position), position)
+            assert int(cache.num_free) == 0 and (cache.num_live == 5).all()
+        else:
+            with pytest.raises(ValueError, match=r"5 tokens do not fit: 4 more free slots are needed; evict first"):
+                kvjax.insert(cache, *rows_of(0, position), position)
+
+
+@hypothesis.given(counts=st.lists(st.integers(0, 40), min_size=1, max_size=8), page_size=st.integers(1, 20))
+def test_pages_for_holds_any_share_out(counts, page_size):
+    assert sum(-(-count // page_size) for count in counts) <= kvjax.pages_for(sum(counts), len(counts), page_size)
+
+
+def test_under_jit_tokens_without_a_page_are_not_stored_and_harm_no_other():
+    cache = PagedCache.init(batch=B, kv_heads=K, pages=5, page_size=2, most=4, head_dim=D)
+    position = jnp.broadcast_to(jnp.arange(3), (B, 3))
+    step = jax.jit(kvjax.insert)
+    cache = step(cache, *rows_of(0, position), position)
+    check_pages(cache, fewest=False)
+    first = content(cache)
+    assert cache.num_live.tolist() == [[3, 3], [2, 0]]
+    cache = step(cache, *rows_of(0, position + 3), position + 3)
+    check_pages(cache, fewest=False)
+    for head, tokens in first.items():
+        for p, row in tokens.items():
+            np.testing.assert_array_equal(content(cache)[head][p], row)
+
+
+def test_a_token_beyond_the_page_table_is_not_stored_under_jit():
+    cache = PagedCache.init(batch=B, kv_heads=K, pages=40, page_size=2, most=3, head_dim=D)
+    position = jnp.broadcast_to(jnp.arange(7), (B, 7))
+    cache = jax.jit(kvjax.insert)(cache, *rows_of(0, position), position)
+    check_pages(cache, fewest=True)
+    assert all(set(tokens) == {0, 1, 2, 3} for tokens in content(cache).values())
+
+
+def test_a_head_may_lose_all_its_tokens_and_come_back():
+    shape = Shape(layers=2, page_size=2, T=5, budget=4)
+    cache = shape.start()
+    for start in (0, 5):
+        cache = put(shape)(cache, jnp.broadcast_to(jnp.arange(start, start + 5), (B, 5)))
+        by_token = np.ones((2, B, K, 100), np.float32)
+        by_token[0, :, 1] = 9  # the best of head 1 of layer 0 fill the budget of the model: 2 * 2 * 2 of 5 or 10
+        cache = evict(shape, 3)(cache, by_token, np.full(B, 2, np.int32), np.zeros((2, B, 2), np.float32))
+        check_pages(cache, fewest=True)
+    counts = np.asarray(cache.num_live)
+    assert (counts[0, :, 1] == 8).all() and (counts.sum((0, 2)) == 8).all()
+    assert (np.asarray(cache.table[1]) == -1).all()
+
+
+# The same calls upon a plain cache.
+
+G, WIDTH = 2, 4
+
+
+def block_of(rng, T: int, counts, brought):
+    """Queries, keys and values of L layers, and positions; a row's tokens stand at its end."""
+    position = np.full((B, T), -1, np.int32)
+    for b, count in enumerate(counts):
+        position[b, T - count :] = brought[b] + np.arange(count)
+    q, k, v = (rng.normal(size=(2, B, T, heads, WIDTH)).astype(np.float32) for heads in (K * G, K, K))
+    return 2 * q, k, v, position
+
+
+def make_step(policy: kvjax.Policy, layers: int, frequency=None):
+    traces = []
+
+    @jax.jit
+    def step(cache, q, k, v, position, budget):
+        traces.append(q.shape)
+        outs, measured = [], []
+        paged = isinstance(cache, PagedCache)
+        pool = jnp.full(cache.position.shape, -jnp.inf)
+        for one in range(layers):
+            out, cache, seen = kvjax.observe(
+                cache, q[one], k[one], v[one], position, policy=policy, budget=budget, layer=one, frequency=frequency
+            )
+            outs.append(out)
+            measured.append(seen.measured)
+            pool = write_layer(cache, pool, seen.scores, one) if paged else pool.at[one].set(seen.scores)
+        budget = kvjax.attention.idle_rows_keep(budget, position, cache)
+        measured = None if measured[0] is None else jnp.stack(measured)
+        entered = jnp.sum(position >= 0, axis=1)
+        cache = kvjax.evict(cache, pool, budget, allocation=policy.allocation, measured=measured, entered=entered)
+        return jnp.stack(outs), cache
+
+    return step, traces
+
+
+def pair(policy: kvjax.Policy, *, T: int, budget: int, page_size: int, positions="absolute", layers: int = 2):
+    """A plain cache that masks, with slots for whatever a head may come to hold, and a paged one for the budget."""
+    most = policy.allocation.most(layers, K, budget) + T
+    one_layer = policy.init(B, K, G, most, WIDTH)
+    state = jax.tree.map(lambda leaf: jnp.stack([leaf] * layers), one_layer)
+    sizes = dict(batch=B, kv_heads=K, head_dim=WIDTH, layers=layers, positions=positions)
+    plain = KVCache.init(slots=most, state=state, **sizes)
+    heads = layers * B * K
+    paged = PagedCache.init(
+        pages=kvjax.pages_for(heads * (budget + T), heads, page_size), page_size=page_size, most=most,
+        init_state=lambda b, k, s: policy.init(b, k, G, s, WIDTH), **sizes,
+    )  # fmt: skip
+    return plain, paged
+
+
+def run_both(policy, *, blocks: int, decode: int, T: int, budget: int, page_size: int, **options):
+    rng = np.random.default_rng(5)
+    plain, paged = pair(policy, T=T, budget=budget, page_size=page_size, **options)
+    frequency = None if plain.positions == "absolute" else jnp.array([[1.0, 0.1]])
+    (step, traces), brought = make_step(policy, 2, frequency), np.zeros(B, int)
+    rows_budget = jnp.array([budget, budget - 1], jnp.int32)
+    for i in range(blocks + decode):
+        length = T if i < blocks else 1
+        counts = [length, int(rng.integers(length + 1))][:: 1 if i % 3 else -1]
+        given = block_of(rng, length, counts, brought)
+        brought += counts
+        out_plain, plain = step(plain, *given, rows_budget)
+        out_paged, paged = step(paged, *given, rows_budget)
+        np.testing.assert_allclose(out_paged, out_plain, rtol=1e-5, atol=1e-5)
+        check_pages(paged, fewest=True)
+        assert_same_tokens(plain, paged, rtol=1e-5)
+    heads = [
+        leaf
+        for leaf in jax.tree.leaves(plain.state, is_leaf=lambda x: isinstance(x, HeadState))
+        if isinstance(leaf, HeadState)
+    ]
+    others = [
+        leaf
+        for leaf in jax.tree.leaves(paged.state, is_leaf=lambda x: isinstance(x, HeadState))
+        if isinstance(leaf, HeadState)
+    ]
+    for a, b in zip(heads, others, strict=True):
+        np.testing.assert_allclose(a.value, b.value, rtol=1e-5, atol=1e-6)
+    # One program for blocks and one for decode steps, of each of the two caches.
+    assert len(traces) == 2 * ((blocks > 0) + (decode > 0))
+    return plain, paged
+
+
+@pytest.mark.parametrize("name", ["random@model(cap=3.0)", "random@layer(cap=None)"])
+def test_over_a_long_run_pages_give_what_masks_upon_a_full_cache_give(name):
+    plain, paged = run_both(kvjax.parse(name), blocks=50, decode=100, T=3, budget=5, page_size=2)
+    counts = np.asarray(plain.num_live)
+    assert counts.std() > 1 and counts.sum((0, 2)).tolist() == [2 * K * 5, 2 * K * 4]
+    assert paged.key.size < plain.key.size
+
+
+POLICIES = [
+    "h2o",
+    "tova(heads='layer')",
+    "h2o+caote@adakv",
+    "tova@layer",
+    "h2o@model",
+    "tova@pyramid(beta=4.0)",
+    "h2o@lava",
+    "h2o@cake(window=3)",
+    "snapkv(window=2)@model",
+    "h2o+protect(sinks=1,recent=2)@adakv(safeguard=0.5)",
+]
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_pages_give_what_masks_give_whatever_the_policy(name):
+    run_both(kvjax.parse(name), blocks=8, decode=8, T=3, budget=6, page_size=4)
+
+
+def test_without_layers_attend_evicts_from_pages_in_one_call():
+    policy = kvjax.parse("h2o@layer")
+    plain = KVCache.init(batch=B, kv_heads=K, slots=2 * 5 + 3, head_dim=WIDTH, state=policy.init(B, K, G, 13, WIDTH))
+    paged = PagedCache.init(
+        batch=B, kv_heads=K, pages=16, page_size=4, most=13, head_dim=WIDTH,
+        init_state=lambda b, k, s: policy.init(b, k, G, s, WIDTH),
+    )  # fmt: skip
+    step = jax.jit(functools.partial(kvjax.attend, policy=policy, budget=5))
+    rng, brought = np.random.default_rng(0), np.zeros(B, int)
+    for counts in ([3, 3], [3, 1], [3, 0], [2, 3], [3, 3], [0, 3]):
+        q, k, v, position = block_of(rng, 3, counts, brought)
+        brought += counts
+        out_plain, plain = step(plain, q[0], k[0], v[0], position)
+        out_paged, paged = step(paged, q[0], k[0], v[0], position)
+        np.testing.assert_allclose(out_paged, out_plain, rtol=1e-5, atol=1e-5)
+        check_pages(paged, fewest=True)
+        assert_same_tokens(plain, paged, rtol=1e-5)
+
+
+def test_without_a_policy_pages_only_grow():
+    cache = PagedCache.init(batch=B, kv_heads=K, pages=12, page_size=2, most=6, head_dim=WIDTH)
+    rng = np.random.default_rng(0)
+    q, k, v, position = block_of(rng, 3, [3, 1], [0, 0])
+    block = [jnp.asarray(x) for x in (q[0], k[0], v[0], position)]
+    out, cache, seen = kvjax.observe(cache, *block, policy=None)
+    plain = KVCache.init(batch=B, kv_heads=K, slots=6, head_dim=WIDTH)
+    expected, _ = kvjax.attend(plain, *block)
+    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-6)
+    assert seen is None and cache.num_live.tolist() == [[3, 3], [1, 1]]
+
+
+# Packing.
+
+
+@pytest.mark.parametrize("layers", [None, 3])
+@pytest.mark.parametrize("page_size", [1, 2, 4, 16])
+@hypothesis.given(seed=st.integers(0, 2**32 - 1))
+@hypothesis.settings(max_examples=10)
+def test_packing_keeps_tokens_and_takes_the_fewest_pages(layers, page_size, seed):
+    rng, S = np.random.default_rng(seed), 9
+    shape = (*(() if layers is None else (layers,)), B, K)
+    position = np.full((*shape, S), -1, np.int32)
+    for head in np.ndindex(shape):
+        count = rng.integers(S + 1)
+        position[head][rng.permutation(S)[:count]] = rng.permutation(40)[:count]
+    rows = jnp.asarray(rng.normal(size=(*shape, S, D)), jnp.float32)
+    state = {
+        "seen": jnp.asarray(rng.normal(size=(*shape, S, 2)), jnp.float32),
+        "age": jnp.asarray(rng.integers(9, size=(*shape, S)), jnp.int32),
+        "head": HeadState(jnp.asarray(rng.normal(size=(*shape, 4)), jnp.float32)),
+    }
+    plain = KVCache(rows, -rows, jnp.asarray(position), jnp.full(B, 40, jnp.int32), state, "compact")
+    need = int((-(-np.asarray(plain.num_live) // page_size)).sum())
+    pages = need + int(rng.integers(3))
+    paged = pack(max(pages, 1), page_size)(plain)
+    check_pages(paged, fewest=True)
+    assert_same_tokens(plain, paged)
+    assert int(paged.num_free) == max(pages, 1) - need
+    assert paged.positions == "compact" and paged.next_position.tolist() == [40] * B
+    assert paged.state["age"].dtype == jnp.int32
+    np.testing.assert_array_equal(paged.state["head"].value, state["head"].value)
+
+
+@functools.cache
+def pack(pages: int, page_size: int):
+    return functools.partial(kvjax.pack, pages=pages, page_size=page_size, most=9)
+
+
+def test_a_packed_cache_goes_on_where_the_plain_one_does():
+    policy = kvjax.parse("h2o@model")
+    plain, paged = pair(policy, T=3, budget=5, page_size=4)
+    (step, _), rng, brought = make_step(policy, 2), np.random.default_rng(6), np.zeros(B, int)
+    for i in range(9):
+        if i == 4:
+            packed = kvjax.pack(plain, pages=paged.owner.shape[0], page_size=4, most=plain.num_slots)
+            for a, b in zip(jax.tree.leaves(packed), jax.tree.leaves(paged), strict=True):
+                assert (a.shape, a.dtype) == (b.shape, b.dtype)
+            paged = packed
+        given = block_of(rng, 3, [3, 2], brought)
+        brought += [3, 2]
+        expected, plain = step(plain, *given, jnp.full(B, 5))
+        if i >= 4:
+            out, paged = step(paged, *given, jnp.full(B, 5))
+            np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
+            assert_same_tokens(plain, paged, rtol=1e-5)
+            check_pages(paged, fewest=True)
+
+
+def test_packing_into_too_few_pages_loses_tokens_and_shares_none():
+    cache = KVCache.init(batch=B, kv_heads=K, slots=4, head_dim=D)
+    position = jnp.broadcast_to(jnp.arange(4), (B, 4))
+    cache = kvjax.insert(cache, *rows_of(0, position), position)
+    paged = kvjax.pack(cache, pages=5, page_size=2, most=4)
+    check_pages(paged, fewest=True)
+    assert sum(map(len, content(paged).values())) == 10
+    short = kvjax.pack(cache, pages=9, page_size=2, most=2)
+    check_pages(short, fewest=True)
+    assert (short.num_live == 2).all()
+
+
+# Layers and bytes.
+
+
+def test_a_layer_of_pages_is_a_plain_cache_and_so_is_one_head_of_it():
+    shape = Shape(layers=2, page_size=4, T=5, budget=4)
+    cache = put(shape)(shape.start(), jnp.array([[0, 1, 2, 3, 4], [0, 1, -1, -1, -1]]))
+    layer = cache.layer(1)
+    assert isinstance(layer, KVCache) and layer.num_slots == cache.num_slots
+    assert layer.num_live.tolist() == [[5, 5], [2, 2]]
+    np.testing.assert_array_equal(layer.state["head"].value, cache.state["head"].value[1])
+    assert (jnp.where(layer.live, layer.state["age"], 1) == 1).all()
+    for head in range(K):
+        one = jax.jit(lambda cache, head: cache.layer(1, head))(cache, head)
+        for a, b in zip(jax.tree.leaves(one.state), jax.tree.leaves(layer.state), strict=True):
+            np.testing.assert_array_equal(a, b[:, head : head + 1])
+        for name in ("key", "value", "position"):
+            np.testing.assert_array_equal(getattr(one, name), getattr(layer, name)[:, head : head + 1])
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(jnp.float32, 4), (jnp.bfloat16, 2)])
+def test_nbytes_counts_pages_table_free_list_and_state(dtype, size):
+    P, page, layers, most = 50, 4, 3, 21
+    cache = PagedCache.init(
+        batch=B, kv_heads=K, pages=P, page_size=page, most=most, head_dim=D, layers=layers, dtype=dtype,
+        init_state=init_state,
+    )  # fmt: skip
+    heads = layers * B * K
+    slots = P * page * (2 * D * size + 4 + 2 * 4 + 4)
+    assert cache.nbytes == slots + heads * (6 * 4 + 4 * 4) + 2 * 4 * P + 4 + 4 * B
+
+
+def test_a_pool_for_the_total_budget_is_little_larger_than_an_even_cache_of_it():
+    layers, budget, D = 4, 128, 64
+    sizes = dict(batch=1, kv_heads=8, head_dim=D, layers=layers)
+    even = KVCache.init(slots=budget, **sizes)
+    pages = kvjax.pages_for(layers * 8 * budget, layers * 8, 16)
+    most = allocation.model().most(layers, 8, budget)
+    paged = PagedCache.init(pages=pages, page_size=16, most=most, **sizes)
+    full = KVCache.init(slots=most, **sizes)
+    assert paged.nbytes < 1.2 * even.nbytes < full.nbytes / 6
+
+
+@pytest.mark.parametrize("layers", [None, 2])
+@pytest.mark.parametrize("tokens", [1, 16])
+def test_a_donated_pool_is_updated_in_place(layers, tokens):
+    """An allocation that changes moves pages, not the cache."""
+    cache = PagedCache.init(batch=2, kv_heads=2, pages=64, page_size=8, most=96, head_dim=8, layers=layers)
+
+    def step(cache, key, value, scores):
+        cache = kvjax.insert(cache, key, value, layer=None if layers is None else jnp.int32(1))
+        return kvjax.evict(cache, scores, 24, allocation="layer")
+
+    rows, scores = jnp.ones((2, tokens, 2, 8)), jnp.ones((64, 8))
+    program = jax.jit(step, donate_argnums=0).lower(cache, rows, rows, scores).compile()
+    text = program.as_text()
+    aliases = re.search(r"input_output_alias=\{(.*?)\}, entry", text).group(1)
+    aliased = {(int(out), int(into)) for out, into in re.findall(r"\{(\d+)\}: \((\d+), \{\}", aliases)}
+    assert {(0, 0), (1, 1), (2, 2)} <= aliased  # key, value, position
+    assert "f32[64,8,8]" in text
+    assert not re.findall(r"f32\[64,8,8\]\S* copy\(.*", text)
+
+
+# Errors.
+
+
+def test_more_tokens_than_a_head_may_hold_are_refused_outside_jit():
+    cache = PagedCache.init(batch=B, kv_heads=K, pages=40, page_size=2, most=4, head_dim=D)
+    position = jnp.broadcast_to(jnp.arange(5), (B, 5))
+    with pytest.raises(ValueError, match=r"5 tokens do not fit: 1 more free slots are needed; evict first"):
+        kvjax.insert(cache, *rows_of(0, position), position)
+
+
+@pytest.mark.parametrize("name", ["batch", "kv_heads", "page_size", "most", "head_dim"])
+def test_a_size_below_one_is_refused(name):
+    sizes = dict(batch=1, kv_heads=1, pages=1, page_size=1, most=1, head_dim=1) | {name: 0}
+    with pytest.raises(ValueError, match=rf"{name} is 0; a cache needs at least 1"):
+        PagedCache.init(**sizes)
+
+
+@pytest.mark.bad_input
+def test_unknown_positions_are_refused():
+    with pytest.raises(ValueError, match=r"unknown positions 'rank'; there are 'absolute', 'compact' and 'index'"):
+        PagedCache.init(batch=1, kv_heads=1, pages=1, page_size=1, most=1, head_dim=1, positions="rank")
+
+
+def test_no_layers_are_refused():
+    with pytest.raises(ValueError, match=r"layers is 0; a cache needs at least 1"):
+        PagedCache.init(batch=1, kv_heads=1, pages=1, page_size=1, most=1, head_dim=1, layers=0)
+
+
+def test_fewer_pages_than_heads_are_refused():
+    with pytest.raises(ValueError, match=r"7 pages were given for 8 heads; give at least one a head \(see pages_for\)"):
+        PagedCache.init(batch=2, kv_heads=2, layers=2, pages=7, page_size=4, most=4, head_dim=D)
+
+
+@pytest.mark.bad_input
+def test_rows_and_scores_that_do_not_fit_are_refused():
+    cache = PagedCache.init(batch=B, kv_heads=K, pages=8, page_size=2, most=4, head_dim=D)
+    with pytest.raises(ValueError, match=r"do not fit a cache with B, K = \(2, 2\) and D = 3"):
+        kvjax.insert(cache, jnp.ones((B, 1, K + 1, D)), jnp.ones((B, 1, K + 1, D)))
+    with pytest.raises(ValueError, match=r"scores \(2, 2, 4\) do not fit the slots: expected \(8, 2\)"):
+        kvjax.evict(cache, jnp.ones((B, K, 4)), 2)
+    with pytest.raises(ValueError, match=r"the budget is 0; at least 1 token must stay"):
+        kvjax.evict(cache, jnp.ones((8, 2)), 0)
+    with pytest.raises(ValueError, match=r"layer= was given, but the cache has no layers"):
+        kvjax.insert(cache, *rows_of(0, jnp.zeros((B, 1), jnp.int32)), layer=0)
+
+
+def test_one_layer_of_pages_is_not_evicted_alone():
+    cache = PagedCache.init(batch=B, kv_heads=K, pages=8, page_size=2, most=4, head_dim=D, layers=2)
+    with pytest.raises(ValueError, match=r"a paged cache evicts in all its layers at once, .*; leave layer out"):
+        kvjax.evict(cache, jnp.ones((8, 2)), 2, layer=0)
+    x = jnp.ones((B, 1, K, D))
+    with pytest.raises(
+        ValueError, match=r"'h2o' cannot evict from one layer of a paged cache of 2: observe each layer"
+    ):
+        kvjax.attend(cache, x, x, x, policy=kvjax.parse("h2o"), budget=2, layer=0)
