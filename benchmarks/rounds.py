@@ -26,7 +26,7 @@ def measure(links: list[str], budget: int, block: int, repetitions: int) -> list
     S = budget + block
     keys = jax.random.split(jax.random.key(0), 3)
     A = jax.nn.softmax(2 * jax.random.normal(keys[0], (1, K, G, S)))
-    cache = kvjax.KVCache.init(batch=1, kv_heads=K, slots=S, head_dim=D)
+    cache: Any = kvjax.KVCache.init(batch=1, kv_heads=K, slots=S, head_dim=D)
     V = jax.random.normal(keys[1], (1, S, K, D))
     cache = kvjax.insert(cache, V, V)
     projection = kvjax.output_projection(jax.random.normal(keys[2], (K * G, D, K * G * D)) / 64, K, ["factor", "gram"])

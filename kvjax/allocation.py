@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.selection import best_of_groups
+from kvjax.selection import best_of_groups, share_of
 
 if TYPE_CHECKING:
     from kvjax.policy import Observation
@@ -359,7 +359,7 @@ def parse_allocation(name: str) -> Allocation:
 def _keep_in_layer(safeguard: int | float, cap: int | float | None, c: Contest) -> Array:
     if safeguard:
         B = c.budget.shape[0]
-        safe = _times(safeguard, c.budget)
+        safe = share_of(safeguard, c.budget)
         own = c.best("head", jnp.broadcast_to(safe[:, None], (c.layers, B, c.heads)))
         c = c._replace(scores=jnp.where(own, jnp.inf, c.scores))
     return _capped(c, cap).best("layer", jnp.broadcast_to(c.budget * c.heads, (c.layers, c.budget.shape[0])))
@@ -369,7 +369,7 @@ def _capped(c: Contest, cap: int | float | None) -> Contest:
     """Leaves each head's best ``cap * budget`` tokens in the contest."""
     if cap is None:
         return c
-    limit = _times(min(cap, c.layers * c.heads), c.budget)
+    limit = share_of(min(cap, c.layers * c.heads), c.budget)
     allowed = c.best("head", jnp.broadcast_to(limit[:, None], (c.layers, c.budget.shape[0], c.heads)))
     return c._replace(position=jnp.where(allowed, c.position, -1))
 
@@ -394,7 +394,7 @@ def _layer_budgets(c: Contest, share: Callable[[Array, Array], Array], cap: int 
     """
     held = c.sum(c.live, "layer") * each // c.heads
     if cap is not None:
-        held = jnp.minimum(held, _times(min(cap, c.layers * c.heads), c.budget) * each)
+        held = jnp.minimum(held, share_of(min(cap, c.layers * c.heads), c.budget) * each)
     fixed = jnp.minimum(_protected_of_a_head(c) * each, held)
     room = held - fixed
     total = jnp.minimum(c.budget * each * c.layers - jnp.sum(fixed, axis=0), jnp.sum(room, axis=0))
@@ -446,13 +446,7 @@ def _most(scope: Scope, cap: int | float | None) -> Callable[[int, int, int], in
 
 
 def _limit(cap: int | float | None, budget: int, total: int) -> int:
-    return total if cap is None else min(total, _times(cap, budget))
-
-
-def _times(factor: int | float, budget: Any) -> Any:
-    """floor(factor * budget), the factor to four digits, in integers: the same outside jit and inside."""
-    whole, part = divmod(round(factor * 10_000), 10_000)
-    return budget * whole + budget // 10_000 * part + budget % 10_000 * part // 10_000
+    return total if cap is None else min(total, share_of(cap, budget))
 
 
 def _check_cap(name: str, cap: int | float | None) -> None:

@@ -22,6 +22,7 @@ from kernels_pallas import ColumnStatistics
 from kvjax.allocation import UNIFORM, Allocation, parse_allocation
 from kvjax.cache import Positions
 from kvjax.projection import OutputProjection
+from kvjax.selection import share_of
 
 PyTree = Any
 Heads = Literal["group", "layer", "query"]
@@ -66,7 +67,7 @@ class Protection(NamedTuple):
 
     def counts(self, budget: Any) -> tuple[Any, Any]:
         """Both as numbers of tokens under a budget (an int, or an array of one a row); shares are rounded down."""
-        sinks, recent = (int(x) if isinstance(x, int) else _share(x, budget) for x in self)
+        sinks, recent = (int(x) if isinstance(x, int) else share_of(x, budget) for x in self)
         return sinks, recent
 
 
@@ -460,12 +461,6 @@ def _link(node: ast.expr, whole: str) -> Policy:
 
 def _base_names() -> list[str]:
     return sorted(name for name, make in LINKS.items() if make().base)
-
-
-def _share(x: float, budget: Any) -> Any:
-    """floor(x * budget), x to four digits, in integers: the same outside jit and inside, where floats are float32."""
-    n = round(x * 10_000)
-    return budget // 10_000 * n + budget % 10_000 * n // 10_000
 
 
 def _larger(a: Any, b: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -82,6 +83,18 @@ def best_of_groups(
     order = jnp.where(tied.any(axis=-1), -head, _LOWEST)[..., None]
     last = of_row(_nth_largest(order, budget - count(stays), count, of_row))[..., None]
     return stays | (tied & (order >= last))
+
+
+def share_of(share: int | float, budget: Any) -> Any:
+    """floor(share * budget), the share to four digits, in integers: inside jit floats are float32.
+
+    Example:
+        >>> from kvjax.selection import share_of
+        >>> share_of(0.29, 100)  # in floats 0.29 * 100 is 28.999...
+        29
+    """
+    whole, part = divmod(round(share * 10_000), 10_000)
+    return budget * whole + budget // 10_000 * part + budget % 10_000 * part // 10_000
 
 
 def _rank(scores: Float[Array, "*rows S"], live: Bool[Array, "*rows S"]) -> Int[Array, "*rows S"]:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import KVCache, allocation
+from kvjax import KVCache, allocation, selection
 from kvjax.allocation import parse_allocation
 from tests.kvjax import contests, definitions
 from tests.kvjax.contests import Row, Token
@@ -354,7 +354,7 @@ def test_whole_numbers_add_up_within_their_room_whatever_the_shares(shares, data
 def test_a_head_may_hold_what_the_page_table_was_made_for(cap, budget):
     most = allocation.model(cap=cap).most(32, 8, budget)
     assert most == min(round(cap * 10) * budget // 10, 256 * budget)
-    assert int(allocation._times(cap, jnp.int32(budget))) == most
+    assert int(selection.share_of(cap, jnp.int32(budget))) == most
 
 
 # The policies' side.

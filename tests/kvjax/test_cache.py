@@ -303,7 +303,9 @@ def test_a_size_below_one_is_refused(name):
     ids=["value unlike key", "head_dim", "kv_heads", "batch"],
 )
 def test_rows_that_do_not_fit_the_cache_are_refused(key, value):
-    with pytest.raises(ValueError, match=r"keys \(.*\) and values \(.*\) do not fit a cache with B, K = \(2, 2\) and D = 3"):
+    with pytest.raises(
+        ValueError, match=r"keys \(.*\) and values \(.*\) do not fit a cache with B, K = \(2, 2\) and D = 3"
+    ):
         kvjax.insert(empty(), jnp.ones(key), jnp.ones(value))
 
 
