@@ -10,14 +10,14 @@ from __future__ import annotations
 import ast
 import dataclasses
 import functools
-import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax.names import called, check_number, registered, written
 from kvjax.selection import best_of_groups, share_of
 
 if TYPE_CHECKING:
@@ -124,16 +124,7 @@ ALLOCATIONS: dict[str, Callable[..., Allocation]] = {}
 
 
 def _register(make: Callable[..., Allocation]) -> Callable[..., Allocation]:
-    """Short names find it, and equal arguments give the same object, so that compiled programs are found again."""
-    made = functools.lru_cache(maxsize=None, typed=True)(make)
-    ALLOCATIONS[make.__name__] = made
-    return made
-
-
-def _name(make: Any, **arguments: Any) -> str:
-    defaults = {name: p.default for name, p in inspect.signature(make.__wrapped__).parameters.items()}
-    changed = [f"{name}={value!r}" for name, value in arguments.items() if value != defaults[name]]
-    return f"{make.__name__}({','.join(changed)})" if changed else make.__name__
+    return registered(ALLOCATIONS, make)
 
 
 @_register
@@ -169,8 +160,7 @@ def pyramid(*, beta: int | float = 20.0) -> Allocation:
         >>> allocation.pyramid(beta=10.0).name
         'pyramid(beta=10.0)'
     """
-    if not beta >= 1:
-        raise ValueError(f"pyramid: beta is {beta!r}; give a number from 1.")
+    check_number("pyramid", "beta", beta, 1, 1e6, "a number from 1")
 
     def keep(c: Contest) -> Array:
         fixed = _protected_of_a_head(c)
@@ -180,7 +170,7 @@ def pyramid(*, beta: int | float = 20.0) -> Allocation:
         shares = first - (2 * first - 2 * free) * step
         return c.best("head", _for_each_head(_layer_budgets(c, lambda room, total: shares, 2.0, each=1), c))
 
-    return Allocation(_name(pyramid, beta=beta), keep, scope="head", most=lambda L, K, budget: 2 * budget)
+    return Allocation(written(pyramid, beta=beta), keep, scope="head", most=lambda L, K, budget: 2 * budget)
 
 
 @_register
@@ -190,17 +180,16 @@ def adakv(*, safeguard: int | float = 0.2, cap: int | float | None = 8.0) -> All
     Args:
         safeguard: which share of its budget each head keeps for its own best tokens, in [0, 1].
         cap: a head holds at most this many times the mean budget; None for no limit but the layer's total. It bounds
-            the page table and the buffer in which one head is read.
+            the page table and the buffer in which one head is read. The papers have no limit.
 
     Example:
         >>> import kvjax
         >>> str(kvjax.parse("snapkv+caote@adakv"))
         'snapkv+caote@adakv'
     """
-    if not 0 <= safeguard <= 1:
-        raise ValueError(f"adakv: safeguard is {safeguard!r}; give a share of the budget in [0, 1].")
+    check_number("adakv", "safeguard", safeguard, 0, 1, "a share of the budget in [0, 1]")
     _check_cap("adakv", cap)
-    name = _name(adakv, safeguard=safeguard, cap=cap)
+    name = written(adakv, safeguard=safeguard, cap=cap)
     return Allocation(name, functools.partial(_keep_in_layer, safeguard, cap), scope="layer", most=_most("layer", cap))
 
 
@@ -218,7 +207,7 @@ def layer(*, cap: int | float | None = 8.0) -> Allocation:
     """
     _check_cap("layer", cap)
     keep = functools.partial(_keep_in_layer, 0.0, cap)
-    return Allocation(_name(layer, cap=cap), keep, scope="layer", most=_most("layer", cap))
+    return Allocation(written(layer, cap=cap), keep, scope="layer", most=_most("layer", cap))
 
 
 @_register
@@ -242,7 +231,7 @@ def model(*, normalise: bool = True, cap: int | float | None = 8.0) -> Allocatio
         return _capped(c, cap).best("model", c.budget * c.layers * c.heads)
 
     return Allocation(
-        _name(model, normalise=normalise, cap=cap), keep, scope="model", most=_most("model", cap),
+        written(model, normalise=normalise, cap=cap), keep, scope="model", most=_most("model", cap),
         needs_nonnegative=normalise,
     )  # fmt: skip
 
@@ -273,8 +262,7 @@ def cake(
     if window is not None and (not isinstance(window, int) or window < 2):
         raise ValueError(f"cake: window is {window!r}; a variance needs at least 2 queries.")
     for what, exponent in (("space", space), ("time", time)):
-        if not exponent > 0:
-            raise ValueError(f"cake: {what} is {exponent!r}; give a number above 0.")
+        check_number("cake", what, exponent, 1e-6, 1e6, "a number above 0")
     _check_cap("cake", cap)
 
     def measure(o: Observation) -> Array:
@@ -291,7 +279,7 @@ def cake(
         weight = jnp.where(jnp.sum(preference, axis=0) > 0, preference, jnp.maximum(held, 0))
         return c.best("head", _for_each_head(_layer_budgets(c, _in_proportion(weight), cap, each=1), c))
 
-    name = _name(cake, window=window, space=space, time=time, cap=cap)
+    name = written(cake, window=window, space=space, time=time, cap=cap)
     return Allocation(
         name, keep, scope="head", most=lambda L, K, budget: _limit(cap, budget, L * budget),
         measure=measure, measures=2, statistics=frozenset({"window_log", "window_variance"}),
@@ -321,7 +309,7 @@ def lava(*, cap: int | float | None = 8.0) -> Allocation:
         c = _capped(c, cap)
         return c.best("layer", _layer_budgets(c, _in_proportion(weight), cap, each=c.heads))
 
-    return Allocation(_name(lava, cap=cap), keep, scope="model", most=_most("model", cap), needs_nonnegative=True)
+    return Allocation(written(lava, cap=cap), keep, scope="model", most=_most("model", cap), needs_nonnegative=True)
 
 
 @functools.cache
@@ -336,24 +324,12 @@ def parse_allocation(name: str) -> Allocation:
         >>> allocation.parse_allocation("model(normalise=False)").name
         'model(normalise=False)'
     """
-    malformed = f"the allocation {name!r} is malformed; write it like 'model' or 'adakv(safeguard=0.2)'."
+    how = "write it like 'model' or 'adakv(safeguard=0.2)'"
     try:
         tree = ast.parse(name.strip(), mode="eval").body
     except (SyntaxError, ValueError):
-        raise ValueError(malformed) from None
-    call = tree if isinstance(tree, ast.Call) else ast.Call(tree, [], [])
-    if not isinstance(call.func, ast.Name) or call.args or any(keyword.arg is None for keyword in call.keywords):
-        raise ValueError(malformed)
-    if call.func.id not in ALLOCATIONS:
-        raise ValueError(f"unknown allocation {call.func.id!r}; there are {', '.join(sorted(ALLOCATIONS))}.")
-    try:
-        arguments = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
-    except ValueError:
-        raise ValueError(malformed) from None
-    try:
-        return ALLOCATIONS[call.func.id](**arguments)
-    except TypeError as error:
-        raise ValueError(f"the allocation {name!r}: {str(error).replace('()', '')}.") from None
+        raise ValueError(f"the allocation {name!r} is malformed; {how}.") from None
+    return called(tree, ALLOCATIONS, "allocation", name.strip(), how)
 
 
 def _keep_in_layer(safeguard: int | float, cap: int | float | None, c: Contest) -> Array:
@@ -450,8 +426,8 @@ def _limit(cap: int | float | None, budget: int, total: int) -> int:
 
 
 def _check_cap(name: str, cap: int | float | None) -> None:
-    if cap is not None and not 1 <= cap < float("inf"):
-        raise ValueError(f"{name}: cap is {cap!r}; give a multiple of the budget from 1, or None for no limit.")
+    if cap is not None:
+        check_number(name, "cap", cap, 1, 1e9, "a multiple of the budget from 1, or None for no limit")
 
 
 UNIFORM = uniform()

@@ -43,6 +43,7 @@ def attend(
     scale: float | None = None,
     frequency: Float[Array, "rows half"] | None = None,
     projection: OutputProjection | None = None,
+    decoding: bool | None = None,
     implementation: Literal["auto", "reference"] = "auto",
 ) -> tuple[Float[Array, "B T N D"], Cache]:
     """Attention of a block over the cache and itself; afterwards each head holds at most ``budget`` tokens.
@@ -64,10 +65,12 @@ def attend(
         frequency: the rotary angle per position of each pair of elements, one row for all or one a row; needed where
             keys are turned (``positions`` of the cache) or a score asks for it.
         projection: what the policy reads of the layer's output projection (:func:`kvjax.output_projection`).
+        decoding: whether the context was compressed before this block; by default one token is a decode step.
         implementation: of the attention; see :func:`kernels_pallas.cache_attention`.
 
     Returns:
-        The attention's output and the cache.
+        The attention's output and the cache. Gradients flow through it, but not backwards through a paged cache, whose
+        pages move in a loop of unknown length.
 
     Raises:
         ValueError: shapes that do not fit, no room for the tokens (outside jit), a budget (an int) below 1 or smaller
@@ -108,6 +111,7 @@ def attend(
         scale=scale,
         frequency=frequency,
         projection=projection,
+        decoding=decoding,
         implementation=implementation,
     )
     if policy is None or observed is None or budget is None:
@@ -141,12 +145,14 @@ def observe(
     scale: float | None = None,
     frequency: Float[Array, "rows half"] | None = None,
     projection: OutputProjection | None = None,
+    decoding: bool | None = None,
     implementation: Literal["auto", "reference"] = "auto",
 ) -> tuple[Float[Array, "B T N D"], Cache, Observed | None]:
     """:func:`attend` without the eviction: for allocations that compare the scores of all layers.
 
     Args:
         budget: what the policy's shares of the budget refer to; all slots if None.
+        decoding: whether the context was compressed before this block; by default one token is a decode step.
 
     Returns:
         The attention's output, the cache with the block in it, and what the policy says (None without one).
@@ -175,6 +181,8 @@ def observe(
             f"positions={cache.positions!r} turn keys, but no rotary frequencies were given; hand over frequency=, or "
             "take positions='absolute' for a model without rotary positions."
         )
+    if policy is not None:
+        _check_policy(policy, cache, N // K)
     frequency = None if frequency is None else jax.lax.stop_gradient(frequency)
     if cache.positions == "index":
         query, key = _turn_to_index(cache, query, key, position, frequency, layer)
@@ -187,6 +195,7 @@ def observe(
         sliding_window,
         scale,
         frequency,
+        decoding,
         implementation,
     )
     grouped = query.reshape(B, T, K, N // K, -1)
@@ -221,6 +230,27 @@ def store_scores(cache: Cache, scores: Array, of_layer: Float[Array, "B K S"], l
     return scores.at[layer].set(of_layer)
 
 
+def _check_policy(policy: Policy, cache: Cache, G: int) -> None:
+    """Refuses a policy that the cache was not made for."""
+    if policy.positions not in ("absolute", cache.positions):
+        raise ValueError(
+            f"{policy.name!r} wants {policy.positions!r} positions, but the cache's are {cache.positions!r}; make the "
+            f"cache with positions={policy.positions!r}."
+        )
+    if policy.rotary and cache.positions != "absolute":
+        raise ValueError(
+            f"{policy.name!r} turns queries back by their positions in the text, but the cache's positions are "
+            f"{cache.positions!r}; make it with positions='absolute'."
+        )
+    B, K = cache.heads_shape[-2:]
+    made = jax.eval_shape(lambda: policy.init(B, K, G, 1, cache.key.shape[-1]))
+    expected: Any = jax.tree.structure(made)
+    if expected != jax.tree.structure(cache.state):
+        raise ValueError(
+            f"the cache's state is not that of {policy.name!r}; make the cache with state=policy.init(B, K, G, S, D)."
+        )
+
+
 class _Look(NamedTuple):
     """A block's queries upon some heads of a layer: attention, then the policy's scores."""
 
@@ -231,6 +261,7 @@ class _Look(NamedTuple):
     sliding_window: Any
     scale: float | None
     frequency: Float[Array, "rows half"] | None
+    decoding: bool | None
     implementation: str
 
     def at(
@@ -276,6 +307,7 @@ class _Look(NamedTuple):
         )
         # Which tokens stay is a choice, not a function to differentiate: gradients flow through the attention alone.
         before, observation = jax.lax.stop_gradient((here.state, mark_protected(policy, observation)))
+        observation = observation._replace(decoding=self.decoding)  # a Python bool, which stop_gradient would trace
         scores, state = retention_scores(policy, before, observation)
         measure = policy.allocation.measure
         return out, state, Observed(scores, None if measure is None else measure(observation))

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+import jax.numpy as jnp
+
 from kvjax.eviction_error import score as eviction_error
 from kvjax.joint_eviction import joint_score
-from kvjax.policy import Observation, Policy, Scores, no_state, register, written
+from kvjax.names import written
+from kvjax.policy import Observation, Policy, Scores, no_state, register
 from kvjax.projection import OutputProjection
 from kvjax.transforms import shares
 
@@ -69,6 +72,9 @@ def caote(
 
     def update(scores: Scores, state: Any, o: Observation) -> tuple[Scores, Any]:
         weights = shares(scores, o)
+        if through == "output":  # W_O tells the heads of a group apart, even where their scores do not
+            G = o.query.shape[2] // o.position.shape[1]
+            weights = jnp.broadcast_to(weights, (*weights.shape[:2], G, weights.shape[3]))
         behind = _projection(name, kind, o) if through == "output" else None
         if rounds == 1:
             joined = eviction_error(

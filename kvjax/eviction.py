@@ -52,6 +52,8 @@ def evict(
     """
     if isinstance(allocation, str):
         allocation = parse_allocation(allocation)
+    if not isinstance(allocation, Allocation):
+        raise ValueError(f"{allocation!r} is not an allocation; give one of kvjax.allocation, or its short name.")
     position = cache.position
     if isinstance(cache, PagedCache):
         if layer is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache import KVCache, insert_plain
@@ -71,11 +72,14 @@ def insert(
 
 
 def _lacking_slots(cache: Cache, position: Int[Array, "B T"], layer: int | Int[Array, ""] | None) -> int:
-    live = cache.num_live if layer is None else cache.num_live[layer]  # [B, K]
-    wanted = jnp.sum(position >= 0, axis=1)[:, None] + live
-    lacking = int(jnp.max(wanted - cache.num_slots))
-    if isinstance(cache, PagedCache):
-        table = cache.table if layer is None else cache.table[layer]
-        pages = jnp.maximum(-(-wanted // cache.page_size) - jnp.sum(table >= 0, axis=-1), 0)
-        lacking = max(lacking, int(jnp.sum(pages) - cache.num_free) * cache.page_size)
-    return lacking
+    # NumPy throughout: inside jit, jnp would turn even known arrays into tracers.
+    live = np.asarray(cache.position) >= 0
+    entering = np.sum(np.asarray(position) >= 0, axis=1)[:, None]  # [B, 1]
+    if not isinstance(cache, PagedCache):
+        held = live.sum(axis=-1) if layer is None else live[layer].sum(axis=-1)  # [B, K]
+        return int((entering + held - cache.num_slots).max())
+    table = np.asarray(cache.table) if layer is None else np.asarray(cache.table)[layer]
+    held = np.where(table >= 0, live.sum(axis=-1)[table], 0).sum(axis=-1)
+    wanted = entering + held
+    pages = np.maximum(-(-wanted // cache.page_size) - np.sum(table >= 0, axis=-1), 0).sum() - int(cache.num_free)
+    return max(int((wanted - cache.num_slots).max()), int(pages) * cache.page_size)

@@ -200,6 +200,8 @@ def pages_for(slots: int, heads: int, page_size: int) -> int:
         >>> pages_for(slots=1024, heads=8, page_size=16)
         71
     """
+    if page_size < 1:
+        raise ValueError(f"page_size is {page_size}; a page has at least 1 slot.")
     return max(heads, (slots + heads * (page_size - 1)) // page_size)
 
 
@@ -316,6 +318,9 @@ def pack(cache: KVCache, *, pages: int, page_size: int, most: int) -> PagedCache
         >>> kvjax.pack(cache, pages=4, page_size=2, most=4).num_live.tolist()
         [[3, 3]]
     """
+    for name, size in {"pages": pages, "page_size": page_size, "most": most}.items():
+        if size < 1:
+            raise ValueError(f"{name} is {size}; a cache needs at least 1.")
     heads = cache.position.shape[:-1]
     S = cache.num_slots
     M = -(-most // page_size)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import ast
 import dataclasses
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -21,6 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kernels_pallas import ColumnStatistics
 from kvjax.allocation import UNIFORM, Allocation, parse_allocation
 from kvjax.cache import Positions
+from kvjax.names import called, registered
 from kvjax.projection import OutputProjection
 from kvjax.selection import share_of
 
@@ -35,8 +35,10 @@ class Observation(NamedTuple):
     ``columns`` are the block's attention statistics that the policy asked for, as ``[B, K, G, S]`` (a group's own as
     ``[B, K, 1, S]``); ``query`` and ``key`` are rotated; ``query_position`` is -1 for padding; ``position`` is -1
     where a slot is free; ``budget`` is one a row. ``protected`` are the slots that stay whatever they score. ``head``
-    numbers the KV heads at hand (all of the layer if None). ``frequency`` is the rotary angle per position, None for a
-    model without; ``output`` is what the policy asked of the layer's output projection.
+    numbers the KV heads at hand (all of the layer if None). ``decoding`` says that the context was compressed before,
+    as in decode or when a question comes after it; None takes a block of one query for that. ``frequency`` is the
+    rotary angle per position, None for a model without; ``output`` is what the policy asked of the layer's output
+    projection.
     """
 
     columns: ColumnStatistics
@@ -52,11 +54,17 @@ class Observation(NamedTuple):
     head: Int[Array, "K"] | None = None
     frequency: Float[Array, "rows half"] | None = None
     output: OutputProjection | None = None
+    decoding: bool | None = None
 
     @property
     def live(self) -> Array:
         """Which slots hold a token, bool ``[B, K, S]``."""
         return self.position >= 0
+
+    @property
+    def settled(self) -> bool:
+        """Whether this block comes after the context was compressed."""
+        return self.query.shape[1] == 1 if self.decoding is None else self.decoding
 
 
 class Protection(NamedTuple):
@@ -86,7 +94,8 @@ class Policy:
         projections: what it reads of the layer's output projection (``kvjax.projection.KINDS``).
         rotary: whether it reads the rotary frequencies.
         base: whether it makes scores rather than changing them.
-        nonnegative: whether its scores can serve as attention weights (caote asks for that).
+        nonnegative: whether its scores can serve as attention weights (caote asks for that). A link that changes scores
+            may leave this False where it keeps them as they were.
         needs_nonnegative: whether the scores that it changes must be so.
         comparable: whether scores of different heads are on one scale, so that heads may exchange slots.
         heads: who has one set of tokens: each query "group", all heads of a "layer", or each "query" head alone.
@@ -263,6 +272,8 @@ def allocated(policy: Policy, allocation: Allocation) -> Policy:
     """
     plain = policy.name.split("@")[0]
     name = plain if allocation is UNIFORM else f"{plain}@{allocation.name}"
+    if not isinstance(allocation, Allocation):
+        raise ValueError(f"{allocation!r} is not an allocation; give one of kvjax.allocation, or its short name.")
     if not allocation.even and policy.heads == "layer":
         raise ValueError(
             f"{name!r}: {plain!r} keeps one set of tokens for all heads of a layer, but {allocation.name!r} gives "
@@ -346,13 +357,12 @@ def check_block(policy: Policy, block: int) -> None:
         Traceback (most recent call last):
             ...
         ValueError: 'snapkv' observes the last 32 queries, but a block has 16: give a block of at least 32, or a \
-smaller window, such as 'snapkv(window=16)'.
+smaller window (window=16 in its name).
     """
     if policy.window > block:
-        link = policy.name.split("@")[0].split("+")[0].split("(")[0]
         raise ValueError(
             f"{policy.name!r} observes the last {policy.window} queries, but a block has {block}: give a block of at "
-            f"least {policy.window}, or a smaller window, such as '{link}(window={block})'."
+            f"least {policy.window}, or a smaller window (window={block} in its name)."
         )
 
 
@@ -408,9 +418,9 @@ def parse(name: str) -> Policy:
         raise ValueError(f"the policy {name!r} is malformed; write links joined by '+', like {_EXAMPLE}.") from None
     links = []
     while isinstance(tree, ast.BinOp) and isinstance(tree.op, ast.Add):
-        links.append(_link(tree.right, name))
+        links.append(called(tree.right, LINKS, "policy", name, f"write links joined by '+', like {_EXAMPLE}"))
         tree = tree.left
-    links.append(_link(tree, name))
+    links.append(called(tree, LINKS, "policy", name, f"write links joined by '+', like {_EXAMPLE}"))
     links.reverse()
     policy = chain(*links) if len(links) > 1 or not links[0].base else links[0]
     return policy if allocation is None else allocated(policy, allocation)
@@ -421,42 +431,8 @@ LINKS: dict[str, Callable[..., Policy]] = {}
 
 
 def register(make: Callable[..., Policy]) -> Callable[..., Policy]:
-    """Decorator of the built-in links: short names find them, and equal arguments give the same object.
-
-    Without that, each call would be a new closure, and ``jit`` would compile again.
-    """
-    make = functools.lru_cache(maxsize=None, typed=True)(make)  # typed: protect(recent=1) is not protect(recent=1.0)
-    LINKS[make.__name__] = make
-    return make
-
-
-def written(make: Any, **arguments: Any) -> str:
-    """A registered link's name with the arguments that differ from their defaults, as :func:`parse` reads it."""
-    defaults = {key: parameter.default for key, parameter in inspect.signature(make.__wrapped__).parameters.items()}
-    name = make.__name__
-    changed = [f"{key}={value!r}" for key, value in arguments.items() if value != defaults[key]]
-    return f"{name}({','.join(changed)})" if changed else name
-
-
-def _link(node: ast.expr, whole: str) -> Policy:
-    call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
-    if not isinstance(call.func, ast.Name) or call.args or any(keyword.arg is None for keyword in call.keywords):
-        raise ValueError(f"the policy {whole!r} is malformed; write links joined by '+', like {_EXAMPLE}.")
-    name = call.func.id
-    if name not in LINKS:
-        raise ValueError(f"unknown policy {name!r} in {whole!r}; there are {', '.join(sorted(LINKS))}.")
-    try:
-        arguments = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
-    except ValueError:
-        raise ValueError(
-            f"{whole!r}: the arguments of {name!r} are not plain values; write them like {_EXAMPLE}."
-        ) from None
-    if len(arguments) < len(call.keywords):
-        raise ValueError(f"{whole!r}: {name!r} is given an argument twice.")
-    try:
-        return LINKS[name](**arguments)
-    except TypeError as error:
-        raise ValueError(f"{whole!r}: {str(error).replace('()', '')}.") from None
+    """Decorator of the built-in links: short names find them, and equal arguments give the same object."""
+    return registered(LINKS, make)
 
 
 def _base_names() -> list[str]:

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, UInt
 
 from kvjax.cache import HeadState
-from kvjax.policy import Observation, Policy, Protection, Scores, base_score, no_state, register, written
+from kvjax.names import written
+from kvjax.policy import Observation, Policy, Protection, Scores, base_score, no_state, register
 from kvjax.rotary import rotate, turn
 from kvjax.transforms import check_pooling, check_protected, pooled
 
@@ -114,16 +115,16 @@ def sage(
     """SAGE-KV: after the prompt, the last query chooses once; then only the newest tokens change (arXiv 2503.08879).
 
     Of the budget, a quarter are the first tokens (sinks), a quarter the last (recent), and the rest the best of the
-    middle by the last query's attention; a prompt that comes in blocks is scored anew by each block's last query. A
-    block of one query is a decode step: there nothing is scored. The new token enters the recent window, whose oldest
-    leaves; sinks and chosen tokens stay for good. Where a prompt is shorter than the budget, the recent window takes
-    what is left of it.
+    middle by the last query's attention; a prompt that comes in blocks is scored anew by each block's last query.
+    Behind it, in decode or when a question follows, nothing is scored (``Observation.settled``): the new token enters
+    the recent window, whose oldest leaves; sinks and chosen tokens stay for good. Where a prompt is shorter than the
+    budget, the recent window takes what is left of it.
 
     Args:
         heads: who chooses: each query "group" by its mean attention, or each "query" head for a cache of its own.
         split: "fixed" quarters, or "adaptive": the shortest prefix of the first quarter, and the shortest suffix of
-            the last, that hold ``mass`` of its attention. They score 2, above any attention weight, instead of being
-            protected; the slots that they spare go to the middle.
+            the last, that hold ``mass`` of its attention. They score float32's largest number instead of being
+            protected, as their count is not known before; the slots that they spare go to the middle.
         mass: which share of a quarter's attention "adaptive" must cover, in (0, 1].
 
     Example:
@@ -142,16 +143,17 @@ def sage(
         return jnp.zeros((B, K, S), jnp.float32)  # 0 in the recent window: what came last, and what is new in decode
 
     def update(_: Scores, state: Array, o: Observation) -> tuple[Scores, Array]:
-        if o.query.shape[1] == 1:
+        if o.settled:
             return state[:, :, None], state
+        largest = jnp.finfo(jnp.float32).max
         scores = jnp.mean(o.columns.last, axis=2)
         quarter = (o.budget // 4)[:, None, None]
         sinks = o.position < quarter
         recent = o.position >= o.next_position[:, None, None] - jnp.maximum(quarter, 1)
         if split == "adaptive":
             sinks, recent = _covering(scores, o, sinks, mass, "first"), _covering(scores, o, recent, mass, "last")
-            scores = jnp.where(sinks | recent, 2, scores)
-        chosen = jnp.where(recent, 0, jnp.maximum(scores, jnp.finfo(jnp.float32).tiny))
+            scores = jnp.where(sinks | recent, largest, scores)
+        chosen = jnp.where(recent, 0, jnp.clip(scores, jnp.finfo(jnp.float32).tiny, 1))
         observed = (o.query_position >= 0).any(axis=1)[:, None, None]
         return scores[:, :, None], jnp.where(observed, chosen, state)
 

@@ -1,4 +1,4 @@
-"""What may follow a base score: normalising, pooling, protecting."""
+"""What may follow a base score: normalising, pooling, protecting, CriticalKV, and where keys are turned to."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache import Positions, nth_true
-from kvjax.policy import Observation, Policy, Protection, Scores, no_state, register, written
+from kvjax.names import written
+from kvjax.policy import Observation, Policy, Protection, Scores, no_state, register
 from kvjax.selection import keep_mask
 
 

@@ -237,8 +237,9 @@ def stream(
 ) -> Iterator[tuple[np.ndarray, Cache]]:
     """:func:`generate` as an iterator: yields each step's tokens as they come, and the cache behind them.
 
-    The prompt is fed from the host block by block, so one compilation serves prompts of any length under a budget (a
-    full cache, and ``when="prompt"``, have a buffer that depends on it). Rows that have ended yield -1.
+    The prompt is fed from the host block by block, so one compilation serves prompts of any length under a budget in
+    slots (a full cache, a ratio, and ``when="prompt"`` have buffers that depend on it). Rows that have ended yield -1.
+    A cache is good until the next step, which writes into it: look at it, or copy what you want to keep.
 
     Args:
         on_block: called after each block of the prompt with the tokens done and the tokens in all, for progress bars.
@@ -302,8 +303,9 @@ def _stream(model, prompt, rows, projection, key, plan, sampling, max_new_tokens
                 continue
             evicts = context and (plan.when == "block" or index == len(tokens) - 1)
             cache, logits = _block_step(
-                model, cache, block_tokens, position, rows.lengths, rows.budgets, projection, plan.policy, evicts
-            )
+                model, cache, block_tokens, position, rows.lengths, rows.budgets, projection, plan.policy, evicts,
+                decoding=not context,
+            )  # fmt: skip
             if on_block is not None:
                 logits.block_until_ready()
                 on_block(int(position.max()) + 1, int(rows.lengths.max()))
@@ -325,9 +327,11 @@ def _stream(model, prompt, rows, projection, key, plan, sampling, max_new_tokens
         finished = finished | np.isin(token, end)
 
 
-@functools.partial(jax.jit, static_argnames=("policy", "evicts"), donate_argnames="cache")
-def _block_step(model, cache, tokens, position, lengths, budgets, projection, policy, evicts):
-    hidden, cache = _run(model, cache, tokens, position, lengths, budgets, projection, policy, evicts)
+@functools.partial(jax.jit, static_argnames=("policy", "evicts", "decoding"), donate_argnames="cache")
+def _block_step(model, cache, tokens, position, lengths, budgets, projection, policy, evicts, decoding=False):
+    hidden, cache = _run(
+        model, cache, tokens, position, lengths, budgets, projection, policy, evicts, decoding=decoding
+    )
     return cache, model.logits(hidden[:, -1])
 
 
@@ -343,12 +347,13 @@ def _prefill(model, prompt, rows, projection, plan, all_logits=False):
     B = prompt.tokens.shape[1]
     cache = _empty_cache(model, plan, B)
 
-    def step(carry, scanned, evicts):
+    def step(carry, scanned, evicts, decoding=False):
         cache, _ = carry
         tokens, position = scanned
         hidden, cache = _run(
-            model, cache, tokens, position, rows.lengths, rows.budgets, projection, plan.policy, evicts
-        )
+            model, cache, tokens, position, rows.lengths, rows.budgets, projection, plan.policy, evicts,
+            decoding=decoding,
+        )  # fmt: skip
         return (cache, hidden[:, -1]), model.logits(hidden) if all_logits else None
 
     observe = functools.partial(step, evicts=False)
@@ -364,7 +369,8 @@ def _prefill(model, prompt, rows, projection, plan, all_logits=False):
     cache, hidden = carry
     carry = (_shrink(cache, plan), hidden)
     if prompt.question_tokens.shape[0]:
-        carry, more = jax.lax.scan(observe, carry, (prompt.question_tokens, prompt.question_positions))
+        question = (prompt.question_tokens, prompt.question_positions)
+        carry, more = jax.lax.scan(functools.partial(observe, decoding=True), carry, question)
         logits.append(more)
     cache, hidden = carry
     if not all_logits:
@@ -411,19 +417,17 @@ def _decode(model, cache, token, finished, rows, projection, step, policy, evict
         budgets = jnp.where(step % evict_every == 0, budgets, cache.num_slots)
     evicts = evict_every is not None
     hidden, cache = _run(
-        model, cache, token[:, None], position, rows.lengths, budgets, projection, policy, evicts, excess
+        model, cache, token[:, None], position, rows.lengths, budgets, projection, policy, evicts, excess, True
     )
     return model.logits(hidden[:, 0]), cache
 
 
-def _run(model, cache, tokens, position, lengths, budgets, projection, policy, evicts, excess=None):
+def _run(model, cache, tokens, position, lengths, budgets, projection, policy, evicts, excess=None, decoding=False):
     """One block, or one decode step, of all layers; without ``evicts`` the policy only observes."""
     config = model.config
     frequency = None
     if policy is not None and (policy.rotary or policy.positions != "absolute"):
         frequency, _ = rope_frequencies(config.rope, config.head_dim, lengths)
-    if not evicts:
-        budgets = None
     together = policy is not None and not policy.allocation.even
 
     def attend(carry, layer, sliding_window, query, key, value):
@@ -432,14 +436,15 @@ def _run(model, cache, tokens, position, lengths, budgets, projection, policy, e
             policy=policy,
             budget=budgets,
             layer=layer,
+            decoding=decoding,
             sliding_window=sliding_window,
             frequency=frequency,
             projection=None if projection is None else projection.layer(layer),
         )
-        if not together:
+        if evicts and policy is not None and not together:
             out, cache = kvjax.attend(cache, query, key, value, position, excess=excess, **settings)
             return out, (cache, None, None), None
-        seen: Any  # never None: there is a policy
+        seen: Any  # None without a policy, but then there is nothing to store
         out, cache, seen = kvjax.observe(cache, query, key, value, position, **settings)
         if scores is not None:
             scores = store_scores(cache, scores, seen.scores, layer)
@@ -535,12 +540,17 @@ def _blocks(tokens: np.ndarray, lengths: np.ndarray, questions: np.ndarray, bloc
     On the host: on the device each length of a prompt would compile again.
     """
     context = lengths - questions
-    longest = int(questions.max())
-    small = min(block, 1 << max(longest - 1, 0).bit_length())  # few sizes, so few compilations
+    small = max(1, min(block, _question_room(questions)))
     return _Prompt(
         *_cut(tokens, np.zeros_like(context), context, math.ceil((tokens.shape[1] - questions.min()) / block), block),
-        *_cut(tokens, context, lengths, math.ceil(longest / small), small),
+        *_cut(tokens, context, lengths, math.ceil(questions.max() / small), small),
     )
+
+
+def _question_room(questions: np.ndarray) -> int:
+    """Slots for the longest question, a power of two: few sizes, so few compilations."""
+    longest = int(questions.max())
+    return 1 << (longest - 1).bit_length() if longest else 0
 
 
 def _cut(
@@ -565,7 +575,7 @@ def _plan(
         raise ValueError(f"when is {when!r}; there are 'block' and 'prompt'.")
     if evict_every is not None and evict_every < 1:
         raise ValueError(f"evict_every is {evict_every}; give a number of steps from 1, or None for never.")
-    if page_size < 1:
+    if not isinstance(page_size, int) or page_size < 1:
         raise ValueError(f"page_size is {page_size}; a page has at least 1 slot.")
     rows = len(lengths)
     if mesh is not None and rows % mesh.shape["data"]:
@@ -596,15 +606,15 @@ def _plan(
     for row_budget in np.unique(budgets):
         kvjax.check_budget(policy, int(row_budget))
     kvjax.check_block(policy, block)
-    largest, longest_question = int(budgets.max()), int(questions.max())
+    largest, asked = int(budgets.max()), _question_room(questions)
     decode_room = reserve if evict_every is None else evict_every
     kept = _Rows(jnp.asarray(lengths), jnp.asarray(budgets), jnp.asarray(budgets + questions, jnp.int32))
     if when == "prompt":
-        room, prompt_slots = longest_question + decode_room, T - int(questions.min())
+        room, prompt_slots = decode_room, T - int(questions.min())
     else:
-        room, prompt_slots = longest_question + max(block, decode_room), 0
+        room, prompt_slots = max(block, decode_room), 0
     if policy.allocation.even:
-        slots = largest + room
+        slots = largest + asked + room
         if when == "prompt":
             slots, prompt_slots = (max(slots, prompt_slots),) * 2 if slots >= prompt_slots else (slots, prompt_slots)
         else:
@@ -617,11 +627,11 @@ def _plan(
             "allocation that gives all heads the same ('uniform'), or one device."
         )
     heads = config.num_layers * _cache_heads(config, policy)
-    most = policy.allocation.most(config.num_layers, heads // config.num_layers, largest) + room
-    total = rows * heads * (largest + room)
+    most = policy.allocation.most(config.num_layers, heads // config.num_layers, largest + asked) + room
+    held = budgets + asked + room
     if fit_prompt:
-        most, total = min(most, T + reserve), min(total, rows * heads * (T + reserve))
-    pages = kvjax.pages_for(total, rows * heads, page_size)
+        most, held = min(most, T + reserve), np.minimum(held, T + reserve)
+    pages = kvjax.pages_for(heads * int(held.sum()), rows * heads, page_size)
     return _Plan(policy, most, prompt_slots, when, evict_every, mesh, pages, page_size), kept
 
 

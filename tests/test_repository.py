@@ -27,7 +27,8 @@ FLOORS = {
     "benchmarks": {"kernels_pallas", "kvjax", "models", "evals", "train"},
 }
 # What importing a package may need, by extra; what lies behind a function may need more.
-EXTRAS = {"kernels_pallas": [], "kvjax": [], "models": [], "evals": ["eval"], "train": ["train"], "benchmarks": ["eval"]}
+EXTRAS = {"kernels_pallas": [], "kvjax": [], "models": [], "evals": ["eval"], "train": ["train"]}
+EXTRAS["benchmarks"] = ["eval"]
 # Where the import's name is not the distribution's; what comes with jax.
 DISTRIBUTIONS = {"orbax": "orbax-checkpoint", "jaxlib": "jax", "ml_dtypes": "jax"}
 

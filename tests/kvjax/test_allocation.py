@@ -393,12 +393,15 @@ def test_another_allocation_takes_the_place_of_the_first():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("greedy", "unknown allocation 'greedy'; there are adakv, cake, lava, layer, model, pyramid, uniform"),
+        (
+            "greedy",
+            "unknown allocation 'greedy' in 'greedy'; there are adakv, cake, lava, layer, model, pyramid, uniform",
+        ),
         ("", "allocation '' is malformed; write it like 'model' or"),
         ("model(", "is malformed; write it like"),
         ("model(0.2)", "is malformed; write it like"),
         ("model+layer", "is malformed; write it like"),
-        ("model(cap=x)", "is malformed; write it like"),
+        ("model(cap=x)", "the arguments of 'model' are not plain values; write it like"),
         ("model(**{})", "is malformed; write it like"),
         ("model(caps=2)", "unexpected keyword argument 'caps'"),
         ("model(cap=0.5)", r"model: cap is 0.5; give a multiple of the budget from 1, or None"),

@@ -70,7 +70,7 @@ def test_a_question_comes_after_the_context_was_compressed_on_pages(capsys):
         (["--policy", "h2o+coate", "--budget", "64"], "unknown policy 'coate'"),
         (["--policy", "h2o@modle", "--budget", "64"], "unknown allocation 'modle'"),
         (["--policy", "key_norm@model", "--budget", "64"], "put 'normalise' between"),
-        (["--policy", "snapkv", "--budget", "64", "--block", "16"], r"a smaller window, such as 'snapkv\(window=16\)'"),
+        (["--policy", "snapkv", "--budget", "64", "--block", "16"], r"a smaller window \(window=16 in its name\)"),
         (["--policy", "snapkv@layer", "--budget", "8"], "always keeps 0 first and 32 last"),
         (["--policy", "h2o+(", "--budget", "64"], "is malformed"),
         (["--policy", "snapkv", "--budget", "16"], "always keeps 0 first and 32 last"),

@@ -157,3 +157,86 @@ def test_a_step_on_pages_donates_every_array_of_the_cache():
         model(), cache, token, finished, rows, None, jax.random.key(0), 1, policy, 1, decoding.Sampling()
     )
     assert step.compile().memory_analysis().alias_size_in_bytes >= cache.key.nbytes + cache.value.nbytes
+
+
+def test_logits_of_a_hundred_steps_on_pages_are_those_of_a_masked_full_cache():
+    name, length = "h2o+caote+protect(sinks=2,recent=0.25)@model(cap=None)", 163
+    prompt = TOKENS[1, :length]
+    run = reference.run(
+        weights(), CONFIG, prompt, policy=POLICIES[name], budget=BUDGET, block=BLOCK, new_tokens=STEPS + 1
+    )
+    cache, _ = models.prefill(model(), prompt[None], policy=name, budget=BUDGET, block=BLOCK, page_size=4)
+    budgets = np.array([BUDGET], np.int32)
+    rows = decoding._Rows(np.array([length], np.int32), budgets, budgets)
+    step = jax.jit(decoding._decode, static_argnames=("policy", "evict_every"), donate_argnames="cache")
+    for number, token in enumerate(run.tokens[:STEPS]):
+        logits, cache = step(
+            model(), cache, np.array([token], np.int32), np.zeros(1, bool), rows, None, number + 1,
+            policy=kvjax.parse(name), evict_every=1,
+        )  # fmt: skip
+        np.testing.assert_allclose(logits[0], run.logits[length + number], atol=1e-4, rtol=0)
+        assert_pages_are_whole(cache)
+    assert step._cache_size() == 1
+
+
+@pytest.mark.parametrize("allocation", ["layer", "model(normalise=False)"])
+def test_a_head_that_wins_all_slots_after_a_long_question_loses_no_token(allocation):
+    favourite = kvjax.base_score("favourite", lambda o: (o.position + 1e4 * (o.head[:, None] == 0))[:, :, None] + 0.0)
+    out = models.generate(
+        model(), TOKENS[:1, :40], policy=favourite @ allocation, budget=4, block=4, question=24, max_new_tokens=40,
+        page_size=4, end=(),
+    )  # fmt: skip
+    newest = np.array([out.cache.layer(index).position.max(axis=-1)[0] for index in range(3)])
+    assert (newest[:, 0] == 40 + 40 - 2).all()
+    assert_pages_are_whole(out.cache)
+
+
+def test_pages_are_for_the_rows_budgets_not_for_the_largest_one():
+    lengths = np.array([200, 20, 20, 20])
+    tokens = np.resize(TOKENS[0], (4, 200))
+    cache, _ = models.prefill(model(), tokens, lengths, policy="h2o@layer", budget=0.2, block=8, page_size=4)
+    heads, held = 6, 40 + 4 * 3
+    assert cache.position.size <= heads * (held + 4 * 8) + heads * 4 * 4
+    assert cache.num_live.sum(axis=(0, 2)).tolist() == [240, 24, 24, 24]
+
+
+def test_questions_of_nearby_lengths_share_one_program():
+    settings = dict(policy="tova@layer", budget=9, block=4, max_new_tokens=3, end=())
+    sizes = []
+    for question in (5, 7, 8):
+        list(models.stream(model(), TOKENS[:1, :60], question=question, **settings))
+        sizes.append(decoding._token_step._cache_size())
+    assert sizes[0] == sizes[1] == sizes[2]
+
+
+@pytest.mark.parametrize("when", ["block", "prompt"])
+@pytest.mark.parametrize("question", [1, 9])
+def test_sage_does_not_choose_anew_when_the_question_comes(when, question):
+    settings = dict(policy="sage", budget=16, block=16, when=when)
+    asked, _ = models.prefill(model(), TOKENS[:1, :64], question=question, **settings)
+    alone, _ = models.prefill(model(), TOKENS[:1, : 64 - question], **settings)
+    kept, kept_alone = kept_tokens(asked), kept_tokens(alone)
+    np.testing.assert_array_equal(kept[..., : 64 - question], kept_alone[..., : 64 - question])
+    for layer in range(3):
+        views = [cache.layer(layer) for cache in (asked, alone)]
+        states = [dict(zip(v.position.ravel().tolist(), v.state.ravel().tolist(), strict=True)) for v in views]
+        assert all(states[0][p] == pytest.approx(states[1][p], rel=1e-4) for p in states[1] if p >= 0)
+
+
+def test_sage_scores_a_prompt_that_comes_token_by_token():
+    kept = [
+        kept_tokens(models.prefill(model(), TOKENS[:1, :60], policy=name, budget=16, block=1).cache)
+        for name in ("sage", "streaming(sinks=4)")
+    ]
+    assert (kept[0] != kept[1]).any()
+
+
+BASES = ("h2o", "tova", "snapkv(window=4)", "streaming", "random", "sage", "laprox(window=4)", "cake(window=4)")
+BASES = (*BASES, "lava(window=4)", "expected_attention", "keydiff+normalise", "key_norm+normalise", "h2o+critical")
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_caote_through_the_output_goes_behind_every_score(base):
+    policy = kvjax.parse(f"{base}+caote(through='output')@layer")
+    cache, logits = models.prefill(model(), TOKENS[:1, :40], policy=policy, budget=12, block=8)
+    assert np.isfinite(logits).all() and (cache.num_live.sum(axis=-1) == 24).all()

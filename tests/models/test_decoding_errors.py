@@ -46,6 +46,44 @@ RUNS = {
     "a policy without a budget": (dict(policy="h2o"), r"the policy 'h2o' needs a budget: slots per head, or a ratio"),
     "a budget without a policy": (dict(budget=16), r"a budget of 16 was given without a policy"),
     "a budget for the full cache": (dict(policy="full", budget=16), r"a budget of 16 was given without a policy"),
+    "an unknown allocation": (
+        dict(policy="h2o@modle", budget=16),
+        r"'h2o@modle': unknown allocation 'modle' in 'modle'; there are adakv, .*model",
+    ),
+    "an allocation for scores that can be negative": (
+        dict(policy="key_norm@model", budget=16),
+        r"'key_norm@model': 'model' divides scores .* put 'normalise' between",
+    ),
+    "an allocation of one layer's set": (
+        dict(policy="tova(heads='layer')@layer", budget=16),
+        r"keeps one set of tokens for all heads of a layer, but 'layer' gives",
+    ),
+    "an allocation of scores that only order a head": (
+        dict(policy="h2o+caote(rounds=2)@layer", budget=16),
+        r"'layer' needs scores that heads can compare, .* take rounds=1",
+    ),
+    "a total smaller than what all heads protect": (
+        dict(policy="snapkv(window=12)@model", budget=10),
+        r"the budget is 10 tokens, but .*@model' always keeps 0 first and 12 last",
+    ),
+    "a safeguard that is no share": (
+        dict(policy="h2o@adakv(safeguard=2.0)", budget=16),
+        r"adakv: safeguard is 2.0; give a share of the budget in \[0, 1\]",
+    ),
+    "a cap that is text": (dict(policy="h2o@layer(cap='x')", budget=16), r"layer: cap is 'x'; give a multiple"),
+    "an argument twice": (dict(policy="h2o@model(cap=2,cap=3)", budget=16), r"malformed|an argument twice"),
+    "a window larger than the block": (
+        dict(policy="snapkv(window=16)", budget=20, block=8),
+        r"observes the last 16 queries, but a block has 8: give a block of at least 16, or a smaller window",
+    ),
+    "a page of nothing": (dict(policy="h2o@layer", budget=16, page_size=0), r"page_size is 0; a page has at least 1"),
+    "half a slot a page": (dict(policy="h2o@layer", budget=16, page_size=2.5), r"page_size is 2.5; a page has at"),
+    "a question without a context": (dict(policy="h2o", budget=16, question=40), r"some context must stand before it"),
+    "a negative question": (dict(policy="h2o", budget=16, question=-1), r"questions of \[-1\] tokens were given"),
+    "rotations under turned positions": (
+        dict(policy="expected_attention+positions", budget=16),
+        r"turns queries back by their positions in the text, but the cache's are 'compact'",
+    ),
     "an empty block": (dict(policy="h2o", budget=16, block=0), r"block is 0; a block has at least 1 token"),
     "an unknown moment": (
         dict(policy="h2o", budget=16, when="never"),

@@ -1,0 +1,64 @@
+"""Short names: how command lines write links and allocations, and how equal ones become the same object."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+
+def registered(table: dict[str, Callable[..., Any]], make: Callable[..., Any]) -> Callable[..., Any]:
+    """Puts a maker into the table of short names; equal arguments then give the same object.
+
+    Without that, each call would be a new closure, and ``jit`` would compile again.
+    """
+    made = functools.lru_cache(maxsize=None, typed=True)(make)  # typed: protect(recent=1) is not protect(recent=1.0)
+    table[make.__name__] = made
+    return made
+
+
+def written(make: Any, **arguments: Any) -> str:
+    """A registered maker's name with the arguments that differ from their defaults, as :func:`called` reads it."""
+    defaults = {key: parameter.default for key, parameter in inspect.signature(make.__wrapped__).parameters.items()}
+    changed = [f"{key}={value!r}" for key, value in arguments.items() if value != defaults[key]]
+    return f"{make.__name__}({','.join(changed)})" if changed else make.__name__
+
+
+def called(node: ast.expr, table: dict[str, Callable[..., Any]], kind: str, whole: str, how: str) -> Any:
+    """What ``name`` or ``name(argument=value, ...)`` stands for.
+
+    Args:
+        kind: what is looked for, "policy" or "allocation"; ``whole`` is all that was written; ``how`` says how to
+            write it.
+
+    Raises:
+        ValueError: an unknown name or argument, or values that are not plain.
+    """
+    call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
+    if not isinstance(call.func, ast.Name) or call.args or any(keyword.arg is None for keyword in call.keywords):
+        raise ValueError(f"the {kind} {whole!r} is malformed; {how}.")
+    name = call.func.id
+    if name not in table:
+        raise ValueError(f"unknown {kind} {name!r} in {whole!r}; there are {', '.join(sorted(table))}.")
+    try:
+        arguments = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
+    except ValueError:
+        raise ValueError(f"{whole!r}: the arguments of {name!r} are not plain values; {how}.") from None
+    if len(arguments) < len(call.keywords):
+        raise ValueError(f"{whole!r}: {name!r} is given an argument twice.")
+    try:
+        return table[name](**arguments)
+    except TypeError as error:
+        raise ValueError(f"{whole!r}: {str(error).replace('()', '')}.") from None
+
+
+def check_number(name: str, what: str, value: Any, low: float, high: float, expected: str) -> None:
+    """Refuses what is not a number in [low, high].
+
+    Raises:
+        ValueError: naming the maker, the argument, its value and what was expected.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+        raise ValueError(f"{name}: {what} is {value!r}; give {expected}.")
