@@ -2,5 +2,6 @@
 
 from kernels_pallas.cache_attention.api import cache_attention
 from kernels_pallas.cache_attention.reference import STATISTICS, ColumnStatistics
+from kernels_pallas.mse_logits.api import mse_logits
 
-__all__ = ["STATISTICS", "ColumnStatistics", "cache_attention"]
+__all__ = ["STATISTICS", "ColumnStatistics", "cache_attention", "mse_logits"]

@@ -1,5 +1,6 @@
 """Decoders that run under a KV budget: load, prefill, generate."""
 
+from models.butler import Butler, ButlerConfig, butler_input, load_butler, save_butler
 from models.config import Config
 from models.decoder import Decoder
 from models.decoding import Generation, Prefilled, generate, output_projection, prefill, stream
@@ -8,16 +9,21 @@ from models.save import save
 from models.tokenizer import Tokenizer
 
 __all__ = [
+    "Butler",
+    "ButlerConfig",
     "Config",
     "Decoder",
     "Generation",
     "Prefilled",
     "Tokenizer",
+    "butler_input",
     "generate",
     "load",
+    "load_butler",
     "output_projection",
     "parse_mesh",
     "prefill",
     "save",
+    "save_butler",
     "stream",
 ]

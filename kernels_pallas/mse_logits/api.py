@@ -1,0 +1,86 @@
+"""TokenButler's loss: the call, its checks, and the choice of an implementation."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from jaxtyping import Array, Bool, Float
+
+from kernels_pallas.mse_logits import reference
+
+IMPLEMENTATIONS = {"reference": reference.mse_logits}
+
+
+def mse_logits(
+    query: Float[Array, "B T N D"],
+    key: Float[Array, "B T K D"],
+    predicted_query: Float[Array, "B T N F"],
+    predicted_key: Float[Array, "B T M F"],
+    valid: Bool[Array, "B T"] | None = None,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    block: int = 128,
+    implementation: Literal["auto", "reference"] = "auto",
+) -> Float[Array, ""]:
+    """Mean over pairs and heads of ``(scale q_i.k_j - q'_i.k'_j / sqrt(F))^2``, one layer's loss of TokenButler.
+
+    The paper (TokenButler, section 3.2) takes all T x T pairs, "before causal masking"; ``causal=True`` only those
+    that a query sees, ``j <= i``. Every pair of every row counts alike. Query head n reads KV head ``n // (N / K)``,
+    and likewise of the predictor's M key heads (as published M = N). Gradients flow to ``predicted_query`` and
+    ``predicted_key`` alone. They are made together with the loss, so that a backward pass through many layers needs
+    none of the model's queries and keys.
+
+    Args:
+        query, key: the model's, rotated.
+        predicted_query, predicted_key: the predictor's q' and k', rotated.
+        valid: which tokens count, all by default; what padding holds does not matter.
+        causal: only the pairs that a query sees.
+        scale: factor of the model's logits, D ** -0.5 by default.
+        block: tokens of a block where ``causal``; time and memory grow with T x block, never with T x T.
+        implementation: "auto" takes the fastest that can run here; a named one runs or raises.
+
+    Returns:
+        The loss in float32 (float64 for float64 inputs), 0 where there is no pair.
+
+    Raises:
+        ValueError: shapes that do not fit, a block below 1, an unknown implementation.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from kernels_pallas import mse_logits
+        >>> q = k = jnp.ones((1, 3, 1, 4))  # logits of 2
+        >>> mse_logits(q, k, q / 2, k).item(), mse_logits(q, k, 0 * q, k, causal=True).item()
+        (1.0, 4.0)
+    """
+    B, T, N, D = query.shape
+    if key.shape[:2] != (B, T) or key.shape[3:] != (D,) or N % key.shape[2]:
+        raise ValueError(
+            f"query {query.shape} and key {key.shape} do not fit: expected [B, T, N, D] and [B, T, K, D] with N a "
+            "multiple of K."
+        )
+    F = predicted_query.shape[-1]
+    if predicted_query.shape != (B, T, N, F) or predicted_key.shape[:2] != (B, T) or predicted_key.shape[3:] != (F,):
+        raise ValueError(
+            f"predicted query {predicted_query.shape} and key {predicted_key.shape} do not fit a query {query.shape}: "
+            f"expected {(B, T, N)} and {(B, T)} in front, and the same last axis."
+        )
+    if N % predicted_key.shape[2]:
+        raise ValueError(f"the predictor's {predicted_key.shape[2]} key heads do not divide the {N} query heads.")
+    if valid is not None and valid.shape != (B, T):
+        raise ValueError(f"valid {valid.shape} does not fit: expected {(B, T)}, one entry a token.")
+    if block < 1:
+        raise ValueError(f"block is {block}; a block has at least 1 token.")
+    if implementation not in ("auto", *IMPLEMENTATIONS):
+        raise ValueError(f"unknown implementation {implementation!r}; there are auto, {', '.join(IMPLEMENTATIONS)}.")
+    run = IMPLEMENTATIONS["reference" if implementation == "auto" else implementation]
+    return run(
+        query,
+        key,
+        predicted_query,
+        predicted_key,
+        valid,
+        causal=causal,
+        scale=D**-0.5 if scale is None else scale,
+        block=block,
+    )

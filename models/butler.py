@@ -1,0 +1,616 @@
+"""TokenButler's predictor: what each head of each layer will read, from the model's first layer alone.
+
+    x [B, T, E] -> reduce to r -> causal attention -> LayerNorm -> up, GELU, down to E -> + x       (one residual)
+                -> two networks E -> hidden -> SiLU -> [L', N, D'], rotated: queries q' and keys k'
+    importance of token j to token i, for head n of layer l:  q'_i . k'_j / sqrt(D')                (a logit)
+
+Layer 0 is read in full; the other L' = L - 1 are predicted. What is not in the paper is the public code's (v1): N heads
+in the predictor's own attention, too; rotary embedding with the model's base and nothing of how the model was
+stretched, at the widths r / N and D'. The predictor computes in its own dtype whatever the model's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+from safetensors import SafetensorError
+from safetensors.numpy import load as from_safetensors
+from safetensors.numpy import save as to_safetensors
+
+from kernels_pallas import cache_attention
+from kvjax import rotate
+from models import decoder
+from models.commands import replacing, write_json
+from models.config import Config, Rope
+from models.decoder import Decoder, rms_norm, rope_frequencies
+from models.tokenizer import read_object
+
+Source = Literal["layer0_output", "attention_input"]
+SOURCES = ("layer0_output", "attention_input")
+# (hidden, D') as published, by the model's E, L and N: Llama-3.2-1B, 3.2-3B, the 7B and 8B, Qwen2.5-3B.
+PUBLISHED = {
+    (2048, 16, 32): (512, 16),
+    (3072, 28, 24): (1024, 16),
+    (4096, 32, 32): (1024, 32),
+    (2048, 36, 16): (768, 32),
+}
+QUERIES_A_CHUNK = 512
+WEIGHTS_FILE, CONFIG_FILE = "butler.safetensors", "butler.json"
+# Fields of a model's config that say nothing of what its attention reads.
+INDIFFERENT = {"bos", "eos", "pad", "max_positions"}
+
+
+@dataclasses.dataclass(frozen=True)
+class ButlerConfig:
+    """The shape of a predictor.
+
+    Args:
+        hidden_size, num_layers, num_heads: the model's E, L (layer 0 among them) and N.
+        hidden: width of the two networks' middle.
+        dim: D', of the predicted queries and keys.
+        reduction: E / r; r is rounded up to what N heads of even width fill.
+        source: what the predictor reads: layer 0's output, as the paper says, or the normalised embeddings that enter
+            layer 0's attention, as its code does.
+        rope_theta: base of both rotary embeddings.
+        dropout: share of the feed-forward's output that training drops.
+        published_layout: also holds what the public predictor holds and never uses (outputs for layer 0, a LayerNorm
+            of width E), so that parameters are counted as the paper counts them.
+
+    Example:
+        >>> from models.butler import ButlerConfig
+        >>> ButlerConfig(64, num_layers=3, num_heads=4, hidden=16, dim=4).reduced
+        8
+    """
+
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    hidden: int
+    dim: int
+    reduction: int = 8
+    source: Source = "layer0_output"
+    rope_theta: float = 10_000.0
+    dropout: float = 0.1
+    published_layout: bool = False
+
+    def __post_init__(self) -> None:
+        sizes = ("hidden_size", "num_heads", "hidden", "dim", "reduction")
+        for name in sizes:
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1.")
+        if self.num_layers < 2:
+            raise ValueError(f"num_layers is {self.num_layers}; layer 0 is not predicted, so there must be 2 or more.")
+        if self.dim % 2:
+            raise ValueError(f"dim is {self.dim}; rotary embedding needs an even one.")
+        if self.source not in SOURCES:
+            raise ValueError(f"unknown source {self.source!r}; there are {' and '.join(SOURCES)}.")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout is {self.dropout}; give a share in [0, 1).")
+
+    @property
+    def reduced(self) -> int:
+        """r, the width of the predictor's attention."""
+        step = 2 * self.num_heads
+        return step * math.ceil(self.hidden_size / self.reduction / step)
+
+    @property
+    def predicted_layers(self) -> int:
+        """L' = L - 1."""
+        return self.num_layers - 1
+
+    @classmethod
+    def of(cls, model: Config, *, source: Source = "layer0_output", share: float = 0.01) -> ButlerConfig:
+        """The predictor for a model: the published one for the published shapes, else one of a share of its parameters.
+
+        D' is then a quarter of the model's D, and ``hidden`` as wide as the share allows, but at least E / 8: in a
+        small model the attention and its feed-forward alone, E^2 / 2, take the share.
+
+        Args:
+            model: the model's config.
+            source: see the class.
+            share: of the model's parameters, where nothing is published.
+
+        Raises:
+            ValueError: a share that is none, a model of a single layer.
+
+        Example:
+            >>> from models.butler import ButlerConfig
+            >>> from models.config import Config
+            >>> llama = Config(128256, 2048, 8192, num_layers=16, num_heads=32, num_kv_heads=8, tie_embeddings=True)
+            >>> published = ButlerConfig.of(llama)
+            >>> published.hidden, published.dim
+            (512, 16)
+        """
+        if not 0 < share < 1:
+            raise ValueError(f"share is {share}; give the predictor's share of the model's parameters, in (0, 1).")
+        known = PUBLISHED.get((model.hidden_size, model.num_layers, model.num_heads))
+        hidden, dim = known or (model.hidden_size, max(2, 2 * round(model.head_dim / 8)))
+        config = cls(
+            hidden_size=model.hidden_size,
+            num_layers=model.num_layers,
+            num_heads=model.num_heads,
+            hidden=hidden,
+            dim=dim,
+            source=source,
+            rope_theta=model.rope.theta,
+            published_layout=known is not None,
+        )
+        if known:
+            return config
+        networks = 2 * (config.hidden_size + config.predicted_layers * config.num_heads * dim)  # a unit of hidden
+        left = share * _count(decoder.parameter_shapes(model)) - (num_parameters(config) - hidden * networks)
+        return dataclasses.replace(config, hidden=max(int(left / networks) // 8 * 8, math.ceil(model.hidden_size / 8)))
+
+
+class Predicted(NamedTuple):
+    """Queries q' and keys k' of every predicted layer, rotated; entry l - 1 is the model's layer l."""
+
+    query: Float[Array, "layers B T N dim"]
+    key: Float[Array, "layers B T N dim"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ButlerCache:
+    """What the predictor remembers of the tokens so far. Nothing is evicted from it: position p lies in slot p.
+
+    ``key`` and ``value`` are of its own attention; ``importance_key`` are the k' of every predicted layer. Keys are
+    rotated when they are stored, and never again. ``position`` is -1 where a slot is free.
+    """
+
+    key: Float[Array, "B N S width"]
+    value: Float[Array, "B N S width"]
+    importance_key: Float[Array, "layers B N S dim"]
+    position: Int[Array, "B S"]
+
+
+def parameter_shapes(config: ButlerConfig) -> dict[str, tuple[int, ...]]:
+    """The shape of every parameter of a predictor, by its name in :class:`Butler`.
+
+    Example:
+        >>> from models.butler import ButlerConfig, parameter_shapes
+        >>> parameter_shapes(ButlerConfig(64, num_layers=3, num_heads=4, hidden=16, dim=4))["query_out"]
+        (16, 2, 4, 4)
+    """
+    E, r, N, H, D = config.hidden_size, config.reduced, config.num_heads, config.hidden, config.dim
+    shapes = {
+        "reduce": (E, r),
+        "query": (r, N, r // N),
+        "key": (r, N, r // N),
+        "value": (r, N, r // N),
+        "norm": (r,),
+        "norm_bias": (r,),
+        "up": (r, 2 * r),
+        "up_bias": (2 * r,),
+        "down": (2 * r, E),
+        "down_bias": (E,),
+        "query_in": (E, H),
+        "query_out": (H, config.predicted_layers, N, D),
+        "key_in": (E, H),
+        "key_out": (H, config.predicted_layers, N, D),
+    }
+    if config.published_layout:
+        shapes |= {"unused_query": (H, N, D), "unused_key": (H, N, D), "unused_norm": (E,), "unused_norm_bias": (E,)}
+    return shapes
+
+
+def num_parameters(config: ButlerConfig) -> int:
+    """How many parameters a predictor has.
+
+    Example:
+        >>> from models.butler import ButlerConfig, num_parameters
+        >>> num_parameters(ButlerConfig(64, num_layers=3, num_heads=4, hidden=16, dim=4))
+        5024
+    """
+    return _count(parameter_shapes(config))
+
+
+class Butler(nnx.Module):
+    """TokenButler's predictor (section 3.1); the top of this file shows what it computes.
+
+    Args:
+        config: its shape.
+        parameters: an array for each entry of ``parameter_shapes(config)``; Xavier uniform if not given.
+        rngs: the source of random parameters (``nnx.Rngs(0)``).
+        dtype: of random parameters.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from flax import nnx
+        >>> import models
+        >>> config = models.Config(64, 32, 96, num_layers=3, num_heads=4, num_kv_heads=2)
+        >>> butler = models.Butler(models.ButlerConfig.of(config), rngs=nnx.Rngs(0))
+        >>> x = jax.random.normal(jax.random.key(0), (1, 6, 32))
+        >>> butler(x).query.shape  # of layers 1 and 2
+        (2, 1, 6, 4, 2)
+        >>> query, cache = butler.step(butler.init_cache(batch=1, slots=8), x, jnp.arange(6)[None])
+        >>> models.butler.importance(query, cache.importance_key, layer=2).shape
+        (1, 4, 6, 8)
+    """
+
+    reduce: nnx.Param
+    query: nnx.Param
+    key: nnx.Param
+    value: nnx.Param
+    norm: nnx.Param
+    norm_bias: nnx.Param
+    up: nnx.Param
+    up_bias: nnx.Param
+    down: nnx.Param
+    down_bias: nnx.Param
+    query_in: nnx.Param
+    query_out: nnx.Param
+    key_in: nnx.Param
+    key_out: nnx.Param
+
+    def __init__(
+        self,
+        config: ButlerConfig,
+        parameters: dict[str, Array] | None = None,
+        *,
+        rngs: nnx.Rngs | None = None,
+        dtype: DTypeLike = jnp.float32,
+    ):
+        self.config = config
+        shapes = parameter_shapes(config)
+        if parameters is None:
+            if rngs is None:
+                raise ValueError("neither parameters nor rngs were given; pass rngs=nnx.Rngs(0) for random weights.")
+            parameters = {name: _random_parameter(rngs, name, shape, dtype) for name, shape in shapes.items()}
+        for name in shapes:
+            setattr(self, name, nnx.Param(parameters[name]))
+
+    def __call__(
+        self,
+        x: Float[Array, "B T E"],
+        position: Int[Array, "B T"] | None = None,
+        *,
+        dropout_key: Array | None = None,
+    ) -> Predicted:
+        """Queries and keys of whole sequences, for training and analysis.
+
+        Args:
+            x: what ``config.source`` names; see :func:`butler_input`.
+            position: absolute positions, -1 for padding; 0 to T - 1 by default.
+            dropout_key: drops out, as training does; nothing is dropped without it.
+        """
+        position = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2]) if position is None else position
+
+        def attend(query, key, value):
+            return _attention_in_chunks(query, key.swapaxes(1, 2), value.swapaxes(1, 2), position)
+
+        query, key = self._run(x, position, attend, dropout_key)
+        return Predicted(jnp.moveaxis(query, 2, 0), jnp.moveaxis(key, 2, 0))
+
+    def init_cache(self, batch: int, slots: int) -> ButlerCache:
+        """An empty cache for sequences of up to ``slots`` tokens: 2 r + L' N D' numbers a token.
+
+        Raises:
+            ValueError: a size below 1.
+        """
+        for name, size in (("batch", batch), ("slots", slots)):
+            if size < 1:
+                raise ValueError(f"{name} is {size}; a cache needs at least 1.")
+        N, width, dtype = self.config.num_heads, self.config.reduced // self.config.num_heads, self.reduce[...].dtype
+        return ButlerCache(
+            key=jnp.zeros((batch, N, slots, width), dtype),
+            value=jnp.zeros((batch, N, slots, width), dtype),
+            importance_key=jnp.zeros((self.config.predicted_layers, batch, N, slots, self.config.dim), dtype),
+            position=jnp.full((batch, slots), -1, jnp.int32),
+        )
+
+    def step(
+        self, cache: ButlerCache, x: Float[Array, "B T E"], position: Int[Array, "B T"]
+    ) -> tuple[Float[Array, "layers B T N dim"], ButlerCache]:
+        """One block of a prompt, or one token: its queries, and the cache with its keys in it.
+
+        Args:
+            cache: of all tokens before; donated, it is updated in place.
+            x: what ``config.source`` names, of the new tokens.
+            position: their absolute positions, -1 for padding, which is not stored.
+
+        Raises:
+            ValueError: a position that the cache has no slot for (outside jit; inside it is not stored).
+        """
+        B, S = cache.position.shape
+        if not isinstance(position, jax.core.Tracer) and np.asarray(position).max() >= S:
+            raise ValueError(
+                f"position {np.asarray(position).max()} does not fit the predictor's cache of {S} slots; make it as "
+                "long as the prompt and its answer."
+            )
+        row, slot = jnp.arange(B)[:, None], jnp.where(position >= 0, position, S)  # beyond the end: dropped
+        stored = cache.position.at[row, slot].set(position, mode="drop")
+        grown: dict[str, Array] = {}
+
+        def write(array: Array, new: Array) -> Array:
+            return array.at[..., row, :, slot, :].set(new.astype(array.dtype), mode="drop")
+
+        def attend(query, key, value):
+            grown.update(key=write(cache.key, key), value=write(cache.value, value))
+            slots = jnp.broadcast_to(stored[:, None], cache.key.shape[:3])
+            return cache_attention(query, grown["key"], grown["value"], slots, position)[0]
+
+        query, key = self._run(x, position, attend, None)
+        cache = ButlerCache(importance_key=write(cache.importance_key, key), position=stored, **grown)
+        return jnp.moveaxis(query, 2, 0), cache
+
+    def _run(self, x, position, attend, dropout_key) -> tuple[Array, Array]:
+        """Queries and keys [B, T, L', N, D'], rotated."""
+        if x.shape[-1] != self.config.hidden_size:
+            raise ValueError(
+                f"the input {x.shape} is not the model's: expected [B, T, {self.config.hidden_size}], what "
+                "butler_input gives."
+            )
+        x = x.astype(self.reduce[...].dtype)
+        reduced = x @ self.reduce[...]
+        query, key, value = (jnp.einsum("btr,rnd->btnd", reduced, w[...]) for w in (self.query, self.key, self.value))
+        query, key = (self._rotate(y, position[..., None]) for y in (query, key))
+        y = attend(query, key, value).reshape(reduced.shape)
+        y = _layer_norm(y) * self.norm[...] + self.norm_bias[...]
+        y = jax.nn.gelu(y @ self.up[...] + self.up_bias[...], approximate=False)
+        y = y @ self.down[...] + self.down_bias[...]
+        if dropout_key is not None:
+            kept = jax.random.bernoulli(dropout_key, 1 - self.config.dropout, y.shape)
+            y = jnp.where(kept, y / (1 - self.config.dropout), 0)
+        x = x + y
+
+        def predict(into, out):
+            hidden = jax.nn.silu(x @ into[...])
+            return self._rotate(jnp.einsum("bth,hlnd->btlnd", hidden, out[...]), position[..., None, None])
+
+        return predict(self.query_in, self.query_out), predict(self.key_in, self.key_out)
+
+    def _rotate(self, x: Float[Array, "*batch width"], position: Int[Array, "*#batch"]) -> Float[Array, "*batch width"]:
+        frequency, _ = rope_frequencies(Rope(theta=self.config.rope_theta), x.shape[-1])
+        angle = jnp.maximum(position, 0)[..., None] * frequency[0]
+        return rotate(x, jnp.cos(angle), jnp.sin(angle))
+
+
+def importance(
+    query: Float[Array, "layers B T N dim"],
+    key: Float[Array, "layers B N S dim"],
+    layer: int | Int[Array, ""],
+    *,
+    position: Int[Array, "B T"] | None = None,
+    key_position: Int[Array, "B S"] | None = None,
+) -> Float[Array, "B N T S"]:
+    """Importance logits of one layer: how much each of the T queries will want each of the S tokens, for each head.
+
+    Args:
+        query: from :meth:`Butler.step`, or :class:`Predicted`'s.
+        key: ``cache.importance_key``, or :class:`Predicted`'s with its T and N exchanged.
+        layer: the model's layer, from 1; layer 0 is not predicted.
+        position, key_position: where given, a query's logits of free slots (-1) and of later tokens are -inf.
+
+    Returns:
+        Logits in float32 (float64 for float64 inputs).
+
+    Raises:
+        ValueError: layer 0, or one that the model does not have.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from models.butler import importance
+        >>> importance(jnp.ones((2, 1, 1, 4, 16)), jnp.ones((2, 1, 4, 3, 16)), layer=1)[0, 0].tolist()
+        [[4.0, 4.0, 4.0]]
+    """
+    if isinstance(layer, int) and not 1 <= layer <= query.shape[0]:
+        raise ValueError(f"layer is {layer}; layers 1 to {query.shape[0]} are predicted, layer 0 is read in full.")
+    query, key = (jax.lax.dynamic_index_in_dim(x, layer - 1, keepdims=False) for x in (query, key))
+    accumulate = jnp.promote_types(query.dtype, jnp.float32)
+    logits = jnp.einsum("btnd,bnsd->bnts", query, key, preferred_element_type=accumulate) * query.shape[-1] ** -0.5
+    if position is None or key_position is None:
+        return logits
+    seen = (key_position[:, None] >= 0) & (key_position[:, None] <= position[..., None])
+    return jnp.where(seen[:, None], logits, -jnp.inf)
+
+
+def butler_input(
+    model: Decoder,
+    tokens: Int[Array, "B T"],
+    position: Int[Array, "B T"] | None = None,
+    *,
+    source: Source = "layer0_output",
+) -> Float[Array, "B T E"]:
+    """What a predictor reads, of whole sequences, or for "attention_input" of any block.
+
+    Args:
+        model: the frozen model; of its layers only layer 0 runs, and for "attention_input" none.
+        position: absolute positions, -1 for padding; 0 to T - 1 by default. "attention_input" does not read them.
+        source: see :class:`ButlerConfig`.
+
+    Raises:
+        ValueError: an unknown source.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from flax import nnx
+        >>> import models
+        >>> config = models.Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2)
+        >>> model = models.Decoder(config, rngs=nnx.Rngs(0))
+        >>> models.butler_input(model, jnp.array([[1, 2, 3]]), source="attention_input").shape
+        (1, 3, 32)
+    """
+    if source not in SOURCES:
+        raise ValueError(f"unknown source {source!r}; there are {' and '.join(SOURCES)}.")
+    config, layers = model.config, model.layers
+    if source == "attention_input":
+        return rms_norm(model.embedding[...][tokens], layers.attention_norm[...][0], config.norm_epsilon)
+    position = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape) if position is None else position
+    names = [name for name in decoder.parameter_shapes(config) if name.startswith("layers.")]
+    first = {name: getattr(layers, name.removeprefix("layers."))[...][:1] for name in names}
+    rest = {"embedding": model.embedding[...], "norm": model.norm[...]}
+    alone = dataclasses.replace(
+        config, num_layers=1, sliding_windows=config.sliding_windows[:1], tie_embeddings=True
+    )  # tied: no head, and nobody asks for logits
+
+    def attend(carry, layer, sliding_window, query, key, value):
+        key, value = key.swapaxes(1, 2), value.swapaxes(1, 2)
+        return _attention_in_chunks(query, key, value, position, sliding_window), carry, None
+
+    lengths = jnp.max(position, axis=1) + 1
+    return Decoder(alone, first | rest).run(tokens, position, lengths, attend, None)[0]
+
+
+def save_butler(folder: str | Path, butler: Butler, model: Decoder, name: str) -> None:
+    """Writes a predictor and what it was made for. Each file is replaced as a whole or not at all.
+
+    Args:
+        folder: made if it is not there.
+        butler: stored in the dtype that it has.
+        model: the model that it predicts: its config and a hash of some of its weights are stored with it.
+        name: the model's, for people.
+
+    Example:
+        >>> import tempfile
+        >>> from flax import nnx
+        >>> import models
+        >>> config = models.Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2)
+        >>> model = models.Decoder(config, rngs=nnx.Rngs(0))
+        >>> butler = models.Butler(models.ButlerConfig.of(config), rngs=nnx.Rngs(0))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     models.save_butler(folder, butler, model, "a small one")
+        ...     models.load_butler(folder, model).config == butler.config
+        True
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {own: np.asarray(jax.device_get(getattr(butler, own)[...])) for own in parameter_shapes(butler.config)}
+    with replacing(folder / WEIGHTS_FILE) as temporary:
+        temporary.write_bytes(to_safetensors(tensors))
+    description = {"name": name, "config": _described(model.config), "weights": _weights_hash(model)}
+    write_json(folder / CONFIG_FILE, {"butler": dataclasses.asdict(butler.config), "model": description})
+
+
+def load_butler(folder: str | Path, model: Decoder) -> Butler:
+    """Reads the predictor of a model.
+
+    Args:
+        folder: what :func:`save_butler` wrote.
+        model: the model that it is to predict, in any dtype.
+
+    Raises:
+        FileNotFoundError: a file that is not there.
+        ValueError: a predictor of another model (what differs is named), or files that are damaged.
+
+    Example:
+        >>> from flax import nnx
+        >>> import models
+        >>> config = models.Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2)
+        >>> models.load_butler("no/such/folder", models.Decoder(config, rngs=nnx.Rngs(0)))
+        Traceback (most recent call last):
+        ...
+        FileNotFoundError: no/such/folder has no butler.json; give a folder that models.save_butler wrote.
+    """
+    folder = Path(folder)
+    for name in (CONFIG_FILE, WEIGHTS_FILE):
+        if not (folder / name).is_file():
+            raise FileNotFoundError(f"{folder} has no {name}; give a folder that models.save_butler wrote.")
+    described = read_object(folder / CONFIG_FILE)
+    try:
+        config, made_for = ButlerConfig(**described["butler"]), described["model"]
+        theirs, their_weights, their_name = made_for["config"], made_for["weights"], made_for["name"]
+        listed = sorted(theirs)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{folder / CONFIG_FILE} describes no predictor ({error}); train or copy it again.") from None
+    ours = _described(model.config)
+    differing = [name for name in sorted({*ours, *listed}) if ours.get(name) != theirs.get(name)]
+    if differing:
+        pairs = ", ".join(f"{name} {theirs.get(name)} there and {ours.get(name)} here" for name in differing)
+        raise ValueError(
+            f"{folder} holds a predictor of another model, {their_name}: {pairs}; train one for this model."
+        )
+    if their_weights != _weights_hash(model):
+        raise ValueError(
+            f"{folder} holds a predictor of another model, {their_name}, whose shape is this one's but whose weights "
+            "are not; train one for this model."
+        )
+    try:
+        tensors = from_safetensors((folder / WEIGHTS_FILE).read_bytes())
+    except SafetensorError as error:
+        raise ValueError(f"{folder / WEIGHTS_FILE} is truncated or corrupted ({error}); copy it again.") from None
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    expected = parameter_shapes(config)
+    if shapes != expected:
+        wrong = sorted(name for name in {*shapes, *expected} if shapes.get(name) != expected.get(name))
+        raise ValueError(
+            f"{folder / WEIGHTS_FILE} does not fit its {CONFIG_FILE} in {', '.join(wrong)}; copy both again."
+        )
+    return Butler(config, {name: jnp.asarray(tensor) for name, tensor in tensors.items()})
+
+
+def _attention_in_chunks(
+    query: Float[Array, "B T N D"],
+    key: Float[Array, "B K T D"],
+    value: Float[Array, "B K T D"],
+    position: Int[Array, "B T"],
+    sliding_window: Int[Array, ""] | None = None,
+) -> Float[Array, "B T N D"]:
+    """Causal attention of whole sequences that never holds the weights of more than a chunk of queries."""
+    B, T = position.shape
+    key_position = jnp.broadcast_to(position[:, None], key.shape[:3])
+
+    @jax.checkpoint  # the backward pass makes a chunk's weights again
+    def run(chunk):
+        query, query_position = chunk
+        return cache_attention(query, key, value, key_position, query_position, sliding_window=sliding_window)[0]
+
+    if T <= QUERIES_A_CHUNK:
+        return run((query, position))
+    count = -(-T // QUERIES_A_CHUNK)
+    padding = (0, count * QUERIES_A_CHUNK - T)
+    query = jnp.pad(query, ((0, 0), padding, (0, 0), (0, 0)))
+    queries = jnp.moveaxis(query.reshape(B, count, QUERIES_A_CHUNK, *query.shape[2:]), 1, 0)
+    positions = jnp.pad(position, ((0, 0), padding), constant_values=-1).reshape(B, count, QUERIES_A_CHUNK)
+    out = jax.lax.map(run, (queries, positions.swapaxes(0, 1)))
+    return jnp.moveaxis(out, 0, 1).reshape(B, count * QUERIES_A_CHUNK, *query.shape[2:])[:, :T]
+
+
+def _layer_norm(x: Float[Array, "*rest r"]) -> Float[Array, "*rest r"]:
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
+    return (centred * jax.lax.rsqrt(jnp.mean(centred**2, axis=-1, keepdims=True) + 1e-5)).astype(x.dtype)
+
+
+def _random_parameter(rngs: nnx.Rngs, name: str, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
+    if name.endswith("norm"):
+        return jnp.ones(shape, dtype)
+    if name.endswith("bias"):
+        return jnp.zeros(shape, dtype)
+    bound = math.sqrt(6 / (shape[0] + math.prod(shape[1:])))
+    return jax.random.uniform(rngs.params(), shape, minval=-bound, maxval=bound).astype(dtype)
+
+
+def _count(shapes: dict[str, tuple[int, ...]]) -> int:
+    return sum(math.prod(shape) for shape in shapes.values())
+
+
+def _described(config: Config) -> dict[str, Any]:
+    """A model's config as JSON holds it."""
+    fields = json.loads(json.dumps(dataclasses.asdict(config)))
+    return {name: value for name, value in fields.items() if name not in INDIFFERENT}
+
+
+def _weights_hash(model: Decoder) -> str:
+    """A hash of 64 numbers of each parameter, rounded to bfloat16 so that a model may be loaded in any usual dtype."""
+    digest = hashlib.sha256()
+    for name, shape in sorted(decoder.parameter_shapes(model.config).items()):
+        parameter: Any = model
+        for part in name.split("."):
+            parameter = getattr(parameter, part)
+        rng = np.random.default_rng(0)
+        places = tuple(rng.integers(0, size, 64) for size in shape)
+        sample = np.asarray(jax.device_get(parameter[...][places])).astype(jnp.bfloat16)
+        digest.update(name.encode() + sample.tobytes())
+    return digest.hexdigest()
