@@ -29,7 +29,8 @@ CONFIG = models.Config(
 )  # fmt: skip
 
 LEGEND = """MiB. counted: slots x (key, value, position); + block: and the block in flight; arrays: what a cache takes;
-ratio: arrays over counted + block; decode +, block +: what a compiled step needs beside cache and weights."""
+compiled: the same by memory_analysis of the decode step; ratio: arrays over counted + block; decode +, block +: what a
+compiled step needs beside cache and weights."""
 
 
 def measure(policy: str, prompt: int, share: float, block: int, page_size: int) -> dict[str, Any]:
@@ -73,10 +74,11 @@ def measure(policy: str, prompt: int, share: float, block: int, page_size: int) 
 
 def table(results: list[dict[str, Any]]) -> str:
     """A row for each allocation and budget, in MiB."""
-    head = ("policy", "budget", "slots", "counted", "+ block", "arrays", "ratio", "decode +", "block +")
+    head = ("policy", "budget", "slots", "counted", "+ block", "arrays", "compiled", "ratio", "decode +", "block +")
     rows = []
     for r in results:
         sizes = [r["counted_bytes"], r["counted_bytes"] + r["in_flight_bytes"], r["array_bytes"]]
+        sizes.append(r["decode_cache_bytes"])
         extra = [r["decode_temporary_bytes"], r["block_temporary_bytes"]]
         rows.append(
             (
