@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 
-from evals import needle
+from evals import ablation, fidelity, needle
 from models import commands
 
-EVALUATIONS = {"needle": needle}
+EVALUATIONS = {"needle": needle, "fidelity": fidelity, "ablation": ablation}
 
 
 def main(arguments: list[str] | None = None) -> int:

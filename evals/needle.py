@@ -2,7 +2,8 @@
 
 Every policy answers the same samples. Beside the policies stands plain recency, `streaming(sinks=0)`, the line that a
 policy has to beat. Evicting after every block (the question is not known yet) and once when the prompt is in (it is)
-are different problems, so they are reported side by side.
+are different problems, so they are reported side by side. `--question agnostic` holds the closing question back until
+the context is compressed: then it is never known.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
+import math
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from tqdm import tqdm
@@ -27,8 +29,8 @@ from models.decoding import When
 
 RECENCY = "streaming(sinks=0)"
 POLICIES = ("full", "h2o+protect(recent=0.5)", "h2o+caote+protect(recent=0.5)", "snapkv", "snapkv+caote")
-PLACEMENTS = ("after", "before", "both")
-CAOTE_LINKS = ("caote", "fast_caote")
+Question = Literal["after", "before", "both", "agnostic"]
+PLACEMENTS = ("after", "before", "both", "agnostic")
 EXAMPLES = """examples:
   python -m evals needle --policies full,h2o,h2o+caote,snapkv,snapkv+caote --budgets 256,512 --plot needle.png
   python -m evals needle --model path/to/Llama-3.2-1B --lengths 4096,8192 --budgets 0.25 --when prompt --json out.json
@@ -51,7 +53,7 @@ class Setting:
     policy: str
     budget: int | float | None
     when: When
-    question: tasks.Placement
+    question: Question
 
     def title(self) -> str:
         budget = "" if self.budget is None else f", budget {self.budget}"
@@ -65,7 +67,7 @@ def make_cells(
     depths: int,
     samples: int,
     facts: int,
-    question: tasks.Placement,
+    question: Question,
     seed: int = 0,
 ) -> list[Cell]:
     """The samples that every policy answers: ``samples`` for each length and each of ``depths`` depths from 0 to 1.
@@ -75,10 +77,11 @@ def make_cells(
     """
     if depths < 1 or samples < 1:
         raise ValueError(f"{depths} depths and {samples} samples were asked for; give at least 1 of each.")
+    placement: tasks.Placement = "after" if question == "agnostic" else question
     cells: list[Cell] = []
     for length, depth in itertools.product(lengths, np.linspace(0, 1, depths) if depths > 1 else [0.5]):
         seeds = [seed + 1_000 * len(cells) + index for index in range(samples)]
-        drawn = tuple(tasks.needle(s, tokenizer, length, float(depth), facts, question) for s in seeds)
+        drawn = tuple(tasks.needle(s, tokenizer, length, float(depth), facts, placement) for s in seeds)
         cells.append(Cell(length, float(depth), drawn))
     return cells
 
@@ -99,19 +102,23 @@ def measure(
         largest, and tokens per second of prefill and decode, both without the step that compiled.
     """
     rows = [(index, sample) for index, cell in enumerate(cells) for sample in cell.samples]
-    longest = max(len(sample.tokens) for _, sample in rows)
-    answer_length = max(len(sample.answer_tokens) for _, sample in rows)
+    everything = [sample for _, sample in rows]
+    longest = max(len(sample.tokens) for sample in everything)
+    answer_length = max(len(sample.answer_tokens) for sample in everything)
+    held_back = setting.question == "agnostic"
+    extremes = _extremes(everything, held_back) if held_back or isinstance(setting.budget, float) else []
     correct: list[list[bool]] = [[] for _ in cells]
     rates = {"prefill": _Rate(), "decode": _Rate()}
     # Rows of a batch share a length where they can: empty blocks in front are skipped for the whole batch.
     for start in range(0, len(rows), batch):
         chosen = rows[start : start + batch]
-        padding = batch - len(chosen)
-        tokens = np.zeros((batch, longest), np.int32)
-        counts = np.array([len(sample.tokens) for _, sample in chosen] + [1] * padding)
-        for row, (_, sample) in enumerate(chosen):
+        fed = [sample for _, sample in chosen] + extremes
+        fed += fed[:1] * (batch + len(extremes) - len(fed))
+        tokens = np.zeros((len(fed), longest), np.int32)
+        counts = np.array([len(sample.tokens) for sample in fed])
+        for row, sample in enumerate(fed):
             tokens[row, : counts[row]] = sample.tokens
-        clock = _BatchClock(rates, int(counts.sum()), len(chosen))
+        clock = _BatchClock(rates, int(counts[: len(chosen)].sum()), len(chosen))
         steps = models.stream(
             model,
             tokens,
@@ -121,6 +128,7 @@ def measure(
             block=block,
             max_new_tokens=answer_length,
             when=setting.when,
+            question=np.array([_question_length(sample) for sample in fed]) if held_back else None,
             end=(),
             on_block=clock.block,
         )
@@ -137,15 +145,17 @@ def measure(
                 progress.update()
     hits, total = sum(map(sum, correct)), len(rows)
     low, high = statistics.wilson(hits, total)
-    slots = longest + answer_length if setting.policy == "full" or setting.when == "prompt" else cache.num_slots
+    slots = cache.position.size  # of all rows of the batch
+    if setting.policy == "full" or setting.when == "prompt":
+        slots = max(slots, math.prod(cache.heads_shape) * (longest + answer_length))
     return {
         **dataclasses.asdict(setting),
         "recall": hits / total,
         "low": low,
         "high": high,
         "samples": total,
-        "cache_bytes": cache.nbytes // batch,
-        "peak_cache_bytes": cache.nbytes // batch * max(slots, cache.num_slots) // cache.num_slots,
+        "cache_bytes": cache.nbytes // len(fed),
+        "peak_cache_bytes": cache.nbytes // len(fed) * slots // cache.position.size,
         "prefill_tokens_per_second": rates["prefill"].value(),
         "decode_tokens_per_second": rates["decode"].value(),
         "cells": [
@@ -163,8 +173,7 @@ def compare(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     by_setting = {(r["policy"], r["budget"], r["when"], r["question"]): r for r in results}
     rows = []
     for (policy, *rest), result in by_setting.items():
-        links = policy.split("+")
-        plain = "+".join(link for link in links if link.split("(")[0] not in CAOTE_LINKS)
+        plain = report.without_caote(policy)
         exact = policy.replace("(group='mean')", "")
         for other in (plain, exact):
             if other == policy or (other, *rest) not in by_setting:
@@ -194,7 +203,11 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
     flags.add_argument("--depths", type=int, default=5, help="how many depths from 0 to 1")
     flags.add_argument("--samples", type=int, default=8, help="samples for each length and depth")
     flags.add_argument("--facts", type=int, default=10, help="facts in a text, of which one is asked for")
-    flags.add_argument("--question", default="after", help="after, before, both; several by comma")
+    flags.add_argument(
+        "--question",
+        default="after",
+        help="after, before, both, or agnostic (after, and unknown when the context is compressed); several by comma",
+    )
     flags.add_argument("--when", default="block,prompt", help="block, prompt; several by comma")
     flags.add_argument("--block", type=int, default=128)
     flags.add_argument("--batch", type=int, default=16)
@@ -207,13 +220,8 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
 
 def command(flags: argparse.Namespace) -> None:
     """Runs the evaluation: checks, table, JSON, picture."""
-    settings = _settings(flags)
-    lengths = [_positive("length", text) for text in commands.split_list(flags.lengths)]
-    if not lengths:
-        raise ValueError("no length was given; name at least one, such as --lengths 1024.")
-    for name, value in (("block", flags.block), ("batch", flags.batch)):
-        if value < 1:
-            raise ValueError(f"--{name} is {value}; give at least 1.")
+    settings = make_settings(flags)
+    lengths = check_sizes(flags)
     if flags.plot is not None:
         report.check_plot(flags.plot)
     commands.check_outputs([flags.json, flags.plot])
@@ -270,7 +278,18 @@ def command(flags: argparse.Namespace) -> None:
         print(f"picture: {flags.plot}")
 
 
-def _settings(flags: argparse.Namespace) -> list[Setting]:
+def check_sizes(flags: argparse.Namespace) -> list[int]:
+    """The lengths that are asked for, when they and the block and batch can be."""
+    lengths = [_positive("length", text) for text in commands.split_list(flags.lengths)]
+    if not lengths:
+        raise ValueError("no length was given; name at least one, such as --lengths 1024.")
+    for name, value in (("block", flags.block), ("batch", flags.batch)):
+        if value < 1:
+            raise ValueError(f"--{name} is {value}; give at least 1.")
+    return lengths
+
+
+def make_settings(flags: argparse.Namespace) -> list[Setting]:
     """Every combination that is asked for, checked before any work; the full cache has neither budget nor moment."""
     moments: Any
     questions: Any
@@ -297,6 +316,20 @@ def _settings(flags: argparse.Namespace) -> list[Setting]:
             for policy in dict.fromkeys([RECENCY, *evicting] if evicting else []):
                 settings.append(Setting(policy, budget, when, question))
     return settings
+
+
+def _question_length(sample: tasks.Sample) -> int:
+    return len(sample.tokens) - sample.context_end
+
+
+def _extremes(samples: Sequence[tasks.Sample], held_back: bool) -> list[tasks.Sample]:
+    """The longest prompt, and the shortest and longest question: in every batch, they make all batches the same size,
+    so that one compilation serves them.
+    """
+    found = [max(samples, key=lambda sample: len(sample.tokens))]
+    if held_back:
+        found += [min(samples, key=_question_length), max(samples, key=_question_length)]
+    return found
 
 
 def _positive(name: str, text: str) -> int:

@@ -13,7 +13,10 @@ import numpy as np
 
 from models.commands import replacing
 
+CAOTE_LINKS = ("caote", "fast_caote")
 PICTURES = (".png", ".svg", ".pdf")
+# Okabe and Ito's colours, which the colour-blind can tell apart too; grey is for reference lines.
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 
 
 def table(results: Sequence[dict[str, Any]], *, recency: str) -> str:
@@ -38,7 +41,7 @@ def table(results: Sequence[dict[str, Any]], *, recency: str) -> str:
         )
     head = ("policy", "budget", "evicts", "question", "recall", "95%", "cache MiB", "prefill tok/s", "decode tok/s")
     note = f"\n'-': under plain recency, {recency}" if any("-" in row[4] for row in rows) else ""
-    return _columns(head, rows, left=4) + note
+    return columns(head, rows, left=4) + note
 
 
 def comparison_table(comparisons: Sequence[dict[str, Any]]) -> str:
@@ -56,7 +59,7 @@ def comparison_table(comparisons: Sequence[dict[str, Any]]) -> str:
         )
         for c in comparisons
     ]
-    return _columns(("policy", "against", "budget", "evicts", "question", "difference", "95%", "better"), rows, left=5)
+    return columns(("policy", "against", "budget", "evicts", "question", "difference", "95%", "better"), rows, left=5)
 
 
 def environment() -> dict[str, Any]:
@@ -91,11 +94,7 @@ def heat_map(results: Sequence[dict[str, Any]], path: Path, *, recency: str) -> 
 
     Above each panel stands its mean, in red where it is under plain recency.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    plt = pyplot()
     full = [r for r in results if r["budget"] is None]
     evicting = [r for r in results if r["budget"] is not None]
     policies = list(dict.fromkeys(r["policy"] for r in evicting))
@@ -145,6 +144,167 @@ def heat_map(results: Sequence[dict[str, Any]], path: Path, *, recency: str) -> 
     plt.close(figure)
 
 
+def fidelity_table(results: Sequence[dict[str, Any]]) -> str:
+    """A row for each setting: means over layers, tokens and samples, and the tokens that heads hold."""
+    rows = []
+    for r in results:
+        held = np.array(r["retained"]["mean"])
+        rows.append(
+            (
+                r["policy"],
+                "all" if r["budget"] is None else str(r["budget"]),
+                "never" if r["budget"] is None else r["when"],
+                r["question"],
+                *(f"{r[name]:.3f}" for name in ("error", "cosine", "output_error", "output_cosine")),
+                f"{r['kl']:.3f}",
+                f"{r['kl_interval'][0]:.3f}..{r['kl_interval'][1]:.3f}",
+                f"{held.min():.0f}..{held.max():.0f}",
+            )
+        )
+    head = (
+        "policy",
+        "budget",
+        "evicts",
+        "question",
+        "error",
+        "cosine",
+        "error W_O",
+        "cosine W_O",
+        "KL",
+        "95%",
+        "tokens",
+    )
+    return columns(head, rows, left=4) + (
+        "\nerror: |full - evicted| / |full| of the attention output, mean over layers; W_O: behind the projection; "
+        "tokens: of the heads' means, the smallest and the largest"
+    )
+
+
+def layer_lines(results: Sequence[dict[str, Any]], path: Path, *, recency: str) -> None:
+    """Error and cosine over layers, before and behind W_O: a line a policy, a row for each budget and moment."""
+    plt = pyplot()
+    groups = list(dict.fromkeys(map(_group, results)))
+    if len(groups) > 1:
+        groups = [group for group in groups if group[2] is not None]  # the full cache has no budget, and no error
+    panels = (
+        ("error", "relative error"),
+        ("cosine", "cosine"),
+        ("output_error", "relative error behind W_O"),
+        ("output_cosine", "cosine behind W_O"),
+    )
+    figure, axes = plt.subplots(
+        len(groups), len(panels), figsize=(13.5, 1.4 + 2.9 * len(groups)), squeeze=False, layout="constrained"
+    )
+    handles: dict[str, Any] = {}
+    policies = [name for name in dict.fromkeys(r["policy"] for r in results) if name not in (recency, "full")]
+    bases = list(dict.fromkeys(map(without_caote, policies)))  # one colour each, dashed with CAOTE
+    for number, group in enumerate(groups):
+        for axis, (name, title) in zip(axes[number], panels, strict=True):
+            for r in (r for r in results if _group(r) == group):
+                layer = [x["layer"] + 1 for x in r["layers"]]
+                if r["policy"] in policies:
+                    index = bases.index(without_caote(r["policy"]))
+                    style = {
+                        "color": COLOURS[index % len(COLOURS)],
+                        "marker": "osv^D"[index % 5],
+                        "linestyle": "-" if r["policy"] in bases else "--",
+                    }
+                else:
+                    style = {"color": "#999999", "marker": "", "linestyle": "-"}
+                (line,) = axis.plot(layer, [x[name] for x in r["layers"]], linewidth=1.5, markersize=4, **style)
+                bounds = np.array([x[f"{name}_interval"] for x in r["layers"]]).T
+                axis.fill_between(layer, *bounds, color=style["color"], alpha=0.12, linewidth=0)
+                handles.setdefault("recency" if r["policy"] == recency else r["policy"], line)
+            if number == 0:
+                axis.set_title(title, fontsize=9.5)
+            if number == len(groups) - 1:
+                axis.set_xlabel("layer", fontsize=8.5)
+            axis.set_xticks(range(1, len(results[0]["layers"]) + 1))
+            axis.tick_params(labelsize=8)
+            axis.grid(axis="y", color="#eeeeee", linewidth=0.8)
+            for side in ("top", "right"):
+                axis.spines[side].set_visible(False)
+        axes[number, 0].set_ylabel(_moment(group), fontsize=8)
+    figure.legend(
+        list(handles.values()), list(handles), loc="outside lower center", ncols=min(4, len(handles)), fontsize=8,
+        frameon=False,
+    )  # fmt: skip
+    figure.suptitle("Attention outputs of the answer's tokens: evicted against full cache", fontsize=12)
+    with replacing(path) as temporary:
+        figure.savefig(temporary, dpi=160)
+    plt.close(figure)
+
+
+def head_map(results: Sequence[dict[str, Any]], path: Path) -> None:
+    """Tokens that each layer and head retains: the mean over samples as colour, mean and range in figures.
+
+    Where all heads hold the same there is nothing to see: only other results are shown, if there are any.
+    """
+    plt = pyplot()
+    shown = [r for r in results if r["budget"] is not None and np.ptp(r["retained"]["mean"]) > 0] or list(results)
+    layers, heads = np.array(shown[0]["retained"]["mean"]).shape
+    down = -(-len(shown) // 4)
+    across = -(-len(shown) // down)
+    figure, axes = plt.subplots(
+        down, across, figsize=(0.9 + across * max(2.5, 0.9 + 0.95 * heads), 0.9 + down * (0.9 + 0.36 * layers)),
+        squeeze=False, layout="constrained",
+    )  # fmt: skip
+    for axis in axes.flat[len(shown) :]:
+        axis.set_axis_off()
+    for axis, r in zip(axes.flat, shown, strict=False):
+        held = {name: np.array(r["retained"][name]) for name in ("mean", "smallest", "largest")}
+        image = axis.imshow(held["mean"], cmap="viridis", aspect="auto", vmin=0, vmax=max(held["mean"].max(), 1))
+        if layers * heads <= 96:  # figures are readable
+            for (layer, head), mean in np.ndenumerate(held["mean"]):
+                axis.text(
+                    head, layer, f"{mean:.0f}\n{held['smallest'][layer, head]}..{held['largest'][layer, head]}",
+                    ha="center", va="center", fontsize=6, linespacing=0.95,
+                    color="black" if mean > 0.6 * held["mean"].max() else "white",
+                )  # fmt: skip
+        axis.set_title(f"{r['policy'].replace('@', chr(10) + '@')}, {_moment(_group(r))}", fontsize=7.5)
+        axis.set_xticks(range(heads), [str(head + 1) for head in range(heads)], fontsize=7)
+        axis.set_yticks(range(layers), [str(layer + 1) for layer in range(layers)], fontsize=7)
+        axis.tick_params(length=0)
+        axis.set_xlabel("KV head", fontsize=7.5)
+        for spine in axis.spines.values():
+            spine.set_visible(False)
+        figure.colorbar(image, ax=axis, shrink=0.8, aspect=20).ax.tick_params(labelsize=6)
+    for axis in axes[:, 0]:
+        axis.set_ylabel("layer", fontsize=7.5)
+    figure.suptitle("Tokens retained by each head: mean, smallest..largest over samples", fontsize=11)
+    with replacing(path) as temporary:
+        figure.savefig(temporary, dpi=160)
+    plt.close(figure)
+
+
+def _moment(group: tuple[str, str, Any]) -> str:
+    question, when, budget = group
+    if budget is None:
+        return "full cache"
+    unknown = ", question unknown" if question == "agnostic" else ""
+    return f"budget {budget}, {'once' if when == 'prompt' else 'by block'}{unknown}"
+
+
+def without_caote(policy: str) -> str:
+    """The policy without its CAOTE links, with the same allocation.
+
+    >>> without_caote("h2o+caote(rounds=2)+protect(recent=0.5)@layer")
+    'h2o+protect(recent=0.5)@layer'
+    """
+    chain, at, allocation = policy.partition("@")
+    return "+".join(link for link in chain.split("+") if link.split("(")[0] not in CAOTE_LINKS) + at + allocation
+
+
+def pyplot() -> Any:
+    """matplotlib.pyplot, drawing to files only."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt
+
+
 def _group(result: dict[str, Any]) -> tuple[str, str, Any]:
     return result["question"], result["when"], result["budget"]
 
@@ -168,7 +328,7 @@ def _rate(rate: float | None) -> str:
     return "n/a" if rate is None else f"{rate:,.0f}"
 
 
-def _columns(head: Sequence[str], rows: Sequence[Sequence[str]], *, left: int) -> str:
+def columns(head: Sequence[str], rows: Sequence[Sequence[str]], *, left: int) -> str:
     """Aligned text; the first ``left`` columns to the left, figures to the right."""
     widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
 

@@ -36,12 +36,27 @@ def paired_difference(first: Sequence[bool], second: Sequence[bool]) -> tuple[fl
     """
     if len(first) != len(second) or not first:
         raise ValueError(f"{len(first)} and {len(second)} outcomes cannot be paired; give the same samples twice.")
-    differences = [int(b) - int(a) for a, b in zip(first, second, strict=True)]
-    mean = sum(differences) / len(differences)
-    widened = [*differences, 1, -1]
-    centre = sum(widened) / len(widened)
-    variance = sum((d - centre) ** 2 for d in widened) / (len(widened) - 1)
-    half = Z * math.sqrt(variance / len(differences))
+    return mean_interval([int(b) - int(a) for a, b in zip(first, second, strict=True)], pseudo=1.0)
+
+
+def mean_interval(values: Sequence[float], *, pseudo: float = 0.0) -> tuple[float, float, float]:
+    """The mean and its 95% interval, by the normal approximation.
+
+    Args:
+        pseudo: adds one pseudo-sample of this size and one of its negative to the variance; 0 adds none.
+
+    Example:
+        >>> from evals.statistics import mean_interval
+        >>> [round(x, 2) for x in mean_interval([1.0, 2.0, 3.0, 2.0])]
+        [2.0, 1.2, 2.8]
+    """
+    if not values:
+        raise ValueError("an interval needs at least 1 value; there is none.")
+    mean = sum(values) / len(values)
+    spread = [*values, pseudo, -pseudo] if pseudo else list(values)
+    centre = sum(spread) / len(spread)
+    variance = sum((x - centre) ** 2 for x in spread) / max(len(spread) - 1, 1)
+    half = Z * math.sqrt(variance / len(values))
     return mean, mean - half, mean + half
 
 

@@ -42,6 +42,28 @@ def test_recall_is_that_of_generate(retriever):
     assert result["recall"] == sum(sum(row["correct"]) for row in result["cells"]) / 6
 
 
+def test_an_agnostic_question_is_held_back_until_the_context_is_compressed(retriever):
+    model, tokenizer = retriever
+    cells = cells_of(tokenizer, "agnostic")
+    assert cells == cells_of(tokenizer, "after")
+    setting = needle.Setting("snapkv(window=8)", 96, "prompt", "agnostic")
+    result = needle.measure(model, cells, setting, block=64, batch=4)
+    for cell, row in zip(cells, result["cells"], strict=True):
+        for sample, hit in zip(cell.samples, row["correct"], strict=True):
+            out = models.generate(
+                model, [sample.tokens], policy="snapkv(window=8)", budget=96, block=64, when="prompt", end=(),
+                question=len(sample.tokens) - sample.context_end, max_new_tokens=len(sample.answer_tokens),
+            )  # fmt: skip
+            assert hit == (out.tokens[0].tolist() == sample.answer_tokens)
+
+
+def test_a_small_ratio_is_of_each_prompt_whatever_the_batch(retriever):
+    model, tokenizer = retriever
+    setting = needle.Setting("snapkv(window=8)", 0.1, "prompt", "after")
+    result = needle.measure(model, cells_of(tokenizer), setting, block=64, batch=4)  # 6 samples: 2 rows stay empty
+    assert result["samples"] == 6
+
+
 def test_bytes_are_those_of_one_sequences_cache(retriever):
     model, tokenizer = retriever
     results = {}
@@ -67,12 +89,15 @@ def test_a_policy_is_compared_with_itself_without_caote_and_the_groups_mean_with
             result("h2o+caote+protect(recent=0.5)", [1] * 40),
             result("h2o+caote(group='mean')+protect(recent=0.5)", [1] * 40),
             result("tova+fast_caote", [1] * 40),
+            result("snapkv@layer", [1] * 40),
+            result("snapkv+caote(through='output')@layer", [0] * 40),
         ]
     )
     assert [(row["policy"], row["against"], row["better"]) for row in rows] == [
         ("h2o+caote+protect(recent=0.5)", "h2o+protect(recent=0.5)", "yes"),
         ("h2o+caote(group='mean')+protect(recent=0.5)", "h2o+protect(recent=0.5)", "yes"),
         ("h2o+caote(group='mean')+protect(recent=0.5)", "h2o+caote+protect(recent=0.5)", "within noise"),
+        ("snapkv+caote(through='output')@layer", "snapkv@layer", "no"),
     ]
 
 
@@ -102,7 +127,7 @@ def test_the_command_writes_table_json_and_picture(tmp_path, capsys):
         (["--budgets", "lots"], "neither slots per head"),
         (["--policies", "snapkv", "--budgets", "16"], "always keeps"),
         (["--when", "never"], "--when is never"),
-        (["--question", "beside"], "--question is beside"),
+        (["--question", "beside"], "--question is beside; there are after, before, both, agnostic"),
         (["--lengths", "long"], "the length 'long'"),
         (["--lengths", "16"], "more than the length 16"),
         (["--depths", "0"], "at least 1 of each"),

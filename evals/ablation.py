@@ -1,0 +1,212 @@
+"""Ablations: the papers' tables on the embedded model, and which of their claims hold here.
+
+Each study (evals/studies.py) measures needle recall of its runs on the same samples, and ends with the claims that it
+tests. `python -m evals ablation claims` collects the claims of all JSON files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+import models
+from evals import claims, needle, report, study_report
+from evals.studies import LENGTH, STUDIES, Run, Study
+from models import commands
+
+EXAMPLES = f"""studies: {", ".join(STUDIES)}
+
+examples:
+  python -m evals ablation rounds --samples 4
+  python -m evals ablation laprox --json docs/results/ablation-laprox.json --plot docs/results/ablation-laprox.png
+  python -m evals ablation claims --results docs/results --markdown docs/results/CLAIMS.md
+"""
+
+
+def measure(
+    study: Study,
+    of_run: Callable[[Run], dict[str, Any]],
+    *,
+    done: Sequence[dict[str, Any]] = (),
+    on_result: Callable[[list[dict[str, Any]]], None] | None = None,
+) -> list[dict[str, Any]]:
+    """The results of a study's runs, in order; those in ``done`` are not measured again.
+
+    Args:
+        of_run: measures one run.
+        on_result: called after each new result with all that there are, those in ``done`` among them.
+    """
+    found = {run_of(result): result for result in done if run_of(result) in study.runs}
+    for run in study.runs:
+        if run in found:
+            continue
+        found[run] = of_run(run)
+        if on_result is not None:
+            on_result([found[run] for run in study.runs if run in found])
+    return [found[run] for run in study.runs]
+
+
+def judge(study: Study, results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The study's claims, judged by its results."""
+    outcomes = {run_of(result): result["correct"] for result in results}
+    return [claims.judge(claim, outcomes) for claim in study.claims]
+
+
+def run_of(result: dict[str, Any]) -> Run:
+    """The run that a result belongs to."""
+    return Run(result["policy"], result["share"], result["when"], result["question"], result["block"])
+
+
+def add_flags(flags: argparse.ArgumentParser) -> None:
+    """The command's flags."""
+    flags.add_argument("study", metavar="STUDY", help=f"{', '.join(STUDIES)}; or claims, the list of all claims")
+    flags.add_argument("--model", default="retriever", help="'retriever', a Hugging Face folder, or a hub name")
+    flags.add_argument("--length", type=int, default=LENGTH, help="tokens of a prompt")
+    flags.add_argument("--depths", type=int, default=5, help="how many depths from 0 to 1")
+    flags.add_argument("--samples", type=int, default=20, help="samples for each depth")
+    flags.add_argument("--facts", type=int, default=10, help="facts in a text, of which one is asked for")
+    flags.add_argument("--batch", type=int, default=20)
+    flags.add_argument("--seed", type=int, default=0)
+    flags.add_argument("--dtype", help="float32, bfloat16 or float16; the checkpoint's by default")
+    flags.add_argument("--json", type=Path, help="write all figures here, after each run")
+    flags.add_argument("--resume", action="store_true", help="keep the runs that --json already holds")
+    flags.add_argument("--plot", type=Path, help="write the picture here (.png, .svg or .pdf)")
+    flags.add_argument("--results", type=Path, default=Path("docs/results"), help="claims: the folder of JSON files")
+    flags.add_argument("--markdown", type=Path, help="claims: write the list here")
+
+
+def command(flags: argparse.Namespace) -> None:
+    """Runs a study: checks, runs, table, claims, JSON, picture; or collects the claims."""
+    if flags.study == "claims":
+        _collect(flags)
+        return
+    if flags.study not in STUDIES:
+        raise ValueError(f"unknown study {flags.study!r}; there are {', '.join(STUDIES)}, and claims.")
+    study = STUDIES[flags.study]
+    for name, value in (("length", flags.length), ("batch", flags.batch)):
+        if value < 1:
+            raise ValueError(f"--{name} is {value}; give at least 1.")
+    study.check(flags.length)
+    if flags.plot is not None:
+        report.check_plot(flags.plot)
+    if flags.resume and flags.json is None:
+        raise ValueError("--resume continues a file, but none was named; give --json.")
+    commands.check_outputs([flags.json, flags.plot])
+    sampled = {
+        name: getattr(flags, name) for name in ("model", "length", "depths", "samples", "facts", "seed", "dtype")
+    }
+    before = _read(flags.json, flags.study, sampled) if flags.resume else {}
+    model, tokenizer = models.load(flags.model, dtype=flags.dtype)
+    if tokenizer is None:
+        raise ValueError(f"{flags.model} has no tokenizer.json, and needles are text; copy it from the model's source.")
+
+    cells = {
+        question: needle.make_cells(
+            tokenizer,
+            lengths=[flags.length],
+            depths=flags.depths,
+            samples=flags.samples,
+            facts=flags.facts,
+            question=question,
+            seed=flags.seed,
+        )
+        for question in dict.fromkeys(run.question for run in study.runs)
+    }
+    total = flags.depths * flags.samples
+
+    def data(results: Sequence[dict[str, Any]], judged: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+        places = {run: index for index, run in enumerate(map(run_of, results))}
+        return {
+            "evaluation": "ablation",
+            "study": study.name,
+            "title": study.title,
+            "caveat": study.caveat,
+            "command": f"python -m evals ablation {study.name} --depths {flags.depths} --samples {flags.samples}",
+            "settings": {**sampled, "batch": flags.batch},
+            "samples": total,
+            "seconds": round(sum(result["seconds"] for result in results), 1),
+            "complete": len(results) == len(study.runs),
+            **report.environment(),
+            "claims": list(judged),
+            "points": [
+                {"panel": point.panel, "line": point.line, "x": point.x, "result": places[point.run]}
+                for point in study.points
+                if point.run in places
+            ],
+            "results": list(results),
+        }
+
+    with tqdm(total=total * len(study.runs), unit="sample", file=sys.stderr, dynamic_ncols=True) as progress:
+
+        def of_run(run: Run) -> dict[str, Any]:
+            setting = needle.Setting(run.policy, run.slots(flags.length), run.when, run.question)
+            progress.set_description(setting.title())
+            begun = time.time()
+            result = needle.measure(
+                model, cells[run.question], setting, block=run.block, batch=flags.batch, progress=progress
+            )
+            correct = [hit for cell in result.pop("cells") for hit in cell["correct"]]
+            seconds = round(time.time() - begun, 1)
+            return {**result, "share": run.budget, "block": run.block, "seconds": seconds, "correct": correct}
+
+        def save(results: list[dict[str, Any]]) -> None:
+            if flags.json is not None:
+                commands.write_json(flags.json, data(results))
+
+        done = before.get("results", [])
+        progress.update(total * len({run_of(result) for result in done} & set(study.runs)))
+        results = measure(study, of_run, done=done, on_result=save)
+        progress.set_description("done")
+    judged = judge(study, results)
+    print(study_report.table(study, {run_of(result): result for result in results}))
+    print()
+    for claim in judged:
+        print(claims.sentence(claim).replace("\n", " "))
+    if flags.json is not None:
+        commands.write_json(flags.json, data(results, judged))
+        print(f"figures: {flags.json}")
+    if flags.plot is not None:
+        study_report.figure(study, {run_of(result): result for result in results}, flags.plot, recency=needle.RECENCY)
+        print(f"picture: {flags.plot}")
+
+
+def _read(path: Path, study: str, sampled: dict[str, Any]) -> dict[str, Any]:
+    """What an interrupted study has left; nothing where there is no file.
+
+    Raises:
+        ValueError: the file is another study's, or its samples differ.
+    """
+    if not path.exists():
+        return {}
+    try:
+        data = json.loads(path.read_text())
+    except json.JSONDecodeError:
+        raise ValueError(f"{path} is not JSON; name another file, or leave --resume out.") from None
+    if not isinstance(data, dict) or data.get("study") != study:
+        raise ValueError(f"{path} is not of the study {study!r}; name another file, or leave --resume out.")
+    differing = [name for name, value in sampled.items() if data["settings"].get(name) != value]
+    if differing:
+        raise ValueError(
+            f"{path} was made with another {', '.join(differing)}; give the same as then, or leave --resume out."
+        )
+    return data
+
+
+def _collect(flags: argparse.Namespace) -> None:
+    if not flags.results.is_dir():
+        raise ValueError(f"there is no folder {flags.results}; name the one with the JSON files by --results.")
+    commands.check_outputs([flags.markdown])
+    text = claims.markdown(flags.results)
+    if flags.markdown is None:
+        print(text, end="")
+        return
+    with commands.replacing(flags.markdown) as temporary:
+        temporary.write_text(text)
+    print(f"claims: {flags.markdown}")

@@ -1,0 +1,303 @@
+"""Fidelity: how far each layer's attention output, and the logits, move when the cache is evicted from.
+
+The answer's tokens are fed behind the compressed prompt and behind the full cache; both runs' attention outputs are
+compared layer by layer, before the output projection (CAOTE's figure 3) and after it (LaProx's figure 4). A layer's
+error holds what the layers below it already lost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import re
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+from tqdm import tqdm
+
+import kvjax
+import models
+from evals import claims, needle, report, statistics, tasks
+from models import commands
+from models.decoder import rope_frequencies
+
+POLICIES = (
+    "h2o+protect(recent=0.5)",
+    "h2o+caote+protect(recent=0.5)",
+    "snapkv(window=8,kernel=7)",
+    "snapkv(window=8,kernel=7)+caote",
+    "laprox(window=8)@model",
+)
+MEASURES = ("error", "cosine", "output_error", "output_cosine")
+EXAMPLES = """examples:
+  python -m evals fidelity --policies "h2o,h2o+caote,snapkv,snapkv+caote" --budgets 128 --plot layers.png
+  python -m evals fidelity --policies "laprox@model" --budgets 0.1 --heads heads.png --json fidelity.json
+"""
+
+
+class Outputs(NamedTuple):
+    """Of the tokens behind a prompt: each layer's attention output, its projection by W_O, and the logits."""
+
+    attention: Float[Array, "L B T ND"]
+    projected: Float[Array, "L B T E"]
+    logits: Float[Array, "B T V"]
+
+
+def outputs(
+    model: models.Decoder,
+    cache: kvjax.KVCache | kvjax.PagedCache,
+    tokens: Int[Array | np.ndarray, "B T"],
+    position: Int[Array | np.ndarray, "B T"],
+    lengths: Int[Array | np.ndarray, "B"],
+) -> Outputs:
+    """Feeds tokens behind what a cache holds, and evicts nothing.
+
+    Args:
+        cache: of all layers, with room for the tokens.
+        position: the tokens' positions, -1 for padding.
+        lengths: the sequences' full lengths, as prefill had them.
+    """
+    return _outputs(model, cache, jnp.asarray(tokens), jnp.asarray(position), jnp.asarray(lengths))
+
+
+@jax.jit
+def _outputs(model, cache, tokens, position, lengths):
+    frequency = None
+    if cache.positions != "absolute":
+        frequency, _ = rope_frequencies(model.config.rope, model.config.head_dim, lengths)
+
+    def attend(cache, layer, sliding_window, query, key, value):
+        out, cache, _ = kvjax.observe(
+            cache, query, key, value, position,
+            policy=None, layer=layer, sliding_window=sliding_window, frequency=frequency,
+        )  # fmt: skip
+        return out, cache, out
+
+    hidden, _, attention = model.run(tokens, position, lengths, attend, cache)
+    weight = model.layers.output[...]
+    projected = jnp.einsum("lbtnd,lnde->lbte", attention, weight, precision=jax.lax.Precision.HIGHEST)
+    return Outputs(attention.reshape(*attention.shape[:3], -1), projected, model.logits(hidden))
+
+
+def differences(full: Outputs, evicted: Outputs, valid: np.ndarray) -> dict[str, np.ndarray]:
+    """Relative L2 error and cosine of each layer, ``[B, L]``, before and after W_O; and KL(full || evicted), ``[B]``.
+
+    Means over the tokens that are ``valid`` [B, T].
+    """
+    found = {}
+    for prefix, one, other in (("", full.attention, evicted.attention), ("output_", full.projected, evicted.projected)):
+        a, b = np.asarray(one, np.float64), np.asarray(other, np.float64)
+        length, other_length = (np.sqrt(np.sum(x * x, axis=-1)) for x in (a, b))
+        error = np.sqrt(np.sum((a - b) ** 2, axis=-1)) / np.maximum(length, 1e-30)
+        cosine = np.sum(a * b, axis=-1) / np.maximum(length * other_length, 1e-30)
+        for name, x in (("error", error), ("cosine", np.minimum(cosine, 1.0))):
+            found[prefix + name] = np.sum(np.where(valid, x, 0), axis=-1).T / valid.sum(axis=-1)[:, None]
+    p, q = (_log_softmax(np.asarray(x.logits, np.float64)) for x in (full, evicted))
+    divergence = np.maximum(np.sum(np.exp(p) * (p - q), axis=-1), 0)  # below 0 by rounding only
+    found["kl"] = np.sum(np.where(valid, divergence, 0), axis=-1) / valid.sum(axis=-1)
+    return found
+
+
+def measure(
+    model: models.Decoder,
+    samples: Sequence[tasks.Sample],
+    settings: Sequence[needle.Setting],
+    *,
+    block: int = 128,
+    batch: int = 16,
+    progress: tqdm | None = None,
+) -> list[dict[str, Any]]:
+    """The figures of each setting over the samples.
+
+    Returns:
+        For each setting: ``layers``, a row a layer with the means of :func:`differences` and their 95% intervals;
+        ``kl`` with its interval; ``retained``, mean, smallest and largest number of tokens of each layer and head;
+        and ``by_sample``, what the means are of.
+    """
+    collected: list[list[dict[str, np.ndarray]]] = [[] for _ in settings]
+    longest = max(len(sample.tokens) for sample in samples)
+    most = max(len(sample.answer_tokens) for sample in samples)
+    for start in range(0, len(samples), batch):
+        chosen = list(samples[start : start + batch])
+        fed = chosen + chosen[:1] * (min(batch, len(samples)) - len(chosen))
+        tokens, answers = (np.zeros((len(fed), width), np.int32) for width in (longest, most))
+        position = np.full((len(fed), most), -1, np.int32)
+        for row, sample in enumerate(fed):
+            n, m = len(sample.tokens), len(sample.answer_tokens)
+            tokens[row, :n], answers[row, :m] = sample.tokens, sample.answer_tokens
+            position[row, :m] = n + np.arange(m)
+        lengths = np.array([len(sample.tokens) for sample in fed], np.int32)
+        questions = np.array([len(sample.tokens) - sample.context_end for sample in fed])
+        cache = models.prefill(model, tokens, lengths, block=block, reserve=most).cache
+        full = outputs(model, cache, answers, position, lengths)
+        for setting, found in zip(settings, collected, strict=True):
+            if progress is not None:
+                progress.set_description(setting.title())
+            cache = models.prefill(
+                model, tokens, lengths, policy=setting.policy, budget=setting.budget, block=block, when=setting.when,
+                question=questions if setting.question == "agnostic" else None, reserve=most,
+            ).cache  # fmt: skip
+            shift = differences(full, outputs(model, cache, answers, position, lengths), position >= 0)
+            shift["retained"] = np.moveaxis(np.asarray(cache.num_live), 1, 0)  # [B, L, K]
+            found.append({name: x[: len(chosen)] for name, x in shift.items()})
+            if progress is not None:
+                progress.update(len(chosen))
+    return [_summary(setting, found) for setting, found in zip(settings, collected, strict=True)]
+
+
+def compare(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Is a policy with CAOTE closer to the full cache than without (figure 3 of its paper), LaProx closer than its
+    attention alone and than SnapKV (figure 4 of its paper)? In each setting, over all layers and for each.
+    """
+    by_setting = {(r["policy"], r["budget"], r["when"], r["question"]): r for r in results}
+    rows = []
+    for (policy, *rest), result in by_setting.items():
+        pairs = [("CAOTE", report.without_caote(policy), "error", -1)]
+        if laprox := re.fullmatch(r"laprox(?:\((window=\d+)?\))?(@.+)?", policy):
+            window, allocation = f"{laprox[1]}," if laprox[1] else "", laprox[2] or ""
+            rivals = (f"laprox({window}through='attention'){allocation}", f"snapkv({window}kernel=7)")
+            pairs += [("LaProx", other, "output_cosine", 1) for other in rivals]
+        for paper, other, kind, sign in pairs:
+            if other == policy or (other, *rest) not in by_setting:
+                continue
+            ours, theirs = (np.array(r["by_sample"][kind]) for r in (result, by_setting[other, *rest]))
+            gain = sign * (ours - theirs)  # [samples, L]
+            mean, low, high = statistics.mean_interval(gain.mean(axis=1).tolist())
+            layers = [claims.verdict("better", *statistics.mean_interval(x.tolist())[1:]) for x in gain.T]
+            what = "smaller error" if kind == "error" else "larger cosine behind W_O"
+            held = f"{layers.count(claims.HOLDS)} of {len(layers)} layers hold, {layers.count(claims.FAILS)} do not"
+            rows.append(
+                {
+                    "paper": paper,
+                    "claim": f"{policy} has a {what} than {other}, {_where(*rest)} ({held})",
+                    "expects": "better",
+                    "difference": mean,
+                    "low": low,
+                    "high": high,
+                    "verdict": claims.verdict("better", low, high),
+                    "sides": [float(ours.mean()), float(theirs.mean())],
+                    "layers": layers,
+                }
+            )
+    return rows
+
+
+def add_flags(flags: argparse.ArgumentParser) -> None:
+    """The command's flags."""
+    flags.add_argument("--model", default="retriever", help="'retriever', a Hugging Face folder, or a hub name")
+    flags.add_argument("--policies", default=",".join(POLICIES), help="several by comma; 'full' keeps all")
+    flags.add_argument("--budgets", default="0.1", help="slots per head, or ratios of the prompt; several by comma")
+    flags.add_argument("--lengths", default="512", help="tokens of a prompt; several by comma, measured together")
+    flags.add_argument("--samples", type=int, default=20, help="samples for each length, at depths drawn at random")
+    flags.add_argument("--facts", type=int, default=10, help="facts in a text, of which one is asked for")
+    flags.add_argument("--question", default="after", help=f"{', '.join(needle.PLACEMENTS)}; several by comma")
+    flags.add_argument("--when", default="prompt", help="block, prompt; several by comma")
+    flags.add_argument("--block", type=int, default=128)
+    flags.add_argument("--batch", type=int, default=20)
+    flags.add_argument("--seed", type=int, default=0)
+    flags.add_argument("--dtype", help="float32, bfloat16 or float16; the checkpoint's by default")
+    flags.add_argument("--json", type=Path, help="write all figures here")
+    flags.add_argument("--plot", type=Path, help="write error and cosine over layers here (.png, .svg or .pdf)")
+    flags.add_argument("--heads", type=Path, help="write the heat map of retained tokens per head here")
+
+
+def command(flags: argparse.Namespace) -> None:
+    """Runs the evaluation: checks, table, JSON, pictures."""
+    settings = needle.make_settings(flags)
+    lengths = needle.check_sizes(flags)
+    if flags.samples < 1:
+        raise ValueError(f"--samples is {flags.samples}; give at least 1.")
+    for path in (flags.plot, flags.heads):
+        if path is not None:
+            report.check_plot(path)
+    commands.check_outputs([flags.json, flags.plot, flags.heads])
+    model, tokenizer = models.load(flags.model, dtype=flags.dtype)
+    if tokenizer is None:
+        raise ValueError(f"{flags.model} has no tokenizer.json, and needles are text; copy it from the model's source.")
+
+    started = time.time()
+    results = []
+    with tqdm(total=flags.samples * len(lengths) * len(settings), unit="sample", file=sys.stderr) as progress:
+        for question in dict.fromkeys(setting.question for setting in settings):
+            placement = "after" if question == "agnostic" else question
+            samples = [
+                tasks.needle(flags.seed + 1_000 * index + sample, tokenizer, length, None, flags.facts, placement)
+                for index, length in enumerate(lengths)
+                for sample in range(flags.samples)
+            ]
+            chosen = [setting for setting in settings if setting.question == question]
+            results += measure(model, samples, chosen, block=flags.block, batch=flags.batch, progress=progress)
+        progress.set_description("done")
+    compared = compare(results)
+    print(report.fidelity_table(results))
+    if compared:
+        print()
+        print("\n".join(claims.sentence(claim) for claim in compared))
+    if flags.json is not None:
+        used = {name: str(value) if isinstance(value, Path) else value for name, value in vars(flags).items()}
+        commands.write_json(
+            flags.json,
+            {
+                "evaluation": "fidelity",
+                "title": "Attention outputs: how close to the full cache's",
+                "command": f'python -m evals fidelity --policies "{flags.policies}" --budgets {flags.budgets} '
+                f"--samples {flags.samples} --when {flags.when}",
+                "settings": used,
+                "samples": flags.samples * len(lengths),
+                "seconds": round(time.time() - started, 1),
+                **report.environment(),
+                "claims_measure": "the layers' mean relative error or cosine (positive: closer to the full cache)",
+                "claims": compared,
+                "results": results,
+            },
+        )
+        print(f"figures: {flags.json}")
+    if flags.plot is not None:
+        report.layer_lines(results, flags.plot, recency=needle.RECENCY)
+        print(f"picture: {flags.plot}")
+    if flags.heads is not None:
+        report.head_map(results, flags.heads)
+        print(f"picture: {flags.heads}")
+
+
+def _summary(setting: needle.Setting, found: Sequence[dict[str, np.ndarray]]) -> dict[str, Any]:
+    whole = {name: np.concatenate([part[name] for part in found]) for name in found[0]}
+    layers = []
+    for layer in range(whole["error"].shape[1]):
+        row: dict[str, Any] = {"layer": layer}
+        for name in MEASURES:
+            row[name], low, high = statistics.mean_interval(whole[name][:, layer].tolist())
+            row[f"{name}_interval"] = [low, high]
+        layers.append(row)
+    kl, low, high = statistics.mean_interval(whole["kl"].tolist())
+    retained = whole["retained"]
+    return {
+        **dataclasses.asdict(setting),
+        "samples": len(whole["kl"]),
+        **{name: float(whole[name].mean()) for name in MEASURES},
+        "kl": kl,
+        "kl_interval": [low, high],
+        "layers": layers,
+        "retained": {
+            "mean": retained.mean(axis=0).round(2).tolist(),
+            "smallest": retained.min(axis=0).tolist(),
+            "largest": retained.max(axis=0).tolist(),
+        },
+        "by_sample": {name: whole[name].round(6).tolist() for name in (*MEASURES, "kl")},
+    }
+
+
+def _log_softmax(x: np.ndarray) -> np.ndarray:
+    x = x - x.max(axis=-1, keepdims=True)
+    return x - np.log(np.sum(np.exp(x), axis=-1, keepdims=True))
+
+
+def _where(budget: int | float | None, when: str, question: str) -> str:
+    return f"budget {budget}, {'once' if when == 'prompt' else 'after every block'}, question {question}"

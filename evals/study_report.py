@@ -1,0 +1,128 @@
+"""A study's table and picture."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from evals.report import COLOURS, columns, pyplot
+from evals.studies import Point, Run, Study
+from models.commands import replacing
+
+
+def table(study: Study, results: Mapping[Run, dict[str, Any]]) -> str:
+    """A row for each place in a study's picture, the references first."""
+    places: list[tuple[str, str, str | float, Run]] = [("", "reference", "", run) for run in study.references]
+    places += [(point.panel, point.line, point.x, point.run) for point in study.points]
+    rows = []
+    for panel, line, x, run in places:
+        result = results[run]
+        rows.append(
+            (
+                panel,
+                line,
+                f"{x:.0%}" if isinstance(x, float) else str(x).replace("\n", " "),
+                run.policy,
+                "all" if run.budget is None else str(result["budget"]),
+                {"block": f"by {run.block}", "prompt": "once"}[run.when] if run.budget is not None else "never",
+                {"agnostic": "unknown"}.get(run.question, "known"),
+                f"{result['recall']:.3f}",
+                f"{result['low']:.3f}..{result['high']:.3f}",
+                f"{result['cache_bytes'] / 2**20:.2f}",
+            )
+        )
+    head = ("panel", "line", "at", "policy", "budget", "evicts", "question", "recall", "95%", "cache MiB")
+    return "\n".join([columns(head, rows, left=7), *([study.note] if study.note else [])])
+
+
+def figure(study: Study, results: Mapping[Run, dict[str, Any]], path: Path, *, recency: str) -> None:
+    """Recall of each run with its 95% interval, a panel beside the other; the full cache and recency as grey lines."""
+    plt = pyplot()
+    panels = list(dict.fromkeys(point.panel for point in study.points))
+    across = 2 if len(panels) == 4 else min(len(panels), 3)
+    down = -(-len(panels) // across)
+    places = [len({p.x for p in study.points if p.panel == panel}) for panel in panels]
+    widths = [max(2.6, 0.9 + 0.75 * count) for count in places] if down == 1 else [5.2] * across
+    drawing, axes = plt.subplots(
+        down, across, figsize=(1.0 + sum(widths), 0.9 + 3.8 * down), squeeze=False, sharey=True, layout="constrained",
+        width_ratios=widths,
+    )  # fmt: skip
+    for axis in axes.flat[len(panels) :]:
+        axis.set_axis_off()
+    for axis, panel in zip(axes.flat, panels, strict=False):
+        axis.set_title(panel, fontsize=9.5)
+        axis.set_xlabel(study.axis, fontsize=8.5)
+        _study_panel(axis, study, [p for p in study.points if p.panel == panel], results, recency)
+    for axis in axes[:, 0]:
+        axis.set_ylabel("exact recall", fontsize=8.5)
+    drawing.suptitle(study.title, fontsize=12)
+    if study.note:
+        drawing.supxlabel(study.note, fontsize=7.5, color="#555555")
+    with replacing(path) as temporary:
+        drawing.savefig(temporary, dpi=160)
+    plt.close(drawing)
+
+
+def _study_panel(
+    axis: Any, study: Study, points: Sequence[Point], results: Mapping[Run, dict[str, Any]], recency: str
+) -> None:
+    lines = list(dict.fromkeys(point.line for point in points))
+    xs: list[Any] = list(dict.fromkeys(point.x for point in points))
+    numeric = all(isinstance(x, float) for x in xs)
+    shares = {point.run.budget for point in points}
+    full = next((r for run, r in results.items() if run.budget is None), None)
+    if full is not None:
+        axis.axhline(full["recall"], color="#999999", linewidth=1, linestyle="--", label="full cache", zorder=1)
+    floor: dict[float, float] = {}
+    for run, result in results.items():
+        if run.policy == recency and run.budget is not None and run.budget in shares:
+            floor[run.budget] = result["recall"]
+    if floor and numeric:
+        axis.plot(
+            sorted(floor), [floor[x] for x in sorted(floor)], color="#999999", linewidth=1, label="recency", zorder=1
+        )
+    elif len(floor) == 1 and len(shares) == 1:
+        axis.axhline(*floor.values(), color="#999999", linewidth=1, label="recency", zorder=1)
+    for number, line in enumerate(lines):
+        own = [point for point in points if point.line == line]
+        found = [results[point.run] for point in own]
+        shift = number - (len(lines) - 1) / 2
+        if numeric:  # a log axis: shifted by a factor
+            at = [float(point.x) * 1.015**shift for point in own]
+        else:
+            at = [xs.index(point.x) + shift * (0.06 if study.connect else 0.72 / len(lines)) for point in own]
+        recall = [result["recall"] for result in found]
+        error = [[r["recall"] - r["low"] for r in found], [r["high"] - r["recall"] for r in found]]
+        axis.errorbar(
+            at, recall, _bars(error), color=COLOURS[number % len(COLOURS)], label=line.replace("\n", " "), marker="o",
+            markersize=4.5, linewidth=1.6, elinewidth=0.8, capsize=0, zorder=3,
+            linestyle="-" if numeric or study.connect else "none",
+        )  # fmt: skip
+    if numeric:
+        axis.set_xscale("log")
+        axis.set_xticks(xs, [f"{100 * x:g}%" for x in xs], fontsize=8)
+        axis.minorticks_off()
+    else:
+        axis.set_xticks(range(len(xs)), [str(x) for x in xs], fontsize=8)
+        axis.set_xlim(-0.6, len(xs) - 0.4)
+    axis.set_ylim(-0.03, 1.03)
+    axis.tick_params(labelsize=8)
+    axis.grid(axis="y", color="#eeeeee", linewidth=0.8)
+    axis.set_axisbelow(True)
+    for side in ("top", "right"):
+        axis.spines[side].set_visible(False)
+    axis.legend(
+        fontsize=7.5,
+        frameon=False,
+        loc="upper center",
+        bbox_to_anchor=(0.5, -0.16 if axis.get_xlabel() else -0.13),
+        ncols=2,
+    )
+
+
+def _bars(error: Sequence[Sequence[float]]) -> np.ndarray:
+    """Bars never below 0: at recall 1 the interval's end may miss it by a rounding."""
+    return np.maximum(np.array(error), 0)

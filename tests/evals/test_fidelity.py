@@ -1,0 +1,182 @@
+"""Fidelity on tiny random models: exact for the full cache, and equal to attention written out in NumPy."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import models
+from evals import fidelity, needle, tasks
+from evals.__main__ import main
+
+SMALL = ["--lengths", "256", "--samples", "2", "--facts", "4", "--batch", "2", "--block", "64", "--budgets", "32"]
+
+
+def random_model(layers=3):
+    config = models.Config(64, 32, 96, num_layers=layers, num_heads=4, num_kv_heads=2)
+    model = models.Decoder(config, rngs=nnx.Rngs(0))
+    for name in ("query", "key", "value", "output"):  # larger weights, so that attention is not flat
+        parameter = getattr(model.layers, name)
+        parameter[...] = parameter[...] * 12
+    return model
+
+
+def random_samples(count=5, seed=0):
+    rng = np.random.default_rng(seed)
+    drawn = []
+    for _ in range(count):
+        length, answer = int(rng.integers(40, 60)), int(rng.integers(2, 5))
+        tokens = rng.integers(3, 64, length + answer).tolist()
+        drawn.append(tasks.Sample("", "", tokens[:length], tokens[length:], length - 6))
+    return drawn
+
+
+def settings_of(*policies, budget=12, when="prompt", question="after"):
+    return [needle.Setting(p, None if p == "full" else budget, when, question) for p in policies]
+
+
+@pytest.mark.parametrize("question", ["after", "agnostic"])
+def test_the_full_cache_is_exact(question):
+    (result,) = fidelity.measure(random_model(), random_samples(), settings_of("full", question=question), block=16)
+    if question == "after":
+        assert (result["error"], result["cosine"], result["kl"]) == (0, 1, 0)
+        assert (result["output_error"], result["output_cosine"]) == (0, 1)
+    else:  # the question comes in blocks of its own, so sums are rounded in another order
+        assert result["error"] < 1e-5 and result["cosine"] > 1 - 1e-9 and result["kl"] < 1e-9
+    lengths = [len(sample.tokens) for sample in random_samples()]
+    assert np.unique(result["retained"]["smallest"]) == min(lengths)
+    assert np.unique(result["retained"]["largest"]) == max(lengths)
+
+
+@pytest.mark.parametrize("policy", ["tova", "snapkv(window=4)@model", "sage(heads='query')"])
+def test_attention_outputs_are_those_of_numpy_over_the_tokens_that_are_left(policy):
+    model, samples = random_model(layers=1), random_samples(3)
+    longest = max(len(s.tokens) for s in samples)
+    tokens = np.array([s.tokens + [0] * (longest - len(s.tokens)) for s in samples])
+    lengths = np.array([len(s.tokens) for s in samples])
+    answers = np.array([s.answer_tokens[:2] for s in samples])
+    position = lengths[:, None] + np.arange(2)
+    cache = models.prefill(model, tokens, lengths, policy=policy, budget=12, block=16, when="prompt", reserve=2).cache
+    got = fidelity.outputs(model, cache, answers, position, lengths)
+    weight = {
+        name: np.array(getattr(model.layers, name)[0], np.float64) for name in ("query", "key", "value", "output")
+    }
+    for row in range(3):
+        x = np.array(model.embedding[...], np.float64)[answers[row]]
+        h = x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + model.config.norm_epsilon)
+        q, k, v = (np.einsum("te,ehd->thd", h, weight[name]) for name in ("query", "key", "value"))
+        q, k = turned(q, position[row], model.config.rope.theta), turned(k, position[row], model.config.rope.theta)
+        held, heads = cache.layer(0), cache.heads_shape[-1]
+        out = np.zeros((2, 4, 8))
+        for n in range(4):
+            head, own = n * heads // 4, n // 2
+            live = np.array(held.position[row, head]) >= 0
+            keys = np.concatenate([np.array(held.key[row, head], np.float64)[live], k[:, own]])
+            values = np.concatenate([np.array(held.value[row, head], np.float64)[live], v[:, own]])
+            for t in range(2):
+                seen = live.sum() + t + 1
+                logits = keys[:seen] @ q[t, n] / np.sqrt(8)
+                a = np.exp(logits - logits.max())
+                out[t, n] = (a / a.sum()) @ values[:seen]
+        np.testing.assert_allclose(got.attention[0, row], out.reshape(2, -1), rtol=2e-4, atol=2e-5)
+        projected = np.einsum("tnd,nde->te", out, weight["output"])
+        np.testing.assert_allclose(got.projected[0, row], projected, rtol=2e-4, atol=2e-4)
+
+
+def turned(x, position, theta):
+    """Rotary embedding, written out: pairs are the halves of a head."""
+    D = x.shape[-1]
+    angle = position[:, None, None] / theta ** (np.arange(0, D, 2) / D)
+    first, second = x[..., : D // 2], x[..., D // 2 :]
+    return np.concatenate(
+        [first * np.cos(angle) - second * np.sin(angle), second * np.cos(angle) + first * np.sin(angle)], axis=-1
+    )
+
+
+def test_differences_by_hand():
+    def of(attention, projected, logits):
+        return fidelity.Outputs(jnp.array([[attention]]), jnp.array([[projected]]), jnp.array([logits]))
+
+    full = of([[3.0, 4.0], [1.0, 0.0], [9.0, 9.0]], [[2.0], [2.0], [9.0]], [[0.0, 0.0], [0.0, 0.0], [5.0, 0.0]])
+    evicted = of(
+        [[3.0, 0.0], [0.0, 1.0], [0.0, 0.0]], [[1.0], [-2.0], [0.0]], [[0.0, 0.0], [np.log(3), 0.0], [0.0, 9.0]]
+    )
+    found = fidelity.differences(full, evicted, np.array([[True, True, False]]))
+    assert found["error"] == pytest.approx((4 / 5 + np.sqrt(2)) / 2)
+    assert found["cosine"] == pytest.approx((3 / 5 + 0) / 2)
+    assert found["output_error"] == pytest.approx((0.5 + 2) / 2)
+    assert found["output_cosine"] == pytest.approx(0)
+    assert found["kl"] == pytest.approx(0.5 * (0.5 * np.log(0.5 / 0.75) + 0.5 * np.log(0.5 / 0.25)), abs=1e-6)
+
+
+def test_rows_do_not_depend_on_their_batch_and_budgets_are_kept():
+    model, samples = random_model(), random_samples()
+    settings = settings_of("tova", "tova@layer")
+    whole, parts = (fidelity.measure(model, samples, settings, block=16, batch=batch) for batch in (8, 2))
+    for a, b in zip(whole, parts, strict=True):
+        np.testing.assert_allclose(a["by_sample"]["error"], b["by_sample"]["error"], atol=2e-5)
+        assert a["retained"] == b["retained"]
+    assert np.unique(whole[0]["retained"]["mean"]).tolist() == [12]
+    assert np.sum(whole[1]["retained"]["mean"], axis=1) == pytest.approx(24)
+
+
+def test_caote_is_compared_with_the_same_policy_without_it():
+    def result(policy, error):
+        values = {"error": [[error, 0.5]] * 6, "output_cosine": [[1 - error, 0.5]] * 6}
+        return {"policy": policy, "budget": 8, "when": "prompt", "question": "after", "by_sample": values}
+
+    rows = fidelity.compare(
+        [
+            result("h2o@layer", 0.4),
+            result("h2o+caote@layer", 0.2),
+            result("laprox(window=8)@model", 0.2),
+            result("laprox(window=8,through='attention')@model", 0.1),
+            result("snapkv(window=8,kernel=7)", 0.3),
+        ]
+    )
+    assert [(row["paper"], row["verdict"], row["difference"]) for row in rows] == [
+        ("CAOTE", "holds", pytest.approx(0.1)),
+        ("LaProx", "does not", pytest.approx(-0.05)),
+        ("LaProx", "holds", pytest.approx(0.05)),
+    ]
+    assert rows[0]["layers"] == ["holds", "within noise"]
+
+
+@pytest.mark.slow
+def test_the_command_writes_table_json_and_pictures(tmp_path, capsys):
+    paths = {name: tmp_path / name for name in ("out.json", "lines.png", "heads.png")}
+    flags = ["--policies", "full,tova,tova+caote,tova@model", *SMALL]
+    outputs = ["--json", str(paths["out.json"]), "--plot", str(paths["lines.png"]), "--heads", str(paths["heads.png"])]
+    assert main(["fidelity", *flags, *outputs]) == 0
+    printed = capsys.readouterr().out
+    data = json.loads(paths["out.json"].read_text())
+    assert [r["policy"] for r in data["results"]] == ["full", needle.RECENCY, "tova", "tova+caote", "tova@model"]
+    assert all(r["policy"] in printed for r in data["results"])
+    assert data["results"][0]["kl"] == 0
+    assert [claim["paper"] for claim in data["claims"]] == ["CAOTE"]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for name, path in paths.items() if name.endswith("png"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--policies", "h2o,nothing"], "unknown policy 'nothing'"),
+        (["--policies", "h2o@nobody"], "unknown allocation 'nobody'"),
+        (["--budgets", "lots"], "neither slots per head"),
+        (["--samples", "0"], "--samples is 0"),
+        (["--when", "never"], "--when is never"),
+        (["--question", "beside"], "--question is beside"),
+        (["--heads", "heads.txt"], "suffix '.txt'"),
+        (["--plot", "nowhere/out.png"], "the folder nowhere does not exist"),
+        (["--model", "nowhere"], "there is no folder nowhere"),
+    ],
+)
+def test_bad_flags_end_in_one_sentence_and_write_nothing(flags, sentence, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["fidelity", *flags]) == 2
+    err = capsys.readouterr().err
+    assert sentence in err
+    assert "Traceback" not in err
+    assert list(tmp_path.iterdir()) == []
