@@ -126,3 +126,9 @@ def test_a_decode_step_communicates_only_where_heads_and_vocabulary_meet(policy,
         plan.policy, plan.evict_every, decoding.Sampling(),
     )  # fmt: skip
     assert collectives(step.compile()) == {"all-reduce": 3 + of_the_policy, "all-gather": 2}
+
+
+def test_pages_shared_by_all_heads_are_refused_on_several_devices():
+    settings = dict(lengths=LENGTHS, policy="h2o@layer", budget=16, block=8)
+    with pytest.raises(ValueError, match=r"'h2o@layer' shares one pool of pages .* several devices .* one device"):
+        models.prefill(sharded_model(), TOKENS, **settings)
