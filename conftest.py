@@ -52,3 +52,12 @@ def _annotations_are_silent_for_bad_input(request):
     jaxtyping.config.update("jaxtyping_disable", silent)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _compiled_programs_do_not_pile_up():
+    """Each compiled program maps memory of its own; a process that keeps thousands of them meets the system's limit."""
+    yield
+    import jax
+
+    jax.clear_caches()
