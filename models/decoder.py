@@ -173,6 +173,8 @@ class Decoder(nnx.Module):
         lengths: Int[Array, "B"],
         attend: Attend[Carry, Output],
         carry: Carry,
+        *,
+        after_first: Callable[[Float[Array, "B T E"], Carry], Carry] | None = None,
     ) -> tuple[Float[Array, "B T E"], Carry, Output]:
         """Embeds the tokens and runs every layer, with the attention that the caller brings.
 
@@ -181,6 +183,8 @@ class Decoder(nnx.Module):
             lengths: the sequences' full lengths, which only dynamic rope scaling reads: keys of one sequence must all
                 be rotated by the same frequencies, whichever block they came in.
             attend: called once a layer with rotated queries and keys; see ``Attend``.
+            after_first: sees layer 0's output before the other layers run, and may change the carry. Layer 0 is then
+                compiled apart from the others.
 
         Returns:
             The hidden states before the last norm, the carry, and the layers' outputs stacked, [L, ...].
@@ -208,8 +212,17 @@ class Decoder(nnx.Module):
             return (x + (jax.nn.silu(gate) * up) @ layer.down[...], carry), output
 
         scanned = (self.layers, jnp.arange(config.num_layers), windows)
-        (x, carry), outputs = jax.lax.scan(run_layer, (self.embedding[...][tokens], carry), scanned)
-        return x, carry, outputs
+        state = self.embedding[...][tokens], carry
+        if after_first is None:
+            (x, carry), outputs = jax.lax.scan(run_layer, state, scanned)
+            return x, carry, outputs
+
+        def run_index(state, index):  # by index: a slice of the scanned arrays would be a copy of all layers
+            return run_layer(state, jax.tree.map(lambda array: array[index], scanned))
+
+        (x, carry), first = run_index(state, 0)
+        (x, carry), rest = jax.lax.scan(run_index, (x, after_first(x, carry)), jnp.arange(1, config.num_layers))
+        return x, carry, jax.tree.map(lambda a, b: jnp.concatenate([a[None], b]), first, rest)
 
     def logits(self, hidden: Float[Array, "*rest E"]) -> Float[Array, "*rest V"]:
         """The last norm and the projection to the vocabulary, in float32."""
