@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import argparse
 
-from evals import ablation, fidelity, needle
+from evals import ablation, butler_figures, coref, fidelity, needle, perplexity
 from models import commands
 
-EVALUATIONS = {"needle": needle, "fidelity": fidelity, "ablation": ablation}
+EVALUATIONS = {
+    "needle": needle,
+    "fidelity": fidelity,
+    "ablation": ablation,
+    "coref": coref,
+    "perplexity": perplexity,
+    "butler": butler_figures,
+}
 
 
 def main(arguments: list[str] | None = None) -> int:
