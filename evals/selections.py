@@ -43,7 +43,7 @@ import models
 from evals import report
 from kvjax import sources
 from kvjax.names import called, registered, written
-from kvjax.selection import share_of
+from kvjax.select import share_of_tokens
 from kvjax.transforms import check_pooling, pooled
 from models.butler import importance as predicted_importance
 from models.commands import check_outputs, split_list
@@ -298,7 +298,7 @@ def kept_tokens(length: int, sparsity: float) -> Int[np.ndarray, "T"]:
         [1, 1, 1, 2, 2, 2, 3, 3, 3, 3]
     """
     so_far = np.arange(1, length + 1, dtype=np.int32)
-    return np.maximum(so_far - share_of(sparsity, so_far), 1).astype(np.int32)
+    return np.asarray(share_of_tokens(1 - sparsity, so_far), np.int32)
 
 
 def parse_sparsities(text: str) -> list[float]:

@@ -34,7 +34,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.names import called, registered, written
-from kvjax.scores import _mix
+from kvjax.scores import mix_bits
 
 PyTree = Any
 
@@ -225,7 +225,7 @@ def random(*, seed: int = 0) -> Source:
         head = jnp.arange(reading.query.shape[2], dtype=jnp.uint32)[:, None, None]
         query = reading.query_position.astype(jnp.uint32)[:, None, :, None]
         layer = jnp.asarray(reading.layer, jnp.uint32)
-        mixed = _mix(jnp.uint32(seed) ^ _mix(layer ^ _mix(head ^ _mix(query ^ _mix(slot)))))
+        mixed = mix_bits(jnp.uint32(seed) ^ mix_bits(layer ^ mix_bits(head ^ mix_bits(query ^ mix_bits(slot)))))
         return (mixed >> 8).astype(jnp.float32) / 2**24
 
     return Source(written(random, seed=seed), importance)
