@@ -12,6 +12,7 @@ from kvjax.caote import caote, fast_caote
 from kvjax.eviction import evict
 from kvjax.eviction_error import score
 from kvjax.insertion import insert
+from kvjax.memory import Memory, memory
 from kvjax.paged import PagedCache, pack, pages_for
 from kvjax.policy import (
     Observation,
@@ -55,6 +56,7 @@ __all__ = [
     "Allocation",
     "HeadState",
     "KVCache",
+    "Memory",
     "Observation",
     "Observed",
     "OutputProjection",
@@ -85,6 +87,7 @@ __all__ = [
     "keydiff",
     "laprox",
     "lava",
+    "memory",
     "no_state",
     "normalise",
     "observe",
