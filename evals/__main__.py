@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 
-from evals import ablation, fidelity, needle
+from evals import ablation, fidelity, needle, ruler
 from models import commands
 
-EVALUATIONS = {"needle": needle, "fidelity": fidelity, "ablation": ablation}
+EVALUATIONS = {"needle": needle, "fidelity": fidelity, "ablation": ablation, "ruler": ruler}
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 Z = 1.959964  # 95%
 
 
-def wilson(successes: int, trials: int) -> tuple[float, float]:
-    """The 95% interval of a share (Wilson's score interval).
+def wilson(successes: float, trials: int) -> tuple[float, float]:
+    """The 95% interval of a share (Wilson's score interval); of a sum of scores in [0, 1] it is a wider one.
 
     Example:
         >>> from evals.statistics import wilson
