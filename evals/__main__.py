@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import argparse
 
-from evals import ablation, fidelity, needle, ruler
+from evals import ablation, fidelity, infinitebench, longbench, needle, ruler
 from models import commands
 
-EVALUATIONS = {"needle": needle, "fidelity": fidelity, "ablation": ablation, "ruler": ruler}
+EVALUATIONS = {
+    "needle": needle,
+    "ruler": ruler,
+    "longbench": longbench,
+    "infinitebench": infinitebench,
+    "fidelity": fidelity,
+    "ablation": ablation,
+}
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -491,14 +491,16 @@ def command(
 
 
 def used(flags: argparse.Namespace) -> dict[str, Any]:
-    """The flags that decide the figures, as JSON has them; of files that they name, what is in them."""
+    """The flags that decide the figures, as JSON has them; of files and folders that they name, what is in them."""
     plain: dict[str, Any] = {}
     for name, value in vars(flags).items():
         if name in FREE:
             continue
-        plain[name] = str(value) if isinstance(value, Path) else value
-        if isinstance(value, Path):
-            plain[f"{name} holds"] = results.fingerprint(value)
+        several = value if isinstance(value, list) else [value]
+        paths = [Path(path) for path in several if isinstance(path, Path) or (name == "data" and path is not None)]
+        plain[name] = [str(path) for path in several] if isinstance(value, list | Path) else value
+        if paths:
+            plain[f"{name} holds"] = [results.fingerprint(path) for path in paths]
     return plain
 
 
@@ -510,7 +512,7 @@ def written(flags: argparse.Namespace) -> str:
             continue
         line.append(f"--{name.replace('_', '-')}")
         if value is not True:
-            line.append(str(value))
+            line += [str(part) for part in value] if isinstance(value, list) else [str(value)]
     return shlex.join(line)
 
 
