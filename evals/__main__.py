@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from evals import ablation, fidelity, infinitebench, longbench, needle, ruler
+from evals import ablation, fidelity, harness, infinitebench, longbench, needle, page, ruler, sweep, view
 from models import commands
 
 EVALUATIONS = {
@@ -12,8 +12,12 @@ EVALUATIONS = {
     "ruler": ruler,
     "longbench": longbench,
     "infinitebench": infinitebench,
+    "lm_eval": harness,
     "fidelity": fidelity,
     "ablation": ablation,
+    "sweep": sweep,
+    "report": page,
+    "view": view,
 }
 
 

@@ -56,6 +56,10 @@ def _plain(metric: Any, **more: Any) -> Any:
     return lambda answer, reference, record: metric(answer, reference, **more)
 
 
+def _name(answer: str, reference: tuple[str, str], record: Mapping[str, Any]) -> float:
+    return metrics.named_choice(answer, *reference)
+
+
 def _choose(answer: str, reference: tuple[str, str], record: Mapping[str, Any]) -> float:
     return metrics.choice(answer, *reference)
 
@@ -112,7 +116,7 @@ TASKS = {
         f"One function of this code was given an error on purpose.\n\n{{context}}\n\nOptions:\n{_OPTIONS}\n\n"
         "The letter of the right option is",
         5,
-        _choose,
+        _name,
         _right_option,
         _options,
     ),

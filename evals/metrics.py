@@ -144,8 +144,8 @@ def leading_values(answer: str, reference: Sequence[int]) -> float:
 
 
 def choice(answer: str, letter: str, text: str) -> float:
-    """Whether an answer chooses an option: by its letter at the start, behind "answer is", "answer:" or "option is",
-    by its whole text, or by the first letter that stands alone.
+    """Whether an answer chooses an option, as InfiniteBench reads it: by its first letter where that is A to D, by the
+    option's whole text, behind "answer is", "answer:" or "option is", or by the first letter that stands alone.
 
     Example:
         >>> from evals import metrics
@@ -153,19 +153,39 @@ def choice(answer: str, letter: str, text: str) -> float:
         [1.0, 1.0, 1.0, 0.0]
     """
     answer = answer.strip()
-    if not answer:
-        return 0.0
-    if re.match(r"[ABCD]\b", answer):
+    if answer[:1] and answer[0] in "ABCD":
         return float(answer[0] == letter)
-    if answer == text:
+    if answer in (letter, text):
         return 1.0
-    plain = " ".join(_words(answer, "\n\"'.,?!{}`*"))
-    for before in ("answer is:", "answer:", "answer is", "option is:", "option is", " is:"):
-        if before in plain:
-            said = plain.split(before, 1)[1].strip()
-            return float(re.match(rf"{letter}\b", said) is not None or said.startswith(text))
-    alone = re.search(r"\b[ABCD]\b", plain)
-    return float(alone is not None and alone[0] == letter)
+    words = _words(answer, "\n\"'.,?!{}")
+    said = _behind(" ".join(words), ("answer is:", "answer:", "answer is", "option is"))
+    if said is not None:
+        return float(said.startswith((letter, text)))
+    return float(next((word for word in words if word in ("A", "B", "C", "D")), None) == letter)
+
+
+def named_choice(answer: str, letter: str, text: str) -> float:
+    """Whether an answer chooses an option, as InfiniteBench reads those about code: "B." or "B:" at the start, or the
+    letter or text behind "answer is:", "is:" or "answer:".
+
+    Example:
+        >>> from evals import metrics
+        >>> [metrics.named_choice(said, "B", "parse") for said in ("B. parse", "The answer is: parse", "B it is")]
+        [1.0, 1.0, 0.0]
+    """
+    answer = answer.strip()
+    if answer[:2] in (f"{letter}.", f"{letter}:"):
+        return 1.0
+    for mark in ("\n", "`", "'", '"', "-", "*", "Option", "option"):
+        answer = answer.replace(mark, " ")
+    said = _behind(re.sub(" +", " ", answer), ("answer is:", "is:", "answer:"))
+    return float(said is not None and said.startswith((letter, text)))
+
+
+def _behind(text: str, marks: Sequence[str]) -> str | None:
+    """What stands behind the first of the marks that a text has, and one character."""
+    mark = next((mark for mark in marks if mark in text), None)
+    return None if mark is None else text.split(mark, 1)[1][1:]
 
 
 @functools.cache

@@ -214,6 +214,15 @@ def exact(tokens: Sequence[int], sample: tasks.Sample) -> bool:
     return list(tokens[: len(sample.answer_tokens)]) == list(sample.answer_tokens)
 
 
+def check(flags: argparse.Namespace) -> None:
+    """Refuses flags that could not work."""
+    check_sizes(flags)
+    if flags.depths < 1 or flags.samples < 1 or flags.facts < 1:
+        raise ValueError(
+            f"{flags.depths} depths, {flags.samples} samples and {flags.facts} facts; give at least 1 of each."
+        )
+
+
 def make_groups(flags: argparse.Namespace, config: models.Config, tokenizer: models.Tokenizer) -> list[running.Group]:
     """The samples as groups for :func:`evals.running.run`: a length's depths together."""
     groups = []

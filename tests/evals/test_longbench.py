@@ -116,8 +116,8 @@ def test_each_task_of_infinitebench_reads_its_record(name, tokenizer):
     sample = documents.make_sample(task, record, tokenizer, 4000)
     assert 0 < sample.context_end <= len(sample.tokens)
     right = {
-        "longbook_choice_eng": "B. fox", "code_debug": "B", "math_calc": "[1, 3]", "math_find": " 9", "code_run": "-3",
-        "longdialogue_qa_eng": " Anna", "kv_retrieval": '"b-1"', "longbook_sum_eng": "It is a book.",
+        "longbook_choice_eng": "B. fox", "code_debug": "B. b", "math_calc": "[1, 3]", "math_find": " 9",
+        "longdialogue_qa_eng": " Anna", "kv_retrieval": '"b-1"', "longbook_sum_eng": "It is a book.", "code_run": "-3.",
     }.get(name) or record["answer"][0]  # fmt: skip
     assert documents.score(task, Answer([], right), sample) == 1.0
     assert documents.score(task, Answer([], "wrong"), sample) == 0.0

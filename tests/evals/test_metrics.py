@@ -100,10 +100,18 @@ def test_values_count_up_to_the_first_mistake():
         ("a fox", 1.0),
         ("The answer is B", 1.0),
         ("the answer is: C, not B", 0.0),
-        ("Between A and B", 0.0),
-        ("Because of it, B", 1.0),
+        ("Between A and C", 1.0),  # its first letter is read, as published
+        ("It may be A or B", 0.0),
         ("", 0.0),
     ],
 )
 def test_choices(answer, expected):
     assert metrics.choice(answer, "B", "a fox") == expected
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [("B. fox", 1.0), ("B: fox", 1.0), ("B", 0.0), ("The answer is: fox", 1.0), ("It is: A", 0.0), ("", 0.0)],
+)
+def test_choices_about_code_are_read_more_strictly(answer, expected):
+    assert metrics.named_choice(answer, "B", "fox") == expected
