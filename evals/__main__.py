@@ -4,16 +4,37 @@ from __future__ import annotations
 
 import argparse
 
-from evals import ablation, butler_figures, coref, fidelity, needle, perplexity
+from evals import (
+    ablation,
+    butler_figures,
+    coref,
+    fidelity,
+    harness,
+    infinitebench,
+    longbench,
+    needle,
+    page,
+    perplexity,
+    ruler,
+    sweep,
+    view,
+)
 from models import commands
 
 EVALUATIONS = {
     "needle": needle,
+    "ruler": ruler,
+    "longbench": longbench,
+    "infinitebench": infinitebench,
+    "lm_eval": harness,
     "fidelity": fidelity,
     "ablation": ablation,
     "coref": coref,
     "perplexity": perplexity,
     "butler": butler_figures,
+    "sweep": sweep,
+    "report": page,
+    "view": view,
 }
 
 

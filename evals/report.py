@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,81 @@ def table(results: Sequence[dict[str, Any]], *, recency: str) -> str:
     head = ("policy", "budget", "evicts", "question", "recall", "95%", "cache MiB", "prefill tok/s", "decode tok/s")
     note = f"\n'-': under plain recency, {recency}" if any("-" in row[4] for row in rows) else ""
     return columns(head, rows, left=4) + note
+
+
+def task_table(
+    rows: Sequence[dict[str, Any]], *, recency: str, short: Mapping[str, str], notes: Sequence[str] = ()
+) -> str:
+    """A row for each setting and length: the tasks' mean and each task's; a minus marks a mean under plain recency.
+
+    Args:
+        rows: as :func:`evals.running.summarise` gives them.
+        short: the tasks' names in the head.
+        notes: lines below.
+    """
+    where = ("model", "evaluation", "length", "budget", "when", "question")
+    line = {tuple(r[name] for name in where): r["score"] for r in rows if r["policy"] == recency}
+    tasks = list(dict.fromkeys(task for r in rows for task in r["tasks"]))
+    several = [name for name in ("model", "evaluation", "length") if len({r[name] for r in rows}) > 1]
+    lines = []
+    for r in rows:
+        floor = line.get(tuple(r[name] for name in where))
+        under = floor is not None and r["score"] < floor
+        lines.append(
+            (
+                *(str(r[name]) for name in several),
+                r["policy"],
+                "all" if r["budget"] is None else str(r["budget"]),
+                "never" if r["budget"] is None else r["when"],
+                r["question"],
+                f"{r['score']:.3f}{'-' if under else ' '}",
+                f"{r['low']:.3f}..{r['high']:.3f}",
+                *(f"{r['tasks'][task]['score']:.2f}" if task in r["tasks"] else "" for task in tasks),
+                f"{r['cache_bytes'] / 2**20:.2f}",
+                _rate(r["decode_tokens_per_second"]),
+            )
+        )
+    names = [short.get(task, task) for task in tasks]
+    head = (*several, "policy", "budget", "evicts", "question", "mean", "95%", *names, "cache MiB", "decode tok/s")
+    marked = [f"'-': under plain recency, {recency}"] if any("-" in row[len(several) + 4] for row in lines) else []
+    return "\n".join([columns(head, lines, left=len(several) + 4), *marked, *notes])
+
+
+def task_map(rows: Sequence[dict[str, Any]], path: Path, *, title: str, short: Mapping[str, str]) -> None:
+    """The score of each policy in each task as colour and figure, a panel for each moment, budget and length."""
+    plt = pyplot()
+    where = lambda r: (r["model"], r["evaluation"], r["length"], r["question"], r["when"], r["budget"])  # noqa: E731
+    groups = list(dict.fromkeys(where(r) for r in rows if r["budget"] is not None)) or [where(rows[0])]
+    tasks = list(dict.fromkeys(task for r in rows for task in r["tasks"]))
+    shown = [
+        [r for r in rows if where(r) == group or (r["budget"] is None and where(r)[:4] == group[:4])]
+        for group in groups
+    ]
+    figure, axes = plt.subplots(
+        len(groups), 1, figsize=(3.4 + 0.62 * len(tasks), 0.9 + sum(0.95 + 0.3 * len(found) for found in shown)),
+        squeeze=False, layout="constrained", height_ratios=[0.95 + 0.3 * len(found) for found in shown],
+    )  # fmt: skip
+    for axis, group, found in zip(axes[:, 0], groups, shown, strict=True):
+        none = {"score": np.nan}
+        grid = np.array([[r["score"], *(r["tasks"].get(task, none)["score"] for task in tasks)] for r in found])
+        axis.imshow(grid, vmin=0, vmax=1, cmap="viridis", aspect="auto")
+        for (row, column), value in np.ndenumerate(grid):
+            if not np.isnan(value):
+                axis.text(
+                    column, row, f"{value:.2f}", ha="center", va="center", fontsize=7,
+                    color="black" if value > 0.6 else "white", fontweight="bold" if column == 0 else "normal",
+                )  # fmt: skip
+        axis.set_xticks(range(len(tasks) + 1), ["mean", *(short.get(task, task) for task in tasks)], fontsize=7)
+        axis.set_yticks(range(len(found)), [r["policy"] for r in found], fontsize=7)
+        axis.tick_params(length=0)
+        for spine in axis.spines.values():
+            spine.set_visible(False)
+        length = "" if group[2] is None else f"{group[2]:,} tokens, "
+        axis.set_title(f"{length}{_moment(group[3:])}", fontsize=8.5)
+    figure.suptitle(title, fontsize=11)
+    with replacing(path) as temporary:
+        figure.savefig(temporary, dpi=160)
+    plt.close(figure)
 
 
 def comparison_table(comparisons: Sequence[dict[str, Any]]) -> str:

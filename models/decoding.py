@@ -257,6 +257,7 @@ def stream(
     key: Array | None = None,
     end: tuple[int, ...] | None = None,
     on_block: Callable[[int, int], None] | None = None,
+    on_cache: Callable[[Cache], None] | None = None,
     page_size: int = PAGE_SIZE,
     projection: OutputProjection | None = None,
 ) -> Iterator[tuple[np.ndarray, Cache]]:
@@ -268,6 +269,7 @@ def stream(
 
     Args:
         on_block: called after each block of the prompt with the tokens done and the tokens in all, for progress bars.
+        on_cache: called before it with the cache, which is good until the call returns.
 
     Example:
         >>> import jax.numpy as jnp
@@ -295,7 +297,9 @@ def stream(
     projection = output_projection(model, plan.policy) if projection is None else projection
     key = jax.random.key(0) if key is None else key
     end = model.config.eos if end is None else tuple(end)
-    return _stream(model, prompt, rows, projection, key, plan, sampling, max_new_tokens, end, on_block, butler)
+    return _stream(
+        model, prompt, rows, projection, key, plan, sampling, max_new_tokens, end, on_block, on_cache, butler
+    )
 
 
 def output_projection(model: Decoder, policy: Policy | str | None) -> OutputProjection | None:
@@ -319,7 +323,7 @@ def output_projection(model: Decoder, policy: Policy | str | None) -> OutputProj
     return jax.jit(kvjax.output_projection, static_argnums=(1, 2))(model.layers.output[...], heads, kinds)
 
 
-def _stream(model, prompt, rows, projection, key, plan, sampling, max_new_tokens, end, on_block, butler):
+def _stream(model, prompt, rows, projection, key, plan, sampling, max_new_tokens, end, on_block, on_cache, butler):
     cache = _empty_cache(model, plan, prompt.tokens.shape[1], butler)
     logits = jnp.zeros(())
     parts = ((prompt.tokens, prompt.positions, True), (prompt.question_tokens, prompt.question_positions, False))
@@ -332,6 +336,8 @@ def _stream(model, prompt, rows, projection, key, plan, sampling, max_new_tokens
                 model, cache, block_tokens, position, rows.lengths, rows.budgets, projection, plan.policy, evicts,
                 decoding=not context, butler=butler,
             )  # fmt: skip
+            if on_cache is not None:
+                on_cache(cache)
             if on_block is not None:
                 logits.block_until_ready()
                 on_block(int(position.max()) + 1, int(rows.lengths.max()))
