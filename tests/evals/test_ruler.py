@@ -286,13 +286,3 @@ def test_bad_flags_end_in_one_sentence_and_write_nothing(flags, sentence, tmp_pa
     err = capsys.readouterr().err
     assert sentence in err and "Traceback" not in err
     assert list(tmp_path.iterdir()) == []
-
-
-def test_allocations_multiply_the_policies_that_have_none():
-    import argparse
-
-    flags = argparse.ArgumentParser()
-    running.add_setting_flags(flags)
-    line = "--policies full,tova,tova@pyramid --allocations uniform,adakv --budgets 64 --when prompt".split()
-    settings = running.make_settings(flags.parse_args(line))
-    assert [s.policy for s in settings] == ["full", running.RECENCY, "tova", "tova@adakv", "tova@pyramid"]
