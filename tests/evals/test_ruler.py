@@ -7,7 +7,7 @@ import re
 import pytest
 
 import models
-from evals import ruler, running
+from evals import page, ruler, running
 from evals.__main__ import main
 from evals.results import read_records
 
@@ -228,6 +228,14 @@ def test_the_command_writes_records_figures_and_a_picture(finished):
     assert [r["policy"] for r in figures["results"]] == ["full", running.RECENCY, "tova"]
     assert figures["command"].startswith("python -m evals ruler --model retriever")
     assert (finished.parent / "map.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_folder_becomes_a_page_with_a_command_for_each_row(finished, tmp_path):
+    assert main(["report", str(finished), "--html", str(tmp_path / "page.html")]) == 0
+    rows = page.figures(finished)["rows"]
+    assert [row["policy"] for row in rows] == ["full", running.RECENCY, "tova"]
+    assert "--policies tova --budgets 64" in rows[2]["command"] and "--lengths 256" in rows[2]["command"]
+    assert rows[2]["command"] in (tmp_path / "page.html").read_text()
 
 
 def test_a_record_is_what_generate_gives(finished):
