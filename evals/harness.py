@@ -376,19 +376,24 @@ def command(flags: argparse.Namespace) -> None:
     started, results = time.time(), []
     for text, arguments in zip(flags.model_args, given, strict=True):
         model = kind(**{"batch_size": flags.batch, **arguments})
-        found = simple_evaluate(
-            model=model,
-            tasks=tasks,
-            num_fewshot=flags.num_fewshot,
-            limit=flags.limit,
-            task_manager=manager,
-            use_cache=None if flags.out is None else str(flags.out / _cache_name(text)),
-            random_seed=flags.seed,
-            numpy_random_seed=flags.seed,
-            torch_random_seed=flags.seed,
-            fewshot_random_seed=flags.seed,
-            log_samples=False,
-        )
+        try:
+            found = simple_evaluate(
+                model=model,
+                tasks=tasks,
+                num_fewshot=flags.num_fewshot,
+                limit=flags.limit,
+                task_manager=manager,
+                use_cache=None if flags.out is None else str(flags.out / _cache_name(text)),
+                random_seed=flags.seed,
+                numpy_random_seed=flags.seed,
+                torch_random_seed=flags.seed,
+                fewshot_random_seed=flags.seed,
+                log_samples=False,
+            )
+        except (ValueError, OSError, ImportError):
+            raise
+        except Exception as error:  # a task of the user's may raise anything
+            raise ValueError(f"the harness could not run {flags.tasks} ({type(error).__name__}: {error}).") from error
         results += [{**row, "model_args": text, **model.settings} for row in rows_of(found)]
     print(_table(results))
     if flags.json is not None:

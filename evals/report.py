@@ -121,8 +121,10 @@ def task_map(rows: Sequence[dict[str, Any]], path: Path, *, title: str, short: M
 
 def comparison_table(comparisons: Sequence[dict[str, Any]]) -> str:
     """Is X + caote better than X? A row each."""
+    several = [name for name in ("length",) if len({c.get(name) for c in comparisons}) > 1]
     rows = [
         (
+            *(str(c[name]) for name in several),
             c["policy"],
             c["against"],
             str(c["budget"]),
@@ -134,7 +136,8 @@ def comparison_table(comparisons: Sequence[dict[str, Any]]) -> str:
         )
         for c in comparisons
     ]
-    return columns(("policy", "against", "budget", "evicts", "question", "difference", "95%", "better"), rows, left=5)
+    head = (*several, "policy", "against", "budget", "evicts", "question", "difference", "95%", "better")
+    return columns(head, rows, left=5 + len(several))
 
 
 def environment() -> dict[str, Any]:

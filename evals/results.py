@@ -91,13 +91,15 @@ class Results:
             header = read_header(folder)
             _check_same(folder, header, self._wanted)
             return header
-        if folder is not None and folder.exists() and any(folder.iterdir()):
+        if folder is not None and folder.exists() and any(file.name[0] != "." for file in folder.iterdir()):
             raise ValueError(f"{folder} is not empty, and holds no {HEADER}; name a new folder, or one of results.")
         return {**self._wanted, "command": self._command, "environments": []}
 
     def _open(self, folder: Path) -> None:
         header = self.check()
         folder.mkdir(exist_ok=True)
+        if not (folder / HEADER).exists():  # before any other file, so that a run killed here can go on
+            commands.write_json(folder / HEADER, header)
         self._file = (folder / SAMPLES).open("ab")
         _lock(self._file, folder)
         self.records, whole = _read(folder / SAMPLES)

@@ -121,6 +121,7 @@ def answers(
     batch: int = 16,
     end: tuple[int, ...] | None = (),
     rows: Sequence[int] | None = None,
+    width: int = 0,
 ) -> Iterator[Batch]:
     """Answers prompts batch by batch.
 
@@ -128,6 +129,7 @@ def answers(
         rows: which of the prompts, all by default. Buffers are sized by all prompts, so that a row's bytes do not
             depend on what else is answered.
         end: tokens that end an answer; None for the model's own.
+        width: the prompts' buffers are for at least so many tokens, so that tasks share what was compiled.
 
     Example:
         >>> import models
@@ -139,7 +141,7 @@ def answers(
         [(1, 4)]
     """
     chosen_rows = list(range(len(prompts))) if rows is None else list(rows)
-    longest = max(len(prompt.tokens) for prompt in prompts)
+    longest = max(width, *(len(prompt.tokens) for prompt in prompts))
     if len(model.embedding[...].sharding.device_set) == 1:  # several devices divide the batch as it was asked for
         batch = min(batch, len(prompts))
     held_back = setting.question == "agnostic"
@@ -216,9 +218,11 @@ def run(
                 continue
             samples = samples or group.draw()
             end = model.config.eos if group.end is None else group.end
+            width = 0 if group.length is None else group.length - group.new_tokens
             for found in answers(
-                model, samples, setting, new_tokens=group.new_tokens, block=block, batch=batch, end=end, rows=missing
-            ):
+                model, samples, setting, new_tokens=group.new_tokens, block=block, batch=batch, end=end, rows=missing,
+                width=width,
+            ):  # fmt: skip
                 store.add(
                     _record(group, samples[row], about, row, found, place, tokenizer, end)
                     for place, row in enumerate(found.rows)

@@ -33,7 +33,20 @@ EVALUATIONS = {"needle": needle, "ruler": ruler, "longbench": longbench, "infini
 # What all evaluations of a sweep share, and a list of it in the file.
 SHARED = ("policies", "allocations", "budgets", "when", "question")
 PLAIN = ("block", "batch", "seed", "dtype", "mesh")
-EXAMPLES = """examples:
+EXAMPLES = """a file:
+  models = ["retriever"]
+  policies = ["full", "snapkv", "snapkv+caote"]
+  allocations = ["uniform", "adakv"]
+  budgets = [64, 0.25]
+  when = ["prompt"]
+  [tasks.needle]
+  lengths = [512]
+  [tasks.ruler]
+  tasks = ["niah_single_1", "vt"]
+  lengths = [1024]
+  samples = 4
+
+examples:
   python -m evals sweep small.toml --out runs/small
   python -m evals report runs/small
 """

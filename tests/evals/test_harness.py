@@ -182,6 +182,16 @@ def test_a_local_task_runs_and_goes_on_from_its_answers(tmp_path, capsys, monkey
     assert json.loads((tmp_path / "again.json").read_text())["results"] == found
 
 
+def test_a_task_that_fails_ends_in_one_sentence(tmp_path, capsys):
+    pytest.importorskip("lm_eval")
+    (tmp_path / "amber.jsonl").write_text('{"text": "x"}\n')
+    (tmp_path / "amber.yaml").write_text(TASK.format(folder=tmp_path))
+    line = ["lm_eval", "--tasks", "amber", "--include_path", str(tmp_path), "--model_args", "block=32"]
+    assert main(line) == 2
+    err = capsys.readouterr().err
+    assert "error: " in err and "Traceback" not in err.split("lm_eval: error")[-1]
+
+
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [

@@ -1,5 +1,10 @@
 """Metrics against cases worked out by hand, and ROUGE and edit similarity against what they are made of."""
 
+import importlib
+import sys
+import types
+
+import numpy as np
 import pytest
 
 from evals import metrics
@@ -115,3 +120,31 @@ def test_choices(answer, expected):
 )
 def test_choices_about_code_are_read_more_strictly(answer, expected):
     assert metrics.named_choice(answer, "B", "fox") == expected
+
+
+def test_agrees_with_lm_evaluation_harness_on_random_answers(monkeypatch):
+    pytest.importorskip("lm_eval")
+    from rapidfuzz import fuzz
+
+    for name in ("jieba", "rouge", "fuzzywuzzy"):  # what its Chinese tasks need, and two string libraries
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setattr(sys.modules["rouge"], "Rouge", object, raising=False)
+    whole_percent = types.SimpleNamespace(ratio=lambda one, other: round(fuzz.ratio(one, other)))
+    monkeypatch.setattr(sys.modules["fuzzywuzzy"], "fuzz", whole_percent, raising=False)
+    monkeypatch.delitem(sys.modules, "lm_eval.tasks.longbench.metrics", raising=False)
+    theirs = importlib.import_module("lm_eval.tasks.longbench.metrics")
+    rng = np.random.default_rng(0)
+    words = "The a cat dog River River-name name Paragraph 3 12 , . x=1 `x` # // \n".split(" ")
+    draw = lambda most: " ".join(rng.choice(words, rng.integers(1, most)))  # noqa: E731
+    classes = ["River", "River-name", "name", "cat"]
+    for _ in range(500):
+        answer, reference, right = draw(9), draw(5), str(rng.choice(classes))
+        assert metrics.f1(answer, reference) == pytest.approx(theirs.qa_f1_score(answer, reference))
+        assert metrics.right_numbers(answer, "12") == theirs.count_score(answer, "12")
+        assert metrics.right_numbers(answer, "Paragraph 3") == theirs.retrieval_score(answer, "Paragraph 3")
+        found = theirs.classification_score(answer, right, all_classes=classes)
+        assert metrics.classification(answer, right, classes) == found
+        code = "\n".join(line for line in answer.split("\n") if line.strip())  # it leaves empty lines out as well
+        assert metrics.edit_similarity(code, reference) == pytest.approx(
+            theirs.code_sim_score(code, reference), abs=0.0051
+        )

@@ -74,6 +74,15 @@ def test_a_folder_of_something_else_is_refused(tmp_path):
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
+def test_a_run_that_was_killed_before_its_first_sample_goes_on(tmp_path):
+    (tmp_path / ".header.xyz.json").write_text("{")  # what is left of a file that was being written
+    with store(tmp_path):
+        pass
+    (tmp_path / "samples.jsonl").unlink()
+    with store(tmp_path) as second:
+        assert second.records == []
+
+
 def test_two_runs_never_write_into_one_folder(tmp_path):
     with (
         store(tmp_path),

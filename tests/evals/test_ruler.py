@@ -7,7 +7,7 @@ import re
 import pytest
 
 import models
-from evals import ruler, running
+from evals import page, ruler, running
 from evals.__main__ import main
 from evals.results import read_records
 
@@ -230,6 +230,14 @@ def test_the_command_writes_records_figures_and_a_picture(finished):
     assert (finished.parent / "map.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_folder_becomes_a_page_with_a_command_for_each_row(finished, tmp_path):
+    assert main(["report", str(finished), "--html", str(tmp_path / "page.html")]) == 0
+    rows = page.figures(finished)["rows"]
+    assert [row["policy"] for row in rows] == ["full", running.RECENCY, "tova"]
+    assert "--policies tova --budgets 64" in rows[2]["command"] and "--lengths 256" in rows[2]["command"]
+    assert rows[2]["command"] in (tmp_path / "page.html").read_text()
+
+
 def test_a_record_is_what_generate_gives(finished):
     model, tokenizer = models.load("retriever")
     for record in read_records(finished):
@@ -286,13 +294,3 @@ def test_bad_flags_end_in_one_sentence_and_write_nothing(flags, sentence, tmp_pa
     err = capsys.readouterr().err
     assert sentence in err and "Traceback" not in err
     assert list(tmp_path.iterdir()) == []
-
-
-def test_allocations_multiply_the_policies_that_have_none():
-    import argparse
-
-    flags = argparse.ArgumentParser()
-    running.add_setting_flags(flags)
-    line = "--policies full,tova,tova@pyramid --allocations uniform,adakv --budgets 64 --when prompt".split()
-    settings = running.make_settings(flags.parse_args(line))
-    assert [s.policy for s in settings] == ["full", running.RECENCY, "tova", "tova@adakv", "tova@pyramid"]
