@@ -2,6 +2,8 @@
 
 from kernels_pallas.cache_attention.api import cache_attention
 from kernels_pallas.cache_attention.reference import STATISTICS, ColumnStatistics
+from kernels_pallas.caote_topk.api import caote_topk
+from kernels_pallas.caote_topk.reference import Kept
 from kernels_pallas.mse_logits.api import mse_logits
 
-__all__ = ["STATISTICS", "ColumnStatistics", "cache_attention", "mse_logits"]
+__all__ = ["STATISTICS", "ColumnStatistics", "Kept", "cache_attention", "caote_topk", "mse_logits"]

@@ -3,29 +3,39 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kernels_pallas import cache_attention
+from kernels_pallas.dispatch import Implementation
 from kvjax.cache import HeadState, KVCache
-from kvjax.eviction import evict
+from kvjax.eviction import evict, set_positions
 from kvjax.insertion import Cache, insert
 from kvjax.paged import PagedCache, write_layer
-from kvjax.policy import Observation, Policy, check_budget, mark_protected, retention_scores
+from kvjax.policy import Observation, Policy, check_budget, mark_protected, remaining_positions, retention_scores
 from kvjax.projection import OutputProjection
 from kvjax.rotary import move
 
 
 class Observed(NamedTuple):
     """What a policy says of a layer's slots. ``scores`` are ``[B, K, S]`` as in ``cache.layer(index)``; ``measured`` is
-    what the policy's allocation asks of each layer, if anything.
+    what the policy's allocation asks of each layer, if anything. ``left``, inside :func:`attend`, are the positions
+    left where one operation has scored and evicted; there are no scores then.
     """
 
     scores: Float[Array, "B K S"]
-    measured: Float[Array, "B measures"] | None
+    measured: Float[Array, "B measures"] | None = None
+    left: Int[Array, "B K S"] | None = None
+
+
+class _Leaving(NamedTuple):
+    """How many tokens stay where a policy scores and evicts in one; see :func:`kvjax.evict`."""
+
+    budget: Int[Array, "B"]
+    excess: int | None
 
 
 def attend(
@@ -44,7 +54,7 @@ def attend(
     frequency: Float[Array, "rows half"] | None = None,
     projection: OutputProjection | None = None,
     decoding: bool | None = None,
-    implementation: Literal["auto", "reference"] = "auto",
+    implementation: Implementation = "auto",
 ) -> tuple[Float[Array, "B T N D"], Cache]:
     """Attention of a block over the cache and itself; afterwards each head holds at most ``budget`` tokens.
 
@@ -66,7 +76,8 @@ def attend(
             keys are turned (``positions`` of the cache) or a score asks for it.
         projection: what the policy reads of the layer's output projection (:func:`kvjax.output_projection`).
         decoding: whether the context was compressed before this block; by default one token is a decode step.
-        implementation: of the attention; see :func:`kernels_pallas.cache_attention`.
+        implementation: of the attention, and of an eviction by CAOTE; see :func:`kernels_pallas.cache_attention` and
+            :func:`kernels_pallas.caote_topk`.
 
     Returns:
         The attention's output and the cache. Gradients flow through it, but not backwards through a paged cache, whose
@@ -98,12 +109,16 @@ def attend(
         check_budget(policy, budget)
     if position is None:
         position = cache.next_position[:, None] + jnp.arange(query.shape[1], dtype=jnp.int32)
-    out, cache, observed = observe(
+    leaving = None
+    if budget is not None and policy is not None and _evicts_at_once(policy, cache):
+        leaving = _Leaving(idle_rows_keep(budget, position, cache), excess)
+    out, cache, observed = _observe(
         cache,
         query,
         key,
         value,
         position,
+        leaving=leaving,
         policy=policy,
         budget=budget,
         layer=layer,
@@ -116,6 +131,8 @@ def attend(
     )
     if policy is None or observed is None or budget is None:
         return out, cache
+    if observed.left is not None and isinstance(cache, KVCache):
+        return out, set_positions(cache, observed.left, layer)
     scores = observed.scores
     if isinstance(cache, PagedCache):
         scores = write_layer(cache, jnp.full(cache.position.shape, -jnp.inf), scores, None)
@@ -146,7 +163,7 @@ def observe(
     frequency: Float[Array, "rows half"] | None = None,
     projection: OutputProjection | None = None,
     decoding: bool | None = None,
-    implementation: Literal["auto", "reference"] = "auto",
+    implementation: Implementation = "auto",
 ) -> tuple[Float[Array, "B T N D"], Cache, Observed | None]:
     """:func:`attend` without the eviction: for allocations that compare the scores of all layers.
 
@@ -170,6 +187,44 @@ def observe(
         >>> cache.num_live.sum().item()
         12
     """
+    return _observe(
+        cache,
+        query,
+        key,
+        value,
+        position,
+        leaving=None,
+        policy=policy,
+        budget=budget,
+        layer=layer,
+        sliding_window=sliding_window,
+        scale=scale,
+        frequency=frequency,
+        projection=projection,
+        decoding=decoding,
+        implementation=implementation,
+    )
+
+
+def _observe(
+    cache,
+    query,
+    key,
+    value,
+    position,
+    *,
+    leaving,
+    policy,
+    budget,
+    layer,
+    sliding_window,
+    scale,
+    frequency,
+    projection,
+    decoding,
+    implementation,
+):
+    """:func:`observe`; with ``leaving`` the policy also evicts."""
     B, T, N, _ = query.shape
     if position is None:
         position = cache.next_position[:, None] + jnp.arange(T, dtype=jnp.int32)
@@ -197,6 +252,7 @@ def observe(
         frequency,
         decoding,
         implementation,
+        leaving,
     )
     grouped = query.reshape(B, T, K, N // K, -1)
     if isinstance(cache, PagedCache):
@@ -228,6 +284,13 @@ def store_scores(cache: Cache, scores: Array, of_layer: Float[Array, "B K S"], l
     if isinstance(cache, PagedCache):
         return write_layer(cache, scores, of_layer, layer)
     return scores.at[layer].set(of_layer)
+
+
+def _evicts_at_once(policy: Policy, cache: Cache) -> bool:
+    """Whether one operation can score and evict: by CAOTE's errors, each head for itself."""
+    return (
+        policy.error is not None and policy.heads != "layer" and policy.allocation.even and isinstance(cache, KVCache)
+    )
 
 
 def _check_policy(policy: Policy, cache: Cache, G: int) -> None:
@@ -262,7 +325,8 @@ class _Look(NamedTuple):
     scale: float | None
     frequency: Float[Array, "rows half"] | None
     decoding: bool | None
-    implementation: str
+    implementation: Implementation
+    leaving: _Leaving | None
 
     def at(
         self,
@@ -287,7 +351,7 @@ class _Look(NamedTuple):
             window=0 if policy is None else policy.window,
             sliding_window=self.sliding_window,
             scale=self.scale,
-            implementation=self.implementation,  # type: ignore[arg-type]
+            implementation=self.implementation,
         )
         if policy is None:
             return out, here.state, None
@@ -308,6 +372,16 @@ class _Look(NamedTuple):
         # Which tokens stay is a choice, not a function to differentiate: gradients flow through the attention alone.
         before, observation = jax.lax.stop_gradient((here.state, mark_protected(policy, observation)))
         observation = observation._replace(decoding=self.decoding)  # a Python bool, which stop_gradient would trace
+        if self.leaving is not None:
+            left, state = remaining_positions(
+                policy,
+                before,
+                observation,
+                self.leaving.budget,
+                excess=self.leaving.excess,
+                implementation=self.implementation,
+            )
+            return out, state, Observed(None, left=left)  # type: ignore[arg-type]
         scores, state = retention_scores(policy, before, observation)
         measure = policy.allocation.measure
         return out, state, Observed(scores, None if measure is None else measure(observation))

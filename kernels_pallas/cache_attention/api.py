@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Literal
 
 from jaxtyping import Array, Float, Int
 
 from kernels_pallas.cache_attention import reference
 from kernels_pallas.cache_attention.reference import STATISTICS, ColumnStatistics
+from kernels_pallas.dispatch import Implementation, dispatch, kernels_of
 
-IMPLEMENTATIONS = {"reference": reference.cache_attention}
+KERNELS = kernels_of("cache_attention")
 
 
 def cache_attention(
@@ -24,7 +24,7 @@ def cache_attention(
     window: int = 0,
     sliding_window: Int[Array, ""] | int | None = None,
     scale: float | None = None,
-    implementation: Literal["auto", "reference"] = "auto",
+    implementation: Implementation = "auto",
 ) -> tuple[Float[Array, "B T N D"], ColumnStatistics]:
     """Softmax attention of T queries over S slots; who sees whom follows from positions alone.
 
@@ -71,10 +71,10 @@ def cache_attention(
     observing = sorted(name for name in statistics if name.startswith("window_"))
     if observing and window < 1:
         raise ValueError(f"the observation window is {window}; {observing[0]!r} needs at least 1 query.")
-    if implementation not in ("auto", *IMPLEMENTATIONS):
-        raise ValueError(f"unknown implementation {implementation!r}; there are auto, {', '.join(IMPLEMENTATIONS)}.")
-    run = IMPLEMENTATIONS["reference" if implementation == "auto" else implementation]
-    return run(
+    return dispatch(
+        implementation,
+        reference.cache_attention,
+        KERNELS,
         query,
         key,
         value,

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from kernels_pallas.cache_attention.queries import IN_WINDOW, IS_LAST, describe
+
 STATISTICS = (
     "sum",
     "last",
@@ -75,13 +77,11 @@ def cache_attention(
     out = jnp.moveaxis(out, 3, 1)
 
     columns = {}
-    valid = query_position >= 0  # [B, T]
-    from_end = jnp.flip(jnp.cumsum(jnp.flip(valid, 1), axis=1), 1)  # 1 at the last valid query, 2 before it
+    is_last, seen = (describe(query_position, window)[..., i] > 0 for i in (IS_LAST, IN_WINDOW))  # [B, T]
     if "sum" in statistics:
         columns["sum"] = jnp.sum(weights, axis=3)
     if "last" in statistics:
-        columns["last"] = _weighted_rows(weights, (valid & (from_end == 1)).astype(accumulate))
-    seen = valid & (from_end <= window)
+        columns["last"] = _weighted_rows(weights, is_last.astype(accumulate))
     queries = jnp.sum(seen, axis=1)  # [B]
     share = seen / jnp.maximum(queries, 1)[:, None]
     if "window_mean" in statistics:
