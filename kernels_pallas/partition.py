@@ -12,6 +12,23 @@ from jax.sharding import NamedSharding, PartitionSpec
 _SHARDED = ("b", "k", "n")  # axes that may be split over devices; the others are brought together
 
 
+def unsplittable() -> str | None:
+    """Why no kernel can be split over the mesh at hand, or None.
+
+    XLA calls back to split a kernel. JAX registers that with a TPU that it finds, not with libtpu alone.
+
+    Example:
+        >>> from kernels_pallas.partition import unsplittable
+        >>> unsplittable() is None
+        True
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    device = mesh.abstract_device
+    if device is not None and device.platform == "tpu" and mesh.size > 1 and jax.default_backend() != "tpu":
+        return f"a program for {mesh.size} chips of a TPU that is not at hand cannot split a kernel over them"
+    return None
+
+
 def over_heads(
     function: Callable[..., Any], inputs: Sequence[str], outputs: Sequence[str]
 ) -> Callable[..., tuple[jax.Array, ...]]:

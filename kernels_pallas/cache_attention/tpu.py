@@ -21,7 +21,7 @@ from kernels_pallas.cache_attention import reference
 from kernels_pallas.cache_attention.queries import IN_WINDOW, IS_LAST, POSITION, describe
 from kernels_pallas.cache_attention.reference import STATISTICS, ColumnStatistics
 from kernels_pallas.derivative import with_derivative_of
-from kernels_pallas.partition import over_heads
+from kernels_pallas.partition import over_heads, unsplittable
 
 ROWS = 512  # of a block of queries, over all heads of a group
 CELLS = 512 * 512  # rows x slots computed at a time
@@ -39,7 +39,7 @@ def unsupported(query: Any, key: Any, value: Any) -> str | None:
         return f"the head dim is {query.shape[3]}, but the kernels take up to 512"
     if query.shape[2] // key.shape[1] > 64:
         return f"{query.shape[2] // key.shape[1]} query heads share a KV head, but the kernels take up to 64"
-    return None
+    return unsplittable()
 
 
 def cache_attention(
@@ -203,10 +203,8 @@ def _attend(span, query, about, key, key_position, value, out, softmax, peak, to
     # What a free slot holds must not matter, and 0 * NaN is NaN.
     live = jnp.where(key_position[...] >= 0, 1.0, 0.0)
     live = jnp.broadcast_to(live, (8, live.shape[1])).T[:, :1] > 0
-    v = jnp.where(live, value[...].astype(jnp.float32), 0)
-    precision = jax.lax.Precision.HIGHEST
-    if value.dtype == jnp.bfloat16:
-        v, precision = v.astype(jnp.bfloat16), None
+    v = jnp.where(live, value[...].astype(jnp.float32), 0).astype(value.dtype)
+    precision = jax.lax.Precision.HIGHEST if value.dtype == jnp.float32 else None
     added = jax.lax.dot_general(
         weights.astype(v.dtype), v, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32, precision=precision
     )
@@ -243,7 +241,7 @@ def _reduce(span, query, about, key, key_position, softmax, *refs, names, per_he
     before = count[:1, :1]
     here = jnp.sum(jnp.where(in_window, 1.0, 0.0), axis=0, keepdims=True)
     both = jnp.maximum(before + here, 1)
-    group = 0.0
+    group = jnp.zeros_like(weights[:per_head])
     for g in range(G):
         w = weights[g * per_head : (g + 1) * per_head]  # [per_head, slots]
         add("sum", g, w)
