@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
 
 Implementation = Literal["auto", "reference", "pallas_tpu", "pallas_gpu"]
 
@@ -70,6 +72,49 @@ def dispatch(
             f"there are {others} here."
         )
     return kernels[implementation].run(*args, **options)
+
+
+def check_layer(what: str, ndim: int, layer: Any) -> None:
+    """Refuses stacked layers of which none is named, and a layer of what is not stacked.
+
+    Raises:
+        ValueError: a missing layer or one too many.
+
+    Example:
+        >>> from kernels_pallas.dispatch import check_layer
+        >>> check_layer("values", 4, 0)
+        Traceback (most recent call last):
+            ...
+        ValueError: layer= was given, but the values have no layers.
+    """
+    if ndim == 5 and layer is None:
+        raise ValueError(f"the {what} stack layers: say which with layer=.")
+    if ndim != 5 and layer is not None:
+        raise ValueError(f"layer= was given, but the {what} have no layers.")
+
+
+def of_layer(x: Array, layer: Int[Array, ""] | int | None) -> Array:
+    """One layer of stacked arrays, or the array itself.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from kernels_pallas.dispatch import of_layer
+        >>> int(of_layer(jnp.arange(3), 2)), of_layer(jnp.arange(3), None).shape
+        (2, (3,))
+    """
+    return x if layer is None else jax.lax.dynamic_index_in_dim(x, layer, keepdims=False)
+
+
+def stacked(x: Array, layer: Int[Array, ""] | int | None) -> tuple[Array, Int[Array, "1"]]:
+    """Stacked arrays and the layer's number, as kernels take them: a single layer is a stack of one.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from kernels_pallas.dispatch import stacked
+        >>> stacked(jnp.ones(3), None)[0].shape
+        (1, 3)
+    """
+    return (x[None], jnp.zeros(1, jnp.int32)) if layer is None else (x, jnp.asarray(layer, jnp.int32).reshape(1))
 
 
 def platform() -> str:

@@ -257,14 +257,15 @@ def _observe(
     grouped = query.reshape(B, T, K, N // K, -1)
     if isinstance(cache, PagedCache):
         return _observe_pages(cache, grouped, look, projection, layer)
-    here = cache
+    here, stack = cache, None
     if layer is not None:
+        stack = cache.key, cache.value
         here = cache.layer(layer)
         # Taken out once: read again and again from the stacked arrays, XLA would copy those in every layer rather
         # than write the new positions and state in place.
         slot_position, state = jax.lax.optimization_barrier((here.position, here.state))
         here = dataclasses.replace(here, position=slot_position, state=state)
-    out, state, observed = look.at(here, grouped, jnp.arange(K), projection)
+    out, state, observed = look.at(here, grouped, jnp.arange(K), projection, stack)
     if observed is None:
         return out, cache, None
     if layer is not None:
@@ -334,23 +335,28 @@ class _Look(NamedTuple):
         query: Float[Array, "B T K G D"],
         head: Int[Array, "K"],
         projection: OutputProjection | None,
+        stack: tuple[Array, Array] | None = None,
     ) -> tuple[Float[Array, "B T heads D"], Any, Observed | None]:
+        """With ``stack``, the keys and values of all layers, kernels read them there: a layer taken out is a copy."""
         policy = self.policy
         B, T, K, G, D = query.shape
         key = here.key
         if here.positions == "compact":
             query, key = _turn_to_rank(here, query, self.position, self.frequency)
         query = query.reshape(B, T, K * G, D)
+        turned = here.positions == "compact"
+        keys, values, layer = (key, here.value, None) if stack is None or turned else (*stack, self.layer)
         out, columns = cache_attention(
             query,
-            key,
-            here.value,
+            keys,
+            values,
             here.position,
             self.position,
             statistics=() if policy is None else policy.statistics,
             window=0 if policy is None else policy.window,
             sliding_window=self.sliding_window,
             scale=self.scale,
+            layer=layer,
             implementation=self.implementation,
         )
         if policy is None:
@@ -379,6 +385,7 @@ class _Look(NamedTuple):
                 observation,
                 self.leaving.budget,
                 excess=self.leaving.excess,
+                stack=None if layer is None else (jax.lax.stop_gradient(values), layer),
                 implementation=self.implementation,
             )
             return out, state, Observed(None, left=left)  # type: ignore[arg-type]

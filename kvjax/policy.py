@@ -354,6 +354,7 @@ def remaining_positions(
     budget: int | Int[Array, ""] | Int[Array, "B"],
     *,
     excess: int | None = None,
+    stack: tuple[Float[Array, "L B K S D"], Int[Array, ""]] | None = None,
     implementation: Implementation = "auto",
 ) -> tuple[Int[Array, "B K S"], PyTree]:
     """Runs a policy with an ``error`` on a block, and evicts by its scores: the positions left, and the new state.
@@ -362,6 +363,7 @@ def remaining_positions(
 
     Args:
         budget, excess: as in :func:`kvjax.evict`.
+        stack: the values of all layers and the layer's number: a kernel reads them where they are.
         implementation: see :func:`kernels_pallas.caote_topk`.
 
     Example:
@@ -380,14 +382,16 @@ def remaining_positions(
     assert policy.error is not None and policy.weigh is not None
     observation = mark_protected(policy, observation)
     weights, state = policy.weigh(_nothing(observation), state, observation)
+    value, layer = (observation.value, None) if stack is None else stack
     kept = caote_topk(
         weights,
-        observation.value,
+        value,
         observation.position,
         budget,
         protected=observation.protected,
         **policy.error._asdict(),
         excess=excess,
+        layer=layer,
         implementation=implementation,
     )
     return kept.position, state

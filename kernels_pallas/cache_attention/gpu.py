@@ -22,6 +22,7 @@ from kernels_pallas.cache_attention import reference
 from kernels_pallas.cache_attention.queries import IN_WINDOW, IS_LAST, POSITION, describe
 from kernels_pallas.cache_attention.reference import STATISTICS, ColumnStatistics
 from kernels_pallas.derivative import with_derivative_of
+from kernels_pallas.dispatch import stacked
 from kernels_pallas.partition import over_heads
 
 PROGRAMS = 264  # two for each multiprocessor of an H100 or H200
@@ -37,8 +38,8 @@ def unsupported(query: Any, key: Any, value: Any) -> str | None:
             return f"{name} are {x.dtype}, but the kernels take float32, bfloat16, float16"
     if query.shape[3] > 256:
         return f"the head dim is {query.shape[3]}, but the kernels take up to 256"
-    if query.shape[2] // key.shape[1] > 32:
-        return f"{query.shape[2] // key.shape[1]} query heads share a KV head, but the kernels take up to 32"
+    if query.shape[2] // key.shape[-3] > 32:
+        return f"{query.shape[2] // key.shape[-3]} query heads share a KV head, but the kernels take up to 32"
     if max(key.size, query.size) >= 2**31:
         return f"{max(key.size, query.size)} numbers are more than 32 bits can count"
     return None
@@ -46,8 +47,8 @@ def unsupported(query: Any, key: Any, value: Any) -> str | None:
 
 def cache_attention(
     query: Float[Array, "B T N D"],
-    key: Float[Array, "B K S D"],
-    value: Float[Array, "B K S D"],
+    key: Float[Array, "*L B K S D"],
+    value: Float[Array, "*L B K S D"],
     key_position: Int[Array, "B K S"],
     query_position: Int[Array, "B T"],
     *,
@@ -55,6 +56,7 @@ def cache_attention(
     window: int,
     sliding_window: Int[Array, ""] | int | None,
     scale: float,
+    layer: int | Int[Array, ""] | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "B T N D"], ColumnStatistics]:
     """See :func:`kernels_pallas.cache_attention.api.cache_attention`."""
@@ -64,35 +66,37 @@ def cache_attention(
     names = tuple(name for name in STATISTICS if name in statistics)
     span = jnp.asarray(_FAR if sliding_window is None else sliding_window, jnp.int32).reshape(1)
 
-    def kernel(query, key, value, key_position, query_position, span):
+    (key, number), (value, _) = stacked(key, layer), stacked(value, layer)
+
+    def kernel(query, key, value, key_position, query_position, span, number):
         B, T, N, D = query.shape
-        K = key.shape[1]
+        K = key.shape[-3]
         grouped = query.reshape(B, T, K, N // K, D).swapaxes(1, 2)  # [B, K, T, G, D]
         run: Callable[..., tuple[Array, ...]] = functools.partial(
             _of_heads, names=names, scale=scale, interpret=interpret
         )
         if not interpret:
             columns = ["b k o s" if name == "window_group_square" else "b k g s" for name in names]
-            inputs = ["b k t g d", "b k s d", "b k s d", "b k s", "b t c", "w"]
+            inputs = ["b k t g d", "l b k s d", "l b k s d", "b k s", "b t c", "w", "u"]
             run = over_heads(run, inputs, ["b k t g d", *columns])
-        out, *found = run(grouped, key, value, key_position, describe(query_position, window), span)
+        out, *found = run(grouped, key, value, key_position, describe(query_position, window), span, number)
         flat = (column.reshape(B, -1, column.shape[-1]) for column in found)
         return out.swapaxes(1, 2).reshape(B, T, N, D), ColumnStatistics(**dict(zip(names, flat, strict=True)))
 
-    def definition(query, key, value, key_position, query_position, span):
+    def definition(query, key, value, key_position, query_position, span, number):
         return reference.cache_attention(
             query, key, value, key_position, query_position, statistics=statistics, window=window,
-            sliding_window=None if sliding_window is None else span[0], scale=scale,
+            sliding_window=None if sliding_window is None else span[0], scale=scale, layer=number[0],
         )  # fmt: skip
 
-    return with_derivative_of(definition, kernel)(query, key, value, key_position, query_position, span)
+    return with_derivative_of(definition, kernel)(query, key, value, key_position, query_position, span, number)
 
 
-def _of_heads(query, key, value, key_position, about, span, *, names, scale, interpret):
+def _of_heads(query, key, value, key_position, about, span, layer, *, names, scale, interpret):
     B, K, T, G, D = query.shape
-    S, H, R = key.shape[2], B * K, T * G
+    L, S, H, R = key.shape[0], key.shape[3], B * K, T * G
     query, key_position = query.reshape(H, R, D), key_position.reshape(H, S)
-    key, value = key.reshape(H, S, D), value.reshape(H, S, D)
+    key, value = key.reshape(L, H, S, D), value.reshape(L, H, S, D)
     width = max(pl.next_power_of_2(D), 16)
     slots = 64 if width <= 128 else 32
     rows = min(max(pl.next_power_of_2(R), 16), 64)
@@ -105,6 +109,7 @@ def _of_heads(query, key, value, key_position, about, span, *, names, scale, int
         return pl.BlockSpec((None, *shape), lambda h, *_: (h // by, *(0 for _ in shape)))
 
     scalar = pl.BlockSpec((1,), lambda *_: (0,))
+    of_slots = pl.BlockSpec((L, None, S, D), lambda h, *_: (0, h, 0, 0))
     acc, peak, total = pl.pallas_call(
         functools.partial(_attend, G=G, steps=steps, rows=rows, slots=slots, width=width, scale=scale),
         out_shape=[
@@ -112,7 +117,7 @@ def _of_heads(query, key, value, key_position, about, span, *, names, scale, int
             *[jax.ShapeDtypeStruct((H, splits, R), jnp.float32)] * 2,
         ],
         grid=(H, blocks, splits),
-        in_specs=[scalar, of_head(R, D), of_head(T, 3, by=K), of_head(S, D), of_head(S), of_head(S, D)],
+        in_specs=[scalar, scalar, of_head(R, D), of_head(T, 3, by=K), of_slots, of_head(S), of_slots],
         out_specs=[
             pl.BlockSpec((None, None, R, D), lambda h, r, s: (h, s, 0, 0)),
             *[pl.BlockSpec((None, None, R), lambda h, r, s: (h, s, 0))] * 2,
@@ -120,7 +125,7 @@ def _of_heads(query, key, value, key_position, about, span, *, names, scale, int
         compiler_params=params,
         interpret=interpret,
         name="cache_attention",
-    )(span, query, about, key, key_position, value)
+    )(layer, span, query, about, key, key_position, value)
     whole_peak = jnp.max(peak, axis=1)  # [H, R]
     share = jnp.exp(peak - whole_peak[:, None])
     whole_total = jnp.maximum(jnp.sum(share * total, axis=1), _TINY)
@@ -134,20 +139,30 @@ def _of_heads(query, key, value, key_position, about, span, *, names, scale, int
         functools.partial(_reduce, names=names, G=G, slots=slots, queries=queries, width=width, scale=scale),
         out_shape=[jax.ShapeDtypeStruct((H, h, S), jnp.float32) for h in heads],
         grid=(H, pl.cdiv(S, slots)),
-        in_specs=[scalar, of_head(R, D), of_head(T, 3, by=K), of_head(S, D), of_head(S), of_head(R), of_head(R)],
+        in_specs=[
+            scalar,
+            scalar,
+            of_head(R, D),
+            of_head(T, 3, by=K),
+            of_slots,
+            of_head(S),
+            of_head(R),
+            of_head(R),
+        ],
         out_specs=[of_head(h, S) for h in heads],
         compiler_params=params,
         interpret=interpret,
         name="cache_statistics",
-    )(span, query, about, key, key_position, whole_peak, whole_total)
+    )(layer, span, query, about, key, key_position, whole_peak, whole_total)
     return (out, *(column.reshape(B, K, -1, S) for column in columns))
 
 
-def _load(ref, row, width):
-    """Rows of a [rows, D] array, 0 beyond its ends: [len(row), width]."""
+def _load(ref, row, width, layer=None):
+    """Rows of a [rows, D] array, or of one layer of [L, rows, D], 0 beyond the ends: [len(row), width]."""
     column = jax.lax.broadcasted_iota(jnp.int32, (1, width), 1)
-    there = (row < ref.shape[0])[:, None] & (column < ref.shape[1])
-    return triton.load(ref.at[row[:, None], column], mask=there, other=0)
+    there = (row < ref.shape[-2])[:, None] & (column < ref.shape[-1])
+    stack = () if layer is None else (jnp.full_like(row, layer[0])[:, None],)
+    return triton.load(ref.at[(*stack, row[:, None], column)], mask=there, other=0)
 
 
 def _dot(a, b, dims):
@@ -164,8 +179,10 @@ def _sees(span, own, position):
     return (position >= 0)[None, :] & (own >= 0)[:, None] & (age >= 0) & (age < span[0])
 
 
-def _attend(span, query, about, key, key_position, value, out, peaks, totals, *, G, steps, rows, slots, width, scale):
-    (R, D), S = query.shape, key.shape[0]
+def _attend(
+    layer, span, query, about, key, key_position, value, out, peaks, totals, *, G, steps, rows, slots, width, scale
+):
+    (R, D), S = query.shape, key.shape[1]
     row = pl.program_id(1) * rows + jax.lax.broadcasted_iota(jnp.int32, (rows,), 0)
     q = _load(query, row, width)
     own = triton.load(about.at[row // G, jnp.full_like(row, POSITION)], mask=row < R, other=-1)
@@ -176,11 +193,11 @@ def _attend(span, query, about, key, key_position, value, out, peaks, totals, *,
         slot = first + i * slots + jax.lax.broadcasted_iota(jnp.int32, (slots,), 0)
         position = triton.load(key_position.at[slot], mask=slot < S, other=-1)
         visible = _sees(span, own, position)
-        logits = jnp.where(visible, scale * _dot(q, _load(key, slot, width), ((1,), (1,))), _LOWEST)
+        logits = jnp.where(visible, scale * _dot(q, _load(key, slot, width, layer), ((1,), (1,))), _LOWEST)
         now = jnp.maximum(peak, jnp.max(logits, axis=1))
         weights = jnp.where(visible, jnp.exp(logits - now[:, None]), 0.0)
         # What a free slot holds must not matter, and 0 * NaN is NaN.
-        v = jnp.where((position >= 0)[:, None], _load(value, slot, width), 0)
+        v = jnp.where((position >= 0)[:, None], _load(value, slot, width, layer), 0)
         shrink = jnp.exp(peak - now)
         acc = shrink[:, None] * acc + _dot(weights.astype(v.dtype), v, ((1,), (0,)))
         return now, shrink * total + jnp.sum(weights, axis=1), acc
@@ -193,10 +210,10 @@ def _attend(span, query, about, key, key_position, value, out, peaks, totals, *,
     triton.store(totals.at[row], total, mask=row < R)
 
 
-def _reduce(span, query, about, key, key_position, peaks, totals, *refs, names, G, slots, queries, width, scale):
-    T, S = about.shape[0], key.shape[0]
+def _reduce(layer, span, query, about, key, key_position, peaks, totals, *refs, names, G, slots, queries, width, scale):
+    T, S = about.shape[0], key.shape[1]
     slot = pl.program_id(1) * slots + jax.lax.broadcasted_iota(jnp.int32, (slots,), 0)
-    k = _load(key, slot, width)
+    k = _load(key, slot, width, layer)
     position = triton.load(key_position.at[slot], mask=slot < S, other=-1)
     merges = "window_mean" in names or "window_variance" in names
     zero = jnp.zeros((slots,), jnp.float32)

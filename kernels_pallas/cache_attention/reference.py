@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kernels_pallas.cache_attention.queries import IN_WINDOW, IS_LAST, describe
+from kernels_pallas.dispatch import of_layer
 
 STATISTICS = (
     "sum",
@@ -43,8 +44,8 @@ class ColumnStatistics(NamedTuple):
 
 def cache_attention(
     query: Float[Array, "B T N D"],
-    key: Float[Array, "B K S D"],
-    value: Float[Array, "B K S D"],
+    key: Float[Array, "*L B K S D"],
+    value: Float[Array, "*L B K S D"],
     key_position: Int[Array, "B K S"],
     query_position: Int[Array, "B T"],
     *,
@@ -52,8 +53,10 @@ def cache_attention(
     window: int,
     sliding_window: Int[Array, ""] | int | None,
     scale: float,
+    layer: int | Int[Array, ""] | None = None,
 ) -> tuple[Float[Array, "B T N D"], ColumnStatistics]:
     """See :func:`kernels_pallas.cache_attention.api.cache_attention`."""
+    key, value = of_layer(key, layer), of_layer(value, layer)
     B, T, N, D = query.shape
     K, S = key.shape[1], key.shape[2]
     accumulate = jnp.promote_types(query.dtype, jnp.float32)

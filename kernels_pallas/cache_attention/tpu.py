@@ -21,6 +21,7 @@ from kernels_pallas.cache_attention import reference
 from kernels_pallas.cache_attention.queries import IN_WINDOW, IS_LAST, POSITION, describe
 from kernels_pallas.cache_attention.reference import STATISTICS, ColumnStatistics
 from kernels_pallas.derivative import with_derivative_of
+from kernels_pallas.dispatch import stacked
 from kernels_pallas.partition import over_heads, unsplittable
 
 ROWS = 512  # of a block of queries, over all heads of a group
@@ -37,15 +38,15 @@ def unsupported(query: Any, key: Any, value: Any) -> str | None:
             return f"{name} are {x.dtype}, but a TPU takes float32 and bfloat16"
     if query.shape[3] > 512:
         return f"the head dim is {query.shape[3]}, but the kernels take up to 512"
-    if query.shape[2] // key.shape[1] > 64:
-        return f"{query.shape[2] // key.shape[1]} query heads share a KV head, but the kernels take up to 64"
+    if query.shape[2] // key.shape[-3] > 64:
+        return f"{query.shape[2] // key.shape[-3]} query heads share a KV head, but the kernels take up to 64"
     return unsplittable()
 
 
 def cache_attention(
     query: Float[Array, "B T N D"],
-    key: Float[Array, "B K S D"],
-    value: Float[Array, "B K S D"],
+    key: Float[Array, "*L B K S D"],
+    value: Float[Array, "*L B K S D"],
     key_position: Int[Array, "B K S"],
     query_position: Int[Array, "B T"],
     *,
@@ -53,6 +54,7 @@ def cache_attention(
     window: int,
     sliding_window: Int[Array, ""] | int | None,
     scale: float,
+    layer: int | Int[Array, ""] | None = None,
     interpret: Any = False,
 ) -> tuple[Float[Array, "B T N D"], ColumnStatistics]:
     """See :func:`kernels_pallas.cache_attention.api.cache_attention`."""
@@ -62,9 +64,11 @@ def cache_attention(
     names = tuple(name for name in STATISTICS if name in statistics)
     span = jnp.asarray(_FAR if sliding_window is None else sliding_window, jnp.int32).reshape(1)
 
-    def kernel(query, key, value, key_position, query_position, span):
+    (key, number), (value, _) = stacked(key, layer), stacked(value, layer)
+
+    def kernel(query, key, value, key_position, query_position, span, number):
         B, T, N, D = query.shape
-        K = key.shape[1]
+        K = key.shape[-3]
         about = describe(query_position, window)
         grouped = query.reshape(B, T, K, N // K, D).transpose(0, 2, 3, 1, 4)  # [B, K, G, T, D]
         run: Callable[..., tuple[Array, ...]] = functools.partial(
@@ -72,25 +76,25 @@ def cache_attention(
         )
         if not interpret:
             columns = ["b k o s" if name == "window_group_square" else "b k g s" for name in names]
-            inputs = ["b k g t d", "b k s d", "b k s d", "b k s", "b t c", "w"]
+            inputs = ["b k g t d", "l b k s d", "l b k s d", "b k s", "b t c", "w", "u"]
             run = over_heads(run, inputs, ["b k g t d", *columns])
-        out, *found = run(grouped, key, value, key_position, about, span)
+        out, *found = run(grouped, key, value, key_position, about, span, number)
         flat = (column.reshape(B, -1, column.shape[-1]) for column in found)
         out = out.transpose(0, 3, 1, 2, 4).reshape(B, T, N, D)
         return out, ColumnStatistics(**dict(zip(names, flat, strict=True)))
 
-    def definition(query, key, value, key_position, query_position, span):
+    def definition(query, key, value, key_position, query_position, span, number):
         return reference.cache_attention(
             query, key, value, key_position, query_position, statistics=statistics, window=window,
-            sliding_window=None if sliding_window is None else span[0], scale=scale,
+            sliding_window=None if sliding_window is None else span[0], scale=scale, layer=number[0],
         )  # fmt: skip
 
-    return with_derivative_of(definition, kernel)(query, key, value, key_position, query_position, span)
+    return with_derivative_of(definition, kernel)(query, key, value, key_position, query_position, span, number)
 
 
-def _of_heads(query, key, value, key_position, about, span, *, names, scale, interpret):
+def _of_heads(query, key, value, key_position, about, span, layer, *, names, scale, interpret):
     B, K, G, T, D = query.shape
-    S = key.shape[2]
+    S = key.shape[3]
     per_head = 1 if T == 1 else min(pl.cdiv(T, 16) * 16, max(ROWS // G // 16, 1) * 16)  # queries of a block
     blocks, rows = pl.cdiv(T, per_head), G * per_head
     slots = min(pl.cdiv(S, 128) * 128, max(min(SLOTS, CELLS // rows // 128 * 128), 128))
@@ -103,18 +107,18 @@ def _of_heads(query, key, value, key_position, about, span, *, names, scale, int
     key_position = jnp.pad(key_position, ((0, 0), (0, 0), (0, chunks * slots - S)), constant_values=-1)[:, :, None]
 
     def specs(order):
-        """Of all inputs but the values, from (b, k, block of queries, chunk of slots)."""
+        """Of all inputs but the values, from (b, k, block of queries, chunk of slots) and the layer."""
         shapes = [
-            ((None, None, None, rows, D), lambda b, k, t, c: (b, k, t, 0, 0)),
-            ((None, per_head, 3), lambda b, k, t, c: (b, t, 0)),
-            ((None, None, slots, D), lambda b, k, t, c: (b, k, c, 0)),
-            ((None, None, 1, slots), lambda b, k, t, c: (b, k, 0, c)),
-            ((None, None, None, rows, 128), lambda b, k, t, c: (b, k, t, 0, 0)),
+            ((None, None, None, rows, D), lambda b, k, t, c, layer: (b, k, t, 0, 0)),
+            ((None, per_head, 3), lambda b, k, t, c, layer: (b, t, 0)),
+            ((None, None, None, slots, D), lambda b, k, t, c, layer: (layer[0], b, k, c, 0)),
+            ((None, None, 1, slots), lambda b, k, t, c, layer: (b, k, 0, c)),
+            ((None, None, None, rows, 128), lambda b, k, t, c, layer: (b, k, t, 0, 0)),
         ]
         return [pl.BlockSpec(shape, lambda *ids, f=f: f(*order(*ids))) for shape, f in shapes]
 
-    def straight(b, k, t, c):
-        return b, k, t, c
+    def straight(*ids):
+        return ids
 
     q_spec, about_spec, slot_spec, position_spec, row_spec = specs(straight)
     scalar = pl.BlockSpec(memory_space=pltpu.SMEM)
@@ -126,14 +130,17 @@ def _of_heads(query, key, value, key_position, about, span, *, names, scale, int
             jax.ShapeDtypeStruct((B, K, blocks, rows, D), query.dtype),
             jax.ShapeDtypeStruct((B, K, blocks, rows, 128), jnp.float32),
         ],
-        grid=(B, K, blocks, chunks),
-        in_specs=[scalar, q_spec, about_spec, slot_spec, position_spec, slot_spec],
-        out_specs=[q_spec, row_spec],
-        scratch_shapes=[
-            pltpu.VMEM((rows, 128), jnp.float32),
-            pltpu.VMEM((rows, 128), jnp.float32),
-            pltpu.VMEM((rows, D), jnp.float32),
-        ],
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(B, K, blocks, chunks),
+            in_specs=[scalar, q_spec, about_spec, slot_spec, position_spec, slot_spec],
+            out_specs=[q_spec, row_spec],
+            scratch_shapes=[
+                pltpu.VMEM((rows, 128), jnp.float32),
+                pltpu.VMEM((rows, 128), jnp.float32),
+                pltpu.VMEM((rows, D), jnp.float32),
+            ],
+        ),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")),
         cost_estimate=pl.CostEstimate(
             flops=4 * B * K * rows * blocks * S * D,
@@ -142,20 +149,28 @@ def _of_heads(query, key, value, key_position, about, span, *, names, scale, int
         ),
         interpret=interpret,
         name="cache_attention",
-    )(span, query, about, key, key_position, value)
+    )(layer, span, query, about, key, key_position, value)
 
     columns = ()
     if names:
-        q_spec, about_spec, slot_spec, position_spec, row_spec = specs(lambda b, k, c, t: (b, k, t, c))
+        q_spec, about_spec, slot_spec, position_spec, row_spec = specs(lambda b, k, c, t, layer: (b, k, t, c, layer))
         heads = [1 if name == "window_group_square" else G for name in names]
         columns = pl.pallas_call(
             functools.partial(_reduce, names=names, blocks=blocks, **options),
             out_shape=[jax.ShapeDtypeStruct((B, K, h, S), jnp.float32) for h in heads],
-            grid=(B, K, chunks, blocks),
-            in_specs=[scalar, q_spec, about_spec, slot_spec, position_spec, row_spec],
-            out_specs=[pl.BlockSpec((None, None, h, slots), lambda b, k, c, t: (b, k, 0, c)) for h in heads],
-            scratch_shapes=[pltpu.VMEM((G, slots), jnp.float32), pltpu.VMEM((G, slots), jnp.float32),
-                            pltpu.VMEM((1, 128), jnp.float32)],
+            grid_spec=pltpu.PrefetchScalarGridSpec(
+                num_scalar_prefetch=1,
+                grid=(B, K, chunks, blocks),
+                in_specs=[scalar, q_spec, about_spec, slot_spec, position_spec, row_spec],
+                out_specs=[
+                    pl.BlockSpec((None, None, h, slots), lambda b, k, c, t, layer: (b, k, 0, c)) for h in heads
+                ],
+                scratch_shapes=[
+                    pltpu.VMEM((G, slots), jnp.float32),
+                    pltpu.VMEM((G, slots), jnp.float32),
+                    pltpu.VMEM((1, 128), jnp.float32),
+                ],
+            ),
             compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")),
             cost_estimate=pl.CostEstimate(
                 flops=2 * B * K * rows * blocks * S * D,
@@ -164,7 +179,7 @@ def _of_heads(query, key, value, key_position, about, span, *, names, scale, int
             ),
             interpret=interpret,
             name="cache_statistics",
-        )(span, query, about, key, key_position, softmax)  # fmt: skip
+        )(layer, span, query, about, key, key_position, softmax)  # fmt: skip
     out = out.reshape(B, K, blocks, G, per_head, D).swapaxes(2, 3).reshape(B, K, G, blocks * per_head, D)
     return (out[:, :, :, :T], *columns)
 
@@ -185,11 +200,11 @@ def _logits(span, query, about, key, key_position, *, per_head, scale):
     return scale * logits, seen > 0
 
 
-def _attend(span, query, about, key, key_position, value, out, softmax, peak, total, acc, *, per_head, scale):
+def _attend(_, span, query, about, key, key_position, value, out, softmax, peak, total, acc, *, per_head, scale):
     c = pl.program_id(3)
 
     @pl.when(c == 0)
-    def _():
+    def reset():
         peak[...] = jnp.full_like(peak, _LOWEST)
         total[...] = jnp.zeros_like(total)
         acc[...] = jnp.zeros_like(acc)
@@ -213,20 +228,20 @@ def _attend(span, query, about, key, key_position, value, out, softmax, peak, to
     acc[...] = shrink * acc[...] + added
 
     @pl.when(c == pl.num_programs(3) - 1)
-    def _():
+    def finish():
         tiny = jnp.finfo(jnp.float32).tiny
         out[...] = (acc[...] / jnp.maximum(total[:, :1], tiny)).astype(out.dtype)
         lane = jax.lax.broadcasted_iota(jnp.int32, softmax.shape, 1)
         softmax[...] = jnp.where(lane == 0, peak[...], jnp.maximum(total[...], tiny))
 
 
-def _reduce(span, query, about, key, key_position, softmax, *refs, names, per_head, scale, blocks):
+def _reduce(_, span, query, about, key, key_position, softmax, *refs, names, per_head, scale, blocks):
     columns, (mean, deviations, count) = dict(zip(names, refs, strict=False)), refs[len(names) :]
     t = pl.program_id(3)
     G = query.shape[0] // per_head
 
     @pl.when(t == 0)
-    def _():
+    def reset():
         for ref in refs:
             ref[...] = jnp.zeros_like(ref)
 
@@ -261,7 +276,7 @@ def _reduce(span, query, about, key, key_position, softmax, *refs, names, per_he
     count[...] = jnp.broadcast_to(before + here, count.shape)
 
     @pl.when(t == blocks - 1)
-    def _():
+    def finish():
         others = count[:1, :1] - 1
         if "window_mean" in columns:
             columns["window_mean"][...] = mean[...]

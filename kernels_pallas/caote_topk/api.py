@@ -7,14 +7,14 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kernels_pallas.caote_topk import reference
 from kernels_pallas.caote_topk.reference import Group, Kept, Norm
-from kernels_pallas.dispatch import Implementation, dispatch, kernels_of
+from kernels_pallas.dispatch import Implementation, check_layer, dispatch, kernels_of
 
 KERNELS = kernels_of("caote_topk")
 
 
 def caote_topk(
     weights: Float[Array, "B K _ S"],
-    value: Float[Array, "B K S D"],
+    value: Float[Array, "*L B K S D"],
     position: Int[Array, "B K S"],
     budget: int | Int[Array, ""] | Int[Array, "B"],
     *,
@@ -24,6 +24,7 @@ def caote_topk(
     group: Group = "exact",
     excess: int | None = None,
     with_scores: bool = False,
+    layer: int | Int[Array, ""] | None = None,
     implementation: Implementation = "auto",
 ) -> Kept:
     """Frees the slots of each head whose loss changes the attention output the least, down to the budget.
@@ -39,6 +40,7 @@ def caote_topk(
         protected: slots that stay whatever they score.
         fast, norm, group: as in :func:`kvjax.score`.
         excess: a promise that no head holds more than ``budget + excess`` tokens. With 1 the reference takes an argmin.
+        value: one layer's, or all layers' with ``layer``: a kernel then reads them where they are.
         with_scores: also gives the scores, float32, ``+inf`` where protected, ``-inf`` where free.
         implementation: "auto" takes the fastest that can run here; a named one runs or raises.
 
@@ -57,7 +59,8 @@ def caote_topk(
         [[[-1, -1, 2]]]
     """
     B, K, _, S = weights.shape if weights.ndim == 4 else (-1, -1, -1, -1)
-    if value.ndim != 4 or value.shape[:3] != (B, K, S) or position.shape != (B, K, S):
+    check_layer("values", value.ndim, layer)
+    if value.shape[-4:-1] != (B, K, S) or position.shape != (B, K, S):
         raise ValueError(
             f"weights {weights.shape}, values {value.shape} and positions {position.shape} do not fit: expected "
             "[B, K, G, S], [B, K, S, D] and [B, K, S]."
@@ -71,7 +74,7 @@ def caote_topk(
     if norm not in (1, 2, "inf") or group not in ("exact", "mean"):
         raise ValueError(f"norm is {norm!r} and group {group!r}; norms are 1, 2, 'inf', groups 'exact', 'mean'.")
     budget = jnp.broadcast_to(jnp.asarray(budget, jnp.int32), (B,))
-    options = dict(fast=fast, norm=norm, group=group, excess=excess, with_scores=with_scores)
+    options = dict(fast=fast, norm=norm, group=group, excess=excess, with_scores=with_scores, layer=layer)
     return dispatch(
         implementation, reference.caote_topk, KERNELS, weights, value, position, budget, protected, **options
     )

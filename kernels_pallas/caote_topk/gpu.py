@@ -23,6 +23,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kernels_pallas.caote_topk.reference import Group, Kept, Norm
 from kernels_pallas.caote_topk.slots import clean_weights, is_protected, pack, remaining
+from kernels_pallas.dispatch import stacked
 from kernels_pallas.partition import over_heads
 
 ELEMENTS = 8192  # of the values, held in a program's registers at a time
@@ -39,8 +40,8 @@ def unsupported(weights: Any, value: Any, norm: Norm) -> str | None:
     narrow = (jnp.bfloat16, jnp.float16, jnp.float32)
     if value.dtype not in narrow or weights.dtype not in narrow:
         return f"weights are {weights.dtype} and values {value.dtype}, but the kernels take float32, bfloat16, float16"
-    if value.shape[3] > 512:
-        return f"the head dim is {value.shape[3]}, but the kernels take up to 512"
+    if value.shape[-1] > 512:
+        return f"the head dim is {value.shape[-1]}, but the kernels take up to 512"
     if weights.shape[2] > 32:
         return f"{weights.shape[2]} query heads share the values, but the kernels take up to 32"
     if value.size >= 2**31:
@@ -50,7 +51,7 @@ def unsupported(weights: Any, value: Any, norm: Norm) -> str | None:
 
 def caote_topk(
     weights: Float[Array, "B K _ S"],
-    value: Float[Array, "B K S D"],
+    value: Float[Array, "*L B K S D"],
     position: Int[Array, "B K S"],
     budget: Int[Array, "B"],
     protected: Bool[Array, "B K S"] | None,
@@ -60,6 +61,7 @@ def caote_topk(
     group: Group,
     excess: int | None,
     with_scores: bool,
+    layer: int | Int[Array, ""] | None = None,
     interpret: bool = False,
 ) -> Kept:
     """See :func:`kernels_pallas.caote_topk.api.caote_topk`. ``excess`` changes nothing: no argmin is needed here."""
@@ -69,8 +71,10 @@ def caote_topk(
         raise NotImplementedError(f"caote_topk on a GPU: {reason}; implementation='reference' can.")
     run: Callable[..., tuple[Array, ...]] = functools.partial(_of_heads, fast=fast, interpret=interpret)
     if not interpret:
-        run = over_heads(run, ["b k g s", "b k s d", "b k s", "b"], ["b k s", "b k s"])
-    kept, scores = run(clean_weights(weights, position, group), value, pack(position, protected), budget)
+        run = over_heads(run, ["b k g s", "l b k s d", "u", "b k s", "b"], ["b k s", "b k s"])
+    kept, scores = run(
+        clean_weights(weights, position, group), *stacked(value, layer), pack(position, protected), budget
+    )
     return Kept(kept, jnp.where(position >= 0, scores, -jnp.inf) if with_scores else None)
 
 
@@ -88,10 +92,10 @@ class _Part(NamedTuple):
     slot: Int[Array, "... G"]  # of the heaviest
 
 
-def _of_heads(weights, value, slot, budget, *, fast, interpret):
+def _of_heads(weights, value, layer, slot, budget, *, fast, interpret):
     B, K, G, S = weights.shape
-    H, D = B * K, value.shape[3]
-    weights, value, slot = weights.reshape(H, G, S), value.reshape(H, S, D), slot.reshape(H, S)
+    H, (L, D) = B * K, value.shape[::4]
+    weights, value, slot = weights.reshape(H, G, S), value.reshape(L, H, S, D), slot.reshape(H, S)
     width = pl.next_power_of_2(D)
     step = min(max(ELEMENTS // width, 16), pl.next_power_of_2(max(S, 16)))
     steps = pl.cdiv(min(SLOTS, S), step)
@@ -101,9 +105,10 @@ def _of_heads(weights, value, slot, budget, *, fast, interpret):
         pl.pallas_call, interpret=interpret, compiler_params=triton.CompilerParams(num_warps=4, num_stages=2)
     )
     of_head = [
+        pl.BlockSpec((1,), lambda h, p: (0,)),
         pl.BlockSpec((None, G, S), lambda h, p: (h, 0, 0)),
         pl.BlockSpec((None, S), lambda h, p: (h, 0)),
-        pl.BlockSpec((None, S, D), lambda h, p: (h, 0, 0)),
+        pl.BlockSpec((L, None, S, D), lambda h, p: (0, h, 0, 0)),
     ]
 
     def of_program(*shape):
@@ -118,7 +123,7 @@ def _of_heads(weights, value, slot, budget, *, fast, interpret):
         in_specs=of_head,
         out_specs=[of_program(*shape) for shape in shapes],
         name="caote_outputs",
-    )(weights, slot, value)
+    )(layer, weights, slot, value)
     whole = _together(_Part(*parts), fast)
     point, without = _points(whole, fast)
     of_all = [pl.BlockSpec((None, *x.shape[1:]), lambda h, p, n=x.ndim: (h, *(0,) * (n - 1))) for x in (point, *whole)]
@@ -129,7 +134,7 @@ def _of_heads(weights, value, slot, budget, *, fast, interpret):
         in_specs=[*of_head, of_all[0], *(of_all[3],) * 4],
         out_specs=pl.BlockSpec((None, S), lambda h, p: (h, 0)),
         name="caote_scores",
-    )(weights, slot, value, point, without, whole.weight, whole.rest, whole.slot)
+    )(layer, weights, slot, value, point, without, whole.weight, whole.rest, whole.slot)
     budgets = jnp.repeat(budget, K)[:, None]
     if S > SELECTED:
         kept = remaining(scores, slot, budgets)
@@ -148,19 +153,21 @@ def _of_heads(weights, value, slot, budget, *, fast, interpret):
     return kept.reshape(B, K, S), scores.reshape(B, K, S)
 
 
-def _sum_up(weights, slot, value, output, heaviest, weight, rest, where, *, step, steps, fast):
-    G, (S, D) = weights.shape[0], value.shape
+def _sum_up(layer, weights, slot, value, output, heaviest, weight, rest, where, *, step, steps, fast):
+    G, (_, S, D) = weights.shape[0], value.shape
     rows, width = output.shape
     column = jax.lax.broadcasted_iota(jnp.int32, (width,), 0)
     first = pl.program_id(1) * (steps * step)
 
     def row_of(number):
         there = (number >= 0) & (column < D)
-        return _clean(triton.load(value.at[jnp.maximum(number, 0), column], mask=there, other=0))
+        return _clean(
+            triton.load(value.at[jnp.full_like(column, layer[0]), jnp.maximum(number, 0), column], mask=there, other=0)
+        )
 
     def add(k, carry):
         number = first + k * step + jax.lax.broadcasted_iota(jnp.int32, (step,), 0)
-        v, part = _values(value, number, column)
+        v, part = _values(value, layer[0], number, column)
         a = [triton.load(weights.at[g, number], mask=number < S, other=0.0) for g in range(G)]
         part &= triton.load(slot.at[number], mask=number < S, other=-1) >= 0
         for a_g in a:
@@ -224,14 +231,14 @@ def _points(whole: _Part, fast: bool) -> tuple[Array, Array]:
     return whole.output + whole.weight[..., None] * whole.heaviest, whole.weight * away
 
 
-def _score(weights, slot, value, point, without, weight, rest, where, scores, *, step, steps, fast):
-    G, (S, D) = weights.shape[0], value.shape
+def _score(layer, weights, slot, value, point, without, weight, rest, where, scores, *, step, steps, fast):
+    G, (_, S, D) = weights.shape[0], value.shape
     column = jax.lax.broadcasted_iota(jnp.int32, (point.shape[1],), 0)
     first = pl.program_id(1) * (steps * step)
 
     def one(k, _):
         number = first + k * step + jax.lax.broadcasted_iota(jnp.int32, (step,), 0)
-        v, part = _values(value, number, column)
+        v, part = _values(value, layer[0], number, column)
         a = [triton.load(weights.at[g, number], mask=number < S, other=0.0) for g in range(G)]
         packed = triton.load(slot.at[number], mask=number < S, other=-1)
         part &= packed >= 0
@@ -269,11 +276,13 @@ def _select(scores, slot, budget, kept, *, size):
     triton.store(kept.at[row, number], remaining(score, packed, budget[...]), mask=number < S)
 
 
-def _values(value, number, column):
+def _values(value, layer, number, column):
     """Values of the slots [step, width] in float32, and which are finite; what is not becomes 0."""
-    S, D = value.shape
+    _, S, D = value.shape
     there = (number < S)[:, None] & (column < D)[None, :]
-    v = triton.load(value.at[number[:, None], column[None, :]], mask=there, other=0).astype(jnp.float32)
+    v = triton.load(
+        value.at[jnp.full_like(number, layer)[:, None], number[:, None], column[None, :]], mask=there, other=0
+    ).astype(jnp.float32)
     finite = jnp.min(jnp.where(jnp.abs(v) < jnp.inf, 1, 0), axis=1) > 0
     return _clean(v), finite
 

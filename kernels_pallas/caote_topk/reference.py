@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kernels_pallas.caote_topk.selection import keep_mask
+from kernels_pallas.dispatch import of_layer
 
 Norm = Literal[1, 2, "inf"]
 Group = Literal["exact", "mean"]
@@ -26,7 +27,7 @@ class Kept(NamedTuple):
 
 def caote_topk(
     weights: Float[Array, "B K G S"],
-    value: Float[Array, "B K S D"],
+    value: Float[Array, "*L B K S D"],
     position: Int[Array, "B K S"],
     budget: Int[Array, "B"],
     protected: Bool[Array, "B K S"] | None,
@@ -36,8 +37,10 @@ def caote_topk(
     group: Group,
     excess: int | None,
     with_scores: bool,
+    layer: int | Int[Array, ""] | None = None,
 ) -> Kept:
     """See :func:`kernels_pallas.caote_topk.api.caote_topk`."""
+    value = of_layer(value, layer)
     scores = eviction_error(weights, value, position >= 0, fast=fast, norm=norm, group=group)
     if protected is not None:
         scores = jnp.where(protected & (position >= 0), jnp.inf, scores)

@@ -20,6 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kernels_pallas.caote_topk.reference import Group, Kept, Norm
 from kernels_pallas.caote_topk.slots import clean_weights, is_protected, pack, remaining
+from kernels_pallas.dispatch import stacked
 from kernels_pallas.partition import over_heads, unsplittable
 
 HEADS = 8  # selected from together
@@ -35,8 +36,8 @@ def unsupported(weights: Any, value: Any, norm: Norm) -> str | None:
         return f"norm is {norm!r}, but the kernel measures with norm 2 only"
     if value.dtype not in (jnp.bfloat16, jnp.float32) or weights.dtype not in (jnp.bfloat16, jnp.float32):
         return f"weights are {weights.dtype} and values {value.dtype}, but a TPU takes float32 and bfloat16"
-    if value.shape[3] > 512:
-        return f"the head dim is {value.shape[3]}, but the kernel takes up to 512"
+    if value.shape[-1] > 512:
+        return f"the head dim is {value.shape[-1]}, but the kernel takes up to 512"
     tiling = _Tiling.of(weights.shape, value)
     if tiling.vmem_bytes > VMEM_BYTES:
         return (
@@ -55,7 +56,7 @@ class _Tiling:
     def of(cls, weights_shape: tuple[int, ...], value: Any) -> _Tiling:
         G, S = weights_shape[2:]
         step = min(STEP, pl.cdiv(S, 128) * 128)
-        row_bytes = pl.cdiv(value.shape[3], 128) * 128 * value.dtype.itemsize
+        row_bytes = pl.cdiv(value.shape[-1], 128) * 128 * value.dtype.itemsize
         steps = pl.cdiv(S, step)
         chunks = pl.cdiv(steps * step * row_bytes, VALUE_BYTES)
         chunk = pl.cdiv(steps, chunks) * step
@@ -66,7 +67,7 @@ class _Tiling:
 
 def caote_topk(
     weights: Float[Array, "B K _ S"],
-    value: Float[Array, "B K S D"],
+    value: Float[Array, "*L B K S D"],
     position: Int[Array, "B K S"],
     budget: Int[Array, "B"],
     protected: Bool[Array, "B K S"] | None,
@@ -76,6 +77,7 @@ def caote_topk(
     group: Group,
     excess: int | None,
     with_scores: bool,
+    layer: int | Int[Array, ""] | None = None,
     interpret: Any = False,
 ) -> Kept:
     """See :func:`kernels_pallas.caote_topk.api.caote_topk`. ``excess`` changes nothing: no argmin is needed here."""
@@ -88,14 +90,17 @@ def caote_topk(
     )
     if not interpret:
         outputs = ["b k s", "b k s"] if with_scores else ["b k s"]
-        run = over_heads(run, ["b k g s", "b k s d", "b k s", "b"], outputs)
-    kept, *scores = run(clean_weights(weights, position, group), value, pack(position, protected), budget)
+        run = over_heads(run, ["b k g s", "l b k s d", "u", "b k s", "b"], outputs)
+    kept, *scores = run(
+        clean_weights(weights, position, group), *stacked(value, layer), pack(position, protected), budget
+    )
     return Kept(kept, scores[0] if with_scores else None)
 
 
 def _of_heads(
     weights: Float[Array, "B K G S"],
-    value: Float[Array, "B K S D"],
+    value: Float[Array, "L B K S D"],
+    layer: Int[Array, "1"],
     slot: Int[Array, "B K S"],
     budget: Int[Array, "B"],
     *,
@@ -104,7 +109,7 @@ def _of_heads(
     interpret: Any,
 ) -> tuple[Array, ...]:
     B, K, G, S = weights.shape
-    D, H = value.shape[3], B * K
+    D, H = value.shape[4], B * K
     tiling = _Tiling.of(weights.shape, value)
     padded, groups = tiling.chunk * tiling.chunks, pl.cdiv(H, HEADS)
     weights = jnp.pad(weights.reshape(H, G, S), ((0, 0), (0, 0), (0, padded - S)))
@@ -119,7 +124,7 @@ def _of_heads(
     def chunk_of(phase: Array, c: Array) -> Array:
         return jnp.where(phase == 0, c, tiling.chunks - 1 - c)
 
-    row = pl.BlockSpec((HEADS, padded), lambda g, i, phase, c: (g, 0))
+    row = pl.BlockSpec((HEADS, padded), lambda g, i, phase, c, layer: (g, 0))
     row_shape = (groups * HEADS, padded)
     out_shape = [jax.ShapeDtypeStruct(row_shape, jnp.int32)]
     if with_scores:
@@ -128,39 +133,47 @@ def _of_heads(
     out = pl.pallas_call(
         functools.partial(_kernel, tiling=tiling, heads=H, fast=fast, with_scores=with_scores),
         out_shape=out_shape,
-        grid=(groups, HEADS, 2, tiling.chunks),
-        in_specs=[
-            pl.BlockSpec((HEADS, 128), lambda g, i, phase, c: (g, 0)),
-            pl.BlockSpec((None, G, padded), lambda g, i, phase, c: (head(g, i), 0, 0)),
-            row,
-            pl.BlockSpec((None, tiling.chunk, D), lambda g, i, phase, c: (head(g, i), chunk_of(phase, c), 0)),
-        ],
-        out_specs=[row] * len(out_shape),
-        scratch_shapes=[
-            pltpu.VMEM((HEADS, padded), jnp.float32),  # the scores; before that, 1 where a slot takes part
-            pltpu.VMEM((rows, lanes), jnp.float32),  # the output of all but the heaviest token, or the sum of values
-            pltpu.VMEM((rows, lanes), jnp.float32),  # the heaviest token's value
-            pltpu.VMEM((rows, 128), jnp.float32),  # the heaviest token's weight
-            pltpu.VMEM((rows, 128), jnp.float32),  # the others' weight
-            pltpu.VMEM((rows, 128), jnp.int32),  # the heaviest token's slot
-        ],
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(groups, HEADS, 2, tiling.chunks),
+            in_specs=[
+                pl.BlockSpec((HEADS, 128), lambda g, i, phase, c, layer: (g, 0)),
+                pl.BlockSpec((None, G, padded), lambda g, i, phase, c, layer: (head(g, i), 0, 0)),
+                row,
+                pl.BlockSpec(
+                    (None, None, tiling.chunk, D),
+                    lambda g, i, phase, c, layer: (layer[0], head(g, i), chunk_of(phase, c), 0),
+                ),
+            ],
+            out_specs=[row] * len(out_shape),
+            scratch_shapes=[
+                pltpu.VMEM((HEADS, padded), jnp.float32),  # the scores; before that, 1 where a slot takes part
+                pltpu.VMEM(
+                    (rows, lanes), jnp.float32
+                ),  # the output of all but the heaviest token, or the sum of values
+                pltpu.VMEM((rows, lanes), jnp.float32),  # the heaviest token's value
+                pltpu.VMEM((rows, 128), jnp.float32),  # the heaviest token's weight
+                pltpu.VMEM((rows, 128), jnp.float32),  # the others' weight
+                pltpu.VMEM((rows, 128), jnp.int32),  # the heaviest token's slot
+            ],
+        ),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary", "arbitrary", "arbitrary"),
             vmem_limit_bytes=max(16 * 2**20, tiling.vmem_bytes * 5 // 4),
         ),
         cost_estimate=pl.CostEstimate(
             flops=(6 * G + 4) * H * S * D,
-            bytes_accessed=(value.nbytes if hasattr(value, "nbytes") else 0) * (1 if tiling.chunks == 1 else 2)
+            bytes_accessed=H * S * D * value.dtype.itemsize * (1 if tiling.chunks == 1 else 2)
             + 4 * H * S * (G + 2 + with_scores),
             transcendentals=G * H * S,
         ),
         interpret=interpret,
         name="caote_topk",
-    )(budgets, weights, slot, value.reshape(H, S, D))
+    )(layer, budgets, weights, slot, value.reshape(-1, H, S, D))
     return tuple(x[:H, :S].reshape(B, K, S) for x in out)
 
 
-def _kernel(budget, weights, slot, value, *refs, tiling, heads, fast, with_scores):
+def _kernel(_, budget, weights, slot, value, *refs, tiling, heads, fast, with_scores):
     kept, scored = refs[0], refs[1 if with_scores else 0]
     scores, output, heaviest, heaviest_weight, rest_weight, heaviest_slot = refs[2 if with_scores else 1 :]
     i, phase, c = (pl.program_id(axis) for axis in (1, 2, 3))
@@ -180,13 +193,13 @@ def _kernel(budget, weights, slot, value, *refs, tiling, heads, fast, with_score
         return start + jax.lax.broadcasted_iota(jnp.int32, (1, step), 1)
 
     @pl.when((phase == 0) & (c == 0))
-    def _():
+    def reset():
         for ref in (output, heaviest, heaviest_weight, rest_weight, heaviest_slot):
             ref[...] = jnp.zeros_like(ref)
         heaviest_slot[...] -= 1
 
     @pl.when((phase == 0) & is_real)
-    def _():
+    def sum_up():
         def add(start, local):
             here = pl.ds(start, step)
             v = value[pl.ds(local, step), :].astype(jnp.float32)
@@ -224,7 +237,7 @@ def _kernel(budget, weights, slot, value, *refs, tiling, heads, fast, with_score
         each_step(add)
 
     @pl.when((phase == 1) & is_real)
-    def _():
+    def measure():
         most, others = heaviest_weight[:G, :1], rest_weight[:G, :1]
         remains = jnp.where(others > 0, others, 1)
         if fast:
@@ -261,7 +274,7 @@ def _kernel(budget, weights, slot, value, *refs, tiling, heads, fast, with_score
         each_step(score)
 
     @pl.when((i == HEADS - 1) & (phase == 1) & (c == tiling.chunks - 1))
-    def _():
+    def select():
         kept[...] = remaining(scores[...], slot[...], budget[:, :1])
         if with_scores:
             scored[...] = jnp.where(slot[...] >= 0, scores[...], -jnp.inf)

@@ -42,6 +42,7 @@ def compiled_for_tpu(
     *shapes: jax.ShapeDtypeStruct,
     specs: Sequence[PartitionSpec] | None = None,
     chips: int = 1,
+    donate: Sequence[int] = (),
 ) -> Any:
     """The executable for a TPU topology, such as "v5e:2x2", with arguments split over ``chips`` by ``specs``."""
     devices = _topology(topology).devices[:chips]
@@ -51,4 +52,4 @@ def compiled_for_tpu(
         for x, spec in zip(shapes, specs or [PartitionSpec()] * len(shapes), strict=True)
     ]
     with _mesh(AbstractDevice(devices[0].device_kind, 1, "tpu"), chips):
-        return jax.jit(function).lower(*given).compile()
+        return jax.jit(function, donate_argnums=tuple(donate)).lower(*given).compile()

@@ -150,6 +150,18 @@ def test_only_the_statistics_asked_for_are_given(name, names):
 
 
 @both
+def test_one_layer_of_stacked_keys_and_values_is_read(name):
+    given, options = case(10), options_of(case(10))
+    arrays = tuple(map(jnp.asarray, given))
+    stacks = [jnp.stack([x * jnp.nan, x, x + 1]) for x in arrays[1:3]]
+    of_stack = jax.jit(lambda layer: KERNELS[name](arrays[0], *stacks, *arrays[3:], **options, layer=layer))
+    expected = reference.cache_attention(*arrays, **options)
+    close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-6)
+    jax.tree.map(close, of_stack(jnp.int32(1)), expected)
+    jax.tree.map(close, reference.cache_attention(arrays[0], *stacks, *arrays[3:], **options, layer=1), expected)
+
+
+@both
 def test_gradients_are_the_references(name):
     given, options = case(9), options_of(case(9), statistics=frozenset(["sum"]))
 

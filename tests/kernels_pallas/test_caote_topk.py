@@ -231,6 +231,17 @@ def test_it_is_the_score_and_the_choice_of_the_library():
     np.testing.assert_array_equal(kept >= 0, stays)
 
 
+@pytest.mark.parametrize("name", RUNS)
+def test_one_layer_of_stacked_values_is_read(name):
+    given = tuple(map(jnp.asarray, case(15)))
+    stack = jnp.stack([given[1] * jnp.nan, given[1], given[1] + 1])
+    of_stack = jax.jit(lambda layer: RUNS[name](given[0], stack, *given[2:], **OPTIONS, layer=layer))
+    kept = of_stack(jnp.int32(1))
+    position, scores = run(name, case(15))
+    np.testing.assert_array_equal(kept.position, position)
+    np.testing.assert_allclose(kept.scores, scores, rtol=1e-6)
+
+
 def test_auto_is_the_reference_on_a_cpu():
     given = case(11)
     kept = caote_topk(*map(jnp.asarray, given[:4]), protected=jnp.asarray(given.protected))
@@ -299,6 +310,8 @@ def test_chips_of_a_mesh_that_is_not_at_hand_run_the_reference_on_their_own_head
         ({"position": (2, 9)}, {}, r"positions \(2, 9\) do not fit"),
         ({"protected": (2, 2, 8)}, {}, r"protected \(2, 2, 8\) does not fit: expected \(2, 2, 9\)"),
         ({"budget": (3,)}, {}, r"the budget \(3,\) does not fit: expected one number, or one a row \(2\)"),
+        ({"value": (3, 2, 2, 9, 5)}, {}, r"the values stack layers: say which with layer="),
+        ({}, {"layer": 0}, r"layer= was given, but the values have no layers"),
         ({}, {"norm": 3}, r"norm is 3 .* norms are 1, 2, 'inf'"),
         ({}, {"group": "sum"}, r"group 'sum'"),
         ({}, {"implementation": "cuda"}, r"unknown implementation 'cuda'; there are auto, reference, pallas_tpu, pa"),

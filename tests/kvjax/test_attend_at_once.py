@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from tests.kernels_pallas.targets import lowered
+from tests.kernels_pallas.targets import compiled_for_tpu, lowered
 
 B, K, G, D, BUDGET, BLOCK = 2, 2, 2, 4, 8, 4
 
@@ -119,6 +119,32 @@ def test_on_an_accelerator_attention_scores_and_eviction_are_kernels(platform, k
                    empty(policy), *blocks(0)[0])  # fmt: skip
     target = {"tpu": "@tpu_custom_call", "cuda": "@__gpu$xla.gpu.triton"}[platform]
     assert text.count(target) == kernels
+
+
+@pytest.mark.tpu
+def test_layers_are_read_where_they_are_stacked():
+    """The program of a decode step over all layers holds no copy of one layer's keys or values."""
+    policy, slots = kvjax.parse("tova+caote"), (4, 2, 8, 4224, 128)
+    block = (2, 1, 32, 128), (2, 1, 8, 128), (2, 1, 8, 128)
+
+    def decode(key, value, position, next_position, query, *rows):
+        def layer(cache, index):
+            out, cache = kvjax.attend(cache, query, *rows, policy=policy, budget=4096, layer=index, excess=1)
+            return cache, out
+
+        return jax.lax.scan(layer, kvjax.KVCache(key, value, position, next_position, ((), ())), jnp.arange(slots[0]))
+
+    sizes = [
+        *[(slots, jnp.bfloat16)] * 2,
+        (slots[:4], jnp.int32),
+        ((2,), jnp.int32),
+        *[(x, jnp.bfloat16) for x in block],
+    ]
+    given = [jax.ShapeDtypeStruct(*size) for size in sizes]
+    program = compiled_for_tpu("v5e:2x2", decode, *given, donate=range(4))
+    assert program.as_text().count('custom_call_target="tpu_custom_call"') == 3
+    one_layer = 2 * 8 * 4224 * 128 * 2
+    assert program.memory_analysis().temp_size_in_bytes < one_layer / 2
 
 
 def test_gradients_pass_through_the_attention_and_not_through_the_choice():
