@@ -3,7 +3,8 @@
 Rows are all queries of all heads of a group, so that decode fills a tile of the matrix unit with a group's heads. Where
 rows and KV heads alone would leave the chip idle, the slots are shared out over programs too, and XLA puts their sums
 together. The statistics are a second kernel over the keys: a program keeps a few slots, goes over all queries, makes
-their weights again from each row's largest logit and sum, and stores one number a head and slot.
+their weights again from each row's largest logit and sum, and stores one number a head and slot. A single query, as in
+decode, needs no second kernel: the first gives its logits, 4 G bytes a slot.
 """
 
 from __future__ import annotations
@@ -19,14 +20,13 @@ from jax.experimental.pallas import triton
 from jaxtyping import Array, Float, Int
 
 from kernels_pallas.cache_attention import reference
-from kernels_pallas.cache_attention.queries import IN_WINDOW, IS_LAST, POSITION, describe
+from kernels_pallas.cache_attention.queries import IN_WINDOW, IS_LAST, POSITION, UNSEEN, describe, of_one_query
 from kernels_pallas.cache_attention.reference import STATISTICS, ColumnStatistics
 from kernels_pallas.derivative import with_derivative_of
 from kernels_pallas.dispatch import stacked
 from kernels_pallas.partition import over_heads
 
 PROGRAMS = 264  # two for each multiprocessor of an H100 or H200
-_LOWEST = -1e30
 _TINY = float(jnp.finfo(jnp.float32).tiny)
 _FAR = 2**31 - 1
 
@@ -110,17 +110,20 @@ def _of_heads(query, key, value, key_position, about, span, layer, *, names, sca
 
     scalar = pl.BlockSpec((1,), lambda *_: (0,))
     of_slots = pl.BlockSpec((L, None, S, D), lambda h, *_: (0, h, 0, 0))
-    acc, peak, total = pl.pallas_call(
+    one_query = T == 1 and bool(names)  # its logits are no more than the statistics that they stand for
+    acc, peak, total, *logits = pl.pallas_call(
         functools.partial(_attend, G=G, steps=steps, rows=rows, slots=slots, width=width, scale=scale),
         out_shape=[
             jax.ShapeDtypeStruct((H, splits, R, D), jnp.float32),
             *[jax.ShapeDtypeStruct((H, splits, R), jnp.float32)] * 2,
+            *[jax.ShapeDtypeStruct((H, R, S), jnp.float32)] * one_query,
         ],
         grid=(H, blocks, splits),
         in_specs=[scalar, scalar, of_head(R, D), of_head(T, 3, by=K), of_slots, of_head(S), of_slots],
         out_specs=[
             pl.BlockSpec((None, None, R, D), lambda h, r, s: (h, s, 0, 0)),
             *[pl.BlockSpec((None, None, R), lambda h, r, s: (h, s, 0))] * 2,
+            *[of_head(R, S)] * one_query,
         ],
         compiler_params=params,
         interpret=interpret,
@@ -133,6 +136,9 @@ def _of_heads(query, key, value, key_position, about, span, layer, *, names, sca
     out = out.astype(query.dtype).reshape(B, K, T, G, D)
     if not names:
         return (out,)
+    if one_query:
+        softmax = jnp.stack([whole_peak, whole_total], axis=-1).reshape(B, K, G, 2)
+        return (out, *of_one_query(names, logits[0].reshape(B, K, G, S), softmax, about))
     heads = [1 if name == "window_group_square" else G for name in names]
     queries = min(max(pl.next_power_of_2(T), 16), 64)
     columns = pl.pallas_call(
@@ -180,7 +186,23 @@ def _sees(span, own, position):
 
 
 def _attend(
-    layer, span, query, about, key, key_position, value, out, peaks, totals, *, G, steps, rows, slots, width, scale
+    layer,
+    span,
+    query,
+    about,
+    key,
+    key_position,
+    value,
+    out,
+    peaks,
+    totals,
+    *logits_out,
+    G,
+    steps,
+    rows,
+    slots,
+    width,
+    scale,
 ):
     (R, D), S = query.shape, key.shape[1]
     row = pl.program_id(1) * rows + jax.lax.broadcasted_iota(jnp.int32, (rows,), 0)
@@ -193,7 +215,10 @@ def _attend(
         slot = first + i * slots + jax.lax.broadcasted_iota(jnp.int32, (slots,), 0)
         position = triton.load(key_position.at[slot], mask=slot < S, other=-1)
         visible = _sees(span, own, position)
-        logits = jnp.where(visible, scale * _dot(q, _load(key, slot, width, layer), ((1,), (1,))), _LOWEST)
+        logits = jnp.where(visible, scale * _dot(q, _load(key, slot, width, layer), ((1,), (1,))), UNSEEN)
+        for ref in logits_out:
+            there = (row < R)[:, None] & (slot < S)[None, :]
+            triton.store(ref.at[row[:, None], slot[None, :]], logits, mask=there)
         now = jnp.maximum(peak, jnp.max(logits, axis=1))
         weights = jnp.where(visible, jnp.exp(logits - now[:, None]), 0.0)
         # What a free slot holds must not matter, and 0 * NaN is NaN.
@@ -202,7 +227,7 @@ def _attend(
         acc = shrink[:, None] * acc + _dot(weights.astype(v.dtype), v, ((1,), (0,)))
         return now, shrink * total + jnp.sum(weights, axis=1), acc
 
-    start = jnp.full((rows,), _LOWEST, jnp.float32), jnp.zeros((rows,), jnp.float32)
+    start = jnp.full((rows,), UNSEEN, jnp.float32), jnp.zeros((rows,), jnp.float32)
     peak, total, acc = jax.lax.fori_loop(0, steps, step, (*start, jnp.zeros((rows, width), jnp.float32)))
     column = jax.lax.broadcasted_iota(jnp.int32, (1, width), 1)
     triton.store(out.at[row[:, None], column], acc, mask=(row < R)[:, None] & (column < D))

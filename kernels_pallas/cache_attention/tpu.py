@@ -2,7 +2,8 @@
 
 Rows are the queries of all heads of a group, ``[G, T]`` in blocks of T, so that a group reads its keys once. No weight
 leaves VMEM. The first kernel also gives each row's largest logit and its sum of exponentials; the second makes the
-weights of a chunk of slots again from them, and reduces these over the blocks of queries.
+weights of a chunk of slots again from them, and reduces these over the blocks of queries. A single query, as in
+decode, needs no second kernel: the first gives its logits, 4 G bytes a slot.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from kernels_pallas.cache_attention import reference
-from kernels_pallas.cache_attention.queries import IN_WINDOW, IS_LAST, POSITION, describe
+from kernels_pallas.cache_attention.queries import IN_WINDOW, IS_LAST, POSITION, UNSEEN, describe, of_one_query
 from kernels_pallas.cache_attention.reference import STATISTICS, ColumnStatistics
 from kernels_pallas.derivative import with_derivative_of
 from kernels_pallas.dispatch import stacked
@@ -27,7 +28,6 @@ from kernels_pallas.partition import over_heads, unsplittable
 ROWS = 512  # of a block of queries, over all heads of a group
 CELLS = 512 * 512  # rows x slots computed at a time
 SLOTS = 2048  # of a chunk, at most
-_LOWEST = -1e30
 _FAR = 2**31 - 1
 
 
@@ -124,17 +124,23 @@ def _of_heads(query, key, value, key_position, about, span, layer, *, names, sca
     scalar = pl.BlockSpec(memory_space=pltpu.SMEM)
     options = dict(per_head=per_head, scale=scale)
     itemsize = key.dtype.itemsize
-    out, softmax = pl.pallas_call(
+    one_query = T == 1 and bool(names)  # its logits are no more than the statistics that they stand for
+    out, softmax, *logits = pl.pallas_call(
         functools.partial(_attend, **options),
         out_shape=[
             jax.ShapeDtypeStruct((B, K, blocks, rows, D), query.dtype),
             jax.ShapeDtypeStruct((B, K, blocks, rows, 128), jnp.float32),
+            *[jax.ShapeDtypeStruct((B, K, rows, S), jnp.float32)] * one_query,
         ],
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(B, K, blocks, chunks),
             in_specs=[scalar, q_spec, about_spec, slot_spec, position_spec, slot_spec],
-            out_specs=[q_spec, row_spec],
+            out_specs=[
+                q_spec,
+                row_spec,
+                *[pl.BlockSpec((None, None, rows, slots), lambda b, k, t, c, layer: (b, k, 0, c))] * one_query,
+            ],
             scratch_shapes=[
                 pltpu.VMEM((rows, 128), jnp.float32),
                 pltpu.VMEM((rows, 128), jnp.float32),
@@ -151,8 +157,10 @@ def _of_heads(query, key, value, key_position, about, span, layer, *, names, sca
         name="cache_attention",
     )(layer, span, query, about, key, key_position, value)
 
-    columns = ()
-    if names:
+    columns: tuple[Array, ...] = ()
+    if one_query:
+        columns = of_one_query(names, logits[0], softmax[:, :, 0, :, :2], about)
+    elif names:
         q_spec, about_spec, slot_spec, position_spec, row_spec = specs(lambda b, k, c, t, layer: (b, k, t, c, layer))
         heads = [1 if name == "window_group_square" else G for name in names]
         columns = pl.pallas_call(
@@ -200,17 +208,20 @@ def _logits(span, query, about, key, key_position, *, per_head, scale):
     return scale * logits, seen > 0
 
 
-def _attend(_, span, query, about, key, key_position, value, out, softmax, peak, total, acc, *, per_head, scale):
+def _attend(_, span, query, about, key, key_position, value, out, softmax, *refs, per_head, scale):
+    *logits_out, peak, total, acc = refs
     c = pl.program_id(3)
 
     @pl.when(c == 0)
     def reset():
-        peak[...] = jnp.full_like(peak, _LOWEST)
+        peak[...] = jnp.full_like(peak, UNSEEN)
         total[...] = jnp.zeros_like(total)
         acc[...] = jnp.zeros_like(acc)
 
     logits, visible = _logits(span, query, about, key, key_position, per_head=per_head, scale=scale)
-    logits = jnp.where(visible, logits, _LOWEST)
+    logits = jnp.where(visible, logits, UNSEEN)
+    for ref in logits_out:
+        ref[...] = logits
     before = peak[:, :1]
     now = jnp.maximum(before, jnp.max(logits, axis=1, keepdims=True))
     weights = jnp.where(visible, jnp.exp(logits - now), 0)
