@@ -44,8 +44,6 @@ def unsupported(weights: Any, value: Any, norm: Norm) -> str | None:
         return f"the head dim is {value.shape[-1]}, but the kernels take up to 512"
     if weights.shape[2] > 32:
         return f"{weights.shape[2]} query heads share the values, but the kernels take up to 32"
-    if value.size >= 2**31:
-        return f"{value.size} values are more than 32 bits can number"
     return None
 
 

@@ -20,6 +20,12 @@ def _mesh(device: AbstractDevice, chips: int = 1) -> Any:
     return jax.sharding.use_abstract_mesh(mesh)
 
 
+def needs_gpu() -> None:
+    """Skips a test where JAX sees no GPU."""
+    if jax.default_backend() != "gpu":
+        pytest.skip("needs an NVIDIA GPU, and JAX_PLATFORMS=cuda")
+
+
 def lowered(platform: str, function: Callable, *arguments: Any) -> str:
     """The program's text for "tpu" or "cuda"; arguments may be shapes."""
     with _mesh(_DEVICES[platform]):

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 
 from kernels_pallas import STATISTICS, cache_attention
 from kernels_pallas.cache_attention import gpu, reference, tpu
-from tests.kernels_pallas.targets import compiled_for_tpu, lowered
+from tests.kernels_pallas.targets import compiled_for_tpu, lowered, needs_gpu
 from tests.kernels_pallas.test_cache_attention import Case, case, statistics
 from tests.kvjax.definitions import block_weights, weighted_values
 
@@ -218,6 +218,22 @@ def test_what_a_kernel_cannot_do_auto_leaves_to_the_reference(platform):
     with pytest.raises(NotImplementedError, match=r"head dim is 1024, but the kernels take up to .*'reference' can"):
         jax.eval_shape(functools.partial({"tpu": tpu, "cuda": gpu}[platform].cache_attention, statistics=frozenset(),
                                          window=0, sliding_window=None, scale=1.0), *wide)  # fmt: skip
+
+
+@pytest.mark.gpu
+@every
+def test_it_runs_on_a_gpu(sizes, names, span):
+    needs_gpu()
+    B, T, N, K, S, D, dtype = sizes
+    given = case(11, B, T, N, K, S, D)
+    arrays = [jnp.asarray(x).astype(dtype) if x.dtype == np.float32 else jnp.asarray(x) for x in given]
+    options = options_of(given, statistics=frozenset(names), window=32, sliding_window=span)
+    result = jax.jit(functools.partial(gpu.cache_attention, **options))(*arrays)
+    with jax.default_matmul_precision("highest"):
+        expected = jax.jit(functools.partial(reference.cache_attention, **options))(*arrays)
+    half = dict(rtol=2e-2, atol=2e-2) if dtype != "float32" else dict(rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(*(np.asarray(x[0], np.float32) for x in (result, expected)), **half)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-6), result[1], expected[1])
 
 
 @pytest.mark.tpu

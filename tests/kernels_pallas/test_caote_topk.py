@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 import kvjax
 from kernels_pallas import caote_topk
 from kernels_pallas.caote_topk import gpu, reference, tpu
-from tests.kernels_pallas.targets import compiled_for_tpu, lowered
+from tests.kernels_pallas.targets import compiled_for_tpu, lowered, needs_gpu
 
 RUNS = {
     "reference": reference.caote_topk,
@@ -275,10 +275,36 @@ def test_auto_lowers_to_the_kernels(platform, kernels, sizes):
     assert lowered(platform, evict, *shapes(*sizes)).count(target) == kernels - one_less
 
 
+@pytest.mark.parametrize(("platform", "kernels"), [("tpu", 1), ("cuda", 3)])
+def test_a_stack_of_layers_beyond_32_bits_lowers(platform, kernels):
+    given = list(shapes(8, 8, 4, 8320, 128, "bfloat16"))
+    given[1] = jax.ShapeDtypeStruct((32, *given[1].shape), given[1].dtype)
+    target = {"tpu": "@tpu_custom_call", "cuda": "@__gpu$xla.gpu.triton"}[platform]
+    text = lowered(platform, lambda layer, *arrays: caote_topk(*arrays[:4], layer=layer),
+                   jax.ShapeDtypeStruct((), jnp.int32), *given)  # fmt: skip
+    assert text.count(target) == kernels
+
+
 def test_float16_lowers_for_a_gpu_and_is_the_references_on_a_tpu():
     given = shapes(1, 2, 2, 40, 64, "float16")
     assert "triton" in lowered("cuda", evict, *given)
     assert "tpu_custom_call" not in lowered("tpu", evict, *given)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", [*TARGETS, (1, 2, 2, 300, 128, "float16")], ids=str)
+@pytest.mark.parametrize("fast", [False, True])
+def test_it_runs_on_a_gpu(fast, sizes):
+    needs_gpu()
+    B, K, G, S, D, dtype = sizes
+    given = case(16, B, K, G, S, D)
+    arrays = [jnp.asarray(x) for x in given]
+    arrays[1] = arrays[1].astype(dtype)
+    options = OPTIONS | {"fast": fast}
+    kept = jax.jit(functools.partial(gpu.caote_topk, **options))(*arrays)
+    expected = jax.jit(functools.partial(reference.caote_topk, **options))(*arrays)
+    np.testing.assert_allclose(kept.scores, expected.scores, rtol=1e-4, atol=1e-9)
+    np.testing.assert_array_equal(kept.position, best(np.asarray(kept.scores), given.position, given.budget))
 
 
 @pytest.mark.tpu
