@@ -224,7 +224,8 @@ def test_the_protected_stay(name):
 def test_it_is_the_score_and_the_choice_of_the_library():
     given = case(10)
     kept, scores = run("reference", given)
-    by_hand = kvjax.score(given.weights, given.value, mask=given.position >= 0, group="exact")
+    weights, value, position, *_ = map(jnp.asarray, given)
+    by_hand = kvjax.score(weights, value, mask=position >= 0, group="exact")
     by_hand = jnp.where(given.protected & (given.position >= 0), jnp.inf, by_hand)
     np.testing.assert_allclose(scores, by_hand, rtol=1e-6)
     stays = kvjax.keep_mask(by_hand, jnp.asarray(given.position), jnp.asarray(given.budget))

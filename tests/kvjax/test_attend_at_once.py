@@ -115,8 +115,9 @@ def test_a_policy_knows_whether_its_scores_are_eviction_errors(name):
 def test_on_an_accelerator_attention_scores_and_eviction_are_kernels(platform, kernels, name):
     """Attention and its statistics, and the eviction: one kernel on a TPU, three on a GPU."""
     policy = kvjax.parse(name)
-    text = lowered(platform, lambda cache, *block: kvjax.attend(cache, *block, policy=policy, budget=BUDGET),
-                   empty(policy), *blocks(0)[0])  # fmt: skip
+    text = lowered(
+        platform, lambda *block: kvjax.attend(empty(policy), *block, policy=policy, budget=BUDGET), *blocks(0)[0]
+    )
     target = {"tpu": "@tpu_custom_call", "cuda": "@__gpu$xla.gpu.triton"}[platform]
     assert text.count(target) == kernels
 
