@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 
-from benchmarks import memory, rounds
+from benchmarks import butler, memory, rounds
 from models import commands
 
-BENCHMARKS = {"memory": memory, "rounds": rounds}
+BENCHMARKS = {"butler": butler, "memory": memory, "rounds": rounds}
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -4,10 +4,38 @@ from __future__ import annotations
 
 import argparse
 
-from evals import ablation, fidelity, needle
+from evals import (
+    ablation,
+    butler_figures,
+    coref,
+    fidelity,
+    harness,
+    infinitebench,
+    longbench,
+    needle,
+    page,
+    perplexity,
+    ruler,
+    sweep,
+    view,
+)
 from models import commands
 
-EVALUATIONS = {"needle": needle, "fidelity": fidelity, "ablation": ablation}
+EVALUATIONS = {
+    "needle": needle,
+    "ruler": ruler,
+    "longbench": longbench,
+    "infinitebench": infinitebench,
+    "lm_eval": harness,
+    "fidelity": fidelity,
+    "ablation": ablation,
+    "coref": coref,
+    "perplexity": perplexity,
+    "butler": butler_figures,
+    "sweep": sweep,
+    "report": page,
+    "view": view,
+}
 
 
 def main(arguments: list[str] | None = None) -> int:

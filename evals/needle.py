@@ -10,27 +10,22 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import itertools
-import math
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
-import kvjax
 import models
-from evals import report, statistics, tasks
+from evals import report, running, statistics, tasks
+from evals.running import PLACEMENTS, RECENCY, Question, Setting, check_sizes, make_settings
 from models import commands
-from models.decoding import When
 
-RECENCY = "streaming(sinks=0)"
-POLICIES = ("full", "h2o+protect(recent=0.5)", "h2o+caote+protect(recent=0.5)", "snapkv", "snapkv+caote")
-Question = Literal["after", "before", "both", "agnostic"]
-PLACEMENTS = ("after", "before", "both", "agnostic")
 EXAMPLES = """examples:
   python -m evals needle --policies full,h2o,h2o+caote,snapkv,snapkv+caote --budgets 256,512 --plot needle.png
   python -m evals needle --model path/to/Llama-3.2-1B --lengths 4096,8192 --budgets 0.25 --when prompt --json out.json
@@ -44,20 +39,6 @@ class Cell:
     length: int
     depth: float
     samples: tuple[tasks.Sample, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Setting:
-    """One row of the table."""
-
-    policy: str
-    budget: int | float | None
-    when: When
-    question: Question
-
-    def title(self) -> str:
-        budget = "" if self.budget is None else f", budget {self.budget}"
-        return f"{self.policy}{budget}, {self.when}, question {self.question}"
 
 
 def make_cells(
@@ -103,61 +84,28 @@ def measure(
     """
     rows = [(index, sample) for index, cell in enumerate(cells) for sample in cell.samples]
     everything = [sample for _, sample in rows]
-    longest = max(len(sample.tokens) for sample in everything)
     answer_length = max(len(sample.answer_tokens) for sample in everything)
-    held_back = setting.question == "agnostic"
-    extremes = _extremes(everything, held_back) if held_back or isinstance(setting.budget, float) else []
     correct: list[list[bool]] = [[] for _ in cells]
-    rates = {"prefill": _Rate(), "decode": _Rate()}
-    # Rows of a batch share a length where they can: empty blocks in front are skipped for the whole batch.
-    for start in range(0, len(rows), batch):
-        chosen = rows[start : start + batch]
-        fed = [sample for _, sample in chosen] + extremes
-        fed += fed[:1] * (batch + len(extremes) - len(fed))
-        tokens = np.zeros((len(fed), longest), np.int32)
-        counts = np.array([len(sample.tokens) for sample in fed])
-        for row, sample in enumerate(fed):
-            tokens[row, : counts[row]] = sample.tokens
-        clock = _BatchClock(rates, int(counts[: len(chosen)].sum()), len(chosen))
-        steps = models.stream(
-            model,
-            tokens,
-            lengths=counts,
-            policy=setting.policy,
-            budget=setting.budget,
-            block=block,
-            max_new_tokens=answer_length,
-            when=setting.when,
-            question=np.array([_question_length(sample) for sample in fed]) if held_back else None,
-            end=(),
-            on_block=clock.block,
-        )
-        generated = []
-        for token, kept in steps:
-            generated.append(token)
-            clock.token()
-            cache = kept
-        answers = np.stack(generated, axis=1)
-        for row, (index, sample) in enumerate(chosen):
-            wanted = sample.answer_tokens
-            correct[index].append(answers[row, : len(wanted)].tolist() == list(wanted))
+    found = []
+    for part in running.answers(model, everything, setting, new_tokens=answer_length, block=block, batch=batch):
+        found.append(part)
+        for place, row in enumerate(part.rows):
+            index, sample = rows[row]
+            correct[index].append(exact(part.tokens[place].tolist(), sample))
             if progress is not None:
                 progress.update()
     hits, total = sum(map(sum, correct)), len(rows)
     low, high = statistics.wilson(hits, total)
-    slots = cache.position.size  # of all rows of the batch
-    if setting.policy == "full" or setting.when == "prompt":
-        slots = max(slots, math.prod(cache.heads_shape) * (longest + answer_length))
     return {
         **dataclasses.asdict(setting),
         "recall": hits / total,
         "low": low,
         "high": high,
         "samples": total,
-        "cache_bytes": cache.nbytes // len(fed),
-        "peak_cache_bytes": cache.nbytes // len(fed) * slots // cache.position.size,
-        "prefill_tokens_per_second": rates["prefill"].value(),
-        "decode_tokens_per_second": rates["decode"].value(),
+        "cache_bytes": found[-1].cache_bytes,
+        "peak_cache_bytes": found[-1].peak_cache_bytes,
+        "prefill_tokens_per_second": _rate([part.prefill for part in found]),
+        "decode_tokens_per_second": _rate([part.decode for part in found]),
         "cells": [
             {"length": cell.length, "depth": cell.depth, "recall": sum(hit) / len(hit), "correct": list(map(int, hit))}
             for cell, hit in zip(cells, correct, strict=True)
@@ -196,26 +144,12 @@ def compare(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def add_flags(flags: argparse.ArgumentParser) -> None:
     """The command's flags."""
-    flags.add_argument("--model", default="retriever", help="'retriever', a Hugging Face folder, or a hub name")
-    flags.add_argument("--policies", default=",".join(POLICIES), help="several by comma; 'full' keeps all")
-    flags.add_argument("--budgets", default="256,512", help="slots per head, or ratios of the prompt; several by comma")
+    running.add_model_flags(flags)
+    running.add_setting_flags(flags, questions=PLACEMENTS)
     flags.add_argument("--lengths", default="512,1024", help="tokens of a prompt; several by comma")
     flags.add_argument("--depths", type=int, default=5, help="how many depths from 0 to 1")
     flags.add_argument("--samples", type=int, default=8, help="samples for each length and depth")
     flags.add_argument("--facts", type=int, default=10, help="facts in a text, of which one is asked for")
-    flags.add_argument(
-        "--question",
-        default="after",
-        help="after, before, both, or agnostic (after, and unknown when the context is compressed); several by comma",
-    )
-    flags.add_argument("--when", default="block,prompt", help="block, prompt; several by comma")
-    flags.add_argument("--block", type=int, default=128)
-    flags.add_argument("--batch", type=int, default=16)
-    flags.add_argument("--seed", type=int, default=0)
-    flags.add_argument("--dtype", help="float32, bfloat16 or float16; the checkpoint's by default")
-    flags.add_argument("--mesh", help="devices, such as data=2,tensor=4")
-    flags.add_argument("--json", type=Path, help="write all figures here")
-    flags.add_argument("--plot", type=Path, help="write the heat map here (.png, .svg or .pdf)")
 
 
 def command(flags: argparse.Namespace) -> None:
@@ -225,10 +159,7 @@ def command(flags: argparse.Namespace) -> None:
     if flags.plot is not None:
         report.check_plot(flags.plot)
     commands.check_outputs([flags.json, flags.plot])
-    mesh = None if flags.mesh is None else models.parse_mesh(flags.mesh)
-    model, tokenizer = models.load(flags.model, dtype=flags.dtype, mesh=mesh)
-    if tokenizer is None:
-        raise ValueError(f"{flags.model} has no tokenizer.json, and needles are text; copy it from the model's source.")
+    model, tokenizer = running.load(flags)
 
     started = time.time()
     cells = {
@@ -278,95 +209,45 @@ def command(flags: argparse.Namespace) -> None:
         print(f"picture: {flags.plot}")
 
 
-def check_sizes(flags: argparse.Namespace) -> list[int]:
-    """The lengths that are asked for, when they and the block and batch can be."""
-    lengths = [_positive("length", text) for text in commands.split_list(flags.lengths)]
-    if not lengths:
-        raise ValueError("no length was given; name at least one, such as --lengths 1024.")
-    for name, value in (("block", flags.block), ("batch", flags.batch)):
-        if value < 1:
-            raise ValueError(f"--{name} is {value}; give at least 1.")
-    return lengths
+def exact(tokens: Sequence[int], sample: tasks.Sample) -> bool:
+    """Whether an answer begins with the right tokens."""
+    return list(tokens[: len(sample.answer_tokens)]) == list(sample.answer_tokens)
 
 
-def make_settings(flags: argparse.Namespace) -> list[Setting]:
-    """Every combination that is asked for, checked before any work; the full cache has neither budget nor moment."""
-    moments: Any
-    questions: Any
-    policies = commands.split_list(flags.policies)
-    budgets = [commands.parse_budget(text) for text in commands.split_list(flags.budgets)]
-    moments, questions = commands.split_list(flags.when), commands.split_list(flags.question)
-    for what, given, known in (("--when", moments, ("block", "prompt")), ("--question", questions, PLACEMENTS)):
-        wrong = [name for name in given if name not in known]
-        if wrong or not given:
-            raise ValueError(f"{what} is {', '.join(wrong) or 'empty'}; there are {', '.join(known)}.")
-    evicting = [str(kvjax.parse(policy)) for policy in policies if policy != "full"]
-    if evicting and not budgets:
-        raise ValueError("no budget was given; name at least one, such as --budgets 256.")
-    if not policies:
-        raise ValueError("no policy was given; name at least one, such as --policies full,snapkv+caote.")
-    for policy, budget in itertools.product(evicting, budgets):
-        if isinstance(budget, int):
-            kvjax.check_budget(kvjax.parse(policy), budget)
-    settings = []
-    for question in questions:
-        if "full" in policies:
-            settings.append(Setting("full", None, "block", question))
-        for when, budget in itertools.product(moments, budgets):
-            for policy in dict.fromkeys([RECENCY, *evicting] if evicting else []):
-                settings.append(Setting(policy, budget, when, question))
-    return settings
+def check(flags: argparse.Namespace) -> None:
+    """Refuses flags that could not work."""
+    check_sizes(flags)
+    if flags.depths < 1 or flags.samples < 1 or flags.facts < 1:
+        raise ValueError(
+            f"{flags.depths} depths, {flags.samples} samples and {flags.facts} facts; give at least 1 of each."
+        )
 
 
-def _question_length(sample: tasks.Sample) -> int:
-    return len(sample.tokens) - sample.context_end
+def make_groups(flags: argparse.Namespace, config: models.Config, tokenizer: models.Tokenizer) -> list[running.Group]:
+    """The samples as groups for :func:`evals.running.run`: a length's depths together."""
+    groups = []
+    questions: Any = commands.split_list(flags.question)
+    for question, length in itertools.product(questions, check_sizes(flags)):
+        cells = make_cells(
+            tokenizer, lengths=[length], depths=flags.depths, samples=flags.samples, facts=flags.facts,
+            question=question, seed=flags.seed,
+        )  # fmt: skip
+        samples = [sample for cell in cells for sample in cell.samples]
+        groups.append(
+            running.Group(
+                "needle",
+                length,
+                len(samples),
+                functools.partial(list, samples),
+                max(len(sample.answer_tokens) for sample in samples),
+                lambda answer, sample: float(exact(answer.tokens, sample)),
+                end=(),
+                questions=(question,),
+            )
+        )
+    return groups
 
 
-def _extremes(samples: Sequence[tasks.Sample], held_back: bool) -> list[tasks.Sample]:
-    """The longest prompt, and the shortest and longest question: in every batch, they make all batches the same size,
-    so that one compilation serves them.
-    """
-    found = [max(samples, key=lambda sample: len(sample.tokens))]
-    if held_back:
-        found += [min(samples, key=_question_length), max(samples, key=_question_length)]
-    return found
-
-
-def _positive(name: str, text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise ValueError(f"the {name} {text!r} is not a number of tokens; give an integer from 1.")
-    return int(text)
-
-
-class _Rate:
-    """Tokens over seconds, summed over batches."""
-
-    def __init__(self) -> None:
-        self.tokens, self.seconds = 0.0, 0.0
-
-    def value(self) -> float | None:
-        return self.tokens / self.seconds if self.seconds else None
-
-
-class _BatchClock:
-    """Adds one batch's prefill and decode to the rates, without the first block and step, which may compile."""
-
-    def __init__(self, rates: dict[str, _Rate], prompt_tokens: int, rows: int) -> None:
-        self.rates, self.prompt_tokens, self.rows = rates, prompt_tokens, rows
-        self.last: float | None = None
-        self.steps, self.done = 0, 0
-
-    def block(self, done: int, total: int) -> None:
-        now = time.perf_counter()
-        if self.last is not None:
-            self.rates["prefill"].tokens += self.prompt_tokens * (done - self.done) / total
-            self.rates["prefill"].seconds += now - self.last
-        self.last, self.done = now, done
-
-    def token(self) -> None:
-        now = time.perf_counter()
-        self.steps += 1
-        if self.steps > 2 and self.last is not None:
-            self.rates["decode"].tokens += self.rows
-            self.rates["decode"].seconds += now - self.last
-        self.last = now
+def _rate(parts: Sequence[tuple[float, float]]) -> float | None:
+    tokens, seconds = (sum(part[index] for part in parts) for index in (0, 1))
+    return tokens / seconds if seconds else None

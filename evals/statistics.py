@@ -8,8 +8,11 @@ from collections.abc import Sequence
 Z = 1.959964  # 95%
 
 
-def wilson(successes: int, trials: int) -> tuple[float, float]:
+def wilson(successes: float, trials: int) -> tuple[float, float]:
     """The 95% interval of a share (Wilson's score interval).
+
+    Outcomes between 0 and 1 may be summed to ``successes``, too: they vary less than yes and no with the same mean, so
+    that the interval is then too wide rather than too narrow.
 
     Example:
         >>> from evals.statistics import wilson

@@ -4,7 +4,7 @@
 ``kvjax.evict(cache, c, budget=2048)`` keeps the tokens whose loss would hurt most.
 """
 
-from kvjax import allocation
+from kvjax import allocation, sources
 from kvjax.allocation import Allocation
 from kvjax.attention import Observed, attend, observe
 from kvjax.cache import HeadState, KVCache, compact
@@ -12,10 +12,12 @@ from kvjax.caote import caote, fast_caote
 from kvjax.eviction import evict
 from kvjax.eviction_error import score
 from kvjax.insertion import insert
+from kvjax.memory import Memory, memory
 from kvjax.paged import PagedCache, pack, pages_for
 from kvjax.policy import (
     Observation,
     Policy,
+    Prediction,
     Protection,
     base_score,
     chain,
@@ -29,8 +31,10 @@ from kvjax.policy import (
 from kvjax.projection import OutputProjection, output_projection
 from kvjax.rotary import rotate, turn
 from kvjax.scores import (
+    butler,
     cake,
     expected_attention,
+    fit_predictor,
     h2o,
     key_norm,
     keydiff,
@@ -42,7 +46,9 @@ from kvjax.scores import (
     streaming,
     tova,
 )
+from kvjax.select import select, selected_mask
 from kvjax.selection import keep_mask
+from kvjax.sources import Source, parse_source
 from kvjax.transforms import critical, normalise, pool, positions, protect
 
 __version__ = "0.1.0"
@@ -50,15 +56,19 @@ __all__ = [
     "Allocation",
     "HeadState",
     "KVCache",
+    "Memory",
     "Observation",
     "Observed",
     "OutputProjection",
     "PagedCache",
     "Policy",
+    "Prediction",
     "Protection",
+    "Source",
     "allocation",
     "attend",
     "base_score",
+    "butler",
     "cake",
     "caote",
     "chain",
@@ -69,6 +79,7 @@ __all__ = [
     "evict",
     "expected_attention",
     "fast_caote",
+    "fit_predictor",
     "h2o",
     "insert",
     "keep_mask",
@@ -76,6 +87,7 @@ __all__ = [
     "keydiff",
     "laprox",
     "lava",
+    "memory",
     "no_state",
     "normalise",
     "observe",
@@ -83,6 +95,7 @@ __all__ = [
     "pack",
     "pages_for",
     "parse",
+    "parse_source",
     "pool",
     "positions",
     "protect",
@@ -92,7 +105,10 @@ __all__ = [
     "rotate",
     "sage",
     "score",
+    "select",
+    "selected_mask",
     "snapkv",
+    "sources",
     "streaming",
     "tova",
     "turn",

@@ -15,7 +15,15 @@ from kvjax.cache import HeadState, KVCache
 from kvjax.eviction import evict, set_positions
 from kvjax.insertion import Cache, insert
 from kvjax.paged import PagedCache, write_layer
-from kvjax.policy import Observation, Policy, check_budget, mark_protected, remaining_positions, retention_scores
+from kvjax.policy import (
+    Observation,
+    Policy,
+    Prediction,
+    check_budget,
+    mark_protected,
+    remaining_positions,
+    retention_scores,
+)
 from kvjax.projection import OutputProjection
 from kvjax.rotary import move
 
@@ -53,6 +61,7 @@ def attend(
     scale: float | None = None,
     frequency: Float[Array, "rows half"] | None = None,
     projection: OutputProjection | None = None,
+    predicted: Prediction | None = None,
     decoding: bool | None = None,
     implementation: Implementation = "auto",
 ) -> tuple[Float[Array, "B T N D"], Cache]:
@@ -75,6 +84,7 @@ def attend(
         frequency: the rotary angle per position of each pair of elements, one row for all or one a row; needed where
             keys are turned (``positions`` of the cache) or a score asks for it.
         projection: what the policy reads of the layer's output projection (:func:`kvjax.output_projection`).
+        predicted: what a predictor says of the block in this layer, for a policy that reads it.
         decoding: whether the context was compressed before this block; by default one token is a decode step.
         implementation: of the attention, and of an eviction by CAOTE; see :func:`kernels_pallas.cache_attention` and
             :func:`kernels_pallas.caote_topk`.
@@ -126,6 +136,7 @@ def attend(
         scale=scale,
         frequency=frequency,
         projection=projection,
+        predicted=predicted,
         decoding=decoding,
         implementation=implementation,
     )
@@ -162,6 +173,7 @@ def observe(
     scale: float | None = None,
     frequency: Float[Array, "rows half"] | None = None,
     projection: OutputProjection | None = None,
+    predicted: Prediction | None = None,
     decoding: bool | None = None,
     implementation: Implementation = "auto",
 ) -> tuple[Float[Array, "B T N D"], Cache, Observed | None]:
@@ -201,6 +213,7 @@ def observe(
         scale=scale,
         frequency=frequency,
         projection=projection,
+        predicted=predicted,
         decoding=decoding,
         implementation=implementation,
     )
@@ -221,6 +234,7 @@ def _observe(
     scale,
     frequency,
     projection,
+    predicted,
     decoding,
     implementation,
 ):
@@ -255,8 +269,11 @@ def _observe(
         leaving,
     )
     grouped = query.reshape(B, T, K, N // K, -1)
+    foreseen = None
+    if predicted is not None:
+        foreseen = tuple(x.reshape(B, T, K, N // K, -1) for x in (predicted.query, predicted.key))
     if isinstance(cache, PagedCache):
-        return _observe_pages(cache, grouped, look, projection, layer)
+        return _observe_pages(cache, grouped, look, projection, foreseen, layer)
     here, stack = cache, None
     if layer is not None:
         stack = cache.key, cache.value
@@ -265,7 +282,7 @@ def _observe(
         # than write the new positions and state in place.
         slot_position, state = jax.lax.optimization_barrier((here.position, here.state))
         here = dataclasses.replace(here, position=slot_position, state=state)
-    out, state, observed = look.at(here, grouped, jnp.arange(K), projection, stack)
+    out, state, observed = look.at(here, grouped, jnp.arange(K), projection, foreseen, stack)
     if observed is None:
         return out, cache, None
     if layer is not None:
@@ -335,6 +352,7 @@ class _Look(NamedTuple):
         query: Float[Array, "B T K G D"],
         head: Int[Array, "K"],
         projection: OutputProjection | None,
+        foreseen: tuple[Array, ...] | None,
         stack: tuple[Array, Array] | None = None,
     ) -> tuple[Float[Array, "B T heads D"], Any, Observed | None]:
         """With ``stack``, the keys and values of all layers, kernels read them there: a layer taken out is a copy."""
@@ -375,6 +393,10 @@ class _Look(NamedTuple):
             frequency=self.frequency,
             output=projection,
         )
+        if foreseen is not None:
+            rows = (x.reshape(B, T, K * G, -1) for x in foreseen)
+            prediction = Prediction(*rows)._replace(sliding_window=self.sliding_window)
+            observation = observation._replace(predicted=prediction)
         # Which tokens stay is a choice, not a function to differentiate: gradients flow through the attention alone.
         before, observation = jax.lax.stop_gradient((here.state, mark_protected(policy, observation)))
         observation = observation._replace(decoding=self.decoding)  # a Python bool, which stop_gradient would trace
@@ -394,7 +416,7 @@ class _Look(NamedTuple):
         return out, state, Observed(scores, None if measure is None else measure(observation))
 
 
-def _observe_pages(cache, query, look, projection, layer):
+def _observe_pages(cache, query, look, projection, foreseen, layer):
     """One head after the other, so that no more than one head's pages are laid out at a time."""
     B, T, K, G, D = query.shape
 
@@ -402,8 +424,8 @@ def _observe_pages(cache, query, look, projection, layer):
         part = None
         if projection is not None:
             part = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, head, 1), projection)
-        one = jax.lax.dynamic_slice_in_dim(query, head, 1, axis=2)
-        return look.at(cache.layer(layer, head), one, head[None], part)
+        mine = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, head, 1, axis=2), (query, foreseen))
+        return look.at(cache.layer(layer, head), mine[0], head[None], part, mine[1])
 
     out, state, observed = jax.lax.map(of_head, jnp.arange(K))
     out = jnp.moveaxis(out, 0, 2).reshape(B, T, K * G, D)

@@ -30,6 +30,18 @@ Heads = Literal["group", "layer", "query"]
 Scores = Float[Array, "B K _ S"]  # the third axis is G, or 1 where a link has joined the group
 
 
+class Prediction(NamedTuple):
+    """What a small network predicts of a block in one layer: importance is ``query . key / sqrt(dim)``, a logit.
+
+    One query and one key a query head; later blocks meet the keys again (:func:`kvjax.butler` keeps them with the
+    tokens). ``sliding_window`` is the layer's, filled in where it attends.
+    """
+
+    query: Float[Array, "B T N dim"]
+    key: Float[Array, "B T N dim"]
+    sliding_window: Int[Array, ""] | int | None = None
+
+
 class Observation(NamedTuple):
     """What a score may read of one block in one layer, after its T tokens were inserted.
 
@@ -39,7 +51,7 @@ class Observation(NamedTuple):
     numbers the KV heads at hand (all of the layer if None). ``decoding`` says that the context was compressed before,
     as in decode or when a question comes after it; None takes a block of one query for that. ``frequency`` is the
     rotary angle per position, None for a model without; ``output`` is what the policy asked of the layer's output
-    projection.
+    projection; ``predicted`` is what a predictor says of the block, for a policy that asks for one.
     """
 
     columns: ColumnStatistics
@@ -56,6 +68,7 @@ class Observation(NamedTuple):
     frequency: Float[Array, "rows half"] | None = None
     output: OutputProjection | None = None
     decoding: bool | None = None
+    predicted: Prediction | None = None
 
     @property
     def live(self) -> Array:
@@ -102,6 +115,8 @@ class Policy:
         protections: what always stays.
         projections: what it reads of the layer's output projection (``kvjax.projection.KINDS``).
         rotary: whether it reads the rotary frequencies.
+        predicted: whether it reads a predictor's queries and keys (``Observation.predicted``).
+        links: what a chain is made of; () for a single link.
         base: whether it makes scores rather than changing them.
         nonnegative: whether its scores can serve as attention weights (caote asks for that). A link that changes scores
             may leave this False where it keeps them as they were.
@@ -122,6 +137,8 @@ class Policy:
     protections: tuple[Protection, ...] = ()
     projections: frozenset[str] = frozenset()
     rotary: bool = False
+    predicted: bool = False
+    links: tuple[Policy, ...] = ()
     base: bool = False
     nonnegative: bool = False
     needs_nonnegative: bool = False
@@ -275,6 +292,8 @@ def chain(*links: Policy) -> Policy:
         protections=sum((link.protections for link in links), ()),
         projections=frozenset().union(*(link.projections for link in links)),
         rotary=any(link.rotary for link in links),
+        predicted=any(link.predicted for link in links),
+        links=links,
         base=True,
         nonnegative=nonnegative,
         comparable=comparable,

@@ -8,11 +8,23 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, UInt
 
-from kvjax.cache import HeadState
+from kernels_pallas import cache_attention
+from kvjax.cache import HeadState, nth_true
 from kvjax.names import written
-from kvjax.policy import Observation, Policy, Protection, Scores, base_score, no_state, register
+from kvjax.policy import (
+    Observation,
+    Policy,
+    Prediction,
+    Protection,
+    Scores,
+    allocated,
+    base_score,
+    chain,
+    no_state,
+    register,
+)
 from kvjax.rotary import rotate, turn
-from kvjax.transforms import check_pooling, check_protected, pooled
+from kvjax.transforms import check_pooling, check_protected, entered_slots, pooled, put
 
 
 @register
@@ -363,6 +375,87 @@ def expected_attention(
 
 
 @register
+def butler(*, dim: int | None = None) -> Policy:
+    """The attention that a small predictor foresees (TokenButler, arXiv 2503.07518), as a retention score.
+
+    The mean over the block's queries of the softmax of ``q'.k' / sqrt(dim)`` over the live tokens that a query sees.
+    Nothing is predicted for layer 0, where the real attention's mean stands in. A token's predicted key stays with it
+    and leaves with it, float32 ``[B, K, S, G, dim]``: N dim numbers a slot of each layer, however long the text is.
+
+    Args:
+        dim: width of the predictor's queries and keys; ``models.generate`` fills it in (:func:`fit_predictor`).
+
+    Raises:
+        ValueError: when it runs without ``dim``, or without what a predictor says of the block.
+
+    Example:
+        >>> import kvjax
+        >>> policy = kvjax.butler(dim=16)
+        >>> policy.predicted, policy.init(1, 2, 4, 100, 64).shape
+        (True, (1, 2, 100, 4, 16))
+    """
+    name = written(butler, dim=dim)
+    if dim is not None and (not isinstance(dim, int) or dim < 1):
+        raise ValueError(f"butler: dim is {dim!r}; give the width of the predictor's keys, an int from 1.")
+
+    def init(B: int, K: int, G: int, S: int, D: int) -> Array:
+        if dim is None:
+            raise ValueError(
+                f"{name!r} keeps a predictor's keys with the tokens, but their width is not known; write "
+                "butler(dim=16) for a predictor of width 16, or let models.generate(..., butler=...) fill it in."
+            )
+        return jnp.zeros((B, K, S, G, dim), jnp.float32)
+
+    def update(_: Scores, state: Array, o: Observation) -> tuple[Scores, Array]:
+        if o.predicted is None:
+            raise ValueError(
+                f"{name!r} scores by a predictor, but nothing was predicted for the block; hand over predicted=, or "
+                "butler= to models.generate."
+            )
+        state = _with_predicted_keys(state, o, o.predicted)
+        B, K, S, G, width = state.shape
+        key = jnp.moveaxis(state, 3, 2).reshape(B, K * G, S, width)
+        _, columns = cache_attention(
+            o.predicted.query.astype(jnp.float32),
+            key,
+            key,
+            jnp.repeat(o.position, G, axis=1),
+            o.query_position,
+            statistics=("sum",),
+            sliding_window=o.predicted.sliding_window,
+        )
+        total = jnp.where(o.layer == 0, o.columns.sum, columns.sum.reshape(B, K, G, S))
+        queries = jnp.sum(o.query_position >= 0, axis=1)[:, None, None, None]
+        return total / jnp.maximum(queries, 1), state
+
+    return Policy(name, init, update, frozenset({"sum"}), predicted=True, base=True, nonnegative=True)
+
+
+def fit_predictor(policy: Policy, dim: int) -> Policy:
+    """The policy with the width of a predictor's keys filled in where its base score reads them.
+
+    Args:
+        dim: D', the width of the predictor's queries and keys.
+
+    Raises:
+        ValueError: the policy was made for another width.
+
+    Example:
+        >>> import kvjax
+        >>> str(kvjax.fit_predictor(kvjax.parse("butler+caote@layer"), dim=16))
+        'butler(dim=16)+caote@layer'
+    """
+    if not policy.predicted:
+        return policy
+    first, *others = policy.links or (policy,)
+    name = first.name.split("@")[0]
+    fitted = butler(dim=dim)
+    if name not in (butler().name, fitted.name):
+        raise ValueError(f"{policy.name!r} was made for another predictor: this one's keys have a width of {dim}.")
+    return allocated(chain(fitted, *others), policy.allocation)
+
+
+@register
 def keydiff() -> Policy:
     """KeyDiff: minus the cosine between a key and the mean direction of the head's keys (arXiv 2504.15364).
 
@@ -414,13 +507,13 @@ def random(*, seed: int = 0) -> Policy:
         head = jnp.arange(o.position.shape[1]) if o.head is None else o.head
         head = head.astype(jnp.uint32)[None, :, None]
         layer = jnp.asarray(o.layer, jnp.uint32)
-        mixed = _mix(jnp.uint32(seed) ^ _mix(layer ^ _mix(head ^ _mix(o.position.astype(jnp.uint32)))))
+        mixed = mix_bits(jnp.uint32(seed) ^ mix_bits(layer ^ mix_bits(head ^ mix_bits(o.position.astype(jnp.uint32)))))
         return (mixed >> 8).astype(jnp.float32)[:, :, None] / 2**24
 
     return base_score(written(random, seed=seed), score)
 
 
-def _mix(x: UInt[Array, "*shape"]) -> UInt[Array, "*shape"]:
+def mix_bits(x: UInt[Array, "*shape"]) -> UInt[Array, "*shape"]:
     """A bijective hash of uint32 (the finaliser of MurmurHash3): the same on every backend, for any slot order."""
     x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
@@ -490,6 +583,22 @@ def _with_queries(state: Any, o: Observation, frequency: Float[Array, "rows half
         between = jnp.einsum("bkgd,bkge->bkgde", change, change * before[..., None, None] * share)
         joined.append(state[2].value + products + between)
     return tuple(HeadState(x) for x in joined)
+
+
+def _with_predicted_keys(state: Array, o: Observation, predicted: Prediction) -> Float[Array, "B K S G dim"]:
+    """The slots' predicted keys, with those of the block's tokens written to where these lie."""
+    B, T = o.query_position.shape
+    _, K, _, G, dim = state.shape
+    if predicted.key.shape != (B, T, K * G, dim):
+        raise ValueError(f"predicted keys {predicted.key.shape} do not fit: expected {(B, T, K * G, dim)}.")
+    slot = entered_slots(o)
+    position = jnp.take_along_axis(o.position, slot, axis=2, mode="fill", fill_value=0)
+    valid = o.query_position >= 0
+    rank = position - (o.next_position - jnp.sum(valid, axis=1))[:, None, None]  # of the token in the block
+    token = jax.vmap(jax.vmap(nth_true, in_axes=(None, 0)))(valid, rank + 1)  # [B, K, T]
+    key = predicted.key.reshape(B, T, K, G, dim).swapaxes(1, 2)
+    rows = jnp.take_along_axis(key, token[..., None, None], axis=2, mode="fill", fill_value=0)
+    return put(state, slot, rows.astype(state.dtype))
 
 
 def _turned_back(o: Observation, frequency: Float[Array, "rows half"], future: int) -> Float[Array, "B K S D"]:

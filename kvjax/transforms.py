@@ -154,12 +154,17 @@ def _with_new_norms(norms: Float[Array, "B K S"], o: Observation) -> Float[Array
     """The norms ``|v W_O|_1`` with those of the tokens that entered with this block written to their slots."""
     if o.output is None or o.output.weight is None:
         raise ValueError("critical reads the layer's output projection, but none was given; hand over projection=.")
+    slot = entered_slots(o)
+    value = jnp.take_along_axis(o.value, slot[..., None], axis=2, mode="fill", fill_value=0)
+    return put(norms, slot, _output_length(value, o.output.weight))
+
+
+def entered_slots(o: Observation) -> Int[Array, "B K T"]:
+    """Where the block's tokens lie, in the order of slots; S where there are fewer than T, which :func:`put` drops."""
     (B, T), K = o.query_position.shape, o.position.shape[1]
     entered = jnp.sum(o.query_position >= 0, axis=1)
     new = o.live & (o.position >= (o.next_position - entered)[:, None, None])
-    slot = nth_true(new, jnp.broadcast_to(jnp.arange(1, T + 1), (B, K, T)))  # S where there are fewer: not written
-    value = jnp.take_along_axis(o.value, slot[..., None], axis=2, mode="fill", fill_value=0)
-    return _put(norms, slot, _output_length(value, o.output.weight))
+    return nth_true(new, jnp.broadcast_to(jnp.arange(1, T + 1), (B, K, T)))
 
 
 def _output_length(
@@ -180,7 +185,9 @@ def _output_length(
     return jnp.moveaxis(lengths, 0, 2).reshape(B, K, -1)[..., :T]
 
 
-def _put(array: Float[Array, "B K S"], slot: Int[Array, "B K T"], new: Float[Array, "B K T"]) -> Float[Array, "B K S"]:
+def put(
+    array: Float[Array, "B K S *rest"], slot: Int[Array, "B K T"], new: Float[Array, "B K T *rest"]
+) -> Float[Array, "B K S *rest"]:
     """array[b, k, slot[b, k, t]] = new[b, k, t]; slots beyond the end are dropped."""
 
     def one_head(array: Array, slot: Array, new: Array) -> Array:

@@ -1,6 +1,6 @@
 """Decoders that run under a KV budget: load, prefill, generate."""
 
-from models.butler import Butler, ButlerConfig, butler_input, load_butler, save_butler
+from models.butler import Butler, ButlerConfig, butler_input, load_butler, own_butler, save_butler
 from models.config import Config
 from models.decoder import Decoder
 from models.decoding import Generation, Prefilled, generate, output_projection, prefill, stream
@@ -21,6 +21,7 @@ __all__ = [
     "load",
     "load_butler",
     "output_projection",
+    "own_butler",
     "parse_mesh",
     "prefill",
     "save",

@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 from safetensors import SafetensorError
@@ -34,6 +35,7 @@ from models import decoder
 from models.commands import replacing, write_json
 from models.config import Config, Rope
 from models.decoder import Decoder, rms_norm, rope_frequencies
+from models.load import find_folder
 from models.tokenizer import read_object
 
 Source = Literal["layer0_output", "attention_input"]
@@ -165,13 +167,14 @@ class Predicted(NamedTuple):
 class ButlerCache:
     """What the predictor remembers of the tokens so far. Nothing is evicted from it: position p lies in slot p.
 
-    ``key`` and ``value`` are of its own attention; ``importance_key`` are the k' of every predicted layer. Keys are
-    rotated when they are stored, and never again. ``position`` is -1 where a slot is free.
+    ``key`` and ``value`` are of its own attention; ``importance_key`` are the k' of every predicted layer, or have no
+    slots where somebody else keeps them. Keys are rotated when they are stored, and never again. ``position`` is -1
+    where a slot is free.
     """
 
     key: Float[Array, "B N S width"]
     value: Float[Array, "B N S width"]
-    importance_key: Float[Array, "layers B N S dim"]
+    importance_key: Float[Array, "layers B N slots dim"]
     position: Int[Array, "B S"]
 
 
@@ -288,13 +291,16 @@ class Butler(nnx.Module):
         position = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2]) if position is None else position
 
         def attend(query, key, value):
-            return _attention_in_chunks(query, key.swapaxes(1, 2), value.swapaxes(1, 2), position)
+            return attention_in_chunks(query, key.swapaxes(1, 2), value.swapaxes(1, 2), position)
 
         query, key = self._run(x, position, attend, dropout_key)
         return Predicted(jnp.moveaxis(query, 2, 0), jnp.moveaxis(key, 2, 0))
 
-    def init_cache(self, batch: int, slots: int) -> ButlerCache:
+    def init_cache(self, batch: int, slots: int, *, importance_keys: bool = True) -> ButlerCache:
         """An empty cache for sequences of up to ``slots`` tokens: 2 r + L' N D' numbers a token.
+
+        Args:
+            importance_keys: False leaves the L' N D' numbers out, for :meth:`advance`.
 
         Raises:
             ValueError: a size below 1.
@@ -306,7 +312,9 @@ class Butler(nnx.Module):
         return ButlerCache(
             key=jnp.zeros((batch, N, slots, width), dtype),
             value=jnp.zeros((batch, N, slots, width), dtype),
-            importance_key=jnp.zeros((self.config.predicted_layers, batch, N, slots, self.config.dim), dtype),
+            importance_key=jnp.zeros(
+                (self.config.predicted_layers, batch, N, slots if importance_keys else 0, self.config.dim), dtype
+            ),
             position=jnp.full((batch, slots), -1, jnp.int32),
         )
 
@@ -323,13 +331,23 @@ class Butler(nnx.Module):
         Raises:
             ValueError: a position that the cache has no slot for (outside jit; inside it is not stored).
         """
+        predicted, cache = self.advance(cache, x, position)
+        row, slot = jnp.arange(position.shape[0])[:, None], _slots(cache, position)
+        rows = jnp.moveaxis(predicted.key, 0, 2).astype(cache.importance_key.dtype)  # [B, T, L', N, D']
+        importance_key = cache.importance_key.at[:, row, :, slot].set(rows, mode="drop")
+        return predicted.query, dataclasses.replace(cache, importance_key=importance_key)
+
+    def advance(
+        self, cache: ButlerCache, x: Float[Array, "B T E"], position: Int[Array, "B T"]
+    ) -> tuple[Predicted, ButlerCache]:
+        """:meth:`step` that hands out the block's importance keys rather than storing them."""
         B, S = cache.position.shape
         if not isinstance(position, jax.core.Tracer) and np.asarray(position).max() >= S:
             raise ValueError(
                 f"position {np.asarray(position).max()} does not fit the predictor's cache of {S} slots; make it as "
                 "long as the prompt and its answer."
             )
-        row, slot = jnp.arange(B)[:, None], jnp.where(position >= 0, position, S)  # beyond the end: dropped
+        row, slot = jnp.arange(B)[:, None], _slots(cache, position)
         stored = cache.position.at[row, slot].set(position, mode="drop")
         grown: dict[str, Array] = {}
 
@@ -342,8 +360,8 @@ class Butler(nnx.Module):
             return cache_attention(query, grown["key"], grown["value"], slots, position)[0]
 
         query, key = self._run(x, position, attend, None)
-        cache = ButlerCache(importance_key=write(cache.importance_key, key), position=stored, **grown)
-        return jnp.moveaxis(query, 2, 0), cache
+        cache = dataclasses.replace(cache, position=stored, **grown)
+        return Predicted(jnp.moveaxis(query, 2, 0), jnp.moveaxis(key, 2, 0)), cache
 
     def _run(self, x, position, attend, dropout_key) -> tuple[Array, Array]:
         """Queries and keys [B, T, L', N, D'], rotated."""
@@ -457,7 +475,7 @@ def butler_input(
 
     def attend(carry, layer, sliding_window, query, key, value):
         key, value = key.swapaxes(1, 2), value.swapaxes(1, 2)
-        return _attention_in_chunks(query, key, value, position, sliding_window), carry, None
+        return attention_in_chunks(query, key, value, position, sliding_window), carry, None
 
     lengths = jnp.max(position, axis=1) + 1
     return Decoder(alone, first | rest).run(tokens, position, lengths, attend, None)[0]
@@ -465,6 +483,8 @@ def butler_input(
 
 def save_butler(folder: str | Path, butler: Butler, model: Decoder, name: str) -> None:
     """Writes a predictor and what it was made for. Each file is replaced as a whole or not at all.
+
+    Where several processes hold a model together all of them call this, and the first one writes.
 
     Args:
         folder: made if it is not there.
@@ -484,13 +504,29 @@ def save_butler(folder: str | Path, butler: Butler, model: Decoder, name: str) -
         ...     models.load_butler(folder, model).config == butler.config
         True
     """
+    description = {"name": name, **fingerprint(model)}
+    if jax.process_index() > 0:
+        return
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {own: np.asarray(jax.device_get(getattr(butler, own)[...])) for own in parameter_shapes(butler.config)}
     with replacing(folder / WEIGHTS_FILE) as temporary:
         temporary.write_bytes(to_safetensors(tensors))
-    description = {"name": name, "config": _described(model.config), "weights": _weights_hash(model)}
     write_json(folder / CONFIG_FILE, {"butler": dataclasses.asdict(butler.config), "model": description})
+
+
+def fingerprint(model: Decoder) -> dict[str, Any]:
+    """What tells a model from others, for JSON: its config, and a hash of some of its weights.
+
+    Example:
+        >>> from flax import nnx
+        >>> import models
+        >>> from models.butler import fingerprint
+        >>> config = models.Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2)
+        >>> sorted(fingerprint(models.Decoder(config, rngs=nnx.Rngs(0))))
+        ['config', 'weights']
+    """
+    return {"config": _described(model.config), "weights": _weights_hash(model)}
 
 
 def load_butler(folder: str | Path, model: Decoder) -> Butler:
@@ -550,14 +586,56 @@ def load_butler(folder: str | Path, model: Decoder) -> Butler:
     return Butler(config, {name: jnp.asarray(tensor) for name, tensor in tensors.items()})
 
 
-def _attention_in_chunks(
+def own_butler(path: str | Path, model: Decoder) -> Butler:
+    """The predictor that lies in a model's own folder, in ``butler``.
+
+    Args:
+        path: the model's folder or name, as :func:`models.load` takes it; ``model`` is what it gave.
+
+    Raises:
+        ValueError: none lies there, or :func:`load_butler` refuses it.
+
+    Example:
+        >>> import tempfile
+        >>> from flax import nnx
+        >>> import models
+        >>> config = models.Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2)
+        >>> model = models.Decoder(config, rngs=nnx.Rngs(0))
+        >>> butler = models.Butler(models.ButlerConfig.of(config), rngs=nnx.Rngs(0))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     models.save_butler(f"{folder}/butler", butler, model, "a small one")
+        ...     models.own_butler(folder, model).config == butler.config
+        True
+    """
+    folder = find_folder(path) / "butler"
+    if not (folder / CONFIG_FILE).is_file():
+        raise ValueError(
+            f"{path} has no predictor in its folder 'butler'; train one with python -m train.butler, and name where it "
+            "lies (--butler, or load_butler)."
+        )
+    return load_butler(folder, model)
+
+
+def attention_in_chunks(
     query: Float[Array, "B T N D"],
     key: Float[Array, "B K T D"],
     value: Float[Array, "B K T D"],
     position: Int[Array, "B T"],
     sliding_window: Int[Array, ""] | None = None,
 ) -> Float[Array, "B T N D"]:
-    """Causal attention of whole sequences that never holds the weights of more than a chunk of queries."""
+    """Causal attention of whole sequences that never holds the weights of more than a chunk of queries.
+
+    Args:
+        position: absolute positions of the queries and the keys, -1 for padding.
+        sliding_window: how many tokens a query sees, its own among them; all by default.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from models.butler import attention_in_chunks
+        >>> value = jnp.arange(3.0).reshape(1, 1, 3, 1)
+        >>> attention_in_chunks(jnp.zeros((1, 3, 2, 1)), value, value, jnp.arange(3)[None])[0, :, 0, 0].tolist()
+        [0.0, 0.5, 1.0]
+    """
     B, T = position.shape
     key_position = jnp.broadcast_to(position[:, None], key.shape[:3])
 
@@ -575,6 +653,11 @@ def _attention_in_chunks(
     positions = jnp.pad(position, ((0, 0), padding), constant_values=-1).reshape(B, count, QUERIES_A_CHUNK)
     out = jax.lax.map(run, (queries, positions.swapaxes(0, 1)))
     return jnp.moveaxis(out, 0, 1).reshape(B, count * QUERIES_A_CHUNK, *query.shape[2:])[:, :T]
+
+
+def _slots(cache: ButlerCache, position: Int[Array, "B T"]) -> Int[Array, "B T"]:
+    """Where tokens lie; beyond the end, where nothing is written, for padding."""
+    return jnp.where(position >= 0, position, cache.position.shape[1])
 
 
 def _layer_norm(x: Float[Array, "*rest r"]) -> Float[Array, "*rest r"]:
@@ -611,6 +694,15 @@ def _weights_hash(model: Decoder) -> str:
             parameter = getattr(parameter, part)
         rng = np.random.default_rng(0)
         places = tuple(rng.integers(0, size, 64) for size in shape)
-        sample = np.asarray(jax.device_get(parameter[...][places])).astype(jnp.bfloat16)
+        sample = np.asarray(jax.device_get(_sample(parameter[...], places))).astype(jnp.bfloat16)
         digest.update(name.encode() + sample.tobytes())
     return digest.hexdigest()
+
+
+def _sample(array: Array, places: tuple[np.ndarray, ...]) -> Array:
+    """Some entries of an array, on every device that holds a part of it: of several processes each reads them all."""
+    if array.is_fully_addressable:
+        return array[places]
+    assert isinstance(array.sharding, NamedSharding)
+    everywhere = NamedSharding(array.sharding.mesh, PartitionSpec())
+    return jax.jit(lambda array: array[places], out_shardings=everywhere)(array)

@@ -12,11 +12,14 @@ import jax
 import jax.numpy as jnp
 
 import models
-from models import commands
+from models import commands, guided
 
 EXAMPLES = """examples:
   python -m models.generate retriever --prompt-file book.txt --policy h2o+caote --budget 512 --block 128
   python -m models.generate retriever --prompt-file book.txt --policy laprox@model --budget 0.2 --when prompt
+  python -m models.generate retriever --prompt-file book.txt --select butler --budget 0.5
+  python -m models.generate retriever --prompt-file book.txt --select "quest(page_size=16)" --budget 256 --sinks 4
+  python -m models.generate path/to/model --prompt-file book.txt --policy butler+caote --butler butler/ --budget 512
   python -m models.generate path/to/Llama-3.2-1B-Instruct --chat --prompt "Why is the sky blue?" --dtype bfloat16
 """
 
@@ -38,7 +41,18 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument(
         "--policy", default="full", help="what to keep, such as snapkv+caote; 'full', the default, keeps all"
     )
-    flags.add_argument("--budget", help="slots per head (512), or a ratio of the prompt (0.25)")
+    flags.add_argument(
+        "--select",
+        help="evict nothing, but read a part: butler, oracle, quest(page_size=16), first_layer, previous_layer, "
+        "random, streaming",
+    )
+    flags.add_argument("--butler", type=Path, help="a predictor's folder; by default 'butler' inside the model's")
+    flags.add_argument("--sinks", type=int, default=4, help="first tokens that --select always reads (default 4)")
+    flags.add_argument(
+        "--budget",
+        help="slots per head (512), or a ratio of the prompt (0.25); with --select the tokens that a step reads, or "
+        "their share",
+    )
     flags.add_argument("--block", type=int, default=128, help="prompt tokens a step (default 128)")
     flags.add_argument("--when", default="block", choices=["block", "prompt"], help="evict after every block, or once")
     flags.add_argument("--evict-every", type=int, default=1, help="in decode, evict every n steps; 0 for never")
@@ -67,6 +81,7 @@ def _generate(flags: argparse.Namespace) -> None:
     )
     if tokenizer is None:
         raise ValueError(f"{flags.model} has no tokenizer.json, and text needs one; copy it from the model's source.")
+    butler = _load_butler(flags, model)
     text = tokenizer.chat([{"role": "user", "content": prompt}]) if flags.chat else prompt
     tokens = tokenizer.encode(text, add_special_tokens=not flags.chat)
     question = [] if flags.question is None else tokenizer.encode(flags.question, add_special_tokens=False)
@@ -78,6 +93,9 @@ def _generate(flags: argparse.Namespace) -> None:
         jnp.asarray([tokens], jnp.int32).reshape(1, len(tokens)),
         policy=flags.policy,
         budget=budget,
+        select=flags.select,
+        butler=butler,
+        sinks=flags.sinks,
         block=flags.block,
         max_new_tokens=flags.max_new_tokens,
         when=flags.when,
@@ -100,7 +118,9 @@ def _generate(flags: argparse.Namespace) -> None:
     summary = {
         "model": flags.model,
         "policy": flags.policy,
+        "select": flags.select,
         "budget": budget,
+        "read_share": _read_share(flags, budget, len(tokens), len(generated)),
         "prompt_tokens": len(tokens),
         "new_tokens": len(generated),
         "prefill_tokens_per_second": clock.prefill_rate(),
@@ -116,9 +136,35 @@ def _generate(flags: argparse.Namespace) -> None:
     print(
         f"[{len(tokens):,} tokens in, {_rate(clock.prefill_rate())} · "
         f"{len(generated):,} out, {_rate(clock.decode_rate())} · cache {cache_bytes / 2**20:.2f} MiB · "
+        f"{_selected(flags, budget, summary['read_share'])}"
         f"first block and first step, with compilation, {clock.compile_seconds():.1f} s]",
         file=sys.stderr,
     )
+
+
+def _load_butler(flags: argparse.Namespace, model: models.Decoder) -> models.Butler | None:
+    """The predictor that --select or --policy asks for, from --butler or from inside the model's folder."""
+    if flags.butler is not None:
+        return models.load_butler(flags.butler, model)
+    policy, source = guided.parse_policy(flags.policy), guided.parse_select(flags.select)
+    if guided.asks_for_predictor(policy, source) is None:
+        return None
+    return models.own_butler(flags.model, model)
+
+
+def _read_share(flags: argparse.Namespace, budget: int | float | None, prompt: int, new: int) -> float | None:
+    """Of all tokens that were there in the steps, the share that a selecting layer's heads read, at most."""
+    selection = guided.checked_selection(flags.select, None, budget, flags.sinks, prompt, flags.max_new_tokens)
+    if selection is None or new < 2:
+        return None
+    steps = range(prompt + 1, prompt + new)  # the first token comes from the prompt
+    return sum(guided.tokens_read(selection, tokens) for tokens in steps) / sum(steps)
+
+
+def _selected(flags: argparse.Namespace, budget: int | float | None, share: float | None) -> str:
+    if share is None:
+        return ""
+    return f"{flags.select}, budget {budget:,}, reads at most {share:.1%} of the tokens · "
 
 
 def _read_prompt(flags: argparse.Namespace) -> str:

@@ -6,7 +6,8 @@ same blocks alone as in any batch. A question that must not be known when the co
 blocks of its own.
 
 A policy whose allocation gives all heads the same budget runs on a plain cache and evicts layer by layer. Any other
-runs on a paged cache; its layers are observed first, and evicted from together.
+runs on a paged cache; its layers are observed first, and evicted from together. A selection evicts nothing: its decode
+steps read a part of a full cache (models/guided.py).
 """
 
 from __future__ import annotations
@@ -26,11 +27,14 @@ from jaxtyping import Array, Float, Int
 import kvjax
 from kvjax import KVCache, OutputProjection, PagedCache, Policy
 from kvjax.attention import idle_rows_keep, store_scores
+from kvjax.sources import Source
+from models import guided
+from models.butler import Butler
 from models.config import Config
 from models.decoder import Decoder, rope_frequencies
+from models.guided import Beside, Cache, Guided, Selection
 
 When = Literal["block", "prompt"]
-Cache = KVCache | PagedCache
 HostOrDevice = Array | np.ndarray
 PAGE_SIZE = 16
 
@@ -70,6 +74,8 @@ class _Plan:
     mesh: Mesh | AbstractMesh | None
     pages: int = 0  # of a paged cache
     page_size: int = PAGE_SIZE
+    selection: Selection | None = None
+    predictor_slots: int = 0  # of what is remembered beside the cache, where there is a predictor or a selection
 
 
 class _Prompt(NamedTuple):
@@ -103,6 +109,7 @@ def prefill(
     outputs: Literal["last", "all"] = "last",
     page_size: int = PAGE_SIZE,
     projection: OutputProjection | None = None,
+    butler: Butler | None = None,
 ) -> Prefilled:
     """Runs a prompt through the model block by block, in one compiled program whose memory does not grow with it.
 
@@ -121,6 +128,7 @@ def prefill(
         page_size: slots of a page, where a policy's allocation gives heads different budgets.
         projection: what the policy reads of the output projections, ``output_projection(model, policy)``; made here if
             it isn't given, once a call.
+        butler: the predictor that a policy such as ``butler+caote`` scores by.
 
     Returns:
         The cache and the logits, float32.
@@ -142,20 +150,20 @@ def prefill(
     tokens, counts, questions = _check_prompt(model, tokens, lengths, question)
     plan, rows = _plan(
         model.config, _mesh_of(model), tokens.shape[1], counts, questions, policy, budget, block, when, None, reserve,
-        page_size,
+        page_size, butler=butler,
     )  # fmt: skip
     if outputs not in ("last", "all"):
         raise ValueError(f"outputs is {outputs!r}; there are 'last' and 'all'.")
     prompt = _blocks(tokens, counts, questions, block)
     projection = output_projection(model, plan.policy) if projection is None else projection
-    cache, logits = _prefill(model, prompt, rows, projection, plan, outputs == "all")
+    held, logits = _prefill(model, prompt, rows, projection, plan, outputs == "all", butler)
     if outputs == "all":  # [n, B, V] of every place in a block -> [B, T, V]
         place = np.zeros(tokens.shape, np.int32)
         positions = [x.swapaxes(0, 1).reshape(len(counts), -1) for x in (prompt.positions, prompt.question_positions)]
         for row, position in enumerate(np.concatenate(positions, axis=1)):
             place[row, position[position >= 0]] = np.flatnonzero(position >= 0)
         logits = jnp.take_along_axis(logits, jnp.asarray(place)[..., None], axis=1)
-    return Prefilled(cache, logits)
+    return Prefilled(guided.inner(held), logits)
 
 
 def generate(
@@ -166,6 +174,9 @@ def generate(
     policy: Policy | str | None = None,
     budget: int | float | None = None,
     block: int = 128,
+    select: Source | str | None = None,
+    butler: Butler | None = None,
+    sinks: int = 4,
     max_new_tokens: int = 64,
     when: When = "block",
     question: int | Int[HostOrDevice, "B"] | None = None,
@@ -182,6 +193,14 @@ def generate(
 
     Args:
         tokens, lengths, policy, budget, block, when, question, page_size, projection: see :func:`prefill`.
+        select: instead of a policy, what says which tokens a decode step reads: a source of ``kvjax.sources`` or its
+            short name, such as "butler", "oracle" or "quest(page_size=16)". Nothing is evicted, the prompt and layer 0
+            are dense, and in the other layers each query head reads ``budget`` tokens (an int, or a share of those
+            that the layer sees, rounded up) and the ``sinks`` first ones.
+        butler: the predictor, for ``select="butler"`` and for policies that score by it, such as ``butler+caote``. It
+            remembers every token: 2 r numbers of its own attention (r: E / 8, say) and, for a selection, a key for
+            every predicted layer and head. A policy's keys leave with their tokens (:func:`kvjax.butler`).
+        sinks: how many of the first tokens a selection always reads, on top of the budget.
         max_new_tokens: how many tokens at most.
         evict_every: evict in decode at every step (1), every n steps (n slots more a head), or never (None).
         temperature: 0 takes the most likely token; above, tokens are drawn with ``key``.
@@ -205,13 +224,16 @@ def generate(
         raise ValueError(f"max_new_tokens is {max_new_tokens}; ask for at least 1.")
     plan, rows = _plan(
         model.config, _mesh_of(model), tokens.shape[1], counts, questions, policy, budget, block, when, evict_every,
-        max_new_tokens, page_size,
+        max_new_tokens, page_size, select=select, sinks=sinks, butler=butler,
     )  # fmt: skip
+    if plan.selection is not None:
+        questions = np.zeros_like(questions)  # nothing is compressed before they come
     prompt = _blocks(tokens, counts, questions, block)
     projection = output_projection(model, plan.policy) if projection is None else projection
     key = jax.random.key(0) if key is None else key
     end = model.config.eos if end is None else tuple(end)
-    return _generate(model, prompt, rows, projection, key, plan, sampling, max_new_tokens, end)
+    out = _generate(model, prompt, rows, projection, key, plan, sampling, max_new_tokens, end, butler)
+    return out._replace(cache=guided.inner(out.cache))
 
 
 def stream(
@@ -222,6 +244,9 @@ def stream(
     policy: Policy | str | None = None,
     budget: int | float | None = None,
     block: int = 128,
+    select: Source | str | None = None,
+    butler: Butler | None = None,
+    sinks: int = 4,
     max_new_tokens: int = 64,
     when: When = "block",
     question: int | Int[HostOrDevice, "B"] | None = None,
@@ -232,6 +257,7 @@ def stream(
     key: Array | None = None,
     end: tuple[int, ...] | None = None,
     on_block: Callable[[int, int], None] | None = None,
+    on_cache: Callable[[Cache], None] | None = None,
     page_size: int = PAGE_SIZE,
     projection: OutputProjection | None = None,
 ) -> Iterator[tuple[np.ndarray, Cache]]:
@@ -243,6 +269,7 @@ def stream(
 
     Args:
         on_block: called after each block of the prompt with the tokens done and the tokens in all, for progress bars.
+        on_cache: called before it with the cache, which is good until the call returns.
 
     Example:
         >>> import jax.numpy as jnp
@@ -262,13 +289,17 @@ def stream(
         raise ValueError(f"max_new_tokens is {max_new_tokens}; ask for at least 1.")
     plan, rows = _plan(
         model.config, _mesh_of(model), tokens.shape[1], counts, questions, policy, budget, block, when, evict_every,
-        max_new_tokens, page_size, fit_prompt=False,
+        max_new_tokens, page_size, fit_prompt=False, select=select, sinks=sinks, butler=butler,
     )  # fmt: skip
+    if plan.selection is not None:
+        questions = np.zeros_like(questions)  # nothing is compressed before they come
     prompt = _blocks(tokens, counts, questions, block)
     projection = output_projection(model, plan.policy) if projection is None else projection
     key = jax.random.key(0) if key is None else key
     end = model.config.eos if end is None else tuple(end)
-    return _stream(model, prompt, rows, projection, key, plan, sampling, max_new_tokens, end, on_block)
+    return _stream(
+        model, prompt, rows, projection, key, plan, sampling, max_new_tokens, end, on_block, on_cache, butler
+    )
 
 
 def output_projection(model: Decoder, policy: Policy | str | None) -> OutputProjection | None:
@@ -284,8 +315,7 @@ def output_projection(model: Decoder, policy: Policy | str | None) -> OutputProj
         >>> models.output_projection(model, "laprox@model").gram.shape
         (2, 2, 2, 8, 8)
     """
-    if isinstance(policy, str):
-        policy = None if policy.strip() == "full" else kvjax.parse(policy)
+    policy = guided.parse_policy(policy)
     if policy is None or not policy.projections:
         return None
     heads = _cache_heads(model.config, policy)
@@ -293,8 +323,8 @@ def output_projection(model: Decoder, policy: Policy | str | None) -> OutputProj
     return jax.jit(kvjax.output_projection, static_argnums=(1, 2))(model.layers.output[...], heads, kinds)
 
 
-def _stream(model, prompt, rows, projection, key, plan, sampling, max_new_tokens, end, on_block):
-    cache = _empty_cache(model, plan, prompt.tokens.shape[1])
+def _stream(model, prompt, rows, projection, key, plan, sampling, max_new_tokens, end, on_block, on_cache, butler):
+    cache = _empty_cache(model, plan, prompt.tokens.shape[1], butler)
     logits = jnp.zeros(())
     parts = ((prompt.tokens, prompt.positions, True), (prompt.question_tokens, prompt.question_positions, False))
     for tokens, positions, context in parts:
@@ -304,8 +334,10 @@ def _stream(model, prompt, rows, projection, key, plan, sampling, max_new_tokens
             evicts = context and (plan.when == "block" or index == len(tokens) - 1)
             cache, logits = _block_step(
                 model, cache, block_tokens, position, rows.lengths, rows.budgets, projection, plan.policy, evicts,
-                decoding=not context,
+                decoding=not context, butler=butler,
             )  # fmt: skip
+            if on_cache is not None:
+                on_cache(cache)
             if on_block is not None:
                 logits.block_until_ready()
                 on_block(int(position.max()) + 1, int(rows.lengths.max()))
@@ -314,45 +346,47 @@ def _stream(model, prompt, rows, projection, key, plan, sampling, max_new_tokens
     key, draw = jax.random.split(key)
     token = np.asarray(_sample(logits, draw, sampling))
     finished = np.isin(token, end)
-    yield token, cache
+    yield token, guided.inner(cache)
     for step in range(1, max_new_tokens):
         if finished.all():
             return
         key, draw = jax.random.split(key)
         cache, drawn = _token_step(
-            model, cache, token, finished, rows, projection, draw, step, plan.policy, plan.evict_every, sampling
+            model, cache, token, finished, rows, projection, draw, step, plan.policy, plan.evict_every, sampling, butler
         )
         token = np.asarray(drawn)
-        yield np.where(finished, -1, token), cache
+        yield np.where(finished, -1, token), guided.inner(cache)
         finished = finished | np.isin(token, end)
 
 
 @functools.partial(jax.jit, static_argnames=("policy", "evicts", "decoding"), donate_argnames="cache")
-def _block_step(model, cache, tokens, position, lengths, budgets, projection, policy, evicts, decoding=False):
+def _block_step(
+    model, cache, tokens, position, lengths, budgets, projection, policy, evicts, decoding=False, butler=None
+):
     hidden, cache = _run(
-        model, cache, tokens, position, lengths, budgets, projection, policy, evicts, decoding=decoding
+        model, cache, tokens, position, lengths, budgets, projection, policy, evicts, decoding=decoding, butler=butler
     )
     return cache, model.logits(hidden[:, -1])
 
 
 @functools.partial(jax.jit, static_argnames=("policy", "evict_every", "sampling"), donate_argnames="cache")
-def _token_step(model, cache, token, finished, rows, projection, key, step, policy, evict_every, sampling):
-    logits, cache = _decode(model, cache, token, finished, rows, projection, step, policy, evict_every)
+def _token_step(model, cache, token, finished, rows, projection, key, step, policy, evict_every, sampling, butler=None):
+    logits, cache = _decode(model, cache, token, finished, rows, projection, step, policy, evict_every, butler)
     return cache, _sample(logits, key, sampling)
 
 
 @functools.partial(jax.jit, static_argnames=("plan", "all_logits"))
-def _prefill(model, prompt, rows, projection, plan, all_logits=False):
+def _prefill(model, prompt, rows, projection, plan, all_logits=False, butler=None):
     """Blocks [n, B, m] -> cache and logits, [B, V] or, of every place in the blocks, [B, n m, V]."""
     B = prompt.tokens.shape[1]
-    cache = _empty_cache(model, plan, B)
+    cache = _empty_cache(model, plan, B, butler)
 
     def step(carry, scanned, evicts, decoding=False):
         cache, _ = carry
         tokens, position = scanned
         hidden, cache = _run(
             model, cache, tokens, position, rows.lengths, rows.budgets, projection, plan.policy, evicts,
-            decoding=decoding,
+            decoding=decoding, butler=butler,
         )  # fmt: skip
         return (cache, hidden[:, -1]), model.logits(hidden) if all_logits else None
 
@@ -379,8 +413,8 @@ def _prefill(model, prompt, rows, projection, plan, all_logits=False):
 
 
 @functools.partial(jax.jit, static_argnames=("plan", "sampling", "max_new_tokens", "end"))
-def _generate(model, prompt, rows, projection, key, plan, sampling, max_new_tokens, end):
-    cache, logits = _prefill(model, prompt, rows, projection, plan)
+def _generate(model, prompt, rows, projection, key, plan, sampling, max_new_tokens, end, butler=None):
+    cache, logits = _prefill(model, prompt, rows, projection, plan, butler=butler)
     B = logits.shape[0]
     pad = model.config.pad if model.config.pad is not None else (model.config.eos or (0,))[0]
     key, draw = jax.random.split(key)
@@ -394,7 +428,9 @@ def _generate(model, prompt, rows, projection, key, plan, sampling, max_new_toke
 
     def advance(loop):
         step, cache, key, token, finished, out, count = loop
-        logits, cache = _decode(model, cache, token, finished, rows, projection, step, plan.policy, plan.evict_every)
+        logits, cache = _decode(
+            model, cache, token, finished, rows, projection, step, plan.policy, plan.evict_every, butler
+        )
         key, draw = jax.random.split(key)
         token = _sample(logits, draw, sampling)
         out = out.at[:, step].set(jnp.where(finished, pad, token))
@@ -407,7 +443,7 @@ def _generate(model, prompt, rows, projection, key, plan, sampling, max_new_toke
     return Generation(out, cache, count)
 
 
-def _decode(model, cache, token, finished, rows, projection, step, policy, evict_every):
+def _decode(model, cache, token, finished, rows, projection, step, policy, evict_every, butler=None):
     """Feeds one token a row; finished rows are left as they are."""
     position = jnp.where(finished, -1, cache.next_position)[:, None]
     budgets, excess = rows.decode_budgets, None
@@ -417,21 +453,35 @@ def _decode(model, cache, token, finished, rows, projection, step, policy, evict
         budgets = jnp.where(step % evict_every == 0, budgets, cache.num_slots)
     evicts = evict_every is not None
     hidden, cache = _run(
-        model, cache, token[:, None], position, rows.lengths, budgets, projection, policy, evicts, excess, True
+        model, cache, token[:, None], position, rows.lengths, budgets, projection, policy, evicts, excess, True, butler
     )
     return model.logits(hidden[:, 0]), cache
 
 
-def _run(model, cache, tokens, position, lengths, budgets, projection, policy, evicts, excess=None, decoding=False):
+def _run(
+    model, held, tokens, position, lengths, budgets, projection, policy, evicts, excess=None, decoding=False,
+    butler=None,
+):  # fmt: skip
     """One block, or one decode step, of all layers; without ``evicts`` the policy only observes."""
     config = model.config
+    cache, beside, selection, after_first = held, None, None, None
+    if isinstance(held, Guided):
+        cache, selection = held.cache, held.selection
+        beside = Beside(held.butler, held.source)
+        if butler is not None or decoding:
+            after_first = guided.foresee(model, butler, tokens, position, keeps=selection is not None)
     frequency = None
     if policy is not None and (policy.rotary or policy.positions != "absolute"):
         frequency, _ = rope_frequencies(config.rope, config.head_dim, lengths)
     together = policy is not None and not policy.allocation.even
 
     def attend(carry, layer, sliding_window, query, key, value):
-        cache, scores, measured = carry
+        cache, scores, measured, beside = carry
+        if selection is not None:
+            out, cache, beside = guided.attend(
+                selection, cache, beside, query, key, value, position, layer, sliding_window, decoding
+            )
+            return out, (cache, scores, measured, beside), None
         settings = dict(
             policy=policy,
             budget=budgets,
@@ -440,24 +490,28 @@ def _run(model, cache, tokens, position, lengths, budgets, projection, policy, e
             sliding_window=sliding_window,
             frequency=frequency,
             projection=None if projection is None else projection.layer(layer),
+            predicted=guided.prediction(beside, butler, layer, tokens.shape),
         )
         if evicts and policy is not None and not together:
             out, cache = kvjax.attend(cache, query, key, value, position, excess=excess, **settings)
-            return out, (cache, None, None), None
+            return out, (cache, None, None, beside), None
         seen: Any  # None without a policy, but then there is nothing to store
         out, cache, seen = kvjax.observe(cache, query, key, value, position, **settings)
         if scores is not None:
             scores = store_scores(cache, scores, seen.scores, layer)
         if measured is not None:
             measured = measured.at[layer].set(seen.measured)
-        return out, (cache, scores, measured), None
+        return out, (cache, scores, measured, beside), None
 
     scores = measured = None
     if together and evicts:
         scores = jnp.full(cache.position.shape, -jnp.inf, jnp.float32)
         if policy.allocation.measure is not None:
             measured = jnp.zeros((config.num_layers, tokens.shape[0], policy.allocation.measures), jnp.float32)
-    hidden, (cache, scores, measured), _ = model.run(tokens, position, lengths, attend, (cache, scores, measured))
+    hook = None if after_first is None else lambda x, carry: (*carry[:3], after_first(x, carry[3]))
+    hidden, (cache, scores, measured, beside), _ = model.run(
+        tokens, position, lengths, attend, (cache, scores, measured, beside), after_first=hook
+    )
     if scores is not None:
         cache = kvjax.evict(
             cache,
@@ -467,7 +521,9 @@ def _run(model, cache, tokens, position, lengths, budgets, projection, policy, e
             measured=measured,
             entered=jnp.sum(position >= 0, axis=1),
         )
-    return hidden, cache
+    if beside is None:
+        return hidden, cache
+    return hidden, Guided(cache, beside.butler, beside.source, selection)
 
 
 def _cache_heads(config: Config, policy: Policy | None) -> int:
@@ -475,7 +531,14 @@ def _cache_heads(config: Config, policy: Policy | None) -> int:
     return config.num_heads if policy is not None and policy.heads == "query" else config.num_kv_heads
 
 
-def _empty_cache(model: Decoder, plan: _Plan, batch: int) -> Cache:
+def _empty_cache(model: Decoder, plan: _Plan, batch: int, butler: Butler | None = None) -> Cache | Guided:
+    cache = _empty_slots(model, plan, batch)
+    if not plan.predictor_slots:
+        return cache
+    return guided.start(cache, plan.selection, butler, plan.predictor_slots)
+
+
+def _empty_slots(model: Decoder, plan: _Plan, batch: int) -> Cache:
     config, policy = model.config, plan.policy
     heads = _cache_heads(config, policy)
 
@@ -508,8 +571,10 @@ def _empty_cache(model: Decoder, plan: _Plan, batch: int) -> Cache:
     return jax.tree.map(place, cache)
 
 
-def _shrink(cache: Any, plan: _Plan) -> Cache:
+def _shrink(cache: Any, plan: _Plan) -> Any:
     """Once the prompt has been evicted from, what is left of a cache that held all of it moves into a smaller one."""
+    if isinstance(cache, Guided):
+        return dataclasses.replace(cache, cache=_shrink(cache.cache, plan))
     if plan.when == "prompt" and plan.pages:
         return kvjax.pack(cache, pages=plan.pages, page_size=plan.page_size, most=plan.slots)
     return cache if plan.pages or plan.slots == plan.prompt_slots else kvjax.compact(cache, plan.slots)
@@ -550,7 +615,12 @@ def _blocks(tokens: np.ndarray, lengths: np.ndarray, questions: np.ndarray, bloc
 def _question_room(questions: np.ndarray) -> int:
     """Slots for the longest question, a power of two: few sizes, so few compilations."""
     longest = int(questions.max())
-    return 1 << (longest - 1).bit_length() if longest else 0
+    return _power_of_two(longest) if longest else 0
+
+
+def _power_of_two(size: int) -> int:
+    """The next one from ``size`` on."""
+    return 1 << (size - 1).bit_length()
 
 
 def _cut(
@@ -566,8 +636,9 @@ def _cut(
 
 
 def _plan(
-    config, mesh, T, lengths, questions, policy, budget, block, when, evict_every, reserve, page_size, fit_prompt=True
-) -> tuple[_Plan, _Rows]:
+    config, mesh, T, lengths, questions, policy, budget, block, when, evict_every, reserve, page_size, fit_prompt=True,
+    select=None, sinks=4, butler=None,
+) -> tuple[_Plan, _Rows]:  # fmt: skip
     """Checks the arguments of a run and sizes its buffers. ``fit_prompt`` lets a short prompt have fewer slots."""
     if block < 1:
         raise ValueError(f"block is {block}; a block has at least 1 token.")
@@ -581,11 +652,12 @@ def _plan(
     if mesh is not None and rows % mesh.shape["data"]:
         ways = mesh.shape["data"]
         raise ValueError(f"data={ways} does not divide the batch of {rows}; give a multiple of {ways} rows, or data=1.")
-    if isinstance(policy, str):
-        policy = None if policy.strip() == "full" else kvjax.parse(policy)
+    policy = guided.parse_policy(policy)
+    selection = guided.checked_selection(select, policy, budget, sinks, int(lengths.max()), reserve)
+    guided.check_butler(config, butler, policy, selection)
     if policy is None:
         positions, most = T + reserve, config.max_positions
-        if budget is not None:
+        if budget is not None and selection is None:
             raise ValueError(
                 f"a budget of {budget} was given without a policy that says what to keep; try 'snapkv+caote'."
             )
@@ -594,7 +666,15 @@ def _plan(
                 f"the prompt and its answer take {positions} positions, but the model has {most}: "
                 "shorten the prompt, or give a policy and a budget."
             )
-        return _Plan(None, positions, positions, "block", None, mesh), _Rows(jnp.asarray(lengths), None, None)
+        beside = 0 if selection is None else positions
+        plan = _Plan(None, positions, positions, "block", None, mesh, selection=selection, predictor_slots=beside)
+        return plan, _Rows(jnp.asarray(lengths), None, None)
+    beside = 0
+    if butler is not None:
+        policy = kvjax.fit_predictor(policy, butler.config.dim)
+        beside = T + reserve
+        if not fit_prompt:  # few sizes, so few compilations
+            beside = _power_of_two(beside)
     if budget is None:
         raise ValueError(f"the policy {policy.name!r} needs a budget: slots per head, or a ratio of the prompt.")
     if isinstance(budget, float) and not 0 < budget <= 1:
@@ -620,7 +700,7 @@ def _plan(
         else:
             slots = min(slots, T + reserve) if fit_prompt else slots
             prompt_slots = slots
-        return _Plan(policy, slots, prompt_slots, when, evict_every, mesh), kept
+        return _Plan(policy, slots, prompt_slots, when, evict_every, mesh, predictor_slots=beside), kept
     if mesh is not None:
         raise ValueError(
             f"{policy.name!r} shares one pool of pages among all heads, which lie on several devices here; take an "
@@ -632,7 +712,7 @@ def _plan(
     if fit_prompt:
         most, held = min(most, T + reserve), np.minimum(held, T + reserve)
     pages = kvjax.pages_for(heads * int(held.sum()), rows * heads, page_size)
-    return _Plan(policy, most, prompt_slots, when, evict_every, mesh, pages, page_size), kept
+    return _Plan(policy, most, prompt_slots, when, evict_every, mesh, pages, page_size, predictor_slots=beside), kept
 
 
 def _mesh_of(model: Decoder) -> Mesh | AbstractMesh | None:

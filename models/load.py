@@ -83,7 +83,7 @@ def load(
         FileNotFoundError: there is no folder no/such/folder/anywhere; give a folder with config.json and safetensors...
     """
     wanted = None if dtype is None else _known_dtype(dtype)
-    folder = _find_folder(path, revision)
+    folder = find_folder(path, revision)
     config = read_config(folder)
     if mesh is not None:
         mesh = _checked_mesh(config, mesh)
@@ -175,7 +175,18 @@ def _known_dtype(dtype: DTypeLike) -> np.dtype:
     return known
 
 
-def _find_folder(path: str | Path, revision: str | None) -> Path:
+def find_folder(path: str | Path, revision: str | None = None) -> Path:
+    """Where a model's files are: see :func:`load`. A hub name is downloaded.
+
+    Raises:
+        FileNotFoundError: nothing of that name, here or on the hub.
+        ValueError: a file in place of a folder.
+
+    Example:
+        >>> from models.load import find_folder
+        >>> find_folder("retriever").name
+        'retriever'
+    """
     if path == "retriever":
         return Path(__file__).parent / "retriever"
     folder = Path(path).expanduser()

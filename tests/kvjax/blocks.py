@@ -16,6 +16,7 @@ from kvjax.projection import KINDS
 from tests.kvjax import definitions
 
 B, K, G, T, S, D, E = 2, 2, 2, 4, 9, 4, 6
+DIM = 3  # of what a predictor says
 N = K * G
 
 
@@ -57,6 +58,7 @@ def make(
         for name, column in definitions.column_statistics(weights, valid, window, K).items()
     }
     output = kvjax.output_projection(jnp.asarray(rng.normal(size=(N, D, E)), jnp.float32), K, KINDS)
+    predicted = kvjax.Prediction(*(jnp.asarray(rng.normal(size=(B, T, N, DIM)), jnp.float32) for _ in range(2)))
     observation = Observation(
         columns=ColumnStatistics(**columns),
         query=jnp.asarray(query, jnp.float32),
@@ -69,6 +71,7 @@ def make(
         layer=jnp.int32(0),
         frequency=jnp.array([[1.0, 0.1]], jnp.float32),
         output=output,
+        predicted=predicted,
     )
     return Block(weights, valid, observation)
 

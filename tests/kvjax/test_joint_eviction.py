@@ -197,7 +197,7 @@ def test_the_joint_error_is_at_most_the_sum_of_the_steps(record_property):
                     left = left[left != slot]
                 assert 0 < joint[6] <= steps * (1 + 1e-9)
         ratios.append(joint[6] / joint[1])
-    record_property("greedy / one round, median", np.median(ratios))
+    record_property("greedy / one round, median", float(np.median(ratios)))
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -12,7 +12,7 @@ import pytest
 
 import kvjax
 from tests.kvjax import blocks, definitions
-from tests.kvjax.blocks import B, D, G, K, N, S, each_head, heads_of, scores
+from tests.kvjax.blocks import DIM, B, D, G, K, N, S, T, each_head, heads_of, scores
 
 seeds = st.integers(0, 2**32 - 1)
 close = functools.partial(np.testing.assert_allclose, rtol=2e-5)
@@ -39,6 +39,7 @@ EVERY_LINK = [
     "lava(window=2,kernel=3)",
     "expected_attention(future=8,sinks=1)",
     "keydiff",
+    "butler(dim=3)",
     "tova+critical",
 ]
 
@@ -187,6 +188,84 @@ def test_random_is_roughly_uniform_and_independent_between_heads():
         assert abs(np.sort(head) - (np.arange(count) + 0.5) / count).max() < 1.95 / count**0.5  # Kolmogorov, p 0.001
         assert abs(np.corrcoef(head[:-1], head[1:])[0, 1]) < 4 / count**0.5
     assert abs(np.corrcoef(drawn)[0, 1]) < 4 / count**0.5
+
+
+def foreseen_block(seed, layer=1, window=None):
+    """A block behind the first layer, and the predicted keys that its slots held before."""
+    block, held = blocks.make(seed), np.random.default_rng(seed).normal(size=(B, K, S, G, DIM))
+    said = block.observation.predicted._replace(sliding_window=window)
+    observation = block.observation._replace(predicted=said, layer=jnp.int32(layer))
+    return block._replace(observation=observation), held.astype(np.float32)
+
+
+def predicted_attention(block, held):
+    """The mean over the valid queries of the softmax over the live tokens that a query sees, [B, N, S]."""
+    o, mean = block.observation, np.zeros((B, N, S))
+    query, key = (np.asarray(x, np.float64) for x in o.predicted[:2])
+    window = o.predicted.sliding_window or np.inf
+    for b, n in np.ndindex(B, N):
+        position = np.asarray(o.position[b, n // G])
+        of_slot = np.array(held[b, n // G, :, n % G], np.float64)
+        for t in np.flatnonzero(block.valid[b]):
+            of_slot[position == int(o.query_position[b, t])] = key[b, t, n]
+        for t in np.flatnonzero(block.valid[b]):
+            at = int(o.query_position[b, t])
+            sees = (position >= 0) & (position <= at) & (position > at - window)
+            logits = np.where(sees, of_slot @ query[b, t, n] / DIM**0.5, -np.inf)
+            weights = np.exp(logits - logits.max()) if sees.any() else np.zeros(S)
+            mean[b, n] += weights / max(weights.sum(), 1e-300) / block.valid[b].sum()
+    return mean
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("seed", [31, 32])
+def test_butler_is_the_mean_predicted_attention_over_the_live_tokens(seed, window):
+    block, held = foreseen_block(seed, window=window)
+    expected = predicted_attention(block, held)
+    result = scores(kvjax.butler(dim=DIM), block, jnp.asarray(held))
+    close(result, each_head(block, lambda b, k, live: expected[b, heads_of(k)].mean(0)[live]), atol=1e-7)
+
+
+def test_butler_of_the_first_layer_is_the_mean_attention_itself():
+    block, held = foreseen_block(33, layer=0)
+    result = scores(kvjax.butler(dim=DIM), block, jnp.asarray(held))
+    close(result, each_head(block, lambda b, k, live: block.rows(b)[heads_of(k)].mean(1).mean(0)[live]))
+
+
+def test_butler_keeps_the_new_keys_where_their_tokens_lie_and_the_others_where_they_are():
+    block, held = foreseen_block(34)
+    policy, o = kvjax.butler(dim=DIM), block.observation
+    _, state = policy.update(None, jnp.asarray(held), o)
+    expected, key = held.copy(), np.asarray(o.predicted.key).reshape(B, T, K, G, DIM)
+    for b, k, s in np.argwhere(np.asarray(o.position) >= 0):
+        for t in np.flatnonzero(np.asarray(o.query_position[b]) == int(o.position[b, k, s])):
+            expected[b, k, s] = key[b, t, k]
+    assert (expected != held).any()
+    np.testing.assert_array_equal(state, expected)
+
+
+def test_butler_may_be_followed_by_caote():
+    block, held = foreseen_block(35)
+    state = (jnp.asarray(held), ())
+    result = scores(kvjax.chain(kvjax.butler(dim=DIM), kvjax.caote()), block, state)
+    close(result, blocks.caote(block, predicted_attention(block, held)), rtol=1e-4)
+
+
+def test_butler_without_a_predictor_says_what_is_missing():
+    with pytest.raises(ValueError, match="nothing was predicted for the block; hand over predicted="):
+        scores(kvjax.butler(dim=DIM), blocks.make(0).observation._replace(predicted=None))
+    with pytest.raises(ValueError, match=r"their width is not known; write butler\(dim=16\)"):
+        kvjax.parse("butler+caote").init(B, K, G, S, D)
+
+
+def test_a_predictors_width_is_filled_in_once():
+    fitted = kvjax.fit_predictor(kvjax.parse("butler+caote@layer"), 16)
+    assert str(fitted) == "butler(dim=16)+caote@layer" and fitted.allocation.name == "layer"
+    assert kvjax.fit_predictor(fitted, 16) is fitted
+    assert kvjax.fit_predictor(kvjax.parse("butler@model"), 16).init(1, 2, 2, 5, 8)[0].shape == (1, 2, 5, 2, 16)
+    assert kvjax.fit_predictor(kvjax.parse("h2o"), 16) is kvjax.parse("h2o")
+    with pytest.raises(ValueError, match="made for another predictor: this one's keys have a width of 8"):
+        kvjax.fit_predictor(fitted, 8)
 
 
 # Transformations.

@@ -2,10 +2,13 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from flax import nnx
 
 import models
 from models import cli
@@ -64,9 +67,66 @@ def test_a_question_comes_after_the_context_was_compressed_on_pages(capsys):
     assert figures["tokens"] == out.tokens[0, : out.lengths[0]].tolist()
 
 
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """The embedded model with an untrained predictor inside its folder, and without one."""
+    with_one, without = (tmp_path_factory.mktemp("models") / name for name in ("with", "without"))
+    ignored = shutil.ignore_patterns("butler")
+    for folder in (with_one, without):
+        shutil.copytree(Path(models.__file__).parent / "retriever", folder, ignore=ignored)
+    model, _ = models.load("retriever")
+    butler = models.Butler(models.ButlerConfig.of(model.config), rngs=nnx.Rngs(0))
+    models.save_butler(with_one / "butler", butler, model, "retriever")
+    return str(with_one), str(without)
+
+
+def test_a_selection_says_what_it_read(folders, capsys):
+    command = ["--prompt", PROMPT, "--select", "butler", "--budget", "0.25", "--sinks", "2", "--json", *SMALL]
+    assert cli.main([folders[0], *command]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    model, tokenizer = models.load(folders[0])
+    tokens = tokenizer.encode(PROMPT)
+    out = models.generate(
+        model, [tokens], select="butler", butler=models.own_butler(folders[0], model), budget=0.25, sinks=2, block=16,
+        max_new_tokens=4,
+    )  # fmt: skip
+    assert figures["tokens"] == out.tokens[0, : out.lengths[0]].tolist()
+    assert (figures["select"], figures["budget"]) == ("butler", 0.25)
+    steps = range(len(tokens) + 1, len(tokens) + len(figures["tokens"]))
+    assert figures["read_share"] == pytest.approx(sum(-(-count // 4) + 2 for count in steps) / sum(steps))
+    assert cli.main([folders[1], "--butler", f"{folders[0]}/butler", *command]) == 0
+    assert json.loads(capsys.readouterr().out)["tokens"] == figures["tokens"]
+
+
+def test_the_summary_names_the_selection(capsys):
+    assert cli.main(["retriever", "--prompt", PROMPT, "--select", "quest", "--budget", "8", *SMALL]) == 0
+    assert re.search(r"quest, budget 8, reads at most \d+\.\d% of the tokens", capsys.readouterr().err)
+
+
+def test_a_policy_scores_by_the_predictor(folders, capsys):
+    command = ["--prompt", PROMPT, "--policy", "butler", "--budget", "16", "--json", *SMALL]
+    assert cli.main([folders[0], *command]) == 0
+    assert json.loads(capsys.readouterr().out)["new_tokens"] > 0
+
+
+@pytest.mark.parametrize("flags", [["--select", "butler"], ["--policy", "butler+caote"]])
+def test_a_model_without_a_predictor_says_how_to_get_one(folders, flags, capsys):
+    assert cli.main([folders[1], "--prompt", PROMPT, "--budget", "16", *flags]) == 2
+    _, err = capsys.readouterr()
+    assert err.count("\n") == 1
+    assert re.search(r"has no predictor .* python -m train.butler, .*--butler", err), err
+
+
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
+        (["--select", "oracle"], "select='oracle' needs a budget"),
+        (["--select", "oracle", "--budget", "90000"], "budget of 90000 tokens a step is more than"),
+        (["--select", "oracel", "--budget", "8"], "unknown source 'oracel'"),
+        (["--select", "quest(page_size=0)", "--budget", "8"], "page_size is 0"),
+        (["--select", "oracle", "--budget", "8", "--policy", "h2o"], "both policy='h2o' and select='oracle'"),
+        (["--select", "oracle", "--budget", "8", "--sinks", "-1"], "sinks is -1"),
+        (["--select", "butler", "--butler", "no/such/folder", "--budget", "8"], "no/such/folder has no butler.json"),
         (["--policy", "h2o+coate", "--budget", "64"], "unknown policy 'coate'"),
         (["--policy", "h2o@modle", "--budget", "64"], "unknown allocation 'modle'"),
         (["--policy", "key_norm@model", "--budget", "64"], "put 'normalise' between"),

@@ -1,0 +1,720 @@
+"""What TokenButler's predictor costs at published sizes, counted from compiled programs, and what its loss costs here.
+
+Nothing of the models runs: their programs are compiled for arrays that are not there. XLA counts a loop's body once
+whatever its length, so a model is counted as what it does without layers and, as often as it has layers, what one layer
+adds. Bytes are floors, each array read once; what the compiled programs access stands beside them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+from tqdm import tqdm
+
+import models
+from evals import report
+from kernels_pallas import cache_attention, mse_logits
+from models import butler, commands, decoder
+from models.butler import Butler, ButlerConfig
+
+MODELS = {
+    "Llama-3.2-1B": models.Config(
+        128_256, 2048, 8192, num_layers=16, num_heads=32, num_kv_heads=8, tie_embeddings=True, max_positions=131_072
+    ),
+    "Llama-3.2-3B": models.Config(
+        128_256, 3072, 8192, num_layers=28, num_heads=24, num_kv_heads=8, tie_embeddings=True, max_positions=131_072
+    ),
+    "Llama-3.1-8B": models.Config(
+        128_256, 4096, 14_336, num_layers=32, num_heads=32, num_kv_heads=8, max_positions=131_072
+    ),
+}
+SINKS = 4  # read beside the share, as the paper has it
+WIDTH = 2  # bytes of a number in the floors: bfloat16, the predictor too
+BOUND = 0.02  # what the predictor may add
+UNUSED = ("unused_query", "unused_key", "unused_norm", "unused_norm_bias")  # held by the published layout, never read
+DRAWN_SHARES = (0.5, 0.1)
+LOSS_SIZES = {"N": 8, "K": 2, "D": 64, "F": 16}  # a quarter of a Llama-3.2-1B layer
+
+
+class Cost(NamedTuple):
+    """What XLA says that a compiled program does: floating-point operations, and bytes read and written."""
+
+    flops: float
+    bytes: float
+
+
+def compiled_cost(function: Callable, *arguments: Any, donate: tuple[int, ...] = ()) -> Cost:
+    """Compiles a function for abstract arguments and returns XLA's count; bodies of loops are counted once.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from benchmarks.butler import compiled_cost
+        >>> a, b = jax.ShapeDtypeStruct((8, 16), jnp.float32), jax.ShapeDtypeStruct((16, 32), jnp.float32)
+        >>> compiled_cost(jnp.matmul, a, b).flops == 2 * 8 * 16 * 32
+        True
+    """
+    analysis: Any = jax.jit(function, donate_argnums=donate).lower(*arguments).compile().cost_analysis()
+    return Cost(analysis["flops"], analysis["bytes accessed"])
+
+
+class Parts(NamedTuple):
+    """A forward's parts; the whole model is ``rest`` and L times ``layer``, the predictor ``network`` and L - 1 times
+    ``logits``.
+    """
+
+    rest: Any  # embedding, last norm, head
+    layer: Any
+    network: Any  # the predictor without its logits
+    logits: Any  # q'.k' of one layer, all pairs
+
+
+@functools.cache
+def model_cost(config: models.Config, tokens: int, slots: int) -> tuple[Cost, Cost]:
+    """Of ``tokens`` new tokens, the last of ``slots``: what the model does without layers, and what a layer adds."""
+    whole = []
+    for layers in (0, 1):
+        shape = dataclasses.replace(config, num_layers=layers, sliding_windows=())
+        abstract = {name: _abstract(*sizes) for name, sizes in decoder.parameter_shapes(shape).items()}
+        model = jax.eval_shape(functools.partial(models.Decoder, shape), abstract)
+        cache = [_abstract(1, config.num_kv_heads, slots, config.head_dim) for _ in range(2)]
+        whole.append(compiled_cost(_forward, model, jax.ShapeDtypeStruct((1, tokens), jnp.int32), cache, donate=(2,)))
+    return whole[0], Cost(*(one - none for none, one in zip(*whole, strict=True)))
+
+
+def _forward(model: models.Decoder, tokens: Array, cache: list[Array]) -> tuple[Array, list[Array]]:
+    T, S = tokens.shape[1], cache[0].shape[2]
+    position = jnp.arange(S - T, S)[None]
+
+    def attend(cache, layer, sliding_window, query, key, value):
+        new = (key.swapaxes(1, 2), value.swapaxes(1, 2))
+        key, value = (old.at[:, :, S - T :].set(x) for old, x in zip(cache, new, strict=True))
+        slots = jnp.broadcast_to(jnp.arange(S), key.shape[:3])
+        return cache_attention(query, key, value, slots, position)[0], [key, value], None
+
+    hidden, cache, _ = model.run(tokens, position, jnp.full(1, S), attend, cache)
+    return model.logits(hidden), cache
+
+
+@functools.cache
+def predictor_cost(config: ButlerConfig, tokens: int, slots: int) -> tuple[Cost, Cost]:
+    """Of ``tokens`` new tokens, the last of ``slots``: the predictor without its logits, and those of one layer."""
+    abstract = {name: _abstract(*sizes) for name, sizes in butler.parameter_shapes(config).items()}
+    predictor = jax.eval_shape(functools.partial(Butler, config), abstract)
+    cache = jax.eval_shape(lambda predictor: predictor.init_cache(1, slots), predictor)
+
+    def network(predictor, cache, x):
+        return predictor.step(cache, x, jnp.arange(slots - tokens, slots)[None])
+
+    def logits(query, key):
+        return butler.importance(query, key, 1)
+
+    query = _abstract(1, 1, tokens, config.num_heads, config.dim)
+    return (
+        compiled_cost(network, predictor, cache, _abstract(1, tokens, config.hidden_size), donate=(1,)),
+        compiled_cost(logits, query, _abstract(1, 1, config.num_heads, slots, config.dim)),
+    )
+
+
+def product_bytes(model: models.Config, predictor: ButlerConfig, slots: int) -> tuple[float, float]:
+    """Bytes, in float32, that a step's bare products access in one layer: with K and V, and with k'."""
+    K, G, D, N, F = (
+        model.num_kv_heads,
+        model.num_heads // model.num_kv_heads,
+        model.head_dim,
+        model.num_heads,
+        predictor.dim,
+    )
+
+    def attention(query, key, value):
+        weights = jax.nn.softmax(jnp.einsum("kgd,ksd->kgs", query, key))
+        return jnp.einsum("kgs,ksd->kgd", weights, value)
+
+    def logits(query, key):
+        return jnp.einsum("nf,nsf->ns", query, key)
+
+    return (
+        compiled_cost(attention, _abstract(K, G, D), _abstract(K, slots, D), _abstract(K, slots, D)).bytes,
+        compiled_cost(logits, _abstract(N, F), _abstract(N, slots, F)).bytes,
+    )
+
+
+def _abstract(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)  # a CPU's compiler would turn bfloat16 into float32 copies
+
+
+def hand_flops(model: models.Config, predictor: ButlerConfig, tokens: int, slots: int) -> Parts:
+    """The matrix products alone, 2 m n k each, all pairs of query and slot."""
+    E, F, N, K, D = model.hidden_size, model.intermediate_size, model.num_heads, model.num_kv_heads, model.head_dim
+    r, H, made = predictor.reduced, predictor.hidden, predictor.predicted_layers * N * predictor.dim
+    return Parts(
+        rest=2 * tokens * E * model.vocab_size,
+        layer=2 * tokens * (2 * E * N * D + 2 * E * K * D + 3 * E * F) + 4 * tokens * slots * N * D,
+        network=2 * tokens * (E * r + 3 * r * r + 2 * r * r + 2 * r * E + 2 * (E * H + H * made))
+        + 4 * tokens * slots * r,
+        logits=2 * tokens * slots * N * predictor.dim,
+    )
+
+
+def floor_numbers(model: models.Config, predictor: ButlerConfig, slots: int) -> Parts:
+    """Numbers that a decode step reads, each once: weights, and the caches of ``slots`` tokens."""
+    shapes = decoder.parameter_shapes(model)
+    weights = {name: math.prod(shape) for name, shape in shapes.items()}
+    layers = sum(count for name, count in weights.items() if name.startswith("layers."))
+    own = {name: math.prod(shape) for name, shape in butler.parameter_shapes(predictor).items()}
+    head = weights["embedding"] if model.tie_embeddings else weights["head"]
+    return Parts(
+        rest=head + weights["norm"],
+        layer=layers // model.num_layers + 2 * model.num_kv_heads * model.head_dim * slots,
+        network=sum(count for name, count in own.items() if name not in UNUSED) + 2 * predictor.reduced * slots,
+        logits=model.num_heads * predictor.dim * slots,
+    )
+
+
+def selected_numbers(model: models.Config, tokens: float, slots: int) -> dict[str, float]:
+    """Numbers of one layer's cache that a decode step reads where each head reads ``tokens`` of the slots.
+
+    ``heads``: every query head gathers its own, as published. The others read what a group's heads chose together
+    once: ``same`` if they all choose the same tokens, ``apart`` if no two do, ``chance`` if they choose independently.
+
+    Example:
+        >>> from benchmarks import butler
+        >>> numbers = butler.selected_numbers(butler.MODELS["Llama-3.2-1B"], 100, 1000)  # 1,024 numbers a token
+        >>> numbers["heads"] // 1024, numbers["same"] // 1024
+        (400, 100)
+    """
+    token, group = _token_numbers(model), model.num_heads // model.num_kv_heads
+    return {
+        "heads": group * token * tokens,
+        "same": token * tokens,
+        "chance": token * slots * (1 - (1 - tokens / slots) ** group),
+        "apart": token * min(slots, group * tokens),
+    }
+
+
+def _token_numbers(model: models.Config) -> int:
+    """Of a token's key and value in one layer."""
+    return 2 * model.num_kv_heads * model.head_dim
+
+
+def break_even(model: models.Config, predictor: ButlerConfig, share: float, reading: str) -> int | None:
+    """The shortest context whose decode step reads fewer bytes with the predictor than without; None if none does.
+
+    Example:
+        >>> from benchmarks import butler
+        >>> model = butler.MODELS["Llama-3.2-1B"]
+        >>> predictor = butler.ButlerConfig.of(model)
+        >>> butler.break_even(model, predictor, 0.5, "heads") is None
+        True
+    """
+
+    def saved(slots: int) -> float:
+        floor = floor_numbers(model, predictor, slots)
+        read = selected_numbers(model, min(slots, share * slots + SINKS), slots)[reading] + floor.logits
+        return predictor.predicted_layers * (_token_numbers(model) * slots - read) - floor.network
+
+    low, high = 1, 2**40
+    if saved(high) <= 0:
+        return None
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if saved(middle) > 0 else (middle + 1, high)
+    return low
+
+
+def largest_share(model: models.Config, predictor: ButlerConfig, reading: str) -> float:
+    """The share below which selection saves bytes once a context is long enough for the predictor's weights not to
+    matter.
+    """
+    group = model.num_heads // model.num_kv_heads
+    own = model.num_heads * predictor.dim + 2 * predictor.reduced / predictor.predicted_layers
+    left = max(0.0, 1 - own / _token_numbers(model))
+    shares = {"heads": left / group, "same": left, "chance": 1 - (1 - left) ** (1 / group), "apart": left / group}
+    return shares[reading]
+
+
+def prefill(name: str, tokens: int) -> dict[str, Any]:
+    """FLOPs of a forward of ``tokens`` tokens and what the predictor adds, with and without its logits."""
+    model = MODELS[name]
+    predictor = ButlerConfig.of(model)
+    (rest, layer), (network, logits) = model_cost(model, tokens, tokens), predictor_cost(predictor, tokens, tokens)
+    last, L = model_cost(model, 1, tokens)[0], model.num_layers
+    whole = rest.flops + L * layer.flops
+    whole_last = last.flops + L * layer.flops
+    all_logits = predictor.predicted_layers * logits.flops
+    by_hand = hand_flops(model, predictor, tokens, tokens)
+    counted = Parts(rest.flops, layer.flops, network.flops, logits.flops)
+    return {
+        "model": name,
+        "tokens": tokens,
+        "model_flops": whole,
+        "model_flops_last_logits": whole_last,
+        "network_flops": network.flops,
+        "importance_flops": all_logits,
+        "network_share": network.flops / whole,
+        "share": (network.flops + all_logits) / whole,
+        "network_share_last_logits": network.flops / whole_last,
+        "share_last_logits": (network.flops + all_logits) / whole_last,
+        "over_hand_count": {n: c / h for n, c, h in zip(Parts._fields, counted, by_hand, strict=True)},
+    }
+
+
+class StepBytes(NamedTuple):
+    """Of a decode step of one sequence, each array read once: the dense step's first, then the predictor's."""
+
+    weights: int
+    cache: int
+    predictor_weights: int
+    predictor_cache: int
+    importance_keys: int
+
+
+def step_bytes(model: models.Config, predictor: ButlerConfig, slots: int) -> StepBytes:
+    """Bytes that a dense decode step at ``slots`` tokens reads, and what the predictor reads beside it."""
+    floor, weights = floor_numbers(model, predictor, slots), floor_numbers(model, predictor, 0)
+    return StepBytes(
+        weights=WIDTH * (weights.rest + model.num_layers * weights.layer),
+        cache=WIDTH * model.num_layers * (floor.layer - weights.layer),
+        predictor_weights=WIDTH * weights.network,
+        predictor_cache=WIDTH * (floor.network - weights.network),
+        importance_keys=WIDTH * predictor.predicted_layers * floor.logits,
+    )
+
+
+def bytes_ratios(model: models.Config, predictor: ButlerConfig, share: float, slots: int) -> dict[str, float]:
+    """Bytes of a decode step with predictor and selection over a dense one, by :func:`selected_numbers`' readings."""
+    floor = step_bytes(model, predictor, slots)
+    dense = floor.weights + floor.cache
+    unselected = sum(floor) - floor.cache * predictor.predicted_layers / model.num_layers  # layer 0 is read in full
+    numbers = selected_numbers(model, _kept(share, slots), slots)
+    return {name: (unselected + WIDTH * predictor.predicted_layers * n) / dense for name, n in numbers.items()}
+
+
+def _kept(share: float, slots: int) -> int:
+    return min(slots, math.ceil(share * slots) + SINKS)
+
+
+def decode(name: str, context: int, shares: list[float]) -> dict[str, Any]:
+    """FLOPs and bytes of a decode step of one sequence at a context: dense, and with the predictor and selection."""
+    model = MODELS[name]
+    predictor = ButlerConfig.of(model)
+    predicted = predictor.predicted_layers
+    (rest, layer), (network, logits) = model_cost(model, 1, context), predictor_cost(predictor, 1, context)
+    dense = rest.flops + model.num_layers * layer.flops
+    added = network.flops + predicted * logits.flops
+    selections = []
+    for share in shares:
+        short = model_cost(model, 1, _kept(share, context))[1]
+        flops = dense + added - predicted * (layer.flops - short.flops)
+        ratios = {"flops_ratio": flops / dense, "bytes_ratio": bytes_ratios(model, predictor, share, context)}
+        selections.append({"share": share, "tokens": _kept(share, context), "flops": flops, **ratios})
+    counted = Parts(rest.bytes, layer.bytes, network.bytes, logits.bytes)
+    floor = floor_numbers(model, predictor, context)
+    with_cache, with_keys = product_bytes(model, predictor, context)
+    return {
+        "model": name,
+        "context": context,
+        "flops": dense,
+        "network_flops": network.flops,
+        "importance_flops": predicted * logits.flops,
+        "bytes": step_bytes(model, predictor, context)._asdict(),
+        "selections": selections,
+        "accessed_over_floor": {n: c / (4 * f) for n, c, f in zip(Parts._fields, counted, floor, strict=True)},
+        "products_over_floor": {
+            "K and V": with_cache / (4 * _token_numbers(model) * context),
+            "k'": with_keys / (4 * floor.logits),
+        },
+    }
+
+
+def reading(name: str, shares: list[float]) -> dict[str, Any]:
+    """A model's numbers for each token and predicted layer, and from where on selection saves bytes."""
+    model = MODELS[name]
+    predictor = ButlerConfig.of(model)
+    readings = ("heads", "same", "chance", "apart")
+    return {
+        "model": name,
+        "key_value_numbers": _token_numbers(model),
+        "importance_key_numbers": model.num_heads * predictor.dim,
+        "own_attention_numbers": 2 * predictor.reduced / predictor.predicted_layers,
+        "largest_share": {r: largest_share(model, predictor, r) for r in readings},
+        "break_even": [{"share": s, **{r: break_even(model, predictor, s, r) for r in readings}} for s in shares],
+    }
+
+
+def materialised(
+    query: Float[Array, "B T N D"],
+    key: Float[Array, "B T K D"],
+    predicted_query: Float[Array, "B T N F"],
+    predicted_key: Float[Array, "B T N F"],
+    *,
+    causal: bool,
+) -> Float[Array, ""]:
+    """``mse_logits`` as one writes it down first: all logits [B, N, T, T] of both, and their difference."""
+    T, N, D = query.shape[1:]
+    key = jnp.repeat(key, N // key.shape[2], axis=2)
+    logits = jnp.einsum("bind,bjnd->bnij", query, key) * D**-0.5
+    predicted = jnp.einsum("bind,bjnd->bnij", predicted_query, predicted_key) * predicted_query.shape[3] ** -0.5
+    square = (logits - predicted) ** 2
+    if not causal:
+        return jnp.mean(square)
+    pairs = query.shape[0] * N * T * (T + 1) / 2
+    return jnp.sum(jnp.where(jnp.tril(jnp.ones((T, T), bool)), square, 0)) / pairs
+
+
+def loss(tokens: int, causal: bool, repetitions: int) -> dict[str, Any]:
+    """Times the loss and its gradients against the materialised one; the two take turns."""
+    N, K, D, F = LOSS_SIZES.values()
+    shapes = ((1, tokens, N, D), (1, tokens, K, D), (1, tokens, N, F), (1, tokens, N, F))
+    rng = np.random.default_rng(0)
+    arrays = [jnp.asarray(rng.standard_normal(shape, np.float32)) for shape in shapes]
+    result: dict[str, Any] = {"tokens": tokens, "causal": causal, "input_bytes": sum(x.nbytes for x in arrays)}
+    programs: dict[str, Any] = {}
+    values: dict[str, Any] = {}
+    times: dict[str, list[float]] = {}
+    for name, function in (("linear", mse_logits), ("materialised", materialised)):
+        run = jax.jit(jax.value_and_grad(functools.partial(function, causal=causal), argnums=(2, 3)))
+        programs[name] = run.lower(*arrays).compile()
+        memory: Any = programs[name].memory_analysis()
+        result[f"{name}_temporary_bytes"] = memory.temp_size_in_bytes
+        values[name], times[name] = jax.block_until_ready(programs[name](*arrays)), []
+    for _ in range(repetitions):
+        for name, program in programs.items():
+            start = time.perf_counter()
+            jax.block_until_ready(program(*arrays))
+            times[name].append(1e3 * (time.perf_counter() - start))
+    for name, taken in times.items():
+        result[f"{name}_milliseconds"] = statistics.median(taken)
+        result[f"{name}_lowest"] = min(taken)
+    result["difference"] = abs(1 - float(values["linear"][0]) / float(values["materialised"][0]))
+    return result
+
+
+def prefill_table(results: list[dict[str, Any]]) -> str:
+    """What the predictor adds to a forward."""
+    head = ("model", "tokens", "GFLOPs", "network", "+ logits", "network, last", "+ logits, last")
+    shares = ("network_share", "share", "network_share_last_logits", "share_last_logits")
+    rows = [
+        (r["model"], f"{r['tokens']:,}", f"{r['model_flops'] / 1e9:,.0f}", *(f"{r[name]:.2%}" for name in shares))
+        for r in results
+    ]
+    return report.columns(head, rows, left=1)
+
+
+def decode_flops_table(results: list[dict[str, Any]]) -> str:
+    """FLOPs of a decode step."""
+    head = ["model", "context", "GFLOPs", "network", "logits", *(f"{s['share']:.0%}" for s in results[0]["selections"])]
+    rows = []
+    for r in results:
+        added = (f"+{r[name] / r['flops']:.2%}" for name in ("network_flops", "importance_flops"))
+        ratios = (f"{s['flops_ratio']:.3f}" for s in r["selections"])
+        rows.append((r["model"], f"{r['context']:,}", f"{r['flops'] / 1e9:.2f}", *added, *ratios))
+    return report.columns(head, rows, left=1)
+
+
+def decode_bytes_table(results: list[dict[str, Any]]) -> str:
+    """Bytes of a decode step: the dense one, what the predictor adds, and steps with selection over the dense one."""
+    head = ["model", "context", "weights", "K and V", "network", "k'"]
+    head += [f"{s['share']:.0%}" for s in results[0]["selections"]]
+    rows = []
+    for r in results:
+        floor = StepBytes(**r["bytes"])
+        own = floor.predictor_weights + floor.predictor_cache
+        sizes = (floor.weights, floor.cache, own, floor.importance_keys)
+        ratios = []
+        for s in r["selections"]:
+            ratio = s["bytes_ratio"]
+            ratios.append(f"{ratio['heads']:.2f} ({ratio['same']:.2f}..{ratio['apart']:.2f})")
+        rows.append((r["model"], f"{r['context']:,}", *(f"{size / 2**20:,.0f}" for size in sizes), *ratios))
+    return report.columns(head, rows, left=1)
+
+
+def reading_table(results: list[dict[str, Any]]) -> str:
+    """From where on selection saves bytes."""
+
+    def length(slots: int | None) -> str:
+        return "never" if slots is None else f"{slots:,}"
+
+    head = ["model", "K, V", "k'", "own", "largest share"]
+    head += [f"from, {row['share']:.0%}" for row in results[0]["break_even"]]
+    rows = []
+    for r in results:
+        numbers = (r["key_value_numbers"], r["importance_key_numbers"], r["own_attention_numbers"])
+        bounds = r["largest_share"]
+        lengths = [f"{length(row['heads'])} ({length(row['same'])})" for row in r["break_even"]]
+        shares = f"{bounds['heads']:.1%} ({bounds['same']:.1%})"
+        rows.append((r["model"], *(f"{n:,.0f}" for n in numbers), shares, *lengths))
+    return report.columns(head, rows, left=1)
+
+
+def loss_table(results: list[dict[str, Any]]) -> str:
+    """Time and memory of the loss with its gradients."""
+    head = ("pairs", "tokens", "ms", "materialised", "ratio", "lowest", "MiB", "materialised", "MiB of inputs")
+    rows = []
+    for r in results:
+        times = (r["linear_milliseconds"], r["materialised_milliseconds"])
+        sizes = (r["linear_temporary_bytes"], r["materialised_temporary_bytes"], r["input_bytes"])
+        rows.append(
+            (
+                "causal" if r["causal"] else "all",
+                f"{r['tokens']:,}",
+                *(f"{t:,.1f}" for t in times),
+                f"{times[0] / times[1]:.3f}",
+                f"{r['linear_lowest'] / r['materialised_lowest']:.3f}",
+                *(f"{size / 2**20:,.1f}" for size in sizes),
+            )
+        )
+    return report.columns(head, rows, left=1)
+
+
+LEGENDS = {
+    "prefill": """What the predictor adds to the model's FLOPs. network: reduction, attention, feed-forward and the two
+projection networks; + logits: and q'.k' of all pairs in all predicted layers; last: against a model that projects only
+the last token to the vocabulary. The paper's figure 4 gives 1 to 2% of a whole forward's latency and does not say what
+it holds; network is the reading taken for it, as the public code's inference path prefills densely, without logits.""",
+    "decode_flops": """Of one sequence. network, logits: what the predictor adds to a dense step; 50% and so on: a step
+with predictor and selection over a dense one. Finding the largest logits is not counted.""",
+    "decode_bytes": """MiB in bfloat16, each array read once. weights, K and V: a dense step; network: the predictor's
+weights and the cache of its own attention; k': its keys of all tokens. 50% and so on: all that a step with selection
+reads over a dense step, where each query head gathers its own tokens (in parentheses, where a group's tokens are
+gathered once: if its heads choose the same .. if no two do).""",
+    "reading": """Numbers for each token and predicted layer: K and V, 2 K D; k', N D'; own, the cache of the
+predictor's own attention, 2 r / (L - 1). largest share: below it selection saves bytes once a context is long enough;
+from: the shortest context that saves. Each query head gathers its own tokens (in parentheses: a group's heads choose
+the same tokens, gathered once).""",
+    "loss": """Loss and gradients in float32 of one layer, {N} query heads on {K} KV heads, D {D}, D' {F}; median, the
+two in turn. ratio: over the materialised one; lowest: that of the lowest times, which a busy machine disturbs less;
+MiB: temporary arrays of the compiled programs.""".format(**LOSS_SIZES),
+}
+TABLES: dict[str, tuple[str, Callable[[list[dict[str, Any]]], str]]] = {
+    "prefill": ("A forward", prefill_table),
+    "decode_flops": ("FLOPs of a decode step", decode_flops_table),
+    "decode_bytes": ("Bytes of a decode step", decode_bytes_table),
+    "reading": ("Where selection saves bytes", reading_table),
+    "loss": ("The loss", loss_table),
+}
+
+
+def findings(results: dict[str, list[dict[str, Any]]]) -> dict[str, list[str]]:
+    """What each table says, in sentences."""
+    forwards, steps, tokens = results["prefill"], results["decode"], results["reading"]
+    logits = [8 / (WIDTH * ButlerConfig.of(MODELS[r["model"]]).dim) for r in tokens]
+    return {
+        "prefill": [
+            _bound(forwards, "network_share", "The network"),
+            _bound(forwards, "share", "The network with its logits"),
+            _bound(forwards, "share_last_logits", "The same against a model that projects only the last token"),
+            "A dense prefill, as generation runs it, needs none of the logits; evicting by the predictor does.",
+            f"Compiled counts over hand counts of the matrix products alone: {_spans(forwards, 'over_hand_count', 3)}.",
+        ],
+        "decode_flops": [_cheapest(steps)],
+        "decode_bytes": [
+            *(_read(steps, selection["share"]) for selection in steps[0]["selections"]),
+            "Not counted: writing the logits and reading them again, in float32 8 bytes a head and token, beside "
+            f"2 D' bytes of k': {_spread(logits)} more.",
+            "Bytes that XLA counts on this machine, in float32, over these floors, for the bare products: "
+            f"{_spans(steps, 'products_over_floor', 2)}; for the programs as they are: "
+            f"{_spans(steps, 'accessed_over_floor', 2)}. A CPU's compiler makes copies (a cache with free slots "
+            "blanked, k' transposed for its product); other machines' figures are not known from this.",
+        ],
+        "reading": [_left(r) for r in tokens],
+        "loss": [_loss_found([r for r in results["loss"] if r["causal"] == causal]) for causal in (False, True)],
+    }
+
+
+def _bound(forwards: list[dict[str, Any]], share: str, what: str) -> str:
+    worst = max(forwards, key=lambda r: r[share])
+    over = [f"{r['model']} at {r['tokens']:,} tokens ({r[share]:.2%})" for r in forwards if r[share] > BOUND]
+    if over:
+        return f"{what} misses {BOUND:.0%} for {', '.join(over)}."
+    return f"{what} meets {BOUND:.0%} everywhere; most is {worst[share]:.2%} ({worst['model']}, {worst['tokens']:,})."
+
+
+def _spans(results: list[dict[str, Any]], ratios: str, digits: int) -> str:
+    columns = {part: [r[ratios][part] for r in results] for part in results[0][ratios]}
+    return ", ".join(f"{part} {min(c):.{digits}f}..{max(c):.{digits}f}" for part, c in columns.items())
+
+
+def _spread(shares: list[float]) -> str:
+    low, high = f"{min(shares):.1%}", f"{max(shares):.1%}"
+    return low if low == high else f"{low} to {high}"
+
+
+def _cheapest(steps: list[dict[str, Any]]) -> str:
+    added = [(r["network_flops"] + r["importance_flops"]) / r["flops"] for r in steps]
+    dearer = [
+        f"{r['model']} at {r['context']:,} and {s['share']:.0%}"
+        for r in steps
+        for s in r["selections"]
+        if s["flops_ratio"] >= 1
+    ]
+    verdict = f"no FLOPs are saved for {', '.join(dearer)}" if dearer else "selection saves more FLOPs at every setting"
+    return f"The predictor adds {_spread(added)} to a dense step; {verdict}."
+
+
+def _read(steps: list[dict[str, Any]], share: float) -> str:
+    rows = [s["bytes_ratio"] for r in steps for s in r["selections"] if s["share"] == share]
+    own, same = (f"{min(r[n] for r in rows):.2f} to {max(r[n] for r in rows):.2f}" for n in ("heads", "same"))
+    text = f"At {share:.0%} a step reads {own} times a dense one's bytes where each head gathers its own tokens, "
+    return f"{text}{same} where a group's heads agree and read once."
+
+
+def _left(tokens: dict[str, Any]) -> str:
+    config, own = MODELS[tokens["model"]], tokens["importance_key_numbers"] + tokens["own_attention_numbers"]
+    dense, dim = tokens["key_value_numbers"], tokens["importance_key_numbers"] // config.num_heads
+    text = (
+        f"{tokens['model']}: K and V of a token are 2 x {config.num_kv_heads} x {config.head_dim} = {dense:,} numbers "
+    )
+    text += (
+        f"in a layer, k' is {config.num_heads} x {dim} = {tokens['importance_key_numbers']:,}, as each query head has "
+    )
+    text += (
+        f"its own; with its own attention the predictor reads {own / dense:.0%} of what there is to save. In float32 "
+    )
+    text += f"beside a bfloat16 model it is {2 * own / dense:.0%}"
+    return text + (", and selection never saves a byte." if 2 * own >= dense else ".")
+
+
+def _loss_found(rows: list[dict[str, Any]]) -> str:
+    slower = [f"{r['tokens']:,}" for r in rows if r["linear_milliseconds"] > r["materialised_milliseconds"]]
+    text = f"{'Causal' if rows[0]['causal'] else 'All'} pairs: "
+    text += f"slower at {', '.join(slower)} tokens" if slower else "faster at every length"
+    if len(rows) < 2:
+        return f"{text}."
+    tokens, linear, materialised = (
+        rows[-1][name] / rows[0][name] for name in ("tokens", "linear_temporary_bytes", "materialised_temporary_bytes")
+    )
+    return (
+        f"{text}; {tokens:.1f} times the tokens take {linear:.1f} times the memory (materialised: {materialised:.1f})."
+    )
+
+
+def page(results: dict[str, list[dict[str, Any]]]) -> str:
+    """The tables and what they say, in Markdown."""
+    text = (
+        "# What TokenButler's predictor costs\n\nMade by `python -m benchmarks butler`: counted from programs compiled "
+    )
+    text += "for the models' shapes, no weights needed; the loss is timed on a CPU.\n"
+    said = findings(results)
+    for name, (title, table) in TABLES.items():
+        sentences = "\n".join(f"- {sentence}" for sentence in said[name])
+        text += f"\n## {title}\n\n{sentences}\n\n```\n{table(results[name.split('_')[0]])}\n```\n\n{LEGENDS[name]}\n"
+    return text
+
+
+def figure(results: dict[str, list[dict[str, Any]]], path: Path) -> None:
+    """FLOPs that the predictor adds to a forward, over lengths; bytes of a decode step, over contexts."""
+    plt = report.pyplot()
+    drawing, axes = plt.subplots(1, 1 + len(DRAWN_SHARES), figsize=(13, 4.4), layout="constrained")
+    contexts = np.unique(np.geomspace(1024, 131_072, 60).astype(int))
+    for name, colour in zip(dict.fromkeys(r["model"] for r in results["prefill"]), report.COLOURS, strict=False):
+        forwards = sorted((r for r in results["prefill"] if r["model"] == name), key=lambda r: r["tokens"])
+        lengths = [r["tokens"] for r in forwards]
+        axes[0].plot(lengths, [100 * r["network_share"] for r in forwards], color=colour, marker="o", label=name)
+        axes[0].plot(lengths, [100 * r["share"] for r in forwards], color=colour, marker="o", linestyle="--")
+        model = MODELS[name]
+        for axis, share in zip(axes[1:], DRAWN_SHARES, strict=True):
+            ratios = [bytes_ratios(model, ButlerConfig.of(model), share, int(context)) for context in contexts]
+            own, same = ([r[reading] for r in ratios] for reading in ("heads", "same"))
+            axis.plot(contexts, own, color=colour, label=name)
+            axis.plot(contexts, same, color=colour, linestyle=":")
+            axis.fill_between(contexts, same, own, color=colour, alpha=0.08, linewidth=0)
+            axis.set_title(f"bytes of a decode step over a dense one, {share:.0%} selected", fontsize=9.5)
+    axes[0].axhline(100 * BOUND, color="#999999", linewidth=1)
+    axes[0].set_ylim(0, None)
+    axes[0].set_title("FLOPs added to a forward, %", fontsize=10)
+    for index, axis in enumerate(axes):
+        axis.set_xscale("log", base=2)
+        ticks = lengths if index == 0 else [1024, 4096, 16_384, 65_536, 131_072]
+        axis.set_xticks(ticks, [f"{tick // 1024}k" if tick >= 4096 else f"{tick:,}" for tick in ticks])
+        axis.minorticks_off()
+        axis.set_xlabel("tokens", fontsize=9)
+        axis.grid(axis="y", color="#eeeeee", linewidth=0.8)
+        for side in ("top", "right"):
+            axis.spines[side].set_visible(False)
+        if index:
+            axis.axhline(1, color="#999999", linewidth=1)
+    handles, labels = axes[0].get_legend_handles_labels()
+    black = plt.Line2D([], [], color="black", linestyle="--")
+    axes[0].legend([*handles, black], [*labels, "with its logits"], fontsize=8, frameon=False)
+    lines = [plt.Line2D([], [], color="black", linestyle=style) for style in ("-", ":")]
+    axes[1].legend(lines, ["each head gathers its own", "a group agrees, read once"], fontsize=8, frameon=False)
+    with commands.replacing(path) as temporary:
+        drawing.savefig(temporary, dpi=160)
+    plt.close(drawing)
+
+
+def add_flags(flags: argparse.ArgumentParser) -> None:
+    """The command's flags."""
+    flags.add_argument("--models", default=",".join(MODELS))
+    flags.add_argument("--lengths", default="256,512,1024,2048", help="tokens of a forward")
+    flags.add_argument("--contexts", default="8192,32768,131072", help="tokens before a decode step")
+    flags.add_argument("--shares", default="0.5,0.25,0.1,0.05", help="of the tokens, that a head reads")
+    flags.add_argument("--loss-lengths", default="512,1024,2048,4096")
+    flags.add_argument("--repetitions", type=int, default=7, help="of the loss")
+    flags.add_argument("--json", type=Path, help="write all figures here")
+    flags.add_argument("--plot", type=Path, help="write the picture here (.png, .svg or .pdf)")
+    flags.add_argument("--page", type=Path, help="write the tables and what they say as a page of Markdown here")
+
+
+def command(flags: argparse.Namespace) -> None:
+    """Counts, times the loss, prints the tables, writes JSON, picture and page."""
+    if flags.plot is not None:
+        report.check_plot(flags.plot)
+    commands.check_outputs([flags.json, flags.plot, flags.page])
+    names, shares = commands.split_list(flags.models), commands.split_list(flags.shares)
+    unknown = [name for name in names if name not in MODELS]
+    if unknown or not names:
+        raise ValueError(f"--models {flags.models!r} does not name models to count; there are {', '.join(MODELS)}.")
+    budgets = [commands.parse_budget(text) for text in shares]
+    if not shares or any(isinstance(budget, int) for budget in budgets):
+        raise ValueError(f"--shares is {flags.shares!r}; give shares of the tokens between 0 and 1, as 0.5,0.1.")
+    lengths, contexts = _counts("--lengths", flags.lengths), _counts("--contexts", flags.contexts)
+    loss_lengths = _counts("--loss-lengths", flags.loss_lengths)
+    if flags.repetitions < 1:
+        raise ValueError(f"--repetitions is {flags.repetitions}; give at least 1.")
+    parts: dict[str, list[Callable[[], dict[str, Any]]]] = {
+        "prefill": [functools.partial(prefill, name, length) for name in names for length in lengths],
+        "decode": [functools.partial(decode, name, context, budgets) for name in names for context in contexts],
+        "reading": [functools.partial(reading, name, budgets) for name in names],
+        "loss": [
+            functools.partial(loss, n, causal, flags.repetitions) for causal in (False, True) for n in loss_lengths
+        ],
+    }
+    settings = [(part, run) for part, runs in parts.items() for run in runs]
+    results: dict[str, list[dict[str, Any]]] = {part: [] for part in parts}
+    for part, run in tqdm(settings, unit="setting", file=sys.stderr, dynamic_ncols=True):
+        results[part].append(run())
+    said = findings(results)
+    for name, (title, table) in TABLES.items():
+        print("\n".join([f"{title}", table(results[name.split("_")[0]]), LEGENDS[name], *said[name], ""]))
+    if flags.json is not None:
+        described = {"benchmark": "butler", **report.environment(), "loss_sizes": LOSS_SIZES, "sinks": SINKS}
+        commands.write_json(flags.json, {**described, "results": results, "findings": said})
+        print(f"figures: {flags.json}")
+    if flags.plot is not None:
+        figure(results, flags.plot)
+        print(f"picture: {flags.plot}")
+    if flags.page is not None:
+        with commands.replacing(flags.page) as temporary:
+            temporary.write_text(page(results))
+        print(f"page: {flags.page}")
+
+
+def _counts(flag: str, text: str) -> list[int]:
+    parts = commands.split_list(text)
+    if not parts or not all(part.isdecimal() and int(part) for part in parts):
+        raise ValueError(f"{flag} is {text!r}; give numbers of tokens, at least 1 each, as 256,512.")
+    return sorted(int(part) for part in parts)

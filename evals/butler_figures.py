@@ -1,0 +1,253 @@
+"""What TokenButler's paper shows of the predictor: its accuracy, and why heads need one of their own.
+
+accuracy, layers: the share of the oracle's tokens that a source chooses too, while the model runs dense (figure 3): of
+all layers but the first, and layer by layer. "token accuracy" is that of each sequence's last query, the paper's
+classification of the top 50% tokens by the model's attention; the text does not say which rows it takes, its public
+code takes this one. "hit rate" is the mean over all rows, "mass" the true attention on the chosen tokens. No sinks.
+
+agreement: the correlation of the attention logits of each sequence's last query between all heads of all layers,
+layer 0 among them, and its mean over pairs, the cross-head consensus (figure 8). The text names no coefficient: it is
+Pearson's, of each sequence, over all tokens before and with the query. Beside it stands the share of tokens that the
+top 50% of two heads have in common, 0.5 by chance.
+
+oracles: perplexity against sparsity for the oracle, the oracle with eviction, the first layer's logits, the previous
+layer's, and a random choice (figure 9); see `python -m evals perplexity`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float, Int
+from tqdm import tqdm
+
+import models
+from evals import perplexity, report, selections, statistics
+from evals.selections import Selection
+from models import commands
+
+FIGURES = ("accuracy", "layers", "agreement", "oracles")
+SOURCES = "butler,quest,first_layer,previous_layer,streaming,random"
+ORACLES = "oracle,oracle_eviction,first_layer,previous_layer,random"
+MEASURES = ("token_accuracy", "hit_rate", "mass")
+TOP = 0.5
+EXAMPLES = """examples:
+  python -m evals butler accuracy
+  python -m evals butler layers --select butler,quest,random --sparsity 0.5 --plot layers.png
+  python -m evals butler agreement --plot agreement.png
+  python -m evals butler oracles --sparsity 0,0.1,...,0.7 --plot oracles.png
+"""
+
+
+def accuracies(
+    model: models.Decoder,
+    chunks: Int[np.ndarray, "n T"],
+    chosen: Sequence[Selection],
+    sparsities: Sequence[float],
+    *,
+    butler: models.Butler | None = None,
+    batch: int = 4,
+    progress: tqdm | None = None,
+) -> list[dict[str, Any]]:
+    """How much of the oracle's tokens each source finds.
+
+    Returns:
+        Rows of ``select``, ``sparsity``, the ``MEASURES`` over all layers but the first with their 95% intervals over
+        sequences, and ``layers``, the same of each of these layers.
+    """
+    results = []
+    size = min(batch, len(chunks))
+    for selection in chosen:
+        for sparsity in sparsities:
+            if progress is not None:
+                progress.set_description(f"{selection}, sparsity {sparsity:g}")
+            parts = []
+            for start in range(0, len(chunks), size):
+                part = chunks[start : start + size]
+                fed = np.concatenate([part, np.repeat(chunks[:1], size - len(part), axis=0)])
+                found = selections.hits(model, fed, selection, sparsity, butler=butler)
+                share, mass = (np.asarray(x, np.float64)[1:, : len(part)] for x in found)  # [L - 1, n, T]
+                parts.append(np.stack([share[..., -1], share.mean(axis=-1), mass.mean(axis=-1)]))
+                if progress is not None:
+                    progress.update(len(part))
+            by_sequence = np.concatenate(parts, axis=-1)  # [measures, L - 1, n]
+            layers = [
+                {"layer": layer + 1, **_intervals(by_sequence[:, layer])} for layer in range(by_sequence.shape[1])
+            ]
+            results.append(
+                {
+                    "select": str(selection),
+                    "sparsity": sparsity,
+                    **_intervals(by_sequence.mean(axis=1)),
+                    "layers": layers,
+                    "by_sequence": dict(zip(MEASURES, by_sequence.mean(axis=1).tolist(), strict=True)),
+                }
+            )
+    return results
+
+
+def compare(results: Sequence[dict[str, Any]], against: str = "butler") -> list[dict[str, Any]]:
+    """The predictor's hit rate less each other source's, at the same sparsity, by paired sequences."""
+    lines = {r["sparsity"]: r for r in results if r["select"] == against}
+    rows = []
+    for r in results:
+        if r["sparsity"] not in lines or r["select"] == against:
+            continue
+        ours, theirs = (np.array(x["by_sequence"]["hit_rate"]) for x in (lines[r["sparsity"]], r))
+        mean, low, high = statistics.mean_interval((ours - theirs).tolist())
+        rows.append(
+            {
+                "select": against,
+                "against": r["select"],
+                "sparsity": r["sparsity"],
+                "difference": mean,
+                "low": low,
+                "high": high,
+                "better": statistics.verdict(low, high) if len(ours) > 1 else "one sequence",
+            }
+        )
+    return rows
+
+
+def agreement(logits: Float[np.ndarray, "L B N T"]) -> dict[str, Any]:
+    """How alike the heads' wishes are, of what :func:`evals.selections.last_logits` gives.
+
+    Returns:
+        ``correlation`` and ``overlap`` [L N, L N], means over sequences; ``consensus`` and ``common``, their means over
+        pairs of different heads, with 95% intervals over sequences; and ``layers``, the same within each layer and
+        between it and the next.
+
+    Example:
+        >>> import numpy as np
+        >>> from evals.butler_figures import agreement
+        >>> one = np.array([3.0, 1.0, 2.0, 0.0])
+        >>> agreement(np.stack([one, -one])[None, None])["consensus"]
+        -1.0
+    """
+    L, B, N, T = logits.shape
+    if L * N < 2 or T < 2:
+        raise ValueError(f"{L * N} heads over {T} tokens cannot be compared; give at least 2 of each.")
+    by_head = np.moveaxis(np.asarray(logits, np.float64), 1, 0).reshape(B, L * N, T)
+    correlation = np.array([_correlation(rows) for rows in by_head])
+    top = np.zeros((B, L * N, T))
+    count = int(selections.kept_tokens(T, TOP)[-1])
+    newest_first = np.argsort(-by_head[..., ::-1], axis=-1, kind="stable")[..., :count]  # stable: ties to the recent
+    np.put_along_axis(top, T - 1 - newest_first, 1, axis=-1)
+    overlap = top @ top.swapaxes(1, 2) / count
+    upper = np.triu_indices(L * N, 1)
+    head_layer = np.arange(L * N) // N
+    found: dict[str, Any] = {"heads": N, "correlation": correlation.mean(axis=0).tolist()}
+    found["overlap"] = overlap.mean(axis=0).tolist()
+    for name, matrix in (("consensus", correlation), ("common", overlap)):
+        mean, low, high = statistics.mean_interval(matrix[:, upper[0], upper[1]].mean(axis=1).tolist())
+        found |= {name: mean, f"{name}_interval": [low, high] if B > 1 else None}
+    rows = []
+    for layer in range(L):
+        row: dict[str, Any] = {"layer": layer}
+        within = (head_layer[upper[0]] == layer) & (head_layer[upper[1]] == layer)
+        behind = (head_layer[upper[0]] == layer) & (head_layer[upper[1]] == layer + 1)
+        for name, matrix in (("consensus", correlation), ("common", overlap)):
+            pairs = matrix[:, upper[0], upper[1]].mean(axis=0)
+            row[f"{name}_within"] = float(pairs[within].mean()) if within.any() else None
+            row[f"{name}_next"] = float(pairs[behind].mean()) if behind.any() else None
+        rows.append(row)
+    return found | {"layers": rows}
+
+
+def add_flags(flags: argparse.ArgumentParser) -> None:
+    """The command's flags."""
+    flags.add_argument("figure", choices=FIGURES, help="which figure")
+    selections.add_flags(flags, select="", sparsity="", batch=4)
+    flags.set_defaults(select=None, sparsity=None)
+    perplexity.add_text_flags(flags, chunk=256)
+
+
+def command(flags: argparse.Namespace) -> None:
+    """Runs one figure: checks, table, JSON, picture."""
+    if flags.figure == "agreement" and (flags.select or flags.sparsity):
+        raise ValueError(
+            "agreement compares the model's own heads, which read everything; leave --select and --sparsity out."
+        )
+    names, sparsity = {"oracles": (ORACLES, "0,0.1,...,0.7"), "agreement": ("full", "0.5")}.get(
+        flags.figure, (SOURCES, "0.5")
+    )
+    flags.select, flags.sparsity = flags.select or names, flags.sparsity or sparsity
+    chosen, sparsities = selections.parse_selections(flags.select), selections.parse_sparsities(flags.sparsity)
+    if flags.figure in ("accuracy", "layers"):
+        for selection in chosen:
+            if selection.source is None:
+                raise ValueError(f"{selection.name!r} is not a source of importance; figure 3 compares sources alone.")
+    selections.check_flags(flags)
+    text = perplexity.read_text(flags.text)
+    model, tokenizer, butler = selections.load(flags, chosen)
+    chunks = perplexity.chunks_for(model, tokenizer, text, flags)
+    if flags.figure == "oracles":
+        perplexity.run(flags, "oracles", "Oracles and simple signals", model, chunks, chosen, sparsities, butler)
+        return
+    started = time.time()
+    figures: dict[str, Any]
+    if flags.figure == "agreement":
+        figures = _agreement_of(model, chunks, flags.batch)
+        print(report.agreement_table(figures))
+    else:
+        with tqdm(total=len(chunks) * len(chosen) * len(sparsities), unit="sequence", file=sys.stderr) as progress:
+            results = accuracies(model, chunks, chosen, sparsities, butler=butler, batch=flags.batch, progress=progress)
+            progress.set_description("done")
+        figures = {"results": results, "comparisons": compare(results)}
+        print(report.accuracy_table(results) if flags.figure == "accuracy" else report.layer_table(results))
+        if flags.figure == "accuracy" and figures["comparisons"]:
+            print()
+            print(report.hit_comparison_table(figures["comparisons"]))
+    if flags.json is not None:
+        commands.write_json(
+            flags.json,
+            {
+                "evaluation": f"butler {flags.figure}",
+                "settings": selections.settings_used(flags),
+                "sequences": len(chunks),
+                "seconds": round(time.time() - started, 1),
+                **report.environment(),
+                **figures,
+            },
+        )
+        print(f"figures: {flags.json}")
+    if flags.plot is not None:
+        if flags.figure == "agreement":
+            report.agreement_map(figures, flags.plot)
+        else:
+            report.source_lines(figures["results"], flags.plot)
+        print(f"picture: {flags.plot}")
+
+
+def _agreement_of(model: models.Decoder, chunks: Int[np.ndarray, "n T"], batch: int) -> dict[str, Any]:
+    size = min(batch, len(chunks))
+    parts = []
+    with tqdm(total=len(chunks), unit="sequence", file=sys.stderr, dynamic_ncols=True) as progress:
+        for start in range(0, len(chunks), size):
+            part = chunks[start : start + size]
+            fed = np.concatenate([part, np.repeat(chunks[:1], size - len(part), axis=0)])
+            parts.append(np.asarray(selections.last_logits(model, fed))[:, : len(part)])
+            progress.update(len(part))
+    return agreement(np.concatenate(parts, axis=1))
+
+
+def _correlation(rows: Float[np.ndarray, "heads T"]) -> Float[np.ndarray, "heads heads"]:
+    """Pearson's; 0 with a head whose logits are all the same."""
+    centred = rows - rows.mean(axis=1, keepdims=True)
+    length = np.sqrt(np.sum(centred**2, axis=1, keepdims=True))
+    unit = centred / np.where(length > 0, length, 1)
+    return unit @ unit.T
+
+
+def _intervals(by_sequence: Float[np.ndarray, "measures n"]) -> dict[str, Any]:
+    """Means over sequences, and their intervals where there are two or more."""
+    found: dict[str, Any] = {}
+    for name, values in zip(MEASURES, by_sequence, strict=True):
+        mean, low, high = statistics.mean_interval(values.tolist())
+        found |= {name: mean, f"{name}_interval": [low, high] if len(values) > 1 else None}
+    return found

@@ -1,0 +1,270 @@
+"""Co-reference: a place is named, distractions follow, and its name has to be said again, whole.
+
+TokenButler's task (section 4.2, table 2) on pools of our own. "teacher": one forward over the text with the name
+behind it, in which every row reads what the selection keeps (evals/selections.py), and the likeliest token at each
+place of the name, as published. "generate": the prompt is read by blocks, and the name decoded greedily. There a source
+chooses in decode alone, so that the name's first token is the dense model's; a policy evicts from the prompt on, down
+to a share of it, the sinks among it. In the forward each query head has tokens of its own under a policy, too; in
+generation those of a group share them, as everywhere in the library.
+
+Accuracy is the share of names that are right as a whole, coverage the mean share of a name's tokens that are right.
+Quest's pages hold 4 tokens here, as in the paper, unless its name says otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
+
+import jax.numpy as jnp
+import numpy as np
+from tqdm import tqdm
+
+import models
+from evals import coref_task, report, selections, statistics
+from evals.coref_task import CorefSample
+from evals.selections import Heads, Selection
+from models import commands
+
+Mode = Literal["teacher", "generate"]
+SELECT = "full,oracle,butler,quest,h2o,streaming,random"
+PAGE_SIZE = 4
+SNAPKV = "snapkv(window=32,kernel=7,pooling='max')"  # of a prompt, where its window lies within a block
+EXAMPLES = """examples:
+  python -m evals coref --select full,oracle,butler,quest,h2o,streaming,random --sparsity 0.5
+  python -m evals coref --sparsity 0.3,0.5,0.7 --mode teacher,generate --json coref.json --plot coref.png
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """One row of the table; "full" has no sparsity."""
+
+    selection: Selection
+    sparsity: float | None
+    mode: Mode
+
+    def title(self) -> str:
+        sparsity = "" if self.sparsity is None else f", sparsity {self.sparsity:g}"
+        return f"{self.selection}{sparsity}, {self.mode}"
+
+
+def make_settings(select: str, sparsities: Sequence[float], modes: Sequence[Mode]) -> list[Setting]:
+    """Every combination, checked before any work.
+
+    Raises:
+        ValueError: an unknown selection or mode, or one that exists in the simulation alone.
+
+    Example:
+        >>> from evals.coref import make_settings
+        >>> [setting.title() for setting in make_settings("full,quest", [0.5], ["teacher"])]
+        ['full, teacher', 'quest(page_size=4), sparsity 0.5, teacher']
+    """
+    wrong = [mode for mode in modes if mode not in get_args(Mode)]
+    if wrong or not modes:
+        raise ValueError(f"--mode is {', '.join(wrong) or 'empty'}; there are {', '.join(get_args(Mode))}.")
+    settings = []
+    for mode in dict.fromkeys(modes):
+        names = commands.split_list(select)
+        if mode == "generate":
+            names = [SNAPKV if name == "snapkv" else name for name in names]
+        for selection in selections.parse_selections(",".join(names), page_size=PAGE_SIZE):
+            simulated = selection.name.split("(")[0] in (selections.ORACLE_EVICTION, "rolling_snapkv")
+            if mode == "generate" and simulated:
+                raise ValueError(f"{selection.name!r} is simulated only; leave it out, or take --mode teacher.")
+            of_full: list[float | None] = [None]
+            shares = of_full if selection.name == "full" else list(sparsities)
+            settings += [Setting(selection, sparsity, mode) for sparsity in shares]
+    return settings
+
+
+def outcomes(guessed: Sequence[int], wanted: Sequence[int]) -> tuple[bool, float]:
+    """Whether a name is right as a whole, and the share of its tokens that are.
+
+    Example:
+        >>> from evals.coref import outcomes
+        >>> outcomes([5, 6, 7, 9], [5, 6, 7, 8])
+        (False, 0.75)
+    """
+    right = [a == b for a, b in zip(guessed, wanted, strict=True)]
+    return all(right), sum(right) / len(right)
+
+
+def measure(
+    model: models.Decoder,
+    samples: Sequence[CorefSample],
+    setting: Setting,
+    *,
+    butler: models.Butler | None = None,
+    sinks: int = 4,
+    heads: Heads = "query",
+    block: int = 128,
+    batch: int = 10,
+    progress: tqdm | None = None,
+) -> dict[str, Any]:
+    """Answers every sample under one setting.
+
+    Returns:
+        The setting; ``accuracy`` and ``coverage`` with their Wilson intervals; and per sample
+        ``correct``, ``covered`` and ``guessed``, the tokens.
+    """
+    if not samples:
+        raise ValueError("there is no sample to answer; give at least 1.")
+    widest = max(len(sample.tokens) for sample in samples)
+    most = max(len(sample.answer_tokens) for sample in samples)
+    guessed: list[list[int]] = []
+    batch = min(batch, len(samples))
+    for start in range(0, len(samples), batch):
+        chosen = list(samples[start : start + batch])
+        fed = chosen + [samples[0]] * (batch - len(chosen))
+        if setting.mode == "teacher":
+            found = _teacher_forced(model, fed, setting, widest + most, butler, sinks, heads)
+        else:
+            found = _generated(model, fed, setting, widest, most, butler, sinks, block)
+        guessed += [row[: len(sample.answer_tokens)] for row, sample in zip(found, chosen, strict=False)]
+        if progress is not None:
+            progress.update(len(chosen))
+    judged = [outcomes(row, sample.answer_tokens) for row, sample in zip(guessed, samples, strict=True)]
+    correct, covered = [whole for whole, _ in judged], [share for _, share in judged]
+    low, high = statistics.wilson(sum(correct), len(correct))
+    coverage_low, coverage_high = statistics.wilson(sum(covered), len(covered))
+    return {
+        "select": str(setting.selection),
+        "sparsity": setting.sparsity,
+        "mode": setting.mode,
+        "samples": len(samples),
+        "accuracy": sum(correct) / len(correct),
+        "low": low,
+        "high": high,
+        "coverage": sum(covered) / len(covered),
+        "coverage_low": coverage_low,
+        "coverage_high": coverage_high,
+        "correct": list(map(int, correct)),
+        "covered": covered,
+        "guessed": guessed,
+    }
+
+
+def compare(results: Sequence[dict[str, Any]], against: str = "butler") -> list[dict[str, Any]]:
+    """The predictor's accuracy and coverage less each other's, on the same samples, sparsity and mode."""
+    rows = []
+    for r in results:
+        if r["select"] == against:
+            continue
+        for line in results:
+            same = r["sparsity"] in (None, line["sparsity"]) and r["mode"] == line["mode"]
+            if line["select"] != against or not same:
+                continue
+            accuracy = statistics.paired_difference(r["correct"], line["correct"])
+            gained = [b - a for a, b in zip(r["covered"], line["covered"], strict=True)]
+            coverage = statistics.mean_interval(gained, pseudo=1.0)  # as of paired_difference
+            rows.append(
+                {
+                    "select": against,
+                    "against": r["select"],
+                    "mode": r["mode"],
+                    "sparsity": line["sparsity"],
+                    "difference": accuracy[0],
+                    "low": accuracy[1],
+                    "high": accuracy[2],
+                    "coverage_difference": coverage[0],
+                    "coverage_low": coverage[1],
+                    "coverage_high": coverage[2],
+                    "better": statistics.verdict(*accuracy[1:]),
+                }
+            )
+    return rows
+
+
+def add_flags(flags: argparse.ArgumentParser) -> None:
+    """The command's flags."""
+    selections.add_flags(flags, select=SELECT, sparsity="0.5", batch=10)
+    flags.add_argument("--mode", default="teacher", help="teacher, generate; several by comma")
+    flags.add_argument("--samples", type=int, default=100)
+    flags.add_argument("--block", type=int, default=128, help="tokens a step of the prompt (generate)")
+    flags.add_argument("--seed", type=int, default=0)
+
+
+def command(flags: argparse.Namespace) -> None:
+    """Runs the evaluation: checks, table, JSON, picture."""
+    modes: Any = commands.split_list(flags.mode)
+    settings = make_settings(flags.select, selections.parse_sparsities(flags.sparsity), modes)
+    for name, least in (("samples", 1), ("block", 1), ("seed", 0)):
+        if getattr(flags, name) < least:
+            raise ValueError(f"--{name} is {getattr(flags, name)}; give at least {least}.")
+    selections.check_flags(flags)
+    model, tokenizer, butler = selections.load(flags, [setting.selection for setting in settings])
+    samples = [coref_task.sample(flags.seed + index, tokenizer) for index in range(flags.samples)]
+
+    started = time.time()
+    results = []
+    with tqdm(total=len(samples) * len(settings), unit="sample", file=sys.stderr, dynamic_ncols=True) as progress:
+        for setting in settings:
+            progress.set_description(setting.title())
+            results.append(
+                measure(
+                    model, samples, setting, butler=butler, sinks=flags.sinks, heads=flags.heads, block=flags.block,
+                    batch=flags.batch, progress=progress,
+                )
+            )  # fmt: skip
+        progress.set_description("done")
+    comparisons = compare(results)
+    print(report.coref_table(results))
+    if comparisons:
+        print()
+        print(report.coref_comparison_table(comparisons))
+    if flags.json is not None:
+        commands.write_json(
+            flags.json,
+            {
+                "evaluation": "coref",
+                "settings": selections.settings_used(flags),
+                "samples": len(samples),
+                "seconds": round(time.time() - started, 1),
+                **report.environment(),
+                "results": results,
+                "comparisons": comparisons,
+            },
+        )
+        print(f"figures: {flags.json}")
+    if flags.plot is not None:
+        report.coref_dots(results, flags.plot)
+        print(f"picture: {flags.plot}")
+
+
+def _teacher_forced(model, samples, setting, width, butler, sinks, heads) -> list[list[int]]:
+    tokens = np.zeros((len(samples), width), np.int32)
+    for row, sample in enumerate(samples):
+        whole = [*sample.tokens, *sample.answer_tokens]
+        tokens[row, : len(whole)] = whole
+    logits = selections.simulate(
+        model, tokens, setting.selection, setting.sparsity or 0.0, butler=butler, sinks=sinks, heads=heads
+    )
+    likeliest = np.asarray(jnp.argmax(logits, axis=-1))
+    starts = [len(sample.tokens) - 1 for sample in samples]
+    return [
+        row[start : start + len(sample.answer_tokens)].tolist()
+        for row, start, sample in zip(likeliest, starts, samples, strict=True)
+    ]
+
+
+def _generated(model, samples, setting, width, most, butler, sinks, block) -> list[list[int]]:
+    tokens = np.zeros((len(samples), width), np.int32)
+    lengths = np.array([len(sample.tokens) for sample in samples])
+    for row, sample in enumerate(samples):
+        tokens[row, : lengths[row]] = sample.tokens
+    selection, given = setting.selection, dict[str, Any]()
+    if setting.sparsity is not None:
+        given["budget"] = round(1 - setting.sparsity, 4)
+    if selection.source is not None:
+        given.update(select=selection.source, sinks=sinks)
+    elif selection.policy is not None:  # the sinks stay, within the budget
+        given["policy"] = selections.with_sinks(selection.policy, sinks)
+    if selection.needs_butler:
+        given["butler"] = butler
+    out = models.generate(model, tokens, lengths=lengths, block=block, max_new_tokens=most, end=(), **given)
+    return np.asarray(out.tokens).tolist()

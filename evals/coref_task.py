@@ -1,0 +1,130 @@
+"""The co-reference task: a place is named, three distractions follow, and the name has to be said again.
+
+TokenButler's template (section 4.2 and appendix A.1): an introduction that ends with "The place is:" and an invented
+name, a philosophical reflection, a dish, a short calculation, and a sentence that leads back to the name. The pools in
+`coref_pools.json` were written for this project. Three fifths of each are for training, the rest for tests: no name,
+no introduction and no distraction of a test sample was trained on. Everything is a pure function of a seed.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+POOLS_FILE = Path(__file__).with_name("coref_pools.json")
+
+Split = Literal["train", "test"]
+
+
+class Pools(NamedTuple):
+    """What samples of one split are made of."""
+
+    names: tuple[str, ...]
+    places: tuple[tuple[str, str], ...]  # introduction and the sentence that leads back
+    reflections: tuple[str, ...]
+    dishes: tuple[str, ...]
+    problems: tuple[str, ...]
+
+
+class Story(NamedTuple):
+    """The parts of one sample, in the order in which they are read; the name follows the first and the last."""
+
+    introduction: str
+    name: str
+    distractions: tuple[str, str, str]
+    tie_back: str
+
+
+class CorefSample(NamedTuple):
+    """One place to name again. ``tokens`` encode ``prompt`` and begin with BOS; a model answers well if it continues
+    with ``answer_tokens``, which encode a space and the ``name``. ``stated_at`` is the index in ``tokens`` of the
+    first token of the name where it is stated, in as many tokens. The tokens before ``context_end`` are known when
+    the sentence that leads back is not yet.
+    """
+
+    prompt: str
+    name: str
+    tokens: list[int]
+    answer_tokens: list[int]
+    stated_at: int
+    context_end: int
+
+
+@functools.cache
+def pools(split: Split = "test") -> Pools:
+    """The pools of one split; the two share no entry.
+
+    Raises:
+        ValueError: another split than "train" and "test".
+
+    >>> set(pools("train").names).isdisjoint(pools("test").names)
+    True
+    """
+    if split not in ("train", "test"):
+        raise ValueError(f"split is {split!r}; expected 'train' or 'test'.")
+    raw = json.loads(POOLS_FILE.read_text(encoding="utf-8"))
+    places = tuple((place["introduction"], place["tie_back"]) for place in raw["places"][split])
+    names, reflections, dishes, problems = (
+        tuple(raw[pool][split]) for pool in ("names", "reflections", "dishes", "problems")
+    )
+    return Pools(names, places, reflections, dishes, problems)
+
+
+def story(rng: np.random.Generator, split: Split = "test") -> Story:
+    """Random parts of one sample, each drawn from its pool.
+
+    >>> parts = story(np.random.default_rng(0))
+    >>> parts.introduction.endswith("The place is:"), len(parts.distractions)
+    (True, 3)
+    """
+    drawn = pools(split)
+    name, reflection, dish, problem = (
+        _pick(rng, pool) for pool in (drawn.names, drawn.reflections, drawn.dishes, drawn.problems)
+    )
+    introduction, tie_back = drawn.places[int(rng.integers(len(drawn.places)))]
+    return Story(introduction, name, (reflection, dish, problem), tie_back)
+
+
+def sample(seed: int, tokenizer: Any, split: Split = "test") -> CorefSample:
+    """One sample: about 170 words, and at the end the place of the introduction to name again.
+
+    Args:
+        seed: everything random in the sample follows from it.
+        tokenizer: has ``encode(text)``, which gives ids, or an object with ``.ids``, with BOS in front.
+        split: which pools to draw from.
+
+    Raises:
+        ValueError: another split than "train" and "test", or a seed below 0.
+
+    Example:
+        >>> from evals import coref_task
+        >>> class Words:
+        ...     encode = staticmethod(lambda text: [0, *(hash(word.strip(".")) for word in text.split())])
+        >>> sample = coref_task.sample(0, Words)
+        >>> sample.prompt.count(sample.name), sample.prompt[-1]
+        (1, ':')
+        >>> sample.tokens[sample.stated_at :][: len(sample.answer_tokens)] == sample.answer_tokens
+        True
+    """
+    if seed < 0:
+        raise ValueError(f"seed is {seed}; expected 0 or more.")
+    parts = story(np.random.default_rng(seed), split)
+    context = " ".join([f"{parts.introduction} {parts.name}.", *parts.distractions])
+    prompt = f"{context} {parts.tie_back}:"
+    tokens = _ids(tokenizer, prompt)
+    answer_tokens = _ids(tokenizer, f"{prompt} {parts.name}")[len(tokens) :]
+    stated_at = len(_ids(tokenizer, parts.introduction))
+    return CorefSample(prompt, parts.name, tokens, answer_tokens, stated_at, len(_ids(tokenizer, context)))
+
+
+def _pick(rng: np.random.Generator, items: tuple[str, ...]) -> str:
+    return items[int(rng.integers(len(items)))]
+
+
+def _ids(tokenizer: Any, text: str) -> list[int]:
+    encoded = tokenizer.encode(text)
+    return list(getattr(encoded, "ids", encoded))

@@ -1,0 +1,455 @@
+"""lm-evaluation-harness under a KV budget: its tasks, and a model class ``kvjax`` in its registry.
+
+A choice's likelihood is that of its tokens behind the compressed context: the context is fed as a prompt and evicted
+from, the choice comes after it and is not. A rolling likelihood (perplexity) evicts after every block, so each token
+is predicted from what earlier evictions left. A context shorter than the budget loses nothing: give ratios, or small
+budgets, where prompts are short.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import hashlib
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import kvjax
+import models
+from evals import report
+from models import commands
+from models.decoding import When
+
+EXAMPLES = """examples:
+  python -m evals lm_eval --tasks hellaswag,piqa --model_args pretrained=path/to/Llama-3.2-1B
+      --model_args "pretrained=path/to/Llama-3.2-1B,policy=snapkv(window=8)+caote,budget=0.5" --limit 100
+  python -m evals lm_eval --tasks mine --include_path tasks --model_args pretrained=retriever,policy=h2o,budget=64
+"""
+NEEDED = "lm_eval needs lm-evaluation-harness; install it with: pip install 'kvjax[harness]'."
+
+
+class Predicted(NamedTuple):
+    """Of each token of a sequence but the first: its log-probability, and whether it was the most likely one."""
+
+    log_probability: np.ndarray
+    greedy: np.ndarray
+
+
+def predict(
+    model: models.Decoder,
+    sequences: Sequence[Sequence[int]],
+    held_back: Sequence[int] | None = None,
+    *,
+    policy: str = "full",
+    budget: int | float | None = None,
+    block: int = 128,
+    when: When = "block",
+    batch: int = 8,
+    on_row: Callable[[int, Predicted], None] | None = None,
+) -> list[Predicted]:
+    """What a model says of each token of sequences, given those before it that a policy has kept.
+
+    The logits of a batch's tokens, ``[B, T, V]`` in float32, are held at once.
+
+    Args:
+        held_back: how many last tokens of each sequence come after the rest was compressed, and are not evicted from.
+        on_row: called with a sequence's number and figures as they come.
+
+    Raises:
+        ValueError: a sequence of fewer than two tokens.
+
+    Example:
+        >>> import models
+        >>> from evals import harness
+        >>> model, tokenizer = models.load("retriever")
+        >>> found = harness.predict(model, [tokenizer.encode("The river was calm.")], block=8)
+        >>> found[0].log_probability.shape == (len(tokenizer.encode("The river was calm.")) - 1,)
+        True
+    """
+    if any(len(sequence) < 2 for sequence in sequences):
+        raise ValueError("a sequence has fewer than 2 tokens, so nothing in it is predicted; give longer texts.")
+    asked = [0] * len(sequences) if held_back is None or policy == "full" else list(held_back)
+    found: list[Predicted | None] = [None] * len(sequences)
+    order = sorted(range(len(sequences)), key=lambda row: -len(sequences[row]))
+    for start in range(0, len(order), batch):
+        rows = order[start : start + batch]
+        fed = rows + rows[:1] * (min(batch, len(order)) - len(rows))
+        # The last token is predicted and not fed; of those held back, one is predicted by the context's last token.
+        lengths = np.array([len(sequences[row]) - 1 for row in fed])
+        questions = np.array([min(max(asked[row] - 1, 0), len(sequences[row]) - 2) for row in fed])
+        width = int(questions.min()) + -(-int(lengths.max() - questions.min()) // block) * block  # few shapes
+        tokens = np.zeros((len(fed), width + 1), np.int32)
+        for place, row in enumerate(fed):
+            tokens[place, : lengths[place] + 1] = sequences[row]
+        out = models.prefill(
+            model,
+            tokens[:, :-1],
+            lengths,
+            policy=policy,
+            budget=budget,
+            block=block,
+            when=when,
+            question=questions if questions.any() else None,
+            outputs="all",
+        )
+        chosen, greedy = (np.asarray(x) for x in _chosen(out.logits, jnp.asarray(tokens[:, 1:])))
+        for place, row in enumerate(rows):
+            predicted = Predicted(chosen[place, : lengths[place]], greedy[place, : lengths[place]])
+            found[row] = predicted
+            if on_row is not None:
+                on_row(row, predicted)
+    return [predicted for predicted in found if predicted is not None]
+
+
+@functools.cache
+def model_class() -> type:
+    """The class that stands as ``kvjax`` in lm-evaluation-harness's registry; the first call puts it there.
+
+    Raises:
+        ImportError: lm-evaluation-harness is not installed.
+    """
+    try:
+        from lm_eval.api.model import TemplateLM
+        from lm_eval.api.registry import register_model
+        from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+        from tqdm import tqdm
+    except ImportError:
+        raise ImportError(NEEDED) from None
+
+    class KvjaxLM(TemplateLM):  # type: ignore[misc, valid-type]
+        """A decoder under a policy.
+
+        Args:
+            pretrained: 'retriever', a Hugging Face folder, or a hub name.
+            policy, budget, block, when: as ``models.prefill`` has them.
+            select: reserved for selections, which read a subset and evict nothing.
+            max_length: tokens of a context and what follows it; the model's by default.
+            max_gen_toks: new tokens where a task sets none.
+        """
+
+        def __init__(
+            self,
+            pretrained: str = "retriever",
+            policy: str = "full",
+            budget: int | float | str | None = None,
+            block: int = 128,
+            when: When = "prompt",
+            select: str | None = None,
+            batch_size: int | str = 8,
+            max_length: int | None = None,
+            max_gen_toks: int = 256,
+            dtype: str | None = None,
+            **ignored: Any,
+        ) -> None:
+            super().__init__()
+            if unknown := set(ignored) - {"device", "max_batch_size"}:
+                raise ValueError(f"the model kvjax has no argument {', '.join(sorted(unknown))}; see --help.")
+            if select is not None:
+                raise ValueError(f"select is {select!r}, but no selection is built in; give a policy and a budget.")
+            self.settings: dict[str, Any] = check_settings(policy, budget, block, when)
+            self.batch = int(batch_size) if str(batch_size).isdigit() and int(batch_size) > 0 else 8
+            self.model, tokenizer = models.load(str(pretrained), dtype=dtype)
+            if tokenizer is None:
+                raise ValueError(f"{pretrained} has no tokenizer.json, and tasks are text; copy it from its source.")
+            self.text = tokenizer
+            self.max_length = max_length or self.model.config.max_positions
+            self.max_gen_toks = max_gen_toks
+
+        @classmethod
+        def create_from_arg_string(cls, arg_string: str, additional_config: dict | None = None) -> Any:
+            more = {name: value for name, value in (additional_config or {}).items() if value is not None}
+            return cls(**parse_arguments(arg_string), **more)
+
+        @property
+        def eot_token_id(self) -> int:
+            end = (*self.model.config.eos, self.text.eos, self.text.bos)
+            return next((int(token) for token in end if token is not None), 0)
+
+        @property
+        def prefix_token_id(self) -> int:
+            return self.eot_token_id if self.text.bos is None else self.text.bos
+
+        @property
+        def tokenizer_name(self) -> str:
+            return "kvjax"
+
+        def tok_encode(self, string: str, add_special_tokens: bool | None = None, **unused: Any) -> list[int]:
+            return self.text.encode(string, add_special_tokens=add_special_tokens is not False)
+
+        def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+            return self.text.chat(chat_history, add_generation_prompt)
+
+        def _loglikelihood_tokens(
+            self, requests: Any, disable_tqdm: bool = False, **unused: Any
+        ) -> list[tuple[float, bool]]:
+            sequences = [[*context, *continuation][-self.max_length - 1 :] for _, context, continuation in requests]
+            counts = [len(continuation) for _, _, continuation in requests]
+            bar = tqdm(total=len(requests), disable=disable_tqdm, desc="likelihoods", file=sys.stderr)
+            answers: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
+
+            def keep(row: int, found: Predicted) -> None:
+                end = found.log_probability[-counts[row] :], found.greedy[-counts[row] :]
+                answers[row] = (float(end[0].sum()), bool(end[1].all()))
+                if requests[row][0] is not None:
+                    self.cache_hook.add_partial("loglikelihood", requests[row][0], answers[row])
+                bar.update()
+
+            predict(self.model, sequences, counts, **self.settings, batch=self.batch, on_row=keep)
+            bar.close()
+            return answers
+
+        def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
+            answers = []
+            for request in tqdm(requests, disable=disable_tqdm, desc="rolling likelihoods", file=sys.stderr):
+                tokens = self.tok_encode(request.args[0], add_special_tokens=False)
+                windows = get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, context_len=1)
+                pairs = [make_disjoint_window(window) for window in windows]
+                sequences = [[*context, *predicted] for context, predicted in pairs]
+                # Text is evicted from as it comes: there is no prompt whose end could be waited for.
+                settings = {**self.settings, "when": "block"}
+                found = predict(self.model, sequences, **settings, batch=self.batch)
+                total = sum(
+                    float(row.log_probability[-len(predicted) :].sum())
+                    for row, (_, predicted) in zip(found, pairs, strict=True)
+                )
+                self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+                answers.append(total)
+            return answers
+
+        def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
+            bar = tqdm(total=len(requests), disable=disable_tqdm, desc="answers", file=sys.stderr)
+            answers = [""] * len(requests)
+            alike: dict[str, list[int]] = {}
+            for row, request in enumerate(requests):
+                alike.setdefault(repr(sorted(request.args[1].items())), []).append(row)
+            for rows in alike.values():
+                asked = requests[rows[0]].args[1]
+                for start in range(0, len(rows), self.batch):
+                    chosen = rows[start : start + self.batch]
+                    said = self._generate([requests[row].args[0] for row in chosen], asked)
+                    for row, text in zip(chosen, said, strict=True):
+                        answers[row] = text
+                        self.cache_hook.add_partial("generate_until", requests[row].args, text)
+                        bar.update()
+            bar.close()
+            return answers
+
+        def _generate(self, contexts: Sequence[str], asked: dict[str, Any]) -> list[str]:
+            if asked.get("do_sample") and float(asked.get("temperature", 0)) > 0:
+                raise ValueError(
+                    "the task draws its answers at random, and kvjax answers greedily; set do_sample=False."
+                )
+            until = asked.get("until") or []
+            until = [until] if isinstance(until, str) else list(until)
+            new = int(asked.get("max_gen_toks", asked.get("max_new_tokens", self.max_gen_toks)))
+            prompts = [self.tok_encode(context)[-max(self.max_length - new, 1) :] for context in contexts]
+            tokens = np.zeros((len(prompts), max(map(len, prompts))), np.int32)
+            for row, prompt in enumerate(prompts):
+                tokens[row, : len(prompt)] = prompt
+            lengths = np.array([len(prompt) for prompt in prompts])
+            said: list[list[int]] = [[] for _ in prompts]
+            for step, (token, _) in enumerate(
+                models.stream(self.model, tokens, lengths=lengths, max_new_tokens=new, **self.settings)
+            ):
+                for row, one in enumerate(token.tolist()):
+                    if one >= 0 and one not in self.model.config.eos:
+                        said[row].append(one)
+                if until and step % 8 == 7 and all(any(u in self.text.decode(x) for u in until) for x in said):
+                    break
+            return [cut_at(self.text.decode(row), until) for row in said]
+
+    register_model("kvjax")(KvjaxLM)
+    return KvjaxLM
+
+
+def check_settings(policy: str, budget: int | float | str | None, block: int, when: str) -> dict[str, Any]:
+    """The arguments of a run, checked before the model is loaded.
+
+    Raises:
+        ValueError: a policy, budget, block or moment that cannot be.
+
+    Example:
+        >>> from evals import harness
+        >>> harness.check_settings("tova", "0.25", 64, "prompt")
+        {'policy': 'tova', 'budget': 0.25, 'block': 64, 'when': 'prompt'}
+    """
+    if when not in ("block", "prompt"):
+        raise ValueError(f"when is {when!r}; there are block and prompt.")
+    if not isinstance(block, int) or block < 1:
+        raise ValueError(f"block is {block!r}; give at least 1.")
+    if policy == "full":
+        if budget is not None:
+            raise ValueError(f"a budget of {budget} was given without a policy that says what to keep; give policy=...")
+        return {"policy": "full", "budget": None, "block": block, "when": "block"}
+    parsed = kvjax.parse(policy)
+    if budget is None:
+        raise ValueError(f"the policy {policy!r} needs a budget: slots per head, or a ratio of the prompt.")
+    slots = commands.parse_budget(str(budget))
+    if isinstance(slots, int):
+        kvjax.check_budget(parsed, slots)
+    return {"policy": str(parsed), "budget": slots, "block": block, "when": when}
+
+
+def parse_arguments(text: str) -> dict[str, Any]:
+    """``name=value`` pairs split at commas outside parentheses, numbers as numbers.
+
+    Raises:
+        ValueError: a part without "=".
+
+    Example:
+        >>> from evals import harness
+        >>> harness.parse_arguments("policy=snapkv(window=8,kernel=7),budget=0.5,block=64")
+        {'policy': 'snapkv(window=8,kernel=7)', 'budget': 0.5, 'block': 64}
+    """
+    found: dict[str, Any] = {}
+    for part in commands.split_list(text):
+        name, equals, value = part.partition("=")
+        if not equals or not name.strip() or not value.strip():
+            raise ValueError(f"{part!r} in the model's arguments is not name=value; write pretrained=...,policy=...")
+        number = _number(value.strip())
+        found[name.strip()] = value.strip() if number is None else number
+    return found
+
+
+def cut_at(text: str, until: Iterable[str]) -> str:
+    """A text up to the first of some strings.
+
+    Example:
+        >>> from evals import harness
+        >>> harness.cut_at("4719. And", [".", "And"])
+        '4719'
+    """
+    return text[: min((text.find(stop) for stop in until if stop and stop in text), default=len(text))]
+
+
+def add_flags(flags: argparse.ArgumentParser) -> None:
+    """The command's flags; the harness's own names where it has them."""
+    flags.add_argument("--tasks", required=True, help="the harness's tasks, or yaml files; several by comma")
+    flags.add_argument(
+        "--model_args", action="append", required=True,
+        help="pretrained=...,policy=...,budget=...,block=...,when=...; again for another row of the table",
+    )  # fmt: skip
+    flags.add_argument("--model", default="kvjax", choices=["kvjax"], help="the name in the harness's registry")
+    flags.add_argument("--include_path", type=Path, help="a folder with tasks of your own (yaml)")
+    flags.add_argument("--num_fewshot", type=int, help="examples in a prompt; the task's by default")
+    flags.add_argument("--limit", type=int, help="the first samples of each task only")
+    flags.add_argument("--batch", type=int, default=8, help="requests answered at once")
+    flags.add_argument("--seed", type=int, default=0)
+    flags.add_argument("--json", type=Path, help="write all figures here")
+    flags.add_argument("--out", type=Path, help="a folder for answers; a killed run goes on there")
+
+
+def command(flags: argparse.Namespace) -> None:
+    """Runs the harness: checks, a row for each task, metric and model; JSON."""
+    for name in ("limit", "batch"):
+        if getattr(flags, name) is not None and getattr(flags, name) < 1:
+            raise ValueError(f"--{name} is {getattr(flags, name)}; give at least 1.")
+    given = [parse_arguments(text) for text in flags.model_args]
+    for arguments in given:
+        check_settings(
+            str(arguments.get("policy", "full")), arguments.get("budget"), arguments.get("block", 128),
+            str(arguments.get("when", "prompt")),
+        )  # fmt: skip
+    if flags.include_path is not None and not flags.include_path.is_dir():
+        raise FileNotFoundError(f"there is no folder {flags.include_path}; name one with tasks by --include_path.")
+    commands.check_outputs([flags.json])
+    kind = model_class()
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    manager = TaskManager(include_path=None if flags.include_path is None else str(flags.include_path))
+    tasks = commands.split_list(flags.tasks)
+    unknown = [task for task in tasks if task not in manager.all_tasks and not Path(task).is_file()]
+    if unknown or not tasks:
+        raise ValueError(f"the harness has no task {', '.join(unknown) or 'of no name'}; list them: lm-eval ls tasks.")
+    if flags.out is not None:
+        if not flags.out.parent.is_dir():
+            raise FileNotFoundError(f"cannot make {flags.out}: the folder {flags.out.parent} does not exist.")
+        flags.out.mkdir(exist_ok=True)
+    started, results = time.time(), []
+    for text, arguments in zip(flags.model_args, given, strict=True):
+        model = kind(**{"batch_size": flags.batch, **arguments})
+        found = simple_evaluate(
+            model=model,
+            tasks=tasks,
+            num_fewshot=flags.num_fewshot,
+            limit=flags.limit,
+            task_manager=manager,
+            use_cache=None if flags.out is None else str(flags.out / _cache_name(text)),
+            random_seed=flags.seed,
+            numpy_random_seed=flags.seed,
+            torch_random_seed=flags.seed,
+            fewshot_random_seed=flags.seed,
+            log_samples=False,
+        )
+        results += [{**row, "model_args": text, **model.settings} for row in rows_of(found)]
+    print(_table(results))
+    if flags.json is not None:
+        commands.write_json(
+            flags.json,
+            {
+                "evaluation": "lm_eval",
+                "tasks": tasks,
+                "settings": {"num_fewshot": flags.num_fewshot, "limit": flags.limit, "seed": flags.seed},
+                "seconds": round(time.time() - started, 1),
+                **report.environment(),
+                "results": results,
+            },
+        )
+        print(f"figures: {flags.json}")
+
+
+def rows_of(found: Any) -> list[dict[str, Any]]:
+    """The harness's figures: a row for each task and metric."""
+    rows = []
+    for task, figures in (found or {}).get("results", {}).items():
+        samples = found.get("n-samples", {}).get(task, {}).get("effective")
+        for name, value in figures.items():
+            metric, _, rest = name.partition(",")
+            if isinstance(value, int | float) and "_stderr" not in name and metric not in ("alias", "sample_len"):
+                error = figures.get(f"{metric}_stderr,{rest}")
+                error = float(error) if isinstance(error, int | float) else None
+                rows.append({"task": task, "metric": metric, "value": float(value), "error": error, "samples": samples})
+    return rows
+
+
+def _table(results: Sequence[dict[str, Any]]) -> str:
+    rows = [
+        (
+            r["policy"],
+            "all" if r["budget"] is None else str(r["budget"]),
+            r["task"],
+            r["metric"],
+            f"{r['value']:.4f}",
+            "" if r["error"] is None else f"{r['error']:.4f}",
+            "" if r["samples"] is None else str(r["samples"]),
+        )
+        for r in results
+    ]
+    return report.columns(("policy", "budget", "task", "metric", "value", "std. error", "samples"), rows, left=4)
+
+
+def _cache_name(text: str) -> str:
+    return f"answers-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+
+def _number(text: str) -> int | float | None:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return None
+
+
+@jax.jit
+def _chosen(logits: jax.Array, following: jax.Array) -> tuple[jax.Array, jax.Array]:
+    picked = jnp.take_along_axis(logits, following[..., None], axis=-1)[..., 0]
+    return picked - jax.nn.logsumexp(logits, axis=-1), jnp.argmax(logits, axis=-1) == following

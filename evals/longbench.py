@@ -1,0 +1,173 @@
+"""LongBench's 16 English tasks: questions, summaries, few-shot learning, counting and code, on published documents.
+
+Bai et al. 2024 (arXiv 2308.14508). The records come from a folder with a file for each task, or from the hub
+(THUDM/LongBench). The built-in prompts have the published structure in our own wording; ``--prompts`` takes the folder
+with the published dataset2prompt.json and dataset2maxlen.json. A prompt that is too long loses its middle.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import models
+from evals import documents, metrics, running
+from evals.documents import Task
+
+REPOSITORY = "THUDM/LongBench"
+EXAMPLES = """examples:
+  python -m evals longbench --data LongBench/data --tasks qasper,trec,lcc --policies full,laprox@model --budgets 128
+  python -m evals longbench --model path/to/Mistral-7B-Instruct --chat --data hub --prompts LongBench/config --out runs
+"""
+
+_references = lambda record: record["answers"]  # noqa: E731
+_BRIEF = "Answer with as few words as you can, and explain nothing."
+_YES_OR_NO = 'Say yes or no where that is asked, and "unanswerable" where the article does not tell.'
+
+
+def _plain(metric: Any) -> Any:
+    return lambda answer, reference, record: metric(answer, reference)
+
+
+def _class(answer: str, reference: str, record: Mapping[str, Any]) -> float:
+    return metrics.classification(answer, reference, record["all_classes"])
+
+
+def _task(prompt: str, new_tokens: int, metric: Any, **more: Any) -> Task:
+    return Task(prompt, new_tokens, metric, _references, **more)
+
+
+_F1, _ROUGE, _NUMBERS, _EDIT = map(
+    _plain, (metrics.f1, metrics.rouge_l, metrics.right_numbers, metrics.edit_similarity)
+)
+_PASSAGES = (
+    f"Here are several passages. A question about them follows. {_BRIEF}\n\n{{context}}\n\n"
+    f"Answer the question from the passages above. {_BRIEF}\n\nQuestion: {{input}}\nAnswer:"
+)
+TASKS = {
+    "narrativeqa": _task(
+        f"Here is a story, a novel or a film script. A question about it follows. {_BRIEF}\n\nStory: {{context}}\n\n"
+        f"Answer the question about the story. {_BRIEF}\n\nQuestion: {{input}}\n\nAnswer:",
+        128,
+        _F1,
+    ),
+    "qasper": _task(
+        f"Here is a scientific article. A question about it follows. {_BRIEF} {_YES_OR_NO}\n\nArticle: {{context}}\n\n"
+        f"Answer the question about the article. {_BRIEF} {_YES_OR_NO}\n\nQuestion: {{input}}\n\nAnswer:",
+        128,
+        _F1,
+    ),
+    "multifieldqa_en": _task(
+        "Read this text; a question about it follows.\n\n{context}\n\n"
+        f"Answer the question about the text. {_BRIEF}\n\nQuestion: {{input}}\nAnswer:",
+        64,
+        _F1,
+    ),
+    "hotpotqa": _task(_PASSAGES, 32, _F1),
+    "2wikimqa": _task(_PASSAGES, 32, _F1),
+    "musique": _task(_PASSAGES, 32, _F1),
+    "gov_report": _task(
+        "Here is a government report.\n\nReport:\n{context}\n\nSummarise the report on one page.\n\nSummary:",
+        512,
+        _ROUGE,
+    ),
+    "qmsum": _task(
+        "Here is the transcript of a meeting; a query about it follows.\n\nTranscript:\n{context}\n\n"
+        "Answer the query about the meeting in a few sentences.\n\nQuery: {input}\nAnswer:",
+        512,
+        _ROUGE,
+    ),
+    "multi_news": _task(
+        "Here are several news articles.\n\nNews:\n{context}\n\nSummarise all of them on one page.\n\nSummary:",
+        512,
+        _ROUGE,
+    ),
+    "trec": _task(
+        "Name the type of the last question, as the examples do.\n\n{context}\n{input}",
+        64,
+        _class,
+        first_line=True,
+        chat=False,
+    ),
+    "triviaqa": _task(
+        f"Answer the last question from its passage, as the examples do. {_BRIEF}\n\n{{context}}\n\n{{input}}",
+        32,
+        _F1,
+        first_line=True,
+        chat=False,
+    ),
+    "samsum": _task(
+        "Summarise the last dialogue in a few short sentences, as the examples do.\n\n{context}\n\n{input}",
+        128,
+        _ROUGE,
+        first_line=True,
+        line=True,
+        chat=False,
+    ),
+    "passage_count": _task(
+        "Here are paragraphs of an encyclopedia, some of them more than once. Count how many different ones there are."
+        "\n\n{context}\n\nHow many different paragraphs are there? Answer with the number alone.\n\nThe number is: ",
+        32,
+        _NUMBERS,
+    ),
+    "passage_retrieval_en": _task(
+        "Here are 30 numbered paragraphs of an encyclopedia, and the abstract of one of them.\n\n{context}\n\n"
+        "This is the abstract.\n\n{input}\n\n"
+        'Which paragraph is it the abstract of? Answer like "Paragraph 1".\n\nThe answer is: ',
+        32,
+        _NUMBERS,
+    ),
+    "lcc": _task("Complete this code.\n{context}Next line of code:\n", 64, _EDIT, chat=False),
+    "repobench-p": _task("Complete this code.\n{context}{input}Next line of code:\n", 64, _EDIT, chat=False),
+}
+
+
+def read_tasks(path: Path | None) -> Mapping[str, Task]:
+    """The tasks, with the prompts and lengths of a folder that holds dataset2prompt.json and dataset2maxlen.json.
+
+    Raises:
+        FileNotFoundError: no dataset2prompt.json.
+        ValueError: files of another format.
+    """
+    if path is None:
+        return TASKS
+    prompts = documents.read_object(path / "dataset2prompt.json")
+    lengths = documents.read_object(path / "dataset2maxlen.json") if (path / "dataset2maxlen.json").is_file() else {}
+    return documents.with_prompts(TASKS, prompts, lengths, path)
+
+
+def add_flags(flags: argparse.ArgumentParser) -> None:
+    """The command's flags."""
+    documents.add_flags(flags, list(TASKS), "LongBench's config folder: dataset2prompt.json, dataset2maxlen.json")
+
+
+def check(flags: argparse.Namespace) -> None:
+    """Refuses flags that could not work."""
+    documents.check(flags, TASKS, _file, read_tasks)
+
+
+def make_groups(flags: argparse.Namespace, config: models.Config, tokenizer: models.Tokenizer) -> list[running.Group]:
+    """A group a task."""
+    return documents.make_groups(flags, config, tokenizer, read_tasks(flags.prompts), _file, _from_hub)
+
+
+def notes(flags: argparse.Namespace) -> list[str]:
+    """What the table says of prompts and metrics."""
+    found = ["prompts: the published structure, kvjax's wording (--prompts FOLDER for the published ones)"]
+    found = found if flags.prompts is None else [f"prompts: {flags.prompts}"]
+    return [*found, "metrics: ROUGE-L by rouge-score, edit similarity by rapidfuzz"]
+
+
+def command(flags: argparse.Namespace) -> None:
+    """Runs the evaluation."""
+    running.command(flags, make_groups, title="LongBench", notes=notes, check=check)
+
+
+def _file(task: str) -> str:
+    return f"{task}.jsonl"
+
+
+def _from_hub(file: str) -> Iterator[str]:
+    return documents.lines_of_zip(documents.hub_file(REPOSITORY, "data.zip"), file)

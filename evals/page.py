@@ -1,0 +1,117 @@
+"""A self-contained page of a results folder: accuracy against memory and time, panels by task, a sortable table."""
+
+from __future__ import annotations
+
+import argparse
+import html
+import json
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from evals import report, results, running, sweep
+from models import commands
+
+TEMPLATE = Path(__file__).with_name("page.html")
+EXAMPLES = """examples:
+  python -m evals report runs/small
+  python -m evals report runs/ruler --html ruler.html
+"""
+
+
+def figures(folder: Path) -> dict[str, Any]:
+    """What the page shows: the rows of all settings, each with the command that makes it, and where they were made.
+
+    Raises:
+        ValueError: no folder of results, or one without any.
+    """
+    header = results.read_header(folder)
+    records = results.read_records(folder)
+    if not records:
+        raise ValueError(f"{folder} holds no results yet; run its command first: {header['command']}")
+    parts: dict[tuple[str, str], sweep.Part] = {}
+    if header["evaluation"] == "sweep":
+        content = {name: value for name, value in header["settings"].items() if not name.endswith(" holds")}
+        parts = {(part.flags.model, part.flags.name): part for part in sweep.plan(content)}
+    rows = running.summarise(records)
+    for row in rows:
+        part = parts.get((row["model"], row["evaluation"]))
+        row["command"] = row_command(header["command"], row) if part is None else sweep.row_command(part, row)
+        row["low"], row["high"] = max(row["low"], 0.0), min(row["high"], 1.0)
+        row["base"] = report.without_caote(row["policy"]).partition("@")[0]
+        row["kind"] = {"full": "full", running.RECENCY: "recency"}.get(row["policy"], "policy")
+    short: dict[str, str] = {}
+    for evaluation in {row["evaluation"] for row in rows}:
+        short |= getattr(sweep.EVALUATIONS.get(evaluation), "SHORT", {})
+    return {
+        "title": f"{header['evaluation']}: {folder.resolve().name}",
+        "command": header["command"],
+        "environments": header["environments"],
+        "samples": len(records),
+        "short": short,
+        "rows": rows,
+    }
+
+
+def row_command(command: str, row: Mapping[str, Any]) -> str:
+    """The command line of one row, from that of the whole run.
+
+    Example:
+        >>> from evals import page
+        >>> row = {"policy": "tova", "budget": 64, "when": "prompt", "question": "after", "length": None}
+        >>> page.row_command("python -m evals ruler --policies full,tova --budgets 64,128 --seed 0", row)
+        'python -m evals ruler --policies tova --budgets 64 --seed 0 --when prompt --question after'
+    """
+    words = shlex.split(command)
+    wanted = {"--policies": row["policy"], "--when": row["when"], "--question": row["question"]}
+    if row["budget"] is not None:
+        wanted["--budgets"] = str(row["budget"])
+    if row["length"] is not None:
+        wanted["--lengths"] = str(row["length"])
+    line, skip = [], False
+    for index, word in enumerate(words):
+        if skip:
+            skip = False
+        elif word in wanted and index + 1 < len(words):
+            line += [word, wanted.pop(word)]
+            skip = True
+        elif word == "--allocations":
+            skip = True
+        else:
+            line.append(word)
+    for word, value in wanted.items():
+        line += [word, value]
+    return shlex.join(line)
+
+
+def render(template: Path, title: str, data: Mapping[str, Any]) -> str:
+    """A template with its title and its data; nothing in the data can end the script that holds it.
+
+    Example:
+        >>> import tempfile, pathlib
+        >>> from evals import page
+        >>> template = pathlib.Path(tempfile.mkdtemp()) / "t.html"
+        >>> _ = template.write_text("<title>TITLE</title><script>DATA</script>")
+        >>> page.render(template, "a & b", {"x": "</script>"}).count("</script>")
+        1
+    """
+    content = json.dumps(data, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
+    content = content.replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+    text = template.read_text(encoding="utf-8").replace("TITLE", html.escape(title), 1)
+    return text.replace("DATA", content, 1)
+
+
+def add_flags(flags: argparse.ArgumentParser) -> None:
+    """The command's flags."""
+    flags.add_argument("folder", type=Path, help="a folder that --out or sweep made; it may still grow")
+    flags.add_argument("--html", type=Path, help="the page; report.html in the folder by default")
+
+
+def command(flags: argparse.Namespace) -> None:
+    """Writes the page."""
+    path = flags.folder / "report.html" if flags.html is None else flags.html
+    found = figures(flags.folder)
+    with commands.replacing(path) as temporary:
+        temporary.write_text(render(TEMPLATE, found["title"], found), encoding="utf-8")
+    print(f"page: {path} ({len(found['rows'])} rows, {found['samples']:,} samples)")

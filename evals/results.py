@@ -1,0 +1,208 @@
+"""A folder of results that a killed run goes on with.
+
+    header.json     what was run: the evaluation, its settings, the command, device and versions
+    samples.jsonl   a line a sample, written batch by batch; a line that was cut off is dropped when the run goes on
+
+A folder is for one set of settings: others are refused, and what differs is named.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from evals import report
+from models import commands
+
+HEADER, SAMPLES = "header.json", "samples.jsonl"
+ROW = ("model", "evaluation", "length", "policy", "budget", "when", "question")
+KEY = (*ROW, "task", "sample")
+
+
+class Results:
+    """The records of a run, in a folder if one is named; a context manager that holds the folder's lock.
+
+    Args:
+        folder: made if it isn't there; None keeps the records in memory only.
+        settings: all that decides the figures, as JSON has it.
+        command: the line that makes them.
+
+    Raises:
+        ValueError: the folder holds something else, other settings, a damaged file, or another run writes into it.
+        FileNotFoundError: the folder it should be made in does not exist.
+
+    Example:
+        >>> import tempfile
+        >>> from evals.results import Results
+        >>> folder = tempfile.mkdtemp()
+        >>> with Results(folder, "ruler", {"seed": 0}, "python -m evals ruler") as store:
+        ...     store.add([{"task": "vt", "sample": 0, "score": 1.0}])
+        >>> with Results(folder, "ruler", {"seed": 0}, "python -m evals ruler") as store:
+        ...     store.holds({"task": "vt", "sample": 0}), len(store.records)
+        (True, 1)
+    """
+
+    def __init__(self, folder: str | Path | None, evaluation: str, settings: Mapping[str, Any], command: str) -> None:
+        self.records: list[dict[str, Any]] = []
+        self._file: Any = None
+        self._folder = None if folder is None else Path(folder)
+        # As the header will be read again: tuples are lists there.
+        self._wanted = json.loads(json.dumps({"evaluation": evaluation, "settings": dict(settings)}))
+        self._command = command
+        self._keys: set[tuple[Any, ...]] = set()
+
+    def __enter__(self) -> Results:
+        if self._folder is not None:
+            self._open(self._folder)
+        self._keys = {_key(record) for record in self.records}
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def holds(self, record: Mapping[str, Any]) -> bool:
+        """Whether this sample was answered under this setting."""
+        return _key(record) in self._keys
+
+    def add(self, records: Iterable[dict[str, Any]]) -> None:
+        """Keeps records, and writes them before it returns."""
+        new = [record for record in records if not self.holds(record)]
+        if self._file is not None:
+            self._file.write("".join(json.dumps(record, allow_nan=False) + "\n" for record in new).encode())
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        self.records += new
+        self._keys |= {_key(record) for record in new}
+
+    def check(self) -> dict[str, Any]:
+        """Complains about a folder that cannot be gone on with, before the long work starts; gives its header."""
+        folder = self._folder
+        if folder is not None and folder.exists() and not folder.is_dir():
+            raise ValueError(f"cannot write into {folder}: it is a file; name a folder.")
+        if folder is not None and not folder.parent.is_dir():
+            raise FileNotFoundError(f"cannot make {folder}: the folder {folder.parent} does not exist.")
+        if folder is not None and (folder / HEADER).exists():
+            header = read_header(folder)
+            _check_same(folder, header, self._wanted)
+            return header
+        if folder is not None and folder.exists() and any(folder.iterdir()):
+            raise ValueError(f"{folder} is not empty, and holds no {HEADER}; name a new folder, or one of results.")
+        return {**self._wanted, "command": self._command, "environments": []}
+
+    def _open(self, folder: Path) -> None:
+        header = self.check()
+        folder.mkdir(exist_ok=True)
+        self._file = (folder / SAMPLES).open("ab")
+        _lock(self._file, folder)
+        self.records, whole = _read(folder / SAMPLES)
+        self._file.truncate(whole)
+        if report.environment() not in header["environments"]:
+            header["environments"].append(report.environment())
+            commands.write_json(folder / HEADER, header)
+
+
+def read_header(folder: Path) -> dict[str, Any]:
+    """What a folder of results says of itself.
+
+    Raises:
+        ValueError: no folder of results, or a damaged one.
+    """
+    path = Path(folder) / HEADER
+    if not path.is_file():
+        raise ValueError(f"{folder} is no folder of results: it has no {HEADER}; name one that --out or sweep made.")
+    try:
+        header = json.loads(path.read_text(encoding="utf-8"))
+        known = all(isinstance(header[name], dict | str) for name in ("evaluation", "settings", "command"))
+        known = known and isinstance(header["environments"], list)
+    except (ValueError, KeyError, TypeError):
+        known = False
+    if not known:
+        raise ValueError(f"{path} is damaged; name another folder, or remove this one.")
+    return header
+
+
+def read_records(folder: Path) -> list[dict[str, Any]]:
+    """The records of a folder, without a last line that was cut off.
+
+    Raises:
+        ValueError: a damaged line that is not the last one.
+    """
+    path = Path(folder) / SAMPLES
+    return _read(path)[0] if path.exists() else []
+
+
+def fingerprint(path: Path) -> str | None:
+    """A digest of a file's bytes, or of the names and bytes of a folder's .json and .jsonl files; None for neither.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from evals import results
+        >>> results.fingerprint(Path("nowhere")) is None
+        True
+    """
+    digest = hashlib.sha256()
+    if path.is_dir():
+        files = sorted(file for file in path.iterdir() if file.suffix in (".json", ".jsonl"))
+    elif path.is_file():
+        files = [path]
+    else:
+        return None
+    for file in files:
+        digest.update(file.name.encode() if path.is_dir() else b"")
+        with file.open("rb") as content:
+            digest.update(hashlib.file_digest(content, "sha256").digest())
+    return digest.hexdigest()[:16]
+
+
+def _key(record: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(record.get(name) for name in KEY)
+
+
+def _read(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """The records of a file, and how many of its bytes are whole lines."""
+    records: list[dict[str, Any]] = []
+    whole = 0
+    lines = path.read_bytes().split(b"\n")
+    for number, line in enumerate(lines[:-1], 1):  # behind the last newline stands nothing, or what was cut off
+        try:
+            record = json.loads(line)
+            record["task"], record["sample"], record["score"]
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(f"{path} is damaged at line {number}; remove that line, or name another folder.") from None
+        records.append(record)
+        whole += len(line) + 1
+    return records, whole
+
+
+def _check_same(folder: Path, header: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    if header["evaluation"] != wanted["evaluation"]:
+        raise ValueError(
+            f"{folder} holds results of {header['evaluation']!r}, not of {wanted['evaluation']!r}; name another folder."
+        )
+    old, new = header["settings"], wanted["settings"]
+    differing = [
+        f"{name} was {old.get(name)!r} and is {new.get(name)!r}"
+        for name in sorted({*old, *new})
+        if old.get(name) != new.get(name)
+    ]
+    if differing:
+        raise ValueError(
+            f"{folder} holds results of other settings ({'; '.join(differing)}); give the same, or name another folder."
+        )
+
+
+def _lock(file: Any, folder: Path) -> None:
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        return
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        raise ValueError(f"another run writes into {folder}; wait for its end, or name another folder.") from None

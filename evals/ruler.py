@@ -1,0 +1,608 @@
+"""RULER's 13 tasks: needles, variable tracking, common and frequent words, and questions among documents.
+
+The structure is that of RULER (Hsieh et al. 2024, arXiv 2404.06654), generated here at any length; a sample's length
+counts its prompt and the tokens that may be answered. Its wording is our own: ``--prompts`` takes other wording from a
+file. Essays and the documents of the two QA tasks come from files that the user names; without one, essays are
+built-in prose and the QA tasks are left out, and the table says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import itertools
+import json
+import math
+import re
+import string
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import models
+from evals import prose, running, tasks
+from evals.running import Group, TextSample
+
+NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+DEPTHS = np.linspace(0, 1, 40)
+LONG = 4096  # from here on, the counts of common words are RULER's large ones
+EXAMPLES = """examples:
+  python -m evals ruler --lengths 1024 --samples 4 --policies full,snapkv,snapkv+caote --budgets 0.25 --when prompt
+  python -m evals ruler --model path/to/Llama-3.1-8B-Instruct --lengths 4096,32768 --essays PaulGrahamEssays.json
+      --qa squad.json hotpotqa.json --budgets 0.2 --when prompt --question after,agnostic --out runs/ruler
+"""
+
+
+class Wording(NamedTuple):
+    """A prompt around ``{context}``, and what the answer begins with."""
+
+    prompt: str
+    answer: str
+    needle: str = ""
+
+
+# {kind} is "number", "numbers", "uuid" or "uuids", {verb} "is" or "are"; {count} of variables, {query} of the question.
+WORDING = {
+    "niah": Wording(
+        "Remember the {kind} in this text.\n{context}\nQuestion: what {verb} the {kind} of {query}?\n",
+        "Answer: the {kind} of {query} {verb}",
+        "The {kind} of {key} is {value}.",
+    ),
+    "vt": Wording(
+        "Variables are assigned in this text. Follow each assignment.\n\n{context}\n"
+        "Question: which variables have the value {query}?\n",
+        "Answer: the {count} variables that have the value {query} are",
+    ),
+    "cwe": Wording(
+        "In this numbered list some words come more often than others. Remember those.\n{context}\n"
+        "Question: which 10 words come most often in the list?\n",
+        "Answer: the 10 words that come most often are",
+    ),
+    "fwe": Wording(
+        "Count the words of this coded text; the dots do not count.\n{context}\n"
+        "Question: which three words come most often?\n",
+        "Answer: the three words that come most often are",
+    ),
+    "qa": Wording(
+        "Answer the question from these documents, with the answer alone.\n\n{context}\n\n"
+        "Answer the question from the documents above, with the answer alone.\nQuestion: {query}\n",
+        "Answer:",
+    ),
+}
+
+
+class Needles(NamedTuple):
+    """What a needle task hides, and in what."""
+
+    haystack: str  # "noise", "essay" or "needle"
+    keys: str = "words"
+    values: str = "numbers"
+    num_keys: int = 1
+    num_values: int = 1
+    num_queries: int = 1
+
+
+NEEDLES = {
+    "niah_single_1": Needles("noise"),
+    "niah_single_2": Needles("essay"),
+    "niah_single_3": Needles("essay", values="uuids"),
+    "niah_multikey_1": Needles("essay", num_keys=4),
+    "niah_multikey_2": Needles("needle"),
+    "niah_multikey_3": Needles("needle", keys="uuids", values="uuids"),
+    "niah_multivalue": Needles("essay", num_values=4),
+    "niah_multiquery": Needles("essay", num_keys=4, num_queries=4),
+}
+TASKS = (*NEEDLES, "vt", "cwe", "fwe", "qa_1", "qa_2")
+QA = ("qa_1", "qa_2")
+ESSAYS = tuple(task for task, needles in NEEDLES.items() if needles.haystack == "essay")
+NEW_TOKENS = {**dict.fromkeys(NEEDLES, 128), "vt": 30, "cwe": 120, "fwe": 50, "qa_1": 32, "qa_2": 32}
+SHORT = dict(zip(TASKS, "S1 S2 S3 MK1 MK2 MK3 MV MQ VT CWE FWE QA1 QA2".split(), strict=True))
+
+
+class Documents(NamedTuple):
+    """Questions, their answers, and the documents that hold them (``own``) or are close to them (``near``)."""
+
+    texts: list[str]
+    questions: list[tuple[str, tuple[str, ...], list[int], list[int]]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sources:
+    """What samples are made of: wording, an essay's sentences (None for built-in prose), the QA tasks' documents."""
+
+    wording: Mapping[str, Wording] = dataclasses.field(default_factory=lambda: WORDING)
+    essay: Sequence[str] | None = None
+    documents: Mapping[str, Documents] = dataclasses.field(default_factory=dict)
+
+
+class Draft(NamedTuple):
+    """A sample before it is made as long as it may be: what is known early, the question, and the answers."""
+
+    context: str
+    question: str
+    references: tuple[str, ...]
+
+
+def sample(
+    task: str, index: int, tokenizer: Any, length: int, sources: Sources | None = None, *, seed: int = 0
+) -> TextSample:
+    """The sample ``index`` of a task, as long as fits: prompt and answer take at most ``length`` tokens.
+
+    Raises:
+        ValueError: an unknown task, a length that cannot hold the task, or a QA task without documents.
+
+    Example:
+        >>> import models
+        >>> from evals import ruler
+        >>> _, tokenizer = models.load("retriever")
+        >>> found = ruler.sample("niah_single_1", 0, tokenizer, 512)
+        >>> len(found.tokens) <= 512 - 128, len(found.references), len(found.references[0])
+        (True, 1, 7)
+    """
+    if task not in TASKS:
+        raise ValueError(f"there is no task {task!r}; there are {', '.join(TASKS)}.")
+    sources = Sources() if sources is None else sources
+    if task in QA and task not in sources.documents:
+        raise ValueError(f"the task {task} needs a file of questions and documents; name it by --qa.")
+    build, least = _builder(task, index, length, sources, seed)
+    room = length - NEW_TOKENS[task]
+
+    def tokens_of(units: int) -> list[int]:
+        draft = build(units)
+        return tokenizer.encode(draft.context + draft.question)
+
+    units = most_that_fits(lambda units: len(tokens_of(units)), room, least)
+    if units is None:
+        raise ValueError(
+            f"the task {task} takes {len(tokens_of(least)):,} tokens at least, and {room:,} are left of the length "
+            f"{length:,} beside the {NEW_TOKENS[task]} of the answer; give a greater length."
+        )
+    draft, tokens = build(units), tokens_of(units)
+    return TextSample(tokens, common_prefix(tokenizer.encode(draft.context), tokens), draft.references)
+
+
+def recall(answer: str, references: Sequence[str]) -> float:
+    """The share of the references that stand in an answer, case aside.
+
+    Example:
+        >>> from evals import ruler
+        >>> ruler.recall("AMBER and 12.", ["amber", "12", "falcon", "x"])
+        0.5
+    """
+    return sum(reference.lower() in answer.lower() for reference in references) / len(references)
+
+
+def any_of(answer: str, references: Sequence[str]) -> float:
+    """1 if any reference stands in an answer, case aside.
+
+    Example:
+        >>> from evals import ruler
+        >>> ruler.any_of("It is Paris.", ["paris", "Paris, France"])
+        1.0
+    """
+    return float(any(reference.lower() in answer.lower() for reference in references))
+
+
+def most_that_fits(count: Callable[[int], int], room: int, least: int) -> int | None:
+    """The largest n from ``least`` with ``count(n) <= room``, where count about grows linearly; None if there is none.
+
+    Example:
+        >>> from evals import ruler
+        >>> ruler.most_that_fits(lambda n: 10 + 3 * n, 100, 1)
+        30
+    """
+    low, cost = least, count(least)
+    if cost > room:
+        return None
+    first, first_cost = low, cost
+    high, high_cost = None, 0
+    guess = 2 * low + 8
+    for attempt in range(40):
+        here = count(guess)
+        if here <= room:
+            low, cost = guess, here
+        else:
+            high, high_cost = guess, here
+        if high is not None and high - low <= 1:
+            break
+        if high is None:
+            rate = max((cost - first_cost) / (low - first), 1e-3)
+            guess = low + 1 + int((room - cost) / rate * 1.01)
+        elif attempt < 8:
+            guess = min(max(low + (room - cost) * (high - low) // max(high_cost - cost, 1), low + 1), high - 1)
+        else:
+            guess = (low + high) // 2
+    return low
+
+
+def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many first tokens two texts share. A token across the boundary belongs to neither.
+
+    Example:
+        >>> from evals import ruler
+        >>> ruler.common_prefix([1, 2, 3], [1, 2, 4, 5])
+        2
+    """
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def read_essays(path: Path) -> list[str]:
+    """The sentences of a text file, or of the ``text`` of a JSON file (RULER's PaulGrahamEssays.json).
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: no text in it.
+    """
+    text = _read_text(path, "essays")
+    if path.suffix == ".json":
+        content = _parse_json(path, text)
+        text = content.get("text", "") if isinstance(content, dict) else ""
+        if not isinstance(text, str) or not text:
+            raise ValueError(f"{path} has no text: expected an object with 'text', or a plain text file.")
+    sentences = re.split(r"(?<=[.!?])\s+", " ".join(text.split()))
+    if not sentences or not sentences[0]:
+        raise ValueError(f"{path} is empty; give a text file with essays.")
+    return sentences
+
+
+def read_documents(path: Path) -> tuple[str, Documents]:
+    """A QA file and its task: SQuAD 2.0 as it is published is ``qa_1``, HotpotQA's list is ``qa_2``.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: another format, or no question in it.
+    """
+    content = _parse_json(path, _read_text(path, "QA"))
+    try:
+        task, found = (
+            ("qa_1", _squad(content["data"])) if isinstance(content, dict) else ("qa_2", _hotpot(content))
+        )  # fmt: skip
+    except (KeyError, TypeError, ValueError):
+        raise ValueError(
+            f"{path} is not like SQuAD ({{'data': [...]}}) nor like HotpotQA (a list with question, answer and "
+            "context); give one of these files as published."
+        ) from None
+    if not found.questions:
+        raise ValueError(f"{path} holds no question that can be answered; give the published file.")
+    return task, found
+
+
+def read_wording(path: Path) -> dict[str, Wording]:
+    """Other wording from a JSON file: for ``niah``, ``vt``, ``cwe``, ``fwe`` or ``qa`` an object with ``prompt``,
+    ``answer`` and, for niah, ``needle``. What it leaves out stays ours.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: an unknown task or field, or a prompt without {context}.
+    """
+    content = _parse_json(path, _read_text(path, "prompts"))
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds no object; expected tasks ({', '.join(WORDING)}) with prompt and answer.")
+    found = dict(WORDING)
+    for name, parts in content.items():
+        wrong = name not in WORDING or not isinstance(parts, dict) or set(parts) - set(Wording._fields)
+        if wrong or not all(isinstance(part, str) for part in parts.values()):
+            raise ValueError(
+                f"{path}: {name!r} is not among {', '.join(WORDING)}, or has other fields than the texts "
+                f"{', '.join(Wording._fields)}."
+            )
+        found[name] = found[name]._replace(**parts)
+        if "{context}" not in found[name].prompt:
+            raise ValueError(f"{path}: the prompt of {name!r} has no {{context}}; write where the context stands.")
+    for name, wording in found.items():
+        _check_fields(path, name, wording)
+    return found
+
+
+def add_flags(flags: argparse.ArgumentParser) -> None:
+    """The command's flags."""
+    running.add_model_flags(flags)
+    running.add_setting_flags(flags)
+    flags.add_argument("--tasks", default="all", help=f"{', '.join(TASKS)}; several by comma")
+    flags.add_argument("--lengths", default="1024", help="tokens of a prompt and its answer; several by comma")
+    flags.add_argument("--samples", type=int, default=8, help="samples of each task")
+    flags.add_argument("--essays", type=Path, help="a text file, or a JSON file with 'text'; built-in prose by default")
+    flags.add_argument("--qa", type=Path, nargs="+", help="SQuAD's and HotpotQA's JSON files, for qa_1 and qa_2")
+    flags.add_argument("--prompts", type=Path, help="a JSON file with other wording")
+    flags.add_argument("--out", type=Path, help="a folder for the results; a killed run goes on there")
+
+
+def check(flags: argparse.Namespace) -> None:
+    """Refuses flags that could not work."""
+    if flags.samples < 1:
+        raise ValueError(f"--samples is {flags.samples}; give at least 1.")
+    running.check_sizes(flags)
+    read = read_sources(flags)
+    missing = [task for task in _tasks(flags) if task in QA and task not in read.documents]
+    if missing:
+        raise ValueError(f"{', '.join(missing)}: no file of questions and documents was named; give --qa.")
+
+
+def read_sources(flags: argparse.Namespace) -> Sources:
+    """What the flags' files hold."""
+    return Sources(
+        WORDING if flags.prompts is None else read_wording(flags.prompts),
+        None if flags.essays is None else read_essays(flags.essays),
+        dict(read_documents(path) for path in flags.qa or []),
+    )
+
+
+def make_groups(flags: argparse.Namespace, config: models.Config, tokenizer: models.Tokenizer) -> list[Group]:
+    """The tasks at each length."""
+    sources = read_sources(flags)
+    return [
+        Group(
+            task,
+            length,
+            flags.samples,
+            functools.partial(_draw, task, tokenizer, length, sources, flags.samples, flags.seed),
+            NEW_TOKENS[task],
+            functools.partial(_score, any_of if task in QA else recall),
+        )
+        for length in running.check_sizes(flags)
+        for task in _tasks(flags)
+    ]
+
+
+def notes(flags: argparse.Namespace) -> list[str]:
+    """What the table says of the texts."""
+    chosen = _tasks(flags)
+    found = []
+    if flags.prompts is None:
+        found.append("prompts: RULER's structure, kvjax's wording (--prompts FILE for other wording)")
+    if flags.essays is None and set(chosen) & set(ESSAYS):
+        found.append("essays: kvjax's built-in prose, not Paul Graham's (--essays FILE)")
+    if left := [SHORT[task] for task in QA if task not in chosen and flags.tasks == "all"]:
+        found.append(f"left out: {', '.join(left)} (--qa FILE)")
+    return found
+
+
+def command(flags: argparse.Namespace) -> None:
+    """Runs the evaluation."""
+    running.command(flags, make_groups, title="RULER: answers found", notes=notes, check=check, short=SHORT)
+
+
+def _tasks(flags: argparse.Namespace) -> list[str]:
+    with_files = {read_documents(path)[0] for path in flags.qa or []}
+    return running.choose("--tasks", flags.tasks, TASKS, [t for t in TASKS if t not in QA or t in with_files])
+
+
+def _draw(task: str, tokenizer: Any, length: int, sources: Sources, count: int, seed: int) -> list[TextSample]:
+    return [sample(task, index, tokenizer, length, sources, seed=seed) for index in range(count)]
+
+
+def _score(metric: Callable[[str, Sequence[str]], float], answer: running.Answer, sample: TextSample) -> float:
+    return metric(answer.text, sample.references)
+
+
+def _builder(task: str, index: int, length: int, sources: Sources, seed: int) -> tuple[Callable[[int], Draft], int]:
+    """What makes a sample of n units (lines, sentences, words or documents), and the fewest units."""
+    start = [seed, index, length, TASKS.index(task)]
+    fresh = lambda: np.random.default_rng(start)  # noqa: E731  the same for each number of units
+    if task in NEEDLES:
+        needles = NEEDLES[task]
+        hidden = needles.num_keys * needles.num_values
+        essay = _Sentences(sources.essay, seed=start) if needles.haystack == "essay" else None
+        return lambda n: _needles(fresh(), needles, n, essay, sources.wording["niah"]), hidden
+    if task == "vt":
+        return lambda n: _variables(fresh(), n, sources.wording["vt"]), 5
+    if task == "cwe":
+        return lambda n: _common_words(fresh(), n, length, sources.wording["cwe"]), 20
+    if task == "fwe":
+        vocabulary = max((length - NEW_TOKENS["fwe"]) // 50, 5)
+        return lambda n: _frequent_words(fresh(), n, vocabulary, sources.wording["fwe"]), 30
+    documents = sources.documents[task]
+    own = documents.questions[index % len(documents.questions)][2]
+    return lambda n: _question(fresh(), documents, index, n, sources.wording["qa"]), len(own)
+
+
+class _Sentences:
+    """The first n sentences of an essay, over again where it is short, or of endless built-in prose."""
+
+    def __init__(self, essay: Sequence[str] | None, seed: Sequence[int]) -> None:
+        self.essay, self.found, self.rng = essay, [] if essay is None else list(essay), np.random.default_rng(seed)
+
+    def first(self, count: int) -> list[str]:
+        while len(self.found) < count:
+            self.found += [tasks.haystack_sentence(self.rng)] if self.essay is None else self.essay
+        return self.found[:count]
+
+
+def _needles(rng: np.random.Generator, task: Needles, units: int, essay: _Sentences | None, wording: Wording) -> Draft:
+    several = task.num_values * task.num_queries > 1
+    one, many = ("number", "numbers") if task.values == "numbers" else ("uuid", "uuids")
+    state = lambda key, value: wording.needle.format(kind=one, kinds=many, key=key, value=value)  # noqa: E731
+    keys: list[str] = []
+    while len(keys) < task.num_keys:
+        if (key := _random(rng, task.keys)) not in keys:
+            keys.append(key)
+    values = {key: [_random(rng, task.values) for _ in range(task.num_values)] for key in keys}
+    hidden = [state(key, value) for key in keys for value in values[key]]
+    rng.shuffle(hidden)
+    queries = [keys[i] for i in rng.permutation(len(keys))[: task.num_queries]]
+    if essay is not None:
+        sentences = essay.first(units)
+        depths = np.sort(rng.choice(DEPTHS, len(hidden), replace=False))
+        for needle, depth in reversed(list(zip(hidden, depths, strict=True))):
+            sentences.insert(int(depth * units), needle)
+        context = " ".join(sentences)
+    else:
+        other = np.random.default_rng(rng.integers(2**63))  # the lines are the same, however many there are
+        lines = [
+            NOISE if task.haystack == "noise" else state(_random(other, task.keys), _random(other, task.values))
+            for _ in range(units)
+        ]
+        for needle, place in zip(hidden, np.sort(rng.random(len(hidden)))[::-1], strict=True):
+            lines.insert(int(place * (units + 1)), needle)
+        context = "\n".join(lines)
+    query = queries[0] if len(queries) == 1 else f"{', '.join(queries[:-1])}, and {queries[-1]}"
+    words = dict(kind=many if several else one, verb="are" if several else "is", query=query)
+    return _draft(wording, context, tuple(value for key in queries for value in values[key]), **words)
+
+
+def _variables(rng: np.random.Generator, units: int, wording: Wording) -> Draft:
+    """One chain of four hops among noise, after a short example with names of three letters."""
+    example = _chain(rng, 3, 5, wording)
+    asked = _chain(rng, 5, units, wording)
+    shown = f"{example.context}{example.question} {' '.join(example.references)}\n\n"
+    return asked._replace(context=shown + asked.context)
+
+
+def _chain(rng: np.random.Generator, letters: int, units: int, wording: Wording, hops: int = 4) -> Draft:
+    names: list[str] = []
+    while len(names) <= hops:
+        if (name := _letters(rng, letters, string.ascii_uppercase)) not in names:
+            names.append(name)
+    value = str(rng.integers(10_000, 100_000))
+    links = [f"VAR {names[0]} = {value}"] + [f"VAR {b} = VAR {a}" for a, b in itertools.pairwise(names)]
+    lines = [NOISE] * units
+    for link, place in reversed(list(zip(links, np.sort(rng.random(len(links))), strict=True))):
+        lines.insert(int(place * (units + 1)), link)
+    return _draft(wording, "\n".join(lines), tuple(names), query=value, count=str(hops + 1))
+
+
+def _common_words(rng: np.random.Generator, units: int, length: int, wording: Wording) -> Draft:
+    """Ten words more often than the others: 30 times against 3, or 6 against 1 in short prompts; an example first."""
+    often, seldom = (30, 3) if length >= LONG else (6, 1)
+    example = _word_list(rng, *((40, 10, 3) if length >= LONG else (20, 3, 1)), wording)
+    asked = _word_list(rng, units, often, seldom, wording)
+    answer = " ".join(f"{place}. {word}" for place, word in enumerate(example.references, 1))
+    return asked._replace(context=f"{example.context}{example.question} {answer}\n{asked.context}")
+
+
+def _word_list(rng: np.random.Generator, units: int, often: int, seldom: int, wording: Wording) -> Draft:
+    words = _words()
+    known = words[: _plain_words()] if units <= _plain_words() else words
+    drawn = [known[i] for i in rng.permutation(len(known))[:units]]
+    common, others = drawn[:10], drawn[10:]
+    listed = common * often + others * seldom
+    rng.shuffle(listed)
+    return _draft(wording, " ".join(f"{place}. {word}" for place, word in enumerate(listed, 1)), tuple(common))
+
+
+def _frequent_words(rng: np.random.Generator, units: int, vocabulary: int, wording: Wording) -> Draft:
+    """Six-letter words by a zeta law with exponent 2; the most frequent are dots, the next three are asked for."""
+    words: list[str] = []
+    while len(words) < vocabulary:
+        if (word := _letters(rng, 6, string.ascii_lowercase)) not in words:
+            words.append(word)
+    words[0] = "..."
+    text: list[str] = []
+    for rank, word in enumerate(words, 1):
+        text += [word] * int(units / rank**2 / (math.pi**2 / 6))
+    rng.shuffle(text)
+    return _draft(wording, " ".join(text), tuple(words[1:4]))
+
+
+def _question(rng: np.random.Generator, documents: Documents, index: int, units: int, wording: Wording) -> Draft:
+    query, answers, own, near = documents.questions[index % len(documents.questions)]
+    near = [near[i] for i in rng.permutation(len(near))]
+    far = [i for i in rng.permutation(len(documents.texts)).tolist() if i not in {*own, *near}]
+    others = near + far or own
+    wanted = units - len(own)
+    chosen = own + (others * (wanted // len(others) + 1))[:wanted]
+    order = np.random.default_rng(rng.integers(2**63)).permutation(len(chosen))
+    listed = [f"Document {place}:\n{documents.texts[chosen[i]]}" for place, i in enumerate(order, 1)]
+    return _draft(wording, "\n\n".join(listed), answers, query=query)
+
+
+def _draft(wording: Wording, context: str, references: tuple[str, ...], **words: str) -> Draft:
+    before, after = wording.prompt.split("{context}", 1)
+    fill = lambda text: text.format(**words)  # noqa: E731
+    return Draft(fill(before) + context, fill(after) + fill(wording.answer), references)
+
+
+def _random(rng: np.random.Generator, kind: str) -> str:
+    if kind == "numbers":
+        return str(rng.integers(10**6, 10**7))
+    if kind == "uuids":
+        return str(uuid.UUID(bytes=rng.bytes(16), version=4))
+    pick = lambda words: words[int(rng.integers(len(words)))]  # noqa: E731
+    return f"{pick(prose.ADJECTIVES)} {pick(prose.NOUNS)}"
+
+
+def _letters(rng: np.random.Generator, count: int, alphabet: str) -> str:
+    return "".join(alphabet[i] for i in rng.integers(len(alphabet), size=count))
+
+
+@functools.cache
+def _plain_words() -> int:
+    return len(_plain())
+
+
+@functools.cache
+def _plain() -> tuple[str, ...]:
+    text = " ".join(prose.library_sentences("train") + prose.library_sentences("test"))
+    return tuple(sorted({*prose.ADJECTIVES, *prose.NOUNS, *re.findall(r"\b[a-z]{4,}\b", text)}))
+
+
+@functools.cache
+def _words() -> tuple[str, ...]:
+    """Plain words, then as many compounds as a very long list needs."""
+    return (*_plain(), *(f"{first}-{second}" for first in prose.ADJECTIVES for second in prose.NOUNS))
+
+
+def _squad(data: Sequence[Mapping[str, Any]]) -> Documents:
+    texts = sorted({paragraph["context"] for article in data for paragraph in article["paragraphs"]})
+    place = {text: index for index, text in enumerate(texts)}
+    questions = []
+    for article in data:
+        family = sorted({place[paragraph["context"]] for paragraph in article["paragraphs"]})
+        for paragraph in article["paragraphs"]:
+            own = place[paragraph["context"]]
+            for asked in paragraph["qas"]:
+                answers = tuple(dict.fromkeys(answer["text"] for answer in asked["answers"]))
+                if answers and not asked.get("is_impossible", False):
+                    questions.append((asked["question"], answers, [own], [i for i in family if i != own]))
+    return Documents(texts, questions)
+
+
+def _hotpot(data: Sequence[Mapping[str, Any]]) -> Documents:
+    whole = lambda title, parts: f"{title}\n{''.join(parts)}"  # noqa: E731
+    texts = sorted({whole(title, parts) for asked in data for title, parts in asked["context"]})
+    place = {text: index for index, text in enumerate(texts)}
+    return Documents(
+        texts,
+        [
+            (a["question"], (a["answer"],), list(dict.fromkeys(place[whole(t, p)] for t, p in a["context"])), [])
+            for a in data
+        ],
+    )
+
+
+def _read_text(path: Path, what: str) -> str:
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no {what} file {path}; name one that exists.")
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text (byte {error.start}); convert it first.") from None
+
+
+def _parse_json(path: Path, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON ({error}); give the published file.") from None
+
+
+def _check_fields(path: Path, name: str, wording: Wording) -> None:
+    known = {"niah": {"kind", "verb", "query"}, "vt": {"query", "count"}, "qa": {"query"}}.get(name, set())
+    for part, text, allowed in (
+        ("prompt", wording.prompt, known | {"context"}),
+        ("answer", wording.answer, known),
+        ("needle", wording.needle, {"kind", "kinds", "key", "value"}),
+    ):
+        try:
+            found = {field for _, field, _, _ in string.Formatter().parse(text) if field is not None}
+        except ValueError as error:
+            raise ValueError(f"{path}: the {part} of {name!r} is malformed ({error}).") from None
+        if wrong := found - allowed:
+            raise ValueError(
+                f"{path}: the {part} of {name!r} has {', '.join(f'{{{field}}}' for field in sorted(wrong))}; it may "
+                f"have {', '.join(f'{{{field}}}' for field in sorted(allowed)) or 'no fields'}."
+            )

@@ -1,0 +1,599 @@
+"""What evaluations share: settings from flags, prompts answered in batches under a policy, records of each sample.
+
+An evaluation is a list of groups of samples. Every setting (a policy, a budget, a moment, what is known of the
+question) answers the same samples, one batch after the other; each answer becomes a record, so that a killed run goes
+on where it was (:mod:`evals.results`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import math
+import shlex
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Protocol
+
+import numpy as np
+from tqdm import tqdm
+
+import kvjax
+import models
+from evals import report, results, statistics
+from kvjax.allocation import parse_allocation
+from models import commands
+from models.decoding import When
+
+RECENCY = "streaming(sinks=0)"
+POLICIES = ("full", "h2o+protect(recent=0.5)", "h2o+caote+protect(recent=0.5)", "snapkv", "snapkv+caote")
+Question = Literal["after", "before", "both", "agnostic"]
+PLACEMENTS = ("after", "before", "both", "agnostic")
+KNOWN_OR_NOT = ("after", "agnostic")
+# What may change between the two halves of a run: where it writes, and on what it runs.
+FREE = ("name", "out", "json", "plot", "batch", "mesh")
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """One row of the table."""
+
+    policy: str
+    budget: int | float | None
+    when: When
+    question: Question
+
+    def title(self) -> str:
+        budget = "" if self.budget is None else f", budget {self.budget}"
+        return f"{self.policy}{budget}, {self.when}, question {self.question}"
+
+
+class Prompt(Protocol):
+    """A prompt's tokens; those before ``context_end`` are known when the closing question is not yet."""
+
+    @property
+    def tokens(self) -> Sequence[int]: ...
+
+    @property
+    def context_end(self) -> int: ...
+
+
+class TextSample(NamedTuple):
+    """A prompt, what a right answer is held against, and what else its score reads."""
+
+    tokens: list[int]
+    context_end: int
+    references: tuple[str, ...]
+    extra: Any = None
+
+
+class Answer(NamedTuple):
+    """What a model said: the tokens up to its end token, and their text."""
+
+    tokens: list[int]
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Samples that are answered together: a task at a length.
+
+    Attributes:
+        size: how many samples ``draw`` gives; they are drawn when they are needed, and again on a second call.
+        score: from an answer and its sample to a number in [0, 1].
+        end: tokens that end an answer; the model's own by default.
+        questions: of the settings, those that the group is for.
+    """
+
+    task: str
+    length: int | None
+    size: int
+    draw: Callable[[], Sequence[Any]]
+    new_tokens: int
+    score: Callable[[Answer, Any], float]
+    end: tuple[int, ...] | None = None
+    questions: tuple[str, ...] = PLACEMENTS
+
+
+class Batch(NamedTuple):
+    """What one batch answered: ``tokens`` [rows, new], -1 behind a row's end; bytes of one sequence's cache at the end
+    and at its largest; tokens and seconds of prefill and decode, without the steps that may compile.
+    """
+
+    rows: list[int]
+    tokens: np.ndarray
+    cache_bytes: int
+    peak_cache_bytes: int
+    prefill: tuple[float, float]
+    decode: tuple[float, float]
+
+
+def answers(
+    model: models.Decoder,
+    prompts: Sequence[Prompt],
+    setting: Setting,
+    *,
+    new_tokens: int,
+    block: int = 128,
+    batch: int = 16,
+    end: tuple[int, ...] | None = (),
+    rows: Sequence[int] | None = None,
+) -> Iterator[Batch]:
+    """Answers prompts batch by batch.
+
+    Args:
+        rows: which of the prompts, all by default. Buffers are sized by all prompts, so that a row's bytes do not
+            depend on what else is answered.
+        end: tokens that end an answer; None for the model's own.
+
+    Example:
+        >>> import models
+        >>> from evals import running, tasks
+        >>> model, tokenizer = models.load("retriever")
+        >>> setting = running.Setting("tova", 64, "block", "after")
+        >>> prompts = [tasks.needle(0, tokenizer, 128, facts=2)]
+        >>> [batch.tokens.shape for batch in running.answers(model, prompts, setting, new_tokens=4, batch=1, block=32)]
+        [(1, 4)]
+    """
+    chosen_rows = list(range(len(prompts))) if rows is None else list(rows)
+    longest = max(len(prompt.tokens) for prompt in prompts)
+    if len(model.embedding[...].sharding.device_set) == 1:  # several devices divide the batch as it was asked for
+        batch = min(batch, len(prompts))
+    held_back = setting.question == "agnostic"
+    extremes = _extremes(prompts, held_back) if held_back or isinstance(setting.budget, float) else []
+    # Rows of a batch share a length where they can: empty blocks in front are skipped for the whole batch.
+    for start in range(0, len(chosen_rows), batch):
+        chosen = chosen_rows[start : start + batch]
+        fed = [prompts[row] for row in chosen] + extremes
+        fed += fed[:1] * (batch + len(extremes) - len(fed))
+        tokens = np.zeros((len(fed), longest), np.int32)
+        counts = np.array([len(prompt.tokens) for prompt in fed])
+        for row, prompt in enumerate(fed):
+            tokens[row, : counts[row]] = prompt.tokens
+        clock = _BatchClock(int(counts[: len(chosen)].sum()), len(chosen))
+        steps = models.stream(
+            model,
+            tokens,
+            lengths=counts,
+            policy=setting.policy,
+            budget=setting.budget,
+            block=block,
+            max_new_tokens=new_tokens,
+            when=setting.when,
+            question=np.array([_question_length(prompt) for prompt in fed]) if held_back else None,
+            end=end,
+            on_block=clock.block,
+        )
+        generated = np.full((len(fed), new_tokens), -1, np.int32)
+        for step, (token, kept) in enumerate(steps):
+            generated[:, step] = token
+            clock.token()
+            cache = kept
+        slots = cache.position.size  # of all rows of the batch
+        if setting.policy == "full" or setting.when == "prompt":
+            slots = max(slots, math.prod(cache.heads_shape) * (longest + new_tokens))
+        yield Batch(
+            chosen,
+            generated[: len(chosen)],
+            cache.nbytes // len(fed),
+            cache.nbytes // len(fed) * slots // cache.position.size,
+            clock.prefill,
+            clock.decode,
+        )
+
+
+def run(
+    model: models.Decoder,
+    tokenizer: models.Tokenizer,
+    groups: Sequence[Group],
+    settings: Sequence[Setting],
+    store: results.Results,
+    *,
+    block: int = 128,
+    batch: int = 16,
+    labels: Mapping[str, Any] | None = None,
+    progress: tqdm | None = None,
+) -> None:
+    """Answers what ``store`` does not hold yet, and adds a record for each sample, batch by batch.
+
+    Args:
+        labels: what every record says beside its sample and setting, such as the model's name.
+    """
+    for group in groups:
+        samples: Sequence[Any] = ()
+        for setting in settings:
+            if setting.question not in group.questions:
+                continue
+            about = {**(labels or {}), "task": group.task, "length": group.length, **dataclasses.asdict(setting)}
+            missing = [row for row in range(group.size) if not store.holds({**about, "sample": row})]
+            if progress is not None:
+                progress.set_description(f"{group.task}, {setting.title()}")
+                progress.update(group.size - len(missing))
+            if not missing:
+                continue
+            samples = samples or group.draw()
+            end = model.config.eos if group.end is None else group.end
+            for found in answers(
+                model, samples, setting, new_tokens=group.new_tokens, block=block, batch=batch, end=end, rows=missing
+            ):
+                store.add(
+                    _record(group, samples[row], about, row, found, place, tokenizer, end)
+                    for place, row in enumerate(found.rows)
+                )
+                if progress is not None:
+                    progress.update(len(found.rows))
+
+
+def summarise(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A row for each setting and length: the mean of the tasks' means with its 95% interval, and each task's.
+
+    The interval is Wilson's over all samples; for scores between 0 and 1 it is on the safe side.
+
+    Example:
+        >>> from evals import running
+        >>> rows = [dict(task="vt", length=64, policy="full", budget=None, when="block", question="after", sample=i,
+        ...              score=score, cache_bytes=8, peak_cache_bytes=8, prefill=[0, 0], decode=[6, 2.0])
+        ...         for i, score in enumerate([1.0, 0.5])]
+        >>> row = running.summarise(rows)[0]
+        >>> row["score"], row["tasks"], row["decode_tokens_per_second"]
+        (0.75, {'vt': {'score': 0.75, 'samples': 2}}, 3.0)
+    """
+    collected: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for record in records:
+        collected.setdefault(tuple(record.get(name) for name in results.ROW), []).append(record)
+    rows = []
+    for key, found in collected.items():
+        scores: dict[str, list[float]] = {}
+        for record in found:
+            scores.setdefault(record["task"], []).append(record["score"])
+        means = {task: sum(values) / len(values) for task, values in scores.items()}
+        mean = sum(means.values()) / len(means)
+        low, high = statistics.wilson(mean * len(found), len(found))
+        rows.append(
+            {
+                **dict(zip(results.ROW, key, strict=True)),
+                "score": mean,
+                "low": low,
+                "high": high,
+                "samples": len(found),
+                "cache_bytes": round(sum(r["cache_bytes"] for r in found) / len(found)),
+                "peak_cache_bytes": round(sum(r["peak_cache_bytes"] for r in found) / len(found)),
+                "prefill_tokens_per_second": _rate(found, "prefill"),
+                "decode_tokens_per_second": _rate(found, "decode"),
+                "tasks": {task: {"score": means[task], "samples": len(scores[task])} for task in means},
+            }
+        )
+    return rows
+
+
+def compare(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For each policy with a CAOTE link: is it better than the same policy without it, on the same samples?"""
+    scores: dict[tuple[Any, ...], dict[tuple[Any, ...], float]] = {}
+    for record in records:
+        setting = (record["policy"], *(record.get(name) for name in results.ROW if name != "policy"))
+        scores.setdefault(setting, {})[record["task"], record["sample"]] = record["score"]
+    rows = []
+    for (policy, *rest), found in scores.items():
+        plain = report.without_caote(policy)
+        other = scores.get((plain, *rest), {})
+        both = [sample for sample in found if sample in other]
+        if plain == policy or not both:
+            continue
+        mean, low, high = statistics.mean_interval([found[s] - other[s] for s in both], pseudo=1.0)
+        rows.append(
+            {
+                "policy": policy,
+                "against": plain,
+                **dict(zip((name for name in results.ROW if name != "policy"), rest, strict=True)),
+                "difference": mean,
+                "low": low,
+                "high": high,
+                "better": statistics.verdict(low, high),
+            }
+        )
+    return rows
+
+
+def add_model_flags(flags: argparse.ArgumentParser) -> None:
+    """The flags of every evaluation: the model, and how it is run."""
+    flags.add_argument("--model", default="retriever", help="'retriever', a Hugging Face folder, or a hub name")
+    flags.add_argument("--block", type=int, default=128, help="prompt tokens a step")
+    flags.add_argument("--batch", type=int, default=16, help="samples answered at once")
+    flags.add_argument("--seed", type=int, default=0)
+    flags.add_argument("--dtype", help="float32, bfloat16 or float16; the checkpoint's by default")
+    flags.add_argument("--mesh", help="devices, such as data=2,tensor=4")
+    flags.add_argument("--json", type=Path, help="write all figures here")
+    flags.add_argument("--plot", type=Path, help="write the picture here (.png, .svg or .pdf)")
+
+
+def add_setting_flags(
+    flags: argparse.ArgumentParser,
+    *,
+    budgets: str = "256,512",
+    when: str = "block,prompt",
+    questions: Sequence[str] = KNOWN_OR_NOT,
+) -> None:
+    """The flags that :func:`make_settings` reads."""
+    flags.add_argument("--policies", default=",".join(POLICIES), help="several by comma; 'full' keeps all")
+    flags.add_argument(
+        "--allocations",
+        default="",
+        help="who gets how many slots, such as uniform,adakv: each policy with each of them; several by comma",
+    )
+    flags.add_argument("--budgets", default=budgets, help="slots per head, or ratios of the prompt; several by comma")
+    flags.add_argument("--when", default=when, help="block, prompt; several by comma")
+    before = [name for name in questions if name not in KNOWN_OR_NOT]
+    flags.add_argument(
+        "--question",
+        default="after",
+        help=f"{''.join(f'{name}, ' for name in before)}after, or agnostic (after, and unknown when the context is "
+        "compressed); several by comma",
+    )
+
+
+def make_settings(flags: argparse.Namespace, questions: Sequence[str] = PLACEMENTS) -> list[Setting]:
+    """Every combination that is asked for, checked before any work; the full cache has neither budget nor moment."""
+    moments: Any
+    asked: Any
+    policies = commands.split_list(flags.policies)
+    budgets = [commands.parse_budget(text) for text in commands.split_list(flags.budgets)]
+    moments, asked = commands.split_list(flags.when), commands.split_list(flags.question)
+    for what, given, known in (("--when", moments, ("block", "prompt")), ("--question", asked, questions)):
+        wrong = [name for name in given if name not in known]
+        if wrong or not given:
+            raise ValueError(f"{what} is {', '.join(wrong) or 'empty'}; there are {', '.join(known)}.")
+    evicting = [str(kvjax.parse(policy)) for policy in policies if policy != "full"]
+    evicting = _allocated(evicting, commands.split_list(getattr(flags, "allocations", "")))
+    if evicting and not budgets:
+        raise ValueError("no budget was given; name at least one, such as --budgets 256.")
+    if not policies:
+        raise ValueError("no policy was given; name at least one, such as --policies full,snapkv+caote.")
+    for policy, budget in itertools.product(evicting, budgets):
+        if isinstance(budget, int):
+            kvjax.check_budget(kvjax.parse(policy), budget)
+    settings = []
+    for question in asked:
+        if "full" in policies:
+            settings.append(Setting("full", None, "block", question))
+        for when, budget in itertools.product(moments, budgets):
+            for policy in dict.fromkeys([RECENCY, *evicting] if evicting else []):
+                settings.append(Setting(policy, budget, when, question))
+    return settings
+
+
+def check_sizes(flags: argparse.Namespace) -> list[int]:
+    """The lengths that are asked for, when they and the block and batch can be."""
+    lengths = [positive("length", text) for text in commands.split_list(flags.lengths)]
+    if not lengths:
+        raise ValueError("no length was given; name at least one, such as --lengths 1024.")
+    check_block_and_batch(flags)
+    return lengths
+
+
+def check_block_and_batch(flags: argparse.Namespace) -> None:
+    """Refuses a block or a batch without anything in it."""
+    for name, value in (("block", flags.block), ("batch", flags.batch)):
+        if value < 1:
+            raise ValueError(f"--{name} is {value}; give at least 1.")
+
+
+def positive(name: str, text: str) -> int:
+    """A number of tokens from a command line.
+
+    Raises:
+        ValueError: no integer from 1.
+
+    Example:
+        >>> from evals import running
+        >>> running.positive("length", "512")
+        512
+    """
+    if not text.isdigit() or int(text) < 1:
+        raise ValueError(f"the {name} {text!r} is not a number of tokens; give an integer from 1.")
+    return int(text)
+
+
+def choose(name: str, text: str, known: Sequence[str], default: Sequence[str] | None = None) -> list[str]:
+    """Names from a list on a command line, in the order of ``known``; 'all' stands for ``default``, or for all.
+
+    Raises:
+        ValueError: no name, or one that is not known.
+
+    Example:
+        >>> from evals import running
+        >>> running.choose("--tasks", "vt,cwe", ("cwe", "fwe", "vt"))
+        ['cwe', 'vt']
+    """
+    given = commands.split_list(text)
+    if given == ["all"]:
+        return list(known if default is None else default)
+    wrong = [part for part in given if part not in known]
+    if wrong or not given:
+        raise ValueError(f"{name} is {', '.join(wrong) or 'empty'}; there are {', '.join(known)}, and all.")
+    return [part for part in known if part in given]
+
+
+def load(flags: argparse.Namespace) -> tuple[models.Decoder, models.Tokenizer]:
+    """The model and tokenizer that the flags name.
+
+    Raises:
+        ValueError: the model has no tokenizer.
+    """
+    mesh = None if flags.mesh is None else models.parse_mesh(flags.mesh)
+    model, tokenizer = models.load(flags.model, dtype=flags.dtype, mesh=mesh)
+    if tokenizer is None:
+        raise ValueError(f"{flags.model} has no tokenizer.json, and samples are text; copy it from the model's source.")
+    return model, tokenizer
+
+
+def command(
+    flags: argparse.Namespace,
+    make_groups: Callable[[argparse.Namespace, models.Config, models.Tokenizer], list[Group]],
+    *,
+    title: str,
+    notes: Callable[[argparse.Namespace], list[str]],
+    check: Callable[[argparse.Namespace], None],
+    short: Mapping[str, str] | None = None,
+) -> None:
+    """The command of an evaluation made of tasks: checks, samples, table, JSON, picture; with ``--out`` it goes on.
+
+    Args:
+        check: of the evaluation's own flags, before the model is loaded.
+        notes: lines below the table, such as what the texts are.
+        short: the tasks' names in the table.
+    """
+    settings = make_settings(flags, KNOWN_OR_NOT)
+    check_block_and_batch(flags)
+    check(flags)
+    if flags.plot is not None:
+        report.check_plot(flags.plot)
+    commands.check_outputs([flags.json, flags.plot])
+    store = results.Results(flags.out, flags.name, used(flags), written(flags))
+    store.check()
+    model, tokenizer = load(flags)
+    groups = make_groups(flags, model.config, tokenizer)
+    with store:
+        labels = {"evaluation": flags.name, "model": flags.model}
+        total = sum(group.size for group in groups) * len(settings)
+        started = time.time()
+        with tqdm(total=total, unit="sample", file=sys.stderr, dynamic_ncols=True) as progress:
+            run(
+                model, tokenizer, groups, settings, store,
+                block=flags.block, batch=flags.batch, labels=labels, progress=progress,
+            )  # fmt: skip
+            progress.set_description("done")
+        rows, compared, remarks = summarise(store.records), compare(store.records), notes(flags)
+        print(report.task_table(rows, recency=RECENCY, short=short or {}, notes=remarks))
+        if compared:
+            print()
+            print(report.comparison_table(compared))
+        figures = {
+            "evaluation": flags.name,
+            "title": title,
+            "command": written(flags),
+            "settings": used(flags),
+            "notes": remarks,
+            "seconds": round(time.time() - started, 1),
+            **report.environment(),
+            "results": rows,
+            "comparisons": compared,
+        }
+        for path in (flags.json, None if flags.out is None else flags.out / "figures.json"):
+            if path is not None:
+                commands.write_json(path, figures)
+                print(f"figures: {path}")
+        if flags.plot is not None:
+            report.task_map(rows, flags.plot, title=title, short=short or {})
+            print(f"picture: {flags.plot}")
+
+
+def used(flags: argparse.Namespace) -> dict[str, Any]:
+    """The flags that decide the figures, as JSON has them; of files and folders that they name, what is in them."""
+    plain: dict[str, Any] = {}
+    for name, value in vars(flags).items():
+        if name in FREE:
+            continue
+        several = value if isinstance(value, list) else [value]
+        paths = [Path(path) for path in several if isinstance(path, Path) or (name == "data" and path is not None)]
+        plain[name] = [str(path) for path in several] if isinstance(value, list | Path) else value
+        if paths:
+            plain[f"{name} holds"] = [results.fingerprint(path) for path in paths]
+    return plain
+
+
+def written(flags: argparse.Namespace) -> str:
+    """The command line that gives these flags again."""
+    line = ["python", "-m", "evals", flags.name]
+    for name, value in vars(flags).items():
+        if name in ("name", "out", "json", "plot") or value is None or value is False:
+            continue
+        line.append(f"--{name.replace('_', '-')}")
+        if value is not True:
+            line += [str(part) for part in value] if isinstance(value, list) else [str(value)]
+    return shlex.join(line)
+
+
+def _allocated(policies: Sequence[str], allocations: Sequence[str]) -> list[str]:
+    """Each policy that names no allocation with each of them."""
+    if not allocations:
+        return list(policies)
+    names = [str(parse_allocation(name).name) for name in allocations]
+    found = []
+    for policy in policies:
+        whole = [policy] if "@" in policy else [policy if n == "uniform" else f"{policy}@{n}" for n in names]
+        found += [str(kvjax.parse(name)) for name in whole]
+    return list(dict.fromkeys(found))
+
+
+def _record(
+    group: Group,
+    sample: Any,
+    about: Mapping[str, Any],
+    row: int,
+    found: Batch,
+    place: int,
+    tokenizer: models.Tokenizer,
+    end: tuple[int, ...],
+) -> dict[str, Any]:
+    tokens = found.tokens[place].tolist()
+    tokens = tokens[: tokens.index(-1)] if -1 in tokens else tokens
+    said = tokens[:-1] if tokens and tokens[-1] in end else tokens
+    answer = Answer(said, tokenizer.decode(said))
+    return {
+        **about,
+        "sample": row,
+        "score": float(group.score(answer, sample)),
+        "answer": answer.text,
+        "prompt_tokens": len(sample.tokens),
+        "new_tokens": len(tokens),
+        "cache_bytes": found.cache_bytes,
+        "peak_cache_bytes": found.peak_cache_bytes,
+        "prefill": [x / len(found.rows) for x in found.prefill],
+        "decode": [x / len(found.rows) for x in found.decode],
+    }
+
+
+def _rate(records: Sequence[dict[str, Any]], name: str) -> float | None:
+    tokens, seconds = (sum(record[name][index] for record in records) for index in (0, 1))
+    return tokens / seconds if seconds else None
+
+
+def _question_length(prompt: Prompt) -> int:
+    return len(prompt.tokens) - prompt.context_end
+
+
+def _extremes(prompts: Sequence[Prompt], held_back: bool) -> list[Prompt]:
+    """The longest prompt, and the shortest and longest question: in every batch, they make all batches the same size,
+    so that one compilation serves them.
+    """
+    found = [max(prompts, key=lambda prompt: len(prompt.tokens))]
+    if held_back:
+        found += [min(prompts, key=_question_length), max(prompts, key=_question_length)]
+    return found
+
+
+class _BatchClock:
+    """Tokens and seconds of one batch's prefill and decode, without the first block and step, which may compile."""
+
+    def __init__(self, prompt_tokens: int, rows: int) -> None:
+        self.prefill, self.decode = (0.0, 0.0), (0.0, 0.0)
+        self.prompt_tokens, self.rows = prompt_tokens, rows
+        self.last: float | None = None
+        self.steps, self.done = 0, 0
+
+    def block(self, done: int, total: int) -> None:
+        now = time.perf_counter()
+        if self.last is not None:
+            tokens, seconds = self.prefill
+            self.prefill = (tokens + self.prompt_tokens * (done - self.done) / total, seconds + now - self.last)
+        self.last, self.done = now, done
+
+    def token(self) -> None:
+        now = time.perf_counter()
+        self.steps += 1
+        if self.steps > 2 and self.last is not None:
+            self.decode = (self.decode[0] + self.rows, self.decode[1] + now - self.last)
+        self.last = now

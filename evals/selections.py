@@ -1,0 +1,689 @@
+"""What a model says when every head reads only what a selection keeps: teacher-forced, a whole sequence at once.
+
+Row i of every layer but layer 0 reads what is left to token i: the ``ceil((i + 1)(1 - sparsity))`` tokens that the
+selection holds to be the most important among the i + 1 so far, and the first ``sinks`` tokens beside them. No recent
+window is kept by force: a query's own token competes as the others do. So TokenButler simulates decoding (section 4):
+there is no prompt, and each query head has a set of its own.
+
+A selection is, by its short name,
+
+- a source of importance (:mod:`kvjax.sources`: butler, oracle, quest, first_layer, previous_layer, random, streaming):
+  nothing is lost, the next row may read what this one left out;
+- an eviction policy (:func:`kvjax.parse`), as permanent selection, token by token: the library's own decode steps on a
+  cache of one layer. Row i reads what stayed after row i - 1, and itself; then the worst token leaves. The first
+  ``sinks`` tokens are protected and come on top of the budget, so that no policy holds less than a source may read.
+  A policy that protects more than the budget of an early row (a window of 32 in row 20) keeps its newest tokens there;
+- "oracle_eviction": each row reads the best of what is left by its own true logits, and what it does not read is gone;
+- "full".
+
+A name that is both a source and a policy (streaming, random, butler) is the source. "snapkv" alone is the paper's
+reading of it, :func:`rolling_snapkv`; with arguments, ``snapkv(window=32)``, it is the library's policy, whose window
+is one query in a decode step and whose window's tokens stay.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from decimal import Decimal, InvalidOperation
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+import kvjax
+import models
+from evals import report
+from kvjax import sources
+from kvjax.names import called, registered, written
+from kvjax.select import share_of_tokens
+from kvjax.transforms import check_pooling, pooled
+from models.butler import importance as predicted_importance
+from models.commands import check_outputs, split_list
+from models.decoder import rope_frequencies
+
+Heads = Literal["query", "group"]
+QUERIES_A_CHUNK = 128
+ORACLE_EVICTION = "oracle_eviction"
+_MADE: dict[str, Callable[..., kvjax.Policy]] = {}
+
+
+@functools.partial(registered, _MADE)
+def rolling_snapkv(*, window: int = 32, kernel: int = 7, pooling: Literal["avg", "max"] = "max") -> kvjax.Policy:
+    """SnapKV as TokenButler simulates it: the mean attention of the last queries, whichever steps they came in.
+
+    The window's own tokens are not kept unless they score, and are pooled like the others. A token that came within
+    the window has no attention before it came.
+
+    Args:
+        window: how many queries are remembered, for each slot and query head.
+        kernel: width of the pooling over neighbours in position order among the live tokens, an odd number.
+        pooling: "avg" or "max".
+
+    Raises:
+        ValueError: a window below 1, a kernel that is even.
+
+    Example:
+        >>> from evals.selections import rolling_snapkv
+        >>> str(rolling_snapkv(window=16))
+        'rolling_snapkv(window=16)'
+    """
+    if isinstance(window, bool) or not isinstance(window, int) or window < 1:
+        raise ValueError(f"rolling_snapkv: window is {window!r}; give a number of queries, an int from 1.")
+    check_pooling("rolling_snapkv", kernel, pooling)
+
+    def init(B: int, K: int, G: int, S: int, D: int) -> Array:
+        return jnp.zeros((B, K, S, G, window), jnp.float32)
+
+    def update(_: Array, state: Array, o: kvjax.Observation) -> tuple[Array, Array]:
+        now = (o.next_position - 1) % window  # [B]
+        here = jnp.arange(window) == now[:, None, None, None, None]
+        state = jnp.where(here, jnp.moveaxis(o.columns.last, 2, 3)[..., None], state)
+        queries = jnp.minimum(o.next_position, window)[:, None, None, None]
+        return pooled(jnp.moveaxis(jnp.sum(state, axis=-1), 3, 2) / queries, o, kernel, pooling), state
+
+    name = written(rolling_snapkv, window=window, kernel=kernel, pooling=pooling)
+    return kvjax.Policy(name, init, update, frozenset({"last"}), base=True, nonnegative=True)
+
+
+class Hits(NamedTuple):
+    """What a source chooses, beside what the oracle would: of each layer and row, the mean over heads.
+
+    ``share`` of the oracle's tokens that are chosen; ``mass``, the true attention that the chosen tokens hold.
+    """
+
+    share: Float[Array, "L B T"]
+    mass: Float[Array, "L B T"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Selection:
+    """What is read. ``name`` is the resolved one; neither source nor policy: "full" or "oracle_eviction"."""
+
+    name: str
+    source: sources.Source | None = None
+    policy: kvjax.Policy | None = None
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def needs_butler(self) -> bool:
+        """Whether a predictor has to be there."""
+        if self.policy is not None:
+            return self.policy.predicted
+        return self.source is not None and "predicted" in self.source.reads
+
+
+@functools.cache
+def parse_selection(name: str, *, page_size: int = 16) -> Selection:
+    """The selection that a short name stands for.
+
+    Args:
+        name: see the top of this file.
+        page_size: of "quest" where it has no argument.
+
+    Raises:
+        ValueError: an unknown name or argument; a policy that cannot be run token by token, layer by layer.
+
+    Example:
+        >>> from evals.selections import parse_selection
+        >>> [str(parse_selection(name, page_size=4)) for name in ("quest", "h2o+caote", "snapkv")]
+        ['quest(page_size=4)', 'h2o+caote', 'rolling_snapkv']
+    """
+    name = name.strip()
+    if name in ("full", ORACLE_EVICTION):
+        return Selection(name)
+    if name == "quest":
+        name = f"quest(page_size={page_size})"
+    if name == "snapkv":
+        name = "rolling_snapkv"
+    first = name.split("(")[0].strip()
+    if first in sources.SOURCES and not {"+", "@"} & set(name):
+        try:
+            source = sources.parse_source(name)
+            return Selection(source.name, source=source)
+        except ValueError:
+            with contextlib.suppress(ValueError):  # a policy of the same name, such as streaming(sinks=8)
+                return Selection(name, policy=kvjax.parse(name))
+            raise
+    if first in _MADE:
+        try:
+            tree = ast.parse(name, mode="eval").body
+        except SyntaxError:
+            raise ValueError(f"the selection {name!r} is malformed; write it like '{first}(window=16)'.") from None
+        policy = called(tree, _MADE, "selection", name, f"write it like '{first}(window=16)'")
+    else:
+        try:
+            policy = kvjax.parse(name)
+        except ValueError as error:
+            others = ", ".join(sorted({"full", ORACLE_EVICTION, *_MADE, *sources.SOURCES}))
+            raise ValueError(f"{str(error).rstrip('.')}; and beside policies there are {others}.") from None
+    if not policy.allocation.one_layer:
+        raise ValueError(
+            f"{policy.name!r} lets layers compete, but here each layer is run by itself, token by token; take another "
+            "allocation, or none."
+        )
+    return Selection(policy.name, policy=policy)
+
+
+def simulate(
+    model: models.Decoder,
+    tokens: Int[Array | np.ndarray, "B T"],
+    selection: str | Selection,
+    sparsity: float,
+    *,
+    butler: models.Butler | None = None,
+    sinks: int = 4,
+    heads: Heads = "query",
+    chunk: int = QUERIES_A_CHUNK,
+) -> Float[Array, "B T V"]:
+    """Logits of a teacher-forced forward in which each row reads only what the selection keeps.
+
+    One compilation for each shape and selection; the sparsity is an argument of the compiled program. Memory grows
+    with ``chunk`` x T for sources, with T for policies, and with neither's number of layers.
+
+    Args:
+        tokens: whole sequences. Padding behind them changes nothing before it.
+        selection: a short name, see the top of this file, or what :func:`parse_selection` gave.
+        sparsity: the share of the tokens that a row does not read, in [0, 1).
+        butler: the predictor, for a selection that reads it.
+        sinks: how many first tokens are always read, on top.
+        heads: each "query" head has its own tokens (the paper), or, for policies, those of a "group" share them.
+        chunk: rows at a time.
+
+    Returns:
+        Logits in float32.
+
+    Raises:
+        ValueError: a sparsity outside [0, 1), tokens that are no sequences, a missing predictor, negative sinks.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from flax import nnx
+        >>> import models
+        >>> from evals.selections import simulate
+        >>> config = models.Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2)
+        >>> model = models.Decoder(config, rngs=nnx.Rngs(0))
+        >>> simulate(model, jnp.arange(12)[None], "oracle", 0.5).shape
+        (1, 12, 64)
+    """
+    tokens, selection = _checked(model, tokens, selection, sparsity, butler, sinks, chunk)
+    if heads not in ("query", "group"):
+        raise ValueError(f"heads is {heads!r}; there are 'query' and 'group'.")
+    kept = kept_tokens(tokens.shape[1], sparsity)
+    butler = butler if selection.needs_butler else None
+    policy = selection.policy
+    if policy is None and selection.name != ORACLE_EVICTION:
+        return _selecting(model, tokens, kept, butler, selection.source, sinks, chunk)
+    if policy is None:
+        return _evicting(model, tokens, kept, None, None, None, sinks, chunk)
+    if butler is not None:
+        policy = kvjax.fit_predictor(policy, butler.config.dim)
+    policy = with_sinks(policy, sinks)
+    if heads == "query" and policy.heads == "group":
+        policy = dataclasses.replace(policy, heads="query")
+    projection = models.output_projection(model, policy)
+    return _evicting(model, tokens, kept, projection, butler, policy, sinks, chunk)
+
+
+def hits(
+    model: models.Decoder,
+    tokens: Int[Array | np.ndarray, "B T"],
+    selection: str | Selection,
+    sparsity: float,
+    *,
+    butler: models.Butler | None = None,
+    chunk: int = QUERIES_A_CHUNK,
+) -> Hits:
+    """How much of what the oracle would read a source reads too, while the model itself runs dense.
+
+    Both sets are the ``ceil((i + 1)(1 - sparsity))`` best of row i, without sinks, by raw logits.
+
+    Args:
+        tokens, sparsity, butler, chunk: see :func:`simulate`.
+        selection: a source of importance.
+
+    Returns:
+        Figures of every layer; layer 0, which is never predicted, among them.
+
+    Raises:
+        ValueError: as :func:`simulate`, and for what is not a source.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from flax import nnx
+        >>> import models
+        >>> from evals.selections import hits
+        >>> config = models.Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2)
+        >>> model = models.Decoder(config, rngs=nnx.Rngs(0))
+        >>> float(hits(model, jnp.arange(12)[None], "oracle", 0.5).share.min())
+        1.0
+    """
+    tokens, selection = _checked(model, tokens, selection, sparsity, butler, 0, chunk)
+    if selection.source is None:
+        raise ValueError(f"{selection.name!r} is not a source of importance; there are {', '.join(sources.SOURCES)}.")
+    butler = butler if selection.needs_butler else None
+    return _hits(model, tokens, kept_tokens(tokens.shape[1], sparsity), butler, selection.source, chunk)
+
+
+def last_logits(model: models.Decoder, tokens: Int[Array | np.ndarray, "B T"]) -> Float[Array, "L B N T"]:
+    """The true attention logits ``q.k / sqrt(D)`` of each sequence's last query, in every layer and head.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from flax import nnx
+        >>> import models
+        >>> from evals.selections import last_logits
+        >>> config = models.Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2)
+        >>> last_logits(models.Decoder(config, rngs=nnx.Rngs(0)), jnp.arange(12)[None]).shape
+        (2, 1, 4, 12)
+    """
+    return _last_logits(model, jnp.asarray(tokens))
+
+
+def kept_tokens(length: int, sparsity: float) -> Int[np.ndarray, "T"]:
+    """``ceil((i + 1)(1 - sparsity))`` of each row i; the sparsity to four digits.
+
+    Example:
+        >>> from evals.selections import kept_tokens
+        >>> kept_tokens(10, 0.7).tolist()  # in floats (1 - 0.7) * 10 is 3.0000000000000004
+        [1, 1, 1, 2, 2, 2, 3, 3, 3, 3]
+    """
+    so_far = np.arange(1, length + 1, dtype=np.int32)
+    return np.asarray(share_of_tokens(1 - sparsity, so_far), np.int32)
+
+
+def parse_sparsities(text: str) -> list[float]:
+    """Sparsities from a command line: several by comma, "..." going on by the step of the two before it.
+
+    Raises:
+        ValueError: what is not a number in [0, 1), or a range that does not arrive.
+
+    Example:
+        >>> from evals.selections import parse_sparsities
+        >>> parse_sparsities("0,0.1,...,0.4")
+        [0.0, 0.1, 0.2, 0.3, 0.4]
+    """
+    how = "give numbers in [0, 1), such as 0.3,0.5 or 0,0.1,...,0.7"
+    found: list[Decimal] = []
+    going_on = False
+    for part in split_list(text):
+        if part in ("...", "\N{HORIZONTAL ELLIPSIS}"):
+            if len(found) < 2 or going_on or found[-1] == found[-2]:
+                raise ValueError(f"the sparsities {text!r}: '...' follows two different numbers, its step; {how}.")
+            going_on = True
+            continue
+        try:
+            value = Decimal(part)
+        except InvalidOperation:
+            value = Decimal(-1)
+        if not value.is_finite() or not 0 <= value < 1:
+            raise ValueError(f"the sparsity {part!r} is not the share of tokens that are not read; {how}.")
+        if going_on:
+            step, last = found[-1] - found[-2], found[-1]
+            count = (value - last) / step
+            if count <= 0 or count != int(count):
+                raise ValueError(f"the sparsities {text!r}: {value} is not reached from {last} by {step}; {how}.")
+            found += [last + step * i for i in range(1, int(count) + 1)]
+            going_on = False
+        else:
+            found.append(value)
+    if going_on or not found:
+        raise ValueError(f"the sparsities {text!r} {'do not end' if going_on else 'are empty'}; {how}.")
+    return list(dict.fromkeys(float(value) for value in found))
+
+
+def with_sinks(policy: kvjax.Policy, sinks: int) -> kvjax.Policy:
+    """The policy that also keeps the first tokens.
+
+    Example:
+        >>> import kvjax
+        >>> from evals.selections import with_sinks
+        >>> str(with_sinks(kvjax.parse("h2o+caote@layer"), 4))
+        'h2o+caote+protect(sinks=4)@layer'
+    """
+    if not sinks:
+        return policy
+    return kvjax.chain(*(policy.links or (policy,)), kvjax.protect(sinks=sinks)) @ policy.allocation
+
+
+def parse_selections(text: str, *, page_size: int = 16) -> list[Selection]:
+    """The selections of a command line, several by comma, each once.
+
+    Raises:
+        ValueError: none at all, or what :func:`parse_selection` says.
+
+    Example:
+        >>> from evals.selections import parse_selections
+        >>> [str(selection) for selection in parse_selections("full, h2o, h2o")]
+        ['full', 'h2o']
+    """
+    found = [parse_selection(name, page_size=page_size) for name in split_list(text)]
+    if not found:
+        raise ValueError("no selection was given; name at least one, such as --select oracle,butler,h2o.")
+    return list(dict.fromkeys(found))
+
+
+def add_flags(flags: argparse.ArgumentParser, *, select: str, sparsity: str, batch: int) -> None:
+    """The flags of every command that measures selections."""
+    flags.add_argument("--model", default="retriever", help="'retriever', a Hugging Face folder, or a hub name")
+    flags.add_argument(
+        "--select", default=select, help="sources of importance, eviction policies, oracle_eviction, full; by comma"
+    )
+    flags.add_argument(
+        "--sparsity", default=sparsity, help="shares of the tokens that are not read, such as 0.5 or 0,0.1,...,0.7"
+    )
+    flags.add_argument("--butler", help="the predictor's folder; by default 'butler' inside the model's")
+    flags.add_argument("--sinks", type=int, default=4, help="first tokens that are always read, on top")
+    flags.add_argument(
+        "--heads",
+        choices=get_args(Heads),
+        default="query",
+        help="who has tokens of its own under a simulated policy: each query head, as published, or a group",
+    )
+    flags.add_argument("--batch", type=int, default=batch)
+    flags.add_argument("--dtype", help="float32, bfloat16 or float16; the checkpoint's by default")
+    flags.add_argument("--json", type=Path, help="write all figures here")
+    flags.add_argument("--plot", type=Path, help="write the picture here (.png, .svg or .pdf)")
+
+
+def check_flags(flags: argparse.Namespace) -> None:
+    """Refuses sizes that cannot be, and files that could not be written, before the work.
+
+    Raises:
+        ValueError, OSError, ImportError: what is wrong, in a sentence.
+    """
+    for name, least in (("batch", 1), ("sinks", 0)):
+        if getattr(flags, name) < least:
+            raise ValueError(f"--{name} is {getattr(flags, name)}; give at least {least}.")
+    if flags.plot is not None:
+        report.check_plot(flags.plot)
+    check_outputs([flags.json, flags.plot])
+
+
+def load(
+    flags: argparse.Namespace, selections: Sequence[Selection]
+) -> tuple[models.Decoder, Any, models.Butler | None]:
+    """The model of a command line, its tokenizer, and the predictor where a selection reads it.
+
+    Without ``--butler``, the predictor is looked for beside the model.
+
+    Raises:
+        ValueError: a model without a tokenizer, no predictor where one is needed, or one of another model.
+        FileNotFoundError: a folder that is not there.
+    """
+    model, tokenizer = models.load(flags.model, dtype=flags.dtype)
+    if tokenizer is None:
+        raise ValueError(f"{flags.model} has no tokenizer.json, and text is needed; copy it from the model's source.")
+    butler = None
+    if any(selection.needs_butler for selection in selections):
+        own = flags.butler is None
+        butler = models.own_butler(flags.model, model) if own else models.load_butler(flags.butler, model)
+    return model, tokenizer, butler
+
+
+def settings_used(flags: argparse.Namespace) -> dict[str, Any]:
+    """The flags, as JSON holds them."""
+    return {name: str(value) if isinstance(value, Path) else value for name, value in vars(flags).items()}
+
+
+def _checked(model, tokens, selection, sparsity, butler, sinks, chunk) -> tuple[Array, Selection]:
+    if not 0 <= sparsity < 1:
+        raise ValueError(f"the sparsity is {sparsity}; give the share of tokens that a row does not read, in [0, 1).")
+    selection = parse_selection(selection) if isinstance(selection, str) else selection
+    if selection.needs_butler and butler is None:
+        raise ValueError(
+            f"{selection.name!r} reads a predictor's logits, but none was given; train one with python -m "
+            "train.butler, and hand over butler=models.load_butler(folder, model)."
+        )
+    tokens = jnp.asarray(tokens)
+    if tokens.ndim != 2 or 0 in tokens.shape:
+        raise ValueError(f"the tokens have the shape {tokens.shape}; give [B, T], at least one sequence of one token.")
+    if sinks < 0 or chunk < 1:
+        raise ValueError(f"sinks is {sinks} and chunk {chunk}; give a number from 0, and one from 1.")
+    return tokens, selection
+
+
+class _Layer:
+    """One layer's sequences, for the queries of some rows at a time; ``arrays`` are what those rows bring along."""
+
+    def __init__(self, index, sliding_window, query, key, value, source, foreseen, other):
+        B, T, K, D = key.shape
+        self.index, self.sliding_window, self.source, self.foreseen = index, sliding_window, source, foreseen
+        self.query, self.key, self.value = query, key.swapaxes(1, 2), value.swapaxes(1, 2)  # keys [B, K, T, D]
+        self.position = jnp.broadcast_to(jnp.arange(T), (B, T))
+        self.slots = jnp.broadcast_to(jnp.arange(T), (B, K, T))
+        self.arrays = [query]
+        if foreseen is not None:
+            self.arrays.append(foreseen.query)
+        elif other is not None:
+            self.arrays.append(other[0])
+            self.other_key = other[1].swapaxes(1, 2)
+        if source is not None:
+            self.state = source.insert(source.init(B, K, T, D), key, self.position)
+
+    def importance(self, position, query, other_query=None) -> Float[Array, "B N C T"]:
+        """What the source says, -inf for what a row does not see."""
+        given = {}
+        if "predicted" in self.source.reads:
+            given["predicted"] = predicted_importance(other_query[None], self.foreseen.key.swapaxes(1, 2)[None], 1)
+        for name in self.source.reads & {"first", "previous"}:
+            given[name] = sources.logits(other_query, self.other_key)
+        reading = sources.Reading(query, position, self.slots, self.index, key=self.key, **given)
+        return jnp.where(self.visible(position), self.source.importance(self.state, reading), -jnp.inf)
+
+    def visible(self, position: Int[Array, "B C"]) -> Bool[Array, "B 1 C T"]:
+        age = position[:, None, :, None] - jnp.arange(self.position.shape[1])
+        seen = (age >= 0) & (position >= 0)[:, None, :, None]
+        return seen if self.sliding_window is None else seen & (age < self.sliding_window)
+
+    def logits(self, position, query) -> Float[Array, "B N C T"]:
+        """The true ones, -inf for what a row does not see."""
+        return jnp.where(self.visible(position), sources.logits(query, self.key), -jnp.inf)
+
+    def attend(self, logits: Float[Array, "B N C T"]) -> Float[Array, "B C N D"]:
+        """Attention over what has a logit above -inf; 0 for rows that read nothing."""
+        B, N, C, T = logits.shape
+        K = self.key.shape[1]
+        weights = _softmax(logits).reshape(B, K, N // K, C, T).astype(self.value.dtype)
+        out = jnp.einsum("bkgct,bktd->bkgcd", weights, self.value, preferred_element_type=logits.dtype)
+        return jnp.moveaxis(out, 3, 1).reshape(B, C, N, -1).astype(self.query.dtype)
+
+    def dense(self, chunk: int) -> Float[Array, "B T N D"]:
+        """What the model itself does."""
+        return _in_chunks(lambda *rows: self.attend(self.logits(*rows)), chunk, self.position, self.query)
+
+
+def _softmax(logits: Float[Array, "*rows T"]) -> Float[Array, "*rows T"]:
+    """Zeros for a row that is all -inf."""
+    peak = jnp.max(logits, axis=-1, keepdims=True)
+    weights = jnp.exp(logits - jnp.where(jnp.isfinite(peak), peak, 0))
+    return weights / jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), jnp.finfo(weights.dtype).tiny)
+
+
+def _in_chunks(function, chunk, position, *arrays):
+    """function(position [B, C], arrays [B, C, ...]) over all rows; rows that pad the last chunk have position -1."""
+    B, T = position.shape
+    chunk = min(chunk, T)
+    short = -T % chunk
+
+    def cut(array, fill):
+        array = jnp.pad(array, ((0, 0), (0, short)) + ((0, 0),) * (array.ndim - 2), constant_values=fill)
+        return jnp.moveaxis(array.reshape(B, -1, chunk, *array.shape[2:]), 1, 0)
+
+    parts = (cut(position, -1), *(cut(array, 0) for array in arrays))
+    out = jax.lax.map(lambda part: function(*part), parts)
+    return jnp.moveaxis(out, 0, 1).reshape(B, T + short, *out.shape[3:])[:, :T]
+
+
+def _run(model, tokens, butler, source, of_layer):
+    """Runs the model with ``of_layer(layer) -> attention output, output of the layer``; see :class:`_Layer`."""
+    B, T = tokens.shape
+    config = model.config
+    predicted = None
+    if butler is not None:
+        predicted = butler(models.butler_input(model, tokens, source=butler.config.source))
+    follows = set() if source is None else source.reads & {"first", "previous"}
+
+    def attend(other, index, sliding_window, query, key, value):
+        foreseen = None
+        if predicted is not None:
+            of_this = (jax.lax.dynamic_index_in_dim(x, index - 1, keepdims=False) for x in predicted)
+            foreseen = kvjax.Prediction(*of_this)
+        out, output = of_layer(_Layer(index, sliding_window, query, key, value, source, foreseen, other))
+        if follows == {"previous"}:
+            other = query, key
+        elif follows == {"first"}:
+            other = jax.tree.map(lambda new, old: jnp.where(index == 0, new, old), (query, key), other)
+        return out, other, output
+
+    position = jnp.broadcast_to(jnp.arange(T), (B, T))
+    other = None
+    if follows:
+        shapes = ((B, T, heads, config.head_dim) for heads in (config.num_heads, config.num_kv_heads))
+        other = tuple(jnp.zeros(shape, model.embedding[...].dtype) for shape in shapes)
+    hidden, _, outputs = model.run(tokens, position, jnp.full(B, T), attend, other)
+    return hidden, outputs
+
+
+@functools.partial(jax.jit, static_argnames=("source", "sinks", "chunk"))
+def _selecting(model, tokens, kept, butler, source, sinks, chunk):
+    def of_layer(layer):
+        if source is None:
+            return layer.dense(chunk), None
+
+        def of_rows(position, query, *others):
+            budget = jnp.asarray(kept)[jnp.maximum(position, 0)]
+            reads = kvjax.selected_mask(
+                layer.importance(position, query, *others), layer.slots, budget, sinks=sinks, query_position=position
+            )
+            return layer.attend(jnp.where(reads, layer.logits(position, query), -jnp.inf))
+
+        def selecting():
+            return _in_chunks(of_rows, chunk, layer.position, *layer.arrays)
+
+        return _dense_at_first(layer, selecting, chunk), None
+
+    return model.logits(_run(model, tokens, butler, source, of_layer)[0])
+
+
+@functools.partial(jax.jit, static_argnames=("source", "chunk"))
+def _hits(model, tokens, kept, butler, source, chunk):
+    def of_layer(layer):
+        def of_rows(position, query, *others):
+            budget = jnp.asarray(kept)[jnp.maximum(position, 0)]
+
+            def best(scores):
+                chosen = kvjax.selected_mask(scores, layer.slots, budget, sinks=0, query_position=position)
+                return chosen & layer.visible(position)
+
+            true = layer.logits(position, query)
+            wanted, chosen = best(true), best(layer.importance(position, query, *others))
+            share = jnp.sum(wanted & chosen, axis=-1) / jnp.maximum(jnp.sum(wanted, axis=-1), 1)  # [B, N, C]
+            mass = jnp.sum(jnp.where(chosen, _softmax(true), 0), axis=-1)
+            return jnp.stack([jnp.mean(share, axis=1), jnp.mean(mass, axis=1)], axis=-1)
+
+        return layer.dense(chunk), _in_chunks(of_rows, chunk, layer.position, *layer.arrays)
+
+    return Hits(*jnp.moveaxis(_run(model, tokens, butler, source, of_layer)[1], -1, 0))
+
+
+@jax.jit
+def _last_logits(model, tokens):
+    def of_layer(layer):
+        return layer.dense(QUERIES_A_CHUNK), sources.logits(layer.query[:, -1:], layer.key)[:, :, 0]
+
+    return _run(model, tokens, None, None, of_layer)[1]
+
+
+@functools.partial(jax.jit, static_argnames=("policy", "sinks", "chunk"))
+def _evicting(model, tokens, kept, projection, butler, policy, sinks, chunk):
+    """A policy, or the oracle where there is none, token by token in each layer."""
+    config, (B, T) = model.config, tokens.shape
+    frequency = None
+    if policy is not None and (policy.rotary or policy.positions != "absolute"):
+        frequency, _ = rope_frequencies(config.rope, config.head_dim, jnp.full(B, T))
+
+    def of_layer(layer):
+        def evicting():
+            if policy is None:
+                return _oracle_evicting(layer, kept, sinks)
+            of_this = None if projection is None else projection.layer(layer.index)
+            return _policy_evicting(layer, kept, policy, sinks, frequency, of_this)
+
+        return _dense_at_first(layer, evicting, chunk), None
+
+    return model.logits(_run(model, tokens, butler, None, of_layer)[0])
+
+
+def _dense_at_first(layer: _Layer, others: Callable[[], Array], chunk: int) -> Float[Array, "B T N D"]:
+    """Layer 0 is read in full."""
+    return jax.lax.cond(layer.index == 0, lambda: layer.dense(chunk), others)
+
+
+def _policy_evicting(layer: _Layer, kept, policy, sinks, frequency, projection) -> Float[Array, "B T N D"]:
+    """The library's decode steps on a cache of one layer."""
+    B, T, N, D = layer.query.shape
+    K = N if policy.heads == "query" else layer.key.shape[1]
+    cache = kvjax.KVCache.init(
+        batch=B, kv_heads=K, slots=T, head_dim=D, dtype=layer.key.dtype, state=policy.init(B, K, N // K, T, D),
+        positions=policy.positions,
+    )  # fmt: skip
+
+    def update(scores, state, observation):  # the cache holds one layer, but some scores depend on which
+        return policy.update(scores, state, observation._replace(layer=layer.index))
+
+    def step(cache, token):
+        query, key, value, predicted, at, budget = token
+        out, cache = kvjax.attend(
+            cache,
+            query[:, None],
+            key[:, None],
+            value[:, None],
+            jnp.full((B, 1), at),
+            policy=dataclasses.replace(policy, update=update),
+            budget=budget + sinks,
+            excess=1,
+            sliding_window=layer.sliding_window,
+            frequency=frequency,
+            projection=projection,
+            predicted=None if predicted is None else jax.tree.map(lambda x: x[:, None], predicted),
+            decoding=False,  # there is no prompt before: each step may score anew
+        )
+        return cache, out[:, 0]
+
+    key, value = (jnp.moveaxis(x, 2, 0) for x in (layer.key, layer.value))  # [T, B, K, D]
+    predicted = jax.tree.map(lambda x: x.swapaxes(0, 1), layer.foreseen)
+    tokens = (layer.query.swapaxes(0, 1), key, value, predicted, jnp.arange(T), jnp.asarray(kept))
+    return jax.lax.scan(step, cache, tokens)[1].swapaxes(0, 1)
+
+
+def _oracle_evicting(layer: _Layer, kept, sinks) -> Float[Array, "B T N D"]:
+    """Each row reads the best of what is left by its own logits, and leaves no more."""
+    B, T, N, _ = layer.query.shape
+    every = jnp.arange(T)
+
+    def step(left, token):  # left [B, N, T]: tokens that no row has left out, those to come among them
+        query, at, budget = token
+        position = jnp.full((B, 1), at)
+        logits = layer.logits(position, query[:, None])
+        reads = kvjax.selected_mask(
+            logits[:, :, 0],
+            jnp.where(left, every, -1),
+            jnp.full(B, budget),
+            sinks=sinks,
+            query_position=position[:, 0],
+        )
+        out = layer.attend(jnp.where(reads[:, :, None], logits, -jnp.inf))
+        return reads | (every > at), out[:, 0]
+
+    tokens = (layer.query.swapaxes(0, 1), every, jnp.asarray(kept))
+    return jax.lax.scan(step, jnp.ones((B, N, T), bool), tokens)[1].swapaxes(0, 1)

@@ -1,0 +1,220 @@
+"""A file of models, policies, allocations, budgets and tasks becomes one folder of results; a killed run goes on.
+
+    models = ["retriever"]
+    policies = ["full", "snapkv", "snapkv+caote"]
+    allocations = ["uniform", "adakv"]
+    budgets = [64, 0.25]
+    when = ["prompt"]
+
+    [tasks.ruler]
+    tasks = ["niah_single_1", "vt"]
+    lengths = [1024]
+    samples = 4
+
+Under ``tasks`` stands each evaluation with its own flags. ``python -m evals report FOLDER`` makes a page of it all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+from tqdm import tqdm
+
+from evals import infinitebench, longbench, needle, report, results, ruler, running
+from models import commands
+
+EVALUATIONS = {"needle": needle, "ruler": ruler, "longbench": longbench, "infinitebench": infinitebench}
+# What all evaluations of a sweep share, and a list of it in the file.
+SHARED = ("policies", "allocations", "budgets", "when", "question")
+PLAIN = ("block", "batch", "seed", "dtype", "mesh")
+EXAMPLES = """examples:
+  python -m evals sweep small.toml --out runs/small
+  python -m evals report runs/small
+"""
+
+
+class Part(NamedTuple):
+    """One model in one evaluation: its flags, as its own command line would have them."""
+
+    flags: argparse.Namespace
+    settings: list[running.Setting]
+
+
+def plan(content: Mapping[str, Any]) -> list[Part]:
+    """The parts of a sweep, model by model, with their settings checked.
+
+    Raises:
+        ValueError: an unknown or missing name, or a value that cannot be.
+
+    Example:
+        >>> from evals import sweep
+        >>> parts = sweep.plan({"models": ["retriever"], "policies": ["full", "tova"], "budgets": [64],
+        ...                     "tasks": {"needle": {"lengths": [256]}}})
+        >>> [(part.flags.model, part.flags.name, len(part.settings)) for part in parts]
+        [('retriever', 'needle', 5)]
+    """
+    if unknown := set(content) - {"models", "tasks", *SHARED, *PLAIN}:
+        raise ValueError(
+            f"the sweep has {', '.join(sorted(unknown))}; it may have models, tasks, {', '.join((*SHARED, *PLAIN))}."
+        )
+    models, tasks = content.get("models", ["retriever"]), content.get("tasks")
+    if not isinstance(tasks, dict) or not tasks or not all(isinstance(options, dict) for options in tasks.values()):
+        raise ValueError("the sweep has no tasks; write a table for each evaluation, such as [tasks.ruler].")
+    if not isinstance(models, list) or not models or not all(isinstance(model, str) for model in models):
+        raise ValueError(f"models is {models!r}; give a list of folders or names.")
+    return [_part(content, model, name, options) for model in models for name, options in tasks.items()]
+
+
+def row_command(part: Part, row: Mapping[str, Any]) -> str:
+    """The command line that makes one row of the results alone."""
+    wanted = argparse.Namespace(**vars(part.flags))
+    wanted.policies, wanted.allocations = row["policy"], ""
+    wanted.when, wanted.question = row["when"], row["question"]
+    if row["budget"] is not None:
+        wanted.budgets = str(row["budget"])
+    if row["length"] is not None and hasattr(wanted, "lengths"):
+        wanted.lengths = str(row["length"])
+    return running.written(wanted)
+
+
+def add_flags(flags: argparse.ArgumentParser) -> None:
+    """The command's flags."""
+    flags.add_argument("file", type=Path, help="a TOML file: models, policies, allocations, budgets, tasks")
+    flags.add_argument("--out", type=Path, required=True, help="the folder for the results; a killed run goes on there")
+
+
+def command(flags: argparse.Namespace) -> None:
+    """Runs a sweep: checks all of it, then model by model, task by task; what fails is named at the end."""
+    content = read(flags.file)
+    parts = plan(content)
+    for part in parts:
+        EVALUATIONS[part.flags.name].check(part.flags)
+    files = {
+        f"{part.flags.name} {name}": value
+        for part in parts
+        for name, value in running.used(part.flags).items()
+        if name.endswith(" holds")
+    }
+    written = f"python -m evals sweep {flags.file} --out {flags.out}"
+    store = results.Results(flags.out, "sweep", {**content, **files}, written)
+    store.check()
+    started, failed = time.time(), list[str]()
+    rows: list[dict[str, Any]] = []
+    with store, tqdm(total=0, unit="sample", file=sys.stderr, dynamic_ncols=True) as progress:
+        for model_name in dict.fromkeys(part.flags.model for part in parts):
+            own = [part for part in parts if part.flags.model == model_name]
+            model, tokenizer = running.load(own[0].flags)
+            for part in own:
+                failed += _run(part, model, tokenizer, store, progress)
+        progress.set_description("done")
+        rows = running.summarise(store.records)
+        if rows:
+            _write(flags.out, content, rows, time.time() - started)
+    for name in dict.fromkeys(row["evaluation"] for row in rows):
+        found = [row for row in rows if row["evaluation"] == name]
+        short = getattr(EVALUATIONS[name], "SHORT", {})
+        print(report.task_table(found, recency=running.RECENCY, short=short), end="\n\n")
+    print(f"results: {flags.out}; a page of them: python -m evals report {flags.out}")
+    if failed:
+        raise ValueError(f"{len(failed)} of the sweep's groups failed, the others are done: {'; '.join(failed)}")
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A TOML file.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: no TOML.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}; name a TOML file with models, policies, budgets and tasks.")
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not TOML ({error}); mend that place.") from None
+
+
+def _part(content: Mapping[str, Any], model: str, name: str, options: Mapping[str, Any]) -> Part:
+    if name not in EVALUATIONS:
+        raise ValueError(f"the sweep has no evaluation {name!r}; there are {', '.join(EVALUATIONS)}.")
+    parser = _Flags(add_help=False, allow_abbrev=False)
+    EVALUATIONS[name].add_flags(parser)
+    closed = {"model", "json", "plot", "out", *SHARED, *PLAIN}
+    line = ["--model", model]
+    for option, value in options.items():
+        if option in closed or not any(action.dest == option for action in parser._actions):
+            known = sorted(action.dest for action in parser._actions if action.dest not in closed)
+            raise ValueError(f"[tasks.{name}] has {option!r}; it may have {', '.join(known)}.")
+        line += _flag(parser, option, value)
+    for option in (*SHARED, *PLAIN):
+        if option in content:
+            line += _flag(parser, option, content[option])
+    try:
+        flags = parser.parse_args(line)
+    except argparse.ArgumentTypeError as error:
+        raise ValueError(f"[tasks.{name}]: {error}.") from None
+    flags.name = name
+    questions = running.PLACEMENTS if name == "needle" else running.KNOWN_OR_NOT
+    running.check_block_and_batch(flags)
+    return Part(flags, running.make_settings(flags, questions))
+
+
+def _flag(parser: argparse.ArgumentParser, option: str, value: Any) -> list[str]:
+    """A value of the file as a command line has it: lists by comma, or as several words where the flag takes them."""
+    name = f"--{option}"
+    several = next(action for action in parser._actions if action.dest == option).nargs == "+"
+    if isinstance(value, bool):
+        return [name] if value else []
+    if isinstance(value, list):
+        words = [str(part) for part in value]
+        return [name, *words] if several else [name, ",".join(words)]
+    if isinstance(value, str | int | float):
+        return [name, str(value)]
+    raise ValueError(f"{option} is {value!r}; give a text, a number, or a list of them.")
+
+
+def _run(part: Part, model: Any, tokenizer: Any, store: results.Results, progress: tqdm) -> list[str]:
+    """Answers a part's groups, and says which of them failed and why."""
+    flags, settings = part
+    labels = {"model": flags.model, "evaluation": flags.name}
+    failed = []
+    try:
+        groups = EVALUATIONS[flags.name].make_groups(flags, model.config, tokenizer)
+    except ValueError as error:
+        return [f"{flags.model}, {flags.name}: {error}"]
+    counts = [sum(setting.question in group.questions for setting in settings) for group in groups]
+    progress.total += sum(group.size * count for group, count in zip(groups, counts, strict=True))
+    for group in groups:
+        try:
+            running.run(
+                model, tokenizer, [group], settings, store,
+                block=flags.block, batch=flags.batch, labels=labels, progress=progress,
+            )  # fmt: skip
+        except ValueError as error:
+            where = "" if group.length is None else f" at {group.length}"
+            failed.append(f"{flags.model}, {group.task}{where}: {error}")
+    return failed
+
+
+def _write(folder: Path, content: Mapping[str, Any], rows: list[dict[str, Any]], seconds: float) -> None:
+    figures = {
+        "evaluation": "sweep",
+        "settings": dict(content),
+        "seconds": round(seconds, 1),
+        **report.environment(),
+        "results": rows,
+    }
+    commands.write_json(folder / "figures.json", figures)
+
+
+class _Flags(argparse.ArgumentParser):
+    """Complains by a ValueError instead of ending the program."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"the sweep: {message}.")

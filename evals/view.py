@@ -1,0 +1,237 @@
+"""What did each policy forget? A page of one prompt, its tokens shaded by how many heads still hold them.
+
+A slider goes through the blocks of the prompt and the steps of the answer; layer and head can be chosen, and two
+policies stand side by side, each with its answer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Bool
+from tqdm import tqdm
+
+import kvjax
+import models
+from evals import page, report, running, tasks
+from models import commands
+from models.decoding import When
+
+TEMPLATE = Path(__file__).with_name("view.html")
+NEVER = 0xFFFF
+EXAMPLES = """examples:
+  python -m evals view --html view.html
+  python -m evals view --prompt-file book.txt --question "Who baked?" --policies "snapkv,laprox@model" --budget 0.2
+"""
+
+
+class Trace:
+    """When each token came into the cache and when each head lost it, in steps; a token that left never returns.
+
+    Example:
+        >>> import numpy as np
+        >>> from evals import view
+        >>> trace = view.Trace(layers=1, heads=2, tokens=3)
+        >>> trace.add("first", 2, np.array([[[True, True, False], [True, True, False]]]))
+        >>> trace.add("second", 3, np.array([[[True, True, True], [False, True, True]]]))
+        >>> trace.entered.tolist(), trace.left.tolist() == [[[view.NEVER] * 3, [1, view.NEVER, view.NEVER]]]
+        ([0, 0, 1], True)
+    """
+
+    def __init__(self, layers: int, heads: int, tokens: int) -> None:
+        self.steps: list[dict[str, Any]] = []
+        self.entered = np.full(tokens, NEVER, np.uint16)
+        self.left = np.full((layers, heads, tokens), NEVER, np.uint16)
+
+    def add(self, label: str, fed: int, held: Bool[np.ndarray, "L K tokens"]) -> None:
+        """What each head holds when the first ``fed`` tokens have been fed."""
+        step = len(self.steps)
+        self.steps.append({"label": label, "fed": fed})
+        self.entered[:fed] = np.minimum(self.entered[:fed], step)
+        gone = ~held & (np.arange(held.shape[-1]) < fed) & (self.left == NEVER)
+        self.left[gone] = step
+
+
+def held_tokens(cache: kvjax.KVCache | kvjax.PagedCache, tokens: int) -> Bool[np.ndarray, "L K tokens"]:
+    """Which of a single sequence's tokens each layer and head holds.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import kvjax
+        >>> from evals import view
+        >>> cache = kvjax.KVCache.init(batch=1, kv_heads=1, slots=3, head_dim=1, layers=1)
+        >>> cache = kvjax.insert(cache, jnp.ones((1, 2, 1, 1)), jnp.ones((1, 2, 1, 1)), layer=0)
+        >>> view.held_tokens(cache, 4).tolist()
+        [[[True, True, False, False]]]
+    """
+    L, _, K = cache.heads_shape
+    found = np.zeros((L * K, tokens + 1), bool)  # the last place takes what is free
+    position = np.asarray(cache.position)
+    if isinstance(cache, kvjax.PagedCache):
+        owner = np.asarray(cache.owner)
+        rows, position = owner[owner >= 0], position[owner >= 0]
+    else:
+        rows, position = np.arange(L * K), position.reshape(L * K, -1)
+    found[rows[:, None], np.where(position >= 0, position, tokens)] = True
+    return found[:, :tokens].reshape(L, K, tokens)
+
+
+def trace(
+    model: models.Decoder,
+    tokenizer: models.Tokenizer,
+    tokens: Sequence[int],
+    *,
+    policy: str,
+    budget: int | float | None,
+    block: int,
+    when: When,
+    question: int,
+    new_tokens: int,
+) -> dict[str, Any]:
+    """Answers a prompt, and says what was held after each block and each step.
+
+    Returns:
+        ``answer``; ``pieces`` of the answer's tokens; ``steps``; ``entered`` and ``left`` in base64, 16 bits a number.
+    """
+    length, total = len(tokens), len(tokens) + new_tokens
+    followed: Trace | None = None
+    fed = 0
+
+    def after_block(cache: Any) -> None:
+        nonlocal followed, fed
+        if followed is None:
+            followed = Trace(cache.heads_shape[0], cache.heads_shape[2], total)
+        fed = int(cache.next_position[0])
+        inside = fed <= length - question
+        first = followed.steps[-1]["fed"] if followed.steps else 0
+        what = "block" if inside else "question"
+        followed.add(f"{what}, tokens {first + 1} to {fed}", fed, held_tokens(cache, total))
+
+    said: list[int] = []
+    steps = models.stream(
+        model,
+        np.array([list(tokens)], np.int32),
+        policy=policy,
+        budget=budget,
+        block=block,
+        when=when,
+        question=question,
+        max_new_tokens=new_tokens,
+        on_cache=after_block,
+    )
+    for token, cache in steps:
+        if followed is not None and said:
+            followed.add(f"answer, step {len(said)}", length + len(said), held_tokens(cache, total))
+        said.append(int(token[0]))
+    assert followed is not None
+    kept = said[:-1] if said and said[-1] in model.config.eos else said
+    encode = lambda array: base64.b64encode(array.astype("<u2").tobytes()).decode()  # noqa: E731
+    layers, heads, _ = followed.left.shape
+    return {
+        "policy": policy,
+        "budget": budget,
+        "layers": layers,
+        "heads": heads,
+        "answer": tokenizer.decode(kept),
+        "pieces": pieces(tokenizer, said),
+        "steps": followed.steps,
+        "entered": encode(followed.entered),
+        "left": encode(followed.left),
+    }
+
+
+def pieces(tokenizer: models.Tokenizer, tokens: Sequence[int]) -> list[str]:
+    """The text of each token; "" for one that ends within a character."""
+    stream = tokenizer.stream(skip_special_tokens=False)
+    return [stream.add(token) for token in tokens]
+
+
+def add_flags(flags: argparse.ArgumentParser) -> None:
+    """The command's flags."""
+    flags.add_argument("--model", default="retriever", help="'retriever', a Hugging Face folder, or a hub name")
+    flags.add_argument("--prompt-file", type=Path, help="a UTF-8 text; facts in prose and a question by default")
+    flags.add_argument("--question", help="text behind the prompt, not known when it is compressed")
+    flags.add_argument("--policies", default="full,snapkv,snapkv+caote", help="two or more, by comma; 'full' keeps all")
+    flags.add_argument("--budget", default="96", help="slots per head, or a ratio of the prompt")
+    flags.add_argument("--when", default="block", choices=["block", "prompt"], help="evict after every block, or once")
+    flags.add_argument("--block", type=int, default=64)
+    flags.add_argument("--max-new-tokens", type=int, default=8)
+    flags.add_argument("--length", type=int, default=384, help="tokens of the prompt that is made by default")
+    flags.add_argument("--seed", type=int, default=0)
+    flags.add_argument("--dtype", help="float32, bfloat16 or float16; the checkpoint's by default")
+    flags.add_argument("--mesh", help=argparse.SUPPRESS)
+    flags.add_argument("--html", type=Path, required=True, help="write the page here")
+
+
+def command(flags: argparse.Namespace) -> None:
+    """Writes the page."""
+    for name in ("block", "max_new_tokens", "length"):
+        if getattr(flags, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} is {getattr(flags, name)}; give at least 1.")
+    policies = [p if p == "full" else str(kvjax.parse(p)) for p in commands.split_list(flags.policies)]
+    policies = list(dict.fromkeys(policies))
+    if not policies:
+        raise ValueError("no policy was given; name two or more, such as --policies full,snapkv+caote.")
+    budget = commands.parse_budget(flags.budget)
+    for policy in policies:
+        if policy != "full" and isinstance(budget, int):
+            kvjax.check_budget(kvjax.parse(policy), budget)
+    prompt = None if flags.prompt_file is None else _read(flags.prompt_file)
+    commands.check_outputs([flags.html])
+    model, tokenizer = running.load(flags)
+    wanted = None
+    if prompt is None:
+        sample = tasks.needle(flags.seed, tokenizer, flags.length, 0.3)
+        tokens, question, wanted = sample.tokens, len(sample.tokens) - sample.context_end, sample.answer
+        question = question if flags.question is not None else 0
+    else:
+        tokens, question = tokenizer.encode(prompt), 0
+    if flags.question is not None and prompt is not None:
+        asked = tokenizer.encode(f"\n{flags.question}", add_special_tokens=False)
+        tokens, question = [*tokens, *asked], len(asked)
+    blocks = math.ceil(len(tokens) / flags.block)
+    if blocks + flags.max_new_tokens + 2 >= NEVER:
+        raise ValueError(f"{len(tokens):,} tokens in blocks of {flags.block} are too many steps; give larger blocks.")
+    traces = []
+    for policy in tqdm(policies, unit="policy", file=sys.stderr, dynamic_ncols=True):
+        traces.append(
+            trace(
+                model, tokenizer, tokens, policy=policy, budget=None if policy == "full" else budget,
+                block=flags.block, when=flags.when, question=question, new_tokens=flags.max_new_tokens,
+            )
+        )  # fmt: skip
+    data = {
+        "title": "What did each policy forget?",
+        "command": running.written(flags),
+        "model": flags.model,
+        "wanted": wanted,
+        "when": flags.when,
+        "pieces": pieces(tokenizer, tokens),
+        "question": question,
+        "traces": traces,
+        **report.environment(),
+    }
+    with commands.replacing(flags.html) as temporary:
+        temporary.write_text(page.render(TEMPLATE, data["title"], data), encoding="utf-8")
+    for found in traces:
+        print(f"{found['policy']}, budget {found['budget'] or 'all'}: {found['answer']!r}")
+    print(f"page: {flags.html}" + ("" if wanted is None else f" (the right answer is {wanted})"))
+
+
+def _read(path: Path) -> str:
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no prompt file {path}; name a text file.")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text (byte {error.start}); convert it first.") from None
+    if not text.strip():
+        raise ValueError(f"{path} is empty; give some text.")
+    return text

@@ -1,0 +1,1 @@
+"""Attention over the slots that each head has chosen: of the others, nothing is read."""

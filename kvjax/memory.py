@@ -1,0 +1,110 @@
+"""How many bytes a cache under a budget takes, before anything is allocated."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from kvjax.cache import HeadState
+from kvjax.paged import pages_for
+from kvjax.policy import Policy, check_budget, parse
+
+
+class Memory(NamedTuple):
+    """Bytes of a cache. ``slots`` is how many each head has (their mean, in pages).
+
+    ``keys_values`` are the keys and values; ``positions`` the position of each slot; ``state`` what the policy
+    remembers; ``pages`` the page table and the lists of a paged cache, 0 for a plain one.
+    """
+
+    slots: int
+    keys_values: int
+    positions: int
+    state: int
+    pages: int
+
+    @property
+    def total(self) -> int:
+        """The sum, which is the cache's ``nbytes``."""
+        return self.keys_values + self.positions + self.state + self.pages
+
+
+def memory(
+    *,
+    layers: int,
+    kv_heads: int,
+    head_dim: int,
+    budget: int,
+    block: int = 128,
+    policy: Policy | str | None = None,
+    query_heads: int | None = None,
+    batch: int = 1,
+    dtype: DTypeLike = jnp.bfloat16,
+    page_size: int = 16,
+) -> Memory:
+    """The bytes of a cache that holds ``budget`` tokens a head while blocks of ``block`` tokens come in.
+
+    A full cache is one whose budget is all tokens, with a block of 0. The prompt's length is no argument otherwise:
+    nothing depends on it.
+
+    Args:
+        layers, kv_heads, head_dim: L, K and D of the model.
+        budget: tokens that each head keeps, on average where an allocation is uneven.
+        block: tokens a step, for which room is left beside the budget.
+        policy: a policy or its short name, for what it remembers of each slot and for its allocation; None for neither.
+        query_heads: N, which some states depend on; ``kv_heads`` by default.
+        dtype: of keys and values.
+        page_size: slots of a page, where the allocation is uneven.
+
+    Raises:
+        ValueError: a size below 1, a negative block, or a budget below what the policy protects.
+
+    Example:
+        >>> import kvjax
+        >>> llama_1b = dict(layers=16, kv_heads=8, head_dim=64)
+        >>> kvjax.memory(**llama_1b, budget=2048).total / 2**20  # MiB, bfloat16
+        69.06...
+        >>> kvjax.memory(**llama_1b, budget=131_072, block=0).total / 2**20
+        4160.0...
+    """
+    sizes = dict(layers=layers, kv_heads=kv_heads, head_dim=head_dim, budget=budget, batch=batch, page_size=page_size)
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{name} is {size}; a cache needs at least 1.")
+    if block < 0:
+        raise ValueError(f"block is {block}; give the tokens of a step, from 0.")
+    policy = parse(policy) if isinstance(policy, str) else policy
+    heads, rows = layers * batch * kv_heads, 4 * batch
+    a_slot, a_head = (0, 0) if policy is None else _state_bytes(policy, (query_heads or kv_heads) // kv_heads, head_dim)
+    if policy is not None:
+        check_budget(policy, budget)
+    held = budget + block
+    pages, slots, extra = 0, heads * held, 0
+    if policy is not None and not policy.allocation.even:
+        pages = pages_for(slots, heads, page_size)
+        slots = pages * page_size
+        most = policy.allocation.most(layers, kv_heads, budget) + block
+        table = heads * -(-most // page_size)
+        extra = 4 * (table + 2 * pages + 1)  # the table; owners and free list; the number of free pages
+    return Memory(
+        slots=slots // heads,
+        keys_values=slots * 2 * head_dim * jnp.dtype(dtype).itemsize,
+        positions=slots * 4 + rows,
+        state=slots * a_slot + heads * a_head,
+        pages=extra,
+    )
+
+
+def _state_bytes(policy: Policy, G: int, D: int) -> tuple[int, int]:
+    """What a policy remembers of a slot, and of a head."""
+    state = jax.eval_shape(lambda: policy.init(1, 1, G, 1, D))
+    leaves = jax.tree.leaves(state, is_leaf=lambda leaf: isinstance(leaf, HeadState))
+
+    def size(leaf) -> int:
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(leaf))
+
+    of_heads = sum(size(leaf) for leaf in leaves if isinstance(leaf, HeadState))
+    return sum(map(size, leaves)) - of_heads, of_heads

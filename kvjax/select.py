@@ -1,0 +1,173 @@
+"""The third verb: which tokens each head reads in a step. Nothing is evicted; the next step may read others.
+
+A row (a query of a head) reads the ``budget`` tokens of the largest importance that it sees, and the first ``sinks``
+tokens beside them (TokenButler, section 4, keeps 4): at most ``budget + sinks``, fewer where a sink is also among the
+best. Free slots and tokens behind the query are never read. Ties go to the more recent token, NaN loses to everything.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.cache import nth_true
+from kvjax.selection import keep_mask, share_of
+
+Budget = int | float | Array
+
+
+def select(
+    importance: Float[Array, "B H S"],
+    position: Int[Array, "B K S"],
+    budget: int | float | Int[Array, ""] | Int[Array, "B"],
+    *,
+    sinks: int = 4,
+    size: int | None = None,
+    query_position: Int[Array, "B"] | None = None,
+) -> Int[Array, "B H M"]:
+    """The slots that each head reads in one decode step, as ``kernels_pallas.select_attention`` takes them.
+
+    Args:
+        importance: larger = read, on any scale: only its order within a head counts. H is N, each query head for
+            itself, or K, where a group shares its slots (give the group's maximum, say).
+        position: of the token in each slot, -1 where it is free. A slot that the query must not see, as behind a
+            sliding window, is handed over as -1, too.
+        budget: how many tokens a head reads beside the sinks: an int; a float in (0, 1] for that share of the tokens
+            that the query sees, rounded up, the share to four digits; or an array, one number for all or one a row.
+        sinks: how many of the first tokens are always read, on top of the budget.
+        size: M. By default what the budget and the sinks can come to: ``budget + sinks``, for a share that of all S
+            slots, and never more than S. A smaller one is a promise that no row reads more; if one does, its last
+            slots are left out. A budget that is an array needs it.
+        query_position: of the step's token; None says that no slot holds a token behind it.
+
+    Returns:
+        Slots in rising order, -1 behind the last one.
+
+    Raises:
+        ValueError: shapes that do not fit, a budget below 1 token or a share out of (0, 1], negative sinks, a size
+            below 1 or below what the budget and the sinks take.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import kvjax
+        >>> importance, position = jnp.array([[[0.0, 3.0, 1.0, 2.0, 9.0]]]), jnp.array([[[0, 1, 2, 3, -1]]])
+        >>> kvjax.select(importance, position, 2, sinks=1).tolist()
+        [[[0, 1, 3]]]
+        >>> kvjax.select(importance, position, 0.25, sinks=0, size=3).tolist()  # one of four
+        [[[1, -1, -1]]]
+    """
+    if importance.ndim != 3:
+        raise ValueError(f"importance {importance.shape} does not fit: expected [B, H, S], one decode step's.")
+    chosen = selected_mask(importance, position, budget, sinks=sinks, query_position=query_position)
+    B, H, S = chosen.shape
+    size = _size(budget, sinks, S, size)
+    slots = nth_true(chosen, jnp.broadcast_to(jnp.arange(1, size + 1), (B, H, size)))
+    return jnp.where(slots < S, slots, -1)
+
+
+def selected_mask(
+    importance: Float[Array, "B H *T S"],
+    position: Int[Array, "B K S"],
+    budget: int | float | Int[Array, ""] | Int[Array, "B"] | Int[Array, "B *T"],
+    *,
+    sinks: int = 4,
+    query_position: Int[Array, "B *T"] | None = None,
+) -> Bool[Array, "B H *T S"]:
+    """What :func:`select` reads, as a mask: of one step ``[B, H, S]``, or of whole sequences ``[B, H, T, S]``.
+
+    On whole sequences each query has the budget of its own step: a share of ``1 - s`` gives row i, which sees i + 1
+    tokens, the ``ceil((i + 1)(1 - s))`` of TokenButler's evaluation at sparsity s.
+
+    Args:
+        importance, position, sinks: see :func:`select`.
+        budget: see :func:`select`; an array has one number a row, or one a query.
+        query_position: -1 for padding, whose queries read nothing. None, in one step only: no slot holds a token
+            behind the query.
+
+    Raises:
+        ValueError: as :func:`select`; queries of whole sequences without positions.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import kvjax
+        >>> importance = jnp.zeros((1, 1, 4, 4))  # all equal: the most recent tokens
+        >>> every = jnp.arange(4)[None]
+        >>> kvjax.selected_mask(importance, every[None], 0.5, sinks=1, query_position=every)[0, 0].astype(int).tolist()
+        [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 1, 1]]
+    """
+    _check(importance, position, budget, sinks, query_position)
+    B, H, *T, S = importance.shape
+    K, ones = position.shape[1], (1,) * len(T)
+    slot_position = position.reshape(B, K, 1, *ones, S)
+    seen = slot_position >= 0
+    if query_position is not None:
+        seen = seen & (slot_position <= query_position.reshape(B, 1, 1, *T, 1))
+    if isinstance(budget, float):
+        tokens = jnp.sum(seen, axis=-1, dtype=jnp.int32)
+        budget = share_of_tokens(budget, tokens)
+    elif not isinstance(budget, int) and budget.ndim:
+        budget = budget.reshape(B, 1, 1, *(budget.shape[1:] or ones))
+    # Row by row: keep_mask has one budget for a batch row, not one for each query.
+    best = jnp.vectorize(keep_mask, signature="(s),(s),()->(s)")(
+        importance.reshape(B, K, H // K, *T, S), jnp.where(seen, slot_position, -1), budget
+    )
+    return (best | (seen & (slot_position < sinks))).reshape(importance.shape)
+
+
+def share_of_tokens(share: float, tokens: Any) -> Any:
+    """ceil(share * tokens), the share to four digits, in integers: what a share as budget comes to, sinks not counted.
+
+    Args:
+        share: in (0, 1]; what would round to 0 counts as 0.0001.
+        tokens: an int, or an array of them.
+
+    Example:
+        >>> from kvjax.select import share_of_tokens
+        >>> share_of_tokens(0.07, 100), share_of_tokens(0.07, 101)  # in floats 0.07 * 100 is 7.000000000000001
+        (7, 8)
+    """
+    return tokens - share_of(min(1 - share, 0.9999), tokens)
+
+
+def _size(budget: Budget, sinks: int, S: int, size: int | None) -> int:
+    if isinstance(budget, float):
+        needed = share_of_tokens(budget, S) + sinks
+    elif isinstance(budget, int):
+        needed = budget + sinks
+    elif size is None:
+        raise ValueError("an array as budget says nothing of M, how many slots a head reads at most; give size=.")
+    else:
+        needed = 1
+    needed = min(needed, S)
+    if size is None:
+        return needed
+    least = needed if isinstance(budget, int) else 1
+    if size < least:
+        raise ValueError(f"size is {size}; a budget of {budget} and {sinks} sinks take {least} slots: give that many.")
+    return size
+
+
+def _check(importance: Array, position: Array, budget: Budget, sinks: int, query_position: Array | None) -> None:
+    fits = importance.ndim in (3, 4) and position.ndim == 3 and importance.shape[1] % position.shape[1] == 0
+    if not fits or importance.shape[:: importance.ndim - 1] != position.shape[::2]:
+        raise ValueError(
+            f"importance {importance.shape} does not fit positions {position.shape}: expected [B, H, S] or "
+            "[B, H, T, S], and [B, K, S] with H a multiple of K."
+        )
+    B, _, *T, _ = importance.shape
+    if T and query_position is None:
+        raise ValueError(f"importance {importance.shape} has {T[0]} queries; give their positions, query_position=.")
+    if query_position is not None and query_position.shape != (B, *T):
+        raise ValueError(f"query_position {query_position.shape} does not fit: expected {(B, *T)}, one a query.")
+    if sinks < 0:
+        raise ValueError(f"sinks is {sinks}; give a number of first tokens, from 0.")
+    if isinstance(budget, float):
+        if not 0 < budget <= 1:
+            raise ValueError(f"the budget is {budget}; give a share of the tokens in (0, 1], or an int for tokens.")
+    elif isinstance(budget, int):
+        if budget < 1:
+            raise ValueError(f"the budget is {budget}; at least 1 token must be read.")
+    elif budget.shape not in ((), (B,), (B, *T)):
+        raise ValueError(f"a budget of {budget.shape} does not fit {B} rows: expected {(B,)} or {(B, *T)}.")

@@ -1,0 +1,354 @@
+"""Where importance comes from: how much each head wants each token, as logits for :func:`kvjax.select`.
+
+A source is a pair of pure functions beside an ``init``: ``insert`` is told of the tokens as they arrive, ``importance``
+gives ``[B, N, T, S]`` for T queries and S slots of one layer. As nothing is evicted, **slot p holds position p** (or is
+free: beyond a row's end).
+
+One decode step, in each layer but the first, after the new token was inserted into the cache:
+
+    state = source.insert(state, key, position, layer)                            # key [B, 1, K, D], rotated
+    reading = Reading(query, position, slot_position, layer, key=...)             # what source.reads names, no more
+    importance = source.importance(jax.tree.map(lambda x: x[layer], state), reading)     # [B, N, 1, S]
+    slots = kvjax.select(importance[:, :, 0], slot_position, budget)
+
+Whole sequences, teacher-forced, give what the steps would give: insert all tokens at once, read with all T queries (or
+some of them at a time), and always hand over the keys, as a step's page in progress holds less than the end's:
+
+    state = source.insert(source.init(B, K, S, D), key, position)                 # key [B, T, K, D]
+    reading = Reading(query, position, slot_position, layer, key=key.swapaxes(1, 2), ...)
+    mask = kvjax.selected_mask(source.importance(state, reading), slot_position, budget, query_position=position)
+
+What a source says of free slots and of tokens behind a query does not count: ``select`` leaves them out.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvjax.names import called, registered, written
+from kvjax.scores import mix_bits
+
+PyTree = Any
+
+
+class Reading(NamedTuple):
+    """What a source may read of one layer; the last four only where ``Source.reads`` names them.
+
+    ``query`` and ``key`` are rotated; ``query_position`` is -1 for padding, ``position`` -1 where a slot is free.
+    ``predicted`` are the predictor's logits for this layer (``models.butler.importance``); ``first`` and ``previous``
+    the true logits (:func:`logits`) of layer 0 and of the layer before.
+    """
+
+    query: Float[Array, "B T N D"]
+    query_position: Int[Array, "B T"]
+    position: Int[Array, "B K S"]
+    layer: Int[Array, ""] | int
+    key: Float[Array, "B K S D"] | None = None
+    predicted: Float[Array, "B N T S"] | None = None
+    first: Float[Array, "B N T S"] | None = None
+    previous: Float[Array, "B N T S"] | None = None
+
+
+def _no_state(B: int, K: int, S: int, D: int, layers: int | None = None) -> PyTree:
+    return ()
+
+
+def _unchanged(state: PyTree, key: Array, position: Array, layer: Int[Array, ""] | int | None = None) -> PyTree:
+    return state
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Made by the functions below, or by :func:`parse_source`.
+
+    Attributes:
+        name: how a command line writes it.
+        importance: ``importance(state, reading) -> [B, N, T, S]`` in float32; ``state`` is one layer's.
+        init: ``init(B, K, S, D, layers=None) -> state``; with ``layers`` every leaf leads with L.
+        insert: ``insert(state, key [B, T, K, D], position [B, T], layer=None) -> state``, for the T tokens that arrive
+            (-1: padding, ignored); ``layer`` says which one of a state that was made with ``layers``.
+        reads: which of ``"key"``, ``"predicted"``, ``"first"`` and ``"previous"`` a decode step must hand over.
+
+    Example:
+        >>> import kvjax
+        >>> source = kvjax.parse_source("previous_layer")
+        >>> source.name, sorted(source.reads)
+        ('previous_layer', ['previous'])
+    """
+
+    name: str
+    importance: Callable[[PyTree, Reading], Float[Array, "B N T S"]]
+    init: Callable[..., PyTree] = _no_state
+    insert: Callable[..., PyTree] = _unchanged
+    reads: frozenset[str] = frozenset()
+
+    def __str__(self) -> str:
+        return self.name
+
+
+SOURCES: dict[str, Callable[..., Source]] = {}
+register = functools.partial(registered, SOURCES)
+
+
+@functools.cache
+def parse_source(name: str) -> Source:
+    """The source that a short name stands for, as command lines write it.
+
+    The same name gives the same object, so that a compiled program is found again.
+
+    Raises:
+        ValueError: an unknown source or argument.
+
+    Example:
+        >>> import kvjax
+        >>> str(kvjax.parse_source("quest(page_size=4)"))
+        'quest(page_size=4)'
+    """
+    how = "write it like 'oracle' or 'quest(page_size=4)'"
+    try:
+        tree = ast.parse(name.strip(), mode="eval").body
+    except (SyntaxError, ValueError):
+        raise ValueError(f"the source {name!r} is malformed; {how}.") from None
+    return called(tree, SOURCES, "source", name.strip(), how)
+
+
+def logits(query: Float[Array, "B T N D"], key: Float[Array, "B K S D"]) -> Float[Array, "B N T S"]:
+    """The true logits ``q.k / sqrt(D)``, unmasked, in float32: what ``first`` and ``previous`` are made of.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from kvjax.sources import logits
+        >>> logits(jnp.ones((1, 1, 2, 4)), jnp.ones((1, 1, 3, 4))).tolist()
+        [[[[2.0, 2.0, 2.0]], [[2.0, 2.0, 2.0]]]]
+    """
+    B, T, N, D = query.shape
+    K, S = key.shape[1:3]
+    accumulate = jnp.promote_types(query.dtype, jnp.float32)
+    grouped = query.reshape(B, T, K, N // K, D)
+    products = jnp.einsum("btkgd,bksd->bkgts", grouped, key, preferred_element_type=accumulate)
+    return D**-0.5 * products.reshape(B, N, T, S)
+
+
+@register
+def butler() -> Source:
+    """The predictor's logits (TokenButler): ``reading.predicted``.
+
+    Example:
+        >>> from kvjax import sources
+        >>> sorted(sources.butler().reads)
+        ['predicted']
+    """
+    return _given("butler", "predicted", "the predictor's logits")
+
+
+@register
+def first_layer() -> Source:
+    """Layer 0's true logits, for every layer (TokenButler, figure 9): ``reading.first``.
+
+    Example:
+        >>> from kvjax import sources
+        >>> sorted(sources.first_layer().reads)
+        ['first']
+    """
+    return _given("first_layer", "first", "layer 0's logits")
+
+
+@register
+def previous_layer() -> Source:
+    """The true logits of the layer before (TokenButler, figure 9): ``reading.previous``.
+
+    Example:
+        >>> from kvjax import sources
+        >>> sorted(sources.previous_layer().reads)
+        ['previous']
+    """
+    return _given("previous_layer", "previous", "the logits of the layer before")
+
+
+@register
+def oracle() -> Source:
+    """The true logits of the layer itself: it reads every key, so it saves nothing and bounds what selection can do.
+
+    Example:
+        >>> from kvjax import sources
+        >>> sorted(sources.oracle().reads)
+        ['key']
+    """
+
+    def importance(_: PyTree, reading: Reading) -> Array:
+        return logits(reading.query, _needed(reading.key, "oracle", "key", "the layer's keys"))
+
+    return Source("oracle", importance, reads=frozenset({"key"}))
+
+
+@register
+def streaming() -> Source:
+    """The newest tokens (StreamingLLM, arXiv 2309.17453); the sinks are those of ``select``.
+
+    Example:
+        >>> from kvjax import sources
+        >>> str(sources.streaming())
+        'streaming'
+    """
+
+    def importance(_: PyTree, reading: Reading) -> Array:
+        T, N = reading.query.shape[1:3]
+        B, K, S = reading.position.shape
+        newest = reading.position.astype(jnp.float32)[:, :, None, None]
+        return jnp.broadcast_to(newest, (B, K, N // K, T, S)).reshape(B, N, T, S)
+
+    return Source("streaming", importance)
+
+
+@register
+def random(*, seed: int = 0) -> Source:
+    """A hash of (seed, layer, position of the query, query head, slot): the same in a step and on a whole sequence.
+
+    Example:
+        >>> from kvjax import sources
+        >>> str(sources.random(seed=1))
+        'random(seed=1)'
+    """
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32:
+        raise ValueError(f"random: seed is {seed!r}; give an int in [0, 2**32).")
+
+    def importance(_: PyTree, reading: Reading) -> Array:
+        slot = jnp.arange(reading.position.shape[2], dtype=jnp.uint32)
+        head = jnp.arange(reading.query.shape[2], dtype=jnp.uint32)[:, None, None]
+        query = reading.query_position.astype(jnp.uint32)[:, None, :, None]
+        layer = jnp.asarray(reading.layer, jnp.uint32)
+        mixed = mix_bits(jnp.uint32(seed) ^ mix_bits(layer ^ mix_bits(head ^ mix_bits(query ^ mix_bits(slot)))))
+        return (mixed >> 8).astype(jnp.float32) / 2**24
+
+    return Source(written(random, seed=seed), importance)
+
+
+class Pages(NamedTuple):
+    """The smallest and the largest entries of the keys of each page, float32; +inf and -inf while it is empty."""
+
+    smallest: Float[Array, "*L B K P D"]
+    largest: Float[Array, "*L B K P D"]
+
+
+@register
+def quest(*, page_size: int = 16) -> Source:
+    """Quest (arXiv 2406.10774): an upper bound of the logits of each page of tokens, read off its smallest and largest.
+
+    The bound ``sum_d max(q_d smallest_d, q_d largest_d) / sqrt(D)`` counts for every token of its page, so whole pages
+    are read, and of the last one that fits in part only its newest tokens. Page p holds the positions from
+    ``p page_size``; the page in progress knows the tokens up to the query, the query's own among them.
+
+    A decode step reads the pages' bounds and no key. With ``reading.key``, the bounds of a query's own page are made
+    anew from the tokens up to it, so that the state may hold later ones, too: the form for whole sequences.
+
+    Args:
+        page_size: tokens of a page; the paper has 16.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from kvjax import sources
+        >>> quest = sources.quest(page_size=2)
+        >>> key, position = jnp.array([1.0, -3.0, 2.0, 2.0]).reshape(1, 4, 1, 1), jnp.arange(4)[None]
+        >>> pages = quest.insert(quest.init(1, 1, 4, 1), key, position)
+        >>> read = sources.Reading(-jnp.ones((1, 1, 1, 1)), position[:, -1:], position[None], layer=1)
+        >>> quest.importance(pages, read).ravel().tolist()
+        [3.0, 3.0, -2.0, -2.0]
+    """
+    if isinstance(page_size, bool) or not isinstance(page_size, int) or page_size < 1:
+        raise ValueError(f"quest: page_size is {page_size!r}; give a number of tokens, an int from 1.")
+
+    def init(B: int, K: int, S: int, D: int, layers: int | None = None) -> Pages:
+        shape = (*(() if layers is None else (layers,)), B, K, -(-S // page_size), D)
+        return Pages(jnp.full(shape, jnp.inf, jnp.float32), jnp.full(shape, -jnp.inf, jnp.float32))
+
+    def insert(state: Pages, key: Array, position: Array, layer: Int[Array, ""] | int | None = None) -> Pages:
+        B, T, K, _ = key.shape
+        page = jnp.where(position >= 0, position // page_size, state.smallest.shape[-2])  # out of bounds: not written
+        page = jnp.broadcast_to(page[:, None], (B, K, T))
+        rows = key.astype(jnp.float32).swapaxes(1, 2)
+        return Pages(
+            _into_pages(jax.lax.scatter_min, state.smallest, rows, page, layer),
+            _into_pages(jax.lax.scatter_max, state.largest, rows, page, layer),
+        )
+
+    def importance(state: Pages, reading: Reading) -> Array:
+        B, T, N, D = reading.query.shape
+        K, S = reading.position.shape[1:]
+        query = reading.query.astype(jnp.float32).reshape(B, T, K, N // K, D)
+        bound = _upper_bound(query, state.smallest, state.largest, "btkgd,bkpd->bkgtp")
+        if reading.key is not None:
+            at = jnp.maximum(reading.query_position, 0)
+            own = _page_so_far(reading.key, reading.position, at, page_size)
+            own_bound = _upper_bound(query, own.smallest, own.largest, "btkgd,bktd->bkgt")[..., None]
+            page = jnp.arange(bound.shape[-1])
+            bound = jnp.where(page == (at // page_size)[:, None, None, :, None], own_bound, bound)
+        every = jnp.repeat(bound, page_size, axis=-1)[..., :S]
+        return D**-0.5 * every.reshape(B, N, T, S)
+
+    return Source(written(quest, page_size=page_size), importance, init, insert)
+
+
+def _into_pages(
+    scatter: Callable[..., Array],
+    pages: Float[Array, "*L B K P D"],
+    rows: Float[Array, "B K T D"],
+    page: Int[Array, "B K T"],
+    layer: Int[Array, ""] | int | None,
+) -> Float[Array, "*L B K P D"]:
+    """Row (b, k, t) into page (layer, b, k, page[b, k, t]), in place where the pages are donated.
+
+    The batching dimensions are named, so that pages sharded over them are updated without communication.
+    """
+    stacked = pages if layer is not None else pages[None]
+    index = jnp.stack([jnp.full_like(page, 0 if layer is None else layer), page], axis=-1)
+    numbers = jax.lax.ScatterDimensionNumbers(
+        update_window_dims=(3,),
+        inserted_window_dims=(0, 3),
+        scatter_dims_to_operand_dims=(0, 3),
+        operand_batching_dims=(1, 2),
+        scatter_indices_batching_dims=(0, 1),
+    )
+    return scatter(stacked, index, rows, numbers, mode="drop").reshape(pages.shape)
+
+
+def _upper_bound(query: Array, smallest: Array, largest: Array, axes: str) -> Array:
+    """sum_d max(q_d smallest_d, q_d largest_d), as two products; 0 for an empty page."""
+    smallest, largest = (jnp.where(jnp.isfinite(x), x, 0) for x in (smallest, largest))
+    highest = jax.lax.Precision.HIGHEST
+    above = jnp.einsum(axes, jnp.maximum(query, 0), largest, precision=highest)
+    return above + jnp.einsum(axes, jnp.minimum(query, 0), smallest, precision=highest)
+
+
+def _page_so_far(key: Array, position: Array, at: Int[Array, "B T"], page_size: int) -> Pages:
+    """The bounds of each query's own page over its tokens up to the query, ``[B, K, T, D]``."""
+    B, K, S, D = key.shape
+    short = -S % page_size
+
+    def so_far(accumulate: Callable[..., Array], empty: float) -> Array:
+        rows = jnp.where(position[..., None] >= 0, key.astype(jnp.float32), empty)
+        rows = jnp.pad(rows, ((0, 0), (0, 0), (0, short), (0, 0)), constant_values=empty)
+        running = accumulate(rows.reshape(B, K, -1, page_size, D), axis=3).reshape(B, K, S + short, D)
+        return jnp.take_along_axis(running, at[:, None, :, None], axis=2)
+
+    return Pages(so_far(jax.lax.cummin, jnp.inf), so_far(jax.lax.cummax, -jnp.inf))
+
+
+def _given(name: str, field: str, what: str) -> Source:
+    def importance(_: PyTree, reading: Reading) -> Array:
+        return _needed(getattr(reading, field), name, field, what).astype(jnp.float32)
+
+    return Source(name, importance, reads=frozenset({field}))
+
+
+def _needed(array: Array | None, name: str, field: str, what: str) -> Array:
+    if array is None:
+        raise ValueError(f"{name!r} reads {what}, but none were given; hand them over as {field}=.")
+    return array

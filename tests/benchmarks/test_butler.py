@@ -1,0 +1,122 @@
+"""The butler benchmark counts what it says."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import models
+from benchmarks import butler as benchmark
+from benchmarks.__main__ import main
+from models.butler import Butler, ButlerConfig, butler_input, parameter_shapes
+
+SMALL = models.Config(512, 128, 384, num_layers=5, num_heads=4, num_kv_heads=2, head_dim=64, tie_embeddings=True)
+PREDICTOR = ButlerConfig(128, num_layers=5, num_heads=4, hidden=96, dim=16)
+
+
+@pytest.mark.parametrize(("tokens", "slots"), [(64, 64), (1, 32)])
+def test_compiled_counts_are_the_products_of_a_hand_count(tokens, slots):
+    rest, layer = benchmark.model_cost(SMALL, tokens, slots)
+    network, logits = benchmark.predictor_cost(PREDICTOR, tokens, slots)
+    counted = [part.flops for part in (rest, layer, network, logits)]
+    by_hand = benchmark.hand_flops(SMALL, PREDICTOR, tokens, slots)
+    ratios = np.array(counted) / by_hand
+    assert (ratios >= 1).all()  # beside the products there are sums, masks and norms
+    np.testing.assert_allclose(ratios, 1, atol=0.05)
+
+
+def test_a_program_with_the_predictor_in_it_adds_what_is_counted_alone():
+    T, one_layer = 64, models.Config(512, 128, 384, num_layers=1, num_heads=4, num_kv_heads=2, tie_embeddings=True)
+    model = jax.eval_shape(
+        lambda p: models.Decoder(one_layer, p),
+        {n: jax.ShapeDtypeStruct(s, jnp.float32) for n, s in models.decoder.parameter_shapes(one_layer).items()},
+    )
+    predictor = jax.eval_shape(
+        lambda p: Butler(PREDICTOR, p),
+        {n: jax.ShapeDtypeStruct(s, jnp.float32) for n, s in parameter_shapes(PREDICTOR).items()},
+    )
+    tokens = jax.ShapeDtypeStruct((1, T), jnp.int32)
+    cost = benchmark.compiled_cost
+    alone = cost(butler_input, model, tokens).flops
+    together = cost(lambda m, b, t: b(butler_input(m, t)), model, predictor, tokens).flops
+    assert together - alone == pytest.approx(benchmark.predictor_cost(PREDICTOR, T, T)[0].flops, rel=0.03)
+
+
+def test_a_layer_is_counted_once_whatever_the_depth():
+    deeper = models.Config(512, 128, 384, num_layers=9, num_heads=4, num_kv_heads=2, head_dim=64, tie_embeddings=True)
+    assert benchmark.model_cost(deeper, 8, 8) == benchmark.model_cost(SMALL, 8, 8)
+
+
+def test_floors_are_the_arrays_that_a_step_holds():
+    slots = 40
+    floor = benchmark.floor_numbers(SMALL, PREDICTOR, slots)
+    butler = Butler(PREDICTOR, {n: jnp.zeros(s) for n, s in parameter_shapes(PREDICTOR).items()})
+    cache = butler.init_cache(1, slots)
+    assert floor.logits * PREDICTOR.predicted_layers == cache.importance_key.size
+    own = sum(np.prod(shape) for shape in parameter_shapes(PREDICTOR).values())
+    assert floor.network == own + cache.key.size + cache.value.size
+    sizes = {name: np.prod(shape) for name, shape in models.decoder.parameter_shapes(SMALL).items()}
+    keys_and_values = 2 * SMALL.num_layers * SMALL.num_kv_heads * slots * SMALL.head_dim
+    assert floor.rest + SMALL.num_layers * floor.layer == sum(sizes.values()) + keys_and_values
+
+
+def test_bare_products_access_little_more_than_the_floor():
+    with_cache, with_keys = benchmark.product_bytes(SMALL, PREDICTOR, 512)
+    assert 1 <= with_cache / (4 * 2 * SMALL.num_kv_heads * SMALL.head_dim * 512) < 1.2
+    assert 1 <= with_keys / (4 * benchmark.floor_numbers(SMALL, PREDICTOR, 512).logits) < 1.2
+
+
+def test_what_a_group_reads_lies_between_agreement_and_none():
+    config = benchmark.MODELS["Llama-3.2-1B"]  # G = 4, 2 K D = 1,024
+    few, many = (benchmark.selected_numbers(config, tokens, 1_000) for tokens in (100, 500))
+    assert few["heads"] == few["apart"] == 4 * few["same"] == 400 * 1024
+    assert few["same"] < few["chance"] < few["apart"]
+    assert many["heads"] == 2 * 1_000 * 1024 and many["apart"] == 1_000 * 1024  # more than there is, and all
+
+
+@pytest.mark.parametrize("reading", ["heads", "same", "chance", "apart"])
+@pytest.mark.parametrize("name", list(benchmark.MODELS))
+def test_break_even_is_where_the_bytes_of_a_step_cross(name, reading):
+    config = benchmark.MODELS[name]
+    predictor = ButlerConfig.of(config)
+    bound = benchmark.largest_share(config, predictor, reading)
+    assert benchmark.break_even(config, predictor, 1.01 * bound, reading) is None
+    slots = benchmark.break_even(config, predictor, 0.5 * bound, reading)
+    ratios = [benchmark.bytes_ratios(config, predictor, 0.5 * bound, n)[reading] for n in (slots - 40, slots + 40)]
+    assert ratios[0] > 1 > ratios[1]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_materialised_loss_is_the_same_loss(causal):
+    result = benchmark.loss(24, causal, 1)
+    assert result["difference"] < 1e-5
+    assert result["materialised_milliseconds"] >= result["materialised_lowest"] > 0
+
+
+def test_the_command_writes_what_it_prints(tmp_path, capsys):
+    out, page = tmp_path / "butler.json", tmp_path / "butler.md"
+    arguments = ["--models", "Llama-3.2-1B", "--lengths", "64", "--contexts", "256", "--shares", "0.1"]
+    arguments += ["--loss-lengths", "16", "--repetitions", "1", "--json", str(out), "--page", str(page)]
+    assert main(["butler", *arguments, "--plot", str(tmp_path / "butler.png")]) == 0
+    written = json.loads(out.read_text())
+    results, printed = written["results"], capsys.readouterr().out
+    assert {part: len(rows) for part, rows in results.items()} == {"prefill": 1, "decode": 1, "reading": 1, "loss": 2}
+    forward, step = results["prefill"][0], results["decode"][0]
+    added = forward["network_flops"] + forward["importance_flops"]
+    assert forward["share"] == pytest.approx(added / forward["model_flops"])
+    assert step["selections"][0]["tokens"] == 26 + 4
+    assert f"{forward['share']:.2%}" in printed and f"{forward['share']:.2%}" in page.read_text()
+    assert (tmp_path / "butler.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [("--models", "gpt"), ("--shares", "2.5"), ("--shares", "7"), ("--lengths", "0"), ("--contexts", "x"),
+     ("--loss-lengths", ""), ("--repetitions", "0"), ("--plot", "shares.txt"), ("--json", "no/such/folder/x.json")],
+)  # fmt: skip
+def test_bad_input_is_one_sentence(flag, value, capsys):
+    assert main(["butler", flag, value]) == 2
+    error = capsys.readouterr().err
+    assert value in error and "Traceback" not in error

@@ -1,0 +1,115 @@
+"""The predictor's figures: definitions by hand, and what the commands write and refuse."""
+
+import json
+
+import numpy as np
+import pytest
+
+from evals import butler_figures, perplexity, selections
+from evals.__main__ import main
+
+TEXT = "The quick brown fox jumps over the lazy dog, and nobody has ever asked the dog what it thinks of that. " * 8
+
+
+@pytest.fixture
+def flags(tiny_folder, tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text(TEXT)
+    return ["--model", str(tiny_folder), "--text", str(path), "--chunk", "24", "--sequences", "4"]
+
+
+def test_agreement_by_hand():
+    one = np.array([4.0, 3.0, 2.0, 1.0])
+    # Two layers of two heads over one sequence: the same wishes, twice as strong, the opposite, and half of each.
+    logits = np.array([[[one, 2 * one]], [[-one, np.array([4.0, 1.0, 3.0, 2.0])]]])
+    found = butler_figures.agreement(logits)
+    last = np.corrcoef(one, [4.0, 1.0, 3.0, 2.0])[0, 1]
+    wanted = [[1, 1, -1, last], [1, 1, -1, last], [-1, -1, 1, -last], [last, last, -last, 1]]
+    np.testing.assert_allclose(found["correlation"], wanted, atol=1e-12)
+    np.testing.assert_allclose(found["overlap"], [[1, 1, 0, 0.5], [1, 1, 0, 0.5], [0, 0, 1, 0.5], [0.5, 0.5, 0.5, 1]])
+    assert found["consensus"] == pytest.approx((1 - 1 + last - 1 + last - last) / 6)
+    assert found["common"] == pytest.approx((1 + 0 + 0.5 + 0 + 0.5 + 0.5) / 6)
+    assert found["consensus_interval"] is None
+    first, second = found["layers"]
+    assert (first["consensus_within"], second["consensus_within"]) == (pytest.approx(1), pytest.approx(-last))
+    assert (first["common_next"], second["common_next"]) == (pytest.approx(0.25), None)
+
+
+def test_agreement_breaks_ties_towards_the_more_recent_and_bears_flat_heads():
+    found = butler_figures.agreement(np.array([[[[0.0, 0.0, 0.0, 0.0], [1.0, 2.0, 3.0, 4.0]]]]))
+    assert found["overlap"] == [[1, 1], [1, 1]]
+    assert found["consensus"] == 0
+
+
+def test_accuracies_are_means_of_hits_over_all_layers_but_the_first(tiny):
+    model, tokenizer, butler = tiny
+    chunks = perplexity.make_chunks(tokenizer, TEXT, 24, limit=3)
+    chosen = selections.parse_selections("oracle,butler")
+    oracle, ours = butler_figures.accuracies(model, chunks, chosen, [0.5], butler=butler, batch=2)
+    assert (oracle["token_accuracy"], oracle["hit_rate"]) == (1, 1)
+    parts = [selections.hits(model, chunks[rows], "butler", 0.5, butler=butler).share for rows in ([0, 1], [2, 0])]
+    share = np.concatenate(parts, axis=1)[:, :3]
+    assert ours["hit_rate"] == pytest.approx(share[1:].mean(), abs=1e-6)
+    assert ours["token_accuracy"] == pytest.approx(share[1:, :, -1].mean(), abs=1e-6)
+    assert [layer["layer"] for layer in ours["layers"]] == [1, 2]
+    assert ours["layers"][1]["hit_rate"] == pytest.approx(share[2].mean(), abs=1e-6)
+    assert ours["hit_rate_interval"][0] < ours["hit_rate"] < ours["hit_rate_interval"][1]
+    (compared,) = butler_figures.compare([oracle, ours])
+    assert compared["difference"] == pytest.approx(share[1:].mean() - 1, abs=1e-6)
+    assert compared["better"] == "no"
+
+
+@pytest.mark.parametrize("figure", ["accuracy", "layers"])
+def test_accuracy_and_layers_are_written(flags, figure, tmp_path, capsys):
+    out, plot = tmp_path / "out.json", tmp_path / "out.png"
+    given = ["--select", "butler,random", "--json", str(out), "--plot", str(plot)]
+    assert main(["butler", figure, *flags, *given]) == 0
+    printed = capsys.readouterr().out
+    data = json.loads(out.read_text())
+    assert (data["evaluation"], data["sequences"]) == (f"butler {figure}", 4)
+    assert [r["select"] for r in data["results"]] == ["butler", "random"]
+    assert all(
+        f"{r['layers'][0]['hit_rate'] if figure == 'layers' else r['hit_rate']:.3f}" in printed for r in data["results"]
+    )
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_agreement_is_written(flags, tmp_path, capsys):
+    out, plot = tmp_path / "out.json", tmp_path / "out.png"
+    assert main(["butler", "agreement", *flags, "--json", str(out), "--plot", str(plot)]) == 0
+    data = json.loads(out.read_text())
+    assert np.array(data["correlation"]).shape == (12, 12)
+    assert f"{data['consensus']:.3f}" in capsys.readouterr().out
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_oracles_are_perplexities(flags, tmp_path, capsys):
+    out, plot = tmp_path / "out.json", tmp_path / "out.png"
+    given = ["--select", "oracle,oracle_eviction", "--sparsity", "0.7", "--json", str(out), "--plot", str(plot)]
+    assert main(["butler", "oracles", *flags, *given]) == 0
+    data = json.loads(out.read_text())
+    assert data["evaluation"] == "oracles"
+    assert [r["select"] for r in data["results"]] == ["full", "oracle", "oracle_eviction"]
+    assert "oracle_eviction" in capsys.readouterr().out
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        (["accuracy", "--select", "h2o"], "'h2o' is not a source of importance"),
+        (["layers", "--sparsity", "2"], "the sparsity '2' is not the share"),
+        (["agreement", "--select", "oracle"], "leave --select and --sparsity out"),
+        (["oracles", "--sparsity", "0,0.1,...,0.75"], "0.75 is not reached from 0.1 by 0.1"),
+        (["accuracy", "--plot", "nowhere/out.png"], "the folder nowhere does not exist"),
+        (["accuracy", "--model", "nowhere"], "there is no folder nowhere"),
+        (["agreement", "--text", "nowhere.txt"], "there is no text file nowhere.txt"),
+    ],
+)
+def test_bad_flags_end_in_one_sentence_and_write_nothing(given, sentence, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["butler", *given]) == 2
+    err = capsys.readouterr().err
+    assert sentence in err
+    assert "Traceback" not in err
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,152 @@
+"""The co-reference evaluation: accuracy and coverage by hand, and both modes against the model itself."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+import models
+from evals import coref, coref_task, selections
+from evals.__main__ import main
+from evals.coref_task import CorefSample
+
+
+def setting(name, sparsity=0.5, mode="teacher"):
+    (made,) = coref.make_settings(name, [sparsity], [mode])
+    return made
+
+
+def fake_sample(prompt, answer):
+    return CorefSample("", "", prompt, answer, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("guessed", "wanted", "outcome"),
+    [
+        ([5, 6, 7, 8], [5, 6, 7, 8], (True, 1.0)),
+        ([5, 6, 7, 9], [5, 6, 7, 8], (False, 0.75)),
+        ([6, 5], [5, 6], (False, 0.0)),
+        ([4], [4], (True, 1.0)),
+    ],
+)
+def test_outcomes_by_hand(guessed, wanted, outcome):
+    assert coref.outcomes(guessed, wanted) == outcome
+
+
+def test_accuracy_and_coverage_by_hand(monkeypatch):
+    samples = [
+        fake_sample([1, 2, 3], [4, 5]),
+        fake_sample([1, 2], [6, 7, 8, 9]),
+        fake_sample([1, 2, 3, 4], [5]),
+    ]
+
+    def next_tokens(model, tokens, *_, **__):  # says the token that follows, but for 8 and 9, which it never says
+        following = np.roll(tokens, -1, axis=1)
+        return jax.nn.one_hot(np.where(following >= 8, 0, following), 16)
+
+    monkeypatch.setattr(selections, "simulate", next_tokens)
+    result = coref.measure(None, samples, setting("h2o"), batch=2)
+    assert result["correct"] == [1, 0, 1]
+    assert result["covered"] == [1.0, 0.5, 1.0]
+    assert result["guessed"] == [[4, 5], [6, 7, 0, 0], [5]]
+    assert (result["accuracy"], result["coverage"]) == (pytest.approx(2 / 3), pytest.approx(2.5 / 3))
+    assert result["low"] < 2 / 3 < result["high"]
+    assert 0 <= result["coverage_low"] < 2.5 / 3 < result["coverage_high"] <= 1
+
+
+def test_teacher_forcing_takes_the_likeliest_token_at_each_place_of_the_name(tiny):
+    model, tokenizer, _ = tiny
+    samples = [coref_task.sample(seed, tokenizer) for seed in range(3)]
+    result = coref.measure(model, samples, setting("full"), batch=2)
+    for sample, guessed in zip(samples, result["guessed"], strict=True):
+        whole = np.array([sample.tokens + sample.answer_tokens])
+        likeliest = np.argmax(model(whole)[0], axis=-1)
+        assert guessed == likeliest[len(sample.tokens) - 1 : -1].tolist()
+
+
+@pytest.mark.parametrize("name", ["butler", "h2o"])
+def test_generation_is_that_of_the_library(tiny, name):
+    model, tokenizer, butler = tiny
+    samples = [coref_task.sample(seed, tokenizer) for seed in range(2)]
+    result = coref.measure(model, samples, setting(name, 0.7, "generate"), butler=butler, batch=2, block=64)
+    given = dict(select="butler", butler=butler) if name == "butler" else dict(policy="h2o+protect(sinks=4)")
+    lengths = np.array([len(sample.tokens) for sample in samples])
+    most = max(len(sample.answer_tokens) for sample in samples)
+    tokens = np.array([sample.tokens + [0] * (max(lengths) - len(sample.tokens)) for sample in samples])
+    out = models.generate(model, tokens, lengths=lengths, budget=0.3, block=64, max_new_tokens=most, end=(), **given)
+    for sample, guessed, row in zip(samples, result["guessed"], out.tokens.tolist(), strict=True):
+        assert guessed == row[: len(sample.answer_tokens)]
+
+
+def test_comparisons_are_paired_with_the_predictor_of_the_same_mode_and_sparsity():
+    def row(select, sparsity, correct, mode="teacher"):
+        covered = [0.5 + x / 2 for x in correct]
+        return {"select": select, "sparsity": sparsity, "mode": mode, "correct": correct, "covered": covered}
+
+    rows = coref.compare(
+        [
+            row("full", None, [1] * 60),
+            row("butler", 0.5, [1] * 60),
+            row("h2o", 0.5, [0] * 40 + [1] * 20),
+            row("h2o", 0.7, [0] * 60),
+            row("h2o", 0.5, [0] * 60, "generate"),
+        ]
+    )
+    assert [(r["against"], r["sparsity"], r["better"]) for r in rows] == [
+        ("full", 0.5, "within noise"),
+        ("h2o", 0.5, "yes"),
+    ]
+    assert rows[1]["difference"] == pytest.approx(2 / 3)
+    assert rows[1]["coverage_difference"] == pytest.approx(1 / 3)
+
+
+def test_bare_names_are_resolved_for_each_mode():
+    named = [s.title() for s in coref.make_settings("full,quest,snapkv", [0.5], ["teacher", "generate"])]
+    assert named == [
+        "full, teacher",
+        "quest(page_size=4), sparsity 0.5, teacher",
+        "rolling_snapkv, sparsity 0.5, teacher",
+        "full, generate",
+        "quest(page_size=4), sparsity 0.5, generate",
+        "snapkv(kernel=7,pooling='max'), sparsity 0.5, generate",
+    ]
+
+
+def test_the_command_writes_table_json_and_picture(tiny_folder, tmp_path, capsys):
+    out, plot = tmp_path / "out.json", tmp_path / "out.png"
+    flags = ["--model", str(tiny_folder), "--select", "full,butler,streaming", "--sparsity", "0.3,0.5"]
+    flags += ["--samples", "3", "--batch", "3", "--json", str(out), "--plot", str(plot)]
+    assert main(["coref", *flags]) == 0
+    printed = capsys.readouterr().out
+    data = json.loads(out.read_text())
+    named = [(r["select"], r["sparsity"]) for r in data["results"]]
+    assert named == [("full", None), ("butler", 0.3), ("butler", 0.5), ("streaming", 0.3), ("streaming", 0.5)]
+    assert all(len(r["correct"]) == len(r["covered"]) == 3 for r in data["results"])
+    assert len(data["comparisons"]) == 4
+    assert "streaming" in printed and "coverage" in printed
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--select", "full,nothing"], "unknown policy 'nothing'"),
+        (["--mode", "guess"], "--mode is guess; there are teacher, generate"),
+        (["--mode", "generate", "--select", "oracle_eviction"], "'oracle_eviction' is simulated only"),
+        (["--mode", "generate", "--select", "rolling_snapkv(window=8)"], "is simulated only"),
+        (["--sparsity", "1.5"], "the sparsity '1.5' is not the share"),
+        (["--samples", "0"], "--samples is 0"),
+        (["--seed", "-1"], "--seed is -1"),
+        (["--plot", "out.bmp"], "suffix '.bmp'"),
+        (["--butler", "nowhere", "--select", "butler"], "nowhere has no butler.json"),
+        (["--model", "nowhere"], "there is no folder nowhere"),
+    ],
+)
+def test_bad_flags_end_in_one_sentence_and_write_nothing(flags, sentence, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["coref", *flags]) == 2
+    err = capsys.readouterr().err
+    assert sentence in err
+    assert "Traceback" not in err
+    assert list(tmp_path.iterdir()) == []

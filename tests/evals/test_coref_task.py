@@ -1,0 +1,111 @@
+"""The co-reference task: its pools, what a sample is made of, and that tests share nothing with training."""
+
+import re
+
+import numpy as np
+import pytest
+
+from evals import coref_task
+from train import data
+
+TRAIN, TEST = coref_task.pools("train"), coref_task.pools("test")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return data.train_tokenizer()
+
+
+@pytest.mark.parametrize("pool", coref_task.Pools._fields)
+def test_a_pool_has_a_hundred_entries_and_both_splits_none_in_common(pool):
+    train, test = getattr(TRAIN, pool), getattr(TEST, pool)
+    assert len(set(train) | set(test)) == len(train) + len(test) >= 100
+    assert len(test) >= 40
+
+
+def test_places_share_neither_introduction_nor_tie_back():
+    for part in (0, 1):
+        entries = [place[part] for place in TRAIN.places + TEST.places]
+        assert len(set(entries)) == len(entries)
+
+
+def test_distractions_share_no_sentence_between_splits():
+    sentences = [
+        {sentence for pool in (split.reflections, split.dishes) for text in pool for sentence in text.split(". ")}
+        for split in (TRAIN, TEST)
+    ]
+    assert sentences[0].isdisjoint(sentences[1])
+
+
+def test_pools_are_sentences_and_keep_the_names_to_themselves():
+    for split in (TRAIN, TEST):
+        introductions, tie_backs = zip(*split.places, strict=True)
+        assert all(text.endswith(". The place is:") for text in introductions)
+        assert all(text[0].isupper() and text[-1].islower() for text in tie_backs)
+        distractions = split.reflections + split.dishes + split.problems
+        assert all(text[0].isupper() and text.endswith(".") for text in distractions)
+        assert all(15 <= len(text.split()) <= 62 for text in distractions)
+        everything = " ".join([*introductions, *tie_backs, *distractions])
+        assert not [name for name in TRAIN.names + TEST.names if name in everything]
+
+
+def test_calculations_add_up():
+    counted = [
+        re.findall(r"(\d+) crates hold (\d+)|one crate holds (\d+)", text) for text in TRAIN.problems + TEST.problems
+    ]
+    crates = [found for found in counted if len(found) == 2]
+    assert crates
+    for (_, _, each), (count, total, _) in crates:
+        assert int(each) * int(count) == int(total)
+
+
+def test_names_take_several_tokens(tokenizer):
+    sizes = [len(tokenizer.encode(f" {name}", add_special_tokens=False).ids) for name in TRAIN.names + TEST.names]
+    assert min(sizes) >= 2
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_a_sample_is_the_papers_template(tokenizer, split):
+    pools = coref_task.pools(split)
+    sample = coref_task.sample(3, tokenizer, split)
+    introduction, tie_back = next(place for place in pools.places if sample.prompt.startswith(place[0]))
+    distractions = sample.prompt.removeprefix(f"{introduction} {sample.name}. ").removesuffix(f" {tie_back}:")
+    reflection = next(text for text in pools.reflections if distractions.startswith(text))
+    dish = next(text for text in pools.dishes if f" {text} " in distractions)
+    problem = next(text for text in pools.problems if distractions.endswith(text))
+    assert distractions == f"{reflection} {dish} {problem}"
+    assert sample.name in pools.names
+
+
+def test_tokens_name_the_place_twice(tokenizer):
+    for seed in range(30):
+        sample = coref_task.sample(seed, tokenizer)
+        assert sample.tokens == tokenizer.encode(sample.prompt).ids
+        assert sample.prompt.count(sample.name) == 1
+        assert tokenizer.encode(f"{sample.prompt} {sample.name}").ids == sample.tokens + sample.answer_tokens
+        stated = sample.tokens[sample.stated_at :][: len(sample.answer_tokens)]
+        assert stated == sample.answer_tokens and tokenizer.decode(stated) == f" {sample.name}"
+        assert tokenizer.decode(sample.tokens[: sample.context_end])[-1] == "."
+        assert sample.name in tokenizer.decode(sample.tokens[: sample.context_end])
+        assert 140 <= len(sample.prompt.split()) <= 220
+
+
+def test_same_seed_same_sample(tokenizer):
+    samples = [coref_task.sample(seed, tokenizer) for seed in range(100)]
+    assert samples[7] == coref_task.sample(7, tokenizer)
+    assert len({sample.prompt for sample in samples}) == 100
+    assert len({sample.name for sample in samples}) > 30
+
+
+def test_a_story_draws_from_its_split():
+    story = coref_task.story(np.random.default_rng(0), "train")
+    assert story.name in TRAIN.names and (story.introduction, story.tie_back) in TRAIN.places
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(dict(split="valid"), "split is 'valid'; expected 'train' or 'test'"), (dict(seed=-1), "seed is -1")],
+)
+def test_bad_input(tokenizer, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        coref_task.sample(**(dict(seed=0, tokenizer=tokenizer) | arguments))

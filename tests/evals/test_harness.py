@@ -1,0 +1,201 @@
+"""lm-evaluation-harness's model class: likelihoods against the plain forward pass, a local task end to end."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+import models
+from evals import fidelity, harness
+from evals.__main__ import main
+
+TEXT = (
+    "The code of amber falcon is 4719. The river was calm and the baker counted steps. The code of bold harp is 2650."
+)
+
+
+@pytest.fixture(scope="module")
+def retriever():
+    return models.load("retriever")
+
+
+def dense(model, tokens):
+    logits = models.prefill(model, np.array([tokens]), block=16, outputs="all").logits[0]
+    return np.asarray(jax.nn.log_softmax(logits))
+
+
+def test_likelihoods_are_those_of_the_forward_pass_whatever_the_batch(retriever):
+    model, tokenizer = retriever
+    sequences = [tokenizer.encode(TEXT), tokenizer.encode(TEXT)[:9], tokenizer.encode(TEXT)[:17]]
+    found = harness.predict(model, sequences, block=16, batch=2)
+    for sequence, one in zip(sequences, found, strict=True):
+        logits = dense(model, sequence[:-1])
+        assert one.log_probability == pytest.approx(logits[np.arange(len(sequence) - 1), sequence[1:]], abs=2e-4)
+        assert one.greedy.tolist() == (logits.argmax(-1) == sequence[1:]).tolist()
+
+
+def test_a_continuation_is_read_behind_the_compressed_context(retriever):
+    model, tokenizer = retriever
+    sequence = tokenizer.encode(
+        f"{TEXT} Question: what is the code of amber falcon?\nAnswer: the code of amber falcon is 4719"
+    )
+    settings = {"policy": "streaming(sinks=0)", "budget": 24, "when": "prompt", "block": 16}
+    found = harness.predict(model, [sequence], [4], **settings)[0]
+    context, length = np.array([sequence[:-4]]), len(sequence) - 4
+    cache, logits = models.prefill(model, context, **settings, reserve=4)
+    behind = fidelity.outputs(
+        model, cache, np.array([sequence[-4:-1]]), length + np.arange(3)[None], np.array([length + 4])
+    ).logits
+    expected = jax.nn.log_softmax(np.concatenate([logits[:, None], behind], axis=1))[0, np.arange(4), sequence[-4:]]
+    assert found.log_probability[-4:] == pytest.approx(np.asarray(expected), abs=1e-3)
+    full = harness.predict(model, [sequence], [4], block=16)[0]
+    assert full.log_probability[-4:].sum() > found.log_probability[-4:].sum() + 1, "the fact was evicted"
+
+
+def test_a_rolling_likelihood_under_a_budget_evicts_as_the_text_comes(retriever):
+    model, tokenizer = retriever
+    sequence = tokenizer.encode(TEXT)
+    settings = {"policy": "streaming(sinks=0)", "budget": 8, "block": 8}
+    one = harness.predict(model, [sequence], **settings)[0]
+    two = models.prefill(model, np.array([sequence[:-1]]), **settings, outputs="all").logits[0]
+    expected = np.asarray(jax.nn.log_softmax(two))[np.arange(len(sequence) - 1), sequence[1:]]
+    assert one.log_probability == pytest.approx(expected, abs=2e-4)
+    full = harness.predict(model, [sequence], block=8)[0]
+    assert one.log_probability[:7] == pytest.approx(full.log_probability[:7], abs=2e-4)
+    assert one.log_probability[-8:].sum() != pytest.approx(full.log_probability[-8:].sum(), abs=1e-2)
+
+
+def test_a_sequence_that_predicts_nothing_is_refused(retriever):
+    with pytest.raises(ValueError, match="fewer than 2 tokens"):
+        harness.predict(retriever[0], [[1]])
+
+
+@pytest.fixture(scope="module")
+def kvjax_lm():
+    pytest.importorskip("lm_eval")
+    return harness.model_class()(policy="tova", budget=24, block=16, batch_size=2, max_length=96)
+
+
+class Request:
+    def __init__(self, *args):
+        self.args = args
+
+
+def test_the_registry_knows_the_model():
+    pytest.importorskip("lm_eval")
+    from lm_eval.api.registry import get_model
+
+    kind = harness.model_class()
+    assert get_model("kvjax") is kind
+    made = kind.create_from_arg_string("policy=snapkv(window=8,kernel=7),budget=16,block=16", {"device": None})
+    assert made.settings == {"policy": "snapkv(window=8,kernel=7)", "budget": 16, "block": 16, "when": "prompt"}
+
+
+def test_requests_are_answered_in_their_order(kvjax_lm):
+    pairs = [("Question: what is it?\nAnswer: the code is", f" {code}") for code in ("4719", "47190", "12")]
+    together = kvjax_lm.loglikelihood([Request(*pair) for pair in pairs], disable_tqdm=True)
+    alone = [kvjax_lm.loglikelihood([Request(*pair)], disable_tqdm=True)[0] for pair in pairs]
+    for (one, greedy), (other, same) in zip(together, alone, strict=True):
+        assert one == pytest.approx(other, abs=1e-3) and greedy == same
+        assert one < 0
+
+
+def test_an_empty_context_is_the_begin_token(kvjax_lm):
+    (value, _), *_ = kvjax_lm.loglikelihood([Request("", "The river was calm")], disable_tqdm=True)
+    assert value == pytest.approx(
+        kvjax_lm.loglikelihood_rolling([Request("The river was calm")], disable_tqdm=True)[0], abs=1e-3
+    )
+
+
+def test_a_long_text_rolls_in_windows_that_count_each_token_once(kvjax_lm):
+    text = TEXT * 4
+    tokens = kvjax_lm.tok_encode(text, add_special_tokens=False)
+    assert len(tokens) > kvjax_lm.max_length
+    windows = [[kvjax_lm.prefix_token_id, *tokens][i : i + 97] for i in range(0, len(tokens), 96)]
+    settings = {**kvjax_lm.settings, "when": "block"}
+    first = harness.predict(kvjax_lm.model, windows[:1], **settings)[0].log_probability.sum()
+    total = kvjax_lm.loglikelihood_rolling([Request(text)], disable_tqdm=True)[0]
+    assert total < first < 0
+
+
+def test_generation_stops_at_the_first_stop(kvjax_lm):
+    prompt = f"{TEXT} Question: what is the code of amber falcon?\nAnswer: the code of amber falcon is"
+    asked = {"until": [".", "\n"], "max_gen_toks": 12}
+    answers = kvjax_lm.generate_until(
+        [Request(prompt, asked), Request("The river", {"max_gen_toks": 3})], disable_tqdm=True
+    )
+    assert len(answers) == 2 and "." not in answers[0] and answers[1]
+    with pytest.raises(ValueError, match="answers greedily"):
+        kvjax_lm.generate_until([Request(prompt, {"do_sample": True, "temperature": 1.0})], disable_tqdm=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (dict(policy="nothing", budget=8), "unknown policy 'nothing'"),
+        (dict(policy="tova"), "needs a budget"),
+        (dict(budget=8), "without a policy"),
+        (dict(policy="tova", budget="lots"), "neither slots per head"),
+        (dict(policy="tova", budget=8, when="never"), "when is 'never'"),
+        (dict(policy="tova", budget=8, block=0), "block is 0"),
+        (dict(select="quest"), "no selection is built in"),
+        (dict(speed=3), "has no argument speed"),
+        (dict(pretrained="nowhere"), "no folder nowhere"),
+    ],
+)
+def test_bad_arguments_end_in_one_sentence(arguments, message):
+    pytest.importorskip("lm_eval")
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        harness.model_class()(**arguments)
+
+
+TASK = """task: amber
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: "{folder}/amber.jsonl"}}, cache_dir: "{folder}/cache"}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{text}}}} Question: what is the code of amber falcon?\\nAnswer: the code of amber falcon is"
+doc_to_choice: choices
+doc_to_target: label
+metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
+"""
+
+
+def test_a_local_task_runs_and_goes_on_from_its_answers(tmp_path, capsys, monkeypatch):
+    pytest.importorskip("lm_eval")
+    records = [
+        {"text": TEXT, "choices": ["4719", "2650", "1111"], "label": 0},
+        {"text": TEXT.replace("4719", "9034"), "choices": ["4719", "9034", "1111"], "label": 1},
+    ]
+    (tmp_path / "amber.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (tmp_path / "amber.yaml").write_text(TASK.format(folder=tmp_path))
+    line = ["lm_eval", "--tasks", "amber", "--include_path", str(tmp_path), "--out", str(tmp_path / "run")]
+    line += ["--model_args", "block=32", "--model_args", "policy=streaming(sinks=0),budget=16,block=32,when=prompt"]
+    assert main([*line, "--json", str(tmp_path / "out.json")]) == 0
+    found = json.loads((tmp_path / "out.json").read_text())["results"]
+    accuracy = {r["policy"]: r["value"] for r in found if r["metric"] == "acc"}
+    assert accuracy["full"] == 1.0 and len(accuracy) == 2
+    assert "amber" in capsys.readouterr().out
+    monkeypatch.setattr(harness, "predict", None)  # all is answered already
+    assert main([*line, "--json", str(tmp_path / "again.json")]) == 0
+    assert json.loads((tmp_path / "again.json").read_text())["results"] == found
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--tasks", "no_such_task", "--model_args", "block=32"], "has no task no_such_task"),
+        (["--tasks", "piqa", "--model_args", "policy"], "'policy' in the model's arguments is not name=value"),
+        (["--tasks", "piqa", "--model_args", "policy=tova"], "needs a budget"),
+        (["--tasks", "piqa", "--model_args", "block=32", "--limit", "0"], "--limit is 0"),
+        (["--tasks", "piqa", "--model_args", "block=32", "--include_path", "nowhere"], "there is no folder nowhere"),
+        (["--tasks", "piqa", "--model_args", "block=32", "--json", "nowhere/x.json"], "the folder nowhere does not"),
+    ],
+)
+def test_bad_flags_end_in_one_sentence(flags, sentence, capsys, tmp_path, monkeypatch):
+    pytest.importorskip("lm_eval")
+    monkeypatch.chdir(tmp_path)
+    assert main(["lm_eval", *flags]) == 2
+    err = capsys.readouterr().err
+    assert sentence in err and "Traceback" not in err

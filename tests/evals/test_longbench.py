@@ -1,0 +1,182 @@
+"""LongBench and InfiniteBench from files: prompts, middle truncation, references, scores, the command end to end."""
+
+import json
+import zipfile
+
+import pytest
+
+import models
+from evals import documents, infinitebench, longbench, metrics
+from evals.__main__ import main
+from evals.results import read_records
+from evals.running import Answer, TextSample
+
+RECORD = {
+    "input": "Which river?",
+    "context": "The town lies on a river. " * 8,
+    "answers": ["the Elbe", "Elbe river"],
+    "all_classes": ["River", "Town"],
+    "dataset": "x",
+}
+INFINITE = {
+    "passkey": {
+        "context": "noise " * 50 + "The pass key is 71432.",
+        "input": "What is the pass key?",
+        "answer": ["71432"],
+    },
+    "number_string": {"context": "x " * 50, "input": "Which digits?", "answer": ["555"]},
+    "kv_retrieval": {"context": '{"a": "b-1"}', "input": 'Key: "a"', "answer": ["b-1"]},
+    "longbook_sum_eng": {"context": "A book.", "input": "", "answer": ["It is a book."]},
+    "longbook_choice_eng": {
+        "context": "A",
+        "input": "Who?",
+        "answer": ["fox"],
+        "options": ["owl", "fox", "cat", "dog"],
+    },
+    "longbook_qa_eng": {"context": "A", "input": "Who?", "answer": ["the fox", "fox"]},
+    "longdialogue_qa_eng": {"context": "$$MASK$$: hm", "input": "", "answer": ["ANNA", "ANN"]},
+    "math_find": {"context": "[3, 9]", "input": "The largest number of the list is", "answer": 9},
+    "math_calc": {"context": "1 + 2", "input": "", "answer": [1, 3]},
+    "code_run": {"context": "def func_0(x): ...", "input": "Value of func_0(-3)?", "answer": -3},
+    "code_debug": {"context": "code", "input": "", "answer": "b", "options": ["a", "b", "c", "d"]},
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return models.load("retriever")[1]
+
+
+def write(folder, name, records):
+    folder.mkdir(exist_ok=True)
+    (folder / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return folder
+
+
+@pytest.mark.parametrize("name", longbench.TASKS)
+def test_each_prompt_holds_context_and_question_in_this_order(name, tokenizer):
+    task = longbench.TASKS[name]
+    sample = documents.make_sample(task, RECORD, tokenizer, 4000)
+    known = tokenizer.decode(sample.tokens[: sample.context_end])
+    whole = tokenizer.decode(sample.tokens)
+    assert known.rstrip().endswith("on a river.")
+    assert ("Which river?" in whole) == ("{input}" in task.prompt)
+    assert "Which river?" not in known
+    assert sample.references == ("the Elbe", "Elbe river")
+
+
+@pytest.mark.parametrize(
+    ("name", "new_tokens"),
+    [("narrativeqa", 128), ("samsum", 128), ("trec", 64), ("lcc", 64), ("musique", 32), ("qmsum", 512)],
+)
+def test_lengths_of_answers(name, new_tokens):
+    assert longbench.TASKS[name].new_tokens == new_tokens
+    assert len(longbench.TASKS) == 16
+
+
+@pytest.mark.parametrize(("length", "expected"), [(6, 4), (7, 5), (10, 8), (4, 2), (3, 1)])
+def test_the_middle_goes_and_the_question_stays(length, expected):
+    tokens, end = documents.cut_middle(list(range(10)), 8, length)
+    assert len(tokens) == length and tokens[0] == 0 and tokens[-1] == 9
+    assert end == expected
+    assert length < 4 or tokens[end:] == [8, 9]
+
+
+def test_a_long_question_that_is_cut_itself_leaves_the_head_known():
+    assert documents.cut_middle(list(range(10)), 5, 4) == ([0, 1, 8, 9], 2)
+    assert documents.cut_middle(list(range(10)), 1, 4) == ([0, 1, 8, 9], 1)
+
+
+def test_the_best_reference_counts_and_few_shot_answers_end_with_their_line():
+    score = lambda name, text: documents.score(  # noqa: E731
+        longbench.TASKS[name], Answer([], text), TextSample([], 0, ("the Elbe", "Elbe river"), RECORD)
+    )
+    assert score("hotpotqa", "Elbe river") == 1.0
+    assert score("hotpotqa", "the Elbe\nQuestion") == metrics.f1("the Elbe\nQuestion", "the Elbe")
+    assert score("triviaqa", "\nthe Elbe\nQuestion") == 1.0
+
+
+def test_classes_come_from_the_record():
+    sample = TextSample([], 0, ("River",), RECORD)
+    assert documents.score(longbench.TASKS["trec"], Answer([], "River or Town"), sample) == 0.5
+
+
+def test_chat_prompts_go_into_the_template_and_few_shot_ones_do_not(tokenizer):
+    chat = models.Tokenizer(tokenizer.backend, None, "<<{{ messages[0].content | trim }}>> Answer")
+    wrapped = documents.make_sample(longbench.TASKS["qasper"], RECORD, chat, 4000, chat=True)
+    assert tokenizer.decode(wrapped.tokens).startswith("<<") and tokenizer.decode(wrapped.tokens).endswith("Answer")
+    assert tokenizer.decode(wrapped.tokens[: wrapped.context_end]).rstrip().endswith("on a river.")
+    plain = documents.make_sample(longbench.TASKS["trec"], RECORD, chat, 4000, chat=True)
+    assert "<<" not in tokenizer.decode(plain.tokens)
+
+
+@pytest.mark.parametrize("name", INFINITE)
+def test_each_task_of_infinitebench_reads_its_record(name, tokenizer):
+    task, record = infinitebench.TASKS[name], INFINITE[name]
+    sample = documents.make_sample(task, record, tokenizer, 4000)
+    assert 0 < sample.context_end <= len(sample.tokens)
+    right = {
+        "longbook_choice_eng": "B. fox", "code_debug": "B. b", "math_calc": "[1, 3]", "math_find": " 9",
+        "longdialogue_qa_eng": " Anna", "kv_retrieval": '"b-1"', "longbook_sum_eng": "It is a book.", "code_run": "-3.",
+    }.get(name) or record["answer"][0]  # fmt: skip
+    assert documents.score(task, Answer([], right), sample) == 1.0
+    assert documents.score(task, Answer([], "wrong"), sample) == 0.0
+
+
+def test_published_prompts_are_read_from_a_folder(tmp_path, tokenizer):
+    (tmp_path / "dataset2prompt.json").write_text(json.dumps({"trec": "T {context} I {input}", "dureader": "x"}))
+    (tmp_path / "dataset2maxlen.json").write_text(json.dumps({"trec": 3}))
+    tasks = longbench.read_tasks(tmp_path)
+    assert tasks["trec"].prompt == "T {context} I {input}" and tasks["trec"].new_tokens == 3
+    assert tasks["lcc"] == longbench.TASKS["lcc"]
+    (tmp_path / "dataset2prompt.json").write_text(json.dumps({"trec": "no place"}))
+    with pytest.raises(ValueError, match="the prompt of trec has no"):
+        longbench.read_tasks(tmp_path)
+
+
+def test_records_come_from_the_hubs_archive(tmp_path, monkeypatch):
+    with zipfile.ZipFile(tmp_path / "data.zip", "w") as archive:
+        archive.writestr("data/trec.jsonl", json.dumps(RECORD) + "\n\n" + json.dumps(RECORD))
+    monkeypatch.setattr(documents, "hub_file", lambda repository, file: tmp_path / file)
+    assert list(documents.read_records("hub", "trec.jsonl", longbench._from_hub)) == [RECORD, RECORD]
+    with pytest.raises(FileNotFoundError, match=r"holds no lcc\.jsonl"):
+        list(documents.read_records("hub", "lcc.jsonl", longbench._from_hub))
+
+
+def test_the_command_answers_from_a_folder(tmp_path, capsys):
+    data = write(tmp_path / "data", "multifieldqa_en", [RECORD, {**RECORD, "context": "The town. " * 200}])
+    write(data, "trec", [RECORD])
+    line = f"longbench --data {data} --policies full,tova --budgets 64 --block 64 --length 128 --batch 2"
+    assert main([*line.split(), "--out", str(tmp_path / "out")]) == 0
+    out = capsys.readouterr().out
+    assert "multifieldqa_en" in out and "kvjax's wording" in out and "rouge-score" in out
+    records = read_records(tmp_path / "out")
+    assert len(records) == 3 * 3 and max(r["prompt_tokens"] for r in records) == 128
+    write(data, "trec", [RECORD, RECORD])
+    assert main([*line.split(), "--out", str(tmp_path / "out")]) == 2
+    assert "data holds was" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ([], "no data was named"),
+        (["--data", "nowhere"], "there is no folder nowhere"),
+        (["--data", "."], "has no narrativeqa.jsonl"),
+        (["--data", ".", "--tasks", "essays"], "--tasks is essays"),
+        (["--data", ".", "--samples", "0"], "--samples is 0"),
+        (["--data", ".", "--tasks", "trec"], ". has no trec.jsonl"),
+        (["--data", "bad", "--tasks", "trec", "--length", "64"], "trec.jsonl, line 2, of bad is no JSON object"),
+        (["--data", "poor", "--tasks", "trec", "--length", "64"], "trec, record 1, lacks"),
+        (["--data", "bad", "--tasks", "trec", "--prompts", "bad"], "there is no file bad/dataset2prompt.json"),
+    ],
+)
+def test_bad_flags_and_files_end_in_one_sentence(flags, sentence, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "bad", "trec", [RECORD])
+    with (tmp_path / "bad" / "trec.jsonl").open("a") as file:
+        file.write("[1]\n")
+    write(tmp_path / "poor", "trec", [{"context": "x"}])
+    assert main(["longbench", "--policies", "full", *flags]) == 2
+    err = capsys.readouterr().err
+    assert sentence in err and "Traceback" not in err

@@ -1,0 +1,157 @@
+"""Perplexity against sparsity: what is computed, against NumPy, and what the command writes and refuses."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from evals import perplexity, selections
+from evals.__main__ import main
+
+TEXT = "The quick brown fox jumps over the lazy dog, and nobody has ever asked the dog what it thinks of that. " * 8
+
+
+class Letters:
+    bos = 7
+
+    def encode(self, text, add_special_tokens=True):
+        return [ord(letter) for letter in text]
+
+
+@pytest.fixture
+def text_file(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text(TEXT)
+    return path
+
+
+def test_chunks_begin_with_bos_and_leave_the_rest_out():
+    tokenizer = Letters()
+    assert perplexity.make_chunks(tokenizer, "abcdefg", 3).tolist() == [[7, 97, 98], [7, 99, 100], [7, 101, 102]]
+    assert perplexity.make_chunks(tokenizer, "abcdefg", 3, limit=1).tolist() == [[7, 97, 98]]
+    tokenizer.bos = None
+    assert perplexity.make_chunks(tokenizer, "abcd", 3).tolist() == [[97, 98, 99]]
+
+
+def test_the_loss_is_the_mean_over_all_tokens_but_the_first(tiny):
+    model, tokenizer, _ = tiny
+    chunks = perplexity.make_chunks(tokenizer, TEXT, 24, limit=3)
+    got = perplexity.losses(model, chunks, selections.parse_selection("full"), 0.0, batch=2)
+    logits = np.asarray(model(jnp.asarray(chunks)), np.float64)
+    told = logits - np.log(np.sum(np.exp(logits), axis=-1, keepdims=True))
+    wanted = [-np.mean([told[n, t, chunks[n, t + 1]] for t in range(23)]) for n in range(3)]
+    np.testing.assert_allclose(got, wanted, rtol=1e-5)
+
+
+def test_rows_hold_the_dense_model_each_selection_and_intervals(tiny):
+    model, tokenizer, butler = tiny
+    chunks = perplexity.make_chunks(tokenizer, TEXT, 24, limit=4)
+    chosen = selections.parse_selections("full,butler,random")
+    results = perplexity.measure(model, chunks, chosen, [0.0, 0.5], butler=butler, batch=4)
+    named = [(r["select"], r["sparsity"]) for r in results]
+    assert named == [("full", 0.0), ("butler", 0.0), ("butler", 0.5), ("random", 0.0), ("random", 0.5)]
+    assert perplexity.steps(chosen, [0.0, 0.5], 4) == 12
+    full, none, half = results[0], results[1], results[2]
+    assert (none["perplexity"], none["increase"]) == (full["perplexity"], 0)
+    assert half["perplexity"] == pytest.approx(np.exp(np.mean(half["by_chunk"])))
+    ratio = np.exp(np.mean(np.array(half["by_chunk"]) - np.array(full["by_chunk"])))
+    assert half["increase"] == pytest.approx(ratio - 1)
+    assert half["increase_low"] < half["increase"] < half["increase_high"]
+    assert half["low"] < half["perplexity"] < half["high"]
+
+
+def test_comparisons_are_paired_with_the_predictor_at_the_same_sparsity():
+    def row(select, sparsity, losses):
+        return {"select": select, "sparsity": sparsity, "by_chunk": losses}
+
+    rows = perplexity.compare(
+        [
+            row("full", 0.0, [1.0, 2.0]),
+            row("butler", 0.0, [1.0, 2.0]),
+            row("butler", 0.5, [1.0, 2.0]),
+            row("h2o", 0.0, [1.0, 2.0]),
+            row("h2o", 0.5, [1.2, 2.2]),
+            row("oracle", 0.5, [0.9, 2.1]),
+            row("oracle", 0.7, [0.9, 2.1]),
+        ]
+    )
+    assert [(r["select"], r["sparsity"], r["larger"]) for r in rows] == [
+        ("h2o", 0.5, "yes"),
+        ("oracle", 0.5, "within noise"),
+    ]
+    assert rows[0]["increase"] == pytest.approx(np.exp(0.2) - 1)
+
+
+def test_one_chunk_has_no_interval(tiny):
+    model, tokenizer, butler = tiny
+    chunks = perplexity.make_chunks(tokenizer, TEXT, 24, limit=1)
+    chosen = selections.parse_selections("butler,random")
+    results = perplexity.measure(model, chunks, chosen, [0.5], butler=butler)
+    assert [r["low"] for r in results] == [r["increase_high"] for r in results] == [None] * 3
+    assert [c["larger"] for c in perplexity.compare(results)] == ["one chunk"]
+
+
+def test_the_command_writes_table_json_and_picture(tiny_folder, text_file, tmp_path, capsys):
+    out, plot = tmp_path / "out.json", tmp_path / "out.png"
+    flags = ["--model", str(tiny_folder), "--select", "butler,quest", "--sparsity", "0,0.5", "--text", str(text_file)]
+    flags += ["--chunk", "24", "--sequences", "4", "--json", str(out), "--plot", str(plot)]
+    assert main(["perplexity", *flags]) == 0
+    printed = capsys.readouterr().out
+    data = json.loads(out.read_text())
+    assert (data["evaluation"], data["chunks"], data["settings"]["chunk"]) == ("perplexity", 4, 24)
+    assert [r["select"] for r in data["results"]] == ["full", "butler", "butler", "quest", "quest"]
+    assert [(c["select"], c["against"]) for c in data["comparisons"]] == [("quest", "butler")]
+    for r in data["results"]:
+        assert r["select"] in printed and f"{r['perplexity']:.3f}" in printed
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--select", "oracle,nothing"], "unknown policy 'nothing'"),
+        (["--select", ","], "no selection was given"),
+        (["--select", "laprox@model"], "lets layers compete"),
+        (["--sparsity", "1"], "the sparsity '1' is not the share"),
+        (["--sparsity", "0,...,0.7"], "'...' follows two different numbers"),
+        (["--batch", "0"], "--batch is 0"),
+        (["--sinks", "-1"], "--sinks is -1"),
+        (["--text", "nowhere.txt"], "there is no text file nowhere.txt"),
+        (["--plot", "out.txt"], "suffix '.txt'"),
+        (["--json", "nowhere/out.json"], "the folder nowhere does not exist"),
+        (["--model", "nowhere", "--select", "h2o"], "there is no folder nowhere"),
+    ],
+)
+def test_bad_flags_end_in_one_sentence_and_write_nothing(flags, sentence, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["perplexity", *flags]) == 2
+    err = capsys.readouterr().err
+    assert sentence in err
+    assert "Traceback" not in err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("content", "flags", "sentence"),
+    [
+        (b"", [], "is empty; give a file with text"),
+        (b" \n", [], "is empty; give a file with text"),
+        (b"caf\xe9", [], "is not UTF-8 text (byte 3)"),
+        (b"Too short.", [], "do not fill a chunk of 512"),
+        (TEXT.encode(), ["--chunk", "1"], "predicts nothing"),
+        (TEXT.encode(), ["--chunk", "2048"], "takes 1024 positions"),
+        (TEXT.encode(), ["--chunk", "8", "--sequences", "0"], "0 sequences were asked for"),
+    ],
+)
+def test_bad_texts_are_refused(tiny_folder, tmp_path, capsys, content, flags, sentence):
+    path = tmp_path / "text.txt"
+    path.write_bytes(content)
+    assert main(["perplexity", "--model", str(tiny_folder), "--select", "oracle", "--text", str(path), *flags]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_a_model_without_a_predictor_says_which_command_trains_one(lonely_folder, capsys):
+    assert main(["perplexity", "--model", str(lonely_folder)]) == 2
+    err = capsys.readouterr().err
+    assert f"{lonely_folder} has no predictor" in err and "train one with python -m train.butler" in err

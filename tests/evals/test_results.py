@@ -1,0 +1,93 @@
+"""A folder of results: what was answered is kept, what was cut off is dropped, other settings are refused."""
+
+import json
+
+import pytest
+
+from evals import results
+from evals.results import Results
+
+
+def record(sample, **more):
+    return {"task": "vt", "sample": sample, "score": 0.5, **more}
+
+
+def store(folder, settings=None, evaluation="ruler"):
+    return Results(folder, evaluation, {"seed": 0} if settings is None else settings, "python -m evals ruler")
+
+
+def test_what_was_added_is_there_when_the_folder_is_opened_again(tmp_path):
+    with store(tmp_path / "run") as first:
+        first.add([record(0), record(1)])
+        first.add([record(1), record(2, policy="full")])
+    with store(tmp_path / "run") as second:
+        assert [r["sample"] for r in second.records] == [0, 1, 2]
+        assert second.holds({"task": "vt", "sample": 2, "policy": "full"})
+        assert not second.holds({"task": "vt", "sample": 2})
+    assert results.read_records(tmp_path / "run") == second.records
+
+
+def test_a_line_that_was_cut_off_is_dropped_and_written_anew(tmp_path):
+    with store(tmp_path) as first:
+        first.add([record(0)])
+    with (tmp_path / "samples.jsonl").open("a") as file:
+        file.write('{"task": "vt", "sam')
+    with store(tmp_path) as second:
+        assert len(second.records) == 1
+        second.add([record(1)])
+    assert [json.loads(line)["sample"] for line in (tmp_path / "samples.jsonl").read_text().splitlines()] == [0, 1]
+
+
+@pytest.mark.parametrize("line", ["not JSON", "[]", '{"task": "vt"}', "7"])
+def test_a_damaged_line_is_named_and_nothing_is_lost(tmp_path, line):
+    with store(tmp_path) as first:
+        first.add([record(0)])
+    with (tmp_path / "samples.jsonl").open("a") as file:
+        file.write(f"{line}\n{json.dumps(record(1))}\n")
+    before = (tmp_path / "samples.jsonl").read_bytes()
+    with pytest.raises(ValueError, match="damaged at line 2"), store(tmp_path):
+        pass
+    assert (tmp_path / "samples.jsonl").read_bytes() == before
+
+
+def test_other_settings_are_refused_and_what_differs_is_listed(tmp_path):
+    with store(tmp_path, {"seed": 0, "model": "a", "tasks": ("vt",)}):
+        pass
+    store(tmp_path, {"seed": 0, "model": "a", "tasks": ("vt",)}).check()
+    with pytest.raises(ValueError, match="model was 'a' and is 'b'; seed was 0 and is None"):
+        store(tmp_path, {"model": "b", "tasks": ("vt",)}).check()
+    with pytest.raises(ValueError, match="holds results of 'ruler', not of 'longbench'"):
+        store(tmp_path, evaluation="longbench").check()
+
+
+def test_a_folder_of_something_else_is_refused(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match="not empty, and holds no header"):
+        store(tmp_path).check()
+    with pytest.raises(ValueError, match="it is a file"):
+        store(tmp_path / "notes.txt").check()
+    with pytest.raises(FileNotFoundError, match="nowhere does not exist"):
+        store(tmp_path / "nowhere" / "run").check()
+    (tmp_path / "header.json").write_text("{")
+    with pytest.raises(ValueError, match="is damaged"):
+        store(tmp_path).check()
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_two_runs_never_write_into_one_folder(tmp_path):
+    with (
+        store(tmp_path),
+        pytest.raises(ValueError, match="another run writes into"),
+        store(tmp_path),
+    ):
+        pass
+
+
+def test_a_fingerprint_follows_the_content(tmp_path):
+    file = tmp_path / "a.jsonl"
+    file.write_text("one")
+    first = results.fingerprint(tmp_path), results.fingerprint(file)
+    file.write_text("two")
+    second = results.fingerprint(tmp_path), results.fingerprint(file)
+    assert len({*first, *second}) == 4
+    assert results.fingerprint(tmp_path / "none") is None

@@ -1,0 +1,298 @@
+"""RULER's tasks: one right answer, within the length, the same each time; the score by hand; the command end to end."""
+
+import collections
+import json
+import re
+
+import pytest
+
+import models
+from evals import ruler, running
+from evals.__main__ import main
+from evals.results import read_records
+
+SQUAD = {
+    "data": [
+        {
+            "paragraphs": [
+                {
+                    "context": f"Town {n} lies on river {n}. It has {n}00 houses.",
+                    "qas": [
+                        {"question": f"On which river lies town {n}?", "answers": [{"text": f"river {n}"}] * 2},
+                        {"question": "Why?", "answers": [], "is_impossible": True},
+                    ],
+                }
+                for n in range(start, start + 4)
+            ]
+        }
+        for start in (10, 20)
+    ]
+}
+HOTPOT = [
+    {
+        "question": f"Which of {n} and {n + 1}?",
+        "answer": f"answer {n}",
+        "context": [[f"Title {n}", ["One. ", "Two."]], [f"Title {n + 1}", ["Three."]]],
+    }
+    for n in range(6)
+]
+
+
+class Words:
+    """A token a word: lengths can be counted by hand."""
+
+    eos = None
+
+    @staticmethod
+    def encode(text, add_special_tokens=True):
+        return [0, *(hash(word) % 1000 + 1 for word in text.split())]
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("qa")
+    (folder / "squad.json").write_text(json.dumps(SQUAD))
+    (folder / "hotpot.json").write_text(json.dumps(HOTPOT))
+    return ruler.Sources(documents=dict(ruler.read_documents(folder / name) for name in ("squad.json", "hotpot.json")))
+
+
+class Text:
+    """Keeps the text: what a sample says can be read."""
+
+    @staticmethod
+    def encode(text, add_special_tokens=True):
+        return list(text)
+
+
+def text_of(task, sources=None, length=6000, index=0):
+    found = ruler.sample(task, index, Text, length, sources)
+    return "".join(found.tokens[: found.context_end]), "".join(found.tokens[found.context_end :]), found.references
+
+
+@pytest.mark.parametrize("task", ruler.TASKS)
+@pytest.mark.parametrize("length", [1500, 5000])
+def test_a_sample_is_as_long_as_fits_and_the_same_each_time(task, length, sources):
+    found = ruler.sample(task, 3, Words, length, sources)
+    room = length - ruler.NEW_TOKENS[task]
+    assert room - 120 < len(found.tokens) <= room
+    assert found == ruler.sample(task, 3, Words, length, sources)
+    assert found.tokens != ruler.sample(task, 4, Words, length, sources).tokens
+    assert 0 < found.context_end < len(found.tokens)
+
+
+@pytest.mark.parametrize(
+    ("task", "answers"), [(name, 4 if "multiv" in name or "multiq" in name else 1) for name in ruler.NEEDLES]
+)
+def test_needles_state_each_answer_once_for_the_key_that_is_asked_for(task, answers):
+    context, question, references = text_of(task)
+    assert len(references) == len(set(references)) == answers
+    kind = "uuid" if ruler.NEEDLES[task].values == "uuids" else "number"
+    stated = re.findall(rf"The {kind} of ([\w -]+) is ([\w-]+)\.", context)
+    for reference in references:
+        keys = [key for key, value in stated if value == reference]
+        assert len(keys) == 1 and keys[0] in question
+        assert reference not in question
+    if kind == "number":
+        assert all(re.fullmatch(r"\d{7}", reference) for reference in references)
+    hidden = {"niah_multikey_1": 4, "niah_multivalue": 4, "niah_multiquery": 4}.get(task, 1)
+    if ruler.NEEDLES[task].haystack != "needle":
+        assert len(stated) == hidden
+    else:
+        assert len(stated) > 20
+
+
+def test_noise_and_essays_are_what_their_names_say(tmp_path):
+    context, _, _ = text_of("niah_single_1")
+    lines = context.split("\n")[1:]
+    assert len(lines) - 1 == lines.count(ruler.NOISE)
+    essay = tmp_path / "essays.json"
+    essay.write_text(json.dumps({"text": "First one.  Second\none! Third?"}))
+    sources = ruler.Sources(essay=ruler.read_essays(essay))
+    context, _, references = text_of("niah_single_2", sources)
+    without = re.sub(rf"The number of [\w ]+ is {references[0]}\. ?", "", context.split("\n", 1)[1]).strip()
+    assert re.fullmatch(r"(First one\. Second one! Third\? ?)+(First one\. ?)?(Second one!)?", without)
+
+
+def test_variables_make_one_chain_in_order():
+    context, question, references = text_of("vt")
+    value = re.search(r"value (\d{5})", question)[1]
+    links = re.findall(r"^VAR (\w{5}) = (?:VAR )?(\w+)$", context, re.MULTILINE)
+    assert [name for name, _ in links] == list(references) and len(set(references)) == 5
+    assert [source for _, source in links] == [value, *references[:-1]]
+    example = re.findall(r"^VAR (\w{3}) = ", context, re.MULTILINE)
+    assert f"are {' '.join(example)}\n" in context, "the example shows its answer"
+
+
+@pytest.mark.parametrize(("length", "often", "seldom"), [(3000, 6, 1), (40_000, 30, 3)])
+def test_common_words_come_as_often_as_they_should(length, often, seldom):
+    context, _, references = text_of("cwe", length=length)
+    listed = context.rsplit("Remember those.\n", 1)[1]
+    words = re.findall(r"(\d+)\. (\S+)", listed)
+    assert [int(place) for place, _ in words] == list(range(1, len(words) + 1))
+    counts = collections.Counter(word for _, word in words)
+    assert {counts[word] for word in references} == {often} and len(references) == 10
+    assert {count for word, count in counts.items() if word not in references} == {seldom}
+
+
+def test_frequent_words_follow_the_zeta_law():
+    context, _, references = text_of("fwe", length=20_000)
+    counts = collections.Counter(context.split("\n")[1].split())
+    ranked = [word for word, _ in counts.most_common(4)]
+    assert ranked == ["...", *references]
+    for rank in (2, 3, 4):
+        assert counts["..."] / counts[ranked[rank - 1]] == pytest.approx(rank**2, rel=0.1)
+
+
+def test_documents_hold_the_answer_and_others_like_it(sources):
+    context, question, references = text_of("qa_1", sources, length=3000, index=1)
+    assert references == ("river 11",) and "town 11" in question
+    assert "lies on river 11." in context
+    numbers = [int(n) for n in re.findall(r"^Document (\d+):$", context, re.MULTILINE)]
+    assert numbers == list(range(1, len(numbers) + 1)) and len(numbers) > 8
+    context, _, references = text_of("qa_2", sources, length=3000, index=2)
+    assert references == ("answer 2",) and "Title 2\nOne. Two." in context and "Title 3\nThree." in context
+
+
+@pytest.mark.parametrize(
+    ("answer", "references", "all_of", "any_one"),
+    [
+        ("1234567.", ["1234567"], 1.0, 1.0),
+        ("the words are Amber, FALCON", ["amber", "falcon", "river", "stone"], 0.5, 1.0),
+        ("", ["amber"], 0.0, 0.0),
+        ("12345678", ["2345"], 1.0, 1.0),
+    ],
+)
+def test_scores_by_hand(answer, references, all_of, any_one):
+    assert ruler.recall(answer, references) == all_of
+    assert ruler.any_of(answer, references) == any_one
+
+
+def test_a_length_that_cannot_hold_a_task_is_refused():
+    with pytest.raises(ValueError, match=r"the task vt takes .* left of the length 64 beside the 30"):
+        ruler.sample("vt", 0, Words, 64)
+    with pytest.raises(ValueError, match="needs a file of questions"):
+        ruler.sample("qa_1", 0, Words, 640)
+
+
+def test_other_wording_comes_from_a_file(tmp_path):
+    file = tmp_path / "prompts.json"
+    file.write_text(json.dumps({"niah": {"needle": "{key}: {value} ({kinds})", "prompt": "Go.\n{context}\n{query}?"}}))
+    context, question, references = text_of("niah_single_1", ruler.Sources(ruler.read_wording(file)))
+    assert context.startswith("Go.\n") and f": {references[0]} (numbers)" in context
+    assert question.endswith("is"), "the answer's beginning stays ours"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "holds no object"),
+        ('{"niah": {"words": "x"}}', "or has other fields"),
+        ('{"other": {}}', "not among niah, vt, cwe, fwe, qa"),
+        ('{"vt": {"prompt": "x"}}', "has no {context}"),
+        ('{"vt": {"prompt": "{context} {nothing}"}}', "has {nothing}; it may have {context}, {count}, {query}"),
+        ('{"vt": {"answer": "{"}}', "is malformed"),
+    ],
+)
+def test_bad_wording_ends_in_one_sentence(tmp_path, content, message):
+    (tmp_path / "prompts.json").write_text(content)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        ruler.read_wording(tmp_path / "prompts.json")
+
+
+@pytest.mark.parametrize("content", ['{"data": 7}', "[1]", '{"other": []}', '[{"question": "x"}]'])
+def test_a_file_that_is_no_qa_set_is_refused(tmp_path, content):
+    (tmp_path / "qa.json").write_text(content)
+    with pytest.raises(ValueError, match="is not like SQuAD"):
+        ruler.read_documents(tmp_path / "qa.json")
+
+
+SMALL = [
+    *("--tasks", "niah_single_1,niah_multikey_2", "--lengths", "256", "--samples", "3", "--policies", "full,tova"),
+    *("--budgets", "64", "--when", "prompt", "--batch", "4", "--block", "64"),
+]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "ruler"
+    assert main(["ruler", *SMALL, "--out", str(folder), "--plot", str(folder.parent / "map.png")]) == 0
+    return folder
+
+
+def test_the_command_writes_records_figures_and_a_picture(finished):
+    records = read_records(finished)
+    assert len(records) == 2 * 3 * 3
+    assert {r["policy"] for r in records} == {"full", "tova", running.RECENCY}
+    figures = json.loads((finished / "figures.json").read_text())
+    assert [r["policy"] for r in figures["results"]] == ["full", running.RECENCY, "tova"]
+    assert figures["command"].startswith("python -m evals ruler --model retriever")
+    assert (finished.parent / "map.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_record_is_what_generate_gives(finished):
+    model, tokenizer = models.load("retriever")
+    for record in read_records(finished):
+        if record["policy"] != "tova" or record["sample"]:
+            continue
+        sample = ruler.sample(record["task"], 0, tokenizer, 256)
+        out = models.generate(
+            model, [sample.tokens], policy="tova", budget=64, block=64, when="prompt", max_new_tokens=128
+        )
+        said = [token for token in out.tokens[0, : int(out.lengths[0])].tolist() if token not in model.config.eos]
+        assert record["answer"] == tokenizer.decode(said)
+        assert record["score"] == ruler.recall(record["answer"], sample.references)
+
+
+def test_a_killed_run_goes_on_where_it_was(finished, tmp_path, monkeypatch, capsys):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    lines = (finished / "samples.jsonl").read_text().splitlines(keepends=True)
+    (folder / "header.json").write_bytes((finished / "header.json").read_bytes())
+    (folder / "samples.jsonl").write_text("".join(lines[:10]) + lines[10][:30])
+    asked = []
+    whole = running.answers
+    monkeypatch.setattr(running, "answers", lambda *a, rows, **k: asked.extend(rows) or whole(*a, rows=rows, **k))
+    assert main(["ruler", *SMALL, "--out", str(folder)]) == 0
+    assert len(asked) == 8, "only what was missing is answered"
+    same = [
+        [{k: r[k] for k in r if k not in ("prefill", "decode")} for r in read_records(x)] for x in (finished, folder)
+    ]
+    assert same[0] == same[1]
+    assert main(["ruler", *SMALL, "--seed", "1", "--out", str(folder)]) == 2
+    assert "seed was 0 and is 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--tasks", "needles"], "--tasks is needles; there are niah_single_1"),
+        (["--tasks", "qa_1"], "qa_1: no file of questions and documents was named"),
+        (["--lengths", "128"], "give a greater length"),
+        (["--samples", "0"], "--samples is 0"),
+        (["--essays", "nowhere.txt"], "there is no essays file nowhere.txt"),
+        (["--qa", "nowhere.json"], "there is no QA file nowhere.json"),
+        (["--prompts", "nowhere.json"], "there is no prompts file nowhere.json"),
+        (["--question", "before"], "--question is before; there are after, agnostic"),
+        (["--allocations", "everything"], "unknown allocation 'everything'"),
+        (["--out", "nowhere/run"], "the folder nowhere does not exist"),
+        (["--plot", "picture.txt"], "suffix '.txt'"),
+        (["--batch", "0"], "--batch is 0"),
+    ],
+)
+def test_bad_flags_end_in_one_sentence_and_write_nothing(flags, sentence, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["ruler", *flags]) == 2
+    err = capsys.readouterr().err
+    assert sentence in err and "Traceback" not in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_allocations_multiply_the_policies_that_have_none():
+    import argparse
+
+    flags = argparse.ArgumentParser()
+    running.add_setting_flags(flags)
+    line = "--policies full,tova,tova@pyramid --allocations uniform,adakv --budgets 64 --when prompt".split()
+    settings = running.make_settings(flags.parse_args(line))
+    assert [s.policy for s in settings] == ["full", running.RECENCY, "tova", "tova@adakv", "tova@pyramid"]

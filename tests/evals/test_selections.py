@@ -1,0 +1,361 @@
+"""What the simulation reads, against each selection's rule written out in NumPy on tiny random models."""
+
+from fractions import Fraction
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import models
+from evals import selections
+
+T, N, K, D, LAYERS = 13, 4, 2, 8, 3
+
+
+@pytest.fixture(scope="module")
+def model():
+    config = models.Config(64, N * D, 48, num_layers=LAYERS, num_heads=N, num_kv_heads=K)
+    model = models.Decoder(config, rngs=nnx.Rngs(0))
+    for name in ("query", "key", "value", "output"):  # larger weights, so that attention is not flat
+        parameter = getattr(model.layers, name)
+        parameter[...] = parameter[...] * 12
+    return model
+
+
+@pytest.fixture(scope="module")
+def butler(model):
+    return models.Butler(models.ButlerConfig.of(model.config), rngs=nnx.Rngs(1))
+
+
+@pytest.fixture(scope="module")
+def tokens():
+    return np.random.default_rng(0).integers(0, 64, (2, T))
+
+
+def forward(model, tokens, read):
+    """The decoder in float64; ``read(layer, logits of the layers so far [N, T, T], query, key)`` gives [N, T, T]."""
+    weight = {name: np.array(getattr(model.layers, name)[...], np.float64) for name in vars_of(model)}
+    embedding = np.array(model.embedding[...], np.float64)
+    epsilon, theta = model.config.norm_epsilon, model.config.rope.theta
+    angle = np.arange(len(tokens))[:, None, None] / theta ** (np.arange(0, D, 2) / D)
+
+    def normed(x):
+        return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + epsilon)
+
+    def turned(x):
+        first, second = x[..., : D // 2], x[..., D // 2 :]
+        cos, sin = np.cos(angle), np.sin(angle)
+        return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+    x, logits, masks = embedding[tokens], [], []
+    for layer in range(LAYERS):
+        h = normed(x)
+        query, key, value = (np.einsum("te,ehd->thd", h, weight[name][layer]) for name in ("query", "key", "value"))
+        query, key = turned(query), np.repeat(turned(key), N // K, axis=1)
+        logits.append(np.einsum("tnd,snd->nts", query, key) / np.sqrt(D))
+        causal = np.tril(np.ones((len(tokens),) * 2, bool))
+        mask = causal if layer == 0 else read(layer, logits, query, key) & causal
+        masks.append(np.broadcast_to(mask, logits[-1].shape))
+        out = np.einsum("nts,snd->tnd", softmax(np.where(mask, logits[-1], -np.inf)), np.repeat(value, N // K, axis=1))
+        x = x + np.einsum("tnd,nde->te", out, weight["output"][layer])
+        h = normed(x)
+        gate = h @ weight["gate"][layer]
+        x = x + (gate / (1 + np.exp(-gate)) * (h @ weight["up"][layer])) @ weight["down"][layer]
+    head = embedding.T if model.head is None else np.array(model.head[...], np.float64)
+    return normed(x) @ head, logits, masks
+
+
+def vars_of(model):
+    return ("query", "key", "value", "output", "gate", "up", "down")
+
+
+def softmax(x):
+    a = np.exp(x - x.max(axis=-1, keepdims=True))
+    return a / a.sum(axis=-1, keepdims=True)
+
+
+def kept(row, sparsity):
+    return max(-(-(row + 1) * (1 - Fraction(str(sparsity))) // 1), 1)
+
+
+def best(scores, candidates, count, sinks):
+    """The ``count`` best candidates, ties to the later one, and the first ``sinks`` of them."""
+    ranked = sorted(candidates, key=lambda j: (-scores[j], -j))
+    return set(ranked[: int(count)]) | {j for j in candidates if j < sinks}
+
+
+def chosen(score, sparsity, sinks):
+    """A reader of each row's best, by ``score(layer, logits, query, key, head, row) -> [T]``."""
+
+    def read(layer, logits, query, key):
+        mask = np.zeros((N, T, T), bool)
+        for head in range(N):
+            for row in range(T):
+                scores = score(layer, logits, query, key, head, row)
+                mask[head, row, list(best(scores, range(row + 1), kept(row, sparsity), sinks))] = True
+        return mask
+
+    return read
+
+
+def quest_bound(page):
+    def score(layer, logits, query, key, head, row):
+        bound = np.zeros(T)
+        for j in range(row + 1):
+            start = j // page * page
+            rows = key[start : min(start + page, row + 1), head]
+            q = query[row, head]
+            bound[j] = np.maximum(q * rows.min(axis=0), q * rows.max(axis=0)).sum()
+        return bound
+
+    return score
+
+
+def hashed(seed):
+    def mix(x):
+        x = ((x ^ (x >> 16)) * 0x85EBCA6B) % 2**32
+        x = ((x ^ (x >> 13)) * 0xC2B2AE35) % 2**32
+        return x ^ (x >> 16)
+
+    def score(layer, logits, query, key, head, row):
+        return np.array([mix(seed ^ mix(layer ^ mix(head ^ mix(row ^ mix(slot))))) >> 8 for slot in range(T)])
+
+    return score
+
+
+def foreseen(model, butler, tokens):
+    predicted = butler(models.butler_input(model, jnp.asarray(tokens)[None], source=butler.config.source))
+    query, key = (np.array(x, np.float64)[:, 0] for x in predicted)  # [L - 1, T, N, dim]
+    return lambda layer, logits, _, __, head, row: key[layer - 1, :, head] @ query[layer - 1, row, head]
+
+
+SOURCES = {
+    "oracle": lambda layer, logits, query, key, head, row: logits[layer][head, row],
+    "first_layer": lambda layer, logits, query, key, head, row: logits[0][head, row],
+    "previous_layer": lambda layer, logits, query, key, head, row: logits[layer - 1][head, row],
+    "streaming": lambda layer, logits, query, key, head, row: np.arange(T),
+    "quest(page_size=4)": quest_bound(4),
+    "random(seed=3)": hashed(3),
+}
+
+
+@pytest.mark.parametrize(("name", "sparsity"), [*((name, 0.7) for name in SOURCES), ("oracle", 0.3), ("butler", 0.7)])
+def test_a_source_reads_what_its_rule_says(model, butler, tokens, name, sparsity):
+    got = np.asarray(selections.simulate(model, tokens, name, sparsity, butler=butler, sinks=2, chunk=5))
+    for row in range(2):
+        score = foreseen(model, butler, tokens[row]) if name == "butler" else SOURCES[name]
+        wanted, _, masks = forward(model, tokens[row], chosen(score, sparsity, sinks=2))
+        np.testing.assert_allclose(got[row], wanted, rtol=1e-3, atol=2e-4)
+        assert all(mask.sum(axis=-1).max() < T for mask in masks[1:])  # something was left out
+
+
+def evicted(scores_of, sparsity, sinks, *, before=True, group=1):
+    """A reader under permanent eviction: ``scores_of(history, live)`` ranks the live tokens of a head.
+
+    ``history`` are the rows of attention so far, [G, T] each. A row reads what is left ``before`` it evicts, or after.
+    """
+
+    def read(layer, logits, query, key):
+        mask = np.zeros((N, T, T), bool)
+        for first in range(0, N, group):
+            heads, live, history = range(first, first + group), set(), []
+            for row in range(T):
+                live.add(row)
+                weights = np.zeros((group, T))
+                for g, head in enumerate(heads):
+                    of_live = softmax(logits[layer][head, row, sorted(live)])
+                    weights[g, sorted(live)] = of_live
+                history.append(weights)
+                read_now = set(live)
+                scores = scores_of(history, sorted(live))
+                if before:  # the library's policies: sinks are protected, and the budget holds them
+                    extra = {j: np.inf if j < sinks else scores[j] for j in live}
+                    live = best(extra, sorted(live), kept(row, sparsity) + sinks, 0)
+                else:
+                    live = read_now = best(scores, sorted(live), kept(row, sparsity), sinks)
+                for head in heads:
+                    mask[head, row, list(read_now)] = True
+        return mask
+
+    return read
+
+
+def summed(history, live):
+    return np.mean(np.sum(history, axis=0), axis=0)
+
+
+def now(history, live):
+    return np.mean(history[-1], axis=0)
+
+
+def rolling(window, kernel):
+    def score(history, live):
+        mean = np.sum(history[-window:], axis=0)[0] / min(len(history), window)
+        pooled = {}
+        for place, j in enumerate(live):
+            near = live[max(place - kernel // 2, 0) : place + kernel // 2 + 1]
+            pooled[j] = max(mean[near])
+        return pooled
+
+    return score
+
+
+@pytest.mark.parametrize(
+    ("name", "heads", "read"),
+    [
+        ("h2o", "query", evicted(summed, 0.7, 2)),
+        ("h2o", "group", evicted(summed, 0.7, 2, group=N // K)),
+        ("tova", "query", evicted(now, 0.7, 2)),
+        ("rolling_snapkv(window=3,kernel=3)", "query", evicted(rolling(3, 3), 0.7, 2)),
+        ("oracle_eviction", "query", evicted(now, 0.7, 2, before=False)),
+    ],
+)
+def test_eviction_is_permanent_and_token_by_token(model, tokens, name, heads, read):
+    got = np.asarray(selections.simulate(model, tokens, name, 0.7, sinks=2, heads=heads, chunk=5))
+    for row in range(2):
+        wanted, _, masks = forward(model, tokens[row], read)
+        np.testing.assert_allclose(got[row], wanted, rtol=1e-3, atol=2e-4)
+        assert all(mask.sum(axis=-1).max() < T for mask in masks[1:])
+
+
+@pytest.mark.parametrize("name", ["full", "oracle", "random", "oracle_eviction", "h2o"])
+def test_at_sparsity_0_the_logits_are_the_dense_ones(model, tokens, name):
+    got = selections.simulate(model, tokens, name, 0.0, sinks=0)
+    np.testing.assert_allclose(got, model(jnp.asarray(tokens)), atol=1e-5)
+
+
+def test_a_policy_knows_its_layer_and_its_predictor(model, butler, tokens):
+    butlers = np.asarray(selections.simulate(model, tokens, "butler+caote", 0.7, butler=butler))
+    plain = np.asarray(selections.simulate(model, tokens, "tova+caote", 0.7))
+    assert np.abs(butlers - plain).max() > 1e-3  # in layer 0, or without it, the two would be the same
+
+
+def test_padding_behind_a_sequence_changes_nothing_before_it(model, tokens):
+    longer = np.concatenate([tokens, np.zeros((2, 4), int)], axis=1)
+    for name in ("quest(page_size=4)", "h2o"):
+        short, padded = (selections.simulate(model, x, name, 0.5) for x in (tokens, longer))
+        np.testing.assert_allclose(padded[:, :T], short, atol=1e-5)
+
+
+def test_sliding_windows_hold(tokens):
+    config = models.Config(64, N * D, 48, num_layers=2, num_heads=N, num_kv_heads=K, sliding_windows=(4, 4))
+    windowed = models.Decoder(config, rngs=nnx.Rngs(0))
+    dense = windowed(jnp.asarray(tokens))
+    for name in ("oracle", "oracle_eviction"):
+        np.testing.assert_allclose(selections.simulate(windowed, tokens, name, 0.0), dense, atol=1e-5)
+
+
+def test_one_compilation_serves_all_sparsities(model, tokens):
+    selections.simulate(model, tokens, "streaming", 0.5, chunk=6)
+    before = selections._selecting._cache_size()
+    selections.simulate(model, tokens, "streaming", 0.25, chunk=6)
+    assert selections._selecting._cache_size() == before
+
+
+def test_hits_are_the_share_of_the_oracles_tokens(model, butler, tokens):
+    found = selections.hits(model, tokens, "streaming", 0.7, chunk=5)
+    for row in range(2):
+        _, logits, _ = forward(model, tokens[row], lambda layer, logits, query, key: np.ones((N, T, T), bool))
+        for layer in range(LAYERS):
+            for i in range(T):
+                share, mass = [], []
+                for head in range(N):
+                    wanted = best(logits[layer][head, i], range(i + 1), kept(i, 0.7), 0)
+                    recent = best(np.arange(T), range(i + 1), kept(i, 0.7), 0)
+                    share.append(len(wanted & recent) / len(wanted))
+                    mass.append(softmax(logits[layer][head, i, : i + 1])[list(recent)].sum())
+                assert found.share[layer, row, i] == pytest.approx(np.mean(share), abs=1e-5)
+                assert found.mass[layer, row, i] == pytest.approx(np.mean(mass), abs=1e-4)
+    assert selections.hits(model, tokens, "butler", 0.7, butler=butler).share.min() < 1
+
+
+def test_last_logits_are_those_of_the_last_query(model, tokens):
+    got = selections.last_logits(model, tokens)
+    _, logits, _ = forward(model, tokens[1], lambda layer, logits, query, key: np.ones((N, T, T), bool))
+    np.testing.assert_allclose(got[:, 1], np.stack(logits)[:, :, -1], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("0.5", [0.5]),
+        ("0,0.1,...,0.7", [0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7]),
+        ("0.3, 0.5,0.7", [0.3, 0.5, 0.7]),
+        ("0.9,0.6,...,0", [0.9, 0.6, 0.3, 0]),
+        ("0,0.2,...,0.6,0.9", [0, 0.2, 0.4, 0.6, 0.9]),
+        ("0.5,0.5", [0.5]),
+    ],
+)
+def test_sparsities_are_lists_and_ranges(text, wanted):
+    assert selections.parse_sparsities(text) == wanted
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("1", "the sparsity '1' is not the share"),
+        ("-0.1", "the sparsity '-0.1' is not the share"),
+        ("half", "the sparsity 'half' is not the share"),
+        ("nan", "the sparsity 'nan' is not the share"),
+        ("", "are empty"),
+        ("0,...,0.7", "'...' follows two different numbers"),
+        ("0,0.1,...", "do not end"),
+        ("0,0.2,...,0.7", "0.7 is not reached from 0.2 by 0.2"),
+        ("0.2,0.3,...,0.1", "0.1 is not reached from 0.3 by 0.1"),
+    ],
+)
+def test_bad_sparsities_are_refused(text, sentence):
+    with pytest.raises(ValueError, match="give numbers in") as error:
+        selections.parse_sparsities(text)
+    assert sentence in str(error.value)
+
+
+@pytest.mark.parametrize("sparsity", [0.0, 0.1, 0.29, 0.5, 0.7, 0.9])
+def test_kept_tokens_are_rounded_up_exactly(sparsity):
+    assert selections.kept_tokens(200, sparsity).tolist() == [kept(row, sparsity) for row in range(200)]
+
+
+@pytest.mark.parametrize(
+    ("name", "resolved"),
+    [
+        ("quest", "quest(page_size=4)"),
+        ("quest(page_size=16)", "quest"),
+        ("snapkv", "rolling_snapkv"),
+        ("snapkv(window=8)", "snapkv(window=8)"),
+        ("streaming", "streaming"),
+        ("streaming(sinks=8)", "streaming(sinks=8)"),
+        ("streaming+caote", "streaming+caote"),
+        ("rolling_snapkv(window=16)", "rolling_snapkv(window=16)"),
+    ],
+)
+def test_names_are_resolved(name, resolved):
+    assert str(selections.parse_selection(name, page_size=4)) == resolved
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (dict(selection="oracle", sparsity=1.0), "the sparsity is 1.0"),
+        (dict(selection="oracle", sparsity=-0.1), "the sparsity is -0.1"),
+        (dict(selection="butler", sparsity=0.5), "reads a predictor's logits, but none was given"),
+        (dict(selection="butler+caote", sparsity=0.5), "reads a predictor's logits, but none was given"),
+        (dict(selection="nothing", sparsity=0.5), "and beside policies there are butler, first_layer, full"),
+        (dict(selection="quest(page=4)", sparsity=0.5), "unexpected keyword argument 'page'"),
+        (dict(selection="laprox@model", sparsity=0.5), "lets layers compete"),
+        (dict(selection="rolling_snapkv(window=0)", sparsity=0.5), "window is 0"),
+        (dict(selection="oracle", sparsity=0.5, sinks=-1), "sinks is -1"),
+        (dict(selection="h2o", sparsity=0.5, heads="layer"), "heads is 'layer'"),
+        (dict(selection="oracle", sparsity=0.5, tokens=np.zeros((2, 0), int)), "the shape (2, 0)"),
+    ],
+)
+@pytest.mark.bad_input
+def test_bad_input_is_refused_in_a_sentence(model, tokens, call, sentence):
+    with pytest.raises(ValueError) as error:
+        selections.simulate(model, **{"tokens": tokens, **call})
+    assert sentence in str(error.value)
+
+
+def test_hits_are_of_sources_alone(model, tokens):
+    with pytest.raises(ValueError, match="'h2o' is not a source of importance"):
+        selections.hits(model, tokens, "h2o", 0.5)

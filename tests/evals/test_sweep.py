@@ -1,0 +1,177 @@
+"""A sweep end to end: one folder, the same records as the evaluations alone, resumable; its page in a browser."""
+
+import json
+import re
+import shlex
+import shutil
+
+import pytest
+
+from evals import page, sweep
+from evals.__main__ import main
+from evals.results import read_header, read_records
+from tests.evals import browser
+
+SMALL = """
+models = ["retriever"]
+policies = ["full", "tova", "tova+caote"]
+budgets = [48, 0.25]
+when = ["prompt"]
+block = 64
+batch = 4
+
+[tasks.needle]
+lengths = [256]
+depths = 2
+samples = 2
+facts = 4
+
+[tasks.ruler]
+tasks = ["niah_single_1", "niah_multikey_2"]
+lengths = [256]
+samples = 2
+"""
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sweep")
+    (folder / "small.toml").write_text(SMALL)
+    assert main(["sweep", str(folder / "small.toml"), "--out", str(folder / "run")]) == 0
+    return folder
+
+
+def test_a_sweep_answers_each_cell_once(finished):
+    records = read_records(finished / "run")
+    assert len(records) == (4 + 2 * 2) * (1 + 3 * 2)
+    assert {r["evaluation"] for r in records} == {"needle", "ruler"}
+    figures = json.loads((finished / "run" / "figures.json").read_text())
+    assert len(figures["results"]) == 2 * 7
+
+
+def test_a_sweep_goes_on_where_it_was(finished, tmp_path):
+    (tmp_path / "small.toml").write_text(SMALL)
+    shutil.copytree(finished / "run", tmp_path / "run")
+    lines = (tmp_path / "run" / "samples.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "run" / "samples.jsonl").write_text("".join(lines[:-3]))
+    assert main(["sweep", str(tmp_path / "small.toml"), "--out", str(tmp_path / "run")]) == 0
+    plain = [{(r["task"], r["policy"], r["budget"], r["sample"]): r["answer"] for r in read_records(folder / "run")}
+             for folder in (finished, tmp_path)]  # fmt: skip
+    assert plain[0] == plain[1]
+
+
+def test_other_settings_are_refused(finished, tmp_path, capsys):
+    (tmp_path / "other.toml").write_text(SMALL.replace("[48, 0.25]", "[48]"))
+    assert main(["sweep", str(tmp_path / "other.toml"), "--out", str(finished / "run")]) == 2
+    assert "budgets was [48, 0.25] and is [48]" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ("models = [", "is not TOML"),
+        ("policies = ['full']", "has no tasks"),
+        ("[tasks.other]", "no evaluation 'other'"),
+        ("[tasks.ruler]\nspeed = 3", "[tasks.ruler] has 'speed'; it may have essays, lengths"),
+        ("[tasks.ruler]\nbudgets = 3", "[tasks.ruler] has 'budgets'"),
+        ("speed = 3\n[tasks.ruler]", "the sweep has speed; it may have models"),
+        ("policies = ['nothing']\n[tasks.ruler]", "unknown policy 'nothing'"),
+        ("policies = {}\n[tasks.ruler]", "policies is {}; give a text"),
+        ("block = 'x'\n[tasks.ruler]", "invalid int value"),
+        ("models = 'retriever'\n[tasks.ruler]", "models is 'retriever'; give a list"),
+        ("[tasks.ruler]\nlengths = ['x']", "the length 'x'"),
+        ("[tasks.needle]\nsamples = 0", "give at least 1 of each"),
+        ("[tasks.longbench]", "no data was named"),
+    ],
+)
+def test_a_bad_file_ends_in_one_sentence_and_writes_nothing(content, sentence, tmp_path, capsys):
+    (tmp_path / "bad.toml").write_text(content)
+    assert main(["sweep", str(tmp_path / "bad.toml"), "--out", str(tmp_path / "run")]) == 2
+    err = capsys.readouterr().err
+    assert sentence in err and "Traceback" not in err
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_fails_is_named_and_the_rest_is_done(tmp_path, capsys):
+    content = "policies = ['full']\nblock = 64\n[tasks.ruler]\ntasks = ['fwe', 'vt']\nlengths = [256]\nsamples = 1"
+    (tmp_path / "some.toml").write_text(content)
+    assert main(["sweep", str(tmp_path / "some.toml"), "--out", str(tmp_path / "run")]) == 2
+    assert (
+        "1 of the sweep's groups failed, the others are done: retriever, vt at 256: the task vt takes"
+        in capsys.readouterr().err
+    )
+    assert [r["task"] for r in read_records(tmp_path / "run")] == ["fwe"]
+
+
+def test_each_row_has_the_command_that_makes_it(finished):
+    parts = sweep.plan({**read_header(finished / "run")["settings"]})
+    for row in page.figures(finished / "run")["rows"]:
+        words = shlex.split(row["command"])
+        assert words[:4] == ["python", "-m", "evals", row["evaluation"]]
+        assert words[words.index("--policies") + 1] == row["policy"]
+        assert words[words.index("--lengths") + 1] == "256"
+        if row["budget"] is not None:
+            assert words[words.index("--budgets") + 1] == str(row["budget"])
+    assert len(parts) == 2
+
+
+@pytest.fixture(scope="module")
+def written(finished):
+    path = finished / "page.html"
+    assert main(["report", str(finished / "run"), "--html", str(path)]) == 0
+    return path
+
+
+def test_the_page_needs_nothing_else(written):
+    text = written.read_text()
+    outside = set(re.findall(r"https?://[^\s\"'<]+", text)) - {"http://www.w3.org/2000/svg"}
+    assert not outside and "<link" not in text and "src=" not in text
+
+
+@browser.needed
+def test_the_page_shows_every_row_and_panel_in_a_browser(written):
+    found = browser.dump(written)
+    body = found.split('<tbody id="body">')[1].split("</tbody>")[0]
+    assert body.count("<tr") == 7, "the needle's rows first"
+    assert 'aria-sort="descending"' in found
+    assert found.count('class="point"') > 7
+    assert "tova+caote" in body
+
+
+@browser.needed
+def test_sorting_choosing_and_filtering_work(written):
+    script = """
+      document.querySelectorAll("#head button")[1].click();
+      document.querySelectorAll("#body tr")[0].click();
+      const select = document.getElementById("choose-evaluation");
+      select.value = "ruler"; select.dispatchEvent(new Event("change"));
+    """
+    found = browser.dump(written, script=script)
+    assert re.search(r'aria-sort="\w+"[^>]*>\s*<button type="button">budget', found)
+    assert "python -m evals needle" in found.split('id="detail"')[1].split("</div>")[0]
+    assert found.count("<figcaption>") == 2 + 2
+    assert "niah_multikey_2" in found
+
+
+@browser.needed
+def test_the_page_does_not_scroll_sideways_on_a_phone(written):
+    script = "document.title = document.documentElement.scrollWidth <= window.innerWidth ? 'fits' : 'too wide';"
+    assert "<title>fits</title>" in browser.dump(written, script=script)
+
+
+def test_a_name_cannot_end_the_script(tmp_path):
+    (tmp_path / "t.html").write_text("<title>TITLE</title>DATA")
+    text = page.render(tmp_path / "t.html", "<b>", {"x": "</script><script>alert(1)</script>"})
+    assert "</script>" not in text and "&lt;b&gt;" in text
+
+
+@pytest.mark.parametrize("kind", ["missing", "empty", "damaged"])
+def test_a_folder_without_results_is_refused(kind, tmp_path, capsys):
+    folder = tmp_path / "run"
+    if kind != "missing":
+        folder.mkdir()
+    if kind == "damaged":
+        (folder / "header.json").write_text("[]")
+    assert main(["report", str(folder)]) == 2
+    err = capsys.readouterr().err
+    assert ("is damaged" if kind == "damaged" else "is no folder of results") in err

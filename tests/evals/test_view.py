@@ -1,0 +1,132 @@
+"""The page of what was forgotten: traces against the cache itself, and the page in a browser."""
+
+import base64
+import math
+import re
+
+import numpy as np
+import pytest
+
+import models
+from evals import tasks, view
+from evals.__main__ import main
+from tests.evals import browser
+
+
+@pytest.fixture(scope="module")
+def retriever():
+    return models.load("retriever")
+
+
+@pytest.fixture(scope="module")
+def prompt(retriever):
+    return tasks.needle(3, retriever[1], 150, 0.5, facts=2).tokens
+
+
+def decoded(found):
+    read = lambda name: np.frombuffer(base64.b64decode(found[name]), "<u2")  # noqa: E731
+    return read("entered"), read("left").reshape(found["layers"], found["heads"], -1)
+
+
+@pytest.mark.parametrize("policy", ["tova", "snapkv(window=8)@model"])
+def test_a_trace_says_what_the_cache_held_after_each_block(retriever, prompt, policy):
+    model, tokenizer = retriever
+    found = view.trace(
+        model, tokenizer, prompt, policy=policy, budget=40, block=32, when="block", question=0, new_tokens=3
+    )
+    entered, left = decoded(found)
+    n = len(prompt)
+    ends = list(range(n - 32 * (math.ceil(n / 32) - 1), n + 1, 32))
+    assert [step["fed"] for step in found["steps"]] == [*ends, n + 1, n + 2]
+    assert (entered[:n] <= len(ends) - 1).all() and entered[n + 2] == view.NEVER
+    for step in (1, len(ends) - 1):
+        cache = models.prefill(model, np.array([prompt[: ends[step]]]), policy=policy, budget=40, block=32).cache
+        held = view.held_tokens(cache, n)
+        assert held.sum(axis=-1).tolist() == np.asarray(cache.num_live)[:, 0].tolist()
+        assert (((entered <= step) & (left > step))[..., :n] == held).all()
+
+
+def test_the_answer_is_that_of_generate(retriever, prompt):
+    model, tokenizer = retriever
+    found = view.trace(
+        model, tokenizer, prompt, policy="tova", budget=40, block=32, when="prompt", question=5, new_tokens=4
+    )
+    out = models.generate(
+        model, [prompt], policy="tova", budget=40, block=32, when="prompt", question=5, max_new_tokens=4
+    )
+    assert found["answer"] == tokenizer.decode(out.tokens[0].tolist())
+    labels = [step["label"] for step in found["steps"]]
+    assert labels[-4].startswith("question") and labels[-1] == "answer, step 3"
+
+
+def test_pieces_are_the_text(retriever, prompt):
+    tokenizer = retriever[1]
+    assert "".join(view.pieces(tokenizer, prompt)) == tokenizer.decode(prompt, skip_special_tokens=False)
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    path = tmp_path_factory.mktemp("view") / "view.html"
+    line = "view --policies full,tova,streaming(sinks=0) --budget 40 --block 64 --length 160 --max-new-tokens 3"
+    assert main([*line.split(), "--html", str(path)]) == 0
+    return path
+
+
+@browser.needed
+def test_the_page_shades_tokens_for_two_policies(written):
+    found = browser.dump(written)
+    assert found.count("<section>") == 2
+    assert "40 of 1" in found and 'class="lost"' in found and "color-mix" in found
+    assert re.search(r'id="where">after \d of \d+: block, tokens \d+ to \d+', found)
+    assert found.count("</strong> (the right answer") == 2
+
+
+@browser.needed
+def test_slider_layer_head_and_policy_change_what_is_shown(written):
+    script = """
+      const set = (id, value) => { by(id).value = value; by(id).dispatchEvent(new Event("input")); };
+      const choice = document.querySelectorAll("section select")[0];
+      choice.value = 0; choice.dispatchEvent(new Event("change"));
+      const notes = [];
+      const note = () => notes.push([...document.querySelectorAll("section p")].map(p => p.textContent).join("|"));
+      note();
+      set("step", 0); note();
+      set("step", by("step").max); set("layer", 2); set("head", 1); note();
+      document.querySelector("[data-token='0']").click(); note();
+      const shown = { id: "notes", textContent: notes.join("\\n") };
+      document.body.append(Object.assign(document.createElement("pre"), shown));
+    """
+    notes = browser.dump(written, script=script).split('id="notes">')[1].split("</pre>")[0].split("\n")
+    full, recent = notes[0].split("|")
+    total = int(re.search(r"of (\d+) tokens", full)[1])
+    assert full == f"{total} of {total} tokens a head; 0 forgotten by all"
+    assert recent == f"40 of {total} tokens a head; {total - 40} forgotten by all"
+    assert "of 160" not in notes[1] and int(re.search(r"of (\d+)", notes[1])[1]) <= 64
+    assert notes[2].startswith(f"{total + 2} of {total + 2} tokens a head")
+    assert "Token 1 (layer.head): 3.2" in notes[3] and "Token 1 (layer.head): nobody" in notes[3]
+
+
+@browser.needed
+def test_the_page_does_not_scroll_sideways_on_a_phone(written):
+    script = "document.title = document.documentElement.scrollWidth <= window.innerWidth ? 'fits' : 'too wide';"
+    assert "<title>fits</title>" in browser.dump(written, script=script)
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--policies", ","], "no policy was given"),
+        (["--policies", "nothing"], "unknown policy 'nothing'"),
+        (["--budget", "lots"], "neither slots per head"),
+        (["--policies", "snapkv", "--budget", "8"], "always keeps"),
+        (["--prompt-file", "nowhere.txt"], "there is no prompt file nowhere.txt"),
+        (["--block", "0"], "--block is 0"),
+        (["--model", "nowhere"], "there is no folder nowhere"),
+    ],
+)
+def test_bad_flags_end_in_one_sentence_and_write_nothing(flags, sentence, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["view", "--html", "view.html", *flags]) == 2
+    err = capsys.readouterr().err
+    assert sentence in err and "Traceback" not in err
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,241 @@
+"""Attention over chosen slots against NumPy float64 and dense attention, and what the compiled program reads."""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from typing import NamedTuple
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from kernels_pallas import cache_attention, select_attention
+
+
+class Case(NamedTuple):
+    query: np.ndarray
+    key: np.ndarray
+    value: np.ndarray
+    slots: np.ndarray
+
+
+def case(
+    seed: int, B: int = 2, T: int = 1, N: int = 4, K: int = 2, S: int = 9, D: int = 5, H: int = 4, M: int = 6
+) -> Case:
+    """Slots in any order, with none in between; the first row of heads may have none at all."""
+    rng = np.random.default_rng(seed)
+    query, key, value = (rng.normal(size=shape) for shape in ((B, T, N, D), (B, K, S, D), (B, K, S, D)))
+    slots = np.stack([rng.permutation(S)[:M] for _ in range(B * H)]).reshape(B, H, M)
+    slots[rng.random(slots.shape) < 0.3] = -1
+    slots[0, 0] = -1
+    return Case(*(x.astype(np.float32) for x in (query, key, value)), slots.astype(np.int32))
+
+
+def definition(query, key, value, slots, scale: float | None = None) -> np.ndarray:
+    """NumPy float64, one query of one head at a time."""
+    query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
+    B, T, N, D = query.shape
+    out = np.zeros(query.shape)
+    for b, t, n in np.ndindex(B, T, N):
+        rows = slots[b, n // (N // slots.shape[1])]
+        rows = rows[rows >= 0]
+        if len(rows):
+            head = n // (N // key.shape[1])
+            logits = key[b, head, rows] @ query[b, t, n] * (D**-0.5 if scale is None else scale)
+            weights = np.exp(logits - logits.max())
+            out[b, t, n] = weights / weights.sum() @ value[b, head, rows]
+    return out
+
+
+@functools.cache
+def compiled(**options):
+    return jax.jit(functools.partial(select_attention, **options))
+
+
+def check(case: Case, *, tolerance: float = 2e-6, **options) -> None:
+    out = compiled(**options)(*case)
+    assert out.dtype == case.query.dtype
+    np.testing.assert_allclose(np.asarray(out, np.float64), definition(*case, **options), rtol=0, atol=tolerance)
+
+
+@hypothesis.given(seed=st.integers(0, 2**32 - 1))
+def test_output_is_that_of_the_definition(seed):
+    check(case(seed))
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        dict(H=2),
+        dict(H=2, T=3),
+        dict(T=3),
+        dict(N=6, K=1, H=6, D=7),
+        dict(N=6, K=1, H=1),
+        dict(N=2, K=2, H=2),
+        dict(B=1, N=1, K=1, S=1, D=1, H=1, M=1),
+        dict(B=3, N=6, K=3, S=17, D=11, H=6, M=17),
+    ],
+    ids=str,
+)
+def test_heads_and_groups_of_any_size_read_their_kv_head(sizes):
+    check(case(1, **sizes))
+
+
+def test_the_scale_is_the_logits_factor():
+    check(case(2), scale=0.3)
+
+
+@pytest.mark.parametrize("H", [2, 4])
+def test_bfloat16_is_within_its_rounding_of_float32(H):
+    given = case(3, H=H, D=33)
+    rounded = Case(*(np.asarray(x, jnp.bfloat16) for x in given[:3]), given.slots)
+    check(rounded, tolerance=0.03)
+
+
+def test_float64_stays_float64():
+    with jax.enable_x64(True):
+        given = case(4)
+        check(Case(*(x.astype(np.float64) for x in given[:3]), given.slots), tolerance=1e-13)
+
+
+@pytest.mark.parametrize("H", [2, 4])
+def test_all_slots_give_dense_attention(H):
+    given = case(5, H=H, S=40, D=16, M=40)
+    B, K, S = given.key.shape[:3]
+    position = np.broadcast_to(np.arange(S, dtype=np.int32), (B, K, S))
+    dense, _ = jax.jit(cache_attention)(*given[:3], position, np.full((B, 1), S, np.int32))
+    chosen = np.broadcast_to(np.arange(S, dtype=np.int32), (B, H, S))
+    np.testing.assert_allclose(compiled()(*given[:3], chosen), dense, rtol=0, atol=1e-6)
+
+
+def test_what_no_slot_points_at_does_not_matter():
+    given = case(6, M=3)
+    key, value = given.key.copy(), given.value.copy()
+    for b, k in np.ndindex(key.shape[:2]):
+        chosen = given.slots[b].reshape(key.shape[1], -1)[k]
+        idle = ~np.isin(np.arange(key.shape[2]), chosen)
+        key[b, k, idle], value[b, k, idle] = np.nan, np.nan
+    np.testing.assert_array_equal(compiled()(given.query, key, value, given.slots), compiled()(*given))
+
+
+def test_a_head_without_a_slot_gives_zero():
+    given = case(7)._replace(slots=np.full((2, 4, 6), -1, np.int32))
+    nan = np.full_like(given.key, np.nan)
+    assert not np.any(np.asarray(compiled()(given.query, nan, nan, given.slots)))
+
+
+@pytest.mark.parametrize("H", [2, 4])
+def test_a_stacked_cache_is_read_in_its_layer(H):
+    layers = [case(seed, H=H) for seed in range(3)]
+    key, value = (jnp.stack([getattr(x, name) for x in layers]) for name in ("key", "value"))
+    run = jax.jit(lambda query, slots, layer: select_attention(query, key, value, slots, layer=layer))
+    for layer, own in enumerate(layers):
+        np.testing.assert_array_equal(run(own.query, own.slots, layer), compiled()(*own))
+
+
+L, K, N, S, D = 3, 2, 8, 4096, 64
+
+
+def reads_of_the_cache(program: str) -> dict[str, int]:
+    """By opcode, how many float32 numbers a compiled program takes out of the arrays of the stacked cache's shape.
+
+    A fusion reads what the instructions inside it read; cost_analysis() would count all of its operand instead.
+    """
+    cache, reads = f"f32[{L},1,{K},{S},{D}]", {}
+    instruction = re.compile(r"^\s*(?:ROOT )?%(\S+) = (\w+\[[\d,]*\])\S* ([\w-]+)\((.*)$")
+    instructions = [found.groups() for found in map(instruction.match, program.splitlines()) if found]
+    cached = {name for name, shape, _, _ in instructions if shape == cache}
+    assert cached
+    for name, shape, opcode, operands in instructions:
+        taken = cached & set(re.findall(r"%([\w.-]+)", operands))
+        assert name not in cached or opcode == "parameter", f"{opcode} makes a whole cache"
+        if taken and opcode not in ("fusion", "call"):
+            numbers = math.prod(int(size) for size in shape[shape.index("[") + 1 : -1].split(","))
+            reads[opcode] = reads.get(opcode, 0) + numbers
+    return reads
+
+
+def step(H: int, M: int):
+    """A decode step's attention over M slots of each of H heads, and the dense one for M = 0, compiled."""
+    shape = jax.ShapeDtypeStruct
+    query, cache = shape((1, 1, N, D), jnp.float32), shape((L, 1, K, S, D), jnp.float32)
+    slots, layer = shape((1, H, M), jnp.int32), shape((), jnp.int32)
+
+    def chosen(query, key, value, slots, layer):
+        return select_attention(query, key, value, slots, layer=layer)
+
+    def dense(query, key, value, _, layer):
+        position = jnp.broadcast_to(jnp.arange(S), (1, K, S))
+        return cache_attention(query, key[layer], value[layer], position, jnp.full((1, 1), S))[0]
+
+    return jax.jit(chosen if M else dense).lower(query, cache, cache, slots, layer).compile()
+
+
+@pytest.mark.parametrize("H", [K, N])
+@pytest.mark.parametrize("M", [128, 1024])
+def test_the_compiled_step_reads_the_chosen_rows_and_nothing_else(H, M):
+    assert reads_of_the_cache(step(H, M).as_text()) == {"gather": 2 * H * M * D}
+
+
+def test_dense_attention_reads_its_whole_layer():
+    assert sum(reads_of_the_cache(step(K, 0).as_text()).values()) == 2 * K * S * D
+
+
+def test_memory_falls_with_the_budget():
+    def temporary(M: int) -> int:
+        return step(K, M).memory_analysis().temp_size_in_bytes
+
+    few, half, dense = temporary(S // 16), temporary(S // 2), temporary(0)
+    assert few < half / 7 and half < 0.55 * dense
+
+
+@pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices; conftest.py forces them on a CPU")
+@pytest.mark.parametrize("H", [K, N])
+def test_a_sharded_cache_is_read_without_communication(H):
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "tensor"))
+
+    def sharded(shape, dtype, *axes):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(*axes)))
+
+    query = sharded((2, 1, N, D), jnp.float32, "data", None, "tensor")
+    cache = sharded((L, 2, K, 64, D), jnp.float32, None, "data", "tensor")
+    slots, layer = sharded((2, H, 16), jnp.int32, "data", "tensor"), sharded((), jnp.int32)
+
+    @functools.partial(jax.jit, out_shardings=query.sharding)
+    def run(query, key, value, slots, layer):
+        return select_attention(query, key, value, slots, layer=layer)
+
+    program = run.lower(query, cache, cache, slots, layer).compile().as_text()
+    assert not re.findall(r"all-\w+|collective-\w+|reduce-scatter", program)
+
+
+def given(**change):
+    shapes = dict(query=(2, 1, 4, 5), key=(2, 2, 9, 5), value=(2, 2, 9, 5))
+    arrays = {name: jnp.zeros(shape) for name, shape in shapes.items()} | {"slots": jnp.zeros((2, 4, 3), jnp.int32)}
+    return arrays | change
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(key=jnp.zeros((2, 2, 8, 5))), "do not fit: expected .B, T, N, D. and twice"),
+        (dict(query=jnp.zeros((2, 1, 3, 5))), "with N a multiple of K"),
+        (dict(query=jnp.zeros((2, 1, 4, 6))), "do not fit"),
+        (dict(layer=0), "layer= was given, but the keys and values have no layers"),
+        (dict(key=jnp.zeros((3, 2, 2, 9, 5)), value=jnp.zeros((3, 2, 2, 9, 5))), "say which with layer="),
+        (dict(key=jnp.zeros((3, 2, 2, 9, 5)), value=jnp.zeros((3, 2, 2, 9, 5)), layer=3), "have layers 0 to 2"),
+        (dict(slots=jnp.zeros((2, 3, 3), jnp.int32)), "H 4, one set a query head, or 2, one a KV head"),
+        (dict(implementation="triton"), "unknown implementation 'triton'; there are auto, reference"),
+    ],
+    ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
+)
+def test_bad_input_is_named(change, message):
+    with pytest.raises(ValueError, match=message):
+        select_attention(**given(**change))

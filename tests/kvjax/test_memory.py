@@ -1,0 +1,46 @@
+"""kvjax.memory against the bytes that caches really take."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import kvjax
+import models
+
+CONFIG = models.Config(64, 32, 48, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8)
+SHAPE = dict(layers=3, kv_heads=2, head_dim=8, query_heads=4)
+POLICIES = ("h2o", "h2o+critical", "expected_attention", "sage", "tova@layer", "laprox(window=4)@model", "h2o@pyramid")
+
+
+@pytest.mark.parametrize(("policy", "rows"), [*((policy, 1) for policy in POLICIES), ("h2o@pyramid", 3)])
+def test_what_a_prompt_leaves_takes_the_bytes_that_were_predicted(policy, rows):
+    model = models.Decoder(CONFIG, rngs=nnx.Rngs(0))
+    tokens = np.arange(300)[None].repeat(rows, 0) % 64  # longer than what one head may come to hold
+    cache = models.prefill(model, tokens, policy=policy, budget=40, block=16, page_size=4).cache
+    predicted = kvjax.memory(**SHAPE, budget=40, block=16, policy=policy, batch=rows, dtype=jnp.float32, page_size=4)
+    assert predicted.total == cache.nbytes
+    assert predicted.keys_values == cache.key.nbytes + cache.value.nbytes
+
+
+def test_a_full_cache_is_one_with_a_budget_of_all_tokens():
+    cache = jax.eval_shape(
+        lambda: kvjax.KVCache.init(batch=2, kv_heads=2, slots=1000, head_dim=8, layers=3, dtype=jnp.bfloat16)
+    )
+    assert kvjax.memory(**SHAPE, budget=1000, block=0, batch=2).total == cache.nbytes
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(layers=0), "layers is 0"),
+        (dict(budget=0), "budget is 0"),
+        (dict(block=-1), "block is -1"),
+        (dict(policy="snapkv", budget=8), "always keeps 0 first and 32 last"),
+        (dict(policy="nothing"), "nothing"),
+    ],
+)
+def test_bad_sizes_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        kvjax.memory(**(SHAPE | dict(budget=40) | change))

@@ -1,0 +1,331 @@
+"""Each source's selected set against a brute-force reading of its rule: NumPy, one head and one query at a time."""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from fractions import Fraction
+from typing import NamedTuple
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import kvjax
+from kvjax.sources import SOURCES, Reading, logits
+from tests.kvjax.definitions import kept
+
+B, N, K, S, D, LAYER = 2, 4, 2, 13, 6, 3
+LENGTHS = (13, 8)  # of the rows; what follows is padding
+NAMES = ["butler", "oracle", "quest(page_size=4)", "first_layer", "previous_layer", "random(seed=5)", "streaming"]
+
+
+class Case(NamedTuple):
+    query: np.ndarray  # [B, S, N, D]
+    key: np.ndarray  # [B, S, K, D]
+    position: np.ndarray  # [B, S], -1 for padding
+    given: dict[str, np.ndarray]  # logits [B, N, S, S] of others
+
+    @property
+    def slots(self) -> np.ndarray:
+        """[B, K, S]: slot p holds position p."""
+        return np.broadcast_to(self.position[:, None], (B, K, S))
+
+
+def case(seed: int = 0, dtype=np.float32) -> Case:
+    """Keys and queries of few values, so that logits and pages tie; what padding holds is NaN."""
+    rng = np.random.default_rng(seed)
+    query, key = (rng.integers(-2, 3, shape).astype(dtype) for shape in ((B, S, N, D), (B, S, K, D)))
+    position = np.arange(S, dtype=np.int32)[None]
+    position = np.where(position < np.array(LENGTHS)[:, None], position, -1)
+    query[position < 0], key[position < 0] = np.nan, np.nan
+    given = {name: rng.integers(-3, 4, (B, N, S, S)).astype(dtype) for name in ("predicted", "first", "previous")}
+    return Case(query, key, position, given)
+
+
+@functools.cache
+def compiled(name: str):
+    def run(case: Case, slots, queries):
+        source = kvjax.parse_source(name)
+        state = source.insert(source.init(B, K, S, D), case.key, case.position)
+        others = {field: value[:, :, queries] for field, value in case.given.items()}
+        query, position = case.query[:, queries], case.position[:, queries]
+        return source.importance(state, Reading(query, position, slots, LAYER, case.key.swapaxes(1, 2), **others))
+
+    return jax.jit(run)
+
+
+def whole(name: str, case: Case, queries=slice(None)) -> np.ndarray:
+    """Importance of a whole sequence at once, or of some of its queries: [B, N, S, S]."""
+    return np.asarray(compiled(name)(case, case.slots, np.arange(S)[queries]))
+
+
+def by_steps(name: str, case: Case, first: int) -> np.ndarray:
+    """Importance of the tokens from ``first``, one decode step each after a prompt; each reads what ``reads`` names."""
+    source = kvjax.parse_source(name)
+
+    @jax.jit
+    def step(state, query, new_key, position, slots, key, given):
+        state = source.insert(state, new_key, position, LAYER)
+        handed = {field: value for field, value in {"key": key, **given}.items() if field in source.reads}
+        reading = Reading(query, position, slots, LAYER, **handed)
+        return state, source.importance(jax.tree.map(lambda x: x[LAYER], state), reading)
+
+    state = source.init(B, K, S, D, layers=LAYER + 2)
+    state = source.insert(state, jnp.asarray(case.key[:, :first]), jnp.asarray(case.position[:, :first]), LAYER)
+    rows = []
+    for t in range(first, S):
+        now = slice(t, t + 1)
+        slots = np.where(case.slots <= t, case.slots, -1)
+        given = {field: value[:, :, now] for field, value in case.given.items()}
+        key = case.key.swapaxes(1, 2)
+        state, row = step(state, case.query[:, now], case.key[:, now], case.position[:, now], slots, key, given)
+        rows.append(np.asarray(row))
+    return np.concatenate(rows, axis=2)
+
+
+def true_logits(case: Case, b: int, n: int, t: int) -> np.ndarray:
+    query, keys = np.float64(case.query[b, t, n]), np.float64(case.key[b, :, n // (N // K)])
+    return keys @ query / math.sqrt(D)
+
+
+def page_bounds(case: Case, b: int, n: int, t: int, page_size: int) -> np.ndarray:
+    """Quest's rule: each page's bound over its tokens up to the query, for every token of the page."""
+    query, keys = np.float64(case.query[b, t, n]), np.float64(case.key[b, : t + 1, n // (N // K)])
+    out = np.full(S, -np.inf)
+    for start in range(0, t + 1, page_size):
+        page = keys[start : start + page_size]
+        out[start : start + page_size] = sum(
+            max(query[d] * page[:, d].min(), query[d] * page[:, d].max()) for d in range(D)
+        )
+    return out
+
+
+def mixed(x: int) -> int:
+    """MurmurHash3's finaliser."""
+    x = (x ^ x >> 16) * 0x85EBCA6B % 2**32
+    x = (x ^ x >> 13) * 0xC2B2AE35 % 2**32
+    return x ^ x >> 16
+
+
+def hashes(case: Case, b: int, n: int, t: int, seed: int) -> list[int]:
+    return [mixed(seed ^ mixed(LAYER ^ mixed(n ^ mixed(t ^ mixed(slot))))) >> 8 for slot in range(S)]
+
+
+RULES = {
+    "butler": lambda case, b, n, t: case.given["predicted"][b, n, t],
+    "oracle": true_logits,
+    "quest(page_size=1)": functools.partial(page_bounds, page_size=1),
+    "quest(page_size=4)": functools.partial(page_bounds, page_size=4),
+    "quest": functools.partial(page_bounds, page_size=16),
+    "first_layer": lambda case, b, n, t: case.given["first"][b, n, t],
+    "previous_layer": lambda case, b, n, t: case.given["previous"][b, n, t],
+    "random(seed=5)": functools.partial(hashes, seed=5),
+    "streaming": lambda case, b, n, t: np.arange(S),
+}
+
+
+def definition(name: str, case: Case, budget: int | float, sinks: int) -> np.ndarray:
+    """The set that each head of each query reads, [B, N, S, S]."""
+    out = np.zeros((B, N, S, S), bool)
+    for b, n, t in np.ndindex(B, N, S):
+        if case.position[b, t] < 0:
+            continue
+        seen = np.where(np.arange(S) <= t, np.arange(S), -1)
+        count = math.ceil(Fraction(str(budget)) * (t + 1)) if isinstance(budget, float) else budget
+        # Logits of equal integer products tie exactly; rounded, they do in float64, too.
+        scores = np.round(np.nan_to_num(np.asarray(RULES[name](case, b, n, t), np.float64), neginf=-1e9), 5)
+        out[b, n, t] = kept(scores, seen, count) | ((seen >= 0) & (seen < sinks))
+    return out
+
+
+@functools.cache
+def chosen(budget: int | float, sinks: int):
+    return jax.jit(functools.partial(kvjax.selected_mask, budget=budget, sinks=sinks))
+
+
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize(("budget", "sinks"), [(0.5, 4), (3, 0), (S + 5, 1)])
+def test_each_query_reads_what_the_rule_says(name, budget, sinks):
+    given = case(1)
+    mask = chosen(budget, sinks)(whole(name, given), given.slots, query_position=given.position)
+    np.testing.assert_array_equal(mask, definition(name, given, budget, sinks))
+
+
+@hypothesis.given(seed=st.integers(0, 2**32 - 1))
+@hypothesis.settings(max_examples=10)
+def test_quest_reads_what_its_rule_says_of_any_keys(seed):
+    given = case(seed)
+    mask = chosen(0.4, 1)(whole("quest(page_size=4)", given), given.slots, query_position=given.position)
+    np.testing.assert_array_equal(mask, definition("quest(page_size=4)", given, 0.4, 1))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+def test_steps_read_what_the_whole_sequence_does(name, dtype):
+    given, first = case(2, dtype), 6
+    steps, sequence = by_steps(name, given, first), whole(name, given)[:, :, first:]
+    # Free slots, later tokens and padding may hold anything.
+    position = np.where(np.arange(S) < np.array(LENGTHS)[:, None], np.arange(S), S)
+    seen = (position[:, None] <= given.position[:, first:, None])[:, None]
+    np.testing.assert_array_equal(np.where(seen, steps, 0), np.where(seen, sequence, 0))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_part_of_the_queries_reads_what_all_of_them_do(name):
+    given, part = case(3), slice(5, 8)
+    np.testing.assert_array_equal(whole(name, given, part), whole(name, given)[:, :, part])
+
+
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+@pytest.mark.parametrize("name", NAMES)
+def test_importance_is_float32_of_every_head_query_and_slot(name, dtype):
+    importance = whole(name, case(4, dtype))
+    assert (importance.shape, importance.dtype) == ((B, N, S, S), np.float32)
+
+
+def test_a_pages_bound_is_never_below_the_logits_of_its_tokens():
+    rng = np.random.default_rng(5)
+    given = case(5)
+    given = given._replace(**{name: rng.normal(size=getattr(given, name).shape) for name in ("query", "key")})
+    seen = np.tri(S, dtype=bool) & (given.position >= 0)[:, None, :, None] & (given.position >= 0)[:, None, None]
+    above = whole("quest(page_size=4)", given) - whole("oracle", given)
+    assert np.where(seen, above, 0).min() > -1e-5
+
+
+def test_quest_reads_whole_pages_and_the_newest_tokens_of_the_last_that_fits_in_part():
+    page_value = np.repeat([5.0, 1.0, 9.0], 4).astype(np.float32)  # three pages of four, the third the best
+    source = kvjax.parse_source("quest(page_size=4)")
+    position = jnp.arange(12, dtype=jnp.int32)[None]
+
+    @jax.jit
+    def step(key):
+        state = source.insert(source.init(1, 1, 12, 1), key, position)
+        reading = Reading(jnp.ones((1, 1, 1, 1)), position[:, -1:], position[None], LAYER)
+        return kvjax.select(source.importance(state, reading)[:, :, 0], position[None], 6, sinks=0)
+
+    assert step(page_value.reshape(1, 12, 1, 1)).tolist() == [[[2, 3, 8, 9, 10, 11]]]
+
+
+def test_a_quest_step_reads_no_key():
+    """The compiled step of a long cache touches the pages alone: its bytes follow S / page_size."""
+    source, slots = kvjax.parse_source("quest(page_size=16)"), 4096
+    state = jax.eval_shape(lambda: source.init(1, K, slots, 64))
+    reading = Reading(
+        jax.ShapeDtypeStruct((1, 1, N, 64), jnp.float32),
+        jax.ShapeDtypeStruct((1, 1), jnp.int32),
+        jax.ShapeDtypeStruct((1, K, slots), jnp.int32),
+        LAYER,
+    )
+    compiled = jax.jit(source.importance).lower(state, reading).compile()
+    keys = K * slots * 64 * 4
+    assert compiled.memory_analysis().argument_size_in_bytes < keys / 16 * 2 * 1.2
+    assert compiled.cost_analysis()["bytes accessed"] < keys
+
+
+def test_a_page_that_is_filled_again_and_again_is_updated_in_place():
+    source = kvjax.parse_source("quest(page_size=16)")
+    state = jax.eval_shape(lambda: source.init(1, K, 4096, 64, layers=3))
+    arrived = jax.ShapeDtypeStruct((1, 1, K, 64), jnp.float32), jax.ShapeDtypeStruct((1, 1), jnp.int32)
+    layer = jax.ShapeDtypeStruct((), jnp.int32)
+    memory = jax.jit(source.insert, donate_argnums=0).lower(state, *arrived, layer).compile().memory_analysis()
+    assert memory.alias_size_in_bytes == 2 * 3 * K * 256 * 64 * 4
+    assert memory.temp_size_in_bytes < memory.alias_size_in_bytes / 100
+
+
+@pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices; conftest.py forces them on a CPU")
+@pytest.mark.parametrize("name", NAMES)
+def test_a_sharded_step_chooses_without_communication(name):
+    mesh, source = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "tensor")), kvjax.parse_source(name)
+
+    def sharded(shape, dtype, *axes):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(*axes)))
+
+    state = jax.eval_shape(lambda: source.init(2, K, 64, D, layers=2))
+    state = jax.tree.map(lambda leaf: sharded(leaf.shape, leaf.dtype, None, "data", "tensor"), state)
+    new_key = sharded((2, 1, K, D), jnp.float32, "data", None, "tensor")
+    key = sharded((2, K, 64, D), jnp.float32, "data", "tensor")
+    others = sharded((2, N, 1, 64), jnp.float32, "data", "tensor")
+    fields = {field: key if field == "key" else others for field in source.reads}
+    query = sharded((2, 1, N, D), jnp.float32, "data", None, "tensor")
+    position, slots = sharded((2, 1), jnp.int32, "data"), sharded((2, K, 64), jnp.int32, "data", "tensor")
+
+    @functools.partial(jax.jit, out_shardings=key.sharding)
+    def step(state, new_key, reading):
+        state = source.insert(state, new_key, reading.query_position, 1)
+        importance = source.importance(jax.tree.map(lambda x: x[1], state), reading)
+        return kvjax.select(importance[:, :, 0], reading.position, 0.5, query_position=reading.query_position[:, 0])
+
+    program = step.lower(state, new_key, Reading(query, position, slots, LAYER, **fields)).compile().as_text()
+    assert not re.findall(r"all-\w+|collective-\w+|reduce-scatter", program)
+
+
+def test_random_differs_by_seed_layer_query_and_head():
+    given = case(6)
+    position, slots = given.position[:1], given.slots[:1]
+
+    def drawn(seed: int, layer: int) -> np.ndarray:
+        source = kvjax.parse_source(f"random(seed={seed})")
+        return np.asarray(source.importance((), Reading(given.query[:1], position, slots, layer)))[0]
+
+    rows = np.concatenate([drawn(seed, layer).reshape(-1, S) for seed in (0, 1) for layer in (1, 2)])
+    assert len(np.unique(rows, axis=0)) == len(rows) == 4 * N * S
+    assert abs(rows.mean() - 0.5) < 0.02
+
+
+def test_true_logits_are_those_of_the_group():
+    given = case(7)
+    actual = logits(jnp.asarray(given.query), jnp.asarray(given.key.swapaxes(1, 2)))
+    for b, n, t in np.ndindex(1, N, S):
+        np.testing.assert_allclose(actual[b, n, t], true_logits(given, b, n, t), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_source_is_found_again_by_its_name(name):
+    assert str(kvjax.parse_source(name)) == name
+    assert kvjax.parse_source(name) is kvjax.parse_source(f" {name} ")
+
+
+def test_defaults_are_left_out_of_the_name():
+    names = [str(make()) for make in SOURCES.values()]
+    assert sorted(names) == sorted(SOURCES) == sorted(name.split("(")[0] for name in NAMES)
+    assert str(kvjax.parse_source("quest(page_size=16)")) == "quest"
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "qwest",
+            "unknown source 'qwest' in 'qwest'; there are butler, first_layer, oracle, previous_layer, quest, random, "
+            "streaming",
+        ),
+        ("quest(", "the source 'quest.' is malformed; write it like 'oracle' or"),
+        ("quest(4)", "is malformed"),
+        ("quest(pages=4)", "unexpected keyword argument 'pages'"),
+        ("quest(page_size=0)", "page_size is 0; give a number of tokens"),
+        ("quest(page_size=4.0)", "page_size is 4.0"),
+        ("random(seed=-1)", r"seed is -1; give an int in \[0, 2\*\*32\)"),
+    ],
+    ids=lambda text: text if len(text) < 20 else "",
+)
+def test_a_name_that_is_none_is_refused(name, message):
+    with pytest.raises(ValueError, match=message):
+        kvjax.parse_source(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "field"),
+    [("butler", "predicted"), ("oracle", "key"), ("first_layer", "first"), ("previous_layer", "previous")],
+)
+def test_what_a_source_reads_must_be_handed_over(name, field):
+    given, source = case(8), kvjax.parse_source(name)
+    assert source.reads == {field}
+    with pytest.raises(ValueError, match=f"'{name}' reads .*hand them over as {field}="):
+        source.importance((), Reading(given.query, given.position, given.slots, LAYER))

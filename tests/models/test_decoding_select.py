@@ -1,0 +1,403 @@
+"""Selection in generate and stream: what each step reads against a brute-force reading of the rules, row by row."""
+
+import functools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+
+import kvjax
+import models
+from models import Butler, ButlerConfig, Config, Decoder, decoding, guided
+from models.decoder import SHARDING
+from tests.models import reference
+from tests.models.test_decoding_compiled import COMPILED, parse
+
+V = 64
+CONFIG = Config(V, 32, 48, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8, sliding_windows=(None, None, 21))
+PROMPT, STEPS = 37, 6
+TOKENS = np.random.default_rng(0).integers(0, V, (1, PROMPT + STEPS))
+SOURCES = ["butler", "oracle", "quest(page_size=4)", "first_layer", "previous_layer", "random(seed=3)", "streaming"]
+
+
+@functools.cache
+def weights():
+    return reference.parameters(CONFIG)
+
+
+@functools.cache
+def decoder():
+    return reference.decoder(CONFIG, weights())
+
+
+@functools.cache
+def predictor(source="layer0_output"):
+    config = ButlerConfig(32, num_layers=3, num_heads=4, hidden=16, dim=4, source=source)
+    return Butler(config, rngs=nnx.Rngs(1))
+
+
+def butler_for(select, source="layer0_output"):
+    return predictor(source) if select == "butler" else None
+
+
+def forced(select, budget, *, sinks=2, block=16, source="layer0_output"):
+    """Logits of a row's last prompt token and of its steps, which are told what to read next; and the slots read."""
+    butler, model, read = butler_for(select, source), decoder(), {}
+    lengths, none = np.array([PROMPT], np.int32), np.zeros(1, np.int32)
+    plan, rows = decoding._plan(
+        CONFIG, None, PROMPT, lengths, none, None, budget, block, "block", 1, STEPS, decoding.PAGE_SIZE,
+        select=select, sinks=sinks, butler=butler,
+    )  # fmt: skip
+    prompt = decoding._blocks(TOKENS[:, :PROMPT], lengths, none, block)
+    held = decoding._empty_cache(model, plan, 1, butler)
+    for tokens, position in zip(prompt.tokens, prompt.positions, strict=True):
+        held, last = decoding._block_step(
+            model, held, tokens, position, rows.lengths, None, None, None, False, butler=butler
+        )
+    logits = [last]
+
+    def step(held, token):
+        return decoding._decode(model, held, token, np.zeros(1, bool), rows, None, 1, None, None, butler)
+
+    compiled = jax.jit(step)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(guided, "select_attention", functools.partial(_recorded, read, guided.select_attention))
+        for number in range(PROMPT, PROMPT + STEPS):
+            read[number] = {}
+            last, held = compiled(held, TOKENS[:, number])
+            logits.append(last)
+            jax.effects_barrier()
+    return np.concatenate(logits), read
+
+
+def _recorded(read, select_attention, query, key, value, slots, *, layer):
+    def note(slots, layer):
+        read[max(read)][int(layer)] = [set(row[row >= 0].tolist()) for row in np.asarray(slots)[0]]
+
+    jax.debug.callback(note, slots, layer)
+    return select_attention(query, key, value, slots, layer=layer)
+
+
+def brute_force(importance, budget, sinks):
+    """The whole sequence at once in float64: rows of steps see, in all layers but the first, what the rule says."""
+    w = {name: np.asarray(array, np.float64) for name, array in weights().items()}
+    tokens, P, N, K, D = TOKENS[0], PROMPT + STEPS, CONFIG.num_heads, CONFIG.num_kv_heads, CONFIG.head_dim
+    frequency, at = reference.inverse_frequencies(CONFIG, P), np.arange(P)
+    x, seen_logits, read, first_output = w["embedding"][tokens], [], {t: {} for t in range(PROMPT, P)}, None
+    for layer in range(CONFIG.num_layers):
+        p = {name.removeprefix("layers."): a[layer] for name, a in w.items() if name.startswith("layers.")}
+        y = reference.norm(x, p["attention_norm"], CONFIG.norm_epsilon)
+        query, key, value = (np.einsum("te,ehd->htd", y, p[name]) for name in ("query", "key", "value"))
+        query, key = (reference.rope(z, at, frequency) for z in (query, key))
+        key, value = (np.repeat(z, N // K, axis=0) for z in (key, value))
+        true = np.einsum("ntd,npd->ntp", query, key) / math.sqrt(D)
+        seen_logits.append(true)
+        visible = at <= at[:, None]
+        if CONFIG.sliding_windows[layer]:
+            visible &= at > at[:, None] - CONFIG.sliding_windows[layer]
+        visible = np.repeat(visible[None], N, axis=0)
+        for t in range(PROMPT, P) if layer else ():
+            wanted = importance(layer, t, query[:, t], key[:, : t + 1], seen_logits, first_output)
+            read[t][layer] = [chosen(wanted[n], visible[n, t, : t + 1], budget, sinks) for n in range(N)]
+            for n in range(N):
+                visible[n, t] = np.isin(at, list(read[t][layer][n]))
+        attention = reference.softmax(np.where(visible, true, -np.inf))
+        x = x + np.einsum("ntp,npd,nde->te", attention, value, p["output"])
+        y = reference.norm(x, p["feed_norm"], CONFIG.norm_epsilon)
+        gate, up = y @ p["gate"], y @ p["up"]
+        x = x + (gate / (1 + np.exp(-gate)) * up) @ p["down"]
+        first_output = x if layer == 0 else first_output
+    return reference.norm(x, w["norm"], CONFIG.norm_epsilon) @ w["head"], read
+
+
+def chosen(wanted, visible, budget, sinks):
+    """The visible tokens of the largest importance, newer ones first among equals, and the first ones."""
+    tokens = np.flatnonzero(visible)
+    count = math.ceil(round(budget * len(tokens), 6)) if isinstance(budget, float) else budget
+    best = sorted(tokens, key=lambda p: (wanted[p], p), reverse=True)[:count]
+    return {int(p) for p in best} | {int(p) for p in tokens if p < sinks}
+
+
+@functools.cache
+def foreseen(source="layer0_output"):
+    """Importance logits of the predictor, [layer, N, query, key], run on the whole sequence at once."""
+    tokens = jnp.asarray(TOKENS)
+    said = predictor(source)(models.butler_input(decoder(), tokens, source=source))
+    products = jnp.einsum("lbtnd,lbsnd->lbnts", said.query, said.key)[:, 0]
+    return np.asarray(products) / math.sqrt(said.query.shape[-1])
+
+
+def bounds(query, key, size):
+    """Quest: a page's bound, for each of its tokens."""
+    tokens = key.shape[1]
+    rows = np.empty((len(query), tokens))
+    for start in range(0, tokens, size):
+        page = key[:, start : start + size]
+        largest = np.maximum(query * page.min(axis=1), query * page.max(axis=1))
+        rows[:, start : start + size] = largest.sum(axis=-1, keepdims=True)
+    return rows
+
+
+def hashes(seed, layer, t, heads, tokens):
+    def mix(x):
+        x = (x ^ (x >> 16)) * 0x85EBCA6B % 2**32
+        x = (x ^ (x >> 13)) * 0xC2B2AE35 % 2**32
+        return x ^ (x >> 16)
+
+    return np.array(
+        [[mix(seed ^ mix(layer ^ mix(head ^ mix(t ^ mix(p))))) >> 8 for p in range(tokens)] for head in range(heads)]
+    )
+
+
+RULES = {
+    "butler": lambda layer, t, query, key, true, x: foreseen()[layer - 1][:, t],
+    "oracle": lambda layer, t, query, key, true, x: true[layer][:, t],
+    "quest(page_size=4)": lambda layer, t, query, key, true, x: bounds(query, key, 4),
+    "first_layer": lambda layer, t, query, key, true, x: true[0][:, t],
+    "previous_layer": lambda layer, t, query, key, true, x: true[layer - 1][:, t],
+    "random(seed=3)": lambda layer, t, query, key, true, x: hashes(3, layer, t, 4, t + 1),
+    "streaming": lambda layer, t, query, key, true, x: np.tile(np.arange(t + 1), (4, 1)),
+}
+
+
+@pytest.mark.parametrize(
+    ("select", "budget", "sinks"), [(s, b, n) for i, s in enumerate(SOURCES) for b, n in [[(0.3, 2), (7, 0)][i % 2]]]
+)
+def test_a_step_reads_what_the_rule_says_and_gives_the_logits_of_that(select, budget, sinks):
+    logits, read = forced(select, budget, sinks=sinks)
+    expected, expected_read = brute_force(RULES[select], budget, sinks)
+    assert read == expected_read
+    np.testing.assert_allclose(logits, expected[PROMPT - 1 :], atol=1e-4, rtol=0)
+
+
+def test_the_predictor_may_read_the_embeddings():
+    logits, read = forced("butler", 0.3, source="attention_input")
+    rule = lambda layer, t, *_: foreseen("attention_input")[layer - 1][:, t]  # noqa: E731
+    expected, expected_read = brute_force(rule, 0.3, 2)
+    assert read == expected_read
+    np.testing.assert_allclose(logits, expected[PROMPT - 1 :], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("select", ["butler", "oracle", "quest(page_size=4)"])
+def test_reading_everything_gives_the_dense_logits(select):
+    logits, _ = forced(select, 1.0, sinks=0)
+    dense = np.asarray(decoder()(jnp.asarray(TOKENS)))[0]
+    np.testing.assert_allclose(logits, dense[PROMPT - 1 :], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("select", ["butler", "oracle"])
+def test_reading_everything_gives_the_dense_tokens(select):
+    settings = dict(block=16, max_new_tokens=8, end=())
+    dense = models.generate(decoder(), TOKENS, **settings)
+    out = models.generate(decoder(), TOKENS, select=select, budget=1.0, butler=butler_for(select), **settings)
+    np.testing.assert_array_equal(out.tokens, dense.tokens)
+
+
+@pytest.mark.parametrize("select", ["butler", "quest(page_size=4)"])
+def test_a_prompt_in_blocks_of_any_size_is_remembered_alike(select):
+    (one, first), *others = (forced(select, 0.3, block=block) for block in (1, 7, 32))
+    for logits, read in others:
+        assert read == first
+        np.testing.assert_allclose(logits, one, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("select", ["butler", "quest(page_size=4)"])
+def test_a_row_gets_the_tokens_that_it_gets_alone(select):
+    settings = dict(select=select, budget=0.3, butler=butler_for(select), block=16, max_new_tokens=6, end=(5, 9, 17))
+    lengths = np.array([43, 9, 30])
+    tokens = np.random.default_rng(1).integers(0, V, (3, 43))
+    batch = models.generate(decoder(), tokens, lengths=lengths, **settings)
+    for row, length in enumerate(lengths):
+        alone = models.generate(decoder(), tokens[row : row + 1], lengths=lengths[row : row + 1], **settings)
+        np.testing.assert_array_equal(batch.tokens[row], alone.tokens[0])
+        assert batch.cache.num_live[:, row].min() == length + batch.lengths[row] - 1
+
+
+@pytest.mark.parametrize("select", ["butler", "quest"])
+def test_a_streamed_answer_is_the_generated_one_and_compiles_once(select):
+    settings = dict(select=select, budget=0.3, butler=butler_for(select), block=16, max_new_tokens=5, end=())
+
+    def streamed(tokens):
+        return [int(token[0]) for token, _ in models.stream(decoder(), tokens, **settings)]
+
+    generated = models.generate(decoder(), TOKENS, **settings)
+    assert streamed(TOKENS) == generated.tokens[0].tolist()
+    compiled = len(COMPILED)
+    assert compiled > 0, "compilations are not counted: jax has renamed the event"
+    assert len(streamed(TOKENS[:, ::-1])) == 5
+    assert len(COMPILED) == compiled
+
+
+def test_a_held_back_question_changes_nothing():
+    settings = dict(select="streaming", budget=8, block=16, max_new_tokens=4, end=())
+    plain = models.generate(decoder(), TOKENS, **settings)
+    asked = models.generate(decoder(), TOKENS, question=10, **settings)
+    np.testing.assert_array_equal(asked.tokens, plain.tokens)
+
+
+def test_a_selection_of_everything_is_not_a_selection():
+    settings = dict(block=16, max_new_tokens=4, end=())
+    plain = models.generate(decoder(), TOKENS, **settings)
+    np.testing.assert_array_equal(models.generate(decoder(), TOKENS, select="full", **settings).tokens, plain.tokens)
+
+
+def compiled_step(select, budget, *, config=CONFIG, slots=PROMPT, butler=None):
+    model = reference.decoder(config, reference.parameters(config))
+    lengths, none = np.array([slots], np.int32), np.zeros(1, np.int32)
+    plan, rows = decoding._plan(
+        config, None, slots, lengths, none, None, budget, 16, "block", 1, 3, decoding.PAGE_SIZE, select=select,
+        butler=butler,
+    )  # fmt: skip
+    held = decoding._empty_cache(model, plan, 1, butler)
+    token, finished = jnp.zeros(1, jnp.int32), jnp.zeros(1, bool)
+    key, greedy = jax.random.key(0), decoding.Sampling()
+    lowered = decoding._token_step.lower(
+        model, held, token, finished, rows, None, key, 1, None, None, greedy, butler=butler
+    )
+    return lowered.compile(), held
+
+
+@pytest.mark.parametrize("select", ["butler", "quest"])
+def test_a_step_donates_the_cache_and_all_that_lies_beside_it(select):
+    compiled, held = compiled_step(select, 0.3, butler=butler_for(select))
+    assert compiled.memory_analysis().alias_size_in_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(held))
+
+
+WIDE = Config(V, 32, 48, num_layers=3, num_heads=4, num_kv_heads=4, head_dim=64, max_positions=4096)
+
+
+@functools.cache
+def wide_step(budget):
+    """A step over 2,048 slots that reads so many of them; all for None."""
+    return compiled_step(None if budget is None else "streaming", budget, config=WIDE, slots=2045)[0]
+
+
+def test_the_bytes_that_a_step_reads_fall_with_the_budget():
+    many, few = (wide_step(budget).cost_analysis()["bytes accessed"] for budget in (1024, 128))
+    row = 4 * (64 + 64) * 4  # key and value of four heads
+    assert many - few >= (1024 - 128) * row  # in one layer: the compiler counts a loop's body once
+
+
+def test_behind_the_first_layer_nothing_takes_the_keys_or_values_of_all_slots():
+    """There, the cache is written by scatters and read by gathers of the chosen rows; dense attention slices it."""
+
+    def whole_layers(budget):
+        computations = parse(wide_step(budget).as_text())
+        lines = [line for some in computations.values() for line in some]
+        bodies = {name for line in lines for name in re.findall(r"body=%([\w.-]+)", line)}
+        assert bodies, "no loop was found: HLO's text has changed"
+        results = [line.split(" = ")[1].split("(")[0] for name in bodies for line in computations[name]]
+        return sum(re.match(r"f32\[(1,)?4,2048,64\]", result) is not None for result in results)
+
+    assert whole_layers(None) >= 2
+    assert whole_layers(128) == 0
+
+
+ERRORS = {
+    "no budget": (dict(select="oracle"), r"select='oracle' needs a budget"),
+    "a share above one": (dict(select="oracle", budget=1.5), r"share is 1.5; give a float in \(0, 1\]"),
+    "a budget of nothing": (dict(select="oracle", budget=0), r"budget is 0; at least 1 token"),
+    "more than there is": (dict(select="oracle", budget=500), r"budget of 500 tokens .* more than the 51 .*43 in"),
+    "negative sinks": (dict(select="oracle", budget=8, sinks=-1), r"sinks is -1"),
+    "an unknown source": (dict(select="oracel", budget=8), r"unknown source 'oracel'"),
+    "no source": (dict(select=3, budget=8), r"select is 3; give a source"),
+    "no predictor": (dict(select="butler", budget=8), r"load_butler\(folder, model\).*python -m train.butler"),
+    "a policy, too": (dict(select="oracle", policy="h2o", budget=8), r"both policy='h2o' and select='oracle'"),
+    "no predictor for a policy": (dict(policy="butler+caote", budget=8), r"policy 'butler\+caote' needs a predictor"),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+@pytest.mark.parametrize("run", [models.generate, lambda *a, **k: list(models.stream(*a, **k))], ids=["run", "stream"])
+def test_bad_input_ends_in_one_sentence(case, run):
+    settings, sentence = ERRORS[case]
+    with pytest.raises(ValueError, match=sentence):
+        run(decoder(), TOKENS, max_new_tokens=8, **settings)
+
+
+def test_a_predictor_that_nothing_asks_for_is_refused():
+    with pytest.raises(ValueError, match="a predictor was given, but nothing asks for it"):
+        models.generate(decoder(), TOKENS, select="oracle", budget=8, butler=predictor())
+
+
+def test_a_predictor_of_another_shape_is_refused():
+    other = Butler(ButlerConfig(32, num_layers=4, num_heads=4, hidden=16, dim=4), rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"of another model, with E, L, N = \(32, 4, 4\); this one has \(32, 3, 4\)"):
+        models.generate(decoder(), TOKENS, select="butler", budget=8, butler=other)
+
+
+@pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices; conftest.py forces them on a CPU")
+@pytest.mark.parametrize("settings", [dict(select="butler", budget=0.3), dict(policy="butler+caote", budget=12)])
+def test_a_mesh_gives_the_tokens_of_one_device(settings):
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "tensor"))
+    placed = {name: jax.device_put(a, NamedSharding(mesh, SHARDING[name])) for name, a in weights().items()}
+    settings = dict(lengths=np.array([43, 20]), butler=predictor(), block=16, max_new_tokens=5, end=(), **settings)
+    one, many = (
+        models.generate(model, np.tile(TOKENS, (2, 1)), **settings) for model in (decoder(), Decoder(CONFIG, placed))
+    )
+    np.testing.assert_array_equal(many.tokens, one.tokens)
+
+
+# The predictor as a retention score.
+
+
+def test_a_policy_keeps_the_predicted_keys_of_the_tokens_that_stay():
+    butler = predictor("attention_input")  # what it reads does not depend on what was evicted
+    settings = dict(policy="butler+caote", budget=12, block=8, max_new_tokens=5, end=(), butler=butler)
+    out = models.generate(decoder(), TOKENS, **settings)
+    text = jnp.concatenate([jnp.asarray(TOKENS), out.tokens[:, :-1]], axis=1)
+    key = np.asarray(butler(models.butler_input(decoder(), text, source="attention_input")).key)[:, 0]  # [L', T, N, D']
+    position, kept = np.asarray(out.cache.position)[:, 0], np.asarray(out.cache.state[0])[:, 0]  # [L, K, S, (G, D')]
+    assert (np.sum(position >= 0, axis=-1) == 12).all()
+    for layer, head, slot in np.argwhere(position >= 0):
+        if layer:
+            own = key[layer - 1, position[layer, head, slot], 2 * head : 2 * head + 2]
+            np.testing.assert_allclose(kept[layer, head, slot], own, atol=1e-5)
+
+
+def test_what_stays_is_what_the_mean_predicted_attention_ranks_first():
+    butler, T = predictor(), TOKENS.shape[1]
+    cache, _ = models.prefill(decoder(), TOKENS, policy="butler", budget=9, block=T, butler=butler)
+    logits = np.array(foreseen())
+    at = np.arange(T)
+    for layer in (1, 2):
+        visible = at <= at[:, None]
+        if CONFIG.sliding_windows[layer]:
+            visible &= at > at[:, None] - CONFIG.sliding_windows[layer]
+        rows = reference.softmax(np.where(visible, logits[layer - 1], -np.inf)).mean(axis=1)  # [N, T]
+        for head in range(2):
+            best = np.argsort(rows[2 * head : 2 * head + 2].mean(axis=0))[-9:]
+            position = np.asarray(cache.position)[layer, 0, head]
+            assert sorted(position[position >= 0].tolist()) == sorted(best.tolist())
+
+
+def test_pages_keep_what_a_plain_cache_keeps():
+    settings = dict(budget=12, block=8, max_new_tokens=4, end=(), butler=predictor())
+    plain = models.generate(decoder(), TOKENS, policy="butler+caote", **settings)
+    paged = models.generate(decoder(), TOKENS, policy="butler+caote@pyramid(beta=1)", **settings)
+    assert isinstance(paged.cache, kvjax.PagedCache)
+    np.testing.assert_array_equal(paged.tokens, plain.tokens)
+
+
+def test_a_streamed_answer_of_the_policy_is_the_generated_one():
+    settings = dict(policy="butler+caote", budget=12, block=8, max_new_tokens=5, end=(), butler=predictor())
+    streamed = [int(token[0]) for token, _ in models.stream(decoder(), TOKENS, **settings)]
+    assert streamed == models.generate(decoder(), TOKENS, **settings).tokens[0].tolist()
+
+
+def test_the_programs_without_selection_know_nothing_of_it():
+    model = decoder()
+    lengths, none = np.array([PROMPT], np.int32), np.zeros(1, np.int32)
+    plan, _ = decoding._plan(CONFIG, None, PROMPT, lengths, none, "h2o", 16, 16, "block", 1, 3, decoding.PAGE_SIZE)
+    assert isinstance(decoding._empty_cache(model, plan, 1), kvjax.KVCache)
+
+
+def test_one_token_is_not_a_share_of_one():
+    """Programs are found by equality, and 1 == 1.0."""
+    source = kvjax.parse_source("streaming")
+    assert guided.Selection(source, 1, sinks=4) != guided.Selection(source, 1.0, sinks=4)
