@@ -2,7 +2,17 @@
 
 from kernels_pallas.cache_attention.api import cache_attention
 from kernels_pallas.cache_attention.reference import STATISTICS, ColumnStatistics
+from kernels_pallas.caote_topk.api import caote_topk
+from kernels_pallas.caote_topk.reference import Kept
 from kernels_pallas.mse_logits.api import mse_logits
 from kernels_pallas.select_attention.api import select_attention
 
-__all__ = ["STATISTICS", "ColumnStatistics", "cache_attention", "mse_logits", "select_attention"]
+__all__ = [
+    "STATISTICS",
+    "ColumnStatistics",
+    "Kept",
+    "cache_attention",
+    "caote_topk",
+    "mse_logits",
+    "select_attention",
+]

@@ -3,29 +3,47 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kernels_pallas import cache_attention
+from kernels_pallas.dispatch import Implementation
 from kvjax.cache import HeadState, KVCache
-from kvjax.eviction import evict
+from kvjax.eviction import evict, set_positions
 from kvjax.insertion import Cache, insert
 from kvjax.paged import PagedCache, write_layer
-from kvjax.policy import Observation, Policy, Prediction, check_budget, mark_protected, retention_scores
+from kvjax.policy import (
+    Observation,
+    Policy,
+    Prediction,
+    check_budget,
+    mark_protected,
+    remaining_positions,
+    retention_scores,
+)
 from kvjax.projection import OutputProjection
 from kvjax.rotary import move
 
 
 class Observed(NamedTuple):
     """What a policy says of a layer's slots. ``scores`` are ``[B, K, S]`` as in ``cache.layer(index)``; ``measured`` is
-    what the policy's allocation asks of each layer, if anything.
+    what the policy's allocation asks of each layer, if anything. ``left``, inside :func:`attend`, are the positions
+    left where one operation has scored and evicted; there are no scores then.
     """
 
     scores: Float[Array, "B K S"]
-    measured: Float[Array, "B measures"] | None
+    measured: Float[Array, "B measures"] | None = None
+    left: Int[Array, "B K S"] | None = None
+
+
+class _Leaving(NamedTuple):
+    """How many tokens stay where a policy scores and evicts in one; see :func:`kvjax.evict`."""
+
+    budget: Int[Array, "B"]
+    excess: int | None
 
 
 def attend(
@@ -45,7 +63,7 @@ def attend(
     projection: OutputProjection | None = None,
     predicted: Prediction | None = None,
     decoding: bool | None = None,
-    implementation: Literal["auto", "reference"] = "auto",
+    implementation: Implementation = "auto",
 ) -> tuple[Float[Array, "B T N D"], Cache]:
     """Attention of a block over the cache and itself; afterwards each head holds at most ``budget`` tokens.
 
@@ -68,7 +86,8 @@ def attend(
         projection: what the policy reads of the layer's output projection (:func:`kvjax.output_projection`).
         predicted: what a predictor says of the block in this layer, for a policy that reads it.
         decoding: whether the context was compressed before this block; by default one token is a decode step.
-        implementation: of the attention; see :func:`kernels_pallas.cache_attention`.
+        implementation: of the attention, and of an eviction by CAOTE; see :func:`kernels_pallas.cache_attention` and
+            :func:`kernels_pallas.caote_topk`.
 
     Returns:
         The attention's output and the cache. Gradients flow through it, but not backwards through a paged cache, whose
@@ -100,12 +119,16 @@ def attend(
         check_budget(policy, budget)
     if position is None:
         position = cache.next_position[:, None] + jnp.arange(query.shape[1], dtype=jnp.int32)
-    out, cache, observed = observe(
+    leaving = None
+    if budget is not None and policy is not None and _evicts_at_once(policy, cache):
+        leaving = _Leaving(idle_rows_keep(budget, position, cache), excess)
+    out, cache, observed = _observe(
         cache,
         query,
         key,
         value,
         position,
+        leaving=leaving,
         policy=policy,
         budget=budget,
         layer=layer,
@@ -119,6 +142,8 @@ def attend(
     )
     if policy is None or observed is None or budget is None:
         return out, cache
+    if observed.left is not None and isinstance(cache, KVCache):
+        return out, set_positions(cache, observed.left, layer)
     scores = observed.scores
     if isinstance(cache, PagedCache):
         scores = write_layer(cache, jnp.full(cache.position.shape, -jnp.inf), scores, None)
@@ -150,7 +175,7 @@ def observe(
     projection: OutputProjection | None = None,
     predicted: Prediction | None = None,
     decoding: bool | None = None,
-    implementation: Literal["auto", "reference"] = "auto",
+    implementation: Implementation = "auto",
 ) -> tuple[Float[Array, "B T N D"], Cache, Observed | None]:
     """:func:`attend` without the eviction: for allocations that compare the scores of all layers.
 
@@ -174,6 +199,46 @@ def observe(
         >>> cache.num_live.sum().item()
         12
     """
+    return _observe(
+        cache,
+        query,
+        key,
+        value,
+        position,
+        leaving=None,
+        policy=policy,
+        budget=budget,
+        layer=layer,
+        sliding_window=sliding_window,
+        scale=scale,
+        frequency=frequency,
+        projection=projection,
+        predicted=predicted,
+        decoding=decoding,
+        implementation=implementation,
+    )
+
+
+def _observe(
+    cache,
+    query,
+    key,
+    value,
+    position,
+    *,
+    leaving,
+    policy,
+    budget,
+    layer,
+    sliding_window,
+    scale,
+    frequency,
+    projection,
+    predicted,
+    decoding,
+    implementation,
+):
+    """:func:`observe`; with ``leaving`` the policy also evicts."""
     B, T, N, _ = query.shape
     if position is None:
         position = cache.next_position[:, None] + jnp.arange(T, dtype=jnp.int32)
@@ -201,6 +266,7 @@ def observe(
         frequency,
         decoding,
         implementation,
+        leaving,
     )
     grouped = query.reshape(B, T, K, N // K, -1)
     foreseen = None
@@ -208,14 +274,15 @@ def observe(
         foreseen = tuple(x.reshape(B, T, K, N // K, -1) for x in (predicted.query, predicted.key))
     if isinstance(cache, PagedCache):
         return _observe_pages(cache, grouped, look, projection, foreseen, layer)
-    here = cache
+    here, stack = cache, None
     if layer is not None:
+        stack = cache.key, cache.value
         here = cache.layer(layer)
         # Taken out once: read again and again from the stacked arrays, XLA would copy those in every layer rather
         # than write the new positions and state in place.
         slot_position, state = jax.lax.optimization_barrier((here.position, here.state))
         here = dataclasses.replace(here, position=slot_position, state=state)
-    out, state, observed = look.at(here, grouped, jnp.arange(K), projection, foreseen)
+    out, state, observed = look.at(here, grouped, jnp.arange(K), projection, foreseen, stack)
     if observed is None:
         return out, cache, None
     if layer is not None:
@@ -235,6 +302,13 @@ def store_scores(cache: Cache, scores: Array, of_layer: Float[Array, "B K S"], l
     if isinstance(cache, PagedCache):
         return write_layer(cache, scores, of_layer, layer)
     return scores.at[layer].set(of_layer)
+
+
+def _evicts_at_once(policy: Policy, cache: Cache) -> bool:
+    """Whether one operation can score and evict: by CAOTE's errors, each head for itself."""
+    return (
+        policy.error is not None and policy.heads != "layer" and policy.allocation.even and isinstance(cache, KVCache)
+    )
 
 
 def _check_policy(policy: Policy, cache: Cache, G: int) -> None:
@@ -269,7 +343,8 @@ class _Look(NamedTuple):
     scale: float | None
     frequency: Float[Array, "rows half"] | None
     decoding: bool | None
-    implementation: str
+    implementation: Implementation
+    leaving: _Leaving | None
 
     def at(
         self,
@@ -278,24 +353,29 @@ class _Look(NamedTuple):
         head: Int[Array, "K"],
         projection: OutputProjection | None,
         foreseen: tuple[Array, ...] | None,
+        stack: tuple[Array, Array] | None = None,
     ) -> tuple[Float[Array, "B T heads D"], Any, Observed | None]:
+        """With ``stack``, the keys and values of all layers, kernels read them there: a layer taken out is a copy."""
         policy = self.policy
         B, T, K, G, D = query.shape
         key = here.key
         if here.positions == "compact":
             query, key = _turn_to_rank(here, query, self.position, self.frequency)
         query = query.reshape(B, T, K * G, D)
+        turned = here.positions == "compact"
+        keys, values, layer = (key, here.value, None) if stack is None or turned else (*stack, self.layer)
         out, columns = cache_attention(
             query,
-            key,
-            here.value,
+            keys,
+            values,
             here.position,
             self.position,
             statistics=() if policy is None else policy.statistics,
             window=0 if policy is None else policy.window,
             sliding_window=self.sliding_window,
             scale=self.scale,
-            implementation=self.implementation,  # type: ignore[arg-type]
+            layer=layer,
+            implementation=self.implementation,
         )
         if policy is None:
             return out, here.state, None
@@ -320,6 +400,17 @@ class _Look(NamedTuple):
         # Which tokens stay is a choice, not a function to differentiate: gradients flow through the attention alone.
         before, observation = jax.lax.stop_gradient((here.state, mark_protected(policy, observation)))
         observation = observation._replace(decoding=self.decoding)  # a Python bool, which stop_gradient would trace
+        if self.leaving is not None:
+            left, state = remaining_positions(
+                policy,
+                before,
+                observation,
+                self.leaving.budget,
+                excess=self.leaving.excess,
+                stack=None if layer is None else (jax.lax.stop_gradient(values), layer),
+                implementation=self.implementation,
+            )
+            return out, state, Observed(None, left=left)  # type: ignore[arg-type]
         scores, state = retention_scores(policy, before, observation)
         measure = policy.allocation.measure
         return out, state, Observed(scores, None if measure is None else measure(observation))

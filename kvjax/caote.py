@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from kvjax.eviction_error import score as eviction_error
 from kvjax.joint_eviction import joint_score
 from kvjax.names import written
-from kvjax.policy import Observation, Policy, Scores, no_state, register
+from kvjax.policy import EvictionError, Observation, Policy, Scores, no_state, register
 from kvjax.projection import OutputProjection
 from kvjax.transforms import shares
 
@@ -70,8 +70,11 @@ def caote(
     name = written(make, **({k: v for k, v in arguments.items() if k != "fast"} if fast else arguments))
     kind = "factor" if cross else "gram"
 
+    def weigh(scores: Scores, state: Any, o: Observation) -> tuple[Scores, Any]:
+        return shares(scores, o), state
+
     def update(scores: Scores, state: Any, o: Observation) -> tuple[Scores, Any]:
-        weights = shares(scores, o)
+        weights, state = weigh(scores, state, o)
         if through == "output":  # W_O tells the heads of a group apart, even where their scores do not
             G = o.query.shape[2] // o.position.shape[1]
             weights = jnp.broadcast_to(weights, (*weights.shape[:2], G, weights.shape[3]))
@@ -88,6 +91,7 @@ def caote(
             )  # fmt: skip
         return joined[:, :, None], state
 
+    at_once = through == "value" and rounds == 1
     return Policy(
         name,
         no_state,
@@ -96,6 +100,8 @@ def caote(
         needs_nonnegative=True,
         nonnegative=rounds == 1,
         comparable=rounds == 1,
+        error=EvictionError(fast, norm, group) if at_once else None,
+        weigh=weigh if at_once else None,
     )
 
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.allocation import UNIFORM, Allocation, Contest, parse_allocation
+from kvjax.cache import KVCache
 from kvjax.insertion import Cache
 from kvjax.paged import PagedCache, release
 from kvjax.selection import keep_mask
@@ -78,6 +79,11 @@ def evict(
     position = jnp.where(stays, position, -1)
     if isinstance(cache, PagedCache):
         return release(dataclasses.replace(cache, position=position))
+    return set_positions(cache, position, layer)
+
+
+def set_positions(cache: KVCache, position: Int[Array, "*slots"], layer: int | Int[Array, ""] | None = None) -> KVCache:
+    """The plain cache, or one layer of it, with other positions: what is -1 there is free now."""
     if layer is not None:
         position = cache.position.at[layer].set(position)
     return dataclasses.replace(cache, position=position)

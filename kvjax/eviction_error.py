@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import functools
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from kernels_pallas.caote_topk.reference import Group, Norm, eviction_error, length, root
 from kvjax.projection import OutputProjection, measure
 
-Norm = Literal[1, 2, "inf"]
-Group = Literal["exact", "mean"]
+__all__ = ["Group", "joined_change", "score"]
 
 
 def score(
@@ -88,49 +88,19 @@ def score(
         raise ValueError("the weights contain NaN; softmax over a row without live tokens is the usual cause.")
 
     dtype = jnp.promote_types(jnp.promote_types(A.dtype, V.dtype), jnp.float32)
-    behind = None if projection is None else measure(projection, cross, (*A.shape[:-1], V.shape[-1]), dtype)
-    A = A.astype(dtype) if group is not None else A.astype(dtype)[..., None, :]  # [*batch, G, S]
-    V = V.astype(dtype)
-    live = jnp.isfinite(V).all(-1) & jnp.isfinite(A).all(-2)
-    live = live if mask is None else live & mask
-    A = jnp.where(live[..., None, :], A, 0)
-    V = jnp.where(live[..., None], V, 0)
-    if group == "mean":
-        A = jnp.mean(A, axis=-2, keepdims=True)
-
-    # The heaviest token is taken apart: at a weight near 1, both 1 - a and X - v would be lost in rounding.
-    heaviest = jnp.argmax(A, axis=-1, keepdims=True)  # [*batch, G, 1]
-    is_heaviest = jnp.arange(A.shape[-1]) == heaviest
-    rest = jnp.where(is_heaviest, 0, A)
-    weight, rest_weight = (jnp.sum(x, axis=-1, keepdims=True) for x in (A - rest, rest))
-    rest_weight = jnp.where(rest_weight > 0, rest_weight, 1)
-    dominant = is_heaviest & (A > 0.5)
-    left = jnp.where(dominant, rest_weight, jnp.maximum(1 - A, jnp.finfo(dtype).eps))  # what remains without the token
-
-    if fast:
-        mean = jnp.sum(V, axis=-2) / jnp.maximum(jnp.sum(live, axis=-1), 1)[..., None].astype(dtype)
-        ratio, point = A / left, mean[..., None, None, :]  # [*batch, G, S] and, with 1 for G and S, [*batch, G, S, D]
-    else:
-        rest_output = jnp.einsum("...gs,...sd->...gd", rest, V, precision=jax.lax.Precision.HIGHEST)
-        heaviest_value = jnp.take_along_axis(V, heaviest, axis=-2)  # [*batch, G, D]
-        ratio, point = A / left, (rest_output + weight * heaviest_value)[..., None, :]
-
-    if behind is not None:
-        if not fast:
-            ratio = jnp.where(dominant, weight, ratio)
-            point = jnp.where(dominant[..., None], (rest_output / rest_weight)[..., None, :], point)
-        direction = jnp.broadcast_to(point - V[..., None, :, :], (*ratio.shape, V.shape[-1]))
-        change = joined_change(ratio, direction, behind)
-    else:
-        changes = ratio * _length(point - V[..., None, :, :], norm)
-        if not fast:
-            without = weight * _length(rest_output / rest_weight - heaviest_value, norm)[..., None]
-            changes = jnp.where(dominant, without, changes)
-        change = _joined(changes, norm)
-
-    holds_all = (A >= 1) | (is_heaviest & (A > 0) & (rest == 0).all(-1, keepdims=True))
-    scores = jnp.where(holds_all.any(-2), jnp.finfo(dtype).max, change)
-    return jnp.where(live, scores, -jnp.inf)
+    join = None
+    if projection is not None:
+        behind = measure(projection, cross, (*A.shape[:-1], V.shape[-1]), dtype)
+        join = functools.partial(joined_change, behind=behind)
+    return eviction_error(
+        A if group is not None else A[..., None, :],
+        V,
+        jnp.ones(V.shape[:-1], bool) if mask is None else mask,
+        fast=fast,
+        norm=norm,
+        group="mean" if group == "mean" else "exact",
+        join=join,
+    )
 
 
 def joined_change(
@@ -153,29 +123,9 @@ def joined_change(
     ratio = ratio / scale
     if behind is not None and behind.factor is not None:
         moved = jnp.einsum("...gsd,...gdf->...sf", ratio[..., None] * direction, behind.factor, precision=high)
-        return scale[..., 0, :] * _length(moved, 2)
+        return scale[..., 0, :] * length(moved, 2)
     image = direction
     if behind is not None:
         image = jnp.einsum("...gsd,...gde->...gse", direction, behind.gram, precision=high)
     squares = jnp.sum(ratio**2 * jnp.sum(image * direction, axis=-1), axis=-2)
-    return scale[..., 0, :] * _root(squares)
-
-
-def _length(x: Float[Array, "*shape D"], norm: Norm) -> Float[Array, "*shape"]:
-    """The norm along the last axis; for norm 2 its gradient at 0 is 0, not NaN."""
-    if norm == 1:
-        return jnp.sum(jnp.abs(x), axis=-1)
-    if norm == "inf":
-        return jnp.max(jnp.abs(x), axis=-1)
-    return _root(jnp.sum(x**2, axis=-1))
-
-
-def _root(squares: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    return jnp.where(squares > 0, jnp.sqrt(jnp.where(squares > 0, squares, 1)), 0)
-
-
-def _joined(changes: Float[Array, "*batch G S"], norm: Norm) -> Float[Array, "*batch S"]:
-    """The norm of a group's changes together, scaled so that squares of small ones are not lost."""
-    largest = jnp.max(changes, axis=-2, keepdims=True)
-    scale = jax.lax.stop_gradient(jnp.where(largest > 0, largest, 1))
-    return scale[..., 0, :] * _length((changes / scale).swapaxes(-1, -2), norm)
+    return scale[..., 0, :] * root(squares)

@@ -17,7 +17,8 @@ from typing import Any, Literal, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kernels_pallas import ColumnStatistics
+from kernels_pallas import ColumnStatistics, caote_topk
+from kernels_pallas.dispatch import Implementation
 from kvjax.allocation import UNIFORM, Allocation, parse_allocation
 from kvjax.cache import Positions
 from kvjax.names import called, registered
@@ -92,6 +93,14 @@ class Protection(NamedTuple):
         return sinks, recent
 
 
+class EvictionError(NamedTuple):
+    """Which of CAOTE's errors a policy evicts by: see :func:`kernels_pallas.caote_topk`."""
+
+    fast: bool
+    norm: Literal[1, 2, "inf"]
+    group: Literal["exact", "mean"]
+
+
 @dataclasses.dataclass(frozen=True)
 class Policy:
     """One link, or a whole chain, of a policy; made by the functions of ``kvjax.scores`` and by :func:`chain`.
@@ -116,6 +125,8 @@ class Policy:
         heads: who has one set of tokens: each query "group", all heads of a "layer", or each "query" head alone.
         positions: how the cache rotates its keys; see :class:`kvjax.KVCache`.
         allocation: who gets how many slots.
+        error: says that its scores are CAOTE's errors of losing each token, so that one operation can score and evict.
+        weigh: with ``error``, is called like ``update`` and gives the weights of which they are the errors.
     """
 
     name: str
@@ -135,6 +146,8 @@ class Policy:
     heads: Heads = "group"
     positions: Positions = "absolute"
     allocation: Allocation = UNIFORM
+    error: EvictionError | None = None
+    weigh: Callable[[Scores, PyTree, Observation], tuple[Scores, PyTree]] | None = None
 
     def __str__(self) -> str:
         return self.name
@@ -153,6 +166,11 @@ def no_state(B: int, K: int, G: int, S: int, D: int) -> tuple[()]:
         ()
     """
     return ()
+
+
+def unchanged(scores: Scores, state: PyTree, observation: Observation) -> tuple[Scores, PyTree]:
+    """The ``update`` of a link that leaves the scores as they are."""
+    return scores, state
 
 
 def base_score(
@@ -251,17 +269,24 @@ def chain(*links: Policy) -> Policy:
     def init(B: int, K: int, G: int, S: int, D: int) -> PyTree:
         return tuple(link.init(B, K, G, S, D) for link in links)
 
-    def update(scores: Scores, state: PyTree, observation: Observation) -> tuple[Scores, PyTree]:
-        states = []
-        for link, link_state in zip(links, state, strict=True):
-            scores, link_state = link.update(scores, link_state, observation)
-            states.append(link_state)
-        return scores, tuple(states)
+    def run(updates: list[Callable]) -> Callable[[Scores, PyTree, Observation], tuple[Scores, PyTree]]:
+        def update(scores: Scores, state: PyTree, observation: Observation) -> tuple[Scores, PyTree]:
+            states = []
+            for update_link, link_state in zip(updates, state, strict=True):
+                scores, link_state = update_link(scores, link_state, observation)
+                states.append(link_state)
+            return scores, tuple(states)
+
+        return update
+
+    updates = [link.update for link in links]
+    last = max((index for index, one in enumerate(updates) if one is not unchanged), default=0)
+    weigh = links[last].weigh
 
     return Policy(
         name=name,
         init=init,
-        update=update,
+        update=run(updates),
         statistics=frozenset().union(*(link.statistics for link in links)),
         window=max(windows, default=0),
         protections=sum((link.protections for link in links), ()),
@@ -274,6 +299,8 @@ def chain(*links: Policy) -> Policy:
         comparable=comparable,
         heads=heads.pop(),
         positions=positions.pop(),
+        error=links[last].error,
+        weigh=None if weigh is None else run([*updates[:last], weigh, *updates[last + 1 :]]),
     )
 
 
@@ -333,11 +360,65 @@ def retention_scores(policy: Policy, state: PyTree, observation: Observation) ->
         [[[inf, 1.0, 2.0]]]
     """
     observation = mark_protected(policy, observation)
-    nothing = jnp.zeros_like(observation.position[:, :, None], jnp.float32)  # a base score ignores it
-    scores, state = policy.update(nothing, state, observation)
+    scores, state = policy.update(_nothing(observation), state, observation)
     if policy.heads == "layer":
         scores = jnp.broadcast_to(jnp.mean(scores, axis=(1, 2), keepdims=True), scores.shape)
     return jnp.where(observation.protected, jnp.inf, jnp.mean(scores, axis=2)), state
+
+
+def remaining_positions(
+    policy: Policy,
+    state: PyTree,
+    observation: Observation,
+    budget: int | Int[Array, ""] | Int[Array, "B"],
+    *,
+    excess: int | None = None,
+    stack: tuple[Float[Array, "L B K S D"], Int[Array, ""]] | None = None,
+    implementation: Implementation = "auto",
+) -> tuple[Int[Array, "B K S"], PyTree]:
+    """Runs a policy with an ``error`` on a block, and evicts by its scores: the positions left, and the new state.
+
+    The same as :func:`retention_scores` and :func:`kvjax.evict`, in one operation.
+
+    Args:
+        budget, excess: as in :func:`kvjax.evict`.
+        stack: the values of all layers and the layer's number: a kernel reads them where they are.
+        implementation: see :func:`kernels_pallas.caote_topk`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import kvjax
+        >>> from kernels_pallas import ColumnStatistics
+        >>> from kvjax.policy import remaining_positions
+        >>> last = ColumnStatistics(last=jnp.array([[[[0.5, 0.25, 0.25]]]]))
+        >>> value, position = jnp.array([[[[0.0], [2.0], [-2.0]]]]), jnp.array([[[0, 1, 2]]])
+        >>> seen = kvjax.Observation(last, jnp.ones((1, 1, 1, 1)), jnp.array([[2]]), value, value, position,
+        ...                          jnp.array([3]), jnp.array([2]), 0)
+        >>> policy = kvjax.parse("tova+caote")  # the first token's value is the output itself
+        >>> remaining_positions(policy, policy.init(1, 1, 1, 3, 1), seen, 2)[0].tolist()
+        [[[-1, 1, 2]]]
+    """
+    assert policy.error is not None and policy.weigh is not None
+    observation = mark_protected(policy, observation)
+    weights, state = policy.weigh(_nothing(observation), state, observation)
+    value, layer = (observation.value, None) if stack is None else stack
+    kept = caote_topk(
+        weights,
+        value,
+        observation.position,
+        budget,
+        protected=observation.protected,
+        **policy.error._asdict(),
+        excess=excess,
+        layer=layer,
+        implementation=implementation,
+    )
+    return kept.position, state
+
+
+def _nothing(observation: Observation) -> Scores:
+    """What a base score is given, and ignores."""
+    return jnp.zeros_like(observation.position[:, :, None], jnp.float32)
 
 
 def mark_protected(policy: Policy, observation: Observation) -> Observation:

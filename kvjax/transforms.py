@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.cache import Positions, nth_true
 from kvjax.names import written
-from kvjax.policy import Observation, Policy, Protection, Scores, no_state, register
+from kvjax.policy import Observation, Policy, Protection, Scores, no_state, register, unchanged
 from kvjax.selection import keep_mask
 
 
@@ -61,7 +61,7 @@ def protect(*, sinks: int | float = 0, recent: int | float = 0) -> Policy:
     for what, amount in (("sinks", sinks), ("recent", recent)):
         check_protected("protect", what, amount)
     name = written(protect, sinks=sinks, recent=recent)
-    return Policy(name, no_state, lambda scores, state, _: (scores, state), protections=(Protection(sinks, recent),))
+    return Policy(name, no_state, unchanged, protections=(Protection(sinks, recent),))
 
 
 @register
@@ -124,7 +124,7 @@ def positions(*, kind: Positions = "compact") -> Policy:
     """
     if kind not in ("absolute", "compact", "index"):
         raise ValueError(f"positions: kind is {kind!r}; there are 'absolute', 'compact' and 'index'.")
-    return Policy(written(positions, kind=kind), no_state, lambda scores, state, _: (scores, state), positions=kind)
+    return Policy(written(positions, kind=kind), no_state, unchanged, positions=kind)
 
 
 def shares(scores: Scores, o: Observation) -> Scores:

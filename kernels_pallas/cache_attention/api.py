@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Literal
 
 from jaxtyping import Array, Float, Int
 
 from kernels_pallas.cache_attention import reference
 from kernels_pallas.cache_attention.reference import STATISTICS, ColumnStatistics
+from kernels_pallas.dispatch import Implementation, check_layer, dispatch, kernels_of
 
-IMPLEMENTATIONS = {"reference": reference.cache_attention}
+KERNELS = kernels_of("cache_attention")
 
 
 def cache_attention(
     query: Float[Array, "B T N D"],
-    key: Float[Array, "B K S D"],
-    value: Float[Array, "B K S D"],
+    key: Float[Array, "*L B K S D"],
+    value: Float[Array, "*L B K S D"],
     key_position: Int[Array, "B K S"],
     query_position: Int[Array, "B T"],
     *,
@@ -24,7 +24,8 @@ def cache_attention(
     window: int = 0,
     sliding_window: Int[Array, ""] | int | None = None,
     scale: float | None = None,
-    implementation: Literal["auto", "reference"] = "auto",
+    layer: int | Int[Array, ""] | None = None,
+    implementation: Implementation = "auto",
 ) -> tuple[Float[Array, "B T N D"], ColumnStatistics]:
     """Softmax attention of T queries over S slots; who sees whom follows from positions alone.
 
@@ -37,6 +38,7 @@ def cache_attention(
         window: the observation window of the "window_" statistics, in queries.
         sliding_window: how many positions a query sees, itself included; None for all.
         scale: factor of the logits, D ** -0.5 by default.
+        layer: which layer of stacked keys and values, which a kernel reads where they are.
         implementation: "auto" takes the fastest that can run here; a named one runs or raises.
 
     Returns:
@@ -54,14 +56,16 @@ def cache_attention(
         [0.5, 0.5, 0.0]
     """
     B, T, N, D = query.shape
-    if key.shape != value.shape or key.shape[0] != B or key.shape[3] != D or N % key.shape[1]:
+    check_layer("keys and values", key.ndim, layer)
+    if key.shape != value.shape or key.ndim not in (4, 5) or key.shape[-4::3] != (B, D) or N % key.shape[-3]:
         raise ValueError(
             f"query {query.shape}, key {key.shape} and value {value.shape} do not fit: expected [B, T, N, D] and twice "
             "[B, K, S, D] with N a multiple of K."
         )
-    if key_position.shape != key.shape[:3] or query_position.shape != (B, T):
+    slots = key.shape[-4:-1]
+    if key_position.shape != slots or query_position.shape != (B, T):
         raise ValueError(
-            f"positions {key_position.shape} and {query_position.shape} do not fit: expected {key.shape[:3]} for the "
+            f"positions {key_position.shape} and {query_position.shape} do not fit: expected {slots} for the "
             f"slots and {(B, T)} for the queries."
         )
     statistics = frozenset(statistics)
@@ -71,10 +75,10 @@ def cache_attention(
     observing = sorted(name for name in statistics if name.startswith("window_"))
     if observing and window < 1:
         raise ValueError(f"the observation window is {window}; {observing[0]!r} needs at least 1 query.")
-    if implementation not in ("auto", *IMPLEMENTATIONS):
-        raise ValueError(f"unknown implementation {implementation!r}; there are auto, {', '.join(IMPLEMENTATIONS)}.")
-    run = IMPLEMENTATIONS["reference" if implementation == "auto" else implementation]
-    return run(
+    return dispatch(
+        implementation,
+        reference.cache_attention,
+        KERNELS,
         query,
         key,
         value,
@@ -84,4 +88,5 @@ def cache_attention(
         window=window,
         sliding_window=sliding_window,
         scale=D**-0.5 if scale is None else scale,
+        layer=layer,
     )

@@ -8,6 +8,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from kernels_pallas.cache_attention.queries import IN_WINDOW, IS_LAST, describe
+from kernels_pallas.dispatch import of_layer
+
 STATISTICS = (
     "sum",
     "last",
@@ -41,8 +44,8 @@ class ColumnStatistics(NamedTuple):
 
 def cache_attention(
     query: Float[Array, "B T N D"],
-    key: Float[Array, "B K S D"],
-    value: Float[Array, "B K S D"],
+    key: Float[Array, "*L B K S D"],
+    value: Float[Array, "*L B K S D"],
     key_position: Int[Array, "B K S"],
     query_position: Int[Array, "B T"],
     *,
@@ -50,8 +53,10 @@ def cache_attention(
     window: int,
     sliding_window: Int[Array, ""] | int | None,
     scale: float,
+    layer: int | Int[Array, ""] | None = None,
 ) -> tuple[Float[Array, "B T N D"], ColumnStatistics]:
     """See :func:`kernels_pallas.cache_attention.api.cache_attention`."""
+    key, value = of_layer(key, layer), of_layer(value, layer)
     B, T, N, D = query.shape
     K, S = key.shape[1], key.shape[2]
     accumulate = jnp.promote_types(query.dtype, jnp.float32)
@@ -75,13 +80,11 @@ def cache_attention(
     out = jnp.moveaxis(out, 3, 1)
 
     columns = {}
-    valid = query_position >= 0  # [B, T]
-    from_end = jnp.flip(jnp.cumsum(jnp.flip(valid, 1), axis=1), 1)  # 1 at the last valid query, 2 before it
+    is_last, seen = (describe(query_position, window)[..., i] > 0 for i in (IS_LAST, IN_WINDOW))  # [B, T]
     if "sum" in statistics:
         columns["sum"] = jnp.sum(weights, axis=3)
     if "last" in statistics:
-        columns["last"] = _weighted_rows(weights, (valid & (from_end == 1)).astype(accumulate))
-    seen = valid & (from_end <= window)
+        columns["last"] = _weighted_rows(weights, is_last.astype(accumulate))
     queries = jnp.sum(seen, axis=1)  # [B]
     share = seen / jnp.maximum(queries, 1)[:, None]
     if "window_mean" in statistics:

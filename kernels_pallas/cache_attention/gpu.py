@@ -1,0 +1,293 @@
+"""The kernels for GPU (Pallas' Triton route): attention with an online softmax, then its column statistics.
+
+Rows are all queries of all heads of a group, so that decode fills a tile of the matrix unit with a group's heads. Where
+rows and KV heads alone would leave the chip idle, the slots are shared out over programs too, and XLA puts their sums
+together. The statistics are a second kernel over the keys: a program keeps a few slots, goes over all queries, makes
+their weights again from each row's largest logit and sum, and stores one number a head and slot. A single query, as in
+decode, needs no second kernel: the first gives its logits, 4 G bytes a slot.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+from jaxtyping import Array, Float, Int
+
+from kernels_pallas.cache_attention import reference
+from kernels_pallas.cache_attention.queries import IN_WINDOW, IS_LAST, POSITION, UNSEEN, describe, of_one_query
+from kernels_pallas.cache_attention.reference import STATISTICS, ColumnStatistics
+from kernels_pallas.derivative import with_derivative_of
+from kernels_pallas.dispatch import stacked
+from kernels_pallas.partition import over_heads
+
+PROGRAMS = 264  # two for each multiprocessor of an H100 or H200
+_TINY = float(jnp.finfo(jnp.float32).tiny)
+_FAR = 2**31 - 1
+
+
+def unsupported(query: Any, key: Any, value: Any) -> str | None:
+    """Why the kernels can't do this, or None."""
+    for name, x in (("queries", query), ("keys", key), ("values", value)):
+        if x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+            return f"{name} are {x.dtype}, but the kernels take float32, bfloat16, float16"
+    if query.shape[3] > 256:
+        return f"the head dim is {query.shape[3]}, but the kernels take up to 256"
+    if query.shape[2] // key.shape[-3] > 32:
+        return f"{query.shape[2] // key.shape[-3]} query heads share a KV head, but the kernels take up to 32"
+    return None
+
+
+def cache_attention(
+    query: Float[Array, "B T N D"],
+    key: Float[Array, "*L B K S D"],
+    value: Float[Array, "*L B K S D"],
+    key_position: Int[Array, "B K S"],
+    query_position: Int[Array, "B T"],
+    *,
+    statistics: frozenset[str],
+    window: int,
+    sliding_window: Int[Array, ""] | int | None,
+    scale: float,
+    layer: int | Int[Array, ""] | None = None,
+    interpret: bool = False,
+) -> tuple[Float[Array, "B T N D"], ColumnStatistics]:
+    """See :func:`kernels_pallas.cache_attention.api.cache_attention`."""
+    reason = unsupported(query, key, value)
+    if reason is not None:
+        raise NotImplementedError(f"cache_attention on a GPU: {reason}; implementation='reference' can.")
+    names = tuple(name for name in STATISTICS if name in statistics)
+    span = jnp.asarray(_FAR if sliding_window is None else sliding_window, jnp.int32).reshape(1)
+
+    (key, number), (value, _) = stacked(key, layer), stacked(value, layer)
+
+    def kernel(query, key, value, key_position, query_position, span, number):
+        B, T, N, D = query.shape
+        K = key.shape[-3]
+        grouped = query.reshape(B, T, K, N // K, D).swapaxes(1, 2)  # [B, K, T, G, D]
+        run: Callable[..., tuple[Array, ...]] = functools.partial(
+            _of_heads, names=names, scale=scale, interpret=interpret
+        )
+        if not interpret:
+            columns = ["b k o s" if name == "window_group_square" else "b k g s" for name in names]
+            inputs = ["b k t g d", "l b k s d", "l b k s d", "b k s", "b t c", "w", "u"]
+            run = over_heads(run, inputs, ["b k t g d", *columns])
+        out, *found = run(grouped, key, value, key_position, describe(query_position, window), span, number)
+        flat = (column.reshape(B, -1, column.shape[-1]) for column in found)
+        return out.swapaxes(1, 2).reshape(B, T, N, D), ColumnStatistics(**dict(zip(names, flat, strict=True)))
+
+    def definition(query, key, value, key_position, query_position, span, number):
+        return reference.cache_attention(
+            query, key, value, key_position, query_position, statistics=statistics, window=window,
+            sliding_window=None if sliding_window is None else span[0], scale=scale, layer=number[0],
+        )  # fmt: skip
+
+    return with_derivative_of(definition, kernel)(query, key, value, key_position, query_position, span, number)
+
+
+def _of_heads(query, key, value, key_position, about, span, layer, *, names, scale, interpret):
+    B, K, T, G, D = query.shape
+    L, S, H, R = key.shape[0], key.shape[3], B * K, T * G
+    query, key_position = query.reshape(H, R, D), key_position.reshape(H, S)
+    key, value = key.reshape(L, H, S, D), value.reshape(L, H, S, D)
+    width = max(pl.next_power_of_2(D), 16)
+    slots = 64 if width <= 128 else 32
+    rows = min(max(pl.next_power_of_2(R), 16), 64)
+    blocks = pl.cdiv(R, rows)
+    splits = min(pl.cdiv(PROGRAMS, H * blocks), pl.cdiv(S, 4 * slots))
+    steps = pl.cdiv(pl.cdiv(S, slots), splits)
+    params = triton.CompilerParams(num_warps=4, num_stages=2)
+
+    def of_head(*shape, by=1):
+        return pl.BlockSpec((None, *shape), lambda h, *_: (h // by, *(0 for _ in shape)))
+
+    scalar = pl.BlockSpec((1,), lambda *_: (0,))
+    of_slots = pl.BlockSpec((L, None, S, D), lambda h, *_: (0, h, 0, 0))
+    one_query = T == 1 and bool(names)  # its logits are no more than the statistics that they stand for
+    acc, peak, total, *logits = pl.pallas_call(
+        functools.partial(_attend, G=G, steps=steps, rows=rows, slots=slots, width=width, scale=scale),
+        out_shape=[
+            jax.ShapeDtypeStruct((H, splits, R, D), jnp.float32),
+            *[jax.ShapeDtypeStruct((H, splits, R), jnp.float32)] * 2,
+            *[jax.ShapeDtypeStruct((H, R, S), jnp.float32)] * one_query,
+        ],
+        grid=(H, blocks, splits),
+        in_specs=[scalar, scalar, of_head(R, D), of_head(T, 3, by=K), of_slots, of_head(S), of_slots],
+        out_specs=[
+            pl.BlockSpec((None, None, R, D), lambda h, r, s: (h, s, 0, 0)),
+            *[pl.BlockSpec((None, None, R), lambda h, r, s: (h, s, 0))] * 2,
+            *[of_head(R, S)] * one_query,
+        ],
+        compiler_params=params,
+        interpret=interpret,
+        name="cache_attention",
+    )(layer, span, query, about, key, key_position, value)
+    whole_peak = jnp.max(peak, axis=1)  # [H, R]
+    share = jnp.exp(peak - whole_peak[:, None])
+    whole_total = jnp.maximum(jnp.sum(share * total, axis=1), _TINY)
+    out = jnp.sum(share[..., None] * acc, axis=1) / whole_total[..., None]
+    out = out.astype(query.dtype).reshape(B, K, T, G, D)
+    if not names:
+        return (out,)
+    if one_query:
+        softmax = jnp.stack([whole_peak, whole_total], axis=-1).reshape(B, K, G, 2)
+        return (out, *of_one_query(names, logits[0].reshape(B, K, G, S), softmax, about))
+    heads = [1 if name == "window_group_square" else G for name in names]
+    queries = min(max(pl.next_power_of_2(T), 16), 64)
+    columns = pl.pallas_call(
+        functools.partial(_reduce, names=names, G=G, slots=slots, queries=queries, width=width, scale=scale),
+        out_shape=[jax.ShapeDtypeStruct((H, h, S), jnp.float32) for h in heads],
+        grid=(H, pl.cdiv(S, slots)),
+        in_specs=[
+            scalar,
+            scalar,
+            of_head(R, D),
+            of_head(T, 3, by=K),
+            of_slots,
+            of_head(S),
+            of_head(R),
+            of_head(R),
+        ],
+        out_specs=[of_head(h, S) for h in heads],
+        compiler_params=params,
+        interpret=interpret,
+        name="cache_statistics",
+    )(layer, span, query, about, key, key_position, whole_peak, whole_total)
+    return (out, *(column.reshape(B, K, -1, S) for column in columns))
+
+
+def _load(ref, row, width, layer=None):
+    """Rows of a [rows, D] array, or of one layer of [L, rows, D], 0 beyond the ends: [len(row), width]."""
+    column = jax.lax.broadcasted_iota(jnp.int32, (1, width), 1)
+    there = (row < ref.shape[-2])[:, None] & (column < ref.shape[-1])
+    stack = () if layer is None else (jnp.full_like(row, layer[0])[:, None],)
+    return triton.load(ref.at[(*stack, row[:, None], column)], mask=there, other=0)
+
+
+def _dot(a, b, dims):
+    wide = jnp.promote_types(a.dtype, b.dtype)
+    return jax.lax.dot_general(
+        a.astype(wide), b.astype(wide), (dims, ((), ())), preferred_element_type=jnp.float32,
+        precision=jax.lax.Precision.HIGHEST if wide == jnp.float32 else None,
+    )  # fmt: skip
+
+
+def _sees(span, own, position):
+    """Which slots [slots] each query [rows] sees."""
+    age = own[:, None] - position[None, :]
+    return (position >= 0)[None, :] & (own >= 0)[:, None] & (age >= 0) & (age < span[0])
+
+
+def _attend(
+    layer,
+    span,
+    query,
+    about,
+    key,
+    key_position,
+    value,
+    out,
+    peaks,
+    totals,
+    *logits_out,
+    G,
+    steps,
+    rows,
+    slots,
+    width,
+    scale,
+):
+    (R, D), S = query.shape, key.shape[1]
+    row = pl.program_id(1) * rows + jax.lax.broadcasted_iota(jnp.int32, (rows,), 0)
+    q = _load(query, row, width)
+    own = triton.load(about.at[row // G, jnp.full_like(row, POSITION)], mask=row < R, other=-1)
+    first = pl.program_id(2) * (steps * slots)
+
+    def step(i, carry):
+        peak, total, acc = carry
+        slot = first + i * slots + jax.lax.broadcasted_iota(jnp.int32, (slots,), 0)
+        position = triton.load(key_position.at[slot], mask=slot < S, other=-1)
+        visible = _sees(span, own, position)
+        logits = jnp.where(visible, scale * _dot(q, _load(key, slot, width, layer), ((1,), (1,))), UNSEEN)
+        for ref in logits_out:
+            there = (row < R)[:, None] & (slot < S)[None, :]
+            triton.store(ref.at[row[:, None], slot[None, :]], logits, mask=there)
+        now = jnp.maximum(peak, jnp.max(logits, axis=1))
+        weights = jnp.where(visible, jnp.exp(logits - now[:, None]), 0.0)
+        # What a free slot holds must not matter, and 0 * NaN is NaN.
+        v = jnp.where((position >= 0)[:, None], _load(value, slot, width, layer), 0)
+        shrink = jnp.exp(peak - now)
+        acc = shrink[:, None] * acc + _dot(weights.astype(v.dtype), v, ((1,), (0,)))
+        return now, shrink * total + jnp.sum(weights, axis=1), acc
+
+    start = jnp.full((rows,), UNSEEN, jnp.float32), jnp.zeros((rows,), jnp.float32)
+    peak, total, acc = jax.lax.fori_loop(0, steps, step, (*start, jnp.zeros((rows, width), jnp.float32)))
+    column = jax.lax.broadcasted_iota(jnp.int32, (1, width), 1)
+    triton.store(out.at[row[:, None], column], acc, mask=(row < R)[:, None] & (column < D))
+    triton.store(peaks.at[row], peak, mask=row < R)
+    triton.store(totals.at[row], total, mask=row < R)
+
+
+def _reduce(layer, span, query, about, key, key_position, peaks, totals, *refs, names, G, slots, queries, width, scale):
+    T, S = about.shape[0], key.shape[1]
+    slot = pl.program_id(1) * slots + jax.lax.broadcasted_iota(jnp.int32, (slots,), 0)
+    k = _load(key, slot, width, layer)
+    position = triton.load(key_position.at[slot], mask=slot < S, other=-1)
+    merges = "window_mean" in names or "window_variance" in names
+    zero = jnp.zeros((slots,), jnp.float32)
+
+    def step(i, carry):
+        sums, means, deviations, before = carry
+        sums, means, deviations = {name: list(sums[name]) for name in sums}, list(means), list(deviations)
+        t = i * queries + jax.lax.broadcasted_iota(jnp.int32, (queries,), 0)
+        own, is_last, in_window = (
+            triton.load(about.at[t, jnp.full_like(t, what)], mask=t < T, other=-1)
+            for what in (POSITION, IS_LAST, IN_WINDOW)
+        )
+        is_last, in_window = (is_last > 0)[:, None], (in_window > 0)[:, None]
+        visible = _sees(span, own, position)
+        here = jnp.sum(jnp.where(in_window, 1.0, 0.0))
+        both = jnp.maximum(before + here, 1.0)
+        group = jnp.zeros((queries, slots), jnp.float32)
+
+        def add(name, g, what):
+            if name in sums:
+                sums[name][g] += jnp.sum(what, axis=0)
+
+        for g in range(G):
+            row = t * G + g
+            peak = triton.load(peaks.at[row], mask=t < T, other=0.0)
+            total = triton.load(totals.at[row], mask=t < T, other=1.0)
+            logits = scale * _dot(_load(query, row, width), k, ((1,), (1,)))
+            w = jnp.where(visible, jnp.exp(jnp.where(visible, logits - peak[:, None], 0.0)) / total[:, None], 0.0)
+            add("sum", g, w)
+            add("last", g, jnp.where(is_last, w, 0.0))
+            w = jnp.where(in_window, w, 0.0)
+            group += w
+            add("window_square", g, w * w)
+            if "window_log" in sums:
+                add("window_log", g, jnp.where(w > 0, w * jnp.log(jnp.where(w > 0, w, 1.0)), 0.0))
+            if merges:  # block by block (Chan et al.)
+                mean = jnp.sum(w, axis=0) / jnp.maximum(here, 1.0)
+                squares = jnp.sum(jnp.where(in_window, (w - mean[None, :]) ** 2, 0.0), axis=0)
+                away = mean - means[g]
+                deviations[g] += squares + away * away * (before * here / both)
+                means[g] += away * (here / both)
+        add("window_group_square", 0, (group / G) ** 2)
+        return {name: tuple(sums[name]) for name in sums}, tuple(means), tuple(deviations), before + here
+
+    plain = [name for name in names if name not in ("window_mean", "window_variance")]
+    start = {name: (zero,) * (1 if name == "window_group_square" else G) for name in plain}
+    merged = (zero,) * (G if merges else 0)
+    blocks = pl.cdiv(T, queries)
+    columns, means, deviations, seen = jax.lax.fori_loop(0, blocks, step, (start, merged, merged, jnp.float32(0)))
+    columns["window_mean"] = means
+    columns["window_variance"] = [jnp.where(seen > 1, x / jnp.maximum(seen - 1, 1.0), 0.0) for x in deviations]
+    for name, ref in zip(names, refs, strict=True):
+        for g, column in enumerate(columns[name]):
+            triton.store(ref.at[jnp.full_like(slot, g), slot], column, mask=slot < S)

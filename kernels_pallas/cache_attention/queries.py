@@ -1,0 +1,59 @@
+"""What both kernels are told of the queries: their place in the sequence, and which statistics each one enters."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax.scipy.special import xlogy
+from jaxtyping import Array, Float, Int
+
+POSITION, IS_LAST, IN_WINDOW = range(3)
+UNSEEN = -1e30  # the logit of a slot that a query does not see
+
+
+def describe(query_position: Int[Array, "B T"], window: int) -> Int[Array, "B T 3"]:
+    """Of each query its position, whether it is the last valid one, and whether the observation window holds it.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from kernels_pallas.cache_attention.queries import describe
+        >>> describe(jnp.array([[7, 8, -1]]), 1).tolist()
+        [[[7, 0, 0], [8, 1, 1], [-1, 0, 0]]]
+    """
+    valid = query_position >= 0
+    from_end = jnp.flip(jnp.cumsum(jnp.flip(valid, 1), axis=1), 1)  # 1 at the last valid query, 2 before it
+    columns = (query_position, valid & (from_end == 1), valid & (from_end <= window))
+    return jnp.stack([column.astype(jnp.int32) for column in columns], axis=-1)
+
+
+def of_one_query(
+    names: tuple[str, ...],
+    logits: Float[Array, "B K G S"],
+    softmax: Float[Array, "B K G 2"],
+    about: Int[Array, "B 1 3"],
+) -> tuple[Array, ...]:
+    """The column statistics of a block of one query, as in decode: all follow from its weights.
+
+    Args:
+        logits: -1e30 where the query does not see a slot.
+        softmax: each row's largest logit and its sum of exponentials.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from kernels_pallas.cache_attention.queries import of_one_query
+        >>> logits, softmax = jnp.array([[[[0.0, 0.0, -1e30]]]]), jnp.array([[[[0.0, 2.0]]]])
+        >>> of_one_query(("last", "window_square"), logits, softmax, jnp.array([[[7, 1, 1]]]))[1].tolist()
+        [[[[0.25, 0.25, 0.0]]]]
+    """
+    weights = jnp.where(logits > UNSEEN, jnp.exp(logits - softmax[..., :1]), 0) / softmax[..., 1:]
+    is_last, in_window = (about[:, :1, i, None] > 0 for i in (IS_LAST, IN_WINDOW))  # [B, 1, 1]
+    seen = jnp.where(in_window[..., None], weights, 0)
+    columns = {
+        "sum": weights,
+        "last": jnp.where(is_last[..., None], weights, 0),
+        "window_mean": seen,
+        "window_variance": jnp.zeros_like(weights),
+        "window_square": seen**2,
+        "window_log": xlogy(seen, seen),
+        "window_group_square": jnp.mean(seen, axis=2, keepdims=True) ** 2,
+    }
+    return tuple(columns[name] for name in names)

@@ -1,0 +1,295 @@
+"""The kernels for TPU: attention with an online softmax, and its column statistics in a second pass over the keys.
+
+Rows are the queries of all heads of a group, ``[G, T]`` in blocks of T, so that a group reads its keys once. No weight
+leaves VMEM. The first kernel also gives each row's largest logit and its sum of exponentials; the second makes the
+weights of a chunk of slots again from them, and reduces these over the blocks of queries. A single query, as in
+decode, needs no second kernel: the first gives its logits, 4 G bytes a slot.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Int
+
+from kernels_pallas.cache_attention import reference
+from kernels_pallas.cache_attention.queries import IN_WINDOW, IS_LAST, POSITION, UNSEEN, describe, of_one_query
+from kernels_pallas.cache_attention.reference import STATISTICS, ColumnStatistics
+from kernels_pallas.derivative import with_derivative_of
+from kernels_pallas.dispatch import stacked
+from kernels_pallas.partition import over_heads, unsplittable
+
+ROWS = 512  # of a block of queries, over all heads of a group
+CELLS = 512 * 512  # rows x slots computed at a time
+SLOTS = 2048  # of a chunk, at most
+_FAR = 2**31 - 1
+
+
+def unsupported(query: Any, key: Any, value: Any) -> str | None:
+    """Why the kernels can't do this, or None."""
+    for name, x in (("queries", query), ("keys", key), ("values", value)):
+        if x.dtype not in (jnp.bfloat16, jnp.float32):
+            return f"{name} are {x.dtype}, but a TPU takes float32 and bfloat16"
+    if query.shape[3] > 512:
+        return f"the head dim is {query.shape[3]}, but the kernels take up to 512"
+    if query.shape[2] // key.shape[-3] > 64:
+        return f"{query.shape[2] // key.shape[-3]} query heads share a KV head, but the kernels take up to 64"
+    return unsplittable()
+
+
+def cache_attention(
+    query: Float[Array, "B T N D"],
+    key: Float[Array, "*L B K S D"],
+    value: Float[Array, "*L B K S D"],
+    key_position: Int[Array, "B K S"],
+    query_position: Int[Array, "B T"],
+    *,
+    statistics: frozenset[str],
+    window: int,
+    sliding_window: Int[Array, ""] | int | None,
+    scale: float,
+    layer: int | Int[Array, ""] | None = None,
+    interpret: Any = False,
+) -> tuple[Float[Array, "B T N D"], ColumnStatistics]:
+    """See :func:`kernels_pallas.cache_attention.api.cache_attention`."""
+    reason = unsupported(query, key, value)
+    if reason is not None:
+        raise NotImplementedError(f"cache_attention on a TPU: {reason}; implementation='reference' can.")
+    names = tuple(name for name in STATISTICS if name in statistics)
+    span = jnp.asarray(_FAR if sliding_window is None else sliding_window, jnp.int32).reshape(1)
+
+    (key, number), (value, _) = stacked(key, layer), stacked(value, layer)
+
+    def kernel(query, key, value, key_position, query_position, span, number):
+        B, T, N, D = query.shape
+        K = key.shape[-3]
+        about = describe(query_position, window)
+        grouped = query.reshape(B, T, K, N // K, D).transpose(0, 2, 3, 1, 4)  # [B, K, G, T, D]
+        run: Callable[..., tuple[Array, ...]] = functools.partial(
+            _of_heads, names=names, scale=scale, interpret=interpret
+        )
+        if not interpret:
+            columns = ["b k o s" if name == "window_group_square" else "b k g s" for name in names]
+            inputs = ["b k g t d", "l b k s d", "l b k s d", "b k s", "b t c", "w", "u"]
+            run = over_heads(run, inputs, ["b k g t d", *columns])
+        out, *found = run(grouped, key, value, key_position, about, span, number)
+        flat = (column.reshape(B, -1, column.shape[-1]) for column in found)
+        out = out.transpose(0, 3, 1, 2, 4).reshape(B, T, N, D)
+        return out, ColumnStatistics(**dict(zip(names, flat, strict=True)))
+
+    def definition(query, key, value, key_position, query_position, span, number):
+        return reference.cache_attention(
+            query, key, value, key_position, query_position, statistics=statistics, window=window,
+            sliding_window=None if sliding_window is None else span[0], scale=scale, layer=number[0],
+        )  # fmt: skip
+
+    return with_derivative_of(definition, kernel)(query, key, value, key_position, query_position, span, number)
+
+
+def _of_heads(query, key, value, key_position, about, span, layer, *, names, scale, interpret):
+    B, K, G, T, D = query.shape
+    S = key.shape[3]
+    per_head = 1 if T == 1 else min(pl.cdiv(T, 16) * 16, max(ROWS // G // 16, 1) * 16)  # queries of a block
+    blocks, rows = pl.cdiv(T, per_head), G * per_head
+    slots = min(pl.cdiv(S, 128) * 128, max(min(SLOTS, CELLS // rows // 128 * 128), 128))
+    chunks = pl.cdiv(S, slots)
+
+    padding = blocks * per_head - T
+    query = jnp.pad(query, ((0, 0), (0, 0), (0, 0), (0, padding), (0, 0)))
+    query = query.reshape(B, K, G, blocks, per_head, D).swapaxes(2, 3).reshape(B, K, blocks, rows, D)
+    about = jnp.pad(about, ((0, 0), (0, padding), (0, 0)), constant_values=-1)
+    key_position = jnp.pad(key_position, ((0, 0), (0, 0), (0, chunks * slots - S)), constant_values=-1)[:, :, None]
+
+    def specs(order):
+        """Of all inputs but the values, from (b, k, block of queries, chunk of slots) and the layer."""
+        shapes = [
+            ((None, None, None, rows, D), lambda b, k, t, c, layer: (b, k, t, 0, 0)),
+            ((None, per_head, 3), lambda b, k, t, c, layer: (b, t, 0)),
+            ((None, None, None, slots, D), lambda b, k, t, c, layer: (layer[0], b, k, c, 0)),
+            ((None, None, 1, slots), lambda b, k, t, c, layer: (b, k, 0, c)),
+            ((None, None, None, rows, 128), lambda b, k, t, c, layer: (b, k, t, 0, 0)),
+        ]
+        return [pl.BlockSpec(shape, lambda *ids, f=f: f(*order(*ids))) for shape, f in shapes]
+
+    def straight(*ids):
+        return ids
+
+    q_spec, about_spec, slot_spec, position_spec, row_spec = specs(straight)
+    scalar = pl.BlockSpec(memory_space=pltpu.SMEM)
+    options = dict(per_head=per_head, scale=scale)
+    itemsize = key.dtype.itemsize
+    one_query = T == 1 and bool(names)  # its logits are no more than the statistics that they stand for
+    out, softmax, *logits = pl.pallas_call(
+        functools.partial(_attend, **options),
+        out_shape=[
+            jax.ShapeDtypeStruct((B, K, blocks, rows, D), query.dtype),
+            jax.ShapeDtypeStruct((B, K, blocks, rows, 128), jnp.float32),
+            *[jax.ShapeDtypeStruct((B, K, rows, S), jnp.float32)] * one_query,
+        ],
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(B, K, blocks, chunks),
+            in_specs=[scalar, q_spec, about_spec, slot_spec, position_spec, slot_spec],
+            out_specs=[
+                q_spec,
+                row_spec,
+                *[pl.BlockSpec((None, None, rows, slots), lambda b, k, t, c, layer: (b, k, 0, c))] * one_query,
+            ],
+            scratch_shapes=[
+                pltpu.VMEM((rows, 128), jnp.float32),
+                pltpu.VMEM((rows, 128), jnp.float32),
+                pltpu.VMEM((rows, D), jnp.float32),
+            ],
+        ),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")),
+        cost_estimate=pl.CostEstimate(
+            flops=4 * B * K * rows * blocks * S * D,
+            bytes_accessed=2 * B * K * S * D * itemsize * blocks + 2 * query.size * query.dtype.itemsize,
+            transcendentals=B * K * rows * blocks * S,
+        ),
+        interpret=interpret,
+        name="cache_attention",
+    )(layer, span, query, about, key, key_position, value)
+
+    columns: tuple[Array, ...] = ()
+    if one_query:
+        columns = of_one_query(names, logits[0], softmax[:, :, 0, :, :2], about)
+    elif names:
+        q_spec, about_spec, slot_spec, position_spec, row_spec = specs(lambda b, k, c, t, layer: (b, k, t, c, layer))
+        heads = [1 if name == "window_group_square" else G for name in names]
+        columns = pl.pallas_call(
+            functools.partial(_reduce, names=names, blocks=blocks, **options),
+            out_shape=[jax.ShapeDtypeStruct((B, K, h, S), jnp.float32) for h in heads],
+            grid_spec=pltpu.PrefetchScalarGridSpec(
+                num_scalar_prefetch=1,
+                grid=(B, K, chunks, blocks),
+                in_specs=[scalar, q_spec, about_spec, slot_spec, position_spec, row_spec],
+                out_specs=[
+                    pl.BlockSpec((None, None, h, slots), lambda b, k, c, t, layer: (b, k, 0, c)) for h in heads
+                ],
+                scratch_shapes=[
+                    pltpu.VMEM((G, slots), jnp.float32),
+                    pltpu.VMEM((G, slots), jnp.float32),
+                    pltpu.VMEM((1, 128), jnp.float32),
+                ],
+            ),
+            compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")),
+            cost_estimate=pl.CostEstimate(
+                flops=2 * B * K * rows * blocks * S * D,
+                bytes_accessed=B * K * S * D * itemsize * (1 if blocks == 1 else blocks),
+                transcendentals=B * K * rows * blocks * S,
+            ),
+            interpret=interpret,
+            name="cache_statistics",
+        )(layer, span, query, about, key, key_position, softmax)  # fmt: skip
+    out = out.reshape(B, K, blocks, G, per_head, D).swapaxes(2, 3).reshape(B, K, G, blocks * per_head, D)
+    return (out[:, :, :, :T], *columns)
+
+
+def _logits(span, query, about, key, key_position, *, per_head, scale):
+    """Logits of a block [rows, slots], and which of them a query sees."""
+    wide = jnp.promote_types(query.dtype, key.dtype)
+    logits = jax.lax.dot_general(
+        query[...].astype(wide), key[...].astype(wide), (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32,
+        precision=jax.lax.Precision.HIGHEST if wide == jnp.float32 else None,
+    )  # fmt: skip
+    position, own = key_position[...], about[:, POSITION : POSITION + 1]  # [1, slots], [per_head, 1]
+    age = own - position
+    visible = (position >= 0) & (own >= 0) & (age >= 0) & (age < span[0])  # [per_head, slots]
+    repeats = query.shape[0] // per_head
+    seen = jnp.where(visible, 1.0, 0.0)
+    seen = jnp.concatenate([seen] * repeats, axis=0) if repeats > 1 else seen
+    return scale * logits, seen > 0
+
+
+def _attend(_, span, query, about, key, key_position, value, out, softmax, *refs, per_head, scale):
+    *logits_out, peak, total, acc = refs
+    c = pl.program_id(3)
+
+    @pl.when(c == 0)
+    def reset():
+        peak[...] = jnp.full_like(peak, UNSEEN)
+        total[...] = jnp.zeros_like(total)
+        acc[...] = jnp.zeros_like(acc)
+
+    logits, visible = _logits(span, query, about, key, key_position, per_head=per_head, scale=scale)
+    logits = jnp.where(visible, logits, UNSEEN)
+    for ref in logits_out:
+        ref[...] = logits
+    before = peak[:, :1]
+    now = jnp.maximum(before, jnp.max(logits, axis=1, keepdims=True))
+    weights = jnp.where(visible, jnp.exp(logits - now), 0)
+    shrink = jnp.exp(before - now)
+    # What a free slot holds must not matter, and 0 * NaN is NaN.
+    live = jnp.where(key_position[...] >= 0, 1.0, 0.0)
+    live = jnp.broadcast_to(live, (8, live.shape[1])).T[:, :1] > 0
+    v = jnp.where(live, value[...].astype(jnp.float32), 0).astype(value.dtype)
+    precision = jax.lax.Precision.HIGHEST if value.dtype == jnp.float32 else None
+    added = jax.lax.dot_general(
+        weights.astype(v.dtype), v, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32, precision=precision
+    )
+    total[...] = jnp.broadcast_to(shrink * total[:, :1] + jnp.sum(weights, axis=1, keepdims=True), total.shape)
+    peak[...] = jnp.broadcast_to(now, peak.shape)
+    acc[...] = shrink * acc[...] + added
+
+    @pl.when(c == pl.num_programs(3) - 1)
+    def finish():
+        tiny = jnp.finfo(jnp.float32).tiny
+        out[...] = (acc[...] / jnp.maximum(total[:, :1], tiny)).astype(out.dtype)
+        lane = jax.lax.broadcasted_iota(jnp.int32, softmax.shape, 1)
+        softmax[...] = jnp.where(lane == 0, peak[...], jnp.maximum(total[...], tiny))
+
+
+def _reduce(_, span, query, about, key, key_position, softmax, *refs, names, per_head, scale, blocks):
+    columns, (mean, deviations, count) = dict(zip(names, refs, strict=False)), refs[len(names) :]
+    t = pl.program_id(3)
+    G = query.shape[0] // per_head
+
+    @pl.when(t == 0)
+    def reset():
+        for ref in refs:
+            ref[...] = jnp.zeros_like(ref)
+
+    logits, visible = _logits(span, query, about, key, key_position, per_head=per_head, scale=scale)
+    weights = jnp.where(visible, jnp.exp(logits - softmax[:, :1]), 0) / softmax[:, 1:2]
+    is_last, in_window = (about[:, i : i + 1] > 0 for i in (IS_LAST, IN_WINDOW))  # [per_head, 1]
+
+    def add(name, g, what):
+        if name in columns:
+            columns[name][g : g + 1, :] += jnp.sum(what, axis=0, keepdims=True)
+
+    before = count[:1, :1]
+    here = jnp.sum(jnp.where(in_window, 1.0, 0.0), axis=0, keepdims=True)
+    both = jnp.maximum(before + here, 1)
+    group = jnp.zeros_like(weights[:per_head])
+    for g in range(G):
+        w = weights[g * per_head : (g + 1) * per_head]  # [per_head, slots]
+        add("sum", g, w)
+        add("last", g, jnp.where(is_last, w, 0))
+        w = jnp.where(in_window, w, 0)
+        group += w
+        add("window_square", g, w * w)
+        if "window_log" in columns:
+            add("window_log", g, jnp.where(w > 0, w * jnp.log(jnp.where(w > 0, w, 1)), 0))
+        if "window_mean" in columns or "window_variance" in columns:  # merged block by block (Chan et al.)
+            own = jnp.sum(w, axis=0, keepdims=True) / jnp.maximum(here, 1)
+            squares = jnp.sum(jnp.where(in_window, (w - own) ** 2, 0), axis=0, keepdims=True)
+            away = own - mean[g : g + 1, :]
+            deviations[g : g + 1, :] += squares + away * away * (before * here / both)
+            mean[g : g + 1, :] += away * (here / both)
+    add("window_group_square", 0, (group / G) ** 2)
+    count[...] = jnp.broadcast_to(before + here, count.shape)
+
+    @pl.when(t == blocks - 1)
+    def finish():
+        others = count[:1, :1] - 1
+        if "window_mean" in columns:
+            columns["window_mean"][...] = mean[...]
+        if "window_variance" in columns:
+            columns["window_variance"][...] = jnp.where(others > 0, deviations[...] / jnp.maximum(others, 1), 0)

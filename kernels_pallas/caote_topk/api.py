@@ -1,0 +1,80 @@
+"""CAOTE and the eviction by it in one: the call, its checks, and the choice of an implementation."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from kernels_pallas.caote_topk import reference
+from kernels_pallas.caote_topk.reference import Group, Kept, Norm
+from kernels_pallas.dispatch import Implementation, check_layer, dispatch, kernels_of
+
+KERNELS = kernels_of("caote_topk")
+
+
+def caote_topk(
+    weights: Float[Array, "B K _ S"],
+    value: Float[Array, "*L B K S D"],
+    position: Int[Array, "B K S"],
+    budget: int | Int[Array, ""] | Int[Array, "B"],
+    *,
+    protected: Bool[Array, "B K S"] | None = None,
+    fast: bool = False,
+    norm: Norm = 2,
+    group: Group = "exact",
+    excess: int | None = None,
+    with_scores: bool = False,
+    layer: int | Int[Array, ""] | None = None,
+    implementation: Implementation = "auto",
+) -> Kept:
+    """Frees the slots of each head whose loss changes the attention output the least, down to the budget.
+
+    CAOTE's error of losing each token (arXiv 2504.14051, eq. 8 and 22) and the exact choice of the ``budget`` largest
+    of each head, ties to the more recent token. The kernels read the values once where a head's fit into the chip's
+    memory, else twice, and write no scores unless asked to.
+
+    Args:
+        weights: those of the query heads that share the values, non-negative, each row of sum 1 over the live slots.
+        position: of the token in each slot, -1 where it is free.
+        budget: how many tokens each head keeps, at least 1; one number or one a row.
+        protected: slots that stay whatever they score.
+        fast, norm, group: as in :func:`kvjax.score`.
+        excess: a promise that no head holds more than ``budget + excess`` tokens. With 1 the reference takes an argmin.
+        value: one layer's, or all layers' with ``layer``: a kernel then reads them where they are.
+        with_scores: also gives the scores, float32, ``+inf`` where protected, ``-inf`` where free.
+        implementation: "auto" takes the fastest that can run here; a named one runs or raises.
+
+    Returns:
+        The positions, -1 where a slot is free now; and the scores, if asked for.
+
+    Raises:
+        ValueError: shapes that do not fit, a budget below 1, an unknown norm, group or implementation.
+        NotImplementedError: a named kernel that can't do this.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from kernels_pallas import caote_topk
+        >>> weights, value = jnp.array([[[[0.5, 0.25, 0.25]]]]), jnp.array([[[[0.0], [2.0], [-2.0]]]])
+        >>> caote_topk(weights, value, jnp.array([[[0, 1, 2]]]), 1).position.tolist()  # of equals the recent one stays
+        [[[-1, -1, 2]]]
+    """
+    B, K, _, S = weights.shape if weights.ndim == 4 else (-1, -1, -1, -1)
+    check_layer("values", value.ndim, layer)
+    if value.shape[-4:-1] != (B, K, S) or position.shape != (B, K, S):
+        raise ValueError(
+            f"weights {weights.shape}, values {value.shape} and positions {position.shape} do not fit: expected "
+            "[B, K, G, S], [B, K, S, D] and [B, K, S]."
+        )
+    if protected is not None and protected.shape != (B, K, S):
+        raise ValueError(f"protected {protected.shape} does not fit: expected {(B, K, S)}, one entry a slot.")
+    if isinstance(budget, int) and budget < 1:
+        raise ValueError(f"the budget is {budget}; at least 1 token must stay.")
+    if jnp.shape(budget) not in ((), (B,)):
+        raise ValueError(f"the budget {jnp.shape(budget)} does not fit: expected one number, or one a row ({B}).")
+    if norm not in (1, 2, "inf") or group not in ("exact", "mean"):
+        raise ValueError(f"norm is {norm!r} and group {group!r}; norms are 1, 2, 'inf', groups 'exact', 'mean'.")
+    budget = jnp.broadcast_to(jnp.asarray(budget, jnp.int32), (B,))
+    options = dict(fast=fast, norm=norm, group=group, excess=excess, with_scores=with_scores, layer=layer)
+    return dispatch(
+        implementation, reference.caote_topk, KERNELS, weights, value, position, budget, protected, **options
+    )

@@ -1,0 +1,135 @@
+"""The definition, in plain JAX: what losing each token does to the attention output, and who stays by that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from kernels_pallas.caote_topk.selection import keep_mask
+from kernels_pallas.dispatch import of_layer
+
+Norm = Literal[1, 2, "inf"]
+Group = Literal["exact", "mean"]
+# (ratio [*batch, G, S], direction [*batch, G, S, D]) -> the length of their products together, [*batch, S]
+Join = Callable[[Array, Array], Array]
+
+
+class Kept(NamedTuple):
+    """The slots after an eviction: ``position`` is -1 where a slot is free, ``scores`` None where not asked for."""
+
+    position: Int[Array, "B K S"]
+    scores: Float[Array, "B K S"] | None
+
+
+def caote_topk(
+    weights: Float[Array, "B K G S"],
+    value: Float[Array, "*L B K S D"],
+    position: Int[Array, "B K S"],
+    budget: Int[Array, "B"],
+    protected: Bool[Array, "B K S"] | None,
+    *,
+    fast: bool,
+    norm: Norm,
+    group: Group,
+    excess: int | None,
+    with_scores: bool,
+    layer: int | Int[Array, ""] | None = None,
+) -> Kept:
+    """See :func:`kernels_pallas.caote_topk.api.caote_topk`."""
+    value = of_layer(value, layer)
+    scores = eviction_error(weights, value, position >= 0, fast=fast, norm=norm, group=group)
+    if protected is not None:
+        scores = jnp.where(protected & (position >= 0), jnp.inf, scores)
+    stays = keep_mask(scores, position, budget, excess=excess)
+    return Kept(jnp.where(stays, position, -1), scores if with_scores else None)
+
+
+def eviction_error(
+    A: Float[Array, "*batch G S"],
+    V: Float[Array, "*batch S D"],
+    live: Bool[Array, "*batch S"],
+    *,
+    fast: bool = False,
+    norm: Norm = 2,
+    group: Group = "exact",
+    join: Join | None = None,
+) -> Float[Array, "*batch S"]:
+    """CAOTE's scores (arXiv 2504.14051, theorem 3.2 and eq. 8; FastCAOTE, eq. 22): see :func:`kvjax.score`.
+
+    Args:
+        A: the weights of the G query heads that share the values, non-negative, each row of sum 1 over live tokens.
+        join: measures the G changes together, in place of the norm; :func:`kvjax.score` does so behind W_O.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from kernels_pallas.caote_topk.reference import eviction_error
+        >>> V = jnp.array([[0.0], [2.0], [-2.0]])
+        >>> eviction_error(jnp.array([[0.5, 0.25, 0.25]]), V, jnp.ones(3, bool)).round(4).tolist()
+        [0.0, 0.6667, 0.6667]
+    """
+    dtype = jnp.promote_types(jnp.promote_types(A.dtype, V.dtype), jnp.float32)
+    A, V = A.astype(dtype), V.astype(dtype)
+    live = live & jnp.isfinite(V).all(-1) & jnp.isfinite(A).all(-2)
+    A = jnp.where(live[..., None, :], A, 0)
+    V = jnp.where(live[..., None], V, 0)
+    if group == "mean":
+        A = jnp.mean(A, axis=-2, keepdims=True)
+
+    # The heaviest token is taken apart: at a weight near 1, both 1 - a and X - v would be lost in rounding.
+    heaviest = jnp.argmax(A, axis=-1, keepdims=True)  # [*batch, G, 1]
+    is_heaviest = jnp.arange(A.shape[-1]) == heaviest
+    rest = jnp.where(is_heaviest, 0, A)
+    weight, rest_weight = (jnp.sum(x, axis=-1, keepdims=True) for x in (A - rest, rest))
+    rest_weight = jnp.where(rest_weight > 0, rest_weight, 1)
+    dominant = is_heaviest & (A > 0.5)
+    left = jnp.where(dominant, rest_weight, jnp.maximum(1 - A, jnp.finfo(dtype).eps))  # what remains without the token
+
+    if fast:
+        mean = jnp.sum(V, axis=-2) / jnp.maximum(jnp.sum(live, axis=-1), 1)[..., None].astype(dtype)
+        ratio, point = A / left, mean[..., None, None, :]  # [*batch, G, S] and, with 1 for G and S, [*batch, G, S, D]
+    else:
+        rest_output = jnp.einsum("...gs,...sd->...gd", rest, V, precision=jax.lax.Precision.HIGHEST)
+        heaviest_value = jnp.take_along_axis(V, heaviest, axis=-2)  # [*batch, G, D]
+        ratio, point = A / left, (rest_output + weight * heaviest_value)[..., None, :]
+
+    if join is not None:
+        if not fast:
+            ratio = jnp.where(dominant, weight, ratio)
+            point = jnp.where(dominant[..., None], (rest_output / rest_weight)[..., None, :], point)
+        direction = jnp.broadcast_to(point - V[..., None, :, :], (*ratio.shape, V.shape[-1]))
+        change = join(ratio, direction)
+    else:
+        changes = ratio * length(point - V[..., None, :, :], norm)
+        if not fast:
+            without = weight * length(rest_output / rest_weight - heaviest_value, norm)[..., None]
+            changes = jnp.where(dominant, without, changes)
+        change = _joined(changes, norm)
+
+    holds_all = (A >= 1) | (is_heaviest & (A > 0) & (rest == 0).all(-1, keepdims=True))
+    scores = jnp.where(holds_all.any(-2), jnp.finfo(dtype).max, change)
+    return jnp.where(live, scores, -jnp.inf)
+
+
+def length(x: Float[Array, "*shape D"], norm: Norm) -> Float[Array, "*shape"]:
+    """The norm along the last axis; for norm 2 its gradient at 0 is 0, not NaN."""
+    if norm == 1:
+        return jnp.sum(jnp.abs(x), axis=-1)
+    if norm == "inf":
+        return jnp.max(jnp.abs(x), axis=-1)
+    return root(jnp.sum(x**2, axis=-1))
+
+
+def root(squares: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """The square root, with gradient 0 at 0."""
+    return jnp.where(squares > 0, jnp.sqrt(jnp.where(squares > 0, squares, 1)), 0)
+
+
+def _joined(changes: Float[Array, "*batch G S"], norm: Norm) -> Float[Array, "*batch S"]:
+    """The norm of a group's changes together, scaled so that squares of small ones are not lost."""
+    largest = jnp.max(changes, axis=-2, keepdims=True)
+    scale = jax.lax.stop_gradient(jnp.where(largest > 0, largest, 1))
+    return scale[..., 0, :] * length((changes / scale).swapaxes(-1, -2), norm)

@@ -1,0 +1,367 @@
+"""CAOTE's eviction, the reference and the kernels interpreted, against NumPy float64: errors, sets, odd shapes."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import PartitionSpec
+
+import kvjax
+from kernels_pallas import caote_topk
+from kernels_pallas.caote_topk import gpu, reference, tpu
+from tests.kernels_pallas.targets import compiled_for_tpu, lowered, needs_gpu
+
+RUNS = {
+    "reference": reference.caote_topk,
+    "tpu": functools.partial(tpu.caote_topk, interpret=pltpu.InterpretParams()),
+    "gpu": functools.partial(gpu.caote_topk, interpret=True),
+}
+OPTIONS: dict[str, Any] = dict(fast=False, norm=2, group="exact", excess=None, with_scores=True)
+
+
+class Case(NamedTuple):
+    weights: np.ndarray
+    value: np.ndarray
+    position: np.ndarray
+    budget: np.ndarray
+    protected: np.ndarray
+
+
+def case(seed: int, B: int = 2, K: int = 2, G: int = 2, S: int = 9, D: int = 5, sharpness: float = 1) -> Case:
+    """Slots in any order, some free and holding NaN; the sharper, the more weight lies on few tokens."""
+    rng = np.random.default_rng(seed)
+    position = np.stack([rng.permutation(S + 6)[:S] for _ in range(B * K)]).reshape(B, K, S)
+    position[rng.random((B, K, S)) < 0.2] = -1
+    weights = np.where(position[:, :, None] >= 0, rng.exponential(size=(B, K, G, S)) ** sharpness, 0)
+    weights /= np.maximum(weights.sum(-1, keepdims=True), 1e-30)
+    value = rng.normal(size=(B, K, S, D))
+    value[position < 0] = np.nan
+    budget, protected = rng.integers(1, S + 1, B), rng.random((B, K, S)) < 0.1
+    return Case(*map(np.float32, (weights, value)), *map(np.int32, (position, budget)), protected)
+
+
+@functools.cache
+def compiled(name: str, **options):
+    return jax.jit(functools.partial(RUNS[name], **(OPTIONS | options)))
+
+
+def run(name: str, given: Case, **options) -> tuple[np.ndarray, np.ndarray]:
+    kept = compiled(name, **options)(*map(jnp.asarray, given))
+    return np.asarray(kept.position), np.asarray(kept.scores)
+
+
+def errors(given: Case, fast: bool = False, group: str = "exact") -> np.ndarray:
+    """The definition, token by token: evict it, renormalise, measure; inf where protected, -inf where free."""
+    B, K, S = given.position.shape
+    result = np.full((B, K, S), -np.inf)
+    for b, k in np.ndindex(B, K):
+        live = given.position[b, k] >= 0
+        A, V = (x.astype(np.float64) for x in (given.weights[b, k][:, live], given.value[b, k][live]))
+        if not live.any():
+            continue
+        A = A.mean(0, keepdims=True) if group == "mean" else A
+        if fast:
+            others = A.sum(-1, keepdims=True) - A
+            away = A / np.where(others > 0, others, 1) * np.linalg.norm(V.mean(0) - V, axis=-1)
+        else:
+            away = np.stack([evicting_each(a, V) for a in A])
+        away = np.sqrt((away**2).sum(0))
+        holds_all = ((A > 0) & (A.sum(-1, keepdims=True) <= A)).any(0)
+        result[b, k, live] = np.where(holds_all, np.finfo(np.float32).max, away)
+        result[b, k, live & given.protected[b, k]] = np.inf
+    return result
+
+
+def evicting_each(weights: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """How far one head's output moves when a token is taken away and the attention done again, for every token."""
+    without = weights * ~np.eye(len(weights), dtype=bool)
+    total = without.sum(-1, keepdims=True)
+    output = (weights @ values) / max(weights.sum(), 1e-300)
+    return np.linalg.norm(output - without @ values / np.where(total > 0, total, 1), axis=-1)
+
+
+def best(scores: np.ndarray, position: np.ndarray, budget: np.ndarray) -> np.ndarray:
+    """The kept positions by a sort: by score, then by position."""
+    result = np.full_like(position, -1)
+    for b, k in np.ndindex(position.shape[:2]):
+        live = np.flatnonzero(position[b, k] >= 0)
+        order = live[np.lexsort((position[b, k, live], scores[b, k, live]))][::-1][: budget[b]]
+        result[b, k, order] = position[b, k, order]
+    return result
+
+
+def check(name: str, given: Case, rtol: float = 2e-5, **options) -> None:
+    kept, scores = run(name, given, **options)
+    expected = errors(given, options.get("fast", False), options.get("group", "exact"))
+    np.testing.assert_allclose(scores, expected, rtol=rtol, atol=1e-7)
+    np.testing.assert_array_equal(kept, best(scores, given.position, given.budget))
+
+
+@pytest.mark.parametrize("name", RUNS)
+@hypothesis.given(seed=st.integers(0, 2**32 - 1), sharpness=st.sampled_from([0.5, 1, 4]))
+@hypothesis.settings(max_examples=8)
+def test_the_kept_are_those_whose_loss_hurts_most(name, seed, sharpness):
+    check(name, case(seed, sharpness=sharpness))
+
+
+@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("options", [dict(fast=True), dict(group="mean")], ids=str)
+def test_fast_caote_and_the_groups_mean(name, options):
+    check(name, case(1), **options)
+
+
+ODD = [
+    dict(B=1, K=1, G=1, S=1, D=1),
+    dict(B=1, K=1, G=16, S=130, D=80),
+    dict(B=3, K=3, G=3, S=33, D=64),
+    dict(B=1, K=2, G=5, S=700, D=96),
+]
+
+
+@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("sizes", ODD, ids=str)
+def test_any_size_is_accepted(name, sizes):
+    check(name, case(2, **sizes))
+
+
+@pytest.mark.parametrize("name", ["tpu", "gpu"])
+@pytest.mark.parametrize("fast", [False, True])
+def test_values_may_pass_through_in_chunks(name, fast, monkeypatch):
+    """As a long cache's do: several chunks of a head on a TPU, programs and a selection by XLA on a GPU."""
+    monkeypatch.setattr(tpu, "STEP", 128)
+    monkeypatch.setattr(tpu, "VALUE_BYTES", 2 * 128 * 512)
+    monkeypatch.setattr(gpu, "SLOTS", 64)
+    monkeypatch.setattr(gpu, "SELECTED", 128)
+    given = case(3, B=1, K=1, S=600, D=5, sharpness=3)
+    kept = RUNS[name](*map(jnp.asarray, given), **(OPTIONS | {"fast": fast}))
+    np.testing.assert_allclose(kept.scores, errors(given, fast), rtol=2e-5)
+    np.testing.assert_array_equal(kept.position, best(np.asarray(kept.scores), given.position, given.budget))
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_half_precision_values_are_scored_in_float32(name):
+    given = case(4)
+    narrow = np.asarray(jnp.asarray(given.value, jnp.bfloat16).astype(jnp.float32))
+    kept, scores = run(name, given._replace(value=jnp.asarray(given.value, jnp.bfloat16)))
+    np.testing.assert_allclose(scores, errors(given._replace(value=narrow)), rtol=2e-5)
+    np.testing.assert_array_equal(kept, best(scores, given.position, given.budget))
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_of_equal_tokens_the_more_recent_stay(name):
+    given = case(5)
+    live = given.position >= 0
+    alike = given._replace(
+        weights=np.where(live, 1 / live.sum(-1, keepdims=True), 0)[:, :, None].repeat(2, 2).astype(np.float32),
+        value=np.where(live[..., None], np.float32(0.5), np.nan),
+        protected=np.zeros_like(live),
+        budget=np.int32([3, 4]),
+    )
+    kept, _ = run(name, alike)
+    for b, k in np.ndindex(2, 2):
+        newest = np.sort(alike.position[b, k][live[b, k]])[-alike.budget[b] :]
+        assert sorted(kept[b, k][kept[b, k] >= 0]) == sorted(newest)
+
+
+@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("share", [0.5, 0.9999, 1 - 1e-7, 1.0])
+def test_a_token_with_nearly_all_the_weight_keeps_its_own_error(name, share):
+    given = case(6)
+    heavy = np.argmax(given.weights[..., :1, :], axis=-1)
+    weights = given.weights.astype(np.float64)
+    np.put_along_axis(weights, heavy[..., None].repeat(2, 2), 0, axis=-1)
+    weights *= (1 - share) / weights.sum(-1, keepdims=True)
+    np.put_along_axis(weights, heavy[..., None].repeat(2, 2), share, axis=-1)
+    check(name, given._replace(weights=weights.astype(np.float32)), rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_empty_heads_and_budgets_beyond_the_live_free_nothing(name):
+    given = case(7)
+    given.position[0, 1] = -1
+    given.weights[0, 1] = 0
+    kept, _ = run(name, given._replace(budget=np.int32([9, 9])))
+    np.testing.assert_array_equal(kept, given.position)
+
+
+@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("where", ["value", "weights"])
+def test_what_is_not_finite_leaves_first_and_counts_nowhere(name, where):
+    given = case(8)
+    bad = np.argmax(given.weights[..., 0, :], axis=-1)  # the heaviest of each head
+    index = (*np.indices(bad.shape), bad)
+    poisoned = given._replace(value=given.value.copy(), weights=given.weights.copy(), protected=given.protected & False)
+    if where == "value":
+        poisoned.value[(*index, 0)] = np.inf
+    else:
+        poisoned.weights[index[0], index[1], 1, index[2]] = np.nan
+    without = poisoned._replace(position=given.position.copy(), weights=given.weights.copy())
+    without.position[index] = -1
+    kept, scores = run(name, poisoned)
+    assert (scores[index] == -np.inf).all()
+    np.testing.assert_allclose(scores, run("reference", without)[1], rtol=1e-5)
+    live = (given.position >= 0).sum(-1)
+    assert (kept[index] == -1)[live > given.budget[:, None]].all()
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_protected_stay(name):
+    given = case(9)
+    oldest = np.where(given.position >= 0, given.position, 99).argmin(-1)[..., None] == np.arange(9)
+    kept, scores = run(name, given._replace(protected=oldest, budget=np.int32([1, 1])))
+    np.testing.assert_array_equal(kept, np.where(oldest, given.position, -1))
+    assert (scores[oldest] == np.inf).all()
+
+
+def test_it_is_the_score_and_the_choice_of_the_library():
+    given = case(10)
+    kept, scores = run("reference", given)
+    weights, value, position, *_ = map(jnp.asarray, given)
+    by_hand = kvjax.score(weights, value, mask=position >= 0, group="exact")
+    by_hand = jnp.where(given.protected & (given.position >= 0), jnp.inf, by_hand)
+    np.testing.assert_allclose(scores, by_hand, rtol=1e-6)
+    stays = kvjax.keep_mask(by_hand, jnp.asarray(given.position), jnp.asarray(given.budget))
+    np.testing.assert_array_equal(kept >= 0, stays)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_one_layer_of_stacked_values_is_read(name):
+    given = tuple(map(jnp.asarray, case(15)))
+    stack = jnp.stack([given[1] * jnp.nan, given[1], given[1] + 1])
+    of_stack = jax.jit(lambda layer: RUNS[name](given[0], stack, *given[2:], **OPTIONS, layer=layer))
+    kept = of_stack(jnp.int32(1))
+    position, scores = run(name, case(15))
+    np.testing.assert_array_equal(kept.position, position)
+    np.testing.assert_allclose(kept.scores, scores, rtol=1e-6)
+
+
+def test_auto_is_the_reference_on_a_cpu():
+    given = case(11)
+    kept = caote_topk(*map(jnp.asarray, given[:4]), protected=jnp.asarray(given.protected))
+    np.testing.assert_array_equal(kept.position, run("reference", given)[0])
+    assert kept.scores is None
+
+
+def shapes(B: int, K: int, G: int, S: int, D: int, dtype: str) -> tuple[jax.ShapeDtypeStruct, ...]:
+    sizes = (((B, K, G, S), jnp.float32), ((B, K, S, D), dtype), ((B, K, S), jnp.int32), ((B,), jnp.int32))
+    return tuple(jax.ShapeDtypeStruct(*size) for size in (*sizes, ((B, K, S), jnp.bool_)))
+
+
+def evict(weights, value, position, budget, protected):
+    return caote_topk(weights, value, position, budget, protected=protected)
+
+
+TARGETS = [
+    (1, 8, 4, 8320, 128, "bfloat16"),
+    (1, 1, 1, 1, 64, "float32"),
+    (2, 3, 5, 1001, 80, "bfloat16"),
+    (1, 2, 16, 513, 96, "float32"),
+    (1, 3, 7, 40_000, 256, "bfloat16"),
+]
+
+
+@pytest.mark.parametrize("sizes", TARGETS, ids=str)
+@pytest.mark.parametrize(("platform", "kernels"), [("tpu", 1), ("cuda", 3)])
+def test_auto_lowers_to_the_kernels(platform, kernels, sizes):
+    target = {"tpu": "@tpu_custom_call", "cuda": "@__gpu$xla.gpu.triton"}[platform]
+    one_less = platform == "cuda" and sizes[3] > gpu.SELECTED  # there XLA selects
+    assert lowered(platform, evict, *shapes(*sizes)).count(target) == kernels - one_less
+
+
+@pytest.mark.parametrize(("platform", "kernels"), [("tpu", 1), ("cuda", 3)])
+def test_a_stack_of_layers_beyond_32_bits_lowers(platform, kernels):
+    given = list(shapes(8, 8, 4, 8320, 128, "bfloat16"))
+    given[1] = jax.ShapeDtypeStruct((32, *given[1].shape), given[1].dtype)
+    target = {"tpu": "@tpu_custom_call", "cuda": "@__gpu$xla.gpu.triton"}[platform]
+    text = lowered(platform, lambda layer, *arrays: caote_topk(*arrays[:4], layer=layer),
+                   jax.ShapeDtypeStruct((), jnp.int32), *given)  # fmt: skip
+    assert text.count(target) == kernels
+
+
+def test_float16_lowers_for_a_gpu_and_is_the_references_on_a_tpu():
+    given = shapes(1, 2, 2, 40, 64, "float16")
+    assert "triton" in lowered("cuda", evict, *given)
+    assert "tpu_custom_call" not in lowered("tpu", evict, *given)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", [*TARGETS, (1, 2, 2, 300, 128, "float16")], ids=str)
+@pytest.mark.parametrize("fast", [False, True])
+def test_it_runs_on_a_gpu(fast, sizes):
+    needs_gpu()
+    B, K, G, S, D, dtype = sizes
+    given = case(16, B, K, G, S, D)
+    arrays = [jnp.asarray(x) for x in given]
+    arrays[1] = arrays[1].astype(dtype)
+    options = OPTIONS | {"fast": fast}
+    kept = jax.jit(functools.partial(gpu.caote_topk, **options))(*arrays)
+    expected = jax.jit(functools.partial(reference.caote_topk, **options))(*arrays)
+    np.testing.assert_allclose(kept.scores, expected.scores, rtol=1e-4, atol=1e-9)
+    np.testing.assert_array_equal(kept.position, best(np.asarray(kept.scores), given.position, given.budget))
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize("sizes", TARGETS, ids=str)
+@pytest.mark.parametrize("topology", ["v5e:2x2", "v6e:2x2"])
+def test_it_compiles_for_a_tpu(topology, sizes):
+    program = compiled_for_tpu(topology, evict, *shapes(*sizes))
+    assert "tpu_custom_call" in program.as_text()
+    B, K, _, S, D, dtype = sizes
+    values = B * K * S * D * jnp.dtype(dtype).itemsize
+    assert program.memory_analysis().temp_size_in_bytes < 0.25 * values + 2**20  # no second copy of V
+
+
+@pytest.mark.tpu
+def test_chips_of_a_mesh_that_is_not_at_hand_run_the_reference_on_their_own_heads():
+    split = PartitionSpec(None, "heads")
+    specs = (split, split, split, PartitionSpec(), split)
+    program = compiled_for_tpu("v5e:2x2", evict, *shapes(2, 8, 4, 1000, 128, "bfloat16"), specs=specs, chips=4)
+    text = program.as_text()
+    assert "tpu_custom_call" not in text and "all-gather" not in text and "all-reduce" not in text
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("changes", "options", "message"),
+    [
+        ({"value": (2, 2, 8, 5)}, {}, r"weights \(2, 2, 2, 9\), values \(2, 2, 8, 5\) .* do not fit: expected"),
+        ({"weights": (2, 2, 9)}, {}, r"weights \(2, 2, 9\).* do not fit"),
+        ({"position": (2, 9)}, {}, r"positions \(2, 9\) do not fit"),
+        ({"protected": (2, 2, 8)}, {}, r"protected \(2, 2, 8\) does not fit: expected \(2, 2, 9\)"),
+        ({"budget": (3,)}, {}, r"the budget \(3,\) does not fit: expected one number, or one a row \(2\)"),
+        ({"value": (3, 2, 2, 9, 5)}, {}, r"the values stack layers: say which with layer="),
+        ({}, {"layer": 0}, r"layer= was given, but the values have no layers"),
+        ({}, {"norm": 3}, r"norm is 3 .* norms are 1, 2, 'inf'"),
+        ({}, {"group": "sum"}, r"group 'sum'"),
+        ({}, {"implementation": "cuda"}, r"unknown implementation 'cuda'; there are auto, reference, pallas_tpu, pa"),
+        ({}, {"implementation": "pallas_tpu"}, r"'pallas_tpu' runs on a tpu, but this is a cpu; there are auto, refer"),
+    ],
+    ids=str,
+)
+def test_a_call_that_does_not_fit_is_refused(changes, options, message):
+    given = case(12)
+    given = given._replace(**{name: np.zeros(shape, getattr(given, name).dtype) for name, shape in changes.items()})
+    with pytest.raises(ValueError, match=message):
+        caote_topk(*given[:4], protected=given.protected, **options)
+
+
+def test_a_budget_below_one_is_refused():
+    given = case(13)
+    with pytest.raises(ValueError, match="the budget is 0; at least 1 token must stay"):
+        caote_topk(*map(jnp.asarray, given[:3]), 0)
+
+
+@pytest.mark.parametrize("name", ["tpu", "gpu"])
+def test_a_kernel_says_what_it_cannot_do(name):
+    given = tuple(map(jnp.asarray, case(14)))
+    with pytest.raises(NotImplementedError, match=r"norm is 1, but the kernels? .* implementation='reference' can"):
+        RUNS[name](*given, **(OPTIONS | {"norm": 1}))
+    assert caote_topk(*given[:4], norm=1).position.shape == given[2].shape

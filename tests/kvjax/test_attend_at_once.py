@@ -1,0 +1,160 @@
+"""Blocks whose policy ends in CAOTE are scored and evicted from in one operation: the same tokens stay."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from tests.kernels_pallas.targets import compiled_for_tpu, lowered
+
+B, K, G, D, BUDGET, BLOCK = 2, 2, 2, 4, 8, 4
+
+AT_ONCE = [
+    "h2o+caote",
+    "tova+fast_caote+protect(sinks=1,recent=0.25)",
+    "snapkv(window=2)+caote(group='mean')",
+    "h2o+protect(sinks=2)+caote(norm=1)",
+    "key_norm+normalise+caote",
+    "tova+caote+positions(kind='index')",
+]
+IN_TWO = [
+    "h2o",
+    "h2o+caote+pool",
+    "h2o+caote(rounds=2)",
+    "tova(heads='layer')+caote",
+    "snapkv(window=2)+caote@layer",
+]
+
+
+def blocks(seed: int, steps: int = 5) -> list[tuple[jax.Array, ...]]:
+    """Queries, keys, values and positions; the second row sits out the first block and is padded in the second."""
+    rng = np.random.default_rng(seed)
+    position = np.arange(steps * BLOCK).reshape(steps, 1, BLOCK).repeat(B, 1)
+    position[:, 1] -= BLOCK + 1
+    position = np.where(position < 0, -1, position)
+    sizes = ((B, BLOCK, K * G, D), (B, BLOCK, K, D), (B, BLOCK, K, D))
+    return [
+        (*(jnp.asarray(rng.normal(size=size), jnp.float32) for size in sizes), jnp.asarray(position[step], jnp.int32))
+        for step in range(steps)
+    ]
+
+
+def empty(policy: kvjax.Policy, layers: int | None = None) -> kvjax.KVCache:
+    S = BUDGET + BLOCK
+    state: Any = policy.init(B, K, G, S, D)
+    if layers is not None:
+        state = jax.tree.map(lambda x: jnp.zeros((layers, *x.shape), x.dtype), state)
+    return kvjax.KVCache.init(
+        batch=B, kv_heads=K, slots=S, head_dim=D, layers=layers, state=state, positions=policy.positions
+    )
+
+
+FREQUENCY = jnp.array([[1.0, 0.1]])
+
+
+@functools.cache
+def step(name: str, layer: int | None = None):
+    policy = kvjax.parse(name)
+    return jax.jit(
+        lambda cache, *block: kvjax.attend(
+            cache, *block, policy=policy, budget=BUDGET, layer=layer, frequency=FREQUENCY
+        )
+    )
+
+
+@functools.cache
+def step_in_two(name: str):
+    """Observe, score, evict: the long way."""
+    policy = kvjax.parse(name)
+
+    def run(cache, *block):
+        out, cache, seen = kvjax.observe(cache, *block, policy=policy, budget=BUDGET, frequency=FREQUENCY)
+        idle = jnp.where((block[3] >= 0).any(1), BUDGET, cache.num_slots)
+        return out, kvjax.evict(cache, seen.scores, idle, allocation=policy.allocation)
+
+    return jax.jit(run)
+
+
+@pytest.mark.parametrize("name", AT_ONCE)
+def test_the_same_tokens_stay_as_by_scores_and_then_evict(name):
+    policy = kvjax.parse(name)
+    one = two = empty(policy)
+    for block in blocks(0):
+        (out, one), (out_2, two) = step(name)(one, *block), step_in_two(name)(two, *block)
+        np.testing.assert_allclose(out, out_2, rtol=1e-5, atol=1e-6)
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), one, two)
+    assert int(one.num_live.max()) == BUDGET
+
+
+def test_one_layer_of_a_stacked_cache_is_evicted_from():
+    name = "h2o+caote"
+    alone, stacked = empty(kvjax.parse(name)), empty(kvjax.parse(name), layers=2)
+    for block in blocks(1):
+        _, alone = step(name)(alone, *block)
+        _, stacked = step(name, 1)(stacked, *block)
+    np.testing.assert_array_equal(stacked.position[1], alone.position)
+    assert (stacked.position[0] == -1).all()
+
+
+@pytest.mark.parametrize("name", AT_ONCE + IN_TWO)
+def test_a_policy_knows_whether_its_scores_are_eviction_errors(name):
+    policy = kvjax.parse(name)
+    at_once = policy.error is not None and policy.heads != "layer" and policy.allocation.even
+    assert at_once == (name in AT_ONCE)
+    assert (policy.error is None) == (policy.weigh is None)
+
+
+@pytest.mark.parametrize(("platform", "kernels"), [("tpu", 3), ("cuda", 5)])
+@pytest.mark.parametrize("name", ["h2o+caote", "tova+fast_caote"])
+def test_on_an_accelerator_attention_scores_and_eviction_are_kernels(platform, kernels, name):
+    """Attention and its statistics, and the eviction: one kernel on a TPU, three on a GPU."""
+    policy = kvjax.parse(name)
+    text = lowered(
+        platform, lambda *block: kvjax.attend(empty(policy), *block, policy=policy, budget=BUDGET), *blocks(0)[0]
+    )
+    target = {"tpu": "@tpu_custom_call", "cuda": "@__gpu$xla.gpu.triton"}[platform]
+    assert text.count(target) == kernels
+
+
+@pytest.mark.tpu
+def test_layers_are_read_where_they_are_stacked():
+    """The program of a decode step over all layers holds no copy of one layer's keys or values."""
+    policy, slots = kvjax.parse("tova+caote"), (4, 2, 8, 4224, 128)
+    block = (2, 1, 32, 128), (2, 1, 8, 128), (2, 1, 8, 128)
+
+    def decode(key, value, position, next_position, query, *rows):
+        def layer(cache, index):
+            out, cache = kvjax.attend(cache, query, *rows, policy=policy, budget=4096, layer=index, excess=1)
+            return cache, out
+
+        return jax.lax.scan(layer, kvjax.KVCache(key, value, position, next_position, ((), ())), jnp.arange(slots[0]))
+
+    sizes = [
+        *[(slots, jnp.bfloat16)] * 2,
+        (slots[:4], jnp.int32),
+        ((2,), jnp.int32),
+        *[(x, jnp.bfloat16) for x in block],
+    ]
+    given = [jax.ShapeDtypeStruct(*size) for size in sizes]
+    program = compiled_for_tpu("v5e:2x2", decode, *given, donate=range(4))
+    assert program.as_text().count('custom_call_target="tpu_custom_call"') == 2  # attention, eviction
+    one_layer = 2 * 8 * 4224 * 128 * 2
+    assert program.memory_analysis().temp_size_in_bytes < one_layer / 2
+
+
+def test_gradients_pass_through_the_attention_and_not_through_the_choice():
+    policy = kvjax.parse("h2o+caote")
+    block = blocks(2)[1]
+
+    def loss(query):
+        out, _ = kvjax.attend(empty(policy), query, *block[1:], policy=policy, budget=2)
+        return (out**2).sum()
+
+    gradient = jax.jit(jax.grad(loss))(block[0])
+    assert np.isfinite(gradient).all() and (np.asarray(gradient) != 0).any()
