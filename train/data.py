@@ -1,4 +1,4 @@
-"""The retriever's tokenizer and training rows: prose, facts, and very many questions about them.
+"""The retriever's tokenizer and training rows: prose, facts, very many questions about them, and places named twice.
 
 A row is a pure function of (seed, step, row): training that resumes reads what it would have read. Sentences are
 tokenised one word at a time with a memo; the tokenizer never merges across a space, so that gives the same ids as
@@ -8,21 +8,32 @@ tokenising the whole text.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Int
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from evals import prose, tasks
+from evals import coref_task, prose, tasks
 
 BOS, EOS, PAD = "<s>", "</s>", "<pad>"
 _WORD = re.compile(r"\n| ?[^ \n]+")
+_PIECE = re.compile(r"[a-z]{1,6}|Ġ[A-Z][a-z]{0,4}")
+_SENTENCE_END = re.compile(r"(?<=[.?]) ")
 # Kinds of target: of a value stated earlier the first digit, which takes finding the key, and the others, which take
-# following it; ordinary text; the first digit where the question came before the text. 0: nothing to learn, as of a
-# value stated for the first time.
-FIRST, REST, TEXT, BEFORE = 1, 2, 3, 4
-KINDS = (FIRST, REST, TEXT, BEFORE)
+# following it; ordinary text; the first digit where the question came before the text; the name of a place where it is
+# said again. 0: nothing to learn, as of a value or a name stated for the first time.
+FIRST, REST, TEXT, BEFORE, NAME = 1, 2, 3, 4, 5
+KINDS = (FIRST, REST, TEXT, BEFORE, NAME)
+
+# Parts of the names that training invents, so that it cannot learn a list of names by heart.
+_ONSETS = """b bl br c ch cr d dr f fl fr g gl gr h j k kr l m n p pl pr qu r s sc sh sk sl st str t th tr v w wh x y z
+zh""".split()
+_VOWELS = "a a a e e e i i o o u u y ae ai ea ee ei ia ie oa oo ou ui".split()
+_CODAS = "b ck d f g k l ll m mb n nd ng nt p r rd rk rn rt s ss st t th v x z".split()
+_LANDS = """Ford Hollow Vale Gate Ridge Marsh Hill Point Wood Cross Heath Sands Harbor Spring Field Falls Bridge Moor
+Cliff Stone""".split()
 
 
 def train_tokenizer(vocab_size: int = 1536, seed: int = 0) -> Tokenizer:
@@ -59,6 +70,24 @@ def train_tokenizer(vocab_size: int = 1536, seed: int = 0) -> Tokenizer:
     return tokenizer
 
 
+def invented_name(rng: np.random.Generator) -> str:
+    """A name for a place, of random syllables; never one that the co-reference task tests with.
+
+    >>> invented_name(np.random.default_rng(0))
+    'Scickdriexui'
+    """
+    while True:
+        word = "".join(
+            _pick(rng, _ONSETS) * (i > 0 or rng.random() < 0.8)
+            + _pick(rng, _VOWELS)
+            + _pick(rng, _CODAS) * (rng.random() < 0.4)
+            for i in range(int(rng.integers(2, 4)))
+        ).capitalize()
+        name = f"{word} {_pick(rng, _LANDS)}" if rng.random() < 0.2 else word
+        if name not in coref_task.pools("test").names:
+            return name
+
+
 def special_id(tokenizer: Tokenizer, token: str) -> int:
     """The id of BOS, EOS or PAD.
 
@@ -82,6 +111,12 @@ class Level(NamedTuple):
     before: float = 0.2  # share of rows whose questions come before the text
     episodes: bool = True  # those rows hold many short texts, each after its question; else one text as long as the row
     prose: float = 0.05  # share of rows without facts
+    library: float = 0.0  # share of the sentences in those that are the standard library's for certain
+    places: float = 0.0  # share of rows in which places are named, and named again later
+    pieces: float = (
+        0.0  # share of those names that are made of any tokens, so that each token is learned to be repeated
+    )
+    cues: float = 0.0  # share of those names that are said again behind any sentence with a colon
     reach: int = 0  # the greatest position that jumps between sentences may lead to
 
 
@@ -105,6 +140,9 @@ class Writer:
         self.tokenizer = tokenizer
         self.bos = special_id(tokenizer, BOS)
         self._words: dict[str, list[int]] = {}
+        pieces = sorted(piece for piece in tokenizer.get_vocab() if _PIECE.fullmatch(piece))
+        self._starts = [piece[1:] for piece in pieces if piece[0] == "Ġ"]
+        self._pieces = [piece for piece in pieces if piece.islower()]
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text, without BOS; it may begin with a space or a new line."""
@@ -115,6 +153,14 @@ class Writer:
                 known = self._words[word] = self.tokenizer.encode(word, add_special_tokens=False).ids
             ids += known
         return ids
+
+    def pieced_name(self, rng: np.random.Generator) -> str:
+        """A name put together from tokens; never one that the co-reference task tests with."""
+        while True:
+            start = _pick(rng, self._starts if rng.random() < 0.5 else self._pieces).capitalize()
+            name = start + "".join(_pick(rng, self._pieces) for _ in range(int(rng.integers(1, 5))))
+            if name not in coref_task.pools("test").names:
+                return name
 
     def batch(self, level: Level, rows: int, seed: int, step: int) -> Batch:
         """The rows that training reads at this step."""
@@ -132,13 +178,17 @@ class Writer:
         if draw < level.prose:
             row = _Row(self, level, rng, filler=1.0)
             while row.space():
-                row.add_filler()
+                row.add_prose()
         elif draw < level.prose + level.before:
             row = _Row(self, level, rng)
             while level.episodes and row.space():
                 row.add_episode()
             if not level.episodes:
                 row.add_question_then_text()
+        elif draw < level.prose + level.before + level.places:
+            row = _Row(self, level, rng)
+            while row.space():
+                row.add_story()
         elif rng.random() < 0.5:
             row = _Row(self, level, rng)
             row.add_stream()
@@ -195,6 +245,13 @@ class _Row:
     def add_filler(self) -> None:
         self.maybe_jump()
         self.add(tasks.haystack_sentence(self.rng, "train"))
+
+    def add_prose(self) -> None:
+        if self.level.library and self.rng.random() < self.level.library:
+            self.maybe_jump()
+            self.add(_pick(self.rng, prose.library_sentences("train")))
+        else:
+            self.add_filler()
 
     def add_fact(self) -> tasks.Fact:
         self.maybe_jump()
@@ -308,6 +365,49 @@ class _Row:
         for _ in range(int(rng.integers(3))):
             self.add_question()
 
+    def add_story(self) -> None:
+        """A place is named, other things follow, and it is named again: the co-reference task, or a shorter tale."""
+        rng = self.rng
+        story = coref_task.story(rng, "train")
+        if self.level.pieces and rng.random() < self.level.pieces:
+            name = self.writer.pieced_name(rng)
+        else:
+            name = story.name if rng.random() < 0.3 else invented_name(rng)
+        short = self.level.length < 512 or rng.random() < 0.5
+        self.maybe_jump()
+        self.add("The place is:" if short and rng.random() < 0.5 else story.introduction)
+        self.add_name(name, stated=False)
+        for distraction in self._short_distractions(story) if short else story.distractions:
+            self.maybe_jump()
+            self.add(distraction)
+        self.maybe_jump()
+        if self.level.cues and rng.random() < self.level.cues:
+            self.add(f"{tasks.haystack_sentence(rng, 'train')[:-1]}:")
+        else:
+            self.add(f"{story.tie_back}:")
+        self.add_name(name, stated=True)
+        while short and rng.random() < 0.5:
+            self.add("The place is:")
+            self.add_name(name, stated=True)
+        if self.stated and rng.random() < 0.5:
+            self.add_question()
+
+    def _short_distractions(self, story: coref_task.Story) -> Iterator[str]:
+        """A few sentences: of the story's distractions, without a fact, or a fact that may be asked for later."""
+        for _ in range(int(self.rng.integers(5))):
+            match int(self.rng.integers(3)):
+                case 0:
+                    yield _pick(self.rng, _SENTENCE_END.split(_pick(self.rng, story.distractions)))
+                case 1:
+                    yield tasks.haystack_sentence(self.rng, "train")
+                case _:
+                    self.add_fact()
+
+    def add_name(self, name: str, stated: bool) -> None:
+        """Adds the name of a place and a full stop; ``stated`` says whether the place has been named before."""
+        ids = self.writer.encode(f" {name}.")
+        self.extend(ids, [NAME if stated else 0] * (len(ids) - 1) + [TEXT])
+
     def _fact(self) -> tasks.Fact:
         return tasks.random_fact(self.rng, self.stated, two_words=self.level.two_words, alike=self.level.alike)
 
@@ -315,3 +415,7 @@ class _Row:
         introductions = tasks.INTRODUCTIONS
         plain = self.rng.random() < 0.5
         return tasks.statement(fact, "" if plain else introductions[int(self.rng.integers(len(introductions)))])
+
+
+def _pick(rng: np.random.Generator, items: Sequence[str]) -> str:
+    return items[int(rng.integers(len(items)))]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import queue
 import shutil
@@ -30,9 +31,10 @@ from jaxtyping import Array, Float, Int
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
-from evals import prose, tasks
+from evals import coref_task, prose, tasks
 from models.config import Config, Rope
-from models.decoder import Decoder
+from models.decoder import Decoder, parameter_shapes
+from models.load import load
 from models.save import save
 from train import data
 from train.circuit import init_parameters
@@ -50,9 +52,11 @@ class Phase(NamedTuple):
     rows: int
     rate: tuple[float, float]
     level: data.Level
-    weights: tuple[float, float, float, float] = (1.0, 1.0, 0.5, 1.0)
+    weights: tuple[float, float, float, float, float] = (1.0, 1.0, 0.5, 1.0, 1.0)
 
 
+PLACES = data.Level(256, (2, 10), (0.0, 0.7), before=0.2, episodes=False, prose=0.1, places=0.5, reach=2400)
+LONG_PLACES = data.Level(512, (4, 20), (0.1, 0.85), before=0.25, episodes=False, prose=0.1, places=0.45, reach=2400)
 RECIPE = (
     Phase(400, 16, (0.005, 0.005), data.Level(256, (2, 12), (0.0, 0.7), two_words=0.9, before=0.35, reach=2400)),
     Phase(100, 8, (0.005, 0.005), data.Level(512, (4, 20), (0.1, 0.8), before=0.35, reach=2400)),
@@ -67,14 +71,45 @@ RECIPE = (
         8,
         (0.003, 0.002),
         data.Level(512, (4, 20), (0.1, 0.85), before=0.6, episodes=False, reach=2400),
-        (1.0, 4.0, 0.5, 1.0),
+        (1.0, 4.0, 0.5, 1.0, 1.0),
     ),
     Phase(
         120,
         2,
         (0.002, 0.0001),
         data.Level(2048, (8, 32), (0.3, 0.9), before=0.5, episodes=False, reach=2400),
-        (1.0, 4.0, 0.5, 1.0),
+        (1.0, 4.0, 0.5, 1.0, 1.0),
+    ),
+    # Places that are named again: from the weights of step 1,770, with a new optimizer.
+    Phase(30, 8, (0.0003, 0.003), PLACES, (1.0, 2.0, 0.5, 1.0, 2.0)),
+    Phase(370, 8, (0.003, 0.002), PLACES, (1.0, 2.0, 0.5, 1.0, 2.0)),
+    Phase(30, 4, (0.002, 0.0018), LONG_PLACES, (1.0, 2.0, 0.5, 1.0, 2.0)),
+    # Names of syllables left many tokens that had never been repeated.
+    Phase(300, 8, (0.003, 0.002143), PLACES._replace(pieces=0.6), (1.0, 2.0, 0.5, 1.0, 2.0)),
+    # Then it was the first token of the name, behind tie-backs unlike those of training.
+    Phase(
+        350,
+        4,
+        (0.002, 0.001),
+        LONG_PLACES._replace(before=0.2, places=0.55, pieces=0.4, cues=0.5),
+        (1.0, 2.0, 0.5, 1.0, 2.0),
+    ),
+    Phase(
+        60,
+        2,
+        (0.001, 0.0001),
+        LONG_PLACES._replace(
+            length=2048, facts=(8, 32), filler=(0.3, 0.9), before=0.3, places=0.3, pieces=0.4, cues=0.3
+        ),
+        (1.0, 4.0, 0.5, 1.0, 2.0),
+    ),
+    # By then held-out prose had suffered: perplexity 97, after 34 at step 1,770.
+    Phase(
+        250,
+        8,
+        (0.002, 0.0001),
+        LONG_PLACES._replace(before=0.15, prose=0.45, library=0.8, places=0.2, pieces=0.4, cues=0.3),
+        (1.0, 4.0, 1.0, 1.0, 2.0),
     ),
 )
 
@@ -236,12 +271,13 @@ def arrange(batch: data.Batch, devices: int) -> tuple[np.ndarray, ...]:
 
 
 def make_recall(config: Config) -> Callable:
-    """A compiled function: (parameters, samples' tokens, their answers' places) -> whether each digit is the argmax.
+    """A compiled function: (parameters, samples' tokens, their answers' places) -> whether each place's token is the
+    argmax.
 
-    All four digits right is the same as greedy decoding being right: each is read after the right ones before it.
+    A whole answer right is the same as greedy decoding being right: each token is read after the right ones before it.
     """
 
-    def digits_right(parameters: Parameters, tokens: Int[Array, "B T"], places: Int[Array, "B 4"]):
+    def tokens_right(parameters: Parameters, tokens: Int[Array, "B T"], places: Int[Array, "B A"]):
         def one(row):
             tokens, places = row
             model, hidden = hidden_states(config, parameters, tokens[None])
@@ -249,11 +285,11 @@ def make_recall(config: Config) -> Callable:
 
         return jax.lax.map(one, (tokens, places))
 
-    return jax.jit(digits_right)
+    return jax.jit(tokens_right)
 
 
 def recall(
-    digits_right: Callable,
+    tokens_right: Callable,
     parameters: Parameters,
     tokenizer: Tokenizer,
     length: int,
@@ -269,7 +305,23 @@ def recall(
         ids = [*sample.tokens, *sample.answer_tokens]
         tokens[i, : len(ids)] = ids
         places[i] = np.arange(len(sample.tokens), len(ids))
-    return np.asarray(digits_right(parameters, tokens, places))
+    return np.asarray(tokens_right(parameters, tokens, places))
+
+
+def names_right(
+    tokens_right: Callable, parameters: Parameters, tokenizer: Tokenizer, count: int = 64, seed: int = 1_000_000
+) -> list[np.ndarray]:
+    """Which tokens of each final name are right in ``count`` held-out samples of the co-reference task."""
+    samples = [coref_task.sample(seed + i, tokenizer) for i in range(count)]
+    longest = max(len(sample.answer_tokens) for sample in samples)
+    tokens = np.zeros((count, max(len(sample.tokens) for sample in samples) + longest), np.int32)
+    places = np.zeros((count, longest), np.int32)
+    for row, sample in enumerate(samples):
+        ids = [*sample.tokens, *sample.answer_tokens]
+        tokens[row, : len(ids)] = ids
+        places[row] = np.minimum(np.arange(longest) + len(sample.tokens), len(ids) - 1)
+    right = np.asarray(tokens_right(parameters, tokens, places))
+    return [row[: len(sample.answer_tokens)] for row, sample in zip(right, samples, strict=True)]
 
 
 def perplexity(config: Config, parameters: Parameters, tokenizer: Tokenizer, length: int = 512) -> float:
@@ -282,18 +334,33 @@ def perplexity(config: Config, parameters: Parameters, tokenizer: Tokenizer, len
 
 
 def measure(config: Config, parameters: Parameters, tokenizer: Tokenizer, count: int) -> dict[str, Any]:
-    """What the finished model can do with its whole context: recall by placement and length, and perplexity."""
-    digits_right = make_recall(config)
+    """What the finished model can do with its whole context: recall by placement and length, the co-reference task
+    (accuracy: whole names right; coverage: their tokens right, mean over samples), and perplexity.
+    """
+    tokens_right = make_recall(config)
     lengths = (512, 1024, 2048)
     placements: tuple[tasks.Placement, ...] = ("after", "both", "before")
     exact = {
         placement: {
-            length: float(recall(digits_right, parameters, tokenizer, length, placement, count).all(-1).mean())
+            length: float(recall(tokens_right, parameters, tokenizer, length, placement, count).all(-1).mean())
             for length in lengths
         }
         for placement in placements
     }
-    return {"samples": count, "facts": 10, "recall": exact, "perplexity": perplexity(config, parameters, tokenizer)}
+    return {
+        "samples": count,
+        "facts": 10,
+        "recall": exact,
+        **_names_summary(names_right(tokens_right, parameters, tokenizer, count)),
+        "perplexity": perplexity(config, parameters, tokenizer),
+    }
+
+
+def _names_summary(names: Sequence[np.ndarray]) -> dict[str, float]:
+    return {
+        "names_accuracy": float(np.mean([name.all() for name in names])),
+        "names_coverage": float(np.mean([name.mean() for name in names])),
+    }
 
 
 def plan(recipe: Sequence[Phase], start: int) -> Iterator[tuple[int, Phase]]:
@@ -350,32 +417,44 @@ def train(
     *,
     seed: int = 0,
     resume: bool = True,
+    begin: Path | None = None,
     stop_after: int | None = None,
     evaluate_every: int = 100,
     save_every: int = 100,
     progress: bool = True,
 ) -> Parameters:
-    """Runs the recipe, from the newest checkpoint in ``folder`` if there is one and ``resume`` holds.
+    """Runs the recipe, from the newest checkpoint in ``folder`` if there is one and ``resume`` holds; else from the
+    model in ``begin``, or from the start.
 
     Writes checkpoints, ``log.jsonl`` and ``run.json`` (what the checkpoints are of) into ``folder``. Every batch
     follows from the seed and the step, so a run that stops and resumes ends with the parameters of one that does not,
     bit for bit.
 
     Args:
+        begin: a folder with a model that this recipe made, as far as the last step in its log.jsonl; the run goes on
+            behind that step, with an optimizer that begins anew.
         stop_after: ends the run at this step of the recipe, to be resumed later.
         evaluate_every: measures recall every so many steps and at the end; 0: never.
 
     Raises:
-        ValueError: the checkpoints in ``folder`` are of another model or seed.
+        ValueError: the checkpoints in ``folder`` are of another model, seed or beginning, or ``begin`` has a model of
+            another shape or no log that says how far it came.
+        FileNotFoundError: ``begin`` has no model.
     """
-    _check_run(folder, {"config": dataclasses.asdict(config), "seed": seed}, resume)
+    parameters, first = init_parameters(config, jax.random.key(seed)), 0
+    if begin is not None:
+        parameters, first = _read_model(begin, config)
+    _check_run(folder, {"config": dataclasses.asdict(config), "seed": seed, "first": first}, resume)
+    if begin is not None and not (folder / "log.jsonl").exists():
+        shutil.copyfile(begin / "log.jsonl", folder / "log.jsonl")
     devices = jax.devices()
     mesh = jax.make_mesh((len(devices),), ("data",), axis_types=(AxisType.Auto,))
-    optimizer = make_optimizer(rate_schedule(recipe))
-    step_function, digits_right = make_step(config, optimizer, mesh), make_recall(config)
+    rate = rate_schedule(recipe)
+    optimizer = make_optimizer(lambda step: rate(step + first))  # the optimizer counts its own steps
+    step_function, tokens_right = make_step(config, optimizer, mesh), make_recall(config)
     everywhere, groups = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))
 
-    parameters = jax.device_put(init_parameters(config, jax.random.key(seed)), everywhere)
+    parameters = jax.device_put(parameters, everywhere)
     state = jax.device_put(optimizer.init(parameters), everywhere)
     total = sum(phase.steps for phase in recipe)
     last = total if stop_after is None else min(total, stop_after)
@@ -384,7 +463,7 @@ def train(
     with ocp.CheckpointManager(
         (folder / "checkpoints").absolute(), options=ocp.CheckpointManagerOptions(max_to_keep=2)
     ) as checkpoints:
-        start = 0
+        start = first
         if resume and (newest := checkpoints.latest_step()) is not None:
             target = jax.tree.map(ocp.utils.to_shape_dtype_struct, {"parameters": parameters, "state": state})
             restored = checkpoints.restore(newest, args=ocp.args.StandardRestore(target))
@@ -407,7 +486,7 @@ def train(
             if done % 20 == 0 or done == last:
                 speed = round(seen / (time.monotonic() - begun))
                 means = np.mean(jax.device_get(totals), axis=0).tolist()
-                line = dict(zip(("first", "rest", "text", "before"), means, strict=True))
+                line = dict(zip(("first", "rest", "text", "before", "name"), means, strict=True))
                 bar.set_postfix({name: f"{loss:.3f}" for name, loss in line.items()}, tokens_s=speed)
                 line = {"step": done, "length": phase.level.length} | line
                 _log(folder, line | {"tokens_per_second": speed, "time": round(time.time())})
@@ -416,9 +495,11 @@ def train(
                 trained = phase.level.length
                 for length in sorted({256, max(trained, 256), min(2 * trained, 2048)}):
                     facts = 6 if length < 512 else 10
-                    right = recall(digits_right, parameters, tokenizer, length, count=32, facts=facts)
+                    right = recall(tokens_right, parameters, tokenizer, length, count=32, facts=facts)
                     line = {"step": done, "recall_length": length, "recall": float(right.all(-1).mean())}
                     _log(folder, line | {"digits": right.mean(0).round(3).tolist()})
+                if phase.level.places:
+                    _log(folder, {"step": done} | _names_summary(names_right(tokens_right, parameters, tokenizer, 32)))
                 begun = time.monotonic()
             if done % save_every == 0 or done == last:
                 checkpoints.save(done, args=ocp.args.StandardSave({"parameters": parameters, "state": state}))
@@ -435,7 +516,7 @@ def _check_run(folder: Path, run: dict[str, Any], resume: bool) -> None:
             path = folder / name
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
     if record.exists():
-        earlier = json.loads(record.read_text(encoding="utf-8"))
+        earlier = {"first": 0} | json.loads(record.read_text(encoding="utf-8"))
         here = json.loads(json.dumps(run))
         if earlier != here:
             different = [
@@ -444,12 +525,32 @@ def _check_run(folder: Path, run: dict[str, Any], resume: bool) -> None:
                 if earlier["config"].get(n) != v
             ]
             different += [f"seed {earlier['seed']} there, {run['seed']} here"] * (earlier["seed"] != run["seed"])
+            different += [f"begun at step {earlier['first']} there, {run['first']} here"] * (
+                earlier["first"] != run["first"]
+            )
             raise ValueError(
                 f"{folder} holds checkpoints of another run ({'; '.join(different)}): "
                 "choose another --work, or --resume never to begin anew."
             )
     folder.mkdir(parents=True, exist_ok=True)
     record.write_text(json.dumps(run) + "\n", encoding="utf-8")
+
+
+def _read_model(folder: Path, config: Config) -> tuple[Parameters, int]:
+    """A saved model's parameters, and the step of the recipe that its log.jsonl ends with."""
+    model, _ = load(folder)
+    if model.config != config:
+        raise ValueError(f"the model in {folder} has another shape or vocabulary than the recipe's; give one it made.")
+    log = folder / "log.jsonl"
+    lines = log.read_text(encoding="utf-8").splitlines() if log.is_file() else []
+    steps = [step for line in lines if (step := json.loads(line).get("step")) is not None]
+    if not steps:
+        raise ValueError(f"{log} does not say how far the recipe came; give the folder of a model that it made.")
+    parts: dict[str, Any] = {
+        name: functools.reduce(getattr, name.split("."), model) for name in parameter_shapes(config)
+    }
+    parameters = {name: part[...] for name, part in parts.items()}
+    return parameters, steps[-1]
 
 
 def _log(folder: Path, line: dict[str, Any]) -> None:
@@ -463,6 +564,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("models/retriever"), help="folder for the finished model")
     parser.add_argument("--work", type=Path, default=Path("runs/retriever"), help="folder for checkpoints and the log")
     parser.add_argument("--resume", choices=("auto", "never"), default="auto", help="go on from --work's checkpoint")
+    parser.add_argument("--from", type=Path, dest="begin", help="go on from this folder's model, behind its log's end")
+    parser.add_argument("--keep", type=float, default=0.0, help="share of --from's weights in the finished model's")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--devices", type=int, default=2, help="devices to split a CPU into; the cores it has")
     parser.add_argument("--samples", type=int, default=100, help="needles to measure each recall with; 0: don't")
@@ -471,6 +574,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for flag, path in (("--out", options.out), ("--work", options.work)):
         if path.exists() and not path.is_dir():
             parser.error(f"{flag} is {path}, which is a file; expected a folder, or a name for a new one.")
+    if options.begin is not None and not options.begin.is_dir():
+        parser.error(f"--from is {options.begin}, which is no folder; expected one with a model that this recipe made.")
+    if not 0 <= options.keep < 1 or (options.keep and options.begin is None):
+        parser.error(f"--keep is {options.keep}; expected a share from 0 to less than 1, and --from beside it.")
     if options.devices < 1:
         parser.error(f"--devices is {options.devices}; expected at least 1.")
     if options.samples < 0:
@@ -488,10 +595,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             RECIPE,
             seed=options.seed,
             resume=options.resume == "auto",
+            begin=options.begin,
             stop_after=options.stop_after,
         )
-    except ValueError as error:
+    except (ValueError, FileNotFoundError) as error:
         parser.error(str(error))
+    if options.keep:
+        kept, _ = _read_model(options.begin, config)
+        parameters = {
+            name: options.keep * kept[name] + (1 - options.keep) * array for name, array in parameters.items()
+        }
     save(options.out, Decoder(config, jax.device_get(parameters)), tokenizer)
     if options.samples:
         figures = measure(config, parameters, tokenizer, options.samples)

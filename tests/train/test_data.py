@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from evals import prose
+from evals import coref_task, prose
 from train import data
 
 LEVEL = data.Level(200, facts=(2, 8), filler=(0.0, 0.6), two_words=0.8)
@@ -65,6 +65,55 @@ def test_jumps_keep_sentences_together(writer):
         assert set(after.tolist()) <= ends
         jumped += (steps > 1).any()
     assert jumped > 10
+
+
+def test_every_name_to_learn_was_stated_before(writer):
+    """What has to be learned of a name is all of it, and only where the row has stated it before."""
+    tokenizer, tested = writer.tokenizer, set(coref_task.pools("test").names)
+    for length in (200, 700):
+        level = LEVEL._replace(length=length, places=1.0, before=0.0, prose=0.0)
+        named = 0
+        for seed in range(20):
+            ids, _, kinds = writer.row(level, np.random.default_rng(seed))
+            assert len(ids) == len(kinds) == length + 1
+            learned = np.array(kinds) == data.NAME
+            starts = np.flatnonzero(learned & ~np.roll(learned, 1))
+            for at in starts:
+                end = at + next((i for i, kind in enumerate(kinds[at:]) if kind != data.NAME), len(ids) - at)
+                name = tokenizer.decode(ids[at:end])
+                assert name in tokenizer.decode(ids[:at]) and name.strip() not in tested
+                assert tokenizer.decode(ids[:at])[-1] == ":"
+                named += 1
+        assert named > 10
+
+
+def test_places_leave_the_other_rows_as_they_were(writer):
+    level = LEVEL._replace(before=1.0, prose=0.0)
+    rows = [writer.row(lvl, np.random.default_rng(3)) for lvl in (level, level._replace(places=0.3))]
+    assert rows[0] == rows[1]
+
+
+@pytest.mark.parametrize("kind", ["invented", "pieced"])
+def test_new_names_are_many(writer, kind):
+    rng = np.random.default_rng(1)
+    names = {data.invented_name(rng) if kind == "invented" else writer.pieced_name(rng) for _ in range(200)}
+    assert len(names) > 190
+    assert all(name[0].isupper() for name in names) and names.isdisjoint(coref_task.pools("test").names)
+
+
+def test_names_of_pieces_reach_every_token_of_the_tested_names(writer):
+    rng = np.random.default_rng(0)
+    reached = {token for _ in range(4000) for token in writer.encode(f" {writer.pieced_name(rng)}")}
+    tested = {token for name in coref_task.pools("test").names for token in writer.encode(f" {name}")}
+    assert tested <= reached
+
+
+def test_library_rows_are_the_training_sentences(writer):
+    level = LEVEL._replace(prose=1.0, library=1.0)
+    text = writer.tokenizer.decode(writer.row(level, np.random.default_rng(0))[0])
+    sentences = prose.library_sentences("train")
+    found = [sentence for sentence in sentences if sentence in text]
+    assert len(" ".join(found)) > 0.8 * len(text)
 
 
 def test_batches_follow_from_seed_and_step(writer):

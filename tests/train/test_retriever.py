@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from evals import coref_task
 from models.config import from_hugging_face
 from models.decoder import Decoder
 from models.save import save
@@ -58,6 +59,33 @@ def test_checkpoints_of_another_run_are_refused(tokenizer, config, tmp_path):
         run(dataclasses.replace(config, intermediate_size=64), 0)
 
 
+def test_goes_on_from_a_model_behind_the_last_step_of_its_log(tokenizer, config, tmp_path):
+    options = dict(progress=False, evaluate_every=0)
+    half = retriever.train(tmp_path / "first", config, tokenizer, TINY, stop_after=2, **options)
+    model = tmp_path / "model"
+    save(model, Decoder(config, jax.device_get(half)), tokenizer)
+    (model / "log.jsonl").write_text((tmp_path / "first" / "log.jsonl").read_text())
+    whole, again = (retriever.train(tmp_path / "later", config, tokenizer, TINY, begin=model, **options) for _ in "ab")
+    for name in half:
+        assert np.array_equal(whole[name], again[name]), name
+        assert not np.array_equal(whole[name], half[name]), name
+    lines = [json.loads(line) for line in (tmp_path / "later" / "log.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["length"]) for line in lines] == [(2, 64), (4, 96)]
+    with pytest.raises(ValueError, match="begun at step 2 there, 0 here"):
+        retriever.train(tmp_path / "later", config, tokenizer, TINY, **options)
+
+
+def test_a_model_that_the_recipe_did_not_make_is_refused(tokenizer, config, tmp_path):
+    save(tmp_path, Decoder(config, init_parameters(config, jax.random.key(0))), tokenizer)
+    options = dict(progress=False, evaluate_every=0, begin=tmp_path)
+    with pytest.raises(ValueError, match="does not say how far the recipe came"):
+        retriever.train(tmp_path / "run", config, tokenizer, TINY, **options)
+    other = dataclasses.replace(config, intermediate_size=64)
+    with pytest.raises(ValueError, match="another shape or vocabulary"):
+        retriever.train(tmp_path / "run", other, tokenizer, TINY, **options)
+    assert not (tmp_path / "run").exists()
+
+
 def test_its_attention_is_the_decoders(tokenizer, config):
     parameters = init_parameters(config, jax.random.key(1))
     parameters["layers.output"] = 0.1 * jax.random.normal(jax.random.key(2), parameters["layers.output"].shape)
@@ -74,7 +102,7 @@ def test_groups_of_rows_make_the_same_loss(config, tokenizer):
     batch = data.Writer(tokenizer).batch(LEVEL, 8, seed=0, step=0)
     tokens, positions, targets, shares = retriever.arrange(batch, devices=1)
     assert tokens.shape == positions.shape == (2, 4, 64)
-    assert shares.sum((0, 1, 2)) == pytest.approx([1, 1, 1, 1], abs=1e-4)
+    assert shares.sum((0, 1, 2)) == pytest.approx([1, 1, 1, 1, 0], abs=1e-4)
     assert np.array_equal(tokens.reshape(8, 64), batch.tokens) and np.array_equal(targets.reshape(8, 64), batch.targets)
 
 
@@ -94,6 +122,22 @@ def test_recall_reads_the_answers_places(config, tokenizer):
     parameters = init_parameters(config, jax.random.key(0))
     right = retriever.recall(retriever.make_recall(config), parameters, tokenizer, 128, count=4, facts=2)
     assert right.shape == (4, 4)
+
+
+def test_names_right_reads_the_names_places(tokenizer):
+    samples = [coref_task.sample(5 + i, tokenizer) for i in range(3)]
+
+    def tokens_right(parameters, tokens, places):
+        for row, sample in enumerate(samples):
+            size = len(sample.answer_tokens)
+            assert tokens[row, places[row, :size]].tolist() == sample.answer_tokens
+            assert tokens[row, : places[row, 0]].tolist() == sample.tokens
+        return places % 2 == 0
+
+    right = retriever.names_right(tokens_right, {}, tokenizer, count=3, seed=5)
+    for row, sample in zip(right, samples, strict=True):
+        places = np.arange(len(sample.answer_tokens)) + len(sample.tokens)
+        np.testing.assert_array_equal(row, places % 2 == 0)
 
 
 def test_the_circuit_looks_up_before_any_training(tokenizer):
@@ -131,6 +175,8 @@ def test_saved_layout_is_hugging_faces(config, tokenizer, tmp_path):
         (["--resume", "perhaps"], "invalid choice: 'perhaps'"),
         (["--work", "{file}"], "is a file"),
         (["--out", "{file}"], "is a file"),
+        (["--keep", "0.3"], "--keep is 0.3; expected a share from 0 to less than 1, and --from"),
+        (["--from", "no/such/folder"], "--from is no/such/folder, which is no folder"),
     ],
 )
 def test_bad_input_is_one_sentence_and_code_2(arguments, message, tmp_path, capsys):

@@ -1,0 +1,175 @@
+"""Text for training: rows are the documents' ids, a position restores them exactly, and bad files end in a sentence."""
+
+from __future__ import annotations
+
+import gzip
+import importlib
+import itertools
+import json
+import sys
+
+import numpy as np
+import pytest
+
+import models
+from evals import prose
+from train.text import PIECE_BYTES, open_corpus, python_documents
+
+TEXTS = [f"The {noun} number {i} was counted by the baker. " * (1 + i % 5) for i, noun in enumerate(prose.NOUNS[:60])]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return models.load("retriever")[1]
+
+
+def write_lines(path, texts, field="text"):
+    body = "".join(json.dumps({field: text}) + "\n" for text in texts).encode()
+    if path.suffix == ".gz":
+        body = gzip.compress(body)
+    if path.suffix == ".zst":
+        body = importlib.import_module("zstandard").compress(body)
+    path.write_bytes(body)
+    return str(path)
+
+
+def ids_of(tokenizer, texts):
+    """What rows hold, told apart from how they are read."""
+    return [i for text in texts for i in [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos]]
+
+
+def read(corpus, count, position=None):
+    return list(itertools.islice(corpus.rows(position), count))
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz"])
+def test_rows_are_the_documents_joined_by_the_end_token(tokenizer, tmp_path, suffix):
+    corpus = open_corpus([write_lines(tmp_path / f"a{suffix}", TEXTS)], tokenizer, 32, eval_rows=2)
+    rows = np.stack([row for row, _ in read(corpus, 20)])
+    assert (rows[:, 0] == tokenizer.bos).all() and (corpus.held_out[:, 0] == tokenizer.bos).all()
+    everything = ids_of(tokenizer, TEXTS)
+    assert corpus.held_out[:, 1:].ravel().tolist() == everything[: 2 * 31]
+    held_out = next(n for n in range(1, 60) if len(ids_of(tokenizer, TEXTS[:n])) >= 2 * 31)  # whole documents
+    assert rows[:, 1:].ravel().tolist() == ids_of(tokenizer, TEXTS[held_out:])[: 20 * 31]
+
+
+@pytest.mark.parametrize("names", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "b.txt", ".", "python,retriever"])
+def test_a_position_restores_the_rows(tokenizer, tmp_path, monkeypatch, names):
+    monkeypatch.chdir(tmp_path)
+    for suffix in (".jsonl", ".jsonl.gz", ".jsonl.zst"):
+        write_lines(tmp_path / f"a{suffix}", TEXTS)
+    (tmp_path / "b.txt").write_text(
+        "Ein Märchen über Käse. " * (PIECE_BYTES // 6)
+    )  # pieces, cut between letters' bytes
+    corpus = open_corpus([names], tokenizer, 64, eval_rows=2)
+    rows = read(corpus, 120)
+    for index in (0, 1, 58, 83, 110):
+        again = read(corpus, 5, json.loads(json.dumps(rows[index][1])))
+        for (row, position), (same_row, same_position) in zip(rows[index + 1 : index + 6], again, strict=False):
+            assert np.array_equal(row, same_row) and position == same_position
+
+
+def test_a_second_epoch_reads_the_same_files_and_shuffles_memory(tokenizer, tmp_path):
+    corpus = open_corpus([write_lines(tmp_path / "a.jsonl", TEXTS[:12])], tokenizer, 32, eval_rows=1)
+    rows = read(corpus, 60)
+    assert rows[-1][1]["epoch"] > 1
+    held_out = next(n for n in range(1, 12) if len(ids_of(tokenizer, TEXTS[:n])) >= 31)
+    texts = ids_of(tokenizer, TEXTS[held_out:12])
+    stream = np.concatenate([row[1:] for row, _ in rows]).tolist()
+    assert stream[len(texts) : 2 * len(texts)] == stream[: len(texts)] == texts
+    seeds = [read(open_corpus(["python"], tokenizer, 32, seed=seed), 1)[0][0].tolist() for seed in (0, 0, 1)]
+    assert seeds[0] == seeds[1] != seeds[2]
+
+
+def test_python_text_lacks_the_held_out_sentences(tokenizer):
+    text = " ".join(" ".join(document.split()) for document in python_documents())
+    assert not [sentence for sentence in prose.library_sentences("test") if sentence in text]
+    assert prose.library_sentences("train")[0] in text
+    corpus = open_corpus(["python"], tokenizer, 64, eval_rows=1)
+    assert tokenizer.decode(corpus.held_out[0].tolist()).startswith(prose.library_sentences("test")[0][:40])
+
+
+def test_text_to_hold_out_may_be_named(tokenizer, tmp_path):
+    data, held = (
+        write_lines(tmp_path / f"{name}.jsonl", part) for name, part in (("a", TEXTS[:30]), ("b", TEXTS[30:]))
+    )
+    corpus = open_corpus([data], tokenizer, 32, eval_names=[held], eval_rows=2)
+    assert read(corpus, 1)[0][0][1:].tolist() == ids_of(tokenizer, TEXTS)[:31]
+    assert corpus.held_out[:, 1:].ravel().tolist() == ids_of(tokenizer, TEXTS[30:])[: 2 * 31]
+
+
+def test_bad_lines_are_named_or_skipped_and_counted(tokenizer, tmp_path):
+    good = [json.dumps({"text": text}).encode() for text in TEXTS]
+    bad = [b"{broken", b'{"body": "no text"}', b'{"text": "\xff"}', b"[1]", b'{"text": "  "}']
+    for line, what in zip(bad, ("not JSON", "no text in 'text'", "not UTF-8", "no text", "is empty"), strict=True):
+        (tmp_path / "a.jsonl").write_bytes(b"\n".join([*good[:30], line, *good[30:]]))
+        with pytest.raises(ValueError, match=rf"a\.jsonl, line 31: .*{what}"):
+            read(open_corpus([str(tmp_path / "a.jsonl")], tokenizer, 32, eval_rows=1), 100)
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join([*good[:30], *bad, b"", *good[30:], *bad]))
+    corpus = open_corpus([str(tmp_path / "a.jsonl")], tokenizer, 32, eval_rows=1, skip_bad_lines=True)
+    rows = read(corpus, 400)
+    assert rows[-1][1]["epoch"] > 0 and rows[-1][1]["place"]["skipped"] == 10
+    clean = open_corpus([write_lines(tmp_path / "b.jsonl", TEXTS)], tokenizer, 32, eval_rows=1)
+    assert all(np.array_equal(a, b) for (a, _), (b, _) in zip(rows, read(clean, 400), strict=True))
+
+
+def test_another_field_may_hold_the_text(tokenizer, tmp_path):
+    corpus = open_corpus([write_lines(tmp_path / "a.jsonl", TEXTS, "body")], tokenizer, 32, field="body", eval_rows=1)
+    assert corpus.held_out[0, 1:].tolist() == ids_of(tokenizer, TEXTS)[:31]
+
+
+def test_files_that_cannot_be_read_end_in_a_sentence(tokenizer, tmp_path, monkeypatch):
+    def complaint(error, match, *names):
+        with pytest.raises(error, match=match):
+            read(open_corpus([str(tmp_path / name) for name in names], tokenizer, 32, eval_rows=1), 600)
+
+    complaint(FileNotFoundError, "there is no data file .*nowhere.txt", "nowhere.txt")
+    (tmp_path / "empty.txt").touch()
+    complaint(ValueError, "empty.txt is empty", "empty.txt")
+    (tmp_path / "blank.txt").write_text(" \n" * 10)
+    complaint(ValueError, "blank.txt holds no text", "blank.txt")
+    (tmp_path / "latin.txt").write_bytes("Käse ".encode("latin-1") * 100)
+    complaint(ValueError, "latin.txt is not UTF-8 text .byte 1.", "latin.txt")
+    (tmp_path / "book.pdf").write_bytes(b"%PDF")
+    complaint(ValueError, "book.pdf is of an unknown kind", "book.pdf")
+    (tmp_path / "folder").mkdir()
+    complaint(FileNotFoundError, "folder .*folder holds no", "folder")
+    whole = (tmp_path / "a.jsonl.gz", tmp_path / "a.jsonl.zst")
+    for path in whole:
+        write_lines(path, np.random.default_rng(0).permuted(TEXTS * 2).tolist())
+    whole[0].write_bytes(whole[0].read_bytes()[:-300])
+    complaint(ValueError, "a.jsonl.gz is cut short or damaged", "a.jsonl.gz")
+    whole[1].write_bytes(b"\0\0" + whole[1].read_bytes())
+    complaint(ValueError, "a.jsonl.zst is cut short or damaged", "a.jsonl.zst")
+    write_lines(tmp_path / "short.jsonl", TEXTS[:1])
+    complaint(ValueError, "less than one held-out row of 32", "short.jsonl")
+    write_lines(tmp_path / "little.jsonl", [" ".join(TEXTS[:4])])
+    complaint(ValueError, "holds no text behind what is held out", "little.jsonl")
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    with pytest.raises(ImportError, match="pip install zstandard"):
+        open_corpus([str(whole[1])], tokenizer, 32)
+
+
+def test_a_data_set_needs_the_library(tokenizer, monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(FileNotFoundError, match="datasets must be installed"):
+        open_corpus(["allenai/c4:realnewslike"], tokenizer, 32)
+
+
+def test_a_data_set_streams_and_resumes(tokenizer, monkeypatch):
+    class Entries(list):
+        def skip(self, count):
+            return self[count:]
+
+    class Datasets:
+        @staticmethod
+        def load_dataset(path, config, split, streaming):
+            assert (path, config, split, streaming) == ("owner/name", "small", "train", True)
+            return Entries({"text": text} for text in TEXTS)
+
+    monkeypatch.setitem(sys.modules, "datasets", Datasets)
+    corpus = open_corpus(["owner/name:small"], tokenizer, 32, eval_rows=1)
+    rows = read(corpus, 30)
+    held_out = next(n for n in range(1, 60) if len(ids_of(tokenizer, TEXTS[:n])) >= 31)
+    assert rows[0][0][1:].tolist() == ids_of(tokenizer, TEXTS[held_out:])[:31]
+    assert np.array_equal(read(corpus, 1, rows[8][1])[0][0], rows[9][0])

@@ -1,0 +1,846 @@
+"""Trains TokenButler's predictor for a frozen model: `python -m train.butler`.
+
+A step runs the model once. Layer 0's output goes to the predictor, and as the other layers run, each one's queries and
+keys meet the predicted ones in the loss (kernels_pallas.mse_logits), which makes its gradient at once: nothing of the
+model is kept for a backward pass. What a step reads follows from the data's position, and what it drops from its
+number, so a run that was killed ends with the parameters of one that was not, bit for bit.
+
+The folder --out holds butler.safetensors and butler.json (the last checkpoint's predictor), checkpoints/, run.json
+(what they are checkpoints of), log.jsonl, TensorBoard's events, and summary.json at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import json
+import math
+import os
+import shutil
+import sys
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+from flax import nnx
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Int
+from tensorboardX import SummaryWriter
+from tqdm import tqdm
+
+import models
+from evals import selections
+from kernels_pallas import mse_logits
+from models import commands
+from models.butler import (
+    CONFIG_FILE,
+    SOURCES,
+    WEIGHTS_FILE,
+    Butler,
+    ButlerConfig,
+    attention_in_chunks,
+    butler_input,
+    fingerprint,
+    num_parameters,
+    parameter_shapes,
+    save_butler,
+)
+from models.config import Config
+from models.decoder import Decoder
+from models.decoder import parameter_shapes as model_shapes
+from train.retriever import prefetch
+from train.text import Corpus, open_corpus
+
+Parameters = dict[str, Array]
+
+BASELINES = ("oracle", "quest", "first_layer", "previous_layer", "random", "streaming")
+TOKENS_AT_ONCE = 4096  # of held-out text
+
+
+class Settings(NamedTuple):
+    """What a run does. The defaults are the published ones (AdamW, one row a step; NOTES of the paper's code).
+
+    ``tokens`` of text in all, in steps of ``batch`` rows of ``seq_len``; the learning rate rises over the share
+    ``warmup`` of the steps and falls to 0 on a cosine. ``causal``: the loss takes the pairs that a query sees, not all.
+    """
+
+    tokens: int = 80_000_000
+    seq_len: int = 2048
+    batch: int = 1
+    lr: float = 1e-3
+    warmup: float = 0.1
+    clip: float = 20.0
+    weight_decay: float = 0.01
+    causal: bool = False
+    seed: int = 0
+
+    @property
+    def steps(self) -> int:
+        return math.ceil(self.tokens / (self.batch * self.seq_len))
+
+
+EMBEDDED = Settings(tokens=3_000_000, seq_len=512, batch=8, lr=4e-3, causal=True)
+
+
+class State(NamedTuple):
+    parameters: Parameters
+    optimizer: Any
+    key: Array  # of dropout, before a step's number is folded in
+
+
+class Progress(NamedTuple):
+    """Where a run stands: steps done, the data's position behind them, and the seconds that they took."""
+
+    step: int
+    position: dict[str, Any] | None
+    seconds: float
+
+
+def settings_of(model: Config, *, embedded: bool = False, **changes: Any) -> Settings:
+    """The settings for a model: the published ones, or those of the model that ships.
+
+    Raises:
+        ValueError: settings that cannot be.
+
+    Example:
+        >>> import models
+        >>> from train.butler import settings_of
+        >>> llama = models.Config(128256, 4096, 14336, num_layers=32, num_heads=32, num_kv_heads=8, max_positions=8192)
+        >>> settings_of(llama, tokens=10**6).seq_len, settings_of(llama, tokens=10**6).steps
+        (1024, 977)
+    """
+    base = EMBEDDED if embedded else Settings(seq_len=1024 if model.hidden_size >= 4096 else 2048)
+    settings = base._replace(**{name: value for name, value in changes.items() if value is not None})
+    if not 2 <= settings.seq_len <= model.max_positions:
+        raise ValueError(
+            f"--seq-len is {settings.seq_len}; the model takes sequences of 2 to {model.max_positions} tokens."
+        )
+    if settings.batch < 1:
+        raise ValueError(f"--batch is {settings.batch}; a step has at least 1 row.")
+    if settings.tokens < settings.batch * settings.seq_len:
+        raise ValueError(
+            f"--tokens is {settings.tokens:,}; one step of {settings.batch} x {settings.seq_len} takes "
+            f"{settings.batch * settings.seq_len:,}."
+        )
+    for flag, value in (("--lr", settings.lr), ("--clip", settings.clip)):
+        if not 0 < value < math.inf:
+            raise ValueError(f"{flag} is {value}; give a number above 0.")
+    if not 0 <= settings.warmup < 1:
+        raise ValueError(f"--warmup is {settings.warmup}; give a share of the steps in [0, 1).")
+    if settings.weight_decay < 0:
+        raise ValueError(f"--weight-decay is {settings.weight_decay}; give a number from 0.")
+    return settings
+
+
+def butler_config_of(model: Config, *, embedded: bool = False, **changes: Any) -> ButlerConfig:
+    """The predictor's shape for a model; that of the one that ships is larger than a share of 1%.
+
+    Example:
+        >>> import models
+        >>> from train.butler import butler_config_of
+        >>> config = models.Config(64, 32, 96, num_layers=3, num_heads=4, num_kv_heads=2)
+        >>> butler_config_of(config, hidden=24).hidden
+        24
+    """
+    base = ButlerConfig.of(model)
+    if embedded:
+        base = dataclasses.replace(base, hidden=256, dim=32)
+    changes = {name: value for name, value in changes.items() if value is not None}
+    if {"hidden", "dim"} & changes.keys():
+        base = dataclasses.replace(base, published_layout=False)
+    return dataclasses.replace(base, **changes)
+
+
+def make_optimizer(settings: Settings) -> optax.GradientTransformation:
+    """AdamW behind clipping by the global norm."""
+    return optax.chain(
+        optax.clip_by_global_norm(settings.clip),
+        optax.adamw(rate_schedule(settings), weight_decay=settings.weight_decay),
+    )
+
+
+def rate_schedule(settings: Settings) -> optax.Schedule:
+    """The learning rate at each step.
+
+    Example:
+        >>> from train.butler import Settings, rate_schedule
+        >>> rate = rate_schedule(Settings(tokens=100 * 2048, lr=1.0))
+        >>> [round(float(rate(step)), 3) for step in (0, 5, 10, 55, 100)]
+        [0.0, 0.5, 1.0, 0.5, 0.0]
+    """
+    warmup = round(settings.warmup * settings.steps)
+    return optax.warmup_cosine_decay_schedule(0.0, settings.lr, warmup, max(settings.steps, warmup + 1))
+
+
+def loss_of(
+    model: Decoder, butler: Butler, tokens: Int[Array, "B T"], *, causal: bool = False, dropout_key: Array | None = None
+) -> Float[Array, ""]:
+    """The loss as published (TokenButler, section 3.2): the layers' mean squared errors of the logits, their mean.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from flax import nnx
+        >>> import models
+        >>> from train.butler import loss_of
+        >>> config = models.Config(64, 32, 96, num_layers=3, num_heads=4, num_kv_heads=2)
+        >>> model = models.Decoder(config, rngs=nnx.Rngs(0))
+        >>> butler = models.Butler(models.ButlerConfig.of(config), rngs=nnx.Rngs(0))
+        >>> bool(loss_of(model, butler, jnp.arange(8)[None]) > 0)
+        True
+    """
+    config, T = butler.config, tokens.shape[1]
+    position = jnp.broadcast_to(jnp.arange(T), tokens.shape)
+    predict = functools.partial(butler, dropout_key=dropout_key)
+
+    def attend(predicted, layer, sliding_window, query, key, value):
+        out = attention_in_chunks(query, key.swapaxes(1, 2), value.swapaxes(1, 2), position, sliding_window)
+        own = jax.tree.map(lambda x: x[jnp.maximum(layer - 1, 0)], predicted)
+        return out, predicted, mse_logits(query, key, own.query, own.key, causal=causal)
+
+    if config.source == "attention_input":
+        predicted, after_first = predict(butler_input(model, tokens, source=config.source)), None
+    else:
+        x = jax.ShapeDtypeStruct((*tokens.shape, config.hidden_size), model.embedding[...].dtype)
+        predicted = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(predict, x))  # for layer 0
+
+        def after_first(x, carry):
+            return predict(x)
+
+    lengths = jnp.full(tokens.shape[:1], T)
+    _, _, losses = model.run(tokens, position, lengths, attend, predicted, after_first=after_first)
+    return jnp.mean(losses[1:])
+
+
+def make_step(config: ButlerConfig, settings: Settings, mesh: Mesh) -> Callable:
+    """A compiled step: (model, state, tokens [B, T], step) -> state, loss, the gradient's norm before clipping."""
+    optimizer = make_optimizer(settings)
+
+    def step(model, state, tokens, number):
+        dropout_key = jax.random.fold_in(state.key, number) if config.dropout else None
+
+        def objective(parameters):
+            butler = Butler(config, parameters)
+            return loss_of(model, butler, tokens, causal=settings.causal, dropout_key=dropout_key)
+
+        loss, gradients = jax.value_and_grad(objective)(state.parameters)
+        updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.parameters)
+        parameters = optax.apply_updates(state.parameters, updates)
+        return State(parameters, optimizer_state, state.key), loss, optax.tree.norm(gradients)
+
+    # Nothing is donated: an asynchronous save may still be reading the last state.
+    return jax.jit(step, out_shardings=NamedSharding(mesh, PartitionSpec()))
+
+
+def init_state(config: ButlerConfig, settings: Settings, mesh: Mesh) -> State:
+    """Random parameters and an optimiser that has seen nothing, on every device."""
+
+    def make():
+        butler = Butler(config, rngs=nnx.Rngs(settings.seed))
+        parameters = {name: getattr(butler, name)[...] for name in parameter_shapes(config)}
+        key = jax.random.key_data(jax.random.key(settings.seed + 1))
+        return parameters, make_optimizer(settings).init(parameters), key
+
+    parameters, optimizer, key = jax.jit(make, out_shardings=NamedSharding(mesh, PartitionSpec()))()
+    return State(parameters, optimizer, key)
+
+
+# Held-out text.
+
+
+def measure(
+    model: Decoder, butler: Butler, rows: Int[np.ndarray, "R T"], source: str, budget: float
+) -> dict[str, Float[np.ndarray, "layers"]]:
+    """How well a source foresees what is read: means over rows and heads, of each layer from 1 on.
+
+    Each query chooses the share ``budget`` of the tokens that it sees, without sinks, and so does the oracle
+    (evals.selections.hits). ``hit_rate`` is the share of the oracle's tokens that the source chose too, a mean over
+    all queries; ``token_accuracy`` that of the rows' last queries, the paper's figure; ``mass`` the true attention
+    that the chosen tokens hold.
+
+    Example:
+        >>> import numpy as np
+        >>> from flax import nnx
+        >>> import models
+        >>> from train.butler import measure
+        >>> config = models.Config(64, 32, 96, num_layers=3, num_heads=4, num_kv_heads=2)
+        >>> model = models.Decoder(config, rngs=nnx.Rngs(0))
+        >>> butler = models.Butler(models.ButlerConfig.of(config), rngs=nnx.Rngs(0))
+        >>> measure(model, butler, np.arange(8)[None], "oracle", 0.5)["hit_rate"].tolist()
+        [1.0, 1.0]
+    """
+    made = []
+    together = max(1, TOKENS_AT_ONCE // rows.shape[1])
+    for start in range(0, len(rows), together):
+        found = selections.hits(model, rows[start : start + together], source, 1 - budget, butler=butler)
+        made.append([np.asarray(x)[1:] for x in _everywhere(found, model)])
+    share, mass = (np.concatenate(parts, axis=1) for parts in zip(*made, strict=True))  # [L - 1, R, T]
+    return {"hit_rate": share.mean((1, 2)), "token_accuracy": share[..., -1].mean(1), "mass": mass.mean((1, 2))}
+
+
+def _everywhere(arrays: Any, model: Decoder) -> Any:
+    """Arrays as every process can read them."""
+    sharding = model.embedding[...].sharding
+    if jax.process_count() == 1 or not isinstance(sharding, NamedSharding):
+        return arrays
+    return jax.jit(lambda x: x, out_shardings=NamedSharding(sharding.mesh, PartitionSpec()))(arrays)
+
+
+def spread(rows: np.ndarray, mesh: Mesh) -> Array:
+    """Rows over the mesh's data axis. Each process has read all rows and hands over those of its own devices."""
+    sharding = NamedSharding(mesh, PartitionSpec("data"))
+    return jax.make_array_from_callback(rows.shape, sharding, lambda index: rows[index])
+
+
+# Checkpoints.
+
+
+class Checkpoints:
+    """Orbax's manager with what a killed run needs: a digest in each checkpoint, and the newest one that is whole."""
+
+    def __init__(self, folder: Path, keep: int, say: Callable[[str], None]):
+        self.folder, self.say = (folder / "checkpoints").absolute(), say
+        unfinished = self.folder.glob("*orbax-checkpoint-tmp*")
+        self.cut_short = sorted({path.name.partition(".")[0] for path in unfinished})
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True)
+        self.manager = ocp.CheckpointManager(self.folder, options=options)
+
+    def restore(self, state: State, start: Progress) -> tuple[State, Progress]:
+        """The newest checkpoint that is whole, or what was given; damaged ones are moved aside, never deleted."""
+        for number in self.cut_short:
+            self.say(f"the checkpoint of step {number} was cut short while it was written, and is left out")
+        target = jax.tree.map(ocp.utils.to_shape_dtype_struct, state._asdict())
+        for step in sorted(self.manager.all_steps(), reverse=True):
+            try:
+                items = dict(state=ocp.args.StandardRestore(target), progress=ocp.args.JsonRestore())
+                restored = self.manager.restore(step, args=ocp.args.Composite(**items))
+                found, progress = State(**restored["state"]), restored["progress"]
+                if progress.pop("digest") != digest(found):
+                    raise ValueError("its digest is another")
+                self.say(f"going on from the checkpoint of step {step}")
+                return found, Progress(**progress)
+            except Exception as error:  # Orbax, TensorStore and the disk have no common base
+                reason = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
+                aside = self.folder.parent / "damaged" / f"{step}-{time.time_ns()}"
+                self.say(f"the checkpoint of step {step} is damaged ({reason}); moved to {aside}")
+                if jax.process_index() == 0:
+                    aside.parent.mkdir(exist_ok=True)
+                    os.replace(self.folder / str(step), aside)
+                if jax.process_count() > 1:
+                    multihost_utils.sync_global_devices("moved aside")
+                self.manager.reload()
+        if self.cut_short or (self.folder.parent / "damaged").exists():
+            self.say("no checkpoint is whole; beginning anew")
+        return state, start
+
+    def save(self, state: State, progress: Progress) -> None:
+        """Starts to write a checkpoint, once the one before is written."""
+        try:
+            self.manager.save(
+                progress.step,
+                args=ocp.args.Composite(
+                    state=ocp.args.StandardSave(state._asdict()),
+                    progress=ocp.args.JsonSave(progress._asdict() | {"digest": digest(state)}),
+                ),
+            )
+        except Exception as error:
+            raise self._unwritten(error) from None
+
+    def close(self) -> None:
+        """Waits for the last checkpoint."""
+        try:
+            self.manager.wait_until_finished()
+            self.manager.close()
+        except Exception as error:
+            raise self._unwritten(error) from None
+
+    def _unwritten(self, error: Exception) -> OSError:
+        reason = " ".join(str(error).split())[:160]
+        kept = [step for step in self.manager.all_steps(read=True)]
+        last = f"that of step {max(kept)} is kept" if kept else "none was written before"
+        return OSError(
+            f"a checkpoint could not be written to {self.folder} ({type(error).__name__}: {reason}); {last}. Make room "
+            "and run the same command again to go on."
+        )
+
+
+def digest(state: State) -> int:
+    """A checksum of every bit of a state."""
+    total = 0
+    for leaf in jax.tree.leaves(state):
+        total = zlib.crc32(np.ascontiguousarray(np.asarray(leaf)).view(np.uint8).data, total)
+    return total
+
+
+# The run.
+
+
+def train(
+    folder: str | Path,
+    model: Decoder,
+    config: ButlerConfig,
+    corpus: Corpus,
+    settings: Settings,
+    *,
+    name: str = "a model",
+    mesh: Mesh | None = None,
+    budget: float = 0.5,
+    resume: bool = True,
+    save_every: int = 200,
+    keep: int = 2,
+    eval_every: int = 200,
+    log_every: int = 20,
+    stop_after: int | None = None,
+    progress_bar: bool = False,
+    say: Callable[[str], None] = lambda text: None,
+) -> tuple[Butler, dict[str, Any] | None]:
+    """Trains a predictor, from the newest whole checkpoint in ``folder`` if there is one and ``resume`` holds.
+
+    Args:
+        folder: see the top of this file; made if it is not there.
+        model: frozen; on ``mesh`` where one is given (``models.load(..., mesh=mesh)``).
+        config: of the predictor.
+        corpus: rows as long as ``settings.seq_len``.
+        name: the model's, for people.
+        mesh: axes "data", over which the rows of a step are spread, and "tensor", over which the model is.
+        budget: of the hit rate: the share of the tokens that a query sees.
+        save_every, keep: steps between two checkpoints, and how many are kept.
+        eval_every: steps between two looks at held-out text; 0 for the end alone.
+        log_every: steps between two lines of the log.
+        stop_after: ends the run at this step, to be resumed later.
+        say: is told where a run begins, for people.
+
+    Returns:
+        The predictor, and the summary; None where the run was stopped before its end.
+
+    Raises:
+        ValueError: a folder of another run (what differs is said), a batch that the mesh does not divide, a budget
+            beyond the sequence, a loss that is not finite, text that cannot be read.
+        OSError: a checkpoint that cannot be written.
+    """
+    folder = Path(folder)
+    mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("data", "tensor")) if mesh is None else mesh
+    if settings.batch % mesh.shape["data"]:
+        raise ValueError(
+            f"a step of {settings.batch} rows cannot be spread over data={mesh.shape['data']}; make --batch a multiple."
+        )
+    if not 0 < budget <= 1:
+        raise ValueError(f"--budget is {budget}; give the share of the tokens that a query reads, in (0, 1].")
+    first_process = jax.process_index() == 0
+    run = {
+        "model": {"name": name, **fingerprint(model)},
+        "butler": dataclasses.asdict(config),
+        "settings": settings._asdict(),
+        "data": {"names": corpus.name, "held out": zlib.crc32(corpus.held_out.tobytes())},
+    }
+    _check_run(folder, run, resume)
+    checkpoints = Checkpoints(folder, keep, say)
+    step_function = make_step(config, settings, mesh)
+    state, progress = checkpoints.restore(init_state(config, settings, mesh), Progress(0, None, 0.0))
+    last = min(settings.steps, stop_after or settings.steps)
+    rate = rate_schedule(settings)
+
+    with contextlib.ExitStack() as stack:
+        log = stack.enter_context(_Log(folder, progress.step, first_process))
+        bar = stack.enter_context(
+            tqdm(total=last, initial=progress.step, disable=not (progress_bar and first_process), dynamic_ncols=True)
+        )
+        pending: list[tuple[Array, Array]] = []
+        begun = logged = time.monotonic()
+        since, saved, before = progress.step, progress.step, progress.seconds
+        for batch, position in prefetch(_batches(corpus, settings, progress, last)):
+            if isinstance(batch, Exception):
+                if pending:
+                    _checked(pending, progress.step, checkpoints)
+                if progress.step > saved:
+                    checkpoints.save(state, progress)
+                checkpoints.close()
+                raise batch
+            state, loss, norm = step_function(model, state, spread(batch, mesh), progress.step)
+            pending.append((loss, norm))
+            seconds = before + time.monotonic() - begun
+            progress = Progress(progress.step + 1, position, seconds)
+            done, ends = progress.step, progress.step == last
+            saves, measures = done % save_every == 0 or ends, bool(eval_every) and (done % eval_every == 0 or ends)
+            bar.update()
+            if done % log_every == 0 or saves or measures:
+                mean_loss, mean_norm = _checked(pending, done, checkpoints)
+                pending, now = [], time.monotonic()
+                speed = (done - since) * batch.size / (now - logged)
+                since, logged = done, now
+                bar.set_postfix(loss=f"{mean_loss:.4f}", tokens_s=round(speed))
+                log.write(
+                    done,
+                    {
+                        "loss": mean_loss,
+                        "learning_rate": float(rate(done - 1)),
+                        "gradient_norm": mean_norm,
+                        "tokens_per_second": round(speed),
+                        "tokens": done * batch.size,
+                        "skipped_lines": _skipped(position),
+                    },
+                )
+            if saves:
+                checkpoints.save(state, progress)
+                saved = done
+                save_butler(folder, Butler(config, jax.device_get(state.parameters)), model, name)
+            if measures:
+                figures = measure(model, Butler(config, state.parameters), corpus.held_out, "butler", budget)
+                means = {name: float(values.mean()) for name, values in figures.items()}
+                means["loss"] = held_out_loss(model, config, state.parameters, corpus, settings)
+                log.write(done, {f"held_out/{name}": value for name, value in means.items()})
+                logged = time.monotonic()
+        checkpoints.close()
+        butler = Butler(config, jax.device_get(state.parameters))
+        if progress.step < settings.steps:
+            return butler, None
+        summary = _summary(run, model, config, settings, progress, mesh)
+        summary |= compare_sources(model, config, state.parameters, corpus, settings, budget)
+        save_butler(folder, butler, model, name)
+        if first_process:
+            commands.write_json(folder / "summary.json", summary)
+        log.write(progress.step, {f"summary/{n}": f["hit_rate"] for n, f in summary["figures"].items()})
+    return butler, summary
+
+
+def compare_sources(
+    model: Decoder, config: ButlerConfig, parameters: Parameters, corpus: Corpus, settings: Settings, budget: float
+) -> dict[str, Any]:
+    """The predictor's figures on held-out text beside those of the other sources by the same rule; see measure."""
+    butler = Butler(config, parameters)
+    found = {name: measure(model, butler, corpus.held_out, name, budget) for name in ("butler", *BASELINES)}
+    return {
+        "budget": budget,
+        "held_out_rows": len(corpus.held_out),
+        "held_out_loss": held_out_loss(model, config, parameters, corpus, settings),
+        "figures": {
+            source: {name: round(float(values.mean()), 6) for name, values in figures.items()}
+            for source, figures in found.items()
+        },
+        "layers": {
+            source: {name: values.round(6).tolist() for name, values in figures.items()}
+            for source, figures in found.items()
+        },
+    }
+
+
+def held_out_loss(
+    model: Decoder, config: ButlerConfig, parameters: Parameters, corpus: Corpus, settings: Settings
+) -> float:
+    """The loss on held-out rows, nothing dropped."""
+    return float(np.mean([_row_loss(model, parameters, row[None], config, settings.causal) for row in corpus.held_out]))
+
+
+@functools.partial(jax.jit, static_argnames=("config", "causal"))
+def _row_loss(model, parameters, tokens, config, causal):
+    return loss_of(model, Butler(config, parameters), tokens, causal=causal)
+
+
+def _batches(corpus: Corpus, settings: Settings, progress: Progress, last: int) -> Iterator[tuple[Any, Any]]:
+    """(rows, position behind them) of the steps that are left; what goes wrong comes as the last item."""
+    rows = corpus.rows(progress.position)
+    try:
+        for _ in range(progress.step, last):
+            read = [next(rows) for _ in range(settings.batch)]
+            yield np.stack([row for row, _ in read]), read[-1][1]
+    except (ValueError, OSError) as error:
+        yield error, None
+
+
+def _checked(pending: Sequence[tuple[Array, Array]], done: int, checkpoints: Checkpoints) -> tuple[float, float]:
+    """Mean loss and gradient norm of the last steps, if every one is finite."""
+    values = np.array(jax.device_get(pending))
+    wrong = np.flatnonzero(~np.isfinite(values).all(1))
+    if len(wrong):
+        step = done - len(pending) + 1 + int(wrong[0])
+        checkpoints.close()
+        kept = checkpoints.manager.latest_step()
+        last = "no checkpoint was written before" if kept is None else f"the checkpoint of step {kept} is kept"
+        raise ValueError(
+            f"the loss or its gradient is not finite in step {step}; {last}. Begin anew with a smaller --lr or "
+            "another --dtype."
+        )
+    return float(values[:, 0].mean()), float(values[:, 1].mean())
+
+
+def _skipped(position: Any) -> int:
+    """Bad lines that were skipped up to a position."""
+    if isinstance(position, list):
+        return sum(_skipped(part) for part in position)
+    if isinstance(position, dict):
+        return int(position.get("skipped", 0)) + sum(_skipped(part) for part in position.values())
+    return 0
+
+
+def _check_run(folder: Path, run: dict[str, Any], resume: bool) -> None:
+    """Refuses a folder that another run wrote; without ``resume``, clears what an earlier run of ours left in it."""
+    record = folder / "run.json"
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"--out is {folder}, which is a file; name a folder.")
+    run = json.loads(json.dumps(run))
+    try:
+        earlier = json.loads(record.read_text(encoding="utf-8")) if record.exists() else None
+    except (ValueError, UnicodeDecodeError):
+        earlier = {}
+    if earlier is None and any((folder / name).exists() for name in (WEIGHTS_FILE, CONFIG_FILE, "checkpoints")):
+        raise ValueError(f"{folder} holds a predictor that is of no run that began here; choose another --out.")
+    if earlier is not None and resume and earlier != run:
+        differing = "; ".join(_differences(earlier, run))
+        raise ValueError(
+            f"{folder} holds another run ({differing}): choose another --out, or --resume never to begin anew there."
+        )
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices("run checked")
+    if jax.process_index() == 0:
+        if earlier is not None and not resume:
+            for name in ("checkpoints", "damaged", "events"):
+                shutil.rmtree(folder / name, ignore_errors=True)
+            for name in ("log.jsonl", "summary.json", WEIGHTS_FILE, CONFIG_FILE):
+                (folder / name).unlink(missing_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        commands.write_json(record, run)
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices("run recorded")
+
+
+def _differences(there: Any, here: Any, name: str = "") -> list[str]:
+    """What differs between two trees of dictionaries, as "name there and here"."""
+    if isinstance(there, dict) and isinstance(here, dict):
+        return [
+            line
+            for key in dict.fromkeys([*there, *here])
+            for line in _differences(there.get(key), here.get(key), f"{name} {key}".strip())
+        ]
+    if there == here:
+        return []
+    return [f"{name} {_brief(there)} there, {_brief(here)} here"]
+
+
+def _brief(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else text[:28] + " ... " + text[-28:]
+
+
+def _summary(
+    run: dict[str, Any], model: Decoder, config: ButlerConfig, settings: Settings, progress: Progress, mesh: Mesh
+) -> dict[str, Any]:
+    model_size = sum(math.prod(shape) for shape in model_shapes(model.config).values())
+    tokens = progress.step * settings.batch * settings.seq_len
+    return {
+        **run,
+        "steps": progress.step,
+        "tokens": tokens,
+        "seconds": round(progress.seconds, 1),
+        "tokens_per_second": round(tokens / max(progress.seconds, 1e-9)),
+        "parameters": num_parameters(config),
+        "share_of_model": num_parameters(config) / model_size,
+        "skipped_lines": _skipped(progress.position),
+        "mesh": dict(mesh.shape),
+        "processes": jax.process_count(),
+        "device": jax.devices()[0].device_kind,
+        "versions": {"jax": jax.__version__, "optax": optax.__version__, "orbax": ocp.__version__},
+    }
+
+
+class _Log:
+    """log.jsonl and TensorBoard's events; both forget the steps behind the one that a run goes on from."""
+
+    def __init__(self, folder: Path, step: int, writes: bool):
+        self.path, self.writes = folder / "log.jsonl", writes
+        if not writes:
+            return
+        lines = self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else []
+        with commands.replacing(self.path) as temporary:  # a kill may have left half a line at the end
+            temporary.write_text("".join(f"{line}\n" for line in lines if _step_of(line) <= step), encoding="utf-8")
+        self.events = SummaryWriter(str(folder / "events"), purge_step=step + 1)
+
+    def __enter__(self) -> _Log:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.writes:
+            self.events.close()
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        if not self.writes:
+            return
+        for name, value in values.items():
+            self.events.add_scalar(name, value, step)
+        with open(self.path, "a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, **values, "time": round(time.time(), 3)}) + "\n")
+
+
+def _step_of(line: str) -> float:
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        return math.inf
+
+
+# The command.
+
+
+def table(summary: dict[str, Any]) -> str:
+    """The summary for people."""
+    lines = [
+        f"{summary['parameters']:,} parameters, {100 * summary['share_of_model']:.3f}% of the model · "
+        f"{summary['tokens']:,} tokens in {summary['seconds']:,.0f} s · held-out loss {summary['held_out_loss']:.4f}",
+        "",
+        f"{'budget ' + str(summary['budget']):<16}{'hit rate':>10}{'accuracy':>10}{'mass':>10}",
+    ]
+    for name, row in sorted(summary["figures"].items(), key=lambda item: -item[1]["hit_rate"]):
+        lines.append(f"{name:<16}" + "".join(f"{row[key]:>10.3f}" for key in ("hit_rate", "token_accuracy", "mass")))
+    lines += [
+        "",
+        "hit rate: share of the oracle's tokens that are chosen, mean of all rows; accuracy: that of the",
+    ]
+    lines += ["last row, the paper's figure; mass: true attention held by the chosen tokens. No sinks are added."]
+    return "\n".join(lines)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The flags."""
+    flags = argparse.ArgumentParser(prog="python -m train.butler", description=__doc__.splitlines()[0])
+    flags.add_argument("--model", default="retriever", help="'retriever' (the default), a folder, or a hub name")
+    flags.add_argument(
+        "--data", nargs="+", help="files, folders, a hub data set (owner/name[:config]), python, retriever"
+    )
+    flags.add_argument(
+        "--eval-data", nargs="+", default=[], help="held-out text; the data's first documents if not given"
+    )
+    flags.add_argument("--eval-rows", type=int, default=16, help="held-out rows (default 16)")
+    flags.add_argument("--text-field", default="text", help="of a JSON line (default text)")
+    flags.add_argument("--skip-bad-lines", action="store_true", help="leave out and count lines without text")
+    flags.add_argument("--hidden", type=int, help="width of the two networks' middle")
+    flags.add_argument("--dim", type=int, help="D', of the predicted queries and keys")
+    flags.add_argument("--source", choices=SOURCES, help="what the predictor reads")
+    flags.add_argument("--dropout", type=float, help="share of the feed-forward's output that is dropped")
+    flags.add_argument(
+        "--causal", action=argparse.BooleanOptionalAction, help="the loss of visible pairs, or of all as published"
+    )
+    flags.add_argument("--tokens", type=_count, help="of text in all, such as 80e6")
+    flags.add_argument("--seq-len", type=int)
+    flags.add_argument("--batch", type=int, help="rows a step")
+    flags.add_argument("--lr", type=float)
+    flags.add_argument("--warmup", type=float, help="share of the steps")
+    flags.add_argument("--clip", type=float, help="of the gradient's global norm")
+    flags.add_argument("--weight-decay", type=float)
+    flags.add_argument("--seed", type=int)
+    flags.add_argument("--budget", type=float, default=0.5, help="of the hit rate: a share of the tokens (default 0.5)")
+    flags.add_argument("--out", type=Path, default=Path("butler"), help="folder of the predictor and its run")
+    flags.add_argument("--resume", choices=("auto", "never"), default="auto", help="go on from --out's checkpoint")
+    flags.add_argument("--save-every", type=int, default=200, help="steps between checkpoints (default 200)")
+    flags.add_argument("--keep", type=int, default=2, help="checkpoints kept (default 2)")
+    flags.add_argument("--eval-every", type=int, default=200, help="steps between looks at held-out text; 0: the end")
+    flags.add_argument("--log-every", type=int, default=20, help="steps between lines of the log (default 20)")
+    flags.add_argument("--stop-after", type=int, help="stop early, after this step")
+    flags.add_argument("--mesh", help="devices, such as data=4 or data=2,tensor=2; data: rows, tensor: the model")
+    flags.add_argument("--dtype", default="float32", help="of the frozen model (default float32, as published)")
+    flags.add_argument("--coordinator", help="host:port of the first process; 'auto' asks the cluster's environment")
+    flags.add_argument("--processes", type=int, help="how many processes train together")
+    flags.add_argument("--process-id", type=int, help="which of them this is, from 0")
+    flags.add_argument("--json", action="store_true", help="print the summary as JSON")
+    return flags
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the command; returns its exit code: 2 for bad input, a loss that is not finite, or a full disk."""
+    flags = parser().parse_args(arguments)
+    return commands.run(lambda: _run(flags), "train.butler")
+
+
+def _run(flags: argparse.Namespace) -> None:
+    for flag, least in (("save_every", 1), ("keep", 1), ("eval_every", 0), ("log_every", 1), ("eval_rows", 1)):
+        if getattr(flags, flag) < least:
+            raise ValueError(f"--{flag.replace('_', '-')} is {getattr(flags, flag)}; give at least {least}.")
+    if flags.stop_after is not None and flags.stop_after < 1:
+        raise ValueError(f"--stop-after is {flags.stop_after}; give a step, at least 1.")
+    _join(flags)
+    mesh = models.parse_mesh(flags.mesh or f"data={jax.device_count() if jax.process_count() > 1 else 1}")
+    if mesh.size < jax.device_count() and jax.process_count() > 1:
+        raise ValueError(f"--mesh takes {mesh.size} of the processes' {jax.device_count()} devices; take all.")
+    embedded = flags.model == "retriever"
+    if flags.data is None and not embedded:
+        raise ValueError("no data was named; give --data files, folders or a hub data set.")
+    model, tokenizer = models.load(flags.model, dtype=flags.dtype, mesh=mesh)
+    if tokenizer is None:
+        raise ValueError(f"{flags.model} has no tokenizer.json, and text needs one; copy it from the model's source.")
+    changes = {name: getattr(flags, name) for name in Settings._fields}
+    settings = settings_of(model.config, embedded=embedded, **changes)
+    shape = {name: getattr(flags, name) for name in ("hidden", "dim", "source", "dropout")}
+    config = butler_config_of(model.config, embedded=embedded, **shape)
+    corpus = open_corpus(
+        flags.data or ["python"],
+        tokenizer,
+        settings.seq_len,
+        eval_names=flags.eval_data,
+        eval_rows=flags.eval_rows,
+        field=flags.text_field,
+        skip_bad_lines=flags.skip_bad_lines,
+        seed=settings.seed,
+    )
+
+    def say(text: str) -> None:
+        if jax.process_index() == 0:
+            print(f"train.butler: {text}.", file=sys.stderr)
+
+    _, summary = train(
+        flags.out,
+        model,
+        config,
+        corpus,
+        settings,
+        name=str(flags.model),
+        mesh=mesh,
+        budget=flags.budget,
+        resume=flags.resume == "auto",
+        save_every=flags.save_every,
+        keep=flags.keep,
+        eval_every=flags.eval_every,
+        log_every=flags.log_every,
+        stop_after=flags.stop_after,
+        progress_bar=True,
+        say=say,
+    )
+    if jax.process_index() > 0:
+        return
+    if summary is None:
+        print(f"stopped after step {flags.stop_after}; run the same command without --stop-after to go on.")
+    else:
+        print(json.dumps(summary) if flags.json else table(summary))
+
+
+def _join(flags: argparse.Namespace) -> None:
+    """Joins the other processes of a run, if there are any."""
+    given = (flags.coordinator, flags.processes, flags.process_id)
+    if flags.coordinator == "auto":
+        jax.distributed.initialize()
+    elif None not in given:
+        if not 0 <= flags.process_id < flags.processes:
+            raise ValueError(f"--process-id is {flags.process_id}; {flags.processes} processes are numbered from 0.")
+        jax.distributed.initialize(flags.coordinator, flags.processes, flags.process_id)
+    elif given != (None, None, None):
+        raise ValueError("--coordinator, --processes and --process-id belong together; give all three, or none.")
+
+
+def _count(text: str) -> int:
+    try:
+        count = float(text)
+    except ValueError:
+        count = math.nan
+    if not 1 <= count < 1e15 or count != int(count):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of tokens; write it like 80e6.")
+    return int(count)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

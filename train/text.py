@@ -1,0 +1,500 @@
+"""Text as training reads it: documents of files, of a hub data set or of Python itself, as rows of token ids.
+
+Documents come in a fixed order (files as they are given, a folder's by name; texts held in memory shuffled anew each
+epoch by the seed), are joined by the end token and cut into rows of exactly ``length`` ids. Where the tokenizer puts a
+BOS before every prompt, each row begins with one, too. What is read is a function of where reading stands, a small
+dictionary that JSON can hold: training that resumes opens the file where it was and tokenises one piece again.
+
+Several sources take turns, a row each. Held-out rows never come from what is trained on: of a user's text they are
+made of the first documents, and training begins behind them; of `python`, of the sentences that evals hold out too.
+"""
+
+from __future__ import annotations
+
+import codecs
+import functools
+import gzip
+import importlib
+import io
+import json
+import re
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Int
+
+from evals import prose
+from models.tokenizer import Tokenizer
+from train import data
+
+BUILTIN = ("python", "retriever")
+SUFFIXES = (".txt", ".jsonl", ".json")  # JSON lines, either; each also packed as .gz or .zst
+PIECE_BYTES = 1 << 14  # a .txt is tokenised piece by piece
+SENTENCES_A_DOCUMENT = 24
+HELD_OUT_SEED = 1_000_000  # rows of `retriever` that training never sees, as evals' samples
+# What the embedded model was trained on last; a row's length is the run's own.
+RETRIEVER_ROWS = dict(facts=(4, 28), filler=(0.1, 0.9), before=0.4, episodes=False, prose=0.1, places=0.3)
+
+Place = dict[str, int]
+Position = dict[str, Any]
+Rows = Callable[[Position | None], Iterator[tuple[Int[np.ndarray, "T"], Position]]]
+
+
+class Piece(NamedTuple):
+    """A document or a part of one: its text, whether the document ends with it, and where reading goes on."""
+
+    text: str
+    ends: bool
+    after: Place
+
+
+class Documents(NamedTuple):
+    """``pieces(place)`` reads from a place to the end of the data, once; ``start`` is the first place."""
+
+    name: str
+    start: Place
+    pieces: Callable[[Place], Iterator[Piece]]
+
+
+class Corpus(NamedTuple):
+    """What training reads.
+
+    ``rows(position)`` yields rows without end, each with the position behind it; None starts from the beginning.
+    ``held_out`` are rows that it never yields. ``name`` says what it is made of.
+    """
+
+    name: list[str]
+    rows: Rows
+    held_out: Int[np.ndarray, "R T"]
+
+
+def open_corpus(
+    names: Sequence[str],
+    tokenizer: Tokenizer,
+    length: int,
+    *,
+    eval_names: Sequence[str] = (),
+    eval_rows: int = 16,
+    field: str = "text",
+    skip_bad_lines: bool = False,
+    seed: int = 0,
+) -> Corpus:
+    """Training rows and held-out rows of everything named.
+
+    Args:
+        names: files (.txt, .jsonl or .json of a JSON object a line, each also as .gz or .zst), folders of them, a hub
+            data set ("allenai/c4:realnewslike"), "python" (text that ships with Python), "retriever" (rows of the
+            embedded model's own training). Commas separate names, too. All files together are one source.
+        tokenizer: of the model.
+        length: ids of a row.
+        eval_names: text to hold out, named likewise, instead of a part of ``names``.
+        eval_rows: how many rows are held out, in all.
+        field: of a JSON line, the one that holds the text.
+        skip_bad_lines: leave out lines that are not UTF-8 or hold no text, and count them in the position.
+        seed: of the order of texts that are held in memory.
+
+    Raises:
+        FileNotFoundError: a name that is no file, folder or data set.
+        ValueError: files that cannot be read (what and where is said), too little text, a tokenizer without end token.
+
+    Example:
+        >>> import models
+        >>> from train.text import open_corpus
+        >>> _, tokenizer = models.load("retriever")
+        >>> corpus = open_corpus(["python"], tokenizer, 64, eval_rows=2)
+        >>> row, position = next(corpus.rows(None))
+        >>> row.shape, corpus.held_out.shape, sorted(position)
+        ((64,), (2, 64), ['epoch', 'place', 'skip'])
+    """
+    if length < 2:
+        raise ValueError(f"the sequence length is {length}; a row has at least 2 tokens.")
+    if eval_rows < 1:
+        raise ValueError(f"{eval_rows} held-out rows; hold out at least 1.")
+    encoder = _Encoder.of(tokenizer)
+    sources = _sources(names, tokenizer, field, skip_bad_lines, seed)
+    held_out = _sources(eval_names, tokenizer, field, skip_bad_lines, seed) if eval_names else sources
+    each = -(-eval_rows // len(held_out))
+    made: list[Rows] = []
+    kept: list[np.ndarray] = []
+    for source in sources:
+        if isinstance(source, Documents):
+            if not eval_names and source.name != "python":
+                rows, begin = _first_rows(source, encoder, length, each)
+                kept.append(rows)
+                source = source._replace(start=begin)
+            made.append(functools.partial(_packed, source, encoder, length))
+        else:
+            made.append(functools.partial(source.rows, length))
+    for source in held_out:
+        if not isinstance(source, Documents):
+            kept.append(source.held_out(length, each))
+        elif source.name == "python":
+            kept.append(_first_rows(_test_sentences(), encoder, length, each)[0])
+        elif eval_names:
+            kept.append(_first_rows(source, encoder, length, each)[0])
+    read = made[0] if len(made) == 1 else functools.partial(_in_turns, made)
+    return Corpus([source.name for source in sources], read, np.concatenate(kept))
+
+
+class _Encoder(NamedTuple):
+    encode: Callable[[str], list[int]]
+    end: int
+    before: list[int]  # what a row begins with
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> _Encoder:
+        if tokenizer.eos is None:
+            raise ValueError("the tokenizer names no eos_token, which documents are joined by; name it in its config.")
+        first = tokenizer.encode("a")[:1]
+        before = first if first == [tokenizer.bos] else []
+        return cls(functools.partial(tokenizer.encode, add_special_tokens=False), tokenizer.eos, before)
+
+
+def _packed(
+    source: Documents, encoder: _Encoder, length: int, position: Position | None
+) -> Iterator[tuple[np.ndarray, Position]]:
+    """Rows without end: the documents' ids behind each other, an end token behind each document."""
+    position = position or {"epoch": 0, "place": source.start, "skip": 0}
+    epoch, place, skip = position["epoch"], position["place"], position["skip"]
+    held: list[int] = []
+    size = length - len(encoder.before)
+    while True:
+        read, whole = 0, source.start.items() - {("skipped", 0)} <= place.items()
+        for text, ends, after in source.pieces(place | {"epoch": epoch}):
+            ids = encoder.encode(text) + ([encoder.end] if ends else [])
+            ids, used = ids[skip:], skip
+            skip, read = 0, read + len(ids)
+            while len(held) + len(ids) >= size:
+                taken = size - len(held)
+                used += taken
+                row = np.array([*encoder.before, *held, *ids[:taken]], np.int32)
+                ids, held = ids[taken:], []
+                at = {"epoch": epoch, "place": place, "skip": used} if ids else _behind(epoch, after)
+                yield row, at
+            held += ids
+            place = _behind(epoch, after)["place"]
+        if read == 0 and whole:
+            raise ValueError(
+                f"{source.name} holds no text behind what is held out; give more, or fewer --eval-rows, or --eval-data."
+            )
+        epoch, place = epoch + 1, source.start | _counters(place)
+
+
+def _behind(epoch: int, place: Place) -> Position:
+    return {"epoch": epoch, "place": {name: at for name, at in place.items() if name != "epoch"}, "skip": 0}
+
+
+def _counters(place: Place) -> Place:
+    return {name: count for name, count in place.items() if name == "skipped"}
+
+
+def _first_rows(source: Documents, encoder: _Encoder, length: int, count: int) -> tuple[np.ndarray, Place]:
+    """Rows of the first documents, fewer than ``count`` where the text is short, and the place behind them."""
+    size = length - len(encoder.before)
+    held: list[int] = []
+    place = source.start
+    for text, ends, after in source.pieces(source.start | {"epoch": 0}):
+        held += encoder.encode(text) + ([encoder.end] if ends else [])
+        place = _behind(0, after)["place"]
+        if len(held) >= count * size:
+            break
+    count = min(count, len(held) // size)
+    if count == 0:
+        raise ValueError(
+            f"{source.name} holds {len(held)} tokens, which is less than one held-out row of {length}; give more text, "
+            "or a smaller --seq-len."
+        )
+    rows = np.array(held[: count * size], np.int32).reshape(count, size)
+    before = np.tile(np.array(encoder.before, np.int32), (count, 1))
+    return np.concatenate([before, rows], axis=1), place
+
+
+def _in_turns(sources: Sequence[Rows], position: Position | None) -> Iterator[tuple[np.ndarray, Position]]:
+    position = position or {"turn": 0, "parts": [None] * len(sources)}
+    turn, parts = position["turn"], list(position["parts"])
+    running = [rows(part) for rows, part in zip(sources, parts, strict=True)]
+    while True:
+        row, parts[turn] = next(running[turn])
+        turn = (turn + 1) % len(sources)
+        yield row, {"turn": turn, "parts": list(parts)}
+
+
+def _sources(
+    names: Sequence[str], tokenizer: Tokenizer, field: str, skip_bad_lines: bool, seed: int
+) -> list[Documents | _Written]:
+    named = [part.strip() for name in names for part in ([name] if Path(name).exists() else name.split(","))]
+    named = [name for name in named if name]
+    if not named:
+        raise ValueError("no data was named; give files, folders, a hub data set, 'python' or 'retriever'.")
+    files = [file for name in named if name not in BUILTIN and not _is_hub_name(name) for file in _files_of(name)]
+    out: list[Documents | _Written] = []
+    for name in dict.fromkeys(named):
+        if name == "python":
+            out.append(_python_text(seed))
+        elif name == "retriever":
+            out.append(_Written.of(tokenizer, seed))
+        elif _is_hub_name(name):
+            out.append(_hub_data_set(name, field, skip_bad_lines))
+        elif files:
+            out.append(_file_documents(files, field, skip_bad_lines))
+            files = []
+    return out
+
+
+def _is_hub_name(name: str) -> bool:
+    return bool(re.fullmatch(r"\w[\w.-]*/\w[\w.-]*(:[\w.-]+)?", name)) and not (
+        Path(name).exists() or Path(name).parent.exists() or _kind(Path(name))
+    )
+
+
+# Files.
+
+
+def _kind(path: Path) -> tuple[str, str] | None:
+    """(suffix, packing) of a file that can be read."""
+    packing = path.suffix if path.suffix in (".gz", ".zst") else ""
+    suffix = Path(path.stem).suffix if packing else path.suffix
+    return (suffix, packing) if suffix in SUFFIXES else None
+
+
+def _files_of(name: str) -> list[Path]:
+    path = Path(name).expanduser()
+    if path.is_dir():
+        files = sorted(file for file in path.rglob("*") if file.is_file() and _kind(file))
+        if not files:
+            raise FileNotFoundError(f"the folder {path} holds no {', '.join(SUFFIXES)} (or .gz, .zst of them).")
+    elif path.is_file():
+        if _kind(path) is None:
+            raise ValueError(f"{path} is of an unknown kind; there are {', '.join(SUFFIXES)} and .gz or .zst of them.")
+        files = [path]
+    else:
+        raise FileNotFoundError(
+            f"there is no data file {name}; give a file, a folder, a hub data set (owner/name), python or retriever."
+        )
+    for file in files:
+        if file.stat().st_size == 0:
+            raise ValueError(f"{file} is empty; give a file with text.")
+    return files
+
+
+def _file_documents(files: Sequence[Path], field: str, skip_bad_lines: bool) -> Documents:
+    def pieces(place: Place) -> Iterator[Piece]:
+        for index in range(place["file"], len(files)):
+            file = files[index]
+            begin = place if index == place["file"] else place | {"offset": 0, "line": 0}
+            begin = begin | {"file": index}
+            found = begin["offset"] > 0
+            suffix, _ = _kind(file) or ("", "")
+            following = {"file": index + 1, "offset": 0, "line": 0}
+            read = _text_pieces(file, begin) if suffix == ".txt" else _lines(file, begin, field, skip_bad_lines)
+            last = begin
+            for text, ends, after in read:
+                last = after
+                found |= bool(text.strip())
+                if text.strip() or ends:
+                    yield Piece(text, ends, after)
+            if not found:
+                raise ValueError(f"{file} holds no text; give a file with some.")
+            place = {"skipped": last["skipped"]} | following
+
+    name = str(files[0]) if len(files) == 1 else f"{files[0]} and {len(files) - 1} more"
+    sizes = zlib.crc32(json.dumps([[file.name, file.stat().st_size] for file in files]).encode())
+    return Documents(f"{name} [{sizes:08x}]", {"file": 0, "offset": 0, "line": 0, "skipped": 0}, pieces)
+
+
+def _open(file: Path) -> IO[bytes]:
+    kind = _kind(file)
+    packing = kind[1] if kind else ""
+    if packing == ".gz":
+        return io.BufferedReader(gzip.open(file, "rb"))
+    if packing == ".zst":
+        try:
+            zstandard = importlib.import_module("zstandard")
+        except ImportError:
+            raise ImportError(f"to read {file}, zstandard must be installed: pip install zstandard.") from None
+        return io.BufferedReader(zstandard.open(file, "rb"))
+    return file.open("rb")
+
+
+def _stream(file: Path, offset: int, read: Callable[[IO[bytes]], Iterator[Piece]]) -> Iterator[Piece]:
+    """Reads a file from an offset (of the unpacked bytes); what unpacking finds wrong becomes a sentence."""
+    with _open(file) as stream:
+        try:
+            if _kind(file) and _kind(file)[1]:  # type: ignore[index]
+                while offset > 0 and (skipped := len(stream.read(min(offset, 1 << 20)))):
+                    offset -= skipped
+            else:
+                stream.seek(offset)
+            yield from read(stream)
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise ValueError(f"{file} is cut short or damaged ({error}); copy it again.") from None
+        except Exception as error:
+            if type(error).__name__ != "ZstdError":
+                raise
+            raise ValueError(f"{file} is cut short or damaged ({error}); copy it again.") from None
+
+
+def _lines(file: Path, place: Place, field: str, skip_bad_lines: bool) -> Iterator[Piece]:
+    def read(stream: IO[bytes]) -> Iterator[Piece]:
+        offset, number, skipped = place["offset"], place["line"], place["skipped"]
+        while line := stream.readline():
+            offset, number = offset + len(line), number + 1
+            text, wrong = _text_of(line, field)
+            if wrong and not skip_bad_lines:
+                raise ValueError(
+                    f"{file}, line {number}: {wrong}; mend it, name another --text-field, or pass --skip-bad-lines."
+                )
+            skipped += bool(wrong) and place["epoch"] == 0
+            after = place | {"offset": offset, "line": number, "skipped": skipped}
+            yield Piece("", False, after) if text is None else Piece(text, True, after)
+
+    return _stream(file, place["offset"], read)
+
+
+def _text_of(line: bytes, field: str) -> tuple[str | None, str]:
+    """The text of a JSON line, or what is wrong with it; an empty line is neither."""
+    if not line.strip():
+        return None, ""
+    try:
+        entry = json.loads(line.decode())
+    except UnicodeDecodeError as error:
+        return None, f"byte {error.start} is not UTF-8"
+    except (ValueError, RecursionError):
+        return None, "this is not JSON"
+    text = entry.get(field) if isinstance(entry, dict) else None
+    if not isinstance(text, str):
+        return None, f"it has no text in {field!r}"
+    return (text, "") if text.strip() else (None, f"the text in {field!r} is empty")
+
+
+def _text_pieces(file: Path, place: Place) -> Iterator[Piece]:
+    def read(stream: IO[bytes]) -> Iterator[Piece]:
+        offset, rest = place["offset"], b""
+        while True:
+            block = rest + stream.read(PIECE_BYTES) + stream.readline(PIECE_BYTES)
+            ends = len(block) - len(rest) < PIECE_BYTES
+            decoder = codecs.getincrementaldecoder("utf-8")()
+            try:
+                text = decoder.decode(block, final=ends)
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{file} is not UTF-8 text (byte {offset + error.start}); convert it first.") from None
+            rest = decoder.getstate()[0]
+            offset += len(block) - len(rest)
+            yield Piece(text, ends, place | {"offset": offset})
+            if ends:
+                return
+
+    return _stream(file, place["offset"], read)
+
+
+def _hub_data_set(name: str, field: str, skip_bad_lines: bool) -> Documents:
+    try:
+        datasets: Any = importlib.import_module("datasets")
+    except ImportError:
+        raise FileNotFoundError(
+            f"there is no data file {name}, and to look for it on the Hugging Face hub datasets must be installed: "
+            "pip install 'kvjax[data]'."
+        ) from None
+    path, _, config = name.partition(":")
+    try:
+        entries = datasets.load_dataset(path, config or None, split="train", streaming=True)
+    except Exception as error:  # the hub's, the client's and the disk's errors have no common base
+        reason = " ".join(str(error).split())[:200].rstrip(".")
+        raise FileNotFoundError(
+            f"the Hugging Face hub did not give the data set {name} ({type(error).__name__}: {reason}); check the name "
+            "and the network."
+        ) from None
+
+    def pieces(place: Place) -> Iterator[Piece]:
+        skipped = place["skipped"]
+        for number, entry in enumerate(entries.skip(place["line"]), place["line"] + 1):
+            text = entry.get(field)
+            bad = not isinstance(text, str) or not text.strip()
+            if bad and not skip_bad_lines:
+                raise ValueError(
+                    f"{name}, entry {number}: it has no text in {field!r}; name another --text-field, or pass "
+                    "--skip-bad-lines."
+                )
+            skipped += bad and place["epoch"] == 0
+            yield Piece("" if bad else text, not bad, place | {"line": number, "skipped": skipped})
+
+    return Documents(name, {"line": 0, "skipped": 0}, pieces)
+
+
+# Text that is at hand.
+
+
+def _in_memory(name: str, texts: Sequence[str], seed: int | None) -> Documents:
+    def pieces(place: Place) -> Iterator[Piece]:
+        order: Any = range(len(texts))
+        if seed is not None:
+            order = np.random.default_rng([seed, place["epoch"]]).permutation(len(texts))
+        for index in range(place["document"], len(texts)):
+            yield Piece(texts[order[index]], True, place | {"document": index + 1})
+
+    return Documents(name, {"document": 0}, pieces)
+
+
+@functools.cache
+def python_documents() -> tuple[str, ...]:
+    """What `python` trains on: the topics of Python's help, and the standard library's sentences that evals train on.
+
+    No sentence of ``evals.prose.library_sentences("test")`` is in them.
+
+    Example:
+        >>> from train.text import python_documents
+        >>> len(python_documents()) > 100
+        True
+    """
+    from pydoc_data import topics
+
+    held_out = prose.library_sentences("test")
+    documents = []
+    for _, topic in sorted(topics.topics.items()):
+        paragraphs = re.split(r"\n\s*\n", topic)
+        plain = (" ".join(paragraph.split()) for paragraph in paragraphs)
+        kept = [p for p, text in zip(paragraphs, plain, strict=True) if not any(line in text for line in held_out)]
+        documents.append("\n\n".join(kept))
+    sentences = prose.library_sentences("train")
+    for start in range(0, len(sentences), SENTENCES_A_DOCUMENT):
+        documents.append(" ".join(sentences[start : start + SENTENCES_A_DOCUMENT]))
+    return tuple(documents)
+
+
+def _python_text(seed: int) -> Documents:
+    return _in_memory("python", python_documents(), seed)
+
+
+def _test_sentences() -> Documents:
+    return _in_memory("the held-out sentences", [" ".join(prose.library_sentences("test"))], None)
+
+
+class _Written(NamedTuple):
+    """Rows of the embedded model's own training, made as they are read."""
+
+    name: str
+    writer: data.Writer
+    seed: int
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, seed: int) -> _Written:
+        try:
+            return cls("retriever", data.Writer(tokenizer.backend), seed)
+        except ValueError as error:
+            raise ValueError(f"--data retriever is text for the embedded model: {error}") from None
+
+    def _row(self, length: int, seed: int, index: int) -> np.ndarray:
+        level = data.Level(length, **RETRIEVER_ROWS)  # type: ignore[arg-type]
+        return self.writer.batch(level, 1, seed, index).tokens[0].astype(np.int32)
+
+    def rows(self, length: int, position: Position | None) -> Iterator[tuple[np.ndarray, Position]]:
+        index = position["row"] if position else 0
+        while True:
+            yield self._row(length, self.seed, index), {"row": index + 1}
+            index += 1
+
+    def held_out(self, length: int, count: int) -> np.ndarray:
+        return np.stack([self._row(length, self.seed + HELD_OUT_SEED, index) for index in range(count)])
