@@ -641,6 +641,8 @@ def _policy_evicting(layer: _Layer, kept, policy, sinks, frequency, projection) 
     def update(scores, state, observation):  # the cache holds one layer, but some scores depend on which
         return policy.update(scores, state, observation._replace(layer=layer.index))
 
+    here = dataclasses.replace(policy, update=update, error=None)  # scored by `update`, in no other way
+
     def step(cache, token):
         query, key, value, predicted, at, budget = token
         out, cache = kvjax.attend(
@@ -649,7 +651,7 @@ def _policy_evicting(layer: _Layer, kept, policy, sinks, frequency, projection) 
             key[:, None],
             value[:, None],
             jnp.full((B, 1), at),
-            policy=dataclasses.replace(policy, update=update),
+            policy=here,
             budget=budget + sinks,
             excess=1,
             sliding_window=layer.sliding_window,

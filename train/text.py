@@ -294,8 +294,7 @@ def _file_documents(files: Sequence[Path], field: str, skip_bad_lines: bool) -> 
             for text, ends, after in read:
                 last = after
                 found |= bool(text.strip())
-                if text.strip() or ends:
-                    yield Piece(text, ends, after)
+                yield Piece(text if text.strip() else "", ends, after)  # what was skipped is counted, too
             if not found:
                 raise ValueError(f"{file} holds no text; give a file with some.")
             place = {"skipped": last["skipped"]} | following
