@@ -1,4 +1,4 @@
-"""Sphinx: `make docs` builds docs/_build/html; a warning is an error."""
+"""Sphinx: python -m sphinx -W -b html docs docs/_build/html, with sphinx, furo and myst-nb installed."""
 
 import sys
 from pathlib import Path
