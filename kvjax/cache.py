@@ -13,6 +13,7 @@ functions then take `layer=`, and write into the stacked arrays, so that a donat
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -169,7 +170,7 @@ def insert_plain(
     slot = jnp.where(valid[:, None], slot, cache.num_slots)  # out of bounds: not written
 
     def write(leaf: Array, rows: Array) -> Array:
-        return _write_rows(leaf, rows.astype(leaf.dtype), slot, layer)
+        return write_rows(leaf, rows.astype(leaf.dtype), slot, layer)
 
     return KVCache(
         key=write(cache.key, key.swapaxes(1, 2)),
@@ -226,10 +227,23 @@ def nth_true(mask: Array, n: Int[Array, "*batch M"]) -> Int[Array, "*batch M"]:
     return find(flat_count, n).astype(jnp.int32)
 
 
-def _write_rows(array: Array, rows: Array, slot: Int[Array, "B K T"], layer: int | Int[Array, ""] | None) -> Array:
+# Slots of one call differ; pages, which rows of a call may share, take another scatter.
+_overwrite = functools.partial(jax.lax.scatter, unique_indices=True)
+
+
+def write_rows(
+    array: Array,
+    rows: Array,
+    slot: Int[Array, "B K T"],
+    layer: int | Int[Array, ""] | None,
+    scatter: Callable[..., Array] = _overwrite,
+) -> Array:
     """array[(layer,) b, k, slot[b, k, t]] = rows[b, k, t], as one scatter that is parallel in b and k.
 
     The batching dimensions are named, so that a cache sharded over them is updated without communication.
+
+    Args:
+        scatter: writes; ``jax.lax.scatter_min``, say, keeps the smaller of what is there and what comes.
     """
     if layer is None:
         index = slot[..., None]
@@ -243,4 +257,4 @@ def _write_rows(array: Array, rows: Array, slot: Int[Array, "B K T"], layer: int
         operand_batching_dims=(0, 1) if layer is None else (1, 2),
         scatter_indices_batching_dims=(0, 1),
     )
-    return jax.lax.scatter(array, index, rows, numbers, unique_indices=True, mode="drop")
+    return scatter(array, index, rows, numbers, mode="drop")

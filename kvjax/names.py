@@ -54,7 +54,7 @@ def called(node: ast.expr, table: dict[str, Callable[..., Any]], kind: str, whol
         raise ValueError(f"{whole!r}: {str(error).replace('()', '')}.") from None
 
 
-def check_number(name: str, what: str, value: Any, low: float, high: float, expected: str) -> None:
+def check_number(name: str, what: str, value: Any, low: int | float, high: int | float, expected: str) -> None:
     """Refuses what is not a number in [low, high].
 
     Raises:

@@ -33,6 +33,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kvjax.cache import write_rows
 from kvjax.names import called, registered, written
 from kvjax.scores import mix_bits
 
@@ -275,8 +276,8 @@ def quest(*, page_size: int = 16) -> Source:
         page = jnp.broadcast_to(page[:, None], (B, K, T))
         rows = key.astype(jnp.float32).swapaxes(1, 2)
         return Pages(
-            _into_pages(jax.lax.scatter_min, state.smallest, rows, page, layer),
-            _into_pages(jax.lax.scatter_max, state.largest, rows, page, layer),
+            write_rows(state.smallest, rows, page, layer, jax.lax.scatter_min),
+            write_rows(state.largest, rows, page, layer, jax.lax.scatter_max),
         )
 
     def importance(state: Pages, reading: Reading) -> Array:
@@ -294,29 +295,6 @@ def quest(*, page_size: int = 16) -> Source:
         return D**-0.5 * every.reshape(B, N, T, S)
 
     return Source(written(quest, page_size=page_size), importance, init, insert)
-
-
-def _into_pages(
-    scatter: Callable[..., Array],
-    pages: Float[Array, "*L B K P D"],
-    rows: Float[Array, "B K T D"],
-    page: Int[Array, "B K T"],
-    layer: Int[Array, ""] | int | None,
-) -> Float[Array, "*L B K P D"]:
-    """Row (b, k, t) into page (layer, b, k, page[b, k, t]), in place where the pages are donated.
-
-    The batching dimensions are named, so that pages sharded over them are updated without communication.
-    """
-    stacked = pages if layer is not None else pages[None]
-    index = jnp.stack([jnp.full_like(page, 0 if layer is None else layer), page], axis=-1)
-    numbers = jax.lax.ScatterDimensionNumbers(
-        update_window_dims=(3,),
-        inserted_window_dims=(0, 3),
-        scatter_dims_to_operand_dims=(0, 3),
-        operand_batching_dims=(1, 2),
-        scatter_indices_batching_dims=(0, 1),
-    )
-    return scatter(stacked, index, rows, numbers, mode="drop").reshape(pages.shape)
 
 
 def _upper_bound(query: Array, smallest: Array, largest: Array, axes: str) -> Array:
