@@ -4,6 +4,9 @@ A choice's likelihood is that of its tokens behind the compressed context: the c
 from, the choice comes after it and is not. A rolling likelihood (perplexity) evicts after every block, so each token
 is predicted from what earlier evictions left. A context shorter than the budget loses nothing: give ratios, or small
 budgets, where prompts are short.
+
+With ``select=`` nothing is evicted. Likelihoods are of a forward in which every row reads what the selection keeps
+(evals/selections.py), answers are decoded with it step by step.
 """
 
 from __future__ import annotations
@@ -13,99 +16,27 @@ import functools
 import hashlib
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 import kvjax
 import models
-from evals import report
+from evals import likelihood, report, selections
+from evals.likelihood import Predicted
+from kvjax.sources import SOURCES
 from models import commands
 from models.decoding import When
 
 EXAMPLES = """examples:
   python -m evals lm_eval --tasks hellaswag,piqa --model_args pretrained=path/to/Llama-3.2-1B
       --model_args "pretrained=path/to/Llama-3.2-1B,policy=snapkv(window=8)+caote,budget=0.5" --limit 100
+  python -m evals lm_eval --tasks piqa --model_args pretrained=path/to/Llama-3.2-1B,select=quest,budget=0.5
   python -m evals lm_eval --tasks mine --include_path tasks --model_args pretrained=retriever,policy=h2o,budget=64
 """
 NEEDED = "lm_eval needs lm-evaluation-harness; install it with: pip install 'kvjax[harness]'."
-
-
-class Predicted(NamedTuple):
-    """Of each token of a sequence but the first: its log-probability, and whether it was the most likely one."""
-
-    log_probability: np.ndarray
-    greedy: np.ndarray
-
-
-def predict(
-    model: models.Decoder,
-    sequences: Sequence[Sequence[int]],
-    held_back: Sequence[int] | None = None,
-    *,
-    policy: str = "full",
-    budget: int | float | None = None,
-    block: int = 128,
-    when: When = "block",
-    batch: int = 8,
-    on_row: Callable[[int, Predicted], None] | None = None,
-) -> list[Predicted]:
-    """What a model says of each token of sequences, given those before it that a policy has kept.
-
-    The logits of a batch's tokens, ``[B, T, V]`` in float32, are held at once.
-
-    Args:
-        held_back: how many last tokens of each sequence come after the rest was compressed, and are not evicted from.
-        on_row: called with a sequence's number and figures as they come.
-
-    Raises:
-        ValueError: a sequence of fewer than two tokens.
-
-    Example:
-        >>> import models
-        >>> from evals import harness
-        >>> model, tokenizer = models.load("retriever")
-        >>> found = harness.predict(model, [tokenizer.encode("The river was calm.")], block=8)
-        >>> found[0].log_probability.shape == (len(tokenizer.encode("The river was calm.")) - 1,)
-        True
-    """
-    if any(len(sequence) < 2 for sequence in sequences):
-        raise ValueError("a sequence has fewer than 2 tokens, so nothing in it is predicted; give longer texts.")
-    asked = [0] * len(sequences) if held_back is None or policy == "full" else list(held_back)
-    found: list[Predicted | None] = [None] * len(sequences)
-    order = sorted(range(len(sequences)), key=lambda row: -len(sequences[row]))
-    for start in range(0, len(order), batch):
-        rows = order[start : start + batch]
-        fed = rows + rows[:1] * (min(batch, len(order)) - len(rows))
-        # The last token is predicted and not fed; of those held back, one is predicted by the context's last token.
-        lengths = np.array([len(sequences[row]) - 1 for row in fed])
-        questions = np.array([min(max(asked[row] - 1, 0), len(sequences[row]) - 2) for row in fed])
-        width = int(questions.min()) + -(-int(lengths.max() - questions.min()) // block) * block  # few shapes
-        tokens = np.zeros((len(fed), width + 1), np.int32)
-        for place, row in enumerate(fed):
-            tokens[place, : lengths[place] + 1] = sequences[row]
-        out = models.prefill(
-            model,
-            tokens[:, :-1],
-            lengths,
-            policy=policy,
-            budget=budget,
-            block=block,
-            when=when,
-            question=questions if questions.any() else None,
-            outputs="all",
-        )
-        chosen, greedy = (np.asarray(x) for x in _chosen(out.logits, jnp.asarray(tokens[:, 1:])))
-        for place, row in enumerate(rows):
-            predicted = Predicted(chosen[place, : lengths[place]], greedy[place, : lengths[place]])
-            found[row] = predicted
-            if on_row is not None:
-                on_row(row, predicted)
-    return [predicted for predicted in found if predicted is not None]
 
 
 @functools.cache
@@ -129,7 +60,10 @@ def model_class() -> type:
         Args:
             pretrained: 'retriever', a Hugging Face folder, or a hub name.
             policy, budget, block, when: as ``models.prefill`` has them.
-            select: reserved for selections, which read a subset and evict nothing.
+            select: in place of a policy, what each head reads: a source, or a policy as simulated selection; the
+                budget is then the share of the tokens that are read.
+            butler: the predictor's folder for ``select``; by default the one inside the model's.
+            sinks: first tokens that a selection always reads, on top.
             max_length: tokens of a context and what follows it; the model's by default.
             max_gen_toks: new tokens where a task sets none.
         """
@@ -142,6 +76,8 @@ def model_class() -> type:
             block: int = 128,
             when: When = "prompt",
             select: str | None = None,
+            butler: str | None = None,
+            sinks: int = 4,
             batch_size: int | str = 8,
             max_length: int | None = None,
             max_gen_toks: int = 256,
@@ -151,14 +87,19 @@ def model_class() -> type:
             super().__init__()
             if unknown := set(ignored) - {"device", "max_batch_size"}:
                 raise ValueError(f"the model kvjax has no argument {', '.join(sorted(unknown))}; see --help.")
-            if select is not None:
-                raise ValueError(f"select is {select!r}, but no selection is built in; give a policy and a budget.")
-            self.settings: dict[str, Any] = check_settings(policy, budget, block, when)
+            self.settings: dict[str, Any] = check_settings(policy, budget, block, when, select, sinks)
             self.batch = int(batch_size) if str(batch_size).isdigit() and int(batch_size) > 0 else 8
             self.model, tokenizer = models.load(str(pretrained), dtype=dtype)
             if tokenizer is None:
                 raise ValueError(f"{pretrained} has no tokenizer.json, and tasks are text; copy it from its source.")
             self.text = tokenizer
+            self.butler = None
+            self.selection = None if select is None else selections.parse_selection(str(select))
+            if self.selection is not None and self.selection.needs_butler:
+                own = butler is None
+                self.butler = (
+                    models.own_butler(pretrained, self.model) if own else models.load_butler(str(butler), self.model)
+                )
             self.max_length = max_length or self.model.config.max_positions
             self.max_gen_toks = max_gen_toks
 
@@ -201,7 +142,7 @@ def model_class() -> type:
                     self.cache_hook.add_partial("loglikelihood", requests[row][0], answers[row])
                 bar.update()
 
-            predict(self.model, sequences, counts, **self.settings, batch=self.batch, on_row=keep)
+            self._predict(sequences, counts, on_row=keep)
             bar.close()
             return answers
 
@@ -212,9 +153,7 @@ def model_class() -> type:
                 windows = get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, context_len=1)
                 pairs = [make_disjoint_window(window) for window in windows]
                 sequences = [[*context, *predicted] for context, predicted in pairs]
-                # Text is evicted from as it comes: there is no prompt whose end could be waited for.
-                settings = {**self.settings, "when": "block"}
-                found = predict(self.model, sequences, **settings, batch=self.batch)
+                found = self._predict(sequences)
                 total = sum(
                     float(row.log_probability[-len(predicted) :].sum())
                     for row, (_, predicted) in zip(found, pairs, strict=True)
@@ -222,6 +161,17 @@ def model_class() -> type:
                 self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
                 answers.append(total)
             return answers
+
+        def _predict(self, sequences: Any, counts: Any = None, on_row: Any = None) -> list[Predicted]:
+            if self.selection is not None:
+                return likelihood.simulate(
+                    self.model, sequences, self.selection, round(1 - self.settings["budget"], 6),
+                    butler=self.butler, sinks=self.settings["sinks"], block=self.settings["block"], batch=self.batch,
+                    on_row=on_row,
+                )  # fmt: skip
+            # Text without a prompt is evicted from as it comes: there is no end that could be waited for.
+            settings = self.settings if counts is not None else {**self.settings, "when": "block"}
+            return likelihood.predict(self.model, sequences, counts, **settings, batch=self.batch, on_row=on_row)
 
         def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
             bar = tqdm(total=len(requests), disable=disable_tqdm, desc="answers", file=sys.stderr)
@@ -255,8 +205,16 @@ def model_class() -> type:
                 tokens[row, : len(prompt)] = prompt
             lengths = np.array([len(prompt) for prompt in prompts])
             said: list[list[int]] = [[] for _ in prompts]
+            settings = dict(self.settings)
+            if self.selection is not None:
+                if self.selection.source is None:
+                    raise ValueError(
+                        f"select is {self.selection}, which is simulated on whole texts only, and the task has answers "
+                        f"decoded; give policy=..., or a source: {', '.join(SOURCES)}."
+                    )
+                settings.update(select=self.selection.source, butler=self.butler)
             for step, (token, _) in enumerate(
-                models.stream(self.model, tokens, lengths=lengths, max_new_tokens=new, **self.settings)
+                models.stream(self.model, tokens, lengths=lengths, max_new_tokens=new, **settings)
             ):
                 for row, one in enumerate(token.tolist()):
                     if one >= 0 and one not in self.model.config.eos:
@@ -269,7 +227,9 @@ def model_class() -> type:
     return KvjaxLM
 
 
-def check_settings(policy: str, budget: int | float | str | None, block: int, when: str) -> dict[str, Any]:
+def check_settings(
+    policy: str, budget: int | float | str | None, block: int, when: str, select: str | None = None, sinks: int = 4
+) -> dict[str, Any]:
     """The arguments of a run, checked before the model is loaded.
 
     Raises:
@@ -279,11 +239,22 @@ def check_settings(policy: str, budget: int | float | str | None, block: int, wh
         >>> from evals import harness
         >>> harness.check_settings("tova", "0.25", 64, "prompt")
         {'policy': 'tova', 'budget': 0.25, 'block': 64, 'when': 'prompt'}
+        >>> harness.check_settings("full", 0.5, 64, "prompt", select="quest")
+        {'select': 'quest', 'budget': 0.5, 'block': 64, 'sinks': 4}
     """
     if when not in ("block", "prompt"):
         raise ValueError(f"when is {when!r}; there are block and prompt.")
     if not isinstance(block, int) or block < 1:
         raise ValueError(f"block is {block!r}; give at least 1.")
+    if select is not None:
+        if policy != "full":
+            raise ValueError(f"both policy {policy} and select {select} were given; a run takes one of them.")
+        if not isinstance(sinks, int) or sinks < 0:
+            raise ValueError(f"sinks is {sinks!r}; give at least 0.")
+        share = None if budget is None else commands.parse_budget(str(budget))
+        if not isinstance(share, float):
+            raise ValueError(f"the budget of select {select} is {budget}; give the share that is read, such as 0.5.")
+        return {"select": str(selections.parse_selection(str(select))), "budget": share, "block": block, "sinks": sinks}
     if policy == "full":
         if budget is not None:
             raise ValueError(f"a budget of {budget} was given without a policy that says what to keep; give policy=...")
@@ -334,7 +305,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
     flags.add_argument("--tasks", required=True, help="the harness's tasks, or yaml files; several by comma")
     flags.add_argument(
         "--model_args", action="append", required=True,
-        help="pretrained=...,policy=...,budget=...,block=...,when=...; again for another row of the table",
+        help="pretrained=...,policy=... (or select=...),budget=...,block=...,when=...; again for another row",
     )  # fmt: skip
     flags.add_argument("--model", default="kvjax", choices=["kvjax"], help="the name in the harness's registry")
     flags.add_argument("--include_path", type=Path, help="a folder with tasks of your own (yaml)")
@@ -355,7 +326,7 @@ def command(flags: argparse.Namespace) -> None:
     for arguments in given:
         check_settings(
             str(arguments.get("policy", "full")), arguments.get("budget"), arguments.get("block", 128),
-            str(arguments.get("when", "prompt")),
+            str(arguments.get("when", "prompt")), arguments.get("select"), arguments.get("sinks", 4),
         )  # fmt: skip
     if flags.include_path is not None and not flags.include_path.is_dir():
         raise FileNotFoundError(f"there is no folder {flags.include_path}; name one with tasks by --include_path.")
@@ -428,7 +399,7 @@ def rows_of(found: Any) -> list[dict[str, Any]]:
 def _table(results: Sequence[dict[str, Any]]) -> str:
     rows = [
         (
-            r["policy"],
+            r.get("select") or r["policy"],
             "all" if r["budget"] is None else str(r["budget"]),
             r["task"],
             r["metric"],
@@ -438,7 +409,9 @@ def _table(results: Sequence[dict[str, Any]]) -> str:
         )
         for r in results
     ]
-    return report.columns(("policy", "budget", "task", "metric", "value", "std. error", "samples"), rows, left=4)
+    return report.columns(
+        ("policy or selection", "budget", "task", "metric", "value", "std. error", "samples"), rows, left=4
+    )
 
 
 def _cache_name(text: str) -> str:
@@ -452,9 +425,3 @@ def _number(text: str) -> int | float | None:
         except ValueError:
             continue
     return None
-
-
-@jax.jit
-def _chosen(logits: jax.Array, following: jax.Array) -> tuple[jax.Array, jax.Array]:
-    picked = jnp.take_along_axis(logits, following[..., None], axis=-1)[..., 0]
-    return picked - jax.nn.logsumexp(logits, axis=-1), jnp.argmax(logits, axis=-1) == following

@@ -1,8 +1,15 @@
-"""Perplexity against sparsity: how well text is told when every head reads only what a selection keeps.
+"""Perplexity: how well text is told under a policy's budget, or when every head reads only what a selection keeps.
 
 The text is cut into chunks (1,024 tokens in TokenButler's figure 6), each a sequence of its own that begins with BOS
-where the tokenizer has one; a rest that fills no chunk is left out. evals/selections.py says what is read. Intervals
-are over chunks: of each selection against the model that reads everything, and against the predictor.
+where the tokenizer has one; a rest that fills no chunk is left out. With ``--stride`` windows of that length slide over
+the text, and the last tokens of each, as many as the stride, are counted: what stands before them is context.
+
+- Selections (``--select``, ``--sparsity``): evals/selections.py says what is read (TokenButler, figure 6).
+- Policies (``--policies``, ``--budgets``, ``--block``): the library's own prefill, which evicts after every block; each
+  token is told from what earlier evictions left and its own block (CAOTE, tables 4 and 8).
+
+Intervals are over chunks: of each row against the model that reads everything, and of selections against the predictor,
+of CAOTE against the same policy without it.
 """
 
 from __future__ import annotations
@@ -12,24 +19,24 @@ import itertools
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Float, Int
 from tqdm import tqdm
 
+import kvjax
 import models
-from evals import prose, report, selections, statistics
+from evals import likelihood, prose, report, running, selections, statistics
 from evals.selections import Heads, Selection
 from models import commands
 
 SELECT = "oracle,butler,quest,h2o,snapkv,streaming"
 EXAMPLES = """examples:
   python -m evals perplexity --select oracle,butler,quest,h2o,snapkv,streaming --sparsity 0,0.1,...,0.7 --plot out.png
+  python -m evals perplexity --policies h2o,h2o+caote,snapkv,snapkv+caote --budgets 64,128,256 --block 32 --plot out.png
   python -m evals perplexity --model path/to/Llama-3.2-1B --butler butler/ --text book.txt --chunk 1024 --sparsity 0.5
 """
 
@@ -59,15 +66,18 @@ def read_text(path: Path | None) -> str:
     return text
 
 
-def make_chunks(tokenizer: Any, text: str, length: int, limit: int | None = None) -> Int[np.ndarray, "n T"]:
+def make_chunks(
+    tokenizer: Any, text: str, length: int, limit: int | None = None, stride: int | None = None
+) -> Int[np.ndarray, "n T"]:
     """The text's tokens in sequences of ``length``, BOS in front of each where the tokenizer has one.
 
     Args:
         tokenizer: has ``encode(text, add_special_tokens)`` and ``bos``.
         limit: at most that many.
+        stride: how many tokens further the next sequence begins; by default where the last one ended.
 
     Raises:
-        ValueError: a length below 2, or a text that does not fill one chunk.
+        ValueError: a length below 2, a stride below 1 or larger than a sequence, or a text that does not fill one.
 
     Example:
         >>> from evals.perplexity import make_chunks
@@ -77,6 +87,8 @@ def make_chunks(tokenizer: Any, text: str, length: int, limit: int | None = None
         ...         return [ord(letter) for letter in text]
         >>> make_chunks(Letters(), "abcde", 3).tolist()
         [[0, 97, 98], [0, 99, 100]]
+        >>> make_chunks(Letters(), "abcde", 4, stride=1).tolist()
+        [[0, 97, 98, 99], [0, 98, 99, 100], [0, 99, 100, 101]]
     """
     if length < 2:
         raise ValueError(f"a chunk of {length} tokens predicts nothing; give at least 2.")
@@ -84,15 +96,18 @@ def make_chunks(tokenizer: Any, text: str, length: int, limit: int | None = None
         raise ValueError(f"{limit} sequences were asked for; give at least 1.")
     first = [] if tokenizer.bos is None else [tokenizer.bos]
     tokens = tokenizer.encode(text, add_special_tokens=False)
-    step = length - len(first)
-    count = len(tokens) // step
-    if count < 1:
+    own = length - len(first)
+    step = own if stride is None else stride
+    if not 1 <= step <= own:
+        raise ValueError(f"the stride is {stride}; give 1 to {own}, the chunk's own tokens.")
+    if len(tokens) < own:
         raise ValueError(
             f"the text has {len(tokens)} tokens, which do not fill a chunk of {length}; give more text, or a smaller "
             f"--chunk (at most {len(tokens) + len(first)})."
         )
+    count = (len(tokens) - own) // step + 1
     count = count if limit is None else min(count, limit)
-    return np.array([first + tokens[i * step : (i + 1) * step] for i in range(count)], np.int32)
+    return np.array([first + tokens[i * step : i * step + own] for i in range(count)], np.int32)
 
 
 def losses(
@@ -105,6 +120,7 @@ def losses(
     sinks: int = 4,
     heads: Heads = "query",
     batch: int = 4,
+    counted: int | None = None,
     progress: tqdm | None = None,
 ) -> Float[np.ndarray, "n"]:
     """Each chunk's mean negative log-likelihood of its tokens but the first, in nats.
@@ -112,23 +128,45 @@ def losses(
     Args:
         selection, sparsity, butler, sinks, heads: see :func:`evals.selections.simulate`.
         batch: chunks at a time.
+        counted: of each chunk the last so many tokens only.
     """
-    found: list[np.ndarray] = []
-    batch = min(batch, len(chunks))
-    for start in range(0, len(chunks), batch):
-        chosen = chunks[start : start + batch]
-        fed = np.concatenate([chosen, np.repeat(chunks[:1], batch - len(chosen), axis=0)])  # one shape, one compilation
-        logits = selections.simulate(model, fed, selection, sparsity, butler=butler, sinks=sinks, heads=heads)
-        found.append(np.asarray(_loss(logits, fed), np.float64)[: len(chosen)])
-        if progress is not None:
-            progress.update(len(chosen))
-    return np.concatenate(found)
+    found = likelihood.simulate(
+        model, chunks.tolist(), selection, sparsity, butler=butler, sinks=sinks, heads=heads, block=1, batch=batch,
+        on_row=_counting(progress),
+    )  # fmt: skip
+    return _losses(found, counted)
 
 
-@jax.jit
-def _loss(logits: Float[Array, "B T V"], tokens: Int[Array, "B T"]) -> Float[Array, "B"]:
-    told = jnp.take_along_axis(jax.nn.log_softmax(logits[:, :-1]), tokens[:, 1:, None], axis=-1)
-    return -jnp.mean(told[..., 0], axis=1)
+def policy_losses(
+    model: models.Decoder,
+    chunks: Int[np.ndarray, "n T"],
+    policy: str,
+    budget: int | float | None,
+    *,
+    block: int = 32,
+    batch: int = 4,
+    counted: int | None = None,
+    progress: tqdm | None = None,
+) -> Float[np.ndarray, "n"]:
+    """Each chunk's mean negative log-likelihood when a policy evicts after every block, in nats.
+
+    Args:
+        policy, budget, block: see :func:`models.prefill`.
+        batch, counted: see :func:`losses`.
+    """
+    found = likelihood.predict(
+        model, chunks.tolist(), policy=policy, budget=budget, block=block, batch=batch, on_row=_counting(progress)
+    )
+    return _losses(found, counted)
+
+
+def _counting(progress: tqdm | None) -> Callable[[int, likelihood.Predicted], None] | None:
+    return None if progress is None else lambda *_: progress.update() and None
+
+
+def _losses(found: Sequence[likelihood.Predicted], counted: int | None) -> Float[np.ndarray, "n"]:
+    own = slice(None if counted is None else -counted, None)
+    return np.array([-np.mean(row.log_probability[own], dtype=np.float64) for row in found])
 
 
 def measure(
@@ -141,6 +179,7 @@ def measure(
     sinks: int = 4,
     heads: Heads = "query",
     batch: int = 4,
+    counted: int | None = None,
     progress: tqdm | None = None,
 ) -> list[dict[str, Any]]:
     """The model that reads everything ("full"), and each selection at each sparsity.
@@ -152,7 +191,9 @@ def measure(
         model (a share) with its own, by paired chunks, and ``by_chunk``, the losses. Without a second chunk there are
         no intervals (None).
     """
-    settings: dict[str, Any] = dict(butler=butler, sinks=sinks, heads=heads, batch=batch, progress=progress)
+    settings: dict[str, Any] = dict(
+        butler=butler, sinks=sinks, heads=heads, batch=batch, counted=counted, progress=progress
+    )
     full = selections.parse_selection("full")
     if progress is not None:
         progress.set_description("full")
@@ -168,10 +209,46 @@ def measure(
     return results
 
 
-def steps(chosen: Sequence[Selection], sparsities: Sequence[float], chunks: int) -> int:
-    """How many chunks :func:`measure` runs."""
+def measure_policies(
+    model: models.Decoder,
+    chunks: Int[np.ndarray, "n T"],
+    policies: Sequence[str],
+    budgets: Sequence[int | float],
+    dense: dict[str, Any],
+    *,
+    block: int = 32,
+    batch: int = 4,
+    counted: int | None = None,
+    progress: tqdm | None = None,
+) -> list[dict[str, Any]]:
+    """Each policy at each budget, evicting after every block.
+
+    Args:
+        dense: the row of the model that reads everything, as :func:`measure` gives it.
+
+    Returns:
+        Rows like :func:`measure`'s, with ``policy``, ``budget`` and ``difference``: how much higher the perplexity is
+        than the dense model's, as CAOTE's tables have it, with its interval by paired chunks.
+    """
+    results = []
+    for budget, policy in itertools.product(budgets, policies):
+        if progress is not None:
+            progress.set_description(f"{policy}, budget {budget}")
+        found = policy_losses(
+            model, chunks, policy, budget, block=block, batch=batch, counted=counted, progress=progress
+        )
+        results.append(
+            {"policy": policy, "budget": budget, "block": block, **_against(found, np.array(dense["by_chunk"]))}
+        )
+    return results
+
+
+def steps(
+    chosen: Sequence[Selection], sparsities: Sequence[float], chunks: int, policies: int = 0, budgets: int = 0
+) -> int:
+    """How many chunks :func:`measure` and :func:`measure_policies` run."""
     named = [selection for selection in chosen if selection.name != "full"]
-    return chunks * (1 + len(named) * sum(sparsity > 0 for sparsity in sparsities))
+    return chunks * (1 + len(named) * sum(sparsity > 0 for sparsity in sparsities) + policies * budgets)
 
 
 def compare(results: Sequence[dict[str, Any]], against: str = "butler") -> list[dict[str, Any]]:
@@ -182,24 +259,37 @@ def compare(results: Sequence[dict[str, Any]], against: str = "butler") -> list[
         line = lines.get(r["sparsity"])
         if line is None or r["select"] in (against, "full") or not r["sparsity"]:
             continue
-        ratio, low, high = _ratio(np.array(r["by_chunk"]) - np.array(line["by_chunk"]))
-        rows.append(
-            {
-                "select": r["select"],
-                "against": against,
-                "sparsity": r["sparsity"],
-                "increase": ratio - 1,
-                "low": None if low is None else low - 1,
-                "high": None if high is None else high - 1,
-                "larger": "one chunk" if low is None or high is None else statistics.verdict(low - 1, high - 1),
-            }
-        )
+        rows.append({"select": r["select"], "against": against, "sparsity": r["sparsity"], **_larger(r, line)})
     return rows
+
+
+def compare_policies(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """How much larger the perplexity is with CAOTE than under the same policy without it, by paired chunks."""
+    lines = {(r["policy"], r["budget"]): r for r in results}
+    rows = []
+    for r in results:
+        plain = report.without_caote(r["policy"])
+        if plain != r["policy"] and (line := lines.get((plain, r["budget"]))) is not None:
+            rows.append({"policy": r["policy"], "against": plain, "budget": r["budget"], **_larger(r, line)})
+    return rows
+
+
+def _larger(row: dict[str, Any], line: dict[str, Any]) -> dict[str, Any]:
+    ratio, low, high = _ratio(np.array(row["by_chunk"]) - np.array(line["by_chunk"]))
+    return {
+        "increase": ratio - 1,
+        "low": None if low is None else low - 1,
+        "high": None if high is None else high - 1,
+        "larger": "one chunk" if low is None or high is None else statistics.verdict(low - 1, high - 1),
+    }
 
 
 def add_flags(flags: argparse.ArgumentParser) -> None:
     """The command's flags."""
-    selections.add_flags(flags, select=SELECT, sparsity="0,0.1,...,0.7", batch=4)
+    selections.add_flags(flags, select=None, sparsity="0,0.1,...,0.7", batch=4)
+    flags.add_argument("--policies", help="policies of the library, several by comma; each evicts after every block")
+    flags.add_argument("--budgets", default="128,256", help="of --policies: slots per head, or ratios of a chunk")
+    flags.add_argument("--block", type=int, default=32, help="of --policies: tokens a step")
     add_text_flags(flags, chunk=512)
 
 
@@ -207,18 +297,42 @@ def add_text_flags(flags: argparse.ArgumentParser, *, chunk: int) -> None:
     """Which text, and how it is cut."""
     flags.add_argument("--text", type=Path, help="a UTF-8 file; by default held-out sentences that ship with kvjax")
     flags.add_argument("--chunk", type=int, default=chunk, help="tokens of a sequence; 1024 in the paper")
+    flags.add_argument("--stride", type=int, help="slide windows of --chunk tokens, and count their last so many")
     flags.add_argument("--sequences", type=int, help="take at most that many of the text's chunks")
 
 
 def command(flags: argparse.Namespace) -> None:
-    """Runs the evaluation: checks, table, JSON, picture."""
+    """Runs the evaluation: checks, tables, JSON, picture."""
+    if flags.select is None:
+        flags.select = SELECT if flags.policies is None else "full"
     chosen = selections.parse_selections(flags.select)
     sparsities = selections.parse_sparsities(flags.sparsity)
+    policies = [] if flags.policies is None else parse_policies(flags.policies)
+    budgets = [commands.parse_budget(budget) for budget in commands.split_list(flags.budgets)]
+    running.check_block_and_batch(flags)
+    running.check_budgets(policies, budgets)
     selections.check_flags(flags)
     text = read_text(flags.text)
     model, tokenizer, butler = selections.load(flags, chosen)
     chunks = chunks_for(model, tokenizer, text, flags)
-    run(flags, "perplexity", "Perplexity against sparsity", model, chunks, chosen, sparsities, butler)
+    run(flags, "perplexity", "Perplexity", model, chunks, chosen, sparsities, butler, policies, budgets)
+
+
+def parse_policies(text: str) -> list[str]:
+    """The policies of a command line, several by comma, each once; "full" is there in any case.
+
+    Raises:
+        ValueError: none at all, or what :func:`kvjax.parse` says.
+
+    Example:
+        >>> from evals.perplexity import parse_policies
+        >>> parse_policies("full, h2o+caote, h2o+caote")
+        ['h2o+caote']
+    """
+    names = commands.split_list(text)
+    if not names:
+        raise ValueError("no policy was given; name at least one, such as --policies snapkv,snapkv+caote.")
+    return list(dict.fromkeys(str(kvjax.parse(name)) for name in names if name != "full"))
 
 
 def chunks_for(model: models.Decoder, tokenizer: Any, text: str, flags: argparse.Namespace) -> Int[np.ndarray, "n T"]:
@@ -231,7 +345,7 @@ def chunks_for(model: models.Decoder, tokenizer: Any, text: str, flags: argparse
         raise ValueError(
             f"--chunk is {flags.chunk}, but {flags.model} takes {model.config.max_positions} positions; give fewer."
         )
-    return make_chunks(tokenizer, text, flags.chunk, flags.sequences)
+    return make_chunks(tokenizer, text, flags.chunk, flags.sequences, flags.stride)
 
 
 def run(
@@ -243,21 +357,32 @@ def run(
     chosen: Sequence[Selection],
     sparsities: Sequence[float],
     butler: models.Butler | None,
+    policies: Sequence[str] = (),
+    budgets: Sequence[int | float] = (),
 ) -> None:
     """Measures, and writes what the flags ask for."""
     started = time.time()
-    total = steps(chosen, sparsities, len(chunks))
+    total = steps(chosen, sparsities, len(chunks), len(policies), len(budgets))
+    evicted: list[dict[str, Any]] = []
     with tqdm(total=total, unit="chunk", file=sys.stderr, dynamic_ncols=True) as progress:
         results = measure(
-            model, chunks, chosen, sparsities,
-            butler=butler, sinks=flags.sinks, heads=flags.heads, batch=flags.batch, progress=progress,
+            model, chunks, chosen, sparsities, butler=butler, sinks=flags.sinks, heads=flags.heads,
+            batch=flags.batch, counted=flags.stride, progress=progress,
         )  # fmt: skip
+        if policies:
+            evicted = measure_policies(
+                model, chunks, policies, budgets, results[0],
+                block=flags.block, batch=flags.batch, counted=flags.stride, progress=progress,
+            )  # fmt: skip
         progress.set_description("done")
-    comparisons = compare(results)
-    print(report.perplexity_table(results))
-    if comparisons:
-        print()
-        print(report.ratio_table(comparisons))
+    comparisons, gains = compare(results), compare_policies(evicted)
+    tables = [
+        report.perplexity_table(results),
+        report.ratio_table(comparisons) if comparisons else "",
+        report.policy_perplexity_table(evicted) if evicted else "",
+        report.policy_ratio_table(gains) if gains else "",
+    ]
+    print("\n\n".join(table for table in tables if table))
     if flags.json is not None:
         commands.write_json(
             flags.json,
@@ -269,26 +394,33 @@ def run(
                 **report.environment(),
                 "results": results,
                 "comparisons": comparisons,
+                **({"policies": evicted, "policy_comparisons": gains} if evicted else {}),
             },
         )
         print(f"figures: {flags.json}")
     if flags.plot is not None:
-        report.sparsity_lines(results, flags.plot, title=f"{title} ({len(chunks)} chunks of {chunks.shape[1]} tokens)")
+        title = f"{title} ({len(chunks)} chunks of {chunks.shape[1]} tokens)"
+        report.perplexity_lines(results, evicted, flags.plot, title=title)
         print(f"picture: {flags.plot}")
 
 
 def _row(selection: Selection, sparsity: float, found: np.ndarray, dense: np.ndarray) -> dict[str, Any]:
+    return {"select": str(selection), "sparsity": sparsity, **_against(found, dense)}
+
+
+def _against(found: np.ndarray, dense: np.ndarray) -> dict[str, Any]:
+    """A row's figures, beside those of the dense model on the same chunks."""
     perplexity, low, high = _ratio(found)
     increase, increase_low, increase_high = _ratio(found - dense)
+    whole, _, _ = _ratio(dense)
     return {
-        "select": str(selection),
-        "sparsity": sparsity,
         "perplexity": perplexity,
         "low": low,
         "high": high,
         "increase": increase - 1,
         "increase_low": None if increase_low is None else increase_low - 1,
         "increase_high": None if increase_high is None else increase_high - 1,
+        "difference": perplexity - whole,
         "by_chunk": found.tolist(),
     }
 

@@ -504,41 +504,89 @@ def agreement_table(figures: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def sparsity_lines(results: Sequence[dict[str, Any]], path: Path, *, title: str) -> None:
-    """Perplexity over sparsity, a line a selection, with the dense model as a grey one.
+def policy_perplexity_table(results: Sequence[dict[str, Any]]) -> str:
+    """A row for each policy and budget; the difference to the dense model as CAOTE's tables 4 and 8 have it."""
+    rows = [
+        (
+            r["policy"],
+            str(r["budget"]),
+            f"{r['perplexity']:.3f}",
+            _interval((r["low"], r["high"]), ".3f"),
+            f"{r['difference']:+.3f}",
+            f"{r['increase']:+.2%}",
+            _interval((r["increase_low"], r["increase_high"]), "+.2%"),
+        )
+        for r in results
+    ]
+    return columns(("policy", "budget", "perplexity", "95%", "difference", "against full", "95%"), rows, left=1)
 
-    The axis is logarithmic where the largest is more than three times the smallest.
+
+def policy_ratio_table(comparisons: Sequence[dict[str, Any]]) -> str:
+    """How much larger is the perplexity with CAOTE than without? A row each."""
+    rows = [
+        (
+            c["policy"],
+            c["against"],
+            str(c["budget"]),
+            f"{c['increase']:+.2%}",
+            _interval((c["low"], c["high"]), "+.2%"),
+            c["larger"],
+        )
+        for c in comparisons
+    ]
+    return columns(("policy", "against", "budget", "perplexity", "95%", "larger"), rows, left=2)
+
+
+def perplexity_lines(
+    results: Sequence[dict[str, Any]], policies: Sequence[dict[str, Any]], path: Path, *, title: str
+) -> None:
+    """Perplexity over sparsity, a line a selection, and over the budget, a line a policy: a panel each that has any.
+
+    The dense model is a grey line. An axis of perplexity is logarithmic where its largest is more than three times its
+    smallest.
     """
-    plt = pyplot()
-    figure, axis = plt.subplots(figsize=(6.4, 4.2), layout="constrained")
     dense = next(r for r in results if r["select"] == "full")
-    names = [name for name in dict.fromkeys(r["select"] for r in results) if name != "full"]
-    axis.axhline(dense["perplexity"], color="#999999", linewidth=1, linestyle="--", label="full")
-    for index, name in enumerate(names):
-        line = sorted((r for r in results if r["select"] == name), key=lambda r: r["sparsity"])
-        colour = _colour(index)
-        style = dict(marker="osv^DPX"[index % 7], linestyle="-" if index < len(COLOURS) else ":")
-        x, y = [r["sparsity"] for r in line], [r["perplexity"] for r in line]
-        axis.plot(x, y, color=colour, linewidth=1.5, markersize=4.5, label=name, **style)
-        if all(r["increase_low"] is not None for r in line):  # of the difference to the dense model, by paired chunks
-            low, high = ([dense["perplexity"] * (1 + r[f"increase_{end}"]) for r in line] for end in ("low", "high"))
-            axis.fill_between(x, low, high, color=colour, alpha=0.12, linewidth=0)
-    values = [r["perplexity"] for r in results]
-    if max(values) > 3 * min(values):
-        axis.set_yscale("log")
-        axis.yaxis.set_major_formatter(plt.FuncFormatter(lambda value, _: f"{value:g}"))
-        axis.yaxis.set_minor_formatter(plt.NullFormatter())
-    sparsities = sorted({r["sparsity"] for r in results if r["select"] != "full"})
-    if len(sparsities) <= 12:
-        axis.set_xticks(sparsities, [f"{sparsity:g}" for sparsity in sparsities])
-    axis.set_xlabel("sparsity: share of the tokens that a row does not read")
-    axis.set_ylabel("perplexity")
-    axis.set_title(title, fontsize=10.5)
-    _plain(axis)
-    axis.legend(fontsize=8, frameon=False)
+    selected = [r for r in results if r["select"] != "full"]
+    reads, keeps = "sparsity: share of the tokens that a row does not read", "budget: slots per head"
+    if any(isinstance(r["budget"], float) for r in policies):
+        keeps = "budget: slots per head (from 1), or a share of the chunk"
+    panels = [(selected, "select", "sparsity", reads)] * bool(selected)
+    panels += [(list(policies), "policy", "budget", keeps)] * bool(policies)
+    plt = pyplot()
+    figure, axes = plt.subplots(
+        1, max(len(panels), 1), figsize=(6.4 * max(len(panels), 1), 4.2), layout="constrained", squeeze=False
+    )
+    for axis, (rows, name, along, label) in zip(axes[0], panels, strict=False):
+        _perplexity_panel(axis, dense, rows, name, along)
+        axis.set_xlabel(label)
+    axes[0, 0].set_ylabel("perplexity")
+    figure.suptitle(title, fontsize=10.5)
     with replacing(path) as temporary:
         figure.savefig(temporary, dpi=160)
     plt.close(figure)
+
+
+def _perplexity_panel(axis: Any, dense: dict[str, Any], rows: list[dict[str, Any]], name: str, along: str) -> None:
+    axis.axhline(dense["perplexity"], color="#999999", linewidth=1, linestyle="--", label="full")
+    for index, chosen in enumerate(dict.fromkeys(r[name] for r in rows)):
+        line = sorted((r for r in rows if r[name] == chosen), key=lambda r: r[along])
+        colour = _colour(index)
+        style = dict(marker="osv^DPX"[index % 7], linestyle="-" if index < len(COLOURS) else ":")
+        x, y = [r[along] for r in line], [r["perplexity"] for r in line]
+        axis.plot(x, y, color=colour, linewidth=1.5, markersize=4.5, label=chosen, **style)
+        if all(r["increase_low"] is not None for r in line):  # of the difference to the dense model, by paired chunks
+            low, high = ([dense["perplexity"] * (1 + r[f"increase_{end}"]) for r in line] for end in ("low", "high"))
+            axis.fill_between(x, low, high, color=colour, alpha=0.12, linewidth=0)
+    values = [dense["perplexity"], *(r["perplexity"] for r in rows)]
+    if max(values) > 3 * min(values):
+        axis.set_yscale("log")
+        axis.yaxis.set_major_formatter(pyplot().FuncFormatter(lambda value, _: f"{value:g}"))
+        axis.yaxis.set_minor_formatter(pyplot().NullFormatter())
+    places = sorted({r[along] for r in rows})
+    if len(places) <= 12:
+        axis.set_xticks(places, [f"{place:g}" for place in places])
+    _plain(axis)
+    axis.legend(fontsize=8, frameon=False)
 
 
 def coref_dots(results: Sequence[dict[str, Any]], path: Path) -> None:

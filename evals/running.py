@@ -351,13 +351,9 @@ def make_settings(flags: argparse.Namespace, questions: Sequence[str] = PLACEMEN
             raise ValueError(f"{what} is {', '.join(wrong) or 'empty'}; there are {', '.join(known)}.")
     evicting = [str(kvjax.parse(policy)) for policy in policies if policy != "full"]
     evicting = _allocated(evicting, commands.split_list(getattr(flags, "allocations", "")))
-    if evicting and not budgets:
-        raise ValueError("no budget was given; name at least one, such as --budgets 256.")
     if not policies:
         raise ValueError("no policy was given; name at least one, such as --policies full,snapkv+caote.")
-    for policy, budget in itertools.product(evicting, budgets):
-        if isinstance(budget, int):
-            kvjax.check_budget(kvjax.parse(policy), budget)
+    check_budgets(evicting, budgets)
     settings = []
     for question in asked:
         if "full" in policies:
@@ -366,6 +362,19 @@ def make_settings(flags: argparse.Namespace, questions: Sequence[str] = PLACEMEN
             for policy in dict.fromkeys([RECENCY, *evicting] if evicting else []):
                 settings.append(Setting(policy, budget, when, question))
     return settings
+
+
+def check_budgets(policies: Sequence[str], budgets: Sequence[int | float]) -> None:
+    """Refuses budgets that some policy cannot keep, before any work.
+
+    Raises:
+        ValueError: no budget for policies that need one, or one too small for what a policy always keeps.
+    """
+    if policies and not budgets:
+        raise ValueError("no budget was given; name at least one, such as --budgets 256.")
+    for policy, budget in itertools.product(policies, budgets):
+        if isinstance(budget, int):
+            kvjax.check_budget(kvjax.parse(policy), budget)
 
 
 def check_sizes(flags: argparse.Namespace) -> list[int]:

@@ -372,7 +372,7 @@ def parse_selections(text: str, *, page_size: int = 16) -> list[Selection]:
     return list(dict.fromkeys(found))
 
 
-def add_flags(flags: argparse.ArgumentParser, *, select: str, sparsity: str, batch: int) -> None:
+def add_flags(flags: argparse.ArgumentParser, *, select: str | None, sparsity: str, batch: int) -> None:
     """The flags of every command that measures selections."""
     flags.add_argument("--model", default="retriever", help="'retriever', a Hugging Face folder, or a hub name")
     flags.add_argument(

@@ -2,10 +2,12 @@
 
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import models
 from evals import perplexity, selections
 from evals.__main__ import main
 
@@ -34,6 +36,15 @@ def test_chunks_begin_with_bos_and_leave_the_rest_out():
     assert perplexity.make_chunks(tokenizer, "abcd", 3).tolist() == [[97, 98, 99]]
 
 
+def test_windows_slide_by_the_stride():
+    tokenizer = Letters()
+    windows = perplexity.make_chunks(tokenizer, "abcdef", 5, stride=2)
+    assert windows.tolist() == [[7, 97, 98, 99, 100], [7, 99, 100, 101, 102]]
+    for stride in (0, 5):
+        with pytest.raises(ValueError, match=f"the stride is {stride}; give 1 to 4"):
+            perplexity.make_chunks(tokenizer, "abcdef", 5, stride=stride)
+
+
 def test_the_loss_is_the_mean_over_all_tokens_but_the_first(tiny):
     model, tokenizer, _ = tiny
     chunks = perplexity.make_chunks(tokenizer, TEXT, 24, limit=3)
@@ -42,6 +53,39 @@ def test_the_loss_is_the_mean_over_all_tokens_but_the_first(tiny):
     told = logits - np.log(np.sum(np.exp(logits), axis=-1, keepdims=True))
     wanted = [-np.mean([told[n, t, chunks[n, t + 1]] for t in range(23)]) for n in range(3)]
     np.testing.assert_allclose(got, wanted, rtol=1e-5)
+
+
+def test_of_a_window_only_the_last_tokens_count(tiny):
+    model, tokenizer, _ = tiny
+    chunks = perplexity.make_chunks(tokenizer, TEXT, 24, limit=3, stride=8)
+    full = selections.parse_selection("full")
+    logits = np.asarray(model(jnp.asarray(chunks)), np.float64)
+    told = logits - np.log(np.sum(np.exp(logits), axis=-1, keepdims=True))
+    wanted = [-np.mean([told[n, t, chunks[n, t + 1]] for t in range(15, 23)]) for n in range(3)]
+    np.testing.assert_allclose(perplexity.losses(model, chunks, full, 0.0, counted=8), wanted, rtol=1e-5)
+    np.testing.assert_allclose(
+        perplexity.policy_losses(model, chunks, "tova", 24, block=8, counted=8), wanted, rtol=1e-5
+    )
+
+
+def test_a_policy_tells_each_token_from_what_its_evictions_left(tiny):
+    model, tokenizer, _ = tiny
+    chunks = perplexity.make_chunks(tokenizer, TEXT, 24, limit=2)
+    got = perplexity.policy_losses(model, chunks, "streaming(sinks=1)", 8, block=4)
+    logits = models.prefill(model, chunks[:, :-1], policy="streaming(sinks=1)", budget=8, block=4, outputs="all").logits
+    told = np.take_along_axis(np.asarray(jax.nn.log_softmax(logits)), chunks[:, 1:, None], axis=-1)[..., 0]
+    np.testing.assert_allclose(got, -told.mean(axis=1), rtol=1e-5)
+
+
+def test_caote_is_compared_with_the_same_policy_without_it():
+    def row(policy, budget, losses):
+        return {"policy": policy, "budget": budget, "by_chunk": losses}
+
+    rows = perplexity.compare_policies(
+        [row("h2o", 64, [1.0, 2.0]), row("h2o+caote", 64, [0.9, 1.9]), row("h2o+caote", 128, [1.0, 1.0])]
+    )
+    assert [(r["policy"], r["against"], r["budget"]) for r in rows] == [("h2o+caote", "h2o", 64)]
+    assert rows[0]["increase"] == pytest.approx(np.exp(-0.1) - 1)
 
 
 def test_rows_hold_the_dense_model_each_selection_and_intervals(tiny):
@@ -107,9 +151,37 @@ def test_the_command_writes_table_json_and_picture(tiny_folder, text_file, tmp_p
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
+def test_policies_have_a_table_of_their_own(tiny_folder, text_file, tmp_path, capsys):
+    out, plot = tmp_path / "out.json", tmp_path / "out.png"
+    flags = ["--model", str(tiny_folder), "--policies", "full,h2o,h2o+caote", "--budgets", "8,0.5", "--block", "8"]
+    flags += ["--text", str(text_file), "--chunk", "24", "--sequences", "2", "--json", str(out), "--plot", str(plot)]
+    assert main(["perplexity", *flags]) == 0
+    printed = capsys.readouterr().out
+    data = json.loads(out.read_text())
+    assert [r["select"] for r in data["results"]] == ["full"]
+    assert [(r["policy"], r["budget"]) for r in data["policies"]] == [
+        ("h2o", 8),
+        ("h2o+caote", 8),
+        ("h2o", 0.5),
+        ("h2o+caote", 0.5),
+    ]
+    dense = data["results"][0]["perplexity"]
+    for r in data["policies"]:
+        assert r["difference"] == pytest.approx(r["perplexity"] - dense)
+        assert f"{r['difference']:+.3f}" in printed
+    assert [r["budget"] for r in data["policy_comparisons"]] == [8, 0.5]
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
+        (["--policies", "nothing"], "unknown policy 'nothing'"),
+        (["--policies", ","], "no policy was given"),
+        (["--policies", "h2o", "--budgets", "lots"], "the budget 'lots'"),
+        (["--policies", "h2o", "--budgets", ","], "no budget was given"),
+        (["--policies", "snapkv(window=32)", "--budgets", "8"], "budget"),
+        (["--policies", "h2o", "--block", "0"], "--block is 0"),
         (["--select", "oracle,nothing"], "unknown policy 'nothing'"),
         (["--select", ","], "no selection was given"),
         (["--select", "laprox@model"], "lets layers compete"),
@@ -142,6 +214,7 @@ def test_bad_flags_end_in_one_sentence_and_write_nothing(flags, sentence, tmp_pa
         (TEXT.encode(), ["--chunk", "1"], "predicts nothing"),
         (TEXT.encode(), ["--chunk", "2048"], "takes 1024 positions"),
         (TEXT.encode(), ["--chunk", "8", "--sequences", "0"], "0 sequences were asked for"),
+        (TEXT.encode(), ["--chunk", "8", "--stride", "0"], "the stride is 0"),
     ],
 )
 def test_bad_texts_are_refused(tiny_folder, tmp_path, capsys, content, flags, sentence):
