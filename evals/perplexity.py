@@ -160,8 +160,12 @@ def policy_losses(
     return _losses(found, counted)
 
 
-def _counting(progress: tqdm | None) -> Callable[[int, likelihood.Predicted], None] | None:
-    return None if progress is None else lambda *_: progress.update() and None
+def _counting(progress: tqdm | None) -> Callable[[int, likelihood.Predicted], None]:
+    def count(row: int, found: likelihood.Predicted) -> None:
+        if progress is not None:
+            progress.update()
+
+    return count
 
 
 def _losses(found: Sequence[likelihood.Predicted], counted: int | None) -> Float[np.ndarray, "n"]:
