@@ -1,5 +1,6 @@
-"""Sphinx: python -m sphinx -W -b html docs docs/_build/html, with sphinx, furo and myst-nb installed."""
+"""Sphinx: python -m sphinx -W --keep-going -b html docs docs/_build/html, with the extra `docs` installed."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -7,6 +8,13 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 import kvjax  # noqa: E402
+
+# The tutorial's pages are the notebooks, with the outputs that they were committed with.
+for notebook in sorted((ROOT / "notebooks").glob("[0-9]-*.ipynb")):
+    page = ROOT / "docs" / "tutorial" / notebook.name
+    text = notebook.read_text(encoding="utf-8").replace("](../docs/", "](../")
+    if not page.exists() or page.read_text(encoding="utf-8") != text:  # an unchanged page is not read again
+        page.write_text(text, encoding="utf-8")
 
 project = "kvjax"
 author = "the kvjax authors"
@@ -29,8 +37,8 @@ html_static_path = ["_static"]
 html_css_files = ["kvjax.css"]
 html_show_sphinx = False
 
-# Notebooks keep the outputs that they were committed with; CI executes them apart.
-nb_execution_mode = "off"
+nb_execution_mode = "off"  # python notebooks/run.py executes them
+nb_merge_streams = True
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
 suppress_warnings = ["myst.xref_missing"]  # links to files of the repository that are no pages
@@ -42,5 +50,25 @@ autodoc_preserve_defaults = True
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
+napoleon_attr_annotations = False  # a shape such as "*rows S" is no emphasis
 napoleon_custom_sections = ["Example"]
 python_maximum_signature_line_length = 88
+
+
+def as_written(app, what, name, obj, options, lines):
+    """A name such as "window_" is no link, and the indented layouts of a module keep their columns."""
+    lines[:] = [re.sub(r'"(\w+_)"', r"``\1``", line) for line in lines]
+    if what != "module":
+        return
+    made, quoted = [], False
+    for line in lines:
+        indented = line.startswith("    ")
+        if indented and not quoted and made and not made[-1].strip():
+            made += ["::", ""]
+        quoted = indented or (quoted and not line.strip())
+        made.append(line)
+    lines[:] = made
+
+
+def setup(app):
+    app.connect("autodoc-process-docstring", as_written)

@@ -1,0 +1,374 @@
+"""Writes the figures into the pages: `python docs/tables.py` after results have been made anew.
+
+docs/how-to/choose-a-policy.md and docs/methods.md say what our runs saw. What stands between `<!-- NAME -->` and
+`<!-- end of NAME -->` in them is made here from the JSON files in docs/results; nothing of it is typed by hand.
+`--check` only says whether the pages are up to date.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+DOCS = Path(__file__).resolve().parent
+RESULTS = DOCS / "results"
+sys.path.insert(0, str(DOCS.parent))
+
+from evals import claims, statistics  # noqa: E402
+from evals.running import RECENCY  # noqa: E402
+from models import commands  # noqa: E402
+
+SHOWN = 3  # policies that are named beside the best one
+
+
+class Row(NamedTuple):
+    """A policy's outcomes on a file's samples, and the bytes of its cache."""
+
+    policy: str
+    correct: list[int]
+    cache_bytes: int
+
+    @property
+    def recall(self) -> float:
+        return sum(self.correct) / len(self.correct)
+
+
+def read(name: str) -> dict[str, Any]:
+    """A file of docs/results."""
+    return json.loads((RESULTS / name).read_text())
+
+
+def rows(data: dict[str, Any], **where: Any) -> list[Row]:
+    """A file's results of one setting."""
+    found = [r for r in data["results"] if all(r[name] == value for name, value in where.items())]
+    outcomes = [r["correct"] if "correct" in r else [c for cell in r["cells"] for c in cell["correct"]] for r in found]
+    return [Row(r["policy"], correct, r["cache_bytes"]) for r, correct in zip(found, outcomes, strict=True)]
+
+
+def within_noise(row: Row, best: Row) -> bool:
+    """Whether nothing says that ``best`` is better than ``row``, on the same samples."""
+    _, low, _ = statistics.paired_difference(list(map(bool, row.correct)), list(map(bool, best.correct)))
+    return low <= 0
+
+
+def decision(budget: str, found: Sequence[Row], full: Row) -> str:
+    """A line of the decision table: the best policy, what is as good within noise, recency, and the full cache."""
+    ranked = sorted(
+        (row for row in found if row.policy != RECENCY),
+        key=lambda row: (-row.recall, "@" in row.policy, len(row.policy)),  # of equals, the simplest
+    )
+    best = ranked[0]
+    low, high = statistics.wilson(sum(best.correct), len(best.correct))
+    others = [f"`{row.policy}`" for row in ranked[1:] if within_noise(row, best)]
+    more = f" and {len(others) - SHOWN} more" if len(others) > SHOWN else ""
+    recency = next((row for row in found if row.policy in (RECENCY, "streaming", "streaming(sinks=4)")), None)
+    cells = (
+        budget,
+        f"**`{best.policy}`**",
+        f"{best.recall:.2f} [{low:.2f}, {high:.2f}]",
+        "" if recency is None else f"{recency.recall:.2f}",
+        "yes" if within_noise(best, full) else "no",
+        f"{best.cache_bytes / full.cache_bytes:.0%}",
+        ", ".join(others[:SHOWN]) + more or "none",
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+COLUMNS = ("budget", "best", "recall, 95%", "recency", "as full", "memory", "as good")
+DECISION_HEAD = f"| {' | '.join(COLUMNS)} |\n|{' --- |' * len(COLUMNS)}"
+
+
+def source(name: str, data: dict[str, Any], full: Row) -> str:
+    """Where a table's figures come from."""
+    count = len(full.correct)
+    return f"From [{name}](../results/{name}): {count} samples a policy; the full cache answers {full.recall:.2f}."
+
+
+def once() -> str:
+    """Evicted once, the question known."""
+    data = read("ablation-budgets.json")
+    full = rows(data, policy="full")[0]
+    shares = sorted({r["share"] for r in data["results"] if r["share"] is not None})
+    lines = [decision(f"{share:.0%}", rows(data, share=share), full) for share in shares]
+    return "\n".join([source("ablation-budgets.json", data, full), "", DECISION_HEAD, *lines])
+
+
+def blocks() -> str:
+    """Evicted after every block."""
+    data = read("needle.json")
+    full = rows(data, policy="full")[0]
+    budgets = sorted({r["budget"] for r in data["results"] if r["budget"] is not None})
+    lines = [decision(f"{budget} slots", rows(data, budget=budget, when="block"), full) for budget in budgets]
+    lengths = data["settings"]["lengths"].replace(",", " and ")
+    text = f"{source('needle.json', data, full)} Prompts of {lengths} tokens."
+    return "\n".join([text, "", DECISION_HEAD, *lines])
+
+
+def unknown() -> str:
+    """Evicted before the question is seen."""
+    data = read("ablation-question.json")
+    full = rows(data, policy="full")[0]
+    named = {"agnostic": "question unknown", "after": "question known"}
+    share = next(r["share"] for r in data["results"] if r["share"] is not None)
+    lines = [decision(f"{share:.0%}, {named[q]}", rows(data, question=q, share=share), full) for q in named]
+    return "\n".join([source("ablation-question.json", data, full), "", DECISION_HEAD, *lines])
+
+
+def selections() -> str:
+    """Nothing is evicted: perplexity and co-reference by the share of the tokens that a step leaves out."""
+    perplexity, coref = read("perplexity.json"), read("coref.json")
+    increase = {(r["select"], r["sparsity"]): r["increase"] for r in perplexity["results"]}
+    named = {(r["select"], r["sparsity"]): r["accuracy"] for r in coref["results"]}
+    chosen = ("oracle", "butler", "quest", "streaming", "random")
+    shares = sorted({s for _, s in increase if s} & {s for _, s in named if s})
+
+    def cell(table: dict[tuple[str, float], float], name: str, share: float, form: str) -> str:
+        value = next((v for (found, s), v in table.items() if found.split("(")[0] == name and s == share), None)
+        return "" if value is None else format(value, form)
+
+    head = " | ".join(
+        [f"perplexity, {1 - share:.0%} read" for share in shares]
+        + [f"co-reference, {1 - share:.0%} read" for share in shares]
+    )
+    lines = [f"| read | {head} |", f"| --- |{' --- |' * 2 * len(shares)}"]
+    for name in chosen:
+        labels = dict.fromkeys(s for s, _ in [*increase, *named] if s.split("(")[0] == name)
+        cells = [cell(increase, name, share, "+.1%") for share in shares] + [
+            cell(named, name, share, ".2f") for share in shares
+        ]
+        lines.append(f"| {', then '.join(f'`{label}`' for label in labels)} | {' | '.join(cells)} |")
+    full = next(r["accuracy"] for r in coref["results"] if r["select"] == "full")
+    text = (
+        "From [perplexity.json](../results/perplexity.json) (increase over all tokens) and "
+        f"[coref.json](../results/coref.json) (names found; all tokens: {full:.2f})."
+    )
+    return "\n".join([text, "", *lines])
+
+
+class Method(NamedTuple):
+    """A row of the methods table; ``judged`` picks its claims by paper and text."""
+
+    name: str
+    paper: str
+    where: str
+    file: str
+    judged: Callable[[str, str], bool] | None = None
+    note: str = ""
+    against: str = ""  # the link in the comparisons of needle.json, for what has no claims of its own
+
+
+def of(paper: str, *words: str) -> Callable[[str, str], bool]:
+    """Claims of a paper whose text holds one of the words, all by default."""
+    return lambda p, text: p == paper and (not words or any(word in text for word in words))
+
+
+CAOTE, LAPROX = "[CAOTE](https://arxiv.org/abs/2504.14051)", "[LaProx](https://arxiv.org/abs/2605.07234)"
+STREAMING = "[StreamingLLM](https://arxiv.org/abs/2309.17453)"
+H2O, TOVA = "[H2O](https://arxiv.org/abs/2306.14048)", "[TOVA](https://arxiv.org/abs/2401.06104)"
+OUTPUT = ("through the output", "Through the output", "by values")
+SCORES = [
+    Method("caote", CAOTE, "eq. 8 and 20", "kvjax/caote.py", of("CAOTE")),
+    Method("fast_caote", CAOTE, "eq. 22", "kvjax/caote.py", against="fast_caote"),
+    Method("caote(through='output')", "ours", "eq. 8 behind W_O", "kvjax/caote.py", of("ours", *OUTPUT)),
+    Method(
+        "caote(rounds=r)", "ours", "exact for what the last round left", "kvjax/joint_eviction.py", of("ours", "rounds")
+    ),
+    Method("h2o", H2O, "attention, summed over queries", "kvjax/scores.py", note="what CAOTE improves"),
+    Method("tova", TOVA, "attention of the last query", "kvjax/scores.py", note="what CAOTE is held against"),
+    Method(
+        "snapkv",
+        "[SnapKV](https://arxiv.org/abs/2404.14469)",
+        "mean attention of a window, pooled",
+        "kvjax/scores.py",
+        of("SnapKV"),
+    ),
+    Method("streaming", STREAMING, "first and newest tokens", "kvjax/scores.py", of("StreamingLLM")),
+    Method(
+        "sage",
+        "[SAGE-KV](https://arxiv.org/abs/2503.08879)",
+        "attention of the prompt's last query, once",
+        "kvjax/scores.py",
+        of("SAGE-KV"),
+    ),
+    Method("laprox", LAPROX, "eq. 9, algorithm 1", "kvjax/scores.py", of("LaProx")),
+    Method(
+        "key_norm",
+        "[small keys](https://arxiv.org/abs/2406.11430)",
+        "-‖k‖",
+        "kvjax/scores.py",
+        note="what KeyDiff is held against",
+    ),
+    Method(
+        "keydiff", "[KeyDiff](https://arxiv.org/abs/2504.15364)", "-cos(k, mean k)", "kvjax/scores.py", of("KeyDiff")
+    ),
+    Method("cake", "[CAKE](https://arxiv.org/abs/2503.12491)", "eq. 8", "kvjax/scores.py", of("CAKE")),
+    Method(
+        "lava", "[LAVa](https://arxiv.org/abs/2509.09754)", "pooled attention · max ‖v‖₁", "kvjax/scores.py", of("LAVa")
+    ),
+    Method(
+        "expected_attention",
+        "[Expected Attention](https://arxiv.org/abs/2510.00636)",
+        "E[exp(q·k)] ‖v‖",
+        "kvjax/scores.py",
+        of("Expected Attention"),
+    ),
+    Method(
+        "butler",
+        "[TokenButler](https://arxiv.org/abs/2503.07518)",
+        "its logits, as a retention score",
+        "kvjax/scores.py",
+        note="[its own page](results/TOKENBUTLER.md)",
+    ),
+    Method("random", "", "a uniform sample", "kvjax/scores.py", note="a floor"),
+    Method(
+        "critical",
+        "[CriticalKV](https://arxiv.org/abs/2502.03805)",
+        "score · ‖v W_O‖₁, in two stages",
+        "kvjax/transforms.py",
+        of("CriticalKV"),
+    ),
+    Method(
+        "positions",
+        f"{STREAMING}, SAGE-KV",
+        "keys turned anew",
+        "kvjax/transforms.py",
+        lambda paper, text: "position" in text,
+    ),
+    Method("normalise", CAOTE, "eq. 21", "kvjax/transforms.py"),
+    Method("pool", "SnapKV", "pooling over neighbours", "kvjax/transforms.py", of("ours", "pooling")),
+    Method("protect", "H2O, StreamingLLM", "what always stays", "kvjax/transforms.py"),
+]
+ALLOCATIONS = [
+    Method("@uniform", "", "the same for each head", "kvjax/allocation.py"),
+    Method(
+        "@adakv",
+        "[AdaKV](https://arxiv.org/abs/2407.11550)",
+        "a layer's heads compete, a share of each is safe",
+        "kvjax/allocation.py",
+        of("AdaKV"),
+    ),
+    Method(
+        "@layer",
+        "AdaKV",
+        "the same without safeguard",
+        "kvjax/allocation.py",
+        lambda paper, text: "one budget a layer" in text,
+    ),
+    Method(
+        "@model",
+        LAPROX,
+        "eq. 12, algorithm 2",
+        "kvjax/allocation.py",
+        lambda paper, text: "one budget for the model" in text or "normalised" in text,
+    ),
+    Method(
+        "@pyramid", "[PyramidKV](https://arxiv.org/abs/2406.02069)", "eq. 4", "kvjax/allocation.py", of("PyramidKV")
+    ),
+    Method("@cake", "CAKE", "eq. 6", "kvjax/allocation.py", of("CAKE")),
+    Method("@lava", "LAVa", "layers by the entropy of their scores", "kvjax/allocation.py", of("LAVa")),
+]
+
+
+def judged() -> list[dict[str, Any]]:
+    """All claims of docs/results, as CLAIMS.md lists them."""
+    found = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))]
+    return [claim for data in found if isinstance(data, dict) for claim in data.get("claims") or ()]
+
+
+def verdicts(method: Method, all_claims: Sequence[dict[str, Any]]) -> str:
+    """How many of a method's claims hold here."""
+    if method.against:
+        found = Counter(c["better"] for c in read("needle.json")["comparisons"] if method.against in c["policy"])
+        words = f"{found['yes']} better, {found['no']} worse, {found['within noise']} within noise"
+        return f"against the same score without it: {words}"
+    if method.judged is None:
+        return method.note
+    own = [claim for claim in all_claims if method.judged(claim["paper"], claim["claim"])]
+    count = Counter("saturated" if claim.get("note") else claim["verdict"] for claim in own)
+    if not count:
+        return method.note
+    words = (
+        (claims.HOLDS, "hold"),
+        (claims.FAILS, "do not"),
+        (claims.OPEN, "within noise"),
+        ("saturated", "too easy or hard"),
+    )
+    parts = [f"{count[kind]} {word}" for kind, word in words if count[kind]]
+    return ", ".join(parts)
+
+
+def methods(chosen: Sequence[Method]) -> str:
+    """A table of methods: name, paper, place in it, file, and how many of its claims hold here."""
+    everything = judged()
+    lines = [
+        "| short name | paper | equation, or what it is | file | its claims here |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for m in chosen:
+        lines.append(f"| `{m.name}` | {m.paper} | {m.where} | `{m.file}` | {verdicts(m, everything)} |")
+    return "\n".join(lines)
+
+
+def decided() -> str:
+    """Claims that came out clearly, those that fail first."""
+    lines = ["| paper | claim | here | difference |", "| --- | --- | --- | --- |"]
+    clear = [claim for claim in judged() if claim["verdict"] != claims.OPEN and not claim.get("note")]
+    for claim in sorted(clear, key=lambda claim: (claim["verdict"] != claims.FAILS, claim["paper"])):
+        text = claim["claim"].replace("\n", " ")
+        lines.append(f"| {claim['paper']} | {text} | {claim['verdict']} | {claims.figures(claim)} |")
+    return "\n".join(lines)
+
+
+PARTS: dict[str, dict[str, Callable[[], str]]] = {
+    "how-to/choose-a-policy.md": {"once": once, "unknown": unknown, "blocks": blocks, "selections": selections},
+    "methods.md": {
+        "scores": lambda: methods(SCORES),
+        "allocations": lambda: methods(ALLOCATIONS),
+        "decided": decided,
+    },
+}
+
+
+def filled(page: str, parts: dict[str, Callable[[], str]]) -> str:
+    """A page's text with its parts made anew.
+
+    Raises:
+        ValueError: a part that the page has no place for.
+    """
+    text = (DOCS / page).read_text()
+    for name, make in parts.items():
+        begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
+        if text.count(begin) != 1 or text.count(end) != 1:
+            raise ValueError(f"docs/{page} has no place for {name!r}; put {begin} and {end} into it.")
+        before, rest = text.split(begin)
+        text = f"{before}{begin}\n\n{make()}\n\n{end}{rest.split(end)[1]}"
+    return text
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the command; returns its exit code."""
+    flags = argparse.ArgumentParser(prog="python docs/tables.py", description="Writes the figures into the pages.")
+    flags.add_argument("--check", action="store_true", help="only say whether the pages are up to date")
+    parsed = flags.parse_args(arguments)
+    return commands.run(lambda: _run(parsed.check), "docs/tables.py")
+
+
+def _run(check: bool) -> None:
+    for page, parts in PARTS.items():
+        text, path = filled(page, parts), DOCS / page
+        if text == path.read_text():
+            continue
+        if check:
+            raise ValueError(f"docs/{page} is not what docs/results says; run python docs/tables.py.")
+        with commands.replacing(path) as temporary:
+            temporary.write_text(text)
+        print(f"written: docs/{page}")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

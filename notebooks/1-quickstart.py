@@ -1,0 +1,201 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Quickstart
+#
+# A decoder remembers a key and a value for every token that it has read, in every layer and head. That cache grows
+# with the prompt until it no longer fits. kvjax keeps it inside a **budget**: so many tokens a head, however long the
+# prompt is. Which tokens stay is what a **policy** decides.
+#
+# Here a small model answers a question about a text under a budget, and we look at what it kept. Nothing is
+# downloaded: `retriever`, a model of 1.8 million parameters that can look facts up, ships with the package.
+
+# %%
+import os
+import shutil
+import subprocess
+import sys
+
+if "COLAB_RELEASE_TAG" in os.environ:  # only on Colab: install for the machine that it gave us
+    chip = "cuda" if shutil.which("nvidia-smi") else "tpu" if "TPU_ACCELERATOR_TYPE" in os.environ else "plot"
+    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", f"kvjax[plot,{chip}]"], check=True)
+
+import jax
+
+print(f"{jax.device_count()} device(s): {jax.devices()[0].device_kind}")
+
+# %% [markdown]
+# ## Load a model and generate
+#
+# `models.load` takes a Hugging Face folder or hub name just as well: `models.load("path/to/Llama-3.2-1B-Instruct")`.
+
+# %%
+import matplotlib.pyplot as plt
+import numpy as np
+from IPython.display import HTML
+
+import kvjax
+import models
+from evals import tasks, view
+
+model, tokenizer = models.load("retriever")
+question = "Question: what is the code of amber falcon?\nAnswer: the code of amber falcon is"
+prompt = f"The code of amber falcon is 4719. The river was calm. {question}"
+out = models.generate(model, [tokenizer.encode(prompt)], max_new_tokens=4)
+print(tokenizer.decode(out.tokens[0].tolist()))
+
+# %% [markdown]
+# That was the full cache. With longer text, a budget begins to matter: the sample below hides the code that it asks
+# for among seven other facts, and prose. Each head may keep 96 tokens of 512. `snapkv` keeps what the end of the
+# prompt looks at, and `caote` reorders by how much the attention output would change if a token were lost.
+
+# %%
+sample = tasks.needle(3, tokenizer, 512, depth=0.35, facts=8)
+print(f"{len(sample.tokens)} tokens, the last of them:", sample.prompt[-85:], sep="\n")
+
+
+def answer(policy, budget, **settings):
+    out = models.generate(
+        model, [sample.tokens], policy=policy, budget=budget, block=64, max_new_tokens=4, end=(), **settings
+    )
+    return tokenizer.decode(out.tokens[0].tolist()), out.cache
+
+
+settings = {
+    "full cache": ("full", None, "block"),
+    "first four and newest": ("streaming", 96, "block"),
+    "snapkv+caote, after every block": ("snapkv+caote", 96, "block"),
+    "snapkv+caote, once": ("snapkv+caote", 96, "prompt"),
+}
+caches = {}
+print(f"\nThe right answer is {sample.answer}.\n")
+for name, (policy, budget, when) in settings.items():
+    said, caches[name] = answer(policy, budget, when=when)
+    print(f"{name:32} {said!r:8} {caches[name].nbytes / 2**20:5.2f} MiB")
+
+# %% [markdown]
+# Four things to see:
+#
+# - The budget is a promise about memory: the cache's size does not depend on the prompt.
+# - Recency forgets what lies far back.
+# - *After every block* (`when="block"`) evicts while the prompt comes in. The prompt may then be of any length, but
+#   what it is for is not known yet, when the early parts are thrown away.
+# - *Once* (`when="prompt"`) evicts when all of the prompt, with its question, has been read. It needs room for the
+#   whole prompt for a moment, and is much the easier problem. Above, the answer of the policy that had to guess
+#   belongs to another fact.
+#
+# ## Look at what was kept
+#
+# A cache knows the place in the text of each token that it holds (`cache.position`); `evals.view` turns that into a
+# mask. Each row below is one KV head of one layer, each column a token of the prompt.
+
+# %%
+fact = tokenizer.decode(sample.tokens).find(sample.answer)  # where in the text the answer stands
+ends = np.cumsum([len(piece) for piece in view.pieces(tokenizer, sample.tokens[1:])])
+at = int(np.searchsorted(ends, fact, side="right")) + 1
+
+
+def kept(name):
+    """Which tokens of the prompt each layer and head holds, [L, K, tokens]."""
+    T = len(sample.tokens)
+    return view.held_tokens(caches[name], T + 4)[..., :T]
+
+
+names = [name for name in settings if name != "full cache"]
+figure, axes = plt.subplots(len(names), 1, figsize=(9, 5.6), sharex=True, layout="constrained")
+for axis, name in zip(axes, names, strict=True):
+    held = kept(name)
+    L, K, T = held.shape
+    axis.imshow(held.reshape(L * K, T), aspect="auto", cmap="Blues", interpolation="nearest", vmin=0, vmax=1.3)
+    axis.axvspan(at - 0.5, at + 3.5, color="#d55e00", alpha=0.45, linewidth=0)
+    axis.set_yticks(np.arange(0, L * K, K), [f"layer {layer}" for layer in range(L)], fontsize=7)
+    axis.set_title(f"{name}: {held.sum(-1).mean():.0f} of its tokens a head", fontsize=9.5, loc="left")
+axes[-1].set_xlabel("place in the prompt; the digits of the answer in orange")
+plt.show()
+
+# %% [markdown]
+# The same as text: the darker a token, the more of the twelve heads still hold it. Without a mark, no head does.
+
+
+# %%
+def shaded(name):
+    share = kept(name).mean((0, 1))
+    pieces = [
+        f'<span style="background:rgba(0,114,178,{0.75 * held:.2f})">{piece}</span>'
+        for piece, held in zip(view.pieces(tokenizer, sample.tokens), share, strict=True)
+    ]
+    text = "".join(pieces[1:]).replace("\n", "<br>")
+    return HTML(f'<p style="line-height:1.7">{text}</p>')
+
+
+shaded("snapkv+caote, once")
+
+# %% [markdown]
+# `python -m evals view --html view.html` makes a page of this, with a slider over blocks and steps, two policies side
+# by side.
+#
+# ## What a budget costs
+#
+# `kvjax.memory` counts bytes without allocating any. For Llama-3.1-8B in bfloat16, a full cache of 128k tokens takes
+# as much as the weights do; a budget draws a line.
+
+# %%
+llama = dict(layers=32, kv_heads=8, head_dim=128)
+lengths = 2 ** np.arange(10, 18)
+full = [kvjax.memory(**llama, budget=int(length), block=0).total / 2**30 for length in lengths]
+
+figure, axis = plt.subplots(figsize=(6.4, 3.4), layout="constrained")
+axis.plot(lengths, full, color="#555555", marker="o", markersize=4, label="full cache")
+for budget, colour in zip((1024, 4096, 16384), ("#0072b2", "#d55e00", "#009e73"), strict=True):
+    bounded = kvjax.memory(**llama, budget=budget, block=128).total / 2**30
+    axis.plot(lengths, np.minimum(full, bounded), color=colour, label=f"budget {budget:,}")
+axis.set(
+    xscale="log", yscale="log", xlabel="tokens in the prompt", ylabel="GiB a sequence", title="Llama-3.1-8B's cache"
+)
+axis.set_xticks(lengths, [f"{length // 1024}k" for length in lengths])
+axis.minorticks_off()
+axis.grid(color="#eeeeee")
+axis.spines[["top", "right"]].set_visible(False)
+axis.legend(frameon=False)
+plt.show()
+
+# %% [markdown]
+# And what was predicted is what is taken:
+
+# %%
+config = model.config
+counted = kvjax.memory(
+    layers=config.num_layers, kv_heads=config.num_kv_heads, head_dim=config.head_dim, budget=96, block=64,
+    dtype="float32", policy="snapkv+caote", query_heads=config.num_heads,
+)  # fmt: skip
+taken = caches["snapkv+caote, after every block"].nbytes
+print(f"counted {counted.total:,} bytes, taken {taken:,}")
+assert counted.total == taken
+
+# %% [markdown]
+# ## A prompt as it streams in
+#
+# `models.stream` yields tokens as they come, and compiles once for prompts of any length.
+
+# %%
+for text in ("The river was calm. " * 20, "The old judge walked home. " * 60):
+    tokens = tokenizer.encode(f"{text}The code of amber falcon is 4719. {question}")
+    steps = models.stream(
+        model, [tokens], policy="h2o+caote+protect(recent=0.5)", budget=96, block=64, max_new_tokens=4
+    )
+    said = tokenizer.decode([int(token[0]) for token, cache in steps])
+    print(f"{len(tokens):5,} tokens in, {said!r} out")
+
+# %% [markdown]
+# Next: [write your own score in ten lines](2-your-own-score.ipynb).

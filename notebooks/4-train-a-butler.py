@@ -1,0 +1,188 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Train a butler, watch its curves, decode with it
+#
+# Eviction is final: a token that was thrown away cannot be asked for again.
+# [TokenButler](https://arxiv.org/abs/2503.07518) evicts nothing. A small network sees the output of the first layer
+# and foresees, for every later layer and head, how much each token will matter to the current one; each decode step
+# then reads the best part only. Here we train one for the embedded model in a minute, with far less text than it
+# should have, compare what it foresees with other ways to choose, and decode with it.
+
+# %%
+import os
+import shutil
+import subprocess
+import sys
+
+if "COLAB_RELEASE_TAG" in os.environ:  # only on Colab: install for the machine that it gave us
+    chip = "cuda" if shutil.which("nvidia-smi") else "tpu" if "TPU_ACCELERATOR_TYPE" in os.environ else "plot"
+    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", f"kvjax[train,plot,{chip}]"], check=True)
+
+import jax
+
+print(f"{jax.device_count()} device(s): {jax.devices()[0].device_kind}")
+
+# %% [markdown]
+# ## What is trained
+#
+# The model is frozen. For each layer from 1 on and each head the predictor gives a query and a key of 32 numbers,
+# made by one small attention over what layer 0 put out. Their product should be the model's own attention logit; the
+# loss is the mean squared difference over all pairs that a query sees. It is computed by Gram matrices, so its cost
+# grows with the length, not with its square.
+
+# %%
+import json
+import tempfile
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import numpy as np
+
+import models
+from models.butler import num_parameters
+from train import butler as training
+from train.text import open_corpus
+
+model, tokenizer = models.load("retriever")
+settings = training.settings_of(model.config, embedded=True, tokens=100_000, seq_len=256, batch=8)
+shape = training.butler_config_of(model.config, embedded=True)
+corpus = open_corpus(["python"], tokenizer, settings.seq_len, eval_rows=8)
+print(f"{num_parameters(shape):,} parameters; {settings.steps} steps of {settings.batch} x {settings.seq_len} tokens")
+print(f"text: {corpus.name}; held out: {corpus.held_out.size:,} tokens")
+
+# %% [markdown]
+# "python" is text that ships with Python itself, so nothing is downloaded. `names` may as well be files, folders or a
+# data set on the hub. On the command line the same is `python -m train.butler --out butler/`; a run that is killed
+# goes on where it was, bit for bit.
+
+# %%
+folder = Path(tempfile.mkdtemp())
+trained, summary = training.train(
+    folder, model, shape, corpus, settings, name="retriever", eval_every=8, log_every=2, save_every=1000
+)
+print("\n".join(sorted(path.name for path in folder.iterdir() if path.is_file() and "events" not in path.name)))
+
+# %% [markdown]
+# ## The curves
+#
+# `log.jsonl` has a line for every few steps (TensorBoard's events lie beside it). The *hit rate* is the share of the
+# tokens that the oracle would read, with the model's true attention known, which the predictor chooses too, if both
+# may read half of what a query sees.
+
+# %%
+lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+curve = lambda name: np.transpose([(line["step"], line[name]) for line in lines if name in line])  # noqa: E731
+figures = summary["figures"]
+
+figure, axes = plt.subplots(1, 3, figsize=(11, 3.2), layout="constrained")
+axes[0].plot(*curve("loss"), color="#0072b2", label="training text")
+axes[0].plot(*curve("held_out/loss"), color="#d55e00", marker="o", markersize=4, label="held-out text")
+axes[0].set(yscale="log", title="loss")
+axes[0].legend(frameon=False)
+axes[1].plot(*curve("held_out/hit_rate"), color="#d55e00", marker="o", markersize=4, label="this run")
+for name, style in (("streaming", "--"), ("random", ":")):
+    axes[1].axhline(figures[name]["hit_rate"], color="#777777", linestyle=style, linewidth=1, label=name)
+axes[1].set(title="hit rate at 50%, held-out text")
+axes[1].legend(frameon=False)
+axes[2].plot(*curve("learning_rate"), color="#777777")
+axes[2].set(title="learning rate")
+for axis in axes:
+    axis.set_xlabel("step")
+    axis.title.set_fontsize(10)
+    axis.spines[["top", "right"]].set_visible(False)
+plt.show()
+
+# %% [markdown]
+# ## Against other ways to choose
+#
+# The same measure for what needs no training: pages of keys with bounds (`quest`), the attention of another layer, the
+# newest tokens. Beside them stands the predictor that ships with the model, trained for far longer.
+
+# %%
+shipped = models.own_butler("retriever", model)
+found = {"shipped": training.measure(model, shipped, corpus.held_out, "butler", 0.5)["hit_rate"].mean()}
+found |= {{"butler": "this run"}.get(name, name): values["hit_rate"] for name, values in figures.items()}
+found = dict(sorted(found.items(), key=lambda item: item[1]))
+
+figure, axis = plt.subplots(figsize=(6.4, 3.2), layout="constrained")
+colours = [{"this run": "#d55e00", "shipped": "#0072b2"}.get(name, "#bbbbbb") for name in found]
+axis.barh([name.replace("_", " ") for name in found], list(found.values()), color=colours)
+for place, value in enumerate(found.values()):
+    axis.annotate(f"{value:.2f}", (value, place), xytext=(4, 0), textcoords="offset points", va="center", fontsize=9)
+axis.axvline(0.5, color="#777777", linewidth=1, linestyle=":")
+axis.set(xlim=(0, 1.08), title="share of the oracle's tokens that is chosen too")
+axis.title.set_fontsize(10)
+axis.spines[["top", "right"]].set_visible(False)
+plt.show()
+
+# %% [markdown]
+# ## Decode with it
+#
+# `select="butler"` in place of a policy: all tokens stay in the cache, and each head reads a share of them in each
+# step, beside the first four. Text first:
+
+# %%
+prompt = "The function returns a list of all the names that are"
+settings = {"all tokens": {}, "this run, half": dict(select="butler", butler=trained, budget=0.5)}
+for name, chosen in settings.items():
+    out = models.generate(model, [tokenizer.encode(prompt)], max_new_tokens=16, end=(), **chosen)
+    print(f"{name:15}{tokenizer.decode(out.tokens[0].tolist())!r}")
+
+# %% [markdown]
+# Now questions about facts, which the training text has none of: twenty prompts of 384 tokens, answered by reading
+# shares of them.
+
+# %%
+from evals import tasks
+
+samples = [tasks.needle(seed, tokenizer, 384, depth) for depth in (0.1, 0.3, 0.5, 0.7, 0.9) for seed in range(4)]
+lengths = np.array([len(sample.tokens) for sample in samples])
+tokens = np.zeros((len(samples), lengths.max()), np.int32)
+for row, sample in enumerate(samples):
+    tokens[row, : lengths[row]] = sample.tokens
+
+
+def answered(**chosen):
+    out = models.generate(model, tokens, lengths=lengths, max_new_tokens=4, end=(), **chosen)
+    right = [
+        row[: len(s.answer_tokens)].tolist() == s.answer_tokens for row, s in zip(out.tokens, samples, strict=True)
+    ]
+    return sum(right) / len(right)
+
+
+shares = (0.5, 0.25)
+table = {
+    "oracle": dict(select="oracle"),
+    "quest, pages of 4": dict(select="quest(page_size=4)"),
+    "shipped butler": dict(select="butler", butler=shipped),
+    "this run's butler": dict(select="butler", butler=trained),
+    "random": dict(select="random"),
+}
+print(f"{'all tokens':20}{answered():7.2f}")
+print(f"{'share read':20}" + "".join(f"{share:7.1%}" for share in shares))
+for name, chosen in table.items():
+    print(f"{name:20}" + "".join(f"{answered(**chosen, budget=share):7.2f}" for share in shares))
+
+# %% [markdown]
+# The first token of an answer comes from the prompt, which is dense; the other digits have to be found by reading a
+# part. The butler that ships finds them. Ours foresees prose better than what needs no training, but no lookup: it has
+# seen too little, and library text looks nothing up. What a predictor is trained on decides:
+# [TokenButler on the embedded model](../docs/results/TOKENBUTLER.md) has the figures, and where the one that ships
+# falls short too.
+#
+# For a large model: `python -m train.butler --model path/to/Llama-3.2-1B --data allenai/c4:realnewslike --mesh data=8
+# --out butler/`.
+#
+# Next: [a Llama or Qwen folder, sharded](5-llama-on-eight-chips.ipynb).
