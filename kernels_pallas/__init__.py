@@ -5,6 +5,7 @@ from kernels_pallas.cache_attention.reference import STATISTICS, ColumnStatistic
 from kernels_pallas.caote_topk.api import caote_topk
 from kernels_pallas.caote_topk.reference import Kept
 from kernels_pallas.mse_logits.api import mse_logits
+from kernels_pallas.paged_attention.api import paged_attention
 from kernels_pallas.select_attention.api import select_attention
 
 __all__ = [
@@ -14,5 +15,6 @@ __all__ = [
     "cache_attention",
     "caote_topk",
     "mse_logits",
+    "paged_attention",
     "select_attention",
 ]

@@ -6,38 +6,25 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
-_SHARDED = ("b", "k", "n")  # axes that may be split over devices; the others are brought together
-
-
-def unsplittable() -> str | None:
-    """Why no kernel can be split over the mesh at hand, or None.
-
-    XLA calls back to split a kernel. JAX registers that with a TPU that it finds, not with libtpu alone.
-
-    Example:
-        >>> from kernels_pallas.partition import unsplittable
-        >>> unsplittable() is None
-        True
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    device = mesh.abstract_device
-    if device is not None and device.platform == "tpu" and mesh.size > 1 and jax.default_backend() != "tpu":
-        return f"a program for {mesh.size} chips of a TPU that is not at hand cannot split a kernel over them"
-    return None
+SPLIT = {"b": "data", "k": "tensor", "n": "tensor"}  # an array's axis -> the mesh's axis that splits it
 
 
 def over_heads(
     function: Callable[..., Any], inputs: Sequence[str], outputs: Sequence[str]
 ) -> Callable[..., tuple[jax.Array, ...]]:
-    """The function, split over a mesh by batch rows and KV heads alone, whatever else its arguments are split by.
+    """The function, on each device of a mesh by itself, with the batch rows and heads that lie there.
 
-    XLA cannot split a kernel by itself. ``function`` returns a tuple.
+    XLA cannot split a kernel by itself. Rows are split over the mesh's axis "data" and heads over "tensor", as
+    ``models.decoder.SHARDING`` has them; an array that lies otherwise is moved. ``function`` returns a tuple. Without
+    a mesh it just runs.
 
     Args:
-        inputs, outputs: each array's axes, such as "b k s d"; those named b, k or n may be split.
+        inputs, outputs: each array's axes, such as "b k s d"; those named b, k or n are split, the others whole.
+
+    Raises:
+        NotImplementedError: a mesh that has other axes, or that does not divide the rows or the heads.
 
     Example:
         >>> import jax.numpy as jnp
@@ -46,29 +33,41 @@ def over_heads(
         [[3.0, 3.0]]
     """
 
-    def positional(*arrays: jax.Array) -> tuple[jax.Array, ...]:  # custom_partitioning resolves keywords by signature
-        return function(*arrays)
+    def split(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        mesh = _mesh_of(arrays)
+        ways = {
+            name: size
+            for (name, size), kind in zip(mesh.shape.items(), mesh.axis_types, strict=True)
+            if kind != AxisType.Manual and size > 1
+        }
+        if not ways:
+            return function(*arrays)
+        names = set(SPLIT.values())
+        if not ways.keys() <= names or AxisType.Explicit in mesh.axis_types:
+            raise NotImplementedError(
+                f"a kernel is split over automatic axes {' and '.join(sorted(names))} of a mesh, but this one is {mesh}"
+            )
+        for axes, array in zip(inputs, arrays, strict=True):
+            for axis, size in zip(axes.split(), array.shape, strict=True):
+                if size % ways.get(SPLIT.get(axis, ""), 1):
+                    raise NotImplementedError(f"{ways[SPLIT[axis]]} devices do not divide axis {axis} of {array.shape}")
 
-    split = custom_partitioning(positional)
-    every = dict.fromkeys(axis for axes in (*inputs, *outputs) for axis in axes.split())
-    together = tuple(axis for axis in every if axis not in _SHARDED)
+        def spec(axes: str) -> PartitionSpec:
+            return PartitionSpec(*(SPLIT[axis] if SPLIT.get(axis) in ways else None for axis in axes.split()))
 
-    def partition(mesh: Any, arg_shapes: Any, result_shape: Any) -> Any:
-        specs: dict[str, Any] = {}
-        for axes, shape in zip(inputs, arg_shapes, strict=True):
-            spec = (*shape.sharding.spec, *[None] * len(axes.split()))
-            for axis, names in zip(axes.split(), spec, strict=False):
-                if axis in _SHARDED and names is not None:
-                    specs.setdefault(axis, names)
+        of_devices = jax.shard_map(
+            function,
+            mesh=mesh,
+            in_specs=tuple(map(spec, inputs)),
+            out_specs=tuple(map(spec, outputs)),
+            check_vma=False,  # a kernel's outputs do not say over which axes they vary
+        )
+        return of_devices(*arrays)
 
-        def sharding(axes: str) -> NamedSharding:
-            return NamedSharding(mesh, PartitionSpec(*(specs.get(axis) for axis in axes.split())))
-
-        return mesh, positional, tuple(map(sharding, outputs)), tuple(map(sharding, inputs))
-
-    split.def_partition(
-        partition=partition,
-        sharding_rule=f"{', '.join(inputs)} -> {', '.join(outputs)}",
-        need_replication_factors=together,
-    )
     return split
+
+
+def _mesh_of(arrays: Sequence[jax.Array]) -> Any:
+    """The mesh that the arrays lie on, or else the one at hand; empty where there is none."""
+    meshes = [jax.typeof(array).sharding.mesh for array in arrays]
+    return next((mesh for mesh in meshes if not mesh.empty), jax.sharding.get_abstract_mesh())

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kernels_pallas import cache_attention
+from kernels_pallas import ColumnStatistics, cache_attention, paged_attention
 from kernels_pallas.dispatch import Implementation
 from kvjax.cache import HeadState, KVCache
 from kvjax.eviction import evict, set_positions
@@ -356,34 +356,50 @@ class _Look(NamedTuple):
         stack: tuple[Array, Array] | None = None,
     ) -> tuple[Float[Array, "B T heads D"], Any, Observed | None]:
         """With ``stack``, the keys and values of all layers, kernels read them there: a layer taken out is a copy."""
-        policy = self.policy
         B, T, K, G, D = query.shape
         key = here.key
         if here.positions == "compact":
             query, key = _turn_to_rank(here, query, self.position, self.frequency)
+            here, stack = dataclasses.replace(here, key=key), None
         query = query.reshape(B, T, K * G, D)
-        turned = here.positions == "compact"
-        keys, values, layer = (key, here.value, None) if stack is None or turned else (*stack, self.layer)
-        out, columns = cache_attention(
-            query,
-            keys,
-            values,
-            here.position,
-            self.position,
+        keys, values, layer = (here.key, here.value, None) if stack is None else (*stack, self.layer)
+        out, columns = cache_attention(query, keys, values, here.position, self.position, layer=layer, **self.options())
+        if self.policy is None:
+            return out, here.state, None
+        state, observed = self.judge(here, query, columns, head, projection, foreseen, stack)
+        return out, state, observed
+
+    def options(self) -> dict[str, Any]:
+        """Of the attention, over slots or pages."""
+        policy = self.policy
+        return dict(
             statistics=() if policy is None else policy.statistics,
             window=0 if policy is None else policy.window,
             sliding_window=self.sliding_window,
             scale=self.scale,
-            layer=layer,
             implementation=self.implementation,
         )
-        if policy is None:
-            return out, here.state, None
+
+    def judge(
+        self,
+        here: KVCache,
+        query: Float[Array, "B T heads D"],
+        columns: ColumnStatistics,
+        head: Int[Array, "K"],
+        projection: OutputProjection | None,
+        foreseen: tuple[Array, ...] | None,
+        stack: tuple[Array, Array] | None = None,
+    ) -> tuple[Any, Observed]:
+        """The policy's state and what it says, of the attention's statistics; ``stack`` as for :meth:`at`."""
+        policy = self.policy
+        assert policy is not None
+        B, T, N, _ = query.shape
+        K = head.shape[0]
         observation = Observation(
             columns=jax.tree.map(lambda column: column.reshape(B, K, -1, column.shape[-1]), columns),
             query=query,
             query_position=self.position,
-            key=key,
+            key=here.key,
             value=here.value,
             position=here.position,
             next_position=here.next_position,
@@ -394,7 +410,7 @@ class _Look(NamedTuple):
             output=projection,
         )
         if foreseen is not None:
-            rows = (x.reshape(B, T, K * G, -1) for x in foreseen)
+            rows = (x.reshape(B, T, N, -1) for x in foreseen)
             prediction = Prediction(*rows)._replace(sliding_window=self.sliding_window)
             observation = observation._replace(predicted=prediction)
         # Which tokens stay is a choice, not a function to differentiate: gradients flow through the attention alone.
@@ -407,28 +423,46 @@ class _Look(NamedTuple):
                 observation,
                 self.leaving.budget,
                 excess=self.leaving.excess,
-                stack=None if layer is None else (jax.lax.stop_gradient(values), layer),
+                stack=None if stack is None else (jax.lax.stop_gradient(stack[1]), self.layer),
                 implementation=self.implementation,
             )
-            return out, state, Observed(None, left=left)  # type: ignore[arg-type]
+            return state, Observed(None, left=left)  # type: ignore[arg-type]
         scores, state = retention_scores(policy, before, observation)
         measure = policy.allocation.measure
-        return out, state, Observed(scores, None if measure is None else measure(observation))
+        return state, Observed(scores, None if measure is None else measure(observation))
 
 
 def _observe_pages(cache, query, look, projection, foreseen, layer):
-    """One head after the other, so that no more than one head's pages are laid out at a time."""
+    """Attention reads pages where they are; what else a policy reads of them is laid out one head after the other.
+
+    So are keys that are turned before attention.
+    """
     B, T, K, G, D = query.shape
+    turned = cache.positions == "compact"
+    columns = None
+    if not turned:
+        flat, table = query.reshape(B, T, K * G, D), cache.layer_table(layer)
+        out, columns = paged_attention(
+            flat, cache.key, cache.value, cache.position, table, look.position, **look.options()
+        )
+        columns = jax.tree.map(lambda column: column.reshape(B, K, -1, column.shape[-1]), columns)
+        if look.policy is None:
+            return out, cache, None
 
     def of_head(head):
-        part = None
-        if projection is not None:
-            part = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, head, 1), projection)
-        mine = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, head, 1, axis=2), (query, foreseen))
-        return look.at(cache.layer(layer, head), mine[0], head[None], part, mine[1])
+        def one(tree, axis):
+            return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, head, 1, axis), tree)
 
-    out, state, observed = jax.lax.map(of_head, jnp.arange(K))
-    out = jnp.moveaxis(out, 0, 2).reshape(B, T, K * G, D)
+        here, mine = cache.layer(layer, head), one(query, 2)
+        others = head[None], one(projection, 0), one(foreseen, 2)
+        if turned:
+            return look.at(here, mine, *others)
+        # Of what ``here`` has, XLA lays out what the policy reads.
+        return None, *look.judge(here, mine[:, :, 0], jax.tree.map(lambda x: x[:, 0], one(columns, 1)), *others)
+
+    heads_out, state, observed = jax.lax.map(of_head, jnp.arange(K))
+    if turned:
+        out = jnp.moveaxis(heads_out, 0, 2).reshape(B, T, K * G, D)
     if observed is None:
         return out, cache, None
 

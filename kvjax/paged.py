@@ -11,6 +11,7 @@
 Tokens of a head lie anywhere in its pages. A head takes pages when tokens come for which it has no slot, and gives
 pages back when it has more than its tokens need: tokens of its last pages then move into free slots of its first ones.
 So a change of who gets how many slots moves at most as many tokens as were evicted, never the cache.
+Attention reads pages where they are (:func:`kernels_pallas.paged_attention`).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Shaped
 
+from kernels_pallas.paged_attention.pages import laid_out, slot_positions
 from kvjax.cache import HeadState, KVCache, Positions, PyTree, map_slots, nth_true
 
 
@@ -161,34 +163,28 @@ class PagedCache:
             index: which layer; None for a cache that does not stack any.
             head: which KV head; all by default.
         """
-        table = self._table(index)
+        table = self.layer_table(index)
         if head is not None:
             table = jax.lax.dynamic_slice_in_dim(table, head, 1, axis=1)
-        B, K, M = table.shape
-
-        def gather(leaf: Array) -> Array:
-            return leaf[table].reshape(B, K, M * self.page_size, *leaf.shape[2:])
 
         def of_heads(leaf: PyTree) -> PyTree:
             if not isinstance(leaf, HeadState):
-                return gather(leaf)
+                return laid_out(leaf, table)
             value = leaf.value if index is None else leaf.value[index]
             return HeadState(value if head is None else jax.lax.dynamic_slice_in_dim(value, head, 1, axis=1))
 
         return KVCache(
-            key=gather(self.key),
-            value=gather(self.value),
-            position=self._positions(table).reshape(B, K, -1),
+            key=laid_out(self.key, table),
+            value=laid_out(self.value, table),
+            position=slot_positions(self.position, table),
             next_position=self.next_position,
             state=jax.tree.map(of_heads, self.state, is_leaf=lambda leaf: isinstance(leaf, HeadState)),
             positions=self.positions,
         )
 
-    def _table(self, layer: int | Int[Array, ""] | None) -> Int[Array, "B K M"]:
-        return self.table if layer is None else self.table[layer]
-
-    def _positions(self, table: Int[Array, "B K M"]) -> Int[Array, "B K M page"]:
-        return jnp.where((table >= 0)[..., None], self.position[table], -1)
+    def layer_table(self, index: int | Int[Array, ""] | None) -> Int[Array, "B K M"]:
+        """The pages of a layer's heads; of a cache that does not stack any with None."""
+        return self.table if index is None else self.table[index]
 
 
 def pages_for(slots: int, heads: int, page_size: int) -> int:
@@ -212,9 +208,9 @@ def insert_paged(
     B, T, K, _ = key.shape
     count = jnp.cumsum(position >= 0, axis=1)  # [B, T]
     cache = _take_pages(cache, count[:, -1], -(-T // cache.page_size), layer)
-    table = cache._table(layer)
-    slot_free = (table >= 0)[..., None] & (cache._positions(table) < 0)
-    slot = nth_true(slot_free.reshape(B, K, -1), jnp.broadcast_to(count[:, None], (B, K, T)))
+    table = cache.layer_table(layer)
+    slot_free = jnp.repeat(table >= 0, cache.page_size, axis=2) & (slot_positions(cache.position, table) < 0)
+    slot = nth_true(slot_free, jnp.broadcast_to(count[:, None], (B, K, T)))
     page = jnp.take_along_axis(table, slot // cache.page_size, axis=2, mode="fill", fill_value=-1)
     page = jnp.where((position >= 0)[:, None] & (page >= 0), page, cache.owner.shape[0])  # out of bounds: not written
     index = (page, slot % cache.page_size)
@@ -236,7 +232,7 @@ def write_layer(
     cache: PagedCache, pool: Shaped[Array, "P page *rest"], rows: Array, layer: int | Int[Array, ""] | None
 ) -> Shaped[Array, "P page *rest"]:
     """Puts what was computed on ``cache.layer(layer)``, ``[B, K, M * page, ...]``, into its pages of a pool's array."""
-    table = cache._table(layer)
+    table = cache.layer_table(layer)
     rows = rows.reshape(*table.shape, cache.page_size, *rows.shape[3:])
     return pool.at[jnp.where(table >= 0, table, cache.owner.shape[0])].set(rows.astype(pool.dtype), mode="drop")
 
@@ -384,7 +380,7 @@ def _page_counts(cache: PagedCache, table: Array, position: Array | None = None)
 
 def _take_pages(cache: PagedCache, tokens: Int[Array, "B"], at_most: int, layer: int | Array | None) -> PagedCache:
     """Gives each head of a layer the pages that it lacks for so many tokens more, at most ``at_most`` of them."""
-    table = cache._table(layer)
+    table = cache.layer_table(layer)
     B, K, M = table.shape
     P = cache.owner.shape[0]
     have = jnp.sum(table >= 0, axis=-1)  # [B, K]

@@ -68,13 +68,6 @@ def cache_attention(
             f"positions {key_position.shape} and {query_position.shape} do not fit: expected {slots} for the "
             f"slots and {(B, T)} for the queries."
         )
-    statistics = frozenset(statistics)
-    unknown = sorted(statistics - set(STATISTICS))
-    if unknown:
-        raise ValueError(f"unknown statistic {', '.join(unknown)}; there are {', '.join(STATISTICS)}.")
-    observing = sorted(name for name in statistics if name.startswith("window_"))
-    if observing and window < 1:
-        raise ValueError(f"the observation window is {window}; {observing[0]!r} needs at least 1 query.")
     return dispatch(
         implementation,
         reference.cache_attention,
@@ -84,9 +77,32 @@ def cache_attention(
         value,
         key_position,
         query_position,
-        statistics=statistics,
+        statistics=check_statistics(statistics, window),
         window=window,
         sliding_window=sliding_window,
         scale=D**-0.5 if scale is None else scale,
         layer=layer,
     )
+
+
+def check_statistics(statistics: Iterable[str], window: int) -> frozenset[str]:
+    """The names of statistics as a set.
+
+    Raises:
+        ValueError: an unknown name, a "window_" statistic of no window.
+
+    Example:
+        >>> from kernels_pallas.cache_attention.api import check_statistics
+        >>> check_statistics(["window_mean"], window=0)
+        Traceback (most recent call last):
+            ...
+        ValueError: the observation window is 0; 'window_mean' needs at least 1 query.
+    """
+    statistics = frozenset(statistics)
+    unknown = sorted(statistics - set(STATISTICS))
+    if unknown:
+        raise ValueError(f"unknown statistic {', '.join(unknown)}; there are {', '.join(STATISTICS)}.")
+    observing = sorted(name for name in statistics if name.startswith("window_"))
+    if observing and window < 1:
+        raise ValueError(f"the observation window is {window}; {observing[0]!r} needs at least 1 query.")
+    return statistics

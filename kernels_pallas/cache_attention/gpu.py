@@ -4,14 +4,15 @@ Rows are all queries of all heads of a group, so that decode fills a tile of the
 rows and KV heads alone would leave the chip idle, the slots are shared out over programs too, and XLA puts their sums
 together. The statistics are a second kernel over the keys: a program keeps a few slots, goes over all queries, makes
 their weights again from each row's largest logit and sum, and stores one number a head and slot. A single query, as in
-decode, needs no second kernel: the first gives its logits, 4 G bytes a slot.
+decode, needs no second kernel: the first gives its logits, 4 G bytes a slot. Where a head's slots lie, a
+:class:`Storage` says: in stacked layers here, in pages for ``paged_attention``.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,26 +21,35 @@ from jax.experimental.pallas import triton
 from jaxtyping import Array, Float, Int
 
 from kernels_pallas.cache_attention import reference
-from kernels_pallas.cache_attention.queries import IN_WINDOW, IS_LAST, POSITION, UNSEEN, describe, of_one_query
+from kernels_pallas.cache_attention.groups import in_groups, span_of
+from kernels_pallas.cache_attention.queries import IN_WINDOW, IS_LAST, POSITION, UNSEEN, of_one_query
 from kernels_pallas.cache_attention.reference import STATISTICS, ColumnStatistics
 from kernels_pallas.derivative import with_derivative_of
 from kernels_pallas.dispatch import stacked
-from kernels_pallas.partition import over_heads
 
+GROUPED = "b k t g d"  # the queries' axes, by the group of their KV head
 PROGRAMS = 264  # two for each multiprocessor of an H100 or H200
 _TINY = float(jnp.finfo(jnp.float32).tiny)
-_FAR = 2**31 - 1
 
 
-def unsupported(query: Any, key: Any, value: Any) -> str | None:
+class Storage(NamedTuple):
+    """Where the keys and values of a head's slots lie; a program is one of head h, and of more."""
+
+    array: pl.BlockSpec  # of the keys, and of the values
+    where: tuple[pl.BlockSpec, ...]  # of the arrays that ``load`` and ``end`` are handed
+    load: Callable[..., Array]  # (ref, where, slots [n], width) -> [n, width]
+    end: Callable[..., Array] | None = None  # (where) -> the slot behind the head's last one; None where that is S
+
+
+def unsupported(query: Any, key: Any, value: Any, kv_heads: int) -> str | None:
     """Why the kernels can't do this, or None."""
     for name, x in (("queries", query), ("keys", key), ("values", value)):
         if x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
             return f"{name} are {x.dtype}, but the kernels take float32, bfloat16, float16"
     if query.shape[3] > 256:
         return f"the head dim is {query.shape[3]}, but the kernels take up to 256"
-    if query.shape[2] // key.shape[-3] > 32:
-        return f"{query.shape[2] // key.shape[-3]} query heads share a KV head, but the kernels take up to 32"
+    if query.shape[2] // kv_heads > 32:
+        return f"{query.shape[2] // kv_heads} query heads share a KV head, but the kernels take up to 32"
     return None
 
 
@@ -58,28 +68,18 @@ def cache_attention(
     interpret: bool = False,
 ) -> tuple[Float[Array, "B T N D"], ColumnStatistics]:
     """See :func:`kernels_pallas.cache_attention.api.cache_attention`."""
-    reason = unsupported(query, key, value)
+    reason = unsupported(query, key, value, key.shape[-3])
     if reason is not None:
         raise NotImplementedError(f"cache_attention on a GPU: {reason}; implementation='reference' can.")
     names = tuple(name for name in STATISTICS if name in statistics)
-    span = jnp.asarray(_FAR if sliding_window is None else sliding_window, jnp.int32).reshape(1)
-
     (key, number), (value, _) = stacked(key, layer), stacked(value, layer)
 
     def kernel(query, key, value, key_position, query_position, span, number):
-        B, T, N, D = query.shape
-        K = key.shape[-3]
-        grouped = query.reshape(B, T, K, N // K, D).swapaxes(1, 2)  # [B, K, T, G, D]
-        run: Callable[..., tuple[Array, ...]] = functools.partial(
-            _of_heads, names=names, scale=scale, interpret=interpret
-        )
-        if not interpret:
-            columns = ["b k o s" if name == "window_group_square" else "b k g s" for name in names]
-            inputs = ["b k t g d", "l b k s d", "l b k s d", "b k s", "b t c", "w", "u"]
-            run = over_heads(run, inputs, ["b k t g d", *columns])
-        out, *found = run(grouped, key, value, key_position, describe(query_position, window), span, number)
-        flat = (column.reshape(B, -1, column.shape[-1]) for column in found)
-        return out.swapaxes(1, 2).reshape(B, T, N, D), ColumnStatistics(**dict(zip(names, flat, strict=True)))
+        run = functools.partial(_of_heads, names=names, scale=scale, interpret=interpret)
+        slots = "l b k s d"
+        arrays = [(slots, key), (slots, value), ("b k s", key_position), ("w", span), ("u", number)]
+        options = dict(names=names, kv_heads=key.shape[2], window=window, split=not interpret)
+        return in_groups(run, GROUPED, query, query_position, arrays, **options)
 
     def definition(query, key, value, key_position, query_position, span, number):
         return reference.cache_attention(
@@ -87,14 +87,41 @@ def cache_attention(
             sliding_window=None if sliding_window is None else span[0], scale=scale, layer=number[0],
         )  # fmt: skip
 
-    return with_derivative_of(definition, kernel)(query, key, value, key_position, query_position, span, number)
+    arrays = (query, key, value, key_position, query_position, span_of(sliding_window), number)
+    return with_derivative_of(definition, kernel)(*arrays)
 
 
-def _of_heads(query, key, value, key_position, about, span, layer, *, names, scale, interpret):
+def _of_heads(query, about, key, value, key_position, span, layer, *, names, scale, interpret):
+    L, B, K, S, D = key.shape
+    key, value = (x.reshape(L, B * K, S, D) for x in (key, value))
+    storage = Storage(
+        array=pl.BlockSpec((L, None, S, D), lambda h, *_: (0, h, 0, 0)),
+        where=(pl.BlockSpec((1,), lambda *_: (0,)),),
+        load=lambda ref, where, slot, width: _load(ref, slot, width, where[0]),
+    )
+    options = dict(names=names, scale=scale, interpret=interpret, name="cache")
+    return attend_heads(query, about, key, value, key_position, span, (layer,), storage, **options)
+
+
+def attend_heads(
+    query: Float[Array, "B K T G D"],
+    about: Int[Array, "B T 3"],
+    key: Array,
+    value: Array,
+    key_position: Int[Array, "B K S"],
+    span: Int[Array, "1"],
+    where: tuple[Array, ...],
+    storage: Storage,
+    *,
+    names: tuple[str, ...],
+    scale: float,
+    interpret: bool,
+    name: str,
+) -> tuple[Array, ...]:
+    """The kernels on keys and values as the storage has them: the output and the statistics named, by group."""
     B, K, T, G, D = query.shape
-    L, S, H, R = key.shape[0], key.shape[3], B * K, T * G
+    S, H, R = key_position.shape[2], B * K, T * G
     query, key_position = query.reshape(H, R, D), key_position.reshape(H, S)
-    key, value = key.reshape(L, H, S, D), value.reshape(L, H, S, D)
     width = max(pl.next_power_of_2(D), 16)
     slots = 64 if width <= 128 else 32
     rows = min(max(pl.next_power_of_2(R), 16), 64)
@@ -107,17 +134,17 @@ def _of_heads(query, key, value, key_position, about, span, layer, *, names, sca
         return pl.BlockSpec((None, *shape), lambda h, *_: (h // by, *(0 for _ in shape)))
 
     scalar = pl.BlockSpec((1,), lambda *_: (0,))
-    of_slots = pl.BlockSpec((L, None, S, D), lambda h, *_: (0, h, 0, 0))
+    slot_specs = [storage.array, of_head(S)]
     one_query = T == 1 and bool(names)  # its logits are no more than the statistics that they stand for
     acc, peak, total, *logits = pl.pallas_call(
-        functools.partial(_attend, G=G, steps=steps, rows=rows, slots=slots, width=width, scale=scale),
+        functools.partial(_attend, storage, G=G, steps=steps, rows=rows, slots=slots, width=width, scale=scale),
         out_shape=[
             jax.ShapeDtypeStruct((H, splits, R, D), jnp.float32),
             *[jax.ShapeDtypeStruct((H, splits, R), jnp.float32)] * 2,
             *[jax.ShapeDtypeStruct((H, R, S), jnp.float32)] * one_query,
         ],
         grid=(H, blocks, splits),
-        in_specs=[scalar, scalar, of_head(R, D), of_head(T, 3, by=K), of_slots, of_head(S), of_slots],
+        in_specs=[scalar, of_head(R, D), of_head(T, 3, by=K), *slot_specs, storage.array, *storage.where],
         out_specs=[
             pl.BlockSpec((None, None, R, D), lambda h, r, s: (h, s, 0, 0)),
             *[pl.BlockSpec((None, None, R), lambda h, r, s: (h, s, 0))] * 2,
@@ -125,8 +152,8 @@ def _of_heads(query, key, value, key_position, about, span, layer, *, names, sca
         ],
         compiler_params=params,
         interpret=interpret,
-        name="cache_attention",
-    )(layer, span, query, about, key, key_position, value)
+        name=f"{name}_attention",
+    )(span, query, about, key, key_position, value, *where)
     whole_peak = jnp.max(peak, axis=1)  # [H, R]
     share = jnp.exp(peak - whole_peak[:, None])
     whole_total = jnp.maximum(jnp.sum(share * total, axis=1), _TINY)
@@ -136,28 +163,29 @@ def _of_heads(query, key, value, key_position, about, span, layer, *, names, sca
         return (out,)
     if one_query:
         softmax = jnp.stack([whole_peak, whole_total], axis=-1).reshape(B, K, G, 2)
-        return (out, *of_one_query(names, logits[0].reshape(B, K, G, S), softmax, about))
+        seen = logits[0]
+        if storage.end is not None:  # behind a head's last slot nothing was written
+            seen = jnp.where(key_position[:, None] >= 0, seen, UNSEEN)
+        return (out, *of_one_query(names, seen.reshape(B, K, G, S), softmax, about))
     heads = [1 if name == "window_group_square" else G for name in names]
     queries = min(max(pl.next_power_of_2(T), 16), 64)
     columns = pl.pallas_call(
-        functools.partial(_reduce, names=names, G=G, slots=slots, queries=queries, width=width, scale=scale),
+        functools.partial(_reduce, storage, names=names, G=G, slots=slots, queries=queries, width=width, scale=scale),
         out_shape=[jax.ShapeDtypeStruct((H, h, S), jnp.float32) for h in heads],
         grid=(H, pl.cdiv(S, slots)),
         in_specs=[
             scalar,
-            scalar,
             of_head(R, D),
             of_head(T, 3, by=K),
-            of_slots,
-            of_head(S),
-            of_head(R),
-            of_head(R),
+            *slot_specs,
+            *[of_head(R)] * 2,
+            *storage.where,
         ],
         out_specs=[of_head(h, S) for h in heads],
         compiler_params=params,
         interpret=interpret,
-        name="cache_statistics",
-    )(layer, span, query, about, key, key_position, whole_peak, whole_total)
+        name=f"{name}_statistics",
+    )(span, query, about, key, key_position, whole_peak, whole_total, *where)
     return (out, *(column.reshape(B, K, -1, S) for column in columns))
 
 
@@ -183,44 +211,30 @@ def _sees(span, own, position):
     return (position >= 0)[None, :] & (own >= 0)[:, None] & (age >= 0) & (age < span[0])
 
 
-def _attend(
-    layer,
-    span,
-    query,
-    about,
-    key,
-    key_position,
-    value,
-    out,
-    peaks,
-    totals,
-    *logits_out,
-    G,
-    steps,
-    rows,
-    slots,
-    width,
-    scale,
-):
-    (R, D), S = query.shape, key.shape[1]
+def _attend(storage, span, query, about, key, key_position, value, *refs, G, steps, rows, slots, width, scale):
+    where, (out, peaks, totals, *logits_out) = refs[: len(storage.where)], refs[len(storage.where) :]
+    (R, D), S = query.shape, key_position.shape[0]
     row = pl.program_id(1) * rows + jax.lax.broadcasted_iota(jnp.int32, (rows,), 0)
     q = _load(query, row, width)
     own = triton.load(about.at[row // G, jnp.full_like(row, POSITION)], mask=row < R, other=-1)
-    first = pl.program_id(2) * (steps * slots)
+    # In turn, so that programs have equal shares of the slots before the end, wherever it is.
+    first, splits = pl.program_id(2), pl.num_programs(2)
+    if storage.end is not None:
+        steps = pl.cdiv(jnp.maximum(pl.cdiv(storage.end(where), slots) - first, 0), splits)
 
     def step(i, carry):
         peak, total, acc = carry
-        slot = first + i * slots + jax.lax.broadcasted_iota(jnp.int32, (slots,), 0)
+        slot = (first + i * splits) * slots + jax.lax.broadcasted_iota(jnp.int32, (slots,), 0)
         position = triton.load(key_position.at[slot], mask=slot < S, other=-1)
         visible = _sees(span, own, position)
-        logits = jnp.where(visible, scale * _dot(q, _load(key, slot, width, layer), ((1,), (1,))), UNSEEN)
+        logits = jnp.where(visible, scale * _dot(q, storage.load(key, where, slot, width), ((1,), (1,))), UNSEEN)
         for ref in logits_out:
             there = (row < R)[:, None] & (slot < S)[None, :]
             triton.store(ref.at[row[:, None], slot[None, :]], logits, mask=there)
         now = jnp.maximum(peak, jnp.max(logits, axis=1))
         weights = jnp.where(visible, jnp.exp(logits - now[:, None]), 0.0)
         # What a free slot holds must not matter, and 0 * NaN is NaN.
-        v = jnp.where((position >= 0)[:, None], _load(value, slot, width, layer), 0)
+        v = jnp.where((position >= 0)[:, None], storage.load(value, where, slot, width), 0)
         shrink = jnp.exp(peak - now)
         acc = shrink[:, None] * acc + _dot(weights.astype(v.dtype), v, ((1,), (0,)))
         return now, shrink * total + jnp.sum(weights, axis=1), acc
@@ -233,10 +247,13 @@ def _attend(
     triton.store(totals.at[row], total, mask=row < R)
 
 
-def _reduce(layer, span, query, about, key, key_position, peaks, totals, *refs, names, G, slots, queries, width, scale):
-    T, S = about.shape[0], key.shape[1]
+def _reduce(
+    storage, span, query, about, key, key_position, peaks, totals, *refs, names, G, slots, queries, width, scale
+):
+    where, refs = refs[: len(storage.where)], refs[len(storage.where) :]
+    T, S = about.shape[0], key_position.shape[0]
     slot = pl.program_id(1) * slots + jax.lax.broadcasted_iota(jnp.int32, (slots,), 0)
-    k = _load(key, slot, width, layer)
+    k = storage.load(key, where, slot, width)
     position = triton.load(key_position.at[slot], mask=slot < S, other=-1)
     merges = "window_mean" in names or "window_variance" in names
     zero = jnp.zeros((slots,), jnp.float32)
@@ -285,6 +302,8 @@ def _reduce(layer, span, query, about, key, key_position, peaks, totals, *refs, 
     start = {name: (zero,) * (1 if name == "window_group_square" else G) for name in plain}
     merged = (zero,) * (G if merges else 0)
     blocks = pl.cdiv(T, queries)
+    if storage.end is not None:
+        blocks = jnp.where(pl.program_id(1) * slots < storage.end(where), blocks, 0)
     columns, means, deviations, seen = jax.lax.fori_loop(0, blocks, step, (start, merged, merged, jnp.float32(0)))
     columns["window_mean"] = means
     columns["window_variance"] = [jnp.where(seen > 1, x / jnp.maximum(seen - 1, 1.0), 0.0) for x in deviations]

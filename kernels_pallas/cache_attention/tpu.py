@@ -3,14 +3,15 @@
 Rows are the queries of all heads of a group, ``[G, T]`` in blocks of T, so that a group reads its keys once. No weight
 leaves VMEM. The first kernel also gives each row's largest logit and its sum of exponentials; the second makes the
 weights of a chunk of slots again from them, and reduces these over the blocks of queries. A single query, as in
-decode, needs no second kernel: the first gives its logits, 4 G bytes a slot.
+decode, needs no second kernel: the first gives its logits, 4 G bytes a slot. Where a chunk's slots lie, a
+:class:`Storage` says: in stacked layers here, in pages for ``paged_attention``.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,28 +20,38 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from kernels_pallas.cache_attention import reference
-from kernels_pallas.cache_attention.queries import IN_WINDOW, IS_LAST, POSITION, UNSEEN, describe, of_one_query
+from kernels_pallas.cache_attention.groups import in_groups, span_of
+from kernels_pallas.cache_attention.queries import IN_WINDOW, IS_LAST, POSITION, UNSEEN, of_one_query
 from kernels_pallas.cache_attention.reference import STATISTICS, ColumnStatistics
 from kernels_pallas.derivative import with_derivative_of
 from kernels_pallas.dispatch import stacked
-from kernels_pallas.partition import over_heads, unsplittable
 
+GROUPED = "b k g t d"  # the queries' axes, by the group of their KV head
 ROWS = 512  # of a block of queries, over all heads of a group
 CELLS = 512 * 512  # rows x slots computed at a time
 SLOTS = 2048  # of a chunk, at most
-_FAR = 2**31 - 1
 
 
-def unsupported(query: Any, key: Any, value: Any) -> str | None:
+class Storage(NamedTuple):
+    """Where the keys and values of a chunk of a head's slots lie."""
+
+    slots: int  # of a chunk, a multiple of 128
+    # Blocks of the keys, and of the values, that make up a chunk one behind another: each one's shape, and its index
+    # from (row, KV head, chunk, *where), where are arrays in scalar memory.
+    blocks: tuple[tuple[tuple[int | None, ...], Callable[..., tuple[Any, ...]]], ...]
+    holds: Callable[..., Any] | None = None  # whether a chunk, called so too, holds any token; None where all may
+
+
+def unsupported(query: Any, key: Any, value: Any, kv_heads: int) -> str | None:
     """Why the kernels can't do this, or None."""
     for name, x in (("queries", query), ("keys", key), ("values", value)):
         if x.dtype not in (jnp.bfloat16, jnp.float32):
             return f"{name} are {x.dtype}, but a TPU takes float32 and bfloat16"
     if query.shape[3] > 512:
         return f"the head dim is {query.shape[3]}, but the kernels take up to 512"
-    if query.shape[2] // key.shape[-3] > 64:
-        return f"{query.shape[2] // key.shape[-3]} query heads share a KV head, but the kernels take up to 64"
-    return unsplittable()
+    if query.shape[2] // kv_heads > 64:
+        return f"{query.shape[2] // kv_heads} query heads share a KV head, but the kernels take up to 64"
+    return None
 
 
 def cache_attention(
@@ -58,30 +69,18 @@ def cache_attention(
     interpret: Any = False,
 ) -> tuple[Float[Array, "B T N D"], ColumnStatistics]:
     """See :func:`kernels_pallas.cache_attention.api.cache_attention`."""
-    reason = unsupported(query, key, value)
+    reason = unsupported(query, key, value, key.shape[-3])
     if reason is not None:
         raise NotImplementedError(f"cache_attention on a TPU: {reason}; implementation='reference' can.")
     names = tuple(name for name in STATISTICS if name in statistics)
-    span = jnp.asarray(_FAR if sliding_window is None else sliding_window, jnp.int32).reshape(1)
-
     (key, number), (value, _) = stacked(key, layer), stacked(value, layer)
 
     def kernel(query, key, value, key_position, query_position, span, number):
-        B, T, N, D = query.shape
-        K = key.shape[-3]
-        about = describe(query_position, window)
-        grouped = query.reshape(B, T, K, N // K, D).transpose(0, 2, 3, 1, 4)  # [B, K, G, T, D]
-        run: Callable[..., tuple[Array, ...]] = functools.partial(
-            _of_heads, names=names, scale=scale, interpret=interpret
-        )
-        if not interpret:
-            columns = ["b k o s" if name == "window_group_square" else "b k g s" for name in names]
-            inputs = ["b k g t d", "l b k s d", "l b k s d", "b k s", "b t c", "w", "u"]
-            run = over_heads(run, inputs, ["b k g t d", *columns])
-        out, *found = run(grouped, key, value, key_position, about, span, number)
-        flat = (column.reshape(B, -1, column.shape[-1]) for column in found)
-        out = out.transpose(0, 3, 1, 2, 4).reshape(B, T, N, D)
-        return out, ColumnStatistics(**dict(zip(names, flat, strict=True)))
+        run = functools.partial(_of_heads, names=names, scale=scale, interpret=interpret)
+        slots = "l b k s d"
+        arrays = [(slots, key), (slots, value), ("b k s", key_position), ("w", span), ("u", number)]
+        options = dict(names=names, kv_heads=key.shape[2], window=window, split=not interpret)
+        return in_groups(run, GROUPED, query, query_position, arrays, **options)
 
     def definition(query, key, value, key_position, query_position, span, number):
         return reference.cache_attention(
@@ -89,15 +88,48 @@ def cache_attention(
             sliding_window=None if sliding_window is None else span[0], scale=scale, layer=number[0],
         )  # fmt: skip
 
-    return with_derivative_of(definition, kernel)(query, key, value, key_position, query_position, span, number)
+    arrays = (query, key, value, key_position, query_position, span_of(sliding_window), number)
+    return with_derivative_of(definition, kernel)(*arrays)
 
 
-def _of_heads(query, key, value, key_position, about, span, layer, *, names, scale, interpret):
+def _of_heads(query, about, key, value, key_position, span, layer, *, names, scale, interpret):
+    S, D = key.shape[3:]
+
+    def stored(most: int) -> tuple[Storage, tuple[Array, ...]]:
+        slots = min(pl.cdiv(S, 128) * 128, most)
+        block = (None, None, None, slots, D), lambda b, k, c, layer: (layer[0], b, k, c, 0)
+        return Storage(slots, (block,)), (layer,)
+
+    options = dict(names=names, scale=scale, interpret=interpret, name="cache")
+    return attend_heads(query, about, key, value, key_position, span, stored, **options)
+
+
+def attend_heads(
+    query: Float[Array, "B K G T D"],
+    about: Int[Array, "B T 3"],
+    key: Array,
+    value: Array,
+    key_position: Int[Array, "B K S"],
+    span: Int[Array, "1"],
+    stored: Callable[[int], tuple[Storage, tuple[Array, ...]]],
+    *,
+    names: tuple[str, ...],
+    scale: float,
+    interpret: Any,
+    name: str,
+) -> tuple[Array, ...]:
+    """The kernels on keys and values as the storage has them: the output and the statistics named, by group.
+
+    Args:
+        stored: for how many slots a chunk may have at most, the storage, and the arrays that say where slots lie,
+            which are copied to scalar memory.
+    """
     B, K, G, T, D = query.shape
-    S = key.shape[3]
+    S = key_position.shape[2]
     per_head = 1 if T == 1 else min(pl.cdiv(T, 16) * 16, max(ROWS // G // 16, 1) * 16)  # queries of a block
     blocks, rows = pl.cdiv(T, per_head), G * per_head
-    slots = min(pl.cdiv(S, 128) * 128, max(min(SLOTS, CELLS // rows // 128 * 128), 128))
+    storage, where = stored(max(min(SLOTS, CELLS // rows // 128 * 128), 128))
+    slots, pieces = storage.slots, len(storage.blocks)
     chunks = pl.cdiv(S, slots)
 
     padding = blocks * per_head - T
@@ -107,22 +139,23 @@ def _of_heads(query, key, value, key_position, about, span, layer, *, names, sca
     key_position = jnp.pad(key_position, ((0, 0), (0, 0), (0, chunks * slots - S)), constant_values=-1)[:, :, None]
 
     def specs(order):
-        """Of all inputs but the values, from (b, k, block of queries, chunk of slots) and the layer."""
+        """Of all inputs, from (b, k, block of queries, chunk of slots) in some order, and what says where slots lie."""
         shapes = [
-            ((None, None, None, rows, D), lambda b, k, t, c, layer: (b, k, t, 0, 0)),
-            ((None, per_head, 3), lambda b, k, t, c, layer: (b, t, 0)),
-            ((None, None, None, slots, D), lambda b, k, t, c, layer: (layer[0], b, k, c, 0)),
-            ((None, None, 1, slots), lambda b, k, t, c, layer: (b, k, 0, c)),
-            ((None, None, None, rows, 128), lambda b, k, t, c, layer: (b, k, t, 0, 0)),
+            ((None, None, None, rows, D), lambda b, k, t, c, *_: (b, k, t, 0, 0)),
+            ((None, per_head, 3), lambda b, k, t, c, *_: (b, t, 0)),
+            ((None, None, 1, slots), lambda b, k, t, c, *_: (b, k, 0, c)),
+            ((None, None, None, rows, 128), lambda b, k, t, c, *_: (b, k, t, 0, 0)),
+            *((shape, lambda b, k, t, c, *where, f=f: f(b, k, c, *where)) for shape, f in storage.blocks),
         ]
-        return [pl.BlockSpec(shape, lambda *ids, f=f: f(*order(*ids))) for shape, f in shapes]
+        q, about, position, row, *slot = (pl.BlockSpec(shape, lambda *ids, f=f: f(*order(*ids))) for shape, f in shapes)
+        return q, about, position, row, slot
 
     def straight(*ids):
         return ids
 
-    q_spec, about_spec, slot_spec, position_spec, row_spec = specs(straight)
+    q_spec, about_spec, position_spec, row_spec, slot_specs = specs(straight)
     scalar = pl.BlockSpec(memory_space=pltpu.SMEM)
-    options = dict(per_head=per_head, scale=scale)
+    options = dict(storage=storage, scalars=len(where), per_head=per_head, scale=scale)
     itemsize = key.dtype.itemsize
     one_query = T == 1 and bool(names)  # its logits are no more than the statistics that they stand for
     out, softmax, *logits = pl.pallas_call(
@@ -133,13 +166,13 @@ def _of_heads(query, key, value, key_position, about, span, layer, *, names, sca
             *[jax.ShapeDtypeStruct((B, K, rows, S), jnp.float32)] * one_query,
         ],
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1,
+            num_scalar_prefetch=len(where),
             grid=(B, K, blocks, chunks),
-            in_specs=[scalar, q_spec, about_spec, slot_spec, position_spec, slot_spec],
+            in_specs=[scalar, q_spec, about_spec, position_spec, *slot_specs, *slot_specs],
             out_specs=[
                 q_spec,
                 row_spec,
-                *[pl.BlockSpec((None, None, rows, slots), lambda b, k, t, c, layer: (b, k, 0, c))] * one_query,
+                *[pl.BlockSpec((None, None, rows, slots), lambda b, k, t, c, *_: (b, k, 0, c))] * one_query,
             ],
             scratch_shapes=[
                 pltpu.VMEM((rows, 128), jnp.float32),
@@ -154,25 +187,23 @@ def _of_heads(query, key, value, key_position, about, span, layer, *, names, sca
             transcendentals=B * K * rows * blocks * S,
         ),
         interpret=interpret,
-        name="cache_attention",
-    )(layer, span, query, about, key, key_position, value)
+        name=f"{name}_attention",
+    )(*where, span, query, about, key_position, *[key] * pieces, *[value] * pieces)
 
     columns: tuple[Array, ...] = ()
     if one_query:
         columns = of_one_query(names, logits[0], softmax[:, :, 0, :, :2], about)
     elif names:
-        q_spec, about_spec, slot_spec, position_spec, row_spec = specs(lambda b, k, c, t, layer: (b, k, t, c, layer))
+        q_spec, about_spec, position_spec, row_spec, slot_specs = specs(lambda b, k, c, t, *where: (b, k, t, c, *where))
         heads = [1 if name == "window_group_square" else G for name in names]
         columns = pl.pallas_call(
             functools.partial(_reduce, names=names, blocks=blocks, **options),
             out_shape=[jax.ShapeDtypeStruct((B, K, h, S), jnp.float32) for h in heads],
             grid_spec=pltpu.PrefetchScalarGridSpec(
-                num_scalar_prefetch=1,
+                num_scalar_prefetch=len(where),
                 grid=(B, K, chunks, blocks),
-                in_specs=[scalar, q_spec, about_spec, slot_spec, position_spec, row_spec],
-                out_specs=[
-                    pl.BlockSpec((None, None, h, slots), lambda b, k, c, t, layer: (b, k, 0, c)) for h in heads
-                ],
+                in_specs=[scalar, q_spec, about_spec, position_spec, row_spec, *slot_specs],
+                out_specs=[pl.BlockSpec((None, None, h, slots), lambda b, k, c, *_: (b, k, 0, c)) for h in heads],
                 scratch_shapes=[
                     pltpu.VMEM((G, slots), jnp.float32),
                     pltpu.VMEM((G, slots), jnp.float32),
@@ -186,17 +217,27 @@ def _of_heads(query, key, value, key_position, about, span, layer, *, names, sca
                 transcendentals=B * K * rows * blocks * S,
             ),
             interpret=interpret,
-            name="cache_statistics",
-        )(layer, span, query, about, key, key_position, softmax)  # fmt: skip
+            name=f"{name}_statistics",
+        )(*where, span, query, about, key_position, softmax, *[key] * pieces)
     out = out.reshape(B, K, blocks, G, per_head, D).swapaxes(2, 3).reshape(B, K, G, blocks * per_head, D)
     return (out[:, :, :, :T], *columns)
+
+
+def _chunk(blocks):
+    """A chunk of slots [slots, D], out of its blocks."""
+    if len(blocks) == 1:
+        return blocks[0][...]
+    dtype = blocks[0].dtype
+    half_tile = blocks[0].shape[0] * dtype.itemsize % 32 != 0  # rows of 32 bytes stand one behind another in a tile
+    rows = jnp.concatenate([ref[...].astype(jnp.float32) if half_tile else ref[...] for ref in blocks])
+    return rows.astype(dtype)
 
 
 def _logits(span, query, about, key, key_position, *, per_head, scale):
     """Logits of a block [rows, slots], and which of them a query sees."""
     wide = jnp.promote_types(query.dtype, key.dtype)
     logits = jax.lax.dot_general(
-        query[...].astype(wide), key[...].astype(wide), (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32,
+        query[...].astype(wide), key.astype(wide), (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32,
         precision=jax.lax.Precision.HIGHEST if wide == jnp.float32 else None,
     )  # fmt: skip
     position, own = key_position[...], about[:, POSITION : POSITION + 1]  # [1, slots], [per_head, 1]
@@ -208,8 +249,18 @@ def _logits(span, query, about, key, key_position, *, per_head, scale):
     return scale * logits, seen > 0
 
 
-def _attend(_, span, query, about, key, key_position, value, out, softmax, *refs, per_head, scale):
-    *logits_out, peak, total, acc = refs
+def _when_held(storage, where, chunk):
+    """Runs what it decorates, unless the chunk holds no token."""
+    if storage.holds is None:
+        return lambda run: run()
+    return pl.when(storage.holds(pl.program_id(0), pl.program_id(1), chunk, *where))
+
+
+def _attend(*refs, storage, scalars, per_head, scale):
+    where, (span, query, about, key_position, *others) = refs[:scalars], refs[scalars:]
+    pieces = len(storage.blocks)
+    keys, values, others = others[:pieces], others[pieces : 2 * pieces], others[2 * pieces :]
+    out, softmax, *logits_out, peak, total, acc = others
     c = pl.program_id(3)
 
     @pl.when(c == 0)
@@ -218,25 +269,33 @@ def _attend(_, span, query, about, key, key_position, value, out, softmax, *refs
         total[...] = jnp.zeros_like(total)
         acc[...] = jnp.zeros_like(acc)
 
-    logits, visible = _logits(span, query, about, key, key_position, per_head=per_head, scale=scale)
-    logits = jnp.where(visible, logits, UNSEEN)
-    for ref in logits_out:
-        ref[...] = logits
-    before = peak[:, :1]
-    now = jnp.maximum(before, jnp.max(logits, axis=1, keepdims=True))
-    weights = jnp.where(visible, jnp.exp(logits - now), 0)
-    shrink = jnp.exp(before - now)
-    # What a free slot holds must not matter, and 0 * NaN is NaN.
-    live = jnp.where(key_position[...] >= 0, 1.0, 0.0)
-    live = jnp.broadcast_to(live, (8, live.shape[1])).T[:, :1] > 0
-    v = jnp.where(live, value[...].astype(jnp.float32), 0).astype(value.dtype)
-    precision = jax.lax.Precision.HIGHEST if value.dtype == jnp.float32 else None
-    added = jax.lax.dot_general(
-        weights.astype(v.dtype), v, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32, precision=precision
-    )
-    total[...] = jnp.broadcast_to(shrink * total[:, :1] + jnp.sum(weights, axis=1, keepdims=True), total.shape)
-    peak[...] = jnp.broadcast_to(now, peak.shape)
-    acc[...] = shrink * acc[...] + added
+    if storage.holds is not None:
+        for ref in logits_out:
+            ref[...] = jnp.full_like(ref, UNSEEN)
+
+    @_when_held(storage, where, c)
+    def add():
+        logits, visible = _logits(span, query, about, _chunk(keys), key_position, per_head=per_head, scale=scale)
+        logits = jnp.where(visible, logits, UNSEEN)
+        for ref in logits_out:
+            ref[...] = logits
+        before = peak[:, :1]
+        now = jnp.maximum(before, jnp.max(logits, axis=1, keepdims=True))
+        weights = jnp.where(visible, jnp.exp(logits - now), 0)
+        shrink = jnp.exp(before - now)
+        # What a free slot holds must not matter, and 0 * NaN is NaN.
+        live = jnp.where(key_position[...] >= 0, 1.0, 0.0)
+        live = jnp.broadcast_to(live, (8, live.shape[1])).T[:, :1] > 0
+        value = _chunk(values)
+        v = jnp.where(live, value.astype(jnp.float32), 0).astype(value.dtype)
+        precision = jax.lax.Precision.HIGHEST if value.dtype == jnp.float32 else None
+        added = jax.lax.dot_general(
+            weights.astype(v.dtype), v, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32,
+            precision=precision,
+        )  # fmt: skip
+        total[...] = jnp.broadcast_to(shrink * total[:, :1] + jnp.sum(weights, axis=1, keepdims=True), total.shape)
+        peak[...] = jnp.broadcast_to(now, peak.shape)
+        acc[...] = shrink * acc[...] + added
 
     @pl.when(c == pl.num_programs(3) - 1)
     def finish():
@@ -246,45 +305,49 @@ def _attend(_, span, query, about, key, key_position, value, out, softmax, *refs
         softmax[...] = jnp.where(lane == 0, peak[...], jnp.maximum(total[...], tiny))
 
 
-def _reduce(_, span, query, about, key, key_position, softmax, *refs, names, per_head, scale, blocks):
-    columns, (mean, deviations, count) = dict(zip(names, refs, strict=False)), refs[len(names) :]
+def _reduce(*refs, storage, scalars, names, per_head, scale, blocks):
+    where, (span, query, about, key_position, softmax, *others) = refs[:scalars], refs[scalars:]
+    keys, sums = others[: len(storage.blocks)], others[len(storage.blocks) :]
+    columns, (mean, deviations, count) = dict(zip(names, sums, strict=False)), sums[len(names) :]
     t = pl.program_id(3)
     G = query.shape[0] // per_head
 
     @pl.when(t == 0)
     def reset():
-        for ref in refs:
+        for ref in sums:
             ref[...] = jnp.zeros_like(ref)
 
-    logits, visible = _logits(span, query, about, key, key_position, per_head=per_head, scale=scale)
-    weights = jnp.where(visible, jnp.exp(logits - softmax[:, :1]), 0) / softmax[:, 1:2]
-    is_last, in_window = (about[:, i : i + 1] > 0 for i in (IS_LAST, IN_WINDOW))  # [per_head, 1]
+    @_when_held(storage, where, pl.program_id(2))
+    def observe():
+        logits, visible = _logits(span, query, about, _chunk(keys), key_position, per_head=per_head, scale=scale)
+        weights = jnp.where(visible, jnp.exp(logits - softmax[:, :1]), 0) / softmax[:, 1:2]
+        is_last, in_window = (about[:, i : i + 1] > 0 for i in (IS_LAST, IN_WINDOW))  # [per_head, 1]
 
-    def add(name, g, what):
-        if name in columns:
-            columns[name][g : g + 1, :] += jnp.sum(what, axis=0, keepdims=True)
+        def add(name, g, what):
+            if name in columns:
+                columns[name][g : g + 1, :] += jnp.sum(what, axis=0, keepdims=True)
 
-    before = count[:1, :1]
-    here = jnp.sum(jnp.where(in_window, 1.0, 0.0), axis=0, keepdims=True)
-    both = jnp.maximum(before + here, 1)
-    group = jnp.zeros_like(weights[:per_head])
-    for g in range(G):
-        w = weights[g * per_head : (g + 1) * per_head]  # [per_head, slots]
-        add("sum", g, w)
-        add("last", g, jnp.where(is_last, w, 0))
-        w = jnp.where(in_window, w, 0)
-        group += w
-        add("window_square", g, w * w)
-        if "window_log" in columns:
-            add("window_log", g, jnp.where(w > 0, w * jnp.log(jnp.where(w > 0, w, 1)), 0))
-        if "window_mean" in columns or "window_variance" in columns:  # merged block by block (Chan et al.)
-            own = jnp.sum(w, axis=0, keepdims=True) / jnp.maximum(here, 1)
-            squares = jnp.sum(jnp.where(in_window, (w - own) ** 2, 0), axis=0, keepdims=True)
-            away = own - mean[g : g + 1, :]
-            deviations[g : g + 1, :] += squares + away * away * (before * here / both)
-            mean[g : g + 1, :] += away * (here / both)
-    add("window_group_square", 0, (group / G) ** 2)
-    count[...] = jnp.broadcast_to(before + here, count.shape)
+        before = count[:1, :1]
+        here = jnp.sum(jnp.where(in_window, 1.0, 0.0), axis=0, keepdims=True)
+        both = jnp.maximum(before + here, 1)
+        group = jnp.zeros_like(weights[:per_head])
+        for g in range(G):
+            w = weights[g * per_head : (g + 1) * per_head]  # [per_head, slots]
+            add("sum", g, w)
+            add("last", g, jnp.where(is_last, w, 0))
+            w = jnp.where(in_window, w, 0)
+            group += w
+            add("window_square", g, w * w)
+            if "window_log" in columns:
+                add("window_log", g, jnp.where(w > 0, w * jnp.log(jnp.where(w > 0, w, 1)), 0))
+            if "window_mean" in columns or "window_variance" in columns:  # merged block by block (Chan et al.)
+                own = jnp.sum(w, axis=0, keepdims=True) / jnp.maximum(here, 1)
+                squares = jnp.sum(jnp.where(in_window, (w - own) ** 2, 0), axis=0, keepdims=True)
+                away = own - mean[g : g + 1, :]
+                deviations[g : g + 1, :] += squares + away * away * (before * here / both)
+                mean[g : g + 1, :] += away * (here / both)
+        add("window_group_square", 0, (group / G) ** 2)
+        count[...] = jnp.broadcast_to(before + here, count.shape)
 
     @pl.when(t == blocks - 1)
     def finish():

@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kernels_pallas.caote_topk.reference import Group, Kept, Norm
 from kernels_pallas.caote_topk.slots import clean_weights, is_protected, pack, remaining
 from kernels_pallas.dispatch import stacked
-from kernels_pallas.partition import over_heads, unsplittable
+from kernels_pallas.partition import over_heads
 
 HEADS = 8  # selected from together
 STEP = 512  # slots computed at a time
@@ -43,7 +43,7 @@ def unsupported(weights: Any, value: Any, norm: Norm) -> str | None:
         return (
             f"{weights.shape[3]} slots a head take {tiling.vmem_bytes} bytes of the {VMEM_BYTES} in the chip's memory"
         )
-    return unsplittable()
+    return None
 
 
 class _Tiling:

@@ -1,1 +1,1 @@
-"""Attention over the slots that each head has chosen: of the others, nothing is read."""
+"""Attention over the slots that each head has chosen: what the others hold does not matter."""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from jaxtyping import Array, Float, Int
 
+from kernels_pallas.dispatch import Implementation, check_layer, dispatch, kernels_of
 from kernels_pallas.select_attention import reference
 
-IMPLEMENTATIONS = {"reference": reference.select_attention}
+KERNELS = kernels_of("select_attention")
 
 
 def select_attention(
@@ -19,18 +18,20 @@ def select_attention(
     *,
     layer: int | Int[Array, ""] | None = None,
     scale: float | None = None,
-    implementation: Literal["auto", "reference"] = "auto",
+    implementation: Implementation = "auto",
 ) -> Float[Array, "B T N D"]:
-    """Softmax attention over M slots of each head, gathered out of the cache; the other slots are not read.
+    """Softmax attention over M slots of each head; what the other slots hold does not matter.
 
     The slots alone say what is seen: positions are not looked at, and all T queries see the same (a decode step has
     one). H is N where each query head reads slots of its own, or K where a group reads the same ones; query head n
-    reads KV head n // (N / K). What is read of the cache are 2 B H M rows, against the 2 B K S of dense attention.
+    reads KV head n // (N / K). The chosen rows are gathered inside the GPU's kernel: 2 B H M of them, against the
+    2 B K S of dense attention. A TPU cannot read single rows at speed: its kernel reads, once for a group, the chunks
+    of up to 2,048 slots that hold a chosen one, and leaves fewer than one slot in 32 to the reference.
 
     Args:
-        key, value: one layer's, or all layers' with ``layer``, which are then gathered from without slicing.
+        key, value: one layer's, or all layers' with ``layer``, which are then read where they are.
         slots: what each head reads, as ``kvjax.select`` gives them, each slot once; -1 is none: its weight is exactly
-            0. A head of none at all gives 0.
+            0. A head of none at all gives 0. Any order will do; the kernels are quickest with a rising one.
         layer: which layer of stacked keys and values.
         scale: factor of the logits, D ** -0.5 by default.
         implementation: "auto" takes the fastest that can run here; a named one runs or raises.
@@ -39,7 +40,9 @@ def select_attention(
         The output in the queries' dtype; the softmax is float32 (float64 for float64 inputs).
 
     Raises:
-        ValueError: shapes that do not fit, a missing layer or one too many, an unknown implementation.
+        ValueError: shapes that do not fit, no slot at all, a missing layer or one too many, an unknown implementation
+            or one for another platform.
+        NotImplementedError: a named kernel that can't do this.
 
     Example:
         >>> import jax.numpy as jnp
@@ -55,20 +58,22 @@ def select_attention(
             f"query {query.shape}, key {key.shape} and value {value.shape} do not fit: expected [B, T, N, D] and twice "
             "[B, K, S, D] or [L, B, K, S, D] with N a multiple of K."
         )
-    if (key.ndim == 5) != (layer is not None):
-        raise ValueError(
-            "the keys and values stack layers: say which with layer=."
-            if key.ndim == 5
-            else "layer= was given, but the keys and values have no layers."
-        )
+    check_layer("keys and values", key.ndim, layer)
     if isinstance(layer, int) and not 0 <= layer < key.shape[0]:
         raise ValueError(f"layer is {layer}; the keys and values have layers 0 to {key.shape[0] - 1}.")
-    if slots.ndim != 3 or slots.shape[0] != B or slots.shape[1] not in (N, key.shape[-3]):
+    if slots.ndim != 3 or slots.shape[0] != B or slots.shape[1] not in (N, key.shape[-3]) or not slots.shape[2]:
         raise ValueError(
-            f"slots {slots.shape} do not fit: expected [B, H, M] with B {B}, and H {N}, one set a query head, or "
-            f"{key.shape[-3]}, one a KV head."
+            f"slots {slots.shape} do not fit: expected [B, H, M] with B {B}, H {N}, one set a query head, or "
+            f"{key.shape[-3]}, one a KV head, and M at least 1."
         )
-    if implementation not in ("auto", *IMPLEMENTATIONS):
-        raise ValueError(f"unknown implementation {implementation!r}; there are auto, {', '.join(IMPLEMENTATIONS)}.")
-    run = IMPLEMENTATIONS["reference" if implementation == "auto" else implementation]
-    return run(query, key, value, slots, layer=layer, scale=D**-0.5 if scale is None else scale)
+    return dispatch(
+        implementation,
+        reference.select_attention,
+        KERNELS,
+        query,
+        key,
+        value,
+        slots,
+        layer=layer,
+        scale=D**-0.5 if scale is None else scale,
+    )

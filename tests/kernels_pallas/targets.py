@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,11 +10,13 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from benchmarks.targets import compiled, tpu_chips
+
 _DEVICES = {"tpu": AbstractDevice("TPU v5e", 1, "tpu"), "cuda": AbstractDevice("NVIDIA H100 80GB HBM3", 132, "gpu")}
 
 
 def _mesh(device: AbstractDevice, chips: int = 1) -> Any:
-    mesh = AbstractMesh((chips,), ("heads",), axis_types=(AxisType.Auto,), abstract_device=device)
+    mesh = AbstractMesh((chips,), ("tensor",), axis_types=(AxisType.Auto,), abstract_device=device)
     return jax.sharding.use_abstract_mesh(mesh)
 
 
@@ -32,14 +32,10 @@ def lowered(platform: str, function: Callable, *arguments: Any) -> str:
         return jax.jit(function).trace(*arguments).lower(lowering_platforms=(platform,)).as_text()
 
 
-@functools.cache
-def _topology(name: str) -> Any:
+def tpu_topology(name: str) -> tuple[Any, ...]:
+    """The chips of a topology such as "v5e:2x2"; without libtpu the test is skipped."""
     pytest.importorskip("libtpu")
-    from jax.experimental import topologies
-
-    for variable, value in {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost"}.items():
-        os.environ.setdefault(variable, value)
-    return topologies.get_topology_desc(platform="tpu", topology_name=name)
+    return tpu_chips(name)
 
 
 def compiled_for_tpu(
@@ -51,11 +47,11 @@ def compiled_for_tpu(
     donate: Sequence[int] = (),
 ) -> Any:
     """The executable for a TPU topology, such as "v5e:2x2", with arguments split over ``chips`` by ``specs``."""
-    devices = _topology(topology).devices[:chips]
-    mesh = Mesh(np.array(devices), ("heads",))
+    devices = tpu_topology(topology)[:chips]
+    mesh = Mesh(np.array(devices), ("tensor",))
     given = [
         jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
         for x, spec in zip(shapes, specs or [PartitionSpec()] * len(shapes), strict=True)
     ]
     with _mesh(AbstractDevice(devices[0].device_kind, 1, "tpu"), chips):
-        return jax.jit(function, donate_argnums=tuple(donate)).lower(*given).compile()
+        return compiled(jax.jit(function, donate_argnums=tuple(donate)).lower(*given))

@@ -247,9 +247,9 @@ def test_it_compiles_for_a_tpu(topology, sizes, names, span):
 
 
 @pytest.mark.tpu
-def test_chips_of_a_mesh_that_is_not_at_hand_run_the_reference_on_their_own_heads():
-    split = PartitionSpec(None, "heads")
-    specs = (PartitionSpec(None, None, "heads"), split, split, split, PartitionSpec())
+def test_each_chip_of_a_mesh_runs_the_kernels_on_its_own_heads():
+    split = PartitionSpec(None, "tensor")
+    specs = (PartitionSpec(None, None, "tensor"), split, split, split, PartitionSpec())
     given = shapes(2, 16, 32, 8, 1000, 128, "bfloat16")
     text = compiled_for_tpu("v5e:2x2", attend(("sum",), None), *given, specs=specs, chips=4).as_text()
-    assert "tpu_custom_call" not in text and "all-gather" not in text and "all-reduce" not in text
+    assert "tpu_custom_call" in text and "all-gather" not in text and "all-reduce" not in text

@@ -6,17 +6,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from benchmarks.targets import compiled
+from kernels_pallas import cache_attention, caote_topk
 from kernels_pallas.partition import over_heads
+from tests.kernels_pallas.targets import tpu_topology
+
+NAMES = ("data", "tensor")
+P = PartitionSpec
 
 
-@pytest.mark.parametrize(
-    "spec", [("data", "heads"), (None, "heads"), ("data", None), (None, ("data", "heads"))], ids=str
-)
-def test_rows_and_heads_stay_where_they_are(spec):
-    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "heads"))
-    x = np.random.default_rng(0).normal(size=(2, 4, 3, 5)).astype(np.float32)
+def mesh_of(sizes, names=NAMES, **options):
+    return Mesh(np.array(jax.devices()[: np.prod(sizes)]).reshape(sizes), names, **options)
+
+
+def on_mesh(mesh, x, *spec):
+    return jax.device_put(x, NamedSharding(mesh, P(*spec)))
+
+
+@pytest.mark.parametrize("jitted", [True, False])
+@pytest.mark.parametrize("sizes", [(2, 2), (1, 4), (2, 1)], ids=str)
+def test_rows_and_heads_stay_where_they_are(sizes, jitted):
+    mesh, x = mesh_of(sizes), np.random.default_rng(0).normal(size=(2, 4, 3, 5)).astype(np.float32)
     row = np.float32([1, 2])
     seen = []
 
@@ -24,20 +36,94 @@ def test_rows_and_heads_stay_where_they_are(spec):
         seen.append(x.shape)
         return (x.sum(-1) * row[:, None, None], x.max((2, 3)))
 
-    put = jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))
-    split = jax.jit(over_heads(function, ["b k s d", "b"], ["b k s", "b k"]))
-    program = split.lower(put, row).compile()
-    first, second = program(put, row)
+    split = over_heads(function, ["b k s d", "b"], ["b k s", "b k"])
+    given = on_mesh(mesh, x, *NAMES), on_mesh(mesh, row, "data")
+    if jitted:
+        program = jax.jit(split).lower(*given).compile()
+        assert "all-gather" not in program.as_text()
+        split = program
+    first, second = split(*given)
     np.testing.assert_allclose(first, x.sum(-1) * row[:, None, None], rtol=1e-5)
     np.testing.assert_allclose(second, x.max((2, 3)))
-    assert "all-gather" not in program.as_text()
-    ways = {"data": 2, "heads": 2, ("data", "heads"): 4, None: 1}
-    assert seen[-1] == (2 // ways[spec[0]], 4 // ways[spec[1]], 3, 5)
+    assert seen[-1] == (2 // sizes[0], 4 // sizes[1], 3, 5)
+
+
+def test_values_made_on_the_way_know_their_mesh():
+    mesh, seen = mesh_of((2, 2)), []
+
+    def function(x):
+        seen.append(x.shape)
+        return (x,)
+
+    def program(x):
+        def step(carry, _):
+            return over_heads(function, ["b k s"], ["b k s"])(2 * carry)[0], None
+
+        return jax.lax.scan(step, x, length=2)[0]
+
+    out = jax.jit(program)(on_mesh(mesh, np.ones((2, 4, 3)), *NAMES))
+    assert (np.asarray(out) == 4).all() and set(seen) == {(1, 2, 3)}
 
 
 def test_what_is_split_over_slots_is_brought_together():
-    mesh = Mesh(np.array(jax.devices()[:2]), ("slots",))
-    x = jnp.arange(12.0).reshape(1, 2, 6)
-    put = jax.device_put(x, NamedSharding(mesh, PartitionSpec(None, None, "slots")))
+    x = jnp.arange(24.0).reshape(1, 4, 6)
+    put = on_mesh(mesh_of((1, 2)), x, None, None, "tensor")
     (total,) = jax.jit(over_heads(lambda x: (jnp.cumsum(x, -1),), ["b k s"], ["b k s"]))(put)
     np.testing.assert_allclose(total, np.cumsum(x, -1))
+
+
+def test_inside_another_split_the_function_just_runs():
+    mesh, seen = mesh_of((2,), ("mine",)), []
+
+    def function(x):
+        seen.append(x.shape)
+        return (x + 1,)
+
+    split = over_heads(function, ["b s"], ["b s"])
+    outer = jax.shard_map(lambda x: split(x)[0], mesh=mesh, in_specs=P("mine"), out_specs=P("mine"))
+    np.testing.assert_array_equal(jax.jit(outer)(np.zeros((4, 3))), np.ones((4, 3)))
+    assert set(seen) == {(2, 3)}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "shape", "message"),
+    [
+        (
+            dict(sizes=(2, 2), names=("x", "tensor")),
+            (2, 4, 3),
+            "automatic axes data and tensor of a mesh, but .*'x': 2",
+        ),
+        (dict(sizes=(1, 2), axis_types=(AxisType.Explicit,) * 2), (2, 4, 3), "automatic axes .*Explicit"),
+        (dict(sizes=(1, 4)), (2, 6, 3), r"4 devices do not divide axis k of \(2, 6, 3\)"),
+        (dict(sizes=(2, 2)), (1, 4, 3), r"2 devices do not divide axis b of \(1, 4, 3\)"),
+    ],
+    ids=str,
+)
+def test_a_mesh_that_does_not_fit_is_refused(mesh, shape, message):
+    put = on_mesh(mesh_of(**mesh), np.ones(shape))
+    with pytest.raises(NotImplementedError, match=message):
+        jax.jit(over_heads(lambda x: (x,), ["b k s"], ["b k s"]))(put)
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize("sizes", [(1, 8), (2, 4)], ids=str)
+def test_each_tpu_chip_runs_the_kernels_on_its_own_rows_and_heads(sizes):
+    mesh = Mesh(np.array(tpu_topology("v5e:2x4")).reshape(sizes), NAMES)
+    B, N, K, S, D = 2, 32, 8, 1000, 128
+
+    def shape(*sizes, dtype="bfloat16", spec=NAMES):
+        return jax.ShapeDtypeStruct(sizes, dtype, sharding=NamedSharding(mesh, P(*spec)))
+
+    slots, position = shape(B, K, S, D), shape(B, K, S, dtype="int32")
+    query = shape(B, 16, N, D, spec=("data", None, "tensor"))
+    queries, budget = shape(B, 16, dtype="int32", spec=("data",)), shape(B, dtype="int32", spec=("data",))
+    weights = shape(B, K, N // K, S)
+
+    def program(query, slots, position, queries, weights, budget):
+        out, columns = cache_attention(query, slots, slots, position, queries, statistics=["sum"])
+        return out, columns.sum, caote_topk(weights, slots, position, budget).position
+
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        text = compiled(jax.jit(program).lower(query, slots, position, queries, weights, budget)).as_text()
+    assert text.count('custom_call_target="tpu_custom_call"') == 3
+    assert "all-gather" not in text and "all-reduce" not in text

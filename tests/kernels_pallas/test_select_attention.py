@@ -232,6 +232,8 @@ def given(**change):
         (dict(key=jnp.zeros((3, 2, 2, 9, 5)), value=jnp.zeros((3, 2, 2, 9, 5))), "say which with layer="),
         (dict(key=jnp.zeros((3, 2, 2, 9, 5)), value=jnp.zeros((3, 2, 2, 9, 5)), layer=3), "have layers 0 to 2"),
         (dict(slots=jnp.zeros((2, 3, 3), jnp.int32)), "H 4, one set a query head, or 2, one a KV head"),
+        (dict(slots=jnp.zeros((2, 4, 0), jnp.int32)), "M at least 1"),
+        (dict(implementation="pallas_gpu"), "'pallas_gpu' runs on a gpu, but this is a cpu; there are auto, reference"),
         (dict(implementation="triton"), "unknown implementation 'triton'; there are auto, reference"),
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else "",

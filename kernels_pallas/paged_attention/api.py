@@ -1,0 +1,88 @@
+"""Attention over pages: the call, its checks, and the choice of an implementation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from jaxtyping import Array, Float, Int
+
+from kernels_pallas.cache_attention.api import check_statistics
+from kernels_pallas.cache_attention.reference import ColumnStatistics
+from kernels_pallas.dispatch import Implementation, dispatch, kernels_of
+from kernels_pallas.paged_attention import reference
+
+KERNELS = kernels_of("paged_attention")
+
+
+def paged_attention(
+    query: Float[Array, "B T N D"],
+    key: Float[Array, "P page D"],
+    value: Float[Array, "P page D"],
+    position: Int[Array, "P page"],
+    table: Int[Array, "B K M"],
+    query_position: Int[Array, "B T"],
+    *,
+    statistics: Iterable[str] = (),
+    window: int = 0,
+    sliding_window: Int[Array, ""] | int | None = None,
+    scale: float | None = None,
+    implementation: Implementation = "auto",
+) -> tuple[Float[Array, "B T N D"], ColumnStatistics]:
+    """Softmax attention of T queries over the pages of each KV head; who sees whom follows from positions alone.
+
+    As :func:`kernels_pallas.cache_attention` over ``S = M * page`` slots, of which slot s is in the head's page
+    ``s // page``. A kernel reads the keys and values of a page where they are; the reference lays out one head's pages
+    at a time.
+
+    Args:
+        key, value, position: a pool of pages that heads of any layer own; position -1 is a free slot.
+        table: each head's pages, -1 where it has none, which is read nowhere.
+        statistics: names out of ``STATISTICS``; see :class:`ColumnStatistics`.
+        window: the observation window of the "window_" statistics, in queries.
+        sliding_window: how many positions a query sees, itself included; None for all.
+        scale: factor of the logits, D ** -0.5 by default.
+        implementation: "auto" takes the fastest that can run here; a named one runs or raises.
+
+    Returns:
+        The output in the queries' dtype, and the statistics of M * page slots in float32 (float64 for float64 inputs).
+
+    Raises:
+        ValueError: shapes that do not fit, an unknown statistic or implementation, a "window_" statistic of no window.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from kernels_pallas import paged_attention
+        >>> q, pool, position = jnp.ones((1, 1, 2, 4)), jnp.ones((3, 2, 4)), jnp.array([[5, 6], [0, -1], [1, 2]])
+        >>> table = jnp.array([[[2, 1, -1]]])  # the head has the last page and the one before it
+        >>> out, columns = paged_attention(q, pool, pool, position, table, jnp.array([[2]]), statistics=["last"])
+        >>> columns.last[0, 0].tolist()
+        [0.333, 0.333, 0.333, 0.0, 0.0, 0.0]
+    """
+    B, T, N, D = query.shape
+    if key.shape != value.shape or key.ndim != 3 or key.shape[2] != D or position.shape != key.shape[:2]:
+        raise ValueError(
+            f"query {query.shape}, key {key.shape}, value {value.shape} and position {position.shape} do not fit: "
+            "expected [B, T, N, D], twice [P, page, D] and [P, page]."
+        )
+    if table.ndim != 3 or table.shape[0] != B or N % table.shape[1]:
+        raise ValueError(
+            f"the page table {table.shape} does not fit queries {query.shape}: expected [B, K, M] with B {B} and {N} a "
+            "multiple of K; take one layer's table."
+        )
+    if query_position.shape != (B, T):
+        raise ValueError(f"query positions {query_position.shape} do not fit: expected {(B, T)}.")
+    return dispatch(
+        implementation,
+        reference.paged_attention,
+        KERNELS,
+        query,
+        key,
+        value,
+        position,
+        table,
+        query_position,
+        statistics=check_statistics(statistics, window),
+        window=window,
+        sliding_window=sliding_window,
+        scale=D**-0.5 if scale is None else scale,
+    )

@@ -1,0 +1,43 @@
+"""Page tables: each head's pages in order, -1 where there is none. Slot s of a head is in its page s // page."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int, Shaped
+
+
+def laid_out(pool: Shaped[Array, "P page *rest"], table: Int[Array, "*heads M"]) -> Shaped[Array, "*heads S *rest"]:
+    """Each head's pages one behind another, a copy with ``S = M * page`` slots; where it has none, anything.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from kernels_pallas.paged_attention.pages import laid_out
+        >>> laid_out(jnp.arange(6).reshape(3, 2), jnp.array([[2, 0]])).tolist()
+        [[4, 5, 0, 1]]
+    """
+    return jnp.asarray(pool)[table].reshape(*table.shape[:-1], table.shape[-1] * pool.shape[1], *pool.shape[2:])
+
+
+def slot_positions(position: Int[Array, "P page"], table: Int[Array, "*heads M"]) -> Int[Array, "*heads S"]:
+    """The positions of each head's tokens, ``S = M * page``; -1 where a slot is free or the head has no page.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from kernels_pallas.paged_attention.pages import slot_positions
+        >>> slot_positions(jnp.array([[0, -1], [1, 2]]), jnp.array([[1, -1]])).tolist()
+        [[1, 2, -1, -1]]
+    """
+    there = jnp.repeat(table >= 0, position.shape[1], axis=-1)
+    return jnp.where(there, laid_out(position, table), -1)
+
+
+def table_ends(table: Int[Array, "*heads M"]) -> Int[Array, "*heads"]:
+    """The place behind each head's last page in its row of the table.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from kernels_pallas.paged_attention.pages import table_ends
+        >>> table_ends(jnp.array([[4, 0, -1], [-1, -1, -1]])).tolist()
+        [2, 0]
+    """
+    return jnp.max(jnp.where(table >= 0, jnp.arange(1, table.shape[-1] + 1), 0), axis=-1).astype(jnp.int32)

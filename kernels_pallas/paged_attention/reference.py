@@ -1,0 +1,48 @@
+"""The definition, in plain JAX: head after head is laid out, and attended over as slots of a cache."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kernels_pallas.cache_attention import reference
+from kernels_pallas.cache_attention.reference import ColumnStatistics
+from kernels_pallas.paged_attention.pages import laid_out, slot_positions
+
+
+def paged_attention(
+    query: Float[Array, "B T N D"],
+    key: Float[Array, "P page D"],
+    value: Float[Array, "P page D"],
+    position: Int[Array, "P page"],
+    table: Int[Array, "B K M"],
+    query_position: Int[Array, "B T"],
+    *,
+    statistics: frozenset[str],
+    window: int,
+    sliding_window: Int[Array, ""] | int | None,
+    scale: float,
+) -> tuple[Float[Array, "B T N D"], ColumnStatistics]:
+    """See :func:`kernels_pallas.paged_attention.api.paged_attention`."""
+    B, T, N, D = query.shape
+    K = table.shape[1]
+    grouped = query.reshape(B, T, K, N // K, D)
+
+    def of_head(head: Int[Array, ""]) -> tuple[Array, ColumnStatistics]:
+        pages = jax.lax.dynamic_slice_in_dim(table, head, 1, axis=1)
+        return reference.cache_attention(
+            jax.lax.dynamic_index_in_dim(grouped, head, axis=2, keepdims=False),
+            laid_out(key, pages),
+            laid_out(value, pages),
+            slot_positions(position, pages),
+            query_position,
+            statistics=statistics,
+            window=window,
+            sliding_window=sliding_window,
+            scale=scale,
+        )
+
+    out, columns = jax.lax.map(of_head, jnp.arange(K))  # [K, B, T, G, D], and each [K, B, G or 1, S]
+    columns = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(B, -1, x.shape[-1]), columns)
+    return jnp.moveaxis(out, 0, 2).reshape(B, T, N, D), columns

@@ -1,0 +1,184 @@
+"""The kernels for GPU (Pallas' Triton route): attention over gathered rows with an online softmax, then its parts' sum.
+
+A program reads its share of a head's slots, and with them the rows of K and V, straight out of the stacked cache; the
+queries that share the slots are the rows of its tile. In decode a batch of one has far fewer heads than the chip has
+multiprocessors, so the slots of a head are shared out over programs, and a second kernel puts their sums together.
+Where the query heads of a group read slots of their own, their programs run side by side: slots in rising order keep
+them near each other in the cache, so that what two heads both read may come out of the L2 cache the second time.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+from jaxtyping import Array, Float, Int
+
+from kernels_pallas.derivative import with_derivative_of
+from kernels_pallas.dispatch import stacked
+from kernels_pallas.partition import over_heads
+from kernels_pallas.select_attention import reference
+
+PROGRAMS = 264  # two for each multiprocessor of an H100 or H200, which run at once
+BYTES = 16384  # of the keys, and again of the values, that a program has in a tile
+PARTS = 32  # of a head, put together at a time
+_TINY = float(jnp.finfo(jnp.float32).tiny)
+_UNSEEN = -1e30  # the logit of a slot that is none
+
+
+def unsupported(query: Any, key: Any, value: Any) -> str | None:
+    """Why the kernels can't do this, or None."""
+    for name, x in (("queries", query), ("keys", key), ("values", value)):
+        if x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+            return f"{name} are {x.dtype}, but the kernels take float32, bfloat16, float16"
+    if query.shape[3] > 256:
+        return f"the head dim is {query.shape[3]}, but the kernels take up to 256"
+    return None
+
+
+def select_attention(
+    query: Float[Array, "B T N D"],
+    key: Float[Array, "*L B K S D"],
+    value: Float[Array, "*L B K S D"],
+    slots: Int[Array, "B H M"],
+    *,
+    layer: int | Int[Array, ""] | None,
+    scale: float,
+    interpret: bool = False,
+) -> Float[Array, "B T N D"]:
+    """See :func:`kernels_pallas.select_attention.api.select_attention`."""
+    reason = unsupported(query, key, value)
+    if reason is not None:
+        raise NotImplementedError(f"select_attention on a GPU: {reason}; implementation='reference' can.")
+    (key, number), (value, _) = stacked(key, layer), stacked(value, layer)
+
+    def kernel(query, key, value, slots, number):
+        B, T, N, D = query.shape
+        (_, H, M), K = slots.shape, key.shape[-3]
+        grouped = query.reshape(B, T, K, H // K, N // H, D).transpose(0, 2, 3, 1, 4, 5)  # [B, K, H / K, T, N / H, D]
+        run: Callable[..., tuple[Array, ...]] = functools.partial(_of_heads, scale=scale, interpret=interpret)
+        if not interpret:
+            inputs = ["b k h t g d", "l b k s d", "l b k s d", "b k h m", "u"]
+            run = over_heads(run, inputs, ["b k h t g d"])
+        (out,) = run(grouped, key, value, slots.astype(jnp.int32).reshape(B, K, H // K, M), number)
+        return out.transpose(0, 3, 1, 2, 4, 5).reshape(B, T, N, D)
+
+    def definition(query, key, value, slots, number):
+        return reference.select_attention(query, key, value, slots, layer=number[0], scale=scale)
+
+    return with_derivative_of(definition, kernel)(query, key, value, slots, number)
+
+
+def _of_heads(query, key, value, slots, layer, *, scale, interpret):
+    B, K, each, T, G, D = query.shape
+    L, S, M = key.shape[0], key.shape[3], slots.shape[-1]
+    H, R = B * K * each, T * G
+    key, value = key.reshape(L, B * K, S, D), value.reshape(L, B * K, S, D)
+    width = max(pl.next_power_of_2(D), 16)
+    # No more in registers than fits a program, no fewer slots than the matrix unit takes.
+    step = min(max(BYTES // (width * max(key.dtype.itemsize, value.dtype.itemsize)), 16), 128)
+    rows = min(max(pl.next_power_of_2(R), 16), 64)
+    blocks = pl.cdiv(R, rows)
+    steps = pl.cdiv(pl.cdiv(M, step), min(max(PROGRAMS // (H * blocks), 1), pl.cdiv(M, 4 * step)))
+    parts = pl.cdiv(M, steps * step)
+
+    def of_head(*shape, by=1):
+        return pl.BlockSpec((None, *shape), lambda h, *_: (h // by, *(0 for _ in shape)))
+
+    of_slots = pl.BlockSpec((L, None, S, D), lambda h, *_: (0, h // each, 0, 0))
+    sums = pl.pallas_call(
+        functools.partial(_attend, steps=steps, step=step, rows=rows, width=width, scale=scale),
+        out_shape=[
+            jax.ShapeDtypeStruct((H, parts, R, D), jnp.float32),
+            *[jax.ShapeDtypeStruct((H, parts, R), jnp.float32)] * 2,
+        ],
+        grid=(H, blocks, parts),
+        in_specs=[pl.BlockSpec((1,), lambda *_: (0,)), of_head(R, D), of_slots, of_slots, of_head(M)],
+        out_specs=[
+            pl.BlockSpec((None, None, R, D), lambda h, r, p: (h, p, 0, 0)),
+            *[pl.BlockSpec((None, None, R), lambda h, r, p: (h, p, 0))] * 2,
+        ],
+        compiler_params=triton.CompilerParams(num_warps=4, num_stages=3),
+        interpret=interpret,
+        name="select_attention",
+    )(layer, query.reshape(H, R, D), key, value, slots.reshape(H, M))
+    out = pl.pallas_call(
+        functools.partial(_combine, width=width),
+        out_shape=jax.ShapeDtypeStruct((H, R, D), query.dtype),
+        grid=(H, R),
+        in_specs=[of_head(parts, R, D), of_head(parts, R), of_head(parts, R)],
+        out_specs=of_head(R, D),
+        compiler_params=triton.CompilerParams(num_warps=4, num_stages=1),
+        interpret=interpret,
+        name="select_combine",
+    )(*sums)
+    return (out.reshape(query.shape),)
+
+
+def _dot(a, b, dims):
+    wide = jnp.promote_types(a.dtype, b.dtype)
+    return jax.lax.dot_general(
+        a.astype(wide), b.astype(wide), (dims, ((), ())), preferred_element_type=jnp.float32,
+        precision=jax.lax.Precision.HIGHEST if wide == jnp.float32 else None,
+    )  # fmt: skip
+
+
+def _attend(layer, query, key, value, slots, out, peaks, totals, *, steps, step, rows, width, scale):
+    (R, D), S, M = query.shape, key.shape[1], slots.shape[0]
+    row = pl.program_id(1) * rows + jax.lax.broadcasted_iota(jnp.int32, (rows,), 0)
+    column = jax.lax.broadcasted_iota(jnp.int32, (1, width), 1)
+    of_rows = (row < R)[:, None] & (column < D)
+    q = triton.load(query.at[row[:, None], column], mask=of_rows, other=0)
+    first = pl.program_id(2) * (steps * step)
+
+    def add(i, carry):
+        peak, total, acc = carry
+        nth = first + i * step + jax.lax.broadcasted_iota(jnp.int32, (step,), 0)
+        slot = triton.load(slots.at[nth], mask=nth < M, other=-1)
+        read = slot >= 0
+        # Masked, a slot that is none reads nothing and counts as a row of 0; one beyond the cache is held to its end.
+        index = (jnp.full_like(slot, layer[0])[:, None], jnp.clip(slot, 0, S - 1)[:, None], column)
+        k, v = (triton.load(ref.at[index], mask=read[:, None] & (column < D), other=0) for ref in (key, value))
+        logits = jnp.where(read[None, :], scale * _dot(q, k, ((1,), (1,))), _UNSEEN)
+        now = jnp.maximum(peak, jnp.max(logits, axis=1))
+        weights = jnp.where(read[None, :], jnp.exp(logits - now[:, None]), 0.0)
+        shrink = jnp.exp(peak - now)
+        acc = shrink[:, None] * acc + _dot(weights.astype(v.dtype), v, ((1,), (0,)))
+        return now, shrink * total + jnp.sum(weights, axis=1), acc
+
+    start = jnp.full((rows,), _UNSEEN, jnp.float32), jnp.zeros((rows,), jnp.float32)
+    peak, total, acc = jax.lax.fori_loop(0, steps, add, (*start, jnp.zeros((rows, width), jnp.float32)))
+    triton.store(out.at[row[:, None], column], acc, mask=of_rows)
+    triton.store(peaks.at[row], peak, mask=row < R)
+    triton.store(totals.at[row], total, mask=row < R)
+
+
+def _combine(sums, peaks, totals, out, *, width):
+    parts, _, D = sums.shape
+    row = pl.program_id(1)
+    column = jax.lax.broadcasted_iota(jnp.int32, (1, width), 1)
+
+    def add(i, carry):
+        peak, total, acc = carry
+        part = i * PARTS + jax.lax.broadcasted_iota(jnp.int32, (PARTS,), 0)
+        of_row = jnp.full_like(part, row)
+        own = triton.load(peaks.at[part, of_row], mask=part < parts, other=_UNSEEN)
+        weight = triton.load(totals.at[part, of_row], mask=part < parts, other=0)
+        some = triton.load(
+            sums.at[part[:, None], of_row[:, None], column], mask=(part < parts)[:, None] & (column < D), other=0
+        )
+        now = jnp.maximum(peak, jnp.max(own))
+        shrink, share = jnp.exp(peak - now), jnp.exp(own - now)
+        acc = shrink * acc + jnp.sum(share[:, None] * some, axis=0)
+        return now, shrink * total + jnp.sum(share * weight), acc
+
+    start = jnp.float32(_UNSEEN), jnp.float32(0), jnp.zeros((width,), jnp.float32)
+    _, total, acc = jax.lax.fori_loop(0, pl.cdiv(parts, PARTS), add, start)
+    column = jax.lax.broadcasted_iota(jnp.int32, (width,), 0)
+    result = (acc / jnp.maximum(total, _TINY)).astype(out.dtype)
+    triton.store(out.at[jnp.full_like(column, row), column], result, mask=column < D)

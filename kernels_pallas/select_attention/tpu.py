@@ -1,0 +1,223 @@
+"""The kernel for TPU: attention over the chunks of the cache that hold a chosen slot, the slots between masked out.
+
+Rows are not gathered, for a TPU has no cheap way to read one. Two rows of bfloat16 share their 32-bit words, so a copy
+brings 512 bytes at least; to start one takes about 11 cycles of the scalar core, in which the memory of a v5e streams 6
+KB. So whole chunks are streamed, as in dense attention, and chunks without a chosen slot are left out: what lies behind
+a sliding window, or was never written. The list of slots, in rising order, becomes a chunk's mask on the matrix unit:
+slot 128 i + j is the product of two one-hot vectors, of i and of j.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Int
+
+from kernels_pallas.derivative import with_derivative_of
+from kernels_pallas.dispatch import stacked
+from kernels_pallas.partition import over_heads
+from kernels_pallas.select_attention import reference
+
+SLOTS = 2048  # of a chunk, at most
+BYTES = 2**20  # of a chunk's keys, and again of its values, at most
+ROWS = 512  # queries of all heads of a group, at most
+CELLS = 512 * 512  # rows x slots computed at a time
+LISTED = 256  # slots of the list that are turned into a mask at a time
+LIST = 2**21  # slots of all lists of a KV head, at most: they lie in VMEM, 4 bytes each, twice
+FEW = 32  # fewer than one slot in so many is quicker row by row: 27 cycles a row on a v5e, against 0.94 a slot streamed
+_UNSEEN = -1e30  # the logit of a slot that was not chosen
+
+
+def unsupported(query: Any, key: Any, value: Any, slots: Any) -> str | None:
+    """Why the kernel can't do this, or should not, or None."""
+    for name, x in (("queries", query), ("keys", key), ("values", value)):
+        if x.dtype not in (jnp.bfloat16, jnp.float32):
+            return f"{name} are {x.dtype}, but a TPU takes float32 and bfloat16"
+    _, T, N, D = query.shape
+    K, S = key.shape[-3:-1]
+    H, M = slots.shape[1:]
+    if D > 512:
+        return f"the head dim is {D}, but the kernel takes up to 512"
+    if T * N // K > ROWS:
+        return f"{T} queries of {N // K} heads read a KV head, but the kernel takes up to {ROWS} together"
+    if H // K * M > LIST:
+        return f"{H // K * M} slots are listed for a KV head, but the kernel takes up to {LIST}"
+    if FEW * H * M < K * S:
+        return f"{M} of {S} slots are so few that the kernel, which reads all between them, would take longer"
+    return None
+
+
+def select_attention(
+    query: Float[Array, "B T N D"],
+    key: Float[Array, "*L B K S D"],
+    value: Float[Array, "*L B K S D"],
+    slots: Int[Array, "B H M"],
+    *,
+    layer: int | Int[Array, ""] | None,
+    scale: float,
+    interpret: Any = False,
+) -> Float[Array, "B T N D"]:
+    """See :func:`kernels_pallas.select_attention.api.select_attention`."""
+    reason = unsupported(query, key, value, slots)
+    if reason is not None:
+        raise NotImplementedError(f"select_attention on a TPU: {reason}; implementation='reference' can.")
+    (key, number), (value, _) = stacked(key, layer), stacked(value, layer)
+
+    def kernel(query, key, value, slots, number):
+        B, T, N, D = query.shape
+        (_, H, M), K = slots.shape, key.shape[-3]
+        grouped = query.reshape(B, T, K, H // K, N // H, D).transpose(0, 2, 3, 1, 4, 5)  # [B, K, H / K, T, N / H, D]
+        run: Callable[..., tuple[Array, ...]] = functools.partial(_of_heads, scale=scale, interpret=interpret)
+        if not interpret:
+            inputs = ["b k h t g d", "l b k s d", "l b k s d", "b k h m", "u"]
+            run = over_heads(run, inputs, ["b k h t g d"])
+        (out,) = run(grouped, key, value, slots.astype(jnp.int32).reshape(B, K, H // K, M), number)
+        return out.transpose(0, 3, 1, 2, 4, 5).reshape(B, T, N, D)
+
+    def definition(query, key, value, slots, number):
+        return reference.select_attention(query, key, value, slots, layer=number[0], scale=scale)
+
+    return with_derivative_of(definition, kernel)(query, key, value, slots, number)
+
+
+def _of_heads(query, key, value, slots, layer, *, scale, interpret):
+    B, K, sets, T, G, D = query.shape
+    S, R, itemsize = key.shape[3], sets * T * G, max(key.dtype.itemsize, value.dtype.itemsize)
+    most = min(SLOTS, CELLS // R, BYTES // (pl.cdiv(D, 128) * 128 * itemsize)) // 128 * 128
+    size = min(pl.cdiv(S, 128) * 128, max(most, 128))
+    chunks = pl.cdiv(S, size)
+
+    slots = jnp.where(slots < 0, chunks * size, jnp.minimum(slots, S - 1)).reshape(B * K * sets, -1)
+    slots = jnp.pad(slots, ((0, 0), (0, -slots.shape[1] % LISTED)), constant_values=chunks * size)
+    slots = _in_order(slots).reshape(B * K * sets, -1, LISTED)
+    blocks = slots.shape[1]
+    start = _starts(slots, size * jnp.arange(chunks + 1)).reshape(B, K, sets, chunks + 1)
+    chosen = jnp.any(start[..., 1:] > start[..., :-1], axis=2)  # [B, K, chunks]
+    here = jax.lax.cummax(jnp.where(chosen, jnp.arange(chunks), 0), axis=2).reshape(-1)  # which chunk lies in VMEM
+
+    of_rows = pl.BlockSpec((None, None, R, D), lambda b, k, c, layer, here: (b, k, 0, 0))
+    of_slots = pl.BlockSpec(
+        (None, None, None, size, D), lambda b, k, c, layer, here: (layer[0], b, k, here[(b * K + k) * chunks + c], 0)
+    )
+    out = pl.pallas_call(
+        functools.partial(_attend, size=size, scale=scale),
+        out_shape=jax.ShapeDtypeStruct((B, K, R, D), query.dtype),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=2,
+            grid=(B, K, chunks),
+            in_specs=[
+                pl.BlockSpec(
+                    (None, None, sets, chunks + 1),
+                    lambda b, k, c, layer, here: (b, k, 0, 0),
+                    memory_space=pltpu.SMEM,
+                ),
+                of_rows,
+                of_slots,
+                of_slots,
+                pl.BlockSpec((None, None, sets, blocks, 1, LISTED), lambda b, k, c, layer, here: (b, k, 0, 0, 0, 0)),
+            ],
+            out_specs=of_rows,
+            scratch_shapes=[
+                pltpu.VMEM((R, 128), jnp.float32),
+                pltpu.VMEM((R, 128), jnp.float32),
+                pltpu.VMEM((R, D), jnp.float32),
+            ],
+        ),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "arbitrary"),
+            vmem_limit_bytes=2**24 + 8 * sets * blocks * LISTED,
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=4 * B * K * R * S * D,
+            bytes_accessed=2 * B * K * S * D * itemsize + 4 * slots.size,
+            transcendentals=B * K * R * S,
+        ),
+        interpret=interpret,
+        name="select_attention",
+    )(layer, here, start, query.reshape(B, K, R, D), key, value, slots.reshape(B, K, sets, blocks, 1, LISTED))
+    return (out.reshape(query.shape),)
+
+
+def _in_order(slots: Int[Array, "*lists M"]) -> Int[Array, "*lists M"]:
+    """Slots in rising order, sorted only where they are not: ``kvjax.select`` gives them so."""
+    rising = jnp.all(slots[..., 1:] >= slots[..., :-1])
+    return jax.lax.cond(rising, lambda slots: slots, lambda slots: jnp.sort(slots, axis=-1, stable=False), slots)
+
+
+def _starts(slots: Int[Array, "lists blocks listed"], bounds: Int[Array, "C"]) -> Int[Array, "lists C"]:
+    """How many slots of each list lie below each bound: whole blocks are counted first, then inside a single one."""
+    _, blocks, listed = slots.shape
+    whole = jnp.sum(slots[:, None, :, -1] < bounds[:, None], axis=-1, dtype=jnp.int32)
+    at_bound = jnp.take_along_axis(slots, jnp.minimum(whole, blocks - 1)[..., None], axis=1)  # [lists, C, listed]
+    inside = jnp.sum(at_bound < bounds[:, None], axis=-1, dtype=jnp.int32)
+    return jnp.minimum(whole * listed + inside, blocks * listed)
+
+
+def _mask(slots, first, last, origin, size):
+    """Which of the chunk's slots [1, size] the list holds, whose blocks from ``first`` to ``last`` may name them."""
+    tall = max(size // 128, 8)
+
+    def add(block, mask):
+        near = slots[block] - origin  # [1, LISTED]
+        high = near >> 7 == jax.lax.broadcasted_iota(jnp.int32, (tall, LISTED), 0)
+        low = near & 127 == jax.lax.broadcasted_iota(jnp.int32, (128, LISTED), 0)
+        high, low = (jnp.where(x, 1.0, 0.0).astype(jnp.bfloat16) for x in (high, low))
+        return mask + jax.lax.dot_general(high, low, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+
+    mask = jax.lax.fori_loop(first, last, add, jnp.zeros((tall, 128), jnp.float32))
+    rows = [mask[i : i + 1] for i in range(size // 128)]
+    return jnp.concatenate(rows, axis=1) if len(rows) > 1 else rows[0]
+
+
+def _attend(_, here, start, query, key, value, slots, out, peak, total, acc, *, size, scale):
+    c = pl.program_id(2)
+    R, sets = query.shape[0], start.shape[0]
+
+    @pl.when(c == 0)
+    def reset():
+        peak[...] = jnp.full_like(peak, _UNSEEN)
+        total[...] = jnp.zeros_like(total)
+        acc[...] = jnp.zeros_like(acc)
+
+    chosen = start[0, c + 1] > start[0, c]
+    for n in range(1, sets):
+        chosen = chosen | (start[n, c + 1] > start[n, c])
+
+    @pl.when(chosen)
+    def add():
+        masks = [
+            _mask(slots.at[n], start[n, c] // LISTED, pl.cdiv(start[n, c + 1], LISTED), c * size, size)
+            for n in range(sets)
+        ]
+        spread = [jnp.broadcast_to(mask, (R // sets, size)) for mask in masks]
+        visible = (jnp.concatenate(spread, axis=0) if sets > 1 else spread[0]) > 0
+        wide = jnp.promote_types(query.dtype, key.dtype)
+        logits = jax.lax.dot_general(
+            query[...].astype(wide), key[...].astype(wide), (((1,), (1,)), ((), ())),
+            preferred_element_type=jnp.float32, precision=jax.lax.Precision.HIGHEST if wide == jnp.float32 else None,
+        )  # fmt: skip
+        logits = jnp.where(visible, scale * logits, _UNSEEN)
+        before = peak[:, :1]
+        now = jnp.maximum(before, jnp.max(logits, axis=1, keepdims=True))
+        weights = jnp.where(visible, jnp.exp(logits - now), 0)
+        shrink = jnp.exp(before - now)
+        # What no slot points at must not matter, and 0 * NaN is NaN.
+        any_set = jnp.broadcast_to(functools.reduce(jnp.maximum, masks), (8, size)).T[:, :1] > 0
+        v = jnp.where(any_set, value[...].astype(jnp.float32), 0).astype(value.dtype)
+        added = jax.lax.dot_general(
+            weights.astype(v.dtype), v, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32,
+            precision=jax.lax.Precision.HIGHEST if v.dtype == jnp.float32 else None,
+        )  # fmt: skip
+        total[...] = jnp.broadcast_to(shrink * total[:, :1] + jnp.sum(weights, axis=1, keepdims=True), total.shape)
+        peak[...] = jnp.broadcast_to(now, peak.shape)
+        acc[...] = shrink * acc[...] + added
+
+    @pl.when(c == pl.num_programs(2) - 1)
+    def finish():
+        out[...] = (acc[...] / jnp.maximum(total[:, :1], jnp.finfo(jnp.float32).tiny)).astype(out.dtype)

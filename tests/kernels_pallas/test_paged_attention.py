@@ -1,0 +1,172 @@
+"""Attention over pages against NumPy float64 on the slots that they hold, one query at a time."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kernels_pallas import STATISTICS, cache_attention, paged_attention
+from tests.kernels_pallas.test_cache_attention import Case, case, statistics
+from tests.kvjax.definitions import block_weights, weighted_values
+
+
+class Paged(NamedTuple):
+    query: np.ndarray
+    key: np.ndarray
+    value: np.ndarray
+    position: np.ndarray
+    table: np.ndarray
+    query_position: np.ndarray
+
+
+def paged(given: Case, page: int, counts: np.ndarray | None = None, seed: int = 0) -> tuple[Paged, Case]:
+    """The slots of a case in pages, anywhere in a pool, and the case with what is left of it.
+
+    Heads have ``counts`` pages each, by default any number from none to all. Pages that no head owns hold NaN and
+    positions that would be seen, and so do free slots.
+    """
+    rng = np.random.default_rng(seed)
+    B, K, S = given.key.shape[:3]
+    M = S // page
+    assert M * page == S
+    if counts is None:
+        counts = rng.integers(M + 1, size=(B, K))
+    owned = np.arange(M) < counts[..., None]  # [B, K, M]
+    ids = rng.permutation(B * K * M + 3)
+    table = np.where(owned, ids[: B * K * M].reshape(B, K, M), -1).astype(np.int32)
+    key_position = np.where(np.repeat(owned, page, axis=2), given.key_position, -1)
+    free = (key_position < 0)[..., None]
+
+    def pool(rows: np.ndarray, stale: float) -> np.ndarray:
+        whole = np.full((len(ids), page, *rows.shape[3:]), stale, rows.dtype)
+        pages = rows.reshape(B, K, M, page, *rows.shape[3:])
+        whole[table[owned]] = pages[owned]
+        return whole
+
+    stale = given._replace(key=np.where(free, np.nan, given.key), value=np.where(free, np.inf, given.value))
+    arrays = (stale.query, pool(stale.key, np.nan), pool(stale.value, np.nan), pool(key_position, 0))
+    return Paged(*arrays, table, given.query_position), given._replace(key_position=key_position)
+
+
+@functools.cache
+def compiled(**options):
+    return jax.jit(functools.partial(paged_attention, **{"statistics": STATISTICS, "window": 2} | options))
+
+
+def check_definition(
+    run, held: Case, *, window: int = 2, rtol: float = 2e-5, atol: float = 2e-6, half: bool = False, **options
+):
+    """The output and statistics of a run against brute force on the slots laid out."""
+    out, columns = run
+    wide = [np.asarray(x, np.float32) for x in held[:3]]
+    weights = block_weights(*wide[:2], held.key_position, held.query_position, **options)
+    expected = weighted_values(weights, wide[2], held.key_position)
+    coarse = dict(rtol=2e-2, atol=2e-2) if half else dict(rtol=rtol, atol=atol)
+    np.testing.assert_allclose(np.asarray(out, np.float64), expected, **coarse)
+    for name, column in statistics(weights, held, window).items():
+        np.testing.assert_allclose(getattr(columns, name), column, rtol=rtol, atol=atol, err_msg=name)
+
+
+@pytest.mark.parametrize("page", [1, 3, 8])
+@hypothesis.given(seed=st.integers(0, 2**32 - 1))
+@hypothesis.settings(max_examples=10)
+def test_output_and_statistics_are_those_of_the_definition(page, seed):
+    pages, held = paged(case(seed, S=24), page, seed=seed)
+    check_definition(compiled()(*pages), held)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [dict(T=1), dict(B=1, T=1, N=1, K=1, S=1, D=1), dict(T=7, S=13, D=3), dict(B=3, T=5, N=6, K=3, S=17, D=11)],
+    ids=str,
+)
+def test_any_size_is_accepted(sizes):
+    pages, held = paged(case(2, **sizes), 1)
+    check_definition(compiled()(*pages), held)
+
+
+def test_a_slot_has_its_place_by_the_order_of_the_heads_pages():
+    given = case(3, S=12)
+    pages, held = paged(given, 4)
+    out, columns = compiled()(*pages)
+    turned = pages._replace(table=pages.table[..., ::-1])
+    other, reversed_columns = compiled()(*turned)
+    np.testing.assert_allclose(other, out, rtol=1e-5, atol=1e-6)
+    for name, column in columns._asdict().items():
+        blocks = np.asarray(column).reshape(*column.shape[:2], -1, 4)[:, :, ::-1]
+        np.testing.assert_allclose(getattr(reversed_columns, name), blocks.reshape(column.shape), rtol=1e-5, atol=1e-6)
+    assert (np.asarray(columns.sum)[np.repeat(held.key_position < 0, 2, axis=1)] == 0).all()
+
+
+def test_options_mean_what_they_mean_for_slots():
+    pages, held = paged(case(4, S=24, T=6), 8)
+    options = dict(sliding_window=7, scale=0.1, window=3, statistics=STATISTICS)
+    result, expected = paged_attention(*pages, **options), cache_attention(*held, **options)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), result, expected)
+
+
+def test_float64_stays_float64():
+    with jax.enable_x64(True):
+        given = case(5, S=8)
+        wide = given._replace(**{name: getattr(given, name).astype(np.float64) for name in ("query", "key", "value")})
+        pages, held = paged(wide, 2)
+        out, columns = paged_attention(*map(jnp.asarray, pages), statistics=STATISTICS, window=2)
+        assert out.dtype == columns.sum.dtype == np.float64
+        weights = block_weights(*held[:2], held.key_position, held.query_position)
+        expected = weighted_values(weights, held.value, held.key_position)
+        np.testing.assert_allclose(out, expected, rtol=1e-12, atol=1e-13)
+
+
+def test_only_one_heads_pages_are_laid_out_at_a_time():
+    """The program's memory grows with a head's slots, and hardly with how many heads there are."""
+
+    def temporary(K: int) -> int:
+        pages, _ = paged(case(6, B=1, T=1, N=K, K=K, S=1024, D=64), 16)
+        return jax.jit(paged_attention).lower(*pages).compile().memory_analysis().temp_size_in_bytes
+
+    one_head = 2 * 1024 * 64 * 4
+    assert temporary(8) < temporary(2) + one_head
+
+
+BAD = {
+    "pool": (dict(key=np.zeros((2, 3, 7), np.float32)), r"key \(2, 3, 7\), value .* expected .* twice \[P, page, D\]"),
+    "position": (dict(position=np.zeros((2, 3), np.int32)), r"position \(2, 3\) do not fit"),
+    "layers": (dict(table=np.zeros((2, 2, 2, 3), np.int32)), r"page table \(2, 2, 2, 3\) .* take one layer's table"),
+    "heads": (dict(table=np.zeros((2, 3, 3), np.int32)), r"expected \[B, K, M\] with B 2 and 4 a multiple of K"),
+    "queries": (dict(query_position=np.zeros((2, 9), np.int32)), r"query positions \(2, 9\) .*: expected \(2, 4\)"),
+}
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("what", BAD)
+def test_what_does_not_fit_is_said(what):
+    change, message = BAD[what]
+    pages, _ = paged(case(7, S=12), 4)
+    with pytest.raises(ValueError, match=message):
+        paged_attention(*pages._replace(**change))
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(statistics=["median"]), "unknown statistic median; there are sum, last"),
+        (dict(statistics=["window_mean"]), "the observation window is 0; 'window_mean' needs at least 1 query"),
+        (dict(implementation="cuda"), "unknown implementation 'cuda'; there are auto, reference, pallas_tpu"),
+        (dict(implementation="pallas_tpu"), "'pallas_tpu' runs on a tpu, but this is a cpu; there are auto, reference"),
+    ],
+    ids=str,
+)
+def test_bad_options_are_said(options, message):
+    if "this is a cpu" in message and jax.default_backend() != "cpu":
+        pytest.skip("names the CPU")
+    pages, _ = paged(case(7, S=12), 4)
+    with pytest.raises(ValueError, match=message):
+        paged_attention(*pages, **options)

@@ -1,0 +1,275 @@
+"""The kernels of attention over pages: interpreted against NumPy float64, lowered, and compiled for a TPU."""
+
+from __future__ import annotations
+
+import functools
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import PartitionSpec
+
+from kernels_pallas import STATISTICS, paged_attention
+from kernels_pallas.paged_attention import gpu, reference, tpu
+from tests.kernels_pallas.targets import compiled_for_tpu, lowered, needs_gpu
+from tests.kernels_pallas.test_cache_attention import case
+from tests.kernels_pallas.test_paged_attention import check_definition, paged
+
+KERNELS = {
+    "tpu": functools.partial(tpu.paged_attention, interpret=pltpu.InterpretParams()),
+    "gpu": functools.partial(gpu.paged_attention, interpret=True),
+}
+both = pytest.mark.parametrize("name", KERNELS)
+close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-6)
+
+
+@pytest.fixture(autouse=True)
+def few_pages(monkeypatch):
+    """Chunks of a few pages, so that a small table has several and the interpreter is quick."""
+    monkeypatch.setattr(tpu, "PAGES", 4)
+
+
+def options_of(pages, **options):
+    scale = options.pop("scale", pages.query.shape[-1] ** -0.5)
+    return dict(statistics=frozenset(STATISTICS), window=2, sliding_window=None, scale=scale) | options
+
+
+@functools.cache
+def compiled(name: str, **options):
+    return jax.jit(functools.partial(KERNELS[name], **options))
+
+
+def check(name: str, sizes: dict, page: int, *, counts=None, seed: int = 0, change=lambda given: given, **options):
+    tolerance = {key: options.pop(key) for key in ("rtol", "atol", "half") if key in options}
+    pages, held = paged(change(case(seed, **sizes)), page, counts, seed)
+    options = options_of(pages, **options)
+    result = compiled(name, **options)(*map(jnp.asarray, pages))
+    assert result[0].dtype == pages.query.dtype
+    named = {"scale": options["scale"], "window": options["window"]}
+    if options["sliding_window"] is not None:
+        named["sliding_window"] = options["sliding_window"]
+    check_definition(result, held, **tolerance, **named)
+
+
+@both
+@hypothesis.given(seed=st.integers(0, 2**32 - 1))
+@hypothesis.settings(max_examples=3)
+def test_output_and_statistics_are_those_of_the_definition(name, seed):
+    check(name, dict(B=1, S=192), 32, seed=seed)
+
+
+@both
+@pytest.mark.parametrize(
+    ("sizes", "page"),
+    [
+        (dict(B=1, T=1, N=1, K=1, S=8, D=1), 8),
+        (dict(B=1, T=1, N=16, K=1, S=144, D=80), 8),
+        (dict(B=1, T=5, N=6, K=2, S=72, D=64), 24),
+        (dict(B=1, T=1, N=4, K=2, S=640, D=64), 128),
+        (dict(B=1, T=20, N=3, K=1, S=96, D=96), 16),
+    ],
+    ids=str,
+)
+def test_any_size_is_accepted(name, sizes, page):
+    check(name, sizes, page, seed=2, window=3)
+
+
+@both
+def test_heads_own_all_pages_some_or_none(name):
+    counts = np.array([[6, 0, 1], [3, 5, 0]])
+    check(name, dict(B=2, T=1, N=6, K=3, S=192, D=8), 32, counts=counts, seed=3)
+    check(name, dict(B=1, T=3, N=6, K=3, S=192, D=8), 32, counts=counts[:1], seed=3)
+
+
+@both
+def test_many_blocks_of_queries_and_chunks_of_pages(name, monkeypatch):
+    monkeypatch.setattr(tpu.tpu, "ROWS", 32)
+
+    def pad(given):
+        given.query_position[0, 5:20] = -1
+        return given
+
+    sizes = dict(B=1, T=70, N=2, K=1, S=384, D=8)
+    check(name, sizes, 32, change=pad, window=40, sliding_window=50, rtol=5e-5, counts=np.array([[9]]))
+
+
+@both
+def test_a_table_with_holes_reads_what_is_there(name):
+    """No head's pages need be the first of its row."""
+    pages, _ = paged(case(4, S=192), 32, np.full((2, 2), 6))
+    table = pages.table.copy()
+    table[0, 0, [0, 3]] = table[1, 1, [1, 2, 5]] = -1
+    holes, options = pages._replace(table=table), options_of(pages)
+    expected = reference.paged_attention(*map(jnp.asarray, holes), **options)
+    jax.tree.map(close, compiled(name, **options)(*map(jnp.asarray, holes)), expected)
+
+
+@both
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("page", [8, 16])
+def test_half_precision_is_computed_in_float32(name, dtype, page):
+    def narrow(given):
+        return given._replace(
+            **{x: np.asarray(getattr(given, x)).astype(jnp.dtype(dtype)) for x in ("query", "key", "value")}
+        )
+
+    run = functools.partial(check, name, dict(B=1, S=48), page, change=narrow, rtol=1e-4, half=True)
+    if (name, dtype) == ("tpu", "float16"):
+        with pytest.raises(NotImplementedError, match="queries are float16, but a TPU takes float32 and bfloat16"):
+            run()
+    else:
+        run()
+
+
+@both
+def test_the_sliding_window_may_be_traced(name):
+    pages, _ = paged(case(4, B=1, S=64), 32)
+    options = options_of(pages)
+    del options["sliding_window"]
+    arrays = tuple(map(jnp.asarray, pages))
+    run = jax.jit(lambda span: KERNELS[name](*arrays, sliding_window=span, **options))
+    for span in (1, 3):
+        expected = reference.paged_attention(*arrays, sliding_window=span, **options)
+        jax.tree.map(close, run(span), expected)
+
+
+@both
+@pytest.mark.parametrize("names", [(), ("last", "window_mean"), ("window_group_square",)], ids=str)
+def test_only_the_statistics_asked_for_are_given(name, names):
+    pages, _ = paged(case(8, S=64), 32)
+    options = options_of(pages, statistics=frozenset(names))
+    out, columns = compiled(name, **options)(*map(jnp.asarray, pages))
+    assert {which for which in STATISTICS if getattr(columns, which) is not None} == set(names)
+    expected = reference.paged_attention(*map(jnp.asarray, pages), **options)
+    jax.tree.map(close, (out, columns), expected)
+
+
+@both
+def test_gradients_are_the_references(name):
+    given, position = case(9, S=32), None
+    pages, _ = paged(given, 8)
+    position = pages.position
+    finite = pages._replace(key=np.nan_to_num(pages.key), value=np.nan_to_num(pages.value, posinf=0))
+    options = options_of(pages, statistics=frozenset(["sum"]))
+
+    def gradient(run):
+        def loss(query, key, value):
+            out, columns = run(query, key, value, *map(jnp.asarray, (position, *pages[4:])), **options)
+            return (out**2).sum() + (columns.sum**2).sum()
+
+        return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(*map(jnp.asarray, finite[:3]))
+
+    wide = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
+    jax.tree.map(wide, gradient(KERNELS[name]), gradient(reference.paged_attention))
+
+
+def test_where_a_head_has_no_page_the_last_one_read_stays():
+    table = jnp.array([[7, 3], [5, -1], [-1, -1], [-1, 4]])
+    assert tpu._last_there(table).tolist() == [[7, 3], [5, 3], [5, 3], [5, 4]]
+    assert tpu._last_there(jnp.array([[-1, 2], [6, -1]])).tolist() == [[0, 2], [6, 2]]
+
+
+def shapes(B: int, T: int, N: int, K: int, M: int, page: int, D: int, dtype: str) -> tuple[jax.ShapeDtypeStruct, ...]:
+    pool, position, table = (32 * B * K * M + 5, page), jnp.int32, ((B, K, M), jnp.int32)
+    rows = ((*pool, D), dtype)
+    sizes = (((B, T, N, D), dtype), rows, rows, (pool, position), table, ((B, T), jnp.int32))
+    return tuple(jax.ShapeDtypeStruct(*size) for size in sizes)
+
+
+TARGETS = [
+    ((1, 1, 32, 8, 520, 16, 128, "bfloat16"), ("last",), None),
+    ((1, 128, 32, 8, 65, 128, 128, "bfloat16"), ("sum",), None),
+    ((2, 5, 6, 3, 31, 32, 80, "float32"), STATISTICS, 40),
+    ((1, 1, 1, 1, 1, 8, 64, "float32"), STATISTICS, None),
+    ((1, 1, 16, 1, 70, 8, 64, "bfloat16"), ("sum", "last"), None),
+    ((1, 40, 16, 1, 9, 64, 128, "bfloat16"), STATISTICS, None),
+    ((1, 130, 7, 7, 19, 16, 256, "bfloat16"), (), 7),
+]
+
+
+def kernels_of(sizes, names) -> int:
+    """The attention, and its statistics, which a single query gives along the way."""
+    return 1 + (bool(names) and sizes[1] > 1)
+
+
+every = pytest.mark.parametrize(("sizes", "names", "span"), TARGETS, ids=str)
+
+
+def attend(names, span):
+    return lambda *arrays: paged_attention(*arrays, statistics=names, window=32, sliding_window=span)
+
+
+@pytest.fixture
+def many_pages(monkeypatch, few_pages):
+    monkeypatch.setattr(tpu, "PAGES", 32)
+
+
+@every
+@pytest.mark.parametrize("platform", ["tpu", "cuda"])
+def test_auto_lowers_to_the_kernels(platform, sizes, names, span, many_pages):
+    target = {"tpu": "@tpu_custom_call", "cuda": "@__gpu$xla.gpu.triton"}[platform]
+    assert lowered(platform, attend(names, span), *shapes(*sizes)).count(target) == kernels_of(sizes, names)
+
+
+CANNOT = {
+    "tpu": [
+        ((1, 2, 2, 1, 4, 4, 64, "float32"), "a page has 4 slots, but the kernels take multiples of 8"),
+        ((1, 2, 2, 1, 4, 200, 512, "float32"), "16 pages of 200 slots of head dim 512 do not fit into a chunk"),
+        ((2, 1, 8, 8, 8193, 8, 64, "bfloat16"), "the page table has 131088 places, but the kernels take up to 131072"),
+        ((1, 2, 2, 1, 4, 8, 1024, "float32"), "the head dim is 1024, but the kernels take up to 512"),
+    ],
+    "cuda": [((1, 2, 2, 1, 4, 8, 1024, "float32"), "the head dim is 1024, but the kernels take up to 256")],
+}
+
+
+@pytest.mark.parametrize(("platform", "sizes", "reason"), [(p, *cannot) for p in CANNOT for cannot in CANNOT[p]])
+def test_what_a_kernel_cannot_do_auto_leaves_to_the_reference(platform, sizes, reason):
+    assert "custom_call @" not in lowered(platform, attend((), None), *shapes(*sizes)).replace("@Sharding", "")
+    run = functools.partial({"tpu": tpu, "cuda": gpu}[platform].paged_attention, **options_of_shapes())
+    with pytest.raises(NotImplementedError, match=rf"{reason}; implementation='reference' can"):
+        jax.eval_shape(run, *shapes(*sizes))
+
+
+def options_of_shapes():
+    return dict(statistics=frozenset(), window=0, sliding_window=None, scale=1.0)
+
+
+@pytest.mark.gpu
+@every
+def test_it_runs_on_a_gpu(sizes, names, span):
+    needs_gpu()
+    B, T, N, K, M, page, D, dtype = sizes
+    pages, _ = paged(case(11, B, T, N, K, M * page, D), page)
+    arrays = [jnp.asarray(x).astype(dtype) if x.dtype == np.float32 else jnp.asarray(x) for x in pages]
+    options = options_of(pages, statistics=frozenset(names), window=32, sliding_window=span)
+    result = jax.jit(functools.partial(gpu.paged_attention, **options))(*arrays)
+    with jax.default_matmul_precision("highest"):
+        expected = jax.jit(functools.partial(reference.paged_attention, **options))(*arrays)
+    half = dict(rtol=2e-2, atol=2e-2) if dtype != "float32" else dict(rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(*(np.asarray(x[0], np.float32) for x in (result, expected)), **half)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-6), result[1], expected[1])
+
+
+@pytest.mark.tpu
+@every
+@pytest.mark.parametrize("topology", ["v5e:2x2", "v6e:2x2"])
+def test_it_compiles_for_a_tpu(topology, sizes, names, span, many_pages):
+    program = compiled_for_tpu(topology, attend(names, span), *shapes(*sizes))
+    assert program.as_text().count('custom_call_target="tpu_custom_call"') == kernels_of(sizes, names)
+    D, dtype = sizes[6:]
+    if D % 128 == 0:  # else XLA gives a program's pages another layout, and copies them at its start
+        pool = shapes(*sizes)[1]
+        assert program.memory_analysis().temp_size_in_bytes < pool.size * jnp.dtype(dtype).itemsize
+
+
+@pytest.mark.tpu
+def test_each_chip_of_a_mesh_runs_the_kernels_on_its_own_heads():
+    split = PartitionSpec(None, "tensor")
+    specs = (PartitionSpec(None, None, "tensor"), *[PartitionSpec()] * 3, split, PartitionSpec())
+    given = shapes(2, 16, 32, 8, 20, 16, 128, "bfloat16")
+    text = compiled_for_tpu("v5e:2x2", attend(("sum",), None), *given, specs=specs, chips=4).as_text()
+    assert "tpu_custom_call" in text and "all-gather" not in text and "all-reduce" not in text

@@ -1,0 +1,248 @@
+"""The kernels of attention over chosen slots: interpreted against NumPy float64, lowered, and compiled for a TPU."""
+
+from __future__ import annotations
+
+import functools
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from kernels_pallas import select_attention
+from kernels_pallas.select_attention import gpu, reference, tpu
+from tests.kernels_pallas.targets import compiled_for_tpu, lowered, needs_gpu, tpu_topology
+from tests.kernels_pallas.test_select_attention import Case, case, definition
+
+KERNELS = {
+    "tpu": functools.partial(tpu.select_attention, interpret=pltpu.InterpretParams()),
+    "gpu": functools.partial(gpu.select_attention, interpret=True),
+}
+both = pytest.mark.parametrize("name", KERNELS)
+
+
+@functools.cache
+def compiled(name: str, scale: float):
+    return jax.jit(functools.partial(KERNELS[name], layer=None, scale=scale))
+
+
+def check(name: str, given: Case, *, tolerance: float = 2e-6) -> None:
+    scale = given.query.shape[-1] ** -0.5
+    out = compiled(name, scale)(*map(jnp.asarray, given))
+    assert out.dtype == given.query.dtype
+    np.testing.assert_allclose(np.asarray(out, np.float64), definition(*given), rtol=0, atol=tolerance)
+
+
+@both
+@hypothesis.given(seed=st.integers(0, 2**32 - 1), H=st.sampled_from([2, 4]))
+@hypothesis.settings(max_examples=6)
+def test_output_is_that_of_the_definition(name, seed, H):
+    check(name, case(seed, H=H))
+
+
+@both
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        dict(B=1, N=1, K=1, S=1, D=1, H=1, M=1),
+        dict(B=1, N=16, K=1, S=131, D=80, H=16, M=40),
+        dict(B=1, N=16, K=1, S=131, D=64, H=1, M=131),
+        dict(B=2, N=9, K=3, S=40, D=96, H=3, T=5, M=7),
+        dict(B=1, N=6, K=2, S=300, D=128, H=6, T=3, M=70),
+        dict(B=1, N=3, K=3, S=20, D=256, H=3, M=20),
+    ],
+    ids=str,
+)
+def test_any_size_is_accepted(name, sizes):
+    check(name, case(1, **sizes))
+
+
+@both
+@pytest.mark.parametrize("H", [2, 4])
+def test_many_chunks_parts_and_lists(name, H, monkeypatch):
+    monkeypatch.setattr(tpu, "SLOTS", 128)
+    monkeypatch.setattr(gpu, "BYTES", 1024)
+    monkeypatch.setattr(gpu, "PARTS", 4)
+    check(name, case(2, B=1, S=700, D=12, H=H, M=600))
+
+
+@both
+def test_slots_in_rising_order_with_none_behind_them(name):
+    given = case(3, B=1, S=600, D=8, H=2, M=300)
+    rising = np.sort(np.where(given.slots < 0, 600, given.slots), axis=-1)
+    check(name, given._replace(slots=np.where(rising < 600, rising, -1).astype(np.int32)))
+
+
+@both
+def test_a_list_without_a_gap_gives_dense_attention(name):
+    given = case(10, B=1, S=256, D=8, H=2, M=256)
+    check(name, given._replace(slots=np.broadcast_to(np.arange(256, dtype=np.int32), given.slots.shape)))
+
+
+@both
+def test_only_the_first_and_last_of_many_chunks(name, monkeypatch):
+    monkeypatch.setattr(tpu, "SLOTS", 128)
+    given = case(4, B=1, S=1000, D=9, H=2, M=40)
+    ends = np.r_[0:4, 970:1000].astype(np.int32)
+    slots = np.full(given.slots.shape, -1, np.int32)
+    slots[0, 0, : len(ends)], slots[0, 1, :3] = ends, [500, 501, 999]
+    check(name, given._replace(slots=slots))
+
+
+@both
+def test_what_no_slot_points_at_does_not_matter(name):
+    given = case(5, M=3)
+    key, value = given.key.copy(), given.value.copy()
+    for b, k in np.ndindex(key.shape[:2]):
+        idle = ~np.isin(np.arange(key.shape[2]), given.slots[b].reshape(key.shape[1], -1)[k])
+        key[b, k, idle], value[b, k, idle] = np.nan, np.inf
+    run = compiled(name, 1.0)
+    np.testing.assert_array_equal(run(given.query, key, value, given.slots), run(*given))
+
+
+@both
+def test_heads_without_a_slot_give_zero(name):
+    given = case(6)
+    nan = np.full_like(given.key, np.nan)
+    assert not np.any(np.asarray(compiled(name, 1.0)(given.query, nan, nan, np.full_like(given.slots, -1))))
+
+
+@both
+def test_large_logits_do_not_overflow(name):
+    given = case(7)
+    check(name, given._replace(query=1e3 * given.query), tolerance=2e-3)
+
+
+@both
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_is_computed_in_float32(name, dtype):
+    given = case(8, D=33)
+    narrow = Case(*(np.asarray(x, jnp.dtype(dtype)) for x in given[:3]), given.slots)
+    if (name, dtype) == ("tpu", "float16"):
+        with pytest.raises(NotImplementedError, match="queries are float16, but a TPU takes float32 and bfloat16"):
+            check(name, narrow)
+    else:
+        check(name, narrow, tolerance=0.03)
+
+
+@both
+@pytest.mark.parametrize("H", [2, 4])
+def test_a_stacked_cache_is_read_in_its_layer(name, H):
+    layers = [case(seed, H=H) for seed in range(3)]
+    key, value = (jnp.stack([getattr(x, which) for x in layers]) for which in ("key", "value"))
+    run = jax.jit(lambda query, slots, layer: KERNELS[name](query, key, value, slots, layer=layer, scale=1.0))
+    for layer, own in enumerate(layers):
+        np.testing.assert_array_equal(run(own.query, own.slots, layer), compiled(name, 1.0)(*own))
+
+
+@both
+def test_gradients_are_the_references(name):
+    query, key, value, slots = map(jnp.asarray, case(9))
+
+    def gradient(run):
+        def loss(query, key, value):
+            return (run(query, key, value, slots, layer=None, scale=0.4) ** 2).sum()
+
+        return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(query, key, value)
+
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
+    jax.tree.map(close, gradient(KERNELS[name]), gradient(reference.select_attention))
+
+
+def shapes(T: int, N: int, K: int, S: int, D: int, H: int, M: int, dtype: str, L: int = 2):
+    """Of a call on one layer out of L."""
+    cache = (L, 1, K, S, D), dtype
+    sizes = ((1, T, N, D), dtype), cache, cache, ((1, H, M), "int32"), ((), "int32")
+    return tuple(jax.ShapeDtypeStruct(*size) for size in sizes)
+
+
+def of_layer(query, key, value, slots, layer):
+    return select_attention(query, key, value, slots, layer=layer)
+
+
+TARGETS = [
+    (1, 32, 8, 8192, 128, 8, 2052, "bfloat16"),
+    (1, 32, 8, 8192, 128, 32, 2052, "bfloat16"),
+    (1, 6, 3, 1001, 80, 6, 300, "float32"),
+    (5, 16, 1, 513, 96, 16, 129, "bfloat16"),
+    (1, 1, 1, 100, 256, 1, 7, "float32"),
+    (2, 7, 7, 300, 64, 7, 300, "bfloat16"),
+]
+every = pytest.mark.parametrize("sizes", TARGETS, ids=str)
+
+
+@every
+@pytest.mark.parametrize("platform", ["tpu", "cuda"])
+def test_auto_lowers_to_the_kernels(platform, sizes):
+    target, kernels = {"tpu": ("@tpu_custom_call", 1), "cuda": ("@__gpu$xla.gpu.triton", 2)}[platform]
+    assert lowered(platform, of_layer, *shapes(*sizes)).count(target) == kernels
+
+
+@pytest.mark.parametrize(
+    ("platform", "sizes", "reason"),
+    [
+        ("cuda", (1, 2, 1, 40, 1024, 1, 8, "float32"), "head dim is 1024, but the kernels take up to 256"),
+        ("tpu", (1, 2, 1, 40, 1024, 1, 8, "float32"), "head dim is 1024, but the kernel takes up to 512"),
+        ("tpu", (300, 2, 1, 40, 64, 1, 8, "float32"), "300 queries of 2 heads read a KV head"),
+        ("tpu", (1, 4, 2, 1001, 64, 2, 31, "bfloat16"), "31 of 1001 slots are so few"),
+    ],
+    ids=str,
+)
+def test_what_a_kernel_cannot_do_auto_leaves_to_the_reference(platform, sizes, reason):
+    given = shapes(*sizes)
+    assert "custom_call @" not in lowered(platform, of_layer, *given).replace("@Sharding", "")
+    named = {"tpu": tpu, "cuda": gpu}[platform].select_attention
+    with pytest.raises(NotImplementedError, match=f"{reason}.*implementation='reference' can"):
+        jax.eval_shape(lambda *arrays: named(*arrays[:4], layer=arrays[4], scale=1.0), *given)
+
+
+@pytest.mark.gpu
+@every
+def test_it_runs_on_a_gpu(sizes):
+    needs_gpu()
+    T, N, K, S, D, H, M, dtype = sizes
+    given = case(11, 1, T, N, K, S, D, H, M)
+    arrays = [jnp.asarray(x).astype(dtype) for x in given[:3]]
+    options = dict(layer=None, scale=D**-0.5)
+    result = jax.jit(functools.partial(gpu.select_attention, **options))(*arrays, given.slots)
+    with jax.default_matmul_precision("highest"):
+        expected = jax.jit(functools.partial(reference.select_attention, **options))(*arrays, given.slots)
+    close = dict(rtol=2e-2, atol=2e-2) if dtype != "float32" else dict(rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (result, expected)), **close)
+
+
+@pytest.mark.tpu
+@every
+@pytest.mark.parametrize("topology", ["v5e:2x2", "v6e:2x2"])
+def test_it_compiles_for_a_tpu(topology, sizes):
+    program = compiled_for_tpu(topology, of_layer, *shapes(*sizes))
+    assert program.as_text().count('custom_call_target="tpu_custom_call"') == 1
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize("H", [8, 32])
+def test_a_long_cache_is_read_where_it_is(H):
+    """The program's own memory is that of the lists of slots, not of keys and values: 256 MiB each, in each layer."""
+    given = shapes(1, 32, 8, 131072, 128, H, 32772, "bfloat16")
+    assert compiled_for_tpu("v5e:2x2", of_layer, *given).memory_analysis().temp_size_in_bytes < 2**23
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize("H", [8, 32])
+def test_each_tpu_chip_runs_the_kernel_on_its_own_rows_and_heads(H):
+    mesh = Mesh(np.array(tpu_topology("v5e:2x4")).reshape(2, 4), ("data", "tensor"))
+
+    def shape(size, dtype, *spec):
+        return jax.ShapeDtypeStruct(size, dtype, sharding=NamedSharding(mesh, PartitionSpec(*spec)))
+
+    cache = shape((3, 2, 8, 1000, 128), "bfloat16", None, "data", "tensor")
+    query = shape((2, 1, 32, 128), "bfloat16", "data", None, "tensor")
+    slots, layer = shape((2, H, 250), "int32", "data", "tensor"), shape((), "int32")
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        text = jax.jit(of_layer).lower(query, cache, cache, slots, layer).compile().as_text()
+    assert text.count('custom_call_target="tpu_custom_call"') == 1
+    assert "all-gather" not in text and "all-reduce" not in text
