@@ -4,10 +4,21 @@ from __future__ import annotations
 
 import argparse
 
-from benchmarks import butler, memory, rounds
+from benchmarks import butler, cpu, decode, kernels, memory, peers, prefill, report, rounds, tpu_compile
 from models import commands
 
-BENCHMARKS = {"butler": butler, "memory": memory, "rounds": rounds}
+BENCHMARKS = {
+    "butler": butler,
+    "cpu": cpu,
+    "decode": decode,
+    "kernels": kernels,
+    "memory": memory,
+    "peers": peers,
+    "prefill": prefill,
+    "report": report,
+    "rounds": rounds,
+    "tpu_compile": tpu_compile,
+}
 
 
 def main(arguments: list[str] | None = None) -> int:

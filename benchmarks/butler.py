@@ -11,9 +11,7 @@ import argparse
 import dataclasses
 import functools
 import math
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,21 +23,17 @@ from jaxtyping import Array, Float
 from tqdm import tqdm
 
 import models
+from benchmarks import floors, measure
+from benchmarks.shapes import shape
 from evals import report
 from kernels_pallas import cache_attention, mse_logits
 from models import butler, commands, decoder
 from models.butler import Butler, ButlerConfig
 
 MODELS = {
-    "Llama-3.2-1B": models.Config(
-        128_256, 2048, 8192, num_layers=16, num_heads=32, num_kv_heads=8, tie_embeddings=True, max_positions=131_072
-    ),
-    "Llama-3.2-3B": models.Config(
-        128_256, 3072, 8192, num_layers=28, num_heads=24, num_kv_heads=8, tie_embeddings=True, max_positions=131_072
-    ),
-    "Llama-3.1-8B": models.Config(
-        128_256, 4096, 14_336, num_layers=32, num_heads=32, num_kv_heads=8, max_positions=131_072
-    ),
+    "Llama-3.2-1B": shape("llama-3.2-1b"),
+    "Llama-3.2-3B": shape("llama-3.2-3b"),
+    "Llama-3.1-8B": shape("llama-3.1-8b"),
 }
 SINKS = 4  # read beside the share, as the paper has it
 WIDTH = 2  # bytes of a number in the floors: bfloat16, the predictor too
@@ -86,9 +80,9 @@ def model_cost(config: models.Config, tokens: int, slots: int) -> tuple[Cost, Co
     """Of ``tokens`` new tokens, the last of ``slots``: what the model does without layers, and what a layer adds."""
     whole = []
     for layers in (0, 1):
-        shape = dataclasses.replace(config, num_layers=layers, sliding_windows=())
-        abstract = {name: _abstract(*sizes) for name, sizes in decoder.parameter_shapes(shape).items()}
-        model = jax.eval_shape(functools.partial(models.Decoder, shape), abstract)
+        short = dataclasses.replace(config, num_layers=layers, sliding_windows=())
+        abstract = {name: _abstract(*sizes) for name, sizes in decoder.parameter_shapes(short).items()}
+        model = jax.eval_shape(functools.partial(models.Decoder, short), abstract)
         cache = [_abstract(1, config.num_kv_heads, slots, config.head_dim) for _ in range(2)]
         whole.append(compiled_cost(_forward, model, jax.ShapeDtypeStruct((1, tokens), jnp.int32), cache, donate=(2,)))
     return whole[0], Cost(*(one - none for none, one in zip(*whole, strict=True)))
@@ -157,11 +151,12 @@ def _abstract(*shape: int) -> jax.ShapeDtypeStruct:
 
 def hand_flops(model: models.Config, predictor: ButlerConfig, tokens: int, slots: int) -> Parts:
     """The matrix products alone, 2 m n k each, all pairs of query and slot."""
-    E, F, N, K, D = model.hidden_size, model.intermediate_size, model.num_heads, model.num_kv_heads, model.head_dim
-    r, H, made = predictor.reduced, predictor.hidden, predictor.predicted_layers * N * predictor.dim
+    E, N, r, H = model.hidden_size, model.num_heads, predictor.reduced, predictor.hidden
+    made = predictor.predicted_layers * N * predictor.dim
+    rest, layer = floors.product_flops(model, tokens, slots, tokens)
     return Parts(
-        rest=2 * tokens * E * model.vocab_size,
-        layer=2 * tokens * (2 * E * N * D + 2 * E * K * D + 3 * E * F) + 4 * tokens * slots * N * D,
+        rest=rest,
+        layer=layer,
         network=2 * tokens * (E * r + 3 * r * r + 2 * r * r + 2 * r * E + 2 * (E * H + H * made))
         + 4 * tokens * slots * r,
         logits=2 * tokens * slots * N * predictor.dim,
@@ -170,14 +165,11 @@ def hand_flops(model: models.Config, predictor: ButlerConfig, tokens: int, slots
 
 def floor_numbers(model: models.Config, predictor: ButlerConfig, slots: int) -> Parts:
     """Numbers that a decode step reads, each once: weights, and the caches of ``slots`` tokens."""
-    shapes = decoder.parameter_shapes(model)
-    weights = {name: math.prod(shape) for name, shape in shapes.items()}
-    layers = sum(count for name, count in weights.items() if name.startswith("layers."))
-    own = {name: math.prod(shape) for name, shape in butler.parameter_shapes(predictor).items()}
-    head = weights["embedding"] if model.tie_embeddings else weights["head"]
+    rest, layer = floors.weight_numbers(model)
+    own = {name: math.prod(size) for name, size in butler.parameter_shapes(predictor).items()}
     return Parts(
-        rest=head + weights["norm"],
-        layer=layers // model.num_layers + 2 * model.num_kv_heads * model.head_dim * slots,
+        rest=rest,
+        layer=layer + floors.cache_attention(1, model.num_kv_heads, slots, model.head_dim, 1),
         network=sum(count for name, count in own.items() if name not in UNUSED) + 2 * predictor.reduced * slots,
         logits=model.num_heads * predictor.dim * slots,
     )
@@ -383,21 +375,14 @@ def loss(tokens: int, causal: bool, repetitions: int) -> dict[str, Any]:
     result: dict[str, Any] = {"tokens": tokens, "causal": causal, "input_bytes": sum(x.nbytes for x in arrays)}
     programs: dict[str, Any] = {}
     values: dict[str, Any] = {}
-    times: dict[str, list[float]] = {}
     for name, function in (("linear", mse_logits), ("materialised", materialised)):
         run = jax.jit(jax.value_and_grad(functools.partial(function, causal=causal), argnums=(2, 3)))
-        programs[name] = run.lower(*arrays).compile()
-        memory: Any = programs[name].memory_analysis()
+        program = run.lower(*arrays).compile()
+        memory: Any = program.memory_analysis()
         result[f"{name}_temporary_bytes"] = memory.temp_size_in_bytes
-        values[name], times[name] = jax.block_until_ready(programs[name](*arrays)), []
-    for _ in range(repetitions):
-        for name, program in programs.items():
-            start = time.perf_counter()
-            jax.block_until_ready(program(*arrays))
-            times[name].append(1e3 * (time.perf_counter() - start))
-    for name, taken in times.items():
-        result[f"{name}_milliseconds"] = statistics.median(taken)
-        result[f"{name}_lowest"] = min(taken)
+        programs[name], values[name] = functools.partial(program, *arrays), program(*arrays)
+    for name, taken in measure.take_turns(programs, repetitions).items():
+        result[f"{name}_milliseconds"], result[f"{name}_lowest"] = taken.milliseconds, taken.lowest
     result["difference"] = abs(1 - float(values["linear"][0]) / float(values["materialised"][0]))
     return result
 
@@ -505,6 +490,11 @@ TABLES: dict[str, tuple[str, Callable[[list[dict[str, Any]]], str]]] = {
     "reading": ("Where selection saves bytes", reading_table),
     "loss": ("The loss", loss_table),
 }
+
+
+def tables(results: dict[str, list[dict[str, Any]]]) -> dict[str, tuple[str, str]]:
+    """Each table and its legend, by title."""
+    return {title: (table(results[n.split("_")[0]]), LEGENDS[n]) for n, (title, table) in TABLES.items()}
 
 
 def findings(results: dict[str, list[dict[str, Any]]]) -> dict[str, list[str]]:
@@ -664,7 +654,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
     flags.add_argument("--shares", default="0.5,0.25,0.1,0.05", help="of the tokens, that a head reads")
     flags.add_argument("--loss-lengths", default="512,1024,2048,4096")
     flags.add_argument("--repetitions", type=int, default=7, help="of the loss")
-    flags.add_argument("--json", type=Path, help="write all figures here")
+    measure.add_json_flag(flags, "butler")
     flags.add_argument("--plot", type=Path, help="write the picture here (.png, .svg or .pdf)")
     flags.add_argument("--page", type=Path, help="write the tables and what they say as a page of Markdown here")
 
@@ -681,8 +671,12 @@ def command(flags: argparse.Namespace) -> None:
     budgets = [commands.parse_budget(text) for text in shares]
     if not shares or any(isinstance(budget, int) for budget in budgets):
         raise ValueError(f"--shares is {flags.shares!r}; give shares of the tokens between 0 and 1, as 0.5,0.1.")
-    lengths, contexts = _counts("--lengths", flags.lengths), _counts("--contexts", flags.contexts)
-    loss_lengths = _counts("--loss-lengths", flags.loss_lengths)
+    lengths, contexts, loss_lengths = (
+        sorted(measure.whole_numbers(flag, text))
+        for flag, text in (
+            ("--lengths", flags.lengths), ("--contexts", flags.contexts), ("--loss-lengths", flags.loss_lengths),
+        )
+    )  # fmt: skip
     if flags.repetitions < 1:
         raise ValueError(f"--repetitions is {flags.repetitions}; give at least 1.")
     parts: dict[str, list[Callable[[], dict[str, Any]]]] = {
@@ -701,7 +695,7 @@ def command(flags: argparse.Namespace) -> None:
     for name, (title, table) in TABLES.items():
         print("\n".join([f"{title}", table(results[name.split("_")[0]]), LEGENDS[name], *said[name], ""]))
     if flags.json is not None:
-        described = {"benchmark": "butler", **report.environment(), "loss_sizes": LOSS_SIZES, "sinks": SINKS}
+        described = {"benchmark": "butler", **measure.facts(), "loss_sizes": LOSS_SIZES, "sinks": SINKS}
         commands.write_json(flags.json, {**described, "results": results, "findings": said})
         print(f"figures: {flags.json}")
     if flags.plot is not None:
@@ -711,10 +705,3 @@ def command(flags: argparse.Namespace) -> None:
         with commands.replacing(flags.page) as temporary:
             temporary.write_text(page(results))
         print(f"page: {flags.page}")
-
-
-def _counts(flag: str, text: str) -> list[int]:
-    parts = commands.split_list(text)
-    if not parts or not all(part.isdecimal() and int(part) for part in parts):
-        raise ValueError(f"{flag} is {text!r}; give numbers of tokens, at least 1 each, as 256,512.")
-    return sorted(int(part) for part in parts)

@@ -19,9 +19,9 @@ from tqdm import tqdm
 
 import kvjax
 import models
+from benchmarks import measure, steps
 from evals import report
 from models import commands, decoding
-from models.decoder import parameter_shapes
 
 CONFIG = models.Config(
     256, 128, 128, num_layers=16, num_heads=32, num_kv_heads=8, head_dim=64, tie_embeddings=True,
@@ -33,18 +33,11 @@ compiled: the same by memory_analysis of the decode step; ratio: arrays over cou
 compiled step needs beside cache and weights."""
 
 
-def measure(policy: str, prompt: int, share: float, block: int, page_size: int) -> dict[str, Any]:
+def compiled_bytes(policy: str, prompt: int, share: float, block: int, page_size: int) -> dict[str, Any]:
     """Compiles one decode step and one block step under a policy and says what they need."""
-    abstract = {name: jax.ShapeDtypeStruct(s, jnp.float32) for name, s in parameter_shapes(CONFIG).items()}
-    model = jax.eval_shape(lambda parameters: models.Decoder(CONFIG, parameters), abstract)
-    weights = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(model))
-    budget = int(prompt * share)
-    chosen, lengths = kvjax.parse(policy), np.array([prompt], np.int32)
-    questions = np.zeros(1, np.int32)
-    plan, rows = decoding._plan(
-        CONFIG, None, prompt, lengths, questions, chosen, budget, block, "block", 1, 0, page_size, fit_prompt=False
-    )
-    cache = jax.eval_shape(lambda m: decoding._empty_cache(m, plan, 1), model)
+    chosen, budget = kvjax.parse(policy), int(prompt * share)
+    setting = steps.Setting(CONFIG, policy, budget, block=block, dtype=jnp.float32, page_size=page_size)
+    _, rows, model, cache, _ = steps.shapes(setting, prompt)
     row, key = np.zeros((1, block), np.int32), jax.random.key(0)
     lowered = {
         "decode": decoding._token_step.lower(
@@ -54,18 +47,18 @@ def measure(policy: str, prompt: int, share: float, block: int, page_size: int) 
     }
     slot = 2 * CONFIG.head_dim * 4 + 4  # key, value, position
     heads = CONFIG.num_layers * CONFIG.num_kv_heads
-    result = {
+    result: dict[str, Any] = {
         "policy": policy,
         "share": share,
         "budget": budget,
         "slots": heads * budget,
         "counted_bytes": heads * budget * slot,
         "in_flight_bytes": heads * block * slot,
-        "array_bytes": sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache)),
+        "array_bytes": measure.tree_bytes(cache),
     }
     for name, program in lowered.items():
         memory: Any = program.compile().memory_analysis()
-        result[f"{name}_cache_bytes"] = memory.argument_size_in_bytes - weights
+        result[f"{name}_cache_bytes"] = memory.argument_size_in_bytes - measure.tree_bytes(model)
         result[f"{name}_temporary_bytes"] = memory.temp_size_in_bytes
         result[f"{name}_copied_bytes"] = memory.output_size_in_bytes - memory.alias_size_in_bytes
     result["ratio"] = result["array_bytes"] / (result["counted_bytes"] + result["in_flight_bytes"])
@@ -100,7 +93,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
     flags.add_argument("--prompt", type=int, default=16_384)
     flags.add_argument("--block", type=int, default=128)
     flags.add_argument("--page-size", type=int, default=16)
-    flags.add_argument("--json", type=Path, help="write all figures here")
+    measure.add_json_flag(flags, "memory")
     flags.add_argument("--page", type=Path, help="write the table as a page of Markdown here")
 
 
@@ -111,11 +104,12 @@ def command(flags: argparse.Namespace) -> None:
     settings = [(policy, share) for share in shares for policy in commands.split_list(flags.policies)]
     results = []
     for policy, share in tqdm(settings, unit="setting", file=sys.stderr, dynamic_ncols=True):
-        results.append(measure(policy, flags.prompt, float(share), flags.block, flags.page_size))
+        results.append(compiled_bytes(policy, flags.prompt, float(share), flags.block, flags.page_size))
     print(table(results))
     print(LEGEND)
     if flags.json is not None:
-        commands.write_json(flags.json, {"benchmark": "memory", **report.environment(), "results": results})
+        sizes = {"prompt": flags.prompt, "block": flags.block, "page_size": flags.page_size}
+        measure.write(flags.json, "memory", sizes, results)
         print(f"figures: {flags.json}")
     if flags.page is not None:
         size = f"{CONFIG.num_layers} layers, {CONFIG.num_kv_heads} KV heads of {CONFIG.head_dim}, float32, a prompt of"

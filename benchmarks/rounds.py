@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import statistics
-import sys
-import time
-from pathlib import Path
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from tqdm import tqdm
 
 import kvjax
+from benchmarks import measure
 from evals import report
 from kernels_pallas import ColumnStatistics
 from models import commands
@@ -21,7 +19,7 @@ from models import commands
 K, G, D = 8, 4, 128
 
 
-def measure(links: list[str], budget: int, block: int, repetitions: int) -> list[dict[str, Any]]:
+def timed(links: list[str], budget: int, block: int, repetitions: int) -> list[dict[str, Any]]:
     """Times each link on one layer's scores; the links take turns, so that a busy machine is busy for all."""
     S = budget + block
     keys = jax.random.split(jax.random.key(0), 3)
@@ -52,25 +50,16 @@ def measure(links: list[str], budget: int, block: int, repetitions: int) -> list
 
         return jax.jit(run)
 
-    programs = {link: program(link) for link in links}
-    for run in programs.values():
-        run(A, cache).block_until_ready()
-    times: dict[str, list[float]] = {link: [] for link in links}
-    for _ in tqdm(range(repetitions), unit="turn", file=sys.stderr, dynamic_ncols=True):
-        for link, run in programs.items():
-            started = time.perf_counter()
-            run(A, cache).block_until_ready()
-            times[link].append(1e3 * (time.perf_counter() - started))
-    return [
-        {
-            "link": link,
-            "milliseconds": statistics.median(own),
-            "lowest": min(own),
-            "ratio": statistics.median(own) / statistics.median(times[links[0]]),
-            "repetitions": repetitions,
-        }
-        for link, own in times.items()
-    ]
+    runs = {link: functools.partial(program(link), A, cache) for link in links}
+    times = measure.take_turns(runs, repetitions, progress=True)
+    first = times[links[0]].milliseconds
+    return [{"link": link, **own._asdict(), "ratio": own.milliseconds / first} for link, own in times.items()]
+
+
+def table(results: Sequence[dict[str, Any]]) -> str:
+    """A row for each link."""
+    rows = [(r["link"], f"{r['milliseconds']:.1f}", f"{r['lowest']:.1f}", f"{r['ratio']:.2f}") for r in results]
+    return report.columns(("link", "median ms", "lowest ms", "ratio"), rows, left=1)
 
 
 def add_flags(flags: argparse.ArgumentParser) -> None:
@@ -79,7 +68,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
     flags.add_argument("--budget", type=int, default=8_192)
     flags.add_argument("--block", type=int, default=128)
     flags.add_argument("--repetitions", type=int, default=15)
-    flags.add_argument("--json", type=Path, help="write all figures here")
+    measure.add_json_flag(flags, "rounds")
 
 
 def command(flags: argparse.Namespace) -> None:
@@ -88,12 +77,9 @@ def command(flags: argparse.Namespace) -> None:
     for name in ("budget", "block", "repetitions"):
         if getattr(flags, name) < 1:
             raise ValueError(f"--{name} is {getattr(flags, name)}; give at least 1.")
-    results = measure(commands.split_list(flags.links), flags.budget, flags.block, flags.repetitions)
-    rows = [(r["link"], f"{r['milliseconds']:.1f}", f"{r['lowest']:.1f}", f"{r['ratio']:.2f}") for r in results]
-    print(report.columns(("link", "median ms", "lowest ms", "ratio"), rows, left=1))
+    results = timed(commands.split_list(flags.links), flags.budget, flags.block, flags.repetitions)
+    print(table(results))
     if flags.json is not None:
         settings = {"budget": flags.budget, "block": flags.block, "K": K, "G": G, "D": D}
-        commands.write_json(
-            flags.json, {"benchmark": "rounds", "settings": settings, **report.environment(), "results": results}
-        )
+        measure.write(flags.json, "rounds", settings, results)
         print(f"figures: {flags.json}")

@@ -1,0 +1,95 @@
+"""All of it in five minutes on two CPU cores: kernels, decode, prefill and a fed prompt, to compare commits by."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+
+import models
+from benchmarks import decode, kernels, measure, prefill, steps
+from models import commands
+
+POLICY = "h2o+caote"
+SIZES = kernels.Sizes(budget=512, block=128, context=8192, loss_tokens=512)
+STEPS: dict[str, Any] = {"batches": [1], "budgets": [512], "prompts": [1_000, 100_000], "block": 128}
+FULL, FED = [1_000, 8_192, 32_768], [1_000, 100_000]  # of full caches; and fed to the model that ships with kvjax
+
+
+def measured(
+    timing: measure.Timing, *, tiny: bool = False, on_rows: Callable[[list[dict[str, Any]]], None] = lambda rows: None
+) -> list[dict[str, Any]]:
+    """Everything, the most important first.
+
+    Args:
+        on_rows: called with all rows so far as they come.
+    """
+    rows: list[dict[str, Any]] = []
+
+    def keep(found: list[dict[str, Any]]) -> None:
+        on_rows([*rows, *found])
+
+    name = "tiny" if tiny else "small"
+    sizes = kernels.TINY if tiny else SIZES
+    arguments: dict[str, Any] = dict(decode.TINY if tiny else STEPS, shapes=[name], policy=POLICY)
+    rows += decode.sweep("decode", timing=timing, on_rows=keep, **arguments)
+    shipped, _ = models.load("retriever", dtype=jnp.float32)
+    setting = steps.Setting(shipped.config, POLICY, arguments["budgets"][0], block=arguments["block"])
+    for prompt in [32, 64] if tiny else FED:
+        rows.append(prefill.fed_row(shipped, "retriever", setting, prompt))
+        on_rows(rows)
+    rows += decode.sweep("block", timing=timing, on_rows=keep, **arguments)
+    rows += kernels.sweep([name], [1], sizes, timing, on_rows=keep)
+    arguments["budgets"] = []
+    rows += decode.sweep("decode", timing=timing, full=[64] if tiny else FULL, on_rows=keep, **arguments)
+    return rows
+
+
+def tables(results: Sequence[dict[str, Any]]) -> dict[str, tuple[str, str]]:
+    """Each part's table and legend, by title."""
+    operations = [r for r in results if "operation" in r]
+    return prefill.tables(results) | (kernels.tables(operations) if operations else {})
+
+
+def older(path: Path) -> list[dict[str, Any]]:
+    """The rows of an older results file.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is none.
+    """
+    try:
+        document = json.loads(path.read_text())
+        rows = document["results"]
+        if document["benchmark"] != "cpu" or not all("name" in row for row in rows):
+            raise KeyError
+    except (json.JSONDecodeError, KeyError, TypeError):
+        raise ValueError(f"{path} holds no results of `python -m benchmarks cpu --json {path}`.") from None
+    return rows
+
+
+def add_flags(flags: argparse.ArgumentParser) -> None:
+    """The command's flags."""
+    flags.add_argument(
+        "--against", type=Path, metavar="OLD.json", help="an older run's figures: print each row's ratio"
+    )
+    measure.add_timing_flags(flags, "cpu")
+
+
+def command(flags: argparse.Namespace) -> None:
+    """Measures, prints the tables, writes JSON; compares with an older run."""
+    commands.check_outputs([flags.json])
+    old = None if flags.against is None else older(flags.against)
+    timing = measure.timing(flags)
+
+    def write(rows: list[dict[str, Any]]) -> None:
+        measure.write(flags.json, "cpu", timing.settings(), rows)
+
+    results = measured(timing, tiny=flags.tiny, on_rows=write)
+    measure.show(tables(results), flags.json)
+    if old is not None:
+        print(f"\nAgainst {flags.against}\n\n{measure.ratio_table(results, old)}")

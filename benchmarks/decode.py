@@ -1,0 +1,288 @@
+"""Decode steps of published shapes with random weights: under budgets and full, at short and long prompts, in parts."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from tqdm import tqdm
+
+import kvjax
+from benchmarks import floors, measure, steps
+from benchmarks.shapes import PUBLISHED, names_of, shape
+from evals import report
+from models import commands
+
+POSITION_ONLY = "streaming"  # evicts by position: no scores, no statistics of the attention
+TINY = {"budgets": [16], "prompts": [64, 1_000_000], "batches": [1], "block": 8}
+
+LEGEND = """ms: median of one step inside a loop, half of the repetitions in spread. Keys and values are drawn, places
+set as after the prompt; nothing was fed. floor: (weights + held keys and values) at the measured copy bandwidth; a
+block's products at the measured product rate where that is more. of floor: floor over ms. memory: GiB that the compiled
+program takes with its arguments; x counted: over weights, cache and policy's state. none: nothing evicted."""
+
+SPLIT_LEGEND = """By leaving one out, in the same turns: model, nothing evicted; eviction, what evicting by position
+adds; scoring, what the policy adds to that. together: both over the whole step. long / short: the step at the longest
+prompt over that at the shortest. processor: the same by the processor's time, of all threads together, which other
+programs on a CPU disturb less."""
+
+
+def sweep(
+    kind: steps.Kind,
+    shapes: Sequence[str],
+    batches: Sequence[int],
+    budgets: Sequence[int],
+    prompts: Sequence[int],
+    policy: str,
+    timing: measure.Timing,
+    *,
+    block: int = 128,
+    full: Sequence[int] = (),
+    on_rows: Callable[[list[dict[str, Any]]], None] = lambda rows: None,
+) -> list[dict[str, Any]]:
+    """Times steps of all shapes, batches and budgets; what does not fit in memory says so in its row.
+
+    Args:
+        full: prompts after which a step over a full cache is timed too.
+        on_rows: called with all rows so far after each setting.
+    """
+    rows: list[dict[str, Any]] = []
+    settings = [(n, b, budget) for n in shapes for b in batches for budget in (*budgets, *((None,) * bool(full)))]
+    model, held_name = None, ""
+    for name, batch, budget in tqdm(settings, unit="setting", file=sys.stderr, dynamic_ncols=True):
+        config = shape(name)
+        if name != held_name:
+            model, held_name = None, name  # the last one's weights leave before the next one's come
+            try:
+                model = steps.random_model(config, steps.dtype_here(), free=timing.free)
+            except measure.DoesNotFit as reason:
+                rows.append(
+                    {"name": f"{kind} {name}", "kind": kind, "shape": name, "batch": batch, "refused": str(reason)}
+                )
+        if model is None:
+            continue
+        if budget is None:
+            groups = [{"none": [prompt]} for prompt in full]
+        else:
+            groups = [{policy: list(prompts), POSITION_ONLY: [prompts[0]], "none": [prompts[0]]}]
+        for group in groups:
+            rows += _measured(kind, model, name, batch, budget, group, timing, block)
+            on_rows(rows)
+    measure.check_some_ran(rows)
+    return rows
+
+
+def _measured(
+    kind: steps.Kind, model: Any, name: str, batch: int, budget: int | None, group: dict[str, list[int]],
+    timing: measure.Timing, block: int,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Rows of policies that take turns on one cache: each policy's program, at each of its prompts."""
+    config, dtype = shape(name), steps.dtype_here()
+    calls = min(timing.calls, block)
+    rows: dict[str, dict[str, Any]] = {}
+    contenders: dict[str, steps.Contender] = {}
+    for policy, prompts in group.items():
+        evicts = None if policy == "none" else policy
+        setting = steps.Setting(config, evicts, budget, batch, block, dtype)
+        program = None
+        for prompt in prompts:
+            held = setting.held(prompt)
+            where = "full cache" if budget is None else f"budget {budget:,}"
+            label = f"{kind} {name} x {batch}, {where}, prompt {prompt:,}, {policy}"
+            rows[label] = {
+                "name": label, "kind": kind, "shape": name, "batch": batch, "budget": budget, "prompt": prompt,
+                "policy": policy, "block": block,
+            }  # fmt: skip
+            try:
+                program = program or steps.program(kind, setting, prompt, calls, free=timing.free)
+            except measure.DoesNotFit as reason:
+                rows[label]["refused"] = str(reason)
+                continue
+            contenders[label] = steps.Contender(program, prompt, held, evicts)
+            width = dtype_width(dtype)
+            weights, cache = floors.step_bytes(config, batch, held, width)
+            flops = floors.step_flops(config, batch, block, held) if kind == "block" else 0
+            rows[label] |= {
+                "slots": program.cache.position.shape[-1],
+                "floor_milliseconds": timing.limits.milliseconds(weights + cache, flops),
+                "floor_bytes": weights + cache,
+                "floor_flops": flops,
+                "weight_bytes": measure.tree_bytes(model),
+                "cache_bytes": measure.tree_bytes(program.cache),
+                "compiled_bytes": program.nbytes,
+            }
+    if contenders:
+        before = measure.peak_bytes()
+        try:
+            for label, times in steps.contest(model, contenders, timing.repetitions).items():
+                rows[label] |= times._asdict()
+        except jax.errors.JaxRuntimeError as reason:  # memory that nobody counted
+            for label in contenders:
+                rows[label]["refused"] = measure.reason_of(reason)
+        peak = measure.peak_bytes()
+        for label in contenders:  # a process' peak never falls: only a new one says anything
+            rows[label]["peak_bytes"] = peak if before is None or peak is None or peak > before else None
+    return list(rows.values())
+
+
+def dtype_width(dtype: Any) -> int:
+    """Bytes of a number."""
+    return np.dtype(dtype).itemsize
+
+
+def parts(results: Sequence[dict[str, Any]], by: str = "milliseconds") -> list[dict[str, Any]]:
+    """A step's split for each shape, batch and budget: milliseconds of model, eviction and scoring, and ratios.
+
+    Args:
+        by: "milliseconds", or "processor" for the processor's time where rows have it.
+
+    Example:
+        >>> from benchmarks import decode
+        >>> same = dict(shape="tiny", batch=1, budget=16)
+        >>> rows = [dict(same, policy="none", prompt=64, milliseconds=8.0),
+        ...         dict(same, policy="streaming", prompt=64, milliseconds=9.0),
+        ...         dict(same, policy="h2o+caote", prompt=64, milliseconds=10.0),
+        ...         dict(same, policy="h2o+caote", prompt=1000, milliseconds=10.5)]
+        >>> split = decode.parts(rows)[0]
+        >>> split["eviction"], split["scoring"], split["together"], split["long_over_short"]
+        (1.0, 1.0, 0.2, 1.05)
+    """
+    found = []
+    timed = [r for r in results if r.get(by) is not None and r.get("budget") is not None]
+    for setting in dict.fromkeys((r["shape"], r["batch"], r["budget"]) for r in timed):
+        own = [r for r in timed if (r["shape"], r["batch"], r["budget"]) == setting]
+        fixed = {r["policy"]: r[by] for r in own if r["policy"] in ("none", POSITION_ONLY)}
+        scored = sorted((r for r in own if r["policy"] not in fixed), key=lambda r: r["prompt"])
+        if len(fixed) < 2 or not scored:
+            continue
+        shortest, longest = scored[0][by], scored[-1][by]
+        found.append(
+            {
+                **dict(zip(("shape", "batch", "budget"), setting, strict=True)),
+                "policy": scored[0]["policy"],
+                "by": by,
+                "model": fixed["none"],
+                "eviction": fixed[POSITION_ONLY] - fixed["none"],
+                "scoring": shortest - fixed[POSITION_ONLY],
+                "together": 1 - fixed["none"] / shortest,
+                "long_over_short": longest / shortest,
+                "prompts": [scored[0]["prompt"], scored[-1]["prompt"]],
+            }
+        )
+    return found
+
+
+def table(results: Sequence[dict[str, Any]]) -> str:
+    """A row for each step."""
+    head = ("shape", "batch", "budget", "prompt", "policy", "ms", "spread", "floor ms", "of floor", "memory")
+    rows: list[tuple[str, ...]] = []
+    for r in results:
+        if "policy" not in r:
+            rows.append((r["shape"], str(r["batch"]), "", "", "", "refused", *("",) * 5))
+            continue
+        budget = "full" if r["budget"] is None else f"{r['budget']:,}"
+        start = (r["shape"], str(r["batch"]), budget, f"{r['prompt']:,}", r["policy"])
+        if "refused" in r:
+            rows.append((*start, "refused", *("",) * 5))
+            continue
+        rows.append(
+            (
+                *start,
+                f"{r['milliseconds']:.3f}",
+                f"{r['low']:.3f}..{r['high']:.3f}",
+                f"{r['floor_milliseconds']:.3f}",
+                f"{r['floor_milliseconds'] / r['milliseconds']:.0%}",
+                f"{r['compiled_bytes'] / 2**30:.3f}",
+                f"{r['compiled_bytes'] / (r['weight_bytes'] + r['cache_bytes']):.3f}",
+            )
+        )
+    reasons = list(dict.fromkeys(f"refused: {r['refused']}" for r in results if "refused" in r))
+    return "\n".join([report.columns((*head, "x counted"), rows, left=5), *reasons])
+
+
+def tables(results: Sequence[dict[str, Any]]) -> dict[str, tuple[str, str]]:
+    """Each kind's steps and their parts: table and legend, by title."""
+    found = {}
+    for kind, title in (("decode", "A decode step"), ("block", "A block of a prompt")):
+        own = [r for r in results if r.get("kind") == kind]
+        if own:
+            found[title] = (table(own), LEGEND)
+        if parts(own):
+            found[f"{title}, in parts"] = (split_table(own), SPLIT_LEGEND)
+    return found
+
+
+def split_table(results: Sequence[dict[str, Any]]) -> str:
+    """Rows for each shape, batch and budget: where a step's time goes, by the clock and by the processor."""
+    head = ("shape", "batch", "budget", "policy", "by", "model ms", "eviction ms", "scoring ms", "together")
+    rows = [
+        (
+            s["shape"],
+            str(s["batch"]),
+            f"{s['budget']:,}",
+            s["policy"],
+            "clock" if by == "milliseconds" else by,
+            *(f"{s[part]:.3f}" for part in ("model", "eviction", "scoring")),
+            f"{s['together']:.1%}",
+            f"{s['long_over_short']:.3f}",
+        )
+        for by in ("milliseconds", "processor")
+        for s in parts(results, by)
+    ]
+    return report.columns((*head, "long / short"), rows, left=5)
+
+
+def add_flags(flags: argparse.ArgumentParser) -> None:
+    """The command's flags."""
+    add_step_flags(flags, "decode")
+
+
+def add_step_flags(flags: argparse.ArgumentParser, name: str) -> None:
+    """What `decode` and `prefill` have in common."""
+    flags.add_argument("--shapes", "--shape", help=f"models' shapes (default: {','.join(PUBLISHED)}; on a CPU small)")
+    flags.add_argument("--batches", default="1")
+    flags.add_argument("--budgets", default="1024,8192")
+    flags.add_argument("--prompts", default="8192,131072,1048576", help="a budget's prompts; the first one's parts")
+    flags.add_argument("--full", default="8192,32768,131072", help="prompts of a full cache; none for no full cache")
+    flags.add_argument("--policy", default="h2o+caote")
+    flags.add_argument("--block", type=int, default=128)
+    measure.add_timing_flags(flags, name)
+
+
+def step_arguments(flags: argparse.Namespace) -> dict[str, Any]:
+    """Checks the common flags.
+
+    Raises:
+        ValueError: an unknown shape or policy, a number that cannot be, a prompt shorter than a budget.
+    """
+    if not kvjax.parse(flags.policy).allocation.even:
+        raise ValueError(f"--policy {flags.policy}: here all heads have the same budget; take it without its '@'.")
+    full = [] if flags.full == "none" else measure.whole_numbers("--full", flags.full)
+    lists = {name: measure.whole_numbers(f"--{name}", getattr(flags, name)) for name in ("batches", "budgets")}
+    given = {**lists, "prompts": measure.whole_numbers("--prompts", flags.prompts), "full": full, "block": flags.block}
+    if flags.block < 1:
+        raise ValueError(f"--block is {flags.block}; give at least 1.")
+    if flags.tiny:
+        given |= TINY | {"full": [64]}
+    if min(given["prompts"]) < max(given["budgets"]):
+        raise ValueError(
+            f"--prompts has {min(given['prompts'])} and --budgets {max(given['budgets'])}: a prompt must fill its "
+            "budget; give longer prompts or smaller budgets."
+        )
+    return {"shapes": names_of(flags), "policy": flags.policy, **given}
+
+
+def command(flags: argparse.Namespace) -> None:
+    """Measures, prints the tables, writes JSON."""
+    commands.check_outputs([flags.json])
+    arguments = step_arguments(flags)
+    timing = measure.timing(flags)
+    settings = {**timing.settings(), **arguments}
+    results = sweep(
+        "decode", timing=timing, on_rows=lambda rows: measure.write(flags.json, "decode", settings, rows), **arguments
+    )
+    measure.show(tables(results), flags.json)

@@ -1,0 +1,164 @@
+"""Counted floors: the bytes that must be read and the products that must be made, each by a formula.
+
+A floor counts what nobody can do without: keys and values, weights. Positions (4 bytes a slot), scores and outputs are
+left out; they are a hundredth of it and less. ``width`` is the bytes of a number.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from models.config import Config
+from models.decoder import parameter_shapes
+
+
+class Parts(NamedTuple):
+    """Of a decoder: the embedding, last norm and head in ``rest``; and one ``layer``."""
+
+    rest: int
+    layer: int
+
+
+def caote_topk(B: int, K: int, S: int, D: int, width: int, *, fast: bool = False) -> int:
+    """Bytes of V: twice for CAOTE, whose X must be known before |X - v| is; once for FastCAOTE with cached norms.
+
+    Example:
+        >>> from benchmarks import floors
+        >>> floors.caote_topk(1, 2, 10, 4, 2), floors.caote_topk(1, 2, 10, 4, 2, fast=True)
+        (320, 160)
+    """
+    return (1 if fast else 2) * B * K * S * D * width
+
+
+def cache_attention(B: int, K: int, S: int, D: int, width: int) -> int:
+    """Bytes of K and V.
+
+    Example:
+        >>> from benchmarks import floors
+        >>> floors.cache_attention(1, 2, 10, 4, 2)
+        320
+    """
+    return 2 * B * K * S * D * width
+
+
+def attention_flops(B: int, T: int, N: int, S: int, D: int) -> int:
+    """Of both products of all queries with all slots.
+
+    Example:
+        >>> from benchmarks import floors
+        >>> floors.attention_flops(1, 3, 2, 5, 4)
+        480
+    """
+    return 4 * B * T * N * S * D
+
+
+def paged_attention(pages: int, page_size: int, D: int, width: int) -> int:
+    """Bytes of the live pages' keys and values.
+
+    Example:
+        >>> from benchmarks import floors
+        >>> floors.paged_attention(3, 16, 4, 2)
+        768
+    """
+    return 2 * pages * page_size * D * width
+
+
+def select_attention(B: int, H: int, M: int, D: int, width: int) -> int:
+    """Bytes of the chosen slots' keys and values, M for each of H heads.
+
+    Example:
+        >>> from benchmarks import floors
+        >>> floors.select_attention(1, 2, 5, 4, 2)
+        160
+    """
+    return 2 * B * H * M * D * width
+
+
+def mse_flops(B: int, T: int, N: int, D: int, F: int) -> int:
+    """Of the products over all pairs: q.k, q'.k', and the two gradients by the predictor's queries and keys.
+
+    A formulation that never makes pairs (Gram matrices) can do with less.
+
+    Example:
+        >>> from benchmarks import floors
+        >>> floors.mse_flops(1, 10, 2, 4, 1)
+        2800
+    """
+    return 2 * B * T * T * N * (D + 3 * F)
+
+
+def mse_bytes(B: int, T: int, N: int, K: int, D: int, F: int, width: int) -> int:
+    """Queries and keys of the model and the predictor read once, the predictor's two gradients written.
+
+    Example:
+        >>> from benchmarks import floors
+        >>> floors.mse_bytes(1, 10, 4, 2, 8, 2, 4)  # 480 of the model, 160 of the predictor twice, 4 bytes each
+        3200
+    """
+    return B * T * ((N + K) * D + 4 * N * F) * width
+
+
+def weight_numbers(config: Config) -> Parts:
+    """Weights that a step reads: all but the rows of an untied embedding that no token asks for.
+
+    Example:
+        >>> from benchmarks import floors
+        >>> from benchmarks.shapes import shape
+        >>> rest, layer = floors.weight_numbers(shape("llama-3.1-8b"))
+        >>> rest == 128_256 * 4096 + 4096, layer == 4096 * (2 * 4096 + 2 * 1024 + 3 * 14_336 + 2)
+        (True, True)
+    """
+    sizes = {name: math.prod(size) for name, size in parameter_shapes(config).items()}
+    layers = sum(count for name, count in sizes.items() if name.startswith("layers."))
+    head = sizes["embedding"] if config.tie_embeddings else sizes["head"]
+    return Parts(head + sizes["norm"], layers // config.num_layers)
+
+
+def step_bytes(config: Config, batch: int, tokens: int, width: int) -> tuple[int, int]:
+    """Of a step over ``tokens`` cached tokens a head: bytes of weights, and bytes of keys and values.
+
+    Example:
+        >>> from benchmarks import floors
+        >>> from benchmarks.shapes import shape
+        >>> [x / 1e9 for x in floors.step_bytes(shape("llama-3.1-8b"), 1, 8192, 2)]
+        [15.009..., 1.073...]
+    """
+    rest, layer = weight_numbers(config)
+    cache = cache_attention(batch, config.num_kv_heads, tokens, config.head_dim, width)
+    return (rest + config.num_layers * layer) * width, config.num_layers * cache
+
+
+def product_flops(config: Config, tokens: int, slots: int, outputs: int) -> Parts:
+    """Matrix products of ``tokens`` queries over ``slots``, 2 m n k each, with logits for ``outputs`` tokens.
+
+    Example:
+        >>> import models
+        >>> from benchmarks import floors
+        >>> config = models.Config(10, 4, 8, num_layers=1, num_heads=2, num_kv_heads=1)
+        >>> floors.product_flops(config, 1, 3, 1)
+        Parts(rest=80, layer=336)
+    """
+    E, F, N, K, D = (
+        config.hidden_size,
+        config.intermediate_size,
+        config.num_heads,
+        config.num_kv_heads,
+        config.head_dim,
+    )
+    weights = 2 * E * N * D + 2 * E * K * D + 3 * E * F
+    return Parts(2 * outputs * E * config.vocab_size, 2 * tokens * weights + attention_flops(1, tokens, N, slots, D))
+
+
+def step_flops(config: Config, batch: int, tokens: int, slots: int) -> int:
+    """Matrix products of a block of ``tokens`` a row, with logits of each row's last token.
+
+    Example:
+        >>> import models
+        >>> from benchmarks import floors
+        >>> config = models.Config(10, 4, 8, num_layers=2, num_heads=2, num_kv_heads=1)
+        >>> floors.step_flops(config, 3, 1, 3) == 3 * (80 + 2 * 336)
+        True
+    """
+    rest, layer = product_flops(config, tokens, slots, 1)
+    return batch * (rest + config.num_layers * layer)

@@ -1,0 +1,438 @@
+"""Each operation's kernel against its reference under XLA and its counted floor, over shapes of published models."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from tqdm import tqdm
+
+from benchmarks import butler, floors, measure, steps
+from benchmarks.shapes import PUBLISHED, names_of, shape
+from evals import report
+from kernels_pallas.dispatch import Kernel, of_layer, platform
+from models import commands
+from models.butler import ButlerConfig
+from models.config import Config
+
+OPERATIONS = ("caote_topk", "cache_attention", "paged_attention", "select_attention", "mse_logits")
+IMPLEMENTATIONS = ("reference", "pallas_gpu", "pallas_tpu")
+STATISTICS = frozenset({"sum", "last"})  # what H2O and SAGE-KV read; a block's other statistics cost the same pass
+PAGE_SIZE = 16
+BEYOND_CACHES = 2**29  # bytes that a loop goes through before it meets a layer again, so that no cache holds them
+
+LEGEND = """ms: median of one call, inside a loop over stacked layers; half of the repetitions lie in spread. floor: the
+counted bytes at the measured copy bandwidth, or the counted products at the measured product rate, whichever is more;
+of floor: floor over ms. x reference: the reference's time over this one's. The loss makes no pairs, so its floor is its
+inputs and gradients; products over all pairs would be 2 T^2 N (D + 3 D')."""
+
+
+class Case(NamedTuple):
+    """One operation at one size; ``numbers_bytes`` and ``flops`` are its floor.
+
+    ``call(function, index, zero, *make())`` runs it as :func:`benchmarks.measure.looped` has it.
+    """
+
+    operation: str
+    case: str
+    make: Callable[[], tuple[Any, ...]]
+    call: Callable[..., Any]
+    numbers_bytes: int
+    flops: int = 0
+
+
+class Sizes(NamedTuple):
+    """What cases are made of: tokens kept, tokens of a block, a long context and the share of it that is read, tokens
+    of the loss.
+    """
+
+    budget: int = 8192
+    block: int = 128
+    context: int = 131_072
+    share: float = 0.25
+    loss_tokens: int = 4096
+
+
+TINY = Sizes(budget=24, block=8, context=64, loss_tokens=16)
+
+
+def cases(config: Config, batch: int, sizes: Sizes, dtype: DTypeLike, operations: Sequence[str]) -> Iterator[Case]:
+    """The cases of a model's shape.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from benchmarks import kernels
+        >>> from benchmarks.shapes import shape
+        >>> given = kernels.cases(shape("tiny"), 1, kernels.Sizes(8, 4, 16, 0.5, 8), jnp.float32, ["caote_topk"])
+        >>> [case.case for case in given]
+        ['block', 'block, fast', 'decode']
+    """
+    if "caote_topk" in operations:
+        yield _caote_topk(config, batch, sizes, dtype, "block")
+        yield _caote_topk(config, batch, sizes, dtype, "block, fast")
+        yield _caote_topk(config, batch, sizes, dtype, "decode")
+    if "cache_attention" in operations:
+        yield _cache_attention(config, batch, sizes.budget + sizes.block, 1, frozenset(), dtype)
+        yield _cache_attention(config, batch, sizes.budget + sizes.block, 1, STATISTICS, dtype)
+        yield _cache_attention(config, batch, sizes.budget + sizes.block, sizes.block, frozenset(), dtype)
+        yield _cache_attention(config, batch, sizes.budget + sizes.block, sizes.block, STATISTICS, dtype)
+    if "paged_attention" in operations and importlib.util.find_spec("kernels_pallas.paged_attention") is not None:
+        yield _paged_attention(config, batch, sizes, 1, dtype)
+        yield _paged_attention(config, batch, sizes, sizes.block, dtype)
+    if "select_attention" in operations:
+        yield _select_attention(config, batch, sizes, dtype, config.num_kv_heads)
+        yield _select_attention(config, batch, sizes, dtype, config.num_heads)
+        yield _cache_attention(config, batch, sizes.context, 1, frozenset(), dtype, case="dense, for select_attention")
+    if "mse_logits" in operations:
+        yield _mse_logits(config, batch, sizes.loss_tokens, causal=False)
+        yield _mse_logits(config, batch, sizes.loss_tokens, causal=True)
+
+
+def _layers(numbers_bytes: int) -> int:
+    """Two at least: what every turn of a loop reads could leave it."""
+    return max(2, -(-BEYOND_CACHES // numbers_bytes)) if measure.on_accelerator() else 2
+
+
+def _normal(number: int, size: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
+    return jax.random.normal(jax.random.key(number), size, dtype)
+
+
+def _caote_topk(config: Config, B: int, sizes: Sizes, dtype: DTypeLike, case: str) -> Case:
+    K, G, D = config.num_kv_heads, config.num_heads // config.num_kv_heads, config.head_dim
+    S, fast, decoding = sizes.budget + sizes.block, case.endswith("fast"), case == "decode"
+    live = sizes.budget + 1 if decoding else S
+    width = jnp.dtype(dtype).itemsize
+    L = _layers(B * K * S * D * width)
+
+    def make() -> tuple[Any, ...]:
+        position = jnp.broadcast_to(jnp.where(jnp.arange(S) < live, jnp.arange(S), -1), (B, K, S))
+        logits = jnp.where(position[:, :, None] >= 0, _normal(0, (B, K, G, S), jnp.float32), -jnp.inf)
+        budget = jnp.full(B, sizes.budget, jnp.int32)
+        return jax.nn.softmax(logits), _normal(1, (L, B, K, S, D), dtype), position, budget
+
+    def call(function: Callable[..., Any], index: Any, zero: Any, *arrays: Any) -> Any:
+        return function(
+            *arrays, protected=None, fast=fast, norm=2, group="exact", excess=1 if decoding else None,
+            with_scores=False, layer=index % L + zero,
+        )  # fmt: skip
+
+    return Case("caote_topk", case, make, call, floors.caote_topk(B, K, live, D, width, fast=fast))
+
+
+def _cache_attention(
+    config: Config, B: int, S: int, T: int, statistics: frozenset[str], dtype: DTypeLike, case: str | None = None
+) -> Case:
+    N, K, D = config.num_heads, config.num_kv_heads, config.head_dim
+    width = jnp.dtype(dtype).itemsize
+    numbers_bytes = floors.cache_attention(B, K, S, D, width)
+    L = _layers(numbers_bytes)
+
+    def make() -> tuple[Any, ...]:
+        position = jnp.broadcast_to(jnp.arange(S), (B, K, S))
+        key, value = (_normal(number, (L, B, K, S, D), dtype) for number in (1, 2))
+        return _normal(0, (B, T, N, D), dtype), key, value, position, jnp.broadcast_to(jnp.arange(S - T, S), (B, T))
+
+    def call(function: Callable[..., Any], index: Any, zero: Any, *arrays: Any) -> Any:
+        return function(
+            *arrays, statistics=statistics, window=0, sliding_window=None, scale=D**-0.5, layer=index % L + zero
+        )  # fmt: skip
+
+    name = ("decode" if T == 1 else f"block of {T}") + (", statistics" if statistics else "")
+    flops = floors.attention_flops(B, T, N, S, D) if T >= 128 else 0
+    return Case("cache_attention", case or name, make, call, numbers_bytes, flops)
+
+
+def _paged_attention(config: Config, B: int, sizes: Sizes, T: int, dtype: DTypeLike) -> Case:
+    """Heads hold from a quarter to seven quarters of the budget; their pages lie in no order."""
+    N, K, D, page = config.num_heads, config.num_kv_heads, config.head_dim, min(PAGE_SIZE, sizes.budget)
+    share = np.linspace(0.25, 1.75, K) if K > 1 else np.ones(1)
+    tokens = np.maximum(T, (share * sizes.budget).astype(int))  # [K]
+    pages = -(-tokens // page)
+    M, width = int(pages.max()), jnp.dtype(dtype).itemsize
+    live = B * int(pages.sum())
+    numbers_bytes = floors.paged_attention(live, page, D, width)
+    L = _layers(numbers_bytes)
+
+    def make() -> tuple[Any, ...]:
+        held = jnp.broadcast_to(jnp.arange(M) < jnp.asarray(pages)[:, None], (L, B, K, M))
+        number = (jnp.cumsum(held.ravel()) - 1).reshape(held.shape)
+        order = jax.random.permutation(jax.random.key(3), L * live)
+        table = jnp.where(held, order[jnp.clip(number, 0, L * live - 1)], -1).astype(jnp.int32)
+        slot = jnp.arange(M * page).reshape(M, page)
+        of_head = jnp.where(slot < jnp.asarray(tokens)[:, None, None], slot, -1)  # [K, M, page]
+        position = jnp.full((L * live, page), -1, jnp.int32)
+        position = position.at[jnp.where(held, table, L * live)].set(
+            jnp.broadcast_to(of_head, (L, B, *of_head.shape)).astype(jnp.int32), mode="drop"
+        )
+        key, value = (_normal(number, (L * live, page, D), dtype) for number in (1, 2))
+        end = int(tokens.max())
+        asked = jnp.broadcast_to(jnp.arange(end - T, end), (B, T))
+        return _normal(0, (B, T, N, D), dtype), key, value, position, table, asked
+
+    def call(function: Callable[..., Any], index: Any, zero: Any, *arrays: Any) -> Any:
+        *pool, tables, asked = arrays
+        return function(
+            *pool, tables[index % L + zero], asked, statistics=frozenset(), window=0, sliding_window=None, scale=D**-0.5
+        )
+
+    flops = floors.attention_flops(B, T, N, page * int(pages.sum()) // K, D) if T >= 128 else 0
+    return Case("paged_attention", "decode" if T == 1 else f"block of {T}", make, call, numbers_bytes, flops)
+
+
+def _select_attention(config: Config, B: int, sizes: Sizes, dtype: DTypeLike, H: int) -> Case:
+    N, K, D, S = config.num_heads, config.num_kv_heads, config.head_dim, sizes.context
+    M, width = max(1, int(sizes.share * S)), jnp.dtype(dtype).itemsize
+    L = _layers(floors.cache_attention(B, K, S, D, width))
+
+    def make() -> tuple[Any, ...]:
+        apart = S // M
+        place = jnp.arange(M) * apart + jax.random.randint(jax.random.key(3), (B, H, M), 0, apart)
+        key, value = (_normal(number, (L, B, K, S, D), dtype) for number in (1, 2))
+        return _normal(0, (B, 1, N, D), dtype), key, value, place.astype(jnp.int32)
+
+    def call(function: Callable[..., Any], index: Any, zero: Any, *arrays: Any) -> Any:
+        return function(*arrays, layer=index % L + zero, scale=D**-0.5)
+
+    case = f"{sizes.share:.0%}, a set a {'KV' if H == K else 'query'} head"
+    return Case("select_attention", case, make, call, floors.select_attention(B, H, M, D, width))
+
+
+def _mse_logits(config: Config, B: int, T: int, *, causal: bool) -> Case:
+    N, K, D, F = config.num_heads, config.num_kv_heads, config.head_dim, ButlerConfig.of(config).dim
+
+    numbers_bytes = floors.mse_bytes(B, T, N, K, D, F, 4)
+    L = _layers(numbers_bytes)
+
+    def make() -> tuple[Any, ...]:
+        sizes = ((B, T, N, D), (B, T, K, D), (B, T, N, F), (B, T, N, F))
+        return tuple(_normal(number, (L, *size), jnp.float32) for number, size in enumerate(sizes))
+
+    def call(function: Callable[..., Any], index: Any, zero: Any, *arrays: Any) -> Any:
+        loss = jax.value_and_grad(functools.partial(function, causal=causal), argnums=(2, 3))
+        return loss(*(of_layer(x, index % L + zero) for x in arrays))
+
+    case = ("causal" if causal else "all pairs") + ", with gradients"
+    return Case("mse_logits", case, make, call, numbers_bytes)
+
+
+def implementations_here(operation: str) -> list[str]:
+    """The reference, the kernel of this device where there is one, and for the loss the materialised one.
+
+    Example:
+        >>> from benchmarks import kernels
+        >>> kernels.implementations_here("mse_logits")
+        ['reference', 'materialised']
+    """
+    able = [name for name, kernel in _kernels(operation).items() if kernel.platform == platform()]
+    return ["reference", *able, *(["materialised"] if operation == "mse_logits" else [])]
+
+
+def _kernels(operation: str) -> dict[str, Kernel]:
+    if importlib.util.find_spec(f"kernels_pallas.{operation}") is None:
+        return {}
+    known = getattr(importlib.import_module(f"kernels_pallas.{operation}.api"), "KERNELS", {})
+    return {name: kernel for name, kernel in known.items() if importlib.util.find_spec(kernel.module) is not None}
+
+
+def chosen_implementations(asked: str, operation: str, *, interpret: bool) -> list[str]:
+    """What runs of an operation; "auto" is all that can run here.
+
+    Raises:
+        ValueError: an implementation that does not exist, or that can't run on this device.
+    """
+    here = implementations_here(operation)
+    if asked == "auto":
+        return here
+    found = []
+    for name in commands.split_list(asked):
+        if name not in IMPLEMENTATIONS:
+            raise ValueError(f"there is no implementation {name!r}; there are auto, {', '.join(IMPLEMENTATIONS)}.")
+        if name in here or (interpret and name in _kernels(operation)):
+            found.append(name)
+        elif not interpret:
+            machine = name.removeprefix("pallas_")
+            able = ", ".join(["auto", *(n for n in IMPLEMENTATIONS if n in here)])
+            if machine != platform():
+                raise ValueError(
+                    f"implementation {name!r} runs on a {machine}, but this is a {platform()}; {able} can run here, "
+                    "and --interpret emulates it."
+                )
+    return found
+
+
+def function_of(operation: str, implementation: str, *, interpret: bool) -> Callable[..., Any]:
+    """The operation by that implementation, called with all its options."""
+    if implementation == "materialised":
+        return butler.materialised
+    if interpret and implementation != "reference":
+        kernel = _kernels(operation)[implementation]
+        how: Any = True
+        if kernel.platform == "tpu":
+            from jax.experimental.pallas import tpu
+
+            how = tpu.InterpretParams()
+        return functools.partial(kernel.run, interpret=how)
+    api = importlib.import_module(f"kernels_pallas.{operation}.api")
+    return functools.partial(getattr(api, operation), implementation=implementation)
+
+
+def measured(
+    case: Case, implementations: Sequence[str], timing: measure.Timing, *, interpret: bool = False
+) -> list[dict[str, Any]]:
+    """Times a case's implementations in turns, on the same arrays; one that can't do it, or does not fit, says so.
+
+    Raises:
+        benchmarks.measure.DoesNotFit: the arrays are more than is free.
+    """
+    shapes = jax.eval_shape(case.make)
+    measure.check_fits(measure.tree_bytes(shapes), f"{case.operation} ({case.case})", timing.free)
+    programs: dict[str, jax.stages.Compiled] = {}
+    rows: list[dict[str, Any]] = []
+    for name in implementations:
+        function = functools.partial(case.call, function_of(case.operation, name, interpret=interpret))
+        program, what = measure.looped(function, timing.calls), f"{case.operation} ({case.case}, {name})"
+        try:
+            programs[name] = measure.compiled(program, *shapes, what=what, free=timing.free)
+        except Exception as reason:  # whatever stops one kernel, the others are measured
+            if name == "reference" and not isinstance(reason, (NotImplementedError, measure.DoesNotFit)):
+                raise
+            rows.append({"implementation": name, "refused": measure.reason_of(reason)})
+    arrays = jax.jit(case.make)()
+    runs = {name: functools.partial(program, *arrays) for name, program in programs.items()}
+    times = measure.take_turns(runs, timing.repetitions, calls=timing.calls)
+    reference = times.get("reference")
+    for name, own in times.items():
+        rows.append(
+            {
+                "implementation": name,
+                **own._asdict(),
+                "floor_milliseconds": timing.limits.milliseconds(case.numbers_bytes, case.flops),
+                "floor_bytes": case.numbers_bytes,
+                "floor_flops": case.flops,
+                "compiled_bytes": measure.program_bytes(programs[name]),
+                "times_reference": None if reference is None else reference.milliseconds / own.milliseconds,
+            }
+        )
+    return rows
+
+
+def sweep(
+    shapes: Sequence[str],
+    batches: Sequence[int],
+    sizes: Sizes,
+    timing: measure.Timing,
+    *,
+    operations: Sequence[str] = OPERATIONS,
+    implementations: str = "auto",
+    interpret: bool = False,
+    on_rows: Callable[[list[dict[str, Any]]], None] = lambda rows: None,
+) -> list[dict[str, Any]]:
+    """All cases of all shapes; one that does not fit in memory says so in its row.
+
+    Args:
+        on_rows: called with all rows so far after each case.
+
+    Raises:
+        ValueError: an unknown shape, operation or implementation, or one that can't run here; nothing that could run.
+    """
+    for name in operations:
+        if name not in OPERATIONS:
+            raise ValueError(f"there is no operation {name!r}; there are {', '.join(OPERATIONS)}.")
+    configs = {name: shape(name) for name in shapes}
+    chosen = {name: chosen_implementations(implementations, name, interpret=interpret) for name in OPERATIONS}
+    settings = [
+        (name, batch, case)
+        for name, config in configs.items()
+        for batch in batches
+        for case in cases(config, batch, sizes, steps.dtype_here(), operations)
+        if chosen[case.operation]
+    ]
+    if not settings:
+        raise ValueError(f"no operation out of {', '.join(operations)} has the implementation {implementations}.")
+    rows: list[dict[str, Any]] = []
+    for name, batch, case in tqdm(settings, unit="case", file=sys.stderr, dynamic_ncols=True):
+        try:
+            found = measured(case, chosen[case.operation], timing, interpret=interpret)
+        except (measure.DoesNotFit, jax.errors.JaxRuntimeError) as reason:
+            found = [{"implementation": chosen[case.operation][0], "refused": measure.reason_of(reason)}]
+        for row in found:
+            label = f"{case.operation} ({case.case}), {name} x {batch}, {row['implementation']}"
+            of_case = {"operation": case.operation, "case": case.case, "shape": name, "batch": batch}
+            rows.append({"name": label, **of_case, **row})
+        on_rows(rows)
+    measure.check_some_ran(rows)
+    return rows
+
+
+def table(results: Sequence[dict[str, Any]]) -> str:
+    """A row for each case and implementation."""
+    head = ("operation", "case", "shape", "batch", "by", "ms", "spread", "floor ms", "of floor", "x reference")
+    rows = []
+    for r in results:
+        start = (r["operation"], r["case"], r["shape"], str(r["batch"]), r["implementation"])
+        if "refused" in r:
+            rows.append((*start, "refused", "", "", "", ""))
+            continue
+        times = r["times_reference"]
+        rows.append(
+            (
+                *start,
+                f"{r['milliseconds']:.4f}",
+                f"{r['low']:.4f}..{r['high']:.4f}",
+                f"{r['floor_milliseconds']:.4f}",
+                f"{r['floor_milliseconds'] / r['milliseconds']:.0%}",
+                "" if times is None else f"{times:.2f}",
+            )
+        )
+    reasons = list(dict.fromkeys(f"refused: {r['refused']}" for r in results if "refused" in r))
+    return "\n".join([report.columns(head, rows, left=5), *reasons])
+
+
+def tables(results: Sequence[dict[str, Any]]) -> dict[str, tuple[str, str]]:
+    """The table and its legend, by title."""
+    return {"Operations": (table(results), LEGEND)}
+
+
+def add_flags(flags: argparse.ArgumentParser) -> None:
+    """The command's flags."""
+    flags.add_argument("--shapes", "--shape", help=f"models' shapes (default: {','.join(PUBLISHED)}; on a CPU small)")
+    flags.add_argument("--operations", default=",".join(OPERATIONS))
+    flags.add_argument("--implementations", "--implementation", default="auto", help="auto: all that can run here")
+    flags.add_argument("--interpret", action="store_true", help="emulate the named kernels: no times worth reading")
+    flags.add_argument("--batches", default="1,8")
+    flags.add_argument("--budget", type=int, default=8192)
+    flags.add_argument("--context", type=int, default=131_072, help="slots that select_attention chooses from")
+    flags.add_argument("--loss-tokens", type=int, default=4096)
+    measure.add_timing_flags(flags, "kernels")
+
+
+def command(flags: argparse.Namespace) -> None:
+    """Measures, prints the table, writes JSON."""
+    commands.check_outputs([flags.json])
+    sizes = TINY if flags.tiny else Sizes(flags.budget, context=flags.context, loss_tokens=flags.loss_tokens)
+    for name, size in sizes._asdict().items():
+        if size <= 0:
+            raise ValueError(f"--{name.replace('_', '-')} is {size}; give at least 1.")
+    batches = [1] if flags.tiny else measure.whole_numbers("--batches", flags.batches)
+    shapes = names_of(flags)
+    options = dict(implementations=flags.implementations, interpret=flags.interpret)
+    for operation in commands.split_list(flags.operations):
+        chosen_implementations(flags.implementations, operation, interpret=flags.interpret)
+    timing = measure.timing(flags)
+    settings = {**timing.settings(), **sizes._asdict(), **options}
+
+    def write(rows: list[dict[str, Any]]) -> None:
+        measure.write(flags.json, "kernels", settings, rows)
+
+    operations = commands.split_list(flags.operations)
+    results = sweep(shapes, batches, sizes, timing, operations=operations, on_rows=write, **options)
+    measure.show(tables(results), flags.json)

@@ -1,0 +1,398 @@
+"""What benchmarks share: times, what the device is and does, memory that is checked before it is taken, results."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tqdm import tqdm
+
+from evals import report
+from models import commands
+
+RESULTS = Path(__file__).parent / "results"
+
+
+class Times(NamedTuple):
+    """Milliseconds of one call: the median of the repetitions, the lowest, and what half of them lie between.
+
+    ``processor``: the median of the processor's time, of all threads together, which is the steadier one on a CPU that
+    others use too; None on an accelerator.
+    """
+
+    milliseconds: float
+    lowest: float
+    low: float
+    high: float
+    processor: float | None
+    repetitions: int
+
+
+class DoesNotFit(ValueError):
+    """A program or its arrays take more memory than the device has free."""
+
+
+def take_turns(
+    programs: Mapping[str, Callable[[], Any]], repetitions: int, *, calls: int = 1, progress: bool = False
+) -> dict[str, Times]:
+    """Times programs after one warm-up call each; they take turns, so that a busy machine is busy for all.
+
+    Args:
+        calls: how many calls of what is timed happen inside one call of a program; the times are of one of them.
+
+    Raises:
+        ValueError: fewer than 1 repetition.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from benchmarks.measure import take_turns
+        >>> times = take_turns({"ones": lambda: jnp.ones(4)}, 3)["ones"]
+        >>> times.lowest <= times.milliseconds, times.repetitions
+        (True, 3)
+    """
+    if repetitions < 1:
+        raise ValueError(f"{repetitions} repetitions were asked for; give at least 1.")
+    for run in programs.values():
+        jax.block_until_ready(run())
+    taken: dict[str, list[float]] = {name: [] for name in programs}
+    worked: dict[str, list[float]] = {name: [] for name in programs}
+    for _ in tqdm(range(repetitions), unit="turn", disable=not progress, dynamic_ncols=True):
+        for name, run in programs.items():
+            started, working = time.perf_counter(), time.process_time()
+            jax.block_until_ready(run())
+            taken[name].append(1e3 * (time.perf_counter() - started) / calls)
+            worked[name].append(1e3 * (time.process_time() - working) / calls)
+    return {name: _summary(own, worked[name]) for name, own in taken.items()}
+
+
+def _summary(taken: Sequence[float], worked: Sequence[float]) -> Times:
+    low, high = (float(x) for x in np.quantile(taken, [0.25, 0.75]))
+    processor = None if on_accelerator() else statistics.median(worked)
+    return Times(statistics.median(taken), min(taken), low, high, processor, len(taken))
+
+
+def looped(function: Callable[..., Any], calls: int) -> Callable[..., Any]:
+    """A program that calls ``function(index, zero, *arguments)`` so many times and returns what the last call did.
+
+    ``zero`` is an integer 0 that XLA does not know to be one: it follows from the call before. What slices its
+    arguments at ``index % L + zero`` stays in the loop if there are at least two to choose from; what depends on
+    neither may be computed once, before it.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from benchmarks.measure import looped
+        >>> looped(lambda index, zero, x: x[zero] + index, 3)(jnp.ones((1, 2))).tolist()
+        [3.0, 3.0]
+    """
+
+    def program(*arguments: Any) -> Any:
+        def body(index: Any, before: Any) -> Any:
+            leaf = jax.tree.leaves(before)[0]
+            zero = (leaf[(0,) * leaf.ndim] < -100_000_000).astype(jnp.int32)  # no position, no mean is
+            return function(index, zero, *arguments)
+
+        shapes = jax.eval_shape(function, jnp.int32(0), jnp.int32(0), *arguments)
+        return jax.lax.fori_loop(0, calls, body, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes))
+
+    return program
+
+
+def compiled(
+    function: Callable[..., Any], *shapes: Any, what: str, free: float, donate: Sequence[int] = ()
+) -> jax.stages.Compiled:
+    """Compiles for arguments that need not exist, once it is clear that they and the program fit in memory.
+
+    Args:
+        what: names the program in the error.
+        free: bytes that it may take, arguments included.
+
+    Raises:
+        DoesNotFit: they do not.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from benchmarks.measure import compiled, program_bytes
+        >>> program = compiled(jnp.negative, jax.ShapeDtypeStruct((256,), jnp.float32), what="negation", free=1e6)
+        >>> program_bytes(program)
+        2048
+    """
+    check_fits(tree_bytes(shapes), what, free)
+    program = jax.jit(function, donate_argnums=tuple(donate)).lower(*shapes).compile()
+    check_fits(program_bytes(program), what, free)
+    return program
+
+
+def check_fits(needed: float, what: str, free: float) -> None:
+    """Raises DoesNotFit where ``needed`` bytes are more than are free."""
+    if needed > free:
+        raise DoesNotFit(
+            f"{what} needs {needed / 2**30:,.2f} GiB, but {free / 2**30:,.2f} GiB are free here; take a smaller shape, "
+            "batch, budget or prompt."
+        )
+
+
+def reason_of(error: Exception) -> str:
+    """An error as the text of a row: its first line, and its kind where that is not ours.
+
+    Example:
+        >>> from benchmarks.measure import reason_of
+        >>> reason_of(ValueError("too wide\\nat line 7")), reason_of(NotImplementedError("no float64"))
+        ('ValueError: too wide', 'no float64')
+    """
+    text = (str(error).splitlines() or [""])[0]
+    return text if isinstance(error, DoesNotFit | NotImplementedError) else f"{type(error).__name__}: {text}"
+
+
+def check_some_ran(results: Sequence[Mapping[str, Any]]) -> None:
+    """Raises the first refusal where every row was refused: a sweep may have some, a command must have measured one.
+
+    Raises:
+        ValueError: nothing was measured.
+    """
+    refused = [row["refused"] for row in results if "refused" in row]
+    if results and len(refused) == len(results):
+        raise ValueError(refused[0])
+
+
+def tree_bytes(tree: Any) -> int:
+    """Bytes of a pytree's arrays or shapes."""
+    return sum(math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in jax.tree.leaves(tree))
+
+
+def program_bytes(program: jax.stages.Compiled) -> int:
+    """Bytes that a compiled program takes while it runs: arguments, results and what it needs in between."""
+    memory: Any = program.memory_analysis()
+    return (
+        memory.argument_size_in_bytes
+        + memory.output_size_in_bytes
+        + memory.temp_size_in_bytes
+        - memory.alias_size_in_bytes
+    )
+
+
+def free_bytes() -> float:
+    """Bytes that a program may still take on this device; of a CPU's, nine tenths of what the system has available."""
+    stats = jax.devices()[0].memory_stats() or {}
+    if "bytes_limit" in stats:
+        return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
+    available = [line for line in _lines(Path("/proc/meminfo")) if line.startswith("MemAvailable")]
+    if available:
+        return 0.9 * 1024 * int(available[0].split()[1])
+    return 0.5 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text().splitlines() if path.is_file() else []
+
+
+def peak_bytes() -> int | None:
+    """The most bytes that this process has held on the device so far; None on a CPU, which does not count them."""
+    stats = jax.devices()[0].memory_stats() or {}
+    return stats.get("peak_bytes_in_use")
+
+
+def on_accelerator() -> bool:
+    """Whether programs run on a GPU or TPU."""
+    return jax.default_backend() != "cpu"
+
+
+class Device(NamedTuple):
+    """What the device was measured to do, the peer of every floor: bytes read and written, and products, a second."""
+
+    copy_bytes: float
+    product_flops: float
+
+    def milliseconds(self, numbers_bytes: float, flops: float = 0) -> float:
+        """The floor of what reads and writes so many bytes and multiplies so much."""
+        return 1e3 * max(numbers_bytes / self.copy_bytes, flops / self.product_flops)
+
+
+def device(*, tiny: bool = False, repetitions: int = 5) -> Device:
+    """Measures one pass over a large array in place (each byte read and written), and a square matrix product.
+
+    The array is 1 GiB on an accelerator and 256 MiB on a CPU; the product is bfloat16 of width 8,192 on an accelerator
+    and float32 of width 2,048 on a CPU. The best of the repetitions counts: a limit is what can be reached.
+
+    Example:
+        >>> from benchmarks.measure import device
+        >>> limits = device(tiny=True, repetitions=1)
+        >>> limits.copy_bytes > 0 and limits.product_flops > 0
+        True
+    """
+    fast = on_accelerator()
+    size = 2**16 if tiny else 2**28 if fast else 2**26
+    width = 64 if tiny else 8192 if fast else 2048
+    passes, products = (20, 10) if fast and not tiny else (4, 1)
+
+    @jax.jit
+    def copy(x: jax.Array) -> jax.Array:
+        return jax.lax.fori_loop(0, passes, lambda _, x: -x, x)
+
+    negate, held = jax.jit(copy, donate_argnums=0), [jnp.ones(size, jnp.float32)]
+
+    def roll() -> jax.Array:
+        held[0] = negate(held[0])
+        return held[0]
+
+    mean = jnp.full((width, width), 1 / width, jnp.bfloat16 if fast else jnp.float32)
+
+    @jax.jit
+    def multiply(x: jax.Array) -> jax.Array:
+        return jax.lax.fori_loop(0, products, lambda _, x: mean @ x, x)
+
+    copied = take_turns({"copy": roll}, repetitions, calls=passes)["copy"].lowest
+    multiplied = take_turns({"product": lambda: multiply(mean)}, repetitions, calls=products)["product"]
+    return Device(2 * 4 * size / (1e-3 * copied), 2 * width**3 / (1e-3 * multiplied.lowest))
+
+
+def facts() -> dict[str, Any]:
+    """The device, the versions and, in a git checkout, the commit that figures were made with.
+
+    Example:
+        >>> from benchmarks.measure import facts
+        >>> sorted(facts())
+        ['commit', 'cores', 'device', 'versions']
+    """
+    return {**report.environment(), "cores": os.cpu_count(), "commit": _commit()}
+
+
+def _commit() -> str | None:
+    def git(*arguments: str) -> str | None:
+        try:
+            done = subprocess.run(
+                ["git", "-C", str(RESULTS.parent), *arguments], capture_output=True, text=True, timeout=30
+            )
+        except (OSError, subprocess.SubprocessError):
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    commit = git("rev-parse", "--short=10", "HEAD")
+    if commit is None:
+        return None
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", "*.py")
+    return f"{commit} and changes" if changed else commit
+
+
+def add_json_flag(flags: argparse.ArgumentParser, name: str) -> None:
+    """``--json [PATH]``; without a path, benchmarks/results/NAME.json."""
+    flags.add_argument(
+        "--json", type=Path, nargs="?", const=RESULTS / f"{name}.json", metavar="PATH",
+        help=f"write all figures here (benchmarks/results/{name}.json if no path is given)",
+    )  # fmt: skip
+
+
+class Timing(NamedTuple):
+    """How a benchmark measures: calls in one program, repetitions, bytes that may be taken, the device's limits; and a
+    note on the run.
+    """
+
+    calls: int
+    repetitions: int
+    free: float
+    limits: Device
+    note: str = ""
+
+    def settings(self) -> dict[str, Any]:
+        """What a results file says of it."""
+        found = {"calls": self.calls, "repetitions": self.repetitions, "limits": self.limits._asdict()}
+        return found | ({"note": self.note} if self.note else {})
+
+
+def add_timing_flags(flags: argparse.ArgumentParser, name: str) -> None:
+    """The flags of a benchmark that times programs; :func:`timing` reads them."""
+    flags.add_argument("--calls", type=int, help="calls inside one timed program (default: 16, on a CPU 2)")
+    flags.add_argument("--repetitions", type=int, help="timed programs (default: 10, on a CPU 5)")
+    flags.add_argument("--memory", type=float, help="GiB that may be taken (default: what is free)")
+    flags.add_argument("--tiny", action="store_true", help="smallest shape and sizes, to see that all of it runs")
+    flags.add_argument("--note", default="", help="said beside the figures, such as: other work ran on the machine")
+    add_json_flag(flags, name)
+
+
+def timing(flags: argparse.Namespace) -> Timing:
+    """Checks the flags and measures the device's limits.
+
+    Raises:
+        ValueError: a number below 1, a memory that is not above 0.
+    """
+    fast = on_accelerator()
+    calls = flags.calls if flags.calls is not None else 1 if flags.tiny else 16 if fast else 2
+    repetitions = flags.repetitions if flags.repetitions is not None else 1 if flags.tiny else 10 if fast else 5
+    for name, number in (("calls", calls), ("repetitions", repetitions)):
+        if number < 1:
+            raise ValueError(f"--{name} is {number}; give at least 1.")
+    if flags.memory is not None and not flags.memory > 0:
+        raise ValueError(f"--memory is {flags.memory}; give a number of GiB above 0.")
+    free = free_bytes() if flags.memory is None else flags.memory * 2**30
+    return Timing(calls, repetitions, free, device(tiny=flags.tiny), flags.note)
+
+
+def write(path: Path | None, benchmark: str, settings: Mapping[str, Any], results: Any) -> None:
+    """Writes a benchmark's results with the facts beside them, if a path was given."""
+    if path is not None:
+        commands.write_json(path, {"benchmark": benchmark, "settings": dict(settings), **facts(), "results": results})
+
+
+def show(tables: Mapping[str, tuple[str, str]], path: Path | None) -> None:
+    """Prints tables with their legends, and where the figures are."""
+    print("\n\n".join(f"{title}\n\n{table}\n\n{legend}" for title, (table, legend) in tables.items()))
+    if path is not None:
+        print(f"figures: {path}")
+
+
+def whole_numbers(name: str, text: str, low: int = 1) -> list[int]:
+    """A command line's list of integers.
+
+    Raises:
+        ValueError: something else, or a number that is too low.
+
+    Example:
+        >>> from benchmarks.measure import whole_numbers
+        >>> whole_numbers("--batches", "1,8")
+        [1, 8]
+    """
+    found = []
+    for part in commands.split_list(text):
+        if not part.isdecimal() or int(part) < low:
+            raise ValueError(f"{name} has {part!r}; give whole numbers from {low}, separated by commas.")
+        found.append(int(part))
+    if not found:
+        raise ValueError(f"{name} is {text!r}; give at least one number.")
+    return found
+
+
+def ratio_table(results: Sequence[dict[str, Any]], old: Sequence[dict[str, Any]]) -> str:
+    """Each row's time over that of the row of the same name in an older file; rows without a partner say so.
+
+    Example:
+        >>> from benchmarks.measure import ratio_table
+        >>> print(ratio_table([{"name": "step", "milliseconds": 2.0}], [{"name": "step", "milliseconds": 4.0}]))
+        row                  before ms  now ms  now / before
+        -------------------  ---------  ------  ------------
+        step                     4.000   2.000         0.500
+        geometric mean of 1                            0.500
+    """
+    before = {row["name"]: row["milliseconds"] for row in old if row.get("milliseconds")}
+    lines = []
+    for row in results:
+        now, then = row.get("milliseconds"), before.pop(row["name"], None)
+        both = now is not None and then is not None
+        lines.append((row["name"], _figure(then), _figure(now), f"{now / then:.3f}" if both else ""))
+    lines += [(name, _figure(then), "", "") for name, then in before.items()]
+    ratios = [float(line[3]) for line in lines if line[3]]
+    if ratios:
+        lines.append((f"geometric mean of {len(ratios)}", "", "", f"{statistics.geometric_mean(ratios):.3f}"))
+    return report.columns(("row", "before ms", "now ms", "now / before"), lines, left=1)
+
+
+def _figure(value: float | None) -> str:
+    return "" if value is None else f"{value:,.3f}"

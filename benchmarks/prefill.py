@@ -1,0 +1,140 @@
+"""Blocks of a prompt, and whole prompts fed in a stream, of published shapes with random weights: budgets and full."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from tqdm import tqdm
+
+from benchmarks import decode, measure, steps
+from benchmarks.shapes import shape
+from evals import report
+from models import commands
+
+LEGEND = """A whole prompt of random tokens through models.stream, block after block from the host, to its first token:
+seconds, once, after one block has compiled everything. step ms: median of the decode steps behind it, with the host in
+between. compiled: how often a block was compiled; a budget's later prompts need none. full / budget: a full cache's
+seconds over a budget's of the same prompt."""
+
+
+def feed_all(
+    shapes: Sequence[str],
+    batches: Sequence[int],
+    budgets: Sequence[int],
+    prompts: Sequence[int],
+    policy: str,
+    free: float,
+    *,
+    block: int = 128,
+    full: Sequence[int] = (),
+    on_rows: Callable[[list[dict[str, Any]]], None] = lambda rows: None,
+) -> list[dict[str, Any]]:
+    """Feeds prompts under budgets and, those of ``full``, into full caches."""
+    rows: list[dict[str, Any]] = []
+    wanted: list[tuple[int | None, int]] = [(budget, prompt) for budget in budgets for prompt in prompts]
+    wanted += [(None, prompt) for prompt in full]
+    model, held_name = None, ""
+    settings = [(name, batch, *one) for name in shapes for batch in batches for one in wanted]
+    for name, batch, budget, prompt in tqdm(settings, unit="prompt", file=sys.stderr, dynamic_ncols=True):
+        config, dtype = shape(name), steps.dtype_here()
+        setting = steps.Setting(config, None if budget is None else policy, budget, batch, block, dtype)
+        try:
+            steps.check_fits(setting, prompt, free)
+            if name != held_name:
+                model, held_name = None, ""  # the last one's weights leave before the next one's come
+                model, held_name = steps.random_model(config, dtype, free=free), name
+            rows.append(fed_row(model, name, setting, prompt))
+        except (measure.DoesNotFit, jax.errors.JaxRuntimeError) as reason:
+            rows.append({**_named(name, setting, prompt), "refused": measure.reason_of(reason)})
+        on_rows(rows)
+    return rows
+
+
+def fed_row(model: Any, name: str, setting: steps.Setting, prompt: int) -> dict[str, Any]:
+    """Feeds one prompt; what came of it."""
+    fed = steps.feed(model, setting, prompt)
+    return {
+        **_named(name, setting, prompt),
+        "milliseconds": 1e3 * fed.prompt,
+        "step_milliseconds": 1e3 * fed.step,
+        "repetitions": 1,
+        "compilations": fed.compilations,
+        "peak_bytes": measure.peak_bytes(),
+    }
+
+
+def _named(name: str, setting: steps.Setting, prompt: int) -> dict[str, Any]:
+    where = "full cache" if setting.budget is None else f"budget {setting.budget:,}"
+    policy = setting.policy or "none"
+    return {
+        "name": f"feed {name} x {setting.batch}, {where}, prompt {prompt:,}, {policy}",
+        "kind": "feed",
+        "shape": name,
+        "batch": setting.batch,
+        "budget": setting.budget,
+        "prompt": prompt,
+        "policy": policy,
+        "block": setting.block,
+    }
+
+
+def feed_table(results: Sequence[dict[str, Any]]) -> str:
+    """A row for each prompt that was fed."""
+    head = ("shape", "batch", "budget", "prompt", "policy", "seconds", "tokens / s", "step ms", "compiled")
+    whole = {(r["shape"], r["batch"], r["prompt"]): r for r in results if r["budget"] is None and "refused" not in r}
+    rows = []
+    for r in results:
+        budget = "full" if r["budget"] is None else f"{r['budget']:,}"
+        start = (r["shape"], str(r["batch"]), budget, f"{r['prompt']:,}", r["policy"])
+        if "refused" in r:
+            rows.append((*start, "refused", *("",) * 4))
+            continue
+        full = None if r["budget"] is None else whole.get((r["shape"], r["batch"], r["prompt"]))
+        rows.append(
+            (
+                *start,
+                f"{r['milliseconds'] / 1e3:.2f}",
+                f"{1e3 * r['batch'] * r['prompt'] / r['milliseconds']:,.0f}",
+                f"{r['step_milliseconds']:.2f}",
+                str(r["compilations"]),
+                "" if full is None else f"{full['milliseconds'] / r['milliseconds']:.2f}",
+            )
+        )
+    reasons = list(dict.fromkeys(f"refused: {r['refused']}" for r in results if "refused" in r))
+    return "\n".join([report.columns((*head, "full / budget"), rows, left=5), *reasons])
+
+
+def tables(results: Sequence[dict[str, Any]]) -> dict[str, tuple[str, str]]:
+    """Blocks, their parts and whole prompts: table and legend, by title."""
+    fed = [r for r in results if r.get("kind") == "feed"]
+    return decode.tables(results) | ({"Whole prompts": (feed_table(fed), LEGEND)} if fed else {})
+
+
+def add_flags(flags: argparse.ArgumentParser) -> None:
+    """The command's flags."""
+    decode.add_step_flags(flags, "prefill")
+    flags.add_argument("--feed", help="prompts to feed whole (default: 8192,131072; on a CPU 1024); none for none")
+
+
+def command(flags: argparse.Namespace) -> None:
+    """Measures, prints the tables, writes JSON."""
+    commands.check_outputs([flags.json])
+    arguments = decode.step_arguments(flags)
+    asked = flags.feed or ("8192,131072" if measure.on_accelerator() else "1024")
+    fed = [32, 64] if flags.tiny else [] if asked == "none" else measure.whole_numbers("--feed", asked)
+    timing = measure.timing(flags)
+    settings = {**timing.settings(), **arguments, "feed": fed}
+    done: list[dict[str, Any]] = []
+
+    def write(rows: list[dict[str, Any]]) -> None:
+        measure.write(flags.json, "prefill", settings, [*done, *rows])
+
+    done += decode.sweep("block", timing=timing, on_rows=write, **arguments)
+    if fed:
+        whole = {**arguments, "prompts": fed, "full": fed if arguments["full"] else []}
+        done += feed_all(free=timing.free, on_rows=write, **whole)
+    measure.show(tables(done), flags.json)

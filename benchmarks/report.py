@@ -1,0 +1,302 @@
+"""Turns benchmarks/results/*.json into docs/performance.md and its plots; the same files give the same page."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks import decode, measure
+from evals import report
+from models import commands
+
+DOCS = Path(__file__).parent.parent / "docs"
+ORDER = ("decode", "prefill", "kernels", "cpu", "peers", "butler", "rounds", "memory", "tpu_compile")
+LARGE, SMALL = "llama-3.1-8b", "small"
+Row = dict[str, Any]
+Document = dict[str, Any]
+
+INTRODUCTION = """# Performance
+
+Made by `python -m benchmarks report` from benchmarks/results; every figure there names its device, versions and commit.
+A floor is what must be read or multiplied, at the bandwidth and the product rate that the same run measured on the same
+device. Nothing is estimated where it says ms.
+"""
+
+
+class Target(NamedTuple):
+    """What was aimed at: a figure out of the rows of all documents of one kind of device, and its bound."""
+
+    text: str
+    on: str  # "gpu" or "cpu"
+    figure: Callable[[Sequence[Row]], float | None]
+    least: float | None = None
+    most: float | None = None
+
+
+def _first(rows: Iterator[float]) -> float | None:
+    return next(rows, None)
+
+
+def _steps(rows: Sequence[Row], kind: str, shape: str, budget: int) -> list[Row]:
+    own = [r for r in rows if r.get("kind") == kind and r["shape"] == shape and "milliseconds" in r]
+    return [r for r in own if r["batch"] == 1 and r["budget"] == budget]
+
+
+def _over_floor(rows: Sequence[Row]) -> float | None:
+    own = [r for r in _steps(rows, "decode", LARGE, 8192) if r["policy"] not in ("none", decode.POSITION_ONLY)]
+    return _first(r["milliseconds"] / r["floor_milliseconds"] for r in own)
+
+
+def _of_parts(
+    part: str, kind: str, shape: str, budget: int, by: str = "milliseconds"
+) -> Callable[[Sequence[Row]], float | None]:
+    return lambda rows: _first(s[part] for s in decode.parts(_steps(rows, kind, shape, budget), by))
+
+
+def _memory(rows: Sequence[Row]) -> float | None:
+    own = [r for r in _steps(rows, "block", LARGE, 8192) if r["policy"] not in ("none", decode.POSITION_ONLY)]
+    return _first(r["compiled_bytes"] / (r["weight_bytes"] + r["cache_bytes"]) for r in own)
+
+
+def _fed(rows: Sequence[Row]) -> float | None:
+    own = [r for r in rows if r.get("kind") == "feed" and r["prompt"] == 131_072 and "milliseconds" in r]
+    full = {r["shape"]: r["milliseconds"] for r in own if r["budget"] is None}
+    return _first(full[r["shape"]] / r["milliseconds"] for r in own if r["budget"] == 8192 and r["shape"] in full)
+
+
+def _kernel(rows: Sequence[Row], operation: str, case: str) -> Iterator[Row]:
+    for row in rows:
+        if row.get("operation") == operation and row["case"].startswith(case) and "milliseconds" in row:
+            yield row
+
+
+def _caote(figure: Callable[[Row], float]) -> Callable[[Sequence[Row]], float | None]:
+    def best(rows: Sequence[Row]) -> float | None:
+        own = [r for r in _kernel(rows, "caote_topk", "block") if r["shape"] == LARGE and r["batch"] == 8]
+        return _first(figure(r) for r in own if r["case"] == "block" and r["implementation"] == "pallas_gpu")
+
+    return best
+
+
+def _fastest(rows: Iterator[Row]) -> float | None:
+    return min((r["milliseconds"] for r in rows), default=None)
+
+
+def _selected(rows: Sequence[Row]) -> float | None:
+    own = [r for r in rows if r.get("shape") == LARGE and r.get("batch") == 1]
+    dense = _fastest(_kernel(own, "cache_attention", "dense"))
+    chosen = _fastest(_kernel(own, "select_attention", "25%, a set a KV head"))
+    return None if dense is None or chosen is None else dense / chosen
+
+
+def _loss(rows: Sequence[Row]) -> float | None:
+    own = [r for r in rows if r.get("shape") == LARGE and r.get("batch") == 1]
+    both = {r["implementation"]: r["milliseconds"] for r in _kernel(own, "mse_logits", "all pairs")}
+    return both["materialised"] / both["reference"] if {"materialised", "reference"} <= both.keys() else None
+
+
+TARGETS = (
+    Target("8B decode, batch 1, budget 8k: time over its floor", "gpu", _over_floor, most=1.15),
+    Target("8B decode: longest prompt over shortest", "gpu", _of_parts("long_over_short", "decode", LARGE, 8192),
+           most=1.02),
+    Target("8B decode: share of scoring and eviction", "gpu", _of_parts("together", "decode", LARGE, 8192), most=0.03),
+    Target("8B block of 128: share of scoring and eviction", "gpu", _of_parts("together", "block", LARGE, 8192),
+           most=0.03),
+    Target("caote_topk, S 8k, K 8, B 8: share of copy bandwidth", "gpu",
+           _caote(lambda r: r["floor_milliseconds"] / r["milliseconds"]), least=0.8),
+    Target("caote_topk, the same: times the reference", "gpu", _caote(lambda r: r["times_reference"] or 0), least=3),
+    Target("prefill of 128k, budget 8k: full cache's time over ours", "gpu", _fed, least=2),
+    Target("8B block: memory over weights, budget and block", "gpu", _memory, most=1.05),
+    Target("select_attention at 25% of 128k: dense attention's time over ours", "gpu", _selected, least=2.5),
+    Target("loss at T 4k with gradients: materialised time over ours", "gpu", _loss, least=2),
+    Target("small decode, budget 512: prompt 100k over 1k", "cpu", _of_parts("long_over_short", "decode", SMALL, 512),
+           most=1.05),
+    Target("the same by the processor's time", "cpu",
+           _of_parts("long_over_short", "decode", SMALL, 512, "processor"), most=1.05),
+)  # fmt: skip
+
+
+def documents(folder: Path) -> list[Document]:
+    """The results files of a folder, in a fixed order.
+
+    Raises:
+        ValueError: none there, or one that is no results file.
+    """
+    found = []
+    for path in sorted(folder.glob("*.json")):
+        try:
+            document = json.loads(path.read_text())
+            found.append({"file": path.name, **document, "results": document["results"]})
+            importlib.import_module(f"benchmarks.{document['benchmark']}")
+        except (json.JSONDecodeError, KeyError, TypeError, ImportError) as error:
+            raise ValueError(
+                f"{path} is no results file of a benchmark ({error}); make one with: python -m benchmarks NAME --json."
+            ) from None
+    if not found:
+        raise ValueError(f"{folder} holds no results (*.json); make some with: python -m benchmarks NAME --json.")
+    known = {name: place for place, name in enumerate(ORDER)}
+    return sorted(found, key=lambda d: (known.get(d["benchmark"], len(known)), d["file"]))
+
+
+def section(document: Document) -> str:
+    """A results file as Markdown: its tables, and what they were made with."""
+    module = importlib.import_module(f"benchmarks.{document['benchmark']}")
+    results = document["results"]
+    if hasattr(module, "tables"):
+        tables = module.tables(results)
+    else:
+        title = str(module.__doc__).splitlines()[0].rstrip(".")
+        tables = {title: (module.table(results), getattr(module, "LEGEND", ""))}
+    made = f"`python -m benchmarks {document['benchmark']}` on {_device(document)}"
+    made += f", jax {document['versions']['jax']}"
+    made += f", commit {document['commit']}" if document.get("commit") else ""
+    settings = document.get("settings", {})
+    if "limits" in settings:
+        limits = settings["limits"]
+        made += f". Measured limits: copies {limits['copy_bytes'] / 1e9:,.1f} GB/s (read and written), products "
+        made += f"{limits['product_flops'] / 1e12:,.3f} TFLOP/s. {settings['repetitions']} repetitions of "
+        made += f"{settings['calls']} calls"
+    if settings.get("note"):
+        made += f". {settings['note']}"
+    text = f"## {document['file'].removesuffix('.json')}\n\n{made}.\n"
+    for title, (table, legend) in tables.items():
+        text += f"\n### {title}\n\n```\n{table}\n```\n" + (f"\n{legend}\n" if legend else "")
+    return text
+
+
+def _device(document: Document) -> str:
+    cores = document.get("cores")
+    return f"{cores} CPU cores" if document["device"] == "cpu" and cores else document["device"]
+
+
+def targets(found: Sequence[Document]) -> str:
+    """Each target with its figure, met or missed, or said to be unmeasured."""
+    rows = []
+    for target in TARGETS:
+        own = [r for d in found if (d["device"] == "cpu") == (target.on == "cpu") for r in _rows(d)]
+        figure = target.figure(own)
+        bound = f"at least {target.least:g}" if target.least is not None else f"at most {target.most:g}"
+        if figure is None:
+            rows.append((target.text, target.on, bound, "", "unmeasured"))
+            continue
+        met = figure >= target.least if target.least is not None else figure <= (target.most or 0)
+        rows.append((target.text, target.on, bound, f"{figure:.3f}", "met" if met else "missed"))
+    return report.columns(("target", "on", "bound", "figure", ""), rows, left=2)
+
+
+def _rows(document: Document) -> list[Row]:
+    rows = document["results"]
+    return rows if isinstance(rows, list) else []
+
+
+def page(found: Sequence[Document], images: Sequence[str]) -> str:
+    """The whole page in Markdown."""
+    pictures = {
+        "decode": ("Decode time against prompt length", "Solid: under a budget; dashed: a full cache; dotted: floors."),
+        "kernels": ("Operations against their floors", "The share of the floor's speed that each reaches."),
+    }
+    text = INTRODUCTION
+    for name in images:
+        title, caption = pictures[name]
+        text += f"\n![{title}](images/performance-{name}.png)\n\n*{title}. {caption}*\n"
+    text += f"\n## Targets\n\n```\n{targets(found)}\n```\n"
+    return text + "".join(f"\n{section(document)}" for document in found)
+
+
+def draw_decode(document: Document, path: Path) -> None:
+    """Milliseconds of a decode step against the prompt's length, with and without eviction."""
+    plt = report.pyplot()
+    figure, axis = plt.subplots(figsize=(7, 4.2), layout="constrained")
+    rows = [r for r in document["results"] if r.get("kind") == "decode" and "milliseconds" in r]
+    lines: dict[tuple[Any, ...], list[Row]] = {}
+    for r in rows:
+        if r["budget"] is None or r["policy"] not in ("none", decode.POSITION_ONLY):
+            lines.setdefault((r["shape"], r["batch"], r["budget"], r["policy"]), []).append(r)
+    for number, ((shape, batch, budget, policy), own) in enumerate(lines.items()):
+        colour = report.COLOURS[number % len(report.COLOURS)]
+        own = sorted(own, key=lambda r: r["prompt"])
+        prompts = [r["prompt"] for r in own]
+        kept = "full cache" if budget is None else f"{policy}, budget {budget:,}"
+        style = "--" if budget is None else "-"
+        times = [r["milliseconds"] for r in own]
+        axis.plot(prompts, times, style, color=colour, marker="o", label=f"{shape} x {batch}, {kept}")
+        axis.plot(prompts, [r["floor_milliseconds"] for r in own], ":", color=colour, linewidth=1)
+    axis.set_xscale("log")
+    axis.set_yscale("log")
+    axis.set_xlabel("tokens of the prompt")
+    axis.set_ylabel("ms of a decode step")
+    axis.set_title(f"{_device(document)}; dotted: floors", fontsize=9.5)
+    axis.legend(fontsize=7.5, frameon=False)
+    axis.grid(alpha=0.2)
+    _save(figure, path)
+
+
+def draw_kernels(document: Document, path: Path) -> None:
+    """What share of their floor's speed the implementations of each operation reach, for one model's shape."""
+    plt = report.pyplot()
+    rows = [r for r in document["results"] if "operation" in r and "milliseconds" in r]
+    shape = LARGE if any(r["shape"] == LARGE for r in rows) else rows[0]["shape"]
+    shares: dict[str, dict[str, float]] = {}
+    for r in (r for r in rows if r["shape"] == shape):
+        case = f"{r['operation']}: {r['case']}, x {r['batch']}"
+        shares.setdefault(case, {})[r["implementation"]] = r["floor_milliseconds"] / r["milliseconds"]
+    names = list(dict.fromkeys(name for own in shares.values() for name in own))
+    figure, axis = plt.subplots(figsize=(8, 0.9 + 0.34 * len(shares)), layout="constrained")
+    height = 0.8 / len(names)
+    for number, name in enumerate(names):
+        own = {place + number * height: case[name] for place, case in enumerate(shares.values()) if name in case}
+        bars = axis.barh(list(own), list(own.values()), height, color=report.COLOURS[number], label=name)
+        axis.bar_label(bars, [f"{share:.0%}" for share in own.values()], fontsize=6.5, padding=2)
+    axis.set_yticks([place + 0.4 - height / 2 for place in range(len(shares))], list(shares), fontsize=7.5)
+    axis.invert_yaxis()
+    axis.axvline(1, color="#999999", linewidth=1)
+    axis.set_xlabel("floor over time (1: the floor itself)")
+    axis.set_title(f"{_device(document)}, {shape}", fontsize=9.5)
+    axis.legend(fontsize=7.5, frameon=False)
+    _save(figure, path)
+
+
+def _save(figure: Any, path: Path) -> None:
+    with commands.replacing(path) as temporary:
+        figure.savefig(temporary, dpi=160)
+    report.pyplot().close(figure)
+
+
+def drawn(found: Sequence[Document]) -> dict[str, tuple[Callable[[Document, Path], None], Document]]:
+    """Each plot, and the first document that has rows for it, with those of its kind from the same device."""
+    wanted: dict[str, tuple[Callable[[Document, Path], None], Callable[[Row], Any]]] = {
+        "decode": (draw_decode, lambda r: r.get("kind") == "decode" and "milliseconds" in r),
+        "kernels": (draw_kernels, lambda r: "operation" in r and "milliseconds" in r),
+    }
+    plots = {}
+    for name, (draw, fits) in wanted.items():
+        able = [d for d in found if any(fits(r) for r in _rows(d) if isinstance(r, dict))]
+        if able:
+            alike = [d for d in able if (d["benchmark"], d["device"]) == (able[0]["benchmark"], able[0]["device"])]
+            plots[name] = (draw, {**able[0], "results": [row for d in alike for row in _rows(d)]})
+    return plots
+
+
+def add_flags(flags: argparse.ArgumentParser) -> None:
+    """The command's flags."""
+    flags.add_argument("--results", type=Path, default=measure.RESULTS, help="the folder of results files")
+    flags.add_argument("--docs", type=Path, default=DOCS, help="where performance.md and images/ are written")
+
+
+def command(flags: argparse.Namespace) -> None:
+    """Writes the page and the plots."""
+    target, images = flags.docs / "performance.md", flags.docs / "images"
+    commands.check_outputs([target, images / "performance-decode.png"])
+    report.check_plot(images / "performance-decode.png")
+    found = documents(flags.results)
+    plots = drawn(found)
+    text = page(found, list(plots))
+    for name, (draw, document) in plots.items():
+        draw(document, images / f"performance-{name}.png")
+    with commands.replacing(target) as temporary:
+        temporary.write_text(text)
+    print(f"page: {target}")

@@ -1,0 +1,85 @@
+"""The models' shapes that benchmarks run, with random weights: nothing is downloaded."""
+
+from __future__ import annotations
+
+import argparse
+import math
+
+import jax
+
+import models
+from models import commands
+from models.config import Rope
+from models.decoder import parameter_shapes
+
+
+def _llama3(factor: float) -> Rope:
+    return Rope(theta=500_000.0, type="llama3", factor=factor, original_positions=8192)
+
+
+# Published config.json files; "tiny" is for tests, "small" (100 M parameters) for a CPU.
+SHAPES: dict[str, models.Config] = {
+    "llama-3.2-1b": models.Config(
+        128_256, 2048, 8192, num_layers=16, num_heads=32, num_kv_heads=8, tie_embeddings=True, rope=_llama3(32),
+        norm_epsilon=1e-5, max_positions=131_072,
+    ),
+    "llama-3.2-3b": models.Config(
+        128_256, 3072, 8192, num_layers=28, num_heads=24, num_kv_heads=8, tie_embeddings=True, rope=_llama3(32),
+        norm_epsilon=1e-5, max_positions=131_072,
+    ),
+    "llama-3.1-8b": models.Config(
+        128_256, 4096, 14_336, num_layers=32, num_heads=32, num_kv_heads=8, rope=_llama3(8), norm_epsilon=1e-5,
+        max_positions=131_072,
+    ),
+    "qwen3-8b": models.Config(
+        151_936, 4096, 12_288, num_layers=36, num_heads=32, num_kv_heads=8, head_dim=128, architecture="qwen3",
+        rope=Rope(theta=1_000_000.0), query_key_norm=True, max_positions=40_960,
+    ),
+    "small": models.Config(
+        32_000, 768, 2048, num_layers=12, num_heads=12, num_kv_heads=4, tie_embeddings=True, max_positions=131_072
+    ),
+    "tiny": models.Config(256, 128, 192, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=64, tie_embeddings=True),
+}  # fmt: skip
+PUBLISHED = ("llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b", "qwen3-8b")
+
+
+def shape(name: str) -> models.Config:
+    """The shape of that name.
+
+    Raises:
+        ValueError: there is no such shape.
+
+    Example:
+        >>> from benchmarks.shapes import shape
+        >>> shape("llama-3.1-8b").head_dim
+        128
+    """
+    if name not in SHAPES:
+        raise ValueError(f"there is no shape {name!r}; there are {', '.join(SHAPES)}.")
+    return SHAPES[name]
+
+
+def names_of(flags: argparse.Namespace) -> list[str]:
+    """The shapes that a command's ``--shapes`` and ``--tiny`` ask for; by default what suits the device.
+
+    Raises:
+        ValueError: one that does not exist.
+    """
+    if flags.tiny:
+        return ["tiny"]
+    asked = flags.shapes or ("small" if jax.default_backend() == "cpu" else ",".join(PUBLISHED))
+    names = commands.split_list(asked)
+    for name in names:
+        shape(name)
+    return names
+
+
+def parameter_count(config: models.Config) -> int:
+    """How many numbers the weights are.
+
+    Example:
+        >>> from benchmarks.shapes import parameter_count, shape
+        >>> parameter_count(shape("llama-3.1-8b"))
+        8030261248
+    """
+    return sum(math.prod(size) for size in parameter_shapes(config).values())

@@ -1,0 +1,358 @@
+"""Decode steps and blocks of a prompt as `models` compiles them, started as after a prompt of any length.
+
+Nobody feeds a million tokens to time one step: keys and values are drawn, and each head holds tokens at places spread
+over the whole prompt, in no order. What a step costs does not depend on what the numbers are. Where a prompt is fed, it
+goes through :func:`models.stream`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, Int
+
+import kvjax
+import models
+from benchmarks import measure
+from models import decoding
+from models.config import Config
+from models.decoder import parameter_shapes
+
+Kind = Literal["decode", "block"]
+
+
+class Setting(NamedTuple):
+    """What runs. Without a policy nothing is evicted: a budget is then what the cache holds, None the whole prompt."""
+
+    config: Config
+    policy: str | None
+    budget: int | None
+    batch: int = 1
+    block: int = 128
+    dtype: DTypeLike = jnp.float32
+    page_size: int = decoding.PAGE_SIZE
+
+    def held(self, prompt: int) -> int:
+        """Tokens that a head holds after a prompt."""
+        return prompt if self.budget is None else min(self.budget, prompt)
+
+
+def unbounded(config: Config) -> Config:
+    """The shape with room for any prompt: a full cache may be longer here than what a model was trained for."""
+    return dataclasses.replace(config, max_positions=2**30)
+
+
+def dtype_here() -> DTypeLike:
+    """bfloat16 on an accelerator; float32 on a CPU, whose compiler turns bfloat16 into float32 copies."""
+    return jnp.bfloat16 if measure.on_accelerator() else jnp.float32
+
+
+def abstract_model(config: Config, dtype: DTypeLike) -> models.Decoder:
+    """A decoder of shapes, with room for any prompt."""
+    config = unbounded(config)
+    shapes = {name: jax.ShapeDtypeStruct(size, dtype) for name, size in parameter_shapes(config).items()}
+    return jax.eval_shape(lambda parameters: models.Decoder(config, parameters), shapes)
+
+
+def random_model(config: Config, dtype: DTypeLike, *, free: float | None = None) -> models.Decoder:
+    """A decoder with random weights, the same in all layers, and with room for any prompt.
+
+    Raises:
+        benchmarks.measure.DoesNotFit: its weights are more than is free.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from benchmarks import steps
+        >>> from benchmarks.shapes import shape
+        >>> steps.random_model(shape("tiny"), jnp.bfloat16).embedding[...].dtype.name
+        'bfloat16'
+    """
+    needed = measure.tree_bytes(abstract_model(config, dtype))
+    measure.check_fits(needed, "the model", measure.free_bytes() if free is None else free)
+
+    @functools.partial(jax.jit, static_argnums=(1, 2))
+    def draw(key: Array, size: tuple[int, ...], layers: bool) -> Array:
+        if layers:
+            return jnp.broadcast_to(0.02 * jax.random.normal(key, size[1:], dtype), size)
+        return 0.02 * jax.random.normal(key, size, dtype)
+
+    parameters = {}
+    for number, (name, size) in enumerate(parameter_shapes(config).items()):
+        if name.endswith("norm"):
+            parameters[name] = jnp.ones(size, dtype)
+        else:
+            parameters[name] = draw(jax.random.key(number), size, name.startswith("layers."))
+    return models.Decoder(unbounded(config), parameters)
+
+
+class Shapes(NamedTuple):
+    """What a run of a setting is made of, as `models` plans it; the arrays are shapes."""
+
+    plan: Any
+    rows: Any
+    model: Any
+    cache: Any
+    projection: Any
+
+
+def shapes(setting: Setting, prompt: int) -> Shapes:
+    """The plan of a run and its arrays, none of which is made.
+
+    Raises:
+        ValueError: a policy or a budget that cannot be.
+
+    Example:
+        >>> from benchmarks import steps
+        >>> from benchmarks.shapes import shape
+        >>> steps.shapes(steps.Setting(shape("tiny"), None, None, block=8), 100).cache.position.shape
+        (2, 1, 2, 108)
+    """
+    keeps = setting.policy is None
+    length = setting.held(prompt) if keeps else prompt
+    lengths = np.full(setting.batch, length, np.int32)
+    plan, rows = decoding._plan(
+        unbounded(setting.config), None, length, lengths, np.zeros_like(lengths), setting.policy,
+        None if keeps else setting.budget, setting.block, "block", None if keeps else 1, setting.block,
+        setting.page_size, fit_prompt=False,
+    )  # fmt: skip
+    model = abstract_model(setting.config, setting.dtype)
+    cache = jax.eval_shape(lambda m: decoding._empty_cache(m, plan, setting.batch), model)
+    projection = jax.eval_shape(functools.partial(decoding.output_projection, policy=plan.policy), model)
+    return Shapes(plan, rows, model, cache, projection)
+
+
+def check_fits(setting: Setting, prompt: int, free: float) -> None:
+    """Raises :class:`benchmarks.measure.DoesNotFit` where weights and cache alone are more than is free."""
+    made = shapes(setting, prompt)
+    needed = measure.tree_bytes((made.model, made.cache))
+    measure.check_fits(needed, f"the weights and the cache of {described(setting, prompt)}", free)
+
+
+def described(setting: Setting, prompt: int) -> str:
+    """A setting in words, for errors."""
+    held = f"a full cache of {prompt:,}" if setting.budget is None else f"a budget of {setting.budget:,}"
+    return f"{setting.config.num_layers} layers of width {setting.config.hidden_size:,}, batch {setting.batch}, {held}"
+
+
+class Program(NamedTuple):
+    """A compiled step: ``run(model, cache, tokens, rows, projection)`` gives the cache, started anew, and logits.
+
+    ``calls`` steps happen in one call. ``cache`` and ``projection`` are shapes; ``nbytes`` is what all of it takes.
+    """
+
+    run: jax.stages.Compiled
+    rows: Any
+    cache: Any
+    projection: Any
+    tokens: Array
+    calls: int
+    nbytes: int
+
+
+def program(kind: Kind, setting: Setting, prompt: int, calls: int, *, free: float) -> Program:
+    """Compiles ``calls`` decode steps, or as many blocks, in a loop, before anything is allocated.
+
+    Of a setting with a budget the prompt's length changes nothing in the program.
+
+    Raises:
+        ValueError: a policy or a budget that cannot be.
+        benchmarks.measure.DoesNotFit: weights, cache and program take more than is free.
+
+    Example:
+        >>> from benchmarks import steps
+        >>> from benchmarks.shapes import shape
+        >>> setting = steps.Setting(shape("tiny"), "h2o+caote", budget=16, block=8)
+        >>> steps.program("decode", setting, 1_000_000, 2, free=2**30).cache.key.shape
+        (2, 1, 2, 24, 64)
+    """
+    if kind == "decode" and calls > setting.block:
+        raise ValueError(f"{calls} decode steps a call were asked for; there is room for {setting.block}, a block.")
+    plan, rows, model, cache, projection = shapes(setting, prompt)
+    config, keeps = model.config, setting.policy is None
+    tokens = jnp.zeros((setting.batch,) if kind == "decode" else (setting.batch, setting.block), jnp.int32)
+    step = _decode_step if kind == "decode" else _block_step
+
+    def loop(model: Any, cache: Any, tokens: Array, rows: Any, projection: Any) -> tuple[Any, Array]:
+        start = cache
+
+        def body(index: Int[Array, ""], carry: tuple[Any, Array]) -> tuple[Any, Array]:
+            cache, logits = step(model, carry[0], tokens, rows, projection, index, plan.policy)
+            if keeps and kind == "block":  # there is room for one block behind what is held
+                cache = restarted(cache, start)
+            return cache, logits
+
+        logits = jnp.zeros((setting.batch, config.vocab_size), jnp.float32)
+        cache, logits = jax.lax.fori_loop(0, calls, body, (cache, logits))
+        return restarted(cache, start), logits
+
+    what = f"{kind} of {described(setting, prompt)}"
+    run = measure.compiled(loop, model, cache, tokens, rows, projection, what=what, free=free, donate=(1,))
+    return Program(run, rows, cache, projection, tokens, calls, measure.program_bytes(run))
+
+
+def _decode_step(model, cache, tokens, rows, projection, index, policy):
+    every = None if policy is None else 1
+    finished = jnp.zeros(tokens.shape, bool)
+    logits, cache = decoding._decode(model, cache, tokens, finished, rows, projection, index + 1, policy, every)
+    return cache, logits
+
+
+def _block_step(model, cache, tokens, rows, projection, index, policy):
+    position = cache.next_position[:, None] + jnp.arange(tokens.shape[1])
+    budgets, evicts = rows.budgets, policy is not None
+    hidden, cache = decoding._run(
+        model, cache, tokens, position, rows.lengths, budgets, projection, policy, evicts, decoding=False
+    )
+    return cache, model.logits(hidden[:, -1])
+
+
+def restarted(cache: Any, start: Any) -> Any:
+    """The cache with the places it started from; keys and values stay as they are."""
+    return dataclasses.replace(cache, position=start.position, next_position=start.next_position)
+
+
+def after_prompt(shape: Any, prompt: int, held: int, *, numbers: bool = True) -> kvjax.KVCache:
+    """A cache of drawn numbers whose heads hold ``held`` tokens each, spread over the prompt, in no order.
+
+    All layers hold the same keys and values. Where all tokens of the prompt are held they stand in order, as in a full
+    cache.
+
+    Args:
+        shape: the cache's shapes, as :class:`Program` has them.
+        numbers: whether keys and values are drawn, or left out.
+
+    Example:
+        >>> import jax, kvjax
+        >>> from benchmarks import steps
+        >>> shape = jax.eval_shape(lambda: kvjax.KVCache.init(layers=1, batch=1, kv_heads=2, slots=6, head_dim=4))
+        >>> cache = steps.after_prompt(shape, prompt=100, held=4)
+        >>> cache.num_live.tolist(), int(cache.next_position[0]), int(cache.position.max()) < 100
+        ([[[4, 4]]], 100, True)
+    """
+
+    @jax.jit
+    def make() -> Any:
+        keys = iter(jax.random.split(jax.random.key(0), 64))
+
+        def draw(leaf: Any) -> Array:
+            return jnp.broadcast_to(jax.random.normal(next(keys), leaf.shape[1:], leaf.dtype), leaf.shape)
+
+        def state(leaf: Any) -> Array:
+            if not jnp.issubdtype(leaf.dtype, jnp.floating):
+                return jnp.zeros(leaf.shape, leaf.dtype)
+            return jax.random.uniform(next(keys), leaf.shape, leaf.dtype)
+
+        heads, slots = shape.position.shape[:-1], shape.position.shape[-1]
+        place = jnp.broadcast_to(jnp.arange(slots, dtype=jnp.int32), (*heads, slots))
+        if held < prompt:
+            apart = prompt // held
+            place = place * apart + jax.random.randint(next(keys), place.shape, 0, apart)
+        position = jnp.where(jnp.arange(slots) < held, place, -1)
+        if held < prompt:
+            position = jax.random.permutation(next(keys), position, axis=-1, independent=True)
+        return dataclasses.replace(
+            shape,
+            key=draw(shape.key) if numbers else None,
+            value=draw(shape.value) if numbers else None,
+            position=position.astype(jnp.int32),
+            next_position=jnp.full(shape.next_position.shape, prompt, jnp.int32),
+            state=jax.tree.map(state, shape.state),
+        )
+
+    return make()
+
+
+class Contender(NamedTuple):
+    """A program and the prompt behind it: what its heads hold of it, and the policy that the program was made for."""
+
+    program: Program
+    prompt: int
+    held: int
+    policy: str | None
+
+
+def contest(model: models.Decoder, contenders: dict[str, Contender], repetitions: int) -> dict[str, measure.Times]:
+    """Times programs on one cache's keys and values, in turns: each has places and a policy's state of its own.
+
+    All programs must have the same number of slots and of calls.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from benchmarks import steps
+        >>> from benchmarks.shapes import shape
+        >>> setting = steps.Setting(shape("tiny"), "streaming", budget=16, block=8)
+        >>> program = steps.program("decode", setting, 100, 1, free=2**30)
+        >>> model = steps.random_model(shape("tiny"), jnp.float32)
+        >>> list(steps.contest(model, {"one": steps.Contender(program, 100, 16, "streaming")}, 1))
+        ['one']
+    """
+    shared: dict[str, Array] = {}
+
+    def runner(own: Contender) -> Callable[[], Array]:
+        cache = after_prompt(own.program.cache, own.prompt, own.held, numbers=not shared)
+        if not shared:
+            shared.update(key=cache.key, value=cache.value)
+        rest: list[Any] = [dataclasses.replace(cache, key=None, value=None)]  # type: ignore[arg-type]
+        projection = decoding.output_projection(model, own.policy)
+
+        def run() -> Array:
+            whole = dataclasses.replace(rest[0], **shared)
+            after, logits = own.program.run(model, whole, own.program.tokens, own.program.rows, projection)
+            shared.update(key=after.key, value=after.value)
+            rest[0] = dataclasses.replace(after, key=None, value=None)
+            return logits
+
+        return run
+
+    runs = {name: runner(own) for name, own in contenders.items()}
+    (calls,) = {own.program.calls for own in contenders.values()}
+    return measure.take_turns(runs, repetitions, calls=calls)
+
+
+class Fed(NamedTuple):
+    """Seconds of a whole prompt through ``models.stream`` to its first token, the median of the decode steps behind it,
+    and how often a block was compiled anew.
+    """
+
+    prompt: float
+    step: float
+    compilations: int
+
+
+def feed(model: models.Decoder, setting: Setting, prompt: int, steps: int = 16) -> Fed:
+    """Feeds a prompt of random tokens, once more after a single block of it has compiled all programs.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from benchmarks import steps
+        >>> from benchmarks.shapes import shape
+        >>> model = steps.random_model(shape("tiny"), jnp.float32)
+        >>> setting = steps.Setting(shape("tiny"), "h2o+caote", budget=16, block=8)
+        >>> steps.feed(model, setting, 64, steps=2).prompt > 0
+        True
+    """
+    tokens = np.random.default_rng(0).integers(0, model.config.vocab_size, (setting.batch, prompt), np.int32)
+    block_step: Any = decoding._block_step
+    compiled = block_step._cache_size()
+
+    def run(count: int, steps: int) -> tuple[float, float]:
+        times = [time.perf_counter()]
+        for _ in models.stream(
+            model, tokens, lengths=np.full(setting.batch, count), policy=setting.policy, budget=setting.budget,
+            block=setting.block, max_new_tokens=1 + steps, end=(),
+        ):  # fmt: skip
+            times.append(time.perf_counter())
+        first, *rest = np.diff(times).tolist()
+        return first, statistics.median(rest)
+
+    run(min(prompt, setting.block), steps)
+    return Fed(*run(prompt, steps), block_step._cache_size() - compiled)

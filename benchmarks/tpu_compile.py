@@ -1,0 +1,330 @@
+"""Kernels and whole programs compiled for TPUs that are not at hand: bytes a chip, communication; nothing is timed.
+
+The programs are those that the decoder runs, a decode step and a block of a prompt, over arrays that are not there. A
+model on several chips is split as the decoder splits it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib.metadata
+import math
+import os
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from tqdm import tqdm
+
+import kernels_pallas
+import kvjax
+import models
+from benchmarks import measure
+from benchmarks.shapes import shape
+from benchmarks.targets import compiled, tpu_chips
+from evals import report
+from models import commands, decoding
+from models.decoder import SHARDING, parameter_shapes
+
+COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
+LEGEND = """Compiled, not timed: no TPU ran any of this. MiB of one chip. arrays: weights and cache, or what an
+operation is given, as counted; arguments: all of them, as laid out on the chip; temporary: what the program needs
+beside them; new: results that do not reuse an argument's memory. GFLOP, GB and ms are the compiler's own estimate;
+like the kernels and collectives it counts the body of the loop over layers once, and it gives no time where '-'
+stands."""
+
+
+class Sizes(NamedTuple):
+    """What a program is compiled for."""
+
+    config: models.Config
+    batch: int
+    budget: int
+    block: int
+    prompt: int
+
+
+Shapes = tuple[jax.ShapeDtypeStruct, ...]
+Operation = Callable[[Sizes], tuple[Callable[..., Any], Shapes]]
+
+
+def _slots(sizes: Sizes, slots: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    """Keys or values of one layer, and their positions."""
+    B, K, D = sizes.batch, sizes.config.num_kv_heads, sizes.config.head_dim
+    return jax.ShapeDtypeStruct((B, K, slots, D), jnp.bfloat16), jax.ShapeDtypeStruct((B, K, slots), jnp.int32)
+
+
+def _caote_topk(sizes: Sizes) -> tuple[Callable[..., Any], Shapes]:
+    config, S = sizes.config, sizes.budget + sizes.block
+    value, position = _slots(sizes, S)
+    groups = config.num_heads // config.num_kv_heads
+    weights = jax.ShapeDtypeStruct((sizes.batch, config.num_kv_heads, groups, S), jnp.float32)
+    return lambda w, v, p: kernels_pallas.caote_topk(w, v, p, sizes.budget).position, (weights, value, position)
+
+
+def _cache_attention(sizes: Sizes, tokens: int, statistic: str) -> tuple[Callable[..., Any], Shapes]:
+    config = sizes.config
+    key, position = _slots(sizes, sizes.budget + tokens)
+    query = jax.ShapeDtypeStruct((sizes.batch, tokens, config.num_heads, config.head_dim), jnp.bfloat16)
+    queries = jax.ShapeDtypeStruct((sizes.batch, tokens), jnp.int32)
+
+    def run(query, key, value, position, queries):
+        return kernels_pallas.cache_attention(query, key, value, position, queries, statistics=[statistic])
+
+    return run, (query, key, key, position, queries)
+
+
+def _paged_attention(sizes: Sizes, tokens: int, statistic: str) -> tuple[Callable[..., Any], Shapes]:
+    config, page = sizes.config, decoding.PAGE_SIZE
+    B, K, most = sizes.batch, config.num_kv_heads, -(-(sizes.budget + tokens) // page)
+    pages = B * K * most * config.num_layers
+    pool = jax.ShapeDtypeStruct((pages, page, config.head_dim), jnp.bfloat16)
+    position, owned = (jax.ShapeDtypeStruct(x, jnp.int32) for x in ((pages, page), (B, K, most)))
+    query = jax.ShapeDtypeStruct((B, tokens, config.num_heads, config.head_dim), jnp.bfloat16)
+    queries = jax.ShapeDtypeStruct((B, tokens), jnp.int32)
+
+    def run(query, key, value, position, owned, queries):
+        return kernels_pallas.paged_attention(query, key, value, position, owned, queries, statistics=[statistic])
+
+    return run, (query, pool, pool, position, owned, queries)
+
+
+def _select_attention(sizes: Sizes) -> tuple[Callable[..., Any], Shapes]:
+    config = sizes.config
+    key, _ = _slots(sizes, sizes.prompt)
+    query = jax.ShapeDtypeStruct((sizes.batch, 1, config.num_heads, config.head_dim), jnp.bfloat16)
+    chosen = jax.ShapeDtypeStruct((sizes.batch, config.num_heads, sizes.budget), jnp.int32)
+    return kernels_pallas.select_attention, (query, key, key, chosen)
+
+
+def _mse_logits(sizes: Sizes) -> tuple[Callable[..., Any], Shapes]:
+    config, T, F = sizes.config, 4096, 32
+    query, key, predicted = (
+        jax.ShapeDtypeStruct((sizes.batch, T, heads, width), jnp.bfloat16)
+        for heads, width in (
+            (config.num_heads, config.head_dim), (config.num_kv_heads, config.head_dim), (config.num_heads, F),
+        )
+    )  # fmt: skip
+    loss = jax.value_and_grad(kernels_pallas.mse_logits, argnums=(2, 3))
+    return loss, (query, key, predicted, predicted)
+
+
+OPERATIONS: dict[str, Operation] = {
+    "caote_topk": _caote_topk,
+    "cache_attention, 1 query": lambda sizes: _cache_attention(sizes, 1, "last"),
+    "cache_attention, a block": lambda sizes: _cache_attention(sizes, sizes.block, "sum"),
+    "paged_attention, 1 query": lambda sizes: _paged_attention(sizes, 1, "last"),
+    "paged_attention, a block": lambda sizes: _paged_attention(sizes, sizes.block, "sum"),
+    "select_attention": _select_attention,
+    "mse_logits, gradients": _mse_logits,
+}
+
+
+def mesh_of(topology: str, chips: int) -> Mesh:
+    """So many chips of a topology as the decoder's mesh, all of them along "tensor".
+
+    Raises:
+        ValueError: the topology has fewer.
+    """
+    found = tpu_chips(topology)
+    if chips > len(found):
+        raise ValueError(f"{chips} chips were asked for, but {topology} has {len(found)}; name a larger topology.")
+    return Mesh(np.array(found[:chips]).reshape(1, chips), ("data", "tensor"))
+
+
+Lower = Callable[[], tuple[jax.stages.Lowered, Any]]  # a program, and those of its arguments that are counted
+
+
+def lowered_operation(operation: Operation, sizes: Sizes, mesh: Mesh) -> tuple[jax.stages.Lowered, Any]:
+    """An operation on one chip, and its arguments."""
+    function, shapes = operation(sizes)
+    whole = NamedSharding(mesh, PartitionSpec())
+    given = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole) for x in shapes]
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        return jax.jit(function).lower(*given), given
+
+
+def lowered_programs(sizes: Sizes, policy: str, mesh: Mesh) -> Iterator[tuple[str, Lower]]:
+    """The decoder's step and block for a mesh; of their arguments, weights and cache are counted."""
+    config, B = sizes.config, sizes.batch
+    parameters = {
+        name: jax.ShapeDtypeStruct(size, jnp.bfloat16, sharding=NamedSharding(mesh, SHARDING[name]))
+        for name, size in parameter_shapes(config).items()
+    }
+    model: Any = models.Decoder(config, parameters)  # type: ignore[arg-type]
+    chosen, lengths = kvjax.parse(policy), np.full(B, sizes.prompt, np.int32)
+    plan, rows = decoding._plan(
+        config, mesh, sizes.prompt, lengths, np.zeros(B, np.int32), chosen, sizes.budget, sizes.block, "block", 1, 0,
+        decoding.PAGE_SIZE, fit_prompt=False,
+    )  # fmt: skip
+    rows = jax.eval_shape(lambda: rows)
+    projection = jax.eval_shape(lambda m: models.output_projection(m, chosen), model)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    row, step = jax.ShapeDtypeStruct((B, sizes.block), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
+    token, finished = jax.ShapeDtypeStruct((B,), jnp.int32), jax.ShapeDtypeStruct((B,), bool)
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # the decoder places its cache when it makes it
+        empty = jax.jit(lambda m: decoding._empty_cache(m, plan, B)).lower(model)
+    placed = empty.compile().output_shardings
+    cache = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), empty.out_info, placed)
+
+    def decode() -> tuple[jax.stages.Lowered, Any]:
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            program = decoding._token_step.lower(
+                model, cache, token, finished, rows, projection, key, step, chosen, 1, decoding.Sampling()
+            )
+        return program, (model, cache)
+
+    def block() -> tuple[jax.stages.Lowered, Any]:
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            program = decoding._block_step.lower(
+                model, cache, row, row, rows.lengths, rows.budgets, projection, chosen, True
+            )
+        return program, (model, cache)
+
+    yield "decode step", decode
+    yield f"block of {sizes.block}", block
+
+
+def describe(lower: Lower) -> dict[str, Any]:
+    """Compiles, and says what the compiler says of the program; or why it did not compile."""
+    started = time.perf_counter()
+    try:
+        lowered, arrays = lower()
+        program = compiled(lowered)
+    except (NotImplementedError, RuntimeError, ValueError, TypeError) as error:
+        return {"compiles": False, "reason": reason_of(error)}
+    memory: Any = program.memory_analysis()
+    cost: Any = program.cost_analysis() or {}
+    seconds = cost.get("optimal_seconds")
+    return {
+        "compiles": True,
+        "compile_seconds": time.perf_counter() - started,
+        "array_bytes": chip_bytes(arrays),
+        "argument_bytes": memory.argument_size_in_bytes,
+        "temporary_bytes": memory.temp_size_in_bytes,
+        "new_bytes": memory.output_size_in_bytes - memory.alias_size_in_bytes,
+        "flops": cost.get("flops"),
+        "bytes_accessed": cost.get("bytes accessed"),
+        "estimated_seconds": seconds if seconds is not None and seconds > 0 else None,
+        **counts(program.as_text() or ""),
+    }
+
+
+def reason_of(error: Exception) -> str:
+    """An error's first lines, as one line that fits a table's foot."""
+    text = " ".join(line.strip() for line in str(error).splitlines()[:3] if line.strip())
+    return text if len(text) <= 240 else text[:237] + "..."
+
+
+def chip_bytes(arrays: Any) -> int:
+    """Bytes of one chip's part of arrays that are placed, without any padding."""
+    leaves = jax.tree.leaves(arrays)
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
+
+
+def counts(text: str) -> dict[str, Any]:
+    """Kernels and collectives of a compiled program's text, those of a loop's body once.
+
+    Example:
+        >>> from benchmarks.tpu_compile import counts
+        >>> counts('%a = f32[8]{0} all-reduce-start(%x)\\n%b = f32[8]{0} all-reduce-done(%a)\\n')
+        {'kernels': 0, 'collectives': {'all-reduce': 1}}
+    """
+    found = Counter(re.findall(rf" ({'|'.join(COLLECTIVES)})(?:-start)?\(", text))
+    kernels = text.count('custom_call_target="tpu_custom_call"')
+    return {"kernels": kernels, "collectives": {kind: found[kind] for kind in COLLECTIVES if found[kind]}}
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    """A row for each program; the reasons of those that do not compile below."""
+    head = (
+        "shape", "program", "for", "compiles", "kernels", "arrays", "arguments", "temporary", "new", "GFLOP", "GB",
+        "ms", "collectives",
+    )  # fmt: skip
+    rows, reasons = [], []
+    for r in results:
+        what = (r["shape"], r["program"], f"{r['chips']} of {r['topology']}")
+        if not r["compiles"]:
+            reasons.append(f"{', '.join(what)}: {r['reason']}")
+            rows.append((*what, "no", *[""] * 9))
+            continue
+        sizes = (r[f"{name}_bytes"] / 2**20 for name in ("array", "argument", "temporary", "new"))
+        seconds = r["estimated_seconds"]
+        rows.append(
+            (
+                *what,
+                "yes",
+                str(r["kernels"]),
+                *(f"{size:,.1f}" for size in sizes),
+                *("-" if r[name] is None else f"{r[name] / 1e9:,.3f}" for name in ("flops", "bytes_accessed")),
+                "-" if seconds is None else f"{1e3 * seconds:.3f}",
+                " ".join(f"{count} {kind}" for kind, count in r["collectives"].items()) or "none",
+            )
+        )
+    return "\n".join([report.columns(head, rows, left=4), *reasons])
+
+
+def add_flags(flags: argparse.ArgumentParser) -> None:
+    """The command's flags."""
+    flags.add_argument("--topologies", default="v5e:2x4,v6e:2x4", help="as libtpu names them")
+    flags.add_argument("--shapes", default="llama-3.2-1b,llama-3.2-3b,llama-3.1-8b")
+    flags.add_argument("--split", default="llama-3.1-8b", help="shapes whose programs are compiled over --chips too")
+    flags.add_argument("--chips", type=int, default=8)
+    flags.add_argument("--policies", default="snapkv+caote", help="of the programs")
+    flags.add_argument("--batch", type=int, default=1)
+    flags.add_argument("--budget", type=int, default=8_192)
+    flags.add_argument("--block", type=int, default=128)
+    flags.add_argument("--prompt", type=int, default=131_072, help="of what keeps the whole cache: select_attention")
+    measure.add_json_flag(flags, "tpu_compile")
+
+
+def command(flags: argparse.Namespace) -> None:
+    """Compiles everything, prints the table, writes JSON as it goes."""
+    commands.check_outputs([flags.json])
+    for name in ("chips", "batch", "budget", "block", "prompt"):
+        if getattr(flags, name) < 1:
+            raise ValueError(f"--{name} is {getattr(flags, name)}; give at least 1.")
+    if not os.environ.get("JAX_PLATFORMS"):  # with libtpu installed JAX would look for a TPU first
+        jax.config.update("jax_platforms", "cpu")
+    topologies, policies = commands.split_list(flags.topologies), commands.split_list(flags.policies)
+    names, split = commands.split_list(flags.shapes), commands.split_list(flags.split)
+    for topology in topologies:
+        mesh_of(topology, flags.chips if split else 1)
+    all_sizes = {
+        name: Sizes(shape(name), flags.batch, flags.budget, flags.block, flags.prompt)
+        for name in dict.fromkeys([*names, *split])
+    }
+    settings = {name: getattr(flags, name) for name in ("batch", "budget", "block", "prompt")}
+    settings |= {"libtpu": importlib.metadata.version("libtpu"), "dtype": "bfloat16", "timed": False}
+    results: list[dict[str, Any]] = []
+    progress = tqdm(unit="program", file=sys.stderr, dynamic_ncols=True)
+
+    def add(name: str, program: str, topology: str, chips: int, lower: Lower) -> None:
+        found = {"shape": name, "program": program, "topology": topology, "chips": chips, **describe(lower)}
+        results.append(found)
+        measure.write(flags.json, "tpu_compile", settings, results)
+        progress.update()
+
+    for topology in topologies:
+        one = mesh_of(topology, 1)
+        for name in names:
+            for program, operation in OPERATIONS.items():
+                add(name, program, topology, 1, functools.partial(lowered_operation, operation, all_sizes[name], one))
+        for name, chips in [(name, 1) for name in names] + [(name, flags.chips) for name in split]:
+            mesh = mesh_of(topology, chips)
+            for policy in policies:
+                for program, lower in lowered_programs(all_sizes[name], policy, mesh):
+                    add(name, f"{program}, {policy}", topology, chips, lower)
+    progress.close()
+    print(table(results))
+    print(LEGEND)
+    if flags.json is not None:
+        print(f"figures: {flags.json}")

@@ -1,0 +1,97 @@
+"""What benchmarks share: times in turns, loops that stay, memory that is checked, results with their facts."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from benchmarks import measure
+
+
+def test_programs_take_turns_after_a_warm_up_each():
+    seen = []
+    runs = {name: lambda name=name: seen.append(name) for name in "ab"}
+    times = measure.take_turns(runs, 2)
+    assert seen == ["a", "b", "a", "b", "a", "b"]
+    assert all(t.repetitions == 2 and t.lowest <= t.low <= t.milliseconds <= t.high for t in times.values())
+
+
+def test_a_time_is_that_of_one_call(monkeypatch):
+    clock = iter([0.0, 4.0])
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: next(clock))
+    assert measure.take_turns({"a": lambda: None}, 1, calls=4)["a"].milliseconds == 1000
+
+
+def test_no_repetition_is_refused():
+    with pytest.raises(ValueError, match="0 repetitions"):
+        measure.take_turns({}, 0)
+
+
+def test_a_loop_calls_as_often_as_it_says():
+    def call(index, zero, x):
+        jax.debug.callback(lambda i, z: calls.append((int(i), int(z))), index, zero)
+        return {"sum": x.sum(), "index": index}
+
+    calls: list[tuple[int, int]] = []
+    out = jax.jit(measure.looped(call, 3))(jnp.ones(5))
+    jax.effects_barrier()
+    assert float(out["sum"]) == 5 and int(out["index"]) == 2 and sorted(calls) == [(0, 0), (1, 0), (2, 0)]
+
+
+def products_outside_of_loops(program) -> int:
+    text = program.as_text()
+    entry = text[text.index("ENTRY") :]
+    return entry.count("dot_general")
+
+
+def test_what_is_sliced_at_zero_stays_in_the_loop():
+    """XLA takes what no turn changes out of a loop: a barrier does not stop it, an unknown index does."""
+    x = jax.ShapeDtypeStruct((2, 32, 32), jnp.float32)
+    inside = measure.compiled(measure.looped(lambda i, zero, a: a[i % 2 + zero] @ a[zero], 7), x, what="", free=1e9)
+    assert products_outside_of_loops(inside) == 0
+    outside = measure.compiled(measure.looped(lambda i, zero, a: a[0] @ a[1], 7), x, what="", free=1e9)
+    assert products_outside_of_loops(outside) > 0
+
+
+def test_what_does_not_fit_is_refused_before_it_is_compiled():
+    huge = jax.ShapeDtypeStruct((2**40,), jnp.float32)
+    with pytest.raises(measure.DoesNotFit, match=r"the sum needs 4,096.00 GiB, but 1.00 GiB are free here"):
+        measure.compiled(jnp.sum, huge, what="the sum", free=2**30)
+
+
+def test_what_a_program_needs_in_between_counts():
+    x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    with pytest.raises(measure.DoesNotFit, match="two products"):
+        measure.compiled(lambda a: (a @ a) @ a, x, what="two products", free=2 * 64 * 64 * 4)
+
+
+def test_there_is_memory_and_a_device_does_something():
+    assert measure.free_bytes() > 2**20
+    limits = measure.Device(copy_bytes=100, product_flops=10)
+    assert limits.milliseconds(50, 1) == 500 and limits.milliseconds(50, 20) == 2000
+
+
+def test_results_say_what_they_were_made_with(tmp_path):
+    path = tmp_path / "out.json"
+    measure.write(path, "kernels", {"calls": 2}, [{"name": "row"}])
+    written = json.loads(path.read_text())
+    assert written["benchmark"] == "kernels" and written["settings"] == {"calls": 2}
+    assert {"device", "versions", "commit", "cores"} <= written.keys() and written["results"] == [{"name": "row"}]
+
+
+def test_a_row_that_only_one_run_has_stands_alone():
+    table = measure.ratio_table([{"name": "new", "milliseconds": 1.0}], [{"name": "old", "milliseconds": 2.0}])
+    assert "new" in table and "old" in table and "geometric" not in table
+
+
+@pytest.mark.parametrize("text", ["", "0", "1,x", "-3", "1.5"])
+def test_lists_of_numbers_are_checked(text):
+    with pytest.raises(ValueError, match="--batches"):
+        measure.whole_numbers("--batches", text)
+
+
+def test_a_sweep_of_which_nothing_ran_says_why():
+    measure.check_some_ran([{"refused": "too large"}, {"milliseconds": 1.0}])
+    with pytest.raises(ValueError, match="too large"):
+        measure.check_some_ran([{"refused": "too large"}])

@@ -1,0 +1,117 @@
+"""The report makes the same page of the same files, and says of each target what was measured."""
+
+import json
+
+import pytest
+
+from benchmarks import report
+from benchmarks.__main__ import main
+
+VERSIONS = {"python": "3.12", "jax": "0.12"}
+
+
+def step(policy: str, prompt: int, milliseconds: float, *, shape: str = "llama-3.1-8b", budget: int | None = 8192):
+    return {
+        "name": f"{shape} {policy} {prompt}", "kind": "decode", "shape": shape, "batch": 1, "budget": budget,
+        "prompt": prompt, "policy": policy, "milliseconds": milliseconds, "low": milliseconds, "high": milliseconds,
+        "floor_milliseconds": 4.0, "compiled_bytes": 30, "weight_bytes": 20, "cache_bytes": 10, "repetitions": 3,
+    }  # fmt: skip
+
+
+def operation(name: str, by: str, milliseconds: float):
+    return {
+        "name": f"{name} {by}", "operation": name, "case": "block", "shape": "llama-3.1-8b", "batch": 8,
+        "implementation": by, "milliseconds": milliseconds, "low": milliseconds, "high": milliseconds,
+        "floor_milliseconds": 0.09, "times_reference": 0.4 / milliseconds,
+    }  # fmt: skip
+
+
+def document(benchmark: str, rows: list, device: str = "NVIDIA H200"):
+    limits = {"copy_bytes": 4e12, "product_flops": 8e14}
+    settings = {"calls": 4, "repetitions": 3, "limits": limits}
+    facts = {"device": device, "cores": 2, "versions": VERSIONS, "commit": "abc"}
+    return {"benchmark": benchmark, "settings": settings, **facts, "results": rows}
+
+
+STEPS = [
+    step("h2o+caote", 8192, 4.4),
+    step("h2o+caote", 1_048_576, 4.6),
+    step("streaming", 8192, 4.35),
+    step("none", 8192, 4.3),
+    step("none", 131_072, 9.0, budget=None),
+]
+KERNELS = [operation("caote_topk", "reference", 0.4), operation("caote_topk", "pallas_gpu", 0.1)]
+
+
+@pytest.fixture
+def folders(tmp_path):
+    results, docs = tmp_path / "results", tmp_path / "docs"
+    results.mkdir()
+    (docs / "images").mkdir(parents=True)
+    for name, rows in (("decode", STEPS), ("kernels", KERNELS)):
+        (results / f"{name}.json").write_text(json.dumps(document(name, rows)))
+    return results, docs
+
+
+def run(folders) -> int:
+    return main(["report", "--results", str(folders[0]), "--docs", str(folders[1])])
+
+
+def test_the_same_files_give_the_same_page(folders):
+    assert run(folders) == 0
+    first = (folders[1] / "performance.md").read_text()
+    assert run(folders) == 0
+    assert (folders[1] / "performance.md").read_text() == first
+    assert "4.600" in first and "NVIDIA H200" in first and "4,000.0 GB/s" in first
+    for name in ("decode", "kernels"):
+        assert f"images/performance-{name}.png" in first
+        assert (folders[1] / "images" / f"performance-{name}.png").stat().st_size > 10_000
+
+
+def verdicts(found: list) -> dict[str, str]:
+    lines = report.targets(found).splitlines()[2:]
+    return {line.split("  ")[0]: " ".join(line.split()[-2:]) for line in lines}
+
+
+def test_targets_are_met_missed_or_unmeasured():
+    said = verdicts([document("decode", STEPS), document("kernels", KERNELS)])
+    assert said["8B decode, batch 1, budget 8k: time over its floor"] == "1.100 met"
+    assert said["8B decode: longest prompt over shortest"] == "1.045 missed"
+    assert said["8B decode: share of scoring and eviction"] == "0.023 met"
+    assert said["caote_topk, S 8k, K 8, B 8: share of copy bandwidth"] == "0.900 met"
+    assert said["caote_topk, the same: times the reference"] == "4.000 met"
+    assert said["8B block of 128: share of scoring and eviction"].endswith("unmeasured")
+
+
+def test_a_cpu_s_figures_answer_no_target_of_a_gpu():
+    said = verdicts([document("decode", STEPS, device="cpu")])
+    assert all(verdict.endswith("unmeasured") for verdict in said.values())
+
+
+def test_a_decode_step_on_a_cpu_is_compared_by_its_prompts():
+    rows = [
+        step("h2o+caote", 1_000, 10.0, shape="small", budget=512),
+        step("none", 1_000, 9.0, shape="small", budget=512),
+    ]
+    rows += [step("streaming", 1_000, 9.5, shape="small", budget=512)]
+    rows += [step("h2o+caote", 100_000, 10.2, shape="small", budget=512)]
+    said = verdicts([document("cpu", rows, device="cpu")])
+    assert said["small decode, budget 512: prompt 100k over 1k"] == "1.020 met"
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"benchmark": "nothing", "results": []}'])
+def test_a_file_that_is_none_is_refused_and_the_page_stays(text, folders, capsys):
+    assert run(folders) == 0
+    before = (folders[1] / "performance.md").read_text()
+    (folders[0] / "odd.json").write_text(text)
+    assert run(folders) == 2
+    assert "odd.json is no results file" in capsys.readouterr().err
+    assert (folders[1] / "performance.md").read_text() == before
+
+
+def test_no_results_at_all_are_refused(tmp_path, capsys):
+    assert main(["report", "--results", str(tmp_path), "--docs", str(tmp_path)]) == 2
+    assert "images does not exist" in capsys.readouterr().err
+    (tmp_path / "images").mkdir()
+    assert main(["report", "--results", str(tmp_path), "--docs", str(tmp_path)]) == 2
+    assert "holds no results" in capsys.readouterr().err

@@ -1,0 +1,88 @@
+"""Steps started as after a long prompt are the decoder's steps, on a cache that is what it says."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks import measure, steps
+from benchmarks.shapes import SHAPES
+from models import decoding
+
+CONFIG = SHAPES["tiny"]
+EVICTING = steps.Setting(CONFIG, "h2o+caote", 16, block=8)
+FREE = 2**30
+
+
+@pytest.fixture(scope="module")
+def model():
+    return steps.random_model(CONFIG, jnp.float32)
+
+
+def test_heads_hold_distinct_places_all_over_the_prompt():
+    shape = steps.shapes(EVICTING, 1_000_000).cache
+    cache = steps.after_prompt(shape, 1_000_000, 16)
+    for head in np.asarray(cache.position).reshape(-1, 24):
+        live = head[head >= 0]
+        assert len(set(live.tolist())) == 16 and live.max() > 900_000 and live.min() < 100_000
+    assert np.asarray(cache.next_position).tolist() == [1_000_000]
+    state = jax.tree.leaves(cache.state)
+    assert state and all(np.isfinite(leaf).all() for leaf in state)
+
+
+def test_a_full_cache_stands_in_order():
+    setting = steps.Setting(CONFIG, None, None, block=8)
+    cache = steps.after_prompt(steps.shapes(setting, 40).cache, 40, 40)
+    assert cache.position[0, 0, 0].tolist() == [*range(40), *[-1] * 8]
+
+
+def test_a_program_is_so_many_of_the_decoder_s_steps(model):
+    program = steps.program("decode", EVICTING, 100, 3, free=FREE)
+    projection = decoding.output_projection(model, "h2o+caote")
+    make = lambda: steps.after_prompt(program.cache, 100, 16)  # noqa: E731
+    after, logits = program.run(model, make(), program.tokens, program.rows, projection)
+    cache, policy = make(), steps.shapes(EVICTING, 100).plan.policy
+    for step in range(3):
+        expected, cache = decoding._decode(
+            model, cache, program.tokens, jnp.zeros(1, bool), program.rows, projection, step + 1, policy, 1
+        )
+    np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(after.position, make().position)  # started anew
+    np.testing.assert_allclose(after.value, cache.value, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("policy", ["h2o+caote", "streaming", None])
+def test_all_contenders_have_the_same_slots(policy):
+    setting = steps.Setting(CONFIG, policy, 16, block=8)
+    assert steps.shapes(setting, 1_000_000).cache.position.shape == (2, 1, 2, 24)
+
+
+def test_one_program_serves_every_prompt_under_a_budget():
+    shapes = [steps.shapes(EVICTING, prompt) for prompt in (100, 1_000_000)]
+    assert shapes[0].cache == shapes[1].cache and shapes[0].plan == shapes[1].plan
+
+
+def test_a_program_s_bytes_hold_weights_and_cache():
+    program = steps.program("block", EVICTING, 100, 1, free=FREE)
+    assert program.nbytes > measure.tree_bytes((steps.abstract_model(CONFIG, jnp.float32), program.cache))
+
+
+def test_a_second_prompt_compiles_nothing(model):
+    first, second = (steps.feed(model, EVICTING, prompt, steps=2) for prompt in (24, 48))
+    assert first.compilations <= 1 and second.compilations == 0
+
+
+def test_weights_that_do_not_fit_are_refused_before_they_are_drawn():
+    with pytest.raises(measure.DoesNotFit, match=r"the model needs 14\.96 GiB"):
+        steps.random_model(SHAPES["llama-3.1-8b"], jnp.bfloat16, free=2**30)
+
+
+def test_a_full_cache_that_does_not_fit_is_refused_before_it_is_compiled():
+    setting = steps.Setting(SHAPES["llama-3.1-8b"], None, None, dtype=jnp.bfloat16)
+    with pytest.raises(measure.DoesNotFit, match="a full cache of 1,000,000"):
+        steps.program("decode", setting, 1_000_000, 1, free=139 * 2**30)
+
+
+def test_more_steps_than_there_is_room_for_are_refused():
+    with pytest.raises(ValueError, match="there is room for 8"):
+        steps.program("decode", EVICTING, 100, 9, free=FREE)
