@@ -17,15 +17,18 @@ ARGS ?=
 
 PY := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
-SOURCES := conftest.py kernels_pallas kvjax models evals train benchmarks tests
+SOURCES := conftest.py kernels_pallas kvjax models evals train benchmarks tests notebooks docs/conf.py docs/tables.py
 
-.PHONY: help setup test lint format types demo clean
+.PHONY: help setup tpu test lint format types docs notebooks wheel demo clean
 
 help:  ## this list
 	@echo 'Usage: make TARGET   (PYTHON=path picks the interpreter, WORKERS=4 the test processes, ARGS="-k h2o" goes to pytest)'
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  \1\t\2/' | expand -t 12
 
 setup: $(INSTALLED)  ## make .venv and install kvjax with its extras (versions from constraints.txt)
+
+tpu: setup  ## add libtpu (700 MB) to .venv, so that the tests that compile for TPUs run; no TPU is needed
+	@$(PY) -c 'import libtpu' 2>/dev/null || $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[tpu]'
 
 test: setup  ## run all tests and every example in a docstring
 	$(PY) -m pytest -n $(WORKERS) $(ARGS)
@@ -41,12 +44,22 @@ format: setup  ## ruff: mend what it can mend
 types: setup  ## mypy
 	$(PY) -m mypy
 
+docs: setup  ## the documentation, to docs/_build/html; a warning is an error
+	$(PY) docs/tables.py --check
+	$(PY) -m sphinx -W --keep-going -q -b html docs docs/_build/html
+
+notebooks: setup  ## run all notebooks
+	$(PY) notebooks/run.py
+
+wheel: setup  ## sdist and wheel into dist/, tried out in an empty environment outside the checkout
+	PY='$(abspath $(VENV))/bin/python' .ci/wheel dist
+
 demo: setup  ## full cache against each policy: a table, a picture and a JSON file in demo/
 	@mkdir -p demo
 	$(PY) $(DEMO)
 
 clean:  ## remove .venv, caches, builds and demo/
-	rm -rf $(VENV) build dist demo .mypy_cache .pytest_cache .ruff_cache .hypothesis .jax_cache
+	rm -rf $(VENV) build dist demo docs/_build docs/tutorial/*.ipynb .mypy_cache .pytest_cache .ruff_cache .hypothesis .jax_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(INSTALLED): pyproject.toml constraints.txt

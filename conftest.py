@@ -15,6 +15,8 @@ def _add_flag(name: str, value: object) -> None:
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 _add_flag("xla_force_host_platform_device_count", 8)  # eight devices on one machine, for the tests of sharding
+if os.environ["JAX_PLATFORMS"] == "cpu":  # tests compile a lot and compute little: half the time
+    _add_flag("xla_backend_optimization_level", 0)
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 if "PYTEST_XDIST_WORKER" in os.environ:  # the workers share the cores: no thread pool inside each
     _add_flag("xla_cpu_multi_thread_eigen", "false")

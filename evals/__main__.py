@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import argparse
-
-from evals import (
-    ablation,
-    butler_figures,
-    coref,
-    fidelity,
-    harness,
-    infinitebench,
-    longbench,
-    needle,
-    page,
-    perplexity,
-    ruler,
-    sweep,
-    view,
-)
 from models import commands
+
+with commands.extra("eval", "evals"):
+    from evals import (
+        ablation,
+        butler_figures,
+        coref,
+        fidelity,
+        harness,
+        infinitebench,
+        longbench,
+        needle,
+        page,
+        perplexity,
+        ruler,
+        sweep,
+        view,
+    )
 
 EVALUATIONS = {
     "needle": needle,
@@ -36,11 +36,18 @@ EVALUATIONS = {
     "report": page,
     "view": view,
 }
+EXAMPLES = """examples:
+  python -m evals needle --policies full,snapkv,snapkv+caote --budgets 256,512 --json out.json --plot out.png
+  python -m evals ruler --lengths 1024 --policies full,snapkv+caote --budgets 0.25 --when prompt --out runs/ruler
+  python -m evals NAME --help
+"""
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the evaluation that the first argument names; returns the exit code."""
-    flags = argparse.ArgumentParser(prog="python -m evals", description="Evaluations of models under a KV budget.")
+    flags = commands.parser(
+        "kvjax-eval", "evals", description="Evaluations of models under a KV budget.", examples=EXAMPLES
+    )
     names = flags.add_subparsers(dest="name", required=True, metavar="NAME")
     for name, module in EVALUATIONS.items():
         summary = str(module.__doc__).splitlines()[0]
@@ -49,8 +56,8 @@ def main(arguments: list[str] | None = None) -> int:
                 name,
                 help=summary,
                 description=summary,
-                epilog=module.EXAMPLES,
-                formatter_class=argparse.RawDescriptionHelpFormatter,
+                epilog=commands.epilog(module.EXAMPLES.replace("python -m evals", flags.prog)),
+                formatter_class=flags.formatter_class,
             )
         )
     parsed = flags.parse_args(arguments)

@@ -104,6 +104,10 @@ def command(flags: argparse.Namespace) -> None:
     }
     before = _read(flags.json, flags.study, sampled) if flags.resume else {}
     model, tokenizer = models.load(flags.model, dtype=flags.dtype)
+    if flags.length > model.config.max_positions:
+        raise ValueError(
+            f"--length is {flags.length}, but {flags.model} takes {model.config.max_positions} positions; give fewer."
+        )
     if tokenizer is None:
         raise ValueError(f"{flags.model} has no tokenizer.json, and needles are text; copy it from the model's source.")
 

@@ -113,7 +113,10 @@ def markdown(folder: Path) -> str:
         INTRODUCTION,
     ]
     for path in sorted(folder.glob("*.json")):
-        data = json.loads(path.read_text())
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError:
+            raise ValueError(f"{path} is not JSON; run its study again, or move it elsewhere.") from None
         if not isinstance(data, dict) or not data.get("claims"):
             continue
         measure = data.get("claims_measure", "recall")

@@ -331,19 +331,21 @@ def command(flags: argparse.Namespace) -> None:
     if flags.include_path is not None and not flags.include_path.is_dir():
         raise FileNotFoundError(f"there is no folder {flags.include_path}; name one with tasks by --include_path.")
     commands.check_outputs([flags.json])
+    tasks = commands.split_list(flags.tasks)
+    if not tasks:
+        raise ValueError("no task was given; name at least one, such as --tasks piqa.")
+    if flags.out is not None and flags.out.exists() and not flags.out.is_dir():
+        raise ValueError(f"cannot write into {flags.out}: it is a file; name a folder.")
     kind = model_class()
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
     manager = TaskManager(include_path=None if flags.include_path is None else str(flags.include_path))
-    tasks = commands.split_list(flags.tasks)
     unknown = [task for task in tasks if task not in manager.all_tasks and not Path(task).is_file()]
-    if unknown or not tasks:
-        raise ValueError(f"the harness has no task {', '.join(unknown) or 'of no name'}; list them: lm-eval ls tasks.")
+    if unknown:
+        raise ValueError(f"the harness has no task {', '.join(unknown)}; list them: lm-eval ls tasks.")
     if flags.out is not None:
-        if not flags.out.parent.is_dir():
-            raise FileNotFoundError(f"cannot make {flags.out}: the folder {flags.out.parent} does not exist.")
-        flags.out.mkdir(exist_ok=True)
+        flags.out.mkdir(parents=True, exist_ok=True)
     started, results = time.time(), []
     for text, arguments in zip(flags.model_args, given, strict=True):
         model = kind(**{"batch_size": flags.batch, **arguments})

@@ -34,7 +34,6 @@ class Results:
 
     Raises:
         ValueError: the folder holds something else, other settings, a damaged file, or another run writes into it.
-        FileNotFoundError: the folder it should be made in does not exist.
 
     Example:
         >>> import tempfile
@@ -85,8 +84,12 @@ class Results:
         folder = self._folder
         if folder is not None and folder.exists() and not folder.is_dir():
             raise ValueError(f"cannot write into {folder}: it is a file; name a folder.")
-        if folder is not None and not folder.parent.is_dir():
-            raise FileNotFoundError(f"cannot make {folder}: the folder {folder.parent} does not exist.")
+        if folder is not None:
+            above = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+            if not above.is_dir():
+                raise ValueError(f"cannot make {folder}: {above} is a file; name another folder.")
+            if not os.access(above, os.W_OK):
+                raise PermissionError(f"cannot write into {above}: permission denied; name another folder.")
         if folder is not None and (folder / HEADER).exists():
             header = read_header(folder)
             _check_same(folder, header, self._wanted)
@@ -97,7 +100,7 @@ class Results:
 
     def _open(self, folder: Path) -> None:
         header = self.check()
-        folder.mkdir(exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         if not (folder / HEADER).exists():  # before any other file, so that a run killed here can go on
             commands.write_json(folder / HEADER, header)
         self._file = (folder / SAMPLES).open("ab")
@@ -174,8 +177,11 @@ def _read(path: Path) -> tuple[list[dict[str, Any]], int]:
     for number, line in enumerate(lines[:-1], 1):  # behind the last newline stands nothing, or what was cut off
         try:
             record = json.loads(line)
-            record["task"], record["sample"], record["score"]
+            known = isinstance(record["task"], str) and isinstance(record["sample"], int)
+            known = known and isinstance(record["score"], int | float)
         except (ValueError, KeyError, TypeError):
+            known = False
+        if not known:
             raise ValueError(f"{path} is damaged at line {number}; remove that line, or name another folder.") from None
         records.append(record)
         whole += len(line) + 1

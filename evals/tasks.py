@@ -157,6 +157,8 @@ def needle(
         raise ValueError(f"depth is {depth}; expected a number from 0 (the beginning) to 1 (the end).")
     if facts < 1:
         raise ValueError(f"facts is {facts}; expected at least 1.")
+    if facts > length:  # before they are drawn
+        raise ValueError(f"{facts} facts take more than the length {length}; give fewer facts or a greater length.")
     if question not in ("after", "before", "both"):
         raise ValueError(f"question is {question!r}; expected 'after', 'before' or 'both'.")
     rng = np.random.default_rng([seed, length, facts])

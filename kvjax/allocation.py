@@ -327,7 +327,7 @@ def parse_allocation(name: str) -> Allocation:
     how = "write it like 'model' or 'adakv(safeguard=0.2)'"
     try:
         tree = ast.parse(name.strip(), mode="eval").body
-    except (SyntaxError, ValueError):
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise ValueError(f"the allocation {name!r} is malformed; {how}.") from None
     return called(tree, ALLOCATIONS, "allocation", name.strip(), how)
 

@@ -22,6 +22,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from kvjax.checks import check_count, is_float
+
 PyTree = Any
 Positions = Literal["absolute", "compact", "index"]
 
@@ -101,8 +103,9 @@ class KVCache:
             batch=batch, kv_heads=kv_heads, slots=slots, head_dim=head_dim, layers=1 if layers is None else layers
         )
         for name, size in sizes.items():
-            if size < 1:
-                raise ValueError(f"{name} is {size}; a cache needs at least 1.")
+            check_count(name, size, 1, "a cache needs at least 1")
+        if not is_float(dtype):
+            raise ValueError(f"dtype is {dtype!r}; keys and values are floats, such as 'bfloat16'.")
         shape = (*(() if layers is None else (layers,)), batch, kv_heads, slots)
         return cls(
             key=jnp.zeros((*shape, head_dim), dtype),
@@ -199,8 +202,9 @@ def compact(cache: KVCache, slots: int) -> KVCache:
         >>> kvjax.compact(cache, 2).key.ravel().tolist()
         [0.0, 3.0]
     """
-    if slots < 1:
-        raise ValueError(f"slots is {slots}; a cache needs at least 1.")
+    if not isinstance(cache, KVCache):
+        raise ValueError(f"a {type(cache).__name__} was given; compact takes a KVCache.")
+    check_count("slots", slots, 1, "a cache needs at least 1")
     order = jnp.broadcast_to(jnp.arange(1, slots + 1), (*cache.position.shape[:-1], slots))
     source = nth_true(cache.live, order)  # [*L, B, K, slots], num_slots where there is no such token
 

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.allocation import UNIFORM, Allocation, Contest, parse_allocation
 from kvjax.cache import KVCache
+from kvjax.checks import check_tokens, real_array
 from kvjax.insertion import Cache
 from kvjax.paged import PagedCache, release
 from kvjax.selection import keep_mask
@@ -55,11 +56,17 @@ def evict(
         allocation = parse_allocation(allocation)
     if not isinstance(allocation, Allocation):
         raise ValueError(f"{allocation!r} is not an allocation; give one of kvjax.allocation, or its short name.")
-    position = cache.position
+    if not isinstance(cache, Cache):
+        raise ValueError(f"a {type(cache).__name__} was given; evict takes a KVCache or a PagedCache.")
+    scores, position = real_array("scores", scores), cache.position
     if isinstance(cache, PagedCache):
         if layer is not None:
             raise ValueError("a paged cache evicts in all its layers at once, as pages are shared; leave layer out.")
     elif layer is not None:
+        if len(cache.heads_shape) == 2 or (isinstance(layer, int) and not 0 <= layer < cache.heads_shape[0]):
+            raise ValueError(
+                f"layer is {layer}, but the cache has the layers {list(range(*cache.heads_shape[:-2] or (0,)))}."
+            )
         position = position[layer]
         if not allocation.one_layer:
             raise ValueError(
@@ -68,8 +75,7 @@ def evict(
             )
     if scores.shape != position.shape:
         raise ValueError(f"scores {scores.shape} do not fit the slots: expected {position.shape}.")
-    if isinstance(budget, int) and budget < 1:
-        raise ValueError(f"the budget is {budget}; at least 1 token must stay.")
+    check_tokens(budget, cache.next_position.shape[0])
     if allocation.even and not isinstance(cache, PagedCache):
         stays = keep_mask(scores, position, budget, excess=excess)
     else:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from kernels_pallas.caote_topk.reference import Group, Norm, eviction_error, length, root
+from kvjax.checks import real_array
 from kvjax.projection import OutputProjection, measure
 
 __all__ = ["Group", "joined_change", "score"]
@@ -62,7 +63,7 @@ def score(
         >>> kvjax.score(A, V).round(4).tolist()  # the first token's value is the output itself: losing it costs nothing
         [0.0, 0.6667, 0.6667]
     """
-    A, V = jnp.asarray(A), jnp.asarray(V)
+    A, V = real_array("A", A), real_array("V", V)
     heads = A.shape if group is None else (*A.shape[:-2], *A.shape[-1:])
     if V.ndim < 2 or heads != V.shape[:-1] or A.ndim != V.ndim - (group is None):
         expected = "weights [*batch, S]" if group is None else "weights [*batch, G, S]"
@@ -71,6 +72,10 @@ def score(
         )
     if mask is not None and mask.shape != V.shape[:-1]:
         raise ValueError(f"mask {mask.shape} and values {V.shape} do not match: expected {V.shape[:-1]}.")
+    if V.shape[-2] == 0:
+        raise ValueError(f"weights {A.shape} and values {V.shape} hold no tokens; give at least 1.")
+    if mask is not None and mask.dtype != bool:
+        raise ValueError(f"the mask is {mask.dtype}; give booleans, True for a live token.")
     if norm not in (1, 2, "inf"):
         raise ValueError(f"unknown norm {norm!r}; there are 1, 2 and 'inf'.")
     if group not in (None, "exact", "mean"):

@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache import KVCache, insert_plain
+from kvjax.checks import real_array
 from kvjax.paged import PagedCache, insert_paged
 
 Cache = KVCache | PagedCache
@@ -45,8 +46,13 @@ def insert(
         >>> kvjax.insert(kvjax.insert(cache, row, row), 2 * row, 2 * row).key.ravel().tolist()
         [1.0, 2.0]
     """
-    B, T, K, D = key.shape
+    if not isinstance(cache, KVCache | PagedCache):
+        raise ValueError(f"a {type(cache).__name__} was given; insert takes a KVCache or a PagedCache.")
+    key, value = real_array("key", key), real_array("value", value)
     heads = cache.heads_shape
+    if key.ndim != 4:
+        raise ValueError(f"keys {key.shape} do not fit: expected [B, T, K, D].")
+    B, T, K, D = key.shape
     if (len(heads) == 3) != (layer is not None):
         raise ValueError(
             "the cache stacks layers: say which with layer=."
@@ -60,6 +66,8 @@ def insert(
             f"keys {key.shape} and values {value.shape} do not fit a cache with B, K = {heads[-2:]} and "
             f"D = {cache.key.shape[-1]}: expected twice [B, T, K, D]."
         )
+    if position is not None and (position.shape != (B, T) or not jnp.issubdtype(position.dtype, jnp.integer)):
+        raise ValueError(f"position is {position.dtype} {position.shape}; expected integers {(B, T)}, one a token.")
     if position is None:
         position = cache.next_position[:, None] + jnp.arange(T, dtype=jnp.int32)
     if not any(isinstance(leaf, jax.core.Tracer) for leaf in (cache.position, position, layer)):

@@ -17,10 +17,11 @@ from typing import Any, Literal, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kernels_pallas import ColumnStatistics, caote_topk
+from kernels_pallas import STATISTICS, ColumnStatistics, caote_topk
 from kernels_pallas.dispatch import Implementation
 from kvjax.allocation import UNIFORM, Allocation, parse_allocation
 from kvjax.cache import Positions
+from kvjax.checks import check_count
 from kvjax.names import called, registered
 from kvjax.projection import OutputProjection
 from kvjax.selection import share_of
@@ -203,6 +204,9 @@ def base_score(
         >>> str(kvjax.chain(value_norm, kvjax.protect(sinks=4)))
         'value_norm+protect(sinks=4)'
     """
+    if unknown := sorted(set(statistics) - set(STATISTICS)):
+        raise ValueError(f"{name}: unknown statistics {', '.join(unknown)}; there are {', '.join(STATISTICS)}.")
+    check_count(f"{name}: window", window, 0, "give the number of queries that observe, from 0")
     return Policy(
         name=name,
         init=no_state,
@@ -230,6 +234,8 @@ def chain(*links: Policy) -> Policy:
         >>> str(kvjax.chain(kvjax.h2o(), kvjax.caote(), kvjax.protect(sinks=4, recent=0.5)))
         'h2o+caote+protect(sinks=4,recent=0.5)'
     """
+    if wrong := [link for link in links if not isinstance(link, Policy)]:
+        raise ValueError(f"{wrong[0]!r} is no link of a policy; give links such as kvjax.h2o(), or kvjax.parse a name.")
     name = "+".join(link.name for link in links)
     if not links or not links[0].base:
         first = f"{links[0].name!r} comes first" if links else "nothing was given"
@@ -316,10 +322,10 @@ def allocated(policy: Policy, allocation: Allocation) -> Policy:
         >>> str(kvjax.h2o() @ "layer")
         'h2o@layer'
     """
-    plain = policy.name.split("@")[0]
-    name = plain if allocation is UNIFORM else f"{plain}@{allocation.name}"
     if not isinstance(allocation, Allocation):
         raise ValueError(f"{allocation!r} is not an allocation; give one of kvjax.allocation, or its short name.")
+    plain = policy.name.split("@")[0]
+    name = plain if allocation is UNIFORM else f"{plain}@{allocation.name}"
     if not allocation.even and policy.heads == "layer":
         raise ValueError(
             f"{name!r}: {plain!r} keeps one set of tokens for all heads of a layer, but {allocation.name!r} gives "
@@ -480,8 +486,7 @@ def check_budget(policy: Policy, budget: int) -> None:
         ValueError: the budget is 16 tokens, but 'snapkv' always keeps 0 first and 32 last ones: give at least 32, \
 or protect fewer.
     """
-    if budget < 1:
-        raise ValueError(f"the budget is {budget}; at least 1 token must stay.")
+    check_count("the budget", budget, 1, "at least 1 token must stay")
     sinks, recent = protected(policy, budget)
     if sinks + recent > budget:
         raise ValueError(
@@ -504,6 +509,8 @@ def parse(name: str) -> Policy:
         >>> str(kvjax.parse("snapkv(window=16) + fast_caote @ layer"))
         'snapkv(window=16)+fast_caote@layer'
     """
+    if not isinstance(name, str):
+        raise ValueError(f"the policy {name!r} is no text; write links joined by '+', like {_EXAMPLE}.")
     whole = name
     name, at, behind = name.partition("@")
     allocation = None
@@ -514,8 +521,10 @@ def parse(name: str) -> Policy:
             raise ValueError(f"{whole!r}: {error}") from None
     try:
         tree = ast.parse(name.strip(), mode="eval").body
-    except (SyntaxError, ValueError):
-        raise ValueError(f"the policy {name!r} is malformed; write links joined by '+', like {_EXAMPLE}.") from None
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        raise ValueError(
+            f"the policy {name[:80]!r} is malformed; write links joined by '+', like {_EXAMPLE}."
+        ) from None
     links = []
     while isinstance(tree, ast.BinOp) and isinstance(tree.op, ast.Add):
         links.append(called(tree.right, LINKS, "policy", name, f"write links joined by '+', like {_EXAMPLE}"))

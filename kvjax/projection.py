@@ -54,8 +54,10 @@ def output_projection(weight: Float[Array, "*L N D E"], kv_heads: int, kinds: It
     unknown = sorted(kinds - set(KINDS))
     if unknown:
         raise ValueError(f"unknown kind {', '.join(unknown)}; there are {', '.join(KINDS)}.")
+    if weight.ndim < 3:
+        raise ValueError(f"W_O {weight.shape} does not fit: expected [N, D, E], one block a query head.")
     *L, N, D, E = weight.shape
-    if N % kv_heads:
+    if kv_heads < 1 or N % kv_heads:
         raise ValueError(f"{kv_heads} KV heads do not divide the {N} query heads of W_O {weight.shape}.")
     G = N // kv_heads
     blocks = weight.reshape(*L, kv_heads, G, D, E)

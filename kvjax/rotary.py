@@ -17,6 +17,10 @@ def rotate(
         >>> rotate(jnp.array([1.0, 0.0]), jnp.array([0.0]), jnp.array([1.0])).tolist()
         [0.0, 1.0]
     """
+    if x.shape[-1:] != (2 * cos.shape[-1],) or cos.shape != sin.shape:
+        raise ValueError(
+            f"heads {x.shape}, cosines {cos.shape} and sines {sin.shape} do not fit: the last are half a head long."
+        )
     first, second = jnp.split(x, 2, axis=-1)
     cos, sin = cos.astype(x.dtype), sin.astype(x.dtype)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)

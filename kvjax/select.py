@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache import nth_true
+from kvjax.checks import check_count
 from kvjax.selection import keep_mask, share_of
 
 Budget = int | float | Array
@@ -161,13 +162,16 @@ def _check(importance: Array, position: Array, budget: Budget, sinks: int, query
         raise ValueError(f"importance {importance.shape} has {T[0]} queries; give their positions, query_position=.")
     if query_position is not None and query_position.shape != (B, *T):
         raise ValueError(f"query_position {query_position.shape} does not fit: expected {(B, *T)}, one a query.")
-    if sinks < 0:
-        raise ValueError(f"sinks is {sinks}; give a number of first tokens, from 0.")
+    if jnp.issubdtype(importance.dtype, jnp.complexfloating):
+        raise ValueError(f"importance has the dtype {importance.dtype}; expected an array of real numbers.")
+    check_count("sinks", sinks, 0, "give a number of first tokens, from 0")
     if isinstance(budget, float):
         if not 0 < budget <= 1:
             raise ValueError(f"the budget is {budget}; give a share of the tokens in (0, 1], or an int for tokens.")
     elif isinstance(budget, int):
         if budget < 1:
             raise ValueError(f"the budget is {budget}; at least 1 token must be read.")
+    elif not hasattr(budget, "shape"):
+        raise ValueError(f"the budget is {budget!r}; give tokens, an int, a share of them, a float, or an array.")
     elif budget.shape not in ((), (B,), (B, *T)):
         raise ValueError(f"a budget of {budget.shape} does not fit {B} rows: expected {(B,)} or {(B, *T)}.")

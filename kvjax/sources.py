@@ -114,9 +114,11 @@ def parse_source(name: str) -> Source:
         'quest(page_size=4)'
     """
     how = "write it like 'oracle' or 'quest(page_size=4)'"
+    if not isinstance(name, str):
+        raise ValueError(f"the source {name!r} is no text; {how}.")
     try:
         tree = ast.parse(name.strip(), mode="eval").body
-    except (SyntaxError, ValueError):
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise ValueError(f"the source {name!r} is malformed; {how}.") from None
     return called(tree, SOURCES, "source", name.strip(), how)
 

@@ -26,11 +26,11 @@ EXAMPLES = """examples:
 
 def parser() -> argparse.ArgumentParser:
     """The flags."""
-    flags = argparse.ArgumentParser(
-        prog="python -m models.generate",
+    flags = commands.parser(
+        "kvjax-generate",
+        "models.generate",
         description="Generates text with a KV cache inside a budget.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        examples=EXAMPLES,
     )
     flags.add_argument("model", help="'retriever' (inside the package), a Hugging Face folder, or a hub name")
     source = flags.add_mutually_exclusive_group()
@@ -74,6 +74,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _generate(flags: argparse.Namespace) -> None:
+    if not -(2**63) <= flags.seed < 2**63:
+        raise ValueError(f"--seed is {flags.seed}; give an integer of at most 64 bits.")
     budget = None if flags.budget is None else commands.parse_budget(flags.budget)
     prompt = _read_prompt(flags)
     model, tokenizer = models.load(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -9,7 +10,59 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+import jax
+
+import kvjax
+
+EXIT_CODES = """exit codes:
+  0    done
+  2    bad input, a file that can't be read or written, a full disk: one sentence on standard error says what
+  130  interrupted by Ctrl-C
+"""
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose complaint is one line, like every other of a command's."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}; {self.prog} --help says what there is.\n")
+
+
+def parser(script: str, module: str, *, description: str, examples: str = "") -> Parser:
+    """A command's parser: with --version, and a help that ends with examples and exit codes.
+
+    Args:
+        script: the command's name where the package is installed. The help is written for it if it was called so.
+        module: the same command as ``python -m module``, as the examples have it.
+
+    Example:
+        >>> from models.commands import parser
+        >>> flags = parser("kvjax-eval", "evals", description="Evaluations.", examples="python -m evals needle")
+        >>> flags.prog, flags.format_help().splitlines()[-1]
+        ('python -m evals', '  130  interrupted by Ctrl-C')
+    """
+    program = script if Path(sys.argv[0]).stem == script else f"python -m {module}"
+    flags = Parser(
+        prog=program,
+        description=description,
+        epilog=epilog(examples.replace(f"python -m {module}", program)),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    flags.add_argument("--version", action="version", version=f"kvjax {kvjax.__version__}")
+    return flags
+
+
+def epilog(examples: str) -> str:
+    """What stands at the end of a command's help.
+
+    Example:
+        >>> from models.commands import epilog
+        >>> epilog("examples:\\n  python -m evals needle\\n").splitlines()[3]
+        'exit codes:'
+    """
+    return f"{examples.rstrip()}\n\n{EXIT_CODES}".lstrip()
 
 
 def run(command: Callable[[], None], name: str) -> int:
@@ -29,9 +82,56 @@ def run(command: Callable[[], None], name: str) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (ValueError, OSError, ImportError) as error:
-        print(f"{name}: error: {error}", file=sys.stderr)
+        print(f"{name}: error: {sentence(error)}", file=sys.stderr)
+        return 2
+    except (jax.errors.JaxRuntimeError, MemoryError) as error:
+        if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        print(
+            f"{name}: error: memory ran out; give a smaller budget, block or batch, or more devices by --mesh.",
+            file=sys.stderr,
+        )
         return 2
     return 0
+
+
+@contextlib.contextmanager
+def extra(name: str, script: str) -> Iterator[None]:
+    """Around the imports of a command: what is not installed ends it with one sentence and code 2, Ctrl-C with 130.
+
+    Args:
+        name: the extra that brings what is imported.
+        script: the command.
+
+    Example:
+        >>> from models.commands import extra
+        >>> with extra("eval", "kvjax-eval"):
+        ...     import json
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        print(
+            f"{script}: error: {error.name} is not installed; install it with: pip install 'kvjax[{name}]'.",
+            file=sys.stderr,
+        )
+        raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        print(f"\n{script}: interrupted.", file=sys.stderr)
+        raise SystemExit(130) from None
+
+
+def sentence(error: BaseException) -> str:
+    """What an error says, on one line.
+
+    Example:
+        >>> from models.commands import sentence
+        >>> sentence(ValueError("two\\nlines")), sentence(FileNotFoundError(2, "No such file or directory", "a.txt"))
+        ('two lines', 'a.txt: no such file or directory')
+    """
+    if isinstance(error, OSError) and error.strerror and error.filename is not None:
+        return f"{error.filename}: {error.strerror[:1].lower()}{error.strerror[1:]}"
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def split_list(text: str) -> list[str]:
@@ -56,7 +156,7 @@ def parse_budget(text: str) -> int | float:
     """A budget from a command line: slots per head, or a ratio of the prompt.
 
     Raises:
-        ValueError: neither an integer nor a number in (0, 1].
+        ValueError: neither an integer from 1 nor a number in (0, 1].
 
     Example:
         >>> from models.commands import parse_budget
@@ -64,9 +164,13 @@ def parse_budget(text: str) -> int | float:
         (512, 0.25)
     """
     try:
-        return int(text)
+        slots = int(text)
     except ValueError:
         pass
+    else:
+        if slots < 1:
+            raise ValueError(f"the budget is {slots}; at least 1 token must stay.")
+        return slots
     try:
         ratio = float(text)
     except ValueError:

@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from kvjax.checks import check_count
+
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
@@ -76,6 +78,9 @@ class Config:
     pad: int | None = None
 
     def __post_init__(self) -> None:
+        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads")
+        for name in sizes:
+            check_count(name, getattr(self, name), 1, "give a positive integer")
         if not self.head_dim:
             object.__setattr__(self, "head_dim", self.hidden_size // self.num_heads)
         if not self.sliding_windows:
@@ -107,6 +112,8 @@ def from_hugging_face(raw: Mapping[str, Any]) -> Config:
         2
     """
     names = raw.get("architectures") or ["(none)"]
+    if not isinstance(names, list) or not isinstance(names[0], str):
+        raise ValueError(f"architectures is {names!r}; it must be a list of names, such as ['LlamaForCausalLM'].")
     if names[0] not in ARCHITECTURES:
         raise ValueError(f"architecture {names[0]} is not supported; supported are {', '.join(ARCHITECTURES)}.")
     architecture = ARCHITECTURES[names[0]]
@@ -115,8 +122,8 @@ def from_hugging_face(raw: Mapping[str, Any]) -> Config:
     if missing:
         raise ValueError(f"config.json lacks {', '.join(missing)} (an integer each); is it a causal language model's?")
     for name in (*required, "num_key_value_heads", "head_dim", "max_position_embeddings", "sliding_window"):
-        if raw.get(name) is not None and not (isinstance(raw[name], int) and raw[name] > 0):
-            raise ValueError(f"{name} is {raw[name]!r}; it must be a positive integer.")
+        if raw.get(name) is not None:
+            check_count(name, raw[name], 1, "it must be a positive integer")
     if raw.get("quantization_config"):
         raise ValueError("quantization_config is set; quantised weights are not supported, take the original ones.")
     activation = raw.get("hidden_act", "silu")
@@ -128,6 +135,11 @@ def from_hugging_face(raw: Mapping[str, Any]) -> Config:
     max_positions = raw.get("max_position_embeddings") or 2048
     bias = architecture in ("llama", "qwen3") and bool(raw.get("attention_bias", False))
     eos = raw.get("eos_token_id")
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        given = raw.get(name)
+        tokens = given if name == "eos_token_id" and isinstance(given, list) else [given]
+        if not all(token is None or (isinstance(token, int) and not isinstance(token, bool)) for token in tokens):
+            raise ValueError(f"{name} is {raw[name]!r}; it must be a token's id, an integer.")
     default_head_dim = 128 if architecture == "qwen3" else raw["hidden_size"] // heads
     return Config(
         architecture=architecture,
@@ -139,7 +151,7 @@ def from_hugging_face(raw: Mapping[str, Any]) -> Config:
         num_kv_heads=raw.get("num_key_value_heads") or heads,
         head_dim=raw.get("head_dim") or default_head_dim,
         rope=_rope(raw, max_positions),
-        norm_epsilon=float(raw.get("rms_norm_eps", 1e-6)),
+        norm_epsilon=_positive("rms_norm_eps", raw.get("rms_norm_eps", 1e-6)),
         max_positions=max_positions,
         tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
         attention_bias=architecture == "qwen2" or bias,
@@ -213,22 +225,34 @@ def _rope(raw: Mapping[str, Any], max_positions: int) -> Rope:
     original = parameters.get("original_max_position_embeddings") or raw.get("original_max_position_embeddings")
     if type_ == "dynamic":
         original = max_positions
-    original = original or max_positions
-    factor = parameters.get("factor") or (max_positions / original if type_ == "yarn" else 1.0)
+    original = _positive("original_max_position_embeddings", original or max_positions)
+    factor = parameters.get("factor")
+    if factor is None:
+        factor = max_positions / original if type_ == "yarn" else 1.0
+
+    def number(name: str, default: float) -> float:
+        return _positive(name, parameters.get(name) or default)
+
     return Rope(
-        theta=float(parameters.get("rope_theta") or raw.get("rope_theta") or 10_000.0),
+        theta=number("rope_theta", raw.get("rope_theta") or 10_000.0),
         type=type_,
-        factor=float(factor),
+        factor=_positive("factor", factor),
         original_positions=0 if type_ in ("default", "linear") else int(original),
-        low_freq_factor=float(parameters.get("low_freq_factor") or 1.0),
-        high_freq_factor=float(parameters.get("high_freq_factor") or 4.0),
-        beta_fast=float(parameters.get("beta_fast") or 32.0),
-        beta_slow=float(parameters.get("beta_slow") or 1.0),
+        low_freq_factor=number("low_freq_factor", 1.0),
+        high_freq_factor=number("high_freq_factor", 4.0),
+        beta_fast=number("beta_fast", 32.0),
+        beta_slow=number("beta_slow", 1.0),
         attention_factor=parameters.get("attention_factor"),
         mscale=parameters.get("mscale"),
         mscale_all_dim=parameters.get("mscale_all_dim"),
         truncate=bool(parameters.get("truncate", True)),
     )
+
+
+def _positive(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        raise ValueError(f"{name} is {value!r}; it must be a number above 0.")
+    return float(value)
 
 
 def _sliding_windows(raw: Mapping[str, Any], architecture: str, layers: int) -> tuple[int | None, ...]:
@@ -242,5 +266,8 @@ def _sliding_windows(raw: Mapping[str, Any], architecture: str, layers: int) -> 
     types = raw.get("layer_types")
     if types is None:
         full_layers = raw.get("max_window_layers", 28)
+        check_count("max_window_layers", full_layers, 0, "it must be a number of layers")
         types = ["full_attention" if layer < full_layers else "sliding_attention" for layer in range(layers)]
+    if not isinstance(types, list):
+        raise ValueError(f"layer_types is {types!r}; it must be a list, one entry a layer.")
     return tuple(window if type_ == "sliding_attention" else None for type_ in types)

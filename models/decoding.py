@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -27,6 +27,7 @@ from jaxtyping import Array, Float, Int
 import kvjax
 from kvjax import KVCache, OutputProjection, PagedCache, Policy
 from kvjax.attention import idle_rows_keep, store_scores
+from kvjax.checks import check_count
 from kvjax.sources import Source
 from models import guided
 from models.butler import Butler
@@ -37,6 +38,7 @@ from models.guided import Beside, Cache, Guided, Selection
 When = Literal["block", "prompt"]
 HostOrDevice = Array | np.ndarray
 PAGE_SIZE = 16
+MOST_SLOTS = 2**31 - 1  # what int32 counts
 
 
 class Prefilled(NamedTuple):
@@ -220,8 +222,7 @@ def generate(
     """
     tokens, counts, questions = _check_prompt(model, tokens, lengths, question)
     sampling = _check_sampling(temperature, top_k, top_p, key)
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens is {max_new_tokens}; ask for at least 1.")
+    check_count("max_new_tokens", max_new_tokens, 1, "ask for at least 1")
     plan, rows = _plan(
         model.config, _mesh_of(model), tokens.shape[1], counts, questions, policy, budget, block, when, evict_every,
         max_new_tokens, page_size, select=select, sinks=sinks, butler=butler,
@@ -231,7 +232,7 @@ def generate(
     prompt = _blocks(tokens, counts, questions, block)
     projection = output_projection(model, plan.policy) if projection is None else projection
     key = jax.random.key(0) if key is None else key
-    end = model.config.eos if end is None else tuple(end)
+    end = _check_end(model.config, end)
     out = _generate(model, prompt, rows, projection, key, plan, sampling, max_new_tokens, end, butler)
     return out._replace(cache=guided.inner(out.cache))
 
@@ -285,8 +286,7 @@ def stream(
     """
     tokens, counts, questions = _check_prompt(model, tokens, lengths, question)
     sampling = _check_sampling(temperature, top_k, top_p, key)
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens is {max_new_tokens}; ask for at least 1.")
+    check_count("max_new_tokens", max_new_tokens, 1, "ask for at least 1")
     plan, rows = _plan(
         model.config, _mesh_of(model), tokens.shape[1], counts, questions, policy, budget, block, when, evict_every,
         max_new_tokens, page_size, fit_prompt=False, select=select, sinks=sinks, butler=butler,
@@ -296,7 +296,7 @@ def stream(
     prompt = _blocks(tokens, counts, questions, block)
     projection = output_projection(model, plan.policy) if projection is None else projection
     key = jax.random.key(0) if key is None else key
-    end = model.config.eos if end is None else tuple(end)
+    end = _check_end(model.config, end)
     return _stream(
         model, prompt, rows, projection, key, plan, sampling, max_new_tokens, end, on_block, on_cache, butler
     )
@@ -640,14 +640,13 @@ def _plan(
     select=None, sinks=4, butler=None,
 ) -> tuple[_Plan, _Rows]:  # fmt: skip
     """Checks the arguments of a run and sizes its buffers. ``fit_prompt`` lets a short prompt have fewer slots."""
-    if block < 1:
-        raise ValueError(f"block is {block}; a block has at least 1 token.")
+    check_count("block", block, 1, "a block has at least 1 token")
+    check_count("reserve", reserve, 0, "give a number of slots, from 0")
     if when not in ("block", "prompt"):
         raise ValueError(f"when is {when!r}; there are 'block' and 'prompt'.")
-    if evict_every is not None and evict_every < 1:
-        raise ValueError(f"evict_every is {evict_every}; give a number of steps from 1, or None for never.")
-    if not isinstance(page_size, int) or page_size < 1:
-        raise ValueError(f"page_size is {page_size}; a page has at least 1 slot.")
+    if evict_every is not None:
+        check_count("evict_every", evict_every, 1, "give a number of steps from 1, or None for never")
+    check_count("page_size", page_size, 1, "a page has at least 1 slot")
     rows = len(lengths)
     if mesh is not None and rows % mesh.shape["data"]:
         ways = mesh.shape["data"]
@@ -677,6 +676,8 @@ def _plan(
             beside = _power_of_two(beside)
     if budget is None:
         raise ValueError(f"the policy {policy.name!r} needs a budget: slots per head, or a ratio of the prompt.")
+    if isinstance(budget, bool) or not isinstance(budget, int | float | np.integer) or budget > MOST_SLOTS:
+        raise ValueError(f"the budget is {budget!r}; give slots per head (an int), or a ratio (a float in (0, 1]).")
     if isinstance(budget, float) and not 0 < budget <= 1:
         raise ValueError(f"the budget's ratio is {budget}; give a float in (0, 1], or an int for slots per head.")
     if isinstance(budget, float):
@@ -693,12 +694,15 @@ def _plan(
         room, prompt_slots = decode_room, T - int(questions.min())
     else:
         room, prompt_slots = max(block, decode_room), 0
+    # No more than all tokens are ever held. A stream's buffers do not depend on the prompt; they only stay sensible.
+    sensible = max(_power_of_two(T + reserve), config.max_positions)
+    most_slots = T + reserve if fit_prompt else sensible
     if policy.allocation.even:
-        slots = largest + asked + room
+        slots = min(largest + asked + room, sensible)
         if when == "prompt":
             slots, prompt_slots = (max(slots, prompt_slots),) * 2 if slots >= prompt_slots else (slots, prompt_slots)
         else:
-            slots = min(slots, T + reserve) if fit_prompt else slots
+            slots = min(slots, most_slots)
             prompt_slots = slots
         return _Plan(policy, slots, prompt_slots, when, evict_every, mesh, predictor_slots=beside), kept
     if mesh is not None:
@@ -709,8 +713,7 @@ def _plan(
     heads = config.num_layers * _cache_heads(config, policy)
     most = policy.allocation.most(config.num_layers, heads // config.num_layers, largest + asked) + room
     held = budgets + asked + room
-    if fit_prompt:
-        most, held = min(most, T + reserve), np.minimum(held, T + reserve)
+    most, held = min(most, most_slots), np.minimum(held, most_slots)
     pages = kvjax.pages_for(heads * int(held.sum()), rows * heads, page_size)
     return _Plan(policy, most, prompt_slots, when, evict_every, mesh, pages, page_size, predictor_slots=beside), kept
 
@@ -723,14 +726,19 @@ def _mesh_of(model: Decoder) -> Mesh | AbstractMesh | None:
 def _check_prompt(
     model: Decoder, tokens: HostOrDevice, lengths: HostOrDevice | None, question: int | HostOrDevice | None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    host = np.asarray(tokens)
+    if not isinstance(model, Decoder):
+        raise ValueError(f"the model is a {type(model).__name__}; give a Decoder, such as models.load gives.")
+    try:
+        host = np.asarray(tokens)
+    except ValueError:
+        raise ValueError("tokens are rows of different lengths; pad them on the right and give lengths=.") from None
     if host.ndim != 2 or not np.issubdtype(host.dtype, np.integer):
         raise ValueError(f"tokens are {host.dtype} {host.shape}; expected integers [B, T].")
     if host.size == 0:
         raise ValueError(f"the prompt is empty (tokens {host.shape}); give at least 1 token a row.")
     B, T = host.shape
     counts = np.full(B, T) if lengths is None else np.asarray(lengths)
-    if counts.shape != (B,) or counts.min() < 1 or counts.max() > T:
+    if not np.issubdtype(counts.dtype, np.integer) or counts.shape != (B,) or counts.min() < 1 or counts.max() > T:
         raise ValueError(f"lengths are {counts.tolist()}; expected {B} numbers from 1 (no empty prompt) to {T}.")
     counted = host[np.arange(T) < counts[:, None]]
     vocabulary = model.config.vocab_size
@@ -747,13 +755,23 @@ def _check_prompt(
     return host.astype(np.int32), counts.astype(np.int32), questions.astype(np.int32)
 
 
+def _check_end(config: Config, end: tuple[int, ...] | None) -> tuple[int, ...]:
+    if end is None:
+        return config.eos
+    if not isinstance(end, Iterable) or not all(isinstance(token, int | np.integer) for token in end):
+        raise ValueError(f"end is {end!r}; give a tuple of token ids, () for none.")
+    return tuple(end)
+
+
 def _check_sampling(temperature: float, top_k: int | None, top_p: float | None, key: Array | None) -> Sampling:
-    if temperature < 0:
-        raise ValueError(f"temperature is {temperature}; give 0 for the most likely token, or more to draw.")
-    if top_k is not None and top_k < 1:
-        raise ValueError(f"top_k is {top_k}; draw from at least 1 token.")
-    if top_p is not None and not 0 < top_p <= 1:
-        raise ValueError(f"top_p is {top_p}; give a share in (0, 1].")
+    if not isinstance(temperature, int | float) or not 0 <= temperature < math.inf:
+        raise ValueError(f"temperature is {temperature!r}; give 0 for the most likely token, or more to draw.")
+    if top_k is not None:
+        check_count("top_k", top_k, 1, "draw from at least 1 token")
+    if top_p is not None and (not isinstance(top_p, int | float) or not 0 < top_p <= 1):
+        raise ValueError(f"top_p is {top_p!r}; give a share in (0, 1].")
+    if key is not None and not (hasattr(key, "dtype") and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)):
+        raise ValueError(f"key is a {type(key).__name__}; give a random key, jax.random.key(0), say.")
     if temperature > 0 and key is None:
         raise ValueError("temperature is above 0 but no key was given; pass key=jax.random.key(0), say.")
     return Sampling(temperature, top_k, top_p)

@@ -204,6 +204,8 @@ def parse_policy(policy: Policy | str | None) -> Policy | None:
     """A policy from its short name; None for "full"."""
     if isinstance(policy, str):
         return None if policy.strip() == "full" else kvjax.parse(policy)
+    if policy is not None and not isinstance(policy, Policy):
+        raise ValueError(f"policy is {policy!r}; give a policy, or its short name, such as 'snapkv+caote'.")
     return policy
 
 
@@ -251,6 +253,8 @@ def checked_selection(
         raise ValueError(
             f"select={source.name!r} needs a budget: how many tokens a step reads, or which share of them (0.5)."
         )
+    if isinstance(budget, bool) or not isinstance(budget, int | float):
+        raise ValueError(f"the budget is {budget!r}; give tokens (an int), or a share of them (a float in (0, 1]).")
     if isinstance(budget, float) and not 0 < budget <= 1:
         raise ValueError(f"the budget's share is {budget}; give a float in (0, 1], or an int for tokens.")
     if not isinstance(budget, float) and budget < 1:

@@ -277,6 +277,11 @@ def _tensor_names(file: Path) -> set[str]:
 
 def _check_tensors(config: Config, files: dict[str, Path], folder: Path) -> np.dtype:
     """Checks every tensor's name, shape and dtype against the config; the dtype that most weights have."""
+    if config.num_layers > len(files):
+        raise ValueError(
+            f"{folder} holds {len(files)} tensors, too few for the {config.num_layers} layers of its config.json; is "
+            "it complete?"
+        )
     expected = {
         source: _file_shape(shape[1:] if name.startswith("layers.") else shape, SOURCES[name][1])
         for name, shape in parameter_shapes(config).items()

@@ -75,7 +75,8 @@ class Tokenizer:
         try:
             backend = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises nothing narrower
-            raise ValueError(f"{file} is corrupted or of an unknown kind ({error}); download it again.") from None
+            reason = " ".join(str(error).split())
+            raise ValueError(f"{file} is corrupted or of an unknown kind ({reason}); download it again.") from None
         config = read_object(folder / "special_tokens_map.json") | read_object(folder / "tokenizer_config.json")
         try:
             special = {name: _text(config[name]) for name in SPECIAL if config.get(name)}
@@ -151,8 +152,8 @@ class Tokenizer:
                 documents=None,
                 **self.special_tokens,
             )
-        except (jinja2.TemplateError, TypeError) as error:
-            raise ValueError(f"the chat template did not take these messages: {error}") from None
+        except (jinja2.TemplateError, ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
+            raise ValueError(f"the chat template did not take these messages: {' '.join(str(error).split())}") from None
 
     def _id(self, name: str) -> int | None:
         text = self.special_tokens.get(name)
@@ -219,7 +220,7 @@ def read_object(file: Path) -> dict[str, Any]:
         return {}
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is not valid JSON ({error}); download it again.") from None
     if not isinstance(content, dict):
         raise ValueError(f"{file} holds a JSON {type(content).__name__}, not an object; download it again.")

@@ -171,6 +171,6 @@ def test_constraints_are_exact_versions_of_what_is_declared():
     project = PYPROJECT["project"]
     declared = {distribution(r) for r in project["dependencies"]}
     for extra, requirements in project["optional-dependencies"].items():
-        if extra not in ("tpu", "cuda", "data"):  # hundreds of megabytes that CI does not install
+        if extra not in ("cuda", "data"):  # hundreds of megabytes that CI does not install
             declared |= {distribution(r) for r in requirements}
     assert declared - {"kvjax"} <= pinned, f"not pinned: {sorted(declared - {'kvjax'} - pinned)}"

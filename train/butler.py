@@ -89,6 +89,12 @@ class Settings(NamedTuple):
         return math.ceil(self.tokens / (self.batch * self.seq_len))
 
 
+EXAMPLES = """examples:
+  python -m train.butler --out butler/
+  python -m train.butler --model path/to/Llama-3.2-1B --data text/ books.jsonl --tokens 80e6 --out butler/
+  python -m train.butler --model path/to/Llama-3.2-1B --data HuggingFaceFW/fineweb-edu:sample-10BT --mesh data=4
+  python -m models.generate path/to/Llama-3.2-1B --butler butler/ --select butler --budget 0.5 --prompt-file book.txt
+"""
 EMBEDDED = Settings(tokens=3_000_000, seq_len=512, batch=8, lr=4e-3, causal=True)
 
 
@@ -709,7 +715,12 @@ def table(summary: dict[str, Any]) -> str:
 
 def parser() -> argparse.ArgumentParser:
     """The flags."""
-    flags = argparse.ArgumentParser(prog="python -m train.butler", description=__doc__.splitlines()[0])
+    flags = commands.parser(
+        "kvjax-train-butler",
+        "train.butler",
+        description="Trains TokenButler's predictor for a frozen model.",
+        examples=EXAMPLES,
+    )
     flags.add_argument("--model", default="retriever", help="'retriever' (the default), a folder, or a hub name")
     flags.add_argument(
         "--data", nargs="+", help="files, folders, a hub data set (owner/name[:config]), python, retriever"
@@ -728,9 +739,9 @@ def parser() -> argparse.ArgumentParser:
         "--causal", action=argparse.BooleanOptionalAction, help="the loss of visible pairs, or of all as published"
     )
     flags.add_argument("--tokens", type=_count, help="of text in all, such as 80e6")
-    flags.add_argument("--seq-len", type=int)
+    flags.add_argument("--seq-len", type=int, help="tokens a row (default 1024 or 2048, by the model's width)")
     flags.add_argument("--batch", type=int, help="rows a step")
-    flags.add_argument("--lr", type=float)
+    flags.add_argument("--lr", type=float, help="the highest learning rate (default 1e-3)")
     flags.add_argument("--warmup", type=float, help="share of the steps")
     flags.add_argument("--clip", type=float, help="of the gradient's global norm")
     flags.add_argument("--weight-decay", type=float)
@@ -764,6 +775,8 @@ def _run(flags: argparse.Namespace) -> None:
             raise ValueError(f"--{flag.replace('_', '-')} is {getattr(flags, flag)}; give at least {least}.")
     if flags.stop_after is not None and flags.stop_after < 1:
         raise ValueError(f"--stop-after is {flags.stop_after}; give a step, at least 1.")
+    if flags.out.exists() and not flags.out.is_dir():
+        raise ValueError(f"--out is {flags.out}, which is a file; name a folder.")
     _join(flags)
     mesh = models.parse_mesh(flags.mesh or f"data={jax.device_count() if jax.process_count() > 1 else 1}")
     if mesh.size < jax.device_count() and jax.process_count() > 1:

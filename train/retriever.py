@@ -8,7 +8,6 @@ a start from weights that can already look up (train/circuit.py).
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 import json
@@ -32,6 +31,7 @@ from tokenizers import Tokenizer
 from tqdm import tqdm
 
 from evals import coref_task, prose, tasks
+from models import commands
 from models.config import Config, Rope
 from models.decoder import Decoder, parameter_shapes
 from models.load import load
@@ -560,7 +560,7 @@ def _log(folder: Path, line: dict[str, Any]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
-    parser = argparse.ArgumentParser(prog="python -m train.retriever", description=__doc__.splitlines()[0])
+    parser = commands.Parser(prog="python -m train.retriever", description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("models/retriever"), help="folder for the finished model")
     parser.add_argument("--work", type=Path, default=Path("runs/retriever"), help="folder for checkpoints and the log")
     parser.add_argument("--resume", choices=("auto", "never"), default="auto", help="go on from --work's checkpoint")

@@ -119,7 +119,9 @@ def length(x: Float[Array, "*shape D"], norm: Norm) -> Float[Array, "*shape"]:
     if norm == 1:
         return jnp.sum(jnp.abs(x), axis=-1)
     if norm == "inf":
-        return jnp.max(jnp.abs(x), axis=-1)
+        # By place, not by value: where XLA computes a number twice and rounds differently, none equals the maximum.
+        place = jnp.argmax(jax.lax.stop_gradient(jnp.abs(x)), axis=-1, keepdims=True)
+        return jnp.abs(jnp.take_along_axis(x, place, axis=-1))[..., 0]
     return root(jnp.sum(x**2, axis=-1))
 
 

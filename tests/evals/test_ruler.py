@@ -283,7 +283,6 @@ def test_a_killed_run_goes_on_where_it_was(finished, tmp_path, monkeypatch, caps
         (["--prompts", "nowhere.json"], "there is no prompts file nowhere.json"),
         (["--question", "before"], "--question is before; there are after, agnostic"),
         (["--allocations", "everything"], "unknown allocation 'everything'"),
-        (["--out", "nowhere/run"], "the folder nowhere does not exist"),
         (["--plot", "picture.txt"], "suffix '.txt'"),
         (["--batch", "0"], "--batch is 0"),
     ],

@@ -96,3 +96,12 @@ def test_the_written_command_gives_the_same_flags_again(tmp_path):
     assert used["essays"] == [str(file)] and used["qa holds"] == [None, None] and "json" not in used
     file.write_text("Other text.")
     assert running.used(flags)["essays holds"] != used["essays holds"]
+
+
+def test_compiled_programs_are_forgotten_before_the_system_runs_out_of_maps(monkeypatch):
+    cleared = []
+    monkeypatch.setattr(running.jax, "clear_caches", lambda: cleared.append(True))
+    running.make_room()
+    assert not cleared
+    running.make_room(most=1)
+    assert cleared == [True] * Path("/proc/self/maps").is_file()

@@ -16,6 +16,7 @@ import pytest
 import kvjax
 from kvjax import HeadState, KVCache, PagedCache, allocation
 from kvjax.paged import write_layer
+from tests.kernels_pallas.targets import compiled_for_tpu, lowered
 from tests.kvjax import contests
 from tests.kvjax.contests import Row, Token
 
@@ -426,6 +427,45 @@ def test_without_a_policy_pages_only_grow():
     expected, _ = kvjax.attend(plain, *block)
     np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-6)
     assert seen is None and cache.num_live.tolist() == [[3, 3], [1, 1]]
+
+
+def on_a_large_pool(name: str, T: int):
+    """A block upon pages whose heads may own a hundredth of the pool, and the shapes of what it takes."""
+    policy, most, width = kvjax.parse(name), 4096, 128
+    pages = K * 100 * most // 16
+    cache = jax.eval_shape(
+        lambda: PagedCache.init(
+            batch=1, kv_heads=K, pages=pages, page_size=16, most=most, head_dim=width, dtype=jnp.bfloat16,
+            init_state=lambda b, k, s: policy.init(b, k, G, s, width),
+        )
+    )  # fmt: skip
+    leaves, tree = jax.tree.flatten(cache)
+
+    def block(query, rows, *leaves):
+        out, cache, seen = kvjax.observe(jax.tree.unflatten(tree, leaves), query, rows, rows, policy=policy)
+        return out, seen.scores, jax.tree.leaves(cache)
+
+    of_heads = (jax.ShapeDtypeStruct((1, T, heads, width), jnp.bfloat16) for heads in (K * G, K))
+    return block, (*of_heads, *leaves)
+
+
+@pytest.mark.parametrize("platform", ["tpu", "cuda"])
+@pytest.mark.parametrize(("T", "kernels"), [(1, 1), (4, 2)])
+def test_one_kernel_reads_the_pages_of_all_heads_and_one_makes_statistics_of_several_queries(platform, T, kernels):
+    target = {"tpu": "@tpu_custom_call", "cuda": "@__gpu$xla.gpu.triton"}[platform]
+    block, shapes = on_a_large_pool("h2o+caote@model", T)
+    assert lowered(platform, block, *shapes).count(target) == kernels
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize(("name", "times"), [("h2o@model", 0), ("h2o+caote@model", 1), ("keydiff@model", 1)])
+def test_compiled_for_a_tpu_pages_are_laid_out_only_for_a_policy_that_reads_them(name, times):
+    block, shapes = on_a_large_pool(name, 1)
+    program = compiled_for_tpu("v5e:2x2", block, *shapes, donate=range(2, len(shapes)))
+    laid_out = re.findall(r"= bf16\[256,16,128\]\S* gather\(", program.as_text())
+    assert len(laid_out) == times
+    pool = shapes[2].size * 2
+    assert program.memory_analysis().temp_size_in_bytes < pool / 2
 
 
 # Packing.

@@ -1,0 +1,69 @@
+"""What every case of the campaign is held against: one clear sentence out of our own code, and nothing destroyed."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("kernels_pallas", "kvjax", "models", "evals", "train")
+
+
+def refused(call: Callable[[], Any]) -> str:
+    """The sentence with which a function refuses its input; it is raised by us, not by what we call."""
+    with pytest.raises((ValueError, TypeError, OSError)) as caught:
+        call()
+    check_sentence(caught.value)
+    return str(caught.value)
+
+
+def check_sentence(error: BaseException) -> None:
+    """One line of several words, raised in one of our packages; the system's own words are good for a file."""
+    text = str(error)
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    ours = any(Path(last.filename).is_relative_to(ROOT / package) for package in PACKAGES)
+    meant = ours and str(last.line).startswith("raise")  # not what an operation of Python's said by chance
+    of_a_file = isinstance(error, OSError) and error.errno is not None
+    assert meant or of_a_file, f"{last.filename}:{last.lineno}: {last.line}: {type(error).__name__}: {text}"
+    assert "\n" not in text, text
+    assert len(text.split()) >= 4, text
+    assert "Traceback" not in text, text
+
+
+def state_of(folder: Path) -> dict[str, tuple[int, int, int]]:
+    """The files below a folder with what tells that one was written or replaced."""
+    files = [path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()]
+    stats = {str(path.relative_to(folder)): path.stat() for path in files}
+    return {name: (stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in stats.items()}
+
+
+class Terminal:
+    """Runs commands as a shell would, and looks at how they end.
+
+    Args:
+        capsys: pytest's.
+        raised: where the fixture keeps the errors that commands ended with.
+    """
+
+    def __init__(self, capsys: pytest.CaptureFixture[str], raised: list[BaseException]):
+        self.capsys, self.raised = capsys, raised
+
+    def refuses(self, command: Callable[[list[str]], int], arguments: list[str], code: int = 2) -> str:
+        """The one line on standard error with which a command ends."""
+        self.capsys.readouterr()
+        try:
+            ended = command(arguments)
+        except SystemExit as exit_:
+            ended = exit_.code
+        _, err = self.capsys.readouterr()
+        assert ended == code, f"exit code {ended}: {err[-2000:]}"
+        lines = [line for line in err.splitlines() if line.strip() and not re.search(r"\d+%\||\d+sample|it/s", line)]
+        assert len(lines) == 1, err[-2000:]
+        for error in self.raised:
+            check_sentence(error)
+        return lines[0]

@@ -1,0 +1,280 @@
+"""Command lines that cannot work: exit code 2 and one sentence, nothing written, nothing good touched."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+
+import models
+from evals import __main__ as evals
+from models import cli
+from tests.bad_input.campaign import Terminal, state_of
+from train import butler, retriever
+
+pytestmark = pytest.mark.bad_input
+
+MAINS = {"generate": cli.main, "evals": evals.main, "train.butler": butler.main, "train.retriever": retriever.main}
+HEADER = '{"evaluation": "ruler", "settings": {}, "command": "python -m evals ruler", "environments": []}'
+SWEEP = 'models = ["retriever"]\npolicies = ["full"]\n'
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every file that the commands below name, most of them bad."""
+    folder = tmp_path_factory.mktemp("inputs")
+    text = {
+        "good.txt": "The river was calm. " * 40,
+        "empty.txt": "",
+        "blank.txt": " \n\t\n",
+        "short.txt": "calm",
+        "good.json": '{"kept": true}',
+        "list.json": "[1]",
+        "half.json": '{"a": ',
+        "prompts.json": '{"vt": "no field"}',
+        "empty.jsonl": "",
+        "bad.jsonl": '{"text": "fine"}\nnot json\n',
+        "nofield.jsonl": '{"body": "x"}\n',
+        "number.jsonl": '{"text": 3}\n',
+        "qa.json": '{"data": 3}',
+        "hotpot.json": '[{"question": "x"}]',
+        "half.toml": "models = [",
+        "list.toml": "tasks = 3",
+        "unknown.toml": SWEEP + "colour = 1\n[tasks.needle]\n",
+        "notask.toml": SWEEP,
+        "badtask.toml": SWEEP + "[tasks.golf]\n",
+        "badflag.toml": SWEEP + "[tasks.needle]\nclub = 1\n",
+        "badvalue.toml": SWEEP + '[tasks.needle]\nlengths = ["far"]\n',
+        "nomodel.toml": "models = []\n[tasks.needle]\n",
+        "badpolicy.toml": 'policies = ["h2oo"]\nbudgets = [64]\n[tasks.needle]\n',
+        "badbudget.toml": 'policies = ["h2o"]\nbudgets = [0]\n[tasks.needle]\n',
+        "nested.toml": 'policies = [["h2o"]]\n[tasks.needle]\n',
+        "date.toml": "seed = 2020-01-01\n[tasks.needle]\n",
+        "gone.toml": 'models = ["no/where/else"]\npolicies = ["full"]\n[tasks.needle]\nlengths = [64]\nfacts = 1\n',
+    }
+    for name, content in text.items():
+        (folder / name).write_text(content)
+    (folder / "picture.txt").write_bytes(b"\x89PNG\xff\xfe\x00")
+    (folder / "torn.jsonl.zst").write_bytes(b"\x28\xb5\x2f\xfd torn")
+    (folder / "torn.jsonl.gz").write_bytes(b"\x1f\x8b torn")
+    (folder / "folder").mkdir()
+    (folder / "empty").mkdir()
+    (folder / "full").mkdir()
+    (folder / "full" / "mine.txt").write_text("mine")
+    results = {
+        "noheader": {"samples.jsonl": "{}\n"},
+        "halfheader": {"header.json": '{"eval'},
+        "listheader": {"header.json": "[]"},
+        "others": {"header.json": HEADER.replace("ruler", "longbench")},
+        "othersettings": {"header.json": HEADER},
+        "numbers": {"header.json": '{"evaluation": 1, "settings": 2, "command": 3, "environments": 4}'},
+        "norecords": {"header.json": HEADER},
+        "badrecord": {"header.json": HEADER, "samples.jsonl": "{}\n{}\n"},
+        "garbage": {"header.json": HEADER, "samples.jsonl": "\x00\x01\n\n"},
+        "emptyrecord": {"header.json": HEADER, "samples.jsonl": '{"task": "vt", "sample": 0, "score": "high"}\n'},
+        "badsweep": {
+            "header.json": HEADER.replace('"ruler"', '"sweep"', 1),
+            "samples.jsonl": '{"task": "vt", "sample": 0, "score": 1}\n',
+        },
+        "run": {"run.json": "{", "butler.json": "mine"},
+        "predictor": {"butler.json": "mine"},
+        "data": {"qasper.jsonl": "not json\n"},
+        "emptydata": {"qasper.jsonl": ""},
+        "fielddata": {"qasper.jsonl": "{}\n"},
+        "binarydata": {"qasper.jsonl": "\udcff"},
+        "claims": {"ablation-laprox.json": '{"half'},
+        "yaml": {"mine.yaml": "task: mine\n  dataset_path: [\n"},
+    }
+    for name, files in results.items():
+        (folder / name).mkdir()
+        for file, content in files.items():
+            (folder / name / file).write_bytes(content.encode("utf-8", "surrogateescape"))
+    untold = folder / "untold"
+    ignored = shutil.ignore_patterns("tokenizer*", "butler", "log.jsonl", "RECIPE.md")
+    shutil.copytree(Path(models.__file__).parent / "retriever", untold, ignore=ignored)
+    return folder
+
+
+GENERATE = """
+retriever --prompt-file nowhere.txt | retriever --prompt-file folder | retriever --prompt-file empty.txt
+retriever --prompt-file blank.txt | retriever --prompt-file picture.txt | retriever --prompt "" | retriever --prompt " "
+nowhere --prompt x | good.txt --prompt x | empty --prompt x | folder --prompt x | "" --prompt x | untold --prompt x
+retriever --prompt x --prompt-file good.txt | retriever --prompt x --unknown | retriever --prompt x extra | --prompt x
+retriever --prompt x --budget | retriever --prompt x --budget many --policy h2o
+retriever --prompt x --budget 0 --policy h2o
+retriever --prompt x --budget -5 --policy h2o | retriever --prompt x --budget 1.5 --policy h2o
+retriever --prompt x --budget nan --policy h2o | retriever --prompt x --budget inf --policy h2o
+retriever --prompt x --budget 0.0 --policy h2o | retriever --prompt x --budget 99999999999999 --policy h2o
+retriever --prompt x --budget 64 | retriever --prompt x --policy h2o | retriever --prompt x --policy "" --budget 8
+retriever --prompt x --policy h2oo --budget 8 | retriever --prompt x --policy "h2o+(" --budget 8
+retriever --prompt x --policy snapkv --budget 8 | retriever --prompt x --policy "h2o@modle" --budget 8
+retriever --prompt x --policy "__import__('os').abort()" --budget 8
+retriever --prompt x --block 0 --policy h2o --budget 8
+retriever --prompt x --block -1 | retriever --prompt x --block big | retriever --prompt x --block 2.5
+retriever --prompt x --max-new-tokens 0 | retriever --prompt x --max-new-tokens 99999999
+retriever --prompt x --max-new-tokens x
+retriever --prompt x --temperature -1 | retriever --prompt x --temperature nan | retriever --prompt x --temperature hot
+retriever --prompt x --temperature inf | retriever --prompt x --top-k 0 | retriever --prompt x --top-k -3
+retriever --prompt x --top-p 0 | retriever --prompt x --top-p 2 | retriever --prompt x --top-p nan
+retriever --prompt x --dtype float8 | retriever --prompt x --dtype "" | retriever --prompt x --dtype int32
+retriever --prompt x --mesh "" | retriever --prompt x --mesh two | retriever --prompt x --mesh data=0
+retriever --prompt x --mesh data=9999 | retriever --prompt x --mesh tensor=3 | retriever --prompt x --mesh data=2
+retriever --prompt x --when never | retriever --prompt x --evict-every -1 --policy h2o --budget 8
+retriever --prompt x --select oracel --budget 1 | retriever --prompt x --select oracle
+retriever --prompt x --select oracle --budget 0 | retriever --prompt x --select oracle --budget 99999
+retriever --prompt x --select oracle --budget 0.5 --sinks -1
+retriever --prompt x --select oracle --budget 0.5 --policy h2o
+retriever --prompt x --select butler --budget 0.5 --butler nowhere | retriever --prompt x --butler empty
+retriever --prompt x --select butler --budget 0.5 --butler predictor | retriever --prompt x --chat
+retriever --prompt x --seed x | retriever --prompt x --seed 99999999999999999999999
+"""
+EVERY_EVAL = """
+--model nowhere | --model good.txt | --model empty | --model untold | --batch 0 | --batch -1 | --batch x | --block 0
+--dtype float8 | --mesh nine | --mesh data=9999 | --policies "" | --policies h2oo | --policies "h2o+("
+--policies snapkv --budgets 8
+--policies h2o --budgets "" | --policies h2o --budgets 0 | --policies h2o --budgets -1 | --policies h2o --budgets many
+--policies h2o --budgets 1.5 | --policies h2o --budgets nan | --allocations fair --policies h2o | --when never
+--when ""
+--question later | --question "" | --json nowhere/x.json | --json folder | --plot picture | --plot x.bmp
+--plot nowhere/x.png
+--plot folder | --unknown 1 | stray
+"""
+SAMPLED = "--lengths 0 | --lengths -5 | --lengths far | --lengths '' | --lengths 2.5 | --lengths 8 | --samples 0"
+SAMPLED += " | --samples x"
+NEEDLE = SAMPLED + " | --depths 0 | --facts 0 | --lengths 64 --facts 50 | --facts 99999"
+KEPT = """
+--out good.txt | --out good.txt/run | --out full | --out noheader | --out halfheader | --out listheader | --out others
+--out othersettings | --out numbers
+"""
+RULER = SAMPLED + "|" + KEPT + """
+| --tasks golf | --tasks "" | --essays nowhere.txt | --essays empty.txt | --essays picture.txt | --essays half.json
+| --essays list.json | --essays folder | --qa nowhere.json | --qa half.json --tasks qa_1 | --qa list.json --tasks qa_1
+| --qa qa.json --tasks qa_1 | --qa hotpot.json --tasks qa_1 | --prompts half.json | --prompts list.json
+--prompts prompts.json
+| --prompts nowhere.json | --tasks qa_1
+"""  # fmt: skip
+DOCUMENTS = KEPT + """
+| --data nowhere | --data good.txt | --data empty | --data data --tasks golf | --data data --tasks trec
+--samples 0 --data data
+| --length 0 --data data | --data data --tasks qasper --prompts nowhere | --data data --tasks qasper --prompts half.json
+| --data data --tasks qasper | --data emptydata --tasks qasper | --data fielddata --tasks qasper
+--data binarydata --tasks qasper
+| --data fielddata --tasks qasper --chat
+"""  # fmt: skip
+FIDELITY = """
+--policies h2oo | --policies full --budgets 0 | --budgets many --policies h2o | --lengths 0 | --samples 0 | --when never
+--question later | --plot x.bmp | --heads nowhere/x.png | --json folder | --model nowhere | --block 0 | --dtype float8
+"""
+ABLATION = """
+golf | laprox --length 0 | laprox --depths 0 | laprox --samples 0 | laprox --json folder | laprox --plot x.bmp
+laprox --model nowhere | laprox --json half.json --resume | laprox --json list.json --resume
+laprox --json good.json --resume
+claims --results nowhere | claims --results empty | claims --results claims | claims --results good.txt
+laprox --length 9999999
+laprox --resume
+"""
+SELECTIONS = """
+--select golf | --select "" | --select "quest(page_size=0)" | --sparsity 2 | --sparsity "" | --sparsity 0,...
+--sparsity x
+--sparsity nan | --sparsity 1 | --sinks -1 | --batch 0 | --butler nowhere | --butler empty --select butler
+--model nowhere
+--json folder | --plot x.bmp | --dtype float8 | --heads all
+"""
+COREF = SELECTIONS + "| --mode sing | --mode '' | --samples 0 | --block 0 --mode generate"
+TEXTS = """
+--text nowhere.txt | --text folder | --text picture.txt | --text empty.txt | --text short.txt | --chunk 0 | --chunk 1
+--chunk 99999999 | --stride 0 | --stride 9999 | --sequences 0
+"""
+PERPLEXITY = SELECTIONS + "|" + TEXTS + "| --policies h2oo | --policies h2o --budgets 0 | --policies h2o --block 0"
+PERPLEXITY += " | --policies ''"
+LM_EVAL = """
+--tasks piqa | --model_args pretrained=retriever | --tasks "" --model_args pretrained=retriever
+--tasks x --model_args pretrained | --tasks x --model_args pretrained=retriever,policy=h2oo
+--tasks x --model_args pretrained=retriever,policy=h2o,budget=0 | --tasks x --model_args pretrained=retriever,block=0
+--tasks x --model_args pretrained=retriever --limit 0
+--tasks x --model_args pretrained=retriever --batch 0
+--tasks x --model_args pretrained=retriever --include_path nowhere
+--tasks x --model_args pretrained=retriever --json folder | --tasks x --model_args pretrained=retriever --out good.txt
+--tasks x --model_args pretrained=retriever,select=golf,budget=0.5
+"""
+SWEEPS = """
+nowhere.toml --out new | half.toml --out new | list.toml --out new | picture.txt --out new | folder --out new
+unknown.toml --out new | notask.toml --out new | badtask.toml --out new | badflag.toml --out new
+badvalue.toml --out new
+nomodel.toml --out new | badpolicy.toml --out new | badbudget.toml --out new | nested.toml --out new
+date.toml --out new
+unknown.toml | badtask.toml --out full
+"""
+REPORT = """
+nowhere | good.txt | empty | full | noheader | halfheader | listheader | numbers | norecords | badrecord | garbage
+badsweep
+emptyrecord
+"""
+VIEW = """
+--html nowhere/x.html | --html folder | --policies "" --html x.html | --policies h2oo --html x.html
+--budget 0 --html x.html
+--budget many --html x.html | --block 0 --html x.html | --length 0 --html x.html | --max-new-tokens 0 --html x.html
+--prompt-file nowhere.txt --html x.html | --prompt-file empty.txt --html x.html
+--prompt-file picture.txt --html x.html
+--model nowhere --html x.html | --when never --html x.html | --policies full
+"""
+EVALS = {
+    "needle": EVERY_EVAL + "|" + NEEDLE,
+    "ruler": EVERY_EVAL + "|" + RULER,
+    "longbench": DOCUMENTS,
+    "infinitebench": "--data nowhere | --data empty | --data data --tasks golf | --data data --samples 0",
+    "fidelity": FIDELITY,
+    "ablation": ABLATION,
+    "coref": COREF,
+    "perplexity": PERPLEXITY,
+    "butler": "accuracy --select golf | golf | accuracy --sparsity 2 | accuracy --text nowhere.txt | layers --chunk 0",
+    "lm_eval": LM_EVAL,
+    "sweep": SWEEPS,
+    "report": REPORT,
+    "view": VIEW,
+}
+BUTLER = """
+--model nowhere | --model untold --data good.txt | --model empty | --tokens 0 | --tokens x | --tokens 1e99
+--tokens nan
+--tokens 10 | --seq-len 0 | --seq-len 99999999 | --seq-len x | --batch 0 | --lr 0 | --lr -1 | --lr nan | --lr x
+--warmup 1
+--warmup -1 | --clip 0 | --weight-decay -1 | --dropout 2 | --hidden 0 | --dim 0 | --dim 3 | --source layer9
+--save-every 0 | --keep 0
+--eval-every -1 | --log-every 0 | --eval-rows 0 | --stop-after 0 | --resume maybe | --mesh nine | --mesh data=9999
+--mesh data=3 | --dtype float8 | --coordinator x | --processes 2 --process-id 5 --coordinator x:1 | --budget 0
+--budget 2
+--out good.txt | --out predictor | --out run | --data nowhere.txt | --data empty.txt | --data picture.txt
+--data bad.jsonl
+--data nofield.jsonl | --data number.jsonl | --data torn.jsonl.zst | --data torn.jsonl.gz | --data empty
+--data empty.jsonl
+--data good.txt --eval-data nowhere.txt | --data short.txt
+"""
+RETRIEVER = """
+--out good.txt | --work good.txt | --from nowhere | --keep 2 | --keep 0.5 | --devices 0 | --samples -1 | --stop-after 0
+--resume maybe | --unknown
+"""
+TOP = ["", "golf", "--unknown", "needle --json"]
+
+
+def lines(text: str) -> list[str]:
+    return [part.strip() for part in text.replace("\n", "|").split("|") if part.strip()]
+
+
+CASES = [("generate", line) for line in lines(GENERATE)]
+CASES += [("evals", line) for line in TOP]
+CASES += [("evals", f"{name} {line}") for name, text in EVALS.items() for line in lines(text)]
+CASES += [("train.butler", line) for line in lines(BUTLER)] + [("train.retriever", line) for line in lines(RETRIEVER)]
+
+
+@pytest.mark.parametrize(("command", "line"), CASES, ids=[f"{command} {line}"[:100] for command, line in CASES])
+def test_a_command_ends_in_one_sentence(command, line, inputs: Path, tmp_path, terminal: Terminal, monkeypatch):
+    for path in inputs.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    monkeypatch.chdir(tmp_path)
+    before, names = state_of(inputs), {path.name for path in tmp_path.iterdir()}
+    said = terminal.refuses(MAINS[command], shlex.split(line))
+    assert "error: " in said
+    assert state_of(inputs) == before
+    assert {path.name for path in tmp_path.iterdir()} == names, "a refused command leaves nothing behind"

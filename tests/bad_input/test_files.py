@@ -1,0 +1,300 @@
+"""Folders of models and predictors that are missing, damaged, half written or lie: refused in one sentence, unread."""
+
+from __future__ import annotations
+
+import functools
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import models
+from tests.bad_input.campaign import refused, state_of
+
+pytestmark = pytest.mark.bad_input
+
+GOLDEN = Path(__file__).parents[1] / "models" / "golden"
+Change = Callable[[Path], Any]
+GONE = object()
+
+
+def write(name: str, content: bytes | str) -> Change:
+    data = content.encode() if isinstance(content, str) else content
+    return lambda folder: (folder / name).write_bytes(data)
+
+
+def drop(name: str) -> Change:
+    return lambda folder: (folder / name).unlink()
+
+
+def cut(name: str, share: float) -> Change:
+    def change(folder: Path) -> None:
+        data = (folder / name).read_bytes()
+        (folder / name).write_bytes(data[: int(share * len(data))])
+
+    return change
+
+
+def config(**fields: Any) -> Change:
+    def change(folder: Path) -> None:
+        file = folder / "config.json"
+        raw = json.loads(file.read_text()) | fields
+        file.write_text(json.dumps({name: value for name, value in raw.items() if value is not GONE}))
+
+    return change
+
+
+def tensors(function: Callable[[dict[str, np.ndarray]], Any]) -> Change:
+    def change(folder: Path) -> None:
+        held = load_file(folder / "model.safetensors")
+        function(held)
+        save_file(held, folder / "model.safetensors")
+
+    return change
+
+
+def index(content: Any) -> Change:
+    return write("model.safetensors.index.json", json.dumps(content))
+
+
+def header(length: int, content: bytes = b"") -> Change:
+    return write("model.safetensors", length.to_bytes(8, "little") + content)
+
+
+def a_folder_in_its_place(name: str) -> Change:
+    def change(folder: Path) -> None:
+        (folder / name).unlink()
+        (folder / name).mkdir()
+
+    return change
+
+
+def a_link_to_nothing(name: str) -> Change:
+    def change(folder: Path) -> None:
+        (folder / name).unlink()
+        (folder / name).symlink_to(folder / "nowhere")
+
+    return change
+
+
+def renamed(before: str, after: str) -> Change:
+    return lambda folder: (folder / before).rename(folder / after)
+
+
+MODELS: dict[str, Change] = {
+    "config gone": drop("config.json"),
+    "config empty": write("config.json", ""),
+    "config garbage": write("config.json", b"\x00\xff\xfe garbage"),
+    "config cut short": cut("config.json", 0.5),
+    "config a list": write("config.json", "[]"),
+    "config null": write("config.json", "null"),
+    "config a number": write("config.json", "3"),
+    "config without end": write("config.json", "[" * 100_000),
+    "config of another encoding": write("config.json", '{"a": "é"}'.encode("utf-16")),
+    "config a folder": a_folder_in_its_place("config.json"),
+    "config a link to nothing": a_link_to_nothing("config.json"),
+    "config empty object": write("config.json", "{}"),
+    "architectures null": config(architectures=None),
+    "architectures a number": config(architectures=7),
+    "architectures text": config(architectures="LlamaForCausalLM"),
+    "architectures of numbers": config(architectures=[7]),
+    "architectures nested": config(architectures=[["LlamaForCausalLM"]]),
+    "architectures unknown": config(architectures=["GPT2LMHeadModel"]),
+    **{
+        f"{name} {value!r}": config(**{name: value})
+        for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+        for value in (None, "8", 0, -1, 2.5, [8], True)
+        if (name, value) != ("num_hidden_layers", True)
+    },
+    "vocab_size huge": config(vocab_size=10**12),
+    "num_hidden_layers huge": config(num_hidden_layers=10**7),
+    "intermediate_size gone": config(intermediate_size=GONE),
+    "num_key_value_heads odd": config(num_key_value_heads=3),
+    "num_key_value_heads text": config(num_key_value_heads="2"),
+    "head_dim odd": config(head_dim=5),
+    "head_dim text": config(head_dim="8"),
+    "max_position_embeddings text": config(max_position_embeddings="long"),
+    "rms_norm_eps null": config(rms_norm_eps=None),
+    "rms_norm_eps text": config(rms_norm_eps="small"),
+    "rms_norm_eps negative": config(rms_norm_eps=-1.0),
+    "rms_norm_eps NaN": config(rms_norm_eps=float("nan")),
+    "rms_norm_eps a list": config(rms_norm_eps=[1e-6]),
+    "rope_theta text": config(rope_theta="base", rope_parameters=GONE),
+    "rope_theta a list": config(rope_theta=[1e4], rope_parameters=GONE),
+    "rope_theta negative": config(rope_theta=-1e4, rope_parameters=GONE),
+    "rope_theta NaN": config(rope_theta=float("nan"), rope_parameters=GONE),
+    "rope_scaling a list": config(rope_scaling=[1]),
+    "rope_scaling text": config(rope_scaling="linear"),
+    "rope_scaling unknown": config(rope_scaling={"rope_type": "longrope", "factor": 2}),
+    "rope_scaling without factor": config(rope_scaling={"rope_type": "linear"}),
+    "rope_scaling factor text": config(rope_scaling={"rope_type": "linear", "factor": "two"}),
+    "rope_scaling factor 0": config(rope_scaling={"rope_type": "linear", "factor": 0}),
+    "rope_scaling factor negative": config(rope_scaling={"rope_type": "linear", "factor": -2}),
+    "rope_scaling low_freq_factor a list": config(
+        rope_scaling={"rope_type": "llama3", "factor": 8, "low_freq_factor": [1]}
+    ),
+    "rope_scaling original text": config(
+        rope_scaling={"rope_type": "yarn", "factor": 2, "original_max_position_embeddings": "long"}
+    ),
+    "partial_rotary_factor": config(partial_rotary_factor=0.5),
+    "eos_token_id text": config(eos_token_id="</s>"),
+    "eos_token_id of texts": config(eos_token_id=["</s>"]),
+    "eos_token_id a fraction": config(eos_token_id=1.5),
+    "eos_token_id an object": config(eos_token_id={"id": 1}),
+    "bos_token_id text": config(bos_token_id="<s>"),
+    "pad_token_id a list": config(pad_token_id=[0]),
+    "hidden_act gelu": config(hidden_act="gelu"),
+    "mlp_bias": config(mlp_bias=True),
+    "quantised": config(quantization_config={"bits": 4}),
+    "sliding_window 0": config(architectures=["MistralForCausalLM"], sliding_window=0),
+    "sliding_window text": config(architectures=["MistralForCausalLM"], sliding_window="all"),
+    "layer_types too few": config(
+        architectures=["Qwen3ForCausalLM"], use_sliding_window=True, sliding_window=4, layer_types=["full_attention"]
+    ),
+    "layer_types a number": config(
+        architectures=["Qwen3ForCausalLM"], use_sliding_window=True, sliding_window=4, layer_types=3
+    ),
+    "max_window_layers text": config(
+        architectures=["Qwen2ForCausalLM"], use_sliding_window=True, sliding_window=4, max_window_layers="all"
+    ),
+    "generation_config garbage": write("generation_config.json", "{"),
+    "generation_config a list": write("generation_config.json", "[1]"),
+    "generation_config eos text": write("generation_config.json", '{"eos_token_id": "</s>"}'),
+    "weights gone": drop("model.safetensors"),
+    "weights empty": write("model.safetensors", b""),
+    "weights garbage": write("model.safetensors", b"garbage" * 100),
+    "weights cut in the header": cut("model.safetensors", 0.005),
+    "weights cut in half": cut("model.safetensors", 0.5),
+    "weights cut by a byte": cut("model.safetensors", 0.99999),
+    "weights a folder": a_folder_in_its_place("model.safetensors"),
+    "weights a link to nothing": a_link_to_nothing("model.safetensors"),
+    "weights with a header beyond all": header(2**63),
+    "weights with an empty header": header(0),
+    "weights with a header of garbage": header(8, b"{{{{{{{{"),
+    "weights with a header that is a list": header(2, b"[]"),
+    "weights without tensors": header(2, b"{}"),
+    "weights of Git LFS": write("model.safetensors", "version https://git-lfs.github.com/spec/v1\noid sha256:0\n"),
+    "weights pickled": renamed("model.safetensors", "pytorch_model.bin"),
+    "weights under another name": renamed("model.safetensors", "weights.safetensors"),
+    "a tensor gone": tensors(lambda held: held.pop("model.norm.weight")),
+    "a tensor too many": tensors(lambda held: held.update(extra=np.zeros(3, np.float32))),
+    "a tensor of another shape": tensors(lambda held: held.update({"model.norm.weight": np.zeros(3, np.float32)})),
+    "a tensor of integers": tensors(
+        lambda held: held.update({"model.norm.weight": held["model.norm.weight"].astype(np.int8)})
+    ),
+    "a tensor flat": tensors(
+        lambda held: held.update({"model.embed_tokens.weight": held["model.embed_tokens.weight"].ravel()})
+    ),
+    "index garbage": write("model.safetensors.index.json", "{"),
+    "index without map": index({}),
+    "index a list": index([]),
+    "index of numbers": index({"weight_map": {"a": 1}}),
+    "index of a missing shard": index({"weight_map": {"a": "model-00001-of-00002.safetensors"}}),
+    "index out of the folder": index({"weight_map": {"a": "../model.safetensors"}}),
+    "index of a tensor that is not there": index({"weight_map": {"a": "model.safetensors"}}),
+    "index of nothing": index({"weight_map": {}}),
+    "index of the folder itself": index({"weight_map": {"a": "."}}),
+    "tokenizer empty": write("tokenizer.json", ""),
+    "tokenizer garbage": write("tokenizer.json", b"\x80\x04garbage"),
+    "tokenizer a list": write("tokenizer.json", "[]"),
+    "tokenizer of no kind": write("tokenizer.json", '{"version": "1.0", "model": {"type": "Magic"}}'),
+    "tokenizer cut short": cut("tokenizer.json", 0.5),
+    "tokenizer_config garbage": write("tokenizer_config.json", "{'a': 1}"),
+    "tokenizer_config a list": write("tokenizer_config.json", "[]"),
+    "special token a number": write("tokenizer_config.json", '{"bos_token": 1}'),
+    "special token an empty object": write("tokenizer_config.json", '{"bos_token": {"id": 1}}'),
+    "special tokens map garbage": write("special_tokens_map.json", "]"),
+    "chat template of numbers": write("tokenizer_config.json", '{"chat_template": [1]}'),
+    "chat template no text": write("chat_template.jinja", b"\xff\xfe\x00"),
+}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model") / "whole"
+    shutil.copytree(GOLDEN / "llama3", folder, ignore=shutil.ignore_patterns("golden.npz"))
+    shutil.copy(GOLDEN / "tokenizer" / "tokenizer.json", folder)
+    return folder
+
+
+def damaged(whole: Path, to: Path, change: Change) -> Path:
+    shutil.copytree(whole, to)
+    change(to)
+    return to
+
+
+def test_the_folder_that_all_these_come_from_loads(whole):
+    model, tokenizer = models.load(whole)
+    assert tokenizer is not None
+    assert model.config.num_layers > 0
+
+
+@pytest.mark.parametrize("change", MODELS.values(), ids=MODELS)
+def test_a_damaged_model_is_refused(whole, tmp_path, change):
+    folder = damaged(whole, tmp_path / "model", change)
+    before = state_of(folder)
+    refused(functools.partial(models.load, folder))
+    assert state_of(folder) == before
+
+
+TEMPLATES = {
+    "a template that breaks off": "{% for m in messages %}",
+    "an unknown filter": "{{ messages | no_such_filter }}",
+    "an unknown name called": "{{ no_such_thing() }}",
+    "a refusal of the template": "{{ raise_exception('no system role') }}",
+    "code that leaves the sandbox": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "code that writes": "{{ messages.append(1) }}",
+    "a division by zero": "{{ 1 / 0 }}",
+    "a range without end": "{% for i in range(10 ** 12) %}x{% endfor %}",
+    "a key that is not there": "{{ messages[0]['absent']['deeper'] }}",
+    "an index beyond": "{{ messages[7].content.x }}",
+    "itself again and again": "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+    "a number too large": "{{ 9 ** 9 ** 9 }}",
+    "text and number": "{{ 'a' + 1 }}",
+}
+
+
+@pytest.mark.parametrize("template", [t for name, t in TEMPLATES.items() if name != "a number too large"],
+                         ids=[name for name in TEMPLATES if name != "a number too large"])  # fmt: skip
+def test_a_chat_template_that_fails_is_refused(template):
+    import tokenizers
+
+    tokenizer = models.Tokenizer(tokenizers.Tokenizer(tokenizers.models.BPE()), None, template)
+    refused(lambda: tokenizer.chat([{"role": "user", "content": "Hello"}]))
+
+
+PREDICTORS: dict[str, Change] = {
+    "gone": lambda folder: [file.unlink() for file in folder.iterdir()],
+    "weights gone": drop("butler.safetensors"),
+    "weights empty": write("butler.safetensors", b""),
+    "weights garbage": write("butler.safetensors", b"\x80\x04garbage" * 50),
+    "weights cut in half": cut("butler.safetensors", 0.5),
+    "weights of nothing": lambda folder: save_file({}, folder / "butler.safetensors"),
+    "description empty": write("butler.json", ""),
+    "description garbage": write("butler.json", b"\xff\xfe"),
+    "description a list": write("butler.json", "[]"),
+    "description of nothing": write("butler.json", "{}"),
+    "description of numbers": write("butler.json", '{"butler": 1, "model": 2}'),
+    "description with another field": write("butler.json", '{"butler": {"colour": 1}, "model": {}}'),
+    "description cut short": cut("butler.json", 0.7),
+}
+
+
+@pytest.mark.parametrize("change", PREDICTORS.values(), ids=PREDICTORS)
+def test_a_damaged_predictor_is_refused(tmp_path, change):
+    own = Path(models.__file__).parent / "retriever"
+    folder = damaged(own / "butler", tmp_path / "butler", change)
+    before = state_of(folder)
+    model = _retriever()
+    refused(functools.partial(models.load_butler, folder, model))
+    assert state_of(folder) == before
+
+
+@functools.cache
+def _retriever() -> models.Decoder:
+    return models.load("retriever")[0]
