@@ -214,7 +214,7 @@ curves = {
     "CAOTE": [relative_error(errors, b) for b in budgets],
     "CAOTE in 32 rounds": [relative_error(in_rounds(b, 32), b) for b in budgets],
 }
-figure, axis = plt.subplots(figsize=(6.4, 3.4), layout="constrained")
+figure, axis = plt.subplots(figsize=(7.6, 3.4), layout="constrained")
 for (name, curve), colour in zip(curves.items(), (GREY, GREEN, BLUE, ORANGE), strict=True):
     axis.plot(budgets, np.divide(curve, curves["attention"]), color=colour, marker="o", markersize=4, label=name)
 axis.set(xscale="log", xlabel=f"tokens kept, of {T}", ylabel="error / that of attention")
@@ -222,7 +222,7 @@ axis.set_xticks(budgets, budgets)
 axis.minorticks_off()
 axis.grid(color="#eeeeee")
 axis.spines[["top", "right"]].set_visible(False)
-axis.legend(frameon=False)
+axis.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
 plt.show()
 print("tokens kept          " + "".join(f"{b:8}" for b in budgets))
 for name, curve in curves.items():
@@ -269,9 +269,9 @@ for group in ("exact", "mean"):
 # ## The eviction: a selection without a sort
 #
 # Scores are there to drop the lowest. What is needed is the b-th largest score of a row, not an order. Read as
-# integers, floats keep their order, so b-th largest is found bit by bit: 32 times, count how many are at least the
-# number at hand. The result is exact, ties go to the more recent token, and it is plain arithmetic, the same on every
-# machine and inside a kernel.
+# integers, floats keep their order, so the b-th largest is found bit by bit: once for each bit, count how many are at
+# least the number at hand. That is 32 times, or 31 where no score is negative, as here. The result is exact, ties go
+# to the more recent token, and it is plain arithmetic, the same on every machine and inside a kernel.
 
 # %%
 row = np.asarray(errors[2, 1])
