@@ -78,9 +78,9 @@ class Config:
     pad: int | None = None
 
     def __post_init__(self) -> None:
-        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads")
-        for name in sizes:
+        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads"):
             check_count(name, getattr(self, name), 1, "give a positive integer")
+        check_count("num_layers", self.num_layers, 0, "give an integer from 0")  # none: what is not in a layer
         if not self.head_dim:
             object.__setattr__(self, "head_dim", self.hidden_size // self.num_heads)
         if not self.sliding_windows:

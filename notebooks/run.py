@@ -17,7 +17,7 @@ from typing import Any
 import jupytext
 import nbformat
 from nbclient import NotebookClient
-from nbclient.exceptions import CellExecutionError
+from nbclient.exceptions import CellExecutionError, DeadKernelError
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "notebooks"
@@ -94,6 +94,8 @@ def execute(source: Path, timeout: int) -> Any:
     except CellExecutionError as error:
         plain = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip()
         raise ValueError(f"{source.name}: {plain}") from None
+    except (DeadKernelError, AssertionError):  # the latter is nbclient's own, when it clears up behind a dead kernel
+        raise ValueError(f"{source.name}: its kernel died, perhaps for want of memory; run it again alone.") from None
     for cell in notebook.cells:
         if "outputs" in cell:
             cell.outputs = joined(cell.outputs)

@@ -433,7 +433,7 @@ GENERATE = {
             ("num_heads", 0),
             ("num_kv_heads", 0),
             ("num_kv_heads", 3),
-            ("num_layers", 0),
+            ("num_layers", -1),
             ("head_dim", 3),
             ("sliding_windows", (4, 4)),
             ("hidden_size", 0),

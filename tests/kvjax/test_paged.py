@@ -458,7 +458,7 @@ def test_one_kernel_reads_the_pages_of_all_heads_and_one_makes_statistics_of_sev
 
 
 @pytest.mark.tpu
-@pytest.mark.parametrize(("name", "times"), [("h2o@model", 0), ("h2o+caote@model", 1), ("keydiff@model", 1)])
+@pytest.mark.parametrize(("name", "times"), [("h2o@model", 0), ("h2o+caote@model", 1), ("keydiff@layer", 1)])
 def test_compiled_for_a_tpu_pages_are_laid_out_only_for_a_policy_that_reads_them(name, times):
     block, shapes = on_a_large_pool(name, 1)
     program = compiled_for_tpu("v5e:2x2", block, *shapes, donate=range(2, len(shapes)))
