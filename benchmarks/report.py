@@ -99,6 +99,11 @@ def _loss(rows: Sequence[Row]) -> float | None:
     return both["materialised"] / both["reference"] if {"materialised", "reference"} <= both.keys() else None
 
 
+def _peer(what: str) -> Callable[[Sequence[Row]], float | None]:
+    """kvpress' time over ours, evicting once as it does."""
+    return lambda rows: next((r[f"{what}_ratio"] for r in rows if r.get("side") == "ours, once"), None)
+
+
 TARGETS = (
     Target("8B decode, batch 1, budget 8k: time over its floor", "gpu", _over_floor, most=1.15),
     Target("8B decode: longest prompt over shortest", "gpu", _of_parts("long_over_short", "decode", LARGE, 8192),
@@ -117,6 +122,8 @@ TARGETS = (
            most=1.05),
     Target("the same by the processor's time", "cpu",
            _of_parts("long_over_short", "decode", SMALL, 512, "processor"), most=1.05),
+    Target("prefill, evicting once: kvpress' time over ours", "cpu", _peer("prefill"), least=1),
+    Target("decode after it: kvpress' time over ours", "cpu", _peer("decode"), least=1),
 )  # fmt: skip
 
 
