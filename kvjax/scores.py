@@ -45,12 +45,13 @@ def h2o(*, accumulate: bool = True) -> Policy:
     if not accumulate:
         return base_score(name, lambda o: o.columns.sum, statistics=("sum",))
 
-    def init(B: int, K: int, G: int, S: int, D: int) -> Array:
-        return jnp.zeros((B, K, S, G), jnp.float32)
+    # An array a query head of the group: with the group as last axis a TPU would pad each slot to 128 numbers.
+    def init(B: int, K: int, G: int, S: int, D: int) -> tuple[Array, ...]:
+        return tuple(jnp.zeros((B, K, S), jnp.float32) for _ in range(G))
 
-    def update(_: Scores, state: Array, o: Observation) -> tuple[Scores, Array]:
-        state = state + jnp.moveaxis(o.columns.sum, 2, 3)
-        return jnp.moveaxis(state, 3, 2), state
+    def update(_: Scores, state: tuple[Array, ...], o: Observation) -> tuple[Scores, tuple[Array, ...]]:
+        state = tuple(sums + o.columns.sum[:, :, g] for g, sums in enumerate(state))
+        return jnp.stack(state, axis=2), state
 
     return Policy(name, init, update, frozenset({"sum"}), base=True, nonnegative=True)
 

@@ -11,6 +11,11 @@ The folder --out holds butler.safetensors and butler.json (the last checkpoint's
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before all else, since a command says which extra it lacks
+    from train import cli
+
+    raise SystemExit(cli.main())
+
 import argparse
 import contextlib
 import dataclasses
@@ -853,7 +858,3 @@ def _count(text: str) -> int:
     if not 1 <= count < 1e15 or count != int(count):
         raise argparse.ArgumentTypeError(f"{text!r} is no number of tokens; write it like 80e6.")
     return int(count)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

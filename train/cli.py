@@ -1,4 +1,4 @@
-"""The command kvjax-train-butler: train.butler, behind a look at whether what it needs is installed."""
+"""The command kvjax-train-butler, and `python -m train.butler`: behind a look at whether what it needs is installed."""
 
 from __future__ import annotations
 
