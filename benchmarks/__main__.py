@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-
 from benchmarks import butler, cpu, decode, kernels, memory, peers, prefill, report, rounds, tpu_compile
 from models import commands
 
@@ -23,7 +21,7 @@ BENCHMARKS = {
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the benchmark that the first argument names; returns the exit code."""
-    flags = argparse.ArgumentParser(prog="python -m benchmarks", description="Speed and memory of kvjax.")
+    flags = commands.Parser(prog="python -m benchmarks", description="Speed and memory of kvjax.")
     names = flags.add_subparsers(dest="name", required=True, metavar="NAME")
     for name, module in BENCHMARKS.items():
         summary = str(module.__doc__).splitlines()[0]

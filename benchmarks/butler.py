@@ -27,7 +27,7 @@ from benchmarks import floors, measure
 from benchmarks.shapes import shape
 from evals import report
 from kernels_pallas import cache_attention, mse_logits
-from models import butler, commands, decoder
+from models import butler, commands, decoder, provenance
 from models.butler import Butler, ButlerConfig
 
 MODELS = {
@@ -695,8 +695,8 @@ def command(flags: argparse.Namespace) -> None:
     for name, (title, table) in TABLES.items():
         print("\n".join([f"{title}", table(results[name.split("_")[0]]), LEGENDS[name], *said[name], ""]))
     if flags.json is not None:
-        described = {"benchmark": "butler", **measure.facts(), "loss_sizes": LOSS_SIZES, "sinks": SINKS}
-        commands.write_json(flags.json, {**described, "results": results, "findings": said})
+        described = {"benchmark": "butler", "loss_sizes": LOSS_SIZES, "sinks": SINKS}
+        provenance.write(flags, {**described, "results": results, "findings": said}, {})
         print(f"figures: {flags.json}")
     if flags.plot is not None:
         figure(results, flags.plot)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 import models
 from benchmarks import decode, kernels, measure, prefill, steps
-from models import commands
+from models import commands, provenance
 
 POLICY = "h2o+caote"
 SIZES = kernels.Sizes(budget=512, block=128, context=8192, loss_tokens=512)
@@ -85,9 +85,10 @@ def command(flags: argparse.Namespace) -> None:
     commands.check_outputs([flags.json])
     old = None if flags.against is None else older(flags.against)
     timing = measure.timing(flags)
+    made_of = provenance.fingerprints(models.load("retriever", dtype=jnp.float32)[0])
 
     def write(rows: list[dict[str, Any]]) -> None:
-        measure.write(flags.json, "cpu", timing.settings(), rows)
+        measure.write(flags, "cpu", timing.settings(), rows, made_of)
 
     results = measured(timing, tiny=flags.tiny, on_rows=write)
     measure.show(tables(results), flags.json)

@@ -283,6 +283,6 @@ def command(flags: argparse.Namespace) -> None:
     timing = measure.timing(flags)
     settings = {**timing.settings(), **arguments}
     results = sweep(
-        "decode", timing=timing, on_rows=lambda rows: measure.write(flags.json, "decode", settings, rows), **arguments
+        "decode", timing=timing, on_rows=lambda rows: measure.write(flags, "decode", settings, rows), **arguments
     )
     measure.show(tables(results), flags.json)

@@ -431,7 +431,7 @@ def command(flags: argparse.Namespace) -> None:
     settings = {**timing.settings(), **sizes._asdict(), **options}
 
     def write(rows: list[dict[str, Any]]) -> None:
-        measure.write(flags.json, "kernels", settings, rows)
+        measure.write(flags, "kernels", settings, rows)
 
     operations = commands.split_list(flags.operations)
     results = sweep(shapes, batches, sizes, timing, operations=operations, on_rows=write, **options)

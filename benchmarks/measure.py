@@ -6,10 +6,10 @@ import argparse
 import math
 import os
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +18,7 @@ import numpy as np
 from tqdm import tqdm
 
 from evals import report
-from models import commands
+from models import commands, provenance
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -255,34 +255,6 @@ def device(*, tiny: bool = False, repetitions: int = 5) -> Device:
     return Device(2 * 4 * size / (1e-3 * copied), 2 * width**3 / (1e-3 * multiplied.lowest))
 
 
-def facts() -> dict[str, Any]:
-    """The device, the versions and, in a git checkout, the commit that figures were made with.
-
-    Example:
-        >>> from benchmarks.measure import facts
-        >>> sorted(facts())
-        ['commit', 'cores', 'device', 'versions']
-    """
-    return {**report.environment(), "cores": os.cpu_count(), "commit": _commit()}
-
-
-def _commit() -> str | None:
-    def git(*arguments: str) -> str | None:
-        try:
-            done = subprocess.run(
-                ["git", "-C", str(RESULTS.parent), *arguments], capture_output=True, text=True, timeout=30
-            )
-        except (OSError, subprocess.SubprocessError):
-            return None
-        return done.stdout.strip() if done.returncode == 0 else None
-
-    commit = git("rev-parse", "--short=10", "HEAD")
-    if commit is None:
-        return None
-    changed = git("status", "--porcelain", "--untracked-files=no", "--", "*.py")
-    return f"{commit} and changes" if changed else commit
-
-
 def add_json_flag(flags: argparse.ArgumentParser, name: str) -> None:
     """``--json [PATH]``; without a path, benchmarks/results/NAME.json."""
     flags.add_argument(
@@ -336,10 +308,21 @@ def timing(flags: argparse.Namespace) -> Timing:
     return Timing(calls, repetitions, free, device(tiny=flags.tiny), flags.note)
 
 
-def write(path: Path | None, benchmark: str, settings: Mapping[str, Any], results: Any) -> None:
-    """Writes a benchmark's results with the facts beside them, if a path was given."""
-    if path is not None:
-        commands.write_json(path, {"benchmark": benchmark, "settings": dict(settings), **facts(), "results": results})
+def write(
+    flags: argparse.Namespace,
+    benchmark: str,
+    settings: Mapping[str, Any],
+    results: Any,
+    made_of: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+    """Writes a benchmark's results with what they were made with, if a path was given.
+
+    Args:
+        made_of: fingerprints of a model that was loaded; other weights are drawn at random, from fixed keys.
+    """
+    if flags.json is not None:
+        found = {"benchmark": benchmark, "settings": dict(settings), "results": results}
+        provenance.write(flags, found, made_of)
 
 
 def show(tables: Mapping[str, tuple[str, str]], path: Path | None) -> None:

@@ -109,7 +109,7 @@ def command(flags: argparse.Namespace) -> None:
     print(LEGEND)
     if flags.json is not None:
         sizes = {"prompt": flags.prompt, "block": flags.block, "page_size": flags.page_size}
-        measure.write(flags.json, "memory", sizes, results)
+        measure.write(flags, "memory", sizes, results)
         print(f"figures: {flags.json}")
     if flags.page is not None:
         size = f"{CONFIG.num_layers} layers, {CONFIG.num_kv_heads} KV heads of {CONFIG.head_dim}, float32, a prompt of"

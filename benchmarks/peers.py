@@ -24,12 +24,13 @@ import numpy as np
 from flax import nnx
 from tqdm import tqdm
 
+import kvjax
 import models
 from benchmarks import measure
 from benchmarks.peer_kvpress import keep_to, peak_resident
 from benchmarks.shapes import parameter_count, shape
 from evals import report
-from models import commands
+from models import commands, provenance
 
 VARIABLE = "KVJAX_PEERS"
 VERSIONS = "torch transformers==5.2.0 kvpress==0.5.5"
@@ -191,7 +192,10 @@ def command(flags: argparse.Namespace) -> None:
     python = checked_environment(flags.environment)
     measure.check_fits(3 * 4 * parameter_count(config), "the checkpoint, in three processes,", measure.free_bytes())
     with tempfile.TemporaryDirectory() as folder:
-        models.save(folder, models.Decoder(config, rngs=nnx.Rngs(0)))
+        model = models.Decoder(config, rngs=nnx.Rngs(0))
+        models.save(folder, model)
+        made_of = provenance.fingerprints(model)
+        del model
         given = {
             "folder": folder,
             "prompt": np.random.default_rng(0).integers(0, config.vocab_size, flags.prompt).tolist(),
@@ -205,7 +209,7 @@ def command(flags: argparse.Namespace) -> None:
     settings |= {"shape": flags.shape, "parameters": parameter_count(config), "prompt": flags.prompt}
     settings |= {"policy": "snapkv", "keys_values": "not on the package index"}
     settings["load"] = os.getloadavg() if hasattr(os, "getloadavg") else None
-    measure.write(flags.json, "peers", settings, rows)
+    measure.write(flags, "peers", settings, rows, made_of)
     if flags.json is not None:
         print(f"figures: {flags.json}")
 
@@ -242,7 +246,7 @@ def _work() -> None:
             "peak_bytes": peak_resident() if peak is None else peak,
         }
 
-    versions = {"kvjax": report.environment()["versions"]["kvjax"], "jax": jax.__version__}
+    versions = {"kvjax": kvjax.__version__, "jax": jax.__version__}
     print(json.dumps({"versions": versions, "python": sys.version.split()[0]}), flush=True)
     for _ in sys.stdin:
         print(json.dumps(run()), flush=True)

@@ -131,7 +131,7 @@ def command(flags: argparse.Namespace) -> None:
     done: list[dict[str, Any]] = []
 
     def write(rows: list[dict[str, Any]]) -> None:
-        measure.write(flags.json, "prefill", settings, [*done, *rows])
+        measure.write(flags, "prefill", settings, [*done, *rows])
 
     done += decode.sweep("block", timing=timing, on_rows=write, **arguments)
     if fed:

@@ -81,5 +81,5 @@ def command(flags: argparse.Namespace) -> None:
     print(table(results))
     if flags.json is not None:
         settings = {"budget": flags.budget, "block": flags.block, "K": K, "G": G, "D": D}
-        measure.write(flags.json, "rounds", settings, results)
+        measure.write(flags, "rounds", settings, results)
         print(f"figures: {flags.json}")

@@ -310,7 +310,7 @@ def command(flags: argparse.Namespace) -> None:
     def add(name: str, program: str, topology: str, chips: int, lower: Lower) -> None:
         found = {"shape": name, "program": program, "topology": topology, "chips": chips, **describe(lower)}
         results.append(found)
-        measure.write(flags.json, "tpu_compile", settings, results)
+        measure.write(flags, "tpu_compile", settings, results)
         progress.update()
 
     for topology in topologies:

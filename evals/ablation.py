@@ -17,9 +17,9 @@ from typing import Any
 from tqdm import tqdm
 
 import models
-from evals import claims, needle, report, study_report
+from evals import claims, needle, report, running, study_report
 from evals.studies import LENGTH, STUDIES, Run, Study
-from models import commands
+from models import commands, provenance
 
 EXAMPLES = f"""studies: {", ".join(STUDIES)}
 
@@ -111,6 +111,9 @@ def command(flags: argparse.Namespace) -> None:
     if tokenizer is None:
         raise ValueError(f"{flags.model} has no tokenizer.json, and needles are text; copy it from the model's source.")
 
+    made_of = running.made_of(model, tokenizer)
+    if before:
+        provenance.check_same(flags.json, before.get("fingerprints"), made_of)
     cells = {
         question: needle.make_cells(
             tokenizer,
@@ -132,12 +135,10 @@ def command(flags: argparse.Namespace) -> None:
             "study": study.name,
             "title": study.title,
             "caveat": study.caveat,
-            "command": f"python -m evals ablation {study.name} --depths {flags.depths} --samples {flags.samples}",
             "settings": {**sampled, "batch": flags.batch},
             "samples": total,
             "seconds": round(sum(result["seconds"] for result in results), 1),
             "complete": len(results) == len(study.runs),
-            **report.environment(),
             "claims": list(judged),
             "points": [
                 {"panel": point.panel, "line": point.line, "x": point.x, "result": places[point.run]}
@@ -162,7 +163,7 @@ def command(flags: argparse.Namespace) -> None:
 
         def save(results: list[dict[str, Any]]) -> None:
             if flags.json is not None:
-                commands.write_json(flags.json, data(results))
+                provenance.write(flags, data(results), made_of)
 
         done = before.get("results", [])
         progress.update(total * len({run_of(result) for result in done} & set(study.runs)))
@@ -174,7 +175,7 @@ def command(flags: argparse.Namespace) -> None:
     for claim in judged:
         print(claims.sentence(claim).replace("\n", " "))
     if flags.json is not None:
-        commands.write_json(flags.json, data(results, judged))
+        provenance.write(flags, data(results, judged), made_of)
         print(f"figures: {flags.json}")
     if flags.plot is not None:
         study_report.figure(study, {run_of(result): result for result in results}, flags.plot, recency=needle.RECENCY)

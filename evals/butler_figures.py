@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,9 +26,9 @@ from jaxtyping import Float, Int
 from tqdm import tqdm
 
 import models
-from evals import perplexity, report, selections, statistics
+from evals import perplexity, report, running, selections, statistics
 from evals.selections import Selection
-from models import commands
+from models import provenance
 
 FIGURES = ("accuracy", "layers", "agreement", "oracles")
 SOURCES = "butler,quest,first_layer,previous_layer,streaming,random"
@@ -99,7 +98,7 @@ def compare(results: Sequence[dict[str, Any]], against: str = "butler") -> list[
         if r["sparsity"] not in lines or r["select"] == against:
             continue
         ours, theirs = (np.array(x["by_sequence"]["hit_rate"]) for x in (lines[r["sparsity"]], r))
-        mean, low, high = statistics.mean_interval((ours - theirs).tolist())
+        mean, low, high = statistics.paired_interval((ours - theirs).tolist())
         rows.append(
             {
                 "select": against,
@@ -186,10 +185,12 @@ def command(flags: argparse.Namespace) -> None:
     text = perplexity.read_text(flags.text)
     model, tokenizer, butler = selections.load(flags, chosen)
     chunks = perplexity.chunks_for(model, tokenizer, text, flags)
+    made_of = running.made_of(model, tokenizer, butler)
     if flags.figure == "oracles":
-        perplexity.run(flags, "oracles", "Oracles and simple signals", model, chunks, chosen, sparsities, butler)
+        perplexity.run(
+            flags, "oracles", "Oracles and simple signals", made_of, model, chunks, chosen, sparsities, butler
+        )
         return
-    started = time.time()
     figures: dict[str, Any]
     if flags.figure == "agreement":
         figures = _agreement_of(model, chunks, flags.batch)
@@ -204,17 +205,13 @@ def command(flags: argparse.Namespace) -> None:
             print()
             print(report.hit_comparison_table(figures["comparisons"]))
     if flags.json is not None:
-        commands.write_json(
-            flags.json,
-            {
-                "evaluation": f"butler {flags.figure}",
-                "settings": selections.settings_used(flags),
-                "sequences": len(chunks),
-                "seconds": round(time.time() - started, 1),
-                **report.environment(),
-                **figures,
-            },
-        )
+        figures = {
+            "evaluation": f"butler {flags.figure}",
+            "settings": running.settings(flags),
+            "sequences": len(chunks),
+            **figures,
+        }
+        provenance.write(flags, figures, made_of)
         print(f"figures: {flags.json}")
     if flags.plot is not None:
         if flags.figure == "agreement":

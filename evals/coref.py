@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
-import time
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
@@ -25,10 +24,10 @@ import numpy as np
 from tqdm import tqdm
 
 import models
-from evals import coref_task, report, selections, statistics
+from evals import coref_task, report, running, selections, statistics
 from evals.coref_task import CorefSample
 from evals.selections import Heads, Selection
-from models import commands
+from models import commands, provenance
 
 Mode = Literal["teacher", "generate"]
 SELECT = "full,oracle,butler,quest,h2o,streaming,random"
@@ -161,7 +160,7 @@ def compare(results: Sequence[dict[str, Any]], against: str = "butler") -> list[
                 continue
             accuracy = statistics.paired_difference(r["correct"], line["correct"])
             gained = [b - a for a, b in zip(r["covered"], line["covered"], strict=True)]
-            coverage = statistics.mean_interval(gained, pseudo=1.0)  # as of paired_difference
+            coverage = statistics.paired_interval(gained)
             rows.append(
                 {
                     "select": against,
@@ -200,7 +199,6 @@ def command(flags: argparse.Namespace) -> None:
     model, tokenizer, butler = selections.load(flags, [setting.selection for setting in settings])
     samples = [coref_task.sample(flags.seed + index, tokenizer) for index in range(flags.samples)]
 
-    started = time.time()
     results = []
     with tqdm(total=len(samples) * len(settings), unit="sample", file=sys.stderr, dynamic_ncols=True) as progress:
         for setting in settings:
@@ -218,18 +216,14 @@ def command(flags: argparse.Namespace) -> None:
         print()
         print(report.coref_comparison_table(comparisons))
     if flags.json is not None:
-        commands.write_json(
-            flags.json,
-            {
-                "evaluation": "coref",
-                "settings": selections.settings_used(flags),
-                "samples": len(samples),
-                "seconds": round(time.time() - started, 1),
-                **report.environment(),
-                "results": results,
-                "comparisons": comparisons,
-            },
-        )
+        figures = {
+            "evaluation": "coref",
+            "settings": running.settings(flags),
+            "samples": len(samples),
+            "results": results,
+            "comparisons": comparisons,
+        }
+        provenance.write(flags, figures, running.made_of(model, tokenizer, butler))
         print(f"figures: {flags.json}")
     if flags.plot is not None:
         report.coref_dots(results, flags.plot)

@@ -16,6 +16,7 @@ import models
 from evals import running
 from evals.ruler import common_prefix
 from evals.running import Answer, Group, TextSample
+from models import provenance
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,6 +220,7 @@ def make_groups(
                 task.new_tokens,
                 functools.partial(score, task),
                 end=(*config.eos, *newline) if task.line else None,
+                data=provenance.digest(records),
             )
         )
     return groups

@@ -11,7 +11,6 @@ import argparse
 import dataclasses
 import re
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,8 +23,8 @@ from tqdm import tqdm
 
 import kvjax
 import models
-from evals import claims, needle, report, statistics, tasks
-from models import commands
+from evals import claims, needle, report, running, statistics, tasks
+from models import commands, provenance
 from models.decoder import rope_frequencies
 
 POLICIES = (
@@ -169,8 +168,8 @@ def compare(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                 continue
             ours, theirs = (np.array(r["by_sample"][kind]) for r in (result, by_setting[other, *rest]))
             gain = sign * (ours - theirs)  # [samples, L]
-            mean, low, high = statistics.mean_interval(gain.mean(axis=1).tolist())
-            layers = [claims.verdict("better", *statistics.mean_interval(x.tolist())[1:]) for x in gain.T]
+            mean, low, high = statistics.paired_interval(gain.mean(axis=1).tolist())
+            layers = [claims.verdict("better", *statistics.paired_interval(x.tolist())[1:]) for x in gain.T]
             what = "smaller error" if kind == "error" else "larger cosine behind W_O"
             held = f"{layers.count(claims.HOLDS)} of {len(layers)} layers hold, {layers.count(claims.FAILS)} do not"
             rows.append(
@@ -222,7 +221,6 @@ def command(flags: argparse.Namespace) -> None:
     if tokenizer is None:
         raise ValueError(f"{flags.model} has no tokenizer.json, and needles are text; copy it from the model's source.")
 
-    started = time.time()
     results = []
     with tqdm(total=flags.samples * len(lengths) * len(settings), unit="sample", file=sys.stderr) as progress:
         for question in dict.fromkeys(setting.question for setting in settings):
@@ -241,23 +239,16 @@ def command(flags: argparse.Namespace) -> None:
         print()
         print("\n".join(claims.sentence(claim) for claim in compared))
     if flags.json is not None:
-        used = {name: str(value) if isinstance(value, Path) else value for name, value in vars(flags).items()}
-        commands.write_json(
-            flags.json,
-            {
-                "evaluation": "fidelity",
-                "title": "Attention outputs: how close to the full cache's",
-                "command": f'python -m evals fidelity --policies "{flags.policies}" --budgets {flags.budgets} '
-                f"--samples {flags.samples} --when {flags.when}",
-                "settings": used,
-                "samples": flags.samples * len(lengths),
-                "seconds": round(time.time() - started, 1),
-                **report.environment(),
-                "claims_measure": "the layers' mean relative error or cosine (positive: closer to the full cache)",
-                "claims": compared,
-                "results": results,
-            },
-        )
+        figures = {
+            "evaluation": "fidelity",
+            "title": "Attention outputs: how close to the full cache's",
+            "settings": running.settings(flags),
+            "samples": flags.samples * len(lengths),
+            "claims_measure": "the layers' mean relative error or cosine (positive: closer to the full cache)",
+            "claims": compared,
+            "results": results,
+        }
+        provenance.write(flags, figures, running.made_of(model, tokenizer))
         print(f"figures: {flags.json}")
     if flags.plot is not None:
         report.layer_lines(results, flags.plot, recency=needle.RECENCY)

@@ -15,8 +15,7 @@ import argparse
 import functools
 import hashlib
 import sys
-import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +23,10 @@ import numpy as np
 
 import kvjax
 import models
-from evals import likelihood, report, selections
+from evals import documents, likelihood, report, running, selections
 from evals.likelihood import Predicted
 from kvjax.sources import SOURCES
-from models import commands
+from models import commands, provenance
 from models.decoding import When
 
 EXAMPLES = """examples:
@@ -346,9 +345,13 @@ def command(flags: argparse.Namespace) -> None:
         raise ValueError(f"the harness has no task {', '.join(unknown)}; list them: lm-eval ls tasks.")
     if flags.out is not None:
         flags.out.mkdir(parents=True, exist_ok=True)
-    started, results = time.time(), []
+    results: list[dict[str, Any]] = []
+    fingerprints: dict[str, dict[str, str]] = {}
     for text, arguments in zip(flags.model_args, given, strict=True):
         model = kind(**{"batch_size": flags.batch, **arguments})
+        fingerprints[text] = running.made_of(model.model, model.text, model.butler)
+        if flags.out is not None:
+            _check_answers(flags.out, text, fingerprints[text])
         try:
             found = simple_evaluate(
                 model=model,
@@ -370,17 +373,13 @@ def command(flags: argparse.Namespace) -> None:
         results += [{**row, "model_args": text, **model.settings} for row in rows_of(found)]
     print(_table(results))
     if flags.json is not None:
-        commands.write_json(
-            flags.json,
-            {
-                "evaluation": "lm_eval",
-                "tasks": tasks,
-                "settings": {"num_fewshot": flags.num_fewshot, "limit": flags.limit, "seed": flags.seed},
-                "seconds": round(time.time() - started, 1),
-                **report.environment(),
-                "results": results,
-            },
-        )
+        figures = {
+            "evaluation": "lm_eval",
+            "tasks": tasks,
+            "settings": {"num_fewshot": flags.num_fewshot, "limit": flags.limit, "seed": flags.seed},
+            "results": results,
+        }
+        commands.write_json(flags.json, {**provenance.facts(flags.begun, flags.seed, fingerprints), **figures})
         print(f"figures: {flags.json}")
 
 
@@ -414,6 +413,20 @@ def _table(results: Sequence[dict[str, Any]]) -> str:
     return report.columns(
         ("policy or selection", "budget", "task", "metric", "value", "std. error", "samples"), rows, left=4
     )
+
+
+def _check_answers(folder: Path, text: str, made_of: Mapping[str, str]) -> None:
+    """Refuses answers in a folder that another model or tokenizer gave; what a task asks is part of each answer's key.
+
+    Raises:
+        ValueError: what differs, or a damaged header.
+    """
+    header = folder / "header.json"
+    known = documents.read_object(header) if header.exists() else {}
+    if text in known or list(folder.glob(f"{_cache_name(text)}*")):
+        provenance.check_same(folder, known.get(text), made_of)
+    else:
+        commands.write_json(header, {**known, text: dict(made_of)})
 
 
 def _cache_name(text: str) -> str:

@@ -13,9 +13,7 @@ import dataclasses
 import functools
 import itertools
 import sys
-import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,7 +22,7 @@ from tqdm import tqdm
 import models
 from evals import report, running, statistics, tasks
 from evals.running import PLACEMENTS, RECENCY, Question, Setting, check_sizes, make_settings
-from models import commands
+from models import commands, provenance
 
 EXAMPLES = """examples:
   python -m evals needle --policies full,h2o,h2o+caote,snapkv,snapkv+caote --budgets 256,512 --plot needle.png
@@ -161,7 +159,6 @@ def command(flags: argparse.Namespace) -> None:
     commands.check_outputs([flags.json, flags.plot])
     model, tokenizer = running.load(flags)
 
-    started = time.time()
     cells = {
         question: make_cells(
             tokenizer,
@@ -191,18 +188,13 @@ def command(flags: argparse.Namespace) -> None:
         print()
         print(report.comparison_table(comparisons))
     if flags.json is not None:
-        settings_used = {name: str(value) if isinstance(value, Path) else value for name, value in vars(flags).items()}
-        commands.write_json(
-            flags.json,
-            {
-                "evaluation": "needle",
-                "settings": settings_used,
-                "seconds": round(time.time() - started, 1),
-                **report.environment(),
-                "results": results,
-                "comparisons": comparisons,
-            },
-        )
+        figures = {
+            "evaluation": "needle",
+            "settings": running.settings(flags),
+            "results": results,
+            "comparisons": comparisons,
+        }
+        provenance.write(flags, figures, running.made_of(model, tokenizer))
         print(f"figures: {flags.json}")
     if flags.plot is not None:
         report.heat_map(results, flags.plot, recency=RECENCY)

@@ -18,8 +18,7 @@ import argparse
 import itertools
 import math
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ import kvjax
 import models
 from evals import likelihood, prose, report, running, selections, statistics
 from evals.selections import Heads, Selection
-from models import commands
+from models import commands, provenance
 
 SELECT = "oracle,butler,quest,h2o,snapkv,streaming"
 EXAMPLES = """examples:
@@ -54,7 +53,7 @@ def read_text(path: Path | None) -> str:
         True
     """
     if path is None:
-        return " ".join(prose.library_sentences("test"))
+        return " ".join(prose.sentences("test"))
     if not path.is_file():
         raise FileNotFoundError(f"there is no text file {path}; give one with --text.")
     try:
@@ -279,7 +278,7 @@ def compare_policies(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _larger(row: dict[str, Any], line: dict[str, Any]) -> dict[str, Any]:
-    ratio, low, high = _ratio(np.array(row["by_chunk"]) - np.array(line["by_chunk"]))
+    ratio, low, high = _ratio(statistics.paired_interval, np.array(row["by_chunk"]) - np.array(line["by_chunk"]))
     return {
         "increase": ratio - 1,
         "low": None if low is None else low - 1,
@@ -319,7 +318,8 @@ def command(flags: argparse.Namespace) -> None:
     text = read_text(flags.text)
     model, tokenizer, butler = selections.load(flags, chosen)
     chunks = chunks_for(model, tokenizer, text, flags)
-    run(flags, "perplexity", "Perplexity", model, chunks, chosen, sparsities, butler, policies, budgets)
+    made_of = running.made_of(model, tokenizer, butler)
+    run(flags, "perplexity", "Perplexity", made_of, model, chunks, chosen, sparsities, butler, policies, budgets)
 
 
 def parse_policies(text: str) -> list[str]:
@@ -356,6 +356,7 @@ def run(
     flags: argparse.Namespace,
     name: str,
     title: str,
+    made_of: Mapping[str, str],
     model: models.Decoder,
     chunks: Int[np.ndarray, "n T"],
     chosen: Sequence[Selection],
@@ -365,7 +366,6 @@ def run(
     budgets: Sequence[int | float] = (),
 ) -> None:
     """Measures, and writes what the flags ask for."""
-    started = time.time()
     total = steps(chosen, sparsities, len(chunks), len(policies), len(budgets))
     evicted: list[dict[str, Any]] = []
     with tqdm(total=total, unit="chunk", file=sys.stderr, dynamic_ncols=True) as progress:
@@ -388,19 +388,15 @@ def run(
     ]
     print("\n\n".join(table for table in tables if table))
     if flags.json is not None:
-        commands.write_json(
-            flags.json,
-            {
-                "evaluation": name,
-                "settings": selections.settings_used(flags),
-                "chunks": len(chunks),
-                "seconds": round(time.time() - started, 1),
-                **report.environment(),
-                "results": results,
-                "comparisons": comparisons,
-                **({"policies": evicted, "policy_comparisons": gains} if evicted else {}),
-            },
-        )
+        figures = {
+            "evaluation": name,
+            "settings": running.settings(flags),
+            "chunks": len(chunks),
+            "results": results,
+            "comparisons": comparisons,
+            **({"policies": evicted, "policy_comparisons": gains} if evicted else {}),
+        }
+        provenance.write(flags, figures, made_of)
         print(f"figures: {flags.json}")
     if flags.plot is not None:
         title = f"{title} ({len(chunks)} chunks of {chunks.shape[1]} tokens)"
@@ -414,9 +410,9 @@ def _row(selection: Selection, sparsity: float, found: np.ndarray, dense: np.nda
 
 def _against(found: np.ndarray, dense: np.ndarray) -> dict[str, Any]:
     """A row's figures, beside those of the dense model on the same chunks."""
-    perplexity, low, high = _ratio(found)
-    increase, increase_low, increase_high = _ratio(found - dense)
-    whole, _, _ = _ratio(dense)
+    perplexity, low, high = _ratio(statistics.mean_interval, found)
+    increase, increase_low, increase_high = _ratio(statistics.paired_interval, found - dense)
+    whole, _, _ = _ratio(statistics.mean_interval, dense)
     return {
         "perplexity": perplexity,
         "low": low,
@@ -429,9 +425,11 @@ def _against(found: np.ndarray, dense: np.ndarray) -> dict[str, Any]:
     }
 
 
-def _ratio(logarithms: np.ndarray) -> tuple[float, float | None, float | None]:
+def _ratio(
+    interval: Callable[..., tuple[float, float, float]], logarithms: np.ndarray
+) -> tuple[float, float | None, float | None]:
     """The exponential of the mean, with its 95% interval where there are two or more."""
-    mean, low, high = statistics.mean_interval(logarithms.tolist())
+    mean, low, high = interval(logarithms.tolist())
     if len(logarithms) < 2:
         return math.exp(mean), None, None
     return math.exp(mean), math.exp(low), math.exp(high)

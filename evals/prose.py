@@ -1,24 +1,27 @@
-"""Plain English to hide facts in: sentences from templates, and sentences of the standard library.
+"""Plain English to hide facts in: sentences from templates, of the standard library's documentation, and of our own.
 
-The templates are random and endless. The standard library's sentences (docstrings and the licence of CPython)
-are frozen in `prose.txt` beside this file, because docstrings change between Python versions and a sample has to
-be the same on every machine. `python -m evals.prose` writes that file anew. Its sentences are the Python Software
-Foundation's, under the licence in `prose.LICENSE.txt`.
+The templates are random and endless. The library's sentences (docstrings and the licence of the Python that runs) are
+read when they are needed, so they differ a little between Python versions: :func:`digest` stands in every JSON that is
+made of them. `haystack.txt` beside this file was written for this project, and is the same everywhere.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib
 import inspect
 import os
 import re
+import sys
+import warnings
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
-PROSE_FILE = Path(__file__).with_name("prose.txt")
+HAYSTACK_FILE = Path(__file__).with_name("haystack.txt")
+Source = Literal["train", "test", "fixed"]
 
 MODULES = """abc argparse ast asyncio base64 bisect calendar cmd codecs collections configparser contextlib copy csv
 dataclasses datetime decimal difflib dis doctest email enum filecmp fileinput fnmatch fractions ftplib functools
@@ -102,14 +105,44 @@ def template_sentence(rng: np.random.Generator) -> str:
 
 
 @functools.cache
-def library_sentences(split: Literal["train", "test"] = "train") -> tuple[str, ...]:
-    """Sentences of the standard library's docstrings and licence; every eighth is held out as "test".
+def sentences(source: Source = "train") -> tuple[str, ...]:
+    """Sentences to draw from.
 
-    >>> set(library_sentences("train")).isdisjoint(library_sentences("test"))
-    True
+    Args:
+        source: "train" and "test" are the standard library's, every eighth held out as "test"; "fixed" are our own.
+
+    Raises:
+        ValueError: another source, or a Python that runs without docstrings.
+
+    >>> from evals import prose
+    >>> set(prose.sentences("train")).isdisjoint(prose.sentences("test")), len(prose.sentences("fixed"))
+    (True, 291)
     """
-    lines = PROSE_FILE.read_text(encoding="utf-8").splitlines()
-    return tuple(line for i, line in enumerate(lines) if (i % 8 == 0) == (split == "test"))
+    if source not in ("train", "test", "fixed"):
+        raise ValueError(f"the source of sentences is {source!r}; there are 'train', 'test' and 'fixed'.")
+    if source == "fixed":
+        return tuple(HAYSTACK_FILE.read_text(encoding="utf-8").splitlines())
+    return tuple(line for i, line in enumerate(_library()) if (i % 8 == 0) == (source == "test"))
+
+
+@functools.cache
+def digest() -> str:
+    """A digest of the library's sentences, which every JSON that may be made of them holds.
+
+    >>> from evals import prose
+    >>> len(prose.digest())
+    16
+    """
+    return hashlib.sha256("\n".join(_library()).encode()).hexdigest()[:16]
+
+
+@functools.cache
+def _library() -> tuple[str, ...]:
+    if sys.flags.optimize > 1:
+        raise ValueError("this Python runs without docstrings, which the texts are made of; leave -OO out.")
+    with warnings.catch_warnings():  # some names of the library warn when they are looked at
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return tuple(collect())
 
 
 def collect(limit: int = 2400) -> list[str]:
@@ -151,10 +184,3 @@ def _sentences(text: str) -> list[str]:
             if plain and 40 <= len(sentence) <= 150 and sentence.count(" ") >= 5:
                 out.append(sentence)
     return out
-
-
-if __name__ == "__main__":
-    temporary = PROSE_FILE.with_suffix(".tmp")
-    temporary.write_text("\n".join(collect()) + "\n", encoding="utf-8")
-    temporary.replace(PROSE_FILE)
-    print(f"{PROSE_FILE}: {len(PROSE_FILE.read_text(encoding='utf-8').splitlines())} sentences")

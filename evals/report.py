@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import platform
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 from models.commands import replacing
@@ -138,18 +135,6 @@ def comparison_table(comparisons: Sequence[dict[str, Any]]) -> str:
     ]
     head = (*several, "policy", "against", "budget", "evicts", "question", "difference", "95%", "better")
     return columns(head, rows, left=5 + len(several))
-
-
-def environment() -> dict[str, Any]:
-    """The device and the versions that figures were made with."""
-    packages = ("kvjax", "jax", "jaxlib", "flax", "numpy")
-    versions = {}
-    for name in packages:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = "not installed"
-    return {"device": jax.devices()[0].device_kind, "versions": {"python": platform.python_version(), **versions}}
 
 
 def check_plot(path: Path) -> None:

@@ -1,9 +1,11 @@
 """A folder of results that a killed run goes on with.
 
-    header.json     what was run: the evaluation, its settings, the command, device and versions
+    header.json     what was run: the evaluation, its settings, the command, device and versions, and fingerprints of
+                    weights, tokenizer and data
     samples.jsonl   a line a sample, written batch by batch; a line that was cut off is dropped when the run goes on
 
-A folder is for one set of settings: others are refused, and what differs is named.
+A folder is for one set of settings, and for one model's weights, tokenizer and data: others are refused, and what
+differs is named.
 """
 
 from __future__ import annotations
@@ -16,8 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from evals import report
-from models import commands
+from models import commands, provenance
 
 HEADER, SAMPLES = "header.json", "samples.jsonl"
 ROW = ("model", "evaluation", "length", "policy", "budget", "when", "question")
@@ -31,6 +32,10 @@ class Results:
         folder: made if it isn't there; None keeps the records in memory only.
         settings: all that decides the figures, as JSON has it.
         command: the line that makes them.
+
+    Attributes:
+        records: all that there are.
+        fingerprints: what :meth:`check_made_of` noted of them.
 
     Raises:
         ValueError: the folder holds something else, other settings, a damaged file, or another run writes into it.
@@ -53,6 +58,8 @@ class Results:
         # As the header will be read again: tuples are lists there.
         self._wanted = json.loads(json.dumps({"evaluation": evaluation, "settings": dict(settings)}))
         self._command = command
+        self._header: dict[str, Any] = {}
+        self.fingerprints: list[dict[str, Any]] = []
         self._keys: set[tuple[Any, ...]] = set()
 
     def __enter__(self) -> Results:
@@ -78,6 +85,24 @@ class Results:
             os.fsync(self._file.fileno())
         self.records += new
         self._keys |= {_key(record) for record in new}
+
+    def check_made_of(self, labels: Mapping[str, str], made_of: Mapping[str, str]) -> None:
+        """Notes what the records with these labels are made of, once; refuses to go on with anything else.
+
+        Args:
+            labels: what those records say of themselves, such as the model's name.
+            made_of: fingerprints, as :func:`evals.running.made_of` gives them.
+
+        Raises:
+            ValueError: the folder's records were made of something else, or do not say of what.
+        """
+        there = next((known["made of"] for known in self.fingerprints if known["labels"] == dict(labels)), None)
+        if there is not None or any(labels.items() <= record.items() for record in self.records):
+            provenance.check_same(Path(self._folder or ""), there, made_of)
+            return
+        self.fingerprints.append({"labels": dict(labels), "made of": dict(made_of)})
+        if self._folder is not None:
+            commands.write_json(self._folder / HEADER, {**self._header, "fingerprints": self.fingerprints})
 
     def check(self) -> dict[str, Any]:
         """Complains about a folder that cannot be gone on with, before the long work starts; gives its header."""
@@ -107,9 +132,10 @@ class Results:
         _lock(self._file, folder)
         self.records, whole = _read(folder / SAMPLES)
         self._file.truncate(whole)
-        if report.environment() not in header["environments"]:
-            header["environments"].append(report.environment())
+        if provenance.environment() not in header["environments"]:
+            header["environments"].append(provenance.environment())
             commands.write_json(folder / HEADER, header)
+        self._header, self.fingerprints = header, header.get("fingerprints", [])
 
 
 def read_header(folder: Path) -> dict[str, Any]:

@@ -536,7 +536,7 @@ def _plain_words() -> int:
 
 @functools.cache
 def _plain() -> tuple[str, ...]:
-    text = " ".join(prose.library_sentences("train") + prose.library_sentences("test"))
+    text = " ".join(prose.sentences("train") + prose.sentences("test"))
     return tuple(sorted({*prose.ADJECTIVES, *prose.NOUNS, *re.findall(r"\b[a-z]{4,}\b", text)}))
 
 

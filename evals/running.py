@@ -24,9 +24,9 @@ from tqdm import tqdm
 
 import kvjax
 import models
-from evals import report, results, statistics
+from evals import prose, report, results, statistics
 from kvjax.allocation import parse_allocation
-from models import commands
+from models import commands, provenance
 from models.decoding import When
 
 RECENCY = "streaming(sinks=0)"
@@ -35,7 +35,7 @@ Question = Literal["after", "before", "both", "agnostic"]
 PLACEMENTS = ("after", "before", "both", "agnostic")
 KNOWN_OR_NOT = ("after", "agnostic")
 # What may change between the two halves of a run: where it writes, and on what it runs.
-FREE = ("name", "out", "json", "plot", "batch", "mesh")
+FREE = ("name", "begun", "out", "json", "plot", "batch", "mesh")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +87,7 @@ class Group:
         score: from an answer and its sample to a number in [0, 1].
         end: tokens that end an answer; the model's own by default.
         questions: of the settings, those that the group is for.
+        data: a digest of the records that samples are made of, where they were read and not drawn.
     """
 
     task: str
@@ -97,6 +98,7 @@ class Group:
     score: Callable[[Answer, Any], float]
     end: tuple[int, ...] | None = None
     questions: tuple[str, ...] = PLACEMENTS
+    data: str = ""
 
 
 class Batch(NamedTuple):
@@ -303,7 +305,7 @@ def compare(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         both = [sample for sample in found if sample in other]
         if plain == policy or not both:
             continue
-        mean, low, high = statistics.mean_interval([found[s] - other[s] for s in both], pseudo=1.0)
+        mean, low, high = statistics.paired_interval([found[s] - other[s] for s in both])
         rows.append(
             {
                 "policy": policy,
@@ -488,7 +490,8 @@ def command(
     with store:
         labels = {"evaluation": flags.name, "model": flags.model}
         total = sum(group.size for group in groups) * len(settings)
-        started = time.time()
+        fingerprints = made_of(model, tokenizer, groups=groups)
+        store.check_made_of(labels, fingerprints)
         with tqdm(total=total, unit="sample", file=sys.stderr, dynamic_ncols=True) as progress:
             run(
                 model, tokenizer, groups, settings, store,
@@ -501,13 +504,11 @@ def command(
             print()
             print(report.comparison_table(compared))
         figures = {
+            **provenance.facts(flags.begun, flags.seed, fingerprints),
             "evaluation": flags.name,
             "title": title,
-            "command": written(flags),
             "settings": used(flags),
             "notes": remarks,
-            "seconds": round(time.time() - started, 1),
-            **report.environment(),
             "results": rows,
             "comparisons": compared,
         }
@@ -518,6 +519,35 @@ def command(
         if flags.plot is not None:
             report.task_map(rows, flags.plot, title=title, short=short or {})
             print(f"picture: {flags.plot}")
+
+
+def made_of(
+    model: models.Decoder,
+    tokenizer: models.Tokenizer,
+    butler: models.Butler | None = None,
+    groups: Sequence[Group] = (),
+) -> dict[str, str]:
+    """Fingerprints of all that figures are made of: the project's version, the built-in prose, the model, its
+    tokenizer, a predictor, and the records of groups that were read.
+
+    Example:
+        >>> import models
+        >>> from evals import running
+        >>> sorted(running.made_of(*models.load("retriever")))
+        ['config', 'kvjax', 'prose', 'tokenizer', 'weights']
+    """
+    found = {"kvjax": kvjax.__version__, "prose": prose.digest(), **provenance.fingerprints(model, tokenizer)}
+    if butler is not None:
+        found["butler"] = provenance.weights(butler, models.butler.parameter_shapes(butler.config))
+    if any(group.data for group in groups):
+        found["data"] = provenance.digest([[group.task, group.data] for group in groups])
+    return found
+
+
+def settings(flags: argparse.Namespace) -> dict[str, Any]:
+    """The flags, as JSON holds them."""
+    given = {name: value for name, value in vars(flags).items() if name != "begun"}
+    return {name: str(value) if isinstance(value, Path) else value for name, value in given.items()}
 
 
 def used(flags: argparse.Namespace) -> dict[str, Any]:
@@ -538,7 +568,7 @@ def written(flags: argparse.Namespace) -> str:
     """The command line that gives these flags again."""
     line = ["python", "-m", "evals", flags.name]
     for name, value in vars(flags).items():
-        if name in ("name", "out", "json", "plot") or value is None or value is False:
+        if name in ("name", "begun", "out", "json", "plot") or value is None or value is False:
             continue
         line.append(f"--{name.replace('_', '-')}")
         if value is not True:

@@ -430,11 +430,6 @@ def load(
     return model, tokenizer, butler
 
 
-def settings_used(flags: argparse.Namespace) -> dict[str, Any]:
-    """The flags, as JSON holds them."""
-    return {name: str(value) if isinstance(value, Path) else value for name, value in vars(flags).items()}
-
-
 def _checked(model, tokens, selection, sparsity, butler, sinks, chunk) -> tuple[Array, Selection]:
     if not 0 <= sparsity < 1:
         raise ValueError(f"the sparsity is {sparsity}; give the share of tokens that a row does not read, in [0, 1).")

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,7 +26,7 @@ from typing import Any, NamedTuple, NoReturn
 from tqdm import tqdm
 
 from evals import infinitebench, longbench, needle, report, results, ruler, running
-from models import commands
+from models import commands, provenance
 
 EVALUATIONS = {"needle": needle, "ruler": ruler, "longbench": longbench, "infinitebench": infinitebench}
 # What all evaluations of a sweep share, and a list of it in the file.
@@ -117,7 +116,7 @@ def command(flags: argparse.Namespace) -> None:
     written = f"python -m evals sweep {flags.file} --out {flags.out}"
     store = results.Results(flags.out, "sweep", {**content, **files}, written)
     store.check()
-    started, failed = time.time(), list[str]()
+    failed: list[str] = []
     rows: list[dict[str, Any]] = []
     with store, tqdm(total=0, unit="sample", file=sys.stderr, dynamic_ncols=True) as progress:
         for model_name in dict.fromkeys(part.flags.model for part in parts):
@@ -128,7 +127,9 @@ def command(flags: argparse.Namespace) -> None:
         progress.set_description("done")
         rows = running.summarise(store.records)
         if rows:
-            _write(flags.out, content, rows, time.time() - started)
+            figures = {"evaluation": "sweep", "settings": content, "results": rows}
+            made = provenance.facts(flags.begun, content.get("seed", 0), store.fingerprints)
+            commands.write_json(flags.out / "figures.json", {**made, **figures})
     for name in dict.fromkeys(row["evaluation"] for row in rows):
         found = [row for row in rows if row["evaluation"] == name]
         short = getattr(EVALUATIONS[name], "SHORT", {})
@@ -199,6 +200,8 @@ def _run(part: Part, model: Any, tokenizer: Any, store: results.Results, progres
     failed = []
     try:
         groups = EVALUATIONS[flags.name].make_groups(flags, model.config, tokenizer)
+        made_of = running.made_of(model, tokenizer, groups=groups)
+        store.check_made_of(labels, made_of)
     except ValueError as error:
         return [f"{flags.model}, {flags.name}: {error}"]
     counts = [sum(setting.question in group.questions for setting in settings) for group in groups]
@@ -213,17 +216,6 @@ def _run(part: Part, model: Any, tokenizer: Any, store: results.Results, progres
             where = "" if group.length is None else f" at {group.length}"
             failed.append(f"{flags.model}, {group.task}{where}: {error}")
     return failed
-
-
-def _write(folder: Path, content: Mapping[str, Any], rows: list[dict[str, Any]], seconds: float) -> None:
-    figures = {
-        "evaluation": "sweep",
-        "settings": dict(content),
-        "seconds": round(seconds, 1),
-        **report.environment(),
-        "results": rows,
-    }
-    commands.write_json(folder / "figures.json", figures)
 
 
 class _Flags(argparse.ArgumentParser):

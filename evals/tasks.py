@@ -1,7 +1,8 @@
 """Needle tasks in plain English: facts hidden in prose, look-alikes among them, and a question about one.
 
 A fact says what the code (or weight, price, ...) of a key is; the key is one or two words, the value four random
-digits, so an answer cannot be guessed and has to be read from the context. Everything is a pure function of a seed.
+digits, so an answer cannot be guessed and has to be read from the context. Everything is a pure function of a seed,
+and of the Python that runs, whose documentation the prose is from (:mod:`evals.prose`).
 """
 
 from __future__ import annotations
@@ -114,13 +115,13 @@ def cue(fact: Fact, placement: Placement = "after") -> str:
     return "Answer:" if placement == "before" else f"Answer: the {_of(fact)} is"
 
 
-def haystack_sentence(rng: np.random.Generator, split: Literal["train", "test"] = "test") -> str:
-    """A sentence without facts: two thirds from templates, one third from the standard library's texts.
+def haystack_sentence(rng: np.random.Generator, source: prose.Source = "test") -> str:
+    """A sentence without facts: two thirds from templates, one third from a source of :func:`evals.prose.sentences`.
 
     >>> haystack_sentence(np.random.default_rng(3))[-1]
     '.'
     """
-    return _pick(rng, prose.library_sentences(split)) if rng.random() < 1 / 3 else prose.template_sentence(rng)
+    return _pick(rng, prose.sentences(source)) if rng.random() < 1 / 3 else prose.template_sentence(rng)
 
 
 def needle(
@@ -130,6 +131,7 @@ def needle(
     depth: float | None = None,
     facts: int = 10,
     question: Placement = "after",
+    haystack: prose.Source = "test",
 ) -> Sample:
     """One fact to find among ``facts - 1`` look-alikes, in prose of ``length`` tokens, question and cue included.
 
@@ -141,6 +143,7 @@ def needle(
             sentences; None draws it.
         facts: how many facts the text states, the one asked for among them.
         question: where it is asked: after the text, before it, or both.
+        haystack: where its prose is from; "fixed" is the same whatever Python runs.
 
     Raises:
         ValueError: a depth outside [0, 1], fewer than one fact, or a length that cannot hold the facts.
@@ -176,7 +179,7 @@ def needle(
     room -= sum(size(" " + sentence) for sentence in sentences)
     filler: list[str] = []
     while room > 0:
-        filler.append(haystack_sentence(rng))
+        filler.append(haystack_sentence(rng, haystack))
         room -= size(" " + filler[-1])
     places = np.sort(rng.random(len(others)))
     while True:

@@ -20,8 +20,8 @@ from tqdm import tqdm
 
 import kvjax
 import models
-from evals import page, report, running, tasks
-from models import commands
+from evals import page, running, tasks
+from models import commands, provenance
 from models.decoding import When
 
 TEMPLATE = Path(__file__).with_name("view.html")
@@ -209,14 +209,13 @@ def command(flags: argparse.Namespace) -> None:
         )  # fmt: skip
     data = {
         "title": "What did each policy forget?",
-        "command": running.written(flags),
         "model": flags.model,
         "wanted": wanted,
         "when": flags.when,
         "pieces": pieces(tokenizer, tokens),
         "question": question,
         "traces": traces,
-        **report.environment(),
+        **provenance.facts(flags.begun, flags.seed, running.made_of(model, tokenizer)),
     }
     with commands.replacing(flags.html) as temporary:
         temporary.write_text(page.render(TEMPLATE, data["title"], data), encoding="utf-8")

@@ -12,7 +12,6 @@ stretched, at the widths r / N and D'. The predictor computes in its own dtype w
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import math
 from pathlib import Path
@@ -22,7 +21,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 from safetensors import SafetensorError
@@ -31,7 +29,7 @@ from safetensors.numpy import save as to_safetensors
 
 from kernels_pallas import cache_attention
 from kvjax import rotate
-from models import decoder
+from models import decoder, provenance
 from models.commands import replacing, write_json
 from models.config import Config, Rope
 from models.decoder import Decoder, rms_norm, rope_frequencies
@@ -526,7 +524,8 @@ def fingerprint(model: Decoder) -> dict[str, Any]:
         >>> sorted(fingerprint(models.Decoder(config, rngs=nnx.Rngs(0))))
         ['config', 'weights']
     """
-    return {"config": _described(model.config), "weights": _weights_hash(model)}
+    hashed = provenance.weights(model, decoder.parameter_shapes(model.config))
+    return {"config": _described(model.config), "weights": hashed}
 
 
 def load_butler(folder: str | Path, model: Decoder) -> Butler:
@@ -567,7 +566,7 @@ def load_butler(folder: str | Path, model: Decoder) -> Butler:
         raise ValueError(
             f"{folder} holds a predictor of another model, {their_name}: {pairs}; train one for this model."
         )
-    if their_weights != _weights_hash(model):
+    if their_weights != fingerprint(model)["weights"]:
         raise ValueError(
             f"{folder} holds a predictor of another model, {their_name}, whose shape is this one's but whose weights "
             "are not; train one for this model."
@@ -683,26 +682,3 @@ def _described(config: Config) -> dict[str, Any]:
     """A model's config as JSON holds it."""
     fields = json.loads(json.dumps(dataclasses.asdict(config)))
     return {name: value for name, value in fields.items() if name not in INDIFFERENT}
-
-
-def _weights_hash(model: Decoder) -> str:
-    """A hash of 64 numbers of each parameter, rounded to bfloat16 so that a model may be loaded in any usual dtype."""
-    digest = hashlib.sha256()
-    for name, shape in sorted(decoder.parameter_shapes(model.config).items()):
-        parameter: Any = model
-        for part in name.split("."):
-            parameter = getattr(parameter, part)
-        rng = np.random.default_rng(0)
-        places = tuple(rng.integers(0, size, 64) for size in shape)
-        sample = np.asarray(jax.device_get(_sample(parameter[...], places))).astype(jnp.bfloat16)
-        digest.update(name.encode() + sample.tobytes())
-    return digest.hexdigest()
-
-
-def _sample(array: Array, places: tuple[np.ndarray, ...]) -> Array:
-    """Some entries of an array, on every device that holds a part of it: of several processes each reads them all."""
-    if array.is_fully_addressable:
-        return array[places]
-    assert isinstance(array.sharding, NamedSharding)
-    everywhere = NamedSharding(array.sharding.mesh, PartitionSpec())
-    return jax.jit(lambda array: array[places], out_shardings=everywhere)(array)

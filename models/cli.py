@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 import models
-from models import commands, guided
+from models import commands, guided, provenance
 
 EXAMPLES = """examples:
   python -m models.generate retriever --prompt-file book.txt --policy h2o+caote --budget 512 --block 128
@@ -129,10 +129,10 @@ def _generate(flags: argparse.Namespace) -> None:
         "decode_tokens_per_second": clock.decode_rate(),
         "compile_seconds": clock.compile_seconds(),
         "cache_bytes": cache_bytes,
-        "device": jax.devices()[0].device_kind,
     }
     if flags.json:
-        print(json.dumps({**summary, "text": tokenizer.decode(generated), "tokens": generated}))
+        made = provenance.facts(flags.begun, flags.seed, provenance.fingerprints(model, tokenizer))
+        print(json.dumps({**made, **summary, "text": tokenizer.decode(generated), "tokens": generated}))
         return
     print(pieces.finish(), flush=True)
     print(

@@ -6,11 +6,13 @@ import argparse
 import contextlib
 import json
 import os
+import shlex
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 
@@ -23,8 +25,23 @@ EXIT_CODES = """exit codes:
 """
 
 
+class Begun(NamedTuple):
+    """A command as it was given, and when it began, by time.monotonic."""
+
+    command: str
+    time: float
+
+
 class Parser(argparse.ArgumentParser):
-    """A parser whose complaint is one line, like every other of a command's."""
+    """A parser whose complaint is one line, like every other of a command's; the flags that it gives say what was
+    ``begun``, and when.
+    """
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        parsed = super().parse_args(args, namespace)
+        words = sys.argv[1:] if args is None else args
+        parsed.begun = Begun(" ".join([self.prog, *map(shlex.quote, words)]), time.monotonic())
+        return parsed
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}; {self.prog} --help says what there is.\n")

@@ -27,7 +27,7 @@ import shutil
 import sys
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,10 +43,11 @@ from jaxtyping import Array, Float, Int
 from tensorboardX import SummaryWriter
 from tqdm import tqdm
 
+import kvjax
 import models
-from evals import selections
+from evals import running, selections
 from kernels_pallas import mse_logits
-from models import commands
+from models import commands, provenance
 from models.butler import (
     CONFIG_FILE,
     SOURCES,
@@ -403,6 +404,8 @@ def train(
     settings: Settings,
     *,
     name: str = "a model",
+    begun: commands.Begun | None = None,
+    made_of: Mapping[str, str] | None = None,
     mesh: Mesh | None = None,
     budget: float = 0.5,
     resume: bool = True,
@@ -422,6 +425,8 @@ def train(
         config: of the predictor.
         corpus: rows as long as ``settings.seq_len``.
         name: the model's, for people.
+        begun: the command, for run.json and summary.json.
+        made_of: fingerprints of the model, its tokenizer and the built-in prose; a run does not go on with others.
         mesh: axes "data", over which the rows of a step are spread, and "tensor", over which the model is.
         budget: of the hit rate: the share of the tokens that a query sees.
         save_every, keep: steps between two checkpoints, and how many are kept.
@@ -447,13 +452,20 @@ def train(
     if not 0 < budget <= 1:
         raise ValueError(f"--budget is {budget}; give the share of the tokens that a query reads, in (0, 1].")
     first_process = jax.process_index() == 0
+    begun = commands.Begun("train.butler.train(...)", time.monotonic()) if begun is None else begun
+    made_of = provenance.fingerprints(model) if made_of is None else made_of
     run = {
+        "version": kvjax.__version__,
         "model": {"name": name, **fingerprint(model)},
         "butler": dataclasses.asdict(config),
         "settings": settings._asdict(),
-        "data": {"names": corpus.name, "held out": zlib.crc32(corpus.held_out.tobytes())},
+        "data": {
+            "names": corpus.name,
+            "held out": zlib.crc32(corpus.held_out.tobytes()),
+            **{what: made_of[what] for what in ("tokenizer", "prose") if what in made_of},
+        },
     }
-    _check_run(folder, run, resume)
+    _check_run(folder, run, resume, provenance.facts(begun, settings.seed, dict(made_of)))
     checkpoints = Checkpoints(folder, keep, say)
     step_function = make_step(config, settings, mesh)
     state, progress = checkpoints.restore(init_state(config, settings, mesh), Progress(0, None, 0.0))
@@ -466,7 +478,7 @@ def train(
             tqdm(total=last, initial=progress.step, disable=not (progress_bar and first_process), dynamic_ncols=True)
         )
         pending: list[tuple[Array, Array]] = []
-        begun = logged = time.monotonic()
+        started = logged = time.monotonic()
         since, saved, before = progress.step, progress.step, progress.seconds
         for batch, position in prefetch(_batches(corpus, settings, progress, last)):
             if isinstance(batch, Exception):
@@ -478,7 +490,7 @@ def train(
                 raise batch
             state, loss, norm = step_function(model, state, spread(batch, mesh), progress.step)
             pending.append((loss, norm))
-            seconds = before + time.monotonic() - begun
+            seconds = before + time.monotonic() - started
             progress = Progress(progress.step + 1, position, seconds)
             done, ends = progress.step, progress.step == last
             saves, measures = done % save_every == 0 or ends, bool(eval_every) and (done % eval_every == 0 or ends)
@@ -514,7 +526,8 @@ def train(
         butler = Butler(config, jax.device_get(state.parameters))
         if progress.step < settings.steps:
             return butler, None
-        summary = _summary(run, model, config, settings, progress, mesh)
+        summary = provenance.facts(begun, settings.seed, dict(made_of))
+        summary |= _summary(run, model, config, settings, progress, mesh)
         summary |= compare_sources(model, config, state.parameters, corpus, settings, budget)
         save_butler(folder, butler, model, name)
         if first_process:
@@ -592,7 +605,7 @@ def _skipped(position: Any) -> int:
     return 0
 
 
-def _check_run(folder: Path, run: dict[str, Any], resume: bool) -> None:
+def _check_run(folder: Path, run: dict[str, Any], resume: bool, facts: dict[str, Any]) -> None:
     """Refuses a folder that another run wrote; without ``resume``, clears what an earlier run of ours left in it."""
     record = folder / "run.json"
     if folder.exists() and not folder.is_dir():
@@ -602,6 +615,8 @@ def _check_run(folder: Path, run: dict[str, Any], resume: bool) -> None:
         earlier = json.loads(record.read_text(encoding="utf-8")) if record.exists() else None
     except (ValueError, UnicodeDecodeError):
         earlier = {}
+    if isinstance(earlier, dict):
+        earlier.pop("made", None)
     if earlier is None and any((folder / name).exists() for name in (WEIGHTS_FILE, CONFIG_FILE, "checkpoints")):
         raise ValueError(f"{folder} holds a predictor that is of no run that began here; choose another --out.")
     if earlier is not None and resume and earlier != run:
@@ -618,7 +633,7 @@ def _check_run(folder: Path, run: dict[str, Any], resume: bool) -> None:
             for name in ("log.jsonl", "summary.json", WEIGHTS_FILE, CONFIG_FILE):
                 (folder / name).unlink(missing_ok=True)
         folder.mkdir(parents=True, exist_ok=True)
-        commands.write_json(record, run)
+        commands.write_json(record, {**run, "made": facts})
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("run recorded")
 
@@ -657,8 +672,8 @@ def _summary(
         "skipped_lines": _skipped(progress.position),
         "mesh": dict(mesh.shape),
         "processes": jax.process_count(),
-        "device": jax.devices()[0].device_kind,
-        "versions": {"jax": jax.__version__, "optax": optax.__version__, "orbax": ocp.__version__},
+        "optax": optax.__version__,
+        "orbax": ocp.__version__,
     }
 
 
@@ -818,6 +833,8 @@ def _run(flags: argparse.Namespace) -> None:
         corpus,
         settings,
         name=str(flags.model),
+        begun=flags.begun,
+        made_of=running.made_of(model, tokenizer),
         mesh=mesh,
         budget=flags.budget,
         resume=flags.resume == "auto",

@@ -58,7 +58,7 @@ def train_tokenizer(vocab_size: int = 1536, seed: int = 0) -> Tokenizer:
         show_progress=False,
     )
     rng = np.random.default_rng(seed)
-    sentences = [*prose.library_sentences("train"), *(prose.template_sentence(rng) for _ in range(4000))]
+    sentences = [*prose.sentences("train"), *(prose.template_sentence(rng) for _ in range(4000))]
     corpus = [*sentences, *(f" {sentence}" for sentence in sentences)]  # as the first of a text, and as a later one
     # Often enough that the merges of these words come before those of ordinary ones.
     words = " ".join([*prose.ADJECTIVES, *prose.NOUNS, *prose.ATTRIBUTES])
@@ -249,7 +249,7 @@ class _Row:
     def add_prose(self) -> None:
         if self.level.library and self.rng.random() < self.level.library:
             self.maybe_jump()
-            self.add(_pick(self.rng, prose.library_sentences("train")))
+            self.add(_pick(self.rng, prose.sentences("train")))
         else:
             self.add_filler()
 

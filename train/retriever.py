@@ -326,7 +326,7 @@ def names_right(
 
 def perplexity(config: Config, parameters: Parameters, tokenizer: Tokenizer, length: int = 512) -> float:
     """Perplexity per token of the held-out sentences of the standard library."""
-    ids = tokenizer.encode(" ".join(prose.library_sentences("test"))).ids
+    ids = tokenizer.encode(" ".join(prose.sentences("test"))).ids
     rows = np.array(ids[: (len(ids) - 1) // length * length + 1])
     tokens, targets = rows[:-1].reshape(-1, length), rows[1:].reshape(-1, length)
     each = jax.jit(lambda p, x, y: jax.lax.map(lambda row: losses(config, p, row[0][None], row[1][None]), (x, y)))

@@ -441,7 +441,7 @@ def _in_memory(name: str, texts: Sequence[str], seed: int | None) -> Documents:
 def python_documents() -> tuple[str, ...]:
     """What `python` trains on: the topics of Python's help, and the standard library's sentences that evals train on.
 
-    No sentence of ``evals.prose.library_sentences("test")`` is in them.
+    No sentence of ``evals.prose.sentences("test")`` is in them.
 
     Example:
         >>> from train.text import python_documents
@@ -450,14 +450,14 @@ def python_documents() -> tuple[str, ...]:
     """
     from pydoc_data import topics
 
-    held_out = prose.library_sentences("test")
+    held_out = prose.sentences("test")
     documents = []
     for _, topic in sorted(topics.topics.items()):
         paragraphs = re.split(r"\n\s*\n", topic)
         plain = (" ".join(paragraph.split()) for paragraph in paragraphs)
         kept = [p for p, text in zip(paragraphs, plain, strict=True) if not any(line in text for line in held_out)]
         documents.append("\n\n".join(kept))
-    sentences = prose.library_sentences("train")
+    sentences = prose.sentences("train")
     for start in range(0, len(sentences), SENTENCES_A_DOCUMENT):
         documents.append(" ".join(sentences[start : start + SENTENCES_A_DOCUMENT]))
     return tuple(documents)
@@ -468,7 +468,7 @@ def _python_text(seed: int) -> Documents:
 
 
 def _test_sentences() -> Documents:
-    return _in_memory("the held-out sentences", [" ".join(prose.library_sentences("test"))], None)
+    return _in_memory("the held-out sentences", [" ".join(prose.sentences("test"))], None)
 
 
 class _Written(NamedTuple):

@@ -170,6 +170,12 @@ def test_the_command_writes_all_and_resumes(tiny_study, tmp_path, capsys):
     assert [ablation.run_of(result) for result in again["results"]] == list(tiny_study.runs)
     assert again["results"][2]["correct"] == [1] * 4
 
+    data["fingerprints"]["weights"] = "others"
+    figures.write_text(json.dumps(data))
+    assert main([*arguments, "--resume"]) == 2
+    assert "was made with another weights than now" in capsys.readouterr().err
+    figures.write_text(json.dumps(again))
+
     assert main([*arguments, "--resume", "--seed", "7"]) == 2
     assert "made with another seed" in capsys.readouterr().err
 

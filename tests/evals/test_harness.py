@@ -9,6 +9,7 @@ import pytest
 import models
 from evals import fidelity, harness, likelihood, selections
 from evals.__main__ import main
+from models import provenance
 
 TEXT = (
     "The code of amber falcon is 4719. The river was calm and the baker counted steps. The code of bold harp is 2650."
@@ -227,7 +228,11 @@ def test_a_local_task_runs_and_goes_on_from_its_answers(tmp_path, capsys, monkey
     assert "amber" in capsys.readouterr().out
     monkeypatch.setattr(likelihood, "predict", None)  # all is answered already
     assert main([*line, "--json", str(tmp_path / "again.json")]) == 0
-    assert json.loads((tmp_path / "again.json").read_text())["results"] == found
+    again = json.loads((tmp_path / "again.json").read_text())
+    assert again["results"] == found and again["command"].startswith("python -m evals lm_eval --tasks amber")
+    monkeypatch.setattr(provenance, "weights", lambda *_: "others")
+    assert main(line) == 2
+    assert "was made with another weights than now" in capsys.readouterr().err
 
 
 def test_a_task_that_fails_ends_in_one_sentence(tmp_path, capsys):

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+import kvjax
 import models
 from evals import needle, report
 from evals.__main__ import main
@@ -107,6 +108,9 @@ def test_the_command_writes_table_json_and_picture(tmp_path, capsys):
     assert main([*arguments, "--json", str(figures), "--plot", str(picture)]) == 0
     table = capsys.readouterr().out
     data = json.loads(figures.read_text())
+    assert data["command"].startswith("python -m evals needle --policies full,tova,tova+caote --budgets 96")
+    assert data["seed"] == 0 and data["seconds"] > 0 and data["versions"]["kvjax"] == kvjax.__version__
+    assert sorted(data["fingerprints"]) == ["config", "kvjax", "prose", "tokenizer", "weights"]
     settings = [(r["policy"], r["budget"], r["when"]) for r in data["results"]]
     assert settings == [
         ("full", None, "block"),

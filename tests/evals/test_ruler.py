@@ -3,8 +3,10 @@
 import collections
 import json
 import re
+import shutil
 
 import pytest
+from flax import nnx
 
 import models
 from evals import page, ruler, running
@@ -226,7 +228,7 @@ def test_the_command_writes_records_figures_and_a_picture(finished):
     assert {r["policy"] for r in records} == {"full", "tova", running.RECENCY}
     figures = json.loads((finished / "figures.json").read_text())
     assert [r["policy"] for r in figures["results"]] == ["full", running.RECENCY, "tova"]
-    assert figures["command"].startswith("python -m evals ruler --model retriever")
+    assert figures["command"].startswith("python -m evals ruler --tasks niah_single_1,niah_multikey_2")
     assert (finished.parent / "map.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -250,6 +252,18 @@ def test_a_record_is_what_generate_gives(finished):
         said = [token for token in out.tokens[0, : int(out.lengths[0])].tolist() if token not in model.config.eos]
         assert record["answer"] == tokenizer.decode(said)
         assert record["score"] == ruler.recall(record["answer"], sample.references)
+
+
+def test_a_killed_run_does_not_go_on_with_other_weights(tiny_folder, tmp_path, capsys):
+    folder, model = tmp_path / "run", tmp_path / "model"
+    shutil.copytree(tiny_folder, model)
+    line = ["ruler", *SMALL, "--model", str(model), "--samples", "1", "--policies", "full", "--out", str(folder)]
+    assert main(line) == 0 and main(line) == 0
+    before = (folder / "samples.jsonl").read_bytes()
+    models.save(model, models.Decoder(models.load(model)[0].config, rngs=nnx.Rngs(1)))
+    assert main(line) == 2
+    assert "was made with another weights than now" in capsys.readouterr().err
+    assert (folder / "samples.jsonl").read_bytes() == before
 
 
 def test_a_killed_run_goes_on_where_it_was(finished, tmp_path, monkeypatch, capsys):

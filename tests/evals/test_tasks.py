@@ -1,5 +1,7 @@
 """The needle generator: the same on every run, within its length, and with one right answer."""
 
+import re
+
 import numpy as np
 import pytest
 
@@ -7,6 +9,15 @@ from evals import prose, tasks
 from train import data
 
 PLACEMENTS = ("after", "before", "both")
+GOLDEN = """\
+The roof garden belongs to everyone, but only one man waters it. The traveler bought the palace for many years. The \
+score of jade glacier is 2976. The judge was late, because the father touched the sacred walnut. The orchestra tuned \
+for so long that the audience began to applaud. The score of opal basket is 0932. The old pilot still looks at the sky \
+before he butters his bread. The old dog sleeps on the letters that come through the door. The tenor lost his voice on \
+the ferry and found it at dinner. There was a garden beside the road, and nobody remembered it. The height of lonely \
+cloak is 6065.
+Question: what is the score of opal basket?
+Answer: the score of opal basket is"""
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +98,44 @@ def test_bad_input(tokenizer, arguments, message):
         tasks.needle(0, tokenizer, **(dict(length=300) | arguments))
 
 
+class Characters:
+    """A token a character, the same on every machine."""
+
+    encode = staticmethod(lambda text: [0, *map(ord, text)])
+
+
+def test_a_sample_of_our_own_sentences_is_the_same_on_every_python():
+    sample = tasks.needle(0, Characters, 700, depth=0.5, facts=3, haystack="fixed")
+    assert sample.prompt == GOLDEN
+
+
+def test_our_own_sentences_are_plain_and_none_of_the_librarys():
+    fixed = prose.sentences("fixed")
+    assert 200 < len(fixed) == len(set(fixed))
+    assert all(re.fullmatch(r"[A-Z][a-z]*( [A-Za-z'\-]+[,;:]?)+\.", sentence) for sentence in fixed)
+    assert set(fixed).isdisjoint(prose.sentences("train") + prose.sentences("test"))
+
+
+def test_an_unknown_source_of_sentences_is_refused():
+    with pytest.raises(ValueError, match="there are 'train', 'test' and 'fixed'"):
+        prose.sentences("book")
+
+
+def test_the_librarys_sentences_are_those_of_the_python_that_runs(monkeypatch):
+    first = prose.digest()
+    monkeypatch.setattr(prose, "MODULES", prose.MODULES[:20])
+    for cached in (prose._library, prose.digest):
+        cached.cache_clear()
+    try:
+        assert prose.digest() != first
+    finally:
+        monkeypatch.undo()
+        for cached in (prose._library, prose.digest):
+            cached.cache_clear()
+    assert prose.digest() == first
+
+
 def test_prose_is_plain_and_held_out():
-    train, test = prose.library_sentences("train"), prose.library_sentences("test")
+    train, test = prose.sentences("train"), prose.sentences("test")
     assert len(train) > 1500 and len(test) > 200 and set(train).isdisjoint(test)
     assert not any(character.isdigit() for sentence in train + test for character in sentence)

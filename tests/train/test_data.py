@@ -111,7 +111,7 @@ def test_names_of_pieces_reach_every_token_of_the_tested_names(writer):
 def test_library_rows_are_the_training_sentences(writer):
     level = LEVEL._replace(prose=1.0, library=1.0)
     text = writer.tokenizer.decode(writer.row(level, np.random.default_rng(0))[0])
-    sentences = prose.library_sentences("train")
+    sentences = prose.sentences("train")
     found = [sentence for sentence in sentences if sentence in text]
     assert len(" ".join(found)) > 0.8 * len(text)
 

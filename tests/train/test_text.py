@@ -83,10 +83,10 @@ def test_a_second_epoch_reads_the_same_files_and_shuffles_memory(tokenizer, tmp_
 
 def test_python_text_lacks_the_held_out_sentences(tokenizer):
     text = " ".join(" ".join(document.split()) for document in python_documents())
-    assert not [sentence for sentence in prose.library_sentences("test") if sentence in text]
-    assert prose.library_sentences("train")[0] in text
+    assert not [sentence for sentence in prose.sentences("test") if sentence in text]
+    assert prose.sentences("train")[0] in text
     corpus = open_corpus(["python"], tokenizer, 64, eval_rows=1)
-    assert tokenizer.decode(corpus.held_out[0].tolist()).startswith(prose.library_sentences("test")[0][:40])
+    assert tokenizer.decode(corpus.held_out[0].tolist()).startswith(prose.sentences("test")[0][:40])
 
 
 def test_text_to_hold_out_may_be_named(tokenizer, tmp_path):

@@ -1,0 +1,223 @@
+"""What every JSON that a command writes says of how it was made, and fingerprints of what it was made of.
+
+One mechanism for evaluations, benchmarks and training: :func:`write` puts :func:`facts` in front of the figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array
+
+import kvjax
+from models import decoder
+from models.commands import Begun, write_json
+from models.tokenizer import Tokenizer
+
+ROOT = Path(kvjax.__file__).parent.parent
+CODE = ("kernels_pallas", "kvjax", "models", "evals", "train", "benchmarks", ":(exclude)benchmarks/results")
+
+
+def write(flags: argparse.Namespace, figures: Mapping[str, Any], made_of: Mapping[str, str]) -> None:
+    """Writes a command's figures to ``flags.json``, behind :func:`facts`.
+
+    Example:
+        >>> import json, pathlib, tempfile
+        >>> from models import commands, provenance
+        >>> flags = commands.Parser(prog="python -m tool")
+        >>> _ = flags.add_argument("--json")
+        >>> path = pathlib.Path(tempfile.mkdtemp()) / "a.json"
+        >>> provenance.write(flags.parse_args(["--json", str(path)]), {"results": [1]}, {})
+        >>> sorted(json.loads(path.read_text()))
+        ['command', 'commit', 'cores', 'device', 'fingerprints', 'results', 'seconds', 'seed', 'versions']
+    """
+    made = facts(flags.begun, getattr(flags, "seed", None), dict(made_of))
+    write_json(flags.json, {**made, **figures})
+
+
+def facts(begun: Begun, seed: int | None, made_of: Any) -> dict[str, Any]:
+    """The command line as it was given, its seed (None where it takes none), the seconds since it began, fingerprints
+    of what went in, and :func:`environment`.
+
+    Args:
+        begun: what :class:`models.commands.Parser` noted.
+        made_of: fingerprints by name, such as :func:`fingerprints` gives; none where weights are drawn at random.
+
+    Example:
+        >>> from models import commands, provenance
+        >>> begun = commands.Parser(prog="python -m tool").parse_args([]).begun
+        >>> provenance.facts(begun, 0, {})["command"]
+        'python -m tool'
+    """
+    return {
+        "command": begun.command,
+        "seed": seed,
+        "seconds": round(time.monotonic() - begun.time, 1),
+        "fingerprints": made_of,
+        **environment(),
+    }
+
+
+def environment() -> dict[str, Any]:
+    """The device, the versions, and the commit of the code that runs.
+
+    Example:
+        >>> from models import provenance
+        >>> sorted(provenance.environment()), provenance.environment()["versions"]["kvjax"][0].isdigit()
+        (['commit', 'cores', 'device', 'versions'], True)
+    """
+    # Our own version is the module's: a checkout on the path is imported without being an installed distribution.
+    versions = {"python": platform.python_version(), "kvjax": kvjax.__version__}
+    versions |= {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax", "numpy")}
+    return {
+        "device": jax.devices()[0].device_kind,
+        "cores": os.cpu_count(),
+        "versions": versions,
+        "commit": commit(),
+    }
+
+
+@functools.cache  # of the code as it was when the process began, whatever is committed while it runs
+def commit(root: Path = ROOT) -> str | None:
+    """The commit of a checkout, with " and changes" behind it where code differs from it; None outside a checkout.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> from models import provenance
+        >>> provenance.commit(pathlib.Path(tempfile.mkdtemp())) is None
+        True
+    """
+
+    def git(*arguments: str) -> str | None:
+        try:
+            done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=30)
+        except (OSError, subprocess.SubprocessError):
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    top = git("rev-parse", "--show-toplevel")
+    if top is None or Path(top).resolve() != root.resolve():  # installed into somebody else's checkout
+        return None
+    name = git("rev-parse", "--short=10", "HEAD")
+    if name is None:
+        return None
+    return f"{name} and changes" if git("status", "--porcelain", "--", *CODE) else name
+
+
+def fingerprints(model: decoder.Decoder, tokenizer: Tokenizer | None = None) -> dict[str, str]:
+    """What tells a model and its tokenizer from others, for JSON: digests of the config, of :func:`weights`, and of
+    the whole tokenizer with its special tokens and chat template.
+
+    Example:
+        >>> from flax import nnx
+        >>> import models
+        >>> from models import provenance
+        >>> config = models.Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2)
+        >>> sorted(provenance.fingerprints(models.Decoder(config, rngs=nnx.Rngs(0))))
+        ['config', 'weights']
+    """
+    found = {
+        "config": digest(dataclasses.asdict(model.config)),
+        "weights": weights(model, decoder.parameter_shapes(model.config)),
+    }
+    if tokenizer is not None:
+        parts = [tokenizer.backend.to_str(), tokenizer.special_tokens, tokenizer.chat_template]
+        found["tokenizer"] = digest(parts)
+    return found
+
+
+def weights(module: nnx.Module, shapes: Mapping[str, Sequence[int]]) -> str:
+    """A hash of names, and of 64 numbers of each parameter, at places that do not change, rounded to bfloat16.
+
+    It reads little of a large model, and is the same in every usual dtype and on every mesh. Another checkpoint, or one
+    that was trained on, has another hash; a few numbers that are changed by hand may leave it as it was.
+
+    Args:
+        shapes: of the parameters, by their names in ``module``.
+
+    Example:
+        >>> from flax import nnx
+        >>> from models import provenance
+        >>> linear = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+        >>> len(provenance.weights(linear, {"kernel": (3, 2), "bias": (2,)}))
+        64
+    """
+    found = hashlib.sha256()
+    for name, shape in sorted(shapes.items()):
+        parameter: Any = module
+        for part in name.split("."):
+            parameter = getattr(parameter, part)
+        rng = np.random.default_rng(0)
+        places = tuple(rng.integers(0, size, 64) for size in shape)
+        sample = np.asarray(jax.device_get(_sample(parameter[...], places))).astype(jnp.bfloat16)
+        found.update(name.encode() + sample.tobytes())
+    return found.hexdigest()
+
+
+def digest(content: Any) -> str:
+    """A digest of what JSON can hold.
+
+    Example:
+        >>> from models import provenance
+        >>> provenance.digest({"a": 1, "b": 2}) == provenance.digest({"b": 2, "a": 1})
+        True
+    """
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def check_same(place: Path, there: Mapping[str, str] | None, here: Mapping[str, str]) -> None:
+    """Refuses to go on with results that were made of something else.
+
+    Args:
+        there: the fingerprints that the results hold, None where they hold none.
+
+    Raises:
+        ValueError: what differs.
+
+    Example:
+        >>> import pathlib
+        >>> from models import provenance
+        >>> provenance.check_same(pathlib.Path("runs/a"), {"weights": "1"}, {"weights": "2"})
+        Traceback (most recent call last):
+        ...
+        ValueError: runs/a was made with another weights than now ('1', now '2'); go on with ...
+    """
+    if not there:
+        raise ValueError(f"{place} does not say what weights it was made with; name another, and begin anew there.")
+    differing = [name for name in sorted({*there, *here}) if there.get(name) != here.get(name)]
+    if differing:
+        values = ", ".join(f"{_brief(there.get(name))}, now {_brief(here.get(name))}" for name in differing)
+        raise ValueError(
+            f"{place} was made with another {' and '.join(differing)} than now ({values}); go on with what it was made "
+            "with, or name another."
+        )
+
+
+def _brief(value: str | None) -> str:
+    return "none" if value is None else repr(value[:16])
+
+
+def _sample(array: Array, places: tuple[np.ndarray, ...]) -> Array:
+    """Some entries of an array, on every device that holds a part of it: of several processes each reads them all."""
+    if array.is_fully_addressable:
+        return array[places]
+    assert isinstance(array.sharding, NamedSharding)
+    everywhere = NamedSharding(array.sharding.mesh, PartitionSpec())
+    return jax.jit(lambda array: array[places], out_shardings=everywhere)(array)

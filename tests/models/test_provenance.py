@@ -1,0 +1,124 @@
+"""What JSON says of how it was made: the command, the commit and its mark, the project's own version, fingerprints."""
+
+import json
+import subprocess
+
+import jax.numpy as jnp
+import pytest
+import tokenizers
+from flax import nnx
+
+import kvjax
+import models
+from models import commands, provenance
+
+CONFIG = models.Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2)
+
+
+def a_model(seed=0, **changes):
+    return models.Decoder(CONFIG, rngs=nnx.Rngs(seed), **changes)
+
+
+def git(folder, *arguments):
+    identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run(["git", "-C", str(folder), *identity, *arguments], check=True, capture_output=True)
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    (tmp_path / "kvjax").mkdir()
+    (tmp_path / "kvjax" / "a.py").write_text("1\n")
+    (tmp_path / "notes.md").write_text("1\n")
+    git(tmp_path, "init")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-m", "One")
+    yield tmp_path
+    provenance.commit.cache_clear()
+
+
+def test_a_commit_is_marked_where_code_was_changed(checkout):
+    clean = provenance.commit(checkout)
+    assert len(clean) == 10
+    provenance.commit.cache_clear()
+    (checkout / "notes.md").write_text("2\n")
+    assert provenance.commit(checkout) == clean, "pages and results are not code"
+    provenance.commit.cache_clear()
+    (checkout / "kvjax" / "b.py").write_text("new\n")
+    assert provenance.commit(checkout) == f"{clean} and changes"
+
+
+def test_a_commit_is_that_of_the_beginning(checkout):
+    before = provenance.commit(checkout)
+    git(checkout, "commit", "--allow-empty", "-m", "Two")
+    assert provenance.commit(checkout) == before
+
+
+def test_somebody_elses_checkout_says_nothing_of_ours(checkout):
+    assert provenance.commit(checkout / "kvjax") is None
+
+
+def test_the_projects_version_needs_no_installed_distribution(monkeypatch):
+    def version(name):
+        if name == "kvjax":
+            raise provenance.importlib.metadata.PackageNotFoundError(name)
+        return "1.0"
+
+    monkeypatch.setattr(provenance.importlib.metadata, "version", version)
+    assert provenance.environment()["versions"]["kvjax"] == kvjax.__version__
+
+
+def test_a_file_says_how_it_was_made(tmp_path):
+    parser = commands.Parser(prog="python -m tool")
+    parser.add_argument("--json")
+    parser.add_argument("--seed", type=int)
+    path = str(tmp_path / "a b.json")
+    provenance.write(parser.parse_args(["--json", path, "--seed", "3"]), {"results": [1]}, {"weights": "w"})
+    found = json.loads((tmp_path / "a b.json").read_text())
+    assert found["command"] == f"python -m tool --json '{path}' --seed 3"
+    assert found["seed"] == 3 and found["seconds"] >= 0 and found["fingerprints"] == {"weights": "w"}
+    assert {"jax", "jaxlib", "kvjax"} <= set(found["versions"]) and found["device"] and "commit" in found
+    assert found["results"] == [1]
+
+
+def test_weights_are_told_apart_and_their_dtype_is_not():
+    first, second = provenance.fingerprints(a_model()), provenance.fingerprints(a_model(1))
+    assert first["weights"] != second["weights"] and first["config"] == second["config"]
+    assert provenance.fingerprints(a_model()) == first
+    half = a_model()
+    for name in ("embedding",):
+        parameter = getattr(half, name)
+        parameter[...] = parameter[...].astype(jnp.bfloat16)
+    assert provenance.fingerprints(half)["weights"] == first["weights"]
+
+
+def test_each_parameter_counts():
+    first = provenance.fingerprints(a_model())["weights"]
+    for name in models.decoder.parameter_shapes(CONFIG):
+        model = a_model()
+        *parents, last = name.split(".")
+        owner = model
+        for parent in parents:
+            owner = getattr(owner, parent)
+        parameter = getattr(owner, last)
+        parameter[...] = parameter[...] * 1.01 + 0.01
+        assert provenance.fingerprints(model)["weights"] != first, name
+
+
+def test_a_tokenizer_counts_with_its_template_and_special_tokens():
+    def found(vocabulary, *rest):
+        backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="a"))
+        return provenance.fingerprints(a_model(), models.Tokenizer(backend, *rest))["tokenizer"]
+
+    given = [({"a": 0, "b": 1},), ({"a": 1, "b": 0},), ({"a": 0, "b": 1}, {"bos_token": "b"})]
+    given += [({"a": 0, "b": 1}, {"bos_token": "b"}, "{{ messages }}")]
+    assert len({found(*arguments) for arguments in given}) == 4
+
+
+def test_other_fingerprints_are_refused_and_named(tmp_path):
+    provenance.check_same(tmp_path, {"weights": "1", "prose": "2"}, {"weights": "1", "prose": "2"})
+    with pytest.raises(ValueError, match=r"another prose and weights than now \('2', now '3', '1', now '2'\)"):
+        provenance.check_same(tmp_path, {"weights": "1", "prose": "2"}, {"weights": "2", "prose": "3"})
+    with pytest.raises(ValueError, match="another tokenizer than now"):
+        provenance.check_same(tmp_path, {}.fromkeys(["weights"], "1"), {"weights": "1", "tokenizer": "2"})
+    with pytest.raises(ValueError, match="does not say what weights"):
+        provenance.check_same(tmp_path, None, {"weights": "1"})
