@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import html
 import json
+import re
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
@@ -86,20 +87,24 @@ def row_command(command: str, row: Mapping[str, Any]) -> str:
 
 
 def render(template: Path, title: str, data: Mapping[str, Any]) -> str:
-    """A template with its title and its data; nothing in the data can end the script that holds it.
+    """A template with ``{{title}}`` and ``{{data}}`` filled by name, in one pass: what is filled in is not looked at
+    again, and nothing in the data can end the script that holds it.
+
+    Raises:
+        KeyError: the template has another name between double braces.
 
     Example:
         >>> import tempfile, pathlib
         >>> from evals import page
         >>> template = pathlib.Path(tempfile.mkdtemp()) / "t.html"
-        >>> _ = template.write_text("<title>TITLE</title><script>DATA</script>")
-        >>> page.render(template, "a & b", {"x": "</script>"}).count("</script>")
-        1
+        >>> _ = template.write_text("<title>{{title}}</title><script>{{data}}</script>")
+        >>> page.render(template, "{{data}} & b", {"x": "</script>"})
+        '<title>{{data}} &amp; b</title><script>{"x": "\\\\u003c/script>"}</script>'
     """
     content = json.dumps(data, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
     content = content.replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
-    text = template.read_text(encoding="utf-8").replace("TITLE", html.escape(title), 1)
-    return text.replace("DATA", content, 1)
+    parts = {"title": html.escape(title), "data": content}
+    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], template.read_text(encoding="utf-8"))
 
 
 def add_flags(flags: argparse.ArgumentParser) -> None:

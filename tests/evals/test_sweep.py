@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from evals import page, sweep
+from evals import page, sweep, view
 from evals.__main__ import main
 from evals.results import read_header, read_records
 from tests.evals import browser
@@ -160,9 +160,18 @@ def test_the_page_does_not_scroll_sideways_on_a_phone(written):
 
 
 def test_a_name_cannot_end_the_script(tmp_path):
-    (tmp_path / "t.html").write_text("<title>TITLE</title>DATA")
+    (tmp_path / "t.html").write_text("<title>{{title}}</title>{{data}}")
     text = page.render(tmp_path / "t.html", "<b>", {"x": "</script><script>alert(1)</script>"})
     assert "</script>" not in text and "&lt;b&gt;" in text
+
+
+@pytest.mark.parametrize("title", ["ruler: my-DATA", "TITLE DATA", "{{data}} of {{title}}"])
+@pytest.mark.parametrize("template", [page.TEMPLATE, view.TEMPLATE])
+def test_a_title_is_no_place_for_data(template, title):
+    text = page.render(template, title, {"x": title})
+    assert f"<title>{title}</title>" in text
+    data = text.split('<script id="data" type="application/json">')[1].split("</script>")[0]
+    assert json.loads(data) == {"x": title}
 
 
 @pytest.mark.parametrize("kind", ["missing", "empty", "damaged"])
