@@ -1,13 +1,14 @@
 """Writes the figures into the pages: `python docs/tables.py` after results have been made anew.
 
-docs/how-to/choose-a-policy.md and docs/methods.md say what our runs saw. What stands between `<!-- NAME -->` and
-`<!-- end of NAME -->` in them is made here from the JSON files in docs/results; nothing of it is typed by hand.
-`--check` only says whether the pages are up to date.
+README.md and pages under docs say what our runs saw. What stands between `<!-- NAME -->` and `<!-- end of NAME -->` in
+them is made here from the JSON files in docs/results, and docs/results/CLAIMS.md as a whole; nothing of it is typed by
+hand. `--check` only says whether the pages are up to date.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import sys
 from collections import Counter
@@ -148,6 +149,98 @@ def selections() -> str:
         f"[coref.json](../results/coref.json) (names found; all tokens: {full:.2f})."
     )
     return "\n".join([text, "", *lines])
+
+
+def seen() -> str:
+    """Needles under the policies of the README, bold where CAOTE is better than the same policy without it."""
+    data = read("needle.json")
+    protected = "+protect(recent=0.5)"
+    columns = {"recency": RECENCY} | {
+        "h2o": "h2o", "h2o + caote": "h2o+caote", "h2o, half protected": f"h2o{protected}",
+        "the same + caote": f"h2o+caote{protected}", "tova": "tova", "tova + caote": "tova+caote",
+        "snapkv": "snapkv", "snapkv + caote": "snapkv+caote",
+    }  # fmt: skip
+    recall = {(r["policy"], r["budget"], r["when"]): r["recall"] for r in data["results"]}
+    better = {
+        (c["policy"], c["budget"], c["when"])
+        for c in data["comparisons"]
+        if c["better"] == "yes" and "caote" not in c["against"]
+    }
+    lines = [f"| budget | {' | '.join(columns)} |", f"|{' --- |' * (len(columns) + 1)}"]
+    for when, named in (("block", "after every block"), ("prompt", "once after the prompt")):
+        for budget in sorted({b for _, b, w in recall if b is not None and w == when}):
+            keys = [(policy, budget, when) for policy in columns.values()]
+            cells = [f"**{recall[key]:.2f}**" if key in better else f"{recall[key]:.2f}" for key in keys]
+            lines.append(f"| {budget}, {named} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+NAMES = {"rolling_snapkv": "SnapKV, token by token", "h2o": "h2o, token by token", "quest": "quest, page 16",
+         "quest(page_size=4)": "quest, page 4"}  # fmt: skip
+
+
+def named(select: str) -> str:
+    """A selection as the pages call it."""
+    return NAMES.get(select, select.replace("_", " "))
+
+
+def foreseen() -> str:
+    """How well each source foresees what the heads want."""
+    rows = sorted(read("butler-accuracy.json")["results"], key=lambda r: -r["hit_rate"])
+    lines = ["| source | hit rate, all rows | last row (the paper's accuracy) | attention held |", f"|{' --- |' * 4}"]
+    for r in rows:
+        rate = f"{r['hit_rate']:.3f}"
+        cells = (named(r["select"]), f"**{rate}**" if r is rows[0] else rate)
+        lines.append(f"| {' | '.join(cells)} | {r['token_accuracy']:.3f} | {r['mass']:.3f} |")
+    return "\n".join(lines)
+
+
+def by_sparsity(rows: Sequence[dict[str, Any]], cell: Callable[[dict[str, Any]], str], rank: str) -> str:
+    """A row for each selection and a column for each sparsity, in the order of ``rank`` at the middle one."""
+    shares = sorted({r["sparsity"] for r in rows if r["sparsity"]})
+    found = {(r["select"], r["sparsity"]): r for r in rows}
+    middle = shares[len(shares) // 2]
+    order = sorted(
+        {select for select, share in found if share == middle}, key=lambda select: (found[select, middle][rank], select)
+    )
+    lines = [f"| selection | {' | '.join(f'{share:.0%}' for share in shares)} |", f"|{' --- |' * (len(shares) + 1)}"]
+    for select in order:
+        lines.append(f"| {named(select)} | {' | '.join(cell(found[select, share]) for share in shares)} |")
+    return "\n".join(lines)
+
+
+def perplexities() -> str:
+    """Perplexity against sparsity."""
+    data = read("perplexity.json")
+    dense = next(r["perplexity"] for r in data["results"] if r["select"] == "full")
+    text = (
+        f"[perplexity.json](perplexity.json): held-out text, {data['chunks']} chunks of {data['settings']['chunk']} "
+        f"tokens; increase over the dense model's {dense:.1f}."
+    )
+    return f"{text}\n\n{by_sparsity(data['results'], lambda r: f'{r["increase"]:+.1%}', 'increase')}"
+
+
+def names_found() -> str:
+    """Co-reference by sparsity, and the predictor beside each other on the same samples."""
+    data, generated = read("coref.json"), read("coref-generated.json")
+    cell = lambda r: f"{r['accuracy']:.2f} / {r['coverage']:.2f}"  # noqa: E731
+    full = next(r for r in data["results"] if r["select"] == "full")
+    rows = [r | {"worse": (-r["accuracy"], -r["coverage"])} for r in data["results"] if r["select"] != "full"]
+    sides = [
+        f"{named(c['against'])} {c['difference']:+.2f} [{c['low']:+.2f}, {c['high']:+.2f}]"
+        for c in data["comparisons"]
+        if c["sparsity"] == 0.5
+    ]
+    said = [f"{named(r['select'])} {r['accuracy']:.2f}" for r in generated["results"]]
+    width = max((r["high"] - r["low"]) / 2 for r in data["results"])
+    return (
+        f"[coref.json](coref.json): {data['samples']} samples, teacher-forced; accuracy (whole name) / coverage (its "
+        f"tokens). All tokens: {cell(full)}.\n\n{by_sparsity(rows, cell, 'worse')}\n\n"
+        f"Half-widths of the 95% intervals are at most {width:.2f}. The predictor less each other, on the same samples "
+        f"at 50%: {'; '.join(sides)}.\n\nGenerated instead of teacher-forced "
+        "([coref-generated.json](coref-generated.json), `--mode generate`, 50%; the prompt is dense under sources, and "
+        f"evicted from under policies): {', '.join(said)}."
+    )
 
 
 class Method(NamedTuple):
@@ -325,6 +418,8 @@ def decided() -> str:
 
 
 PARTS: dict[str, dict[str, Callable[[], str]]] = {
+    "../README.md": {"seen": seen},
+    "results/TOKENBUTLER.md": {"foreseen": foreseen, "perplexities": perplexities, "names": names_found},
     "how-to/choose-a-policy.md": {"once": once, "unknown": unknown, "blocks": blocks, "selections": selections},
     "methods.md": {
         "scores": lambda: methods(SCORES),
@@ -359,8 +454,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(check: bool) -> None:
-    for page, parts in PARTS.items():
-        text, path = filled(page, parts), DOCS / page
+    made = {page: functools.partial(filled, page, parts) for page, parts in PARTS.items()}
+    for page, make in (made | {"results/CLAIMS.md": functools.partial(claims.markdown, RESULTS)}).items():
+        text, path = make(), DOCS / page
         if text == path.read_text():
             continue
         if check:

@@ -14,11 +14,13 @@ HOLDS, FAILS, OPEN = "holds", "does not", "within noise"
 INTRODUCTION = """\
 What the papers say, and whether it holds here: on the embedded model, needle tasks, and as many samples as stand with
 each table. A difference is one of recall unless said otherwise, with its 95% interval over samples, the same for both
-sides. *holds*: the interval lies on the claimed side; *does not*: on the other. What is claimed to be as good, or to
-change nothing, holds where the interval lies within 0.1 of 0, and does not where it leaves 0 out. *of*: what is
-compared, averaged over runs where a claim is about several. Where all runs answer everything, or nothing, a comparison
-says little, and is marked. Rows of *ours* test what is new here. Intervals are not corrected for the number of claims:
-of forty that are void, one is expected to hold by chance, and one not to."""
+sides: for one setting Tango's score interval, for a contrast over several a bootstrap over samples (of no width where
+all of them agree), and 0 inside unless the sign-flip test says otherwise (evals/statistics.py). *holds*: the interval
+lies on the claimed side; *does not*: on the other. What is claimed to be as good, or to change nothing, holds where the
+interval lies within 0.1 of 0, and does not where it leaves 0 out. *of*: what is compared, averaged over runs where a
+claim is about several. Where all runs answer everything, or nothing, a comparison says little, and is marked. Rows of
+*ours* test what is new here. Intervals are not corrected for the number of claims: of forty that are void, one is
+expected to hold by chance, and one not to."""
 SAME = 0.1  # what "as good" may differ by
 
 
@@ -41,7 +43,7 @@ def judge(claim: Claim, outcomes: Mapping[Run, Sequence[int]]) -> dict[str, Any]
         raise ValueError(f"the runs of {claim.text!r} have {sorted(counts)} outcomes; a claim needs the same samples.")
     count = counts.pop()
     values = [sum(weight * outcomes[run][i] for weight, run in weights) for i in range(count)]
-    mean, low, high = statistics.mean_interval(values, pseudo=1.0)
+    mean, low, high = statistics.paired_interval(values)
     recall = {run: sum(outcomes[run]) / count for _, run in weights}
     sides = claim.sides(recall)
     return {

@@ -1,11 +1,19 @@
-"""Intervals and paired comparisons of yes-or-no outcomes."""
+"""Intervals of shares and means, and comparisons on the same samples. One method each, and no interval is corrected
+for how many are looked at.
+
+A share of yes and no has Wilson's interval, a mean :func:`mean_interval`'s, and a difference on the same samples
+:func:`paired_interval`'s, wherever the project says that one thing is better than another.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+import numpy as np
 
 Z = 1.959964  # 95%
+RESAMPLES = 10_000
 
 
 def wilson(successes: float, trials: int) -> tuple[float, float]:
@@ -30,8 +38,6 @@ def wilson(successes: float, trials: int) -> tuple[float, float]:
 def paired_difference(first: Sequence[bool], second: Sequence[bool]) -> tuple[float, float, float]:
     """Mean of ``second - first`` on the same samples, and its 95% interval.
 
-    The variance has one pseudo-sample of either sign added, so that a handful of equal outcomes is no certainty.
-
     Example:
         >>> from evals.statistics import paired_difference
         >>> paired_difference([False] * 50, [True] * 25 + [False] * 25)[0]
@@ -39,28 +45,93 @@ def paired_difference(first: Sequence[bool], second: Sequence[bool]) -> tuple[fl
     """
     if len(first) != len(second) or not first:
         raise ValueError(f"{len(first)} and {len(second)} outcomes cannot be paired; give the same samples twice.")
-    return mean_interval([int(b) - int(a) for a, b in zip(first, second, strict=True)], pseudo=1.0)
+    return paired_interval([int(b) - int(a) for a, b in zip(first, second, strict=True)])
 
 
-def mean_interval(values: Sequence[float], *, pseudo: float = 0.0) -> tuple[float, float, float]:
-    """The mean and its 95% interval, by the normal approximation.
+def paired_interval(differences: Sequence[float]) -> tuple[float, float, float]:
+    """The mean of differences on the same samples, and its 95% interval, which never leaves what they can be.
 
-    Args:
-        pseudo: adds one pseudo-sample of this size and one of its negative to the variance; 0 adds none.
+    Differences of two yes-or-no outcomes, -1, 0 or 1, have Tango's score interval (Statistics in Medicine 17, 1998),
+    which is to pairs what Wilson's is to shares. All others, such as contrasts averaged over several budgets, have
+    :func:`mean_interval`'s, all of a sample's runs together. Either has 0 inside it unless the sign-flip test finds a
+    difference at 5%, which for -1, 0 and 1 is the exact sign test (McNemar's): a handful of samples proves nothing.
+
+    Example:
+        >>> from evals.statistics import paired_interval
+        >>> [round(x, 2) for x in paired_interval([1, 1, 1, 1, 1, 1, 0, 0])]
+        [0.75, 0.18, 0.93]
+        >>> [round(x, 2) for x in paired_interval([0.25, 0.5, 0.0, 0.5, 0.25])]
+        [0.3, 0.0, 0.45]
+    """
+    mean, low, high = mean_interval(differences)
+    if set(differences) <= {-1, 0, 1}:
+        low, high = _tango(sum(x > 0 for x in differences), sum(x < 0 for x in differences), len(differences))
+    if _chance(differences) > 0.05:
+        low, high = min(low, 0.0), max(high, 0.0)
+    return mean, low, high
+
+
+def mean_interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """The mean over samples and its 95% interval: the percentiles of means of samples that are drawn again 10,000 times
+    (a bootstrap, the same on each call).
 
     Example:
         >>> from evals.statistics import mean_interval
         >>> [round(x, 2) for x in mean_interval([1.0, 2.0, 3.0, 2.0])]
-        [2.0, 1.2, 2.8]
+        [2.0, 1.25, 2.75]
     """
     if not values:
         raise ValueError("an interval needs at least 1 value; there is none.")
-    mean = sum(values) / len(values)
-    spread = [*values, pseudo, -pseudo] if pseudo else list(values)
-    centre = sum(spread) / len(spread)
-    variance = sum((x - centre) ** 2 for x in spread) / max(len(spread) - 1, 1)
-    half = Z * math.sqrt(variance / len(values))
-    return mean, mean - half, mean + half
+    array, rng = np.asarray(values, np.float64), np.random.default_rng(0)
+    means = [array[rng.integers(len(array), size=(count, len(array)))].mean(axis=1) for count in _parts(len(array))]
+    low, high = np.percentile(np.concatenate(means), [2.5, 97.5])
+    return float(array.mean()), float(low), float(high)
+
+
+def _parts(size: int) -> list[int]:
+    """Resamples of so many values, in parts that take little memory."""
+    most = max(1, min(RESAMPLES, 1_000_000 // size))
+    return [min(most, RESAMPLES - start) for start in range(0, RESAMPLES, most)]
+
+
+def _chance(differences: Sequence[float]) -> float:
+    """How often a sum as far from 0 comes about where each difference is as likely to have the other sign."""
+    sizes = np.abs(np.asarray([x for x in differences if x], np.float64))
+    if not len(sizes):
+        return 1.0
+    if np.all(sizes == 1):
+        most = max(sum(x > 0 for x in differences), sum(x < 0 for x in differences))
+        return min(1.0, 2 * sum(math.comb(len(sizes), k) for k in range(most, len(sizes) + 1)) / 2 ** len(sizes))
+    rng, far = np.random.default_rng(0), abs(math.fsum(differences)) * (1 - 1e-9)
+    flips = [2 * rng.integers(2, size=(count, len(sizes))) - 1 for count in _parts(len(sizes))]
+    found = sum(int(np.sum(np.abs(flip @ sizes) >= far)) for flip in flips)
+    return (1 + found) / (1 + RESAMPLES)
+
+
+def _tango(wins: int, losses: int, count: int) -> tuple[float, float]:
+    low = _solve(lambda difference: _score(wins, losses, count, difference) - Z)
+    return low, _solve(lambda difference: _score(wins, losses, count, difference) + Z)
+
+
+def _score(wins: int, losses: int, count: int, difference: float) -> float:
+    """How many standard errors the wins less the losses lie above what a difference lets expect; falls with it."""
+    # The likeliest share of losses under that difference solves 2 n x^2 + b x + c = 0.
+    b = -wins - losses + (2 * count - wins + losses) * difference
+    c = -losses * difference * (1 - difference)
+    share = (math.sqrt(max(b * b - 8 * count * c, 0.0)) - b) / (4 * count)
+    above = wins - losses - count * difference
+    variance = count * (2 * share + difference * (1 - difference))
+    return above / math.sqrt(variance) if variance > 0 else math.copysign(math.inf, above) if above else 0.0
+
+
+def _solve(falling: Callable[[float], float]) -> float:
+    low, high = -1.0, 1.0
+    if falling(low) <= 0 or falling(high) >= 0:  # nothing in between is 0
+        return low if falling(low) <= 0 else high
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (middle, high) if falling(middle) > 0 else (low, middle)
+    return (low + high) / 2
 
 
 def verdict(low: float, high: float) -> str:

@@ -176,7 +176,7 @@ plt.show()
 for one, other in (("sharp+pool", "snapkv"), ("sharp+pool", "sharp"), ("sharp+pool+caote", "sharp+pool")):
     first, second = (np.mean([right[name][budget] for budget in budgets], axis=0) for name in (one, other))
     per_sample = first - second
-    mean, low, high = statistics.mean_interval(per_sample.tolist(), pseudo=1.0)
+    mean, low, high = statistics.paired_interval(per_sample.tolist())
     print(f"{one:17} against {other:11}: {mean:+.2f} [{low:+.2f}, {high:+.2f}], {statistics.verdict(low, high)}")
 
 # %% [markdown]
