@@ -111,13 +111,13 @@ def test_comparisons_are_paired_with_the_predictor_at_the_same_sparsity():
 
     rows = perplexity.compare(
         [
-            row("full", 0.0, [1.0, 2.0]),
-            row("butler", 0.0, [1.0, 2.0]),
-            row("butler", 0.5, [1.0, 2.0]),
-            row("h2o", 0.0, [1.0, 2.0]),
-            row("h2o", 0.5, [1.2, 2.2]),
-            row("oracle", 0.5, [0.9, 2.1]),
-            row("oracle", 0.7, [0.9, 2.1]),
+            row("full", 0.0, [1.0, 2.0] * 3),
+            row("butler", 0.0, [1.0, 2.0] * 3),
+            row("butler", 0.5, [1.0, 2.0] * 3),
+            row("h2o", 0.0, [1.0, 2.0] * 3),
+            row("h2o", 0.5, [1.2, 2.2] * 3),
+            row("oracle", 0.5, [0.9, 2.1] * 3),
+            row("oracle", 0.7, [0.9, 2.1] * 3),
         ]
     )
     assert [(r["select"], r["sparsity"], r["larger"]) for r in rows] == [
