@@ -72,7 +72,7 @@ def critical(*, safe: float = 0.5, epsilon: float = 1e-4) -> Policy:
     The scores before it, averaged over the group, keep the best ``floor(safe * budget)`` tokens of each head; these
     score float32's largest number. What is protected comes first among them. The others score
     ``(score + epsilon) * |v W_O|_1``, the 1-norm averaged over the group's blocks of W_O. A token's norm is computed
-    once, when it enters, and rounded as in :func:`kvjax.key_norm`: of equal tokens without a score the recent one stays.
+    once, when it enters, and rounded as in :func:`kvjax.key_norm`: of equal tokens without a score the newest stay.
 
     Args:
         safe: which share of the budget the scores before it decide alone, in [0, 1].

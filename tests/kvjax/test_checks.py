@@ -15,6 +15,7 @@ import kvjax
 from kvjax import allocation, sources
 from kvjax.checks import check_count, check_fields, check_types, typed
 
+pytestmark = pytest.mark.bad_input  # annotations name Python's numbers
 COUNTS = (np.int64, np.int8, np.uint16, jnp.int32, jnp.int8, np.array)
 
 
@@ -58,7 +59,6 @@ def test_too_large_a_budget_that_is_traced_keeps_all(dtype):
 BELOW = (np.int64(0), np.int64(-3), jnp.int32(0), jnp.int32(-1), np.array(0), np.array([0]), jnp.array([-1]), 0)
 
 
-@pytest.mark.bad_input
 @pytest.mark.parametrize("budget", BELOW, ids=map(repr, BELOW))
 def test_a_known_budget_below_1_is_refused(budget):
     one = jnp.ones((1, 1, 1, 4))
@@ -70,7 +70,7 @@ def test_a_known_budget_below_1_is_refused(budget):
         lambda: kvjax.select(one[:, 0], position, budget, size=4),
         lambda: kernels_pallas.caote_topk(one, one[:, 0, ..., None], position, budget),
     ):
-        with pytest.raises(ValueError, match="the budget is .*; at least 1 token must stay"):
+        with pytest.raises(ValueError, match=r"the budget is .*; at least 1 token must stay"):
             call()
 
 
@@ -79,10 +79,9 @@ def evicted_under_jit(budget: Any) -> jax.Array:
     return kvjax.evict(cache, jnp.zeros(cache.position.shape), budget).position
 
 
-@pytest.mark.bad_input
 @pytest.mark.parametrize("budget", [True, np.float64(2.0), jnp.float32(3), np.array([2.0])])
 def test_a_budget_in_tokens_is_an_integer(budget):
-    with pytest.raises(ValueError, match="the budget is .*; give tokens per head, an int from 1"):
+    with pytest.raises(ValueError, match=r"the budget is .*; give tokens per head, an int from 1"):
         evicted(budget)
 
 
@@ -93,10 +92,9 @@ def test_a_share_of_numpys_or_jaxs_is_a_share():
         assert kvjax.select(importance, position, make(0.5), sinks=np.int64(0), size=jnp.int32(4)).tolist() == expected
 
 
-@pytest.mark.bad_input
 @pytest.mark.parametrize("budget", [np.array([0.5]), jnp.array([2.0])])
 def test_an_array_of_shares_is_refused(budget):
-    with pytest.raises(ValueError, match="the budget is .*; give tokens per head"):
+    with pytest.raises(ValueError, match=r"the budget is .*; give tokens per head"):
         kvjax.select(jnp.zeros((1, 1, 4)), jnp.arange(4)[None, None], budget, size=4)
 
 
@@ -121,14 +119,12 @@ def test_sizes_are_the_same_numbers_however_they_are_written(make):
     assert kvjax.memory(**sizes) == kvjax.memory(**(sizes | {"budget": make(100), "block": make(100)}))
 
 
-@pytest.mark.bad_input
 @pytest.mark.parametrize("value", [10**12, np.int64(2**31), jnp.int32(0), np.float32(2), np.bool_(True), "2", None])
 def test_a_size_that_is_none_is_refused(value):
     with pytest.raises(ValueError, match=r"^slots is .*; (a cache needs at least 1|give at most 2147483647, .*)\.$"):
         kvjax.KVCache.init(batch=1, kv_heads=1, slots=value, head_dim=2)
 
 
-@pytest.mark.bad_input
 @pytest.mark.parametrize("layer", [np.int64(2), jnp.int32(2), np.int64(-1)])
 def test_a_layer_that_is_not_there_is_refused(layer):
     cache = kvjax.KVCache.init(batch=1, kv_heads=1, slots=4, head_dim=2, layers=2)
@@ -139,7 +135,6 @@ def test_a_layer_that_is_not_there_is_refused(layer):
         kvjax.evict(cache, jnp.zeros((1, 1, 4)), 2, layer=layer)
 
 
-@pytest.mark.bad_input
 def test_budgets_and_blocks_of_a_policy_are_held_against_it_however_they_are_written():
     with pytest.raises(ValueError, match="the budget is 16 tokens, but 'snapkv' always keeps"):
         kvjax.check_budget(kvjax.snapkv(), jnp.int32(16))
@@ -193,7 +188,6 @@ MISTYPED = {
 }
 
 
-@pytest.mark.bad_input
 @pytest.mark.parametrize("name", MISTYPED)
 def test_an_argument_of_another_type_is_refused_in_a_short_name_and_in_python(name):
     plain, _, behind = name.partition("@")
@@ -205,7 +199,6 @@ def test_an_argument_of_another_type_is_refused_in_a_short_name_and_in_python(na
         assert MISTYPED[name] in str(caught.value)
 
 
-@pytest.mark.bad_input
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -281,5 +274,5 @@ def test_a_typed_function_keeps_pythons_words_for_a_wrong_call():
 
 
 def test_a_traced_count_is_refused():
-    with pytest.raises(ValueError, match="n is .*; give an int"):
+    with pytest.raises(ValueError, match=r"n is .*; give an int"):
         jax.jit(lambda n: check_count("n", n, 1, "give an int"))(3)

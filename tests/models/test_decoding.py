@@ -279,6 +279,7 @@ def test_after_one_eviction_at_the_prompts_end_only_the_budget_is_allocated():
 # --- sampling --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.bad_input  # annotations name Python's numbers
 @pytest.mark.parametrize("make", [np.int64, np.int8, jnp.int32])
 def test_counts_of_numpys_and_jaxs_give_what_pythons_give(make):
     def run(n):
@@ -289,6 +290,7 @@ def test_counts_of_numpys_and_jaxs_give_what_pythons_give(make):
     np.testing.assert_array_equal(run(make).tokens, run(int).tokens)
 
 
+@pytest.mark.bad_input
 def test_counts_of_a_selection_may_be_numpys():
     def run(budget, sinks):
         return models.generate(
