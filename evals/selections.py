@@ -42,9 +42,10 @@ import kvjax
 import models
 from evals import report
 from kvjax import sources
+from kvjax.checks import check_count
 from kvjax.names import called, registered, written
 from kvjax.select import share_of_tokens
-from kvjax.transforms import check_pooling, pooled
+from kvjax.transforms import check_kernel, pooled
 from models.butler import importance as predicted_importance
 from models.commands import check_outputs, split_list
 from models.decoder import rope_frequencies
@@ -75,9 +76,8 @@ def rolling_snapkv(*, window: int = 32, kernel: int = 7, pooling: Literal["avg",
         >>> str(rolling_snapkv(window=16))
         'rolling_snapkv(window=16)'
     """
-    if isinstance(window, bool) or not isinstance(window, int) or window < 1:
-        raise ValueError(f"rolling_snapkv: window is {window!r}; give a number of queries, an int from 1.")
-    check_pooling("rolling_snapkv", kernel, pooling)
+    check_count("rolling_snapkv: window", window, 1, "give a number of queries, an int from 1")
+    check_kernel("rolling_snapkv", kernel)
 
     def init(B: int, K: int, G: int, S: int, D: int) -> Array:
         return jnp.zeros((B, K, S, G, window), jnp.float32)

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax.checks import check_count, typed
 from kvjax.names import called, check_number, registered, written
 from kvjax.selection import best_of_groups, share_of
 
@@ -259,8 +260,8 @@ def cake(
         >>> str(kvjax.parse("cake@cake"))
         'cake@cake'
     """
-    if window is not None and (not isinstance(window, int) or window < 2):
-        raise ValueError(f"cake: window is {window!r}; a variance needs at least 2 queries.")
+    if window is not None:
+        check_count("cake: window", window, 2, "a variance needs at least 2 queries")
     for what, exponent in (("space", space), ("time", time)):
         check_number("cake", what, exponent, 1e-6, 1e6, "a number above 0")
     _check_cap("cake", cap)
@@ -312,6 +313,7 @@ def lava(*, cap: int | float | None = 8.0) -> Allocation:
     return Allocation(written(lava, cap=cap), keep, scope="model", most=_most("model", cap), needs_nonnegative=True)
 
 
+@typed
 @functools.cache
 def parse_allocation(name: str) -> Allocation:
     """The allocation that a short name stands for: what stands behind the ``@`` of a policy.

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 from kernels_pallas import ColumnStatistics, cache_attention, paged_attention
 from kernels_pallas.dispatch import Implementation
 from kvjax.cache import HeadState, KVCache
+from kvjax.checks import check_tokens
 from kvjax.eviction import evict, set_positions
 from kvjax.insertion import Cache, insert
 from kvjax.paged import PagedCache, write_layer
@@ -115,6 +116,7 @@ def attend(
             f"{policy.name!r} cannot evict from one layer of a {kind} cache of {cache.heads_shape[0]}: observe each "
             "layer with kvjax.observe, then evict once."
         )
+    budget = None if budget is None else check_tokens(budget, query.shape[:1])
     if policy is not None and isinstance(budget, int):
         check_budget(policy, budget)
     if position is None:
@@ -259,7 +261,7 @@ def _observe(
     look = _Look(
         position,
         policy,
-        jnp.broadcast_to(jnp.asarray(cache.num_slots if budget is None else budget, jnp.int32), (B,)),
+        jnp.broadcast_to(jnp.asarray(check_tokens(cache.num_slots if budget is None else budget, (B,))), (B,)),
         jnp.asarray(0 if layer is None else layer, jnp.int32),
         sliding_window,
         scale,

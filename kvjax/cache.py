@@ -99,19 +99,17 @@ class KVCache:
         """
         if positions not in ("absolute", "compact", "index"):
             raise ValueError(f"unknown positions {positions!r}; there are 'absolute', 'compact' and 'index'.")
-        sizes = dict(
-            batch=batch, kv_heads=kv_heads, slots=slots, head_dim=head_dim, layers=1 if layers is None else layers
-        )
-        for name, size in sizes.items():
-            check_count(name, size, 1, "a cache needs at least 1")
+        sizes = dict(batch=batch, kv_heads=kv_heads, slots=slots)
+        stack = {} if layers is None else dict(layers=layers)
+        shape = tuple(check_count(name, size, 1, "a cache needs at least 1") for name, size in (stack | sizes).items())
+        head_dim = check_count("head_dim", head_dim, 1, "a cache needs at least 1")
         if not is_float(dtype):
             raise ValueError(f"dtype is {dtype!r}; keys and values are floats, such as 'bfloat16'.")
-        shape = (*(() if layers is None else (layers,)), batch, kv_heads, slots)
         return cls(
             key=jnp.zeros((*shape, head_dim), dtype),
             value=jnp.zeros((*shape, head_dim), dtype),
             position=jnp.full(shape, -1, jnp.int32),
-            next_position=jnp.zeros(batch, jnp.int32),
+            next_position=jnp.zeros(shape[-3], jnp.int32),
             state=state,
             positions=positions,
         )
@@ -204,7 +202,7 @@ def compact(cache: KVCache, slots: int) -> KVCache:
     """
     if not isinstance(cache, KVCache):
         raise ValueError(f"a {type(cache).__name__} was given; compact takes a KVCache.")
-    check_count("slots", slots, 1, "a cache needs at least 1")
+    slots = check_count("slots", slots, 1, "a cache needs at least 1")
     order = jnp.broadcast_to(jnp.arange(1, slots + 1), (*cache.position.shape[:-1], slots))
     source = nth_true(cache.live, order)  # [*L, B, K, slots], num_slots where there is no such token
 

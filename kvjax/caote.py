@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 
+from kvjax.checks import check_count
 from kvjax.eviction_error import score as eviction_error
 from kvjax.joint_eviction import joint_score
 from kvjax.names import written
@@ -49,10 +50,6 @@ def caote(
         ['factor']
     """
     arguments = {"norm": norm, "group": group, "fast": fast, "through": through, "cross": cross, "rounds": rounds}
-    if norm not in (1, 2, "inf") or group not in ("exact", "mean"):
-        raise ValueError(f"caote: norm is {norm!r} and group {group!r}; norms are 1, 2, 'inf', groups 'exact', 'mean'.")
-    if through not in ("value", "output"):
-        raise ValueError(f"caote: through is {through!r}; there are 'value' and 'output'.")
     if through == "output" and (norm != 2 or group != "exact"):
         raise ValueError(
             f"caote: norm is {norm!r} and group {group!r}, but through='output' measures one vector, the "
@@ -60,8 +57,7 @@ def caote(
         )
     if through == "value" and not cross:
         raise ValueError("caote: cross=False is about heads that meet in W_O; take it with through='output'.")
-    if not isinstance(rounds, int) or isinstance(rounds, bool) or rounds < 1:
-        raise ValueError(f"caote: rounds is {rounds!r}; give an int from 1.")
+    check_count("caote: rounds", rounds, 1, "give an int from 1")
     if rounds > 1 and norm != 2:
         raise ValueError(
             f"caote: norm is {norm!r}, but rounds follow the change in norm 2 only; take norm=2 or rounds=1."

@@ -1,12 +1,33 @@
-"""What public functions ask of their arguments before anything is computed: arrays of real numbers, counts, budgets."""
+"""What public functions ask of their arguments before anything is computed: real numbers, counts, budgets, types."""
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+import functools
+import inspect
+import math
+import types
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
+
+from kernels_pallas.checks import MOST, check_count, check_tokens, plain, shown
+
+__all__ = [
+    "MOST",
+    "check_count",
+    "check_fields",
+    "check_tokens",
+    "check_types",
+    "is_float",
+    "plain",
+    "real_array",
+    "shown",
+    "typed",
+]
 
 
 def real_array(what: str, x: Any) -> Array:
@@ -35,46 +56,146 @@ def real_array(what: str, x: Any) -> Array:
     return array
 
 
-def check_count(what: str, value: Any, least: int, hint: str) -> None:
-    """Refuses what is not an integer from ``least``.
+def check_types(values: Mapping[str, Any], annotations: Mapping[str, Any], of: str = "") -> dict[str, Any]:
+    """``values`` with numbers as Python's own, each of the type that ``annotations`` names for it.
+
+    What is annotated ``bool``, ``int``, ``float`` (finite; ints are, too), ``str``, ``None``, ``Literal``, a list, a
+    tuple, a class, or a union of those is checked; other annotations, and values without one, are not.
+
+    Args:
+        of: whose values they are; opens the sentence.
 
     Raises:
-        ValueError: naming the argument and its value; ``hint`` ends the sentence.
+        ValueError: naming the first value that is of another type, and what was expected.
 
     Example:
-        >>> from kvjax.checks import check_count
-        >>> check_count("block", 2.5, 1, "a block has at least 1 token")
+        >>> from kvjax.checks import check_types
+        >>> check_types({"accumulate": "False"}, {"accumulate": bool}, of="h2o")
         Traceback (most recent call last):
         ...
-        ValueError: block is 2.5; a block has at least 1 token.
+        ValueError: h2o: accumulate is 'False'; expected True or False.
     """
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
-        raise ValueError(f"{what} is {value!r}; {hint}.")
+    checked = {}
+    for name, value in values.items():
+        try:
+            checked[name] = _fitted(plain(value), annotations.get(name, Any))
+        except _Misfit:
+            expected = _words(annotations[name])
+            raise ValueError(f"{of}{': ' * bool(of)}{name} is {shown(plain(value))}; {expected}.") from None
+    return checked
 
 
-def check_tokens(budget: Any, rows: int) -> None:
-    """Refuses a budget that is neither an integer from 1 nor an array of integers, one number for all or one a row.
-
-    Raises:
-        ValueError: saying which it was.
+def typed[F: Callable[..., Any]](function: F) -> F:
+    """Decorator: arguments are checked against the function's annotations at each call (:func:`check_types`).
 
     Example:
-        >>> from kvjax.checks import check_tokens
-        >>> check_tokens(0.5, 1)
+        >>> from kvjax.checks import typed
+        >>> @typed
+        ... def half(x: int, *, up: bool = False): return -(-x // 2) if up else x // 2
+        >>> half(5, up="no")
         Traceback (most recent call last):
         ...
-        ValueError: the budget is 0.5; give tokens per head, an int from 1, or an array of them, one a row.
+        ValueError: half: up is 'no'; expected True or False.
     """
-    if isinstance(budget, int):
-        if budget < 1:
-            raise ValueError(f"the budget is {budget}; at least 1 token must stay.")
-        return
-    if not (hasattr(budget, "dtype") and jnp.issubdtype(budget.dtype, jnp.integer)):
-        raise ValueError(
-            f"the budget is {budget!r}; give tokens per head, an int from 1, or an array of them, one a row."
-        )
-    if budget.shape not in ((), (rows,)):
-        raise ValueError(f"a budget of shape {budget.shape} does not fit: expected {(rows,)}, one number a row.")
+    signature = inspect.signature(function)
+    hints = functools.cache(lambda: get_type_hints(function))  # late: annotations may name what comes further down
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            given = signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{function.__name__}() {error}") from None
+        given.arguments.update(check_types(given.arguments, hints(), function.__name__))
+        return function(*given.args, **given.kwargs)
+
+    # A partial: doctest looks for examples behind it, as it does behind a cached function.
+    return cast(F, functools.update_wrapper(functools.partial(call), function))
+
+
+def check_fields(made: Any) -> None:
+    """Holds a frozen dataclass's fields against their annotations, in its ``__post_init__``.
+
+    Example:
+        >>> import dataclasses
+        >>> import numpy as np
+        >>> from kvjax.checks import check_fields
+        >>> @dataclasses.dataclass(frozen=True)
+        ... class Size:
+        ...     width: int
+        ...     __post_init__ = check_fields
+        >>> Size(np.int64(3))
+        Size(width=3)
+    """
+    for name, value in check_types(vars(made), get_type_hints(type(made))).items():
+        object.__setattr__(made, name, value)
+
+
+class _Misfit(Exception):
+    """A value is not of the annotated type."""
+
+
+def _fitted(value: Any, annotation: Any) -> Any:
+    """``value``, a list as a tuple where that is asked for, or a :class:`_Misfit`."""
+    kind, parts = get_origin(annotation), get_args(annotation)
+    if kind in (Union, types.UnionType):
+        for part in parts:
+            with contextlib.suppress(_Misfit):
+                return _fitted(value, part)
+        raise _Misfit
+    if kind is Literal:
+        for option in parts:  # True == 1, but is none of the numbers
+            if isinstance(value, type(option)) and value == option and not isinstance(value, bool):
+                return option
+        raise _Misfit
+    if kind in (list, tuple) and (kind is list or parts[1:] == (...,)):
+        if not isinstance(value, list | tuple):
+            raise _Misfit
+        return kind(_fitted(plain(part), parts[0]) for part in value)
+    if annotation in (int, float):
+        fits = isinstance(value, int | annotation) and not isinstance(value, bool)
+        if not fits or (annotation is float and not _is_finite(value)):
+            raise _Misfit
+        return value
+    known = isinstance(annotation, type) and annotation.__module__ not in ("typing", "jaxtyping")
+    if known and not isinstance(value, annotation):
+        raise _Misfit
+    return value
+
+
+def _is_finite(value: int | float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an int that no float holds
+        return False
+
+
+def _words(annotation: Any) -> str:
+    """What was expected, as the end of a sentence."""
+    if get_origin(annotation) is Literal:
+        return f"there are {', '.join(map(repr, get_args(annotation)[:-1]))} and {get_args(annotation)[-1]!r}"
+    return f"expected {_noun(annotation)}"
+
+
+def _noun(annotation: Any, many: bool = False) -> str:
+    kind, parts = get_origin(annotation), get_args(annotation)
+    if kind in (Union, types.UnionType):
+        return " or ".join(_noun(part, many) for part in parts if part is not int or float not in parts)
+    if kind is Literal:
+        return " or ".join(map(repr, parts))
+    if kind in (list, tuple):
+        return f"{'lists' if many else 'a list'} of {_noun(parts[0], many=True)}"
+    one, several = _NOUNS.get(annotation, (f"a {getattr(annotation, '__name__', annotation)}",) * 2)
+    return several if many else one
+
+
+_NOUNS: dict[Any, tuple[str, str]] = {
+    bool: ("True or False", "True or False"),
+    int: ("an integer", "integers"),
+    float: ("a finite number", "finite numbers"),
+    str: ("a text", "texts"),
+    dict: ("an object of named values", "objects of named values"),
+    type(None): ("None", "None"),
+}
 
 
 def is_float(dtype: Any) -> bool:

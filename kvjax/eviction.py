@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.allocation import UNIFORM, Allocation, Contest, parse_allocation
 from kvjax.cache import KVCache
-from kvjax.checks import check_tokens, real_array
+from kvjax.checks import check_tokens, plain, real_array
 from kvjax.insertion import Cache
 from kvjax.paged import PagedCache, release
 from kvjax.selection import keep_mask
@@ -52,6 +52,7 @@ def evict(
         >>> kvjax.evict(cache, jnp.array([[[0.5, 0.1, 0.1]]]), budget=2).position.tolist()
         [[[0, -1, 2]]]
     """
+    layer = plain(layer)
     if isinstance(allocation, str):
         allocation = parse_allocation(allocation)
     if not isinstance(allocation, Allocation):
@@ -75,7 +76,7 @@ def evict(
             )
     if scores.shape != position.shape:
         raise ValueError(f"scores {scores.shape} do not fit the slots: expected {position.shape}.")
-    check_tokens(budget, cache.next_position.shape[0])
+    budget = check_tokens(budget, cache.next_position.shape)
     if allocation.even and not isinstance(cache, PagedCache):
         stays = keep_mask(scores, position, budget, excess=excess)
     else:

@@ -9,12 +9,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from kernels_pallas.caote_topk.reference import Group, Norm, eviction_error, length, root
-from kvjax.checks import real_array
+from kvjax.checks import real_array, typed
 from kvjax.projection import OutputProjection, measure
 
 __all__ = ["Group", "joined_change", "score"]
 
 
+@typed
 def score(
     A: Float[Array, "*batch S"],
     V: Float[Array, "*values S D"],
@@ -76,10 +77,6 @@ def score(
         raise ValueError(f"weights {A.shape} and values {V.shape} hold no tokens; give at least 1.")
     if mask is not None and mask.dtype != bool:
         raise ValueError(f"the mask is {mask.dtype}; give booleans, True for a live token.")
-    if norm not in (1, 2, "inf"):
-        raise ValueError(f"unknown norm {norm!r}; there are 1, 2 and 'inf'.")
-    if group not in (None, "exact", "mean"):
-        raise ValueError(f"unknown group {group!r}; there are None, 'exact' and 'mean'.")
     if projection is not None and (norm != 2 or group != "exact"):
         raise ValueError(
             f"norm is {norm!r} and group {group!r}, but behind W_O the heads' changes are one vector: a projection "

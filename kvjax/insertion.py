@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache import KVCache, insert_plain
-from kvjax.checks import real_array
+from kvjax.checks import plain, real_array
 from kvjax.paged import PagedCache, insert_paged
 
 Cache = KVCache | PagedCache
@@ -59,6 +59,7 @@ def insert(
             if len(heads) == 3
             else "layer= was given, but the cache has no layers."
         )
+    layer = plain(layer)
     if isinstance(layer, int) and not 0 <= layer < heads[0]:
         raise ValueError(f"layer is {layer}; the cache has layers 0 to {heads[0] - 1}.")
     if key.shape != value.shape or heads[-2:] != (B, K) or cache.key.shape[-1] != D:

@@ -18,11 +18,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax.checks import check_count, typed
 from kvjax.eviction_error import Group, joined_change
 from kvjax.projection import OutputProjection, measure
 from kvjax.selection import keep_mask
 
 
+@typed
 def joint_score(
     A: Float[Array, "*batch G S"],
     V: Float[Array, "*values S D"],
@@ -75,10 +77,7 @@ def joint_score(
     for what, x in (("position", position), ("protected", protected)):
         if x is not None and x.shape != V.shape[:-1]:
             raise ValueError(f"{what} {x.shape} and values {V.shape} do not match: expected {V.shape[:-1]}.")
-    if not isinstance(rounds, int) or isinstance(rounds, bool) or rounds < 1:
-        raise ValueError(f"rounds is {rounds!r}; give an int from 1.")
-    if group not in ("exact", "mean"):
-        raise ValueError(f"unknown group {group!r}; there are 'exact' and 'mean'.")
+    check_count("rounds", rounds, 1, "give an int from 1")
     if projection is not None and group != "exact":
         raise ValueError(f"group is {group!r}, but behind W_O every head counts: a projection needs group='exact'.")
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from kvjax.cache import HeadState
-from kvjax.checks import check_count, is_float
+from kvjax.checks import check_count, is_float, plain
 from kvjax.paged import pages_for
 from kvjax.policy import Policy, check_budget, parse
 
@@ -72,10 +72,12 @@ def memory(
         4160.0...
     """
     sizes = dict(layers=layers, kv_heads=kv_heads, head_dim=head_dim, budget=budget, batch=batch, page_size=page_size)
-    for name, size in sizes.items():
-        check_count(name, size, 1, "a cache needs at least 1")
-    check_count("block", block, 0, "give the tokens of a step, from 0")
-    if query_heads is not None and (query_heads < 1 or query_heads % kv_heads):
+    layers, kv_heads, head_dim, budget, batch, page_size = (
+        check_count(name, size, 1, "a cache needs at least 1") for name, size in sizes.items()
+    )
+    block = check_count("block", block, 0, "give the tokens of a step, from 0")
+    query_heads = kv_heads if query_heads is None else plain(query_heads)
+    if not isinstance(query_heads, int) or query_heads < 1 or query_heads % kv_heads:
         raise ValueError(f"query_heads is {query_heads}; give a multiple of the {kv_heads} KV heads.")
     if not isinstance(policy, Policy | str | None):
         raise ValueError(f"policy is {policy!r}; give a policy, its short name, or None.")
@@ -83,7 +85,7 @@ def memory(
         raise ValueError(f"dtype is {dtype!r}; keys and values are floats, such as 'bfloat16'.")
     policy = parse(policy) if isinstance(policy, str) else policy
     heads, rows = layers * batch * kv_heads, 4 * batch
-    a_slot, a_head = (0, 0) if policy is None else _state_bytes(policy, (query_heads or kv_heads) // kv_heads, head_dim)
+    a_slot, a_head = (0, 0) if policy is None else _state_bytes(policy, query_heads // kv_heads, head_dim)
     if policy is not None:
         check_budget(policy, budget)
     held = budget + block

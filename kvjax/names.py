@@ -8,20 +8,23 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from kvjax.checks import typed
+
 
 def registered(table: dict[str, Callable[..., Any]], make: Callable[..., Any]) -> Callable[..., Any]:
-    """Puts a maker into the table of short names; equal arguments then give the same object.
+    """Puts a maker into the table of short names; its arguments are checked, and equal ones give the same object.
 
-    Without that, each call would be a new closure, and ``jit`` would compile again.
+    Without the latter, each call would be a new closure, and ``jit`` would compile again.
     """
-    made = functools.lru_cache(maxsize=None, typed=True)(make)  # typed: protect(recent=1) is not protect(recent=1.0)
+    # protect(recent=1) is not protect(recent=1.0); and the check comes first, as what it refuses may have no hash.
+    made = typed(functools.lru_cache(maxsize=None, typed=True)(make))
     table[make.__name__] = made
     return made
 
 
 def written(make: Any, **arguments: Any) -> str:
     """A registered maker's name with the arguments that differ from their defaults, as :func:`called` reads it."""
-    defaults = {key: parameter.default for key, parameter in inspect.signature(make.__wrapped__).parameters.items()}
+    defaults = {key: parameter.default for key, parameter in inspect.signature(make).parameters.items()}
     changed = [f"{key}={value!r}" for key, value in arguments.items() if value != defaults[key]]
     return f"{make.__name__}({','.join(changed)})" if changed else make.__name__
 
@@ -54,11 +57,11 @@ def called(node: ast.expr, table: dict[str, Callable[..., Any]], kind: str, whol
         raise ValueError(f"{whole!r}: {str(error).replace('()', '')}.") from None
 
 
-def check_number(name: str, what: str, value: Any, low: int | float, high: int | float, expected: str) -> None:
-    """Refuses what is not a number in [low, high].
+def check_number(name: str, what: str, value: float, low: float, high: float, expected: str) -> None:
+    """Refuses a number that is not in [low, high].
 
     Raises:
         ValueError: naming the maker, the argument, its value and what was expected.
     """
-    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+    if not low <= value <= high:
         raise ValueError(f"{name}: {what} is {value!r}; give {expected}.")

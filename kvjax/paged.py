@@ -27,6 +27,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from kernels_pallas.paged_attention.pages import laid_out, slot_positions
 from kvjax.cache import HeadState, KVCache, Positions, PyTree, map_slots, nth_true
+from kvjax.checks import check_count
 
 
 @jax.tree_util.register_dataclass
@@ -90,13 +91,12 @@ class PagedCache:
         """
         if positions not in get_args(Positions):
             raise ValueError(f"unknown positions {positions!r}; there are 'absolute', 'compact' and 'index'.")
-        sizes = dict(
-            batch=batch, kv_heads=kv_heads, page_size=page_size, most=most, head_dim=head_dim,
-            layers=1 if layers is None else layers,
-        )  # fmt: skip
-        for name, size in sizes.items():
-            if size < 1:
-                raise ValueError(f"{name} is {size}; a cache needs at least 1.")
+        sizes = dict(batch=batch, kv_heads=kv_heads, pages=pages, page_size=page_size, most=most, head_dim=head_dim)
+        batch, kv_heads, pages, page_size, most, head_dim = (
+            check_count(name, size, 1, "a cache needs at least 1") for name, size in sizes.items()
+        )
+        if layers is not None:
+            layers = check_count("layers", layers, 1, "a cache needs at least 1")
         heads = (1 if layers is None else layers) * batch * kv_heads
         if pages < heads:
             raise ValueError(f"{pages} pages were given for {heads} heads; give at least one a head (see pages_for).")
@@ -196,8 +196,9 @@ def pages_for(slots: int, heads: int, page_size: int) -> int:
         >>> pages_for(slots=1024, heads=8, page_size=16)
         71
     """
-    if page_size < 1:
-        raise ValueError(f"page_size is {page_size}; a page has at least 1 slot.")
+    slots = check_count("slots", slots, 0, "give the tokens that they hold")
+    heads = check_count("heads", heads, 1, "give the heads of all layers and rows")
+    page_size = check_count("page_size", page_size, 1, "a page has at least 1 slot")
     return max(heads, (slots + heads * (page_size - 1)) // page_size)
 
 
@@ -314,9 +315,10 @@ def pack(cache: KVCache, *, pages: int, page_size: int, most: int) -> PagedCache
         >>> kvjax.pack(cache, pages=4, page_size=2, most=4).num_live.tolist()
         [[3, 3]]
     """
-    for name, size in {"pages": pages, "page_size": page_size, "most": most}.items():
-        if size < 1:
-            raise ValueError(f"{name} is {size}; a cache needs at least 1.")
+    pages, page_size, most = (
+        check_count(name, size, 1, "a cache needs at least 1")
+        for name, size in {"pages": pages, "page_size": page_size, "most": most}.items()
+    )
     heads = cache.position.shape[:-1]
     S = cache.num_slots
     M = -(-most // page_size)

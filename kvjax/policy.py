@@ -21,7 +21,7 @@ from kernels_pallas import STATISTICS, ColumnStatistics, caote_topk
 from kernels_pallas.dispatch import Implementation
 from kvjax.allocation import UNIFORM, Allocation, parse_allocation
 from kvjax.cache import Positions
-from kvjax.checks import check_count
+from kvjax.checks import check_count, plain, typed
 from kvjax.names import called, registered
 from kvjax.projection import OutputProjection
 from kvjax.selection import share_of
@@ -90,7 +90,7 @@ class Protection(NamedTuple):
 
     def counts(self, budget: Any) -> tuple[Any, Any]:
         """Both as numbers of tokens under a budget (an int, or an array of one a row); shares are rounded down."""
-        sinks, recent = (int(x) if isinstance(x, int) else share_of(x, budget) for x in self)
+        sinks, recent = (x if isinstance(x, int) else share_of(x, budget) for x in map(plain, self))
         return sinks, recent
 
 
@@ -174,6 +174,7 @@ def unchanged(scores: Scores, state: PyTree, observation: Observation) -> tuple[
     return scores, state
 
 
+@typed
 def base_score(
     name: str,
     score: Callable[[Observation], Scores],
@@ -465,6 +466,7 @@ def check_block(policy: Policy, block: int) -> None:
         ValueError: 'snapkv' observes the last 32 queries, but a block has 16: give a block of at least 32, or a \
 smaller window (window=16 in its name).
     """
+    block = check_count("block", block, 1, "a block has at least 1 token")
     if policy.window > block:
         raise ValueError(
             f"{policy.name!r} observes the last {policy.window} queries, but a block has {block}: give a block of at "
@@ -486,7 +488,7 @@ def check_budget(policy: Policy, budget: int) -> None:
         ValueError: the budget is 16 tokens, but 'snapkv' always keeps 0 first and 32 last ones: give at least 32, \
 or protect fewer.
     """
-    check_count("the budget", budget, 1, "at least 1 token must stay")
+    budget = check_count("the budget", budget, 1, "at least 1 token must stay")
     sinks, recent = protected(policy, budget)
     if sinks + recent > budget:
         raise ValueError(
@@ -495,6 +497,7 @@ or protect fewer.
         )
 
 
+@typed
 @functools.cache
 def parse(name: str) -> Policy:
     """The policy that a short name stands for, as command lines write it.
@@ -509,8 +512,6 @@ def parse(name: str) -> Policy:
         >>> str(kvjax.parse("snapkv(window=16) + fast_caote @ layer"))
         'snapkv(window=16)+fast_caote@layer'
     """
-    if not isinstance(name, str):
-        raise ValueError(f"the policy {name!r} is no text; write links joined by '+', like {_EXAMPLE}.")
     whole = name
     name, at, behind = name.partition("@")
     allocation = None

@@ -10,7 +10,8 @@ from jaxtyping import Array, Bool, Float, UInt
 
 from kernels_pallas import cache_attention
 from kvjax.cache import HeadState, nth_true
-from kvjax.names import written
+from kvjax.checks import check_count
+from kvjax.names import check_number, written
 from kvjax.policy import (
     Observation,
     Policy,
@@ -24,7 +25,7 @@ from kvjax.policy import (
     register,
 )
 from kvjax.rotary import rotate, turn
-from kvjax.transforms import check_pooling, check_protected, entered_slots, pooled, put
+from kvjax.transforms import check_kernel, check_protected, entered_slots, pooled, put, rounded
 
 
 @register
@@ -69,8 +70,6 @@ def tova(*, heads: Literal["group", "layer"] = "group") -> Policy:
         >>> str(kvjax.tova(heads="layer"))
         "tova(heads='layer')"
     """
-    if heads not in ("group", "layer"):
-        raise ValueError(f"tova: heads is {heads!r}; there are 'group' and 'layer'.")
     name = written(tova, heads=heads)
     return Policy(
         name,
@@ -97,7 +96,7 @@ def snapkv(*, window: int = 32, kernel: int = 5, pooling: Literal["avg", "max"] 
         >>> kvjax.snapkv(window=16).protections
         (Protection(sinks=0, recent=16),)
     """
-    check_pooling("snapkv", kernel, pooling)
+    check_kernel("snapkv", kernel)
     _check_window("snapkv", window)
 
     def score(o: Observation) -> Scores:
@@ -145,11 +144,7 @@ def sage(
         >>> kvjax.protected(kvjax.sage(), 64)
         (16, 16)
     """
-    if heads not in ("group", "query"):
-        raise ValueError(f"sage: heads is {heads!r}; there are 'group' and 'query'.")
-    if split not in ("fixed", "adaptive"):
-        raise ValueError(f"sage: split is {split!r}; there are 'fixed' and 'adaptive'.")
-    if not isinstance(mass, (int, float)) or not 0 < mass <= 1:
+    if not 0 < mass <= 1:
         raise ValueError(f"sage: mass is {mass!r}; give a share of the attention in (0, 1].")
 
     def init(B: int, K: int, G: int, S: int, D: int) -> Array:
@@ -210,12 +205,8 @@ def laprox(
         >>> sorted(kvjax.laprox().projections), sorted(kvjax.laprox(through="value").projections)
         (['gram'], [])
     """
-    check_pooling("laprox", kernel, "avg")
+    check_kernel("laprox", kernel)
     _check_window("laprox", window)
-    if through not in ("output", "value", "attention"):
-        raise ValueError(f"laprox: through is {through!r}; there are 'output', 'value' and 'attention'.")
-    if gqa not in ("group", "heads"):
-        raise ValueError(f"laprox: gqa is {gqa!r}; there are 'group' and 'heads'.")
 
     def score(o: Observation) -> Scores:
         squares = o.columns.window_group_square if gqa == "group" else o.columns.window_square
@@ -253,11 +244,9 @@ def cake(*, window: int = 32, kernel: int = 5, gamma: float = 200.0) -> Policy:
         >>> sorted(kvjax.cake(window=16).statistics)
         ['window_mean', 'window_variance']
     """
-    check_pooling("cake", kernel, "avg")
-    if not isinstance(window, int) or window < 2:
-        raise ValueError(f"cake: window is {window!r}; a variance needs at least 2 queries.")
-    if not isinstance(gamma, (int, float)) or not 0 <= gamma < float("inf"):
-        raise ValueError(f"cake: gamma is {gamma!r}; give a finite number from 0.")
+    check_kernel("cake", kernel)
+    check_count("cake: window", window, 2, "a variance needs at least 2 queries")
+    check_number("cake", "gamma", gamma, 0, 1e30, "a number from 0 to 1e30")
 
     def score(o: Observation) -> Scores:
         observed = o.columns.window_mean + gamma * o.columns.window_variance
@@ -289,7 +278,7 @@ def lava(*, window: int = 32, kernel: int = 7) -> Policy:
         >>> str(kvjax.parse("lava(window=16)@lava"))
         'lava(window=16)@lava'
     """
-    check_pooling("lava", kernel, "max")
+    check_kernel("lava", kernel)
     _check_window("lava", window)
 
     def score(o: Observation) -> Scores:
@@ -333,10 +322,8 @@ def expected_attention(
         >>> policy.rotary, policy.protections
         (True, (Protection(sinks=4, recent=0),))
     """
-    if not isinstance(future, int) or future < 1:
-        raise ValueError(f"expected_attention: future is {future!r}; give a number of coming positions, an int from 1.")
-    if not isinstance(sinks, int) or sinks < 0:
-        raise ValueError(f"expected_attention: sinks is {sinks!r}; give a number of first tokens, an int from 0.")
+    check_count("expected_attention: future", future, 1, "give a number of coming positions, an int from 1")
+    check_count("expected_attention: sinks", sinks, 0, "give a number of first tokens, an int from 0")
 
     def init(B: int, K: int, G: int, S: int, D: int) -> Any:
         shapes = ((B, K), (B, K, G, D), (B, K, G, D, D))  # how many queries, their mean, their deviations' products
@@ -396,8 +383,8 @@ def butler(*, dim: int | None = None) -> Policy:
         (True, (1, 2, 100, 4, 16))
     """
     name = written(butler, dim=dim)
-    if dim is not None and (not isinstance(dim, int) or dim < 1):
-        raise ValueError(f"butler: dim is {dim!r}; give the width of the predictor's keys, an int from 1.")
+    if dim is not None:
+        check_count("butler: dim", dim, 1, "give the width of the predictor's keys, an int from 1")
 
     def init(B: int, K: int, G: int, S: int, D: int) -> Array:
         if dim is None:
@@ -479,6 +466,11 @@ def keydiff() -> Policy:
 def key_norm() -> Policy:
     """Minus the norm of the key: small keys draw attention (arXiv 2406.11430).
 
+    Equal tokens have keys of one length in layer 0, and a norm over queries and keys makes all alike. Norms are
+    therefore rounded to 12 bits behind the leading one: those that differ by less, as by the rounding of a rotation or
+    of a sum, tie, and the more recent token stays whatever the blocks. Keys that differ by more from one size of block
+    to another, as products of matrices may in bfloat16 or on a TPU, can still be chosen differently.
+
     Example:
         >>> import kvjax
         >>> str(kvjax.parse("key_norm+normalise+caote"))
@@ -486,7 +478,7 @@ def key_norm() -> Policy:
     """
     return base_score(
         written(key_norm),
-        lambda o: -jnp.linalg.norm(o.key.astype(jnp.float32), axis=-1)[:, :, None],
+        lambda o: -rounded(jnp.linalg.norm(o.key.astype(jnp.float32), axis=-1))[:, :, None],
         nonnegative=False,
     )
 
@@ -500,9 +492,7 @@ def random(*, seed: int = 0) -> Policy:
         >>> str(kvjax.random(seed=1))
         'random(seed=1)'
     """
-
-    if not isinstance(seed, int) or not 0 <= seed < 2**32:
-        raise ValueError(f"random: seed is {seed!r}; give an int in [0, 2**32).")
+    check_number("random", "seed", seed, 0, 2**32 - 1, "an int in [0, 2**32)")
 
     def score(o: Observation) -> Scores:
         head = jnp.arange(o.position.shape[1]) if o.head is None else o.head
@@ -522,8 +512,7 @@ def mix_bits(x: UInt[Array, "*shape"]) -> UInt[Array, "*shape"]:
 
 
 def _check_window(name: str, window: int) -> None:
-    if not isinstance(window, int) or window < 1:
-        raise ValueError(f"{name}: window is {window!r}; give the number of queries that observe, an int from 1.")
+    check_count(f"{name}: window", window, 1, "give the number of queries that observe, an int from 1")
 
 
 def _pooled_before(scores: Scores, o: Observation, window: int, kernel: int, pooling: str) -> Scores:

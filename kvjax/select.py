@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache import nth_true
-from kvjax.checks import check_count
+from kvjax.checks import check_count, check_tokens, plain
 from kvjax.selection import keep_mask, share_of
 
 Budget = int | float | Array
@@ -61,9 +61,10 @@ def select(
     """
     if importance.ndim != 3:
         raise ValueError(f"importance {importance.shape} does not fit: expected [B, H, S], one decode step's.")
+    budget = plain(budget)
     chosen = selected_mask(importance, position, budget, sinks=sinks, query_position=query_position)
     B, H, S = chosen.shape
-    size = _size(budget, sinks, S, size)
+    size = _size(budget, plain(sinks), S, size)
     slots = nth_true(chosen, jnp.broadcast_to(jnp.arange(1, size + 1), (B, H, size)))
     return jnp.where(slots < S, slots, -1)
 
@@ -98,7 +99,7 @@ def selected_mask(
         >>> kvjax.selected_mask(importance, every[None], 0.5, sinks=1, query_position=every)[0, 0].astype(int).tolist()
         [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 1, 1]]
     """
-    _check(importance, position, budget, sinks, query_position)
+    budget, sinks = _checked(importance, position, budget, sinks, query_position)
     B, H, *T, S = importance.shape
     K, ones = position.shape[1], (1,) * len(T)
     slot_position = position.reshape(B, K, 1, *ones, S)
@@ -145,12 +146,15 @@ def _size(budget: Budget, sinks: int, S: int, size: int | None) -> int:
     if size is None:
         return needed
     least = needed if isinstance(budget, int) else 1
-    if size < least:
-        raise ValueError(f"size is {size}; a budget of {budget} and {sinks} sinks take {least} slots: give that many.")
-    return size
+    return check_count(
+        "size", size, least, f"a budget of {budget} and {sinks} sinks take {least} slots: give that many"
+    )
 
 
-def _check(importance: Array, position: Array, budget: Budget, sinks: int, query_position: Array | None) -> None:
+def _checked(
+    importance: Array, position: Array, budget: Budget, sinks: int, query_position: Array | None
+) -> tuple[Budget, int]:
+    """Budget and sinks as Python's numbers, or as arrays of int32."""
     fits = importance.ndim in (3, 4) and position.ndim == 3 and importance.shape[1] % position.shape[1] == 0
     if not fits or importance.shape[:: importance.ndim - 1] != position.shape[::2]:
         raise ValueError(
@@ -164,14 +168,10 @@ def _check(importance: Array, position: Array, budget: Budget, sinks: int, query
         raise ValueError(f"query_position {query_position.shape} does not fit: expected {(B, *T)}, one a query.")
     if jnp.issubdtype(importance.dtype, jnp.complexfloating):
         raise ValueError(f"importance has the dtype {importance.dtype}; expected an array of real numbers.")
-    check_count("sinks", sinks, 0, "give a number of first tokens, from 0")
-    if isinstance(budget, float):
-        if not 0 < budget <= 1:
-            raise ValueError(f"the budget is {budget}; give a share of the tokens in (0, 1], or an int for tokens.")
-    elif isinstance(budget, int):
-        if budget < 1:
-            raise ValueError(f"the budget is {budget}; at least 1 token must be read.")
-    elif not hasattr(budget, "shape"):
-        raise ValueError(f"the budget is {budget!r}; give tokens, an int, a share of them, a float, or an array.")
-    elif budget.shape not in ((), (B,), (B, *T)):
-        raise ValueError(f"a budget of {budget.shape} does not fit {B} rows: expected {(B,)} or {(B, *T)}.")
+    sinks = check_count("sinks", sinks, 0, "give a number of first tokens, from 0")
+    budget = plain(budget)
+    if not isinstance(budget, float):
+        return check_tokens(budget, *dict.fromkeys([(B,), (B, *T)])), sinks
+    if not 0 < budget <= 1:
+        raise ValueError(f"the budget is {budget}; give a share of the tokens in (0, 1], or an int for tokens.")
+    return budget, sinks

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kernels_pallas.caote_topk.selection import LOWEST, best, keep_mask, nth_largest, rank
+from kernels_pallas.caote_topk.selection import LOWEST, best, best_of_rows, keep_mask, nth_largest, rank
 
-__all__ = ["best_of_groups", "keep_mask", "share_of"]
+__all__ = ["best_of_groups", "best_of_rows", "keep_mask", "rank", "share_of"]
 
 
 def best_of_groups(

@@ -34,7 +34,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache import write_rows
-from kvjax.names import called, registered, written
+from kvjax.checks import check_count, typed
+from kvjax.names import called, check_number, registered, written
 from kvjax.scores import mix_bits
 
 PyTree = Any
@@ -99,6 +100,7 @@ SOURCES: dict[str, Callable[..., Source]] = {}
 register = functools.partial(registered, SOURCES)
 
 
+@typed
 @functools.cache
 def parse_source(name: str) -> Source:
     """The source that a short name stands for, as command lines write it.
@@ -114,8 +116,6 @@ def parse_source(name: str) -> Source:
         'quest(page_size=4)'
     """
     how = "write it like 'oracle' or 'quest(page_size=4)'"
-    if not isinstance(name, str):
-        raise ValueError(f"the source {name!r} is no text; {how}.")
     try:
         tree = ast.parse(name.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -220,8 +220,7 @@ def random(*, seed: int = 0) -> Source:
         >>> str(sources.random(seed=1))
         'random(seed=1)'
     """
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32:
-        raise ValueError(f"random: seed is {seed!r}; give an int in [0, 2**32).")
+    check_number("random", "seed", seed, 0, 2**32 - 1, "an int in [0, 2**32)")
 
     def importance(_: PyTree, reading: Reading) -> Array:
         slot = jnp.arange(reading.position.shape[2], dtype=jnp.uint32)
@@ -265,8 +264,7 @@ def quest(*, page_size: int = 16) -> Source:
         >>> quest.importance(pages, read).ravel().tolist()
         [3.0, 3.0, -2.0, -2.0]
     """
-    if isinstance(page_size, bool) or not isinstance(page_size, int) or page_size < 1:
-        raise ValueError(f"quest: page_size is {page_size!r}; give a number of tokens, an int from 1.")
+    check_count("quest: page_size", page_size, 1, "give a number of tokens, an int from 1")
 
     def init(B: int, K: int, S: int, D: int, layers: int | None = None) -> Pages:
         shape = (*(() if layers is None else (layers,)), B, K, -(-S // page_size), D)

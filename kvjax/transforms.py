@@ -9,9 +9,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache import Positions, nth_true
-from kvjax.names import written
+from kvjax.checks import MOST
+from kvjax.names import check_number, written
 from kvjax.policy import Observation, Policy, Protection, Scores, no_state, register, unchanged
-from kvjax.selection import keep_mask
+from kvjax.selection import best_of_rows, rank, share_of
 
 
 @register
@@ -40,7 +41,7 @@ def pool(*, kernel: int = 5, pooling: Literal["avg", "max"] = "avg") -> Policy:
         >>> str(kvjax.parse("h2o+pool(kernel=7)"))
         'h2o+pool(kernel=7)'
     """
-    check_pooling("pool", kernel, pooling)
+    check_kernel("pool", kernel)
     name = written(pool, kernel=kernel, pooling=pooling)
     return Policy(name, no_state, lambda scores, state, o: (pooled(scores, o, kernel, pooling), state))
 
@@ -71,7 +72,7 @@ def critical(*, safe: float = 0.5, epsilon: float = 1e-4) -> Policy:
     The scores before it, averaged over the group, keep the best ``floor(safe * budget)`` tokens of each head; these
     score float32's largest number. What is protected comes first among them. The others score
     ``(score + epsilon) * |v W_O|_1``, the 1-norm averaged over the group's blocks of W_O. A token's norm is computed
-    once, when it enters.
+    once, when it enters, and rounded as in :func:`kvjax.key_norm`: of equal tokens without a score the newest stay.
 
     Args:
         safe: which share of the budget the scores before it decide alone, in [0, 1].
@@ -82,10 +83,8 @@ def critical(*, safe: float = 0.5, epsilon: float = 1e-4) -> Policy:
         >>> str(kvjax.parse("snapkv+critical(safe=0.25)"))
         'snapkv+critical(safe=0.25)'
     """
-    if not isinstance(safe, (int, float)) or not 0 <= safe <= 1:
-        raise ValueError(f"critical: safe is {safe!r}; give a share of the budget in [0, 1].")
-    if not isinstance(epsilon, (int, float)) or not 0 <= epsilon < float("inf"):
-        raise ValueError(f"critical: epsilon is {epsilon!r}; give a finite number from 0.")
+    check_number("critical", "safe", safe, 0, 1, "a share of the budget in [0, 1]")
+    check_number("critical", "epsilon", epsilon, 0, 1e30, "a number from 0 to 1e30")
 
     def init(B: int, K: int, G: int, S: int, D: int) -> Array:
         return jnp.zeros((B, K, S), jnp.float32)  # |v W_O|_1 of each slot
@@ -94,8 +93,9 @@ def critical(*, safe: float = 0.5, epsilon: float = 1e-4) -> Policy:
         state = _with_new_norms(state, o)
         joined = jnp.mean(scores, axis=2)
         first = joined if o.protected is None else jnp.where(o.protected, jnp.inf, joined)
-        _, number = Protection(recent=float(safe)).counts(o.budget)
-        is_safe = keep_mask(first, o.position, number)
+        number = share_of(float(safe), o.budget)[:, None]
+        # keep_mask refuses 0 tokens, which a small share comes to.
+        is_safe = best_of_rows(rank(first, o.live), o.position, jnp.broadcast_to(number, joined.shape[:2])[..., None])
         largest = jnp.finfo(jnp.float32).max
         rescored = jnp.minimum((joined + epsilon) * state, largest)
         return jnp.where(is_safe, largest, rescored)[:, :, None], state
@@ -122,8 +122,6 @@ def positions(*, kind: Positions = "compact") -> Policy:
         >>> kvjax.parse("streaming+positions").positions
         'compact'
     """
-    if kind not in ("absolute", "compact", "index"):
-        raise ValueError(f"positions: kind is {kind!r}; there are 'absolute', 'compact' and 'index'.")
     return Policy(written(positions, kind=kind), no_state, unchanged, positions=kind)
 
 
@@ -182,7 +180,12 @@ def _output_length(
         return jnp.mean(jnp.sum(jnp.abs(projected), axis=-1), axis=2)
 
     lengths = jax.lax.map(length, jnp.moveaxis(chunks, 2, 0))  # [chunks, B, K, chunk]
-    return jnp.moveaxis(lengths, 0, 2).reshape(B, K, -1)[..., :T]
+    return rounded(jnp.moveaxis(lengths, 0, 2).reshape(B, K, -1)[..., :T])
+
+
+def rounded(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """To 12 bits behind the leading one: what is equal but for the rounding of sums and rotations becomes equal."""
+    return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=12)
 
 
 def put(
@@ -196,17 +199,11 @@ def put(
     return jax.vmap(jax.vmap(one_head))(array, slot, new)
 
 
-def check_pooling(name: str, kernel: int, pooling: str) -> None:
-    if not isinstance(kernel, int) or kernel < 1 or kernel % 2 == 0:
-        raise ValueError(
-            f"{name}: kernel is {kernel!r}; give an odd number from 1, so that a token lies in the middle."
-        )
-    if pooling not in ("avg", "max"):
-        raise ValueError(f"{name}: pooling is {pooling!r}; there are 'avg' and 'max'.")
+def check_kernel(name: str, kernel: int) -> None:
+    if not 1 <= kernel <= MOST or kernel % 2 == 0:
+        raise ValueError(f"{name}: kernel is {kernel}; give an odd number from 1, so that a token lies in the middle.")
 
 
 def check_protected(name: str, what: str, amount: int | float) -> None:
-    if not isinstance(amount, (int, float)) or not amount >= 0 or (isinstance(amount, float) and amount > 1):
-        raise ValueError(
-            f"{name}: {what} is {amount!r}; give a count (an int from 0) or a share of the budget in [0, 1]."
-        )
+    high = 1 if isinstance(amount, float) else MOST
+    check_number(name, what, amount, 0, high, "a count (an int from 0) or a share of the budget in [0, 1]")

@@ -29,6 +29,7 @@ from safetensors.numpy import save as to_safetensors
 
 from kernels_pallas import cache_attention
 from kvjax import rotate
+from kvjax.checks import check_count, check_fields, plain
 from models import decoder, provenance
 from models.commands import replacing, write_json
 from models.config import Config, Rope
@@ -85,16 +86,12 @@ class ButlerConfig:
     published_layout: bool = False
 
     def __post_init__(self) -> None:
-        sizes = ("hidden_size", "num_heads", "hidden", "dim", "reduction")
-        for name in sizes:
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1.")
-        if self.num_layers < 2:
-            raise ValueError(f"num_layers is {self.num_layers}; layer 0 is not predicted, so there must be 2 or more.")
+        check_fields(self)
+        for name in ("hidden_size", "num_heads", "hidden", "dim", "reduction"):
+            check_count(name, getattr(self, name), 1, "it must be at least 1")
+        check_count("num_layers", self.num_layers, 2, "layer 0 is not predicted, so there must be 2 or more")
         if self.dim % 2:
             raise ValueError(f"dim is {self.dim}; rotary embedding needs an even one.")
-        if self.source not in SOURCES:
-            raise ValueError(f"unknown source {self.source!r}; there are {' and '.join(SOURCES)}.")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout is {self.dropout}; give a share in [0, 1).")
 
@@ -421,6 +418,7 @@ def importance(
         >>> importance(jnp.ones((2, 1, 1, 4, 16)), jnp.ones((2, 1, 4, 3, 16)), layer=1)[0, 0].tolist()
         [[4.0, 4.0, 4.0]]
     """
+    layer = plain(layer)
     if isinstance(layer, int) and not 1 <= layer <= query.shape[0]:
         raise ValueError(f"layer is {layer}; layers 1 to {query.shape[0]} are predicted, layer 0 is read in full.")
     query, key = (jax.lax.dynamic_index_in_dim(x, layer - 1, keepdims=False) for x in (query, key))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal, TypedDict, get_type_hints
 
-from kvjax.checks import check_count
+from kvjax.checks import check_count, check_fields, check_types
 
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
@@ -37,6 +37,9 @@ class Rope:
     mscale: float | None = None  # yarn
     mscale_all_dim: float | None = None  # yarn
     truncate: bool = True  # yarn
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +81,7 @@ class Config:
     pad: int | None = None
 
     def __post_init__(self) -> None:
+        check_fields(self)
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads"):
             check_count(name, getattr(self, name), 1, "give a positive integer")
         check_count("num_layers", self.num_layers, 0, "give an integer from 0")  # none: what is not in a layer
@@ -98,6 +102,56 @@ class Config:
             )
 
 
+class _Fields(TypedDict, total=False):
+    """What is read of a config.json. ``null`` stands for a field that is not there, but in ``sliding_window``."""
+
+    architectures: list[str] | None
+    vocab_size: int | None
+    hidden_size: int | None
+    intermediate_size: int | None
+    num_hidden_layers: int | None
+    num_attention_heads: int | None
+    num_key_value_heads: int | None
+    head_dim: int | None
+    hidden_act: str | None
+    mlp_bias: bool | None
+    attention_bias: bool | None
+    tie_word_embeddings: bool | None
+    rms_norm_eps: float
+    max_position_embeddings: int | None
+    rope_theta: float | None
+    rope_scaling: dict | None
+    rope_parameters: dict | None
+    partial_rotary_factor: float | None
+    original_max_position_embeddings: float | None
+    use_sliding_window: bool | None
+    sliding_window: int | None
+    max_window_layers: int | None
+    layer_types: list[Literal["full_attention", "sliding_attention"]] | None
+    bos_token_id: int | None
+    eos_token_id: int | list[int] | None
+    pad_token_id: int | None
+
+
+class _RopeFields(TypedDict, total=False):
+    """What is read of its ``rope_scaling`` or ``rope_parameters``."""
+
+    rope_type: str | None
+    type: str | None
+    rope_theta: float | None
+    partial_rotary_factor: float | None
+    factor: float | None
+    original_max_position_embeddings: float | None
+    low_freq_factor: float | None
+    high_freq_factor: float | None
+    beta_fast: float | None
+    beta_slow: float | None
+    attention_factor: float | None
+    mscale: float | None
+    mscale_all_dim: float | None
+    truncate: bool | None
+
+
 def from_hugging_face(raw: Mapping[str, Any]) -> Config:
     """Reads a config.json of either transformers generation (``rope_theta``/``rope_scaling`` or ``rope_parameters``).
 
@@ -111,12 +165,12 @@ def from_hugging_face(raw: Mapping[str, Any]) -> Config:
         >>> from_hugging_face(raw).num_kv_heads
         2
     """
-    names = raw.get("architectures") or ["(none)"]
-    if not isinstance(names, list) or not isinstance(names[0], str):
-        raise ValueError(f"architectures is {names!r}; it must be a list of names, such as ['LlamaForCausalLM'].")
+    fields = get_type_hints(_Fields)
+    names = check_types({"architectures": raw.get("architectures")}, fields)["architectures"] or ["(none)"]
     if names[0] not in ARCHITECTURES:
         raise ValueError(f"architecture {names[0]} is not supported; supported are {', '.join(ARCHITECTURES)}.")
     architecture = ARCHITECTURES[names[0]]
+    check_types(raw, fields)
     required = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     missing = [name for name in required if raw.get(name) is None]
     if missing:
@@ -135,11 +189,6 @@ def from_hugging_face(raw: Mapping[str, Any]) -> Config:
     max_positions = raw.get("max_position_embeddings") or 2048
     bias = architecture in ("llama", "qwen3") and bool(raw.get("attention_bias", False))
     eos = raw.get("eos_token_id")
-    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        given = raw.get(name)
-        tokens = given if name == "eos_token_id" and isinstance(given, list) else [given]
-        if not all(token is None or (isinstance(token, int) and not isinstance(token, bool)) for token in tokens):
-            raise ValueError(f"{name} is {raw[name]!r}; it must be a token's id, an integer.")
     default_head_dim = 128 if architecture == "qwen3" else raw["hidden_size"] // heads
     return Config(
         architecture=architecture,
@@ -212,36 +261,35 @@ def to_hugging_face(config: Config) -> dict[str, Any]:
 
 def _rope(raw: Mapping[str, Any], max_positions: int) -> Rope:
     parameters = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
-    if not isinstance(parameters, Mapping) or any(isinstance(value, Mapping) for value in parameters.values()):
+    if any(isinstance(value, Mapping) for value in parameters.values()):
         raise ValueError("rope_parameters (or rope_scaling) must be one object of numbers, the same for all layers.")
-    rotated = parameters.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0
-    if rotated != 1.0:
+    check_types(parameters, get_type_hints(_RopeFields), "rope")
+
+    def either(name: str) -> Any:
+        return raw.get(name) if parameters.get(name) is None else parameters[name]
+
+    rotated = either("partial_rotary_factor")
+    if rotated not in (None, 1):
         raise ValueError(f"partial_rotary_factor is {rotated}; only heads that are rotated whole are supported.")
     type_ = parameters.get("rope_type") or parameters.get("type") or "default"
     if type_ not in ROPE_TYPES:
         raise ValueError(f"rope type {type_!r} is not supported; the supported ones are {', '.join(ROPE_TYPES)}.")
     if type_ != "default" and "factor" not in parameters and type_ != "yarn":
         raise ValueError(f"rope type {type_!r} needs a 'factor' in rope_scaling (or rope_parameters); there is none.")
-    original = parameters.get("original_max_position_embeddings") or raw.get("original_max_position_embeddings")
-    if type_ == "dynamic":
-        original = max_positions
-    original = _positive("original_max_position_embeddings", original or max_positions)
+    original = max_positions if type_ == "dynamic" else either("original_max_position_embeddings")
+    original = _positive("original_max_position_embeddings", original, max_positions)
     factor = parameters.get("factor")
-    if factor is None:
-        factor = max_positions / original if type_ == "yarn" else 1.0
-
-    def number(name: str, default: float) -> float:
-        return _positive(name, parameters.get(name) or default)
-
+    if factor is None and type_ == "yarn":
+        factor = max_positions / original
     return Rope(
-        theta=number("rope_theta", raw.get("rope_theta") or 10_000.0),
+        theta=_positive("rope_theta", either("rope_theta"), 10_000.0),
         type=type_,
         factor=_positive("factor", factor),
         original_positions=0 if type_ in ("default", "linear") else int(original),
-        low_freq_factor=number("low_freq_factor", 1.0),
-        high_freq_factor=number("high_freq_factor", 4.0),
-        beta_fast=number("beta_fast", 32.0),
-        beta_slow=number("beta_slow", 1.0),
+        low_freq_factor=_positive("low_freq_factor", parameters.get("low_freq_factor")),
+        high_freq_factor=_positive("high_freq_factor", parameters.get("high_freq_factor"), 4.0),
+        beta_fast=_positive("beta_fast", parameters.get("beta_fast"), 32.0),
+        beta_slow=_positive("beta_slow", parameters.get("beta_slow")),
         attention_factor=parameters.get("attention_factor"),
         mscale=parameters.get("mscale"),
         mscale_all_dim=parameters.get("mscale_all_dim"),
@@ -249,10 +297,11 @@ def _rope(raw: Mapping[str, Any], max_positions: int) -> Rope:
     )
 
 
-def _positive(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+def _positive(name: str, value: float | None, default: float = 1.0) -> float:
+    """The field's value, or the default where it is not there; 0 is neither."""
+    if value is not None and value <= 0:
         raise ValueError(f"{name} is {value!r}; it must be a number above 0.")
-    return float(value)
+    return float(default if value is None else value)
 
 
 def _sliding_windows(raw: Mapping[str, Any], architecture: str, layers: int) -> tuple[int | None, ...]:
@@ -268,6 +317,4 @@ def _sliding_windows(raw: Mapping[str, Any], architecture: str, layers: int) -> 
         full_layers = raw.get("max_window_layers", 28)
         check_count("max_window_layers", full_layers, 0, "it must be a number of layers")
         types = ["full_attention" if layer < full_layers else "sliding_attention" for layer in range(layers)]
-    if not isinstance(types, list):
-        raise ValueError(f"layer_types is {types!r}; it must be a list, one entry a layer.")
     return tuple(window if type_ == "sliding_attention" else None for type_ in types)

@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_type_hints
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ from jaxtyping import Array, Float, Int
 import kvjax
 from kvjax import KVCache, OutputProjection, PagedCache, Policy
 from kvjax.attention import idle_rows_keep, store_scores
-from kvjax.checks import check_count
+from kvjax.checks import MOST, check_count, check_types, plain, shown
 from kvjax.sources import Source
 from models import guided
 from models.butler import Butler
@@ -38,7 +38,6 @@ from models.guided import Beside, Cache, Guided, Selection
 When = Literal["block", "prompt"]
 HostOrDevice = Array | np.ndarray
 PAGE_SIZE = 16
-MOST_SLOTS = 2**31 - 1  # what int32 counts
 
 
 class Prefilled(NamedTuple):
@@ -150,6 +149,7 @@ def prefill(
         ((1, 64), 16, 16)
     """
     tokens, counts, questions = _check_prompt(model, tokens, lengths, question)
+    block = check_count("block", block, 1, "a block has at least 1 token")
     plan, rows = _plan(
         model.config, _mesh_of(model), tokens.shape[1], counts, questions, policy, budget, block, when, None, reserve,
         page_size, butler=butler,
@@ -222,7 +222,8 @@ def generate(
     """
     tokens, counts, questions = _check_prompt(model, tokens, lengths, question)
     sampling = _check_sampling(temperature, top_k, top_p, key)
-    check_count("max_new_tokens", max_new_tokens, 1, "ask for at least 1")
+    max_new_tokens = check_count("max_new_tokens", max_new_tokens, 1, "ask for at least 1")
+    block = check_count("block", block, 1, "a block has at least 1 token")
     plan, rows = _plan(
         model.config, _mesh_of(model), tokens.shape[1], counts, questions, policy, budget, block, when, evict_every,
         max_new_tokens, page_size, select=select, sinks=sinks, butler=butler,
@@ -286,7 +287,8 @@ def stream(
     """
     tokens, counts, questions = _check_prompt(model, tokens, lengths, question)
     sampling = _check_sampling(temperature, top_k, top_p, key)
-    check_count("max_new_tokens", max_new_tokens, 1, "ask for at least 1")
+    max_new_tokens = check_count("max_new_tokens", max_new_tokens, 1, "ask for at least 1")
+    block = check_count("block", block, 1, "a block has at least 1 token")
     plan, rows = _plan(
         model.config, _mesh_of(model), tokens.shape[1], counts, questions, policy, budget, block, when, evict_every,
         max_new_tokens, page_size, fit_prompt=False, select=select, sinks=sinks, butler=butler,
@@ -586,17 +588,24 @@ _shrink_step = jax.jit(_shrink, static_argnames="plan")
 def _sample(logits: Float[Array, "B V"], key: Array, sampling: Sampling) -> Int[Array, "B"]:
     if sampling.temperature == 0:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    logits = logits / sampling.temperature
+    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    tiny = float(jnp.finfo(logits.dtype).tiny)
+    temperature = min(max(sampling.temperature, tiny), 1 / tiny)  # XLA multiplies by 1 / temperature
+    # Seen from the largest, as logits / temperature may be larger than any float; inf - inf would be none.
+    largest = jnp.max(logits, axis=-1, keepdims=True)
+    scaled = jnp.where(logits == largest, 0, (logits - largest) / temperature)
+    top_p = 1.0 if sampling.top_p is None else sampling.top_p
+    if sampling.top_k is not None or top_p < 1:
+        # By the logits themselves, of equals the lower id first: a high temperature makes equals of others, too.
+        rank = jnp.argsort(jnp.argsort(logits, axis=-1, descending=True), axis=-1)
     if sampling.top_k is not None:
-        weakest = jax.lax.top_k(logits, min(sampling.top_k, logits.shape[-1]))[0][:, -1:]
-        logits = jnp.where(logits < weakest, -jnp.inf, logits)
-    if sampling.top_p is not None:
-        descending = jnp.sort(logits, axis=-1, descending=True)
-        probability = jax.nn.softmax(descending, axis=-1)
-        inside = jnp.cumsum(probability, axis=-1) - probability < sampling.top_p  # the first one always is
-        weakest = jnp.min(jnp.where(inside, descending, jnp.inf), axis=-1, keepdims=True)
-        logits = jnp.where(logits < weakest, -jnp.inf, logits)
-    return jax.random.categorical(key, logits, axis=-1).astype(jnp.int32)
+        scaled = jnp.where(rank < sampling.top_k, scaled, -jnp.inf)
+    if top_p < 1:
+        descending = jnp.sort(jax.nn.softmax(scaled, axis=-1), axis=-1, descending=True)
+        before = jnp.cumsum(descending, axis=-1) - descending
+        needed = jnp.sum(before < top_p, axis=-1, keepdims=True)
+        scaled = jnp.where(rank < jnp.maximum(needed, 1), scaled, -jnp.inf)
+    return jax.random.categorical(key, scaled, axis=-1).astype(jnp.int32)
 
 
 def _blocks(tokens: np.ndarray, lengths: np.ndarray, questions: np.ndarray, block: int) -> _Prompt:
@@ -640,13 +649,13 @@ def _plan(
     select=None, sinks=4, butler=None,
 ) -> tuple[_Plan, _Rows]:  # fmt: skip
     """Checks the arguments of a run and sizes its buffers. ``fit_prompt`` lets a short prompt have fewer slots."""
-    check_count("block", block, 1, "a block has at least 1 token")
-    check_count("reserve", reserve, 0, "give a number of slots, from 0")
+    reserve = check_count("reserve", reserve, 0, "give a number of slots, from 0")
     if when not in ("block", "prompt"):
         raise ValueError(f"when is {when!r}; there are 'block' and 'prompt'.")
     if evict_every is not None:
-        check_count("evict_every", evict_every, 1, "give a number of steps from 1, or None for never")
-    check_count("page_size", page_size, 1, "a page has at least 1 slot")
+        evict_every = check_count("evict_every", evict_every, 1, "give a number of steps from 1, or None for never")
+    page_size = check_count("page_size", page_size, 1, "a page has at least 1 slot")
+    budget = plain(budget)
     rows = len(lengths)
     if mesh is not None and rows % mesh.shape["data"]:
         ways = mesh.shape["data"]
@@ -676,8 +685,10 @@ def _plan(
             beside = _power_of_two(beside)
     if budget is None:
         raise ValueError(f"the policy {policy.name!r} needs a budget: slots per head, or a ratio of the prompt.")
-    if isinstance(budget, bool) or not isinstance(budget, int | float | np.integer) or budget > MOST_SLOTS:
-        raise ValueError(f"the budget is {budget!r}; give slots per head (an int), or a ratio (a float in (0, 1]).")
+    if isinstance(budget, bool) or not isinstance(budget, int | float) or budget > MOST:
+        raise ValueError(
+            f"the budget is {shown(budget)}; give slots per head (an int), or a ratio (a float in (0, 1])."
+        )
     if isinstance(budget, float) and not 0 < budget <= 1:
         raise ValueError(f"the budget's ratio is {budget}; give a float in (0, 1], or an int for slots per head.")
     if isinstance(budget, float):
@@ -758,20 +769,22 @@ def _check_prompt(
 def _check_end(config: Config, end: tuple[int, ...] | None) -> tuple[int, ...]:
     if end is None:
         return config.eos
-    if not isinstance(end, Iterable) or not all(isinstance(token, int | np.integer) for token in end):
-        raise ValueError(f"end is {end!r}; give a tuple of token ids, () for none.")
-    return tuple(end)
+    if not isinstance(end, Iterable):
+        raise ValueError(f"end is {shown(end)}; give a tuple of token ids, () for none.")
+    return tuple(check_count("a token of end", token, 0, "give a tuple of token ids, () for none") for token in end)
 
 
 def _check_sampling(temperature: float, top_k: int | None, top_p: float | None, key: Array | None) -> Sampling:
-    if not isinstance(temperature, int | float) or not 0 <= temperature < math.inf:
-        raise ValueError(f"temperature is {temperature!r}; give 0 for the most likely token, or more to draw.")
-    if top_k is not None:
-        check_count("top_k", top_k, 1, "draw from at least 1 token")
-    if top_p is not None and (not isinstance(top_p, int | float) or not 0 < top_p <= 1):
-        raise ValueError(f"top_p is {top_p!r}; give a share in (0, 1].")
+    given = dict(temperature=temperature, top_k=top_k, top_p=top_p)
+    sampling = Sampling(**check_types(given, get_type_hints(Sampling)))
+    if sampling.temperature < 0:
+        raise ValueError(f"temperature is {temperature}; give 0 for the most likely token, or more to draw.")
+    if sampling.top_k is not None:
+        check_count("top_k", sampling.top_k, 1, "draw from at least 1 token")
+    if sampling.top_p is not None and not 0 < sampling.top_p <= 1:
+        raise ValueError(f"top_p is {top_p}; give a share in (0, 1].")
     if key is not None and not (hasattr(key, "dtype") and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)):
         raise ValueError(f"key is a {type(key).__name__}; give a random key, jax.random.key(0), say.")
-    if temperature > 0 and key is None:
+    if sampling.temperature > 0 and key is None:
         raise ValueError("temperature is above 0 but no key was given; pass key=jax.random.key(0), say.")
-    return Sampling(temperature, top_k, top_p)
+    return sampling

@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int
 import kvjax
 from kernels_pallas import select_attention
 from kvjax import KVCache, PagedCache, Policy, Prediction, sources
+from kvjax.checks import check_count, plain
 from kvjax.select import share_of_tokens
 from kvjax.sources import Source
 from models.butler import Butler, ButlerCache, butler_input, importance
@@ -253,6 +254,7 @@ def checked_selection(
         raise ValueError(
             f"select={source.name!r} needs a budget: how many tokens a step reads, or which share of them (0.5)."
         )
+    budget = plain(budget)
     if isinstance(budget, bool) or not isinstance(budget, int | float):
         raise ValueError(f"the budget is {budget!r}; give tokens (an int), or a share of them (a float in (0, 1]).")
     if isinstance(budget, float) and not 0 < budget <= 1:
@@ -264,8 +266,7 @@ def checked_selection(
             f"the budget of {budget} tokens a step is more than the {prompt + answer} that there will be ({prompt} in "
             f"the prompt, up to {answer} in the answer); give fewer, or leave select out to read them all."
         )
-    if not isinstance(sinks, int) or sinks < 0:
-        raise ValueError(f"sinks is {sinks!r}; give how many first tokens are always read, an int from 0.")
+    sinks = check_count("sinks", sinks, 0, "give how many first tokens are always read, an int from 0")
     return Selection(source, budget, sinks)
 
 

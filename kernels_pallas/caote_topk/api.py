@@ -7,6 +7,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kernels_pallas.caote_topk import reference
 from kernels_pallas.caote_topk.reference import Group, Kept, Norm
+from kernels_pallas.checks import check_count, check_tokens
 from kernels_pallas.dispatch import Implementation, check_layer, dispatch, kernels_of
 
 KERNELS = kernels_of("caote_topk")
@@ -67,13 +68,11 @@ def caote_topk(
         )
     if protected is not None and protected.shape != (B, K, S):
         raise ValueError(f"protected {protected.shape} does not fit: expected {(B, K, S)}, one entry a slot.")
-    if isinstance(budget, int) and budget < 1:
-        raise ValueError(f"the budget is {budget}; at least 1 token must stay.")
-    if jnp.shape(budget) not in ((), (B,)):
-        raise ValueError(f"the budget {jnp.shape(budget)} does not fit: expected one number, or one a row ({B}).")
     if norm not in (1, 2, "inf") or group not in ("exact", "mean"):
         raise ValueError(f"norm is {norm!r} and group {group!r}; norms are 1, 2, 'inf', groups 'exact', 'mean'.")
-    budget = jnp.broadcast_to(jnp.asarray(budget, jnp.int32), (B,))
+    budget = jnp.broadcast_to(jnp.asarray(check_tokens(budget, (B,)), jnp.int32), (B,))
+    if excess is not None:
+        excess = check_count("excess", excess, 0, "give a number of tokens, or None")
     options = dict(fast=fast, norm=norm, group=group, excess=excess, with_scores=with_scores, layer=layer)
     return dispatch(
         implementation, reference.caote_topk, KERNELS, weights, value, position, budget, protected, **options

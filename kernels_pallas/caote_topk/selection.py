@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from kernels_pallas.checks import check_count, check_tokens
+
 
 def keep_mask(
     scores: Float[Array, "*head S"],
@@ -34,16 +36,14 @@ def keep_mask(
     """
     if scores.shape != position.shape:
         raise ValueError(f"scores {scores.shape} do not fit the slots: expected {position.shape}.")
-    if isinstance(budget, int) and budget < 1:
-        raise ValueError(f"the budget is {budget}; at least 1 token must stay.")
     live = position >= 0
-    budget = jnp.asarray(budget, jnp.int32)
+    budget = jnp.asarray(check_tokens(budget, position.shape[:-1][-2:][:1]), jnp.int32)
     if budget.ndim:
         budget = budget.reshape(-1, *(1,) * min(position.ndim - 2, 1))  # B stands before K; layers stand before B
     budget = jnp.broadcast_to(budget, position.shape[:-1])[..., None]  # [*head, 1]
 
     ranks = rank(scores, live)
-    if excess == 1:
+    if excess is not None and check_count("excess", excess, 0, "give a number of tokens, or None") == 1:
         return live & ~(_worst(ranks, position) & (jnp.sum(live, axis=-1, keepdims=True) > budget))
     return best_of_rows(ranks, position, budget)
 

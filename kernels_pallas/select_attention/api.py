@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from jaxtyping import Array, Float, Int
 
+from kernels_pallas.checks import plain
 from kernels_pallas.dispatch import Implementation, check_layer, dispatch, kernels_of
 from kernels_pallas.select_attention import reference
 
@@ -59,6 +60,7 @@ def select_attention(
             "[B, K, S, D] or [L, B, K, S, D] with N a multiple of K."
         )
     check_layer("keys and values", key.ndim, layer)
+    layer = plain(layer)
     if isinstance(layer, int) and not 0 <= layer < key.shape[0]:
         raise ValueError(f"layer is {layer}; the keys and values have layers 0 to {key.shape[0] - 1}.")
     if slots.ndim != 3 or slots.shape[0] != B or slots.shape[1] not in (N, key.shape[-3]) or not slots.shape[2]:

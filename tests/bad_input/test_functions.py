@@ -117,6 +117,8 @@ CACHE = {
             ("slots", "8"),
             ("slots", None),
             ("slots", NAN),
+            ("slots", True),
+            ("slots", 10**12),
             ("head_dim", 0),
             ("layers", 0),
             ("positions", "relative"),
@@ -151,8 +153,10 @@ CACHE = {
         f"evict: budget {budget!r}": functools.partial(
             lambda budget: kvjax.evict(cache(), zeros(1, 2, 8), budget), budget
         )
-        for budget in (0, -1, 0.5, NAN, "4", None, [4])
+        for budget in (0, -1, 0.5, NAN, "4", None, [4], True, np.int64(0), np.int64(-3), np.array([0]), np.float32(4))
     },
+    "evict: a traced count": lambda: jax.jit(lambda n: kvjax.compact(cache(), n))(4),
+    "evict: half an excess": lambda: kvjax.evict(cache(), zeros(1, 2, 8), 4, excess=0.5),
     "evict: budgets of other rows": lambda: kvjax.evict(cache(), zeros(1, 2, 8), np.array([1, 2])),
     "evict: unknown allocation": lambda: kvjax.evict(cache(), zeros(1, 2, 8), 4, allocation="fair"),
     "evict: a number as allocation": lambda: kvjax.evict(cache(), zeros(1, 2, 8), 4, allocation=3),
@@ -286,7 +290,7 @@ ATTEND = {
     "select: complex importance": lambda: select(importance=zeros(1, 2, 8, dtype=jnp.complex64)),
     **{
         f"select: budget {budget!r}": functools.partial(select, budget=budget)
-        for budget in (0, -1, 0.0, 1.5, NAN, "4", None, [4])
+        for budget in (0, -1, 0.0, 1.5, NAN, "4", None, [4], True, np.int64(0), np.float32(1.5), np.array([0.5]))
     },
     "select: negative sinks": lambda: select(sinks=-1),
     "select: half a sink": lambda: select(sinks=0.5),
@@ -350,11 +354,20 @@ GENERATE = {
             ("max_new_tokens", 2.5),
             ("max_new_tokens", None),
             ("max_new_tokens", 10**9),
+            ("max_new_tokens", 10**12),
+            ("max_new_tokens", np.int64(0)),
+            ("max_new_tokens", True),
             ("when", "later"),
             ("when", None),
             ("evict_every", 0),
             ("evict_every", 1.5),
             ("evict_every", "never"),
+            ("evict_every", 10**12),
+            ("temperature", True),
+            ("temperature", "0"),
+            ("top_k", True),
+            ("top_p", True),
+            ("top_p", np.float32(1.5)),
             ("temperature", -1.0),
             ("temperature", NAN),
             ("temperature", "hot"),
@@ -374,6 +387,9 @@ GENERATE = {
             ("butler", "folder"),
             ("end", 5),
             ("end", ("x",)),
+            ("end", (True,)),
+            ("end", (-1,)),
+            ("end", (10**12,)),
             ("page_size", 0),
             ("key", 3),
             ("projection", 3),
@@ -392,6 +408,10 @@ GENERATE = {
             ("budget", [16]),
             ("budget", float("inf")),
             ("budget", 10**12),
+            ("budget", np.int64(0)),
+            ("budget", np.int64(10**12)),
+            ("budget", True),
+            ("budget", np.float32(1.5)),
             ("select", "oracle"),
             ("page_size", 2.5),
             ("policy", "butler"),
@@ -409,6 +429,7 @@ GENERATE = {
             ("budget", 10**9),
             ("sinks", -1),
             ("sinks", 1.5),
+            ("sinks", True),
             ("sinks", None),
             ("select", "butler"),
         ]
@@ -440,6 +461,10 @@ GENERATE = {
             ("hidden_size", "16"),
             ("vocab_size", -1),
             ("vocab_size", None),
+            ("tie_embeddings", "false"),
+            ("norm_epsilon", NAN),
+            ("eos", 3),
+            ("rope", None),
         ]
     },
 }

@@ -336,7 +336,7 @@ def test_each_chip_of_a_mesh_runs_the_kernel_on_its_own_heads():
         ({"weights": (2, 2, 9)}, {}, r"weights \(2, 2, 9\).* do not fit"),
         ({"position": (2, 9)}, {}, r"positions \(2, 9\) do not fit"),
         ({"protected": (2, 2, 8)}, {}, r"protected \(2, 2, 8\) does not fit: expected \(2, 2, 9\)"),
-        ({"budget": (3,)}, {}, r"the budget \(3,\) does not fit: expected one number, or one a row \(2\)"),
+        ({"budget": (3,)}, {}, r"a budget of shape \(3,\) does not fit: expected \(2,\)"),
         ({"value": (3, 2, 2, 9, 5)}, {}, r"the values stack layers: say which with layer="),
         ({}, {"layer": 0}, r"layer= was given, but the values have no layers"),
         ({}, {"norm": 3}, r"norm is 3 .* norms are 1, 2, 'inf'"),

@@ -11,6 +11,12 @@ def length(x: np.ndarray, norm: int | str) -> float:
     return float(np.linalg.norm(np.asarray(x, np.float64).ravel(), {"inf": np.inf}.get(norm, norm)))
 
 
+def rounded(x: np.ndarray) -> np.ndarray:
+    """To 12 bits behind the leading one, as norms are that may tie."""
+    mantissa, exponent = np.frexp(x)  # mantissa in [0.5, 1)
+    return np.ldexp(np.round(mantissa * 2**13) / 2**13, exponent)
+
+
 def softmax(logits: np.ndarray) -> np.ndarray:
     e = np.exp(logits - logits.max(-1, keepdims=True))
     return e / e.sum(-1, keepdims=True)

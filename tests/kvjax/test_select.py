@@ -168,10 +168,10 @@ def test_budgets_of_rows_take_the_size_that_is_given():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (dict(budget=0), "the budget is 0; at least 1 token must be read"),
+        (dict(budget=0), "the budget is 0; at least 1 token must stay"),
         (dict(budget=0.0), r"the budget is 0.0; give a share of the tokens in \(0, 1\]"),
         (dict(budget=1.5), "the budget is 1.5; give a share"),
-        (dict(budget=np.ones(3, np.int32), size=4), r"a budget of \(3,\) does not fit 2 rows"),
+        (dict(budget=np.ones(3, np.int32), size=4), r"a budget of shape \(3,\) does not fit: expected \(2,\)"),
         (dict(budget=np.ones(2, np.int32)), "says nothing of M.*give size="),
         (dict(sinks=-1), "sinks is -1"),
         (dict(size=4), "size is 4; a budget of 3 and 4 sinks take 7 slots"),

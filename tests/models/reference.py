@@ -236,8 +236,9 @@ def newest(seen: Seen) -> np.ndarray:
 
 
 def small_keys(seen: Seen) -> np.ndarray:
-    """Minus the norm of the key."""
-    return -np.sqrt((seen.key**2).sum(axis=-1))[:, None]
+    """Minus the norm of the key, to 12 bits behind the leading one."""
+    mantissa, exponent = np.frexp(np.sqrt((seen.key**2).sum(axis=-1)))  # mantissa in [0.5, 1)
+    return -np.ldexp(np.round(mantissa * 2**13) / 2**13, exponent)[:, None]
 
 
 def drawn(seed: int) -> Score:

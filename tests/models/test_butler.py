@@ -407,7 +407,7 @@ def test_damaged_files_are_one_clear_error(model, tmp_path):
         (lambda: dataclasses.replace(CONFIG, num_layers=1), r"num_layers is 1; layer 0 is not predicted"),
         (lambda: dataclasses.replace(CONFIG, dim=5), r"dim is 5; rotary embedding needs an even one"),
         (lambda: dataclasses.replace(CONFIG, hidden=0), r"hidden is 0; it must be at least 1"),
-        (lambda: dataclasses.replace(CONFIG, source="layer1"), r"unknown source 'layer1'; there are layer0_output and"),
+        (lambda: dataclasses.replace(CONFIG, source="layer1"), r"source is 'layer1'; there are 'layer0_output' and"),
         (lambda: dataclasses.replace(CONFIG, dropout=1.0), r"dropout is 1.0; give a share in \[0, 1\)"),
         (lambda: ButlerConfig.of(MODEL, share=1), r"share is 1; give the predictor's share"),
         (lambda: Butler(CONFIG), r"neither parameters nor rngs were given"),

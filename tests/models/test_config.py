@@ -3,6 +3,7 @@
 import dataclasses
 import json
 
+import numpy as np
 import pytest
 
 from models.config import Config, Rope, from_hugging_face, to_hugging_face
@@ -166,7 +167,7 @@ def test_end_tokens(given, eos):
         ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not supported.*LlamaForCausalLM, Mistral.*Qwen3"),
         ({"architectures": None}, "supported are LlamaForCausalLM"),
         ({"vocab_size": None}, "lacks vocab_size"),
-        ({"hidden_size": "32"}, "hidden_size is '32'; it must be a positive integer"),
+        ({"hidden_size": "32"}, "hidden_size is '32'; expected an integer or None"),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0; it must be a positive integer"),
         ({"num_key_value_heads": 3}, "4 query heads cannot share 3 KV heads"),
         ({"head_dim": 7}, "head_dim is 7; rotary embedding needs an even head_dim"),
@@ -175,7 +176,21 @@ def test_end_tokens(given, eos):
         ({"quantization_config": {"quant_method": "gptq"}}, "quantised weights are not supported"),
         ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "'longrope' is not supported.*default, linear"),
         ({"rope_scaling": {"type": "linear"}}, "'linear' needs a 'factor'"),
-        ({"rope_scaling": "linear"}, "must be one object of numbers"),
+        ({"rope_scaling": "linear"}, "rope_scaling is 'linear'; expected an object of named values"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings is 'false'; expected True or False"),
+        ({"attention_bias": 0}, "attention_bias is 0; expected True or False"),
+        ({"mlp_bias": "false"}, "mlp_bias is 'false'; expected True or False"),
+        ({"use_sliding_window": "false"}, "use_sliding_window is 'false'; expected True or False"),
+        ({"rope_theta": 0}, "rope_theta is 0; it must be a number above 0"),
+        ({"rope_theta": True}, "rope_theta is True; expected a finite number"),
+        ({"rope_parameters": {"rope_theta": 0.0}}, "rope_theta is 0.0; it must be a number above 0"),
+        ({"original_max_position_embeddings": 0}, "original_max_position_embeddings is 0; it must be"),
+        ({"partial_rotary_factor": 0}, "partial_rotary_factor is 0; only heads that are rotated whole"),
+        ({"rope_scaling": {"type": "llama3", "factor": 2, "low_freq_factor": 0}}, "low_freq_factor is 0; it must be"),
+        ({"rope_scaling": {"type": "yarn", "truncate": "no"}}, "rope: truncate is 'no'; expected True or False"),
+        ({"rope_scaling": {"type": "yarn", "attention_factor": "1"}}, "rope: attention_factor is '1'; expected a fin"),
+        ({"layer_types": ["full"] * 3}, r"layer_types is \['full', .*expected a list of 'full_attention' or 'sliding"),
+        ({"max_position_embeddings": 512.0}, r"max_position_embeddings is 512\.0; expected an integer"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "the same for all layers"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
     ],
@@ -184,6 +199,25 @@ def test_bad_config_is_one_clear_sentence(fields, message):
     with pytest.raises(ValueError, match=message) as caught:
         read(**fields)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"tie_embeddings": "false"}, {"norm_epsilon": "1e-6"}, {"eos": (1.5,)}, {"rope": {"theta": 1e4}}]
+)
+def test_fields_of_another_type_are_refused(fields):
+    with pytest.raises(ValueError, match=rf"^{next(iter(fields))} is .*; expected "):
+        dataclasses.replace(read(), **fields)
+
+
+def test_numbers_of_numpy_become_pythons_own():
+    config = dataclasses.replace(read(), num_layers=np.int64(3), sliding_windows=[None, np.int32(4), None])
+    assert (type(config.num_layers), type(config.sliding_windows[1])) == (int, int)
+    assert config == dataclasses.replace(read(), sliding_windows=(None, 4, None))
+
+
+def test_a_rope_of_another_type_is_refused():
+    with pytest.raises(ValueError, match=r"theta is '1e4'; expected a finite number"):
+        Rope(theta="1e4")
 
 
 def test_windows_of_two_sizes_cannot_be_written():

@@ -1,5 +1,6 @@
 """Prefill, generate and stream against an independent reference, row by row, for every policy."""
 
+import dataclasses
 import functools
 
 import jax
@@ -16,8 +17,7 @@ from tests.models.reference import Policy
 VOCABULARY = 256
 CONFIG = Config(VOCABULARY, 32, 48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, max_positions=512)
 LENGTHS = np.array([200, 163, 9])
-# No token twice in a row of the batch: in the first layer two would have keys of one length, and key_norm only rounding
-# to tell them apart.
+# No token twice in a row of the batch: no two keys of the first layer have one length.
 TOKENS = np.stack([np.random.default_rng(row).permutation(VOCABULARY)[:200] for row in range(3)])
 BLOCK, BUDGET = 4, 14
 
@@ -277,6 +277,39 @@ def test_after_one_eviction_at_the_prompts_end_only_the_budget_is_allocated():
 
 
 # --- sampling --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.bad_input  # annotations name Python's numbers
+@pytest.mark.parametrize("make", [np.int64, np.int8, jnp.int32])
+def test_counts_of_numpys_and_jaxs_give_what_pythons_give(make):
+    def run(n):
+        counts = dict(budget=n(16), block=n(8), max_new_tokens=n(4), evict_every=n(2), page_size=n(4), top_k=n(3))
+        given = dict(policy="h2o@layer", question=n(3), end=(n(7),), temperature=1.0, key=jax.random.key(0))
+        return models.generate(decoder(), TOKENS[:1, :60], **counts, **given)
+
+    np.testing.assert_array_equal(run(make).tokens, run(int).tokens)
+
+
+@pytest.mark.bad_input
+def test_counts_of_a_selection_may_be_numpys():
+    def run(budget, sinks):
+        return models.generate(
+            decoder(), TOKENS[:1, :40], select="oracle", budget=budget, sinks=sinks, max_new_tokens=3
+        ).tokens
+
+    np.testing.assert_array_equal(run(jnp.float32(0.5), np.int64(2)), run(0.5, 2))
+
+
+def test_where_all_keys_have_one_norm_the_newest_stay_whatever_the_blocks():
+    config = dataclasses.replace(CONFIG, architecture="qwen3", query_key_norm=True)
+    model = reference.decoder(config, weights(config))
+    model.layers.key_norm[...] = jnp.ones_like(model.layers.key_norm[...])
+    prompt = np.random.default_rng(0).integers(0, VOCABULARY, (1, 70))
+    for block in (3, 32, 70):
+        position = models.prefill(model, prompt, policy="key_norm", budget=20, block=block).cache.position
+        newest = np.broadcast_to(np.arange(50, 70), (*position.shape[:-1], 20))
+        np.testing.assert_array_equal(np.sort(position, axis=-1)[..., -20:], newest)
+        assert int((position >= 0).sum(-1).max()) == 20
 
 
 @pytest.mark.parametrize("sampling", [(0.0, 3, 0.5), (1.5, 1, None), (1.5, None, 1e-6), (1e-4, None, None)])

@@ -70,7 +70,10 @@ RUNS = {
         dict(policy="h2o@adakv(safeguard=2.0)", budget=16),
         r"adakv: safeguard is 2.0; give a share of the budget in \[0, 1\]",
     ),
-    "a cap that is text": (dict(policy="h2o@layer(cap='x')", budget=16), r"layer: cap is 'x'; give a multiple"),
+    "a cap that is text": (
+        dict(policy="h2o@layer(cap='x')", budget=16),
+        r"layer: cap is 'x'; expected a finite number or",
+    ),
     "an argument twice": (dict(policy="h2o@model(cap=2,cap=3)", budget=16), r"malformed|an argument twice"),
     "a window larger than the block": (
         dict(policy="snapkv(window=16)", budget=20, block=8),

@@ -1,0 +1,93 @@
+"""Counts that callers give: Python's integers, NumPy's and JAX's, read alike. What is known is checked before use."""
+
+from __future__ import annotations
+
+import reprlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+MOST = 2**31 - 1  # what int32 counts
+_REPR = reprlib.Repr(maxstring=80, maxother=80)
+
+
+def plain(value: Any) -> Any:
+    """A number of NumPy's or JAX's whose value is known as Python's own; anything else as it is.
+
+    Example:
+        >>> import numpy as np
+        >>> from kernels_pallas.checks import plain
+        >>> plain(np.int64(4)), plain(np.float32(0.5)), plain("4")
+        (4, 0.5, '4')
+    """
+    known = isinstance(value, np.generic | np.ndarray | jax.Array) and not isinstance(value, jax.core.Tracer)
+    return value.item() if known and value.ndim == 0 else value
+
+
+def shown(value: Any) -> str:
+    """What a complaint shows of a value: its repr on one line, shortened."""
+    return " ".join(_REPR.repr(value).split())
+
+
+def check_count(what: str, value: Any, least: int, hint: str) -> int:
+    """``value`` as an int, if it is an integer from ``least`` that int32 holds.
+
+    Raises:
+        ValueError: naming the argument and its value; ``hint`` ends the sentence.
+
+    Example:
+        >>> import numpy as np
+        >>> from kernels_pallas.checks import check_count
+        >>> check_count("block", np.int64(8), 1, "a block has at least 1 token")
+        8
+        >>> check_count("block", 2.5, 1, "a block has at least 1 token")
+        Traceback (most recent call last):
+        ...
+        ValueError: block is 2.5; a block has at least 1 token.
+    """
+    value = plain(value)
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{what} is {shown(value)}; {hint}.")
+    if value > MOST:
+        raise ValueError(f"{what} is {shown(value)}; give at most {MOST}, which is what int32 counts.")
+    return value
+
+
+def check_tokens(budget: Any, *shapes: tuple[int, ...]) -> Any:
+    """A budget of tokens, as an int or as an array of int32: what is too much keeps all.
+
+    Args:
+        shapes: which an array may have, beside that of one number.
+
+    Raises:
+        ValueError: a budget that is neither, or, where its value is known, below 1.
+
+    Example:
+        >>> import numpy as np
+        >>> from kernels_pallas.checks import check_tokens
+        >>> check_tokens(np.int64(10**12)), check_tokens(np.array([4, 10**12]), (2,)).tolist()
+        (2147483647, [4, 2147483647])
+        >>> check_tokens(0.5, (2,))
+        Traceback (most recent call last):
+        ...
+        ValueError: the budget is 0.5; give tokens per head, an int from 1, or an array of them, one a row.
+    """
+    budget = plain(budget)
+    if isinstance(budget, int) and not isinstance(budget, bool):
+        if budget < 1:
+            raise ValueError(f"the budget is {budget}; at least 1 token must stay.")
+        return min(budget, MOST)
+    if not (hasattr(budget, "dtype") and jnp.issubdtype(budget.dtype, jnp.integer)):
+        raise ValueError(
+            f"the budget is {shown(budget)}; give tokens per head, an int from 1, or an array of them, one a row."
+        )
+    if budget.shape not in ((), *shapes):
+        raise ValueError(f"a budget of shape {budget.shape} does not fit: expected {' or '.join(map(str, shapes))}.")
+    if isinstance(budget, jax.core.Tracer):
+        return jnp.clip(budget, 0, min(MOST, jnp.iinfo(budget.dtype).max)).astype(jnp.int32)
+    known = np.asarray(budget)
+    if (known < 1).any():
+        raise ValueError(f"the budget is {shown(known.tolist())}; at least 1 token must stay in each row.")
+    return np.minimum(known.astype(np.uint64), MOST).astype(np.int32)

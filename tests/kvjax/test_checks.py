@@ -1,0 +1,278 @@
+"""Types and counts: what Python, NumPy and JAX write differently is one thing, and what is neither is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kernels_pallas
+import kvjax
+from kvjax import allocation, sources
+from kvjax.checks import check_count, check_fields, check_types, typed
+
+pytestmark = pytest.mark.bad_input  # annotations name Python's numbers
+COUNTS = (np.int64, np.int8, np.uint16, jnp.int32, jnp.int8, np.array)
+
+
+def filled(slots: int = 8, batch: int = 1) -> kvjax.KVCache:
+    cache = kvjax.KVCache.init(batch=batch, kv_heads=1, slots=slots, head_dim=2)
+    rows = jnp.ones((batch, slots, 1, 2))
+    return kvjax.insert(cache, rows, rows)
+
+
+def evicted(budget: Any, batch: int = 1) -> list[int]:
+    cache = filled(batch=batch)
+    return kvjax.evict(cache, jnp.zeros(cache.position.shape), budget).num_live.ravel().tolist()
+
+
+# Budgets and counts.
+
+
+@pytest.mark.parametrize("make", COUNTS)
+def test_a_budget_is_the_same_number_however_it_is_written(make):
+    assert evicted(make(3)) == evicted(3) == [3]
+
+
+@pytest.mark.parametrize("budget", [10**12, 2**31, np.int64(10**12), np.uint32(2**31), np.uint64(2**64 - 1), 10**30])
+def test_too_large_a_budget_keeps_all(budget):
+    assert evicted(budget) == [8]
+
+
+@pytest.mark.parametrize("budgets", [np.array([2, 10**12]), np.array([2, 100], np.uint8), jnp.array([2, 100])])
+def test_too_large_a_budget_of_a_row_keeps_all_of_it(budgets):
+    assert evicted(budgets, batch=2) == [2, 8]
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "uint32", "int32"])
+def test_too_large_a_budget_that_is_traced_keeps_all(dtype):
+    budget = jnp.array(jnp.iinfo(dtype).max, dtype)
+    cache = filled()
+    left = jax.jit(lambda b: kvjax.evict(cache, jnp.zeros(cache.position.shape), b))(budget)
+    assert left.num_live.item() == 8
+
+
+BELOW = (np.int64(0), np.int64(-3), jnp.int32(0), jnp.int32(-1), np.array(0), np.array([0]), jnp.array([-1]), 0)
+
+
+@pytest.mark.parametrize("budget", BELOW, ids=map(repr, BELOW))
+def test_a_known_budget_below_1_is_refused(budget):
+    one = jnp.ones((1, 1, 1, 4))
+    position = jnp.arange(4)[None, None]
+    for call in (
+        lambda: evicted(budget),
+        lambda: jax.jit(lambda: evicted_under_jit(budget))(),
+        lambda: kvjax.keep_mask(one[:, 0], position, budget),
+        lambda: kvjax.select(one[:, 0], position, budget, size=4),
+        lambda: kernels_pallas.caote_topk(one, one[:, 0, ..., None], position, budget),
+    ):
+        with pytest.raises(ValueError, match=r"the budget is .*; at least 1 token must stay"):
+            call()
+
+
+def evicted_under_jit(budget: Any) -> jax.Array:
+    cache = filled()
+    return kvjax.evict(cache, jnp.zeros(cache.position.shape), budget).position
+
+
+@pytest.mark.parametrize("budget", [True, np.float64(2.0), jnp.float32(3), np.array([2.0])])
+def test_a_budget_in_tokens_is_an_integer(budget):
+    with pytest.raises(ValueError, match=r"the budget is .*; give tokens per head, an int from 1"):
+        evicted(budget)
+
+
+def test_a_share_of_numpys_or_jaxs_is_a_share():
+    importance, position = jnp.arange(8.0)[None, None], jnp.arange(8)[None, None]
+    expected = kvjax.select(importance, position, 0.5, sinks=0).tolist()
+    for make in (np.float32, np.float64, jnp.float32, jnp.bfloat16):
+        assert kvjax.select(importance, position, make(0.5), sinks=np.int64(0), size=jnp.int32(4)).tolist() == expected
+
+
+@pytest.mark.parametrize("budget", [np.array([0.5]), jnp.array([2.0])])
+def test_an_array_of_shares_is_refused(budget):
+    with pytest.raises(ValueError, match=r"the budget is .*; give tokens per head"):
+        kvjax.select(jnp.zeros((1, 1, 4)), jnp.arange(4)[None, None], budget, size=4)
+
+
+def test_a_selection_of_more_than_there_is_reads_all():
+    importance, position = jnp.zeros((1, 1, 4)), jnp.arange(4)[None, None]
+    for budget in (10**12, np.int64(10**12)):
+        assert kvjax.select(importance, position, budget).tolist() == [[[0, 1, 2, 3]]]
+
+
+@pytest.mark.parametrize("make", COUNTS)
+def test_sizes_are_the_same_numbers_however_they_are_written(make):
+    n = make(2)
+    plain = kvjax.KVCache.init(batch=n, kv_heads=n, slots=n, head_dim=n, layers=n)
+    assert plain.key.shape == (2, 2, 2, 2, 2)
+    pages = kvjax.pages_for(n, n, n)
+    assert kvjax.PagedCache.init(batch=1, kv_heads=n, pages=pages, page_size=n, most=n, head_dim=n).table.shape[:2] == (
+        1,
+        2,
+    )
+    assert kvjax.compact(filled(), n).num_slots == 2
+    sizes = dict(layers=2, kv_heads=2, head_dim=64, budget=100, block=100, policy="h2o@layer")
+    assert kvjax.memory(**sizes) == kvjax.memory(**(sizes | {"budget": make(100), "block": make(100)}))
+
+
+@pytest.mark.parametrize("value", [10**12, np.int64(2**31), jnp.int32(0), np.float32(2), np.bool_(True), "2", None])
+def test_a_size_that_is_none_is_refused(value):
+    with pytest.raises(ValueError, match=r"^slots is .*; (a cache needs at least 1|give at most 2147483647, .*)\.$"):
+        kvjax.KVCache.init(batch=1, kv_heads=1, slots=value, head_dim=2)
+
+
+@pytest.mark.parametrize("layer", [np.int64(2), jnp.int32(2), np.int64(-1)])
+def test_a_layer_that_is_not_there_is_refused(layer):
+    cache = kvjax.KVCache.init(batch=1, kv_heads=1, slots=4, head_dim=2, layers=2)
+    rows = jnp.ones((1, 2, 1, 2))
+    with pytest.raises(ValueError, match=r"layer is -?\d; the cache has layers 0 to 1"):
+        kvjax.insert(cache, rows, rows, layer=layer)
+    with pytest.raises(ValueError, match=r"layer is -?\d, but the cache has the layers \[0, 1\]"):
+        kvjax.evict(cache, jnp.zeros((1, 1, 4)), 2, layer=layer)
+
+
+def test_budgets_and_blocks_of_a_policy_are_held_against_it_however_they_are_written():
+    with pytest.raises(ValueError, match="the budget is 16 tokens, but 'snapkv' always keeps"):
+        kvjax.check_budget(kvjax.snapkv(), jnp.int32(16))
+    with pytest.raises(ValueError, match="a block has 16"):
+        kvjax.check_block(kvjax.snapkv(), np.int8(16))
+
+
+# Links, allocations and sources.
+
+
+@pytest.mark.parametrize("make", COUNTS)
+def test_a_link_is_the_same_object_however_its_numbers_are_written(make):
+    assert kvjax.snapkv(window=make(8), kernel=make(3)) is kvjax.snapkv(window=8, kernel=3)
+    assert kvjax.protect(sinks=make(4)) is kvjax.protect(sinks=4)
+    assert sources.quest(page_size=make(4)) is sources.quest(page_size=4)
+
+
+def test_a_share_of_a_link_is_the_same_object_however_it_is_written():
+    assert kvjax.protect(recent=np.float64(0.5)) is kvjax.protect(recent=jnp.float32(0.5)) is kvjax.protect(recent=0.5)
+    assert kvjax.h2o(accumulate=np.bool_(False)) is kvjax.h2o(accumulate=False)
+
+
+def test_a_protection_made_by_hand_counts_in_numpys_integers():
+    assert kvjax.Protection(sinks=np.int64(4), recent=np.float32(0.5)).counts(64) == (4, 32)
+
+
+MISTYPED = {
+    "h2o(accumulate='False')": "h2o: accumulate is 'False'; expected True or False",
+    "h2o(accumulate=0)": "h2o: accumulate is 0; expected True or False",
+    "expected_attention(covariance='no')": "expected_attention: covariance is 'no'; expected True or False",
+    "h2o+caote(fast='no')": "caote: fast is 'no'; expected True or False",
+    "h2o+caote(cross=None)": "caote: cross is None; expected True or False",
+    "h2o+caote(norm=True)": "caote: norm is True; there are 1, 2 and 'inf'",
+    "h2o+caote(rounds=True)": "caote: rounds is True; expected an integer",
+    "snapkv(window=True)": "snapkv: window is True; expected an integer",
+    "cake(window=True)": "cake: window is True; expected an integer",
+    "streaming(sinks=True)": "streaming: sinks is True; expected an integer",
+    "streaming(sinks=0.5)": "streaming: sinks is 0.5; expected an integer",
+    "h2o+protect(recent=True)": "protect: recent is True; expected a finite number",
+    "sage(mass=True)": "sage: mass is True; expected a finite number",
+    "sage(mass=[0.5])": "sage: mass is [0.5]; expected a finite number",
+    "h2o+critical(safe=True)": "critical: safe is True; expected a finite number",
+    "cake(gamma='1')": "cake: gamma is '1'; expected a finite number",
+    "expected_attention(future=True)": "expected_attention: future is True; expected an integer",
+    "butler(dim=True)": "butler: dim is True; expected an integer or None",
+    "random(seed=True)": "random: seed is True; expected an integer",
+    "snapkv(window=1000000000000)": "snapkv: window is 1000000000000; give at most 2147483647",
+    "h2o@model(normalise='False')": "model: normalise is 'False'; expected True or False",
+    "h2o@adakv(cap=True)": "adakv: cap is True; expected a finite number or None",
+    "h2o@cake(window=True)": "cake: window is True; expected an integer or None",
+}
+
+
+@pytest.mark.parametrize("name", MISTYPED)
+def test_an_argument_of_another_type_is_refused_in_a_short_name_and_in_python(name):
+    plain, _, behind = name.partition("@")
+    makers = {**allocation.ALLOCATIONS} if behind else vars(kvjax)
+    call = behind or plain.split("+")[-1]
+    for make in (lambda: kvjax.parse(name), lambda: eval(call, {name: makers[name] for name in [call.split("(")[0]]})):
+        with pytest.raises(ValueError) as caught:
+            make()
+        assert MISTYPED[name] in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: kvjax.base_score("x", lambda o: o, nonnegative="False"), "base_score: nonnegative is 'False'; expec"),
+        (lambda: kvjax.score(np.ones(1), np.ones((1, 1)), fast="no"), "score: fast is 'no'; expected True or False"),
+        (lambda: kvjax.parse(["h2o"]), r"parse: name is \['h2o'\]; expected a text"),
+        (lambda: allocation.parse_allocation(None), "parse_allocation: name is None; expected a text"),
+        (lambda: kvjax.parse_source(3), "parse_source: name is 3; expected a text"),
+        (lambda: kvjax.snapkv(window=jnp.array([8])), r"snapkv: window is Array\(\[8\].*; expected an integer"),
+    ],
+)
+def test_functions_hold_arguments_against_their_annotations(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+# The mechanism itself.
+
+
+@dataclasses.dataclass(frozen=True)
+class Fields:
+    count: int = 1
+    share: float | None = None
+    sizes: tuple[int | None, ...] = ()
+    kind: Literal["a", 2] = "a"
+    of: dict | None = None
+    free: Any = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+def test_fields_become_what_their_annotations_say():
+    made = Fields(np.int8(3), jnp.float32(0.5), [np.int64(1), None], np.int64(2), {}, object)  # type: ignore[arg-type]
+    assert made == Fields(3, 0.5, (1, None), 2, {}, object)
+    assert [type(x) for x in (made.count, made.share, made.sizes, made.kind)] == [int, float, tuple, int]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("count", 1.0, "expected an integer"),
+        ("count", True, "expected an integer"),
+        ("count", jnp.arange(2), "expected an integer"),
+        ("share", "0.5", "expected a finite number or None"),
+        ("share", float("nan"), "expected a finite number or None"),
+        ("share", float("inf"), "expected a finite number or None"),
+        ("share", 10**400, "expected a finite number or None"),
+        ("sizes", 3, "expected a list of integers or None"),
+        ("sizes", (1, "2"), "expected a list of integers or None"),
+        ("kind", "b", "there are 'a' and 2"),
+        ("kind", 2.0, "there are 'a' and 2"),
+        ("of", [], "expected an object of named values or None"),
+    ],
+)
+def test_a_field_of_another_type_is_refused_in_one_line(field, value, words):
+    with pytest.raises(ValueError) as caught:
+        Fields(**{field: value})
+    assert str(caught.value).startswith(f"{field} is ") and str(caught.value).endswith(f"; {words}.")
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 200
+
+
+def test_what_has_no_annotation_is_handed_on():
+    assert check_types({"x": "y"}, {}) == {"x": "y"}
+
+
+def test_a_typed_function_keeps_pythons_words_for_a_wrong_call():
+    def f(*, x: int) -> int:
+        return x
+
+    with pytest.raises(TypeError, match=r"f\(\) got an unexpected keyword argument 'y'"):
+        typed(f)(x=1, y=2)
+
+
+def test_a_traced_count_is_refused():
+    with pytest.raises(ValueError, match=r"n is .*; give an int"):
+        jax.jit(lambda n: check_count("n", n, 1, "give an int"))(3)
