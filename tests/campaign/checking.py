@@ -1,0 +1,195 @@
+"""One case: what the library does, held against the reference row by row."""
+
+from __future__ import annotations
+
+import traceback
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+import models
+from kvjax import PagedCache
+from models import Decoder
+from models.decoder import SHARDING
+from tests.campaign.cases import Case
+from tests.models import reference
+
+LOGITS = 2e-3  # what float32 may lose of logits of a few units; rows of attention that see other tokens differ by 0.1
+ROWS = 1e-3  # of keys and values
+TRIES = 60  # runs of the reference that look for the near choices that would explain a mismatch
+
+
+class Outcome(NamedTuple):
+    """``kind`` is "ok", "undecided" (the reference gives the library's result once choices within rounding go the
+    other way), "tie" (likewise, but of equals, where the more recent should have stayed), "differs" or "raises".
+    """
+
+    kind: str
+    why: str = ""
+
+    @property
+    def fails(self) -> bool:
+        return self.kind not in ("ok", "undecided")
+
+
+class _Row(NamedTuple):
+    """What the library gave for one row. Kept positions are bool [L, K, P]."""
+
+    tokens: list[int] | None
+    logits: np.ndarray | None  # [P, V] or, of the last token, [V]
+    kept: np.ndarray
+    key: np.ndarray  # [L, K, P, D], where kept
+    value: np.ndarray
+    next_position: int
+    history: list[np.ndarray]
+
+
+def check(case: Case) -> Outcome:
+    """Runs a case."""
+    weights = reference.parameters(case.config, case.seed)
+    try:
+        rows = _library(case, weights)
+    except Exception as error:
+        return Outcome("raises", f"{type(error).__name__}: {error}\n{traceback.format_exc(limit=-3)}")
+    worst = Outcome("ok")
+    order = ("ok", "undecided", "tie", "differs")
+    for number, row in enumerate(rows):
+        outcome = _check_row(case, weights, number, row)
+        worst = max(worst, outcome, key=lambda o: order.index(o.kind))
+    return worst
+
+
+def _check_row(case: Case, weights: dict[str, np.ndarray], number: int, row: _Row) -> Outcome:
+    prompt = case.prompts()[number, : case.lengths[number]]
+    generates = case.entry in ("generate", "stream")
+    settings: dict[str, Any] = dict(
+        policy=reference.policy(case.policy),
+        budget=case.budget,
+        block=case.block,
+        when=case.when,
+        question=0 if case.question is None else case.question[number],
+        new_tokens=case.new if generates else 0,
+        evict_every=case.evict_every,
+        end=case.end,
+    )
+    waiting: list[tuple[frozenset[int], bool]] = [(frozenset(), False)]
+    first = ""
+    for _ in range(TRIES):
+        if not waiting:
+            break
+        flips, tie = waiting.pop(0)
+        run = reference.run(weights, case.config, prompt, flips=flips, **settings)
+        difference = _difference(row, run)
+        if not difference:
+            near = {n.number: n.gap for n in run.choices.near}
+            gaps = ", ".join(f"{near.get(flip, 0):.0e}" for flip in flips)
+            return Outcome(
+                "tie" if tie else "undecided" if flips else "ok", f"row {number}: gaps {gaps}" if flips else ""
+            )
+        first = first or f"row {number}: {difference}"
+        if len(flips) < 4:
+            later = [n for n in run.choices.near if n.number > max(flips, default=-1)]
+            waiting += [(flips | {n.number}, tie or n.tie) for n in later]
+    return Outcome("differs", first)
+
+
+def _difference(row: _Row, run: reference.Run) -> str:
+    """In words, "" where there is none."""
+    if row.tokens is not None and row.tokens != run.tokens:
+        return f"tokens {row.tokens}, expected {run.tokens}"
+    P = run.kept.shape[-1]
+    if row.next_position != P:
+        return f"next position {row.next_position}, expected {P}"
+    for step, (kept, expected) in enumerate(zip(row.history, run.history, strict=False)):
+        n = expected.shape[-1]
+        if (wrong := np.argwhere(kept[..., :n] != expected)).size or kept[..., n:].any():
+            return f"[layer, head, position] {wrong[:4].tolist()} differ behind step {step} of {len(row.history)}"
+    if row.kept.shape[1] != run.kept.shape[1] or row.kept[..., P:].any():
+        return "positions that cannot be"
+    if (wrong := np.argwhere(row.kept[..., :P] != run.kept)).size:
+        here = [("kept" if row.kept[tuple(at)] else "lost") + f" {at.tolist()}" for at in wrong[:4]]
+        return f"[layer, head, position] {', '.join(here)}"
+    for what, got, expected in (("keys", row.key, run.key), ("values", row.value, run.value)):
+        error = np.where(run.kept[..., None], abs(got[..., :P, :] - expected), 0).max()
+        if not error < ROWS * max(1, abs(expected).max()):
+            return f"{what} off by {error:.1e}"
+    if row.logits is not None:
+        expected = run.logits if row.logits.ndim == 2 else run.logits[-1]
+        error = abs(row.logits - expected).max()
+        if not error < LOGITS * max(1, abs(expected).max()):
+            return f"logits off by {error:.1e}"
+    return ""
+
+
+def _library(case: Case, weights: dict[str, np.ndarray]) -> list[_Row]:
+    model, B = _model(case, weights), len(case.lengths)
+    lengths = np.array(case.lengths)
+    settings: dict[str, Any] = dict(
+        policy=case.policy,
+        budget=case.budget,
+        block=case.block,
+        when=case.when,
+        question=None if case.question is None else np.array(case.question),
+        page_size=case.page_size,
+    )
+    tokens: list[list[int]] | list[None] = [None] * B
+    logits: Any = [None] * B
+    if case.entry in ("prefill", "prefill all"):
+        outputs = "all" if case.entry == "prefill all" else "last"
+        cache, logits = models.prefill(model, case.prompts(), lengths, outputs=outputs, **settings)
+        logits = np.asarray(logits, np.float64)
+        if outputs == "all":
+            logits = [logits[row, :n] for row, n in enumerate(lengths)]
+        held = _held(cache)
+    else:
+        settings |= dict(lengths=lengths, max_new_tokens=case.new, evict_every=case.evict_every, end=case.end)
+        if case.entry == "generate":
+            out = models.generate(model, case.prompts(), **settings)
+            host, counts = np.asarray(out.tokens), np.asarray(out.lengths)
+            tokens = [host[row, :n].tolist() for row, n in enumerate(counts)]
+            assert all((host[row, n:] == VOCABULARY_PAD(case)).all() for row, n in enumerate(counts)), "padding"
+            held = _held(out.cache)
+        else:
+            tokens = [[] for _ in range(B)]
+            for step, cache in models.stream(model, case.prompts(), **settings):
+                for row, token in enumerate(step.tolist()):
+                    if token >= 0:
+                        tokens[row].append(token)  # type: ignore[union-attr]
+            held = _held(cache)
+    return [_Row(tokens[row], logits[row], *(x[:, row] for x in held[:3]), int(held[3][row]), []) for row in range(B)]
+
+
+def VOCABULARY_PAD(case: Case) -> int:
+    pad = case.config.pad
+    assert pad is not None
+    return pad
+
+
+def _held(cache: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Which positions each head holds, [L, B, K, P], their keys and values, and the next position of each row."""
+    if isinstance(cache, PagedCache):
+        slots = [cache.layer(layer) for layer in range(cache.heads_shape[0])]
+        position, key, value = (np.stack([np.asarray(x) for x in xs]) for xs in zip(*((s.position, s.key, s.value) for s in slots), strict=True))  # fmt: skip
+    else:
+        position, key, value = (np.asarray(x) for x in (cache.position, cache.key, cache.value))
+    P = 128
+    count = (position[..., None] == np.arange(P)).sum(axis=-2)
+    assert count.max(initial=0) <= 1, "a token lies in two slots"
+    assert position.max() < P
+    place = np.where(position >= 0, position, P)[..., None]
+    rows = []
+    for x in (key, value):
+        array = np.zeros((*x.shape[:3], P + 1, x.shape[-1]))
+        np.put_along_axis(array, np.broadcast_to(place, x.shape), x, axis=3)
+        rows.append(array[..., :P, :])
+    return count.astype(bool), *rows, np.asarray(cache.next_position)  # type: ignore[return-value]
+
+
+def _model(case: Case, weights: dict[str, np.ndarray]) -> Decoder:
+    if case.mesh is None:
+        return reference.decoder(case.config, weights)
+    data, tensor = case.mesh
+    mesh = Mesh(np.array(jax.devices()[: data * tensor]).reshape(data, tensor), ("data", "tensor"))
+    return Decoder(case.config, {n: jax.device_put(a, NamedSharding(mesh, SHARDING[n])) for n, a in weights.items()})
