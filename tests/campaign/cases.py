@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import json
 import math
 import re
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from models.config import Config, Rope
+from tests.models import reference
 
 VOCABULARY = 64
 ROPES = {
@@ -168,7 +170,6 @@ def draw(seed: int, number: int) -> Iterator[Case]:
         windows = tuple(d.one(3, 6, 11, None) for _ in range(layers))
         windows = windows if any(windows) else ()
     block = d.one(1, 3, 4, 4, 8)
-    question = d.maybe(0.35)
     width = d.one(12, 21, 30)
     shared = dict(
         family=family,
@@ -190,25 +191,28 @@ def draw(seed: int, number: int) -> Iterator[Case]:
         mesh=mesh,
     )
     policy = _policy(d, block, even=mesh is not None)
-    kind = d.one("tight", "int", "int", "ratio", "ratio", "large")
-    for _ in range(1 if mesh else 3):
+    asked = sorted({d.one(0, 0, 1, 2), d.one(1, 2, 4, 5)}) if d.maybe(0.35) else None  # the shortest, the longest
+    budget = None
+    for _ in range(4):
         lengths = [int(d.rng.integers(1, width + 1)) for _ in range(rows)]
-        lengths[d.one(*range(rows))] = width
-        asked: tuple[int, ...] | None = None
-        if question:
-            asked = tuple(0 if d.maybe(0.3) else int(d.rng.integers(0, min(n, 6))) for n in lengths)
-            if not any(asked):
-                asked = tuple(min(n - 1, 2) for n in lengths)
+        longest, shortest = d.rng.permutation(rows)[[0, -1]]
+        lengths[longest] = width
+        question: list[int] | None = None
+        if asked:  # both ends of the range, which the program's shapes depend on
+            question = [int(d.rng.integers(asked[0], asked[-1] + 1)) for _ in lengths]
+            question[longest], question[shortest] = asked[-1], asked[0] if rows > 1 else asked[-1]
+            lengths = [max(n, q + 1) for n, q in zip(lengths, question, strict=True)]
         case = Case(
             seed=int(d.rng.integers(2**31)),
             tokens=d.one("random", "random", "distinct", "few", "equal"),
             lengths=tuple(lengths),
-            question=asked,
+            question=None if question is None else tuple(question),
             policy=policy,
-            budget=1,
             **shared,
         )
-        yield dataclasses.replace(case, budget=_budget(d, kind, case))
+        budget = _budget(d, case) if budget is None else budget
+        if all(_slots(budget, length) >= least_budget(policy) for length in lengths):
+            yield dataclasses.replace(case, budget=budget)
 
 
 def _policy(d: _Draw, block: int, even: bool) -> str:
@@ -285,20 +289,18 @@ def _policy(d: _Draw, block: int, even: bool) -> str:
     return f"{chain}@{allocation}"
 
 
+@functools.cache
 def least_budget(policy: str) -> Any:
     """The smallest budget that holds what a policy protects."""
-    from tests.models.reference import policy as parse
-
-    made = parse(policy)
+    made = reference.policy(policy)
     return next(budget for budget in range(1, 200) if all(sum(made.protected(b)) <= b for b in range(budget, 200)))
 
 
-def _budget(d: _Draw, kind: str, case: Case) -> int | float:
-    least = least_budget(case.policy)
+def _budget(d: _Draw, case: Case) -> int | float:
+    kind, least = d.one("tight", "int", "int", "ratio", "ratio", "large"), least_budget(case.policy)
     if kind == "ratio":
-        ratio = d.one(0.2, 0.35, 0.5, 0.9, 1.0)
-        if all(_slots(ratio, length) >= least for length in case.lengths):
-            return ratio
+        ratios = (0.2, 0.35, 0.5, 0.9, 1.0)
+        return d.one(*[ratio for ratio in ratios if _slots(ratio, case.width) >= least] or [least])
     if kind == "large":
         return max(least, d.one(case.width - 1, case.width, case.width + 1, 100))
     return least if kind == "tight" else least + int(d.rng.integers(0, 9))

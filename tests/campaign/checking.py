@@ -74,24 +74,25 @@ def _check_row(case: Case, weights: dict[str, np.ndarray], number: int, row: _Ro
         evict_every=case.evict_every,
         end=case.end,
     )
-    waiting: list[tuple[frozenset[int], bool]] = [(frozenset(), False)]
+    # As it is; then with near choices as the library seems to have made them: what it holds at the end stayed; then,
+    # one after the other and together, with near choices the other way.
+    ways: list[tuple[frozenset[int], np.ndarray | None]] = [(frozenset(), None), (frozenset(), row.kept)]
     first = ""
     for _ in range(TRIES):
-        if not waiting:
+        if not ways:
             break
-        flips, tie = waiting.pop(0)
-        run = reference.run(weights, case.config, prompt, flips=flips, **settings)
+        flips, held = ways.pop(0)
+        run = reference.run(weights, case.config, prompt, flips=flips, held=held, **settings)
         difference = _difference(row, run)
         if not difference:
-            near = {n.number: n.gap for n in run.choices.near}
-            gaps = ", ".join(f"{near.get(flip, 0):.0e}" for flip in flips)
-            return Outcome(
-                "tie" if tie else "undecided" if flips else "ok", f"row {number}: gaps {gaps}" if flips else ""
+            turned = [near for near in run.choices.near if near.turned]
+            gaps = f"row {number}: gaps of {', '.join(f'{near.gap:.0e}' for near in turned)}"
+            return (
+                Outcome("tie" if any(near.tie for near in turned) else "undecided", gaps) if turned else Outcome("ok")
             )
         first = first or f"row {number}: {difference}"
         if len(flips) < 4:
-            later = [n for n in run.choices.near if n.number > max(flips, default=-1)]
-            waiting += [(flips | {n.number}, tie or n.tie) for n in later]
+            ways += [(flips | {near.number}, held) for near in run.choices.near if near.number > max(flips, default=-1)]
     return Outcome("differs", first)
 
 
@@ -149,11 +150,14 @@ def _library(case: Case, weights: dict[str, np.ndarray]) -> list[_Row]:
             out = models.generate(model, case.prompts(), **settings)
             host, counts = np.asarray(out.tokens), np.asarray(out.lengths)
             tokens = [host[row, :n].tolist() for row, n in enumerate(counts)]
-            assert all((host[row, n:] == VOCABULARY_PAD(case)).all() for row, n in enumerate(counts)), "padding"
+            assert all((host[row, n:] == case.config.pad).all() for row, n in enumerate(counts)), (
+                "tokens behind the end"
+            )
             held = _held(out.cache)
         else:
             tokens = [[] for _ in range(B)]
-            for step, cache in models.stream(model, case.prompts(), **settings):
+            cache: Any = None
+            for step, cache in models.stream(model, case.prompts(), **settings):  # noqa: B007  the last one counts
                 for row, token in enumerate(step.tolist()):
                     if token >= 0:
                         tokens[row].append(token)  # type: ignore[union-attr]
@@ -161,19 +165,13 @@ def _library(case: Case, weights: dict[str, np.ndarray]) -> list[_Row]:
     return [_Row(tokens[row], logits[row], *(x[:, row] for x in held[:3]), int(held[3][row]), []) for row in range(B)]
 
 
-def VOCABULARY_PAD(case: Case) -> int:
-    pad = case.config.pad
-    assert pad is not None
-    return pad
-
-
 def _held(cache: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Which positions each head holds, [L, B, K, P], their keys and values, and the next position of each row."""
+    position, key, value = (np.asarray(x) for x in (cache.position, cache.key, cache.value))
     if isinstance(cache, PagedCache):
-        slots = [cache.layer(layer) for layer in range(cache.heads_shape[0])]
-        position, key, value = (np.stack([np.asarray(x) for x in xs]) for xs in zip(*((s.position, s.key, s.value) for s in slots), strict=True))  # fmt: skip
-    else:
-        position, key, value = (np.asarray(x) for x in (cache.position, cache.key, cache.value))
+        table = np.asarray(cache.table)
+        position = np.where(table[..., None] >= 0, position[table], -1).reshape(*table.shape[:3], -1)
+        key, value = (x[table].reshape(*position.shape, -1) for x in (key, value))
     P = 128
     count = (position[..., None] == np.arange(P)).sum(axis=-2)
     assert count.max(initial=0) <= 1, "a token lies in two slots"

@@ -1,4 +1,4 @@
-"""Choices by score, how close they were, and how it would have gone the other way."""
+"""Choices by score, how close they were, and how they would have gone the other way."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ import numpy as np
 
 LARGEST = float(np.finfo(np.float32).max)  # what a token scores without which nothing would be left
 TIE = 1e-12  # relative: equal but for float64's rounding
-NEAR = 1e-4  # relative: float32 may see it the other way
+NEAR = 1e-4  # relative: what float32 may make of a score
 SMALL = 1e-6  # likewise, relative to the largest score at hand: what is left of a difference
 
 
 class Near(NamedTuple):
-    """A choice that rounding may turn. ``tie``: the two are equal, and only float64's rounding tells them apart."""
+    """A choice that rounding may turn. ``turned``: it was made the other way; ``tie``: between equal tokens."""
 
     number: int
     gap: float
+    turned: bool
     tie: bool
 
 
@@ -29,40 +30,59 @@ class Choices:
         self.near: list[Near] = []
         self.made = 0
 
-    def best(self, scores: Sequence[float], order: Sequence[Any], number: int, *, open_ties: bool = False) -> list[int]:
-        """Indices of the ``number`` largest scores; of equals those of the larger ``order``; NaN is worse than all else.
+    def best(
+        self,
+        scores: Sequence[float] | np.ndarray,
+        order: Sequence[Any] | np.ndarray,
+        number: int,
+        *,
+        noise: Sequence[float] | np.ndarray | None = None,
+        held: Sequence[bool] | np.ndarray | None = None,
+        open_ties: bool = False,
+    ) -> list[int]:
+        """Indices of the ``number`` largest scores; of equals those of the larger ``order``; NaN is the worst.
 
-        Scores that are equal but for rounding count as equal. ``open_ties``: either of two equals will do.
+        Args:
+            noise: what float32 may be off by, beside what it always may.
+            held: between scores that float32 may see the other way, these are taken.
+            open_ties: either of two equals will do.
         """
         number, total = max(number, 0), len(scores)
-        numbers = [float(x) for x in scores]
         if number >= total or number == 0:
             return list(range(total))[:number]
         mine, self.made = self.made, self.made + 1
+        s = np.nan_to_num(np.asarray(scores, np.float64) + 0.0, nan=-np.inf, posinf=np.inf, neginf=-np.inf)
+        ranking = sorted(range(total), key=lambda i: (s[i], order[i]), reverse=True)
+        stays, goes = s[ranking[number - 1]], s[ranking[number]]
+        if max(abs(stays), abs(goes)) > LARGEST / 2:  # certain, or impossible: rounding changes nothing
+            return ranking[:number]
 
-        def rank(i: int) -> tuple:
-            return numbers[i] == numbers[i], numbers[i] + 0.0 if numbers[i] == numbers[i] else 0.0, order[i]
+        tie, first, last = TIE * max(abs(stays), abs(goes)) + 1e-14, number, number
+        while first > 0 and s[ranking[first - 1]] - s[ranking[first]] <= tie:
+            first -= 1
+        while last + 1 < total and s[ranking[last]] - s[ranking[last + 1]] <= tie:
+            last += 1
+        ranking[first : last + 1] = sorted(ranking[first : last + 1], key=lambda i: order[i], reverse=True)
+        result = ranking[:number]
 
-        ranking = sorted(range(total), key=rank, reverse=True)
-        stays, goes = numbers[ranking[number - 1]], numbers[ranking[number]]
-        plain = [abs(x) for x in numbers if abs(x) < LARGEST / 2]
-        if abs(stays) < LARGEST / 2 and abs(goes) < LARGEST / 2:
-            scale = max(abs(stays), abs(goes))
-            tie = TIE * scale + 1e-14
-            if stays - goes <= tie:
-                first, last = number - 1, number
-                while first > 0 and numbers[ranking[first - 1]] - numbers[ranking[first]] <= tie:
-                    first -= 1
-                while last + 1 < total and numbers[ranking[last]] - numbers[ranking[last + 1]] <= tie:
-                    last += 1
-                if numbers[ranking[first]] != numbers[ranking[last]] or open_ties:
-                    self.near.append(Near(mine, 0.0, tie=not open_ties))
-                ranking[first : last + 1] = sorted(ranking[first : last + 1], key=lambda i: order[i], reverse=True)
-            elif stays - goes <= NEAR * scale + SMALL * max(plain):
-                self.near.append(Near(mine, (stays - goes) / scale, tie=False))
-        if mine in self.flips:
-            ranking[number - 1], ranking[number] = ranking[number], ranking[number - 1]
-        return ranking[:number]
+        plain = abs(s) < LARGEST / 2
+        off = NEAR / 2 * abs(np.where(plain, s, 0)) + SMALL / 2 * abs(s[plain]).max() + tie
+        off = np.where(plain, off + (0 if noise is None else np.asarray(noise)), 0)
+        lowest, highest = (s - off)[ranking[:number]].min(), (s + off)[ranking[number:]].max()
+        near = [i for i in ranking[:number] if s[i] - off[i] <= highest]
+        near += [i for i in ranking[number:] if s[i] + off[i] >= lowest]
+        if near:
+            if held is not None:
+                certain = [i for i in result if i not in near]
+                near.sort(key=lambda i: (bool(held[i]), ranking.index(i) < number, order[i]), reverse=True)
+                result = certain + near[: number - len(certain)]
+            if mine in self.flips:
+                result = [*ranking[: number - 1], ranking[number]]
+            changed = set(result) ^ set(ranking[:number])
+            exact = all(abs(s[i] - goes) <= tie and (noise is None or noise[i] <= tie) for i in changed)
+            gap = (stays - goes) / max(abs(stays), abs(goes), 1e-30)
+            self.near.append(Near(mine, gap, turned=bool(changed), tie=bool(changed) and exact and not open_ties))
+        return result
 
     def below(self, x: np.ndarray, limit: float) -> np.ndarray:
         """Which numbers are below a limit."""
@@ -72,7 +92,8 @@ class Choices:
         closest = int(np.argmin(abs(x - limit)))
         result = x < limit
         if abs(x[closest] - limit) <= NEAR * abs(limit):
-            self.near.append(Near(mine, float(abs(x[closest] - limit) / max(abs(limit), 1e-30)), tie=False))
-        if mine in self.flips:
-            result[closest] = not result[closest]
+            gap = float(abs(x[closest] - limit) / max(abs(limit), 1e-30))
+            self.near.append(Near(mine, gap, turned=mine in self.flips, tie=False))
+            if mine in self.flips:
+                result[closest] = not result[closest]
         return result

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from tests.kvjax import contests
-from tests.models.reference.choices import Choices
+from tests.models.reference.choices import LARGEST, Choices
 from tests.models.reference.policies import Policy, Seen
 
 
@@ -41,15 +41,17 @@ def run(
     evict_every: int | None = 1,
     end: tuple[int, ...] = (),
     flips: frozenset[int] = frozenset(),
+    held: np.ndarray | None = None,
 ) -> Run:
     """One prompt, then a greedy answer. The last ``question`` tokens are fed when the rest was evicted from.
 
-    ``config`` has the fields of ``models.Config``. ``flips`` are choices to make the other way (see ``Choices``).
+    ``config`` has the fields of ``models.Config``. ``flips`` are choices to make the other way; where rounding may turn
+    a choice, the tokens ``held`` [L, K, P] at the end are taken (see ``Choices``).
     """
     if isinstance(budget, float):
         budget = math.ceil(round(budget * len(prompt), 6))
     choices = Choices(flips)
-    model = _Model(parameters, config, policy, len(prompt), len(prompt) + new_tokens, choices)
+    model = _Model(parameters, config, policy, len(prompt), len(prompt) + new_tokens, choices, held)
     logits, history = [], []
     context = len(prompt) - question
     blocks = math.ceil(context / block)
@@ -97,9 +99,10 @@ class _Model:
         prompt_length: int,
         room: int,
         choices: Choices,
+        held: np.ndarray | None,
     ):
         self.w = {name: np.asarray(array, np.float64) for name, array in parameters.items()}
-        self.config, self.choices = config, choices
+        self.config, self.choices, self.held = config, choices, held
         self.positions = "absolute" if policy is None else policy.positions
         self.length = 0
         self.frequency, self.amplitude = inverse_frequencies(config, prompt_length)
@@ -170,7 +173,7 @@ class _Model:
         L, K, _ = self.kept.shape
         sinks, recent = policy.protected(budget)
         stays = (at < sinks) | (at >= P - recent)
-        tokens, preference = [], np.zeros(L)
+        tokens, noise, preference = [], [], np.zeros(L)
         for layer, weights in enumerate(self.weights):
             kept = self.kept[layer][:, :P].copy()
             output = self.w["layers.output"][layer]
@@ -189,20 +192,26 @@ class _Model:
                 settled=settled,
                 memory=self.memory[layer],
                 choices=self.choices,
+                held=None if self.held is None else self.held[layer],
+                noise=np.zeros(kept.shape),
             )
             scores = np.where(seen.protected, np.inf, policy.scores(seen))
+            noise.append(np.where(abs(scores) < LARGEST / 2, seen.noise / (abs(scores) + 1e-30), 0))
             preference[layer] = policy.preference(seen)
             tokens += [contests.Token(layer, k, int(p), float(scores[k, p])) for k, p in np.argwhere(kept)]
-        row = contests.Row(
-            tokens, L, K, budget, seen=P, entered=weights.shape[2], preference=preference, best=self._best
-        )
+
+        def best(tokens: list[contests.Token], number: int, **how: Any) -> list[contests.Token]:
+            if not how:  # of tokens, rather than of layers
+                off = [noise[t.layer][t.head, t.position] for t in tokens]
+                how["noise"] = [x * (abs(t.score) + 1e-30) if x else 0.0 for x, t in zip(off, tokens, strict=True)]
+                how["held"] = None if self.held is None else [self.held[t[:3]] for t in tokens]
+            order = [(t.position, -t.layer, -t.head) for t in tokens]
+            return [tokens[i] for i in self.choices.best([t.score for t in tokens], order, number, **how)]
+
+        row = contests.Row(tokens, L, K, budget, seen=P, entered=weights.shape[2], preference=preference, best=best)
         self.kept[:, :, :P] = False
         for token in contests.DEFINITIONS[policy.allocation](row, None, **policy.options):
             self.kept[token.layer, token.head, token.position] = True
-
-    def _best(self, tokens: list[contests.Token], number: int, **how: bool) -> list[contests.Token]:
-        order = [(t.position, -t.layer, -t.head) for t in tokens]
-        return [tokens[i] for i in self.choices.best([t.score for t in tokens], order, number, **how)]
 
 
 def norm(x: np.ndarray, weight: np.ndarray, epsilon: float) -> np.ndarray:

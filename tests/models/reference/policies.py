@@ -31,12 +31,15 @@ class Seen(NamedTuple):
     settled: bool  # the prompt was compressed before
     memory: dict  # what the layer's links remember
     choices: Choices
+    held: np.ndarray | None  # [K, P], see Choices
+    noise: np.ndarray  # [K, P], to write to: what float32 may be off by where a score is a small difference
 
-    def best(self, scores: np.ndarray, allowed: np.ndarray, number: int) -> np.ndarray:
+    def best(self, scores: np.ndarray, allowed: np.ndarray, number: int, **how: Any) -> np.ndarray:
         """The ``number`` best tokens of one head, [P]; of equals the more recent."""
         at = np.flatnonzero(allowed)
+        how = {name: None if x is None else x[at] for name, x in how.items()}
         result = np.zeros(len(allowed), bool)
-        result[at[self.choices.best(scores[at], at, number)]] = True
+        result[at[self.choices.best(scores[at], at, number, **how)]] = True
         return result
 
 
@@ -344,6 +347,12 @@ def caote(
             moved = np.einsum("gnd,gde->gne", moved, seen.output[k])
             moved = moved.sum(axis=0, keepdims=True) if cross else moved
         length = np.linalg.norm(np.concatenate(list(moved), axis=-1), {"inf": np.inf}.get(norm, norm), axis=-1)
+        scale = np.linalg.norm(seen.output[k], axis=(1, 2), ord=2)[:, None] if through == "output" else 1.0
+        scale = (scale * weights / np.where(others > 0, others, 1)).sum(axis=0) * abs(V).max() * V.shape[1] ** 0.5
+        # From the difference in one round; from its square, multiplied out, in several.
+        seen.noise[k, there] = (
+            scale * 1e-6 if rounds == 1 else np.minimum(1e-3, 1e-6 * scale / (length + 1e-30)) * scale
+        )
         return np.where(((weights > 0) & (others == 0)).any(axis=0), LARGEST, length)
 
     def score(scores: Scores, seen: Seen) -> Scores:
@@ -359,7 +368,14 @@ def caote(
                 result[k, there] = errors(weights[k][:, there], k, there, seen)
                 number = leaving * (i + 1) // rounds - leaving * i // rounds
                 may = there & ~seen.protected[k]
-                goes = may & ~seen.best(result[k], may, int(may.sum()) - number)
+                stays = seen.best(
+                    result[k],
+                    may,
+                    int(may.sum()) - number,
+                    noise=seen.noise[k],
+                    held=None if seen.held is None else seen.held[k],
+                )
+                goes = may & ~stays
                 largest = result[k, goes].max(initial=0) or 1
                 result[k, goes] = result[k, goes] / (result[k, goes] + largest) - (rounds - i)
                 there &= ~goes
