@@ -78,7 +78,7 @@ def main(arguments: list[str] | None = None) -> int:
             if outcome.fails:
                 failures.append((case, outcome))
                 print(f"{outcome.kind}: {outcome.why}\n    --case '{case}'", flush=True)
-            elif outcome.kind == "undecided":
+            elif outcome.kind != "ok":
                 undecided.append((case, outcome))
         program += 1
         if program % 50 == 0 or _maps() > MAPS:

@@ -193,7 +193,7 @@ def draw(seed: int, number: int) -> Iterator[Case]:
     policy = _policy(d, block, even=mesh is not None)
     asked = sorted({d.one(0, 0, 1, 2), d.one(1, 2, 4, 5)}) if d.maybe(0.35) else None  # the shortest, the longest
     budget = None
-    for _ in range(4):
+    for _ in range(5):
         lengths = [int(d.rng.integers(1, width + 1)) for _ in range(rows)]
         longest, shortest = d.rng.permutation(rows)[[0, -1]]
         lengths[longest] = width
@@ -204,7 +204,7 @@ def draw(seed: int, number: int) -> Iterator[Case]:
             lengths = [max(n, q + 1) for n, q in zip(lengths, question, strict=True)]
         case = Case(
             seed=int(d.rng.integers(2**31)),
-            tokens=d.one("random", "random", "distinct", "few", "equal"),
+            tokens=d.one(*["random"] * 6, *["distinct"] * 3, "few", "few", "equal"),
             lengths=tuple(lengths),
             question=None if question is None else tuple(question),
             policy=policy,

@@ -22,8 +22,12 @@ TRIES = 60  # runs of the reference that look for the near choices that would ex
 
 
 class Outcome(NamedTuple):
-    """``kind`` is "ok", "undecided" (the reference gives the library's result once choices within rounding go the
-    other way), "tie" (likewise, but of equals, where the more recent should have stayed), "differs" or "raises".
+    """What came of a case.
+
+    ``kind`` is "ok"; "undecided", where the reference gives the library's result once choices within rounding go the
+    other way; "blurred", where choices between scores that are nothing but rounding (CAOTE of equal values) hide what
+    comes after them; "tie", where equals were told apart by rounding and not the more recent one stayed; "differs";
+    or "raises".
     """
 
     kind: str
@@ -31,7 +35,7 @@ class Outcome(NamedTuple):
 
     @property
     def fails(self) -> bool:
-        return self.kind not in ("ok", "undecided")
+        return self.kind in ("tie", "differs", "raises")
 
 
 class _Row(NamedTuple):
@@ -54,7 +58,7 @@ def check(case: Case) -> Outcome:
     except Exception as error:
         return Outcome("raises", f"{type(error).__name__}: {error}\n{traceback.format_exc(limit=-3)}")
     worst = Outcome("ok")
-    order = ("ok", "undecided", "tie", "differs")
+    order = ("ok", "undecided", "blurred", "tie", "differs")
     for number, row in enumerate(rows):
         outcome = _check_row(case, weights, number, row)
         worst = max(worst, outcome, key=lambda o: order.index(o.kind))
@@ -74,10 +78,10 @@ def _check_row(case: Case, weights: dict[str, np.ndarray], number: int, row: _Ro
         evict_every=case.evict_every,
         end=case.end,
     )
-    # As it is; then with near choices as the library seems to have made them: what it holds at the end stayed; then,
-    # one after the other and together, with near choices the other way.
-    ways: list[tuple[frozenset[int], np.ndarray | None]] = [(frozenset(), None), (frozenset(), row.kept)]
-    first = ""
+    # As it is; then with near choices as the library seems to have made them: what it holds afterwards, or at the end,
+    # stayed; then, one after the other and together, with near choices the other way.
+    ways: list[tuple[frozenset[int], list[np.ndarray]]] = [(frozenset(), []), (frozenset(), [*row.history, row.kept])]
+    first, noisy = "", False
     for _ in range(TRIES):
         if not ways:
             break
@@ -91,9 +95,10 @@ def _check_row(case: Case, weights: dict[str, np.ndarray], number: int, row: _Ro
                 Outcome("tie" if any(near.tie for near in turned) else "undecided", gaps) if turned else Outcome("ok")
             )
         first = first or f"row {number}: {difference}"
+        noisy = noisy or any(near.noisy for near in run.choices.near)
         if len(flips) < 4:
             ways += [(flips | {near.number}, held) for near in run.choices.near if near.number > max(flips, default=-1)]
-    return Outcome("differs", first)
+    return Outcome("blurred" if noisy else "differs", first)
 
 
 def _difference(row: _Row, run: reference.Run) -> str:
@@ -104,14 +109,10 @@ def _difference(row: _Row, run: reference.Run) -> str:
     if row.next_position != P:
         return f"next position {row.next_position}, expected {P}"
     for step, (kept, expected) in enumerate(zip(row.history, run.history, strict=False)):
-        n = expected.shape[-1]
-        if (wrong := np.argwhere(kept[..., :n] != expected)).size or kept[..., n:].any():
-            return f"[layer, head, position] {wrong[:4].tolist()} differ behind step {step} of {len(row.history)}"
-    if row.kept.shape[1] != run.kept.shape[1] or row.kept[..., P:].any():
-        return "positions that cannot be"
-    if (wrong := np.argwhere(row.kept[..., :P] != run.kept)).size:
-        here = [("kept" if row.kept[tuple(at)] else "lost") + f" {at.tolist()}" for at in wrong[:4]]
-        return f"[layer, head, position] {', '.join(here)}"
+        if where := _wrong(kept, expected):
+            return f"behind block or step {step}: {where}"
+    if where := _wrong(row.kept, run.kept):
+        return where
     for what, got, expected in (("keys", row.key, run.key), ("values", row.value, run.value)):
         error = np.where(run.kept[..., None], abs(got[..., :P, :] - expected), 0).max()
         if not error < ROWS * max(1, abs(expected).max()):
@@ -122,6 +123,16 @@ def _difference(row: _Row, run: reference.Run) -> str:
         if not error < LOGITS * max(1, abs(expected).max()):
             return f"logits off by {error:.1e}"
     return ""
+
+
+def _wrong(kept: np.ndarray, expected: np.ndarray) -> str:
+    """Where other positions are kept than expected."""
+    P = expected.shape[-1]
+    if kept.shape[:2] != expected.shape[:2] or kept[..., P:].any():
+        return "positions that cannot be"
+    wrong = np.argwhere(kept[..., :P] != expected)[:4]
+    where = ", ".join(("kept" if kept[tuple(at)] else "lost") + f" {at.tolist()}" for at in wrong)
+    return where and f"[layer, head, position] {where}"
 
 
 def _library(case: Case, weights: dict[str, np.ndarray]) -> list[_Row]:
@@ -137,6 +148,8 @@ def _library(case: Case, weights: dict[str, np.ndarray]) -> list[_Row]:
     )
     tokens: list[list[int]] | list[None] = [None] * B
     logits: Any = [None] * B
+    blocks: list[_Held] = []
+    steps: list[_Held] = []
     if case.entry in ("prefill", "prefill all"):
         outputs = "all" if case.entry == "prefill all" else "last"
         cache, logits = models.prefill(model, case.prompts(), lengths, outputs=outputs, **settings)
@@ -155,17 +168,34 @@ def _library(case: Case, weights: dict[str, np.ndarray]) -> list[_Row]:
             )
             held = _held(out.cache)
         else:
-            tokens = [[] for _ in range(B)]
-            cache: Any = None
-            for step, cache in models.stream(model, case.prompts(), **settings):  # noqa: B007  the last one counts
+            tokens, held = [[] for _ in range(B)], None
+            for step, cache in models.stream(
+                model, case.prompts(), on_cache=lambda c: blocks.append(_held(c)), **settings
+            ):
+                held = _held(cache)
+                steps.append(held)
                 for row, token in enumerate(step.tolist()):
                     if token >= 0:
                         tokens[row].append(token)  # type: ignore[union-attr]
-            held = _held(cache)
-    return [_Row(tokens[row], logits[row], *(x[:, row] for x in held[:3]), int(held[3][row]), []) for row in range(B)]
+    questions = np.zeros(B, int) if case.question is None else np.array(case.question)
+    counts = -(-(lengths - questions) // case.block)  # of each row's blocks before its question, which end together
+    rows = []
+    for row in range(B):
+        history = blocks[counts.max() - counts[row] : counts.max()] + steps[1:]
+        kept, key, value, following = held  # type: ignore[misc]
+        rows.append(
+            _Row(
+                tokens[row], logits[row], kept[:, row], key[:, row], value[:, row], int(following[row]),
+                [then[0][:, row] for then in history],
+            )
+        )  # fmt: skip
+    return rows
 
 
-def _held(cache: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+_Held = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+
+
+def _held(cache: Any) -> _Held:
     """Which positions each head holds, [L, B, K, P], their keys and values, and the next position of each row."""
     position, key, value = (np.asarray(x) for x in (cache.position, cache.key, cache.value))
     if isinstance(cache, PagedCache):

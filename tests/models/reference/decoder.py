@@ -41,12 +41,13 @@ def run(
     evict_every: int | None = 1,
     end: tuple[int, ...] = (),
     flips: frozenset[int] = frozenset(),
-    held: np.ndarray | None = None,
+    held: Sequence[np.ndarray] = (),
 ) -> Run:
     """One prompt, then a greedy answer. The last ``question`` tokens are fed when the rest was evicted from.
 
     ``config`` has the fields of ``models.Config``. ``flips`` are choices to make the other way; where rounding may turn
-    a choice, the tokens ``held`` [L, K, P] at the end are taken (see ``Choices``).
+    a choice, the tokens ``held`` [L, K, P] behind the block or step are taken (see ``Choices``), the last entry of
+    ``held`` serving those that have none.
     """
     if isinstance(budget, float):
         budget = math.ceil(round(budget * len(prompt), 6))
@@ -59,7 +60,7 @@ def run(
     for start, stop in itertools.pairwise(edges):
         logits.append(model.feed(prompt[start:stop]))
         if policy is not None and (when == "block" or stop == context):
-            model.evict(policy, budget, settled=False)
+            model.evict(policy, budget, len(history), settled=False)
         history.append(model.kept[:, :, : model.length].copy())
     if question:
         logits.append(model.feed(prompt[context:]))
@@ -73,7 +74,7 @@ def run(
             break
         logits.append(model.feed(answer[-1:]))
         if policy is not None and evict_every is not None and step % evict_every == 0:
-            model.evict(policy, budget, settled=True)
+            model.evict(policy, budget, len(history), settled=True)
         history.append(model.kept[:, :, : model.length].copy())
     P = model.length
     return Run(
@@ -99,7 +100,7 @@ class _Model:
         prompt_length: int,
         room: int,
         choices: Choices,
-        held: np.ndarray | None,
+        held: Sequence[np.ndarray],
     ):
         self.w = {name: np.asarray(array, np.float64) for name, array in parameters.items()}
         self.config, self.choices, self.held = config, choices, held
@@ -167,10 +168,11 @@ class _Model:
             x = x + (gate / (1 + np.exp(-gate)) * up) @ p["down"]
         return norm(x, w["norm"], config.norm_epsilon) @ (w["head"] if "head" in w else w["embedding"].T)
 
-    def evict(self, policy: Policy, budget: int, *, settled: bool) -> None:
+    def evict(self, policy: Policy, budget: int, number: int, *, settled: bool) -> None:
         """Scores what every layer holds, then keeps as many as the allocation gives."""
         P, at = self.length, np.arange(self.length)
         L, K, _ = self.kept.shape
+        held = self.held[min(number, len(self.held) - 1)] if self.held else None
         sinks, recent = policy.protected(budget)
         stays = (at < sinks) | (at >= P - recent)
         tokens, noise, preference = [], [], np.zeros(L)
@@ -192,7 +194,7 @@ class _Model:
                 settled=settled,
                 memory=self.memory[layer],
                 choices=self.choices,
-                held=None if self.held is None else self.held[layer],
+                held=None if held is None else held[layer],
                 noise=np.zeros(kept.shape),
             )
             scores = np.where(seen.protected, np.inf, policy.scores(seen))
@@ -204,7 +206,7 @@ class _Model:
             if not how:  # of tokens, rather than of layers
                 off = [noise[t.layer][t.head, t.position] for t in tokens]
                 how["noise"] = [x * (abs(t.score) + 1e-30) if x else 0.0 for x, t in zip(off, tokens, strict=True)]
-                how["held"] = None if self.held is None else [self.held[t[:3]] for t in tokens]
+                how["held"] = None if held is None else [held[t[:3]] for t in tokens]
             order = [(t.position, -t.layer, -t.head) for t in tokens]
             return [tokens[i] for i in self.choices.best([t.score for t in tokens], order, number, **how)]
 

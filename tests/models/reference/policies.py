@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tests.models.reference.choices import LARGEST, Choices
+from tests.models.reference.choices import LARGEST, TIE, Choices
 
 
 class Seen(NamedTuple):
@@ -34,12 +34,12 @@ class Seen(NamedTuple):
     held: np.ndarray | None  # [K, P], see Choices
     noise: np.ndarray  # [K, P], to write to: what float32 may be off by where a score is a small difference
 
-    def best(self, scores: np.ndarray, allowed: np.ndarray, number: int, **how: Any) -> np.ndarray:
+    def best(self, k: int, scores: np.ndarray, allowed: np.ndarray, number: int) -> np.ndarray:
         """The ``number`` best tokens of one head, [P]; of equals the more recent."""
         at = np.flatnonzero(allowed)
-        how = {name: None if x is None else x[at] for name, x in how.items()}
+        held = None if self.held is None else self.held[k, at]
         result = np.zeros(len(allowed), bool)
-        result[at[self.choices.best(scores[at], at, number, **how)]] = True
+        result[at[self.choices.best(scores[at], at, number, noise=self.noise[k, at], held=held)]] = True
         return result
 
 
@@ -258,6 +258,7 @@ def keydiff() -> Link:
     def score(_: Scores, seen: Seen) -> Scores:
         unit = seen.key / np.linalg.norm(seen.key, axis=-1, keepdims=True)
         mean = (unit * seen.kept[..., None]).sum(axis=1) / seen.kept.sum(axis=1)[:, None]
+        seen.noise[:] = 1e-6  # two keys are equally far from their mean
         return -np.einsum("kpd,kd->kp", unit, mean / np.linalg.norm(mean, axis=-1, keepdims=True))[:, None]
 
     return Link(score)
@@ -291,8 +292,11 @@ def normalise() -> Link:
     """Shares of 1; scores that may be negative are lifted first, so that the lowest one is 0."""
 
     def score(scores: Scores, seen: Seen) -> Scores:
-        lowest = np.where(seen.kept[:, None], scores, np.inf).min(axis=-1, keepdims=True)
-        return _shares(scores - np.minimum(lowest, 0), seen)
+        lowest = np.minimum(np.where(seen.kept[:, None], scores, np.inf).min(axis=-1, keepdims=True), 0)
+        lifted = np.where(scores - lowest > TIE * abs(scores), scores - lowest, 0)
+        total = np.where(seen.kept[:, None], lifted, 0).sum(axis=-1).mean(axis=1)[:, None]
+        seen.noise[:] = seen.noise / np.where(total > 0, total, 1)
+        return _shares(lifted, seen)
 
     return Link(score)
 
@@ -316,7 +320,7 @@ def critical(*, safe: float = 0.5, epsilon: float = 1e-4) -> Link:
         joined = scores.mean(axis=1)
         first = np.where(seen.protected, np.inf, joined)
         number = _count(float(safe), seen.budget)
-        certain = np.stack([seen.best(first[k], seen.kept[k], number) for k in range(len(first))])
+        certain = np.stack([seen.best(k, first[k], seen.kept[k], number) for k in range(len(first))])
         length = abs(np.einsum("kpd,kgde->kpge", seen.value, seen.output)).sum(axis=-1).mean(axis=-1)
         return np.where(certain, LARGEST, np.minimum((joined + epsilon) * length, LARGEST))[:, None]
 
@@ -368,14 +372,7 @@ def caote(
                 result[k, there] = errors(weights[k][:, there], k, there, seen)
                 number = leaving * (i + 1) // rounds - leaving * i // rounds
                 may = there & ~seen.protected[k]
-                stays = seen.best(
-                    result[k],
-                    may,
-                    int(may.sum()) - number,
-                    noise=seen.noise[k],
-                    held=None if seen.held is None else seen.held[k],
-                )
-                goes = may & ~stays
+                goes = may & ~seen.best(k, result[k], may, int(may.sum()) - number)
                 largest = result[k, goes].max(initial=0) or 1
                 result[k, goes] = result[k, goes] / (result[k, goes] + largest) - (rounds - i)
                 there &= ~goes
