@@ -192,9 +192,10 @@ def draw(seed: int, number: int) -> Iterator[Case]:
     )
     policy = _policy(d, block, even=mesh is not None)
     asked = sorted({d.one(0, 0, 1, 2), d.one(1, 2, 4, 5)}) if d.maybe(0.35) else None  # the shortest, the longest
-    budget = None
+    budget = _budget(d, policy, width)
+    fits = [n for n in range(1, width + 1) if _slots(budget, n) >= least_budget(policy)]
     for _ in range(5):
-        lengths = [int(d.rng.integers(1, width + 1)) for _ in range(rows)]
+        lengths = [d.one(*fits) for _ in range(rows)]
         longest, shortest = d.rng.permutation(rows)[[0, -1]]
         lengths[longest] = width
         question: list[int] | None = None
@@ -202,17 +203,15 @@ def draw(seed: int, number: int) -> Iterator[Case]:
             question = [int(d.rng.integers(asked[0], asked[-1] + 1)) for _ in lengths]
             question[longest], question[shortest] = asked[-1], asked[0] if rows > 1 else asked[-1]
             lengths = [max(n, q + 1) for n, q in zip(lengths, question, strict=True)]
-        case = Case(
+        yield Case(
             seed=int(d.rng.integers(2**31)),
             tokens=d.one(*["random"] * 6, *["distinct"] * 3, "few", "few", "equal"),
             lengths=tuple(lengths),
             question=None if question is None else tuple(question),
             policy=policy,
+            budget=budget,
             **shared,
         )
-        budget = _budget(d, case) if budget is None else budget
-        if all(_slots(budget, length) >= least_budget(policy) for length in lengths):
-            yield dataclasses.replace(case, budget=budget)
 
 
 def _policy(d: _Draw, block: int, even: bool) -> str:
@@ -296,13 +295,13 @@ def least_budget(policy: str) -> Any:
     return next(budget for budget in range(1, 200) if all(sum(made.protected(b)) <= b for b in range(budget, 200)))
 
 
-def _budget(d: _Draw, case: Case) -> int | float:
-    kind, least = d.one("tight", "int", "int", "ratio", "ratio", "large"), least_budget(case.policy)
+def _budget(d: _Draw, policy: str, width: int) -> int | float:
+    kind, least = d.one("tight", "int", "int", "ratio", "ratio", "large"), least_budget(policy)
     if kind == "ratio":
         ratios = (0.2, 0.35, 0.5, 0.9, 1.0)
-        return d.one(*[ratio for ratio in ratios if _slots(ratio, case.width) >= least] or [least])
+        return d.one(*[ratio for ratio in ratios if _slots(ratio, width) >= least] or [least])
     if kind == "large":
-        return max(least, d.one(case.width - 1, case.width, case.width + 1, 100))
+        return max(least, d.one(width - 1, width, width + 1, 100))
     return least if kind == "tight" else least + int(d.rng.integers(0, 9))
 
 
@@ -352,13 +351,13 @@ def smaller(case: Case) -> Iterator[Case]:
     for name in ("kv_heads", "group"):
         for fewer in range(1, getattr(case, name)):
             yield from but(**{name: fewer})
-    for entry in ("generate", "prefill"):
+    entries = ("prefill", "prefill all", "generate", "stream")
+    for entry in entries[: entries.index(case.entry)]:
         yield from but(entry=entry)
     for new in sorted({1, 2, case.new - 1}):
         if 0 < new < case.new:
             yield from but(new=new)
-    for evict_every in (1, None):
-        yield from but(evict_every=evict_every)
+    yield from but(evict_every=1)
     yield from but(when="block")
     if isinstance(case.budget, float):
         for length in set(case.lengths):
@@ -368,7 +367,7 @@ def smaller(case: Case) -> Iterator[Case]:
             if 0 < budget < case.budget:
                 yield from but(budget=budget)
     for share in (2, 1):
-        lengths = tuple(max(2, n // 2 if share == 2 else n - 1) for n in case.lengths)
+        lengths = tuple(max(1, n // 2 if share == 2 else n - 1) for n in case.lengths)
         question = (
             None if case.question is None else tuple(min(q, n - 1) for q, n in zip(case.question, lengths, strict=True))
         )
