@@ -1,10 +1,12 @@
 """The allocations in plain NumPy: sorts over the tokens of one row, as far from the implementation as they can be.
 
-A token is (layer, head, position, score), a kept set is a set of (layer, head, position).
+A token is (layer, head, position, score), a kept set is a set of (layer, head, position). An allocation is handed the
+``counts`` of tokens that each head was seen to keep, [L, K]; with None it rounds the layers' budgets itself.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -19,8 +21,20 @@ class Token(NamedTuple):
     score: float
 
 
+def best(tokens: list[Token], number: int, *, open_ties: bool = False) -> list[Token]:
+    """The first by (score, position), then from the lowest layer and head; NaN is worse than all else."""
+
+    def rank(t: Token) -> tuple:
+        score = 0.0 if np.isnan(t.score) else t.score + 0.0
+        return not np.isnan(t.score), score, t.position, -t.layer, -t.head
+
+    return sorted(tokens, key=rank, reverse=True)[: max(number, 0)]
+
+
 class Row(NamedTuple):
-    """One batch row of L layers and K heads; ``preference`` is what CAKE measured, [L]."""
+    """One batch row of L layers and K heads; ``preference`` is what CAKE measured, [L]. ``best`` chooses; where a
+    definition leaves open who wins a tie, it is told so by ``open_ties``.
+    """
 
     tokens: list[Token]
     L: int
@@ -29,6 +43,7 @@ class Row(NamedTuple):
     seen: int
     entered: int = 0
     preference: np.ndarray | None = None
+    best: Callable[..., list[Token]] = best
 
     def of(self, layer: int, head: int | None = None) -> list[Token]:
         return [t for t in self.tokens if t.layer == layer and head in (None, t.head)]
@@ -42,16 +57,6 @@ class Row(NamedTuple):
         return min(most, self.budget)
 
 
-def best(tokens: list[Token], number: int) -> list[Token]:
-    """The first by (score, position), then from the lowest layer and head; NaN is worse than all else."""
-
-    def rank(t: Token) -> tuple:
-        score = 0.0 if np.isnan(t.score) else t.score + 0.0
-        return not np.isnan(t.score), score, t.position, -t.layer, -t.head
-
-    return sorted(tokens, key=rank, reverse=True)[: max(number, 0)]
-
-
 def certain(t: Token) -> bool:
     return t.score > LARGEST / 2
 
@@ -60,16 +65,16 @@ def capped(row: Row, cap: float | None) -> Row:
     if cap is None:
         return row
     limit = int(round(cap * 1000) * row.budget // 1000)
-    return row._replace(tokens=[t for head in row.heads() for t in best(row.of(*head), limit)])
+    return row._replace(tokens=[t for head in row.heads() for t in row.best(row.of(*head), limit)])
 
 
-def shares(row: Row) -> Row:
-    """Scores divided, in float32, by their sum over the layer; what is certain stays as it is."""
+def shares(row: Row, dtype: type = np.float32) -> Row:
+    """Scores divided by their sum over the layer; what is certain stays as it is."""
     tokens = []
     for layer in range(row.L):
-        counted = [t for t in row.of(layer) if not certain(t) and t.score > -np.inf]
-        total = np.float32(sum(np.float64(t.score) for t in counted)) or np.float32(1)
-        tokens += [t._replace(score=float(np.float32(t.score) / total)) if t in counted else t for t in row.of(layer)]
+        counted = {place(t) for t in row.of(layer) if not certain(t) and t.score > -np.inf}
+        total = dtype(sum(np.float64(t.score) for t in row.of(layer) if place(t) in counted)) or dtype(1)
+        tokens += [t._replace(score=float(dtype(t.score) / total)) if place(t) in counted else t for t in row.of(layer)]
     return row._replace(tokens=tokens)
 
 
@@ -86,25 +91,37 @@ def poured(room: np.ndarray, weight: np.ndarray, total: float) -> np.ndarray:
     return np.minimum(share, room)
 
 
+def whole(row: Row, share: np.ndarray, room: np.ndarray, total: int) -> np.ndarray:
+    """The shares of the layers rounded down, and one more for those that lost most by it, so that they add up."""
+    count = np.clip(np.floor(share).astype(int), 0, room)
+    lost = [Token(i, 0, 0, share[i] - count[i]) for i in np.flatnonzero(count < room)]
+    for token in row.best(lost, total - count.sum(), open_ties=True):
+        count[token.layer] += 1
+    for i in range(row.L):  # what the room forbids goes to the first layers that can take it
+        count[i] += np.clip(total - count.sum(), -count[i], room[i] - count[i])
+    return count
+
+
 def uniform(row: Row, counts) -> list[Token]:
-    return [t for head in row.heads() for t in best(row.of(*head), row.budget)]
+    return [t for head in row.heads() for t in row.best(row.of(*head), row.budget)]
 
 
 def layer(row: Row, counts, *, cap: float | None = 8.0) -> list[Token]:
     row = capped(row, cap)
-    return [t for one in range(row.L) for t in best(row.of(one), row.budget * row.K)]
+    return [t for one in range(row.L) for t in row.best(row.of(one), row.budget * row.K)]
 
 
 def adakv(row: Row, counts, *, safeguard: float = 0.2, cap: float | None = 8.0) -> list[Token]:
-    safe = [t for head in row.heads() for t in best(row.of(*head), int(round(safeguard * 1000) * row.budget // 1000))]
+    number = int(round(safeguard * 1000) * row.budget // 1000)
+    safe = [t for head in row.heads() for t in row.best(row.of(*head), number)]
     kept = layer(row._replace(tokens=[t._replace(score=np.inf) if t in safe else t for t in row.tokens]), None, cap=cap)
     assert set(map(place, safe)) <= set(map(place, kept))
     return kept
 
 
 def model(row: Row, counts, *, normalise: bool = True, cap: float | None = 8.0) -> list[Token]:
-    row = capped(shares(row) if normalise else row, cap)
-    return best(row.tokens, row.budget * row.L * row.K)
+    row = capped(shares(row, np.float64 if counts is None else np.float32) if normalise else row, cap)
+    return row.best(row.tokens, row.budget * row.L * row.K)
 
 
 def pyramid(row: Row, counts: np.ndarray, *, beta: float = 20.0) -> list[Token]:
@@ -114,12 +131,14 @@ def pyramid(row: Row, counts: np.ndarray, *, beta: float = 20.0) -> list[Token]:
     step = np.linspace(0, 1, row.L) if row.L > 1 else np.array([0.5])
     held = np.array([len(row.of(one)) // row.K for one in range(row.L)])
     held = np.minimum(held, min(2, row.L * row.K) * row.budget)
-    expected = np.minimum(first - 2 * (first - free) * step + fixed, held)
-    each = counts[:, 0]
-    assert (counts == each[:, None]).all() and each.sum() == min(row.budget * row.L, held.sum())
+    share, lowest = first - 2 * (first - free) * step, np.minimum(fixed, held)
+    expected = np.minimum(share + fixed, held)
+    total = min(row.budget * row.L, held.sum()) - lowest.sum()
+    each = lowest + whole(row, share, held - lowest, total) if counts is None else counts[:, 0]
+    assert (counts is None or (counts == each[:, None]).all()) and each.sum() == min(row.budget * row.L, held.sum())
     if expected.sum() > each.sum() - 1:  # no layer is short of tokens
         assert (abs(each - expected) < 1 + 1e-3).all()
-    return [t for head in row.heads() for t in best(row.of(*head), each[head[0]])]
+    return [t for head in row.heads() for t in row.best(row.of(*head), each[head[0]])]
 
 
 def cake(row: Row, counts: np.ndarray, *, cap: float | None = 8.0, **options) -> list[Token]:
@@ -131,10 +150,11 @@ def cake(row: Row, counts: np.ndarray, *, cap: float | None = 8.0, **options) ->
         held = np.minimum(held, int(cap * row.budget))
     fixed = np.minimum(row.protected, held)
     total = min(row.budget * row.L, held.sum()) - fixed.sum()
-    each = counts[:, 0]
-    assert (counts == each[:, None]).all() and each.sum() == min(row.budget * row.L, held.sum())
-    assert (abs(each - fixed - poured(held - fixed, weight, total)) < 1 + 1e-3).all()
-    return [t for head in row.heads() for t in best(row.of(*head), each[head[0]])]
+    share = poured(held - fixed, weight, total)
+    each = fixed + whole(row, share, held - fixed, total) if counts is None else counts[:, 0]
+    assert (counts is None or (counts == each[:, None]).all()) and each.sum() == min(row.budget * row.L, held.sum())
+    assert (abs(each - fixed - share) < 1 + 1e-3).all()
+    return [t for head in row.heads() for t in row.best(row.of(*head), each[head[0]])]
 
 
 def lava(row: Row, counts: np.ndarray, *, cap: float | None = 8.0) -> list[Token]:
@@ -147,10 +167,11 @@ def lava(row: Row, counts: np.ndarray, *, cap: float | None = 8.0) -> list[Token
     held = np.array([len(row.of(one)) for one in range(row.L)])
     fixed = np.minimum(row.protected * row.K, held)
     total = min(row.budget * row.K * row.L, held.sum()) - fixed.sum()
-    each = counts.sum(1)
+    share = poured(held - fixed, np.array(weight), total)
+    each = fixed + whole(row, share, held - fixed, total) if counts is None else counts.sum(1)
     assert each.sum() == total + fixed.sum()
-    assert (abs(each - fixed - poured(held - fixed, np.array(weight), total)) < 1 + 1e-3).all()
-    return [t for one in range(row.L) for t in best(row.of(one), each[one])]
+    assert (abs(each - fixed - share) < 1 + 1e-3).all()
+    return [t for one in range(row.L) for t in row.best(row.of(one), each[one])]
 
 
 def place(token: Token) -> tuple[int, int, int]:

@@ -12,7 +12,6 @@ import models
 from models import Config, decoding
 from models.config import Rope
 from tests.models import reference
-from tests.models.reference import Policy
 
 VOCABULARY = 256
 CONFIG = Config(VOCABULARY, 32, 48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, max_positions=512)
@@ -45,44 +44,12 @@ def assert_keeps(cache, row, run):
     assert wrong.size == 0, f"[layer, head, position] {wrong[:8].tolist()} differ; the closest call was {run.gap:.1e}"
 
 
-def recipe(name):
-    """What a short name means, in the reference's own functions."""
-    base, *steps = name.split("+")
-    policy = BASES[base]
-    for step in steps:
-        policy = PROTECTED[step](policy) if step in PROTECTED else policy + STEPS[step]
-    return policy
-
-
-BASES = {
-    "h2o": Policy(reference.heavy_hitters),
-    "h2o(accumulate=False)": Policy(reference.heavy_hitters_of_block),
-    "tova": Policy(reference.last_query),
-    "tova(heads='layer')": Policy(reference.last_query, shared=True),
-    "snapkv(window=4,kernel=3)": Policy(reference.observed(4, 3, "avg"), recent=4),
-    "snapkv(window=3,pooling='max')": Policy(reference.observed(3, 5, "max"), recent=3),
-    "streaming(sinks=3)": Policy(reference.newest, sinks=3),
-    "key_norm": Policy(reference.small_keys),
-    "random(seed=5)": Policy(reference.drawn(5)),
-}
-STEPS = {
-    "caote": reference.caote(),
-    "fast_caote": reference.caote(fast=True),
-    "caote(group='mean')": reference.caote(group="mean"),
-    "caote(norm=1)": reference.caote(norm=1),
-    "caote(norm='inf',group='mean')": reference.caote(norm=np.inf, group="mean"),
-    "caote(norm='inf')": reference.caote(norm=np.inf),
-    "fast_caote(norm=1,group='mean')": reference.caote(fast=True, norm=1, group="mean"),
-    "normalise": reference.lifted_shares,
-    "pool(kernel=3)": reference.pooled_over_neighbours(3, "avg"),
-    "pool(pooling='max')": reference.pooled_over_neighbours(5, "max"),
-}
-PROTECTED = {
-    "protect(recent=0.5)": lambda p: p._replace(recent=max(7, p.recent)),
-    "protect(sinks=2,recent=0.25)": lambda p: p._replace(sinks=max(2, p.sinks), recent=max(3, p.recent)),
-}
+BASES = (
+    "h2o", "h2o(accumulate=False)", "tova", "tova(heads='layer')", "snapkv(window=4,kernel=3)",
+    "snapkv(window=3,pooling='max')", "streaming(sinks=3)", "key_norm", "random(seed=5)",
+)  # fmt: skip
 POLICIES = [
-    *(base for base in BASES),
+    *BASES,
     *(f"{base}+{step}" for base in BASES if base != "key_norm" for step in ("caote", "fast_caote")),
     "key_norm+normalise+caote",
     "key_norm+normalise+fast_caote",
@@ -107,7 +74,7 @@ def test_fifty_blocks_keep_the_references_tokens_and_give_its_logits(name):
     assert out.cache.next_position.tolist() == LENGTHS.tolist()
     for row, length in enumerate(LENGTHS):
         prompt = TOKENS[row, :length]
-        run = reference.run(weights(), CONFIG, prompt, policy=recipe(name), budget=BUDGET, block=BLOCK)
+        run = reference.run(weights(), CONFIG, prompt, policy=reference.policy(name), budget=BUDGET, block=BLOCK)
         assert_keeps(out.cache, row, run)
         np.testing.assert_allclose(out.logits[row, :length], run.logits, atol=1e-4, rtol=0)
 
@@ -156,7 +123,7 @@ def test_decoding_gives_the_references_tokens_and_keeps_what_it_keeps(case):
     config, settings = settings_of(case)
     out = models.generate(decoder(config), TOKENS, lengths=LENGTHS, **settings)
     steps = settings.pop("max_new_tokens")
-    settings["policy"] = recipe(settings["policy"])
+    settings["policy"] = reference.policy(settings["policy"])
     for row, length in enumerate(LENGTHS):
         run = reference.run(weights(config), config, TOKENS[row, :length], new_tokens=steps, **settings)
         assert answers(out)[row] == run.tokens
@@ -363,7 +330,7 @@ def test_gradients_through_an_evicting_prefill_are_those_of_the_masked_dense_mod
     def evicting(model):
         return mean_nll(models.prefill(model, tokens[None], policy=name, outputs="all", **settings).logits[0])
 
-    run = reference.run(weights(), CONFIG, tokens, policy=recipe(name), **settings)
+    run = reference.run(weights(), CONFIG, tokens, policy=reference.policy(name), **settings)
     assert when == "prompt" or run.seen[0, 0].sum(axis=1).max() == 12 + BLOCK
     masked = jax.jit(jax.value_and_grad(lambda w: mean_nll(reference.masked_logits(w, CONFIG, tokens, run.seen))))
     expected_loss, expected = masked(weights())

@@ -87,7 +87,7 @@ def brute_force(importance, budget, sinks):
     """The whole sequence at once in float64: rows of steps see, in all layers but the first, what the rule says."""
     w = {name: np.asarray(array, np.float64) for name, array in weights().items()}
     tokens, P, N, K, D = TOKENS[0], PROMPT + STEPS, CONFIG.num_heads, CONFIG.num_kv_heads, CONFIG.head_dim
-    frequency, at = reference.inverse_frequencies(CONFIG, P), np.arange(P)
+    (frequency, _), at = reference.inverse_frequencies(CONFIG, P), np.arange(P)
     x, seen_logits, read, first_output = w["embedding"][tokens], [], {t: {} for t in range(PROMPT, P)}, None
     for layer in range(CONFIG.num_layers):
         p = {name.removeprefix("layers."): a[layer] for name, a in w.items() if name.startswith("layers.")}

@@ -1,0 +1,392 @@
+"""A case: what is drawn at random, one value for each dimension, and how to make a failing one smaller."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import json
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from models.config import Config, Rope
+from tests.models import reference
+
+VOCABULARY = 64
+ROPES = {
+    "default": Rope(),
+    "short": Rope(theta=100.0),
+    "linear": Rope(type="linear", factor=4.0),
+    "dynamic": Rope(type="dynamic", factor=2.0, original_positions=16),
+    "llama3": Rope(type="llama3", factor=8.0, original_positions=32, low_freq_factor=1.0, high_freq_factor=4.0),
+    "yarn": Rope(type="yarn", factor=4.0, original_positions=16),
+    "yarn_mscale": Rope(type="yarn", factor=4.0, original_positions=32, mscale=1.0, mscale_all_dim=0.5, truncate=False),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """``--case`` takes the fields that differ from these defaults, as JSON."""
+
+    seed: int = 0  # of weights and tokens
+    family: str = "llama"
+    layers: int = 1
+    kv_heads: int = 1
+    group: int = 1
+    rope: str = "default"
+    tied: bool = False
+    windows: tuple[int | None, ...] = ()  # one a layer; () for none
+    bias: bool = False  # a Llama's or Qwen3's own choice; Qwen2 has them on queries, keys and values
+    tokens: str = "random"  # "distinct", "few" (three different ones), "equal"
+    lengths: tuple[int, ...] = (9,)
+    width: int = 9  # of the padded batch
+    question: tuple[int, ...] | None = None
+    policy: str = "h2o"
+    budget: int | float = 4
+    block: int = 4
+    when: str = "block"
+    evict_every: int | None = 1
+    entry: str = "generate"  # "stream", "prefill", "prefill all"
+    new: int = 4
+    end: tuple[int, ...] = ()
+    page_size: int = 16
+    mesh: tuple[int, int] | None = None  # data, tensor
+
+    def __str__(self) -> str:
+        changed = {
+            f.name: getattr(self, f.name) for f in dataclasses.fields(self) if getattr(self, f.name) != f.default
+        }
+        return json.dumps(changed)
+
+    @property
+    def base(self) -> str:
+        return re.split(r"[+(@]", self.policy)[0]
+
+    @property
+    def links(self) -> list[str]:
+        return re.split(r"\+(?![^(]*\))", self.policy.partition("@")[0])
+
+    @property
+    def allocation(self) -> str:
+        return self.policy.partition("@")[2] or "uniform"
+
+    @property
+    def config(self) -> Config:
+        heads = self.kv_heads * self.group
+        qwen2 = self.family == "qwen2"
+        return Config(
+            VOCABULARY, 16, 24, num_layers=self.layers, num_heads=heads, num_kv_heads=self.kv_heads, head_dim=8,
+            architecture=self.family, rope=ROPES[self.rope], max_positions=64, tie_embeddings=self.tied,
+            attention_bias=qwen2 or self.bias, output_bias=self.bias and not qwen2,
+            query_key_norm=self.family == "qwen3", sliding_windows=self.windows, pad=VOCABULARY - 1,
+        )  # fmt: skip
+
+    def prompts(self) -> np.ndarray:
+        """[B, width]; what stands behind a row's end is drawn, too."""
+        rng = np.random.default_rng([self.seed, 1])
+        rows = []
+        for _ in self.lengths:
+            if self.tokens == "distinct":
+                rows.append(rng.permutation(VOCABULARY)[: self.width])
+            else:
+                some = rng.permutation(VOCABULARY)[: {"random": VOCABULARY, "few": 3, "equal": 1}[self.tokens]]
+                rows.append(rng.choice(some, self.width))
+        return np.stack(rows)
+
+    def dimensions(self) -> dict[str, list[str]]:
+        """What the case counts for in the summary."""
+        held = [len_ - q for len_, q in zip(self.lengths, self.question or (0,) * len(self.lengths), strict=True)]
+        return {
+            "family": [self.family],
+            "rope": [self.rope],
+            "group": [str(self.group)],
+            "layers": [str(self.layers)],
+            "windows": ["some" if any(self.windows) else "none"],
+            "score": [self.base],
+            "links": [re.split(r"\(", link)[0] for link in self.links[1:]] or ["none"],
+            "allocation": [self.allocation.split("(")[0]],
+            "when": [self.when],
+            "evict_every": [str(self.evict_every)],
+            "block": [str(self.block)],
+            "rows": [str(len(self.lengths))],
+            "ragged": [str(len(set(self.lengths)) > 1)],
+            "question": ["none" if self.question is None else "some 0" if 0 in self.question else "every row"],
+            "budget": [
+                ("ratio" if isinstance(self.budget, float) else "int")
+                + (" over the prompt" if any(_slots(self.budget, n) >= h for n, h in zip(self.lengths, held)) else "")  # noqa: B905
+            ],
+            "page_size": [str(self.page_size) if "@" in self.policy else "no pages"],
+            "entry": [self.entry],
+            "mesh": ["none" if self.mesh is None else "x".join(map(str, self.mesh))],
+            "tokens": [self.tokens],
+        }
+
+
+def _slots(budget: int | float, length: int) -> int:
+    return math.ceil(round(budget * length, 6)) if isinstance(budget, float) else budget
+
+
+def from_json(text: str) -> Case:
+    """The case that ``str(case)`` wrote."""
+    fields: dict[str, Any] = json.loads(text)
+    return Case(**{name: tuple(x) if isinstance(x, list) else x for name, x in fields.items()})
+
+
+# --- drawing ----------------------------------------------------------------------------------------------------------
+
+
+class _Draw:
+    def __init__(self, rng: np.random.Generator):
+        self.rng = rng
+
+    def one(self, *choices: Any) -> Any:
+        return choices[int(self.rng.integers(len(choices)))]
+
+    def maybe(self, share: float) -> bool:
+        return bool(self.rng.random() < share)
+
+    def link(self, name: str, share: float = 0.6, **choices: tuple) -> str:
+        """A link with some of its arguments drawn."""
+        given = [f"{key}={self.one(*values)!r}" for key, values in choices.items() if self.maybe(share)]
+        return f"{name}({','.join(given)})" if given else name
+
+
+def draw(seed: int, number: int) -> Iterator[Case]:
+    """Cases that share shapes and so a compiled program; they differ in weights, tokens, lengths and questions."""
+    d = _Draw(np.random.default_rng([seed, number]))
+    mesh = d.one((2, 1), (1, 2), (2, 2), (2, 4), (4, 2)) if d.maybe(0.03) else None
+    family = d.one("llama", "llama", "mistral", "qwen2", "qwen3")
+    layers = d.one(1, 2, 2, 3)
+    kv_heads, group = d.one(1, 2, 2, 3), d.one(1, 2, 3, 4)
+    rows = d.one(1, 2, 2, 3, 4)
+    if mesh is not None:
+        kv_heads, group, rows = mesh[1] * d.one(1, 2), d.one(1, 2), mesh[0] * d.one(1, 2)
+    windows: tuple[int | None, ...] = ()
+    if family == "mistral" or (family != "llama" and d.maybe(0.2)):
+        windows = tuple(d.one(3, 6, 11, None) for _ in range(layers))
+        windows = windows if any(windows) else ()
+    block = d.one(1, 3, 4, 4, 8)
+    width = d.one(12, 21, 30)
+    shared = dict(
+        family=family,
+        layers=layers,
+        kv_heads=kv_heads,
+        group=group,
+        rope=d.one("default", *ROPES),
+        tied=d.maybe(0.3),
+        windows=windows,
+        bias=family in ("llama", "qwen3") and d.maybe(0.2),
+        width=width,
+        block=block,
+        when=d.one("block", "block", "prompt"),
+        evict_every=d.one(1, 1, 2, 3, None),
+        entry=d.one("generate", "generate", "stream", "prefill all", "prefill"),
+        new=d.one(3, 6, 9),
+        end=d.one((), (), tuple(range(0, VOCABULARY, 9))),
+        page_size=d.one(1, 2, 4, 16),
+        mesh=mesh,
+    )
+    policy = _policy(d, block, even=mesh is not None)
+    asked = sorted({d.one(0, 0, 1, 2), d.one(1, 2, 4, 5)}) if d.maybe(0.35) else None  # the shortest, the longest
+    budget = _budget(d, policy, width)
+    fits = [n for n in range(1, width + 1) if _slots(budget, n) >= least_budget(policy)]
+    for _ in range(5):
+        lengths = [d.one(*fits) for _ in range(rows)]
+        longest, shortest = d.rng.permutation(rows)[[0, -1]]
+        lengths[longest] = width
+        question: list[int] | None = None
+        if asked:  # both ends of the range, which the program's shapes depend on
+            question = [int(d.rng.integers(asked[0], asked[-1] + 1)) for _ in lengths]
+            question[longest], question[shortest] = asked[-1], asked[0] if rows > 1 else asked[-1]
+            lengths = [max(n, q + 1) for n, q in zip(lengths, question, strict=True)]
+        yield Case(
+            seed=int(d.rng.integers(2**31)),
+            tokens=d.one(*["random"] * 6, *["distinct"] * 3, "few", "few", "equal"),
+            lengths=tuple(lengths),
+            question=None if question is None else tuple(question),
+            policy=policy,
+            budget=budget,
+            **shared,
+        )
+
+
+def _policy(d: _Draw, block: int, even: bool) -> str:
+    """A chain that the library takes, and an allocation that fits it."""
+    window = d.one(*[w for w in (1, 2, 3, 4) if w <= block])
+    kernel = (1, 3, 5)
+    bases = {
+        "h2o": dict(accumulate=(False,)),
+        "tova": dict(heads=("layer",)),
+        "snapkv": dict(kernel=kernel, pooling=("avg", "max")),
+        "streaming": dict(sinks=(0, 1, 3)),
+        "sage": dict(heads=("query",), split=("adaptive",), mass=(0.5, 0.8)),
+        "laprox": dict(kernel=kernel, through=("output", "value", "attention"), gqa=("group", "heads")),
+        "cake": dict(kernel=kernel, gamma=(0.0, 5.0, 200.0)),
+        "lava": dict(kernel=kernel),
+        "expected_attention": dict(
+            future=(1, 8, 512), sinks=(0, 1, 2), covariance=(True, False), value_norm=(True, False)
+        ),
+        "keydiff": {},
+        "key_norm": {},
+        "random": dict(seed=(1, 7)),
+    }
+    if window < 2:
+        del bases["cake"]
+    name = d.one(*bases)
+    base = d.link(name, share=0.4 if name == "sage" else 0.6, **bases[name])  # type: ignore[arg-type]
+    windowed = name in ("snapkv", "laprox", "cake", "lava")
+    if windowed:
+        base = base[:-1] + f",window={window})" if base.endswith(")") else f"{base}(window={window})"
+    nonnegative = name not in ("keydiff", "key_norm")
+    links, comparable = [], True
+    if d.maybe(0.15 if nonnegative else 0.7):
+        links.append("normalise")
+        nonnegative = True
+    if d.maybe(0.15):
+        links.append(d.link("pool", kernel=kernel, pooling=("avg", "max")))
+    if nonnegative and d.maybe(0.15):
+        links.append(d.link("critical", safe=(0.0, 0.25, 0.7, 1.0), epsilon=(0.0, 0.01)))
+    if nonnegative and d.maybe(0.5):
+        link = d.one("caote", "caote", "fast_caote")
+        if d.maybe(0.3):
+            links.append(d.link(link, through=("output",), cross=(False,)))
+            if "cross" in links[-1] and "output" not in links[-1]:
+                links[-1] = link
+        elif d.maybe(0.3) and "layer" not in base:
+            links.append(d.link(link, share=1, rounds=(2, 3, 8)))
+            nonnegative = comparable = False
+        else:
+            links.append(d.link(link, norm=(1, 2, "inf"), group=("exact", "mean")))
+    if d.maybe(0.35):
+        links.insert(
+            d.one(*range(len(links) + 1)), d.link("protect", sinks=(1, 2, 0.25), recent=(1, 2, 0.5, 0.3), share=0.7)
+        )
+    if d.maybe(0.15) and name != "expected_attention":
+        links.append(d.link("positions", kind=("compact", "index", "absolute")))
+    chain = "+".join([base, *links])
+    caps = (None, 1.0, 1.5, 3)
+    allocations = {"pyramid": dict(beta=(1, 2.0, 20.0))}
+    if window >= 2 and (not windowed or window >= 2):
+        allocations["cake"] = dict(space=(1.6,), time=(0.4,), cap=caps)
+    if comparable:
+        allocations |= {"layer": dict(cap=caps), "adakv": dict(safeguard=(0.0, 0.5, 1.0), cap=caps)}
+        allocations["model"] = dict(normalise=(False,), cap=caps)
+        if nonnegative:
+            allocations["lava"] = dict(cap=caps)
+    if even or "layer" in base or d.maybe(0.4):
+        return chain
+    which = d.one(*allocations)
+    allocation = d.link(which, **allocations[which])  # type: ignore[arg-type]
+    if which == "model" and not nonnegative:
+        allocation = "model(normalise=False)"
+    if which == "cake":
+        allocation = allocation[:-1] + f",window={window})" if allocation.endswith(")") else f"cake(window={window})"
+    return f"{chain}@{allocation}"
+
+
+@functools.cache
+def least_budget(policy: str) -> Any:
+    """The smallest budget that holds what a policy protects."""
+    made = reference.policy(policy)
+    return next(budget for budget in range(1, 200) if all(sum(made.protected(b)) <= b for b in range(budget, 200)))
+
+
+def _budget(d: _Draw, policy: str, width: int) -> int | float:
+    kind, least = d.one("tight", "int", "int", "ratio", "ratio", "large"), least_budget(policy)
+    if kind == "ratio":
+        ratios = (0.2, 0.35, 0.5, 0.9, 1.0)
+        return d.one(*[ratio for ratio in ratios if _slots(ratio, width) >= least] or [least])
+    if kind == "large":
+        return max(least, d.one(width - 1, width, width + 1, 100))
+    return least if kind == "tight" else least + int(d.rng.integers(0, 9))
+
+
+# --- shrinking --------------------------------------------------------------------------------------------------------
+
+
+def smaller(case: Case) -> Iterator[Case]:
+    """Cases that differ from this one in one dimension and are simpler there; the boldest first."""
+
+    def but(**changes: Any) -> Iterator[Case]:
+        try:
+            other = dataclasses.replace(case, **changes)
+            if other != case and all(_slots(other.budget, n) >= least_budget(other.policy) for n in other.lengths):
+                yield other
+        except (ValueError, KeyError, StopIteration):
+            pass
+
+    if case.mesh is not None:
+        yield from but(mesh=None)
+    rows = range(len(case.lengths))
+    for kept in [(row,) for row in rows] + [tuple(r for r in rows if r != gone) for gone in rows]:
+        if 0 < len(kept) < len(case.lengths):
+            question = None if case.question is None else tuple(case.question[r] for r in kept)
+            yield from but(lengths=tuple(case.lengths[r] for r in kept), question=question)
+    yield from but(question=None)
+    chain, at, allocation = case.policy.partition("@")
+    yield from but(policy=chain)
+    if "(" in allocation:
+        yield from but(policy=f"{chain}@{allocation.split('(')[0]}")
+    links = case.links
+    for index in range(len(links)):
+        if index:
+            yield from but(policy="+".join(links[:index] + links[index + 1 :]) + at + allocation)
+        call = ast.parse(links[index], mode="eval").body
+        if isinstance(call, ast.Call):
+            for keyword in call.keywords:
+                left = [ast.unparse(other) for other in call.keywords if other is not keyword]
+                link = ast.unparse(call.func) + (f"({','.join(left)})" if left else "")
+                if "window" in links[index] and "window" not in link:
+                    continue
+                yield from but(policy="+".join([*links[:index], link, *links[index + 1 :]]) + at + allocation)
+    for layers in range(1, case.layers):
+        yield from but(layers=layers, windows=case.windows[:layers])
+    yield from but(windows=())
+    for name, simple in dict(family="llama", rope="default", tied=False, bias=False, end=(), page_size=16).items():
+        yield from but(**{name: simple})
+    for name in ("kv_heads", "group"):
+        for fewer in range(1, getattr(case, name)):
+            yield from but(**{name: fewer})
+    entries = ("prefill", "prefill all", "generate", "stream")
+    for entry in entries[: entries.index(case.entry)]:
+        yield from but(entry=entry)
+    for new in sorted({1, 2, case.new - 1}):
+        if 0 < new < case.new:
+            yield from but(new=new)
+    yield from but(evict_every=1)
+    yield from but(when="block")
+    if isinstance(case.budget, float):
+        for length in set(case.lengths):
+            yield from but(budget=_slots(case.budget, length))
+    else:
+        for budget in sorted({1, 2, 4, case.budget // 2, case.budget - 1}):
+            if 0 < budget < case.budget:
+                yield from but(budget=budget)
+    for share in (2, 1):
+        lengths = tuple(max(1, n // 2 if share == 2 else n - 1) for n in case.lengths)
+        question = (
+            None if case.question is None else tuple(min(q, n - 1) for q, n in zip(case.question, lengths, strict=True))
+        )
+        if lengths != case.lengths:
+            yield from but(lengths=lengths, question=question, width=max(lengths))
+    for row, q in enumerate(case.question or ()):
+        for fewer in sorted({0, 1, q - 1}):
+            if 0 <= fewer < q:
+                yield from but(question=(*case.question[:row], fewer, *case.question[row + 1 :]))  # type: ignore[index]
+    for row, n in enumerate(case.lengths):
+        if n > 1 and (case.question is None or case.question[row] < n - 1):
+            lengths = (*case.lengths[:row], n - 1, *case.lengths[row + 1 :])
+            yield from but(lengths=lengths, width=max(lengths))
+    yield from but(width=max(case.lengths))
+    for block in (1, 2, 3, 4):
+        if block < case.block:
+            yield from but(block=block)
+    for seed in (0, 1, 2):
+        if seed < case.seed:
+            yield from but(seed=seed)
+    if case.tokens != "random":
+        yield from but(tokens="random")

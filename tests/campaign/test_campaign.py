@@ -1,0 +1,133 @@
+"""A slice of the campaign, the same cases every time, and what the campaign itself must not get wrong."""
+
+import ast
+import dataclasses
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import allocation
+from kvjax.policy import LINKS
+from tests.campaign import __main__ as campaign
+from tests.campaign import checking
+from tests.campaign.cases import Case, draw, from_json, smaller
+from tests.campaign.checking import Outcome, check
+from tests.models import reference
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAMS = 12  # about 30 seconds of a campaign
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(PROGRAMS))
+def test_random_cases_are_those_of_the_reference(number):
+    for case in itertools.islice(draw(0, number), 2):
+        outcome = check(case)
+        assert not outcome.fails, f"{outcome.kind}: {outcome.why}\npython -m tests.campaign --case '{case}'"
+
+
+def test_every_score_link_and_allocation_is_drawn():
+    policies = [next(draw(0, number)).policy for number in range(400)]
+    drawn = {kvjax.parse(policy).allocation.name.split("(")[0] for policy in policies}
+    assert drawn == set(allocation.ALLOCATIONS)
+    links = {link.split("(")[0] for policy in policies for link in Case(policy=policy).links}
+    assert links == set(LINKS) - {"butler"}  # which needs a predictor
+
+
+def test_a_case_is_read_from_what_was_printed():
+    for number in range(50):
+        for case in draw(3, number):
+            assert from_json(str(case)) == case
+
+
+def test_the_reference_shares_no_code_with_the_library():
+    files = sorted((ROOT / "tests/models/reference").glob("*.py"))
+    files = [file for file in files if file.name != "made.py"] + [ROOT / "tests/kvjax/contests.py"]
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = [node.module] if isinstance(node, ast.ImportFrom) else []
+            names += [name.name for name in node.names] if isinstance(node, ast.Import) else []
+            for name in names:
+                assert name.split(".")[0] not in ("jax", "kvjax", "models", "kernels_pallas"), f"{file}: {name}"
+
+
+def test_the_smallest_failing_case_is_smaller_in_every_dimension_that_does_not_matter(monkeypatch):
+    case = next(case for number in range(100) for case in draw(0, number) if case.layers == 3 and len(case.links) > 2)
+
+    def fails_with_two_layers(case):
+        return Outcome("differs" if case.layers >= 2 else "ok")
+
+    monkeypatch.setattr(campaign, "check", fails_with_two_layers)
+    smallest, _ = campaign.shrink(case, Outcome("differs"), seconds=60)
+    least = dict(entry="prefill", lengths=(1,), width=1, new=1, block=1)
+    assert smallest == Case(**least, layers=2, policy=smallest.policy, budget=smallest.budget)
+    assert len(smallest.links) == 1 and smallest.allocation == "uniform"
+    assert not list(smaller(dataclasses.replace(smallest, layers=1, policy="h2o", budget=1)))
+
+
+# --- what is a failure, and what is rounding --------------------------------------------------------------------------
+
+CASE = Case(layers=2, kv_heads=2, group=2, lengths=(21, 12), width=21, policy="h2o", budget=6)
+
+
+def with_kept(change):
+    """The library with other kept positions in row 0 than it has."""
+    library = checking._library
+
+    def changed(case, weights):
+        rows = library(case, weights)
+        kept = rows[0].kept.copy()
+        change(kept)
+        return [rows[0]._replace(kept=kept), *rows[1:]]
+
+    return changed
+
+
+def test_one_token_more_less_or_another_is_a_failure(monkeypatch):
+    assert check(CASE).kind == "ok"
+    kept = checking._library(CASE, reference.parameters(CASE.config))[0].kept[1, 0]
+    held, lost = np.argmax(kept), np.argmin(kept)
+    for gone, come in ((held, None), (None, lost), (held, lost)):
+
+        def change(kept, gone=gone, come=come):
+            kept[1, 0, [p for p in (gone,) if p is not None]] = False
+            kept[1, 0, [p for p in (come,) if p is not None]] = True
+
+        with monkeypatch.context() as patch:
+            patch.setattr(checking, "_library", with_kept(change))
+            outcome = check(CASE)
+            assert outcome.kind == "differs" and outcome.why.startswith("row 0: [layer, head, position]")
+
+
+def test_near_choices_are_turned_by_flips_and_by_what_is_held():
+    scores, order = [3.0, 2.0 + 1e-6, 2.0, 1.0], [0, 1, 2, 3]
+    plain, flipped = reference.Choices(), reference.Choices(frozenset({0}))
+    assert plain.best(scores, order, 2) == [0, 1] and flipped.best(scores, order, 2) == [0, 2]
+    assert [near.turned for near in plain.near + flipped.near] == [False, True]
+    assert not flipped.near[0].tie
+    held = reference.Choices()
+    assert held.best(scores, order, 2, held=[False, False, True, False]) == [0, 2] and held.near[0].turned
+
+
+def test_choices_far_apart_are_not_turned_by_what_is_held():
+    choices = reference.Choices()
+    assert choices.best([3.0, 2.1, 2.0, 1.0], [0, 1, 2, 3], 2, held=[False, False, True, True]) == [0, 1]
+    assert not choices.near
+
+
+def test_of_equals_the_more_recent_stays_even_if_rounding_tells_them_apart():
+    scores, order = [0.5, 0.3 + 1e-16 * 2, 0.3, 0.3], [0, 1, 2, 3]
+    choices = reference.Choices()
+    assert sorted(choices.best(scores, order, 2)) == [0, 3]
+    turned = reference.Choices()
+    assert sorted(turned.best(scores, order, 2, held=[True, True, False, False])) == [0, 1]
+    assert turned.near[0].turned and turned.near[0].tie
+
+
+def test_scores_that_are_nothing_but_rounding_are_noisy():
+    choices = reference.Choices()
+    assert choices.best([1e-9, 2e-9, 0.5], [0, 1, 2], 2, noise=[1e-6] * 3, held=[True, False, True]) == [2, 0]
+    assert choices.near[0].noisy and not choices.near[0].tie

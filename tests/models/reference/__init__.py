@@ -1,0 +1,16 @@
+"""What blockwise eviction means, in plain NumPy float64: one prompt at a time, every key kept, evicting by a mask.
+
+Nothing here comes from kvjax, models or kernels_pallas, but for ``made``, which makes models to test with. The formulae
+are those of the papers and of docs/architecture.md. ``decoder`` runs, ``policies`` says what a short name means,
+``choices`` notes how close each choice was; the allocations are those of tests/kvjax/contests.py.
+"""
+
+from tests.models.reference.choices import Choices, Near
+from tests.models.reference.decoder import Run, inverse_frequencies, norm, rope, run, softmax
+from tests.models.reference.made import decoder, masked_logits, parameters
+from tests.models.reference.policies import Policy, policy
+
+__all__ = [
+    "Choices", "Near", "Policy", "Run", "decoder", "inverse_frequencies", "masked_logits", "norm", "parameters",
+    "policy", "rope", "run", "softmax",
+]  # fmt: skip

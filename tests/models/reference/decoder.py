@@ -1,0 +1,272 @@
+"""A Llama-like decoder in NumPy float64 that keeps every key and value; evicting clears one entry of a mask."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from tests.kvjax import contests
+from tests.models.reference.choices import LARGEST, Choices
+from tests.models.reference.policies import Policy, Seen
+
+
+@dataclasses.dataclass
+class Run:
+    logits: np.ndarray  # [P, V], of every token that was fed: the prompt, then the answer but for its last token
+    kept: np.ndarray  # [L, K, P]
+    tokens: list[int]  # the answer
+    seen: np.ndarray  # [L, K, P, P], which query saw which token
+    key: np.ndarray  # [L, K, P, D], as a cache holds them: rotated, "compact" ones at their place in the text
+    value: np.ndarray  # [L, K, P, D]
+    choices: Choices
+    history: list[np.ndarray]  # what was kept behind each block of the prompt, and behind each step
+
+
+def run(
+    parameters: dict[str, np.ndarray],
+    config: Any,
+    prompt: Sequence[int],
+    *,
+    policy: Policy | None = None,
+    budget: int | float | None = None,
+    block: int = 128,
+    when: str = "block",
+    question: int = 0,
+    new_tokens: int = 0,
+    evict_every: int | None = 1,
+    end: tuple[int, ...] = (),
+    flips: frozenset[int] = frozenset(),
+    held: Sequence[np.ndarray] = (),
+) -> Run:
+    """One prompt, then a greedy answer. The last ``question`` tokens are fed when the rest was evicted from.
+
+    ``config`` has the fields of ``models.Config``. ``flips`` are choices to make the other way; where rounding may turn
+    a choice, the tokens ``held`` [L, K, P] behind the block or step are taken (see ``Choices``), the last entry of
+    ``held`` serving those that have none.
+    """
+    if isinstance(budget, float):
+        budget = math.ceil(round(budget * len(prompt), 6))
+    choices = Choices(flips)
+    model = _Model(parameters, config, policy, len(prompt), len(prompt) + new_tokens, choices, held)
+    logits, history = [], []
+    context = len(prompt) - question
+    blocks = math.ceil(context / block)
+    edges = [0] + [context - (blocks - 1 - i) * block for i in range(blocks)]
+    for start, stop in itertools.pairwise(edges):
+        logits.append(model.feed(prompt[start:stop]))
+        if policy is not None and (when == "block" or stop == context):
+            model.evict(policy, budget, len(history), settled=False)
+        history.append(model.kept[:, :, : model.length].copy())
+    if question:
+        logits.append(model.feed(prompt[context:]))
+    if policy is not None:
+        budget += question
+    answer: list[int] = []
+    for step in range(1, new_tokens + 1):
+        last = logits[-1][-1]
+        answer += choices.best(last, -np.arange(len(last)), 1)
+        if answer[-1] in end or step == new_tokens:
+            break
+        logits.append(model.feed(answer[-1:]))
+        if policy is not None and evict_every is not None and step % evict_every == 0:
+            model.evict(policy, budget, len(history), settled=True)
+        history.append(model.kept[:, :, : model.length].copy())
+    P = model.length
+    return Run(
+        np.concatenate(logits),
+        model.kept[:, :, :P],
+        answer,
+        model.seen[:, :, :P, :P],
+        rope(model.plain_key[:, :, :P], model.place[:, :, :P], model.frequency),
+        model.value[:, :, :P],
+        choices,
+        history,
+    )
+
+
+class _Model:
+    """K counts the heads of the cache: KV heads, or query heads where each has a cache of its own."""
+
+    def __init__(
+        self,
+        parameters: dict[str, np.ndarray],
+        config: Any,
+        policy: Policy | None,
+        prompt_length: int,
+        room: int,
+        choices: Choices,
+        held: Sequence[np.ndarray],
+    ):
+        self.w = {name: np.asarray(array, np.float64) for name, array in parameters.items()}
+        self.config, self.choices, self.held = config, choices, held
+        self.positions = "absolute" if policy is None else policy.positions
+        self.length = 0
+        self.frequency, self.amplitude = inverse_frequencies(config, prompt_length)
+        L, N, D = config.num_layers, config.num_heads, config.head_dim
+        K = N if policy is not None and policy.heads == "query" else config.num_kv_heads
+        self.plain_key = np.zeros((L, K, room, D))  # before rotation
+        self.place = np.zeros((L, K, room), int)  # the position that it is stored as
+        self.value = np.zeros((L, K, room, D))
+        self.kept = np.zeros((L, K, room), bool)
+        self.seen = np.zeros((L, K, room, room), bool)
+        self.received = np.zeros((L, K, N // K, room))
+        self.query = np.zeros((L, K, N // K, room, D))  # before rotation
+        self.key = np.zeros((L, K, room, D))  # as the last block's queries met them
+        self.weights: list[np.ndarray] = []
+        self.memory: list[dict] = [{} for _ in range(L)]
+
+    def feed(self, tokens: Sequence[int]) -> np.ndarray:
+        """Runs a block through all layers; logits of its tokens."""
+        config, w, m = self.config, self.w, len(tokens)
+        at = np.arange(self.length, self.length + m)
+        self.length += m
+        P, K, D = self.length, self.kept.shape[1], config.head_dim
+        x = w["embedding"][np.asarray(tokens)]
+        self.weights = []
+        for layer in range(config.num_layers):
+            p = {name.removeprefix("layers."): a[layer] for name, a in w.items() if name.startswith("layers.")}
+            y = norm(x, p["attention_norm"], config.norm_epsilon)
+            query, key, value = (np.einsum("te,ehd->htd", y, p[name]) for name in ("query", "key", "value"))
+            if config.attention_bias:
+                query, key = query + p["query_bias"][:, None], key + p["key_bias"][:, None]
+                value = value + p["value_bias"][:, None]
+            if config.query_key_norm:
+                query = norm(query, p["query_norm"], config.norm_epsilon)
+                key = norm(key, p["key_norm"], config.norm_epsilon)
+            key, value = (np.repeat(z, K // len(z), axis=0) for z in (key, value))
+            query, key = self.amplitude * query.reshape(K, -1, m, D), self.amplitude * key
+            self.query[layer][:, :, at], self.plain_key[layer][:, at], self.value[layer][:, at] = query, key, value
+
+            held = self.kept[layer].sum(axis=1)[:, None]  # before the block
+            own = at[None] if self.positions == "absolute" else held + np.arange(m)
+            self.place[layer][:, at] = own if self.positions == "index" else at
+            self.kept[layer][:, at] = True
+            kept = self.kept[layer][:, :P]
+            place = np.cumsum(kept, axis=1) - 1 if self.positions == "compact" else self.place[layer][:, :P]
+            key = self.key[layer][:, :P] = rope(self.plain_key[layer][:, :P], place, self.frequency)
+            query = rope(query, np.broadcast_to(own[:, None], query.shape[:3]), self.frequency)
+
+            visible = kept[:, None] & (np.arange(P) <= at[:, None])  # [K, m, P]
+            if config.sliding_windows[layer]:
+                visible = visible & (np.arange(P) > at[:, None] - config.sliding_windows[layer])
+            self.seen[layer][:, at, :P] = visible
+            scores = np.einsum("kgtd,kpd->kgtp", query, key) / math.sqrt(D)
+            weights = softmax(np.where(visible[:, None], scores, -np.inf))
+            self.weights.append(weights)
+            self.received[layer][:, :, :P] += weights.sum(axis=2)
+            out = np.einsum("kgtp,kpd->kgtd", weights, self.value[layer][:, :P]).reshape(-1, m, D)
+            x = x + np.einsum("htd,hde->te", out, p["output"])
+            if config.output_bias:
+                x = x + p["output_bias"]
+            y = norm(x, p["feed_norm"], config.norm_epsilon)
+            gate, up = y @ p["gate"], y @ p["up"]
+            x = x + (gate / (1 + np.exp(-gate)) * up) @ p["down"]
+        return norm(x, w["norm"], config.norm_epsilon) @ (w["head"] if "head" in w else w["embedding"].T)
+
+    def evict(self, policy: Policy, budget: int, number: int, *, settled: bool) -> None:
+        """Scores what every layer holds, then keeps as many as the allocation gives."""
+        P, at = self.length, np.arange(self.length)
+        L, K, _ = self.kept.shape
+        held = self.held[min(number, len(self.held) - 1)] if self.held else None
+        sinks, recent = policy.protected(budget)
+        stays = (at < sinks) | (at >= P - recent)
+        tokens, noise, preference = [], [], np.zeros(L)
+        for layer, weights in enumerate(self.weights):
+            kept = self.kept[layer][:, :P].copy()
+            output = self.w["layers.output"][layer]
+            seen = Seen(
+                weights=weights,
+                received=self.received[layer][:, :, :P],
+                key=self.key[layer][:, :P],
+                value=self.value[layer][:, :P],
+                kept=kept,
+                protected=kept & stays,
+                query=self.query[layer][:, :, :P],
+                frequency=self.frequency,
+                output=output.reshape(K, -1, *output.shape[1:]),
+                layer=layer,
+                budget=budget,
+                settled=settled,
+                memory=self.memory[layer],
+                choices=self.choices,
+                held=None if held is None else held[layer],
+                noise=np.zeros(kept.shape),
+            )
+            scores = np.where(seen.protected, np.inf, policy.scores(seen))
+            noise.append(np.where(abs(scores) < LARGEST / 2, seen.noise / (abs(scores) + 1e-30), 0))
+            preference[layer] = policy.preference(seen)
+            tokens += [contests.Token(layer, k, int(p), float(scores[k, p])) for k, p in np.argwhere(kept)]
+
+        def best(tokens: list[contests.Token], number: int, **how: Any) -> list[contests.Token]:
+            if not how:  # of tokens, rather than of layers
+                off = [noise[t.layer][t.head, t.position] for t in tokens]
+                how["noise"] = [x * (abs(t.score) + 1e-30) if x else 0.0 for x, t in zip(off, tokens, strict=True)]
+                how["held"] = None if held is None else [held[t[:3]] for t in tokens]
+            order = [(t.position, -t.layer, -t.head) for t in tokens]
+            return [tokens[i] for i in self.choices.best([t.score for t in tokens], order, number, **how)]
+
+        row = contests.Row(tokens, L, K, budget, seen=P, entered=weights.shape[2], preference=preference, best=best)
+        self.kept[:, :, :P] = False
+        for token in contests.DEFINITIONS[policy.allocation](row, None, **policy.options):
+            self.kept[token.layer, token.head, token.position] = True
+
+
+def norm(x: np.ndarray, weight: np.ndarray, epsilon: float) -> np.ndarray:
+    return x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + epsilon) * weight
+
+
+def softmax(x: np.ndarray) -> np.ndarray:
+    x = np.exp(x - x.max(axis=-1, keepdims=True))
+    return x / x.sum(axis=-1, keepdims=True)
+
+
+def rope(x: np.ndarray, at: np.ndarray, frequency: np.ndarray) -> np.ndarray:
+    """Turns the complex numbers x[i] + 1j * x[i + D/2] by position times frequency: [..., P, D], [..., P]."""
+    half = x.shape[-1] // 2
+    turned = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * at[..., None] * frequency)
+    return np.concatenate([turned.real, turned.imag], axis=-1)
+
+
+def inverse_frequencies(config: Any, length: int) -> tuple[np.ndarray, float]:
+    """The angle per position of each pair, 1 / theta^(2i/D) where nothing is stretched, and the factor on both."""
+    rope, D = config.rope, config.head_dim
+    theta = rope.theta
+    if rope.type == "dynamic" and length > rope.original_positions:  # longer than the model was trained for
+        theta *= (rope.factor * length / rope.original_positions - (rope.factor - 1)) ** (D / (D - 2))
+    plain = theta ** (-np.arange(0, D, 2) / D)
+    if rope.type == "linear":
+        return plain / rope.factor, 1.0
+    if rope.type == "llama3":  # long waves are stretched, short ones are not, those between in part
+        turns = rope.original_positions * plain / (2 * math.pi)
+        part = np.clip((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor), 0, 1)
+        return part * plain + (1 - part) * plain / rope.factor, 1.0
+    if rope.type == "yarn":
+        return _yarn(rope, D, plain)
+    assert rope.type in ("default", "dynamic"), rope.type
+    return plain, 1.0
+
+
+def _yarn(rope: Any, D: int, plain: np.ndarray) -> tuple[np.ndarray, float]:
+    """YaRN (arXiv 2309.00071), as transformers has it: pairs between two numbers of rotations are stretched in part."""
+    first, last = (
+        D * math.log(rope.original_positions / (beta * 2 * math.pi)) / (2 * math.log(rope.theta))
+        for beta in (rope.beta_fast, rope.beta_slow)
+    )
+    if rope.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, D - 1)
+    part = np.clip((np.arange(D // 2) - first) / (last - first if last != first else 0.001), 0, 1)
+
+    def scale(weight: float) -> float:
+        return 0.1 * weight * math.log(rope.factor) + 1 if rope.factor > 1 else 1.0
+
+    amplitude = rope.attention_factor
+    if amplitude is None:
+        both = rope.mscale and rope.mscale_all_dim
+        amplitude = scale(rope.mscale) / scale(rope.mscale_all_dim) if both else scale(1)
+    return part * plain / rope.factor + (1 - part) * plain, amplitude

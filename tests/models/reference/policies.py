@@ -1,0 +1,433 @@
+"""What a policy's short name means: base scores, what changes them, and what always stays, one layer and row at a time.
+
+Scores are [K, G, P], or [K, 1, P] where they are the same for the group; P counts all positions so far, evicted or not.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tests.models.reference.choices import LARGEST, TIE, Choices
+
+
+class Seen(NamedTuple):
+    """One layer behind a block of m tokens: what a score can be computed from."""
+
+    weights: np.ndarray  # [K, G, m, P], the block's attention; 0 where a query sees nothing
+    received: np.ndarray  # [K, G, P], the attention of all queries so far
+    key: np.ndarray  # [K, P, D], rotated as the block met them
+    value: np.ndarray  # [K, P, D]
+    kept: np.ndarray  # [K, P], which tokens have not been evicted
+    protected: np.ndarray  # [K, P], which stay in any case
+    query: np.ndarray  # [K, G, P, D], all queries so far before rotation
+    frequency: np.ndarray  # [D / 2], angle per position
+    output: np.ndarray  # [K, G, D, E], the layer's output projection
+    layer: int
+    budget: int
+    settled: bool  # the prompt was compressed before
+    memory: dict  # what the layer's links remember
+    choices: Choices
+    held: np.ndarray | None  # [K, P], see Choices
+    noise: np.ndarray  # [K, P], to write to: what float32 may be off by where a score is a small difference
+
+    def best(self, k: int, scores: np.ndarray, allowed: np.ndarray, number: int) -> np.ndarray:
+        """The ``number`` best tokens of one head, [P]; of equals the more recent."""
+        at = np.flatnonzero(allowed)
+        held = None if self.held is None else self.held[k, at]
+        result = np.zeros(len(allowed), bool)
+        result[at[self.choices.best(scores[at], at, number, noise=self.noise[k, at], held=held)]] = True
+        return result
+
+
+Scores = np.ndarray
+Amount = int | float  # a count, or a share of the budget as a float
+
+
+class Link(NamedTuple):
+    """``score`` is given the scores so far (None in front); ``protects`` are numbers of first and last tokens."""
+
+    score: Callable[[Scores, Seen], Scores] = lambda scores, seen: scores
+    protects: tuple[tuple[Amount, Amount], ...] = ()
+    heads: str = "group"
+    positions: str = "absolute"
+    window: int = 0
+
+
+class Policy(NamedTuple):
+    links: tuple[Link, ...]
+    allocation: str = "uniform"
+    options: dict[str, Any] = {}  # noqa: RUF012
+
+    @property
+    def heads(self) -> str:
+        """Who has one set of tokens: each query "group", all heads of a "layer", or each "query" head."""
+        return next((link.heads for link in self.links if link.heads != "group"), "group")
+
+    @property
+    def positions(self) -> str:
+        return next((link.positions for link in self.links if link.positions != "absolute"), "absolute")
+
+    def protected(self, budget: int) -> tuple[int, int]:
+        """How many first and last tokens stay in any case."""
+        amounts = [pair for link in self.links for pair in link.protects] + [(0, 0)]
+        first, last = (max(_count(amount, budget) for amount in side) for side in zip(*amounts, strict=True))
+        return first, last
+
+    def scores(self, seen: Seen) -> np.ndarray:
+        """[K, P]: the chain's, averaged over the group, or over the whole layer."""
+        scores = np.zeros(0)
+        for link in self.links:
+            scores = link.score(scores, seen)
+        if self.heads == "layer":
+            return np.broadcast_to(scores.mean(axis=(0, 1)), scores[:, 0].shape)
+        return scores.mean(axis=1)
+
+    def preference(self, seen: Seen) -> float:
+        """What the allocation of CAKE measures of a layer: entropy and variance of the window's attention."""
+        if self.allocation != "cake":
+            return 0.0
+        window = max(link.window for link in self.links) or self.options.get("window") or 32
+        rows = np.where(seen.kept & ~seen.protected, np.moveaxis(seen.weights[:, :, -window:], 0, 2), 0)  # [G, m, K, P]
+        entropy = -(rows * np.log(np.where(rows > 0, rows, 1))).sum()
+        variance = rows.var(axis=1, ddof=1).sum() if rows.shape[1] > 1 else 0.0
+        return max(entropy, 0) ** (1 / self.options.get("space", 1)) * variance ** (1 / self.options.get("time", 1))
+
+
+def policy(name: str) -> Policy:
+    """``h2o+caote@layer`` and the like."""
+    chain, _, allocation = name.partition("@")
+    tree, links = ast.parse(chain.strip(), mode="eval").body, []
+    while isinstance(tree, ast.BinOp):
+        links.append(_called(tree.right))
+        tree = tree.left
+    links.append(_called(tree))
+    made = tuple(LINKS[link](**options) for link, options in reversed(links))
+    return Policy(made, *(_called(ast.parse(allocation.strip(), mode="eval").body) if allocation else ()))
+
+
+def _called(node: ast.expr) -> tuple[str, dict[str, Any]]:
+    if isinstance(node, ast.Name):
+        return node.id, {}
+    assert isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    return node.func.id, {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in node.keywords}
+
+
+def _count(amount: Amount, budget: int) -> int:
+    return amount if isinstance(amount, int) else round(amount * 10_000) * budget // 10_000
+
+
+# --- base scores -----------------------------------------------------------------------------------------------------
+
+
+def h2o(*, accumulate: bool = True) -> Link:
+    """Attention received from all queries so far, or from those of the block."""
+    return Link(lambda _, seen: seen.received if accumulate else seen.weights.sum(axis=2))
+
+
+def tova(*, heads: str = "group") -> Link:
+    """The attention of the newest query."""
+    return Link(lambda _, seen: seen.weights[:, :, -1], heads=heads)
+
+
+def snapkv(*, window: int = 32, kernel: int = 5, pooling: str = "avg") -> Link:
+    """Mean attention of the last queries, pooled over what lies before the window; the window itself stays."""
+
+    def score(_: Scores, seen: Seen) -> Scores:
+        return _pooled_before(seen.weights[:, :, -window:].mean(axis=2), seen, window, kernel, pooling)
+
+    return Link(score, ((0, window),), window=window)
+
+
+def streaming(*, sinks: int = 4) -> Link:
+    """The newer the better."""
+
+    def score(_: Scores, seen: Seen) -> Scores:
+        K, P = seen.kept.shape
+        return np.broadcast_to(np.arange(P, dtype=np.float64), (K, 1, P))
+
+    return Link(score, ((sinks, 0),))
+
+
+def sage(*, heads: str = "group", split: str = "fixed", mass: float = 0.9) -> Link:
+    """The last query of a block of the prompt chooses; behind the prompt what it chose stays, the newest roll on."""
+
+    def covering(scores: np.ndarray, zone: np.ndarray, way: int, seen: Seen) -> np.ndarray:
+        """The first (last) tokens of a zone, as few as hold so much of its attention, and at least one."""
+        result = np.zeros(zone.shape, bool)
+        for k, there in enumerate(zone):
+            at = np.flatnonzero(there)[::way]
+            if len(at):
+                held = np.cumsum(scores[k, at])
+                result[k, at[1:]] = seen.choices.below(held[:-1], mass * held[-1])
+                result[k, at[0]] = True
+        return result
+
+    def score(_: Scores, seen: Seen) -> Scores:
+        K, P = seen.kept.shape
+        if seen.settled:
+            state = np.zeros((K, P))
+            state[:, : seen.memory["sage"].shape[1]] = seen.memory["sage"]
+            return state[:, None]
+        quarter, at = seen.budget // 4, np.arange(P)
+        scores = seen.weights[:, :, -1].mean(axis=1)
+        first, last = (np.broadcast_to(x, (K, P)) for x in (at < quarter, at >= P - max(quarter, 1)))
+        if split == "adaptive":
+            first, last = (covering(scores, zone & seen.kept, way, seen) for zone, way in ((first, 1), (last, -1)))
+            scores = np.where(first | last, LARGEST, scores)
+        # What was chosen beats what rolls, however little it scored.
+        seen.memory["sage"] = np.where(last, 0, np.clip(scores, np.finfo(np.float32).tiny, 1))
+        return scores[:, None]
+
+    protects = ((0.25, 0.25), (0, 1)) if split == "fixed" else ()
+    return Link(score, protects, heads=heads)
+
+
+def laprox(*, window: int = 32, kernel: int = 7, through: str = "output", gqa: str = "group") -> Link:
+    """|column of the window's attention| * |v W_O|, pooled; the window itself stays."""
+
+    def score(_: Scores, seen: Seen) -> Scores:
+        rows = seen.weights[:, :, -window:]
+        rows = rows.mean(axis=1, keepdims=True) if gqa == "group" else rows
+        column = np.sqrt((rows**2).sum(axis=2)).mean(axis=1)  # [K, P]
+        if through == "value":
+            column = column * np.sqrt((seen.value**2).sum(axis=-1))
+        elif through == "output":
+            column = column * np.sqrt((np.einsum("kpd,kgde->kpge", seen.value, seen.output) ** 2).sum(axis=(2, 3)))
+        return _pooled_before(column[:, None], seen, window, kernel, "avg")
+
+    return Link(score, ((0, window),), window=window)
+
+
+def cake(*, window: int = 32, kernel: int = 5, gamma: float = 200.0) -> Link:
+    """Mean and variance of the window's attention, pooled; the window itself stays."""
+
+    def score(_: Scores, seen: Seen) -> Scores:
+        rows = seen.weights[:, :, -window:]
+        variance = rows.var(axis=2, ddof=1) if rows.shape[2] > 1 else 0
+        return _pooled_before(rows.mean(axis=2) + gamma * variance, seen, window, kernel, "avg")
+
+    return Link(score, ((0, window),), window=window)
+
+
+def lava(*, window: int = 32, kernel: int = 7) -> Link:
+    """The window's mean attention, pooled by its maximum, times the largest |v|_1 that the head holds."""
+
+    def score(_: Scores, seen: Seen) -> Scores:
+        length = np.where(seen.kept, abs(seen.value).sum(axis=-1), 0).max(axis=1)
+        observed = _pooled_before(seen.weights[:, :, -window:].mean(axis=2), seen, window, kernel, "max")
+        return observed.max(axis=1, keepdims=True) * length[:, None, None]
+
+    return Link(score, ((0, window),), window=window)
+
+
+def expected_attention(*, future: int = 512, sinks: int = 4, covariance: bool = True, value_norm: bool = True) -> Link:
+    """The attention that a normal distribution of queries is expected to pay from the coming positions."""
+
+    def score(_: Scores, seen: Seen) -> Scores:
+        P, D = seen.key.shape[1:]
+        turn = np.exp(1j * (P + np.arange(future))[:, None] * seen.frequency).mean(axis=0)
+        key = seen.key[..., : D // 2] + 1j * seen.key[..., D // 2 :]
+        key = np.concatenate([(key * turn.conj()).real, (key * turn.conj()).imag], axis=-1)
+        query = seen.query[:, :, sinks:]
+        if query.shape[2] == 0:
+            return np.zeros((*query.shape[:2], P))
+        mean = query.mean(axis=2)
+        logits = np.einsum("kgd,kpd->kgp", mean, key) / D**0.5
+        if covariance:
+            away = query - mean[:, :, None]
+            spread = np.einsum("kgtd,kgte->kgde", away, away) / query.shape[2]
+            logits = logits + np.einsum("kpd,kgde,kpe->kgp", key, spread, key) / (2 * D)
+        counted = (seen.kept & (np.arange(P) >= sinks))[:, None]
+        if not counted.any():
+            return np.zeros(logits.shape)
+        logits = np.where(counted, logits, -np.inf)
+        scores = np.exp(logits - logits.max(axis=-1, keepdims=True))
+        scores = scores / scores.sum(axis=-1, keepdims=True)
+        return scores * np.linalg.norm(seen.value, axis=-1)[:, None] if value_norm else scores
+
+    return Link(score, ((sinks, 0),))
+
+
+def keydiff() -> Link:
+    """Minus the cosine with the mean direction of the keys that are left."""
+
+    def score(_: Scores, seen: Seen) -> Scores:
+        unit = seen.key / np.linalg.norm(seen.key, axis=-1, keepdims=True)
+        mean = (unit * seen.kept[..., None]).sum(axis=1) / seen.kept.sum(axis=1)[:, None]
+        seen.noise[:] = 1e-6  # two keys are equally far from their mean
+        return -np.einsum("kpd,kd->kp", unit, mean / np.linalg.norm(mean, axis=-1, keepdims=True))[:, None]
+
+    return Link(score)
+
+
+def key_norm() -> Link:
+    """Minus the norm of the key, to 12 bits."""
+
+    def score(_: Scores, seen: Seen) -> Scores:
+        length, seen.noise[:] = _to_12_bits(np.sqrt((seen.key**2).sum(axis=-1)))
+        return -length[:, None]
+
+    return Link(score)
+
+
+def _to_12_bits(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Rounds to 12 bits behind the leading one; and by how much float32 may round otherwise, half way between two."""
+    mantissa, exponent = np.frexp(x)  # mantissa in [0.5, 1)
+    steps = mantissa * 2**13
+    halfway = abs(steps - np.floor(steps) - 0.5) < 0.05
+    return np.ldexp(np.round(steps) / 2**13, exponent), np.where(halfway, np.ldexp(2.0**-12, exponent), 0.0)
+
+
+def random(*, seed: int = 0) -> Link:
+    """A number for each token, head and layer: MurmurHash3's finaliser over the three, the upper 24 bits of it."""
+
+    def mix(x: int) -> int:
+        x = (x ^ (x >> 16)) * 0x85EBCA6B % 2**32
+        x = (x ^ (x >> 13)) * 0xC2B2AE35 % 2**32
+        return x ^ (x >> 16)
+
+    def score(_: Scores, seen: Seen) -> Scores:
+        K, P = seen.kept.shape
+        hashes = [[mix(seed ^ mix(seen.layer ^ mix(k ^ mix(p)))) for p in range(P)] for k in range(K)]
+        return np.array(hashes)[:, None] // 256 / 2**24
+
+    return Link(score)
+
+
+# --- what changes scores ---------------------------------------------------------------------------------------------
+
+
+def normalise() -> Link:
+    """Shares of 1; scores that may be negative are lifted first, so that the lowest one is 0."""
+
+    def score(scores: Scores, seen: Seen) -> Scores:
+        lowest = np.minimum(np.where(seen.kept[:, None], scores, np.inf).min(axis=-1, keepdims=True), 0)
+        lifted = np.where(scores - lowest > TIE * abs(scores), scores - lowest, 0)
+        total = np.where(seen.kept[:, None], lifted, 0).sum(axis=-1).mean(axis=1)[:, None]
+        seen.noise[:] = seen.noise / np.where(total > 0, total, 1)
+        return _shares(lifted, seen)
+
+    return Link(score)
+
+
+def pool(*, kernel: int = 5, pooling: str = "avg") -> Link:
+    return Link(lambda scores, seen: _pooled(scores, seen, kernel, pooling))
+
+
+def protect(*, sinks: Amount = 0, recent: Amount = 0) -> Link:
+    return Link(protects=((sinks, recent),))
+
+
+def positions(*, kind: str = "compact") -> Link:
+    return Link(positions=kind)
+
+
+def critical(*, safe: float = 0.5, epsilon: float = 1e-4) -> Link:
+    """The best stay; the others count by |v W_O|_1 as well (CriticalKV)."""
+
+    def score(scores: Scores, seen: Seen) -> Scores:
+        joined = scores.mean(axis=1)
+        first = np.where(seen.protected, np.inf, joined)
+        number = _count(float(safe), seen.budget)
+        certain = np.stack([seen.best(k, first[k], seen.kept[k], number) for k in range(len(first))])
+        length = abs(np.einsum("kpd,kgde->kpge", seen.value, seen.output)).sum(axis=-1).mean(axis=-1)
+        length, either = _to_12_bits(length)
+        seen.noise[:] = (joined + epsilon) * either + seen.noise * length
+        return np.where(certain, LARGEST, np.minimum((joined + epsilon) * length, LARGEST))[:, None]
+
+    return Link(score)
+
+
+def caote(
+    *,
+    norm: int | str = 2,
+    group: str = "exact",
+    fast: bool = False,
+    through: str = "value",
+    cross: bool = True,
+    rounds: int = 1,
+) -> Link:
+    """Theorem 3.2: how far the outputs of the group's heads, or the layer's, move when a token goes."""
+
+    def errors(weights: np.ndarray, k: int, there: np.ndarray, seen: Seen) -> np.ndarray:
+        """Of the tokens that are there, whose weights [G, n] need not sum to 1."""
+        V = seen.value[k][there]
+        total = weights.sum(axis=1, keepdims=True)
+        others = np.stack([np.delete(weights, j, axis=1).sum(axis=1) for j in range(len(V))], axis=1)
+        X = np.broadcast_to(V.mean(axis=0), (len(weights), V.shape[1]))
+        if not fast:
+            X = weights @ V / np.where(total > 0, total, 1)
+        moved = (weights / np.where(others > 0, others, 1))[..., None] * (X[:, None] - V)  # [G, n, D]
+        if through == "output":
+            moved = np.einsum("gnd,gde->gne", moved, seen.output[k])
+            moved = moved.sum(axis=0, keepdims=True) if cross else moved
+        length = np.linalg.norm(np.concatenate(list(moved), axis=-1), {"inf": np.inf}.get(norm, norm), axis=-1)
+        scale = np.linalg.norm(seen.output[k], axis=(1, 2), ord=2)[:, None] if through == "output" else 1.0
+        scale = (scale * weights / np.where(others > 0, others, 1)).sum(axis=0) * abs(V).max() * V.shape[1] ** 0.5
+        # From the difference in one round; from its square, multiplied out, in several.
+        seen.noise[k, there] = (
+            scale * 1e-6 if rounds == 1 else np.minimum(1e-3, 1e-6 * scale / (length + 1e-30)) * scale
+        )
+        return np.where(((weights > 0) & (others == 0)).any(axis=0), LARGEST, length)
+
+    def score(scores: Scores, seen: Seen) -> Scores:
+        weights = _shares(scores, seen)
+        weights = weights.mean(axis=1, keepdims=True) if group == "mean" else weights
+        if through == "output":  # W_O tells the heads of a group apart, even where their scores do not
+            weights = np.broadcast_to(weights, (*seen.output.shape[:2], weights.shape[-1]))
+        result = np.full(seen.kept.shape, -np.inf)
+        for k, kept in enumerate(seen.kept):
+            there = kept.copy()
+            leaving = max(int(kept.sum()) - seen.budget, 0) if rounds > 1 else 0
+            for i in range(rounds):
+                result[k, there] = errors(weights[k][:, there], k, there, seen)
+                number = leaving * (i + 1) // rounds - leaving * i // rounds
+                may = there & ~seen.protected[k]
+                goes = may & ~seen.best(k, result[k], may, int(may.sum()) - number)
+                largest = result[k, goes].max(initial=0) or 1
+                result[k, goes] = result[k, goes] / (result[k, goes] + largest) - (rounds - i)
+                there &= ~goes
+        return result[:, None]
+
+    return Link(score)
+
+
+def fast_caote(**options: Any) -> Link:
+    return caote(fast=True, **options)
+
+
+LINKS: dict[str, Callable[..., Link]] = {
+    make.__name__: make
+    for make in (
+        h2o, tova, snapkv, streaming, sage, laprox, cake, lava, expected_attention, keydiff, key_norm, random,
+        normalise, pool, protect, positions, critical, caote, fast_caote,
+    )
+}  # fmt: skip
+
+
+def _shares(scores: Scores, seen: Seen) -> Scores:
+    """CAOTE, eq. 21: h / sum h over the tokens that are there."""
+    scores = np.where(seen.kept[:, None], scores, 0)
+    total = scores.sum(axis=-1, keepdims=True)
+    return scores / np.where(total == 0, 1, total)
+
+
+def _pooled(scores: Scores, seen: Seen, kernel: int, pooling: str) -> Scores:
+    """The mean (beyond the ends stand zeros) or the maximum of a token's neighbours among those that are left."""
+    result = np.zeros(scores.shape)
+    for k in range(scores.shape[0]):
+        there = np.flatnonzero(seen.kept[k])
+        for index, p in enumerate(there):
+            near = scores[k][:, there[max(0, index - kernel // 2) : index + kernel // 2 + 1]]
+            result[k, :, p] = near.sum(axis=1) / kernel if pooling == "avg" else near.max(axis=1)
+    return result
+
+
+def _pooled_before(scores: Scores, seen: Seen, window: int, kernel: int, pooling: str) -> Scores:
+    """The window's own tokens keep their scores, and count as 0 for their neighbours."""
+    before = np.arange(scores.shape[-1]) < scores.shape[-1] - window
+    return np.where(before, _pooled(np.where(before, scores, 0), seen, kernel, pooling), scores)
