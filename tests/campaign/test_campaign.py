@@ -18,7 +18,7 @@ from tests.campaign.checking import Outcome, check
 from tests.models import reference
 
 ROOT = Path(__file__).resolve().parents[2]
-PROGRAMS = 12  # about 30 seconds of a campaign
+PROGRAMS = 7  # about 30 seconds of a campaign
 
 
 @pytest.mark.slow
