@@ -104,7 +104,7 @@ class Results:
         if not (folder / HEADER).exists():  # before any other file, so that a run killed here can go on
             commands.write_json(folder / HEADER, header)
         self._file = (folder / SAMPLES).open("ab")
-        _lock(self._file, folder)
+        commands.lock(self._file, folder)
         self.records, whole = _read(folder / SAMPLES)
         self._file.truncate(whole)
         if report.environment() not in header["environments"]:
@@ -203,14 +203,3 @@ def _check_same(folder: Path, header: Mapping[str, Any], wanted: Mapping[str, An
         raise ValueError(
             f"{folder} holds results of other settings ({'; '.join(differing)}); give the same, or name another folder."
         )
-
-
-def _lock(file: Any, folder: Path) -> None:
-    try:
-        import fcntl
-    except ImportError:  # Windows
-        return
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        raise ValueError(f"another run writes into {folder}; wait for its end, or name another folder.") from None

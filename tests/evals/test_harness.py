@@ -9,6 +9,7 @@ import pytest
 import models
 from evals import fidelity, harness, likelihood, selections
 from evals.__main__ import main
+from models import commands
 
 TEXT = (
     "The code of amber falcon is 4719. The river was calm and the baker counted steps. The code of bold harp is 2650."
@@ -228,6 +229,10 @@ def test_a_local_task_runs_and_goes_on_from_its_answers(tmp_path, capsys, monkey
     monkeypatch.setattr(likelihood, "predict", None)  # all is answered already
     assert main([*line, "--json", str(tmp_path / "again.json")]) == 0
     assert json.loads((tmp_path / "again.json").read_text())["results"] == found
+    with (tmp_path / "run" / commands.LOCK_FILE).open("ab") as held:
+        commands.lock(held, tmp_path / "run")
+        assert main(line) == 2
+    assert "another run writes into" in capsys.readouterr().err
 
 
 def test_a_task_that_fails_ends_in_one_sentence(tmp_path, capsys):
