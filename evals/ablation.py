@@ -191,7 +191,7 @@ def _read(path: Path, study: str, sampled: dict[str, Any]) -> dict[str, Any]:
         return {}
     try:
         data = json.loads(path.read_text())
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         raise ValueError(f"{path} is not JSON; name another file, or leave --resume out.") from None
     if not isinstance(data, dict) or data.get("study") != study:
         raise ValueError(f"{path} is not of the study {study!r}; name another file, or leave --resume out.")

@@ -55,12 +55,7 @@ def read_text(path: Path | None) -> str:
     """
     if path is None:
         return " ".join(prose.library_sentences("test"))
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no text file {path}; give one with --text.")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text (byte {error.start}); convert it first.") from None
+    text = commands.read_text(path, "text")
     if not text.strip():
         raise ValueError(f"{path} is empty; give a file with text.")
     return text

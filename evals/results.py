@@ -154,12 +154,15 @@ def fingerprint(path: Path) -> str | None:
     digest = hashlib.sha256()
     if path.is_dir():
         files = sorted(file for file in path.iterdir() if file.suffix in (".json", ".jsonl"))
-    elif path.is_file():
+    elif path.exists():
         files = [path]
     else:
         return None
     for file in files:
         digest.update(file.name.encode() if path.is_dir() else b"")
+        if not file.is_file():  # a pipe
+            digest.update(hashlib.sha256(commands.read_bytes(file)).digest())
+            continue
         with file.open("rb") as content:
             digest.update(hashlib.file_digest(content, "sha256").digest())
     return digest.hexdigest()[:16]

@@ -26,6 +26,7 @@ import numpy as np
 import models
 from evals import prose, running, tasks
 from evals.running import Group, TextSample
+from models import commands
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 DEPTHS = np.linspace(0, 1, 40)
@@ -237,7 +238,7 @@ def read_essays(path: Path) -> list[str]:
         FileNotFoundError: no such file.
         ValueError: no text in it.
     """
-    text = _read_text(path, "essays")
+    text = commands.read_text(path, "essays")
     if path.suffix == ".json":
         content = _parse_json(path, text)
         text = content.get("text", "") if isinstance(content, dict) else ""
@@ -256,7 +257,7 @@ def read_documents(path: Path) -> tuple[str, Documents]:
         FileNotFoundError: no such file.
         ValueError: another format, or no question in it.
     """
-    content = _parse_json(path, _read_text(path, "QA"))
+    content = _parse_json(path, commands.read_text(path, "QA"))
     try:
         task, found = (
             ("qa_1", _squad(content["data"])) if isinstance(content, dict) else ("qa_2", _hotpot(content))
@@ -279,7 +280,7 @@ def read_wording(path: Path) -> dict[str, Wording]:
         FileNotFoundError: no such file.
         ValueError: an unknown task or field, or a prompt without {context}.
     """
-    content = _parse_json(path, _read_text(path, "prompts"))
+    content = _parse_json(path, commands.read_text(path, "prompts"))
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds no object; expected tasks ({', '.join(WORDING)}) with prompt and answer.")
     found = dict(WORDING)
@@ -574,19 +575,10 @@ def _hotpot(data: Sequence[Mapping[str, Any]]) -> Documents:
     )
 
 
-def _read_text(path: Path, what: str) -> str:
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no {what} file {path}; name one that exists.")
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text (byte {error.start}); convert it first.") from None
-
-
 def _parse_json(path: Path, text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON ({error}); give the published file.") from None
 
 

@@ -145,11 +145,10 @@ def read(path: Path) -> dict[str, Any]:
         FileNotFoundError: no such file.
         ValueError: no TOML.
     """
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no file {path}; name a TOML file with models, policies, budgets and tasks.")
+    text = commands.read_text(path, "TOML")
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        return tomllib.loads(text.replace("\r\n", "\n"))
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ValueError(f"{path} is not TOML ({error}); mend that place.") from None
 
 

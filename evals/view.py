@@ -226,12 +226,7 @@ def command(flags: argparse.Namespace) -> None:
 
 
 def _read(path: Path) -> str:
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no prompt file {path}; name a text file.")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text (byte {error.start}); convert it first.") from None
+    text = commands.read_text(path, "prompt")
     if not text.strip():
         raise ValueError(f"{path} is empty; give some text.")
     return text

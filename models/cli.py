@@ -170,13 +170,11 @@ def _selected(flags: argparse.Namespace, budget: int | float | None, share: floa
 
 
 def _read_prompt(flags: argparse.Namespace) -> str:
-    if flags.prompt_file is not None and not flags.prompt_file.is_file():
-        raise FileNotFoundError(f"there is no prompt file {flags.prompt_file}; name a text file, or use --prompt.")
     try:
         if flags.prompt is not None:
             text = flags.prompt
         elif flags.prompt_file is not None:
-            text = flags.prompt_file.read_bytes().decode()
+            text = commands.read_text(flags.prompt_file, "prompt")
         else:
             text = sys.stdin.buffer.read().decode()
     except UnicodeDecodeError as error:

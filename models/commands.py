@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import re
@@ -29,6 +30,14 @@ EXIT_CODES = """exit codes:
 
 class Parser(argparse.ArgumentParser):
     """A parser whose complaint is one line, like every other of a command's."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        for argument in sys.argv[1:] if args is None else args:
+            try:
+                argument.encode()
+            except UnicodeEncodeError:
+                self.error(f"the argument {argument[:60]!a} is not UTF-8 text")
+        return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}; {self.prog} --help says what there is.\n")
@@ -134,7 +143,8 @@ def sentence(error: BaseException) -> str:
         ('two lines', 'a.txt: no such file or directory')
     """
     if isinstance(error, OSError) and error.strerror and error.filename is not None:
-        return f"{error.filename}: {error.strerror[:1].lower()}{error.strerror[1:]}"
+        name = str(error.filename)
+        return f"{name if len(name) <= 200 else name[:200] + '...'}: {error.strerror[:1].lower()}{error.strerror[1:]}"
     return " ".join(str(error).split()) or type(error).__name__
 
 
@@ -182,6 +192,46 @@ def parse_budget(text: str) -> int | float:
     if not 0 < ratio <= 1:
         raise ValueError(f"the budget {text!r} is neither slots per head (an int) nor a ratio of the prompt in (0, 1].")
     return ratio
+
+
+def read_text(path: str | Path, what: str) -> str:
+    """The text of a UTF-8 file, or of a pipe such as ``<(zcat book.gz)``; a pipe may be asked for again.
+
+    Args:
+        what: the kind of file, for people.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: a folder, or no UTF-8.
+
+    Example:
+        >>> from models.commands import read_text
+        >>> read_text("nowhere.txt", "prompt")
+        Traceback (most recent call last):
+        ...
+        FileNotFoundError: there is no prompt file nowhere.txt; name one that exists.
+    """
+    try:
+        return read_bytes(path).decode()
+    except FileNotFoundError:
+        raise FileNotFoundError(f"there is no {what} file {path}; name one that exists.") from None
+    except IsADirectoryError:
+        raise ValueError(f"the {what} file {path} is a folder; name a file.") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text (byte {error.start}); convert it first.") from None
+
+
+def read_bytes(path: str | Path) -> bytes:
+    """The bytes of a file. Those of a pipe come once, so they are kept."""
+    found = os.stat(path)
+    if stat.S_ISREG(found.st_mode):
+        return Path(path).read_bytes()
+    return _of_a_pipe(str(path), found.st_dev, found.st_ino)
+
+
+@functools.lru_cache(maxsize=16)
+def _of_a_pipe(path: str, device: int, inode: int) -> bytes:
+    return Path(path).read_bytes()
 
 
 @contextlib.contextmanager

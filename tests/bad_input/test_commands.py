@@ -97,7 +97,9 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+LONG = "x" * 5000  # more than a file's name may have
 GENERATE = """
+retriever --prompt-file {long} | {long} --prompt x
 retriever --prompt-file nowhere.txt | retriever --prompt-file folder | retriever --prompt-file empty.txt
 retriever --prompt-file blank.txt | retriever --prompt-file picture.txt | retriever --prompt "" | retriever --prompt " "
 nowhere --prompt x | good.txt --prompt x | empty --prompt x | folder --prompt x | "" --prompt x | untold --prompt x
@@ -128,6 +130,8 @@ retriever --prompt x --select oracle --budget 0.5 --sinks -1
 retriever --prompt x --select oracle --budget 0.5 --policy h2o
 retriever --prompt x --select butler --budget 0.5 --butler nowhere | retriever --prompt x --butler empty
 retriever --prompt x --select butler --budget 0.5 --butler predictor | retriever --prompt x --chat
+retriever --prompt \udcff | retriever --prompt x --question \udcff | retriever --prompt x --policy \udcff
+~nouser/x --prompt x
 retriever --prompt x --seed x | retriever --prompt x --seed 99999999999999999999999
 """
 EVERY_EVAL = """
@@ -268,13 +272,13 @@ CASES += [("evals", f"{name} {line}") for name, text in EVALS.items() for line i
 CASES += [("train.butler", line) for line in lines(BUTLER)] + [("train.retriever", line) for line in lines(RETRIEVER)]
 
 
-@pytest.mark.parametrize(("command", "line"), CASES, ids=[f"{command} {line}"[:100] for command, line in CASES])
+@pytest.mark.parametrize(("command", "line"), CASES, ids=[ascii(f"{command} {line}")[1:100] for command, line in CASES])
 def test_a_command_ends_in_one_sentence(command, line, inputs: Path, tmp_path, terminal: Terminal, monkeypatch):
     for path in inputs.iterdir():
         (tmp_path / path.name).symlink_to(path)
     monkeypatch.chdir(tmp_path)
     before, names = state_of(inputs), {path.name for path in tmp_path.iterdir()}
-    said = terminal.refuses(MAINS[command], shlex.split(line))
+    said = terminal.refuses(MAINS[command], shlex.split(line.replace("{long}", LONG)))
     assert "error: " in said
     assert state_of(inputs) == before
     assert {path.name for path in tmp_path.iterdir()} == names, "a refused command leaves nothing behind"

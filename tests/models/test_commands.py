@@ -87,6 +87,15 @@ def test_a_long_name_is_written(tmp_path):
     assert target.read_text() == "1\n"
 
 
+def test_a_pipe_is_read_once_and_kept(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=pipe.write_text, args=("essays",))
+    writer.start()
+    assert commands.read_text(pipe, "essays") == commands.read_text(pipe, "essays") == "essays"
+    writer.join()
+
+
 def test_a_pipe_gets_the_whole_content_and_stays(tmp_path):
     pipe, read = tmp_path / "figures.json", []
     os.mkfifo(pipe)
