@@ -17,7 +17,7 @@ from typing import Any
 from tqdm import tqdm
 
 import models
-from evals import claims, needle, report, study_report
+from evals import claims, needle, report, running, study_report
 from evals.studies import LENGTH, STUDIES, Run, Study
 from models import commands
 
@@ -123,6 +123,11 @@ def command(flags: argparse.Namespace) -> None:
         )
         for question in dict.fromkeys(run.question for run in study.runs)
     }
+    for run in study.runs:
+        samples = [sample for cell in cells[run.question] for sample in cell.samples]
+        most = max(len(sample.answer_tokens) for sample in samples)
+        setting = needle.Setting(run.policy, run.slots(flags.length), run.when, run.question)
+        running.check_answers(model, samples, setting, new_tokens=most, block=run.block, batch=flags.batch)
     total = flags.depths * flags.samples
 
     def data(results: Sequence[dict[str, Any]], judged: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:

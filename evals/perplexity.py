@@ -363,6 +363,8 @@ def run(
     started = time.time()
     total = steps(chosen, sparsities, len(chunks), len(policies), len(budgets))
     evicted: list[dict[str, Any]] = []
+    for policy, budget in itertools.product(policies, budgets):  # all are checked before the first is run
+        models.stream(model, chunks[:1, :-1], policy=policy, budget=budget, block=flags.block, max_new_tokens=1)
     with tqdm(total=total, unit="chunk", file=sys.stderr, dynamic_ncols=True) as progress:
         results = measure(
             model, chunks, chosen, sparsities, butler=butler, sinks=flags.sinks, heads=flags.heads,

@@ -152,18 +152,24 @@ def sample(
     build, least = _builder(task, index, length, sources, seed)
     room = length - NEW_TOKENS[task]
 
-    def tokens_of(units: int) -> list[int]:
-        draft = build(units)
-        return tokenizer.encode(draft.context + draft.question)
-
-    units = most_that_fits(lambda units: len(tokens_of(units)), room, least)
-    if units is None:
-        raise ValueError(
-            f"the task {task} takes {len(tokens_of(least)):,} tokens at least, and {room:,} are left of the length "
-            f"{length:,} beside the {NEW_TOKENS[task]} of the answer; give a greater length."
-        )
-    draft, tokens = build(units), tokens_of(units)
+    _check_fits(task, _encoded(build(least), tokenizer), length)
+    units = most_that_fits(lambda units: len(_encoded(build(units), tokenizer)), room, least)
+    draft = build(least if units is None else units)
+    tokens = _encoded(draft, tokenizer)
     return TextSample(tokens, common_prefix(tokenizer.encode(draft.context), tokens), draft.references)
+
+
+def _encoded(draft: Draft, tokenizer: Any) -> list[int]:
+    return tokenizer.encode(draft.context + draft.question)
+
+
+def _check_fits(task: str, smallest: Sequence[int], length: int) -> None:
+    room = length - NEW_TOKENS[task]
+    if len(smallest) > room:
+        raise ValueError(
+            f"the task {task} takes {len(smallest):,} tokens at least, and {room:,} are left of the length {length:,} "
+            f"beside the {NEW_TOKENS[task]} of the answer; give a greater length."
+        )
 
 
 def recall(answer: str, references: Sequence[str]) -> float:
@@ -343,6 +349,7 @@ def make_groups(flags: argparse.Namespace, config: models.Config, tokenizer: mod
             functools.partial(_draw, task, tokenizer, length, sources, flags.samples, flags.seed),
             NEW_TOKENS[task],
             functools.partial(_score, any_of if task in QA else recall),
+            probe=functools.partial(_probe, task, tokenizer, length, sources, flags.samples, flags.seed),
         )
         for length in running.check_sizes(flags)
         for task in _tasks(flags)
@@ -374,6 +381,14 @@ def _tasks(flags: argparse.Namespace) -> list[str]:
 
 def _draw(task: str, tokenizer: Any, length: int, sources: Sources, count: int, seed: int) -> list[TextSample]:
     return [sample(task, index, tokenizer, length, sources, seed=seed) for index in range(count)]
+
+
+def _probe(task: str, tokenizer: Any, length: int, sources: Sources, count: int, seed: int) -> list[TextSample]:
+    """The first sample, when the smallest form of each fits; what makes them long comes only when they are drawn."""
+    for index in range(count):
+        build, least = _builder(task, index, length, sources, seed)
+        _check_fits(task, _encoded(build(least), tokenizer), length)
+    return _draw(task, tokenizer, length, sources, 1, seed)
 
 
 def _score(metric: Callable[[str, Sequence[str]], float], answer: running.Answer, sample: TextSample) -> float:

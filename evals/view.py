@@ -199,6 +199,11 @@ def command(flags: argparse.Namespace) -> None:
     blocks = math.ceil(len(tokens) / flags.block)
     if blocks + flags.max_new_tokens + 2 >= NEVER:
         raise ValueError(f"{len(tokens):,} tokens in blocks of {flags.block} are too many steps; give larger blocks.")
+    for policy in policies:  # all are checked before the first is run
+        models.stream(
+            model, np.array([list(tokens)], np.int32), policy=policy, budget=None if policy == "full" else budget,
+            block=flags.block, when=flags.when, question=question, max_new_tokens=flags.max_new_tokens,
+        )  # fmt: skip
     traces = []
     for policy in tqdm(policies, unit="policy", file=sys.stderr, dynamic_ncols=True):
         traces.append(

@@ -83,6 +83,36 @@ def load(
         ...
         FileNotFoundError: there is no folder no/such/folder/anywhere; give a folder with config.json and safetensors...
     """
+    config, tokenizer, files, target, mesh = _opened(path, dtype, mesh, revision)
+    shapes = parameter_shapes(config)
+    parameters = {
+        name: _place(name, shapes[name], files, target, mesh)
+        for name in sorted(shapes, key=lambda name: -np.prod(shapes[name]))
+    }
+    return Decoder(config, parameters), tokenizer
+
+
+def describe(
+    path: str | Path, *, dtype: DTypeLike | None = None, mesh: Mesh | None = None, revision: str | None = None
+) -> tuple[Config, Tokenizer | None]:
+    """Checks all of a checkpoint that can be known before its weights are read; gives its config and its tokenizer.
+
+    Args, errors: as of :func:`load`.
+
+    Example:
+        >>> from models.load import describe
+        >>> config, tokenizer = describe("retriever")
+        >>> config.vocab_size == tokenizer.vocab_size
+        True
+    """
+    config, tokenizer, *_ = _opened(path, dtype, mesh, revision)
+    return config, tokenizer
+
+
+def _opened(
+    path: str | Path, dtype: DTypeLike | None, mesh: Mesh | None, revision: str | None
+) -> tuple[Config, Tokenizer | None, dict[str, Path], np.dtype, Mesh | None]:
+    """Config, tokenizer, each tensor's file, the weights' dtype and the mesh, all checked."""
     wanted = None if dtype is None else _known_dtype(dtype)
     folder = find_folder(path, revision)
     config = read_config(folder)
@@ -90,14 +120,8 @@ def load(
         mesh = _checked_mesh(config, mesh)
     files = _tensor_files(folder)
     stored = _check_tensors(config, files, folder)
-    target = np.dtype(jax.dtypes.canonicalize_dtype(wanted or stored))
-    shapes = parameter_shapes(config)
-    parameters = {
-        name: _place(name, shapes[name], files, target, mesh)
-        for name in sorted(shapes, key=lambda name: -np.prod(shapes[name]))
-    }
     tokenizer = Tokenizer.from_folder(folder) if (folder / "tokenizer.json").is_file() else None
-    return Decoder(config, parameters), tokenizer
+    return config, tokenizer, files, np.dtype(jax.dtypes.canonicalize_dtype(wanted or stored)), mesh
 
 
 def read_config(folder: Path) -> Config:

@@ -10,7 +10,7 @@ import pytest
 
 import models
 from evals import __main__ as evals
-from models import cli
+from models import cli, decoding
 from tests.bad_input.campaign import Terminal, state_of
 from train import butler, retriever
 
@@ -52,6 +52,9 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "badbudget.toml": 'policies = ["h2o"]\nbudgets = [0]\n[tasks.needle]\n',
         "nested.toml": 'policies = [["h2o"]]\n[tasks.needle]\n',
         "date.toml": "seed = 2020-01-01\n[tasks.needle]\n",
+        "misfit.toml": SWEEP
+        + '[tasks.needle]\nlengths = [64]\nfacts = 1\n[tasks.ruler]\ntasks = ["vt"]\nlengths = [256]\n',
+        "window.toml": 'policies = ["snapkv"]\nbudgets = [0.1]\n[tasks.needle]\nlengths = [64]\nfacts = 1\n',
         "gone.toml": 'models = ["no/where/else"]\npolicies = ["full"]\n[tasks.needle]\nlengths = [64]\nfacts = 1\n',
     }
     for name, content in text.items():
@@ -147,7 +150,9 @@ EVERY_EVAL = """
 """
 SAMPLED = "--lengths 0 | --lengths -5 | --lengths far | --lengths '' | --lengths 2.5 | --lengths 8 | --samples 0"
 SAMPLED += " | --samples x"
-NEEDLE = SAMPLED + " | --depths 0 | --facts 0 | --lengths 64 --facts 50 | --facts 99999"
+NEEDLE = SAMPLED + " | --policies snapkv --budgets 0.1 --lengths 64 --facts 1"
+NEEDLE += " | --mesh data=2 --batch 3 --lengths 64 --facts 1 --policies full"
+NEEDLE += " | --depths 0 | --facts 0 | --lengths 64 --facts 50 | --facts 99999"
 KEPT = """
 --out good.txt | --out good.txt/run | --out full | --out noheader | --out halfheader | --out listheader | --out others
 --out othersettings | --out numbers
@@ -208,7 +213,7 @@ nowhere.toml --out new | half.toml --out new | list.toml --out new | picture.txt
 unknown.toml --out new | notask.toml --out new | badtask.toml --out new | badflag.toml --out new
 badvalue.toml --out new
 nomodel.toml --out new | badpolicy.toml --out new | badbudget.toml --out new | nested.toml --out new
-date.toml --out new
+date.toml --out new | misfit.toml --out new | window.toml --out new
 unknown.toml | badtask.toml --out full
 """
 REPORT = """
@@ -274,6 +279,7 @@ CASES += [("train.butler", line) for line in lines(BUTLER)] + [("train.retriever
 
 @pytest.mark.parametrize(("command", "line"), CASES, ids=[ascii(f"{command} {line}")[1:100] for command, line in CASES])
 def test_a_command_ends_in_one_sentence(command, line, inputs: Path, tmp_path, terminal: Terminal, monkeypatch):
+    monkeypatch.setattr(decoding, "_block_step", None)  # all that can be known is known before the first step
     for path in inputs.iterdir():
         (tmp_path / path.name).symlink_to(path)
     monkeypatch.chdir(tmp_path)
