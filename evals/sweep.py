@@ -218,10 +218,8 @@ def _run(part: Part, model: Any, tokenizer: Any, store: results.Results, progres
     labels = {"model": flags.model, "evaluation": flags.name}
     failed = []
     groups = _groups(part, model.config, tokenizer)
-    counts = [sum(setting.question in group.questions for setting in settings) for group in groups]
-    progress.total = (progress.total or 0) + sum(
-        group.size * count for group, count in zip(groups, counts, strict=True)
-    )
+    counts = [group.size * sum(setting.question in group.questions for setting in settings) for group in groups]
+    progress.total = (progress.total or 0) + sum(counts)
     for group in groups:
         try:
             running.run(

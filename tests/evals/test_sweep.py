@@ -113,9 +113,7 @@ def test_what_fails_is_named_and_the_rest_is_done(tmp_path, capsys, monkeypatch)
         run(model, tokenizer, groups, *rest, **options)
 
     monkeypatch.setattr(running, "run", fail)
-    content = (
-        "policies = ['full']\nblock = 64\n[tasks.ruler]\ntasks = ['fwe', 'niah_single_1']\nlengths = [320]\nsamples = 1"
-    )
+    content = "policies = ['full']\n[tasks.ruler]\ntasks = ['fwe', 'niah_single_1']\nlengths = [320]\nsamples = 1"
     (tmp_path / "some.toml").write_text(content)
     assert main(["sweep", str(tmp_path / "some.toml"), "--out", str(tmp_path / "run")]) == 2
     assert (
