@@ -31,7 +31,7 @@ from kernels_pallas import cache_attention
 from kvjax import rotate
 from kvjax.checks import check_count, check_fields, plain
 from models import decoder, provenance
-from models.commands import replacing, write_json
+from models.commands import to_json, write_files
 from models.config import Config, Rope
 from models.decoder import Decoder, rms_norm, rope_frequencies
 from models.load import find_folder
@@ -478,7 +478,7 @@ def butler_input(
 
 
 def save_butler(folder: str | Path, butler: Butler, model: Decoder, name: str) -> None:
-    """Writes a predictor and what it was made for. Each file is replaced as a whole or not at all.
+    """Writes a predictor and what it was made for. Both files are whole before either takes its place.
 
     Where several processes hold a model together all of them call this, and the first one writes.
 
@@ -503,12 +503,9 @@ def save_butler(folder: str | Path, butler: Butler, model: Decoder, name: str) -
     description = {"name": name, **fingerprint(model)}
     if jax.process_index() > 0:
         return
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     tensors = {own: np.asarray(jax.device_get(getattr(butler, own)[...])) for own in parameter_shapes(butler.config)}
-    with replacing(folder / WEIGHTS_FILE) as temporary:
-        temporary.write_bytes(to_safetensors(tensors))
-    write_json(folder / CONFIG_FILE, {"butler": dataclasses.asdict(butler.config), "model": description})
+    described = {"butler": dataclasses.asdict(butler.config), "model": description}
+    write_files(Path(folder), {WEIGHTS_FILE: to_safetensors(tensors), CONFIG_FILE: to_json(described).encode()})
 
 
 def fingerprint(model: Decoder) -> dict[str, Any]:

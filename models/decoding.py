@@ -345,6 +345,11 @@ def _stream(model, prompt, rows, projection, key, plan, sampling, max_new_tokens
                 on_block(int(position.max()) + 1, int(rows.lengths.max()))
         if context:
             cache = _shrink_step(cache, plan)
+    if not jnp.isfinite(logits).all():  # else every token would be the first of the vocabulary
+        raise ValueError(
+            f"the model's logits are NaN or infinite: its weights are not finite, or {model.embedding[...].dtype} is "
+            "too narrow for it; load it in another dtype."
+        )
     key, draw = jax.random.split(key)
     token = np.asarray(_sample(logits, draw, sampling))
     finished = np.isin(token, end)

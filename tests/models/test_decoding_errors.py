@@ -183,3 +183,11 @@ def test_every_rows_budget_must_hold_what_is_protected(model):
     tokens, lengths = np.zeros((2, 64), np.int32), np.array([4, 64])
     with pytest.raises(ValueError, match=r"the budget is 16 tokens, but .* always keeps 8 first and 9 last"):
         models.prefill(model, tokens, lengths, policy="tova+protect(sinks=0.5,recent=0.6)", budget=0.25, block=8)
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_logits_that_are_not_finite_are_refused(number):
+    broken = reference.decoder(CONFIG, reference.parameters(CONFIG))
+    broken.norm[...] = broken.norm[...].at[0].set(number)
+    with pytest.raises(ValueError, match=r"the model's logits are NaN or infinite: .* float32 is too narrow"):
+        next(models.stream(broken, TOKENS, max_new_tokens=2))
