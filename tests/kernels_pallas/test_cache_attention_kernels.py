@@ -14,7 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec
 
 from kernels_pallas import STATISTICS, cache_attention
-from kernels_pallas.cache_attention import gpu, reference, tpu
+from kernels_pallas.cache_attention import reference, tpu
 from kernels_pallas.dispatch import Kernel
 from tests.kernels_pallas.targets import compiled_for_tpu, lowered, needs_gpu
 from tests.kernels_pallas.test_cache_attention import Case, case, statistics
@@ -216,9 +216,10 @@ def test_auto_lowers_to_the_kernels(platform, sizes, names, span):
 def test_what_a_kernel_cannot_do_auto_leaves_to_the_reference(platform):
     wide = shapes(1, 2, 2, 1, 40, 1024, "float32")
     assert "custom_call @" not in lowered(platform, attend((), None), *wide).replace("@Sharding", "")
+    run = Kernel("cache_attention", {"cuda": "gpu"}.get(platform, platform)).run
+    options = dict(statistics=frozenset(), window=0, sliding_window=None, scale=1.0)
     with pytest.raises(NotImplementedError, match=r"head dim is 1024, but the kernels take up to .*'reference' can"):
-        jax.eval_shape(functools.partial({"tpu": tpu, "cuda": gpu}[platform].cache_attention, statistics=frozenset(),
-                                         window=0, sliding_window=None, scale=1.0), *wide)  # fmt: skip
+        jax.eval_shape(functools.partial(run, **options), *wide)
 
 
 @pytest.mark.gpu

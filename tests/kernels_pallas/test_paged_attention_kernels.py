@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 
 from kernels_pallas import STATISTICS, paged_attention
 from kernels_pallas.dispatch import Kernel
-from kernels_pallas.paged_attention import gpu, reference, tpu
+from kernels_pallas.paged_attention import reference, tpu
 from tests.kernels_pallas.targets import compiled_for_tpu, lowered, needs_gpu
 from tests.kernels_pallas.test_cache_attention import case
 from tests.kernels_pallas.test_paged_attention import check_definition, paged
@@ -230,7 +230,9 @@ CANNOT = {
 @pytest.mark.parametrize(("platform", "sizes", "reason"), [(p, *cannot) for p in CANNOT for cannot in CANNOT[p]])
 def test_what_a_kernel_cannot_do_auto_leaves_to_the_reference(platform, sizes, reason):
     assert "custom_call @" not in lowered(platform, attend((), None), *shapes(*sizes)).replace("@Sharding", "")
-    run = functools.partial({"tpu": tpu, "cuda": gpu}[platform].paged_attention, **options_of_shapes())
+    run = functools.partial(
+        Kernel("paged_attention", {"cuda": "gpu"}.get(platform, platform)).run, **options_of_shapes()
+    )
     with pytest.raises(NotImplementedError, match=rf"{reason}; implementation='reference' can"):
         jax.eval_shape(run, *shapes(*sizes))
 

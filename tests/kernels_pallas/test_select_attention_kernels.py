@@ -196,7 +196,7 @@ def test_auto_lowers_to_the_kernels(platform, sizes):
 def test_what_a_kernel_cannot_do_auto_leaves_to_the_reference(platform, sizes, reason):
     given = shapes(*sizes)
     assert "custom_call @" not in lowered(platform, of_layer, *given).replace("@Sharding", "")
-    named = {"tpu": tpu, "cuda": gpu}[platform].select_attention
+    named = Kernel("select_attention", {"cuda": "gpu"}.get(platform, platform)).run
     with pytest.raises(NotImplementedError, match=f"{reason}.*implementation='reference' can"):
         jax.eval_shape(lambda *arrays: named(*arrays[:4], layer=arrays[4], scale=1.0), *given)
 
