@@ -33,6 +33,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kernels_pallas.softmax import grouped_logits
 from kvjax.cache import write_rows
 from kvjax.checks import check_count, typed
 from kvjax.names import called, check_number, registered, written
@@ -133,11 +134,7 @@ def logits(query: Float[Array, "B T N D"], key: Float[Array, "B K S D"]) -> Floa
         [[[[2.0, 2.0, 2.0]], [[2.0, 2.0, 2.0]]]]
     """
     B, T, N, D = query.shape
-    K, S = key.shape[1:3]
-    accumulate = jnp.promote_types(query.dtype, jnp.float32)
-    grouped = query.reshape(B, T, K, N // K, D)
-    products = jnp.einsum("btkgd,bksd->bkgts", grouped, key, preferred_element_type=accumulate)
-    return D**-0.5 * products.reshape(B, N, T, S)
+    return D**-0.5 * grouped_logits(query, key).reshape(B, N, T, -1)
 
 
 @register

@@ -28,6 +28,7 @@ from safetensors.numpy import load as from_safetensors
 from safetensors.numpy import save as to_safetensors
 
 from kernels_pallas import cache_attention
+from kernels_pallas.softmax import grouped_logits
 from kvjax import rotate
 from kvjax.checks import check_count, check_fields, plain
 from models import decoder, provenance
@@ -422,8 +423,7 @@ def importance(
     if isinstance(layer, int) and not 1 <= layer <= query.shape[0]:
         raise ValueError(f"layer is {layer}; layers 1 to {query.shape[0]} are predicted, layer 0 is read in full.")
     query, key = (jax.lax.dynamic_index_in_dim(x, layer - 1, keepdims=False) for x in (query, key))
-    accumulate = jnp.promote_types(query.dtype, jnp.float32)
-    logits = jnp.einsum("btnd,bnsd->bnts", query, key, preferred_element_type=accumulate) * query.shape[-1] ** -0.5
+    logits = grouped_logits(query, key)[:, :, 0] * query.shape[-1] ** -0.5
     if position is None or key_position is None:
         return logits
     seen = (key_position[:, None] >= 0) & (key_position[:, None] <= position[..., None])
