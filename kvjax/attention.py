@@ -477,7 +477,7 @@ def _observe_pages(cache, query, look, projection, foreseen, layer):
     state = jax.tree.map(put, cache.state, state, is_leaf=lambda leaf: isinstance(leaf, HeadState))
     scores = observed.scores[:, :, 0].swapaxes(0, 1)
     if look.policy.heads == "layer":  # all heads hold the same tokens, in the same slots
-        scores = jnp.broadcast_to(jnp.mean(scores, axis=1, keepdims=True), scores.shape)
+        scores = jnp.broadcast_to(jnp.sum(scores / scores.shape[1], axis=1, keepdims=True), scores.shape)
     measured = None if observed.measured is None else jnp.sum(observed.measured, axis=0)
     return out, dataclasses.replace(cache, state=state), Observed(scores, measured)
 

@@ -369,7 +369,8 @@ def retention_scores(policy: Policy, state: PyTree, observation: Observation) ->
     observation = mark_protected(policy, observation)
     scores, state = policy.update(_nothing(observation), state, observation)
     if policy.heads == "layer":
-        scores = jnp.broadcast_to(jnp.mean(scores, axis=(1, 2), keepdims=True), scores.shape)
+        heads = scores.shape[1] * scores.shape[2]  # divided before the sum: the largest floats have none
+        scores = jnp.broadcast_to(jnp.sum(scores / heads, axis=(1, 2), keepdims=True), scores.shape)
     return jnp.where(observation.protected, jnp.inf, jnp.mean(scores, axis=2)), state
 
 

@@ -128,8 +128,10 @@ def positions(*, kind: Positions = "compact") -> Policy:
 def shares(scores: Scores, o: Observation) -> Scores:
     """Scores divided by their sum over the live slots; 0 in free ones."""
     scores = jnp.where(o.live[:, :, None], scores, 0)
-    largest = jnp.max(scores, axis=-1, keepdims=True)
-    scores = scores / jnp.where(largest > 0, largest, 1)  # the largest floats, which mark safe tokens, have no sum
+    # The largest floats, which mark tokens that are sure to stay, have no sum, and the reciprocals by which XLA divides
+    # are 0. A power of two changes nothing but the exponent.
+    huge = jnp.max(scores, axis=-1, keepdims=True) > 2.0**64
+    scores = jnp.where(huge, 2.0**-64 * scores, scores)
     total = jnp.sum(scores, axis=-1, keepdims=True)
     return scores / jnp.where(total > 0, total, 1)
 
@@ -143,8 +145,9 @@ def pooled(scores: Scores, o: Observation, kernel: int, pooling: str) -> Scores:
     half = kernel // 2
     padding = ((0, 0), (0, 0), (0, 0), (half, half))
     start = jnp.asarray(nothing, in_order.dtype)
+    if pooling == "avg":
+        in_order = in_order / kernel  # before the sum, which is inf of the largest floats
     pooled = jax.lax.reduce_window(in_order, start, reduce, (1, 1, 1, kernel), (1, 1, 1, 1), padding)
-    pooled = pooled / kernel if pooling == "avg" else pooled
     return jnp.take_along_axis(pooled, jnp.argsort(order, axis=-1), axis=-1)
 
 

@@ -339,7 +339,7 @@ def _stream(model, prompt, rows, projection, key, plan, sampling, max_new_tokens
                 decoding=not context, butler=butler,
             )  # fmt: skip
             if on_cache is not None:
-                on_cache(cache)
+                on_cache(guided.inner(cache))
             if on_block is not None:
                 logits.block_until_ready()
                 on_block(int(position.max()) + 1, int(rows.lengths.max()))

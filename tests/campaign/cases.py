@@ -190,7 +190,7 @@ def draw(seed: int, number: int) -> Iterator[Case]:
         page_size=d.one(1, 2, 4, 16),
         mesh=mesh,
     )
-    policy = _policy(d, block, even=mesh is not None)
+    policy = _policy(d, block, layers, even=mesh is not None)
     asked = sorted({d.one(0, 0, 1, 2), d.one(1, 2, 4, 5)}) if d.maybe(0.35) else None  # the shortest, the longest
     budget = _budget(d, policy, width)
     fits = [n for n in range(1, width + 1) if _slots(budget, n) >= least_budget(policy)]
@@ -214,7 +214,7 @@ def draw(seed: int, number: int) -> Iterator[Case]:
         )
 
 
-def _policy(d: _Draw, block: int, even: bool) -> str:
+def _policy(d: _Draw, block: int, layers: int, even: bool) -> str:
     """A chain that the library takes, and an allocation that fits it."""
     window = d.one(*[w for w in (1, 2, 3, 4) if w <= block])
     kernel = (1, 3, 5)
@@ -230,12 +230,17 @@ def _policy(d: _Draw, block: int, even: bool) -> str:
         "expected_attention": dict(
             future=(1, 8, 512), sinks=(0, 1, 2), covariance=(True, False), value_norm=(True, False)
         ),
+        "butler": {},
         "keydiff": {},
         "key_norm": {},
         "random": dict(seed=(1, 7)),
     }
+    if d.maybe(0.03):
+        return "full"
     if window < 2:
         del bases["cake"]
+    if layers < 2 or even:
+        del bases["butler"]
     name = d.one(*bases)
     base = d.link(name, share=0.4 if name == "sage" else 0.6, **bases[name])  # type: ignore[arg-type]
     windowed = name in ("snapkv", "laprox", "cake", "lava")
@@ -291,6 +296,8 @@ def _policy(d: _Draw, block: int, even: bool) -> str:
 @functools.cache
 def least_budget(policy: str) -> Any:
     """The smallest budget that holds what a policy protects."""
+    if policy == "full":
+        return 1
     made = reference.policy(policy)
     return next(budget for budget in range(1, 200) if all(sum(made.protected(b)) <= b for b in range(budget, 200)))
 
@@ -343,7 +350,7 @@ def smaller(case: Case) -> Iterator[Case]:
                 if "window" in links[index] and "window" not in link:
                     continue
                 yield from but(policy="+".join([*links[:index], link, *links[index + 1 :]]) + at + allocation)
-    for layers in range(1, case.layers):
+    for layers in range(2 if case.base == "butler" else 1, case.layers):
         yield from but(layers=layers, windows=case.windows[:layers])
     yield from but(windows=())
     for name, simple in dict(family="llama", rope="default", tied=False, bias=False, end=(), page_size=16).items():

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 import models
@@ -69,8 +70,8 @@ def _check_row(case: Case, weights: dict[str, np.ndarray], number: int, row: _Ro
     prompt = case.prompts()[number, : case.lengths[number]]
     generates = case.entry in ("generate", "stream")
     settings: dict[str, Any] = dict(
-        policy=reference.policy(case.policy),
-        budget=case.budget,
+        policy=None if case.policy == "full" else reference.policy(case.policy),
+        budget=None if case.policy == "full" else case.budget,
         block=case.block,
         when=case.when,
         question=0 if case.question is None else case.question[number],
@@ -78,6 +79,10 @@ def _check_row(case: Case, weights: dict[str, np.ndarray], number: int, row: _Ro
         evict_every=case.evict_every,
         end=case.end,
     )
+    if case.base == "butler":
+        butler = reference.butler(case.config, case.seed)
+        arrays = {name: np.asarray(array, np.float64) for name, array in nnx.to_pure_dict(nnx.state(butler)).items()}
+        settings["butler"] = arrays, butler.config.rope_theta
     # As it is; then with near choices as the library seems to have made them: what it holds afterwards, or at the end,
     # stayed; then, one after the other and together, with near choices the other way.
     ways: list[tuple[frozenset[int], list[np.ndarray]]] = [(frozenset(), []), (frozenset(), [*row.history, row.kept])]
@@ -140,11 +145,12 @@ def _library(case: Case, weights: dict[str, np.ndarray]) -> list[_Row]:
     lengths = np.array(case.lengths)
     settings: dict[str, Any] = dict(
         policy=case.policy,
-        budget=case.budget,
+        budget=None if case.policy == "full" else case.budget,
         block=case.block,
         when=case.when,
         question=None if case.question is None else np.array(case.question),
         page_size=case.page_size,
+        butler=reference.butler(case.config, case.seed) if case.base == "butler" else None,
     )
     tokens: list[list[int]] | list[None] = [None] * B
     logits: Any = [None] * B

@@ -312,6 +312,36 @@ def test_normalised_scores_sum_to_one_in_each_query_head():
     close(scores("h2o+normalise", block), each_head(block, formula))
 
 
+@pytest.mark.parametrize("marks", ["tova+critical(safe=0.5)", "sage(split='adaptive')"])
+def test_tokens_that_are_sure_to_stay_share_the_weight(marks):
+    """They score float32's largest number, which has no sum and, to XLA, no reciprocal."""
+    block = blocks.make(14)
+    sure = scores(marks, block) > 1e38
+    heads = sure.any(axis=-1)
+    assert heads.any()
+    found = scores(f"{marks}+normalise", block)[heads]
+    np.testing.assert_allclose(found[sure[heads]], (sure / sure.sum(-1, keepdims=True).clip(1))[sure], rtol=1e-6)
+    np.testing.assert_allclose(np.nansum(np.where(sure[heads], 0, found), axis=-1), 0, atol=1e-6)
+
+
+def test_pooling_and_averaging_tokens_that_are_sure_to_stay_gives_finite_scores():
+    block = blocks.make(14)
+    largest = float(np.finfo(np.float32).max)
+    sure = scores("tova+critical(safe=0.5)", block) > 1e38
+
+    def pooled(b, k, live):
+        return definitions.pooled(largest * sure[b, k], block.observation.position[b, k], 3, "avg")[live]
+
+    found = scores("tova+critical(safe=0.5)+pool(kernel=3)", block)
+    np.testing.assert_allclose(found, each_head(block, pooled), rtol=1e-6, atol=10)  # the others score as weights do
+    same = blocks.make(14, same_heads=True)
+    sure = scores("tova+critical(safe=0.5)", same) > 1e38
+    assert (sure.sum(axis=1) == K).any()
+    averaged = scores("tova(heads='layer')+critical(safe=0.5)", same)
+    expected = each_head(same, lambda b, k, live: largest * sure[b][:, live].mean(axis=0))
+    np.testing.assert_allclose(averaged, expected, rtol=1e-6, atol=10)
+
+
 def test_normalise_first_lifts_negative_scores_to_zero():
     block = blocks.make(15)
 

@@ -21,6 +21,7 @@ from models.butler import Butler, ButlerConfig, butler_input, importance, num_pa
 from models.config import Rope, from_hugging_face
 from models.decoder import _project, rms_norm, rope_frequencies
 from models.decoder import parameter_shapes as model_shapes
+from tests.models import reference
 
 CONFIG = ButlerConfig(hidden_size=32, num_layers=4, num_heads=4, hidden=12, dim=6, rope_theta=100.0)
 MODEL = models.Config(64, 32, 48, num_layers=3, num_heads=4, num_kv_heads=2, query_key_norm=True)
@@ -124,34 +125,11 @@ def test_xavier_uniform():
     assert (butler.norm[...] == 1).all() and not np.any(butler.down_bias[...])
 
 
-def rotated(x: np.ndarray, position: np.ndarray) -> np.ndarray:
-    """x [B, T, ..., width]; element i turns with element i + width / 2."""
-    half = x.shape[-1] // 2
-    angle = position.reshape(*position.shape, *(1,) * (x.ndim - 2)) * 100.0 ** (-np.arange(half) / half)
-    turned = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angle)
-    return np.concatenate([turned.real, turned.imag], axis=-1)
-
-
-def definition(butler: Butler, x: jax.Array) -> tuple[np.ndarray, np.ndarray]:
-    """q' and k' [B, T, L', N, D'] in NumPy float64, as NOTES and the paper have it."""
+def definition(butler: Butler, x: jax.Array) -> list[np.ndarray]:
+    """q' and k' [L', B, T, N, D'] of the reference."""
     w = {name: np.asarray(getattr(butler, name)[...], np.float64) for name in parameter_shapes(butler.config)}
-    x = np.asarray(x, np.float64)
-    B, T, _ = x.shape
-    position = np.broadcast_to(np.arange(T), (B, T))
-    reduced = x @ w["reduce"]
-    query, key, value = (np.einsum("btr,rnd->btnd", reduced, w[name]) for name in ("query", "key", "value"))
-    logits = np.einsum("bind,bjnd->bnij", rotated(query, position), rotated(key, position)) / math.sqrt(query.shape[-1])
-    weights = np.exp(logits) * np.tri(T)
-    attended = np.einsum("bnij,bjnd->bind", weights / weights.sum(-1, keepdims=True), value).reshape(B, T, -1)
-    normed = (attended - attended.mean(-1, keepdims=True)) / np.sqrt(attended.var(-1, keepdims=True) + 1e-5)
-    up = (normed * w["norm"] + w["norm_bias"]) @ w["up"] + w["up_bias"]
-    x = x + up * (1 + np.vectorize(math.erf)(up / math.sqrt(2))) / 2 @ w["down"] + w["down_bias"]
-    hidden = (x @ w[side] for side in ("query_in", "key_in"))
-    hidden = (h / (1 + np.exp(-h)) for h in hidden)
-    return tuple(
-        rotated(np.einsum("bth,hlnd->btlnd", h, w[out]), position)
-        for h, out in zip(hidden, ("query_out", "key_out"), strict=True)
-    )
+    rows = [reference.predicted(w, butler.config.rope_theta, row) for row in np.asarray(x, np.float64)]
+    return [np.moveaxis(np.stack(part), (0, 3), (1, 2)) for part in zip(*rows, strict=True)]
 
 
 def test_queries_and_keys_are_those_of_the_definition():
@@ -159,7 +137,7 @@ def test_queries_and_keys_are_those_of_the_definition():
     ours, theirs = whole(butler, x), definition(butler, x)
     assert ours.query.shape == (3, 2, 13, 4, 6)
     for mine, expected in zip(ours, theirs, strict=True):
-        np.testing.assert_allclose(mine, np.moveaxis(expected, 2, 0), rtol=1e-4, atol=2e-5)
+        np.testing.assert_allclose(mine, expected, rtol=1e-4, atol=2e-5)
 
 
 def test_chunks_of_queries_change_nothing_nor_do_their_gradients(monkeypatch):

@@ -233,6 +233,14 @@ def test_a_streamed_answer_is_the_generated_one_and_compiles_once(select):
     assert len(COMPILED) == compiled
 
 
+@pytest.mark.parametrize("asked", [dict(select="butler", budget=0.3), dict(policy="butler", budget=24)])
+def test_a_look_at_the_prompts_cache_sees_the_cache_alone(asked):
+    seen = []
+    settings = dict(butler=predictor(), block=16, max_new_tokens=1, on_cache=lambda cache: seen.append(type(cache)))
+    list(models.stream(decoder(), TOKENS, **asked, **settings))
+    assert set(seen) == {kvjax.KVCache}
+
+
 def test_a_held_back_question_changes_nothing():
     settings = dict(select="streaming", budget=8, block=16, max_new_tokens=4, end=())
     plain = models.generate(decoder(), TOKENS, **settings)

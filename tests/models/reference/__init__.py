@@ -2,15 +2,17 @@
 
 Nothing here comes from kvjax, models or kernels_pallas, but for ``made``, which makes models to test with. The formulae
 are those of the papers and of docs/architecture.md. ``decoder`` runs, ``policies`` says what a short name means,
-``choices`` notes how close each choice was; the allocations are those of tests/kvjax/contests.py.
+``predictor`` is TokenButler's, ``choices`` notes how close each choice was; the allocations are those of
+tests/kvjax/contests.py.
 """
 
 from tests.models.reference.choices import Choices, Near
 from tests.models.reference.decoder import Run, inverse_frequencies, norm, rope, run, softmax
-from tests.models.reference.made import decoder, masked_logits, parameters
+from tests.models.reference.made import butler, decoder, masked_logits, parameters
 from tests.models.reference.policies import Policy, policy
+from tests.models.reference.predictor import predicted
 
 __all__ = [
-    "Choices", "Near", "Policy", "Run", "decoder", "inverse_frequencies", "masked_logits", "norm", "parameters",
-    "policy", "rope", "run", "softmax",
+    "Choices", "Near", "Policy", "Run", "butler", "decoder", "inverse_frequencies", "masked_logits", "norm",
+    "parameters", "policy", "predicted", "rope", "run", "softmax",
 ]  # fmt: skip

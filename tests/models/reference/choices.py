@@ -16,7 +16,7 @@ SMALL = 1e-6  # likewise, relative to the largest score at hand: what is left of
 class Near(NamedTuple):
     """A choice that rounding may turn.
 
-    ``turned``: it was made the other way; ``tie``: between equal tokens; ``noisy``: its scores are near by their noise.
+    ``turned``: it was made the other way; ``tie``: between equal tokens; ``noisy``: its scores are mostly noise.
     """
 
     number: int
@@ -76,7 +76,7 @@ class Choices:
         near = [i for i in ranking[:number] if s[i] - off[i] <= highest]
         near += [i for i in ranking[number:] if s[i] + off[i] >= lowest]
         if near:
-            noisy = noise is not None and any(noise[i] > tie for i in near)
+            noisy = noise is not None and any(noise[i] > NEAR * abs(s[i]) + tie for i in near)
             if held is not None:
                 certain = [i for i in result if i not in near]
                 near.sort(key=lambda i: (bool(held[i]), ranking.index(i) < number, order[i]), reverse=True)
@@ -84,7 +84,8 @@ class Choices:
             if mine in self.flips:
                 result = [*ranking[: number - 1], ranking[number]]
             changed = set(result) ^ set(ranking[:number])
-            exact = bool(changed) and not noisy and not open_ties and all(abs(s[i] - goes) <= tie for i in changed)
+            exact = bool(changed) and not open_ties
+            exact = exact and all(abs(s[i] - goes) <= tie and (noise is None or noise[i] <= tie) for i in changed)
             gap = (stays - goes) / max(abs(stays), abs(goes), 1e-30)
             self.near.append(Near(mine, gap, bool(changed), exact, noisy))
         return result

@@ -13,6 +13,7 @@ import numpy as np
 from tests.kvjax import contests
 from tests.models.reference.choices import LARGEST, Choices
 from tests.models.reference.policies import Policy, Seen
+from tests.models.reference.predictor import predicted
 
 
 @dataclasses.dataclass
@@ -42,17 +43,18 @@ def run(
     end: tuple[int, ...] = (),
     flips: frozenset[int] = frozenset(),
     held: Sequence[np.ndarray] = (),
+    butler: tuple[dict[str, np.ndarray], float] | None = None,
 ) -> Run:
     """One prompt, then a greedy answer. The last ``question`` tokens are fed when the rest was evicted from.
 
-    ``config`` has the fields of ``models.Config``. ``flips`` are choices to make the other way; where rounding may turn
-    a choice, the tokens ``held`` [L, K, P] behind the block or step are taken (see ``Choices``), the last entry of
-    ``held`` serving those that have none.
+    ``config`` has the fields of ``models.Config``; ``butler`` are a predictor's parameters and its rotary base.
+    ``flips`` are choices to make the other way; where rounding may turn a choice, the tokens ``held`` [L, K, P] behind
+    the block or step are taken (see ``Choices``), the last entry of ``held`` serving those that have none.
     """
     if isinstance(budget, float):
         budget = math.ceil(round(budget * len(prompt), 6))
     choices = Choices(flips)
-    model = _Model(parameters, config, policy, len(prompt), len(prompt) + new_tokens, choices, held)
+    model = _Model(parameters, config, policy, len(prompt), len(prompt) + new_tokens, choices, held, butler)
     logits, history = [], []
     context = len(prompt) - question
     blocks = math.ceil(context / block)
@@ -101,9 +103,11 @@ class _Model:
         room: int,
         choices: Choices,
         held: Sequence[np.ndarray],
+        butler: tuple[dict[str, np.ndarray], float] | None,
     ):
         self.w = {name: np.asarray(array, np.float64) for name, array in parameters.items()}
-        self.config, self.choices, self.held = config, choices, held
+        self.config, self.choices, self.held, self.butler = config, choices, held, butler
+        self.first = np.zeros((0, config.hidden_size))  # layer 0's output
         self.positions = "absolute" if policy is None else policy.positions
         self.length = 0
         self.frequency, self.amplitude = inverse_frequencies(config, prompt_length)
@@ -166,6 +170,8 @@ class _Model:
             y = norm(x, p["feed_norm"], config.norm_epsilon)
             gate, up = y @ p["gate"], y @ p["up"]
             x = x + (gate / (1 + np.exp(-gate)) * up) @ p["down"]
+            if layer == 0:
+                self.first = np.concatenate([self.first, x])
         return norm(x, w["norm"], config.norm_epsilon) @ (w["head"] if "head" in w else w["embedding"].T)
 
     def evict(self, policy: Policy, budget: int, number: int, *, settled: bool) -> None:
@@ -176,19 +182,26 @@ class _Model:
         sinks, recent = policy.protected(budget)
         stays = (at < sinks) | (at >= P - recent)
         tokens, noise, preference = [], [], np.zeros(L)
+        foreseen = None if self.butler is None else predicted(*self.butler, self.first)
         for layer, weights in enumerate(self.weights):
             kept = self.kept[layer][:, :P].copy()
-            output = self.w["layers.output"][layer]
+            output, m = self.w["layers.output"][layer], weights.shape[2]
+            of_layer = None
+            if foreseen is not None and layer:
+                query, key = (x[layer - 1].reshape(K, -1, P, x.shape[-1]) for x in foreseen)
+                of_layer = query[:, :, -m:], key
             seen = Seen(
                 weights=weights,
                 received=self.received[layer][:, :, :P],
                 key=self.key[layer][:, :P],
                 value=self.value[layer][:, :P],
                 kept=kept,
+                visible=self.seen[layer][:, P - m : P, :P],
                 protected=kept & stays,
                 query=self.query[layer][:, :, :P],
                 frequency=self.frequency,
                 output=output.reshape(K, -1, *output.shape[1:]),
+                predicted=of_layer,
                 layer=layer,
                 budget=budget,
                 settled=settled,

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from models.butler import Butler, ButlerConfig
+from models.butler import parameter_shapes as butler_shapes
 from models.config import Config
 from models.decoder import Decoder, parameter_shapes
 from tests.models.reference.decoder import inverse_frequencies
@@ -35,6 +37,17 @@ def parameters(config: Config, seed: int = 0, sharpness: float = 1.5) -> dict[st
 
 def decoder(config: Config, weights: dict[str, np.ndarray]) -> Decoder:
     return Decoder(config, {name: jnp.asarray(array) for name, array in weights.items()})
+
+
+def butler(config: Config, seed: int = 0) -> Butler:
+    """A predictor with every parameter away from where training starts."""
+    shape = ButlerConfig.of(config)
+    random = np.random.default_rng([seed, 2])
+    made = {}
+    for name, size in butler_shapes(shape).items():
+        draw = 0.5 * random.normal(size=size)
+        made[name] = jnp.asarray(1 + draw if name == "norm" else draw, jnp.float32)
+    return Butler(shape, made)
 
 
 def masked_logits(weights: dict[str, Any], config: Config, tokens: Any, seen: np.ndarray) -> jax.Array:

@@ -22,10 +22,12 @@ class Seen(NamedTuple):
     key: np.ndarray  # [K, P, D], rotated as the block met them
     value: np.ndarray  # [K, P, D]
     kept: np.ndarray  # [K, P], which tokens have not been evicted
+    visible: np.ndarray  # [K, m, P], which token a query of the block sees
     protected: np.ndarray  # [K, P], which stay in any case
     query: np.ndarray  # [K, G, P, D], all queries so far before rotation
     frequency: np.ndarray  # [D / 2], angle per position
     output: np.ndarray  # [K, G, D, E], the layer's output projection
+    predicted: tuple[np.ndarray, np.ndarray] | None  # [K, G, m, D'] and [K, G, P, D'], a predictor's queries and keys
     layer: int
     budget: int
     settled: bool  # the prompt was compressed before
@@ -252,6 +254,20 @@ def expected_attention(*, future: int = 512, sinks: int = 4, covariance: bool = 
     return Link(score, ((sinks, 0),))
 
 
+def butler(*, dim: int | None = None) -> Link:
+    """The attention that a predictor foresees, its mean over the block's queries; in layer 0 the real one."""
+
+    def score(_: Scores, seen: Seen) -> Scores:
+        if seen.predicted is None:
+            return seen.weights.mean(axis=2)
+        query, key = seen.predicted
+        logits = np.einsum("kgtd,kgpd->kgtp", query, key) / query.shape[-1] ** 0.5
+        weights = np.exp(logits - logits.max(axis=-1, keepdims=True)) * seen.visible[:, None]
+        return (weights / weights.sum(axis=-1, keepdims=True)).mean(axis=2)
+
+    return Link(score)
+
+
 def keydiff() -> Link:
     """Minus the cosine with the mean direction of the keys that are left."""
 
@@ -403,8 +419,8 @@ def fast_caote(**options: Any) -> Link:
 LINKS: dict[str, Callable[..., Link]] = {
     make.__name__: make
     for make in (
-        h2o, tova, snapkv, streaming, sage, laprox, cake, lava, expected_attention, keydiff, key_norm, random,
-        normalise, pool, protect, positions, critical, caote, fast_caote,
+        h2o, tova, snapkv, streaming, sage, laprox, cake, lava, expected_attention, butler, keydiff, key_norm,
+        random, normalise, pool, protect, positions, critical, caote, fast_caote,
     )
 }  # fmt: skip
 
@@ -424,6 +440,8 @@ def _pooled(scores: Scores, seen: Seen, kernel: int, pooling: str) -> Scores:
         for index, p in enumerate(there):
             near = scores[k][:, there[max(0, index - kernel // 2) : index + kernel // 2 + 1]]
             result[k, :, p] = near.sum(axis=1) / kernel if pooling == "avg" else near.max(axis=1)
+    if pooling == "avg":  # sums of the same numbers in another order
+        seen.noise[:] = seen.noise + 1e-6 * abs(result).mean(axis=1)
     return result
 
 
