@@ -332,10 +332,11 @@ def _stream(model, prompt, rows, projection, key, plan, sampling, max_new_tokens
             if (position < 0).all():
                 continue
             evicts = context and (plan.when == "block" or index == len(tokens) - 1)
-            cache, logits = _block_step(
+            cache, newest = _block_step(
                 model, cache, block_tokens, position, rows.lengths, rows.budgets, projection, plan.policy, evicts,
                 decoding=not context, butler=butler,
             )  # fmt: skip
+            logits = newest if context else _newest(position, newest, logits)
             if on_cache is not None:
                 on_cache(cache)
             if on_block is not None:
@@ -382,13 +383,13 @@ def _prefill(model, prompt, rows, projection, plan, all_logits=False, butler=Non
     cache = _empty_cache(model, plan, B, butler)
 
     def step(carry, scanned, evicts, decoding=False):
-        cache, _ = carry
+        cache, last = carry
         tokens, position = scanned
         hidden, cache = _run(
             model, cache, tokens, position, rows.lengths, rows.budgets, projection, plan.policy, evicts,
             decoding=decoding, butler=butler,
         )  # fmt: skip
-        return (cache, hidden[:, -1]), model.logits(hidden) if all_logits else None
+        return (cache, _newest(position, hidden[:, -1], last)), model.logits(hidden) if all_logits else None
 
     observe = functools.partial(step, evicts=False)
     carry = (cache, jnp.zeros((B, model.config.hidden_size), model.embedding[...].dtype))
@@ -410,6 +411,11 @@ def _prefill(model, prompt, rows, projection, plan, all_logits=False, butler=Non
     if not all_logits:
         return cache, model.logits(hidden)
     return cache, jnp.concatenate([x.swapaxes(0, 1).reshape(B, -1, x.shape[-1]) for x in logits], axis=1)
+
+
+def _newest(position: HostOrDevice, of_block: Float[Array, "B E"], before: Float[Array, "B E"]) -> Float[Array, "B E"]:
+    """What the last token of each row gave: a row without one in this block, as without a question, keeps its own."""
+    return jnp.where(position[:, -1:] >= 0, of_block, before)
 
 
 @functools.partial(jax.jit, static_argnames=("plan", "sampling", "max_new_tokens", "end"))
