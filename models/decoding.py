@@ -28,6 +28,7 @@ import kvjax
 from kvjax import KVCache, OutputProjection, PagedCache, Policy
 from kvjax.attention import idle_rows_keep, store_scores
 from kvjax.checks import check_count
+from kvjax.policy import policy_of
 from kvjax.sources import Source
 from models import guided
 from models.butler import Butler
@@ -315,7 +316,7 @@ def output_projection(model: Decoder, policy: Policy | str | None) -> OutputProj
         >>> models.output_projection(model, "laprox@model").gram.shape
         (2, 2, 2, 8, 8)
     """
-    policy = guided.parse_policy(policy)
+    policy = policy_of(policy)
     if policy is None or not policy.projections:
         return None
     heads = _cache_heads(model.config, policy)
@@ -440,7 +441,7 @@ def _generate(model, prompt, rows, projection, key, plan, sampling, max_new_toke
         key, draw = jax.random.split(key)
         token = _sample(logits, draw, sampling)
         out = out.at[:, step].set(jnp.where(finished, pad, token))
-        count = count + ~finished
+        count = count + (~finished).astype(jnp.int32)
         finished = finished | jnp.isin(token, jnp.array(end, jnp.int32))
         return step + 1, cache, key, token, finished, out, count
 
@@ -657,7 +658,7 @@ def _plan(
     if mesh is not None and rows % mesh.shape["data"]:
         ways = mesh.shape["data"]
         raise ValueError(f"data={ways} does not divide the batch of {rows}; give a multiple of {ways} rows, or data=1.")
-    policy = guided.parse_policy(policy)
+    policy = policy_of(policy)
     selection = guided.checked_selection(select, policy, budget, sinks, int(lengths.max()), reserve)
     guided.check_butler(config, butler, policy, selection)
     if policy is None:
