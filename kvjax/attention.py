@@ -260,6 +260,7 @@ def _observe(
     if cache.positions == "index":
         query, key = _turn_to_index(cache, query, key, position, frequency, layer)
     cache = insert(cache, key, value, position, layer=layer)
+    position = position.astype(jnp.int32)
     look = _Look(
         position,
         policy,
@@ -294,10 +295,12 @@ def _observe(
     return out, dataclasses.replace(cache, state=state), observed
 
 
-def _checked(cache, query, position, policy, budget, excess, layer) -> tuple[Policy | None, Array | np.ndarray | None]:
+def _checked(cache, query, position, policy, budget, excess, layer) -> tuple[Policy | None, Any]:
     """The policy and the budget of a block, as arrays count; refuses what cannot be, and what will not fit."""
     policy, T = policy_of(policy), query.shape[1]
-    check_fits(cache, T, position)
+    known = is_known(cache.position, position, layer)  # then insert looks into the cache itself
+    if not known:
+        check_fits(cache, T, position)
     if budget is None:
         return policy, None
     if policy is None:
@@ -313,7 +316,7 @@ def _checked(cache, query, position, policy, budget, excess, layer) -> tuple[Pol
         return policy, budget
     for number in np.unique(budget):
         check_budget(policy, int(number))
-    if not is_known(cache.position, position, layer):  # else insert looks into the cache itself
+    if not known:
         _check_room(cache, policy, np.broadcast_to(budget, B), T if excess is None else min(T, excess))
     return policy, np.minimum(budget, np.iinfo(np.int32).max).astype(np.int32)
 
@@ -488,10 +491,15 @@ class _Look(NamedTuple):
                 stack=None if stack is None else (jax.lax.stop_gradient(stack[1]), self.layer),
                 implementation=self.implementation,
             )
-            return state, Observed(None, left=left)  # type: ignore[arg-type]
+            return _as_before(state, before), Observed(None, left=left)  # type: ignore[arg-type]
         scores, state = retention_scores(policy, before, observation)
         measure = policy.allocation.measure
-        return state, Observed(scores, None if measure is None else measure(observation))
+        return _as_before(state, before), Observed(scores, None if measure is None else measure(observation))
+
+
+def _as_before(state: Any, before: Any) -> Any:
+    """A policy's state in the dtypes that it had, which float64 inputs would widen."""
+    return jax.tree.map(lambda new, old: new.astype(old.dtype), state, before)
 
 
 def _observe_pages(cache, query, look, projection, foreseen, layer):

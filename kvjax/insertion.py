@@ -71,13 +71,16 @@ def insert(
         )
     if position is not None and (position.shape != (B, T) or not jnp.issubdtype(position.dtype, jnp.integer)):
         raise ValueError(f"position is {position.dtype} {position.shape}; expected integers {(B, T)}, one a token.")
-    check_fits(cache, T, position)
+    given = position
     if position is None:
         position = next_positions(cache, T)
     if is_known(cache.position, position, layer):
         lacking = _lacking_slots(cache, position, layer)
         if lacking > 0:
             raise ValueError(f"{T} tokens do not fit: {lacking} more free slots are needed; evict first.")
+    else:
+        check_fits(cache, T, given)
+    position = position.astype(jnp.int32)  # wider ones, as x64 makes, would widen the cache
     if isinstance(cache, PagedCache):
         return insert_paged(cache, key, value, position, layer)
     return insert_plain(cache, key, value, position, layer)

@@ -28,6 +28,7 @@ import kvjax
 from kvjax import KVCache, OutputProjection, PagedCache, Policy
 from kvjax.attention import idle_rows_keep, store_scores
 from kvjax.checks import check_count
+from kvjax.insertion import is_known
 from kvjax.policy import policy_of
 from kvjax.sources import Source
 from models import guided
@@ -735,6 +736,11 @@ def _check_prompt(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     if not isinstance(model, Decoder):
         raise ValueError(f"the model is a {type(model).__name__}; give a Decoder, such as models.load gives.")
+    if not is_known(*jax.tree.leaves((tokens, lengths, question))):
+        raise ValueError(
+            "the prompt is traced (by jax.jit, vmap or grad), but it is cut into blocks on the host: call prefill, "
+            "generate and stream outside, as they compile themselves; inside, kvjax.attend in model.run works."
+        )
     try:
         host = np.asarray(tokens)
     except ValueError:

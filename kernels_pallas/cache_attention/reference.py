@@ -86,13 +86,13 @@ def cache_attention(
     if "last" in statistics:
         columns["last"] = _weighted_rows(weights, is_last.astype(accumulate))
     queries = jnp.sum(seen, axis=1)  # [B]
-    share = seen / jnp.maximum(queries, 1)[:, None]
+    share = seen.astype(accumulate) / jnp.maximum(queries, 1)[:, None].astype(accumulate)
     if "window_mean" in statistics:
         columns["window_mean"] = _weighted_rows(weights, share)
     if "window_variance" in statistics:  # around the mean: of small weights, E[a^2] - E[a]^2 would leave rounding only
         deviations = _sum_of_rows((weights - _weighted_rows(weights, share)[:, :, :, None]) ** 2, seen)
         others = (queries - 1)[:, None, None, None]
-        columns["window_variance"] = jnp.where(others > 0, deviations / jnp.maximum(others, 1), 0)
+        columns["window_variance"] = jnp.where(others > 0, deviations / jnp.maximum(others, 1).astype(accumulate), 0)
     if "window_square" in statistics:
         columns["window_square"] = _sum_of_rows(weights**2, seen)
     if "window_log" in statistics:

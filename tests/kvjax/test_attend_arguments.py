@@ -12,7 +12,7 @@ import pytest
 
 import kvjax
 from kvjax import KVCache, PagedCache
-from tests.kvjax.test_attend import BUDGET, D, B, G, K, N, S, T, blocks, start
+from tests.kvjax.test_attend import BUDGET, B, D, G, K, N, S, T, blocks, start
 
 BOTH = pytest.mark.parametrize("function", [kvjax.attend, kvjax.observe], ids=["attend", "observe"])
 
