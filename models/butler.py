@@ -34,7 +34,7 @@ from kvjax.checks import check_count, check_fields, plain
 from models import decoder, provenance
 from models.commands import to_json, write_files
 from models.config import Config, Rope
-from models.decoder import Decoder, rms_norm, rope_frequencies
+from models.decoder import Decoder, along_last, rms_norm, rope_frequencies
 from models.load import find_folder
 from models.tokenizer import read_object
 
@@ -371,9 +371,11 @@ class Butler(nnx.Module):
         query, key, value = (jnp.einsum("btr,rnd->btnd", reduced, w[...]) for w in (self.query, self.key, self.value))
         query, key = (self._rotate(y, position[..., None]) for y in (query, key))
         y = attend(query, key, value).reshape(reduced.shape)
-        y = _layer_norm(y) * self.norm[...] + self.norm_bias[...]
-        y = jax.nn.gelu(y @ self.up[...] + self.up_bias[...], approximate=False)
-        y = y @ self.down[...] + self.down_bias[...]
+        y = _layer_norm(y) * along_last(self.norm[...], y) + along_last(self.norm_bias[...], y)
+        y = y @ self.up[...]
+        y = jax.nn.gelu(y + along_last(self.up_bias[...], y), approximate=False)
+        y = y @ self.down[...]
+        y = y + along_last(self.down_bias[...], y)
         if dropout_key is not None:
             kept = jax.random.bernoulli(dropout_key, 1 - self.config.dropout, y.shape)
             y = jnp.where(kept, y / (1 - self.config.dropout), 0)
@@ -387,7 +389,8 @@ class Butler(nnx.Module):
 
     def _rotate(self, x: Float[Array, "*batch width"], position: Int[Array, "*#batch"]) -> Float[Array, "*batch width"]:
         frequency, _ = rope_frequencies(Rope(theta=self.config.rope_theta), x.shape[-1])
-        angle = jnp.maximum(position, 0)[..., None] * frequency[0]
+        position = jnp.maximum(position, 0)[..., None].astype(frequency.dtype)
+        angle = position * along_last(frequency[0], position)
         return rotate(x, jnp.cos(angle), jnp.sin(angle))
 
 

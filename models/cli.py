@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 import models
+from kvjax.policy import policy_of
 from models import commands, guided, provenance
 
 EXAMPLES = """examples:
@@ -149,7 +150,7 @@ def _load_butler(flags: argparse.Namespace, model: models.Decoder) -> models.But
     """The predictor that --select or --policy asks for, from --butler or from inside the model's folder."""
     if flags.butler is not None:
         return models.load_butler(flags.butler, model)
-    policy, source = guided.parse_policy(flags.policy), guided.parse_select(flags.select)
+    policy, source = policy_of(flags.policy), guided.parse_select(flags.select)
     if guided.asks_for_predictor(policy, source) is None:
         return None
     return models.own_butler(flags.model, model)

@@ -70,7 +70,8 @@ def cache_attention(
 
     is_last, seen = (describe(query_position, window)[..., i] > 0 for i in (IS_LAST, IN_WINDOW))  # [B, T]
     queries = jnp.sum(seen, axis=1)  # [B]
-    rows = {"sum": jnp.ones_like(seen), "last": is_last, "window_mean": seen / jnp.maximum(queries, 1)[:, None]}
+    share = seen.astype(weights.dtype) / jnp.maximum(queries, 1)[:, None].astype(weights.dtype)
+    rows = {"sum": jnp.ones_like(seen), "last": is_last, "window_mean": share}
     if "window_variance" not in statistics:
         rows = {name: row for name, row in rows.items() if name in statistics}
     columns = _sums_of_rows(weights, total, rows) if rows else {}
@@ -80,7 +81,7 @@ def cache_attention(
     if "window_variance" in statistics:  # around the mean: of small weights, E[a^2] - E[a]^2 would leave rounding only
         deviations = _sum_of_rows((weights - columns["window_mean"][:, :, :, None]) ** 2, seen)
         others = (queries - 1)[:, None, None, None]
-        columns["window_variance"] = jnp.where(others > 0, deviations / jnp.maximum(others, 1), 0)
+        columns["window_variance"] = jnp.where(others > 0, deviations / jnp.maximum(others, 1).astype(weights.dtype), 0)
     if "window_square" in statistics:
         columns["window_square"] = _sum_of_rows(weights**2, seen)
     if "window_log" in statistics:

@@ -162,6 +162,19 @@ def test_decoding_refuses(model, run, arguments, message):
         run(model, TOKENS, policy="h2o", budget=16, **arguments)
 
 
+@pytest.mark.parametrize("run", [models.prefill, models.generate, models.stream])
+@pytest.mark.parametrize("traced", ["tokens", "lengths", "question"])
+def test_a_traced_prompt_is_refused(model, run, traced):
+    given = dict(tokens=TOKENS, lengths=np.array([40]), question=np.array([2]))
+
+    def inside(argument):
+        settings = given | {traced: argument}
+        return run(model, settings.pop("tokens"), policy="h2o", budget=16, **settings)
+
+    with pytest.raises(ValueError, match=r"the prompt is traced .* call prefill, generate and stream outside"):
+        jax.jit(inside)(given[traced])
+
+
 def test_prefill_refuses_outputs_that_it_does_not_know(model):
     with pytest.raises(ValueError, match=r"outputs is 'none'; there are 'last' and 'all'"):
         models.prefill(model, TOKENS, outputs="none")
