@@ -78,7 +78,7 @@ def _generate(flags: argparse.Namespace) -> None:
     if not -(2**63) <= flags.seed < 2**63:
         raise ValueError(f"--seed is {flags.seed}; give an integer of at most 64 bits.")
     budget = None if flags.budget is None else commands.parse_budget(flags.budget)
-    guided.parse_policy(flags.policy), guided.parse_select(flags.select)  # before the weights are read
+    policy_of(flags.policy), guided.parse_select(flags.select)  # before the weights are read
     prompt = _read_prompt(flags)
     model, tokenizer = models.load(
         flags.model, dtype=flags.dtype, mesh=None if flags.mesh is None else models.parse_mesh(flags.mesh)
