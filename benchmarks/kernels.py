@@ -19,7 +19,7 @@ from tqdm import tqdm
 from benchmarks import butler, floors, measure, steps
 from benchmarks.shapes import PUBLISHED, names_of, shape
 from evals import report
-from kernels_pallas.dispatch import Kernel, of_layer, platform
+from kernels_pallas.dispatch import Kernel, kernels_of, of_layer, platform
 from models import commands
 from models.butler import ButlerConfig
 from models.config import Config
@@ -237,10 +237,7 @@ def implementations_here(operation: str) -> list[str]:
 
 
 def _kernels(operation: str) -> dict[str, Kernel]:
-    if importlib.util.find_spec(f"kernels_pallas.{operation}") is None:
-        return {}
-    known = getattr(importlib.import_module(f"kernels_pallas.{operation}.api"), "KERNELS", {})
-    return {name: kernel for name, kernel in known.items() if importlib.util.find_spec(kernel.module) is not None}
+    return {} if importlib.util.find_spec(f"kernels_pallas.{operation}") is None else kernels_of(operation)
 
 
 def chosen_implementations(asked: str, operation: str, *, interpret: bool) -> list[str]:

@@ -8,13 +8,15 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 import kvjax  # noqa: E402
+from models import commands  # noqa: E402
 
 # The tutorial's pages are the notebooks, with the outputs that they were committed with.
 for notebook in sorted((ROOT / "notebooks").glob("[0-9]-*.ipynb")):
     page = ROOT / "docs" / "tutorial" / notebook.name
     text = notebook.read_text(encoding="utf-8").replace("](../docs/", "](../")
     if not page.exists() or page.read_text(encoding="utf-8") != text:  # an unchanged page is not read again
-        page.write_text(text, encoding="utf-8")
+        with commands.replacing(page) as temporary:
+            temporary.write_text(text, encoding="utf-8")
 
 project = "kvjax"
 author = "the kvjax authors"

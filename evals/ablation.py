@@ -126,6 +126,11 @@ def command(flags: argparse.Namespace) -> None:
         )
         for question in dict.fromkeys(run.question for run in study.runs)
     }
+    for run in study.runs:
+        samples = [sample for cell in cells[run.question] for sample in cell.samples]
+        most = max(len(sample.answer_tokens) for sample in samples)
+        setting = needle.Setting(run.policy, run.slots(flags.length), run.when, run.question)
+        running.check_answers(model, samples, setting, new_tokens=most, block=run.block, batch=flags.batch)
     total = flags.depths * flags.samples
 
     def data(results: Sequence[dict[str, Any]], judged: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
@@ -192,7 +197,7 @@ def _read(path: Path, study: str, sampled: dict[str, Any]) -> dict[str, Any]:
         return {}
     try:
         data = json.loads(path.read_text())
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         raise ValueError(f"{path} is not JSON; name another file, or leave --resume out.") from None
     if not isinstance(data, dict) or data.get("study") != study:
         raise ValueError(f"{path} is not of the study {study!r}; name another file, or leave --resume out.")

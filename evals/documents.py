@@ -16,7 +16,7 @@ import models
 from evals import running
 from evals.ruler import common_prefix
 from evals.running import Answer, Group, TextSample
-from models import provenance
+from models import commands, provenance
 
 
 @dataclasses.dataclass(frozen=True)
@@ -252,11 +252,10 @@ def read_object(path: Path) -> dict[str, Any]:
         FileNotFoundError: no such file.
         ValueError: another content.
     """
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no file {path}; name one that exists.")
+    text = commands.read_text(path, "JSON")
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
+        content = json.loads(text)
+    except (ValueError, RecursionError):
         content = None
     if not isinstance(content, dict):
         raise ValueError(f"{path} is no JSON object; expected prompts by task.")

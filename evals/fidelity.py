@@ -221,17 +221,27 @@ def command(flags: argparse.Namespace) -> None:
     if tokenizer is None:
         raise ValueError(f"{flags.model} has no tokenizer.json, and needles are text; copy it from the model's source.")
 
+    samples = {
+        question: [
+            tasks.needle(
+                flags.seed + 1_000 * index + sample, tokenizer, length, None, flags.facts,
+                "after" if question == "agnostic" else question,
+            )
+            for index, length in enumerate(lengths)
+            for sample in range(flags.samples)
+        ]
+        for question in dict.fromkeys(setting.question for setting in settings)
+    }  # fmt: skip
+    for setting in settings:
+        most = max(len(sample.answer_tokens) for sample in samples[setting.question])
+        running.check_answers(
+            model, samples[setting.question], setting, new_tokens=most, block=flags.block, batch=flags.batch
+        )
     results = []
     with tqdm(total=flags.samples * len(lengths) * len(settings), unit="sample", file=sys.stderr) as progress:
-        for question in dict.fromkeys(setting.question for setting in settings):
-            placement = "after" if question == "agnostic" else question
-            samples = [
-                tasks.needle(flags.seed + 1_000 * index + sample, tokenizer, length, None, flags.facts, placement)
-                for index, length in enumerate(lengths)
-                for sample in range(flags.samples)
-            ]
+        for question, drawn in samples.items():
             chosen = [setting for setting in settings if setting.question == question]
-            results += measure(model, samples, chosen, block=flags.block, batch=flags.batch, progress=progress)
+            results += measure(model, drawn, chosen, block=flags.block, batch=flags.batch, progress=progress)
         progress.set_description("done")
     compared = compare(results)
     print(report.fidelity_table(results))

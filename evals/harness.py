@@ -12,6 +12,7 @@ With ``select=`` nothing is evicted. Likelihoods are of a forward in which every
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import hashlib
 import sys
@@ -318,6 +319,11 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
 
 def command(flags: argparse.Namespace) -> None:
     """Runs the harness: checks, a row for each task, metric and model; JSON."""
+    with contextlib.ExitStack() as stack:
+        _command(flags, stack)
+
+
+def _command(flags: argparse.Namespace, stack: contextlib.ExitStack) -> None:
     for name in ("limit", "batch"):
         if getattr(flags, name) is not None and getattr(flags, name) < 1:
             raise ValueError(f"--{name} is {getattr(flags, name)}; give at least 1.")
@@ -345,6 +351,7 @@ def command(flags: argparse.Namespace) -> None:
         raise ValueError(f"the harness has no task {', '.join(unknown)}; list them: lm-eval ls tasks.")
     if flags.out is not None:
         flags.out.mkdir(parents=True, exist_ok=True)
+        commands.lock(stack.enter_context((flags.out / commands.LOCK_FILE).open("ab")), flags.out)
     results: list[dict[str, Any]] = []
     fingerprints: dict[str, dict[str, str]] = {}
     for text, arguments in zip(flags.model_args, given, strict=True):

@@ -171,6 +171,10 @@ def command(flags: argparse.Namespace) -> None:
         )
         for question in dict.fromkeys(setting.question for setting in settings)
     }
+    for setting in settings:
+        samples = [sample for cell in cells[setting.question] for sample in cell.samples]
+        most = max(len(sample.answer_tokens) for sample in samples)
+        running.check_answers(model, samples, setting, new_tokens=most, block=flags.block, batch=flags.batch)
     each = len(lengths) * flags.depths * flags.samples
     results = []
     with tqdm(total=each * len(settings), unit="sample", file=sys.stderr, dynamic_ncols=True) as progress:

@@ -54,12 +54,7 @@ def read_text(path: Path | None) -> str:
     """
     if path is None:
         return " ".join(prose.sentences("test"))
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no text file {path}; give one with --text.")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text (byte {error.start}); convert it first.") from None
+    text = commands.read_text(path, "text")
     if not text.strip():
         raise ValueError(f"{path} is empty; give a file with text.")
     return text
@@ -368,6 +363,8 @@ def run(
     """Measures, and writes what the flags ask for."""
     total = steps(chosen, sparsities, len(chunks), len(policies), len(budgets))
     evicted: list[dict[str, Any]] = []
+    for policy, budget in itertools.product(policies, budgets):  # all are checked before the first is run
+        models.stream(model, chunks[:1, :-1], policy=policy, budget=budget, block=flags.block, max_new_tokens=1)
     with tqdm(total=total, unit="chunk", file=sys.stderr, dynamic_ncols=True) as progress:
         results = measure(
             model, chunks, chosen, sparsities, butler=butler, sinks=flags.sinks, heads=flags.heads,

@@ -129,7 +129,7 @@ class Results:
         if not (folder / HEADER).exists():  # before any other file, so that a run killed here can go on
             commands.write_json(folder / HEADER, header)
         self._file = (folder / SAMPLES).open("ab")
-        _lock(self._file, folder)
+        commands.lock(self._file, folder)
         self.records, whole = _read(folder / SAMPLES)
         self._file.truncate(whole)
         if provenance.environment() not in header["environments"]:
@@ -180,12 +180,15 @@ def fingerprint(path: Path) -> str | None:
     digest = hashlib.sha256()
     if path.is_dir():
         files = sorted(file for file in path.iterdir() if file.suffix in (".json", ".jsonl"))
-    elif path.is_file():
+    elif path.exists():
         files = [path]
     else:
         return None
     for file in files:
         digest.update(file.name.encode() if path.is_dir() else b"")
+        if not file.is_file():  # a pipe
+            digest.update(hashlib.sha256(commands.read_bytes(file)).digest())
+            continue
         with file.open("rb") as content:
             digest.update(hashlib.file_digest(content, "sha256").digest())
     return digest.hexdigest()[:16]
@@ -229,14 +232,3 @@ def _check_same(folder: Path, header: Mapping[str, Any], wanted: Mapping[str, An
         raise ValueError(
             f"{folder} holds results of other settings ({'; '.join(differing)}); give the same, or name another folder."
         )
-
-
-def _lock(file: Any, folder: Path) -> None:
-    try:
-        import fcntl
-    except ImportError:  # Windows
-        return
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        raise ValueError(f"another run writes into {folder}; wait for its end, or name another folder.") from None

@@ -26,6 +26,7 @@ import numpy as np
 import models
 from evals import prose, running, tasks
 from evals.running import Group, TextSample
+from models import commands
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 DEPTHS = np.linspace(0, 1, 40)
@@ -151,18 +152,24 @@ def sample(
     build, least = _builder(task, index, length, sources, seed)
     room = length - NEW_TOKENS[task]
 
-    def tokens_of(units: int) -> list[int]:
-        draft = build(units)
-        return tokenizer.encode(draft.context + draft.question)
-
-    units = most_that_fits(lambda units: len(tokens_of(units)), room, least)
-    if units is None:
-        raise ValueError(
-            f"the task {task} takes {len(tokens_of(least)):,} tokens at least, and {room:,} are left of the length "
-            f"{length:,} beside the {NEW_TOKENS[task]} of the answer; give a greater length."
-        )
-    draft, tokens = build(units), tokens_of(units)
+    _check_fits(task, _encoded(build(least), tokenizer), length)
+    units = most_that_fits(lambda units: len(_encoded(build(units), tokenizer)), room, least)
+    draft = build(least if units is None else units)
+    tokens = _encoded(draft, tokenizer)
     return TextSample(tokens, common_prefix(tokenizer.encode(draft.context), tokens), draft.references)
+
+
+def _encoded(draft: Draft, tokenizer: Any) -> list[int]:
+    return tokenizer.encode(draft.context + draft.question)
+
+
+def _check_fits(task: str, smallest: Sequence[int], length: int) -> None:
+    room = length - NEW_TOKENS[task]
+    if len(smallest) > room:
+        raise ValueError(
+            f"the task {task} takes {len(smallest):,} tokens at least, and {room:,} are left of the length {length:,} "
+            f"beside the {NEW_TOKENS[task]} of the answer; give a greater length."
+        )
 
 
 def recall(answer: str, references: Sequence[str]) -> float:
@@ -237,7 +244,7 @@ def read_essays(path: Path) -> list[str]:
         FileNotFoundError: no such file.
         ValueError: no text in it.
     """
-    text = _read_text(path, "essays")
+    text = commands.read_text(path, "essays")
     if path.suffix == ".json":
         content = _parse_json(path, text)
         text = content.get("text", "") if isinstance(content, dict) else ""
@@ -256,7 +263,7 @@ def read_documents(path: Path) -> tuple[str, Documents]:
         FileNotFoundError: no such file.
         ValueError: another format, or no question in it.
     """
-    content = _parse_json(path, _read_text(path, "QA"))
+    content = _parse_json(path, commands.read_text(path, "QA"))
     try:
         task, found = (
             ("qa_1", _squad(content["data"])) if isinstance(content, dict) else ("qa_2", _hotpot(content))
@@ -279,7 +286,7 @@ def read_wording(path: Path) -> dict[str, Wording]:
         FileNotFoundError: no such file.
         ValueError: an unknown task or field, or a prompt without {context}.
     """
-    content = _parse_json(path, _read_text(path, "prompts"))
+    content = _parse_json(path, commands.read_text(path, "prompts"))
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds no object; expected tasks ({', '.join(WORDING)}) with prompt and answer.")
     found = dict(WORDING)
@@ -342,6 +349,7 @@ def make_groups(flags: argparse.Namespace, config: models.Config, tokenizer: mod
             functools.partial(_draw, task, tokenizer, length, sources, flags.samples, flags.seed),
             NEW_TOKENS[task],
             functools.partial(_score, any_of if task in QA else recall),
+            probe=functools.partial(_probe, task, tokenizer, length, sources, flags.samples, flags.seed),
         )
         for length in running.check_sizes(flags)
         for task in _tasks(flags)
@@ -373,6 +381,14 @@ def _tasks(flags: argparse.Namespace) -> list[str]:
 
 def _draw(task: str, tokenizer: Any, length: int, sources: Sources, count: int, seed: int) -> list[TextSample]:
     return [sample(task, index, tokenizer, length, sources, seed=seed) for index in range(count)]
+
+
+def _probe(task: str, tokenizer: Any, length: int, sources: Sources, count: int, seed: int) -> list[TextSample]:
+    """The first sample, when the smallest form of each fits; what makes them long comes only when they are drawn."""
+    for index in range(count):
+        build, least = _builder(task, index, length, sources, seed)
+        _check_fits(task, _encoded(build(least), tokenizer), length)
+    return _draw(task, tokenizer, length, sources, 1, seed)
 
 
 def _score(metric: Callable[[str, Sequence[str]], float], answer: running.Answer, sample: TextSample) -> float:
@@ -574,19 +590,10 @@ def _hotpot(data: Sequence[Mapping[str, Any]]) -> Documents:
     )
 
 
-def _read_text(path: Path, what: str) -> str:
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no {what} file {path}; name one that exists.")
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text (byte {error.start}); convert it first.") from None
-
-
 def _parse_json(path: Path, text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON ({error}); give the published file.") from None
 
 

@@ -28,6 +28,7 @@ from evals import prose, report, results, statistics
 from kvjax.allocation import parse_allocation
 from models import commands, provenance
 from models.decoding import When
+from models.load import describe as read_description
 
 RECENCY = "streaming(sinks=0)"
 POLICIES = ("full", "h2o+protect(recent=0.5)", "h2o+caote+protect(recent=0.5)", "snapkv", "snapkv+caote")
@@ -88,6 +89,7 @@ class Group:
         end: tokens that end an answer; the model's own by default.
         questions: of the settings, those that the group is for.
         data: a digest of the records that samples are made of, where they were read and not drawn.
+        probe: complains as ``draw`` would, and gives a few of its samples; ``draw`` itself by default.
     """
 
     task: str
@@ -99,6 +101,7 @@ class Group:
     end: tuple[int, ...] | None = None
     questions: tuple[str, ...] = PLACEMENTS
     data: str = ""
+    probe: Callable[[], Sequence[Any]] | None = None
 
 
 class Batch(NamedTuple):
@@ -144,6 +147,71 @@ def answers(
         [(1, 4)]
     """
     make_room()
+    for chosen, fed, clock, steps in _begun(model, prompts, setting, new_tokens, block, batch, end, rows, width):
+        generated = np.full((fed, new_tokens), -1, np.int32)
+        for step, (token, kept) in enumerate(steps):
+            generated[:, step] = token
+            clock.token()
+            cache = kept
+        slots = cache.position.size  # of all rows of the batch
+        if setting.policy == "full" or setting.when == "prompt":
+            longest = max(width, *(len(prompt.tokens) for prompt in prompts))
+            slots = max(slots, math.prod(cache.heads_shape) * (longest + new_tokens))
+        yield Batch(
+            chosen,
+            generated[: len(chosen)],
+            cache.nbytes // fed,
+            cache.nbytes // fed * slots // cache.position.size,
+            clock.prefill,
+            clock.decode,
+        )
+
+
+def check_answers(
+    model: models.Decoder,
+    prompts: Sequence[Prompt],
+    setting: Setting,
+    *,
+    new_tokens: int,
+    block: int = 128,
+    batch: int = 16,
+    width: int = 0,
+) -> None:
+    """Complains as :func:`answers` would under a setting, without a step of the model.
+
+    Raises:
+        ValueError: a budget that is too small for a prompt, prompts that the model does not take, rows that a mesh
+            does not divide.
+
+    Example:
+        >>> import models
+        >>> from evals import running, tasks
+        >>> model, tokenizer = models.load("retriever")
+        >>> setting = running.Setting("snapkv", 0.1, "block", "after")
+        >>> running.check_answers(model, [tasks.needle(0, tokenizer, 128, facts=2)], setting, new_tokens=4)
+        Traceback (most recent call last):
+        ...
+        ValueError: the budget is 13 tokens, but 'snapkv' always keeps 0 first and 32 last ones: give at least ...
+    """
+    sizes: list[Callable[[Prompt], int]] = [lambda p: len(p.tokens), _question_length, lambda p: p.context_end]
+    each = range(len(prompts))
+    rows = {end(each, key=lambda row: size(prompts[row])) for size in sizes for end in (min, max)}
+    for _ in _begun(model, prompts, setting, new_tokens, block, batch, (), sorted(rows), width):
+        pass
+
+
+def _begun(
+    model: models.Decoder,
+    prompts: Sequence[Prompt],
+    setting: Setting,
+    new_tokens: int,
+    block: int,
+    batch: int,
+    end: tuple[int, ...] | None,
+    rows: Sequence[int] | None,
+    width: int,
+) -> Iterator[tuple[list[int], int, _BatchClock, Iterator[tuple[np.ndarray, Any]]]]:
+    """Of each batch: its rows, how many are fed, its clock, and its checked steps, of which none is taken yet."""
     chosen_rows = list(range(len(prompts))) if rows is None else list(rows)
     longest = max(width, *(len(prompt.tokens) for prompt in prompts))
     if len(model.embedding[...].sharding.device_set) == 1:  # several devices divide the batch as it was asked for
@@ -173,22 +241,7 @@ def answers(
             end=end,
             on_block=clock.block,
         )
-        generated = np.full((len(fed), new_tokens), -1, np.int32)
-        for step, (token, kept) in enumerate(steps):
-            generated[:, step] = token
-            clock.token()
-            cache = kept
-        slots = cache.position.size  # of all rows of the batch
-        if setting.policy == "full" or setting.when == "prompt":
-            slots = max(slots, math.prod(cache.heads_shape) * (longest + new_tokens))
-        yield Batch(
-            chosen,
-            generated[: len(chosen)],
-            cache.nbytes // len(fed),
-            cache.nbytes // len(fed) * slots // cache.position.size,
-            clock.prefill,
-            clock.decode,
-        )
+        yield chosen, len(fed), clock, steps
 
 
 def make_room(most: int = 30_000) -> None:
@@ -204,6 +257,36 @@ def make_room(most: int = 30_000) -> None:
     maps = Path("/proc/self/maps")
     if maps.is_file() and maps.read_bytes().count(b"\n") > most:
         jax.clear_caches()
+
+
+def check_groups(
+    model: models.Decoder, groups: Sequence[Group], settings: Sequence[Setting], *, block: int = 128, batch: int = 16
+) -> None:
+    """Complains about what :func:`run` could not answer, before the first step of a model.
+
+    Raises:
+        ValueError: samples that cannot be drawn, or what :func:`check_answers` says.
+    """
+    for group in groups:
+        samples = probe(group)
+        for setting in settings:
+            if setting.question in group.questions:
+                check_answers(
+                    model, samples, setting, new_tokens=group.new_tokens, block=block, batch=batch, width=_width(group)
+                )
+
+
+def probe(group: Group) -> Sequence[Any]:
+    """A few of a group's samples, or what keeps them from being drawn.
+
+    Raises:
+        ValueError: a task that does not fit its length, a record that lacks something.
+    """
+    return (group.draw if group.probe is None else group.probe)()
+
+
+def _width(group: Group) -> int:
+    return 0 if group.length is None else group.length - group.new_tokens
 
 
 def run(
@@ -237,10 +320,9 @@ def run(
                 continue
             samples = samples or group.draw()
             end = model.config.eos if group.end is None else group.end
-            width = 0 if group.length is None else group.length - group.new_tokens
             for found in answers(
                 model, samples, setting, new_tokens=group.new_tokens, block=block, batch=batch, end=end, rows=missing,
-                width=width,
+                width=_width(group),
             ):  # fmt: skip
                 store.add(
                     _record(group, samples[row], about, row, found, place, tokenizer, end)
@@ -454,11 +536,28 @@ def load(flags: argparse.Namespace) -> tuple[models.Decoder, models.Tokenizer]:
     Raises:
         ValueError: the model has no tokenizer.
     """
-    mesh = None if flags.mesh is None else models.parse_mesh(flags.mesh)
-    model, tokenizer = models.load(flags.model, dtype=flags.dtype, mesh=mesh)
+    model, tokenizer = models.load(flags.model, dtype=flags.dtype, mesh=_mesh(flags))
+    return model, _needed(tokenizer, flags)
+
+
+def describe(flags: argparse.Namespace) -> tuple[models.Config, models.Tokenizer]:
+    """The config and tokenizer of the model that the flags name, checked before weights are read.
+
+    Raises:
+        ValueError: the model has no tokenizer.
+    """
+    config, tokenizer = read_description(flags.model, dtype=flags.dtype, mesh=_mesh(flags))
+    return config, _needed(tokenizer, flags)
+
+
+def _mesh(flags: argparse.Namespace) -> Any:
+    return None if flags.mesh is None else models.parse_mesh(flags.mesh)
+
+
+def _needed(tokenizer: models.Tokenizer | None, flags: argparse.Namespace) -> models.Tokenizer:
     if tokenizer is None:
         raise ValueError(f"{flags.model} has no tokenizer.json, and samples are text; copy it from the model's source.")
-    return model, tokenizer
+    return tokenizer
 
 
 def command(
@@ -487,6 +586,7 @@ def command(
     store.check()
     model, tokenizer = load(flags)
     groups = make_groups(flags, model.config, tokenizer)
+    check_groups(model, groups, settings, block=flags.block, batch=flags.batch)
     with store:
         labels = {"evaluation": flags.name, "model": flags.model}
         total = sum(group.size for group in groups) * len(settings)

@@ -476,7 +476,7 @@ class _Layer:
         return jnp.where(self.visible(position), self.source.importance(self.state, reading), -jnp.inf)
 
     def visible(self, position: Int[Array, "B C"]) -> Bool[Array, "B 1 C T"]:
-        age = position[:, None, :, None] - jnp.arange(self.position.shape[1])
+        age = position[:, None, :, None] - jnp.arange(self.position.shape[1])[None, None, None]
         seen = (age >= 0) & (position >= 0)[:, None, :, None]
         return seen if self.sliding_window is None else seen & (age < self.sliding_window)
 
@@ -674,13 +674,13 @@ def _oracle_evicting(layer: _Layer, kept, sinks) -> Float[Array, "B T N D"]:
         logits = layer.logits(position, query[:, None])
         reads = kvjax.selected_mask(
             logits[:, :, 0],
-            jnp.where(left, every, -1),
+            jnp.where(left, every[None, None], -1),
             jnp.full(B, budget),
             sinks=sinks,
             query_position=position[:, 0],
         )
         out = layer.attend(jnp.where(reads[:, :, None], logits, -jnp.inf))
-        return reads | (every > at), out[:, 0]
+        return reads | (every > at)[None, None], out[:, 0]
 
     tokens = (layer.query.swapaxes(0, 1), every, jnp.asarray(kept))
     return jax.lax.scan(step, jnp.ones((B, N, T), bool), tokens)[1].swapaxes(0, 1)

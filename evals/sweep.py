@@ -17,9 +17,10 @@ Under ``tasks`` stands each evaluation with its own flags. ``python -m evals rep
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -116,12 +117,32 @@ def command(flags: argparse.Namespace) -> None:
     written = f"python -m evals sweep {flags.file} --out {flags.out}"
     store = results.Results(flags.out, "sweep", {**content, **files}, written)
     store.check()
+    by_model = {
+        name: [part for part in parts if part.flags.model == name]
+        for name in dict.fromkeys(part.flags.model for part in parts)
+    }
+    if wrong := [line for own in by_model.values() for line in _cannot_be(own)]:
+        raise ValueError(f"{len(wrong)} of the sweep's groups cannot be; mend or leave out: {'; '.join(wrong)}")
     failed: list[str] = []
     rows: list[dict[str, Any]] = []
-    with store, tqdm(total=0, unit="sample", file=sys.stderr, dynamic_ncols=True) as progress:
-        for model_name in dict.fromkeys(part.flags.model for part in parts):
-            own = [part for part in parts if part.flags.model == model_name]
-            model, tokenizer = running.load(own[0].flags)
+    with contextlib.ExitStack() as stack:
+        progress: Any = None
+        for own in by_model.values():
+            try:
+                model, tokenizer = running.load(own[0].flags)
+                for part in own:
+                    running.check_groups(
+                        model, _groups(part, model.config, tokenizer), part.settings,
+                        block=part.flags.block, batch=part.flags.batch,
+                    )  # fmt: skip
+            except ValueError as error:
+                if progress is None:
+                    raise
+                failed.append(f"{own[0].flags.model}: {error}")  # behind another model, whose results stay
+                continue
+            if progress is None:  # only now, so that nothing stands before a complaint
+                stack.enter_context(store)
+                progress = stack.enter_context(tqdm(total=0, unit="sample", file=sys.stderr, dynamic_ncols=True))
             for part in own:
                 failed += _run(part, model, tokenizer, store, progress)
         progress.set_description("done")
@@ -146,11 +167,10 @@ def read(path: Path) -> dict[str, Any]:
         FileNotFoundError: no such file.
         ValueError: no TOML.
     """
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no file {path}; name a TOML file with models, policies, budgets and tasks.")
+    text = commands.read_text(path, "TOML")
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        return tomllib.loads(text.replace("\r\n", "\n"))
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ValueError(f"{path} is not TOML ({error}); mend that place.") from None
 
 
@@ -198,14 +218,13 @@ def _run(part: Part, model: Any, tokenizer: Any, store: results.Results, progres
     flags, settings = part
     labels = {"model": flags.model, "evaluation": flags.name}
     failed = []
+    groups = _groups(part, model.config, tokenizer)
     try:
-        groups = EVALUATIONS[flags.name].make_groups(flags, model.config, tokenizer)
-        made_of = running.made_of(model, tokenizer, groups=groups)
-        store.check_made_of(labels, made_of)
+        store.check_made_of(labels, running.made_of(model, tokenizer, groups=groups))
     except ValueError as error:
         return [f"{flags.model}, {flags.name}: {error}"]
-    counts = [sum(setting.question in group.questions for setting in settings) for group in groups]
-    progress.total += sum(group.size * count for group, count in zip(groups, counts, strict=True))
+    counts = [group.size * sum(setting.question in group.questions for setting in settings) for group in groups]
+    progress.total = (progress.total or 0) + sum(counts)
     for group in groups:
         try:
             running.run(
@@ -213,9 +232,36 @@ def _run(part: Part, model: Any, tokenizer: Any, store: results.Results, progres
                 block=flags.block, batch=flags.batch, labels=labels, progress=progress,
             )  # fmt: skip
         except ValueError as error:
-            where = "" if group.length is None else f" at {group.length}"
-            failed.append(f"{flags.model}, {group.task}{where}: {error}")
+            failed.append(_named(flags, group, error))
     return failed
+
+
+def _groups(part: Part, config: Any, tokenizer: Any) -> list[running.Group]:
+    return EVALUATIONS[part.flags.name].make_groups(part.flags, config, tokenizer)
+
+
+def _cannot_be(parts: Sequence[Part]) -> list[str]:
+    """What of one model's parts cannot be answered, and why; its weights are not read for it."""
+    config, tokenizer = running.describe(parts[0].flags)
+    wrong = []
+    for part in parts:
+        flags = part.flags
+        try:
+            groups = _groups(part, config, tokenizer)
+        except ValueError as error:
+            wrong.append(f"{flags.model}, {flags.name}: {error}")
+            continue
+        for group in groups:
+            try:
+                running.probe(group)
+            except ValueError as error:
+                wrong.append(_named(flags, group, error))
+    return wrong
+
+
+def _named(flags: argparse.Namespace, group: running.Group, error: ValueError) -> str:
+    where = "" if group.length is None else f" at {group.length}"
+    return f"{flags.model}, {group.task}{where}: {error}"
 
 
 class _Flags(argparse.ArgumentParser):

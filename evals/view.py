@@ -199,6 +199,11 @@ def command(flags: argparse.Namespace) -> None:
     blocks = math.ceil(len(tokens) / flags.block)
     if blocks + flags.max_new_tokens + 2 >= NEVER:
         raise ValueError(f"{len(tokens):,} tokens in blocks of {flags.block} are too many steps; give larger blocks.")
+    for policy in policies:  # all are checked before the first is run
+        models.stream(
+            model, np.array([list(tokens)], np.int32), policy=policy, budget=None if policy == "full" else budget,
+            block=flags.block, when=flags.when, question=question, max_new_tokens=flags.max_new_tokens,
+        )  # fmt: skip
     traces = []
     for policy in tqdm(policies, unit="policy", file=sys.stderr, dynamic_ncols=True):
         traces.append(
@@ -225,12 +230,7 @@ def command(flags: argparse.Namespace) -> None:
 
 
 def _read(path: Path) -> str:
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no prompt file {path}; name a text file.")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text (byte {error.start}); convert it first.") from None
+    text = commands.read_text(path, "prompt")
     if not text.strip():
         raise ValueError(f"{path} is empty; give some text.")
     return text

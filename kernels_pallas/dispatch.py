@@ -2,37 +2,65 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+import importlib.util
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+from kernels_pallas.prepare import with_derivative_of
+
+# The one table of kernels: "pallas_<platform>" is each operation's file kernels_pallas/<operation>/<platform>.py.
 Implementation = Literal["auto", "reference", "pallas_tpu", "pallas_gpu"]
 
 
 class Kernel(NamedTuple):
-    """A kernel of an operation: a function called like the reference, in a module that is imported when it is chosen.
+    """An operation's kernel for a platform, called like the reference; its module is imported when it runs.
 
-    It raises NotImplementedError with a reason for what it can't do.
+    The module has ``unsupported``, called so too, which gives the reason for what the kernel can't do, or None; and
+    ``of_heads``, which the operation's ``heads.on_heads`` calls with the arrays of the heads on one device.
     """
 
-    platform: Literal["tpu", "gpu"]
-    module: str
-    function: str
+    operation: str
+    platform: str
 
-    def run(self, *args: Any, **options: Any) -> Any:
-        return getattr(importlib.import_module(self.module), self.function)(*args, **options)
+    def run(self, *args: Any, interpret: Any = False, **options: Any) -> Any:
+        """Runs the kernel, with the reference's derivative.
+
+        Raises:
+            NotImplementedError: what the kernel can't do, with the reason.
+        """
+        kernel, heads, reference = (
+            importlib.import_module(f"kernels_pallas.{self.operation}.{name}")
+            for name in (self.platform, "heads", "reference")
+        )
+        reason = kernel.unsupported(*args, **options)
+        if reason is not None:
+            where = f"{self.operation} on a {self.platform.upper()}"
+            raise NotImplementedError(f"{where}: {reason}; implementation='reference' can.")
+        of_heads = functools.partial(kernel.of_heads, interpret=interpret)
+        run = functools.partial(heads.on_heads, of_heads)
+        return with_derivative_of(getattr(reference, self.operation), run)(*args, **options)
 
 
 def kernels_of(operation: str) -> dict[str, Kernel]:
-    """The kernels of an operation for TPU and GPU, in the modules that all operations have them in."""
-    return {
-        f"pallas_{platform}": Kernel(platform, f"kernels_pallas.{operation}.{platform}", operation)
-        for platform in ("tpu", "gpu")
+    """The kernels of an operation, by implementation: those whose module there is.
+
+    Example:
+        >>> from kernels_pallas.dispatch import kernels_of
+        >>> list(kernels_of("caote_topk")), list(kernels_of("mse_logits"))
+        (['pallas_tpu', 'pallas_gpu'], [])
+    """
+    kernels = {
+        name: Kernel(operation, name.removeprefix("pallas_"))
+        for name in get_args(Implementation)
+        if name.startswith("pallas_")
     }
+    folder = f"kernels_pallas.{operation}"
+    return {name: k for name, k in kernels.items() if importlib.util.find_spec(f"{folder}.{k.platform}") is not None}
 
 
 def dispatch(
@@ -64,7 +92,8 @@ def dispatch(
     if implementation == "reference":
         return reference(*args, **options)
     if implementation not in kernels:
-        raise ValueError(f"unknown implementation {implementation!r}; there are auto, reference, {', '.join(kernels)}.")
+        known = ", ".join(["auto", "reference", *kernels])
+        raise ValueError(f"unknown implementation {implementation!r}; there are {known}.")
     if implementation not in able:
         others = ", ".join(["auto", "reference", *able])
         raise ValueError(
@@ -103,18 +132,6 @@ def of_layer(x: Array, layer: Int[Array, ""] | int | None) -> Array:
         (2, (3,))
     """
     return x if layer is None else jax.lax.dynamic_index_in_dim(x, layer, keepdims=False)
-
-
-def stacked(x: Array, layer: Int[Array, ""] | int | None) -> tuple[Array, Int[Array, "1"]]:
-    """Stacked arrays and the layer's number, as kernels take them: a single layer is a stack of one.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from kernels_pallas.dispatch import stacked
-        >>> stacked(jnp.ones(3), None)[0].shape
-        (1, 3)
-    """
-    return (x[None], jnp.zeros(1, jnp.int32)) if layer is None else (x, jnp.asarray(layer, jnp.int32).reshape(1))
 
 
 def platform() -> str:

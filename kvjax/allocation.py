@@ -166,9 +166,10 @@ def pyramid(*, beta: int | float = 20.0) -> Allocation:
     def keep(c: Contest) -> Array:
         fixed = _protected_of_a_head(c)
         free = (c.budget - fixed).astype(jnp.float32)
-        first = jnp.minimum(free * (2 - 1 / beta), jnp.maximum(c.seen - fixed, free).astype(jnp.float32))
-        step = jnp.linspace(0, 1, c.layers)[:, None] if c.layers > 1 else jnp.full((1, 1), 0.5)
-        shares = first - (2 * first - 2 * free) * step
+        seen = (c.seen - fixed).astype(jnp.float32)
+        first = jnp.minimum(free * (2 - 1 / beta), jnp.maximum(seen, free))
+        step = jnp.linspace(0, 1, c.layers, dtype=jnp.float32) if c.layers > 1 else jnp.full(1, 0.5, jnp.float32)
+        shares = first[None] - (2 * first - 2 * free)[None] * step[:, None]
         return c.best("head", _for_each_head(_layer_budgets(c, lambda room, total: shares, 2.0, each=1), c))
 
     return Allocation(written(pyramid, beta=beta), keep, scope="head", most=lambda L, K, budget: 2 * budget)
@@ -276,8 +277,9 @@ def cake(
             raise ValueError("the allocation 'cake' needs what it measured of each layer; hand evict measured=.")
         entropy, variance = jnp.moveaxis(jnp.maximum(c.measured, 0), -1, 0)
         preference = entropy ** (1 / space) * variance ** (1 / time)
-        held = c.sum(c.live, "layer") // c.heads - c.entered - _protected_of_a_head(c)
-        weight = jnp.where(jnp.sum(preference, axis=0) > 0, preference, jnp.maximum(held, 0))
+        held = c.sum(c.live, "layer") // c.heads - (c.entered + _protected_of_a_head(c))[None]
+        measured = jnp.sum(preference, axis=0, keepdims=True) > 0
+        weight = jnp.where(measured, preference, jnp.maximum(held, 0).astype(preference.dtype))
         return c.best("head", _for_each_head(_layer_budgets(c, _in_proportion(weight), cap, each=1), c))
 
     name = written(cake, window=window, space=space, time=time, cap=cap)
@@ -372,8 +374,8 @@ def _layer_budgets(c: Contest, share: Callable[[Array, Array], Array], cap: int 
     """
     held = c.sum(c.live, "layer") * each // c.heads
     if cap is not None:
-        held = jnp.minimum(held, share_of(min(cap, c.layers * c.heads), c.budget) * each)
-    fixed = jnp.minimum(_protected_of_a_head(c) * each, held)
+        held = jnp.minimum(held, share_of(min(cap, c.layers * c.heads), c.budget)[None] * each)
+    fixed = jnp.minimum(_protected_of_a_head(c)[None] * each, held)
     room = held - fixed
     total = jnp.minimum(c.budget * each * c.layers - jnp.sum(fixed, axis=0), jnp.sum(room, axis=0))
     return fixed + _whole(share(room, total), room, total)
@@ -385,13 +387,15 @@ def _in_proportion(weight: Float[Array, "L B"]) -> Callable[[Array, Array], Arra
 
 def _filled(room: Float[Array, "L B"], weight: Float[Array, "L B"], total: Int[Array, "B"]) -> Float[Array, "L B"]:
     """Shares of the total in proportion to the weights, none above its room; what one can't take goes to the others."""
-    weight = jnp.where(jnp.sum(weight, axis=0) > 0, weight, 1.0)
-    weight = jnp.maximum(weight / jnp.sum(weight, axis=0), 1e-6)  # a layer without weight takes what the others can't
+    weight = jnp.where(jnp.sum(weight, axis=0, keepdims=True) > 0, weight, 1.0)
+    weight = jnp.maximum(
+        weight / jnp.sum(weight, axis=0, keepdims=True), 1e-6
+    )  # a layer without weight takes what the others can't
 
     def pour(_, share):
         full = share >= room
-        left = total - jnp.sum(jnp.where(full, room, 0), axis=0)
-        open_weight = jnp.sum(jnp.where(full, 0, weight), axis=0)
+        left = total[None].astype(room.dtype) - jnp.sum(jnp.where(full, room, 0), axis=0, keepdims=True)
+        open_weight = jnp.sum(jnp.where(full, 0, weight), axis=0, keepdims=True)
         return jnp.where(full, room, jnp.minimum(room, weight * left / jnp.where(open_weight > 0, open_weight, 1)))
 
     # Each pass fills at least one more layer, or is the last that changes anything.
@@ -403,10 +407,11 @@ def _whole(shares: Float[Array, "L B"], room: Int[Array, "L B"], total: Int[Arra
     for those that lost most by it. What the room forbids goes to the first layers that can take it.
     """
     count = jnp.clip(jnp.floor(shares).astype(jnp.int32), 0, room)
-    lost = jnp.where(count < room, shares - count, -jnp.inf)
+    lost = jnp.where(count < room, shares - count.astype(shares.dtype), -jnp.inf)
     rank = jnp.argsort(jnp.argsort(-lost, axis=0), axis=0)
-    count += (count < room) & (rank < total - jnp.sum(count, axis=0))
-    left = total - jnp.sum(count, axis=0)
+    left = (total - jnp.sum(count, axis=0))[None]
+    count += ((count < room) & (rank < left)).astype(jnp.int32)
+    left = (total - jnp.sum(count, axis=0))[None]
     count += jnp.clip(left - _before(room - count), 0, room - count)
     return count - jnp.clip(-left - _before(count), 0, count)  # float32 may have rounded huge shares up
 

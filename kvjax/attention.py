@@ -7,21 +7,23 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kernels_pallas import ColumnStatistics, cache_attention, paged_attention
 from kernels_pallas.dispatch import Implementation
 from kvjax.cache import HeadState, KVCache
-from kvjax.checks import check_tokens
+from kvjax.checks import check_tokens, plain
 from kvjax.eviction import evict, set_positions
-from kvjax.insertion import Cache, insert
-from kvjax.paged import PagedCache, write_layer
+from kvjax.insertion import Cache, check_fits, insert, is_known, next_positions
+from kvjax.paged import PagedCache, pages_for, write_layer
 from kvjax.policy import (
     Observation,
     Policy,
     Prediction,
     check_budget,
     mark_protected,
+    policy_of,
     remaining_positions,
     retention_scores,
 )
@@ -54,7 +56,7 @@ def attend(
     value: Float[Array, "B T K D"],
     position: Int[Array, "B T"] | None = None,
     *,
-    policy: Policy | None = None,
+    policy: Policy | str | None = None,
     budget: int | Int[Array, ""] | Int[Array, "B"] | None = None,
     excess: int | None = None,
     layer: int | Int[Array, ""] | None = None,
@@ -72,12 +74,12 @@ def attend(
     slots by what the block's attention said of them, and the worst are freed. With T = 1 this is a decode step.
 
     Args:
-        cache: a cache with at least T free slots a head; its ``state`` is the policy's.
+        cache: a cache with at least T free slots a head, so ``budget + T`` in all; its ``state`` is the policy's.
         query, key, value: of the block's tokens, rotated.
         position: their absolute positions, -1 for padding. By default they continue each row.
-        policy: scores tokens; None stores all and scores nothing.
+        policy: scores tokens: a policy or its short name; None or "full" stores all and scores nothing.
         budget: tokens that each head keeps (on average, under an uneven allocation), one number or one a row; None
-            lets the policy observe, but evicts nothing.
+            lets the policy observe, but evicts nothing. No share: one block does not know how long its prompt is.
         excess: a promise that no head will hold more than ``budget + excess`` tokens; see :func:`kvjax.evict`.
         layer: which layer of a stacked cache.
         sliding_window: how many positions a query sees; None for all.
@@ -95,8 +97,9 @@ def attend(
         pages move in a loop of unknown length.
 
     Raises:
-        ValueError: shapes that do not fit, no room for the tokens (outside jit), a budget (an int) below 1 or smaller
-            than what the policy protects, an allocation that needs the scores of all layers (:func:`observe` them).
+        ValueError: shapes that do not fit; no room for the tokens (under jit, for a block behind a budget that is
+            known); a known budget below 1 or smaller than what the policy protects; an allocation that needs the
+            scores of all layers (:func:`observe` them).
 
     Example:
         >>> import jax, kvjax
@@ -108,6 +111,7 @@ def attend(
         >>> cache.num_live.tolist(), cache.next_position.tolist()
         ([[4]], [6])
     """
+    policy, budget = _checked(cache, query, position, policy, budget, excess, layer)
     stacked = len(cache.heads_shape) == 3
     together = stacked and policy is not None and not (policy.allocation.one_layer and isinstance(cache, KVCache))
     if policy is not None and budget is not None and together:
@@ -116,11 +120,8 @@ def attend(
             f"{policy.name!r} cannot evict from one layer of a {kind} cache of {cache.heads_shape[0]}: observe each "
             "layer with kvjax.observe, then evict once."
         )
-    budget = None if budget is None else check_tokens(budget, query.shape[:1])
-    if policy is not None and isinstance(budget, int):
-        check_budget(policy, budget)
     if position is None:
-        position = cache.next_position[:, None] + jnp.arange(query.shape[1], dtype=jnp.int32)
+        position = next_positions(cache, query.shape[1])
     leaving = None
     if budget is not None and policy is not None and _evicts_at_once(policy, cache):
         leaving = _Leaving(idle_rows_keep(budget, position, cache), excess)
@@ -168,7 +169,7 @@ def observe(
     value: Float[Array, "B T K D"],
     position: Int[Array, "B T"] | None = None,
     *,
-    policy: Policy | None,
+    policy: Policy | str | None,
     budget: int | Int[Array, ""] | Int[Array, "B"] | None = None,
     layer: int | Int[Array, ""] | None = None,
     sliding_window: Int[Array, ""] | int | None = None,
@@ -201,6 +202,7 @@ def observe(
         >>> cache.num_live.sum().item()
         12
     """
+    policy, budget = _checked(cache, query, position, policy, budget, None, layer)
     return _observe(
         cache,
         query,
@@ -243,7 +245,7 @@ def _observe(
     """:func:`observe`; with ``leaving`` the policy also evicts."""
     B, T, N, _ = query.shape
     if position is None:
-        position = cache.next_position[:, None] + jnp.arange(T, dtype=jnp.int32)
+        position = next_positions(cache, T)
     K = cache.heads_shape[-1]
     if key.shape[2] != K and K == N:  # a cache for each query head
         key, value = (jnp.repeat(x, N // x.shape[2], axis=2) for x in (key, value))
@@ -258,10 +260,11 @@ def _observe(
     if cache.positions == "index":
         query, key = _turn_to_index(cache, query, key, position, frequency, layer)
     cache = insert(cache, key, value, position, layer=layer)
+    position = position.astype(jnp.int32)
     look = _Look(
         position,
         policy,
-        jnp.broadcast_to(jnp.asarray(check_tokens(cache.num_slots if budget is None else budget, (B,))), (B,)),
+        jnp.broadcast_to(jnp.asarray(cache.num_slots if budget is None else budget, jnp.int32), (B,)),
         jnp.asarray(0 if layer is None else layer, jnp.int32),
         sliding_window,
         scale,
@@ -290,6 +293,52 @@ def _observe(
     if layer is not None:
         state = jax.tree.map(lambda whole, part: whole.at[layer].set(part), cache.state, state)
     return out, dataclasses.replace(cache, state=state), observed
+
+
+def _checked(cache, query, position, policy, budget, excess, layer) -> tuple[Policy | None, Any]:
+    """The policy and the budget of a block, as arrays count; refuses what cannot be, and what will not fit."""
+    policy, T = policy_of(policy), query.shape[1]
+    known = is_known(cache.position, position, layer)  # then insert looks into the cache itself
+    if not known:
+        check_fits(cache, T, position)
+    if budget is None:
+        return policy, None
+    if policy is None:
+        raise ValueError(f"a budget of {budget} was given without a policy that says what to keep; try 'snapkv+caote'.")
+    if isinstance(plain(budget), float):
+        raise ValueError(
+            f"the budget is {budget}, a share, but one block does not know the prompt that it is a share of: give "
+            "tokens per head, an int."
+        )
+    B = cache.heads_shape[-2]
+    budget = check_tokens(budget, (B,))
+    if not is_known(budget):
+        return policy, budget
+    for number in np.unique(budget):
+        check_budget(policy, int(number))
+    if not known:
+        _check_room(cache, policy, np.broadcast_to(budget, B), T if excess is None else min(T, excess))
+    return policy, np.asarray(budget, np.int32)
+
+
+def _check_room(cache: Cache, policy: Policy, budget: np.ndarray, entering: int) -> None:
+    """Refuses a cache without room for so many tokens more than the budget, when each head may hold its budget."""
+    *L, B, K = cache.heads_shape
+    layers = L[0] if L else 1
+    held = policy.allocation.most(layers, K, int(budget.max()))
+    if held + entering > cache.num_slots:
+        raise ValueError(
+            f"a head may hold {held} tokens when {entering} more come in, but the cache has {cache.num_slots} slots a "
+            f"head: make it with {held + entering}, or give a smaller budget or block."
+        )
+    if isinstance(cache, PagedCache):
+        needed = pages_for(layers * K * int(np.sum(budget + entering)), layers * B * K, cache.page_size)
+        if needed > cache.owner.shape[0]:
+            raise ValueError(
+                f"{layers * B * K} heads may hold {np.mean(budget):g} tokens each on average when {entering} more come "
+                f"in, for which {needed} pages of {cache.page_size} slots are needed, but the cache has "
+                f"{cache.owner.shape[0]}: make it with so many (kvjax.pages_for)."
+            )
 
 
 def idle_rows_keep(
@@ -332,6 +381,20 @@ def _check_policy(policy: Policy, cache: Cache, G: int) -> None:
         raise ValueError(
             f"the cache's state is not that of {policy.name!r}; make the cache with state=policy.init(B, K, G, S, D)."
         )
+
+    def check(wanted: Any, given: Any) -> None:
+        of_head = isinstance(wanted, HeadState)
+        if of_head:
+            wanted, given = wanted.value, given.value
+        shape = (*cache.heads_shape, *wanted.shape[2:]) if of_head else (*cache.position.shape, *wanted.shape[3:])
+        if given.shape != shape:
+            raise ValueError(
+                f"the cache's state has an array of shape {given.shape}, where {policy.name!r} has {shape} in this "
+                "cache; make the cache with state=policy.init(B, K, G, S, D), stacked once for each layer where the "
+                "cache stacks them."
+            )
+
+    jax.tree.map(check, made, cache.state, is_leaf=lambda leaf: isinstance(leaf, HeadState))
 
 
 class _Look(NamedTuple):
@@ -428,10 +491,15 @@ class _Look(NamedTuple):
                 stack=None if stack is None else (jax.lax.stop_gradient(stack[1]), self.layer),
                 implementation=self.implementation,
             )
-            return state, Observed(None, left=left)  # type: ignore[arg-type]
+            return _as_before(state, before), Observed(None, left=left)  # type: ignore[arg-type]
         scores, state = retention_scores(policy, before, observation)
         measure = policy.allocation.measure
-        return state, Observed(scores, None if measure is None else measure(observation))
+        return _as_before(state, before), Observed(scores, None if measure is None else measure(observation))
+
+
+def _as_before(state: Any, before: Any) -> Any:
+    """A policy's state in the dtypes that it had, which float64 inputs would widen."""
+    return jax.tree.map(lambda new, old: new.astype(old.dtype), state, before)
 
 
 def _observe_pages(cache, query, look, projection, foreseen, layer):

@@ -95,7 +95,7 @@ class KVCache:
                 position, and keeps it; nothing is rotated anew. Masks and protections always read those in the text.
 
         Raises:
-            ValueError: a size below 1, unknown positions.
+            ValueError: a size below 1, unknown positions, a state of another shape.
         """
         if positions not in ("absolute", "compact", "index"):
             raise ValueError(f"unknown positions {positions!r}; there are 'absolute', 'compact' and 'index'.")
@@ -105,6 +105,14 @@ class KVCache:
         head_dim = check_count("head_dim", head_dim, 1, "a cache needs at least 1")
         if not is_float(dtype):
             raise ValueError(f"dtype is {dtype!r}; keys and values are floats, such as 'bfloat16'.")
+        for leaf in jax.tree.leaves(state, is_leaf=lambda leaf: isinstance(leaf, HeadState)):
+            given, lead = (leaf.value.shape, shape[:-1]) if isinstance(leaf, HeadState) else (leaf.shape, shape)
+            if given[: len(lead)] != lead:
+                axes = ", ".join(("L, B, K, S" if layers is not None else "B, K, S").split(", ")[: len(lead)])
+                raise ValueError(
+                    f"the state has an array of shape {given}, but this cache's lead with {lead}, {axes}: stack a "
+                    "policy's init once for each layer."
+                )
         return cls(
             key=jnp.zeros((*shape, head_dim), dtype),
             value=jnp.zeros((*shape, head_dim), dtype),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -36,7 +38,8 @@ def insert(
         pages for the heads that have no free slot.
 
     Raises:
-        ValueError: keys and values that do not fit the cache; more tokens than free slots (outside jit).
+        ValueError: keys and values that do not fit the cache; more tokens than slots, or than free slots (where the
+            cache can be looked into: outside jit).
 
     Example:
         >>> import jax.numpy as jnp
@@ -69,15 +72,57 @@ def insert(
         )
     if position is not None and (position.shape != (B, T) or not jnp.issubdtype(position.dtype, jnp.integer)):
         raise ValueError(f"position is {position.dtype} {position.shape}; expected integers {(B, T)}, one a token.")
+    given = position
     if position is None:
-        position = cache.next_position[:, None] + jnp.arange(T, dtype=jnp.int32)
-    if not any(isinstance(leaf, jax.core.Tracer) for leaf in (cache.position, position, layer)):
+        position = next_positions(cache, T)
+    if is_known(cache.position, position, layer):
         lacking = _lacking_slots(cache, position, layer)
         if lacking > 0:
             raise ValueError(f"{T} tokens do not fit: {lacking} more free slots are needed; evict first.")
+    else:
+        check_fits(cache, T, given)
+    position = position.astype(jnp.int32)  # wider ones, as x64 makes, would widen the cache
     if isinstance(cache, PagedCache):
         return insert_paged(cache, key, value, position, layer)
     return insert_plain(cache, key, value, position, layer)
+
+
+def next_positions(cache: Cache, T: int) -> Int[Array, "B T"]:
+    """The positions of T tokens that continue each row."""
+    return cache.next_position[:, None] + jnp.arange(T, dtype=jnp.int32)[None]
+
+
+def is_known(*values: Any) -> bool:
+    """Whether values can be looked at: none is traced, as arguments of a function under jit are.
+
+    Example:
+        >>> import jax
+        >>> from kvjax.insertion import is_known
+        >>> is_known(3, None, jax.numpy.ones(2)), bool(jax.jit(lambda x: is_known(x))(3))
+        (True, False)
+    """
+    return not any(isinstance(value, jax.core.Tracer) for value in values)
+
+
+def check_fits(cache: Cache, T: int, position: Int[Array, "B T"] | None) -> None:
+    """Refuses more tokens than the cache has slots; that needs no look into it, so it holds under jit as well.
+
+    Raises:
+        ValueError: T tokens, or the most that ``position`` counts in a row, against the slots of a head.
+
+    Example:
+        >>> import kvjax
+        >>> from kvjax.insertion import check_fits
+        >>> check_fits(kvjax.KVCache.init(batch=1, kv_heads=1, slots=4, head_dim=1), 5, None)
+        Traceback (most recent call last):
+        ...
+        ValueError: 5 tokens do not fit: the cache has 4 slots a head.
+    """
+    if not is_known(position):
+        return
+    entering = T if position is None else int(np.sum(np.asarray(position) >= 0, axis=1).max())
+    if entering > cache.num_slots:
+        raise ValueError(f"{entering} tokens do not fit: the cache has {cache.num_slots} slots a head.")
 
 
 def _lacking_slots(cache: Cache, position: Int[Array, "B T"], layer: int | Int[Array, ""] | None) -> int:

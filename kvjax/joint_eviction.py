@@ -100,7 +100,7 @@ def joint_score(
         candidates = evictable & ~gone
         stay = jnp.sum(candidates, axis=-1) - (leaving * (i + 1) // rounds - leaving * i // rounds)
         goes = candidates & ~keep(scores, jnp.where(candidates, position, -1), jnp.maximum(stay, 0))
-        order = jnp.where(goes & live, _within_round(scores, goes & live) - (rounds - i), -jnp.inf)
+        order = jnp.where(goes & live, _within_round(scores, goes & live) - (rounds - i).astype(dtype), -jnp.inf)
         return gone | goes, jnp.where(goes, order, jnp.where(gone, result, scores))
 
     nobody = jnp.zeros(V.shape[:-1], bool)
@@ -154,7 +154,9 @@ def _scores(terms: _Terms, A: Array, stay: Array, fast: bool, behind: OutputProj
     rest = jnp.where(dominant, 0, A)
     rest_weight = jnp.sum(rest, axis=-1, keepdims=True)
     weight = jnp.sum(A - rest, axis=-1, keepdims=True)
-    slot = jnp.sum(jnp.where(dominant, jnp.arange(A.shape[-1]), 0), axis=-1)  # [*batch, G]; 0 where there is none
+    slot = jnp.sum(
+        jnp.where(dominant, jax.lax.broadcasted_iota(jnp.int32, A.shape, A.ndim - 1), 0), axis=-1
+    )  # [*batch, G]; 0 where there is none
     dominant_value = jnp.take_along_axis(V, slot[..., None], axis=-2)  # [*batch, G, D]
     without = _mean(rest, V)
     if fast:

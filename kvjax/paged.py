@@ -207,7 +207,7 @@ def insert_paged(
 ) -> PagedCache:
     """:func:`kvjax.insert` for pages: takes pages for the tokens that find no free slot in their head's own."""
     B, T, K, _ = key.shape
-    count = jnp.cumsum(position >= 0, axis=1)  # [B, T]
+    count = jnp.cumsum(position >= 0, axis=1, dtype=jnp.int32)  # [B, T]
     cache = _take_pages(cache, count[:, -1], -(-T // cache.page_size), layer)
     table = cache.layer_table(layer)
     slot_free = jnp.repeat(table >= 0, cache.page_size, axis=2) & (slot_positions(cache.position, table) < 0)
@@ -249,7 +249,7 @@ def release(cache: PagedCache) -> PagedCache:
     H, M = table.shape
     owned = table >= 0
     tokens = jnp.sum(_page_counts(cache, table), axis=-1)
-    tail = owned & (jnp.arange(M) >= -(-tokens // page_size)[:, None])
+    tail = owned & (jnp.arange(M)[None] >= -(-tokens // page_size)[:, None])
     chunk = 4 * H  # tokens moved a pass; most steps need one pass or none
 
     def waiting(moved: tuple[Array, Array, Array, PyTree]) -> Array:
@@ -260,7 +260,7 @@ def release(cache: PagedCache) -> PagedCache:
         counts = _page_counts(cache, table, position)
         source = _Places(jnp.where(tail, counts, 0))
         target = _Places(jnp.where(owned & ~tail, page_size - counts, 0))
-        number = jnp.arange(chunk)
+        number = jnp.arange(chunk, dtype=jnp.int32)
         from_page, from_rank, head = source.find(number)
         # The r-th token that a head has to move goes to the r-th free slot of its first pages.
         to_page, to_rank, _ = target.find(target.first[head] + number - source.first[head])
@@ -285,7 +285,7 @@ def release(cache: PagedCache) -> PagedCache:
         waiting, move, (cache.key, cache.value, cache.position, cache.state)
     )
     given = tail.ravel()
-    place = jnp.where(given, cache.num_free + jnp.cumsum(given) - 1, P)
+    place = jnp.where(given, cache.num_free + jnp.cumsum(given, dtype=jnp.int32) - 1, P)
     ids = table.ravel()
     return dataclasses.replace(
         cache,
@@ -324,8 +324,9 @@ def pack(cache: KVCache, *, pages: int, page_size: int, most: int) -> PagedCache
     M = -(-most // page_size)
     need = jnp.minimum(-(-cache.num_live // page_size), M)  # [*L, B, K]
     start = (jnp.cumsum(need) - need.ravel()).reshape(heads)
-    number = jnp.arange(M)
-    table = jnp.where((number < need[..., None]) & (start[..., None] + number < pages), start[..., None] + number, -1)
+    number = jax.lax.broadcasted_iota(jnp.int32, (*heads, M), len(heads))
+    page = start[..., None] + number
+    table = jnp.where((number < need[..., None]) & (page < pages), page, -1)
     used = jnp.minimum(jnp.sum(need), pages).astype(jnp.int32)
     # Slot s of page m of a head takes the head's (m * page_size + s)-th live token.
     order = jnp.broadcast_to(jnp.arange(1, M * page_size + 1), (*heads, M * page_size))
@@ -390,14 +391,15 @@ def _take_pages(cache: PagedCache, tokens: Int[Array, "B"], at_most: int, layer:
     lacking = -(-jnp.maximum(tokens[:, None] - room, 0) // cache.page_size)
     lacking = jnp.minimum(lacking, M - have)
     before = (jnp.cumsum(lacking) - lacking.ravel()).reshape(B, K)
-    number = jnp.arange(at_most)
+    number = jnp.arange(at_most, dtype=jnp.int32)[None, None]
     rank = before[..., None] + number  # [B, K, at_most]
     taken = (number < lacking[..., None]) & (rank < cache.num_free)
     page = jnp.where(taken, cache.free[jnp.maximum(cache.num_free - 1 - rank, 0)], P)
     place = jnp.where(taken, have[..., None] + number, M)
     index = (jnp.arange(B)[:, None, None], jnp.arange(K)[:, None], place)
     layer_index = () if layer is None else (layer,)
-    head = jnp.arange(B * K, dtype=jnp.int32).reshape(B, K, 1) + (0 if layer is None else layer * B * K)
+    first = jnp.asarray(0 if layer is None else layer, jnp.int32) * B * K
+    head = jnp.arange(B * K, dtype=jnp.int32).reshape(B, K, 1) + first
     return dataclasses.replace(
         cache,
         table=cache.table.at[(*layer_index, *index)].set(page, mode="drop"),

@@ -537,6 +537,24 @@ def parse(name: str) -> Policy:
     return policy if allocation is None else allocated(policy, allocation)
 
 
+def policy_of(policy: Policy | str | None) -> Policy | None:
+    """A policy as functions take it: itself, from its short name, or None for "full".
+
+    Raises:
+        ValueError: what is neither, or an unknown name.
+
+    Example:
+        >>> from kvjax.policy import policy_of
+        >>> str(policy_of("h2o + caote")), policy_of("full")
+        ('h2o+caote', None)
+    """
+    if isinstance(policy, str):
+        return None if policy.strip() == "full" else parse(policy)
+    if policy is not None and not isinstance(policy, Policy):
+        raise ValueError(f"policy is {policy!r}; give a policy, or its short name, such as 'snapkv+caote'.")
+    return policy
+
+
 _EXAMPLE = "'snapkv(window=16)+caote+protect(sinks=4)'"
 LINKS: dict[str, Callable[..., Policy]] = {}
 

@@ -39,7 +39,7 @@ def turn(
         >>> turn(jnp.array([1.0, 0.0]), jnp.array(0), jnp.array([0.1])).tolist()
         [1.0, 0.0]
     """
-    angle = by[..., None] * frequency
+    angle = by[..., None].astype(frequency.dtype) * frequency
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     return rotate(wide, jnp.cos(angle), jnp.sin(angle)).astype(x.dtype)
 

@@ -414,7 +414,7 @@ def butler(*, dim: int | None = None) -> Policy:
         )
         total = jnp.where(o.layer == 0, o.columns.sum, columns.sum.reshape(B, K, G, S))
         queries = jnp.sum(o.query_position >= 0, axis=1)[:, None, None, None]
-        return total / jnp.maximum(queries, 1), state
+        return total / jnp.maximum(queries, 1).astype(total.dtype), state
 
     return Policy(name, init, update, frozenset({"sum"}), predicted=True, base=True, nonnegative=True)
 
@@ -456,7 +456,8 @@ def keydiff() -> Policy:
     def score(o: Observation) -> Scores:
         key = jnp.where(o.live[..., None], o.key.astype(jnp.float32), 0)  # stale keys must not enter the mean
         direction = _unit(key)
-        mean = jnp.sum(direction, axis=2, keepdims=True) / jnp.maximum(jnp.sum(o.live, axis=2), 1)[..., None, None]
+        count = jnp.maximum(jnp.sum(o.live, axis=2), 1).astype(direction.dtype)
+        mean = jnp.sum(direction, axis=2, keepdims=True) / count[..., None, None]
         return -jnp.sum(direction * _unit(mean), axis=-1)[:, :, None]
 
     return base_score(written(keydiff), score, nonnegative=False)
@@ -593,8 +594,8 @@ def _with_predicted_keys(state: Array, o: Observation, predicted: Prediction) ->
 
 def _turned_back(o: Observation, frequency: Float[Array, "rows half"], future: int) -> Float[Array, "B K S D"]:
     """``R'k``, R the rotation averaged over the coming positions: ``(R q) k = q (R'k)``."""
-    coming = o.next_position[:, None] + jnp.arange(future)
-    angle = coming[..., None] * frequency[:, None]  # [B, future, D / 2]
+    coming = o.next_position[:, None] + jnp.arange(future, dtype=jnp.int32)[None]
+    angle = coming[..., None].astype(frequency.dtype) * frequency[:, None]  # [B, future, D / 2]
     cos, sin = (jnp.mean(wave(angle), axis=1)[:, None, None] for wave in (jnp.cos, jnp.sin))
     key = jnp.where(o.live[..., None], o.key.astype(jnp.float32), 0)
     return rotate(key, cos, -sin)

@@ -33,6 +33,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kernels_pallas.softmax import grouped_logits
 from kvjax.cache import write_rows
 from kvjax.checks import check_count, typed
 from kvjax.names import called, check_number, registered, written
@@ -133,11 +134,7 @@ def logits(query: Float[Array, "B T N D"], key: Float[Array, "B K S D"]) -> Floa
         [[[[2.0, 2.0, 2.0]], [[2.0, 2.0, 2.0]]]]
     """
     B, T, N, D = query.shape
-    K, S = key.shape[1:3]
-    accumulate = jnp.promote_types(query.dtype, jnp.float32)
-    grouped = query.reshape(B, T, K, N // K, D)
-    products = jnp.einsum("btkgd,bksd->bkgts", grouped, key, preferred_element_type=accumulate)
-    return D**-0.5 * products.reshape(B, N, T, S)
+    return D**-0.5 * grouped_logits(query, key).reshape(B, N, T, -1)
 
 
 @register
@@ -223,8 +220,8 @@ def random(*, seed: int = 0) -> Source:
     check_number("random", "seed", seed, 0, 2**32 - 1, "an int in [0, 2**32)")
 
     def importance(_: PyTree, reading: Reading) -> Array:
-        slot = jnp.arange(reading.position.shape[2], dtype=jnp.uint32)
-        head = jnp.arange(reading.query.shape[2], dtype=jnp.uint32)[:, None, None]
+        slot = jnp.arange(reading.position.shape[2], dtype=jnp.uint32)[None, None, None]
+        head = jnp.arange(reading.query.shape[2], dtype=jnp.uint32)[None, :, None, None]
         query = reading.query_position.astype(jnp.uint32)[:, None, :, None]
         layer = jnp.asarray(reading.layer, jnp.uint32)
         mixed = mix_bits(jnp.uint32(seed) ^ mix_bits(layer ^ mix_bits(head ^ mix_bits(query ^ mix_bits(slot)))))
@@ -289,7 +286,7 @@ def quest(*, page_size: int = 16) -> Source:
             at = jnp.maximum(reading.query_position, 0)
             own = _page_so_far(reading.key, reading.position, at, page_size)
             own_bound = _upper_bound(query, own.smallest, own.largest, "btkgd,bktd->bkgt")[..., None]
-            page = jnp.arange(bound.shape[-1])
+            page = jax.lax.broadcasted_iota(jnp.int32, bound.shape, bound.ndim - 1)
             bound = jnp.where(page == (at // page_size)[:, None, None, :, None], own_bound, bound)
         every = jnp.repeat(bound, page_size, axis=-1)[..., :S]
         return D**-0.5 * every.reshape(B, N, T, S)

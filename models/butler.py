@@ -28,12 +28,13 @@ from safetensors.numpy import load as from_safetensors
 from safetensors.numpy import save as to_safetensors
 
 from kernels_pallas import cache_attention
+from kernels_pallas.softmax import grouped_logits
 from kvjax import rotate
 from kvjax.checks import check_count, check_fields, plain
 from models import decoder, provenance
-from models.commands import replacing, write_json
+from models.commands import to_json, write_files
 from models.config import Config, Rope
-from models.decoder import Decoder, rms_norm, rope_frequencies
+from models.decoder import Decoder, along_last, rms_norm, rope_frequencies
 from models.load import find_folder
 from models.tokenizer import read_object
 
@@ -370,9 +371,11 @@ class Butler(nnx.Module):
         query, key, value = (jnp.einsum("btr,rnd->btnd", reduced, w[...]) for w in (self.query, self.key, self.value))
         query, key = (self._rotate(y, position[..., None]) for y in (query, key))
         y = attend(query, key, value).reshape(reduced.shape)
-        y = _layer_norm(y) * self.norm[...] + self.norm_bias[...]
-        y = jax.nn.gelu(y @ self.up[...] + self.up_bias[...], approximate=False)
-        y = y @ self.down[...] + self.down_bias[...]
+        y = _layer_norm(y) * along_last(self.norm[...], y) + along_last(self.norm_bias[...], y)
+        y = y @ self.up[...]
+        y = jax.nn.gelu(y + along_last(self.up_bias[...], y), approximate=False)
+        y = y @ self.down[...]
+        y = y + along_last(self.down_bias[...], y)
         if dropout_key is not None:
             kept = jax.random.bernoulli(dropout_key, 1 - self.config.dropout, y.shape)
             y = jnp.where(kept, y / (1 - self.config.dropout), 0)
@@ -386,7 +389,8 @@ class Butler(nnx.Module):
 
     def _rotate(self, x: Float[Array, "*batch width"], position: Int[Array, "*#batch"]) -> Float[Array, "*batch width"]:
         frequency, _ = rope_frequencies(Rope(theta=self.config.rope_theta), x.shape[-1])
-        angle = jnp.maximum(position, 0)[..., None] * frequency[0]
+        position = jnp.maximum(position, 0)[..., None].astype(frequency.dtype)
+        angle = position * along_last(frequency[0], position)
         return rotate(x, jnp.cos(angle), jnp.sin(angle))
 
 
@@ -422,8 +426,7 @@ def importance(
     if isinstance(layer, int) and not 1 <= layer <= query.shape[0]:
         raise ValueError(f"layer is {layer}; layers 1 to {query.shape[0]} are predicted, layer 0 is read in full.")
     query, key = (jax.lax.dynamic_index_in_dim(x, layer - 1, keepdims=False) for x in (query, key))
-    accumulate = jnp.promote_types(query.dtype, jnp.float32)
-    logits = jnp.einsum("btnd,bnsd->bnts", query, key, preferred_element_type=accumulate) * query.shape[-1] ** -0.5
+    logits = grouped_logits(query, key)[:, :, 0] * query.shape[-1] ** -0.5
     if position is None or key_position is None:
         return logits
     seen = (key_position[:, None] >= 0) & (key_position[:, None] <= position[..., None])
@@ -478,7 +481,7 @@ def butler_input(
 
 
 def save_butler(folder: str | Path, butler: Butler, model: Decoder, name: str) -> None:
-    """Writes a predictor and what it was made for. Each file is replaced as a whole or not at all.
+    """Writes a predictor and what it was made for. Both files are whole before either takes its place.
 
     Where several processes hold a model together all of them call this, and the first one writes.
 
@@ -503,12 +506,9 @@ def save_butler(folder: str | Path, butler: Butler, model: Decoder, name: str) -
     description = {"name": name, **fingerprint(model)}
     if jax.process_index() > 0:
         return
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     tensors = {own: np.asarray(jax.device_get(getattr(butler, own)[...])) for own in parameter_shapes(butler.config)}
-    with replacing(folder / WEIGHTS_FILE) as temporary:
-        temporary.write_bytes(to_safetensors(tensors))
-    write_json(folder / CONFIG_FILE, {"butler": dataclasses.asdict(butler.config), "model": description})
+    described = {"butler": dataclasses.asdict(butler.config), "model": description}
+    write_files(Path(folder), {WEIGHTS_FILE: to_safetensors(tensors), CONFIG_FILE: to_json(described).encode()})
 
 
 def fingerprint(model: Decoder) -> dict[str, Any]:

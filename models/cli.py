@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 import models
+from kvjax.policy import policy_of
 from models import commands, guided, provenance
 
 EXAMPLES = """examples:
@@ -77,6 +78,7 @@ def _generate(flags: argparse.Namespace) -> None:
     if not -(2**63) <= flags.seed < 2**63:
         raise ValueError(f"--seed is {flags.seed}; give an integer of at most 64 bits.")
     budget = None if flags.budget is None else commands.parse_budget(flags.budget)
+    policy_of(flags.policy), guided.parse_select(flags.select)  # before the weights are read
     prompt = _read_prompt(flags)
     model, tokenizer = models.load(
         flags.model, dtype=flags.dtype, mesh=None if flags.mesh is None else models.parse_mesh(flags.mesh)
@@ -148,7 +150,7 @@ def _load_butler(flags: argparse.Namespace, model: models.Decoder) -> models.But
     """The predictor that --select or --policy asks for, from --butler or from inside the model's folder."""
     if flags.butler is not None:
         return models.load_butler(flags.butler, model)
-    policy, source = guided.parse_policy(flags.policy), guided.parse_select(flags.select)
+    policy, source = policy_of(flags.policy), guided.parse_select(flags.select)
     if guided.asks_for_predictor(policy, source) is None:
         return None
     return models.own_butler(flags.model, model)
@@ -170,13 +172,11 @@ def _selected(flags: argparse.Namespace, budget: int | float | None, share: floa
 
 
 def _read_prompt(flags: argparse.Namespace) -> str:
-    if flags.prompt_file is not None and not flags.prompt_file.is_file():
-        raise FileNotFoundError(f"there is no prompt file {flags.prompt_file}; name a text file, or use --prompt.")
     try:
         if flags.prompt is not None:
             text = flags.prompt
         elif flags.prompt_file is not None:
-            text = flags.prompt_file.read_bytes().decode()
+            text = commands.read_text(flags.prompt_file, "prompt")
         else:
             text = sys.stdin.buffer.read().decode()
     except UnicodeDecodeError as error:

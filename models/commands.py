@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import os
+import re
 import shlex
+import shutil
+import stat
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import IO, Any, NamedTuple, NoReturn
 
 import jax
 
 import kvjax
 
+LOCK_FILE = ".lock"
 EXIT_CODES = """exit codes:
   0    done
   2    bad input, a file that can't be read or written, a full disk: one sentence on standard error says what
@@ -42,6 +47,14 @@ class Parser(argparse.ArgumentParser):
         words = sys.argv[1:] if args is None else args
         parsed.begun = Begun(" ".join([self.prog, *map(shlex.quote, words)]), time.monotonic())
         return parsed
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        for argument in sys.argv[1:] if args is None else args:
+            try:
+                argument.encode()
+            except UnicodeEncodeError:
+                self.error(f"the argument {argument[:60]!a} is not UTF-8 text")
+        return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}; {self.prog} --help says what there is.\n")
@@ -147,7 +160,8 @@ def sentence(error: BaseException) -> str:
         ('two lines', 'a.txt: no such file or directory')
     """
     if isinstance(error, OSError) and error.strerror and error.filename is not None:
-        return f"{error.filename}: {error.strerror[:1].lower()}{error.strerror[1:]}"
+        name = str(error.filename)
+        return f"{name if len(name) <= 200 else name[:200] + '...'}: {error.strerror[:1].lower()}{error.strerror[1:]}"
     return " ".join(str(error).split()) or type(error).__name__
 
 
@@ -197,9 +211,52 @@ def parse_budget(text: str) -> int | float:
     return ratio
 
 
+def read_text(path: str | Path, what: str) -> str:
+    """The text of a UTF-8 file, or of a pipe such as ``<(zcat book.gz)``; a pipe may be asked for again.
+
+    Args:
+        what: the kind of file, for people.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: a folder, or no UTF-8.
+
+    Example:
+        >>> from models.commands import read_text
+        >>> read_text("nowhere.txt", "prompt")
+        Traceback (most recent call last):
+        ...
+        FileNotFoundError: there is no prompt file nowhere.txt; name one that exists.
+    """
+    try:
+        return read_bytes(path).decode()
+    except FileNotFoundError:
+        raise FileNotFoundError(f"there is no {what} file {path}; name one that exists.") from None
+    except IsADirectoryError:
+        raise ValueError(f"the {what} file {path} is a folder; name a file.") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text (byte {error.start}); convert it first.") from None
+
+
+def read_bytes(path: str | Path) -> bytes:
+    """The bytes of a file. Those of a pipe come once, so they are kept."""
+    found = os.stat(path)
+    if stat.S_ISREG(found.st_mode):
+        return Path(path).read_bytes()
+    return _of_a_pipe(str(path), found.st_dev, found.st_ino)
+
+
+@functools.lru_cache(maxsize=16)
+def _of_a_pipe(path: str, device: int, inode: int) -> bytes:
+    return Path(path).read_bytes()
+
+
 @contextlib.contextmanager
 def replacing(path: str | Path) -> Iterator[Path]:
-    """A temporary name beside ``path`` that becomes ``path`` when all went well, and vanishes otherwise.
+    """A temporary name that becomes ``path`` when all went well, and vanishes otherwise; every file is written so.
+
+    A link stays a link: what it points to is replaced. Into what is no regular file (a pipe, a device, a stream of
+    this process such as /dev/stdout) the whole content is written at the end, and the thing itself stays.
 
     Raises:
         FileNotFoundError: the folder does not exist.
@@ -215,21 +272,109 @@ def replacing(path: str | Path) -> Iterator[Path]:
         'whole'
     """
     path = Path(path)
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"cannot write {path}: the folder {path.parent} does not exist; make it first.")
-    if path.is_dir():
+    stream = _stream(path)
+    target = path if stream is not None or not path.is_symlink() else Path(os.path.realpath(path))
+    straight = stream is not None or (target.exists() and not target.is_file())
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"cannot write {path}: the folder {target.parent} does not exist; make it first.")
+    if target.is_dir():
         raise ValueError(f"cannot write {path}: it is a folder; name a file.")
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}.", suffix=path.suffix)
+    if straight and not os.access(target, os.W_OK):
+        raise PermissionError(f"cannot write into {path}: permission denied; name another file.")
+    # A long name leaves no room for what makes a temporary one unique.
+    handle, name = tempfile.mkstemp(
+        dir=None if straight else target.parent, prefix=f".{target.stem[:40]}.", suffix=target.suffix[-10:]
+    )
     os.close(handle)
+    temporary = Path(name)
+    try:
+        yield temporary
+        if straight:
+            _pour(temporary, target if stream is None else os.dup(stream))
+            temporary.unlink()
+        else:
+            os.chmod(temporary, _mode(target))  # mkstemp's files are private; ours are like any other
+            os.replace(temporary, target)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _stream(path: Path) -> int | None:
+    """The number of the open stream that a path such as /dev/stdout stands for."""
+    named = re.fullmatch(r"/dev/(stdout|stderr)|/(?:dev|proc/self)/fd/(\d+)", str(path))
+    return None if named is None else {"stdout": 1, "stderr": 2}.get(named[1]) or int(named[2])
+
+
+def _mode(path: Path) -> int:
+    """The permissions of a file, or those that a new one gets."""
+    if path.exists():
+        return stat.S_IMODE(path.stat().st_mode)
     umask = os.umask(0)
     os.umask(umask)
-    os.chmod(name, 0o666 & ~umask)  # mkstemp's files are private; ours are like any other
+    return 0o666 & ~umask
+
+
+def _pour(source: Path, into: Path | int) -> None:
+    sys.stdout.flush()  # what was printed before stands before it
+    with source.open("rb") as content, open(into, "wb") as out:
+        shutil.copyfileobj(content, out)
+
+
+def write_files(folder: Path, files: Mapping[str, bytes], stale: Iterable[str] = ()) -> None:
+    """Writes files that belong together: all are whole beside their places before the first takes its own.
+
+    Args:
+        folder: made if it is not there.
+        files: contents by name.
+        stale: names that would be read beside the new files, or in their stead; they go at the end.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> from models.commands import write_files
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> write_files(folder, {"a.txt": b"1", "b.txt": b"2"})
+        >>> write_files(folder, {"a.txt": b"3"}, stale=["b.txt"])
+        >>> [(path.name, path.read_text()) for path in folder.iterdir()]
+        [('a.txt', '3')]
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as stack:
+        for name, content in files.items():
+            stack.enter_context(replacing(folder / name)).write_bytes(content)
+    for name in stale:
+        (folder / name).unlink(missing_ok=True)
+
+
+def lock(file: IO[Any], folder: Path) -> None:
+    """Holds a folder for this process until ``file``, open for writing in it, is closed; other runs are refused.
+
+    Raises:
+        ValueError: another run holds it.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> from models.commands import LOCK_FILE, lock
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> with (folder / LOCK_FILE).open("ab") as held, (folder / LOCK_FILE).open("ab") as other:
+        ...     lock(held, folder)
+        ...     lock(other, Path("runs/a"))
+        Traceback (most recent call last):
+        ...
+        ValueError: another run writes into runs/a; wait for its end, or name another folder.
+    """
     try:
-        yield Path(name)
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+        import fcntl
+    except ImportError:  # Windows
+        return
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(f"another run writes into {folder}; wait for its end, or name another folder.") from None
+    except OSError:  # a file system without locks
+        return
 
 
 def check_outputs(paths: Sequence[str | Path | None]) -> None:
@@ -245,6 +390,17 @@ class _Probe(Exception):
 
 
 def write_json(path: str | Path, data: Any) -> None:
-    """Writes JSON under a temporary name and renames it."""
+    """Writes a JSON file as a whole."""
     with replacing(path) as temporary:
-        temporary.write_text(json.dumps(data, indent=1, allow_nan=False) + "\n")
+        temporary.write_text(to_json(data))
+
+
+def to_json(data: Any) -> str:
+    """JSON as all our files have it.
+
+    Example:
+        >>> from models.commands import to_json
+        >>> to_json([1])
+        '[\\n 1\\n]\\n'
+    """
+    return json.dumps(data, indent=1, allow_nan=False) + "\n"

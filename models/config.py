@@ -14,6 +14,7 @@ ARCHITECTURES = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
 }
+MOST, MOST_LAYERS = 2**31 - 1, 10_000  # what int32 counts
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 
 
@@ -82,6 +83,16 @@ class Config:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        for name in (
+            "num_layers",
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_heads",
+            "head_dim",
+            "max_positions",
+        ):
+            check_size(name, getattr(self, name))
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads"):
             check_count(name, getattr(self, name), 1, "give a positive integer")
         check_count("num_layers", self.num_layers, 0, "give an integer from 0")  # none: what is not in a layer
@@ -178,6 +189,7 @@ def from_hugging_face(raw: Mapping[str, Any]) -> Config:
     for name in (*required, "num_key_value_heads", "head_dim", "max_position_embeddings", "sliding_window"):
         if raw.get(name) is not None:
             check_count(name, raw[name], 1, "it must be a positive integer")
+            check_size(name, raw[name])
     if raw.get("quantization_config"):
         raise ValueError("quantization_config is set; quantised weights are not supported, take the original ones.")
     activation = raw.get("hidden_act", "silu")
@@ -189,6 +201,11 @@ def from_hugging_face(raw: Mapping[str, Any]) -> Config:
     max_positions = raw.get("max_position_embeddings") or 2048
     bias = architecture in ("llama", "qwen3") and bool(raw.get("attention_bias", False))
     eos = raw.get("eos_token_id")
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        given = raw.get(name)
+        ids = given if isinstance(given, list) else [given]
+        if any(isinstance(token, int) and abs(token) > MOST for token in ids):
+            raise ValueError(f"{name} is beyond {MOST:,}, the largest id of a token; is the file damaged?")
     default_head_dim = 128 if architecture == "qwen3" else raw["hidden_size"] // heads
     return Config(
         architecture=architecture,
@@ -302,6 +319,24 @@ def _positive(name: str, value: float | None, default: float = 1.0) -> float:
     if value is not None and value <= 0:
         raise ValueError(f"{name} is {value!r}; it must be a number above 0.")
     return float(default if value is None else value)
+
+
+def check_size(name: str, value: int) -> None:
+    """Refuses a size that no model has, before anything is made of it.
+
+    Raises:
+        ValueError: more layers than 10,000, or another number beyond what int32 counts.
+
+    Example:
+        >>> from models.config import check_size
+        >>> check_size("num_hidden_layers", 500_000_000)
+        Traceback (most recent call last):
+        ...
+        ValueError: num_hidden_layers is beyond 10,000, the most that a model has here; is the file damaged?
+    """
+    most = MOST_LAYERS if name in ("num_layers", "num_hidden_layers") else MOST
+    if isinstance(value, int) and value > most:
+        raise ValueError(f"{name} is beyond {most:,}, the most that a model has here; is the file damaged?")
 
 
 def _sliding_windows(raw: Mapping[str, Any], architecture: str, layers: int) -> tuple[int | None, ...]:

@@ -191,7 +191,7 @@ class Decoder(nnx.Module):
         """
         config = self.config
         frequency, amplitude = rope_frequencies(config.rope, config.head_dim, lengths)  # [B or 1, D / 2]
-        angle = jnp.maximum(position, 0)[..., None] * frequency[:, None]  # [B, T, D / 2]
+        angle = jnp.maximum(position, 0)[..., None].astype(frequency.dtype) * frequency[:, None]  # [B, T, D / 2]
         cos, sin = (amplitude * wave(angle)[:, :, None] for wave in (jnp.cos, jnp.sin))  # one for all heads
         windows = None
         if any(config.sliding_windows):
@@ -206,12 +206,12 @@ class Decoder(nnx.Module):
             out, carry, output = attend(carry, index, window, query, key, value)
             x = x + jnp.einsum("btnd,nde->bte", out, layer.output[...])
             if config.output_bias:
-                x = x + layer.output_bias[...]
+                x = x + along_last(layer.output_bias[...], x)
             y = rms_norm(x, layer.feed_norm[...], config.norm_epsilon)
             gate, up = y @ layer.gate[...], y @ layer.up[...]
             return (x + (jax.nn.silu(gate) * up) @ layer.down[...], carry), output
 
-        scanned = (self.layers, jnp.arange(config.num_layers), windows)
+        scanned = (self.layers, jnp.arange(config.num_layers, dtype=jnp.int32), windows)
         state = self.embedding[...][tokens], carry
         if after_first is None:
             (x, carry), outputs = jax.lax.scan(run_layer, state, scanned)
@@ -221,7 +221,9 @@ class Decoder(nnx.Module):
             return run_layer(state, jax.tree.map(lambda array: array[index], scanned))
 
         (x, carry), first = run_index(state, 0)
-        (x, carry), rest = jax.lax.scan(run_index, (x, after_first(x, carry)), jnp.arange(1, config.num_layers))
+        (x, carry), rest = jax.lax.scan(
+            run_index, (x, after_first(x, carry)), jnp.arange(1, config.num_layers, dtype=jnp.int32)
+        )
         return x, carry, jax.tree.map(lambda a, b: jnp.concatenate([a[None], b]), first, rest)
 
     def logits(self, hidden: Float[Array, "*rest E"]) -> Float[Array, "*rest V"]:
@@ -237,7 +239,12 @@ def rms_norm(x: Float[Array, "*rest E"], weight: Float[Array, "E"], epsilon: flo
     """x / sqrt(mean(x^2) + epsilon) * weight; the mean in at least float32."""
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon)
-    return weight * normed.astype(x.dtype)
+    return along_last(weight, x) * normed.astype(x.dtype)
+
+
+def along_last(array: Float[Array, "*last"], x: Float[Array, "*rest"]) -> Float[Array, "*ones_and_last"]:
+    """An array of the last axes of ``x``, with the axes of size 1 in front that meet the others."""
+    return array.reshape((1,) * (x.ndim - array.ndim) + array.shape)
 
 
 def rope_frequencies(
@@ -263,9 +270,10 @@ def rope_frequencies(
         return plain[None] / rope.factor, 1.0
     if rope.type == "dynamic":
         length = jnp.maximum(jnp.zeros(1, jnp.int32) if lengths is None else lengths, rope.original_positions)
+        length = length.astype(jnp.float32)
         growth = rope.factor * length / rope.original_positions - (rope.factor - 1)
         base = rope.theta * growth ** (head_dim / (head_dim - 2))
-        return 1.0 / base[:, None] ** exponent, 1.0
+        return 1.0 / base[:, None] ** exponent[None], 1.0
     if rope.type == "llama3":
         wavelength = 2 * math.pi / plain
         low, high = rope.low_freq_factor, rope.high_freq_factor
@@ -287,7 +295,7 @@ def _yarn_frequencies(rope: Rope, head_dim: int, plain: Float[Array, "half"]) ->
     low, high = max(low, 0), min(high, head_dim - 1)
     if low == high:
         high += 0.001
-    stretched = jnp.clip((jnp.arange(head_dim // 2) - low) / (high - low), 0, 1)
+    stretched = jnp.clip((jnp.arange(head_dim // 2, dtype=jnp.float32) - low) / (high - low), 0, 1)
     return plain * (1 - stretched) + plain / rope.factor * stretched
 
 
@@ -308,7 +316,8 @@ def _project(config: Config, layer: Layers, x: Float[Array, "B T E"]) -> tuple[A
     key = jnp.einsum("bte,ekd->btkd", x, layer.key[...])
     value = jnp.einsum("bte,ekd->btkd", x, layer.value[...])
     if config.attention_bias:
-        query, key, value = query + layer.query_bias[...], key + layer.key_bias[...], value + layer.value_bias[...]
+        biases = layer.query_bias[...], layer.key_bias[...], layer.value_bias[...]
+        query, key, value = (x + along_last(bias, x) for x, bias in zip((query, key, value), biases, strict=True))
     if config.query_key_norm:
         query = rms_norm(query, layer.query_norm[...], config.norm_epsilon)
         key = rms_norm(key, layer.key_norm[...], config.norm_epsilon)

@@ -28,6 +28,8 @@ import kvjax
 from kvjax import KVCache, OutputProjection, PagedCache, Policy
 from kvjax.attention import idle_rows_keep, store_scores
 from kvjax.checks import MOST, check_count, check_types, plain, shown
+from kvjax.insertion import is_known
+from kvjax.policy import policy_of
 from kvjax.sources import Source
 from models import guided
 from models.butler import Butler
@@ -317,7 +319,7 @@ def output_projection(model: Decoder, policy: Policy | str | None) -> OutputProj
         >>> models.output_projection(model, "laprox@model").gram.shape
         (2, 2, 2, 8, 8)
     """
-    policy = guided.parse_policy(policy)
+    policy = policy_of(policy)
     if policy is None or not policy.projections:
         return None
     heads = _cache_heads(model.config, policy)
@@ -334,10 +336,11 @@ def _stream(model, prompt, rows, projection, key, plan, sampling, max_new_tokens
             if (position < 0).all():
                 continue
             evicts = context and (plan.when == "block" or index == len(tokens) - 1)
-            cache, logits = _block_step(
+            cache, newest = _block_step(
                 model, cache, block_tokens, position, rows.lengths, rows.budgets, projection, plan.policy, evicts,
                 decoding=not context, butler=butler,
             )  # fmt: skip
+            logits = newest if context else _newest(position, newest, logits)
             if on_cache is not None:
                 on_cache(guided.inner(cache))
             if on_block is not None:
@@ -345,6 +348,11 @@ def _stream(model, prompt, rows, projection, key, plan, sampling, max_new_tokens
                 on_block(int(position.max()) + 1, int(rows.lengths.max()))
         if context:
             cache = _shrink_step(cache, plan)
+    if not jnp.isfinite(logits).all():  # else every token would be the first of the vocabulary
+        raise ValueError(
+            f"the model's logits are NaN or infinite: its weights are not finite, or {model.embedding[...].dtype} is "
+            "too narrow for it; load it in another dtype."
+        )
     key, draw = jax.random.split(key)
     token = np.asarray(_sample(logits, draw, sampling))
     finished = np.isin(token, end)
@@ -384,13 +392,13 @@ def _prefill(model, prompt, rows, projection, plan, all_logits=False, butler=Non
     cache = _empty_cache(model, plan, B, butler)
 
     def step(carry, scanned, evicts, decoding=False):
-        cache, _ = carry
+        cache, last = carry
         tokens, position = scanned
         hidden, cache = _run(
             model, cache, tokens, position, rows.lengths, rows.budgets, projection, plan.policy, evicts,
             decoding=decoding, butler=butler,
         )  # fmt: skip
-        return (cache, hidden[:, -1]), model.logits(hidden) if all_logits else None
+        return (cache, _newest(position, hidden[:, -1], last)), model.logits(hidden) if all_logits else None
 
     observe = functools.partial(step, evicts=False)
     carry = (cache, jnp.zeros((B, model.config.hidden_size), model.embedding[...].dtype))
@@ -412,6 +420,11 @@ def _prefill(model, prompt, rows, projection, plan, all_logits=False, butler=Non
     if not all_logits:
         return cache, model.logits(hidden)
     return cache, jnp.concatenate([x.swapaxes(0, 1).reshape(B, -1, x.shape[-1]) for x in logits], axis=1)
+
+
+def _newest(position: HostOrDevice, of_block: Float[Array, "B E"], before: Float[Array, "B E"]) -> Float[Array, "B E"]:
+    """What the last token of each row gave: a row without one in this block, as without a question, keeps its own."""
+    return jnp.where(position[:, -1:] >= 0, of_block, before)
 
 
 @functools.partial(jax.jit, static_argnames=("plan", "sampling", "max_new_tokens", "end"))
@@ -436,7 +449,7 @@ def _generate(model, prompt, rows, projection, key, plan, sampling, max_new_toke
         key, draw = jax.random.split(key)
         token = _sample(logits, draw, sampling)
         out = out.at[:, step].set(jnp.where(finished, pad, token))
-        count = count + ~finished
+        count = count + (~finished).astype(jnp.int32)
         finished = finished | jnp.isin(token, jnp.array(end, jnp.int32))
         return step + 1, cache, key, token, finished, out, count
 
@@ -660,7 +673,7 @@ def _plan(
     if mesh is not None and rows % mesh.shape["data"]:
         ways = mesh.shape["data"]
         raise ValueError(f"data={ways} does not divide the batch of {rows}; give a multiple of {ways} rows, or data=1.")
-    policy = guided.parse_policy(policy)
+    policy = policy_of(policy)
     selection = guided.checked_selection(select, policy, budget, sinks, int(lengths.max()), reserve)
     guided.check_butler(config, butler, policy, selection)
     if policy is None:
@@ -739,6 +752,11 @@ def _check_prompt(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     if not isinstance(model, Decoder):
         raise ValueError(f"the model is a {type(model).__name__}; give a Decoder, such as models.load gives.")
+    if not is_known(*jax.tree.leaves((tokens, lengths, question))):
+        raise ValueError(
+            "the prompt is traced (by jax.jit, vmap or grad), but it is cut into blocks on the host: call prefill, "
+            "generate and stream outside, as they compile themselves; inside, kvjax.attend in model.run works."
+        )
     try:
         host = np.asarray(tokens)
     except ValueError:

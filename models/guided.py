@@ -201,15 +201,6 @@ def _chosen(
     return kvjax.select(wanted, slot_position, selection.budget, sinks=selection.sinks)
 
 
-def parse_policy(policy: Policy | str | None) -> Policy | None:
-    """A policy from its short name; None for "full"."""
-    if isinstance(policy, str):
-        return None if policy.strip() == "full" else kvjax.parse(policy)
-    if policy is not None and not isinstance(policy, Policy):
-        raise ValueError(f"policy is {policy!r}; give a policy, or its short name, such as 'snapkv+caote'.")
-    return policy
-
-
 def parse_select(select: Source | str | None) -> Source | None:
     """A source from its short name; None for "full"."""
     if isinstance(select, str):

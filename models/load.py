@@ -7,6 +7,7 @@ what is held beside the finished ones (at most one parameter on its way to the d
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -72,8 +73,8 @@ def load(
 
     Raises:
         FileNotFoundError: no such folder or hub name, or a file that is missing from it.
-        ValueError: a file that cannot be used (corrupted, of another shape or architecture, pickled), an unknown
-            dtype, or a mesh that does not divide the heads.
+        ValueError: a file that cannot be used (corrupted, of another shape or architecture, pickled, with weights
+            that are not finite), an unknown dtype, or a mesh that does not divide the heads.
 
     Example:
         >>> from models.load import load
@@ -82,6 +83,36 @@ def load(
         ...
         FileNotFoundError: there is no folder no/such/folder/anywhere; give a folder with config.json and safetensors...
     """
+    config, tokenizer, files, target, mesh = _opened(path, dtype, mesh, revision)
+    shapes = parameter_shapes(config)
+    parameters = {
+        name: _place(name, shapes[name], files, target, mesh)
+        for name in sorted(shapes, key=lambda name: -np.prod(shapes[name]))
+    }
+    return Decoder(config, parameters), tokenizer
+
+
+def describe(
+    path: str | Path, *, dtype: DTypeLike | None = None, mesh: Mesh | None = None, revision: str | None = None
+) -> tuple[Config, Tokenizer | None]:
+    """Checks all of a checkpoint that can be known before its weights are read; gives its config and its tokenizer.
+
+    Args, errors: as of :func:`load`.
+
+    Example:
+        >>> from models.load import describe
+        >>> config, tokenizer = describe("retriever")
+        >>> config.vocab_size == tokenizer.vocab_size
+        True
+    """
+    config, tokenizer, *_ = _opened(path, dtype, mesh, revision)
+    return config, tokenizer
+
+
+def _opened(
+    path: str | Path, dtype: DTypeLike | None, mesh: Mesh | None, revision: str | None
+) -> tuple[Config, Tokenizer | None, dict[str, Path], np.dtype, Mesh | None]:
+    """Config, tokenizer, each tensor's file, the weights' dtype and the mesh, all checked."""
     wanted = None if dtype is None else _known_dtype(dtype)
     folder = find_folder(path, revision)
     config = read_config(folder)
@@ -89,14 +120,8 @@ def load(
         mesh = _checked_mesh(config, mesh)
     files = _tensor_files(folder)
     stored = _check_tensors(config, files, folder)
-    target = np.dtype(jax.dtypes.canonicalize_dtype(wanted or stored))
-    shapes = parameter_shapes(config)
-    parameters = {
-        name: _place(name, shapes[name], files, target, mesh)
-        for name in sorted(shapes, key=lambda name: -np.prod(shapes[name]))
-    }
     tokenizer = Tokenizer.from_folder(folder) if (folder / "tokenizer.json").is_file() else None
-    return Decoder(config, parameters), tokenizer
+    return config, tokenizer, files, np.dtype(jax.dtypes.canonicalize_dtype(wanted or stored)), mesh
 
 
 def read_config(folder: Path) -> Config:
@@ -189,7 +214,7 @@ def find_folder(path: str | Path, revision: str | None = None) -> Path:
     """
     if path == "retriever":
         return Path(__file__).parent / "retriever"
-    folder = Path(path).expanduser()
+    folder = Path(os.path.expanduser(path))  # which leaves an unknown user's name as it is
     if folder.is_dir():
         return folder
     if folder.is_file():
@@ -247,8 +272,9 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
             raise ValueError(f"{index} has no weight_map from tensors to files; download it again.")
         shards = sorted(set(weight_map.values()))
         for shard in shards:
-            if Path(shard).name != shard:
-                raise ValueError(f"{index} names {shard!r}, which is not a file of its own folder; download it again.")
+            if Path(shard).name != shard or "\0" in shard or len(shard) > 200:
+                named = repr(shard[:60])
+                raise ValueError(f"{index} names {named}, which is not a file of its own folder; download it again.")
             if not (folder / shard).is_file():
                 raise FileNotFoundError(f"{folder} lacks the shard {shard}, which {index.name} names; download it.")
         held = {shard: _tensor_names(folder / shard) for shard in shards}
@@ -391,14 +417,28 @@ def _read_tensor(
         # Opened anew for each part: pages of the file that were touched count as ours until it is closed.
         with safe_open(files[source], framework="np") as tensors:
             _assign(part, tensors.get_slice(source)[(slice(start, start + len(part)), *window[1:])])
+    if not _finite(out):
+        raise ValueError(
+            f"{files[source]}: {source} holds NaN or infinite numbers as {out.dtype}; download it again, or load it in "
+            "a dtype of a wider range."
+        )
+
+
+def _finite(array: np.ndarray) -> bool:
+    """Whether all numbers are finite: no exponent has all its bits set. (NumPy's isfinite is slow on 16 bits.)"""
+    bits = array.reshape(-1).view(f"u{array.dtype.itemsize}")
+    exponent = np.array(np.inf, array.dtype).view(bits.dtype)
+    step = CHUNK_BYTES // array.dtype.itemsize
+    return all((bits[start : start + step] & exponent).max() < exponent for start in range(0, bits.size, step))
 
 
 def _assign(out: np.ndarray, block: np.ndarray) -> None:
     """``out[...] = block``; a transposition goes by tiles that fit the cache, many times faster than in one go."""
-    if out.ndim == 1 or out.flags.c_contiguous:
-        out[...] = block
-        return
-    for row in range(0, out.shape[0], TILE):
-        for column in range(0, out.shape[1], TILE):
-            tile = (slice(row, row + TILE), slice(column, column + TILE))
-            out[tile] = np.ascontiguousarray(block[tile])
+    with np.errstate(over="ignore"):  # what becomes infinite is refused in a sentence
+        if out.ndim == 1 or out.flags.c_contiguous:
+            out[...] = block
+            return
+        for row in range(0, out.shape[0], TILE):
+            for column in range(0, out.shape[1], TILE):
+                tile = (slice(row, row + TILE), slice(column, column + TILE))
+                out[tile] = np.ascontiguousarray(block[tile])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import operator
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +13,25 @@ import jax
 import numpy as np
 from safetensors.numpy import save as to_safetensors
 
-from models.commands import replacing
+from models.commands import write_files
 from models.config import Config, to_hugging_face
 from models.decoder import Decoder, parameter_shapes
 from models.load import SOURCES
 
+SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+
 
 def save(folder: str | Path, model: Decoder, tokenizer: Any = None) -> None:
-    """Writes a model so that transformers, and `models.load`, read it. Each file is replaced as a whole or not at all.
+    """Writes a model so that transformers, and `models.load`, read it and nothing of a model that was there before.
+
+    All files are whole before the first of them takes its place. Then the former model's shards, their index and its
+    generation_config.json are removed.
 
     Args:
         folder: made if it is not there.
         model: its weights are stored in the dtype that they have.
-        tokenizer: a `tokenizers.Tokenizer`; its post-processor should add BOS.
+        tokenizer: a `tokenizers.Tokenizer`; its post-processor should add BOS. By default a tokenizer that is in the
+            folder stays.
 
     Example:
         >>> import tempfile
@@ -38,7 +45,6 @@ def save(folder: str | Path, model: Decoder, tokenizer: Any = None) -> None:
         ['config.json', 'model.safetensors']
     """
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     tensors = _tensors(model)
     config = to_hugging_face(model.config) | {"torch_dtype": str(tensors["model.norm.weight"].dtype)}
     files = {
@@ -48,9 +54,15 @@ def save(folder: str | Path, model: Decoder, tokenizer: Any = None) -> None:
     if tokenizer is not None:
         files["tokenizer.json"] = tokenizer.to_str(pretty=False).encode()
         files["tokenizer_config.json"] = _json(_tokenizer_config(model.config, tokenizer))
-    for name, content in files.items():
-        with replacing(folder / name) as temporary:
-            temporary.write_bytes(content)
+    write_files(folder, files, [name for name in _stale(folder, tokenizer is not None) if name not in files])
+
+
+def _stale(folder: Path, tokenizer: bool) -> list[str]:
+    """Files of the model that was here: they would be read in the stead of the new ones, or beside them."""
+    stale = ["model.safetensors.index.json", "generation_config.json"]
+    # As transformers does: the shards of a sharded checkpoint go with their index.
+    stale += [file.name for file in folder.glob("model-*.safetensors") if SHARD.fullmatch(file.name)]
+    return [*stale, "special_tokens_map.json", "chat_template.jinja"] if tokenizer else stale
 
 
 def _tensors(model: Decoder) -> dict[str, np.ndarray]:

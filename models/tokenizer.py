@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,8 @@ import tokenizers
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+MOST_LENGTH = 10_000_000  # of what a template makes by one product, or bits of a power
+MOST_LINES = 5_000_000  # of Python that a chat template may run: seconds
 
 
 class Tokenizer:
@@ -109,6 +113,12 @@ class Tokenizer:
 
         The text of :meth:`chat` holds them already: encode it with ``add_special_tokens=False``.
         """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"the text has a lone surrogate at character {error.start}, so it is not Unicode; decode it as UTF-8."
+            ) from None
         return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -139,19 +149,21 @@ class Tokenizer:
         """
         if self.chat_template is None:
             raise ValueError("this model's tokenizer has no chat template; give plain text to encode instead.")
-        environment = ImmutableSandboxedEnvironment(
+        environment = _Sandbox(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols]
         )
         environment.filters["tojson"] = _to_json
         environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
         try:
-            return environment.from_string(self.chat_template).render(
-                messages=list(messages),
-                add_generation_prompt=add_generation_prompt,
-                tools=None,
-                documents=None,
-                **self.special_tokens,
-            )
+            template = environment.from_string(self.chat_template)
+            with _limited_steps():
+                return template.render(
+                    messages=list(messages),
+                    add_generation_prompt=add_generation_prompt,
+                    tools=None,
+                    documents=None,
+                    **self.special_tokens,
+                )
         except (jinja2.TemplateError, ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
             raise ValueError(f"the chat template did not take these messages: {' '.join(str(error).split())}") from None
 
@@ -225,6 +237,42 @@ def read_object(file: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"{file} holds a JSON {type(content).__name__}, not an object; download it again.")
     return content
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Jinja's sandbox, where one power or product cannot take all time and memory either."""
+
+    intercepted_binops = frozenset({"**", "*"})
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        if isinstance(left, int) and operator == "**":
+            size = left.bit_length() * right if isinstance(right, int) else 0
+        else:
+            pairs = ((left, right), (right, left))
+            size = max((len(x) * n for x, n in pairs if hasattr(x, "__len__") and isinstance(n, int)), default=0)
+        if size > MOST_LENGTH:
+            raise jinja2.TemplateError(f"a result of {operator} is too large")
+        return super().call_binop(context, operator, left, right)
+
+
+@contextlib.contextmanager
+def _limited_steps() -> Iterator[None]:
+    """Refuses a template that takes more lines than any chat needs; it may loop in a loop without end."""
+    left = MOST_LINES
+
+    def count(frame: Any, event: str, argument: Any) -> Any:
+        nonlocal left
+        left -= event == "line"
+        if left < 0:
+            raise jinja2.TemplateError(f"it took more than {MOST_LINES:,} steps")
+        return count
+
+    before = sys.gettrace()
+    sys.settrace(count)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
 
 
 class _GenerationBlock(jinja2.ext.Extension):

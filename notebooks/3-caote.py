@@ -312,7 +312,7 @@ plt.show()
 
 # %%
 from kernels_pallas import caote_topk
-from kernels_pallas.caote_topk import tpu
+from kernels_pallas.dispatch import Kernel
 
 layer = 2
 weights = attention[layer].reshape(1, N // G, G, T)
@@ -320,7 +320,7 @@ values = value[layer, ::G][None]  # [B, K, S, D]
 position = jnp.broadcast_to(jnp.arange(T), values.shape[:3])
 reference = caote_topk(weights, values, position, 64)
 options = dict(fast=False, norm=2, group="exact", excess=None, with_scores=False, interpret=True)
-kernel = tpu.caote_topk(weights, values, position, jnp.array([64]), None, **options)
+kernel = Kernel("caote_topk", "tpu").run(weights, values, position, jnp.array([64]), None, **options)
 assert (kernel.position == reference.position).all()
 print(f"{int((kernel.position >= 0).sum())} slots stay in {N // G} heads, the same ones by kernel and reference")
 

@@ -70,6 +70,7 @@ from train.text import Corpus, open_corpus
 Parameters = dict[str, Array]
 
 BASELINES = ("oracle", "quest", "first_layer", "previous_layer", "random", "streaming")
+RUN_FILE = "run.json"
 TOKENS_AT_ONCE = 4096  # of held-out text
 
 
@@ -439,8 +440,8 @@ def train(
         The predictor, and the summary; None where the run was stopped before its end.
 
     Raises:
-        ValueError: a folder of another run (what differs is said), a batch that the mesh does not divide, a budget
-            beyond the sequence, a loss that is not finite, text that cannot be read.
+        ValueError: a folder of another run (what differs is said) or that one writes into now, a batch that the mesh
+            does not divide, a budget beyond the sequence, a loss that is not finite, text that cannot be read.
         OSError: a checkpoint that cannot be written.
     """
     folder = Path(folder)
@@ -465,14 +466,19 @@ def train(
             **{what: made_of[what] for what in ("tokenizer", "prose") if what in made_of},
         },
     }
-    _check_run(folder, run, resume, provenance.facts(begun, settings.seed, dict(made_of)))
-    checkpoints = Checkpoints(folder, keep, say)
-    step_function = make_step(config, settings, mesh)
-    state, progress = checkpoints.restore(init_state(config, settings, mesh), Progress(0, None, 0.0))
+    _check_run(folder, run, resume)
     last = min(settings.steps, stop_after or settings.steps)
     rate = rate_schedule(settings)
 
     with contextlib.ExitStack() as stack:
+        if first_process:
+            folder.mkdir(parents=True, exist_ok=True)
+            commands.lock(stack.enter_context((folder / commands.LOCK_FILE).open("ab")), folder)
+        facts = provenance.facts(begun, settings.seed, dict(made_of))
+        _begin_run(folder, run, resume, facts)
+        checkpoints = Checkpoints(folder, keep, say)
+        step_function = make_step(config, settings, mesh)
+        state, progress = checkpoints.restore(init_state(config, settings, mesh), Progress(0, None, 0.0))
         log = stack.enter_context(_Log(folder, progress.step, first_process))
         bar = stack.enter_context(
             tqdm(total=last, initial=progress.step, disable=not (progress_bar and first_process), dynamic_ncols=True)
@@ -605,9 +611,9 @@ def _skipped(position: Any) -> int:
     return 0
 
 
-def _check_run(folder: Path, run: dict[str, Any], resume: bool, facts: dict[str, Any]) -> None:
-    """Refuses a folder that another run wrote; without ``resume``, clears what an earlier run of ours left in it."""
-    record = folder / "run.json"
+def _check_run(folder: Path, run: dict[str, Any], resume: bool) -> None:
+    """Refuses a folder that another run wrote."""
+    record = folder / RUN_FILE
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--out is {folder}, which is a file; name a folder.")
     run = json.loads(json.dumps(run))
@@ -624,16 +630,19 @@ def _check_run(folder: Path, run: dict[str, Any], resume: bool, facts: dict[str,
         raise ValueError(
             f"{folder} holds another run ({differing}): choose another --out, or --resume never to begin anew there."
         )
+
+
+def _begin_run(folder: Path, run: dict[str, Any], resume: bool, facts: dict[str, Any]) -> None:
+    """Writes down what a folder's run is; without ``resume``, clears what an earlier run of ours left in it."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("run checked")
     if jax.process_index() == 0:
-        if earlier is not None and not resume:
+        if not resume and (folder / RUN_FILE).exists():
             for name in ("checkpoints", "damaged", "events"):
                 shutil.rmtree(folder / name, ignore_errors=True)
             for name in ("log.jsonl", "summary.json", WEIGHTS_FILE, CONFIG_FILE):
                 (folder / name).unlink(missing_ok=True)
-        folder.mkdir(parents=True, exist_ok=True)
-        commands.write_json(record, {**run, "made": facts})
+        commands.write_json(folder / RUN_FILE, {**run, "made": facts})
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("run recorded")
 

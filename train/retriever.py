@@ -8,6 +8,8 @@ a start from weights that can already look up (train/circuit.py).
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import dataclasses
 import functools
 import json
@@ -437,16 +439,15 @@ def train(
         evaluate_every: measures recall every so many steps and at the end; 0: never.
 
     Raises:
-        ValueError: the checkpoints in ``folder`` are of another model, seed or beginning, or ``begin`` has a model of
-            another shape or no log that says how far it came.
+        ValueError: the checkpoints in ``folder`` are of another model, seed or beginning, another run writes there, or
+            ``begin`` has a model of another shape or no log that says how far it came.
         FileNotFoundError: ``begin`` has no model.
     """
     parameters, first = init_parameters(config, jax.random.key(seed)), 0
     if begin is not None:
         parameters, first = _read_model(begin, config)
-    _check_run(folder, {"config": dataclasses.asdict(config), "seed": seed, "first": first}, resume)
-    if begin is not None and not (folder / "log.jsonl").exists():
-        shutil.copyfile(begin / "log.jsonl", folder / "log.jsonl")
+    run = {"config": dataclasses.asdict(config), "seed": seed, "first": first}
+    _check_run(folder, run, resume)
     devices = jax.devices()
     mesh = jax.make_mesh((len(devices),), ("data",), axis_types=(AxisType.Auto,))
     rate = rate_schedule(recipe)
@@ -460,9 +461,14 @@ def train(
     last = total if stop_after is None else min(total, stop_after)
     writer = data.Writer(tokenizer)
 
-    with ocp.CheckpointManager(
-        (folder / "checkpoints").absolute(), options=ocp.CheckpointManagerOptions(max_to_keep=2)
-    ) as checkpoints:
+    with contextlib.ExitStack() as stack:
+        folder.mkdir(parents=True, exist_ok=True)
+        commands.lock(stack.enter_context((folder / commands.LOCK_FILE).open("ab")), folder)
+        _begin_run(folder, run, resume)
+        if begin is not None and not (folder / "log.jsonl").exists():
+            commands.write_files(folder, {"log.jsonl": (begin / "log.jsonl").read_bytes()})
+        options = ocp.CheckpointManagerOptions(max_to_keep=2)
+        checkpoints = stack.enter_context(ocp.CheckpointManager((folder / "checkpoints").absolute(), options=options))
         start = first
         if resume and (newest := checkpoints.latest_step()) is not None:
             target = jax.tree.map(ocp.utils.to_shape_dtype_struct, {"parameters": parameters, "state": state})
@@ -509,13 +515,9 @@ def train(
 
 
 def _check_run(folder: Path, run: dict[str, Any], resume: bool) -> None:
-    """Refuses checkpoints that ``run`` did not make; without ``resume``, clears the folder for a new run."""
+    """Refuses checkpoints that ``run`` did not make."""
     record = folder / "run.json"
-    if not resume:
-        for name in ("checkpoints", "log.jsonl", "run.json"):
-            path = folder / name
-            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-    if record.exists():
+    if resume and record.exists():
         earlier = {"first": 0} | json.loads(record.read_text(encoding="utf-8"))
         here = json.loads(json.dumps(run))
         if earlier != here:
@@ -532,8 +534,15 @@ def _check_run(folder: Path, run: dict[str, Any], resume: bool) -> None:
                 f"{folder} holds checkpoints of another run ({'; '.join(different)}): "
                 "choose another --work, or --resume never to begin anew."
             )
-    folder.mkdir(parents=True, exist_ok=True)
-    record.write_text(json.dumps(run) + "\n", encoding="utf-8")
+
+
+def _begin_run(folder: Path, run: dict[str, Any], resume: bool) -> None:
+    """Writes down what a folder's run is; without ``resume``, clears what an earlier one left in it."""
+    if not resume:
+        for name in ("checkpoints", "log.jsonl"):
+            path = folder / name
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    commands.write_json(folder / "run.json", run)
 
 
 def _read_model(folder: Path, config: Config) -> tuple[Parameters, int]:
@@ -584,22 +593,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--samples is {options.samples}; expected 0 or more.")
     if options.stop_after is not None and options.stop_after < 1:
         parser.error(f"--stop-after is {options.stop_after}; expected a step of the recipe, at least 1.")
+    return commands.run(lambda: _make(options), "train.retriever")
+
+
+def _make(options: argparse.Namespace) -> None:
     jax.config.update("jax_num_cpu_devices", options.devices)
     tokenizer = data.train_tokenizer()
     config = make_config(tokenizer)
-    try:
-        parameters = train(
-            options.work,
-            config,
-            tokenizer,
-            RECIPE,
-            seed=options.seed,
-            resume=options.resume == "auto",
-            begin=options.begin,
-            stop_after=options.stop_after,
-        )
-    except (ValueError, FileNotFoundError) as error:
-        parser.error(str(error))
+    parameters = train(
+        options.work,
+        config,
+        tokenizer,
+        RECIPE,
+        seed=options.seed,
+        resume=options.resume == "auto",
+        begin=options.begin,
+        stop_after=options.stop_after,
+    )
     if options.keep:
         kept, _ = _read_model(options.begin, config)
         parameters = {
@@ -610,8 +620,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         figures = measure(config, parameters, tokenizer, options.samples)
         _log(options.work, figures)
         print(json.dumps(figures))
-    shutil.copyfile(options.work / "log.jsonl", options.out / "log.jsonl")
-    return 0
+    commands.write_files(options.out, {"log.jsonl": (options.work / "log.jsonl").read_bytes()})
 
 
 if __name__ == "__main__":

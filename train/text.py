@@ -17,6 +17,7 @@ import gzip
 import importlib
 import io
 import json
+import os
 import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -261,7 +262,7 @@ def _kind(path: Path) -> tuple[str, str] | None:
 
 
 def _files_of(name: str) -> list[Path]:
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))  # which leaves an unknown user's name as it is
     if path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.is_file() and _kind(file))
         if not files:

@@ -20,14 +20,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Float, Int
 
-from kernels_pallas.cache_attention import reference
-from kernels_pallas.cache_attention.groups import in_groups, span_of
 from kernels_pallas.cache_attention.queries import IN_WINDOW, IS_LAST, POSITION, UNSEEN, of_one_query
-from kernels_pallas.cache_attention.reference import STATISTICS, ColumnStatistics
-from kernels_pallas.derivative import with_derivative_of
-from kernels_pallas.dispatch import stacked
 
-GROUPED = "b k t g d"  # the queries' axes, by the group of their KV head
 PROGRAMS = 264  # two for each multiprocessor of an H100 or H200
 _TINY = float(jnp.finfo(jnp.float32).tiny)
 
@@ -41,8 +35,13 @@ class Storage(NamedTuple):
     end: Callable[..., Array] | None = None  # (where) -> the slot behind the head's last one; None where that is S
 
 
-def unsupported(query: Any, key: Any, value: Any, kv_heads: int) -> str | None:
+def unsupported(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> str | None:
     """Why the kernels can't do this, or None."""
+    return beyond(query, key, value, key.shape[-3])
+
+
+def beyond(query: Any, key: Any, value: Any, kv_heads: int) -> str | None:
+    """Why the kernels can't do this, wherever the slots lie, or None."""
     for name, x in (("queries", query), ("keys", key), ("values", value)):
         if x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
             return f"{name} are {x.dtype}, but the kernels take float32, bfloat16, float16"
@@ -53,45 +52,7 @@ def unsupported(query: Any, key: Any, value: Any, kv_heads: int) -> str | None:
     return None
 
 
-def cache_attention(
-    query: Float[Array, "B T N D"],
-    key: Float[Array, "*L B K S D"],
-    value: Float[Array, "*L B K S D"],
-    key_position: Int[Array, "B K S"],
-    query_position: Int[Array, "B T"],
-    *,
-    statistics: frozenset[str],
-    window: int,
-    sliding_window: Int[Array, ""] | int | None,
-    scale: float,
-    layer: int | Int[Array, ""] | None = None,
-    interpret: bool = False,
-) -> tuple[Float[Array, "B T N D"], ColumnStatistics]:
-    """See :func:`kernels_pallas.cache_attention.api.cache_attention`."""
-    reason = unsupported(query, key, value, key.shape[-3])
-    if reason is not None:
-        raise NotImplementedError(f"cache_attention on a GPU: {reason}; implementation='reference' can.")
-    names = tuple(name for name in STATISTICS if name in statistics)
-    (key, number), (value, _) = stacked(key, layer), stacked(value, layer)
-
-    def kernel(query, key, value, key_position, query_position, span, number):
-        run = functools.partial(_of_heads, names=names, scale=scale, interpret=interpret)
-        slots = "l b k s d"
-        arrays = [(slots, key), (slots, value), ("b k s", key_position), ("w", span), ("u", number)]
-        options = dict(names=names, kv_heads=key.shape[2], window=window, split=not interpret)
-        return in_groups(run, GROUPED, query, query_position, arrays, **options)
-
-    def definition(query, key, value, key_position, query_position, span, number):
-        return reference.cache_attention(
-            query, key, value, key_position, query_position, statistics=statistics, window=window,
-            sliding_window=None if sliding_window is None else span[0], scale=scale, layer=number[0],
-        )  # fmt: skip
-
-    arrays = (query, key, value, key_position, query_position, span_of(sliding_window), number)
-    return with_derivative_of(definition, kernel)(*arrays)
-
-
-def _of_heads(query, about, key, value, key_position, span, layer, *, names, scale, interpret):
+def of_heads(query, about, span, key, value, key_position, layer, *, names, scale, interpret):
     L, B, K, S, D = key.shape
     key, value = (x.reshape(L, B * K, S, D) for x in (key, value))
     storage = Storage(
@@ -100,16 +61,16 @@ def _of_heads(query, about, key, value, key_position, span, layer, *, names, sca
         load=lambda ref, where, slot, width: _load(ref, slot, width, where[0]),
     )
     options = dict(names=names, scale=scale, interpret=interpret, name="cache")
-    return attend_heads(query, about, key, value, key_position, span, (layer,), storage, **options)
+    return attend_heads(query, about, span, key, value, key_position, (layer,), storage, **options)
 
 
 def attend_heads(
-    query: Float[Array, "B K T G D"],
+    query: Float[Array, "B K G T D"],
     about: Int[Array, "B T 3"],
+    span: Int[Array, "1"],
     key: Array,
     value: Array,
     key_position: Int[Array, "B K S"],
-    span: Int[Array, "1"],
     where: tuple[Array, ...],
     storage: Storage,
     *,
@@ -119,9 +80,9 @@ def attend_heads(
     name: str,
 ) -> tuple[Array, ...]:
     """The kernels on keys and values as the storage has them: the output and the statistics named, by group."""
-    B, K, T, G, D = query.shape
+    B, K, G, T, D = query.shape
     S, H, R = key_position.shape[2], B * K, T * G
-    query, key_position = query.reshape(H, R, D), key_position.reshape(H, S)
+    query, key_position = query.swapaxes(2, 3).reshape(H, R, D), key_position.reshape(H, S)
     width = max(pl.next_power_of_2(D), 16)
     slots = 64 if width <= 128 else 32
     rows = min(max(pl.next_power_of_2(R), 16), 64)
@@ -158,7 +119,7 @@ def attend_heads(
     share = jnp.exp(peak - whole_peak[:, None])
     whole_total = jnp.maximum(jnp.sum(share * total, axis=1), _TINY)
     out = jnp.sum(share[..., None] * acc, axis=1) / whole_total[..., None]
-    out = out.astype(query.dtype).reshape(B, K, T, G, D)
+    out = out.astype(query.dtype).reshape(B, K, T, G, D).swapaxes(2, 3)
     if not names:
         return (out,)
     if one_query:

@@ -6,10 +6,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from kernels_pallas.cache_attention.queries import IN_WINDOW, IS_LAST, describe
 from kernels_pallas.dispatch import of_layer
+from kernels_pallas.softmax import exponentials, grouped_logits, weighted_values
 
 STATISTICS = (
     "sum",
@@ -57,54 +58,49 @@ def cache_attention(
 ) -> tuple[Float[Array, "B T N D"], ColumnStatistics]:
     """See :func:`kernels_pallas.cache_attention.api.cache_attention`."""
     key, value = of_layer(key, layer), of_layer(value, layer)
-    B, T, N, D = query.shape
-    K, S = key.shape[1], key.shape[2]
-    accumulate = jnp.promote_types(query.dtype, jnp.float32)
-    grouped = query.reshape(B, T, K, N // K, D)
-    logits = scale * jnp.einsum("btkgd,bksd->bkgts", grouped, key, preferred_element_type=accumulate)
-
+    live = key_position >= 0
     age = query_position[:, None, :, None] - key_position[:, :, None, :]  # [B, K, T, S]
-    visible = (key_position >= 0)[:, :, None, :] & (query_position >= 0)[:, None, :, None] & (age >= 0)
+    visible = live[:, :, None, :] & (query_position >= 0)[:, None, :, None] & (age >= 0)
     if sliding_window is not None:
         visible &= age < sliding_window
-    visible = visible[:, :, None]  # [B, K, 1, T, S]
+    weights, total = exponentials(scale * grouped_logits(query, key), visible[:, :, None])
+    out = weighted_values(weights, total, value, live).astype(query.dtype)
+    if not statistics:
+        return out, ColumnStatistics()
 
-    logits = jnp.where(visible, logits, -jnp.inf)
-    peak = jnp.max(logits, axis=-1, keepdims=True)
-    weights = jnp.exp(logits - jnp.where(jnp.isfinite(peak), peak, 0))
-    weights = weights / jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), jnp.finfo(accumulate).tiny)
-    live = (key_position >= 0)[..., None]
-    value = jnp.where(live, value, 0)  # 0 * NaN is NaN: what a free slot holds must not matter
-    # Not "->btkgd": XLA's CPU backend has no bfloat16 product for the operand order that it would make of that.
-    out = jnp.einsum("bkgts,bksd->bkgtd", weights.astype(value.dtype), value, preferred_element_type=accumulate)
-    out = jnp.moveaxis(out, 3, 1)
-
-    columns = {}
     is_last, seen = (describe(query_position, window)[..., i] > 0 for i in (IS_LAST, IN_WINDOW))  # [B, T]
-    if "sum" in statistics:
-        columns["sum"] = jnp.sum(weights, axis=3)
-    if "last" in statistics:
-        columns["last"] = _weighted_rows(weights, is_last.astype(accumulate))
     queries = jnp.sum(seen, axis=1)  # [B]
-    share = seen / jnp.maximum(queries, 1)[:, None]
-    if "window_mean" in statistics:
-        columns["window_mean"] = _weighted_rows(weights, share)
+    share = seen.astype(weights.dtype) / jnp.maximum(queries, 1)[:, None].astype(weights.dtype)
+    rows = {"sum": jnp.ones_like(seen), "last": is_last, "window_mean": share}
+    if "window_variance" not in statistics:
+        rows = {name: row for name, row in rows.items() if name in statistics}
+    columns = _sums_of_rows(weights, total, rows) if rows else {}
+
+    if statistics - columns.keys():
+        weights = weights / total
     if "window_variance" in statistics:  # around the mean: of small weights, E[a^2] - E[a]^2 would leave rounding only
-        deviations = _sum_of_rows((weights - _weighted_rows(weights, share)[:, :, :, None]) ** 2, seen)
+        deviations = _sum_of_rows((weights - columns["window_mean"][:, :, :, None]) ** 2, seen)
         others = (queries - 1)[:, None, None, None]
-        columns["window_variance"] = jnp.where(others > 0, deviations / jnp.maximum(others, 1), 0)
+        columns["window_variance"] = jnp.where(others > 0, deviations / jnp.maximum(others, 1).astype(weights.dtype), 0)
     if "window_square" in statistics:
         columns["window_square"] = _sum_of_rows(weights**2, seen)
     if "window_log" in statistics:
         columns["window_log"] = _sum_of_rows(jax.scipy.special.xlogy(weights, weights), seen)
     if "window_group_square" in statistics:
         columns["window_group_square"] = _sum_of_rows(jnp.mean(weights, axis=2, keepdims=True) ** 2, seen)
-    columns = {name: column.reshape(B, -1, S) for name, column in columns.items()}  # N heads, or K groups
-    return out.reshape(B, T, N, D).astype(query.dtype), ColumnStatistics(**columns)
+    B, _, S = key_position.shape
+    flat = {name: columns[name].reshape(B, -1, S) for name in statistics}  # N heads, or K groups
+    return out, ColumnStatistics(**flat)
 
 
-def _weighted_rows(weights: Float[Array, "B K G T S"], row_weight: Float[Array, "B T"]) -> Float[Array, "B K G S"]:
-    return jnp.einsum("bkgts,bt->bkgs", weights, row_weight.astype(weights.dtype))
+def _sums_of_rows(
+    weights: Float[Array, "B K G T S"], total: Float[Array, "B K G T 1"], rows: dict[str, Shaped[Array, "B T"]]
+) -> dict[str, Float[Array, "B K G S"]]:
+    """Of each name the sum of rows by its factors, all in one product with the weights before their division."""
+    factors = jnp.stack([row.astype(weights.dtype) for row in rows.values()], axis=1)[:, None, None]
+    factors = factors / jnp.swapaxes(total, 3, 4)  # [B, K, G, names, T]
+    sums = jnp.einsum("bkgrt,bkgts->bkgrs", factors, weights, precision=jax.lax.Precision.HIGHEST)
+    return {name: sums[:, :, :, i] for i, name in enumerate(rows)}
 
 
 def _sum_of_rows(x: Float[Array, "B K _ T S"], rows: Bool[Array, "B T"]) -> Float[Array, "B K _ S"]:

@@ -19,14 +19,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from kernels_pallas.cache_attention import reference
-from kernels_pallas.cache_attention.groups import in_groups, span_of
 from kernels_pallas.cache_attention.queries import IN_WINDOW, IS_LAST, POSITION, UNSEEN, of_one_query
-from kernels_pallas.cache_attention.reference import STATISTICS, ColumnStatistics
-from kernels_pallas.derivative import with_derivative_of
-from kernels_pallas.dispatch import stacked
 
-GROUPED = "b k g t d"  # the queries' axes, by the group of their KV head
 ROWS = 512  # of a block of queries, over all heads of a group
 CELLS = 512 * 512  # rows x slots computed at a time
 SLOTS = 2048  # of a chunk, at most
@@ -42,8 +36,13 @@ class Storage(NamedTuple):
     holds: Callable[..., Any] | None = None  # whether a chunk, called so too, holds any token; None where all may
 
 
-def unsupported(query: Any, key: Any, value: Any, kv_heads: int) -> str | None:
+def unsupported(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> str | None:
     """Why the kernels can't do this, or None."""
+    return beyond(query, key, value, key.shape[-3])
+
+
+def beyond(query: Any, key: Any, value: Any, kv_heads: int) -> str | None:
+    """Why the kernels can't do this, wherever the slots lie, or None."""
     for name, x in (("queries", query), ("keys", key), ("values", value)):
         if x.dtype not in (jnp.bfloat16, jnp.float32):
             return f"{name} are {x.dtype}, but a TPU takes float32 and bfloat16"
@@ -54,45 +53,7 @@ def unsupported(query: Any, key: Any, value: Any, kv_heads: int) -> str | None:
     return None
 
 
-def cache_attention(
-    query: Float[Array, "B T N D"],
-    key: Float[Array, "*L B K S D"],
-    value: Float[Array, "*L B K S D"],
-    key_position: Int[Array, "B K S"],
-    query_position: Int[Array, "B T"],
-    *,
-    statistics: frozenset[str],
-    window: int,
-    sliding_window: Int[Array, ""] | int | None,
-    scale: float,
-    layer: int | Int[Array, ""] | None = None,
-    interpret: Any = False,
-) -> tuple[Float[Array, "B T N D"], ColumnStatistics]:
-    """See :func:`kernels_pallas.cache_attention.api.cache_attention`."""
-    reason = unsupported(query, key, value, key.shape[-3])
-    if reason is not None:
-        raise NotImplementedError(f"cache_attention on a TPU: {reason}; implementation='reference' can.")
-    names = tuple(name for name in STATISTICS if name in statistics)
-    (key, number), (value, _) = stacked(key, layer), stacked(value, layer)
-
-    def kernel(query, key, value, key_position, query_position, span, number):
-        run = functools.partial(_of_heads, names=names, scale=scale, interpret=interpret)
-        slots = "l b k s d"
-        arrays = [(slots, key), (slots, value), ("b k s", key_position), ("w", span), ("u", number)]
-        options = dict(names=names, kv_heads=key.shape[2], window=window, split=not interpret)
-        return in_groups(run, GROUPED, query, query_position, arrays, **options)
-
-    def definition(query, key, value, key_position, query_position, span, number):
-        return reference.cache_attention(
-            query, key, value, key_position, query_position, statistics=statistics, window=window,
-            sliding_window=None if sliding_window is None else span[0], scale=scale, layer=number[0],
-        )  # fmt: skip
-
-    arrays = (query, key, value, key_position, query_position, span_of(sliding_window), number)
-    return with_derivative_of(definition, kernel)(*arrays)
-
-
-def _of_heads(query, about, key, value, key_position, span, layer, *, names, scale, interpret):
+def of_heads(query, about, span, key, value, key_position, layer, *, names, scale, interpret):
     S, D = key.shape[3:]
 
     def stored(most: int) -> tuple[Storage, tuple[Array, ...]]:
@@ -101,16 +62,16 @@ def _of_heads(query, about, key, value, key_position, span, layer, *, names, sca
         return Storage(slots, (block,)), (layer,)
 
     options = dict(names=names, scale=scale, interpret=interpret, name="cache")
-    return attend_heads(query, about, key, value, key_position, span, stored, **options)
+    return attend_heads(query, about, span, key, value, key_position, stored, **options)
 
 
 def attend_heads(
     query: Float[Array, "B K G T D"],
     about: Int[Array, "B T 3"],
+    span: Int[Array, "1"],
     key: Array,
     value: Array,
     key_position: Int[Array, "B K S"],
-    span: Int[Array, "1"],
     stored: Callable[[int], tuple[Storage, tuple[Array, ...]]],
     *,
     names: tuple[str, ...],

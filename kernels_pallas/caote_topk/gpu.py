@@ -12,19 +12,16 @@ four rows would leave the matrix unit idle.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
-from kernels_pallas.caote_topk.reference import Group, Kept, Norm
-from kernels_pallas.caote_topk.slots import clean_weights, is_protected, pack, remaining
-from kernels_pallas.dispatch import stacked
-from kernels_pallas.partition import over_heads
+from kernels_pallas.caote_topk.reference import Norm
+from kernels_pallas.caote_topk.slots import is_protected, remaining
 
 ELEMENTS = 8192  # of the values, held in a program's registers at a time
 SLOTS = 512  # of a program
@@ -33,7 +30,7 @@ _EPS = float(jnp.finfo(jnp.float32).eps)
 _LARGEST = float(jnp.finfo(jnp.float32).max)
 
 
-def unsupported(weights: Any, value: Any, norm: Norm) -> str | None:
+def unsupported(weights: Any, value: Any, *_: Any, norm: Norm, **__: Any) -> str | None:
     """Why the kernels can't do this, or None."""
     if norm != 2:
         return f"norm is {norm!r}, but the kernels measure with norm 2 only"
@@ -45,35 +42,6 @@ def unsupported(weights: Any, value: Any, norm: Norm) -> str | None:
     if weights.shape[2] > 32:
         return f"{weights.shape[2]} query heads share the values, but the kernels take up to 32"
     return None
-
-
-def caote_topk(
-    weights: Float[Array, "B K _ S"],
-    value: Float[Array, "*L B K S D"],
-    position: Int[Array, "B K S"],
-    budget: Int[Array, "B"],
-    protected: Bool[Array, "B K S"] | None,
-    *,
-    fast: bool,
-    norm: Norm,
-    group: Group,
-    excess: int | None,
-    with_scores: bool,
-    layer: int | Int[Array, ""] | None = None,
-    interpret: bool = False,
-) -> Kept:
-    """See :func:`kernels_pallas.caote_topk.api.caote_topk`. ``excess`` changes nothing: no argmin is needed here."""
-    del excess
-    reason = unsupported(weights, value, norm)
-    if reason is not None:
-        raise NotImplementedError(f"caote_topk on a GPU: {reason}; implementation='reference' can.")
-    run: Callable[..., tuple[Array, ...]] = functools.partial(_of_heads, fast=fast, interpret=interpret)
-    if not interpret:
-        run = over_heads(run, ["b k g s", "l b k s d", "u", "b k s", "b"], ["b k s", "b k s"])
-    kept, scores = run(
-        clean_weights(weights, position, group), *stacked(value, layer), pack(position, protected), budget
-    )
-    return Kept(kept, jnp.where(position >= 0, scores, -jnp.inf) if with_scores else None)
 
 
 class _Part(NamedTuple):
@@ -90,7 +58,7 @@ class _Part(NamedTuple):
     slot: Int[Array, "... G"]  # of the heaviest
 
 
-def _of_heads(weights, value, layer, slot, budget, *, fast, interpret):
+def of_heads(weights, value, layer, slot, budget, *, fast, with_scores, interpret):
     B, K, G, S = weights.shape
     H, (L, D) = B * K, value.shape[::4]
     weights, value, slot = weights.reshape(H, G, S), value.reshape(L, H, S, D), slot.reshape(H, S)
@@ -148,7 +116,9 @@ def _of_heads(weights, value, layer, slot, budget, *, fast, interpret):
             interpret=interpret,
             name="caote_select",
         )(scores, slot, budgets)
-    return kept.reshape(B, K, S), scores.reshape(B, K, S)
+    if not with_scores:
+        return (kept.reshape(B, K, S),)
+    return kept.reshape(B, K, S), jnp.where(slot >= 0, scores, -jnp.inf).reshape(B, K, S)
 
 
 def _sum_up(layer, weights, slot, value, output, heaviest, weight, rest, where, *, step, steps, fast):

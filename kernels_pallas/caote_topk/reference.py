@@ -81,7 +81,7 @@ def eviction_error(
 
     # The heaviest token is taken apart: at a weight near 1, both 1 - a and X - v would be lost in rounding.
     heaviest = jnp.argmax(A, axis=-1, keepdims=True)  # [*batch, G, 1]
-    is_heaviest = jnp.arange(A.shape[-1]) == heaviest
+    is_heaviest = jax.lax.broadcasted_iota(heaviest.dtype, A.shape, A.ndim - 1) == heaviest
     rest = jnp.where(is_heaviest, 0, A)
     weight, rest_weight = (jnp.sum(x, axis=-1, keepdims=True) for x in (A - rest, rest))
     rest_weight = jnp.where(rest_weight > 0, rest_weight, 1)

@@ -9,19 +9,16 @@ scratch buffer, in which the last step selects for all of them.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
-from kernels_pallas.caote_topk.reference import Group, Kept, Norm
-from kernels_pallas.caote_topk.slots import clean_weights, is_protected, pack, remaining
-from kernels_pallas.dispatch import stacked
-from kernels_pallas.partition import over_heads
+from kernels_pallas.caote_topk.reference import Norm
+from kernels_pallas.caote_topk.slots import is_protected, remaining
 
 HEADS = 8  # selected from together
 STEP = 512  # slots computed at a time
@@ -30,7 +27,7 @@ VMEM_BYTES = 48 * 2**20
 _HIGHEST = jax.lax.Precision.HIGHEST
 
 
-def unsupported(weights: Any, value: Any, norm: Norm) -> str | None:
+def unsupported(weights: Any, value: Any, *_: Any, norm: Norm, **__: Any) -> str | None:
     """Why the kernel can't do this, or None."""
     if norm != 2:
         return f"norm is {norm!r}, but the kernel measures with norm 2 only"
@@ -65,39 +62,7 @@ class _Tiling:
         return cls(step, chunk, chunks, 2 * chunk * row_bytes + 4 * rows * padded + 16 * step * row_bytes)
 
 
-def caote_topk(
-    weights: Float[Array, "B K _ S"],
-    value: Float[Array, "*L B K S D"],
-    position: Int[Array, "B K S"],
-    budget: Int[Array, "B"],
-    protected: Bool[Array, "B K S"] | None,
-    *,
-    fast: bool,
-    norm: Norm,
-    group: Group,
-    excess: int | None,
-    with_scores: bool,
-    layer: int | Int[Array, ""] | None = None,
-    interpret: Any = False,
-) -> Kept:
-    """See :func:`kernels_pallas.caote_topk.api.caote_topk`. ``excess`` changes nothing: no argmin is needed here."""
-    del excess
-    reason = unsupported(weights, value, norm)
-    if reason is not None:
-        raise NotImplementedError(f"caote_topk on a TPU: {reason}; implementation='reference' can.")
-    run: Callable[..., tuple[Array, ...]] = functools.partial(
-        _of_heads, fast=fast, with_scores=with_scores, interpret=interpret
-    )
-    if not interpret:
-        outputs = ["b k s", "b k s"] if with_scores else ["b k s"]
-        run = over_heads(run, ["b k g s", "l b k s d", "u", "b k s", "b"], outputs)
-    kept, *scores = run(
-        clean_weights(weights, position, group), *stacked(value, layer), pack(position, protected), budget
-    )
-    return Kept(kept, scores[0] if with_scores else None)
-
-
-def _of_heads(
+def of_heads(
     weights: Float[Array, "B K G S"],
     value: Float[Array, "L B K S D"],
     layer: Int[Array, "1"],

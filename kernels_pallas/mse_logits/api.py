@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from jaxtyping import Array, Bool, Float
 
+from kernels_pallas.dispatch import Implementation, dispatch, kernels_of
 from kernels_pallas.mse_logits import reference
 
-IMPLEMENTATIONS = {"reference": reference.mse_logits}
+KERNELS = kernels_of("mse_logits")
 
 
 def mse_logits(
@@ -21,7 +20,7 @@ def mse_logits(
     causal: bool = False,
     scale: float | None = None,
     block: int = 128,
-    implementation: Literal["auto", "reference"] = "auto",
+    implementation: Implementation = "auto",
 ) -> Float[Array, ""]:
     """Mean over pairs and heads of ``(scale q_i.k_j - q'_i.k'_j / sqrt(F))^2``, one layer's loss of TokenButler.
 
@@ -71,10 +70,10 @@ def mse_logits(
         raise ValueError(f"valid {valid.shape} does not fit: expected {(B, T)}, one entry a token.")
     if block < 1:
         raise ValueError(f"block is {block}; a block has at least 1 token.")
-    if implementation not in ("auto", *IMPLEMENTATIONS):
-        raise ValueError(f"unknown implementation {implementation!r}; there are auto, {', '.join(IMPLEMENTATIONS)}.")
-    run = IMPLEMENTATIONS["reference" if implementation == "auto" else implementation]
-    return run(
+    return dispatch(
+        implementation,
+        reference.mse_logits,
+        KERNELS,
         query,
         key,
         predicted_query,

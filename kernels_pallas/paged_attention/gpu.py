@@ -5,61 +5,24 @@ A program goes no further than its head's last page, and loads no row of a page 
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array
 
-from kernels_pallas.cache_attention.gpu import GROUPED, Storage, attend_heads, unsupported
-from kernels_pallas.cache_attention.groups import in_groups, span_of
-from kernels_pallas.cache_attention.reference import STATISTICS, ColumnStatistics
-from kernels_pallas.derivative import with_derivative_of
-from kernels_pallas.paged_attention import reference
-from kernels_pallas.paged_attention.pages import slot_positions, table_ends
+from kernels_pallas.cache_attention.gpu import Storage, attend_heads, beyond
+from kernels_pallas.paged_attention.pages import table_ends
 
 
-def paged_attention(
-    query: Float[Array, "B T N D"],
-    key: Float[Array, "P page D"],
-    value: Float[Array, "P page D"],
-    position: Int[Array, "P page"],
-    table: Int[Array, "B K M"],
-    query_position: Int[Array, "B T"],
-    *,
-    statistics: frozenset[str],
-    window: int,
-    sliding_window: Int[Array, ""] | int | None,
-    scale: float,
-    interpret: bool = False,
-) -> tuple[Float[Array, "B T N D"], ColumnStatistics]:
-    """See :func:`kernels_pallas.paged_attention.api.paged_attention`."""
-    reason = unsupported(query, key, value, table.shape[1])
-    if reason is not None:
-        raise NotImplementedError(f"paged_attention on a GPU: {reason}; implementation='reference' can.")
-    names = tuple(name for name in STATISTICS if name in statistics)
-
-    def kernel(query, key, value, position, table, query_position, span):
-        run = functools.partial(_of_heads, names=names, scale=scale, interpret=interpret)
-        slots = ("b k s", slot_positions(position, table))
-        arrays = [("p z d", key), ("p z d", value), slots, ("w", span), ("b k m", table)]
-        options = dict(names=names, kv_heads=table.shape[1], window=window, split=not interpret)
-        return in_groups(run, GROUPED, query, query_position, arrays, **options)
-
-    def definition(query, key, value, position, table, query_position, span):
-        return reference.paged_attention(
-            query, key, value, position, table, query_position, statistics=statistics, window=window,
-            sliding_window=None if sliding_window is None else span[0], scale=scale,
-        )  # fmt: skip
-
-    arrays = (query, key, value, position, table, query_position, span_of(sliding_window))
-    return with_derivative_of(definition, kernel)(*arrays)
+def unsupported(query: Any, key: Any, value: Any, position: Any, table: Any, *_: Any, **__: Any) -> str | None:
+    """Why the kernels can't do this, or None."""
+    return beyond(query, key, value, table.shape[1])
 
 
-def _of_heads(query, about, key, value, key_position, span, table, *, names, scale, interpret):
+def of_heads(query, about, span, key, value, key_position, table, *, names, scale, interpret):
     B, K, M = table.shape
     size = key.shape[1]
     ends = size * table_ends(table).reshape(B * K)
@@ -78,4 +41,4 @@ def _of_heads(query, about, key, value, key_position, span, table, *, names, sca
     )
     options = dict(names=names, scale=scale, interpret=interpret, name="paged")
     where = (table.reshape(B * K, M), ends)
-    return attend_heads(query, about, key, value, key_position, span, where, storage, **options)
+    return attend_heads(query, about, span, key, value, key_position, where, storage, **options)

@@ -6,29 +6,24 @@ copied again, so where a head has no page, its place in the table names the page
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from kernels_pallas.cache_attention import tpu
-from kernels_pallas.cache_attention.groups import in_groups, span_of
-from kernels_pallas.cache_attention.reference import STATISTICS, ColumnStatistics
-from kernels_pallas.cache_attention.tpu import GROUPED, Storage, attend_heads
-from kernels_pallas.derivative import with_derivative_of
-from kernels_pallas.paged_attention import reference
-from kernels_pallas.paged_attention.pages import slot_positions, table_ends
+from kernels_pallas.cache_attention.tpu import Storage, attend_heads
+from kernels_pallas.paged_attention.pages import table_ends
 
 PAGES = 32  # of a chunk, at most: each is copied by itself
 CHUNK_BYTES = 8 * 2**20  # of a chunk of keys and of values and the next one
 TABLE_BYTES = 2**19  # of scalar memory
 
 
-def unsupported(query: Any, key: Any, value: Any, table: Any) -> str | None:
+def unsupported(query: Any, key: Any, value: Any, position: Any, table: Any, *_: Any, **__: Any) -> str | None:
     """Why the kernels can't do this, or None."""
     size = key.shape[1]
     if size % 8:
@@ -37,47 +32,10 @@ def unsupported(query: Any, key: Any, value: Any, table: Any) -> str | None:
         return f"{_unit(size)} pages of {size} slots of head dim {key.shape[2]} do not fit into a chunk"
     if 4 * math.prod(table.shape) > TABLE_BYTES:
         return f"the page table has {math.prod(table.shape)} places, but the kernels take up to {TABLE_BYTES // 4}"
-    return tpu.unsupported(query, key, value, table.shape[1])
+    return tpu.beyond(query, key, value, table.shape[1])
 
 
-def paged_attention(
-    query: Float[Array, "B T N D"],
-    key: Float[Array, "P page D"],
-    value: Float[Array, "P page D"],
-    position: Int[Array, "P page"],
-    table: Int[Array, "B K M"],
-    query_position: Int[Array, "B T"],
-    *,
-    statistics: frozenset[str],
-    window: int,
-    sliding_window: Int[Array, ""] | int | None,
-    scale: float,
-    interpret: Any = False,
-) -> tuple[Float[Array, "B T N D"], ColumnStatistics]:
-    """See :func:`kernels_pallas.paged_attention.api.paged_attention`."""
-    reason = unsupported(query, key, value, table)
-    if reason is not None:
-        raise NotImplementedError(f"paged_attention on a TPU: {reason}; implementation='reference' can.")
-    names = tuple(name for name in STATISTICS if name in statistics)
-
-    def kernel(query, key, value, position, table, query_position, span):
-        run = functools.partial(_of_heads, names=names, scale=scale, interpret=interpret)
-        slots = ("b k s", slot_positions(position, table))
-        arrays = [("p z d", key), ("p z d", value), slots, ("w", span), ("b k m", table)]
-        options = dict(names=names, kv_heads=table.shape[1], window=window, split=not interpret)
-        return in_groups(run, GROUPED, query, query_position, arrays, **options)
-
-    def definition(query, key, value, position, table, query_position, span):
-        return reference.paged_attention(
-            query, key, value, position, table, query_position, statistics=statistics, window=window,
-            sliding_window=None if sliding_window is None else span[0], scale=scale,
-        )  # fmt: skip
-
-    arrays = (query, key, value, position, table, query_position, span_of(sliding_window))
-    return with_derivative_of(definition, kernel)(*arrays)
-
-
-def _of_heads(query, about, key, value, key_position, span, table, *, names, scale, interpret):
+def of_heads(query, about, span, key, value, key_position, table, *, names, scale, interpret):
     K, M = table.shape[1:]
     size, D = key.shape[1:]
     unit = _unit(size)
@@ -96,7 +54,7 @@ def _of_heads(query, about, key, value, key_position, span, table, *, names, sca
         return storage, (_last_there(padded.reshape(-1, pages)).ravel(), table_ends(table).ravel())
 
     options = dict(names=names, scale=scale, interpret=interpret, name="paged")
-    return attend_heads(query, about, key, value, key_position, span, stored, **options)
+    return attend_heads(query, about, span, key, value, key_position, stored, **options)
 
 
 def _last_there(table: Int[Array, "steps pages"]) -> Int[Array, "steps pages"]:

@@ -10,19 +10,12 @@ them near each other in the cache, so that what two heads both read may come out
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
-from jaxtyping import Array, Float, Int
-
-from kernels_pallas.derivative import with_derivative_of
-from kernels_pallas.dispatch import stacked
-from kernels_pallas.partition import over_heads
-from kernels_pallas.select_attention import reference
 
 PROGRAMS = 264  # two for each multiprocessor of an H100 or H200, which run at once
 BYTES = 16384  # of the keys, and again of the values, that a program has in a tile
@@ -31,7 +24,7 @@ _TINY = float(jnp.finfo(jnp.float32).tiny)
 _UNSEEN = -1e30  # the logit of a slot that is none
 
 
-def unsupported(query: Any, key: Any, value: Any) -> str | None:
+def unsupported(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> str | None:
     """Why the kernels can't do this, or None."""
     for name, x in (("queries", query), ("keys", key), ("values", value)):
         if x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
@@ -41,40 +34,7 @@ def unsupported(query: Any, key: Any, value: Any) -> str | None:
     return None
 
 
-def select_attention(
-    query: Float[Array, "B T N D"],
-    key: Float[Array, "*L B K S D"],
-    value: Float[Array, "*L B K S D"],
-    slots: Int[Array, "B H M"],
-    *,
-    layer: int | Int[Array, ""] | None,
-    scale: float,
-    interpret: bool = False,
-) -> Float[Array, "B T N D"]:
-    """See :func:`kernels_pallas.select_attention.api.select_attention`."""
-    reason = unsupported(query, key, value)
-    if reason is not None:
-        raise NotImplementedError(f"select_attention on a GPU: {reason}; implementation='reference' can.")
-    (key, number), (value, _) = stacked(key, layer), stacked(value, layer)
-
-    def kernel(query, key, value, slots, number):
-        B, T, N, D = query.shape
-        (_, H, M), K = slots.shape, key.shape[-3]
-        grouped = query.reshape(B, T, K, H // K, N // H, D).transpose(0, 2, 3, 1, 4, 5)  # [B, K, H / K, T, N / H, D]
-        run: Callable[..., tuple[Array, ...]] = functools.partial(_of_heads, scale=scale, interpret=interpret)
-        if not interpret:
-            inputs = ["b k h t g d", "l b k s d", "l b k s d", "b k h m", "u"]
-            run = over_heads(run, inputs, ["b k h t g d"])
-        (out,) = run(grouped, key, value, slots.astype(jnp.int32).reshape(B, K, H // K, M), number)
-        return out.transpose(0, 3, 1, 2, 4, 5).reshape(B, T, N, D)
-
-    def definition(query, key, value, slots, number):
-        return reference.select_attention(query, key, value, slots, layer=number[0], scale=scale)
-
-    return with_derivative_of(definition, kernel)(query, key, value, slots, number)
-
-
-def _of_heads(query, key, value, slots, layer, *, scale, interpret):
+def of_heads(query, key, value, slots, layer, *, scale, interpret):
     B, K, each, T, G, D = query.shape
     L, S, M = key.shape[0], key.shape[3], slots.shape[-1]
     H, R = B * K * each, T * G

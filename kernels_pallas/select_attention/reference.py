@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kernels_pallas.softmax import exponentials, grouped_logits, weighted_values
+
 
 def select_attention(
     query: Float[Array, "B T N D"],
@@ -17,22 +19,10 @@ def select_attention(
     scale: float,
 ) -> Float[Array, "B T N D"]:
     """See :func:`kernels_pallas.select_attention.api.select_attention`."""
-    B, T, N, D = query.shape
-    H = slots.shape[1]
-    accumulate = jnp.promote_types(query.dtype, jnp.float32)
-    read = (slots >= 0)[:, :, None, None]  # [B, H, 1, 1, M]
+    live = slots >= 0
     key, value = _rows(key, slots, layer), _rows(value, slots, layer)
-
-    grouped = query.reshape(B, T, H, N // H, D)
-    logits = scale * jnp.einsum("bthjd,bhmd->bhjtm", grouped, key, preferred_element_type=accumulate)
-    logits = jnp.where(read, logits, -jnp.inf)
-    peak = jnp.max(logits, axis=-1, keepdims=True)
-    weights = jnp.exp(logits - jnp.where(jnp.isfinite(peak), peak, 0))
-    weights = weights / jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), jnp.finfo(accumulate).tiny)
-    value = jnp.where((slots >= 0)[..., None], value, 0)  # 0 * NaN is NaN: what no slot points at must not matter
-    # Not "->bthjd": XLA's CPU backend has no bfloat16 product for the operand order that it would make of that.
-    out = jnp.einsum("bhjtm,bhmd->bhjtd", weights.astype(value.dtype), value, preferred_element_type=accumulate)
-    return jnp.moveaxis(out, 3, 1).reshape(B, T, N, D).astype(query.dtype)
+    weights, total = exponentials(scale * grouped_logits(query, key), live[:, :, None, None])
+    return weighted_values(weights, total, value, live).astype(query.dtype)
 
 
 def _rows(

@@ -58,6 +58,10 @@ def tensors(function: Callable[[dict[str, np.ndarray]], Any]) -> Change:
     return change
 
 
+def put(held: dict[str, np.ndarray], value: float) -> None:
+    held["model.layers.1.mlp.down_proj.weight"][-1, -1] = value
+
+
 def index(content: Any) -> Change:
     return write("model.safetensors.index.json", json.dumps(content))
 
@@ -113,6 +117,28 @@ MODELS: dict[str, Change] = {
     },
     "vocab_size huge": config(vocab_size=10**12),
     "num_hidden_layers huge": config(num_hidden_layers=10**7),
+    **{
+        f"{name} beyond all": config(**{name: 10**30})
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "head_dim",
+            "num_key_value_heads",
+            "max_position_embeddings",
+            "bos_token_id",
+            "eos_token_id",
+            "pad_token_id",
+        )
+    },
+    "eos_token_ids beyond all": config(eos_token_id=[1, 2**31]),
+    "generation_config eos beyond all": write("generation_config.json", '{"eos_token_id": 1000000000000}'),
+    "sliding_window beyond all": config(architectures=["MistralForCausalLM"], sliding_window=10**30),
+    "rms_norm_eps an integer beyond floats": config(rms_norm_eps=10**400),
+    "rope_theta an integer beyond floats": config(rope_theta=10**400, rope_parameters=GONE),
+    "a number of 5,000 digits": write("config.json", '{"vocab_size": 1' + "0" * 5000 + "}"),
     "intermediate_size gone": config(intermediate_size=GONE),
     "num_key_value_heads odd": config(num_key_value_heads=3),
     "num_key_value_heads text": config(num_key_value_heads="2"),
@@ -187,6 +213,10 @@ MODELS: dict[str, Change] = {
     "a tensor of integers": tensors(
         lambda held: held.update({"model.norm.weight": held["model.norm.weight"].astype(np.int8)})
     ),
+    **{
+        f"a tensor with {value}": tensors(functools.partial(put, value=value))
+        for value in (float("nan"), float("inf"), float("-inf"))
+    },
     "a tensor flat": tensors(
         lambda held: held.update({"model.embed_tokens.weight": held["model.embed_tokens.weight"].ravel()})
     ),
@@ -195,6 +225,8 @@ MODELS: dict[str, Change] = {
     "index a list": index([]),
     "index of numbers": index({"weight_map": {"a": 1}}),
     "index of a missing shard": index({"weight_map": {"a": "model-00001-of-00002.safetensors"}}),
+    "index of a shard with a long name": index({"weight_map": {"a": "x" * 5000}}),
+    "index of a shard with a zero byte": index({"weight_map": {"a": "x\0y"}}),
     "index out of the folder": index({"weight_map": {"a": "../model.safetensors"}}),
     "index of a tensor that is not there": index({"weight_map": {"a": "model.safetensors"}}),
     "index of nothing": index({"weight_map": {}}),
@@ -254,13 +286,17 @@ TEMPLATES = {
     "a key that is not there": "{{ messages[0]['absent']['deeper'] }}",
     "an index beyond": "{{ messages[7].content.x }}",
     "itself again and again": "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
-    "a number too large": "{{ 9 ** 9 ** 9 }}",
+    "a number too large": "{{ 9 ** (9 ** 9) }}",
+    "a text too long": "{{ 'a' * 10 ** 12 }}",
+    "a loop in a loop": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "a loop that calls itself": "{% for i in range(99999) recursive %}"
+    "{% if loop.depth0 == 0 %}{{ loop(range(99999)) }}{% endif %}{% endfor %}",
+    "itself twice": "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}",
     "text and number": "{{ 'a' + 1 }}",
 }
 
 
-@pytest.mark.parametrize("template", [t for name, t in TEMPLATES.items() if name != "a number too large"],
-                         ids=[name for name in TEMPLATES if name != "a number too large"])  # fmt: skip
+@pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
 def test_a_chat_template_that_fails_is_refused(template):
     import tokenizers
 

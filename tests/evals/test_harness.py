@@ -9,7 +9,7 @@ import pytest
 import models
 from evals import fidelity, harness, likelihood, selections
 from evals.__main__ import main
-from models import provenance
+from models import commands, provenance
 
 TEXT = (
     "The code of amber falcon is 4719. The river was calm and the baker counted steps. The code of bold harp is 2650."
@@ -230,6 +230,10 @@ def test_a_local_task_runs_and_goes_on_from_its_answers(tmp_path, capsys, monkey
     assert main([*line, "--json", str(tmp_path / "again.json")]) == 0
     again = json.loads((tmp_path / "again.json").read_text())
     assert again["results"] == found and again["command"].startswith("python -m evals lm_eval --tasks amber")
+    with (tmp_path / "run" / commands.LOCK_FILE).open("ab") as held:
+        commands.lock(held, tmp_path / "run")
+        assert main(line) == 2
+    assert "another run writes into" in capsys.readouterr().err
     monkeypatch.setattr(provenance, "weights", lambda *_: "others")
     assert main(line) == 2
     assert "was made with another weights than now" in capsys.readouterr().err

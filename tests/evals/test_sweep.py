@@ -7,7 +7,8 @@ import shutil
 
 import pytest
 
-from evals import page, sweep, view
+import models
+from evals import page, running, sweep, view
 from evals.__main__ import main
 from evals.results import read_header, read_records
 from tests.evals import browser
@@ -92,12 +93,31 @@ def test_a_bad_file_ends_in_one_sentence_and_writes_nothing(content, sentence, t
     assert not (tmp_path / "run").exists()
 
 
-def test_what_fails_is_named_and_the_rest_is_done(tmp_path, capsys):
-    content = "policies = ['full']\nblock = 64\n[tasks.ruler]\ntasks = ['fwe', 'vt']\nlengths = [256]\nsamples = 1"
+def test_what_cannot_be_is_named_before_the_first_step(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(models, "stream", None)
+    content = "policies = ['full']\n[tasks.ruler]\ntasks = ['fwe', 'vt', 'cwe']\nlengths = [256]\nsamples = 1"
+    (tmp_path / "some.toml").write_text(content)
+    assert main(["sweep", str(tmp_path / "some.toml"), "--out", str(tmp_path / "run")]) == 2
+    err = capsys.readouterr().err
+    assert "error: 2 of the sweep's groups cannot be; mend or leave out: retriever, vt at 256: the task vt" in err
+    assert "cwe at 256" in err and err.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_fails_is_named_and_the_rest_is_done(tmp_path, capsys, monkeypatch):
+    run = running.run
+
+    def fail(model, tokenizer, groups, *rest, **options):
+        if groups[0].task == "niah_single_1":
+            raise ValueError("the task takes a rest.")
+        run(model, tokenizer, groups, *rest, **options)
+
+    monkeypatch.setattr(running, "run", fail)
+    content = "policies = ['full']\n[tasks.ruler]\ntasks = ['fwe', 'niah_single_1']\nlengths = [320]\nsamples = 1"
     (tmp_path / "some.toml").write_text(content)
     assert main(["sweep", str(tmp_path / "some.toml"), "--out", str(tmp_path / "run")]) == 2
     assert (
-        "1 of the sweep's groups failed, the others are done: retriever, vt at 256: the task vt takes"
+        "1 of the sweep's groups failed, the others are done: retriever, niah_single_1 at 320: the task takes a rest"
         in capsys.readouterr().err
     )
     assert [r["task"] for r in read_records(tmp_path / "run")] == ["fwe"]

@@ -302,3 +302,14 @@ def test_a_call_that_does_not_fit_is_refused(changes, options, message):
 def test_statistics_may_come_from_a_generator():
     _, columns = cache_attention(*map(jnp.asarray, case(20)), statistics=(name for name in ["sum"]))
     assert columns.sum is not None
+
+
+@pytest.mark.parametrize("statistics", [(), ("sum", "last", "window_mean")], ids=str)
+def test_logits_are_laid_out_by_row_and_exponentials_made_once(statistics):
+    B, T, K, G, D, S = 1, 8, 2, 3, 16, 72
+    arrays = [jnp.ones((B, T, K * G, D)), *[jnp.ones((B, K, S, D))] * 2]
+    positions = [jnp.zeros((B, K, S), jnp.int32), jnp.zeros((B, T), jnp.int32)]
+    run = jax.jit(lambda *given: cache_attention(*given, statistics=statistics, window=4))
+    text = run.lower(*arrays, *positions).compile().as_text()
+    assert f"[{K},{G * T},{S}]" in text and f"[{K},{S},{G * T}]" not in text
+    assert text.count(" exponential(") == 1

@@ -14,14 +14,15 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec
 
 from kernels_pallas import STATISTICS, cache_attention
-from kernels_pallas.cache_attention import gpu, reference, tpu
+from kernels_pallas.cache_attention import reference, tpu
+from kernels_pallas.dispatch import Kernel
 from tests.kernels_pallas.targets import compiled_for_tpu, lowered, needs_gpu
 from tests.kernels_pallas.test_cache_attention import Case, case, statistics
 from tests.kvjax.definitions import block_weights, weighted_values
 
 KERNELS = {
-    "tpu": functools.partial(tpu.cache_attention, interpret=pltpu.InterpretParams()),
-    "gpu": functools.partial(gpu.cache_attention, interpret=True),
+    "tpu": functools.partial(Kernel("cache_attention", "tpu").run, interpret=pltpu.InterpretParams()),
+    "gpu": functools.partial(Kernel("cache_attention", "gpu").run, interpret=True),
 }
 both = pytest.mark.parametrize("name", KERNELS)
 
@@ -215,9 +216,10 @@ def test_auto_lowers_to_the_kernels(platform, sizes, names, span):
 def test_what_a_kernel_cannot_do_auto_leaves_to_the_reference(platform):
     wide = shapes(1, 2, 2, 1, 40, 1024, "float32")
     assert "custom_call @" not in lowered(platform, attend((), None), *wide).replace("@Sharding", "")
+    run = Kernel("cache_attention", {"cuda": "gpu"}.get(platform, platform)).run
+    options = dict(statistics=frozenset(), window=0, sliding_window=None, scale=1.0)
     with pytest.raises(NotImplementedError, match=r"head dim is 1024, but the kernels take up to .*'reference' can"):
-        jax.eval_shape(functools.partial({"tpu": tpu, "cuda": gpu}[platform].cache_attention, statistics=frozenset(),
-                                         window=0, sliding_window=None, scale=1.0), *wide)  # fmt: skip
+        jax.eval_shape(functools.partial(run, **options), *wide)
 
 
 @pytest.mark.gpu
@@ -228,7 +230,7 @@ def test_it_runs_on_a_gpu(sizes, names, span):
     given = case(11, B, T, N, K, S, D)
     arrays = [jnp.asarray(x).astype(dtype) if x.dtype == np.float32 else jnp.asarray(x) for x in given]
     options = options_of(given, statistics=frozenset(names), window=32, sliding_window=span)
-    result = jax.jit(functools.partial(gpu.cache_attention, **options))(*arrays)
+    result = jax.jit(functools.partial(Kernel("cache_attention", "gpu").run, **options))(*arrays)
     with jax.default_matmul_precision("highest"):
         expected = jax.jit(functools.partial(reference.cache_attention, **options))(*arrays)
     half = dict(rtol=2e-2, atol=2e-2) if dtype != "float32" else dict(rtol=1e-4, atol=1e-5)

@@ -17,12 +17,13 @@ from jax.sharding import PartitionSpec
 import kvjax
 from kernels_pallas import caote_topk
 from kernels_pallas.caote_topk import gpu, reference, tpu
+from kernels_pallas.dispatch import Kernel
 from tests.kernels_pallas.targets import compiled_for_tpu, lowered, needs_gpu
 
 RUNS = {
     "reference": reference.caote_topk,
-    "tpu": functools.partial(tpu.caote_topk, interpret=pltpu.InterpretParams()),
-    "gpu": functools.partial(gpu.caote_topk, interpret=True),
+    "tpu": functools.partial(Kernel("caote_topk", "tpu").run, interpret=pltpu.InterpretParams()),
+    "gpu": functools.partial(Kernel("caote_topk", "gpu").run, interpret=True),
 }
 OPTIONS: dict[str, Any] = dict(fast=False, norm=2, group="exact", excess=None, with_scores=True)
 
@@ -302,7 +303,7 @@ def test_it_runs_on_a_gpu(fast, sizes):
     arrays = [jnp.asarray(x) for x in given]
     arrays[1] = arrays[1].astype(dtype)
     options = OPTIONS | {"fast": fast}
-    kept = jax.jit(functools.partial(gpu.caote_topk, **options))(*arrays)
+    kept = jax.jit(functools.partial(Kernel("caote_topk", "gpu").run, **options))(*arrays)
     expected = jax.jit(functools.partial(reference.caote_topk, **options))(*arrays)
     np.testing.assert_allclose(kept.scores, expected.scores, rtol=1e-4, atol=1e-9)
     np.testing.assert_array_equal(kept.position, best(np.asarray(kept.scores), given.position, given.budget))

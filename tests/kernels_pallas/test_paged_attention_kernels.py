@@ -14,14 +14,15 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec
 
 from kernels_pallas import STATISTICS, paged_attention
-from kernels_pallas.paged_attention import gpu, reference, tpu
+from kernels_pallas.dispatch import Kernel
+from kernels_pallas.paged_attention import reference, tpu
 from tests.kernels_pallas.targets import compiled_for_tpu, lowered, needs_gpu
 from tests.kernels_pallas.test_cache_attention import case
 from tests.kernels_pallas.test_paged_attention import check_definition, paged
 
 KERNELS = {
-    "tpu": functools.partial(tpu.paged_attention, interpret=pltpu.InterpretParams()),
-    "gpu": functools.partial(gpu.paged_attention, interpret=True),
+    "tpu": functools.partial(Kernel("paged_attention", "tpu").run, interpret=pltpu.InterpretParams()),
+    "gpu": functools.partial(Kernel("paged_attention", "gpu").run, interpret=True),
 }
 both = pytest.mark.parametrize("name", KERNELS)
 close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-6)
@@ -229,7 +230,9 @@ CANNOT = {
 @pytest.mark.parametrize(("platform", "sizes", "reason"), [(p, *cannot) for p in CANNOT for cannot in CANNOT[p]])
 def test_what_a_kernel_cannot_do_auto_leaves_to_the_reference(platform, sizes, reason):
     assert "custom_call @" not in lowered(platform, attend((), None), *shapes(*sizes)).replace("@Sharding", "")
-    run = functools.partial({"tpu": tpu, "cuda": gpu}[platform].paged_attention, **options_of_shapes())
+    run = functools.partial(
+        Kernel("paged_attention", {"cuda": "gpu"}.get(platform, platform)).run, **options_of_shapes()
+    )
     with pytest.raises(NotImplementedError, match=rf"{reason}; implementation='reference' can"):
         jax.eval_shape(run, *shapes(*sizes))
 
@@ -246,7 +249,7 @@ def test_it_runs_on_a_gpu(sizes, names, span):
     pages, _ = paged(case(11, B, T, N, K, M * page, D), page)
     arrays = [jnp.asarray(x).astype(dtype) if x.dtype == np.float32 else jnp.asarray(x) for x in pages]
     options = options_of(pages, statistics=frozenset(names), window=32, sliding_window=span)
-    result = jax.jit(functools.partial(gpu.paged_attention, **options))(*arrays)
+    result = jax.jit(functools.partial(Kernel("paged_attention", "gpu").run, **options))(*arrays)
     with jax.default_matmul_precision("highest"):
         expected = jax.jit(functools.partial(reference.paged_attention, **options))(*arrays)
     half = dict(rtol=2e-2, atol=2e-2) if dtype != "float32" else dict(rtol=1e-4, atol=1e-5)

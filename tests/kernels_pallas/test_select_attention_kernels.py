@@ -14,13 +14,14 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from kernels_pallas import select_attention
+from kernels_pallas.dispatch import Kernel
 from kernels_pallas.select_attention import gpu, reference, tpu
 from tests.kernels_pallas.targets import compiled_for_tpu, lowered, needs_gpu, tpu_topology
 from tests.kernels_pallas.test_select_attention import Case, case, definition
 
 KERNELS = {
-    "tpu": functools.partial(tpu.select_attention, interpret=pltpu.InterpretParams()),
-    "gpu": functools.partial(gpu.select_attention, interpret=True),
+    "tpu": functools.partial(Kernel("select_attention", "tpu").run, interpret=pltpu.InterpretParams()),
+    "gpu": functools.partial(Kernel("select_attention", "gpu").run, interpret=True),
 }
 both = pytest.mark.parametrize("name", KERNELS)
 
@@ -195,7 +196,7 @@ def test_auto_lowers_to_the_kernels(platform, sizes):
 def test_what_a_kernel_cannot_do_auto_leaves_to_the_reference(platform, sizes, reason):
     given = shapes(*sizes)
     assert "custom_call @" not in lowered(platform, of_layer, *given).replace("@Sharding", "")
-    named = {"tpu": tpu, "cuda": gpu}[platform].select_attention
+    named = Kernel("select_attention", {"cuda": "gpu"}.get(platform, platform)).run
     with pytest.raises(NotImplementedError, match=f"{reason}.*implementation='reference' can"):
         jax.eval_shape(lambda *arrays: named(*arrays[:4], layer=arrays[4], scale=1.0), *given)
 
@@ -208,7 +209,7 @@ def test_it_runs_on_a_gpu(sizes):
     given = case(11, 1, T, N, K, S, D, H, M)
     arrays = [jnp.asarray(x).astype(dtype) for x in given[:3]]
     options = dict(layer=None, scale=D**-0.5)
-    result = jax.jit(functools.partial(gpu.select_attention, **options))(*arrays, given.slots)
+    result = jax.jit(functools.partial(Kernel("select_attention", "gpu").run, **options))(*arrays, given.slots)
     with jax.default_matmul_precision("highest"):
         expected = jax.jit(functools.partial(reference.select_attention, **options))(*arrays, given.slots)
     close = dict(rtol=2e-2, atol=2e-2) if dtype != "float32" else dict(rtol=1e-4, atol=1e-5)

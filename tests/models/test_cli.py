@@ -1,10 +1,12 @@
 """`python -m models.generate` as a user types it, on the embedded model."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -51,6 +53,18 @@ def test_a_prompt_file_is_read(tmp_path, capsys):
     from_file = json.loads(capsys.readouterr().out)["tokens"]
     assert cli.main(["retriever", "--prompt", PROMPT, "--json", *SMALL]) == 0
     assert json.loads(capsys.readouterr().out)["tokens"] == from_file
+
+
+def test_a_prompt_may_come_out_of_a_pipe(tmp_path, capsys):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=pipe.write_text, args=(PROMPT,))
+    writer.start()
+    assert cli.main(["retriever", "--prompt-file", str(pipe), "--json", *SMALL]) == 0
+    writer.join()
+    from_pipe = json.loads(capsys.readouterr().out)["tokens"]
+    assert cli.main(["retriever", "--prompt", PROMPT, "--json", *SMALL]) == 0
+    assert json.loads(capsys.readouterr().out)["tokens"] == from_pipe
 
 
 def test_a_question_comes_after_the_context_was_compressed_on_pages(capsys):

@@ -1,6 +1,10 @@
 """What command lines share."""
 
 import json
+import os
+import subprocess
+import sys
+import threading
 
 import pytest
 
@@ -55,6 +59,81 @@ def test_probing_an_output_leaves_it_as_it_was(tmp_path):
     commands.check_outputs([old, new, None])
     assert old.read_text() == "old"
     assert not new.exists()
+
+
+def test_a_link_stays_a_link_and_its_file_is_written(tmp_path):
+    (tmp_path / "there").mkdir()
+    target, link, chain = tmp_path / "there" / "figures.json", tmp_path / "link.json", tmp_path / "chain.json"
+    link.symlink_to("there/figures.json")  # to nothing yet
+    chain.symlink_to(link)
+    for number, path in enumerate([link, chain]):
+        commands.check_outputs([path])
+        commands.write_json(path, number)
+        assert link.is_symlink() and chain.is_symlink() and json.loads(target.read_text()) == number
+    assert [path.name for path in target.parent.iterdir()] == ["figures.json"]
+
+
+def test_a_file_keeps_its_permissions(tmp_path):
+    target = tmp_path / "figures.json"
+    commands.write_json(target, 1)
+    target.chmod(0o640)
+    commands.write_json(target, 2)
+    assert target.stat().st_mode & 0o777 == 0o640
+
+
+def test_a_long_name_is_written(tmp_path):
+    target = tmp_path / ("x" * 250 + ".json")
+    commands.write_json(target, 1)
+    assert target.read_text() == "1\n"
+
+
+def test_a_pipe_is_read_once_and_kept(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=pipe.write_text, args=("essays",))
+    writer.start()
+    assert commands.read_text(pipe, "essays") == commands.read_text(pipe, "essays") == "essays"
+    writer.join()
+
+
+def test_a_pipe_gets_the_whole_content_and_stays(tmp_path):
+    pipe, read = tmp_path / "figures.json", []
+    os.mkfifo(pipe)
+    commands.check_outputs([pipe])
+    reader = threading.Thread(target=lambda: read.append(pipe.read_text()))
+    reader.start()
+    commands.write_json(pipe, {"good": 1})
+    reader.join()
+    assert json.loads(read[0]) == {"good": 1}
+    assert pipe.is_fifo() and list(tmp_path.iterdir()) == [pipe]
+
+
+def test_a_pipe_gets_nothing_of_what_failed(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(RuntimeError), commands.replacing(tmp_path / "pipe") as temporary:
+        temporary.write_text("half")
+        raise RuntimeError
+    assert [path.name for path in tmp_path.iterdir()] == ["pipe"] and not temporary.exists()
+
+
+def test_a_terminal_is_written_into():
+    # Never a device such as /dev/null: where this test fails as root, the machine's own would be gone.
+    main, terminal = os.openpty()
+    commands.write_json(os.ttyname(terminal), {"figure": 1})
+    assert os.read(main, 100).split() == [b"{", b'"figure":', b"1", b"}"]
+
+
+@pytest.mark.parametrize("name", ["/dev/fd/1", "/proc/self/fd/1"])
+def test_figures_stand_between_what_is_printed(name, tmp_path):
+    code = f"from models import commands; print('a'); commands.write_json('{name}', 1); print('b')"
+    with (tmp_path / "out.txt").open("w") as out:
+        subprocess.run([sys.executable, "-c", code], stdout=out, check=True)
+    assert (tmp_path / "out.txt").read_text() == "a\n1\nb\n"
+
+
+def test_a_stream_that_is_not_open_is_refused_early():
+    with pytest.raises(OSError, match="permission denied"):
+        commands.check_outputs(["/dev/fd/987"])
 
 
 def test_an_output_in_a_folder_that_is_missing_is_refused_early(tmp_path):

@@ -162,6 +162,19 @@ def test_decoding_refuses(model, run, arguments, message):
         run(model, TOKENS, policy="h2o", budget=16, **arguments)
 
 
+@pytest.mark.parametrize("run", [models.prefill, models.generate, models.stream])
+@pytest.mark.parametrize("traced", ["tokens", "lengths", "question"])
+def test_a_traced_prompt_is_refused(model, run, traced):
+    given = dict(tokens=TOKENS, lengths=np.array([40]), question=np.array([2]))
+
+    def inside(argument):
+        settings = given | {traced: argument}
+        return run(model, settings.pop("tokens"), policy="h2o", budget=16, **settings)
+
+    with pytest.raises(ValueError, match=r"the prompt is traced .* call prefill, generate and stream outside"):
+        jax.jit(inside)(given[traced])
+
+
 def test_prefill_refuses_outputs_that_it_does_not_know(model):
     with pytest.raises(ValueError, match=r"outputs is 'none'; there are 'last' and 'all'"):
         models.prefill(model, TOKENS, outputs="none")
@@ -183,3 +196,11 @@ def test_every_rows_budget_must_hold_what_is_protected(model):
     tokens, lengths = np.zeros((2, 64), np.int32), np.array([4, 64])
     with pytest.raises(ValueError, match=r"the budget is 16 tokens, but .* always keeps 8 first and 9 last"):
         models.prefill(model, tokens, lengths, policy="tova+protect(sinks=0.5,recent=0.6)", budget=0.25, block=8)
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_logits_that_are_not_finite_are_refused(number):
+    broken = reference.decoder(CONFIG, reference.parameters(CONFIG))
+    broken.norm[...] = broken.norm[...].at[0].set(number)
+    with pytest.raises(ValueError, match=r"the model's logits are NaN or infinite: .* float32 is too narrow"):
+        next(models.stream(broken, TOKENS, max_new_tokens=2))

@@ -491,3 +491,12 @@ def test_a_model_on_a_mesh_compiles_a_streams_steps_once():
     steps = models.stream(model, np.zeros((2, 40), np.int32), policy="h2o", budget=9, block=7, max_new_tokens=5, end=())
     assert len(list(steps)) == 5
     assert (decoding._block_step._cache_size(), decoding._token_step._cache_size()) == (before[0] + 1, before[1] + 1)
+
+
+def test_weights_that_a_narrow_dtype_cannot_hold_are_refused(folder):
+    def change(tensors):
+        tensors["model.layers.1.mlp.up_proj.weight"][0, 0] = 1e5
+
+    edit_tensors(folder, change)
+    refused(folder, ValueError, r"model.layers.1.mlp.up_proj.weight holds NaN .* as float16; .* wider", dtype="float16")
+    assert models.load(folder, dtype="bfloat16")[0].config.num_layers > 1

@@ -1,10 +1,13 @@
 """What is saved is what transformers saved: the golden folders, loaded and written again, hold the same tensors."""
 
+import json
+import os
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 import models
 
@@ -32,3 +35,61 @@ def test_a_folder_that_cannot_be_written_keeps_what_it_had(tmp_path):
         models.save(tmp_path, model)
     assert (tmp_path / "config.json").read_bytes() == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+
+
+def sharded(folder: Path) -> Path:
+    """A folder with another model's weights in two shards, its end tokens and its template."""
+    tensors = {name: tensor + 1 for name, tensor in load_file(GOLDEN / "llama3" / "model.safetensors").items()}
+    parts = [dict(list(tensors.items())[part::2]) for part in (0, 1)]
+    shards = [f"model-0000{part + 1}-of-00002.safetensors" for part in (0, 1)]
+    folder.mkdir()
+    for part, shard in zip(parts, shards, strict=True):
+        save_file(part, folder / shard)
+    index = {name: shard for part, shard in zip(parts, shards, strict=True) for name in part}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    (folder / "generation_config.json").write_text('{"eos_token_id": [5, 6]}')
+    (folder / "chat_template.jinja").write_text("another's")
+    shutil.copy(GOLDEN / "llama3" / "config.json", folder)
+    return folder
+
+
+def test_what_is_saved_over_another_model_is_what_loads(tmp_path):
+    model, _ = models.load(GOLDEN / "llama3")
+    tokenizer = models.Tokenizer.from_folder(GOLDEN / "tokenizer").backend
+    folder = sharded(tmp_path / "model")
+    assert models.load(folder)[0].config.eos == (5, 6)
+    models.save(folder, model, tokenizer)
+    loaded, told = models.load(folder)
+    assert loaded.config == model.config
+    np.testing.assert_array_equal(loaded.embedding[...], model.embedding[...])
+    assert told.chat_template is None
+    names = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    assert {path.name for path in folder.iterdir()} == names
+
+
+@pytest.mark.parametrize("failing", range(4))
+def test_a_save_that_breaks_off_leaves_the_other_model(failing, tmp_path, monkeypatch):
+    model, _ = models.load(GOLDEN / "llama3")
+    tokenizer = models.Tokenizer.from_folder(GOLDEN / "tokenizer").backend
+    folder = sharded(tmp_path / "model")
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    write, calls = Path.write_bytes, []
+
+    def refuse(path, content):
+        calls.append(path)
+        if len(calls) > failing:
+            raise OSError(28, "No space left on device")
+        return write(path, content)
+
+    monkeypatch.setattr(Path, "write_bytes", refuse)
+    with pytest.raises(OSError, match="No space left"):
+        models.save(folder, model, tokenizer)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_the_rest_of_a_folder_stays(tmp_path):
+    model, _ = models.load(GOLDEN / "llama3")
+    for name in ("README.md", "tokenizer.json", "model-card.safetensors"):
+        (tmp_path / name).write_text("mine")
+    models.save(tmp_path, model)
+    assert {"README.md", "tokenizer.json", "model-card.safetensors"} < set(os.listdir(tmp_path))

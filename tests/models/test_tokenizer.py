@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 
 import pytest
 import tokenizers
@@ -229,3 +230,27 @@ def test_template_cannot_leave_its_sandbox(template):
 
 def test_template_knows_the_date():
     assert with_template("{{ strftime_now('%Y') }}").chat([]).isdigit()
+
+
+def test_text_with_a_lone_surrogate_is_refused():
+    tokenizer = Tokenizer.from_folder(GOLDEN / "tokenizer")
+    with pytest.raises(ValueError, match="a lone surrogate at character 1"):
+        tokenizer.encode("a\udcff")
+
+
+def test_a_template_may_loop_over_a_long_conversation():
+    template = "{% for m in messages %}{{ 2 ** 3 * 2 }}{{ '-' * 3 }}{{ m.content }}{% endfor %}"
+    tokenizer = Tokenizer(tokenizers.Tokenizer(tokenizers.models.BPE()), None, template)
+    turns = [{"role": "user", "content": "Hello"}] * 10_000
+    assert tokenizer.chat(turns) == "16---Hello" * 10_000
+
+
+def test_a_debugger_finds_its_trace_again():
+    before = sys.gettrace()
+    trace = lambda *_: None  # noqa: E731
+    sys.settrace(trace)
+    try:
+        Tokenizer(tokenizers.Tokenizer(tokenizers.models.BPE()), None, "x").chat([])
+        assert sys.gettrace() is trace
+    finally:
+        sys.settrace(before)

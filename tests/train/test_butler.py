@@ -19,7 +19,9 @@ from jax.sharding import Mesh
 import models
 from kernels_pallas import mse_logits
 from models import butler as butler_module
+from models import commands
 from models.butler import Butler, butler_input, load_butler
+from tests.bad_input.campaign import state_of
 from train import butler as trainer
 from train.butler import Settings, butler_config_of, loss_of, measure, settings_of, train
 from train.text import Corpus
@@ -173,6 +175,18 @@ def test_a_checkpoint_cut_short_is_left_out(model, tmp_path):
     said = []
     run(tmp_path, model, say=said.append, stop_after=5)
     assert "the checkpoint of step 8 was cut short" in said[0] and said[1] == "going on from the checkpoint of step 4"
+
+
+@pytest.mark.parametrize("resume", [True, False])
+def test_two_runs_never_write_into_one_folder(model, tmp_path, resume):
+    run(tmp_path, model, stop_after=1)
+    before = state_of(tmp_path)
+    with (tmp_path / commands.LOCK_FILE).open("ab") as held:
+        commands.lock(held, tmp_path)
+        with pytest.raises(ValueError, match="another run writes into"):
+            run(tmp_path, model, resume=resume)
+    assert state_of(tmp_path) == before
+    run(tmp_path, model, resume=resume)
 
 
 def test_another_run_is_refused_and_nothing_overwritten(model, tmp_path):

@@ -10,9 +10,11 @@ import pytest
 from safetensors.numpy import load_file
 
 from evals import coref_task
+from models import commands
 from models.config import from_hugging_face
 from models.decoder import Decoder
 from models.save import save
+from tests.bad_input.campaign import state_of
 from train import data, retriever
 from train.circuit import init_parameters
 
@@ -57,6 +59,18 @@ def test_checkpoints_of_another_run_are_refused(tokenizer, config, tmp_path):
         run(config, 1)
     with pytest.raises(ValueError, match="intermediate_size 32 there, 64 here"):
         run(dataclasses.replace(config, intermediate_size=64), 0)
+
+
+@pytest.mark.parametrize("resume", [True, False])
+def test_two_runs_never_write_into_one_folder(tokenizer, config, tmp_path, resume):
+    options = dict(progress=False, evaluate_every=0, stop_after=1)
+    retriever.train(tmp_path, config, tokenizer, TINY, **options)
+    before = state_of(tmp_path)
+    with (tmp_path / commands.LOCK_FILE).open("ab") as held:
+        commands.lock(held, tmp_path)
+        with pytest.raises(ValueError, match="another run writes into"):
+            retriever.train(tmp_path, config, tokenizer, TINY, resume=resume, **options)
+    assert state_of(tmp_path) == before
 
 
 def test_goes_on_from_a_model_behind_the_last_step_of_its_log(tokenizer, config, tmp_path):

@@ -10,7 +10,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.targets import compiled
 from kernels_pallas import cache_attention, caote_topk
-from kernels_pallas.partition import over_heads
+from kernels_pallas.prepare import over_heads
 from tests.kernels_pallas.targets import tpu_topology
 
 NAMES = ("data", "tensor")

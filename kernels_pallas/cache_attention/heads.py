@@ -1,0 +1,84 @@
+"""The way into the kernels and back: queries by the group of their KV head, statistics by query head."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kernels_pallas.cache_attention.queries import describe
+from kernels_pallas.cache_attention.reference import STATISTICS, ColumnStatistics
+from kernels_pallas.prepare import over_heads, stacked
+
+_FAR = 2**31 - 1
+
+
+def span_of(sliding_window: Int[Array, ""] | int | None) -> Int[Array, "1"]:
+    """How many positions a query sees, itself included, as the kernels take it.
+
+    Example:
+        >>> from kernels_pallas.cache_attention.heads import span_of
+        >>> span_of(7).tolist()
+        [7]
+    """
+    return jnp.asarray(_FAR if sliding_window is None else sliding_window, jnp.int32).reshape(1)
+
+
+def on_heads(
+    kernel: Callable[..., tuple[Array, ...]],
+    query: Float[Array, "B T N D"],
+    key: Float[Array, "*L B K S D"],
+    value: Float[Array, "*L B K S D"],
+    key_position: Int[Array, "B K S"],
+    query_position: Int[Array, "B T"],
+    *,
+    layer: int | Int[Array, ""] | None = None,
+    **options: Any,
+) -> tuple[Float[Array, "B T N D"], ColumnStatistics]:
+    """Runs a kernel on each device's rows and KV heads, given as :func:`kernels_pallas.cache_attention` has them."""
+    (key, number), (value, _) = stacked(key, layer), stacked(value, layer)
+    slots = "l b k s d"
+    arrays = [(slots, key), (slots, value), ("b k s", key_position), ("u", number)]
+    return in_groups(kernel, query, query_position, arrays, kv_heads=key.shape[2], **options)
+
+
+def in_groups(
+    kernel: Callable[..., tuple[Array, ...]],
+    query: Float[Array, "B T N D"],
+    query_position: Int[Array, "B T"],
+    arrays: Sequence[tuple[str, Any]],
+    *,
+    kv_heads: int,
+    statistics: frozenset[str],
+    window: int,
+    sliding_window: Int[Array, ""] | int | None,
+    scale: float,
+) -> tuple[Float[Array, "B T N D"], ColumnStatistics]:
+    """Runs a kernel on queries by group.
+
+    Args:
+        kernel: ``(query [B, K, G, T, D], about, span, *arrays, names=, scale=)`` gives the output, like the queries,
+            and of each statistic named ``[B, K, heads, S]``.
+        arrays: axes and array of all else; see :func:`kernels_pallas.prepare.over_heads`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from kernels_pallas.cache_attention.heads import in_groups
+        >>> q, position = jnp.ones((1, 3, 4, 8)), jnp.zeros((1, 3), int)
+        >>> options = dict(kv_heads=2, statistics=frozenset(), window=0, sliding_window=None, scale=1.0)
+        >>> in_groups(lambda q, *_, **__: (q,), q, position, [], **options)[0].shape
+        (1, 3, 4, 8)
+    """
+    B, T, N, D = query.shape
+    names = tuple(name for name in STATISTICS if name in statistics)
+    columns = ["b k o s" if name == "window_group_square" else "b k g s" for name in names]
+    grouped = ("b k g t d", query.reshape(B, T, kv_heads, N // kv_heads, D).transpose(0, 2, 3, 1, 4))
+    about, span = ("b t c", describe(query_position, window)), ("w", span_of(sliding_window))
+    axes, given = zip(grouped, about, span, *arrays, strict=True)
+    run = over_heads(functools.partial(kernel, names=names, scale=scale), axes, [axes[0], *columns])
+    out, *found = run(*given)
+    flat = (column.reshape(B, -1, column.shape[-1]) for column in found)
+    return out.transpose(0, 3, 1, 2, 4).reshape(B, T, N, D), ColumnStatistics(**dict(zip(names, flat, strict=True)))

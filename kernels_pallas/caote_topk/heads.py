@@ -1,0 +1,43 @@
+"""The way into the kernels and back: clean weights, and all that is told of a slot in one number."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+from jaxtyping import Array, Bool, Float, Int
+
+from kernels_pallas.caote_topk.reference import Group, Kept, Norm
+from kernels_pallas.caote_topk.slots import clean_weights, pack
+from kernels_pallas.prepare import over_heads, stacked
+
+
+def on_heads(
+    kernel: Callable[..., tuple[Array, ...]],
+    weights: Float[Array, "B K _ S"],
+    value: Float[Array, "*L B K S D"],
+    position: Int[Array, "B K S"],
+    budget: Int[Array, "B"],
+    protected: Bool[Array, "B K S"] | None,
+    *,
+    fast: bool,
+    norm: Norm,
+    group: Group,
+    excess: int | None,
+    with_scores: bool,
+    layer: int | Int[Array, ""] | None = None,
+) -> Kept:
+    """Runs a kernel on each device's rows and KV heads, given as :func:`kernels_pallas.caote_topk` has them.
+
+    ``excess`` changes nothing, for a kernel needs no argmin, and ``norm`` is the only one that kernels measure with.
+    """
+    del excess, norm
+    run = over_heads(
+        functools.partial(kernel, fast=fast, with_scores=with_scores),
+        ["b k g s", "l b k s d", "u", "b k s", "b"],
+        ["b k s", "b k s"] if with_scores else ["b k s"],
+    )
+    kept, *scores = run(
+        clean_weights(weights, position, group), *stacked(value, layer), pack(position, protected), budget
+    )
+    return Kept(kept, scores[0] if with_scores else None)

@@ -1,0 +1,126 @@
+"""What every kernel needs around it: layers that stay stacked, a mesh's devices, and a derivative."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, PartitionSpec
+from jaxtyping import Array, Int
+
+SPLIT = {"b": "data", "k": "tensor", "n": "tensor"}  # an array's axis -> the mesh's axis that splits it
+
+
+def stacked(x: Array, layer: Int[Array, ""] | int | None) -> tuple[Array, Int[Array, "1"]]:
+    """Stacked arrays and the layer's number, as kernels take them: a single layer is a stack of one.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from kernels_pallas.prepare import stacked
+        >>> stacked(jnp.ones(3), None)[0].shape
+        (1, 3)
+    """
+    return (x[None], jnp.zeros(1, jnp.int32)) if layer is None else (x, jnp.asarray(layer, jnp.int32).reshape(1))
+
+
+def over_heads(
+    function: Callable[..., Any], inputs: Sequence[str], outputs: Sequence[str]
+) -> Callable[..., tuple[jax.Array, ...]]:
+    """The function, on each device of a mesh by itself, with the batch rows and heads that lie there.
+
+    XLA cannot split a kernel by itself, but batch rows and heads are independent. Rows are split over the mesh's axis
+    "data" and heads over "tensor", as ``models.decoder.SHARDING`` has them; an array that lies otherwise is moved.
+    ``function`` returns a tuple. Without a mesh it just runs.
+
+    Args:
+        inputs, outputs: each array's axes, such as "b k s d"; those named b, k or n are split, the others whole.
+
+    Raises:
+        NotImplementedError: a mesh that has other axes, or that does not divide the rows or the heads.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from kernels_pallas.prepare import over_heads
+        >>> over_heads(lambda x: (x.sum(-1),), ["b k s"], ["b k"])(jnp.ones((1, 2, 3)))[0].tolist()
+        [[3.0, 3.0]]
+    """
+
+    def split(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        mesh = _mesh_of(arrays)
+        ways = {
+            name: size
+            for (name, size), kind in zip(mesh.shape.items(), mesh.axis_types, strict=True)
+            if kind != AxisType.Manual and size > 1
+        }
+        if not ways:
+            return function(*arrays)
+        names = set(SPLIT.values())
+        if not ways.keys() <= names or AxisType.Explicit in mesh.axis_types:
+            raise NotImplementedError(
+                f"a kernel is split over automatic axes {' and '.join(sorted(names))} of a mesh, but this one is {mesh}"
+            )
+        for axes, array in zip(inputs, arrays, strict=True):
+            for axis, size in zip(axes.split(), array.shape, strict=True):
+                if size % ways.get(SPLIT.get(axis, ""), 1):
+                    raise NotImplementedError(f"{ways[SPLIT[axis]]} devices do not divide axis {axis} of {array.shape}")
+
+        def spec(axes: str) -> PartitionSpec:
+            return PartitionSpec(*(SPLIT[axis] if SPLIT.get(axis) in ways else None for axis in axes.split()))
+
+        of_devices = jax.shard_map(
+            function,
+            mesh=mesh,
+            in_specs=tuple(map(spec, inputs)),
+            out_specs=tuple(map(spec, outputs)),
+            check_vma=False,  # a kernel's outputs do not say over which axes they vary
+        )
+        return of_devices(*arrays)
+
+    return split
+
+
+def _mesh_of(arrays: Sequence[jax.Array]) -> Any:
+    """The mesh that the arrays lie on, or else the one at hand; empty where there is none."""
+    meshes = [jax.typeof(array).sharding.mesh for array in arrays]
+    return next((mesh for mesh in meshes if not mesh.empty), jax.sharding.get_abstract_mesh())
+
+
+def with_derivative_of(reference: Callable[..., Any], kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """The kernel, with the reference's derivative by all its arguments of floating-point numbers.
+
+    Both take the same arguments and give the same structure. A program that asks for a derivative runs the reference
+    alone, whose forward pass it needs anyway.
+
+    Example:
+        >>> import jax
+        >>> from kernels_pallas.prepare import with_derivative_of
+        >>> both = with_derivative_of(lambda x, n: x**n, lambda x, n: x * x)
+        >>> float(both(jnp.float32(3), n=2)), float(jax.grad(both)(jnp.float32(3), n=2))
+        (9.0, 6.0)
+    """
+
+    def run(*args: Any, **options: Any) -> Any:
+        given, structure = jax.tree.flatten((args, options))
+        arrays = {i: x for i, x in enumerate(given) if isinstance(x, (jax.Array, np.ndarray))}
+        smooth = {i: x for i, x in arrays.items() if jnp.issubdtype(x.dtype, jnp.floating)}
+        others = {i: x for i, x in arrays.items() if i not in smooth}
+
+        def call(function: Callable[..., Any], arrays: dict[int, Array]) -> Any:
+            args, options = jax.tree.unflatten(structure, [arrays.get(i, x) for i, x in enumerate(given)])
+            return function(*args, **options)
+
+        @jax.custom_jvp
+        def of_arrays(smooth: dict[int, Array], others: dict[int, Array]) -> Any:
+            return call(kernel, smooth | others)
+
+        @of_arrays.defjvp
+        def jvp(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
+            smooth, others = primals
+            return jax.jvp(lambda smooth: call(reference, smooth | others), (smooth,), tangents[:1])
+
+        return of_arrays(smooth, others)
+
+    return run

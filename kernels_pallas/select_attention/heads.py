@@ -1,0 +1,32 @@
+"""The way into the kernels and back: queries by KV head and by the set of slots that they read."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kernels_pallas.prepare import over_heads, stacked
+
+
+def on_heads(
+    kernel: Callable[..., tuple[Array, ...]],
+    query: Float[Array, "B T N D"],
+    key: Float[Array, "*L B K S D"],
+    value: Float[Array, "*L B K S D"],
+    slots: Int[Array, "B H M"],
+    *,
+    layer: int | Int[Array, ""] | None,
+    scale: float,
+) -> Float[Array, "B T N D"]:
+    """Runs a kernel on each device's rows and KV heads, given as :func:`kernels_pallas.select_attention` has them."""
+    (key, number), (value, _) = stacked(key, layer), stacked(value, layer)
+    B, T, N, D = query.shape
+    (_, H, M), K = slots.shape, key.shape[-3]
+    grouped = query.reshape(B, T, K, H // K, N // H, D).transpose(0, 2, 3, 1, 4, 5)  # [B, K, H / K, T, N / H, D]
+    rows = "b k h t g d"
+    run = over_heads(functools.partial(kernel, scale=scale), [rows, "l b k s d", "l b k s d", "b k h m", "u"], [rows])
+    (out,) = run(grouped, key, value, slots.astype(jnp.int32).reshape(B, K, H // K, M), number)
+    return out.transpose(0, 3, 1, 2, 4, 5).reshape(B, T, N, D)

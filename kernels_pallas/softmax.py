@@ -1,0 +1,73 @@
+"""The steps that every definition of attention is made of, in as few passes as XLA takes on a CPU."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+
+def grouped_logits(query: Float[Array, "B T N D"], key: Float[Array, "B K S D"]) -> Float[Array, "B K G T S"]:
+    """Products of queries and keys, float32 (float64 for float64 queries); query head n reads KV head n // (N / K).
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from kernels_pallas.softmax import grouped_logits
+        >>> grouped_logits(jnp.ones((1, 2, 4, 8)), jnp.ones((1, 2, 3, 8))).shape
+        (1, 2, 2, 2, 3)
+    """
+    B, T, N, D = query.shape
+    K, S = key.shape[1:3]
+    # Queries first and one axis of rows: of "btkgd,bksd->bkgts" XLA makes [.., S, rows], which is then read by columns.
+    rows = query.reshape(B, T, K, N // K, D).transpose(0, 2, 3, 1, 4).reshape(B, K, -1, D)
+    accumulate = jnp.promote_types(query.dtype, jnp.float32)
+    return jnp.einsum("bkqd,bksd->bkqs", rows, key, preferred_element_type=accumulate).reshape(B, K, N // K, T, S)
+
+
+def exponentials(
+    logits: Float[Array, "B K G T S"], visible: Bool[Array, "B K #G #T S"]
+) -> tuple[Float[Array, "B K G T S"], Float[Array, "B K G T 1"]]:
+    """Each row's exp(logit - peak), 0 where not visible, and their sum, 1 for a row that sees nothing.
+
+    The quotient is the row's weights. It is left to the readers: to divide what is made of a row costs less than to
+    divide the row.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from kernels_pallas.softmax import exponentials
+        >>> visible = jnp.array([True, True, False]).reshape(1, 1, 1, 1, 3)
+        >>> weights, total = exponentials(jnp.zeros((1, 1, 1, 1, 3)), visible)
+        >>> weights.ravel().tolist(), total.item()
+        ([1.0, 1.0, 0.0], 2.0)
+    """
+    # Barriers: XLA would compute the mask once for the peak and again for exp, and exp once for each reader.
+    logits = jax.lax.optimization_barrier(jnp.where(visible, logits, -jnp.inf))
+    peak = jnp.max(logits, axis=-1, keepdims=True)
+    weights = jax.lax.optimization_barrier(jnp.exp(logits - jnp.where(jnp.isfinite(peak), peak, 0)))
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    return weights, jnp.where(total == 0, 1, total)
+
+
+def weighted_values(
+    weights: Float[Array, "B K G T S"],
+    total: Float[Array, "B K G T 1"],
+    value: Float[Array, "B K S D"],
+    live: Bool[Array, "B K S"],
+) -> Float[Array, "B T N D"]:
+    """The sum of the live values by the weights ``weights / total``; what the others hold does not matter.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from kernels_pallas.softmax import weighted_values
+        >>> weights, total = jnp.array([[[[[1.0, 1.0, 0.0]]]]]), jnp.full((1, 1, 1, 1, 1), 2.0)
+        >>> value, live = jnp.array([[[[2.0], [4.0], [jnp.nan]]]]), jnp.array([[[True, True, False]]])
+        >>> weighted_values(weights, total, value, live).item()
+        3.0
+    """
+    B, K, G, T, S = weights.shape
+    value = jnp.where(live[..., None], value, 0)  # 0 * NaN is NaN
+    rows = weights.astype(value.dtype).reshape(B, K, G * T, S)
+    # Not "->btkgd": XLA's CPU backend has no bfloat16 product for the operand order that it would make of that.
+    out = jnp.einsum("bkqs,bksd->bkqd", rows, value, preferred_element_type=weights.dtype)
+    out = out.reshape(B, K, G, T, -1) / total
+    return jnp.moveaxis(out, 3, 1).reshape(B, T, K * G, -1)

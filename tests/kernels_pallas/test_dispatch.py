@@ -1,0 +1,60 @@
+"""How a kernel is found and run: by its file alone, with the reference's derivative."""
+
+from __future__ import annotations
+
+import sys
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kernels_pallas.caote_topk import reference
+from kernels_pallas.dispatch import Kernel
+from kernels_pallas.prepare import with_derivative_of
+
+WEIGHTS = jnp.array([[[[0.5, 0.2, 0.3]]]])
+VALUE = jnp.array([[[[0.0], [2.0], [-2.0]]]])
+REST = (jnp.array([[[0, 1, 2]]]), jnp.array([2]), None)
+OPTIONS = dict(fast=False, norm=2, group="exact", excess=None, with_scores=True)
+
+
+@pytest.fixture
+def metal(monkeypatch):
+    """A third platform: a module in the operation's folder, and no more."""
+    module = types.ModuleType("kernels_pallas.caote_topk.metal")
+    module.unsupported = lambda weights, *_, norm, **__: None if norm == 2 else f"norm is {norm!r}"
+    module.of_heads = lambda weights, value, layer, slot, budget, *, fast, with_scores, interpret: (
+        slot,
+        weights[:, :, 0],
+    )
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return Kernel("caote_topk", "metal")
+
+
+def test_a_kernel_for_another_platform_is_a_file(metal):
+    kept, scores = metal.run(WEIGHTS, VALUE, *REST, **OPTIONS)
+    np.testing.assert_array_equal(kept, REST[0])
+    np.testing.assert_array_equal(scores, WEIGHTS[:, :, 0])
+
+
+def test_what_a_kernel_cannot_do_is_said_with_its_platform(metal):
+    with pytest.raises(NotImplementedError, match=r"^caote_topk on a METAL: norm is 1; implementation='reference' can"):
+        metal.run(WEIGHTS, VALUE, *REST, **OPTIONS | dict(norm=1))
+
+
+def test_a_kernel_has_the_derivative_of_the_reference(metal):
+    def gradient(function):
+        return jax.jit(jax.grad(lambda value: function(WEIGHTS, value, *REST, **OPTIONS).scores.sum()))(VALUE)
+
+    np.testing.assert_allclose(gradient(metal.run), gradient(reference.caote_topk))
+    assert np.abs(gradient(metal.run)).sum() > 0
+
+
+@pytest.mark.parametrize("jitted", [True, False])
+def test_numbers_among_the_options_are_traced_too(jitted):
+    both = with_derivative_of(lambda x, *, n, how: n * x**2, lambda x, *, n, how: n + x if how == "kernel" else x)
+    run = (lambda f: jax.jit(f)) if jitted else (lambda f: f)
+    assert run(lambda x, n: both(x, n=n, how="kernel"))(jnp.float32(3), jnp.int32(5)) == 8
+    assert run(jax.grad(lambda x, n: both(x, n=n, how="kernel")))(jnp.float32(3), jnp.int32(5)) == 30

@@ -1,0 +1,148 @@
+"""What attend and observe take: short names, counts that are known while tracing, caches with room and with state."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import KVCache, PagedCache
+from tests.kvjax.test_attend import BUDGET, B, D, G, K, N, S, T, blocks, start
+
+BOTH = pytest.mark.parametrize("function", [kvjax.attend, kvjax.observe], ids=["attend", "observe"])
+
+
+def block(tokens: int = T):
+    q, kv = jnp.ones((B, tokens, N, D)), jnp.ones((B, tokens, K, D))
+    return q, kv, kv
+
+
+def refused(function, cache, *given, **options) -> str:
+    """What is said under jit, where it is the same as outside."""
+    with pytest.raises(ValueError) as error:
+        jax.jit(functools.partial(function, **options))(cache, *given)
+    return str(error.value)
+
+
+def pages(policy: str, *, most: int, pages: int = 99) -> PagedCache:
+    init = kvjax.parse(policy).init
+    return PagedCache.init(
+        batch=B, kv_heads=K, pages=pages, page_size=2, most=most, head_dim=D,
+        init_state=lambda b, k, s: init(b, k, G, s, D),
+    )  # fmt: skip
+
+
+@BOTH
+def test_a_short_name_is_the_policy(function):
+    results = []
+    for policy in ("h2o+caote", kvjax.parse("h2o+caote")):
+        step = jax.jit(functools.partial(function, policy=policy, budget=BUDGET))
+        results.append(step(start(kvjax.parse("h2o+caote")), *next(blocks())))
+    jax.tree.map(np.testing.assert_array_equal, *results)
+
+
+def test_full_is_no_policy():
+    out, cache = kvjax.attend(start(), *block(), policy="full")
+    assert out.shape == (B, T, N, D) and cache.num_live.max() == T
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(policy="h2o", budget=0.5), r"the budget is 0\.5, .* does not know the prompt.* give tokens per head"),
+        (dict(policy="h2o", budget=0), r"the budget is 0; at least 1 token must stay"),
+        (dict(policy="h2o", budget=np.int64(0)), r"the budget is .*0.*; at least 1 token must stay"),
+        (dict(policy="h2o", budget=np.array([4, 0])), r"the budget is .*0.*; at least 1 token must stay"),
+        (dict(policy="snapkv(window=3)", budget=np.int64(2)), r"budget is 2 tokens, but .* give at least 3"),
+        (dict(policy="h2o", budget="4"), r"the budget is '4'; give tokens per head"),
+        (dict(policy="h3o", budget=4), r"h3o"),
+        (dict(policy=7, budget=4), r"policy is 7; give a policy, or its short name"),
+        (dict(policy=None, budget=4), r"a budget of 4 was given without a policy .* try 'snapkv\+caote'"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(function, options, message):
+    assert re.search(message, refused(function, start(kvjax.parse("h2o")), *block(), **options))
+
+
+@BOTH
+def test_a_cache_without_room_for_a_block_behind_the_budget_is_refused(function):
+    policy = kvjax.parse("tova")
+    cache = KVCache.init(batch=B, kv_heads=K, slots=48, head_dim=D)
+    message = refused(function, cache, *block(16), policy=policy, budget=40)
+    assert message == (
+        "a head may hold 40 tokens when 16 more come in, but the cache has 48 slots a head: make it with 56, or give "
+        "a smaller budget or block."
+    )
+
+
+def test_room_is_the_budgets_block_by_block():
+    step = jax.jit(functools.partial(kvjax.attend, policy="tova", budget=40))
+    cache = KVCache.init(batch=B, kv_heads=K, slots=56, head_dim=D)
+    for _ in range(6):
+        _, cache = step(cache, *block(16))
+    assert cache.position.max() == 95 and cache.num_live.tolist() == [[40] * K] * B
+
+
+def test_a_promise_about_what_a_head_holds_is_room_enough():
+    cache = KVCache.init(batch=B, kv_heads=K, slots=48, head_dim=D)
+    _, cache = jax.jit(functools.partial(kvjax.attend, policy="tova", budget=40, excess=8))(cache, *block(48))
+    assert cache.num_live.tolist() == [[40] * K] * B
+
+
+@BOTH
+def test_more_tokens_than_slots_are_refused_under_jit(function):
+    message = refused(function, start(slots=4), *block(5), policy=None)
+    assert message == "5 tokens do not fit: the cache has 4 slots a head."
+
+
+def test_a_cache_that_holds_tokens_is_looked_into_outside_jit():
+    cache = start()
+    for _ in range(S // T):
+        _, cache = kvjax.attend(cache, *block())
+    with pytest.raises(ValueError, match=f"{T} tokens do not fit: {T} more free slots are needed"):
+        kvjax.attend(cache, *block())
+
+
+@BOTH
+def test_a_page_table_too_short_for_a_head_that_wins_is_refused(function):
+    message = refused(function, pages("tova", most=9), *block(), policy="tova@layer", budget=6)
+    assert message.startswith("a head may hold 12 tokens when 3 more come in, but the cache has 10 slots a head")
+
+
+@BOTH
+def test_too_few_pages_for_the_budget_are_refused(function):
+    message = refused(function, pages("tova", most=15, pages=19), *block(), policy="tova@layer", budget=6)
+    assert message == (
+        "4 heads may hold 6 tokens each on average when 3 more come in, for which 20 pages of 2 slots are needed, but "
+        "the cache has 19: make it with so many (kvjax.pages_for)."
+    )
+    step = jax.jit(functools.partial(function, policy="tova@layer", budget=6))
+    step(pages("tova", most=15, pages=20), *block())
+
+
+def test_state_of_one_layer_in_a_cache_of_several_is_refused():
+    state = kvjax.parse("h2o").init(B, K, G, S, D)
+    with pytest.raises(ValueError) as error:
+        KVCache.init(batch=B, kv_heads=K, slots=S, head_dim=D, layers=2, state=state)
+    assert str(error.value) == (
+        "the state has an array of shape (2, 2, 9), but this cache's lead with (2, 2, 2, 9), L, B, K, S: stack a "
+        "policy's init once for each layer."
+    )
+
+
+@BOTH
+def test_state_of_other_sizes_is_refused(function):
+    cache = start(kvjax.parse("h2o"), layers=2)
+    alone = start(kvjax.parse("h2o"))
+    mixed = KVCache(cache.key, cache.value, cache.position, cache.next_position, alone.state)
+    message = refused(function, mixed, *block(), policy="h2o", budget=4, layer=0)
+    assert message == (
+        "the cache's state has an array of shape (2, 2, 9), where 'h2o' has (2, 2, 2, 9) in this cache; make the "
+        "cache with state=policy.init(B, K, G, S, D), stacked once for each layer where the cache stacks them."
+    )
