@@ -426,10 +426,11 @@ LINKS: dict[str, Callable[..., Link]] = {
 
 
 def _shares(scores: Scores, seen: Seen) -> Scores:
-    """CAOTE, eq. 21: h / sum h over the tokens that are there."""
+    """CAOTE, eq. 21: h / sum h over the tokens that are there; 0 where float32 has no number so small."""
     scores = np.where(seen.kept[:, None], scores, 0)
     total = scores.sum(axis=-1, keepdims=True)
-    return scores / np.where(total == 0, 1, total)
+    shares = scores / np.where(total == 0, 1, total)
+    return np.where(shares < np.finfo(np.float32).tiny, 0, shares)
 
 
 def _pooled(scores: Scores, seen: Seen, kernel: int, pooling: str) -> Scores:
