@@ -61,7 +61,7 @@ class Choices:
         if max(abs(stays), abs(goes)) > LARGEST / 2:  # certain, or impossible: rounding changes nothing
             return ranking[:number]
 
-        tie, first, last = TIE * max(abs(stays), abs(goes)) + 1e-14, number, number
+        tie, first, last = TIE * max(abs(stays), abs(goes)), number, number
         while first > 0 and s[ranking[first - 1]] - s[ranking[first]] <= tie:
             first -= 1
         while last + 1 < total and s[ranking[last]] - s[ranking[last + 1]] <= tie:
