@@ -26,8 +26,8 @@ class Outcome(NamedTuple):
     """What came of a case.
 
     ``kind`` is "ok"; "undecided", where the reference gives the library's result once choices within rounding go the
-    other way; "blurred", where choices between scores that are nothing but rounding (CAOTE of equal values) hide what
-    comes after them; "tie", where equals were told apart by rounding and not the more recent one stayed; "differs";
+    other way; "blurred", where there are too many such choices to try (CAOTE of equal values is nothing but rounding);
+    "tie", where equals were told apart by rounding and not the more recent one stayed; "differs";
     or "raises".
     """
 
@@ -86,10 +86,9 @@ def _check_row(case: Case, weights: dict[str, np.ndarray], number: int, row: _Ro
     # As it is; then with near choices as the library seems to have made them: what it holds afterwards, or at the end,
     # stayed; then, one after the other and together, with near choices the other way.
     ways: list[tuple[frozenset[int], list[np.ndarray]]] = [(frozenset(), []), (frozenset(), [*row.history, row.kept])]
-    first, noisy = "", False
-    for _ in range(TRIES):
-        if not ways:
-            break
+    first, wide, tries = "", False, 0
+    while ways and tries < TRIES:
+        tries += 1
         flips, held = ways.pop(0)
         run = reference.run(weights, case.config, prompt, flips=flips, held=held, **settings)
         difference = _difference(row, run)
@@ -100,10 +99,9 @@ def _check_row(case: Case, weights: dict[str, np.ndarray], number: int, row: _Ro
                 Outcome("tie" if any(near.tie for near in turned) else "undecided", gaps) if turned else Outcome("ok")
             )
         first = first or f"row {number}: {difference}"
-        noisy = noisy or any(near.noisy for near in run.choices.near)
-        if len(flips) < 4:
-            ways += [(flips | {near.number}, held) for near in run.choices.near if near.number > max(flips, default=-1)]
-    return Outcome("blurred" if noisy else "differs", first)
+        wide = wide or any(near.wide for near in run.choices.near)
+        ways += [(flips | {near.number}, held) for near in run.choices.near if near.number > max(flips, default=-1)]
+    return Outcome("blurred" if wide or ways else "differs", first)
 
 
 def _difference(row: _Row, run: reference.Run) -> str:

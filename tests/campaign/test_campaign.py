@@ -142,7 +142,7 @@ def test_of_equals_the_more_recent_stays_even_if_rounding_tells_them_apart():
     assert turned.near[0].turned and turned.near[0].tie
 
 
-def test_scores_that_are_nothing_but_rounding_are_noisy():
+def test_a_choice_among_scores_that_are_nothing_but_rounding_is_wide():
     choices = reference.Choices()
-    assert choices.best([1e-9, 2e-9, 0.5], [0, 1, 2], 2, noise=[1e-6] * 3, held=[True, False, True]) == [2, 0]
-    assert choices.near[0].noisy and not choices.near[0].tie
+    assert choices.best([1e-9, 2e-9, 3e-9, 0.5], [0, 1, 2, 3], 2, noise=[1e-6] * 4, held=[True, *[False] * 3]) == [3, 0]
+    assert choices.near[0].wide and not choices.near[0].tie

@@ -16,14 +16,14 @@ SMALL = 1e-6  # likewise, relative to the largest score at hand: what is left of
 class Near(NamedTuple):
     """A choice that rounding may turn.
 
-    ``turned``: it was made the other way; ``tie``: between equal tokens; ``noisy``: its scores are mostly noise.
+    ``turned``: it was made the other way; ``tie``: between equal tokens; ``wide``: between more than two tokens.
     """
 
     number: int
     gap: float
     turned: bool
     tie: bool
-    noisy: bool
+    wide: bool
 
 
 class Choices:
@@ -76,7 +76,7 @@ class Choices:
         near = [i for i in ranking[:number] if s[i] - off[i] <= highest]
         near += [i for i in ranking[number:] if s[i] + off[i] >= lowest]
         if near:
-            noisy = noise is not None and any(noise[i] > NEAR * abs(s[i]) + tie for i in near)
+            equal = {i for i in near if abs(s[i] - goes) <= tie and (noise is None or noise[i] <= tie)}
             if held is not None:
                 certain = [i for i in result if i not in near]
                 near.sort(key=lambda i: (bool(held[i]), ranking.index(i) < number, order[i]), reverse=True)
@@ -84,10 +84,10 @@ class Choices:
             if mine in self.flips:
                 result = [*ranking[: number - 1], ranking[number]]
             changed = set(result) ^ set(ranking[:number])
-            exact = bool(changed) and not open_ties
-            exact = exact and all(abs(s[i] - goes) <= tie and (noise is None or noise[i] <= tie) for i in changed)
             gap = (stays - goes) / max(abs(stays), abs(goes), 1e-30)
-            self.near.append(Near(mine, gap, bool(changed), exact, noisy))
+            if changed or open_ties or len(equal) < len(near):  # between equals rounding changes nothing
+                exact = bool(changed) and changed <= equal and not open_ties
+                self.near.append(Near(mine, gap, bool(changed), exact, wide=len(near) > 2))
         return result
 
     def below(self, x: np.ndarray, limit: float) -> np.ndarray:
@@ -99,7 +99,7 @@ class Choices:
         result = x < limit
         if abs(x[closest] - limit) <= NEAR * abs(limit):
             gap = float(abs(x[closest] - limit) / max(abs(limit), 1e-30))
-            self.near.append(Near(mine, gap, turned=mine in self.flips, tie=False, noisy=False))
+            self.near.append(Near(mine, gap, turned=mine in self.flips, tie=False, wide=False))
             if mine in self.flips:
                 result[closest] = not result[closest]
         return result
