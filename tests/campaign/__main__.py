@@ -51,7 +51,6 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--json", type=Path, help="writes counts and failures to a file")
     given = parser.parse_args(arguments)
-    jax.config.update("jax_enable_compilation_cache", False)  # no case comes twice
     if given.case:
         outcome = check(from_json(given.case))
         print(outcome.kind, outcome.why)
@@ -118,4 +117,5 @@ def _maps() -> int:
 
 
 if __name__ == "__main__":
+    jax.config.update("jax_enable_compilation_cache", False)  # no program comes twice
     sys.exit(main())

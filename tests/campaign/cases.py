@@ -99,7 +99,8 @@ class Case:
 
     def dimensions(self) -> dict[str, list[str]]:
         """What the case counts for in the summary."""
-        held = [len_ - q for len_, q in zip(self.lengths, self.question or (0,) * len(self.lengths), strict=True)]
+        questions = self.question or (0,) * len(self.lengths)
+        over = any(_slots(self.budget, n) >= n - q for n, q in zip(self.lengths, questions, strict=True))
         return {
             "family": [self.family],
             "rope": [self.rope],
@@ -115,10 +116,7 @@ class Case:
             "rows": [str(len(self.lengths))],
             "ragged": [str(len(set(self.lengths)) > 1)],
             "question": ["none" if self.question is None else "some 0" if 0 in self.question else "every row"],
-            "budget": [
-                ("ratio" if isinstance(self.budget, float) else "int")
-                + (" over the prompt" if any(_slots(self.budget, n) >= h for n, h in zip(self.lengths, held)) else "")  # noqa: B905
-            ],
+            "budget": [type(self.budget).__name__ + (" over a prompt" if over else "")],
             "page_size": [str(self.page_size) if "@" in self.policy else "no pages"],
             "entry": [self.entry],
             "mesh": ["none" if self.mesh is None else "x".join(map(str, self.mesh))],
@@ -246,36 +244,33 @@ def _policy(d: _Draw, block: int, layers: int, even: bool) -> str:
     windowed = name in ("snapkv", "laprox", "cake", "lava")
     if windowed:
         base = base[:-1] + f",window={window})" if base.endswith(")") else f"{base}(window={window})"
-    nonnegative = name not in ("keydiff", "key_norm")
-    links, comparable = [], True
-    if d.maybe(0.15 if nonnegative else 0.7):
-        links.append("normalise")
-        nonnegative = True
-    if d.maybe(0.15):
-        links.append(d.link("pool", kernel=kernel, pooling=("avg", "max")))
-    if nonnegative and d.maybe(0.15):
-        links.append(d.link("critical", safe=(0.0, 0.25, 0.7, 1.0), epsilon=(0.0, 0.01)))
-    if nonnegative and d.maybe(0.5):
-        link = d.one("caote", "caote", "fast_caote")
-        if d.maybe(0.3):
-            links.append(d.link(link, through=("output",), cross=(False,)))
-            if "cross" in links[-1] and "output" not in links[-1]:
-                links[-1] = link
-        elif d.maybe(0.3) and "layer" not in base:
-            links.append(d.link(link, share=1, rounds=(2, 3, 8)))
-            nonnegative = comparable = False
-        else:
-            links.append(d.link(link, norm=(1, 2, "inf"), group=("exact", "mean")))
-    if d.maybe(0.35):
-        links.insert(
-            d.one(*range(len(links) + 1)), d.link("protect", sinks=(1, 2, 0.25), recent=(1, 2, 0.5, 0.3), share=0.7)
-        )
+    links, nonnegative, comparable = [], name not in ("keydiff", "key_norm"), True
+    for kind in d.rng.permutation(["normalise", "pool", "critical", "caote", "protect"]):
+        if not d.maybe({"pool": 0.15, "critical": 0.15, "caote": 0.5, "protect": 0.35, "normalise": 0.15}[kind]):
+            continue
+        if kind in ("critical", "caote") and not nonnegative:
+            links.append("normalise")
+            nonnegative = True
+        match kind:
+            case "normalise":
+                links.append("normalise")
+                nonnegative = True
+            case "pool":
+                links.append(d.link("pool", kernel=kernel, pooling=("avg", "max")))
+            case "critical":
+                links.append(d.link("critical", safe=(0.0, 0.25, 0.7, 1.0), epsilon=(0.0, 0.01)))
+            case "caote":
+                links.append(_caote(d, "layer" not in base))
+                if "rounds" in links[-1]:
+                    nonnegative = comparable = False
+            case "protect":
+                links.append(d.link("protect", sinks=(1, 2, 0.25), recent=(1, 2, 0.5, 0.3), share=0.7))
     if d.maybe(0.15) and name != "expected_attention":
         links.append(d.link("positions", kind=("compact", "index", "absolute")))
     chain = "+".join([base, *links])
     caps = (None, 1.0, 1.5, 3)
     allocations = {"pyramid": dict(beta=(1, 2.0, 20.0))}
-    if window >= 2 and (not windowed or window >= 2):
+    if window >= 2:
         allocations["cake"] = dict(space=(1.6,), time=(0.4,), cap=caps)
     if comparable:
         allocations |= {"layer": dict(cap=caps), "adakv": dict(safeguard=(0.0, 0.5, 1.0), cap=caps)}
@@ -291,6 +286,16 @@ def _policy(d: _Draw, block: int, layers: int, even: bool) -> str:
     if which == "cake":
         allocation = allocation[:-1] + f",window={window})" if allocation.endswith(")") else f"cake(window={window})"
     return f"{chain}@{allocation}"
+
+
+def _caote(d: _Draw, rounds: bool) -> str:
+    name = d.one("caote", "caote", "fast_caote")
+    match d.one("norm", "norm", "output", "rounds" if rounds else "norm"):
+        case "output":
+            return f"{name}(through='output'{d.one('', ',cross=False')})"
+        case "rounds":
+            return f"{name}(rounds={d.one(2, 3, 8)}{d.one('', ",group='mean'", ",through='output'")})"
+    return d.link(name, norm=(1, 2, "inf"), group=("exact", "mean"))
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import itertools
+import json
 from pathlib import Path
 
 import numpy as np
@@ -68,6 +69,18 @@ def test_the_smallest_failing_case_is_smaller_in_every_dimension_that_does_not_m
     assert smallest == Case(**least, layers=2, policy=smallest.policy, budget=smallest.budget)
     assert len(smallest.links) == 1 and smallest.allocation == "uniform"
     assert not list(smaller(dataclasses.replace(smallest, layers=1, policy="h2o", budget=1)))
+
+
+def test_the_command_counts_and_ends_with_the_smallest_failing_case(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(campaign, "check", lambda case: Outcome("differs" if case.layers > 1 else "ok", "so it is"))
+    assert campaign.main(["--cases", "40", "--seed", "0", "--json", str(tmp_path / "out.json")]) == 1
+    report, printed = json.loads((tmp_path / "out.json").read_text()), capsys.readouterr().out
+    assert sum(report["kinds"].values()) == report["cases"] == 40
+    assert len(report["failures"]) == report["kinds"]["differs"] > 0
+    assert printed.rstrip().endswith(f"python -m tests.campaign --case '{report['smallest']}'")
+    assert from_json(report["smallest"]).layers == 2
+    assert campaign.main(["--case", report["smallest"]]) == 1
+    assert campaign.main(["--case", "{}"]) == 0
 
 
 # --- what is a failure, and what is rounding --------------------------------------------------------------------------

@@ -435,14 +435,16 @@ def _shares(scores: Scores, seen: Seen) -> Scores:
 
 def _pooled(scores: Scores, seen: Seen, kernel: int, pooling: str) -> Scores:
     """The mean (beyond the ends stand zeros) or the maximum of a token's neighbours among those that are left."""
-    result = np.zeros(scores.shape)
+    result, noise = np.zeros(scores.shape), np.zeros(seen.noise.shape)
     for k in range(scores.shape[0]):
         there = np.flatnonzero(seen.kept[k])
         for index, p in enumerate(there):
-            near = scores[k][:, there[max(0, index - kernel // 2) : index + kernel // 2 + 1]]
+            window = there[max(0, index - kernel // 2) : index + kernel // 2 + 1]
+            near = scores[k][:, window]
             result[k, :, p] = near.sum(axis=1) / kernel if pooling == "avg" else near.max(axis=1)
-    if pooling == "avg":  # sums of the same numbers in another order
-        seen.noise[:] = seen.noise + 1e-6 * abs(result).mean(axis=1)
+            noise[k, p] = seen.noise[k, window].max()
+    # Sums of the same numbers in another order differ, too.
+    seen.noise[:] = noise + (1e-6 * abs(result).mean(axis=1) if pooling == "avg" else 0)
     return result
 
 
