@@ -26,6 +26,8 @@ if not os.environ.get("CI"):  # a second run reads what the first one compiled, 
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", os.path.join(os.path.dirname(__file__), ".jax_cache"))
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
 
+os.environ.setdefault("KVJAX_COMPILATION_CACHE", "off")  # commands keep nothing in the user's folder
+
 import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 

@@ -61,6 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
             )
         )
     parsed = flags.parse_args(arguments)
+    commands.keep_compiled()
     return commands.run(lambda: EVALUATIONS[parsed.name].command(parsed), f"evals {parsed.name}")
 
 

@@ -71,6 +71,7 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
     flags = parser().parse_args(arguments)
+    commands.keep_compiled()
     return commands.run(lambda: _generate(flags), "models.generate")
 
 

@@ -125,6 +125,33 @@ def run(command: Callable[[], None], name: str) -> int:
     return 0
 
 
+def keep_compiled(environment: Mapping[str, str] = os.environ) -> Path | None:
+    """Keeps compiled programs where later commands find them, so that a second start compiles little.
+
+    They lie in the user's cache folder. The variable KVJAX_COMPILATION_CACHE names another one, or is "off"; where
+    JAX_COMPILATION_CACHE_DIR is set, JAX reads that alone.
+
+    Returns:
+        The folder; None where nothing is kept, or where JAX has been told already.
+
+    Example:
+        >>> from models.commands import keep_compiled
+        >>> keep_compiled({"KVJAX_COMPILATION_CACHE": "off"}) is None
+        True
+    """
+    chosen = environment.get("KVJAX_COMPILATION_CACHE", "")
+    if chosen == "off" or environment.get("JAX_COMPILATION_CACHE_DIR"):
+        return None
+    with contextlib.suppress(OSError, RuntimeError):  # no home, or one that cannot be written to: nothing is kept
+        base = Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        folder = Path(chosen) if chosen else base / "kvjax" / "programs"
+        folder.mkdir(parents=True, exist_ok=True)
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+        return folder
+    return None
+
+
 @contextlib.contextmanager
 def extra(name: str, script: str) -> Iterator[None]:
     """Around the imports of a command: what is not installed ends it with one sentence and code 2, Ctrl-C with 130.

@@ -353,14 +353,15 @@ def _stream(model, prompt, rows, projection, key, plan, sampling, max_new_tokens
             f"the model's logits are NaN or infinite: its weights are not finite, or {model.embedding[...].dtype} is "
             "too narrow for it; load it in another dtype."
         )
-    key, draw = jax.random.split(key)
+    draws = sampling.temperature > 0  # greedy steps need no random numbers, and do not wait for any
+    key, draw = jax.random.split(key) if draws else (key, key)
     token = np.asarray(_sample(logits, draw, sampling))
     finished = np.isin(token, end)
     yield token, guided.inner(cache)
     for step in range(1, max_new_tokens):
         if finished.all():
             return
-        key, draw = jax.random.split(key)
+        key, draw = jax.random.split(key) if draws else (key, key)
         cache, drawn = _token_step(
             model, cache, token, finished, rows, projection, draw, step, plan.policy, plan.evict_every, sampling, butler
         )

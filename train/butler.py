@@ -795,6 +795,7 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command; returns its exit code: 2 for bad input, a loss that is not finite, or a full disk."""
     flags = parser().parse_args(arguments)
+    commands.keep_compiled()
     return commands.run(lambda: _run(flags), "train.butler")
 
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 
+import jax
 import pytest
 
 from models import commands
@@ -168,3 +169,27 @@ def test_a_defect_of_ours_is_not_hidden():
 
     with pytest.raises(AssertionError, match="a bug"):
         commands.run(command, "evals needle")
+
+
+@pytest.fixture
+def programs_as_before():
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = {name: getattr(jax.config, name) for name in names}
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+@pytest.mark.parametrize("variable", ["XDG_CACHE_HOME", "KVJAX_COMPILATION_CACHE"])
+def test_programs_are_kept_in_the_users_cache_or_where_a_variable_says(tmp_path, programs_as_before, variable):
+    expected = tmp_path / "kvjax" / "programs" if variable == "XDG_CACHE_HOME" else tmp_path
+    assert commands.keep_compiled({variable: str(tmp_path)}) == expected
+    assert jax.config.jax_compilation_cache_dir == str(expected) and expected.is_dir()
+
+
+def test_no_program_is_kept_where_nothing_can_be_written_or_jax_was_told(tmp_path, programs_as_before):
+    (tmp_path / "file").touch()
+    before = jax.config.jax_compilation_cache_dir
+    assert commands.keep_compiled({"XDG_CACHE_HOME": str(tmp_path / "file")}) is None
+    assert commands.keep_compiled({"XDG_CACHE_HOME": str(tmp_path), "JAX_COMPILATION_CACHE_DIR": "there"}) is None
+    assert jax.config.jax_compilation_cache_dir == before and not (tmp_path / "kvjax").exists()
