@@ -322,7 +322,12 @@ def _checked(cache, query, position, policy, budget, excess, layer) -> tuple[Pol
 
 
 def _check_room(cache: Cache, policy: Policy, budget: np.ndarray, entering: int) -> None:
-    """Refuses a cache without room for so many tokens more than the budget, when each head may hold its budget."""
+    """Refuses a cache without room for so many tokens more than the budget, when each head may hold its budget.
+
+    A block that fills a whole cache can only be the first, which needs no more.
+    """
+    if entering == cache.num_slots and isinstance(cache, KVCache):
+        return
     *L, B, K = cache.heads_shape
     layers = L[0] if L else 1
     held = policy.allocation.most(layers, K, int(budget.max()))

@@ -1,12 +1,14 @@
 """What benchmarks share: times in turns, loops that stay, memory that is checked, results with their facts."""
 
 import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 from benchmarks import measure
+from models import commands
 
 
 def test_programs_take_turns_after_a_warm_up_each():
@@ -73,11 +75,14 @@ def test_there_is_memory_and_a_device_does_something():
 
 
 def test_results_say_what_they_were_made_with(tmp_path):
-    path = tmp_path / "out.json"
-    measure.write(path, "kernels", {"calls": 2}, [{"name": "row"}])
-    written = json.loads(path.read_text())
+    parser = commands.Parser(prog="python -m benchmarks kernels")
+    parser.add_argument("--json", type=Path)
+    flags = parser.parse_args(["--json", str(tmp_path / "out.json")])
+    measure.write(flags, "kernels", {"calls": 2}, [{"name": "row"}])
+    written = json.loads(flags.json.read_text())
     assert written["benchmark"] == "kernels" and written["settings"] == {"calls": 2}
-    assert {"device", "versions", "commit", "cores"} <= written.keys() and written["results"] == [{"name": "row"}]
+    assert {"command", "seed", "seconds", "device", "versions", "commit", "cores"} <= written.keys()
+    assert written["results"] == [{"name": "row"}]
 
 
 def test_a_row_that_only_one_run_has_stands_alone():

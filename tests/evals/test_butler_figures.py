@@ -56,7 +56,7 @@ def test_accuracies_are_means_of_hits_over_all_layers_but_the_first(tiny):
     assert ours["hit_rate_interval"][0] < ours["hit_rate"] < ours["hit_rate_interval"][1]
     (compared,) = butler_figures.compare([oracle, ours])
     assert compared["difference"] == pytest.approx(share[1:].mean() - 1, abs=1e-6)
-    assert compared["better"] == "no"
+    assert compared["better"] == "within noise"  # three chunks can prove nothing
 
 
 @pytest.mark.parametrize("figure", ["accuracy", "layers"])

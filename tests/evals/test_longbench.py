@@ -168,7 +168,7 @@ def test_the_command_answers_from_a_folder(tmp_path, capsys):
         (["--data", ".", "--tasks", "trec"], ". has no trec.jsonl"),
         (["--data", "bad", "--tasks", "trec", "--length", "64"], "trec.jsonl, line 2, of bad is no JSON object"),
         (["--data", "poor", "--tasks", "trec", "--length", "64"], "trec, record 1, lacks"),
-        (["--data", "bad", "--tasks", "trec", "--prompts", "bad"], "there is no file bad/dataset2prompt.json"),
+        (["--data", "bad", "--tasks", "trec", "--prompts", "bad"], "there is no JSON file bad/dataset2prompt.json"),
     ],
 )
 def test_bad_flags_and_files_end_in_one_sentence(flags, sentence, tmp_path, monkeypatch, capsys):

@@ -407,7 +407,7 @@ def test_another_allocation_takes_the_place_of_the_first():
         ("model(cap=0.5)", r"model: cap is 0.5; give a multiple of the budget from 1, or None"),
         ("layer(cap=0)", r"layer: cap is 0; give a multiple"),
         ("lava(cap=-1.0)", r"lava: cap is -1.0; give a multiple"),
-        ("model(cap=1e999)", r"model: cap is inf; give a multiple"),
+        ("model(cap=1e999)", r"model: cap is inf; expected a finite number or None"),
         ("adakv(safeguard=1.5)", r"adakv: safeguard is 1.5; give a share of the budget in \[0, 1\]"),
         ("adakv(safeguard=-0.1)", r"adakv: safeguard is -0.1"),
         ("pyramid(beta=0.5)", r"pyramid: beta is 0.5; give a number from 1"),

@@ -96,6 +96,13 @@ def test_a_promise_about_what_a_head_holds_is_room_enough():
 
 
 @BOTH
+def test_a_whole_prompt_in_one_block_fills_a_cache_of_its_size(function):
+    cache = KVCache.init(batch=B, kv_heads=K, slots=48, head_dim=D)
+    _, cache, *_ = jax.jit(functools.partial(function, policy="tova", budget=40))(cache, *block(48))
+    assert cache.num_live.tolist() == [[40 if function is kvjax.attend else 48] * K] * B
+
+
+@BOTH
 def test_more_tokens_than_slots_are_refused_under_jit(function):
     message = refused(function, start(slots=4), *block(5), policy=None)
     assert message == "5 tokens do not fit: the cache has 4 slots a head."
