@@ -19,7 +19,7 @@ PY := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 SOURCES := conftest.py kernels_pallas kvjax models evals train benchmarks tests notebooks docs/conf.py docs/tables.py
 
-.PHONY: help setup tpu test lint format types docs notebooks wheel demo clean
+.PHONY: help setup tpu test lint format types docs notebooks results wheel demo clean
 
 help:  ## this list
 	@echo 'Usage: make TARGET   (PYTHON=path picks the interpreter, WORKERS=4 the test processes, ARGS="-k h2o" goes to pytest)'
@@ -50,6 +50,9 @@ docs: setup  ## the documentation, to docs/_build/html; a warning is an error
 
 notebooks: setup  ## run all notebooks
 	$(PY) notebooks/run.py
+
+results: setup  ## all figures of docs/results again, and their pages (5 hours on two cores; a killed run goes on)
+	docs/results/remake.sh
 
 wheel: setup  ## sdist and wheel into dist/, tried out in an empty environment outside the checkout
 	PY='$(abspath $(VENV))/bin/python' .ci/wheel dist

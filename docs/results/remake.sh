@@ -1,0 +1,53 @@
+#!/usr/bin/env bash
+# Makes the figures under docs/results again, short runs first, then the tables and pages that are written from them.
+#     docs/results/remake.sh               what is not done yet; a killed run begins its current file again
+#     docs/results/remake.sh benchmarks    also benchmarks/results (a quiet machine; peers and tpu_compile need their extras)
+# Run it from a clean, committed checkout: each file says of which commit it is. A file counts as done when it holds
+# fingerprints and a command, of code without changes. The numbers are core-minutes on two cores, about 290 in all.
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+export PYTHONPATH=$PWD PATH="$PWD/.venv/bin:$PATH"
+failed=0
+one() {  # file, core-minutes, command
+  if python - "$1" <<'P'
+import json, sys
+try:
+    data = json.load(open(sys.argv[1]))
+except OSError:
+    raise SystemExit(1)
+done = "fingerprints" in data and data.get("command") and data.get("complete", True)
+raise SystemExit(0 if done and not str(data.get("commit")).endswith("changes") else 1)
+P
+  then echo "done already: $1"; return; fi
+  echo "== $1 (about $2 core-minutes)"; date
+  bash -c "$3" || { echo "FAILED: $3"; failed=1; }
+}
+one docs/results/butler-agreement.json 0.2 'python -m evals butler agreement --json docs/results/butler-agreement.json --plot docs/results/butler-agreement.png'
+one docs/results/memory.json 2.0 'python -m benchmarks memory --json docs/results/memory.json --page docs/results/memory.md'
+one docs/results/fidelity-heads.json 2.4 'python -m evals fidelity --policies '"'"'laprox(window=8)@model,laprox(window=8)@layer,snapkv(window=8,kernel=7)@adakv,snapkv(window=8,kernel=7)@pyramid,cake(window=8,kernel=7)@cake,lava(window=8)@lava'"'"' --budgets 51 --samples 40 --when prompt --json docs/results/fidelity-heads.json --heads docs/results/fidelity-heads.png'
+one docs/results/coref-generated.json 2.5 'python -m evals coref --mode generate --select full,oracle,butler,quest,h2o,streaming,random --sparsity 0.5 --json docs/results/coref-generated.json'
+one docs/results/butler-layers.json 3.6 'python -m evals butler layers --json docs/results/butler-layers.json --plot docs/results/butler-layers.png'
+one docs/results/butler-accuracy.json 3.8 'python -m evals butler accuracy --json docs/results/butler-accuracy.json --plot docs/results/butler-accuracy.png'
+one docs/results/butler-flops.json 4.0 'python -m benchmarks butler --json docs/results/butler-flops.json --plot docs/results/butler-flops.png --page docs/results/butler-flops.md'
+one docs/results/butler-oracles.json 4.7 'python -m evals butler oracles --json docs/results/butler-oracles.json --plot docs/results/butler-oracles.png'
+one docs/results/fidelity.json 5.1 'python -m evals fidelity --policies '"'"'h2o+protect(recent=0.5),h2o+caote+protect(recent=0.5),tova,tova+caote,snapkv(window=8,kernel=7),snapkv(window=8,kernel=7)+caote,laprox(window=8,through='"'"'"'"'"'"'"'"'attention'"'"'"'"'"'"'"'"')@model,laprox(window=8)@model'"'"' --budgets 128 --samples 40 --when block,prompt --json docs/results/fidelity.json --plot docs/results/fidelity.png'
+one docs/results/ablation-sage.json 5.4 'python -m evals ablation sage --depths 5 --samples 20 --json docs/results/ablation-sage.json --plot docs/results/ablation-sage.png'
+one docs/results/perplexity-policies.json 7.6 'python -m evals perplexity --policies '"'"'streaming,h2o,h2o+caote,h2o+protect(recent=0.5),h2o+caote+protect(recent=0.5),tova,tova+caote,snapkv(window=8,kernel=7),snapkv(window=8,kernel=7)+caote'"'"' --budgets 64,128,256 --block 32 --json docs/results/perplexity-policies.json --plot docs/results/perplexity-policies.png'
+one docs/results/ablation-rounds.json 7.8 'python -m evals ablation rounds --depths 5 --samples 20 --json docs/results/ablation-rounds.json --plot docs/results/ablation-rounds.png'
+one docs/results/ablation-question.json 8.2 'python -m evals ablation question --depths 5 --samples 20 --json docs/results/ablation-question.json --plot docs/results/ablation-question.png'
+one docs/results/perplexity.json 8.9 'python -m evals perplexity --select oracle,butler,quest,h2o,snapkv,streaming,random --sparsity 0,0.3,0.5,0.7 --json docs/results/perplexity.json --plot docs/results/perplexity.png'
+one docs/results/ablation-block-size.json 10.9 'python -m evals ablation block-size --depths 5 --samples 20 --json docs/results/ablation-block-size.json --plot docs/results/ablation-block-size.png'
+one docs/results/ablation-through.json 15.4 'python -m evals ablation through --depths 5 --samples 20 --json docs/results/ablation-through.json --plot docs/results/ablation-through.png'
+one docs/results/ablation-laprox.json 24.9 'python -m evals ablation laprox --depths 5 --samples 20 --json docs/results/ablation-laprox.json --plot docs/results/ablation-laprox.png'
+one docs/results/coref.json 34.9 'python -m evals coref --select full,oracle,butler,quest,h2o,snapkv,streaming,random --sparsity 0.3,0.5,0.7 --json docs/results/coref.json --plot docs/results/coref.png'
+one docs/results/ablation-budgets.json 41.8 'python -m evals ablation budgets --depths 5 --samples 12 --json docs/results/ablation-budgets.json --plot docs/results/ablation-budgets.png'
+one docs/results/needle.json 97.7 'python -m evals needle --policies '"'"'full,streaming,h2o,h2o+caote,h2o+fast_caote,h2o+protect(recent=0.5),h2o+caote+protect(recent=0.5),h2o+caote(group='"'"'"'"'"'"'"'"'mean'"'"'"'"'"'"'"'"')+protect(recent=0.5),h2o+fast_caote+protect(recent=0.5),tova,tova+caote,tova+fast_caote,snapkv,snapkv+caote,snapkv+caote(group='"'"'"'"'"'"'"'"'mean'"'"'"'"'"'"'"'"'),snapkv+fast_caote'"'"' --budgets 128,256,512 --batch 8 --json docs/results/needle.json --plot docs/results/needle.png'
+if [ "${1:-}" = benchmarks ]; then
+  one benchmarks/results/rounds.json 5 'python -m benchmarks rounds --json'
+  one benchmarks/results/tpu_compile.json 30 'python -m benchmarks tpu_compile --json'
+  one benchmarks/results/peers.json 20 'python -m benchmarks peers --json'
+  one benchmarks/results/cpu.json 40 'python -m benchmarks cpu --json'
+  python -m benchmarks report
+fi
+python docs/tables.py && python docs/tables.py --check
+exit $failed
