@@ -262,7 +262,8 @@ def butler(*, dim: int | None = None) -> Link:
             return seen.weights.mean(axis=2)
         query, key = seen.predicted
         logits = np.einsum("kgtd,kgpd->kgtp", query, key) / query.shape[-1] ** 0.5
-        weights = np.exp(logits - logits.max(axis=-1, keepdims=True)) * seen.visible[:, None]
+        logits = np.where(seen.visible[:, None], logits, -np.inf)
+        weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
         return (weights / weights.sum(axis=-1, keepdims=True)).mean(axis=2)
 
     return Link(score)
