@@ -307,6 +307,7 @@ def lava(*, cap: int | float | None = 8.0) -> Allocation:
     def keep(c: Contest) -> Array:
         share = jnp.where(c.live & ~c.certain, _shares_of_layer(c), 0)
         entropy = c.sum(-jnp.where(share > 0, share * jnp.log(jnp.where(share > 0, share, 1)), 0), "layer")
+        entropy = jnp.where(entropy > 1e-6, entropy, 0)  # of a single token it is rounding, which must not share out
         size = c.sum(c.live & ~c.certain, "layer")
         weight = entropy / jnp.log(jnp.maximum(size, 2))
         c = _capped(c, cap)

@@ -515,3 +515,17 @@ def test_a_stacked_cache_is_not_evicted_by_attend_when_layers_compete():
         ValueError, match=r"'h2o@model' cannot evict from one layer of a plain cache of 2: observe each"
     ):
         kvjax.attend(cache, x, x, x, policy=kvjax.parse("h2o@model"), budget=2, layer=0)
+
+
+def test_lava_does_not_share_out_by_the_rounding_of_an_entropy():
+    """Where each layer has one token whose score counts, no layer's entropy is above 0."""
+    rows = jnp.ones((1, 6, 1, 2))
+    cache = kvjax.KVCache.init(batch=1, kv_heads=1, slots=6, head_dim=2, layers=3)
+    for layer in range(3):
+        cache = kvjax.insert(cache, rows, rows, jnp.arange(6)[None], layer=layer)
+    largest = np.full((3, 1, 1, 5), np.finfo(np.float32).max, np.float32)
+    step = jax.jit(lambda cache, scores: kvjax.evict(cache, scores, 5, allocation="lava").num_live)
+    for seed in range(20):
+        counted = np.random.default_rng(seed).random((3, 1, 1, 1)).astype(np.float32)
+        scores = np.concatenate([largest, counted], axis=-1)
+        assert step(cache, scores).ravel().tolist() == [5, 5, 5], seed
