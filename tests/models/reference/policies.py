@@ -347,7 +347,7 @@ def critical(*, safe: float = 0.5, epsilon: float = 1e-4) -> Link:
     """The best stay; the others count by |v W_O|_1 as well (CriticalKV)."""
 
     def score(scores: Scores, seen: Seen) -> Scores:
-        joined = scores.mean(axis=1)
+        joined = np.where(seen.kept, scores.mean(axis=1), 0)
         first = np.where(seen.protected, np.inf, joined)
         number = _count(float(safe), seen.budget)
         certain = np.stack([seen.best(k, first[k], seen.kept[k], number) for k in range(len(first))])
@@ -370,8 +370,8 @@ def caote(
 ) -> Link:
     """Theorem 3.2: how far the outputs of the group's heads, or the layer's, move when a token goes."""
 
-    def errors(weights: np.ndarray, k: int, there: np.ndarray, seen: Seen) -> np.ndarray:
-        """Of the tokens that are there, whose weights [G, n] need not sum to 1."""
+    def errors(weights: np.ndarray, k: int, there: np.ndarray, seen: Seen, before: np.ndarray) -> np.ndarray:
+        """Of the tokens that are there, whose weights [G, n] need not sum to 1; ``before`` is the weights' noise."""
         V = seen.value[k][there]
         total = weights.sum(axis=1, keepdims=True)
         others = np.stack([np.delete(weights, j, axis=1).sum(axis=1) for j in range(len(V))], axis=1)
@@ -384,11 +384,11 @@ def caote(
             moved = moved.sum(axis=0, keepdims=True) if cross else moved
         length = np.linalg.norm(np.concatenate(list(moved), axis=-1), {"inf": np.inf}.get(norm, norm), axis=-1)
         scale = np.linalg.norm(seen.output[k], axis=(1, 2), ord=2)[:, None] if through == "output" else 1.0
-        scale = (scale * weights / np.where(others > 0, others, 1)).sum(axis=0) * abs(V).max() * V.shape[1] ** 0.5
-        # From the difference in one round; from its square, multiplied out, in several.
-        seen.noise[k, there] = (
-            scale * 1e-6 if rounds == 1 else np.minimum(1e-3, 1e-6 * scale / (length + 1e-30)) * scale
-        )
+        size = abs(V).max() * V.shape[1] ** 0.5
+        scale = (scale * weights / np.where(others > 0, others, 1)).sum(axis=0) * size
+        # From the difference in one round; from its square, multiplied out, in several. Float32 ends at 1e-38.
+        off = 1e-6 if rounds == 1 else np.minimum(1e-3, 1e-6 * scale / (length + 1e-30))
+        seen.noise[k, there] = scale * off + size * before[k, there] + 1e-36
         return np.where(((weights > 0) & (others == 0)).any(axis=0), LARGEST, length)
 
     def score(scores: Scores, seen: Seen) -> Scores:
@@ -396,12 +396,12 @@ def caote(
         weights = weights.mean(axis=1, keepdims=True) if group == "mean" else weights
         if through == "output":  # W_O tells the heads of a group apart, even where their scores do not
             weights = np.broadcast_to(weights, (*seen.output.shape[:2], weights.shape[-1]))
-        result = np.full(seen.kept.shape, -np.inf)
+        result, before = np.full(seen.kept.shape, -np.inf), seen.noise.copy()
         for k, kept in enumerate(seen.kept):
             there = kept.copy()
             leaving = max(int(kept.sum()) - seen.budget, 0) if rounds > 1 else 0
             for i in range(rounds):
-                result[k, there] = errors(weights[k][:, there], k, there, seen)
+                result[k, there] = errors(weights[k][:, there], k, there, seen, before)
                 number = leaving * (i + 1) // rounds - leaving * i // rounds
                 may = there & ~seen.protected[k]
                 goes = may & ~seen.best(k, result[k], may, int(may.sum()) - number)
