@@ -239,7 +239,7 @@ def _policy(d: _Draw, block: int, layers: int, even: bool) -> str:
         del bases["cake"]
     if layers < 2 or even:
         del bases["butler"]
-    name = d.one(*bases)
+    name = d.one(*bases, "h2o", "h2o", "tova", "snapkv")  # what most people take
     base = d.link(name, share=0.4 if name == "sage" else 0.6, **bases[name])  # type: ignore[arg-type]
     windowed = name in ("snapkv", "laprox", "cake", "lava")
     if windowed:
