@@ -211,7 +211,7 @@ def _begun(
     rows: Sequence[int] | None,
     width: int,
 ) -> Iterator[tuple[list[int], int, _BatchClock, Iterator[tuple[np.ndarray, Any]]]]:
-    """Of each batch: its rows, how many are fed, its clock, and its checked steps, of which none is taken yet."""
+    """Yields of each batch its rows, how many are fed, its clock, and its checked steps, none of them taken yet."""
     chosen_rows = list(range(len(prompts))) if rows is None else list(rows)
     longest = max(width, *(len(prompt.tokens) for prompt in prompts))
     if len(model.embedding[...].sharding.device_set) == 1:  # several devices divide the batch as it was asked for

@@ -95,7 +95,7 @@ def _parts(size: int) -> list[int]:
 
 
 def _chance(differences: Sequence[float]) -> float:
-    """How often a sum as far from 0 comes about where each difference is as likely to have the other sign."""
+    """Says how often a sum as far from 0 comes about where each difference is as likely to have the other sign."""
     sizes = np.abs(np.asarray([x for x in differences if x], np.float64))
     if not len(sizes):
         return 1.0
@@ -114,7 +114,7 @@ def _tango(wins: int, losses: int, count: int) -> tuple[float, float]:
 
 
 def _score(wins: int, losses: int, count: int, difference: float) -> float:
-    """How many standard errors the wins less the losses lie above what a difference lets expect; falls with it."""
+    """Counts the standard errors of the wins less the losses above what a difference lets expect; falls with it."""
     # The likeliest share of losses under that difference solves 2 n x^2 + b x + c = 0.
     b = -wins - losses + (2 * count - wins + losses) * difference
     c = -losses * difference * (1 - difference)

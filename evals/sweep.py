@@ -241,7 +241,7 @@ def _groups(part: Part, config: Any, tokenizer: Any) -> list[running.Group]:
 
 
 def _cannot_be(parts: Sequence[Part]) -> list[str]:
-    """What of one model's parts cannot be answered, and why; its weights are not read for it."""
+    """Names what of one model's parts cannot be answered, and why; its weights are not read for it."""
     config, tokenizer = running.describe(parts[0].flags)
     wrong = []
     for part in parts:

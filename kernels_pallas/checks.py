@@ -13,6 +13,18 @@ MOST = 2**31 - 1  # what int32 counts
 _REPR = reprlib.Repr(maxstring=80, maxother=80)
 
 
+def is_known(*values: Any) -> bool:
+    """Says that values can be looked at: none is traced, as arguments of a function under jit are.
+
+    Example:
+        >>> import jax
+        >>> from kernels_pallas.checks import is_known
+        >>> is_known(3, None, jax.numpy.ones(2)), bool(jax.jit(lambda x: is_known(x))(3))
+        (True, False)
+    """
+    return not any(isinstance(value, jax.core.Tracer) for value in values)
+
+
 def plain(value: Any) -> Any:
     """A number of NumPy's or JAX's whose value is known as Python's own; anything else as it is.
 
@@ -22,12 +34,12 @@ def plain(value: Any) -> Any:
         >>> plain(np.int64(4)), plain(np.float32(0.5)), plain("4")
         (4, 0.5, '4')
     """
-    known = isinstance(value, np.generic | np.ndarray | jax.Array) and not isinstance(value, jax.core.Tracer)
-    return value.item() if known and value.ndim == 0 else value
+    number = isinstance(value, np.generic | np.ndarray | jax.Array) and value.ndim == 0
+    return value.item() if number and is_known(value) else value
 
 
 def shown(value: Any) -> str:
-    """What a complaint shows of a value: its repr on one line, shortened."""
+    """Shortens a value's repr to one line, for complaints."""
     return " ".join(_REPR.repr(value).split())
 
 
@@ -85,7 +97,7 @@ def check_tokens(budget: Any, *shapes: tuple[int, ...]) -> Any:
         )
     if budget.shape not in ((), *shapes):
         raise ValueError(f"a budget of shape {budget.shape} does not fit: expected {' or '.join(map(str, shapes))}.")
-    if isinstance(budget, jax.core.Tracer):
+    if not is_known(budget):
         return jnp.clip(budget, 0, min(MOST, jnp.iinfo(budget.dtype).max)).astype(jnp.int32)
     known = np.asarray(budget)
     if (known < 1).any():

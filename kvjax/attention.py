@@ -13,9 +13,9 @@ from jaxtyping import Array, Float, Int
 from kernels_pallas import ColumnStatistics, cache_attention, paged_attention
 from kernels_pallas.dispatch import Implementation
 from kvjax.cache import HeadState, KVCache
-from kvjax.checks import check_tokens, plain
+from kvjax.checks import check_tokens, is_known, plain
 from kvjax.eviction import evict, set_positions
-from kvjax.insertion import Cache, check_fits, insert, is_known, next_positions
+from kvjax.insertion import Cache, check_fits, insert, next_positions
 from kvjax.paged import PagedCache, pages_for, write_layer
 from kvjax.policy import (
     Observation,

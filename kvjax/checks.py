@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from kernels_pallas.checks import MOST, check_count, check_tokens, plain, shown
+from kernels_pallas.checks import MOST, check_count, check_tokens, is_known, plain, shown
 
 __all__ = [
     "MOST",
@@ -23,6 +23,7 @@ __all__ = [
     "check_tokens",
     "check_types",
     "is_float",
+    "is_known",
     "plain",
     "real_array",
     "shown",
@@ -170,7 +171,7 @@ def _is_finite(value: int | float) -> bool:
 
 
 def _words(annotation: Any) -> str:
-    """What was expected, as the end of a sentence."""
+    """Says what was expected, as the end of a sentence."""
     if get_origin(annotation) is Literal:
         return f"there are {', '.join(map(repr, get_args(annotation)[:-1]))} and {get_args(annotation)[-1]!r}"
     return f"expected {_noun(annotation)}"

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache import KVCache, insert_plain
-from kvjax.checks import plain, real_array
+from kvjax.checks import is_known, plain, real_array
 from kvjax.paged import PagedCache, insert_paged
 
 Cache = KVCache | PagedCache
@@ -90,18 +87,6 @@ def insert(
 def next_positions(cache: Cache, T: int) -> Int[Array, "B T"]:
     """The positions of T tokens that continue each row."""
     return cache.next_position[:, None] + jnp.arange(T, dtype=jnp.int32)[None]
-
-
-def is_known(*values: Any) -> bool:
-    """Whether values can be looked at: none is traced, as arguments of a function under jit are.
-
-    Example:
-        >>> import jax
-        >>> from kvjax.insertion import is_known
-        >>> is_known(3, None, jax.numpy.ones(2)), bool(jax.jit(lambda x: is_known(x))(3))
-        (True, False)
-    """
-    return not any(isinstance(value, jax.core.Tracer) for value in values)
 
 
 def check_fits(cache: Cache, T: int, position: Int[Array, "B T"] | None) -> None:

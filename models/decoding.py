@@ -27,8 +27,7 @@ from jaxtyping import Array, Float, Int
 import kvjax
 from kvjax import KVCache, OutputProjection, PagedCache, Policy
 from kvjax.attention import idle_rows_keep, store_scores
-from kvjax.checks import MOST, check_count, check_types, plain, shown
-from kvjax.insertion import is_known
+from kvjax.checks import MOST, check_count, check_types, is_known, plain, shown
 from kvjax.policy import policy_of
 from kvjax.sources import Source
 from models import guided

@@ -11,17 +11,19 @@ from typing import Any
 
 import jax
 import numpy as np
+import tokenizers
 from safetensors.numpy import save as to_safetensors
 
 from models.commands import write_files
 from models.config import Config, to_hugging_face
 from models.decoder import Decoder, parameter_shapes
 from models.load import SOURCES
+from models.tokenizer import Tokenizer
 
 SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
 
-def save(folder: str | Path, model: Decoder, tokenizer: Any = None) -> None:
+def save(folder: str | Path, model: Decoder, tokenizer: Tokenizer | tokenizers.Tokenizer | None = None) -> None:
     """Writes a model so that transformers, and `models.load`, read it and nothing of a model that was there before.
 
     All files are whole before the first of them takes its place. Then the former model's shards, their index and its
@@ -30,8 +32,8 @@ def save(folder: str | Path, model: Decoder, tokenizer: Any = None) -> None:
     Args:
         folder: made if it is not there.
         model: its weights are stored in the dtype that they have.
-        tokenizer: a `tokenizers.Tokenizer`; its post-processor should add BOS. By default a tokenizer that is in the
-            folder stays.
+        tokenizer: what `models.load` gave beside the model, or a `tokenizers.Tokenizer`, whose special tokens are then
+            the config's; its post-processor should add BOS. By default a tokenizer that is in the folder stays.
 
     Example:
         >>> import tempfile
@@ -52,7 +54,8 @@ def save(folder: str | Path, model: Decoder, tokenizer: Any = None) -> None:
         "config.json": _json(config),
     }
     if tokenizer is not None:
-        files["tokenizer.json"] = tokenizer.to_str(pretty=False).encode()
+        tokenizer = tokenizer if isinstance(tokenizer, Tokenizer) else Tokenizer(tokenizer)
+        files["tokenizer.json"] = tokenizer.backend.to_str(pretty=False).encode()
         files["tokenizer_config.json"] = _json(_tokenizer_config(model.config, tokenizer))
     write_files(folder, files, [name for name in _stale(folder, tokenizer is not None) if name not in files])
 
@@ -80,11 +83,11 @@ def _tensors(model: Decoder) -> dict[str, np.ndarray]:
     return tensors
 
 
-def _tokenizer_config(config: Config, tokenizer: Any) -> dict[str, Any]:
+def _tokenizer_config(config: Config, tokenizer: Tokenizer) -> dict[str, Any]:
     def token(index: int | None) -> str | None:
-        return None if index is None else tokenizer.id_to_token(index)
+        return None if index is None else tokenizer.backend.id_to_token(index)
 
-    return {
+    described: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": token(config.bos),
         "eos_token": token(config.eos[0] if config.eos else None),
@@ -92,6 +95,8 @@ def _tokenizer_config(config: Config, tokenizer: Any) -> dict[str, Any]:
         "model_max_length": config.max_positions,
         "clean_up_tokenization_spaces": False,
     }
+    described |= tokenizer.special_tokens
+    return described if tokenizer.chat_template is None else described | {"chat_template": tokenizer.chat_template}
 
 
 def _json(value: dict[str, Any]) -> bytes:

@@ -17,7 +17,7 @@ _FAR = 2**31 - 1
 
 
 def span_of(sliding_window: Int[Array, ""] | int | None) -> Int[Array, "1"]:
-    """How many positions a query sees, itself included, as the kernels take it.
+    """Gives how many positions a query sees, itself included, as the kernels take it.
 
     Example:
         >>> from kernels_pallas.cache_attention.heads import span_of

@@ -96,7 +96,7 @@ def cache_attention(
 def _sums_of_rows(
     weights: Float[Array, "B K G T S"], total: Float[Array, "B K G T 1"], rows: dict[str, Shaped[Array, "B T"]]
 ) -> dict[str, Float[Array, "B K G S"]]:
-    """Of each name the sum of rows by its factors, all in one product with the weights before their division."""
+    """Sums rows by the factors of each name, all in one product with the weights before their division."""
     factors = jnp.stack([row.astype(weights.dtype) for row in rows.values()], axis=1)[:, None, None]
     factors = factors / jnp.swapaxes(total, 3, 4)  # [B, K, G, names, T]
     sums = jnp.einsum("bkgrt,bkgts->bkgrs", factors, weights, precision=jax.lax.Precision.HIGHEST)

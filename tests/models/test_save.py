@@ -67,6 +67,18 @@ def test_what_is_saved_over_another_model_is_what_loads(tmp_path):
     assert {path.name for path in folder.iterdir()} == names
 
 
+def test_what_load_gives_is_what_save_takes(tmp_path):
+    model, _ = models.load(GOLDEN / "llama3")
+    backend = models.Tokenizer.from_folder(GOLDEN / "tokenizer").backend
+    first = backend.id_to_token(7)
+    models.save(tmp_path / "one", model, models.Tokenizer(backend, {"bos_token": first}, "{{ messages[0] }}"))
+    models.save(tmp_path / "two", *models.load(tmp_path / "one"))
+    for folder in ("one", "two"):
+        loaded = models.load(tmp_path / folder)[1]
+        assert (loaded.special_tokens["bos_token"], loaded.bos) == (first, 7)
+        assert loaded.chat_template == "{{ messages[0] }}" and loaded.encode("a b") == backend.encode("a b").ids
+
+
 @pytest.mark.parametrize("failing", range(4))
 def test_a_save_that_breaks_off_leaves_the_other_model(failing, tmp_path, monkeypatch):
     model, _ = models.load(GOLDEN / "llama3")
