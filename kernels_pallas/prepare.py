@@ -32,7 +32,7 @@ def over_heads(
     """The function, on each device of a mesh by itself, with the batch rows and heads that lie there.
 
     XLA cannot split a kernel by itself, but batch rows and heads are independent. Rows are split over the mesh's axis
-    "data" and heads over "tensor", as ``models.decoder.SHARDING`` has them; an array that lies otherwise is moved.
+    "data" and heads over "tensor", as ``models.parameters.SHARDING`` has them; an array that lies otherwise is moved.
     ``function`` returns a tuple. Without a mesh it just runs.
 
     Args:

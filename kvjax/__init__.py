@@ -6,18 +6,17 @@
 
 from kvjax import allocation, sources
 from kvjax.allocation import Allocation
-from kvjax.attention import Observed, attend, observe
+from kvjax.attention import attend, observe
 from kvjax.cache import HeadState, KVCache, compact
 from kvjax.caote import caote, fast_caote
-from kvjax.eviction import evict
+from kvjax.eviction import Evidence, evict
 from kvjax.eviction_error import score
 from kvjax.insertion import insert
 from kvjax.memory import Memory, memory
+from kvjax.observation import Context, Needs, Observation, Prediction, Weights
 from kvjax.paged import PagedCache, pack, pages_for
 from kvjax.policy import (
-    Observation,
     Policy,
-    Prediction,
     Protection,
     base_score,
     chain,
@@ -47,24 +46,27 @@ from kvjax.scores import (
     tova,
 )
 from kvjax.select import select, selected_mask
-from kvjax.selection import keep_mask
 from kvjax.sources import Source, parse_source
+from kvjax.topk import keep_mask
 from kvjax.transforms import critical, normalise, pool, positions, protect
 
 __version__ = "0.1.0"
 __all__ = [
     "Allocation",
+    "Context",
+    "Evidence",
     "HeadState",
     "KVCache",
     "Memory",
+    "Needs",
     "Observation",
-    "Observed",
     "OutputProjection",
     "PagedCache",
     "Policy",
     "Prediction",
     "Protection",
     "Source",
+    "Weights",
     "allocation",
     "attend",
     "base_score",

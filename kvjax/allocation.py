@@ -11,18 +11,16 @@ import ast
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.checks import check_count, typed
-from kvjax.names import called, check_number, registered, written
-from kvjax.selection import best_of_groups, share_of
-
-if TYPE_CHECKING:
-    from kvjax.policy import Observation
+from kvjax.names import called, check_number, registered
+from kvjax.observation import Observation
+from kvjax.topk import best_of_groups, share_of
 
 
 class Contest(NamedTuple):
@@ -172,7 +170,7 @@ def pyramid(*, beta: int | float = 20.0) -> Allocation:
         shares = first[None] - (2 * first - 2 * free)[None] * step[:, None]
         return c.best("head", _for_each_head(_layer_budgets(c, lambda room, total: shares, 2.0, each=1), c))
 
-    return Allocation(written(pyramid, beta=beta), keep, scope="head", most=lambda L, K, budget: 2 * budget)
+    return Allocation("pyramid", keep, scope="head", most=lambda L, K, budget: 2 * budget)
 
 
 @_register
@@ -191,8 +189,9 @@ def adakv(*, safeguard: int | float = 0.2, cap: int | float | None = 8.0) -> All
     """
     check_number("adakv", "safeguard", safeguard, 0, 1, "a share of the budget in [0, 1]")
     _check_cap("adakv", cap)
-    name = written(adakv, safeguard=safeguard, cap=cap)
-    return Allocation(name, functools.partial(_keep_in_layer, safeguard, cap), scope="layer", most=_most("layer", cap))
+    return Allocation(
+        "adakv", functools.partial(_keep_in_layer, safeguard, cap), scope="layer", most=_most("layer", cap)
+    )
 
 
 @_register
@@ -209,7 +208,7 @@ def layer(*, cap: int | float | None = 8.0) -> Allocation:
     """
     _check_cap("layer", cap)
     keep = functools.partial(_keep_in_layer, 0.0, cap)
-    return Allocation(written(layer, cap=cap), keep, scope="layer", most=_most("layer", cap))
+    return Allocation("layer", keep, scope="layer", most=_most("layer", cap))
 
 
 @_register
@@ -233,7 +232,7 @@ def model(*, normalise: bool = True, cap: int | float | None = 8.0) -> Allocatio
         return _capped(c, cap).best("model", c.budget * c.layers * c.heads)
 
     return Allocation(
-        written(model, normalise=normalise, cap=cap), keep, scope="model", most=_most("model", cap),
+        "model", keep, scope="model", most=_most("model", cap),
         needs_nonnegative=normalise,
     )  # fmt: skip
 
@@ -274,7 +273,10 @@ def cake(
 
     def keep(c: Contest) -> Array:
         if c.measured is None:
-            raise ValueError("the allocation 'cake' needs what it measured of each layer; hand evict measured=.")
+            raise ValueError(
+                "the allocation 'cake' needs what it measured of each layer; hand evict what kvjax.observe says, in "
+                "place of bare scores."
+            )
         entropy, variance = jnp.moveaxis(jnp.maximum(c.measured, 0), -1, 0)
         preference = entropy ** (1 / space) * variance ** (1 / time)
         held = c.sum(c.live, "layer") // c.heads - (c.entered + _protected_of_a_head(c))[None]
@@ -282,9 +284,8 @@ def cake(
         weight = jnp.where(measured, preference, jnp.maximum(held, 0).astype(preference.dtype))
         return c.best("head", _for_each_head(_layer_budgets(c, _in_proportion(weight), cap, each=1), c))
 
-    name = written(cake, window=window, space=space, time=time, cap=cap)
     return Allocation(
-        name, keep, scope="head", most=lambda L, K, budget: _limit(cap, budget, L * budget),
+        "cake", keep, scope="head", most=lambda L, K, budget: _limit(cap, budget, L * budget),
         measure=measure, measures=2, statistics=frozenset({"window_log", "window_variance"}),
         window=0 if window is None else window,
     )  # fmt: skip
@@ -313,7 +314,7 @@ def lava(*, cap: int | float | None = 8.0) -> Allocation:
         c = _capped(c, cap)
         return c.best("layer", _layer_budgets(c, _in_proportion(weight), cap, each=c.heads))
 
-    return Allocation(written(lava, cap=cap), keep, scope="model", most=_most("model", cap), needs_nonnegative=True)
+    return Allocation("lava", keep, scope="model", most=_most("model", cap), needs_nonnegative=True)
 
 
 @typed

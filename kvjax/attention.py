@@ -1,9 +1,13 @@
-"""One block of one layer under a budget: insert, attend, score, evict."""
+"""One block of one layer under a budget: insert, attend, score, evict.
+
+attend     observe, then evict
+observe    insert the block, attend over all live slots, ask the policy what it says of them
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,42 +15,16 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kernels_pallas import ColumnStatistics, cache_attention, paged_attention
-from kernels_pallas.dispatch import Implementation
 from kvjax.cache import HeadState, KVCache
 from kvjax.checks import check_tokens, is_known, plain
-from kvjax.eviction import evict, set_positions
+from kvjax.eviction import Evidence, evict
 from kvjax.insertion import Cache, check_fits, insert, next_positions
+from kvjax.observation import Context, Observation, Weights
 from kvjax.paged import PagedCache, pages_for, write_layer
-from kvjax.policy import (
-    Observation,
-    Policy,
-    Prediction,
-    check_budget,
-    mark_protected,
-    policy_of,
-    remaining_positions,
-    retention_scores,
-)
-from kvjax.projection import OutputProjection
+from kvjax.policy import Policy, check_budget, joined, mark_protected, policy_of, update_scores
 from kvjax.rotary import move
 
-
-class Observed(NamedTuple):
-    """What a policy says of a layer's slots. ``scores`` are ``[B, K, S]`` as in ``cache.layer(index)``; ``measured`` is
-    what the policy's allocation asks of each layer, if anything. ``left``, inside :func:`attend`, are the positions
-    left where one operation has scored and evicted; there are no scores then.
-    """
-
-    scores: Float[Array, "B K S"]
-    measured: Float[Array, "B measures"] | None = None
-    left: Int[Array, "B K S"] | None = None
-
-
-class _Leaving(NamedTuple):
-    """How many tokens stay where a policy scores and evicts in one; see :func:`kvjax.evict`."""
-
-    budget: Int[Array, "B"]
-    excess: int | None
+Budget = int | Int[Array, ""] | Int[Array, "B"]
 
 
 def attend(
@@ -57,16 +35,9 @@ def attend(
     position: Int[Array, "B T"] | None = None,
     *,
     policy: Policy | str | None = None,
-    budget: int | Int[Array, ""] | Int[Array, "B"] | None = None,
+    budget: Budget | None = None,
     excess: int | None = None,
-    layer: int | Int[Array, ""] | None = None,
-    sliding_window: Int[Array, ""] | int | None = None,
-    scale: float | None = None,
-    frequency: Float[Array, "rows half"] | None = None,
-    projection: OutputProjection | None = None,
-    predicted: Prediction | None = None,
-    decoding: bool | None = None,
-    implementation: Implementation = "auto",
+    context: Context = Context(),
 ) -> tuple[Float[Array, "B T N D"], Cache]:
     """Attention of a block over the cache and itself; afterwards each head holds at most ``budget`` tokens.
 
@@ -74,23 +45,14 @@ def attend(
     slots by what the block's attention said of them, and the worst are freed. With T = 1 this is a decode step.
 
     Args:
-        cache: a cache with at least T free slots a head, so ``budget + T`` in all; its ``state`` is the policy's.
+        cache: a cache with at least T free slots per head, so ``budget + T`` in all; its ``state`` is the policy's.
         query, key, value: of the block's tokens, rotated.
         position: their absolute positions, -1 for padding. By default they continue each row.
         policy: scores tokens: a policy or its short name; None or "full" stores all and scores nothing.
-        budget: tokens that each head keeps (on average, under an uneven allocation), one number or one a row; None
+        budget: tokens that each head keeps (on average, under an uneven allocation), one number or one per row; None
             lets the policy observe, but evicts nothing. No share: one block does not know how long its prompt is.
         excess: a promise that no head will hold more than ``budget + excess`` tokens; see :func:`kvjax.evict`.
-        layer: which layer of a stacked cache.
-        sliding_window: how many positions a query sees; None for all.
-        scale: factor of the logits, D ** -0.5 by default.
-        frequency: the rotary angle per position of each pair of elements, one row for all or one a row; needed where
-            keys are turned (``positions`` of the cache) or a score asks for it.
-        projection: what the policy reads of the layer's output projection (:func:`kvjax.output_projection`).
-        predicted: what a predictor says of the block in this layer, for a policy that reads it.
-        decoding: whether the context was compressed before this block; by default one token is a decode step.
-        implementation: of the attention, and of an eviction by CAOTE; see :func:`kernels_pallas.cache_attention` and
-            :func:`kernels_pallas.caote_topk`.
+        context: what the layer offers: its number in a stacked cache, a sliding window, and so on.
 
     Returns:
         The attention's output and the cache. Gradients flow through it, but not backwards through a paged cache, whose
@@ -111,7 +73,7 @@ def attend(
         >>> cache.num_live.tolist(), cache.next_position.tolist()
         ([[4]], [6])
     """
-    policy, budget = _checked(cache, query, position, policy, budget, excess, layer)
+    policy, budget = _checked(cache, query, position, policy, budget, excess, context)
     stacked = len(cache.heads_shape) == 3
     together = stacked and policy is not None and not (policy.allocation.one_layer and isinstance(cache, KVCache))
     if policy is not None and budget is not None and together:
@@ -120,46 +82,13 @@ def attend(
             f"{policy.name!r} cannot evict from one layer of a {kind} cache of {cache.heads_shape[0]}: observe each "
             "layer with kvjax.observe, then evict once."
         )
-    if position is None:
-        position = next_positions(cache, query.shape[1])
-    leaving = None
-    if budget is not None and policy is not None and _evicts_at_once(policy, cache):
-        leaving = _Leaving(idle_rows_keep(budget, position, cache), excess)
-    out, cache, observed = _observe(
-        cache,
-        query,
-        key,
-        value,
-        position,
-        leaving=leaving,
-        policy=policy,
-        budget=budget,
-        layer=layer,
-        sliding_window=sliding_window,
-        scale=scale,
-        frequency=frequency,
-        projection=projection,
-        predicted=predicted,
-        decoding=decoding,
-        implementation=implementation,
-    )
-    if policy is None or observed is None or budget is None:
+    out, cache, evidence = _observe(cache, query, key, value, position, policy, budget, context)
+    if evidence is None or budget is None:
         return out, cache
-    if observed.left is not None and isinstance(cache, KVCache):
-        return out, set_positions(cache, observed.left, layer)
-    scores = observed.scores
     if isinstance(cache, PagedCache):
-        scores = write_layer(cache, jnp.full(cache.position.shape, -jnp.inf), scores, None)
-    return out, evict(
-        cache,
-        scores,
-        idle_rows_keep(budget, position, cache),
-        layer=layer,
-        excess=excess,
-        allocation=policy.allocation,
-        measured=None if observed.measured is None else observed.measured[None],
-        entered=jnp.sum(position >= 0, axis=1),
-    )
+        evidence = Evidence.of_layers(cache, evidence.allocation).with_layer(cache, None, evidence)
+    layer = _index(cache, context)
+    return out, evict(cache, evidence, budget, layer=layer, excess=excess, implementation=context.implementation)
 
 
 def observe(
@@ -170,135 +99,54 @@ def observe(
     position: Int[Array, "B T"] | None = None,
     *,
     policy: Policy | str | None,
-    budget: int | Int[Array, ""] | Int[Array, "B"] | None = None,
-    layer: int | Int[Array, ""] | None = None,
-    sliding_window: Int[Array, ""] | int | None = None,
-    scale: float | None = None,
-    frequency: Float[Array, "rows half"] | None = None,
-    projection: OutputProjection | None = None,
-    predicted: Prediction | None = None,
-    decoding: bool | None = None,
-    implementation: Implementation = "auto",
-) -> tuple[Float[Array, "B T N D"], Cache, Observed | None]:
+    budget: Budget | None = None,
+    context: Context = Context(),
+) -> tuple[Float[Array, "B T N D"], Cache, Evidence | None]:
     """:func:`attend` without the eviction: for allocations that compare the scores of all layers.
 
     Args:
         budget: what the policy's shares of the budget refer to; all slots if None.
-        decoding: whether the context was compressed before this block; by default one token is a decode step.
 
     Returns:
-        The attention's output, the cache with the block in it, and what the policy says (None without one).
+        The attention's output, the cache with the block in it, and what the policy says of the layer's slots, with
+        scores ``[B, K, S]`` as in ``cache.layer(context.layer)`` (None without a policy).
 
     Example:
         >>> import jax, kvjax
         >>> policy = kvjax.parse("tova@model")
         >>> cache = kvjax.KVCache.init(batch=1, kv_heads=2, slots=4, head_dim=4, layers=3)
-        >>> scores = []
+        >>> evidence = kvjax.Evidence.of_layers(cache, policy.allocation)
         >>> for layer in range(3):
         ...     q = jax.random.normal(jax.random.key(layer), (1, 4, 2, 4))
-        ...     out, cache, seen = kvjax.observe(cache, q, q, q, jax.numpy.arange(4)[None], policy=policy, layer=layer)
-        ...     scores.append(seen.scores)
-        >>> cache = kvjax.evict(cache, jax.numpy.stack(scores), budget=2, allocation=policy.allocation)
+        ...     out, cache, said = kvjax.observe(cache, q, q, q, jax.numpy.arange(4)[None], policy=policy,
+        ...                                      context=kvjax.Context(layer=layer))
+        ...     evidence = evidence.with_layer(cache, layer, said)
+        >>> cache = kvjax.evict(cache, evidence, budget=2)
         >>> cache.num_live.sum().item()
         12
     """
-    policy, budget = _checked(cache, query, position, policy, budget, None, layer)
-    return _observe(
-        cache,
-        query,
-        key,
-        value,
-        position,
-        leaving=None,
-        policy=policy,
-        budget=budget,
-        layer=layer,
-        sliding_window=sliding_window,
-        scale=scale,
-        frequency=frequency,
-        projection=projection,
-        predicted=predicted,
-        decoding=decoding,
-        implementation=implementation,
-    )
+    policy, budget = _checked(cache, query, position, policy, budget, None, context)
+    out, cache, evidence = _observe(cache, query, key, value, position, policy, budget, context)
+    if evidence is not None and isinstance(cache, KVCache):
+        layer = _index(cache, context)
+        evidence = _with_scores(evidence, cache if layer is None else cache.layer(layer))
+    return out, cache, evidence
 
 
-def _observe(
-    cache,
-    query,
-    key,
-    value,
-    position,
-    *,
-    leaving,
-    policy,
-    budget,
-    layer,
-    sliding_window,
-    scale,
-    frequency,
-    projection,
-    predicted,
-    decoding,
-    implementation,
-):
-    """:func:`observe`; with ``leaving`` the policy also evicts."""
-    B, T, N, _ = query.shape
-    if position is None:
-        position = next_positions(cache, T)
-    K = cache.heads_shape[-1]
-    if key.shape[2] != K and K == N:  # a cache for each query head
-        key, value = (jnp.repeat(x, N // x.shape[2], axis=2) for x in (key, value))
-    if cache.positions != "absolute" and frequency is None:
-        raise ValueError(
-            f"positions={cache.positions!r} turn keys, but no rotary frequencies were given; hand over frequency=, or "
-            "take positions='absolute' for a model without rotary positions."
-        )
-    if policy is not None:
-        _check_policy(policy, cache, N // K)
-    frequency = None if frequency is None else jax.lax.stop_gradient(frequency)
-    if cache.positions == "index":
-        query, key = _turn_to_index(cache, query, key, position, frequency, layer)
-    cache = insert(cache, key, value, position, layer=layer)
-    position = position.astype(jnp.int32)
-    look = _Look(
-        position,
-        policy,
-        jnp.broadcast_to(jnp.asarray(cache.num_slots if budget is None else budget, jnp.int32), (B,)),
-        jnp.asarray(0 if layer is None else layer, jnp.int32),
-        sliding_window,
-        scale,
-        frequency,
-        decoding,
-        implementation,
-        leaving,
-    )
-    grouped = query.reshape(B, T, K, N // K, -1)
-    foreseen = None
-    if predicted is not None:
-        foreseen = tuple(x.reshape(B, T, K, N // K, -1) for x in (predicted.query, predicted.key))
-    if isinstance(cache, PagedCache):
-        return _observe_pages(cache, grouped, look, projection, foreseen, layer)
-    here, stack = cache, None
-    if layer is not None:
-        stack = cache.key, cache.value
-        here = cache.layer(layer)
-        # Taken out once: read again and again from the stacked arrays, XLA would copy those in every layer rather
-        # than write the new positions and state in place.
-        slot_position, state = jax.lax.optimization_barrier((here.position, here.state))
-        here = dataclasses.replace(here, position=slot_position, state=state)
-    out, state, observed = look.at(here, grouped, jnp.arange(K), projection, foreseen, stack)
-    if observed is None:
-        return out, cache, None
-    if layer is not None:
-        state = jax.tree.map(lambda whole, part: whole.at[layer].set(part), cache.state, state)
-    return out, dataclasses.replace(cache, state=state), observed
-
-
-def _checked(cache, query, position, policy, budget, excess, layer) -> tuple[Policy | None, Any]:
+def _checked(
+    cache: Cache,
+    query: Float[Array, "B T N D"],
+    position: Int[Array, "B T"] | None,
+    policy: Policy | str | None,
+    budget: Budget | None,
+    excess: int | None,
+    context: Context,
+) -> tuple[Policy | None, Any]:
     """The policy and the budget of a block, as arrays count; refuses what cannot be, and what will not fit."""
     policy, T = policy_of(policy), query.shape[1]
-    known = is_known(cache.position, position, layer)  # then insert looks into the cache itself
+    if len(cache.heads_shape) == 3 and context.layer is None:
+        raise ValueError("the cache stacks layers: say which with context=kvjax.Context(layer=...).")
+    known = is_known(cache.position, position, context.layer)  # then insert looks into the cache itself
     if not known:
         check_fits(cache, T, position)
     if budget is None:
@@ -346,25 +194,222 @@ def _check_room(cache: Cache, policy: Policy, budget: np.ndarray, entering: int)
             )
 
 
-def idle_rows_keep(
-    budget: int | Int[Array, ""] | Int[Array, "B"], position: Int[Array, "B T"], cache: Cache
-) -> Int[Array, "B"]:
-    """The budget, and room for everything in rows without a token in this block: its statistics say nothing of them."""
-    return jnp.where((position >= 0).any(axis=1), jnp.asarray(budget, jnp.int32), cache.num_slots)
-
-
-def store_scores(cache: Cache, scores: Array, of_layer: Float[Array, "B K S"], layer: int | Int[Array, ""]) -> Array:
-    """Puts a layer's scores into an array shaped like ``cache.position``."""
+def _observe(
+    cache: Cache,
+    query: Float[Array, "B T N D"],
+    key: Float[Array, "B T K D"],
+    value: Float[Array, "B T K D"],
+    position: Int[Array, "B T"] | None,
+    policy: Policy | None,
+    budget: Budget | None,
+    context: Context,
+) -> tuple[Float[Array, "B T N D"], Cache, Evidence | None]:
+    """:func:`observe`; where a policy ends in CAOTE, its scores may still be :class:`kvjax.observation.Weights`."""
+    B, T, N, _ = query.shape
+    layer = _index(cache, context)
+    if position is None:
+        position = next_positions(cache, T)
+    K = cache.heads_shape[-1]
+    if key.shape[2] != K and K == N:  # a cache for each query head
+        key, value = (jnp.repeat(x, N // x.shape[2], axis=2) for x in (key, value))
+    if cache.positions != "absolute" and context.frequency is None:
+        raise ValueError(
+            f"positions={cache.positions!r} turn keys, but no rotary frequencies were given; hand over "
+            "Context(frequency=...), or take positions='absolute' for a model without rotary positions."
+        )
+    if policy is not None:
+        _check_policy(policy, cache, N // K)
+    if context.frequency is not None:
+        context = dataclasses.replace(context, frequency=jax.lax.stop_gradient(context.frequency))
+    if cache.positions == "index":
+        live = cache.num_live if layer is None else cache.num_live[layer]
+        query, key = _turn_to_index(live, query, key, position, context)
+    cache = insert(cache, key, value, position, layer=layer)
+    position = position.astype(jnp.int32)
+    shares_of = jnp.broadcast_to(jnp.asarray(cache.num_slots if budget is None else budget, jnp.int32), (B,))
     if isinstance(cache, PagedCache):
-        return write_layer(cache, scores, of_layer, layer)
-    return scores.at[layer].set(of_layer)
+        return _observe_pages(cache, query, position, policy, shares_of, context)
+
+    here = cache
+    if layer is not None:
+        here = cache.layer(layer)
+        # Taken out once: read again and again from the stacked arrays, XLA would copy those in every layer rather
+        # than write the new positions and state in place.
+        slot_position, state = jax.lax.optimization_barrier((here.position, here.state))
+        here = dataclasses.replace(here, position=slot_position, state=state)
+    stack = None if layer is None else cache
+    out, columns, query, here = _attention(here, query, position, policy, context, stack)
+    if policy is None:
+        return out, cache, None
+    evidence, state = _ask(policy, here, query, position, columns, jnp.arange(K), shares_of, context)
+    if not policy.allocation.even:
+        evidence = _with_scores(evidence, here)
+    if layer is not None:
+        state = jax.tree.map(lambda whole, part: whole.at[layer].set(part), cache.state, state)
+    return out, dataclasses.replace(cache, state=state), evidence
 
 
-def _evicts_at_once(policy: Policy, cache: Cache) -> bool:
-    """Whether one operation can score and evict: by CAOTE's errors, each head for itself."""
-    return (
-        policy.error is not None and policy.heads != "layer" and policy.allocation.even and isinstance(cache, KVCache)
+def _attention(
+    here: KVCache,
+    query: Float[Array, "B T heads D"],
+    position: Int[Array, "B T"],
+    policy: Policy | None,
+    context: Context,
+    stack: KVCache | None,
+) -> tuple[Float[Array, "B T heads D"], ColumnStatistics, Float[Array, "B T heads D"], KVCache]:
+    """Attends over some heads of a layer; queries and keys come back as they met, turned or not.
+
+    With ``stack``, kernels read the layer's keys and values among those of all layers: a layer taken out is a copy.
+    """
+    if here.positions == "compact":
+        query, key = _turn_to_rank(here, query, position, context)
+        here, stack = dataclasses.replace(here, key=key), None
+    source, layer = (here, None) if stack is None else (stack, context.layer)
+    S, filled = here.num_slots, context.filled
+    if filled is None or filled >= S or stack is not None:
+        out, columns = cache_attention(
+            query, source.key, source.value, here.position, position, layer=layer, **_options(policy, context)
+        )
+        return out, columns, query, here
+    key, value, slot_position = (x[:, :, :filled] for x in (here.key, here.value, here.position))
+    out, columns = cache_attention(query, key, value, slot_position, position, **_options(policy, context))
+    nothing = ((0, 0), (0, 0), (0, S - filled))
+    return out, jax.tree.map(lambda column: jnp.pad(column, nothing), columns), query, here
+
+
+def _options(policy: Policy | None, context: Context) -> dict[str, Any]:
+    """Of the attention, over slots or pages."""
+    return dict(
+        statistics=() if policy is None else policy.needs.statistics,
+        window=0 if policy is None else policy.needs.window,
+        sliding_window=context.sliding_window,
+        scale=context.scale,
+        implementation=context.implementation,
     )
+
+
+def _ask(
+    policy: Policy,
+    here: KVCache,
+    query: Float[Array, "B T heads D"],
+    position: Int[Array, "B T"],
+    columns: ColumnStatistics,
+    head: Int[Array, "K"],
+    budget: Int[Array, "B"],
+    context: Context,
+) -> tuple[Evidence, Any]:
+    """What the policy says of some heads of a layer, and its new state."""
+    B, K = here.position.shape[:2]
+    observation = Observation(
+        columns=jax.tree.map(lambda column: column.reshape(B, K, -1, column.shape[-1]), columns),
+        query=query,
+        query_position=position,
+        key=here.key,
+        value=here.value,
+        position=here.position,
+        next_position=here.next_position,
+        budget=budget,
+        head=head,
+        context=context,
+    )
+    # Which tokens stay is a choice, not a function to differentiate: gradients flow through the attention alone.
+    state, observation = jax.lax.stop_gradient((here.state, mark_protected(policy, observation)))
+    scores, new = update_scores(policy, state, observation)
+    state = jax.tree.map(lambda leaf, old: leaf.astype(old.dtype), new, state)  # float64 inputs would widen it
+    measure = policy.allocation.measure
+    evidence = Evidence(
+        scores,
+        entered=jnp.sum(position >= 0, axis=1, dtype=jnp.int32),
+        protected=observation.protected,
+        measured=None if measure is None else measure(observation),
+        allocation=policy.allocation,
+    )
+    return evidence, state
+
+
+def _with_scores(evidence: Evidence, here: KVCache) -> Evidence:
+    """The evidence with the scores computed that were left to be computed."""
+    if not isinstance(evidence.scores, Weights):
+        return evidence
+    scores = joined(evidence.scores, jax.lax.stop_gradient(here.value), here.live, evidence.protected)
+    return dataclasses.replace(evidence, scores=scores)
+
+
+def _observe_pages(
+    cache: PagedCache,
+    query: Float[Array, "B T N D"],
+    position: Int[Array, "B T"],
+    policy: Policy | None,
+    budget: Int[Array, "B"],
+    context: Context,
+) -> tuple[Float[Array, "B T N D"], PagedCache, Evidence | None]:
+    """Attention reads pages where they are; what else a policy reads of them is laid out one head after the other.
+
+    So are keys that are turned before attention.
+    """
+    B, T, N, _ = query.shape
+    K, layer = cache.heads_shape[-1], _index(cache, context)
+    turned = cache.positions == "compact"
+    out: Any = None
+    columns = ColumnStatistics()
+    if not turned:
+        table = cache.layer_table(layer)
+        out, columns = paged_attention(
+            query, cache.key, cache.value, cache.position, table, position, **_options(policy, context)
+        )
+        if policy is None:
+            return out, cache, None
+
+    def heads_of(tree: Any, axis: int, head: Int[Array, ""]) -> Any:
+        """The share of one KV head in an axis of KV heads, or of query heads."""
+
+        def take(x: Array) -> Array:
+            size = x.shape[axis] // K
+            return jax.lax.dynamic_slice_in_dim(x, head * size, size, axis)
+
+        return jax.tree.map(take, tree)
+
+    def of_head(head: Int[Array, ""]) -> tuple[Array | None, Any, Evidence | None]:
+        own_columns: ColumnStatistics
+        here, mine = cache.layer(layer, head), heads_of(query, 2, head)
+        own = dataclasses.replace(
+            context, projection=heads_of(context.projection, 0, head), predicted=heads_of(context.predicted, 2, head)
+        )
+        if turned:
+            out, own_columns, mine, here = _attention(here, mine, position, policy, own, None)
+            if policy is None:
+                return out, (), None
+        else:
+            out, own_columns = None, heads_of(columns, 1, head)
+        assert policy is not None
+        # XLA lays out only those parts of ``here`` that the policy reads.
+        evidence, state = _ask(policy, here, mine, position, own_columns, head[None], budget, own)
+        return out, state, dataclasses.replace(_with_scores(evidence, here), protected=None)
+
+    heads_out, state, evidence = jax.lax.map(of_head, jnp.arange(K))
+    if turned:
+        out = jnp.moveaxis(heads_out, 0, 2).reshape(B, T, N, -1)
+    if evidence is None or policy is None:
+        return out, cache, None
+
+    def put(whole: Any, part: Any) -> Any:
+        if isinstance(part, HeadState):
+            value = part.value[:, :, 0].swapaxes(0, 1)  # [K, B, 1, ...] -> [B, K, ...]
+            return HeadState(value if layer is None else whole.value.at[layer].set(value))
+        return write_layer(cache, whole, part[:, :, 0].swapaxes(0, 1), layer)
+
+    state = jax.tree.map(put, cache.state, state, is_leaf=lambda leaf: isinstance(leaf, HeadState))
+    scores = evidence.scores[:, :, 0].swapaxes(0, 1)
+    if policy.heads == "layer":  # all heads hold the same tokens, in the same slots
+        scores = jnp.broadcast_to(jnp.sum(scores / scores.shape[1], axis=1, keepdims=True), scores.shape)
+    measured = None if evidence.measured is None else jnp.sum(evidence.measured, axis=0)
+    evidence = dataclasses.replace(evidence, scores=scores, entered=evidence.entered[0], measured=measured)
+    return out, dataclasses.replace(cache, state=state), evidence
+
+
+def _index(cache: Cache, context: Context) -> int | Int[Array, ""] | None:
+    """Which layer of a cache that stacks them; None where it is of one layer."""
+    return context.layer if len(cache.heads_shape) == 3 else None
 
 
 def _check_policy(policy: Policy, cache: Cache, G: int) -> None:
@@ -374,7 +419,7 @@ def _check_policy(policy: Policy, cache: Cache, G: int) -> None:
             f"{policy.name!r} wants {policy.positions!r} positions, but the cache's are {cache.positions!r}; make the "
             f"cache with positions={policy.positions!r}."
         )
-    if policy.rotary and cache.positions != "absolute":
+    if policy.needs.rotary and cache.positions != "absolute":
         raise ValueError(
             f"{policy.name!r} turns queries back by their positions in the text, but the cache's positions are "
             f"{cache.positions!r}; make it with positions='absolute'."
@@ -402,180 +447,40 @@ def _check_policy(policy: Policy, cache: Cache, G: int) -> None:
     jax.tree.map(check, made, cache.state, is_leaf=lambda leaf: isinstance(leaf, HeadState))
 
 
-class _Look(NamedTuple):
-    """A block's queries upon some heads of a layer: attention, then the policy's scores."""
-
-    position: Int[Array, "B T"]
-    policy: Policy | None
-    budget: Int[Array, "B"]
-    layer: Int[Array, ""]
-    sliding_window: Any
-    scale: float | None
-    frequency: Float[Array, "rows half"] | None
-    decoding: bool | None
-    implementation: Implementation
-    leaving: _Leaving | None
-
-    def at(
-        self,
-        here: KVCache,
-        query: Float[Array, "B T K G D"],
-        head: Int[Array, "K"],
-        projection: OutputProjection | None,
-        foreseen: tuple[Array, ...] | None,
-        stack: tuple[Array, Array] | None = None,
-    ) -> tuple[Float[Array, "B T heads D"], Any, Observed | None]:
-        """With ``stack``, the keys and values of all layers, kernels read them there: a layer taken out is a copy."""
-        B, T, K, G, D = query.shape
-        key = here.key
-        if here.positions == "compact":
-            query, key = _turn_to_rank(here, query, self.position, self.frequency)
-            here, stack = dataclasses.replace(here, key=key), None
-        query = query.reshape(B, T, K * G, D)
-        keys, values, layer = (here.key, here.value, None) if stack is None else (*stack, self.layer)
-        out, columns = cache_attention(query, keys, values, here.position, self.position, layer=layer, **self.options())
-        if self.policy is None:
-            return out, here.state, None
-        state, observed = self.judge(here, query, columns, head, projection, foreseen, stack)
-        return out, state, observed
-
-    def options(self) -> dict[str, Any]:
-        """Of the attention, over slots or pages."""
-        policy = self.policy
-        return dict(
-            statistics=() if policy is None else policy.statistics,
-            window=0 if policy is None else policy.window,
-            sliding_window=self.sliding_window,
-            scale=self.scale,
-            implementation=self.implementation,
-        )
-
-    def judge(
-        self,
-        here: KVCache,
-        query: Float[Array, "B T heads D"],
-        columns: ColumnStatistics,
-        head: Int[Array, "K"],
-        projection: OutputProjection | None,
-        foreseen: tuple[Array, ...] | None,
-        stack: tuple[Array, Array] | None = None,
-    ) -> tuple[Any, Observed]:
-        """The policy's state and what it says, of the attention's statistics; ``stack`` as for :meth:`at`."""
-        policy = self.policy
-        assert policy is not None
-        B, T, N, _ = query.shape
-        K = head.shape[0]
-        observation = Observation(
-            columns=jax.tree.map(lambda column: column.reshape(B, K, -1, column.shape[-1]), columns),
-            query=query,
-            query_position=self.position,
-            key=here.key,
-            value=here.value,
-            position=here.position,
-            next_position=here.next_position,
-            budget=self.budget,
-            layer=self.layer,
-            head=head,
-            frequency=self.frequency,
-            output=projection,
-        )
-        if foreseen is not None:
-            rows = (x.reshape(B, T, N, -1) for x in foreseen)
-            prediction = Prediction(*rows)._replace(sliding_window=self.sliding_window)
-            observation = observation._replace(predicted=prediction)
-        # Which tokens stay is a choice, not a function to differentiate: gradients flow through the attention alone.
-        before, observation = jax.lax.stop_gradient((here.state, mark_protected(policy, observation)))
-        observation = observation._replace(decoding=self.decoding)  # a Python bool, which stop_gradient would trace
-        if self.leaving is not None:
-            left, state = remaining_positions(
-                policy,
-                before,
-                observation,
-                self.leaving.budget,
-                excess=self.leaving.excess,
-                stack=None if stack is None else (jax.lax.stop_gradient(stack[1]), self.layer),
-                implementation=self.implementation,
-            )
-            return _as_before(state, before), Observed(None, left=left)  # type: ignore[arg-type]
-        scores, state = retention_scores(policy, before, observation)
-        measure = policy.allocation.measure
-        return _as_before(state, before), Observed(scores, None if measure is None else measure(observation))
-
-
-def _as_before(state: Any, before: Any) -> Any:
-    """A policy's state in the dtypes that it had, which float64 inputs would widen."""
-    return jax.tree.map(lambda new, old: new.astype(old.dtype), state, before)
-
-
-def _observe_pages(cache, query, look, projection, foreseen, layer):
-    """Attention reads pages where they are; what else a policy reads of them is laid out one head after the other.
-
-    So are keys that are turned before attention.
-    """
-    B, T, K, G, D = query.shape
-    turned = cache.positions == "compact"
-    columns = None
-    if not turned:
-        flat, table = query.reshape(B, T, K * G, D), cache.layer_table(layer)
-        out, columns = paged_attention(
-            flat, cache.key, cache.value, cache.position, table, look.position, **look.options()
-        )
-        columns = jax.tree.map(lambda column: column.reshape(B, K, -1, column.shape[-1]), columns)
-        if look.policy is None:
-            return out, cache, None
-
-    def of_head(head):
-        def one(tree, axis):
-            return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, head, 1, axis), tree)
-
-        here, mine = cache.layer(layer, head), one(query, 2)
-        others = head[None], one(projection, 0), one(foreseen, 2)
-        if turned:
-            return look.at(here, mine, *others)
-        # Of what ``here`` has, XLA lays out what the policy reads.
-        return None, *look.judge(here, mine[:, :, 0], jax.tree.map(lambda x: x[:, 0], one(columns, 1)), *others)
-
-    heads_out, state, observed = jax.lax.map(of_head, jnp.arange(K))
-    if turned:
-        out = jnp.moveaxis(heads_out, 0, 2).reshape(B, T, K * G, D)
-    if observed is None:
-        return out, cache, None
-
-    def put(whole, part):
-        if isinstance(part, HeadState):
-            value = part.value[:, :, 0].swapaxes(0, 1)  # [K, B, 1, ...] -> [B, K, ...]
-            return HeadState(value if layer is None else whole.value.at[layer].set(value))
-        return write_layer(cache, whole, part[:, :, 0].swapaxes(0, 1), layer)
-
-    state = jax.tree.map(put, cache.state, state, is_leaf=lambda leaf: isinstance(leaf, HeadState))
-    scores = observed.scores[:, :, 0].swapaxes(0, 1)
-    if look.policy.heads == "layer":  # all heads hold the same tokens, in the same slots
-        scores = jnp.broadcast_to(jnp.sum(scores / scores.shape[1], axis=1, keepdims=True), scores.shape)
-    measured = None if observed.measured is None else jnp.sum(observed.measured, axis=0)
-    return out, dataclasses.replace(cache, state=state), Observed(scores, measured)
-
-
-def _turn_to_index(cache, query, key, position, frequency, layer):
+def _turn_to_index(
+    live: Int[Array, "B K"],
+    query: Float[Array, "B T N D"],
+    key: Float[Array, "B T K D"],
+    position: Int[Array, "B T"],
+    context: Context,
+) -> tuple[Float[Array, "B T N D"], Float[Array, "B T K D"]]:
     """Rotates a block as if its positions went on from the number of tokens that each head holds."""
     B, T, K, D = key.shape
-    live = cache.num_live if layer is None else cache.num_live[layer]  # [B, K]
+    assert context.frequency is not None
     valid = position >= 0
     index = live[:, None] + jnp.cumsum(valid, axis=1)[..., None] - 1  # [B, T, K]
     start, end = (jnp.where(valid[..., None], x, 0) for x in (position[..., None], index))
-    frequency = frequency[:, None, None]  # [B or 1, 1, 1, D / 2]
+    frequency = context.frequency[:, None, None]  # [B or 1, 1, 1, D / 2]
     grouped = query.reshape(B, T, K, -1, D)
     grouped = move(grouped, start[..., None], end[..., None], frequency[:, :, None])
     return grouped.reshape(query.shape), move(key, start, end, frequency)
 
 
-def _turn_to_rank(here, query, position, frequency):
+def _turn_to_rank(
+    here: KVCache, query: Float[Array, "B T heads D"], position: Int[Array, "B T"], context: Context
+) -> tuple[Float[Array, "B T heads D"], Float[Array, "B K S D"]]:
     """Rotates queries and keys as if the tokens of each head stood one behind the other."""
+    assert context.frequency is not None
+    K = here.position.shape[1]
+    frequency = context.frequency[:, None, None]
     order = jnp.argsort(jnp.where(here.live, here.position, jnp.iinfo(jnp.int32).max), axis=-1)
     rank = jnp.argsort(order, axis=-1)  # [B, K, S]
     start, end = (jnp.where(here.live, x, 0) for x in (here.position, rank))
-    key = move(here.key, start, end, frequency[:, None, None])
+    key = move(here.key, start, end, frequency)
     valid = position >= 0
     before = here.num_live[:, None] - jnp.sum(valid, axis=1)[:, None, None]  # [B, 1, K]: the block is the newest
     own = before + jnp.cumsum(valid, axis=1)[..., None] - 1  # [B, T, K]
     start, end = (jnp.where(valid[..., None], x, 0) for x in (position[..., None], own))
-    return move(query, start[..., None], end[..., None], frequency[:, None, None, None]), key
+    grouped = query.reshape(*query.shape[:2], K, -1, query.shape[-1])
+    grouped = move(grouped, start[..., None], end[..., None], frequency[:, None])
+    return grouped.reshape(query.shape), key

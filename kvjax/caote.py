@@ -9,12 +9,12 @@ import jax.numpy as jnp
 from kvjax.checks import check_count
 from kvjax.eviction_error import score as eviction_error
 from kvjax.joint_eviction import joint_score
-from kvjax.names import written
-from kvjax.policy import EvictionError, Observation, Policy, Scores, no_state, register
+from kvjax.observation import Needs, Observation, Weights
+from kvjax.policy import Policy, Scores, no_state, register
 from kvjax.projection import OutputProjection
 from kvjax.transforms import shares
 
-Through = Literal["value", "output"]
+Target = Literal["value", "output"]
 
 
 @register
@@ -23,7 +23,7 @@ def caote(
     norm: Literal[1, 2, "inf"] = 2,
     group: Literal["exact", "mean"] = "exact",
     fast: bool = False,
-    through: Through = "value",
+    target: Target = "value",
     cross: bool = True,
     rounds: int = 1,
 ) -> Policy:
@@ -35,9 +35,9 @@ def caote(
         norm: the norm of the change, 1, 2 or "inf".
         group: how the query heads of a KV head are joined; see :func:`kvjax.score`.
         fast: FastCAOTE; the link ``fast_caote`` is this with True.
-        through: "value" measures the heads' outputs, "output" the layer's, behind W_O. The latter needs norm 2, group
-            "exact", and ``projection=`` of :func:`kvjax.attend`.
-        cross: with through="output", whether heads count together, as they meet in W_O, or each alone (cheaper).
+        target: "value" measures the heads' outputs, "output" the layer's, behind W_O. The latter needs norm 2, group
+            "exact", and ``Context.projection``.
+        cross: with target="output", whether heads count together, as they meet in W_O, or each alone (cheaper).
         rounds: evicts the tokens that leave together in so many rounds, each exact for what the one before has left;
             see :func:`kvjax.joint_eviction.joint_score`. 1 is the paper: as if they were independent. With more, the
             scores order the tokens of one head, and heads cannot exchange slots by them. Needs norm 2.
@@ -46,35 +46,63 @@ def caote(
         >>> import kvjax
         >>> str(kvjax.parse("h2o+caote(group='mean')"))
         "h2o+caote(group='mean')"
-        >>> sorted(kvjax.parse("h2o+caote(through='output')").projections)
+        >>> sorted(kvjax.parse("h2o+caote(target='output')").needs.projections)
         ['factor']
     """
-    arguments = {"norm": norm, "group": group, "fast": fast, "through": through, "cross": cross, "rounds": rounds}
-    if through == "output" and (norm != 2 or group != "exact"):
+    if fast:
+        return fast_caote(norm=norm, group=group, target=target, cross=cross, rounds=rounds)
+    return _caote("caote", norm, group, target, cross, rounds)
+
+
+@register
+def fast_caote(
+    *,
+    norm: Literal[1, 2, "inf"] = 2,
+    group: Literal["exact", "mean"] = "exact",
+    target: Target = "value",
+    cross: bool = True,
+    rounds: int = 1,
+) -> Policy:
+    """FastCAOTE: CAOTE with the mean of the live values in place of the attention output (arXiv 2504.14051, eq. 22).
+
+    Example:
+        >>> import kvjax
+        >>> str(kvjax.parse("tova+fast_caote"))
+        'tova+fast_caote'
+    """
+    return _caote("fast_caote", norm, group, target, cross, rounds)
+
+
+def _caote(
+    name: str,
+    norm: Literal[1, 2, "inf"],
+    group: Literal["exact", "mean"],
+    target: Target,
+    cross: bool,
+    rounds: int,
+) -> Policy:
+    if target == "output" and (norm != 2 or group != "exact"):
         raise ValueError(
-            f"caote: norm is {norm!r} and group {group!r}, but through='output' measures one vector, the "
+            f"caote: norm is {norm!r} and group {group!r}, but target='output' measures one vector, the "
             "layer's output: take norm=2 and group='exact'."
         )
-    if through == "value" and not cross:
-        raise ValueError("caote: cross=False is about heads that meet in W_O; take it with through='output'.")
+    if target == "value" and not cross:
+        raise ValueError("caote: cross=False is about heads that meet in W_O; take it with target='output'.")
     check_count("caote: rounds", rounds, 1, "give an int from 1")
     if rounds > 1 and norm != 2:
         raise ValueError(
             f"caote: norm is {norm!r}, but rounds follow the change in norm 2 only; take norm=2 or rounds=1."
         )
-    make = fast_caote if fast else caote
-    name = written(make, **({k: v for k, v in arguments.items() if k != "fast"} if fast else arguments))
-    kind = "factor" if cross else "gram"
+    kind, fast = "factor" if cross else "gram", name == "fast_caote"
 
-    def weigh(scores: Scores, state: Any, o: Observation) -> tuple[Scores, Any]:
-        return shares(scores, o), state
-
-    def update(scores: Scores, state: Any, o: Observation) -> tuple[Scores, Any]:
-        weights, state = weigh(scores, state, o)
-        if through == "output":  # W_O tells the heads of a group apart, even where their scores do not
+    def update(scores: Scores, state: Any, o: Observation) -> tuple[Scores | Weights, Any]:
+        weights = shares(scores, o)
+        if target == "value" and rounds == 1:
+            return Weights(weights, fast, norm, group), state
+        if target == "output":  # W_O tells the heads of a group apart, even where their scores do not
             G = o.query.shape[2] // o.position.shape[1]
             weights = jnp.broadcast_to(weights, (*weights.shape[:2], G, weights.shape[3]))
-        behind = _projection(name, kind, o) if through == "output" else None
+        behind = _projection(kind, o) if target == "output" else None
         if rounds == 1:
             joined = eviction_error(
                 weights, o.value, fast=fast, norm=norm, group=group, mask=o.live, projection=behind, cross=cross
@@ -87,43 +115,22 @@ def caote(
             )  # fmt: skip
         return joined[:, :, None], state
 
-    at_once = through == "value" and rounds == 1
     return Policy(
         name,
         no_state,
         update,
-        projections=frozenset({kind} if through == "output" else ()),
+        needs=Needs(projections=frozenset({kind} if target == "output" else ())),
         needs_nonnegative=True,
         nonnegative=rounds == 1,
         comparable=rounds == 1,
-        error=EvictionError(fast, norm, group) if at_once else None,
-        weigh=weigh if at_once else None,
     )
 
 
-@register
-def fast_caote(
-    *,
-    norm: Literal[1, 2, "inf"] = 2,
-    group: Literal["exact", "mean"] = "exact",
-    through: Through = "value",
-    cross: bool = True,
-    rounds: int = 1,
-) -> Policy:
-    """FastCAOTE: CAOTE with the mean of the live values in place of the attention output (arXiv 2504.14051, eq. 22).
-
-    Example:
-        >>> import kvjax
-        >>> str(kvjax.parse("tova+fast_caote"))
-        'tova+fast_caote'
-    """
-    return caote(norm=norm, group=group, fast=True, through=through, cross=cross, rounds=rounds)
-
-
-def _projection(name: str, kind: str, o: Observation) -> OutputProjection:
-    if o.output is None or getattr(o.output, kind) is None:
+def _projection(kind: str, o: Observation) -> OutputProjection:
+    projection = o.context.projection
+    if projection is None or getattr(projection, kind) is None:
         raise ValueError(
-            f"{name!r} reads the {kind} of the layer's output projection, which is not there: hand it to attend "
-            f"(projection=kvjax.output_projection(weight, kv_heads, policy.projections))."
+            f"caote(target='output') reads the {kind} of the layer's output projection, which is not there: hand it "
+            "to attend (Context(projection=kvjax.output_projection(weight, kv_heads, policy.needs.projections)))."
         )
-    return o.output
+    return projection

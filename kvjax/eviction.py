@@ -4,27 +4,80 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
+from kernels_pallas import caote_topk
+from kernels_pallas.dispatch import Implementation
 from kvjax.allocation import UNIFORM, Allocation, Contest, parse_allocation
 from kvjax.cache import KVCache
 from kvjax.checks import check_tokens, plain, real_array
 from kvjax.insertion import Cache
-from kvjax.paged import PagedCache, release
-from kvjax.selection import keep_mask
+from kvjax.observation import Weights
+from kvjax.paged import PagedCache, release, write_layer
+from kvjax.topk import keep_mask
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Evidence:
+    """What a policy says of the slots after a block: all that :func:`evict` has to know beside the budget.
+
+    Attributes:
+        scores: retention scores, ``+inf`` where a token is protected, shaped like the slots that they are about; or
+            the :class:`Weights` that they are made from.
+        entered: how many tokens of each row came in with the block. A row without any loses nothing.
+        protected: the slots that stay whatever their weights; None where ``scores`` say so.
+        measured: what the allocation measured of the attention, if it measures any.
+        allocation: who gets how many slots.
+
+    Example:
+        >>> import kvjax
+        >>> cache = kvjax.KVCache.init(batch=1, kv_heads=2, slots=4, head_dim=4, layers=3)
+        >>> kvjax.Evidence.of_layers(cache, kvjax.parse("tova@model").allocation).scores.shape
+        (3, 1, 2, 4)
+    """
+
+    scores: Float[Array, "*slots"] | Weights
+    entered: Int[Array, "B"]
+    protected: Bool[Array, "B K S"] | None = None
+    measured: Float[Array, "*L B measures"] | None = None
+    allocation: Allocation = dataclasses.field(default=UNIFORM, metadata={"static": True})
+
+    @classmethod
+    def of_layers(cls, cache: Cache, allocation: Allocation) -> Evidence:
+        """Makes room for what is said of all layers of a cache; :meth:`with_layer` fills it in."""
+        *L, B, _ = cache.heads_shape
+        return cls(
+            scores=jnp.full(cache.position.shape, -jnp.inf, jnp.float32),
+            entered=jnp.zeros(B, jnp.int32),
+            measured=jnp.zeros((*L, B, allocation.measures), jnp.float32) if allocation.measures else None,
+            allocation=allocation,
+        )
+
+    def with_layer(self, cache: Cache, layer: int | Int[Array, ""] | None, said: Evidence) -> Evidence:
+        """Puts in what :func:`kvjax.observe` said of one layer of the cache."""
+        assert isinstance(self.scores, Array) and isinstance(said.scores, Array)
+        measured = self.measured
+        if measured is not None:
+            measured = said.measured if layer is None else measured.at[layer].set(said.measured)
+        if isinstance(cache, PagedCache):  # else a layer has a row for each head
+            scores = write_layer(cache, self.scores, said.scores, layer)
+        else:
+            scores = said.scores if layer is None else self.scores.at[layer].set(said.scores)
+        return dataclasses.replace(self, scores=scores, entered=said.entered, measured=measured)
 
 
 def evict(
     cache: Cache,
-    scores: Float[Array, "*slots"],
+    scores: Float[Array, "*slots"] | Evidence,
     budget: int | Int[Array, ""] | Int[Array, "B"],
     *,
     layer: int | Int[Array, ""] | None = None,
     excess: int | None = None,
     allocation: Allocation | str = UNIFORM,
-    measured: Float[Array, "L B measures"] | None = None,
-    entered: Int[Array, "B"] | None = None,
+    implementation: Implementation = "auto",
 ) -> Cache:
     """Frees the slots of all but the best tokens. Keys and values stay where they are.
 
@@ -32,14 +85,14 @@ def evict(
 
     Args:
         scores: retention scores, larger = keep, shaped like ``cache.position`` (one layer of it with ``layer``). Free
-            slots are ignored; NaN loses to everything; ties go to the more recent token.
-        budget: how many tokens each head keeps, on average where heads compete, at least 1; one number or one a row.
+            slots are ignored; NaN loses to everything; ties go to the more recent token. Or what a policy says
+            (:func:`kvjax.observe`), which brings its allocation.
+        budget: how many tokens each head keeps, on average where heads compete, at least 1; one number or one per row.
         layer: which layer of a stacked plain cache.
         excess: a promise that no head holds more than ``budget + excess`` tokens. With 1, as in decode, a uniform
             selection is an argmin.
         allocation: who gets how many slots, or its short name; see :mod:`kvjax.allocation`.
-        measured: what the allocation measured of each layer (:func:`kvjax.observe`); only "cake" asks for it.
-        entered: how many tokens of each row came in with this block; only "cake" asks for it.
+        implementation: of an eviction by CAOTE; see :func:`kernels_pallas.caote_topk`.
 
     Raises:
         ValueError: scores that do not fit the cache, a budget below 1, an allocation over layers with ``layer``.
@@ -53,68 +106,104 @@ def evict(
         [[[0, -1, 2]]]
     """
     layer = plain(layer)
-    if isinstance(allocation, str):
-        allocation = parse_allocation(allocation)
-    if not isinstance(allocation, Allocation):
-        raise ValueError(f"{allocation!r} is not an allocation; give one of kvjax.allocation, or its short name.")
     if not isinstance(cache, Cache):
         raise ValueError(f"a {type(cache).__name__} was given; evict takes a KVCache or a PagedCache.")
-    scores, position = real_array("scores", scores), cache.position
-    if isinstance(cache, PagedCache):
-        if layer is not None:
-            raise ValueError("a paged cache evicts in all its layers at once, as pages are shared; leave layer out.")
-    elif layer is not None:
-        if len(cache.heads_shape) == 2 or (isinstance(layer, int) and not 0 <= layer < cache.heads_shape[0]):
-            raise ValueError(
-                f"layer is {layer}, but the cache has the layers {list(range(*cache.heads_shape[:-2] or (0,)))}."
-            )
-        position = position[layer]
-        if not allocation.one_layer:
-            raise ValueError(
-                f"the allocation {allocation.name!r} compares layers, but layer= names one; "
-                "observe all layers first (kvjax.observe), then evict once."
-            )
-    if scores.shape != position.shape:
-        raise ValueError(f"scores {scores.shape} do not fit the slots: expected {position.shape}.")
     budget = check_tokens(budget, cache.next_position.shape)
-    if allocation.even and not isinstance(cache, PagedCache):
-        stays = keep_mask(scores, position, budget, excess=excess)
+    if isinstance(scores, Evidence):
+        if allocation is not UNIFORM:
+            raise ValueError("an allocation was given beside what a policy says, which brings its own; leave it out.")
+        evidence = scores
+        # The statistics of a block say nothing of a row that has no token in it: it keeps all.
+        budget = jnp.where(evidence.entered > 0, jnp.asarray(budget, jnp.int32), cache.num_slots)
     else:
-        contest = _contest(cache, scores, position, budget, layer, measured, entered)
+        allocation = parse_allocation(allocation) if isinstance(allocation, str) else allocation
+        if not isinstance(allocation, Allocation):
+            raise ValueError(f"{allocation!r} is not an allocation; give one of kvjax.allocation, or its short name.")
+        evidence = Evidence(real_array("scores", scores), jnp.zeros_like(cache.next_position), allocation=allocation)
+    position = _positions_of(cache, layer, evidence.allocation)
+    if isinstance(evidence.scores, Weights):
+        kept = caote_topk(
+            evidence.scores.weights,
+            jax.lax.stop_gradient(cache.value),
+            position,
+            budget,
+            protected=evidence.protected,
+            fast=evidence.scores.fast,
+            norm=evidence.scores.norm,
+            group=evidence.scores.group,
+            excess=excess,
+            layer=layer,
+            implementation=implementation,
+        )
+        assert isinstance(cache, KVCache)
+        return _with_positions(cache, kept.position, layer)
+    if evidence.scores.shape != position.shape:
+        raise ValueError(f"scores {evidence.scores.shape} do not fit the slots: expected {position.shape}.")
+    if evidence.allocation.even and isinstance(cache, KVCache):
+        stays = keep_mask(evidence.scores, position, budget, excess=excess)
+    else:
+        contest = _contest(cache, evidence, position, budget, layer)
         all_fit = (contest.budget >= cache.num_slots)[contest.batch]  # rows that nothing has to leave, as idle ones
-        stays = allocation.keep(contest) | (contest.live & all_fit[..., None])
+        stays = evidence.allocation.keep(contest) | (contest.live & all_fit[..., None])
     position = jnp.where(stays, position, -1)
     if isinstance(cache, PagedCache):
         return release(dataclasses.replace(cache, position=position))
-    return set_positions(cache, position, layer)
+    return _with_positions(cache, position, layer)
 
 
-def set_positions(cache: KVCache, position: Int[Array, "*slots"], layer: int | Int[Array, ""] | None = None) -> KVCache:
+def _positions_of(cache: Cache, layer: int | Int[Array, ""] | None, allocation: Allocation) -> Int[Array, "*slots"]:
+    """The positions that an eviction is about, after a check that it can be about them."""
+    if layer is None:
+        return cache.position
+    if isinstance(cache, PagedCache):
+        raise ValueError("a paged cache evicts in all its layers at once, as pages are shared; leave layer out.")
+    if len(cache.heads_shape) == 2 or (isinstance(layer, int) and not 0 <= layer < cache.heads_shape[0]):
+        raise ValueError(
+            f"layer is {layer}, but the cache has the layers {list(range(*cache.heads_shape[:-2] or (0,)))}."
+        )
+    if not allocation.one_layer:
+        raise ValueError(
+            f"the allocation {allocation.name!r} compares layers, but layer= names one; "
+            "observe all layers first (kvjax.observe), then evict once."
+        )
+    return cache.position[layer]
+
+
+def _with_positions(
+    cache: KVCache, position: Int[Array, "*slots"], layer: int | Int[Array, ""] | None = None
+) -> KVCache:
     """The plain cache, or one layer of it, with other positions: what is -1 there is free now."""
     if layer is not None:
         position = cache.position.at[layer].set(position)
     return dataclasses.replace(cache, position=position)
 
 
-def _contest(cache, scores, position, budget, layer, measured, entered) -> Contest:
-    """Whose each row of slots is: a row a head in a plain cache, a row a page in a paged one."""
+def _contest(
+    cache: Cache,
+    evidence: Evidence,
+    position: Int[Array, "*slots"],
+    budget: int | Int[Array, ""] | Int[Array, "B"],
+    layer: int | Int[Array, ""] | None,
+) -> Contest:
+    """Names the owner of each row of slots: a row is a head in a plain cache, a page in a paged one."""
     *L, B, K = cache.heads_shape
     layers = L[0] if L and layer is None else 1
     if isinstance(cache, PagedCache):
         head = jnp.maximum(cache.owner, 0)
     else:
         head = jnp.arange(layers * B * K, dtype=jnp.int32).reshape(position.shape[:-1])
-    nothing = jnp.zeros(B, jnp.int32)
+    assert isinstance(evidence.scores, Array)
+    measured = evidence.measured
     return Contest(
-        scores=scores,
+        scores=evidence.scores,
         position=position,
         layer=head // (B * K),
         batch=head // K % B,
         head=head % K,
         budget=jnp.broadcast_to(jnp.asarray(budget, jnp.int32), (B,)),
         seen=cache.next_position,
-        entered=nothing if entered is None else entered,
-        measured=measured,
+        entered=evidence.entered,
+        measured=None if measured is None else measured.reshape(layers, B, -1),
         layers=layers,
         heads=K,
     )

@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.checks import check_count, typed
 from kvjax.eviction_error import Group, joined_change
 from kvjax.projection import OutputProjection, measure
-from kvjax.selection import keep_mask
+from kvjax.topk import keep_mask
 
 
 @typed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
@@ -14,10 +15,19 @@ from kvjax.checks import typed
 def registered(table: dict[str, Callable[..., Any]], make: Callable[..., Any]) -> Callable[..., Any]:
     """Puts a maker into the table of short names; its arguments are checked, and equal ones give the same object.
 
-    Without the latter, each call would be a new closure, and ``jit`` would compile again.
+    Else each call would be a new closure, and ``jit`` would compile again. What the maker calls by its own name is
+    named with the arguments as :func:`written` writes them.
     """
-    # protect(recent=1) is not protect(recent=1.0); and the check comes first, as what it refuses may have no hash.
-    made = typed(functools.lru_cache(maxsize=None, typed=True)(make))
+
+    @functools.lru_cache(maxsize=None, typed=True)  # protect(recent=1) is not protect(recent=1.0)
+    @functools.wraps(make)
+    def named(*args: Any, **kwargs: Any) -> Any:
+        thing = make(*args, **kwargs)
+        if thing.name != make.__name__:  # that of another maker, which made it: caote(fast=True) is a fast_caote()
+            return thing
+        return dataclasses.replace(thing, name=written(make, **inspect.signature(make).bind(*args, **kwargs).arguments))
+
+    made = typed(named)  # before the cache, as what it refuses may have no hash
     table[make.__name__] = made
     return made
 

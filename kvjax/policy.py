@@ -11,75 +11,25 @@ from __future__ import annotations
 import ast
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
-from kernels_pallas import STATISTICS, ColumnStatistics, caote_topk
-from kernels_pallas.dispatch import Implementation
+from kernels_pallas import STATISTICS
 from kvjax.allocation import UNIFORM, Allocation, parse_allocation
 from kvjax.cache import Positions
 from kvjax.checks import check_count, plain, typed
+from kvjax.eviction_error import score as eviction_error
 from kvjax.names import called, registered
-from kvjax.projection import OutputProjection
-from kvjax.selection import share_of
+from kvjax.observation import Needs, Observation, Weights
+from kvjax.topk import share_of
 
 PyTree = Any
 Heads = Literal["group", "layer", "query"]
 Scores = Float[Array, "B K _ S"]  # the third axis is G, or 1 where a link has joined the group
-
-
-class Prediction(NamedTuple):
-    """What a small network predicts of a block in one layer: importance is ``query . key / sqrt(dim)``, a logit.
-
-    One query and one key a query head; later blocks meet the keys again (:func:`kvjax.butler` keeps them with the
-    tokens). ``sliding_window`` is the layer's, filled in where it attends.
-    """
-
-    query: Float[Array, "B T N dim"]
-    key: Float[Array, "B T N dim"]
-    sliding_window: Int[Array, ""] | int | None = None
-
-
-class Observation(NamedTuple):
-    """What a score may read of one block in one layer, after its T tokens were inserted.
-
-    ``columns`` are the block's attention statistics that the policy asked for, as ``[B, K, G, S]`` (a group's own as
-    ``[B, K, 1, S]``); ``query`` and ``key`` are rotated; ``query_position`` is -1 for padding; ``position`` is -1
-    where a slot is free; ``budget`` is one a row. ``protected`` are the slots that stay whatever they score. ``head``
-    numbers the KV heads at hand (all of the layer if None). ``decoding`` says that the context was compressed before,
-    as in decode or when a question comes after it; None takes a block of one query for that. ``frequency`` is the
-    rotary angle per position, None for a model without; ``output`` is what the policy asked of the layer's output
-    projection; ``predicted`` is what a predictor says of the block, for a policy that asks for one.
-    """
-
-    columns: ColumnStatistics
-    query: Float[Array, "B T N D"]
-    query_position: Int[Array, "B T"]
-    key: Float[Array, "B K S D"]
-    value: Float[Array, "B K S D"]
-    position: Int[Array, "B K S"]
-    next_position: Int[Array, "B"]
-    budget: Int[Array, "B"]
-    layer: Int[Array, ""]
-    protected: Bool[Array, "B K S"] = None  # type: ignore[assignment]
-    head: Int[Array, "K"] | None = None
-    frequency: Float[Array, "rows half"] | None = None
-    output: OutputProjection | None = None
-    decoding: bool | None = None
-    predicted: Prediction | None = None
-
-    @property
-    def live(self) -> Array:
-        """Which slots hold a token, bool ``[B, K, S]``."""
-        return self.position >= 0
-
-    @property
-    def settled(self) -> bool:
-        """Whether this block comes after the context was compressed."""
-        return self.query.shape[1] == 1 if self.decoding is None else self.decoding
 
 
 class Protection(NamedTuple):
@@ -94,14 +44,6 @@ class Protection(NamedTuple):
         return sinks, recent
 
 
-class EvictionError(NamedTuple):
-    """Which of CAOTE's errors a policy evicts by: see :func:`kernels_pallas.caote_topk`."""
-
-    fast: bool
-    norm: Literal[1, 2, "inf"]
-    group: Literal["exact", "mean"]
-
-
 @dataclasses.dataclass(frozen=True)
 class Policy:
     """One link, or a whole chain, of a policy; made by the functions of ``kvjax.scores`` and by :func:`chain`.
@@ -110,13 +52,10 @@ class Policy:
         name: how a command line writes it.
         init: ``init(B, K, G, S, D) -> state``, a pytree of zeros whose leaves lead with ``[B, K, S]``, or with
             ``[B, K]`` inside a :class:`kvjax.HeadState`.
-        update: ``update(scores, state, observation) -> (scores, state)``; a base score ignores ``scores``.
-        statistics: the column statistics that it reads (``kernels_pallas.STATISTICS``).
-        window: the observation window of the "window_" statistics, in queries.
+        update: ``update(scores, state, observation) -> (scores, state)``; a base score ignores ``scores``. The last
+            link may give :class:`kvjax.Weights`, from which an eviction makes CAOTE's scores.
+        needs: what it reads of an observation.
         protections: what always stays.
-        projections: what it reads of the layer's output projection (``kvjax.projection.KINDS``).
-        rotary: whether it reads the rotary frequencies.
-        predicted: whether it reads a predictor's queries and keys (``Observation.predicted``).
         links: what a chain is made of; () for a single link.
         base: whether it makes scores rather than changing them.
         nonnegative: whether its scores can serve as attention weights (caote asks for that). A link that changes scores
@@ -126,19 +65,13 @@ class Policy:
         heads: who has one set of tokens: each query "group", all heads of a "layer", or each "query" head alone.
         positions: how the cache rotates its keys; see :class:`kvjax.KVCache`.
         allocation: who gets how many slots.
-        error: says that its scores are CAOTE's errors of losing each token, so that one operation can score and evict.
-        weigh: with ``error``, is called like ``update`` and gives the weights of which they are the errors.
     """
 
     name: str
     init: Callable[[int, int, int, int, int], PyTree]
-    update: Callable[[Scores, PyTree, Observation], tuple[Scores, PyTree]]
-    statistics: frozenset[str] = frozenset()
-    window: int = 0
+    update: Callable[[Scores, PyTree, Observation], tuple[Scores | Weights, PyTree]]
+    needs: Needs = Needs()
     protections: tuple[Protection, ...] = ()
-    projections: frozenset[str] = frozenset()
-    rotary: bool = False
-    predicted: bool = False
     links: tuple[Policy, ...] = ()
     base: bool = False
     nonnegative: bool = False
@@ -147,8 +80,6 @@ class Policy:
     heads: Heads = "group"
     positions: Positions = "absolute"
     allocation: Allocation = UNIFORM
-    error: EvictionError | None = None
-    weigh: Callable[[Scores, PyTree, Observation], tuple[Scores, PyTree]] | None = None
 
     def __str__(self) -> str:
         return self.name
@@ -212,11 +143,8 @@ def base_score(
         name=name,
         init=no_state,
         update=lambda _, state, observation: (score(observation), state),
-        statistics=frozenset(statistics),
-        window=window,
+        needs=Needs(frozenset(statistics), window, frozenset(projections), rotary),
         protections=() if protection is None else (protection,),
-        projections=frozenset(projections),
-        rotary=rotary,
         base=True,
         nonnegative=nonnegative,
     )
@@ -251,9 +179,10 @@ def chain(*links: Policy) -> Policy:
                 "put 'normalise' between."
             )
         nonnegative = link.nonnegative if link.base or not link.comparable else nonnegative or link.nonnegative
-    windows = {link.window for link in links if link.window}
-    if len(windows) > 1:
-        raise ValueError(f"{name!r} has observation windows of {sorted(windows)} queries; a policy has one.")
+    try:
+        needs = functools.reduce(operator.or_, (link.needs for link in links))
+    except ValueError as error:
+        raise ValueError(f"{name!r}: {error}") from None
     heads = {link.heads for link in links} - {"group"} or {"group"}
     positions = {link.positions for link in links} - {"absolute"} or {"absolute"}
     for what, choices in (("heads", heads), ("positions", positions)):
@@ -267,7 +196,7 @@ def chain(*links: Policy) -> Policy:
             "take rounds=1, or heads='group'."
         )
     turned = positions - {"absolute"}
-    if turned and any(link.rotary for link in links):
+    if turned and needs.rotary:
         raise ValueError(
             f"{name!r} turns queries back by their positions in the text, but the cache's are {turned.pop()!r}; "
             "leave the link 'positions' out."
@@ -276,38 +205,26 @@ def chain(*links: Policy) -> Policy:
     def init(B: int, K: int, G: int, S: int, D: int) -> PyTree:
         return tuple(link.init(B, K, G, S, D) for link in links)
 
-    def run(updates: list[Callable]) -> Callable[[Scores, PyTree, Observation], tuple[Scores, PyTree]]:
-        def update(scores: Scores, state: PyTree, observation: Observation) -> tuple[Scores, PyTree]:
-            states = []
-            for update_link, link_state in zip(updates, state, strict=True):
-                scores, link_state = update_link(scores, link_state, observation)
-                states.append(link_state)
-            return scores, tuple(states)
-
-        return update
-
-    updates = [link.update for link in links]
-    last = max((index for index, one in enumerate(updates) if one is not unchanged), default=0)
-    weigh = links[last].weigh
+    def update(scores: Scores | Weights, state: PyTree, observation: Observation) -> tuple[Scores | Weights, PyTree]:
+        states = []
+        for link, link_state in zip(links, state, strict=True):
+            if link.update is not unchanged:
+                scores, link_state = link.update(computed(scores, observation), link_state, observation)
+            states.append(link_state)
+        return scores, tuple(states)
 
     return Policy(
         name=name,
         init=init,
-        update=run(updates),
-        statistics=frozenset().union(*(link.statistics for link in links)),
-        window=max(windows, default=0),
+        update=update,
+        needs=needs,
         protections=sum((link.protections for link in links), ()),
-        projections=frozenset().union(*(link.projections for link in links)),
-        rotary=any(link.rotary for link in links),
-        predicted=any(link.predicted for link in links),
         links=links,
         base=True,
         nonnegative=nonnegative,
         comparable=comparable,
         heads=heads.pop(),
         positions=positions.pop(),
-        error=links[last].error,
-        weigh=None if weigh is None else run([*updates[:last], weigh, *updates[last + 1 :]]),
     )
 
 
@@ -342,15 +259,14 @@ def allocated(policy: Policy, allocation: Allocation) -> Policy:
             f"{name!r}: {allocation.name!r} divides scores by their sum, for which they must not be negative, as those "
             f"of {plain!r} can be; put 'normalise' between."
         )
-    window = policy.window
+    needs = policy.needs
     if allocation.statistics:
-        window = window or allocation.window or 32
-        if allocation.window and allocation.window != window:
-            raise ValueError(
-                f"{name!r} has observation windows of {sorted({window, allocation.window})} queries; a policy has one."
-            )
-    statistics = policy.statistics | allocation.statistics
-    return dataclasses.replace(policy, name=name, allocation=allocation, statistics=statistics, window=window)
+        own = Needs(allocation.statistics, allocation.window or needs.window or 32)
+        try:
+            needs = needs | own
+        except ValueError as error:
+            raise ValueError(f"{name!r}: {error}") from None
+    return dataclasses.replace(policy, name=name, allocation=allocation, needs=needs)
 
 
 def retention_scores(policy: Policy, state: PyTree, observation: Observation) -> tuple[Float[Array, "B K S"], PyTree]:
@@ -362,71 +278,50 @@ def retention_scores(policy: Policy, state: PyTree, observation: Observation) ->
         >>> from kernels_pallas import ColumnStatistics
         >>> one = jnp.ones((1, 1, 3, 2))
         >>> seen = kvjax.Observation(ColumnStatistics(), one.swapaxes(1, 2), jnp.array([[0, 1, 2]]), one, one,
-        ...                          jnp.array([[[0, 1, 2]]]), jnp.array([3]), jnp.array([2]), 0)
+        ...                          jnp.array([[[0, 1, 2]]]), jnp.array([3]), jnp.array([2]))
         >>> kvjax.retention_scores(kvjax.streaming(sinks=1), (), seen)[0].tolist()
         [[[inf, 1.0, 2.0]]]
     """
     observation = mark_protected(policy, observation)
-    scores, state = policy.update(_nothing(observation), state, observation)
+    scores, state = update_scores(policy, state, observation)
+    if isinstance(scores, Weights):
+        scores = joined(scores, observation.value, observation.live, observation.protected)
+    return scores, state
+
+
+def update_scores(
+    policy: Policy, state: PyTree, observation: Observation
+) -> tuple[Float[Array, "B K S"] | Weights, PyTree]:
+    """Runs a policy on a block whose protected slots are marked; CAOTE's scores may be left to be computed."""
+    nothing = jnp.zeros_like(observation.position[:, :, None], jnp.float32)  # which a base score ignores
+    scores, state = policy.update(nothing, state, observation)
+    if isinstance(scores, Weights) and policy.heads != "layer":
+        return scores, state
+    scores = computed(scores, observation)
     if policy.heads == "layer":
         heads = scores.shape[1] * scores.shape[2]  # divided before the sum: the largest floats have none
         scores = jnp.broadcast_to(jnp.sum(scores / heads, axis=(1, 2), keepdims=True), scores.shape)
     return jnp.where(observation.protected, jnp.inf, jnp.mean(scores, axis=2)), state
 
 
-def remaining_positions(
-    policy: Policy,
-    state: PyTree,
-    observation: Observation,
-    budget: int | Int[Array, ""] | Int[Array, "B"],
-    *,
-    excess: int | None = None,
-    stack: tuple[Float[Array, "L B K S D"], Int[Array, ""]] | None = None,
-    implementation: Implementation = "auto",
-) -> tuple[Int[Array, "B K S"], PyTree]:
-    """Runs a policy with an ``error`` on a block, and evicts by its scores: the positions left, and the new state.
+def computed(scores: Scores | Weights, observation: Observation) -> Scores:
+    """Scores as the next link reads them."""
+    if not isinstance(scores, Weights):
+        return scores
+    return joined(scores, observation.value, observation.live, None)[:, :, None]
 
-    The same as :func:`retention_scores` and :func:`kvjax.evict`, in one operation.
 
-    Args:
-        budget, excess: as in :func:`kvjax.evict`.
-        stack: the values of all layers and the layer's number: a kernel reads them where they are.
-        implementation: see :func:`kernels_pallas.caote_topk`.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> import kvjax
-        >>> from kernels_pallas import ColumnStatistics
-        >>> from kvjax.policy import remaining_positions
-        >>> last = ColumnStatistics(last=jnp.array([[[[0.5, 0.25, 0.25]]]]))
-        >>> value, position = jnp.array([[[[0.0], [2.0], [-2.0]]]]), jnp.array([[[0, 1, 2]]])
-        >>> seen = kvjax.Observation(last, jnp.ones((1, 1, 1, 1)), jnp.array([[2]]), value, value, position,
-        ...                          jnp.array([3]), jnp.array([2]), 0)
-        >>> policy = kvjax.parse("tova+caote")  # the first token's value is the output itself
-        >>> remaining_positions(policy, policy.init(1, 1, 1, 3, 1), seen, 2)[0].tolist()
-        [[[-1, 1, 2]]]
-    """
-    assert policy.error is not None and policy.weigh is not None
-    observation = mark_protected(policy, observation)
-    weights, state = policy.weigh(_nothing(observation), state, observation)
-    value, layer = (observation.value, None) if stack is None else stack
-    kept = caote_topk(
-        weights,
-        value,
-        observation.position,
-        budget,
-        protected=observation.protected,
-        **policy.error._asdict(),
-        excess=excess,
-        layer=layer,
-        implementation=implementation,
+def joined(
+    weights: Weights,
+    value: Float[Array, "B K S D"],
+    live: Bool[Array, "B K S"],
+    protected: Bool[Array, "B K S"] | None,
+) -> Float[Array, "B K S"]:
+    """Computes the scores that were left to be computed: ``+inf`` where a slot is protected."""
+    errors = eviction_error(
+        weights.weights, value, fast=weights.fast, norm=weights.norm, group=weights.group, mask=live
     )
-    return kept.position, state
-
-
-def _nothing(observation: Observation) -> Scores:
-    """What a base score is given, and ignores."""
-    return jnp.zeros_like(observation.position[:, :, None], jnp.float32)
+    return errors if protected is None else jnp.where(protected, jnp.inf, errors)
 
 
 def mark_protected(policy: Policy, observation: Observation) -> Observation:
@@ -468,10 +363,10 @@ def check_block(policy: Policy, block: int) -> None:
 smaller window (window=16 in its name).
     """
     block = check_count("block", block, 1, "a block has at least 1 token")
-    if policy.window > block:
+    if policy.needs.window > block:
         raise ValueError(
-            f"{policy.name!r} observes the last {policy.window} queries, but a block has {block}: give a block of at "
-            f"least {policy.window}, or a smaller window (window={block} in its name)."
+            f"{policy.name!r} observes the last {policy.needs.window} queries, but a block has {block}: give a block "
+            f"of at least {policy.needs.window}, or a smaller window (window={block} in its name)."
         )
 
 

@@ -34,7 +34,7 @@ class OutputProjection(NamedTuple):
 
 
 def output_projection(weight: Float[Array, "*L N D E"], kv_heads: int, kinds: Iterable[str]) -> OutputProjection:
-    """The parts of W_O that a policy asks for (``policy.projections``).
+    """The parts of W_O that a policy asks for (``policy.needs.projections``).
 
     Args:
         weight: the output projection, one block ``[D, E]`` a query head.

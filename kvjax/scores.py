@@ -11,11 +11,10 @@ from jaxtyping import Array, Bool, Float, UInt
 from kernels_pallas import cache_attention
 from kvjax.cache import HeadState, nth_true
 from kvjax.checks import check_count
-from kvjax.names import check_number, written
+from kvjax.names import check_number
+from kvjax.observation import Needs, Observation, Prediction
 from kvjax.policy import (
-    Observation,
     Policy,
-    Prediction,
     Protection,
     Scores,
     allocated,
@@ -39,12 +38,11 @@ def h2o(*, accumulate: bool = True) -> Policy:
 
     Example:
         >>> import kvjax
-        >>> kvjax.h2o().statistics
+        >>> kvjax.h2o().needs.statistics
         frozenset({'sum'})
     """
-    name = written(h2o, accumulate=accumulate)
     if not accumulate:
-        return base_score(name, lambda o: o.columns.sum, statistics=("sum",))
+        return base_score("h2o", lambda o: o.columns.sum, statistics=("sum",))
 
     # An array a query head of the group: with the group as last axis a TPU would pad each slot to 128 numbers.
     def init(B: int, K: int, G: int, S: int, D: int) -> tuple[Array, ...]:
@@ -54,7 +52,7 @@ def h2o(*, accumulate: bool = True) -> Policy:
         state = tuple(sums + o.columns.sum[:, :, g] for g, sums in enumerate(state))
         return jnp.stack(state, axis=2), state
 
-    return Policy(name, init, update, frozenset({"sum"}), base=True, nonnegative=True)
+    return Policy("h2o", init, update, Needs(frozenset({"sum"})), base=True, nonnegative=True)
 
 
 @register
@@ -70,12 +68,11 @@ def tova(*, heads: Literal["group", "layer"] = "group") -> Policy:
         >>> str(kvjax.tova(heads="layer"))
         "tova(heads='layer')"
     """
-    name = written(tova, heads=heads)
     return Policy(
-        name,
+        "tova",
         no_state,
         lambda _, state, o: (o.columns.last, state),
-        frozenset({"last"}),
+        Needs(frozenset({"last"})),
         base=True,
         nonnegative=True,
         heads=heads,
@@ -102,8 +99,7 @@ def snapkv(*, window: int = 32, kernel: int = 5, pooling: Literal["avg", "max"] 
     def score(o: Observation) -> Scores:
         return _pooled_before(o.columns.window_mean, o, window, kernel, pooling)
 
-    name = written(snapkv, window=window, kernel=kernel, pooling=pooling)
-    return base_score(name, score, statistics=("window_mean",), window=window, protection=Protection(recent=window))
+    return base_score("snapkv", score, statistics=("window_mean",), window=window, protection=Protection(recent=window))
 
 
 @register
@@ -116,8 +112,8 @@ def streaming(*, sinks: int = 4) -> Policy:
         'streaming(sinks=8)'
     """
     check_protected("streaming", "sinks", sinks)
-    name = written(streaming, sinks=sinks)
-    return base_score(name, lambda o: o.position[:, :, None].astype(jnp.float32), protection=Protection(sinks=sinks))
+    protection = Protection(sinks=sinks)
+    return base_score("streaming", lambda o: o.position[:, :, None].astype(jnp.float32), protection=protection)
 
 
 @register
@@ -128,9 +124,9 @@ def sage(
 
     Of the budget, a quarter are the first tokens (sinks), a quarter the last (recent), and the rest the best of the
     middle by the last query's attention; a prompt that comes in blocks is scored anew by each block's last query.
-    Behind it, in decode or when a question follows, nothing is scored (``Observation.settled``): the new token enters
-    the recent window, whose oldest leaves; sinks and chosen tokens stay for good. Where a prompt is shorter than the
-    budget, the recent window takes what is left of it.
+    Behind it, in decode or when a question follows, nothing is scored (``Observation.compressed``): the new token
+    enters the recent window, whose oldest leaves; sinks and chosen tokens stay for good. Where a prompt is shorter
+    than the budget, the recent window takes what is left of it.
 
     Args:
         heads: who chooses: each query "group" by its mean attention, or each "query" head for a cache of its own.
@@ -151,7 +147,7 @@ def sage(
         return jnp.zeros((B, K, S), jnp.float32)  # 0 in the recent window: what came last, and what is new in decode
 
     def update(_: Scores, state: Array, o: Observation) -> tuple[Scores, Array]:
-        if o.settled:
+        if o.compressed:
             return state[:, :, None], state
         largest = jnp.finfo(jnp.float32).max
         scores = jnp.mean(o.columns.last, axis=2)
@@ -167,10 +163,10 @@ def sage(
 
     quarters = (Protection(sinks=0.25, recent=0.25), Protection(recent=1)) if split == "fixed" else ()
     return Policy(
-        written(sage, heads=heads, split=split, mass=mass),
+        "sage",
         init,
         update,
-        frozenset({"last"}),
+        Needs(frozenset({"last"})),
         protections=quarters,
         base=True,
         nonnegative=True,
@@ -183,7 +179,7 @@ def laprox(
     *,
     window: int = 32,
     kernel: int = 7,
-    through: Literal["output", "value", "attention"] = "output",
+    target: Literal["output", "value", "attention"] = "output",
     gqa: Literal["group", "heads"] = "group",
 ) -> Policy:
     """LaProx: what a token adds to the layer's output, attention by projected value (arXiv 2605.07234, eq. 9).
@@ -195,14 +191,14 @@ def laprox(
     Args:
         window: how many of the block's last queries observe.
         kernel: width of the average pooling over neighbours in position order, an odd number.
-        through: how far a value is followed: to the layer's "output", ``|v W_O|`` over the group's blocks of W_O; the
+        target: how far a value is followed: to the layer's "output", ``|v W_O|`` over the group's blocks of W_O; the
             "value" itself, ``|v|``; or not at all, by "attention" alone.
         gqa: the column of a "group" is that of its mean attention (the paper); "heads" takes each query head's norm,
             and then their mean.
 
     Example:
         >>> import kvjax
-        >>> sorted(kvjax.laprox().projections), sorted(kvjax.laprox(through="value").projections)
+        >>> sorted(kvjax.laprox().needs.projections), sorted(kvjax.laprox(target="value").needs.projections)
         (['gram'], [])
     """
     check_kernel("laprox", kernel)
@@ -211,19 +207,19 @@ def laprox(
     def score(o: Observation) -> Scores:
         squares = o.columns.window_group_square if gqa == "group" else o.columns.window_square
         column = jnp.mean(jnp.sqrt(squares), axis=2)
-        if through == "value":
+        if target == "value":
             column = column * jnp.linalg.norm(o.value.astype(jnp.float32), axis=-1)
-        elif through == "output":
+        elif target == "output":
             column = column * _projected_length(o)
         return _pooled_before(column[:, :, None], o, window, kernel, "avg")
 
     return base_score(
-        written(laprox, window=window, kernel=kernel, through=through, gqa=gqa),
+        "laprox",
         score,
         statistics=("window_group_square" if gqa == "group" else "window_square",),
         window=window,
         protection=Protection(recent=window),
-        projections=("gram",) if through == "output" else (),
+        projections=("gram",) if target == "output" else (),
     )
 
 
@@ -241,7 +237,7 @@ def cake(*, window: int = 32, kernel: int = 5, gamma: float = 200.0) -> Policy:
 
     Example:
         >>> import kvjax
-        >>> sorted(kvjax.cake(window=16).statistics)
+        >>> sorted(kvjax.cake(window=16).needs.statistics)
         ['window_mean', 'window_variance']
     """
     check_kernel("cake", kernel)
@@ -253,7 +249,7 @@ def cake(*, window: int = 32, kernel: int = 5, gamma: float = 200.0) -> Policy:
         return _pooled_before(observed, o, window, kernel, "avg")
 
     return base_score(
-        written(cake, window=window, kernel=kernel, gamma=gamma),
+        "cake",
         score,
         statistics=("window_mean", "window_variance"),
         window=window,
@@ -288,7 +284,7 @@ def lava(*, window: int = 32, kernel: int = 7) -> Policy:
         return jnp.max(observed, axis=2, keepdims=True) * largest
 
     return base_score(
-        written(lava, window=window, kernel=kernel),
+        "lava",
         score,
         statistics=("window_mean",),
         window=window,
@@ -319,7 +315,7 @@ def expected_attention(
     Example:
         >>> import kvjax
         >>> policy = kvjax.parse("expected_attention(future=128)")
-        >>> policy.rotary, policy.protections
+        >>> policy.needs.rotary, policy.protections
         (True, (Protection(sinks=4, recent=0),))
     """
     check_count("expected_attention: future", future, 1, "give a number of coming positions, an int from 1")
@@ -330,14 +326,14 @@ def expected_attention(
         return tuple(HeadState(jnp.zeros(shape, jnp.float32)) for shape in shapes[: 3 if covariance else 2])
 
     def update(_: Scores, state: Any, o: Observation) -> tuple[Scores, Any]:
-        if o.frequency is None:
+        if o.context.frequency is None:
             raise ValueError(
                 "expected_attention turns queries back to position 0, but no rotary frequencies were given; hand over "
-                "frequency=, or take another score for a model without rotary positions."
+                "Context(frequency=...), or take another score for a model without rotary positions."
             )
-        state = _with_queries(state, o, o.frequency, sinks)
+        state = _with_queries(state, o, o.context.frequency, sinks)
         count, mean = state[0].value, state[1].value
-        key = _turned_back(o, o.frequency, future)
+        key = _turned_back(o, o.context.frequency, future)
         D = key.shape[-1]
         highest = jax.lax.Precision.HIGHEST
         logits = jnp.einsum("bksd,bkgd->bkgs", key, mean, precision=highest) / D**0.5
@@ -352,11 +348,11 @@ def expected_attention(
         return jnp.where(counted, scores, 0), state  # NaN where no token counts
 
     return Policy(
-        written(expected_attention, future=future, sinks=sinks, covariance=covariance, value_norm=value_norm),
+        "expected_attention",
         init,
         update,
         protections=(Protection(sinks=sinks),),
-        rotary=True,
+        needs=Needs(rotary=True),
         base=True,
         nonnegative=True,
     )
@@ -379,44 +375,43 @@ def butler(*, dim: int | None = None) -> Policy:
     Example:
         >>> import kvjax
         >>> policy = kvjax.butler(dim=16)
-        >>> policy.predicted, policy.init(1, 2, 4, 100, 64).shape
+        >>> policy.needs.prediction, policy.init(1, 2, 4, 100, 64).shape
         (True, (1, 2, 100, 4, 16))
     """
-    name = written(butler, dim=dim)
     if dim is not None:
         check_count("butler: dim", dim, 1, "give the width of the predictor's keys, an int from 1")
 
     def init(B: int, K: int, G: int, S: int, D: int) -> Array:
         if dim is None:
             raise ValueError(
-                f"{name!r} keeps a predictor's keys with the tokens, but their width is not known; write "
+                "'butler' keeps a predictor's keys with the tokens, but their width is not known; write "
                 "butler(dim=16) for a predictor of width 16, or let models.generate(..., butler=...) fill it in."
             )
         return jnp.zeros((B, K, S, G, dim), jnp.float32)
 
     def update(_: Scores, state: Array, o: Observation) -> tuple[Scores, Array]:
-        if o.predicted is None:
+        if o.context.predicted is None:
             raise ValueError(
-                f"{name!r} scores by a predictor, but nothing was predicted for the block; hand over predicted=, or "
-                "butler= to models.generate."
+                "'butler' scores by a predictor, but nothing was predicted for the block; hand over "
+                "Context(predicted=...), or butler= to models.generate."
             )
-        state = _with_predicted_keys(state, o, o.predicted)
+        state = _with_predicted_keys(state, o, o.context.predicted)
         B, K, S, G, width = state.shape
         key = jnp.moveaxis(state, 3, 2).reshape(B, K * G, S, width)
         _, columns = cache_attention(
-            o.predicted.query.astype(jnp.float32),
+            o.context.predicted.query.astype(jnp.float32),
             key,
             key,
             jnp.repeat(o.position, G, axis=1),
             o.query_position,
             statistics=("sum",),
-            sliding_window=o.predicted.sliding_window,
+            sliding_window=o.context.sliding_window,
         )
         total = jnp.where(o.layer == 0, o.columns.sum, columns.sum.reshape(B, K, G, S))
         queries = jnp.sum(o.query_position >= 0, axis=1)[:, None, None, None]
         return total / jnp.maximum(queries, 1).astype(total.dtype), state
 
-    return Policy(name, init, update, frozenset({"sum"}), predicted=True, base=True, nonnegative=True)
+    return Policy("butler", init, update, Needs(frozenset({"sum"}), prediction=True), base=True, nonnegative=True)
 
 
 def fit_predictor(policy: Policy, dim: int) -> Policy:
@@ -433,7 +428,7 @@ def fit_predictor(policy: Policy, dim: int) -> Policy:
         >>> str(kvjax.fit_predictor(kvjax.parse("butler+caote@layer"), dim=16))
         'butler(dim=16)+caote@layer'
     """
-    if not policy.predicted:
+    if not policy.needs.prediction:
         return policy
     first, *others = policy.links or (policy,)
     name = first.name.split("@")[0]
@@ -460,7 +455,7 @@ def keydiff() -> Policy:
         mean = jnp.sum(direction, axis=2, keepdims=True) / count[..., None, None]
         return -jnp.sum(direction * _unit(mean), axis=-1)[:, :, None]
 
-    return base_score(written(keydiff), score, nonnegative=False)
+    return base_score("keydiff", score, nonnegative=False)
 
 
 @register
@@ -478,7 +473,7 @@ def key_norm() -> Policy:
         'key_norm+normalise+caote'
     """
     return base_score(
-        written(key_norm),
+        "key_norm",
         lambda o: -rounded(jnp.linalg.norm(o.key.astype(jnp.float32), axis=-1))[:, :, None],
         nonnegative=False,
     )
@@ -502,7 +497,7 @@ def random(*, seed: int = 0) -> Policy:
         mixed = mix_bits(jnp.uint32(seed) ^ mix_bits(layer ^ mix_bits(head ^ mix_bits(o.position.astype(jnp.uint32)))))
         return (mixed >> 8).astype(jnp.float32)[:, :, None] / 2**24
 
-    return base_score(written(random, seed=seed), score)
+    return base_score("random", score)
 
 
 def mix_bits(x: UInt[Array, "*shape"]) -> UInt[Array, "*shape"]:
@@ -537,12 +532,13 @@ def _covering(
 
 def _projected_length(o: Observation) -> Float[Array, "B K S"]:
     """``|v W_O|``: over the group's blocks of W_O, the root of the sum of ``v gram v'``."""
-    if o.output is None or o.output.gram is None:
+    projection = o.context.projection
+    if projection is None or projection.gram is None:
         raise ValueError(
-            "laprox reads the layer's output projection, but none was given; hand over projection=, or take "
-            "through='value'."
+            "laprox reads the layer's output projection, but none was given; hand over Context(projection=...), or "
+            "take target='value'."
         )
-    gram = jnp.sum(o.output.gram, axis=1)  # [K, D, D]
+    gram = jnp.sum(projection.gram, axis=1)  # [K, D, D]
     value = o.value.astype(jnp.float32)
     squares = jnp.sum(jnp.einsum("bksd,kde->bkse", value, gram, precision=jax.lax.Precision.HIGHEST) * value, axis=-1)
     return jnp.sqrt(jnp.maximum(squares, 0))

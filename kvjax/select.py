@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache import nth_true
 from kvjax.checks import check_count, check_tokens, plain
-from kvjax.selection import keep_mask, share_of
+from kvjax.topk import keep_mask, share_of
 
 Budget = int | float | Array
 

@@ -36,7 +36,7 @@ from jaxtyping import Array, Float, Int
 from kernels_pallas.softmax import grouped_logits
 from kvjax.cache import write_rows
 from kvjax.checks import check_count, typed
-from kvjax.names import called, check_number, registered, written
+from kvjax.names import called, check_number, registered
 from kvjax.scores import mix_bits
 
 PyTree = Any
@@ -227,7 +227,7 @@ def random(*, seed: int = 0) -> Source:
         mixed = mix_bits(jnp.uint32(seed) ^ mix_bits(layer ^ mix_bits(head ^ mix_bits(query ^ mix_bits(slot)))))
         return (mixed >> 8).astype(jnp.float32) / 2**24
 
-    return Source(written(random, seed=seed), importance)
+    return Source("random", importance)
 
 
 class Pages(NamedTuple):
@@ -291,7 +291,7 @@ def quest(*, page_size: int = 16) -> Source:
         every = jnp.repeat(bound, page_size, axis=-1)[..., :S]
         return D**-0.5 * every.reshape(B, N, T, S)
 
-    return Source(written(quest, page_size=page_size), importance, init, insert)
+    return Source("quest", importance, init, insert)
 
 
 def _upper_bound(query: Array, smallest: Array, largest: Array, axes: str) -> Array:

@@ -10,9 +10,10 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.cache import Positions, nth_true
 from kvjax.checks import MOST
-from kvjax.names import check_number, written
-from kvjax.policy import Observation, Policy, Protection, Scores, no_state, register, unchanged
-from kvjax.selection import best_of_rows, rank, share_of
+from kvjax.names import check_number
+from kvjax.observation import Needs, Observation
+from kvjax.policy import Policy, Protection, Scores, no_state, register, unchanged
+from kvjax.topk import best_of_rows, rank, share_of
 
 
 @register
@@ -29,7 +30,7 @@ def normalise() -> Policy:
         lowest = jnp.min(jnp.where(o.live[:, :, None], scores, jnp.inf), axis=-1, keepdims=True)
         return shares(scores - jnp.minimum(lowest, 0), o), state
 
-    return Policy(written(normalise), no_state, update, nonnegative=True)
+    return Policy("normalise", no_state, update, nonnegative=True)
 
 
 @register
@@ -42,8 +43,7 @@ def pool(*, kernel: int = 5, pooling: Literal["avg", "max"] = "avg") -> Policy:
         'h2o+pool(kernel=7)'
     """
     check_kernel("pool", kernel)
-    name = written(pool, kernel=kernel, pooling=pooling)
-    return Policy(name, no_state, lambda scores, state, o: (pooled(scores, o, kernel, pooling), state))
+    return Policy("pool", no_state, lambda scores, state, o: (pooled(scores, o, kernel, pooling), state))
 
 
 @register
@@ -61,8 +61,7 @@ def protect(*, sinks: int | float = 0, recent: int | float = 0) -> Policy:
     """
     for what, amount in (("sinks", sinks), ("recent", recent)):
         check_protected("protect", what, amount)
-    name = written(protect, sinks=sinks, recent=recent)
-    return Policy(name, no_state, unchanged, protections=(Protection(sinks, recent),))
+    return Policy("protect", no_state, unchanged, protections=(Protection(sinks, recent),))
 
 
 @register
@@ -101,10 +100,10 @@ def critical(*, safe: float = 0.5, epsilon: float = 1e-4) -> Policy:
         return jnp.where(is_safe, largest, rescored)[:, :, None], state
 
     return Policy(
-        written(critical, safe=safe, epsilon=epsilon),
+        "critical",
         init,
         update,
-        projections=frozenset({"weight"}),
+        needs=Needs(projections=frozenset({"weight"})),
         needs_nonnegative=True,
         nonnegative=True,
     )
@@ -122,7 +121,7 @@ def positions(*, kind: Positions = "compact") -> Policy:
         >>> kvjax.parse("streaming+positions").positions
         'compact'
     """
-    return Policy(written(positions, kind=kind), no_state, unchanged, positions=kind)
+    return Policy("positions", no_state, unchanged, positions=kind)
 
 
 def shares(scores: Scores, o: Observation) -> Scores:
@@ -153,11 +152,14 @@ def pooled(scores: Scores, o: Observation, kernel: int, pooling: str) -> Scores:
 
 def _with_new_norms(norms: Float[Array, "B K S"], o: Observation) -> Float[Array, "B K S"]:
     """The norms ``|v W_O|_1`` with those of the tokens that entered with this block written to their slots."""
-    if o.output is None or o.output.weight is None:
-        raise ValueError("critical reads the layer's output projection, but none was given; hand over projection=.")
+    projection = o.context.projection
+    if projection is None or projection.weight is None:
+        raise ValueError(
+            "critical reads the layer's output projection, but none was given; hand over Context(projection=...)."
+        )
     slot = entered_slots(o)
     value = jnp.take_along_axis(o.value, slot[..., None], axis=2, mode="fill", fill_value=0)
-    return put(norms, slot, _output_length(value, o.output.weight))
+    return put(norms, slot, _output_length(value, projection.weight))
 
 
 def entered_slots(o: Observation) -> Int[Array, "B K T"]:

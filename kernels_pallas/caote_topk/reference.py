@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kernels_pallas.caote_topk.selection import keep_mask
 from kernels_pallas.dispatch import of_layer
+from kernels_pallas.topk import keep_mask
 
 Norm = Literal[1, 2, "inf"]
 Group = Literal["exact", "mean"]

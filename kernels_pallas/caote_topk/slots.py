@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kernels_pallas.caote_topk.reference import Group
-from kernels_pallas.caote_topk.selection import best_of_rows, rank
+from kernels_pallas.topk import best_of_rows, rank
 
 _PROTECTED = 2**30  # beyond every position
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -57,7 +58,7 @@ def make(
         name: jnp.asarray(column.reshape(B, K, -1, S), jnp.float32)
         for name, column in definitions.column_statistics(weights, valid, window, K).items()
     }
-    output = kvjax.output_projection(jnp.asarray(rng.normal(size=(N, D, E)), jnp.float32), K, KINDS)
+    projection = kvjax.output_projection(jnp.asarray(rng.normal(size=(N, D, E)), jnp.float32), K, KINDS)
     predicted = kvjax.Prediction(*(jnp.asarray(rng.normal(size=(B, T, N, DIM)), jnp.float32) for _ in range(2)))
     observation = Observation(
         columns=ColumnStatistics(**columns),
@@ -68,12 +69,19 @@ def make(
         position=jnp.asarray(position),
         next_position=jnp.asarray(next_position, jnp.int32),
         budget=jnp.full(B, budget, jnp.int32),
-        layer=jnp.int32(0),
-        frequency=jnp.array([[1.0, 0.1]], jnp.float32),
-        output=output,
-        predicted=predicted,
+        context=kvjax.Context(
+            layer=jnp.int32(0),
+            frequency=jnp.array([[1.0, 0.1]], jnp.float32),
+            projection=projection,
+            predicted=predicted,
+        ),
     )
     return Block(weights, valid, observation)
+
+
+def in_context(observation: Observation, **changes) -> Observation:
+    """The same block in a layer that offers something else."""
+    return observation._replace(context=dataclasses.replace(observation.context, **changes))
 
 
 @functools.cache

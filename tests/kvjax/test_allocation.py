@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import KVCache, allocation, selection
+from kvjax import KVCache, allocation, topk
 from kvjax.allocation import parse_allocation
 from tests.kvjax import contests, definitions
 from tests.kvjax.contests import Row, Token
@@ -55,9 +55,15 @@ def make(name: str, options: dict) -> kvjax.Allocation:
     return allocation.ALLOCATIONS[name](**options)
 
 
+def evict_after_a_block(what: kvjax.Allocation, cache, scores, budget, measured=None, entered=1):
+    """Evicts by what a policy says of all layers; ``entered`` tokens came into each row."""
+    entered = jnp.broadcast_to(jnp.asarray(entered), cache.next_position.shape)
+    return kvjax.evict(cache, kvjax.Evidence(jnp.asarray(scores), entered, measured=measured, allocation=what), budget)
+
+
 @functools.cache
 def evict(what: kvjax.Allocation):
-    return jax.jit(functools.partial(kvjax.evict, allocation=what))
+    return jax.jit(functools.partial(evict_after_a_block, what))
 
 
 @functools.cache
@@ -91,7 +97,7 @@ def paged_scores(cache: kvjax.PagedCache, plain: KVCache, scores: np.ndarray) ->
 
 @st.composite
 def contest(draw, numbers, *, even: bool):
-    """Positions and scores [L, B, K, S], protected slots +inf; the budgets, and what CAKE measured."""
+    """Positions and scores [L, B, K, S], protected slots +inf; the budgets, what CAKE measured, and what came in."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     budget = np.array([draw(st.integers(1, S)) for _ in range(B)], np.int32)
     seen = np.array([draw(st.integers(0, 2 * S)) for _ in range(B)], np.int32)
@@ -112,10 +118,10 @@ def contest(draw, numbers, *, even: bool):
                 recent = (position[one, b, k] >= 0) & (position[one, b, k] >= seen[b] - protected)
                 scores[one, b, k, recent] = np.inf
     measured = rng.choice(np.array([0, 0.5, 1, 2, 7], np.float32), size=(L, B, 2))
-    return position, scores, budget, seen, measured
+    return position, scores, budget, seen, measured, rng.integers(seen + 1).astype(np.int32)
 
 
-def rows_of(position, scores, budget, seen, measured, entered=(0, 0)):
+def rows_of(position, scores, budget, seen, measured, entered):
     for b in range(B):
         tokens = [
             Token(one, k, int(position[one, b, k, s]), float(scores[one, b, k, s]))
@@ -123,7 +129,7 @@ def rows_of(position, scores, budget, seen, measured, entered=(0, 0)):
             if position[one, b, k, s] >= 0
         ]
         preference = np.float64(measured[:, b, 0]) * measured[:, b, 1]
-        yield b, Row(tokens, L, K, int(budget[b]), int(seen[b]), entered[b], preference)
+        yield b, Row(tokens, L, K, int(budget[b]), int(seen[b]), int(entered[b]), preference)
 
 
 @pytest.mark.parametrize(("name", "options"), CASES, ids=IDS)
@@ -132,18 +138,21 @@ def test_an_allocation_keeps_what_a_sort_does(name, options, data):
     what = make(name, options)
     numbers = NONNEGATIVE if what.needs_nonnegative else ANY
     given = data.draw(contest(numbers, even=what.scope == "head"))
-    position, scores, budget, seen, measured = given
+    position, scores, budget, seen, measured, entered = given
     plain = plain_cache(position, seen)
-    after = evict(what)(plain, scores, budget, measured=measured)
+    after = evict(what)(plain, scores, budget, measured, entered)
     for b, row in rows_of(*given):
         kept = kept_in(after, b)
+        if not row.entered:
+            assert kept == set(map(contests.place, row.tokens))
+            continue
         contests.check(name, options, row, kept)
         if options.get("cap") is None:
             assert len(kept) == min(L * K * row.budget, len(row.tokens)) or what.scope != "model"
         most = what.most(L, K, row.budget)
         assert all(sum(t[:2] == head for t in kept) <= max(most, row.budget) for head in row.heads())
     paged = pack()(plain)
-    paged = evict(what)(paged, paged_scores(paged, plain, scores), budget, measured=measured)
+    paged = evict(what)(paged, paged_scores(paged, plain, scores), budget, measured, entered)
     for b in range(B):
         assert kept_in(paged, b) == kept_in(after, b)
 
@@ -180,7 +189,8 @@ def test_between_tokens_of_one_score_and_position_the_lower_layer_and_head_stay(
     position = np.zeros((L, 1, 3, 1), np.int32)  # nine heads with one token each
     for keep in range(1, 9):
         cache = plain_cache(position, [1])
-        contest = kvjax.eviction._contest(cache, jnp.ones(position.shape), cache.position, 1, None, None, None)
+        evidence = kvjax.Evidence(jnp.ones(position.shape), jnp.ones(1, int))
+        contest = kvjax.eviction._contest(cache, evidence, cache.position, 1, None)
         stays = np.asarray(contest.best("model", jnp.array([keep]))).ravel()
         assert stays.tolist() == [True] * keep + [False] * (9 - keep)
 
@@ -224,7 +234,7 @@ def test_token_by_token_the_whole_budget_is_always_used(name, layers):
         cache = write(cache, jnp.ones((1, 1, 1, 1)))
         scores = rng.integers(1, 9, size=cache.position.shape).astype(np.float32)
         measured = rng.random((layers, 1, 2)).astype(np.float32)
-        cache = step(cache, scores, budget, measured=measured, entered=jnp.ones(1, jnp.int32))
+        cache = step(cache, scores, budget, measured)
         assert int(cache.num_live.sum()) == min(layers * budget, layers * t), t
 
 
@@ -238,8 +248,7 @@ def test_the_cascade_of_cake_ends_where_one_allocation_does(tau):
     scores[..., -window:] = np.inf
     measured = rng.uniform(0.2, 1, size=(layers, 1, 2)).astype(np.float32)
     what = allocation.cake(cap=None, **tau)
-    given = jnp.asarray(scores), budget
-    after = kvjax.evict(plain_cache(position, [seen]), *given, allocation=what, measured=jnp.asarray(measured))
+    after = evict_after_a_block(what, plain_cache(position, [seen]), scores, budget, jnp.asarray(measured))
     counts = np.asarray(after.num_live)[:, 0]
     space, time = tau.get("space", 1.0), tau.get("time", 1.0)
     preference = np.float64(measured[:, 0, 0]) ** (1 / space) * np.float64(measured[:, 0, 1]) ** (1 / time)
@@ -271,7 +280,7 @@ def test_without_a_preference_the_layers_of_cake_stay_as_large_as_they_are():
     def evict_randomly(cache, measured, entered):
         scores = rng.random(cache.position.shape).astype(np.float32)
         scores[np.asarray(cache.position) >= int(cache.next_position[0]) - recent] = np.inf
-        return step(cache, scores, budget, measured=measured, entered=jnp.full(1, entered, jnp.int32))
+        return step(cache, scores, budget, measured, entered)
 
     cache = evict_randomly(cache, jnp.asarray(rng.random((layers, 1, 2)), jnp.float32), 3 * budget)
     before = np.asarray(cache.num_live)
@@ -310,14 +319,11 @@ def test_a_row_with_as_many_slots_as_a_head_has_keeps_all(name, seen, cap):
     cache, scores = long_cache(4, max(seen, 1))
     if not seen:
         cache = dataclasses.replace(cache, position=jnp.full_like(cache.position, -1), next_position=jnp.zeros(1, int))
-    first = kvjax.evict(cache, scores, 10, allocation=make(name, options), measured=jnp.ones((4, 1, 2)))
-    again = kvjax.evict(
-        first,
-        jnp.zeros_like(scores),
-        jnp.full(1, first.num_slots),
-        allocation=make(name, options),
-        measured=jnp.zeros((4, 1, 2)),
-    )
+    step, worst = evict(make(name, options)), jnp.zeros_like(scores)
+    first = step(cache, scores, 10, jnp.ones((4, 1, 2)))
+    again = step(first, worst, jnp.full(1, first.num_slots), jnp.zeros((4, 1, 2)))
+    idle = step(first, worst, 1, jnp.zeros((4, 1, 2)), 0)
+    np.testing.assert_array_equal(idle.position, first.position)
     np.testing.assert_array_equal(again.position, first.position)
 
 
@@ -325,7 +331,8 @@ def test_a_row_with_as_many_slots_as_a_head_has_keeps_all(name, seen, cap):
 def test_budgets_of_millions_are_counted_exactly(name):
     """cap * budget * heads and safeguard * budget * 10 ** 4 lie beyond int32."""
     cache = plain_cache(np.arange(8, dtype=np.int32).reshape(2, 1, 2, 2), [2**26])
-    contest = kvjax.eviction._contest(cache, jnp.ones((2, 1, 2, 2)), cache.position, 2**26, None, None, None)
+    evidence = kvjax.Evidence(jnp.ones((2, 1, 2, 2)), jnp.ones(1, int))
+    contest = kvjax.eviction._contest(cache, evidence, cache.position, 2**26, None)
     assert np.asarray(parse_allocation(name).keep(contest)).all()
 
 
@@ -354,7 +361,7 @@ def test_whole_numbers_add_up_within_their_room_whatever_the_shares(shares, data
 def test_a_head_may_hold_what_the_page_table_was_made_for(cap, budget):
     most = allocation.model(cap=cap).most(32, 8, budget)
     assert most == min(round(cap * 10) * budget // 10, 256 * budget)
-    assert int(selection.share_of(cap, jnp.int32(budget))) == most
+    assert int(topk.share_of(cap, jnp.int32(budget))) == most
 
 
 # The policies' side.
@@ -465,14 +472,14 @@ def test_scores_that_only_order_one_head_are_compared_with_no_other(name):
 )
 def test_cake_observes_the_policys_window_or_its_own(name, window):
     policy = kvjax.parse(name)
-    assert policy.window == window and {"window_log", "window_variance"} <= policy.statistics
+    assert policy.needs.window == window and {"window_log", "window_variance"} <= policy.needs.statistics
     kvjax.check_block(policy, window)
     with pytest.raises(ValueError, match=rf"observes the last {window} queries, but a block has {window - 1}"):
         kvjax.check_block(policy, window - 1)
 
 
 def test_two_windows_are_refused():
-    with pytest.raises(ValueError, match=r"observation windows of \[8, 16\] queries; a policy has one"):
+    with pytest.raises(ValueError, match=r"observation windows of \[8, 16\] queries meet in one policy; expected one"):
         kvjax.parse("snapkv(window=16)@cake(window=8)")
 
 
@@ -491,7 +498,7 @@ def test_more_protected_tokens_than_the_budget_still_keep_the_budget():
     scores = jnp.where(cache.position >= 3, jnp.inf, 1)
     for name in sorted(allocation.ALLOCATIONS):
         measured = jnp.array([[1.0, 0.0], [0.0, 0.0], [9.0, 9.0]])[:, None] * jnp.ones((3, 2, 2))
-        after = kvjax.evict(cache, scores, jnp.array([2, 4]), allocation=name, measured=measured)
+        after = evict(parse_allocation(name))(cache, scores, jnp.array([2, 4]), measured)
         assert np.asarray(after.num_live).sum((0, 2)).tolist() == [6, 12], name
 
 
@@ -504,7 +511,7 @@ def test_an_allocation_across_layers_cannot_evict_from_one():
 
 def test_cake_asks_for_what_it_measured():
     cache, scores = long_cache(2, 4)
-    with pytest.raises(ValueError, match=r"'cake' needs what it measured of each layer; hand evict measured="):
+    with pytest.raises(ValueError, match=r"'cake' needs what it measured of each layer; hand evict what kvjax.observe"):
         kvjax.evict(cache, scores, 2, allocation="cake")
 
 
@@ -514,7 +521,7 @@ def test_a_stacked_cache_is_not_evicted_by_attend_when_layers_compete():
     with pytest.raises(
         ValueError, match=r"'h2o@model' cannot evict from one layer of a plain cache of 2: observe each"
     ):
-        kvjax.attend(cache, x, x, x, policy=kvjax.parse("h2o@model"), budget=2, layer=0)
+        kvjax.attend(cache, x, x, x, policy=kvjax.parse("h2o@model"), budget=2, context=kvjax.Context(layer=0))
 
 
 def test_lava_does_not_share_out_by_the_rounding_of_an_entropy():

@@ -172,7 +172,7 @@ def test_a_row_does_not_depend_on_the_other_rows():
 def test_attend_is_its_four_parts_in_a_row():
     policy = kvjax.parse("h2o+caote")
     run_policy = jax.jit(functools.partial(kvjax.retention_scores, policy))
-    attention = jax.jit(functools.partial(kernels_pallas.cache_attention, statistics=policy.statistics))
+    attention = jax.jit(functools.partial(kernels_pallas.cache_attention, statistics=policy.needs.statistics))
     insert, evict = jax.jit(kvjax.insert), jax.jit(kvjax.evict)
     cache = start(policy)
     for block in blocks([(3, 3), (3, 1)]):
@@ -190,7 +190,6 @@ def test_attend_is_its_four_parts_in_a_row():
             cache.position,
             cache.next_position,
             jnp.full(B, 4),
-            jnp.int32(0),
         )
         scores, state = run_policy(cache.state, observation)
         cache = evict(dataclasses.replace(cache, state=state), scores, 4)
@@ -245,7 +244,7 @@ def test_a_layer_of_a_stacked_cache_equals_a_cache_alone(name):
     stacked, alone = start(kvjax.parse(name), layers=2), start(kvjax.parse(name))
     for block in blocks():
         out, alone = step(name, budget=BUDGET)(alone, *block)
-        out_stacked, stacked = step(name, budget=BUDGET, layer=layer)(stacked, *block)
+        out_stacked, stacked = step(name, budget=BUDGET, context=kvjax.Context(layer=layer))(stacked, *block)
         np.testing.assert_allclose(out_stacked, out, rtol=1e-5, atol=1e-6)
         here, other = stacked.layer(layer), stacked.layer(1 - layer)
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), here, alone)
@@ -270,7 +269,7 @@ def test_decode_by_argmin_keeps_the_same_tokens_as_the_full_selection():
 
 def test_a_sliding_window_hides_older_tokens():
     q, k, v, position = next(blocks([(3, 3)]))
-    out, _ = step(None, sliding_window=1)(start(), q, k, v, position)
+    out, _ = step(None, context=kvjax.Context(sliding_window=1))(start(), q, k, v, position)
     np.testing.assert_allclose(out, np.repeat(v, G, axis=2), rtol=1e-6)
 
 

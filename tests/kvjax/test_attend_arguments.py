@@ -148,7 +148,7 @@ def test_state_of_other_sizes_is_refused(function):
     cache = start(kvjax.parse("h2o"), layers=2)
     alone = start(kvjax.parse("h2o"))
     mixed = KVCache(cache.key, cache.value, cache.position, cache.next_position, alone.state)
-    message = refused(function, mixed, *block(), policy="h2o", budget=4, layer=0)
+    message = refused(function, mixed, *block(), policy="h2o", budget=4, context=kvjax.Context(layer=0))
     assert message == (
         "the cache's state has an array of shape (2, 2, 9), where 'h2o' has (2, 2, 2, 9) in this cache; make the "
         "cache with state=policy.init(B, K, G, S, D), stacked once for each layer where the cache stacks them."

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import kvjax
+from kernels_pallas import caote_topk
 from tests.kernels_pallas.targets import compiled_for_tpu, lowered
 
 B, K, G, D, BUDGET, BLOCK = 2, 2, 2, 4, 8, 4
@@ -46,7 +47,7 @@ def blocks(seed: int, steps: int = 5) -> list[tuple[jax.Array, ...]]:
 
 
 def empty(policy: kvjax.Policy, layers: int | None = None) -> kvjax.KVCache:
-    S = BUDGET + BLOCK
+    S = policy.allocation.most(layers or 1, K, BUDGET) + BLOCK
     state: Any = policy.init(B, K, G, S, D)
     if layers is not None:
         state = jax.tree.map(lambda x: jnp.zeros((layers, *x.shape), x.dtype), state)
@@ -56,6 +57,7 @@ def empty(policy: kvjax.Policy, layers: int | None = None) -> kvjax.KVCache:
 
 
 FREQUENCY = jnp.array([[1.0, 0.1]])
+TURNED = kvjax.Context(frequency=FREQUENCY)
 
 
 @functools.cache
@@ -63,7 +65,7 @@ def step(name: str, layer: int | None = None):
     policy = kvjax.parse(name)
     return jax.jit(
         lambda cache, *block: kvjax.attend(
-            cache, *block, policy=policy, budget=BUDGET, layer=layer, frequency=FREQUENCY
+            cache, *block, policy=policy, budget=BUDGET, context=kvjax.Context(layer=layer, frequency=FREQUENCY)
         )
     )
 
@@ -74,7 +76,7 @@ def step_in_two(name: str):
     policy = kvjax.parse(name)
 
     def run(cache, *block):
-        out, cache, seen = kvjax.observe(cache, *block, policy=policy, budget=BUDGET, frequency=FREQUENCY)
+        out, cache, seen = kvjax.observe(cache, *block, policy=policy, budget=BUDGET, context=TURNED)
         idle = jnp.where((block[3] >= 0).any(1), BUDGET, cache.num_slots)
         return out, kvjax.evict(cache, seen.scores, idle, allocation=policy.allocation)
 
@@ -103,11 +105,14 @@ def test_one_layer_of_a_stacked_cache_is_evicted_from():
 
 
 @pytest.mark.parametrize("name", AT_ONCE + IN_TWO)
-def test_a_policy_knows_whether_its_scores_are_eviction_errors(name):
-    policy = kvjax.parse(name)
-    at_once = policy.error is not None and policy.heads != "layer" and policy.allocation.even
-    assert at_once == (name in AT_ONCE)
-    assert (policy.error is None) == (policy.weigh is None)
+def test_one_operation_scores_and_evicts_where_caote_has_the_last_word(name, monkeypatch):
+    policy, calls = kvjax.parse(name), []
+    monkeypatch.setattr(
+        kvjax.eviction, "caote_topk", lambda *x, **options: calls.append(x) or caote_topk(*x, **options)
+    )
+    attend = functools.partial(kvjax.attend, empty(policy), policy=policy, budget=BUDGET, context=TURNED)
+    jax.eval_shape(attend, *blocks(0)[0])
+    assert len(calls) == (name in AT_ONCE)
 
 
 @pytest.mark.parametrize(("platform", "kernels"), [("tpu", 3), ("cuda", 5)])
@@ -130,7 +135,9 @@ def test_layers_are_read_where_they_are_stacked():
 
     def decode(key, value, position, next_position, query, *rows):
         def layer(cache, index):
-            out, cache = kvjax.attend(cache, query, *rows, policy=policy, budget=4096, layer=index, excess=1)
+            out, cache = kvjax.attend(
+                cache, query, *rows, policy=policy, budget=4096, excess=1, context=kvjax.Context(layer=index)
+            )
             return cache, out
 
         return jax.lax.scan(layer, kvjax.KVCache(key, value, position, next_position, ((), ())), jnp.arange(slots[0]))

@@ -23,8 +23,8 @@ def projected(seed: int, policy: kvjax.Policy | str, **options) -> tuple[blocks.
     policy = kvjax.parse(policy) if isinstance(policy, str) else policy
     weight = np.random.default_rng(seed).normal(size=(N, D, E)).astype(np.float32)
     block = blocks.make(seed, **options)
-    output = kvjax.output_projection(jnp.asarray(weight), K, policy.projections)
-    return block._replace(observation=block.observation._replace(output=output)), weight
+    projection = kvjax.output_projection(jnp.asarray(weight), K, policy.needs.projections)
+    return block._replace(observation=blocks.in_context(block.observation, projection=projection)), weight
 
 
 def layer_errors(A: np.ndarray, V: np.ndarray, W: np.ndarray | None, cross: bool, fast: bool = False) -> np.ndarray:
@@ -41,7 +41,7 @@ def layer_errors(A: np.ndarray, V: np.ndarray, W: np.ndarray | None, cross: bool
 @pytest.mark.parametrize("fast", [False, True])
 @pytest.mark.parametrize("cross", [True, False])
 def test_through_the_output_it_is_the_error_of_the_layers_output(cross, fast):
-    policy = kvjax.chain(kvjax.h2o(), kvjax.caote(through="output", cross=cross, fast=fast))
+    policy = kvjax.chain(kvjax.h2o(), kvjax.caote(target="output", cross=cross, fast=fast))
     block, W = projected(0, policy)
 
     def formula(b, k, live):
@@ -54,20 +54,20 @@ def test_through_the_output_it_is_the_error_of_the_layers_output(cross, fast):
 
 @pytest.mark.parametrize(("cross", "kind"), [(True, "factor"), (False, "gram")])
 def test_through_the_output_it_asks_for_what_it_reads(cross, kind):
-    assert kvjax.caote(through="output", cross=cross).projections == {kind}
-    assert kvjax.chain(kvjax.h2o(), kvjax.fast_caote(through="output", cross=cross)).projections == {kind}
-    assert kvjax.caote().projections == frozenset()
+    assert kvjax.caote(target="output", cross=cross).needs.projections == {kind}
+    assert kvjax.chain(kvjax.h2o(), kvjax.fast_caote(target="output", cross=cross)).needs.projections == {kind}
+    assert kvjax.caote().needs.projections == frozenset()
 
 
 @pytest.mark.parametrize("cross", [True, False])
 @pytest.mark.parametrize("rounds", [1, 3])
 def test_without_the_projection_it_says_what_to_hand_over(cross, rounds):
-    policy = kvjax.chain(kvjax.h2o(), kvjax.caote(through="output", cross=cross, rounds=rounds))
+    policy = kvjax.chain(kvjax.h2o(), kvjax.caote(target="output", cross=cross, rounds=rounds))
     kind = "factor" if cross else "gram"
-    message = rf"through='output'.*reads the {kind} of the layer's output projection.*attend \(projection="
+    message = rf"target='output'.*reads the {kind} of the layer's output projection.*attend \(Context\(projection="
     with pytest.raises(ValueError, match=message):
-        scores(policy, blocks.make(1).observation._replace(output=None))
-    other, _ = projected(1, kvjax.caote(through="output", cross=not cross))
+        scores(policy, blocks.in_context(blocks.make(1).observation, projection=None))
+    other, _ = projected(1, kvjax.caote(target="output", cross=not cross))
     with pytest.raises(ValueError, match=message):
         scores(policy, other)
 
@@ -89,12 +89,12 @@ def test_one_round_is_score_bit_for_bit(name):
         np.testing.assert_array_equal(scores(f"h2o(accumulate=False)+{written}", block)[o.live], plain(o)[o.live])
 
 
-@pytest.mark.parametrize("through", ["value", "output"])
+@pytest.mark.parametrize("target", ["value", "output"])
 @pytest.mark.parametrize("rounds", [2, 3, 8])
 @pytest.mark.parametrize("seed", [3, 4, 5])
-def test_rounds_evict_what_is_cheapest_after_the_rounds_before(through, rounds, seed):
+def test_rounds_evict_what_is_cheapest_after_the_rounds_before(target, rounds, seed):
     budget, protection = 4, kvjax.protect(sinks=2, recent=1)
-    policy = kvjax.chain(kvjax.h2o(), kvjax.caote(through=through, rounds=rounds), protection)
+    policy = kvjax.chain(kvjax.h2o(), kvjax.caote(target=target, rounds=rounds), protection)
     block, W = projected(seed, policy, budget=budget)
     o = block.observation._replace(budget=jnp.array([budget, budget + 1]))
     result = scores(policy, o)
@@ -107,7 +107,7 @@ def test_rounds_evict_what_is_cheapest_after_the_rounds_before(through, rounds, 
         leaving = max(len(left) - budget - b, 0)
         for i in range(rounds):
             shares = received[:, left] / received[:, left].sum(-1, keepdims=True)
-            errors = layer_errors(shares, value[left], W[heads_of(k)] if through == "output" else None, True)
+            errors = layer_errors(shares, value[left], W[heads_of(k)] if target == "output" else None, True)
             last = dict(zip(left.tolist(), errors.tolist(), strict=True))
             n = leaving * (i + 1) // rounds - leaving * i // rounds
             ranked = [slot for slot in left[np.argsort(errors)] if not protected[slot]]
@@ -121,11 +121,11 @@ def test_rounds_evict_what_is_cheapest_after_the_rounds_before(through, rounds, 
         assert sorted(np.flatnonzero(kept)) == sorted(left)
 
 
-@pytest.mark.parametrize("through", ["value", "output"])
-def test_attend_evicts_in_rounds_and_holds_the_budget(through):
-    policy = kvjax.chain(kvjax.h2o(), kvjax.caote(through=through, rounds=4), kvjax.protect(sinks=1))
+@pytest.mark.parametrize("target", ["value", "output"])
+def test_attend_evicts_in_rounds_and_holds_the_budget(target):
+    policy = kvjax.chain(kvjax.h2o(), kvjax.caote(target=target, rounds=4), kvjax.protect(sinks=1))
     weight = jax.random.normal(jax.random.key(9), (N, D, E))
-    projection = kvjax.output_projection(weight, K, policy.projections) if through == "output" else None
+    projection = kvjax.output_projection(weight, K, policy.needs.projections) if target == "output" else None
     state = policy.init(B, K, G, 12, D)
     cache = kvjax.KVCache.init(batch=B, kv_heads=K, slots=12, head_dim=D, state=state)
     step = jax.jit(functools.partial(kvjax.attend, policy=policy, budget=6))
@@ -133,17 +133,17 @@ def test_attend_evicts_in_rounds_and_holds_the_budget(through):
         q, k, v = (
             jax.random.normal(jax.random.key(3 * block + i), (B, 6, heads, D)) for i, heads in enumerate((N, K, K))
         )
-        out, cache = step(cache, q, k, v, projection=projection)
+        out, cache = step(cache, q, k, v, context=kvjax.Context(projection=projection))
         assert np.isfinite(out).all() and (cache.num_live == 6).all() and (cache.position == 0).any(-1).all()
 
 
 @pytest.mark.parametrize(
     ("name", "written"),
     [
-        ("h2o+caote(through='output',rounds=1)", "h2o+caote(through='output')"),
-        ("h2o+caote(through='value',cross=True)", "h2o+caote"),
+        ("h2o+caote(target='output',rounds=1)", "h2o+caote(target='output')"),
+        ("h2o+caote(target='value',cross=True)", "h2o+caote"),
         ("h2o+caote(rounds=8,norm=2)", "h2o+caote(rounds=8)"),
-        ("h2o+caote(fast=True,through='output',cross=False)", "h2o+fast_caote(through='output',cross=False)"),
+        ("h2o+caote(fast=True,target='output',cross=False)", "h2o+fast_caote(target='output',cross=False)"),
         ("h2o+fast_caote(rounds=2)", "h2o+fast_caote(rounds=2)"),
         ("h2o+caote(group='mean',rounds=2)", "h2o+caote(group='mean',rounds=2)"),
     ],
@@ -166,10 +166,10 @@ def test_scores_of_rounds_only_order_the_tokens_of_one_head():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"through": "values"}, r"caote: through is 'values'; there are 'value' and 'output'"),
-        ({"through": "output", "norm": 1}, r"caote: norm is 1 .*take norm=2 and group='exact'"),
-        ({"through": "output", "group": "mean"}, r"caote: .*group 'mean', but through='output'.*group='exact'"),
-        ({"cross": False}, r"caote: cross=False is about heads that meet in W_O; take it with through='output'"),
+        ({"target": "values"}, r"caote: target is 'values'; there are 'value' and 'output'"),
+        ({"target": "output", "norm": 1}, r"caote: norm is 1 .*take norm=2 and group='exact'"),
+        ({"target": "output", "group": "mean"}, r"caote: .*group 'mean', but target='output'.*group='exact'"),
+        ({"cross": False}, r"caote: cross=False is about heads that meet in W_O; take it with target='output'"),
         ({"rounds": 0}, r"caote: rounds is 0; give an int from 1"),
         ({"rounds": 2.0}, r"caote: rounds is 2.0; expected an integer"),
         ({"rounds": True}, r"caote: rounds is True; expected an integer"),

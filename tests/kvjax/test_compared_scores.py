@@ -32,16 +32,16 @@ def pooled_before(block, b, k, window, score, kernel, pooling):
 def projected(block: blocks.Block, b: int, k: int) -> np.ndarray:
     """v W_O of each slot for each query head of the group: [G, S, E]."""
     value = np.asarray(block.observation.value[b, k], np.float64)
-    return np.stack([value @ np.asarray(w, np.float64) for w in block.observation.output.weight[k]])
+    return np.stack([value @ np.asarray(w, np.float64) for w in block.observation.context.projection.weight[k]])
 
 
 # Scores of the window's queries.
 
 
-@pytest.mark.parametrize("through", ["output", "value", "attention"])
+@pytest.mark.parametrize("target", ["output", "value", "attention"])
 @pytest.mark.parametrize("gqa", ["group", "heads"])
 @pytest.mark.parametrize(("window", "kernel"), [(1, 1), (2, 3), (3, 7)])
-def test_laprox_is_the_length_of_a_column_times_that_of_its_projected_value(through, gqa, window, kernel):
+def test_laprox_is_the_length_of_a_column_times_that_of_its_projected_value(target, gqa, window, kernel):
     block = blocks.make(30, window=window)
 
     def formula(b, k, live):
@@ -50,13 +50,13 @@ def test_laprox_is_the_length_of_a_column_times_that_of_its_projected_value(thro
             column = np.linalg.norm(rows.mean(0), axis=0)
         else:
             column = np.mean([np.linalg.norm(head, axis=0) for head in rows], axis=0)
-        if through == "value":
+        if target == "value":
             column = column * np.linalg.norm(np.asarray(block.observation.value[b, k], np.float64), axis=-1)
-        elif through == "output":
+        elif target == "output":
             column = column * np.linalg.norm(np.concatenate(projected(block, b, k), axis=-1), axis=-1)
         return pooled_before(block, b, k, window, column, kernel, "avg")[live]
 
-    policy = kvjax.laprox(window=window, kernel=kernel, through=through, gqa=gqa)
+    policy = kvjax.laprox(window=window, kernel=kernel, target=target, gqa=gqa)
     close(scores(policy, block), each_head(block, formula))
 
 
@@ -148,7 +148,7 @@ def test_expected_attention_follows_all_queries_so_far(options):
     policy = kvjax.expected_attention(**{"future": 16} | options)
     settings = {"future": 16, "sinks": 4, "covariance": True, "value_norm": True} | options
     seen = blocks.make(34).observation
-    frequency = np.asarray(seen.frequency[0], np.float64)
+    frequency = np.asarray(seen.context.frequency[0], np.float64)
     positions = [[[0, 1, 2, 3], [-1, 0, 1, 2]], [[4, 5, 6, 7], [-1] * 4], [[-1, -1, 8, 9], [3, 4, 5, 6]], [[10], [7]]]
     rng = np.random.default_rng(34)
     past = [[[] for _ in range(N)] for _ in range(B)]
@@ -179,7 +179,7 @@ def test_expected_attention_follows_all_queries_so_far(options):
 
 def test_expected_attention_does_not_lose_a_small_covariance_beside_a_large_mean():
     policy, seen = kvjax.expected_attention(future=4, sinks=0), blocks.make(35).observation
-    still = seen._replace(frequency=jnp.zeros((1, D // 2)))
+    still = blocks.in_context(seen, frequency=jnp.zeros((1, D // 2)))
     rng = np.random.default_rng(35)
     state, past = policy.init(B, K, G, S, D), []
     for start in range(0, 40, 4):
@@ -198,9 +198,11 @@ def test_expected_attention_does_not_lose_a_small_covariance_beside_a_large_mean
 def test_expected_attention_reads_one_row_of_frequencies_a_sequence():
     policy, seen = kvjax.expected_attention(future=4), blocks.make(36).observation
     rows = jnp.array([[1.0, 0.1], [0.5, 0.2]])
-    both = scores(policy, seen._replace(frequency=rows))
+    both = scores(policy, blocks.in_context(seen, frequency=rows))
     for b in range(B):
-        np.testing.assert_allclose(both[b], scores(policy, seen._replace(frequency=rows[b : b + 1]))[b], rtol=1e-6)
+        np.testing.assert_allclose(
+            both[b], scores(policy, blocks.in_context(seen, frequency=rows[b : b + 1]))[b], rtol=1e-6
+        )
 
 
 # SAGE-KV.
@@ -332,11 +334,13 @@ def test_critical_measures_each_value_once_when_it_enters(block_size):
     policy, budget = kvjax.parse("h2o+critical"), 8
     rng = np.random.default_rng(41)
     weight = rng.normal(size=(N, D, E)).astype(np.float32)
-    projection = kvjax.output_projection(jnp.asarray(weight), K, policy.projections)
+    projection = kvjax.output_projection(jnp.asarray(weight), K, policy.needs.projections)
     slots = budget + block_size
     state = policy.init(B, K, G, slots, D)
     cache = kvjax.KVCache.init(batch=B, kv_heads=K, slots=slots, head_dim=D, state=state)
-    step = jax.jit(functools.partial(kvjax.attend, policy=policy, budget=budget, projection=projection))
+    step = jax.jit(
+        functools.partial(kvjax.attend, policy=policy, budget=budget, context=kvjax.Context(projection=projection))
+    )
     for start in range(0, 40, block_size):
         q, k, v = (rng.normal(size=(B, block_size, h, D)).astype(np.float32) for h in (N, K, K))
         position = np.tile(np.arange(start, start + block_size, dtype=np.int32), (B, 1))
@@ -366,14 +370,14 @@ def test_critical_measures_a_long_block_in_parts():
     ("name", "without", "message"),
     [
         ("expected_attention", "frequency", r"expected_attention .* no rotary frequencies were given; hand over"),
-        ("laprox(window=2)", "output", r"laprox reads the layer's output projection, but none was given"),
-        ("tova+critical", "output", r"critical reads the layer's output projection, but none was given"),
+        ("laprox(window=2)", "projection", r"laprox reads the layer's output projection, but none was given"),
+        ("tova+critical", "projection", r"critical reads the layer's output projection, but none was given"),
     ],
 )
 def test_a_score_says_what_it_misses(name, without, message):
     policy, seen = kvjax.parse(name), blocks.make(43).observation
     with pytest.raises(ValueError, match=message):
-        kvjax.retention_scores(policy, policy.init(B, K, G, S, D), seen._replace(**{without: None}))
+        kvjax.retention_scores(policy, policy.init(B, K, G, S, D), blocks.in_context(seen, **{without: None}))
 
 
 @pytest.mark.bad_input
@@ -387,7 +391,7 @@ def test_a_score_says_what_it_misses(name, without, message):
         (lambda: kvjax.sage(mass="all"), r"sage: mass is 'all'"),
         (lambda: kvjax.laprox(window=0), r"laprox: window is 0; give the number of queries"),
         (lambda: kvjax.laprox(kernel=2), r"laprox: kernel is 2; give an odd number"),
-        (lambda: kvjax.laprox(through="key"), r"laprox: through is 'key'; there are 'output', 'value' and 'attention'"),
+        (lambda: kvjax.laprox(target="key"), r"laprox: target is 'key'; there are 'output', 'value' and 'attention'"),
         (lambda: kvjax.laprox(gqa="max"), r"laprox: gqa is 'max'; there are 'group' and 'heads'"),
         (lambda: kvjax.cake(window=1), r"cake: window is 1; a variance needs at least 2 queries"),
         (lambda: kvjax.cake(kernel=0), r"cake: kernel is 0"),
@@ -414,7 +418,7 @@ def test_a_wrong_argument_is_refused(make, message):
     ("policy", "name"),
     [
         (kvjax.sage(heads="query", split="adaptive", mass=0.8), "sage(heads='query',split='adaptive',mass=0.8)"),
-        (kvjax.laprox(window=8, through="value", gqa="heads"), "laprox(window=8,through='value',gqa='heads')"),
+        (kvjax.laprox(window=8, target="value", gqa="heads"), "laprox(window=8,target='value',gqa='heads')"),
         (kvjax.cake(gamma=10.0), "cake(gamma=10.0)"),
         (kvjax.lava(kernel=3), "lava(kernel=3)"),
         (kvjax.expected_attention(covariance=False), "expected_attention(covariance=False)"),

@@ -15,7 +15,6 @@ import pytest
 
 import kvjax
 from kvjax import HeadState, KVCache, PagedCache, allocation
-from kvjax.paged import write_layer
 from tests.kernels_pallas.targets import compiled_for_tpu, lowered
 from tests.kvjax import contests
 from tests.kvjax.contests import Row, Token
@@ -158,10 +157,10 @@ def evict(shape: Shape, which: int):
     name, options = ALLOCATIONS[which]
     what = allocation.ALLOCATIONS[name](**options)
 
-    def run(cache: PagedCache, by_token, budget, measured):
+    def run(cache: PagedCache, by_token, budget, measured, entered):
         owner = jnp.maximum(cache.owner, 0)
         scores = by_token.reshape(-1, by_token.shape[-1])[owner[:, None], jnp.maximum(cache.position, 0)]
-        return kvjax.evict(cache, scores, budget, allocation=what, measured=measured)
+        return kvjax.evict(cache, kvjax.Evidence(scores, entered, measured=measured, allocation=what), budget)
 
     return jax.jit(run)
 
@@ -193,7 +192,7 @@ def test_whatever_is_put_in_and_evicted_no_token_and_no_page_is_lost_or_shared(s
         budget = np.array([most, shape.budget], np.int32)  # rows of their own
         by_token = rng.choice(np.arange(1.0, 60), size=(shape.L, B, K, 100)).astype(np.float32)
         measured = rng.choice(np.array([0, 1, 1, 4], np.float32), size=(shape.L, B, 2))
-        cache = evict(shape, which)(cache, by_token, budget, measured)
+        cache = evict(shape, which)(cache, by_token, budget, measured, np.array(block, np.int32))
         check_pages(cache, fewest=True)
         kept = content(cache)
         for b in range(B):
@@ -201,10 +200,13 @@ def test_whatever_is_put_in_and_evicted_no_token_and_no_page_is_lost_or_shared(s
                 Token(one, k, p, float(by_token[one, b, k, p]))
                 for (one, row, k), in_head in held.items() if row == b for p in in_head
             ]  # fmt: skip
-            row = Row(tokens, shape.L, K, int(budget[b]), int(brought[b]), preference=measured[:, b].prod(-1))
+            preference = measured[:, b].prod(-1)
+            row = Row(tokens, shape.L, K, int(budget[b]), int(brought[b]), block[b], preference)
             stays = {(one, k, p) for one, k in np.ndindex(shape.L, K) for p in kept[one, b, k]}
             name, options = ALLOCATIONS[which]
-            if name not in ("pyramid", "cake") or even(held, b):
+            if not block[b]:
+                assert stays == set(map(contests.place, tokens))
+            elif name not in ("pyramid", "cake") or even(held, b):
                 contests.check(name, options, row, stays)
         held = {head: {p: age for p, age in tokens.items() if p in kept[head]} for head, tokens in held.items()}
         check_content(cache, held)
@@ -277,7 +279,8 @@ def test_a_head_may_lose_all_its_tokens_and_come_back():
         cache = put(shape)(cache, jnp.broadcast_to(jnp.arange(start, start + 5), (B, 5)))
         by_token = np.ones((2, B, K, 100), np.float32)
         by_token[0, :, 1] = 9  # the best of head 1 of layer 0 fill the budget of the model: 2 * 2 * 2 of 5 or 10
-        cache = evict(shape, 3)(cache, by_token, np.full(B, 2, np.int32), np.zeros((2, B, 2), np.float32))
+        measured, each = np.zeros((2, B, 2), np.float32), np.ones(B, np.int32)
+        cache = evict(shape, 3)(cache, by_token, 2 * each, measured, 5 * each)
         check_pages(cache, fewest=True)
     counts = np.asarray(cache.num_live)
     assert (counts[0, :, 1] == 8).all() and (counts.sum((0, 2)) == 8).all()
@@ -304,21 +307,15 @@ def make_step(policy: kvjax.Policy, layers: int, frequency=None):
     @jax.jit
     def step(cache, q, k, v, position, budget):
         traces.append(q.shape)
-        outs, measured = [], []
-        paged = isinstance(cache, PagedCache)
-        pool = jnp.full(cache.position.shape, -jnp.inf)
+        outs, evidence = [], kvjax.Evidence.of_layers(cache, policy.allocation)
         for one in range(layers):
-            out, cache, seen = kvjax.observe(
-                cache, q[one], k[one], v[one], position, policy=policy, budget=budget, layer=one, frequency=frequency
+            context = kvjax.Context(layer=one, frequency=frequency)
+            out, cache, said = kvjax.observe(
+                cache, q[one], k[one], v[one], position, policy=policy, budget=budget, context=context
             )
             outs.append(out)
-            measured.append(seen.measured)
-            pool = write_layer(cache, pool, seen.scores, one) if paged else pool.at[one].set(seen.scores)
-        budget = kvjax.attention.idle_rows_keep(budget, position, cache)
-        measured = None if measured[0] is None else jnp.stack(measured)
-        entered = jnp.sum(position >= 0, axis=1)
-        cache = kvjax.evict(cache, pool, budget, allocation=policy.allocation, measured=measured, entered=entered)
-        return jnp.stack(outs), cache
+            evidence = evidence.with_layer(cache, one, said)
+        return jnp.stack(outs), kvjax.evict(cache, evidence, budget)
 
     return step, traces
 
@@ -653,4 +650,4 @@ def test_one_layer_of_pages_is_not_evicted_alone():
     with pytest.raises(
         ValueError, match=r"'h2o' cannot evict from one layer of a paged cache of 2: observe each layer"
     ):
-        kvjax.attend(cache, x, x, x, policy=kvjax.parse("h2o"), budget=2, layer=0)
+        kvjax.attend(cache, x, x, x, policy=kvjax.parse("h2o"), budget=2, context=kvjax.Context(layer=0))

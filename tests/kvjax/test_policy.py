@@ -81,7 +81,9 @@ def test_a_policy_may_be_a_static_argument_of_jit():
 
 def test_a_chain_joins_what_its_links_declare():
     policy = kvjax.parse("snapkv(window=2)+pool+caote+protect(sinks=4)")
-    assert policy.statistics == {"window_mean"} and policy.window == 2 and policy.base and policy.nonnegative
+    assert (
+        policy.needs.statistics == {"window_mean"} and policy.needs.window == 2 and policy.base and policy.nonnegative
+    )
     assert [tuple(p) for p in policy.protections] == [(0, 2), (4, 0)]
     assert policy.heads == "group" and kvjax.parse("tova(heads='layer')+caote").heads == "layer"
 
@@ -91,7 +93,7 @@ def test_a_chain_joins_what_its_links_declare():
     [("h2o", {"sum"}), ("tova", {"last"}), ("snapkv", {"window_mean"}), ("random", set()), ("key_norm", set())],
 )
 def test_a_base_score_declares_what_it_reads(name, statistics):
-    assert kvjax.parse(name).statistics == statistics
+    assert kvjax.parse(name).needs.statistics == statistics
 
 
 def test_the_state_of_a_policy_leads_with_the_slots_and_starts_at_zero():
@@ -166,8 +168,12 @@ def test_two_base_scores_are_refused():
 
 
 def test_two_windows_that_differ_are_refused():
-    other = kvjax.Policy("other", kvjax.h2o().init, kvjax.h2o().update, frozenset({"window_mean"}), window=3)
-    with pytest.raises(ValueError, match=r"'snapkv\+other' has observation windows of \[3, 32\] queries"):
+    other = kvjax.Policy(
+        "other", kvjax.h2o().init, kvjax.h2o().update, kvjax.Needs(frozenset({"window_mean"}), window=3)
+    )
+    with pytest.raises(
+        ValueError, match=r"'snapkv\+other': observation windows of \[3, 32\] queries meet in one policy; expected one"
+    ):
         kvjax.chain(kvjax.snapkv(), other)
 
 

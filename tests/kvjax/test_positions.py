@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -17,6 +18,7 @@ from tests.kvjax import definitions
 B, K, G, T, D, BUDGET = 2, 2, 2, 3, 4, 5
 N, MOST = K * G, BUDGET * K + T
 FREQUENCY = np.array([[1.0, 0.3]], np.float32)
+TURNED = kvjax.Context(frequency=jnp.asarray(FREQUENCY))
 MODES = ("absolute", "compact", "index")
 RAGGED = [(3, 0), (3, 2), (3, 3), (1, 0), (3, 3), (0, 3), (3, 3), (3, 1)]
 
@@ -64,7 +66,9 @@ def step(name: str, budget: int | None = BUDGET):
 
     def run(cache, q, k, v, position, frequency):
         q, k = rotate_block(q, k, position, frequency)
-        return kvjax.attend(cache, q, k, v, position, policy=policy, budget=budget, frequency=frequency)
+        return kvjax.attend(
+            cache, q, k, v, position, policy=policy, budget=budget, context=kvjax.Context(frequency=frequency)
+        )
 
     return jax.jit(run)
 
@@ -153,9 +157,9 @@ def test_heads_that_stand_for_each_query_head_are_turned_alike(positions):
     wide = cache
     for q, k, v, position in blocks():
         q, k = rotate_block(q, k, position)
-        out, cache = attend(cache, q, k, v, position, frequency=FREQUENCY)
+        out, cache = attend(cache, q, k, v, position, context=TURNED)
         repeated = (np.repeat(x, G, axis=2) for x in (k, v))
-        expected, wide = attend(wide, q, *repeated, position, frequency=FREQUENCY)
+        expected, wide = attend(wide, q, *repeated, position, context=TURNED)
         np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-6)
         kept.append(cache.num_live)
     assert (kept[-1] == BUDGET).all()
@@ -166,11 +170,13 @@ def test_a_layer_of_a_stacked_cache_turns_like_a_cache_alone(positions):
     policy = kvjax.parse("random@layer")
     sizes = dict(batch=B, kv_heads=K, slots=MOST, head_dim=D, positions=positions)
     alone, stacked = KVCache.init(**sizes), KVCache.init(layers=2, **sizes)
-    attend = jax.jit(functools.partial(kvjax.attend, policy=policy, budget=BUDGET), static_argnames="layer")
+    attend = jax.jit(functools.partial(kvjax.attend, policy=policy, budget=BUDGET, context=TURNED))
+    in_layer = dataclasses.replace(TURNED, layer=0)
+    attend_in_layer = jax.jit(functools.partial(kvjax.attend, policy=policy, budget=BUDGET, context=in_layer))
     for q, k, v, position in blocks():
         q, k = rotate_block(q, k, position)
-        expected, alone = attend(alone, q, k, v, position, frequency=FREQUENCY)
-        out, stacked = attend(stacked, q, k, v, position, frequency=FREQUENCY, layer=0)
+        expected, alone = attend(alone, q, k, v, position)
+        out, stacked = attend_in_layer(stacked, q, k, v, position)
         np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-6)
     assert stacked.layer(0).positions == positions
 
@@ -186,7 +192,7 @@ def test_a_stream_of_millions_is_as_exact_as_its_beginning(positions, far):
     position = far + 3 * np.arange(6, dtype=np.int32)[None]
     run = jax.jit(
         lambda cache, position: kvjax.attend(
-            cache, *rotate_block(q, k, position, frequency), v, position, frequency=frequency
+            cache, *rotate_block(q, k, position, frequency), v, position, context=kvjax.Context(frequency=frequency)
         )[0]
     )
     near = jnp.arange(6, dtype=jnp.int32)[None]
@@ -211,7 +217,7 @@ def test_half_precision_keys_are_turned_in_single():
         q, k = rotate_block(q, k, position)
         out, cache = kvjax.attend(
             cache, *(x.astype(jnp.bfloat16) for x in (q, k, jnp.asarray(v))), jnp.asarray(position),
-            policy=kvjax.parse("random"), budget=BUDGET, frequency=jnp.asarray(FREQUENCY),
+            policy=kvjax.parse("random"), budget=BUDGET, context=TURNED,
         )  # fmt: skip
         assert out.dtype == jnp.bfloat16
     reference_kept = [held for _, held in run("random", "compact")]
@@ -245,7 +251,9 @@ def test_gradients_through_evicting_blocks_are_finite(positions):
         def body(cache, block):
             q, k, v, position = block
             q, k = rotate_block(scale * q, scale * k, position)
-            out, cache = kvjax.attend(cache, q, k, v, position, policy=policy, budget=BUDGET, frequency=frequency)
+            out, cache = kvjax.attend(
+                cache, q, k, v, position, policy=policy, budget=BUDGET, context=kvjax.Context(frequency=frequency)
+            )
             return cache, (out**2).sum()
 
         return jax.lax.scan(body, start(policy, positions), given)[1].sum()

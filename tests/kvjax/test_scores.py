@@ -36,7 +36,7 @@ EVERY_LINK = [
     "sage",
     "sage(split='adaptive')",
     "laprox(window=2,kernel=3)",
-    "laprox(window=2,kernel=3,through='value',gqa='heads')",
+    "laprox(window=2,kernel=3,target='value',gqa='heads')",
     "cake(window=2,kernel=3)",
     "lava(window=2,kernel=3)",
     "expected_attention(future=8,sinks=1)",
@@ -155,7 +155,7 @@ def test_key_norm_of_a_bfloat16_cache_is_computed_in_float32():
 def random_by_token(seed: int, layer: int = 0, number: int = 0) -> dict[tuple[int, int, int], float]:
     """Scores of `random` by (row, head, position)."""
     block = blocks.make(number)
-    result = scores(kvjax.random(seed=seed), block.observation._replace(layer=jnp.int32(layer)))
+    result = scores(kvjax.random(seed=seed), blocks.in_context(block.observation, layer=jnp.int32(layer)))
     position = np.asarray(block.observation.position)
     return {(b, k, int(position[b, k, s])): float(result[b, k, s]) for b, k, s in np.argwhere(position >= 0)}
 
@@ -196,16 +196,15 @@ def test_random_is_roughly_uniform_and_independent_between_heads():
 def foreseen_block(seed, layer=1, window=None):
     """A block behind the first layer, and the predicted keys that its slots held before."""
     block, held = blocks.make(seed), np.random.default_rng(seed).normal(size=(B, K, S, G, DIM))
-    said = block.observation.predicted._replace(sliding_window=window)
-    observation = block.observation._replace(predicted=said, layer=jnp.int32(layer))
+    observation = blocks.in_context(block.observation, sliding_window=window, layer=jnp.int32(layer))
     return block._replace(observation=observation), held.astype(np.float32)
 
 
 def predicted_attention(block, held):
     """The mean over the valid queries of the softmax over the live tokens that a query sees, [B, N, S]."""
     o, mean = block.observation, np.zeros((B, N, S))
-    query, key = (np.asarray(x, np.float64) for x in o.predicted[:2])
-    window = o.predicted.sliding_window or np.inf
+    query, key = (np.asarray(x, np.float64) for x in o.context.predicted)
+    window = o.context.sliding_window or np.inf
     for b, n in np.ndindex(B, N):
         position = np.asarray(o.position[b, n // G])
         of_slot = np.array(held[b, n // G, :, n % G], np.float64)
@@ -239,7 +238,7 @@ def test_butler_keeps_the_new_keys_where_their_tokens_lie_and_the_others_where_t
     block, held = foreseen_block(34)
     policy, o = kvjax.butler(dim=DIM), block.observation
     _, state = policy.update(None, jnp.asarray(held), o)
-    expected, key = held.copy(), np.asarray(o.predicted.key).reshape(B, T, K, G, DIM)
+    expected, key = held.copy(), np.asarray(o.context.predicted.key).reshape(B, T, K, G, DIM)
     for b, k, s in np.argwhere(np.asarray(o.position) >= 0):
         for t in np.flatnonzero(np.asarray(o.query_position[b]) == int(o.position[b, k, s])):
             expected[b, k, s] = key[b, t, k]
@@ -255,8 +254,8 @@ def test_butler_may_be_followed_by_caote():
 
 
 def test_butler_without_a_predictor_says_what_is_missing():
-    with pytest.raises(ValueError, match="nothing was predicted for the block; hand over predicted="):
-        scores(kvjax.butler(dim=DIM), blocks.make(0).observation._replace(predicted=None))
+    with pytest.raises(ValueError, match=r"nothing was predicted for the block; hand over Context\(predicted="):
+        scores(kvjax.butler(dim=DIM), blocks.in_context(blocks.make(0).observation, predicted=None))
     with pytest.raises(ValueError, match=r"their width is not known; write butler\(dim=16\)"):
         kvjax.parse("butler+caote").init(B, K, G, S, D)
 
@@ -469,9 +468,7 @@ def test_equal_keys_have_one_norm_wherever_they_are_rotated_to(S, D):
     position = jnp.arange(S)[None, None]
     turned = kvjax.turn(key, position, frequency)
     none = jnp.zeros((1, 1, 1, D))
-    seen = kvjax.Observation(
-        None, none, jnp.array([[S - 1]]), turned, turned, position, jnp.array([S]), jnp.array([4]), jnp.int32(0)
-    )
+    seen = kvjax.Observation(None, none, jnp.array([[S - 1]]), turned, turned, position, jnp.array([S]), jnp.array([4]))
     found, _ = kvjax.retention_scores(kvjax.key_norm(), (), seen)
     assert len(np.unique(found)) == 1
 

@@ -30,7 +30,7 @@ def keep_mask(
 
     Example:
         >>> import jax.numpy as jnp
-        >>> from kernels_pallas.caote_topk.selection import keep_mask
+        >>> from kernels_pallas.topk import keep_mask
         >>> keep_mask(jnp.array([1.0, 3.0, 2.0]), jnp.array([0, 1, 2]), 2).tolist()
         [False, True, True]
     """
@@ -53,7 +53,7 @@ def rank(scores: Float[Array, "*rows S"], live: Bool[Array, "*rows S"]) -> Int[A
 
     Example:
         >>> import jax.numpy as jnp
-        >>> from kernels_pallas.caote_topk.selection import LOWEST, rank
+        >>> from kernels_pallas.topk import LOWEST, rank
         >>> (rank(jnp.array([0.0, jnp.nan, 5.0]), jnp.array([True, True, False])) - LOWEST).tolist()
         [-2147483648, 1, 0]
     """
@@ -68,7 +68,7 @@ def best_of_rows(
 
     Example:
         >>> import jax.numpy as jnp
-        >>> from kernels_pallas.caote_topk.selection import best_of_rows
+        >>> from kernels_pallas.topk import best_of_rows
         >>> best_of_rows(jnp.array([[7, 7, 9]]), jnp.array([[4, 1, 0]]), jnp.array([[2]])).tolist()
         [[True, False, True]]
     """

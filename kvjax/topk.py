@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kernels_pallas.caote_topk.selection import LOWEST, best, best_of_rows, keep_mask, nth_largest, rank
+from kernels_pallas.topk import LOWEST, best, best_of_rows, keep_mask, nth_largest, rank
 
 __all__ = ["best_of_groups", "best_of_rows", "keep_mask", "rank", "share_of"]
 
@@ -30,7 +30,7 @@ def best_of_groups(
 
     Example:
         >>> import jax.numpy as jnp
-        >>> from kvjax.selection import best_of_groups
+        >>> from kvjax.topk import best_of_groups
         >>> scores, position = jnp.array([[5.0, 1.0], [4.0, 3.0]]), jnp.array([[0, 1], [0, 1]])
         >>> head, one_group = jnp.arange(2), jnp.zeros(2, int)
         >>> best_of_groups(scores, position, head, one_group, jnp.array([3]), 1).tolist()
@@ -56,7 +56,7 @@ def share_of(share: int | float, budget: Any) -> Any:
     """floor(share * budget), the share to four digits, in integers: inside jit floats are float32.
 
     Example:
-        >>> from kvjax.selection import share_of
+        >>> from kvjax.topk import share_of
         >>> share_of(0.29, 100)  # in floats 0.29 * 100 is 28.999...
         29
     """

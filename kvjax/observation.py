@@ -1,0 +1,158 @@
+"""What a layer's attention says of a block, in one direction: Context -> Observation -> Evidence.
+
+Context       what a layer offers beside its queries, keys and values; the caller fills it in
+Observation   what a score may read of a block, after its tokens were inserted; `observe` fills it in
+Evidence      what a policy says of a layer's slots; `evict` acts on it
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal, NamedTuple
+
+import jax
+from jaxtyping import Array, Bool, Float, Int
+
+from kernels_pallas import ColumnStatistics
+from kernels_pallas.dispatch import Implementation
+from kvjax.projection import OutputProjection
+
+
+class Prediction(NamedTuple):
+    """Queries and keys that a small network predicts for a block in one layer.
+
+    Importance is ``query . key / sqrt(dim)``, a logit. One query and one key per query head; later blocks meet the
+    keys again (:func:`kvjax.butler` keeps them with the tokens).
+    """
+
+    query: Float[Array, "B T N dim"]
+    key: Float[Array, "B T N dim"]
+
+
+def _static(default: Any) -> Any:
+    return dataclasses.field(default=default, metadata={"static": True})
+
+
+@dataclasses.dataclass(frozen=True)
+class Needs:
+    """What a score or a link reads of an observation, so that nothing else is computed; ``a | b`` reads both.
+
+    Attributes:
+        statistics: the column statistics (``kernels_pallas.STATISTICS``).
+        window: the observation window of the "window_" statistics, in queries.
+        projections: parts of the layer's output projection (``kvjax.projection.KINDS``).
+        rotary: the rotary frequencies.
+        prediction: a predictor's queries and keys.
+
+    Example:
+        >>> import kvjax
+        >>> (kvjax.Needs(rotary=True) | kvjax.Needs(window=8)).window
+        8
+    """
+
+    statistics: frozenset[str] = frozenset()
+    window: int = 0
+    projections: frozenset[str] = frozenset()
+    rotary: bool = False
+    prediction: bool = False
+
+    def __or__(self, other: Needs) -> Needs:
+        windows = sorted({self.window, other.window} - {0})
+        if len(windows) > 1:
+            raise ValueError(f"observation windows of {windows} queries meet in one policy; expected one size.")
+        return Needs(
+            self.statistics | other.statistics,
+            max(windows, default=0),
+            self.projections | other.projections,
+            self.rotary or other.rotary,
+            self.prediction or other.prediction,
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """Everything that a layer offers to attention, scores and eviction beside queries, keys and values.
+
+    Attributes:
+        layer: the layer's number, which some scores read; it picks the layer of a cache that stacks them.
+        sliding_window: how many positions a query sees; None for all.
+        frequency: the rotary angle per position of each pair of elements, one row for all or one per row. Needed where
+            keys are turned (``positions`` of the cache), or where a score asks for it.
+        projection: what the policy reads of the layer's output projection (:func:`kvjax.output_projection`).
+        predicted: what a predictor says of the block in this layer, for a policy that reads it.
+        scale: factor of the logits, D ** -0.5 by default.
+        compressed: whether the context was compressed before this block, as in decode, or when a question follows; by
+            default a block of one token is taken for that.
+        filled: a promise that slots from this one on are free, so that attention does not visit them.
+        implementation: of attention, and of an eviction by CAOTE; see :func:`kernels_pallas.cache_attention` and
+            :func:`kernels_pallas.caote_topk`.
+
+    Example:
+        >>> import kvjax
+        >>> kvjax.Context(layer=2, sliding_window=4096).layer
+        2
+    """
+
+    layer: int | Int[Array, ""] | None = None
+    sliding_window: int | Int[Array, ""] | None = None
+    frequency: Float[Array, "rows half"] | None = None
+    projection: OutputProjection | None = None
+    predicted: Prediction | None = None
+    scale: float | None = _static(None)
+    compressed: bool | None = _static(None)
+    filled: int | None = _static(None)
+    implementation: Implementation = _static("auto")
+
+
+class Observation(NamedTuple):
+    """What a score may read of one block in one layer, after its T tokens were inserted.
+
+    ``columns`` are the block's attention statistics that the policy needs, as ``[B, K, G, S]`` (a group's own as
+    ``[B, K, 1, S]``); ``query`` and ``key`` are rotated; ``query_position`` is -1 for padding; ``position`` is -1
+    where a slot is free; ``budget`` is one per row. ``protected`` are the slots that stay whatever they score. ``head``
+    numbers the KV heads at hand (all of the layer if None). What the layer offers stands in ``context``.
+    """
+
+    columns: ColumnStatistics
+    query: Float[Array, "B T N D"]
+    query_position: Int[Array, "B T"]
+    key: Float[Array, "B K S D"]
+    value: Float[Array, "B K S D"]
+    position: Int[Array, "B K S"]
+    next_position: Int[Array, "B"]
+    budget: Int[Array, "B"]
+    protected: Bool[Array, "B K S"] = None  # type: ignore[assignment]
+    head: Int[Array, "K"] | None = None
+    context: Context = Context(layer=0)
+
+    @property
+    def live(self) -> Array:
+        """Which slots hold a token, bool ``[B, K, S]``."""
+        return self.position >= 0
+
+    @property
+    def layer(self) -> int | Int[Array, ""]:
+        """The layer's number, 0 where none was given."""
+        return 0 if self.context.layer is None else self.context.layer
+
+    @property
+    def compressed(self) -> bool:
+        """Whether the context was compressed before this block."""
+        known = self.context.compressed
+        return self.query.shape[1] == 1 if known is None else known
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Weights:
+    """Scores that are not computed yet: CAOTE's errors under these weights, for one operation that scores and evicts.
+
+    A chain returns them where CAOTE, measured at the values, has the last word; ``fast``, ``norm`` and ``group`` are
+    those of :func:`kvjax.score`.
+    """
+
+    weights: Float[Array, "B K _ S"]
+    fast: bool = _static(False)
+    norm: Literal[1, 2, "inf"] = _static(2)
+    group: Literal["exact", "mean"] = _static("exact")
