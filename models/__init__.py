@@ -3,7 +3,7 @@
 from models.butler import Butler, ButlerConfig, butler_input, load_butler, own_butler, save_butler
 from models.config import Config
 from models.decoder import Decoder
-from models.decoding import Generation, Prefilled, generate, output_projection, prefill, stream
+from models.engine import Generation, Prefilled, generate, output_projection, prefill, stream
 from models.load import load, parse_mesh
 from models.save import save
 from models.tokenizer import Tokenizer

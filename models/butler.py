@@ -31,11 +31,12 @@ from kernels_pallas import cache_attention
 from kernels_pallas.softmax import grouped_logits
 from kvjax import rotate
 from kvjax.checks import check_count, check_fields, plain
-from models import decoder, provenance
+from models import provenance
 from models.commands import to_json, write_files
 from models.config import Config, Rope
 from models.decoder import Decoder, along_last, rms_norm, rope_frequencies
 from models.load import find_folder
+from models.parameters import parameter_shapes as model_shapes
 from models.tokenizer import read_object
 
 Source = Literal["layer0_output", "attention_input"]
@@ -147,7 +148,7 @@ class ButlerConfig:
         if known:
             return config
         networks = 2 * (config.hidden_size + config.predicted_layers * config.num_heads * dim)  # a unit of hidden
-        left = share * _count(decoder.parameter_shapes(model)) - (num_parameters(config) - hidden * networks)
+        left = share * _count(model_shapes(model)) - (num_parameters(config) - hidden * networks)
         return dataclasses.replace(config, hidden=max(int(left / networks) // 8 * 8, math.ceil(model.hidden_size / 8)))
 
 
@@ -465,7 +466,7 @@ def butler_input(
     if source == "attention_input":
         return rms_norm(model.embedding[...][tokens], layers.attention_norm[...][0], config.norm_epsilon)
     position = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape) if position is None else position
-    names = [name for name in decoder.parameter_shapes(config) if name.startswith("layers.")]
+    names = [name for name in model_shapes(config) if name.startswith("layers.")]
     first = {name: getattr(layers, name.removeprefix("layers."))[...][:1] for name in names}
     rest = {"embedding": model.embedding[...], "norm": model.norm[...]}
     alone = dataclasses.replace(
@@ -522,7 +523,7 @@ def fingerprint(model: Decoder) -> dict[str, Any]:
         >>> sorted(fingerprint(models.Decoder(config, rngs=nnx.Rngs(0))))
         ['config', 'weights']
     """
-    hashed = provenance.weights(model, decoder.parameter_shapes(model.config))
+    hashed = provenance.weights(model, model_shapes(model.config))
     return {"config": _described(model.config), "weights": hashed}
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 import models
 from kvjax.policy import policy_of
-from models import commands, guided, provenance
+from models import commands, provenance, selecting
 
 EXAMPLES = """examples:
   python -m models.generate retriever --prompt-file book.txt --policy h2o+caote --budget 512 --block 128
@@ -62,16 +62,17 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--top-k", type=int)
     flags.add_argument("--top-p", type=float)
     flags.add_argument("--seed", type=int, default=0, help="for temperature above 0")
-    flags.add_argument("--dtype", help="float32, bfloat16 or float16; the checkpoint's by default")
+    flags.add_argument("--dtype", help="float32, bfloat16 (slow on a CPU) or float16; by default the checkpoint's")
     flags.add_argument("--mesh", help="devices, such as data=2,tensor=4")
     flags.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    commands.add_cache_flag(flags)
     return flags
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
     flags = parser().parse_args(arguments)
-    commands.keep_compiled()
+    commands.keep_compiled(vars(flags).pop("compilation_cache"))
     return commands.run(lambda: _generate(flags), "models.generate")
 
 
@@ -79,7 +80,7 @@ def _generate(flags: argparse.Namespace) -> None:
     if not -(2**63) <= flags.seed < 2**63:
         raise ValueError(f"--seed is {flags.seed}; give an integer of at most 64 bits.")
     budget = None if flags.budget is None else commands.parse_budget(flags.budget)
-    policy_of(flags.policy), guided.parse_select(flags.select)  # before the weights are read
+    policy_of(flags.policy), selecting.parse_select(flags.select)  # before the weights are read
     prompt = _read_prompt(flags)
     model, tokenizer = models.load(
         flags.model, dtype=flags.dtype, mesh=None if flags.mesh is None else models.parse_mesh(flags.mesh)
@@ -151,19 +152,19 @@ def _load_butler(flags: argparse.Namespace, model: models.Decoder) -> models.But
     """The predictor that --select or --policy asks for, from --butler or from inside the model's folder."""
     if flags.butler is not None:
         return models.load_butler(flags.butler, model)
-    policy, source = policy_of(flags.policy), guided.parse_select(flags.select)
-    if guided.asks_for_predictor(policy, source) is None:
+    policy, source = policy_of(flags.policy), selecting.parse_select(flags.select)
+    if selecting.asks_for_predictor(policy, source) is None:
         return None
     return models.own_butler(flags.model, model)
 
 
 def _read_share(flags: argparse.Namespace, budget: int | float | None, prompt: int, new: int) -> float | None:
     """Of all tokens that were there in the steps, the share that a selecting layer's heads read, at most."""
-    selection = guided.checked_selection(flags.select, None, budget, flags.sinks, prompt, flags.max_new_tokens)
+    selection = selecting.checked_selection(flags.select, None, budget, flags.sinks, prompt, flags.max_new_tokens)
     if selection is None or new < 2:
         return None
     steps = range(prompt + 1, prompt + new)  # the first token comes from the prompt
-    return sum(guided.tokens_read(selection, tokens) for tokens in steps) / sum(steps)
+    return sum(selecting.tokens_read(selection, tokens) for tokens in steps) / sum(steps)
 
 
 def _selected(flags: argparse.Namespace, budget: int | float | None, share: float | None) -> str:

@@ -125,21 +125,32 @@ def run(command: Callable[[], None], name: str) -> int:
     return 0
 
 
-def keep_compiled(environment: Mapping[str, str] = os.environ) -> Path | None:
-    """Keeps compiled programs where later commands find them, so that a second start compiles little.
+def add_cache_flag(flags: argparse.ArgumentParser) -> None:
+    """The flag that :func:`keep_compiled` reads."""
+    flags.add_argument(
+        "--compilation-cache", metavar="FOLDER",
+        help="where compiled programs are kept for the next start, or 'off' (default: KVJAX_COMPILATION_CACHE, else "
+        "the user's cache)",
+    )  # fmt: skip
 
-    They lie in the user's cache folder. The variable KVJAX_COMPILATION_CACHE names another one, or is "off"; where
-    JAX_COMPILATION_CACHE_DIR is set, JAX reads that alone.
+
+def keep_compiled(chosen: str | None = None, environment: Mapping[str, str] = os.environ) -> Path | None:
+    """Keeps compiled programs where later commands and notebooks find them, so that a second start compiles little.
+
+    They lie in the user's cache folder. Where JAX_COMPILATION_CACHE_DIR is set, JAX reads that alone.
+
+    Args:
+        chosen: another folder, or "off"; by default what the variable KVJAX_COMPILATION_CACHE says.
 
     Returns:
         The folder; None where nothing is kept, or where JAX has been told already.
 
     Example:
         >>> from models.commands import keep_compiled
-        >>> keep_compiled({"KVJAX_COMPILATION_CACHE": "off"}) is None
+        >>> keep_compiled("off") is None
         True
     """
-    chosen = environment.get("KVJAX_COMPILATION_CACHE", "")
+    chosen = chosen or environment.get("KVJAX_COMPILATION_CACHE", "")
     if chosen == "off" or environment.get("JAX_COMPILATION_CACHE_DIR"):
         return None
     with contextlib.suppress(OSError, RuntimeError):  # no home, or one that cannot be written to: nothing is kept

@@ -10,18 +10,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from kernels_pallas import cache_attention
 from kvjax import rotate
 from models.config import Config, Rope
+from models.parameters import parameter_shapes
 
 Carry = TypeVar("Carry")
 Output = TypeVar("Output")
@@ -31,86 +32,21 @@ Attend = Callable[
     tuple[Float[Array, "B T N D"], Carry, Output],
 ]
 
-# Where each parameter lies on a mesh with axes "data" and "tensor": heads, feed-forward and vocabulary are split.
-SHARDING = {
-    "embedding": PartitionSpec("tensor", None),
-    "head": PartitionSpec(None, "tensor"),
-    "norm": PartitionSpec(None),
-    "layers.attention_norm": PartitionSpec(None, None),
-    "layers.query": PartitionSpec(None, None, "tensor", None),
-    "layers.key": PartitionSpec(None, None, "tensor", None),
-    "layers.value": PartitionSpec(None, None, "tensor", None),
-    "layers.query_bias": PartitionSpec(None, "tensor", None),
-    "layers.key_bias": PartitionSpec(None, "tensor", None),
-    "layers.value_bias": PartitionSpec(None, "tensor", None),
-    "layers.query_norm": PartitionSpec(None, None),
-    "layers.key_norm": PartitionSpec(None, None),
-    "layers.output": PartitionSpec(None, "tensor", None, None),
-    "layers.output_bias": PartitionSpec(None, None),
-    "layers.feed_norm": PartitionSpec(None, None),
-    "layers.gate": PartitionSpec(None, None, "tensor"),
-    "layers.up": PartitionSpec(None, None, "tensor"),
-    "layers.down": PartitionSpec(None, "tensor", None),
-}
-
-
-def parameter_shapes(config: Config) -> dict[str, tuple[int, ...]]:
-    """The shape of every parameter that a model of this config has, by its path in the Decoder.
-
-    Example:
-        >>> from models.config import Config
-        >>> from models.decoder import parameter_shapes
-        >>> parameter_shapes(Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2))["layers.key"]
-        (2, 32, 2, 8)
-    """
-    V, E, F, L = config.vocab_size, config.hidden_size, config.intermediate_size, config.num_layers
-    N, K, D = config.num_heads, config.num_kv_heads, config.head_dim
-    shapes = {
-        "embedding": (V, E),
-        "norm": (E,),
-        "layers.attention_norm": (L, E),
-        "layers.query": (L, E, N, D),
-        "layers.key": (L, E, K, D),
-        "layers.value": (L, E, K, D),
-        "layers.output": (L, N, D, E),
-        "layers.feed_norm": (L, E),
-        "layers.gate": (L, E, F),
-        "layers.up": (L, E, F),
-        "layers.down": (L, F, E),
-    }
-    if not config.tie_embeddings:
-        shapes["head"] = (E, V)
-    if config.attention_bias:
-        shapes |= {"layers.query_bias": (L, N, D), "layers.key_bias": (L, K, D), "layers.value_bias": (L, K, D)}
-    if config.output_bias:
-        shapes["layers.output_bias"] = (L, E)
-    if config.query_key_norm:
-        shapes |= {"layers.query_norm": (L, D), "layers.key_norm": (L, D)}
-    return shapes
-
 
 class Layers(nnx.Module):
     """The parameters of all layers, stacked; `lax.scan` hands them out one layer at a time."""
 
-    attention_norm: nnx.Param
-    query: nnx.Param
-    key: nnx.Param
-    value: nnx.Param
-    query_bias: nnx.Param
-    key_bias: nnx.Param
-    value_bias: nnx.Param
-    query_norm: nnx.Param
-    key_norm: nnx.Param
-    output: nnx.Param
-    output_bias: nnx.Param
-    feed_norm: nnx.Param
-    gate: nnx.Param
-    up: nnx.Param
-    down: nnx.Param
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> nnx.Param: ...
 
     def __init__(self, parameters: dict[str, Array]):
         for name, array in parameters.items():
             setattr(self, name, nnx.Param(array))
+
+    def arrays(self) -> dict[str, Array]:
+        """The parameters by name, [L, ...]."""
+        return {name: parameter[...] for name, parameter in vars(self).items() if isinstance(parameter, nnx.Param)}
 
 
 class Decoder(nnx.Module):
@@ -190,39 +126,26 @@ class Decoder(nnx.Module):
             The hidden states before the last norm, the carry, and the layers' outputs stacked, [L, ...].
         """
         config = self.config
-        frequency, amplitude = rope_frequencies(config.rope, config.head_dim, lengths)  # [B or 1, D / 2]
-        angle = jnp.maximum(position, 0)[..., None].astype(frequency.dtype) * frequency[:, None]  # [B, T, D / 2]
-        cos, sin = (amplitude * wave(angle)[:, :, None] for wave in (jnp.cos, jnp.sin))  # one for all heads
-        windows = None
-        if any(config.sliding_windows):
-            everything = jnp.iinfo(jnp.int32).max
-            windows = jnp.array([window or everything for window in config.sliding_windows], jnp.int32)
+        waves = rotation(config, position, lengths)
 
-        def run_layer(state, scanned):
+        def step(state, scanned):
             x, carry = state
-            layer, index, window = scanned
-            query, key, value = _project(config, layer, rms_norm(x, layer.attention_norm[...], config.norm_epsilon))
-            query, key = rotate(query, cos, sin), rotate(key, cos, sin)
-            out, carry, output = attend(carry, index, window, query, key, value)
-            x = x + jnp.einsum("btnd,nde->bte", out, layer.output[...])
-            if config.output_bias:
-                x = x + along_last(layer.output_bias[...], x)
-            y = rms_norm(x, layer.feed_norm[...], config.norm_epsilon)
-            gate, up = y @ layer.gate[...], y @ layer.up[...]
-            return (x + (jax.nn.silu(gate) * up) @ layer.down[...], carry), output
+            weights, index, window = scanned
+            x, carry, output = run_layer(config, weights, x, waves, partial(attend, carry, index, window))
+            return (x, carry), output
 
-        scanned = (self.layers, jnp.arange(config.num_layers, dtype=jnp.int32), windows)
+        scanned = (self.layers.arrays(), jnp.arange(config.num_layers, dtype=jnp.int32), sliding_windows(config))
         state = self.embedding[...][tokens], carry
         if after_first is None:
-            (x, carry), outputs = jax.lax.scan(run_layer, state, scanned)
+            (x, carry), outputs = jax.lax.scan(step, state, scanned)
             return x, carry, outputs
 
-        def run_index(state, index):  # by index: a slice of the scanned arrays would be a copy of all layers
-            return run_layer(state, jax.tree.map(lambda array: array[index], scanned))
+        def step_of(state, index):  # by index: a slice of the scanned arrays would be a copy of all layers
+            return step(state, jax.tree.map(lambda array: array[index], scanned))
 
-        (x, carry), first = run_index(state, 0)
+        (x, carry), first = step_of(state, 0)
         (x, carry), rest = jax.lax.scan(
-            run_index, (x, after_first(x, carry)), jnp.arange(1, config.num_layers, dtype=jnp.int32)
+            step_of, (x, after_first(x, carry)), jnp.arange(1, config.num_layers, dtype=jnp.int32)
         )
         return x, carry, jax.tree.map(lambda a, b: jnp.concatenate([a[None], b]), first, rest)
 
@@ -233,6 +156,48 @@ class Decoder(nnx.Module):
         if self.head is None:
             return jnp.einsum("...e,ve->...v", hidden, self.embedding[...], preferred_element_type=accumulate)
         return jnp.einsum("...e,ev->...v", hidden, self.head[...], preferred_element_type=accumulate)
+
+
+def rotation(config: Config, position: Int[Array, "B T"], lengths: Int[Array, "B"]) -> tuple[Array, Array]:
+    """Cosine and sine of each token's rotary angles, [B, T, 1, D / 2]: one for all heads and layers."""
+    frequency, amplitude = rope_frequencies(config.rope, config.head_dim, lengths)  # [B or 1, D / 2]
+    angle = jnp.maximum(position, 0)[..., None].astype(frequency.dtype) * frequency[:, None]  # [B, T, D / 2]
+    cos, sin = (amplitude * wave(angle)[:, :, None] for wave in (jnp.cos, jnp.sin))
+    return cos, sin
+
+
+def sliding_windows(config: Config) -> Int[Array, "L"] | None:
+    """How many positions the queries of each layer see; None where all layers see all."""
+    if not any(config.sliding_windows):
+        return None
+    everything = jnp.iinfo(jnp.int32).max
+    return jnp.array([window or everything for window in config.sliding_windows], jnp.int32)
+
+
+def run_layer[Carry, Output](
+    config: Config,
+    weights: dict[str, Array],
+    x: Float[Array, "B T E"],
+    waves: tuple[Array, Array],
+    attend: Callable[[Array, Array, Array], tuple[Array, Carry, Output]],
+) -> tuple[Float[Array, "B T E"], Carry, Output]:
+    """Runs one layer with the attention that the caller brings, ``attend(query, key, value)``.
+
+    Args:
+        weights: the layer's parameters by name.
+        waves: see :func:`rotation`.
+
+    Returns:
+        What enters the next layer, and what ``attend`` gave beside its output.
+    """
+    query, key, value = _project(config, weights, rms_norm(x, weights["attention_norm"], config.norm_epsilon))
+    out, carry, output = attend(rotate(query, *waves), rotate(key, *waves), value)
+    x = x + jnp.einsum("btnd,nde->bte", out, weights["output"])
+    if config.output_bias:
+        x = x + along_last(weights["output_bias"], x)
+    y = rms_norm(x, weights["feed_norm"], config.norm_epsilon)
+    gate, up = y @ weights["gate"], y @ weights["up"]
+    return x + (jax.nn.silu(gate) * up) @ weights["down"], carry, output
 
 
 def rms_norm(x: Float[Array, "*rest E"], weight: Float[Array, "E"], epsilon: float) -> Float[Array, "*rest E"]:
@@ -310,17 +275,17 @@ def _yarn_amplitude(rope: Rope) -> float:
     return scale(1.0)
 
 
-def _project(config: Config, layer: Layers, x: Float[Array, "B T E"]) -> tuple[Array, Array, Array]:
+def _project(config: Config, weights: dict[str, Array], x: Float[Array, "B T E"]) -> tuple[Array, Array, Array]:
     """Queries [B, T, N, D], keys and values [B, T, K, D], before rotation."""
-    query = jnp.einsum("bte,end->btnd", x, layer.query[...])
-    key = jnp.einsum("bte,ekd->btkd", x, layer.key[...])
-    value = jnp.einsum("bte,ekd->btkd", x, layer.value[...])
+    query = jnp.einsum("bte,end->btnd", x, weights["query"])
+    key = jnp.einsum("bte,ekd->btkd", x, weights["key"])
+    value = jnp.einsum("bte,ekd->btkd", x, weights["value"])
     if config.attention_bias:
-        biases = layer.query_bias[...], layer.key_bias[...], layer.value_bias[...]
+        biases = weights["query_bias"], weights["key_bias"], weights["value_bias"]
         query, key, value = (x + along_last(bias, x) for x, bias in zip((query, key, value), biases, strict=True))
     if config.query_key_norm:
-        query = rms_norm(query, layer.query_norm[...], config.norm_epsilon)
-        key = rms_norm(key, layer.key_norm[...], config.norm_epsilon)
+        query = rms_norm(query, weights["query_norm"], config.norm_epsilon)
+        key = rms_norm(key, weights["key_norm"], config.norm_epsilon)
     return query, key, value
 
 

@@ -21,31 +21,10 @@ from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 
 from models.config import Config, from_hugging_face
-from models.decoder import SHARDING, Decoder, parameter_shapes
+from models.decoder import Decoder
+from models.parameters import PARAMETERS, parameter_shapes
 from models.tokenizer import Tokenizer, read_object
 
-# Where each parameter comes from: its Hugging Face name ({} is the layer), and for each axis of that tensor the axes
-# of ours (without the layers' axis) that it holds. ((1, 2), (0,)) for the queries: there [N * D, E], here [E, N, D].
-SOURCES: dict[str, tuple[str, tuple[tuple[int, ...], ...]]] = {
-    "embedding": ("model.embed_tokens.weight", ((0,), (1,))),
-    "norm": ("model.norm.weight", ((0,),)),
-    "head": ("lm_head.weight", ((1,), (0,))),
-    "layers.attention_norm": ("model.layers.{}.input_layernorm.weight", ((0,),)),
-    "layers.query": ("model.layers.{}.self_attn.q_proj.weight", ((1, 2), (0,))),
-    "layers.key": ("model.layers.{}.self_attn.k_proj.weight", ((1, 2), (0,))),
-    "layers.value": ("model.layers.{}.self_attn.v_proj.weight", ((1, 2), (0,))),
-    "layers.output": ("model.layers.{}.self_attn.o_proj.weight", ((2,), (0, 1))),
-    "layers.query_bias": ("model.layers.{}.self_attn.q_proj.bias", ((0, 1),)),
-    "layers.key_bias": ("model.layers.{}.self_attn.k_proj.bias", ((0, 1),)),
-    "layers.value_bias": ("model.layers.{}.self_attn.v_proj.bias", ((0, 1),)),
-    "layers.output_bias": ("model.layers.{}.self_attn.o_proj.bias", ((0,),)),
-    "layers.query_norm": ("model.layers.{}.self_attn.q_norm.weight", ((0,),)),
-    "layers.key_norm": ("model.layers.{}.self_attn.k_norm.weight", ((0,),)),
-    "layers.feed_norm": ("model.layers.{}.post_attention_layernorm.weight", ((0,),)),
-    "layers.gate": ("model.layers.{}.mlp.gate_proj.weight", ((1,), (0,))),
-    "layers.up": ("model.layers.{}.mlp.up_proj.weight", ((1,), (0,))),
-    "layers.down": ("model.layers.{}.mlp.down_proj.weight", ((1,), (0,))),
-}
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 # Frequencies that older checkpoints carry along, and the output matrix of a model whose config ties it.
@@ -65,7 +44,7 @@ def load(
         dtype: what the weights are cast to, such as "bfloat16"; None keeps the checkpoint's (the dtype that most
             weights have, where it mixes several).
         mesh: devices with axes "data" and "tensor" (see :func:`parse_mesh`) over which the weights are spread as
-            ``models.decoder.SHARDING`` says; None puts them on the default device.
+            ``models.parameters`` says; None puts them on the default device.
         revision: a branch, tag or commit on the hub.
 
     Returns:
@@ -309,7 +288,7 @@ def _check_tensors(config: Config, files: dict[str, Path], folder: Path) -> np.d
             "it complete?"
         )
     expected = {
-        source: _file_shape(shape[1:] if name.startswith("layers.") else shape, SOURCES[name][1])
+        source: _file_shape(shape[1:] if name.startswith("layers.") else shape, PARAMETERS[name].groups)
         for name, shape in parameter_shapes(config).items()
         for source in _sources(name, config.num_layers)
     }
@@ -340,7 +319,7 @@ def _check_tensors(config: Config, files: dict[str, Path], folder: Path) -> np.d
 
 
 def _sources(name: str, num_layers: int) -> list[str]:
-    source = SOURCES[name][0]
+    source = PARAMETERS[name].tensor
     return [source.format(layer) for layer in range(num_layers)] if name.startswith("layers.") else [source]
 
 
@@ -366,26 +345,26 @@ def _checked_mesh(config: Config, mesh: Mesh) -> Mesh:
 
 def _place(name: str, shape: tuple[int, ...], files: dict[str, Path], dtype: np.dtype, mesh: Mesh | None) -> jax.Array:
     """One parameter on its devices. Each shard is read on its own, so no device and no buffer holds the others."""
+    parameter = PARAMETERS[name]
 
     def read(index: tuple[slice, ...] | None) -> np.ndarray:
         parts = index or (slice(None),) * len(shape)
         bounds = [slice(*part.indices(size)) for part, size in zip(parts, shape, strict=True)]
         if not name.startswith("layers."):
             out = _aligned([part.stop - part.start for part in bounds], dtype)
-            _read_tensor(files, *SOURCES[name], shape, bounds, out)
+            _read_tensor(files, parameter.tensor, parameter.groups, shape, bounds, out)
             return out
         layers = range(shape[0])[bounds[0]]
         out = _aligned([len(layers), *(part.stop - part.start for part in bounds[1:])], dtype)
         for row, layer in zip(out, layers, strict=True):
-            _read_tensor(files, SOURCES[name][0].format(layer), SOURCES[name][1], shape[1:], bounds[1:], row)
+            _read_tensor(files, parameter.tensor.format(layer), parameter.groups, shape[1:], bounds[1:], row)
         return out
 
     # Wait, so that a buffer that was copied is free before the next parameter takes one.
     if mesh is None:  # uncommitted, like arrays that callers make: else a step on its own output would compile again
         return jax.device_put(read(None)).block_until_ready()
-    spec = SHARDING[name]
-    uneven = any(axis and size % mesh.shape[axis] for axis, size in zip(spec, shape, strict=True))
-    sharding = NamedSharding(mesh, PartitionSpec() if uneven else spec)  # a vocabulary may be of any size
+    uneven = any(axis and size % mesh.shape[axis] for axis, size in zip(parameter.spec, shape, strict=True))
+    sharding = NamedSharding(mesh, PartitionSpec() if uneven else parameter.spec)  # a vocabulary may be of any size
     return jax.make_array_from_callback(shape, sharding, read).block_until_ready()
 
 

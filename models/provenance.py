@@ -29,6 +29,7 @@ from jaxtyping import Array
 import kvjax
 from models import decoder
 from models.commands import Begun, write_json
+from models.parameters import parameter_shapes as model_shapes
 from models.tokenizer import Tokenizer
 
 ROOT = Path(kvjax.__file__).parent.parent
@@ -135,7 +136,7 @@ def fingerprints(model: decoder.Decoder, tokenizer: Tokenizer | None = None) -> 
     """
     found = {
         "config": digest(dataclasses.asdict(model.config)),
-        "weights": weights(model, decoder.parameter_shapes(model.config)),
+        "weights": weights(model, model_shapes(model.config)),
     }
     if tokenizer is not None:
         parts = [tokenizer.backend.to_str(), tokenizer.special_tokens, tokenizer.chat_template]

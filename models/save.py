@@ -16,8 +16,8 @@ from safetensors.numpy import save as to_safetensors
 
 from models.commands import write_files
 from models.config import Config, to_hugging_face
-from models.decoder import Decoder, parameter_shapes
-from models.load import SOURCES
+from models.decoder import Decoder
+from models.parameters import PARAMETERS, parameter_shapes
 from models.tokenizer import Tokenizer
 
 SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
@@ -74,7 +74,7 @@ def _tensors(model: Decoder) -> dict[str, np.ndarray]:
     for path in parameter_shapes(model.config):
         parameter: Any = functools.reduce(getattr, path.split("."), model)
         array = np.asarray(jax.device_get(parameter[...]))
-        name, groups = SOURCES[path]
+        name, groups = PARAMETERS[path].tensor, PARAMETERS[path].groups
         order = [axis for group in groups for axis in group]
         stacked = array if path.startswith("layers.") else array[None]
         for layer, ours in enumerate(stacked):

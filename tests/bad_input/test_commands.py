@@ -10,7 +10,7 @@ import pytest
 
 import models
 from evals import __main__ as evals
-from models import cli, decoding
+from models import cli, engine
 from tests.bad_input.campaign import Terminal, state_of
 from train import butler, retriever
 
@@ -279,7 +279,7 @@ CASES += [("train.butler", line) for line in lines(BUTLER)] + [("train.retriever
 
 @pytest.mark.parametrize(("command", "line"), CASES, ids=[ascii(f"{command} {line}")[1:100] for command, line in CASES])
 def test_a_command_ends_in_one_sentence(command, line, inputs: Path, tmp_path, terminal: Terminal, monkeypatch):
-    monkeypatch.setattr(decoding, "_block_step", None)  # all that can be known is known before the first step
+    monkeypatch.setattr(engine, "_fed", None)  # all that can be known is known before the first step
     for path in inputs.iterdir():
         (tmp_path / path.name).symlink_to(path)
     monkeypatch.chdir(tmp_path)

@@ -210,7 +210,7 @@ POLICIES = {
         "snapkv(window=2.5)",
         "snapkv(kernel=2)",
         "snapkv(pooling='mean')",
-        "laprox(through='x')",
+        "laprox(target='x')",
         "laprox(gqa=1)",
         "tova(heads='all')",
         "sage(mass=0)",
@@ -229,7 +229,7 @@ POLICIES = {
         "h2o+protect(recent='x')",
         "h2o+caote(norm=3)",
         "h2o+caote(group='x')",
-        "h2o+caote(through='x')",
+        "h2o+caote(target='x')",
         "h2o+caote(rounds=0)",
         "h2o+caote(rounds=1.5)",
         "h2o+pool(kernel=0)",
@@ -474,7 +474,7 @@ ATTENDING = {
     "attend: heads not divided": lambda: attend(query=zeros(1, 2, 3, 4)),
     "attend: a policy without budget": lambda: attend(policy=kvjax.h2o()),
     "attend: a state of another policy": lambda: attend(policy=kvjax.h2o(), budget=4),
-    "attend: unknown implementation": lambda: attend(implementation="fastest"),
+    "attend: unknown implementation": lambda: attend(context=kvjax.Context(implementation="fastest")),
     "attend: more than fits": lambda: attend(query=zeros(1, 9, 4, 4), key=zeros(1, 9, 2, 4), value=zeros(1, 9, 2, 4)),
 }
 CASES = SCORE | CACHE | POLICIES | ATTEND | GENERATE | ATTENDING

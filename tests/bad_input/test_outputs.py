@@ -15,7 +15,7 @@ import jax
 import pytest
 
 import models
-from evals import report, results
+from evals import perplexity, results
 from models import commands
 from tests.bad_input.campaign import check_sentence, state_of
 from tests.models import reference
@@ -49,7 +49,7 @@ def picture(path: Path) -> None:
         {"select": "full", "sparsity": 0.0, "perplexity": 2.0, "low": None, "high": None, "increase": 0.0,
          "increase_low": None, "increase_high": None}
     ]  # fmt: skip
-    report.perplexity_lines(rows, [], path, title="title")
+    perplexity.perplexity_lines(rows, [], path, title="title")
 
 
 @contextlib.contextmanager

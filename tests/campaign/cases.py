@@ -222,7 +222,7 @@ def _policy(d: _Draw, block: int, layers: int, even: bool) -> str:
         "snapkv": dict(kernel=kernel, pooling=("avg", "max")),
         "streaming": dict(sinks=(0, 1, 3)),
         "sage": dict(heads=("query",), split=("adaptive",), mass=(0.5, 0.8)),
-        "laprox": dict(kernel=kernel, through=("output", "value", "attention"), gqa=("group", "heads")),
+        "laprox": dict(kernel=kernel, target=("output", "value", "attention"), gqa=("group", "heads")),
         "cake": dict(kernel=kernel, gamma=(0.0, 5.0, 200.0)),
         "lava": dict(kernel=kernel),
         "expected_attention": dict(
@@ -292,9 +292,9 @@ def _caote(d: _Draw, rounds: bool) -> str:
     name = d.one("caote", "caote", "fast_caote")
     match d.one("norm", "norm", "output", "rounds" if rounds else "norm"):
         case "output":
-            return f"{name}(through='output'{d.one('', ',cross=False')})"
+            return f"{name}(target='output'{d.one('', ',cross=False')})"
         case "rounds":
-            return f"{name}(rounds={d.one(2, 3, 8)}{d.one('', ",group='mean'", ",through='output'")})"
+            return f"{name}(rounds={d.one(2, 3, 8)}{d.one('', ",group='mean'", ",target='output'")})"
     return d.link(name, norm=(1, 2, "inf"), group=("exact", "mean"))
 
 

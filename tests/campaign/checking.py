@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 import models
 from kvjax import PagedCache
 from models import Decoder
-from models.decoder import SHARDING
+from models.parameters import SHARDING
 from tests.campaign.cases import Case
 from tests.models import reference
 

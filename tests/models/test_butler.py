@@ -20,7 +20,7 @@ from models import butler as butler_module
 from models.butler import Butler, ButlerConfig, butler_input, importance, num_parameters, parameter_shapes
 from models.config import Rope, from_hugging_face
 from models.decoder import _project, rms_norm, rope_frequencies
-from models.decoder import parameter_shapes as model_shapes
+from models.parameters import parameter_shapes as model_shapes
 from tests.models import reference
 
 CONFIG = ButlerConfig(hidden_size=32, num_layers=4, num_heads=4, hidden=12, dim=6, rope_theta=100.0)
@@ -269,12 +269,12 @@ def test_the_input_is_what_the_models_own_layers_read(config):
     frequency, amplitude = rope_frequencies(config.rope, config.head_dim, lengths)
     angle = jnp.maximum(position, 0)[..., None] * frequency[:, None]
     cos, sin = (amplitude * wave(angle)[:, :, None] for wave in (jnp.cos, jnp.sin))
-    first, second = (jax.tree.map(lambda x, i=i: x[i], model.layers) for i in (0, 1))
+    first, second = ({name: array[i] for name, array in model.layers.arrays().items()} for i in (0, 1))
     output = butler_input(model, tokens, position)
     valid = np.asarray(position >= 0)
     for layer, parameters, entering in (
         (0, first, butler_input(model, tokens, source="attention_input")),
-        (1, second, rms_norm(output, second.attention_norm[...], config.norm_epsilon)),
+        (1, second, rms_norm(output, second["attention_norm"], config.norm_epsilon)),
     ):
         query = kvjax.rotate(_project(config, parameters, entering)[0], cos, sin)
         np.testing.assert_allclose(query[valid], expected[layer][valid], rtol=1e-4, atol=1e-6)

@@ -183,13 +183,21 @@ def programs_as_before():
 @pytest.mark.parametrize("variable", ["XDG_CACHE_HOME", "KVJAX_COMPILATION_CACHE"])
 def test_programs_are_kept_in_the_users_cache_or_where_a_variable_says(tmp_path, programs_as_before, variable):
     expected = tmp_path / "kvjax" / "programs" if variable == "XDG_CACHE_HOME" else tmp_path
-    assert commands.keep_compiled({variable: str(tmp_path)}) == expected
+    assert commands.keep_compiled(None, {variable: str(tmp_path)}) == expected
     assert jax.config.jax_compilation_cache_dir == str(expected) and expected.is_dir()
+
+
+def test_what_the_flag_says_goes_before_the_variable(tmp_path, programs_as_before):
+    flag, variable = tmp_path / "flag", tmp_path / "variable"
+    assert commands.keep_compiled(str(flag), {"KVJAX_COMPILATION_CACHE": str(variable)}) == flag
+    assert not variable.exists()
 
 
 def test_no_program_is_kept_where_nothing_can_be_written_or_jax_was_told(tmp_path, programs_as_before):
     (tmp_path / "file").touch()
     before = jax.config.jax_compilation_cache_dir
-    assert commands.keep_compiled({"XDG_CACHE_HOME": str(tmp_path / "file")}) is None
-    assert commands.keep_compiled({"XDG_CACHE_HOME": str(tmp_path), "JAX_COMPILATION_CACHE_DIR": "there"}) is None
+    assert commands.keep_compiled(None, {"XDG_CACHE_HOME": str(tmp_path / "file")}) is None
+    told = {"XDG_CACHE_HOME": str(tmp_path), "JAX_COMPILATION_CACHE_DIR": "there"}
+    assert commands.keep_compiled(None, told) is None
+    assert commands.keep_compiled("off", {"XDG_CACHE_HOME": str(tmp_path)}) is None
     assert jax.config.jax_compilation_cache_dir == before and not (tmp_path / "kvjax").exists()

@@ -76,8 +76,8 @@ def observed(policy):
         def attend(cache, layer, sliding_window, query, key, value):
             of_layer = None if projection is None else projection.layer(layer)
             out, cache, seen = kvjax.observe(
-                cache, query, key, value, position, policy=policy, budget=budgets, layer=layer, frequency=frequency,
-                projection=of_layer,
+                cache, query, key, value, position, policy=policy, budget=budgets,
+                context=kvjax.Context(layer=layer, frequency=frequency, projection=of_layer),
             )  # fmt: skip
             return out, cache, seen.scores
 

@@ -16,8 +16,8 @@ from flax import nnx
 
 import kvjax
 import models
-from evals import fidelity, likelihood, selections
-from models import decoding
+from evals import fidelity, loglikelihood, selections
+from models import engine
 from models.config import Config, Rope
 from tests.models import reference
 from train import butler as training
@@ -39,7 +39,7 @@ POLICIES = [
     "sage(heads='query')",
     "random+pool",
     "h2o+caote(rounds=2)",
-    "tova+caote(through='output')",
+    "tova+caote(target='output')",
     "expected_attention",
     "butler+caote",
     *(f"{base}@{allocation}" for base, allocation in zip(
@@ -91,13 +91,13 @@ class Traced(Exception):
 @pytest.fixture
 def trace(monkeypatch):
     """``models.generate`` up to the program that it would compile."""
-    program = decoding._generate
+    program = engine._generate
 
     def only_trace(*arguments):
         program.eval_shape(*arguments)
         raise Traced
 
-    monkeypatch.setattr(decoding, "_generate", only_trace)
+    monkeypatch.setattr(engine, "_generate", only_trace)
 
     def generate(mode, *arguments, **settings):
         with mode(), pytest.raises(Traced):
@@ -125,8 +125,9 @@ def test_rope_scalings(mode, trace, rope):
     trace(mode, model, TOKENS, policy="expected_attention")
 
 
-def test_a_whole_run_is_the_same_as_in_the_mode_that_is_usual(mode, model):
-    settings = SETTINGS | dict(policy="h2o+caote", question=np.array([5, 0]))
+@pytest.mark.parametrize("policy", ["h2o+caote", "tova@model"])
+def test_a_whole_run_is_the_same_as_in_the_mode_that_is_usual(mode, model, each_way, policy):
+    settings = SETTINGS | dict(policy=policy, question=np.array([5, 0]))
     usual = [token.tolist() for token, _ in models.stream(model, TOKENS, **settings)]
     with mode():
         assert [token.tolist() for token, _ in models.stream(model, TOKENS, **settings)] == usual
@@ -170,7 +171,7 @@ def test_the_evaluations(mode, model, predictor):
         selections._last_logits(model, tokens)
         position = jnp.arange(10, dtype=jnp.int32).reshape(2, 5)
         seen = fidelity._outputs(model, cache, tokens[:, :5], position, jnp.full(2, 40, jnp.int32))
-        return likelihood._chosen(seen.logits, tokens[:, :5])
+        return loglikelihood._chosen(seen.logits, tokens[:, :5])
 
     with mode():
         empty = jax.eval_shape(lambda: kvjax.KVCache.init(batch=2, kv_heads=2, slots=50, head_dim=8, layers=2))

@@ -93,7 +93,7 @@ def test_weights_are_told_apart_and_their_dtype_is_not():
 
 def test_each_parameter_counts():
     first = provenance.fingerprints(a_model())["weights"]
-    for name in models.decoder.parameter_shapes(CONFIG):
+    for name in models.parameters.parameter_shapes(CONFIG):
         model = a_model()
         *parents, last = name.split(".")
         owner = model

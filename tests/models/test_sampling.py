@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.decoding import Sampling, _sample
+from models.sampling import Sampling, sample
 
 DRAWS = 4096
 
@@ -15,7 +15,7 @@ DRAWS = 4096
 def drawn(logits: list[float], dtype: str = "float32", **how: float) -> np.ndarray:
     """How often each token is drawn, in DRAWS rows of the same logits."""
     rows = jnp.broadcast_to(jnp.array(logits, dtype), (DRAWS, len(logits)))
-    return np.bincount(_sample(rows, jax.random.key(0), Sampling(**how)), minlength=len(logits))  # type: ignore[arg-type]
+    return np.bincount(sample(rows, jax.random.key(0), Sampling(**how)), minlength=len(logits))  # type: ignore[arg-type]
 
 
 def expected(logits: list[float], temperature: float) -> np.ndarray:
@@ -84,7 +84,7 @@ def test_a_share_of_1_leaves_no_token_out():
     whole, alone = (Sampling(1.0, top_p=p) for p in (1.0, None))
     for seed in range(20):
         key = jax.random.key(seed)
-        assert _sample(rows, key, whole).item() == _sample(rows, key, alone).item()
+        assert sample(rows, key, whole).item() == sample(rows, key, alone).item()
 
 
 @pytest.mark.parametrize(("top_p", "left"), [(0.45, 1), (0.55, 2), (0.75, 3), (0.99, 4)])

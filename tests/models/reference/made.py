@@ -12,7 +12,8 @@ import numpy as np
 from models.butler import Butler, ButlerConfig
 from models.butler import parameter_shapes as butler_shapes
 from models.config import Config
-from models.decoder import Decoder, parameter_shapes
+from models.decoder import Decoder
+from models.parameters import parameter_shapes
 from tests.models.reference.decoder import inverse_frequencies
 
 

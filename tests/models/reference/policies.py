@@ -188,16 +188,16 @@ def sage(*, heads: str = "group", split: str = "fixed", mass: float = 0.9) -> Li
     return Link(score, protects, heads=heads)
 
 
-def laprox(*, window: int = 32, kernel: int = 7, through: str = "output", gqa: str = "group") -> Link:
+def laprox(*, window: int = 32, kernel: int = 7, target: str = "output", gqa: str = "group") -> Link:
     """|column of the window's attention| * |v W_O|, pooled; the window itself stays."""
 
     def score(_: Scores, seen: Seen) -> Scores:
         rows = seen.weights[:, :, -window:]
         rows = rows.mean(axis=1, keepdims=True) if gqa == "group" else rows
         column = np.sqrt((rows**2).sum(axis=2)).mean(axis=1)  # [K, P]
-        if through == "value":
+        if target == "value":
             column = column * np.sqrt((seen.value**2).sum(axis=-1))
-        elif through == "output":
+        elif target == "output":
             column = column * np.sqrt((np.einsum("kpd,kgde->kpge", seen.value, seen.output) ** 2).sum(axis=(2, 3)))
         return _pooled_before(column[:, None], seen, window, kernel, "avg")
 
@@ -364,7 +364,7 @@ def caote(
     norm: int | str = 2,
     group: str = "exact",
     fast: bool = False,
-    through: str = "value",
+    target: str = "value",
     cross: bool = True,
     rounds: int = 1,
 ) -> Link:
@@ -379,11 +379,11 @@ def caote(
         if not fast:
             X = weights @ V / np.where(total > 0, total, 1)
         moved = (weights / np.where(others > 0, others, 1))[..., None] * (X[:, None] - V)  # [G, n, D]
-        if through == "output":
+        if target == "output":
             moved = np.einsum("gnd,gde->gne", moved, seen.output[k])
             moved = moved.sum(axis=0, keepdims=True) if cross else moved
         length = np.linalg.norm(np.concatenate(list(moved), axis=-1), {"inf": np.inf}.get(norm, norm), axis=-1)
-        scale = np.linalg.norm(seen.output[k], axis=(1, 2), ord=2)[:, None] if through == "output" else 1.0
+        scale = np.linalg.norm(seen.output[k], axis=(1, 2), ord=2)[:, None] if target == "output" else 1.0
         size = abs(V).max() * V.shape[1] ** 0.5
         scale = (scale * weights / np.where(others > 0, others, 1)).sum(axis=0) * size
         # From the difference in one round; from its square, multiplied out, in several. Float32 ends at 1e-38.
@@ -394,7 +394,7 @@ def caote(
     def score(scores: Scores, seen: Seen) -> Scores:
         weights = _shares(scores, seen)
         weights = weights.mean(axis=1, keepdims=True) if group == "mean" else weights
-        if through == "output":  # W_O tells the heads of a group apart, even where their scores do not
+        if target == "output":  # W_O tells the heads of a group apart, even where their scores do not
             weights = np.broadcast_to(weights, (*seen.output.shape[:2], weights.shape[-1]))
         result, before = np.full(seen.kept.shape, -np.inf), seen.noise.copy()
         for k, kept in enumerate(seen.kept):

@@ -182,7 +182,7 @@ def test_prefill_refuses_outputs_that_it_does_not_know(model):
 
 def test_a_mistake_is_reported_when_stream_is_called_not_when_it_is_read(model):
     with pytest.raises(ValueError, match="no key was given"):
-        models.stream(model, TOKENS, temperature=0.5)
+        models.stream(model, TOKENS, temperature=0.5, max_new_tokens=2)
     steps = models.stream(model, TOKENS, temperature=0.5, key=jax.random.key(0), max_new_tokens=2, end=())
     assert len(list(steps)) == 2
 

@@ -1,16 +1,13 @@
-"""Decoding with something beside the cache: a predictor, and a source of importance that says what a step reads.
+"""Selection and prediction: a source of importance says what a step reads, a predictor what will be wanted.
 
-    prompt      dense, by blocks; the predictor and the source see every token
-    a step      layer 0 dense, then the predictor's queries; each other layer reads the slots that `kvjax.select` chose
-    a policy    whose base score is `butler` gets the predictor's queries and keys of the block, and evicts by them
-
-What they remember travels with the cache, as one :class:`Guided`, and is donated with it.
+prompt      dense, by blocks; the predictor and the source see every token
+a step      layer 0 dense, then the predictor's queries; each other layer reads the slots that `kvjax.select` chose
+a policy    whose base score is `butler` gets the predictor's queries and keys of the block, and evicts by them
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,11 +16,11 @@ from jaxtyping import Array, Float, Int
 
 import kvjax
 from kernels_pallas import select_attention
-from kvjax import KVCache, PagedCache, Policy, Prediction, sources
+from kvjax import Context, Evidence, KVCache, PagedCache, Policy, Prediction, sources
 from kvjax.checks import check_count, plain
 from kvjax.select import share_of_tokens
 from kvjax.sources import Source
-from models.butler import Butler, ButlerCache, butler_input, importance
+from models.butler import Butler, ButlerCache, ButlerConfig, butler_input, importance
 from models.config import Config
 from models.decoder import Decoder
 
@@ -46,36 +43,19 @@ class Selection:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Guided:
-    """A cache, and what a predictor and a source of importance remember beside it."""
+class LayerCarry:
+    """What the layers of one block hand on to each other.
 
-    cache: Cache
-    butler: ButlerCache | None
-    source: Any
-    selection: Selection | None = dataclasses.field(metadata={"static": True})
-
-    @property
-    def next_position(self) -> Int[Array, "B"]:
-        """The cache's."""
-        return self.cache.next_position
-
-    @property
-    def num_slots(self) -> int:
-        """The cache's."""
-        return self.cache.num_slots
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Beside:
-    """What the layers of one block hand on to each other beside the cache.
-
-    ``query`` and ``key`` are the predictor's for the block (keys only where its cache does not keep them); ``first``
-    and ``previous`` the true logits of layer 0 and of the layer before, where the source reads them; ``behind_first``
-    says that layer 0 has run, and that the predictor, if there is one, has spoken.
+    ``cache`` is that of all layers, or of the one that runs; ``evidence`` what a policy has said so far, where all
+    layers are evicted from together. ``predictor`` and ``source`` are the predictor's memory and the source's.
+    ``query`` and ``key`` are what the predictor says of the block (keys only where its memory does not keep them);
+    ``first`` and ``previous`` the true logits of layer 0 and of the layer before, where the source reads them;
+    ``behind_first`` says that layer 0 has run, and that the predictor, if there is one, has spoken.
     """
 
-    butler: ButlerCache | None
+    cache: Cache
+    evidence: Evidence | None
+    predictor: ButlerCache | None
     source: Any
     query: Float[Array, "layers B T N dim"] | None = None
     key: Float[Array, "layers B T N dim"] | None = None
@@ -84,117 +64,109 @@ class Beside:
     behind_first: bool = dataclasses.field(default=False, metadata={"static": True})
 
 
-def start(cache: Cache, selection: Selection | None, butler: Butler | None, slots: int) -> Guided:
-    """An empty cache with an empty memory beside it, for texts of up to ``slots`` tokens."""
-    B, K = cache.heads_shape[-2:]
-    state: Any = ()
-    if selection is not None:
-        state = selection.source.init(B, K, slots, cache.key.shape[-1], layers=cache.heads_shape[0])
-    of_butler = None
-    if butler is not None:  # a policy keeps the importance keys with its tokens, so that they are evicted, too
-        of_butler = butler.init_cache(B, slots, importance_keys=selection is not None)
-    return Guided(cache, of_butler, state, selection)
+def predictor_input(butler: Butler, model: Decoder, tokens: Int[Array, "B T"]) -> Float[Array, "B T E"] | None:
+    """What enters layer 0's attention, for a predictor that reads it; None for one that reads layer 0's output."""
+    if butler.config.source != "attention_input":
+        return None
+    return butler_input(model, tokens, source="attention_input")
 
 
-def inner(cache: Cache | Guided) -> Cache:
-    """The cache alone."""
-    return cache.cache if isinstance(cache, Guided) else cache
-
-
-def foresee(
-    model: Decoder, butler: Butler | None, tokens: Int[Array, "B T"], position: Int[Array, "B T"], keeps: bool
-) -> Callable[[Float[Array, "B T E"], Beside], Beside]:
-    """The hook behind layer 0: runs the predictor on the block.
+def run_predictor(
+    keeps: bool,
+    butler: Butler | None,
+    position: Int[Array, "B T"],
+    entered: Float[Array, "B T E"] | None,
+    x: Float[Array, "B T E"],
+    carry: LayerCarry,
+) -> LayerCarry:
+    """Runs the predictor on a block, between layer 0 and the others.
 
     Args:
-        keeps: whether the predictor's cache keeps the importance keys; else they are handed on with the queries.
+        keeps: whether the predictor's memory keeps the importance keys; else they are handed on with the queries.
+        entered: see :func:`predictor_input`.
+        x: layer 0's output.
     """
-
-    def after_first(x: Float[Array, "B T E"], beside: Beside) -> Beside:
-        query, key, memory = None, None, beside.butler
-        if butler is not None and memory is not None:
-            if butler.config.source == "attention_input":
-                x = butler_input(model, tokens, source="attention_input")
-            if keeps:
-                query, memory = butler.step(memory, x, position)
-            else:
-                (query, key), memory = butler.advance(memory, x, position)
-        return dataclasses.replace(beside, butler=memory, query=query, key=key, behind_first=True)
-
-    return after_first
+    query, key, memory = None, None, carry.predictor
+    if butler is not None and memory is not None:
+        x = x if entered is None else entered
+        if keeps:
+            query, memory = butler.step(memory, x, position)
+        else:
+            (query, key), memory = butler.advance(memory, x, position)
+    return dataclasses.replace(carry, predictor=memory, query=query, key=key, behind_first=True)
 
 
-def prediction(beside: Beside | None, butler: Butler | None, layer: Int[Array, ""], shape: tuple[int, int]) -> Any:
+def prediction(
+    predictor: ButlerConfig | None, carry: LayerCarry, layer: Int[Array, ""], shape: tuple[int, ...]
+) -> Prediction | None:
     """What the predictor says of a block [B, T] in one layer, as a policy reads it; zeros for layer 0."""
-    if beside is None or butler is None:
+    if predictor is None or (carry.behind_first and carry.key is None):
         return None
-    if not beside.behind_first:
-        nothing = jnp.zeros((*shape, butler.config.num_heads, butler.config.dim), butler.reduce[...].dtype)
+    if not carry.behind_first:
+        nothing = jnp.zeros((*shape, predictor.num_heads, predictor.dim))
         return Prediction(nothing, nothing)
-    of_layer = (jax.lax.dynamic_index_in_dim(x, layer - 1, keepdims=False) for x in (beside.query, beside.key))
+    of_layer = (jax.lax.dynamic_index_in_dim(x, layer - 1, keepdims=False) for x in (carry.query, carry.key))
     return Prediction(*of_layer)
 
 
 def attend(
     selection: Selection,
     cache: Cache,
-    beside: Beside,
-    query: Float[Array, "B T N D"],
-    key: Float[Array, "B T K D"],
-    value: Float[Array, "B T K D"],
+    carry: LayerCarry,
+    rows: tuple[Float[Array, "B T N D"], Float[Array, "B T K D"], Float[Array, "B T K D"]],
     position: Int[Array, "B T"],
-    layer: Int[Array, ""],
-    sliding_window: Int[Array, ""] | None,
-    decoding: bool,
-) -> tuple[Float[Array, "B T N D"], Cache, Beside]:
+    context: Context,
+) -> tuple[Float[Array, "B T N D"], Cache, LayerCarry]:
     """One layer: dense over the prompt and in layer 0; in a decode step else, over what the source chooses."""
-    source = selection.source
-    memory = source.insert(beside.source, key, position, layer)
-    if decoding and beside.behind_first:
-        cache = kvjax.insert(cache, key, value, position, layer=layer)
-        slots = _chosen(selection, cache, memory, beside, query, position, layer, sliding_window)
-        out = select_attention(query, cache.key, cache.value, slots, layer=layer)
+    source, layer, (query, key, value) = selection.source, context.layer, rows
+    assert layer is not None
+    stacked = len(cache.heads_shape) == 3
+    memory = source.insert(carry.source, key, position, layer)
+    if context.compressed and carry.behind_first:
+        cache = kvjax.insert(cache, key, value, position, layer=layer if stacked else None)
+        slots = _chosen(selection, cache, memory, carry, query, position, context)
+        out = select_attention(query, cache.key, cache.value, slots, layer=layer if stacked else None)
     else:
-        out, cache, _ = kvjax.observe(
-            cache, query, key, value, position, policy=None, layer=layer, sliding_window=sliding_window
-        )
-    beside = dataclasses.replace(beside, source=memory)
-    if decoding and source.reads & {"first", "previous"}:
-        true = sources.logits(query, cache.key[layer])
-        if "first" in source.reads and not beside.behind_first:
-            beside = dataclasses.replace(beside, first=true)
+        out, cache, _ = kvjax.observe(cache, query, key, value, position, policy=None, context=context)
+    carry = dataclasses.replace(carry, source=memory)
+    if context.compressed and source.reads & {"first", "previous"}:
+        true = sources.logits(query, cache.key[layer] if stacked else cache.key)
+        if "first" in source.reads and not carry.behind_first:
+            carry = dataclasses.replace(carry, first=true)
         if "previous" in source.reads:
-            beside = dataclasses.replace(beside, previous=true)
-    return out, cache, beside
+            carry = dataclasses.replace(carry, previous=true)
+    return out, cache, carry
 
 
 def _chosen(
     selection: Selection,
     cache: Cache,
     memory: Any,
-    beside: Beside,
+    carry: LayerCarry,
     query: Float[Array, "B 1 N D"],
     position: Int[Array, "B 1"],
-    layer: Int[Array, ""],
-    sliding_window: Int[Array, ""] | None,
+    context: Context,
 ) -> Int[Array, "B N M"]:
     """The slots that each query head reads."""
-    source, slot_position = selection.source, cache.position[layer]
-    if sliding_window is not None:  # what the layer cannot see is not there
-        slot_position = jnp.where(position[:, :, None] - slot_position < sliding_window, slot_position, -1)
+    source, layer, window = selection.source, context.layer, context.sliding_window
+    assert layer is not None
+    here = cache.layer(layer) if len(cache.heads_shape) == 3 else cache
+    slot_position = here.position
+    if window is not None:  # what the layer cannot see is not there
+        slot_position = jnp.where(position[:, :, None] - slot_position < window, slot_position, -1)
     predicted = None
     if "predicted" in source.reads:
-        assert beside.query is not None and beside.butler is not None
-        predicted = importance(beside.query, beside.butler.importance_key, layer)
+        assert carry.query is not None and carry.predictor is not None
+        predicted = importance(carry.query, carry.predictor.importance_key, layer)
     reading = sources.Reading(
         query=query,
         query_position=position,
         position=slot_position,
         layer=layer,
-        key=cache.key[layer] if "key" in source.reads else None,
+        key=here.key if "key" in source.reads else None,
         predicted=predicted,
-        first=beside.first,
-        previous=beside.previous,
+        first=carry.first,
+        previous=carry.previous,
     )
     of_layer = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, layer, keepdims=False), memory)
     wanted = source.importance(of_layer, reading)[:, :, 0]
@@ -214,7 +186,7 @@ def asks_for_predictor(policy: Policy | None, source: Source | None) -> str | No
     """What needs a predictor, in words; None where nothing does."""
     if source is not None and "predicted" in source.reads:
         return f"select={source.name!r}"
-    if policy is not None and policy.predicted:
+    if policy is not None and policy.needs.prediction:
         return f"the policy {policy.name!r}"
     return None
 

@@ -12,8 +12,10 @@ from jax.sharding import PartitionSpec as P
 
 import kvjax
 import models
-from models import Config, Decoder, decoding
-from models.decoder import SHARDING
+from models import Config, Decoder, engine, steps
+from models.parameters import SHARDING
+from models.plan import Options
+from models.sampling import Sampling
 from tests.models import reference
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices; conftest.py forces them on a CPU")
@@ -105,26 +107,10 @@ def test_a_block_of_one_layer_needs_no_communication(name):
 @pytest.mark.parametrize(("policy", "of_the_policy"), [("h2o+caote", 0), ("tova(heads='layer')", 1)])
 def test_a_decode_step_communicates_only_where_heads_and_vocabulary_meet(policy, of_the_policy):
     """A sum behind the attention, the feed-forward and the embedding each; then the best token out of all parts."""
-    model, questions = sharded_model(), np.zeros(4, np.int32)
-    plan, rows = decoding._plan(
-        model.config,
-        decoding._mesh_of(model),
-        100,
-        np.asarray(LENGTHS),
-        questions,
-        policy,
-        16,
-        8,
-        "block",
-        1,
-        8,
-        decoding.PAGE_SIZE,
-    )
-    cache = jax.jit(lambda: decoding._empty_cache(model, plan, 4))()
-    step = decoding._token_step.lower(
-        model, cache, jnp.zeros(4, jnp.int32), jnp.zeros(4, bool), rows, None, jax.random.key(0), 1,
-        plan.policy, plan.evict_every, decoding.Sampling(),
-    )  # fmt: skip
+    options = Options(policy, 16, 8, evict_every=1, reserve=8)
+    run, _ = engine._prepare(sharded_model(), TOKENS, LENGTHS, None, options, None, None)
+    state = jax.jit(lambda: steps.empty_state(run, 4))()
+    step = engine.token_step.lower(run, state, jnp.zeros(4, jnp.int32), jnp.zeros(4, bool), None, 1, Sampling())
     assert collectives(step.compile()) == {"all-reduce": 3 + of_the_policy, "all-gather": 2}
 
 

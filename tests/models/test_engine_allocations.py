@@ -8,7 +8,9 @@ import pytest
 
 import kvjax
 import models
-from models import Config, decoding
+from models import Config, engine, steps
+from models.plan import Options
+from models.sampling import Sampling
 from tests.models import reference
 
 VOCABULARY = 256
@@ -53,11 +55,10 @@ def assert_pages_are_whole(cache):
 
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("when", ["block", "prompt"])
-def test_fifty_blocks_and_a_hundred_steps_on_pages_are_those_of_a_masked_full_cache(name, when):
+def test_fifty_blocks_and_a_hundred_steps_on_pages_are_those_of_a_masked_full_cache(name, when, compiled_steps):
     settings = dict(policy=name, budget=BUDGET, block=BLOCK, when=when, max_new_tokens=STEPS, end=(), page_size=4)
-    before = decoding._token_step._cache_size()
     steps = list(models.stream(model(), TOKENS, lengths=LENGTHS, **settings))
-    assert decoding._token_step._cache_size() == before + 1
+    assert compiled_steps() == (2 if when == "block" else 3), "one for tokens, one for each kind of block"
     answers, cache = np.stack([token for token, _ in steps], axis=1), steps[-1][1]
     assert isinstance(cache, kvjax.PagedCache)
     assert_pages_are_whole(cache)
@@ -141,35 +142,39 @@ def test_the_three_treatments_of_positions_differ_once_something_is_evicted():
     assert all(np.abs(a - b).max() > 1e-2 for a, b in ((0, 1), (0, 2), (1, 2)) for a, b in [(logits[a], logits[b])])
 
 
+def run_of(tokens, policy, budget, block, page_size):
+    options = Options(policy, budget, block, evict_every=1, page_size=page_size, reserve=8)
+    run, _ = engine._prepare(model(), tokens, None, None, options, None, None)
+    return run
+
+
 def test_a_step_on_pages_donates_every_array_of_the_cache():
-    policy = kvjax.parse("h2o@model")
-    lengths, questions = np.array([100], np.int32), np.zeros(1, np.int32)
-    plan, rows = decoding._plan(CONFIG, None, 100, lengths, questions, policy, 40, 16, "block", 1, 8, 4)
-    cache = decoding._empty_cache(model(), plan, 1)
-    token, finished = np.zeros(1, np.int32), np.zeros(1, bool)
-    step = decoding._token_step.lower(
-        model(), cache, token, finished, rows, None, jax.random.key(0), 1, policy, 1, decoding.Sampling()
-    )
-    assert step.compile().memory_analysis().alias_size_in_bytes >= cache.key.nbytes + cache.value.nbytes
+    run = run_of(np.zeros((1, 100), np.int32), "h2o@model", 40, 16, 4)
+    state = steps.empty_state(run, 1)
+    step = engine.token_step.lower(run, state, np.zeros(1, np.int32), np.zeros(1, bool), None, 1, Sampling())
+    assert step.compile().memory_analysis().alias_size_in_bytes >= state.cache.key.nbytes + state.cache.value.nbytes
 
 
 def test_logits_of_a_hundred_steps_on_pages_are_those_of_a_masked_full_cache():
     name, length = "h2o+caote+protect(sinks=2,recent=0.25)@model(cap=None)", 163
     prompt = TOKENS[1, :length]
-    run = reference.run(
+    expected = reference.run(
         weights(), CONFIG, prompt, policy=reference.policy(name), budget=BUDGET, block=BLOCK, new_tokens=STEPS + 1
     )
     cache, _ = models.prefill(model(), prompt[None], policy=name, budget=BUDGET, block=BLOCK, page_size=4)
-    budgets = np.array([BUDGET], np.int32)
-    rows = decoding._Rows(np.array([length], np.int32), budgets, budgets)
-    step = jax.jit(decoding._decode, static_argnames=("policy", "evict_every"), donate_argnames="cache")
-    for number, token in enumerate(run.tokens[:STEPS]):
-        logits, cache = step(
-            model(), cache, np.array([token], np.int32), np.zeros(1, bool), rows, None, number + 1,
-            policy=kvjax.parse(name), evict_every=1,
-        )  # fmt: skip
-        np.testing.assert_allclose(logits[0], run.logits[length + number], atol=1e-4, rtol=0)
-        assert_pages_are_whole(cache)
+    run = run_of(prompt[None], name, BUDGET, BLOCK, 4)
+
+    @functools.partial(jax.jit, donate_argnames="state")
+    def step(run, state, token):
+        position, phase = state.cache.next_position[:, None], steps.decode_phase(run.plan)
+        hidden, state = steps.forward(run, state, token, position, run.rows.decode_budgets, phase)
+        return run.model.logits(hidden[:, 0]), state
+
+    state = steps.DecodeState(cache)
+    for number, token in enumerate(expected.tokens[:STEPS]):
+        logits, state = step(run, state, np.array([[token]], np.int32))
+        np.testing.assert_allclose(logits[0], expected.logits[length + number], atol=1e-4, rtol=0)
+        assert_pages_are_whole(state.cache)
     assert step._cache_size() == 1
 
 
@@ -194,13 +199,13 @@ def test_pages_are_for_the_rows_budgets_not_for_the_largest_one():
     assert cache.num_live.sum(axis=(0, 2)).tolist() == [240, 24, 24, 24]
 
 
-def test_questions_of_nearby_lengths_share_one_program():
+def test_questions_of_nearby_lengths_share_one_program(each_way, compiled_steps):
     settings = dict(policy="tova@layer", budget=9, block=4, max_new_tokens=3, end=())
     sizes = []
     for question in (5, 7, 8):
         list(models.stream(model(), TOKENS[:1, :60], question=question, **settings))
-        sizes.append(decoding._token_step._cache_size())
-    assert sizes[0] == sizes[1] == sizes[2]
+        sizes.append(compiled_steps())
+    assert 0 < sizes[0] == sizes[1] == sizes[2]
 
 
 @pytest.mark.parametrize("when", ["block", "prompt"])
@@ -231,6 +236,6 @@ BASES = (*BASES, "lava(window=4)", "expected_attention", "keydiff+normalise", "k
 
 @pytest.mark.parametrize("base", BASES)
 def test_caote_through_the_output_goes_behind_every_score(base):
-    policy = kvjax.parse(f"{base}+caote(through='output')@layer")
+    policy = kvjax.parse(f"{base}+caote(target='output')@layer")
     cache, logits = models.prefill(model(), TOKENS[:1, :40], policy=policy, budget=12, block=8)
     assert np.isfinite(logits).all() and (cache.num_live.sum(axis=-1) == 24).all()

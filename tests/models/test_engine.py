@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 import models
-from models import Config, decoding
+from models import Config
 from models.config import Rope
+from models.sampling import Sampling, sample
 from tests.models import reference
 
 VOCABULARY = 256
@@ -234,7 +235,8 @@ def test_the_last_logits_are_the_last_of_all():
 
 def test_a_full_cache_can_leave_room_for_later_tokens():
     cache, _ = models.prefill(decoder(), TOKENS, LENGTHS, block=64, reserve=5)
-    assert cache.num_slots == 205 and (cache.num_live == LENGTHS[:, None]).all()
+    assert 205 <= cache.num_slots <= 205 * 9 / 8, "few sizes, so that there are few programs"
+    assert (cache.num_live == LENGTHS[:, None]).all()
 
 
 def test_after_one_eviction_at_the_prompts_end_only_the_budget_is_allocated():
@@ -282,7 +284,7 @@ def test_where_all_keys_have_one_norm_the_newest_stay_whatever_the_blocks():
 @pytest.mark.parametrize("sampling", [(0.0, 3, 0.5), (1.5, 1, None), (1.5, None, 1e-6), (1e-4, None, None)])
 def test_one_candidate_leaves_the_most_likely_token(sampling):
     logits = jnp.asarray(np.random.default_rng(0).normal(size=(50, 30)), jnp.float32)
-    drawn = decoding._sample(logits, jax.random.key(0), decoding.Sampling(*sampling))
+    drawn = sample(logits, jax.random.key(0), Sampling(*sampling))
     np.testing.assert_array_equal(drawn, logits.argmax(axis=-1))
 
 
@@ -310,7 +312,7 @@ def test_draws_follow_the_filtered_softmax(sampling):
         probability /= probability.sum()
     draws = 20_000
     many = jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (draws, len(logits)))
-    drawn = decoding._sample(many, jax.random.key(0), decoding.Sampling(*sampling))
+    drawn = sample(many, jax.random.key(0), Sampling(*sampling))
     counts = np.bincount(drawn, minlength=len(logits))
     assert (counts[probability == 0] == 0).all()
     np.testing.assert_allclose(counts / draws, probability, atol=0.015)

@@ -13,10 +13,13 @@ from jax.sharding import Mesh, NamedSharding
 
 import kvjax
 import models
-from models import Butler, ButlerConfig, Config, Decoder, decoding, guided
-from models.decoder import SHARDING
+from models import Butler, ButlerConfig, Config, Decoder, by_layer, engine, selecting, steps
+from models.parameters import SHARDING
+from models.plan import Options
+from models.sampling import Sampling
+from models.steps import Phase
 from tests.models import reference
-from tests.models.test_decoding_compiled import COMPILED, parse
+from tests.models.test_engine_compiled import COMPILED, parse
 
 V = 64
 CONFIG = Config(V, 32, 48, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8, sliding_windows=(None, None, 21))
@@ -45,42 +48,47 @@ def butler_for(select, source="layer0_output"):
     return predictor(source) if select == "butler" else None
 
 
-def forced(select, budget, *, sinks=2, block=16, source="layer0_output"):
+def prepared(model, tokens, select, budget, *, block=16, sinks=4, butler=None, answer=STEPS):
+    """What a run that selects is made of, and its prompt in blocks."""
+    options = Options(None, budget, block, evict_every=1, select=select, sinks=sinks, reserve=answer)
+    return engine._prepare(model, tokens, None, None, options, None, butler)
+
+
+def forced(select, budget, *, sinks=2, block=16, source="layer0_output", way=engine._ProgramSteps):
     """Logits of a row's last prompt token and of its steps, which are told what to read next; and the slots read."""
-    butler, model, read = butler_for(select, source), decoder(), {}
-    lengths, none = np.array([PROMPT], np.int32), np.zeros(1, np.int32)
-    plan, rows = decoding._plan(
-        CONFIG, None, PROMPT, lengths, none, None, budget, block, "block", 1, STEPS, decoding.PAGE_SIZE,
-        select=select, sinks=sinks, butler=butler,
-    )  # fmt: skip
-    prompt = decoding._blocks(TOKENS[:, :PROMPT], lengths, none, block)
-    held = decoding._empty_cache(model, plan, 1, butler)
-    for tokens, position in zip(prompt.tokens, prompt.positions, strict=True):
-        held, last = decoding._block_step(
-            model, held, tokens, position, rows.lengths, None, None, None, False, butler=butler
-        )
-    logits = [last]
-
-    def step(held, token):
-        return decoding._decode(model, held, token, np.zeros(1, bool), rows, None, 1, None, None, butler)
-
-    compiled = jax.jit(step)
+    model, read = decoder(), {}
+    butler = butler_for(select, source)
+    run, prompt = prepared(model, TOKENS[:, :PROMPT], select, budget, block=block, sinks=sinks, butler=butler)
+    (tokens, positions, *_), feed = prompt.context, way(run)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(guided, "select_attention", functools.partial(_recorded, read, guided.select_attention))
+        patch.setattr(selecting, "_chosen", functools.partial(_recorded, read, selecting._chosen))
+        for module, program, static in ((engine, "block_step", 4), (by_layer, "_run_layer", (0, 1, 2))):
+            patch.setattr(module, program, traced_anew(getattr(module, program), static))
+        state, logits = feed.start(1), []
+        for number in range(-(-PROMPT // block)):
+            hidden, state = feed.block(state, tokens[number], positions[number], Phase(evicts=False))
+        logits.append(model.logits(hidden[:, -1]))
         for number in range(PROMPT, PROMPT + STEPS):
             read[number] = {}
-            last, held = compiled(held, TOKENS[:, number])
-            logits.append(last)
+            token, position = TOKENS[:, number : number + 1], np.array([[number]], np.int32)
+            hidden, state = feed.block(state, token, position, steps.decode_phase(run.plan))
+            logits.append(model.logits(hidden[:, 0]))
             jax.effects_barrier()
     return np.concatenate(logits), read
 
 
-def _recorded(read, select_attention, query, key, value, slots, *, layer):
+def traced_anew(program, static):
+    """A program as another one, which knows of no trace of the first."""
+    return jax.jit(lambda *given: program.__wrapped__(*given), static_argnums=static)
+
+
+def _recorded(read, choose, selection, cache, memory, carry, query, position, context):
     def note(slots, layer):
         read[max(read)][int(layer)] = [set(row[row >= 0].tolist()) for row in np.asarray(slots)[0]]
 
-    jax.debug.callback(note, slots, layer)
-    return select_attention(query, key, value, slots, layer=layer)
+    slots = choose(selection, cache, memory, carry, query, position, context)
+    jax.debug.callback(note, slots, context.layer)
+    return slots
 
 
 def brute_force(importance, budget, sinks):
@@ -168,8 +176,9 @@ RULES = {
 @pytest.mark.parametrize(
     ("select", "budget", "sinks"), [(s, b, n) for i, s in enumerate(SOURCES) for b, n in [[(0.3, 2), (7, 0)][i % 2]]]
 )
-def test_a_step_reads_what_the_rule_says_and_gives_the_logits_of_that(select, budget, sinks):
-    logits, read = forced(select, budget, sinks=sinks)
+@pytest.mark.parametrize("way", [engine._ProgramSteps, by_layer.LayerSteps], ids=["one program", "layers"])
+def test_a_step_reads_what_the_rule_says_and_gives_the_logits_of_that(select, budget, sinks, way):
+    logits, read = forced(select, budget, sinks=sinks, way=way)
     expected, expected_read = brute_force(RULES[select], budget, sinks)
     assert read == expected_read
     np.testing.assert_allclose(logits, expected[PROMPT - 1 :], atol=1e-4, rtol=0)
@@ -219,7 +228,7 @@ def test_a_row_gets_the_tokens_that_it_gets_alone(select):
 
 
 @pytest.mark.parametrize("select", ["butler", "quest"])
-def test_a_streamed_answer_is_the_generated_one_and_compiles_once(select):
+def test_a_streamed_answer_is_the_generated_one_and_compiles_once(select, each_way):
     settings = dict(select=select, budget=0.3, butler=butler_for(select), block=16, max_new_tokens=5, end=())
 
     def streamed(tokens):
@@ -234,11 +243,11 @@ def test_a_streamed_answer_is_the_generated_one_and_compiles_once(select):
 
 
 @pytest.mark.parametrize("asked", [dict(select="butler", budget=0.3), dict(policy="butler", budget=24)])
-def test_a_look_at_the_prompts_cache_sees_the_cache_alone(asked):
+def test_a_look_at_the_prompts_cache_sees_the_cache_alone(asked, each_way):
     seen = []
     settings = dict(butler=predictor(), block=16, max_new_tokens=1, on_cache=lambda cache: seen.append(type(cache)))
     list(models.stream(decoder(), TOKENS, **asked, **settings))
-    assert set(seen) == {kvjax.KVCache}
+    assert set(seen) == {kvjax.KVCache if each_way == "one program" else steps.LayerCaches}
 
 
 def test_a_held_back_question_changes_nothing():
@@ -255,19 +264,11 @@ def test_a_selection_of_everything_is_not_a_selection():
 
 
 def compiled_step(select, budget, *, config=CONFIG, slots=PROMPT, butler=None):
-    model = reference.decoder(config, reference.parameters(config))
-    lengths, none = np.array([slots], np.int32), np.zeros(1, np.int32)
-    plan, rows = decoding._plan(
-        config, None, slots, lengths, none, None, budget, 16, "block", 1, 3, decoding.PAGE_SIZE, select=select,
-        butler=butler,
-    )  # fmt: skip
-    held = decoding._empty_cache(model, plan, 1, butler)
+    model, tokens = reference.decoder(config, reference.parameters(config)), np.zeros((1, slots), np.int32)
+    run, _ = prepared(model, tokens, select, budget, butler=butler, answer=3)
+    state = steps.empty_state(run, 1)
     token, finished = jnp.zeros(1, jnp.int32), jnp.zeros(1, bool)
-    key, greedy = jax.random.key(0), decoding.Sampling()
-    lowered = decoding._token_step.lower(
-        model, held, token, finished, rows, None, key, 1, None, None, greedy, butler=butler
-    )
-    return lowered.compile(), held
+    return engine.token_step.lower(run, state, token, finished, None, 1, Sampling()).compile(), state
 
 
 @pytest.mark.parametrize("select", ["butler", "quest"])
@@ -398,14 +399,14 @@ def test_a_streamed_answer_of_the_policy_is_the_generated_one():
     assert streamed == models.generate(decoder(), TOKENS, **settings).tokens[0].tolist()
 
 
-def test_the_programs_without_selection_know_nothing_of_it():
-    model = decoder()
-    lengths, none = np.array([PROMPT], np.int32), np.zeros(1, np.int32)
-    plan, _ = decoding._plan(CONFIG, None, PROMPT, lengths, none, "h2o", 16, 16, "block", 1, 3, decoding.PAGE_SIZE)
-    assert isinstance(decoding._empty_cache(model, plan, 1), kvjax.KVCache)
+def test_without_a_selection_or_a_predictor_nothing_lies_beside_the_cache():
+    options = Options("h2o", 16, 16, evict_every=1)
+    run, _ = engine._prepare(decoder(), TOKENS, None, None, options, None, None)
+    state = steps.empty_state(run, 1)
+    assert isinstance(state.cache, kvjax.KVCache) and state.predictor is None and state.source == ()
 
 
 def test_one_token_is_not_a_share_of_one():
     """Programs are found by equality, and 1 == 1.0."""
     source = kvjax.parse_source("streaming")
-    assert guided.Selection(source, 1, sinks=4) != guided.Selection(source, 1.0, sinks=4)
+    assert selecting.Selection(source, 1, sinks=4) != selecting.Selection(source, 1.0, sinks=4)

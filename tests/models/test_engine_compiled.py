@@ -8,7 +8,10 @@ import numpy as np
 import pytest
 
 import models
-from models import Config, decoding
+from models import Config, by_layer, engine, steps
+from models.plan import Options
+from models.sampling import Sampling
+from models.steps import Phase
 from tests.models import reference
 
 COMPILED = []
@@ -28,47 +31,49 @@ def model_of(layers):
 
 
 def lowered(program, policy, *, layers=3, length=100):
-    """A program of models.decoding for one row, lowered."""
-    model = model_of(layers)
-    plan, rows, prompt = planned(model, length, policy, BUDGET, BLOCK, fit_prompt=False)
-    key, greedy = jax.random.key(0), decoding.Sampling()
+    """A program of one row that scans the layers, lowered."""
+    run, prompt = prepared(model_of(layers), length, policy, BUDGET, BLOCK, fit_prompt=False)
     if program == "prefill":
-        return decoding._prefill.lower(model, prompt, rows, None, plan)
+        return engine._prefill.lower(run, prompt)
     if program == "generate":
-        return decoding._generate.lower(model, prompt, rows, None, key, plan, greedy, 8, ())
-    cache = decoding._empty_cache(model, plan, 1)
+        return engine._generate.lower(run, prompt, None, engine._Choice(Sampling(), 8, ()))
+    state = steps.empty_state(run, 1)
     if program == "block step":
-        return decoding._block_step.lower(
-            model, cache, prompt.tokens[0], prompt.positions[0], rows.lengths, rows.budgets, None, plan.policy, True
+        return engine.block_step.lower(
+            run, state, prompt.context.tokens[0], prompt.context.positions[0], Phase(evicts=True)
         )
-    token, finished = jnp.zeros(1, jnp.int32), jnp.zeros(1, bool)
-    return decoding._token_step.lower(
-        model, cache, token, finished, rows, None, key, 1, plan.policy, plan.evict_every, greedy
-    )
+    return engine.token_step.lower(run, state, jnp.zeros(1, jnp.int32), jnp.zeros(1, bool), None, 1, Sampling())
 
 
-def planned(model, length, policy, budget, block, **settings):
-    """What a run of one row is made of."""
-    lengths, questions = np.array([length], np.int32), np.zeros(1, np.int32)
-    plan, rows = decoding._plan(
-        model.config,
-        None,
-        length,
-        lengths,
-        questions,
-        policy,
-        budget,
-        block,
-        "block",
-        1,
-        8,
-        decoding.PAGE_SIZE,
-        **settings,
-    )
-    return plan, rows, decoding._blocks(np.zeros((1, length), np.int32), lengths, questions, block)
+def lowered_layer(program, policy):
+    """What the host calls for a layer of that row, lowered."""
+    run, prompt = prepared(model_of(3), 100, policy, BUDGET, BLOCK, fit_prompt=False)
+    feed, run_layer = by_layer.LayerSteps(run), by_layer._run_layer
+    state = feed.start(1)
+
+    class Lowered(Exception):
+        """Ends the run where its first layer would be called."""
+
+    def lowering(*given):
+        raise Lowered(run_layer.lower(*given))
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Lowered) as raised:
+        patch.setattr(by_layer, "_run_layer", lowering)
+        if program == "block step":
+            feed.block(state, prompt.context.tokens[0], prompt.context.positions[0], Phase(evicts=True))
+        else:
+            feed.token(state, np.zeros(1, np.int32), np.zeros(1, bool), None, 1, Sampling())
+    return raised.value.args[0]
 
 
-def test_one_compilation_serves_streamed_prompts_of_300_and_3000_and_30000_tokens():
+def prepared(model, length, policy, budget, block, **options):
+    """What a run of one row is made of, and its prompt in blocks."""
+    tokens = np.zeros((1, length), np.int32)
+    options = Options(policy, budget, block, evict_every=1, reserve=8, **options)
+    return engine._prepare(model, tokens, None, None, options, None, None)
+
+
+def test_one_compilation_serves_streamed_prompts_of_300_and_3000_and_30000_tokens(each_way, compiled_steps):
     model, random = model_of(2), np.random.default_rng(0)
 
     def answer(length):
@@ -76,13 +81,13 @@ def test_one_compilation_serves_streamed_prompts_of_300_and_3000_and_30000_token
         steps = models.stream(model, tokens, policy="h2o+caote", budget=64, block=256, max_new_tokens=5, end=())
         return [int(token[0]) for token, _ in steps]
 
-    before = decoding._block_step._cache_size(), decoding._token_step._cache_size()
     assert len(answer(300)) == 5
     first = len(COMPILED)
     assert first > 0, "compilations are not counted: jax has renamed the event"
     assert len(answer(3_000)) == len(answer(30_000)) == 5
     assert len(COMPILED) == first
-    assert (decoding._block_step._cache_size(), decoding._token_step._cache_size()) == (before[0] + 1, before[1] + 1)
+    # One for tokens; one for blocks, but among the layers one more, for slots of which some are surely free.
+    assert compiled_steps() == (2 if each_way == "one program" else 3)
 
 
 def test_memory_does_not_grow_with_the_prompt():
@@ -102,8 +107,8 @@ def test_memory_is_weights_and_cache_and_the_activations_of_one_block_in_one_lay
     for layers in (3, 9):
         memory = lowered("prefill", "h2o+caote", layers=layers, length=1_024).compile().memory_analysis()
         weights = 4 * (2 * V * E + E + layers * (2 * E + 2 * E * N * D + 2 * E * K * D + 3 * E * F))
-        row = 4  # its budget, its next position
-        assert memory.argument_size_in_bytes == weights + 2 * 4 * 1_024 + row
+        row, blocks = 4, 4  # its budget, or its next position; how many blocks it has
+        assert memory.argument_size_in_bytes == weights + 2 * 4 * 1_024 + row + blocks
         keys_and_values = layers * K * S * D * 2 * 4
         positions_and_sums = layers * K * S * (1 + G) * 4
         pointers = 8 * (5 + G)  # of the results' tuple
@@ -145,27 +150,46 @@ def test_no_step_copies_the_cache(program, policy):
 
 
 @pytest.mark.parametrize("program", ["token step", "block step"])
-def test_a_step_donates_every_array_of_the_cache(program):
-    compiled = lowered(program, "h2o+caote").compile()
-    keys_and_values, positions_and_sums, next_position = 3 * 2 * 56 * 8 * 2 * 4, 3 * 2 * 56 * 3 * 4, 4
+@pytest.mark.parametrize(("lower", "layers"), [(lowered, 3), (lowered_layer, 1)], ids=["one program", "layer"])
+def test_a_step_donates_every_array_of_the_cache(lower, layers, program):
+    compiled = lower(program, "h2o+caote").compile()
+    keys_and_values, positions_and_sums, next_position = layers * 2 * 56 * 8 * 2 * 4, layers * 2 * 56 * 3 * 4, 4
+    hidden = 0 if lower is lowered else 32 * 4 * (BLOCK if program == "block step" else 1)
     memory = compiled.memory_analysis()
-    assert memory.alias_size_in_bytes == keys_and_values + positions_and_sums + next_position
+    assert memory.alias_size_in_bytes == keys_and_values + positions_and_sums + next_position + hidden
     aliases = re.search(r"input_output_alias=\{(.*?)\}, entry", compiled.as_text()).group(1)
-    assert aliases.count("alias)") == 6, "keys, values, both positions, and the sums of two query heads"
+    arrays = 6  # keys, values, both positions, and the sums of two query heads
+    assert aliases.count("alias)") == arrays + (hidden > 0)
 
 
-def test_keys_and_values_stay_where_they_are_in_memory():
-    model = model_of(2)
-    plan, rows, prompt = planned(model, 50, "h2o+caote", 24, 10)
-    cache = jax.block_until_ready(decoding._empty_cache(model, plan, 1))
-    addresses = {cache.key.unsafe_buffer_pointer(), cache.value.unsafe_buffer_pointer()}
-    for block, position in zip(prompt.tokens, prompt.positions, strict=True):
-        old = cache
-        cache, _ = decoding._block_step(
-            model, cache, block, position, rows.lengths, rows.budgets, None, plan.policy, True
-        )
-        assert {cache.key.unsafe_buffer_pointer(), cache.value.unsafe_buffer_pointer()} == addresses
-        assert old.key.is_deleted() and old.value.is_deleted()
+@pytest.mark.parametrize("way", [engine._ProgramSteps, by_layer.LayerSteps], ids=["one program", "layers"])
+def test_keys_and_values_stay_where_they_are_in_memory(way):
+    def arrays(cache):
+        caches = cache.layers if isinstance(cache, steps.LayerCaches) else [cache]
+        return [array for some in caches for array in (some.key, some.value)]
+
+    def addresses(cache):
+        return [array.unsafe_buffer_pointer() for array in arrays(cache)]
+
+    run, prompt = prepared(model_of(2), 50, "h2o+caote", 24, 10)
+    feed = way(run)
+    state = jax.block_until_ready(feed.start(1))
+    first = addresses(state.cache)
+    assert len(set(first)) == (4 if way is by_layer.LayerSteps else 2)
+    for tokens, position in zip(prompt.context.tokens[:5], prompt.context.positions[:5], strict=True):
+        old = state.cache
+        _, state = feed.block(state, tokens, position, Phase(evicts=True))
+        assert addresses(state.cache) == first
+        assert all(array.is_deleted() for array in arrays(old))
+
+
+def test_layers_are_views_of_the_models_weights():
+    run, _ = prepared(model_of(3), 50, "h2o", 24, 10)
+    layers = by_layer.LayerSteps(run).layers
+    for name, array in run.model.layers.arrays().items():
+        start, size = array.unsafe_buffer_pointer(), array.nbytes // 3
+        at = [layer.weights[name].unsafe_buffer_pointer() for layer in layers]
+        assert at == [start + index * size for index in range(3)], name
 
 
 def test_32_layers_are_as_long_a_program_as_2():

@@ -1,0 +1,236 @@
+"""A run on a CPU: the host calls one compiled layer after the other, on arrays of its own.
+
+A scan over stacked layers copies each layer's weights out of the stack before it multiplies by them; on a CPU that is
+half of a decode step. Here each layer's weights and cache are arrays of their own, and one compiled layer serves all.
+On an accelerator the scan stays (models/steps.py): nothing waits for the host there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+import kvjax
+from kvjax import Allocation, Evidence
+from kvjax.checks import is_known
+from models import selecting
+from models.config import Config
+from models.decoder import Decoder, run_layer, sliding_windows
+from models.plan import HostOrDevice, Plan, Rows
+from models.sampling import Sampling, sample
+from models.selecting import LayerCarry
+from models.steps import (
+    AnyCache,
+    Block,
+    DecodeState,
+    LayerCaches,
+    Phase,
+    Place,
+    Run,
+    attend,
+    block_of,
+    decode_inputs,
+    decode_phase,
+    empty_state,
+    predicts,
+    shared_allocation,
+    shrink,
+    split,
+    stacked,
+)
+
+# Bytes of a layer's weights from which on its calls cost less than copies out of a scan, on two cores: a step of six
+# layers took 4.9 ms by one program and 5.8 by layers at 6 MiB, 7.1 and 6.9 at 11 MiB, 17.7 and 13.2 at 24 MiB.
+LARGE_LAYER = 8 << 20
+
+
+class Layer(NamedTuple):
+    """One layer by itself: its parameters by name, and its place."""
+
+    weights: dict[str, Array]
+    place: Place
+
+
+def runs_by_layer(run: Run, key: Array | None = None) -> bool:
+    """Whether the host calls the layers: large ones, on one CPU, and outside of other people's jit, grad and vmap."""
+    # Under jit the run's lengths are traced even where its model is not.
+    leaves = jax.tree.leaves((run, key))
+    if not all(isinstance(leaf, jax.Array) for leaf in leaves) or not is_known(*leaves):
+        return False
+    devices = run.model.embedding[...].devices()
+    if run.plan.mesh is not None or {device.platform for device in devices} != {"cpu"} or len(devices) > 1:
+        return False
+    layers = run.model.layers.arrays().values()
+    return sum(array.nbytes for array in layers) >= LARGE_LAYER * run.model.config.num_layers
+
+
+class LayerSteps:
+    """The steps of a run, each a call of every layer."""
+
+    def __init__(self, run: Run):
+        self.run = run
+        self.layers = _layers(run)
+
+    def start(self, batch: int) -> DecodeState:
+        return _start(self.run, batch)
+
+    def block(
+        self, state: DecodeState, tokens: np.ndarray, position: np.ndarray, phase: Phase
+    ) -> tuple[Float[Array, "B T E"], DecodeState]:
+        """Feeds a block of the prompt; the state given is used up."""
+        run = self.run
+        x, block = _enter(
+            run.model.config, run.plan, run.model.embedding[...], tokens, position, run.rows.lengths, run.rows.budgets
+        )
+        return self._run(state, tokens, x, block, phase)
+
+    def shrink(self, state: DecodeState) -> DecodeState:
+        """What :func:`models.steps.shrink` does."""
+        plan, cache = self.run.plan, state.cache
+        if plan.when != "prompt" or (not plan.pages and plan.slots == plan.prompt_slots):
+            return state
+        if plan.pages:
+            return _packed(dataclasses.replace(state, cache=stacked(cache)), plan)
+        assert isinstance(cache, LayerCaches)
+        return dataclasses.replace(state, cache=LayerCaches(tuple(_compact(own, plan.slots) for own in cache.layers)))
+
+    def token(
+        self,
+        state: DecodeState,
+        token: np.ndarray,
+        finished: np.ndarray,
+        key: Array | None,
+        step: int,
+        sampling: Sampling,
+    ) -> tuple[Int[Array, "B"], DecodeState]:
+        """Feeds a token of each row and chooses the next; the state given is used up."""
+        run, cache = self.run, state.cache
+        model = run.model
+        x, block = _enter_token(
+            model.config, run.plan, model.embedding[...], token, finished, cache.next_position, run.rows,
+            np.int32(step), cache.num_slots,
+        )  # fmt: skip
+        hidden, state = self._run(state, token[:, None], x, block, decode_phase(run.plan))
+        return next_token(model, hidden, key, sampling)[0], state
+
+    def _run(
+        self, state: DecodeState, tokens: HostOrDevice, x: Float[Array, "B T E"], block: Block, phase: Phase
+    ) -> tuple[Float[Array, "B T E"], DecodeState]:
+        run = self.run
+        model, plan, butler = run.model, run.plan, run.butler
+        caches = list(state.cache.layers) if isinstance(state.cache, LayerCaches) else None
+        first = state.cache.layers[0] if isinstance(state.cache, LayerCaches) else state.cache
+        together = shared_allocation(plan, phase)
+        evidence = None if together is None else _evidence_of_layers(state.cache, together)
+        carry = LayerCarry(first, evidence, state.predictor, state.source)
+        for number, layer in enumerate(self.layers):
+            if caches is not None:
+                carry = dataclasses.replace(carry, cache=caches[number])
+            x, carry = _run_layer(model.config, plan, phase, layer, block, x, carry)
+            if number == 0 and predicts(plan, phase):
+                entered = None if butler is None else selecting.predictor_input(butler, model, jnp.asarray(tokens))
+                carry = _predict(plan.selection is not None, butler, block.position, entered, x, carry)
+            if caches is not None:
+                caches[number] = carry.cache
+        cache = carry.cache if caches is None else LayerCaches(tuple(caches))
+        if carry.evidence is not None:
+            cache = _evict(cache, carry.evidence, block.budgets)
+        return x, DecodeState(cache, carry.predictor, carry.source)
+
+
+def _layers(run: Run) -> tuple[Layer, ...]:
+    """The model's layers one by one: views of the stacked arrays, which take no memory of their own on a CPU."""
+    config = run.model.config
+    windows = sliding_windows(config)
+    whole = {name: np.asarray(array) for name, array in run.model.layers.arrays().items()}
+    (device,) = run.model.embedding[...].devices()
+    layers = []
+    with jax.default_device(device):  # uncommitted, like the arrays that callers make
+        for index in range(config.num_layers):
+            weights = {name: jax.device_put(array[index]) for name, array in whole.items()}
+            window = None if windows is None else windows[index]
+            projection = None if run.projection is None else run.projection.layer(index)
+            layers.append(Layer(weights, Place(jax.device_put(np.int32(index)), window, projection)))
+    return tuple(layers)
+
+
+@functools.partial(jax.jit, static_argnames="batch")
+def _start(run: Run, batch: int) -> DecodeState:
+    state = empty_state(run, batch)
+    return dataclasses.replace(state, cache=split(state.cache))
+
+
+_packed = jax.jit(shrink, static_argnames="plan")
+_compact = jax.jit(kvjax.compact, static_argnames="slots")
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _enter(
+    config: Config,
+    plan: Plan,
+    embedding: Float[Array, "V E"],
+    tokens: Int[Array, "B T"],
+    position: Int[Array, "B T"],
+    lengths: Int[Array, "B"],
+    budgets: Int[Array, "B"] | None,
+) -> tuple[Float[Array, "B T E"], Block]:
+    return embedding[tokens], block_of(config, plan.policy, position, lengths, budgets)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 8))
+def _enter_token(
+    config: Config,
+    plan: Plan,
+    embedding: Float[Array, "V E"],
+    token: Int[Array, "B"],
+    finished: Array,
+    next_position: Int[Array, "B"],
+    rows: Rows,
+    step: Int[Array, ""],
+    slots: int,
+) -> tuple[Float[Array, "B 1 E"], Block]:
+    position, budgets = decode_inputs(plan, rows, finished, next_position, step, slots)
+    return embedding[token[:, None]], block_of(config, plan.policy, position, rows.lengths, budgets)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnames=("x", "carry"))
+def _run_layer(
+    config: Config, plan: Plan, phase: Phase, layer: Layer, block: Block, x: Float[Array, "B T E"], carry: LayerCarry
+) -> tuple[Float[Array, "B T E"], LayerCarry]:
+    def attend_here(query, key, value):
+        return *attend(plan, phase, block, layer.place, carry, (query, key, value)), None
+
+    x, carry, _ = run_layer(config, layer.weights, x, block.waves, attend_here)
+    return x, carry
+
+
+_predict = jax.jit(selecting.run_predictor, static_argnames="keeps", donate_argnames="carry")
+
+
+@functools.partial(jax.jit, static_argnames="allocation")
+def _evidence_of_layers(cache: AnyCache, allocation: Allocation) -> Evidence:
+    return Evidence.of_layers(cache.slots if isinstance(cache, LayerCaches) else cache, allocation)
+
+
+@functools.partial(jax.jit, donate_argnames="cache")
+def _evict(cache: AnyCache, evidence: Evidence, budgets: Int[Array, "B"]) -> AnyCache:
+    """Evicts from all layers together."""
+    if not isinstance(cache, LayerCaches):
+        return kvjax.evict(cache, evidence, budgets)
+    left = kvjax.evict(cache.slots, evidence, budgets).position
+    return LayerCaches(tuple(dataclasses.replace(own, position=left[index]) for index, own in enumerate(cache.layers)))
+
+
+@functools.partial(jax.jit, static_argnames="sampling")
+def next_token(
+    model: Decoder, hidden: Float[Array, "B T E"], key: Array | None, sampling: Sampling
+) -> tuple[Int[Array, "B"], Array]:
+    """Chooses the token behind the last hidden state of each row, and says whether its logits are finite."""
+    logits = model.logits(hidden[:, -1])
+    return sample(logits, key, sampling), jnp.isfinite(logits).all()

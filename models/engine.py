@@ -1,0 +1,578 @@
+"""From a prompt to an answer inside a fixed cache: prefill by blocks, then decode.
+
+    prefill     the prompt alone
+    generate    prompt and answer
+    stream      prompt and answer, tokens as they come
+
+`prefill` and `generate` are one compiled program each, but for large models on a CPU, where the host calls one compiled
+layer after the other (models/by_layer.py says why). `stream` feeds blocks and tokens from the host.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+import kvjax
+from kvjax import OutputProjection, Policy
+from kvjax.checks import check_count, is_known
+from kvjax.policy import policy_of
+from kvjax.sources import Source
+from models.butler import Butler
+from models.by_layer import LayerSteps, next_token, runs_by_layer
+from models.decoder import Decoder
+from models.plan import (
+    PAGE_SIZE,
+    Blocks,
+    HostOrDevice,
+    Options,
+    Prompt,
+    When,
+    blocks_of,
+    cache_heads,
+    check_prompt,
+    plan_run,
+)
+from models.sampling import Sampling, check_end, check_sampling, sample
+from models.selecting import Cache
+from models.steps import (
+    AnyCache,
+    DecodeState,
+    Phase,
+    Run,
+    decode_inputs,
+    decode_phase,
+    empty_state,
+    forward,
+    shrink,
+    stacked,
+)
+
+
+class Prefilled(NamedTuple):
+    """``logits`` of the last token, [B, V], or of all tokens, [B, T, V]."""
+
+    cache: Cache
+    logits: Array
+
+
+class Generation(NamedTuple):
+    """``tokens`` [B, max_new_tokens], padded behind each row's end; ``lengths`` [B] counts them, end token included."""
+
+    tokens: Int[Array, "B new"]
+    cache: Cache
+    lengths: Int[Array, "B"]
+
+
+def prefill(
+    model: Decoder,
+    tokens: Int[HostOrDevice, "B T"],
+    lengths: Int[HostOrDevice, "B"] | None = None,
+    *,
+    policy: Policy | str | None = None,
+    budget: int | float | None = None,
+    block: int = 128,
+    when: When = "block",
+    question: int | Int[HostOrDevice, "B"] | None = None,
+    reserve: int = 0,
+    outputs: Literal["last", "all"] = "last",
+    page_size: int = PAGE_SIZE,
+    projection: OutputProjection | None = None,
+    butler: Butler | None = None,
+) -> Prefilled:
+    """Runs a prompt through the model block by block; under a budget in slots the memory does not grow with it.
+
+    Args:
+        tokens: prompts, padded on the right.
+        lengths: how many tokens of each row count; all by default.
+        policy: what to keep, a policy or its short name; None or "full" keeps all.
+        budget: tokens that each head keeps: a number, or a ratio of the row's prompt (a float in (0, 1]).
+        block: tokens a step.
+        when: evict after every "block", or once when the "prompt" is in (the block then only bounds the activations).
+        question: how many of each row's last tokens come only after the rest has been compressed; they are not
+            evicted, so the cache holds that many tokens more than the budget. By default nothing is held back, and a
+            policy that evicts once knows the question.
+        reserve: slots to leave free for tokens that come later (a full cache only; a budget leaves a block's worth).
+        outputs: logits of the "last" token or of "all" tokens; the latter grow with the prompt.
+        page_size: slots of a page, where a policy's allocation gives heads different budgets.
+        projection: what the policy reads of the output projections, ``output_projection(model, policy)``; made here if
+            it isn't given, once a call.
+        butler: the predictor that a policy such as ``butler+caote`` scores by.
+
+    Returns:
+        The cache and the logits, float32.
+
+    Raises:
+        ValueError: an empty prompt, a token outside the vocabulary, a policy, budget or block that cannot be, or a
+            prompt longer than the model's positions when nothing is evicted.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from flax import nnx
+        >>> import models
+        >>> config = models.Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2)
+        >>> model = models.Decoder(config, rngs=nnx.Rngs(0))
+        >>> cache, logits = models.prefill(model, jnp.arange(40)[None], policy="h2o+caote", budget=16, block=8)
+        >>> logits.shape, cache.num_live.min().item(), cache.num_live.max().item()
+        ((1, 64), 16, 16)
+    """
+    if outputs not in ("last", "all"):
+        raise ValueError(f"outputs is {outputs!r}; there are 'last' and 'all'.")
+    block = check_count("block", block, 1, "a block has at least 1 token")
+    options = Options(policy, budget, block, when, reserve=reserve, page_size=page_size)
+    every = outputs == "all"
+    run, prompt = _prepare(model, tokens, lengths, question, options, projection, butler, every)
+    state, logits = _prefill_by_layer(run, prompt, every) if runs_by_layer(run) else _prefill(run, prompt, every)
+    if every:  # [B, n m, V] of every place in a block -> [B, T, V]
+        place = np.zeros(np.shape(tokens), np.int32)
+        positions = [np.swapaxes(part.positions, 0, 1).reshape(len(place), -1) for part in prompt]
+        for row, position in enumerate(np.concatenate(positions, axis=1)):
+            place[row, position[position >= 0]] = np.flatnonzero(position >= 0)
+        logits = jnp.take_along_axis(logits, jnp.asarray(place)[..., None], axis=1)
+    return Prefilled(stacked(state.cache), logits)
+
+
+def generate(
+    model: Decoder,
+    tokens: Int[HostOrDevice, "B T"],
+    *,
+    lengths: Int[HostOrDevice, "B"] | None = None,
+    policy: Policy | str | None = None,
+    budget: int | float | None = None,
+    block: int = 128,
+    select: Source | str | None = None,
+    butler: Butler | None = None,
+    sinks: int = 4,
+    max_new_tokens: int = 64,
+    when: When = "block",
+    question: int | Int[HostOrDevice, "B"] | None = None,
+    evict_every: int | None = 1,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    key: Array | None = None,
+    end: tuple[int, ...] | None = None,
+    page_size: int = PAGE_SIZE,
+    projection: OutputProjection | None = None,
+) -> Generation:
+    """From prompts to answers: blocks of the prompt, then tokens until each row has ended.
+
+    One compiled program, but for large layers on a CPU (models/by_layer.py).
+
+    Args:
+        tokens, lengths, policy, budget, block, when, question, page_size, projection: see :func:`prefill`.
+        select: instead of a policy, what says which tokens a decode step reads: a source of ``kvjax.sources`` or its
+            short name, such as "butler", "oracle" or "quest(page_size=16)". Nothing is evicted, the prompt and layer 0
+            are dense, and in the other layers each query head reads ``budget`` tokens (an int, or a share of those
+            that the layer sees, rounded up) and the ``sinks`` first ones.
+        butler: the predictor, for ``select="butler"`` and for policies that score by it, such as ``butler+caote``. It
+            remembers every token: 2 r numbers of its own attention (r: E / 8, say) and, for a selection, a key for
+            every predicted layer and head. A policy's keys leave with their tokens (:func:`kvjax.butler`).
+        sinks: how many of the first tokens a selection always reads, on top of the budget.
+        max_new_tokens: how many tokens at most.
+        evict_every: evict in decode at every step (1), every n steps (n slots more a head), or never (None).
+        temperature: 0 takes the most likely token; above, tokens are drawn with ``key``.
+        top_k, top_p: draw only from the k most likely tokens, or from the fewest that hold the share p.
+        end: tokens that end a row; the config's by default, () for none.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from flax import nnx
+        >>> import models
+        >>> config = models.Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2)
+        >>> model = models.Decoder(config, rngs=nnx.Rngs(0))
+        >>> out = models.generate(model, jnp.arange(40)[None], policy="snapkv(window=8)", budget=16, block=8,
+        ...                       max_new_tokens=4)
+        >>> out.tokens.shape, out.lengths.tolist(), out.cache.num_live.max().item()
+        ((1, 4), [4], 16)
+    """
+    max_new_tokens = check_count("max_new_tokens", max_new_tokens, 1, "ask for at least 1")
+    block = check_count("block", block, 1, "a block has at least 1 token")
+    options = Options(policy, budget, block, when, evict_every, select, sinks, page_size, max_new_tokens)
+    run, prompt = _prepare(model, tokens, lengths, question, options, projection, butler)
+    choice = _Choice(check_sampling(temperature, top_k, top_p, key), max_new_tokens, check_end(model.config, end))
+    if runs_by_layer(run, key):
+        return _generate_by_layer(run, prompt, choice, key)
+    state, out, count, finite = _generate(run, prompt, key if choice.draws else None, choice)
+    if is_known(finite):
+        _check_finite(model, finite)
+    return Generation(out, stacked(state.cache), count)
+
+
+def stream(
+    model: Decoder,
+    tokens: Int[HostOrDevice, "B T"],
+    *,
+    lengths: Int[HostOrDevice, "B"] | None = None,
+    policy: Policy | str | None = None,
+    budget: int | float | None = None,
+    block: int = 128,
+    select: Source | str | None = None,
+    butler: Butler | None = None,
+    sinks: int = 4,
+    max_new_tokens: int = 64,
+    when: When = "block",
+    question: int | Int[HostOrDevice, "B"] | None = None,
+    evict_every: int | None = 1,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    key: Array | None = None,
+    end: tuple[int, ...] | None = None,
+    on_block: Callable[[int, int], None] | None = None,
+    on_cache: Callable[[AnyCache], None] | None = None,
+    page_size: int = PAGE_SIZE,
+    projection: OutputProjection | None = None,
+) -> Iterator[tuple[np.ndarray, AnyCache]]:
+    """:func:`generate` as an iterator: yields each step's tokens as they come, and the cache behind them.
+
+    The prompt is fed from the host block by block, so one compilation serves prompts of any length under a budget in
+    slots (a full cache, a ratio, and ``when="prompt"`` have buffers that depend on it). Rows that have ended yield -1.
+    A cache is good until the next step, which writes into it: look at it, or copy what you want to keep. For large
+    layers on a CPU it is a :class:`models.steps.LayerCaches`, which is read alike.
+
+    Args:
+        on_block: called after each block of the prompt with the tokens done and the tokens in all, for progress bars.
+        on_cache: called before it with the cache, which is good until the call returns.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from flax import nnx
+        >>> import models
+        >>> config = models.Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2)
+        >>> model = models.Decoder(config, rngs=nnx.Rngs(0))
+        >>> prompt = jnp.arange(40)[None]
+        >>> steps = list(models.stream(model, prompt, policy="h2o", budget=16, block=8, max_new_tokens=4))
+        >>> whole = models.generate(model, prompt, policy="h2o", budget=16, block=8, max_new_tokens=4)
+        >>> [int(step[0]) for step, _ in steps] == whole.tokens[0].tolist()
+        True
+    """
+    max_new_tokens = check_count("max_new_tokens", max_new_tokens, 1, "ask for at least 1")
+    block = check_count("block", block, 1, "a block has at least 1 token")
+    options = Options(policy, budget, block, when, evict_every, select, sinks, page_size, max_new_tokens, False)
+    run, prompt = _prepare(model, tokens, lengths, question, options, projection, butler)
+    choice = _Choice(check_sampling(temperature, top_k, top_p, key), max_new_tokens, check_end(model.config, end))
+    steps = LayerSteps(run) if runs_by_layer(run) else _ProgramSteps(run)
+    return ((token, state.cache) for token, state in _tokens(run, steps, prompt, choice, key, on_block, on_cache))
+
+
+def output_projection(model: Decoder, policy: Policy | str | None) -> OutputProjection | None:
+    """What a policy reads of the model's output projections, for all layers; None if it reads nothing.
+
+    Every run makes it anew unless it is handed over: N D^2 E multiplications a layer, the price of a few tokens.
+
+    Example:
+        >>> from flax import nnx
+        >>> import models
+        >>> config = models.Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2)
+        >>> model = models.Decoder(config, rngs=nnx.Rngs(0))
+        >>> models.output_projection(model, "laprox@model").gram.shape
+        (2, 2, 2, 8, 8)
+    """
+    policy = policy_of(policy)
+    if policy is None or not policy.needs.projections:
+        return None
+    heads = cache_heads(model.config, policy)
+    kinds = tuple(sorted(policy.needs.projections))
+    return jax.jit(kvjax.output_projection, static_argnums=(1, 2))(model.layers.output[...], heads, kinds)
+
+
+class _Choice(NamedTuple):
+    """How tokens are chosen, how many at most, and which end a row."""
+
+    sampling: Sampling
+    most: int
+    end: tuple[int, ...]
+
+    @property
+    def draws(self) -> bool:
+        return self.sampling.temperature > 0
+
+
+def _prepare(
+    model: Decoder,
+    tokens: HostOrDevice,
+    lengths: HostOrDevice | None,
+    question: int | HostOrDevice | None,
+    options: Options,
+    projection: OutputProjection | None,
+    butler: Butler | None,
+    all_logits: bool = False,
+) -> tuple[Run, Prompt]:
+    """Checks a run's arguments; what it is made of, and its prompts in blocks."""
+    given = check_prompt(model, tokens, lengths, question)
+    plan, rows = plan_run(model, given, options, butler)
+    if plan.selection is not None:
+        given = given._replace(questions=np.zeros_like(given.questions))  # nothing is compressed before they come
+    projection = output_projection(model, plan.policy) if projection is None else projection
+    run = Run(model, rows, projection, butler, plan)
+    # A derivative goes through a scan alone, and all logits are as many as the blocks.
+    exact = all_logits or not is_known(*jax.tree.leaves((model, projection, butler)))
+    return run, blocks_of(given, options.block, exact)
+
+
+# One program: layers scanned, blocks and tokens in loops.
+
+
+@functools.partial(jax.jit, static_argnames="all_logits")
+def _prefill(run: Run, prompt: Prompt, all_logits: bool = False) -> tuple[DecodeState, Array]:
+    """Feeds the prompt; the state and the logits, [B, V] or, of every place in the blocks, [B, n m, V]."""
+    model, plan = run.model, run.plan
+    B = prompt.context.tokens.shape[1]
+
+    def step(carry, scanned, phase):
+        state, last = carry
+        tokens, position = scanned
+        hidden, state = forward(run, state, tokens, position, run.rows.budgets, phase)
+        return (state, _newest(position, hidden, last)), model.logits(hidden) if all_logits else None
+
+    observe = functools.partial(step, phase=Phase(evicts=False))
+    evict = functools.partial(step, phase=Phase(evicts=True))
+    carry = (empty_state(run, B), jnp.zeros((B, 1, model.config.hidden_size), model.embedding[...].dtype))
+    if plan.when == "block":
+        carry, logits = _over_blocks(evict, carry, prompt.context)
+        of_places = [logits]
+    else:
+        carry, logits = _over_blocks(observe, carry, prompt.context, but_last=True)
+        carry, last = evict(carry, _last_block(prompt.context))
+        of_places = [logits, last[None]] if all_logits else []
+    state, hidden = carry
+    carry = (shrink(state, plan), hidden)
+    if prompt.question.tokens.shape[0]:
+        answer = functools.partial(step, phase=Phase(evicts=False, compressed=True))
+        carry, logits = _over_blocks(answer, carry, prompt.question)
+        of_places.append(logits)
+    state, hidden = carry
+    if not all_logits:
+        return state, model.logits(hidden[:, 0])
+    return state, jnp.concatenate([x.swapaxes(0, 1).reshape(B, -1, x.shape[-1]) for x in of_places], axis=1)
+
+
+def _over_blocks(
+    step: Callable[[Any, Any], tuple[Any, Any]], carry: Any, blocks: Blocks, *, but_last: bool = False
+) -> tuple[Any, Any]:
+    """Scans blocks, or loops over those that count."""
+    parts = (jnp.asarray(blocks.tokens), jnp.asarray(blocks.positions))
+    if blocks.used is None:
+        return jax.lax.scan(step, carry, jax.tree.map(lambda x: x[:-1], parts) if but_last else parts)
+
+    def body(index, carry):
+        return step(carry, jax.tree.map(lambda x: x[index], parts))[0]
+
+    return jax.lax.fori_loop(0, blocks.used - int(but_last), body, carry), None
+
+
+def _last_block(blocks: Blocks) -> tuple[Array, Array]:
+    last = -1 if blocks.used is None else blocks.used - 1
+    return blocks.tokens[last], blocks.positions[last]
+
+
+def _newest(
+    position: Int[HostOrDevice, "B T"], of_block: Float[Array, "B T E"], before: Float[Array, "B 1 E"]
+) -> Float[Array, "B 1 E"]:
+    """What the last token of each row gave: a row without one in this block, as without a question, keeps its own."""
+    return jnp.where(position[:, -1:, None] >= 0, of_block[:, -1:], before)
+
+
+@functools.partial(jax.jit, static_argnames="choice")
+def _generate(
+    run: Run, prompt: Prompt, key: Array | None, choice: _Choice
+) -> tuple[DecodeState, Int[Array, "B new"], Int[Array, "B"], Array]:
+    """Prompt and answer: the state, the tokens, how many there are, and whether the first logits are finite."""
+    state, logits = _prefill(run, prompt)
+    B, pad = logits.shape[0], _pad(run)
+    key, draw = _split(key)
+    token = sample(logits, draw, choice.sampling)
+    out = jnp.full((B, choice.most), pad, jnp.int32).at[:, 0].set(token)
+    finished = jnp.isin(token, jnp.array(choice.end, jnp.int32))
+
+    def more(loop):
+        step, *_, finished, _, _ = loop
+        return (step < choice.most) & ~finished.all()
+
+    def advance(loop):
+        step, state, key, token, finished, out, count = loop
+        key, draw = _split(key)
+        token, state = _token_step(run, state, token, finished, draw, step, choice.sampling)
+        out = out.at[:, step].set(jnp.where(finished, pad, token))
+        count = count + (~finished).astype(jnp.int32)
+        finished = finished | jnp.isin(token, jnp.array(choice.end, jnp.int32))
+        return step + 1, state, key, token, finished, out, count
+
+    loop = (jnp.int32(1), state, key, token, finished, out, jnp.ones(B, jnp.int32))
+    _, state, _, _, _, out, count = jax.lax.while_loop(more, advance, loop)
+    return state, out, count, jnp.isfinite(logits).all()
+
+
+def _token_step(
+    run: Run,
+    state: DecodeState,
+    token: Int[Array, "B"],
+    finished: Array,
+    key: Array | None,
+    step: Int[Array, ""],
+    sampling: Sampling,
+) -> tuple[Int[Array, "B"], DecodeState]:
+    cache = state.cache
+    position, budgets = decode_inputs(run.plan, run.rows, finished, cache.next_position, step, cache.num_slots)
+    hidden, state = forward(run, state, token[:, None], position, budgets, decode_phase(run.plan))
+    return sample(run.model.logits(hidden[:, 0]), key, sampling), state
+
+
+# Step by step: the host feeds blocks and tokens.
+
+
+@functools.partial(jax.jit, static_argnames="phase", donate_argnames="state")
+def block_step(
+    run: Run, state: DecodeState, tokens: Int[Array, "B T"], position: Int[Array, "B T"], phase: Phase
+) -> tuple[Float[Array, "B T E"], DecodeState]:
+    return forward(run, state, tokens, position, run.rows.budgets, phase)
+
+
+token_step = jax.jit(_token_step, static_argnames="sampling", donate_argnames="state")
+_start = jax.jit(empty_state, static_argnames="batch")
+_shrink = jax.jit(shrink, static_argnames="plan")
+_last = jax.jit(_newest)
+
+
+class _ProgramSteps:
+    """The steps of a run, each one compiled program; :class:`models.by_layer.LayerSteps` is its like for a CPU."""
+
+    def __init__(self, run: Run):
+        self.run = run
+
+    def start(self, batch: int) -> DecodeState:
+        return _start(self.run, batch)
+
+    def block(
+        self, state: DecodeState, tokens: np.ndarray, position: np.ndarray, phase: Phase
+    ) -> tuple[Float[Array, "B T E"], DecodeState]:
+        return block_step(self.run, state, tokens, position, phase._replace(filled=None))
+
+    def shrink(self, state: DecodeState) -> DecodeState:
+        return _shrink(state, self.run.plan)
+
+    def token(
+        self, state: DecodeState, token: np.ndarray, finished: np.ndarray, key: Array | None, step: int,
+        sampling: Sampling,
+    ) -> tuple[Int[Array, "B"], DecodeState]:  # fmt: skip
+        return token_step(self.run, state, token, finished, key, np.int32(step), sampling)
+
+
+def _tokens(
+    run: Run,
+    steps: _ProgramSteps | LayerSteps,
+    prompt: Prompt,
+    choice: _Choice,
+    key: Array | None,
+    on_block: Callable[[int, int], None] | None = None,
+    on_cache: Callable[[AnyCache], None] | None = None,
+) -> Iterator[tuple[np.ndarray, DecodeState]]:
+    """Each step's tokens as they come, -1 in rows that have ended, and the state behind them."""
+    state, hidden = _fed(run, steps, prompt, on_block, on_cache)
+    key, draw = _split(key if choice.draws else None)
+    chosen, finite = next_token(run.model, hidden, draw, choice.sampling)
+    token = np.asarray(chosen)
+    _check_finite(run.model, finite)
+    finished = np.isin(token, choice.end)
+    yield token, state
+    for step in range(1, choice.most):
+        if finished.all():
+            return
+        key, draw = _split(key)
+        chosen, state = steps.token(state, token, finished, draw, step, choice.sampling)
+        token = np.asarray(chosen)
+        yield np.where(finished, -1, token), state
+        finished = finished | np.isin(token, choice.end)
+
+
+def _fed(
+    run: Run,
+    steps: _ProgramSteps | LayerSteps,
+    prompt: Prompt,
+    on_block: Callable[[int, int], None] | None = None,
+    on_cache: Callable[[AnyCache], None] | None = None,
+    on_hidden: Callable[[Float[Array, "B m E"]], None] | None = None,
+) -> tuple[DecodeState, Float[Array, "B 1 E"]]:
+    """Feeds the prompt block by block: the state behind it, and the last hidden state of each row."""
+    plan, total = run.plan, int(np.max(np.asarray(run.rows.lengths)))
+    B = prompt.context.tokens.shape[1]
+    state = steps.start(B)
+    last: Any = np.zeros((B, 1, run.model.config.hidden_size), run.model.embedding[...].dtype)
+    for blocks, is_context in ((prompt.context, True), (prompt.question, False)):
+        tokens, positions = np.asarray(blocks.tokens), np.asarray(blocks.positions)
+        count = len(tokens) if blocks.used is None else int(blocks.used)
+        for index in range(count):
+            position = positions[index]
+            evicts = is_context and (plan.when == "block" or index == count - 1)
+            filled = _quarters((index + 1) * position.shape[1], plan.prompt_slots) if is_context else None
+            phase = Phase(evicts, compressed=not is_context, filled=filled)
+            hidden, state = steps.block(state, tokens[index], position, phase)
+            last = _last(position, hidden, last)
+            if on_hidden is not None:
+                on_hidden(hidden)
+            if on_cache is not None:
+                on_cache(state.cache)
+            if on_block is not None:
+                hidden.block_until_ready()
+                on_block(int(position.max()) + 1, total)
+        if is_context:
+            state = steps.shrink(state)
+    return state, last
+
+
+def _quarters(fed: int, slots: int) -> int | None:
+    """The slots that so many tokens may fill, in quarters of all slots; None for all of them, or where they are few."""
+    step = max(-(-slots // 4), 256)
+    filled = -(-fed // step) * step
+    return filled if filled < slots else None
+
+
+def _prefill_by_layer(run: Run, prompt: Prompt, all_logits: bool) -> tuple[DecodeState, Array]:
+    logits: list[Array] = []
+    keep = (lambda hidden: logits.append(_logits(run.model, hidden))) if all_logits else None
+    state, hidden = _fed(run, LayerSteps(run), prompt, on_hidden=keep)
+    return state, jnp.concatenate(logits, axis=1) if all_logits else _logits(run.model, hidden)[:, 0]
+
+
+def _generate_by_layer(run: Run, prompt: Prompt, choice: _Choice, key: Array | None) -> Generation:
+    B, pad = prompt.context.tokens.shape[1], _pad(run)
+    out, count, last = np.full((B, choice.most), pad, np.int32), np.zeros(B, np.int32), None
+    for step, (token, state) in enumerate(_tokens(run, LayerSteps(run), prompt, choice, key)):
+        out[:, step] = np.where(token < 0, pad, token)
+        count += token >= 0
+        last = state
+    assert last is not None
+    return Generation(jnp.asarray(out), stacked(last.cache), jnp.asarray(count))
+
+
+@jax.jit
+def _logits(model: Decoder, hidden: Float[Array, "*rest E"]) -> Float[Array, "*rest V"]:
+    return model.logits(hidden)
+
+
+def _check_finite(model: Decoder, finite: Array) -> None:
+    """Refuses logits that are not: every token would be the first of the vocabulary."""
+    if not finite:
+        raise ValueError(
+            f"the model's logits are NaN or infinite: its weights are not finite, or {model.embedding[...].dtype} is "
+            "too narrow for it; load it in another dtype."
+        )
+
+
+def _split(key: Array | None) -> tuple[Array | None, Array | None]:
+    if key is None:
+        return None, None
+    key, draw = jax.random.split(key)
+    return key, draw
+
+
+def _pad(run: Run) -> int:
+    config = run.model.config
+    return config.pad if config.pad is not None else (config.eos or (0,))[0]

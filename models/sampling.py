@@ -1,0 +1,70 @@
+"""How the next token is chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple, get_type_hints
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvjax.checks import check_count, check_types, shown
+from models.config import Config
+
+
+class Sampling(NamedTuple):
+    """Greedy at temperature 0; else draws from the ``top_k`` or ``top_p`` most likely tokens."""
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+
+
+def sample(logits: Float[Array, "B V"], key: Array | None, sampling: Sampling) -> Int[Array, "B"]:
+    """Chooses the next token of each row; ``key`` is read above temperature 0 alone."""
+    if sampling.temperature == 0:
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    tiny = float(jnp.finfo(logits.dtype).tiny)
+    temperature = min(max(sampling.temperature, tiny), 1 / tiny)  # XLA multiplies by 1 / temperature
+    # Seen from the largest, as logits / temperature may be larger than any float; inf - inf would be none.
+    largest = jnp.max(logits, axis=-1, keepdims=True)
+    scaled = jnp.where(logits == largest, 0, (logits - largest) / temperature)
+    top_p = 1.0 if sampling.top_p is None else sampling.top_p
+    if sampling.top_k is not None or top_p < 1:
+        # By the logits themselves, of equals the lower id first: a high temperature makes equals of others, too.
+        rank = jnp.argsort(jnp.argsort(logits, axis=-1, descending=True), axis=-1)
+    if sampling.top_k is not None:
+        scaled = jnp.where(rank < sampling.top_k, scaled, -jnp.inf)
+    if top_p < 1:
+        descending = jnp.sort(jax.nn.softmax(scaled, axis=-1), axis=-1, descending=True)
+        before = jnp.cumsum(descending, axis=-1) - descending
+        needed = jnp.sum(before < top_p, axis=-1, keepdims=True)
+        scaled = jnp.where(rank < jnp.maximum(needed, 1), scaled, -jnp.inf)
+    assert key is not None
+    return jax.random.categorical(key, scaled, axis=-1).astype(jnp.int32)
+
+
+def check_end(config: Config, end: tuple[int, ...] | None) -> tuple[int, ...]:
+    if end is None:
+        return config.eos
+    if not isinstance(end, Iterable):
+        raise ValueError(f"end is {shown(end)}; give a tuple of token ids, () for none.")
+    return tuple(check_count("a token of end", token, 0, "give a tuple of token ids, () for none") for token in end)
+
+
+def check_sampling(temperature: float, top_k: int | None, top_p: float | None, key: Array | None) -> Sampling:
+    given = dict(temperature=temperature, top_k=top_k, top_p=top_p)
+    sampling = Sampling(**check_types(given, get_type_hints(Sampling)))
+    if sampling.temperature < 0:
+        raise ValueError(f"temperature is {temperature}; give 0 for the most likely token, or more to draw.")
+    if sampling.top_k is not None:
+        check_count("top_k", sampling.top_k, 1, "draw from at least 1 token")
+    if sampling.top_p is not None and not 0 < sampling.top_p <= 1:
+        raise ValueError(f"top_p is {top_p}; give a share in (0, 1].")
+    if key is not None and not (hasattr(key, "dtype") and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)):
+        raise ValueError(f"key is a {type(key).__name__}; give a random key, jax.random.key(0), say.")
+    if sampling.temperature > 0 and key is None:
+        raise ValueError("temperature is above 0 but no key was given; pass key=jax.random.key(0), say.")
+    return sampling
