@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 from models import commands
 
 with commands.extra("eval", "evals"):
     from evals import (
-        ablation,
-        butler_figures,
         coref,
         fidelity,
         harness,
@@ -21,21 +21,32 @@ with commands.extra("eval", "evals"):
         view,
     )
 
-EVALUATIONS = {
+    experiments: dict[str, ModuleType] = {}
+    try:  # a checkout has them, the wheel does not
+        from evals.experiments import ablation, butler_figures
+
+        experiments = {"ablation": ablation, "butler": butler_figures}
+    except ModuleNotFoundError as error:
+        if error.name != "evals.experiments":
+            raise
+
+# In the order of the help; None: not in this installation.
+KNOWN: dict[str, ModuleType | None] = {
     "needle": needle,
     "ruler": ruler,
     "longbench": longbench,
     "infinitebench": infinitebench,
     "lm_eval": harness,
     "fidelity": fidelity,
-    "ablation": ablation,
+    "ablation": experiments.get("ablation"),
     "coref": coref,
     "perplexity": perplexity,
-    "butler": butler_figures,
+    "butler": experiments.get("butler"),
     "sweep": sweep,
     "report": page,
     "view": view,
 }
+EVALUATIONS = {name: module for name, module in KNOWN.items() if module is not None}
 EXAMPLES = """examples:
   python -m evals needle --policies full,snapkv,snapkv+caote --budgets 256,512 --json out.json --plot out.png
   python -m evals ruler --lengths 1024 --policies full,snapkv+caote --budgets 0.25 --when prompt --out runs/ruler
@@ -48,6 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
     flags = commands.parser(
         "kvjax-eval", "evals", description="Evaluations of models under a KV budget.", examples=EXAMPLES
     )
+    commands.add_cache_flag(flags)
     names = flags.add_subparsers(dest="name", required=True, metavar="NAME")
     for name, module in EVALUATIONS.items():
         summary = str(module.__doc__).splitlines()[0]
@@ -61,7 +73,7 @@ def main(arguments: list[str] | None = None) -> int:
             )
         )
     parsed = flags.parse_args(arguments)
-    commands.keep_compiled()
+    commands.keep_compiled(vars(parsed).pop("compilation_cache"))
     return commands.run(lambda: EVALUATIONS[parsed.name].command(parsed), f"evals {parsed.name}")
 
 

@@ -17,6 +17,7 @@ import argparse
 import dataclasses
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import jax.numpy as jnp
@@ -24,9 +25,9 @@ import numpy as np
 from tqdm import tqdm
 
 import models
-from evals import coref_task, report, running, selections, statistics
+from evals import coref_task, evaluator, report, selections, statistics
 from evals.coref_task import CorefSample
-from evals.selections import Heads, Selection
+from evals.selections import Heads, Method
 from models import commands, provenance
 
 Mode = Literal["teacher", "generate"]
@@ -43,7 +44,7 @@ EXAMPLES = """examples:
 class Setting:
     """One row of the table; "full" has no sparsity."""
 
-    selection: Selection
+    selection: Method
     sparsity: float | None
     mode: Mode
 
@@ -179,6 +180,91 @@ def compare(results: Sequence[dict[str, Any]], against: str = "butler") -> list[
     return rows
 
 
+def table(results: Sequence[dict[str, Any]]) -> str:
+    """Gives each selection, mode and sparsity a row."""
+    rows = [
+        (
+            r["select"],
+            r["mode"],
+            "none" if r["sparsity"] is None else f"{r['sparsity']:g}",
+            f"{r['accuracy']:.3f}",
+            report.interval((r["low"], r["high"]), ".3f"),
+            f"{r['coverage']:.3f}",
+            report.interval((r["coverage_low"], r["coverage_high"]), ".3f"),
+        )
+        for r in results
+    ]
+    note = "\naccuracy: names that are right as a whole; coverage: the mean share of a name's tokens that are right"
+    return report.columns(("select", "mode", "sparsity", "accuracy", "95%", "coverage", "95%"), rows, left=2) + note
+
+
+def comparison_table(comparisons: Sequence[dict[str, Any]]) -> str:
+    """Answers, a row for each other selection: is the predictor better? The verdict is on accuracy."""
+    rows = [
+        (
+            c["select"],
+            c["against"],
+            c["mode"],
+            f"{c['sparsity']:g}",
+            f"{c['difference']:+.3f}",
+            report.interval((c["low"], c["high"]), "+.3f"),
+            f"{c['coverage_difference']:+.3f}",
+            report.interval((c["coverage_low"], c["coverage_high"]), "+.3f"),
+            c["better"],
+        )
+        for c in comparisons
+    ]
+    head = ("select", "against", "mode", "sparsity", "accuracy", "95%", "coverage", "95%", "better")
+    return report.columns(head, rows, left=3)
+
+
+def dots(results: Sequence[dict[str, Any]], path: Path) -> None:
+    """Draws accuracy and coverage, a row a selection with its intervals, a colour a sparsity, two panels a mode."""
+    plt = report.pyplot()
+    modes = list(dict.fromkeys(r["mode"] for r in results))
+    names = list(dict.fromkeys(r["select"] for r in results))
+    sparsities = sorted({r["sparsity"] for r in results if r["sparsity"] is not None})
+    figure, axes = plt.subplots(
+        len(modes), 2, figsize=(9, 1.3 + len(modes) * (0.5 + 0.16 * len(names) * (1 + len(sparsities)))),
+        squeeze=False, sharey=True, sharex=True, layout="constrained",
+    )  # fmt: skip
+    handles: dict[str, Any] = {}
+    for row, mode in enumerate(modes):
+        for axis, (value, low, high) in zip(
+            axes[row], (("accuracy", "low", "high"), ("coverage", "coverage_low", "coverage_high")), strict=True
+        ):
+            for r in (r for r in results if r["mode"] == mode):
+                dense = r["sparsity"] is None
+                index = 0 if dense else sparsities.index(r["sparsity"])
+                shift = 0 if dense else (index - (len(sparsities) - 1) / 2) * 0.7 / max(len(sparsities), 1)
+                bounds = [[max(r[value] - r[low], 0)], [max(r[high] - r[value], 0)]]
+                drawn = axis.errorbar(
+                    r[value], names.index(r["select"]) + shift, xerr=bounds, fmt="osv^D"[index % 5], markersize=4.5,
+                    color="#777777" if dense else report.colour(index), elinewidth=1.2,
+                )  # fmt: skip
+                handles.setdefault("everything read" if dense else f"sparsity {r['sparsity']:g}", drawn)
+            axis.set_xlim(-0.02, 1.02)
+            axis.set_yticks(range(len(names)), names, fontsize=8)
+            axis.grid(axis="x", color="#eeeeee", linewidth=0.8)
+            for side in ("top", "right"):
+                axis.spines[side].set_visible(False)
+            axis.tick_params(labelsize=8)
+            if row == 0:
+                axis.set_title(
+                    {"accuracy": "accuracy: whole name", "coverage": "coverage: its tokens"}[value], fontsize=9.5
+                )
+        axes[row][0].set_ylabel({"teacher": "teacher-forced", "generate": "generated"}[mode], fontsize=9)
+    axes[0][0].invert_yaxis()
+    figure.legend(
+        list(handles.values()), list(handles), loc="outside lower center", ncols=min(5, len(handles)), fontsize=8,
+        frameon=False,
+    )  # fmt: skip
+    figure.suptitle(f"Co-reference: naming the place again ({results[0]['samples']} samples)", fontsize=11)
+    with commands.replacing(path) as temporary:
+        figure.savefig(temporary, dpi=160)
+    plt.close(figure)
+
+
 def add_flags(flags: argparse.ArgumentParser) -> None:
     """The command's flags."""
     selections.add_flags(flags, select=SELECT, sparsity="0.5", batch=10)
@@ -211,22 +297,22 @@ def command(flags: argparse.Namespace) -> None:
             )  # fmt: skip
         progress.set_description("done")
     comparisons = compare(results)
-    print(report.coref_table(results))
+    print(table(results))
     if comparisons:
         print()
-        print(report.coref_comparison_table(comparisons))
+        print(comparison_table(comparisons))
     if flags.json is not None:
         figures = {
             "evaluation": "coref",
-            "settings": running.settings(flags),
+            "settings": evaluator.settings(flags),
             "samples": len(samples),
             "results": results,
             "comparisons": comparisons,
         }
-        provenance.write(flags, figures, running.made_of(model, tokenizer, butler))
+        provenance.write(flags, figures, evaluator.made_of(model, tokenizer, butler))
         print(f"figures: {flags.json}")
     if flags.plot is not None:
-        report.coref_dots(results, flags.plot)
+        dots(results, flags.plot)
         print(f"picture: {flags.plot}")
 
 

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import models
-from evals import running
+from evals import evaluator
+from evals.evaluator import Answer, Group, TextSample
 from evals.ruler import common_prefix
-from evals.running import Answer, Group, TextSample
 from models import commands, provenance
 
 
@@ -145,8 +145,8 @@ def lines_of_zip(path: Path, name: str) -> Iterator[str]:
 
 def add_flags(flags: argparse.ArgumentParser, tasks: Sequence[str], prompts: str) -> None:
     """The flags of an evaluation on published data."""
-    running.add_model_flags(flags)
-    running.add_setting_flags(flags, budgets="256", when="prompt")
+    evaluator.add_model_flags(flags)
+    evaluator.add_setting_flags(flags, budgets="256", when="prompt")
     flags.add_argument("--data", help="a folder with a .jsonl file for each task, or 'hub'")
     flags.add_argument("--tasks", default="all", help=f"{', '.join(tasks)}; several by comma")
     flags.add_argument("--samples", type=int, help="the first samples of each task only")
@@ -170,7 +170,7 @@ def check(
     for name in ("samples", "length"):
         if getattr(flags, name) is not None and getattr(flags, name) < 1:
             raise ValueError(f"--{name} is {getattr(flags, name)}; give at least 1.")
-    chosen = running.choose("--tasks", flags.tasks, list(tasks))
+    chosen = evaluator.choose("--tasks", flags.tasks, list(tasks))
     if flags.data != "hub":
         if not Path(flags.data).is_dir():
             raise FileNotFoundError(f"there is no folder {flags.data}; name one with .jsonl files by --data.")
@@ -185,7 +185,7 @@ def check(
 
 def present(flags: argparse.Namespace, tasks: Mapping[str, Task], file_of: Callable[[str], str]) -> list[str]:
     """The chosen tasks; of all, those whose files are there."""
-    chosen = running.choose("--tasks", flags.tasks, list(tasks))
+    chosen = evaluator.choose("--tasks", flags.tasks, list(tasks))
     return [t for t in chosen if flags.data == "hub" or (Path(flags.data) / file_of(t)).is_file()]
 
 

@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 import kvjax
 import models
-from evals import claims, needle, report, running, statistics, tasks
+from evals import evaluator, needle, report, statistics, tasks, verdicts
 from models import commands, provenance
 from models.decoder import rope_frequencies
 
@@ -75,7 +75,7 @@ def _outputs(model, cache, tokens, position, lengths):
     def attend(cache, layer, sliding_window, query, key, value):
         out, cache, _ = kvjax.observe(
             cache, query, key, value, position,
-            policy=None, layer=layer, sliding_window=sliding_window, frequency=frequency,
+            policy=None, context=kvjax.Context(layer=layer, sliding_window=sliding_window, frequency=frequency),
         )  # fmt: skip
         return out, cache, out
 
@@ -161,7 +161,7 @@ def compare(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         pairs = [("CAOTE", report.without_caote(policy), "error", -1)]
         if laprox := re.fullmatch(r"laprox(?:\((window=\d+)?\))?(@.+)?", policy):
             window, allocation = f"{laprox[1]}," if laprox[1] else "", laprox[2] or ""
-            rivals = (f"laprox({window}through='attention'){allocation}", f"snapkv({window}kernel=7)")
+            rivals = (f"laprox({window}target='attention'){allocation}", f"snapkv({window}kernel=7)")
             pairs += [("LaProx", other, "output_cosine", 1) for other in rivals]
         for paper, other, kind, sign in pairs:
             if other == policy or (other, *rest) not in by_setting:
@@ -169,9 +169,9 @@ def compare(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             ours, theirs = (np.array(r["by_sample"][kind]) for r in (result, by_setting[other, *rest]))
             gain = sign * (ours - theirs)  # [samples, L]
             mean, low, high = statistics.paired_interval(gain.mean(axis=1).tolist())
-            layers = [claims.verdict("better", *statistics.paired_interval(x.tolist())[1:]) for x in gain.T]
+            layers = [verdicts.verdict("better", *statistics.paired_interval(x.tolist())[1:]) for x in gain.T]
             what = "smaller error" if kind == "error" else "larger cosine behind W_O"
-            held = f"{layers.count(claims.HOLDS)} of {len(layers)} layers hold, {layers.count(claims.FAILS)} do not"
+            held = f"{layers.count(verdicts.HOLDS)} of {len(layers)} layers hold, {layers.count(verdicts.FAILS)} do not"
             rows.append(
                 {
                     "paper": paper,
@@ -180,12 +180,145 @@ def compare(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                     "difference": mean,
                     "low": low,
                     "high": high,
-                    "verdict": claims.verdict("better", low, high),
+                    "verdict": verdicts.verdict("better", low, high),
                     "sides": [float(ours.mean()), float(theirs.mean())],
                     "layers": layers,
                 }
             )
     return rows
+
+
+def table(results: Sequence[dict[str, Any]]) -> str:
+    """Gives each setting a row: means over layers, tokens and samples, and the tokens that heads hold."""
+    rows = []
+    for r in results:
+        held = np.array(r["retained"]["mean"])
+        rows.append(
+            (
+                r["policy"],
+                "all" if r["budget"] is None else str(r["budget"]),
+                "never" if r["budget"] is None else r["when"],
+                r["question"],
+                *(f"{r[name]:.3f}" for name in ("error", "cosine", "output_error", "output_cosine")),
+                f"{r['kl']:.3f}",
+                f"{r['kl_interval'][0]:.3f}..{r['kl_interval'][1]:.3f}",
+                f"{held.min():.0f}..{held.max():.0f}",
+            )
+        )
+    head = (
+        "policy",
+        "budget",
+        "evicts",
+        "question",
+        "error",
+        "cosine",
+        "error W_O",
+        "cosine W_O",
+        "KL",
+        "95%",
+        "tokens",
+    )
+    return report.columns(head, rows, left=4) + (
+        "\nerror: |full - evicted| / |full| of the attention output, mean over layers; W_O: behind the projection; "
+        "tokens: of the heads' means, the smallest and the largest"
+    )
+
+
+def layer_lines(results: Sequence[dict[str, Any]], path: Path, *, recency: str) -> None:
+    """Draws error and cosine over layers, before and behind W_O: a line a policy, a row for each budget and moment."""
+    plt = report.pyplot()
+    groups = list(dict.fromkeys(map(report.group, results)))
+    if len(groups) > 1:
+        groups = [group for group in groups if group[2] is not None]  # the full cache has no budget, and no error
+    panels = (
+        ("error", "relative error"),
+        ("cosine", "cosine"),
+        ("output_error", "relative error behind W_O"),
+        ("output_cosine", "cosine behind W_O"),
+    )
+    figure, axes = plt.subplots(
+        len(groups), len(panels), figsize=(13.5, 1.4 + 2.9 * len(groups)), squeeze=False, layout="constrained"
+    )
+    handles: dict[str, Any] = {}
+    policies = [name for name in dict.fromkeys(r["policy"] for r in results) if name not in (recency, "full")]
+    bases = list(dict.fromkeys(map(report.without_caote, policies)))  # one colour each, dashed with CAOTE
+    for number, group in enumerate(groups):
+        for axis, (name, title) in zip(axes[number], panels, strict=True):
+            for r in (r for r in results if report.group(r) == group):
+                layer = [x["layer"] + 1 for x in r["layers"]]
+                if r["policy"] in policies:
+                    index = bases.index(report.without_caote(r["policy"]))
+                    style = {
+                        "color": report.COLOURS[index % len(report.COLOURS)],
+                        "marker": "osv^D"[index % 5],
+                        "linestyle": "-" if r["policy"] in bases else "--",
+                    }
+                else:
+                    style = {"color": "#999999", "marker": "", "linestyle": "-"}
+                (line,) = axis.plot(layer, [x[name] for x in r["layers"]], linewidth=1.5, markersize=4, **style)
+                bounds = np.array([x[f"{name}_interval"] for x in r["layers"]]).T
+                axis.fill_between(layer, *bounds, color=style["color"], alpha=0.12, linewidth=0)
+                handles.setdefault("recency" if r["policy"] == recency else r["policy"], line)
+            if number == 0:
+                axis.set_title(title, fontsize=9.5)
+            if number == len(groups) - 1:
+                axis.set_xlabel("layer", fontsize=8.5)
+            axis.set_xticks(range(1, len(results[0]["layers"]) + 1))
+            axis.tick_params(labelsize=8)
+            axis.grid(axis="y", color="#eeeeee", linewidth=0.8)
+            for side in ("top", "right"):
+                axis.spines[side].set_visible(False)
+        axes[number, 0].set_ylabel(report.moment(group), fontsize=8)
+    figure.legend(
+        list(handles.values()), list(handles), loc="outside lower center", ncols=min(4, len(handles)), fontsize=8,
+        frameon=False,
+    )  # fmt: skip
+    figure.suptitle("Attention outputs of the answer's tokens: evicted against full cache", fontsize=12)
+    with commands.replacing(path) as temporary:
+        figure.savefig(temporary, dpi=160)
+    plt.close(figure)
+
+
+def head_map(results: Sequence[dict[str, Any]], path: Path) -> None:
+    """Draws the tokens that each layer and head retains: the mean over samples as colour, mean and range in figures.
+
+    Where all heads hold the same there is nothing to see: only other results are shown, if there are any.
+    """
+    plt = report.pyplot()
+    shown = [r for r in results if r["budget"] is not None and np.ptp(r["retained"]["mean"]) > 0] or list(results)
+    layers, heads = np.array(shown[0]["retained"]["mean"]).shape
+    down = -(-len(shown) // 4)
+    across = -(-len(shown) // down)
+    figure, axes = plt.subplots(
+        down, across, figsize=(0.9 + across * max(2.5, 0.9 + 0.95 * heads), 0.9 + down * (0.9 + 0.36 * layers)),
+        squeeze=False, layout="constrained",
+    )  # fmt: skip
+    for axis in axes.flat[len(shown) :]:
+        axis.set_axis_off()
+    for axis, r in zip(axes.flat, shown, strict=False):
+        held = {name: np.array(r["retained"][name]) for name in ("mean", "smallest", "largest")}
+        image = axis.imshow(held["mean"], cmap="viridis", aspect="auto", vmin=0, vmax=max(held["mean"].max(), 1))
+        if layers * heads <= 96:  # figures are readable
+            for (layer, head), mean in np.ndenumerate(held["mean"]):
+                axis.text(
+                    head, layer, f"{mean:.0f}\n{held['smallest'][layer, head]}..{held['largest'][layer, head]}",
+                    ha="center", va="center", fontsize=6, linespacing=0.95,
+                    color="black" if mean > 0.6 * held["mean"].max() else "white",
+                )  # fmt: skip
+        axis.set_title(f"{r['policy'].replace('@', chr(10) + '@')}, {report.moment(report.group(r))}", fontsize=7.5)
+        axis.set_xticks(range(heads), [str(head + 1) for head in range(heads)], fontsize=7)
+        axis.set_yticks(range(layers), [str(layer + 1) for layer in range(layers)], fontsize=7)
+        axis.tick_params(length=0)
+        axis.set_xlabel("KV head", fontsize=7.5)
+        for spine in axis.spines.values():
+            spine.set_visible(False)
+        figure.colorbar(image, ax=axis, shrink=0.8, aspect=20).ax.tick_params(labelsize=6)
+    for axis in axes[:, 0]:
+        axis.set_ylabel("layer", fontsize=7.5)
+    figure.suptitle("Tokens retained by each head: mean, smallest..largest over samples", fontsize=11)
+    with commands.replacing(path) as temporary:
+        figure.savefig(temporary, dpi=160)
+    plt.close(figure)
 
 
 def add_flags(flags: argparse.ArgumentParser) -> None:
@@ -234,7 +367,7 @@ def command(flags: argparse.Namespace) -> None:
     }  # fmt: skip
     for setting in settings:
         most = max(len(sample.answer_tokens) for sample in samples[setting.question])
-        running.check_answers(
+        evaluator.check_answers(
             model, samples[setting.question], setting, new_tokens=most, block=flags.block, batch=flags.batch
         )
     results = []
@@ -244,27 +377,27 @@ def command(flags: argparse.Namespace) -> None:
             results += measure(model, drawn, chosen, block=flags.block, batch=flags.batch, progress=progress)
         progress.set_description("done")
     compared = compare(results)
-    print(report.fidelity_table(results))
+    print(table(results))
     if compared:
         print()
-        print("\n".join(claims.sentence(claim) for claim in compared))
+        print("\n".join(verdicts.sentence(claim) for claim in compared))
     if flags.json is not None:
         figures = {
             "evaluation": "fidelity",
             "title": "Attention outputs: how close to the full cache's",
-            "settings": running.settings(flags),
+            "settings": evaluator.settings(flags),
             "samples": flags.samples * len(lengths),
             "claims_measure": "the layers' mean relative error or cosine (positive: closer to the full cache)",
             "claims": compared,
             "results": results,
         }
-        provenance.write(flags, figures, running.made_of(model, tokenizer))
+        provenance.write(flags, figures, evaluator.made_of(model, tokenizer))
         print(f"figures: {flags.json}")
     if flags.plot is not None:
-        report.layer_lines(results, flags.plot, recency=needle.RECENCY)
+        layer_lines(results, flags.plot, recency=needle.RECENCY)
         print(f"picture: {flags.plot}")
     if flags.heads is not None:
-        report.head_map(results, flags.heads)
+        head_map(results, flags.heads)
         print(f"picture: {flags.heads}")
 
 

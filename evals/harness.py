@@ -24,11 +24,11 @@ import numpy as np
 
 import kvjax
 import models
-from evals import documents, likelihood, report, running, selections
-from evals.likelihood import Predicted
+from evals import documents, evaluator, loglikelihood, report, selections
+from evals.loglikelihood import Predicted
 from kvjax.sources import SOURCES
 from models import commands, provenance
-from models.decoding import When
+from models.plan import When
 
 EXAMPLES = """examples:
   python -m evals lm_eval --tasks hellaswag,piqa --model_args pretrained=path/to/Llama-3.2-1B
@@ -164,14 +164,14 @@ def model_class() -> type:
 
         def _predict(self, sequences: Any, counts: Any = None, on_row: Any = None) -> list[Predicted]:
             if self.selection is not None:
-                return likelihood.simulate(
+                return loglikelihood.simulate(
                     self.model, sequences, self.selection, round(1 - self.settings["budget"], 6),
                     butler=self.butler, sinks=self.settings["sinks"], block=self.settings["block"], batch=self.batch,
                     on_row=on_row,
                 )  # fmt: skip
             # Text without a prompt is evicted from as it comes: there is no end that could be waited for.
             settings = self.settings if counts is not None else {**self.settings, "when": "block"}
-            return likelihood.predict(self.model, sequences, counts, **settings, batch=self.batch, on_row=on_row)
+            return loglikelihood.predict(self.model, sequences, counts, **settings, batch=self.batch, on_row=on_row)
 
         def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
             bar = tqdm(total=len(requests), disable=disable_tqdm, desc="answers", file=sys.stderr)
@@ -356,7 +356,7 @@ def _command(flags: argparse.Namespace, stack: contextlib.ExitStack) -> None:
     fingerprints: dict[str, dict[str, str]] = {}
     for text, arguments in zip(flags.model_args, given, strict=True):
         model = kind(**{"batch_size": flags.batch, **arguments})
-        fingerprints[text] = running.made_of(model.model, model.text, model.butler)
+        fingerprints[text] = evaluator.made_of(model.model, model.text, model.butler)
         if flags.out is not None:
             _check_answers(flags.out, text, fingerprints[text])
         try:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import models
-from evals import documents, metrics, running
+from evals import documents, evaluator, metrics
 from evals.documents import Task
 
 REPOSITORY = "THUDM/LongBench"
@@ -148,7 +148,7 @@ def check(flags: argparse.Namespace) -> None:
     documents.check(flags, TASKS, _file, read_tasks)
 
 
-def make_groups(flags: argparse.Namespace, config: models.Config, tokenizer: models.Tokenizer) -> list[running.Group]:
+def make_groups(flags: argparse.Namespace, config: models.Config, tokenizer: models.Tokenizer) -> list[evaluator.Group]:
     """A group a task."""
     return documents.make_groups(flags, config, tokenizer, read_tasks(flags.prompts), _file, _from_hub)
 
@@ -162,7 +162,7 @@ def notes(flags: argparse.Namespace) -> list[str]:
 
 def command(flags: argparse.Namespace) -> None:
     """Runs the evaluation."""
-    running.command(flags, make_groups, title="LongBench", notes=notes, check=check)
+    evaluator.command(flags, make_groups, title="LongBench", notes=notes, check=check)
 
 
 def _file(task: str) -> str:

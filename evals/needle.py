@@ -14,14 +14,15 @@ import functools
 import itertools
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
 import models
-from evals import report, running, statistics, tasks
-from evals.running import PLACEMENTS, RECENCY, Question, Setting, check_sizes, make_settings
+from evals import evaluator, report, statistics, tasks
+from evals.evaluator import PLACEMENTS, RECENCY, Question, Setting, check_sizes, make_settings
 from models import commands, provenance
 
 EXAMPLES = """examples:
@@ -85,7 +86,7 @@ def measure(
     answer_length = max(len(sample.answer_tokens) for sample in everything)
     correct: list[list[bool]] = [[] for _ in cells]
     found = []
-    for part in running.answers(model, everything, setting, new_tokens=answer_length, block=block, batch=batch):
+    for part in evaluator.answers(model, everything, setting, new_tokens=answer_length, block=block, batch=batch):
         found.append(part)
         for place, row in enumerate(part.rows):
             index, sample = rows[row]
@@ -140,10 +141,92 @@ def compare(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
+def table(results: Sequence[dict[str, Any]], *, recency: str) -> str:
+    """Gives each policy, budget, moment and question a row; a minus marks what stays under plain recency."""
+    line = {(r["budget"], r["when"], r["question"]): r["recall"] for r in results if r["policy"] == recency}
+    rows = []
+    for r in results:
+        floor = line.get((r["budget"], r["when"], r["question"]))
+        under = floor is not None and r["recall"] < floor
+        rows.append(
+            (
+                r["policy"],
+                "all" if r["budget"] is None else str(r["budget"]),
+                "never" if r["budget"] is None else r["when"],
+                r["question"],
+                f"{r['recall']:.3f}{'-' if under else ' '}",
+                f"{r['low']:.3f}..{r['high']:.3f}",
+                f"{r['cache_bytes'] / 2**20:.2f}",
+                report.rate(r["prefill_tokens_per_second"]),
+                report.rate(r["decode_tokens_per_second"]),
+            )
+        )
+    head = ("policy", "budget", "evicts", "question", "recall", "95%", "cache MiB", "prefill tok/s", "decode tok/s")
+    note = f"\n'-': under plain recency, {recency}" if any("-" in row[4] for row in rows) else ""
+    return report.columns(head, rows, left=4) + note
+
+
+def heat_map(results: Sequence[dict[str, Any]], path: Path, *, recency: str) -> None:
+    """Draws recall over depth and length: a panel for each policy, a row of panels for each moment and budget.
+
+    Above each panel stands its mean, in red where it is under plain recency.
+    """
+    plt = report.pyplot()
+    full = [r for r in results if r["budget"] is None]
+    evicting = [r for r in results if r["budget"] is not None]
+    policies = list(dict.fromkeys(r["policy"] for r in evicting))
+    groups = list(dict.fromkeys(map(report.group, evicting))) or [("after", "never", None)]
+    columns = (["full"] if full else []) + policies
+    figure, axes = plt.subplots(
+        len(groups), len(columns), figsize=(1.1 + 1.55 * len(columns), 1.25 + 1.9 * len(groups)), squeeze=False,
+        layout="constrained",
+    )  # fmt: skip
+    image: Any = None
+    for row, (question, when, budget) in enumerate(groups):
+        for column, policy in enumerate(columns):
+            axis = axes[row][column]
+            found = [
+                r
+                for r in results
+                if r["policy"] == policy
+                and (report.group(r) == (question, when, budget) or (policy == "full" and r["question"] == question))
+            ]
+            if not found:
+                axis.set_axis_off()
+                continue
+            image = _panel(axis, found[0])
+            if row == 0:
+                axis.set_title("recency" if policy == recency else policy.replace("+", "\n+"), fontsize=8.5, pad=16)
+            line = [
+                r["recall"] for r in evicting if r["policy"] == recency and report.group(r) == (question, when, budget)
+            ]
+            under = bool(line) and found[0]["recall"] < line[0]
+            axis.text(
+                0.5, 1.03, f"{found[0]['recall']:.2f}", transform=axis.transAxes, ha="center", fontsize=9.5,
+                fontweight="bold", color="#b3261e" if under else "black",
+            )  # fmt: skip
+            if row == len(groups) - 1:
+                axis.set_xlabel("prompt tokens", fontsize=7)
+            if column == 0:
+                moment = {"block": "after every block", "prompt": "once, after the prompt", "never": ""}[when]
+                axis.set_ylabel(f"budget {budget}, evicts\n{moment}\n\ndepth of the fact", fontsize=7.5)
+            else:
+                axis.set_yticklabels([])
+    bar = figure.colorbar(image, ax=axes, shrink=0.6, pad=0.01, aspect=30)
+    bar.set_label("exact recall", fontsize=8)
+    bar.ax.tick_params(labelsize=7)
+    asked = " and ".join(dict.fromkeys(question for question, *_ in groups))
+    note = "; red: under plain recency" if any(r["policy"] == recency for r in evicting) else ""
+    figure.suptitle(f"Exact recall of a fact, question {asked} the text{note}", fontsize=12)
+    with commands.replacing(path) as temporary:
+        figure.savefig(temporary, dpi=160)
+    plt.close(figure)
+
+
 def add_flags(flags: argparse.ArgumentParser) -> None:
     """The command's flags."""
-    running.add_model_flags(flags)
-    running.add_setting_flags(flags, questions=PLACEMENTS)
+    evaluator.add_model_flags(flags)
+    evaluator.add_setting_flags(flags, questions=PLACEMENTS)
     flags.add_argument("--lengths", default="512,1024", help="tokens of a prompt; several by comma")
     flags.add_argument("--depths", type=int, default=5, help="how many depths from 0 to 1")
     flags.add_argument("--samples", type=int, default=8, help="samples for each length and depth")
@@ -157,7 +240,7 @@ def command(flags: argparse.Namespace) -> None:
     if flags.plot is not None:
         report.check_plot(flags.plot)
     commands.check_outputs([flags.json, flags.plot])
-    model, tokenizer = running.load(flags)
+    model, tokenizer = evaluator.load(flags)
 
     cells = {
         question: make_cells(
@@ -174,7 +257,7 @@ def command(flags: argparse.Namespace) -> None:
     for setting in settings:
         samples = [sample for cell in cells[setting.question] for sample in cell.samples]
         most = max(len(sample.answer_tokens) for sample in samples)
-        running.check_answers(model, samples, setting, new_tokens=most, block=flags.block, batch=flags.batch)
+        evaluator.check_answers(model, samples, setting, new_tokens=most, block=flags.block, batch=flags.batch)
     each = len(lengths) * flags.depths * flags.samples
     results = []
     with tqdm(total=each * len(settings), unit="sample", file=sys.stderr, dynamic_ncols=True) as progress:
@@ -187,21 +270,21 @@ def command(flags: argparse.Namespace) -> None:
             )
         progress.set_description("done")
     comparisons = compare(results)
-    print(report.table(results, recency=RECENCY))
+    print(table(results, recency=RECENCY))
     if comparisons:
         print()
         print(report.comparison_table(comparisons))
     if flags.json is not None:
         figures = {
             "evaluation": "needle",
-            "settings": running.settings(flags),
+            "settings": evaluator.settings(flags),
             "results": results,
             "comparisons": comparisons,
         }
-        provenance.write(flags, figures, running.made_of(model, tokenizer))
+        provenance.write(flags, figures, evaluator.made_of(model, tokenizer))
         print(f"figures: {flags.json}")
     if flags.plot is not None:
-        report.heat_map(results, flags.plot, recency=RECENCY)
+        heat_map(results, flags.plot, recency=RECENCY)
         print(f"picture: {flags.plot}")
 
 
@@ -219,8 +302,8 @@ def check(flags: argparse.Namespace) -> None:
         )
 
 
-def make_groups(flags: argparse.Namespace, config: models.Config, tokenizer: models.Tokenizer) -> list[running.Group]:
-    """The samples as groups for :func:`evals.running.run`: a length's depths together."""
+def make_groups(flags: argparse.Namespace, config: models.Config, tokenizer: models.Tokenizer) -> list[evaluator.Group]:
+    """The samples as groups for :func:`evals.evaluator.run`: a length's depths together."""
     groups = []
     questions: Any = commands.split_list(flags.question)
     for question, length in itertools.product(questions, check_sizes(flags)):
@@ -230,7 +313,7 @@ def make_groups(flags: argparse.Namespace, config: models.Config, tokenizer: mod
         )  # fmt: skip
         samples = [sample for cell in cells for sample in cell.samples]
         groups.append(
-            running.Group(
+            evaluator.Group(
                 "needle",
                 length,
                 len(samples),
@@ -247,3 +330,18 @@ def make_groups(flags: argparse.Namespace, config: models.Config, tokenizer: mod
 def _rate(parts: Sequence[tuple[float, float]]) -> float | None:
     tokens, seconds = (sum(part[index] for part in parts) for index in (0, 1))
     return tokens / seconds if seconds else None
+
+
+def _panel(axis: Any, result: dict[str, Any]) -> Any:
+    lengths = sorted({cell["length"] for cell in result["cells"]})
+    depths = sorted({cell["depth"] for cell in result["cells"]})
+    grid = np.full((len(depths), len(lengths)), np.nan)
+    for cell in result["cells"]:
+        grid[depths.index(cell["depth"]), lengths.index(cell["length"])] = cell["recall"]
+    image = axis.imshow(grid, vmin=0, vmax=1, cmap="viridis", aspect="auto")
+    axis.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], fontsize=6.5)
+    axis.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths], fontsize=6.5)
+    axis.tick_params(length=2)
+    for spine in axis.spines.values():
+        spine.set_visible(False)
+    return image

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from evals import report, results, running, sweep
+from evals import evaluator, report, results, sweep
 from models import commands
 
 TEMPLATE = Path(__file__).with_name("page.html")
@@ -35,13 +35,13 @@ def figures(folder: Path) -> dict[str, Any]:
     if header["evaluation"] == "sweep":
         content = {name: value for name, value in header["settings"].items() if not name.endswith(" holds")}
         parts = {(part.flags.model, part.flags.name): part for part in sweep.plan(content)}
-    rows = running.summarise(records)
+    rows = evaluator.summarise(records)
     for row in rows:
         part = parts.get((row["model"], row["evaluation"]))
         row["command"] = row_command(header["command"], row) if part is None else sweep.row_command(part, row)
         row["low"], row["high"] = max(row["low"], 0.0), min(row["high"], 1.0)
         row["base"] = report.without_caote(row["policy"]).partition("@")[0]
-        row["kind"] = {"full": "full", running.RECENCY: "recency"}.get(row["policy"], "policy")
+        row["kind"] = {"full": "full", evaluator.RECENCY: "recency"}.get(row["policy"], "policy")
     short: dict[str, str] = {}
     for evaluation in {row["evaluation"] for row in rows}:
         short |= getattr(sweep.EVALUATIONS.get(evaluation), "SHORT", {})

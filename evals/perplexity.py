@@ -28,8 +28,8 @@ from tqdm import tqdm
 
 import kvjax
 import models
-from evals import likelihood, prose, report, running, selections, statistics
-from evals.selections import Heads, Selection
+from evals import evaluator, loglikelihood, prose, report, selections, statistics
+from evals.selections import Heads, Method
 from models import commands, provenance
 
 SELECT = "oracle,butler,quest,h2o,snapkv,streaming"
@@ -107,7 +107,7 @@ def make_chunks(
 def losses(
     model: models.Decoder,
     chunks: Int[np.ndarray, "n T"],
-    selection: Selection,
+    selection: Method,
     sparsity: float,
     *,
     butler: models.Butler | None = None,
@@ -124,7 +124,7 @@ def losses(
         batch: chunks at a time.
         counted: of each chunk the last so many tokens only.
     """
-    found = likelihood.simulate(
+    found = loglikelihood.simulate(
         model, chunks.tolist(), selection, sparsity, butler=butler, sinks=sinks, heads=heads, block=1, batch=batch,
         on_row=_counting(progress),
     )  # fmt: skip
@@ -148,21 +148,21 @@ def policy_losses(
         policy, budget, block: see :func:`models.prefill`.
         batch, counted: see :func:`losses`.
     """
-    found = likelihood.predict(
+    found = loglikelihood.predict(
         model, chunks.tolist(), policy=policy, budget=budget, block=block, batch=batch, on_row=_counting(progress)
     )
     return _losses(found, counted)
 
 
-def _counting(progress: tqdm | None) -> Callable[[int, likelihood.Predicted], None]:
-    def count(row: int, found: likelihood.Predicted) -> None:
+def _counting(progress: tqdm | None) -> Callable[[int, loglikelihood.Predicted], None]:
+    def count(row: int, found: loglikelihood.Predicted) -> None:
         if progress is not None:
             progress.update()
 
     return count
 
 
-def _losses(found: Sequence[likelihood.Predicted], counted: int | None) -> Float[np.ndarray, "n"]:
+def _losses(found: Sequence[loglikelihood.Predicted], counted: int | None) -> Float[np.ndarray, "n"]:
     own = slice(None if counted is None else -counted, None)
     return np.array([-np.mean(row.log_probability[own], dtype=np.float64) for row in found])
 
@@ -170,7 +170,7 @@ def _losses(found: Sequence[likelihood.Predicted], counted: int | None) -> Float
 def measure(
     model: models.Decoder,
     chunks: Int[np.ndarray, "n T"],
-    chosen: Sequence[Selection],
+    chosen: Sequence[Method],
     sparsities: Sequence[float],
     *,
     butler: models.Butler | None = None,
@@ -242,7 +242,7 @@ def measure_policies(
 
 
 def steps(
-    chosen: Sequence[Selection], sparsities: Sequence[float], chunks: int, policies: int = 0, budgets: int = 0
+    chosen: Sequence[Method], sparsities: Sequence[float], chunks: int, policies: int = 0, budgets: int = 0
 ) -> int:
     """How many chunks :func:`measure` and :func:`measure_policies` run."""
     named = [selection for selection in chosen if selection.name != "full"]
@@ -282,6 +282,100 @@ def _larger(row: dict[str, Any], line: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def table(results: Sequence[dict[str, Any]]) -> str:
+    """Gives each selection and sparsity a row, against the model that reads everything."""
+    rows = [
+        (
+            r["select"],
+            "none" if r["select"] == "full" else f"{r['sparsity']:g}",
+            f"{r['perplexity']:.3f}",
+            report.interval((r["low"], r["high"]), ".3f"),
+            "" if r["select"] == "full" else f"{r['increase']:+.2%}",
+            "" if r["select"] == "full" else report.interval((r["increase_low"], r["increase_high"]), "+.2%"),
+        )
+        for r in results
+    ]
+    return report.columns(("select", "sparsity", "perplexity", "95%", "against full", "95%"), rows, left=1)
+
+
+def ratio_table(comparisons: Sequence[dict[str, Any]]) -> str:
+    """Answers, a row each: how much larger is the perplexity than the predictor's?"""
+    rows = [
+        (
+            c["select"],
+            c["against"],
+            f"{c['sparsity']:g}",
+            f"{c['increase']:+.2%}",
+            report.interval((c["low"], c["high"]), "+.2%"),
+            c["larger"],
+        )
+        for c in comparisons
+    ]
+    return report.columns(("select", "against", "sparsity", "perplexity", "95%", "larger"), rows, left=2)
+
+
+def policy_table(results: Sequence[dict[str, Any]]) -> str:
+    """Gives each policy and budget a row; the difference to the dense model as CAOTE's tables 4 and 8 have it."""
+    rows = [
+        (
+            r["policy"],
+            str(r["budget"]),
+            f"{r['perplexity']:.3f}",
+            report.interval((r["low"], r["high"]), ".3f"),
+            f"{r['difference']:+.3f}",
+            f"{r['increase']:+.2%}",
+            report.interval((r["increase_low"], r["increase_high"]), "+.2%"),
+        )
+        for r in results
+    ]
+    return report.columns(("policy", "budget", "perplexity", "95%", "difference", "against full", "95%"), rows, left=1)
+
+
+def policy_ratio_table(comparisons: Sequence[dict[str, Any]]) -> str:
+    """Answers, a row each: how much larger is the perplexity with CAOTE than without?"""
+    rows = [
+        (
+            c["policy"],
+            c["against"],
+            str(c["budget"]),
+            f"{c['increase']:+.2%}",
+            report.interval((c["low"], c["high"]), "+.2%"),
+            c["larger"],
+        )
+        for c in comparisons
+    ]
+    return report.columns(("policy", "against", "budget", "perplexity", "95%", "larger"), rows, left=2)
+
+
+def perplexity_lines(
+    results: Sequence[dict[str, Any]], policies: Sequence[dict[str, Any]], path: Path, *, title: str
+) -> None:
+    """Draws perplexity over sparsity, a line a selection, and over budgets, a line a policy: a panel each that has any.
+
+    The dense model is a grey line. An axis of perplexity is logarithmic where its largest is more than three times its
+    smallest.
+    """
+    dense = next(r for r in results if r["select"] == "full")
+    selected = [r for r in results if r["select"] != "full"]
+    reads, keeps = "sparsity: share of the tokens that a row does not read", "budget: slots per head"
+    if any(isinstance(r["budget"], float) for r in policies):
+        keeps = "budget: slots per head (from 1), or a share of the chunk"
+    panels = [(selected, "select", "sparsity", reads)] * bool(selected)
+    panels += [(list(policies), "policy", "budget", keeps)] * bool(policies)
+    plt = report.pyplot()
+    figure, axes = plt.subplots(
+        1, max(len(panels), 1), figsize=(6.4 * max(len(panels), 1), 4.2), layout="constrained", squeeze=False
+    )
+    for axis, (rows, name, along, label) in zip(axes[0], panels, strict=False):
+        _panel(axis, dense, rows, name, along)
+        axis.set_xlabel(label)
+    axes[0, 0].set_ylabel("perplexity")
+    figure.suptitle(title, fontsize=10.5)
+    with commands.replacing(path) as temporary:
+        figure.savefig(temporary, dpi=160)
+    plt.close(figure)
+
+
 def add_flags(flags: argparse.ArgumentParser) -> None:
     """The command's flags."""
     selections.add_flags(flags, select=None, sparsity="0,0.1,...,0.7", batch=4)
@@ -307,13 +401,13 @@ def command(flags: argparse.Namespace) -> None:
     sparsities = selections.parse_sparsities(flags.sparsity)
     policies = [] if flags.policies is None else parse_policies(flags.policies)
     budgets = [commands.parse_budget(budget) for budget in commands.split_list(flags.budgets)]
-    running.check_block_and_batch(flags)
-    running.check_budgets(policies, budgets)
+    evaluator.check_block_and_batch(flags)
+    evaluator.check_budgets(policies, budgets)
     selections.check_flags(flags)
     text = read_text(flags.text)
     model, tokenizer, butler = selections.load(flags, chosen)
     chunks = chunks_for(model, tokenizer, text, flags)
-    made_of = running.made_of(model, tokenizer, butler)
+    made_of = evaluator.made_of(model, tokenizer, butler)
     run(flags, "perplexity", "Perplexity", made_of, model, chunks, chosen, sparsities, butler, policies, budgets)
 
 
@@ -354,7 +448,7 @@ def run(
     made_of: Mapping[str, str],
     model: models.Decoder,
     chunks: Int[np.ndarray, "n T"],
-    chosen: Sequence[Selection],
+    chosen: Sequence[Method],
     sparsities: Sequence[float],
     butler: models.Butler | None,
     policies: Sequence[str] = (),
@@ -378,16 +472,16 @@ def run(
         progress.set_description("done")
     comparisons, gains = compare(results), compare_policies(evicted)
     tables = [
-        report.perplexity_table(results),
-        report.ratio_table(comparisons) if comparisons else "",
-        report.policy_perplexity_table(evicted) if evicted else "",
-        report.policy_ratio_table(gains) if gains else "",
+        table(results),
+        ratio_table(comparisons) if comparisons else "",
+        policy_table(evicted) if evicted else "",
+        policy_ratio_table(gains) if gains else "",
     ]
-    print("\n\n".join(table for table in tables if table))
+    print("\n\n".join(text for text in tables if text))
     if flags.json is not None:
         figures = {
             "evaluation": name,
-            "settings": running.settings(flags),
+            "settings": evaluator.settings(flags),
             "chunks": len(chunks),
             "results": results,
             "comparisons": comparisons,
@@ -397,11 +491,11 @@ def run(
         print(f"figures: {flags.json}")
     if flags.plot is not None:
         title = f"{title} ({len(chunks)} chunks of {chunks.shape[1]} tokens)"
-        report.perplexity_lines(results, evicted, flags.plot, title=title)
+        perplexity_lines(results, evicted, flags.plot, title=title)
         print(f"picture: {flags.plot}")
 
 
-def _row(selection: Selection, sparsity: float, found: np.ndarray, dense: np.ndarray) -> dict[str, Any]:
+def _row(selection: Method, sparsity: float, found: np.ndarray, dense: np.ndarray) -> dict[str, Any]:
     return {"select": str(selection), "sparsity": sparsity, **_against(found, dense)}
 
 
@@ -430,3 +524,26 @@ def _ratio(
     if len(logarithms) < 2:
         return math.exp(mean), None, None
     return math.exp(mean), math.exp(low), math.exp(high)
+
+
+def _panel(axis: Any, dense: dict[str, Any], rows: list[dict[str, Any]], name: str, along: str) -> None:
+    axis.axhline(dense["perplexity"], color="#999999", linewidth=1, linestyle="--", label="full")
+    for index, chosen in enumerate(dict.fromkeys(r[name] for r in rows)):
+        line = sorted((r for r in rows if r[name] == chosen), key=lambda r: r[along])
+        colour = report.colour(index)
+        style = dict(marker="osv^DPX"[index % 7], linestyle="-" if index < len(report.COLOURS) else ":")
+        x, y = [r[along] for r in line], [r["perplexity"] for r in line]
+        axis.plot(x, y, color=colour, linewidth=1.5, markersize=4.5, label=chosen, **style)
+        if all(r["increase_low"] is not None for r in line):  # of the difference to the dense model, by paired chunks
+            low, high = ([dense["perplexity"] * (1 + r[f"increase_{end}"]) for r in line] for end in ("low", "high"))
+            axis.fill_between(x, low, high, color=colour, alpha=0.12, linewidth=0)
+    values = [dense["perplexity"], *(r["perplexity"] for r in rows)]
+    if max(values) > 3 * min(values):
+        axis.set_yscale("log")
+        axis.yaxis.set_major_formatter(report.pyplot().FuncFormatter(lambda value, _: f"{value:g}"))
+        axis.yaxis.set_minor_formatter(report.pyplot().NullFormatter())
+    places = sorted({r[along] for r in rows})
+    if len(places) <= 12:
+        axis.set_xticks(places, [f"{place:g}" for place in places])
+    report.plain(axis)
+    axis.legend(fontsize=8, frameon=False)

@@ -91,7 +91,7 @@ class Results:
 
         Args:
             labels: what those records say of themselves, such as the model's name.
-            made_of: fingerprints, as :func:`evals.running.made_of` gives them.
+            made_of: fingerprints, as :func:`evals.evaluator.made_of` gives them.
 
         Raises:
             ValueError: the folder's records were made of something else, or do not say of what.

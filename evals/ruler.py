@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import models
-from evals import prose, running, tasks
-from evals.running import Group, TextSample
+from evals import evaluator, prose, tasks
+from evals.evaluator import Group, TextSample
 from models import commands
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
@@ -307,8 +307,8 @@ def read_wording(path: Path) -> dict[str, Wording]:
 
 def add_flags(flags: argparse.ArgumentParser) -> None:
     """The command's flags."""
-    running.add_model_flags(flags)
-    running.add_setting_flags(flags)
+    evaluator.add_model_flags(flags)
+    evaluator.add_setting_flags(flags)
     flags.add_argument("--tasks", default="all", help=f"{', '.join(TASKS)}; several by comma")
     flags.add_argument("--lengths", default="1024", help="tokens of a prompt and its answer; several by comma")
     flags.add_argument("--samples", type=int, default=8, help="samples of each task")
@@ -322,7 +322,7 @@ def check(flags: argparse.Namespace) -> None:
     """Refuses flags that could not work."""
     if flags.samples < 1:
         raise ValueError(f"--samples is {flags.samples}; give at least 1.")
-    running.check_sizes(flags)
+    evaluator.check_sizes(flags)
     read = read_sources(flags)
     missing = [task for task in _tasks(flags) if task in QA and task not in read.documents]
     if missing:
@@ -351,7 +351,7 @@ def make_groups(flags: argparse.Namespace, config: models.Config, tokenizer: mod
             functools.partial(_score, any_of if task in QA else recall),
             probe=functools.partial(_probe, task, tokenizer, length, sources, flags.samples, flags.seed),
         )
-        for length in running.check_sizes(flags)
+        for length in evaluator.check_sizes(flags)
         for task in _tasks(flags)
     ]
 
@@ -371,12 +371,12 @@ def notes(flags: argparse.Namespace) -> list[str]:
 
 def command(flags: argparse.Namespace) -> None:
     """Runs the evaluation."""
-    running.command(flags, make_groups, title="RULER: answers found", notes=notes, check=check, short=SHORT)
+    evaluator.command(flags, make_groups, title="RULER: answers found", notes=notes, check=check, short=SHORT)
 
 
 def _tasks(flags: argparse.Namespace) -> list[str]:
     with_files = {read_documents(path)[0] for path in flags.qa or []}
-    return running.choose("--tasks", flags.tasks, TASKS, [t for t in TASKS if t not in QA or t in with_files])
+    return evaluator.choose("--tasks", flags.tasks, TASKS, [t for t in TASKS if t not in QA or t in with_files])
 
 
 def _draw(task: str, tokenizer: Any, length: int, sources: Sources, count: int, seed: int) -> list[TextSample]:
@@ -391,7 +391,7 @@ def _probe(task: str, tokenizer: Any, length: int, sources: Sources, count: int,
     return _draw(task, tokenizer, length, sources, 1, seed)
 
 
-def _score(metric: Callable[[str, Sequence[str]], float], answer: running.Answer, sample: TextSample) -> float:
+def _score(metric: Callable[[str, Sequence[str]], float], answer: evaluator.Answer, sample: TextSample) -> float:
     return metric(answer.text, sample.references)
 
 

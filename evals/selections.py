@@ -90,7 +90,7 @@ def rolling_snapkv(*, window: int = 32, kernel: int = 7, pooling: Literal["avg",
         return pooled(jnp.moveaxis(jnp.sum(state, axis=-1), 3, 2) / queries, o, kernel, pooling), state
 
     name = written(rolling_snapkv, window=window, kernel=kernel, pooling=pooling)
-    return kvjax.Policy(name, init, update, frozenset({"last"}), base=True, nonnegative=True)
+    return kvjax.Policy(name, init, update, kvjax.Needs(frozenset({"last"})), base=True, nonnegative=True)
 
 
 class Hits(NamedTuple):
@@ -104,8 +104,11 @@ class Hits(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Selection:
-    """What is read. ``name`` is the resolved one; neither source nor policy: "full" or "oracle_eviction"."""
+class Method:
+    """One way to say what is read, to be simulated: a source that selects, or a policy that evicts.
+
+    ``name`` is the resolved one; neither source nor policy: "full" or "oracle_eviction".
+    """
 
     name: str
     source: sources.Source | None = None
@@ -118,12 +121,12 @@ class Selection:
     def needs_butler(self) -> bool:
         """Whether a predictor has to be there."""
         if self.policy is not None:
-            return self.policy.predicted
+            return self.policy.needs.prediction
         return self.source is not None and "predicted" in self.source.reads
 
 
 @functools.cache
-def parse_selection(name: str, *, page_size: int = 16) -> Selection:
+def parse_selection(name: str, *, page_size: int = 16) -> Method:
     """The selection that a short name stands for.
 
     Args:
@@ -140,7 +143,7 @@ def parse_selection(name: str, *, page_size: int = 16) -> Selection:
     """
     name = name.strip()
     if name in ("full", ORACLE_EVICTION):
-        return Selection(name)
+        return Method(name)
     if name == "quest":
         name = f"quest(page_size={page_size})"
     if name == "snapkv":
@@ -149,10 +152,10 @@ def parse_selection(name: str, *, page_size: int = 16) -> Selection:
     if first in sources.SOURCES and not {"+", "@"} & set(name):
         try:
             source = sources.parse_source(name)
-            return Selection(source.name, source=source)
+            return Method(source.name, source=source)
         except ValueError:
             with contextlib.suppress(ValueError):  # a policy of the same name, such as streaming(sinks=8)
-                return Selection(name, policy=kvjax.parse(name))
+                return Method(name, policy=kvjax.parse(name))
             raise
     if first in _MADE:
         try:
@@ -171,13 +174,13 @@ def parse_selection(name: str, *, page_size: int = 16) -> Selection:
             f"{policy.name!r} lets layers compete, but here each layer is run by itself, token by token; take another "
             "allocation, or none."
         )
-    return Selection(policy.name, policy=policy)
+    return Method(policy.name, policy=policy)
 
 
 def simulate(
     model: models.Decoder,
     tokens: Int[Array | np.ndarray, "B T"],
-    selection: str | Selection,
+    selection: str | Method,
     sparsity: float,
     *,
     butler: models.Butler | None = None,
@@ -237,7 +240,7 @@ def simulate(
 def hits(
     model: models.Decoder,
     tokens: Int[Array | np.ndarray, "B T"],
-    selection: str | Selection,
+    selection: str | Method,
     sparsity: float,
     *,
     butler: models.Butler | None = None,
@@ -355,7 +358,7 @@ def with_sinks(policy: kvjax.Policy, sinks: int) -> kvjax.Policy:
     return kvjax.chain(*(policy.links or (policy,)), kvjax.protect(sinks=sinks)) @ policy.allocation
 
 
-def parse_selections(text: str, *, page_size: int = 16) -> list[Selection]:
+def parse_selections(text: str, *, page_size: int = 16) -> list[Method]:
     """The selections of a command line, several by comma, each once.
 
     Raises:
@@ -409,9 +412,7 @@ def check_flags(flags: argparse.Namespace) -> None:
     check_outputs([flags.json, flags.plot])
 
 
-def load(
-    flags: argparse.Namespace, selections: Sequence[Selection]
-) -> tuple[models.Decoder, Any, models.Butler | None]:
+def load(flags: argparse.Namespace, selections: Sequence[Method]) -> tuple[models.Decoder, Any, models.Butler | None]:
     """The model of a command line, its tokenizer, and the predictor where a selection reads it.
 
     Without ``--butler``, the predictor is looked for beside the model.
@@ -430,7 +431,7 @@ def load(
     return model, tokenizer, butler
 
 
-def _checked(model, tokens, selection, sparsity, butler, sinks, chunk) -> tuple[Array, Selection]:
+def _checked(model, tokens, selection, sparsity, butler, sinks, chunk) -> tuple[Array, Method]:
     if not 0 <= sparsity < 1:
         raise ValueError(f"the sparsity is {sparsity}; give the share of tokens that a row does not read, in [0, 1).")
     selection = parse_selection(selection) if isinstance(selection, str) else selection
@@ -604,7 +605,7 @@ def _evicting(model, tokens, kept, projection, butler, policy, sinks, chunk):
     """A policy, or the oracle where there is none, token by token in each layer."""
     config, (B, T) = model.config, tokens.shape
     frequency = None
-    if policy is not None and (policy.rotary or policy.positions != "absolute"):
+    if policy is not None and (policy.needs.rotary or policy.positions != "absolute"):
         frequency, _ = rope_frequencies(config.rope, config.head_dim, jnp.full(B, T))
 
     def of_layer(layer):
@@ -633,11 +634,6 @@ def _policy_evicting(layer: _Layer, kept, policy, sinks, frequency, projection) 
         positions=policy.positions,
     )  # fmt: skip
 
-    def update(scores, state, observation):  # the cache holds one layer, but some scores depend on which
-        return policy.update(scores, state, observation._replace(layer=layer.index))
-
-    here = dataclasses.replace(policy, update=update, error=None)  # scored by `update`, in no other way
-
     def step(cache, token):
         query, key, value, predicted, at, budget = token
         out, cache = kvjax.attend(
@@ -646,14 +642,17 @@ def _policy_evicting(layer: _Layer, kept, policy, sinks, frequency, projection) 
             key[:, None],
             value[:, None],
             jnp.full((B, 1), at),
-            policy=here,
+            policy=policy,
             budget=budget + sinks,
             excess=1,
-            sliding_window=layer.sliding_window,
-            frequency=frequency,
-            projection=projection,
-            predicted=None if predicted is None else jax.tree.map(lambda x: x[:, None], predicted),
-            decoding=False,  # there is no prompt before: each step may score anew
+            context=kvjax.Context(
+                layer=layer.index,  # the cache holds one, but some scores depend on which
+                sliding_window=layer.sliding_window,
+                frequency=frequency,
+                projection=projection,
+                predicted=None if predicted is None else jax.tree.map(lambda x: x[:, None], predicted),
+                compressed=False,  # there is no prompt before: each step may score anew
+            ),
         )
         return cache, out[:, 0]
 

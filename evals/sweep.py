@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from tqdm import tqdm
 
-from evals import infinitebench, longbench, needle, report, results, ruler, running
+from evals import evaluator, infinitebench, longbench, needle, report, results, ruler
 from models import commands, provenance
 
 EVALUATIONS = {"needle": needle, "ruler": ruler, "longbench": longbench, "infinitebench": infinitebench}
@@ -56,7 +56,7 @@ class Part(NamedTuple):
     """One model in one evaluation: its flags, as its own command line would have them."""
 
     flags: argparse.Namespace
-    settings: list[running.Setting]
+    settings: list[evaluator.Setting]
 
 
 def plan(content: Mapping[str, Any]) -> list[Part]:
@@ -93,7 +93,7 @@ def row_command(part: Part, row: Mapping[str, Any]) -> str:
         wanted.budgets = str(row["budget"])
     if row["length"] is not None and hasattr(wanted, "lengths"):
         wanted.lengths = str(row["length"])
-    return running.written(wanted)
+    return evaluator.written(wanted)
 
 
 def add_flags(flags: argparse.ArgumentParser) -> None:
@@ -111,7 +111,7 @@ def command(flags: argparse.Namespace) -> None:
     files = {
         f"{part.flags.name} {name}": value
         for part in parts
-        for name, value in running.used(part.flags).items()
+        for name, value in evaluator.used(part.flags).items()
         if name.endswith(" holds")
     }
     written = f"python -m evals sweep {flags.file} --out {flags.out}"
@@ -129,9 +129,9 @@ def command(flags: argparse.Namespace) -> None:
         progress: Any = None
         for own in by_model.values():
             try:
-                model, tokenizer = running.load(own[0].flags)
+                model, tokenizer = evaluator.load(own[0].flags)
                 for part in own:
-                    running.check_groups(
+                    evaluator.check_groups(
                         model, _groups(part, model.config, tokenizer), part.settings,
                         block=part.flags.block, batch=part.flags.batch,
                     )  # fmt: skip
@@ -146,7 +146,7 @@ def command(flags: argparse.Namespace) -> None:
             for part in own:
                 failed += _run(part, model, tokenizer, store, progress)
         progress.set_description("done")
-        rows = running.summarise(store.records)
+        rows = evaluator.summarise(store.records)
         if rows:
             figures = {"evaluation": "sweep", "settings": content, "results": rows}
             made = provenance.facts(flags.begun, content.get("seed", 0), store.fingerprints)
@@ -154,7 +154,7 @@ def command(flags: argparse.Namespace) -> None:
     for name in dict.fromkeys(row["evaluation"] for row in rows):
         found = [row for row in rows if row["evaluation"] == name]
         short = getattr(EVALUATIONS[name], "SHORT", {})
-        print(report.task_table(found, recency=running.RECENCY, short=short), end="\n\n")
+        print(report.task_table(found, recency=evaluator.RECENCY, short=short), end="\n\n")
     print(f"results: {flags.out}; a page of them: python -m evals report {flags.out}")
     if failed:
         raise ValueError(f"{len(failed)} of the sweep's groups failed, the others are done: {'; '.join(failed)}")
@@ -194,9 +194,9 @@ def _part(content: Mapping[str, Any], model: str, name: str, options: Mapping[st
     except argparse.ArgumentTypeError as error:
         raise ValueError(f"[tasks.{name}]: {error}.") from None
     flags.name = name
-    questions = running.PLACEMENTS if name == "needle" else running.KNOWN_OR_NOT
-    running.check_block_and_batch(flags)
-    return Part(flags, running.make_settings(flags, questions))
+    questions = evaluator.PLACEMENTS if name == "needle" else evaluator.KNOWN_OR_NOT
+    evaluator.check_block_and_batch(flags)
+    return Part(flags, evaluator.make_settings(flags, questions))
 
 
 def _flag(parser: argparse.ArgumentParser, option: str, value: Any) -> list[str]:
@@ -220,14 +220,14 @@ def _run(part: Part, model: Any, tokenizer: Any, store: results.Results, progres
     failed = []
     groups = _groups(part, model.config, tokenizer)
     try:
-        store.check_made_of(labels, running.made_of(model, tokenizer, groups=groups))
+        store.check_made_of(labels, evaluator.made_of(model, tokenizer, groups=groups))
     except ValueError as error:
         return [f"{flags.model}, {flags.name}: {error}"]
     counts = [group.size * sum(setting.question in group.questions for setting in settings) for group in groups]
     progress.total = (progress.total or 0) + sum(counts)
     for group in groups:
         try:
-            running.run(
+            evaluator.run(
                 model, tokenizer, [group], settings, store,
                 block=flags.block, batch=flags.batch, labels=labels, progress=progress,
             )  # fmt: skip
@@ -236,13 +236,13 @@ def _run(part: Part, model: Any, tokenizer: Any, store: results.Results, progres
     return failed
 
 
-def _groups(part: Part, config: Any, tokenizer: Any) -> list[running.Group]:
+def _groups(part: Part, config: Any, tokenizer: Any) -> list[evaluator.Group]:
     return EVALUATIONS[part.flags.name].make_groups(part.flags, config, tokenizer)
 
 
 def _cannot_be(parts: Sequence[Part]) -> list[str]:
     """Names what of one model's parts cannot be answered, and why; its weights are not read for it."""
-    config, tokenizer = running.describe(parts[0].flags)
+    config, tokenizer = evaluator.describe(parts[0].flags)
     wrong = []
     for part in parts:
         flags = part.flags
@@ -253,13 +253,13 @@ def _cannot_be(parts: Sequence[Part]) -> list[str]:
             continue
         for group in groups:
             try:
-                running.probe(group)
+                evaluator.probe(group)
             except ValueError as error:
                 wrong.append(_named(flags, group, error))
     return wrong
 
 
-def _named(flags: argparse.Namespace, group: running.Group, error: ValueError) -> str:
+def _named(flags: argparse.Namespace, group: evaluator.Group, error: ValueError) -> str:
     where = "" if group.length is None else f" at {group.length}"
     return f"{flags.model}, {group.task}{where}: {error}"
 

@@ -20,9 +20,10 @@ from tqdm import tqdm
 
 import kvjax
 import models
-from evals import page, running, tasks
+from evals import evaluator, page, tasks
 from models import commands, provenance
-from models.decoding import When
+from models.plan import When
+from models.steps import AnyCache
 
 TEMPLATE = Path(__file__).with_name("view.html")
 NEVER = 0xFFFF
@@ -59,7 +60,7 @@ class Trace:
         self.left[gone] = step
 
 
-def held_tokens(cache: kvjax.KVCache | kvjax.PagedCache, tokens: int) -> Bool[np.ndarray, "L K tokens"]:
+def held_tokens(cache: AnyCache, tokens: int) -> Bool[np.ndarray, "L K tokens"]:
     """Which of a single sequence's tokens each layer and head holds.
 
     Example:
@@ -185,7 +186,7 @@ def command(flags: argparse.Namespace) -> None:
             kvjax.check_budget(kvjax.parse(policy), budget)
     prompt = None if flags.prompt_file is None else _read(flags.prompt_file)
     commands.check_outputs([flags.html])
-    model, tokenizer = running.load(flags)
+    model, tokenizer = evaluator.load(flags)
     wanted = None
     if prompt is None:
         sample = tasks.needle(flags.seed, tokenizer, flags.length, 0.3)
@@ -220,7 +221,7 @@ def command(flags: argparse.Namespace) -> None:
         "pieces": pieces(tokenizer, tokens),
         "question": question,
         "traces": traces,
-        **provenance.facts(flags.begun, flags.seed, running.made_of(model, tokenizer)),
+        **provenance.facts(flags.begun, flags.seed, evaluator.made_of(model, tokenizer)),
     }
     with commands.replacing(flags.html) as temporary:
         temporary.write_text(page.render(TEMPLATE, data["title"], data), encoding="utf-8")

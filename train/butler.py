@@ -12,9 +12,11 @@ The folder --out holds butler.safetensors and butler.json (the last checkpoint's
 from __future__ import annotations
 
 if __name__ == "__main__":  # before all else, since a command says which extra it lacks
-    from train import cli
+    from models import commands
 
-    raise SystemExit(cli.main())
+    with commands.extra("train", "kvjax-train-butler"):
+        from train import butler  # this file, under its own name
+    raise SystemExit(butler.main())
 
 import argparse
 import contextlib
@@ -45,7 +47,7 @@ from tqdm import tqdm
 
 import kvjax
 import models
-from evals import running, selections
+from evals import evaluator, selections
 from kernels_pallas import mse_logits
 from models import commands, provenance
 from models.butler import (
@@ -63,7 +65,7 @@ from models.butler import (
 )
 from models.config import Config
 from models.decoder import Decoder
-from models.decoder import parameter_shapes as model_shapes
+from models.parameters import parameter_shapes as model_shapes
 from train.retriever import prefetch
 from train.text import Corpus, open_corpus
 
@@ -789,13 +791,14 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--processes", type=int, help="how many processes train together")
     flags.add_argument("--process-id", type=int, help="which of them this is, from 0")
     flags.add_argument("--json", action="store_true", help="print the summary as JSON")
+    commands.add_cache_flag(flags)
     return flags
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command; returns its exit code: 2 for bad input, a loss that is not finite, or a full disk."""
     flags = parser().parse_args(arguments)
-    commands.keep_compiled()
+    commands.keep_compiled(vars(flags).pop("compilation_cache"))
     return commands.run(lambda: _run(flags), "train.butler")
 
 
@@ -844,7 +847,7 @@ def _run(flags: argparse.Namespace) -> None:
         settings,
         name=str(flags.model),
         begun=flags.begun,
-        made_of=running.made_of(model, tokenizer),
+        made_of=evaluator.made_of(model, tokenizer),
         mesh=mesh,
         budget=flags.budget,
         resume=flags.resume == "auto",

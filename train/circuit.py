@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from models.config import Config
-from models.decoder import parameter_shapes
+from models.parameters import parameter_shapes
 
 CONSTANT = 0.5  # the constant element of each embedding; a token's code has norm 1
 STRENGTH = 2.0  # of the circuit's queries and keys before their norm, so that training's first steps do not undo it

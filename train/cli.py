@@ -1,4 +1,4 @@
-"""The command kvjax-train-butler, and `python -m train.butler`: behind a look at whether what it needs is installed."""
+"""The script kvjax-train-butler, which is `python -m train.butler` where the package is installed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from models import commands
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command; returns its exit code."""
+    """Runs the command, or says which extra it lacks; returns its exit code."""
     with commands.extra("train", "kvjax-train-butler"):
         from train import butler
     return butler.main(arguments)

@@ -35,8 +35,9 @@ from tqdm import tqdm
 from evals import coref_task, prose, tasks
 from models import commands
 from models.config import Config, Rope
-from models.decoder import Decoder, parameter_shapes
+from models.decoder import Decoder
 from models.load import load
+from models.parameters import parameter_shapes
 from models.save import save
 from train import data
 from train.circuit import init_parameters

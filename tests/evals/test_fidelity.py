@@ -132,7 +132,7 @@ def test_caote_is_compared_with_the_same_policy_without_it():
             result("h2o@layer", 0.4),
             result("h2o+caote@layer", 0.2),
             result("laprox(window=8)@model", 0.2),
-            result("laprox(window=8,through='attention')@model", 0.1),
+            result("laprox(window=8,target='attention')@model", 0.1),
             result("snapkv(window=8,kernel=7)", 0.3),
         ]
     )

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import models
-from evals import fidelity, harness, likelihood, selections
+from evals import fidelity, harness, loglikelihood, selections
 from evals.__main__ import main
 from models import commands, provenance
 
@@ -29,7 +29,7 @@ def dense(model, tokens):
 def test_likelihoods_are_those_of_the_forward_pass_whatever_the_batch(retriever):
     model, tokenizer = retriever
     sequences = [tokenizer.encode(TEXT), tokenizer.encode(TEXT)[:9], tokenizer.encode(TEXT)[:17]]
-    found = likelihood.predict(model, sequences, block=16, batch=2)
+    found = loglikelihood.predict(model, sequences, block=16, batch=2)
     for sequence, one in zip(sequences, found, strict=True):
         logits = dense(model, sequence[:-1])
         assert one.log_probability == pytest.approx(logits[np.arange(len(sequence) - 1), sequence[1:]], abs=2e-4)
@@ -42,7 +42,7 @@ def test_a_continuation_is_read_behind_the_compressed_context(retriever):
         f"{TEXT} Question: what is the code of amber falcon?\nAnswer: the code of amber falcon is 4719"
     )
     settings = {"policy": "streaming(sinks=0)", "budget": 24, "when": "prompt", "block": 16}
-    found = likelihood.predict(model, [sequence], [4], **settings)[0]
+    found = loglikelihood.predict(model, [sequence], [4], **settings)[0]
     context, length = np.array([sequence[:-4]]), len(sequence) - 4
     cache, logits = models.prefill(model, context, **settings, reserve=4)
     behind = fidelity.outputs(
@@ -50,7 +50,7 @@ def test_a_continuation_is_read_behind_the_compressed_context(retriever):
     ).logits
     expected = jax.nn.log_softmax(np.concatenate([logits[:, None], behind], axis=1))[0, np.arange(4), sequence[-4:]]
     assert found.log_probability[-4:] == pytest.approx(np.asarray(expected), abs=1e-3)
-    full = likelihood.predict(model, [sequence], [4], block=16)[0]
+    full = loglikelihood.predict(model, [sequence], [4], block=16)[0]
     assert full.log_probability[-4:].sum() > found.log_probability[-4:].sum() + 1, "the fact was evicted"
 
 
@@ -58,18 +58,18 @@ def test_a_rolling_likelihood_under_a_budget_evicts_as_the_text_comes(retriever)
     model, tokenizer = retriever
     sequence = tokenizer.encode(TEXT)
     settings = {"policy": "streaming(sinks=0)", "budget": 8, "block": 8}
-    one = likelihood.predict(model, [sequence], **settings)[0]
+    one = loglikelihood.predict(model, [sequence], **settings)[0]
     two = models.prefill(model, np.array([sequence[:-1]]), **settings, outputs="all").logits[0]
     expected = np.asarray(jax.nn.log_softmax(two))[np.arange(len(sequence) - 1), sequence[1:]]
     assert one.log_probability == pytest.approx(expected, abs=2e-4)
-    full = likelihood.predict(model, [sequence], block=8)[0]
+    full = loglikelihood.predict(model, [sequence], block=8)[0]
     assert one.log_probability[:7] == pytest.approx(full.log_probability[:7], abs=2e-4)
     assert one.log_probability[-8:].sum() != pytest.approx(full.log_probability[-8:].sum(), abs=1e-2)
 
 
 def test_a_sequence_that_predicts_nothing_is_refused(retriever):
     with pytest.raises(ValueError, match="fewer than 2 tokens"):
-        likelihood.predict(retriever[0], [[1]])
+        loglikelihood.predict(retriever[0], [[1]])
 
 
 @pytest.fixture(scope="module")
@@ -82,13 +82,13 @@ def test_a_selection_reads_its_share_of_the_tokens_in_every_row(retriever):
     model, tokenizer = retriever
     sequences = [tokenizer.encode(TEXT), tokenizer.encode(TEXT)[:9]]
     quest = selections.parse_selection("quest(page_size=4)")
-    found = likelihood.simulate(model, sequences, quest, 0.5, sinks=2, block=16)
+    found = loglikelihood.simulate(model, sequences, quest, 0.5, sinks=2, block=16)
     for sequence, one in zip(sequences, found, strict=True):
         logits = jax.nn.log_softmax(selections.simulate(model, np.array([sequence]), quest, 0.5, sinks=2))[0]
         expected = np.asarray(logits)[np.arange(len(sequence) - 1), sequence[1:]]
         assert one.log_probability == pytest.approx(expected, abs=2e-4)
-    everything = likelihood.simulate(model, sequences, quest, 0.0, block=16)
-    plain = likelihood.predict(model, sequences, block=16)
+    everything = loglikelihood.simulate(model, sequences, quest, 0.0, block=16)
+    plain = loglikelihood.predict(model, sequences, block=16)
     assert everything[0].log_probability == pytest.approx(plain[0].log_probability, abs=2e-4)
 
 
@@ -129,7 +129,7 @@ def test_a_long_text_rolls_in_windows_that_count_each_token_once(kvjax_lm):
     assert len(tokens) > kvjax_lm.max_length
     windows = [[kvjax_lm.prefix_token_id, *tokens][i : i + 97] for i in range(0, len(tokens), 96)]
     settings = {**kvjax_lm.settings, "when": "block"}
-    first = likelihood.predict(kvjax_lm.model, windows[:1], **settings)[0].log_probability.sum()
+    first = loglikelihood.predict(kvjax_lm.model, windows[:1], **settings)[0].log_probability.sum()
     total = kvjax_lm.loglikelihood_rolling([Request(text)], disable_tqdm=True)[0]
     assert total < first < 0
 
@@ -154,7 +154,7 @@ def test_the_model_reads_a_selection_where_one_is_named():
     )
     assert likely > unlikely
     sequence = [made.prefix_token_id, *made.tok_encode("The river was calm", add_special_tokens=False)]
-    found = likelihood.simulate(made.model, [sequence], made.selection, 0.5, butler=made.butler, block=16)[0]
+    found = loglikelihood.simulate(made.model, [sequence], made.selection, 0.5, butler=made.butler, block=16)[0]
     rolling = made.loglikelihood_rolling([Request("The river was calm")], disable_tqdm=True)[0]
     assert rolling == pytest.approx(float(found.log_probability.sum()), abs=1e-3)
     asked = {"until": ["."], "max_gen_toks": 4}
@@ -226,7 +226,7 @@ def test_a_local_task_runs_and_goes_on_from_its_answers(tmp_path, capsys, monkey
     accuracy = {r["policy"]: r["value"] for r in found if r["metric"] == "acc"}
     assert accuracy["full"] == 1.0 and len(accuracy) == 2
     assert "amber" in capsys.readouterr().out
-    monkeypatch.setattr(likelihood, "predict", None)  # all is answered already
+    monkeypatch.setattr(loglikelihood, "predict", None)  # all is answered already
     assert main([*line, "--json", str(tmp_path / "again.json")]) == 0
     again = json.loads((tmp_path / "again.json").read_text())
     assert again["results"] == found and again["command"].startswith("python -m evals lm_eval --tasks amber")

@@ -8,8 +8,8 @@ import pytest
 import models
 from evals import documents, infinitebench, longbench, metrics
 from evals.__main__ import main
+from evals.evaluator import Answer, TextSample
 from evals.results import read_records
-from evals.running import Answer, TextSample
 
 RECORD = {
     "input": "Which river?",

@@ -6,7 +6,7 @@ import pytest
 
 import kvjax
 import models
-from evals import needle, report
+from evals import needle
 from evals.__main__ import main
 
 SMALL = ["--lengths", "256", "--depths", "2", "--samples", "2", "--facts", "4", "--batch", "4", "--block", "64"]
@@ -91,14 +91,14 @@ def test_a_policy_is_compared_with_itself_without_caote_and_the_groups_mean_with
             result("h2o+caote(group='mean')+protect(recent=0.5)", [1] * 40),
             result("tova+fast_caote", [1] * 40),
             result("snapkv@layer", [1] * 40),
-            result("snapkv+caote(through='output')@layer", [0] * 40),
+            result("snapkv+caote(target='output')@layer", [0] * 40),
         ]
     )
     assert [(row["policy"], row["against"], row["better"]) for row in rows] == [
         ("h2o+caote+protect(recent=0.5)", "h2o+protect(recent=0.5)", "yes"),
         ("h2o+caote(group='mean')+protect(recent=0.5)", "h2o+protect(recent=0.5)", "yes"),
         ("h2o+caote(group='mean')+protect(recent=0.5)", "h2o+caote+protect(recent=0.5)", "within noise"),
-        ("snapkv+caote(through='output')@layer", "snapkv@layer", "no"),
+        ("snapkv+caote(target='output')@layer", "snapkv@layer", "no"),
     ]
 
 
@@ -159,7 +159,7 @@ def test_the_table_marks_what_stays_under_recency():
             **{"prefill_tokens_per_second": None, "decode_tokens_per_second": 1234.5},
         }
 
-    lines = report.table([result("recent", 0.5), result("h2o", 0.4)], recency="recent").splitlines()
+    lines = needle.table([result("recent", 0.5), result("h2o", 0.4)], recency="recent").splitlines()
     assert "0.500-" not in lines[2]
     assert "0.400-" in lines[3]
     assert "n/a" in lines[2]

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 import models
-from evals import page, ruler, running
+from evals import evaluator, page, ruler
 from evals.__main__ import main
 from evals.results import read_records
 
@@ -225,9 +225,9 @@ def finished(tmp_path_factory):
 def test_the_command_writes_records_figures_and_a_picture(finished):
     records = read_records(finished)
     assert len(records) == 2 * 3 * 3
-    assert {r["policy"] for r in records} == {"full", "tova", running.RECENCY}
+    assert {r["policy"] for r in records} == {"full", "tova", evaluator.RECENCY}
     figures = json.loads((finished / "figures.json").read_text())
-    assert [r["policy"] for r in figures["results"]] == ["full", running.RECENCY, "tova"]
+    assert [r["policy"] for r in figures["results"]] == ["full", evaluator.RECENCY, "tova"]
     assert figures["command"].startswith("python -m evals ruler --tasks niah_single_1,niah_multikey_2")
     assert (finished.parent / "map.png").read_bytes().startswith(b"\x89PNG")
 
@@ -235,7 +235,7 @@ def test_the_command_writes_records_figures_and_a_picture(finished):
 def test_the_folder_becomes_a_page_with_a_command_for_each_row(finished, tmp_path):
     assert main(["report", str(finished), "--html", str(tmp_path / "page.html")]) == 0
     rows = page.figures(finished)["rows"]
-    assert [row["policy"] for row in rows] == ["full", running.RECENCY, "tova"]
+    assert [row["policy"] for row in rows] == ["full", evaluator.RECENCY, "tova"]
     assert "--policies tova --budgets 64" in rows[2]["command"] and "--lengths 256" in rows[2]["command"]
     assert rows[2]["command"] in (tmp_path / "page.html").read_text()
 
@@ -273,8 +273,8 @@ def test_a_killed_run_goes_on_where_it_was(finished, tmp_path, monkeypatch, caps
     (folder / "header.json").write_bytes((finished / "header.json").read_bytes())
     (folder / "samples.jsonl").write_text("".join(lines[:10]) + lines[10][:30])
     asked = []
-    whole = running.answers
-    monkeypatch.setattr(running, "answers", lambda *a, rows, **k: asked.extend(rows) or whole(*a, rows=rows, **k))
+    whole = evaluator.answers
+    monkeypatch.setattr(evaluator, "answers", lambda *a, rows, **k: asked.extend(rows) or whole(*a, rows=rows, **k))
     assert main(["ruler", *SMALL, "--out", str(folder)]) == 0
     assert len(asked) == 8, "only what was missing is answered"
     same = [

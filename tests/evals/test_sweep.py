@@ -8,7 +8,7 @@ import shutil
 import pytest
 
 import models
-from evals import page, running, sweep, view
+from evals import evaluator, page, sweep, view
 from evals.__main__ import main
 from evals.results import read_header, read_records
 from tests.evals import browser
@@ -105,14 +105,14 @@ def test_what_cannot_be_is_named_before_the_first_step(tmp_path, capsys, monkeyp
 
 
 def test_what_fails_is_named_and_the_rest_is_done(tmp_path, capsys, monkeypatch):
-    run = running.run
+    run = evaluator.run
 
     def fail(model, tokenizer, groups, *rest, **options):
         if groups[0].task == "niah_single_1":
             raise ValueError("the task takes a rest.")
         run(model, tokenizer, groups, *rest, **options)
 
-    monkeypatch.setattr(running, "run", fail)
+    monkeypatch.setattr(evaluator, "run", fail)
     content = "policies = ['full']\n[tasks.ruler]\ntasks = ['fwe', 'niah_single_1']\nlengths = [320]\nsamples = 1"
     (tmp_path / "some.toml").write_text(content)
     assert main(["sweep", str(tmp_path / "some.toml"), "--out", str(tmp_path / "run")]) == 2

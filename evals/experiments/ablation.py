@@ -1,7 +1,7 @@
 """Ablations: the papers' tables on the embedded model, and which of their claims hold here.
 
-Each study (evals/studies.py) measures needle recall of its runs on the same samples, and ends with the claims that it
-tests. `python -m evals ablation claims` collects the claims of all JSON files.
+This is the command; ablations.py beside it holds the studies. Each measures needle recall of its runs on the same
+samples, and ends with the claims that it tests. `python -m evals ablation claims` collects those of all JSON files.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from typing import Any
 from tqdm import tqdm
 
 import models
-from evals import claims, needle, report, running, study_report
-from evals.studies import LENGTH, STUDIES, Run, Study
+from evals import evaluator, needle, report, verdicts
+from evals.experiments import claims, study_report
+from evals.experiments.ablations import LENGTH, STUDIES, Run, Study
 from models import commands, provenance
 
 EXAMPLES = f"""studies: {", ".join(STUDIES)}
@@ -111,7 +112,7 @@ def command(flags: argparse.Namespace) -> None:
     if tokenizer is None:
         raise ValueError(f"{flags.model} has no tokenizer.json, and needles are text; copy it from the model's source.")
 
-    made_of = running.made_of(model, tokenizer)
+    made_of = evaluator.made_of(model, tokenizer)
     if before:
         provenance.check_same(flags.json, before.get("fingerprints"), made_of)
     cells = {
@@ -130,7 +131,7 @@ def command(flags: argparse.Namespace) -> None:
         samples = [sample for cell in cells[run.question] for sample in cell.samples]
         most = max(len(sample.answer_tokens) for sample in samples)
         setting = needle.Setting(run.policy, run.slots(flags.length), run.when, run.question)
-        running.check_answers(model, samples, setting, new_tokens=most, block=run.block, batch=flags.batch)
+        evaluator.check_answers(model, samples, setting, new_tokens=most, block=run.block, batch=flags.batch)
     total = flags.depths * flags.samples
 
     def data(results: Sequence[dict[str, Any]], judged: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
@@ -178,7 +179,7 @@ def command(flags: argparse.Namespace) -> None:
     print(study_report.table(study, {run_of(result): result for result in results}))
     print()
     for claim in judged:
-        print(claims.sentence(claim).replace("\n", " "))
+        print(verdicts.sentence(claim).replace("\n", " "))
     if flags.json is not None:
         provenance.write(flags, data(results, judged), made_of)
         print(f"figures: {flags.json}")

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from evals import statistics
-from evals.studies import Claim, Run
+from evals.experiments.ablations import Claim, Run
+from evals.verdicts import figures, verdict
 
-HOLDS, FAILS, OPEN = "holds", "does not", "within noise"
 INTRODUCTION = """\
 What the papers say, and whether it holds here: on the embedded model, needle tasks, and as many samples as stand with
 each table. A difference is one of recall unless said otherwise, with its 95% interval over samples, the same for both
@@ -21,7 +21,6 @@ interval lies within 0.1 of 0, and does not where it leaves 0 out. *of*: what is
 claim is about several. Where all runs answer everything, or nothing, a comparison says little, and is marked. Rows of
 *ours* test what is new here. Intervals are not corrected for the number of claims: of forty that are void, one is
 expected to hold by chance, and one not to."""
-SAME = 0.1  # what "as good" may differ by
 
 
 def judge(claim: Claim, outcomes: Mapping[Run, Sequence[int]]) -> dict[str, Any]:
@@ -31,8 +30,8 @@ def judge(claim: Claim, outcomes: Mapping[Run, Sequence[int]]) -> dict[str, Any]
     where the interval lies within 0.1 of 0, and fails where it leaves 0 out. All else is within noise.
 
     Example:
-        >>> from evals.claims import judge
-        >>> from evals.studies import Claim, Run
+        >>> from evals.experiments.claims import judge
+        >>> from evals.experiments.ablations import Claim, Run
         >>> a, b = Run("h2o+caote", 0.1), Run("h2o", 0.1)
         >>> judge(Claim("CAOTE", "CAOTE improves H2O", (a,), (b,)), {a: [1] * 50, b: [0] * 50})["verdict"]
         'holds'
@@ -63,45 +62,11 @@ def saturation(recall: Sequence[float]) -> str:
     """What makes a comparison say little: all of its runs answer everything, or nothing.
 
     Example:
-        >>> from evals.claims import saturation
+        >>> from evals.experiments.claims import saturation
         >>> saturation([0.99, 1.0]), saturation([0.4, 1.0]), saturation([0.0, 0.02])
         ('all near 1', '', 'all near 0')
     """
     return "all near 1" if min(recall) > 0.95 else "all near 0" if max(recall) < 0.05 else ""
-
-
-def verdict(expects: str, low: float, high: float) -> str:
-    """The verdict on a claim from its interval.
-
-    Example:
-        >>> from evals.claims import verdict
-        >>> verdict("better", 0.01, 0.2), verdict("same", -0.05, 0.04), verdict("same", -0.2, 0.3)
-        ('holds', 'holds', 'within noise')
-    """
-    if expects == "better":
-        return HOLDS if low > 0 else FAILS if high < 0 else OPEN
-    if low > 0 or high < 0:
-        return HOLDS if max(abs(low), abs(high)) <= SAME else FAILS
-    return HOLDS if max(abs(low), abs(high)) <= SAME else OPEN
-
-
-def sentence(claim: dict[str, Any]) -> str:
-    """One line for a table.
-
-    Example:
-        >>> from evals.claims import sentence
-        >>> sentence({"paper": "CAOTE", "claim": "CAOTE improves H2O", "verdict": "holds",
-        ...           "difference": 0.1, "low": 0.02, "high": 0.18})
-        'CAOTE: CAOTE improves H2O: holds (+0.10 [+0.02, +0.18])'
-    """
-    note = f"; {claim['note']}" if claim.get("note") else ""
-    return f"{claim['paper']}: {claim['claim']}: {claim['verdict']} ({figures(claim)}{note})"
-
-
-def figures(claim: dict[str, Any]) -> str:
-    """The difference and its interval, with as many digits as its width asks for."""
-    digits = 2 if claim["high"] - claim["low"] > 0.03 else 3
-    return f"{claim['difference']:+.{digits}f} [{claim['low']:+.{digits}f}, {claim['high']:+.{digits}f}]"
 
 
 def markdown(folder: Path) -> str:

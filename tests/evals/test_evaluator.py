@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 import models
-from evals import running, tasks
+from evals import evaluator, tasks
 from evals.results import Results
 
 
 def flags_of(line):
     flags = argparse.ArgumentParser()
-    running.add_setting_flags(flags)
+    evaluator.add_setting_flags(flags)
     return flags.parse_args(shlex.split(line))
 
 
@@ -32,19 +32,19 @@ def record(score, **more):
 
 
 def test_allocations_multiply_the_policies_that_have_none():
-    settings = running.make_settings(
+    settings = evaluator.make_settings(
         flags_of("--policies full,tova,tova@pyramid --allocations uniform,adakv --budgets 64 --when prompt")
     )
-    assert [s.policy for s in settings] == ["full", running.RECENCY, "tova", "tova@adakv", "tova@pyramid"]
+    assert [s.policy for s in settings] == ["full", evaluator.RECENCY, "tova", "tova@adakv", "tova@pyramid"]
 
 
 def test_an_allocation_that_a_score_cannot_have_is_refused_before_any_work():
     with pytest.raises(ValueError, match="key_norm"):
-        running.make_settings(flags_of("--policies key_norm --allocations lava --budgets 64"))
+        evaluator.make_settings(flags_of("--policies key_norm --allocations lava --budgets 64"))
 
 
 def test_the_mean_is_over_tasks_however_many_samples_they_have():
-    rows = running.summarise([record(1.0), record(0.5, sample=1), record(0.0, task="b"), record(1.0, policy="full")])
+    rows = evaluator.summarise([record(1.0), record(0.5, sample=1), record(0.0, task="b"), record(1.0, policy="full")])
     first, second = rows
     assert (first["policy"], first["score"], first["samples"]) == ("h2o", pytest.approx(0.375), 3)
     assert first["tasks"] == {"a": {"score": 0.75, "samples": 2}, "b": {"score": 0.0, "samples": 1}}
@@ -57,7 +57,7 @@ def test_a_policy_is_compared_with_itself_without_caote_on_the_same_samples():
     plain = [record(0.0, sample=i) for i in range(40)]
     better = [record(1.0, sample=i, policy="h2o+caote") for i in range(30)]
     other_length = [record(1.0, sample=i, policy="h2o+caote", length=128) for i in range(30)]
-    (row,) = running.compare([*plain, *better, *other_length])
+    (row,) = evaluator.compare([*plain, *better, *other_length])
     assert (row["policy"], row["against"], row["length"], row["better"]) == ("h2o+caote", "h2o", 64, "yes")
     assert row["difference"] == 1.0
 
@@ -65,12 +65,12 @@ def test_a_policy_is_compared_with_itself_without_caote_on_the_same_samples():
 def test_what_is_missing_is_answered_as_in_one_run():
     model, tokenizer = models.load("retriever")
     samples = [tasks.needle(seed, tokenizer, 96 + 16 * seed, facts=2) for seed in range(4)]
-    group = running.Group("x", None, 4, lambda: samples, 4, lambda answer, sample: float(answer.tokens[0]), end=())
-    settings = [running.Setting("tova", 0.5, "prompt", "agnostic")]
+    group = evaluator.Group("x", None, 4, lambda: samples, 4, lambda answer, sample: float(answer.tokens[0]), end=())
+    settings = [evaluator.Setting("tova", 0.5, "prompt", "agnostic")]
     stores = [Results(None, "x", {}, "x") for _ in range(2)]
-    running.run(model, tokenizer, [group], settings, stores[0], block=32, batch=4)
+    evaluator.run(model, tokenizer, [group], settings, stores[0], block=32, batch=4)
     stores[1].add(stores[0].records[1:3])
-    running.run(model, tokenizer, [group], settings, stores[1], block=32, batch=4)
+    evaluator.run(model, tokenizer, [group], settings, stores[1], block=32, batch=4)
     plain = [
         {r["sample"]: [r[name] for name in ("answer", "score", "cache_bytes", "prompt_tokens")] for r in store.records}
         for store in stores
@@ -88,20 +88,20 @@ def test_the_written_command_gives_the_same_flags_again(tmp_path):
     line = ["--policies", "full,snapkv(window=8,kernel=7)", "--essays", str(file), "--qa", "a.json", "b.json"]
     flags = parser.parse_args([*line, "--json", "out.json"])
     flags.name = "ruler"
-    words = shlex.split(running.written(flags))
+    words = shlex.split(evaluator.written(flags))
     assert words[:4] == ["python", "-m", "evals", "ruler"] and "--json" not in words
     again = parser.parse_args(words[4:])
     assert again.essays == file and again.qa == [Path("a.json"), Path("b.json")] and again.policies == flags.policies
-    used = running.used(flags)
+    used = evaluator.used(flags)
     assert used["essays"] == [str(file)] and used["qa holds"] == [None, None] and "json" not in used
     file.write_text("Other text.")
-    assert running.used(flags)["essays holds"] != used["essays holds"]
+    assert evaluator.used(flags)["essays holds"] != used["essays holds"]
 
 
 def test_compiled_programs_are_forgotten_before_the_system_runs_out_of_maps(monkeypatch):
     cleared = []
-    monkeypatch.setattr(running.jax, "clear_caches", lambda: cleared.append(True))
-    running.make_room()
+    monkeypatch.setattr(evaluator.jax, "clear_caches", lambda: cleared.append(True))
+    evaluator.make_room()
     assert not cleared
-    running.make_room(most=1)
+    evaluator.make_room(most=1)
     assert cleared == [True] * Path("/proc/self/maps").is_file()

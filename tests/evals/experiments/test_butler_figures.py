@@ -5,8 +5,9 @@ import json
 import numpy as np
 import pytest
 
-from evals import butler_figures, perplexity, selections
+from evals import perplexity, selections
 from evals.__main__ import main
+from evals.experiments import butler_figures
 
 TEXT = "The quick brown fox jumps over the lazy dog, and nobody has ever asked the dog what it thinks of that. " * 8
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,9 +27,9 @@ from jaxtyping import Float, Int
 from tqdm import tqdm
 
 import models
-from evals import perplexity, report, running, selections, statistics
-from evals.selections import Selection
-from models import provenance
+from evals import evaluator, perplexity, report, selections, statistics
+from evals.selections import Method
+from models import commands, provenance
 
 FIGURES = ("accuracy", "layers", "agreement", "oracles")
 SOURCES = "butler,quest,first_layer,previous_layer,streaming,random"
@@ -46,7 +47,7 @@ EXAMPLES = """examples:
 def accuracies(
     model: models.Decoder,
     chunks: Int[np.ndarray, "n T"],
-    chosen: Sequence[Selection],
+    chosen: Sequence[Method],
     sparsities: Sequence[float],
     *,
     butler: models.Butler | None = None,
@@ -123,7 +124,7 @@ def agreement(logits: Float[np.ndarray, "L B N T"]) -> dict[str, Any]:
 
     Example:
         >>> import numpy as np
-        >>> from evals.butler_figures import agreement
+        >>> from evals.experiments.butler_figures import agreement
         >>> one = np.array([3.0, 1.0, 2.0, 0.0])
         >>> agreement(np.stack([one, -one])[None, None])["consensus"]
         -1.0
@@ -158,6 +159,152 @@ def agreement(logits: Float[np.ndarray, "L B N T"]) -> dict[str, Any]:
     return found | {"layers": rows}
 
 
+def accuracy_table(results: Sequence[dict[str, Any]]) -> str:
+    """Says how much of the oracle's tokens each source finds, over all layers but the first: a row each."""
+    rows = [
+        (
+            r["select"],
+            f"{r['sparsity']:g}",
+            *(
+                text
+                for name in ("token_accuracy", "hit_rate", "mass")
+                for text in (f"{r[name]:.3f}", report.interval(r[f"{name}_interval"], ".3f"))
+            ),
+        )
+        for r in results
+    ]
+    head = ("select", "sparsity", "token accuracy", "95%", "hit rate", "95%", "mass", "95%")
+    return report.columns(head, rows, left=1) + (
+        "\ntoken accuracy: share of the oracle's tokens that are chosen, of the last query; hit rate: of all; "
+        "mass: attention on what is chosen"
+    )
+
+
+def hit_comparison_table(comparisons: Sequence[dict[str, Any]]) -> str:
+    """Answers, a row for each other source: does the predictor find more of the oracle's tokens?"""
+    rows = [
+        (
+            c["select"],
+            c["against"],
+            f"{c['sparsity']:g}",
+            f"{c['difference']:+.3f}",
+            report.interval((c["low"], c["high"]), "+.3f"),
+            c["better"],
+        )
+        for c in comparisons
+    ]
+    return report.columns(("select", "against", "sparsity", "hit rate", "95%", "better"), rows, left=2)
+
+
+def layer_table(results: Sequence[dict[str, Any]]) -> str:
+    """Lists token accuracy and hit rate of each source, a row a layer; layers are counted from 1."""
+    rows = [
+        (
+            r["select"],
+            f"{r['sparsity']:g}",
+            str(layer["layer"] + 1),
+            *(
+                text
+                for name in ("token_accuracy", "hit_rate")
+                for text in (f"{layer[name]:.3f}", report.interval(layer[f"{name}_interval"], ".3f"))
+            ),
+            f"{layer['mass']:.3f}",
+        )
+        for r in results
+        for layer in r["layers"]
+    ]
+    head = ("select", "sparsity", "layer", "token accuracy", "95%", "hit rate", "95%", "mass")
+    return report.columns(head, rows, left=1)
+
+
+def agreement_table(figures: dict[str, Any]) -> str:
+    """Lists consensus within each layer and with the next, a row a layer; below, over all pairs of heads."""
+
+    def figure(value: float | None) -> str:
+        return "" if value is None else f"{value:.3f}"
+
+    rows = [
+        (
+            str(row["layer"] + 1),
+            *(figure(row[name]) for name in ("consensus_within", "consensus_next", "common_within", "common_next")),
+        )
+        for row in figures["layers"]
+    ]
+    head = ("layer", "correlation within", "with the next", "common top 50% within", "with the next")
+    lines = [report.columns(head, rows, left=0)]
+    for name, what in (("consensus", "cross-head consensus (correlation)"), ("common", "common top 50%")):
+        bounds = figures[f"{name}_interval"]
+        lines.append(
+            f"{what}, all pairs: {figures[name]:.3f}" + (f" {report.interval(bounds, '.3f')}" if bounds else "")
+        )
+    return "\n".join(lines)
+
+
+def source_lines(results: Sequence[dict[str, Any]], path: Path) -> None:
+    """Draws token accuracy and hit rate over layers, a line a source, a row of panels a sparsity."""
+    plt = report.pyplot()
+    sparsities = list(dict.fromkeys(r["sparsity"] for r in results))
+    names = list(dict.fromkeys(r["select"] for r in results))
+    panels = (("token_accuracy", "token accuracy (last query)"), ("hit_rate", "hit rate (all queries)"))
+    figure, axes = plt.subplots(
+        len(sparsities), 2, figsize=(9, 1.1 + 3 * len(sparsities)), squeeze=False, sharey="row", layout="constrained"
+    )
+    for row, sparsity in enumerate(sparsities):
+        for axis, (measure, title) in zip(axes[row], panels, strict=True):
+            for r in (r for r in results if r["sparsity"] == sparsity):
+                index = names.index(r["select"])
+                layer = [x["layer"] + 1 for x in r["layers"]]
+                axis.plot(
+                    layer, [x[measure] for x in r["layers"]], color=report.colour(index), marker="osv^DPX"[index % 7],
+                    linewidth=1.5, markersize=4.5, label=r["select"],
+                )  # fmt: skip
+                if all(x[f"{measure}_interval"] for x in r["layers"]):
+                    bounds = np.array([x[f"{measure}_interval"] for x in r["layers"]]).T
+                    axis.fill_between(layer, *bounds, color=report.colour(index), alpha=0.12, linewidth=0)
+            axis.axhline(1 - sparsity, color="#999999", linewidth=1, linestyle="--")
+            axis.set_xticks([x["layer"] + 1 for x in results[0]["layers"]])
+            report.plain(axis)
+            if row == 0:
+                axis.set_title(title, fontsize=9.5)
+        axes[row][0].set_ylabel(f"found, sparsity {sparsity:g}", fontsize=9)
+    for axis in axes[-1]:
+        axis.set_xlabel("layer", fontsize=9)
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=min(4, len(labels)), fontsize=8, frameon=False)
+    figure.suptitle("Share of the oracle's tokens that a source chooses (dashed: by chance)", fontsize=11)
+    with commands.replacing(path) as temporary:
+        figure.savefig(temporary, dpi=160)
+    plt.close(figure)
+
+
+def agreement_map(figures: dict[str, Any], path: Path) -> None:
+    """Draws correlation and common top 50% of all pairs of heads as heat maps, lines between the layers."""
+    plt = report.pyplot()
+    heads, layers = figures["heads"], len(figures["layers"])
+    figure, axes = plt.subplots(1, 2, figsize=(10, 4.7), layout="constrained")
+    panels = (
+        ("correlation", f"correlation of logits: mean {figures['consensus']:.2f}", "RdBu_r", -1),
+        ("overlap", f"common tokens of the top 50%: mean {figures['common']:.2f}", "viridis", 0),
+    )
+    for axis, (name, title, colours, lowest) in zip(axes, panels, strict=True):
+        image = axis.imshow(np.array(figures[name]), cmap=colours, vmin=lowest, vmax=1, interpolation="nearest")
+        for layer in range(1, layers):
+            for draw in (axis.axhline, axis.axvline):
+                draw(layer * heads - 0.5, color="white" if lowest == 0 else "black", linewidth=0.6)
+        step = -(-layers // 16)
+        middle = [layer * heads + (heads - 1) / 2 for layer in range(0, layers, step)]
+        axis.set_xticks(middle, [str(layer + 1) for layer in range(0, layers, step)], fontsize=8)
+        axis.set_yticks(middle, [str(layer + 1) for layer in range(0, layers, step)], fontsize=8)
+        axis.tick_params(length=0)
+        axis.set_xlabel("heads, by layer", fontsize=9)
+        axis.set_title(title, fontsize=9.5)
+        figure.colorbar(image, ax=axis, shrink=0.8, aspect=25).ax.tick_params(labelsize=7)
+    figure.suptitle("Do heads want the same tokens? The last query of each sequence", fontsize=11)
+    with commands.replacing(path) as temporary:
+        figure.savefig(temporary, dpi=160)
+    plt.close(figure)
+
+
 def add_flags(flags: argparse.ArgumentParser) -> None:
     """The command's flags."""
     flags.add_argument("figure", choices=FIGURES, help="which figure")
@@ -185,7 +332,7 @@ def command(flags: argparse.Namespace) -> None:
     text = perplexity.read_text(flags.text)
     model, tokenizer, butler = selections.load(flags, chosen)
     chunks = perplexity.chunks_for(model, tokenizer, text, flags)
-    made_of = running.made_of(model, tokenizer, butler)
+    made_of = evaluator.made_of(model, tokenizer, butler)
     if flags.figure == "oracles":
         perplexity.run(
             flags, "oracles", "Oracles and simple signals", made_of, model, chunks, chosen, sparsities, butler
@@ -194,20 +341,20 @@ def command(flags: argparse.Namespace) -> None:
     figures: dict[str, Any]
     if flags.figure == "agreement":
         figures = _agreement_of(model, chunks, flags.batch)
-        print(report.agreement_table(figures))
+        print(agreement_table(figures))
     else:
         with tqdm(total=len(chunks) * len(chosen) * len(sparsities), unit="sequence", file=sys.stderr) as progress:
             results = accuracies(model, chunks, chosen, sparsities, butler=butler, batch=flags.batch, progress=progress)
             progress.set_description("done")
         figures = {"results": results, "comparisons": compare(results)}
-        print(report.accuracy_table(results) if flags.figure == "accuracy" else report.layer_table(results))
+        print(accuracy_table(results) if flags.figure == "accuracy" else layer_table(results))
         if flags.figure == "accuracy" and figures["comparisons"]:
             print()
-            print(report.hit_comparison_table(figures["comparisons"]))
+            print(hit_comparison_table(figures["comparisons"]))
     if flags.json is not None:
         figures = {
             "evaluation": f"butler {flags.figure}",
-            "settings": running.settings(flags),
+            "settings": evaluator.settings(flags),
             "sequences": len(chunks),
             **figures,
         }
@@ -215,9 +362,9 @@ def command(flags: argparse.Namespace) -> None:
         print(f"figures: {flags.json}")
     if flags.plot is not None:
         if flags.figure == "agreement":
-            report.agreement_map(figures, flags.plot)
+            agreement_map(figures, flags.plot)
         else:
-            report.source_lines(figures["results"], flags.plot)
+            source_lines(figures["results"], flags.plot)
         print(f"picture: {flags.plot}")
 
 

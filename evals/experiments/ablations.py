@@ -13,7 +13,7 @@ from typing import Literal
 
 import kvjax
 from evals.needle import RECENCY, Question
-from models.decoding import When
+from models.plan import When
 
 LENGTH = 512
 OURS = "ours"
@@ -179,7 +179,7 @@ def laprox() -> Study:
     def table(budget: float, *allocations: str, question: Question = "after") -> dict[tuple[str, str], Run]:
         return {
             (line, x): Run(
-                policy(8, f",through='{kind}'" if kind != "output" else "", behind[x]), budget, question=question
+                policy(8, f",target='{kind}'" if kind != "output" else "", behind[x]), budget, question=question
             )
             for (line, kind), x in itertools.product(through.items(), allocations)
         }
@@ -518,8 +518,8 @@ def through() -> Study:
     links = {
         "without CAOTE": "",
         "value": "+caote",
-        "output": "+caote(through='output')",
-        "output, no cross terms": "+caote(through='output',cross=False)",
+        "output": "+caote(target='output')",
+        "output, no cross terms": "+caote(target='output',cross=False)",
     }
     behind = {"head": "", "layer": "@layer", "model": "@model"}
     table = {

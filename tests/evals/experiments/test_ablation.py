@@ -6,17 +6,18 @@ import json
 import pytest
 
 import kvjax
-from evals import ablation, claims, needle, studies, study_report
+from evals import needle, verdicts
 from evals.__main__ import main
-from evals.studies import STUDIES, Claim, Gain, Point, Run, Study
+from evals.experiments import ablation, ablations, claims, study_report
+from evals.experiments.ablations import STUDIES, Claim, Gain, Point, Run, Study
 
 A, B, C, D = (Run(policy, 0.25) for policy in ("tova", "tova+caote", "h2o", "h2o+caote"))
 
 
 @pytest.mark.parametrize("study", STUDIES.values(), ids=list(STUDIES))
 def test_every_policy_parses_and_fits_its_budget_and_block(study):
-    study.check(studies.LENGTH)
-    assert studies.FULL in study.runs
+    study.check(ablations.LENGTH)
+    assert ablations.FULL in study.runs
     names = {run: run.policy if run.policy == "full" else str(kvjax.parse(run.policy)) for run in study.runs}
     spelt = {dataclasses.replace(run, policy=name) for run, name in names.items()}
     assert len(spelt) == len(study.runs)  # nothing is measured twice under two spellings
@@ -73,7 +74,7 @@ def test_a_comparison_at_the_ceiling_or_the_floor_is_marked():
         outcomes = [1] * share + [0] * (60 - share)
         judged = claims.judge(claim, {A: outcomes, B: outcomes})
         assert judged["note"] == note
-        assert note in claims.sentence(judged)
+        assert note in verdicts.sentence(judged)
 
 
 def test_a_claim_needs_the_same_samples():
@@ -140,7 +141,7 @@ def tiny_study(monkeypatch):
         "",
         tuple(Point("", "line", str(i), run) for i, run in enumerate(runs)),
         (Claim("CAOTE", "CAOTE improves TOVA", runs[1:], runs[:1]),),
-        (studies.FULL,),
+        (ablations.FULL,),
     )
     monkeypatch.setitem(STUDIES, "tiny", study)
     return study
@@ -159,7 +160,7 @@ def test_the_command_writes_all_and_resumes(tiny_study, tmp_path, capsys):
     assert data["complete"] and data["samples"] == 4
     assert [ablation.run_of(result) for result in data["results"]] == list(tiny_study.runs)
     assert [point["result"] for point in data["points"]] == [1, 2]
-    assert claims.sentence(data["claims"][0]) in printed
+    assert verdicts.sentence(data["claims"][0]) in printed
     assert picture.read_bytes().startswith(b"\x89PNG")
 
     data["results"][2]["correct"] = [1] * 4  # what a resumed study must keep

@@ -27,8 +27,8 @@ import models
 from evals import prose, report, results, statistics
 from kvjax.allocation import parse_allocation
 from models import commands, provenance
-from models.decoding import When
 from models.load import describe as read_description
+from models.plan import When
 
 RECENCY = "streaming(sinks=0)"
 POLICIES = ("full", "h2o+protect(recent=0.5)", "h2o+caote+protect(recent=0.5)", "snapkv", "snapkv+caote")
@@ -139,11 +139,12 @@ def answers(
 
     Example:
         >>> import models
-        >>> from evals import running, tasks
+        >>> from evals import evaluator, tasks
         >>> model, tokenizer = models.load("retriever")
-        >>> setting = running.Setting("tova", 64, "block", "after")
+        >>> setting = evaluator.Setting("tova", 64, "block", "after")
         >>> prompts = [tasks.needle(0, tokenizer, 128, facts=2)]
-        >>> [batch.tokens.shape for batch in running.answers(model, prompts, setting, new_tokens=4, batch=1, block=32)]
+        >>> found = evaluator.answers(model, prompts, setting, new_tokens=4, batch=1, block=32)
+        >>> [batch.tokens.shape for batch in found]
         [(1, 4)]
     """
     make_room()
@@ -185,10 +186,10 @@ def check_answers(
 
     Example:
         >>> import models
-        >>> from evals import running, tasks
+        >>> from evals import evaluator, tasks
         >>> model, tokenizer = models.load("retriever")
-        >>> setting = running.Setting("snapkv", 0.1, "block", "after")
-        >>> running.check_answers(model, [tasks.needle(0, tokenizer, 128, facts=2)], setting, new_tokens=4)
+        >>> setting = evaluator.Setting("snapkv", 0.1, "block", "after")
+        >>> evaluator.check_answers(model, [tasks.needle(0, tokenizer, 128, facts=2)], setting, new_tokens=4)
         Traceback (most recent call last):
         ...
         ValueError: the budget is 13 tokens, but 'snapkv' always keeps 0 first and 32 last ones: give at least ...
@@ -251,8 +252,8 @@ def make_room(most: int = 30_000) -> None:
     (65,530 on most Linux machines). Elsewhere nothing is done.
 
     Example:
-        >>> from evals import running
-        >>> running.make_room()
+        >>> from evals import evaluator
+        >>> evaluator.make_room()
     """
     maps = Path("/proc/self/maps")
     if maps.is_file() and maps.read_bytes().count(b"\n") > most:
@@ -338,11 +339,11 @@ def summarise(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     The interval is Wilson's over all samples; for scores between 0 and 1 it is on the safe side.
 
     Example:
-        >>> from evals import running
+        >>> from evals import evaluator
         >>> rows = [dict(task="vt", length=64, policy="full", budget=None, when="block", question="after", sample=i,
         ...              score=score, cache_bytes=8, peak_cache_bytes=8, prefill=[0, 0], decode=[6, 2.0])
         ...         for i, score in enumerate([1.0, 0.5])]
-        >>> row = running.summarise(rows)[0]
+        >>> row = evaluator.summarise(rows)[0]
         >>> row["score"], row["tasks"], row["decode_tokens_per_second"]
         (0.75, {'vt': {'score': 0.75, 'samples': 2}}, 3.0)
     """
@@ -402,13 +403,50 @@ def compare(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
+def task_map(rows: Sequence[dict[str, Any]], path: Path, *, title: str, short: Mapping[str, str]) -> None:
+    """Draws the score of each policy in each task as colour and figure, a panel for each moment, budget and length."""
+    plt = report.pyplot()
+    where = lambda r: (r["model"], r["evaluation"], r["length"], r["question"], r["when"], r["budget"])  # noqa: E731
+    groups = list(dict.fromkeys(where(r) for r in rows if r["budget"] is not None)) or [where(rows[0])]
+    tasks = list(dict.fromkeys(task for r in rows for task in r["tasks"]))
+    shown = [
+        [r for r in rows if where(r) == group or (r["budget"] is None and where(r)[:4] == group[:4])]
+        for group in groups
+    ]
+    figure, axes = plt.subplots(
+        len(groups), 1, figsize=(3.4 + 0.62 * len(tasks), 0.9 + sum(0.95 + 0.3 * len(found) for found in shown)),
+        squeeze=False, layout="constrained", height_ratios=[0.95 + 0.3 * len(found) for found in shown],
+    )  # fmt: skip
+    for axis, group, found in zip(axes[:, 0], groups, shown, strict=True):
+        none = {"score": np.nan}
+        grid = np.array([[r["score"], *(r["tasks"].get(task, none)["score"] for task in tasks)] for r in found])
+        axis.imshow(grid, vmin=0, vmax=1, cmap="viridis", aspect="auto")
+        for (row, column), value in np.ndenumerate(grid):
+            if not np.isnan(value):
+                axis.text(
+                    column, row, f"{value:.2f}", ha="center", va="center", fontsize=7,
+                    color="black" if value > 0.6 else "white", fontweight="bold" if column == 0 else "normal",
+                )  # fmt: skip
+        axis.set_xticks(range(len(tasks) + 1), ["mean", *(short.get(task, task) for task in tasks)], fontsize=7)
+        axis.set_yticks(range(len(found)), [r["policy"] for r in found], fontsize=7)
+        axis.tick_params(length=0)
+        for spine in axis.spines.values():
+            spine.set_visible(False)
+        length = "" if group[2] is None else f"{group[2]:,} tokens, "
+        axis.set_title(f"{length}{report.moment(group[3:])}", fontsize=8.5)
+    figure.suptitle(title, fontsize=11)
+    with commands.replacing(path) as temporary:
+        figure.savefig(temporary, dpi=160)
+    plt.close(figure)
+
+
 def add_model_flags(flags: argparse.ArgumentParser) -> None:
     """The flags of every evaluation: the model, and how it is run."""
     flags.add_argument("--model", default="retriever", help="'retriever', a Hugging Face folder, or a hub name")
     flags.add_argument("--block", type=int, default=128, help="prompt tokens a step")
     flags.add_argument("--batch", type=int, default=16, help="samples answered at once")
     flags.add_argument("--seed", type=int, default=0)
-    flags.add_argument("--dtype", help="float32, bfloat16 or float16; the checkpoint's by default")
+    flags.add_argument("--dtype", help="float32, bfloat16 (slow on a CPU) or float16; by default the checkpoint's")
     flags.add_argument("--mesh", help="devices, such as data=2,tensor=4")
     flags.add_argument("--json", type=Path, help="write all figures here")
     flags.add_argument("--plot", type=Path, help="write the picture here (.png, .svg or .pdf)")
@@ -501,8 +539,8 @@ def positive(name: str, text: str) -> int:
         ValueError: no integer from 1.
 
     Example:
-        >>> from evals import running
-        >>> running.positive("length", "512")
+        >>> from evals import evaluator
+        >>> evaluator.positive("length", "512")
         512
     """
     if not text.isdigit() or int(text) < 1:
@@ -517,8 +555,8 @@ def choose(name: str, text: str, known: Sequence[str], default: Sequence[str] | 
         ValueError: no name, or one that is not known.
 
     Example:
-        >>> from evals import running
-        >>> running.choose("--tasks", "vt,cwe", ("cwe", "fwe", "vt"))
+        >>> from evals import evaluator
+        >>> evaluator.choose("--tasks", "vt,cwe", ("cwe", "fwe", "vt"))
         ['cwe', 'vt']
     """
     given = commands.split_list(text)
@@ -617,7 +655,7 @@ def command(
                 commands.write_json(path, figures)
                 print(f"figures: {path}")
         if flags.plot is not None:
-            report.task_map(rows, flags.plot, title=title, short=short or {})
+            task_map(rows, flags.plot, title=title, short=short or {})
             print(f"picture: {flags.plot}")
 
 
@@ -632,8 +670,8 @@ def made_of(
 
     Example:
         >>> import models
-        >>> from evals import running
-        >>> sorted(running.made_of(*models.load("retriever")))
+        >>> from evals import evaluator
+        >>> sorted(evaluator.made_of(*models.load("retriever")))
         ['config', 'kvjax', 'prose', 'tokenizer', 'weights']
     """
     found = {"kvjax": kvjax.__version__, "prose": prose.digest(), **provenance.fingerprints(model, tokenizer)}

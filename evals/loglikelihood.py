@@ -12,8 +12,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 import models
 from evals import selections
-from evals.selections import Heads, Selection
-from models.decoding import When
+from evals.selections import Heads, Method
+from models.plan import When
 
 
 class Predicted(NamedTuple):
@@ -48,9 +48,9 @@ def predict(
 
     Example:
         >>> import models
-        >>> from evals import likelihood
+        >>> from evals import loglikelihood
         >>> model, tokenizer = models.load("retriever")
-        >>> found = likelihood.predict(model, [tokenizer.encode("The river was calm.")], block=8)
+        >>> found = loglikelihood.predict(model, [tokenizer.encode("The river was calm.")], block=8)
         >>> found[0].log_probability.shape == (len(tokenizer.encode("The river was calm.")) - 1,)
         True
     """
@@ -80,7 +80,7 @@ def predict(
 def simulate(
     model: models.Decoder,
     sequences: Sequence[Sequence[int]],
-    selection: Selection,
+    selection: Method,
     sparsity: float,
     *,
     butler: models.Butler | None = None,
@@ -102,11 +102,11 @@ def simulate(
 
     Example:
         >>> import models
-        >>> from evals import likelihood
+        >>> from evals import loglikelihood
         >>> from evals.selections import parse_selection
         >>> model, tokenizer = models.load("retriever")
         >>> sequence = tokenizer.encode("The river was calm.")
-        >>> found = likelihood.simulate(model, [sequence], parse_selection("streaming"), 0.5, block=8)
+        >>> found = loglikelihood.simulate(model, [sequence], parse_selection("streaming"), 0.5, block=8)
         >>> found[0].greedy.shape == (len(sequence) - 1,)
         True
     """

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from evals.experiments.ablations import Point, Run, Study
 from evals.report import COLOURS, columns, pyplot
-from evals.studies import Point, Run, Study
 from models.commands import replacing
 
 

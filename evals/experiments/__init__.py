@@ -1,0 +1,1 @@
+"""Experiments of the papers, repeated: in a checkout, not in the wheel."""
