@@ -27,8 +27,9 @@ from benchmarks import floors, measure
 from benchmarks.shapes import shape
 from evals import report
 from kernels_pallas import cache_attention, mse_logits
-from models import butler, commands, decoder, provenance
+from models import butler, commands, provenance
 from models.butler import Butler, ButlerConfig
+from models.parameters import parameter_shapes as model_shapes
 
 MODELS = {
     "Llama-3.2-1B": shape("llama-3.2-1b"),
@@ -81,7 +82,7 @@ def model_cost(config: models.Config, tokens: int, slots: int) -> tuple[Cost, Co
     whole = []
     for layers in (0, 1):
         short = dataclasses.replace(config, num_layers=layers, sliding_windows=())
-        abstract = {name: _abstract(*sizes) for name, sizes in decoder.parameter_shapes(short).items()}
+        abstract = {name: _abstract(*sizes) for name, sizes in model_shapes(short).items()}
         model = jax.eval_shape(functools.partial(models.Decoder, short), abstract)
         cache = [_abstract(1, config.num_kv_heads, slots, config.head_dim) for _ in range(2)]
         whole.append(compiled_cost(_forward, model, jax.ShapeDtypeStruct((1, tokens), jnp.int32), cache, donate=(2,)))

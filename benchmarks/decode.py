@@ -21,7 +21,8 @@ POSITION_ONLY = "streaming"  # evicts by position: no scores, no statistics of t
 TINY = {"budgets": [16], "prompts": [64, 1_000_000], "batches": [1], "block": 8}
 
 LEGEND = """ms: median of one step inside a loop, half of the repetitions in spread. Keys and values are drawn, places
-set as after the prompt; nothing was fed. floor: (weights + held keys and values) at the measured copy bandwidth; a
+set as after the prompt; nothing was fed. All layers are one program, as on an accelerator; on a CPU large layers run
+one by one, as "peers" has them. floor: (weights + held keys and values) at the measured copy bandwidth; a
 block's products at the measured product rate where that is more. of floor: floor over ms. memory: GiB that the compiled
 program takes with its arguments; x counted: over weights, cache and policy's state. none: nothing evicted."""
 

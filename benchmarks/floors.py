@@ -10,7 +10,7 @@ import math
 from typing import NamedTuple
 
 from models.config import Config
-from models.decoder import parameter_shapes
+from models.parameters import parameter_shapes
 
 
 class Parts(NamedTuple):

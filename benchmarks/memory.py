@@ -12,16 +12,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-import kvjax
 import models
 from benchmarks import measure, steps
 from evals import report
-from models import commands, decoding
+from models import commands, engine
+from models.sampling import Sampling
+from models.steps import DecodeState, Phase
 
 CONFIG = models.Config(
     256, 128, 128, num_layers=16, num_heads=32, num_kv_heads=8, head_dim=64, tie_embeddings=True,
@@ -35,15 +35,13 @@ compiled step needs beside cache and weights."""
 
 def compiled_bytes(policy: str, prompt: int, share: float, block: int, page_size: int) -> dict[str, Any]:
     """Compiles one decode step and one block step under a policy and says what they need."""
-    chosen, budget = kvjax.parse(policy), int(prompt * share)
+    budget = int(prompt * share)
     setting = steps.Setting(CONFIG, policy, budget, block=block, dtype=jnp.float32, page_size=page_size)
-    _, rows, model, cache, _ = steps.shapes(setting, prompt)
-    row, key = np.zeros((1, block), np.int32), jax.random.key(0)
+    run, cache = steps.shapes(setting, prompt)
+    state, row = DecodeState(cache), np.zeros((1, block), np.int32)
     lowered = {
-        "decode": decoding._token_step.lower(
-            model, cache, row[:, 0], np.zeros(1, bool), rows, None, key, 1, chosen, 1, decoding.Sampling()
-        ),
-        "block": decoding._block_step.lower(model, cache, row, row, rows.lengths, rows.budgets, None, chosen, True),
+        "decode": engine.token_step.lower(run, state, row[:, 0], np.zeros(1, bool), None, 1, Sampling()),
+        "block": engine.block_step.lower(run, state, row, row, Phase(evicts=True)),
     }
     slot = 2 * CONFIG.head_dim * 4 + 4  # key, value, position
     heads = CONFIG.num_layers * CONFIG.num_kv_heads
@@ -58,7 +56,7 @@ def compiled_bytes(policy: str, prompt: int, share: float, block: int, page_size
     }
     for name, program in lowered.items():
         memory: Any = program.compile().memory_analysis()
-        result[f"{name}_cache_bytes"] = memory.argument_size_in_bytes - measure.tree_bytes(model)
+        result[f"{name}_cache_bytes"] = memory.argument_size_in_bytes - measure.tree_bytes(run.model)
         result[f"{name}_temporary_bytes"] = memory.temp_size_in_bytes
         result[f"{name}_copied_bytes"] = memory.output_size_in_bytes - memory.alias_size_in_bytes
     result["ratio"] = result["array_bytes"] / (result["counted_bytes"] + result["in_flight_bytes"])

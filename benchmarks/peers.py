@@ -147,14 +147,14 @@ def summarised(found: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A row for each side."""
+    """A row for each side under each number of threads."""
     head = (
-        "side", "prefill ms", "spread", "lowest", "cpu", "ratio", "decode ms", "spread", "lowest", "cpu", "ratio",
-        "peak MiB", "held", "same",
+        "side", "threads", "prefill ms", "spread", "lowest", "cpu", "ratio", "decode ms", "spread", "lowest", "cpu",
+        "ratio", "peak MiB", "held", "same",
     )  # fmt: skip
     lines = []
     for row in rows:
-        cells = [str(row["side"])]
+        cells = [str(row["side"]), str(row["threads"])]
         for what in ("prefill", "decode"):
             times, ratio = row[what], row[f"{what}_ratio"]
             cells += [f"{times['milliseconds']:,.1f}", f"{times['low']:,.1f}..{times['high']:,.1f}"]
@@ -173,7 +173,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
     flags.add_argument("--budget", type=int, default=512)
     flags.add_argument("--new-tokens", type=int, default=33)
     flags.add_argument("--block", type=int, default=128, help="of our prefill")
-    flags.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    flags.add_argument("--threads", default="1,2", help="how many threads each side has, one after the other")
     flags.add_argument("--device", choices=("cpu", "gpu"), default="cpu")
     flags.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     flags.add_argument("--repetitions", type=int, default=7)
@@ -183,7 +183,8 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
 def command(flags: argparse.Namespace) -> None:
     """Makes the checkpoint, measures, prints the table, writes JSON."""
     commands.check_outputs([flags.json])
-    for name, low in (("block", WINDOW), ("threads", 1), ("repetitions", 1), ("new_tokens", 2), ("budget", WINDOW + 1)):
+    threads = measure.whole_numbers("--threads", flags.threads)
+    for name, low in (("block", WINDOW), ("repetitions", 1), ("new_tokens", 2), ("budget", WINDOW + 1)):
         if getattr(flags, name) < low:
             raise ValueError(f"--{name.replace('_', '-')} is {getattr(flags, name)}; give at least {low}.")
     if flags.prompt <= flags.budget:
@@ -200,13 +201,21 @@ def command(flags: argparse.Namespace) -> None:
             "folder": folder,
             "prompt": np.random.default_rng(0).integers(0, config.vocab_size, flags.prompt).tolist(),
             "window": WINDOW,
-            **{name: getattr(flags, name) for name in ("budget", "block", "new_tokens", "threads", "device", "dtype")},
+            **{name: getattr(flags, name) for name in ("budget", "block", "new_tokens", "device", "dtype")},
         }
-        rows = summarised(measured(given, python, flags.repetitions))
+        rows = []
+        for count in threads:
+            found = measured({**given, "threads": count}, python, flags.repetitions)
+            rows += [{"threads": count, **row} for row in summarised(found)]
     print(table(rows))
     print(LEGEND)
     settings = {key: value for key, value in given.items() if key not in ("folder", "prompt")}
-    settings |= {"shape": flags.shape, "parameters": parameter_count(config), "prompt": flags.prompt}
+    settings |= {
+        "threads": threads,
+        "shape": flags.shape,
+        "parameters": parameter_count(config),
+        "prompt": flags.prompt,
+    }
     settings |= {"policy": "snapkv", "keys_values": "not on the package index"}
     settings["load"] = os.getloadavg() if hasattr(os, "getloadavg") else None
     measure.write(flags, "peers", settings, rows, made_of)

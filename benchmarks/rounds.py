@@ -42,8 +42,7 @@ def timed(links: list[str], budget: int, block: int, repetitions: int) -> list[d
                 position=cache.position,
                 next_position=cache.next_position,
                 budget=jnp.array([budget]),
-                layer=jnp.int32(0),
-                output=projection,
+                context=kvjax.Context(layer=0, projection=projection),
             )
             scores, _ = kvjax.retention_scores(policy, policy.init(1, K, G, S, D), seen)
             return kvjax.evict(cache, scores, budget).position

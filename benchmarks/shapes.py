@@ -10,7 +10,7 @@ import jax
 import models
 from models import commands
 from models.config import Rope
-from models.decoder import parameter_shapes
+from models.parameters import parameter_shapes
 
 
 def _llama3(factor: float) -> Rope:

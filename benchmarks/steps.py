@@ -23,9 +23,10 @@ from jaxtyping import Array, Int
 import kvjax
 import models
 from benchmarks import measure
-from models import decoding
 from models.config import Config
-from models.decoder import parameter_shapes
+from models.parameters import parameter_shapes
+from models.plan import PAGE_SIZE, CheckedPrompt, Options, plan_run
+from models.steps import DecodeState, Phase, Run, decode_phase, empty_state, forward
 
 Kind = Literal["decode", "block"]
 
@@ -39,7 +40,7 @@ class Setting(NamedTuple):
     batch: int = 1
     block: int = 128
     dtype: DTypeLike = jnp.float32
-    page_size: int = decoding.PAGE_SIZE
+    page_size: int = PAGE_SIZE
 
     def held(self, prompt: int) -> int:
         """Tokens that a head holds after a prompt."""
@@ -97,11 +98,8 @@ def random_model(config: Config, dtype: DTypeLike, *, free: float | None = None)
 class Shapes(NamedTuple):
     """What a run of a setting is made of, as `models` plans it; the arrays are shapes."""
 
-    plan: Any
-    rows: Any
-    model: Any
+    run: Run
     cache: Any
-    projection: Any
 
 
 def shapes(setting: Setting, prompt: int) -> Shapes:
@@ -114,26 +112,27 @@ def shapes(setting: Setting, prompt: int) -> Shapes:
         >>> from benchmarks import steps
         >>> from benchmarks.shapes import shape
         >>> steps.shapes(steps.Setting(shape("tiny"), None, None, block=8), 100).cache.position.shape
-        (2, 1, 2, 108)
+        (2, 1, 2, 112)
     """
     keeps = setting.policy is None
     length = setting.held(prompt) if keeps else prompt
     lengths = np.full(setting.batch, length, np.int32)
-    plan, rows = decoding._plan(
-        unbounded(setting.config), None, length, lengths, np.zeros_like(lengths), setting.policy,
-        None if keeps else setting.budget, setting.block, "block", None if keeps else 1, setting.block,
-        setting.page_size, fit_prompt=False,
+    prompts = CheckedPrompt(np.zeros((setting.batch, length), np.int8), lengths, np.zeros_like(lengths))
+    options = Options(
+        setting.policy, None if keeps else setting.budget, setting.block, evict_every=None if keeps else 1,
+        page_size=setting.page_size, reserve=setting.block, fit_prompt=False,
     )  # fmt: skip
-    model = abstract_model(setting.config, setting.dtype)
-    cache = jax.eval_shape(lambda m: decoding._empty_cache(m, plan, setting.batch), model)
-    projection = jax.eval_shape(functools.partial(decoding.output_projection, policy=plan.policy), model)
-    return Shapes(plan, rows, model, cache, projection)
+    model = abstract_model(unbounded(setting.config), setting.dtype)
+    plan, rows = plan_run(model, prompts, options, None)
+    projection = jax.eval_shape(functools.partial(models.output_projection, policy=plan.policy), model)
+    run = Run(model, rows, projection, None, plan)
+    return Shapes(run, jax.eval_shape(lambda r: empty_state(r, setting.batch), run).cache)
 
 
 def check_fits(setting: Setting, prompt: int, free: float) -> None:
     """Raises :class:`benchmarks.measure.DoesNotFit` where weights and cache alone are more than is free."""
     made = shapes(setting, prompt)
-    needed = measure.tree_bytes((made.model, made.cache))
+    needed = measure.tree_bytes((made.run.model, made.cache))
     measure.check_fits(needed, f"the weights and the cache of {described(setting, prompt)}", free)
 
 
@@ -144,15 +143,14 @@ def described(setting: Setting, prompt: int) -> str:
 
 
 class Program(NamedTuple):
-    """A compiled step: ``run(model, cache, tokens, rows, projection)`` gives the cache, started anew, and logits.
+    """A compiled step: ``compiled(run, cache, tokens)`` gives the cache, started anew, and logits.
 
-    ``calls`` steps happen in one call. ``cache`` and ``projection`` are shapes; ``nbytes`` is what all of it takes.
+    ``calls`` steps happen in one call. ``run`` and ``cache`` are shapes; ``nbytes`` is what all of it takes.
     """
 
-    run: jax.stages.Compiled
-    rows: Any
+    compiled: jax.stages.Compiled
+    run: Run
     cache: Any
-    projection: Any
     tokens: Array
     calls: int
     nbytes: int
@@ -176,16 +174,16 @@ def program(kind: Kind, setting: Setting, prompt: int, calls: int, *, free: floa
     """
     if kind == "decode" and calls > setting.block:
         raise ValueError(f"{calls} decode steps a call were asked for; there is room for {setting.block}, a block.")
-    plan, rows, model, cache, projection = shapes(setting, prompt)
-    config, keeps = model.config, setting.policy is None
+    run, cache = shapes(setting, prompt)
+    config, keeps = run.model.config, setting.policy is None
     tokens = jnp.zeros((setting.batch,) if kind == "decode" else (setting.batch, setting.block), jnp.int32)
     step = _decode_step if kind == "decode" else _block_step
 
-    def loop(model: Any, cache: Any, tokens: Array, rows: Any, projection: Any) -> tuple[Any, Array]:
+    def loop(run: Run, cache: Any, tokens: Array) -> tuple[Any, Array]:
         start = cache
 
         def body(index: Int[Array, ""], carry: tuple[Any, Array]) -> tuple[Any, Array]:
-            cache, logits = step(model, carry[0], tokens, rows, projection, index, plan.policy)
+            cache, logits = step(run, carry[0], tokens, index)
             if keeps and kind == "block":  # there is room for one block behind what is held
                 cache = restarted(cache, start)
             return cache, logits
@@ -195,24 +193,22 @@ def program(kind: Kind, setting: Setting, prompt: int, calls: int, *, free: floa
         return restarted(cache, start), logits
 
     what = f"{kind} of {described(setting, prompt)}"
-    run = measure.compiled(loop, model, cache, tokens, rows, projection, what=what, free=free, donate=(1,))
-    return Program(run, rows, cache, projection, tokens, calls, measure.program_bytes(run))
+    compiled = measure.compiled(loop, run, cache, tokens, what=what, free=free, donate=(1,))
+    return Program(compiled, run, cache, tokens, calls, measure.program_bytes(compiled))
 
 
-def _decode_step(model, cache, tokens, rows, projection, index, policy):
-    every = None if policy is None else 1
-    finished = jnp.zeros(tokens.shape, bool)
-    logits, cache = decoding._decode(model, cache, tokens, finished, rows, projection, index + 1, policy, every)
-    return cache, logits
+def _decode_step(run: Run, cache: Any, tokens: Int[Array, "B"], index: Int[Array, ""]) -> tuple[Any, Array]:
+    phase = decode_phase(run.plan)
+    position = cache.next_position[:, None]
+    hidden, state = forward(run, DecodeState(cache), tokens[:, None], position, run.rows.decode_budgets, phase)
+    return state.cache, run.model.logits(hidden[:, 0])
 
 
-def _block_step(model, cache, tokens, rows, projection, index, policy):
+def _block_step(run: Run, cache: Any, tokens: Int[Array, "B m"], index: Int[Array, ""]) -> tuple[Any, Array]:
     position = cache.next_position[:, None] + jnp.arange(tokens.shape[1])
-    budgets, evicts = rows.budgets, policy is not None
-    hidden, cache = decoding._run(
-        model, cache, tokens, position, rows.lengths, budgets, projection, policy, evicts, decoding=False
-    )
-    return cache, model.logits(hidden[:, -1])
+    phase = Phase(evicts=run.plan.policy is not None)
+    hidden, state = forward(run, DecodeState(cache), tokens, position, run.rows.budgets, phase)
+    return state.cache, run.model.logits(hidden[:, -1])
 
 
 def restarted(cache: Any, start: Any) -> Any:
@@ -302,11 +298,12 @@ def contest(model: models.Decoder, contenders: dict[str, Contender], repetitions
         if not shared:
             shared.update(key=cache.key, value=cache.value)
         rest: list[Any] = [dataclasses.replace(cache, key=None, value=None)]  # type: ignore[arg-type]
-        projection = decoding.output_projection(model, own.policy)
+        projection = models.output_projection(model, own.policy)
+        given = dataclasses.replace(own.program.run, model=model, projection=projection)
 
         def run() -> Array:
             whole = dataclasses.replace(rest[0], **shared)
-            after, logits = own.program.run(model, whole, own.program.tokens, own.program.rows, projection)
+            after, logits = own.program.compiled(given, whole, own.program.tokens)
             shared.update(key=after.key, value=after.value)
             rest[0] = dataclasses.replace(after, key=None, value=None)
             return logits
@@ -341,8 +338,6 @@ def feed(model: models.Decoder, setting: Setting, prompt: int, steps: int = 16) 
         True
     """
     tokens = np.random.default_rng(0).integers(0, model.config.vocab_size, (setting.batch, prompt), np.int32)
-    block_step: Any = decoding._block_step
-    compiled = block_step._cache_size()
 
     def run(count: int, steps: int) -> tuple[float, float]:
         times = [time.perf_counter()]
@@ -355,4 +350,6 @@ def feed(model: models.Decoder, setting: Setting, prompt: int, steps: int = 16) 
         return first, statistics.median(rest)
 
     run(min(prompt, setting.block), steps)
-    return Fed(*run(prompt, steps), block_step._cache_size() - compiled)
+    with measure.compilations() as compiled:
+        times = run(prompt, steps)
+    return Fed(*times, len(compiled))

@@ -31,8 +31,11 @@ from benchmarks import measure
 from benchmarks.shapes import shape
 from benchmarks.targets import compiled, tpu_chips
 from evals import report
-from models import commands, decoding
-from models.decoder import SHARDING, parameter_shapes
+from models import commands, engine
+from models.parameters import SHARDING, parameter_shapes
+from models.plan import PAGE_SIZE, CheckedPrompt, Options, plan_run
+from models.sampling import Sampling
+from models.steps import Phase, Run, empty_state
 
 COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
 LEGEND = """Compiled, not timed: no TPU ran any of this. MiB of one chip. arrays: weights and cache, or what an
@@ -83,7 +86,7 @@ def _cache_attention(sizes: Sizes, tokens: int, statistic: str) -> tuple[Callabl
 
 
 def _paged_attention(sizes: Sizes, tokens: int, statistic: str) -> tuple[Callable[..., Any], Shapes]:
-    config, page = sizes.config, decoding.PAGE_SIZE
+    config, page = sizes.config, PAGE_SIZE
     B, K, most = sizes.batch, config.num_kv_heads, -(-(sizes.budget + tokens) // page)
     pages = B * K * most * config.num_layers
     pool = jax.ShapeDtypeStruct((pages, page, config.head_dim), jnp.bfloat16)
@@ -161,33 +164,28 @@ def lowered_programs(sizes: Sizes, policy: str, mesh: Mesh) -> Iterator[tuple[st
     }
     model: Any = models.Decoder(config, parameters)  # type: ignore[arg-type]
     chosen, lengths = kvjax.parse(policy), np.full(B, sizes.prompt, np.int32)
-    plan, rows = decoding._plan(
-        config, mesh, sizes.prompt, lengths, np.zeros(B, np.int32), chosen, sizes.budget, sizes.block, "block", 1, 0,
-        decoding.PAGE_SIZE, fit_prompt=False,
-    )  # fmt: skip
-    rows = jax.eval_shape(lambda: rows)
+    prompts = CheckedPrompt(np.zeros((B, sizes.prompt), np.int8), lengths, np.zeros(B, np.int32))
+    options = Options(chosen, sizes.budget, sizes.block, evict_every=1, fit_prompt=False)
+    plan, made = plan_run(model, prompts, options, None)
+    rows = jax.eval_shape(lambda: made)
     projection = jax.eval_shape(lambda m: models.output_projection(m, chosen), model)
-    key = jax.eval_shape(lambda: jax.random.key(0))
+    run = Run(model, rows, projection, None, plan)
     row, step = jax.ShapeDtypeStruct((B, sizes.block), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
     token, finished = jax.ShapeDtypeStruct((B,), jnp.int32), jax.ShapeDtypeStruct((B,), bool)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # the decoder places its cache when it makes it
-        empty = jax.jit(lambda m: decoding._empty_cache(m, plan, B)).lower(model)
+        empty = jax.jit(lambda r: empty_state(r, B)).lower(run)
     placed = empty.compile().output_shardings
-    cache = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), empty.out_info, placed)
+    state = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), empty.out_info, placed)
 
     def decode() -> tuple[jax.stages.Lowered, Any]:
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            program = decoding._token_step.lower(
-                model, cache, token, finished, rows, projection, key, step, chosen, 1, decoding.Sampling()
-            )
-        return program, (model, cache)
+            program = engine.token_step.lower(run, state, token, finished, None, step, Sampling())
+        return program, (model, state)
 
     def block() -> tuple[jax.stages.Lowered, Any]:
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            program = decoding._block_step.lower(
-                model, cache, row, row, rows.lengths, rows.budgets, projection, chosen, True
-            )
-        return program, (model, cache)
+            program = engine.block_step.lower(run, state, row, row, Phase(evicts=True))
+        return program, (model, state)
 
     yield "decode step", decode
     yield f"block of {sizes.block}", block

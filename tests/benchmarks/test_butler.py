@@ -31,7 +31,7 @@ def test_a_program_with_the_predictor_in_it_adds_what_is_counted_alone():
     T, one_layer = 64, models.Config(512, 128, 384, num_layers=1, num_heads=4, num_kv_heads=2, tie_embeddings=True)
     model = jax.eval_shape(
         lambda p: models.Decoder(one_layer, p),
-        {n: jax.ShapeDtypeStruct(s, jnp.float32) for n, s in models.decoder.parameter_shapes(one_layer).items()},
+        {n: jax.ShapeDtypeStruct(s, jnp.float32) for n, s in models.parameters.parameter_shapes(one_layer).items()},
     )
     predictor = jax.eval_shape(
         lambda p: Butler(PREDICTOR, p),
@@ -57,7 +57,7 @@ def test_floors_are_the_arrays_that_a_step_holds():
     assert floor.logits * PREDICTOR.predicted_layers == cache.importance_key.size
     own = sum(np.prod(shape) for shape in parameter_shapes(PREDICTOR).values())
     assert floor.network == own + cache.key.size + cache.value.size
-    sizes = {name: np.prod(shape) for name, shape in models.decoder.parameter_shapes(SMALL).items()}
+    sizes = {name: np.prod(shape) for name, shape in models.parameters.parameter_shapes(SMALL).items()}
     keys_and_values = 2 * SMALL.num_layers * SMALL.num_kv_heads * slots * SMALL.head_dim
     assert floor.rest + SMALL.num_layers * floor.layer == sum(sizes.values()) + keys_and_values
 

@@ -33,6 +33,7 @@ def test_without_kvpress_the_commands_that_make_its_environment_are_printed(pyth
         (["--budget", "64"], "--budget is 64; give at least 65"),
         (["--new-tokens", "1"], "--new-tokens is 1"),
         (["--shape", "gpt"], "there is no shape 'gpt'"),
+        (["--threads", "1,0"], "threads"),
     ],
     ids=str,
 )
@@ -50,7 +51,7 @@ def test_rows_hold_medians_ratios_and_the_first_token_that_differs():
     assert (second["prefill_ratio"], second["decode_ratio"]) == pytest.approx((2, 0.5))
     assert second["decode"]["milliseconds"] == pytest.approx(40) and second["decode"]["lowest"] == pytest.approx(30)
     assert (second["same_tokens"], second["tokens"]) == (2, 3)
-    assert "2 of 3" in peers.table([first, second])
+    assert "2 of 3" in peers.table([{"threads": 1, **row} for row in (first, second)])
 
 
 @pytest.mark.parametrize("side", peers.OURS)

@@ -1,13 +1,16 @@
 """Steps started as after a long prompt are the decoder's steps, on a cache that is what it says."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import models
 from benchmarks import measure, steps
 from benchmarks.shapes import SHAPES
-from models import decoding
+from models.steps import DecodeState, decode_phase, forward
 
 CONFIG = SHAPES["tiny"]
 EVICTING = steps.Setting(CONFIG, "h2o+caote", 16, block=8)
@@ -38,14 +41,17 @@ def test_a_full_cache_stands_in_order():
 
 def test_a_program_is_so_many_of_the_decoder_s_steps(model):
     program = steps.program("decode", EVICTING, 100, 3, free=FREE)
-    projection = decoding.output_projection(model, "h2o+caote")
+    projection = models.output_projection(model, "h2o+caote")
+    run = dataclasses.replace(program.run, model=model, projection=projection)
     make = lambda: steps.after_prompt(program.cache, 100, 16)  # noqa: E731
-    after, logits = program.run(model, make(), program.tokens, program.rows, projection)
-    cache, policy = make(), steps.shapes(EVICTING, 100).plan.policy
-    for step in range(3):
-        expected, cache = decoding._decode(
-            model, cache, program.tokens, jnp.zeros(1, bool), program.rows, projection, step + 1, policy, 1
-        )
+    after, logits = program.compiled(run, make(), program.tokens)
+    state = DecodeState(make())
+    for _ in range(3):
+        hidden, state = forward(
+            run, state, program.tokens[:, None], state.cache.next_position[:, None], run.rows.decode_budgets,
+            decode_phase(run.plan),
+        )  # fmt: skip
+    expected, cache = model.logits(hidden[:, 0]), state.cache
     np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-5)
     np.testing.assert_array_equal(after.position, make().position)  # started anew
     np.testing.assert_allclose(after.value, cache.value, rtol=1e-4, atol=1e-5)
@@ -59,7 +65,7 @@ def test_all_contenders_have_the_same_slots(policy):
 
 def test_one_program_serves_every_prompt_under_a_budget():
     shapes = [steps.shapes(EVICTING, prompt) for prompt in (100, 1_000_000)]
-    assert shapes[0].cache == shapes[1].cache and shapes[0].plan == shapes[1].plan
+    assert shapes[0].cache == shapes[1].cache and shapes[0].run.plan == shapes[1].run.plan
 
 
 def test_a_program_s_bytes_hold_weights_and_cache():
