@@ -20,8 +20,10 @@ DOCS = Path(__file__).resolve().parent
 RESULTS = DOCS / "results"
 sys.path.insert(0, str(DOCS.parent))
 
-from evals import claims, statistics  # noqa: E402
-from evals.running import RECENCY  # noqa: E402
+from evals import statistics  # noqa: E402
+from evals.evaluator import RECENCY  # noqa: E402
+from evals.experiments import claims  # noqa: E402
+from evals.verdicts import FAILS, HOLDS, OPEN, figures  # noqa: E402
 from models import commands  # noqa: E402
 
 SHOWN = 3  # policies that are named beside the best one
@@ -267,7 +269,7 @@ OUTPUT = ("through the output", "Through the output", "by values")
 SCORES = [
     Method("caote", CAOTE, "eq. 8 and 20", "kvjax/caote.py", of("CAOTE")),
     Method("fast_caote", CAOTE, "eq. 22", "kvjax/caote.py", against="fast_caote"),
-    Method("caote(through='output')", "ours", "eq. 8 behind W_O", "kvjax/caote.py", of("ours", *OUTPUT)),
+    Method("caote(target='output')", "ours", "eq. 8 behind W_O", "kvjax/caote.py", of("ours", *OUTPUT)),
     Method(
         "caote(rounds=r)", "ours", "exact for what the last round left", "kvjax/joint_eviction.py", of("ours", "rounds")
     ),
@@ -386,9 +388,9 @@ def verdicts(method: Method, all_claims: Sequence[dict[str, Any]]) -> str:
     if not count:
         return method.note
     words = (
-        (claims.HOLDS, "hold"),
-        (claims.FAILS, "do not"),
-        (claims.OPEN, "within noise"),
+        (HOLDS, "hold"),
+        (FAILS, "do not"),
+        (OPEN, "within noise"),
         ("saturated", "too easy or hard"),
     )
     parts = [f"{count[kind]} {word}" for kind, word in words if count[kind]]
@@ -410,10 +412,10 @@ def methods(chosen: Sequence[Method]) -> str:
 def decided() -> str:
     """Claims that came out clearly, those that fail first."""
     lines = ["| paper | claim | here | difference |", "| --- | --- | --- | --- |"]
-    clear = [claim for claim in judged() if claim["verdict"] != claims.OPEN and not claim.get("note")]
-    for claim in sorted(clear, key=lambda claim: (claim["verdict"] != claims.FAILS, claim["paper"])):
+    clear = [claim for claim in judged() if claim["verdict"] != OPEN and not claim.get("note")]
+    for claim in sorted(clear, key=lambda claim: (claim["verdict"] != FAILS, claim["paper"])):
         text = claim["claim"].replace("\n", " ")
-        lines.append(f"| {claim['paper']} | {text} | {claim['verdict']} | {claims.figures(claim)} |")
+        lines.append(f"| {claim['paper']} | {text} | {claim['verdict']} | {figures(claim)} |")
     return "\n".join(lines)
 
 

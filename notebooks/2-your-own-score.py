@@ -30,6 +30,10 @@ if "COLAB_RELEASE_TAG" in os.environ:  # only on Colab: install for the machine 
 
 import jax
 
+from models import commands
+
+commands.keep_compiled()  # for the next start
+
 print(f"{jax.device_count()} device(s): {jax.devices()[0].device_kind}")
 
 # %% [markdown]

@@ -57,7 +57,7 @@ from jax.sharding import Mesh, NamedSharding
 
 import kvjax
 import models
-from models.decoder import SHARDING, parameter_shapes
+from models.parameters import SHARDING, parameter_shapes
 
 if not MODEL:
     MODEL = str(Path(tempfile.mkdtemp()) / "small-llama")
