@@ -1,4 +1,4 @@
-"""What the tables and pictures of several evaluations share."""
+"""Holds what the tables and pictures of several evaluations share."""
 
 from __future__ import annotations
 

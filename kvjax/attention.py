@@ -278,7 +278,7 @@ def _attention(
 
 
 def _options(policy: Policy | None, context: Context) -> dict[str, Any]:
-    """Of the attention, over slots or pages."""
+    """Gives the arguments that attention over slots and over pages share."""
     return dict(
         statistics=() if policy is None else policy.needs.statistics,
         window=0 if policy is None else policy.needs.window,
@@ -298,7 +298,7 @@ def _ask(
     budget: Int[Array, "B"],
     context: Context,
 ) -> tuple[Evidence, Any]:
-    """What the policy says of some heads of a layer, and its new state."""
+    """Asks the policy about some heads of a layer; gives what it says, and its new state."""
     B, K = here.position.shape[:2]
     observation = Observation(
         columns=jax.tree.map(lambda column: column.reshape(B, K, -1, column.shape[-1]), columns),
@@ -328,7 +328,7 @@ def _ask(
 
 
 def _with_scores(evidence: Evidence, here: KVCache) -> Evidence:
-    """The evidence with the scores computed that were left to be computed."""
+    """Computes the scores that were left to be computed."""
     if not isinstance(evidence.scores, Weights):
         return evidence
     scores = joined(evidence.scores, jax.lax.stop_gradient(here.value), here.live, evidence.protected)
@@ -408,7 +408,7 @@ def _observe_pages(
 
 
 def _index(cache: Cache, context: Context) -> int | Int[Array, ""] | None:
-    """Which layer of a cache that stacks them; None where it is of one layer."""
+    """Finds the layer of a cache that stacks them; None where it is of one layer."""
     return context.layer if len(cache.heads_shape) == 3 else None
 
 

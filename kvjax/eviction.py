@@ -22,7 +22,7 @@ from kvjax.topk import keep_mask
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Evidence:
-    """What a policy says of the slots after a block: all that :func:`evict` has to know beside the budget.
+    """Holds what a policy says of the slots after a block: all that :func:`evict` has to know beside the budget.
 
     Attributes:
         scores: retention scores, ``+inf`` where a token is protected, shaped like the slots that they are about; or

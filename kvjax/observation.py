@@ -1,4 +1,4 @@
-"""What a layer's attention says of a block, in one direction: Context -> Observation -> Evidence.
+"""Carries what a layer's attention says of a block, in one direction: Context -> Observation -> Evidence.
 
 Context       what a layer offers beside its queries, keys and values; the caller fills it in
 Observation   what a score may read of a block, after its tokens were inserted; `observe` fills it in
@@ -35,7 +35,7 @@ def _static(default: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Needs:
-    """What a score or a link reads of an observation, so that nothing else is computed; ``a | b`` reads both.
+    """Names what a score or a link reads of an observation, so that nothing else is computed; ``a | b`` reads both.
 
     Attributes:
         statistics: the column statistics (``kernels_pallas.STATISTICS``).
@@ -106,7 +106,7 @@ class Context:
 
 
 class Observation(NamedTuple):
-    """What a score may read of one block in one layer, after its T tokens were inserted.
+    """Holds what a score may read of one block in one layer, after its T tokens were inserted.
 
     ``columns`` are the block's attention statistics that the policy needs, as ``[B, K, G, S]`` (a group's own as
     ``[B, K, 1, S]``); ``query`` and ``key`` are rotated; ``query_position`` is -1 for padding; ``position`` is -1
@@ -128,17 +128,17 @@ class Observation(NamedTuple):
 
     @property
     def live(self) -> Array:
-        """Which slots hold a token, bool ``[B, K, S]``."""
+        """Says which slots hold a token, bool ``[B, K, S]``."""
         return self.position >= 0
 
     @property
     def layer(self) -> int | Int[Array, ""]:
-        """The layer's number, 0 where none was given."""
+        """Gives the layer's number, 0 where none was given."""
         return 0 if self.context.layer is None else self.context.layer
 
     @property
     def compressed(self) -> bool:
-        """Whether the context was compressed before this block."""
+        """Says whether the context was compressed before this block."""
         known = self.context.compressed
         return self.query.shape[1] == 1 if known is None else known
 

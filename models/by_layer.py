@@ -58,7 +58,7 @@ class Layer(NamedTuple):
 
 
 def runs_by_layer(run: Run, key: Array | None = None) -> bool:
-    """Whether the host calls the layers: large ones, on one CPU, and outside of other people's jit, grad and vmap."""
+    """Says whether the host calls the layers: large ones, on one CPU, outside of other people's jit, grad and vmap."""
     # Under jit the run's lengths are traced even where its model is not.
     leaves = jax.tree.leaves((run, key))
     if not all(isinstance(leaf, jax.Array) for leaf in leaves) or not is_known(*leaves):
@@ -71,7 +71,7 @@ def runs_by_layer(run: Run, key: Array | None = None) -> bool:
 
 
 class LayerSteps:
-    """The steps of a run, each a call of every layer."""
+    """Takes the steps of a run, each a call of every layer."""
 
     def __init__(self, run: Run):
         self.run = run
@@ -91,7 +91,7 @@ class LayerSteps:
         return self._run(state, tokens, x, block, phase)
 
     def shrink(self, state: DecodeState) -> DecodeState:
-        """What :func:`models.steps.shrink` does."""
+        """Shrinks the cache as :func:`models.steps.shrink` does, layer by layer where it can."""
         plan, cache = self.run.plan, state.cache
         if plan.when != "prompt" or (not plan.pages and plan.slots == plan.prompt_slots):
             return state
@@ -145,7 +145,7 @@ class LayerSteps:
 
 
 def _layers(run: Run) -> tuple[Layer, ...]:
-    """The model's layers one by one: views of the stacked arrays, which take no memory of their own on a CPU."""
+    """Takes the model's layers apart: views of the stacked arrays, which take no memory of their own on a CPU."""
     config = run.model.config
     windows = sliding_windows(config)
     whole = {name: np.asarray(array) for name, array in run.model.layers.arrays().items()}

@@ -305,7 +305,7 @@ def _prepare(
     butler: Butler | None,
     all_logits: bool = False,
 ) -> tuple[Run, Prompt]:
-    """Checks a run's arguments; what it is made of, and its prompts in blocks."""
+    """Checks a run's arguments; gives what it is made of, and its prompts in blocks."""
     given = check_prompt(model, tokens, lengths, question)
     plan, rows = plan_run(model, given, options, butler)
     if plan.selection is not None:
@@ -442,7 +442,7 @@ _last = jax.jit(_newest)
 
 
 class _ProgramSteps:
-    """The steps of a run, each one compiled program; :class:`models.by_layer.LayerSteps` is its like for a CPU."""
+    """Takes the steps of a run, each one compiled program; on a CPU, ``by_layer.LayerSteps`` may stand in."""
 
     def __init__(self, run: Run):
         self.run = run

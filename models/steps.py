@@ -67,7 +67,7 @@ class LayerCaches:
 
     @property
     def live(self) -> Array:
-        """Which slots hold a token, bool ``[L, B, K, S]``."""
+        """Says which slots hold a token, bool ``[L, B, K, S]``."""
         return self.position >= 0
 
     @property
