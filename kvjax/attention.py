@@ -23,6 +23,7 @@ from kvjax.observation import Context, Observation, Weights
 from kvjax.paged import PagedCache, pages_for, write_layer
 from kvjax.policy import Policy, check_budget, joined, mark_protected, policy_of, update_scores
 from kvjax.rotary import move
+from kvjax.window import join, observed
 
 Budget = int | Int[Array, ""] | Int[Array, "B"]
 
@@ -185,7 +186,8 @@ def _check_room(cache: Cache, policy: Policy, budget: np.ndarray, entering: int)
             f"head: make it with {held + entering}, or give a smaller budget or block."
         )
     if isinstance(cache, PagedCache):
-        needed = pages_for(layers * K * int(np.sum(budget + entering)), layers * B * K, cache.page_size)
+        heads = layers * K  # those of other rows have no pages to give
+        needed = sum(pages_for(heads * int(row + entering), heads, cache.page_size) for row in budget)
         if needed > cache.owner.shape[0]:
             raise ValueError(
                 f"{layers * B * K} heads may hold {np.mean(budget):g} tokens each on average when {entering} more come "
@@ -218,7 +220,7 @@ def _observe(
             "Context(frequency=...), or take positions='absolute' for a model without rotary positions."
         )
     if policy is not None:
-        _check_policy(policy, cache, N // K)
+        check_policy(policy, cache, N // K)
     if context.frequency is not None:
         context = dataclasses.replace(context, frequency=jax.lax.stop_gradient(context.frequency))
     if cache.positions == "index":
@@ -280,7 +282,7 @@ def _attention(
 def _options(policy: Policy | None, context: Context) -> dict[str, Any]:
     """Gives the arguments that attention over slots and over pages share."""
     return dict(
-        statistics=() if policy is None else policy.needs.statistics,
+        statistics=() if policy is None else policy.needs.statistics | observed(policy.needs.statistics),
         window=0 if policy is None else policy.needs.window,
         sliding_window=context.sliding_window,
         scale=context.scale,
@@ -300,8 +302,14 @@ def _ask(
 ) -> tuple[Evidence, Any]:
     """Asks the policy about some heads of a layer; gives what it says, and its new state."""
     B, K = here.position.shape[:2]
+    entered = jnp.sum(position >= 0, axis=1, dtype=jnp.int32)
+    columns = jax.tree.map(lambda column: column.reshape(B, K, -1, column.shape[-1]), columns)
+    remembered = here.state
+    if observed(policy.needs.statistics):
+        window, remembered = here.state
+        columns, window = jax.lax.stop_gradient(join(window, columns, entered, policy.needs.window))
     observation = Observation(
-        columns=jax.tree.map(lambda column: column.reshape(B, K, -1, column.shape[-1]), columns),
+        columns=columns,
         query=query,
         query_position=position,
         key=here.key,
@@ -313,13 +321,15 @@ def _ask(
         context=context,
     )
     # Which tokens stay is a choice, not a function to differentiate: gradients flow through the attention alone.
-    state, observation = jax.lax.stop_gradient((here.state, mark_protected(policy, observation)))
+    state, observation = jax.lax.stop_gradient((remembered, mark_protected(policy, observation)))
     scores, new = update_scores(policy, state, observation)
-    state = jax.tree.map(lambda leaf, old: leaf.astype(old.dtype), new, state)  # float64 inputs would widen it
+    if observed(policy.needs.statistics):
+        new = (window, new)
+    state = jax.tree.map(lambda leaf, old: leaf.astype(old.dtype), new, here.state)  # float64 inputs would widen it
     measure = policy.allocation.measure
     evidence = Evidence(
         scores,
-        entered=jnp.sum(position >= 0, axis=1, dtype=jnp.int32),
+        entered=entered,
         protected=observation.protected,
         measured=None if measure is None else measure(observation),
         allocation=policy.allocation,
@@ -412,7 +422,7 @@ def _index(cache: Cache, context: Context) -> int | Int[Array, ""] | None:
     return context.layer if len(cache.heads_shape) == 3 else None
 
 
-def _check_policy(policy: Policy, cache: Cache, G: int) -> None:
+def check_policy(policy: Policy, cache: Cache, G: int) -> None:
     """Refuses a policy that the cache was not made for."""
     if policy.positions not in ("absolute", cache.positions):
         raise ValueError(
@@ -425,11 +435,11 @@ def _check_policy(policy: Policy, cache: Cache, G: int) -> None:
             f"{cache.positions!r}; make it with positions='absolute'."
         )
     B, K = cache.heads_shape[-2:]
-    made = jax.eval_shape(lambda: policy.init(B, K, G, 1, cache.key.shape[-1]))
+    made = jax.eval_shape(lambda: policy.state(B, K, G, 1, cache.key.shape[-1]))
     expected: Any = jax.tree.structure(made)
     if expected != jax.tree.structure(cache.state):
         raise ValueError(
-            f"the cache's state is not that of {policy.name!r}; make the cache with state=policy.init(B, K, G, S, D)."
+            f"the cache's state is not that of {policy.name!r}; make the cache for this policy, with kvjax.empty_cache."
         )
 
     def check(wanted: Any, given: Any) -> None:
@@ -440,8 +450,7 @@ def _check_policy(policy: Policy, cache: Cache, G: int) -> None:
         if given.shape != shape:
             raise ValueError(
                 f"the cache's state has an array of shape {given.shape}, where {policy.name!r} has {shape} in this "
-                "cache; make the cache with state=policy.init(B, K, G, S, D), stacked once for each layer where the "
-                "cache stacks them."
+                "cache; make the cache with kvjax.empty_cache."
             )
 
     jax.tree.map(check, made, cache.state, is_leaf=lambda leaf: isinstance(leaf, HeadState))

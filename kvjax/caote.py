@@ -10,7 +10,7 @@ from kvjax.checks import check_count
 from kvjax.eviction_error import score as eviction_error
 from kvjax.joint_eviction import joint_score
 from kvjax.observation import Needs, Observation, Weights
-from kvjax.policy import Policy, Scores, no_state, register
+from kvjax.policy import Moments, Policy, Scores, no_state, register
 from kvjax.projection import OutputProjection
 from kvjax.transforms import shares
 
@@ -123,6 +123,7 @@ def _caote(
         needs_nonnegative=True,
         nonnegative=rounds == 1,
         comparable=rounds == 1,
+        published=Moments("block", 1, "arXiv 2504.14051, section 2: after each block of the prompt and each new token"),
     )
 
 

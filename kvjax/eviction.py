@@ -17,6 +17,7 @@ from kvjax.insertion import Cache
 from kvjax.observation import Weights
 from kvjax.paged import PagedCache, release, write_layer
 from kvjax.topk import keep_mask
+from kvjax.window import begin_anew
 
 
 @jax.tree_util.register_dataclass
@@ -81,7 +82,8 @@ def evict(
 ) -> Cache:
     """Frees the slots of all but the best tokens. Keys and values stay where they are.
 
-    A paged cache gives back the pages that its heads no longer need; the tokens left in those move.
+    A paged cache gives back the pages that its heads no longer need; the tokens left in those move. Where a policy
+    observes a window of queries, those that come next are a new window's first.
 
     Args:
         scores: retention scores, larger = keep, shaped like ``cache.position`` (one layer of it with ``layer``). Free
@@ -121,6 +123,8 @@ def evict(
             raise ValueError(f"{allocation!r} is not an allocation; give one of kvjax.allocation, or its short name.")
         evidence = Evidence(real_array("scores", scores), jnp.zeros_like(cache.next_position), allocation=allocation)
     position = _positions_of(cache, layer, evidence.allocation)
+    evicted = evidence.entered > 0 if isinstance(scores, Evidence) else jnp.ones(cache.next_position.shape, bool)
+    cache = dataclasses.replace(cache, state=begin_anew(cache.state, evicted, layer))
     if isinstance(evidence.scores, Weights):
         kept = caote_topk(
             evidence.scores.weights,

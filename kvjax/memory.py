@@ -107,7 +107,7 @@ def memory(
 
 def _state_bytes(policy: Policy, G: int, D: int) -> tuple[int, int]:
     """What a policy remembers of a slot, and of a head."""
-    state = jax.eval_shape(lambda: policy.init(1, 1, G, 1, D))
+    state = jax.eval_shape(lambda: policy.state(1, 1, G, 1, D))
     leaves = jax.tree.leaves(state, is_leaf=lambda leaf: isinstance(leaf, HeadState))
 
     def size(leaf) -> int:

@@ -26,6 +26,7 @@ from kvjax.eviction_error import score as eviction_error
 from kvjax.names import called, registered
 from kvjax.observation import Needs, Observation, Weights
 from kvjax.topk import share_of
+from kvjax.window import Window, observed
 
 PyTree = Any
 Heads = Literal["group", "layer", "query"]
@@ -42,6 +43,19 @@ class Protection(NamedTuple):
         """Both as numbers of tokens under a budget (an int, or an array of one a row); shares are rounded down."""
         sinks, recent = (x if isinstance(x, int) else share_of(x, budget) for x in map(plain, self))
         return sinks, recent
+
+
+class Moments(NamedTuple):
+    """When a paper evicts.
+
+    ``prompt``: after every "block" of the prompt, or once, when the whole "prompt" is in. ``decode``: at every step
+    (1) or never (0). ``source``: where that stands. ``final``: what is chosen once stays for good.
+    """
+
+    prompt: Literal["block", "prompt"]
+    decode: int
+    source: str
+    final: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +79,7 @@ class Policy:
         heads: who has one set of tokens: each query "group", all heads of a "layer", or each "query" head alone.
         positions: how the cache rotates its keys; see :class:`kvjax.KVCache`.
         allocation: who gets how many slots.
+        published: when its paper evicts; a chain goes by the last of its links that says so. None where no paper does.
     """
 
     name: str
@@ -80,9 +95,20 @@ class Policy:
     heads: Heads = "group"
     positions: Positions = "absolute"
     allocation: Allocation = UNIFORM
+    published: Moments | None = None
 
     def __str__(self) -> str:
         return self.name
+
+    def state(self, B: int, K: int, G: int, S: int, D: int) -> PyTree:
+        """Makes what a cache of B rows, K heads of G query heads, and S slots of D numbers remembers: zeros.
+
+        It is what the links remember and, beside it, what :class:`kvjax.window.Window` does where a policy observes
+        a window of queries.
+        """
+        links = self.init(B, K, G, S, D)
+        names = observed(self.needs.statistics)
+        return (Window.init(names, B, K, G, S), links) if names else links
 
     def __matmul__(self, allocation: Allocation | str) -> Policy:
         """The policy with another allocation, as ``@`` in a short name."""
@@ -116,6 +142,7 @@ def base_score(
     projections: tuple[str, ...] = (),
     rotary: bool = False,
     nonnegative: bool = True,
+    published: Moments | None = None,
 ) -> Policy:
     """A stateless base score from a function of the observation: all that most published scores need.
 
@@ -128,6 +155,7 @@ def base_score(
         projections: what it reads of the layer's output projection (``kvjax.projection.KINDS``).
         rotary: whether it reads the rotary frequencies.
         nonnegative: whether the scores are never below 0, so that ``caote`` may follow.
+        published: when its paper evicts.
 
     Example:
         >>> import jax.numpy as jnp
@@ -147,6 +175,7 @@ def base_score(
         protections=() if protection is None else (protection,),
         base=True,
         nonnegative=nonnegative,
+        published=published,
     )
 
 
@@ -225,6 +254,7 @@ def chain(*links: Policy) -> Policy:
         comparable=comparable,
         heads=heads.pop(),
         positions=positions.pop(),
+        published=next((link.published for link in reversed(links) if link.published is not None), None),
     )
 
 

@@ -12,7 +12,7 @@ from kvjax.cache import Positions, nth_true
 from kvjax.checks import MOST
 from kvjax.names import check_number
 from kvjax.observation import Needs, Observation
-from kvjax.policy import Policy, Protection, Scores, no_state, register, unchanged
+from kvjax.policy import Moments, Policy, Protection, Scores, no_state, register, unchanged
 from kvjax.topk import best_of_rows, rank, share_of
 
 
@@ -106,6 +106,7 @@ def critical(*, safe: float = 0.5, epsilon: float = 1e-4) -> Policy:
         needs=Needs(projections=frozenset({"weight"})),
         needs_nonnegative=True,
         nonnegative=True,
+        published=Moments("prompt", 0, "arXiv 2502.03805: after the prompt, before generation"),
     )
 
 

@@ -1,0 +1,104 @@
+"""The observation window where queries come one by one: statistics of all queries since the last eviction.
+
+A block with as many queries as the window speaks for itself. A decode step has one, by which no method that observes a
+window should judge; so the statistics of the steps are kept, and joined, until somebody evicts by them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from kernels_pallas import ColumnStatistics
+from kvjax.cache import HeadState
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """What the queries since the last eviction said of each slot.
+
+    ``queries`` counts them, ``[*L, B, K]``. ``columns`` are their statistics by name, an array ``[*L, B, K, S]`` per
+    query head; they count for nothing where ``queries`` is 0.
+    """
+
+    queries: HeadState
+    columns: dict[str, tuple[Float[Array, "*L B K S"], ...]]
+
+    @classmethod
+    def init(cls, names: frozenset[str], B: int, K: int, G: int, S: int) -> Window:
+        """Makes an empty one for the statistics of these names."""
+        columns = {
+            name: tuple(jnp.zeros((B, K, S), jnp.float32) for _ in range(1 if name == "window_group_square" else G))
+            for name in sorted(names)
+        }
+        return cls(HeadState(jnp.zeros((B, K), jnp.int32)), columns)
+
+
+def observed(names: frozenset[str]) -> frozenset[str]:
+    """Picks the statistics that are observed in a window, and what joining them takes."""
+    # The variances of two groups of queries are joined by way of their means.
+    more = {"window_mean"} if "window_variance" in names else set()
+    return frozenset(name for name in names if name.startswith("window_")) | more
+
+
+def join(
+    window: Window, columns: ColumnStatistics, entered: Int[Array, "B"], size: int
+) -> tuple[ColumnStatistics, Window]:
+    """Joins the statistics of a block with those of the queries before it, since the last eviction.
+
+    A row with ``size`` queries in the block takes the block's alone; one without any keeps what it had, to the bit.
+
+    Args:
+        columns: the block's, ``[B, K, G, S]``.
+        entered: how many queries each row has in the block.
+        size: of the observation window.
+
+    Returns:
+        The statistics as scores read them, and what is kept.
+    """
+    before = window.queries.value
+    new = jnp.minimum(entered, size)[:, None]
+    alone = (before == 0) | (new >= size)
+    count = jnp.where(alone, new, before + new)
+    old = {name: jnp.stack(parts, axis=2) for name, parts in window.columns.items()}
+    now = {name: getattr(columns, name) for name in old}
+    counts = jnp.broadcast_arrays(before, new, jnp.maximum(count, 1))
+    m, n, both = (x.astype(jnp.float32)[:, :, None, None] for x in counts)
+
+    def together(name: str) -> Array:
+        if name == "window_mean":
+            return (m * old[name] + n * now[name]) / both
+        if name == "window_variance":  # Chan et al., "Updating formulae and a pairwise algorithm", 1979
+            between = (now["window_mean"] - old["window_mean"]) ** 2 * (m * n / both)
+            deviations = old[name] * jnp.maximum(m - 1, 0) + now[name] * jnp.maximum(n - 1, 0) + between
+            return deviations / jnp.maximum(both - 1, 1)
+        return old[name] + now[name]
+
+    def chosen(name: str) -> Array:
+        joined = jnp.where(alone[:, :, None, None], now[name], together(name))
+        return jnp.where((new == 0)[:, :, None, None] & (before > 0)[:, :, None, None], old[name], joined)
+
+    joined = {name: chosen(name) for name in old}
+    kept = {name: tuple(jnp.moveaxis(column, 2, 0)) for name, column in joined.items()}
+    return columns._replace(**joined), Window(HeadState(count), kept)
+
+
+def begin_anew(state: Any, rows: Bool[Array, "B"], layer: int | Int[Array, ""] | None = None) -> Any:
+    """Forgets, in a cache's state, the queries of rows that have just been evicted from, in one layer or in all."""
+
+    def forget(part: Any) -> Any:
+        if not isinstance(part, Window):
+            return part
+        queries = part.queries.value
+        if layer is None:
+            queries = jnp.where(rows[:, None], 0, queries)
+        else:
+            queries = queries.at[layer].set(jnp.where(rows[:, None], 0, queries[layer]))
+        return dataclasses.replace(part, queries=HeadState(queries))
+
+    return jax.tree.map(forget, state, is_leaf=lambda part: isinstance(part, Window))
