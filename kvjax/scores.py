@@ -1,4 +1,7 @@
-"""Base scores: what the papers say a token is worth. What changes scores stands in transforms.py and caote.py."""
+"""Base scores: what the papers say a token is worth by the attention that it gets, or by nothing but its place.
+
+Those that read keys and values alone stand in scores_of_keys.py, what changes scores in transforms.py and caote.py.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from kvjax.checks import check_count
 from kvjax.names import check_number
 from kvjax.observation import Needs, Observation, Prediction
 from kvjax.policy import (
+    Moments,
     Policy,
     Protection,
     Scores,
@@ -24,7 +28,7 @@ from kvjax.policy import (
     register,
 )
 from kvjax.rotary import rotate, turn
-from kvjax.transforms import check_kernel, check_protected, entered_slots, pooled, put, rounded
+from kvjax.transforms import check_kernel, check_protected, entered_slots, pooled, put
 
 
 @register
@@ -41,8 +45,9 @@ def h2o(*, accumulate: bool = True) -> Policy:
         >>> kvjax.h2o().needs.statistics
         frozenset({'sum'})
     """
+    published = Moments("block", 1, "arXiv 2306.14048: at every step the least heavy token leaves")
     if not accumulate:
-        return base_score("h2o", lambda o: o.columns.sum, statistics=("sum",))
+        return base_score("h2o", lambda o: o.columns.sum, statistics=("sum",), published=published)
 
     # An array a query head of the group: with the group as last axis a TPU would pad each slot to 128 numbers.
     def init(B: int, K: int, G: int, S: int, D: int) -> tuple[Array, ...]:
@@ -52,7 +57,8 @@ def h2o(*, accumulate: bool = True) -> Policy:
         state = tuple(sums + o.columns.sum[:, :, g] for g, sums in enumerate(state))
         return jnp.stack(state, axis=2), state
 
-    return Policy("h2o", init, update, Needs(frozenset({"sum"})), base=True, nonnegative=True)
+    needs = Needs(frozenset({"sum"}))
+    return Policy("h2o", init, update, needs, base=True, nonnegative=True, published=published)
 
 
 @register
@@ -76,6 +82,7 @@ def tova(*, heads: Literal["group", "layer"] = "group") -> Policy:
         base=True,
         nonnegative=True,
         heads=heads,
+        published=Moments("block", 1, "arXiv 2401.06104: at every step the token of the lowest attention leaves"),
     )
 
 
@@ -99,7 +106,14 @@ def snapkv(*, window: int = 32, kernel: int = 5, pooling: Literal["avg", "max"] 
     def score(o: Observation) -> Scores:
         return _pooled_before(o.columns.window_mean, o, window, kernel, pooling)
 
-    return base_score("snapkv", score, statistics=("window_mean",), window=window, protection=Protection(recent=window))
+    return base_score(
+        "snapkv",
+        score,
+        statistics=("window_mean",),
+        window=window,
+        protection=Protection(recent=window),
+        published=Moments("prompt", 0, "arXiv 2404.14469: compresses the prompt, before generation"),
+    )
 
 
 @register
@@ -113,7 +127,12 @@ def streaming(*, sinks: int = 4) -> Policy:
     """
     check_protected("streaming", "sinks", sinks)
     protection = Protection(sinks=sinks)
-    return base_score("streaming", lambda o: o.position[:, :, None].astype(jnp.float32), protection=protection)
+    return base_score(
+        "streaming",
+        lambda o: o.position[:, :, None].astype(jnp.float32),
+        protection=protection,
+        published=Moments("block", 1, "arXiv 2309.17453: a rolling cache"),
+    )
 
 
 @register
@@ -171,6 +190,9 @@ def sage(
         base=True,
         nonnegative=True,
         heads=heads,
+        published=Moments(
+            "prompt", 1, "arXiv 2503.08879: one selection after the prompt, then a rolling window", final=True
+        ),
     )
 
 
@@ -220,6 +242,7 @@ def laprox(
         window=window,
         protection=Protection(recent=window),
         projections=("gram",) if target == "output" else (),
+        published=Moments("prompt", 0, "arXiv 2605.07234, appendix: once after the prefilling phase"),
     )
 
 
@@ -254,6 +277,7 @@ def cake(*, window: int = 32, kernel: int = 5, gamma: float = 200.0) -> Policy:
         statistics=("window_mean", "window_variance"),
         window=window,
         protection=Protection(recent=window),
+        published=Moments("prompt", 0, "arXiv 2503.12491: while the prompt is prefilled"),
     )
 
 
@@ -289,6 +313,7 @@ def lava(*, window: int = 32, kernel: int = 7) -> Policy:
         statistics=("window_mean",),
         window=window,
         protection=Protection(recent=window),
+        published=Moments("prompt", 0, "arXiv 2509.09754: while the prompt is prefilled"),
     )
 
 
@@ -352,6 +377,7 @@ def expected_attention(
         init,
         update,
         protections=(Protection(sinks=sinks),),
+        published=Moments("prompt", 0, "arXiv 2510.00636, as in kvpress: the prompt is compressed, before generation"),
         needs=Needs(rotary=True),
         base=True,
         nonnegative=True,
@@ -436,47 +462,6 @@ def fit_predictor(policy: Policy, dim: int) -> Policy:
     if name not in (butler().name, fitted.name):
         raise ValueError(f"{policy.name!r} was made for another predictor: this one's keys have a width of {dim}.")
     return allocated(chain(fitted, *others), policy.allocation)
-
-
-@register
-def keydiff() -> Policy:
-    """KeyDiff: minus the cosine between a key and the mean direction of the head's keys (arXiv 2504.15364).
-
-    Example:
-        >>> import kvjax
-        >>> kvjax.keydiff().nonnegative
-        False
-    """
-
-    def score(o: Observation) -> Scores:
-        key = jnp.where(o.live[..., None], o.key.astype(jnp.float32), 0)  # stale keys must not enter the mean
-        direction = _unit(key)
-        count = jnp.maximum(jnp.sum(o.live, axis=2), 1).astype(direction.dtype)
-        mean = jnp.sum(direction, axis=2, keepdims=True) / count[..., None, None]
-        return -jnp.sum(direction * _unit(mean), axis=-1)[:, :, None]
-
-    return base_score("keydiff", score, nonnegative=False)
-
-
-@register
-def key_norm() -> Policy:
-    """Minus the norm of the key: small keys draw attention (arXiv 2406.11430).
-
-    Equal tokens have keys of one length in layer 0, and a norm over queries and keys makes all alike. Norms are
-    therefore rounded to 12 bits behind the leading one: those that differ by less, as by the rounding of a rotation or
-    of a sum, tie, and the more recent token stays whatever the blocks. Keys that differ by more from one size of block
-    to another, as products of matrices may in bfloat16 or on a TPU, can still be chosen differently.
-
-    Example:
-        >>> import kvjax
-        >>> str(kvjax.parse("key_norm+normalise+caote"))
-        'key_norm+normalise+caote'
-    """
-    return base_score(
-        "key_norm",
-        lambda o: -rounded(jnp.linalg.norm(o.key.astype(jnp.float32), axis=-1))[:, :, None],
-        nonnegative=False,
-    )
 
 
 @register
@@ -595,9 +580,3 @@ def _turned_back(o: Observation, frequency: Float[Array, "rows half"], future: i
     cos, sin = (jnp.mean(wave(angle), axis=1)[:, None, None] for wave in (jnp.cos, jnp.sin))
     key = jnp.where(o.live[..., None], o.key.astype(jnp.float32), 0)
     return rotate(key, cos, -sin)
-
-
-def _unit(x: Float[Array, "*shape D"]) -> Float[Array, "*shape D"]:
-    """Each vector divided by its length; 0 stays 0."""
-    length = jnp.linalg.norm(x, axis=-1, keepdims=True)
-    return x / jnp.where(length > 0, length, 1)

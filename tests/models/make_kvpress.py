@@ -46,9 +46,12 @@ NOISE = 1e-4
 SNAPKV = {"window_size": 16, "kernel_size": 5}
 EXPECTED = {"n_future_positions": 512, "n_sink": 4, "use_covariance": True, "use_vnorm": True, "epsilon": 0.0}
 CRITICAL = {"epsilon": 1e-4, "first_stage_ratio": 0.5}
+CUR = {"num_sinks": 4, "leverage_type": "kv_product", "use_local_approximation": True, "local_window_size": 16}
+# Behind 4 sinks, 8 partitions of 12 are scored by their ranks, and 20 tokens stay: 40 and 64 take whole ranks of each.
+LAG = {"n_sink": 4, "lag_size": 12, "cross_scoring": False}
 
-# name -> (class, its settings, the settings of the SnapKVPress inside it or None)
-PRESSES: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
+Press = tuple[str, dict[str, Any], dict[str, Any] | None]  # class, settings, those of the SnapKVPress inside it or None
+PRESSES: dict[str, Press] = {
     "observed": ("ObservedAttentionPress", {}, None),
     "tova": ("TOVAPress", {}, None),
     "snapkv": ("SnapKVPress", SNAPKV, None),
@@ -57,6 +60,11 @@ PRESSES: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
     "streaming": ("StreamingLLMPress", {"n_sink": 4}, None),
     "expected": ("ExpectedAttentionPress", EXPECTED, None),
     "expected_mean": ("ExpectedAttentionPress", EXPECTED | {"use_covariance": False, "use_vnorm": False}, None),
+    "curdkv": ("CURPress", CUR, None),
+    "curdkv_mean": ("CURPress", CUR | {"leverage_type": "kv_avg"}, None),
+    "curdkv_key": ("CURPress", CUR | {"leverage_type": "key", "use_local_approximation": False}, None),
+    "lagkv": ("LagKVPress", LAG, None),
+    "lagkv_cross": ("LagKVPress", LAG | {"cross_scoring": True}, None),
     # 40 tokens are too few for beta 20 and window 16, and kvpress falls back to the same number a layer; 64 are not.
     "pyramidkv": ("PyramidKVPress", SNAPKV | {"beta": 20}, None),
     "pyramidkv_w8_b4": ("PyramidKVPress", {"window_size": 8, "kernel_size": 5, "beta": 4}, None),
@@ -71,13 +79,13 @@ MASKING = ("AdaKVPress", "CriticalAdaKVPress")
 DEPENDS_ON_BUDGET = ("StreamingLLMPress", "CriticalKVPress")
 
 
-def make_press(name: str, kept: int) -> Any:
+def make_press(press: Press, length: int, kept: int) -> Any:
     import kvpress
     from kvpress.utils import compute_n_kept
 
-    ratio = (T - kept) / T
-    assert compute_n_kept(T, ratio) == kept, (ratio, compute_n_kept(T, ratio))
-    kind, settings, inner = PRESSES[name]
+    ratio = (length - kept) / length
+    assert compute_n_kept(length, ratio) == kept, (ratio, compute_n_kept(length, ratio))
+    kind, settings, inner = press
     if inner is None:
         return getattr(kvpress, kind)(compression_ratio=ratio, **settings)
     return getattr(kvpress, kind)(press=kvpress.SnapKVPress(compression_ratio=ratio, **inner), **settings)
@@ -104,17 +112,17 @@ def make_model(seed: int) -> Any:
     return model
 
 
-def run(model: Any, tokens: Any, name: str, kept: int, noise: Any = None) -> tuple[Any, Any]:
+def run(model: Any, tokens: Any, which: Press, kept: int, noise: Any = None) -> tuple[Any, Any]:
     """Which positions stay and the scores, both [L, K, T]; ``noise`` draws what the base scores are changed by."""
     import torch
     import transformers
 
-    kind, _, inner = PRESSES[name]
-    press = make_press(name, kept)
+    kind, _, inner = which
+    press = make_press(which, tokens.shape[1], kept)
     scored: list[Any] = []
 
-    def listen(scorer: Any, record: bool, noise: Any) -> None:
-        original = scorer.score
+    def listen(scorer: Any, record: bool, noise: Any, method: str = "score") -> None:
+        original = getattr(scorer, method)
 
         def score(*arguments: Any, **keywords: Any) -> Any:
             scores = original(*arguments, **keywords)
@@ -124,10 +132,13 @@ def run(model: Any, tokens: Any, name: str, kept: int, noise: Any = None) -> tup
                 scores = scores + NOISE * (scores.abs() + 1e-2 * scores.abs().max()) * noise(scores.shape)
             return scores
 
-        scorer.score = score
+        setattr(scorer, method, score)
 
     if kind == "CriticalKVPress":
         listen(press.press, False, noise)
+        listen(press, True, None)
+    elif kind == "LagKVPress":  # its scores are ranks, of what is changed here
+        listen(press, False, noise, "_get_states_score")
         listen(press, True, None)
     else:
         listen(press if inner is None else press.press, True, noise)
@@ -173,10 +184,10 @@ def is_stable(model: Any, tokens: Any, seed: int) -> bool:
     import torch
 
     random = torch.Generator().manual_seed(seed)
-    for name, kept in itertools.product(PRESSES, KEPT):
-        expected, _ = run(model, tokens, name, kept)
+    for (name, press), kept in itertools.product(PRESSES.items(), KEPT):
+        expected, _ = run(model, tokens, press, kept)
         for _ in range(4):
-            noisy, _ = run(model, tokens, name, kept, lambda shape: 2 * torch.rand(shape, generator=random) - 1)
+            noisy, _ = run(model, tokens, press, kept, lambda shape: 2 * torch.rand(shape, generator=random) - 1)
             if (noisy != expected).any():
                 print(f"seed {seed}: {name} at {kept} hangs on a rounding")
                 return False
@@ -208,11 +219,12 @@ def main() -> None:
         "output_norms": output_norms(model, tokens),
     }
     presses: dict[str, Any] = {}
-    for name, (kind, settings, inner) in PRESSES.items():
+    for name, press in PRESSES.items():
+        kind, settings, inner = press
         presses[name] = {"press": kind, "settings": settings} | ({"base": ["SnapKVPress", inner]} if inner else {})
         presses[name]["kept"] = {}
         for kept in KEPT:
-            mask, scores = run(model, tokens, name, kept)
+            mask, scores = run(model, tokens, press, kept)
             arrays[f"{name}/{kept}/kept"] = mask
             arrays[f"{name}/{kept}/scores" if kind in DEPENDS_ON_BUDGET else f"{name}/scores"] = scores
             presses[name]["kept"][kept] = mask.sum(-1).tolist()

@@ -1,0 +1,187 @@
+"""CurDKV and LagKV against their definitions in NumPy: any slots, with holes, in any order."""
+
+from __future__ import annotations
+
+import functools
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from tests.kvjax import blocks
+from tests.kvjax.blocks import B, K
+from tests.models.reference.policies import lag_scores, leverage_scores
+
+S, D = 24, 4
+seeds = st.integers(0, 2**32 - 1)
+CURDKV = [(leverage, window) for leverage in ("product", "mean", "key", "value") for window in (1, 3, 16, None)]
+LAGKV = [(sinks, lag, cross) for sinks in (0, 2) for lag in (2, 3, 5, 12) for cross in (False, True)]
+close = functools.partial(np.testing.assert_allclose, rtol=2e-5)
+
+
+def made(leverage, window):
+    return kvjax.curdkv(sinks=0, leverage=leverage, local_window=window)
+
+
+def slots(seed: int, *, equal: bool = False) -> kvjax.Observation:
+    """Heads hold from 0 to all S tokens, of 40 or 33, in any slots; what lies in free ones is no number."""
+    rng = np.random.default_rng(seed)
+    text = np.array([40, 33], np.int32)
+    position = np.full((B, K, S), -1, np.int32)
+    for b, k in np.ndindex(B, K):
+        live = int(rng.integers(S + 1))
+        position[b, k, rng.permutation(S)[:live]] = rng.permutation(text[b])[:live]
+    key, value = rng.normal(size=(2, B, K, S, D)) * rng.choice([0.1, 1, 50], (2, 1, 1, 1, D)) + rng.normal(size=D)
+    if equal:
+        key[:], value[:] = key[..., :1, :], value[..., :1, :]
+    key[position < 0] = value[position < 0] = np.nan
+    return blocks.make(0).observation._replace(
+        key=jnp.asarray(key, jnp.float32),
+        value=jnp.asarray(value, jnp.float32),
+        position=jnp.asarray(position),
+        next_position=jnp.asarray(text),
+    )
+
+
+def scores(policy: kvjax.Policy, seen: kvjax.Observation) -> np.ndarray:
+    """[B, K, S], before anything is protected."""
+    result, _ = jax.jit(policy.update)(None, (), seen)
+    assert result.dtype == np.float32 and result.shape == (B, K, 1, S)
+    return np.asarray(result[:, :, 0])
+
+
+def tokens(seen: kvjax.Observation):
+    """Each head's live slots in the order of positions, with their keys and values in float64."""
+    for b, k in np.ndindex(B, K):
+        position = np.asarray(seen.position[b, k])
+        there = sorted(np.flatnonzero(position >= 0), key=position.__getitem__)
+        yield (b, k, there), *(np.asarray(x[b, k, np.array(there, int)], np.float64) for x in (seen.key, seen.value))
+
+
+@hypothesis.given(seeds, st.sampled_from(CURDKV))
+def test_curdkv_is_the_share_of_its_windows_squared_lengths(seed, options):
+    seen = slots(seed)
+    result = scores(made(*options), seen)
+    for (b, k, there), key, value in tokens(seen):
+        expected, noise = leverage_scores(key, value, *options)
+        assert (abs(result[b, k, there] - expected) <= 2e-5 * expected + noise).all()
+        assert (np.delete(result[b, k], there) == 0).all()
+
+
+@hypothesis.given(seeds, st.sampled_from(LAGKV))
+def test_lagkv_is_the_spread_on_the_scale_of_the_next_partition(seed, options):
+    sinks, lag, cross = options
+    seen = slots(seed)
+    result = scores(kvjax.lagkv(sinks=sinks, lag=lag, cross_scoring=cross), seen)
+    for (b, k, there), key, value in tokens(seen):
+        expected, noise = lag_scores(key, value, *options)
+        assert (abs(result[b, k, there] - expected) <= 2e-5 * expected + noise).all()
+        assert (np.delete(result[b, k], there) == 0).all()
+
+
+POLICIES = [made(*options) for options in CURDKV]
+POLICIES += [kvjax.lagkv(sinks=sinks, lag=lag, cross_scoring=cross) for sinks, lag, cross in LAGKV]
+
+
+@hypothesis.given(seeds, st.sampled_from(POLICIES))
+def test_the_order_of_the_slots_changes_nothing(seed, policy):
+    seen = slots(seed)
+    order = np.random.default_rng(seed).permutation(S)
+    turned = {name: getattr(seen, name)[:, :, order] for name in ("key", "value", "position")}
+    np.testing.assert_array_equal(scores(policy, seen._replace(**turned)), scores(policy, seen)[:, :, order])
+
+
+@hypothesis.given(seeds, st.sampled_from(POLICIES), st.booleans())
+def test_scores_are_from_0_to_1_of_heads_that_are_empty_or_hold_equal_tokens_too(seed, policy, empty):
+    seen = slots(seed, equal=True)
+    if empty:
+        seen = seen._replace(position=jnp.full_like(seen.position, -1))
+    result = scores(policy, seen)
+    assert (result >= 0).all() and (result <= 1).all()
+
+
+def in_a_row(key, value) -> kvjax.Observation:
+    """Every head holds the same S tokens, in order."""
+    rows = [jnp.broadcast_to(jnp.asarray(x, jnp.float32), (B, K, S, D)) for x in (key, value)]
+    position = jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32), (B, K, S))
+    return slots(0)._replace(key=rows[0], value=rows[1], position=position, next_position=jnp.full(B, S, jnp.int32))
+
+
+def test_curdkvs_equal_tokens_tie_although_their_lengths_are_rounded_otherwise():
+    key = np.ones((S, D)) * (1 + 2e-7 * np.arange(S)[:, None])
+    result = scores(kvjax.curdkv(local_window=8), in_a_row(key, np.ones((S, D))))
+    close(result, 1 / S)
+    assert (result == result[0, 0, 0]).all()
+
+
+def test_curdkv_of_zeros_is_zero():
+    assert (scores(kvjax.curdkv(), in_a_row(np.zeros((S, D)), np.zeros((S, D)))) == 0).all()
+
+
+def test_lagkv_ranks_equal_tokens_by_how_recent_they_are():
+    result = scores(kvjax.lagkv(sinks=4, lag=5), in_a_row(np.ones((S, D)), np.ones((S, D))))
+    partition = np.arange(5) / 5
+    close(result[0, 0], [1] * 4 + [*partition] * 3 + [1] * 5)
+
+
+def test_lagkvs_elements_that_are_alike_but_for_rounding_say_nothing():
+    rng = np.random.default_rng(0)
+    key, value = rng.normal(size=(2, S, D))
+    value[:, 1:3] = 1.0
+    plain = scores(kvjax.lagkv(lag=5, cross_scoring=True), in_a_row(key, value))
+    value[:, 1:3] += 1e-7 * rng.normal(size=(S, 2))
+    close(scores(kvjax.lagkv(lag=5, cross_scoring=True), in_a_row(key, value)), plain, rtol=1e-6)
+
+
+def test_lagkv_of_fewer_than_two_partitions_prefers_newer_tokens():
+    rng = np.random.default_rng(1)
+    result = scores(kvjax.lagkv(sinks=4, lag=11), in_a_row(*rng.normal(size=(2, S, D))))
+    close(result[1, 1], [1] * 4 + [i / 20 for i in range(20)])
+
+
+@pytest.mark.parametrize(
+    ("name", "sinks", "recent"),
+    [("curdkv", 4, 0), ("curdkv(sinks=0.5)", 8, 0), ("lagkv(lag=5)", 4, 5), ("lagkv(sinks=1,lag=3)", 1, 3)],
+)
+def test_sinks_stay_and_of_lagkv_the_last_lag(name, sinks, recent):
+    assert kvjax.protected(kvjax.parse(name), 16) == (sinks, recent)
+
+
+@pytest.mark.parametrize("policy", [kvjax.curdkv(), kvjax.lagkv(lag=32), kvjax.lagkv(cross_scoring=True)], ids=str)
+def test_memory_grows_with_the_slots_not_with_their_square(policy):
+    def update(key, value, position):
+        return policy.update(None, (), slots(0)._replace(key=key, value=value, position=position))[0]
+
+    rows, position = jnp.zeros((B, K, 1024, D)), jnp.zeros((B, K, 1024), jnp.int32)
+    program = jax.jit(update).lower(rows, rows, position).compile()
+    assert program.memory_analysis().temp_size_in_bytes <= 16 * rows.nbytes < B * K * 1024**2 * 4
+
+
+@pytest.mark.parametrize("name", ["curdkv+caote", "lagkv(lag=2)+caote", "curdkv@adakv", "lagkv(lag=2)@lava"])
+def test_their_scores_serve_as_weights_and_compete(name):
+    assert str(kvjax.parse(name)) == name
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: kvjax.curdkv(sinks=-1), r"curdkv: sinks is -1; give a count \(an int from 0\) or a share"),
+        (lambda: kvjax.curdkv(sinks=1.5), r"curdkv: sinks is 1\.5"),
+        (lambda: kvjax.curdkv(leverage="both"), r"leverage is 'both'; there are 'product', 'mean', 'key' and 'value'"),
+        (lambda: kvjax.curdkv(local_window=0), r"curdkv: local_window is 0; give a number of neighbours"),
+        (lambda: kvjax.curdkv(local_window=2.5), r"curdkv: local_window is 2\.5; expected an integer or None"),
+        (lambda: kvjax.lagkv(lag=1), r"lagkv: lag is 1; a partition has a smallest and a largest number from 2"),
+        (lambda: kvjax.lagkv(sinks=-1), r"lagkv: sinks is -1; give a number of first tokens, an int from 0"),
+        (lambda: kvjax.lagkv(sinks=0.5), r"lagkv: sinks is 0\.5; expected an integer"),
+        (lambda: kvjax.lagkv(cross_scoring=1), r"lagkv: cross_scoring is 1; expected True or False"),
+        (lambda: kvjax.check_budget(kvjax.lagkv(), 128), r"'lagkv' always keeps 4 first and 128 last ones: give at le"),
+    ],
+)
+def test_a_wrong_argument_is_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
