@@ -8,14 +8,17 @@ from kvjax import allocation, sources
 from kvjax.allocation import Allocation
 from kvjax.attention import attend, observe
 from kvjax.cache import HeadState, KVCache, compact
+from kvjax.cache_file import cache_info, load_cache, save_cache
 from kvjax.caote import caote, fast_caote
 from kvjax.eviction import Evidence, evict
 from kvjax.eviction_error import score
 from kvjax.insertion import insert
+from kvjax.making import empty_cache, repeat
 from kvjax.memory import Memory, memory
 from kvjax.observation import Context, Needs, Observation, Prediction, Weights
 from kvjax.paged import PagedCache, pack, pages_for
 from kvjax.policy import (
+    Moments,
     Policy,
     Protection,
     base_score,
@@ -35,8 +38,6 @@ from kvjax.scores import (
     expected_attention,
     fit_predictor,
     h2o,
-    key_norm,
-    keydiff,
     laprox,
     lava,
     random,
@@ -45,6 +46,7 @@ from kvjax.scores import (
     streaming,
     tova,
 )
+from kvjax.scores_of_keys import curdkv, key_norm, keydiff, lagkv
 from kvjax.select import select, selected_mask
 from kvjax.sources import Source, parse_source
 from kvjax.topk import keep_mask
@@ -58,6 +60,7 @@ __all__ = [
     "HeadState",
     "KVCache",
     "Memory",
+    "Moments",
     "Needs",
     "Observation",
     "OutputProjection",
@@ -71,6 +74,7 @@ __all__ = [
     "attend",
     "base_score",
     "butler",
+    "cache_info",
     "cake",
     "caote",
     "chain",
@@ -78,6 +82,8 @@ __all__ = [
     "check_budget",
     "compact",
     "critical",
+    "curdkv",
+    "empty_cache",
     "evict",
     "expected_attention",
     "fast_caote",
@@ -87,8 +93,10 @@ __all__ = [
     "keep_mask",
     "key_norm",
     "keydiff",
+    "lagkv",
     "laprox",
     "lava",
+    "load_cache",
     "memory",
     "no_state",
     "normalise",
@@ -103,9 +111,11 @@ __all__ = [
     "protect",
     "protected",
     "random",
+    "repeat",
     "retention_scores",
     "rotate",
     "sage",
+    "save_cache",
     "score",
     "select",
     "selected_mask",

@@ -110,8 +110,8 @@ class KVCache:
             if given[: len(lead)] != lead:
                 axes = ", ".join(("L, B, K, S" if layers is not None else "B, K, S").split(", ")[: len(lead)])
                 raise ValueError(
-                    f"the state has an array of shape {given}, but this cache's lead with {lead}, {axes}: stack a "
-                    "policy's init once for each layer."
+                    f"the state has an array of shape {given}, but this cache's lead with {lead}, {axes}: "
+                    "make the cache with kvjax.empty_cache."
                 )
         return cls(
             key=jnp.zeros((*shape, head_dim), dtype),

@@ -358,6 +358,32 @@ def pack(cache: KVCache, *, pages: int, page_size: int, most: int) -> PagedCache
     )
 
 
+def with_room(cache: PagedCache, *, pages: int, most: int) -> PagedCache:
+    """Gives a paged cache more pages, and longer rows of its table; it never gets smaller.
+
+    Args:
+        pages, most: see :meth:`PagedCache.init`.
+    """
+    P = cache.owner.shape[0]
+    new, longer = max(pages - P, 0), max(-(-most // cache.page_size) - cache.table.shape[-1], 0)
+
+    def grown(leaf: Array, fill: int = 0) -> Array:
+        return jnp.pad(leaf, ((0, new), *((0, 0),) * (leaf.ndim - 1)), constant_values=fill)
+
+    free = jax.lax.dynamic_update_slice(grown(cache.free), jnp.arange(P, P + new, dtype=jnp.int32), (cache.num_free,))
+    return dataclasses.replace(
+        cache,
+        key=grown(cache.key),
+        value=grown(cache.value),
+        position=grown(cache.position, -1),
+        owner=grown(cache.owner, -1),
+        table=jnp.pad(cache.table, ((0, 0),) * (cache.table.ndim - 1) + ((0, longer),), constant_values=-1),
+        free=free if new else cache.free,
+        num_free=cache.num_free + new,
+        state=map_slots(grown, cache.state),
+    )
+
+
 class _Places:
     """Numbers the tokens (or free slots) of pages through: ``counts`` of them in each page of a table [H, M]."""
 

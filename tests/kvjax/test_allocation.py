@@ -298,7 +298,7 @@ def test_cake_measures_entropy_and_variance_of_the_window_over_what_may_go():
     G, T, D = 2, 5, 4
     q, k, v = (rng.normal(size=(B, T, heads, D)).astype(np.float32) for heads in (K * G, K, K))
     position = np.array([[0, 1, 2, 3, 4], [-1, -1, 0, 1, 2]], np.int32)
-    cache = KVCache.init(batch=B, kv_heads=K, slots=T, head_dim=D, state=policy.init(B, K, G, T, D))
+    cache = KVCache.init(batch=B, kv_heads=K, slots=T, head_dim=D, state=policy.state(B, K, G, T, D))
     block = map(jnp.asarray, (q, k, v, position))
     measured = kvjax.observe(cache, *block, policy=policy, budget=4)[2].measured
     keys = np.repeat(position[:, None], K, axis=1)

@@ -36,7 +36,7 @@ def blocks(counts=RAGGED, seed: int = 0):
 
 
 def start(policy=None, layers: int | None = None, slots: int = S) -> KVCache:
-    state = () if policy is None else policy.init(B, K, G, slots, D)
+    state = () if policy is None else policy.state(B, K, G, slots, D)
     if layers is not None:
         state = jax.tree.map(lambda leaf: jnp.stack([leaf] * layers), state)
     return KVCache.init(batch=B, kv_heads=K, slots=slots, head_dim=D, layers=layers, state=state)

@@ -138,8 +138,8 @@ def test_state_of_one_layer_in_a_cache_of_several_is_refused():
     with pytest.raises(ValueError) as error:
         KVCache.init(batch=B, kv_heads=K, slots=S, head_dim=D, layers=2, state=state)
     assert str(error.value) == (
-        "the state has an array of shape (2, 2, 9), but this cache's lead with (2, 2, 2, 9), L, B, K, S: stack a "
-        "policy's init once for each layer."
+        "the state has an array of shape (2, 2, 9), but this cache's lead with (2, 2, 2, 9), L, B, K, S: make the "
+        "cache with kvjax.empty_cache."
     )
 
 
@@ -151,5 +151,5 @@ def test_state_of_other_sizes_is_refused(function):
     message = refused(function, mixed, *block(), policy="h2o", budget=4, context=kvjax.Context(layer=0))
     assert message == (
         "the cache's state has an array of shape (2, 2, 9), where 'h2o' has (2, 2, 2, 9) in this cache; make the "
-        "cache with state=policy.init(B, K, G, S, D), stacked once for each layer where the cache stacks them."
+        "cache with kvjax.empty_cache."
     )

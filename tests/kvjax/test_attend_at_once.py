@@ -48,7 +48,7 @@ def blocks(seed: int, steps: int = 5) -> list[tuple[jax.Array, ...]]:
 
 def empty(policy: kvjax.Policy, layers: int | None = None) -> kvjax.KVCache:
     S = policy.allocation.most(layers or 1, K, BUDGET) + BLOCK
-    state: Any = policy.init(B, K, G, S, D)
+    state: Any = policy.state(B, K, G, S, D)
     if layers is not None:
         state = jax.tree.map(lambda x: jnp.zeros((layers, *x.shape), x.dtype), state)
     return kvjax.KVCache.init(

@@ -323,14 +323,14 @@ def make_step(policy: kvjax.Policy, layers: int, frequency=None):
 def pair(policy: kvjax.Policy, *, T: int, budget: int, page_size: int, positions="absolute", layers: int = 2):
     """A plain cache that masks, with slots for whatever a head may come to hold, and a paged one for the budget."""
     most = policy.allocation.most(layers, K, budget) + T
-    one_layer = policy.init(B, K, G, most, WIDTH)
+    one_layer = policy.state(B, K, G, most, WIDTH)
     state = jax.tree.map(lambda leaf: jnp.stack([leaf] * layers), one_layer)
     sizes = dict(batch=B, kv_heads=K, head_dim=WIDTH, layers=layers, positions=positions)
     plain = KVCache.init(slots=most, state=state, **sizes)
     heads = layers * B * K
     paged = PagedCache.init(
         pages=kvjax.pages_for(heads * (budget + T), heads, page_size), page_size=page_size, most=most,
-        init_state=lambda b, k, s: policy.init(b, k, G, s, WIDTH), **sizes,
+        init_state=lambda b, k, s: policy.state(b, k, G, s, WIDTH), **sizes,
     )  # fmt: skip
     return plain, paged
 
@@ -397,10 +397,10 @@ def test_pages_give_what_masks_give_whatever_the_policy(name):
 
 def test_without_layers_attend_evicts_from_pages_in_one_call():
     policy = kvjax.parse("h2o@layer")
-    plain = KVCache.init(batch=B, kv_heads=K, slots=2 * 5 + 3, head_dim=WIDTH, state=policy.init(B, K, G, 13, WIDTH))
+    plain = KVCache.init(batch=B, kv_heads=K, slots=2 * 5 + 3, head_dim=WIDTH, state=policy.state(B, K, G, 13, WIDTH))
     paged = PagedCache.init(
         batch=B, kv_heads=K, pages=16, page_size=4, most=13, head_dim=WIDTH,
-        init_state=lambda b, k, s: policy.init(b, k, G, s, WIDTH),
+        init_state=lambda b, k, s: policy.state(b, k, G, s, WIDTH),
     )  # fmt: skip
     step = jax.jit(functools.partial(kvjax.attend, policy=policy, budget=5))
     rng, brought = np.random.default_rng(0), np.zeros(B, int)
@@ -433,7 +433,7 @@ def on_a_large_pool(name: str, T: int):
     cache = jax.eval_shape(
         lambda: PagedCache.init(
             batch=1, kv_heads=K, pages=pages, page_size=16, most=most, head_dim=width, dtype=jnp.bfloat16,
-            init_state=lambda b, k, s: policy.init(b, k, G, s, width),
+            init_state=lambda b, k, s: policy.state(b, k, G, s, width),
         )
     )  # fmt: skip
     leaves, tree = jax.tree.flatten(cache)

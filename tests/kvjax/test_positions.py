@@ -55,9 +55,9 @@ def start(policy, positions: str, paged: bool = False, slots: int = MOST):
     if paged:
         return PagedCache.init(
             pages=kvjax.pages_for(B * K * (BUDGET + T), B * K, 2), page_size=2, most=slots,
-            init_state=lambda b, k, s: policy.init(b, k, G, s, D), **sizes,
+            init_state=lambda b, k, s: policy.state(b, k, G, s, D), **sizes,
         )  # fmt: skip
-    return KVCache.init(slots=slots, state=policy.init(B, K, G, slots, D), **sizes)
+    return KVCache.init(slots=slots, state=policy.state(B, K, G, slots, D), **sizes)
 
 
 @functools.cache

@@ -1,0 +1,481 @@
+"""A cache as a file: one safetensors file with every array, and in its metadata what the cache was made with.
+
+save_cache   writes it whole or not at all
+load_cache   reads it, and refuses what was damaged, or made with something else
+cache_info   reads what it was made with, and none of the arrays
+
+Arrays have the names of the cache's fields; a policy's are called by their place in the state, such as
+``state[0].value``. One entry of metadata, "kvjax_cache", is JSON: the fields of ``_FIELDS``, and a sha256 of all that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import math
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save as to_safetensors
+
+from kvjax.cache import KVCache, Positions
+from kvjax.checks import check_types, is_float, is_known, shown, typed
+from kvjax.insertion import Cache
+from kvjax.making import blank
+from kvjax.paged import PagedCache
+from kvjax.policy import Policy, policy_of
+
+FORMAT = 1
+ENTRY = "kvjax_cache"
+MOST_QUERY_HEADS = 256  # of a KV head; no model has more
+STORED = {
+    *("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"),
+    *("bfloat16", "float16", "float32", "float64"),
+}
+_FIELDS = {
+    "format": Literal[1],
+    "kvjax": str,
+    "kind": Literal["plain", "paged"],
+    "page_size": int | None,
+    "positions": Positions,
+    "dtype": str,
+    "query_heads": int,  # of each head of the cache, which tells the state's structure
+    "tokens": list[int],
+    "policy": str | None,
+    "budget": int | float | None,
+    "model": str | None,
+}
+
+
+@typed
+def save_cache(
+    path: str | Path,
+    cache: KVCache | PagedCache,
+    *,
+    policy: Policy | str | None = None,
+    budget: int | float | None = None,
+    model: str | None = None,
+) -> None:
+    """Writes a cache to a file, from which :func:`load_cache` makes the same cache, bit for bit, in another process.
+
+    The file takes its place when it is whole; until then, and where something goes wrong, a former one stays as it was.
+
+    Args:
+        path: the file; its folder must be there.
+        cache: plain or paged.
+        policy: what the cache was made for, a policy or its short name; may be left out where it remembers nothing.
+        budget: under which it was filled, slots per head or a ratio, for whoever goes on with it.
+        model: any text that tells the model, whose keys and values these are, from others.
+
+    Raises:
+        ValueError: what is no cache, or not the policy's; a cache that was donated, is traced, or contradicts itself.
+        FileNotFoundError: the folder does not exist.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> import kvjax
+        >>> cache = kvjax.empty_cache("h2o", kv_heads=1, query_heads=2, head_dim=4, budget=8)
+        >>> path = pathlib.Path(tempfile.mkdtemp()) / "book.safetensors"
+        >>> kvjax.save_cache(path, cache, policy="h2o", budget=8)
+        >>> kvjax.load_cache(path).num_slots, kvjax.cache_info(path)["policy"]
+        (9, 'h2o')
+    """
+    made_with = _made_with(policy, budget, model)
+    target, arrays = _target(path), _arrays(cache)
+    paged = isinstance(cache, PagedCache)
+    key, position, next_position = (
+        _require(arrays, name, "the cache") for name in ("key", "position", "next_position")
+    )
+    from kvjax import __version__
+
+    info: dict[str, Any] = made_with | {
+        "format": FORMAT,
+        "kvjax": __version__,
+        "kind": "paged" if paged else "plain",
+        "page_size": position.shape[-1] if paged else None,
+        "positions": cache.positions,
+        "dtype": key.dtype.name,
+        "tokens": next_position.tolist(),
+    }
+    expected_with = functools.partial(_expected, "the cache", arrays, info, policy_of(policy))
+    info["query_heads"] = _query_heads(cache, arrays, made_with["policy"], expected_with)
+    _check_arrays("the cache", arrays, expected_with(info["query_heads"]))
+    _check_contents("the cache", arrays)
+    text = json.dumps(info | {"sha256": _digest(info, arrays)}, sort_keys=True)
+    _write(target, to_safetensors(arrays, metadata={ENTRY: text}))
+
+
+@typed
+def load_cache(
+    path: str | Path,
+    *,
+    policy: Policy | str | None = None,
+    budget: int | float | None = None,
+    model: str | None = None,
+) -> KVCache | PagedCache:
+    """Reads a cache that :func:`save_cache` wrote.
+
+    Args:
+        path: the file.
+        policy, budget, model: what the cache is to go on with. What is given and is not what the file says, or is not
+            said there, is refused. What is left out is the file's: :func:`cache_info` tells it.
+
+    Returns:
+        The cache, on the default device.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is not a cache's, was damaged, was made with something else or by a later kvjax; its policy has
+            no short name, and was not given.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> import kvjax
+        >>> cache = kvjax.empty_cache("tova", kv_heads=1, query_heads=1, head_dim=4, budget=8)
+        >>> path = pathlib.Path(tempfile.mkdtemp()) / "book.safetensors"
+        >>> kvjax.save_cache(path, cache, policy="tova", budget=8, model="small")
+        >>> kvjax.load_cache(path, policy="tova", model="small").position.tolist() == cache.position.tolist()
+        True
+    """
+    given = _made_with(policy, budget, model)
+    info, arrays = _read(_source(path))
+    _check_given(path, given, info)
+    made_for = policy_of(policy) if policy is not None else _named_policy(path, info["policy"])
+    expected = _expected(f"{path}", arrays, info, made_for, info["query_heads"])
+    _check_arrays(f"{path}", arrays, expected)
+    _check_contents(f"{path}", arrays)
+    return jax.tree.unflatten(expected.structure, [jnp.asarray(arrays[name]) for name in expected.arrays])
+
+
+@typed
+def cache_info(path: str | Path) -> dict[str, Any]:
+    """Reads what a cache's file says of it, and none of the arrays; :func:`load_cache` checks these.
+
+    Returns:
+        "policy", "budget" and "model" as they were saved, None where they were not; "tokens", how many each row has
+        seen; "kind", "plain" or "paged"; "page_size", None without pages; "positions"; "dtype"; "query_heads" of each
+        head of the cache, 1 where its policy does not tell; "kvjax", the version that wrote it; "format".
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is not a cache's.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> import kvjax
+        >>> cache = kvjax.empty_cache("tova", kv_heads=1, query_heads=1, head_dim=4, budget=8)
+        >>> path = pathlib.Path(tempfile.mkdtemp()) / "book.safetensors"
+        >>> kvjax.save_cache(path, cache, policy="tova", budget=8)
+        >>> info = kvjax.cache_info(path)
+        >>> info["policy"], info["budget"], info["model"], info["tokens"]
+        ('tova', 8, None, [0])
+    """
+    with _opened(_source(path)) as (info, _):
+        return {name: info[name] for name in _FIELDS}
+
+
+class _Expected(NamedTuple):
+    """What a cache is like: its tree, and its leaves' shapes and dtypes by name, in the tree's order."""
+
+    structure: Any
+    arrays: dict[str, jax.ShapeDtypeStruct]
+
+
+def _made_with(policy: Policy | str | None, budget: int | float | None, model: str | None) -> dict[str, Any]:
+    """Says what a cache is made with, as a file does; None is what is not said."""
+    if budget is not None and (budget < 1 if isinstance(budget, int) else not 0 < budget <= 1):
+        raise ValueError(
+            f"the budget is {shown(budget)}; give slots per head (an int from 1), or a ratio (a float in (0, 1])."
+        )
+    made_for = policy_of(policy)
+    name = made_for.name if made_for is not None else None if policy is None else "full"
+    return {"policy": name, "budget": budget, "model": model}
+
+
+def _arrays(cache: Cache) -> dict[str, np.ndarray]:
+    """Brings a cache's arrays to the host, by name."""
+    leaves = _named(cache)
+    if not is_known(*leaves.values()):
+        raise ValueError(
+            "the cache is traced (by jax.jit, vmap or grad), but a file is written by the host: save the cache that "
+            "the compiled function returns."
+        )
+    if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves.values()):
+        raise ValueError("the cache was donated to a compiled function: save the one that this function returned.")
+    arrays = {name: np.asarray(leaf, order="C") for name, leaf in jax.device_get(leaves).items()}
+    for name, array in arrays.items():
+        if array.dtype.name not in STORED:
+            raise ValueError(
+                f"the cache's {name} is of {array.dtype}, which a file does not hold; it may be bfloat16, float16, "
+                "float32 or float64."
+            )
+    return arrays
+
+
+def _named(cache: Cache) -> dict[str, Any]:
+    """Names the leaves of a cache, as a file does."""
+    return {jax.tree_util.keystr(path).lstrip("."): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(cache)}
+
+
+def _query_heads(
+    cache: Cache, arrays: Mapping[str, np.ndarray], policy: str | None, expected_with: Callable[[int], _Expected]
+) -> int:
+    """Finds how many query heads a head of the cache serves, as far as its state tells."""
+    structure, shapes = jax.tree.structure(cache), _state_shapes(arrays)
+    for query_heads in range(1, 2 if policy in (None, "full") else MOST_QUERY_HEADS + 1):
+        expected = expected_with(query_heads)
+        wanted = _state_shapes(expected.arrays)
+        if expected.structure == structure and wanted == shapes:
+            return query_heads
+        if sum(map(math.prod, wanted.values())) > sum(map(math.prod, shapes.values())):
+            break  # more query heads never take less
+    if policy is None:
+        raise ValueError("the cache remembers something for a policy, but none was given; hand it over as policy=.")
+    raise ValueError(f"the cache's state is not that of {policy!r}; hand over the policy that the cache was made for.")
+
+
+def _state_shapes(arrays: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    return {name: array.shape for name, array in arrays.items() if name.startswith("state")}
+
+
+def _expected(
+    whose: str, arrays: Mapping[str, Any], described: Mapping[str, Any], policy: Policy | None, query_heads: int
+) -> _Expected:
+    """Finds what a cache of these sizes is like under a policy."""
+    paged = described["kind"] == "paged"
+    key, position = (_require(arrays, name, whose) for name in ("key", "position"))
+    heads = _require(arrays, "table", whose) if paged else position
+    if heads.ndim not in (3, 4) or key.ndim != (3 if paged else heads.ndim + 1) or (paged and position.ndim != 2):
+        wanted = "[P, page, D], [P, page], [*L, B, K, M]" if paged else "[*L, B, K, S, D], [*L, B, K, S]"
+        shapes = ", ".join(str(array.shape) for array in (key, position, *([heads] if paged else [])))
+        names = "keys, positions and page table" if paged else "keys and positions"
+        raise ValueError(f"{whose} has {names} of the shapes {shapes}; expected {wanted}.")
+    *layers, batch, kv_heads, last = heads.shape
+    dtype = described["dtype"]
+    if not is_float(dtype):
+        raise ValueError(f"{whose} has keys of {dtype}; expected floats.")
+    if jax.dtypes.canonicalize_dtype(dtype) != jnp.dtype(dtype):
+        raise ValueError(f"{whose} has keys of {dtype}, for which JAX must be set to: jax_enable_x64.")
+    pages, page_size = position.shape if paged else (None, 1)
+    make = functools.partial(
+        blank,
+        policy,
+        layers=layers[0] if layers else None,
+        batch=batch,
+        kv_heads=kv_heads,
+        group=query_heads,
+        slots=last * page_size,
+        head_dim=key.shape[-1],
+        dtype=dtype,
+        positions=described["positions"],
+        pages=pages,
+        page_size=page_size,
+    )
+    tree: list[Any] = []
+
+    def leaves() -> list[Array]:
+        cache = make()
+        tree[:] = jax.tree.structure(cache), list(_named(cache))
+        return jax.tree.leaves(cache)
+
+    try:
+        shapes = jax.eval_shape(leaves)
+    except ValueError as error:
+        raise ValueError(f"{whose} holds what no cache does: {error}") from None
+    structure, names = tree
+    return _Expected(structure, dict(zip(names, shapes, strict=True)))
+
+
+def _require(arrays: Mapping[str, Any], name: str, whose: str) -> Any:
+    if name not in arrays:
+        raise ValueError(f"{whose} lacks the array {name}.")
+    return arrays[name]
+
+
+def _check_arrays(whose: str, arrays: Mapping[str, np.ndarray], expected: _Expected) -> None:
+    """Refuses arrays of other names, shapes or dtypes than a cache of this kind has."""
+    for name, like in expected.arrays.items():
+        array = _require(arrays, name, whose)
+        if (array.shape, array.dtype) != (like.shape, like.dtype):
+            raise ValueError(
+                f"{whose}: {name} is {array.dtype} {array.shape}; expected {like.dtype} {like.shape} in this cache."
+            )
+    if more := sorted(arrays.keys() - expected.arrays.keys()):
+        raise ValueError(f"{whose} has the array {more[0]}, for which there is no place in this cache.")
+
+
+def _check_contents(whose: str, arrays: Mapping[str, np.ndarray]) -> None:
+    """Refuses positions and pages that no sequence of insertions and evictions leaves behind."""
+    position, next_position = arrays["position"], arrays["next_position"]
+    if position.min() < -1:
+        raise ValueError(f"{whose}: a position is {position.min()}; expected -1 for a free slot, or one from 0.")
+    if "table" in arrays:
+        last = _last_of_pages(whose, arrays)
+    else:
+        rows_first = np.moveaxis(position, -3, 0)
+        last = rows_first.reshape(len(rows_first), -1).max(axis=1)
+    if (next_position <= last).any():
+        row = int(np.argmax(next_position <= last))
+        raise ValueError(
+            f"{whose}: row {row} holds the token at position {last[row]}, but its next position is "
+            f"{next_position[row]}; expected at least {last[row] + 1}."
+        )
+
+
+def _last_of_pages(whose: str, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Finds the last position that each row holds, [B], -1 for none; refuses pages that are not accounted for."""
+    position, owner, table, free = (arrays[name] for name in ("position", "owner", "table", "free"))
+    num_free, P, (*_, B, K, M) = int(arrays["num_free"]), len(owner), table.shape
+    if not 0 <= num_free <= P:
+        raise ValueError(f"{whose}: {num_free} pages are free; expected 0 to {P}, as many as there are.")
+    of_head = table.reshape(-1, M)
+    if of_head.min() < -1 or of_head.max() >= P:
+        wrong = of_head.min() if of_head.min() < -1 else of_head.max()
+        raise ValueError(f"{whose}: a page table names page {wrong}; expected one of 0 to {P - 1}, or -1 for none.")
+    owned, count = of_head >= 0, np.sum(of_head >= 0, axis=1)
+    if (owned != (np.arange(M) < count[:, None])).any():
+        raise ValueError(f"{whose}: a page table has a gap; expected a head's pages, then -1.")
+    named = [*of_head[owned], *free[:num_free]]
+    if sorted(named) != list(range(P)):
+        raise ValueError(f"{whose}: a page is named twice, or not at all; expected each in one page table, or free.")
+    expected = np.full(P, -1, np.int32)
+    expected[of_head[owned]] = np.repeat(np.arange(len(of_head)), count)
+    if (owner != expected).any():
+        page = int(np.argmax(owner != expected))
+        raise ValueError(f"{whose}: page {page} says head {owner[page]}; its page table says {expected[page]}.")
+    if (position[owner < 0] >= 0).any():
+        raise ValueError(f"{whose}: a free page holds a token; expected none.")
+    last = np.full(B, -1, np.int64)
+    np.maximum.at(last, owner[owner >= 0] // K % B, position[owner >= 0].max(axis=1))
+    return last
+
+
+def _digest(info: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> str:
+    """Computes a sha256 of what is said of a cache, and of its arrays in the order of their names."""
+    found = hashlib.sha256(json.dumps(info, sort_keys=True).encode())
+    for name, array in sorted(arrays.items()):
+        found.update(f"{name} {array.dtype} {array.shape}".encode())
+        found.update(array.reshape(-1).view(np.uint8))
+    return found.hexdigest()
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Reads all that a file holds, and refuses what is not what was written."""
+    with _opened(path) as (info, file):
+        arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    if info.pop("sha256") != _digest(info, arrays):
+        raise ValueError(f"{path} is damaged: its contents are not those that were written; take another copy.")
+    return info, arrays
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[tuple[dict[str, Any], Any]]:
+    """Opens a file, for what it says of its cache and for its arrays."""
+    try:
+        with safe_open(path, framework="np") as file:
+            yield _said(path, file.metadata()), file
+    except (SafetensorError, AttributeError, TypeError) as error:  # the latter two: dtypes that NumPy does not have
+        why = " ".join(str(error).split())[:200]
+        raise ValueError(
+            f"{path} is no safetensors file, or was cut short ({why}); name one that kvjax.save_cache wrote."
+        ) from None
+
+
+def _said(path: Path, metadata: Mapping[str, str] | None) -> dict[str, Any]:
+    """Reads what a file's metadata say, each field of its type."""
+    if ENTRY not in (metadata or {}):
+        raise ValueError(f"{path} is a safetensors file, but holds no cache; name one that kvjax.save_cache wrote.")
+    damaged = f"{path} is damaged: what it says of its cache cannot be read; take another copy."
+    try:
+        info = json.loads((metadata or {})[ENTRY])
+    except (ValueError, RecursionError):
+        raise ValueError(damaged) from None
+    if not isinstance(info, dict):
+        raise ValueError(damaged)
+    if isinstance(info.get("format"), int) and info["format"] > FORMAT:
+        from kvjax import __version__
+
+        raise ValueError(
+            f"{path} has format {info['format']}, of a later kvjax than this {__version__}, which reads format "
+            f"{FORMAT}; install a later one."
+        )
+    fields = _FIELDS | {"sha256": str}
+    if info.keys() != fields.keys():
+        raise ValueError(damaged)
+    try:
+        info = check_types(info, fields)
+    except ValueError:
+        raise ValueError(damaged) from None
+    if not 1 <= info["query_heads"] <= MOST_QUERY_HEADS:
+        raise ValueError(damaged)
+    return info
+
+
+def _check_given(path: str | Path, given: Mapping[str, Any], info: Mapping[str, Any]) -> None:
+    """Refuses a policy, budget or model that is not the one which the file names."""
+    for what, value in given.items():
+        said = info[what]
+        if value is None or (value == said and type(value) is type(said)):  # 1 slot is not the ratio 1.0
+            continue
+        if said is None:
+            raise ValueError(
+                f"{path} does not say its {what}, so that {shown(value)} cannot be checked; leave {what}= out, or save "
+                f"the cache with it."
+            )
+        raise ValueError(
+            f"{path} was saved with the {what} {shown(said)}, but {shown(value)} was given; give the same, or leave "
+            f"{what}= out."
+        )
+
+
+def _named_policy(path: str | Path, name: str | None) -> Policy | None:
+    try:
+        return policy_of(name)
+    except ValueError:
+        raise ValueError(
+            f"{path} was saved with the policy {shown(name)}, which is no short name; hand the policy over as policy=."
+        ) from None
+
+
+def _source(path: str | Path) -> Path:
+    path = Path(path)
+    if path.is_dir() or (path.exists() and not path.is_file()):
+        raise ValueError(f"{path} is no file; name one that kvjax.save_cache wrote.")
+    if not path.exists():
+        raise FileNotFoundError(f"there is no file {path}; name one that kvjax.save_cache wrote.")
+    return path
+
+
+def _target(path: str | Path) -> Path:
+    """Finds the file to replace: what a link points to, not the link."""
+    target = Path(os.path.realpath(path))
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"cannot write {path}: the folder {target.parent} does not exist; make it first.")
+    if target.exists() and not target.is_file():
+        raise ValueError(f"cannot write {path}: it is a folder or a device; name a file.")
+    return target
+
+
+def _write(target: Path, content: bytes) -> None:
+    """Writes a file whole or not at all."""
+    # A long name leaves no room for what makes a temporary one unique.
+    temporary = target.with_name(f".{target.stem[:40]}.{secrets.token_hex(8)}")
+    try:
+        temporary.write_bytes(content)
+        if target.exists():
+            shutil.copymode(target, temporary)
+        os.replace(temporary, target)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise

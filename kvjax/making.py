@@ -1,0 +1,205 @@
+"""Caches made for a policy and a budget, and caches repeated to ask several questions of one context.
+
+empty_cache   the right size and state, plain or paged as the policy's allocation asks
+repeat        each row several times over
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array
+
+from kvjax.cache import HeadState, KVCache, Positions, PyTree
+from kvjax.checks import check_count, is_float
+from kvjax.insertion import Cache
+from kvjax.paged import PagedCache, pages_for
+from kvjax.policy import Policy, check_block, check_budget, policy_of
+
+
+def empty_cache(
+    policy: Policy | str | None,
+    *,
+    layers: int | None = None,
+    batch: int = 1,
+    kv_heads: int,
+    query_heads: int,
+    head_dim: int,
+    budget: int,
+    block: int = 1,
+    dtype: DTypeLike = jnp.float32,
+    page_size: int = 16,
+) -> Cache:
+    """Makes an empty cache in which a policy can work: of the right size, with what the policy remembers.
+
+    Args:
+        policy: a policy or its short name; None or "full" for a cache from which nothing is evicted.
+        layers: how many layers the cache stacks; None for one without an axis of layers.
+        batch: rows.
+        kv_heads: heads of the model's keys and values.
+        query_heads: heads of its queries, a multiple of those.
+        head_dim: numbers of a key, and of a value.
+        budget: tokens that each head keeps, on average where heads compete; all that ever come, without a policy.
+        block: the most tokens that come in before some are evicted; of a prompt fed in blocks, a block's.
+        dtype: of keys and values.
+        page_size: slots of a page, where the cache is paged.
+
+    Returns:
+        A :class:`kvjax.KVCache` of ``budget + block`` slots a head, or, where heads hold different numbers of tokens, a
+        :class:`kvjax.PagedCache` of as many on average. Without a policy, one of ``budget`` slots.
+
+    Raises:
+        ValueError: a count below 1; query heads that KV heads do not divide; a budget smaller than what the policy
+            protects; a block smaller than its observation window (:func:`kvjax.check_block`).
+
+    Example:
+        >>> import kvjax
+        >>> sizes = dict(layers=2, kv_heads=2, query_heads=4, head_dim=8, budget=24, block=8)
+        >>> kvjax.empty_cache("h2o+caote", **sizes).key.shape
+        (2, 1, 2, 32, 8)
+        >>> cache = kvjax.empty_cache("h2o@model", **sizes)
+        >>> type(cache).__name__, cache.key.shape
+        ('PagedCache', (11, 16, 8))
+    """
+    policy = policy_of(policy)
+    sizes = dict(batch=batch, kv_heads=kv_heads, query_heads=query_heads, head_dim=head_dim, page_size=page_size)
+    batch, kv_heads, query_heads, head_dim, page_size = (
+        check_count(name, size, 1, "a cache needs at least 1") for name, size in sizes.items()
+    )
+    if layers is not None:
+        layers = check_count("layers", layers, 1, "a cache needs at least 1, or None for no axis of layers")
+    budget = check_count("the budget", budget, 1, "give tokens per head, an int from 1")
+    block = check_count("block", block, 1, "a block has at least 1 token")
+    if query_heads % kv_heads:
+        raise ValueError(
+            f"{query_heads} query heads were given for {kv_heads} KV heads; expected a multiple, as each KV head "
+            "serves as many query heads as any other."
+        )
+    if not is_float(dtype):
+        raise ValueError(f"dtype is {dtype!r}; keys and values are floats, such as 'bfloat16'.")
+    made: dict[str, Any] = dict(layers=layers, batch=batch, head_dim=head_dim, dtype=dtype)
+    if policy is None:
+        return blank(None, kv_heads=kv_heads, group=query_heads // kv_heads, slots=budget, **made)
+    check_budget(policy, budget)
+    check_block(policy, block)
+    heads, group = (query_heads, 1) if policy.heads == "query" else (kv_heads, query_heads // kv_heads)
+    made |= dict(kv_heads=heads, group=group, positions=policy.positions)
+    if policy.allocation.even:
+        return blank(policy, slots=budget + block, **made)
+    in_a_row = heads * (layers or 1)
+    most = policy.allocation.most(layers or 1, heads, budget) + block
+    pages = pages_for(batch * in_a_row * (budget + block), batch * in_a_row, page_size)
+    return blank(policy, slots=most, pages=pages, page_size=page_size, **made)
+
+
+def repeat(cache: Cache, n: int) -> Cache:
+    """Copies each row n times in a row, so that n questions can be asked of one context at once.
+
+    Args:
+        cache: plain or paged, of one layer or several.
+        n: how many rows each row becomes: row r is then rows r n to r n + n - 1.
+
+    Returns:
+        A cache of n times as many rows; one with pages has n times as many of these, too.
+
+    Raises:
+        ValueError: what is no cache; n below 1.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import kvjax
+        >>> cache = kvjax.empty_cache("tova", kv_heads=1, query_heads=1, head_dim=1, budget=2, batch=2)
+        >>> rows = jnp.array([5.0, 7.0]).reshape(2, 1, 1, 1)
+        >>> kvjax.repeat(kvjax.insert(cache, rows, rows), 2).key[:, 0, 0, 0].tolist()
+        [5.0, 5.0, 7.0, 7.0]
+    """
+    if not isinstance(cache, KVCache | PagedCache):
+        raise ValueError(f"a {type(cache).__name__} was given; repeat takes a KVCache or a PagedCache.")
+    n = check_count("n", n, 1, "give how many rows each row is to become, from 1")
+    *_, B, K = cache.heads_shape
+    row_axis = len(cache.heads_shape) - 2
+
+    def rows(leaf: Array) -> Array:
+        return jnp.repeat(leaf, n, axis=row_axis)
+
+    next_position = jnp.repeat(cache.next_position, n)
+    if isinstance(cache, KVCache):
+        return dataclasses.replace(
+            cache,
+            key=rows(cache.key),
+            value=rows(cache.value),
+            position=rows(cache.position),
+            next_position=next_position,
+            state=jax.tree.map(rows, cache.state),
+        )
+    P = cache.owner.shape[0]
+    copy = jnp.arange(n, dtype=jnp.int32)  # page p of a copy is page copy * P + p
+
+    def pools(leaf: Array) -> Array:
+        return jnp.broadcast_to(leaf, (n, *leaf.shape)).reshape(n * P, *leaf.shape[1:])
+
+    def of_state(leaf: PyTree) -> PyTree:
+        return HeadState(rows(leaf.value)) if isinstance(leaf, HeadState) else pools(leaf)
+
+    row, head = cache.owner // K, cache.owner % K  # of all layers
+    owner = (row * n + copy[:, None]) * K + head
+    first_page = P * jnp.tile(copy, B)[:, None, None]
+    table = rows(cache.table)
+    return dataclasses.replace(
+        cache,
+        key=pools(cache.key),
+        value=pools(cache.value),
+        position=pools(cache.position),
+        owner=jnp.where(cache.owner >= 0, owner, -1).reshape(n * P),
+        table=jnp.where(table >= 0, table + first_page, -1),
+        free=(cache.free[:, None] + P * copy).reshape(n * P),  # all copies' free pages before any used one
+        num_free=n * cache.num_free,
+        next_position=next_position,
+        state=jax.tree.map(of_state, cache.state, is_leaf=lambda leaf: isinstance(leaf, HeadState)),
+    )
+
+
+def blank(
+    policy: Policy | None,
+    *,
+    layers: int | None,
+    batch: int,
+    kv_heads: int,
+    group: int,
+    slots: int,
+    head_dim: int,
+    dtype: DTypeLike,
+    positions: Positions = "absolute",
+    pages: int | None = None,
+    page_size: int = 1,
+) -> Cache:
+    """Makes an empty cache of sizes that are known to fit the policy.
+
+    Args:
+        group: query heads of each head of the cache.
+        slots: of each head; the most of one head where there are pages.
+        pages: in all; None for a plain cache.
+
+    Example:
+        >>> import kvjax
+        >>> from kvjax.making import blank
+        >>> sizes = dict(layers=None, batch=1, kv_heads=2, group=3, slots=8, head_dim=4, dtype="float32")
+        >>> len(blank(kvjax.h2o(), **sizes).state)
+        3
+    """
+
+    def state(B: int, K: int, S: int) -> PyTree:
+        return () if policy is None else policy.state(B, K, group, S, head_dim)
+
+    sizes: dict[str, Any] = dict(layers=layers, batch=batch, kv_heads=kv_heads, head_dim=head_dim)
+    sizes |= dict(dtype=dtype, positions=positions)
+    if pages is not None:
+        return PagedCache.init(pages=pages, page_size=page_size, most=slots, init_state=state, **sizes)
+    remembered = state(batch, kv_heads, slots)
+    if layers is not None:
+        remembered = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (layers, *leaf.shape)), remembered)
+    return KVCache.init(slots=slots, state=remembered, **sizes)

@@ -1,0 +1,482 @@
+"""A cache comes out of its file as it went in, bit for bit, or not at all."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+import re
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import save as to_safetensors
+
+import kvjax
+from kvjax import KVCache, PagedCache, cache_file
+
+ROOT = Path(__file__).parents[2]
+B, K, N, D, T, BUDGET = 2, 2, 4, 4, 4, 6
+KINDS = [  # a policy, layers, dtype
+    ("full", None, "float32"),
+    ("tova", 2, "bfloat16"),
+    ("h2o+caote", None, "float16"),
+    ("h2o+caote", 2, "float32"),
+    ("snapkv(window=4)+caote", 2, "bfloat16"),
+    ("sage(heads='query')", None, "float32"),
+    ("butler(dim=4)", 2, "bfloat16"),
+    ("expected_attention(sinks=1)", 2, "float16"),
+    ("streaming(sinks=1)+positions(kind='compact')", None, "float32"),
+    ("h2o@layer", None, "bfloat16"),
+    ("snapkv(window=4)@adakv", 2, "float32"),
+    ("expected_attention(sinks=1)@model", 2, "float16"),
+]
+PLAIN, PAGED = "h2o+protect(recent=2)", "h2o+protect(recent=2)@layer"  # the last token is there
+FREQUENCY = 0.1 ** jnp.arange(D // 2)[None]
+
+
+def block(seed: int) -> list[jax.Array]:
+    """Queries, keys and values of a block, and what a predictor says of it."""
+    shapes = [(B, T, heads, D) for heads in (N, K, K, N, N)]
+    return [jax.random.normal(jax.random.key(10 * seed + i), shape) for i, shape in enumerate(shapes)]
+
+
+@functools.cache
+def step(policy: str):
+    """A jitted block through all layers; the worst tokens leave."""
+
+    def run(cache, query, key, value, *predicted):
+        made_for = None if policy == "full" else kvjax.parse(policy)
+        L = cache.heads_shape[0] if len(cache.heads_shape) == 3 else None
+        position = cache.next_position[:, None] + jnp.arange(T)
+        evidence = None if L is None or made_for is None else kvjax.Evidence.of_layers(cache, made_for.allocation)
+        for layer in range(L or 1):
+            context = kvjax.Context(
+                layer=None if L is None else layer, frequency=FREQUENCY, predicted=kvjax.Prediction(*predicted)
+            )
+            given = (cache, query, key, value, position)
+            if L is None:
+                out, cache = kvjax.attend(
+                    *given, policy=made_for, budget=None if made_for is None else BUDGET, context=context
+                )
+                continue
+            out, cache, said = kvjax.observe(*given, policy=made_for, context=context)
+            evidence = None if evidence is None else evidence.with_layer(cache, layer, said)
+        return out, cache if evidence is None else kvjax.evict(cache, evidence, BUDGET)
+
+    return jax.jit(run)
+
+
+@functools.cache
+def filled(policy: str, layers: int | None = None, dtype: str = "float32"):
+    """A cache that has seen three blocks, and lost some tokens of them."""
+    cache = kvjax.empty_cache(
+        policy, layers=layers, batch=B, kv_heads=K, query_heads=N, head_dim=D, dtype=dtype, block=T, page_size=2,
+        budget=8 * T if policy == "full" else BUDGET,
+    )  # fmt: skip
+    for seed in range(3):
+        _, cache = step(policy)(cache, *block(seed))
+    return cache
+
+
+@pytest.fixture
+def path(tmp_path) -> Path:
+    return tmp_path / "cache.safetensors"
+
+
+def save(path: Path, policy: str = PAGED, **options):
+    """A small cache in a file."""
+    cache = filled(policy)
+    kvjax.save_cache(path, cache, policy=policy, **options)
+    return cache
+
+
+def assert_same(a, b) -> None:
+    """The same structure, dtypes and bits."""
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for one, other in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert (one.shape, one.dtype, one.weak_type) == (other.shape, other.dtype, other.weak_type)
+        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+
+
+def refused(function, *arguments, **options) -> str:
+    with pytest.raises(ValueError) as error:
+        function(*arguments, **options)
+    message = str(error.value)
+    assert "\n" not in message and message.endswith(".")
+    return message
+
+
+@pytest.mark.parametrize(("policy", "layers", "dtype"), KINDS)
+def test_a_cache_comes_back_bit_for_bit(policy, layers, dtype, path):
+    cache = filled(policy, layers, dtype)
+    kvjax.save_cache(path, cache, policy=policy)
+    assert_same(kvjax.load_cache(path), cache)
+    assert_same(kvjax.load_cache(path, policy=policy), cache)
+
+
+@pytest.mark.parametrize(("policy", "layers", "dtype"), KINDS)
+def test_a_loaded_cache_goes_on_as_the_saved_one_would_have(policy, layers, dtype, path):
+    cache = filled(policy, layers, dtype)
+    kvjax.save_cache(path, cache, policy=policy)
+    loaded = kvjax.load_cache(path)
+    for seed in range(5, 7):
+        (out, cache), (again, loaded) = (step(policy)(one, *block(seed)) for one in (cache, loaded))
+        assert_same((out, cache), (again, loaded))
+
+
+def test_numbers_that_are_not_numbers_and_negative_zeros_come_back(path):
+    cache = filled("tova", None, "bfloat16")
+    odd = cache.key.at[0, 0, 0].set(jnp.array([np.nan, -0.0, np.inf, 1e-40], jnp.bfloat16))
+    kvjax.save_cache(path, dataclasses.replace(cache, key=odd), policy="tova")
+    assert_same(kvjax.load_cache(path).key, odd)
+
+
+def test_a_cache_comes_back_in_another_process(path, tmp_path):
+    cache = save(path)
+    there = tmp_path / "again.safetensors"
+    program = (
+        "import sys, kvjax\n"
+        "cache = kvjax.load_cache(sys.argv[1])\n"
+        "kvjax.save_cache(sys.argv[2], cache, policy=sys.argv[3])\n"
+        "print(cache.num_live.tolist())\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, path, there, PAGED], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert json.loads(done.stdout) == cache.num_live.tolist()
+    assert there.read_bytes() == path.read_bytes()
+    assert_same(kvjax.load_cache(there), cache)
+
+
+def test_info_says_what_a_file_holds(path):
+    save(path, budget=6, model="a small one")
+    assert kvjax.cache_info(path) == {
+        "format": 1, "kvjax": kvjax.__version__, "kind": "paged", "page_size": 2, "positions": "absolute",
+        "dtype": "float32", "query_heads": 2, "tokens": [12, 12], "policy": PAGED, "budget": 6,
+        "model": "a small one",
+    }  # fmt: skip
+
+
+def test_what_was_not_said_is_none(path):
+    kvjax.save_cache(path, filled("full"))
+    info = kvjax.cache_info(path)
+    assert (info["policy"], info["budget"], info["model"], info["page_size"]) == (None, None, None, None)
+    assert_same(kvjax.load_cache(path), filled("full"))
+
+
+def test_a_policy_of_ones_own_is_handed_over(path):
+    own = kvjax.base_score("own", lambda o: o.columns.sum, statistics=("sum",))
+    chained = kvjax.chain(own, kvjax.caote())
+    cache = kvjax.empty_cache(chained, kv_heads=1, query_heads=2, head_dim=2, budget=3)
+    kvjax.save_cache(path, cache, policy=chained)
+    assert_same(kvjax.load_cache(path, policy=chained), cache)
+    assert refused(kvjax.load_cache, path) == (
+        f"{path} was saved with the policy 'own+caote', which is no short name; hand the policy over as policy=."
+    )
+
+
+@pytest.mark.parametrize(
+    ("saved", "given", "message"),
+    [
+        ({}, dict(policy="h2o"), r"was saved with the policy 'h2o.*@layer', but 'h2o' was given; give the same"),
+        ({}, dict(policy="full"), r"was saved with the policy 'h2o.*@layer', but 'full' was given"),
+        (dict(budget=64), dict(budget=65), "was saved with the budget 64, but 65 was given"),
+        (dict(budget=1), dict(budget=1.0), r"was saved with the budget 1, but 1\.0 was given"),
+        (dict(model="a"), dict(model="b"), "was saved with the model 'a', but 'b' was given"),
+        ({}, dict(budget=64), "does not say its budget, so that 64 cannot be checked; leave budget= out"),
+        ({}, dict(model="a"), "does not say its model, so that 'a' cannot be checked; leave model= out"),
+    ],
+)
+def test_what_is_given_must_be_what_the_file_says(path, saved, given, message):
+    save(path, **saved)
+    assert re.search(message, refused(kvjax.load_cache, path, **given))
+
+
+def test_what_is_given_and_the_same_is_taken(path):
+    cache = save(path, budget=0.25, model="a")
+    loaded = kvjax.load_cache(
+        path, policy=kvjax.parse("h2o + protect(recent=2) @ layer"), budget=np.float64(0.25), model="a"
+    )
+    assert_same(loaded, cache)
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(cache={}), r"cache is \{\}; expected a KVCache or a PagedCache"),
+        (dict(cache=None), r"cache is None; expected a KVCache or a PagedCache"),
+        (dict(policy=None), "remembers something for a policy, but none was given; hand it over as policy="),
+        (dict(policy="tova"), "state is not that of 'tova'; hand over the policy that the cache was made for"),
+        (dict(policy="full"), "state is not that of 'full'"),
+        (dict(policy="h2o"), "state is not that of 'h2o'"),
+        (dict(policy="snapkv"), "state is not that of 'snapkv'"),
+        (dict(policy=7), r"policy is 7; expected"),
+        (dict(policy="h3o"), "h3o"),
+        (dict(budget=0), r"the budget is 0; give slots per head .* or a ratio"),
+        (dict(budget=1.5), r"the budget is 1\.5; give slots per head"),
+        (dict(budget=True), "budget is True; expected"),
+        (dict(model=7), "model is 7; expected a text"),
+        (dict(path=None), "path is None; expected a text or a Path"),
+    ],
+)
+def test_what_cannot_be_saved_is_refused_and_a_good_file_stays(path, change, message):
+    save(path)
+    before = path.read_bytes()
+    given = dict(path=path, cache=filled(PAGED), policy=PAGED) | change
+    assert re.search(message, refused(kvjax.save_cache, **given))
+    assert path.read_bytes() == before and os.listdir(path.parent) == [path.name]
+
+
+def test_a_cache_that_was_donated_or_is_traced_is_refused(path):
+    cache = kvjax.empty_cache("tova", kv_heads=1, query_heads=1, head_dim=2, budget=3)
+    with pytest.raises(ValueError, match=r"the cache is traced \(by jax\.jit, vmap or grad\)"):
+        jax.jit(lambda cache: kvjax.save_cache(path, cache, policy="tova"))(cache)
+    jax.jit(lambda cache: cache, donate_argnums=0)(cache)
+    if cache.key.is_deleted():
+        assert "was donated to a compiled function" in refused(kvjax.save_cache, path, cache, policy="tova")
+    assert not path.exists()
+
+
+def test_a_dtype_that_no_file_holds_is_refused(path):
+    cache = KVCache.init(batch=1, kv_heads=1, slots=2, head_dim=2, dtype="float8_e4m3fn")
+    assert "key is of float8_e4m3fn, which a file does not hold" in refused(kvjax.save_cache, path, cache)
+
+
+def test_a_good_file_survives_a_disk_that_is_full(path, monkeypatch):
+    cache = save(path)
+
+    def full(self, content):
+        self.touch()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(OSError, match="No space left"):
+        save(path, "full")
+    assert os.listdir(path.parent) == [path.name]
+    assert_same(kvjax.load_cache(path), cache)
+
+
+def test_a_link_stays_a_link_and_permissions_stay(path, tmp_path):
+    save(path)
+    path.chmod(0o640)
+    link = tmp_path / "link"
+    link.symlink_to(path)
+    save(link, "full")
+    assert link.is_symlink() and kvjax.cache_info(path)["policy"] == "full"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
+
+
+def test_places_that_cannot_be_written_or_read_are_named(tmp_path):
+    with pytest.raises(
+        FileNotFoundError, match=r"^cannot write .*: the folder .*none does not exist; make it first\.$"
+    ):
+        save(tmp_path / "none" / "cache")
+    assert "it is a folder or a device; name a file" in refused(save, tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"^there is no file .*; name one that kvjax\.save_cache wrote\.$"):
+        kvjax.load_cache(tmp_path / "none")
+    assert refused(kvjax.load_cache, tmp_path) == f"{tmp_path} is no file; name one that kvjax.save_cache wrote."
+
+
+def of(path: Path) -> tuple[dict, dict[str, np.ndarray]]:
+    """What a file says, and its arrays."""
+    with safe_open(path, framework="np") as file:
+        arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        return json.loads(file.metadata()[cache_file.ENTRY]), arrays
+
+
+def write(path: Path, info, arrays: dict[str, np.ndarray], *, whole: bool = True) -> None:
+    """A file whose sum is right, so that what else is wrong with it shows."""
+    if whole:
+        info = {name: value for name, value in info.items() if name != "sha256"}
+        info = info | {"sha256": cache_file._digest(info, arrays)}
+    text = info if isinstance(info, str) else json.dumps(info)
+    path.write_bytes(to_safetensors(arrays, metadata={cache_file.ENTRY: text}))
+
+
+@pytest.mark.parametrize("content", [b"", b"once", b"\0" * 100, b"Once upon a time there was a cache."])
+def test_what_is_no_safetensors_file_is_refused(path, content):
+    path.write_bytes(content)
+    for read in (kvjax.load_cache, kvjax.cache_info):
+        assert "is no safetensors file, or was cut short" in refused(read, path)
+
+
+def test_other_peoples_safetensors_are_refused(path):
+    for metadata in (None, {"format": "pt"}):
+        path.write_bytes(to_safetensors({"key": np.zeros(2)}, metadata=metadata))
+        assert "is a safetensors file, but holds no cache" in refused(kvjax.load_cache, path)
+
+
+def test_a_file_of_a_later_format_is_refused(path):
+    save(path)
+    info, arrays = of(path)
+    write(path, info | {"format": 2, "kvjax": "9.0", "news": 1}, arrays)
+    assert f"has format 2, of a later kvjax than this {kvjax.__version__}" in refused(kvjax.load_cache, path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda info: "{",
+        lambda info: "[]",
+        lambda info: "[" * 100_000,
+        lambda info: {},
+        lambda info: info | {"more": 1},
+        lambda info: {name: value for name, value in info.items() if name != "model"},
+        lambda info: info | {"format": "1"},
+        lambda info: info | {"kind": "round"},
+        lambda info: info | {"budget": "6"},
+        lambda info: info | {"tokens": [0.5]},
+        lambda info: info | {"positions": "none"},
+        lambda info: info | {"query_heads": 0},
+        lambda info: info | {"query_heads": 10**9},
+    ],
+)
+def test_what_a_file_says_must_be_readable(path, change):
+    save(path)
+    info, arrays = of(path)
+    changed = change(info)
+    write(path, changed, arrays, whole=isinstance(changed, dict))
+    assert "is damaged: what it says of its cache cannot be read" in refused(kvjax.load_cache, path)
+
+
+def with_(name: str, where, value):
+    """A change of one number of an array."""
+
+    def change(arrays: dict[str, np.ndarray]) -> None:
+        arrays[name] = arrays[name].copy()
+        arrays[name][where] = value
+
+    return change
+
+
+def without(name: str):
+    return lambda arrays: arrays.pop(name)
+
+
+def zeros(name: str, *shape: int, dtype: str = "float32"):
+    return lambda arrays: arrays.update({name: np.zeros(shape, dtype)})
+
+
+def twice(arrays: dict[str, np.ndarray]) -> None:
+    arrays["table"] = arrays["table"].copy()
+    arrays["table"][0, 0, 0] = arrays["table"][0, 0, 1]
+
+
+def crafted(path: Path, policy: str, change) -> str:
+    """What is said of a file in which some arrays were changed, and the sum with them."""
+    save(path, policy)
+    info, arrays = of(path)
+    change(arrays)
+    write(path, info, arrays)
+    return refused(kvjax.load_cache, path)
+
+
+LAST = "row 1 holds the token at position 11, but its next position is 11; expected at least 12"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (without("key"), "lacks the array key"),
+        (without("next_position"), "lacks the array next_position"),
+        (without("state[0][1]"), "lacks the array state[0][1]"),
+        (zeros("more", 1), "has the array more, for which there is no place"),
+        (zeros("table", 1), "has the array table, for which there is no place"),
+        (
+            zeros("value", 2, 2, 10, 4, dtype="float16"),
+            "value is float16 (2, 2, 10, 4); expected float32 (2, 2, 10, 4)",
+        ),
+        (zeros("position", 2, 2, 10, dtype="int64"), "position is int64 (2, 2, 10); expected int32 (2, 2, 10)"),
+        (zeros("state[0][0]", 2, 2, 10, dtype="float16"), "state[0][0] is float16 (2, 2, 10); expected float32"),
+        (zeros("value", 2, 2, 10, 3), "value is float32 (2, 2, 10, 3); expected float32 (2, 2, 10, 4)"),
+        (zeros("next_position", 3, dtype="int32"), "next_position is int32 (3,); expected int32 (2,)"),
+        (zeros("key", 3), "has keys and positions of the shapes (3,), (2, 2, 10); expected [*L, B, K, S, D]"),
+        (zeros("position", 0, 2, 10, dtype="int32"), "holds what no cache does: batch is 0"),
+        (with_("position", (0, 0, 0), -2), "a position is -2; expected -1 for a free slot"),
+        (with_("next_position", 1, 11), LAST),
+        (with_("next_position", 1, -1), "row 1 holds the token at position 11, but its next position is -1"),
+    ],
+)
+def test_arrays_that_no_plain_cache_has_are_refused(path, change, message):
+    assert message in crafted(path, PLAIN, change)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (without("table"), "lacks the array table"),
+        (zeros("table", 3, dtype="int32"), "has keys, positions and page table of the shapes"),
+        (with_("position", (0, 0), -2), "a position is -2; expected -1"),
+        (with_("next_position", 1, 11), LAST),
+        (with_("table", (0, 0, 0), 99), "a page table names page 99; expected one of 0 to"),
+        (with_("table", (0, 0, 0), -2), "a page table names page -2; expected one of 0 to"),
+        (with_("table", (0, 0, 0), -1), "a page table has a gap"),
+        (twice, "a page is named twice, or not at all"),
+        (with_("num_free", (), 0), "a page is named twice, or not at all"),
+        (with_("num_free", (), -1), "-1 pages are free; expected 0 to"),
+        (with_("num_free", (), 99), "99 pages are free; expected 0 to"),
+        (with_("owner", 0, 3), "page 0 says head 3; its page table says"),
+        (lambda arrays: with_("position", (arrays["free"][0], 0), 0)(arrays), "a free page holds a token"),
+    ],
+)
+def test_arrays_that_no_paged_cache_has_are_refused(path, change, message):
+    assert message in crafted(path, PAGED, change)
+
+
+def test_a_cache_that_contradicts_itself_is_not_saved(path):
+    cache = dataclasses.replace(filled(PLAIN), next_position=jnp.array([12, 11]))
+    assert refused(kvjax.save_cache, path, cache, policy=PLAIN) == f"the cache: {LAST}."
+    assert not path.exists()
+
+
+def test_float64_without_x64_is_refused(path):
+    kvjax.save_cache(path, filled("full"))
+    info, arrays = of(path)
+    arrays |= {name: arrays[name].astype("float64") for name in ("key", "value")}
+    write(path, info | {"dtype": "float64"}, arrays)
+    assert "has keys of float64, for which JAX must be set to: jax_enable_x64" in refused(kvjax.load_cache, path)
+
+
+@functools.cache
+def small() -> tuple[bytes, KVCache | PagedCache]:
+    cache = filled(PAGED)
+    path = Path(os.devnull)
+    written: list[bytes] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cache_file, "_target", lambda path: path)
+        patch.setattr(cache_file, "_write", lambda target, content: written.append(content))
+        kvjax.save_cache(path, cache, policy=PAGED, budget=6, model="small")
+    return written[0], cache
+
+
+@hypothesis.given(data=st.data())
+@hypothesis.settings(
+    max_examples=300, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture], derandomize=True
+)
+def test_a_damaged_file_is_refused_in_a_sentence_or_holds_the_same(path, data):
+    content, cache = small()
+    header = 8 + int.from_bytes(content[:8], "little")
+    if data.draw(st.booleans()):
+        damaged = content[: data.draw(st.integers(0, len(content) - 1))]
+    else:
+        place = data.draw(st.one_of(st.integers(0, header - 1), st.integers(0, len(content) - 1)))
+        byte = data.draw(st.integers(0, 255))
+        damaged = content[:place] + bytes([byte]) + content[place + 1 :]
+    path.write_bytes(damaged)
+    try:
+        loaded = kvjax.load_cache(path)
+    except ValueError as error:
+        assert "\n" not in str(error) and str(error).startswith(str(path))
+    else:
+        assert_same(loaded, cache)

@@ -1,0 +1,254 @@
+"""Caches made for a policy have its room and its state; a repeated cache's rows go on as the row they were."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import kvjax
+from kvjax import KVCache, PagedCache
+from tests.kvjax.test_paged import check_pages, content
+
+B, K, N, D, T, BUDGET = 2, 2, 4, 4, 4, 6
+SIZES = dict(kv_heads=K, query_heads=N, head_dim=D, budget=BUDGET)
+POLICIES = [
+    ("full", None),
+    ("tova", None),
+    ("h2o+caote", None),
+    ("h2o+caote", 2),
+    ("snapkv(window=4)+caote", 2),
+    ("sage(heads='query')", 2),
+    ("h2o@layer", None),
+    ("snapkv(window=4)@adakv", 2),
+    ("h2o+caote@model", 2),
+]
+
+
+def made(policy: str, layers: int | None = None, **changes):
+    return kvjax.empty_cache(policy, **(dict(SIZES, layers=layers, batch=B, block=T, page_size=2) | changes))
+
+
+def block(seed: int, rows: int = B, tokens: int = T, layers: int = 1) -> list[jax.Array]:
+    """Queries, keys and values of a block in each layer."""
+    shapes = [(layers, rows, tokens, heads, D) for heads in (N, K, K)]
+    return [jax.random.normal(jax.random.key(10 * seed + i), shape) for i, shape in enumerate(shapes)]
+
+
+@functools.cache
+def step(policy: str, budget: int | None = BUDGET):
+    """A jitted block through all layers, after which each row holds its budget: outputs [L, B, T, N, D], the cache."""
+    budget = None if policy == "full" else budget
+
+    def run(cache, queries, keys, values):
+        made_for = kvjax.parse(policy) if budget else None
+        stacked = len(cache.heads_shape) == 3
+        evidence = kvjax.Evidence.of_layers(cache, made_for.allocation) if stacked and budget else None
+        outs = []
+        for layer, (q, k, v) in enumerate(zip(queries, keys, values, strict=True)):
+            if not stacked:
+                out, cache = kvjax.attend(cache, q, k, v, policy=made_for, budget=budget)
+            else:
+                # Positions by hand: the first layer's insertion moves the row's next position.
+                position = (cache.next_position[:, None] + jnp.arange(T)) if layer == 0 else position
+                context = kvjax.Context(layer=layer)
+                out, cache, said = kvjax.observe(
+                    cache, q, k, v, position, policy=made_for, budget=budget, context=context
+                )
+                evidence = None if evidence is None else evidence.with_layer(cache, layer, said)
+            outs.append(out)
+        return jnp.stack(outs), cache if evidence is None else kvjax.evict(cache, evidence, budget)
+
+    return jax.jit(run)
+
+
+def filled(policy: str, layers: int | None, blocks: int = 3, **changes):
+    """A cache that has seen some blocks, and lost some tokens of them."""
+    if policy == "full":
+        changes = dict(budget=8 * T) | changes
+    cache = made(policy, layers, **changes)
+    for seed in range(blocks):
+        _, cache = step(policy)(cache, *block(seed, layers=layers or 1))
+    return cache
+
+
+def rows_of(cache, rows: list[int]) -> dict:
+    """What some rows hold, numbered from 0, per layer and head: position -> key, value and state."""
+    held = content(cache)
+    return {(layer, number, k): held[layer, row, k] for layer, _, k in held for number, row in enumerate(rows)}
+
+
+def assert_same(a: dict, b: dict) -> None:
+    assert a.keys() == b.keys()
+    for head, tokens in a.items():
+        assert tokens.keys() == b[head].keys()
+        for position, row in tokens.items():
+            np.testing.assert_array_equal(row, b[head][position], err_msg=f"{head} {position}")
+
+
+@pytest.mark.parametrize(("policy", "layers"), POLICIES)
+def test_a_cache_that_was_made_has_room_for_block_after_block_and_no_more(policy, layers):
+    cache = filled(policy, layers)
+    slots = 8 * T if policy == "full" else BUDGET + T
+    if isinstance(cache, KVCache):
+        assert cache.num_slots == slots
+        assert (cache.num_live == (3 * T if policy == "full" else BUDGET)).all()
+    else:
+        # On average: heads compete.
+        assert cache.num_live.sum() == BUDGET * cache.num_live.size
+        assert cache.owner.size == kvjax.pages_for(slots * cache.num_live.size, cache.num_live.size, 2)
+    assert cache.next_position.tolist() == [3 * T] * B
+
+
+@pytest.mark.parametrize(("policy", "layers"), POLICIES)
+def test_what_a_policy_remembers_is_in_the_cache(policy, layers):
+    cache = made(policy, layers)
+    if policy == "full":
+        assert cache.state == ()
+        return
+    heads = cache.heads_shape[-1]
+    state = kvjax.parse(policy).state(B, heads, N // heads, 1, D)
+    assert jax.tree.structure(cache.state) == jax.tree.structure(state)
+
+
+def test_a_cache_of_query_heads_has_one_each():
+    cache = made("sage(heads='query')")
+    assert cache.heads_shape == (B, N)
+
+
+def test_positions_are_the_policys():
+    assert made("streaming(sinks=1)+positions(kind='compact')").positions == "compact"
+    assert made("streaming(sinks=1)@layer").positions == "absolute"
+
+
+def test_a_dtype_is_that_of_keys_and_values():
+    for policy in ("tova", "tova@layer"):
+        cache = made(policy, dtype="bfloat16")
+        assert cache.key.dtype == cache.value.dtype == jnp.bfloat16
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(policy="h3o"), "h3o"),
+        (dict(policy=7), r"policy is 7; give a policy, or its short name"),
+        (dict(layers=0), r"layers is 0; a cache needs at least 1, or None"),
+        (dict(batch=0), r"batch is 0; a cache needs at least 1"),
+        (dict(kv_heads=2.5), r"kv_heads is 2\.5; a cache needs at least 1"),
+        (dict(query_heads=3), r"3 query heads were given for 2 KV heads; expected a multiple"),
+        (dict(query_heads=1), r"1 query heads were given for 2 KV heads; expected a multiple"),
+        (dict(head_dim="4"), r"head_dim is '4'; a cache needs at least 1"),
+        (dict(budget=0.5), r"the budget is 0\.5; give tokens per head, an int from 1"),
+        (dict(budget=0), r"the budget is 0; give tokens per head"),
+        (dict(policy="full", budget=None), r"the budget is None; give tokens per head"),
+        (dict(policy="streaming(sinks=9)"), r"the budget is 6 tokens, but .* always keeps 9 first"),
+        (dict(block=0), r"block is 0; a block has at least 1 token"),
+        (
+            dict(policy="snapkv(window=5)"),
+            r"observes the last 5 queries, but a block has 4: give a block of at least 5",
+        ),
+        (dict(policy="tova@layer", page_size=0), r"page_size is 0; a cache needs at least 1"),
+        (dict(dtype="int8"), r"dtype is 'int8'; keys and values are floats"),
+        (dict(policy="tova@layer", dtype="float7"), r"dtype is 'float7'; keys and values are floats"),
+        (dict(policy="butler"), r"'butler' keeps a predictor's keys .* width is not known"),
+        (dict(budget=2**31 - 1), r"slots is 2147483651; give at most"),
+    ],
+)
+def test_what_no_cache_can_have_is_refused(changes, message):
+    with pytest.raises(ValueError) as error:
+        made(changes.pop("policy", "tova"), **changes)
+    assert re.search(message, str(error.value)) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("policy", "layers"), POLICIES)
+def test_each_row_of_a_repeated_cache_goes_on_as_the_row_that_it_was(policy, layers):
+    n, L = 3, layers or 1
+    cache = filled(policy, layers)
+    repeated = kvjax.repeat(cache, n)
+    copies = [cache] * n
+    for seed in range(10, 13):
+        blocks = [block(seed + 100 * i, layers=L) for i in range(n)]  # questions of their own
+        together = [
+            jnp.stack(parts, axis=2).reshape(L, n * B, *parts[0].shape[2:]) for parts in zip(*blocks, strict=True)
+        ]
+        out, repeated = step(policy)(repeated, *together)
+        for i in range(n):
+            own, copies[i] = step(policy)(copies[i], *blocks[i])
+            np.testing.assert_allclose(out[:, i::n], own, rtol=1e-5, atol=1e-6)
+    for i in range(n):
+        assert_same(rows_of(repeated, [i, n + i]), rows_of(copies[i], [0, 1]))
+        assert repeated.next_position[i::n].tolist() == copies[i].next_position.tolist()
+    if isinstance(repeated, PagedCache):
+        check_pages(repeated, fewest=True)
+
+
+@pytest.mark.parametrize(("policy", "layers"), [("h2o", None), ("h2o@layer", None), ("h2o@model", 3)])
+@hypothesis.given(data=st.data())
+@hypothesis.settings(max_examples=10)
+def test_a_repeated_cache_holds_each_row_n_times(policy, layers, data):
+    n = data.draw(st.integers(1, 5))
+    blocks = data.draw(st.integers(0, 4))
+    cache = filled(policy, layers, blocks)
+    if data.draw(st.booleans()):  # heads with more pages than their tokens need
+        for layer in range(layers or 1):
+            _, k, v = (x[0] for x in block(7))
+            cache = kvjax.insert(cache, k, v, None, layer=layer if layers else None)
+    repeated = kvjax.repeat(cache, n)
+    rows = np.repeat(np.arange(B), n)
+    assert_same(content(repeated), rows_of(cache, rows.tolist()))
+    assert repeated.next_position.tolist() == cache.next_position[rows].tolist()
+    if isinstance(repeated, PagedCache):
+        check_pages(repeated, fewest=False)
+        assert repeated.num_free == n * cache.num_free and repeated.owner.size == n * cache.owner.size
+
+
+def test_what_is_remembered_of_a_head_is_repeated_by_rows():
+    for policy in ("expected_attention(sinks=1)", "expected_attention(sinks=1)@layer"):
+        cache = made(policy, 2)
+        numbered = jax.tree.map(lambda leaf: jnp.arange(leaf.size, dtype=leaf.dtype).reshape(leaf.shape), cache.state)
+        repeated = kvjax.repeat(dataclasses.replace(cache, state=numbered), 2)
+        jax.tree.map(
+            lambda leaf, whole: np.testing.assert_array_equal(whole, np.repeat(leaf, 2, axis=1)),
+            numbered, repeated.state,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(("policy", "layers"), [("h2o", 2), ("h2o@layer", None)])
+def test_repeating_compiles(policy, layers):
+    cache = filled(policy, layers)
+    jitted = jax.jit(kvjax.repeat, static_argnums=1)(cache, 2)
+    jax.tree.map(np.testing.assert_array_equal, jitted, kvjax.repeat(cache, 2))
+
+
+def test_on_a_mesh_rows_stay_where_they_are():
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "tensor"))
+
+    def place(leaf):
+        spec = PartitionSpec("data") if leaf.ndim == 1 else PartitionSpec(None, "data", "tensor")
+        return NamedSharding(mesh, spec)
+
+    cache = filled("h2o", 2)
+    spread = jax.device_put(cache, jax.tree.map(place, cache))
+    compiled = jax.jit(kvjax.repeat, static_argnums=1).lower(spread, 2).compile()
+    assert not re.search("all-gather|all-to-all|collective-permute|all-reduce", compiled.as_text())
+    repeated = compiled(spread)
+    assert repeated.key.sharding.is_equivalent_to(place(repeated.key), repeated.key.ndim)
+    jax.tree.map(np.testing.assert_array_equal, repeated, kvjax.repeat(cache, 2))
+
+
+@pytest.mark.bad_input
+def test_what_cannot_be_repeated_is_refused():
+    with pytest.raises(ValueError, match=r"^a dict was given; repeat takes a KVCache or a PagedCache\.$"):
+        kvjax.repeat({}, 2)
+    for n in (0, -1, 1.5, "2", None):
+        with pytest.raises(ValueError, match=r"^n is .*; give how many rows each row is to become, from 1"):
+            kvjax.repeat(made("tova"), n)
