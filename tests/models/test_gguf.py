@@ -1,0 +1,759 @@
+"""GGUF files become the models they were written from; what is wrong with one is said in a sentence."""
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import json
+import math
+import shutil
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import gguf
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tokenizers
+from flax import nnx
+from gguf import GGMLQuantizationType as Kind
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load_file
+
+import models
+from models.config import Config, Rope
+from models.decoder import rope_frequencies
+from models.gguf import NAMES
+from models.load import describe, find_folder
+from models.parameters import PARAMETERS
+from tests.models.make_golden import GOLDEN
+from tests.models.test_load import PEAK, assert_same, parameters
+
+SMALL = dict(
+    vocab_size=96, hidden_size=64, intermediate_size=96, num_layers=2, num_heads=4, num_kv_heads=2, norm_epsilon=1e-5,
+    max_positions=128, rope=Rope(500_000.0), bos=1, eos=(2,), pad=0,
+)  # fmt: skip
+CONFIGS = {
+    "llama": Config(**SMALL),
+    "llama_tied": Config(**SMALL, tie_embeddings=True),
+    "llama_biases": Config(**SMALL, attention_bias=True, output_bias=True),
+    "qwen2": Config(**SMALL, architecture="qwen2", attention_bias=True),
+    "qwen3": Config(**SMALL, architecture="qwen3", query_key_norm=True, head_dim=32, tie_embeddings=True),
+}
+
+
+@functools.cache
+def written_from(name):
+    """A model where norms and biases are random, too, so that a missed one shows."""
+    model = models.Decoder(CONFIGS[name], rngs=nnx.Rngs(0))
+    random = np.random.default_rng(1)
+    for path, leaf in nnx.to_flat_state(nnx.state(model)):
+        if "norm" in path[-1] or "bias" in path[-1]:
+            leaf[...] = jnp.asarray(random.uniform(0.5, 1.5, leaf.shape), jnp.float32)
+    return model
+
+
+def tensors_of(model, folder):
+    """The model's tensors by llama.cpp's names, in Hugging Face's order of rows."""
+    models.save(folder, model)
+    ours = {
+        parameter.tensor.format(layer): NAMES[name].format(layer)
+        for name, parameter in PARAMETERS.items()
+        for layer in range(model.config.num_layers)
+    }
+    return {ours[name]: tensor for name, tensor in load_file(folder / "model.safetensors").items()}
+
+
+def interleaved(name, tensor, config):
+    """A head's rows as llama.cpp's Llama has them: element i beside element i + D / 2."""
+    if config.architecture != "llama" or not any(part in name for part in ("attn_q.", "attn_k.")):
+        return tensor
+    half = config.head_dim // 2
+    heads = tensor.reshape(-1, config.head_dim, *tensor.shape[1:])
+    rows = [head[i + side * half] for head in heads for i in range(half) for side in (0, 1)]
+    return np.stack(rows).reshape(tensor.shape)
+
+
+def keys_of(config):
+    prefix = config.architecture
+    return {
+        "general.architecture": prefix,
+        f"{prefix}.block_count": config.num_layers,
+        f"{prefix}.context_length": config.max_positions,
+        f"{prefix}.embedding_length": config.hidden_size,
+        f"{prefix}.feed_forward_length": config.intermediate_size,
+        f"{prefix}.attention.head_count": config.num_heads,
+        f"{prefix}.attention.head_count_kv": config.num_kv_heads,
+        f"{prefix}.attention.key_length": config.head_dim,
+        f"{prefix}.attention.value_length": config.head_dim,
+        f"{prefix}.attention.layer_norm_rms_epsilon": config.norm_epsilon,
+        f"{prefix}.rope.freq_base": config.rope.theta,
+        f"{prefix}.rope.dimension_count": config.head_dim,
+        "tokenizer.ggml.bos_token_id": config.bos,
+        "tokenizer.ggml.eos_token_id": config.eos[0],
+        "tokenizer.ggml.padding_token_id": config.pad,
+    }
+
+
+def write(file, keys, tensors, endianess=gguf.GGUFEndian.LITTLE):
+    """A file with these keys (None leaves one out) and tensors: arrays, or pairs of a kind and quantised bytes."""
+    writer = gguf.GGUFWriter(file, keys.get("general.architecture") or "llama", endianess=endianess)
+    writer.kv_data = [{}]  # the architecture, which the writer has put there, is among the keys
+    add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    for key, value in keys.items():
+        if value is not None:
+            add.get(type(value), writer.add_array)(key, value)
+    for name, tensor in tensors.items():
+        kind, data = tensor if isinstance(tensor, tuple) else (Kind.F32, tensor)
+        writer.add_tensor(name, data, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+@pytest.fixture
+def make(tmp_path):
+    """Writes a model: ``make(name, keys, kind=..., change=...)``; vectors stay in float32, as llama.cpp has it."""
+
+    def make(name="llama", keys=None, kind=Kind.F32, change=None, **options):
+        config = CONFIGS[name]
+        tensors = {
+            key: interleaved(key, tensor, config)
+            for key, tensor in tensors_of(written_from(name), tmp_path / name).items()
+        }
+        tensors = {key: t if t.ndim == 1 else (kind, gguf.quants.quantize(t, kind)) for key, t in tensors.items()}
+        if change:
+            change(tensors)
+        return write(tmp_path / "model.gguf", keys_of(config) | (keys or {}), tensors, **options)
+
+    return make
+
+
+def refused(file, *words, kind=ValueError):
+    """Loading ends in one sentence that names the file and has these words."""
+    with pytest.raises(kind) as caught:
+        models.load(file)
+    said = str(caught.value)
+    assert "\n" not in said and str(file) in said, said
+    for word in words:
+        assert word in said
+    assert caught.value.__cause__ is None and (caught.value.__suppress_context__ or not caught.value.__context__)
+
+
+# Weights
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_model_is_the_one_it_was_written_from(name, make):
+    model, tokenizer = models.load(make(name))
+    assert model.config == CONFIGS[name]
+    assert tokenizer is None
+    assert_same(model, written_from(name))
+
+
+@pytest.mark.parametrize("kind", [Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
+def test_weights_are_those_that_were_stored(name, kind, make):
+    model, _ = models.load(make(name, kind=kind), dtype="float32")
+    theirs = parameters(written_from(name))
+    for path, ours in parameters(model).items():
+        if "norm" in path or "bias" in path:
+            expected = theirs[path]
+        else:  # blocks lie along a row of the file, which is an axis (or two) of ours
+            stored = PARAMETERS[path]
+            order = [axis for group in stored.groups for axis in group]
+            layers = theirs[path] if path.startswith("layers.") else theirs[path][None]
+            rows = layers.shape[1 + stored.groups[0][0]] if len(stored.groups[0]) == 1 else -1
+            width = [layers.shape[1 + axis] for axis in stored.groups[1]]
+            turned = [layer.transpose(order).reshape(rows, math.prod(width)) for layer in layers]
+            found = [gguf.quants.dequantize(gguf.quants.quantize(t, kind), kind) for t in turned]
+            shape = [layers.shape[1 + axis] for axis in order]
+            expected = np.stack([f.reshape(shape).transpose(np.argsort(order)) for f in found]).reshape(ours.shape)
+        np.testing.assert_array_equal(ours, expected, err_msg=path)
+
+
+def readable_kinds():
+    for kind in Kind:
+        try:
+            gguf.quants.dequantize(np.zeros(gguf.GGML_QUANT_SIZES[kind][1], np.uint8), kind)
+        except NotImplementedError:
+            continue
+        yield kind
+
+
+@pytest.mark.parametrize("kind", list(readable_kinds()), ids=lambda kind: kind.name)
+def test_every_kind_that_the_package_dequantises_is_read(kind, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules["models.load"], "CHUNK_BYTES", 3000)  # two rows and a bit
+    config = Config(**SMALL | {"hidden_size": 256, "num_layers": 1})
+    tensors = tensors_of(models.Decoder(config, rngs=nnx.Rngs(0)), tmp_path / "folder")
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    # Bytes below 0x3C: whatever of them is a half-precision scale is a moderate number.
+    data = np.random.default_rng(0).integers(0, 0x3C, (96, 256 // block * size), np.uint8)
+    tensors["blk.0.ffn_gate.weight"] = (kind, data)
+    model, _ = models.load(write(tmp_path / "model.gguf", keys_of(config), tensors), dtype="float32")
+    np.testing.assert_array_equal(model.layers.gate[...][0].T, gguf.quants.dequantize(data, kind))
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [(Kind.F32, "float32"), (Kind.F16, "float16"), (Kind.BF16, "bfloat16"), (Kind.Q8_0, "float32")],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_without_a_dtype_the_stored_one_is_kept(kind, dtype, make):
+    assert {array.dtype.name for array in parameters(models.load(make(kind=kind))[0]).values()} == {dtype}
+
+
+def test_weights_are_cast_to_the_dtype_asked_for(make):
+    model, _ = models.load(make(), dtype="bfloat16")
+    expected = written_from("llama").layers.query[...].astype(jnp.bfloat16)
+    np.testing.assert_array_equal(np.asarray(model.layers.query[...]), np.asarray(expected))
+
+
+@pytest.mark.parametrize("name", ["llama", "llama_biases"])
+def test_rows_are_in_order_whatever_part_is_read(name, make, monkeypatch):
+    monkeypatch.setattr(sys.modules["models.load"], "CHUNK_BYTES", 700)  # ends within a head
+    assert_same(models.load(make(name))[0], written_from(name))
+
+
+@pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices; conftest.py forces them on a CPU")
+def test_sharded_model_has_the_same_weights(make):
+    model, _ = models.load(make("llama_biases"), mesh=models.parse_mesh("data=2,tensor=2"))
+    assert_same(model, written_from("llama_biases"))
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak is read from Linux's /proc")
+def test_peak_memory_is_at_most_1_3_times_the_weights(tmp_path):
+    config = Config(16_000, 512, 1536, num_layers=12, num_heads=8, num_kv_heads=2)
+    random = np.random.default_rng(0)
+    shapes = {"attn_q": (512, 512), "attn_k": (128, 512), "attn_v": (128, 512), "attn_output": (512, 512)}
+    shapes |= {"ffn_gate": (1536, 512), "ffn_up": (1536, 512), "ffn_down": (512, 1536)}
+    tensors = {f"blk.{layer}.{name}.weight": shape for layer in range(12) for name, shape in shapes.items()}
+    tensors |= {"token_embd.weight": (16_000, 512), "output.weight": (16_000, 512), "output_norm.weight": (512,)}
+    tensors |= {f"blk.{layer}.{name}_norm.weight": (512,) for layer in range(12) for name in ("attn", "ffn")}
+    quantised = {
+        name: np.ones(shape, np.float32)
+        if len(shape) == 1
+        else (Kind.Q8_0, random.integers(0, 0x3C, (shape[0], shape[1] // 32 * 34), np.uint8))
+        for name, shape in tensors.items()
+    }
+    keys = keys_of(dataclasses.replace(config, bos=1, eos=(2,), pad=0))
+    file = write(tmp_path / "model.gguf", keys, quantised)
+    tiny = write(tmp_path / "tiny.gguf", keys_of(CONFIGS["llama"]), tensors_of(written_from("llama"), tmp_path / "a"))
+    command = [sys.executable, "-c", PEAK, str(tiny), str(file), "float32"]
+    output = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2]).stdout
+    assert float(output) <= 1.3
+
+
+def test_describe_reads_no_weights(make):
+    file = make()
+    with file.open("r+b") as stream:
+        stream.seek(-400, 2)
+        stream.write(b"\xff" * 400)  # NaN
+    assert describe(file)[0] == CONFIGS["llama"]
+
+
+def test_predictor_lies_beside_the_file(make):
+    file = make()
+    assert find_folder(file) == file.parent
+
+
+# The config
+
+
+@pytest.mark.parametrize(
+    ("keys", "rope"),
+    [
+        ({}, Rope(500_000.0)),
+        ({"llama.rope.freq_base": None}, Rope(10_000.0)),
+        ({"llama.rope.scaling.type": "none", "llama.rope.scaling.factor": 4.0}, Rope(500_000.0)),
+        ({"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}, Rope(500_000.0, "linear", 4.0)),
+        ({"llama.rope.scale_linear": 2.0}, Rope(500_000.0, "linear", 2.0)),
+        (
+            {
+                "llama.rope.scaling.type": "yarn",
+                "llama.rope.scaling.factor": 4.0,
+                "llama.rope.scaling.original_context_length": 32,
+            },
+            Rope(500_000.0, "yarn", 4.0, 32),
+        ),
+    ],
+)
+def test_rope_scaling(keys, rope, make):
+    assert describe(make(keys=keys))[0].rope == rope
+
+
+@pytest.mark.parametrize(("factor", "original"), [(8.0, 8192), (32.0, 8192), (4.0, 65_536)])
+def test_frequency_factors_are_llama_3_1s_scaling(factor, original, make):
+    rope = Rope(500_000.0, "llama3", factor, original)
+    plain, bent = (np.asarray(rope_frequencies(rope, 16)[0][0]) for rope in (Rope(500_000.0), rope))
+    file = make(change=lambda tensors: tensors.update({"rope_freqs.weight": plain / bent}))
+    found = describe(file)[0].rope
+    np.testing.assert_allclose(rope_frequencies(found, 16)[0], rope_frequencies(rope, 16)[0], rtol=1e-5)
+
+
+def test_frequency_factors_of_one_change_nothing(make):
+    file = make(change=lambda tensors: tensors.update({"rope_freqs.weight": np.ones(8, np.float32)}))
+    assert describe(file)[0].rope == Rope(500_000.0)
+
+
+@pytest.mark.parametrize(
+    ("factors", "said"),
+    [
+        (np.linspace(1, 9, 8), "are not those of Llama 3.1's rope scaling"),
+        (np.full(8, np.nan), "holds numbers that are not from 1"),
+        (np.ones(5), "has shape (5,); a head of 16 calls for 8"),
+    ],
+)
+def test_other_frequency_factors_are_refused(factors, said, make):
+    file = make(change=lambda tensors: tensors.update({"rope_freqs.weight": factors.astype(np.float32)}))
+    refused(file, said)
+
+
+def test_two_rope_scalings_are_refused(make):
+    factors = {"rope_freqs.weight": np.full(8, 2, np.float32)}
+    keys = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
+    refused(make(keys=keys, change=lambda tensors: tensors.update(factors)), "only one is supported")
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"llama.expert_count": 0, "llama.expert_used_count": 0},
+        {"llama.vocab_size": 96, "llama.tensor_data_layout": "Meta AI original pth"},
+        {"llama.attention.head_count": [4, 4], "llama.attention.head_count_kv": [2, 2]},
+        {"llama.attention.key_length": None, "llama.attention.value_length": None, "llama.rope.dimension_count": None},
+        {"general.alignment": 64},
+        {"general.name": "Any name", "quantize.imatrix.file": "a.dat"},
+    ],
+    ids=lambda keys: next(iter(keys)),
+)
+def test_keys_that_change_nothing(keys, make):
+    assert_same(models.load(make(keys=keys))[0], written_from("llama"))
+
+
+def test_key_value_heads_are_the_heads_where_no_key_names_them(make):
+    refused(make(keys={"llama.attention.head_count_kv": None}), "blk.0.attn_k.weight has shape (32, 64)", "(64, 64)")
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"general.architecture": None}, ["lacks the key general.architecture"]),
+        ({"general.architecture": "gemma3"}, ["architecture 'gemma3'", "supported are llama, qwen2, qwen3"]),
+        ({"llama.block_count": None}, ["lacks the key llama.block_count (a whole number)"]),
+        ({"llama.attention.layer_norm_rms_epsilon": None}, ["lacks the key llama.attention.layer_norm_rms_epsilon"]),
+        ({"llama.block_count": 0}, ["llama.block_count is 0; expected a positive integer"]),
+        ({"llama.block_count": 3}, ["lacks the tensor blk.2.attn_norm.weight"]),
+        ({"llama.block_count": 9000}, ["too few for the 9000 layers of its metadata"]),
+        ({"llama.block_count": 1}, ["holds the tensor blk.1.", "for which the model of its metadata has no place"]),
+        ({"llama.block_count": "two"}, ["llama.block_count is 'two'; expected a whole number"]),
+        ({"llama.embedding_length": 60}, ["token_embd.weight has shape (96, 64)", "metadata calls for (96, 60)"]),
+        ({"llama.attention.head_count": 3}, ["3 query heads cannot share 2 KV heads"]),
+        ({"llama.attention.head_count_kv": [2, 1]}, ["differs from layer to layer"]),
+        ({"llama.attention.value_length": 8}, ["value_length is 8 and a head has 16"]),
+        ({"llama.rope.dimension_count": 8}, ["dimension_count is 8 and a head has 16"]),
+        ({"llama.rope.freq_base": -1.0}, ["freq_base is -1.0; expected a number above 0"]),
+        ({"llama.rope.freq_base": math.nan}, ["freq_base is nan"]),
+        ({"llama.rope.scaling.type": "longrope"}, ["scaling.type is 'longrope'; supported are none, linear and yarn"]),
+        ({"llama.rope.scaling.alpha": 2.0}, ["llama.rope.scaling.alpha is 2.0", "not supported"]),
+        ({"llama.expert_count": 8}, ["llama.expert_count is 8", "not supported"]),
+        ({"llama.attention.sliding_window": 4096}, ["llama.attention.sliding_window is 4096", "not supported"]),
+        ({"split.count": 3}, ["one of 3 pieces", "--merge"]),
+        ({"general.alignment": 0}, ["general.alignment is 0"]),
+        ({"tokenizer.ggml.eos_token_id": "end"}, ["eos_token_id is 'end'; expected a whole number"]),
+    ],
+    ids=lambda value: next(iter(value.items()))[0] if isinstance(value, dict) else "",
+)
+def test_keys_that_are_refused(keys, words, make):
+    refused(make(keys=keys), *words)
+
+
+# Files that are no good
+
+
+@pytest.mark.parametrize(
+    ("start", "words"),
+    [
+        (b"GGML", ["is no GGUF file", "b'GGML'"]),
+        (b"", ["truncated"]),
+        (b"GGUF\x03\x00", ["truncated"]),
+        (b"GGUF" + struct.pack("<I", 1), ["version 1", "versions 2 and 3", "converted later"]),
+        (b"GGUF" + struct.pack("<I", 4), ["version 4", "a newer kvjax"]),
+        (b"version https://git-lfs.github.com/spec/v1\n", ["Git LFS pointer"]),
+        (b"GGUF" + struct.pack("<IQQ", 3, 1 << 63, 1 << 63), ["truncated"]),
+        (b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1 << 62), ["truncated"]),
+        (b"GGUF" + struct.pack("<IQQQ2sI", 3, 0, 1, 2, b"\xff\xff", 4), ["not UTF-8"]),
+        (b"GGUF" + struct.pack("<IQQQ1sI", 3, 0, 1, 1, b"a", 77), ["unknown type 77"]),
+        (b"GGUF" + struct.pack("<IQQQ1sIIQ", 3, 0, 1, 1, b"a", 9, 9, 1), ["a list is of the unknown type 9"]),
+        (b"GGUF" + struct.pack("<IQQ" + "Q1sI?" * 2, 3, 0, 2, *(1, b"a", 7, True) * 2), ["'a' stands there twice"]),
+        (b"GGUF" + struct.pack("<IQQQ1sI", 3, 1, 0, 1, b"a", 9), ["'a' has 9 axes"]),
+    ],
+    ids=lambda value: "" if isinstance(value, bytes) else value[0],
+)
+def test_files_that_are_refused(start, words, tmp_path):
+    file = tmp_path / "model.gguf"
+    file.write_bytes(start)
+    refused(file, *words)
+
+
+def test_big_endian_file_is_refused(make):
+    refused(make(endianess=gguf.GGUFEndian.BIG), "big-endian")
+
+
+@given(st.floats(0, 1, exclude_max=True))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_truncated_file_is_refused_wherever_it_ends(make, share):
+    file = make(keys=bpe("gpt-2"))
+    whole = file.read_bytes()
+    file.write_bytes(whole[: int(share * len(whole))])
+    refused(file, "truncated")
+
+
+@given(st.integers(24, 3000), st.binary(min_size=1, max_size=8))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=150)
+def test_damaged_header_ends_in_a_sentence_or_a_model(make, at, damage):
+    file = make("llama_tied", keys=bpe("gpt-2"))
+    whole = file.read_bytes()
+    file.write_bytes(whole[:at] + damage + whole[at + len(damage) :])
+    try:
+        models.load(file)
+    except ValueError as error:
+        assert "\n" not in str(error)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda tensors: tensors.pop("blk.1.attn_q.weight"), ["lacks the tensor blk.1.attn_q.weight"]),
+        (lambda tensors: tensors.pop("token_embd.weight"), ["lacks the tensor token_embd.weight"]),
+        (lambda tensors: tensors.update({"blk.0.attn_q.bias": np.ones(64, np.float32)}), ["lacks the tensor blk.1."]),
+        (lambda tensors: tensors.update(extra=np.ones(4, np.float32)), ["holds the tensor extra"]),
+        (
+            lambda tensors: tensors.update({"blk.0.attn_q.weight": np.ones((48, 64), np.float32)}),
+            ["blk.0.attn_q.weight has shape (48, 64); its metadata calls for (64, 64)"],
+        ),
+        (
+            lambda tensors: tensors.update({"output_norm.weight": np.full(64, np.inf, np.float32)}),
+            ["output_norm.weight holds NaN or infinite numbers"],
+        ),
+        (
+            lambda tensors: tensors.update({"output_norm.weight": (Kind.I8, np.ones(64, np.int8))}),
+            ["output_norm.weight is stored as I8", "another quantisation"],
+        ),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_tensors_that_are_refused(change, words, make):
+    refused(make(change=change), *words)
+
+
+@pytest.mark.parametrize(("kind", "said"), [(99, "stored in type 99"), (int(Kind.Q4_K), "no whole number of blocks")])
+def test_types_that_do_not_fit_are_refused(kind, said, make):
+    file = make(change=lambda tensors: tensors.update({"output_norm.weight": np.ones(64, np.float32)}))
+    name = b"output_norm.weight"
+    content = bytearray(file.read_bytes())
+    at = content.index(name) + len(name) + 4 + 8  # the number of axes, and one axis
+    content[at : at + 4] = struct.pack("<I", kind)
+    file.write_bytes(content)
+    refused(file, "output_norm.weight", said)
+
+
+def test_file_that_is_cut_after_its_header_was_read(make, monkeypatch):
+    file = make()
+    read = sys.modules["models.load"]._check_tensors
+
+    def cut(checkpoint):
+        dtype = read(checkpoint)
+        file.write_bytes(file.read_bytes()[:-2000])
+        return dtype
+
+    monkeypatch.setattr(sys.modules["models.load"], "_check_tensors", cut)
+    refused(file, "truncated")
+
+
+def test_package_that_is_missing_is_named(make, monkeypatch):
+    file = make()
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    refused(file, "pip install 'kvjax[gguf]'", kind=ImportError)
+
+
+def test_no_such_file(tmp_path):
+    with pytest.raises(FileNotFoundError, match="a GGUF file"):
+        models.load(str(tmp_path / "absent.gguf"))
+
+
+def test_folder_with_nothing_but_the_file_names_it(make):
+    file = make()
+    for other in file.parent.iterdir():
+        if other.is_dir():
+            shutil.rmtree(other)
+    refused_folder = pytest.raises(FileNotFoundError, match=r"no config\.json.*or the file .*model\.gguf")
+    with refused_folder:
+        models.load(file.parent)
+
+
+# Tokenizers
+
+ALPHABET = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+SPECIAL = ["<pad>", "<s>", "<|end|>", "<|eot_id|>", "<tool>", "[PAD5]"]
+TYPES = [3, 3, 3, 3, 4, 5]
+MERGES = ["Ġ t", "h e", "Ġt he", "1 2", "12 3", "Ġ 1", "Ġ Ġ", "l l", "' ll", "i n", "Ċ Ċ", "! !", ". Ċ"]
+TOKENS = [*SPECIAL, *ALPHABET, *(merge.replace(" ", "") for merge in MERGES)]
+TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.content }}<|eot_id|>{% endfor %}"
+TEXT = st.lists(
+    st.sampled_from([*"the tin 123'll!. \n\tÉ½中", "\u0301", "he", "12", " the", "\n\n", "'LL", "<s>"]), max_size=12
+).map("".join)
+
+
+def bpe(pre, **keys):
+    types = [*TYPES, *[1] * (len(TOKENS) - len(TYPES))]
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": TOKENS,
+        "tokenizer.ggml.token_type": types,
+        "tokenizer.ggml.merges": MERGES,
+        "tokenizer.chat_template": TEMPLATE,
+        **{f"tokenizer.ggml.{name}": value for name, value in keys.items()},
+    }
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    """Gives the tokenizer of a file with these keys."""
+
+    def read(keys):
+        config = dataclasses.replace(CONFIGS["llama_tied"], vocab_size=400)
+        folder = tmp_path_factory.mktemp("tokenizer")
+        tensors = tensors_of(models.Decoder(config, rngs=nnx.Rngs(0)), folder / "model")
+        return describe(write(folder / "model.gguf", keys_of(config) | keys, tensors))[1]
+
+    return read
+
+
+def by_hand(*steps, **options):
+    """The same vocabulary and merges behind these steps, built without a GGUF file."""
+    vocabulary = {token: index for index, token in enumerate(TOKENS) if token != "[PAD5]"}
+    merges = [tuple(merge.split(" ")) for merge in MERGES]
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, merges, **options))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(list(steps))
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    backend.add_special_tokens(SPECIAL[:4])
+    return backend
+
+
+BYTES = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+WORDS = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)  # with GPT-2's own pattern
+DIGITS = tokenizers.pre_tokenizers.Digits(individual_digits=True)
+
+
+@pytest.fixture(scope="module")
+def both(tokenizer):
+    """Pairs of a tokenizer from a file and one built by hand."""
+    return [(tokenizer(bpe("gpt-2")), by_hand(WORDS)), (tokenizer(bpe("smollm")), by_hand(DIGITS, WORDS))]
+
+
+@given(TEXT)
+def test_ids_are_those_of_a_tokenizer_built_by_hand(both, text):
+    for ours, theirs in both:
+        assert ours.encode(text) == theirs.encode(text).ids
+
+
+@given(TEXT)
+def test_texts_come_back(both, text):
+    for ours, _ in both:
+        assert ours.decode(ours.encode(text), skip_special_tokens=False) == text
+
+
+@pytest.mark.parametrize(
+    ("pre", "pieces"),
+    [
+        ("gpt-2", ["I", "'", "LL", " go", " 1234", "!!", "\n\n ", " the", " ½", "."]),
+        ("smollm", ["I", "'", "LL", " go", " ", "1", "2", "3", "4", "!!", "\n\n ", " the", " ", "½", "."]),
+        ("default", ["I", "'", "LL", " go", " ", "123", "4", "!!", "\n\n ", " the", " ", "½", "."]),
+        ("llama-bpe", ["I", "'LL", " go", " ", "123", "4", "!!\n\n", " ", " the", " ", "½", "."]),
+        ("qwen2", ["I", "'LL", " go", " ", "1", "2", "3", "4", "!!\n\n", " ", " the", " ", "½", "."]),
+    ],
+)
+def test_pre_tokenizers_split_texts(pre, pieces, tokenizer):
+    split = tokenizer(bpe(pre)).backend.pre_tokenizer.pre_tokenize_str("I'LL go 1234!!\n\n  the ½.")
+    decode = tokenizers.decoders.ByteLevel().decode
+    assert [decode([piece]) for piece, _ in split] == pieces
+
+
+def test_llama_takes_a_whole_token_without_its_merges(tokenizer):
+    keys = bpe("llama-bpe")
+    keys["tokenizer.ggml.merges"] = [merge for merge in MERGES if merge != "12 3"]
+    assert tokenizer(keys).encode("123", add_special_tokens=False) == [TOKENS.index("123")]
+
+
+def test_qwen_composes_characters(tokenizer):
+    backend = tokenizer(bpe("qwen2"))
+    assert backend.encode("e\u0301") == backend.encode("é")
+
+
+def test_special_tokens_and_chat_template(tokenizer):
+    found = tokenizer(bpe("gpt-2"))
+    assert (found.bos, found.eos, found.pad) == (1, 2, 0)
+    assert found.chat([{"role": "user", "content": "hi"}]) == "<s>hi<|eot_id|>"
+    assert found.encode("<|end|>") == [2] and found.decode([2]) == ""
+    assert found.encode("a<tool>")[-1] == 4 and found.decode([4]) == "<tool>"
+
+
+def test_unused_places_are_no_tokens(tokenizer):
+    found = tokenizer(bpe("gpt-2"))
+    assert found.backend.token_to_id("[PAD5]") is None and found.vocab_size == len(TOKENS) - 1
+
+
+@pytest.mark.parametrize(
+    ("pre", "keys", "around"),
+    [
+        ("gpt-2", {}, ([], [])),
+        ("llama-bpe", {}, ([1], [])),
+        ("llama-bpe", {"add_bos_token": False}, ([], [])),
+        ("gpt-2", {"add_bos_token": True}, ([1], [])),
+        ("gpt-2", {"add_bos_token": True, "add_eos_token": True}, ([1], [2])),
+    ],
+)
+def test_tokens_around_a_text(pre, keys, around, tokenizer):
+    before, behind = around
+    text = [TOKENS.index("a")]
+    assert tokenizer(bpe(pre, **keys)).encode("a") == [*before, *text, *behind]
+
+
+@pytest.mark.parametrize(
+    ("keys", "eos"),
+    [
+        (bpe("gpt-2"), (2, 3)),  # the template ends turns by a control token
+        (bpe("gpt-2") | {"tokenizer.chat_template": "none"}, (2,)),
+        (bpe("gpt-2", eot_token_id=0, eom_token_id=4), (2, 0, 4, 3)),
+        (bpe("gpt-2", eos_token_id=2**32 - 1), (3,)),
+    ],
+)
+def test_end_tokens(keys, eos, make):
+    config = describe(make(change=widened, keys=keys))[0]
+    assert config.eos == eos
+
+
+def widened(tensors):
+    tensors |= {name: np.zeros((400, 64), np.float32) for name in ("token_embd.weight", "output.weight")}
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        (bpe("deepseek-llm"), ["pre-tokenizer is 'deepseek-llm'", "put the model's tokenizer.json beside the file"]),
+        ({"tokenizer.ggml.model": "t5"}, ["of the kind 't5'", "put the model's tokenizer.json beside the file"]),
+        ({"tokenizer.ggml.model": "gpt2"}, ["lacks the key tokenizer.ggml.tokens"]),
+        (bpe("gpt-2") | {"tokenizer.ggml.token_type": [1]}, ["and the types of 1"]),
+        (bpe("gpt-2") | {"tokenizer.ggml.tokens": [1, 2]}, ["other things than a text each"]),
+        (bpe("gpt-2") | {"tokenizer.ggml.merges": ["Q Z", "QZ ZQ"]}, ["make no tokenizer"]),
+        (bpe("gpt-2", bos_token_id=None, add_bos_token=True), ["add_bos_token is true, and there is no such token"]),
+        (bpe("gpt-2") | {"tokenizer.ggml.model": "llama"}, ["and the scores of 0"]),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_tokenizers_that_are_refused(keys, words, make):
+    refused(make(keys=keys, change=widened), *words)
+
+
+def test_more_tokens_than_embeddings_are_refused(make):
+    refused(make(keys=bpe("gpt-2")), f"it has {len(TOKENS)} tokens and embeddings for 96")
+
+
+@pytest.mark.parametrize("keys", [{}, bpe("deepseek-llm"), {"tokenizer.ggml.model": "t5"}])
+def test_tokenizer_beside_the_file_is_used(keys, make):
+    file = make(keys=keys, change=widened)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(GOLDEN / "tokenizer" / name, file.parent)
+    expected = json.loads((GOLDEN / "tokenizer" / "expected.json").read_text())
+    found = describe(file)[1]
+    assert [found.encode(text) for text in expected["texts"]] == expected["ids"]
+
+
+# SentencePiece
+
+PIECES = {
+    "▁": -3.0, "t": -9.0, "h": -9.0, "e": -9.0, "a": -9.0, "b": -9.0, "▁t": -1.0, "he": -1.5, "▁the": -2.0, "th": -0.5,
+    "ab": -4.0, "aba": -4.5, "▁▁": -5.0, "bab": -3.5, "the": -2.5,
+}  # fmt: skip
+
+
+def sentencepiece(**keys):
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *PIECES]
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": [*[0.0] * 259, *PIECES.values()],
+        "tokenizer.ggml.token_type": [2, 3, 3, *[6] * 256, *[1] * len(PIECES)],
+        "tokenizer.ggml.unknown_token_id": 0,
+        **{f"tokenizer.ggml.{name}": value for name, value in keys.items()},
+    }
+
+
+def joined_by_score(text):
+    """SentencePiece's definition: of all neighbours that make a piece, the best are joined; of equals, the first."""
+    pieces = list(text)
+    while True:
+        pairs = [(-PIECES[a + b], at) for at, (a, b) in enumerate(itertools.pairwise(pieces)) if a + b in PIECES]
+        if not pairs:
+            return pieces
+        at = min(pairs)[1]
+        pieces[at : at + 2] = [pieces[at] + pieces[at + 1]]
+
+
+def expected_ids(text):
+    names = sentencepiece()["tokenizer.ggml.tokens"]
+    ids = []
+    for piece in joined_by_score(text):
+        known = piece in PIECES
+        ids += [names.index(piece)] if known else [names.index(f"<0x{byte:02X}>") for byte in piece.encode()]
+    return ids
+
+
+@pytest.fixture(scope="module")
+def pieces(tokenizer):
+    return tokenizer(sentencepiece()), tokenizer(sentencepiece(add_space_prefix=False, add_bos_token=False))
+
+
+@given(st.text(st.sampled_from("theab é中"), min_size=1, max_size=12))
+def test_pieces_are_joined_by_score(pieces, text):
+    with_prefix, without = pieces
+    spaced = text.replace(" ", "▁")
+    assert with_prefix.encode(text) == [1, *expected_ids("▁" + spaced)]
+    assert without.encode(text) == expected_ids(spaced)
+
+
+@given(st.text(st.sampled_from("theab é中"), max_size=12))
+def test_texts_come_back_from_pieces(pieces, text):
+    for found in pieces:
+        assert found.decode(found.encode(text)) == text
+
+
+# Progress
+
+
+def test_bar_counts_every_tensor(make, monkeypatch):
+    counted = []
+    monkeypatch.setattr(
+        sys.modules["models.load"],
+        "_progress",
+        lambda total: contextlib.nullcontext(lambda n: counted.append((n, total))),
+    )
+    models.load(make())
+    assert len(counted) == counted[0][1] == 3 + 2 * 9
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_nothing_is_printed_where_no_terminal_reads(installed, make, monkeypatch, capsys):
+    file = make()
+    if not installed:
+        monkeypatch.setitem(sys.modules, "tqdm", None)
+    models.load(file)
+    assert capsys.readouterr() == ("", "")

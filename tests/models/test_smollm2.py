@@ -1,0 +1,75 @@
+"""A real model, SmolLM2-135M-Instruct out of a GGUF file, answers as in transformers (golden file: make_smollm2.py)."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import models
+from models import get
+from tests.models.make_smollm2 import GOLDEN, QUESTIONS, TEXTS
+
+EXPECTED = json.loads(GOLDEN.read_text())
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    try:
+        get.find("smollm2")
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+    return models.load("smollm2", dtype="float32")
+
+
+pytestmark = pytest.mark.smollm2
+
+
+def test_golden_file_is_that_of_its_maker():
+    assert EXPECTED["texts"] == list(TEXTS) and EXPECTED["questions"] == list(QUESTIONS)
+
+
+def test_logits_are_those_of_transformers(smollm2):
+    model, _ = smollm2
+    logits = np.asarray(model(jnp.array([EXPECTED["passage"]]))[0])
+    for position, ids, expected in zip(EXPECTED["positions"], EXPECTED["top_ids"], EXPECTED["top_logits"], strict=True):
+        np.testing.assert_allclose(logits[position, ids], expected, atol=1e-3, rtol=0)
+        assert int(logits[position].argmax()) == ids[0]
+
+
+def test_greedy_continuations_are_those_of_transformers(smollm2):
+    model, _ = smollm2
+    prompts, expected = EXPECTED["prompt_ids"], EXPECTED["continuations"]
+    longest = max(map(len, prompts))
+    padded = np.array([row + [0] * (longest - len(row)) for row in prompts])
+    out = models.generate(
+        model, padded, lengths=np.array([len(row) for row in prompts]), max_new_tokens=max(map(len, expected))
+    )
+    found = [row[: len(wanted)] for row, wanted in zip(out.tokens.tolist(), expected, strict=True)]
+    assert found == expected
+
+
+def test_tokens_are_those_of_transformers(smollm2):
+    _, tokenizer = smollm2
+    assert [tokenizer.encode(text) for text in TEXTS] == EXPECTED["token_ids"]
+    assert [tokenizer.encode(prompt) for prompt in EXPECTED["prompts"]] == EXPECTED["prompt_ids"]
+
+
+def test_texts_come_back(smollm2):
+    _, tokenizer = smollm2
+    found = [tokenizer.decode(ids, skip_special_tokens=False) for ids in EXPECTED["token_ids"]]
+    assert found == list(TEXTS)
+
+
+def test_chats_are_those_of_transformers(smollm2):
+    _, tokenizer = smollm2
+    found = [tokenizer.chat([{"role": "user", "content": question}]) for question in QUESTIONS]
+    assert found == EXPECTED["chat_texts"]
+
+
+def test_config_and_end_tokens(smollm2):
+    model, tokenizer = smollm2
+    config = model.config
+    assert (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim) == (30, 9, 3, 64)
+    assert config.max_positions == 8192 and config.tie_embeddings
+    assert [tokenizer.backend.id_to_token(token) for token in config.eos] == ["<|im_end|>"]
