@@ -4,7 +4,9 @@ from models.butler import Butler, ButlerConfig, butler_input, load_butler, own_b
 from models.config import Config
 from models.decoder import Decoder
 from models.engine import Generation, Prefilled, generate, output_projection, prefill, stream
+from models.layer_caches import stacked
 from models.load import load, parse_mesh
+from models.provenance import fingerprint
 from models.save import save
 from models.tokenizer import Tokenizer
 
@@ -17,6 +19,7 @@ __all__ = [
     "Prefilled",
     "Tokenizer",
     "butler_input",
+    "fingerprint",
     "generate",
     "load",
     "load_butler",
@@ -26,5 +29,6 @@ __all__ = [
     "prefill",
     "save",
     "save_butler",
+    "stacked",
     "stream",
 ]

@@ -17,32 +17,31 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 import kvjax
-from kvjax import Allocation, Evidence
+from kvjax import Allocation, Evidence, PagedCache
 from kvjax.checks import is_known
+from kvjax.window import begin_anew
 from models import selecting
 from models.config import Config
 from models.decoder import Decoder, run_layer, sliding_windows
+from models.layer_caches import AnyCache, LayerCaches, split, stacked_up
 from models.plan import HostOrDevice, Plan, Rows
 from models.sampling import Sampling, sample
 from models.selecting import LayerCarry
 from models.steps import (
-    AnyCache,
     Block,
     DecodeState,
-    LayerCaches,
     Phase,
     Place,
     Run,
     attend,
+    block_budgets,
     block_of,
-    decode_inputs,
     decode_phase,
-    empty_state,
+    decode_positions,
     predicts,
     shared_allocation,
     shrink,
-    split,
-    stacked,
+    start,
 )
 
 # Bytes of a layer's weights from which on its calls cost less than copies out of a scan, on two cores: a step of six
@@ -77,8 +76,8 @@ class LayerSteps:
         self.run = run
         self.layers = _layers(run)
 
-    def start(self, batch: int) -> DecodeState:
-        return _start(self.run, batch)
+    def start(self, batch: int, cache: AnyCache | None = None) -> DecodeState:
+        return _start(self.run, batch, cache)
 
     def block(
         self, state: DecodeState, tokens: np.ndarray, position: np.ndarray, phase: Phase
@@ -86,17 +85,18 @@ class LayerSteps:
         """Feeds a block of the prompt; the state given is used up."""
         run = self.run
         x, block = _enter(
-            run.model.config, run.plan, run.model.embedding[...], tokens, position, run.rows.lengths, run.rows.budgets
-        )
+            run.model.config, run.plan, run.model.embedding[...], tokens, position, run.rows.lengths,
+            block_budgets(run.rows, phase),
+        )  # fmt: skip
         return self._run(state, tokens, x, block, phase)
 
     def shrink(self, state: DecodeState) -> DecodeState:
         """Shrinks the cache as :func:`models.steps.shrink` does, layer by layer where it can."""
         plan, cache = self.run.plan, state.cache
-        if plan.when != "prompt" or (not plan.pages and plan.slots == plan.prompt_slots):
+        if isinstance(cache, PagedCache) or (not plan.pages and plan.slots == plan.prompt_slots):
             return state
         if plan.pages:
-            return _packed(dataclasses.replace(state, cache=stacked(cache)), plan)
+            return _packed(dataclasses.replace(state, cache=stacked_up(cache)), plan)
         assert isinstance(cache, LayerCaches)
         return dataclasses.replace(state, cache=LayerCaches(tuple(_compact(own, plan.slots) for own in cache.layers)))
 
@@ -113,10 +113,9 @@ class LayerSteps:
         run, cache = self.run, state.cache
         model = run.model
         x, block = _enter_token(
-            model.config, run.plan, model.embedding[...], token, finished, cache.next_position, run.rows,
-            np.int32(step), cache.num_slots,
-        )  # fmt: skip
-        hidden, state = self._run(state, token[:, None], x, block, decode_phase(run.plan))
+            model.config, run.plan, model.embedding[...], token, finished, cache.next_position, run.rows
+        )
+        hidden, state = self._run(state, token[:, None], x, block, decode_phase(run.plan, step))
         return next_token(model, hidden, key, sampling)[0], state
 
     def _run(
@@ -161,8 +160,8 @@ def _layers(run: Run) -> tuple[Layer, ...]:
 
 
 @functools.partial(jax.jit, static_argnames="batch")
-def _start(run: Run, batch: int) -> DecodeState:
-    state = empty_state(run, batch)
+def _start(run: Run, batch: int, cache: AnyCache | None) -> DecodeState:
+    state = start(run, batch, cache)
     return dataclasses.replace(state, cache=split(state.cache))
 
 
@@ -180,10 +179,10 @@ def _enter(
     lengths: Int[Array, "B"],
     budgets: Int[Array, "B"] | None,
 ) -> tuple[Float[Array, "B T E"], Block]:
-    return embedding[tokens], block_of(config, plan.policy, position, lengths, budgets)
+    return embedding[tokens], block_of(config, plan, position, lengths, budgets)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 8))
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def _enter_token(
     config: Config,
     plan: Plan,
@@ -192,11 +191,9 @@ def _enter_token(
     finished: Array,
     next_position: Int[Array, "B"],
     rows: Rows,
-    step: Int[Array, ""],
-    slots: int,
 ) -> tuple[Float[Array, "B 1 E"], Block]:
-    position, budgets = decode_inputs(plan, rows, finished, next_position, step, slots)
-    return embedding[token[:, None]], block_of(config, plan.policy, position, rows.lengths, budgets)
+    position = decode_positions(finished, next_position)
+    return embedding[token[:, None]], block_of(config, plan, position, rows.lengths, rows.decode_budgets)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnames=("x", "carry"))
@@ -224,7 +221,9 @@ def _evict(cache: AnyCache, evidence: Evidence, budgets: Int[Array, "B"]) -> Any
     if not isinstance(cache, LayerCaches):
         return kvjax.evict(cache, evidence, budgets)
     left = kvjax.evict(cache.slots, evidence, budgets).position
-    return LayerCaches(tuple(dataclasses.replace(own, position=left[index]) for index, own in enumerate(cache.layers)))
+    states = (begin_anew(own.state, evidence.entered > 0) for own in cache.layers)
+    layers = zip(cache.layers, left, states, strict=True)
+    return LayerCaches(tuple(dataclasses.replace(own, position=at, state=state) for own, at, state in layers))
 
 
 @functools.partial(jax.jit, static_argnames="sampling")

@@ -27,12 +27,16 @@ from kvjax.sources import Source
 from models.butler import Butler
 from models.by_layer import LayerSteps, next_token, runs_by_layer
 from models.decoder import Decoder
+from models.layer_caches import AnyCache, stacked, stacked_up
 from models.plan import (
     PAGE_SIZE,
     Blocks,
+    CheckedPrompt,
     HostOrDevice,
     Options,
+    Plan,
     Prompt,
+    Tokens,
     When,
     blocks_of,
     cache_heads,
@@ -42,16 +46,15 @@ from models.plan import (
 from models.sampling import Sampling, check_end, check_sampling, sample
 from models.selecting import Cache
 from models.steps import (
-    AnyCache,
     DecodeState,
     Phase,
     Run,
-    decode_inputs,
+    block_budgets,
     decode_phase,
-    empty_state,
+    decode_positions,
     forward,
     shrink,
-    stacked,
+    start,
 )
 
 
@@ -72,9 +75,10 @@ class Generation(NamedTuple):
 
 def prefill(
     model: Decoder,
-    tokens: Int[HostOrDevice, "B T"],
+    tokens: Tokens,
     lengths: Int[HostOrDevice, "B"] | None = None,
     *,
+    cache: AnyCache | None = None,
     policy: Policy | str | None = None,
     budget: int | float | None = None,
     block: int = 128,
@@ -89,15 +93,20 @@ def prefill(
     """Runs a prompt through the model block by block; under a budget in slots the memory does not grow with it.
 
     Args:
-        tokens: prompts, padded on the right.
+        tokens: prompts, padded on the right, or a list of each row's own.
         lengths: how many tokens of each row count; all by default.
+        cache: what this function, :func:`generate`, :func:`stream` or ``kvjax.load_cache`` gave: the tokens come behind
+            those that it has seen. It is copied, so it may be asked again, with as many rows as ``tokens`` has
+            (``kvjax.repeat``). The policy is the one that it was made with, or None to evict nothing more. It keeps its
+            dtype, and its size where that will do.
         policy: what to keep, a policy or its short name; None or "full" keeps all.
-        budget: tokens that each head keeps: a number, or a ratio of the row's prompt (a float in (0, 1]).
+        budget: tokens that each head keeps: a number, or a ratio of all that the row has seen (a float in (0, 1]).
         block: tokens a step.
         when: evict after every "block", or once when the "prompt" is in (the block then only bounds the activations).
+            "published" takes the moments of the policy's paper; see :class:`kvjax.Moments`.
         question: how many of each row's last tokens come only after the rest has been compressed; they are not
             evicted, so the cache holds that many tokens more than the budget. By default nothing is held back, and a
-            policy that evicts once knows the question.
+            policy that evicts once knows the question. Behind a cache it may be all tokens.
         reserve: slots to leave free for tokens that come later (a full cache only; a budget leaves a block's worth).
         outputs: logits of the "last" token or of "all" tokens; the latter grow with the prompt.
         page_size: slots of a page, where a policy's allocation gives heads different budgets.
@@ -125,23 +134,26 @@ def prefill(
     if outputs not in ("last", "all"):
         raise ValueError(f"outputs is {outputs!r}; there are 'last' and 'all'.")
     block = check_count("block", block, 1, "a block has at least 1 token")
-    options = Options(policy, budget, block, when, reserve=reserve, page_size=page_size)
+    options = Options(policy, budget, block, when, 0, reserve=reserve, page_size=page_size)
     every = outputs == "all"
-    run, prompt = _prepare(model, tokens, lengths, question, options, projection, butler, every)
-    state, logits = _prefill_by_layer(run, prompt, every) if runs_by_layer(run) else _prefill(run, prompt, every)
+    given = check_prompt(model, tokens, lengths, question, cache, policy)
+    run, prompt = _prepare(model, given, options, projection, butler, every)
+    feed = _prefill_by_layer if runs_by_layer(run) else _prefill
+    state, logits = feed(run, prompt, cache, every)
     if every:  # [B, n m, V] of every place in a block -> [B, T, V]
-        place = np.zeros(np.shape(tokens), np.int32)
+        place = np.zeros(given.tokens.shape, np.int32)
         positions = [np.swapaxes(part.positions, 0, 1).reshape(len(place), -1) for part in prompt]
         for row, position in enumerate(np.concatenate(positions, axis=1)):
-            place[row, position[position >= 0]] = np.flatnonzero(position >= 0)
+            place[row, position[position >= 0] - given.start[row]] = np.flatnonzero(position >= 0)
         logits = jnp.take_along_axis(logits, jnp.asarray(place)[..., None], axis=1)
-    return Prefilled(stacked(state.cache), logits)
+    return Prefilled(stacked_up(state.cache), logits)
 
 
 def generate(
     model: Decoder,
-    tokens: Int[HostOrDevice, "B T"],
+    tokens: Tokens,
     *,
+    cache: AnyCache | None = None,
     lengths: Int[HostOrDevice, "B"] | None = None,
     policy: Policy | str | None = None,
     budget: int | float | None = None,
@@ -152,7 +164,7 @@ def generate(
     max_new_tokens: int = 64,
     when: When = "block",
     question: int | Int[HostOrDevice, "B"] | None = None,
-    evict_every: int | None = 1,
+    evict_every: int | None = None,
     temperature: float = 0.0,
     top_k: int | None = None,
     top_p: float | None = None,
@@ -166,7 +178,8 @@ def generate(
     One compiled program, but for large layers on a CPU (models/by_layer.py).
 
     Args:
-        tokens, lengths, policy, budget, block, when, question, page_size, projection: see :func:`prefill`.
+        tokens, cache, lengths, policy, budget, block, when, question, page_size, projection: see :func:`prefill`. The
+            last token of a row is not in the cache: whoever goes on from it gives it first.
         select: instead of a policy, what says which tokens a decode step reads: a source of ``kvjax.sources`` or its
             short name, such as "butler", "oracle" or "quest(page_size=16)". Nothing is evicted, the prompt and layer 0
             are dense, and in the other layers each query head reads ``budget`` tokens (an int, or a share of those
@@ -176,7 +189,8 @@ def generate(
             every predicted layer and head. A policy's keys leave with their tokens (:func:`kvjax.butler`).
         sinks: how many of the first tokens a selection always reads, on top of the budget.
         max_new_tokens: how many tokens at most.
-        evict_every: evict in decode at every step (1), every n steps (n slots more a head), or never (None).
+        evict_every: evict in decode at every step (1), every n steps (n slots more a head), or never (0). By default at
+            every step, but where a policy observes a window of queries, once in so many steps, by all their queries.
         temperature: 0 takes the most likely token; above, tokens are drawn with ``key``.
         top_k, top_p: draw only from the k most likely tokens, or from the fewest that hold the share p.
         end: tokens that end a row; the config's by default, () for none.
@@ -195,20 +209,22 @@ def generate(
     max_new_tokens = check_count("max_new_tokens", max_new_tokens, 1, "ask for at least 1")
     block = check_count("block", block, 1, "a block has at least 1 token")
     options = Options(policy, budget, block, when, evict_every, select, sinks, page_size, max_new_tokens)
-    run, prompt = _prepare(model, tokens, lengths, question, options, projection, butler)
+    given = check_prompt(model, tokens, lengths, question, cache, policy)
+    run, prompt = _prepare(model, given, options, projection, butler)
     choice = _Choice(check_sampling(temperature, top_k, top_p, key), max_new_tokens, check_end(model.config, end))
     if runs_by_layer(run, key):
-        return _generate_by_layer(run, prompt, choice, key)
-    state, out, count, finite = _generate(run, prompt, key if choice.draws else None, choice)
+        return _generate_by_layer(run, prompt, cache, choice, key)
+    state, out, count, finite = _generate(run, prompt, cache, key if choice.draws else None, choice)
     if is_known(finite):
         _check_finite(model, finite)
-    return Generation(out, stacked(state.cache), count)
+    return Generation(out, stacked_up(state.cache), count)
 
 
 def stream(
     model: Decoder,
-    tokens: Int[HostOrDevice, "B T"],
+    tokens: Tokens,
     *,
+    cache: AnyCache | None = None,
     lengths: Int[HostOrDevice, "B"] | None = None,
     policy: Policy | str | None = None,
     budget: int | float | None = None,
@@ -219,7 +235,7 @@ def stream(
     max_new_tokens: int = 64,
     when: When = "block",
     question: int | Int[HostOrDevice, "B"] | None = None,
-    evict_every: int | None = 1,
+    evict_every: int | None = None,
     temperature: float = 0.0,
     top_k: int | None = None,
     top_p: float | None = None,
@@ -234,8 +250,9 @@ def stream(
 
     The prompt is fed from the host block by block, so one compilation serves prompts of any length under a budget in
     slots (a full cache, a ratio, and ``when="prompt"`` have buffers that depend on it). Rows that have ended yield -1.
-    A cache is good until the next step, which writes into it: look at it, or copy what you want to keep. For large
-    layers on a CPU it is a :class:`models.steps.LayerCaches`, which is read alike.
+    A cache is good until the next step, which writes into it: look at it, or copy what you want to keep; the last one
+    stays. For large layers on a CPU it is a :class:`models.layer_caches.LayerCaches`, which is read alike, and which
+    :func:`models.stacked` makes one for the functions of kvjax.
 
     Args:
         on_block: called after each block of the prompt with the tokens done and the tokens in all, for progress bars.
@@ -256,10 +273,12 @@ def stream(
     max_new_tokens = check_count("max_new_tokens", max_new_tokens, 1, "ask for at least 1")
     block = check_count("block", block, 1, "a block has at least 1 token")
     options = Options(policy, budget, block, when, evict_every, select, sinks, page_size, max_new_tokens, False)
-    run, prompt = _prepare(model, tokens, lengths, question, options, projection, butler)
+    given = check_prompt(model, tokens, lengths, question, cache, policy)
+    run, prompt = _prepare(model, given, options, projection, butler)
     choice = _Choice(check_sampling(temperature, top_k, top_p, key), max_new_tokens, check_end(model.config, end))
     steps = LayerSteps(run) if runs_by_layer(run) else _ProgramSteps(run)
-    return ((token, state.cache) for token, state in _tokens(run, steps, prompt, choice, key, on_block, on_cache))
+    made = _tokens(run, steps, prompt, cache, choice, key, on_block, on_cache)
+    return ((token, state.cache) for token, state in made)
 
 
 def output_projection(model: Decoder, policy: Policy | str | None) -> OutputProjection | None:
@@ -297,16 +316,13 @@ class _Choice(NamedTuple):
 
 def _prepare(
     model: Decoder,
-    tokens: HostOrDevice,
-    lengths: HostOrDevice | None,
-    question: int | HostOrDevice | None,
+    given: CheckedPrompt,
     options: Options,
     projection: OutputProjection | None,
     butler: Butler | None,
     all_logits: bool = False,
 ) -> tuple[Run, Prompt]:
     """Checks a run's arguments; gives what it is made of, and its prompts in blocks."""
-    given = check_prompt(model, tokens, lengths, question)
     plan, rows = plan_run(model, given, options, butler)
     if plan.selection is not None:
         given = given._replace(questions=np.zeros_like(given.questions))  # nothing is compressed before they come
@@ -321,23 +337,30 @@ def _prepare(
 
 
 @functools.partial(jax.jit, static_argnames="all_logits")
-def _prefill(run: Run, prompt: Prompt, all_logits: bool = False) -> tuple[DecodeState, Array]:
-    """Feeds the prompt; the state and the logits, [B, V] or, of every place in the blocks, [B, n m, V]."""
+def _prefill(run: Run, prompt: Prompt, cache: AnyCache | None, all_logits: bool = False) -> tuple[DecodeState, Array]:
+    """Feeds the prompt to a cache, or to an empty one.
+
+    Returns:
+        The state, and the logits, [B, V] or, of every place in the blocks, [B, n m, V].
+    """
     model, plan = run.model, run.plan
     B = prompt.context.tokens.shape[1]
 
     def step(carry, scanned, phase):
         state, last = carry
         tokens, position = scanned
-        hidden, state = forward(run, state, tokens, position, run.rows.budgets, phase)
+        hidden, state = forward(run, state, tokens, position, block_budgets(run.rows, phase), phase)
         return (state, _newest(position, hidden, last)), model.logits(hidden) if all_logits else None
 
     observe = functools.partial(step, phase=Phase(evicts=False))
     evict = functools.partial(step, phase=Phase(evicts=True))
-    carry = (empty_state(run, B), jnp.zeros((B, 1, model.config.hidden_size), model.embedding[...].dtype))
+    state = start(run, B, None if cache is None else stacked(cache))
+    carry: Any = (state, jnp.zeros((B, 1, model.config.hidden_size), model.embedding[...].dtype))
     if plan.when == "block":
         carry, logits = _over_blocks(evict, carry, prompt.context)
         of_places = [logits]
+    elif prompt.context.tokens.shape[0] == 0:
+        of_places = []
     else:
         carry, logits = _over_blocks(observe, carry, prompt.context, but_last=True)
         carry, last = evict(carry, _last_block(prompt.context))
@@ -346,8 +369,12 @@ def _prefill(run: Run, prompt: Prompt, all_logits: bool = False) -> tuple[Decode
     carry = (shrink(state, plan), hidden)
     if prompt.question.tokens.shape[0]:
         answer = functools.partial(step, phase=Phase(evicts=False, compressed=True))
-        carry, logits = _over_blocks(answer, carry, prompt.question)
+        carry, logits = _over_blocks(answer, carry, prompt.question, but_last=plan.overfull)
         of_places.append(logits)
+        if plan.overfull:
+            make_room = functools.partial(step, phase=Phase(evicts=True, compressed=True))
+            carry, last = make_room(carry, _last_block(prompt.question))
+            of_places += [last[None]] if all_logits else []
     state, hidden = carry
     if not all_logits:
         return state, model.logits(hidden[:, 0])
@@ -382,10 +409,10 @@ def _newest(
 
 @functools.partial(jax.jit, static_argnames="choice")
 def _generate(
-    run: Run, prompt: Prompt, key: Array | None, choice: _Choice
+    run: Run, prompt: Prompt, cache: AnyCache | None, key: Array | None, choice: _Choice
 ) -> tuple[DecodeState, Int[Array, "B new"], Int[Array, "B"], Array]:
     """Prompt and answer: the state, the tokens, how many there are, and whether the first logits are finite."""
-    state, logits = _prefill(run, prompt)
+    state, logits = _prefill(run, prompt, cache)
     B, pad = logits.shape[0], _pad(run)
     key, draw = _split(key)
     token = sample(logits, draw, choice.sampling)
@@ -396,18 +423,34 @@ def _generate(
         step, *_, finished, _, _ = loop
         return (step < choice.most) & ~finished.all()
 
-    def advance(loop):
+    def advance(loop, phase):
         step, state, key, token, finished, out, count = loop
         key, draw = _split(key)
-        token, state = _token_step(run, state, token, finished, draw, step, choice.sampling)
+        token, state = _token_step(run, state, token, finished, draw, phase, choice.sampling)
         out = out.at[:, step].set(jnp.where(finished, pad, token))
         count = count + (~finished).astype(jnp.int32)
         finished = finished | jnp.isin(token, jnp.array(choice.end, jnp.int32))
         return step + 1, state, key, token, finished, out, count
 
     loop = (jnp.int32(1), state, key, token, finished, out, jnp.ones(B, jnp.int32))
-    _, state, _, _, _, out, count = jax.lax.while_loop(more, advance, loop)
+    _, state, _, _, _, out, count = _over_steps(run.plan, choice.most, more, advance, loop)
     return state, out, count, jnp.isfinite(logits).all()
+
+
+def _over_steps(plan: Plan, most: int, more: Callable[[Any], Array], advance: Callable[..., Any], loop: Any) -> Any:
+    """Loops over steps of decode, the first entry of ``loop``; those that evict are a loop of their own."""
+    every = plan.evict_every
+    observe, evict = decode_phase(plan, every + 1), decode_phase(plan, every)
+    if every <= 1 or every >= most:
+        phase = evict if every == 1 else observe
+        return jax.lax.while_loop(more, functools.partial(advance, phase=phase), loop)
+
+    def round(loop):  # a branch would copy the cache
+        due = lambda loop: loop[0] % every == 0  # noqa: E731
+        loop = jax.lax.while_loop(lambda loop: more(loop) & ~due(loop), functools.partial(advance, phase=observe), loop)
+        return jax.lax.while_loop(lambda loop: more(loop) & due(loop), functools.partial(advance, phase=evict), loop)
+
+    return jax.lax.while_loop(more, round, loop)
 
 
 def _token_step(
@@ -416,12 +459,11 @@ def _token_step(
     token: Int[Array, "B"],
     finished: Array,
     key: Array | None,
-    step: Int[Array, ""],
+    phase: Phase,
     sampling: Sampling,
 ) -> tuple[Int[Array, "B"], DecodeState]:
-    cache = state.cache
-    position, budgets = decode_inputs(run.plan, run.rows, finished, cache.next_position, step, cache.num_slots)
-    hidden, state = forward(run, state, token[:, None], position, budgets, decode_phase(run.plan))
+    position = decode_positions(finished, state.cache.next_position)
+    hidden, state = forward(run, state, token[:, None], position, run.rows.decode_budgets, phase)
     return sample(run.model.logits(hidden[:, 0]), key, sampling), state
 
 
@@ -432,13 +474,17 @@ def _token_step(
 def block_step(
     run: Run, state: DecodeState, tokens: Int[Array, "B T"], position: Int[Array, "B T"], phase: Phase
 ) -> tuple[Float[Array, "B T E"], DecodeState]:
-    return forward(run, state, tokens, position, run.rows.budgets, phase)
+    return forward(run, state, tokens, position, block_budgets(run.rows, phase), phase)
 
 
-token_step = jax.jit(_token_step, static_argnames="sampling", donate_argnames="state")
-_start = jax.jit(empty_state, static_argnames="batch")
+token_step = jax.jit(_token_step, static_argnames=("phase", "sampling"), donate_argnames="state")
 _shrink = jax.jit(shrink, static_argnames="plan")
 _last = jax.jit(_newest)
+
+
+@functools.partial(jax.jit, static_argnames="batch")
+def _start(run: Run, batch: int, cache: AnyCache | None) -> DecodeState:
+    return start(run, batch, None if cache is None else stacked(cache))
 
 
 class _ProgramSteps:
@@ -447,8 +493,8 @@ class _ProgramSteps:
     def __init__(self, run: Run):
         self.run = run
 
-    def start(self, batch: int) -> DecodeState:
-        return _start(self.run, batch)
+    def start(self, batch: int, cache: AnyCache | None = None) -> DecodeState:
+        return _start(self.run, batch, cache)
 
     def block(
         self, state: DecodeState, tokens: np.ndarray, position: np.ndarray, phase: Phase
@@ -462,20 +508,21 @@ class _ProgramSteps:
         self, state: DecodeState, token: np.ndarray, finished: np.ndarray, key: Array | None, step: int,
         sampling: Sampling,
     ) -> tuple[Int[Array, "B"], DecodeState]:  # fmt: skip
-        return token_step(self.run, state, token, finished, key, np.int32(step), sampling)
+        return token_step(self.run, state, token, finished, key, decode_phase(self.run.plan, step), sampling)
 
 
 def _tokens(
     run: Run,
     steps: _ProgramSteps | LayerSteps,
     prompt: Prompt,
+    cache: AnyCache | None,
     choice: _Choice,
     key: Array | None,
     on_block: Callable[[int, int], None] | None = None,
     on_cache: Callable[[AnyCache], None] | None = None,
 ) -> Iterator[tuple[np.ndarray, DecodeState]]:
     """Each step's tokens as they come, -1 in rows that have ended, and the state behind them."""
-    state, hidden = _fed(run, steps, prompt, on_block, on_cache)
+    state, hidden = _fed(run, steps, prompt, cache, on_block, on_cache)
     key, draw = _split(key if choice.draws else None)
     chosen, finite = next_token(run.model, hidden, draw, choice.sampling)
     token = np.asarray(chosen)
@@ -496,22 +543,27 @@ def _fed(
     run: Run,
     steps: _ProgramSteps | LayerSteps,
     prompt: Prompt,
+    cache: AnyCache | None,
     on_block: Callable[[int, int], None] | None = None,
     on_cache: Callable[[AnyCache], None] | None = None,
     on_hidden: Callable[[Float[Array, "B m E"]], None] | None = None,
 ) -> tuple[DecodeState, Float[Array, "B 1 E"]]:
     """Feeds the prompt block by block: the state behind it, and the last hidden state of each row."""
-    plan, total = run.plan, int(np.max(np.asarray(run.rows.lengths)))
-    B = prompt.context.tokens.shape[1]
-    state = steps.start(B)
+    plan, B = run.plan, prompt.context.tokens.shape[1]
+    before = np.zeros(B, int) if cache is None else np.asarray(cache.next_position)
+    total = int(np.max(np.asarray(run.rows.lengths) - before))
+    state = steps.start(B, cache)
     last: Any = np.zeros((B, 1, run.model.config.hidden_size), run.model.embedding[...].dtype)
     for blocks, is_context in ((prompt.context, True), (prompt.question, False)):
         tokens, positions = np.asarray(blocks.tokens), np.asarray(blocks.positions)
         count = len(tokens) if blocks.used is None else int(blocks.used)
         for index in range(count):
             position = positions[index]
-            evicts = is_context and (plan.when == "block" or index == count - 1)
-            filled = _quarters((index + 1) * position.shape[1], plan.prompt_slots) if is_context else None
+            last_one = index == count - 1
+            evicts = plan.when == "block" or last_one if is_context else plan.overfull and last_one
+            filled = None
+            if is_context and cache is None:  # slots are taken in their order
+                filled = _quarters((index + 1) * position.shape[1], plan.prompt_slots)
             phase = Phase(evicts, compressed=not is_context, filled=filled)
             hidden, state = steps.block(state, tokens[index], position, phase)
             last = _last(position, hidden, last)
@@ -521,7 +573,7 @@ def _fed(
                 on_cache(state.cache)
             if on_block is not None:
                 hidden.block_until_ready()
-                on_block(int(position.max()) + 1, total)
+                on_block(int(np.max(np.where(position < 0, 0, position + 1 - before[:, None]))), total)
         if is_context:
             state = steps.shrink(state)
     return state, last
@@ -534,22 +586,24 @@ def _quarters(fed: int, slots: int) -> int | None:
     return filled if filled < slots else None
 
 
-def _prefill_by_layer(run: Run, prompt: Prompt, all_logits: bool) -> tuple[DecodeState, Array]:
+def _prefill_by_layer(run: Run, prompt: Prompt, cache: AnyCache | None, all_logits: bool) -> tuple[DecodeState, Array]:
     logits: list[Array] = []
     keep = (lambda hidden: logits.append(_logits(run.model, hidden))) if all_logits else None
-    state, hidden = _fed(run, LayerSteps(run), prompt, on_hidden=keep)
+    state, hidden = _fed(run, LayerSteps(run), prompt, cache, on_hidden=keep)
     return state, jnp.concatenate(logits, axis=1) if all_logits else _logits(run.model, hidden)[:, 0]
 
 
-def _generate_by_layer(run: Run, prompt: Prompt, choice: _Choice, key: Array | None) -> Generation:
+def _generate_by_layer(
+    run: Run, prompt: Prompt, cache: AnyCache | None, choice: _Choice, key: Array | None
+) -> Generation:
     B, pad = prompt.context.tokens.shape[1], _pad(run)
     out, count, last = np.full((B, choice.most), pad, np.int32), np.zeros(B, np.int32), None
-    for step, (token, state) in enumerate(_tokens(run, LayerSteps(run), prompt, choice, key)):
+    for step, (token, state) in enumerate(_tokens(run, LayerSteps(run), prompt, cache, choice, key)):
         out[:, step] = np.where(token < 0, pad, token)
         count += token >= 0
         last = state
     assert last is not None
-    return Generation(jnp.asarray(out), stacked(last.cache), jnp.asarray(count))
+    return Generation(jnp.asarray(out), stacked_up(last.cache), jnp.asarray(count))
 
 
 @jax.jit

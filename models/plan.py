@@ -10,25 +10,33 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import warnings
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxtyping import Array, Int
 
 import kvjax
-from kvjax import Policy
+from kvjax import PagedCache, Policy
+from kvjax.attention import check_policy
+from kvjax.cache import Positions
 from kvjax.checks import MOST, check_count, is_known, plain, shown
 from kvjax.policy import policy_of
 from kvjax.sources import Source
+from kvjax.window import observed
 from models.butler import Butler, ButlerConfig
 from models.config import Config
 from models.decoder import Decoder
+from models.layer_caches import AnyCache, LayerCaches
 from models.selecting import Selection, check_butler, checked_selection
 
-When = Literal["block", "prompt"]
+When = Literal["block", "prompt", "published"]
 HostOrDevice = Array | np.ndarray
+Tokens = Int[HostOrDevice, "B T"] | Sequence[Sequence[int]]  # rows of one length, or a list of each row's own
 PAGE_SIZE = 16
 
 
@@ -55,14 +63,34 @@ class Plan:
     policy: Policy | None
     slots: int  # of each head, at the end of the prompt and in decode; the most of one head where they differ
     prompt_slots: int  # likewise, while the prompt comes in
-    when: When
-    evict_every: int | None
+    when: Literal["block", "prompt"]
+    evict_every: int  # 0 for never
     mesh: Mesh | AbstractMesh | None
     pages: int = 0  # of a paged cache
     page_size: int = PAGE_SIZE
     selection: Selection | None = None
     predictor_slots: int = 0  # of what is remembered beside the cache, where there is a predictor or a selection
     predictor: ButlerConfig | None = None
+    heads: int = 0  # of the cache, in each layer
+    positions: Positions = "absolute"
+    overfull: bool = False  # a row without context may hold more than its budget; its question's last block evicts
+
+
+class Kept(NamedTuple):
+    """What a run that goes on from a cache has to know of it; ``held`` is [B, heads of all layers]."""
+
+    heads: int
+    start: np.ndarray
+    held: np.ndarray
+    slots: int
+    positions: Positions
+    pages: int = 0
+    page_size: int = 0
+
+    @property
+    def most(self) -> int:
+        """The tokens of its fullest head."""
+        return int(self.held.max())
 
 
 class Blocks(NamedTuple):
@@ -84,11 +112,25 @@ class Prompt(NamedTuple):
 
 
 class CheckedPrompt(NamedTuple):
-    """Prompts on the host, padded on the right: on the device each length of a prompt would compile again."""
+    """Prompts on the host, padded on the right: on the device each length of a prompt would compile again.
+
+    ``kept`` is the cache that they go on from, None where they begin.
+    """
 
     tokens: np.ndarray
     lengths: np.ndarray
     questions: np.ndarray
+    kept: Kept | None = None
+
+    @property
+    def start(self) -> np.ndarray:
+        """The position of each row's first token."""
+        return np.zeros_like(self.lengths) if self.kept is None else self.kept.start
+
+    @property
+    def most(self) -> int:
+        """The tokens of the fullest head when all are in, as long as nothing is evicted."""
+        return self.tokens.shape[1] + (0 if self.kept is None else self.kept.most)
 
 
 class Rows(NamedTuple):
@@ -124,11 +166,12 @@ def blocks_of(prompt: CheckedPrompt, block: int, exact: bool = False) -> Prompt:
     Args:
         exact: no more blocks than the prompt has; else their number is a power of two, and a count says where to stop.
     """
-    tokens, lengths, questions = prompt
-    context = lengths - questions
-    small = max(1, min(block, _question_room(questions)))
+    context = prompt.lengths - prompt.questions
+    if prompt.kept is not None and context.any():  # a turn of a conversation is short, and its first block pads most
+        block = min(block, power_of_two(int(context.max())))
+    small = max(1, min(block, _question_room(prompt.questions)))
     return Prompt(
-        _cut(tokens, np.zeros_like(context), context, block, exact), _cut(tokens, context, lengths, small, exact)
+        _cut(prompt, np.zeros_like(context), context, block, exact), _cut(prompt, context, prompt.lengths, small, exact)
     )
 
 
@@ -143,13 +186,13 @@ def power_of_two(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
-def _cut(tokens: np.ndarray, start: np.ndarray, stop: np.ndarray, block: int, exact: bool) -> Blocks:
+def _cut(prompt: CheckedPrompt, start: np.ndarray, stop: np.ndarray, block: int, exact: bool) -> Blocks:
     """Blocks of tokens[start:stop]; padding stands in front."""
-    B, T = tokens.shape
+    B, T = prompt.tokens.shape
     count = math.ceil((stop - start).max() / block)
-    position = np.arange(count * block)[None] - (count * block - stop[:, None])
-    aligned = np.take_along_axis(tokens, np.clip(position, 0, T - 1), axis=1)
-    position = np.where(position >= start[:, None], position, -1)
+    place = np.arange(count * block)[None] - (count * block - stop[:, None])
+    aligned = np.take_along_axis(prompt.tokens, np.clip(place, 0, T - 1), axis=1)
+    position = np.where(place >= start[:, None], prompt.start[:, None] + place, -1)
     blocks, positions = (x.astype(np.int32).reshape(B, count, block).swapaxes(0, 1) for x in (aligned, position))
     if exact or not count:
         return Blocks(blocks, positions)
@@ -159,18 +202,15 @@ def _cut(tokens: np.ndarray, start: np.ndarray, stop: np.ndarray, block: int, ex
 
 def plan_run(model: Decoder, prompt: CheckedPrompt, options: Options, butler: Butler | None) -> tuple[Plan, Rows]:
     """Checks the options of a run against its model and prompts, and sizes its buffers."""
-    config, mesh = model.config, mesh_of(model)
-    lengths, questions, T = prompt.lengths, prompt.questions, prompt.tokens.shape[1]
-    if options.when not in ("block", "prompt"):
-        raise ValueError(f"when is {options.when!r}; there are 'block' and 'prompt'.")
-    every = options.evict_every
-    if every is not None:
-        every = check_count("evict_every", every, 1, "give a number of steps from 1, or None for never")
+    config, mesh, kept = model.config, mesh_of(model), prompt.kept
+    lengths, questions, seen = prompt.lengths, prompt.questions, prompt.start + prompt.lengths
     policy = policy_of(options.policy)
+    when, every = moments(policy, options.when, options.evict_every)
     options = dataclasses.replace(
         options,
         policy=policy,
         budget=plain(options.budget),
+        when=when,
         evict_every=every,
         reserve=check_count("reserve", options.reserve, 0, "give a number of slots, from 0"),
         page_size=check_count("page_size", options.page_size, 1, "a page has at least 1 slot"),
@@ -183,48 +223,144 @@ def plan_run(model: Decoder, prompt: CheckedPrompt, options: Options, butler: Bu
     selection = checked_selection(
         options.select, policy, options.budget, options.sinks, int(lengths.max()), options.reserve
     )
+    if kept is not None and config.rope.type == "dynamic" and seen.max() > config.rope.original_positions:
+        raise ValueError(
+            f"the text has {seen.max()} tokens now, but this model's rotary base follows the length of a text beyond "
+            f"{config.rope.original_positions} tokens, and the cache's keys were turned by that of a shorter one: "
+            "leave cache out, and give the whole prompt."
+        )
+    if kept is not None and (selection is not None or butler is not None):
+        what = "a selection" if selection is not None else "a policy that scores by a predictor"
+        raise ValueError(
+            f"{what} remembers tokens beside the cache, and what it remembers is not kept with one: leave cache out, "
+            "and give the whole prompt."
+        )
     check_butler(config, butler, policy, selection)
     if policy is None:
-        return _plan_full(config, mesh, T, prompt, options, selection, butler)
+        return _plan_full(config, mesh, prompt, options, selection, butler)
     remembered = 0
     if butler is not None:
         policy = kvjax.fit_predictor(policy, butler.config.dim)
-        remembered = bucketed(T + options.reserve)
-    budgets = _budgets(policy, options, lengths)
-    kept = Rows(*jax.device_put((lengths, budgets, budgets + questions)))
+        remembered = bucketed(prompt.most + options.reserve)
+    budgets = _budgets(policy, options, seen)
+    if policy.published is not None and policy.published.final:
+        _warn_of_choices(policy, int((lengths - questions).max()), options.block, when, kept is not None)
     plan = Plan(
-        policy, 0, 0, options.when, options.evict_every, mesh, page_size=options.page_size,
-        predictor_slots=remembered, predictor=None if butler is None else butler.config,
+        policy, 0, 0, when, every, mesh, page_size=options.page_size, predictor_slots=remembered,
+        predictor=None if butler is None else butler.config,
+        heads=cache_heads(config, policy) if kept is None else kept.heads,
+        positions=policy.positions if kept is None else kept.positions,
+        overfull=kept is not None and every > 0 and kept.most > budgets.min() and bool((lengths == questions).any()),
     )  # fmt: skip
-    return _sized(config, plan, prompt, options, budgets), kept
+    rows = Rows(*jax.device_put((seen, budgets, budgets + questions)))
+    return _sized(config, plan, prompt, options, budgets), rows
+
+
+def moments(policy: Policy | None, when: When, evict_every: int | None) -> tuple[Literal["block", "prompt"], int]:
+    """When a run evicts: after every "block" or once when the "prompt" is in; and in decode every so many steps.
+
+    Args:
+        when: "published" takes those of the policy's paper (:class:`kvjax.Moments`).
+        evict_every: 0 for never. By default those of the paper if they were asked for; else 1, or the observation
+            window of a policy that has one, by whose queries it then judges.
+
+    Example:
+        >>> import kvjax
+        >>> from models.plan import moments
+        >>> [moments(kvjax.parse(name), "block", None) for name in ("h2o", "snapkv(window=16)")]
+        [('block', 1), ('block', 16)]
+        >>> moments(kvjax.parse("snapkv"), "published", None)
+        ('prompt', 0)
+    """
+    if when not in ("block", "prompt", "published"):
+        raise ValueError(f"when is {when!r}; there are 'block', 'prompt' and 'published'.")
+    if evict_every is not None:
+        evict_every = check_count("evict_every", evict_every, 0, "give a number of steps, 0 for never")
+    if policy is None:
+        return "block", 0
+    if when == "published":
+        if policy.published is None:
+            raise ValueError(f"no paper says when {policy.name!r} evicts; give when='block' or when='prompt'.")
+        return policy.published.prompt, policy.published.decode if evict_every is None else evict_every
+    usual = policy.needs.window if observed(policy.needs.statistics) else 1
+    return when, usual if evict_every is None else evict_every
+
+
+def _warn_of_choices(policy: Policy, context: int, block: int, when: When, goes_on: bool) -> None:
+    """Warns where what is to be chosen once, after the prompt, is chosen anew."""
+    if when == "block" and context > block:
+        warnings.warn(
+            f"{policy.name!r} is made to choose once, when the whole prompt is in, but a prompt of {context} tokens "
+            f"comes in blocks of {block}, and every block chooses anew among what the last one left: take "
+            "when='published', or a block as long as the prompt.",
+            stacklevel=5,
+        )
+    elif goes_on and context:
+        warnings.warn(
+            f"{policy.name!r} is made to choose once, but {context} tokens more come behind its choice, and it chooses "
+            "anew among what is left: hold them back with question=, or give no policy.",
+            stacklevel=5,
+        )
 
 
 def _plan_full(
     config: Config,
     mesh: Mesh | AbstractMesh | None,
-    T: int,
     prompt: CheckedPrompt,
     options: Options,
     selection: Selection | None,
     butler: Butler | None,
 ) -> tuple[Plan, Rows]:
     """A run in which nothing is evicted."""
-    positions, most = T + options.reserve, config.max_positions
+    held, most, kept = prompt.most + options.reserve, config.max_positions, prompt.kept
     if options.budget is not None and selection is None:
         raise ValueError(
             f"a budget of {options.budget} was given without a policy that says what to keep; try 'snapkv+caote'."
         )
-    if positions > most:
+    if held > most:
         raise ValueError(
-            f"the prompt and its answer take {positions} positions, but the model has {most}: "
+            f"the prompt and its answer take {held} positions, but the model has {most}: "
             "shorten the prompt, or give a policy and a budget."
         )
-    slots = bucketed(positions)
+    slots = bucketed(held)
     plan = Plan(
-        None, slots, slots, "block", None, mesh, selection=selection,
-        predictor_slots=0 if selection is None else slots, predictor=None if butler is None else butler.config,
+        None, slots, slots, "block", 0, mesh, selection=selection, predictor_slots=0 if selection is None else slots,
+        predictor=None if butler is None else butler.config, heads=config.num_kv_heads,
     )  # fmt: skip
-    return plan, Rows(jax.device_put(prompt.lengths))
+    if kept is not None:
+        plan = dataclasses.replace(plan, heads=kept.heads, positions=kept.positions)
+        more = prompt.tokens.shape[1] + options.reserve
+        together = int((kept.held + more).sum())
+        plan = _with_pages(plan, kept, slots, together) if kept.pages else _with_slots(plan, kept, slots)
+    return plan, Rows(jax.device_put(prompt.start + prompt.lengths))
+
+
+def _with_slots(plan: Plan, kept: Kept, slots: int, first: int = 0, evicted: bool = False) -> Plan:
+    """The plan of a run that goes on in a plain cache: it keeps its size where that will do.
+
+    Args:
+        slots: how many a head needs in the end.
+        first: how many it needs until it has been evicted from.
+        evicted: every row is evicted from before its question; a cache of more than twice the size shrinks then.
+    """
+    needed = max(slots, first)
+    usual = kept.slots if kept.slots >= needed else bucketed(needed)
+    before = max(usual, plan.prompt_slots)
+    after = bucketed(slots) if evicted and before > 2 * slots else usual
+    return dataclasses.replace(plan, slots=after, prompt_slots=before)
+
+
+def _with_pages(plan: Plan, kept: Kept, most: int, held: int) -> Plan:
+    """The plan of a run that goes on in a paged cache: it keeps its size where that will do.
+
+    Args:
+        most: tokens that a head may come to hold.
+        held: tokens that all heads together may come to hold.
+    """
+    pages = kvjax.pages_for(held, kept.held.size, kept.page_size)
+    pages = kept.pages if kept.pages >= pages else bucketed(pages)
+    slots = kept.slots if kept.slots >= most else bucketed(most)
+    return dataclasses.replace(plan, slots=slots, pages=pages, page_size=kept.page_size)
 
 
 def _budgets(policy: Policy, options: Options, lengths: np.ndarray) -> np.ndarray:
@@ -250,16 +386,23 @@ def _budgets(policy: Policy, options: Options, lengths: np.ndarray) -> np.ndarra
 
 def _sized(config: Config, plan: Plan, prompt: CheckedPrompt, options: Options, budgets: np.ndarray) -> Plan:
     """The plan with the sizes of its buffers."""
-    policy, T = plan.policy, prompt.tokens.shape[1]
+    policy, kept = plan.policy, prompt.kept
     assert policy is not None
     largest, asked = int(budgets.max()), _question_room(prompt.questions)
-    decode_room = options.reserve if plan.evict_every is None else plan.evict_every
+    context = int((prompt.lengths - prompt.questions).max())
+    decode_room = plan.evict_every or options.reserve
     whole = plan.when == "prompt"
     room = decode_room if whole else max(options.block, decode_room)
-    prompt_slots = bucketed(T - int(prompt.questions.min())) if whole else 0
+    if not options.fit_prompt and plan.evict_every > 1 and not whole:
+        room = options.block + plan.evict_every - 1  # so that another turn finds room in it
+    # What is held may be more than the budget until the first block, or the first steps, have been evicted from.
+    held, entering = (0 if kept is None else kept.most), min(options.block, power_of_two(max(context, 1)))
+    if (prompt.lengths == prompt.questions).any():
+        entering = max(entering, asked + decode_room)
+    prompt_slots = bucketed(held + prompt.tokens.shape[1] - int(prompt.questions.min())) if whole else 0
     # No more than all tokens are ever held. A stream's buffers do not depend on the prompt; they only stay sensible.
-    sensible = max(power_of_two(T + options.reserve), config.max_positions)
-    most_slots = T + options.reserve if options.fit_prompt else sensible
+    sensible = max(power_of_two(prompt.most + options.reserve), config.max_positions)
+    most_slots = prompt.most + options.reserve if options.fit_prompt else sensible
     by_ratio = isinstance(options.budget, float)  # then the sizes follow the prompt's length
 
     def fitted(slots: int) -> int:
@@ -268,19 +411,24 @@ def _sized(config: Config, plan: Plan, prompt: CheckedPrompt, options: Options, 
     if policy.allocation.even:
         slots = fitted(min(largest + asked + room, sensible if whole else most_slots))
         prompt_slots = max(slots, prompt_slots) if whole else slots
-        return dataclasses.replace(plan, slots=slots, prompt_slots=prompt_slots)
+        plan = dataclasses.replace(plan, slots=slots, prompt_slots=prompt_slots)
+        evicted = bool((prompt.lengths > prompt.questions).all())
+        return plan if kept is None else _with_slots(plan, kept, slots, held + entering, evicted)
     if plan.mesh is not None:
         raise ValueError(
             f"{policy.name!r} shares one pool of pages among all heads, which lie on several devices here; take an "
             "allocation that gives all heads the same ('uniform'), or one device."
         )
-    heads = cache_heads(config, policy)
-    most = policy.allocation.most(config.num_layers, heads, largest + asked) + room
-    most = fitted(min(most, most_slots))
-    held = np.minimum(budgets + asked + room, most_slots)
-    heads *= config.num_layers
-    pages = kvjax.pages_for(heads * int(held.sum()), len(budgets) * heads, plan.page_size)
-    pages = bucketed(pages) if by_ratio or held.max() >= most_slots else pages
+    L, heads = config.num_layers, plan.heads
+    most = policy.allocation.most(L, heads, largest + asked)
+    if kept is not None:
+        entering = max(entering, context) if whole else entering  # it stays in its pages
+        of_rows = np.maximum(kept.held.sum(axis=1) + L * heads * entering, L * heads * (budgets + asked + room))
+        return _with_pages(plan, kept, max(most + room, held + entering), int(of_rows.sum()))
+    most = fitted(min(most + room, most_slots))
+    held_rows = np.minimum(budgets + asked + room, most_slots)
+    pages = kvjax.pages_for(heads * L * int(held_rows.sum()), len(budgets) * heads * L, plan.page_size)
+    pages = bucketed(pages) if by_ratio or held_rows.max() >= most_slots else pages
     return dataclasses.replace(plan, slots=most, prompt_slots=prompt_slots, pages=pages)
 
 
@@ -290,10 +438,93 @@ def mesh_of(model: Decoder) -> Mesh | AbstractMesh | None:
     return sharding.mesh if isinstance(sharding, NamedSharding) and not sharding.mesh.empty else None
 
 
+def kept_of(model: Decoder, cache: AnyCache, policy: Policy | None, rows: int) -> Kept:
+    """What a run has to know of a cache that it goes on from; refuses one that does not fit model or policy."""
+    config = model.config
+    if isinstance(getattr(cache, "cache", None), AnyCache):
+        raise ValueError(f"the cache is a {type(cache).__name__}; give its .cache.")
+    if not isinstance(cache, AnyCache) or len(cache.heads_shape) != 3:
+        raise ValueError(
+            f"the cache is a {type(cache).__name__}; give what models.prefill or models.generate returned as cache."
+        )
+    leaves = jax.tree.leaves(cache)
+    if not is_known(*leaves):
+        raise ValueError("the cache is traced (by jax.jit, vmap or grad); call prefill, generate and stream outside.")
+    if any(leaf.is_deleted() for leaf in leaves if isinstance(leaf, jax.Array)):
+        raise ValueError("a later step has used this cache up; go on from the last one that stream gave.")
+    L, B, K = cache.heads_shape
+    ours = (config.num_layers, config.head_dim)
+    one = cache.layer(0) if isinstance(cache, LayerCaches) else cache
+    theirs = (L, one.key.shape[-1])
+    if ours != theirs or K not in (config.num_kv_heads, config.num_heads):
+        raise ValueError(
+            f"the cache is of another model: it has {L} layers and {K} heads of {theirs[1]} numbers, this model has "
+            f"{ours[0]} layers and {config.num_kv_heads} KV heads of {ours[1]}."
+        )
+    if rows != B:
+        advice = f": repeat it with kvjax.repeat(cache, {rows})" if B == 1 else ""
+        raise ValueError(f"the cache has {B} rows, but {rows} prompts were given{advice}.")
+    if policy is not None:
+        paged = isinstance(cache, PagedCache)
+        if policy.allocation.even == paged:
+            kind, other = ("paged", "even") if paged else ("plain", "uneven")
+            raise ValueError(
+                f"the cache is {kind}, but {policy.name!r} shares slots out in an {other} way: give the policy that it "
+                "was made with, or none."
+            )
+        if (policy.heads == "query") != (config.num_kv_heads != K) and config.num_heads != config.num_kv_heads:
+            raise ValueError(
+                f"the cache holds {K} heads a layer, but {policy.name!r} is for "
+                f"{cache_heads(config, policy)}: give the policy that it was made with, or none."
+            )
+        try:
+            check_policy(policy, one, config.num_heads // K)
+        except ValueError:
+            raise ValueError(
+                f"what the cache remembers is not what {policy.name!r} does: give the policy that it was made with, or "
+                "none."
+            ) from None
+    held = np.asarray(jnp.moveaxis(cache.num_live, 1, 0)).reshape(B, L * K)
+    start = np.asarray(cache.next_position)
+    if isinstance(cache, PagedCache):
+        page_size = cache.page_size
+        return Kept(K, start, held, cache.table.shape[-1] * page_size, cache.positions, cache.owner.shape[0], page_size)
+    return Kept(K, start, held, cache.num_slots, cache.positions)
+
+
+def _padded(tokens: Tokens, lengths: HostOrDevice | None) -> tuple[np.ndarray, HostOrDevice | None]:
+    """Rows of tokens as one array, and their lengths."""
+    if isinstance(tokens, list | tuple) and lengths is None and all(np.ndim(row) == 1 for row in tokens):
+        counts = np.array([len(row) for row in tokens])
+        if len(counts) and (counts != counts[0]).any():
+            kinds = [np.asarray(row).dtype for row in tokens if len(row)]  # an empty one is float64
+            padded = np.zeros((len(counts), counts.max()), np.result_type(*kinds))
+            for row, count, own in zip(padded, counts, tokens, strict=True):
+                row[:count] = own
+            return padded, counts
+    try:
+        return np.asarray(tokens), lengths
+    except ValueError:
+        raise ValueError(
+            "tokens are rows of different lengths; give a list of each row's own, or pad them on the right and give "
+            "lengths=."
+        ) from None
+
+
 def check_prompt(
-    model: Decoder, tokens: HostOrDevice, lengths: HostOrDevice | None, question: int | HostOrDevice | None
+    model: Decoder,
+    tokens: Tokens,
+    lengths: HostOrDevice | None,
+    question: int | HostOrDevice | None,
+    cache: AnyCache | None = None,
+    policy: Policy | str | None = None,
 ) -> CheckedPrompt:
-    """Prompts, their lengths and those of their questions, or a sentence about what is wrong with them."""
+    """Prompts, their lengths and those of their questions, or a sentence about what is wrong with them.
+
+    Args:
+        cache: what they go on from.
+        policy: who goes on in it.
+    """
     if not isinstance(model, Decoder):
         raise ValueError(f"the model is a {type(model).__name__}; give a Decoder, such as models.load gives.")
     if not is_known(*jax.tree.leaves((tokens, lengths, question))):
@@ -301,10 +532,7 @@ def check_prompt(
             "the prompt is traced (by jax.jit, vmap or grad), but it is cut into blocks on the host: call prefill, "
             "generate and stream outside, as they compile themselves; inside, kvjax.attend in model.run works."
         )
-    try:
-        host = np.asarray(tokens)
-    except ValueError:
-        raise ValueError("tokens are rows of different lengths; pad them on the right and give lengths=.") from None
+    host, lengths = _padded(tokens, lengths)
     if host.ndim != 2 or not np.issubdtype(host.dtype, np.integer):
         raise ValueError(f"tokens are {host.dtype} {host.shape}; expected integers [B, T].")
     if host.size == 0:
@@ -319,9 +547,11 @@ def check_prompt(
         wrong = counted.min() if counted.min() < 0 else counted.max()
         raise ValueError(f"token {wrong} is outside the vocabulary of {vocabulary}; was it made by another tokenizer?")
     questions = np.broadcast_to(np.asarray(0 if question is None else question), (B,))
-    if not np.issubdtype(questions.dtype, np.integer) or questions.min() < 0 or (questions >= counts).any():
+    kept = None if cache is None else kept_of(model, cache, policy_of(policy), B)
+    most = counts - 1 if kept is None else counts
+    if not np.issubdtype(questions.dtype, np.integer) or questions.min() < 0 or (questions > most).any():
         raise ValueError(
             f"questions of {questions.tolist()} tokens were given for prompts of {counts.tolist()}; a question is the "
             "last part of its prompt, and some context must stand before it."
         )
-    return CheckedPrompt(host.astype(np.int32), counts.astype(np.int32), questions.astype(np.int32))
+    return CheckedPrompt(host.astype(np.int32), counts.astype(np.int32), questions.astype(np.int32), kept)

@@ -144,6 +144,19 @@ def fingerprints(model: decoder.Decoder, tokenizer: Tokenizer | None = None) -> 
     return found
 
 
+def fingerprint(model: decoder.Decoder) -> str:
+    """One word that tells a model from others, as ``kvjax.save_cache`` takes it: a digest of :func:`fingerprints`.
+
+    Example:
+        >>> from flax import nnx
+        >>> import models
+        >>> config = models.Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2)
+        >>> len(models.fingerprint(models.Decoder(config, rngs=nnx.Rngs(0))))
+        16
+    """
+    return digest(fingerprints(model))
+
+
 def weights(module: nnx.Module, shapes: Mapping[str, Sequence[int]]) -> str:
     """A hash of names, and of 64 numbers of each parameter, at places that do not change, rounded to bfloat16.
 

@@ -20,121 +20,14 @@ from jaxtyping import Array, Float, Int
 
 import kvjax
 from kvjax import Context, Evidence, KVCache, OutputProjection, PagedCache
+from kvjax.paged import with_room
 from models import selecting
 from models.butler import Butler, ButlerCache
 from models.config import Config
 from models.decoder import Decoder, rope_frequencies, rotation
-from models.plan import Plan, Rows, cache_heads
-from models.selecting import Cache, LayerCarry
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class LayerCaches:
-    """The caches of all layers in arrays of their own; it is read like the :class:`kvjax.KVCache` that stacks them."""
-
-    layers: tuple[KVCache, ...]
-
-    @property
-    def next_position(self) -> Int[Array, "B"]:
-        """The absolute position of each row's next token."""
-        return self.layers[0].next_position
-
-    @property
-    def num_slots(self) -> int:
-        """S, the slots of each KV head."""
-        return self.layers[0].num_slots
-
-    @property
-    def heads_shape(self) -> tuple[int, ...]:
-        """``(L, B, K)``."""
-        return (len(self.layers), *self.layers[0].heads_shape)
-
-    @property
-    def position(self) -> Int[Array, "L B K S"]:
-        """The position of the token in each slot, -1 where the slot is free."""
-        return jnp.stack([cache.position for cache in self.layers])
-
-    @property
-    def key(self) -> Float[Array, "L B K S D"]:
-        """All keys: a copy."""
-        return jnp.stack([cache.key for cache in self.layers])
-
-    @property
-    def value(self) -> Float[Array, "L B K S D"]:
-        """All values: a copy."""
-        return jnp.stack([cache.value for cache in self.layers])
-
-    @property
-    def live(self) -> Array:
-        """Says which slots hold a token, bool ``[L, B, K, S]``."""
-        return self.position >= 0
-
-    @property
-    def num_live(self) -> Int[Array, "L B K"]:
-        """How many tokens each head holds."""
-        return jnp.sum(self.live, axis=-1, dtype=jnp.int32)
-
-    @property
-    def state(self) -> Any:
-        """What the policy remembers, of all layers: a copy."""
-        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *(cache.state for cache in self.layers))
-
-    @property
-    def positions(self) -> str:
-        """What the keys' rotations stand for; see :class:`kvjax.KVCache`."""
-        return self.layers[0].positions
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that the caches take."""
-        return sum(cache.nbytes for cache in self.layers) - (len(self.layers) - 1) * self.next_position.nbytes
-
-    def layer(self, index: int) -> KVCache:
-        """One layer's cache."""
-        return self.layers[index]
-
-    @property
-    def slots(self) -> KVCache:
-        """Which slots of all layers hold what, in stacked arrays, without keys and values: enough to say who leaves."""
-        position = self.position
-        nothing = jnp.zeros((*position.shape, 0))
-        return KVCache(nothing, nothing, position, self.next_position)
-
-
-AnyCache = Cache | LayerCaches
-
-
-def split(cache: AnyCache) -> AnyCache:
-    """Gives each layer of a plain cache arrays of its own; pages stay in their pool."""
-    if not isinstance(cache, KVCache):
-        return cache
-    layers = (cache.layer(index) for index in range(cache.heads_shape[0]))
-    # Copied, as all layers share it, but each layer's arrays are donated by themselves.
-    return LayerCaches(
-        tuple(dataclasses.replace(layer, next_position=jnp.copy(cache.next_position)) for layer in layers)
-    )
-
-
-def stacked(cache: AnyCache) -> Cache:
-    """Gives a cache as arrays of all layers. The layers' own are used up, one after the other: both never lie there."""
-    if not isinstance(cache, LayerCaches):
-        return cache
-    next_position = jnp.copy(cache.next_position)
-
-    def stack(*parts: Array) -> Array:
-        whole = _stack(parts)
-        for part in parts:
-            part.delete()
-        return whole
-
-    whole = jax.tree.map(stack, *cache.layers)
-    return dataclasses.replace(whole, next_position=next_position)
-
-
-@jax.jit
-def _stack(parts: tuple[Array, ...]) -> Array:
-    return jnp.stack(parts)
+from models.layer_caches import AnyCache, LayerCaches
+from models.plan import Plan, Rows
+from models.selecting import LayerCarry
 
 
 @jax.tree_util.register_dataclass
@@ -195,26 +88,24 @@ class Place(NamedTuple):
     projection: OutputProjection | None
 
 
-def empty_state(run: Run, batch: int) -> DecodeState:
-    """Makes an empty cache, and an empty memory beside it."""
+def start(run: Run, batch: int, cache: AnyCache | None = None) -> DecodeState:
+    """Makes an empty cache, or gives a kept one the size that the run needs; and an empty memory beside it."""
     plan, config = run.plan, run.model.config
-    cache = _empty_cache(run.model, plan, batch)
+    cache = _empty_cache(run.model, plan, batch) if cache is None else _with_room(cache, plan)
     predictor, source = None, ()
     slots = plan.predictor_slots
     if slots and plan.selection is not None:
-        heads = cache_heads(config, plan.policy)
-        source = plan.selection.source.init(batch, heads, slots, config.head_dim, layers=config.num_layers)
+        source = plan.selection.source.init(batch, plan.heads, slots, config.head_dim, layers=config.num_layers)
     if slots and run.butler is not None:  # a policy keeps the importance keys with its tokens, so that they leave, too
         predictor = run.butler.init_cache(batch, slots, importance_keys=plan.selection is not None)
     return DecodeState(cache, predictor, source)
 
 
-def _empty_cache(model: Decoder, plan: Plan, batch: int) -> Cache:
-    config, policy = model.config, plan.policy
-    heads = cache_heads(config, policy)
+def _empty_cache(model: Decoder, plan: Plan, batch: int) -> KVCache | PagedCache:
+    config, policy, heads = model.config, plan.policy, plan.heads
 
     def init_state(B: int, K: int, S: int) -> Any:
-        return () if policy is None else policy.init(B, K, config.num_heads // heads, S, config.head_dim)
+        return () if policy is None else policy.state(B, K, config.num_heads // heads, S, config.head_dim)
 
     sizes: dict[str, Any] = dict(
         batch=batch,
@@ -222,7 +113,7 @@ def _empty_cache(model: Decoder, plan: Plan, batch: int) -> Cache:
         head_dim=config.head_dim,
         layers=config.num_layers,
         dtype=model.embedding[...].dtype,
-        positions="absolute" if policy is None else policy.positions,
+        positions=plan.positions,
     )
     if plan.pages and plan.when == "block":
         return PagedCache.init(
@@ -231,6 +122,23 @@ def _empty_cache(model: Decoder, plan: Plan, batch: int) -> Cache:
     zeros = init_state(batch, heads, plan.prompt_slots)
     state = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (config.num_layers, *leaf.shape)), zeros)
     cache = KVCache.init(slots=plan.prompt_slots, state=state, **sizes)
+    return _on_mesh(cache, plan)
+
+
+def _with_room(cache: AnyCache, plan: Plan) -> AnyCache:
+    """A kept cache with as many slots, or pages, as the plan has."""
+    if isinstance(cache, PagedCache):
+        return with_room(cache, pages=plan.pages, most=plan.slots)
+    if isinstance(cache, LayerCaches):
+        return LayerCaches(tuple(_of_size(layer, plan.prompt_slots) for layer in cache.layers))
+    return _on_mesh(_of_size(cache, plan.prompt_slots), plan)
+
+
+def _of_size(cache: KVCache, slots: int) -> KVCache:
+    return cache if cache.num_slots == slots else kvjax.compact(cache, slots)
+
+
+def _on_mesh(cache: KVCache, plan: Plan) -> KVCache:
     mesh = plan.mesh
     if mesh is None:
         return cache
@@ -245,6 +153,8 @@ def _empty_cache(model: Decoder, plan: Plan, batch: int) -> Cache:
 def shrink(state: DecodeState, plan: Plan) -> DecodeState:
     """Moves what is left of a cache that held all of the prompt into a smaller one, once it has been evicted from."""
     cache = state.cache
+    if isinstance(cache, PagedCache):
+        return state
     if plan.when == "prompt" and plan.pages:
         assert isinstance(cache, KVCache)
         cache = kvjax.pack(cache, pages=plan.pages, page_size=plan.page_size, most=plan.slots)
@@ -272,7 +182,7 @@ def forward(
         The hidden states before the last norm, and the new state.
     """
     model, plan, butler = run.model, run.plan, run.butler
-    block = block_of(model.config, plan.policy, position, run.rows.lengths, budgets)
+    block = block_of(model.config, plan, position, run.rows.lengths, budgets)
 
     def attend_at(carry, index, window, query, key, value):
         place = Place(index, window, None if run.projection is None else run.projection.layer(index))
@@ -296,14 +206,14 @@ def forward(
 
 def block_of(
     config: Config,
-    policy: kvjax.Policy | None,
+    plan: Plan,
     position: Int[Array, "B T"],
     lengths: Int[Array, "B"],
     budgets: Int[Array, "B"] | None,
 ) -> Block:
-    """Tokens as every layer meets them, from their positions; frequencies only where the policy reads them."""
+    """Tokens as every layer meets them, from their positions; frequencies only where they are read."""
     frequency = None
-    if policy is not None and (policy.needs.rotary or policy.positions != "absolute"):
+    if plan.positions != "absolute" or (plan.policy is not None and plan.policy.needs.rotary):
         frequency, _ = rope_frequencies(config.rope, config.head_dim, lengths)
     return Block(position, budgets, rotation(config, position, lengths), frequency)
 
@@ -353,24 +263,17 @@ def attend(
     return out, dataclasses.replace(carry, cache=cache, evidence=evidence)
 
 
-def decode_inputs(
-    plan: Plan,
-    rows: Rows,
-    finished: Array,
-    next_position: Int[Array, "B"],
-    step: Int[Array, ""],
-    slots: int,
-) -> tuple[Int[Array, "B 1"], Int[Array, "B"] | None]:
-    """Positions and budgets of a step of decode; rows that have ended are left as they are."""
-    position = jnp.where(finished, -1, next_position)[:, None]
-    budgets = rows.decode_budgets
-    if plan.evict_every not in (None, 1):
-        assert budgets is not None
-        budgets = jnp.where(step % plan.evict_every == 0, budgets, slots)
-    return position, budgets
+def decode_positions(finished: Array, next_position: Int[Array, "B"]) -> Int[Array, "B 1"]:
+    """Positions of a step of decode; rows that have ended are left as they are."""
+    return jnp.where(finished, -1, next_position)[:, None]
 
 
-def decode_phase(plan: Plan) -> Phase:
-    """The phase of all steps of decode."""
-    evicts = plan.policy is not None and plan.evict_every is not None
-    return Phase(evicts, compressed=True, excess=1 if plan.evict_every == 1 else None)
+def decode_phase(plan: Plan, step: int) -> Phase:
+    """The phase of one of the steps of decode, counted from 1."""
+    every = plan.evict_every
+    return Phase(evicts=every > 0 and step % every == 0, compressed=True, excess=1 if every == 1 else None)
+
+
+def block_budgets(rows: Rows, phase: Phase) -> Int[Array, "B"] | None:
+    """The budgets of a block: behind the context, a question's tokens stay beside it."""
+    return rows.decode_budgets if phase.evicts and phase.compressed else rows.budgets

@@ -9,6 +9,7 @@ import argparse
 import json
 import sys
 import time
+import warnings
 from collections import Counter, defaultdict
 from pathlib import Path
 
@@ -41,6 +42,7 @@ def shrink(case: Case, outcome: Outcome, seconds: float) -> tuple[Case, Outcome]
 
 
 def main(arguments: list[str] | None = None) -> int:
+    warnings.filterwarnings("ignore", ".*made to choose once")
     parser = argparse.ArgumentParser(prog="python -m tests.campaign", description=__doc__)
     parser.add_argument("--seconds", type=float, default=600, help="how long to draw")
     parser.add_argument("--cases", type=int, help="how many cases, rather than how long")

@@ -49,7 +49,7 @@ class Case:
     budget: int | float = 4
     block: int = 4
     when: str = "block"
-    evict_every: int | None = 1
+    evict_every: int = 1
     entry: str = "generate"  # "stream", "prefill", "prefill all"
     new: int = 4
     end: tuple[int, ...] = ()
@@ -181,7 +181,7 @@ def draw(seed: int, number: int) -> Iterator[Case]:
         width=width,
         block=block,
         when=d.one("block", "block", "prompt"),
-        evict_every=d.one(1, 1, 2, 3, None),
+        evict_every=d.one(1, 1, 2, 3, 0),
         entry=d.one("generate", "generate", "stream", "prefill all", "prefill"),
         new=d.one(3, 6, 9),
         end=d.one((), (), tuple(range(0, VOCABULARY, 9))),
@@ -231,6 +231,8 @@ def _policy(d: _Draw, block: int, layers: int, even: bool) -> str:
         "butler": {},
         "keydiff": {},
         "key_norm": {},
+        "curdkv": dict(sinks=(0, 1, 0.25), leverage=("mean", "key", "value"), local_window=(1, 2, 3, None)),
+        "lagkv": dict(sinks=(0, 1, 2), cross_scoring=(True,)),
         "random": dict(seed=(1, 7)),
     }
     if d.maybe(0.03):
@@ -241,9 +243,11 @@ def _policy(d: _Draw, block: int, layers: int, even: bool) -> str:
         del bases["butler"]
     name = d.one(*bases, "h2o", "h2o", "tova", "snapkv")  # what most people take
     base = d.link(name, share=0.4 if name == "sage" else 0.6, **bases[name])  # type: ignore[arg-type]
-    windowed = name in ("snapkv", "laprox", "cake", "lava")
-    if windowed:
-        base = base[:-1] + f",window={window})" if base.endswith(")") else f"{base}(window={window})"
+    always = f"window={window}" if name in ("snapkv", "laprox", "cake", "lava") else ""
+    if name == "lagkv":  # its 128 by default are more tokens than there are
+        always = f"lag={d.one(2, 3, 4)}"
+    if always:
+        base = base[:-1] + f",{always})" if base.endswith(")") else f"{base}({always})"
     links, nonnegative, comparable = [], name not in ("keydiff", "key_norm"), True
     for kind in d.rng.permutation(["normalise", "pool", "critical", "caote", "protect"]):
         if not d.maybe({"pool": 0.15, "critical": 0.15, "caote": 0.5, "protect": 0.35, "normalise": 0.15}[kind]):

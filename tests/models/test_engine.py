@@ -96,16 +96,17 @@ END = tuple(range(0, VOCABULARY, 9))  # so many that the rows stop at different 
 DECODING = {
     "h2o+caote": dict(policy="h2o+caote", budget=14),
     "h2o every 5 steps": dict(policy="h2o", budget=14, evict_every=5),
-    "tova never": dict(policy="tova", budget=12, evict_every=None),
-    "snapkv once, then every step": dict(policy="snapkv(window=3,pooling='max')", budget=14, when="prompt"),
+    "tova never": dict(policy="tova", budget=12, evict_every=0),
+    "snapkv once, then by its window": dict(policy="snapkv(window=3,pooling='max')", budget=14, when="prompt"),
     "h2o+caote once, a ratio, every 3 steps": dict(policy="h2o+caote", budget=0.1, when="prompt", evict_every=3),
+    "snapkv, at every step": dict(policy="snapkv(window=4)", budget=14, evict_every=1),
     "tova of the layer, a ratio": dict(policy="tova(heads='layer')", budget=0.08),
     "random+fast_caote, one by one": dict(policy="random(seed=5)+fast_caote", budget=16, block=1),
     "protected, blocks of 7": dict(policy="h2o+caote+protect(recent=0.5)", budget=14, block=7),
     "snapkv+caote, Qwen3": dict(policy="snapkv(window=4,kernel=3)+caote", budget=14, config=QWEN3),
     "h2o+caote, sliding windows": dict(policy="h2o+caote", budget=14, config=SLIDING),
     "streaming, dynamic rope, once, never": dict(
-        policy="streaming(sinks=3)", budget=24, config=DYNAMIC, when="prompt", evict_every=None
+        policy="streaming(sinks=3)", budget=24, config=DYNAMIC, when="prompt", evict_every=0
     ),
 }
 
@@ -240,9 +241,9 @@ def test_a_full_cache_can_leave_room_for_later_tokens():
 
 
 def test_after_one_eviction_at_the_prompts_end_only_the_budget_is_allocated():
-    config, settings = settings_of(DECODING["snapkv once, then every step"])
+    config, settings = settings_of(DECODING["snapkv once, then by its window"])
     out = models.generate(decoder(config), TOKENS, lengths=LENGTHS, **settings)
-    assert out.cache.num_slots == 14 + 1
+    assert out.cache.num_slots == 14 + 3
 
 
 # --- sampling --------------------------------------------------------------------------------------------------------

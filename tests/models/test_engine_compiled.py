@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import models
-from models import Config, by_layer, engine, steps
-from models.plan import Options
+from models import Config, by_layer, engine, layer_caches, steps
+from models.plan import Options, check_prompt
 from models.sampling import Sampling
 from models.steps import Phase
 from tests.models import reference
@@ -30,19 +30,22 @@ def model_of(layers):
     return reference.decoder(config, reference.parameters(config))
 
 
-def lowered(program, policy, *, layers=3, length=100):
+def lowered(program, policy, *, layers=3, length=100, evict_every=1):
     """A program of one row that scans the layers, lowered."""
-    run, prompt = prepared(model_of(layers), length, policy, BUDGET, BLOCK, fit_prompt=False)
+    budget = BUDGET if evict_every else BUDGET - 3  # a window of 4 has 3 slots more
+    run, prompt = prepared(model_of(layers), length, policy, budget, BLOCK, fit_prompt=False, evict_every=evict_every)
     if program == "prefill":
-        return engine._prefill.lower(run, prompt)
+        return engine._prefill.lower(run, prompt, None)
     if program == "generate":
-        return engine._generate.lower(run, prompt, None, engine._Choice(Sampling(), 8, ()))
-    state = steps.empty_state(run, 1)
+        return engine._generate.lower(run, prompt, None, None, engine._Choice(Sampling(), 8, ()))
+    state = steps.start(run, 1)
     if program == "block step":
         return engine.block_step.lower(
             run, state, prompt.context.tokens[0], prompt.context.positions[0], Phase(evicts=True)
         )
-    return engine.token_step.lower(run, state, jnp.zeros(1, jnp.int32), jnp.zeros(1, bool), None, 1, Sampling())
+    return engine.token_step.lower(
+        run, state, jnp.zeros(1, jnp.int32), jnp.zeros(1, bool), None, steps.decode_phase(run.plan, 1), Sampling()
+    )
 
 
 def lowered_layer(program, policy):
@@ -66,11 +69,11 @@ def lowered_layer(program, policy):
     return raised.value.args[0]
 
 
-def prepared(model, length, policy, budget, block, **options):
+def prepared(model, length, policy, budget, block, *, evict_every=1, **options):
     """What a run of one row is made of, and its prompt in blocks."""
     tokens = np.zeros((1, length), np.int32)
-    options = Options(policy, budget, block, evict_every=1, reserve=8, **options)
-    return engine._prepare(model, tokens, None, None, options, None, None)
+    options = Options(policy, budget, block, evict_every=evict_every, reserve=8, **options)
+    return engine._prepare(model, check_prompt(model, tokens, None, None), options, None, None)
 
 
 def test_one_compilation_serves_streamed_prompts_of_300_and_3000_and_30000_tokens(each_way, compiled_steps):
@@ -120,11 +123,13 @@ def test_memory_is_weights_and_cache_and_the_activations_of_one_block_in_one_lay
     assert temporary[3] <= 4 * attention + 2 * hidden + 2 * (K * S * D * 2 * 4)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    ("policy", "evict_every"), [*((policy, 1) for policy in POLICIES), ("snapkv(window=4)+caote", None)]
+)
 @pytest.mark.parametrize("program", ["token step", "block step", "generate"])
-def test_no_step_copies_the_cache(program, policy):
+def test_no_step_copies_the_cache(program, policy, evict_every):
     """Each array of the whole cache is only handed on, or written in place (a scatter, or an update of one layer)."""
-    compiled = lowered(program, policy).compile()
+    compiled = lowered(program, policy, evict_every=evict_every).compile()
     computations = parse(compiled.as_text())
     inside = (
         {name for name in computations if name.startswith("main")}
@@ -165,7 +170,7 @@ def test_a_step_donates_every_array_of_the_cache(lower, layers, program):
 @pytest.mark.parametrize("way", [engine._ProgramSteps, by_layer.LayerSteps], ids=["one program", "layers"])
 def test_keys_and_values_stay_where_they_are_in_memory(way):
     def arrays(cache):
-        caches = cache.layers if isinstance(cache, steps.LayerCaches) else [cache]
+        caches = cache.layers if isinstance(cache, layer_caches.LayerCaches) else [cache]
         return [array for some in caches for array in (some.key, some.value)]
 
     def addresses(cache):

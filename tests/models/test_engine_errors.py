@@ -90,7 +90,7 @@ RUNS = {
     "an empty block": (dict(policy="h2o", budget=16, block=0), r"block is 0; a block has at least 1 token"),
     "an unknown moment": (
         dict(policy="h2o", budget=16, when="never"),
-        r"when is 'never'; there are 'block' and 'prompt'",
+        r"when is 'never'; there are 'block', 'prompt' and 'published'",
     ),
     "lengths of too many rows": (dict(lengths=np.array([3, 4])), r"lengths are \[3, 4\]; expected 1 numbers from 1"),
     "an empty row": (dict(lengths=np.array([0])), r"lengths are \[0\]; .*no empty prompt"),
@@ -151,7 +151,10 @@ SAMPLING = {
     "a share above one": (dict(top_p=1.1), r"top_p is 1.1; give a share in \(0, 1\]"),
     "draws without a key": (dict(temperature=1.0), r"temperature is above 0 but no key was given; pass key="),
     "no new token": (dict(max_new_tokens=0), r"max_new_tokens is 0; ask for at least 1"),
-    "evictions every zero steps": (dict(evict_every=0), r"evict_every is 0; give a number of steps from 1, or None"),
+    "evictions every minus one steps": (
+        dict(evict_every=-1),
+        r"evict_every is -1; give a number of steps, 0 for never",
+    ),
 }
 
 

@@ -14,7 +14,7 @@ import kvjax
 import models
 from models import Config, Decoder, engine, steps
 from models.parameters import SHARDING
-from models.plan import Options
+from models.plan import Options, check_prompt
 from models.sampling import Sampling
 from tests.models import reference
 
@@ -60,7 +60,7 @@ def test_a_mesh_gives_the_tokens_and_keeps_the_tokens_of_one_device(policy):
 
 
 def test_a_streamed_answer_on_a_mesh_is_that_of_one_device():
-    settings = dict(lengths=LENGTHS, policy="h2o", budget=0.3, block=16, max_new_tokens=6, end=(), evict_every=None)
+    settings = dict(lengths=LENGTHS, policy="h2o", budget=0.3, block=16, max_new_tokens=6, end=(), evict_every=0)
     one, many = (
         [token.tolist() for token, _ in models.stream(model, TOKENS, **settings)]
         for model in (reference.decoder(CONFIG, WEIGHTS), sharded_model())
@@ -97,7 +97,7 @@ def test_evicting_and_inserting_need_no_communication(layers):
 @pytest.mark.parametrize("name", ["h2o+caote", "snapkv(window=4)+fast_caote", "key_norm", "random", "h2o+pool"])
 def test_a_block_of_one_layer_needs_no_communication(name):
     policy = kvjax.parse(name)
-    cache = cache_on_mesh(state=policy.init(4, 4, 2, 24, 8))
+    cache = cache_on_mesh(state=policy.state(4, 4, 2, 24, 8))
     query = place(jnp.zeros((4, 8, 8, 8)), "data", None, "tensor")
     rows = place(jnp.zeros((4, 8, 4, 8)), "data", None, "tensor")
     step = jax.jit(lambda c, q, r: kvjax.attend(c, q, r, r, policy=policy, budget=16))
@@ -108,9 +108,11 @@ def test_a_block_of_one_layer_needs_no_communication(name):
 def test_a_decode_step_communicates_only_where_heads_and_vocabulary_meet(policy, of_the_policy):
     """A sum behind the attention, the feed-forward and the embedding each; then the best token out of all parts."""
     options = Options(policy, 16, 8, evict_every=1, reserve=8)
-    run, _ = engine._prepare(sharded_model(), TOKENS, LENGTHS, None, options, None, None)
-    state = jax.jit(lambda: steps.empty_state(run, 4))()
-    step = engine.token_step.lower(run, state, jnp.zeros(4, jnp.int32), jnp.zeros(4, bool), None, 1, Sampling())
+    run, _ = engine._prepare(sharded_model(), check_prompt(sharded_model(), TOKENS, LENGTHS, None), options, None, None)
+    state = jax.jit(lambda: steps.start(run, 4))()
+    step = engine.token_step.lower(
+        run, state, jnp.zeros(4, jnp.int32), jnp.zeros(4, bool), None, steps.decode_phase(run.plan, 1), Sampling()
+    )
     assert collectives(step.compile()) == {"all-reduce": 3 + of_the_policy, "all-gather": 2}
 
 

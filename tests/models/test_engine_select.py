@@ -13,9 +13,9 @@ from jax.sharding import Mesh, NamedSharding
 
 import kvjax
 import models
-from models import Butler, ButlerConfig, Config, Decoder, by_layer, engine, selecting, steps
+from models import Butler, ButlerConfig, Config, Decoder, by_layer, engine, layer_caches, selecting, steps
 from models.parameters import SHARDING
-from models.plan import Options
+from models.plan import Options, check_prompt
 from models.sampling import Sampling
 from models.steps import Phase
 from tests.models import reference
@@ -51,7 +51,7 @@ def butler_for(select, source="layer0_output"):
 def prepared(model, tokens, select, budget, *, block=16, sinks=4, butler=None, answer=STEPS):
     """What a run that selects is made of, and its prompt in blocks."""
     options = Options(None, budget, block, evict_every=1, select=select, sinks=sinks, reserve=answer)
-    return engine._prepare(model, tokens, None, None, options, None, butler)
+    return engine._prepare(model, check_prompt(model, tokens, None, None), options, None, butler)
 
 
 def forced(select, budget, *, sinks=2, block=16, source="layer0_output", way=engine._ProgramSteps):
@@ -71,7 +71,7 @@ def forced(select, budget, *, sinks=2, block=16, source="layer0_output", way=eng
         for number in range(PROMPT, PROMPT + STEPS):
             read[number] = {}
             token, position = TOKENS[:, number : number + 1], np.array([[number]], np.int32)
-            hidden, state = feed.block(state, token, position, steps.decode_phase(run.plan))
+            hidden, state = feed.block(state, token, position, steps.decode_phase(run.plan, 1))
             logits.append(model.logits(hidden[:, 0]))
             jax.effects_barrier()
     return np.concatenate(logits), read
@@ -247,7 +247,7 @@ def test_a_look_at_the_prompts_cache_sees_the_cache_alone(asked, each_way):
     seen = []
     settings = dict(butler=predictor(), block=16, max_new_tokens=1, on_cache=lambda cache: seen.append(type(cache)))
     list(models.stream(decoder(), TOKENS, **asked, **settings))
-    assert set(seen) == {kvjax.KVCache if each_way == "one program" else steps.LayerCaches}
+    assert set(seen) == {kvjax.KVCache if each_way == "one program" else layer_caches.LayerCaches}
 
 
 def test_a_held_back_question_changes_nothing():
@@ -266,9 +266,11 @@ def test_a_selection_of_everything_is_not_a_selection():
 def compiled_step(select, budget, *, config=CONFIG, slots=PROMPT, butler=None):
     model, tokens = reference.decoder(config, reference.parameters(config)), np.zeros((1, slots), np.int32)
     run, _ = prepared(model, tokens, select, budget, butler=butler, answer=3)
-    state = steps.empty_state(run, 1)
+    state = steps.start(run, 1)
     token, finished = jnp.zeros(1, jnp.int32), jnp.zeros(1, bool)
-    return engine.token_step.lower(run, state, token, finished, None, 1, Sampling()).compile(), state
+    return engine.token_step.lower(
+        run, state, token, finished, None, steps.decode_phase(run.plan, 1), Sampling()
+    ).compile(), state
 
 
 @pytest.mark.parametrize("select", ["butler", "quest"])
@@ -401,8 +403,8 @@ def test_a_streamed_answer_of_the_policy_is_the_generated_one():
 
 def test_without_a_selection_or_a_predictor_nothing_lies_beside_the_cache():
     options = Options("h2o", 16, 16, evict_every=1)
-    run, _ = engine._prepare(decoder(), TOKENS, None, None, options, None, None)
-    state = steps.empty_state(run, 1)
+    run, _ = engine._prepare(decoder(), check_prompt(decoder(), TOKENS, None, None), options, None, None)
+    state = steps.start(run, 1)
     assert isinstance(state.cache, kvjax.KVCache) and state.predictor is None and state.source == ()
 
 

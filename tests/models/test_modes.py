@@ -36,8 +36,8 @@ POLICIES = [
     "streaming(sinks=2)+positions(kind='compact')",
     "key_norm+normalise+fast_caote",
     "keydiff+positions(kind='index')",
-    "sage(heads='query')",
     "random+pool",
+    "sage(heads='query')",
     "h2o+caote(rounds=2)",
     "tova+caote(target='output')",
     "expected_attention",
@@ -147,7 +147,7 @@ def test_the_functions_of_the_library(mode):
         kvjax.evict(pages, jnp.ones((16, 4)), budget=6, allocation="adakv")
         kvjax.select(jnp.ones((1, 4, 24)), cache.position, 0.5)
         policy = kvjax.parse("h2o+caote")
-        cache = kvjax.KVCache.init(batch=1, kv_heads=2, slots=24, head_dim=8, state=policy.init(1, 2, 2, 24, 8))
+        cache = kvjax.KVCache.init(batch=1, kv_heads=2, slots=24, head_dim=8, state=policy.state(1, 2, 2, 24, 8))
         query = jnp.ones((1, 4, 4, 8), V.dtype)
         for _ in range(2):
             dtypes = jax.tree.map(lambda leaf: leaf.dtype, cache)

@@ -39,7 +39,7 @@ def run(
     when: str = "block",
     question: int = 0,
     new_tokens: int = 0,
-    evict_every: int | None = 1,
+    evict_every: int | None = None,
     end: tuple[int, ...] = (),
     flips: frozenset[int] = frozenset(),
     held: Sequence[np.ndarray] = (),
@@ -49,10 +49,13 @@ def run(
 
     ``config`` has the fields of ``models.Config``; ``butler`` are a predictor's parameters and its rotary base.
     ``flips`` are choices to make the other way; where rounding may turn a choice, the tokens ``held`` [L, K, P] behind
-    the block or step are taken (see ``Choices``), the last entry of ``held`` serving those that have none.
+    the block or step are taken (see ``Choices``), the last entry of ``held`` serving those that have none. Without
+    ``evict_every`` a policy evicts in decode at every step, or once in as many steps as its window has queries.
     """
     if isinstance(budget, float):
         budget = math.ceil(round(budget * len(prompt), 6))
+    if evict_every is None:
+        evict_every = 0 if policy is None else policy.window or 1
     choices = Choices(flips)
     model = _Model(parameters, config, policy, len(prompt), len(prompt) + new_tokens, choices, held, butler)
     logits, history = [], []
@@ -75,7 +78,7 @@ def run(
         if answer[-1] in end or step == new_tokens:
             break
         logits.append(model.feed(answer[-1:]))
-        if policy is not None and evict_every is not None and step % evict_every == 0:
+        if policy is not None and evict_every and step % evict_every == 0:
             model.evict(policy, budget, len(history), settled=True)
         history.append(model.kept[:, :, : model.length].copy())
     P = model.length
@@ -122,6 +125,8 @@ class _Model:
         self.query = np.zeros((L, K, N // K, room, D))  # before rotation
         self.key = np.zeros((L, K, room, D))  # as the last block's queries met them
         self.weights: list[np.ndarray] = []
+        self.window = 0 if policy is None else policy.window
+        self.observed: list[np.ndarray | None] = [None] * L  # since the last eviction
         self.memory: list[dict] = [{} for _ in range(L)]
 
     def feed(self, tokens: Sequence[int]) -> np.ndarray:
@@ -162,6 +167,11 @@ class _Model:
             scores = np.einsum("kgtd,kpd->kgtp", query, key) / math.sqrt(D)
             weights = softmax(np.where(visible[:, None], scores, -np.inf))
             self.weights.append(weights)
+            rows, before = weights[:, :, -self.window :], self.observed[layer]
+            if before is not None and m < self.window:
+                longer = ((0, 0), (0, 0), (0, 0), (0, P - before.shape[-1]))
+                rows = np.concatenate([np.pad(before, longer), rows], axis=2)
+            self.observed[layer] = rows
             self.received[layer][:, :, :P] += weights.sum(axis=2)
             out = np.einsum("kgtp,kpd->kgtd", weights, self.value[layer][:, :P]).reshape(-1, m, D)
             x = x + np.einsum("htd,hde->te", out, p["output"])
@@ -192,6 +202,7 @@ class _Model:
                 of_layer = query[:, :, -m:], key
             seen = Seen(
                 weights=weights,
+                observed=self.observed[layer],
                 received=self.received[layer][:, :, :P],
                 key=self.key[layer][:, :P],
                 value=self.value[layer][:, :P],
@@ -224,7 +235,7 @@ class _Model:
             return [tokens[i] for i in self.choices.best([t.score for t in tokens], order, number, **how)]
 
         row = contests.Row(tokens, L, K, budget, seen=P, entered=weights.shape[2], preference=preference, best=best)
-        self.kept[:, :, :P] = False
+        self.kept[:, :, :P], self.observed = False, [None] * L
         for token in contests.DEFINITIONS[policy.allocation](row, None, **policy.options):
             self.kept[token.layer, token.head, token.position] = True
 

@@ -18,6 +18,7 @@ class Seen(NamedTuple):
     """One layer behind a block of m tokens: what a score can be computed from."""
 
     weights: np.ndarray  # [K, G, m, P], the block's attention; 0 where a query sees nothing
+    observed: np.ndarray  # [K, G, n, P], likewise of the window's last queries, or all since the last eviction
     received: np.ndarray  # [K, G, P], the attention of all queries so far
     key: np.ndarray  # [K, P, D], rotated as the block met them
     value: np.ndarray  # [K, P, D]
@@ -73,6 +74,12 @@ class Policy(NamedTuple):
     def positions(self) -> str:
         return next((link.positions for link in self.links if link.positions != "absolute"), "absolute")
 
+    @property
+    def window(self) -> int:
+        """How many queries are observed; 0 where none are."""
+        own = self.options.get("window") or 32 if self.allocation == "cake" else 0
+        return max(link.window for link in self.links) or own
+
     def protected(self, budget: int) -> tuple[int, int]:
         """How many first and last tokens stay in any case."""
         amounts = [pair for link in self.links for pair in link.protects] + [(0, 0)]
@@ -92,8 +99,7 @@ class Policy(NamedTuple):
         """What the allocation of CAKE measures of a layer: entropy and variance of the window's attention."""
         if self.allocation != "cake":
             return 0.0
-        window = max(link.window for link in self.links) or self.options.get("window") or 32
-        rows = np.where(seen.kept & ~seen.protected, np.moveaxis(seen.weights[:, :, -window:], 0, 2), 0)  # [G, m, K, P]
+        rows = np.where(seen.kept & ~seen.protected, np.moveaxis(seen.observed, 0, 2), 0)  # [G, m, K, P]
         entropy = -(rows * np.log(np.where(rows > 0, rows, 1))).sum()
         variance = rows.var(axis=1, ddof=1).sum() if rows.shape[1] > 1 else 0.0
         return max(entropy, 0) ** (1 / self.options.get("space", 1)) * variance ** (1 / self.options.get("time", 1))
@@ -139,7 +145,7 @@ def snapkv(*, window: int = 32, kernel: int = 5, pooling: str = "avg") -> Link:
     """Mean attention of the last queries, pooled over what lies before the window; the window itself stays."""
 
     def score(_: Scores, seen: Seen) -> Scores:
-        return _pooled_before(seen.weights[:, :, -window:].mean(axis=2), seen, window, kernel, pooling)
+        return _pooled_before(seen.observed.mean(axis=2), seen, window, kernel, pooling)
 
     return Link(score, ((0, window),), window=window)
 
@@ -192,7 +198,7 @@ def laprox(*, window: int = 32, kernel: int = 7, target: str = "output", gqa: st
     """|column of the window's attention| * |v W_O|, pooled; the window itself stays."""
 
     def score(_: Scores, seen: Seen) -> Scores:
-        rows = seen.weights[:, :, -window:]
+        rows = seen.observed
         rows = rows.mean(axis=1, keepdims=True) if gqa == "group" else rows
         column = np.sqrt((rows**2).sum(axis=2)).mean(axis=1)  # [K, P]
         if target == "value":
@@ -208,7 +214,7 @@ def cake(*, window: int = 32, kernel: int = 5, gamma: float = 200.0) -> Link:
     """Mean and variance of the window's attention, pooled; the window itself stays."""
 
     def score(_: Scores, seen: Seen) -> Scores:
-        rows = seen.weights[:, :, -window:]
+        rows = seen.observed
         variance = rows.var(axis=2, ddof=1) if rows.shape[2] > 1 else 0
         return _pooled_before(rows.mean(axis=2) + gamma * variance, seen, window, kernel, "avg")
 
@@ -220,7 +226,7 @@ def lava(*, window: int = 32, kernel: int = 7) -> Link:
 
     def score(_: Scores, seen: Seen) -> Scores:
         length = np.where(seen.kept, abs(seen.value).sum(axis=-1), 0).max(axis=1)
-        observed = _pooled_before(seen.weights[:, :, -window:].mean(axis=2), seen, window, kernel, "max")
+        observed = _pooled_before(seen.observed.mean(axis=2), seen, window, kernel, "max")
         return observed.max(axis=1, keepdims=True) * length[:, None, None]
 
     return Link(score, ((0, window),), window=window)
@@ -289,6 +295,93 @@ def key_norm() -> Link:
         return -length[:, None]
 
     return Link(score)
+
+
+def curdkv(*, sinks: Amount = 4, leverage: str = "product", local_window: int | None = 16) -> Link:
+    """Shares of the window's squared lengths of keys and values."""
+
+    def score(_: Scores, seen: Seen) -> Scores:
+        result = np.zeros(seen.kept.shape)
+        for k, kept in enumerate(seen.kept):
+            result[k, kept], seen.noise[k, kept] = leverage_scores(
+                seen.key[k, kept], seen.value[k, kept], leverage, local_window
+            )
+        return result[:, None]
+
+    return Link(score, ((sinks, 0),))
+
+
+def leverage_scores(
+    key: np.ndarray, value: np.ndarray, leverage: str, local_window: int | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """CurDKV of one head's tokens in order, [n, D] twice; and by how much float32 may be off."""
+    n = len(key)
+    window = local_window or max(n, 1)
+    shares, off = {}, {}
+    for name, x in (("key", key), ("value", value)):
+        length, either = _to_12_bits((x**2).sum(axis=-1))
+        shares[name], off[name] = np.zeros(n), np.zeros(n)
+        for start in range(0, n, window):
+            part = slice(start, start + window)
+            total = length[part].sum() or 1.0
+            shares[name][part] = length[part] / total
+            off[name][part] = either[part] / total + shares[name][part] * either[part].sum() / total
+    match leverage:
+        case "product":
+            scores = shares["key"] * shares["value"]
+            noise = shares["key"] * off["value"] + shares["value"] * off["key"]
+        case "mean":
+            scores, noise = (shares["key"] + shares["value"]) / 2, (off["key"] + off["value"]) / 2
+        case _:
+            scores, noise = shares[leverage], off[leverage]
+    total = scores.sum() or 1.0
+    return scores / total, noise / total
+
+
+def lagkv(*, sinks: int = 4, lag: int = 128, cross_scoring: bool = False) -> Link:
+    """How far a token strays from the next partition's tokens."""
+
+    def score(_: Scores, seen: Seen) -> Scores:
+        result = np.zeros(seen.kept.shape)
+        for k, kept in enumerate(seen.kept):
+            result[k, kept], seen.noise[k, kept] = lag_scores(
+                seen.key[k, kept], seen.value[k, kept], sinks, lag, cross_scoring
+            )
+        return result[:, None]
+
+    return Link(score, ((sinks, lag),))
+
+
+def lag_scores(
+    key: np.ndarray, value: np.ndarray, sinks: int, lag: int, cross_scoring: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """LagKV of one head's tokens in order, [n, D] twice; and by how much float32 may be off."""
+
+    def strays(own: np.ndarray, following: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        scaled, off = np.zeros(own.shape), np.zeros(own.shape)
+        largest = abs(following).max()
+        for d, (lowest, highest) in enumerate(zip(following.min(axis=0), following.max(axis=0), strict=True)):
+            if highest - lowest > 2**-18 * largest:
+                scaled[:, d] = (own[:, d] - lowest) / (highest - lowest)
+                off[:, d] = 1e-6 * (abs(own).max() + largest * (1 + abs(scaled[:, d]))) / (highest - lowest)
+        power = np.exp(scaled.std(axis=1, ddof=1) - scaled.std(axis=1, ddof=1).max())
+        softmax = power / power.sum()
+        return softmax, softmax * (1e-6 + 2 * np.linalg.norm(off, axis=1).max())
+
+    n = len(key)
+    if n < sinks + 2 * lag:
+        return np.where(np.arange(n) < sinks, 1, (np.arange(n) - sinks) / max(n - sinks, 1)), np.zeros(n)
+    scores, noise = np.ones(n), np.zeros(n)
+    for start in range(sinks, n - 2 * lag + 1, lag):
+        own, following = slice(start, start + lag), slice(start + lag, start + 2 * lag)
+        (a, off_a), (b, off_b) = strays(key[own], key[following]), strays(value[own], value[following])
+        scores[own], noise[own] = (a + b) / 2, (off_a + off_b) / 2
+        if not cross_scoring:
+            raw, off = scores[own].copy(), noise[own].copy()
+            scores[own] = np.argsort(np.argsort(raw, kind="stable")) / lag
+            near = abs(raw[:, None] - raw) <= off[:, None] + off
+            noise[own] = (near.sum(axis=1) - 1) / lag
+    return scores, noise
 
 
 def _to_12_bits(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -421,7 +514,7 @@ LINKS: dict[str, Callable[..., Link]] = {
     make.__name__: make
     for make in (
         h2o, tova, snapkv, streaming, sage, laprox, cake, lava, expected_attention, butler, keydiff, key_norm,
-        random, normalise, pool, protect, positions, critical, caote, fast_caote,
+        curdkv, lagkv, random, normalise, pool, protect, positions, critical, caote, fast_caote,
     )
 }  # fmt: skip
 

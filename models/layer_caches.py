@@ -1,0 +1,143 @@
+"""The cache of a model whose layers are called one by one: an array of its own for each layer, so that each is donated.
+
+On one CPU `stream` yields it (models/by_layer.py); whoever wants all layers in one array takes `stacked`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvjax import KVCache
+from kvjax.cache import Positions
+from models.selecting import Cache
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LayerCaches:
+    """The caches of all layers in arrays of their own; it is read like the :class:`kvjax.KVCache` that stacks them."""
+
+    layers: tuple[KVCache, ...]
+
+    @property
+    def next_position(self) -> Int[Array, "B"]:
+        """The absolute position of each row's next token."""
+        return self.layers[0].next_position
+
+    @property
+    def num_slots(self) -> int:
+        """S, the slots of each KV head."""
+        return self.layers[0].num_slots
+
+    @property
+    def heads_shape(self) -> tuple[int, ...]:
+        """``(L, B, K)``."""
+        return (len(self.layers), *self.layers[0].heads_shape)
+
+    @property
+    def position(self) -> Int[Array, "L B K S"]:
+        """The position of the token in each slot, -1 where the slot is free."""
+        return jnp.stack([cache.position for cache in self.layers])
+
+    @property
+    def key(self) -> Float[Array, "L B K S D"]:
+        """All keys: a copy."""
+        return jnp.stack([cache.key for cache in self.layers])
+
+    @property
+    def value(self) -> Float[Array, "L B K S D"]:
+        """All values: a copy."""
+        return jnp.stack([cache.value for cache in self.layers])
+
+    @property
+    def live(self) -> Array:
+        """Says which slots hold a token, bool ``[L, B, K, S]``."""
+        return self.position >= 0
+
+    @property
+    def num_live(self) -> Int[Array, "L B K"]:
+        """How many tokens each head holds."""
+        return jnp.sum(self.live, axis=-1, dtype=jnp.int32)
+
+    @property
+    def state(self) -> Any:
+        """What the policy remembers, of all layers: a copy."""
+        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *(cache.state for cache in self.layers))
+
+    @property
+    def positions(self) -> Positions:
+        """What the keys' rotations stand for; see :class:`kvjax.KVCache`."""
+        return self.layers[0].positions
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the caches take."""
+        return sum(cache.nbytes for cache in self.layers) - (len(self.layers) - 1) * self.next_position.nbytes
+
+    def layer(self, index: int) -> KVCache:
+        """One layer's cache."""
+        return self.layers[index]
+
+    @property
+    def slots(self) -> KVCache:
+        """Which slots of all layers hold what, in stacked arrays, without keys and values: enough to say who leaves."""
+        position = self.position
+        nothing = jnp.zeros((*position.shape, 0))
+        return KVCache(nothing, nothing, position, self.next_position)
+
+
+AnyCache = Cache | LayerCaches
+
+
+def split(cache: AnyCache) -> AnyCache:
+    """Gives each layer of a plain cache arrays of its own; pages stay in their pool."""
+    if not isinstance(cache, KVCache):
+        return cache
+    layers = (cache.layer(index) for index in range(cache.heads_shape[0]))
+    # Copied, as all layers share it, but each layer's arrays are donated by themselves.
+    return LayerCaches(
+        tuple(dataclasses.replace(layer, next_position=jnp.copy(cache.next_position)) for layer in layers)
+    )
+
+
+def stacked(cache: AnyCache) -> Cache:
+    """Gives a cache as arrays of all layers, as the functions of kvjax take it; what was given stays as it is.
+
+    A cache that :func:`models.stream` yields may have arrays of its own for each layer; any other is returned itself.
+
+    Example:
+        >>> import kvjax, models
+        >>> cache = kvjax.KVCache.init(batch=1, kv_heads=1, slots=3, head_dim=2, layers=2)
+        >>> models.stacked(cache) is cache
+        True
+    """
+    if not isinstance(cache, LayerCaches):
+        return cache
+    whole = jax.tree.map(lambda *parts: _stack(parts), *cache.layers)
+    return dataclasses.replace(whole, next_position=cache.next_position)
+
+
+def stacked_up(cache: AnyCache) -> Cache:
+    """Does as :func:`stacked`, but uses the layers' arrays up, one after the other: both never lie there."""
+    if not isinstance(cache, LayerCaches):
+        return cache
+    next_position = jnp.copy(cache.next_position)
+
+    def stack(*parts: Array) -> Array:
+        whole = _stack(parts)
+        for part in parts:
+            part.delete()
+        return whole
+
+    whole = jax.tree.map(stack, *cache.layers)
+    return dataclasses.replace(whole, next_position=next_position)
+
+
+@jax.jit
+def _stack(parts: tuple[Array, ...]) -> Array:
+    return jnp.stack(parts)
