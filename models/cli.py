@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 import time
+import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
+import kvjax
 import models
+from kvjax.checks import MOST
 from kvjax.policy import policy_of
 from models import commands, provenance, selecting
+from models.plan import moments
 
 EXAMPLES = """examples:
   python -m models.generate retriever --prompt-file book.txt --policy h2o+caote --budget 512 --block 128
@@ -22,140 +28,344 @@ EXAMPLES = """examples:
   python -m models.generate retriever --prompt-file book.txt --select "quest(page_size=16)" --budget 256 --sinks 4
   python -m models.generate path/to/model --prompt-file book.txt --policy butler+caote --butler butler/ --budget 512
   python -m models.generate path/to/Llama-3.2-1B-Instruct --chat --prompt "Why is the sky blue?" --dtype bfloat16
+  python -m models.generate smollm2 --chat --prompts prompts.jsonl --policy snapkv+caote --budget 512 > answers.jsonl
 """
+PROMPT_FIELDS = {"prompt": str, "question": str, "policy": str, "budget": int | float}
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """One prompt, and what is asked of it; ``line`` is where it stands in --prompts, None for the only one."""
+
+    prompt: str
+    question: str | None
+    policy: str
+    budget: int | float | None
+    line: int | None = None
+
+
+class Loaded(NamedTuple):
+    """What a command's prompts share."""
+
+    model: models.Decoder
+    tokenizer: models.Tokenizer
+    butler: models.Butler | None
 
 
 def parser() -> argparse.ArgumentParser:
-    """The flags."""
+    """Makes the parser of the flags."""
     flags = commands.parser(
         "kvjax-generate",
         "models.generate",
         description="Generates text with a KV cache inside a budget.",
         examples=EXAMPLES,
     )
-    flags.add_argument("model", help="'retriever' (inside the package), a Hugging Face folder, or a hub name")
-    source = flags.add_mutually_exclusive_group()
-    source.add_argument("--prompt", help="the prompt itself")
-    source.add_argument("--prompt-file", type=Path, help="a UTF-8 text file with the prompt; standard input by default")
-    flags.add_argument("--question", help="text behind the prompt, not known when the prompt is compressed")
-    flags.add_argument("--chat", action="store_true", help="put the prompt into the model's chat template")
     flags.add_argument(
-        "--policy", default="full", help="what to keep, such as snapkv+caote; 'full', the default, keeps all"
+        "model", help="'retriever' (inside the package), 'smollm2', a Hugging Face folder, a GGUF file or a hub name"
+    )
+    source = flags.add_mutually_exclusive_group()
+    source.add_argument("--prompt", help="the prompt itself (default: what --prompt-file says)")
+    source.add_argument(
+        "--prompt-file", metavar="FILE", help="a UTF-8 text file with the prompt (default: -, standard input)"
+    )
+    source.add_argument(
+        "--prompts",
+        metavar="FILE",
+        help='many prompts: a file (- for standard input) with a line {"prompt": ...} each, and, if you like, its '
+        '"question", "policy" and "budget" (default: those of the flags); each gives a line of JSON (default: none)',
+    )
+    flags.add_argument("--question", help="text behind the prompt, not known when that is compressed (default: none)")
+    flags.add_argument(
+        "--chat", action="store_true", help="put the prompt into the model's chat template (default: no)"
+    )
+    flags.add_argument(
+        "--policy", default="full", help="what to keep, such as snapkv+caote; 'full' keeps all (default: %(default)s)"
     )
     flags.add_argument(
         "--select",
         help="evict nothing, but read a part: butler, oracle, quest(page_size=16), first_layer, previous_layer, "
-        "random, streaming",
+        "random, streaming (default: none)",
     )
-    flags.add_argument("--butler", type=Path, help="a predictor's folder; by default 'butler' inside the model's")
-    flags.add_argument("--sinks", type=int, default=4, help="first tokens that --select always reads (default 4)")
+    flags.add_argument("--butler", type=Path, help="a predictor's folder (default: 'butler' inside the model's)")
+    flags.add_argument(
+        "--sinks", type=int, default=4, help="first tokens that --select always reads (default: %(default)s)"
+    )
     flags.add_argument(
         "--budget",
         help="slots per head (512), or a ratio of the prompt (0.25); with --select the tokens that a step reads, or "
-        "their share",
+        "their share (default: none, for 'full')",
     )
-    flags.add_argument("--block", type=int, default=128, help="prompt tokens a step (default 128)")
-    flags.add_argument("--when", default="block", choices=["block", "prompt"], help="evict after every block, or once")
-    flags.add_argument("--evict-every", type=int, default=1, help="in decode, evict every n steps; 0 for never")
-    flags.add_argument("--max-new-tokens", type=int, default=64)
-    flags.add_argument("--temperature", type=float, default=0.0, help="0 (default) takes the most likely token")
-    flags.add_argument("--top-k", type=int)
-    flags.add_argument("--top-p", type=float)
-    flags.add_argument("--seed", type=int, default=0, help="for temperature above 0")
-    flags.add_argument("--dtype", help="float32, bfloat16 (slow on a CPU) or float16; by default the checkpoint's")
-    flags.add_argument("--mesh", help="devices, such as data=2,tensor=4")
-    flags.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    flags.add_argument(
+        "--when",
+        default="block",
+        choices=["block", "prompt", "published"],
+        help="evict after every block, or once when the prompt is in, or as the policy's paper (default: %(default)s)",
+    )
+    add_run_flags(flags, max_new_tokens=64)
+    flags.add_argument("--mesh", help="devices, such as data=2,tensor=4 (default: one device)")
+    flags.add_argument(
+        "--json", action="store_true", help="print one JSON object instead of text (default: text, figures behind it)"
+    )
     commands.add_cache_flag(flags)
     return flags
 
 
+def add_run_flags(flags: argparse.ArgumentParser, max_new_tokens: int) -> None:
+    """Adds the flags by which every command runs a model: blocks, evictions in an answer, how tokens are drawn.
+
+    Args:
+        flags: the command's parser.
+        max_new_tokens: how long its answers are at most, by default.
+
+    Example:
+        >>> import argparse
+        >>> from models.cli import add_run_flags
+        >>> flags = argparse.ArgumentParser()
+        >>> add_run_flags(flags, max_new_tokens=64)
+        >>> flags.parse_args(["--top-k", "5"]).top_k
+        5
+    """
+    flags.add_argument("--block", type=int, default=128, help="tokens of a prompt a step (default: %(default)s)")
+    flags.add_argument(
+        "--evict-every",
+        type=int,
+        metavar="N",
+        help="in an answer, evict every N steps, 0 for never (default: every step, or once in as many as the policy's "
+        "observation window has)",
+    )
+    flags.add_argument(
+        "--max-new-tokens", type=int, default=max_new_tokens, help="of an answer, at most (default: %(default)s)"
+    )
+    flags.add_argument(
+        "--temperature", type=float, default=0.0, help="0 takes the most likely token (default: %(default)s)"
+    )
+    flags.add_argument("--top-k", type=int, help="draw from the k most likely tokens (default: all)")
+    flags.add_argument("--top-p", type=float, help="draw from the fewest tokens that hold this share (default: all)")
+    flags.add_argument("--seed", type=_seed, default=0, help="for a temperature above 0 (default: %(default)s)")
+    flags.add_argument("--dtype", help="float32, bfloat16 (slow on a CPU) or float16 (default: the checkpoint's)")
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
-    flags = parser().parse_args(arguments)
+    made = parser()
+    flags = made.parse_args(arguments)
+    for name in ("question", "json"):
+        if flags.prompts is not None and getattr(flags, name) not in (None, False):
+            made.error(f"argument --{name}: not allowed with argument --prompts")
     commands.keep_compiled(vars(flags).pop("compilation_cache"))
     return commands.run(lambda: _generate(flags), "models.generate")
 
 
+def _seed(text: str) -> int:
+    seed = int(text)
+    if not -(2**63) <= seed < 2**63:
+        raise argparse.ArgumentTypeError(f"{text} is no integer of at most 64 bits")
+    return seed
+
+
 def _generate(flags: argparse.Namespace) -> None:
-    if not -(2**63) <= flags.seed < 2**63:
-        raise ValueError(f"--seed is {flags.seed}; give an integer of at most 64 bits.")
-    budget = None if flags.budget is None else commands.parse_budget(flags.budget)
-    policy_of(flags.policy), selecting.parse_select(flags.select)  # before the weights are read
-    prompt = _read_prompt(flags)
+    requests = _many(flags) if flags.prompts is not None else [_only(flags)]  # checked before the weights are read
     model, tokenizer = models.load(
         flags.model, dtype=flags.dtype, mesh=None if flags.mesh is None else models.parse_mesh(flags.mesh)
     )
     if tokenizer is None:
         raise ValueError(f"{flags.model} has no tokenizer.json, and text needs one; copy it from the model's source.")
-    butler = _load_butler(flags, model)
-    text = tokenizer.chat([{"role": "user", "content": prompt}]) if flags.chat else prompt
-    tokens = tokenizer.encode(text, add_special_tokens=not flags.chat)
-    question = [] if flags.question is None else tokenizer.encode(flags.question, add_special_tokens=False)
-    tokens = [*tokens, *question]
+    loaded = Loaded(model, tokenizer, _load_butler(flags, model, requests))
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        warnings.showwarning = lambda message, *_, **__: print(f"[warning: {message}]", file=sys.stderr)
+        if flags.prompts is not None:
+            _answer_all(flags, loaded, requests)
+        elif flags.json:
+            print(_json(flags, provenance.fingerprints(model, tokenizer), _answer(flags, loaded, requests[0])))
+        else:
+            figures = _answer(flags, loaded, requests[0], lambda piece: print(piece, end="", flush=True))
+            print(flush=True)
+            print(_in_words(flags, figures), file=sys.stderr)
 
-    clock = _Clock()
-    steps = models.stream(
+
+def _answer_all(flags: argparse.Namespace, loaded: Loaded, requests: list[Request]) -> None:
+    """Prints a line of JSON for each prompt as soon as it is done; a prompt that fails leaves the others alone."""
+    made_of = provenance.fingerprints(loaded.model, loaded.tokenizer)
+    failed, counted = 0, sys.stderr.isatty()
+    for done, request in enumerate(requests):
+        if counted:
+            print(f"\r{done} of {len(requests)} prompts", end="", file=sys.stderr, flush=True)
+        try:
+            said = _json(flags, made_of, {"line": request.line} | _answer(flags, loaded, request))
+        except ValueError as error:
+            said, failed = json.dumps({"line": request.line, "error": commands.sentence(error)}), failed + 1
+        print(said, flush=True)
+    if counted:
+        print(f"\r{len(requests)} of {len(requests)} prompts", file=sys.stderr)
+    if failed:
+        raise ValueError(f"{failed} of {len(requests)} prompts failed; the 'error' in their lines says why.")
+
+
+def _answer(
+    flags: argparse.Namespace, loaded: Loaded, request: Request, show: Callable[[str], None] = lambda piece: None
+) -> dict[str, Any]:
+    """Runs a prompt: the text, which ``show`` gets in pieces as it comes, and the figures."""
+    model, tokenizer, butler = loaded
+    prompt = tokenizer.chat([{"role": "user", "content": request.prompt}]) if flags.chat else request.prompt
+    context = tokenizer.encode(prompt, add_special_tokens=not flags.chat)
+    question = [] if request.question is None else tokenizer.encode(request.question, add_special_tokens=False)
+    tokens = [*context, *question]
+    clock, pieces, generated, cache_bytes = _Clock(), tokenizer.stream(), [], 0
+    asks = request.line is None or _predictor_asked(flags, request)
+    for token, cache in models.stream(
         model,
-        jnp.asarray([tokens], jnp.int32).reshape(1, len(tokens)),
-        policy=flags.policy,
-        budget=budget,
+        [tokens],
+        policy=request.policy,
+        budget=request.budget,
         select=flags.select,
-        butler=butler,
+        butler=butler if asks else None,
         sinks=flags.sinks,
-        block=flags.block,
-        max_new_tokens=flags.max_new_tokens,
         when=flags.when,
         question=len(question),
-        evict_every=flags.evict_every or None,
-        temperature=flags.temperature,
-        top_k=flags.top_k,
-        top_p=flags.top_p,
-        key=jax.random.key(flags.seed),
         on_block=clock.block,
-    )
-    pieces, generated = tokenizer.stream(), []
-    cache_bytes = 0
-    for token, cache in steps:
+        **run_settings(flags),
+        key=jax.random.key(flags.seed),
+    ):
         clock.token()
         cache_bytes = cache.nbytes
         generated.append(int(token[0]))
-        if generated[-1] not in model.config.eos and not flags.json:
-            print(pieces.add(generated[-1]), end="", flush=True)
-    summary = {
+        if generated[-1] not in model.config.eos:
+            show(pieces.add(generated[-1]))
+    show(pieces.finish())
+    when, evict_every = moments(policy_of(request.policy), flags.when, flags.evict_every)
+    return {
         "model": flags.model,
-        "policy": flags.policy,
+        "policy": request.policy,
         "select": flags.select,
-        "budget": budget,
-        "read_share": _read_share(flags, budget, len(tokens), len(generated)),
+        "budget": request.budget,
+        "when": when,
+        "evict_every": evict_every,
+        "read_share": _read_share(flags, request.budget, len(tokens), len(generated)),
         "prompt_tokens": len(tokens),
         "new_tokens": len(generated),
         "prefill_tokens_per_second": clock.prefill_rate(),
         "decode_tokens_per_second": clock.decode_rate(),
         "compile_seconds": clock.compile_seconds(),
         "cache_bytes": cache_bytes,
+        "text": tokenizer.decode(generated),
+        "tokens": generated,
     }
-    if flags.json:
-        made = provenance.facts(flags.begun, flags.seed, provenance.fingerprints(model, tokenizer))
-        print(json.dumps({**made, **summary, "text": tokenizer.decode(generated), "tokens": generated}))
-        return
-    print(pieces.finish(), flush=True)
-    print(
-        f"[{len(tokens):,} tokens in, {_rate(clock.prefill_rate())} · "
-        f"{len(generated):,} out, {_rate(clock.decode_rate())} · cache {cache_bytes / 2**20:.2f} MiB · "
-        f"{_selected(flags, budget, summary['read_share'])}"
-        f"first block and first step, with compilation, {clock.compile_seconds():.1f} s]",
-        file=sys.stderr,
+
+
+def run_settings(flags: argparse.Namespace) -> dict[str, Any]:
+    """Gives what :func:`add_run_flags` asked for as arguments of :func:`models.stream`; the seed becomes a key there.
+
+    Example:
+        >>> from models.cli import parser, run_settings
+        >>> run_settings(parser().parse_args(["retriever", "--top-k", "5"]))["top_k"]
+        5
+    """
+    names = ("block", "evict_every", "max_new_tokens", "temperature", "top_k", "top_p")
+    return {name: getattr(flags, name) for name in names}
+
+
+def _json(flags: argparse.Namespace, made_of: dict[str, str], figures: dict[str, Any]) -> str:
+    return json.dumps(provenance.facts(flags.begun, flags.seed, made_of) | figures)
+
+
+def _in_words(flags: argparse.Namespace, figures: dict[str, Any]) -> str:
+    share, selected = figures["read_share"], ""
+    if share is not None:
+        selected = f"{flags.select}, budget {figures['budget']:,}, reads at most {share:.1%} of the tokens · "
+    return (
+        f"[{figures['prompt_tokens']:,} tokens in, {_rate(figures['prefill_tokens_per_second'])} · "
+        f"{figures['new_tokens']:,} out, {_rate(figures['decode_tokens_per_second'])} · "
+        f"cache {figures['cache_bytes'] / 2**20:.2f} MiB · {selected}"
+        f"first block and first step, with compilation, {figures['compile_seconds']:.1f} s]"
     )
 
 
-def _load_butler(flags: argparse.Namespace, model: models.Decoder) -> models.Butler | None:
-    """The predictor that --select or --policy asks for, from --butler or from inside the model's folder."""
+def _only(flags: argparse.Namespace) -> Request:
+    """The prompt of --prompt, --prompt-file or standard input."""
+    file = "-" if flags.prompt_file is None else flags.prompt_file
+    prompt = flags.prompt if flags.prompt is not None else _read(file, "prompt")
+    if not prompt.strip():
+        raise ValueError("the prompt is empty; give some text with --prompt, --prompt-file or standard input.")
+    return _checked(flags, {"prompt": prompt} | ({} if flags.question is None else {"question": flags.question}))
+
+
+def _many(flags: argparse.Namespace) -> list[Request]:
+    """The prompts of --prompts; the sentence about one that cannot be says in which line it stands."""
+    name = "standard input" if flags.prompts == "-" else flags.prompts
+    requests = []
+    for number, line in enumerate(_read(flags.prompts, "prompts").split("\n"), 1):
+        if line.strip():
+            try:
+                requests.append(_checked(flags, _fields(line), number))
+            except ValueError as error:
+                raise ValueError(f"line {number} of {name}: {commands.sentence(error)}") from None
+    if not requests:
+        raise ValueError(f'{name} has no prompts; give a line such as {{"prompt": "Why is the sky blue?"}} for each.')
+    return requests
+
+
+def _fields(line: str) -> dict[str, Any]:
+    """What a line of --prompts says, each field of its type."""
+    try:
+        fields = json.loads(line)
+    except (ValueError, RecursionError):
+        fields = None
+    if not isinstance(fields, dict):
+        raise ValueError('it is no JSON object; expected one such as {"prompt": "Why is the sky blue?"}.')
+    for name, value in fields.items():
+        if name not in PROMPT_FIELDS:
+            raise ValueError(f"there is no field {name[:60]!r}; there are {', '.join(PROMPT_FIELDS)}.")
+        if not isinstance(value, PROMPT_FIELDS[name]) or isinstance(value, bool):
+            kind = "text" if PROMPT_FIELDS[name] is str else "a number"
+            raise ValueError(f"{name} is a JSON {type(value).__name__}; expected {kind}.")
+    if not fields.get("prompt", "").strip():
+        raise ValueError('the prompt is empty; give some text as "prompt".')
+    return fields
+
+
+def _checked(flags: argparse.Namespace, fields: dict[str, Any], line: int | None = None) -> Request:
+    """A prompt with the flags' policy and budget where it has none of its own, as far as they can be checked now."""
+    name = fields.get("policy", flags.policy)
+    policy = policy_of(name)
+    own, given = fields.get("budget"), flags.budget
+    budget = None if own is None and given is None else commands.parse_budget(str(given if own is None else own))
+    if policy is None and "policy" in fields and own is None and flags.select is None:
+        budget = None  # beside others, all of one prompt may be kept
+    moments(policy, flags.when, flags.evict_every)
+    selecting.checked_selection(flags.select, policy, budget, flags.sinks, MOST, 0)
+    if flags.select is None and policy is None and budget is not None:
+        raise ValueError(f"a budget of {budget} was given without a policy that says what to keep; try 'snapkv+caote'.")
+    if policy is not None:
+        if budget is None:
+            raise ValueError(f"the policy {policy.name!r} needs a budget: slots per head, or a ratio of the prompt.")
+        if isinstance(budget, int):
+            kvjax.check_budget(policy, budget)
+        kvjax.check_block(policy, flags.block)
+    return Request(fields["prompt"], fields.get("question"), name, budget, line)
+
+
+def _read(path: str, what: str) -> str:
+    """The text of a file, or of standard input, which is called "-"."""
+    if path != "-":
+        return commands.read_text(path, what)
+    try:
+        return sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"standard input is not UTF-8 text (byte {error.start}); convert it first.") from None
+
+
+def _load_butler(flags: argparse.Namespace, model: models.Decoder, requests: list[Request]) -> models.Butler | None:
+    """The predictor that --select or a policy asks for, from --butler or from inside the model's folder."""
     if flags.butler is not None:
         return models.load_butler(flags.butler, model)
-    policy, source = policy_of(flags.policy), selecting.parse_select(flags.select)
-    if selecting.asks_for_predictor(policy, source) is None:
-        return None
-    return models.own_butler(flags.model, model)
+    asked = any(_predictor_asked(flags, request) for request in requests)
+    return models.own_butler(flags.model, model) if asked else None
+
+
+def _predictor_asked(flags: argparse.Namespace, request: Request) -> bool:
+    source = selecting.parse_select(flags.select)
+    return selecting.asks_for_predictor(policy_of(request.policy), source) is not None
 
 
 def _read_share(flags: argparse.Namespace, budget: int | float | None, prompt: int, new: int) -> float | None:
@@ -165,27 +375,6 @@ def _read_share(flags: argparse.Namespace, budget: int | float | None, prompt: i
         return None
     steps = range(prompt + 1, prompt + new)  # the first token comes from the prompt
     return sum(selecting.tokens_read(selection, tokens) for tokens in steps) / sum(steps)
-
-
-def _selected(flags: argparse.Namespace, budget: int | float | None, share: float | None) -> str:
-    if share is None:
-        return ""
-    return f"{flags.select}, budget {budget:,}, reads at most {share:.1%} of the tokens · "
-
-
-def _read_prompt(flags: argparse.Namespace) -> str:
-    try:
-        if flags.prompt is not None:
-            text = flags.prompt
-        elif flags.prompt_file is not None:
-            text = commands.read_text(flags.prompt_file, "prompt")
-        else:
-            text = sys.stdin.buffer.read().decode()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"the prompt is not UTF-8 text (byte {error.start}); convert it first.") from None
-    if not text.strip():
-        raise ValueError("the prompt is empty; give some text with --prompt, --prompt-file or standard input.")
-    return text
 
 
 def _rate(rate: float | None) -> str:

@@ -1,5 +1,6 @@
 """`python -m models.generate` as a user types it, on the embedded model."""
 
+import io
 import json
 import os
 import re
@@ -13,7 +14,7 @@ import pytest
 from flax import nnx
 
 import models
-from models import cli
+from models import chat, cli
 
 PROMPT = "The code of amber falcon is 4719. It was a quiet day. Question: what is the code of amber falcon? Answer:"
 SMALL = ["--block", "16", "--max-new-tokens", "4"]
@@ -168,6 +169,134 @@ def test_bad_flags_end_in_one_sentence(flags, sentence, capsys):
     assert out == ""
     assert err.count("\n") == 1
     assert re.search(sentence, err), err
+
+
+@pytest.mark.parametrize(
+    ("flags", "moments"),
+    [
+        ([], ("block", 8)),
+        (["--evict-every", "0"], ("block", 0)),
+        (["--evict-every", "3", "--when", "prompt"], ("prompt", 3)),
+        (["--when", "published"], ("prompt", 0)),
+    ],
+)
+def test_json_says_when_evictions_are(flags, moments, capsys):
+    command = ["retriever", "--prompt", PROMPT, "--policy", "snapkv(window=8)", "--budget", "16", "--json", *SMALL]
+    assert cli.main([*command, *flags]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert (figures["when"], figures["evict_every"]) == moments
+
+
+def test_advice_of_the_engine_is_one_line(capsys):
+    assert cli.main(["retriever", "--prompt", PROMPT, "--policy", "sage", "--budget", "32", *SMALL]) == 0
+    assert re.search(r"^\[warning: 'sage' is made to choose once.*\]\n\[.*\]\n$", capsys.readouterr().err)
+
+
+# Many prompts
+
+THREE = [
+    {"prompt": PROMPT},
+    {"prompt": "It was a quiet day. " * 9, "question": "What was the day like?", "policy": "tova", "budget": 0.5},
+    {"prompt": PROMPT, "policy": "full"},
+]
+UNDER = ["--policy", "h2o+caote", "--budget", "16", *SMALL]
+
+
+def prompts(tmp_path, lines):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    return str(file)
+
+
+def test_each_of_many_prompts_gives_what_it_gives_alone(tmp_path, capsys):
+    assert cli.main(["retriever", "--prompts", prompts(tmp_path, [THREE[0], "", *THREE[1:]]), *UNDER]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    said = [json.loads(line) for line in out.splitlines()]
+    assert [one.pop("line") for one in said] == [1, 3, 4]
+    own = ["--policy", "tova", "--budget", "0.5", *SMALL]
+    alone = [
+        ["--prompt", PROMPT, *UNDER],
+        ["--prompt", THREE[1]["prompt"], "--question", THREE[1]["question"], *own],
+        ["--prompt", PROMPT, *SMALL],
+    ]
+    for one, flags in zip(said, alone, strict=True):
+        assert cli.main(["retriever", *flags, "--json"]) == 0
+        figures = json.loads(capsys.readouterr().out)
+        assert figures.keys() == one.keys()
+        told = ("policy", "budget", "when", "evict_every", "text", "tokens", "prompt_tokens", "fingerprints")
+        assert {name: one[name] for name in told} == {name: figures[name] for name in told}
+
+
+def test_many_prompts_may_come_from_standard_input(tmp_path, capsys, monkeypatch):
+    content = Path(prompts(tmp_path, THREE[:1])).read_bytes()
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
+    assert cli.main(["retriever", "--prompts", "-", *UNDER]) == 0
+    assert json.loads(capsys.readouterr().out)["line"] == 1
+
+
+def test_a_prompt_that_fails_leaves_the_others_alone(tmp_path, capsys):
+    long = {"prompt": "calm " * 5000, "policy": "full"}
+    assert cli.main(["retriever", "--prompts", prompts(tmp_path, [long, THREE[0]]), *UNDER]) == 2
+    out, err = capsys.readouterr()
+    failed, done = map(json.loads, out.splitlines())
+    assert failed.keys() == {"line", "error"} and "positions" in failed["error"]
+    assert done["line"] == 2 and done["new_tokens"] == 4
+    assert err.count("\n") == 1 and "1 of 2 prompts failed" in err
+
+
+def test_many_prompts_stand_in_the_chat_template(folders, tmp_path, capsys):
+    folder = shutil.copytree(folders[1], tmp_path / "model")
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}Question: {{ m.content }}{% endfor %} Answer:")
+    assert cli.main([str(folder), "--chat", "--prompts", prompts(tmp_path, [{"prompt": "what?"}]), *SMALL]) == 0
+    _, tokenizer = models.load("retriever")
+    tokens = tokenizer.encode("Question: what? Answer:", add_special_tokens=False)
+    assert json.loads(capsys.readouterr().out)["prompt_tokens"] == len(tokens)
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("{", "no JSON object"),
+        ("[1]", "no JSON object"),
+        ("{}", "the prompt is empty"),
+        ({"prompt": " "}, "the prompt is empty"),
+        ({"prompt": 3}, "prompt is a JSON int; expected text"),
+        ({"prompt": "x", "budgets": 3}, "no field 'budgets'; there are prompt, question, policy, budget"),
+        ({"prompt": "x", "budget": True}, "budget is a JSON bool; expected a number"),
+        ({"prompt": "x", "budget": 1.5}, "neither slots per head"),
+        ({"prompt": "x", "budget": 0}, "at least 1 token"),
+        ({"prompt": "x", "policy": "h2oo"}, "unknown policy"),
+        ({"prompt": "x", "policy": "snapkv(window=99)", "budget": 512}, "block has 16"),
+        ({"prompt": "x", "policy": "snapkv", "budget": 8}, "always keeps 0 first and 32 last"),
+        ({"prompt": "x", "policy": "full", "budget": 8}, "without a policy"),
+    ],
+)
+def test_a_bad_line_is_named_before_the_weights_are_read(line, sentence, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(models, "load", None)
+    assert cli.main(["retriever", "--prompts", prompts(tmp_path, [THREE[0], line]), *UNDER]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1
+    assert re.search(rf"line 2 of \S+prompts.jsonl: .*{sentence}", err), err
+
+
+def test_a_file_without_prompts_is_refused(tmp_path, capsys):
+    assert cli.main(["retriever", "--prompts", prompts(tmp_path, [""]), *UNDER]) == 2
+    assert "has no prompts" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("other", [["--prompt", "x"], ["--prompt-file", "x"], ["--question", ""], ["--json"]])
+def test_many_prompts_stand_alone(other, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["retriever", "--prompts", "x", *other])
+    assert f"argument {other[0]}: not allowed with argument --prompts" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [cli, chat])
+def test_each_flag_says_its_default(command):
+    options = [action for action in command.parser()._actions if action.option_strings]
+    silent = [action.option_strings[-1] for action in options if "(default" not in (action.help or "")]
+    assert silent == ["--help", "--version"]
 
 
 def test_an_empty_prompt_is_refused(capsys):

@@ -1,0 +1,426 @@
+"""`python -m models.chat`: what goes through the model in each turn, and what a user sees."""
+
+import io
+import re
+import signal
+import subprocess
+import sys
+from typing import NamedTuple
+
+import jax
+import numpy as np
+import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+
+import models
+from benchmarks.measure import compilations
+from models import chat
+from models.chat import Conversation
+from models.tokenizer import Tokenizer
+from tests.models import reference
+
+CHATML = (
+    "{% for m in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
+    "{{ '<|im_start|>system\nYou are a helpful AI assistant named SmolLM<|im_end|>\n' }}{% endif %}"
+    "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+LLAMA = (
+    "{% for m in messages %}{% set text = '<|start|>' + m.role + '<|end|>\n\n' + m.content | trim + '<|eot|>' %}"
+    "{% if loop.first %}{% set text = bos_token + text %}{% endif %}{{ text }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start|>assistant<|end|>\n\n' }}{% endif %}"
+)
+QWEN = (
+    "{% if messages[0].role == 'system' %}{{ '<|im_start|>system\n' + messages[0].content + '<|im_end|>\n' }}"
+    "{% else %}{{ '<|im_start|>system\nYou are Qwen.<|im_end|>\n' }}{% endif %}"
+    "{% for m in messages %}{% if m.role != 'system' %}"
+    "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+WITHOUT_THOUGHTS = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content.split('</think>')[-1].lstrip('\n') "
+    "+ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"
+)
+SYSTEM_LAST = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ '[INST] ' }}"
+    "{% if loop.last and messages[0].role == 'system' %}{{ messages[0].content + '\n\n' }}{% endif %}"
+    "{{ m.content + '[/INST]' }}{% elif m.role == 'assistant' %}{{ ' ' + m.content + eos_token }}{% endif %}"
+    "{% endfor %}"
+)
+TEMPLATES = dict(chatml=CHATML, llama=LLAMA, qwen=QWEN, thoughts=WITHOUT_THOUGHTS, system_last=SYSTEM_LAST)
+SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|start|>", "<|end|>", "<|eot|>"]
+END = "<|im_end|>"
+SETTINGS = dict(policy="snapkv(window=4)+caote", budget=48, block=16, max_new_tokens=9)
+ONE_LINE = re.compile(r"\[error: [^\n]+\]\n")
+
+
+def tokenizer_of(template):
+    """A token a byte, and those of templates."""
+    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE({letter: n for n, letter in enumerate(letters)}, []))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    backend.add_special_tokens(SPECIAL)
+    return Tokenizer(backend, {"bos_token": "<s>", "eos_token": "</s>"}, template)
+
+
+@pytest.fixture(scope="module")
+def model():
+    """A model of random weights that ends an answer now and then."""
+    config = models.Config(
+        256 + len(SPECIAL), 16, 16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4, max_positions=600,
+        eos=tuple(range(0, 256, 11)),
+    )  # fmt: skip
+    return reference.decoder(config, reference.parameters(config))
+
+
+@pytest.fixture
+def talk(model):
+    return Conversation(model, tokenizer_of(CHATML), **SETTINGS)
+
+
+def say(talk, text):
+    return "".join(talk.answer(text))
+
+
+def run(monkeypatch, capsys, lines, *flags):
+    """What a chat with the embedded model prints: its exit code, standard output, standard error."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines) + "\n"))
+    code = chat.main(["retriever", *flags])
+    return code, *capsys.readouterr()
+
+
+SMALL = ["--policy", "h2o+caote", "--budget", "32", "--block", "16", "--max-new-tokens", "6"]
+
+
+# What goes through the model
+
+
+class Seen(NamedTuple):
+    """In a cache's place: all tokens that it has met."""
+
+    tokens: tuple[int, ...]
+
+    @property
+    def next_position(self):
+        return np.array([len(self.tokens)])
+
+
+class Scripted:
+    """In a model's place: gives the answers that it was told to give."""
+
+    def __init__(self, tokenizer, answers):
+        self.config = models.Config(256 + len(SPECIAL), 16, 16, 1, 1, 1, eos=tuple(range(256, 256 + len(SPECIAL))))
+        self.embedding = None
+        self.answers = [tokenizer.encode(answer, add_special_tokens=False) for answer in answers]
+        self.asked = []  # all tokens before each answer
+
+    def stream(self, model, tokens, *, cache, max_new_tokens, **_):
+        def steps():
+            before = (*(() if cache is None else cache.tokens), *tokens[0])
+            if max_new_tokens == 1:
+                yield np.array([0]), Seen(before)
+                return
+            self.asked.append(before)
+            answer = self.answers.pop(0)
+            for index, token in enumerate(answer):
+                yield np.array([token]), Seen((*before, *answer[:index]))
+
+        return steps()
+
+
+TURN = st.tuples(
+    st.text("ab \n?é", min_size=1, max_size=5),
+    st.sampled_from(["Hello", " Hé ", "x\n", "<think>\nwhy\n</think>\n\nSo", "why\n</think>\n\nSo", " "]),
+    st.sampled_from([END, "</s>", ""]),
+)
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("system", [None, "Be kind."])
+@given(turns=st.lists(TURN, min_size=1, max_size=4))
+def test_tokens_are_those_of_the_template_over_the_whole_conversation(template, system, turns):
+    tokenizer = tokenizer_of(TEMPLATES[template])
+    scripted = Scripted(tokenizer, [answer + end for _, answer, end in turns])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(models, "stream", scripted.stream)
+        patch.setattr(models, "output_projection", lambda *_: None)
+        talk = Conversation(scripted, tokenizer, system=system, max_new_tokens=99)
+        for text, _, _ in turns:
+            say(talk, text)
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    for asked, (text, answer, _) in zip(scripted.asked, turns, strict=True):
+        messages.append({"role": "user", "content": text})
+        assert list(asked) == tokenizer.encode(tokenizer.chat(messages), add_special_tokens=False)
+        messages.append({"role": "assistant", "content": answer})
+
+
+def test_a_template_that_drops_answers_says_so(model):
+    template = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+    talk = Conversation(model, tokenizer_of(template), **SETTINGS)
+    say(talk, "one")
+    before = talk.now
+    with pytest.raises(ValueError, match=r"leaves earlier answers out.*/new"):
+        say(talk, "two")
+    assert talk.now is before
+    talk.forget()
+    say(talk, "three")
+
+
+def test_a_template_that_numbers_its_turns_says_so(model):
+    template = "{% for m in messages %}{{ messages | length }}{{ m.content }}{% endfor %}"
+    talk = Conversation(model, tokenizer_of(template), **SETTINGS)
+    say(talk, "one")
+    say(talk, "two")
+    with pytest.raises(ValueError, match=r"each turn in its own way.*/new"):
+        say(talk, "three")
+
+
+# With a model
+
+
+def by_hand(model, tokenizer, texts, lengths=None, **settings):
+    """The answers' tokens, each by `models.generate` from the cache of the one before."""
+    answers, cache, pending, messages, told = [], None, [], [], ""
+    for n, text in enumerate(texts):
+        messages.append({"role": "user", "content": text})
+        whole = tokenizer.chat(messages)
+        assert whole.startswith(told)
+        fed = [*pending, *tokenizer.encode(whole.removeprefix(told), add_special_tokens=False)]
+        most = settings["max_new_tokens"] if lengths is None else lengths[n]
+        out = models.generate(model, [fed], cache=cache, **settings | {"max_new_tokens": most})
+        answer = out.tokens[0, : out.lengths[0]].tolist()
+        ended = answer[-1] in model.config.eos
+        cache, pending = out.cache, [] if ended else answer[-1:]
+        said = tokenizer.decode(answer[:-1] if ended else answer)
+        messages.append({"role": "assistant", "content": said})
+        told = whole + said
+        answers.append(said)
+    return answers
+
+
+TEXTS = [f"Tell me {n:02} things." for n in range(12)]
+
+
+def test_twelve_turns_take_the_bytes_and_the_programs_of_the_first_ones(model, each_way):
+    talk, sizes, programs = Conversation(model, tokenizer_of(CHATML), **SETTINGS), [], []
+    jax.clear_caches()
+    for text in TEXTS:
+        with compilations() as compiled:
+            say(talk, text)
+            sizes.append((talk.nbytes, talk.held <= 48 + 16 + 4))
+        programs.append(len(compiled))
+    assert len(set(sizes[1:])) == 1 and sizes[-1][1]
+    assert programs[3:] == [0] * 9
+    assert talk.seen > 300
+
+
+@pytest.mark.parametrize(
+    "policy", ["snapkv(window=4)+caote", "h2o", "laprox(window=4)", pytest.param("h2o@layer", marks=pytest.mark.slow)]
+)
+def test_answers_are_those_of_one_generate_after_another(model, policy):
+    settings = SETTINGS | {"policy": policy}
+    talk = Conversation(model, tokenizer_of(CHATML), **settings)
+    assert [say(talk, text) for text in TEXTS[:6]] == by_hand(model, talk.tokenizer, TEXTS[:6], **settings)
+
+
+def test_an_answer_that_was_stopped_is_part_of_the_conversation(talk):
+    pieces = []
+    for piece in talk.answer(TEXTS[0]):
+        pieces.append(piece)
+        if len(pieces) == 3:
+            talk.stop()
+    answers = ["".join(pieces), say(talk, TEXTS[1])]
+    assert answers == by_hand(talk.model, talk.tokenizer, TEXTS[:2], [3, 9], **SETTINGS)
+
+
+def test_a_turn_that_is_given_up_leaves_the_conversation_as_it_was(model, talk):
+    say(talk, TEXTS[0])
+    with pytest.MonkeyPatch.context() as patch:
+        stream = models.stream
+        patch.setattr(models, "stream", lambda *a, **k: talk.stop() or stream(*a, **k))
+        with pytest.raises(KeyboardInterrupt):
+            say(talk, "Never said.")
+    assert say(talk, TEXTS[1]) == by_hand(model, talk.tokenizer, TEXTS[:2], **SETTINGS)[1]
+
+
+def test_a_full_cache_ends_with_the_positions_of_the_model(model):
+    talk = Conversation(model, tokenizer_of(CHATML), max_new_tokens=9)
+    say(talk, TEXTS[0])
+    before = talk.seen
+    with pytest.raises(ValueError, match="positions, but the model has 600"):
+        say(talk, "x" * 600)
+    assert talk.seen == before
+    say(talk, TEXTS[1])
+
+
+def test_a_conversation_is_kept_and_goes_on(talk, tmp_path, each_way):
+    file = tmp_path / "talk.cache"
+    say(talk, TEXTS[0])
+    talk.keep(file)
+    answer = say(talk, TEXTS[1])
+    other = Conversation(talk.model, talk.tokenizer, **SETTINGS)
+    say(other, "Something else.")
+    other.load(file)
+    assert say(other, TEXTS[1]) == answer
+    talk.keep(file)  # its own file may be written again
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        (dict(policy="h2o"), "the policy snapkv.* and this one has h2o"),
+        (dict(budget=64), "the budget 48, and this one has 64"),
+        (dict(policy=None, budget=None), "the policy snapkv.* and this one has full"),
+    ],
+)
+def test_a_conversation_of_another_kind_is_not_taken(talk, tmp_path, settings, sentence):
+    say(talk, TEXTS[0])
+    talk.keep(tmp_path / "talk.cache")
+    other = Conversation(talk.model, talk.tokenizer, **SETTINGS | settings)
+    with pytest.raises(ValueError, match=sentence):
+        other.load(tmp_path / "talk.cache")
+
+
+def test_a_conversation_with_another_model_is_not_taken(talk, tmp_path):
+    say(talk, TEXTS[0])
+    talk.keep(tmp_path / "talk.cache")
+    retriever, tokenizer = models.load("retriever")
+    with pytest.raises(ValueError, match="with another model"):
+        Conversation(retriever, tokenizer, **SETTINGS).load(tmp_path / "talk.cache")
+
+
+# As a user types it
+
+
+def test_a_pipe_gets_answers_alone(monkeypatch, capsys):
+    code, out, err = run(monkeypatch, capsys, ["The river was calm.", "", "It rained."], *SMALL)
+    assert code == 0
+    assert "> " not in out and "Ctrl-C" not in err
+    assert len(re.findall(r"\[\d+ tokens seen · \d+ held · \d\.\d\d MiB · [\d.]+ tokens/s\]\n", err)) == 2
+
+
+def test_a_terminal_is_told_what_there_is(monkeypatch, capsys):
+    stdin = io.StringIO("/help\n")
+    stdin.isatty = lambda: True
+    monkeypatch.setattr(sys, "stdin", stdin)
+    assert chat.main(["retriever", *SMALL]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("> ")
+    assert err.count("/keep FILE, /load FILE, /new, /help and /quit; Ctrl-C ends an answer.") == 2
+
+
+def test_plain_text_goes_on_where_there_is_no_template(monkeypatch, capsys):
+    texts = ["The code of amber falcon is 4719.", "Question: what is the code of amber falcon? Answer:"]
+    _, out, err = run(monkeypatch, capsys, texts, "--policy", "full", "--max-new-tokens", "6")
+    assert "no chat template" in err
+    model, tokenizer = models.load("retriever")
+    first = models.generate(model, [tokenizer.encode(texts[0])], max_new_tokens=6)
+    tokens = [int(first.tokens[0, -1]), *tokenizer.encode("\n" + texts[1], add_special_tokens=False)]
+    second = models.generate(model, [tokens], cache=first.cache, max_new_tokens=6)
+    assert out == "".join(tokenizer.decode(x.tokens[0].tolist()) + "\n" for x in (first, second))
+
+
+def test_another_process_goes_on_from_what_was_kept(monkeypatch, capsys, tmp_path):
+    file = str(tmp_path / "talk.cache")
+    lines = [
+        "The code of amber falcon is 4719.",
+        f"/keep {file}",
+        "Question: what is the code of amber falcon? Answer:",
+    ]
+    code, out, err = run(monkeypatch, capsys, [*lines, "/quit", "never"], *SMALL)
+    assert code == 0 and f"kept in {file}" in err
+    command = [sys.executable, "-m", "models.chat", "retriever", "--load", file, *SMALL[4:]]
+    done = subprocess.run(command, input=lines[2] + "\n", capture_output=True, text=True, check=True)
+    assert done.stdout == out.split("\n", 1)[1]
+
+
+def test_an_error_in_a_turn_is_one_sentence_and_the_conversation_goes_on(monkeypatch, capsys, tmp_path):
+    broken, mine = tmp_path / "broken.cache", tmp_path / "mine.txt"
+    mine.write_text("mine")
+    lines = ["The river was calm.", f"/keep {broken}"]
+    run(monkeypatch, capsys, lines, *SMALL)
+    content = bytearray(broken.read_bytes())
+    content[-9] ^= 1
+    broken.write_bytes(content)
+    bad = [
+        f"/load {broken}", f"/load {mine}", f"/load {tmp_path}/none", f"/load {tmp_path}", "/load", "/keep",
+        f"/keep {mine}", f"/keep {tmp_path}/none/x", f"/keep {tmp_path}", "/nonsense", "x\udcff",
+    ]  # fmt: skip
+    code, out, err = run(monkeypatch, capsys, ["The river was calm.", *bad, "It rained."], *SMALL)
+    assert code == 0
+    assert len(ONE_LINE.findall(err)) == len(bad), err
+    assert mine.read_text() == "mine"
+    _, plain, _ = run(monkeypatch, capsys, ["The river was calm.", "It rained."], *SMALL)
+    assert out == plain
+
+
+def test_nothing_said_yet_cannot_be_kept(monkeypatch, capsys, tmp_path):
+    _, _, err = run(monkeypatch, capsys, [f"/keep {tmp_path}/x"], *SMALL)
+    assert "nothing has been said yet" in err
+    assert not (tmp_path / "x").exists()
+
+
+def test_new_forgets_all(monkeypatch, capsys):
+    _, out, _ = run(monkeypatch, capsys, ["The river was calm.", "/new", "The river was calm."], *SMALL)
+    first, second = out.splitlines()
+    assert first == second
+
+
+class Interrupting(io.StringIO):
+    """A terminal whose user presses Ctrl-C when so much was written."""
+
+    after = 3
+
+    def write(self, text):
+        self.after -= bool(text)
+        if text and self.after == 0:
+            signal.raise_signal(signal.SIGINT)
+        return super().write(text)
+
+
+def test_an_interrupt_ends_the_answer_and_not_the_conversation(monkeypatch, capsys):
+    screen = Interrupting()
+    monkeypatch.setattr(sys, "stdout", screen)
+    code, _, err = run(monkeypatch, capsys, ["The river was calm.", "It rained."], *SMALL)
+    assert code == 0
+    assert err.count("tokens seen") == 2
+    model, tokenizer = models.load("retriever")
+    first, _ = screen.getvalue().splitlines()
+    out = models.generate(
+        model, [tokenizer.encode("The river was calm.")], policy="h2o+caote", budget=32, block=16, max_new_tokens=3
+    )
+    assert first == tokenizer.decode(out.tokens[0].tolist())
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--policy", "butler+caote"], "scores by a predictor"),
+        (["--policy", "full", "--budget", "8"], "'full' keeps all, but a budget of 8"),
+        (["--policy", "h2oo"], "unknown policy"),
+        (["--policy", "snapkv", "--budget", "8"], "always keeps 0 first and 32 last"),
+        (["--block", "8"], "a smaller window"),
+        (["--block", "0"], "block is 0"),
+        (["--temperature", "-1"], "temperature is -1"),
+        (["--max-new-tokens", "0"], "max_new_tokens is 0"),
+        (["--evict-every", "-1"], "evict_every is -1"),
+        (["--load", "nowhere.cache"], "there is no file nowhere.cache"),
+        (["--system", "Be kind."], "no chat template"),
+        (["--seed", "9" * 30], "no integer of at most 64 bits"),
+        (["--dtype", "float8"], "float8"),
+    ],
+)
+def test_bad_flags_end_in_one_sentence(flags, sentence, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    try:
+        code = chat.main(["retriever", *flags])
+    except SystemExit as ended:
+        code = ended.code
+    _, err = capsys.readouterr()
+    assert code == 2
+    said = [line for line in err.splitlines() if not line.startswith("[")]
+    assert len(said) == 1 and re.search(sentence, said[0]), err
