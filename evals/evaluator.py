@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import jax
 import numpy as np
@@ -26,7 +26,8 @@ import kvjax
 import models
 from evals import prose, report, results, statistics
 from kvjax.allocation import parse_allocation
-from models import commands, provenance
+from kvjax.policy import policy_of
+from models import commands, plan, provenance
 from models.load import describe as read_description
 from models.plan import When
 
@@ -41,12 +42,22 @@ FREE = ("name", "begun", "out", "json", "plot", "batch", "mesh")
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """One row of the table."""
+    """One row of the table; ``evict_every`` is None for the policy's own."""
 
     policy: str
     budget: int | float | None
     when: When
     question: Question
+    evict_every: int | None = None
+
+    @property
+    def moments(self) -> tuple[str, int]:
+        """When it evicts, as :func:`models.plan.moments` says: in the prompt, and every so many steps of decode."""
+        return plan.moments(policy_of(self.policy), self.when, self.evict_every)
+
+    def row(self) -> dict[str, Any]:
+        """What its row of a table or a JSON says of it; the moments as they came to be."""
+        return {**dataclasses.asdict(self), "evicts": list(self.moments)}
 
     def title(self) -> str:
         budget = "" if self.budget is None else f", budget {self.budget}"
@@ -155,7 +166,7 @@ def answers(
             clock.token()
             cache = kept
         slots = cache.position.size  # of all rows of the batch
-        if setting.policy == "full" or setting.when == "prompt":
+        if setting.policy == "full" or setting.moments[0] == "prompt":
             longest = max(width, *(len(prompt.tokens) for prompt in prompts))
             slots = max(slots, math.prod(cache.heads_shape) * (longest + new_tokens))
         yield Batch(
@@ -238,6 +249,7 @@ def _begun(
             block=block,
             max_new_tokens=new_tokens,
             when=setting.when,
+            evict_every=setting.evict_every,
             question=np.array([_question_length(prompt) for prompt in fed]) if held_back else None,
             end=end,
             on_block=clock.block,
@@ -312,7 +324,7 @@ def run(
         for setting in settings:
             if setting.question not in group.questions:
                 continue
-            about = {**(labels or {}), "task": group.task, "length": group.length, **dataclasses.asdict(setting)}
+            about = {**(labels or {}), "task": group.task, "length": group.length, **setting.row()}
             missing = [row for row in range(group.size) if not store.holds({**about, "sample": row})]
             if progress is not None:
                 progress.set_description(f"{group.task}, {setting.title()}")
@@ -361,6 +373,7 @@ def summarise(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         rows.append(
             {
                 **dict(zip(results.ROW, key, strict=True)),
+                "evicts": found[0].get("evicts"),
                 "score": mean,
                 "low": low,
                 "high": high,
@@ -467,7 +480,14 @@ def add_setting_flags(
         help="who gets how many slots, such as uniform,adakv: each policy with each of them; several by comma",
     )
     flags.add_argument("--budgets", default=budgets, help="slots per head, or ratios of the prompt; several by comma")
-    flags.add_argument("--when", default=when, help="block, prompt; several by comma")
+    flags.add_argument(
+        "--when", default=when, help="block, prompt, or published, as each policy's paper has it; several by comma"
+    )
+    flags.add_argument(
+        "--evict-every",
+        type=int,
+        help="in decode, every n steps, 0 for never (default: every step, or once in a policy's observation window)",
+    )
     before = [name for name in questions if name not in KNOWN_OR_NOT]
     flags.add_argument(
         "--question",
@@ -484,7 +504,7 @@ def make_settings(flags: argparse.Namespace, questions: Sequence[str] = PLACEMEN
     policies = commands.split_list(flags.policies)
     budgets = [commands.parse_budget(text) for text in commands.split_list(flags.budgets)]
     moments, asked = commands.split_list(flags.when), commands.split_list(flags.question)
-    for what, given, known in (("--when", moments, ("block", "prompt")), ("--question", asked, questions)):
+    for what, given, known in (("--when", moments, get_args(When)), ("--question", asked, questions)):
         wrong = [name for name in given if name not in known]
         if wrong or not given:
             raise ValueError(f"{what} is {', '.join(wrong) or 'empty'}; there are {', '.join(known)}.")
@@ -499,7 +519,9 @@ def make_settings(flags: argparse.Namespace, questions: Sequence[str] = PLACEMEN
             settings.append(Setting("full", None, "block", question))
         for when, budget in itertools.product(moments, budgets):
             for policy in dict.fromkeys([RECENCY, *evicting] if evicting else []):
-                settings.append(Setting(policy, budget, when, question))
+                settings.append(Setting(policy, budget, when, question, getattr(flags, "evict_every", None)))
+    for setting in settings:
+        _ = setting.moments  # refused before any work
     return settings
 
 

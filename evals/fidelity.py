@@ -8,7 +8,6 @@ error holds what the layers below it already lost.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import re
 import sys
 from collections.abc import Sequence
@@ -197,7 +196,7 @@ def table(results: Sequence[dict[str, Any]]) -> str:
             (
                 r["policy"],
                 "all" if r["budget"] is None else str(r["budget"]),
-                "never" if r["budget"] is None else r["when"],
+                report.evicts(r),
                 r["question"],
                 *(f"{r[name]:.3f}" for name in ("error", "cosine", "output_error", "output_cosine")),
                 f"{r['kl']:.3f}",
@@ -330,7 +329,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
     flags.add_argument("--samples", type=int, default=20, help="samples for each length, at depths drawn at random")
     flags.add_argument("--facts", type=int, default=10, help="facts in a text, of which one is asked for")
     flags.add_argument("--question", default="after", help=f"{', '.join(needle.PLACEMENTS)}; several by comma")
-    flags.add_argument("--when", default="prompt", help="block, prompt; several by comma")
+    flags.add_argument("--when", default="prompt", help="block, prompt, published; several by comma")
     flags.add_argument("--block", type=int, default=128)
     flags.add_argument("--batch", type=int, default=20)
     flags.add_argument("--seed", type=int, default=0)
@@ -413,7 +412,7 @@ def _summary(setting: needle.Setting, found: Sequence[dict[str, np.ndarray]]) ->
     kl, low, high = statistics.mean_interval(whole["kl"].tolist())
     retained = whole["retained"]
     return {
-        **dataclasses.asdict(setting),
+        **setting.row(),
         "samples": len(whole["kl"]),
         **{name: float(whole[name].mean()) for name in MEASURES},
         "kl": kl,

@@ -18,7 +18,7 @@ import hashlib
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
@@ -242,8 +242,8 @@ def check_settings(
         >>> harness.check_settings("full", 0.5, 64, "prompt", select="quest")
         {'select': 'quest', 'budget': 0.5, 'block': 64, 'sinks': 4}
     """
-    if when not in ("block", "prompt"):
-        raise ValueError(f"when is {when!r}; there are block and prompt.")
+    if when not in get_args(When):
+        raise ValueError(f"when is {when!r}; there are {', '.join(get_args(When))}.")
     if not isinstance(block, int) or block < 1:
         raise ValueError(f"block is {block!r}; give at least 1.")
     if select is not None:

@@ -96,7 +96,7 @@ def measure(
     hits, total = sum(map(sum, correct)), len(rows)
     low, high = statistics.wilson(hits, total)
     return {
-        **dataclasses.asdict(setting),
+        **setting.row(),
         "recall": hits / total,
         "low": low,
         "high": high,
@@ -152,7 +152,7 @@ def table(results: Sequence[dict[str, Any]], *, recency: str) -> str:
             (
                 r["policy"],
                 "all" if r["budget"] is None else str(r["budget"]),
-                "never" if r["budget"] is None else r["when"],
+                report.evicts(r),
                 r["question"],
                 f"{r['recall']:.3f}{'-' if under else ' '}",
                 f"{r['low']:.3f}..{r['high']:.3f}",

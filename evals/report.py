@@ -35,7 +35,7 @@ def task_table(
                 *(str(r[name]) for name in several),
                 r["policy"],
                 "all" if r["budget"] is None else str(r["budget"]),
-                "never" if r["budget"] is None else r["when"],
+                evicts(r),
                 r["question"],
                 f"{r['score']:.3f}{'-' if under else ' '}",
                 f"{r['low']:.3f}..{r['high']:.3f}",
@@ -59,7 +59,7 @@ def comparison_table(comparisons: Sequence[dict[str, Any]]) -> str:
             c["policy"],
             c["against"],
             str(c["budget"]),
-            c["when"],
+            evicts(c),
             c["question"],
             f"{c['difference']:+.3f}",
             f"{c['low']:+.3f}..{c['high']:+.3f}",
@@ -91,13 +91,31 @@ def group(result: dict[str, Any]) -> tuple[str, str, Any]:
     return result["question"], result["when"], result["budget"]
 
 
+def evicts(row: Mapping[str, Any]) -> str:
+    """Says when the policy of a row evicts: in the prompt, and behind it.
+
+    Example:
+        >>> from evals import report
+        >>> report.evicts({"budget": 64, "when": "published", "evicts": ["prompt", 0]})
+        'prompt, then never'
+    """
+    if row["budget"] is None:
+        return "never"
+    if row.get("evicts") is None:  # a file of an earlier version, which evicted at every step of decode
+        return str(row["when"])
+    prompt, every = row["evicts"]
+    behind = {0: "never", 1: "every step"}.get(every, f"every {every}")
+    return f"{prompt}, then {behind}"
+
+
 def moment(group: tuple[str, str, Any]) -> str:
     """Says a group in words, as a panel's title."""
     question, when, budget = group
     if budget is None:
         return "full cache"
     unknown = ", question unknown" if question == "agnostic" else ""
-    return f"budget {budget}, {'once' if when == 'prompt' else 'by block'}{unknown}"
+    moments = {"block": "by block", "prompt": "once", "published": "as published"}
+    return f"budget {budget}, {moments[when]}{unknown}"
 
 
 def without_caote(policy: str) -> str:

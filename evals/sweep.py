@@ -31,7 +31,7 @@ from models import commands, provenance
 
 EVALUATIONS = {"needle": needle, "ruler": ruler, "longbench": longbench, "infinitebench": infinitebench}
 # What all evaluations of a sweep share, and a list of it in the file.
-SHARED = ("policies", "allocations", "budgets", "when", "question")
+SHARED = ("policies", "allocations", "budgets", "when", "evict_every", "question")
 PLAIN = ("block", "batch", "seed", "dtype", "mesh")
 EXAMPLES = """a file:
   models = ["retriever"]

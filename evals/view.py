@@ -12,7 +12,7 @@ import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 from jaxtyping import Bool
@@ -161,7 +161,12 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
     flags.add_argument("--question", help="text behind the prompt, not known when it is compressed")
     flags.add_argument("--policies", default="full,snapkv,snapkv+caote", help="two or more, by comma; 'full' keeps all")
     flags.add_argument("--budget", default="96", help="slots per head, or a ratio of the prompt")
-    flags.add_argument("--when", default="block", choices=["block", "prompt"], help="evict after every block, or once")
+    flags.add_argument(
+        "--when",
+        default="block",
+        choices=get_args(When),
+        help="evict after every block, once, or as the policy's paper has it (default %(default)s)",
+    )
     flags.add_argument("--block", type=int, default=64)
     flags.add_argument("--max-new-tokens", type=int, default=8)
     flags.add_argument("--length", type=int, default=384, help="tokens of the prompt that is made by default")

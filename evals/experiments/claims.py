@@ -19,8 +19,9 @@ all of them agree), and 0 inside unless the sign-flip test says otherwise (evals
 lies on the claimed side; *does not*: on the other. What is claimed to be as good, or to change nothing, holds where the
 interval lies within 0.1 of 0, and does not where it leaves 0 out. *of*: what is compared, averaged over runs where a
 claim is about several. Where all runs answer everything, or nothing, a comparison says little, and is marked. Rows of
-*ours* test what is new here. Intervals are not corrected for the number of claims: of forty that are void, one is
-expected to hold by chance, and one not to."""
+*ours* test what is new here. When these files were made every policy evicted at every step of decode (now
+`--evict-every 1`); an answer has four or five tokens. Intervals are not corrected for the number of claims: of forty
+that are void, one is expected to hold by chance, and one not to."""
 
 
 def judge(claim: Claim, outcomes: Mapping[Run, Sequence[int]]) -> dict[str, Any]:
