@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks import butler, cpu, decode, kernels, memory, peers, prefill, report, rounds, tpu_compile
+from benchmarks import butler, cpu, decode, kernels, memory, peers, prefill, questions, report, rounds, tpu_compile
 from models import commands
 
 BENCHMARKS = {
@@ -13,6 +13,7 @@ BENCHMARKS = {
     "memory": memory,
     "peers": peers,
     "prefill": prefill,
+    "questions": questions,
     "report": report,
     "rounds": rounds,
     "tpu_compile": tpu_compile,

@@ -21,7 +21,7 @@ from benchmarks import measure, steps
 from evals import report
 from models import commands, engine
 from models.sampling import Sampling
-from models.steps import DecodeState, Phase
+from models.steps import DecodeState, Phase, decode_phase
 
 CONFIG = models.Config(
     256, 128, 128, num_layers=16, num_heads=32, num_kv_heads=8, head_dim=64, tie_embeddings=True,
@@ -40,7 +40,9 @@ def compiled_bytes(policy: str, prompt: int, share: float, block: int, page_size
     run, cache = steps.shapes(setting, prompt)
     state, row = DecodeState(cache), np.zeros((1, block), np.int32)
     lowered = {
-        "decode": engine.token_step.lower(run, state, row[:, 0], np.zeros(1, bool), None, 1, Sampling()),
+        "decode": engine.token_step.lower(
+            run, state, row[:, 0], np.zeros(1, bool), None, decode_phase(run.plan, 1), Sampling()
+        ),
         "block": engine.block_step.lower(run, state, row, row, Phase(evicts=True)),
     }
     slot = 2 * CONFIG.head_dim * 4 + 4  # key, value, position

@@ -36,7 +36,7 @@ VARIABLE = "KVJAX_PEERS"
 VERSIONS = "torch transformers==5.2.0 kvpress==0.5.5"
 WINDOW = 64  # of SnapKV, kvpress' default
 OURS: dict[str, dict[str, Any]] = {
-    "ours, once": {"when": "prompt", "evict_every": None},
+    "ours, once": {"when": "prompt", "evict_every": 0},
     "ours, by block": {"when": "block", "evict_every": 1},
 }
 PEER = "kvpress"

@@ -26,7 +26,7 @@ from benchmarks import measure
 from models.config import Config
 from models.parameters import parameter_shapes
 from models.plan import PAGE_SIZE, CheckedPrompt, Options, plan_run
-from models.steps import DecodeState, Phase, Run, decode_phase, empty_state, forward
+from models.steps import DecodeState, Phase, Run, decode_phase, forward, start
 
 Kind = Literal["decode", "block"]
 
@@ -119,14 +119,14 @@ def shapes(setting: Setting, prompt: int) -> Shapes:
     lengths = np.full(setting.batch, length, np.int32)
     prompts = CheckedPrompt(np.zeros((setting.batch, length), np.int8), lengths, np.zeros_like(lengths))
     options = Options(
-        setting.policy, None if keeps else setting.budget, setting.block, evict_every=None if keeps else 1,
+        setting.policy, None if keeps else setting.budget, setting.block, evict_every=0 if keeps else 1,
         page_size=setting.page_size, reserve=setting.block, fit_prompt=False,
     )  # fmt: skip
     model = abstract_model(unbounded(setting.config), setting.dtype)
     plan, rows = plan_run(model, prompts, options, None)
     projection = jax.eval_shape(functools.partial(models.output_projection, policy=plan.policy), model)
     run = Run(model, rows, projection, None, plan)
-    return Shapes(run, jax.eval_shape(lambda r: empty_state(r, setting.batch), run).cache)
+    return Shapes(run, jax.eval_shape(lambda r: start(r, setting.batch), run).cache)
 
 
 def check_fits(setting: Setting, prompt: int, free: float) -> None:
@@ -198,7 +198,7 @@ def program(kind: Kind, setting: Setting, prompt: int, calls: int, *, free: floa
 
 
 def _decode_step(run: Run, cache: Any, tokens: Int[Array, "B"], index: Int[Array, ""]) -> tuple[Any, Array]:
-    phase = decode_phase(run.plan)
+    phase = decode_phase(run.plan, 1)
     position = cache.next_position[:, None]
     hidden, state = forward(run, DecodeState(cache), tokens[:, None], position, run.rows.decode_budgets, phase)
     return state.cache, run.model.logits(hidden[:, 0])

@@ -35,7 +35,7 @@ from models import commands, engine
 from models.parameters import SHARDING, parameter_shapes
 from models.plan import PAGE_SIZE, CheckedPrompt, Options, plan_run
 from models.sampling import Sampling
-from models.steps import Phase, Run, empty_state
+from models.steps import Phase, Run, decode_phase, start
 
 COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
 LEGEND = """Compiled, not timed: no TPU ran any of this. MiB of one chip. arrays: weights and cache, or what an
@@ -170,16 +170,16 @@ def lowered_programs(sizes: Sizes, policy: str, mesh: Mesh) -> Iterator[tuple[st
     rows = jax.eval_shape(lambda: made)
     projection = jax.eval_shape(lambda m: models.output_projection(m, chosen), model)
     run = Run(model, rows, projection, None, plan)
-    row, step = jax.ShapeDtypeStruct((B, sizes.block), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
+    row = jax.ShapeDtypeStruct((B, sizes.block), jnp.int32)
     token, finished = jax.ShapeDtypeStruct((B,), jnp.int32), jax.ShapeDtypeStruct((B,), bool)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # the decoder places its cache when it makes it
-        empty = jax.jit(lambda r: empty_state(r, B)).lower(run)
+        empty = jax.jit(lambda r: start(r, B)).lower(run)
     placed = empty.compile().output_shardings
     state = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), empty.out_info, placed)
 
     def decode() -> tuple[jax.stages.Lowered, Any]:
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            program = engine.token_step.lower(run, state, token, finished, None, step, Sampling())
+            program = engine.token_step.lower(run, state, token, finished, None, decode_phase(plan, 1), Sampling())
         return program, (model, state)
 
     def block() -> tuple[jax.stages.Lowered, Any]:

@@ -1,0 +1,151 @@
+"""Many questions about one document: from scratch each, or from a cache that was compressed once and kept."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import kvjax
+import models
+from benchmarks import measure
+from evals import report, tasks
+from models import commands, provenance
+from models.layer_caches import AnyCache
+
+NEW_TOKENS = 6
+LEGEND = """seconds: for all questions, the document included, programs compiled before; cache: of one row, behind an
+answer; right: answers that hold the fact's value. scratch, kept: one question after the other; at once: in a batch."""
+
+
+def add_flags(flags: argparse.ArgumentParser) -> None:
+    """The command's flags."""
+    flags.add_argument("--model", default="smollm2", help="a name or a folder (default %(default)s)")
+    flags.add_argument("--length", type=int, default=1024, help="tokens of the document (default %(default)s)")
+    flags.add_argument("--questions", type=int, default=20, help="facts to ask for (default %(default)s)")
+    flags.add_argument("--policy", default="curdkv", help="what to keep of it, chosen once (default %(default)s)")
+    flags.add_argument("--budget", type=int, default=512, help="tokens a head (default %(default)s)")
+    flags.add_argument("--seed", type=int, default=0, help="of the document (default %(default)s)")
+    flags.add_argument("--repetitions", type=int, default=2, help="the ways take turns (default %(default)s)")
+    measure.add_json_flag(flags, "questions")
+
+
+def command(flags: argparse.Namespace) -> None:
+    """Runs the benchmark."""
+    commands.check_outputs([flags.json])
+    model, tokenizer = models.load(flags.model, dtype="float32")
+    if tokenizer is None:
+        raise ValueError(f"{flags.model} has no tokenizer.json, and text needs one; copy it from the model's source.")
+    document, questions, values = asked(tokenizer, flags.length, flags.questions, flags.seed)
+    rows = []
+    for policy, budget in ((None, None), (flags.policy, flags.budget)):
+        rows += compared(model, tokenizer, document, questions, values, policy, budget, flags.repetitions)
+    print(table(rows))
+    if flags.json is not None:
+        settings = {
+            "model": flags.model,
+            "document": len(document),
+            "questions": len(questions),
+            "new_tokens": NEW_TOKENS,
+        }
+        measure.write(flags, "questions", settings, rows, provenance.fingerprints(model, tokenizer))
+        print(f"figures: {flags.json}")
+
+
+def asked(
+    tokenizer: models.Tokenizer, length: int, count: int, seed: int
+) -> tuple[list[int], list[list[int]], list[str]]:
+    """A document that states ``count`` facts, a question about each, and the values that answer them."""
+    sample = tasks.needle(seed, tokenizer, length, facts=count)
+    context = sample.prompt[: sample.prompt.rindex("\nQuestion:")]
+    stated = re.findall(r"the (\w+) of ([a-z]+(?: [a-z]+)?) is (\d{4})\.", context, re.IGNORECASE)
+    facts = [tasks.Fact(*found) for found in stated]
+    lines = [f"\n{tasks.question(fact)}\n{tasks.cue(fact)}" for fact in facts]
+    questions = [tokenizer.encode(line, add_special_tokens=False) for line in lines]
+    return sample.tokens[: sample.context_end], questions, [fact.value for fact in facts]
+
+
+def compared(
+    model: models.Decoder,
+    tokenizer: models.Tokenizer,
+    document: list[int],
+    questions: list[list[int]],
+    values: list[str],
+    policy: str | None,
+    budget: int | None,
+    repetitions: int,
+) -> list[dict[str, Any]]:
+    """Answers all questions in three ways under a policy; a row each."""
+    given: dict[str, Any] = dict(policy=policy, budget=budget, when="prompt")
+    caches: dict[str, AnyCache] = {}
+    found: dict[str, list[list[int]]] = {}
+
+    def answers(name: str, rows: list[list[int]], **more: Any) -> list[list[int]]:
+        out = models.generate(model, rows, max_new_tokens=NEW_TOKENS, end=(), **more)
+        caches[name] = out.cache
+        return np.asarray(out.tokens).tolist()
+
+    def scratch() -> list[list[int]]:
+        never = dict(evict_every=0, **given)
+        return [answers("scratch", [[*document, *q]], question=len(q), **never)[0] for q in questions]
+
+    def kept() -> list[list[int]]:
+        cache = models.prefill(model, [document], **given).cache
+        return [answers("kept", [q], cache=cache)[0] for q in questions]
+
+    def at_once() -> list[list[int]]:
+        cache = kvjax.repeat(models.prefill(model, [document], **given).cache, len(questions))
+        return answers("at once", questions, cache=cache)
+
+    def noted(name: str, way: Callable[[], list[list[int]]]) -> Callable[[], list[list[int]]]:
+        return lambda: found.setdefault(name, way())
+
+    ways = {name: noted(name, way) for name, way in (("scratch", scratch), ("kept", kept), ("at once", at_once))}
+    times = measure.take_turns(ways, repetitions, progress=True)
+    cache = models.prefill(model, [document], **given).cache
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "document.cache"
+        kvjax.save_cache(path, cache, model=models.fingerprint(model), policy=policy or "full", budget=budget)
+        file_bytes = path.stat().st_size
+    rows = []
+    for name in ways:
+        texts = [tokenizer.decode(tokens) for tokens in found[name]]
+        rows.append(
+            {
+                "policy": policy or "full",
+                "budget": budget,
+                "way": name,
+                **times[name]._asdict(),
+                "cache_bytes": caches[name].nbytes // caches[name].heads_shape[1],
+                "kept_bytes": cache.nbytes,
+                "file_bytes": file_bytes,
+                "right": sum(value in text for value, text in zip(values, texts, strict=True)),
+                "same_as_scratch": found[name] == found["scratch"],
+            }
+        )
+    return rows
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """A row for each way of asking."""
+    head = ("policy", "budget", "way", "seconds", "lowest", "cache MiB", "file MiB", "right", "as scratch")
+    lines = [
+        (
+            r["policy"],
+            "all" if r["budget"] is None else str(r["budget"]),
+            r["way"],
+            f"{r['milliseconds'] / 1000:.2f}",
+            f"{r['lowest'] / 1000:.2f}",
+            f"{r['cache_bytes'] / 2**20:.1f}",
+            f"{r['file_bytes'] / 2**20:.1f}",
+            str(r["right"]),
+            "yes" if r["same_as_scratch"] else "no",
+        )
+        for r in rows
+    ]
+    return "\n".join([report.columns(head, lines, left=3), *LEGEND.splitlines()])
