@@ -24,7 +24,9 @@ from evals import statistics  # noqa: E402
 from evals.evaluator import RECENCY  # noqa: E402
 from evals.experiments import claims  # noqa: E402
 from evals.verdicts import FAILS, HOLDS, OPEN, figures  # noqa: E402
+from kvjax.policy import LINKS  # noqa: E402
 from models import commands  # noqa: E402
+from models.plan import moments  # noqa: E402
 
 SHOWN = 3  # policies that are named beside the best one
 
@@ -295,11 +297,29 @@ SCORES = [
         "key_norm",
         "[small keys](https://arxiv.org/abs/2406.11430)",
         "-‖k‖",
-        "kvjax/scores.py",
+        "kvjax/scores_of_keys.py",
         note="what KeyDiff is held against",
     ),
     Method(
-        "keydiff", "[KeyDiff](https://arxiv.org/abs/2504.15364)", "-cos(k, mean k)", "kvjax/scores.py", of("KeyDiff")
+        "keydiff",
+        "[KeyDiff](https://arxiv.org/abs/2504.15364)",
+        "-cos(k, mean k)",
+        "kvjax/scores_of_keys.py",
+        of("KeyDiff"),
+    ),
+    Method(
+        "curdkv",
+        "[CurDKV](https://arxiv.org/abs/2509.15038)",
+        "‖k‖² · ‖v‖², each over the sum of its neighbours'",
+        "kvjax/scores_of_keys.py",
+        note="none tried",
+    ),
+    Method(
+        "lagkv",
+        "[LagKV](https://arxiv.org/abs/2504.04704)",
+        "spread of k and v on the scale of the next partition, by rank",
+        "kvjax/scores_of_keys.py",
+        note="none tried",
     ),
     Method("cake", "[CAKE](https://arxiv.org/abs/2503.12491)", "eq. 8", "kvjax/scores.py", of("CAKE")),
     Method(
@@ -419,13 +439,59 @@ def decided() -> str:
     return "\n".join(lines)
 
 
+def published() -> str:
+    """When each paper evicts, from what the links declare, and what happens here by default."""
+    lines = [
+        "| short name | prompt, published | decode, published | source | decode here, by default |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    prompt = {"block": "after every block", "prompt": "once, when it is in"}
+    steps = {0: "never", 1: "at every step"}
+    for name, make in LINKS.items():
+        link = make()
+        if link.published is None:
+            continue
+        own = f"`{name}`" if link.base else f"... `+{name}`"
+        _, every = moments(link, "block", None) if link.base else ("", None)
+        here = "as what stands before it" if every is None else steps.get(every, f"every {every} steps")
+        when = link.published
+        lines.append(f"| {own} | {prompt[when.prompt]} | {steps[when.decode]} | {when.source} | {here} |")
+    return "\n".join(lines)
+
+
+def kept_and_asked() -> str:
+    """What keeping a compressed document saves, from benchmarks/results/questions.json."""
+    data = read("../../benchmarks/results/questions.json")
+    settings, results = data["settings"], data["results"]
+    ways = {"scratch": "each from scratch", "kept": "on a kept cache", "at once": "at once, `repeat`"}
+    lines = [
+        "| cache | questions | seconds for all | cache of a row, MiB | in a file, MiB | right |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for r in results:
+        budget = "full" if r["budget"] is None else f"`{r['policy']}`, {r['budget']:,}"
+        sizes = (r["milliseconds"] / 1000, r["cache_bytes"] / 2**20, r["file_bytes"] / 2**20)
+        lines.append(
+            f"| {budget} | {ways[r['way']]} | {sizes[0]:.1f} | {sizes[1]:.1f} | {sizes[2]:.1f} | {r['right']} |"
+        )
+    same = all(r["same_as_scratch"] for r in results)
+    return (
+        f"{settings['questions']} questions on one document of {settings['document']:,} tokens, answers of "
+        f"{settings['new_tokens']} tokens, {settings['model']} in float32 on {data['cores']} CPU cores, programs "
+        f"compiled before (`{data['command']}`). The answers {'are' if same else 'are not all'} those from scratch, "
+        "token by token. The questions are not known when the document is compressed.\n\n" + "\n".join(lines)
+    )
+
+
 PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "../README.md": {"seen": seen},
     "results/TOKENBUTLER.md": {"foreseen": foreseen, "perplexities": perplexities, "names": names_found},
     "how-to/choose-a-policy.md": {"once": once, "unknown": unknown, "blocks": blocks, "selections": selections},
+    "how-to/compress-once.md": {"questions": kept_and_asked},
     "methods.md": {
         "scores": lambda: methods(SCORES),
         "allocations": lambda: methods(ALLOCATIONS),
+        "moments": published,
         "decided": decided,
     },
 }

@@ -79,7 +79,7 @@ sharp = kvjax.base_score(
 # %%
 T, D, budget = 48, 8, 40
 q, k, v = (jax.random.normal(jax.random.key(i), (1, T, heads, D)) for i, heads in enumerate((2, 1, 1)))
-cache = kvjax.KVCache.init(batch=1, kv_heads=1, slots=T, head_dim=D, state=sharp.init(1, 1, 2, T, D))
+cache = kvjax.empty_cache(sharp, kv_heads=1, query_heads=2, head_dim=D, budget=budget, block=T)
 _, cache = kvjax.attend(cache, q, k, v, policy=sharp, budget=budget)
 
 logits = np.einsum("tnd,sd->nts", *(np.asarray(x, np.float64) for x in (q[0], k[0, :, 0]))) / np.sqrt(D)
@@ -135,7 +135,7 @@ def race(policy, budget):
         policy=policy,
         budget=budget,
         when="prompt",
-        evict_every=None,
+        evict_every=0,
         max_new_tokens=4,
         end=(),
     )
