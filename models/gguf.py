@@ -346,8 +346,9 @@ def _architecture(metadata: Mapping[str, Any]) -> str:
         if not key.startswith(prefix) or name in KNOWN_KEYS:
             continue
         if name not in NEUTRAL_KEYS or value != NEUTRAL_KEYS[name]:
+            said = " ".join(key.split())  # a damaged name may hold anything
             raise ValueError(
-                f"its key {key} is {shown(value)}, and a model with that is not supported; take another file, or the "
+                f"its key {said} is {shown(value)}, and a model with that is not supported; take another file, or the "
                 "original folder with config.json."
             )
     return architecture

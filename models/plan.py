@@ -250,7 +250,7 @@ def plan_run(model: Decoder, prompt: CheckedPrompt, options: Options, butler: Bu
         predictor=None if butler is None else butler.config,
         heads=cache_heads(config, policy) if kept is None else kept.heads,
         positions=policy.positions if kept is None else kept.positions,
-        overfull=kept is not None and every > 0 and kept.most > budgets.min() and bool((lengths == questions).any()),
+        overfull=every > 0 and _is_overfull(policy, kept, budgets, lengths == questions),
     )  # fmt: skip
     rows = Rows(*jax.device_put((seen, budgets, budgets + questions)))
     return _sized(config, plan, prompt, options, budgets), rows
@@ -284,6 +284,14 @@ def moments(policy: Policy | None, when: When, evict_every: int | None) -> tuple
         return policy.published.prompt, policy.published.decode if evict_every is None else evict_every
     usual = policy.needs.window if observed(policy.needs.statistics) else 1
     return when, usual if evict_every is None else evict_every
+
+
+def _is_overfull(policy: Policy, kept: Kept | None, budgets: np.ndarray, only_asked: np.ndarray) -> bool:
+    """Whether a cache holds more than its budget in a row that only a question comes to."""
+    if kept is None:
+        return False
+    held = kept.held.max(axis=1) if policy.allocation.even else np.ceil(kept.held.mean(axis=1))
+    return bool((only_asked & (held > budgets)).any())
 
 
 def _warn_of_choices(policy: Policy, context: int, block: int, when: When, goes_on: bool) -> None:

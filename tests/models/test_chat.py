@@ -384,6 +384,7 @@ class Interrupting(io.StringIO):
 def test_an_interrupt_ends_the_answer_and_not_the_conversation(monkeypatch, capsys):
     screen = Interrupting()
     monkeypatch.setattr(sys, "stdout", screen)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # which a run in the background ignores
     code, _, err = run(monkeypatch, capsys, ["The river was calm.", "It rained."], *SMALL)
     assert code == 0
     assert err.count("tokens seen") == 2
@@ -393,7 +394,7 @@ def test_an_interrupt_ends_the_answer_and_not_the_conversation(monkeypatch, caps
         model, [tokenizer.encode("The river was calm.")], policy="h2o+caote", budget=32, block=16, max_new_tokens=3
     )
     assert first == tokenizer.decode(out.tokens[0].tolist())
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.signal(signal.SIGINT, before) is signal.default_int_handler
 
 
 @pytest.mark.parametrize(
