@@ -460,7 +460,7 @@ def published() -> str:
 
 
 def kept_and_asked() -> str:
-    """What keeping a compressed document saves, from benchmarks/results/questions.json."""
+    """Shows what keeping a compressed document saves, from benchmarks/results/questions.json."""
     data = read("../../benchmarks/results/questions.json")
     settings, results = data["settings"], data["results"]
     ways = {"scratch": "each from scratch", "kept": "on a kept cache", "at once": "at once, `repeat`"}

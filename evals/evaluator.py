@@ -56,7 +56,7 @@ class Setting:
         return plan.moments(policy_of(self.policy), self.when, self.evict_every)
 
     def row(self) -> dict[str, Any]:
-        """What its row of a table or a JSON says of it; the moments as they came to be."""
+        """Gives what its row of a table or a JSON says of it; the moments as they came to be."""
         return {**dataclasses.asdict(self), "evicts": list(self.moments)}
 
     def title(self) -> str:

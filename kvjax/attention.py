@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kernels_pallas import ColumnStatistics, cache_attention, paged_attention
-from kvjax.cache import HeadState, KVCache
+from kvjax.cache import HeadState, KVCache, by_position
 from kvjax.checks import check_tokens, is_known, plain
 from kvjax.eviction import Evidence, evict
 from kvjax.insertion import Cache, check_fits, insert, next_positions
@@ -482,8 +482,7 @@ def _turn_to_rank(
     assert context.frequency is not None
     K = here.position.shape[1]
     frequency = context.frequency[:, None, None]
-    order = jnp.argsort(jnp.where(here.live, here.position, jnp.iinfo(jnp.int32).max), axis=-1)
-    rank = jnp.argsort(order, axis=-1)  # [B, K, S]
+    _, rank = by_position(here.position)
     start, end = (jnp.where(here.live, x, 0) for x in (here.position, rank))
     key = move(here.key, start, end, frequency)
     valid = position >= 0

@@ -228,6 +228,12 @@ def compact(cache: KVCache, slots: int) -> KVCache:
     )
 
 
+def by_position(position: Int[Array, "*heads S"]) -> tuple[Int[Array, "*heads S"], Int[Array, "*heads S"]]:
+    """Orders slots by their positions, free ones last: the slots in that order, and each slot's place in it."""
+    order = jnp.argsort(jnp.where(position >= 0, position, jnp.iinfo(jnp.int32).max), axis=-1)
+    return order, jnp.argsort(order, axis=-1)
+
+
 def nth_true(mask: Array, n: Int[Array, "*batch M"]) -> Int[Array, "*batch M"]:
     """Index of the n-th True (counted from 1) along the last axis; the axis' length where there are fewer."""
     flat_count = jnp.cumsum(mask, axis=-1, dtype=jnp.int32)

@@ -186,7 +186,7 @@ def cache_info(path: str | Path) -> dict[str, Any]:
 
 
 class _Expected(NamedTuple):
-    """What a cache is like: its tree, and its leaves' shapes and dtypes by name, in the tree's order."""
+    """Describes what a cache is like: its tree, and its leaves' shapes and dtypes by name, in the tree's order."""
 
     structure: Any
     arrays: dict[str, jax.ShapeDtypeStruct]

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kvjax.cache import by_position
 from kvjax.checks import check_count
 from kvjax.observation import Observation
 from kvjax.policy import Moments, Policy, Protection, Scores, base_score, register
@@ -87,7 +88,7 @@ def curdkv(
         check_count("curdkv: local_window", local_window, 1, "give a number of neighbours, an int from 1, or None")
 
     def score(o: Observation) -> Scores:
-        order, place = _by_position(o)
+        order, place = by_position(o.position)
         squares = (jnp.where(o.live, _squared_length(x), 0) for x in (o.key, o.value))
         key, value = (_shares(jnp.take_along_axis(x, order, axis=-1), local_window) for x in squares)
         scores = _shares({"product": key * value, "mean": (key + value) / 2, "key": key, "value": value}[leverage])
@@ -130,7 +131,7 @@ def lagkv(*, sinks: int = 4, lag: int = 128, cross_scoring: bool = False) -> Pol
     check_count("lagkv: lag", lag, 2, "a partition has a smallest and a largest number from 2 tokens on")
 
     def score(o: Observation) -> Scores:
-        order, place = _by_position(o)
+        order, place = by_position(o.position)
         count = jnp.sum(o.live, axis=-1, keepdims=True)
         behind = place - sinks
         recency = behind.astype(jnp.float32) / jnp.maximum(count - sinks, 1).astype(jnp.float32)
@@ -153,12 +154,6 @@ def lagkv(*, sinks: int = 4, lag: int = 128, cross_scoring: bool = False) -> Pol
 
 def _squared_length(x: Float[Array, "B K S D"]) -> Float[Array, "B K S"]:
     return rounded(jnp.sum(jnp.square(x.astype(jnp.float32)), axis=-1))
-
-
-def _by_position(o: Observation) -> tuple[Int[Array, "B K S"], Int[Array, "B K S"]]:
-    """The slots in the order of their positions, free ones last; and each slot's place in that order."""
-    order = jnp.argsort(jnp.where(o.live, o.position, jnp.iinfo(jnp.int32).max), axis=-1)
-    return order, jnp.argsort(order, axis=-1)
 
 
 def _shares(x: Float[Array, "B K S"], window: int | None = None) -> Float[Array, "B K S"]:

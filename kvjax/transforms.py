@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache import Positions, nth_true
+from kvjax.cache import Positions, by_position, nth_true
 from kvjax.checks import MOST
 from kvjax.names import check_number
 from kvjax.observation import Needs, Observation
@@ -138,7 +138,7 @@ def shares(scores: Scores, o: Observation) -> Scores:
 
 def pooled(scores: Scores, o: Observation, kernel: int, pooling: str) -> Scores:
     """Pools in the order of positions. Beyond the ends stand zeros (avg) or nothing (max), as in torch."""
-    order = jnp.argsort(jnp.where(o.live, o.position, jnp.iinfo(jnp.int32).max), axis=-1)[:, :, None]  # [B, K, 1, S]
+    order, place = (x[:, :, None] for x in by_position(o.position))  # [B, K, 1, S]
     reduce, nothing = (jax.lax.add, 0.0) if pooling == "avg" else (jax.lax.max, -jnp.inf)
     scores = jnp.where(o.live[:, :, None], scores, nothing)
     in_order = jnp.take_along_axis(scores, order, axis=-1)  # free slots come last
@@ -148,7 +148,7 @@ def pooled(scores: Scores, o: Observation, kernel: int, pooling: str) -> Scores:
     if pooling == "avg":
         in_order = in_order / kernel  # before the sum, which is inf of the largest floats
     pooled = jax.lax.reduce_window(in_order, start, reduce, (1, 1, 1, kernel), (1, 1, 1, 1), padding)
-    return jnp.take_along_axis(pooled, jnp.argsort(order, axis=-1), axis=-1)
+    return jnp.take_along_axis(pooled, place, axis=-1)
 
 
 def _with_new_norms(norms: Float[Array, "B K S"], o: Observation) -> Float[Array, "B K S"]:

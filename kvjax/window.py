@@ -20,7 +20,7 @@ from kvjax.cache import HeadState
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """What the queries since the last eviction said of each slot.
+    """Holds what the queries since the last eviction said of each slot.
 
     ``queries`` counts them, ``[*L, B, K]``. ``columns`` are their statistics by name, an array ``[*L, B, K, S]`` per
     query head; they count for nothing where ``queries`` is 0.

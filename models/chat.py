@@ -46,7 +46,7 @@ ANSWER = "kvjaxanswerstandshere"  # by which a template says what stands behind 
 
 
 class Memory(NamedTuple):
-    """What is held of a conversation; ``pending`` are tokens of an answer cut off that the cache has not met."""
+    """Holds what is there of a talk; ``pending`` are tokens of an answer cut off that the cache has not met."""
 
     cache: AnyCache | None = None
     pending: tuple[int, ...] = ()
@@ -187,7 +187,7 @@ class Conversation:
         self.turn, self.told = [], ""
 
     def _take(self, text: str) -> str:
-        """What is to be fed of a message, once what stands before it is as the template wants it."""
+        """Finds what is to be fed of a message, once what stands before it is as the template wants it."""
         if self.tokenizer.chat_template is None:
             begun = self.now.cache is not None
             self._go_on_from(self.now)
@@ -204,7 +204,7 @@ class Conversation:
         return said
 
     def _rendered(self, memory: Memory, messages: list[dict[str, str]]) -> str:
-        """What the template makes of messages, behind those that the memory holds."""
+        """Renders what the template makes of messages, behind those that the memory holds."""
         if memory.cache is None:
             return self.tokenizer.chat([*self.system, *messages])
         held = [_message("user", "?"), _message("assistant", ANSWER)]

@@ -45,7 +45,7 @@ class Request:
 
 
 class Loaded(NamedTuple):
-    """What a command's prompts share."""
+    """Holds what a command's prompts share."""
 
     model: models.Decoder
     tokenizer: models.Tokenizer
@@ -306,7 +306,7 @@ def _many(flags: argparse.Namespace) -> list[Request]:
 
 
 def _fields(line: str) -> dict[str, Any]:
-    """What a line of --prompts says, each field of its type."""
+    """Holds what a line of --prompts says, each field of its type."""
     try:
         fields = json.loads(line)
     except (ValueError, RecursionError):

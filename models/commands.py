@@ -125,6 +125,20 @@ def run(command: Callable[[], None], name: str) -> int:
     return 0
 
 
+def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
+    """Finds our folder in the user's cache; it need not be there.
+
+    Raises:
+        RuntimeError: the user has no home, and XDG_CACHE_HOME names no other folder.
+
+    Example:
+        >>> from models.commands import cache_folder
+        >>> cache_folder({"XDG_CACHE_HOME": "cache"}).as_posix()
+        'cache/kvjax'
+    """
+    return Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvjax"
+
+
 def add_cache_flag(flags: argparse.ArgumentParser) -> None:
     """The flag that :func:`keep_compiled` reads."""
     flags.add_argument(
@@ -154,8 +168,7 @@ def keep_compiled(chosen: str | None = None, environment: Mapping[str, str] = os
     if chosen == "off" or environment.get("JAX_COMPILATION_CACHE_DIR"):
         return None
     with contextlib.suppress(OSError, RuntimeError):  # no home, or one that cannot be written to: nothing is kept
-        base = Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        folder = Path(chosen) if chosen else base / "kvjax" / "programs"
+        folder = Path(chosen) if chosen else cache_folder(environment) / "programs"
         folder.mkdir(parents=True, exist_ok=True)
         jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)

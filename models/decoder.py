@@ -167,7 +167,7 @@ def rotation(config: Config, position: Int[Array, "B T"], lengths: Int[Array, "B
 
 
 def sliding_windows(config: Config) -> Int[Array, "L"] | None:
-    """How many positions the queries of each layer see; None where all layers see all."""
+    """Says how many positions the queries of each layer see; None where all layers see all."""
     if not any(config.sliding_windows):
         return None
     everything = jnp.iinfo(jnp.int32).max

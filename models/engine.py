@@ -282,7 +282,7 @@ def stream(
 
 
 def output_projection(model: Decoder, policy: Policy | str | None) -> OutputProjection | None:
-    """What a policy reads of the model's output projections, for all layers; None if it reads nothing.
+    """Computes what a policy reads of the model's output projections, for all layers; None if it reads nothing.
 
     Every run makes it anew unless it is handed over: N D^2 E multiplications a layer, the price of a few tokens.
 
@@ -303,7 +303,7 @@ def output_projection(model: Decoder, policy: Policy | str | None) -> OutputProj
 
 
 class _Choice(NamedTuple):
-    """How tokens are chosen, how many at most, and which end a row."""
+    """Says how tokens are chosen, how many at most, and which end a row."""
 
     sampling: Sampling
     most: int

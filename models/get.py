@@ -61,12 +61,12 @@ def place(name: str, environment: Mapping[str, str] = os.environ) -> Path:
         'cache/kvjax/models/smollm2.gguf'
     """
     try:
-        base = Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        folder = commands.cache_folder(environment)
     except RuntimeError:
         raise FileNotFoundError(
             "the user's cache folder is not known, as there is no home folder; name one by XDG_CACHE_HOME."
         ) from None
-    return base / "kvjax" / "models" / f"{name}.gguf"
+    return folder / "models" / f"{name}.gguf"
 
 
 def find(name: str, environment: Mapping[str, str] = os.environ) -> Path:

@@ -77,7 +77,7 @@ class Plan:
 
 
 class Kept(NamedTuple):
-    """What a run that goes on from a cache has to know of it; ``held`` is [B, heads of all layers]."""
+    """Holds what a run that goes on from a cache has to know of it; ``held`` is [B, heads of all layers]."""
 
     heads: int
     start: np.ndarray
@@ -287,7 +287,7 @@ def moments(policy: Policy | None, when: When, evict_every: int | None) -> tuple
 
 
 def _is_overfull(policy: Policy, kept: Kept | None, budgets: np.ndarray, only_asked: np.ndarray) -> bool:
-    """Whether a cache holds more than its budget in a row that only a question comes to."""
+    """Says whether a cache holds more than its budget in a row that only a question comes to."""
     if kept is None:
         return False
     held = kept.held.max(axis=1) if policy.allocation.even else np.ceil(kept.held.mean(axis=1))
@@ -447,7 +447,7 @@ def mesh_of(model: Decoder) -> Mesh | AbstractMesh | None:
 
 
 def kept_of(model: Decoder, cache: AnyCache, policy: Policy | None, rows: int) -> Kept:
-    """What a run has to know of a cache that it goes on from; refuses one that does not fit model or policy."""
+    """Reads what a run has to know of a cache that it goes on from; refuses one that does not fit model or policy."""
     config = model.config
     if isinstance(getattr(cache, "cache", None), AnyCache):
         raise ValueError(f"the cache is a {type(cache).__name__}; give its .cache.")

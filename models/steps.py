@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int
 
 import kvjax
 from kvjax import Context, Evidence, KVCache, OutputProjection, PagedCache
+from kvjax.making import blank
 from kvjax.paged import with_room
 from models import selecting
 from models.butler import Butler, ButlerCache
@@ -102,27 +103,21 @@ def start(run: Run, batch: int, cache: AnyCache | None = None) -> DecodeState:
 
 
 def _empty_cache(model: Decoder, plan: Plan, batch: int) -> KVCache | PagedCache:
-    config, policy, heads = model.config, plan.policy, plan.heads
-
-    def init_state(B: int, K: int, S: int) -> Any:
-        return () if policy is None else policy.state(B, K, config.num_heads // heads, S, config.head_dim)
-
-    sizes: dict[str, Any] = dict(
-        batch=batch,
-        kv_heads=heads,
-        head_dim=config.head_dim,
+    config, paged = model.config, plan.pages > 0 and plan.when == "block"
+    cache = blank(
+        plan.policy,
         layers=config.num_layers,
+        batch=batch,
+        kv_heads=plan.heads,
+        group=config.num_heads // plan.heads,
+        slots=plan.slots if paged else plan.prompt_slots,
+        head_dim=config.head_dim,
         dtype=model.embedding[...].dtype,
         positions=plan.positions,
+        pages=plan.pages if paged else None,
+        page_size=plan.page_size,
     )
-    if plan.pages and plan.when == "block":
-        return PagedCache.init(
-            pages=plan.pages, page_size=plan.page_size, most=plan.slots, init_state=init_state, **sizes
-        )
-    zeros = init_state(batch, heads, plan.prompt_slots)
-    state = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (config.num_layers, *leaf.shape)), zeros)
-    cache = KVCache.init(slots=plan.prompt_slots, state=state, **sizes)
-    return _on_mesh(cache, plan)
+    return _on_mesh(cache, plan) if isinstance(cache, KVCache) else cache
 
 
 def _with_room(cache: AnyCache, plan: Plan) -> AnyCache:
