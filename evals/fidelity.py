@@ -433,4 +433,4 @@ def _log_softmax(x: np.ndarray) -> np.ndarray:
 
 
 def _where(budget: int | float | None, when: str, question: str) -> str:
-    return f"budget {budget}, {'once' if when == 'prompt' else 'after every block'}, question {question}"
+    return f"budget {budget}, {report.MOMENTS[when]}, question {question}"

@@ -208,7 +208,7 @@ def heat_map(results: Sequence[dict[str, Any]], path: Path, *, recency: str) -> 
             if row == len(groups) - 1:
                 axis.set_xlabel("prompt tokens", fontsize=7)
             if column == 0:
-                moment = {"block": "after every block", "prompt": "once, after the prompt", "never": ""}[when]
+                moment = {**report.MOMENTS, "prompt": "once, after the prompt", "never": ""}[when]
                 axis.set_ylabel(f"budget {budget}, evicts\n{moment}\n\ndepth of the fact", fontsize=7.5)
             else:
                 axis.set_yticklabels([])

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 CAOTE_LINKS = ("caote", "fast_caote")
+MOMENTS = {"block": "after every block", "prompt": "once", "published": "as published"}
 PICTURES = (".png", ".svg", ".pdf")
 # Okabe and Ito's colours, which the colour-blind can tell apart too; grey is for reference lines.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
@@ -114,8 +115,7 @@ def moment(group: tuple[str, str, Any]) -> str:
     if budget is None:
         return "full cache"
     unknown = ", question unknown" if question == "agnostic" else ""
-    moments = {"block": "by block", "prompt": "once", "published": "as published"}
-    return f"budget {budget}, {moments[when]}{unknown}"
+    return f"budget {budget}, {'by block' if when == 'block' else MOMENTS[when]}{unknown}"
 
 
 def without_caote(policy: str) -> str:

@@ -164,3 +164,11 @@ def test_the_table_marks_what_stays_under_recency():
     assert "0.400-" in lines[3]
     assert "n/a" in lines[2]
     assert "1,23" in lines[2]
+
+
+def test_published_moments_have_a_table_and_a_picture(tmp_path, capsys):
+    picture = tmp_path / "needle.png"
+    arguments = ["--policies", "full,snapkv(window=8)", "--budgets", "48", "--when", "published", "--lengths", "128"]
+    assert main(["needle", *arguments, "--samples", "1", "--depths", "1", "--facts", "2", "--plot", str(picture)]) == 0
+    assert "prompt, then never" in capsys.readouterr().out
+    assert picture.stat().st_size > 0
