@@ -204,7 +204,7 @@ def generate(
         >>> out = models.generate(model, jnp.arange(40)[None], policy="snapkv(window=8)", budget=16, block=8,
         ...                       max_new_tokens=4)
         >>> out.tokens.shape, out.lengths.tolist(), out.cache.num_live.max().item()
-        ((1, 4), [4], 16)
+        ((1, 4), [4], 19)
     """
     max_new_tokens = check_count("max_new_tokens", max_new_tokens, 1, "ask for at least 1")
     block = check_count("block", block, 1, "a block has at least 1 token")
