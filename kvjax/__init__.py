@@ -6,7 +6,7 @@
 
 from kvjax import allocation, sources
 from kvjax.allocation import Allocation
-from kvjax.attention import attend, observe
+from kvjax.attention import attend, observe, observe_each
 from kvjax.cache import HeadState, KVCache, compact
 from kvjax.cache_file import cache_info, load_cache, save_cache
 from kvjax.caote import caote, fast_caote
@@ -101,6 +101,7 @@ __all__ = [
     "no_state",
     "normalise",
     "observe",
+    "observe_each",
     "output_projection",
     "pack",
     "pages_for",

@@ -1,12 +1,14 @@
 """One block of one layer under a budget: insert, attend, score, evict.
 
-attend     observe, then evict
-observe    insert the block, attend over all live slots, ask the policy what it says of them
+attend         observe, then evict
+observe        insert the block, attend over all live slots, ask the policy what it says of them
+observe_each   ask several policies at once
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -19,7 +21,7 @@ from kvjax.cache import HeadState, KVCache, by_position
 from kvjax.checks import check_tokens, is_known, plain
 from kvjax.eviction import Evidence, evict
 from kvjax.insertion import Cache, check_fits, insert, next_positions
-from kvjax.observation import Context, Observation, Weights
+from kvjax.observation import Context, Needs, Observation, Weights
 from kvjax.paged import PagedCache, pages_for, write_layer
 from kvjax.policy import Policy, check_budget, joined, mark_protected, policy_of, update_scores
 from kvjax.rotary import move
@@ -114,7 +116,7 @@ def observe(
 
     Example:
         >>> import jax, kvjax
-        >>> policy = kvjax.parse("tova@model")
+        >>> policy = kvjax.parse("h2o@model")
         >>> cache = kvjax.KVCache.init(batch=1, kv_heads=2, slots=4, head_dim=4, layers=3)
         >>> evidence = kvjax.Evidence.of_layers(cache, policy.allocation)
         >>> for layer in range(3):
@@ -132,6 +134,76 @@ def observe(
         layer = _index(cache, context)
         evidence = _with_scores(evidence, cache if layer is None else cache.layer(layer))
     return out, cache, evidence
+
+
+def observe_each(
+    cache: KVCache,
+    query: Float[Array, "B T N D"],
+    key: Float[Array, "B T K D"],
+    value: Float[Array, "B T K D"],
+    position: Int[Array, "B T"] | None = None,
+    *,
+    policies: Sequence[Policy | str],
+    budgets: Sequence[Budget],
+    context: Context = Context(),
+) -> tuple[Float[Array, "B T N D"], KVCache, tuple[Evidence, ...]]:
+    """:func:`observe` under several policies at once, as long as none of them evicts: attention runs once for all.
+
+    It runs once more for each size of observation window beyond the first.
+
+    Args:
+        cache: whose ``state`` is a tuple, each policy's own in their order.
+        policies: one or more, also one several times, for several budgets.
+        budgets: of each policy, what its shares refer to.
+
+    Returns:
+        The attention's output, the cache with the block in it, and what each policy says of the layer's slots.
+
+    Raises:
+        ValueError: no policy, not as many budgets, or a cache that was not made for them.
+
+    Example:
+        >>> import dataclasses, jax, kvjax
+        >>> policies = [kvjax.h2o(), kvjax.parse("tova(heads='group')+caote")]
+        >>> cache = kvjax.KVCache.init(batch=1, kv_heads=1, slots=6, head_dim=4)
+        >>> cache = dataclasses.replace(cache, state=tuple(policy.state(1, 1, 2, 6, 4) for policy in policies))
+        >>> q = jax.random.normal(jax.random.key(0), (1, 6, 2, 4))
+        >>> out, cache, said = kvjax.observe_each(cache, q, q[:, :, :1], q[:, :, 1:], policies=policies, budgets=[2, 3])
+        >>> [evidence.scores.shape for evidence in said]
+        [(1, 1, 6), (1, 1, 6)]
+    """
+    parsed = [policy_of(policy) for policy in policies]
+    chosen = [policy for policy in parsed if policy is not None]
+    if len(chosen) < len(parsed) or not chosen or len(budgets) != len(chosen):
+        raise ValueError(
+            f"{len(chosen)} policies and {len(budgets)} budgets were given; expected one budget for each policy, at "
+            "least one policy, and none of them 'full'."
+        )
+    if not isinstance(cache, KVCache) or not isinstance(cache.state, tuple) or len(cache.state) != len(chosen):
+        raise ValueError(
+            f"expected a KVCache whose state is a tuple of {len(chosen)}, each policy's own in their order."
+        )
+    checked = []
+    for policy, state, budget in zip(chosen, cache.state, budgets, strict=True):
+        own = dataclasses.replace(cache, state=state)
+        check_policy(policy, own, query.shape[2] // cache.heads_shape[-1])
+        checked.append(_checked(own, query, position, policy, budget, None, context)[1])
+    cache, query, position, context = _enter(cache, query, key, value, position, context)
+    here, stack = _taken_out(cache, context)
+    together: dict[int, Needs] = {}
+    largest = max(policy.needs.window for policy in chosen)
+    for policy in chosen:  # who observes no window goes with any
+        window = policy.needs.window or largest
+        together[window] = together.get(window, Needs()) | policy.needs
+    seen = {window: _attention(here, query, position, needs, context, stack) for window, needs in together.items()}
+    said, states, heads = [], [], jnp.arange(cache.heads_shape[-1])
+    for policy, state, budget in zip(chosen, here.state, checked, strict=True):
+        _, columns, turned, own = seen[policy.needs.window or largest]
+        own, shares_of = dataclasses.replace(own, state=state), _shares_of(cache, budget)
+        evidence, state = _ask(policy, own, turned, position, columns, heads, shares_of, context)
+        said.append(_with_scores(evidence, own))
+        states.append(state)
+    return seen[largest][0], _with_state(cache, tuple(states), context), tuple(said)
 
 
 def _checked(
@@ -207,10 +279,35 @@ def _observe(
     context: Context,
 ) -> tuple[Float[Array, "B T N D"], Cache, Evidence | None]:
     """:func:`observe`; where a policy ends in CAOTE, its scores may still be :class:`kvjax.observation.Weights`."""
-    B, T, N, _ = query.shape
-    layer = _index(cache, context)
+    K = cache.heads_shape[-1]
+    if policy is not None:
+        check_policy(policy, cache, query.shape[2] // K)
+    cache, query, position, context = _enter(cache, query, key, value, position, context)
+    needs, shares_of = Needs() if policy is None else policy.needs, _shares_of(cache, budget)
+    if isinstance(cache, PagedCache):
+        return _observe_pages(cache, query, position, policy, shares_of, context)
+    here, stack = _taken_out(cache, context)
+    out, columns, query, here = _attention(here, query, position, needs, context, stack)
+    if policy is None:
+        return out, cache, None
+    evidence, state = _ask(policy, here, query, position, columns, jnp.arange(K), shares_of, context)
+    if not policy.allocation.even:
+        evidence = _with_scores(evidence, here)
+    return out, _with_state(cache, state, context), evidence
+
+
+def _enter(
+    cache: Cache,
+    query: Float[Array, "B T N D"],
+    key: Float[Array, "B T K D"],
+    value: Float[Array, "B T K D"],
+    position: Int[Array, "B T"] | None,
+    context: Context,
+) -> tuple[Any, Float[Array, "B T N D"], Int[Array, "B T"], Context]:
+    """Inserts a block; gives the cache with it, and the queries, positions and context as attention takes them."""
+    N, layer = query.shape[2], _index(cache, context)
     if position is None:
-        position = next_positions(cache, T)
+        position = next_positions(cache, query.shape[1])
     K = cache.heads_shape[-1]
     if key.shape[2] != K and K == N:  # a cache for each query head
         key, value = (jnp.repeat(x, N // x.shape[2], axis=2) for x in (key, value))
@@ -219,43 +316,43 @@ def _observe(
             f"positions={cache.positions!r} turn keys, but no rotary frequencies were given; hand over "
             "Context(frequency=...), or take positions='absolute' for a model without rotary positions."
         )
-    if policy is not None:
-        check_policy(policy, cache, N // K)
     if context.frequency is not None:
         context = dataclasses.replace(context, frequency=jax.lax.stop_gradient(context.frequency))
     if cache.positions == "index":
         live = cache.num_live if layer is None else cache.num_live[layer]
         query, key = _turn_to_index(live, query, key, position, context)
-    cache = insert(cache, key, value, position, layer=layer)
-    position = position.astype(jnp.int32)
-    shares_of = jnp.broadcast_to(jnp.asarray(cache.num_slots if budget is None else budget, jnp.int32), (B,))
-    if isinstance(cache, PagedCache):
-        return _observe_pages(cache, query, position, policy, shares_of, context)
+    return insert(cache, key, value, position, layer=layer), query, position.astype(jnp.int32), context
 
-    here = cache
-    if layer is not None:
-        here = cache.layer(layer)
-        # Taken out once: read again and again from the stacked arrays, XLA would copy those in every layer rather
-        # than write the new positions and state in place.
-        slot_position, state = jax.lax.optimization_barrier((here.position, here.state))
-        here = dataclasses.replace(here, position=slot_position, state=state)
-    stack = None if layer is None else cache
-    out, columns, query, here = _attention(here, query, position, policy, context, stack)
-    if policy is None:
-        return out, cache, None
-    evidence, state = _ask(policy, here, query, position, columns, jnp.arange(K), shares_of, context)
-    if not policy.allocation.even:
-        evidence = _with_scores(evidence, here)
-    if layer is not None:
+
+def _shares_of(cache: Cache, budget: Budget | None) -> Int[Array, "B"]:
+    """What a policy's shares of the budget refer to, for each row."""
+    B = cache.heads_shape[-2]
+    return jnp.broadcast_to(jnp.asarray(cache.num_slots if budget is None else budget, jnp.int32), (B,))
+
+
+def _taken_out(cache: KVCache, context: Context) -> tuple[KVCache, KVCache | None]:
+    """The layer at hand, and the cache that stacks it with others, if one does."""
+    if (layer := _index(cache, context)) is None:
+        return cache, None
+    here = cache.layer(layer)
+    # Taken out once: read again and again from the stacked arrays, XLA would copy those in every layer rather than
+    # write the new positions and state in place.
+    slot_position, state = jax.lax.optimization_barrier((here.position, here.state))
+    return dataclasses.replace(here, position=slot_position, state=state), cache
+
+
+def _with_state(cache: KVCache, state: Any, context: Context) -> KVCache:
+    """The cache with what the policy remembers now, of the layer at hand."""
+    if (layer := _index(cache, context)) is not None:
         state = jax.tree.map(lambda whole, part: whole.at[layer].set(part), cache.state, state)
-    return out, dataclasses.replace(cache, state=state), evidence
+    return dataclasses.replace(cache, state=state)
 
 
 def _attention(
     here: KVCache,
     query: Float[Array, "B T heads D"],
     position: Int[Array, "B T"],
-    policy: Policy | None,
+    needs: Needs,
     context: Context,
     stack: KVCache | None,
 ) -> tuple[Float[Array, "B T heads D"], ColumnStatistics, Float[Array, "B T heads D"], KVCache]:
@@ -270,20 +367,20 @@ def _attention(
     S, filled = here.num_slots, context.filled
     if filled is None or filled >= S or stack is not None:
         out, columns = cache_attention(
-            query, source.key, source.value, here.position, position, layer=layer, **_options(policy, context)
+            query, source.key, source.value, here.position, position, layer=layer, **_options(needs, context)
         )
         return out, columns, query, here
     key, value, slot_position = (x[:, :, :filled] for x in (here.key, here.value, here.position))
-    out, columns = cache_attention(query, key, value, slot_position, position, **_options(policy, context))
+    out, columns = cache_attention(query, key, value, slot_position, position, **_options(needs, context))
     nothing = ((0, 0), (0, 0), (0, S - filled))
     return out, jax.tree.map(lambda column: jnp.pad(column, nothing), columns), query, here
 
 
-def _options(policy: Policy | None, context: Context) -> dict[str, Any]:
+def _options(needs: Needs, context: Context) -> dict[str, Any]:
     """Gives the arguments that attention over slots and over pages share."""
     return dict(
-        statistics=() if policy is None else policy.needs.statistics | observed(policy.needs.statistics),
-        window=0 if policy is None else policy.needs.window,
+        statistics=needs.statistics | observed(needs.statistics),
+        window=needs.window,
         sliding_window=context.sliding_window,
         scale=context.scale,
         implementation=context.implementation,
@@ -359,13 +456,14 @@ def _observe_pages(
     """
     B, T, N, _ = query.shape
     K, layer = cache.heads_shape[-1], _index(cache, context)
+    needs = Needs() if policy is None else policy.needs
     turned = cache.positions == "compact"
     out: Any = None
     columns = ColumnStatistics()
     if not turned:
         table = cache.layer_table(layer)
         out, columns = paged_attention(
-            query, cache.key, cache.value, cache.position, table, position, **_options(policy, context)
+            query, cache.key, cache.value, cache.position, table, position, **_options(needs, context)
         )
         if policy is None:
             return out, cache, None
@@ -386,7 +484,7 @@ def _observe_pages(
             context, projection=heads_of(context.projection, 0, head), predicted=heads_of(context.predicted, 2, head)
         )
         if turned:
-            out, own_columns, mine, here = _attention(here, mine, position, policy, own, None)
+            out, own_columns, mine, here = _attention(here, mine, position, needs, own, None)
             if policy is None:
                 return out, (), None
         else:
