@@ -276,7 +276,7 @@ SCORES = [
         "caote(rounds=r)", "ours", "exact for what the last round left", "kvjax/joint_eviction.py", of("ours", "rounds")
     ),
     Method("h2o", H2O, "attention, summed over queries", "kvjax/scores.py", note="what CAOTE improves"),
-    Method("tova", TOVA, "attention of the last query", "kvjax/scores.py", note="what CAOTE is held against"),
+    Method("tova", TOVA, "the layer's attention, last query", "kvjax/scores.py", note="what CAOTE is held against"),
     Method(
         "snapkv",
         "[SnapKV](https://arxiv.org/abs/2404.14469)",

@@ -152,7 +152,7 @@ def pyramid(*, beta: int | float = 20.0) -> Allocation:
     never gets more than the sequence has so far, and what it cannot use goes to the last ones.
 
     Args:
-        beta: from 1 (all alike); larger is steeper.
+        beta: from 1 (all alike); larger is steeper. 20 is that of its authors' code, and kvpress'.
 
     Example:
         >>> from kvjax import allocation
@@ -178,7 +178,8 @@ def adakv(*, safeguard: int | float = 0.2, cap: int | float | None = 8.0) -> All
     """One top-k over all heads of a layer; the best tokens of each head are safe (AdaKV, arXiv 2407.11550).
 
     Args:
-        safeguard: which share of its budget each head keeps for its own best tokens, in [0, 1].
+        safeguard: which share of its budget each head keeps for its own best tokens, in [0, 1]; 0.2 is what its
+            authors' code takes for grouped heads (0.5 without), and kvpress'.
         cap: a head holds at most this many times the mean budget; None for no limit but the layer's total. It bounds
             the page table and the buffer in which one head is read. The papers have no limit.
 
@@ -247,12 +248,12 @@ def cake(
     evictable tokens, V its variance over the window's queries, each summed. CAKE shrinks the layers one by one as
     their preferences come in (the cascade); a layer's share only falls, and a smaller budget keeps a part of what a
     larger one kept, so that the cascade ends where one allocation with all preferences does. Where no preference can be
-    measured, as by the one query of a decode step, the layers stay as large as they are.
+    measured, as by a single query (``evict_every=1``), the layers stay as large as they are.
 
     Args:
         window: queries that observe; the policy's window by default, or 32.
-        space: tau_1 of the paper (1.6 tuned for Llama-3.1).
-        time: tau_2 of the paper (0.4 tuned for Llama-3.1).
+        space: tau_1 of the paper, 1 by default in its authors' code (1.6 tuned for Llama-3.1).
+        time: tau_2 of the paper, likewise (0.4 tuned for Llama-3.1).
         cap: see :func:`adakv`.
 
     Example:

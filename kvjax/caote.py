@@ -27,13 +27,13 @@ def caote(
     cross: bool = True,
     rounds: int = 1,
 ) -> Policy:
-    """CAOTE over any non-negative score: what losing a token does to the attention output (arXiv 2504.14051, eq. 20).
+    """Scores a token by what losing it does to the attention output (CAOTE over any score, arXiv 2504.14051, eq. 20).
 
-    The scores before it, normalised to sum to 1 over the live slots, take the place of attention weights.
+    The non-negative scores before it, normalised to sum to 1 over the live slots, take the place of attention weights.
 
     Args:
-        norm: the norm of the change, 1, 2 or "inf".
-        group: how the query heads of a KV head are joined; see :func:`kvjax.score`.
+        norm: the norm of the change, 1, 2 (the paper's, eq. 8) or "inf".
+        group: how the query heads of a KV head are joined, on which the paper is silent; see :func:`kvjax.score`.
         fast: FastCAOTE; the link ``fast_caote`` is this with True.
         target: "value" measures the heads' outputs, "output" the layer's, behind W_O. The latter needs norm 2, group
             "exact", and ``Context.projection``.
@@ -63,7 +63,7 @@ def fast_caote(
     cross: bool = True,
     rounds: int = 1,
 ) -> Policy:
-    """FastCAOTE: CAOTE with the mean of the live values in place of the attention output (arXiv 2504.14051, eq. 22).
+    """Scores as ``caote`` does, with the mean of the live values for the attention output (arXiv 2504.14051, eq. 22).
 
     Example:
         >>> import kvjax

@@ -36,7 +36,7 @@ class Evidence:
     Example:
         >>> import kvjax
         >>> cache = kvjax.KVCache.init(batch=1, kv_heads=2, slots=4, head_dim=4, layers=3)
-        >>> kvjax.Evidence.of_layers(cache, kvjax.parse("tova@model").allocation).scores.shape
+        >>> kvjax.Evidence.of_layers(cache, kvjax.parse("laprox@model").allocation).scores.shape
         (3, 1, 2, 4)
     """
 

@@ -33,12 +33,14 @@ from kvjax.transforms import check_kernel, check_protected, entered_slots, poole
 
 @register
 def h2o(*, accumulate: bool = True) -> Policy:
-    """Heavy hitters: the attention that a token has received, summed over queries (arXiv 2306.14048).
+    """Scores a token by the attention that it has received, summed over queries (H2O, arXiv 2306.14048).
 
-    Its authors also keep the newest half of the budget: ``h2o+protect(recent=0.5)``.
+    Its authors' code gives these heavy hitters and the newest tokens as many slots each, a tenth of the prompt:
+    ``h2o+protect(recent=0.5)``.
 
     Args:
-        accumulate: sum over all queries so far; False sums over the current block only, as CAOTE's section 2 writes.
+        accumulate: sum over all queries so far, as the paper and its authors' code do; False sums over the current
+            block only, as CAOTE's section 2 writes.
 
     Example:
         >>> import kvjax
@@ -62,17 +64,19 @@ def h2o(*, accumulate: bool = True) -> Policy:
 
 
 @register
-def tova(*, heads: Literal["group", "layer"] = "group") -> Policy:
-    """The last query's attention (arXiv 2401.06104).
+def tova(*, heads: Literal["group", "layer"] = "layer") -> Policy:
+    """Scores a token by the last query's attention (TOVA, arXiv 2401.06104).
 
     Args:
-        heads: who shares one set of tokens: each query group (as CAOTE uses it), or all heads of a "layer" (as TOVA's
-            authors do). With links behind it, the whole chain's scores are averaged over the layer.
+        heads: who shares one set of tokens: all heads of a "layer" by their mean attention, as the paper has it
+            (appendix A and table 3, where it beats one set a head), its authors' code and kvpress; or each query
+            "group", as CAOTE writes it. With links behind it, the whole chain's scores are averaged over the layer.
+            An allocation that gives heads different numbers of slots takes "group".
 
     Example:
         >>> import kvjax
-        >>> str(kvjax.tova(heads="layer"))
-        "tova(heads='layer')"
+        >>> str(kvjax.tova(heads="group") @ "model")
+        "tova(heads='group')@model"
     """
     return Policy(
         "tova",
@@ -88,10 +92,14 @@ def tova(*, heads: Literal["group", "layer"] = "group") -> Policy:
 
 @register
 def snapkv(*, window: int = 32, kernel: int = 5, pooling: Literal["avg", "max"] = "avg") -> Policy:
-    """The last queries' mean attention, pooled over neighbouring tokens; their own tokens stay (arXiv 2404.14469).
+    """Scores a token by the last queries' mean attention, pooled over its neighbours (SnapKV, arXiv 2404.14469).
+
+    The window's own tokens stay. The defaults, 32, 5 and "avg", are those with which its authors' code runs. The paper
+    pools by "max": window 16 and kernel 5 for needles (sections 5.1.1 and 5.2), 32 and 7 for LongBench (5.3), 64 and
+    13 for Command-R (5.4); "avg" made no great difference (5.2). kvpress has 64, 5 and "avg".
 
     Args:
-        window: how many of the block's last queries observe; in decode, where a block is one query, that one.
+        window: how many of the last queries observe; the steps of decode are joined until there are as many.
         kernel: width of the pooling over neighbours in position order among the live tokens, an odd number.
         pooling: "avg" or "max".
 
@@ -118,7 +126,12 @@ def snapkv(*, window: int = 32, kernel: int = 5, pooling: Literal["avg", "max"] 
 
 @register
 def streaming(*, sinks: int = 4) -> Policy:
-    """StreamingLLM: the first tokens and the newest ones (arXiv 2309.17453). Positions stay absolute here.
+    """Scores a token by its position: the newest stay, and the first ones (StreamingLLM, arXiv 2309.17453).
+
+    Positions in the text are kept here; the paper's, those in the cache, are ``streaming+positions``.
+
+    Args:
+        sinks: how many of the first tokens stay; the paper's 4 (table 2: more gain little), and kvpress'.
 
     Example:
         >>> import kvjax
@@ -139,7 +152,7 @@ def streaming(*, sinks: int = 4) -> Policy:
 def sage(
     *, heads: Literal["group", "query"] = "group", split: Literal["fixed", "adaptive"] = "fixed", mass: float = 0.9
 ) -> Policy:
-    """SAGE-KV: after the prompt, the last query chooses once; then only the newest tokens change (arXiv 2503.08879).
+    """Lets the prompt's last query choose once; then only the newest tokens change (SAGE-KV, arXiv 2503.08879).
 
     Of the budget, a quarter are the first tokens (sinks), a quarter the last (recent), and the rest the best of the
     middle by the last query's attention; a prompt that comes in blocks is scored anew by each block's last query.
@@ -148,10 +161,11 @@ def sage(
     than the budget, the recent window takes what is left of it.
 
     Args:
-        heads: who chooses: each query "group" by its mean attention, or each "query" head for a cache of its own.
-        split: "fixed" quarters, or "adaptive": the shortest prefix of the first quarter, and the shortest suffix of
-            the last, that hold ``mass`` of its attention. They score float32's largest number instead of being
-            protected, as their count is not known before; the slots that they spare go to the middle.
+        heads: who chooses: each query "group" by its mean attention, which takes no more memory than other policies,
+            or each "query" head for a cache of its own, as the paper reads.
+        split: "fixed" quarters, the paper's, or "adaptive", ours: the shortest prefix of the first quarter, and the
+            shortest suffix of the last, that hold ``mass`` of its attention. They score float32's largest number
+            instead of being protected, as their count is not known before; the slots that they spare go to the middle.
         mass: which share of a quarter's attention "adaptive" must cover, in (0, 1].
 
     Example:
@@ -204,14 +218,15 @@ def laprox(
     target: Literal["output", "value", "attention"] = "output",
     gqa: Literal["group", "heads"] = "group",
 ) -> Policy:
-    """LaProx: what a token adds to the layer's output, attention by projected value (arXiv 2605.07234, eq. 9).
+    """Scores a token by what it adds to the layer's output: attention times projected value (LaProx, arXiv 2605.07234).
 
-    The 2-norm of its column of attention over the last queries times that of ``v W_O``; the products are pooled over
-    neighbours. The window's own tokens stay, and are left out of the pooling. Its authors give the whole model one
-    budget: ``laprox@model``.
+    The 2-norm of its column of attention over the last queries times that of ``v W_O`` (eq. 9); the products are
+    pooled over neighbours. The window's own tokens stay, and are left out of the pooling. Its authors give the whole
+    model one budget: ``laprox@model``. Window 32 and average pooling of 7 are the paper's (appendix A; table 7 compares
+    windows), "output" is its equation and "group" its reading of grouped heads.
 
     Args:
-        window: how many of the block's last queries observe.
+        window: how many of the last queries observe; the steps of decode are joined until there are as many.
         kernel: width of the average pooling over neighbours in position order, an odd number.
         target: how far a value is followed: to the layer's "output", ``|v W_O|`` over the group's blocks of W_O; the
             "value" itself, ``|v|``; or not at all, by "attention" alone.
@@ -248,13 +263,14 @@ def laprox(
 
 @register
 def cake(*, window: int = 32, kernel: int = 5, gamma: float = 200.0) -> Policy:
-    """CAKE: the last queries' mean attention, and how much it changes from one to the next (arXiv 2503.12491).
+    """Scores a token by the last queries' mean attention and by how much it changes (CAKE, arXiv 2503.12491).
 
     ``mean + gamma * variance`` over the window's queries, pooled over neighbours; the window's own tokens stay. Its
-    authors also weigh the layers: ``cake@cake``.
+    authors also weigh the layers: ``cake@cake``. Window 32, average pooling of 5 and gamma 200 are those of its
+    authors' code.
 
     Args:
-        window: how many of the block's last queries observe, from 2; the variance of a decode step's one is 0.
+        window: how many of the last queries observe, from 2; the steps of decode are joined until there are as many.
         kernel: width of the average pooling over neighbours in position order, an odd number.
         gamma: weight of the variance.
 
@@ -283,14 +299,14 @@ def cake(*, window: int = 32, kernel: int = 5, gamma: float = 200.0) -> Policy:
 
 @register
 def lava(*, window: int = 32, kernel: int = 7) -> Policy:
-    """LAVa: the last queries' mean attention times the head's largest value (arXiv 2509.09754).
+    """Scores a token by the last queries' mean attention times the head's largest value (LAVa, arXiv 2509.09754).
 
     The mean is pooled by its maximum over neighbours and multiplied by the largest ``|v|_1`` of the head's tokens, one
     number a head; of the group's query heads, the largest product counts. The window's own tokens stay. Its authors
-    let heads and layers compete: ``lava@lava``.
+    let heads and layers compete: ``lava@lava``. Window 32 and a kernel of 7 are those of their code on LongBench.
 
     Args:
-        window: how many of the block's last queries observe.
+        window: how many of the last queries observe; the steps of decode are joined until there are as many.
         kernel: width of the pooling over neighbours in position order, an odd number.
 
     Example:
@@ -321,12 +337,12 @@ def lava(*, window: int = 32, kernel: int = 7) -> Policy:
 def expected_attention(
     *, future: int = 512, sinks: int = 4, covariance: bool = True, value_norm: bool = True
 ) -> Policy:
-    """The attention that coming queries are expected to pay (arXiv 2510.00636).
+    """Scores a token by the attention that coming queries are expected to pay it (arXiv 2510.00636).
 
     Queries before rotation are taken as normal, with the mean ``m`` and covariance ``C`` of all queries so far (those
     of evicted tokens too, and on through decode). ``R`` is the rotation averaged over the coming positions; a key's
     logit is ``m R'k / sqrt(D) + (R'k)' C (R'k) / 2D``, and the softmax over the tokens that are left, times ``|v|``, is
-    the score. Positions must be absolute.
+    the score. Positions must be absolute. All defaults are those of kvpress, its authors' code.
 
     Args:
         future: how many coming positions the rotation is averaged over.
@@ -386,7 +402,7 @@ def expected_attention(
 
 @register
 def butler(*, dim: int | None = None) -> Policy:
-    """The attention that a small predictor foresees (TokenButler, arXiv 2503.07518), as a retention score.
+    """Scores a token by the attention that a small predictor foresees (TokenButler, arXiv 2503.07518).
 
     The mean over the block's queries of the softmax of ``q'.k' / sqrt(dim)`` over the live tokens that a query sees.
     Nothing is predicted for layer 0, where the real attention's mean stands in. A token's predicted key stays with it
@@ -466,7 +482,7 @@ def fit_predictor(policy: Policy, dim: int) -> Policy:
 
 @register
 def random(*, seed: int = 0) -> Policy:
-    """A number drawn once for each token, layer and head: what stays is a uniform sample of the tokens.
+    """Scores a token by a number drawn once for each token, layer and head: a uniform sample of the tokens stays.
 
     Example:
         >>> import kvjax

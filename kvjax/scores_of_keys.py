@@ -19,6 +19,8 @@ from kvjax.transforms import check_protected, rounded
 def key_norm() -> Policy:
     """Scores a token by minus the norm of its key: small keys draw attention (arXiv 2406.11430).
 
+    Its authors leave the first two layers whole; here, as in kvpress, all are evicted from.
+
     Equal tokens have keys of one length in layer 0, and a norm over queries and keys makes all alike. Norms are
     therefore rounded to 12 bits behind the leading one: those that differ by less, as by the rounding of a rotation or
     of a sum, tie, and the more recent token stays whatever the blocks. Keys that differ by more from one size of block
@@ -40,6 +42,8 @@ def key_norm() -> Policy:
 @register
 def keydiff() -> Policy:
     """Scores a token by minus the cosine of its key and the mean direction of the head's (KeyDiff, arXiv 2504.15364).
+
+    The mean is that of the keys' directions, as in kvpress.
 
     Example:
         >>> import kvjax
@@ -69,9 +73,9 @@ def curdkv(
 
     The tokens that are left stand in the order of their positions and are cut into windows. Within its window a key's
     leverage is ``|k|^2`` over the sum of all, and a value's likewise: the local approximation of the leverage scores of
-    a CUR decomposition, as kvpress has it, without the random projection that is off there. The two are multiplied,
-    and divided by their sum over the head. ``|k|^2`` and ``|v|^2`` are rounded to 12 bits as in
-    :func:`kvjax.key_norm`, so that equal tokens of a window tie.
+    a CUR decomposition, as kvpress has it, whose defaults these are, without the random projection that is off there.
+    The two are multiplied, and divided by their sum over the head. ``|k|^2`` and ``|v|^2`` are rounded to 12 bits as
+    in :func:`kvjax.key_norm`, so that equal tokens of a window tie.
 
     Args:
         sinks: the first tokens, which stay: a count, or a share of the budget (float in [0, 1]).
@@ -114,7 +118,8 @@ def lagkv(*, sinks: int = 4, lag: int = 128, cross_scoring: bool = False) -> Pol
     partitions, the newer a token the higher its score. Elements that a partition has all alike say nothing.
 
     The paper's partitions are those of the text; here they are those of the tokens that are left. After an eviction
-    the next one therefore cuts otherwise; a single eviction, behind the prompt, is the one that was published.
+    the next one therefore cuts otherwise; a single eviction, behind the prompt, is the one that was published. All
+    defaults are kvpress'; its authors' code has 16 sinks and a lag of 1,024.
 
     Args:
         sinks: the first tokens, which stay.

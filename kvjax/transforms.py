@@ -18,7 +18,7 @@ from kvjax.topk import best_of_rows, rank, share_of
 
 @register
 def normalise() -> Policy:
-    """Scores that sum to 1 over each query head's live slots (CAOTE, eq. 21), shifted first where one is negative.
+    """Divides scores by their sum over each query head's live slots (CAOTE, eq. 21), shifted first if one is below 0.
 
     Example:
         >>> import kvjax
@@ -37,6 +37,8 @@ def normalise() -> Policy:
 def pool(*, kernel: int = 5, pooling: Literal["avg", "max"] = "avg") -> Policy:
     """Pools scores over neighbours in position order among the live tokens; zeros stand beyond the ends.
 
+    The defaults are those of :func:`kvjax.snapkv`.
+
     Example:
         >>> import kvjax
         >>> str(kvjax.parse("h2o+pool(kernel=7)"))
@@ -48,7 +50,7 @@ def pool(*, kernel: int = 5, pooling: Literal["avg", "max"] = "avg") -> Policy:
 
 @register
 def protect(*, sinks: int | float = 0, recent: int | float = 0) -> Policy:
-    """What always stays: the first ``sinks`` and the last ``recent`` tokens.
+    """Keeps the first ``sinks`` and the last ``recent`` tokens, whatever they score.
 
     Args:
         sinks: a number of tokens (int), or a share of the budget (float in [0, 1]).
@@ -66,7 +68,7 @@ def protect(*, sinks: int | float = 0, recent: int | float = 0) -> Policy:
 
 @register
 def critical(*, safe: float = 0.5, epsilon: float = 1e-4) -> Policy:
-    """CriticalKV: the best tokens stay; the others count by what their values add to the output (arXiv 2502.03805).
+    """Keeps the best tokens, scores the others by what their values add to the output (CriticalKV, arXiv 2502.03805).
 
     The scores before it, averaged over the group, keep the best ``floor(safe * budget)`` tokens of each head; these
     score float32's largest number. What is protected comes first among them. The others score
@@ -74,8 +76,8 @@ def critical(*, safe: float = 0.5, epsilon: float = 1e-4) -> Policy:
     once, when it enters, and rounded as in :func:`kvjax.key_norm`: of equal tokens without a score the newest stay.
 
     Args:
-        safe: which share of the budget the scores before it decide alone, in [0, 1].
-        epsilon: lets the value speak where the score is 0.
+        safe: which share of the budget the scores before it decide alone, in [0, 1]; kvpress' 0.5.
+        epsilon: lets the value speak where the score is 0; kvpress' 1e-4.
 
     Example:
         >>> import kvjax
@@ -112,7 +114,7 @@ def critical(*, safe: float = 0.5, epsilon: float = 1e-4) -> Policy:
 
 @register
 def positions(*, kind: Positions = "compact") -> Policy:
-    """How the cache rotates keys once tokens have been evicted; scores pass unchanged.
+    """Says how the cache rotates keys once tokens have been evicted; scores pass unchanged.
 
     Args:
         kind: "compact" or "index"; "absolute" is what happens without this link. See :meth:`kvjax.KVCache.init`.

@@ -12,7 +12,7 @@ def test_uniform_slots_are_the_counted_bytes_and_pages_come_close():
     uniform = memory.compiled_bytes("tova", 1_024, 0.25, 64, 16)
     assert uniform["ratio"] == pytest.approx(1, abs=1e-3)
     assert uniform["slots"] == 16 * 8 * 256
-    pages = memory.compiled_bytes("tova@model", 1_024, 0.25, 64, 16)
+    pages = memory.compiled_bytes("tova(heads='group')@model", 1_024, 0.25, 64, 16)
     assert uniform["ratio"] < pages["ratio"] < 1.1
     assert pages["decode_cache_bytes"] == pytest.approx(pages["array_bytes"], rel=1e-3)
 

@@ -218,7 +218,7 @@ def _policy(d: _Draw, block: int, layers: int, even: bool) -> str:
     kernel = (1, 3, 5)
     bases = {
         "h2o": dict(accumulate=(False,)),
-        "tova": dict(heads=("layer",)),
+        "tova": dict(heads=("group",)),
         "snapkv": dict(kernel=kernel, pooling=("avg", "max")),
         "streaming": dict(sinks=(0, 1, 3)),
         "sage": dict(heads=("query",), split=("adaptive",), mass=(0.5, 0.8)),
@@ -243,6 +243,7 @@ def _policy(d: _Draw, block: int, layers: int, even: bool) -> str:
         del bases["butler"]
     name = d.one(*bases, "h2o", "h2o", "tova", "snapkv")  # what most people take
     base = d.link(name, share=0.4 if name == "sage" else 0.6, **bases[name])  # type: ignore[arg-type]
+    one_set = base == "tova"  # for all heads of a layer: heads cannot exchange slots, and rounds order one head's alone
     always = f"window={window}" if name in ("snapkv", "laprox", "cake", "lava") else ""
     if name == "lagkv":  # its 128 by default are more tokens than there are
         always = f"lag={d.one(2, 3, 4)}"
@@ -264,7 +265,7 @@ def _policy(d: _Draw, block: int, layers: int, even: bool) -> str:
             case "critical":
                 links.append(d.link("critical", safe=(0.0, 0.25, 0.7, 1.0), epsilon=(0.0, 0.01)))
             case "caote":
-                links.append(_caote(d, "layer" not in base))
+                links.append(_caote(d, not one_set))
                 if "rounds" in links[-1]:
                     nonnegative = comparable = False
             case "protect":
@@ -281,7 +282,7 @@ def _policy(d: _Draw, block: int, layers: int, even: bool) -> str:
         allocations["model"] = dict(normalise=(False,), cap=caps)
         if nonnegative:
             allocations["lava"] = dict(cap=caps)
-    if even or "layer" in base or d.maybe(0.4):
+    if even or one_set or d.maybe(0.4):
         return chain
     which = d.one(*allocations)
     allocation = d.link(which, **allocations[which])  # type: ignore[arg-type]

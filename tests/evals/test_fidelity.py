@@ -113,7 +113,7 @@ def test_differences_by_hand():
 
 def test_rows_do_not_depend_on_their_batch_and_budgets_are_kept():
     model, samples = random_model(), random_samples()
-    settings = settings_of("tova", "tova@layer")
+    settings = settings_of("tova", "tova(heads='group')@layer")
     whole, parts = (fidelity.measure(model, samples, settings, block=16, batch=batch) for batch in (8, 2))
     for a, b in zip(whole, parts, strict=True):
         np.testing.assert_allclose(a["by_sample"]["error"], b["by_sample"]["error"], atol=2e-5)
@@ -147,12 +147,12 @@ def test_caote_is_compared_with_the_same_policy_without_it():
 @pytest.mark.slow
 def test_the_command_writes_table_json_and_pictures(tmp_path, capsys):
     paths = {name: tmp_path / name for name in ("out.json", "lines.png", "heads.png")}
-    flags = ["--policies", "full,tova,tova+caote,tova@model", *SMALL]
+    flags = ["--policies", "full,tova,tova+caote,h2o@model", *SMALL]
     outputs = ["--json", str(paths["out.json"]), "--plot", str(paths["lines.png"]), "--heads", str(paths["heads.png"])]
     assert main(["fidelity", *flags, *outputs]) == 0
     printed = capsys.readouterr().out
     data = json.loads(paths["out.json"].read_text())
-    assert [r["policy"] for r in data["results"]] == ["full", needle.RECENCY, "tova", "tova+caote", "tova@model"]
+    assert [r["policy"] for r in data["results"]] == ["full", needle.RECENCY, "tova", "tova+caote", "h2o@model"]
     assert all(r["policy"] in printed for r in data["results"])
     assert data["results"][0]["kl"] == 0
     assert [claim["paper"] for claim in data["claims"]] == ["CAOTE"]

@@ -293,7 +293,7 @@ def test_without_a_preference_the_layers_of_cake_stay_as_large_as_they_are():
 
 
 def test_cake_measures_entropy_and_variance_of_the_window_over_what_may_go():
-    policy = kvjax.parse("tova+protect(recent=2)@cake(window=3)")
+    policy = kvjax.parse("tova(heads='group')+protect(recent=2)@cake(window=3)")
     rng = np.random.default_rng(4)
     G, T, D = 2, 5, 4
     q, k, v = (rng.normal(size=(B, T, heads, D)).astype(np.float32) for heads in (K * G, K, K))
@@ -453,8 +453,8 @@ def test_one_set_of_tokens_for_a_layer_leaves_nothing_to_share_out(name):
     with pytest.raises(
         ValueError, match=rf"@{name}.*keeps one set of tokens for all heads of a layer, but '{name}' gives"
     ):
-        kvjax.parse(f"tova(heads='layer')@{name}")
-    assert kvjax.parse("tova(heads='layer')@uniform") is not None
+        kvjax.parse(f"tova@{name}")
+    assert kvjax.parse("tova@uniform") is not None
 
 
 @pytest.mark.parametrize("name", sorted(allocation.ALLOCATIONS))

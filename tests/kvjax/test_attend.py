@@ -94,7 +94,7 @@ def recent_half(rows, total, position, value):
 REFERENCES = {
     "h2o": h2o,
     "h2o+caote": h2o_caote,
-    "tova+fast_caote": tova_fast_caote,
+    "tova(heads='group')+fast_caote": tova_fast_caote,
     "snapkv(window=2,kernel=3,pooling='max')": snapkv,
     "streaming(sinks=2)": streaming,
     "h2o+protect(recent=0.5)": recent_half,

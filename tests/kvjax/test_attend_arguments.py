@@ -14,6 +14,8 @@ import kvjax
 from kvjax import KVCache, PagedCache
 from tests.kvjax.test_attend import BUDGET, B, D, G, K, N, S, T, blocks, start
 
+LAYER = "tova(heads='group')@layer"
+
 BOTH = pytest.mark.parametrize("function", [kvjax.attend, kvjax.observe], ids=["attend", "observe"])
 
 
@@ -118,18 +120,18 @@ def test_a_cache_that_holds_tokens_is_looked_into_outside_jit():
 
 @BOTH
 def test_a_page_table_too_short_for_a_head_that_wins_is_refused(function):
-    message = refused(function, pages("tova", most=9), *block(), policy="tova@layer", budget=6)
+    message = refused(function, pages("tova", most=9), *block(), policy=LAYER, budget=6)
     assert message.startswith("a head may hold 12 tokens when 3 more come in, but the cache has 10 slots a head")
 
 
 @BOTH
 def test_too_few_pages_for_the_budget_are_refused(function):
-    message = refused(function, pages("tova", most=15, pages=19), *block(), policy="tova@layer", budget=6)
+    message = refused(function, pages("tova", most=15, pages=19), *block(), policy=LAYER, budget=6)
     assert message == (
         "4 heads may hold 6 tokens each on average when 3 more come in, for which 20 pages of 2 slots are needed, but "
         "the cache has 19: make it with so many (kvjax.pages_for)."
     )
-    step = jax.jit(functools.partial(function, policy="tova@layer", budget=6))
+    step = jax.jit(functools.partial(function, policy=LAYER, budget=6))
     step(pages("tova", most=15, pages=20), *block())
 
 

@@ -18,17 +18,17 @@ B, K, G, D, BUDGET, BLOCK = 2, 2, 2, 4, 8, 4
 
 AT_ONCE = [
     "h2o+caote",
-    "tova+fast_caote+protect(sinks=1,recent=0.25)",
+    "tova(heads='group')+fast_caote+protect(sinks=1,recent=0.25)",
     "snapkv(window=2)+caote(group='mean')",
     "h2o+protect(sinks=2)+caote(norm=1)",
     "key_norm+normalise+caote",
-    "tova+caote+positions(kind='index')",
+    "tova(heads='group')+caote+positions(kind='index')",
 ]
 IN_TWO = [
     "h2o",
     "h2o+caote+pool",
     "h2o+caote(rounds=2)",
-    "tova(heads='layer')+caote",
+    "tova+caote",
     "snapkv(window=2)+caote@layer",
 ]
 
@@ -116,7 +116,7 @@ def test_one_operation_scores_and_evicts_where_caote_has_the_last_word(name, mon
 
 
 @pytest.mark.parametrize(("platform", "kernels"), [("tpu", 3), ("cuda", 5)])
-@pytest.mark.parametrize("name", ["h2o+caote", "tova+fast_caote"])
+@pytest.mark.parametrize("name", ["h2o+caote", "tova(heads='group')+fast_caote"])
 def test_on_an_accelerator_attention_scores_and_eviction_are_kernels(platform, kernels, name):
     """Attention and its statistics, and the eviction: one kernel on a TPU, three on a GPU."""
     policy = kvjax.parse(name)
@@ -130,7 +130,7 @@ def test_on_an_accelerator_attention_scores_and_eviction_are_kernels(platform, k
 @pytest.mark.tpu
 def test_layers_are_read_where_they_are_stacked():
     """The program of a decode step over all layers holds no copy of one layer's keys or values."""
-    policy, slots = kvjax.parse("tova+caote"), (4, 2, 8, 4224, 128)
+    policy, slots = kvjax.parse("tova(heads='group')+caote"), (4, 2, 8, 4224, 128)
     block = (2, 1, 32, 128), (2, 1, 8, 128), (2, 1, 8, 128)
 
     def decode(key, value, position, next_position, query, *rows):

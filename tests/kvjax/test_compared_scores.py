@@ -309,7 +309,7 @@ def output_lengths(block: blocks.Block) -> np.ndarray:
 @pytest.mark.parametrize("seed", [39, 40])
 def test_critical_keeps_the_best_and_weighs_the_others_by_their_projected_values(protect, safe, epsilon, budget, seed):
     block = blocks.make(seed, budget=budget, next_position=(14, 12))
-    policy = kvjax.parse(f"tova+critical(safe={safe},epsilon={epsilon}){protect}")
+    policy = kvjax.parse(f"tova(heads='group')+critical(safe={safe},epsilon={epsilon}){protect}")
     position, entered = np.asarray(block.observation.position), block.valid.sum(1)
     new = position >= np.asarray(block.observation.next_position)[:, None, None] - entered[:, None, None]
     assert new.any()

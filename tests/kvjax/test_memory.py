@@ -11,7 +11,15 @@ import models
 
 CONFIG = models.Config(64, 32, 48, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8)
 SHAPE = dict(layers=3, kv_heads=2, head_dim=8, query_heads=4)
-POLICIES = ("h2o", "h2o+critical", "expected_attention", "sage", "tova@layer", "laprox(window=4)@model", "h2o@pyramid")
+POLICIES = (
+    "h2o",
+    "h2o+critical",
+    "expected_attention",
+    "sage",
+    "keydiff@layer",
+    "laprox(window=4)@model",
+    "h2o@pyramid",
+)
 
 
 @pytest.mark.parametrize(("policy", "rows"), [*((policy, 1) for policy in POLICIES), ("h2o@pyramid", 3)])

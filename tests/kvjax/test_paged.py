@@ -378,11 +378,11 @@ def test_over_a_long_run_pages_give_what_masks_upon_a_full_cache_give(name):
 
 POLICIES = [
     "h2o",
-    "tova(heads='layer')",
+    "tova",
     "h2o+caote@adakv",
-    "tova@layer",
+    "tova(heads='group')@layer",
     "h2o@model",
-    "tova@pyramid(beta=4.0)",
+    "tova(heads='group')@pyramid(beta=4.0)",
     "h2o@lava",
     "h2o@cake(window=3)",
     "snapkv(window=2)@model",

@@ -15,8 +15,8 @@ CHAINS = {
     "h2o": lambda: kvjax.chain(kvjax.h2o()),
     "h2o(accumulate=False)": lambda: kvjax.chain(kvjax.h2o(accumulate=False)),
     "snapkv(window=2,kernel=3)+fast_caote": lambda: kvjax.chain(kvjax.snapkv(window=2, kernel=3), kvjax.fast_caote()),
-    "tova(heads='layer')+caote(norm=1,group='mean')": lambda: kvjax.chain(
-        kvjax.tova(heads="layer"), kvjax.caote(norm=1, group="mean")
+    "tova(heads='group')+caote(norm=1,group='mean')": lambda: kvjax.chain(
+        kvjax.tova(heads="group"), kvjax.caote(norm=1, group="mean")
     ),
     "key_norm+normalise+caote": lambda: kvjax.chain(kvjax.key_norm(), kvjax.normalise(), kvjax.caote()),
     "random(seed=7)+pool(kernel=3)": lambda: kvjax.chain(kvjax.random(seed=7), kvjax.pool(kernel=3)),
@@ -85,7 +85,7 @@ def test_a_chain_joins_what_its_links_declare():
         policy.needs.statistics == {"window_mean"} and policy.needs.window == 2 and policy.base and policy.nonnegative
     )
     assert [tuple(p) for p in policy.protections] == [(0, 2), (4, 0)]
-    assert policy.heads == "group" and kvjax.parse("tova(heads='layer')+caote").heads == "layer"
+    assert policy.heads == "group" and kvjax.parse("tova+caote").heads == "layer"
 
 
 @pytest.mark.parametrize(

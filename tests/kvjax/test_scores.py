@@ -23,12 +23,13 @@ EVERY_LINK = [
     "h2o",
     "h2o(accumulate=False)+pool(kernel=3)",
     "tova",
+    "tova(heads='group')",
     "snapkv(window=2,kernel=3)",
     "snapkv(window=2,kernel=3,pooling='max')",
     "streaming(sinks=2)",
     "key_norm",
     "random",
-    "tova+caote",
+    "tova(heads='group')+caote",
     "h2o+caote(group='mean',norm=1)",
     "h2o+fast_caote",
     "key_norm+normalise+caote(norm='inf')",
@@ -42,7 +43,7 @@ EVERY_LINK = [
     "expected_attention(future=8,sinks=1)",
     "keydiff",
     "butler(dim=3)",
-    "tova+critical",
+    "tova(heads='group')+critical",
 ]
 
 
@@ -73,12 +74,13 @@ def test_h2o_without_accumulation_is_the_attention_received_in_this_block():
 
 def test_tova_is_the_last_valid_querys_row_averaged_over_the_group():
     block = blocks.make(2)
-    close(scores("tova", block), each_head(block, lambda b, k, live: block.rows(b)[heads_of(k), -1].mean(0)[live]))
+    result = scores("tova(heads='group')", block)
+    close(result, each_head(block, lambda b, k, live: block.rows(b)[heads_of(k), -1].mean(0)[live]))
 
 
 def test_tova_over_the_layer_averages_all_heads():
     block = blocks.make(3, same_heads=True)
-    result = scores("tova(heads='layer')", block)
+    result = scores("tova", block)
     close(result, each_head(block, lambda b, k, live: block.rows(b)[:, -1].mean(0)[live]))
     np.testing.assert_array_equal(result[:, 0], result[:, 1])
 
@@ -87,7 +89,7 @@ def test_tova_over_the_layer_averages_what_the_links_behind_it_give():
     block = blocks.make(4, same_heads=True)
     last = np.stack([block.rows(b)[:, -1] for b in range(B)])
     expected = blocks.caote(block, last).mean(1, keepdims=True)
-    close(scores("tova(heads='layer')+caote", block), np.broadcast_to(expected, (B, K, S)))
+    close(scores("tova+caote", block), np.broadcast_to(expected, (B, K, S)))
 
 
 @pytest.mark.parametrize("pooling", ["avg", "max"])
@@ -291,7 +293,7 @@ def test_caote_over_tova_needs_no_normalisation():
             last[b, heads_of(k)][:, live], np.asarray(block.observation.value[b, k])[live]
         )
 
-    close(scores("tova+caote", block), each_head(block, formula))
+    close(scores("tova(heads='group')+caote", block), each_head(block, formula))
 
 
 def test_the_link_fast_caote_is_caote_with_fast():
@@ -311,7 +313,7 @@ def test_normalised_scores_sum_to_one_in_each_query_head():
     close(scores("h2o+normalise", block), each_head(block, formula))
 
 
-@pytest.mark.parametrize("marks", ["tova+critical(safe=0.5)", "sage(split='adaptive')"])
+@pytest.mark.parametrize("marks", ["tova(heads='group')+critical(safe=0.5)", "sage(split='adaptive')"])
 def test_tokens_that_are_sure_to_stay_share_the_weight(marks):
     """They score float32's largest number, which has no sum and, to XLA, no reciprocal."""
     block = blocks.make(14)
@@ -326,17 +328,17 @@ def test_tokens_that_are_sure_to_stay_share_the_weight(marks):
 def test_pooling_and_averaging_tokens_that_are_sure_to_stay_gives_finite_scores():
     block = blocks.make(14)
     largest = float(np.finfo(np.float32).max)
-    sure = scores("tova+critical(safe=0.5)", block) > 1e38
+    sure = scores("tova(heads='group')+critical(safe=0.5)", block) > 1e38
 
     def pooled(b, k, live):
         return definitions.pooled(largest * sure[b, k], block.observation.position[b, k], 3, "avg")[live]
 
-    found = scores("tova+critical(safe=0.5)+pool(kernel=3)", block)
+    found = scores("tova(heads='group')+critical(safe=0.5)+pool(kernel=3)", block)
     np.testing.assert_allclose(found, each_head(block, pooled), rtol=1e-6, atol=10)  # the others score as weights do
     same = blocks.make(14, same_heads=True)
-    sure = scores("tova+critical(safe=0.5)", same) > 1e38
+    sure = scores("tova(heads='group')+critical(safe=0.5)", same) > 1e38
     assert (sure.sum(axis=1) == K).any()
-    averaged = scores("tova(heads='layer')+critical(safe=0.5)", same)
+    averaged = scores("tova+critical(safe=0.5)", same)
     expected = each_head(same, lambda b, k, live: largest * sure[b][:, live].mean(axis=0))
     np.testing.assert_allclose(averaged, expected, rtol=1e-6, atol=10)
 

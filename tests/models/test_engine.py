@@ -46,7 +46,7 @@ def assert_keeps(cache, row, run):
 
 
 BASES = (
-    "h2o", "h2o(accumulate=False)", "tova", "tova(heads='layer')", "snapkv(window=4,kernel=3)",
+    "h2o", "h2o(accumulate=False)", "tova", "tova(heads='group')", "snapkv(window=4,kernel=3)",
     "snapkv(window=3,pooling='max')", "streaming(sinks=3)", "key_norm", "random(seed=5)",
 )  # fmt: skip
 POLICIES = [
@@ -56,15 +56,15 @@ POLICIES = [
     "key_norm+normalise+fast_caote",
     "h2o+caote(group='mean')",
     "h2o+caote(norm=1)",
-    "tova+caote(norm='inf')",
+    "tova(heads='group')+caote(norm='inf')",
     "h2o(accumulate=False)+caote(norm='inf',group='mean')",
-    "tova+fast_caote(norm=1,group='mean')",
+    "tova(heads='group')+fast_caote(norm=1,group='mean')",
     "h2o+normalise",
     "tova+pool(kernel=3)",
     "h2o+pool(pooling='max')+caote",
     "h2o+protect(recent=0.5)",
     "h2o+caote+protect(recent=0.5)",
-    "tova+caote+protect(sinks=2,recent=0.25)",
+    "tova(heads='group')+caote+protect(sinks=2,recent=0.25)",
     "snapkv(window=4,kernel=3)+fast_caote+protect(sinks=2,recent=0.25)",
 ]
 
@@ -96,11 +96,11 @@ END = tuple(range(0, VOCABULARY, 9))  # so many that the rows stop at different 
 DECODING = {
     "h2o+caote": dict(policy="h2o+caote", budget=14),
     "h2o every 5 steps": dict(policy="h2o", budget=14, evict_every=5),
-    "tova never": dict(policy="tova", budget=12, evict_every=0),
+    "tova of a group never": dict(policy="tova(heads='group')", budget=12, evict_every=0),
     "snapkv once, then by its window": dict(policy="snapkv(window=3,pooling='max')", budget=14, when="prompt"),
     "h2o+caote once, a ratio, every 3 steps": dict(policy="h2o+caote", budget=0.1, when="prompt", evict_every=3),
     "snapkv, at every step": dict(policy="snapkv(window=4)", budget=14, evict_every=1),
-    "tova of the layer, a ratio": dict(policy="tova(heads='layer')", budget=0.08),
+    "tova of the layer, a ratio": dict(policy="tova", budget=0.08),
     "random+fast_caote, one by one": dict(policy="random(seed=5)+fast_caote", budget=16, block=1),
     "protected, blocks of 7": dict(policy="h2o+caote+protect(recent=0.5)", budget=14, block=7),
     "snapkv+caote, Qwen3": dict(policy="snapkv(window=4,kernel=3)+caote", budget=14, config=QWEN3),
@@ -135,7 +135,7 @@ def test_decoding_gives_the_references_tokens_and_keeps_what_it_keeps(case):
     assert len(set(out.lengths.tolist())) > 1, "the rows should stop at different steps; change END"
 
 
-@pytest.mark.parametrize("name", ["h2o+caote", "h2o every 5 steps", "tova never"])
+@pytest.mark.parametrize("name", ["h2o+caote", "h2o every 5 steps", "tova of a group never"])
 def test_a_streamed_row_alone_gives_its_tokens_and_cache_in_a_batch(name):
     config, settings = settings_of(DECODING[name])
     batch = models.generate(decoder(config), TOKENS, lengths=LENGTHS, **settings)

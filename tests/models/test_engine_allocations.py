@@ -21,7 +21,7 @@ BLOCK, BUDGET, STEPS = 4, 14, 100
 POLICIES = [
     "h2o@layer(cap=None)",
     "h2o+caote+protect(sinks=2,recent=0.25)@model(cap=None)",
-    "tova@adakv(cap=None)",
+    "tova(heads='group')@adakv(cap=None)",
     "laprox(window=4,kernel=1)@model(cap=None)",
     "h2o@model(normalise=False,cap=None)",
 ]
@@ -76,7 +76,7 @@ def test_fifty_blocks_and_a_hundred_steps_on_pages_are_those_of_a_masked_full_ca
         np.testing.assert_array_equal(kept[:, row], expected)
 
 
-@pytest.mark.parametrize("name", ["h2o+caote+protect(sinks=2,recent=0.25)@model(cap=None)", "tova@adakv(cap=None)"])
+@pytest.mark.parametrize("name", POLICIES[1:3])
 def test_logits_on_pages_are_those_of_a_masked_full_cache(name):
     out = models.prefill(model(), TOKENS, LENGTHS, policy=name, budget=BUDGET, block=BLOCK, outputs="all", page_size=2)
     policy = reference.policy(name)
@@ -203,7 +203,7 @@ def test_pages_are_for_the_rows_budgets_not_for_the_largest_one():
 
 
 def test_questions_of_nearby_lengths_share_one_program(each_way, compiled_steps):
-    settings = dict(policy="tova@layer", budget=9, block=4, max_new_tokens=3, end=())
+    settings = dict(policy="tova(heads='group')@layer", budget=9, block=4, max_new_tokens=3, end=())
     sizes = []
     for question in (5, 7, 8):
         list(models.stream(model(), TOKENS[:1, :60], question=question, **settings))
@@ -233,8 +233,9 @@ def test_sage_scores_a_prompt_that_comes_token_by_token():
     assert (kept[0] != kept[1]).any()
 
 
-BASES = ("h2o", "tova", "snapkv(window=4)", "streaming", "random", "sage", "laprox(window=4)", "cake(window=4)")
-BASES = (*BASES, "lava(window=4)", "expected_attention", "keydiff+normalise", "key_norm+normalise", "h2o+critical")
+BASES = ("h2o", "tova(heads='group')", "snapkv(window=4)", "streaming", "random", "sage", "laprox(window=4)")
+BASES = (*BASES, "cake(window=4)", "lava(window=4)", "expected_attention", "keydiff+normalise", "key_norm+normalise")
+BASES = (*BASES, "h2o+critical")
 
 
 @pytest.mark.parametrize("base", BASES)

@@ -18,7 +18,7 @@ PLAIN = (
     "h2o+caote",
     "snapkv(window=4)+caote",
     "laprox(window=4)",
-    "tova(heads='layer')",
+    "tova",
     "sage(heads='query')",
     "streaming+positions",
     "expected_attention(future=8)",

@@ -55,7 +55,7 @@ RUNS = {
         r"'key_norm@model': 'model' divides scores .* put 'normalise' between",
     ),
     "an allocation of one layer's set": (
-        dict(policy="tova(heads='layer')@layer", budget=16),
+        dict(policy="tova@layer", budget=16),
         r"keeps one set of tokens for all heads of a layer, but 'layer' gives",
     ),
     "an allocation of scores that only order a head": (

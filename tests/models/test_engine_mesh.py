@@ -47,7 +47,7 @@ def collectives(compiled):
     return counts
 
 
-@pytest.mark.parametrize("policy", ["h2o+caote", "tova(heads='layer')+protect(sinks=2,recent=0.25)"])
+@pytest.mark.parametrize("policy", ["h2o+caote", "tova+protect(sinks=2,recent=0.25)"])
 def test_a_mesh_gives_the_tokens_and_keeps_the_tokens_of_one_device(policy):
     settings = dict(lengths=LENGTHS, policy=policy, budget=16, block=8, max_new_tokens=10, end=(3, 7, 20))
     one = models.generate(reference.decoder(CONFIG, WEIGHTS), TOKENS, **settings)
@@ -104,7 +104,7 @@ def test_a_block_of_one_layer_needs_no_communication(name):
     assert not collectives(step.lower(cache, query, rows).compile())
 
 
-@pytest.mark.parametrize(("policy", "of_the_policy"), [("h2o+caote", 0), ("tova(heads='layer')", 1)])
+@pytest.mark.parametrize(("policy", "of_the_policy"), [("h2o+caote", 0), ("tova", 1)])
 def test_a_decode_step_communicates_only_where_heads_and_vocabulary_meet(policy, of_the_policy):
     """A sum behind the attention, the feed-forward and the embedding each; then the best token out of all parts."""
     options = Options(policy, 16, 8, evict_every=1, reserve=8)

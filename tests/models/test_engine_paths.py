@@ -26,7 +26,7 @@ CASES = {
     "nothing evicted": dict(policy=None, budget=None, config="sliding"),
     "scored from weights": dict(policy="h2o+caote", config="sliding"),
     "once, a question": dict(policy="snapkv(window=8)+caote", when="prompt", evict_every=3, question=np.array([5, 0])),
-    "layers exchange slots": dict(policy="tova@model", evict_every=0, question=np.array([5, 0])),
+    "layers exchange slots": dict(policy="tova(heads='group')@model", evict_every=0, question=np.array([5, 0])),
     "heads exchange slots, once": dict(policy="h2o@adakv", when="prompt", evict_every=3, config="sliding"),
     "not scored in decode": dict(policy="sage", when="prompt", question=9),
     "through the output": dict(policy="laprox(window=4)@model", evict_every=3),

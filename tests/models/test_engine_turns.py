@@ -23,7 +23,9 @@ def model():
     return reference.decoder(CONFIG, reference.parameters(CONFIG))
 
 
-@pytest.mark.parametrize("policy", [None, "h2o+caote", "snapkv(window=4)", "h2o@layer", "sage", "tova@model"])
+@pytest.mark.parametrize(
+    "policy", [None, "h2o+caote", "snapkv(window=4)", "h2o@layer", "sage", "tova(heads='group')@model"]
+)
 @pytest.mark.filterwarnings("ignore:.*made to choose once")
 def test_a_document_in_two_halves_is_the_document(model, policy, each_way):
     settings = dict(policy=policy, budget=None if policy is None else 16, block=4, outputs="all")

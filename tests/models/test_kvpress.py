@@ -24,7 +24,7 @@ PER_QUERY = kvjax.Policy(
 )
 ANY_BUDGET = {
     "observed": kvjax.chain(kvjax.h2o(), PER_QUERY),
-    "tova": "tova(heads='layer')+protect(recent=1)",  # TOVA itself can drop the last token, kvpress never does
+    "tova": "tova+protect(recent=1)",  # TOVA itself can drop the last token, kvpress never does
     "snapkv": "snapkv(window=16)",
     "knorm": "key_norm",
     "keydiff": "keydiff",

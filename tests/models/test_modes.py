@@ -32,19 +32,19 @@ ALLOCATIONS = ("pyramid", "adakv", "layer", "model", "cake", "lava")
 POLICIES = [
     "h2o+caote+protect(sinks=2,recent=0.5)",
     "snapkv(window=4)+critical",
-    "tova(heads='layer')",
+    "tova",
     "streaming(sinks=2)+positions(kind='compact')",
     "key_norm+normalise+fast_caote",
     "keydiff+positions(kind='index')",
     "random+pool",
     "sage(heads='query')",
     "h2o+caote(rounds=2)",
-    "tova+caote(target='output')",
+    "tova(heads='group')+caote(target='output')",
     "expected_attention",
     "butler+caote",
     *(f"{base}@{allocation}" for base, allocation in zip(
-        ("tova", "h2o+caote", "laprox(window=4)", "lava(window=4)", "cake(window=4)", "snapkv(window=4)"),
-        ALLOCATIONS, strict=True,
+        ("tova(heads='group')", "h2o+caote", "laprox(window=4)", "lava(window=4)", "cake(window=4)",
+         "snapkv(window=4)"), ALLOCATIONS, strict=True,
     )),
 ]  # fmt: skip
 SOURCES = ["butler", "oracle", "quest(page_size=4)", "first_layer", "previous_layer", "random", "streaming"]
@@ -125,7 +125,7 @@ def test_rope_scalings(mode, trace, rope):
     trace(mode, model, TOKENS, policy="expected_attention")
 
 
-@pytest.mark.parametrize("policy", ["h2o+caote", "tova@model"])
+@pytest.mark.parametrize("policy", ["h2o+caote", "tova(heads='group')@model"])
 def test_a_whole_run_is_the_same_as_in_the_mode_that_is_usual(mode, model, each_way, policy):
     settings = SETTINGS | dict(policy=policy, question=np.array([5, 0]))
     usual = [token.tolist() for token, _ in models.stream(model, TOKENS, **settings)]
@@ -171,7 +171,8 @@ def test_the_evaluations(mode, model, predictor):
         selections._last_logits(model, tokens)
         position = jnp.arange(10, dtype=jnp.int32).reshape(2, 5)
         seen = fidelity._outputs(model, cache, tokens[:, :5], position, jnp.full(2, 40, jnp.int32))
-        return loglikelihood._chosen(seen.logits, tokens[:, :5])
+        hidden = jnp.zeros((2, 5, model.config.hidden_size), model.embedding[...].dtype)
+        return loglikelihood._in_parts(model, hidden, tokens[:, :5], hidden, 2), seen
 
     with mode():
         empty = jax.eval_shape(lambda: kvjax.KVCache.init(batch=2, kv_heads=2, slots=50, head_dim=8, layers=2))

@@ -11,7 +11,7 @@ from tests.models.make_smollm2_kept import GOLDEN, KEPT, T
 
 POLICIES = {
     "snapkv": "snapkv(window=64)",
-    "tova": "tova(heads='layer')+protect(recent=1)",  # TOVA itself can drop the last token, kvpress never does
+    "tova": "tova+protect(recent=1)",  # TOVA itself can drop the last token, kvpress never does
     "keydiff": "keydiff",
     "streaming": "streaming",
     "knorm": "key_norm",

@@ -136,7 +136,7 @@ def h2o(*, accumulate: bool = True) -> Link:
     return Link(lambda _, seen: seen.received if accumulate else seen.weights.sum(axis=2))
 
 
-def tova(*, heads: str = "group") -> Link:
+def tova(*, heads: str = "layer") -> Link:
     """The attention of the newest query."""
     return Link(lambda _, seen: seen.weights[:, :, -1], heads=heads)
 
