@@ -10,6 +10,7 @@ layer after the other (models/by_layer.py says why). `stream` feeds blocks and t
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple
@@ -35,12 +36,14 @@ from models.plan import (
     HostOrDevice,
     Options,
     Plan,
+    Prefilled,
     Prompt,
     Tokens,
     When,
     blocks_of,
     cache_heads,
     check_prompt,
+    kept_of,
     plan_run,
 )
 from models.sampling import Sampling, check_end, check_sampling, sample
@@ -58,11 +61,11 @@ from models.steps import (
 )
 
 
-class Prefilled(NamedTuple):
-    """``logits`` of the last token, [B, V], or of all tokens, [B, T, V]."""
+class Hidden(NamedTuple):
+    """``hidden`` states of all tokens before the last norm, [B, T, E]; ``model.logits`` takes any part of them."""
 
     cache: Cache
-    logits: Array
+    hidden: Float[Array, "B T E"]
 
 
 class Generation(NamedTuple):
@@ -108,7 +111,8 @@ def prefill(
             evicted, so the cache holds that many tokens more than the budget. By default nothing is held back, and a
             policy that evicts once knows the question. Behind a cache it may be all tokens.
         reserve: slots to leave free for tokens that come later (a full cache only; a budget leaves a block's worth).
-        outputs: logits of the "last" token or of "all" tokens; the latter grow with the prompt.
+        outputs: logits of the "last" token or of "all" tokens; the latter grow with the prompt, and
+            :func:`hidden_states` grow less.
         page_size: slots of a page, where a policy's allocation gives heads different budgets.
         projection: what the policy reads of the output projections, ``output_projection(model, policy)``; made here if
             it isn't given, once a call.
@@ -133,25 +137,50 @@ def prefill(
     """
     if outputs not in ("last", "all"):
         raise ValueError(f"outputs is {outputs!r}; there are 'last' and 'all'.")
-    block = check_count("block", block, 1, "a block has at least 1 token")
-    options = Options(policy, budget, block, when, 0, reserve=reserve, page_size=page_size)
     every = outputs == "all"
-    given = check_prompt(model, tokens, lengths, question, cache, policy)
-    run, prompt = _prepare(model, given, options, projection, butler, every)
-    feed = _prefill_by_layer if runs_by_layer(run) else _prefill
-    state, logits = feed(run, prompt, cache, every)
-    if every:  # [B, n m, V] of every place in a block -> [B, T, V]
-        place = np.zeros(given.tokens.shape, np.int32)
-        positions = [np.swapaxes(part.positions, 0, 1).reshape(len(place), -1) for part in prompt]
-        for row, position in enumerate(np.concatenate(positions, axis=1)):
-            place[row, position[position >= 0] - given.start[row]] = np.flatnonzero(position >= 0)
-        logits = jnp.take_along_axis(logits, jnp.asarray(place)[..., None], axis=1)
-    return Prefilled(stacked_up(state.cache), logits)
+    options = Options(policy, budget, block, when, 0, reserve=reserve, page_size=page_size)
+    kept, hidden = _run_prompt(model, tokens, lengths, question, cache, options, projection, butler, every)
+    logits = logits_of(model, hidden)
+    return Prefilled(kept, logits if every else logits[:, 0])
+
+
+def hidden_states(
+    model: Decoder,
+    tokens: Tokens,
+    lengths: Int[HostOrDevice, "B"] | None = None,
+    *,
+    cache: AnyCache | None = None,
+    policy: Policy | str | None = None,
+    budget: int | float | None = None,
+    block: int = 128,
+    when: When = "block",
+    question: int | Int[HostOrDevice, "B"] | None = None,
+    page_size: int = PAGE_SIZE,
+    projection: OutputProjection | None = None,
+    butler: Butler | None = None,
+) -> Hidden:
+    """Runs a prompt as :func:`prefill` does; gives what the head makes all tokens' logits of.
+
+    A vocabulary is some hundred times wider than what stands before the head: of [B, T, V] logits take a part at a
+    time.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from flax import nnx
+        >>> import models
+        >>> config = models.Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2)
+        >>> model = models.Decoder(config, rngs=nnx.Rngs(0))
+        >>> cache, hidden = models.hidden_states(model, jnp.arange(40)[None], policy="h2o", budget=16, block=8)
+        >>> hidden.shape, model.logits(hidden[:, 8:16]).shape
+        ((1, 40, 32), (1, 8, 64))
+    """
+    options = Options(policy, budget, block, when, 0, page_size=page_size)
+    return Hidden(*_run_prompt(model, tokens, lengths, question, cache, options, projection, butler, every=True))
 
 
 def generate(
     model: Decoder,
-    tokens: Tokens,
+    tokens: Tokens | Prefilled,
     *,
     cache: AnyCache | None = None,
     lengths: Int[HostOrDevice, "B"] | None = None,
@@ -178,8 +207,10 @@ def generate(
     One compiled program, but for large layers on a CPU (models/by_layer.py).
 
     Args:
-        tokens, cache, lengths, policy, budget, block, when, question, page_size, projection: see :func:`prefill`. The
-            last token of a row is not in the cache: whoever goes on from it gives it first.
+        tokens: prompts as :func:`prefill` takes them, or what it gave of them: then the answer alone is made, under the
+            same policy, budget and question.
+        cache, lengths, policy, budget, block, when, question, page_size, projection: see :func:`prefill`. The last
+            token of an answer is not in its cache: whoever goes on from it gives it first.
         select: instead of a policy, what says which tokens a decode step reads: a source of ``kvjax.sources`` or its
             short name, such as "butler", "oracle" or "quest(page_size=16)". Nothing is evicted, the prompt and layer 0
             are dense, and in the other layers each query head reads ``budget`` tokens (an int, or a share of those
@@ -210,11 +241,12 @@ def generate(
     block = check_count("block", block, 1, "a block has at least 1 token")
     options = Options(policy, budget, block, when, evict_every, select, sinks, page_size, max_new_tokens)
     given = check_prompt(model, tokens, lengths, question, cache, policy)
+    cache, logits = tokens if isinstance(tokens, Prefilled) else (cache, None)
     run, prompt = _prepare(model, given, options, projection, butler)
     choice = _Choice(check_sampling(temperature, top_k, top_p, key), max_new_tokens, check_end(model.config, end))
     if runs_by_layer(run, key):
-        return _generate_by_layer(run, prompt, cache, choice, key)
-    state, out, count, finite = _generate(run, prompt, cache, key if choice.draws else None, choice)
+        return _generate_by_layer(run, prompt, cache, logits, choice, key)
+    state, out, count, finite = _generate(run, prompt, cache, logits, key if choice.draws else None, choice)
     if is_known(finite):
         _check_finite(model, finite)
     return Generation(out, stacked_up(state.cache), count)
@@ -222,7 +254,7 @@ def generate(
 
 def stream(
     model: Decoder,
-    tokens: Tokens,
+    tokens: Tokens | Prefilled,
     *,
     cache: AnyCache | None = None,
     lengths: Int[HostOrDevice, "B"] | None = None,
@@ -274,10 +306,11 @@ def stream(
     block = check_count("block", block, 1, "a block has at least 1 token")
     options = Options(policy, budget, block, when, evict_every, select, sinks, page_size, max_new_tokens, False)
     given = check_prompt(model, tokens, lengths, question, cache, policy)
+    cache, logits = tokens if isinstance(tokens, Prefilled) else (cache, None)
     run, prompt = _prepare(model, given, options, projection, butler)
     choice = _Choice(check_sampling(temperature, top_k, top_p, key), max_new_tokens, check_end(model.config, end))
     steps = LayerSteps(run) if runs_by_layer(run) else _ProgramSteps(run)
-    made = _tokens(run, steps, prompt, cache, choice, key, on_block, on_cache)
+    made = _tokens(run, steps, prompt, cache, logits, choice, key, on_block, on_cache)
     return ((token, state.cache) for token, state in made)
 
 
@@ -295,11 +328,62 @@ def output_projection(model: Decoder, policy: Policy | str | None) -> OutputProj
         (2, 2, 2, 8, 8)
     """
     policy = policy_of(policy)
-    if policy is None or not policy.needs.projections:
+    return None if policy is None else projected(model, policy.needs.projections, cache_heads(model.config, policy))
+
+
+def projected(model: Decoder, kinds: frozenset[str], heads: int) -> OutputProjection | None:
+    """What is read of all layers' output projections, for a cache of so many heads; None where nothing is."""
+    if not kinds:
         return None
-    heads = cache_heads(model.config, policy)
-    kinds = tuple(sorted(policy.needs.projections))
-    return jax.jit(kvjax.output_projection, static_argnums=(1, 2))(model.layers.output[...], heads, kinds)
+    return _project(model.layers.output[...], heads, tuple(sorted(kinds)))
+
+
+_project = jax.jit(kvjax.output_projection, static_argnums=(1, 2))
+
+
+def run_question(model: Decoder, given: CheckedPrompt, options: Options, prefilled: Prefilled) -> Prefilled:
+    """Feeds the questions that were held back to a cache in which the context is; rows without one keep their logits.
+
+    Args:
+        given: the whole prompts.
+    """
+    asked, cache = given.questions, prefilled.cache
+    if not asked.any():
+        return prefilled
+    place = (given.lengths - asked)[:, None] + np.arange(asked.max())
+    tokens = np.take_along_axis(given.tokens, np.minimum(place, given.tokens.shape[1] - 1), axis=1)
+    kept = kept_of(model, cache, policy_of(options.policy), len(asked))
+    run, prompt = _prepare(model, CheckedPrompt(tokens, asked, asked, kept), options, None, None)
+    feed = _prefill_by_layer if runs_by_layer(run) else _prefill
+    state, hidden = feed(run, prompt, cache, False)
+    logits = jnp.where(asked[:, None] > 0, logits_of(model, hidden)[:, 0], prefilled.logits)
+    return Prefilled(stacked_up(state.cache), logits)
+
+
+def _run_prompt(
+    model: Decoder,
+    tokens: Tokens,
+    lengths: HostOrDevice | None,
+    question: int | HostOrDevice | None,
+    cache: AnyCache | None,
+    options: Options,
+    projection: OutputProjection | None,
+    butler: Butler | None,
+    every: bool,
+) -> tuple[Cache, Float[Array, "B T E"]]:
+    """Feeds a prompt: the cache, and the hidden states of each row's last token, [B, 1, E], or of every token."""
+    options = dataclasses.replace(options, block=check_count("block", options.block, 1, "a block has at least 1 token"))
+    given = check_prompt(model, tokens, lengths, question, cache, options.policy)
+    run, prompt = _prepare(model, given, options, projection, butler, every)
+    feed = _prefill_by_layer if runs_by_layer(run) else _prefill
+    state, hidden = feed(run, prompt, cache, every)
+    if every:  # [B, n m, E] of every place in a block -> [B, T, E]
+        place = np.zeros(given.tokens.shape, np.int32)
+        positions = [np.swapaxes(part.positions, 0, 1).reshape(len(place), -1) for part in prompt]
+        for row, position in enumerate(np.concatenate(positions, axis=1)):
+            place[row, position[position >= 0] - given.start[row]] = np.flatnonzero(position >= 0)
+        hidden = jnp.take_along_axis(hidden, jnp.asarray(place)[..., None], axis=1)
+    return stacked_up(state.cache), hidden
 
 
 class _Choice(NamedTuple):
@@ -320,28 +404,28 @@ def _prepare(
     options: Options,
     projection: OutputProjection | None,
     butler: Butler | None,
-    all_logits: bool = False,
+    every: bool = False,
 ) -> tuple[Run, Prompt]:
     """Checks a run's arguments; gives what it is made of, and its prompts in blocks."""
     plan, rows = plan_run(model, given, options, butler)
-    if plan.selection is not None:
+    if plan.selection is not None or not given.fed:
         given = given._replace(questions=np.zeros_like(given.questions))  # nothing is compressed before they come
     projection = output_projection(model, plan.policy) if projection is None else projection
     run = Run(model, rows, projection, butler, plan)
-    # A derivative goes through a scan alone, and all logits are as many as the blocks.
-    exact = all_logits or not is_known(*jax.tree.leaves((model, projection, butler)))
+    # A derivative goes through a scan alone, and all hidden states are as many as the blocks.
+    exact = every or not is_known(*jax.tree.leaves((model, projection, butler)))
     return run, blocks_of(given, options.block, exact)
 
 
 # One program: layers scanned, blocks and tokens in loops.
 
 
-@functools.partial(jax.jit, static_argnames="all_logits")
-def _prefill(run: Run, prompt: Prompt, cache: AnyCache | None, all_logits: bool = False) -> tuple[DecodeState, Array]:
+@functools.partial(jax.jit, static_argnames="every")
+def _prefill(run: Run, prompt: Prompt, cache: AnyCache | None, every: bool = False) -> tuple[DecodeState, Array]:
     """Feeds the prompt to a cache, or to an empty one.
 
     Returns:
-        The state, and the logits, [B, V] or, of every place in the blocks, [B, n m, V].
+        The state, and the hidden states of the last token, [B, 1, E], or of every place in the blocks, [B, n m, E].
     """
     model, plan = run.model, run.plan
     B = prompt.context.tokens.shape[1]
@@ -350,34 +434,34 @@ def _prefill(run: Run, prompt: Prompt, cache: AnyCache | None, all_logits: bool 
         state, last = carry
         tokens, position = scanned
         hidden, state = forward(run, state, tokens, position, block_budgets(run.rows, phase), phase)
-        return (state, _newest(position, hidden, last)), model.logits(hidden) if all_logits else None
+        return (state, _newest(position, hidden, last)), hidden if every else None
 
     observe = functools.partial(step, phase=Phase(evicts=False))
     evict = functools.partial(step, phase=Phase(evicts=True))
     state = start(run, B, None if cache is None else stacked(cache))
     carry: Any = (state, jnp.zeros((B, 1, model.config.hidden_size), model.embedding[...].dtype))
     if plan.when == "block":
-        carry, logits = _over_blocks(evict, carry, prompt.context)
-        of_places = [logits]
+        carry, of_blocks = _over_blocks(evict, carry, prompt.context)
+        of_places = [of_blocks]
     elif prompt.context.tokens.shape[0] == 0:
         of_places = []
     else:
-        carry, logits = _over_blocks(observe, carry, prompt.context, but_last=True)
+        carry, of_blocks = _over_blocks(observe, carry, prompt.context, but_last=True)
         carry, last = evict(carry, _last_block(prompt.context))
-        of_places = [logits, last[None]] if all_logits else []
+        of_places = [of_blocks, last[None]] if every else []
     state, hidden = carry
     carry = (shrink(state, plan), hidden)
     if prompt.question.tokens.shape[0]:
         answer = functools.partial(step, phase=Phase(evicts=False, compressed=True))
-        carry, logits = _over_blocks(answer, carry, prompt.question, but_last=plan.overfull)
-        of_places.append(logits)
+        carry, of_blocks = _over_blocks(answer, carry, prompt.question, but_last=plan.overfull)
+        of_places.append(of_blocks)
         if plan.overfull:
             make_room = functools.partial(step, phase=Phase(evicts=True, compressed=True))
             carry, last = make_room(carry, _last_block(prompt.question))
-            of_places += [last[None]] if all_logits else []
+            of_places += [last[None]] if every else []
     state, hidden = carry
-    if not all_logits:
-        return state, model.logits(hidden[:, 0])
+    if not every:
+        return state, hidden
     return state, jnp.concatenate([x.swapaxes(0, 1).reshape(B, -1, x.shape[-1]) for x in of_places], axis=1)
 
 
@@ -409,10 +493,14 @@ def _newest(
 
 @functools.partial(jax.jit, static_argnames="choice")
 def _generate(
-    run: Run, prompt: Prompt, cache: AnyCache | None, key: Array | None, choice: _Choice
+    run: Run, prompt: Prompt, cache: AnyCache | None, logits: Array | None, key: Array | None, choice: _Choice
 ) -> tuple[DecodeState, Int[Array, "B new"], Int[Array, "B"], Array]:
-    """Prompt and answer: the state, the tokens, how many there are, and whether the first logits are finite."""
-    state, logits = _prefill(run, prompt, cache)
+    """Prompt and answer: the state, the tokens, how many there are, and whether the first logits are finite.
+
+    ``logits`` are those behind the cache, where the prompt is in it already.
+    """
+    state, hidden = _prefill(run, prompt, cache)
+    logits = run.model.logits(hidden[:, 0]) if logits is None else logits
     B, pad = logits.shape[0], _pad(run)
     key, draw = _split(key)
     token = sample(logits, draw, choice.sampling)
@@ -479,7 +567,7 @@ def block_step(
 
 token_step = jax.jit(_token_step, static_argnames=("phase", "sampling"), donate_argnames="state")
 _shrink = jax.jit(shrink, static_argnames="plan")
-_last = jax.jit(_newest)
+newest_of = jax.jit(_newest)
 
 
 @functools.partial(jax.jit, static_argnames="batch")
@@ -516,6 +604,7 @@ def _tokens(
     steps: _ProgramSteps | LayerSteps,
     prompt: Prompt,
     cache: AnyCache | None,
+    logits: Array | None,
     choice: _Choice,
     key: Array | None,
     on_block: Callable[[int, int], None] | None = None,
@@ -524,7 +613,10 @@ def _tokens(
     """Each step's tokens as they come, -1 in rows that have ended, and the state behind them."""
     state, hidden = _fed(run, steps, prompt, cache, on_block, on_cache)
     key, draw = _split(key if choice.draws else None)
-    chosen, finite = next_token(run.model, hidden, draw, choice.sampling)
+    if logits is None:
+        chosen, finite = next_token(run.model, hidden, draw, choice.sampling)
+    else:
+        chosen, finite = sample(logits, draw, choice.sampling), jnp.isfinite(logits).all()
     token = np.asarray(chosen)
     _check_finite(run.model, finite)
     finished = np.isin(token, choice.end)
@@ -566,7 +658,7 @@ def _fed(
                 filled = _quarters((index + 1) * position.shape[1], plan.prompt_slots)
             phase = Phase(evicts, compressed=not is_context, filled=filled)
             hidden, state = steps.block(state, tokens[index], position, phase)
-            last = _last(position, hidden, last)
+            last = newest_of(position, hidden, last)
             if on_hidden is not None:
                 on_hidden(hidden)
             if on_cache is not None:
@@ -586,19 +678,18 @@ def _quarters(fed: int, slots: int) -> int | None:
     return filled if filled < slots else None
 
 
-def _prefill_by_layer(run: Run, prompt: Prompt, cache: AnyCache | None, all_logits: bool) -> tuple[DecodeState, Array]:
-    logits: list[Array] = []
-    keep = (lambda hidden: logits.append(_logits(run.model, hidden))) if all_logits else None
-    state, hidden = _fed(run, LayerSteps(run), prompt, cache, on_hidden=keep)
-    return state, jnp.concatenate(logits, axis=1) if all_logits else _logits(run.model, hidden)[:, 0]
+def _prefill_by_layer(run: Run, prompt: Prompt, cache: AnyCache | None, every: bool) -> tuple[DecodeState, Array]:
+    of_blocks: list[Array] = []
+    state, last = _fed(run, LayerSteps(run), prompt, cache, on_hidden=of_blocks.append if every else None)
+    return state, jnp.concatenate(of_blocks, axis=1) if every else last
 
 
 def _generate_by_layer(
-    run: Run, prompt: Prompt, cache: AnyCache | None, choice: _Choice, key: Array | None
+    run: Run, prompt: Prompt, cache: AnyCache | None, logits: Array | None, choice: _Choice, key: Array | None
 ) -> Generation:
     B, pad = prompt.context.tokens.shape[1], _pad(run)
     out, count, last = np.full((B, choice.most), pad, np.int32), np.zeros(B, np.int32), None
-    for step, (token, state) in enumerate(_tokens(run, LayerSteps(run), prompt, cache, choice, key)):
+    for step, (token, state) in enumerate(_tokens(run, LayerSteps(run), prompt, cache, logits, choice, key)):
         out[:, step] = np.where(token < 0, pad, token)
         count += token >= 0
         last = state
@@ -607,7 +698,7 @@ def _generate_by_layer(
 
 
 @jax.jit
-def _logits(model: Decoder, hidden: Float[Array, "*rest E"]) -> Float[Array, "*rest V"]:
+def logits_of(model: Decoder, hidden: Float[Array, "*rest E"]) -> Float[Array, "*rest V"]:
     return model.logits(hidden)
 
 

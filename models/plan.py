@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import warnings
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
@@ -32,12 +33,20 @@ from models.butler import Butler, ButlerConfig
 from models.config import Config
 from models.decoder import Decoder
 from models.layer_caches import AnyCache, LayerCaches
-from models.selecting import Selection, check_butler, checked_selection
+from models.selecting import Cache, Selection, check_butler, checked_selection
 
 When = Literal["block", "prompt", "published"]
 HostOrDevice = Array | np.ndarray
 Tokens = Int[HostOrDevice, "B T"] | Sequence[Sequence[int]]  # rows of one length, or a list of each row's own
 PAGE_SIZE = 16
+_HERE = (os.path.dirname(__file__) + os.sep,)  # a warning names the line that called this package
+
+
+class Prefilled(NamedTuple):
+    """``logits`` of the last token, [B, V], or of all tokens, [B, T, V]."""
+
+    cache: Cache
+    logits: Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +123,7 @@ class Prompt(NamedTuple):
 class CheckedPrompt(NamedTuple):
     """Prompts on the host, padded on the right: on the device each length of a prompt would compile again.
 
-    ``kept`` is the cache that they go on from, None where they begin.
+    ``kept`` is the cache that they go on from, None where they begin. Without a token (``[B, 0]``) all are in it.
     """
 
     tokens: np.ndarray
@@ -126,6 +135,11 @@ class CheckedPrompt(NamedTuple):
     def start(self) -> np.ndarray:
         """The position of each row's first token."""
         return np.zeros_like(self.lengths) if self.kept is None else self.kept.start
+
+    @property
+    def fed(self) -> bool:
+        """Says whether there is a token to feed."""
+        return self.tokens.shape[1] > 0
 
     @property
     def most(self) -> int:
@@ -244,13 +258,13 @@ def plan_run(model: Decoder, prompt: CheckedPrompt, options: Options, butler: Bu
         remembered = bucketed(prompt.most + options.reserve)
     budgets = _budgets(policy, options, seen)
     if policy.published is not None and policy.published.final:
-        _warn_of_choices(policy, int((lengths - questions).max()), options.block, when, kept is not None)
+        _warn_of_choices(policy, max(int((lengths - questions).max()), 0), options.block, when, kept is not None)
     plan = Plan(
         policy, 0, 0, when, every, mesh, page_size=options.page_size, predictor_slots=remembered,
         predictor=None if butler is None else butler.config,
         heads=cache_heads(config, policy) if kept is None else kept.heads,
         positions=policy.positions if kept is None else kept.positions,
-        overfull=every > 0 and _is_overfull(policy, kept, budgets, lengths == questions),
+        overfull=prompt.fed and every > 0 and _is_overfull(policy, kept, budgets, lengths == questions),
     )  # fmt: skip
     rows = Rows(*jax.device_put((seen, budgets, budgets + questions)))
     return _sized(config, plan, prompt, options, budgets), rows
@@ -301,13 +315,13 @@ def _warn_of_choices(policy: Policy, context: int, block: int, when: When, goes_
             f"{policy.name!r} is made to choose once, when the whole prompt is in, but a prompt of {context} tokens "
             f"comes in blocks of {block}, and every block chooses anew among what the last one left: take "
             "when='published', or a block as long as the prompt.",
-            stacklevel=5,
+            skip_file_prefixes=_HERE,
         )
     elif goes_on and context:
         warnings.warn(
             f"{policy.name!r} is made to choose once, but {context} tokens more come behind its choice, and it chooses "
             "anew among what is left: hold them back with question=, or give no policy.",
-            stacklevel=5,
+            skip_file_prefixes=_HERE,
         )
 
 
@@ -399,18 +413,21 @@ def _sized(config: Config, plan: Plan, prompt: CheckedPrompt, options: Options, 
     largest, asked = int(budgets.max()), _question_room(prompt.questions)
     context = int((prompt.lengths - prompt.questions).max())
     decode_room = plan.evict_every or options.reserve
-    whole = plan.when == "prompt"
+    whole = plan.when == "prompt" and prompt.fed
     room = decode_room if whole else max(options.block, decode_room)
     if not options.fit_prompt and plan.evict_every > 1 and not whole:
         room = options.block + plan.evict_every - 1  # so that another turn finds room in it
     # What is held may be more than the budget until the first block, or the first steps, have been evicted from.
     held, entering = (0 if kept is None else kept.most), min(options.block, power_of_two(max(context, 1)))
-    if (prompt.lengths == prompt.questions).any():
+    if not prompt.fed:
+        room = entering = decode_room
+    elif (prompt.lengths == prompt.questions).any():
         entering = max(entering, asked + decode_room)
-    prompt_slots = bucketed(held + prompt.tokens.shape[1] - int(prompt.questions.min())) if whole else 0
+    prompt_slots = bucketed(held + prompt.tokens.shape[1] - int(prompt.questions.min())) if whole and context else 0
     # No more than all tokens are ever held. A stream's buffers do not depend on the prompt; they only stay sensible.
     sensible = max(power_of_two(prompt.most + options.reserve), config.max_positions)
-    most_slots = prompt.most + options.reserve if options.fit_prompt else sensible
+    all_tokens = prompt.most if prompt.fed else int(prompt.start.max())  # as many as one call for all would have fed
+    most_slots = all_tokens + options.reserve if options.fit_prompt else sensible
     by_ratio = isinstance(options.budget, float)  # then the sizes follow the prompt's length
 
     def fitted(slots: int) -> int:
@@ -420,8 +437,13 @@ def _sized(config: Config, plan: Plan, prompt: CheckedPrompt, options: Options, 
         slots = fitted(min(largest + asked + room, sensible if whole else most_slots))
         prompt_slots = max(slots, prompt_slots) if whole else slots
         plan = dataclasses.replace(plan, slots=slots, prompt_slots=prompt_slots)
+        if kept is None:
+            return plan
+        if not prompt.fed:  # as it would have been if one call had made both cache and answer
+            slots = max(kept.slots, fitted(min(max(largest + asked, held) + room, most_slots)))
+            return dataclasses.replace(plan, slots=slots, prompt_slots=slots)
         evicted = bool((prompt.lengths > prompt.questions).all())
-        return plan if kept is None else _with_slots(plan, kept, slots, held + entering, evicted)
+        return _with_slots(plan, kept, slots, held + entering, evicted)
     if plan.mesh is not None:
         raise ValueError(
             f"{policy.name!r} shares one pool of pages among all heads, which lie on several devices here; take an "
@@ -432,7 +454,7 @@ def _sized(config: Config, plan: Plan, prompt: CheckedPrompt, options: Options, 
     if kept is not None:
         entering = max(entering, context) if whole else entering  # it stays in its pages
         of_rows = np.maximum(kept.held.sum(axis=1) + L * heads * entering, L * heads * (budgets + asked + room))
-        return _with_pages(plan, kept, max(most + room, held + entering), int(of_rows.sum()))
+        return _with_pages(plan, kept, min(max(most + room, held + entering), most_slots), int(of_rows.sum()))
     most = fitted(min(most + room, most_slots))
     held_rows = np.minimum(budgets + asked + room, most_slots)
     pages = kvjax.pages_for(heads * L * int(held_rows.sum()), len(budgets) * heads * L, plan.page_size)
@@ -521,7 +543,7 @@ def _padded(tokens: Tokens, lengths: HostOrDevice | None) -> tuple[np.ndarray, H
 
 def check_prompt(
     model: Decoder,
-    tokens: Tokens,
+    tokens: Tokens | Prefilled,
     lengths: HostOrDevice | None,
     question: int | HostOrDevice | None,
     cache: AnyCache | None = None,
@@ -535,6 +557,8 @@ def check_prompt(
     """
     if not isinstance(model, Decoder):
         raise ValueError(f"the model is a {type(model).__name__}; give a Decoder, such as models.load gives.")
+    if isinstance(tokens, Prefilled):
+        return _check_prefilled(model, tokens, lengths, question, cache, policy)
     if not is_known(*jax.tree.leaves((tokens, lengths, question))):
         raise ValueError(
             "the prompt is traced (by jax.jit, vmap or grad), but it is cut into blocks on the host: call prefill, "
@@ -563,3 +587,32 @@ def check_prompt(
             "last part of its prompt, and some context must stand before it."
         )
     return CheckedPrompt(host.astype(np.int32), counts.astype(np.int32), questions.astype(np.int32), kept)
+
+
+def _check_prefilled(
+    model: Decoder,
+    given: Prefilled,
+    lengths: HostOrDevice | None,
+    question: int | HostOrDevice | None,
+    cache: AnyCache | None,
+    policy: Policy | str | None,
+) -> CheckedPrompt:
+    """Prompts that are in a cache already, with the questions among them that were held back."""
+    if cache is not None or lengths is not None:
+        raise ValueError("what prefill gave holds its own cache and lengths; leave cache= and lengths= out.")
+    logits = given.logits
+    B = given.cache.heads_shape[-2] if isinstance(given.cache, AnyCache) else 0
+    kept = kept_of(model, given.cache, policy_of(policy), B)
+    if np.shape(logits) != (B, model.config.vocab_size):
+        raise ValueError(
+            f"the logits are {np.shape(logits)}; expected those of each row's last token, "
+            f"{(B, model.config.vocab_size)}, as models.prefill gives them by outputs='last'."
+        )
+    questions = np.broadcast_to(np.asarray(0 if question is None else question), (B,))
+    if not np.issubdtype(questions.dtype, np.integer) or questions.min() < 0 or (questions > kept.start).any():
+        raise ValueError(
+            f"questions of {questions.tolist()} tokens were given for prompts of {kept.start.tolist()}; a question is "
+            "the last part of its prompt."
+        )
+    nothing = np.zeros((B, 0), np.int32)
+    return CheckedPrompt(nothing, np.zeros(B, np.int32), questions.astype(np.int32), kept)

@@ -1,0 +1,258 @@
+"""One prompt, many policies: as long as nobody evicts, the model's work is the same for all, so it is done once.
+
+Methods that evict once, when the prompt is in, watch the same blocks side by side (``kvjax.observe_each``); then each
+evicts from a copy of its own. What cannot be shared runs by itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+import kvjax
+from kvjax import Context, Evidence, KVCache, OutputProjection, Policy
+from kvjax.checks import check_count
+from kvjax.policy import policy_of
+from models.butler import Butler
+from models.decoder import Decoder
+from models.engine import logits_of, newest_of, prefill, projected, run_question
+from models.plan import (
+    PAGE_SIZE,
+    Blocks,
+    CheckedPrompt,
+    HostOrDevice,
+    Options,
+    Plan,
+    Prefilled,
+    Tokens,
+    When,
+    blocks_of,
+    check_prompt,
+    plan_run,
+)
+from models.steps import DecodeState, Run, block_of, shrink, start
+
+Asked = Policy | str | None | tuple[Policy | str | None, int | float | None]
+
+
+class _Arm(NamedTuple):
+    """One policy and budget, and the run that it would be alone."""
+
+    options: Options
+    run: Run
+
+    @property
+    def shares(self) -> bool:
+        """Whether its prompt may run with those of others: nothing leaves before the end, and no key is turned."""
+        plan = self.run.plan
+        return (
+            (plan.policy is None or plan.when == "prompt") and plan.predictor is None and plan.positions == "absolute"
+        )
+
+
+def prefill_each(
+    model: Decoder,
+    tokens: Tokens,
+    lengths: Int[HostOrDevice, "B"] | None = None,
+    *,
+    policies: Sequence[Asked],
+    budget: int | float | None = None,
+    block: int = 128,
+    when: When = "prompt",
+    question: int | Int[HostOrDevice, "B"] | None = None,
+    reserve: int = 0,
+    page_size: int = PAGE_SIZE,
+    butler: Butler | None = None,
+) -> Iterator[Prefilled]:
+    """Runs one prompt under many policies and budgets; what evicts once, after the prompt, shares the model's work.
+
+    Each result is what :func:`models.prefill` gives for that policy and budget alone, and is made when its turn comes:
+    at any time the caches of the prompt, uncompressed, and of one policy are there. Those that evict after every block,
+    that score by a predictor, or that turn keys, run by themselves.
+
+    Args:
+        policies: policies or their short names, None or "full" for all tokens; or pairs of one and its budget.
+        budget: of those that bring none.
+        tokens, lengths, block, when, question, reserve, page_size, butler: see :func:`models.prefill`.
+
+    Returns:
+        An iterator over the results, in the order of ``policies``.
+
+    Raises:
+        ValueError: no policy, or what :func:`models.prefill` would say of one of them; before the model runs.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from flax import nnx
+        >>> import models
+        >>> config = models.Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2)
+        >>> model = models.Decoder(config, rngs=nnx.Rngs(0))
+        >>> asked = ["full", "h2o", ("h2o", 0.25), "snapkv(window=8)+caote"]
+        >>> each = models.prefill_each(model, jnp.arange(40)[None], policies=asked, budget=16, block=8)
+        >>> [cache.num_live.max().item() for cache, _ in each]
+        [40, 16, 10, 16]
+    """
+    block = check_count("block", block, 1, "a block has at least 1 token")
+    pairs = [asked if isinstance(asked, tuple) else (asked, budget) for asked in policies]
+    if not pairs:
+        raise ValueError("no policy was given; name at least one, such as policies=['full', 'snapkv+caote'].")
+    given = check_prompt(model, tokens, lengths, question)
+    arms = []
+    for policy, own in pairs:
+        own = None if policy is None or policy == "full" else own
+        options = Options(policy, own, block, when, 0, reserve=reserve, page_size=page_size)
+        predictor = _predictor(policy, butler)
+        plan, rows = plan_run(model, given, options, predictor)
+        arms.append(_Arm(options, Run(model, rows, None, predictor, plan)))
+    return _each(model, given, arms)
+
+
+def _predictor(policy: Policy | str | None, butler: Butler | None) -> Butler | None:
+    """The predictor, for who reads it."""
+    parsed = policy_of(policy)
+    return butler if parsed is not None and parsed.needs.prediction else None
+
+
+def _each(model: Decoder, given: CheckedPrompt, arms: Sequence[_Arm]) -> Iterator[Prefilled]:
+    groups: dict[int, list[int]] = {}
+    for number, arm in enumerate(arms):
+        if arm.shares:
+            groups.setdefault(arm.run.plan.heads, []).append(number)
+    seen: dict[int, _Seen] = {}
+    blocks = blocks_of(given, arms[0].options.block).context
+    for number, arm in enumerate(arms):
+        heads = arm.run.plan.heads
+        together = groups.get(heads, []) if arm.shares else []
+        if len(together) < 2:
+            yield _alone(model, given, arm)
+            continue
+        if heads not in seen:
+            seen[heads] = _observe(model, [arms[index] for index in together], blocks)
+        place = together.index(number)
+        result = _compressed(model, given, arm, seen[heads], place)
+        if number == together[-1]:
+            del seen[heads]
+        yield result
+
+
+def _alone(model: Decoder, given: CheckedPrompt, arm: _Arm) -> Prefilled:
+    options = arm.options
+    return prefill(
+        model,
+        given.tokens,
+        given.lengths,
+        policy=options.policy,
+        budget=options.budget,
+        block=options.block,
+        when=options.when,
+        question=given.questions,
+        reserve=options.reserve,
+        page_size=options.page_size,
+        butler=arm.run.butler,
+    )
+
+
+class _Seen(NamedTuple):
+    """The prompt as all have seen it: the cache with everything in it, whose state is a tuple of what each remembers,
+    what each says of all layers' slots (None for who keeps all), and the logits behind each row.
+    """
+
+    cache: KVCache
+    said: tuple[Evidence | None, ...]
+    logits: Float[Array, "B V"]
+
+
+def _observe(model: Decoder, arms: Sequence[_Arm], blocks: Blocks) -> _Seen:
+    """Feeds the context to the model once, and lets each policy watch."""
+    slots = max(arm.run.plan.prompt_slots for arm in arms)
+    plans = tuple(dataclasses.replace(arm.run.plan, prompt_slots=slots) for arm in arms)
+    budgets = tuple(arm.run.rows.budgets for arm in arms)
+    kinds = frozenset().union(*(plan.policy.needs.projections for plan in plans if plan.policy is not None))
+    projection = projected(model, kinds, plans[0].heads)
+    count = len(blocks.tokens) if blocks.used is None else int(blocks.used)
+    B = blocks.tokens.shape[1]
+    lengths = arms[0].run.rows.lengths
+    cache = _start(tuple(dataclasses.replace(arm.run, plan=plan) for arm, plan in zip(arms, plans, strict=True)), B)
+    last: Any = np.zeros((B, 1, model.config.hidden_size), model.embedding[...].dtype)
+    said: tuple[Evidence | None, ...] = ()
+    for index in range(count):
+        position = blocks.positions[index]
+        hidden, cache, said = _block(
+            model, plans, lengths, budgets, projection, cache, blocks.tokens[index], position, index == count - 1
+        )
+        last = newest_of(position, hidden, last)
+    return _Seen(cache, said, logits_of(model, last)[:, 0])
+
+
+@functools.partial(jax.jit, static_argnames="batch")
+def _start(runs: tuple[Run, ...], batch: int) -> KVCache:
+    caches: list[Any] = [start(run, batch).cache for run in runs]
+    return dataclasses.replace(caches[0], state=tuple(cache.state for cache in caches))
+
+
+@functools.partial(jax.jit, static_argnums=(1, 8), donate_argnums=(5,))
+def _block(
+    model: Decoder,
+    plans: tuple[Plan, ...],
+    lengths: Int[Array, "B"],
+    budgets: tuple[Int[Array, "B"] | None, ...],
+    projection: OutputProjection | None,
+    cache: KVCache,
+    tokens: Int[Array, "B T"],
+    position: Int[Array, "B T"],
+    asks: bool,
+) -> tuple[Float[Array, "B T E"], KVCache, tuple[Evidence | None, ...]]:
+    """Feeds a block to all layers; ``asks`` whether somebody will evict after it."""
+    watching = [index for index, plan in enumerate(plans) if plan.policy is not None]
+    policies = [policy for plan in plans if (policy := plan.policy) is not None]
+    of_whom = next((plan for plan in plans if plan.policy is not None and plan.policy.needs.rotary), plans[0])
+    block = block_of(model.config, of_whom, position, lengths, None)
+    states, shares = cache.state, [budget for budget in budgets if budget is not None]
+    whole = tuple(Evidence.of_layers(cache, policy.allocation) for policy in policies) if asks else ()
+
+    def attend_at(carry, index, window, query, key, value):
+        cache, said = carry
+        context = Context(
+            layer=index,
+            sliding_window=window,
+            frequency=block.frequency,
+            projection=None if projection is None else projection.layer(index),
+            compressed=False,
+        )
+        rows = (query, key, value, position)
+        if not policies:
+            out, cache, _ = kvjax.observe(cache, *rows, policy=None, context=context)
+            return out, (cache, said), None
+        out, cache, new = kvjax.observe_each(cache, *rows, policies=policies, budgets=shares, context=context)
+        if said:
+            said = tuple(old.with_layer(cache, index, own) for old, own in zip(said, new, strict=True))
+        return out, (cache, said), None
+
+    cache = dataclasses.replace(cache, state=tuple(states[index] for index in watching))
+    hidden, (cache, said), _ = model.run(tokens, position, lengths, attend_at, (cache, whole))
+    after = dict(zip(watching, cache.state, strict=True))
+    cache = dataclasses.replace(cache, state=tuple(after.get(index, ()) for index in range(len(plans))))
+    by_place = dict(zip(watching, said, strict=True)) if asks else {}
+    return hidden, cache, tuple(by_place.get(index) for index in range(len(plans)))
+
+
+def _compressed(model: Decoder, given: CheckedPrompt, arm: _Arm, seen: _Seen, place: int) -> Prefilled:
+    """One policy's copy of the cache, evicted from; then the question comes to it, if one was held back."""
+    plan = dataclasses.replace(arm.run.plan, prompt_slots=seen.cache.num_slots)
+    own = dataclasses.replace(seen.cache, state=seen.cache.state[place])
+    # Without its policy a plan is that of others, too, and so is the compiled program.
+    state = _evict(dataclasses.replace(plan, policy=None), own, seen.said[place], arm.run.rows.budgets)
+    return run_question(model, given, arm.options, Prefilled(state.cache, seen.logits))
+
+
+@functools.partial(jax.jit, static_argnames="plan")
+def _evict(plan: Plan, cache: KVCache, said: Evidence | None, budgets: Int[Array, "B"] | None) -> DecodeState:
+    if said is None or budgets is None:
+        return shrink(DecodeState(cache), plan)
+    return shrink(DecodeState(kvjax.evict(cache, said, budgets)), plan)
