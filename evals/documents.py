@@ -1,22 +1,37 @@
-"""What evaluations on published data sets share: records from a folder or the hub, prompts cut in the middle."""
+"""What evaluations on published data sets share: records from a folder or the hub, published prompts, prompts in a
+chat and cut in the middle.
+"""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import csv
 import dataclasses
 import functools
+import hashlib
+import http.client
 import io
 import json
+import urllib.request
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import models
 from evals import evaluator
 from evals.evaluator import Answer, Group, TextSample
-from evals.ruler import common_prefix
 from models import commands, provenance
+
+OFFICIAL = Path("official")  # what --prompts says for the published wording
+
+
+class Published(NamedTuple):
+    """A file that a project publishes beside its data: its address, and the SHA-256 of what it holds."""
+
+    address: str
+    sha256: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +46,7 @@ class Task:
         first_line: only an answer's first line counts.
         line: an answer ends with its line.
         chat: the prompt goes into the model's chat template, where that is asked for.
+        answer: what the answer begins with, behind the prompt; in a chat behind the header of the assistant's turn.
     """
 
     prompt: str
@@ -41,32 +57,99 @@ class Task:
     first_line: bool = False
     line: bool = False
     chat: bool = True
+    answer: str = ""
 
 
 def make_sample(
-    task: Task, record: Mapping[str, Any], tokenizer: models.Tokenizer, length: int, *, chat: bool = False
+    task: Task, record: Mapping[str, Any], tokenizer: models.Tokenizer, length: int | None, *, chat: bool = False
 ) -> TextSample:
-    """A record's prompt, at most ``length`` tokens: of a longer one the middle is left out.
+    """Makes a record's prompt, of at most ``length`` tokens: of a longer one the middle is left out.
 
     The tokens before the end of ``{context}`` are known when the question is not yet.
+
+    Args:
+        task: says how the prompt is made.
+        record: as it was read.
+        tokenizer: the model's.
+        length: None leaves nothing out.
+        chat: put the prompt into the model's chat template, if the task goes there.
+
+    Returns:
+        The sample; what its score reads is the record.
+
+    Raises:
+        KeyError: a field that the prompt needs is not in the record.
+        ValueError: a chat is asked for, and the tokenizer has no template for it.
+
+    Example:
+        >>> import models
+        >>> from evals import documents
+        >>> task = documents.Task("Read.\\n{context}\\nWho?", 4, None, lambda record: [record["answer"]])
+        >>> _, tokenizer = models.load("retriever")
+        >>> found = documents.make_sample(task, {"context": "A fox ran.", "answer": "fox"}, tokenizer, 100)
+        >>> tokenizer.decode(found.tokens[found.context_end :]), found.references
+        ('\\nWho?', ('fox',))
     """
     fields = {name: str(value) for name, value in task.fields(record).items()}
     before, after = task.prompt.split("{context}", 1)
     known = before.format(**fields) + fields["context"]
-    text = known + after.format(**fields)
-    special = not (chat and task.chat)
-    if not special:
-        whole = tokenizer.chat([{"role": "user", "content": text}])
-        start = known.strip()  # a template may strip its messages
-        known, text = whole[: whole.find(start) + len(start)], whole
-    tokens = tokenizer.encode(text, add_special_tokens=special)
-    context_end = common_prefix(tokenizer.encode(known, add_special_tokens=special), tokens)
-    tokens, context_end = cut_middle(tokens, context_end, length)
+    chat = chat and task.chat
+    known, text = written_out(tokenizer, known, after.format(**fields), task.answer.format(**fields), chat=chat)
+    tokens = tokenizer.encode(text, add_special_tokens=not chat)
+    context_end = common_prefix(tokenizer.encode(known, add_special_tokens=not chat), tokens)
+    if length is not None:
+        tokens, context_end = cut_middle(tokens, context_end, length)
     return TextSample(tokens, context_end, tuple(task.references(record)), record)
 
 
+def written_out(
+    tokenizer: models.Tokenizer, known: str, question: str, answer: str = "", *, chat: bool = False
+) -> tuple[str, str]:
+    """Writes a prompt out, in a chat as the user's turn; ``answer`` begins the answer, and is in nobody's turn.
+
+    Args:
+        tokenizer: has the chat template.
+        known: what is known when the question is not yet.
+        question: the rest of the prompt.
+        answer: what the answer begins with.
+        chat: put known and question into the chat template; the text then holds all special tokens.
+
+    Returns:
+        The text up to the end of ``known``, and the whole.
+
+    Raises:
+        ValueError: a chat is asked for, and the tokenizer has no template for it.
+
+    Example:
+        >>> import tokenizers
+        >>> from evals import documents
+        >>> from models.tokenizer import Tokenizer
+        >>> template = "[{{ messages[0].content }}] "
+        >>> tokenizer = Tokenizer(tokenizers.Tokenizer(tokenizers.models.BPE()), None, template)
+        >>> documents.written_out(tokenizer, "A fox ran.", " Who?", "It was", chat=True)
+        ('[A fox ran.', '[A fox ran. Who?] It was')
+    """
+    if not chat:
+        return known, known + question + answer
+    whole = tokenizer.chat([{"role": "user", "content": known + question}])
+    start = known.strip()  # a template may strip its messages
+    place = whole.find(start)
+    return whole[: place + len(start)] if place >= 0 else "", whole + answer
+
+
+def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
+    """Counts how many first tokens two texts share. A token across the boundary belongs to neither.
+
+    Example:
+        >>> from evals import documents
+        >>> documents.common_prefix([1, 2, 3], [1, 2, 4, 5])
+        2
+    """
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
 def cut_middle(tokens: Sequence[int], context_end: int, length: int) -> tuple[list[int], int]:
-    """The first and last half of a prompt that is too long, and where its context ends now.
+    """Gives the first and last half of a prompt that is too long, and where its context ends now.
 
     Example:
         >>> from evals import documents
@@ -83,25 +166,52 @@ def cut_middle(tokens: Sequence[int], context_end: int, length: int) -> tuple[li
 
 
 def score(task: Task, answer: Answer, sample: TextSample) -> float:
-    """The best of the references' scores."""
+    """Gives the best of the references' scores.
+
+    Example:
+        >>> from evals import documents
+        >>> from evals.evaluator import Answer, TextSample
+        >>> task = documents.Task("{context}", 4, lambda said, right, record: float(said == right), None)
+        >>> documents.score(task, Answer([], "fox"), TextSample([], 0, ("owl", "fox"), {}))
+        1.0
+    """
     text = answer.text.lstrip("\n").split("\n")[0] if task.first_line else answer.text
     return max((task.metric(text, reference, sample.extra) for reference in sample.references), default=0.0)
 
 
 def read_records(source: str, file: str, hub: Callable[[str], Iterator[str]]) -> Iterator[dict[str, Any]]:
-    """The records of a .jsonl file in a folder, or of the hub where ``source`` is "hub".
+    """Reads the records of a .jsonl or .csv file in a folder, or of the hub where ``source`` is "hub".
+
+    Args:
+        source: a folder, or "hub".
+        file: its name in there.
+        hub: gives the lines of a file of the hub.
+
+    Yields:
+        A record for each line, or each row below the names of the columns.
 
     Raises:
         FileNotFoundError: no such folder or file.
-        ValueError: a line that is no JSON object.
+        ValueError: a line that is no JSON object, or a file that is no CSV.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> from evals import documents
+        >>> folder = pathlib.Path(tempfile.mkdtemp())
+        >>> _ = (folder / "test.csv").write_text('chapter,summary\\n"One,\\ntwo.",Short.\\n')
+        >>> list(documents.read_records(str(folder), "test.csv", iter))
+        [{'chapter': 'One,\\ntwo.', 'summary': 'Short.'}]
     """
     lines = hub(file) if source == "hub" else _lines(Path(source), file)
+    if file.endswith(".csv"):
+        yield from _rows(source, file, lines)
+        return
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
             record = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             record = None
         if not isinstance(record, dict):
             raise ValueError(f"{file}, line {number}, of {source} is no JSON object; download the file again.")
@@ -109,7 +219,7 @@ def read_records(source: str, file: str, hub: Callable[[str], Iterator[str]]) ->
 
 
 def hub_file(repository: str, file: str) -> Path:
-    """A data set's file from the hub, as huggingface_hub keeps it.
+    """Gets a data set's file from the hub, as huggingface_hub keeps it.
 
     Raises:
         ImportError: huggingface_hub is not installed.
@@ -129,11 +239,76 @@ def hub_file(repository: str, file: str) -> Path:
         ) from None
 
 
+def lines_of_hub(repository: str, file: str) -> Iterator[str]:
+    """Reads the lines of a data set's file from the hub.
+
+    Raises:
+        ImportError: huggingface_hub is not installed.
+        FileNotFoundError: the hub or the file cannot be reached.
+    """
+    with hub_file(repository, file).open(encoding="utf-8") as content:
+        yield from content
+
+
+def published_text(file: Published) -> str:
+    """Reads a published file: out of the user's cache folder, or from its address, once.
+
+    Args:
+        file: where it lies, and what it must be.
+
+    Returns:
+        Its text.
+
+    Raises:
+        FileNotFoundError: the address cannot be reached.
+        ValueError: what lies there is another file by now.
+
+    Example:
+        >>> from evals import documents
+        >>> documents.published_text(documents.Published("file:/nowhere/prompts.json", "0" * 64))
+        Traceback (most recent call last):
+        ...
+        FileNotFoundError: cannot get file:/nowhere/prompts.json (...); get it elsewhere, and name it by --prompts.
+    """
+    kept = None
+    with contextlib.suppress(OSError, RuntimeError):  # no cache folder, or nothing in it yet
+        kept = commands.cache_folder() / "published" / f"{file.sha256[:16]}-{file.address.rpartition('/')[2]}"
+        content = kept.read_bytes()
+        if hashlib.sha256(content).hexdigest() == file.sha256:
+            return content.decode()
+    try:
+        with urllib.request.urlopen(file.address, timeout=60) as answer:
+            content = answer.read()
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        cause = getattr(error, "reason", error)
+        reason = (commands.sentence(cause) if isinstance(cause, Exception) else str(cause)).rstrip(".")
+        raise FileNotFoundError(
+            f"cannot get {file.address} ({reason}); get it elsewhere, and name it by --prompts."
+        ) from None
+    if hashlib.sha256(content).hexdigest() != file.sha256:
+        raise ValueError(
+            f"{file.address} is not the file that kvjax knows the digest of; look at it, and name it by --prompts."
+        )
+    if kept is not None:
+        with contextlib.suppress(OSError):  # a cache that cannot be written to: it is fetched again the next time
+            commands.write_files(kept.parent, {kept.name: content})
+    return content.decode()
+
+
 def lines_of_zip(path: Path, name: str) -> Iterator[str]:
-    """The lines of the file in a zip archive whose path ends with ``/name``.
+    """Reads the lines of the file in a zip archive whose path ends with ``/name``.
 
     Raises:
         FileNotFoundError: it is not among them.
+
+    Example:
+        >>> import io, zipfile
+        >>> from evals import documents
+        >>> held = io.BytesIO()
+        >>> with zipfile.ZipFile(held, "w") as archive:
+        ...     archive.writestr("data/trec.jsonl", "{}")
+        >>> list(documents.lines_of_zip(held, "trec.jsonl"))
+        ['{}']
     """
     with zipfile.ZipFile(path) as archive:
         found = [member for member in archive.namelist() if member.rpartition("/")[2] == name]
@@ -144,10 +319,16 @@ def lines_of_zip(path: Path, name: str) -> Iterator[str]:
 
 
 def add_flags(flags: argparse.ArgumentParser, tasks: Sequence[str], prompts: str) -> None:
-    """The flags of an evaluation on published data."""
+    """Adds the flags of an evaluation on published data.
+
+    Args:
+        flags: the command's.
+        tasks: their names.
+        prompts: what --prompts names, for people.
+    """
     evaluator.add_model_flags(flags)
     evaluator.add_setting_flags(flags, budgets="256", when="prompt")
-    flags.add_argument("--data", help="a folder with a .jsonl file for each task, or 'hub'")
+    flags.add_argument("--data", help="the folder with the published files, one for each task, or 'hub'")
     flags.add_argument("--tasks", default="all", help=f"{', '.join(tasks)}; several by comma")
     flags.add_argument("--samples", type=int, help="the first samples of each task only")
     flags.add_argument(
@@ -158,33 +339,31 @@ def add_flags(flags: argparse.ArgumentParser, tasks: Sequence[str], prompts: str
     flags.add_argument("--out", type=Path, help="a folder for the results; a killed run goes on there")
 
 
-def check(
-    flags: argparse.Namespace,
-    tasks: Mapping[str, Task],
-    file_of: Callable[[str], str],
-    read: Callable[[Path], Mapping[str, Task]],
-) -> None:
-    """Refuses flags that could not work, and a folder in which a task's file is missing."""
+def check(flags: argparse.Namespace, tasks: Iterable[str], file_of: Callable[[str], str]) -> None:
+    """Refuses flags that could not work, and a folder in which a task's file is missing.
+
+    Raises:
+        FileNotFoundError: no such folder, or a task's file is not in it.
+        ValueError: no data, an unknown task, or a number below 1.
+    """
     if flags.data is None:
-        raise ValueError("no data was named; give a folder with .jsonl files, or 'hub', by --data.")
+        raise ValueError("no data was named; give the folder with the published files, or 'hub', by --data.")
     for name in ("samples", "length"):
-        if getattr(flags, name) is not None and getattr(flags, name) < 1:
+        if getattr(flags, name, None) is not None and getattr(flags, name) < 1:
             raise ValueError(f"--{name} is {getattr(flags, name)}; give at least 1.")
     chosen = evaluator.choose("--tasks", flags.tasks, list(tasks))
     if flags.data != "hub":
         if not Path(flags.data).is_dir():
-            raise FileNotFoundError(f"there is no folder {flags.data}; name one with .jsonl files by --data.")
+            raise FileNotFoundError(f"there is no folder {flags.data}; name one with the published files by --data.")
         missing = [file_of(task) for task in chosen if not (Path(flags.data) / file_of(task)).is_file()]
         if missing and (flags.tasks != "all" or len(missing) == len(chosen)):
             raise FileNotFoundError(
                 f"{flags.data} has no {', '.join(missing)}; name the tasks that are there by --tasks."
             )
-    if flags.prompts is not None:
-        read(flags.prompts)
 
 
-def present(flags: argparse.Namespace, tasks: Mapping[str, Task], file_of: Callable[[str], str]) -> list[str]:
-    """The chosen tasks; of all, those whose files are there."""
+def present(flags: argparse.Namespace, tasks: Iterable[str], file_of: Callable[[str], str]) -> list[str]:
+    """Lists the chosen tasks; of all, those whose files are there."""
     chosen = evaluator.choose("--tasks", flags.tasks, list(tasks))
     return [t for t in chosen if flags.data == "hub" or (Path(flags.data) / file_of(t)).is_file()]
 
@@ -196,14 +375,28 @@ def make_groups(
     tasks: Mapping[str, Task],
     file_of: Callable[[str], str],
     hub: Callable[[str], Iterator[str]],
+    *,
+    cut: bool = True,
 ) -> list[Group]:
-    """A group a task."""
+    """Makes a group of each chosen task's records.
+
+    Args:
+        flags: with data, tasks, samples and chat, and length where prompts are cut.
+        config, tokenizer: the model's.
+        tasks: all there are, by name.
+        file_of: the file of a task.
+        hub: gives the lines of a file of the hub.
+        cut: leave out the middle of prompts that are too long.
+
+    Raises:
+        ValueError: an empty file, or a record that lacks something.
+    """
     groups = []
     newline = tokenizer.encode("\n", add_special_tokens=False)[-1:]
     for name in present(flags, tasks, file_of):
         task = tasks[name]
-        length = flags.length or config.max_positions - task.new_tokens
-        if length < 2:
+        length = (flags.length or config.max_positions - task.new_tokens) if cut else None
+        if length is not None and length < 2:
             raise ValueError(
                 f"the task {name} answers with up to {task.new_tokens} tokens, and the model has "
                 f"{config.max_positions} positions; give --length, or leave the task out."
@@ -220,16 +413,16 @@ def make_groups(
                 task.new_tokens,
                 functools.partial(score, task),
                 end=(*config.eos, *newline) if task.line else None,
-                data=provenance.digest(records),
+                data=provenance.digest([task.prompt, task.answer, task.new_tokens, records]),
             )
         )
     return groups
 
 
 def with_prompts(
-    tasks: Mapping[str, Task], prompts: Mapping[str, Any], lengths: Mapping[str, Any], source: Path
+    tasks: Mapping[str, Task], prompts: Mapping[str, Any], lengths: Mapping[str, Any], source: str | Path
 ) -> dict[str, Task]:
-    """The tasks with other prompts and numbers of new tokens.
+    """Gives the tasks other prompts and numbers of new tokens.
 
     Raises:
         ValueError: a prompt without {context}, or a number that is none.
@@ -246,34 +439,63 @@ def with_prompts(
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The object in a JSON file.
+    """Reads the object in a JSON file.
 
     Raises:
         FileNotFoundError: no such file.
         ValueError: another content.
     """
-    text = commands.read_text(path, "JSON")
+    return parse_object(commands.read_text(path, "JSON"), path)
+
+
+def parse_object(text: str, source: str | Path) -> dict[str, Any]:
+    """Parses the object in a JSON text.
+
+    Args:
+        text: the text.
+        source: where it came from, for people.
+
+    Raises:
+        ValueError: another content.
+
+    Example:
+        >>> from evals import documents
+        >>> documents.parse_object('{"trec": 64}', "lengths.json")
+        {'trec': 64}
+    """
     try:
         content = json.loads(text)
     except (ValueError, RecursionError):
         content = None
     if not isinstance(content, dict):
-        raise ValueError(f"{path} is no JSON object; expected prompts by task.")
+        raise ValueError(f"{source} is no JSON object; expected prompts by task.")
     return content
 
 
 def _draw(
-    name: str, task: Task, records: Sequence[Mapping[str, Any]], tokenizer: Any, length: int, chat: bool
+    name: str, task: Task, records: Sequence[Mapping[str, Any]], tokenizer: Any, length: int | None, chat: bool
 ) -> list[TextSample]:
     found = []
     for number, record in enumerate(records, 1):
         try:
             found.append(make_sample(task, record, tokenizer, length, chat=chat))
-        except (KeyError, TypeError, IndexError, AttributeError) as error:
+            score(task, Answer([], ""), found[-1])  # what a score lacks is better known before the answers
+        except (KeyError, TypeError, IndexError, AttributeError, ZeroDivisionError) as error:
             raise ValueError(
                 f"{name}, record {number}, lacks what its prompt or score needs ({error}); is it the published file?"
             ) from None
     return found
+
+
+def _rows(source: str, file: str, lines: Iterator[str]) -> Iterator[dict[str, Any]]:
+    csv.field_size_limit(2**31 - 1)  # a field may be a whole book
+    try:
+        for number, row in enumerate(csv.DictReader(lines, restkey="", strict=True), 1):
+            if "" in row or None in row.values():
+                raise csv.Error(f"record {number} has other columns than the first line")
+            yield row
+    except csv.Error as error:
+        raise ValueError(f"{file} of {source} is no CSV ({error}); download the file again.") from None
 
 
 def _lines(folder: Path, file: str) -> Iterator[str]:

@@ -1,13 +1,15 @@
 """InfiniteBench's 11 English tasks: retrieval, books, dialogue, code and arithmetic beyond 100,000 tokens.
 
 Zhang et al. 2024 (arXiv 2402.13718). The records come from a folder with a file for each task, or from the hub
-(xinrongzhang2022/InfiniteBench). The built-in prompts have the published structure in our own wording; ``--prompts``
-takes a JSON file with prompts by task. A prompt that is too long loses its middle.
+(xinrongzhang2022/InfiniteBench), the metrics are those of the published script. The built-in prompts have the published
+structure in our own wording; ``--prompts official`` gets the published ones for open models, ``--prompts`` and a file
+reads them from JSON, or from a copy of the published prompt.py. A prompt that is too long loses its middle.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,12 +17,19 @@ from typing import Any
 
 import models
 from evals import documents, evaluator, metrics
-from evals.documents import Task
+from evals.documents import Published, Task
+from models import commands
 
 REPOSITORY = "xinrongzhang2022/InfiniteBench"
+# The wording is in the project's repository alone; the commit and the digest say which it is.
+PROMPTS = Published(
+    "https://raw.githubusercontent.com/OpenBMB/InfiniteBench/88b3daa6989da2fbe0077170d7a3c84c25d5ae58/src/prompt.py",
+    "d49a6891d6bc61522bb428d66a07b092a6bb6bc195aa0fe103eddd6bb39c7f10",
+)
+OPEN_MODELS = "yarn_mistral_templates"  # the published prompts that the open models' scripts share
 EXAMPLES = """examples:
   python -m evals infinitebench --data InfiniteBench --tasks passkey,kv_retrieval --length 32000 --budgets 1024
-  python -m evals infinitebench --model path/to/Llama-3.1-8B-Instruct --data hub --samples 20 --out runs/infinite
+  python -m evals infinitebench --model path/to/Llama-3.1-8B-Instruct --data hub --prompts official --out runs/infinite
 """
 _OPTIONS = "A. {option_a}\nB. {option_b}\nC. {option_c}\nD. {option_d}"
 
@@ -28,6 +37,10 @@ _OPTIONS = "A. {option_a}\nB. {option_b}\nC. {option_c}\nD. {option_d}"
 def _answers(record: Mapping[str, Any]) -> Sequence[Any]:
     answer = record["answer"]
     return answer if isinstance(answer, list) else [answer]
+
+
+def _first_answer(record: Mapping[str, Any]) -> Sequence[Any]:
+    return _answers(record)[:1]
 
 
 def _one_list(record: Mapping[str, Any]) -> Sequence[Any]:
@@ -40,9 +53,22 @@ def _right_option(record: Mapping[str, Any]) -> Sequence[tuple[str, str]]:
     return [("ABCD"[record["options"].index(text)], text)]
 
 
+def _question(record: Mapping[str, Any]) -> dict[str, Any]:
+    return {**record, "question": record["input"]}
+
+
 def _options(record: Mapping[str, Any]) -> dict[str, Any]:
-    letters = zip("abcd", record["options"], strict=True)
-    return {**record, **{f"option_{letter}": option for letter, option in letters}}
+    letters = dict(zip("ABCD", record["options"], strict=True))
+    names = {f"option_{letter.lower()}": option for letter, option in letters.items()}
+    return {**_question(record), **names, **{f"OPTION_{letter}": option for letter, option in letters.items()}}
+
+
+def _list_question(record: Mapping[str, Any]) -> dict[str, Any]:
+    """With the question in front of the list, as the published prompt has it."""
+    asked = re.search(r"The .+ of", record["input"])
+    if asked is None:
+        raise KeyError("no number that is asked for in the input")
+    return {**record, "prefix": f"What is {asked[0].lower()[:-3]} in the following list?"}
 
 
 def _call(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -85,17 +111,21 @@ TASKS = {
         _options,
     ),
     "longbook_qa_eng": Task(
-        _BOOK + "Question: {input}\nAnswer in a few words.\nAnswer:", 40, _plain(metrics.f1), _answers
+        _BOOK + "Question: {input}\nAnswer in a few words.\nAnswer:", 40, _plain(metrics.f1), _answers, _question
     ),
     "longdialogue_qa_eng": Task(
         'In this script the name of one character was replaced by "$$MASK$$" once.\n\n{context}\n\n'
         "The name that stood there is",
         40,
         _plain(metrics.word, upper=True),
-        _answers,
+        _first_answer,
     ),
     "math_find": Task(
-        "A question about a list follows it.\n\n{context}\n\n{input}", 3, _plain(metrics.first_number), _answers
+        "A question about a list follows it.\n\n{context}\n\n{input}",
+        3,
+        _plain(metrics.first_number),
+        _first_answer,
+        _list_question,
     ),
     "math_calc": Task(
         "Give the value after each step of an expression, as here.\n\nExpression: 2 + 5 - 3\nValues: [2, 7, 4]\n\n"
@@ -124,35 +154,61 @@ TASKS = {
 
 
 def read_tasks(path: Path | None) -> Mapping[str, Task]:
-    """The tasks, with the prompts of a JSON file.
+    """Gives the tasks the prompts of a file.
+
+    Args:
+        path: JSON with prompts by task, or a copy of the published prompt.py; "official" for the published prompts;
+            None for our own wording.
+
+    Returns:
+        The tasks by name.
 
     Raises:
-        FileNotFoundError: no such file.
+        FileNotFoundError: no such file, or the published one cannot be reached.
         ValueError: a file of another format.
+
+    Example:
+        >>> from evals import infinitebench
+        >>> infinitebench.read_tasks(None)["passkey"].new_tokens
+        6
     """
-    return TASKS if path is None else documents.with_prompts(TASKS, documents.read_object(path), {}, path)
+    if path is None:
+        return TASKS
+    if path == documents.OFFICIAL:
+        prompts = _assigned(documents.published_text(PROMPTS), PROMPTS.address)
+        return documents.with_prompts(TASKS, prompts, {}, PROMPTS.address)
+    if path.suffix == ".py":
+        return documents.with_prompts(TASKS, _assigned(commands.read_text(path, "prompts"), path), {}, path)
+    return documents.with_prompts(TASKS, documents.read_object(path), {}, path)
 
 
 def add_flags(flags: argparse.ArgumentParser) -> None:
-    """The command's flags."""
-    documents.add_flags(flags, list(TASKS), "a JSON file with prompts by task, with {context} and a record's fields")
+    """Adds the command's flags."""
+    documents.add_flags(
+        flags,
+        list(TASKS),
+        "'official', InfiniteBench's prompt.py, or a JSON file with prompts by task, with {context} and other fields",
+    )
 
 
 def check(flags: argparse.Namespace) -> None:
     """Refuses flags that could not work."""
-    documents.check(flags, TASKS, _file, read_tasks)
+    documents.check(flags, TASKS, _file)
+    read_tasks(flags.prompts)
 
 
 def make_groups(flags: argparse.Namespace, config: models.Config, tokenizer: models.Tokenizer) -> list[evaluator.Group]:
-    """A group a task."""
+    """Makes a group of each task."""
     return documents.make_groups(flags, config, tokenizer, read_tasks(flags.prompts), _file, _from_hub)
 
 
 def notes(flags: argparse.Namespace) -> list[str]:
-    """What the table says of prompts and metrics."""
-    if flags.prompts is not None:
-        return [f"prompts: {flags.prompts}"]
-    return ["prompts: the published structure, kvjax's wording (--prompts FILE for others); ROUGE by rouge-score"]
+    """Lists what the table says of prompts and metrics."""
+    if flags.prompts is None:
+        found = "the published structure, kvjax's wording (--prompts official for the published ones)"
+    else:
+        found = "as published for open models" if flags.prompts == documents.OFFICIAL else str(flags.prompts)
+    return [f"prompts: {found}", "metrics: as InfiniteBench's script computes them"]
 
 
 def command(flags: argparse.Namespace) -> None:
@@ -160,10 +216,24 @@ def command(flags: argparse.Namespace) -> None:
     evaluator.command(flags, make_groups, title="InfiniteBench", notes=notes, check=check)
 
 
+def _assigned(text: str, source: str | Path) -> dict[str, Any]:
+    """The prompts that a Python file assigns to ``OPEN_MODELS``; nothing in it is run."""
+    try:
+        found = [
+            ast.literal_eval(line.value)
+            for line in ast.parse(text).body
+            if isinstance(line, ast.Assign) and [ast.unparse(target) for target in line.targets] == [OPEN_MODELS]
+        ]
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        found = []
+    if len(found) != 1 or not isinstance(found[0], dict):
+        raise ValueError(f"{source} does not assign prompts to {OPEN_MODELS}; give InfiniteBench's src/prompt.py.")
+    return found[0]
+
+
 def _file(task: str) -> str:
     return f"{task}.jsonl"
 
 
 def _from_hub(file: str) -> Iterator[str]:
-    with documents.hub_file(REPOSITORY, file).open(encoding="utf-8") as content:
-        yield from content
+    return documents.lines_of_hub(REPOSITORY, file)

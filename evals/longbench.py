@@ -1,8 +1,11 @@
 """LongBench's 16 English tasks: questions, summaries, few-shot learning, counting and code, on published documents.
 
 Bai et al. 2024 (arXiv 2308.14508). The records come from a folder with a file for each task, or from the hub
-(THUDM/LongBench). The built-in prompts have the published structure in our own wording; ``--prompts`` takes the folder
-with the published dataset2prompt.json and dataset2maxlen.json. A prompt that is too long loses its middle.
+(THUDM/LongBench), the metrics are those of the published script. The built-in prompts have the published structure in
+our own wording; ``--prompts official`` gets the published dataset2prompt.json and dataset2maxlen.json, ``--prompts``
+and a folder reads them there, and where they lie in the folder of ``--data`` they are taken by themselves. With
+``--chat`` few-shot tasks and code stay out of the chat template, as published. A prompt that is too long loses its
+middle.
 """
 
 from __future__ import annotations
@@ -14,12 +17,20 @@ from typing import Any
 
 import models
 from evals import documents, evaluator, metrics
-from evals.documents import Task
+from evals.documents import Published, Task
 
 REPOSITORY = "THUDM/LongBench"
+# The wording is in the project's repository alone; the commit and the digests say which it is.
+_CONFIG = "https://raw.githubusercontent.com/THUDM/LongBench/2e00731f8d0bff23dc4325161044d0ed8af94c1e/LongBench/config"
+PROMPTS = Published(
+    f"{_CONFIG}/dataset2prompt.json", "56d22ad4f382169c2b8a11ff4c982a4a1bea096c8152b0f0b85b64686b157c30"
+)
+LENGTHS = Published(
+    f"{_CONFIG}/dataset2maxlen.json", "72966b3c0933e214591637fb085798c5e687ebff4ddaab5d99bbc31120532022"
+)
 EXAMPLES = """examples:
   python -m evals longbench --data LongBench/data --tasks qasper,trec,lcc --policies full,laprox@model --budgets 128
-  python -m evals longbench --model path/to/Mistral-7B-Instruct --chat --data hub --prompts LongBench/config --out runs
+  python -m evals longbench --model path/to/Mistral-7B-Instruct --chat --data hub --prompts official --out runs
 """
 
 _references = lambda record: record["answers"]  # noqa: E731
@@ -40,7 +51,7 @@ def _task(prompt: str, new_tokens: int, metric: Any, **more: Any) -> Task:
 
 
 _F1, _ROUGE, _NUMBERS, _EDIT = map(
-    _plain, (metrics.f1, metrics.rouge_l, metrics.right_numbers, metrics.edit_similarity)
+    _plain, (metrics.f1, metrics.longbench_rouge_l, metrics.right_numbers, metrics.edit_similarity)
 )
 _PASSAGES = (
     f"Here are several passages. A question about them follows. {_BRIEF}\n\n{{context}}\n\n"
@@ -125,44 +136,78 @@ TASKS = {
 
 
 def read_tasks(path: Path | None) -> Mapping[str, Task]:
-    """The tasks, with the prompts and lengths of a folder that holds dataset2prompt.json and dataset2maxlen.json.
+    """Gives the tasks the prompts and lengths of a folder that holds dataset2prompt.json and dataset2maxlen.json.
+
+    Args:
+        path: the folder; "official" for the published files; None for our own wording.
+
+    Returns:
+        The tasks by name.
 
     Raises:
-        FileNotFoundError: no dataset2prompt.json.
+        FileNotFoundError: no dataset2prompt.json, or the published one cannot be reached.
         ValueError: files of another format.
+
+    Example:
+        >>> from evals import longbench
+        >>> longbench.read_tasks(None)["trec"].new_tokens
+        64
     """
     if path is None:
         return TASKS
+    if path == documents.OFFICIAL:
+        prompts, lengths = (
+            documents.parse_object(documents.published_text(file), file.address) for file in (PROMPTS, LENGTHS)
+        )
+        return documents.with_prompts(TASKS, prompts, lengths, PROMPTS.address)
     prompts = documents.read_object(path / "dataset2prompt.json")
     lengths = documents.read_object(path / "dataset2maxlen.json") if (path / "dataset2maxlen.json").is_file() else {}
     return documents.with_prompts(TASKS, prompts, lengths, path)
 
 
 def add_flags(flags: argparse.ArgumentParser) -> None:
-    """The command's flags."""
-    documents.add_flags(flags, list(TASKS), "LongBench's config folder: dataset2prompt.json, dataset2maxlen.json")
+    """Adds the command's flags."""
+    documents.add_flags(
+        flags,
+        list(TASKS),
+        "'official', or LongBench's config folder: dataset2prompt.json, dataset2maxlen.json (default: --data's folder, "
+        "if they are there)",
+    )
 
 
 def check(flags: argparse.Namespace) -> None:
     """Refuses flags that could not work."""
-    documents.check(flags, TASKS, _file, read_tasks)
+    documents.check(flags, TASKS, _file)
+    read_tasks(_prompts(flags))
 
 
 def make_groups(flags: argparse.Namespace, config: models.Config, tokenizer: models.Tokenizer) -> list[evaluator.Group]:
-    """A group a task."""
-    return documents.make_groups(flags, config, tokenizer, read_tasks(flags.prompts), _file, _from_hub)
+    """Makes a group of each task."""
+    return documents.make_groups(flags, config, tokenizer, read_tasks(_prompts(flags)), _file, _from_hub)
 
 
 def notes(flags: argparse.Namespace) -> list[str]:
-    """What the table says of prompts and metrics."""
-    found = ["prompts: the published structure, kvjax's wording (--prompts FOLDER for the published ones)"]
-    found = found if flags.prompts is None else [f"prompts: {flags.prompts}"]
-    return [*found, "metrics: ROUGE-L by rouge-score, edit similarity by rapidfuzz"]
+    """Lists what the table says of prompts and metrics."""
+    prompts = _prompts(flags)
+    if prompts is None:
+        found = "the published structure, kvjax's wording (--prompts official for the published ones)"
+    elif prompts == documents.OFFICIAL:
+        found = "as published"
+    else:
+        found = str(prompts) if flags.prompts is not None else f"{prompts / 'dataset2prompt.json'}, found with the data"
+    return [f"prompts: {found}", "metrics: as LongBench's script computes them"]
 
 
 def command(flags: argparse.Namespace) -> None:
     """Runs the evaluation."""
     evaluator.command(flags, make_groups, title="LongBench", notes=notes, check=check)
+
+
+def _prompts(flags: argparse.Namespace) -> Path | None:
+    """Where the prompts are read from: as asked for, or the folder of the data where they lie there."""
+    if flags.prompts is None and flags.data != "hub" and (Path(flags.data) / "dataset2prompt.json").is_file():
+        return Path(flags.data)
+    return flags.prompts
 
 
 def _file(task: str) -> str:

@@ -1,11 +1,13 @@
-"""The metrics of LongBench and InfiniteBench, each from an answer and one reference to a number in [0, 1].
+"""The metrics of LongBench, InfiniteBench and Booksum, each from an answer and one reference to a number in [0, 1].
 
-ROUGE is rouge-score's and the edit similarity rapidfuzz's; the rest is counting.
+Each gives what the benchmark's own script gives, rounding and oversights included. ROUGE is the package rouge's for
+LongBench and rouge-score's for the others; the rest is counting.
 """
 
 from __future__ import annotations
 
 import collections
+import difflib
 import functools
 import re
 import string
@@ -16,7 +18,7 @@ NEEDED = "this metric needs {name}; install it with: pip install 'kvjax[eval]'."
 
 
 def normalised(text: str) -> str:
-    """Lower case, without punctuation, articles and extra white space, as SQuAD's script has it.
+    """Puts a text in lower case, without punctuation, articles and extra white space, as SQuAD's script does.
 
     Example:
         >>> from evals import metrics
@@ -28,7 +30,7 @@ def normalised(text: str) -> str:
 
 
 def f1(answer: str, reference: str) -> float:
-    """F1 of the words of the normalised texts.
+    """Gives F1 of the words of the normalised texts.
 
     Example:
         >>> from evals import metrics
@@ -40,55 +42,102 @@ def f1(answer: str, reference: str) -> float:
     return 2 * same / (len(found) + len(wanted)) if same else 0.0
 
 
+def longbench_rouge_l(answer: str, reference: str) -> float:
+    """Gives ROUGE-L's F as LongBench's script does, by the package rouge: upper and lower case differ, sentences end
+    at full stops, and a word counts once, however often it stands in a text.
+
+    Args:
+        answer: what a model said.
+        reference: what is right.
+
+    Returns:
+        A number from 0 to just below 1; 0 where the package refuses, such as a text of nothing but full stops.
+
+    Raises:
+        ImportError: rouge is not installed.
+
+    Example:
+        >>> from evals import metrics
+        >>> round(metrics.longbench_rouge_l("the cat sat on the mat", "the cat lay on the mat"), 6)
+        0.8
+    """
+    try:
+        return float(_rouge().get_scores([answer], [reference], avg=True)["rouge-l"]["f"])
+    except (ValueError, RecursionError):  # an empty text, or a sentence of a thousand words
+        return 0.0
+
+
 def rouge_l(answer: str, reference: str) -> float:
-    """ROUGE-L's F by rouge-score, without stemming.
+    """Gives ROUGE-L's F by rouge-score, without stemming.
 
     Raises:
         ImportError: rouge-score is not installed.
+
+    Example:
+        >>> from evals import metrics
+        >>> round(metrics.rouge_l("The cat sat on the mat.", "the cat lay on the mat"), 6)
+        0.833333
     """
     return _scorer("rougeL").score(reference, answer)["rougeL"].fmeasure
 
 
 def rouge_l_sum(answer: str, reference: str) -> float:
-    """ROUGE-Lsum's F by rouge-score: sentence by sentence, as lines.
+    """Gives ROUGE-Lsum's F by rouge-score: sentence by sentence, as lines.
 
     Raises:
         ImportError: rouge-score is not installed.
+
+    Example:
+        >>> from evals import metrics
+        >>> metrics.rouge_l_sum("two lines\\none line", "one line\\ntwo lines")
+        1.0
     """
     return _scorer("rougeLsum").score(reference, answer)["rougeLsum"].fmeasure
 
 
 def edit_similarity(answer: str, reference: str) -> float:
-    """rapidfuzz's ratio of the first line that holds no comment or fence, and the reference.
+    """Gives the similarity of the first line that holds no comment or fence and the reference, as fuzzywuzzy's ratio
+    has it where python-Levenshtein is missing, as in LongBench's requirements: difflib's, in whole percent.
 
-    Raises:
-        ImportError: rapidfuzz is not installed.
+    Args:
+        answer: what a model said.
+        reference: the right line of code.
+
+    Returns:
+        A number from 0 to 1, in hundredths.
+
+    Example:
+        >>> from evals import metrics
+        >>> metrics.edit_similarity("# a loop\\nfor i in x:\\n    pass", "for i in y:")
+        0.91
     """
-    try:
-        from rapidfuzz import fuzz
-    except ImportError:
-        raise ImportError(NEEDED.format(name="rapidfuzz")) from None
     lines = answer.lstrip("\n").split("\n")
     code = next((line for line in lines if not any(mark in line for mark in ("`", "#", "//"))), "")
-    return fuzz.ratio(code, reference) / 100
+    if code == reference:
+        return 1.0
+    return round(100 * difflib.SequenceMatcher(None, code, reference).ratio()) / 100
 
 
 def classification(answer: str, reference: str, classes: Sequence[str]) -> float:
-    """1 over the number of classes that an answer names, if the right one is among them.
+    """Gives 1 over the number of classes that an answer names, if the right one is among them.
 
-    A class that is a part of the right one's name counts for nothing.
+    A class that is a part of the right one's name counts for nothing, unless it comes right behind another such class:
+    LongBench's script passes over what follows one that it takes out.
 
     Example:
         >>> from evals import metrics
         >>> metrics.classification("City or Food", "City", ["City", "Food", "Other city"])
         0.5
     """
-    named = [name for name in classes if name in answer and (name == reference or name not in reference)]
+    named = [name for name in classes if name in answer]
+    for name in named:
+        if name in reference and name != reference:
+            named.remove(name)  # while it is gone through, as published
     return 1 / len(named) if reference in named else 0.0
 
 
 def right_numbers(answer: str, reference: str) -> float:
-    """The share of an answer's numbers that are the reference's number (its first, where it is a text).
+    """Gives the share of an answer's numbers that are the reference's number (its first, where it is a text).
 
     Example:
         >>> from evals import metrics
@@ -101,7 +150,13 @@ def right_numbers(answer: str, reference: str) -> float:
 
 
 def first_number(answer: str, reference: Any) -> float:
-    """Whether the first number in an answer is the reference; digits are compared as text, numbers by value."""
+    """Says whether the first number in an answer is the reference; digits are compared as text, numbers by value.
+
+    Example:
+        >>> from evals import metrics
+        >>> metrics.first_number("It is 0042.", "0042"), metrics.first_number("It is 3.0.", 3)
+        (1.0, 1.0)
+    """
     if isinstance(reference, str):
         found = re.search(r"\d+", answer)
         return float(found is not None and found[0] == reference)
@@ -110,7 +165,7 @@ def first_number(answer: str, reference: Any) -> float:
 
 
 def last_integer(answer: str, reference: int) -> float:
-    """Whether the last word of an answer is the reference.
+    """Says whether the last word of an answer is the reference.
 
     Example:
         >>> from evals import metrics
@@ -122,13 +177,19 @@ def last_integer(answer: str, reference: int) -> float:
 
 
 def word(answer: str, reference: str, *, upper: bool = False) -> float:
-    """Whether the reference is a word of an answer; with ``upper`` after the answer is put in capitals."""
+    """Says whether the reference is a word of an answer; with ``upper`` after the answer is put in capitals.
+
+    Example:
+        >>> from evals import metrics
+        >>> metrics.word('The value is "ab-12".', "ab-12"), metrics.word("Anna?", "ANNA", upper=True)
+        (1.0, 1.0)
+    """
     found = _words(answer, "\n:\"'.,?!{}")
     return float(reference in ([part.upper() for part in found] if upper else found))
 
 
 def leading_values(answer: str, reference: Sequence[int]) -> float:
-    """The share of a list of numbers that an answer gives, up to its first mistake.
+    """Gives the share of a list of numbers that an answer gives, up to its first mistake.
 
     Example:
         >>> from evals import metrics
@@ -144,8 +205,8 @@ def leading_values(answer: str, reference: Sequence[int]) -> float:
 
 
 def choice(answer: str, letter: str, text: str) -> float:
-    """Whether an answer chooses an option, as InfiniteBench reads it: by its first letter where that is A to D, by the
-    option's whole text, behind "answer is", "answer:" or "option is", or by the first letter that stands alone.
+    """Says whether an answer chooses an option, as InfiniteBench reads it: by its first letter where that is A to D,
+    by the option's whole text, behind "answer is", "answer:" or "option is", or by the first letter that stands alone.
 
     Example:
         >>> from evals import metrics
@@ -161,12 +222,12 @@ def choice(answer: str, letter: str, text: str) -> float:
     said = _behind(" ".join(words), ("answer is:", "answer:", "answer is", "option is"))
     if said is not None:
         return float(said.startswith((letter, text)))
-    return float(next((word for word in words if word in ("A", "B", "C", "D")), None) == letter)
+    return float(next((word for word in words if word in "ABCD"), None) in (letter, text))
 
 
 def named_choice(answer: str, letter: str, text: str) -> float:
-    """Whether an answer chooses an option, as InfiniteBench reads those about code: "B." or "B:" at the start, or the
-    letter or text behind "answer is:", "is:" or "answer:".
+    """Says whether an answer chooses an option, as InfiniteBench reads those about code: "B." or "B:" at the start, or
+    the letter or text behind "answer is:", "is:" or "answer:".
 
     Example:
         >>> from evals import metrics
@@ -186,6 +247,15 @@ def _behind(text: str, marks: Sequence[str]) -> str | None:
     """What stands behind the first of the marks that a text has, and one character."""
     mark = next((mark for mark in marks if mark in text), None)
     return None if mark is None else text.split(mark, 1)[1][1:]
+
+
+@functools.cache
+def _rouge() -> Any:
+    try:
+        from rouge import Rouge
+    except ImportError:
+        raise ImportError(NEEDED.format(name="rouge")) from None
+    return Rouge(metrics=["rouge-l"])
 
 
 @functools.cache

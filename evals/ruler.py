@@ -3,7 +3,8 @@
 The structure is that of RULER (Hsieh et al. 2024, arXiv 2404.06654), generated here at any length; a sample's length
 counts its prompt and the tokens that may be answered. Its wording is our own: ``--prompts`` takes other wording from a
 file. Essays and the documents of the two QA tasks come from files that the user names; without one, essays are
-built-in prose and the QA tasks are left out, and the table says so.
+built-in prose and the QA tasks are left out, and the table says so. With ``--data`` nothing is generated: samples are
+read as RULER's own scripts wrote them, ``TASK/validation.jsonl`` each.
 """
 
 from __future__ import annotations
@@ -17,24 +18,26 @@ import math
 import re
 import string
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 import models
-from evals import evaluator, prose, tasks
+from evals import documents, evaluator, prose, tasks
 from evals.evaluator import Group, TextSample
 from models import commands
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 DEPTHS = np.linspace(0, 1, 40)
 LONG = 4096  # from here on, the counts of common words are RULER's large ones
+LENGTHS, SAMPLES = "1024", 8  # of what is generated, where nothing else is asked for
 EXAMPLES = """examples:
   python -m evals ruler --lengths 1024 --samples 4 --policies full,snapkv,snapkv+caote --budgets 0.25 --when prompt
   python -m evals ruler --model path/to/Llama-3.1-8B-Instruct --lengths 4096,32768 --essays PaulGrahamEssays.json
-      --qa squad.json hotpotqa.json --budgets 0.2 --when prompt --question after,agnostic --out runs/ruler
+      --qa squad.json hotpotqa.json --chat --budgets 0.2 --when prompt --question after,agnostic --out runs/ruler
+  python -m evals ruler --model path/to/Llama-3.1-8B-Instruct --data RULER/4096 --chat --budgets 0.2 --out runs/ruler
 """
 
 
@@ -121,20 +124,43 @@ class Sources:
 
 
 class Draft(NamedTuple):
-    """A sample before it is made as long as it may be: what is known early, the question, and the answers."""
+    """A sample before it is made as long as it may be: what is known early, the question, what the answer begins with,
+    and the answers.
+    """
 
     context: str
     question: str
+    answer: str
     references: tuple[str, ...]
 
 
 def sample(
-    task: str, index: int, tokenizer: Any, length: int, sources: Sources | None = None, *, seed: int = 0
+    task: str,
+    index: int,
+    tokenizer: Any,
+    length: int,
+    sources: Sources | None = None,
+    *,
+    seed: int = 0,
+    chat: bool = False,
 ) -> TextSample:
-    """The sample ``index`` of a task, as long as fits: prompt and answer take at most ``length`` tokens.
+    """Makes the sample ``index`` of a task, as long as fits: prompt and answer take at most ``length`` tokens.
+
+    Args:
+        task: one of ``TASKS``.
+        index: the same index gives the same sample, whatever else is made.
+        tokenizer: the model's.
+        length: what prompt and answer may take together.
+        sources: what samples are made of; our wording and prose by default.
+        seed: another one gives other samples.
+        chat: put the prompt into the model's chat template, what the answer begins with behind the assistant's header.
+
+    Returns:
+        The sample.
 
     Raises:
-        ValueError: an unknown task, a length that cannot hold the task, or a QA task without documents.
+        ValueError: an unknown task, a length that cannot hold the task, a QA task without documents, or a chat without
+            a template for it.
 
     Example:
         >>> import models
@@ -152,15 +178,21 @@ def sample(
     build, least = _builder(task, index, length, sources, seed)
     room = length - NEW_TOKENS[task]
 
-    _check_fits(task, _encoded(build(least), tokenizer), length)
-    units = most_that_fits(lambda units: len(_encoded(build(units), tokenizer)), room, least)
+    _check_fits(task, _encoded(build(least), tokenizer, chat), length)
+    units = most_that_fits(lambda units: len(_encoded(build(units), tokenizer, chat)), room, least)
     draft = build(least if units is None else units)
-    tokens = _encoded(draft, tokenizer)
-    return TextSample(tokens, common_prefix(tokenizer.encode(draft.context), tokens), draft.references)
+    known, _ = _written_out(draft, tokenizer, chat)
+    tokens = _encoded(draft, tokenizer, chat)
+    known_tokens = tokenizer.encode(known, add_special_tokens=not chat)
+    return TextSample(tokens, documents.common_prefix(known_tokens, tokens), draft.references)
 
 
-def _encoded(draft: Draft, tokenizer: Any) -> list[int]:
-    return tokenizer.encode(draft.context + draft.question)
+def _encoded(draft: Draft, tokenizer: Any, chat: bool) -> list[int]:
+    return tokenizer.encode(_written_out(draft, tokenizer, chat)[1], add_special_tokens=not chat)
+
+
+def _written_out(draft: Draft, tokenizer: Any, chat: bool) -> tuple[str, str]:
+    return documents.written_out(tokenizer, draft.context, draft.question, draft.answer, chat=chat)
 
 
 def _check_fits(task: str, smallest: Sequence[int], length: int) -> None:
@@ -173,7 +205,7 @@ def _check_fits(task: str, smallest: Sequence[int], length: int) -> None:
 
 
 def recall(answer: str, references: Sequence[str]) -> float:
-    """The share of the references that stand in an answer, case aside.
+    """Gives the share of the references that stand in an answer, case aside.
 
     Example:
         >>> from evals import ruler
@@ -184,7 +216,7 @@ def recall(answer: str, references: Sequence[str]) -> float:
 
 
 def any_of(answer: str, references: Sequence[str]) -> float:
-    """1 if any reference stands in an answer, case aside.
+    """Gives 1 if any reference stands in an answer, case aside.
 
     Example:
         >>> from evals import ruler
@@ -194,8 +226,40 @@ def any_of(answer: str, references: Sequence[str]) -> float:
     return float(any(reference.lower() in answer.lower() for reference in references))
 
 
+def _published_parts(record: Mapping[str, Any]) -> dict[str, str]:
+    """A sample as RULER's scripts wrote it; its last line that is not blank is the question."""
+    text = record["input"]
+    end = text.rstrip().rfind("\n") + 1
+    return {"context": text[:end], "question": text[end:], "answer": record.get("answer_prefix", "")}
+
+
+def _published_answers(record: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    answers = record["outputs"]
+    if not isinstance(answers, list) or not answers:
+        raise TypeError("outputs is no list of answers")
+    return [tuple(map(str, answers))]
+
+
+def _published_task(task: str) -> documents.Task:
+    metric = any_of if task in QA else recall
+    return documents.Task(
+        "{context}{question}",
+        NEW_TOKENS[task],
+        lambda answer, references, record: metric(answer, references),
+        _published_answers,
+        _published_parts,
+        answer="{answer}",
+    )
+
+
+PUBLISHED = {task: _published_task(task) for task in TASKS}
+
+
 def most_that_fits(count: Callable[[int], int], room: int, least: int) -> int | None:
-    """The largest n from ``least`` with ``count(n) <= room``, where count about grows linearly; None if there is none.
+    """Finds the largest n from ``least`` with ``count(n) <= room``, where count about grows linearly.
+
+    Returns:
+        n, or None where not even ``least`` fits.
 
     Example:
         >>> from evals import ruler
@@ -226,19 +290,8 @@ def most_that_fits(count: Callable[[int], int], room: int, least: int) -> int | 
     return low
 
 
-def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many first tokens two texts share. A token across the boundary belongs to neither.
-
-    Example:
-        >>> from evals import ruler
-        >>> ruler.common_prefix([1, 2, 3], [1, 2, 4, 5])
-        2
-    """
-    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
-
-
 def read_essays(path: Path) -> list[str]:
-    """The sentences of a text file, or of the ``text`` of a JSON file (RULER's PaulGrahamEssays.json).
+    """Reads the sentences of a text file, or of the ``text`` of a JSON file (RULER's PaulGrahamEssays.json).
 
     Raises:
         FileNotFoundError: no such file.
@@ -257,7 +310,7 @@ def read_essays(path: Path) -> list[str]:
 
 
 def read_documents(path: Path) -> tuple[str, Documents]:
-    """A QA file and its task: SQuAD 2.0 as it is published is ``qa_1``, HotpotQA's list is ``qa_2``.
+    """Reads a QA file and says its task: SQuAD 2.0 as it is published is ``qa_1``, HotpotQA's list is ``qa_2``.
 
     Raises:
         FileNotFoundError: no such file.
@@ -279,7 +332,7 @@ def read_documents(path: Path) -> tuple[str, Documents]:
 
 
 def read_wording(path: Path) -> dict[str, Wording]:
-    """Other wording from a JSON file: for ``niah``, ``vt``, ``cwe``, ``fwe`` or ``qa`` an object with ``prompt``,
+    """Reads other wording from a JSON file: for ``niah``, ``vt``, ``cwe``, ``fwe`` or ``qa`` an object with ``prompt``,
     ``answer`` and, for niah, ``needle``. What it leaves out stays ours.
 
     Raises:
@@ -306,23 +359,35 @@ def read_wording(path: Path) -> dict[str, Wording]:
 
 
 def add_flags(flags: argparse.ArgumentParser) -> None:
-    """The command's flags."""
+    """Adds the command's flags."""
     evaluator.add_model_flags(flags)
     evaluator.add_setting_flags(flags)
     flags.add_argument("--tasks", default="all", help=f"{', '.join(TASKS)}; several by comma")
-    flags.add_argument("--lengths", default="1024", help="tokens of a prompt and its answer; several by comma")
-    flags.add_argument("--samples", type=int, default=8, help="samples of each task")
+    flags.add_argument("--lengths", help=f"tokens of a prompt and its answer; several by comma (default: {LENGTHS})")
+    flags.add_argument("--samples", type=int, help=f"samples of each task (default: {SAMPLES}; of --data all)")
+    flags.add_argument("--chat", action="store_true", help="put prompts into the model's chat template")
     flags.add_argument("--essays", type=Path, help="a text file, or a JSON file with 'text'; built-in prose by default")
     flags.add_argument("--qa", type=Path, nargs="+", help="SQuAD's and HotpotQA's JSON files, for qa_1 and qa_2")
     flags.add_argument("--prompts", type=Path, help="a JSON file with other wording")
+    flags.add_argument(
+        "--data", help="a folder of samples that RULER's scripts wrote, TASK/validation.jsonl each; none are made then"
+    )
     flags.add_argument("--out", type=Path, help="a folder for the results; a killed run goes on there")
 
 
 def check(flags: argparse.Namespace) -> None:
-    """Refuses flags that could not work."""
-    if flags.samples < 1:
+    """Refuses flags that could not work.
+
+    Raises:
+        FileNotFoundError: a file or folder that is not there.
+        ValueError: what does not go together, an unknown task, or a number below 1.
+    """
+    if flags.data is not None:
+        _check_data(flags)
+        return
+    if _samples(flags) < 1:
         raise ValueError(f"--samples is {flags.samples}; give at least 1.")
-    evaluator.check_sizes(flags)
+    _lengths(flags)
     read = read_sources(flags)
     missing = [task for task in _tasks(flags) if task in QA and task not in read.documents]
     if missing:
@@ -330,7 +395,7 @@ def check(flags: argparse.Namespace) -> None:
 
 
 def read_sources(flags: argparse.Namespace) -> Sources:
-    """What the flags' files hold."""
+    """Reads what the flags' files hold."""
     return Sources(
         WORDING if flags.prompts is None else read_wording(flags.prompts),
         None if flags.essays is None else read_essays(flags.essays),
@@ -339,25 +404,29 @@ def read_sources(flags: argparse.Namespace) -> Sources:
 
 
 def make_groups(flags: argparse.Namespace, config: models.Config, tokenizer: models.Tokenizer) -> list[Group]:
-    """The tasks at each length."""
-    sources = read_sources(flags)
+    """Makes a group of each task at each length, or of each task that was read."""
+    if flags.data is not None:
+        return documents.make_groups(flags, config, tokenizer, PUBLISHED, _file, _no_hub, cut=False)
+    sources, count = read_sources(flags), _samples(flags)
     return [
         Group(
             task,
             length,
-            flags.samples,
-            functools.partial(_draw, task, tokenizer, length, sources, flags.samples, flags.seed),
+            count,
+            functools.partial(_draw, task, tokenizer, length, sources, count, flags.seed, flags.chat),
             NEW_TOKENS[task],
             functools.partial(_score, any_of if task in QA else recall),
-            probe=functools.partial(_probe, task, tokenizer, length, sources, flags.samples, flags.seed),
+            probe=functools.partial(_probe, task, tokenizer, length, sources, count, flags.seed, flags.chat),
         )
-        for length in evaluator.check_sizes(flags)
+        for length in _lengths(flags)
         for task in _tasks(flags)
     ]
 
 
 def notes(flags: argparse.Namespace) -> list[str]:
-    """What the table says of the texts."""
+    """Lists what the table says of the texts."""
+    if flags.data is not None:
+        return [f"samples: {flags.data}, as RULER's scripts wrote them"]
     chosen = _tasks(flags)
     found = []
     if flags.prompts is None:
@@ -374,21 +443,50 @@ def command(flags: argparse.Namespace) -> None:
     evaluator.command(flags, make_groups, title="RULER: answers found", notes=notes, check=check, short=SHORT)
 
 
+def _check_data(flags: argparse.Namespace) -> None:
+    if given := [name for name in ("essays", "qa", "prompts", "lengths") if getattr(flags, name) is not None]:
+        raise ValueError(f"--data holds whole samples; leave out {', '.join(f'--{name}' for name in given)}.")
+    if flags.data == "hub":
+        raise ValueError("RULER publishes scripts, not samples; give the folder that they wrote by --data.")
+    documents.check(flags, TASKS, _file)
+
+
+def _file(task: str) -> str:
+    return f"{task}/validation.jsonl"
+
+
+def _no_hub(file: str) -> Iterator[str]:
+    raise FileNotFoundError(f"{file} is not on the hub; give the folder that RULER's scripts wrote by --data.")
+
+
+def _lengths(flags: argparse.Namespace) -> list[int]:
+    lengths = LENGTHS if flags.lengths is None else flags.lengths
+    return evaluator.check_sizes(argparse.Namespace(lengths=lengths, block=flags.block, batch=flags.batch))
+
+
+def _samples(flags: argparse.Namespace) -> int:
+    return SAMPLES if flags.samples is None else flags.samples
+
+
 def _tasks(flags: argparse.Namespace) -> list[str]:
     with_files = {read_documents(path)[0] for path in flags.qa or []}
     return evaluator.choose("--tasks", flags.tasks, TASKS, [t for t in TASKS if t not in QA or t in with_files])
 
 
-def _draw(task: str, tokenizer: Any, length: int, sources: Sources, count: int, seed: int) -> list[TextSample]:
-    return [sample(task, index, tokenizer, length, sources, seed=seed) for index in range(count)]
+def _draw(
+    task: str, tokenizer: Any, length: int, sources: Sources, count: int, seed: int, chat: bool
+) -> list[TextSample]:
+    return [sample(task, index, tokenizer, length, sources, seed=seed, chat=chat) for index in range(count)]
 
 
-def _probe(task: str, tokenizer: Any, length: int, sources: Sources, count: int, seed: int) -> list[TextSample]:
+def _probe(
+    task: str, tokenizer: Any, length: int, sources: Sources, count: int, seed: int, chat: bool
+) -> list[TextSample]:
     """The first sample, when the smallest form of each fits; what makes them long comes only when they are drawn."""
     for index in range(count):
         build, least = _builder(task, index, length, sources, seed)
-        _check_fits(task, _encoded(build(least), tokenizer), length)
-    return _draw(task, tokenizer, length, sources, 1, seed)
+        _check_fits(task, _encoded(build(least), tokenizer, chat), length)
+    return _draw(task, tokenizer, length, sources, 1, seed, chat)
 
 
 def _score(metric: Callable[[str, Sequence[str]], float], answer: evaluator.Answer, sample: TextSample) -> float:
@@ -411,9 +509,9 @@ def _builder(task: str, index: int, length: int, sources: Sources, seed: int) ->
     if task == "fwe":
         vocabulary = max((length - NEW_TOKENS["fwe"]) // 50, 5)
         return lambda n: _frequent_words(fresh(), n, vocabulary, sources.wording["fwe"]), 30
-    documents = sources.documents[task]
-    own = documents.questions[index % len(documents.questions)][2]
-    return lambda n: _question(fresh(), documents, index, n, sources.wording["qa"]), len(own)
+    library = sources.documents[task]
+    own = library.questions[index % len(library.questions)][2]
+    return lambda n: _question(fresh(), library, index, n, sources.wording["qa"]), len(own)
 
 
 class _Sentences:
@@ -464,7 +562,7 @@ def _variables(rng: np.random.Generator, units: int, wording: Wording) -> Draft:
     """One chain of four hops among noise, after a short example with names of three letters."""
     example = _chain(rng, 3, 5, wording)
     asked = _chain(rng, 5, units, wording)
-    shown = f"{example.context}{example.question} {' '.join(example.references)}\n\n"
+    shown = f"{example.context}{example.question}{example.answer} {' '.join(example.references)}\n\n"
     return asked._replace(context=shown + asked.context)
 
 
@@ -487,7 +585,8 @@ def _common_words(rng: np.random.Generator, units: int, length: int, wording: Wo
     example = _word_list(rng, *((40, 10, 3) if length >= LONG else (20, 3, 1)), wording)
     asked = _word_list(rng, units, often, seldom, wording)
     answer = " ".join(f"{place}. {word}" for place, word in enumerate(example.references, 1))
-    return asked._replace(context=f"{example.context}{example.question} {answer}\n{asked.context}")
+    shown = f"{example.context}{example.question}{example.answer} {answer}\n"
+    return asked._replace(context=shown + asked.context)
 
 
 def _word_list(rng: np.random.Generator, units: int, often: int, seldom: int, wording: Wording) -> Draft:
@@ -514,22 +613,22 @@ def _frequent_words(rng: np.random.Generator, units: int, vocabulary: int, wordi
     return _draft(wording, " ".join(text), tuple(words[1:4]))
 
 
-def _question(rng: np.random.Generator, documents: Documents, index: int, units: int, wording: Wording) -> Draft:
-    query, answers, own, near = documents.questions[index % len(documents.questions)]
+def _question(rng: np.random.Generator, library: Documents, index: int, units: int, wording: Wording) -> Draft:
+    query, answers, own, near = library.questions[index % len(library.questions)]
     near = [near[i] for i in rng.permutation(len(near))]
-    far = [i for i in rng.permutation(len(documents.texts)).tolist() if i not in {*own, *near}]
+    far = [i for i in rng.permutation(len(library.texts)).tolist() if i not in {*own, *near}]
     others = near + far or own
     wanted = units - len(own)
     chosen = own + (others * (wanted // len(others) + 1))[:wanted]
     order = np.random.default_rng(rng.integers(2**63)).permutation(len(chosen))
-    listed = [f"Document {place}:\n{documents.texts[chosen[i]]}" for place, i in enumerate(order, 1)]
+    listed = [f"Document {place}:\n{library.texts[chosen[i]]}" for place, i in enumerate(order, 1)]
     return _draft(wording, "\n\n".join(listed), answers, query=query)
 
 
 def _draft(wording: Wording, context: str, references: tuple[str, ...], **words: str) -> Draft:
     before, after = wording.prompt.split("{context}", 1)
     fill = lambda text: text.format(**words)  # noqa: E731
-    return Draft(fill(before) + context, fill(after) + fill(wording.answer), references)
+    return Draft(fill(before) + context, fill(after), fill(wording.answer), references)
 
 
 def _random(rng: np.random.Generator, kind: str) -> str:

@@ -26,10 +26,12 @@ from typing import Any, NamedTuple, NoReturn
 
 from tqdm import tqdm
 
-from evals import evaluator, infinitebench, longbench, needle, report, results, ruler
+from evals import booksum, evaluator, infinitebench, longbench, needle, report, results, ruler
 from models import commands, provenance
 
-EVALUATIONS = {"needle": needle, "ruler": ruler, "longbench": longbench, "infinitebench": infinitebench}
+EVALUATIONS = {
+    "needle": needle, "ruler": ruler, "longbench": longbench, "infinitebench": infinitebench, "booksum": booksum,
+}  # fmt: skip
 # What all evaluations of a sweep share, and a list of it in the file.
 SHARED = ("policies", "allocations", "budgets", "when", "evict_every", "question")
 PLAIN = ("block", "batch", "seed", "dtype", "mesh")

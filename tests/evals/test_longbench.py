@@ -1,12 +1,17 @@
 """LongBench and InfiniteBench from files: prompts, middle truncation, references, scores, the command end to end."""
 
+import argparse
+import hashlib
+import io
 import json
+import sys
+import urllib.error
 import zipfile
 
 import pytest
 
 import models
-from evals import documents, infinitebench, longbench, metrics
+from evals import documents, evaluator, infinitebench, longbench, metrics
 from evals.__main__ import main
 from evals.evaluator import Answer, TextSample
 from evals.results import read_records
@@ -18,6 +23,7 @@ RECORD = {
     "all_classes": ["River", "Town"],
     "dataset": "x",
 }
+FIND = "The largest number of the list is"
 INFINITE = {
     "passkey": {
         "context": "noise " * 50 + "The pass key is 71432.",
@@ -35,7 +41,7 @@ INFINITE = {
     },
     "longbook_qa_eng": {"context": "A", "input": "Who?", "answer": ["the fox", "fox"]},
     "longdialogue_qa_eng": {"context": "$$MASK$$: hm", "input": "", "answer": ["ANNA", "ANN"]},
-    "math_find": {"context": "[3, 9]", "input": "The largest number of the list is", "answer": 9},
+    "math_find": {"context": "[3, 9]", "input": FIND, "answer": 9},
     "math_calc": {"context": "1 + 2", "input": "", "answer": [1, 3]},
     "code_run": {"context": "def func_0(x): ...", "input": "Value of func_0(-3)?", "answer": -3},
     "code_debug": {"context": "code", "input": "", "answer": "b", "options": ["a", "b", "c", "d"]},
@@ -123,6 +129,12 @@ def test_each_task_of_infinitebench_reads_its_record(name, tokenizer):
     assert documents.score(task, Answer([], "wrong"), sample) == 0.0
 
 
+def test_the_first_name_of_a_character_is_the_one_that_counts(tokenizer):
+    task = infinitebench.TASKS["longdialogue_qa_eng"]
+    sample = documents.make_sample(task, INFINITE["longdialogue_qa_eng"], tokenizer, 4000)
+    assert documents.score(task, Answer([], "ANN"), sample) == 0.0
+
+
 def test_published_prompts_are_read_from_a_folder(tmp_path, tokenizer):
     (tmp_path / "dataset2prompt.json").write_text(json.dumps({"trec": "T {context} I {input}", "dureader": "x"}))
     (tmp_path / "dataset2maxlen.json").write_text(json.dumps({"trec": 3}))
@@ -132,6 +144,102 @@ def test_published_prompts_are_read_from_a_folder(tmp_path, tokenizer):
     (tmp_path / "dataset2prompt.json").write_text(json.dumps({"trec": "no place"}))
     with pytest.raises(ValueError, match="the prompt of trec has no"):
         longbench.read_tasks(tmp_path)
+
+
+class Web:
+    """What lies at addresses, and what was asked for."""
+
+    def __init__(self, monkeypatch, tmp_path):
+        self.files, self.asked = {}, []
+        monkeypatch.setattr(documents.urllib.request, "urlopen", self.open)
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+    def open(self, address, timeout):
+        self.asked.append(address)
+        if address not in self.files:
+            raise urllib.error.URLError("no route")
+        return io.BytesIO(self.files[address])
+
+    def publish(self, text, name="prompts.json"):
+        file = documents.Published(f"https://example.org/{name}", hashlib.sha256(text.encode()).hexdigest())
+        self.files[file.address] = text.encode()
+        return file
+
+
+@pytest.fixture
+def web(monkeypatch, tmp_path):
+    return Web(monkeypatch, tmp_path)
+
+
+def test_a_published_file_is_fetched_once_and_mended_where_its_copy_is_damaged(web, tmp_path):
+    file = web.publish("Prüfung")
+    assert documents.published_text(file) == "Prüfung" and documents.published_text(file) == "Prüfung"
+    assert web.asked == [file.address]
+    (kept,) = (tmp_path / "cache/kvjax/published").iterdir()
+    kept.write_text("damaged")
+    assert documents.published_text(file) == "Prüfung" and kept.read_text(encoding="utf-8") == "Prüfung"
+    assert len(web.asked) == 2
+
+
+def test_another_file_at_the_address_is_neither_used_nor_kept(web, tmp_path):
+    file = web.publish("published")
+    web.files[file.address] = b"<html>Log in</html>"
+    with pytest.raises(ValueError, match=r"example.org/prompts.json is not the file that kvjax knows"):
+        documents.published_text(file)
+    assert not (tmp_path / "cache").exists()
+
+
+def test_an_address_that_cannot_be_reached_is_named(web):
+    file = documents.Published("https://example.org/gone.json", "0" * 64)
+    with pytest.raises(FileNotFoundError, match=r"cannot get https://example.org/gone.json \(no route\); get it"):
+        documents.published_text(file)
+
+
+def test_a_cache_that_cannot_be_written_to_is_done_without(web, tmp_path):
+    (tmp_path / "cache").write_text("a file")
+    file = web.publish("text")
+    assert documents.published_text(file) == "text" and documents.published_text(file) == "text"
+    assert len(web.asked) == 2
+
+
+def test_longbenchs_official_prompts_come_from_their_address(web, monkeypatch):
+    monkeypatch.setattr(longbench, "PROMPTS", web.publish(json.dumps({"trec": "T {context}{input}"}), "prompts"))
+    monkeypatch.setattr(longbench, "LENGTHS", web.publish(json.dumps({"trec": 3}), "lengths"))
+    task = longbench.read_tasks(documents.OFFICIAL)["trec"]
+    assert (task.prompt, task.new_tokens) == ("T {context}{input}", 3)
+
+
+PUBLISHED = """from nothing import it
+gpt4_templates = {"passkey": "other {context}"}
+yarn_mistral_templates = {
+    "passkey": "P {context}: {input}",  # noqa
+    "longbook_qa_eng": "Q {context}: {question}",
+    "longbook_choice_eng": "C {context}: {question} {OPTION_A} {OPTION_D}",
+    "math_find": "{prefix} {context} {input}",
+}
+"""
+
+
+def test_infinitebenchs_official_prompts_are_read_and_not_run(web, monkeypatch, tokenizer, tmp_path):
+    monkeypatch.setattr(infinitebench, "PROMPTS", web.publish(PUBLISHED, "prompt.py"))
+    tasks = infinitebench.read_tasks(documents.OFFICIAL)
+    (tmp_path / "prompt.py").write_text(PUBLISHED)
+    assert infinitebench.read_tasks(tmp_path / "prompt.py") == tasks
+    said = {
+        name: tokenizer.decode(documents.make_sample(tasks[name], INFINITE[name], tokenizer, 4000).tokens)
+        for name in ("longbook_qa_eng", "longbook_choice_eng", "math_find")
+    }
+    assert said["longbook_qa_eng"].endswith("Q A: Who?")
+    assert said["longbook_choice_eng"].endswith("C A: Who? owl dog")
+    assert said["math_find"].endswith("What is the largest number in the following list? [3, 9] " + FIND)
+    assert tasks["code_run"] == infinitebench.TASKS["code_run"]
+
+
+@pytest.mark.parametrize("text", ["x = (", "x = 1", "yarn_mistral_templates = open('x')", "yarn_mistral_templates = 3"])
+def test_a_file_without_infinitebenchs_prompts_is_refused(tmp_path, text):
+    (tmp_path / "prompt.py").write_text(text)
+    with pytest.raises(ValueError, match="does not assign prompts to yarn_mistral_templates"):
+        infinitebench.read_tasks(tmp_path / "prompt.py")
 
 
 def test_records_come_from_the_hubs_archive(tmp_path, monkeypatch):
@@ -149,12 +257,46 @@ def test_the_command_answers_from_a_folder(tmp_path, capsys):
     line = f"longbench --data {data} --policies full,tova --budgets 64 --block 64 --length 128 --batch 2"
     assert main([*line.split(), "--out", str(tmp_path / "out")]) == 0
     out = capsys.readouterr().out
-    assert "multifieldqa_en" in out and "kvjax's wording" in out and "rouge-score" in out
+    assert "multifieldqa_en" in out and "kvjax's wording" in out and "as LongBench's script computes" in out
     records = read_records(tmp_path / "out")
     assert len(records) == 3 * 3 and max(r["prompt_tokens"] for r in records) == 128
     write(data, "trec", [RECORD, RECORD])
     assert main([*line.split(), "--out", str(tmp_path / "out")]) == 2
     assert "data holds was" in capsys.readouterr().err
+
+
+def test_prompts_that_lie_with_the_data_are_taken_by_themselves(tmp_path, capsys):
+    data = write(tmp_path / "data", "multifieldqa_en", [RECORD])
+    (data / "dataset2prompt.json").write_text(json.dumps({"multifieldqa_en": "T {context} {input}"}))
+    (data / "dataset2maxlen.json").write_text(json.dumps({"multifieldqa_en": 2}))
+    line = f"longbench --data {data} --policies full --block 64 --batch 1"
+    assert main([*line.split(), "--out", str(tmp_path / "out")]) == 0
+    assert f"prompts: {data / 'dataset2prompt.json'}, found with the data" in capsys.readouterr().out
+    (record,) = read_records(tmp_path / "out")
+    assert record["new_tokens"] <= 2
+    flags = argparse.Namespace(data=str(data), prompts=tmp_path)
+    assert longbench.notes(flags)[0] == f"prompts: {tmp_path}", "what is asked for comes first"
+
+
+def test_a_missing_metric_is_known_before_the_first_answer(tmp_path, capsys, monkeypatch):
+    metrics._rouge.cache_clear()
+    monkeypatch.setitem(sys.modules, "rouge", None)
+    monkeypatch.setattr(evaluator, "run", None)
+    data = write(tmp_path / "data", "samsum", [RECORD])
+    assert main(["longbench", "--data", str(data), "--tasks", "samsum", "--policies", "full", "--length", "64"]) == 2
+    assert "needs rouge; install it with: pip install 'kvjax[eval]'" in capsys.readouterr().err
+
+
+def test_other_prompts_are_other_data(tmp_path, tokenizer):
+    data = write(tmp_path, "trec", [RECORD])
+    flags = argparse.Namespace(data=str(data), tasks="trec", samples=None, length=None, chat=False)
+    config = models.load("retriever")[0].config
+    tasks = documents.with_prompts(longbench.TASKS, {"trec": "T {context} {input}"}, {}, "x")
+    one, other = (
+        documents.make_groups(flags, config, tokenizer, each, longbench._file, iter)[0].data
+        for each in (longbench.TASKS, tasks)
+    )
+    assert one != other
 
 
 @pytest.mark.parametrize(
@@ -168,6 +310,8 @@ def test_the_command_answers_from_a_folder(tmp_path, capsys):
         (["--data", ".", "--tasks", "trec"], ". has no trec.jsonl"),
         (["--data", "bad", "--tasks", "trec", "--length", "64"], "trec.jsonl, line 2, of bad is no JSON object"),
         (["--data", "poor", "--tasks", "trec", "--length", "64"], "trec, record 1, lacks"),
+        (["--data", "poor", "--tasks", "lcc", "--length", "64"], "lcc, record 1, lacks"),
+        (["--data", "plain", "--tasks", "trec", "--length", "64"], "its prompt or score needs ('all_classes')"),
         (["--data", "bad", "--tasks", "trec", "--prompts", "bad"], "there is no JSON file bad/dataset2prompt.json"),
     ],
 )
@@ -177,6 +321,8 @@ def test_bad_flags_and_files_end_in_one_sentence(flags, sentence, tmp_path, monk
     with (tmp_path / "bad" / "trec.jsonl").open("a") as file:
         file.write("[1]\n")
     write(tmp_path / "poor", "trec", [{"context": "x"}])
+    write(tmp_path / "poor", "lcc", [{"context": "x", "answers": [3]}])
+    write(tmp_path / "plain", "trec", [{name: RECORD[name] for name in ("context", "input", "answers")}])
     assert main(["longbench", "--policies", "full", *flags]) == 2
     err = capsys.readouterr().err
     assert sentence in err and "Traceback" not in err

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 import models
-from evals import evaluator, page, ruler
+from evals import documents, evaluator, page, ruler
 from evals.__main__ import main
 from evals.results import read_records
 
@@ -66,6 +66,15 @@ class Text:
         return list(text)
 
 
+class Chat(Text):
+    """The same with a chat template that strips its messages."""
+
+    @staticmethod
+    def chat(messages):
+        ((_, text),) = ((message["role"], message["content"]) for message in messages)
+        return f"<user>{text.strip()}<assistant>"
+
+
 def text_of(task, sources=None, length=6000, index=0):
     found = ruler.sample(task, index, Text, length, sources)
     return "".join(found.tokens[: found.context_end]), "".join(found.tokens[found.context_end :]), found.references
@@ -113,6 +122,96 @@ def test_noise_and_essays_are_what_their_names_say(tmp_path):
     context, _, references = text_of("niah_single_2", sources)
     without = re.sub(rf"The number of [\w ]+ is {references[0]}\. ?", "", context.split("\n", 1)[1]).strip()
     assert re.fullmatch(r"(First one\. Second one! Third\? ?)+(First one\. ?)?(Second one!)?", without)
+
+
+@pytest.mark.parametrize("task", ruler.TASKS)
+def test_in_a_chat_the_answer_begins_behind_the_assistants_header(task, sources):
+    length = 12_000
+    plain, chat = (ruler.sample(task, 2, Chat, length, sources, chat=chat) for chat in (False, True))
+    text = "".join(chat.tokens)
+    message, begun = text.removeprefix("<user>").split("<assistant>")
+    assert begun.startswith("Answer:") and "".join(plain.tokens).endswith(begun)
+    assert text[chat.context_end :].count("Question: ") == 1
+    assert len(text) <= length - ruler.NEW_TOKENS[task] and message[0] == plain.tokens[0]
+
+
+def test_a_chat_without_a_template_ends_in_one_sentence(capsys):
+    assert main(["ruler", *SMALL, "--chat"]) == 2
+    err = capsys.readouterr().err
+    assert "has no chat template" in err and "Traceback" not in err
+
+
+PUBLISHED = {
+    "index": 0,
+    "input": "Codes are hidden in this text.\nThe grass is green.\nThe code of amber falcon is 4719.\n"
+    "What is the code of amber falcon in the text?",
+    "outputs": ["4719"],
+    "length": 60,
+    "answer_prefix": " The code of amber falcon in the text is",
+}
+
+
+def publish(folder, task, records):
+    (folder / task).mkdir(parents=True)
+    (folder / task / "validation.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return folder
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_published_sample_ends_with_its_question_and_what_its_answer_begins_with(chat):
+    found = documents.make_sample(ruler.PUBLISHED["niah_single_1"], PUBLISHED, Chat, None, chat=chat)
+    known, rest = ("".join(found.tokens[part]) for part in (slice(found.context_end), slice(found.context_end, None)))
+    assert known.rstrip().endswith("4719.")
+    header = "<assistant>" if chat else ""
+    assert rest.lstrip("\n") == f"What is the code of amber falcon in the text?{header}{PUBLISHED['answer_prefix']}"
+    score = lambda task, said: documents.score(ruler.PUBLISHED[task], evaluator.Answer([], said), found)  # noqa: E731
+    assert score("niah_single_1", "4719.") == 1.0 and score("niah_single_1", "4718") == 0.0
+
+
+def test_published_answers_count_together_and_for_questions_any_one():
+    record = {**PUBLISHED, "outputs": ["4719", "2650"]}
+    found = documents.make_sample(ruler.PUBLISHED["vt"], record, Text, None)
+    assert documents.score(ruler.PUBLISHED["vt"], evaluator.Answer([], "4719"), found) == 0.5
+    assert documents.score(ruler.PUBLISHED["qa_1"], evaluator.Answer([], "4719"), found) == 1.0
+
+
+def test_an_older_sample_holds_its_answers_beginning_itself():
+    record = {name: value for name, value in PUBLISHED.items() if name != "answer_prefix"}
+    found = documents.make_sample(ruler.PUBLISHED["cwe"], record, Text, None)
+    assert "".join(found.tokens) == PUBLISHED["input"]
+
+
+def test_the_command_reads_published_samples(tmp_path, capsys):
+    data = publish(tmp_path / "data", "vt", [PUBLISHED] * 3)
+    line = f"ruler --data {data} --samples 2 --policies full --question after,agnostic --batch 2 --block 32"
+    assert main([*line.split(), "--out", str(tmp_path / "out")]) == 0
+    out = capsys.readouterr().out
+    assert f"samples: {data}, as RULER's scripts wrote them" in out
+    records = read_records(tmp_path / "out")
+    assert {(r["task"], r["length"]) for r in records} == {("vt", None)} and len(records) == 2 * 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--data", "nowhere"], "there is no folder nowhere"),
+        (["--data", "."], ". has no niah_single_1/validation.jsonl"),
+        (["--data", "bad", "--essays", "x", "--lengths", "64"], "leave out --essays, --lengths."),
+        (["--data", "hub"], "RULER publishes scripts, not samples"),
+        (["--data", "bad", "--samples", "0"], "--samples is 0"),
+        (["--data", "bad", "--tasks", "vt"], "vt, record 2, lacks what its prompt or score needs"),
+        (["--data", "bad", "--tasks", "cwe"], "outputs is no list of answers"),
+        (["--data", "bad", "--tasks", "fwe"], "the prompt and its answer take"),
+    ],
+)
+def test_bad_samples_end_in_one_sentence(flags, sentence, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    publish(tmp_path / "bad", "vt", [PUBLISHED, {"outputs": ["x"]}])
+    publish(tmp_path / "bad", "cwe", [{**PUBLISHED, "outputs": "4719"}])
+    publish(tmp_path / "bad", "fwe", [{**PUBLISHED, "input": "The grass is green.\n" * 3000}])
+    assert main(["ruler", "--policies", "full", *flags]) == 2
+    err = capsys.readouterr().err
+    assert sentence in err and "Traceback" not in err
 
 
 def test_variables_make_one_chain_in_order():
@@ -273,8 +372,13 @@ def test_a_killed_run_goes_on_where_it_was(finished, tmp_path, monkeypatch, caps
     (folder / "header.json").write_bytes((finished / "header.json").read_bytes())
     (folder / "samples.jsonl").write_text("".join(lines[:10]) + lines[10][:30])
     asked = []
-    whole = evaluator.answers
-    monkeypatch.setattr(evaluator, "answers", lambda *a, rows, **k: asked.extend(rows) or whole(*a, rows=rows, **k))
+    whole = evaluator.answers_each
+
+    def answers_each(*given, rows, **more):
+        asked.extend(row for of_setting in rows.values() for row in of_setting)
+        return whole(*given, rows=rows, **more)
+
+    monkeypatch.setattr(evaluator, "answers_each", answers_each)
     assert main(["ruler", *SMALL, "--out", str(folder)]) == 0
     assert len(asked) == 8, "only what was missing is answered"
     same = [

@@ -73,7 +73,7 @@ def test_other_settings_are_refused(finished, tmp_path, capsys):
         ("models = [", "is not TOML"),
         ("policies = ['full']", "has no tasks"),
         ("[tasks.other]", "no evaluation 'other'"),
-        ("[tasks.ruler]\nspeed = 3", "[tasks.ruler] has 'speed'; it may have essays, lengths"),
+        ("[tasks.ruler]\nspeed = 3", "[tasks.ruler] has 'speed'; it may have chat, data, essays, lengths"),
         ("[tasks.ruler]\nbudgets = 3", "[tasks.ruler] has 'budgets'"),
         ("speed = 3\n[tasks.ruler]", "the sweep has speed; it may have models"),
         ("policies = ['nothing']\n[tasks.ruler]", "unknown policy 'nothing'"),
