@@ -8,6 +8,8 @@ from models import commands
 
 with commands.extra("eval", "evals"):
     from evals import (
+        booksum,
+        choices,
         coref,
         fidelity,
         harness,
@@ -18,6 +20,7 @@ with commands.extra("eval", "evals"):
         perplexity,
         ruler,
         sweep,
+        texts,
         view,
     )
 
@@ -36,12 +39,15 @@ KNOWN: dict[str, ModuleType | None] = {
     "ruler": ruler,
     "longbench": longbench,
     "infinitebench": infinitebench,
+    "booksum": booksum,
     "lm_eval": harness,
     "fidelity": fidelity,
     "ablation": experiments.get("ablation"),
     "coref": coref,
     "perplexity": perplexity,
+    "choices": choices,
     "butler": experiments.get("butler"),
+    "texts": texts,
     "sweep": sweep,
     "report": page,
     "view": view,

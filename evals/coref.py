@@ -5,7 +5,8 @@ behind it, in which every row reads what the selection keeps (evals/selections.p
 place of the name, as published. "generate": the prompt is read by blocks, and the name decoded greedily. There a source
 chooses in decode alone, so that the name's first token is the dense model's; a policy evicts from the prompt on, down
 to a share of it, the sinks among it. In the forward each query head has tokens of its own under a policy, too; in
-generation those of a group share them, as everywhere in the library.
+generation those of a group share them, as everywhere in the library. When a policy evicts there, ``--when`` and
+``--evict-every`` say.
 
 Accuracy is the share of names that are right as a whole, coverage the mean share of a name's tokens that are right.
 Quest's pages hold 4 tokens here, as in the paper, unless its name says otherwise.
@@ -16,7 +17,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -28,7 +29,8 @@ import models
 from evals import coref_task, evaluator, report, selections, statistics
 from evals.coref_task import CorefSample
 from evals.selections import Heads, Method
-from models import commands, provenance
+from models import commands, plan, provenance
+from models.plan import When
 
 Mode = Literal["teacher", "generate"]
 SELECT = "full,oracle,butler,quest,h2o,streaming,random"
@@ -37,27 +39,51 @@ SNAPKV = "snapkv(window=32,kernel=7,pooling='max')"  # of a prompt, where its wi
 EXAMPLES = """examples:
   python -m evals coref --select full,oracle,butler,quest,h2o,streaming,random --sparsity 0.5
   python -m evals coref --sparsity 0.3,0.5,0.7 --mode teacher,generate --json coref.json --plot coref.png
+  python -m evals coref --mode generate --select full,h2o,snapkv --when block,prompt,published --evict-every 0
 """
 
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """One row of the table; "full" has no sparsity."""
+    """One row of the table; "full" has no sparsity, and only a policy that generates evicts at some moment."""
 
     selection: Method
     sparsity: float | None
     mode: Mode
+    when: When | None = None
+    evict_every: int | None = None
+
+    @property
+    def moments(self) -> tuple[str, int] | None:
+        """When it evicts, as :func:`models.plan.moments` says; None where nothing leaves, or where it is simulated."""
+        return None if self.when is None else plan.moments(self.selection.policy, self.when, self.evict_every)
+
+    def row(self) -> dict[str, Any]:
+        """Gives what its row of a table or a JSON says of it; the moments as they came to be."""
+        return {
+            "select": str(self.selection),
+            "sparsity": self.sparsity,
+            "mode": self.mode,
+            "when": self.when,
+            "evicts": None if self.moments is None else list(self.moments),
+        }
 
     def title(self) -> str:
         sparsity = "" if self.sparsity is None else f", sparsity {self.sparsity:g}"
-        return f"{self.selection}{sparsity}, {self.mode}"
+        return f"{self.selection}{sparsity}, {self.mode}{'' if self.when is None else f', {self.when}'}"
 
 
-def make_settings(select: str, sparsities: Sequence[float], modes: Sequence[Mode]) -> list[Setting]:
-    """Every combination, checked before any work.
+def make_settings(
+    select: str,
+    sparsities: Sequence[float],
+    modes: Sequence[Mode],
+    moments: Sequence[When] = ("block",),
+    evict_every: int | None = None,
+) -> list[Setting]:
+    """Combines all that is asked for, checked before any work; a policy that generates is run at each moment.
 
     Raises:
-        ValueError: an unknown selection or mode, or one that exists in the simulation alone.
+        ValueError: an unknown selection, mode or moment, or one that exists in the simulation alone.
 
     Example:
         >>> from evals.coref import make_settings
@@ -67,6 +93,9 @@ def make_settings(select: str, sparsities: Sequence[float], modes: Sequence[Mode
     wrong = [mode for mode in modes if mode not in get_args(Mode)]
     if wrong or not modes:
         raise ValueError(f"--mode is {', '.join(wrong) or 'empty'}; there are {', '.join(get_args(Mode))}.")
+    unknown = [when for when in moments if when not in get_args(When)]
+    if unknown or not moments:
+        raise ValueError(f"--when is {', '.join(unknown) or 'empty'}; there are {', '.join(get_args(When))}.")
     settings = []
     for mode in dict.fromkeys(modes):
         names = commands.split_list(select)
@@ -78,12 +107,20 @@ def make_settings(select: str, sparsities: Sequence[float], modes: Sequence[Mode
                 raise ValueError(f"{selection.name!r} is simulated only; leave it out, or take --mode teacher.")
             of_full: list[float | None] = [None]
             shares = of_full if selection.name == "full" else list(sparsities)
-            settings += [Setting(selection, sparsity, mode) for sparsity in shares]
+            evicts = mode == "generate" and selection.policy is not None
+            at: list[When | None] = [*dict.fromkeys(moments)] if evicts else [None]
+            settings += [
+                Setting(selection, sparsity, mode, when, evict_every if evicts else None)
+                for when in at
+                for sparsity in shares
+            ]
+    for setting in settings:
+        _ = setting.moments  # refused before any work
     return settings
 
 
 def outcomes(guessed: Sequence[int], wanted: Sequence[int]) -> tuple[bool, float]:
-    """Whether a name is right as a whole, and the share of its tokens that are.
+    """Judges whether a name is right as a whole, and the share of its tokens that are.
 
     Example:
         >>> from evals.coref import outcomes
@@ -133,9 +170,7 @@ def measure(
     low, high = statistics.wilson(sum(correct), len(correct))
     coverage_low, coverage_high = statistics.wilson(sum(covered), len(covered))
     return {
-        "select": str(setting.selection),
-        "sparsity": setting.sparsity,
-        "mode": setting.mode,
+        **setting.row(),
         "samples": len(samples),
         "accuracy": sum(correct) / len(correct),
         "low": low,
@@ -150,7 +185,7 @@ def measure(
 
 
 def compare(results: Sequence[dict[str, Any]], against: str = "butler") -> list[dict[str, Any]]:
-    """The predictor's accuracy and coverage less each other's, on the same samples, sparsity and mode."""
+    """Compares the predictor: its accuracy and coverage less each other's, on the same samples, sparsity and mode."""
     rows = []
     for r in results:
         if r["select"] == against:
@@ -168,6 +203,7 @@ def compare(results: Sequence[dict[str, Any]], against: str = "butler") -> list[
                     "against": r["select"],
                     "mode": r["mode"],
                     "sparsity": line["sparsity"],
+                    "evicts": r["evicts"],
                     "difference": accuracy[0],
                     "low": accuracy[1],
                     "high": accuracy[2],
@@ -187,6 +223,7 @@ def table(results: Sequence[dict[str, Any]]) -> str:
             r["select"],
             r["mode"],
             "none" if r["sparsity"] is None else f"{r['sparsity']:g}",
+            _evicts(r),
             f"{r['accuracy']:.3f}",
             report.interval((r["low"], r["high"]), ".3f"),
             f"{r['coverage']:.3f}",
@@ -195,7 +232,8 @@ def table(results: Sequence[dict[str, Any]]) -> str:
         for r in results
     ]
     note = "\naccuracy: names that are right as a whole; coverage: the mean share of a name's tokens that are right"
-    return report.columns(("select", "mode", "sparsity", "accuracy", "95%", "coverage", "95%"), rows, left=2) + note
+    head = ("select", "mode", "sparsity", "evicts", "accuracy", "95%", "coverage", "95%")
+    return report.columns(head, rows, left=4) + note
 
 
 def comparison_table(comparisons: Sequence[dict[str, Any]]) -> str:
@@ -206,6 +244,7 @@ def comparison_table(comparisons: Sequence[dict[str, Any]]) -> str:
             c["against"],
             c["mode"],
             f"{c['sparsity']:g}",
+            _evicts(c),
             f"{c['difference']:+.3f}",
             report.interval((c["low"], c["high"]), "+.3f"),
             f"{c['coverage_difference']:+.3f}",
@@ -214,15 +253,17 @@ def comparison_table(comparisons: Sequence[dict[str, Any]]) -> str:
         )
         for c in comparisons
     ]
-    head = ("select", "against", "mode", "sparsity", "accuracy", "95%", "coverage", "95%", "better")
-    return report.columns(head, rows, left=3)
+    head = ("select", "against", "mode", "sparsity", "evicts", "accuracy", "95%", "coverage", "95%", "better")
+    return report.columns(head, rows, left=5)
 
 
 def dots(results: Sequence[dict[str, Any]], path: Path) -> None:
     """Draws accuracy and coverage, a row a selection with its intervals, a colour a sparsity, two panels a mode."""
     plt = report.pyplot()
     modes = list(dict.fromkeys(r["mode"] for r in results))
-    names = list(dict.fromkeys(r["select"] for r in results))
+    several = len({r["when"] for r in results} - {None}) > 1
+    name_of = lambda r: f"{r['select']}, {r['when']}" if several and r["when"] else r["select"]  # noqa: E731
+    names = list(dict.fromkeys(map(name_of, results)))
     sparsities = sorted({r["sparsity"] for r in results if r["sparsity"] is not None})
     figure, axes = plt.subplots(
         len(modes), 2, figsize=(9, 1.3 + len(modes) * (0.5 + 0.16 * len(names) * (1 + len(sparsities)))),
@@ -239,7 +280,7 @@ def dots(results: Sequence[dict[str, Any]], path: Path) -> None:
                 shift = 0 if dense else (index - (len(sparsities) - 1) / 2) * 0.7 / max(len(sparsities), 1)
                 bounds = [[max(r[value] - r[low], 0)], [max(r[high] - r[value], 0)]]
                 drawn = axis.errorbar(
-                    r[value], names.index(r["select"]) + shift, xerr=bounds, fmt="osv^D"[index % 5], markersize=4.5,
+                    r[value], names.index(name_of(r)) + shift, xerr=bounds, fmt="osv^D"[index % 5], markersize=4.5,
                     color="#777777" if dense else report.colour(index), elinewidth=1.2,
                 )  # fmt: skip
                 handles.setdefault("everything read" if dense else f"sparsity {r['sparsity']:g}", drawn)
@@ -266,9 +307,21 @@ def dots(results: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def add_flags(flags: argparse.ArgumentParser) -> None:
-    """The command's flags."""
+    """Adds the command's flags."""
     selections.add_flags(flags, select=SELECT, sparsity="0.5", batch=10)
     flags.add_argument("--mode", default="teacher", help="teacher, generate; several by comma")
+    flags.add_argument(
+        "--when",
+        default="block",
+        help="of policies that generate: evict after every block of the prompt, once behind it (prompt), or as each "
+        "policy's paper has it (published); several by comma",
+    )
+    flags.add_argument(
+        "--evict-every",
+        type=int,
+        help="of policies that generate: evict in decode every n steps, 0 for never (default: every step, or once in a "
+        "policy's observation window)",
+    )
     flags.add_argument("--samples", type=int, default=100)
     flags.add_argument("--block", type=int, default=128, help="tokens a step of the prompt (generate)")
     flags.add_argument("--seed", type=int, default=0)
@@ -277,7 +330,14 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
 def command(flags: argparse.Namespace) -> None:
     """Runs the evaluation: checks, table, JSON, picture."""
     modes: Any = commands.split_list(flags.mode)
-    settings = make_settings(flags.select, selections.parse_sparsities(flags.sparsity), modes)
+    moments: Any = commands.split_list(flags.when)
+    sparsities = selections.parse_sparsities(flags.sparsity)
+    settings = make_settings(flags.select, sparsities, modes, moments, flags.evict_every)
+    if "generate" not in modes and (moments != ["block"] or flags.evict_every is not None):
+        raise ValueError(
+            "--when and --evict-every say when a policy that generates evicts, but with --mode teacher it is simulated "
+            "token by token; add --mode generate, or leave them out."
+        )
     for name, least in (("samples", 1), ("block", 1), ("seed", 0)):
         if getattr(flags, name) < least:
             raise ValueError(f"--{name} is {getattr(flags, name)}; give at least {least}.")
@@ -316,20 +376,23 @@ def command(flags: argparse.Namespace) -> None:
         print(f"picture: {flags.plot}")
 
 
+def _evicts(row: Mapping[str, Any]) -> str:
+    return "" if row["evicts"] is None else report.evicts({**row, "budget": row["sparsity"]})
+
+
 def _teacher_forced(model, samples, setting, width, butler, sinks, heads) -> list[list[int]]:
     tokens = np.zeros((len(samples), width), np.int32)
     for row, sample in enumerate(samples):
         whole = [*sample.tokens, *sample.answer_tokens]
         tokens[row, : len(whole)] = whole
-    logits = selections.simulate(
+    hidden = selections.hidden_states(
         model, tokens, setting.selection, setting.sparsity or 0.0, butler=butler, sinks=sinks, heads=heads
     )
-    likeliest = np.asarray(jnp.argmax(logits, axis=-1))
-    starts = [len(sample.tokens) - 1 for sample in samples]
-    return [
-        row[start : start + len(sample.answer_tokens)].tolist()
-        for row, start, sample in zip(likeliest, starts, samples, strict=True)
-    ]
+    most = max(len(sample.answer_tokens) for sample in samples)
+    places = np.array([len(sample.tokens) - 1 for sample in samples])[:, None] + np.arange(most)
+    of_names = jnp.take_along_axis(hidden, jnp.asarray(np.minimum(places, width - 1))[..., None], axis=1)
+    likeliest = np.asarray(jnp.argmax(model.logits(of_names), axis=-1))
+    return [row[: len(sample.answer_tokens)].tolist() for row, sample in zip(likeliest, samples, strict=True)]
 
 
 def _generated(model, samples, setting, width, most, butler, sinks, block) -> list[list[int]]:
@@ -344,6 +407,7 @@ def _generated(model, samples, setting, width, most, butler, sinks, block) -> li
         given.update(select=selection.source, sinks=sinks)
     elif selection.policy is not None:  # the sinks stay, within the budget
         given["policy"] = selections.with_sinks(selection.policy, sinks)
+        given.update(when=setting.when, evict_every=setting.evict_every)
     if selection.needs_butler:
         given["butler"] = butler
     out = models.generate(model, tokens, lengths=lengths, block=block, max_new_tokens=most, end=(), **given)

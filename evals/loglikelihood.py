@@ -1,26 +1,43 @@
-"""How likely a model finds each token of a text, when the cache is compressed or only a part of it is read."""
+"""How likely a model finds each token of a text, when the cache is compressed or only a part of it is read.
+
+The logits of a whole text would be some hundred times larger than the model's hidden states, so they are made of these
+a part at a time, some 64 MB however long the text is.
+"""
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+import kvjax
 import models
 from evals import selections
 from evals.selections import Heads, Method
-from models.plan import When
+from kvjax.policy import policy_of
+from models.plan import When, moments
+
+LOGITS_BYTES = 2**26
 
 
 class Predicted(NamedTuple):
-    """Of each token of a sequence but the first: its log-probability, and whether it was the most likely one."""
+    """Of each token of a sequence but the first: its log-probability, and whether it was the most likely one.
+
+    ``divergence`` is Kullback and Leibler's, of the model's distribution from a reference's, in nats; None without a
+    reference. ``hidden`` are the states that the distributions are made of, where they were asked for: a reference for
+    others.
+    """
 
     log_probability: Float[np.ndarray, "T"]
     greedy: Bool[np.ndarray, "T"]
+    divergence: Float[np.ndarray, "T"] | None = None
+    hidden: Float[np.ndarray, "T E"] | None = None
 
 
 def predict(
@@ -33,18 +50,23 @@ def predict(
     block: int = 128,
     when: When = "block",
     batch: int = 8,
+    reference: Sequence[Float[np.ndarray, "T E"]] | None = None,
+    keep_hidden: bool = False,
     on_row: Callable[[int, Predicted], None] | None = None,
 ) -> list[Predicted]:
-    """What a model says of each token of sequences, given those before it that a policy has kept.
-
-    The logits of a batch's tokens, ``[B, T, V]`` in float32, are held at once.
+    """Predicts each token of sequences, given those before it that a policy has kept.
 
     Args:
+        sequences: tokens, at least two each.
         held_back: how many last tokens of each sequence come after the rest was compressed, and are not evicted from.
+        policy, budget, block, when: see :func:`models.prefill`.
+        batch: sequences at a time.
+        reference: the ``hidden`` of each sequence under another setting, whose distributions are held against.
+        keep_hidden: whether to give back the hidden states.
         on_row: called with a sequence's number and figures as they come.
 
     Raises:
-        ValueError: a sequence of fewer than two tokens.
+        ValueError: a sequence of fewer than two tokens, or what :func:`models.prefill` says.
 
     Example:
         >>> import models
@@ -55,14 +77,14 @@ def predict(
         True
     """
     asked = [0] * len(sequences) if held_back is None or policy == "full" else list(held_back)
-    found: list[Predicted | None] = [None] * len(sequences)
+    found = _Found(model, sequences, reference, keep_hidden, on_row)
     for rows, fed in _batches(sequences, batch):
         # The last token is predicted and not fed; of those held back, one is predicted by the context's last token.
         lengths = np.array([len(sequences[row]) - 1 for row in fed])
         questions = np.array([min(max(asked[row] - 1, 0), len(sequences[row]) - 2) for row in fed])
         width = int(questions.min()) + -(-int(lengths.max() - questions.min()) // block) * block  # few shapes
         tokens = _padded([sequences[row] for row in fed], width + 1)
-        out = models.prefill(
+        _, hidden = models.hidden_states(
             model,
             tokens[:, :-1],
             lengths,
@@ -71,10 +93,9 @@ def predict(
             block=block,
             when=when,
             question=questions if questions.any() else None,
-            outputs="all",
         )
-        _keep(out.logits, tokens, rows, sequences, found, on_row)
-    return [predicted for predicted in found if predicted is not None]
+        found.add(hidden, tokens, rows, fed)
+    return found.rows()
 
 
 def simulate(
@@ -88,14 +109,17 @@ def simulate(
     heads: Heads = "query",
     block: int = 128,
     batch: int = 8,
+    reference: Sequence[Float[np.ndarray, "T E"]] | None = None,
+    keep_hidden: bool = False,
     on_row: Callable[[int, Predicted], None] | None = None,
 ) -> list[Predicted]:
-    """What a model says of each token when every row reads only what a selection keeps (see evals/selections.py).
+    """Predicts each token when every row reads only what a selection keeps (see evals/selections.py).
 
     Args:
+        sequences: tokens, at least two each.
         selection, sparsity, butler, sinks, heads: see :func:`evals.selections.simulate`.
         block: sequences are padded to a multiple of it, so that few shapes are compiled.
-        on_row: called with a sequence's number and figures as they come.
+        batch, reference, keep_hidden, on_row: see :func:`predict`.
 
     Raises:
         ValueError: a sequence of fewer than two tokens.
@@ -110,20 +134,166 @@ def simulate(
         >>> found[0].greedy.shape == (len(sequence) - 1,)
         True
     """
-    found: list[Predicted | None] = [None] * len(sequences)
+    found = _Found(model, sequences, reference, keep_hidden, on_row)
     for rows, fed in _batches(sequences, batch):
         longest = max(len(sequences[row]) for row in fed)
         tokens = _padded([sequences[row] for row in fed], -(-longest // block) * block)
-        logits = selections.simulate(model, tokens, selection, sparsity, butler=butler, sinks=sinks, heads=heads)
-        _keep(logits[:, :-1], tokens, rows, sequences, found, on_row)
-    return [predicted for predicted in found if predicted is not None]
+        hidden = selections.hidden_states(model, tokens, selection, sparsity, butler=butler, sinks=sinks, heads=heads)
+        found.add(hidden[:, :-1], tokens, rows, fed)
+    return found.rows()
+
+
+class Behind(NamedTuple):
+    """Of each ending of a prompt the log-probability, summed over its tokens, in nats; bytes of the prompt's cache when
+    it was compressed, and when it was largest.
+    """
+
+    log_probability: Float[np.ndarray, "n"]
+    cache_bytes: int
+    peak_cache_bytes: int
+
+
+def endings(
+    model: models.Decoder,
+    prompts: Sequence[Sequence[int]],
+    ends: Sequence[Sequence[Sequence[int]]],
+    held_back: Sequence[int] | None = None,
+    *,
+    policy: str = "full",
+    budget: int | float | None = None,
+    block: int = 128,
+    when: When = "prompt",
+    batch: int = 8,
+    width: int = 0,
+    on_row: Callable[[int, Behind], None] | None = None,
+) -> list[Behind]:
+    """Tells how likely each of a prompt's endings is, once it is compressed; a prompt is read once for all of them.
+
+    An ending's tokens are not evicted from, as those that :func:`predict` holds back.
+
+    Args:
+        prompts: tokens, at least one each.
+        ends: of each prompt as many as of the others, at least one token each.
+        held_back: how many last tokens of each prompt come after the rest was compressed, and are not evicted from.
+        policy, budget, block, when: see :func:`models.prefill`; a ratio is one of the prompt.
+        batch: prompts at a time.
+        width: buffers are for prompts of at least so many tokens, so that calls share what was compiled.
+        on_row: called with a prompt's number and figures as they come.
+
+    Raises:
+        ValueError: another number of endings than of prompts, or of one prompt's than of another's; an empty one.
+
+    Example:
+        >>> import models
+        >>> from evals import loglikelihood
+        >>> model, tokenizer = models.load("retriever")
+        >>> prompt = tokenizer.encode("The code of amber falcon is 4719. The code of amber falcon is")
+        >>> ends = [tokenizer.encode(text, add_special_tokens=False) for text in (" 4719", " 2650")]
+        >>> found = loglikelihood.endings(model, [prompt], [ends], block=32)
+        >>> found[0].log_probability.argmax().item()
+        0
+    """
+    counts = {len(row) for row in ends}
+    if len(ends) != len(prompts) or len(counts) > 1 or not all(row and all(row) for row in ends):
+        raise ValueError(
+            f"{len(prompts)} prompts have {len(ends)} rows of {sorted(counts)} endings; give each prompt as many as "
+            "the others, each of at least 1 token."
+        )
+    asked = [0] * len(prompts) if held_back is None or policy == "full" else list(held_back)
+    found: list[Behind | None] = [None] * len(prompts)
+    count, longest = max(counts, default=0), max((len(end) for row in ends for end in row), default=0)
+    sizes = [len(prompt) for prompt in prompts]
+    least, width = min(asked, default=0), max(width, *sizes, 0)
+    padded = least + -(-(width - least) // block) * block
+    for rows, fed in _in_batches(sizes, batch):
+        lengths, questions = np.array([sizes[row] for row in fed]), np.array([asked[row] for row in fed])
+        cache, last = models.prefill(
+            model,
+            _padded([prompts[row] for row in fed], padded),
+            lengths,
+            policy=policy,
+            budget=budget,
+            block=block,
+            when=when,
+            question=questions if questions.any() else None,
+            reserve=longest if policy == "full" else 0,
+        )
+        following = _padded([end for row in fed for end in ends[row]], longest)  # [B n, m]
+        counted = np.array([len(end) for row in fed for end in ends[row]])
+        parts = [_chosen(jnp.repeat(last, count, axis=0)[:, None], jnp.asarray(following[:, :1]))[0]]
+        if longest > 1:
+            _, hidden = models.hidden_states(model, following, counted, cache=kvjax.repeat(cache, count), block=block)
+            parts.append(_told(model, hidden[:, :-1], following[:, 1:], None)[0])
+        told = np.concatenate([np.asarray(part, np.float64) for part in parts], axis=1)
+        sums = np.where(np.arange(longest) < counted[:, None], told, 0).sum(axis=1).reshape(-1, count)
+        size, slots = cache.nbytes // len(fed), cache.position.size
+        once = policy == "full" or moments(policy_of(policy), when, 0)[0] == "prompt"
+        most = max(slots, math.prod(cache.heads_shape) * width) if once else slots
+        for place, row in enumerate(rows):
+            found[row] = behind = Behind(sums[place], size, size * most // slots)
+            if on_row is not None:
+                on_row(row, behind)
+    return [behind for behind in found if behind is not None]
+
+
+class _Found:
+    """Collects what is predicted, batch by batch."""
+
+    def __init__(
+        self,
+        model: models.Decoder,
+        sequences: Sequence[Sequence[int]],
+        reference: Sequence[Float[np.ndarray, "T E"]] | None,
+        keep_hidden: bool,
+        on_row: Callable[[int, Predicted], None] | None,
+    ) -> None:
+        if reference is not None and [len(states) + 1 for states in reference] != [len(row) for row in sequences]:
+            raise ValueError("the reference is of other sequences; give the hidden states of these, in their order.")
+        self.model, self.sequences, self.reference = model, sequences, reference
+        self.keep_hidden, self.on_row = keep_hidden, on_row
+        self.found: list[Predicted | None] = [None] * len(sequences)
+
+    def add(
+        self,
+        hidden: Float[Array, "B T E"],
+        tokens: Int[np.ndarray, "B T1"],
+        rows: Sequence[int],
+        fed: Sequence[int],
+    ) -> None:
+        """Takes a batch: the hidden states in front of each token but the first, and which sequences they are of."""
+        against = None
+        if self.reference is not None:
+            against = np.zeros(hidden.shape, hidden.dtype)
+            for place, row in enumerate(fed):
+                against[place, : len(self.reference[row])] = self.reference[row]
+        told = [np.asarray(x) for x in _told(self.model, hidden, tokens[:, 1:], against)]
+        states = np.asarray(hidden) if self.keep_hidden else None
+        for place, row in enumerate(rows):
+            own = slice(None, len(self.sequences[row]) - 1)
+            predicted = Predicted(
+                told[0][place, own],
+                told[1][place, own],
+                told[2][place, own] if self.reference is not None else None,
+                None if states is None else states[place, own].copy(),
+            )
+            self.found[row] = predicted
+            if self.on_row is not None:
+                self.on_row(row, predicted)
+
+    def rows(self) -> list[Predicted]:
+        """Gives all of them, in the sequences' order."""
+        return [predicted for predicted in self.found if predicted is not None]
 
 
 def _batches(sequences: Sequence[Sequence[int]], batch: int) -> Iterator[tuple[list[int], list[int]]]:
-    """The rows of each batch, the longest first, and with them what fills a last batch up to the same shape."""
     if any(len(sequence) < 2 for sequence in sequences):
         raise ValueError("a sequence has fewer than 2 tokens, so nothing in it is predicted; give longer texts.")
-    order = sorted(range(len(sequences)), key=lambda row: -len(sequences[row]))
+    return _in_batches([len(sequence) for sequence in sequences], batch)
+
+
+def _in_batches(lengths: Sequence[int], batch: int) -> Iterator[tuple[list[int], list[int]]]:
+    """The rows of each batch, the longest first, and with them what fills a last batch up to the same shape."""
+    order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
     for start in range(0, len(order), batch):
         rows = order[start : start + batch]
         yield rows, rows + rows[:1] * (min(batch, len(order)) - len(rows))
@@ -136,25 +306,51 @@ def _padded(sequences: Sequence[Sequence[int]], width: int) -> Int[np.ndarray, "
     return tokens
 
 
-def _keep(
-    logits: Float[Array, "B T V"],
-    tokens: Int[np.ndarray, "B T1"],
-    rows: Sequence[int],
-    sequences: Sequence[Sequence[int]],
-    found: list[Predicted | None],
-    on_row: Callable[[int, Predicted], None] | None,
-) -> None:
-    chosen, greedy = (np.asarray(x) for x in _chosen(logits, jnp.asarray(tokens[:, 1:])))
-    for place, row in enumerate(rows):
-        length = len(sequences[row]) - 1
-        found[row] = predicted = Predicted(chosen[place, :length], greedy[place, :length])
-        if on_row is not None:
-            on_row(row, predicted)
+def _told(
+    model: models.Decoder,
+    hidden: Float[Array, "B T E"],
+    following: Int[np.ndarray, "B T"],
+    reference: Float[np.ndarray, "B T E"] | None,
+) -> tuple[Array, ...]:
+    """Log-probability and greediness of each following token, [B, T]; with a reference, the divergence from it, too."""
+    B, T, _ = hidden.shape
+    row = 4 * model.config.vocab_size * B * (1 if reference is None else 2)
+    return _in_parts(model, hidden, jnp.asarray(following), reference, max(1, min(T, LOGITS_BYTES // row)))
 
 
-@jax.jit
+@functools.partial(jax.jit, static_argnames="places")
+def _in_parts(
+    model: models.Decoder,
+    hidden: Float[Array, "B T E"],
+    following: Int[Array, "B T"],
+    reference: Float[Array, "B T E"] | None,
+    places: int,
+) -> tuple[Array, ...]:
+    B, T, _ = hidden.shape
+
+    def body(index: Array, out: tuple[Array, ...]) -> tuple[Array, ...]:
+        start = jnp.minimum(index * places, T - places)  # the last part may repeat some of the one before
+        part: Any = lambda x: jax.lax.dynamic_slice_in_dim(x, start, places, axis=1)  # noqa: E731
+        logits = model.logits(part(hidden))
+        found: tuple[Array, ...] = _chosen(logits, part(following))
+        if reference is not None:
+            found += (_divergence(logits, model.logits(part(reference))),)
+        return jax.tree.map(lambda all, new: jax.lax.dynamic_update_slice_in_dim(all, new, start, axis=1), out, found)
+
+    wide = jnp.promote_types(hidden.dtype, jnp.float32)  # as logits are
+    dtypes = (wide, bool) if reference is None else (wide, bool, wide)
+    out = tuple(jnp.zeros((B, T), dtype) for dtype in dtypes)
+    return jax.lax.fori_loop(0, -(-T // places), body, out)
+
+
 def _chosen(
     logits: Float[Array, "B T V"], following: Int[Array, "B T"]
 ) -> tuple[Float[Array, "B T"], Bool[Array, "B T"]]:
     picked = jnp.take_along_axis(logits, following[..., None], axis=-1)[..., 0]
     return picked - jax.nn.logsumexp(logits, axis=-1), jnp.argmax(logits, axis=-1) == following
+
+
+def _divergence(logits: Float[Array, "B T V"], reference: Float[Array, "B T V"]) -> Float[Array, "B T"]:
+    """The expectation under the reference of how much less likely the other finds what comes; rounding aside, >= 0."""
+    true, other = jax.nn.log_softmax(reference), jax.nn.log_softmax(logits)
+    return jnp.maximum(jnp.sum(jnp.exp(true) * (true - other), axis=-1), 0)

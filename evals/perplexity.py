@@ -6,7 +6,11 @@ the text, and the last tokens of each, as many as the stride, are counted: what 
 
 - Selections (``--select``, ``--sparsity``): evals/selections.py says what is read (TokenButler, figure 6).
 - Policies (``--policies``, ``--budgets``, ``--block``): the library's own prefill, which evicts after every block; each
-  token is told from what earlier evictions left and its own block (CAOTE, tables 4 and 8).
+  token is told from what earlier evictions left and its own block (CAOTE, tables 4 and 8). With ``--when prompt`` the
+  context of a window is compressed once, and the window's last tokens (``--stride``) are told from what is left.
+
+Beside the perplexity stands the mean Kullback-Leibler divergence of each token's distribution from the one of the model
+that reads everything, in nats: what changed, whichever token then came. It is 0 where nothing is lost.
 
 Intervals are over chunks: of each row against the model that reads everything, and of selections against the predictor,
 of CAOTE against the same policy without it.
@@ -20,7 +24,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -28,42 +32,38 @@ from tqdm import tqdm
 
 import kvjax
 import models
-from evals import evaluator, loglikelihood, prose, report, selections, statistics
+from evals import evaluator, loglikelihood, report, selections, statistics, texts
+from evals.evaluator import Setting
 from evals.selections import Heads, Method
 from models import commands, provenance
+from models.plan import When
 
 SELECT = "oracle,butler,quest,h2o,snapkv,streaming"
 EXAMPLES = """examples:
   python -m evals perplexity --select oracle,butler,quest,h2o,snapkv,streaming --sparsity 0,0.1,...,0.7 --plot out.png
   python -m evals perplexity --policies h2o,h2o+caote,snapkv,snapkv+caote --budgets 64,128,256 --block 32 --plot out.png
+  python -m evals perplexity --text king-james-bible --chunk 1024 --stride 256 --sequences 32 --when block,prompt
+      --policies h2o,snapkv,snapkv+caote --budgets 0.25
   python -m evals perplexity --model path/to/Llama-3.2-1B --butler butler/ --text book.txt --chunk 1024 --sparsity 0.5
 """
 
 
-def read_text(path: Path | None) -> str:
-    """A text file, or the library's sentences that no model or predictor was trained on.
+class Losses(NamedTuple):
+    """Of each chunk the mean negative log-likelihood of its tokens but the first, and their mean divergence from the
+    model that reads everything, both in nats.
 
-    Raises:
-        FileNotFoundError: no such file.
-        ValueError: an empty file, or one that is not UTF-8.
-
-    Example:
-        >>> from evals.perplexity import read_text
-        >>> len(read_text(None)) > 10_000
-        True
+    ``hidden`` are each chunk's hidden states, where they were asked for: what others are held against.
     """
-    if path is None:
-        return " ".join(prose.sentences("test"))
-    text = commands.read_text(path, "text")
-    if not text.strip():
-        raise ValueError(f"{path} is empty; give a file with text.")
-    return text
+
+    by_chunk: Float[np.ndarray, "n"]
+    divergence: Float[np.ndarray, "n"]
+    hidden: list[np.ndarray] | None = None
 
 
 def make_chunks(
     tokenizer: Any, text: str, length: int, limit: int | None = None, stride: int | None = None
 ) -> Int[np.ndarray, "n T"]:
-    """The text's tokens in sequences of ``length``, BOS in front of each where the tokenizer has one.
+    """Cuts the text's tokens into sequences of ``length``, BOS in front of each where the tokenizer has one.
 
     Args:
         tokenizer: has ``encode(text, add_special_tokens)`` and ``bos``.
@@ -104,29 +104,51 @@ def make_chunks(
     return np.array([first + tokens[i * step : i * step + own] for i in range(count)], np.int32)
 
 
+def full_losses(
+    model: models.Decoder,
+    chunks: Int[np.ndarray, "n T"],
+    *,
+    batch: int = 4,
+    counted: int | None = None,
+    progress: tqdm | None = None,
+) -> Losses:
+    """Measures the model that reads everything, and keeps its hidden states: what all others are held against.
+
+    Args:
+        batch: chunks at a time.
+        counted: of each chunk the last so many tokens only.
+    """
+    found = loglikelihood.simulate(
+        model, chunks.tolist(), selections.parse_selection("full"), 0.0, block=1, batch=batch, keep_hidden=True,
+        on_row=_counting(progress),
+    )  # fmt: skip
+    return _losses(found, counted)
+
+
 def losses(
     model: models.Decoder,
     chunks: Int[np.ndarray, "n T"],
     selection: Method,
     sparsity: float,
     *,
+    full: Losses | None = None,
     butler: models.Butler | None = None,
     sinks: int = 4,
     heads: Heads = "query",
     batch: int = 4,
     counted: int | None = None,
     progress: tqdm | None = None,
-) -> Float[np.ndarray, "n"]:
-    """Each chunk's mean negative log-likelihood of its tokens but the first, in nats.
+) -> Losses:
+    """Measures a selection.
 
     Args:
         selection, sparsity, butler, sinks, heads: see :func:`evals.selections.simulate`.
-        batch: chunks at a time.
-        counted: of each chunk the last so many tokens only.
+        full: what :func:`full_losses` gave; without it there is no divergence (NaN).
+        batch, counted: see :func:`full_losses`.
     """
     found = loglikelihood.simulate(
         model, chunks.tolist(), selection, sparsity, butler=butler, sinks=sinks, heads=heads, block=1, batch=batch,
-        on_row=_counting(progress),
+        reference=None if full is None else full.hidden, on_row=_counting(progress),
     )  # fmt: skip
     return _losses(found, counted)
 
@@ -134,23 +156,29 @@ def losses(
 def policy_losses(
     model: models.Decoder,
     chunks: Int[np.ndarray, "n T"],
-    policy: str,
-    budget: int | float | None,
+    setting: Setting,
     *,
+    full: Losses | None = None,
     block: int = 32,
     batch: int = 4,
     counted: int | None = None,
     progress: tqdm | None = None,
-) -> Float[np.ndarray, "n"]:
-    """Each chunk's mean negative log-likelihood when a policy evicts after every block, in nats.
+) -> Losses:
+    """Measures a policy: evicting after every block, or once, before the last ``counted`` tokens of each chunk.
 
     Args:
-        policy, budget, block: see :func:`models.prefill`.
-        batch, counted: see :func:`losses`.
+        setting: policy, budget and moment; see :func:`models.prefill`.
+        full, batch, counted: see :func:`losses`.
+
+    Raises:
+        ValueError: a policy that evicts once, and no ``counted``: then all tokens would be told before it does.
     """
+    once = _check_told(setting, counted)
     found = loglikelihood.predict(
-        model, chunks.tolist(), policy=policy, budget=budget, block=block, batch=batch, on_row=_counting(progress)
-    )
+        model, chunks.tolist(), [counted or 0] * len(chunks) if once else None, policy=setting.policy,
+        budget=setting.budget, block=block, when=setting.when, batch=batch,
+        reference=None if full is None else full.hidden, on_row=_counting(progress),
+    )  # fmt: skip
     return _losses(found, counted)
 
 
@@ -162,14 +190,25 @@ def _counting(progress: tqdm | None) -> Callable[[int, loglikelihood.Predicted],
     return count
 
 
-def _losses(found: Sequence[loglikelihood.Predicted], counted: int | None) -> Float[np.ndarray, "n"]:
+def _losses(found: Sequence[loglikelihood.Predicted], counted: int | None) -> Losses:
     own = slice(None if counted is None else -counted, None)
-    return np.array([-np.mean(row.log_probability[own], dtype=np.float64) for row in found])
+    return Losses(
+        np.array([-np.mean(row.log_probability[own], dtype=np.float64) for row in found]),
+        np.array([_divergence(row, own) for row in found]),
+        [row.hidden for row in found if row.hidden is not None] or None,
+    )
+
+
+def _divergence(row: loglikelihood.Predicted, own: slice) -> float:
+    if row.hidden is not None:  # the reference itself
+        return 0.0
+    return math.nan if row.divergence is None else float(np.mean(row.divergence[own], dtype=np.float64))
 
 
 def measure(
     model: models.Decoder,
     chunks: Int[np.ndarray, "n T"],
+    full: Losses,
     chosen: Sequence[Method],
     sparsities: Sequence[float],
     *,
@@ -180,77 +219,74 @@ def measure(
     counted: int | None = None,
     progress: tqdm | None = None,
 ) -> list[dict[str, Any]]:
-    """The model that reads everything ("full"), and each selection at each sparsity.
+    """Measures each selection at each sparsity, behind the row of the model that reads everything ("full").
 
     At sparsity 0 nothing is left out: those rows are the dense model's figures.
 
+    Args:
+        full: what :func:`full_losses` gave.
+
     Returns:
         Rows of ``select``, ``sparsity``, ``perplexity`` with its 95% interval over chunks, ``increase`` over the dense
-        model (a share) with its own, by paired chunks, and ``by_chunk``, the losses. Without a second chunk there are
-        no intervals (None).
+        model (a share) with its own, by paired chunks, ``kl``, the divergence from it, with its own, and ``by_chunk``
+        and ``kl_by_chunk``, the losses and divergences. Without a second chunk there are no intervals (None).
     """
     settings: dict[str, Any] = dict(
-        butler=butler, sinks=sinks, heads=heads, batch=batch, counted=counted, progress=progress
+        full=full, butler=butler, sinks=sinks, heads=heads, batch=batch, counted=counted, progress=progress
     )
-    full = selections.parse_selection("full")
-    if progress is not None:
-        progress.set_description("full")
-    dense = losses(model, chunks, full, 0.0, **settings)
-    results = [_row(full, 0.0, dense, dense)]
+    everything = selections.parse_selection("full")
+    results = [_row(everything, 0.0, full, full)]
     for selection, sparsity in itertools.product(chosen, sparsities):
-        if selection == full:
+        if selection == everything:
             continue
         if progress is not None:
             progress.set_description(f"{selection}, sparsity {sparsity:g}")
-        found = losses(model, chunks, selection, sparsity, **settings) if sparsity else dense
-        results.append(_row(selection, sparsity, found, dense))
+        found = losses(model, chunks, selection, sparsity, **settings) if sparsity else full
+        results.append(_row(selection, sparsity, found, full))
     return results
 
 
 def measure_policies(
     model: models.Decoder,
     chunks: Int[np.ndarray, "n T"],
-    policies: Sequence[str],
-    budgets: Sequence[int | float],
-    dense: dict[str, Any],
+    full: Losses,
+    settings: Sequence[Setting],
     *,
     block: int = 32,
     batch: int = 4,
     counted: int | None = None,
     progress: tqdm | None = None,
 ) -> list[dict[str, Any]]:
-    """Each policy at each budget, evicting after every block.
+    """Measures each policy at each budget and moment.
 
     Args:
-        dense: the row of the model that reads everything, as :func:`measure` gives it.
+        full: what :func:`full_losses` gave.
+        settings: what :func:`make_settings` gave.
 
     Returns:
-        Rows like :func:`measure`'s, with ``policy``, ``budget`` and ``difference``: how much higher the perplexity is
-        than the dense model's, as CAOTE's tables have it, with its interval by paired chunks.
+        Rows like :func:`measure`'s, with the setting, when it evicts, and ``difference``: how much higher the
+        perplexity is than the dense model's, as CAOTE's tables have it.
     """
     results = []
-    for budget, policy in itertools.product(budgets, policies):
+    for setting in settings:
         if progress is not None:
-            progress.set_description(f"{policy}, budget {budget}")
+            progress.set_description(f"{setting.policy}, budget {setting.budget}, {setting.when}")
         found = policy_losses(
-            model, chunks, policy, budget, block=block, batch=batch, counted=counted, progress=progress
+            model, chunks, setting, full=full, block=block, batch=batch, counted=counted, progress=progress
         )
-        results.append(
-            {"policy": policy, "budget": budget, "block": block, **_against(found, np.array(dense["by_chunk"]))}
-        )
+        told = {name: setting.row()[name] for name in ("policy", "budget", "when", "evicts")}
+        results.append({**told, "block": block, **_against(found, full)})
     return results
 
 
-def steps(
-    chosen: Sequence[Method], sparsities: Sequence[float], chunks: int, policies: int = 0, budgets: int = 0
-) -> int:
-    """How many chunks :func:`measure` and :func:`measure_policies` run."""
+def steps(chosen: Sequence[Method], sparsities: Sequence[float], chunks: int, settings: int = 0) -> int:
+    """Counts the chunks that the model, :func:`measure` and :func:`measure_policies` run."""
     named = [selection for selection in chosen if selection.name != "full"]
-    return chunks * (1 + len(named) * sum(sparsity > 0 for sparsity in sparsities) + policies * budgets)
+    return chunks * (1 + len(named) * sum(sparsity > 0 for sparsity in sparsities) + settings)
 
 
 def compare(results: Sequence[dict[str, Any]], against: str = "butler") -> list[dict[str, Any]]:
-    """How much larger each selection's perplexity is than the predictor's, at the same sparsity, by paired chunks."""
+    """Tells how much larger each selection's perplexity is than the predictor's at its sparsity, by paired chunks."""
     lines = {r["sparsity"]: r for r in results if r["select"] == against}
     rows = []
     for r in results:
@@ -262,13 +298,14 @@ def compare(results: Sequence[dict[str, Any]], against: str = "butler") -> list[
 
 
 def compare_policies(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """How much larger the perplexity is with CAOTE than under the same policy without it, by paired chunks."""
-    lines = {(r["policy"], r["budget"]): r for r in results}
+    """Tells how much larger the perplexity is with CAOTE than under the same policy without it, by paired chunks."""
+    lines = {(r["policy"], r["budget"], r["when"]): r for r in results}
     rows = []
     for r in results:
         plain = report.without_caote(r["policy"])
-        if plain != r["policy"] and (line := lines.get((plain, r["budget"]))) is not None:
-            rows.append({"policy": r["policy"], "against": plain, "budget": r["budget"], **_larger(r, line)})
+        if plain != r["policy"] and (line := lines.get((plain, r["budget"], r["when"]))) is not None:
+            told = {name: r[name] for name in ("budget", "when", "evicts")}
+            rows.append({"policy": r["policy"], "against": plain, **told, **_larger(r, line)})
     return rows
 
 
@@ -292,10 +329,11 @@ def table(results: Sequence[dict[str, Any]]) -> str:
             report.interval((r["low"], r["high"]), ".3f"),
             "" if r["select"] == "full" else f"{r['increase']:+.2%}",
             "" if r["select"] == "full" else report.interval((r["increase_low"], r["increase_high"]), "+.2%"),
+            f"{r['kl']:.4f}",
         )
         for r in results
     ]
-    return report.columns(("select", "sparsity", "perplexity", "95%", "against full", "95%"), rows, left=1)
+    return report.columns(("select", "sparsity", "perplexity", "95%", "against full", "95%", "KL"), rows, left=1)
 
 
 def ratio_table(comparisons: Sequence[dict[str, Any]]) -> str:
@@ -320,15 +358,18 @@ def policy_table(results: Sequence[dict[str, Any]]) -> str:
         (
             r["policy"],
             str(r["budget"]),
+            report.evicts(r),
             f"{r['perplexity']:.3f}",
             report.interval((r["low"], r["high"]), ".3f"),
             f"{r['difference']:+.3f}",
             f"{r['increase']:+.2%}",
             report.interval((r["increase_low"], r["increase_high"]), "+.2%"),
+            f"{r['kl']:.4f}",
         )
         for r in results
     ]
-    return report.columns(("policy", "budget", "perplexity", "95%", "difference", "against full", "95%"), rows, left=1)
+    head = ("policy", "budget", "evicts", "perplexity", "95%", "difference", "against full", "95%", "KL")
+    return report.columns(head, rows, left=3)
 
 
 def policy_ratio_table(comparisons: Sequence[dict[str, Any]]) -> str:
@@ -338,30 +379,34 @@ def policy_ratio_table(comparisons: Sequence[dict[str, Any]]) -> str:
             c["policy"],
             c["against"],
             str(c["budget"]),
+            report.evicts(c),
             f"{c['increase']:+.2%}",
             report.interval((c["low"], c["high"]), "+.2%"),
             c["larger"],
         )
         for c in comparisons
     ]
-    return report.columns(("policy", "against", "budget", "perplexity", "95%", "larger"), rows, left=2)
+    return report.columns(("policy", "against", "budget", "evicts", "perplexity", "95%", "larger"), rows, left=4)
 
 
 def perplexity_lines(
     results: Sequence[dict[str, Any]], policies: Sequence[dict[str, Any]], path: Path, *, title: str
 ) -> None:
-    """Draws perplexity over sparsity, a line a selection, and over budgets, a line a policy: a panel each that has any.
+    """Draws perplexity over sparsity, a line a selection, and over budgets, a panel each that has any.
 
+    Policies have a line for each moment.
     The dense model is a grey line. An axis of perplexity is logarithmic where its largest is more than three times its
     smallest.
     """
     dense = next(r for r in results if r["select"] == "full")
     selected = [r for r in results if r["select"] != "full"]
+    several = len({r["when"] for r in policies}) > 1
+    evicted = [{**r, "line": f"{r['policy']}, {r['when']}" if several else r["policy"]} for r in policies]
     reads, keeps = "sparsity: share of the tokens that a row does not read", "budget: slots per head"
     if any(isinstance(r["budget"], float) for r in policies):
         keeps = "budget: slots per head (from 1), or a share of the chunk"
     panels = [(selected, "select", "sparsity", reads)] * bool(selected)
-    panels += [(list(policies), "policy", "budget", keeps)] * bool(policies)
+    panels += [(evicted, "line", "budget", keeps)] * bool(evicted)
     plt = report.pyplot()
     figure, axes = plt.subplots(
         1, max(len(panels), 1), figsize=(6.4 * max(len(panels), 1), 4.2), layout="constrained", squeeze=False
@@ -377,17 +422,23 @@ def perplexity_lines(
 
 
 def add_flags(flags: argparse.ArgumentParser) -> None:
-    """The command's flags."""
+    """Adds the command's flags."""
     selections.add_flags(flags, select=None, sparsity="0,0.1,...,0.7", batch=4)
-    flags.add_argument("--policies", help="policies of the library, several by comma; each evicts after every block")
+    flags.add_argument("--policies", help="policies of the library, several by comma")
     flags.add_argument("--budgets", default="128,256", help="of --policies: slots per head, or ratios of a chunk")
     flags.add_argument("--block", type=int, default=32, help="of --policies: tokens a step")
+    flags.add_argument(
+        "--when",
+        default="block",
+        help="of --policies: evict after every block, once before a window's last --stride tokens (prompt), or as each "
+        "policy's paper has it (published); several by comma",
+    )
     add_text_flags(flags, chunk=512)
 
 
 def add_text_flags(flags: argparse.ArgumentParser, *, chunk: int) -> None:
-    """Which text, and how it is cut."""
-    flags.add_argument("--text", type=Path, help="a UTF-8 file; by default held-out sentences that ship with kvjax")
+    """Adds the flags of which text, and how it is cut."""
+    texts.add_text_flag(flags)
     flags.add_argument("--chunk", type=int, default=chunk, help="tokens of a sequence; 1024 in the paper")
     flags.add_argument("--stride", type=int, help="slide windows of --chunk tokens, and count their last so many")
     flags.add_argument("--sequences", type=int, help="take at most that many of the text's chunks")
@@ -399,20 +450,50 @@ def command(flags: argparse.Namespace) -> None:
         flags.select = SELECT if flags.policies is None else "full"
     chosen = selections.parse_selections(flags.select)
     sparsities = selections.parse_sparsities(flags.sparsity)
-    policies = [] if flags.policies is None else parse_policies(flags.policies)
-    budgets = [commands.parse_budget(budget) for budget in commands.split_list(flags.budgets)]
+    settings = [] if flags.policies is None else make_settings(flags)
     evaluator.check_block_and_batch(flags)
-    evaluator.check_budgets(policies, budgets)
     selections.check_flags(flags)
-    text = read_text(flags.text)
+    text = texts.read_text(flags.text)
     model, tokenizer, butler = selections.load(flags, chosen)
     chunks = chunks_for(model, tokenizer, text, flags)
-    made_of = evaluator.made_of(model, tokenizer, butler)
-    run(flags, "perplexity", "Perplexity", made_of, model, chunks, chosen, sparsities, butler, policies, budgets)
+    made_of = evaluator.made_of(model, tokenizer, butler) | {"text": texts.digest(text)}
+    run(flags, "perplexity", "Perplexity", made_of, model, chunks, chosen, sparsities, butler, settings)
+
+
+def make_settings(flags: argparse.Namespace) -> list[Setting]:
+    """Combines the policies, budgets and moments of a command line, checked before any work.
+
+    Nothing is decoded, and what is held back is not evicted from: behind the prompt no setting evicts.
+
+    Raises:
+        ValueError: an unknown moment, one that needs ``--stride``, or what :func:`parse_policies` and
+            :func:`evals.evaluator.check_budgets` say.
+
+    Example:
+        >>> import argparse
+        >>> from evals.perplexity import make_settings
+        >>> flags = argparse.Namespace(policies="snapkv", budgets="64", when="published", stride=32)
+        >>> [setting.moments for setting in make_settings(flags)]
+        [('prompt', 0)]
+    """
+    policies = parse_policies(flags.policies)
+    budgets = [commands.parse_budget(budget) for budget in commands.split_list(flags.budgets)]
+    moments: Any = commands.split_list(flags.when)
+    wrong = [name for name in moments if name not in get_args(When)]
+    if wrong or not moments:
+        raise ValueError(f"--when is {', '.join(wrong) or 'empty'}; there are {', '.join(get_args(When))}.")
+    evaluator.check_budgets(policies, budgets)
+    settings = [
+        Setting(policy, budget, when, "agnostic", 0)
+        for when, budget, policy in itertools.product(dict.fromkeys(moments), budgets, policies)
+    ]
+    for setting in settings:
+        _check_told(setting, flags.stride)
+    return settings
 
 
 def parse_policies(text: str) -> list[str]:
-    """The policies of a command line, several by comma, each once; "full" is there in any case.
+    """Parses the policies of a command line, several by comma, each once; "full" is there in any case.
 
     Raises:
         ValueError: none at all, or what :func:`kvjax.parse` says.
@@ -429,7 +510,7 @@ def parse_policies(text: str) -> list[str]:
 
 
 def chunks_for(model: models.Decoder, tokenizer: Any, text: str, flags: argparse.Namespace) -> Int[np.ndarray, "n T"]:
-    """The chunks that a command line asks for.
+    """Makes the chunks that a command line asks for.
 
     Raises:
         ValueError: chunks that the model does not take, or that the text does not fill.
@@ -451,24 +532,23 @@ def run(
     chosen: Sequence[Method],
     sparsities: Sequence[float],
     butler: models.Butler | None,
-    policies: Sequence[str] = (),
-    budgets: Sequence[int | float] = (),
+    settings: Sequence[Setting] = (),
 ) -> None:
     """Measures, and writes what the flags ask for."""
-    total = steps(chosen, sparsities, len(chunks), len(policies), len(budgets))
-    evicted: list[dict[str, Any]] = []
-    for policy, budget in itertools.product(policies, budgets):  # all are checked before the first is run
-        models.stream(model, chunks[:1, :-1], policy=policy, budget=budget, block=flags.block, max_new_tokens=1)
-    with tqdm(total=total, unit="chunk", file=sys.stderr, dynamic_ncols=True) as progress:
-        results = measure(
-            model, chunks, chosen, sparsities, butler=butler, sinks=flags.sinks, heads=flags.heads,
-            batch=flags.batch, counted=flags.stride, progress=progress,
+    for setting in settings:  # all are checked before the first is run
+        models.stream(
+            model, chunks[:1, :-1], policy=setting.policy, budget=setting.budget, block=flags.block, when=setting.when,
+            question=flags.stride - 1 if setting.moments[0] == "prompt" else None, max_new_tokens=1,
         )  # fmt: skip
-        if policies:
-            evicted = measure_policies(
-                model, chunks, policies, budgets, results[0],
-                block=flags.block, batch=flags.batch, counted=flags.stride, progress=progress,
-            )  # fmt: skip
+    total = steps(chosen, sparsities, len(chunks), len(settings))
+    with tqdm(total=total, unit="chunk", file=sys.stderr, dynamic_ncols=True) as progress:
+        progress.set_description("full")
+        shared: dict[str, Any] = dict(batch=flags.batch, counted=flags.stride, progress=progress)
+        full = full_losses(model, chunks, **shared)
+        results = measure(
+            model, chunks, full, chosen, sparsities, butler=butler, sinks=flags.sinks, heads=flags.heads, **shared
+        )
+        evicted = measure_policies(model, chunks, full, settings, block=flags.block, **shared) if settings else []
         progress.set_description("done")
     comparisons, gains = compare(results), compare_policies(evicted)
     tables = [
@@ -495,15 +575,32 @@ def run(
         print(f"picture: {flags.plot}")
 
 
-def _row(selection: Method, sparsity: float, found: np.ndarray, dense: np.ndarray) -> dict[str, Any]:
-    return {"select": str(selection), "sparsity": sparsity, **_against(found, dense)}
+def _check_told(setting: Setting, counted: int | None) -> bool:
+    """Whether a setting compresses once, before the last ``counted`` tokens of a chunk are told.
+
+    Raises:
+        ValueError: it does, and all tokens of a chunk are to be told.
+    """
+    once = setting.moments[0] == "prompt"
+    if once and counted is None:
+        raise ValueError(
+            f"{setting.policy!r} is to evict once, with --when {setting.when}, but chunks are told as a whole: give "
+            "--stride, how many last tokens of each window are told behind what was compressed."
+        )
+    return once
 
 
-def _against(found: np.ndarray, dense: np.ndarray) -> dict[str, Any]:
+def _row(selection: Method, sparsity: float, found: Losses, full: Losses) -> dict[str, Any]:
+    return {"select": str(selection), "sparsity": sparsity, **_against(found, full)}
+
+
+def _against(found: Losses, full: Losses) -> dict[str, Any]:
     """A row's figures, beside those of the dense model on the same chunks."""
-    perplexity, low, high = _ratio(statistics.mean_interval, found)
-    increase, increase_low, increase_high = _ratio(statistics.paired_interval, found - dense)
-    whole, _, _ = _ratio(statistics.mean_interval, dense)
+    perplexity, low, high = _ratio(statistics.mean_interval, found.by_chunk)
+    increase, increase_low, increase_high = _ratio(statistics.paired_interval, found.by_chunk - full.by_chunk)
+    whole, _, _ = _ratio(statistics.mean_interval, full.by_chunk)
+    kl, kl_low, kl_high = statistics.mean_interval(found.divergence.tolist())
+    several = len(found.by_chunk) > 1
     return {
         "perplexity": perplexity,
         "low": low,
@@ -512,7 +609,11 @@ def _against(found: np.ndarray, dense: np.ndarray) -> dict[str, Any]:
         "increase_low": None if increase_low is None else increase_low - 1,
         "increase_high": None if increase_high is None else increase_high - 1,
         "difference": perplexity - whole,
-        "by_chunk": found.tolist(),
+        "kl": kl,
+        "kl_low": kl_low if several else None,
+        "kl_high": kl_high if several else None,
+        "by_chunk": found.by_chunk.tolist(),
+        "kl_by_chunk": found.divergence.tolist(),
     }
 
 

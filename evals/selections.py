@@ -188,7 +188,7 @@ def simulate(
     heads: Heads = "query",
     chunk: int = QUERIES_A_CHUNK,
 ) -> Float[Array, "B T V"]:
-    """Logits of a teacher-forced forward in which each row reads only what the selection keeps.
+    """Runs a teacher-forced forward in which each row reads only what the selection keeps; gives its logits.
 
     One compilation for each shape and selection; the sparsity is an argument of the compiled program. Memory grows
     with ``chunk`` x T for sources, with T for policies, and with neither's number of layers.
@@ -217,6 +217,33 @@ def simulate(
         >>> model = models.Decoder(config, rngs=nnx.Rngs(0))
         >>> simulate(model, jnp.arange(12)[None], "oracle", 0.5).shape
         (1, 12, 64)
+    """
+    hidden = hidden_states(model, tokens, selection, sparsity, butler=butler, sinks=sinks, heads=heads, chunk=chunk)
+    return _logits(model, hidden)
+
+
+def hidden_states(
+    model: models.Decoder,
+    tokens: Int[Array | np.ndarray, "B T"],
+    selection: str | Method,
+    sparsity: float,
+    *,
+    butler: models.Butler | None = None,
+    sinks: int = 4,
+    heads: Heads = "query",
+    chunk: int = QUERIES_A_CHUNK,
+) -> Float[Array, "B T E"]:
+    """Runs :func:`simulate`'s forward up to what ``model.logits`` makes logits of, a part at a time if need be.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from flax import nnx
+        >>> import models
+        >>> from evals import selections
+        >>> config = models.Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2)
+        >>> model = models.Decoder(config, rngs=nnx.Rngs(0))
+        >>> selections.hidden_states(model, jnp.arange(12)[None], "oracle", 0.5).shape
+        (1, 12, 32)
     """
     tokens, selection = _checked(model, tokens, selection, sparsity, butler, sinks, chunk)
     if heads not in ("query", "group"):
@@ -550,6 +577,11 @@ def _run(model, tokens, butler, source, of_layer):
     return hidden, outputs
 
 
+@jax.jit
+def _logits(model, hidden):
+    return model.logits(hidden)
+
+
 @functools.partial(jax.jit, static_argnames=("source", "sinks", "chunk"))
 def _selecting(model, tokens, kept, butler, source, sinks, chunk):
     def of_layer(layer):
@@ -568,7 +600,7 @@ def _selecting(model, tokens, kept, butler, source, sinks, chunk):
 
         return _dense_at_first(layer, selecting, chunk), None
 
-    return model.logits(_run(model, tokens, butler, source, of_layer)[0])
+    return _run(model, tokens, butler, source, of_layer)[0]
 
 
 @functools.partial(jax.jit, static_argnames=("source", "chunk"))
@@ -617,7 +649,7 @@ def _evicting(model, tokens, kept, projection, butler, policy, sinks, chunk):
 
         return _dense_at_first(layer, evicting, chunk), None
 
-    return model.logits(_run(model, tokens, butler, None, of_layer)[0])
+    return _run(model, tokens, butler, None, of_layer)[0]
 
 
 def _dense_at_first(layer: _Layer, others: Callable[[], Array], chunk: int) -> Float[Array, "B T N D"]:

@@ -27,7 +27,7 @@ from jaxtyping import Float, Int
 from tqdm import tqdm
 
 import models
-from evals import evaluator, perplexity, report, selections, statistics
+from evals import evaluator, perplexity, report, selections, statistics, texts
 from evals.selections import Method
 from models import commands, provenance
 
@@ -329,7 +329,7 @@ def command(flags: argparse.Namespace) -> None:
             if selection.source is None:
                 raise ValueError(f"{selection.name!r} is not a source of importance; figure 3 compares sources alone.")
     selections.check_flags(flags)
-    text = perplexity.read_text(flags.text)
+    text = texts.read_text(flags.text)
     model, tokenizer, butler = selections.load(flags, chosen)
     chunks = perplexity.chunks_for(model, tokenizer, text, flags)
     made_of = evaluator.made_of(model, tokenizer, butler)

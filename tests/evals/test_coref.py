@@ -1,11 +1,13 @@
 """The co-reference evaluation: accuracy and coverage by hand, and both modes against the model itself."""
 
 import json
+import types
 
 import jax
 import numpy as np
 import pytest
 
+import kvjax
 import models
 from evals import coref, coref_task, selections
 from evals.__main__ import main
@@ -45,8 +47,9 @@ def test_accuracy_and_coverage_by_hand(monkeypatch):
         following = np.roll(tokens, -1, axis=1)
         return jax.nn.one_hot(np.where(following >= 8, 0, following), 16)
 
-    monkeypatch.setattr(selections, "simulate", next_tokens)
-    result = coref.measure(None, samples, setting("h2o"), batch=2)
+    monkeypatch.setattr(selections, "hidden_states", next_tokens)
+    model = types.SimpleNamespace(logits=lambda hidden: hidden)
+    result = coref.measure(model, samples, setting("h2o"), batch=2)
     assert result["correct"] == [1, 0, 1]
     assert result["covered"] == [1.0, 0.5, 1.0]
     assert result["guessed"] == [[4, 5], [6, 7, 0, 0], [5]]
@@ -82,7 +85,9 @@ def test_generation_is_that_of_the_library(tiny, name):
 def test_comparisons_are_paired_with_the_predictor_of_the_same_mode_and_sparsity():
     def row(select, sparsity, correct, mode="teacher"):
         covered = [0.5 + x / 2 for x in correct]
-        return {"select": select, "sparsity": sparsity, "mode": mode, "correct": correct, "covered": covered}
+        return {
+            "select": select, "sparsity": sparsity, "mode": mode, "evicts": None, "correct": correct, "covered": covered
+        }  # fmt: skip
 
     rows = coref.compare(
         [
@@ -109,7 +114,7 @@ def test_bare_names_are_resolved_for_each_mode():
         "rolling_snapkv, sparsity 0.5, teacher",
         "full, generate",
         "quest(page_size=4), sparsity 0.5, generate",
-        "snapkv(kernel=7,pooling='max'), sparsity 0.5, generate",
+        "snapkv(kernel=7,pooling='max'), sparsity 0.5, generate, block",
     ]
 
 
@@ -128,9 +133,40 @@ def test_the_command_writes_table_json_and_picture(tiny_folder, tmp_path, capsys
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_policy_that_generates_is_run_at_each_moment_and_a_source_once():
+    made = coref.make_settings("full,quest,h2o", [0.5], ["teacher", "generate"], ["block", "published"], evict_every=0)
+    assert [(s.selection.name, s.mode, s.when, s.moments) for s in made] == [
+        ("full", "teacher", None, None),
+        ("quest(page_size=4)", "teacher", None, None),
+        ("h2o", "teacher", None, None),
+        ("full", "generate", None, None),
+        ("quest(page_size=4)", "generate", None, None),
+        ("h2o", "generate", "block", ("block", 0)),
+        ("h2o", "generate", "published", (kvjax.parse("h2o").published.prompt, 0)),
+    ]
+
+
+def test_generation_evicts_at_its_moments(tiny):
+    model, tokenizer, _ = tiny
+    samples = [coref_task.sample(0, tokenizer)]
+    (once,) = coref.make_settings("h2o", [0.7], ["generate"], ["prompt"], evict_every=2)
+    result = coref.measure(model, samples, once, block=64)
+    out = models.generate(
+        model, np.array([samples[0].tokens]), policy="h2o+protect(sinks=4)", budget=0.3, block=64, when="prompt",
+        evict_every=2, max_new_tokens=len(samples[0].answer_tokens), end=(),
+    )  # fmt: skip
+    assert result["guessed"] == out.tokens.tolist()
+    assert (result["when"], result["evicts"]) == ("prompt", ["prompt", 2])
+    assert "prompt, then every 2" in coref.table([result])
+
+
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
+        (["--mode", "generate", "--when", "never"], "--when is never; there are block, prompt, published"),
+        (["--mode", "generate", "--select", "h2o", "--evict-every", "-1"], "evict_every is -1"),
+        (["--when", "prompt"], "add --mode generate, or leave them out"),
+        (["--evict-every", "0"], "add --mode generate, or leave them out"),
         (["--select", "full,nothing"], "unknown policy 'nothing'"),
         (["--mode", "guess"], "--mode is guess; there are teacher, generate"),
         (["--mode", "generate", "--select", "oracle_eviction"], "'oracle_eviction' is simulated only"),

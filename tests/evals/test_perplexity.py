@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import models
-from evals import perplexity, selections
+from evals import evaluator, perplexity, selections, texts
 from evals.__main__ import main
 
 TEXT = "The quick brown fox jumps over the lazy dog, and nobody has ever asked the dog what it thinks of that. " * 8
@@ -19,6 +19,10 @@ class Letters:
 
     def encode(self, text, add_special_tokens=True):
         return [ord(letter) for letter in text]
+
+
+def setting(policy, budget, when="block"):
+    return evaluator.Setting(policy, budget, when, "agnostic", 0)
 
 
 @pytest.fixture
@@ -48,11 +52,12 @@ def test_windows_slide_by_the_stride():
 def test_the_loss_is_the_mean_over_all_tokens_but_the_first(tiny):
     model, tokenizer, _ = tiny
     chunks = perplexity.make_chunks(tokenizer, TEXT, 24, limit=3)
-    got = perplexity.losses(model, chunks, selections.parse_selection("full"), 0.0, batch=2)
+    got = perplexity.full_losses(model, chunks, batch=2)
     logits = np.asarray(model(jnp.asarray(chunks)), np.float64)
     told = logits - np.log(np.sum(np.exp(logits), axis=-1, keepdims=True))
     wanted = [-np.mean([told[n, t, chunks[n, t + 1]] for t in range(23)]) for n in range(3)]
-    np.testing.assert_allclose(got, wanted, rtol=1e-5)
+    np.testing.assert_allclose(got.by_chunk, wanted, rtol=1e-5)
+    assert got.divergence.tolist() == [0, 0, 0]
 
 
 def test_of_a_window_only_the_last_tokens_count(tiny):
@@ -62,16 +67,38 @@ def test_of_a_window_only_the_last_tokens_count(tiny):
     logits = np.asarray(model(jnp.asarray(chunks)), np.float64)
     told = logits - np.log(np.sum(np.exp(logits), axis=-1, keepdims=True))
     wanted = [-np.mean([told[n, t, chunks[n, t + 1]] for t in range(15, 23)]) for n in range(3)]
-    np.testing.assert_allclose(perplexity.losses(model, chunks, full, 0.0, counted=8), wanted, rtol=1e-5)
-    np.testing.assert_allclose(
-        perplexity.policy_losses(model, chunks, "tova", 24, block=8, counted=8), wanted, rtol=1e-5
-    )
+    np.testing.assert_allclose(perplexity.losses(model, chunks, full, 0.0, counted=8).by_chunk, wanted, rtol=1e-5)
+    found = perplexity.policy_losses(model, chunks, setting("tova", 24), block=8, counted=8)
+    np.testing.assert_allclose(found.by_chunk, wanted, rtol=1e-5)
+
+
+@pytest.mark.parametrize("when", ["block", "prompt"])
+def test_the_divergence_is_that_of_the_full_caches_distributions(tiny, when):
+    model, tokenizer, _ = tiny
+    chunks = perplexity.make_chunks(tokenizer, TEXT, 24, limit=3, stride=8)
+    full = perplexity.full_losses(model, chunks, batch=2, counted=8)
+    found = perplexity.policy_losses(model, chunks, setting("h2o", 6, when), full=full, block=4, batch=2, counted=8)
+    given = dict(policy="h2o", budget=6, block=4, when=when, question=7 if when == "prompt" else None, outputs="all")
+    told = np.asarray(jax.nn.log_softmax(models.prefill(model, chunks[:, :-1], **given).logits), np.float64)[:, -8:]
+    true = np.asarray(jax.nn.log_softmax(model(jnp.asarray(chunks))), np.float64)[:, -9:-1]
+    divergence = np.sum(np.exp(true) * (true - told), axis=-1).mean(axis=-1)
+    np.testing.assert_allclose(found.divergence, divergence, rtol=1e-3, atol=1e-7)
+    loss = -np.take_along_axis(told, chunks[:, -8:, None], axis=-1)[..., 0].mean(axis=1)
+    np.testing.assert_allclose(found.by_chunk, loss, rtol=1e-5)
+    assert found.divergence.min() > 1e-6
+
+
+def test_once_needs_last_tokens_that_come_behind(tiny):
+    model, tokenizer, _ = tiny
+    chunks = perplexity.make_chunks(tokenizer, TEXT, 24, limit=1)
+    with pytest.raises(ValueError, match="give --stride"):
+        perplexity.policy_losses(model, chunks, setting("h2o", 8, "prompt"))
 
 
 def test_a_policy_tells_each_token_from_what_its_evictions_left(tiny):
     model, tokenizer, _ = tiny
     chunks = perplexity.make_chunks(tokenizer, TEXT, 24, limit=2)
-    got = perplexity.policy_losses(model, chunks, "streaming(sinks=1)", 8, block=4)
+    got = perplexity.policy_losses(model, chunks, setting("streaming(sinks=1)", 8), block=4).by_chunk
     logits = models.prefill(model, chunks[:, :-1], policy="streaming(sinks=1)", budget=8, block=4, outputs="all").logits
     told = np.take_along_axis(np.asarray(jax.nn.log_softmax(logits)), chunks[:, 1:, None], axis=-1)[..., 0]
     np.testing.assert_allclose(got, -told.mean(axis=1), rtol=1e-5)
@@ -79,7 +106,7 @@ def test_a_policy_tells_each_token_from_what_its_evictions_left(tiny):
 
 def test_caote_is_compared_with_the_same_policy_without_it():
     def row(policy, budget, losses):
-        return {"policy": policy, "budget": budget, "by_chunk": losses}
+        return {"policy": policy, "budget": budget, "when": "block", "evicts": ["block", 0], "by_chunk": losses}
 
     rows = perplexity.compare_policies(
         [row("h2o", 64, [1.0, 2.0]), row("h2o+caote", 64, [0.9, 1.9]), row("h2o+caote", 128, [1.0, 1.0])]
@@ -92,12 +119,15 @@ def test_rows_hold_the_dense_model_each_selection_and_intervals(tiny):
     model, tokenizer, butler = tiny
     chunks = perplexity.make_chunks(tokenizer, TEXT, 24, limit=4)
     chosen = selections.parse_selections("full,butler,random")
-    results = perplexity.measure(model, chunks, chosen, [0.0, 0.5], butler=butler, batch=4)
+    results = perplexity.measure(
+        model, chunks, perplexity.full_losses(model, chunks), chosen, [0.0, 0.5], butler=butler, batch=4
+    )
     named = [(r["select"], r["sparsity"]) for r in results]
     assert named == [("full", 0.0), ("butler", 0.0), ("butler", 0.5), ("random", 0.0), ("random", 0.5)]
     assert perplexity.steps(chosen, [0.0, 0.5], 4) == 12
     full, none, half = results[0], results[1], results[2]
-    assert (none["perplexity"], none["increase"]) == (full["perplexity"], 0)
+    assert (none["perplexity"], none["increase"], none["kl"]) == (full["perplexity"], 0, 0)
+    assert 0 < half["kl_low"] < half["kl"] == pytest.approx(np.mean(half["kl_by_chunk"]))
     assert half["perplexity"] == pytest.approx(np.exp(np.mean(half["by_chunk"])))
     ratio = np.exp(np.mean(np.array(half["by_chunk"]) - np.array(full["by_chunk"])))
     assert half["increase"] == pytest.approx(ratio - 1)
@@ -131,8 +161,9 @@ def test_one_chunk_has_no_interval(tiny):
     model, tokenizer, butler = tiny
     chunks = perplexity.make_chunks(tokenizer, TEXT, 24, limit=1)
     chosen = selections.parse_selections("butler,random")
-    results = perplexity.measure(model, chunks, chosen, [0.5], butler=butler)
-    assert [r["low"] for r in results] == [r["increase_high"] for r in results] == [None] * 3
+    results = perplexity.measure(model, chunks, perplexity.full_losses(model, chunks), chosen, [0.5], butler=butler)
+    for name in ("low", "increase_high", "kl_low"):
+        assert [r[name] for r in results] == [None] * 3
     assert [c["larger"] for c in perplexity.compare(results)] == ["one chunk"]
 
 
@@ -154,22 +185,24 @@ def test_the_command_writes_table_json_and_picture(tiny_folder, text_file, tmp_p
 def test_policies_have_a_table_of_their_own(tiny_folder, text_file, tmp_path, capsys):
     out, plot = tmp_path / "out.json", tmp_path / "out.png"
     flags = ["--model", str(tiny_folder), "--policies", "full,h2o,h2o+caote", "--budgets", "8,0.5", "--block", "8"]
+    flags += ["--when", "block,prompt", "--stride", "12"]
     flags += ["--text", str(text_file), "--chunk", "24", "--sequences", "2", "--json", str(out), "--plot", str(plot)]
     assert main(["perplexity", *flags]) == 0
     printed = capsys.readouterr().out
     data = json.loads(out.read_text())
     assert [r["select"] for r in data["results"]] == ["full"]
-    assert [(r["policy"], r["budget"]) for r in data["policies"]] == [
-        ("h2o", 8),
-        ("h2o+caote", 8),
-        ("h2o", 0.5),
-        ("h2o+caote", 0.5),
-    ]
+    named = [("h2o", 8), ("h2o+caote", 8), ("h2o", 0.5), ("h2o+caote", 0.5)]
+    assert [(r["policy"], r["budget"]) for r in data["policies"]] == named * 2
+    assert [r["evicts"] for r in data["policies"]] == [["block", 0]] * 4 + [["prompt", 0]] * 4
+    assert "prompt, then never" in printed
+    assert data["fingerprints"]["text"] == texts.digest(TEXT)
     dense = data["results"][0]["perplexity"]
     for r in data["policies"]:
         assert r["difference"] == pytest.approx(r["perplexity"] - dense)
-        assert f"{r['difference']:+.3f}" in printed
-    assert [r["budget"] for r in data["policy_comparisons"]] == [8, 0.5]
+        assert f"{r['difference']:+.3f}" in printed and f"{r['kl']:.4f}" in printed
+    assert [(r["when"], r["budget"]) for r in data["policy_comparisons"]] == [
+        ("block", 8), ("block", 0.5), ("prompt", 8), ("prompt", 0.5)
+    ]  # fmt: skip
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
@@ -182,6 +215,10 @@ def test_policies_have_a_table_of_their_own(tiny_folder, text_file, tmp_path, ca
         (["--policies", "h2o", "--budgets", ","], "no budget was given"),
         (["--policies", "snapkv(window=32)", "--budgets", "8"], "budget"),
         (["--policies", "h2o", "--block", "0"], "--block is 0"),
+        (["--policies", "h2o", "--when", "never"], "--when is never; there are block, prompt, published"),
+        (["--policies", "h2o", "--when", "prompt"], "give --stride"),
+        (["--policies", "random", "--when", "published"], "no paper says when 'random' evicts"),
+        (["--text", "debian-handbook"], "debian-handbook is not here yet"),
         (["--select", "oracle,nothing"], "unknown policy 'nothing'"),
         (["--select", ","], "no selection was given"),
         (["--select", "laprox@model"], "lets layers compete"),
@@ -197,6 +234,7 @@ def test_policies_have_a_table_of_their_own(tiny_folder, text_file, tmp_path, ca
 )
 def test_bad_flags_end_in_one_sentence_and_write_nothing(flags, sentence, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", "nowhere")
     assert main(["perplexity", *flags]) == 2
     err = capsys.readouterr().err
     assert sentence in err

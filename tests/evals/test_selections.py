@@ -206,7 +206,7 @@ def rolling(window, kernel):
     [
         ("h2o", "query", evicted(summed, 0.7, 2)),
         ("h2o", "group", evicted(summed, 0.7, 2, group=N // K)),
-        ("tova", "query", evicted(now, 0.7, 2)),
+        ("tova(heads='group')", "query", evicted(now, 0.7, 2)),
         ("rolling_snapkv(window=3,kernel=3)", "query", evicted(rolling(3, 3), 0.7, 2)),
         ("oracle_eviction", "query", evicted(now, 0.7, 2, before=False)),
     ],
@@ -227,7 +227,7 @@ def test_at_sparsity_0_the_logits_are_the_dense_ones(model, tokens, name):
 
 def test_a_policy_knows_its_layer_and_its_predictor(model, butler, tokens):
     butlers = np.asarray(selections.simulate(model, tokens, "butler+caote", 0.7, butler=butler))
-    plain = np.asarray(selections.simulate(model, tokens, "tova+caote", 0.7))
+    plain = np.asarray(selections.simulate(model, tokens, "tova(heads='group')+caote", 0.7))
     assert np.abs(butlers - plain).max() > 1e-3  # in layer 0, or without it, the two would be the same
 
 

@@ -1,0 +1,422 @@
+"""Chooses among continuations behind a compressed context; the tasks are made from a text, by seed.
+
+- continuation: which of four sentences comes next, the true one or three of about its length from elsewhere?
+- section: sentences of two sections, each with its section's title behind it; which of the two titles has the last one?
+- recall: which of four words of the passage came behind the last words that are said again?
+
+A choice is scored by the log-probability of its tokens behind the prompt, which are not evicted from: their sum, or,
+of continuations, their mean over bytes. The question is the last sentence of a continuation's passage, the sentence
+without a title, or the words said again. It is known when the context is compressed ("after"), or held back
+("agnostic"). The likeliest choice is right by chance once in four times, or, of sections, once in two.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import itertools
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+import models
+from evals import evaluator, loglikelihood, report, results, texts
+from evals.documents import common_prefix
+from evals.evaluator import KNOWN_OR_NOT, RECENCY, Setting
+from models import commands, provenance
+
+EXAMPLES = """examples:
+  python -m evals choices --model smollm2 --text king-james-bible --policies full,snapkv,snapkv+caote --budgets 0.25
+  python -m evals choices --tasks recall --lengths 512 --question after,agnostic --when prompt --plot choices.png
+"""
+TITLE = "Choices behind a compressed context: the right one found"
+CHOICES = 4
+CUE = 3
+ATTEMPTS = 1000
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """A prompt, and what may come behind it.
+
+    Attributes:
+        tokens: of the prompt; those before ``context_end`` are known when the question is not yet.
+        choices: the tokens of each.
+        right: which of them is.
+        sizes: what each choice's log-probability is divided by.
+    """
+
+    tokens: list[int]
+    context_end: int
+    choices: tuple[list[int], ...]
+    right: int
+    sizes: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Draft:
+    """A sample as text: passage and question stand one behind the other, and each choice behind both."""
+
+    passage: str
+    question: str
+    choices: tuple[str, ...]
+    right: int
+    by_byte: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Corpus:
+    """A text's sentences in their order, and where each section begins and ends among them."""
+
+    sentences: tuple[str, ...]
+    sections: tuple[tuple[str, int, int], ...]
+
+
+def read_corpus(text: str) -> Corpus:
+    """Finds the sentences of a text that are prose: no headings, no code.
+
+    Args:
+        text: with titles of sections as :func:`evals.texts.sections` reads them, or without.
+
+    Raises:
+        ValueError: a text of fewer than 100 sentences.
+
+    Example:
+        >>> from evals import choices
+        >>> corpus = choices.read_corpus("== One ==\\n\\n" + "The river was calm again. It ran down to the sea. " * 60)
+        >>> corpus.sentences[1], corpus.sections
+        ('It ran down to the sea.', (('One', 0, 120),))
+    """
+    found: list[str] = []
+    places: list[tuple[str, int, int]] = []
+    for title, paragraphs in texts.sections(text).items():
+        start = len(found)
+        for paragraph in paragraphs:
+            found += [part for part in re.split(r"(?<=[.!?]) (?=[\"'“‘(]?[A-Z])", paragraph) if _is_prose(part)]
+        places.append((title, start, len(found)))
+    if len(found) < 100:
+        raise ValueError(f"the text has {len(found)} sentences, but choices need at least 100; give a longer text.")
+    return Corpus(tuple(found), tuple(places))
+
+
+def draw(task: str, index: int, corpus: Corpus, tokenizer: Any, length: int, *, seed: int = 0) -> Sample:
+    """Draws a sample; the same seed gives the same one on every machine, for every policy.
+
+    Args:
+        task: one of :data:`TASKS`.
+        index: the sample's number.
+        corpus: what :func:`read_corpus` gave.
+        tokenizer: has ``encode(text)``.
+        length: tokens of prompt and choice at most.
+        seed: another gives other samples.
+
+    Raises:
+        ValueError: no such task, or a text or length that it cannot be made of.
+
+    Example:
+        >>> import models
+        >>> from evals import choices
+        >>> _, tokenizer = models.load("retriever")
+        >>> text = " ".join(f"A boat that had a crew of {i} men went by the old town of {i}." for i in range(9, 200))
+        >>> sample = choices.draw("continuation", 0, choices.read_corpus(text), tokenizer, 256)
+        >>> len(sample.choices), len(sample.tokens) < 256
+        (4, True)
+    """
+    if task not in TASKS:
+        raise ValueError(f"there is no task {task!r}; there are {', '.join(TASKS)}.")
+    rng = np.random.default_rng([seed, index, length, list(TASKS).index(task)])
+    count = functools.cache(lambda text: len(tokenizer.encode(text)))
+    for _ in range(ATTEMPTS):
+        draft = TASKS[task](rng, corpus, lambda text: count(" " + text), length)
+        if draft is None:
+            continue
+        sample = _encoded(draft, tokenizer)
+        if len(sample.tokens) + max(map(len, sample.choices)) <= length:
+            return sample
+    raise ValueError(f"no {task} of {length} tokens was found in the text; give a longer text, or another length.")
+
+
+Count = Callable[[str], int]
+
+
+def continuation(rng: np.random.Generator, corpus: Corpus, count: Count, length: int) -> Draft | None:
+    """Drafts a passage and what may come next; None where this draw will not do."""
+    end = int(rng.integers(2, len(corpus.sentences)))
+    wanted = corpus.sentences[end]
+    near = [s for s in corpus.sentences if abs(len(s) - len(wanted)) <= len(wanted) // 5]
+    others = [near[int(i)] for i in rng.integers(len(near), size=4 * CHOICES)]
+    passage = _before(corpus, end - 1, count, length - count(corpus.sentences[end - 1]) - 2 * count(wanted))
+    if not 40 <= len(wanted) <= 300 or passage is None or len(passage) < 2:
+        return None
+    others = [s for s in dict.fromkeys(others) if s != wanted and s not in passage]
+    if len(others) < CHOICES - 1:
+        return None
+    given, right = _shuffled(rng, wanted, others[: CHOICES - 1])
+    return Draft(" ".join(passage), f" {corpus.sentences[end - 1]}", tuple(f" {s}" for s in given), right, by_byte=True)
+
+
+def section(rng: np.random.Generator, corpus: Corpus, count: Count, length: int) -> Draft | None:
+    """Drafts sentences of two sections, their titles behind them; None where this draw will not do."""
+    large = [place for place in corpus.sections if place[0] and place[2] - place[1] >= 20]
+    if len(large) < 2:
+        raise ValueError(
+            "the text has fewer than 2 titled sections of 20 sentences, which the task section is made of; leave it "
+            "out, or write titles into the text as in '== Genesis =='."
+        )
+    pair = [large[int(i)] for i in rng.choice(len(large), size=2, replace=False)]
+    orders = [list(rng.permutation(np.arange(start, end))) for _, start, end in pair]
+    titles = tuple(f" {title}" for title, _, _ in pair)
+    parts: list[str] = []
+    right = int(rng.integers(2))
+    question = f"{corpus.sentences[orders[right].pop()]} --"
+    room = length - count(question) - 2 * max(map(count, titles)) - 8
+    while all(orders):
+        for side in rng.permutation(2):  # as many of the one as of the other
+            parts.append(f"{corpus.sentences[orders[side].pop()]} --{titles[side]}\n\n")
+        room -= sum(count(part) + 2 for part in parts[-2:])
+        if room < 0:
+            del parts[-2:]
+            break
+    return Draft("".join(parts), question, titles, right) if len(parts) >= 4 else None
+
+
+def recall(rng: np.random.Generator, corpus: Corpus, count: Count, length: int) -> Draft | None:
+    """Drafts a passage and a few words before one of its sentences' last; None where this draw will not do."""
+    end = int(rng.integers(2, len(corpus.sentences)))
+    passage = _before(corpus, end, count, length - 32)
+    ends = [] if passage is None else [s for s in passage if _last_word(s) and len(s.split()) > CUE]
+    if passage is None or not ends:
+        return None
+    *_, cue, wanted = re.split(rf" ((?:\S+ ){{{CUE}}})(?=\S+$)", f" {ends[int(rng.integers(len(ends)))][:-1]}")
+    whole = " ".join(passage)
+    words = set(re.findall(r"(?<= )[a-z]{4,}(?=[ .,;:!?])", whole)) - {wanted}
+    # Whoever lost the sentence can tell little by the words' forms: those that end alike are taken.
+    alike = sorted(words, key=lambda word: (-_same_end(word, wanted), abs(len(word) - len(wanted)), word))
+    if whole.count(f" {cue}") != 1 or len(alike) < CHOICES - 1:
+        return None
+    given, right = _shuffled(rng, wanted, alike[: CHOICES - 1])
+    return Draft(whole, f"\n\nAs it is written above: {cue.rstrip()}", tuple(f" {word}" for word in given), right)
+
+
+TASKS: dict[str, Callable[[np.random.Generator, Corpus, Count, int], Draft | None]] = {
+    "continuation": continuation,
+    "section": section,
+    "recall": recall,
+}
+
+
+def answer(
+    model: models.Decoder,
+    samples: Sequence[Sample],
+    setting: Setting,
+    *,
+    block: int = 128,
+    batch: int = 8,
+    rows: Sequence[int] | None = None,
+    on_row: Callable[[int, dict[str, Any]], None] | None = None,
+) -> list[dict[str, Any]]:
+    """Chooses for each sample, under a setting.
+
+    Args:
+        samples: what :func:`draw` gave.
+        setting: policy, budget, moment, and whether the question is known.
+        block, batch: see :func:`evals.loglikelihood.endings`.
+        rows: which of the samples, all by default.
+        on_row: called with a sample's number and record as they come.
+
+    Returns:
+        Of each sample the ``score``, 1 where the right choice is the likeliest, which was ``chosen``, the
+        ``log_probability`` of each, and the cache's bytes.
+
+    Example:
+        >>> import models
+        >>> from evals import choices
+        >>> from evals.evaluator import Setting
+        >>> model, tokenizer = models.load("retriever")
+        >>> text = " ".join(f"A boat that had a crew of {i} men went by the old town of {i}." for i in range(9, 200))
+        >>> sample = choices.draw("continuation", 0, choices.read_corpus(text), tokenizer, 256)
+        >>> record = choices.answer(model, [sample], Setting("tova", 64, "block", "agnostic", 0))[0]
+        >>> record["score"] in (0.0, 1.0), len(record["log_probability"])
+        (True, 4)
+    """
+    evaluator.make_room()
+    given = [samples[row] for row in (range(len(samples)) if rows is None else rows)]
+    numbers = list(range(len(samples))) if rows is None else list(rows)
+    found: list[dict[str, Any]] = [{} for _ in given]
+
+    def keep(place: int, behind: loglikelihood.Behind) -> None:
+        sample = given[place]
+        chosen = int(np.argmax(behind.log_probability / np.array(sample.sizes)))
+        found[place] = {
+            "score": float(chosen == sample.right),
+            "chosen": chosen,
+            "right": sample.right,
+            "log_probability": behind.log_probability.tolist(),
+            "prompt_tokens": len(sample.tokens),
+            "cache_bytes": behind.cache_bytes,
+            "peak_cache_bytes": behind.peak_cache_bytes,
+        }
+        if on_row is not None:
+            on_row(numbers[place], found[place])
+
+    unknown = setting.question == "agnostic"
+    loglikelihood.endings(
+        model,
+        [sample.tokens for sample in given],
+        [sample.choices for sample in given],
+        [len(sample.tokens) - sample.context_end for sample in given] if unknown else None,
+        policy=setting.policy,
+        budget=setting.budget,
+        block=block,
+        when=setting.when,
+        batch=batch,
+        width=max((len(sample.tokens) for sample in samples), default=0),
+        on_row=keep,
+    )
+    return found
+
+
+def add_flags(flags: argparse.ArgumentParser) -> None:
+    """Adds the command's flags."""
+    evaluator.add_model_flags(flags)
+    evaluator.add_setting_flags(flags, budgets="0.25,0.5")
+    texts.add_text_flag(flags)
+    flags.add_argument("--tasks", default="all", help=f"{', '.join(TASKS)}, or all; several by comma")
+    flags.add_argument("--lengths", default="512,1024", help="tokens of prompt and choice; several by comma")
+    flags.add_argument("--samples", type=int, default=40, help="samples of each task and length")
+    flags.add_argument("--out", type=Path, help="a folder for every sample's record; a killed run goes on there")
+
+
+def command(flags: argparse.Namespace) -> None:
+    """Runs the evaluation: checks, table, JSON, picture; with ``--out`` it goes on."""
+    if flags.evict_every not in (None, 0):
+        raise ValueError("--evict-every is about tokens that are generated, but choices are read; leave it out.")
+    flags.evict_every = 0
+    settings = evaluator.make_settings(flags, KNOWN_OR_NOT)
+    lengths = evaluator.check_sizes(flags)
+    tasks = evaluator.choose("--tasks", flags.tasks, list(TASKS))
+    if flags.samples < 1:
+        raise ValueError(f"--samples is {flags.samples}; give at least 1.")
+    if flags.plot is not None:
+        report.check_plot(flags.plot)
+    commands.check_outputs([flags.json, flags.plot])
+    text = texts.read_text(flags.text)
+    corpus = read_corpus(text)
+    store = results.Results(flags.out, flags.name, evaluator.used(flags), evaluator.written(flags))
+    store.check()
+    model, tokenizer = evaluator.load(flags)
+    groups = {
+        (task, length): [draw(task, i, corpus, tokenizer, length, seed=flags.seed) for i in range(flags.samples)]
+        for task, length in itertools.product(tasks, lengths)
+    }
+    for samples, setting in itertools.product(groups.values(), settings):
+        most = max(len(choice) for sample in samples for choice in sample.choices)
+        evaluator.check_answers(model, samples, setting, new_tokens=most, block=flags.block, batch=flags.batch)
+    with store:
+        labels = {"evaluation": flags.name, "model": flags.model}
+        fingerprints = evaluator.made_of(model, tokenizer) | {"text": texts.digest(text)}
+        store.check_made_of(labels, fingerprints)
+        total = flags.samples * len(groups) * len(settings)
+        with tqdm(total=total, unit="sample", file=sys.stderr, dynamic_ncols=True) as progress:
+            for ((task, length), samples), setting in itertools.product(groups.items(), settings):
+                progress.set_description(f"{task}, {length}, {setting.title()}")
+                about = {**labels, "task": task, "length": length, **setting.row()}
+                _fill(store, model, samples, setting, about, flags, progress)
+            progress.set_description("done")
+        _tell(flags, store, fingerprints)
+
+
+def _fill(
+    store: results.Results,
+    model: models.Decoder,
+    samples: Sequence[Sample],
+    setting: Setting,
+    about: dict[str, Any],
+    flags: argparse.Namespace,
+    progress: tqdm,
+) -> None:
+    """Answers the samples that a store has no record of yet."""
+
+    def add(row: int, record: dict[str, Any]) -> None:
+        store.add([{**about, "sample": row, **record, "prefill": [0, 0], "decode": [0, 0]}])
+        progress.update()
+
+    missing = [row for row in range(len(samples)) if not store.holds({**about, "sample": row})]
+    progress.update(len(samples) - len(missing))
+    if missing:
+        answer(model, samples, setting, block=flags.block, batch=flags.batch, rows=missing, on_row=add)
+
+
+def _tell(flags: argparse.Namespace, store: results.Results, fingerprints: dict[str, str]) -> None:
+    """Prints the table, and writes what the flags ask for."""
+    rows, compared = evaluator.summarise(store.records), evaluator.compare(store.records)
+    notes = ["by chance: 0.25, of section 0.50"]
+    print(report.task_table(rows, recency=RECENCY, short={}, notes=notes))
+    if compared:
+        print()
+        print(report.comparison_table(compared))
+    figures = {
+        **provenance.facts(flags.begun, flags.seed, fingerprints),
+        "evaluation": flags.name,
+        "title": TITLE,
+        "settings": evaluator.used(flags),
+        "notes": notes,
+        "results": rows,
+        "comparisons": compared,
+    }
+    for path in (flags.json, None if flags.out is None else flags.out / "figures.json"):
+        if path is not None:
+            commands.write_json(path, figures)
+            print(f"figures: {path}")
+    if flags.plot is not None:
+        evaluator.task_map(rows, flags.plot, title=TITLE, short={})
+        print(f"picture: {flags.plot}")
+
+
+def _is_prose(sentence: str) -> bool:
+    letters = sum(letter.isalpha() or letter in " ,;:'’.-" for letter in sentence)
+    return 20 <= len(sentence) <= 600 and sentence[-1] in ".!?" and letters >= 0.9 * len(sentence)
+
+
+def _before(corpus: Corpus, end: int, count: Count, room: int) -> list[str] | None:
+    """The sentences before one, as many as fit into so many tokens; None where the text begins before they do."""
+    found: list[str] = []
+    for place in range(end - 1, -1, -1):
+        room -= count(corpus.sentences[place])
+        if room < 0:
+            return found[::-1]
+        found.append(corpus.sentences[place])
+    return None
+
+
+def _last_word(sentence: str) -> str | None:
+    """A sentence's last word without its mark, where it is plain and has at least four letters."""
+    found = re.search(r" ([a-z]{4,})[.!?]$", sentence)
+    return None if found is None else found[1]
+
+
+def _same_end(one: str, other: str) -> int:
+    return next((i for i, (a, b) in enumerate(zip(one[::-1], other[::-1], strict=False)) if a != b), len(one))
+
+
+def _shuffled(rng: np.random.Generator, wanted: str, others: Sequence[str]) -> tuple[list[str], int]:
+    given = list(others)
+    right = int(rng.integers(len(given) + 1))
+    given.insert(right, wanted)
+    return given, right
+
+
+def _encoded(draft: Draft, tokenizer: Any) -> Sample:
+    """Encodes the whole of each choice's text, so that words at a border are split as they are inside a text."""
+    prompt = draft.passage + draft.question
+    tokens = tokenizer.encode(prompt)
+    found = [tokenizer.encode(prompt + choice)[len(tokens) :] for choice in draft.choices]
+    sizes = [len(choice.encode()) if draft.by_byte else 1 for choice in draft.choices]
+    known = common_prefix(tokens, tokenizer.encode(draft.passage))
+    return Sample(tokens, known, tuple(found), draft.right, tuple(sizes))

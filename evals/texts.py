@@ -1,0 +1,450 @@
+"""Fetches long English texts, out of Debian's packages, that evaluations can be run on: perplexity, choices.
+
+They are written into the user's cache folder as plain UTF-8: paragraphs with an empty line between them, and before the
+first of each book or chapter its title, as in "== Genesis ==". Every ``--text`` takes their names. Which edition
+of a text a system has decides what is in it, so its SHA-256 is printed, and stands in the figures made of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import itertools
+import os
+import posixpath
+import re
+import shutil
+import struct
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import NamedTuple
+
+from tqdm import tqdm
+
+from evals import prose
+from models import commands
+
+EXAMPLES = """examples:
+  python -m evals texts
+  python -m evals texts king-james-bible debian-handbook
+  python -m evals perplexity --text king-james-bible --chunk 1024 --sequences 32 --policies h2o,snapkv --budgets 256
+"""
+TITLE = "== {} =="  # a line of its own; "#" begins comments in code
+
+
+class Published(NamedTuple):
+    """Where a text is published: Debian's package, and the size of what is fetched, for people.
+
+    ``needs`` is a pattern of the one among the package's dependencies that holds the text, None where it does so
+    itself; ``read`` makes the text of what was unpacked.
+    """
+
+    package: str
+    needs: str | None
+    read: Callable[[Path], str]
+    size: str
+
+
+def read_text(name: str | Path | None) -> str:
+    """Reads a text by its name or file, or the library's sentences that no model or predictor was trained on.
+
+    Args:
+        name: one of :data:`PUBLISHED`, a UTF-8 file, or None.
+
+    Raises:
+        FileNotFoundError: no such file, or a text that has not been fetched yet.
+        ValueError: an empty file, or one that is not UTF-8.
+
+    Example:
+        >>> from evals.texts import read_text
+        >>> len(read_text(None)) > 10_000
+        True
+    """
+    if name is None:
+        return " ".join(prose.sentences("test"))
+    path = find(str(name)) if str(name) in PUBLISHED else Path(name)
+    text = commands.read_text(path, "text")
+    if not text.strip():
+        raise ValueError(f"{path} is empty; give a file with text.")
+    return text
+
+
+def digest(text: str) -> str:
+    """Computes the SHA-256 of a text, as figures made of it hold it.
+
+    Example:
+        >>> from evals.texts import digest
+        >>> digest("calm")[:8]
+        '2b4b2ead'
+    """
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def sections(text: str) -> dict[str, list[str]]:
+    """Cuts a text into its sections by their titles, each a list of paragraphs with single spaces.
+
+    Paragraphs before the first title, or of a text without any, are the section "".
+
+    Example:
+        >>> from evals.texts import sections
+        >>> sections("== One ==\\n\\nFirst\\nparagraph.\\n\\nSecond.\\n\\n== Two ==\\n\\nThird.\\n")
+        {'One': ['First paragraph.', 'Second.'], 'Two': ['Third.']}
+    """
+    found: dict[str, list[str]] = {}
+    title = ""
+    for paragraph in re.split(r"\n\s*\n", text):
+        line = " ".join(paragraph.split())
+        if titled := re.fullmatch(re.escape(TITLE).replace(r"\{\}", "(.+)"), line):
+            title = titled[1]
+        elif line:
+            found.setdefault(title, []).append(line)
+    return found
+
+
+def place(name: str, environment: Mapping[str, str] = os.environ) -> Path:
+    """Says where a text lies, or will lie: in the user's cache folder.
+
+    Args:
+        name: one of :data:`PUBLISHED`.
+        environment: where XDG_CACHE_HOME may name another folder than ~/.cache.
+
+    Raises:
+        FileNotFoundError: the user has no home and XDG_CACHE_HOME is not set.
+
+    Example:
+        >>> from evals.texts import place
+        >>> place("king-james-bible", {"XDG_CACHE_HOME": "cache"}).as_posix()
+        'cache/kvjax/texts/king-james-bible.txt'
+    """
+    try:
+        folder = commands.cache_folder(environment)
+    except RuntimeError:
+        raise FileNotFoundError(
+            "the user's cache folder is not known, as there is no home folder; name one by XDG_CACHE_HOME."
+        ) from None
+    return folder / "texts" / f"{name}.txt"
+
+
+def find(name: str, environment: Mapping[str, str] = os.environ) -> Path:
+    """Finds the file of a text that has been fetched.
+
+    Args:
+        name: one of :data:`PUBLISHED`.
+        environment: see :func:`place`.
+
+    Raises:
+        FileNotFoundError: it has not been fetched yet; the sentence says how.
+
+    Example:
+        >>> from evals.texts import find
+        >>> find("king-james-bible", {"XDG_CACHE_HOME": "nowhere"})
+        Traceback (most recent call last):
+        ...
+        FileNotFoundError: king-james-bible is not here yet; fetch it once (2 MB) with: python -m evals texts king-...
+    """
+    file = place(name, environment)
+    if not file.is_file():
+        raise FileNotFoundError(
+            f"{name} is not here yet; fetch it once ({PUBLISHED[name].size}) with: python -m evals texts {name}."
+        )
+    return file
+
+
+def fetch(name: str) -> bool:
+    """Fetches a text into the user's cache folder, whole or not at all.
+
+    What was downloaded before an interruption is not downloaded again.
+
+    Args:
+        name: one of :data:`PUBLISHED`.
+
+    Returns:
+        Whether anything had to be fetched: a text that is there stays.
+
+    Raises:
+        FileNotFoundError: no apt-get or dpkg-deb, or a package that could not be had.
+        ValueError: no such name, or a package that does not hold the text as expected.
+
+    Example:
+        >>> from evals.texts import fetch
+        >>> fetch("iliad")
+        Traceback (most recent call last):
+        ...
+        ValueError: there is no text 'iliad' to fetch; there are king-james-bible, debian-handbook, python-doc.
+    """
+    if name not in PUBLISHED:
+        raise ValueError(f"there is no text {name!r} to fetch; there are {', '.join(PUBLISHED)}.")
+    published, file = PUBLISHED[name], place(name)
+    if file.is_file():
+        return False
+    packages = file.with_suffix(".packages")
+    packages.mkdir(parents=True, exist_ok=True)
+    package = _download(published.package, packages)
+    if published.needs is not None:
+        package = _download(_needed(package, published.needs), packages)
+    unpacked = packages / "unpacked"
+    _run(["dpkg-deb", "--extract", str(package), str(unpacked)], f"dpkg-deb did not unpack {package.name}")
+    text = published.read(unpacked)
+    if not text.strip():
+        raise ValueError(f"{package.name} holds no text that can be read; its layout is not the one expected.")
+    with commands.replacing(file) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+    shutil.rmtree(packages)
+    return True
+
+
+def king_james(unpacked: Path) -> str:
+    """Makes the Bible's text: a section a book, a paragraph a chapter, without the verses' numbers.
+
+    Raises:
+        ValueError: the package's file is missing or damaged.
+    """
+    file = unpacked / "usr/lib/bible.data"
+    try:
+        lines = _windows(file.read_bytes()).decode("ascii").splitlines()
+    except (OSError, ValueError, struct.error):
+        raise ValueError(
+            f"{file.name} of bible-kjv-text is missing or damaged; remove {unpacked.parent} and try again."
+        ) from None
+    chapters: dict[tuple[str, str], list[str]] = {}
+    for line in lines:
+        if verse := re.fullmatch(r"(\d?[A-Za-z]+?)(\d+):\d+ (.*)", line):
+            chapters.setdefault((BOOKS.get(verse[1], verse[1]), verse[2]), []).append(verse[3])
+    parts: list[str] = []
+    for (book, number), verses in chapters.items():
+        parts += [TITLE.format(book)] if number == "1" else []
+        parts.append("\n".join(verses))
+    return "\n\n".join(parts) + "\n" if parts else ""
+
+
+def handbook(unpacked: Path) -> str:
+    """Makes the text of the Debian Administrator's Handbook, in English, in its reading order."""
+    return _book(unpacked / "usr/share/doc/debian-handbook/html/en-US", "index.html", "(?!index)")
+
+
+def python_doc(unpacked: Path) -> str:
+    """Makes the text of Python's tutorial, reference, library, guides and questions, in their reading order."""
+    folder = next((path.parent.parent for path in sorted(unpacked.glob("**/html/tutorial/index.html"))), unpacked)
+    return _book(folder, "tutorial/index.html", r"(tutorial|reference|library|howto|faq)/")
+
+
+def plain(page: str) -> str:
+    """Makes plain text of a page: paragraphs, and code as it stands; navigation, scripts and tables of contents go.
+
+    Example:
+        >>> from evals.texts import plain
+        >>> plain("<nav>Home</nav><h1>Rivers</h1><p>The <i>river</i>\\n was calm.</p><pre>a\\n  b</pre>")
+        '== Rivers ==\\n\\nThe river was calm.\\n\\na\\n  b'
+    """
+    reader = _Page()
+    reader.feed(page)
+    reader.close()
+    return reader.text()
+
+
+PUBLISHED = {
+    "king-james-bible": Published("bible-kjv-text", None, king_james, "2 MB"),
+    "debian-handbook": Published("debian-handbook", None, handbook, "35 MB"),
+    "python-doc": Published("python3-doc", r"python3\.\d+-doc", python_doc, "13 MB"),
+}
+
+
+def add_flags(flags: argparse.ArgumentParser) -> None:
+    """Adds the command's flags."""
+    flags.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"which texts, of {', '.join(PUBLISHED)}; all by default"
+    )
+
+
+def command(flags: argparse.Namespace) -> None:
+    """Fetches what is not there yet, and says where each text lies and what its SHA-256 is."""
+    names = list(dict.fromkeys(flags.names)) or list(PUBLISHED)
+    if wrong := [name for name in names if name not in PUBLISHED]:
+        raise ValueError(f"there is no text {wrong[0]!r} to fetch; there are {', '.join(PUBLISHED)}.")
+    with tqdm(total=len(names), unit="text", file=sys.stderr, dynamic_ncols=True) as progress:
+        for name in names:
+            progress.set_description(f"{name}, {PUBLISHED[name].size}")
+            fetched = fetch(name)
+            text = place(name).read_bytes()
+            tqdm.write(f"{name}: {'fetched to' if fetched else 'is there:'} {place(name)}", file=sys.stdout)
+            tqdm.write(f"  {len(text.split()):,} words, SHA-256 {hashlib.sha256(text).hexdigest()}", file=sys.stdout)
+            progress.update()
+        progress.set_description("done")
+
+
+def add_text_flag(flags: argparse.ArgumentParser) -> None:
+    """Adds the flag that :func:`read_text` reads."""
+    flags.add_argument(
+        "--text",
+        help=f"a UTF-8 file, or a fetched text: {', '.join(PUBLISHED)}; by default held-out sentences that ship with "
+        "kvjax",
+    )
+
+
+def _download(package: str, folder: Path) -> Path:
+    """Downloads a package, unless it is there and whole; apt-get knows which."""
+    # As root, apt-get would download as a user who may not write here.
+    command = ["apt-get", "--quiet", "--option", "APT::Sandbox::User=root", "download", package]
+    _run(command, f"apt-get did not get {package}", folder)
+    file = max(folder.glob(f"{package}_*.deb"), key=lambda path: path.stat().st_mtime, default=None)
+    if file is None:
+        raise FileNotFoundError(f"apt-get gave no file for {package}; see what apt-get download {package} says.")
+    return file
+
+
+def _needed(package: Path, pattern: str) -> str:
+    field = _run(["dpkg-deb", "--field", str(package), "Depends"], f"dpkg-deb did not read {package.name}")
+    found = re.search(pattern, field)
+    if found is None:
+        raise ValueError(f"{package.name} depends on nothing like {pattern}, where the text was expected.")
+    return found[0]
+
+
+def _run(command: Sequence[str], failure: str, folder: Path | None = None) -> str:
+    """Runs a program of Debian's; what it prints.
+
+    Raises:
+        FileNotFoundError: the program is not there, or it failed.
+    """
+    try:
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        raise FileNotFoundError(
+            f"{command[0]} is not there, and the texts come out of Debian's packages; fetch them on a Debian or Ubuntu "
+            "system, or give --text a file of your own."
+        ) from None
+    if done.returncode:
+        said = [line for line in done.stderr.splitlines() if line.strip()] or ["it gave no reason"]
+        reason = next((line for line in said if line.startswith("E:")), said[-1]).removeprefix("E:").strip()[:200]
+        raise FileNotFoundError(
+            f"{failure} ({reason.rstrip('.')}); check the network, and apt's lists (apt-get update makes them anew)."
+        )
+    return done.stdout
+
+
+def _windows(content: bytes) -> bytes:
+    """Unpacks the file of bible-kjv: windows packed one by one by compress, without the three bytes it begins with."""
+    if content[:4] != b"EC02":
+        raise ValueError("no file of bible-kjv")
+    size, count = struct.unpack(">II", content[84:92])
+    starts = struct.unpack(f">{count + 1}I", content[92 : 96 + 4 * count])
+    if starts[-1] != len(content):
+        raise ValueError("cut off")
+    out = []
+    for start, end in itertools.pairwise(starts):
+        packed = b"\x1f\x9d\x90" + content[start:end]
+        done = subprocess.run(["gzip", "--decompress", "--stdout"], input=packed, capture_output=True, check=False)
+        out.append(done.stdout)
+    if any(len(window) != size for window in out[:-1]):
+        raise ValueError("a window of another size")
+    return b"".join(out)
+
+
+def _book(folder: Path, first: str, wanted: str) -> str:
+    """Joins the pages of a folder, each page naming the next, from the first on; those whose names match."""
+    parts: list[str] = []
+    read: set[str] = set()
+    name: str | None = first
+    while name is not None and name not in read and (folder / name).is_file():
+        read.add(name)
+        page = (folder / name).read_text(encoding="utf-8")
+        if re.match(wanted, name):
+            parts.append(plain(page))
+        name = _next(page, name)
+    return "\n\n".join(part for part in parts if part) + "\n" if parts else ""
+
+
+def _next(page: str, name: str) -> str | None:
+    """Finds the page that comes behind this one, relative to the same folder."""
+    for link in re.findall(r"<link\s[^>]*>", page):
+        if re.search(r'rel="next"', link) and (target := re.search(r'href="([^"#]+)', link)):
+            return posixpath.normpath(posixpath.join(posixpath.dirname(name), target[1]))
+    return None
+
+
+class _Page(HTMLParser):
+    """Collects the text of a page: see :func:`plain`."""
+
+    BLOCKS = frozenset(
+        "address article aside blockquote br body dd div dl dt figcaption figure h1 h2 h3 h4 h5 h6 hr li main ol p pre "
+        "section table td th tr ul".split()
+    )
+    # Elements, and the classes and ids of others, that are no part of what a page says.
+    DROPPED = frozenset("footer head nav script style".split())
+    MARGINS = frozenset(
+        "docnav headerlink indextable related sphinxsidebar toc toctree-wrapper #banner p#title".split()
+    )
+    VOID = frozenset("br hr img input link meta".split())
+
+    def __init__(self) -> None:
+        super().__init__(convert_charrefs=True)
+        self.paragraphs: list[str] = []
+        self.parts: list[str] = []
+        self.within: list[str] = []  # what is dropped, and elements of its name inside it
+        self.form = "{}"
+        self.code = 0
+
+    def text(self) -> str:
+        """Gives the paragraphs so far."""
+        self._end()
+        return "\n\n".join(self.paragraphs)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if self.within:
+            self.within += [tag] if tag == self.within[0] else []
+            return
+        given = dict(attrs)
+        names = {*(given.get("class") or "").split(), f"#{given.get('id')}", f"{tag}#{given.get('id')}"}
+        if tag in self.DROPPED or (names & self.MARGINS and tag not in self.VOID):
+            self.within = [tag]
+            return
+        if tag in self.BLOCKS and not self.code:
+            self._end()
+        self.form = TITLE if tag == "h1" else self.form
+        self.code += tag == "pre"
+
+    def handle_endtag(self, tag: str) -> None:
+        if self.within:
+            if tag == self.within[0]:
+                self.within.pop()
+            return
+        if tag in self.BLOCKS and (tag == "pre" or not self.code):
+            self._end()
+        self.code -= tag == "pre" and self.code > 0
+
+    def handle_data(self, data: str) -> None:
+        if not self.within:
+            self.parts.append(data)
+
+    def _end(self) -> None:
+        """Ends a paragraph; empty lines inside code would end it, too, so they go."""
+        whole = "".join(self.parts)
+        if self.code:
+            text = "\n".join(line.rstrip() for line in whole.splitlines() if line.strip())
+        else:
+            text = " ".join(whole.split())
+        if text:
+            self.paragraphs.append(self.form.format(text))
+            self.form = "{}"
+        self.parts = []
+
+
+# As the package shortens them.
+BOOKS = {
+    short: name.strip()
+    for short, name in zip(
+        """Ge Exo Lev Num Deu Josh Jdgs Ruth 1Sm 2Sm 1Ki 2Ki 1Chr 2Chr Ezra Neh Est Job Psa Prv Eccl SSol Isa Jer Lam
+        Eze Dan Hos Joel Amos Obad Jonah Mic Nahum Hab Zep Hag Zec Mal Mat Mark Luke John Acts Rom 1Cor 2Cor Gal Eph Phi
+        Col 1Th 2Th 1Tim 2Tim Titus Phmn Heb Jas 1Pet 2Pet 1Jn 2Jn 3Jn Jude Rev""".split(),
+        """Genesis|Exodus|Leviticus|Numbers|Deuteronomy|Joshua|Judges|Ruth|1 Samuel|2 Samuel|1 Kings|2 Kings|
+        1 Chronicles|2 Chronicles|Ezra|Nehemiah|Esther|Job|Psalms|Proverbs|Ecclesiastes|Song of Solomon|Isaiah|Jeremiah|
+        Lamentations|Ezekiel|Daniel|Hosea|Joel|Amos|Obadiah|Jonah|Micah|Nahum|Habakkuk|Zephaniah|Haggai|Zechariah|
+        Malachi|Matthew|Mark|Luke|John|Acts|Romans|1 Corinthians|2 Corinthians|Galatians|Ephesians|Philippians|
+        Colossians|1 Thessalonians|2 Thessalonians|1 Timothy|2 Timothy|Titus|Philemon|Hebrews|James|1 Peter|2 Peter|
+        1 John|2 John|3 John|Jude|Revelation""".split("|"),
+        strict=True,
+    )
+}

@@ -1,0 +1,170 @@
+"""Choices made from a text: what a sample is made of, what is scored, and what the command writes and refuses."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import models
+from evals import choices, loglikelihood, prose, texts
+from evals.__main__ import main
+from evals.evaluator import Setting
+
+RNG = np.random.default_rng(0)
+SENTENCES = list(dict.fromkeys(prose.template_sentence(RNG) for _ in range(600)))
+PARTS = {"One": SENTENCES[:300], "Two": SENTENCES[300:]}
+TEXT = "".join(f"== {name} ==\n\n{' '.join(part)}\n\n" for name, part in PARTS.items())
+WHOLE = " ".join(SENTENCES)
+TOKENIZER = models.load("retriever")[1]
+CORPUS = choices.read_corpus(TEXT)
+FULL = Setting("full", None, "block", "after", 0)
+
+
+@pytest.fixture
+def text_file(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text(TEXT)
+    return path
+
+
+def parts(sample):
+    """Passage, question, and choices as text."""
+    shown = [sample.tokens[: sample.context_end], sample.tokens[sample.context_end :], *sample.choices]
+    return [TOKENIZER.decode(tokens) for tokens in shown]
+
+
+def drawn(task, index=0, length=200):
+    return choices.draw(task, index, CORPUS, TOKENIZER, length)
+
+
+@pytest.mark.parametrize("task", choices.TASKS)
+@given(index=st.integers(0, 50), length=st.integers(160, 400))
+def test_a_sample_fits_its_length_and_comes_again(task, index, length):
+    sample = drawn(task, index, length)
+    assert sample == choices.draw(task, index, CORPUS, TOKENIZER, length)
+    assert len(sample.tokens) + max(map(len, sample.choices)) <= length
+    assert 0 < sample.context_end < len(sample.tokens)
+    assert len({tuple(choice) for choice in sample.choices}) == (2 if task == "section" else 4)
+
+
+def test_samples_differ_by_number_and_seed():
+    one = drawn("recall")
+    assert one != drawn("recall", 1) and one != choices.draw("recall", 0, CORPUS, TOKENIZER, 200, seed=1)
+
+
+@pytest.mark.parametrize("index", range(5))
+def test_of_continuations_only_the_right_one_follows(index):
+    sample = drawn("continuation", index)
+    passage, question, *given = parts(sample)
+    follows = [(passage + question + choice).strip() in WHOLE for choice in given]
+    assert follows == [place == sample.right for place in range(4)]
+    assert question.strip() in SENTENCES and sample.sizes == tuple(len(choice.encode()) for choice in given)
+
+
+@pytest.mark.parametrize("index", range(5))
+def test_of_sections_the_right_title_has_the_sentence(index):
+    sample = drawn("section", index)
+    passage, question, *given = parts(sample)
+    sentence = question.strip().removesuffix(" --")
+    assert sentence not in passage and passage.count("-- One") == passage.count("-- Two") >= 2
+    assert given[sample.right].strip() == ("One" if sentence in PARTS["One"] else "Two")
+    for line in passage.split("\n\n")[:-1]:
+        known, title = line.rsplit(" -- ", 1)
+        assert title == ("One" if known.strip() in PARTS["One"] else "Two")
+
+
+@pytest.mark.parametrize("index", range(5))
+def test_of_words_to_recall_the_right_one_stands_in_the_passage(index):
+    sample = drawn("recall", index)
+    passage, question, *given = parts(sample)
+    cue = question.strip().removeprefix("As it is written above: ")
+    assert len(cue.split()) == 3 and f" {cue} " in passage
+    assert [f"{cue}{choice}" in passage for choice in given] == [place == sample.right for place in range(4)]
+    assert all(choice in passage for choice in given)
+
+
+@pytest.mark.parametrize("task", choices.TASKS)
+def test_the_full_cache_chooses_the_likeliest_of_the_whole_sequences(tiny, task):
+    model = tiny[0]
+    samples = [drawn(task, index) for index in range(3)]
+    records = choices.answer(model, samples, FULL, block=64, batch=2, rows=[2, 0])
+    for sample, record in zip([samples[2], samples[0]], records, strict=True):
+        rows = loglikelihood.predict(model, [sample.tokens + choice for choice in sample.choices], block=64)
+        sums = [row.log_probability[-len(own) :].sum() for row, own in zip(rows, sample.choices, strict=True)]
+        assert record["log_probability"] == pytest.approx(sums, abs=1e-3)
+        assert record["chosen"] == np.argmax(np.array(sums) / sample.sizes)
+        assert record["score"] == (record["chosen"] == sample.right)
+
+
+def test_a_question_that_is_not_known_changes_what_is_kept(tiny):
+    samples = [drawn("recall")]
+    known, unknown = (
+        choices.answer(tiny[0], samples, Setting("snapkv(window=8)", 32, "prompt", question, 0), block=64)[0]
+        for question in ("after", "agnostic")
+    )
+    assert known["log_probability"] != pytest.approx(unknown["log_probability"], abs=1e-4)
+    assert unknown["cache_bytes"] > known["cache_bytes"]  # the question is held beside the budget
+
+
+def test_the_command_writes_table_json_and_picture_and_goes_on(tiny_folder, text_file, tmp_path, capsys):
+    out, plot, folder = tmp_path / "out.json", tmp_path / "out.png", tmp_path / "run"
+    flags = ["--model", str(tiny_folder), "--text", str(text_file), "--lengths", "200", "--samples", "2"]
+    flags += ["--policies", "h2o,h2o+caote", "--budgets", "48", "--when", "prompt", "--block", "64"]
+    flags += ["--tasks", "section,recall", "--question", "agnostic", "--out", str(folder)]
+    assert main(["choices", *flags, "--json", str(out), "--plot", str(plot)]) == 0
+    printed = capsys.readouterr().out
+    data = json.loads(out.read_text())
+    assert [r["policy"] for r in data["results"]] == ["streaming(sinks=0)", "h2o", "h2o+caote"]
+    for r in data["results"]:
+        assert list(r["tasks"]) == ["section", "recall"] and r["samples"] == 4
+        assert r["low"] <= r["score"] <= r["high"] and r["policy"] in printed
+        assert (r["evicts"], r["question"]) == (["prompt", 0], "agnostic")
+    assert [c["against"] for c in data["comparisons"]] == ["h2o"]
+    assert data["fingerprints"]["text"] == texts.digest(TEXT)
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    lines = (folder / "samples.jsonl").read_text().splitlines(keepends=True)
+    (folder / "samples.jsonl").write_text("".join(lines[:-3]))
+    assert main(["choices", *flags]) == 0
+    again = (folder / "samples.jsonl").read_text().splitlines(keepends=True)
+    assert again[:-3] == lines[:-3] and len(again) == len(lines)
+    for line, other in zip(lines[-3:], again[-3:], strict=True):  # other rows share a batch
+        record, more = json.loads(line), json.loads(other)
+        assert more.pop("log_probability") == pytest.approx(record.pop("log_probability"), abs=1e-3)
+        assert more == record
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--tasks", "golf"], "--tasks is golf; there are continuation, section, recall"),
+        (["--samples", "0"], "--samples is 0"),
+        (["--lengths", "0"], "the length '0' is not a number of tokens"),
+        (["--lengths", "20"], "no continuation of 20 tokens was found in the text"),
+        (["--evict-every", "4"], "choices are read; leave it out"),
+        (["--question", "before"], "--question is before; there are after, agnostic"),
+        (["--text", "nowhere.txt"], "there is no text file nowhere.txt"),
+        (["--text", "python-doc"], "python-doc is not here yet"),
+        (["--policies", "h2o", "--budgets", "0"], "the budget is 0"),
+        (["--plot", "out.bmp"], "suffix '.bmp'"),
+        (["--json", "nowhere/out.json"], "the folder nowhere does not exist"),
+    ],
+)
+def test_bad_flags_end_in_one_sentence_and_write_nothing(tiny_folder, flags, sentence, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", "nowhere")
+    assert main(["choices", "--model", str(tiny_folder), *flags]) == 2
+    err = capsys.readouterr().err
+    assert sentence in err and "Traceback" not in err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"), [("Too short a text.", "has 0 sentences"), (WHOLE, "fewer than 2 titled sections")]
+)
+def test_texts_that_give_no_samples_are_refused(tiny_folder, tmp_path, capsys, text, sentence):
+    path = tmp_path / "text.txt"
+    path.write_text(text)
+    assert main(["choices", "--model", str(tiny_folder), "--tasks", "section", "--text", str(path)]) == 2
+    assert sentence in capsys.readouterr().err

@@ -1,0 +1,100 @@
+"""Likelihoods made a part at a time: against whole logits, in bounded memory; endings against whole sequences."""
+
+import jax
+import numpy as np
+import pytest
+
+import models
+from evals import loglikelihood, selections
+
+BATCH, LENGTH = 3, 21
+
+
+@pytest.fixture
+def tokens(tiny):
+    return np.random.default_rng(0).integers(0, tiny[0].config.vocab_size, (BATCH, LENGTH)).astype(np.int32)
+
+
+def random_states(model, seed):
+    return jax.random.normal(jax.random.key(seed), (BATCH, LENGTH, model.config.hidden_size))
+
+
+def told(logits, tokens):
+    logs = np.asarray(jax.nn.log_softmax(logits), np.float64)
+    return np.take_along_axis(logs, tokens[..., None], axis=-1)[..., 0], logs
+
+
+@pytest.mark.parametrize("places", [1, 4, 50])
+def test_parts_of_any_size_give_what_the_whole_logits_do(tiny, tokens, monkeypatch, places):
+    model = tiny[0]
+    monkeypatch.setattr(loglikelihood, "LOGITS_BYTES", places * 8 * BATCH * model.config.vocab_size)
+    hidden, reference = random_states(model, 1), random_states(model, 2)
+    found = [np.asarray(x) for x in loglikelihood._told(model, hidden, tokens, reference)]
+    wanted, logs = told(model.logits(hidden), tokens)
+    true = np.asarray(jax.nn.log_softmax(model.logits(reference)), np.float64)
+    np.testing.assert_allclose(found[0], wanted, atol=1e-5)
+    np.testing.assert_array_equal(found[1], logs.argmax(-1) == tokens)
+    np.testing.assert_allclose(found[2], np.sum(np.exp(true) * (true - logs), axis=-1), atol=1e-5)
+
+
+@pytest.mark.parametrize("reference", [False, True])
+def test_the_memory_of_a_long_text_is_bounded(tiny, monkeypatch, reference):
+    model, places = tiny[0], 8
+    shape = jax.ShapeDtypeStruct((1, 4096, model.config.hidden_size), np.float32)
+    following = jax.ShapeDtypeStruct((1, 4096), np.int32)
+    program = loglikelihood._in_parts.lower(model, shape, following, shape if reference else None, places).compile()
+    a_part = 4 * places * model.config.vocab_size
+    assert program.memory_analysis().temp_size_in_bytes < 12 * a_part  # all logits are 512 parts
+
+
+def test_a_reference_is_itself_without_divergence_and_has_to_be_of_the_same_sequences(tiny, tokens):
+    model, rows = tiny[0], [row[: 9 + 4 * i].tolist() for i, row in enumerate(np.zeros((2, 20), np.int32) + 5)]
+    kept = loglikelihood.predict(model, rows, block=8, batch=1, keep_hidden=True)
+    assert [row.hidden.shape[0] for row in kept] == [8, 12] and kept[0].divergence is None
+    reference = [row.hidden for row in kept]
+    again = loglikelihood.predict(model, rows, block=8, batch=2, reference=reference)
+    assert max(row.divergence.max() for row in again) < 1e-5 and again[0].hidden is None
+    dense = loglikelihood.simulate(model, rows, selections.parse_selection("full"), 0.0, block=8, reference=reference)
+    assert max(row.divergence.max() for row in dense) < 1e-5
+    with pytest.raises(ValueError, match="of other sequences"):
+        loglikelihood.predict(model, rows, reference=reference[:1])
+
+
+@pytest.mark.parametrize(
+    ("policy", "when", "known"),
+    [
+        ("full", "block", True),
+        ("snapkv(window=4)+caote", "prompt", False),
+        ("streaming(sinks=0)", "block", False),
+        ("h2o@adakv", "prompt", True),
+    ],
+)
+def test_endings_are_as_likely_as_in_whole_sequences(tiny, policy, when, known):
+    model, rng = tiny[0], np.random.default_rng(1)
+    prompts = [rng.integers(0, 90, length).tolist() for length in (30, 43, 38)]
+    ends = [[rng.integers(0, 90, size).tolist() for size in (1, 3)] for _ in prompts]
+    questions = [5, 9, 7]
+    settings = dict(policy=policy, budget=None if policy == "full" else 12, block=8, when=when)
+    found = loglikelihood.endings(model, prompts, ends, None if known else questions, **settings, batch=2)
+    for prompt, own, question, behind in zip(prompts, ends, questions, found, strict=True):
+        whole = [prompt + end for end in own]
+        held = [len(end) + (0 if known else question) for end in own]
+        rows = loglikelihood.predict(model, whole, held, **settings)
+        wanted = [row.log_probability[-len(end) :].sum() for row, end in zip(rows, own, strict=True)]
+        np.testing.assert_allclose(behind.log_probability, wanted, atol=1e-4)
+        assert 0 < behind.cache_bytes <= behind.peak_cache_bytes
+
+
+@pytest.mark.parametrize("ends", [[], [[[1]], [[1], [2]]], [[[1]], [[]]], [[], []]])
+def test_prompts_without_as_many_endings_are_refused(tiny, ends):
+    with pytest.raises(ValueError, match="give each prompt as many as the others"):
+        loglikelihood.endings(tiny[0], [[1, 2], [3, 4]], ends)
+
+
+def test_an_ending_of_the_embedded_model_is_found_behind_its_fact():
+    model, tokenizer = models.load("retriever")
+    prompt = "The code of bold harp is 2650. The river was calm. The code of amber falcon is 4719. "
+    prompts = [tokenizer.encode(f"{prompt}The code of {name} is") for name in ("bold harp", "amber falcon")]
+    ends = [[tokenizer.encode(text, add_special_tokens=False) for text in (" 4719", " 2650")]] * 2
+    found = loglikelihood.endings(model, prompts, ends, block=32)
+    assert [int(np.argmax(row.log_probability)) for row in found] == [1, 0]

@@ -1,0 +1,143 @@
+"""Texts out of Debian's packages: pages and the packed Bible by hand, and a fetch with what Debian gives made up."""
+
+import struct
+from pathlib import Path
+
+import pytest
+
+from evals import texts
+from evals.__main__ import main
+
+VERSES = ["Title", "Ge1:1 In the beginning.", "Ge1:2 And the earth.", "Ge2:1 Thus the heavens.", "1Sm1:1 Now a man."]
+BIBLE = "== Genesis ==\n\nIn the beginning.\nAnd the earth.\n\nThus the heavens.\n\n== 1 Samuel ==\n\nNow a man.\n"
+PAGE = """<html><head><title>no</title><link rel="next" href="{next}" /></head><body><div class="related"><p>no</p>
+<div>no</div></div><h1>{title}<a class="headerlink" href="#">no</a></h1><p>{text}</p></body></html>"""
+
+
+def packed(window):
+    """What compress makes of letters that never repeat its table: nine bits each, the first bit lowest."""
+    number = sum(byte << 9 * place for place, byte in enumerate(window))
+    return number.to_bytes(-(-9 * len(window) // 8), "little")
+
+
+def bible_data(text, size=32):
+    windows = [packed(text[start : start + size]) for start in range(0, len(text), size)]
+    starts = [96 + 4 * len(windows)]
+    for window in windows:
+        starts.append(starts[-1] + len(window))
+    head = b"EC02".ljust(84, b"\0") + struct.pack(f">II{len(starts)}I", size, len(windows), *starts)
+    return head + b"".join(windows)
+
+
+def write(folder, files):
+    for name, content in files.items():
+        path = Path(folder, name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+
+
+def page(title, text, following=""):
+    return PAGE.format(title=title, text=text, next=following)
+
+
+PACKAGES = {
+    "bible-kjv-text": {"usr/lib/bible.data": bible_data("\n".join(VERSES).encode() + b"\n")},
+    "debian-handbook": {
+        "usr/share/doc/debian-handbook/html/en-US/index.html": page("Cover", "no", "one.html"),
+        "usr/share/doc/debian-handbook/html/en-US/one.html": page("One", "A caf\N{LATIN SMALL LETTER E WITH ACUTE}."),
+    },
+    "python3.13-doc": {
+        "usr/share/doc/python3.13/html/tutorial/index.html": page("Tutorial", "First.", "../c-api/index.html"),
+        "usr/share/doc/python3.13/html/c-api/index.html": page("C", "no", "../library/os.html"),
+        "usr/share/doc/python3.13/html/library/os.html": page("os", "Last.", "../tutorial/index.html"),
+    },
+}
+
+
+@pytest.fixture
+def debian(monkeypatch, tmp_path):
+    """What apt-get and dpkg-deb would do; gives the programs that were run."""
+    ran = []
+
+    def run(command, failure, folder=None):
+        ran.append(command[0])
+        if command[0] == "apt-get":
+            Path(folder, f"{command[-1]}_1_all.deb").touch()
+        elif command[1] == "--field":
+            return "python3.13-doc, python3"
+        else:
+            write(command[3], PACKAGES[Path(command[2]).name.split("_")[0]])
+        return ""
+
+    monkeypatch.setattr(texts, "_run", run)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return ran
+
+
+def test_navigation_goes_and_code_stays_as_it_is():
+    shown = texts.plain(
+        "<nav>no<nav>no</nav>no</nav><h1>One &amp;\n<b>two</b></h1><p>A <code>b</code>\n c<br/>d</p><ul><li>e</li></ul>"
+        "<pre>if x:\n\n    y <i>= 1</i>\n</pre><div class='toc'><div>no</div></div><script>no</script>"
+        "<hr class='docnav'>f"
+    )
+    assert shown == "== One & two ==\n\nA b c\n\nd\n\ne\n\nif x:\n    y = 1\n\nf"
+
+
+def test_sections_are_cut_at_their_titles():
+    assert texts.sections("Before.\n\n== A ==\n\nOne\ntwo.\n\n\nThree.\n\n== B ==\n\n== C ==\n\n# == D ==\n") == {
+        "": ["Before."],
+        "A": ["One two.", "Three."],
+        "C": ["# == D =="],
+    }
+
+
+def test_a_text_is_fetched_once_and_read_by_its_name(debian, capsys):
+    assert main(["texts"]) == 0
+    printed = capsys.readouterr().out
+    assert texts.read_text("king-james-bible") == BIBLE
+    assert texts.read_text("debian-handbook") == "== One ==\n\nA caf\N{LATIN SMALL LETTER E WITH ACUTE}.\n"
+    assert texts.read_text("python-doc") == "== Tutorial ==\n\nFirst.\n\n== os ==\n\nLast.\n"
+    assert all(f"SHA-256 {texts.digest(texts.read_text(name))}" in printed for name in texts.PUBLISHED)
+    assert sorted(path.name for path in texts.place("python-doc").parent.iterdir()) == [
+        "debian-handbook.txt", "king-james-bible.txt", "python-doc.txt",
+    ]  # fmt: skip
+    debian.clear()
+    assert main(["texts", "python-doc"]) == 0
+    assert "python-doc: is there" in capsys.readouterr().out and debian == []
+
+
+@pytest.mark.parametrize("content", [b"", b"EC02", b"EC02" + bytes(200), bible_data(b"Ge1:1 A river.")[:-1]])
+def test_a_damaged_package_leaves_no_text(debian, monkeypatch, capsys, content):
+    monkeypatch.setitem(PACKAGES, "bible-kjv-text", {"usr/lib/bible.data": content})
+    assert main(["texts", "king-james-bible"]) == 2
+    err = capsys.readouterr().err
+    assert "king-james-bible.packages and try again" in err or "holds no text" in err
+    assert not texts.place("king-james-bible").exists()
+
+
+def test_a_package_of_another_layout_leaves_no_text(debian, monkeypatch, capsys):
+    monkeypatch.setitem(PACKAGES, "debian-handbook", {"usr/share/doc/README": "Moved."})
+    assert main(["texts", "debian-handbook"]) == 2
+    assert "holds no text that can be read" in capsys.readouterr().err
+
+
+def test_where_apt_is_missing_a_sentence_says_so(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert main(["texts", "debian-handbook"]) == 2
+    assert "apt-get is not there, and the texts come out of Debian's packages" in capsys.readouterr().err
+
+
+def test_what_apt_says_is_passed_on(monkeypatch, tmp_path, capsys):
+    script = tmp_path / "apt-get"
+    script.write_text("#!/bin/sh\necho 'E: Unable to locate package' >&2\nexit 100\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert main(["texts", "debian-handbook"]) == 2
+    assert "apt-get did not get debian-handbook (Unable to locate package)" in capsys.readouterr().err
+
+
+def test_other_names_are_refused(capsys):
+    assert main(["texts", "iliad"]) == 2
+    assert "there is no text 'iliad' to fetch; there are king-james-bible" in capsys.readouterr().err
