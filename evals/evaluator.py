@@ -159,24 +159,106 @@ def answers(
         [(1, 4)]
     """
     make_room()
-    for chosen, fed, clock, steps in _begun(model, prompts, setting, new_tokens, block, batch, end, rows, width):
-        generated = np.full((fed, new_tokens), -1, np.int32)
-        for step, (token, kept) in enumerate(steps):
-            generated[:, step] = token
-            clock.token()
-            cache = kept
-        slots = cache.position.size  # of all rows of the batch
-        if setting.policy == "full" or setting.moments[0] == "prompt":
-            longest = max(width, *(len(prompt.tokens) for prompt in prompts))
-            slots = max(slots, math.prod(cache.heads_shape) * (longest + new_tokens))
-        yield Batch(
-            chosen,
-            generated[: len(chosen)],
-            cache.nbytes // fed,
-            cache.nbytes // fed * slots // cache.position.size,
-            clock.prefill,
-            clock.decode,
-        )
+    for begun in _begun(model, prompts, setting, new_tokens, block, batch, end, rows, width):
+        yield _taken(prompts, setting, *begun, new_tokens, width)
+
+
+def answers_each(
+    model: models.Decoder,
+    prompts: Sequence[Prompt],
+    settings: Sequence[Setting],
+    *,
+    new_tokens: int,
+    block: int = 128,
+    batch: int = 16,
+    end: tuple[int, ...] | None = (),
+    rows: Mapping[Setting, Sequence[int]] | None = None,
+    width: int = 0,
+) -> Iterator[tuple[Setting, Batch]]:
+    """Answers prompts under several settings; those that evict once, after the prompt, share what the model did for it.
+
+    Args:
+        rows: which of the prompts under which setting, all by default.
+        new_tokens, block, batch, end, width: see :func:`answers`.
+
+    Returns:
+        Each batch with its setting. Of a shared prompt, the seconds of prefill are those of all settings together.
+
+    Example:
+        >>> import models
+        >>> from evals import evaluator, tasks
+        >>> model, tokenizer = models.load("retriever")
+        >>> settings = [evaluator.Setting("tova", budget, "prompt", "after") for budget in (32, 64)]
+        >>> prompts = [tasks.needle(0, tokenizer, 128, facts=2)]
+        >>> found = evaluator.answers_each(model, prompts, settings, new_tokens=4, block=32)
+        >>> [(setting.budget, batch.tokens.shape) for setting, batch in found]
+        [(32, (1, 4)), (64, (1, 4))]
+    """
+    wanted = {setting: range(len(prompts)) if rows is None else rows[setting] for setting in settings}
+    for together in sharing(settings):
+        if len(together) == 1:
+            (setting,) = together
+            for found in answers(
+                model, prompts, setting, new_tokens=new_tokens, block=block, batch=batch, end=end,
+                rows=wanted[setting], width=width,
+            ):  # fmt: skip
+                yield setting, found
+            continue
+        make_room()
+        union = sorted(set().union(*(wanted[setting] for setting in together)))
+        for number, fed in enumerate(_fed(model, prompts, together, batch, union, width)):
+            asked = [setting for setting in together if set(fed.rows) & set(wanted[setting])]
+            begun = time.perf_counter()
+            each = models.prefill_each(
+                model, fed.tokens, fed.lengths, policies=[(setting.policy, setting.budget) for setting in asked],
+                block=block, question=fed.questions,
+            )  # fmt: skip
+            seconds = 0.0
+            for setting, prefilled in zip(asked, each, strict=True):
+                clock = _BatchClock(fed.prompt_tokens, len(fed.rows))
+                prefilled.logits.block_until_ready()
+                seconds = seconds or time.perf_counter() - begun
+                if number:  # the first one may compile
+                    clock.prefill = (float(fed.prompt_tokens), seconds)
+                steps = models.stream(
+                    model, prefilled, policy=setting.policy, budget=setting.budget, block=block,
+                    max_new_tokens=new_tokens, when=setting.when, evict_every=setting.evict_every,
+                    question=fed.questions, end=end,
+                )  # fmt: skip
+                yield setting, _taken(prompts, setting, fed.rows, len(fed.tokens), clock, steps, new_tokens, width)
+
+
+def sharing(settings: Sequence[Setting]) -> list[list[Setting]]:
+    """Puts settings together that may share a prompt: the same question, and nothing evicted before its end.
+
+    Example:
+        >>> from evals.evaluator import Setting, sharing
+        >>> found = sharing([Setting("h2o", b, when, "after") for b in (16, 32) for when in ("block", "prompt")])
+        >>> [[(setting.budget, setting.when) for setting in together] for together in found]
+        [[(16, 'block')], [(16, 'prompt'), (32, 'prompt')], [(32, 'block')]]
+    """
+    together: dict[tuple[Any, ...], list[Setting]] = {}
+    for setting in settings:
+        late = setting.policy == "full" or setting.moments[0] == "prompt"
+        together.setdefault((setting.question,) if late else (setting,), []).append(setting)
+    return list(together.values())
+
+
+def saved(settings: Sequence[Setting], samples: int) -> str | None:
+    """Says how many prompts did not have to go through the model, if any.
+
+    Args:
+        samples: of each setting.
+
+    Example:
+        >>> from evals.evaluator import Setting, saved
+        >>> saved([Setting("h2o", budget, "prompt", "after") for budget in (16, 32, 64)], 20)
+        'shared prompts: 20 went through the model in place of 60'
+    """
+    passes = len(sharing(settings))
+    if passes == len(settings):
+        return None
+    return f"shared prompts: {passes * samples:,} went through the model in place of {len(settings) * samples:,}"
 
 
 def check_answers(
@@ -224,12 +306,54 @@ def _begun(
     width: int,
 ) -> Iterator[tuple[list[int], int, _BatchClock, Iterator[tuple[np.ndarray, Any]]]]:
     """Yields of each batch its rows, how many are fed, its clock, and its checked steps, none of them taken yet."""
+    for fed in _fed(model, prompts, [setting], batch, rows, width):
+        clock = _BatchClock(fed.prompt_tokens, len(fed.rows))
+        steps = models.stream(
+            model,
+            fed.tokens,
+            lengths=fed.lengths,
+            policy=setting.policy,
+            budget=setting.budget,
+            block=block,
+            max_new_tokens=new_tokens,
+            when=setting.when,
+            evict_every=setting.evict_every,
+            question=fed.questions,
+            end=end,
+            on_block=clock.block,
+        )
+        yield fed.rows, len(fed.tokens), clock, steps
+
+
+class _Fed(NamedTuple):
+    """One batch as the model is fed it: some rows of the prompts, and others that fill it up to its size."""
+
+    rows: list[int]
+    tokens: np.ndarray
+    lengths: np.ndarray
+    questions: np.ndarray | None  # those that are held back
+
+    @property
+    def prompt_tokens(self) -> int:
+        return int(self.lengths[: len(self.rows)].sum())
+
+
+def _fed(
+    model: models.Decoder,
+    prompts: Sequence[Prompt],
+    settings: Sequence[Setting],
+    batch: int,
+    rows: Sequence[int] | None,
+    width: int,
+) -> Iterator[_Fed]:
+    """The batches of prompts that settings answer which hold back the same questions."""
     chosen_rows = list(range(len(prompts))) if rows is None else list(rows)
     longest = max(width, *(len(prompt.tokens) for prompt in prompts))
     if len(model.embedding[...].sharding.device_set) == 1:  # several devices divide the batch as it was asked for
         batch = min(batch, len(prompts))
-    held_back = setting.question == "agnostic"
-    extremes = _extremes(prompts, held_back) if held_back or isinstance(setting.budget, float) else []
+    held_back = settings[0].question == "agnostic"
+    ratios = any(isinstance(setting.budget, float) for setting in settings)
+    extremes = _extremes(prompts, held_back) if held_back or ratios else []
     # Rows of a batch share a length where they can: empty blocks in front are skipped for the whole batch.
     for start in range(0, len(chosen_rows), batch):
         chosen = chosen_rows[start : start + batch]
@@ -239,22 +363,38 @@ def _begun(
         counts = np.array([len(prompt.tokens) for prompt in fed])
         for row, prompt in enumerate(fed):
             tokens[row, : counts[row]] = prompt.tokens
-        clock = _BatchClock(int(counts[: len(chosen)].sum()), len(chosen))
-        steps = models.stream(
-            model,
-            tokens,
-            lengths=counts,
-            policy=setting.policy,
-            budget=setting.budget,
-            block=block,
-            max_new_tokens=new_tokens,
-            when=setting.when,
-            evict_every=setting.evict_every,
-            question=np.array([_question_length(prompt) for prompt in fed]) if held_back else None,
-            end=end,
-            on_block=clock.block,
-        )
-        yield chosen, len(fed), clock, steps
+        questions = np.array([_question_length(prompt) for prompt in fed]) if held_back else None
+        yield _Fed(chosen, tokens, counts, questions)
+
+
+def _taken(
+    prompts: Sequence[Prompt],
+    setting: Setting,
+    chosen: list[int],
+    fed: int,
+    clock: _BatchClock,
+    steps: Iterator[tuple[np.ndarray, Any]],
+    new_tokens: int,
+    width: int,
+) -> Batch:
+    """Takes the steps of one batch under one setting."""
+    generated = np.full((fed, new_tokens), -1, np.int32)
+    for step, (token, kept) in enumerate(steps):
+        generated[:, step] = token
+        clock.token()
+        cache = kept
+    slots = cache.position.size  # of all rows of the batch
+    if setting.policy == "full" or setting.moments[0] == "prompt":
+        longest = max(width, *(len(prompt.tokens) for prompt in prompts))
+        slots = max(slots, math.prod(cache.heads_shape) * (longest + new_tokens))
+    return Batch(
+        chosen,
+        generated[: len(chosen)],
+        cache.nbytes // fed,
+        cache.nbytes // fed * slots // cache.position.size,
+        clock.prefill,
+        clock.decode,
+    )
 
 
 def make_room(most: int = 30_000) -> None:
@@ -320,29 +460,32 @@ def run(
         labels: what every record says beside its sample and setting, such as the model's name.
     """
     for group in groups:
-        samples: Sequence[Any] = ()
-        for setting in settings:
-            if setting.question not in group.questions:
-                continue
-            about = {**(labels or {}), "task": group.task, "length": group.length, **setting.row()}
-            missing = [row for row in range(group.size) if not store.holds({**about, "sample": row})]
+        asked = [setting for setting in settings if setting.question in group.questions]
+        about = {
+            setting: {**(labels or {}), "task": group.task, "length": group.length, **setting.row()}
+            for setting in asked
+        }
+        missing = {
+            setting: [row for row in range(group.size) if not store.holds({**about[setting], "sample": row})]
+            for setting in asked
+        }
+        if progress is not None:
+            progress.update(sum(group.size - len(rows) for rows in missing.values()))
+        if not any(missing.values()):
+            continue
+        samples = group.draw()
+        end = model.config.eos if group.end is None else group.end
+        for setting, found in answers_each(
+            model, samples, [setting for setting in asked if missing[setting]], new_tokens=group.new_tokens,
+            block=block, batch=batch, end=end, rows=missing, width=_width(group),
+        ):  # fmt: skip
+            new = [(place, row) for place, row in enumerate(found.rows) if row in missing[setting]]
+            store.add(
+                _record(group, samples[row], about[setting], row, found, place, tokenizer, end) for place, row in new
+            )
             if progress is not None:
                 progress.set_description(f"{group.task}, {setting.title()}")
-                progress.update(group.size - len(missing))
-            if not missing:
-                continue
-            samples = samples or group.draw()
-            end = model.config.eos if group.end is None else group.end
-            for found in answers(
-                model, samples, setting, new_tokens=group.new_tokens, block=block, batch=batch, end=end, rows=missing,
-                width=_width(group),
-            ):  # fmt: skip
-                store.add(
-                    _record(group, samples[row], about, row, found, place, tokenizer, end)
-                    for place, row in enumerate(found.rows)
-                )
-                if progress is not None:
-                    progress.update(len(found.rows))
+                progress.update(len(new))
 
 
 def summarise(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -658,7 +801,9 @@ def command(
                 block=flags.block, batch=flags.batch, labels=labels, progress=progress,
             )  # fmt: skip
             progress.set_description("done")
-        rows, compared, remarks = summarise(store.records), compare(store.records), notes(flags)
+        rows, compared = summarise(store.records), compare(store.records)
+        together = saved(settings, sum(group.size for group in groups))
+        remarks = [*notes(flags), *([] if together is None else [together])]
         print(report.task_table(rows, recency=RECENCY, short=short or {}, notes=remarks))
         if compared:
             print()

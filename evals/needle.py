@@ -69,31 +69,41 @@ def make_cells(
 def measure(
     model: models.Decoder,
     cells: Sequence[Cell],
-    setting: Setting,
+    settings: Sequence[Setting],
     *,
     block: int = 128,
     batch: int = 16,
     progress: tqdm | None = None,
-) -> dict[str, Any]:
-    """Answers every sample under one setting.
+) -> list[dict[str, Any]]:
+    """Answers every sample under each setting; settings that evict once share their prompts.
 
     Returns:
-        ``correct`` (a list per cell), recall with its 95% interval, bytes of a sequence's cache at the end and at its
-        largest, and tokens per second of prefill and decode, both without the step that compiled.
+        For each setting ``correct`` (a list per cell), recall with its 95% interval, bytes of a sequence's cache at the
+        end and at its largest, and tokens per second of prefill and decode, both without the step that compiled.
     """
     rows = [(index, sample) for index, cell in enumerate(cells) for sample in cell.samples]
     everything = [sample for _, sample in rows]
     answer_length = max(len(sample.answer_tokens) for sample in everything)
-    correct: list[list[bool]] = [[] for _ in cells]
-    found = []
-    for part in evaluator.answers(model, everything, setting, new_tokens=answer_length, block=block, batch=batch):
-        found.append(part)
+    correct: dict[Setting, list[list[bool]]] = {setting: [[] for _ in cells] for setting in settings}
+    parts: dict[Setting, list[evaluator.Batch]] = {setting: [] for setting in settings}
+    for setting, part in evaluator.answers_each(
+        model, everything, settings, new_tokens=answer_length, block=block, batch=batch
+    ):
+        parts[setting].append(part)
+        if progress is not None:
+            progress.set_description(setting.title())
         for place, row in enumerate(part.rows):
             index, sample = rows[row]
-            correct[index].append(exact(part.tokens[place].tolist(), sample))
+            correct[setting][index].append(exact(part.tokens[place].tolist(), sample))
             if progress is not None:
                 progress.update()
-    hits, total = sum(map(sum, correct)), len(rows)
+    return [_result(setting, cells, correct[setting], parts[setting]) for setting in settings]
+
+
+def _result(
+    setting: Setting, cells: Sequence[Cell], correct: Sequence[Sequence[bool]], parts: Sequence[evaluator.Batch]
+) -> dict[str, Any]:
+    hits, total = sum(map(sum, correct)), sum(map(len, correct))
     low, high = statistics.wilson(hits, total)
     return {
         **setting.row(),
@@ -101,10 +111,10 @@ def measure(
         "low": low,
         "high": high,
         "samples": total,
-        "cache_bytes": found[-1].cache_bytes,
-        "peak_cache_bytes": found[-1].peak_cache_bytes,
-        "prefill_tokens_per_second": _rate([part.prefill for part in found]),
-        "decode_tokens_per_second": _rate([part.decode for part in found]),
+        "cache_bytes": parts[-1].cache_bytes,
+        "peak_cache_bytes": parts[-1].peak_cache_bytes,
+        "prefill_tokens_per_second": _rate([part.prefill for part in parts]),
+        "decode_tokens_per_second": _rate([part.decode for part in parts]),
         "cells": [
             {"length": cell.length, "depth": cell.depth, "recall": sum(hit) / len(hit), "correct": list(map(int, hit))}
             for cell, hit in zip(cells, correct, strict=True)
@@ -261,16 +271,14 @@ def command(flags: argparse.Namespace) -> None:
     each = len(lengths) * flags.depths * flags.samples
     results = []
     with tqdm(total=each * len(settings), unit="sample", file=sys.stderr, dynamic_ncols=True) as progress:
-        for setting in settings:
-            progress.set_description(setting.title())
-            results.append(
-                measure(
-                    model, cells[setting.question], setting, block=flags.block, batch=flags.batch, progress=progress
-                )
-            )
+        for question, of_question in cells.items():
+            asked = [setting for setting in settings if setting.question == question]
+            results += measure(model, of_question, asked, block=flags.block, batch=flags.batch, progress=progress)
         progress.set_description("done")
     comparisons = compare(results)
     print(table(results, recency=RECENCY))
+    if (together := evaluator.saved(settings, each)) is not None:
+        print(together)
     if comparisons:
         print()
         print(report.comparison_table(comparisons))

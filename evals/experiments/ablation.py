@@ -33,7 +33,7 @@ examples:
 
 def measure(
     study: Study,
-    of_run: Callable[[Run], dict[str, Any]],
+    of_runs: Callable[[list[Run]], list[dict[str, Any]]],
     *,
     done: Sequence[dict[str, Any]] = (),
     on_result: Callable[[list[dict[str, Any]]], None] | None = None,
@@ -41,14 +41,17 @@ def measure(
     """The results of a study's runs, in order; those in ``done`` are not measured again.
 
     Args:
-        of_run: measures one run.
-        on_result: called after each new result with all that there are, those in ``done`` among them.
+        of_runs: measures runs of one question and one block, which share their prompts where they can.
+        on_result: called after each such group with all results that there are, those in ``done`` among them.
     """
     found = {run_of(result): result for result in done if run_of(result) in study.runs}
+    groups: dict[tuple[Any, ...], list[Run]] = {}
     for run in study.runs:
-        if run in found:
-            continue
-        found[run] = of_run(run)
+        late = run.budget is None or run.when == "prompt"
+        if run not in found:
+            groups.setdefault((run.question, run.block) if late else (run,), []).append(run)
+    for together in groups.values():
+        found.update(zip(together, of_runs(together), strict=True))
         if on_result is not None:
             on_result([found[run] for run in study.runs if run in found])
     return [found[run] for run in study.runs]
@@ -156,16 +159,23 @@ def command(flags: argparse.Namespace) -> None:
 
     with tqdm(total=total * len(study.runs), unit="sample", file=sys.stderr, dynamic_ncols=True) as progress:
 
-        def of_run(run: Run) -> dict[str, Any]:
-            setting = needle.Setting(run.policy, run.slots(flags.length), run.when, run.question)
-            progress.set_description(setting.title())
-            begun = time.time()
-            result = needle.measure(
-                model, cells[run.question], setting, block=run.block, batch=flags.batch, progress=progress
+        def of_runs(together: list[Run]) -> list[dict[str, Any]]:
+            settings = [needle.Setting(run.policy, run.slots(flags.length), run.when, run.question) for run in together]
+            begun, first = time.time(), together[0]
+            results = needle.measure(
+                model, cells[first.question], settings, block=first.block, batch=flags.batch, progress=progress
             )
-            correct = [hit for cell in result.pop("cells") for hit in cell["correct"]]
-            seconds = round(time.time() - begun, 1)
-            return {**result, "share": run.budget, "block": run.block, "seconds": seconds, "correct": correct}
+            seconds = round((time.time() - begun) / len(together), 1)
+            return [
+                {
+                    **{name: value for name, value in result.items() if name != "cells"},
+                    "share": run.budget,
+                    "block": run.block,
+                    "seconds": seconds,
+                    "correct": [hit for cell in result["cells"] for hit in cell["correct"]],
+                }
+                for run, result in zip(together, results, strict=True)
+            ]
 
         def save(results: list[dict[str, Any]]) -> None:
             if flags.json is not None:
@@ -173,7 +183,7 @@ def command(flags: argparse.Namespace) -> None:
 
         done = before.get("results", [])
         progress.update(total * len({run_of(result) for result in done} & set(study.runs)))
-        results = measure(study, of_run, done=done, on_result=save)
+        results = measure(study, of_runs, done=done, on_result=save)
         progress.set_description("done")
     judged = judge(study, results)
     print(study_report.table(study, {run_of(result): result for result in results}))

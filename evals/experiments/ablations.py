@@ -121,7 +121,7 @@ FULL = Run("full", None, "block")
 
 def block_size() -> Study:
     """CAOTE's table 10: how many tokens leave together."""
-    bases = {"H2O": "h2o{}+protect(recent=0.5)", "TOVA": "tova{}", "SnapKV": "snapkv(window=8){}"}
+    bases = {"H2O": "h2o{}+protect(recent=0.5)", "TOVA": "tova(heads='group'){}", "SnapKV": "snapkv(window=8){}"}
     blocks: dict[str, tuple[int, When]] = {
         "8": (8, "block"),
         "32": (32, "block"),
@@ -589,8 +589,128 @@ def through() -> Study:
     )
 
 
+def methods() -> Study:
+    """All methods on a real model's terms: at a tenth, a quarter and half of the prompt, question known and unknown."""
+    shares = (0.1, 0.25, 0.5)
+    families = {
+        "without attention": {
+            "StreamingLLM": "streaming",
+            "key norm": "key_norm",
+            "KeyDiff": "keydiff",
+            "LagKV": "lagkv(lag=32)",
+            "CurDKV": "curdkv",
+            "CurDKV + CAOTE": "curdkv+caote",
+        },
+        "attention": {
+            "H2O": "h2o+protect(recent=0.5)",
+            "H2O + CAOTE": "h2o+caote+protect(recent=0.5)",
+            "H2O + FastCAOTE": "h2o+fast_caote+protect(recent=0.5)",
+            "TOVA": "tova",
+            "TOVA + CAOTE": "tova(heads='group')+caote",
+            "SAGE-KV": "sage",
+            "Expected Attention": "expected_attention",
+            "Expected Attention + CAOTE": "expected_attention+caote",
+        },
+        "observation window": {
+            "SnapKV": "snapkv",
+            "SnapKV + CAOTE": "snapkv+caote",
+            "AdaKV": "snapkv@adakv",
+            "CriticalKV": "snapkv+critical@adakv",
+            "PyramidKV": "snapkv@pyramid",
+            "CAKE": "cake@cake",
+            "LAVa": "lava@lava",
+            "LaProx": "laprox@model",
+        },
+    }
+    asked: dict[str, Question] = {KNOWN: "after", UNKNOWN: "agnostic"}
+    named = {name: policy for family in families.values() for name, policy in family.items()}
+
+    def runs(name: str, line: str, some: Sequence[float] = shares) -> tuple[Run, ...]:
+        return tuple(Run(named[name], share, question=asked[line]) for share in some)
+
+    points = [
+        Point(f"{family}, {line}", name, share, Run(policy, share, question=question))
+        for line, question in asked.items()
+        for family, members in families.items()
+        for name, policy in members.items()
+        for share in shares
+    ]
+
+    def over(paper: str, name: str, other: str, line: str, text: str = "", same: bool = False) -> Claim:
+        text = text or f"{name} is better than {other}"
+        return Claim(
+            paper, f"{text} ({line})", runs(name, line), runs(other, line), expects="same" if same else "better"
+        )
+
+    bases = ("H2O", "TOVA", "SnapKV", "Expected Attention", "CurDKV")
+    rivals = ("SnapKV", "AdaKV", "CriticalKV", "CAKE", "LAVa")
+    claims = (
+        *(over("CAOTE", f"{b} + CAOTE", b, line, f"CAOTE improves {b}") for line in asked for b in bases),
+        *(
+            over("CAOTE", "H2O + FastCAOTE", "H2O + CAOTE", line, "FastCAOTE is as good as CAOTE", same=True)
+            for line in asked
+        ),
+        *(over("LaProx", "LaProx", rival, line) for line in asked for rival in rivals),
+        *(over("AdaKV", "AdaKV", "SnapKV", line) for line in asked),
+        *(over("CriticalKV", "CriticalKV", "AdaKV", line) for line in asked),
+        *(over("PyramidKV", "PyramidKV", "SnapKV", line) for line in asked),
+        *(over("CAKE", "CAKE", "SnapKV", line) for line in asked),
+        *(over("LAVa", "LAVa", "AdaKV", line) for line in asked),
+        *(over("KeyDiff", "KeyDiff", "key norm", line) for line in asked),
+        over("Expected Attention", "Expected Attention", "SnapKV", UNKNOWN),
+        over("CurDKV", "CurDKV", "SnapKV", UNKNOWN),
+        over("CurDKV", "CurDKV", "Expected Attention", UNKNOWN),
+        *(
+            Claim(
+                "SAGE-KV",
+                f"SAGE-KV at 25% is better than StreamingLLM at 50% ({line})",
+                runs("SAGE-KV", line, (0.25,)),
+                runs("StreamingLLM", line, (0.5,)),
+            )
+            for line in asked
+        ),
+        Claim("SnapKV", "knowing the question helps SnapKV", runs("SnapKV", KNOWN), runs("SnapKV", UNKNOWN)),
+    )
+    references = tuple(Run("full", None, "block", question) for question in asked.values())
+    return Study(
+        "methods",
+        "All methods, once after the prompt, question known and unknown",
+        "budget, share of the prompt",
+        tuple(points),
+        claims,
+        (*references, *(Run(RECENCY, share, question=question) for question in asked.values() for share in shares)),
+        note="defaults as published; LagKV's partitions hold 32 tokens, as the prompt is short",
+    )
+
+
+def window() -> Study:
+    """SnapKV's window, and the width and kind of its pooling, which its paper and its code set differently."""
+    budget = 0.25
+    asked: dict[str, Question] = {KNOWN: "after", UNKNOWN: "agnostic"}
+    table = {
+        (line, pooling, size, kernel): Run(
+            f"snapkv(window={size},kernel={kernel},pooling='{pooling}')", budget, question=question
+        )
+        for (line, question), pooling, size, kernel in itertools.product(
+            asked.items(), ("avg", "max"), (8, 16, 32, 64), (1, 5, 7, 13)
+        )
+    }
+    return Study(
+        "window",
+        "SnapKV: observation window and pooling",
+        "width of the pooling",
+        tuple(
+            Point(f"{pooling}, {line}", f"window {size}", str(kernel), run)
+            for (line, pooling, size, kernel), run in table.items()
+        ),
+        (),
+        tuple(Run("full", None, "block", question) for question in asked.values()),
+        note=f"budget {budget:.0%} of the prompt, once after it",
+    )
+
+
 def _named(makers: Iterable[Callable[[], Study]]) -> dict[str, Study]:
     return {study.name: study for study in (make() for make in makers)}
 
 
-STUDIES = _named((block_size, laprox, question, sage, budgets, rounds, through))
+STUDIES = _named((block_size, laprox, question, sage, budgets, rounds, through, methods, window))

@@ -33,9 +33,9 @@ def record(score, **more):
 
 def test_allocations_multiply_the_policies_that_have_none():
     settings = evaluator.make_settings(
-        flags_of("--policies full,tova,tova@pyramid --allocations uniform,adakv --budgets 64 --when prompt")
+        flags_of("--policies full,h2o,h2o@pyramid --allocations uniform,adakv --budgets 64 --when prompt")
     )
-    assert [s.policy for s in settings] == ["full", evaluator.RECENCY, "tova", "tova@adakv", "tova@pyramid"]
+    assert [s.policy for s in settings] == ["full", evaluator.RECENCY, "h2o", "h2o@adakv", "h2o@pyramid"]
 
 
 def test_an_allocation_that_a_score_cannot_have_is_refused_before_any_work():
@@ -76,6 +76,39 @@ def test_what_is_missing_is_answered_as_in_one_run():
         for store in stores
     ]
     assert plain[0] == plain[1]
+
+
+@pytest.mark.parametrize("question", ("after", "agnostic"))
+def test_settings_that_share_a_prompt_answer_as_each_alone(question):
+    model, tokenizer = models.load("retriever")
+    samples = [tasks.needle(seed, tokenizer, 96 + 16 * seed, facts=2) for seed in range(5)]
+    group = evaluator.Group("x", None, 5, lambda: samples, 4, lambda answer, sample: float(answer.tokens[0]), end=())
+    asked = [("full", None), ("tova", 0.5), ("tova", 40), ("snapkv(window=16)+caote", 40), ("h2o@adakv", 0.4)]
+    settings = [evaluator.Setting(policy, budget, "prompt", question) for policy, budget in asked]
+    settings.append(evaluator.Setting("h2o", 40, "published", question, evict_every=0))
+    assert len(evaluator.sharing(settings)) == 2  # the paper of h2o evicts after every block
+    together, alone = (Results(None, "x", {}, "x") for _ in range(2))
+    evaluator.run(model, tokenizer, [group], settings, together, block=32, batch=2)
+    for setting in settings:
+        evaluator.run(model, tokenizer, [group], [setting], alone, block=32, batch=2)
+    names = ("policy", "budget", "sample", "answer", "score", "cache_bytes", "peak_cache_bytes")
+    plain = [sorted([str(r[name]) for name in names] for r in store.records) for store in (together, alone)]
+    assert plain[0] == plain[1]
+
+
+def test_a_killed_run_of_shared_prompts_answers_only_what_is_missing():
+    model, tokenizer = models.load("retriever")
+    samples = [tasks.needle(seed, tokenizer, 96, facts=2) for seed in range(4)]
+    group = evaluator.Group("x", None, 4, lambda: samples, 4, lambda answer, sample: float(answer.tokens[0]), end=())
+    settings = [evaluator.Setting("tova", budget, "prompt", "after") for budget in (24, 48)]
+    whole, rest = (Results(None, "x", {}, "x") for _ in range(2))
+    evaluator.run(model, tokenizer, [group], settings, whole, block=32, batch=2)
+    rest.add([r for r in whole.records if r["budget"] == 24 or r["sample"] == 1])
+    before = len(rest.records)
+    evaluator.run(model, tokenizer, [group], settings, rest, block=32, batch=2)
+    key = lambda r: (r["budget"], r["sample"])  # noqa: E731
+    assert len(rest.records) == before + 3 == 8
+    assert sorted(map(key, rest.records)) == sorted(map(key, whole.records))
 
 
 def test_the_written_command_gives_the_same_flags_again(tmp_path):

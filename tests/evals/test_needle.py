@@ -32,7 +32,7 @@ def test_recall_is_that_of_generate(retriever):
     model, tokenizer = retriever
     cells = cells_of(tokenizer)
     setting = needle.Setting("snapkv+caote", 96, "block", "after")
-    result = needle.measure(model, cells, setting, block=64, batch=4)
+    result = needle.measure(model, cells, [setting], block=64, batch=4)[0]
     for cell, row in zip(cells, result["cells"], strict=True):
         for sample, hit in zip(cell.samples, row["correct"], strict=True):
             count = len(sample.answer_tokens)
@@ -48,7 +48,7 @@ def test_an_agnostic_question_is_held_back_until_the_context_is_compressed(retri
     cells = cells_of(tokenizer, "agnostic")
     assert cells == cells_of(tokenizer, "after")
     setting = needle.Setting("snapkv(window=8)", 96, "prompt", "agnostic")
-    result = needle.measure(model, cells, setting, block=64, batch=4)
+    result = needle.measure(model, cells, [setting], block=64, batch=4)[0]
     for cell, row in zip(cells, result["cells"], strict=True):
         for sample, hit in zip(cell.samples, row["correct"], strict=True):
             out = models.generate(
@@ -61,7 +61,7 @@ def test_an_agnostic_question_is_held_back_until_the_context_is_compressed(retri
 def test_a_small_ratio_is_of_each_prompt_whatever_the_batch(retriever):
     model, tokenizer = retriever
     setting = needle.Setting("snapkv(window=8)", 0.1, "prompt", "after")
-    result = needle.measure(model, cells_of(tokenizer), setting, block=64, batch=4)  # 6 samples: 2 rows stay empty
+    result = needle.measure(model, cells_of(tokenizer), [setting], block=64, batch=4)[0]  # 6 samples: 2 rows stay empty
     assert result["samples"] == 6
 
 
@@ -70,7 +70,7 @@ def test_bytes_are_those_of_one_sequences_cache(retriever):
     results = {}
     for policy, budget, when in (("full", None, "block"), ("tova", 96, "block"), ("tova", 96, "prompt")):
         setting = needle.Setting(policy, budget, when, "after")
-        results[policy, when] = needle.measure(model, cells_of(tokenizer), setting, block=64, batch=2)
+        results[policy, when] = needle.measure(model, cells_of(tokenizer), [setting], block=64, batch=2)[0]
     config = model.config
     slot = config.num_layers * config.num_kv_heads * (2 * config.head_dim * 4 + 4)  # key, value, position
     assert results["tova", "block"]["cache_bytes"] == pytest.approx(slot * (96 + 64), abs=4)

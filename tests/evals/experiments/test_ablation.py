@@ -92,19 +92,21 @@ def result_of(run, hits=3, samples=4):
 
 
 def test_finished_runs_are_not_measured_again_and_each_new_one_is_saved():
-    study = Study("x", "", "", tuple(Point("", "", str(i), run) for i, run in enumerate((A, B, A, C))), (), ())
+    by_block = Run("h2o", 0.25, "block")
+    points = tuple(Point("", "", str(place), run) for place, run in enumerate((A, B, A, C, by_block)))
+    study = Study("x", "", "", points, (), ())
     measured, saved = [], []
 
-    def of_run(run):
-        measured.append(run)
-        return result_of(run)
+    def of_runs(together):
+        measured.extend(together)
+        return [result_of(run) for run in together]
 
     results = ablation.measure(
-        study, of_run, done=[result_of(B, hits=1), result_of(D)], on_result=lambda results: saved.append(len(results))
+        study, of_runs, done=[result_of(B, hits=1), result_of(D)], on_result=lambda results: saved.append(len(results))
     )
-    assert measured == [A, C]
-    assert saved == [2, 3]  # what is done already is never lost
-    assert [ablation.run_of(result) for result in results] == [A, B, C]
+    assert measured == [A, C, by_block]
+    assert saved == [3, 4]  # what is done already is never lost
+    assert [ablation.run_of(result) for result in results] == [A, B, C, by_block]
     assert results[1]["recall"] == 0.25
 
 
