@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
-from benchmarks import butler, cpu, decode, kernels, memory, peers, prefill, questions, report, rounds, tpu_compile
+from benchmarks import (
+    butler,
+    cpu,
+    decode,
+    kernels,
+    memory,
+    peers,
+    prefill,
+    questions,
+    report,
+    rounds,
+    sharing,
+    tpu_compile,
+)
 from models import commands
 
 BENCHMARKS = {
@@ -16,6 +29,7 @@ BENCHMARKS = {
     "questions": questions,
     "report": report,
     "rounds": rounds,
+    "sharing": sharing,
     "tpu_compile": tpu_compile,
 }
 

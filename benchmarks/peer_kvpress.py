@@ -1,7 +1,8 @@
 """kvpress' side of `python -m benchmarks peers`; it is run by an environment that has kvpress, and by that alone.
 
-Its argument is a JSON object: folder, prompt (token ids), budget, window, new_tokens, threads, device, dtype. It prints
-one line of JSON when the model is loaded, and another for each line that it reads.
+Its argument is a JSON object: folder, prompt (token ids), budget (null for transformers without kvpress), window,
+new_tokens, threads, device, dtype. It prints one line of JSON when the model is loaded, and another for each line that
+it reads.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ import contextlib
 import json
 import os
 import sys
-import time
 from importlib.metadata import version
 from typing import Any
+
+from benchmarks.peer_timing import keep_to, peak_resident, serve, timed
 
 
 def main() -> None:
@@ -34,51 +36,35 @@ def main() -> None:
         )
         model = model.to(device).eval()
     prompt = torch.tensor([given["prompt"]], device=device)
-    T = prompt.shape[1]
-    # kvpress keeps int(T * (1 - ratio)) tokens; the half keeps rounding away from the next number.
-    press = SnapKVPress(compression_ratio=1 - (given["budget"] + 0.5) / T, window_size=given["window"])
+    T, steps = prompt.shape[1], given["new_tokens"] - 1
+
+    def pressed() -> Any:
+        if given["budget"] is None:
+            return contextlib.nullcontext()
+        # kvpress keeps int(T * (1 - ratio)) tokens; the half keeps rounding away from the next number.
+        ratio = 1 - (given["budget"] + 0.5) / T
+        return SnapKVPress(compression_ratio=ratio, window_size=given["window"])(model)
 
     @torch.no_grad()
     def run() -> dict[str, Any]:
-        cache, started, worked = DynamicCache(), time.perf_counter(), time.process_time()
-        with press(model):
-            logits = model(prompt, past_key_values=cache, logits_to_keep=1).logits
-        tokens = [int(logits[0, -1].argmax())]
-        prefilled, prefill_work = time.perf_counter(), time.process_time()
-        for step in range(given["new_tokens"] - 1):
-            token = torch.tensor([[tokens[-1]]], device=device)
-            position = torch.tensor([[T + step]], device=device)
-            logits = model(token, past_key_values=cache, position_ids=position).logits
-            tokens.append(int(logits[0, -1].argmax()))
-        decoded, decode_work = time.perf_counter(), time.process_time()
-        steps = given["new_tokens"] - 1
-        return {
-            "prefill_seconds": prefilled - started,
-            "prefill_work": prefill_work - worked,
-            "decode_seconds": (decoded - prefilled) / steps,
-            "decode_work": (decode_work - prefill_work) / steps,
-            "tokens": tokens,
-            "held": cache.layers[0].keys.shape[2] - steps,
-            "peak_bytes": torch.cuda.max_memory_allocated() if device.type == "cuda" else peak_resident(),
-        }
+        cache = DynamicCache()
+        positions = iter(range(T, T + steps))
 
-    versions = {name: version(name) for name in ("kvpress", "transformers", "torch")}
-    print(json.dumps({"versions": versions, "python": sys.version.split()[0]}), file=answers, flush=True)
-    for _ in sys.stdin:
-        print(json.dumps(run()), file=answers, flush=True)
+        def begin() -> int:
+            with pressed():
+                logits = model(prompt, past_key_values=cache, logits_to_keep=1).logits
+            return int(logits[0, -1].argmax())
 
+        def step(token: int) -> int:
+            position = torch.tensor([[next(positions)]], device=device)
+            tokens = torch.tensor([[token]], device=device)
+            return int(model(tokens, past_key_values=cache, position_ids=position).logits[0, -1].argmax())
 
-def keep_to(cores: int) -> None:
-    """Runs this process on so many cores at most, where the system can; libraries start as many threads."""
-    if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:cores])
+        found = timed(begin, step, steps)
+        peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else peak_resident()
+        return {**found, "held": cache.layers[0].keys.shape[2] - steps, "peak_bytes": peak}
 
-
-def peak_resident() -> int:
-    """Bytes that this process has held at most, all of it: weights, cache, interpreter and libraries."""
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    serve(run, {name: version(name) for name in ("kvpress", "transformers", "torch")}, answers)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
 Each runs in a process of its own, with as many threads, and they take turns. kvpress evicts once, after the whole
 prompt, and decodes without evicting; "ours, once" does the same work, and "ours, by block" is how we run by default:
-inside the budget all along, one token out for each that comes in.
+inside the budget all along, one token out for each that comes in. At the budget "full" nobody evicts: transformers
+alone, ours, and llama.cpp if there is one, with the same float32 weights and with those of the file.
 """
 
 from __future__ import annotations
@@ -15,10 +16,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from flax import nnx
@@ -27,47 +27,96 @@ from tqdm import tqdm
 import kvjax
 import models
 from benchmarks import measure
-from benchmarks.peer_kvpress import keep_to, peak_resident
+from benchmarks.peer_timing import keep_to, peak_resident, serve, timed
 from benchmarks.shapes import parameter_count, shape
-from evals import report
-from models import commands, provenance
+from evals import report, tasks
+from models import commands, get, provenance
+from models.load import describe
 
-VARIABLE = "KVJAX_PEERS"
-VERSIONS = "torch transformers==5.2.0 kvpress==0.5.5"
+ROOT = Path(__file__).resolve().parent.parent
 WINDOW = 64  # of SnapKV, kvpress' default
 OURS: dict[str, dict[str, Any]] = {
     "ours, once": {"when": "prompt", "evict_every": 0},
     "ours, by block": {"when": "block", "evict_every": 1},
 }
-PEER = "kvpress"
-LEGEND = """ms: median; spread: what half of the repetitions lie between. cpu: what the process had of all cores, which
-other processes do not change. held: tokens of each KV head after the prompt. ratio: kvpress' time over ours, so more
-than 1 is ours faster. peak: what the process held at most, interpreter, libraries and weights included (on a GPU what
-was allocated there). same: how many of kvpress' first tokens are ours too. keys_values is not among the peers: the
-package index has no package of that name."""
+PEER, FULL_PEER, FULL_OURS = "kvpress", "transformers", "ours"
+LEGEND = """ms: median; spread: what half of the repetitions lie between; tokens/s: by the median. cpu: what the process
+had of all cores, which other processes do not change. held: tokens of each KV head after the prompt. ratio: the time of
+kvpress (at the full cache: of transformers alone) over this side's, so that more than 1 is faster. peak: what the
+process held at most, interpreter, libraries and weights included (on a GPU what was allocated there). same: how many
+of its first tokens this side has too. keys_values is not among the peers: the package index has no package of that
+name."""
 
 
-def checked_environment(python: str | None) -> str:
-    """The interpreter that has kvpress.
+class Environment(NamedTuple):
+    """Another interpreter, with packages that ours has not.
+
+    Attributes:
+        package: what it must import.
+        flag: of the command, by which it is named.
+        variable: of the environment, likewise.
+        install: what makes one, for people.
+    """
+
+    package: str
+    flag: str
+    variable: str
+    install: str
+
+
+KVPRESS = Environment(
+    "kvpress",
+    "--environment",
+    "KVJAX_PEERS",
+    "python3.11 -m venv peers && peers/bin/pip install torch transformers==5.2.0 kvpress==0.5.5",
+)
+LLAMA_CPP = Environment(
+    "llama_cpp",
+    "--llama-cpp",
+    "KVJAX_LLAMA_CPP",
+    "python3.11 -m venv peers && peers/bin/pip install llama-cpp-python",
+)
+
+
+def checked_environment(python: str | None, wanted: Environment = KVPRESS) -> str:
+    """Finds the interpreter that has what a side needs.
 
     Raises:
-        ValueError: none was named, or it lacks kvpress; the message says how to make one.
+        ValueError: none was named, or it lacks the package; the message says how to make one.
     """
     how = (
-        f"make one with `python3.11 -m venv peers && peers/bin/pip install {VERSIONS}` and name it with "
-        f"--environment peers/bin/python or {VARIABLE}=peers/bin/python."
+        f"make one with `{wanted.install}` and name it with {wanted.flag} peers/bin/python or "
+        f"{wanted.variable}=peers/bin/python."
     )
-    python = python or os.environ.get(VARIABLE)
+    python = python or os.environ.get(wanted.variable)
     if not python:
-        raise ValueError(f"no environment with kvpress was named; {how}")
+        raise ValueError(f"no environment with {wanted.package} was named; {how}")
     try:
-        found = subprocess.run([python, "-c", "import kvpress"], capture_output=True, text=True, timeout=300)
+        found = subprocess.run([python, "-c", f"import {wanted.package}"], capture_output=True, text=True, timeout=300)
     except OSError as error:
         raise ValueError(f"{python} cannot be run ({error.strerror}); {how}") from None
     if found.returncode:
         reason = (found.stderr.strip().splitlines() or ["no reason given"])[-1]
-        raise ValueError(f"{python} cannot import kvpress ({reason}); {how}")
+        raise ValueError(f"{python} cannot import {wanted.package} ({reason}); {how}")
     return python
+
+
+def sides(given: Mapping[str, Any], kvpress: str, llama_cpp: str | None) -> dict[str, list[str]]:
+    """What to start for each side, the one that the others are held against first.
+
+    Args:
+        given: what both sides are told; a budget of None is the full cache.
+        kvpress: the interpreter that has kvpress.
+        llama_cpp: the interpreter that has llama.cpp, if any.
+    """
+    full = given["budget"] is None
+    started = {FULL_PEER if full else PEER: [kvpress, "-m", "benchmarks.peer_kvpress", json.dumps(given)]}
+    for name, options in ({FULL_OURS: {}} if full else OURS).items():
+        started[name] = [sys.executable, "-m", "benchmarks.peers", json.dumps({**given, **options})]
+    if full and llama_cpp is not None:
+        for name, wide in (("llama.cpp", str(Path(given["folder"]) / "wide.gguf")), ("llama.cpp, as stored", None)):
+            started[name] = [llama_cpp, "-m", "benchmarks.peer_llama_cpp", json.dumps({**given, "wide": wide})]
+    return started
 
 
 class Worker:
@@ -83,7 +132,7 @@ class Worker:
             "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
         }
         self.process = subprocess.Popen(
-            arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | variables,
+            arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=os.environ | variables,
         )  # fmt: skip
 
     def read(self) -> dict[str, Any]:
@@ -105,15 +154,11 @@ class Worker:
                 pipe.close()
 
 
-def measured(given: Mapping[str, Any], python: str, repetitions: int) -> dict[str, Any]:
+def measured(given: Mapping[str, Any], kvpress: str, llama_cpp: str | None, repetitions: int) -> dict[str, Any]:
     """All runs: for each side its versions and, of every repetition, what it answered."""
-    here = Path(__file__).resolve()
-    sides = {PEER: [python, str(here.with_name("peer_kvpress.py")), json.dumps(given)]}
-    for name, options in OURS.items():
-        sides[name] = [sys.executable, "-m", "benchmarks.peers", json.dumps({**given, **options})]
     with contextlib.ExitStack() as stack:
         workers = {}
-        for name, arguments in sides.items():
+        for name, arguments in sides(given, kvpress, llama_cpp).items():
             workers[name] = Worker(name, arguments, given["threads"], given["device"])
             stack.callback(workers[name].close)
         found: dict[str, Any] = {name: {**worker.read(), "runs": []} for name, worker in workers.items()}
@@ -125,20 +170,25 @@ def measured(given: Mapping[str, Any], python: str, repetitions: int) -> dict[st
     return found
 
 
-def summarised(found: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """A row for each side: median and quartiles of its times, and its figures against the peer's."""
+def summarised(found: Mapping[str, Any], prompt: int) -> list[dict[str, Any]]:
+    """A row for each side: median and quartiles of its times, and its figures against the first one's.
+
+    Args:
+        prompt: how many tokens it has.
+    """
     rows: list[dict[str, Any]] = []
+    expected = next(iter(found.values()))["runs"][0]["tokens"]
     for name, side in found.items():
         runs = side["runs"]
         row: dict[str, Any] = {"side": name, "versions": side["versions"], "repetitions": len(runs)}
-        for what in ("prefill", "decode"):
+        for what, tokens in (("prefill", prompt), ("decode", 1)):
             taken = [1e3 * run[f"{what}_seconds"] for run in runs]
             low, high = (float(x) for x in np.quantile(taken, [0.25, 0.75]))
             work = statistics.median(1e3 * run[f"{what}_work"] for run in runs)
             row[what] = {"milliseconds": statistics.median(taken), "lowest": min(taken), "low": low, "high": high}
             row[what] |= {"work_milliseconds": work, "all": taken}
+            row[what]["tokens_a_second"] = 1e3 * tokens / row[what]["milliseconds"]
             row[f"{what}_ratio"] = None if not rows else rows[0][what]["milliseconds"] / row[what]["milliseconds"]
-        expected = found[PEER]["runs"][0]["tokens"]
         differ = [i for i, (a, b) in enumerate(zip(runs[0]["tokens"], expected, strict=True)) if a != b]
         row |= {"peak_bytes": max(run["peak_bytes"] for run in runs), "held": runs[0]["held"]}
         row |= {"same_tokens": differ[0] if differ else len(expected), "tokens": len(expected)}
@@ -147,9 +197,9 @@ def summarised(found: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A row for each side under each number of threads."""
+    """A row for each side at each budget under each number of threads."""
     head = (
-        "side", "threads", "prefill ms", "spread", "lowest", "cpu", "ratio", "decode ms", "spread", "lowest", "cpu",
+        "side", "threads", "prefill ms", "spread", "tokens/s", "cpu", "ratio", "decode ms", "spread", "tokens/s", "cpu",
         "ratio", "peak MiB", "held", "same",
     )  # fmt: skip
     lines = []
@@ -158,7 +208,8 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
         for what in ("prefill", "decode"):
             times, ratio = row[what], row[f"{what}_ratio"]
             cells += [f"{times['milliseconds']:,.1f}", f"{times['low']:,.1f}..{times['high']:,.1f}"]
-            cells += [f"{times['lowest']:,.1f}", f"{times['work_milliseconds']:,.1f}"]
+            speed = times.get("tokens_a_second")  # results of before it was measured have none
+            cells += ["" if speed is None else f"{speed:,.1f}", f"{times['work_milliseconds']:,.1f}"]
             cells.append("" if ratio is None else f"{ratio:.2f}")
         cells += [f"{row['peak_bytes'] / 2**20:,.0f}", str(row["held"]), f"{row['same_tokens']} of {row['tokens']}"]
         lines.append(tuple(cells))
@@ -167,10 +218,16 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def add_flags(flags: argparse.ArgumentParser) -> None:
     """The command's flags."""
-    flags.add_argument("--environment", metavar="PYTHON", help=f"an interpreter that has kvpress (or {VARIABLE})")
-    flags.add_argument("--shape", default="small")
-    flags.add_argument("--prompt", type=int, default=2_048)
-    flags.add_argument("--budget", type=int, default=512)
+    for wanted in (KVPRESS, LLAMA_CPP):
+        flags.add_argument(
+            wanted.flag, metavar="PYTHON", help=f"an interpreter that has {wanted.package} (or {wanted.variable})"
+        )
+    flags.add_argument("--shape", help="random weights of this shape (default: small)")
+    flags.add_argument("--model", help="a model in its stead, such as smollm2, on a text")
+    flags.add_argument("--prompt", type=int, default=2_048, help="tokens of the prompt (default %(default)s)")
+    flags.add_argument(
+        "--budget", help="slots a head, or full; several by comma (default: 512, and 256,512,full with --model)"
+    )
     flags.add_argument("--new-tokens", type=int, default=33)
     flags.add_argument("--block", type=int, default=128, help="of our prefill")
     flags.add_argument("--threads", default="1,2", help="how many threads each side has, one after the other")
@@ -184,43 +241,101 @@ def command(flags: argparse.Namespace) -> None:
     """Makes the checkpoint, measures, prints the table, writes JSON."""
     commands.check_outputs([flags.json])
     threads = measure.whole_numbers("--threads", flags.threads)
-    for name, low in (("block", WINDOW), ("repetitions", 1), ("new_tokens", 2), ("budget", WINDOW + 1)):
+    budgets = _budgets(flags.budget or ("256,512,full" if flags.model else "512"))
+    for name, low in (("block", WINDOW), ("repetitions", 1), ("new_tokens", 2)):
         if getattr(flags, name) < low:
             raise ValueError(f"--{name.replace('_', '-')} is {getattr(flags, name)}; give at least {low}.")
-    if flags.prompt <= flags.budget:
-        raise ValueError(f"a prompt of {flags.prompt} tokens fits the budget of {flags.budget}; give a longer one.")
-    config = shape(flags.shape)
-    python = checked_environment(flags.environment)
-    measure.check_fits(3 * 4 * parameter_count(config), "the checkpoint, in three processes,", measure.free_bytes())
+    _check_longer(flags.prompt, budgets)
+    if flags.model and flags.shape:
+        raise ValueError(f"--model {flags.model} and --shape {flags.shape} were given; keep one of them.")
+    kvpress, llama_cpp, gguf = checked_environment(flags.environment), None, None
+    if flags.llama_cpp or (os.environ.get(LLAMA_CPP.variable) and flags.model):
+        llama_cpp, gguf = checked_environment(flags.llama_cpp, LLAMA_CPP), _gguf(flags)
     with tempfile.TemporaryDirectory() as folder:
-        model = models.Decoder(config, rngs=nnx.Rngs(0))
-        models.save(folder, model)
-        made_of = provenance.fingerprints(model)
-        del model
+        made = _made(flags, folder, processes=3 if llama_cpp is None else 4)
+        _check_longer(len(made.prompt), budgets)
         given = {
             "folder": folder,
-            "prompt": np.random.default_rng(0).integers(0, config.vocab_size, flags.prompt).tolist(),
+            "gguf": gguf,
+            "prompt": made.prompt,
             "window": WINDOW,
-            **{name: getattr(flags, name) for name in ("budget", "block", "new_tokens", "device", "dtype")},
+            **{name: getattr(flags, name) for name in ("block", "new_tokens", "device", "dtype")},
         }
         rows = []
         for count in threads:
-            found = measured({**given, "threads": count}, python, flags.repetitions)
-            rows += [{"threads": count, **row} for row in summarised(found)]
+            for budget in budgets:
+                told = {**given, "threads": count, "budget": budget}
+                found = measured(told, kvpress, llama_cpp, flags.repetitions)
+                rows += [{"threads": count, "budget": budget, **row} for row in summarised(found, len(made.prompt))]
     print(table(rows))
     print(LEGEND)
-    settings = {key: value for key, value in given.items() if key not in ("folder", "prompt")}
+    settings = {key: value for key, value in given.items() if key not in ("folder", "gguf", "prompt")}
     settings |= {
         "threads": threads,
-        "shape": flags.shape,
-        "parameters": parameter_count(config),
-        "prompt": flags.prompt,
+        "budgets": budgets,
+        "model": flags.model,
+        "shape": None if flags.model else flags.shape or "small",
+        "parameters": made.parameters,
+        "prompt": len(made.prompt),
     }
     settings |= {"policy": "snapkv", "keys_values": "not on the package index"}
     settings["load"] = os.getloadavg() if hasattr(os, "getloadavg") else None
-    measure.write(flags, "peers", settings, rows, made_of)
+    measure.write(flags, "peers", settings, rows, made.made_of)
     if flags.json is not None:
         print(f"figures: {flags.json}")
+
+
+class _Made(NamedTuple):
+    """What both sides read, but for the checkpoint."""
+
+    prompt: list[int]
+    parameters: int
+    made_of: Mapping[str, str]
+
+
+def _made(flags: argparse.Namespace, folder: str, processes: int) -> _Made:
+    """Writes the checkpoint that both sides load; drawn weights get a drawn prompt, a real model a text."""
+    config = describe(flags.model)[0] if flags.model else shape(flags.shape or "small")
+    needed = processes * 4 * parameter_count(config)
+    measure.check_fits(needed, f"the checkpoint, in {processes} processes,", measure.free_bytes())
+    if flags.model:
+        model, tokenizer = models.load(flags.model)
+        if tokenizer is None:
+            raise ValueError(f"{flags.model} has no tokenizer, and a text needs one; copy it from the model's source.")
+        prompt = tasks.needle(0, tokenizer, flags.prompt, haystack="fixed").tokens
+        made_of = provenance.fingerprints(model, tokenizer)
+    else:
+        model = models.Decoder(config, rngs=nnx.Rngs(0))
+        prompt = np.random.default_rng(0).integers(0, config.vocab_size, flags.prompt).tolist()
+        made_of = provenance.fingerprints(model)
+    models.save(folder, model)
+    return _Made(prompt, parameter_count(config), made_of)
+
+
+def _budgets(text: str) -> list[int | None]:
+    """The budgets, None for the full cache."""
+    found: list[int | None] = []
+    for part in commands.split_list(text):
+        if part != "full" and not (part.isdecimal() and int(part) > WINDOW):
+            raise ValueError(f"--budget is {part}; give at least {WINDOW + 1} slots a head, or full.")
+        found.append(None if part == "full" else int(part))
+    return found
+
+
+def _check_longer(prompt: int, budgets: Sequence[int | None]) -> None:
+    largest = max((budget for budget in budgets if budget is not None), default=0)
+    if prompt <= largest:
+        raise ValueError(f"a prompt of {prompt} tokens fits the budget of {largest}; give a longer one.")
+
+
+def _gguf(flags: argparse.Namespace) -> str:
+    """The file that llama.cpp reads."""
+    if not flags.model or flags.device != "cpu":
+        raise ValueError("llama.cpp runs a real model on a CPU here; give --model smollm2, or leave --llama-cpp out.")
+    path = get.find(flags.model) if flags.model in get.PUBLISHED else Path(flags.model)
+    if path.suffix != ".gguf":
+        raise ValueError(f"llama.cpp reads a GGUF file, which {flags.model} is not; leave --llama-cpp out.")
+    return str(path.resolve())
 
 
 def _work() -> None:
@@ -231,34 +346,27 @@ def _work() -> None:
     if given["device"] == "cpu":
         keep_to(given["threads"])  # XLA has as many threads as its process may use cores
     model, _ = models.load(given["folder"], dtype=given["dtype"])
-    prompt = np.array([given["prompt"]], np.int32)
-    options: dict[str, Any] = {name: given[name] for name in ("budget", "block", "when", "evict_every")}
-    options |= {"policy": f"snapkv(window={given['window']})", "max_new_tokens": given["new_tokens"], "end": ()}
+    prompt, steps = np.array([given["prompt"]], np.int32), given["new_tokens"] - 1
+    options: dict[str, Any] = {"block": given["block"], "max_new_tokens": given["new_tokens"], "end": ()}
+    if given["budget"] is not None:
+        options |= {name: given[name] for name in ("budget", "when", "evict_every")}
+        options["policy"] = f"snapkv(window={given['window']})"
 
     def run() -> dict[str, Any]:
-        times, tokens, held, steps = [(time.perf_counter(), time.process_time())], [], 0, given["new_tokens"] - 1
-        for token, cache in models.stream(model, prompt, **options):
-            tokens.append(int(token[0]))
-            if len(tokens) in (1, steps + 1):
-                times.append((time.perf_counter(), time.process_time()))
-            if len(tokens) == steps + 1:
-                held = int((np.asarray(cache.position)[0, 0, 0] >= 0).sum())
-        (started, worked), (prefilled, prefill_work), (decoded, decode_work) = times
-        peak = measure.peak_bytes()
-        return {
-            "prefill_seconds": prefilled - started,
-            "prefill_work": prefill_work - worked,
-            "decode_seconds": (decoded - prefilled) / steps,
-            "decode_work": (decode_work - prefill_work) / steps,
-            "tokens": tokens,
-            "held": held if given["evict_every"] else held - steps,
-            "peak_bytes": peak_resident() if peak is None else peak,
-        }
+        stream = models.stream(model, prompt, **options)
+        last: list[Any] = [None]
 
-    versions = {"kvjax": kvjax.__version__, "jax": jax.__version__}
-    print(json.dumps({"versions": versions, "python": sys.version.split()[0]}), flush=True)
-    for _ in sys.stdin:
-        print(json.dumps(run()), flush=True)
+        def token() -> int:
+            tokens, last[0] = next(stream)
+            return int(tokens[0])
+
+        found = timed(token, lambda _: token(), steps)
+        peak = measure.peak_bytes()
+        held = int((np.asarray(last[0].position)[0, 0, 0] >= 0).sum())
+        grown = 0 if given.get("evict_every") else steps
+        return {**found, "held": held - grown, "peak_bytes": peak_resident() if peak is None else peak}
+
+    serve(run, {"kvjax": kvjax.__version__, "jax": jax.__version__})
 
 
 if __name__ == "__main__":
