@@ -192,12 +192,22 @@ SELECTIONS = """
 --json folder | --plot x.bmp | --dtype float8 | --heads all
 """
 COREF = SELECTIONS + "| --mode sing | --mode '' | --samples 0 | --block 0 --mode generate"
+COREF += (
+    " | --when prompt | --evict-every 0 | --mode generate --when never | --mode generate --select h2o --evict-every -1"
+)
 TEXTS = """
 --text nowhere.txt | --text folder | --text picture.txt | --text empty.txt | --text short.txt | --chunk 0 | --chunk 1
 --chunk 99999999 | --stride 0 | --stride 9999 | --sequences 0
 """
 PERPLEXITY = SELECTIONS + "|" + TEXTS + "| --policies h2oo | --policies h2o --budgets 0 | --policies h2o --block 0"
-PERPLEXITY += " | --policies ''"
+PERPLEXITY += " | --policies '' | --policies h2o --when prompt | --policies h2o --when never | --policies h2o --when ''"
+CHOICES = (
+    EVERY_EVAL
+    + """
+| --tasks golf | --tasks '' | --samples 0 | --lengths 0 | --lengths 8 | --lengths x | --evict-every 1 | --out good.txt
+--text nowhere.txt | --text folder | --text picture.txt | --text empty.txt | --text short.txt
+"""
+)
 LM_EVAL = """
 --tasks piqa | --model_args pretrained=retriever | --tasks "" --model_args pretrained=retriever
 --tasks x --model_args pretrained | --tasks x --model_args pretrained=retriever,policy=h2oo
@@ -238,6 +248,8 @@ EVALS = {
     "ablation": ABLATION,
     "coref": COREF,
     "perplexity": PERPLEXITY,
+    "choices": CHOICES,
+    "texts": "iliad | --golf | king-james-bible iliad",
     "butler": "accuracy --select golf | golf | accuracy --sparsity 2 | accuracy --text nowhere.txt | layers --chunk 0",
     "lm_eval": LM_EVAL,
     "sweep": SWEEPS,
