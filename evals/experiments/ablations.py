@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import kvjax
 from evals.needle import RECENCY, Question
@@ -423,7 +423,7 @@ def budgets() -> Study:
         },
         "SnapKV and what is built on it": {
             "SnapKV": "snapkv(window=8,kernel=7)",
-            "SnapKV, pooling 5": "snapkv(window=8)",
+            "SnapKV, pooling 5": "snapkv(window=8,kernel=5)",
             "SnapKV + CAOTE": "snapkv(window=8,kernel=7)+caote",
             "SnapKV + critical": "snapkv(window=8,kernel=7)+critical",
             "AdaKV": "snapkv(window=8,kernel=7)@adakv",
@@ -613,6 +613,8 @@ def methods() -> Study:
         },
         "observation window": {
             "SnapKV": "snapkv",
+            "SnapKV, pooling 5": "snapkv(kernel=5)",
+            "SnapKV, pooling 7": "snapkv(kernel=7)",
             "SnapKV + CAOTE": "snapkv+caote",
             "AdaKV": "snapkv@adakv",
             "CriticalKV": "snapkv+critical@adakv",
@@ -620,6 +622,7 @@ def methods() -> Study:
             "CAKE": "cake@cake",
             "LAVa": "lava@lava",
             "LaProx": "laprox@model",
+            "LaProx, pooling 13": "laprox(kernel=13)@model",
         },
     }
     asked: dict[str, Question] = {KNOWN: "after", UNKNOWN: "agnostic"}
@@ -651,6 +654,8 @@ def methods() -> Study:
             for line in asked
         ),
         *(over("LaProx", "LaProx", rival, line) for line in asked for rival in rivals),
+        *(over("LaProx", "LaProx, pooling 13", rival, line) for line in asked for rival in ("SnapKV", "AdaKV")),
+        *(over(OURS, "SnapKV", f"SnapKV, pooling {kernel}", line) for line in asked for kernel in (5, 7)),
         *(over("AdaKV", "AdaKV", "SnapKV", line) for line in asked),
         *(over("CriticalKV", "CriticalKV", "AdaKV", line) for line in asked),
         *(over("PyramidKV", "PyramidKV", "SnapKV", line) for line in asked),
@@ -695,6 +700,28 @@ def window() -> Study:
             asked.items(), ("avg", "max"), (8, 16, 32, 64), (1, 5, 7, 13)
         )
     }
+
+    def picked(line: str, **where: Any) -> tuple[Run, ...]:
+        names = ("pooling", "size", "kernel")
+        return tuple(
+            run
+            for (asked_line, *place), run in table.items()
+            if asked_line == line and all(dict(zip(names, place, strict=True))[name] == x for name, x in where.items())
+        )
+
+    said: tuple[tuple[str, dict[str, Any], dict[str, Any], Literal["better", "same"]], ...] = (
+        ("pooling over 13 is better than over 7", dict(kernel=13), dict(kernel=7), "better"),
+        ("pooling over 13 is better than over 5", dict(kernel=13), dict(kernel=5), "better"),
+        ("pooling over 5 is better than none", dict(kernel=5), dict(kernel=1), "better"),
+        ("a window of 32 is as good as one of 16", dict(size=32), dict(size=16), "same"),
+        ("a window of 32 is better than one of 64", dict(size=32), dict(size=64), "better"),
+        ('pooling by "avg" is as good as by "max"', dict(pooling="avg"), dict(pooling="max"), "same"),
+    )
+    claims = tuple(
+        Claim(OURS, f"{text} ({line})", picked(line, **one), picked(line, **other), expects)
+        for line in asked
+        for text, one, other, expects in said
+    )
     return Study(
         "window",
         "SnapKV: observation window and pooling",
@@ -703,7 +730,7 @@ def window() -> Study:
             Point(f"{pooling}, {line}", f"window {size}", str(kernel), run)
             for (line, pooling, size, kernel), run in table.items()
         ),
-        (),
+        claims,
         tuple(Run("full", None, "block", question) for question in asked.values()),
         note=f"budget {budget:.0%} of the prompt, once after it",
     )

@@ -134,6 +134,19 @@ def test_the_list_of_claims_is_made_of_the_files_that_hold_some(tmp_path):
     assert "Differences of cosine." in text and "c.json" not in text
 
 
+def test_claims_on_the_real_model_come_first_and_disagreements_last(tmp_path):
+    known, toy = claims.SAME_CLAIM[0]
+    claim = {"paper": "CAOTE", "claim": known, "verdict": "does not", "difference": -0.5, "low": -0.9, "high": -0.1}
+    data = {"title": "A study", "samples": 7, "command": "python -m evals x", "claims": [claim]}
+    (tmp_path / claims.REAL).mkdir()
+    (tmp_path / claims.REAL / "real.json").write_text(json.dumps(data))
+    other = {**claim, "claim": toy, "verdict": "holds", "difference": 0.5, "low": 0.1, "high": 0.9}
+    (tmp_path / "toy.json").write_text(json.dumps({**data, "claims": [other]}))
+    text = claims.markdown(tmp_path)
+    assert text.index("smollm2/real.json") < text.index("[toy.json]") < text.index("Where they disagree")
+    assert f"| CAOTE | {known} | does not, -0.50 [-0.90, -0.10] | holds, +0.50 [+0.10, +0.90] |" in text
+
+
 @pytest.fixture
 def tiny_study(monkeypatch):
     runs = (Run("tova", 0.25), Run("tova+caote", 0.25))

@@ -141,7 +141,7 @@ def tova(*, heads: str = "layer") -> Link:
     return Link(lambda _, seen: seen.weights[:, :, -1], heads=heads)
 
 
-def snapkv(*, window: int = 32, kernel: int = 5, pooling: str = "avg") -> Link:
+def snapkv(*, window: int = 32, kernel: int = 13, pooling: str = "avg") -> Link:
     """Mean attention of the last queries, pooled over what lies before the window; the window itself stays."""
 
     def score(_: Scores, seen: Seen) -> Scores:
