@@ -103,6 +103,17 @@ def once() -> str:
     return "\n".join([source("ablation-budgets.json", data, full), "", DECISION_HEAD, *lines])
 
 
+def real(question: str) -> str:
+    """SmolLM2, evicted once."""
+    name = f"{claims.REAL}/methods.json"
+    data = read(name)
+    full = rows(data, policy="full", question=question)[0]
+    shares = sorted({r["share"] for r in data["results"] if r["share"] is not None})
+    lines = [decision(f"{share:.0%}", rows(data, share=share, question=question), full) for share in shares]
+    text = f"{source(name, data, full)} SmolLM2-135M-Instruct, prompts of {data['settings']['length']} tokens."
+    return "\n".join([text, "", DECISION_HEAD, *lines])
+
+
 def blocks() -> str:
     """Evicted after every block."""
     data = read("needle.json")
@@ -389,9 +400,9 @@ ALLOCATIONS = [
 ]
 
 
-def judged() -> list[dict[str, Any]]:
-    """All claims of docs/results, as CLAIMS.md lists them."""
-    found = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))]
+def judged(folder: Path = RESULTS) -> list[dict[str, Any]]:
+    """All claims of a folder, as CLAIMS.md lists them."""
+    found = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
     return [claim for data in found if isinstance(data, dict) for claim in data.get("claims") or ()]
 
 
@@ -419,20 +430,19 @@ def verdicts(method: Method, all_claims: Sequence[dict[str, Any]]) -> str:
 
 def methods(chosen: Sequence[Method]) -> str:
     """A table of methods: name, paper, place in it, file, and how many of its claims hold here."""
-    everything = judged()
-    lines = [
-        "| short name | paper | equation, or what it is | file | its claims here |",
-        "| --- | --- | --- | --- | --- |",
-    ]
+    real, embedded = judged(RESULTS / claims.REAL), judged()
+    head = ("short name", "paper", "equation, or what it is", "file", "its claims on SmolLM2", "on the embedded model")
+    lines = [f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}"]
     for m in chosen:
-        lines.append(f"| `{m.name}` | {m.paper} | {m.where} | `{m.file}` | {verdicts(m, everything)} |")
+        own = verdicts(m._replace(against="", note=""), real)
+        lines.append(f"| `{m.name}` | {m.paper} | {m.where} | `{m.file}` | {own} | {verdicts(m, embedded)} |")
     return "\n".join(lines)
 
 
-def decided() -> str:
+def decided(folder: Path = RESULTS) -> str:
     """Claims that came out clearly, those that fail first."""
     lines = ["| paper | claim | here | difference |", "| --- | --- | --- | --- |"]
-    clear = [claim for claim in judged() if claim["verdict"] != OPEN and not claim.get("note")]
+    clear = [claim for claim in judged(folder) if claim["verdict"] != OPEN and not claim.get("note")]
     for claim in sorted(clear, key=lambda claim: (claim["verdict"] != FAILS, claim["paper"])):
         text = claim["claim"].replace("\n", " ")
         lines.append(f"| {claim['paper']} | {text} | {claim['verdict']} | {figures(claim)} |")
@@ -486,12 +496,20 @@ def kept_and_asked() -> str:
 PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "../README.md": {"seen": seen},
     "results/TOKENBUTLER.md": {"foreseen": foreseen, "perplexities": perplexities, "names": names_found},
-    "how-to/choose-a-policy.md": {"once": once, "unknown": unknown, "blocks": blocks, "selections": selections},
+    "how-to/choose-a-policy.md": {
+        "real known": lambda: real("after"),
+        "real unknown": lambda: real("agnostic"),
+        "once": once,
+        "unknown": unknown,
+        "blocks": blocks,
+        "selections": selections,
+    },
     "how-to/compress-once.md": {"questions": kept_and_asked},
     "methods.md": {
         "scores": lambda: methods(SCORES),
         "allocations": lambda: methods(ALLOCATIONS),
         "moments": published,
+        "decided really": lambda: decided(RESULTS / claims.REAL),
         "decided": decided,
     },
 }
