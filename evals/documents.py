@@ -13,8 +13,10 @@ import hashlib
 import http.client
 import io
 import json
+import string
 import urllib.request
 import zipfile
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -246,8 +248,12 @@ def lines_of_hub(repository: str, file: str) -> Iterator[str]:
         ImportError: huggingface_hub is not installed.
         FileNotFoundError: the hub or the file cannot be reached.
     """
-    with hub_file(repository, file).open(encoding="utf-8") as content:
-        yield from content
+    path = hub_file(repository, file)
+    try:
+        with path.open(encoding="utf-8") as content:
+            yield from content
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 ({error}); remove it, so that it is downloaded again.") from None
 
 
 def published_text(file: Published) -> str:
@@ -310,12 +316,15 @@ def lines_of_zip(path: Path, name: str) -> Iterator[str]:
         >>> list(documents.lines_of_zip(held, "trec.jsonl"))
         ['{}']
     """
-    with zipfile.ZipFile(path) as archive:
-        found = [member for member in archive.namelist() if member.rpartition("/")[2] == name]
-        if not found:
-            raise FileNotFoundError(f"{path} holds no {name}; name a local folder by --data.")
-        with archive.open(found[0]) as content:
-            yield from io.TextIOWrapper(content, encoding="utf-8")
+    try:
+        with zipfile.ZipFile(path) as archive:
+            found = [member for member in archive.namelist() if member.rpartition("/")[2] == name]
+            if not found:
+                raise FileNotFoundError(f"{path} holds no {name}; name a local folder by --data.")
+            with archive.open(found[0]) as content:
+                yield from io.TextIOWrapper(content, encoding="utf-8")
+    except (zipfile.BadZipFile, zlib.error, EOFError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is damaged ({error}); remove it, so that it is downloaded again.") from None
 
 
 def add_flags(flags: argparse.ArgumentParser, tasks: Sequence[str], prompts: str) -> None:
@@ -432,6 +441,12 @@ def with_prompts(
         prompt, new = prompts.get(name, task.prompt), lengths.get(name, task.new_tokens)
         if not isinstance(prompt, str) or prompt.count("{context}") != 1:
             raise ValueError(f"{source}: the prompt of {name} has no {{context}}, or several; write it once.")
+        try:
+            list(string.Formatter().parse(prompt))
+        except ValueError as error:
+            raise ValueError(
+                f"{source}: the prompt of {name} has a stray brace ({error}); write {{{{ or }}}}."
+            ) from None
         if isinstance(new, bool) or not isinstance(new, int) or new < 1:
             raise ValueError(f"{source}: {name} may answer with {new!r} tokens; give an integer from 1.")
         found[name] = dataclasses.replace(task, prompt=prompt, new_tokens=new)

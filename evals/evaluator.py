@@ -204,20 +204,20 @@ def answers_each(
             ):  # fmt: skip
                 yield setting, found
             continue
-        make_room()
         union = sorted(set().union(*(wanted[setting] for setting in together)))
         for number, fed in enumerate(_fed(model, prompts, together, batch, union, width)):
             asked = [setting for setting in together if set(fed.rows) & set(wanted[setting])]
             begun = time.perf_counter()
             each = models.prefill_each(
                 model, fed.tokens, fed.lengths, policies=[(setting.policy, setting.budget) for setting in asked],
-                block=block, question=fed.questions,
+                when="prompt", block=block, question=fed.questions,
             )  # fmt: skip
             seconds = 0.0
             for setting, prefilled in zip(asked, each, strict=True):
+                make_room()
                 clock = _BatchClock(fed.prompt_tokens, len(fed.rows))
                 prefilled.logits.block_until_ready()
-                seconds = seconds or time.perf_counter() - begun
+                seconds = seconds or time.perf_counter() - begun  # the prompt runs before the first one's result
                 if number:  # the first one may compile
                     clock.prefill = (float(fed.prompt_tokens), seconds)
                 steps = models.stream(
@@ -229,7 +229,9 @@ def answers_each(
 
 
 def sharing(settings: Sequence[Setting]) -> list[list[Setting]]:
-    """Puts settings together that may share a prompt: the same question, and nothing evicted before its end.
+    """Puts settings together that share a prompt: the same question, nothing evicted before its end, no key turned.
+
+    A setting that is given twice is answered once.
 
     Example:
         >>> from evals.evaluator import Setting, sharing
@@ -238,9 +240,11 @@ def sharing(settings: Sequence[Setting]) -> list[list[Setting]]:
         [[(16, 'block')], [(16, 'prompt'), (32, 'prompt')], [(32, 'block')]]
     """
     together: dict[tuple[Any, ...], list[Setting]] = {}
-    for setting in settings:
-        late = setting.policy == "full" or setting.moments[0] == "prompt"
-        together.setdefault((setting.question,) if late else (setting,), []).append(setting)
+    for setting in dict.fromkeys(settings):
+        policy = policy_of(setting.policy)
+        late = policy is None or setting.moments[0] == "prompt"
+        shares = late and (policy is None or (policy.positions == "absolute" and policy.heads != "query"))
+        together.setdefault((setting.question,) if shares else (setting,), []).append(setting)
     return list(together.values())
 
 
@@ -665,7 +669,7 @@ def make_settings(flags: argparse.Namespace, questions: Sequence[str] = PLACEMEN
                 settings.append(Setting(policy, budget, when, question, getattr(flags, "evict_every", None)))
     for setting in settings:
         _ = setting.moments  # refused before any work
-    return settings
+    return list(dict.fromkeys(settings))
 
 
 def check_budgets(policies: Sequence[str], budgets: Sequence[int | float]) -> None:

@@ -82,7 +82,7 @@ def predict(
         # The last token is predicted and not fed; of those held back, one is predicted by the context's last token.
         lengths = np.array([len(sequences[row]) - 1 for row in fed])
         questions = np.array([min(max(asked[row] - 1, 0), len(sequences[row]) - 2) for row in fed])
-        width = int(questions.min()) + -(-int(lengths.max() - questions.min()) // block) * block  # few shapes
+        width = _few(int(lengths.max()), int(questions.min()), block, model.config.max_positions)
         tokens = _padded([sequences[row] for row in fed], width + 1)
         _, hidden = models.hidden_states(
             model,
@@ -204,7 +204,7 @@ def endings(
     count, longest = max(counts, default=0), max((len(end) for row in ends for end in row), default=0)
     sizes = [len(prompt) for prompt in prompts]
     least, width = min(asked, default=0), max(width, *sizes, 0)
-    padded = least + -(-(width - least) // block) * block
+    padded = _few(width, least, block, model.config.max_positions - longest)
     for rows, fed in _in_batches(sizes, batch):
         lengths, questions = np.array([sizes[row] for row in fed]), np.array([asked[row] for row in fed])
         cache, last = models.prefill(
@@ -297,6 +297,11 @@ def _in_batches(lengths: Sequence[int], batch: int) -> Iterator[tuple[list[int],
     for start in range(0, len(order), batch):
         rows = order[start : start + batch]
         yield rows, rows + rows[:1] * (min(batch, len(order)) - len(rows))
+
+
+def _few(length: int, held_back: int, block: int, most: int) -> int:
+    """A width of few kinds for prompts of up to ``length`` tokens: whole blocks, as far as the model has positions."""
+    return max(min(held_back + -(-(length - held_back) // block) * block, most), length)
 
 
 def _padded(sequences: Sequence[Sequence[int]], width: int) -> Int[np.ndarray, "B T"]:

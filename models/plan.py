@@ -237,7 +237,12 @@ def plan_run(model: Decoder, prompt: CheckedPrompt, options: Options, butler: Bu
     selection = checked_selection(
         options.select, policy, options.budget, options.sinks, int(lengths.max()), options.reserve
     )
-    if kept is not None and config.rope.type == "dynamic" and seen.max() > config.rope.original_positions:
+    if (
+        kept is not None
+        and prompt.fed
+        and config.rope.type == "dynamic"
+        and seen.max() > config.rope.original_positions
+    ):
         raise ValueError(
             f"the text has {seen.max()} tokens now, but this model's rotary base follows the length of a text beyond "
             f"{config.rope.original_positions} tokens, and the cache's keys were turned by that of a shorter one: "
@@ -257,6 +262,8 @@ def plan_run(model: Decoder, prompt: CheckedPrompt, options: Options, butler: Bu
         policy = kvjax.fit_predictor(policy, butler.config.dim)
         remembered = bucketed(prompt.most + options.reserve)
     budgets = _budgets(policy, options, seen)
+    if not prompt.fed and every > 0:
+        _check_held(policy, kept, budgets + questions)
     if policy.published is not None and policy.published.final:
         _warn_of_choices(policy, max(int((lengths - questions).max()), 0), options.block, when, kept is not None)
     plan = Plan(
@@ -302,10 +309,24 @@ def moments(policy: Policy | None, when: When, evict_every: int | None) -> tuple
 
 def _is_overfull(policy: Policy, kept: Kept | None, budgets: np.ndarray, only_asked: np.ndarray) -> bool:
     """Says whether a cache holds more than its budget in a row that only a question comes to."""
-    if kept is None:
-        return False
-    held = kept.held.max(axis=1) if policy.allocation.even else np.ceil(kept.held.mean(axis=1))
-    return bool((only_asked & (held > budgets)).any())
+    return kept is not None and bool((only_asked & (_held(policy, kept) > budgets)).any())
+
+
+def _check_held(policy: Policy, kept: Kept | None, room: np.ndarray) -> None:
+    """Refuses an answer under another budget than the prompt's: a step makes room for one token, not for many."""
+    assert kept is not None
+    held = _held(policy, kept)
+    if (held > room).any():
+        row = int(np.argmax(held - room))
+        raise ValueError(
+            f"the cache holds {int(held[row])} tokens a head, but budget and question are {int(room[row])}: give the "
+            "same policy, budget and question as prefill had, or evict_every=0."
+        )
+
+
+def _held(policy: Policy, kept: Kept) -> np.ndarray:
+    """The tokens of each row's heads, as its budget counts them."""
+    return kept.held.max(axis=1) if policy.allocation.even else np.ceil(kept.held.mean(axis=1))
 
 
 def _warn_of_choices(policy: Policy, context: int, block: int, when: When, goes_on: bool) -> None:
@@ -453,13 +474,28 @@ def _sized(config: Config, plan: Plan, prompt: CheckedPrompt, options: Options, 
     most = policy.allocation.most(L, heads, largest + asked)
     if kept is not None:
         entering = max(entering, context) if whole else entering  # it stays in its pages
+        if not prompt.fed:  # likewise
+            most = max(kept.slots, fitted(min(max(most, held) + room, most_slots)))
+            fullest = np.maximum(budgets + asked, _held(policy, kept).astype(int))
+            pages = max(kept.pages, _pages(plan, L, fullest + room, most_slots, by_ratio))
+            return dataclasses.replace(plan, slots=most, pages=pages, page_size=kept.page_size)
         of_rows = np.maximum(kept.held.sum(axis=1) + L * heads * entering, L * heads * (budgets + asked + room))
         return _with_pages(plan, kept, min(max(most + room, held + entering), most_slots), int(of_rows.sum()))
     most = fitted(min(most + room, most_slots))
-    held_rows = np.minimum(budgets + asked + room, most_slots)
-    pages = kvjax.pages_for(heads * L * int(held_rows.sum()), len(budgets) * heads * L, plan.page_size)
-    pages = bucketed(pages) if by_ratio or held_rows.max() >= most_slots else pages
+    pages = _pages(plan, L, budgets + asked + room, most_slots, by_ratio)
     return dataclasses.replace(plan, slots=most, prompt_slots=prompt_slots, pages=pages)
+
+
+def _pages(plan: Plan, layers: int, held: np.ndarray, most: int, rounded: bool) -> int:
+    """How many pages a pool needs for heads of rows that hold so many tokens each on average, and never above ``most``.
+
+    Args:
+        rounded: to few sizes, as where the budget follows the prompt's length.
+    """
+    held = np.minimum(held, most)
+    heads = plan.heads * layers
+    pages = kvjax.pages_for(heads * int(held.sum()), len(held) * heads, plan.page_size)
+    return bucketed(pages) if rounded or held.max() >= most else pages
 
 
 def mesh_of(model: Decoder) -> Mesh | AbstractMesh | None:
@@ -548,16 +584,24 @@ def check_prompt(
     question: int | HostOrDevice | None,
     cache: AnyCache | None = None,
     policy: Policy | str | None = None,
+    *,
+    answers: bool = False,
 ) -> CheckedPrompt:
     """Prompts, their lengths and those of their questions, or a sentence about what is wrong with them.
 
     Args:
         cache: what they go on from.
         policy: who goes on in it.
+        answers: whether what prefill gave may stand in place of tokens, as an answer is made of it.
     """
     if not isinstance(model, Decoder):
         raise ValueError(f"the model is a {type(model).__name__}; give a Decoder, such as models.load gives.")
     if isinstance(tokens, Prefilled):
+        if not answers:
+            raise ValueError(
+                "these tokens are in a cache already, as prefill gave it: make the answer with models.generate or "
+                "stream, or feed it more tokens with cache=prefilled.cache."
+            )
         return _check_prefilled(model, tokens, lengths, question, cache, policy)
     if not is_known(*jax.tree.leaves((tokens, lengths, question))):
         raise ValueError(

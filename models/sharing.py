@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -47,13 +47,16 @@ class _Arm(NamedTuple):
     options: Options
     run: Run
 
-    @property
-    def shares(self) -> bool:
-        """Whether its prompt may run with those of others: nothing leaves before the end, and no key is turned."""
+    def shares(self, asked: bool) -> bool:
+        """Whether its prompt may run with those of others: nothing leaves before the end, and no key is turned.
+
+        Args:
+            asked: whether questions are held back; under a dynamic rope they cannot be fed behind a cache.
+        """
         plan = self.run.plan
-        return (
-            (plan.policy is None or plan.when == "prompt") and plan.predictor is None and plan.positions == "absolute"
-        )
+        late = plan.policy is None or plan.when == "prompt"
+        fixed = not (asked and self.run.model.config.rope.type == "dynamic")
+        return late and fixed and plan.predictor is None and plan.positions == "absolute"
 
 
 def prefill_each(
@@ -99,9 +102,14 @@ def prefill_each(
         [40, 16, 10, 16]
     """
     block = check_count("block", block, 1, "a block has at least 1 token")
+    if isinstance(policies, str | Policy) or not isinstance(policies, Iterable):
+        raise ValueError(f"policies is {policies!r}; give a list of them, such as ['full', ('snapkv+caote', 256)].")
     pairs = [asked if isinstance(asked, tuple) else (asked, budget) for asked in policies]
-    if not pairs:
-        raise ValueError("no policy was given; name at least one, such as policies=['full', 'snapkv+caote'].")
+    if not pairs or any(len(pair) != 2 for pair in pairs):
+        raise ValueError(
+            f"policies is {list(policies)!r}; give at least one policy, or pair of a policy and its budget, such as "
+            "['full', ('snapkv+caote', 256)]."
+        )
     given = check_prompt(model, tokens, lengths, question)
     arms = []
     for policy, own in pairs:
@@ -121,14 +129,15 @@ def _predictor(policy: Policy | str | None, butler: Butler | None) -> Butler | N
 
 def _each(model: Decoder, given: CheckedPrompt, arms: Sequence[_Arm]) -> Iterator[Prefilled]:
     groups: dict[int, list[int]] = {}
+    asked = bool(given.questions.any())
     for number, arm in enumerate(arms):
-        if arm.shares:
+        if arm.shares(asked):
             groups.setdefault(arm.run.plan.heads, []).append(number)
     seen: dict[int, _Seen] = {}
     blocks = blocks_of(given, arms[0].options.block).context
     for number, arm in enumerate(arms):
         heads = arm.run.plan.heads
-        together = groups.get(heads, []) if arm.shares else []
+        together = groups.get(heads, []) if arm.shares(asked) else []
         if len(together) < 2:
             yield _alone(model, given, arm)
             continue

@@ -3,10 +3,11 @@
 #     docs/results/remake.sh               what is not done yet; a killed run begins its current file again
 #     docs/results/remake.sh benchmarks    also benchmarks/results (a quiet machine; peers and tpu_compile need their extras)
 # Run it from a clean, committed checkout: each file says of which commit it is. A file counts as done when it holds
-# fingerprints and a command, of code without changes. The numbers are core-minutes on two cores, about 290 in all.
+# fingerprints and a command, of code without changes. The numbers are core-minutes on two cores, about 400 in all.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 export PYTHONPATH=$PWD PATH="$PWD/.venv/bin:$PATH"
+mkdir -p docs/results/smollm2
 failed=0
 one() {  # file, core-minutes, command
   if python - "$1" <<'P'
@@ -22,6 +23,13 @@ P
   echo "== $1 (about $2 core-minutes)"; date
   bash -c "$3" || { echo "FAILED: $3"; failed=1; }
 }
+# On SmolLM2-135M-Instruct (make smollm2); the texts come by `python -m evals texts`.
+one docs/results/smollm2/choices.json 10 'python -m evals choices --model smollm2 --text debian-handbook --policies '"'"'full,streaming,h2o+protect(recent=0.5),h2o+caote+protect(recent=0.5),tova,snapkv,snapkv+caote,curdkv,curdkv+caote@model'"'"' --budgets 0.25,0.5 --when prompt --question after,agnostic --json docs/results/smollm2/choices.json --plot docs/results/smollm2/choices.png'
+one docs/results/smollm2/perplexity.json 20 'python -m evals perplexity --model smollm2 --text king-james-bible --chunk 1024 --stride 256 --sequences 16 --block 128 --policies '"'"'streaming,h2o+protect(recent=0.5),h2o+caote+protect(recent=0.5),tova,tova(heads='"'"'"'"'"'"'"'"'group'"'"'"'"'"'"'"'"')+caote,snapkv,snapkv+caote,curdkv'"'"' --budgets 128,256 --when block,prompt --json docs/results/smollm2/perplexity.json --plot docs/results/smollm2/perplexity.png'
+one docs/results/smollm2/window.json 15 'python -m evals ablation window --model smollm2 --depths 5 --samples 20 --json docs/results/smollm2/window.json --plot docs/results/smollm2/window.png'
+one docs/results/smollm2/methods.json 40 'python -m evals ablation methods --model smollm2 --depths 5 --samples 20 --json docs/results/smollm2/methods.json --plot docs/results/smollm2/methods.png'
+one docs/results/smollm2/needle.json 30 'python -m evals needle --model smollm2 --policies '"'"'full,streaming,h2o+caote+protect(recent=0.5),tova,snapkv,snapkv+caote,curdkv,curdkv+caote@model'"'"' --budgets 0.25 --lengths 512,1024,2048 --depths 5 --samples 7 --when prompt --question after,agnostic --evict-every 0 --batch 7 --json docs/results/smollm2/needle.json --plot docs/results/smollm2/needle.png'
+# On the embedded model.
 one docs/results/butler-agreement.json 0.2 'python -m evals butler agreement --json docs/results/butler-agreement.json --plot docs/results/butler-agreement.png'
 one docs/results/memory.json 2.0 'python -m benchmarks memory --json docs/results/memory.json --page docs/results/memory.md'
 one docs/results/fidelity-heads.json 2.4 'python -m evals fidelity --policies '"'"'laprox(window=8)@model,laprox(window=8)@layer,snapkv(window=8,kernel=7)@adakv,snapkv(window=8,kernel=7)@pyramid,cake(window=8,kernel=7)@cake,lava(window=8)@lava'"'"' --budgets 51 --samples 40 --when prompt --json docs/results/fidelity-heads.json --heads docs/results/fidelity-heads.png'

@@ -31,6 +31,9 @@ examples:
 """
 
 
+TOGETHER = 24  # runs that share a prompt at most: so many are lost when a study is killed
+
+
 def measure(
     study: Study,
     of_runs: Callable[[list[Run]], list[dict[str, Any]]],
@@ -50,7 +53,8 @@ def measure(
         late = run.budget is None or run.when == "prompt"
         if run not in found:
             groups.setdefault((run.question, run.block) if late else (run,), []).append(run)
-    for together in groups.values():
+    parts = (runs[start : start + TOGETHER] for runs in groups.values() for start in range(0, len(runs), TOGETHER))
+    for together in parts:
         found.update(zip(together, of_runs(together), strict=True))
         if on_result is not None:
             on_result([found[run] for run in study.runs if run in found])
@@ -79,7 +83,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
     flags.add_argument("--batch", type=int, default=20)
     flags.add_argument("--seed", type=int, default=0)
     flags.add_argument("--dtype", help="float32, bfloat16 or float16; the checkpoint's by default")
-    flags.add_argument("--json", type=Path, help="write all figures here, after each run")
+    flags.add_argument("--json", type=Path, help=f"write all figures here, after each {TOGETHER} runs")
     flags.add_argument("--resume", action="store_true", help="keep the runs that --json already holds")
     flags.add_argument("--plot", type=Path, help="write the picture here (.png, .svg or .pdf)")
     flags.add_argument("--results", type=Path, default=Path("docs/results"), help="claims: the folder of JSON files")

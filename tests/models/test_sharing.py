@@ -12,6 +12,7 @@ from flax import nnx
 
 import models
 from models import by_layer, sharing
+from models.config import Rope
 
 TOKENS = np.random.default_rng(0).integers(0, 64, (3, 90))
 LENGTHS = np.array([90, 60, 75])
@@ -107,7 +108,10 @@ def test_a_result_may_be_used_up_before_the_next_is_made() -> None:
 @pytest.mark.parametrize(
     "policies, said",
     [
-        ([], "no policy was given"),
+        ([], "give at least one policy"),
+        ("h2o", "give a list of them"),
+        (None, "give a list of them"),
+        ([("h2o", 8, 3)], "pair of a policy and its budget"),
         (["h2o"], "needs a budget"),
         ([("h2o", 0.5), ("snapkv", 8)], "always keeps 0 first and 32 last"),
     ],
@@ -125,6 +129,7 @@ ANSWERED = (
     dict(policy="h2o+caote", budget=24, when="prompt", question=np.array([7, 3, 5])),
     dict(policy="h2o", budget=24, question=np.array([7, 3, 5])),
     dict(policy="h2o@adakv", budget=24),
+    dict(policy="h2o@adakv", budget=24, when="prompt"),
     dict(policy="snapkv(window=8)@adakv", budget=0.4, when="prompt", question=np.array([7, 0, 5])),
 )
 
@@ -159,6 +164,35 @@ def test_what_does_not_go_with_a_prefilled_prompt_is_refused(change, said) -> No
     decoder = model()
     with pytest.raises(ValueError, match=said):
         models.generate(decoder, models.prefill(decoder, TOKENS), **change)
+
+
+@pytest.mark.parametrize("take", (models.prefill, models.hidden_states, models.prefill_each))
+def test_what_was_prefilled_is_no_prompt(take) -> None:
+    decoder = model()
+    more = dict(policies=["full"]) if take is models.prefill_each else {}
+    with pytest.raises(ValueError, match="these tokens are in a cache already"):
+        take(decoder, models.prefill(decoder, TOKENS), **more)
+
+
+@pytest.mark.parametrize("change", (dict(budget=10), dict(question=None)))
+def test_an_answer_under_a_smaller_budget_than_the_prompt_is_refused(change) -> None:
+    decoder, settings = model(), dict(policy="h2o", budget=24, question=10)
+    prefilled = models.prefill(decoder, TOKENS, **settings)
+    with pytest.raises(ValueError, match="the cache holds 34 tokens a head, but budget and question are"):
+        models.generate(decoder, prefilled, **(settings | change))
+    models.generate(decoder, prefilled, evict_every=0, max_new_tokens=2, **(settings | change))
+
+
+@pytest.mark.parametrize("question", (None, 5))
+def test_a_dynamic_rope_beyond_its_length_is_as_alone(question) -> None:
+    rope = Rope(type="dynamic", factor=2.0, original_positions=24)
+    decoder, settings = model(rope=rope), dict(block=16, when="prompt", question=question)
+    asked = ("full", ("h2o", 24), ("h2o", 40))
+    for one, ours in zip(asked, models.prefill_each(decoder, TOKENS, policies=asked, **settings), strict=True):
+        assert_same(ours, models.prefill(decoder, TOKENS, **policy_and_budget(one), **settings))
+    more = dict(policy="h2o", budget=40, max_new_tokens=4, end=())
+    again = models.generate(decoder, ours, question=question, block=16, **more).tokens
+    np.testing.assert_array_equal(again, models.generate(decoder, TOKENS, **settings, **more).tokens)
 
 
 def test_logits_of_all_tokens_are_no_start_of_an_answer() -> None:
