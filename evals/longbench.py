@@ -5,7 +5,7 @@ Bai et al. 2024 (arXiv 2308.14508). The records come from a folder with a file f
 our own wording; ``--prompts official`` gets the published dataset2prompt.json and dataset2maxlen.json, ``--prompts``
 and a folder reads them there, and where they lie in the folder of ``--data`` they are taken by themselves. With
 ``--chat`` few-shot tasks and code stay out of the chat template, as published. A prompt that is too long loses its
-middle.
+middle. One thing differs: the published script forbids an empty answer to samsum, here it counts as one.
 """
 
 from __future__ import annotations

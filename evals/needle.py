@@ -187,6 +187,7 @@ def heat_map(results: Sequence[dict[str, Any]], path: Path, *, recency: str) -> 
     policies = list(dict.fromkeys(r["policy"] for r in evicting))
     groups = list(dict.fromkeys(map(report.group, evicting))) or [("after", "never", None)]
     columns = (["full"] if full else []) + policies
+    questions = list(dict.fromkeys(question for question, *_ in groups))
     figure, axes = plt.subplots(
         len(groups), len(columns), figsize=(1.1 + 1.55 * len(columns), 1.25 + 1.9 * len(groups)), squeeze=False,
         layout="constrained",
@@ -206,7 +207,8 @@ def heat_map(results: Sequence[dict[str, Any]], path: Path, *, recency: str) -> 
                 continue
             image = _panel(axis, found[0])
             if row == 0:
-                axis.set_title("recency" if policy == recency else policy.replace("+", "\n+"), fontsize=8.5, pad=16)
+                name = "recency" if policy == recency else policy.replace("+", "\n+").replace("@", "\n@")
+                axis.set_title(name, fontsize=8.5, pad=16)
             line = [
                 r["recall"] for r in evicting if r["policy"] == recency and report.group(r) == (question, when, budget)
             ]
@@ -219,15 +221,16 @@ def heat_map(results: Sequence[dict[str, Any]], path: Path, *, recency: str) -> 
                 axis.set_xlabel("prompt tokens", fontsize=7)
             if column == 0:
                 moment = {**report.MOMENTS, "prompt": "once, after the prompt", "never": ""}[when]
-                axis.set_ylabel(f"budget {budget}, evicts\n{moment}\n\ndepth of the fact", fontsize=7.5)
+                asked = f"question {_ASKED[question]}\n" if len(questions) > 1 else ""
+                axis.set_ylabel(f"{asked}budget {budget}, evicts\n{moment}\n\ndepth of the fact", fontsize=7.5)
             else:
                 axis.set_yticklabels([])
     bar = figure.colorbar(image, ax=axes, shrink=0.6, pad=0.01, aspect=30)
     bar.set_label("exact recall", fontsize=8)
     bar.ax.tick_params(labelsize=7)
-    asked = " and ".join(dict.fromkeys(question for question, *_ in groups))
+    where = f", question {questions[0]} the text" if len(questions) == 1 else ""
     note = "; red: under plain recency" if any(r["policy"] == recency for r in evicting) else ""
-    figure.suptitle(f"Exact recall of a fact, question {asked} the text{note}", fontsize=12)
+    figure.suptitle(f"Exact recall of a fact{where}{note}", fontsize=12)
     with commands.replacing(path) as temporary:
         figure.savefig(temporary, dpi=160)
     plt.close(figure)
@@ -333,6 +336,9 @@ def make_groups(flags: argparse.Namespace, config: models.Config, tokenizer: mod
             )
         )
     return groups
+
+
+_ASKED = {"after": "known", "before": "asked before", "both": "asked before and after", "agnostic": "unknown"}
 
 
 def _rate(parts: Sequence[tuple[float, float]]) -> float | None:

@@ -97,8 +97,8 @@ def snapkv(*, window: int = 32, kernel: int = 13, pooling: Literal["avg", "max"]
     The window's own tokens stay. The paper pools by "max": window 16 and kernel 5 for needles (sections 5.1.1 and 5.2),
     32 and 7 for LongBench (5.3), 64 and 13 for Command-R (5.4); "avg" made no great difference (5.2). Its authors' code
     runs with 32, 5 and "avg", kvpress with 64, 5 and "avg". The defaults are the code's window and pooling, and the
-    paper's widest kernel: on SmolLM2 it answers 0.73 of the needles at a quarter of the prompt, where 5 answers 0.20
-    and the full cache 0.78 (docs/results/smollm2/window.json).
+    paper's widest kernel: on SmolLM2 it answers 0.69 of the needles at a quarter of the prompt, where 5 answers 0.23
+    and the full cache 0.67 (docs/results/smollm2/methods.json).
 
     Args:
         window: how many of the last queries observe; the steps of decode are joined until there are as many.

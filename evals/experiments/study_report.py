@@ -97,7 +97,8 @@ def _study_panel(
         recall = [result["recall"] for result in found]
         error = [[r["recall"] - r["low"] for r in found], [r["high"] - r["recall"] for r in found]]
         axis.errorbar(
-            at, recall, _bars(error), color=COLOURS[number % len(COLOURS)], label=line.replace("\n", " "), marker="o",
+            at, recall, _bars(error), color=COLOURS[number % len(COLOURS)], label=line.replace("\n", " "),
+            marker="os^"[number // len(COLOURS) % 3],  # who has another's colour has another mark
             markersize=4.5, linewidth=1.6, elinewidth=0.8, capsize=0, zorder=3,
             linestyle="-" if numeric or study.connect else "none",
         )  # fmt: skip
