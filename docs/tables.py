@@ -166,6 +166,28 @@ def selections() -> str:
     return "\n".join([text, "", *lines])
 
 
+def real_seen() -> str:
+    """Needles on SmolLM2 under some policies, the best of each row bold."""
+    data = read(f"{claims.REAL}/methods.json")
+    columns = {
+        "recency": RECENCY, "h2o + caote, half protected": "h2o+caote+protect(recent=0.5)", "tova": "tova",
+        "expected_attention": "expected_attention", "keydiff": "keydiff", "curdkv": "curdkv",
+        "curdkv + critical @model": "curdkv+critical@model", "snapkv": "snapkv", "snapkv + caote": "snapkv+caote",
+        "snapkv, window 16, + caote": "snapkv(window=16)+caote", "laprox @model": "laprox@model",
+        "laprox, kernel 13, @model": "laprox(kernel=13)@model",
+    }  # fmt: skip
+    recall = {(r["policy"], r["share"], r["question"]): r["recall"] for r in data["results"]}
+    lines = [f"| budget, question | {' | '.join(columns)} |", f"|{' --- |' * (len(columns) + 1)}"]
+    for question, word in (("after", "known"), ("agnostic", "unknown")):
+        for share in sorted({share for _, share, _ in recall if share is not None}):
+            found = [recall[policy, share, question] for policy in columns.values()]
+            cells = [f"**{value:.2f}**" if value == max(found) else f"{value:.2f}" for value in found]
+            lines.append(f"| {share:.0%}, {word} | {' | '.join(cells)} |")
+    full = recall["full", None, "after"]
+    lines += ["", f"{data['samples']} prompts of {data['settings']['length']} tokens; the full cache has {full:.2f}."]
+    return "\n".join(lines)
+
+
 def seen() -> str:
     """Needles under the policies of the README, bold where CAOTE is better than the same policy without it."""
     data = read("needle.json")
@@ -494,7 +516,7 @@ def kept_and_asked() -> str:
 
 
 PARTS: dict[str, dict[str, Callable[[], str]]] = {
-    "../README.md": {"seen": seen},
+    "../README.md": {"real": real_seen, "seen": seen},
     "results/TOKENBUTLER.md": {"foreseen": foreseen, "perplexities": perplexities, "names": names_found},
     "how-to/choose-a-policy.md": {
         "real known": lambda: real("after"),
