@@ -96,8 +96,7 @@ for name, (policy, budget, when) in settings.items():
 # - *After every block* (`when="block"`) evicts while the prompt comes in. The prompt may then be of any length, but
 #   what it is for is not known yet, when the early parts are thrown away.
 # - *Once* (`when="prompt"`) evicts when all of the prompt, with its question, has been read. It needs room for the
-#   whole prompt for a moment, and is much the easier problem. Above, the answer of the policy that had to guess
-#   belongs to another fact.
+#   whole prompt for a moment, and is much the easier problem. Above, the policy that had to guess answers wrong.
 #
 # ## Look at what was kept
 #
