@@ -350,7 +350,7 @@ def _work() -> None:
     options: dict[str, Any] = {"block": given["block"], "max_new_tokens": given["new_tokens"], "end": ()}
     if given["budget"] is not None:
         options |= {name: given[name] for name in ("budget", "when", "evict_every")}
-        options["policy"] = f"snapkv(window={given['window']})"
+        options["policy"] = f"snapkv(window={given['window']},kernel=5)"
 
     def run() -> dict[str, Any]:
         stream = models.stream(model, prompt, **options)

@@ -25,7 +25,7 @@ PER_QUERY = kvjax.Policy(
 ANY_BUDGET = {
     "observed": kvjax.chain(kvjax.h2o(), PER_QUERY),
     "tova": "tova+protect(recent=1)",  # TOVA itself can drop the last token, kvpress never does
-    "snapkv": "snapkv(window=16)",
+    "snapkv": "snapkv(window=16,kernel=5)",
     "knorm": "key_norm",
     "keydiff": "keydiff",
     "streaming": "streaming",
@@ -36,18 +36,18 @@ ANY_BUDGET = {
     "lagkv_cross": "lagkv(lag=12,cross_scoring=True)",
     "expected": "expected_attention",
     "expected_mean": "expected_attention(covariance=False,value_norm=False)",
-    "adakv": "snapkv(window=16)@adakv(cap=None)",
-    "adakv_a0.8": "snapkv(window=16)@adakv(safeguard=0.8,cap=None)",
-    "criticalkv": "snapkv(window=16)+critical",
+    "adakv": "snapkv(window=16,kernel=5)@adakv(cap=None)",
+    "adakv_a0.8": "snapkv(window=16,kernel=5)@adakv(safeguard=0.8,cap=None)",
+    "criticalkv": "snapkv(window=16,kernel=5)+critical",
 }
 # kvpress' pyramid runs down to budget / beta, window included, or is flat where that is less than the window. Ours is
 # PyramidKV's own: the window comes on top, and what runs down to a beta-th is the rest of the budget. The betas here
 # are those that end at kvpress' last layer: (budget - window) / (last - window), and 1 where it is flat.
 PYRAMIDS = {
-    ("pyramidkv", 40): "snapkv(window=16)@pyramid(beta=1)",  # 40 40 40
-    ("pyramidkv", 64): "snapkv(window=16)@pyramid(beta=6)",  # 104 64 24
-    ("pyramidkv_w8_b4", 40): "snapkv(window=8)@pyramid(beta=16)",  # 70 40 10
-    ("pyramidkv_w8_b4", 64): "snapkv(window=8)@pyramid(beta=7)",  # 112 64 16
+    ("pyramidkv", 40): "snapkv(window=16,kernel=5)@pyramid(beta=1)",  # 40 40 40
+    ("pyramidkv", 64): "snapkv(window=16,kernel=5)@pyramid(beta=6)",  # 104 64 24
+    ("pyramidkv_w8_b4", 40): "snapkv(window=8,kernel=5)@pyramid(beta=16)",  # 70 40 10
+    ("pyramidkv_w8_b4", 64): "snapkv(window=8,kernel=5)@pyramid(beta=7)",  # 112 64 16
 }
 CASES = {(press, budget): policy for press, policy in ANY_BUDGET.items() for budget in KEPT} | PYRAMIDS
 CURDKV, LAGKV = ("curdkv", "curdkv_mean", "curdkv_key"), ("lagkv", "lagkv_cross")
@@ -177,5 +177,5 @@ def test_critical_then_adakv_is_adakv_over_the_scores_of_criticalkv(budget):
     L, K, _ = scores.shape
     scores = np.where(best(scores, int(0.8 * budget)), BIG, scores)
     expected = best(scores.reshape(L, -1), K * budget).reshape(scores.shape)
-    kept = kept_by("snapkv(window=16)+critical@adakv(safeguard=0.8,cap=None)", budget)
+    kept = kept_by("snapkv(window=16,kernel=5)+critical@adakv(safeguard=0.8,cap=None)", budget)
     np.testing.assert_array_equal(kept, expected)

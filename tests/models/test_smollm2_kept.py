@@ -10,14 +10,14 @@ from models import get
 from tests.models.make_smollm2_kept import GOLDEN, KEPT, T
 
 POLICIES = {
-    "snapkv": "snapkv(window=64)",
+    "snapkv": "snapkv(window=64,kernel=5)",
     "tova": "tova+protect(recent=1)",  # TOVA itself can drop the last token, kvpress never does
     "keydiff": "keydiff",
     "streaming": "streaming",
     "knorm": "key_norm",
     "expected": "expected_attention",
-    "adakv": "snapkv(window=64)@adakv(cap=None)",
-    "criticalkv": "snapkv(window=64)+critical",
+    "adakv": "snapkv(window=64,kernel=5)@adakv(cap=None)",
+    "criticalkv": "snapkv(window=64,kernel=5)+critical",
     "curdkv": "curdkv",
     "lagkv": "lagkv(lag=36)",
 }
