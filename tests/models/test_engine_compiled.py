@@ -37,7 +37,7 @@ def lowered(program, policy, *, layers=3, length=100, evict_every=1):
     if program == "prefill":
         return engine._prefill.lower(run, prompt, None)
     if program == "generate":
-        return engine._generate.lower(run, prompt, None, None, engine._Choice(Sampling(), 8, ()))
+        return engine._generate.lower(run, prompt, None, None, None, engine._Choice(Sampling(), 8, ()))
     state = steps.start(run, 1)
     if program == "block step":
         return engine.block_step.lower(
@@ -109,13 +109,14 @@ def test_memory_is_weights_and_cache_and_the_activations_of_one_block_in_one_lay
     temporary = {}
     for layers in (3, 9):
         memory = lowered("prefill", "h2o+caote", layers=layers, length=1_024).compile().memory_analysis()
-        weights = 4 * (2 * V * E + E + layers * (2 * E + 2 * E * N * D + 2 * E * K * D + 3 * E * F))
+        # The last norm and the head come after it.
+        weights = 4 * (V * E + layers * (2 * E + 2 * E * N * D + 2 * E * K * D + 3 * E * F))
         row, blocks = 4, 4  # its budget, or its next position; how many blocks it has
         assert memory.argument_size_in_bytes == weights + 2 * 4 * 1_024 + row + blocks
         keys_and_values = layers * K * S * D * 2 * 4
         positions_and_sums = layers * K * S * (1 + G) * 4
         pointers = 8 * (5 + G)  # of the results' tuple
-        results = keys_and_values + positions_and_sums + row + 4 * V
+        results = keys_and_values + positions_and_sums + row + 4 * E
         assert results <= memory.output_size_in_bytes <= results + pointers
         temporary[layers] = memory.temp_size_in_bytes
     assert temporary[3] == temporary[9]
