@@ -116,7 +116,7 @@ def observe(
 
     Example:
         >>> import jax, kvjax
-        >>> policy = kvjax.parse("h2o@model")
+        >>> policy = kvjax.parse("tova(heads='group')@model")
         >>> cache = kvjax.KVCache.init(batch=1, kv_heads=2, slots=4, head_dim=4, layers=3)
         >>> evidence = kvjax.Evidence.of_layers(cache, policy.allocation)
         >>> for layer in range(3):
