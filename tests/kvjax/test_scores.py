@@ -127,7 +127,7 @@ def test_snapkv_as_input_of_caote_gives_the_window_its_observed_attention():
             observed = block.rows(b, 2)[n].mean(0)
             pooled = definitions.pooled(np.where(own[b, k], 0, observed), position, 5, "avg")
             per_head[b, n] = np.where(own[b, k], observed, pooled)
-    close(scores("snapkv(window=2)+caote", block), np.where(own, np.inf, blocks.caote(block, per_head)))
+    close(scores("snapkv(window=2,kernel=5)+caote", block), np.where(own, np.inf, blocks.caote(block, per_head)))
 
 
 def test_streaming_keeps_the_first_tokens_and_prefers_newer_ones():
