@@ -1,4 +1,4 @@
-"""What every side of `python -m benchmarks peers` does alike, by the standard library alone."""
+"""Times every side of `python -m benchmarks peers` alike, by the standard library alone."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ def checked_environment(python: str | None, wanted: Environment = KVPRESS) -> st
 
 
 def sides(given: Mapping[str, Any], kvpress: str, llama_cpp: str | None) -> dict[str, list[str]]:
-    """What to start for each side, the one that the others are held against first.
+    """Names what to start for each side, the one that the others are held against first.
 
     Args:
         given: what both sides are told; a budget of None is the full cache.
@@ -286,7 +286,7 @@ def command(flags: argparse.Namespace) -> None:
 
 
 class _Made(NamedTuple):
-    """What both sides read, but for the checkpoint."""
+    """Holds what both sides read, but for the checkpoint."""
 
     prompt: list[int]
     parameters: int

@@ -1,4 +1,4 @@
-"""A study of many policies and budgets: each with a prompt of its own, or one prompt through the model for all."""
+"""Times a study of many policies and budgets: with a prompt for each, or one prompt through the model for all."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def compared(model: models.Decoder, cells: list[needle.Cell], settings: list[Set
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """A row for each way."""
+    """Gives each way a row."""
     head = ("prompt", "settings", "through the model", "first", "faster", "then", "faster", "same answers")
     lines = [
         (

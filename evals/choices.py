@@ -28,8 +28,8 @@ from tqdm import tqdm
 import models
 from evals import evaluator, loglikelihood, report, results, texts
 from evals.documents import common_prefix
-from evals.evaluator import KNOWN_OR_NOT, RECENCY, Setting
-from models import commands, provenance
+from evals.evaluator import KNOWN_OR_NOT, Setting
+from models import commands
 
 EXAMPLES = """examples:
   python -m evals choices --model smollm2 --text king-james-bible --policies full,snapkv,snapkv+caote --budgets 0.25
@@ -329,7 +329,7 @@ def command(flags: argparse.Namespace) -> None:
                 about = {**labels, "task": task, "length": length, **setting.row()}
                 _fill(store, model, samples, setting, about, flags, progress)
             progress.set_description("done")
-        _tell(flags, store, fingerprints)
+        evaluator.tell(flags, store, fingerprints, title=TITLE, notes=["by chance: 0.25, of section 0.50"])
 
 
 def _fill(
@@ -351,32 +351,6 @@ def _fill(
     progress.update(len(samples) - len(missing))
     if missing:
         answer(model, samples, setting, block=flags.block, batch=flags.batch, rows=missing, on_row=add)
-
-
-def _tell(flags: argparse.Namespace, store: results.Results, fingerprints: dict[str, str]) -> None:
-    """Prints the table, and writes what the flags ask for."""
-    rows, compared = evaluator.summarise(store.records), evaluator.compare(store.records)
-    notes = ["by chance: 0.25, of section 0.50"]
-    print(report.task_table(rows, recency=RECENCY, short={}, notes=notes))
-    if compared:
-        print()
-        print(report.comparison_table(compared))
-    figures = {
-        **provenance.facts(flags.begun, flags.seed, fingerprints),
-        "evaluation": flags.name,
-        "title": TITLE,
-        "settings": evaluator.used(flags),
-        "notes": notes,
-        "results": rows,
-        "comparisons": compared,
-    }
-    for path in (flags.json, None if flags.out is None else flags.out / "figures.json"):
-        if path is not None:
-            commands.write_json(path, figures)
-            print(f"figures: {path}")
-    if flags.plot is not None:
-        evaluator.task_map(rows, flags.plot, title=TITLE, short={})
-        print(f"picture: {flags.plot}")
 
 
 def _is_prose(sentence: str) -> bool:

@@ -1,5 +1,5 @@
-"""What evaluations on published data sets share: records from a folder or the hub, published prompts, prompts in a
-chat and cut in the middle.
+"""Reads what published data sets need: records from a folder or the hub, published prompts, in a chat or not, cut in
+the middle.
 """
 
 from __future__ import annotations
@@ -277,7 +277,7 @@ def published_text(file: Published) -> str:
         FileNotFoundError: cannot get file:/nowhere/prompts.json (...); get it elsewhere, and name it by --prompts.
     """
     kept = None
-    with contextlib.suppress(OSError, RuntimeError):  # no cache folder, or nothing in it yet
+    with contextlib.suppress(OSError):  # no cache folder, or nothing in it yet
         kept = commands.cache_folder() / "published" / f"{file.sha256[:16]}-{file.address.rpartition('/')[2]}"
         content = kept.read_bytes()
         if hashlib.sha256(content).hexdigest() == file.sha256:

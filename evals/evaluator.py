@@ -330,7 +330,7 @@ def _begun(
 
 
 class _Fed(NamedTuple):
-    """One batch as the model is fed it: some rows of the prompts, and others that fill it up to its size."""
+    """Holds one batch as the model is fed it: some rows of the prompts, and others that fill it up to its size."""
 
     rows: list[int]
     tokens: np.ndarray
@@ -350,7 +350,7 @@ def _fed(
     rows: Sequence[int] | None,
     width: int,
 ) -> Iterator[_Fed]:
-    """The batches of prompts that settings answer which hold back the same questions."""
+    """Makes the batches of prompts that settings answer which hold back the same questions."""
     chosen_rows = list(range(len(prompts))) if rows is None else list(rows)
     longest = max(width, *(len(prompt.tokens) for prompt in prompts))
     if len(model.embedding[...].sharding.device_set) == 1:  # several devices divide the batch as it was asked for
@@ -805,29 +805,48 @@ def command(
                 block=flags.block, batch=flags.batch, labels=labels, progress=progress,
             )  # fmt: skip
             progress.set_description("done")
-        rows, compared = summarise(store.records), compare(store.records)
         together = saved(settings, sum(group.size for group in groups))
         remarks = [*notes(flags), *([] if together is None else [together])]
-        print(report.task_table(rows, recency=RECENCY, short=short or {}, notes=remarks))
-        if compared:
-            print()
-            print(report.comparison_table(compared))
-        figures = {
-            **provenance.facts(flags.begun, flags.seed, fingerprints),
-            "evaluation": flags.name,
-            "title": title,
-            "settings": used(flags),
-            "notes": remarks,
-            "results": rows,
-            "comparisons": compared,
-        }
-        for path in (flags.json, None if flags.out is None else flags.out / "figures.json"):
-            if path is not None:
-                commands.write_json(path, figures)
-                print(f"figures: {path}")
-        if flags.plot is not None:
-            task_map(rows, flags.plot, title=title, short=short or {})
-            print(f"picture: {flags.plot}")
+        tell(flags, store, fingerprints, title=title, notes=remarks, short=short)
+
+
+def tell(
+    flags: argparse.Namespace,
+    store: results.Results,
+    fingerprints: Mapping[str, str],
+    *,
+    title: str,
+    notes: Sequence[str],
+    short: Mapping[str, str] | None = None,
+) -> None:
+    """Prints the table of all records, and writes the JSON and the picture that the flags ask for.
+
+    Args:
+        fingerprints: see :func:`made_of`.
+        notes: lines below the table.
+        short: the tasks' names in the table.
+    """
+    rows, compared = summarise(store.records), compare(store.records)
+    print(report.task_table(rows, recency=RECENCY, short=short or {}, notes=notes))
+    if compared:
+        print()
+        print(report.comparison_table(compared))
+    figures = {
+        **provenance.facts(flags.begun, flags.seed, fingerprints),
+        "evaluation": flags.name,
+        "title": title,
+        "settings": used(flags),
+        "notes": notes,
+        "results": rows,
+        "comparisons": compared,
+    }
+    for path in (flags.json, None if flags.out is None else flags.out / "figures.json"):
+        if path is not None:
+            commands.write_json(path, figures)
+            print(f"figures: {path}")
+    if flags.plot is not None:
+        task_map(rows, flags.plot, title=title, short=short or {})
+        print(f"picture: {flags.plot}")
 
 
 def made_of(

@@ -1,4 +1,4 @@
-"""How likely a model finds each token of a text, when the cache is compressed or only a part of it is read.
+"""Tells how likely a model finds each token of a text, when the cache is compressed or only a part of it is read.
 
 The logits of a whole text would be some hundred times larger than the model's hidden states, so they are made of these
 a part at a time, some 64 MB however long the text is.
@@ -27,7 +27,7 @@ LOGITS_BYTES = 2**26
 
 
 class Predicted(NamedTuple):
-    """Of each token of a sequence but the first: its log-probability, and whether it was the most likely one.
+    """Holds of each token of a sequence but the first its log-probability, and whether it was the most likely one.
 
     ``divergence`` is Kullback and Leibler's, of the model's distribution from a reference's, in nats; None without a
     reference. ``hidden`` are the states that the distributions are made of, where they were asked for: a reference for
@@ -144,8 +144,8 @@ def simulate(
 
 
 class Behind(NamedTuple):
-    """Of each ending of a prompt the log-probability, summed over its tokens, in nats; bytes of the prompt's cache when
-    it was compressed, and when it was largest.
+    """Holds of each ending of a prompt the log-probability, summed over its tokens, in nats; and the bytes of the
+    prompt's cache when it was compressed, and when it was largest.
     """
 
     log_probability: Float[np.ndarray, "n"]
@@ -300,7 +300,7 @@ def _in_batches(lengths: Sequence[int], batch: int) -> Iterator[tuple[list[int],
 
 
 def _few(length: int, held_back: int, block: int, most: int) -> int:
-    """A width of few kinds for prompts of up to ``length`` tokens: whole blocks, as far as the model has positions."""
+    """Rounds ``length`` up to a width of few kinds: whole blocks, as far as the model has positions."""
     return max(min(held_back + -(-(length - held_back) // block) * block, most), length)
 
 

@@ -204,7 +204,7 @@ def command(flags: argparse.Namespace) -> None:
 
 
 def _prompts(flags: argparse.Namespace) -> Path | None:
-    """Where the prompts are read from: as asked for, or the folder of the data where they lie there."""
+    """Says where the prompts are read from: as asked for, or the folder of the data where they lie there."""
     if flags.prompts is None and flags.data != "hub" and (Path(flags.data) / "dataset2prompt.json").is_file():
         return Path(flags.data)
     return flags.prompts

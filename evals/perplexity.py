@@ -49,8 +49,8 @@ EXAMPLES = """examples:
 
 
 class Losses(NamedTuple):
-    """Of each chunk the mean negative log-likelihood of its tokens but the first, and their mean divergence from the
-    model that reads everything, both in nats.
+    """Holds of each chunk the mean negative log-likelihood of its tokens but the first, and their mean divergence from
+    the model that reads everything, both in nats.
 
     ``hidden`` are each chunk's hidden states, where they were asked for: what others are held against.
     """
@@ -576,7 +576,7 @@ def run(
 
 
 def _check_told(setting: Setting, counted: int | None) -> bool:
-    """Whether a setting compresses once, before the last ``counted`` tokens of a chunk are told.
+    """Says whether a setting compresses once, before the last ``counted`` tokens of a chunk are told.
 
     Raises:
         ValueError: it does, and all tokens of a chunk are to be told.

@@ -36,7 +36,7 @@ TITLE = "== {} =="  # a line of its own; "#" begins comments in code
 
 
 class Published(NamedTuple):
-    """Where a text is published: Debian's package, and the size of what is fetched, for people.
+    """Names where a text is published: Debian's package, and the size of what is fetched, for people.
 
     ``needs`` is a pattern of the one among the package's dependencies that holds the text, None where it does so
     itself; ``read`` makes the text of what was unpacked.
@@ -119,13 +119,7 @@ def place(name: str, environment: Mapping[str, str] = os.environ) -> Path:
         >>> place("king-james-bible", {"XDG_CACHE_HOME": "cache"}).as_posix()
         'cache/kvjax/texts/king-james-bible.txt'
     """
-    try:
-        folder = commands.cache_folder(environment)
-    except RuntimeError:
-        raise FileNotFoundError(
-            "the user's cache folder is not known, as there is no home folder; name one by XDG_CACHE_HOME."
-        ) from None
-    return folder / "texts" / f"{name}.txt"
+    return commands.cache_folder(environment) / "texts" / f"{name}.txt"
 
 
 def find(name: str, environment: Mapping[str, str] = os.environ) -> Path:

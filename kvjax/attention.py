@@ -325,13 +325,13 @@ def _enter(
 
 
 def _shares_of(cache: Cache, budget: Budget | None) -> Int[Array, "B"]:
-    """What a policy's shares of the budget refer to, for each row."""
+    """Gives what a policy's shares of the budget refer to, for each row."""
     B = cache.heads_shape[-2]
     return jnp.broadcast_to(jnp.asarray(cache.num_slots if budget is None else budget, jnp.int32), (B,))
 
 
 def _taken_out(cache: KVCache, context: Context) -> tuple[KVCache, KVCache | None]:
-    """The layer at hand, and the cache that stacks it with others, if one does."""
+    """Takes out the layer at hand, and the cache that stacks it with others, if one does."""
     if (layer := _index(cache, context)) is None:
         return cache, None
     here = cache.layer(layer)
@@ -342,7 +342,7 @@ def _taken_out(cache: KVCache, context: Context) -> tuple[KVCache, KVCache | Non
 
 
 def _with_state(cache: KVCache, state: Any, context: Context) -> KVCache:
-    """The cache with what the policy remembers now, of the layer at hand."""
+    """Puts into the cache what the policy remembers now, of the layer at hand."""
     if (layer := _index(cache, context)) is not None:
         state = jax.tree.map(lambda whole, part: whole.at[layer].set(part), cache.state, state)
     return dataclasses.replace(cache, state=state)

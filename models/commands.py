@@ -129,14 +129,19 @@ def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
     """Finds our folder in the user's cache; it need not be there.
 
     Raises:
-        RuntimeError: the user has no home, and XDG_CACHE_HOME names no other folder.
+        FileNotFoundError: the user has no home, and XDG_CACHE_HOME names no other folder.
 
     Example:
         >>> from models.commands import cache_folder
         >>> cache_folder({"XDG_CACHE_HOME": "cache"}).as_posix()
         'cache/kvjax'
     """
-    return Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvjax"
+    try:
+        return Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvjax"
+    except RuntimeError:
+        raise FileNotFoundError(
+            "the user's cache folder is not known, as there is no home folder; name one by XDG_CACHE_HOME."
+        ) from None
 
 
 def add_cache_flag(flags: argparse.ArgumentParser) -> None:
@@ -167,7 +172,7 @@ def keep_compiled(chosen: str | None = None, environment: Mapping[str, str] = os
     chosen = chosen or environment.get("KVJAX_COMPILATION_CACHE", "")
     if chosen == "off" or environment.get("JAX_COMPILATION_CACHE_DIR"):
         return None
-    with contextlib.suppress(OSError, RuntimeError):  # no home, or one that cannot be written to: nothing is kept
+    with contextlib.suppress(OSError):  # no home, or one that cannot be written to: nothing is kept
         folder = Path(chosen) if chosen else cache_folder(environment) / "programs"
         folder.mkdir(parents=True, exist_ok=True)
         jax.config.update("jax_compilation_cache_dir", str(folder))

@@ -332,7 +332,7 @@ def output_projection(model: Decoder, policy: Policy | str | None) -> OutputProj
 
 
 def projected(model: Decoder, kinds: frozenset[str], heads: int) -> OutputProjection | None:
-    """What is read of all layers' output projections, for a cache of so many heads; None where nothing is."""
+    """Computes what is read of all layers' output projections, for a cache of so many heads; None where nothing is."""
     if not kinds:
         return None
     return _project(model.layers.output[...], heads, tuple(sorted(kinds)))
@@ -354,10 +354,18 @@ def run_question(model: Decoder, given: CheckedPrompt, options: Options, prefill
     tokens = np.take_along_axis(given.tokens, np.minimum(place, given.tokens.shape[1] - 1), axis=1)
     kept = kept_of(model, cache, policy_of(options.policy), len(asked))
     run, prompt = _prepare(model, CheckedPrompt(tokens, asked, asked, kept), options, None, None)
-    feed = _prefill_by_layer if runs_by_layer(run) else _prefill
-    state, hidden = feed(run, prompt, cache, False)
+    state, hidden = _feed(run, prompt, cache)
     logits = jnp.where(asked[:, None] > 0, logits_of(model, hidden)[:, 0], prefilled.logits)
     return Prefilled(stacked_up(state.cache), logits)
+
+
+def _feed(run: Run, prompt: Prompt, cache: AnyCache | None, every: bool = False) -> tuple[DecodeState, Array]:
+    """Feeds a prompt as suits the run; see :func:`_prefill`."""
+    if runs_by_layer(run):
+        of_blocks: list[Array] = []
+        state, last = _fed(run, LayerSteps(run), prompt, cache, on_hidden=of_blocks.append if every else None)
+        return state, jnp.concatenate(of_blocks, axis=1) if every else last
+    return _prefill(run, prompt, cache, every)
 
 
 def _run_prompt(
@@ -375,8 +383,7 @@ def _run_prompt(
     options = dataclasses.replace(options, block=check_count("block", options.block, 1, "a block has at least 1 token"))
     given = check_prompt(model, tokens, lengths, question, cache, options.policy)
     run, prompt = _prepare(model, given, options, projection, butler, every)
-    feed = _prefill_by_layer if runs_by_layer(run) else _prefill
-    state, hidden = feed(run, prompt, cache, every)
+    state, hidden = _feed(run, prompt, cache, every)
     if every:  # [B, n m, E] of every place in a block -> [B, T, E]
         place = np.zeros(given.tokens.shape, np.int32)
         positions = [np.swapaxes(part.positions, 0, 1).reshape(len(place), -1) for part in prompt]
@@ -676,12 +683,6 @@ def _quarters(fed: int, slots: int) -> int | None:
     step = max(-(-slots // 4), 256)
     filled = -(-fed // step) * step
     return filled if filled < slots else None
-
-
-def _prefill_by_layer(run: Run, prompt: Prompt, cache: AnyCache | None, every: bool) -> tuple[DecodeState, Array]:
-    of_blocks: list[Array] = []
-    state, last = _fed(run, LayerSteps(run), prompt, cache, on_hidden=of_blocks.append if every else None)
-    return state, jnp.concatenate(of_blocks, axis=1) if every else last
 
 
 def _generate_by_layer(

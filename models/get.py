@@ -60,13 +60,7 @@ def place(name: str, environment: Mapping[str, str] = os.environ) -> Path:
         >>> place("smollm2", {"XDG_CACHE_HOME": "cache"}).as_posix()
         'cache/kvjax/models/smollm2.gguf'
     """
-    try:
-        folder = commands.cache_folder(environment)
-    except RuntimeError:
-        raise FileNotFoundError(
-            "the user's cache folder is not known, as there is no home folder; name one by XDG_CACHE_HOME."
-        ) from None
-    return folder / "models" / f"{name}.gguf"
+    return commands.cache_folder(environment) / "models" / f"{name}.gguf"
 
 
 def find(name: str, environment: Mapping[str, str] = os.environ) -> Path:

@@ -325,7 +325,7 @@ def _check_held(policy: Policy, kept: Kept | None, room: np.ndarray) -> None:
 
 
 def _held(policy: Policy, kept: Kept) -> np.ndarray:
-    """The tokens of each row's heads, as its budget counts them."""
+    """Counts the tokens of each row's heads, as its budget does."""
     return kept.held.max(axis=1) if policy.allocation.even else np.ceil(kept.held.mean(axis=1))
 
 
@@ -487,7 +487,7 @@ def _sized(config: Config, plan: Plan, prompt: CheckedPrompt, options: Options, 
 
 
 def _pages(plan: Plan, layers: int, held: np.ndarray, most: int, rounded: bool) -> int:
-    """How many pages a pool needs for heads of rows that hold so many tokens each on average, and never above ``most``.
+    """Counts a pool's pages for rows whose heads hold so many tokens on average, and never above ``most``.
 
     Args:
         rounded: to few sizes, as where the budget follows the prompt's length.

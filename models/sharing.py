@@ -1,4 +1,4 @@
-"""One prompt, many policies: as long as nobody evicts, the model's work is the same for all, so it is done once.
+"""Runs one prompt for many policies: as long as nobody evicts, the model's work is the same, and is done once.
 
 Methods that evict once, when the prompt is in, watch the same blocks side by side (``kvjax.observe_each``); then each
 evicts from a copy of its own. What cannot be shared runs by itself.
@@ -42,13 +42,13 @@ Asked = Policy | str | None | tuple[Policy | str | None, int | float | None]
 
 
 class _Arm(NamedTuple):
-    """One policy and budget, and the run that it would be alone."""
+    """Holds one policy and budget, and the run that it would be alone."""
 
     options: Options
     run: Run
 
     def shares(self, asked: bool) -> bool:
-        """Whether its prompt may run with those of others: nothing leaves before the end, and no key is turned.
+        """Says whether its prompt may run with those of others: nothing leaves before the end, and no key is turned.
 
         Args:
             asked: whether questions are held back; under a dynamic rope they cannot be fed behind a cache.
@@ -122,7 +122,7 @@ def prefill_each(
 
 
 def _predictor(policy: Policy | str | None, butler: Butler | None) -> Butler | None:
-    """The predictor, for who reads it."""
+    """Gives the predictor to who reads it."""
     parsed = policy_of(policy)
     return butler if parsed is not None and parsed.needs.prediction else None
 
@@ -168,8 +168,10 @@ def _alone(model: Decoder, given: CheckedPrompt, arm: _Arm) -> Prefilled:
 
 
 class _Seen(NamedTuple):
-    """The prompt as all have seen it: the cache with everything in it, whose state is a tuple of what each remembers,
-    what each says of all layers' slots (None for who keeps all), and the logits behind each row.
+    """Holds the prompt as all have seen it.
+
+    ``cache`` has everything in it, and a tuple of what each remembers as its state; ``said`` is what each says of all
+    layers' slots (None for who keeps all); ``logits`` stand behind each row.
     """
 
     cache: KVCache
@@ -252,7 +254,7 @@ def _block(
 
 
 def _compressed(model: Decoder, given: CheckedPrompt, arm: _Arm, seen: _Seen, place: int) -> Prefilled:
-    """One policy's copy of the cache, evicted from; then the question comes to it, if one was held back."""
+    """Evicts from one policy's copy of the cache; then the question comes to it, if one was held back."""
     plan = dataclasses.replace(arm.run.plan, prompt_slots=seen.cache.num_slots)
     own = dataclasses.replace(seen.cache, state=seen.cache.state[place])
     # Without its policy a plan is that of others, too, and so is the compiled program.

@@ -126,7 +126,7 @@ def markdown(folder: Path) -> str:
 
 
 def _with_claims(folder: Path) -> list[tuple[str, dict[str, Any]]]:
-    """The files of a folder that hold claims, by name."""
+    """Reads the files of a folder that hold claims, by name."""
     found = []
     for path in sorted(folder.glob("*.json")):
         try:
@@ -139,7 +139,7 @@ def _with_claims(folder: Path) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _study(name: str, data: Mapping[str, Any]) -> list[str]:
-    """A file's heading, source, caveat and table."""
+    """Writes a file's heading, source, caveat and table."""
     measure = data.get("claims_measure", "recall")
     rows = [_row(claim) for claim in data["claims"]]
     return [
@@ -154,7 +154,7 @@ def _study(name: str, data: Mapping[str, Any]) -> list[str]:
 def _disagreements(
     real: Sequence[tuple[str, Mapping[str, Any]]], embedded: Sequence[tuple[str, Mapping[str, Any]]]
 ) -> list[str]:
-    """The claims on which the models' verdicts differ."""
+    """Lists the claims on which the models' verdicts differ."""
     ours, theirs = (
         {claim["claim"]: claim for _, data in files for claim in data["claims"]} for files in (real, embedded)
     )
