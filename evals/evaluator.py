@@ -351,14 +351,14 @@ def _fed(
     width: int,
 ) -> Iterator[_Fed]:
     """Makes the batches of prompts that settings answer which hold back the same questions."""
-    chosen_rows = list(range(len(prompts))) if rows is None else list(rows)
+    # Rows of near lengths lie in one batch: blocks that are empty in front are skipped for the whole batch.
+    chosen_rows = sorted(range(len(prompts)) if rows is None else rows, key=lambda row: len(prompts[row].tokens))
     longest = max(width, *(len(prompt.tokens) for prompt in prompts))
     if len(model.embedding[...].sharding.device_set) == 1:  # several devices divide the batch as it was asked for
         batch = min(batch, len(prompts))
     held_back = settings[0].question == "agnostic"
     ratios = any(isinstance(setting.budget, float) for setting in settings)
     extremes = _extremes(prompts, held_back) if held_back or ratios else []
-    # Rows of a batch share a length where they can: empty blocks in front are skipped for the whole batch.
     for start in range(0, len(chosen_rows), batch):
         chosen = chosen_rows[start : start + batch]
         fed = [prompts[row] for row in chosen] + extremes

@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,29 +81,28 @@ def measure(
         For each setting ``correct`` (a list per cell), recall with its 95% interval, bytes of a sequence's cache at the
         end and at its largest, and tokens per second of prefill and decode, both without the step that compiled.
     """
-    rows = [(index, sample) for index, cell in enumerate(cells) for sample in cell.samples]
-    everything = [sample for _, sample in rows]
-    answer_length = max(len(sample.answer_tokens) for sample in everything)
-    correct: dict[Setting, list[list[bool]]] = {setting: [[] for _ in cells] for setting in settings}
+    samples = [sample for cell in cells for sample in cell.samples]
+    answer_length = max(len(sample.answer_tokens) for sample in samples)
+    correct: dict[Setting, dict[int, bool]] = {setting: {} for setting in settings}
     parts: dict[Setting, list[evaluator.Batch]] = {setting: [] for setting in settings}
     for setting, part in evaluator.answers_each(
-        model, everything, settings, new_tokens=answer_length, block=block, batch=batch
+        model, samples, settings, new_tokens=answer_length, block=block, batch=batch
     ):
         parts[setting].append(part)
         if progress is not None:
             progress.set_description(setting.title())
-        for place, row in enumerate(part.rows):
-            index, sample = rows[row]
-            correct[setting][index].append(exact(part.tokens[place].tolist(), sample))
-            if progress is not None:
-                progress.update()
+            progress.update(len(part.rows))
+        for row, tokens in zip(part.rows, part.tokens, strict=True):
+            correct[setting][row] = exact(tokens.tolist(), samples[row])
     return [_result(setting, cells, correct[setting], parts[setting]) for setting in settings]
 
 
 def _result(
-    setting: Setting, cells: Sequence[Cell], correct: Sequence[Sequence[bool]], parts: Sequence[evaluator.Batch]
+    setting: Setting, cells: Sequence[Cell], correct: Mapping[int, bool], parts: Sequence[evaluator.Batch]
 ) -> dict[str, Any]:
-    hits, total = sum(map(sum, correct)), sum(map(len, correct))
+    hits, total = sum(correct.values()), len(correct)
+    row = iter(range(total))  # samples are numbered cell by cell
+    by_cell = [[correct[next(row)] for _ in cell.samples] for cell in cells]
     low, high = statistics.wilson(hits, total)
     return {
         **setting.row(),
@@ -117,7 +116,7 @@ def _result(
         "decode_tokens_per_second": _rate([part.decode for part in parts]),
         "cells": [
             {"length": cell.length, "depth": cell.depth, "recall": sum(hit) / len(hit), "correct": list(map(int, hit))}
-            for cell, hit in zip(cells, correct, strict=True)
+            for cell, hit in zip(cells, by_cell, strict=True)
         ],
     }
 

@@ -96,6 +96,14 @@ def test_settings_that_share_a_prompt_answer_as_each_alone(question):
     assert plain[0] == plain[1]
 
 
+def test_rows_of_near_lengths_lie_in_one_batch():
+    model, tokenizer = models.load("retriever")
+    samples = [tasks.needle(0, tokenizer, length, facts=2) for length in (160, 96, 128, 100)]
+    setting = evaluator.Setting("tova", 24, "prompt", "after")
+    found = evaluator.answers(model, samples, setting, new_tokens=1, block=32, batch=2)
+    assert [batch.rows for batch in found] == [[1, 3], [2, 0]]
+
+
 def test_a_killed_run_of_shared_prompts_answers_only_what_is_missing():
     model, tokenizer = models.load("retriever")
     samples = [tasks.needle(seed, tokenizer, 96, facts=2) for seed in range(4)]
