@@ -1,4 +1,4 @@
-"""A self-contained page of a results folder: accuracy against memory and time, panels by task, a sortable table."""
+"""A self-contained page of a results folder: accuracy against memory and time, one panel per task, a sortable table."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from evals import evaluator, report, results, sweep
+from evals import evaluator, results, sweep
 from models import commands
 
 TEMPLATE = Path(__file__).with_name("page.html")
@@ -22,10 +22,10 @@ EXAMPLES = """examples:
 
 
 def figures(folder: Path) -> dict[str, Any]:
-    """What the page shows: the rows of all settings, each with the command that makes it, and where they were made.
+    """Return what the page shows: the rows of all settings, the command that reproduces each, and the environments.
 
     Raises:
-        ValueError: no folder of results, or one without any.
+        ValueError: the folder is no folder of results, or holds no results.
     """
     header = results.read_header(folder)
     records = results.read_records(folder)
@@ -40,7 +40,6 @@ def figures(folder: Path) -> dict[str, Any]:
         part = parts.get((row["model"], row["evaluation"]))
         row["command"] = row_command(header["command"], row) if part is None else sweep.row_command(part, row)
         row["low"], row["high"] = max(row["low"], 0.0), min(row["high"], 1.0)
-        row["base"] = report.without_caote(row["policy"]).partition("@")[0]
         row["kind"] = {"full": "full", evaluator.RECENCY: "recency"}.get(row["policy"], "policy")
     short: dict[str, str] = {}
     for evaluation in {row["evaluation"] for row in rows}:
@@ -56,7 +55,7 @@ def figures(folder: Path) -> dict[str, Any]:
 
 
 def row_command(command: str, row: Mapping[str, Any]) -> str:
-    """The command line of one row, from that of the whole run.
+    """Return the command line of one row, from that of the whole run.
 
     Example:
         >>> from evals import page
@@ -87,8 +86,9 @@ def row_command(command: str, row: Mapping[str, Any]) -> str:
 
 
 def render(template: Path, title: str, data: Mapping[str, Any]) -> str:
-    """A template with ``{{title}}`` and ``{{data}}`` filled by name, in one pass: what is filled in is not looked at
-    again, and nothing in the data can end the script that holds it.
+    """Fill ``{{title}}`` and ``{{data}}`` of a template, and return the page.
+
+    It takes one pass: filled-in text is not searched again, and nothing in the data can end the script that holds it.
 
     Raises:
         KeyError: the template has another name between double braces.
@@ -108,13 +108,13 @@ def render(template: Path, title: str, data: Mapping[str, Any]) -> str:
 
 
 def add_flags(flags: argparse.ArgumentParser) -> None:
-    """The command's flags."""
-    flags.add_argument("folder", type=Path, help="a folder that --out or sweep made; it may still grow")
-    flags.add_argument("--html", type=Path, help="the page; report.html in the folder by default")
+    """Add the command's flags."""
+    flags.add_argument("folder", type=Path, help="a folder that --out or sweep made; its run may still be going")
+    flags.add_argument("--html", type=Path, help="where to write the page (default: report.html in the folder)")
 
 
 def command(flags: argparse.Namespace) -> None:
-    """Writes the page."""
+    """Write the page."""
     path = flags.folder / "report.html" if flags.html is None else flags.html
     found = figures(flags.folder)
     with commands.replacing(path) as temporary:

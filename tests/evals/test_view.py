@@ -99,11 +99,11 @@ def test_slider_layer_head_and_policy_change_what_is_shown(written):
     notes = browser.dump(written, script=script).split('id="notes">')[1].split("</pre>")[0].split("\n")
     full, recent = notes[0].split("|")
     total = int(re.search(r"of (\d+) tokens", full)[1])
-    assert full == f"{total} of {total} tokens a head; 0 forgotten by all"
-    assert recent == f"40 of {total} tokens a head; {total - 40} forgotten by all"
+    assert full == f"{total} of {total} tokens per head; 0 forgotten by all"
+    assert recent == f"40 of {total} tokens per head; {total - 40} forgotten by all"
     assert "of 160" not in notes[1] and int(re.search(r"of (\d+)", notes[1])[1]) <= 64
-    assert notes[2].startswith(f"{total + 2} of {total + 2} tokens a head")
-    assert "Token 1 (layer.head): 3.2" in notes[3] and "Token 1 (layer.head): nobody" in notes[3]
+    assert notes[2].startswith(f"{total + 2} of {total + 2} tokens per head")
+    assert "Token 1 (layer.head): 3.2" in notes[3] and "Token 1 (layer.head): no head" in notes[3]
 
 
 @browser.needed
