@@ -1,1 +1,5 @@
-"""Evaluations: what a policy forgets, measured. `python -m evals needle --help`."""
+"""Evaluations: they measure what a policy forgets. Try `python -m evals needle --help`."""
+
+from kvjax.install import check_packages
+
+check_packages("models")

@@ -1,1 +1,5 @@
-"""Training: the retriever that ships, and (later) the predictors."""
+"""Training: the retriever that ships, and TokenButler's predictor. Try `python -m train.butler --help`."""
+
+from kvjax.install import check_packages
+
+check_packages("models", "evals")
