@@ -1,7 +1,7 @@
 """kvjax: a language model's KV cache inside a fixed memory budget, in pure JAX.
 
-``c = kvjax.score(A, V)`` says what losing each token does to the attention output, and
-``kvjax.evict(cache, c, budget=2048)`` keeps the tokens whose loss would hurt most.
+``c = kvjax.score(A, V)`` scores each token by how much its eviction changes the attention output, and
+``kvjax.evict(cache, c, budget=2048)`` keeps the tokens of largest score.
 """
 
 from kvjax import allocation, sources
@@ -52,7 +52,7 @@ from kvjax.sources import Source, parse_source
 from kvjax.topk import keep_mask
 from kvjax.transforms import critical, normalise, pool, positions, protect
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "Allocation",
     "Context",
