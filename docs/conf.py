@@ -7,6 +7,9 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
+import latex2mathml.converter  # noqa: E402
+from docutils import nodes  # noqa: E402
+
 import kvjax  # noqa: E402
 from models import commands  # noqa: E402
 
@@ -31,13 +34,15 @@ extensions = [
     "sphinx.ext.viewcode",
 ]
 exclude_patterns = ["_build", "results/*.json"]
-nitpicky = False  # jaxtyping's shapes are no names that a reference could lead to
+nitpicky = False  # jaxtyping's shapes are no names that a reference could resolve to
 
 html_theme = "furo"
 html_title = f"kvjax {version}"
 html_static_path = ["_static"]
 html_css_files = ["kvjax.css"]
 html_show_sphinx = False
+
+html_math_renderer = "mathml"  # formulas are part of the page: no script, no network
 
 nb_execution_mode = "off"  # python notebooks/run.py executes them
 nb_merge_streams = True
@@ -58,7 +63,7 @@ python_maximum_signature_line_length = 88
 
 
 def as_written(app, what, name, obj, options, lines):
-    """A name such as "window_" is no link, and the indented layouts of a module keep their columns."""
+    """Quote names such as "window_", which rst would read as links, and keep the layout of a module's indented text."""
     lines[:] = [re.sub(r'"(\w+_)"', r"``\1``", line) for line in lines]
     if what != "module":
         return
@@ -72,5 +77,16 @@ def as_written(app, what, name, obj, options, lines):
     lines[:] = made
 
 
+def _formula(display):
+    """Return the renderers of a formula: MathML, which browsers draw by themselves."""
+
+    def visit(writer, node):
+        writer.body.append(latex2mathml.converter.convert(node.astext(), display=display))
+        raise nodes.SkipNode
+
+    return visit, None
+
+
 def setup(app):
+    app.add_html_math_renderer("mathml", inline_renderers=_formula("inline"), block_renderers=_formula("block"))
     app.connect("autodoc-process-docstring", as_written)

@@ -1,8 +1,8 @@
-"""Writes the figures into the pages: `python docs/tables.py` after results have been made anew.
+"""The tables of the pages, from results: run `python docs/tables.py` whenever results have changed.
 
-README.md and pages under docs say what our runs saw. What stands between `<!-- NAME -->` and `<!-- end of NAME -->` in
-them is made here from the JSON files in docs/results, and docs/results/CLAIMS.md as a whole; nothing of it is typed by
-hand. `--check` only says whether the pages are up to date.
+README.md and pages under docs report our results. This script writes what stands between `<!-- NAME -->` and
+`<!-- end of NAME -->` in them, and all of docs/results/CLAIMS.md, from the JSON files in docs/results; none of it is
+typed by hand. `--check` only checks whether the pages are up to date.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvjax.policy import LINKS  # noqa: E402
 from models import commands  # noqa: E402
 from models.plan import moments  # noqa: E402
 
-SHOWN = 3  # policies that are named beside the best one
+SHOWN = 3  # policies that a row names beside the best one
 
 
 class Row(NamedTuple):
@@ -44,28 +44,28 @@ class Row(NamedTuple):
 
 
 def read(name: str) -> dict[str, Any]:
-    """A file of docs/results."""
+    """Read a file of docs/results."""
     return json.loads((RESULTS / name).read_text())
 
 
 def rows(data: dict[str, Any], **where: Any) -> list[Row]:
-    """A file's results of one setting."""
+    """Return a file's results of one setting."""
     found = [r for r in data["results"] if all(r[name] == value for name, value in where.items())]
     outcomes = [r["correct"] if "correct" in r else [c for cell in r["cells"] for c in cell["correct"]] for r in found]
     return [Row(r["policy"], correct, r["cache_bytes"]) for r, correct in zip(found, outcomes, strict=True)]
 
 
 def within_noise(row: Row, best: Row) -> bool:
-    """Whether nothing says that ``best`` is better than ``row``, on the same samples."""
+    """Return whether ``best`` is not clearly better than ``row`` on the same samples."""
     _, low, _ = statistics.paired_difference(list(map(bool, row.correct)), list(map(bool, best.correct)))
     return low <= 0
 
 
 def decision(budget: str, found: Sequence[Row], full: Row) -> str:
-    """A line of the decision table: the best policy, what is as good within noise, recency, and the full cache."""
+    """Return a line of the decision table: the best policy, those as good within noise, recency, and the full cache."""
     ranked = sorted(
         (row for row in found if row.policy != RECENCY),
-        key=lambda row: (-row.recall, "@" in row.policy, len(row.policy)),  # of equals, the simplest
+        key=lambda row: (-row.recall, "@" in row.policy, len(row.policy)),  # among equals, the simplest first
     )
     best = ranked[0]
     low, high = statistics.wilson(sum(best.correct), len(best.correct))
@@ -89,13 +89,13 @@ DECISION_HEAD = f"| {' | '.join(COLUMNS)} |\n|{' --- |' * len(COLUMNS)}"
 
 
 def source(name: str, data: dict[str, Any], full: Row) -> str:
-    """Where a table's figures come from."""
+    """Return the sentence that names the source of a table's figures."""
     count = len(full.correct)
-    return f"From [{name}](../results/{name}): {count} samples a policy; the full cache answers {full.recall:.2f}."
+    return f"From [{name}](../results/{name}): {count} samples per policy; the full cache answers {full.recall:.2f}."
 
 
 def once() -> str:
-    """Evicted once, the question known."""
+    """Make the table of the embedded model, evicting once with the question known."""
     data = read("ablation-budgets.json")
     full = rows(data, policy="full")[0]
     shares = sorted({r["share"] for r in data["results"] if r["share"] is not None})
@@ -104,7 +104,7 @@ def once() -> str:
 
 
 def real(question: str) -> str:
-    """SmolLM2, evicted once."""
+    """Make the table of SmolLM2, evicting once."""
     name = f"{claims.REAL}/methods.json"
     data = read(name)
     full = rows(data, policy="full", question=question)[0]
@@ -115,7 +115,7 @@ def real(question: str) -> str:
 
 
 def blocks() -> str:
-    """Evicted after every block."""
+    """Make the table of the embedded model, evicting after every block."""
     data = read("needle.json")
     full = rows(data, policy="full")[0]
     budgets = sorted({r["budget"] for r in data["results"] if r["budget"] is not None})
@@ -126,7 +126,7 @@ def blocks() -> str:
 
 
 def unknown() -> str:
-    """Evicted before the question is seen."""
+    """Make the table of the embedded model, evicting before the question is seen."""
     data = read("ablation-question.json")
     full = rows(data, policy="full")[0]
     named = {"agnostic": "question unknown", "after": "question known"}
@@ -136,7 +136,7 @@ def unknown() -> str:
 
 
 def selections() -> str:
-    """Nothing is evicted: perplexity and co-reference by the share of the tokens that a step leaves out."""
+    """Make the table of selections without eviction: perplexity and co-reference by the share of tokens left out."""
     perplexity, coref = read("perplexity.json"), read("coref.json")
     increase = {(r["select"], r["sparsity"]): r["increase"] for r in perplexity["results"]}
     named = {(r["select"], r["sparsity"]): r["accuracy"] for r in coref["results"]}
@@ -166,16 +166,24 @@ def selections() -> str:
     return "\n".join([text, "", *lines])
 
 
-def real_seen() -> str:
-    """Needles on SmolLM2 under some policies, the best of each row bold."""
+REAL_COLUMNS = {
+    "recency": RECENCY, "h2o + caote, half protected": "h2o+caote+protect(recent=0.5)", "tova": "tova",
+    "expected_attention": "expected_attention", "keydiff": "keydiff", "curdkv": "curdkv",
+    "curdkv + critical @model": "curdkv+critical@model", "snapkv": "snapkv", "snapkv + caote": "snapkv+caote",
+    "snapkv, window 16, + caote": "snapkv(window=16)+caote", "laprox @model": "laprox@model",
+    "laprox, kernel 13, @model": "laprox(kernel=13)@model",
+}  # fmt: skip
+README_COLUMNS = {
+    name: policy
+    for name, policy in REAL_COLUMNS.items()
+    if policy in (RECENCY, "tova", "snapkv", "snapkv(window=16)+caote", "laprox(kernel=13)@model", "curdkv")
+    or policy == "curdkv+critical@model"
+}
+
+
+def real_seen(columns: dict[str, str]) -> str:
+    """Make the table of needles on SmolLM2 under the policies of ``columns``, the best of each row bold."""
     data = read(f"{claims.REAL}/methods.json")
-    columns = {
-        "recency": RECENCY, "h2o + caote, half protected": "h2o+caote+protect(recent=0.5)", "tova": "tova",
-        "expected_attention": "expected_attention", "keydiff": "keydiff", "curdkv": "curdkv",
-        "curdkv + critical @model": "curdkv+critical@model", "snapkv": "snapkv", "snapkv + caote": "snapkv+caote",
-        "snapkv, window 16, + caote": "snapkv(window=16)+caote", "laprox @model": "laprox@model",
-        "laprox, kernel 13, @model": "laprox(kernel=13)@model",
-    }  # fmt: skip
     recall = {(r["policy"], r["share"], r["question"]): r["recall"] for r in data["results"]}
     lines = [f"| budget, question | {' | '.join(columns)} |", f"|{' --- |' * (len(columns) + 1)}"]
     for question, word in (("after", "known"), ("agnostic", "unknown")):
@@ -189,7 +197,7 @@ def real_seen() -> str:
 
 
 def seen() -> str:
-    """Needles under the policies of the README, bold where CAOTE is better than the same policy without it."""
+    """Make the table of needles on the embedded model, bold where CAOTE is better than the same policy without it."""
     data = read("needle.json")
     protected = "+protect(recent=0.5)"
     columns = {"recency": RECENCY} | {
@@ -217,12 +225,12 @@ NAMES = {"rolling_snapkv": "SnapKV, token by token", "h2o": "h2o, token by token
 
 
 def named(select: str) -> str:
-    """A selection as the pages call it."""
+    """Return the pages' name of a selection."""
     return NAMES.get(select, select.replace("_", " "))
 
 
 def foreseen() -> str:
-    """How well each source foresees what the heads want."""
+    """Make the table of how well each source predicts which tokens the heads attend to."""
     rows = sorted(read("butler-accuracy.json")["results"], key=lambda r: -r["hit_rate"])
     lines = ["| source | hit rate, all rows | last row (the paper's accuracy) | attention held |", f"|{' --- |' * 4}"]
     for r in rows:
@@ -233,7 +241,7 @@ def foreseen() -> str:
 
 
 def by_sparsity(rows: Sequence[dict[str, Any]], cell: Callable[[dict[str, Any]], str], rank: str) -> str:
-    """A row for each selection and a column for each sparsity, in the order of ``rank`` at the middle one."""
+    """Make a table of selections by sparsity, in the order of ``rank`` at the middle sparsity."""
     shares = sorted({r["sparsity"] for r in rows if r["sparsity"]})
     found = {(r["select"], r["sparsity"]): r for r in rows}
     middle = shares[len(shares) // 2]
@@ -247,7 +255,7 @@ def by_sparsity(rows: Sequence[dict[str, Any]], cell: Callable[[dict[str, Any]],
 
 
 def perplexities() -> str:
-    """Perplexity against sparsity."""
+    """Make the table of perplexity by sparsity."""
     data = read("perplexity.json")
     dense = next(r["perplexity"] for r in data["results"] if r["select"] == "full")
     text = (
@@ -258,7 +266,7 @@ def perplexities() -> str:
 
 
 def names_found() -> str:
-    """Co-reference by sparsity, and the predictor beside each other on the same samples."""
+    """Make the table of co-reference by sparsity, and compare the predictor with each other on the same samples."""
     data, generated = read("coref.json"), read("coref-generated.json")
     cell = lambda r: f"{r['accuracy']:.2f} / {r['coverage']:.2f}"  # noqa: E731
     full = next(r for r in data["results"] if r["select"] == "full")
@@ -281,7 +289,7 @@ def names_found() -> str:
 
 
 class Method(NamedTuple):
-    """A row of the methods table; ``judged`` picks its claims by paper and text."""
+    """A row of the methods table; ``judged`` selects its claims by paper and text."""
 
     name: str
     paper: str
@@ -289,11 +297,11 @@ class Method(NamedTuple):
     file: str
     judged: Callable[[str, str], bool] | None = None
     note: str = ""
-    against: str = ""  # the link in the comparisons of needle.json, for what has no claims of its own
+    against: str = ""  # the link in the comparisons of needle.json, for methods without claims of their own
 
 
 def of(paper: str, *words: str) -> Callable[[str, str], bool]:
-    """Claims of a paper whose text holds one of the words, all by default."""
+    """Return a test for claims of a paper whose text holds one of ``words``; without words, all of its claims."""
     return lambda p, text: p == paper and (not words or any(word in text for word in words))
 
 
@@ -308,8 +316,8 @@ SCORES = [
     Method(
         "caote(rounds=r)", "ours", "exact for what the last round left", "kvjax/joint_eviction.py", of("ours", "rounds")
     ),
-    Method("h2o", H2O, "attention, summed over queries", "kvjax/scores.py", note="what CAOTE improves"),
-    Method("tova", TOVA, "the layer's attention, last query", "kvjax/scores.py", note="what CAOTE is held against"),
+    Method("h2o", H2O, "attention, summed over queries", "kvjax/scores.py", note="a base that CAOTE improves"),
+    Method("tova", TOVA, "the layer's attention, last query", "kvjax/scores.py", note="a base of CAOTE"),
     Method(
         "snapkv",
         "[SnapKV](https://arxiv.org/abs/2404.14469)",
@@ -331,7 +339,7 @@ SCORES = [
         "[small keys](https://arxiv.org/abs/2406.11430)",
         "-‖k‖",
         "kvjax/scores_of_keys.py",
-        note="what KeyDiff is held against",
+        note="a base of KeyDiff",
     ),
     Method(
         "keydiff",
@@ -383,7 +391,7 @@ SCORES = [
     Method(
         "positions",
         f"{STREAMING}, SAGE-KV",
-        "keys turned anew",
+        "keys rotated again",
         "kvjax/transforms.py",
         lambda paper, text: "position" in text,
     ),
@@ -423,13 +431,13 @@ ALLOCATIONS = [
 
 
 def judged(folder: Path = RESULTS) -> list[dict[str, Any]]:
-    """All claims of a folder, as CLAIMS.md lists them."""
+    """Return all claims of a folder in the order of CLAIMS.md."""
     found = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
     return [claim for data in found if isinstance(data, dict) for claim in data.get("claims") or ()]
 
 
 def verdicts(method: Method, all_claims: Sequence[dict[str, Any]]) -> str:
-    """How many of a method's claims hold here."""
+    """Return how many of a method's claims hold here, in words."""
     if method.against:
         found = Counter(c["better"] for c in read("needle.json")["comparisons"] if method.against in c["policy"])
         words = f"{found['yes']} better, {found['no']} worse, {found['within noise']} within noise"
@@ -442,7 +450,7 @@ def verdicts(method: Method, all_claims: Sequence[dict[str, Any]]) -> str:
         return method.note
     words = (
         (HOLDS, "hold"),
-        (FAILS, "do not"),
+        (FAILS, "fail"),
         (OPEN, "within noise"),
         ("saturated", "too easy or hard"),
     )
@@ -451,7 +459,7 @@ def verdicts(method: Method, all_claims: Sequence[dict[str, Any]]) -> str:
 
 
 def methods(chosen: Sequence[Method]) -> str:
-    """A table of methods: name, paper, place in it, file, and how many of its claims hold here."""
+    """Make the table of methods: name, paper, equation, file, and how many of its claims hold here."""
     real, embedded = judged(RESULTS / claims.REAL), judged()
     head = ("short name", "paper", "equation, or what it is", "file", "its claims on SmolLM2", "on the embedded model")
     lines = [f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}"]
@@ -462,7 +470,7 @@ def methods(chosen: Sequence[Method]) -> str:
 
 
 def decided(folder: Path = RESULTS) -> str:
-    """Claims that came out clearly, those that fail first."""
+    """Make the table of claims with a clear verdict, those that fail first."""
     lines = ["| paper | claim | here | difference |", "| --- | --- | --- | --- |"]
     clear = [claim for claim in judged(folder) if claim["verdict"] != OPEN and not claim.get("note")]
     for claim in sorted(clear, key=lambda claim: (claim["verdict"] != FAILS, claim["paper"])):
@@ -472,7 +480,7 @@ def decided(folder: Path = RESULTS) -> str:
 
 
 def published() -> str:
-    """When each paper evicts, from what the links declare, and what happens here by default."""
+    """Make the table of when each paper evicts, as the links declare it, and of the default here."""
     lines = [
         "| short name | prompt, published | decode, published | source | decode here, by default |",
         "| --- | --- | --- | --- | --- |",
@@ -485,14 +493,14 @@ def published() -> str:
             continue
         own = f"`{name}`" if link.base else f"... `+{name}`"
         _, every = moments(link, "block", None) if link.base else ("", None)
-        here = "as what stands before it" if every is None else steps.get(every, f"every {every} steps")
+        here = "like the score before it" if every is None else steps.get(every, f"every {every} steps")
         when = link.published
         lines.append(f"| {own} | {prompt[when.prompt]} | {steps[when.decode]} | {when.source} | {here} |")
     return "\n".join(lines)
 
 
 def kept_and_asked() -> str:
-    """Shows what keeping a compressed document saves, from benchmarks/results/questions.json."""
+    """Make the table of what keeping a compressed document saves, from benchmarks/results/questions.json."""
     data = read("../../benchmarks/results/questions.json")
     settings, results = data["settings"], data["results"]
     ways = {"scratch": "each from scratch", "kept": "on a kept cache", "at once": "at once, `repeat`"}
@@ -516,7 +524,8 @@ def kept_and_asked() -> str:
 
 
 PARTS: dict[str, dict[str, Callable[[], str]]] = {
-    "../README.md": {"real": real_seen, "seen": seen},
+    "../README.md": {"real": lambda: real_seen(README_COLUMNS)},
+    "gallery.md": {"real": lambda: real_seen(REAL_COLUMNS), "seen": seen},
     "results/TOKENBUTLER.md": {"foreseen": foreseen, "perplexities": perplexities, "names": names_found},
     "how-to/choose-a-policy.md": {
         "real known": lambda: real("after"),
@@ -538,10 +547,10 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
 
 
 def filled(page: str, parts: dict[str, Callable[[], str]]) -> str:
-    """A page's text with its parts made anew.
+    """Return a page's text with new contents of its parts.
 
     Raises:
-        ValueError: a part that the page has no place for.
+        ValueError: the page has no place for a part.
     """
     text = (DOCS / page).read_text()
     for name, make in parts.items():
@@ -554,9 +563,9 @@ def filled(page: str, parts: dict[str, Callable[[], str]]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command; returns its exit code."""
-    flags = argparse.ArgumentParser(prog="python docs/tables.py", description="Writes the figures into the pages.")
-    flags.add_argument("--check", action="store_true", help="only say whether the pages are up to date")
+    """Run the command, and return its exit code."""
+    flags = argparse.ArgumentParser(prog="python docs/tables.py", description="Write the figures into the pages.")
+    flags.add_argument("--check", action="store_true", help="only check whether the pages are up to date")
     parsed = flags.parse_args(arguments)
     return commands.run(lambda: _run(parsed.check), "docs/tables.py")
 
@@ -568,7 +577,7 @@ def _run(check: bool) -> None:
         if text == path.read_text():
             continue
         if check:
-            raise ValueError(f"docs/{page} is not what docs/results says; run python docs/tables.py.")
+            raise ValueError(f"docs/{page} does not match docs/results; run python docs/tables.py.")
         with commands.replacing(path) as temporary:
             temporary.write_text(text)
         print(f"written: docs/{page}")

@@ -1,7 +1,10 @@
 """The code in the documents runs, from top to bottom, as a reader would paste it; what they cite is what is there."""
 
+import importlib
+import itertools
 import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -44,6 +47,29 @@ def test_links_between_documents_lead_somewhere(document):
 def test_links_of_a_notebook_lead_somewhere(notebook):
     text = "\n".join("".join(cell["source"]) for cell in cells(notebook, "markdown"))
     assert [target for target in links(text) if not (notebook.parent / target).exists()] == []
+
+
+COMMANDS = {
+    found.group().split("  #")[0]
+    for page in (ROOT / "README.md", ROOT / "docs/commands.md")
+    for found in re.finditer(r"python -m .*", "\n".join(re.findall("^    .*", page.read_text(), re.MULTILINE)))
+}
+
+
+@pytest.mark.parametrize("line", sorted(COMMANDS))
+def test_a_command_of_the_documents_has_the_flags_and_files_that_it_names(line, capsys):
+    words = shlex.split(line)
+    module, *rest = words[2:]
+    subcommand = rest[:1] if module in ("evals", "benchmarks") else []
+    name = {"models.generate": "models.cli", "train.butler": "train.cli"}.get(module, module)
+    main = importlib.import_module(name if name.startswith(("models", "train")) else f"{name}.__main__").main
+    with pytest.raises(SystemExit) as ended:
+        raise SystemExit(main([*subcommand, "--help"]))
+    assert ended.value.code == 0
+    shown = capsys.readouterr().out
+    assert [word for word in rest if word.startswith("--") and word not in shown] == []
+    files = [after for word, after in itertools.pairwise(rest) if word == "--prompt-file"]
+    assert all((ROOT / file).is_file() for file in files)
 
 
 def test_every_notebook_is_there_as_a_plain_file_too():
