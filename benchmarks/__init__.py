@@ -1,1 +1,1 @@
-"""Speed and memory, measured: `python -m benchmarks NAME`."""
+"""Benchmarks of speed and memory: `python -m benchmarks NAME`."""

@@ -1,4 +1,4 @@
-"""`python -m benchmarks NAME`: one command, a benchmark each."""
+"""`python -m benchmarks NAME`: one subcommand per benchmark."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ BENCHMARKS = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the benchmark that the first argument names; returns the exit code."""
+    """Run the benchmark that the first argument names, and return the exit code."""
     flags = commands.Parser(prog="python -m benchmarks", description="Speed and memory of kvjax.")
     names = flags.add_subparsers(dest="name", required=True, metavar="NAME")
     for name, module in BENCHMARKS.items():

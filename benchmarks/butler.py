@@ -1,8 +1,8 @@
-"""What TokenButler's predictor costs at published sizes, counted from compiled programs, and what its loss costs here.
+"""The cost of TokenButler's predictor at published sizes, counted from compiled programs, and the time of its loss.
 
-Nothing of the models runs: their programs are compiled for arrays that are not there. XLA counts a loop's body once
-whatever its length, so a model is counted as what it does without layers and, as often as it has layers, what one layer
-adds. Bytes are floors, each array read once; what the compiled programs access stands beside them.
+No model runs: the programs are compiled for abstract arrays. XLA counts a loop's body once, whatever the loop's length.
+So a model's cost is that of the model without layers, plus the cost that one layer adds times the number of layers.
+Bytes are floors: each array is read once. The bytes that the compiled programs access are reported beside them.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ MODELS = {
     "Llama-3.2-3B": shape("llama-3.2-3b"),
     "Llama-3.1-8B": shape("llama-3.1-8b"),
 }
-SINKS = 4  # read beside the share, as the paper has it
-WIDTH = 2  # bytes of a number in the floors: bfloat16, the predictor too
-BOUND = 0.02  # what the predictor may add
-UNUSED = ("unused_query", "unused_key", "unused_norm", "unused_norm_bias")  # held by the published layout, never read
+SINKS = 4  # read beside the share, as in the paper
+WIDTH = 2  # bytes per number in the floors: bfloat16, for the predictor as well
+BOUND = 0.02  # the largest share of FLOPs that the predictor may add
+UNUSED = ("unused_query", "unused_key", "unused_norm", "unused_norm_bias")  # in the published layout, but never read
 DRAWN_SHARES = (0.5, 0.1)
 LOSS_SIZES = {"N": 8, "K": 2, "D": 64, "F": 16}  # a quarter of a Llama-3.2-1B layer
 
 
 class Cost(NamedTuple):
-    """What XLA says that a compiled program does: floating-point operations, and bytes read and written."""
+    """XLA's count for a compiled program: floating-point operations, and bytes read and written."""
 
     flops: float
     bytes: float
 
 
 def compiled_cost(function: Callable, *arguments: Any, donate: tuple[int, ...] = ()) -> Cost:
-    """Compiles a function for abstract arguments and returns XLA's count; bodies of loops are counted once.
+    """Compile a function for abstract arguments and return XLA's count; bodies of loops are counted once.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -66,8 +66,8 @@ def compiled_cost(function: Callable, *arguments: Any, donate: tuple[int, ...] =
 
 
 class Parts(NamedTuple):
-    """A forward's parts; the whole model is ``rest`` and L times ``layer``, the predictor ``network`` and L - 1 times
-    ``logits``.
+    """The parts of a forward: the whole model is ``rest`` plus L times ``layer``, the predictor is ``network`` plus
+    L - 1 times ``logits``.
     """
 
     rest: Any  # embedding, last norm, head
@@ -78,7 +78,7 @@ class Parts(NamedTuple):
 
 @functools.cache
 def model_cost(config: models.Config, tokens: int, slots: int) -> tuple[Cost, Cost]:
-    """Of ``tokens`` new tokens, the last of ``slots``: what the model does without layers, and what a layer adds."""
+    """Return the cost of the model without layers and the cost per layer, for the last ``tokens`` of ``slots``."""
     whole = []
     for layers in (0, 1):
         short = dataclasses.replace(config, num_layers=layers, sliding_windows=())
@@ -105,7 +105,7 @@ def _forward(model: models.Decoder, tokens: Array, cache: list[Array]) -> tuple[
 
 @functools.cache
 def predictor_cost(config: ButlerConfig, tokens: int, slots: int) -> tuple[Cost, Cost]:
-    """Of ``tokens`` new tokens, the last of ``slots``: the predictor without its logits, and those of one layer."""
+    """Return the costs of the predictor without logits and of one layer's logits, as in :func:`model_cost`."""
     abstract = {name: _abstract(*sizes) for name, sizes in butler.parameter_shapes(config).items()}
     predictor = jax.eval_shape(functools.partial(Butler, config), abstract)
     cache = jax.eval_shape(lambda predictor: predictor.init_cache(1, slots), predictor)
@@ -124,7 +124,7 @@ def predictor_cost(config: ButlerConfig, tokens: int, slots: int) -> tuple[Cost,
 
 
 def product_bytes(model: models.Config, predictor: ButlerConfig, slots: int) -> tuple[float, float]:
-    """Bytes, in float32, that a step's bare products access in one layer: with K and V, and with k'."""
+    """Return the bytes, in float32, that a step's bare products access in one layer: with K and V, and with k'."""
     K, G, D, N, F = (
         model.num_kv_heads,
         model.num_heads // model.num_kv_heads,
@@ -151,7 +151,7 @@ def _abstract(*shape: int) -> jax.ShapeDtypeStruct:
 
 
 def hand_flops(model: models.Config, predictor: ButlerConfig, tokens: int, slots: int) -> Parts:
-    """The matrix products alone, 2 m n k each, all pairs of query and slot."""
+    """Return the FLOPs of the matrix products alone, 2 m n k each, over all pairs of query and slot."""
     E, N, r, H = model.hidden_size, model.num_heads, predictor.reduced, predictor.hidden
     made = predictor.predicted_layers * N * predictor.dim
     rest, layer = floors.product_flops(model, tokens, slots, tokens)
@@ -165,7 +165,7 @@ def hand_flops(model: models.Config, predictor: ButlerConfig, tokens: int, slots
 
 
 def floor_numbers(model: models.Config, predictor: ButlerConfig, slots: int) -> Parts:
-    """Numbers that a decode step reads, each once: weights, and the caches of ``slots`` tokens."""
+    """Return how many numbers a decode step reads, each once: weights, and the caches of ``slots`` tokens."""
     rest, layer = floors.weight_numbers(model)
     own = {name: math.prod(size) for name, size in butler.parameter_shapes(predictor).items()}
     return Parts(
@@ -177,10 +177,11 @@ def floor_numbers(model: models.Config, predictor: ButlerConfig, slots: int) -> 
 
 
 def selected_numbers(model: models.Config, tokens: float, slots: int) -> dict[str, float]:
-    """Numbers of one layer's cache that a decode step reads where each head reads ``tokens`` of the slots.
+    """Return how many numbers of one layer's cache a decode step reads if each head reads ``tokens`` of the slots.
 
-    ``heads``: every query head gathers its own, as published. The others read what a group's heads chose together
-    once: ``same`` if they all choose the same tokens, ``apart`` if no two do, ``chance`` if they choose independently.
+    ``heads``: every query head gathers its own tokens, as published. The others read the tokens of a group once:
+    ``same`` if all heads of the group choose the same tokens, ``apart`` if no two heads share one, ``chance`` if they
+    choose independently.
 
     Example:
         >>> from benchmarks import butler
@@ -198,12 +199,12 @@ def selected_numbers(model: models.Config, tokens: float, slots: int) -> dict[st
 
 
 def _token_numbers(model: models.Config) -> int:
-    """Of a token's key and value in one layer."""
+    """Return how many numbers the key and value of a token have in one layer."""
     return 2 * model.num_kv_heads * model.head_dim
 
 
 def break_even(model: models.Config, predictor: ButlerConfig, share: float, reading: str) -> int | None:
-    """The shortest context whose decode step reads fewer bytes with the predictor than without; None if none does.
+    """Return the shortest context at which a decode step reads fewer bytes with the predictor, or None if none does.
 
     Example:
         >>> from benchmarks import butler
@@ -228,9 +229,7 @@ def break_even(model: models.Config, predictor: ButlerConfig, share: float, read
 
 
 def largest_share(model: models.Config, predictor: ButlerConfig, reading: str) -> float:
-    """The share below which selection saves bytes once a context is long enough for the predictor's weights not to
-    matter.
-    """
+    """Return the share below which selection saves bytes at contexts where the predictor's weights do not matter."""
     group = model.num_heads // model.num_kv_heads
     own = model.num_heads * predictor.dim + 2 * predictor.reduced / predictor.predicted_layers
     left = max(0.0, 1 - own / _token_numbers(model))
@@ -239,7 +238,7 @@ def largest_share(model: models.Config, predictor: ButlerConfig, reading: str) -
 
 
 def prefill(name: str, tokens: int) -> dict[str, Any]:
-    """FLOPs of a forward of ``tokens`` tokens and what the predictor adds, with and without its logits."""
+    """Count the FLOPs of a forward of ``tokens`` tokens and those that the predictor adds, with and without logits."""
     model = MODELS[name]
     predictor = ButlerConfig.of(model)
     (rest, layer), (network, logits) = model_cost(model, tokens, tokens), predictor_cost(predictor, tokens, tokens)
@@ -265,7 +264,7 @@ def prefill(name: str, tokens: int) -> dict[str, Any]:
 
 
 class StepBytes(NamedTuple):
-    """Of a decode step of one sequence, each array read once: the dense step's first, then the predictor's."""
+    """Bytes of a decode step of one sequence, each array read once: the dense step's first, then the predictor's."""
 
     weights: int
     cache: int
@@ -275,7 +274,7 @@ class StepBytes(NamedTuple):
 
 
 def step_bytes(model: models.Config, predictor: ButlerConfig, slots: int) -> StepBytes:
-    """Bytes that a dense decode step at ``slots`` tokens reads, and what the predictor reads beside it."""
+    """Return the bytes that a dense decode step at ``slots`` tokens reads, and those that the predictor reads."""
     floor, weights = floor_numbers(model, predictor, slots), floor_numbers(model, predictor, 0)
     return StepBytes(
         weights=WIDTH * (weights.rest + model.num_layers * weights.layer),
@@ -287,7 +286,7 @@ def step_bytes(model: models.Config, predictor: ButlerConfig, slots: int) -> Ste
 
 
 def bytes_ratios(model: models.Config, predictor: ButlerConfig, share: float, slots: int) -> dict[str, float]:
-    """Bytes of a decode step with predictor and selection over a dense one, by :func:`selected_numbers`' readings."""
+    """Return a selecting decode step's bytes over a dense one's, for each reading of :func:`selected_numbers`."""
     floor = step_bytes(model, predictor, slots)
     dense = floor.weights + floor.cache
     unselected = sum(floor) - floor.cache * predictor.predicted_layers / model.num_layers  # layer 0 is read in full
@@ -300,7 +299,7 @@ def _kept(share: float, slots: int) -> int:
 
 
 def decode(name: str, context: int, shares: list[float]) -> dict[str, Any]:
-    """FLOPs and bytes of a decode step of one sequence at a context: dense, and with the predictor and selection."""
+    """Count FLOPs and bytes of a decode step of one sequence at a context: dense, and with predictor and selection."""
     model = MODELS[name]
     predictor = ButlerConfig.of(model)
     predicted = predictor.predicted_layers
@@ -333,7 +332,7 @@ def decode(name: str, context: int, shares: list[float]) -> dict[str, Any]:
 
 
 def reading(name: str, shares: list[float]) -> dict[str, Any]:
-    """A model's numbers for each token and predicted layer, and from where on selection saves bytes."""
+    """Return a model's numbers per token and predicted layer, and the contexts from which selection saves bytes."""
     model = MODELS[name]
     predictor = ButlerConfig.of(model)
     readings = ("heads", "same", "chance", "apart")
@@ -355,7 +354,7 @@ def materialised(
     *,
     causal: bool,
 ) -> Float[Array, ""]:
-    """``mse_logits`` as one writes it down first: all logits [B, N, T, T] of both, and their difference."""
+    """Compute ``mse_logits`` directly, with all logits [B, N, T, T] of both sides in memory."""
     T, N, D = query.shape[1:]
     key = jnp.repeat(key, N // key.shape[2], axis=2)
     logits = jnp.einsum("bind,bjnd->bnij", query, key) * D**-0.5
@@ -368,7 +367,7 @@ def materialised(
 
 
 def loss(tokens: int, causal: bool, repetitions: int) -> dict[str, Any]:
-    """Times the loss and its gradients against the materialised one; the two take turns."""
+    """Time the loss and its gradients against the materialised loss; the two take turns."""
     N, K, D, F = LOSS_SIZES.values()
     shapes = ((1, tokens, N, D), (1, tokens, K, D), (1, tokens, N, F), (1, tokens, N, F))
     rng = np.random.default_rng(0)
@@ -389,7 +388,7 @@ def loss(tokens: int, causal: bool, repetitions: int) -> dict[str, Any]:
 
 
 def prefill_table(results: list[dict[str, Any]]) -> str:
-    """What the predictor adds to a forward."""
+    """Return a table of what the predictor adds to a forward."""
     head = ("model", "tokens", "GFLOPs", "network", "+ logits", "network, last", "+ logits, last")
     shares = ("network_share", "share", "network_share_last_logits", "share_last_logits")
     rows = [
@@ -400,7 +399,7 @@ def prefill_table(results: list[dict[str, Any]]) -> str:
 
 
 def decode_flops_table(results: list[dict[str, Any]]) -> str:
-    """FLOPs of a decode step."""
+    """Return a table of the FLOPs of a decode step."""
     head = ["model", "context", "GFLOPs", "network", "logits", *(f"{s['share']:.0%}" for s in results[0]["selections"])]
     rows = []
     for r in results:
@@ -411,7 +410,7 @@ def decode_flops_table(results: list[dict[str, Any]]) -> str:
 
 
 def decode_bytes_table(results: list[dict[str, Any]]) -> str:
-    """Bytes of a decode step: the dense one, what the predictor adds, and steps with selection over the dense one."""
+    """Return a table of a decode step's bytes: the dense step, the predictor's, and selection over the dense step."""
     head = ["model", "context", "weights", "K and V", "network", "k'"]
     head += [f"{s['share']:.0%}" for s in results[0]["selections"]]
     rows = []
@@ -428,7 +427,7 @@ def decode_bytes_table(results: list[dict[str, Any]]) -> str:
 
 
 def reading_table(results: list[dict[str, Any]]) -> str:
-    """From where on selection saves bytes."""
+    """Return a table of the contexts from which selection saves bytes."""
 
     def length(slots: int | None) -> str:
         return "never" if slots is None else f"{slots:,}"
@@ -494,12 +493,12 @@ TABLES: dict[str, tuple[str, Callable[[list[dict[str, Any]]], str]]] = {
 
 
 def tables(results: dict[str, list[dict[str, Any]]]) -> dict[str, tuple[str, str]]:
-    """Each table and its legend, by title."""
+    """Return each table and its legend by title."""
     return {title: (table(results[n.split("_")[0]]), LEGENDS[n]) for n, (title, table) in TABLES.items()}
 
 
 def findings(results: dict[str, list[dict[str, Any]]]) -> dict[str, list[str]]:
-    """What each table says, in sentences."""
+    """Return sentences that sum up each table."""
     forwards, steps, tokens = results["prefill"], results["decode"], results["reading"]
     logits = [8 / (WIDTH * ButlerConfig.of(MODELS[r["model"]]).dim) for r in tokens]
     return {
@@ -593,7 +592,7 @@ def _loss_found(rows: list[dict[str, Any]]) -> str:
 
 
 def page(results: dict[str, list[dict[str, Any]]]) -> str:
-    """The tables and what they say, in Markdown."""
+    """Return the tables and the sentences about them in Markdown."""
     text = (
         "# What TokenButler's predictor costs\n\nMade by `python -m benchmarks butler`: counted from programs compiled "
     )
@@ -606,7 +605,7 @@ def page(results: dict[str, list[dict[str, Any]]]) -> str:
 
 
 def figure(results: dict[str, list[dict[str, Any]]], path: Path) -> None:
-    """FLOPs that the predictor adds to a forward, over lengths; bytes of a decode step, over contexts."""
+    """Draw the FLOPs that the predictor adds to a forward over lengths, and a decode step's bytes over contexts."""
     plt = report.pyplot()
     drawing, axes = plt.subplots(1, 1 + len(DRAWN_SHARES), figsize=(13, 4.4), layout="constrained")
     contexts = np.unique(np.geomspace(1024, 131_072, 60).astype(int))
@@ -648,30 +647,30 @@ def figure(results: dict[str, list[dict[str, Any]]], path: Path) -> None:
 
 
 def add_flags(flags: argparse.ArgumentParser) -> None:
-    """The command's flags."""
+    """Add the command's flags."""
     flags.add_argument("--models", default=",".join(MODELS))
     flags.add_argument("--lengths", default="256,512,1024,2048", help="tokens of a forward")
     flags.add_argument("--contexts", default="8192,32768,131072", help="tokens before a decode step")
-    flags.add_argument("--shares", default="0.5,0.25,0.1,0.05", help="of the tokens, that a head reads")
+    flags.add_argument("--shares", default="0.5,0.25,0.1,0.05", help="shares of the tokens that a head reads")
     flags.add_argument("--loss-lengths", default="512,1024,2048,4096")
-    flags.add_argument("--repetitions", type=int, default=7, help="of the loss")
+    flags.add_argument("--repetitions", type=int, default=7, help="repetitions of the loss")
     measure.add_json_flag(flags, "butler")
     flags.add_argument("--plot", type=Path, help="write the picture here (.png, .svg or .pdf)")
-    flags.add_argument("--page", type=Path, help="write the tables and what they say as a page of Markdown here")
+    flags.add_argument("--page", type=Path, help="write the tables and the findings as a Markdown page here")
 
 
 def command(flags: argparse.Namespace) -> None:
-    """Counts, times the loss, prints the tables, writes JSON, picture and page."""
+    """Count, time the loss, print the tables, write JSON, picture and page."""
     if flags.plot is not None:
         report.check_plot(flags.plot)
     commands.check_outputs([flags.json, flags.plot, flags.page])
     names, shares = commands.split_list(flags.models), commands.split_list(flags.shares)
     unknown = [name for name in names if name not in MODELS]
     if unknown or not names:
-        raise ValueError(f"--models {flags.models!r} does not name models to count; there are {', '.join(MODELS)}.")
+        raise ValueError(f"--models is {flags.models!r}; expected some of {', '.join(MODELS)}.")
     budgets = [commands.parse_budget(text) for text in shares]
     if not shares or any(isinstance(budget, int) for budget in budgets):
-        raise ValueError(f"--shares is {flags.shares!r}; give shares of the tokens between 0 and 1, as 0.5,0.1.")
+        raise ValueError(f"--shares is {flags.shares!r}; give shares of the tokens between 0 and 1, such as 0.5,0.1.")
     lengths, contexts, loss_lengths = (
         sorted(measure.whole_numbers(flag, text))
         for flag, text in (

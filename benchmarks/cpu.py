@@ -1,4 +1,4 @@
-"""All of it in five minutes on two CPU cores: kernels, decode, prefill and a fed prompt, to compare commits by."""
+"""A benchmark of five minutes on two CPU cores to compare commits: kernels, decode, prefill and a fed prompt."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from models import commands, provenance
 POLICY = "h2o+caote"
 SIZES = kernels.Sizes(budget=512, block=128, context=8192, loss_tokens=512)
 STEPS: dict[str, Any] = {"batches": [1], "budgets": [512], "prompts": [1_000, 100_000], "block": 128}
-FULL, FED = [1_000, 8_192, 32_768], [1_000, 100_000]  # of full caches; and fed to the model that ships with kvjax
+FULL, FED = [1_000, 8_192, 32_768], [1_000, 100_000]  # prompts of full caches, and those fed to the embedded model
 
 
 def measured(
     timing: measure.Timing, *, tiny: bool = False, on_rows: Callable[[list[dict[str, Any]]], None] = lambda rows: None
 ) -> list[dict[str, Any]]:
-    """Everything, the most important first.
+    """Measure everything, the most important rows first.
 
     Args:
-        on_rows: called with all rows so far as they come.
+        on_rows: called with all rows so far whenever some are added.
     """
     rows: list[dict[str, Any]] = []
 
@@ -50,17 +50,17 @@ def measured(
 
 
 def tables(results: Sequence[dict[str, Any]]) -> dict[str, tuple[str, str]]:
-    """Each part's table and legend, by title."""
+    """Return each part's table and legend by title."""
     operations = [r for r in results if "operation" in r]
     return prefill.tables(results) | (kernels.tables(operations) if operations else {})
 
 
 def older(path: Path) -> list[dict[str, Any]]:
-    """The rows of an older results file.
+    """Read the rows of an older results file.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: it is none.
+        OSError: the file cannot be read.
+        ValueError: it is no results file of this benchmark.
     """
     try:
         document = json.loads(path.read_text())
@@ -73,15 +73,15 @@ def older(path: Path) -> list[dict[str, Any]]:
 
 
 def add_flags(flags: argparse.ArgumentParser) -> None:
-    """The command's flags."""
+    """Add the command's flags."""
     flags.add_argument(
-        "--against", type=Path, metavar="OLD.json", help="an older run's figures: print each row's ratio"
+        "--against", type=Path, metavar="OLD.json", help="an older run's figures, to print each row's ratio"
     )
     measure.add_timing_flags(flags, "cpu")
 
 
 def command(flags: argparse.Namespace) -> None:
-    """Measures, prints the tables, writes JSON; compares with an older run."""
+    """Measure, print the tables, write JSON, and compare with an older run."""
     commands.check_outputs([flags.json])
     old = None if flags.against is None else older(flags.against)
     timing = measure.timing(flags)

@@ -1,4 +1,4 @@
-"""Decode steps of published shapes with random weights: under budgets and full, at short and long prompts, in parts."""
+"""Decode steps of published shapes with random weights: with budgets and full caches, after short and long prompts."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ from models import commands
 POSITION_ONLY = "streaming"  # evicts by position: no scores, no statistics of the attention
 TINY = {"budgets": [16], "prompts": [64, 1_000_000], "batches": [1], "block": 8}
 
-LEGEND = """ms: median of one step inside a loop, half of the repetitions in spread. Keys and values are drawn, places
-set as after the prompt; nothing was fed. All layers are one program, as on an accelerator; on a CPU large layers run
-one by one, as "peers" has them. floor: (weights + held keys and values) at the measured copy bandwidth; a
-block's products at the measured product rate where that is more. of floor: floor over ms. memory: GiB that the compiled
-program takes with its arguments; x counted: over weights, cache and policy's state. none: nothing evicted."""
+LEGEND = """ms: median of one step inside a loop; spread: the middle half of the repetitions. Keys and values are
+random, at the positions they have after the prompt; no prompt is fed. All layers are one program, as on an
+accelerator (on a CPU large layers run one by one, as in "peers"). floor: time to read the weights and the held keys
+and values at the measured copy bandwidth, or, for a block, its products at the measured product rate, whichever is
+more. of floor: floor over ms. memory: GiB of the compiled program with its arguments; x counted: that over weights,
+cache and policy state. none: nothing is evicted."""
 
-SPLIT_LEGEND = """By leaving one out, in the same turns: model, nothing evicted; eviction, what evicting by position
-adds; scoring, what the policy adds to that. together: both over the whole step. long / short: the step at the longest
-prompt over that at the shortest. processor: the same by the processor's time, of all threads together, which other
-programs on a CPU disturb less."""
+SPLIT_LEGEND = """Differences between programs that took turns. model: nothing is evicted. eviction: the extra time of
+evicting by position. scoring: the extra time of the policy over that. together: eviction and scoring over the whole
+step. long / short: the step at the longest prompt over the step at the shortest. processor: the same by processor
+time of all threads, which other programs on a CPU disturb less."""
 
 
 def sweep(
@@ -45,10 +46,10 @@ def sweep(
     full: Sequence[int] = (),
     on_rows: Callable[[list[dict[str, Any]]], None] = lambda rows: None,
 ) -> list[dict[str, Any]]:
-    """Times steps of all shapes, batches and budgets; what does not fit in memory says so in its row.
+    """Time steps of all shapes, batches and budgets; a setting that does not fit in memory has a refusal in its row.
 
     Args:
-        full: prompts after which a step over a full cache is timed too.
+        full: prompts after which a step over a full cache is timed, too.
         on_rows: called with all rows so far after each setting.
     """
     rows: list[dict[str, Any]] = []
@@ -57,7 +58,7 @@ def sweep(
     for name, batch, budget in tqdm(settings, unit="setting", file=sys.stderr, dynamic_ncols=True):
         config = shape(name)
         if name != held_name:
-            model, held_name = None, name  # the last one's weights leave before the next one's come
+            model, held_name = None, name  # free the last model's weights before the next are made
             try:
                 model = steps.random_model(config, steps.dtype_here(), free=timing.free)
             except measure.DoesNotFit as reason:
@@ -81,7 +82,7 @@ def _measured(
     kind: steps.Kind, model: Any, name: str, batch: int, budget: int | None, group: dict[str, list[int]],
     timing: measure.Timing, block: int,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Rows of policies that take turns on one cache: each policy's program, at each of its prompts."""
+    """Return the rows of policies that take turns on one cache: each policy's program at each of its prompts."""
     config, dtype = shape(name), steps.dtype_here()
     calls = min(timing.calls, block)
     rows: dict[str, dict[str, Any]] = {}
@@ -121,25 +122,25 @@ def _measured(
         try:
             for label, times in steps.contest(model, contenders, timing.repetitions).items():
                 rows[label] |= times._asdict()
-        except jax.errors.JaxRuntimeError as reason:  # memory that nobody counted
+        except jax.errors.JaxRuntimeError as reason:  # memory beyond the count
             for label in contenders:
                 rows[label]["refused"] = measure.reason_of(reason)
         peak = measure.peak_bytes()
-        for label in contenders:  # a process' peak never falls: only a new one says anything
+        for label in contenders:  # a process' peak never falls, so only a new peak belongs to these programs
             rows[label]["peak_bytes"] = peak if before is None or peak is None or peak > before else None
     return list(rows.values())
 
 
 def dtype_width(dtype: Any) -> int:
-    """Bytes of a number."""
+    """Return the bytes per number."""
     return np.dtype(dtype).itemsize
 
 
 def parts(results: Sequence[dict[str, Any]], by: str = "milliseconds") -> list[dict[str, Any]]:
-    """A step's split for each shape, batch and budget: milliseconds of model, eviction and scoring, and ratios.
+    """Split a step for each shape, batch and budget: milliseconds of model, eviction and scoring, and ratios.
 
     Args:
-        by: "milliseconds", or "processor" for the processor's time where rows have it.
+        by: "milliseconds", or "processor" for the processor's time of the rows that have it.
 
     Example:
         >>> from benchmarks import decode
@@ -178,7 +179,7 @@ def parts(results: Sequence[dict[str, Any]], by: str = "milliseconds") -> list[d
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
-    """A row for each step."""
+    """Return a table with one row per step."""
     head = ("shape", "batch", "budget", "prompt", "policy", "ms", "spread", "floor ms", "of floor", "memory")
     rows: list[tuple[str, ...]] = []
     for r in results:
@@ -206,7 +207,7 @@ def table(results: Sequence[dict[str, Any]]) -> str:
 
 
 def tables(results: Sequence[dict[str, Any]]) -> dict[str, tuple[str, str]]:
-    """Each kind's steps and their parts: table and legend, by title."""
+    """Return table and legend of each kind's steps and of their parts, by title."""
     found = {}
     for kind, title in (("decode", "A decode step"), ("block", "A block of a prompt")):
         own = [r for r in results if r.get("kind") == kind]
@@ -218,7 +219,7 @@ def tables(results: Sequence[dict[str, Any]]) -> dict[str, tuple[str, str]]:
 
 
 def split_table(results: Sequence[dict[str, Any]]) -> str:
-    """Rows for each shape, batch and budget: where a step's time goes, by the clock and by the processor."""
+    """Return a table of where a step's time goes, by the clock and by the processor, per shape, batch and budget."""
     head = ("shape", "batch", "budget", "policy", "by", "model ms", "eviction ms", "scoring ms", "together")
     rows = [
         (
@@ -238,30 +239,30 @@ def split_table(results: Sequence[dict[str, Any]]) -> str:
 
 
 def add_flags(flags: argparse.ArgumentParser) -> None:
-    """The command's flags."""
+    """Add the command's flags."""
     add_step_flags(flags, "decode")
 
 
 def add_step_flags(flags: argparse.ArgumentParser, name: str) -> None:
-    """What `decode` and `prefill` have in common."""
+    """Add the flags that `decode` and `prefill` have in common."""
     flags.add_argument("--shapes", "--shape", help=f"models' shapes (default: {','.join(PUBLISHED)}; on a CPU small)")
     flags.add_argument("--batches", default="1")
     flags.add_argument("--budgets", default="1024,8192")
-    flags.add_argument("--prompts", default="8192,131072,1048576", help="a budget's prompts; the first one's parts")
-    flags.add_argument("--full", default="8192,32768,131072", help="prompts of a full cache; none for no full cache")
+    flags.add_argument("--prompts", default="8192,131072,1048576", help="prompts per budget; the first in parts, too")
+    flags.add_argument("--full", default="8192,32768,131072", help="prompts of full caches, or none")
     flags.add_argument("--policy", default="h2o+caote")
     flags.add_argument("--block", type=int, default=128)
     measure.add_timing_flags(flags, name)
 
 
 def step_arguments(flags: argparse.Namespace) -> dict[str, Any]:
-    """Checks the common flags.
+    """Check the common flags and return the arguments of :func:`sweep`.
 
     Raises:
-        ValueError: an unknown shape or policy, a number that cannot be, a prompt shorter than a budget.
+        ValueError: a shape or policy is unknown, a number is invalid, or a prompt is shorter than a budget.
     """
     if not kvjax.parse(flags.policy).allocation.even:
-        raise ValueError(f"--policy {flags.policy}: here all heads have the same budget; take it without its '@'.")
+        raise ValueError(f"--policy is {flags.policy}, but here all heads have the same budget; leave out its '@'.")
     full = [] if flags.full == "none" else measure.whole_numbers("--full", flags.full)
     lists = {name: measure.whole_numbers(f"--{name}", getattr(flags, name)) for name in ("batches", "budgets")}
     given = {**lists, "prompts": measure.whole_numbers("--prompts", flags.prompts), "full": full, "block": flags.block}
@@ -271,14 +272,14 @@ def step_arguments(flags: argparse.Namespace) -> dict[str, Any]:
         given |= TINY | {"full": [64]}
     if min(given["prompts"]) < max(given["budgets"]):
         raise ValueError(
-            f"--prompts has {min(given['prompts'])} and --budgets {max(given['budgets'])}: a prompt must fill its "
-            "budget; give longer prompts or smaller budgets."
+            f"--prompts has {min(given['prompts'])} and --budgets has {max(given['budgets'])}, but a prompt must fill "
+            "its budget; give longer prompts or smaller budgets."
         )
     return {"shapes": names_of(flags), "policy": flags.policy, **given}
 
 
 def command(flags: argparse.Namespace) -> None:
-    """Measures, prints the tables, writes JSON."""
+    """Measure, print the tables, write JSON."""
     commands.check_outputs([flags.json])
     arguments = step_arguments(flags)
     timing = measure.timing(flags)

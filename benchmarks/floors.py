@@ -1,7 +1,7 @@
-"""Counted floors: the bytes that must be read and the products that must be made, each by a formula.
+"""Counted floors: the bytes that must be read and the products that must be computed, each by a formula.
 
-A floor counts what nobody can do without: keys and values, weights. Positions (4 bytes a slot), scores and outputs are
-left out; they are a hundredth of it and less. ``width`` is the bytes of a number.
+A floor counts what every implementation needs: keys, values and weights. Positions (4 bytes per slot), scores and
+outputs are left out; they are at most 1% of it. ``width`` is the bytes per number.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from models.parameters import parameter_shapes
 
 
 class Parts(NamedTuple):
-    """Of a decoder: the embedding, last norm and head in ``rest``; and one ``layer``."""
+    """The parts of a decoder: embedding, last norm and head in ``rest``, and one ``layer``."""
 
     rest: int
     layer: int
 
 
 def caote_topk(B: int, K: int, S: int, D: int, width: int, *, fast: bool = False) -> int:
-    """Bytes of V: twice for CAOTE, whose X must be known before |X - v| is; once for FastCAOTE with cached norms.
+    """Return the bytes of V: read twice for CAOTE, where |X - v| needs X first; once for FastCAOTE with cached norms.
 
     Example:
         >>> from benchmarks import floors
@@ -32,7 +32,7 @@ def caote_topk(B: int, K: int, S: int, D: int, width: int, *, fast: bool = False
 
 
 def cache_attention(B: int, K: int, S: int, D: int, width: int) -> int:
-    """Bytes of K and V.
+    """Return the bytes of K and V.
 
     Example:
         >>> from benchmarks import floors
@@ -43,7 +43,7 @@ def cache_attention(B: int, K: int, S: int, D: int, width: int) -> int:
 
 
 def attention_flops(B: int, T: int, N: int, S: int, D: int) -> int:
-    """Of both products of all queries with all slots.
+    """Return the FLOPs of both products of all queries with all slots.
 
     Example:
         >>> from benchmarks import floors
@@ -54,7 +54,7 @@ def attention_flops(B: int, T: int, N: int, S: int, D: int) -> int:
 
 
 def paged_attention(pages: int, page_size: int, D: int, width: int) -> int:
-    """Bytes of the live pages' keys and values.
+    """Return the bytes of the live pages' keys and values.
 
     Example:
         >>> from benchmarks import floors
@@ -65,7 +65,7 @@ def paged_attention(pages: int, page_size: int, D: int, width: int) -> int:
 
 
 def select_attention(B: int, H: int, M: int, D: int, width: int) -> int:
-    """Bytes of the chosen slots' keys and values, M for each of H heads.
+    """Return the bytes of the chosen slots' keys and values, M for each of H heads.
 
     Example:
         >>> from benchmarks import floors
@@ -76,9 +76,9 @@ def select_attention(B: int, H: int, M: int, D: int, width: int) -> int:
 
 
 def mse_flops(B: int, T: int, N: int, D: int, F: int) -> int:
-    """Of the products over all pairs: q.k, q'.k', and the two gradients by the predictor's queries and keys.
+    """Return the FLOPs over all pairs: q.k, q'.k', and the gradients with respect to the predictor's queries and keys.
 
-    A formulation that never makes pairs (Gram matrices) can do with less.
+    A formulation without pairs (Gram matrices) needs less.
 
     Example:
         >>> from benchmarks import floors
@@ -89,7 +89,7 @@ def mse_flops(B: int, T: int, N: int, D: int, F: int) -> int:
 
 
 def mse_bytes(B: int, T: int, N: int, K: int, D: int, F: int, width: int) -> int:
-    """Queries and keys of the model and the predictor read once, the predictor's two gradients written.
+    """Return the bytes of reading the model's and the predictor's queries and keys once, and writing two gradients.
 
     Example:
         >>> from benchmarks import floors
@@ -100,7 +100,7 @@ def mse_bytes(B: int, T: int, N: int, K: int, D: int, F: int, width: int) -> int
 
 
 def weight_numbers(config: Config) -> Parts:
-    """Weights that a step reads: all but the rows of an untied embedding that no token asks for.
+    """Return the number of weights that a step reads: all but the embedding's table where it is untied.
 
     Example:
         >>> from benchmarks import floors
@@ -116,7 +116,7 @@ def weight_numbers(config: Config) -> Parts:
 
 
 def step_bytes(config: Config, batch: int, tokens: int, width: int) -> tuple[int, int]:
-    """Of a step over ``tokens`` cached tokens a head: bytes of weights, and bytes of keys and values.
+    """Return a step's bytes of weights, and of keys and values, with ``tokens`` cached tokens per head.
 
     Example:
         >>> from benchmarks import floors
@@ -130,7 +130,7 @@ def step_bytes(config: Config, batch: int, tokens: int, width: int) -> tuple[int
 
 
 def product_flops(config: Config, tokens: int, slots: int, outputs: int) -> Parts:
-    """Matrix products of ``tokens`` queries over ``slots``, 2 m n k each, with logits for ``outputs`` tokens.
+    """Return the FLOPs, 2 m n k per product, of ``tokens`` queries over ``slots``, with logits for ``outputs`` tokens.
 
     Example:
         >>> import models
@@ -151,7 +151,7 @@ def product_flops(config: Config, tokens: int, slots: int, outputs: int) -> Part
 
 
 def step_flops(config: Config, batch: int, tokens: int, slots: int) -> int:
-    """Matrix products of a block of ``tokens`` a row, with logits of each row's last token.
+    """Return the FLOPs of a block of ``tokens`` per row, with logits for each row's last token.
 
     Example:
         >>> import models

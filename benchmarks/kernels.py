@@ -1,4 +1,4 @@
-"""Each operation's kernel against its reference under XLA and its counted floor, over shapes of published models."""
+"""Each operation's kernel compared with its XLA reference and its counted floor, over shapes of published models."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from models.config import Config
 
 OPERATIONS = ("caote_topk", "cache_attention", "paged_attention", "select_attention", "mse_logits")
 IMPLEMENTATIONS = ("reference", "pallas_gpu", "pallas_tpu")
-STATISTICS = frozenset({"sum", "last"})  # what H2O and SAGE-KV read; a block's other statistics cost the same pass
+STATISTICS = frozenset({"sum", "last"})  # read by H2O and SAGE-KV; a block's other statistics cost the same pass
 PAGE_SIZE = 16
-BEYOND_CACHES = 2**29  # bytes that a loop goes through before it meets a layer again, so that no cache holds them
+BEYOND_CACHES = 2**29  # bytes that a loop reads before it returns to a layer, so that no hardware cache holds them
 
-LEGEND = """ms: median of one call, inside a loop over stacked layers; half of the repetitions lie in spread. floor: the
-counted bytes at the measured copy bandwidth, or the counted products at the measured product rate, whichever is more;
-of floor: floor over ms. x reference: the reference's time over this one's. The loss makes no pairs, so its floor is its
-inputs and gradients; products over all pairs would be 2 T^2 N (D + 3 D')."""
+LEGEND = """ms: median of one call, inside a loop over stacked layers; spread: the middle half of the repetitions.
+floor: the counted bytes at the measured copy bandwidth, or the counted products at the measured product rate,
+whichever is more. of floor: floor over ms. x reference: the reference's time over this one's. The loss never forms
+all pairs, so its floor is its inputs and gradients; the products over all pairs would be 2 T^2 N (D + 3 D')."""
 
 
 class Case(NamedTuple):
     """One operation at one size; ``numbers_bytes`` and ``flops`` are its floor.
 
-    ``call(function, index, zero, *make())`` runs it as :func:`benchmarks.measure.looped` has it.
+    ``call(function, index, zero, *make())`` runs it, as :func:`benchmarks.measure.looped` needs it.
     """
 
     operation: str
@@ -51,8 +51,8 @@ class Case(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """What cases are made of: tokens kept, tokens of a block, a long context and the share of it that is read, tokens
-    of the loss.
+    """The sizes of cases: tokens kept, tokens per block, a long context and the share of it that is read, tokens of the
+    loss.
     """
 
     budget: int = 8192
@@ -66,7 +66,7 @@ TINY = Sizes(budget=24, block=8, context=64, loss_tokens=16)
 
 
 def cases(config: Config, batch: int, sizes: Sizes, dtype: DTypeLike, operations: Sequence[str]) -> Iterator[Case]:
-    """The cases of a model's shape.
+    """Yield the cases of a model's shape.
 
     Example:
         >>> import jax.numpy as jnp
@@ -98,7 +98,7 @@ def cases(config: Config, batch: int, sizes: Sizes, dtype: DTypeLike, operations
 
 
 def _layers(numbers_bytes: int) -> int:
-    """Two at least: what every turn of a loop reads could leave it."""
+    """Return the number of stacked layers; at least 2, because XLA could move what every turn reads out of the loop."""
     return max(2, -(-BEYOND_CACHES // numbers_bytes)) if measure.on_accelerator() else 2
 
 
@@ -152,7 +152,7 @@ def _cache_attention(
 
 
 def _paged_attention(config: Config, B: int, sizes: Sizes, T: int, dtype: DTypeLike) -> Case:
-    """Heads hold from a quarter to seven quarters of the budget; their pages lie in no order."""
+    """Make a case in which heads hold from 0.25 to 1.75 times the budget, and their pages lie in random order."""
     N, K, D, page = config.num_heads, config.num_kv_heads, config.head_dim, min(PAGE_SIZE, sizes.budget)
     share = np.linspace(0.25, 1.75, K) if K > 1 else np.ones(1)
     tokens = np.maximum(T, (share * sizes.budget).astype(int))  # [K]
@@ -225,7 +225,7 @@ def _mse_logits(config: Config, B: int, T: int, *, causal: bool) -> Case:
 
 
 def implementations_here(operation: str) -> list[str]:
-    """The reference, the kernel of this device where there is one, and for the loss the materialised one.
+    """Return the reference, this device's kernel if there is one, and for the loss the materialised form.
 
     Example:
         >>> from benchmarks import kernels
@@ -241,10 +241,10 @@ def _kernels(operation: str) -> dict[str, Kernel]:
 
 
 def chosen_implementations(asked: str, operation: str, *, interpret: bool) -> list[str]:
-    """What runs of an operation; "auto" is all that can run here.
+    """Return the implementations of an operation to run; "auto" stands for all that can run here.
 
     Raises:
-        ValueError: an implementation that does not exist, or that can't run on this device.
+        ValueError: an implementation does not exist, or cannot run on this device.
     """
     here = implementations_here(operation)
     if asked == "auto":
@@ -252,7 +252,7 @@ def chosen_implementations(asked: str, operation: str, *, interpret: bool) -> li
     found = []
     for name in commands.split_list(asked):
         if name not in IMPLEMENTATIONS:
-            raise ValueError(f"there is no implementation {name!r}; there are auto, {', '.join(IMPLEMENTATIONS)}.")
+            raise ValueError(f"unknown implementation {name!r}; expected auto, {', '.join(IMPLEMENTATIONS)}.")
         if name in here or (interpret and name in _kernels(operation)):
             found.append(name)
         elif not interpret:
@@ -267,7 +267,7 @@ def chosen_implementations(asked: str, operation: str, *, interpret: bool) -> li
 
 
 def function_of(operation: str, implementation: str, *, interpret: bool) -> Callable[..., Any]:
-    """The operation by that implementation, called with all its options."""
+    """Return the function of an operation's implementation, to be called with all its options."""
     if implementation == "materialised":
         return butler.materialised
     if interpret and implementation != "reference":
@@ -285,10 +285,10 @@ def function_of(operation: str, implementation: str, *, interpret: bool) -> Call
 def measured(
     case: Case, implementations: Sequence[str], timing: measure.Timing, *, interpret: bool = False
 ) -> list[dict[str, Any]]:
-    """Times a case's implementations in turns, on the same arrays; one that can't do it, or does not fit, says so.
+    """Time a case's implementations in turns on the same arrays; one that cannot run has a refusal in its row.
 
     Raises:
-        benchmarks.measure.DoesNotFit: the arrays are more than is free.
+        benchmarks.measure.DoesNotFit: the arrays take more memory than is free.
     """
     shapes = jax.eval_shape(case.make)
     measure.check_fits(measure.tree_bytes(shapes), f"{case.operation} ({case.case})", timing.free)
@@ -299,7 +299,7 @@ def measured(
         program, what = measure.looped(function, timing.calls), f"{case.operation} ({case.case}, {name})"
         try:
             programs[name] = measure.compiled(program, *shapes, what=what, free=timing.free)
-        except Exception as reason:  # whatever stops one kernel, the others are measured
+        except Exception as reason:  # one failing kernel does not stop the others
             if name == "reference" and not isinstance(reason, (NotImplementedError, measure.DoesNotFit)):
                 raise
             rows.append({"implementation": name, "refused": measure.reason_of(reason)})
@@ -333,17 +333,17 @@ def sweep(
     interpret: bool = False,
     on_rows: Callable[[list[dict[str, Any]]], None] = lambda rows: None,
 ) -> list[dict[str, Any]]:
-    """All cases of all shapes; one that does not fit in memory says so in its row.
+    """Time all cases of all shapes; a case that does not fit in memory has a refusal in its row.
 
     Args:
         on_rows: called with all rows so far after each case.
 
     Raises:
-        ValueError: an unknown shape, operation or implementation, or one that can't run here; nothing that could run.
+        ValueError: a shape, operation or implementation is unknown or cannot run here, or nothing is left to run.
     """
     for name in operations:
         if name not in OPERATIONS:
-            raise ValueError(f"there is no operation {name!r}; there are {', '.join(OPERATIONS)}.")
+            raise ValueError(f"unknown operation {name!r}; expected {', '.join(OPERATIONS)}.")
     configs = {name: shape(name) for name in shapes}
     chosen = {name: chosen_implementations(implementations, name, interpret=interpret) for name in OPERATIONS}
     settings = [
@@ -354,7 +354,9 @@ def sweep(
         if chosen[case.operation]
     ]
     if not settings:
-        raise ValueError(f"no operation out of {', '.join(operations)} has the implementation {implementations}.")
+        raise ValueError(
+            f"no operation out of {', '.join(operations)} has the implementation {implementations}; give another."
+        )
     rows: list[dict[str, Any]] = []
     for name, batch, case in tqdm(settings, unit="case", file=sys.stderr, dynamic_ncols=True):
         try:
@@ -371,7 +373,7 @@ def sweep(
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
-    """A row for each case and implementation."""
+    """Return a table with one row per case and implementation."""
     head = ("operation", "case", "shape", "batch", "by", "ms", "spread", "floor ms", "of floor", "x reference")
     rows = []
     for r in results:
@@ -395,16 +397,16 @@ def table(results: Sequence[dict[str, Any]]) -> str:
 
 
 def tables(results: Sequence[dict[str, Any]]) -> dict[str, tuple[str, str]]:
-    """The table and its legend, by title."""
+    """Return the table and its legend by title."""
     return {"Operations": (table(results), LEGEND)}
 
 
 def add_flags(flags: argparse.ArgumentParser) -> None:
-    """The command's flags."""
+    """Add the command's flags."""
     flags.add_argument("--shapes", "--shape", help=f"models' shapes (default: {','.join(PUBLISHED)}; on a CPU small)")
     flags.add_argument("--operations", default=",".join(OPERATIONS))
     flags.add_argument("--implementations", "--implementation", default="auto", help="auto: all that can run here")
-    flags.add_argument("--interpret", action="store_true", help="emulate the named kernels: no times worth reading")
+    flags.add_argument("--interpret", action="store_true", help="emulate the named kernels; the times mean nothing")
     flags.add_argument("--batches", default="1,8")
     flags.add_argument("--budget", type=int, default=8192)
     flags.add_argument("--context", type=int, default=131_072, help="slots that select_attention chooses from")
@@ -413,7 +415,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
 
 
 def command(flags: argparse.Namespace) -> None:
-    """Measures, prints the table, writes JSON."""
+    """Measure, print the table, write JSON."""
     commands.check_outputs([flags.json])
     sizes = TINY if flags.tiny else Sizes(flags.budget, context=flags.context, loss_tokens=flags.loss_tokens)
     for name, size in sizes._asdict().items():

@@ -1,4 +1,4 @@
-"""What benchmarks share: times, what the device is and does, memory that is checked before it is taken, results."""
+"""What benchmarks share: times, the device's limits, checks of memory before it is allocated, results files."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ RESULTS = Path(__file__).parent / "results"
 
 
 class Times(NamedTuple):
-    """Milliseconds of one call: the median of the repetitions, the lowest, and what half of them lie between.
+    """Milliseconds of one call: the median of the repetitions, the lowest, and the quartiles ``low`` and ``high``.
 
-    ``processor``: the median of the processor's time, of all threads together, which is the steadier one on a CPU that
-    others use too; None on an accelerator.
+    ``processor``: the median of the processor's time, of all threads together, which is steadier on a CPU that other
+    programs use, too; None on an accelerator.
     """
 
     milliseconds: float
@@ -41,7 +41,7 @@ class Times(NamedTuple):
 
 @contextlib.contextmanager
 def compilations() -> Iterator[list[float]]:
-    """Collects the seconds of each program that is compiled inside.
+    """Collect the compilation seconds of each program that is compiled in the ``with`` block.
 
     Example:
         >>> import jax
@@ -65,19 +65,19 @@ def compilations() -> Iterator[list[float]]:
 
 
 class DoesNotFit(ValueError):
-    """A program or its arrays take more memory than the device has free."""
+    """The error for a program or arrays that take more memory than the device has free."""
 
 
 def take_turns(
     programs: Mapping[str, Callable[[], Any]], repetitions: int, *, calls: int = 1, progress: bool = False
 ) -> dict[str, Times]:
-    """Times programs after one warm-up call each; they take turns, so that a busy machine is busy for all.
+    """Time programs after one warm-up call each; they take turns, so that a busy machine slows all of them alike.
 
     Args:
-        calls: how many calls of what is timed happen inside one call of a program; the times are of one of them.
+        calls: the number of timed calls inside one call of a program; the times are per timed call.
 
     Raises:
-        ValueError: fewer than 1 repetition.
+        ValueError: ``repetitions`` is below 1.
 
     Example:
         >>> import jax.numpy as jnp
@@ -108,11 +108,11 @@ def _summary(taken: Sequence[float], worked: Sequence[float]) -> Times:
 
 
 def looped(function: Callable[..., Any], calls: int) -> Callable[..., Any]:
-    """A program that calls ``function(index, zero, *arguments)`` so many times and returns what the last call did.
+    """Return a program that calls ``function(index, zero, *arguments)`` ``calls`` times and returns the last result.
 
-    ``zero`` is an integer 0 that XLA does not know to be one: it follows from the call before. What slices its
-    arguments at ``index % L + zero`` stays in the loop if there are at least two to choose from; what depends on
-    neither may be computed once, before it.
+    ``zero`` is an integer 0 that XLA cannot know to be 0, because it depends on the call before. Code that slices its
+    arguments at ``index % L + zero`` stays in the loop if L is at least 2; what depends on neither ``index`` nor
+    ``zero`` may be computed once, before the loop.
 
     Example:
         >>> import jax.numpy as jnp
@@ -124,7 +124,7 @@ def looped(function: Callable[..., Any], calls: int) -> Callable[..., Any]:
     def program(*arguments: Any) -> Any:
         def body(index: Any, before: Any) -> Any:
             leaf = jax.tree.leaves(before)[0]
-            zero = (leaf[(0,) * leaf.ndim] < -100_000_000).astype(jnp.int32)  # no position, no mean is
+            zero = (leaf[(0,) * leaf.ndim] < -100_000_000).astype(jnp.int32)  # no position or mean is so small
             return function(index, zero, *arguments)
 
         shapes = jax.eval_shape(function, jnp.int32(0), jnp.int32(0), *arguments)
@@ -136,14 +136,14 @@ def looped(function: Callable[..., Any], calls: int) -> Callable[..., Any]:
 def compiled(
     function: Callable[..., Any], *shapes: Any, what: str, free: float, donate: Sequence[int] = ()
 ) -> jax.stages.Compiled:
-    """Compiles for arguments that need not exist, once it is clear that they and the program fit in memory.
+    """Compile for abstract arguments, and check that they and the program fit in memory.
 
     Args:
-        what: names the program in the error.
-        free: bytes that it may take, arguments included.
+        what: the program's name in the error.
+        free: the bytes that it may take, including its arguments.
 
     Raises:
-        DoesNotFit: they do not.
+        DoesNotFit: the arguments or the program need more than ``free``.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -159,16 +159,16 @@ def compiled(
 
 
 def check_fits(needed: float, what: str, free: float) -> None:
-    """Raises DoesNotFit where ``needed`` bytes are more than are free."""
+    """Raise DoesNotFit if ``needed`` bytes are more than are free."""
     if needed > free:
         raise DoesNotFit(
-            f"{what} needs {needed / 2**30:,.2f} GiB, but {free / 2**30:,.2f} GiB are free here; take a smaller shape, "
+            f"{what} needs {needed / 2**30:,.2f} GiB, but {free / 2**30:,.2f} GiB are free here; give a smaller shape, "
             "batch, budget or prompt."
         )
 
 
 def reason_of(error: Exception) -> str:
-    """An error as the text of a row: its first line, and its kind where that is not ours.
+    """Return an error as text for a row: its first line, after its type unless the error is our own.
 
     Example:
         >>> from benchmarks.measure import reason_of
@@ -180,7 +180,7 @@ def reason_of(error: Exception) -> str:
 
 
 def check_some_ran(results: Sequence[Mapping[str, Any]]) -> None:
-    """Raises the first refusal where every row was refused: a sweep may have some, a command must have measured one.
+    """Raise the first refusal if every row was refused: single rows may be refused, but not all of a command's.
 
     Raises:
         ValueError: nothing was measured.
@@ -191,12 +191,12 @@ def check_some_ran(results: Sequence[Mapping[str, Any]]) -> None:
 
 
 def tree_bytes(tree: Any) -> int:
-    """Bytes of a pytree's arrays or shapes."""
+    """Return the bytes of a pytree's arrays or shapes."""
     return sum(math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in jax.tree.leaves(tree))
 
 
 def program_bytes(program: jax.stages.Compiled) -> int:
-    """Bytes that a compiled program takes while it runs: arguments, results and what it needs in between."""
+    """Return the bytes that a compiled program takes while it runs: arguments, results and temporary arrays."""
     memory: Any = program.memory_analysis()
     return (
         memory.argument_size_in_bytes
@@ -207,7 +207,7 @@ def program_bytes(program: jax.stages.Compiled) -> int:
 
 
 def free_bytes() -> float:
-    """Bytes that a program may still take on this device; of a CPU's, nine tenths of what the system has available."""
+    """Return the bytes that a program may still take on this device; on a CPU, 90% of the available memory."""
     stats = jax.devices()[0].memory_stats() or {}
     if "bytes_limit" in stats:
         return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
@@ -222,32 +222,32 @@ def _lines(path: Path) -> list[str]:
 
 
 def peak_bytes() -> int | None:
-    """The most bytes that this process has held on the device so far; None on a CPU, which does not count them."""
+    """Return the most bytes that this process has held on the device so far, or None on a CPU, which has no count."""
     stats = jax.devices()[0].memory_stats() or {}
     return stats.get("peak_bytes_in_use")
 
 
 def on_accelerator() -> bool:
-    """Whether programs run on a GPU or TPU."""
+    """Return whether programs run on a GPU or TPU."""
     return jax.default_backend() != "cpu"
 
 
 class Device(NamedTuple):
-    """What the device was measured to do, the peer of every floor: bytes read and written, and products, a second."""
+    """The device's measured limits, from which floors follow: bytes copied per second, and FLOPs per second."""
 
     copy_bytes: float
     product_flops: float
 
     def milliseconds(self, numbers_bytes: float, flops: float = 0) -> float:
-        """The floor of what reads and writes so many bytes and multiplies so much."""
+        """Return the floor in milliseconds of copying so many bytes, or of so many FLOPs if they take longer."""
         return 1e3 * max(numbers_bytes / self.copy_bytes, flops / self.product_flops)
 
 
 def device(*, tiny: bool = False, repetitions: int = 5) -> Device:
-    """Measures one pass over a large array in place (each byte read and written), and a square matrix product.
+    """Measure one pass over a large array in place (each byte read and written), and a square matrix product.
 
     The array is 1 GiB on an accelerator and 400 MB on a CPU; the product is bfloat16 of width 8,192 on an accelerator
-    and float32 of width 2,048 on a CPU. The best of the repetitions counts: a limit is what can be reached.
+    and float32 of width 2,048 on a CPU. The best of the repetitions counts, since a limit is what can be reached.
 
     Example:
         >>> from benchmarks.measure import device
@@ -256,7 +256,7 @@ def device(*, tiny: bool = False, repetitions: int = 5) -> Device:
         True
     """
     fast = on_accelerator()
-    size = 2**16 if tiny else 2**28 if fast else 10**8  # as large as the weights of the model that is measured
+    size = 2**16 if tiny else 2**28 if fast else 10**8  # as large as the weights of a measured model
     width = 64 if tiny else 8192 if fast else 2048
     passes, products = (20, 10) if fast and not tiny else (4, 1)
 
@@ -282,7 +282,7 @@ def device(*, tiny: bool = False, repetitions: int = 5) -> Device:
 
 
 def add_json_flag(flags: argparse.ArgumentParser, name: str) -> None:
-    """``--json [PATH]``; without a path, benchmarks/results/NAME.json."""
+    """Add ``--json [PATH]``; without a path, it means benchmarks/results/NAME.json."""
     flags.add_argument(
         "--json", type=Path, nargs="?", const=RESULTS / f"{name}.json", metavar="PATH",
         help=f"write all figures here (benchmarks/results/{name}.json if no path is given)",
@@ -290,7 +290,7 @@ def add_json_flag(flags: argparse.ArgumentParser, name: str) -> None:
 
 
 class Timing(NamedTuple):
-    """How a benchmark measures: calls in one program, repetitions, bytes that may be taken, the device's limits; and a
+    """How a benchmark measures: calls per program, repetitions, bytes that may be taken, the device's limits, and a
     note on the run.
     """
 
@@ -301,26 +301,26 @@ class Timing(NamedTuple):
     note: str = ""
 
     def settings(self) -> dict[str, Any]:
-        """What a results file says of it."""
+        """Return the settings for a results file."""
         found = {"calls": self.calls, "repetitions": self.repetitions, "limits": self.limits._asdict()}
         return found | ({"note": self.note} if self.note else {})
 
 
 def add_timing_flags(flags: argparse.ArgumentParser, name: str) -> None:
-    """The flags of a benchmark that times programs; :func:`timing` reads them."""
+    """Add the flags of a benchmark that times programs; :func:`timing` reads them."""
     flags.add_argument("--calls", type=int, help="calls inside one timed program (default: 16, on a CPU 2)")
-    flags.add_argument("--repetitions", type=int, help="timed programs (default: 10, on a CPU 5)")
-    flags.add_argument("--memory", type=float, help="GiB that may be taken (default: what is free)")
-    flags.add_argument("--tiny", action="store_true", help="smallest shape and sizes, to see that all of it runs")
-    flags.add_argument("--note", default="", help="said beside the figures, such as: other work ran on the machine")
+    flags.add_argument("--repetitions", type=int, help="runs of a timed program (default: 10, on a CPU 5)")
+    flags.add_argument("--memory", type=float, help="GiB that may be taken (default: all free memory)")
+    flags.add_argument("--tiny", action="store_true", help="smallest shape and sizes, to check that everything runs")
+    flags.add_argument("--note", default="", help="a note beside the figures, such as: other work ran on the machine")
     add_json_flag(flags, name)
 
 
 def timing(flags: argparse.Namespace) -> Timing:
-    """Checks the flags and measures the device's limits.
+    """Check the flags and measure the device's limits.
 
     Raises:
-        ValueError: a number below 1, a memory that is not above 0.
+        ValueError: a number is below 1, or the memory is not above 0.
     """
     fast = on_accelerator()
     calls = flags.calls if flags.calls is not None else 1 if flags.tiny else 16 if fast else 2
@@ -341,10 +341,10 @@ def write(
     results: Any,
     made_of: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """Writes a benchmark's results with what they were made with, if a path was given.
+    """Write a benchmark's results and their provenance, if a path was given.
 
     Args:
-        made_of: fingerprints of a model that was loaded; other weights are drawn at random, from fixed keys.
+        made_of: fingerprints of a model that was loaded; other weights are drawn at random from fixed keys.
     """
     if flags.json is not None:
         found = {"benchmark": benchmark, "settings": dict(settings), "results": results}
@@ -352,17 +352,17 @@ def write(
 
 
 def show(tables: Mapping[str, tuple[str, str]], path: Path | None) -> None:
-    """Prints tables with their legends, and where the figures are."""
+    """Print tables with their legends, and the path of the figures."""
     print("\n\n".join(f"{title}\n\n{table}\n\n{legend}" for title, (table, legend) in tables.items()))
     if path is not None:
         print(f"figures: {path}")
 
 
 def whole_numbers(name: str, text: str, low: int = 1) -> list[int]:
-    """A command line's list of integers.
+    """Parse a command line's list of integers.
 
     Raises:
-        ValueError: something else, or a number that is too low.
+        ValueError: a part is not an integer, or is below ``low``.
 
     Example:
         >>> from benchmarks.measure import whole_numbers
@@ -380,7 +380,7 @@ def whole_numbers(name: str, text: str, low: int = 1) -> list[int]:
 
 
 def ratio_table(results: Sequence[dict[str, Any]], old: Sequence[dict[str, Any]]) -> str:
-    """Each row's time over that of the row of the same name in an older file; rows without a partner say so.
+    """Return a table of each row's time over that of the same row in an older file; rows in only one have no ratio.
 
     Example:
         >>> from benchmarks.measure import ratio_table

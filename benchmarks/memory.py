@@ -1,8 +1,8 @@
 """Bytes of a cache under each allocation: counted slots, arrays, and what the compiled steps take beside them.
 
-Nothing runs: the steps are compiled for arrays that are not there. Layers and heads are Llama-3.2-1B's; the model
-around them is narrow, as on a CPU the layer loop copies one layer's weights, which would drown the rest. float32, as a
-CPU's compiler turns bfloat16 into float32 copies.
+Nothing runs: the steps are compiled for abstract arrays. Layers and heads are Llama-3.2-1B's. The model around them is
+narrow, because on a CPU the layer loop copies one layer's weights, which would outweigh everything else. The dtype is
+float32, because a CPU's compiler turns bfloat16 into float32 copies.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ CONFIG = models.Config(
     max_positions=131_072,
 )  # fmt: skip
 
-LEGEND = """MiB. counted: slots x (key, value, position); + block: and the block in flight; arrays: what a cache takes;
-compiled: the same by memory_analysis of the decode step; ratio: arrays over counted + block; decode +, block +: what a
-compiled step needs beside cache and weights."""
+LEGEND = """MiB. counted: slots x (key, value, position). + block: with the block in flight. arrays: the cache's
+arrays. compiled: the same by memory_analysis of the decode step. ratio: arrays over counted + block. decode +, block
++: what a compiled step needs beside cache and weights."""
 
 
 def compiled_bytes(policy: str, prompt: int, share: float, block: int, page_size: int) -> dict[str, Any]:
-    """Compiles one decode step and one block step under a policy and says what they need."""
+    """Compile one decode step and one block step under a policy, and return the bytes that they need."""
     budget = int(prompt * share)
     setting = steps.Setting(CONFIG, policy, budget, block=block, dtype=jnp.float32, page_size=page_size)
     run, cache = steps.shapes(setting, prompt)
@@ -66,7 +66,7 @@ def compiled_bytes(policy: str, prompt: int, share: float, block: int, page_size
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    """A row for each allocation and budget, in MiB."""
+    """Return a table in MiB with one row per allocation and budget."""
     head = ("policy", "budget", "slots", "counted", "+ block", "arrays", "compiled", "ratio", "decode +", "block +")
     rows = []
     for r in results:
@@ -87,18 +87,18 @@ def table(results: list[dict[str, Any]]) -> str:
 
 
 def add_flags(flags: argparse.ArgumentParser) -> None:
-    """The command's flags."""
+    """Add the command's flags."""
     flags.add_argument("--policies", default="snapkv,snapkv@pyramid,snapkv@layer,snapkv@model")
     flags.add_argument("--shares", default="0.02,0.05,0.2", help="budgets as shares of the prompt")
     flags.add_argument("--prompt", type=int, default=16_384)
     flags.add_argument("--block", type=int, default=128)
     flags.add_argument("--page-size", type=int, default=16)
     measure.add_json_flag(flags, "memory")
-    flags.add_argument("--page", type=Path, help="write the table as a page of Markdown here")
+    flags.add_argument("--page", type=Path, help="write the table as a Markdown page here")
 
 
 def command(flags: argparse.Namespace) -> None:
-    """Compiles, prints the table, writes JSON."""
+    """Compile, print the table, write JSON."""
     commands.check_outputs([flags.json, flags.page])
     shares = [commands.parse_budget(text) for text in commands.split_list(flags.shares)]
     settings = [(policy, share) for share in shares for policy in commands.split_list(flags.policies)]

@@ -1,8 +1,8 @@
-"""kvpress' side of `python -m benchmarks peers`; it is run by an environment that has kvpress, and by that alone.
+"""kvpress' side of `python -m benchmarks peers`; it runs only in an environment that has kvpress.
 
 Its argument is a JSON object: folder, prompt (token ids), budget (null for transformers without kvpress), window,
-new_tokens, threads, device, dtype. It prints one line of JSON when the model is loaded, and another for each line that
-it reads.
+new_tokens, threads, device, dtype. It prints one line of JSON when the model is loaded, and one for each line that it
+reads.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def main() -> None:
     if given["device"] == "cpu":
         keep_to(given["threads"])
     answers = os.fdopen(os.dup(1), "w")
-    with contextlib.redirect_stdout(sys.stderr):  # what libraries print is no answer
+    with contextlib.redirect_stdout(sys.stderr):  # libraries may print, but only answers go to standard output
         import torch  # type: ignore
         from kvpress import SnapKVPress  # type: ignore
         from transformers import AutoModelForCausalLM, DynamicCache  # type: ignore
@@ -41,7 +41,7 @@ def main() -> None:
     def pressed() -> Any:
         if given["budget"] is None:
             return contextlib.nullcontext()
-        # kvpress keeps int(T * (1 - ratio)) tokens; the half keeps rounding away from the next number.
+        # kvpress keeps int(T * (1 - ratio)) tokens; the added half protects the number against rounding.
         ratio = 1 - (given["budget"] + 0.5) / T
         return SnapKVPress(compression_ratio=ratio, window_size=given["window"])(model)
 

@@ -1,7 +1,7 @@
-"""llama.cpp's side of `python -m benchmarks peers`; it is run by an environment that has llama-cpp-python alone.
+"""llama.cpp's side of `python -m benchmarks peers`; it runs only in an environment that has llama-cpp-python.
 
 Its argument is a JSON object: gguf (the model's file), wide (null for its weights as they are stored, or a file to
-write them to as float32), prompt (token ids), new_tokens, threads. Lines as of benchmarks/peer_kvpress.py.
+write them to as float32), prompt (token ids), new_tokens, threads. It prints lines as benchmarks/peer_kvpress.py does.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Times every side of `python -m benchmarks peers` alike, by the standard library alone."""
+"""The timing that all sides of `python -m benchmarks peers` share, with the standard library only."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any, TextIO
 
 
 def timed(begin: Callable[[], int], step: Callable[[int], int], steps: int) -> dict[str, Any]:
-    """Times a prompt up to its first new token, and the mean of the steps behind it, by the clock and the processor.
+    """Time a prompt up to its first new token, and the mean of the steps after it, by the clock and the processor.
 
     Args:
-        begin: reads the prompt; gives the first token.
-        step: reads a token; gives the next.
-        steps: how many tokens follow the first.
+        begin: reads the prompt and returns the first token.
+        step: reads a token and returns the next.
+        steps: the number of tokens after the first.
 
     Returns:
         The four times in seconds, and the tokens.
@@ -43,10 +43,10 @@ def timed(begin: Callable[[], int], step: Callable[[int], int], steps: int) -> d
 
 
 def serve(run: Callable[[], dict[str, Any]], versions: dict[str, str], answers: TextIO | None = None) -> None:
-    """Says which versions run, and answers each line that it reads with a run: lines of JSON.
+    """Write a line of JSON with the versions, and then one with the result of a run for each line that it reads.
 
     Args:
-        answers: where to; standard output if None.
+        answers: where to write; standard output if None.
     """
     print(json.dumps({"versions": versions, "python": sys.version.split()[0]}), file=answers, flush=True)
     for _ in sys.stdin:
@@ -54,15 +54,15 @@ def serve(run: Callable[[], dict[str, Any]], versions: dict[str, str], answers: 
 
 
 def keep_to(cores: int) -> None:
-    """Runs this process on so many cores at most, where the system can; libraries start as many threads."""
+    """Restrict this process to ``cores`` cores, if the system can; libraries then start as many threads."""
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:cores])
 
 
 def peak_resident() -> int:
-    """Counts the bytes that this process has held at most: weights, cache, interpreter and libraries."""
+    """Return the most bytes that this process has held: weights, cache, interpreter and libraries."""
     status = Path("/proc/self/status")
-    if status.exists():  # Linux carries ru_maxrss over from the process that started this one
+    if status.exists():  # on Linux, ru_maxrss includes the peak of the process that started this one
         line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
         return int(line.split()[1]) * 1024
     import resource

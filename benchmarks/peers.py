@@ -1,9 +1,9 @@
 """The same checkpoint and prompt through kvpress with transformers and through us: prefill, decode, peak memory.
 
-Each runs in a process of its own, with as many threads, and they take turns. kvpress evicts once, after the whole
-prompt, and decodes without evicting; "ours, once" does the same work, and "ours, by block" is how we run by default:
-inside the budget all along, one token out for each that comes in. At the budget "full" nobody evicts: transformers
-alone, ours, and llama.cpp if there is one, with the same float32 weights and with those of the file.
+Each side runs in its own process with equally many threads, and they take turns. kvpress evicts once, after the whole
+prompt, and decodes without eviction. "ours, once" does the same work. "ours, by block" is our default: the cache stays
+inside the budget, and each new token evicts one. At the budget "full" nothing is evicted: transformers alone, ours, and
+llama.cpp if there is one, with the same float32 weights and with those of its file.
 """
 
 from __future__ import annotations
@@ -34,28 +34,27 @@ from models import commands, get, provenance
 from models.load import describe
 
 ROOT = Path(__file__).resolve().parent.parent
-WINDOW = 64  # of SnapKV, kvpress' default
+WINDOW = 64  # SnapKV's window, kvpress' default
 OURS: dict[str, dict[str, Any]] = {
     "ours, once": {"when": "prompt", "evict_every": 0},
     "ours, by block": {"when": "block", "evict_every": 1},
 }
 PEER, FULL_PEER, FULL_OURS = "kvpress", "transformers", "ours"
-LEGEND = """ms: median; spread: what half of the repetitions lie between; tokens/s: by the median. cpu: what the process
-had of all cores, which other processes do not change. held: tokens of each KV head after the prompt. ratio: the time of
-kvpress (at the full cache: of transformers alone) over this side's, so that more than 1 is faster. peak: what the
-process held at most, interpreter, libraries and weights included (on a GPU what was allocated there). same: how many
-of its first tokens this side has too. keys_values is not among the peers: the package index has no package of that
-name."""
+LEGEND = """ms: median; spread: the middle half of the repetitions; tokens/s: from the median. cpu: the process' share
+of all cores, which other processes do not change. held: tokens per KV head after the prompt. ratio: the time of
+kvpress (for the full cache: of transformers alone) over this side's, so more than 1 is faster. peak: the most memory
+that the process held, with interpreter, libraries and weights (on a GPU: what was allocated there). same: how many of
+its first tokens this side has too. keys_values is not among the peers: the package index has none of that name."""
 
 
 class Environment(NamedTuple):
-    """Another interpreter, with packages that ours has not.
+    """Another interpreter, with packages that ours does not have.
 
     Attributes:
-        package: what it must import.
-        flag: of the command, by which it is named.
-        variable: of the environment, likewise.
-        install: what makes one, for people.
+        package: the package that it must import.
+        flag: the command's flag that names it.
+        variable: the environment variable that names it.
+        install: the shell command that makes one, for the error message.
     """
 
     package: str
@@ -79,10 +78,10 @@ LLAMA_CPP = Environment(
 
 
 def checked_environment(python: str | None, wanted: Environment = KVPRESS) -> str:
-    """Finds the interpreter that has what a side needs.
+    """Find the interpreter that has the package of a side.
 
     Raises:
-        ValueError: none was named, or it lacks the package; the message says how to make one.
+        ValueError: no interpreter was named, or it lacks the package; the message says how to make one.
     """
     how = (
         f"make one with `{wanted.install}` and name it with {wanted.flag} peers/bin/python or "
@@ -102,10 +101,10 @@ def checked_environment(python: str | None, wanted: Environment = KVPRESS) -> st
 
 
 def sides(given: Mapping[str, Any], kvpress: str, llama_cpp: str | None) -> dict[str, list[str]]:
-    """Names what to start for each side, the one that the others are held against first.
+    """Return the command to start for each side; the first side is the one that the others are compared with.
 
     Args:
-        given: what both sides are told; a budget of None is the full cache.
+        given: the arguments of all sides; a budget of None is the full cache.
         kvpress: the interpreter that has kvpress.
         llama_cpp: the interpreter that has llama.cpp, if any.
     """
@@ -120,7 +119,7 @@ def sides(given: Mapping[str, Any], kvpress: str, llama_cpp: str | None) -> dict
 
 
 class Worker:
-    """A process that answers each line with a line of JSON."""
+    """A process that answers each line that it reads with a line of JSON."""
 
     def __init__(self, name: str, arguments: Sequence[str], threads: int, device: str):
         self.name = name
@@ -138,7 +137,7 @@ class Worker:
     def read(self) -> dict[str, Any]:
         line = self.process.stdout.readline() if self.process.stdout else ""
         if not line:
-            raise ValueError(f"{self.name} ended without an answer; its last words are above.")
+            raise ValueError(f"{self.name} ended without an answer; see its output above.")
         return json.loads(line)
 
     def ask(self) -> dict[str, Any]:
@@ -155,7 +154,7 @@ class Worker:
 
 
 def measured(given: Mapping[str, Any], kvpress: str, llama_cpp: str | None, repetitions: int) -> dict[str, Any]:
-    """All runs: for each side its versions and, of every repetition, what it answered."""
+    """Run all sides in turns, and return each side's versions and its answers of all repetitions."""
     with contextlib.ExitStack() as stack:
         workers = {}
         for name, arguments in sides(given, kvpress, llama_cpp).items():
@@ -165,16 +164,16 @@ def measured(given: Mapping[str, Any], kvpress: str, llama_cpp: str | None, repe
         for turn in tqdm(range(repetitions + 1), unit="turn", file=sys.stderr, dynamic_ncols=True):
             for name, worker in workers.items():
                 answer = worker.ask()
-                if turn:  # the first compiles
+                if turn:  # the first turn compiles
                     found[name]["runs"].append(answer)
     return found
 
 
 def summarised(found: Mapping[str, Any], prompt: int) -> list[dict[str, Any]]:
-    """A row for each side: median and quartiles of its times, and its figures against the first one's.
+    """Return one row per side: median and quartiles of its times, and its figures compared with the first side's.
 
     Args:
-        prompt: how many tokens it has.
+        prompt: the number of tokens of the prompt.
     """
     rows: list[dict[str, Any]] = []
     expected = next(iter(found.values()))["runs"][0]["tokens"]
@@ -197,7 +196,7 @@ def summarised(found: Mapping[str, Any], prompt: int) -> list[dict[str, Any]]:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A row for each side at each budget under each number of threads."""
+    """Return a table with one row per side, budget and number of threads."""
     head = (
         "side", "threads", "prefill ms", "spread", "tokens/s", "cpu", "ratio", "decode ms", "spread", "tokens/s", "cpu",
         "ratio", "peak MiB", "held", "same",
@@ -208,7 +207,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
         for what in ("prefill", "decode"):
             times, ratio = row[what], row[f"{what}_ratio"]
             cells += [f"{times['milliseconds']:,.1f}", f"{times['low']:,.1f}..{times['high']:,.1f}"]
-            speed = times.get("tokens_a_second")  # results of before it was measured have none
+            speed = times.get("tokens_a_second")  # older results do not have it
             cells += ["" if speed is None else f"{speed:,.1f}", f"{times['work_milliseconds']:,.1f}"]
             cells.append("" if ratio is None else f"{ratio:.2f}")
         cells += [f"{row['peak_bytes'] / 2**20:,.0f}", str(row["held"]), f"{row['same_tokens']} of {row['tokens']}"]
@@ -217,20 +216,20 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def add_flags(flags: argparse.ArgumentParser) -> None:
-    """The command's flags."""
+    """Add the command's flags."""
     for wanted in (KVPRESS, LLAMA_CPP):
         flags.add_argument(
             wanted.flag, metavar="PYTHON", help=f"an interpreter that has {wanted.package} (or {wanted.variable})"
         )
     flags.add_argument("--shape", help="random weights of this shape (default: small)")
-    flags.add_argument("--model", help="a model in its stead, such as smollm2, on a text")
+    flags.add_argument("--model", help="a model in place of --shape, such as smollm2, on a text")
     flags.add_argument("--prompt", type=int, default=2_048, help="tokens of the prompt (default %(default)s)")
     flags.add_argument(
-        "--budget", help="slots a head, or full; several by comma (default: 512, and 256,512,full with --model)"
+        "--budget", help="slots per head, or full; several by comma (default: 512; with --model: 256,512,full)"
     )
     flags.add_argument("--new-tokens", type=int, default=33)
-    flags.add_argument("--block", type=int, default=128, help="of our prefill")
-    flags.add_argument("--threads", default="1,2", help="how many threads each side has, one after the other")
+    flags.add_argument("--block", type=int, default=128, help="prompt tokens per step of our prefill")
+    flags.add_argument("--threads", default="1,2", help="threads per side; several by comma, one after the other")
     flags.add_argument("--device", choices=("cpu", "gpu"), default="cpu")
     flags.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     flags.add_argument("--repetitions", type=int, default=7)
@@ -238,7 +237,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
 
 
 def command(flags: argparse.Namespace) -> None:
-    """Makes the checkpoint, measures, prints the table, writes JSON."""
+    """Make the checkpoint, measure, print the table, write JSON."""
     commands.check_outputs([flags.json])
     threads = measure.whole_numbers("--threads", flags.threads)
     budgets = _budgets(flags.budget or ("256,512,full" if flags.model else "512"))
@@ -247,7 +246,7 @@ def command(flags: argparse.Namespace) -> None:
             raise ValueError(f"--{name.replace('_', '-')} is {getattr(flags, name)}; give at least {low}.")
     _check_longer(flags.prompt, budgets)
     if flags.model and flags.shape:
-        raise ValueError(f"--model {flags.model} and --shape {flags.shape} were given; keep one of them.")
+        raise ValueError(f"both --model {flags.model} and --shape {flags.shape} were given; keep one of them.")
     kvpress, llama_cpp, gguf = checked_environment(flags.environment), None, None
     if flags.llama_cpp or (os.environ.get(LLAMA_CPP.variable) and flags.model):
         llama_cpp, gguf = checked_environment(flags.llama_cpp, LLAMA_CPP), _gguf(flags)
@@ -286,7 +285,7 @@ def command(flags: argparse.Namespace) -> None:
 
 
 class _Made(NamedTuple):
-    """Holds what both sides read, but for the checkpoint."""
+    """The inputs of all sides beside the checkpoint."""
 
     prompt: list[int]
     parameters: int
@@ -294,7 +293,7 @@ class _Made(NamedTuple):
 
 
 def _made(flags: argparse.Namespace, folder: str, processes: int) -> _Made:
-    """Writes the checkpoint that both sides load; drawn weights get a drawn prompt, a real model a text."""
+    """Write the checkpoint that all sides load; random weights get a random prompt, a real model gets a text."""
     config = describe(flags.model)[0] if flags.model else shape(flags.shape or "small")
     needed = processes * 4 * parameter_count(config)
     measure.check_fits(needed, f"the checkpoint, in {processes} processes,", measure.free_bytes())
@@ -313,11 +312,11 @@ def _made(flags: argparse.Namespace, folder: str, processes: int) -> _Made:
 
 
 def _budgets(text: str) -> list[int | None]:
-    """The budgets, None for the full cache."""
+    """Parse the budgets, None for the full cache."""
     found: list[int | None] = []
     for part in commands.split_list(text):
         if part != "full" and not (part.isdecimal() and int(part) > WINDOW):
-            raise ValueError(f"--budget is {part}; give at least {WINDOW + 1} slots a head, or full.")
+            raise ValueError(f"--budget is {part}; give at least {WINDOW + 1} slots per head, or full.")
         found.append(None if part == "full" else int(part))
     return found
 
@@ -329,22 +328,22 @@ def _check_longer(prompt: int, budgets: Sequence[int | None]) -> None:
 
 
 def _gguf(flags: argparse.Namespace) -> str:
-    """The file that llama.cpp reads."""
+    """Return the file that llama.cpp reads."""
     if not flags.model or flags.device != "cpu":
-        raise ValueError("llama.cpp runs a real model on a CPU here; give --model smollm2, or leave --llama-cpp out.")
+        raise ValueError("llama.cpp needs a real model on a CPU here; give --model smollm2, or leave --llama-cpp out.")
     path = get.find(flags.model) if flags.model in get.PUBLISHED else Path(flags.model)
     if path.suffix != ".gguf":
-        raise ValueError(f"llama.cpp reads a GGUF file, which {flags.model} is not; leave --llama-cpp out.")
+        raise ValueError(f"llama.cpp needs a GGUF file, which {flags.model} is not; leave --llama-cpp out.")
     return str(path.resolve())
 
 
 def _work() -> None:
-    """Our side, as benchmarks/peer_kvpress.py is kvpress'."""
+    """Run our side, as benchmarks/peer_kvpress.py runs kvpress'."""
     import jax
 
     given = json.loads(sys.argv[1])
     if given["device"] == "cpu":
-        keep_to(given["threads"])  # XLA has as many threads as its process may use cores
+        keep_to(given["threads"])  # XLA starts as many threads as its process may use cores
     model, _ = models.load(given["folder"], dtype=given["dtype"])
     prompt, steps = np.array([given["prompt"]], np.int32), given["new_tokens"] - 1
     options: dict[str, Any] = {"block": given["block"], "max_new_tokens": given["new_tokens"], "end": ()}

@@ -1,4 +1,4 @@
-"""Blocks of a prompt, and whole prompts fed in a stream, of published shapes with random weights: budgets and full."""
+"""Blocks of a prompt and whole prompts, of published shapes with random weights, with budgets and full caches."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from benchmarks.shapes import shape
 from evals import report
 from models import commands
 
-LEGEND = """A whole prompt of random tokens through models.stream, block after block from the host, to its first token:
-seconds, once, after one block has compiled everything. step ms: median of the decode steps behind it, with the host in
-between. compiled: how often a block was compiled; a budget's later prompts need none. full / budget: a full cache's
-seconds over a budget's of the same prompt."""
+LEGEND = """A whole prompt of random tokens through models.stream, block by block from the host, to its first token.
+seconds: one run, after one block has compiled everything. step ms: median of the decode steps after it, with the host
+in between. compiled: how often a block was compiled; later prompts under the same budget need no compilation. full /
+budget: seconds of a full cache over those of a budget, for the same prompt."""
 
 
 def feed_all(
@@ -33,7 +33,7 @@ def feed_all(
     full: Sequence[int] = (),
     on_rows: Callable[[list[dict[str, Any]]], None] = lambda rows: None,
 ) -> list[dict[str, Any]]:
-    """Feeds prompts under budgets and, those of ``full``, into full caches."""
+    """Feed ``prompts`` under budgets, and those of ``full`` into full caches."""
     rows: list[dict[str, Any]] = []
     wanted: list[tuple[int | None, int]] = [(budget, prompt) for budget in budgets for prompt in prompts]
     wanted += [(None, prompt) for prompt in full]
@@ -45,7 +45,7 @@ def feed_all(
         try:
             steps.check_fits(setting, prompt, free)
             if name != held_name:
-                model, held_name = None, ""  # the last one's weights leave before the next one's come
+                model, held_name = None, ""  # free the last model's weights before the next are made
                 model, held_name = steps.random_model(config, dtype, free=free), name
             rows.append(fed_row(model, name, setting, prompt))
         except (measure.DoesNotFit, jax.errors.JaxRuntimeError) as reason:
@@ -55,7 +55,7 @@ def feed_all(
 
 
 def fed_row(model: Any, name: str, setting: steps.Setting, prompt: int) -> dict[str, Any]:
-    """Feeds one prompt; what came of it."""
+    """Feed one prompt, and return its row."""
     fed = steps.feed(model, setting, prompt)
     return {
         **_named(name, setting, prompt),
@@ -83,7 +83,7 @@ def _named(name: str, setting: steps.Setting, prompt: int) -> dict[str, Any]:
 
 
 def feed_table(results: Sequence[dict[str, Any]]) -> str:
-    """A row for each prompt that was fed."""
+    """Return a table with one row per prompt that was fed."""
     head = ("shape", "batch", "budget", "prompt", "policy", "seconds", "tokens / s", "step ms", "compiled")
     whole = {(r["shape"], r["batch"], r["prompt"]): r for r in results if r["budget"] is None and "refused" not in r}
     rows = []
@@ -109,19 +109,19 @@ def feed_table(results: Sequence[dict[str, Any]]) -> str:
 
 
 def tables(results: Sequence[dict[str, Any]]) -> dict[str, tuple[str, str]]:
-    """Blocks, their parts and whole prompts: table and legend, by title."""
+    """Return table and legend of blocks, their parts and whole prompts, by title."""
     fed = [r for r in results if r.get("kind") == "feed"]
     return decode.tables(results) | ({"Whole prompts": (feed_table(fed), LEGEND)} if fed else {})
 
 
 def add_flags(flags: argparse.ArgumentParser) -> None:
-    """The command's flags."""
+    """Add the command's flags."""
     decode.add_step_flags(flags, "prefill")
-    flags.add_argument("--feed", help="prompts to feed whole (default: 8192,131072; on a CPU 1024); none for none")
+    flags.add_argument("--feed", help="prompts to feed whole, or none (default: 8192,131072; on a CPU 1024)")
 
 
 def command(flags: argparse.Namespace) -> None:
-    """Measures, prints the tables, writes JSON."""
+    """Measure, print the tables, write JSON."""
     commands.check_outputs([flags.json])
     arguments = decode.step_arguments(flags)
     asked = flags.feed or ("8192,131072" if measure.on_accelerator() else "1024")

@@ -1,4 +1,4 @@
-"""Many questions about one document: from scratch each, or from a cache that was compressed once and kept."""
+"""Many questions about one document: each from scratch, or from a cache that was compressed once and kept."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from models import commands, provenance
 from models.layer_caches import AnyCache
 
 NEW_TOKENS = 6
-LEGEND = """seconds: for all questions, the document included, programs compiled before; cache: of one row, behind an
+LEGEND = """seconds: for all questions and the document, after all programs were compiled; cache: of one row, after an
 answer; right: answers that hold the fact's value. scratch, kept: one question after the other; at once: in a batch."""
 
 
 def add_flags(flags: argparse.ArgumentParser) -> None:
-    """The command's flags."""
+    """Add the command's flags."""
     flags.add_argument("--model", default="smollm2", help="a name or a folder (default %(default)s)")
     flags.add_argument("--length", type=int, default=1024, help="tokens of the document (default %(default)s)")
-    flags.add_argument("--questions", type=int, default=20, help="facts to ask for (default %(default)s)")
-    flags.add_argument("--policy", default="curdkv", help="what to keep of it, chosen once (default %(default)s)")
-    flags.add_argument("--budget", type=int, default=512, help="tokens a head (default %(default)s)")
-    flags.add_argument("--seed", type=int, default=0, help="of the document (default %(default)s)")
-    flags.add_argument("--repetitions", type=int, default=2, help="the ways take turns (default %(default)s)")
+    flags.add_argument("--questions", type=int, default=20, help="number of facts to ask for (default %(default)s)")
+    flags.add_argument("--policy", default="curdkv", help="compresses the document, once (default %(default)s)")
+    flags.add_argument("--budget", type=int, default=512, help="tokens per head (default %(default)s)")
+    flags.add_argument("--seed", type=int, default=0, help="seed of the document (default %(default)s)")
+    flags.add_argument("--repetitions", type=int, default=2, help="runs of each way, in turns (default %(default)s)")
     measure.add_json_flag(flags, "questions")
 
 
 def command(flags: argparse.Namespace) -> None:
-    """Runs the benchmark."""
+    """Run the benchmark."""
     commands.check_outputs([flags.json])
     model, tokenizer = models.load(flags.model, dtype="float32")
     if tokenizer is None:
@@ -60,7 +60,7 @@ def command(flags: argparse.Namespace) -> None:
 def asked(
     tokenizer: models.Tokenizer, length: int, count: int, seed: int
 ) -> tuple[list[int], list[list[int]], list[str]]:
-    """A document that states ``count`` facts, a question about each, and the values that answer them."""
+    """Make a document that states ``count`` facts, a question about each, and the values that answer them."""
     sample = tasks.needle(seed, tokenizer, length, facts=count)
     context = sample.prompt[: sample.prompt.rindex("\nQuestion:")]
     stated = re.findall(r"the (\w+) of ([a-z]+(?: [a-z]+)?) is (\d{4})\.", context, re.IGNORECASE)
@@ -80,7 +80,7 @@ def compared(
     budget: int | None,
     repetitions: int,
 ) -> list[dict[str, Any]]:
-    """Answers all questions in three ways under a policy; a row each."""
+    """Answer all questions in three ways under a policy, and return one row per way."""
     given: dict[str, Any] = dict(policy=policy, budget=budget, when="prompt")
     caches: dict[str, AnyCache] = {}
     found: dict[str, list[list[int]]] = {}
@@ -132,7 +132,7 @@ def compared(
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """A row for each way of asking."""
+    """Return a table with one row per way of asking."""
     head = ("policy", "budget", "way", "seconds", "lowest", "cache MiB", "file MiB", "right", "as scratch")
     lines = [
         (

@@ -1,4 +1,4 @@
-"""Turns benchmarks/results/*.json into docs/performance.md and its plots; the same files give the same page."""
+"""The report: docs/performance.md and its plots from benchmarks/results/*.json; the same files give the same page."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ Document = dict[str, Any]
 
 INTRODUCTION = """# Performance
 
-Made by `python -m benchmarks report` from benchmarks/results; every figure there names its device, versions and commit.
-A floor is what must be read or multiplied, at the bandwidth and the product rate that the same run measured on the same
-device. Nothing is estimated where it says ms.
+`python -m benchmarks report` makes this page from benchmarks/results; every file there names its device, versions and
+commit. A floor is the time to read the bytes, or to compute the products, that are strictly needed, at the bandwidth
+and product rate measured in the same run on the same device. Every number in ms was measured.
 """
 
 
 class Target(NamedTuple):
-    """What was aimed at: a figure out of the rows of all documents of one kind of device, and its bound."""
+    """A target: a figure computed from the rows of all documents of one kind of device, and its bound."""
 
     text: str
     on: str  # "gpu" or "cpu"
@@ -100,7 +100,7 @@ def _loss(rows: Sequence[Row]) -> float | None:
 
 
 def _peer(what: str, side: str) -> Callable[[Sequence[Row]], float | None]:
-    """kvpress' time over ours, the worst under any number of threads."""
+    """Return a function for kvpress' time over ours, the worst over all numbers of threads."""
     return lambda rows: min((r[f"{what}_ratio"] for r in rows if r.get("side") == side), default=None)
 
 
@@ -130,10 +130,10 @@ TARGETS = (
 
 
 def documents(folder: Path) -> list[Document]:
-    """The results files of a folder, in a fixed order.
+    """Read the results files of a folder, in a fixed order.
 
     Raises:
-        ValueError: none there, or one that is no results file.
+        ValueError: the folder holds no results, or a file is no results file.
     """
     found = []
     for path in sorted(folder.glob("*.json")):
@@ -152,7 +152,7 @@ def documents(folder: Path) -> list[Document]:
 
 
 def section(document: Document) -> str:
-    """A results file as Markdown: its tables, and what they were made with."""
+    """Return a results file as Markdown: its tables, and what they were made with."""
     module = importlib.import_module(f"benchmarks.{document['benchmark']}")
     results = document["results"]
     if hasattr(module, "tables"):
@@ -183,7 +183,7 @@ def _device(document: Document) -> str:
 
 
 def targets(found: Sequence[Document]) -> str:
-    """Each target with its figure, met or missed, or said to be unmeasured."""
+    """Return a table of the targets with their figures: met, missed or unmeasured."""
     rows = []
     for target in TARGETS:
         own = [r for d in found if (d["device"] == "cpu") == (target.on == "cpu") for r in _rows(d)]
@@ -203,7 +203,7 @@ def _rows(document: Document) -> list[Row]:
 
 
 def page(found: Sequence[Document], images: Sequence[str]) -> str:
-    """The whole page in Markdown."""
+    """Return the whole page in Markdown."""
     pictures = {
         "decode": ("Decode time against prompt length", "Solid: under a budget; dashed: a full cache; dotted: floors."),
         "kernels": ("Operations against their floors", "The share of the floor's speed that each reaches."),
@@ -217,7 +217,7 @@ def page(found: Sequence[Document], images: Sequence[str]) -> str:
 
 
 def draw_decode(document: Document, path: Path) -> None:
-    """Milliseconds of a decode step against the prompt's length, with and without eviction."""
+    """Draw the milliseconds of a decode step against the prompt's length, with and without eviction."""
     plt = report.pyplot()
     figure, axis = plt.subplots(figsize=(7, 4.2), layout="constrained")
     rows = [r for r in document["results"] if r.get("kind") == "decode" and "milliseconds" in r]
@@ -245,7 +245,7 @@ def draw_decode(document: Document, path: Path) -> None:
 
 
 def draw_kernels(document: Document, path: Path) -> None:
-    """What share of their floor's speed the implementations of each operation reach, for one model's shape."""
+    """Draw the share of its floor's speed that each implementation of an operation reaches, for one model's shape."""
     plt = report.pyplot()
     rows = [r for r in document["results"] if "operation" in r and "milliseconds" in r]
     shape = LARGE if any(r["shape"] == LARGE for r in rows) else rows[0]["shape"]
@@ -276,7 +276,7 @@ def _save(figure: Any, path: Path) -> None:
 
 
 def drawn(found: Sequence[Document]) -> dict[str, tuple[Callable[[Document, Path], None], Document]]:
-    """Each plot, and the first document that has rows for it, with those of its kind from the same device."""
+    """Return each plot with the first document that has rows for it, joined by those of its kind and device."""
     wanted: dict[str, tuple[Callable[[Document, Path], None], Callable[[Row], Any]]] = {
         "decode": (draw_decode, lambda r: r.get("kind") == "decode" and "milliseconds" in r),
         "kernels": (draw_kernels, lambda r: "operation" in r and "milliseconds" in r),
@@ -291,13 +291,13 @@ def drawn(found: Sequence[Document]) -> dict[str, tuple[Callable[[Document, Path
 
 
 def add_flags(flags: argparse.ArgumentParser) -> None:
-    """The command's flags."""
+    """Add the command's flags."""
     flags.add_argument("--results", type=Path, default=measure.RESULTS, help="the folder of results files")
-    flags.add_argument("--docs", type=Path, default=DOCS, help="where performance.md and images/ are written")
+    flags.add_argument("--docs", type=Path, default=DOCS, help="the folder to write performance.md and images/ into")
 
 
 def command(flags: argparse.Namespace) -> None:
-    """Writes the page and the plots."""
+    """Write the page and the plots."""
     target, images = flags.docs / "performance.md", flags.docs / "images"
     commands.check_outputs([target, images / "performance-decode.png"])
     report.check_plot(images / "performance-decode.png")

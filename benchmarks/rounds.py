@@ -20,7 +20,7 @@ K, G, D = 8, 4, 128
 
 
 def timed(links: list[str], budget: int, block: int, repetitions: int) -> list[dict[str, Any]]:
-    """Times each link on one layer's scores; the links take turns, so that a busy machine is busy for all."""
+    """Time each link on one layer's scores; the links take turns, so that a busy machine slows all of them alike."""
     S = budget + block
     keys = jax.random.split(jax.random.key(0), 3)
     A = jax.nn.softmax(2 * jax.random.normal(keys[0], (1, K, G, S)))
@@ -56,13 +56,13 @@ def timed(links: list[str], budget: int, block: int, repetitions: int) -> list[d
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
-    """A row for each link."""
+    """Return a table with one row per link."""
     rows = [(r["link"], f"{r['milliseconds']:.1f}", f"{r['lowest']:.1f}", f"{r['ratio']:.2f}") for r in results]
     return report.columns(("link", "median ms", "lowest ms", "ratio"), rows, left=1)
 
 
 def add_flags(flags: argparse.ArgumentParser) -> None:
-    """The command's flags."""
+    """Add the command's flags."""
     flags.add_argument("--links", default="caote,caote(rounds=2),caote(rounds=4),caote(rounds=8)")
     flags.add_argument("--budget", type=int, default=8_192)
     flags.add_argument("--block", type=int, default=128)
@@ -71,7 +71,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
 
 
 def command(flags: argparse.Namespace) -> None:
-    """Measures, prints the table, writes JSON."""
+    """Measure, print the table, write JSON."""
     commands.check_outputs([flags.json])
     for name in ("budget", "block", "repetitions"):
         if getattr(flags, name) < 1:

@@ -1,4 +1,4 @@
-"""The models' shapes that benchmarks run, with random weights: nothing is downloaded."""
+"""The shapes of models that benchmarks run with random weights; nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _llama3(factor: float) -> Rope:
     return Rope(theta=500_000.0, type="llama3", factor=factor, original_positions=8192)
 
 
-# Published config.json files; "tiny" is for tests, "small" (100 M parameters) for a CPU.
+# From published config.json files; "tiny" is for tests, "small" (100 M parameters) is for a CPU.
 SHAPES: dict[str, models.Config] = {
     "llama-3.2-1b": models.Config(
         128_256, 2048, 8192, num_layers=16, num_heads=32, num_kv_heads=8, tie_embeddings=True, rope=_llama3(32),
@@ -44,10 +44,10 @@ PUBLISHED = ("llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b", "qwen3-8b")
 
 
 def shape(name: str) -> models.Config:
-    """The shape of that name.
+    """Return the shape of that name.
 
     Raises:
-        ValueError: there is no such shape.
+        ValueError: the name is unknown.
 
     Example:
         >>> from benchmarks.shapes import shape
@@ -55,15 +55,15 @@ def shape(name: str) -> models.Config:
         128
     """
     if name not in SHAPES:
-        raise ValueError(f"there is no shape {name!r}; there are {', '.join(SHAPES)}.")
+        raise ValueError(f"unknown shape {name!r}; expected {', '.join(SHAPES)}.")
     return SHAPES[name]
 
 
 def names_of(flags: argparse.Namespace) -> list[str]:
-    """The shapes that a command's ``--shapes`` and ``--tiny`` ask for; by default what suits the device.
+    """Return the shapes that a command's ``--shapes`` and ``--tiny`` ask for; by default those that suit the device.
 
     Raises:
-        ValueError: one that does not exist.
+        ValueError: a name is unknown.
     """
     if flags.tiny:
         return ["tiny"]
@@ -75,7 +75,7 @@ def names_of(flags: argparse.Namespace) -> list[str]:
 
 
 def parameter_count(config: models.Config) -> int:
-    """How many numbers the weights are.
+    """Return the number of a model's parameters.
 
     Example:
         >>> from benchmarks.shapes import parameter_count, shape

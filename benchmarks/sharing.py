@@ -1,4 +1,4 @@
-"""Times a study of many policies and budgets: with a prompt for each, or one prompt through the model for all."""
+"""A study of many policies and budgets, timed: the prompt runs once for each setting, or once for all of them."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ POLICIES = (
     "streaming", "h2o+protect(recent=0.5)", "h2o+caote+protect(recent=0.5)", "tova", "snapkv", "snapkv+caote",
     "snapkv@adakv", "keydiff", "curdkv", "expected_attention", "lava@lava", "laprox@model",
 )  # fmt: skip
-LEGEND = """seconds: of the whole study, answers included; first: with the programs' compilation, then: without it."""
+LEGEND = """seconds: for the whole study, answers included; first: with compilation of the programs, then: without."""
 
 
 def add_flags(flags: argparse.ArgumentParser) -> None:
-    """The command's flags."""
+    """Add the command's flags."""
     flags.add_argument("--model", default="smollm2", help="a name or a folder (default %(default)s)")
     flags.add_argument("--policies", default=",".join(POLICIES), help="several by comma (default: twelve)")
     flags.add_argument("--budgets", default="0.1,0.25,0.5", help="several by comma (default %(default)s)")
-    flags.add_argument("--length", type=int, default=1024, help="tokens of a prompt (default %(default)s)")
-    flags.add_argument("--samples", type=int, default=4, help="prompts (default %(default)s)")
-    flags.add_argument("--seed", type=int, default=0, help="of the samples (default %(default)s)")
+    flags.add_argument("--length", type=int, default=1024, help="tokens per prompt (default %(default)s)")
+    flags.add_argument("--samples", type=int, default=4, help="number of prompts (default %(default)s)")
+    flags.add_argument("--seed", type=int, default=0, help="seed of the samples (default %(default)s)")
     measure.add_json_flag(flags, "sharing")
 
 
 def command(flags: argparse.Namespace) -> None:
-    """Runs the benchmark."""
+    """Run the benchmark."""
     commands.check_outputs([flags.json])
     policies, budgets = commands.split_list(flags.policies), commands.split_list(flags.budgets)
     settings = [
@@ -61,7 +61,7 @@ def command(flags: argparse.Namespace) -> None:
 
 
 def compared(model: models.Decoder, cells: list[needle.Cell], settings: list[Setting]) -> list[dict[str, Any]]:
-    """Runs the study both ways, each twice in turns: seconds, and whether the answers are the same."""
+    """Run the study both ways, each twice in turns, and return seconds and whether the answers are the same."""
     prompts = [sample for cell in cells for sample in cell.samples]
     new = max(len(sample.answer_tokens) for sample in prompts)
     found: dict[str, list[Any]] = {}
@@ -98,7 +98,7 @@ def compared(model: models.Decoder, cells: list[needle.Cell], settings: list[Set
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Gives each way a row."""
+    """Return a table with one row per way."""
     head = ("prompt", "settings", "through the model", "first", "faster", "then", "faster", "same answers")
     lines = [
         (

@@ -1,8 +1,8 @@
-"""Decode steps and blocks of a prompt as `models` compiles them, started as after a prompt of any length.
+"""Decode steps and blocks of a prompt as `models` compiles them, started as if after a prompt of any length.
 
-Nobody feeds a million tokens to time one step: keys and values are drawn, and each head holds tokens at places spread
-over the whole prompt, in no order. What a step costs does not depend on what the numbers are. Where a prompt is fed, it
-goes through :func:`models.stream`.
+A step is timed without feeding its prompt: keys and values are drawn at random, and each head holds tokens at places
+spread over the whole prompt, in random order. The cost of a step does not depend on the values. Where a prompt is fed,
+it goes through :func:`models.stream`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Kind = Literal["decode", "block"]
 
 
 class Setting(NamedTuple):
-    """What runs. Without a policy nothing is evicted: a budget is then what the cache holds, None the whole prompt."""
+    """What runs. Without a policy nothing is evicted: the cache holds ``budget`` tokens, or with None the prompt."""
 
     config: Config
     policy: str | None
@@ -43,32 +43,32 @@ class Setting(NamedTuple):
     page_size: int = PAGE_SIZE
 
     def held(self, prompt: int) -> int:
-        """Tokens that a head holds after a prompt."""
+        """Return the tokens that each head holds after a prompt."""
         return prompt if self.budget is None else min(self.budget, prompt)
 
 
 def unbounded(config: Config) -> Config:
-    """The shape with room for any prompt: a full cache may be longer here than what a model was trained for."""
+    """Return the shape with room for any prompt: a full cache may be longer here than the model's own limit."""
     return dataclasses.replace(config, max_positions=2**30)
 
 
 def dtype_here() -> DTypeLike:
-    """bfloat16 on an accelerator; float32 on a CPU, whose compiler turns bfloat16 into float32 copies."""
+    """Return bfloat16 on an accelerator, and float32 on a CPU, whose compiler turns bfloat16 into float32 copies."""
     return jnp.bfloat16 if measure.on_accelerator() else jnp.float32
 
 
 def abstract_model(config: Config, dtype: DTypeLike) -> models.Decoder:
-    """A decoder of shapes, with room for any prompt."""
+    """Return a decoder of abstract arrays, with room for any prompt."""
     config = unbounded(config)
     shapes = {name: jax.ShapeDtypeStruct(size, dtype) for name, size in parameter_shapes(config).items()}
     return jax.eval_shape(lambda parameters: models.Decoder(config, parameters), shapes)
 
 
 def random_model(config: Config, dtype: DTypeLike, *, free: float | None = None) -> models.Decoder:
-    """A decoder with random weights, the same in all layers, and with room for any prompt.
+    """Return a decoder with random weights, the same in all layers, and with room for any prompt.
 
     Raises:
-        benchmarks.measure.DoesNotFit: its weights are more than is free.
+        benchmarks.measure.DoesNotFit: its weights take more memory than is free.
 
     Example:
         >>> import jax.numpy as jnp
@@ -96,17 +96,17 @@ def random_model(config: Config, dtype: DTypeLike, *, free: float | None = None)
 
 
 class Shapes(NamedTuple):
-    """What a run of a setting is made of, as `models` plans it; the arrays are shapes."""
+    """The parts of a setting's run, as `models` plans it, with abstract arrays."""
 
     run: Run
     cache: Any
 
 
 def shapes(setting: Setting, prompt: int) -> Shapes:
-    """The plan of a run and its arrays, none of which is made.
+    """Return the plan of a run and its abstract arrays; nothing is allocated.
 
     Raises:
-        ValueError: a policy or a budget that cannot be.
+        ValueError: the policy or the budget is invalid.
 
     Example:
         >>> from benchmarks import steps
@@ -130,22 +130,22 @@ def shapes(setting: Setting, prompt: int) -> Shapes:
 
 
 def check_fits(setting: Setting, prompt: int, free: float) -> None:
-    """Raises :class:`benchmarks.measure.DoesNotFit` where weights and cache alone are more than is free."""
+    """Raise :class:`benchmarks.measure.DoesNotFit` if weights and cache alone take more memory than is free."""
     made = shapes(setting, prompt)
     needed = measure.tree_bytes((made.run.model, made.cache))
     measure.check_fits(needed, f"the weights and the cache of {described(setting, prompt)}", free)
 
 
 def described(setting: Setting, prompt: int) -> str:
-    """A setting in words, for errors."""
+    """Return a setting in words, for errors."""
     held = f"a full cache of {prompt:,}" if setting.budget is None else f"a budget of {setting.budget:,}"
     return f"{setting.config.num_layers} layers of width {setting.config.hidden_size:,}, batch {setting.batch}, {held}"
 
 
 class Program(NamedTuple):
-    """A compiled step: ``compiled(run, cache, tokens)`` gives the cache, started anew, and logits.
+    """A compiled step: ``compiled(run, cache, tokens)`` returns the cache, reset to its start, and logits.
 
-    ``calls`` steps happen in one call. ``run`` and ``cache`` are shapes; ``nbytes`` is what all of it takes.
+    One call does ``calls`` steps. ``run`` and ``cache`` are abstract; ``nbytes`` are the bytes that all of it takes.
     """
 
     compiled: jax.stages.Compiled
@@ -157,13 +157,13 @@ class Program(NamedTuple):
 
 
 def program(kind: Kind, setting: Setting, prompt: int, calls: int, *, free: float) -> Program:
-    """Compiles ``calls`` decode steps, or as many blocks, in a loop, before anything is allocated.
+    """Compile ``calls`` decode steps, or as many blocks, in a loop, before anything is allocated.
 
-    Of a setting with a budget the prompt's length changes nothing in the program.
+    With a budget, the program does not depend on the prompt's length.
 
     Raises:
-        ValueError: a policy or a budget that cannot be.
-        benchmarks.measure.DoesNotFit: weights, cache and program take more than is free.
+        ValueError: the policy or the budget is invalid, or ``calls`` is larger than a block.
+        benchmarks.measure.DoesNotFit: weights, cache and program take more memory than is free.
 
     Example:
         >>> from benchmarks import steps
@@ -173,7 +173,7 @@ def program(kind: Kind, setting: Setting, prompt: int, calls: int, *, free: floa
         (2, 1, 2, 24, 64)
     """
     if kind == "decode" and calls > setting.block:
-        raise ValueError(f"{calls} decode steps a call were asked for; there is room for {setting.block}, a block.")
+        raise ValueError(f"{calls} decode steps per call were asked for; give at most {setting.block}, the block.")
     run, cache = shapes(setting, prompt)
     config, keeps = run.model.config, setting.policy is None
     tokens = jnp.zeros((setting.batch,) if kind == "decode" else (setting.batch, setting.block), jnp.int32)
@@ -184,7 +184,7 @@ def program(kind: Kind, setting: Setting, prompt: int, calls: int, *, free: floa
 
         def body(index: Int[Array, ""], carry: tuple[Any, Array]) -> tuple[Any, Array]:
             cache, logits = step(run, carry[0], tokens, index)
-            if keeps and kind == "block":  # there is room for one block behind what is held
+            if keeps and kind == "block":  # the cache has room for one block beyond what it holds
                 cache = restarted(cache, start)
             return cache, logits
 
@@ -212,19 +212,19 @@ def _block_step(run: Run, cache: Any, tokens: Int[Array, "B m"], index: Int[Arra
 
 
 def restarted(cache: Any, start: Any) -> Any:
-    """The cache with the places it started from; keys and values stay as they are."""
+    """Return the cache with the positions that it started from; keys and values stay as they are."""
     return dataclasses.replace(cache, position=start.position, next_position=start.next_position)
 
 
 def after_prompt(shape: Any, prompt: int, held: int, *, numbers: bool = True) -> kvjax.KVCache:
-    """A cache of drawn numbers whose heads hold ``held`` tokens each, spread over the prompt, in no order.
+    """Return a cache of random numbers whose heads hold ``held`` tokens each, spread over the prompt in random order.
 
-    All layers hold the same keys and values. Where all tokens of the prompt are held they stand in order, as in a full
+    All layers hold the same keys and values. If all tokens of the prompt are held, they are in order, as in a full
     cache.
 
     Args:
-        shape: the cache's shapes, as :class:`Program` has them.
-        numbers: whether keys and values are drawn, or left out.
+        shape: the abstract cache of a :class:`Program`.
+        numbers: draw keys and values, or leave them out.
 
     Example:
         >>> import jax, kvjax
@@ -268,7 +268,7 @@ def after_prompt(shape: Any, prompt: int, held: int, *, numbers: bool = True) ->
 
 
 class Contender(NamedTuple):
-    """A program and the prompt behind it: what its heads hold of it, and the policy that the program was made for."""
+    """A program, the length of its prompt, the tokens of it that each head holds, and the program's policy."""
 
     program: Program
     prompt: int
@@ -277,9 +277,9 @@ class Contender(NamedTuple):
 
 
 def contest(model: models.Decoder, contenders: dict[str, Contender], repetitions: int) -> dict[str, measure.Times]:
-    """Times programs on one cache's keys and values, in turns: each has places and a policy's state of its own.
+    """Time programs in turns on one cache's keys and values; each has its own positions and policy state.
 
-    All programs must have the same number of slots and of calls.
+    All programs must have equally many slots and calls.
 
     Example:
         >>> import jax.numpy as jnp
@@ -316,8 +316,8 @@ def contest(model: models.Decoder, contenders: dict[str, Contender], repetitions
 
 
 class Fed(NamedTuple):
-    """Seconds of a whole prompt through ``models.stream`` to its first token, the median of the decode steps behind it,
-    and how often a block was compiled anew.
+    """The seconds of a whole prompt through ``models.stream`` to its first token, the median of the following decode
+    steps, and the number of compilations.
     """
 
     prompt: float
@@ -326,7 +326,7 @@ class Fed(NamedTuple):
 
 
 def feed(model: models.Decoder, setting: Setting, prompt: int, steps: int = 16) -> Fed:
-    """Feeds a prompt of random tokens, once more after a single block of it has compiled all programs.
+    """Feed a prompt of random tokens, after a single block of it has compiled all programs.
 
     Example:
         >>> import jax.numpy as jnp

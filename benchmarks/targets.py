@@ -1,4 +1,4 @@
-"""TPUs that are not at hand: their chips, to compile for."""
+"""TPU chips as compilation targets, on a machine without a TPU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-# libtpu asks no metadata server, and lets other processes load it too, such as test workers.
+# With these, libtpu asks no metadata server, and lets other processes, such as test workers, load it, too.
 _WITHOUT_TPU = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
@@ -19,11 +19,11 @@ _WITHOUT_TPU = {
 
 @functools.cache
 def tpu_chips(topology: str) -> tuple[Any, ...]:
-    """The chips of a TPU topology, such as "v5e:2x4", to compile for and not to run on.
+    """Return the chips of a TPU topology, such as "v5e:2x4", to compile for and not to run on.
 
     Raises:
         ImportError: libtpu is not installed.
-        ValueError: a topology that libtpu does not know.
+        ValueError: libtpu does not know the topology.
     """
     try:
         import libtpu  # type: ignore # noqa: F401
@@ -37,11 +37,11 @@ def tpu_chips(topology: str) -> tuple[Any, ...]:
         return tuple(topologies.get_topology_desc(platform="tpu", topology_name=topology).devices)
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
-        raise ValueError(f"there is no TPU topology {topology!r} ({reason}); v5e:2x4, say, is one.") from error
+        raise ValueError(f"unknown TPU topology {topology!r} ({reason}); give one such as v5e:2x4.") from error
 
 
 def compiled(program: jax.stages.Lowered) -> jax.stages.Compiled:
-    """Compiles what was lowered for chips that are not at hand; kept out of JAX's cache, which cannot read it back."""
+    """Compile a program for chips that are not at hand, without JAX's cache, which could not read it back."""
     setting = "jax_persistent_cache_min_compile_time_secs"
     before = getattr(jax.config, setting)
     jax.config.update(setting, math.inf)

@@ -1,7 +1,7 @@
 """Kernels and whole programs compiled for TPUs that are not at hand: bytes a chip, communication; nothing is timed.
 
-The programs are those that the decoder runs, a decode step and a block of a prompt, over arrays that are not there. A
-model on several chips is split as the decoder splits it.
+The programs are those that the decoder runs, a decode step and a block of a prompt, over abstract arrays. A model on
+several chips is split as the decoder splits it.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from models.sampling import Sampling
 from models.steps import Phase, Run, decode_phase, start
 
 COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
-LEGEND = """Compiled, not timed: no TPU ran any of this. MiB of one chip. arrays: weights and cache, or what an
-operation is given, as counted; arguments: all of them, as laid out on the chip; temporary: what the program needs
-beside them; new: results that do not reuse an argument's memory. GFLOP, GB and ms are the compiler's own estimate;
-like the kernels and collectives it counts the body of the loop over layers once, and it gives no time where '-'
+LEGEND = """Compiled, not timed: nothing here ran on a TPU. MiB per chip. arrays: weights and cache, or an operation's
+inputs, as counted. arguments: the same as laid out on the chip. temporary: what the program needs beside them. new:
+results that do not reuse an argument's memory. GFLOP, GB and ms are the compiler's own estimates. They count the body
+of the loop over layers once, as do the numbers of kernels and collectives. The compiler gives no time where '-'
 stands."""
 
 
 class Sizes(NamedTuple):
-    """What a program is compiled for."""
+    """The sizes that a program is compiled for."""
 
     config: models.Config
     batch: int
@@ -60,7 +60,7 @@ Operation = Callable[[Sizes], tuple[Callable[..., Any], Shapes]]
 
 
 def _slots(sizes: Sizes, slots: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-    """Keys or values of one layer, and their positions."""
+    """Return the shapes of one layer's keys or values, and of their positions."""
     B, K, D = sizes.batch, sizes.config.num_kv_heads, sizes.config.head_dim
     return jax.ShapeDtypeStruct((B, K, slots, D), jnp.bfloat16), jax.ShapeDtypeStruct((B, K, slots), jnp.int32)
 
@@ -132,10 +132,10 @@ OPERATIONS: dict[str, Operation] = {
 
 
 def mesh_of(topology: str, chips: int) -> Mesh:
-    """So many chips of a topology as the decoder's mesh, all of them along "tensor".
+    """Return the decoder's mesh over ``chips`` chips of a topology, all of them along "tensor".
 
     Raises:
-        ValueError: the topology has fewer.
+        ValueError: the topology has fewer chips.
     """
     found = tpu_chips(topology)
     if chips > len(found):
@@ -143,11 +143,11 @@ def mesh_of(topology: str, chips: int) -> Mesh:
     return Mesh(np.array(found[:chips]).reshape(1, chips), ("data", "tensor"))
 
 
-Lower = Callable[[], tuple[jax.stages.Lowered, Any]]  # a program, and those of its arguments that are counted
+Lower = Callable[[], tuple[jax.stages.Lowered, Any]]  # returns a program, and the arguments that are counted
 
 
 def lowered_operation(operation: Operation, sizes: Sizes, mesh: Mesh) -> tuple[jax.stages.Lowered, Any]:
-    """An operation on one chip, and its arguments."""
+    """Return an operation lowered for one chip, and its arguments."""
     function, shapes = operation(sizes)
     whole = NamedSharding(mesh, PartitionSpec())
     given = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole) for x in shapes]
@@ -156,7 +156,7 @@ def lowered_operation(operation: Operation, sizes: Sizes, mesh: Mesh) -> tuple[j
 
 
 def lowered_programs(sizes: Sizes, policy: str, mesh: Mesh) -> Iterator[tuple[str, Lower]]:
-    """The decoder's step and block for a mesh; of their arguments, weights and cache are counted."""
+    """Yield the decoder's step and block for a mesh; of their arguments, weights and cache are counted."""
     config, B = sizes.config, sizes.batch
     parameters = {
         name: jax.ShapeDtypeStruct(size, jnp.bfloat16, sharding=NamedSharding(mesh, SHARDING[name]))
@@ -192,7 +192,7 @@ def lowered_programs(sizes: Sizes, policy: str, mesh: Mesh) -> Iterator[tuple[st
 
 
 def describe(lower: Lower) -> dict[str, Any]:
-    """Compiles, and says what the compiler says of the program; or why it did not compile."""
+    """Compile a program, and return the compiler's figures for it, or the reason why it did not compile."""
     started = time.perf_counter()
     try:
         lowered, arrays = lower()
@@ -217,19 +217,19 @@ def describe(lower: Lower) -> dict[str, Any]:
 
 
 def reason_of(error: Exception) -> str:
-    """An error's first lines, as one line that fits a table's foot."""
+    """Return an error's first lines as one line that fits below a table."""
     text = " ".join(line.strip() for line in str(error).splitlines()[:3] if line.strip())
     return text if len(text) <= 240 else text[:237] + "..."
 
 
 def chip_bytes(arrays: Any) -> int:
-    """Bytes of one chip's part of arrays that are placed, without any padding."""
+    """Return the bytes of one chip's part of sharded arrays, without padding."""
     leaves = jax.tree.leaves(arrays)
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
 
 
 def counts(text: str) -> dict[str, Any]:
-    """Kernels and collectives of a compiled program's text, those of a loop's body once.
+    """Count the kernels and collectives in a compiled program's text; those of a loop's body count once.
 
     Example:
         >>> from benchmarks.tpu_compile import counts
@@ -242,7 +242,7 @@ def counts(text: str) -> dict[str, Any]:
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    """A row for each program; the reasons of those that do not compile below."""
+    """Return a table with one row per program; below it are the reasons of those that do not compile."""
     head = (
         "shape", "program", "for", "compiles", "kernels", "arrays", "arguments", "temporary", "new", "GFLOP", "GB",
         "ms", "collectives",
@@ -271,26 +271,26 @@ def table(results: list[dict[str, Any]]) -> str:
 
 
 def add_flags(flags: argparse.ArgumentParser) -> None:
-    """The command's flags."""
-    flags.add_argument("--topologies", default="v5e:2x4,v6e:2x4", help="as libtpu names them")
+    """Add the command's flags."""
+    flags.add_argument("--topologies", default="v5e:2x4,v6e:2x4", help="topologies by libtpu's names")
     flags.add_argument("--shapes", default="llama-3.2-1b,llama-3.2-3b,llama-3.1-8b")
-    flags.add_argument("--split", default="llama-3.1-8b", help="shapes whose programs are compiled over --chips too")
+    flags.add_argument("--split", default="llama-3.1-8b", help="shapes whose programs are also compiled over --chips")
     flags.add_argument("--chips", type=int, default=8)
-    flags.add_argument("--policies", default="snapkv+caote", help="of the programs")
+    flags.add_argument("--policies", default="snapkv+caote", help="policies of the programs")
     flags.add_argument("--batch", type=int, default=1)
     flags.add_argument("--budget", type=int, default=8_192)
     flags.add_argument("--block", type=int, default=128)
-    flags.add_argument("--prompt", type=int, default=131_072, help="of what keeps the whole cache: select_attention")
+    flags.add_argument("--prompt", type=int, default=131_072, help="prompt tokens; select_attention keeps all")
     measure.add_json_flag(flags, "tpu_compile")
 
 
 def command(flags: argparse.Namespace) -> None:
-    """Compiles everything, prints the table, writes JSON as it goes."""
+    """Compile everything, print the table, and write JSON after each program."""
     commands.check_outputs([flags.json])
     for name in ("chips", "batch", "budget", "block", "prompt"):
         if getattr(flags, name) < 1:
             raise ValueError(f"--{name} is {getattr(flags, name)}; give at least 1.")
-    if not os.environ.get("JAX_PLATFORMS"):  # with libtpu installed JAX would look for a TPU first
+    if not os.environ.get("JAX_PLATFORMS"):  # with libtpu installed, JAX would look for a TPU first
         jax.config.update("jax_platforms", "cpu")
     topologies, policies = commands.split_list(flags.topologies), commands.split_list(flags.policies)
     names, split = commands.split_list(flags.shapes), commands.split_list(flags.split)

@@ -1,4 +1,4 @@
-"""`python -m evals NAME`: one command, an evaluation each."""
+"""`python -m evals NAME`: one subcommand per evaluation."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ with commands.extra("eval", "evals"):
         if error.name != "evals.experiments":
             raise
 
-# In the order of the help; None: not in this installation.
+# In the order of the help. None: not part of this installation.
 KNOWN: dict[str, ModuleType | None] = {
     "needle": needle,
     "ruler": ruler,
@@ -61,7 +61,7 @@ EXAMPLES = """examples:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the evaluation that the first argument names; returns the exit code."""
+    """Run the evaluation that the first argument names, and return the exit code."""
     flags = commands.parser(
         "kvjax-eval", "evals", description="Evaluations of models under a KV budget.", examples=EXAMPLES
     )

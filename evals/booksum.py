@@ -1,8 +1,8 @@
-"""Booksum: summaries of a book's chapters, held against human ones by ROUGE-L.
+"""Booksum: summaries of a book's chapters, compared with human ones by ROUGE-L.
 
 Kryściński et al. 2021 (arXiv 2105.08209). The records are the rows of test.csv, with the fields ``chapter`` and
 ``summary_text``, in a folder or on the hub (kmfoda/booksum). The data set comes without prompts, so the wording is our
-own; ``--prompts`` takes other wording. A chapter that is too long loses its middle.
+own; ``--prompts`` reads other wording. The middle of a chapter that is too long is left out.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ TASKS = {
 
 
 def read_tasks(path: Path | None) -> Mapping[str, Task]:
-    """Gives the task the prompt of a JSON file.
+    """Return the task with the prompt of a JSON file.
 
     Args:
-        path: an object with the prompt under "booksum"; None for our own wording.
+        path: a file with an object that holds the prompt under "booksum"; None for our own wording.
 
     Returns:
         The task by its name.
 
     Raises:
-        FileNotFoundError: no such file.
-        ValueError: a file of another format.
+        FileNotFoundError: the file does not exist.
+        ValueError: the file has another format.
 
     Example:
         >>> from evals import booksum
@@ -54,29 +54,29 @@ def read_tasks(path: Path | None) -> Mapping[str, Task]:
 
 
 def add_flags(flags: argparse.ArgumentParser) -> None:
-    """Adds the command's flags."""
+    """Add the command's flags."""
     documents.add_flags(flags, list(TASKS), 'a JSON file: {"booksum": "... {context} ..."}')
 
 
 def check(flags: argparse.Namespace) -> None:
-    """Refuses flags that could not work."""
+    """Check the flags before any work."""
     documents.check(flags, TASKS, _file)
     read_tasks(flags.prompts)
 
 
 def make_groups(flags: argparse.Namespace, config: models.Config, tokenizer: models.Tokenizer) -> list[evaluator.Group]:
-    """Makes the one group."""
+    """Make the one group."""
     return documents.make_groups(flags, config, tokenizer, read_tasks(flags.prompts), _file, _from_hub)
 
 
 def notes(flags: argparse.Namespace) -> list[str]:
-    """Lists what the table says of prompts and metrics."""
+    """Return the notes below the table about prompts and metrics."""
     prompts = "kvjax's own; none is published" if flags.prompts is None else flags.prompts
     return [f"prompts: {prompts}", "metric: ROUGE-L by rouge-score, without stemming"]
 
 
 def command(flags: argparse.Namespace) -> None:
-    """Runs the evaluation."""
+    """Run the evaluation."""
     evaluator.command(flags, make_groups, title="Booksum: ROUGE-L", notes=notes, check=check)
 
 

@@ -1,13 +1,13 @@
-"""Chooses among continuations behind a compressed context; the tasks are made from a text, by seed.
+"""Choices among continuations after a compressed context; the tasks are made from a text, by seed.
 
-- continuation: which of four sentences comes next, the true one or three of about its length from elsewhere?
-- section: sentences of two sections, each with its section's title behind it; which of the two titles has the last one?
-- recall: which of four words of the passage came behind the last words that are said again?
+- continuation: which of four sentences comes next? The three wrong ones have about the same length.
+- section: sentences of two sections, each followed by its section's title. Which title belongs to the last sentence?
+- recall: a few words of the passage are repeated. Which of four words of the passage followed them?
 
-A choice is scored by the log-probability of its tokens behind the prompt, which are not evicted from: their sum, or,
-of continuations, their mean over bytes. The question is the last sentence of a continuation's passage, the sentence
-without a title, or the words said again. It is known when the context is compressed ("after"), or held back
-("agnostic"). The likeliest choice is right by chance once in four times, or, of sections, once in two.
+A choice is scored by the log-probability of its tokens after the prompt, while nothing more is evicted: the sum, or for
+continuations the mean per byte. The question is the last sentence of a continuation's passage, the sentence without a
+title, or the repeated words. It is known when the context is compressed ("after"), or held back ("agnostic"). By
+chance, one choice in four is right, and one in two for sections.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ ATTEMPTS = 1000
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """A prompt, and what may come behind it.
+    """A prompt, and the choices that may follow it.
 
     Attributes:
-        tokens: of the prompt; those before ``context_end`` are known when the question is not yet.
-        choices: the tokens of each.
-        right: which of them is.
-        sizes: what each choice's log-probability is divided by.
+        tokens: the prompt's tokens; those before ``context_end`` are known before the question is.
+        choices: the tokens of each choice.
+        right: the index of the right choice.
+        sizes: the divisor of each choice's log-probability.
     """
 
     tokens: list[int]
@@ -61,7 +61,7 @@ class Sample:
 
 @dataclasses.dataclass(frozen=True)
 class Draft:
-    """A sample as text: passage and question stand one behind the other, and each choice behind both."""
+    """A sample as text: the question follows the passage, and each choice follows both."""
 
     passage: str
     question: str
@@ -72,20 +72,20 @@ class Draft:
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """A text's sentences in their order, and where each section begins and ends among them."""
+    """A text's sentences in order, and each section's title, first sentence, and end among them."""
 
     sentences: tuple[str, ...]
     sections: tuple[tuple[str, int, int], ...]
 
 
 def read_corpus(text: str) -> Corpus:
-    """Finds the sentences of a text that are prose: no headings, no code.
+    """Find the sentences of a text that are prose: no headings, no code.
 
     Args:
-        text: with titles of sections as :func:`evals.texts.sections` reads them, or without.
+        text: may have section titles as :func:`evals.texts.sections` reads them.
 
     Raises:
-        ValueError: a text of fewer than 100 sentences.
+        ValueError: the text has fewer than 100 sentences.
 
     Example:
         >>> from evals import choices
@@ -106,18 +106,18 @@ def read_corpus(text: str) -> Corpus:
 
 
 def draw(task: str, index: int, corpus: Corpus, tokenizer: Any, length: int, *, seed: int = 0) -> Sample:
-    """Draws a sample; the same seed gives the same one on every machine, for every policy.
+    """Draw a sample; the same seed gives the same sample on every machine and for every policy.
 
     Args:
         task: one of :data:`TASKS`.
         index: the sample's number.
-        corpus: what :func:`read_corpus` gave.
+        corpus: the result of :func:`read_corpus`.
         tokenizer: has ``encode(text)``.
-        length: tokens of prompt and choice at most.
-        seed: another gives other samples.
+        length: the largest number of tokens of prompt and choice together.
+        seed: another seed gives other samples.
 
     Raises:
-        ValueError: no such task, or a text or length that it cannot be made of.
+        ValueError: the task is unknown, or cannot be made from this text at this length.
 
     Example:
         >>> import models
@@ -129,7 +129,7 @@ def draw(task: str, index: int, corpus: Corpus, tokenizer: Any, length: int, *, 
         (4, True)
     """
     if task not in TASKS:
-        raise ValueError(f"there is no task {task!r}; there are {', '.join(TASKS)}.")
+        raise ValueError(f"unknown task {task!r}; expected one of {', '.join(TASKS)}.")
     rng = np.random.default_rng([seed, index, length, list(TASKS).index(task)])
     count = functools.cache(lambda text: len(tokenizer.encode(text)))
     for _ in range(ATTEMPTS):
@@ -146,7 +146,7 @@ Count = Callable[[str], int]
 
 
 def continuation(rng: np.random.Generator, corpus: Corpus, count: Count, length: int) -> Draft | None:
-    """Drafts a passage and what may come next; None where this draw will not do."""
+    """Draft a passage and four sentences that may come next, or return None where this draw does not serve."""
     end = int(rng.integers(2, len(corpus.sentences)))
     wanted = corpus.sentences[end]
     near = [s for s in corpus.sentences if abs(len(s) - len(wanted)) <= len(wanted) // 5]
@@ -162,7 +162,7 @@ def continuation(rng: np.random.Generator, corpus: Corpus, count: Count, length:
 
 
 def section(rng: np.random.Generator, corpus: Corpus, count: Count, length: int) -> Draft | None:
-    """Drafts sentences of two sections, their titles behind them; None where this draw will not do."""
+    """Draft sentences of two sections, each followed by its title, or return None where this draw does not serve."""
     large = [place for place in corpus.sections if place[0] and place[2] - place[1] >= 20]
     if len(large) < 2:
         raise ValueError(
@@ -177,7 +177,7 @@ def section(rng: np.random.Generator, corpus: Corpus, count: Count, length: int)
     question = f"{corpus.sentences[orders[right].pop()]} --"
     room = length - count(question) - 2 * max(map(count, titles)) - 8
     while all(orders):
-        for side in rng.permutation(2):  # as many of the one as of the other
+        for side in rng.permutation(2):  # equally many of both sections
             parts.append(f"{corpus.sentences[orders[side].pop()]} --{titles[side]}\n\n")
         room -= sum(count(part) + 2 for part in parts[-2:])
         if room < 0:
@@ -187,7 +187,7 @@ def section(rng: np.random.Generator, corpus: Corpus, count: Count, length: int)
 
 
 def recall(rng: np.random.Generator, corpus: Corpus, count: Count, length: int) -> Draft | None:
-    """Drafts a passage and a few words before one of its sentences' last; None where this draw will not do."""
+    """Draft a passage and the words before one sentence's last word, or return None where this draw does not serve."""
     end = int(rng.integers(2, len(corpus.sentences)))
     passage = _before(corpus, end, count, length - 32)
     ends = [] if passage is None else [s for s in passage if _last_word(s) and len(s.split()) > CUE]
@@ -196,7 +196,7 @@ def recall(rng: np.random.Generator, corpus: Corpus, count: Count, length: int) 
     *_, cue, wanted = re.split(rf" ((?:\S+ ){{{CUE}}})(?=\S+$)", f" {ends[int(rng.integers(len(ends)))][:-1]}")
     whole = " ".join(passage)
     words = set(re.findall(r"(?<= )[a-z]{4,}(?=[ .,;:!?])", whole)) - {wanted}
-    # Whoever lost the sentence can tell little by the words' forms: those that end alike are taken.
+    # The wrong words end like the right one, so that word forms alone do not give the answer away.
     alike = sorted(words, key=lambda word: (-_same_end(word, wanted), abs(len(word) - len(wanted)), word))
     if whole.count(f" {cue}") != 1 or len(alike) < CHOICES - 1:
         return None
@@ -221,18 +221,18 @@ def answer(
     rows: Sequence[int] | None = None,
     on_row: Callable[[int, dict[str, Any]], None] | None = None,
 ) -> list[dict[str, Any]]:
-    """Chooses for each sample, under a setting.
+    """Choose for each sample under a setting.
 
     Args:
-        samples: what :func:`draw` gave.
+        samples: results of :func:`draw`.
         setting: policy, budget, moment, and whether the question is known.
         block, batch: see :func:`evals.loglikelihood.endings`.
-        rows: which of the samples, all by default.
-        on_row: called with a sample's number and record as they come.
+        rows: the indices of the samples to answer, all by default.
+        on_row: called with a sample's number and record as soon as it is answered.
 
     Returns:
-        Of each sample the ``score``, 1 where the right choice is the likeliest, which was ``chosen``, the
-        ``log_probability`` of each, and the cache's bytes.
+        One record per sample: the ``score`` (1 where the right choice is the likeliest), the index that was ``chosen``,
+        the ``log_probability`` of each choice, and the cache's bytes.
 
     Example:
         >>> import models
@@ -283,20 +283,20 @@ def answer(
 
 
 def add_flags(flags: argparse.ArgumentParser) -> None:
-    """Adds the command's flags."""
+    """Add the command's flags."""
     evaluator.add_model_flags(flags)
     evaluator.add_setting_flags(flags, budgets="0.25,0.5")
     texts.add_text_flag(flags)
     flags.add_argument("--tasks", default="all", help=f"{', '.join(TASKS)}, or all; several by comma")
     flags.add_argument("--lengths", default="512,1024", help="tokens of prompt and choice; several by comma")
-    flags.add_argument("--samples", type=int, default=40, help="samples of each task and length")
-    flags.add_argument("--out", type=Path, help="a folder for every sample's record; a killed run goes on there")
+    flags.add_argument("--samples", type=int, default=40, help="samples per task and length")
+    flags.add_argument("--out", type=Path, help="a folder for every sample's record; a killed run is resumed there")
 
 
 def command(flags: argparse.Namespace) -> None:
-    """Runs the evaluation: checks, table, JSON, picture; with ``--out`` it goes on."""
+    """Run the evaluation: check, choose, print the table, write JSON and picture; with ``--out`` it can resume."""
     if flags.evict_every not in (None, 0):
-        raise ValueError("--evict-every is about tokens that are generated, but choices are read; leave it out.")
+        raise ValueError("--evict-every is about generated tokens, but choices generate none; leave it out.")
     flags.evict_every = 0
     settings = evaluator.make_settings(flags, KNOWN_OR_NOT)
     lengths = evaluator.check_sizes(flags)
@@ -341,7 +341,7 @@ def _fill(
     flags: argparse.Namespace,
     progress: tqdm,
 ) -> None:
-    """Answers the samples that a store has no record of yet."""
+    """Answer the samples that a store has no record of yet."""
 
     def add(row: int, record: dict[str, Any]) -> None:
         store.add([{**about, "sample": row, **record, "prefill": [0, 0], "decode": [0, 0]}])
@@ -359,7 +359,7 @@ def _is_prose(sentence: str) -> bool:
 
 
 def _before(corpus: Corpus, end: int, count: Count, room: int) -> list[str] | None:
-    """The sentences before one, as many as fit into so many tokens; None where the text begins before they do."""
+    """Return the sentences before one, as many as fit into ``room`` tokens; None where the text has too few."""
     found: list[str] = []
     for place in range(end - 1, -1, -1):
         room -= count(corpus.sentences[place])
@@ -370,7 +370,7 @@ def _before(corpus: Corpus, end: int, count: Count, room: int) -> list[str] | No
 
 
 def _last_word(sentence: str) -> str | None:
-    """A sentence's last word without its mark, where it is plain and has at least four letters."""
+    """Return a sentence's last word without its mark, or None unless it is at least four small letters."""
     found = re.search(r" ([a-z]{4,})[.!?]$", sentence)
     return None if found is None else found[1]
 
@@ -387,7 +387,7 @@ def _shuffled(rng: np.random.Generator, wanted: str, others: Sequence[str]) -> t
 
 
 def _encoded(draft: Draft, tokenizer: Any) -> Sample:
-    """Encodes the whole of each choice's text, so that words at a border are split as they are inside a text."""
+    """Encode each choice together with its prompt, so that words at the border are split as they are inside a text."""
     prompt = draft.passage + draft.question
     tokens = tokenizer.encode(prompt)
     found = [tokenizer.encode(prompt + choice)[len(tokens) :] for choice in draft.choices]

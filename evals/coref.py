@@ -1,12 +1,15 @@
-"""Co-reference: a place is named, distractions follow, and its name has to be said again, whole.
+"""Co-reference: a place is named, distractions follow, and the whole name has to be repeated.
 
-TokenButler's task (section 4.2, table 2) on pools of our own. "teacher": one forward over the text with the name
-behind it, in which every row reads what the selection keeps (evals/selections.py), and the likeliest token at each
-place of the name, as published. "generate": the prompt is read by blocks, and the name decoded greedily. There a source
-chooses in decode alone, so that the name's first token is the dense model's; a policy evicts from the prompt on, down
-to a share of it, the sinks among it. In the forward each query head has tokens of its own under a policy, too; in
-generation those of a group share them, as everywhere in the library. When a policy evicts there, ``--when`` and
-``--evict-every`` say.
+This is TokenButler's task (section 4.2, table 2) on pools of our own, in two modes.
+
+"teacher", as published: one forward over the text followed by the name. Every row reads what the selection keeps
+(evals/selections.py), and the answer is the likeliest token at each position of the name. Under a policy, too, each
+query head keeps its own tokens.
+
+"generate": the prompt is read in blocks, and the name is decoded greedily. A source selects in decode only, so the
+name's first token is the dense model's. A policy evicts from the prompt on, down to a share of it that includes the
+sinks, at the moments of ``--when`` and ``--evict-every``. The query heads of a group share their tokens, as everywhere
+in the library.
 
 Accuracy is the share of names that are right as a whole, coverage the mean share of a name's tokens that are right.
 Quest's pages hold 4 tokens here, as in the paper, unless its name says otherwise.
@@ -35,7 +38,7 @@ from models.plan import When
 Mode = Literal["teacher", "generate"]
 SELECT = "full,oracle,butler,quest,h2o,streaming,random"
 PAGE_SIZE = 4
-SNAPKV = "snapkv(window=32,kernel=7,pooling='max')"  # of a prompt, where its window lies within a block
+SNAPKV = "snapkv(window=32,kernel=7,pooling='max')"  # in "generate": its window fits into a block of the prompt
 EXAMPLES = """examples:
   python -m evals coref --select full,oracle,butler,quest,h2o,streaming,random --sparsity 0.5
   python -m evals coref --sparsity 0.3,0.5,0.7 --mode teacher,generate --json coref.json --plot coref.png
@@ -45,7 +48,7 @@ EXAMPLES = """examples:
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """One row of the table; "full" has no sparsity, and only a policy that generates evicts at some moment."""
+    """One row of the table. "full" has no sparsity, and only a policy in "generate" has a moment of eviction."""
 
     selection: Method
     sparsity: float | None
@@ -55,11 +58,11 @@ class Setting:
 
     @property
     def moments(self) -> tuple[str, int] | None:
-        """When it evicts, as :func:`models.plan.moments` says; None where nothing leaves, or where it is simulated."""
+        """When the policy evicts (:func:`models.plan.moments`); None where nothing is evicted or it is simulated."""
         return None if self.when is None else plan.moments(self.selection.policy, self.when, self.evict_every)
 
     def row(self) -> dict[str, Any]:
-        """Gives what its row of a table or a JSON says of it; the moments as they came to be."""
+        """Return the fields of the setting's row in a table or a JSON file, with the resolved moments of eviction."""
         return {
             "select": str(self.selection),
             "sparsity": self.sparsity,
@@ -80,10 +83,10 @@ def make_settings(
     moments: Sequence[When] = ("block",),
     evict_every: int | None = None,
 ) -> list[Setting]:
-    """Combines all that is asked for, checked before any work; a policy that generates is run at each moment.
+    """Return all combinations, checked before any work; in "generate", each policy is run at each moment.
 
     Raises:
-        ValueError: an unknown selection, mode or moment, or one that exists in the simulation alone.
+        ValueError: a selection, mode or moment is unknown, or a selection for "generate" can only be simulated.
 
     Example:
         >>> from evals.coref import make_settings
@@ -92,10 +95,10 @@ def make_settings(
     """
     wrong = [mode for mode in modes if mode not in get_args(Mode)]
     if wrong or not modes:
-        raise ValueError(f"--mode is {', '.join(wrong) or 'empty'}; there are {', '.join(get_args(Mode))}.")
+        raise ValueError(f"--mode is {', '.join(wrong) or 'empty'}; expected some of {', '.join(get_args(Mode))}.")
     unknown = [when for when in moments if when not in get_args(When)]
     if unknown or not moments:
-        raise ValueError(f"--when is {', '.join(unknown) or 'empty'}; there are {', '.join(get_args(When))}.")
+        raise ValueError(f"--when is {', '.join(unknown) or 'empty'}; expected some of {', '.join(get_args(When))}.")
     settings = []
     for mode in dict.fromkeys(modes):
         names = commands.split_list(select)
@@ -104,7 +107,7 @@ def make_settings(
         for selection in selections.parse_selections(",".join(names), page_size=PAGE_SIZE):
             simulated = selection.name.split("(")[0] in (selections.ORACLE_EVICTION, "rolling_snapkv")
             if mode == "generate" and simulated:
-                raise ValueError(f"{selection.name!r} is simulated only; leave it out, or take --mode teacher.")
+                raise ValueError(f"{selection.name!r} can only be simulated; leave it out, or give --mode teacher.")
             of_full: list[float | None] = [None]
             shares = of_full if selection.name == "full" else list(sparsities)
             evicts = mode == "generate" and selection.policy is not None
@@ -115,12 +118,12 @@ def make_settings(
                 for sparsity in shares
             ]
     for setting in settings:
-        _ = setting.moments  # refused before any work
+        _ = setting.moments  # raises for moments that cannot be, before any work
     return settings
 
 
 def outcomes(guessed: Sequence[int], wanted: Sequence[int]) -> tuple[bool, float]:
-    """Judges whether a name is right as a whole, and the share of its tokens that are.
+    """Return whether a name is right as a whole, and the share of its tokens that are right.
 
     Example:
         >>> from evals.coref import outcomes
@@ -143,14 +146,14 @@ def measure(
     batch: int = 10,
     progress: tqdm | None = None,
 ) -> dict[str, Any]:
-    """Answers every sample under one setting.
+    """Answer every sample under one setting.
 
     Returns:
-        The setting; ``accuracy`` and ``coverage`` with their Wilson intervals; and per sample
-        ``correct``, ``covered`` and ``guessed``, the tokens.
+        The setting; ``accuracy`` and ``coverage`` with their Wilson intervals; and per sample ``correct``,
+        ``covered``, and the answered tokens ``guessed``.
     """
     if not samples:
-        raise ValueError("there is no sample to answer; give at least 1.")
+        raise ValueError("samples is empty; give at least 1.")
     widest = max(len(sample.tokens) for sample in samples)
     most = max(len(sample.answer_tokens) for sample in samples)
     guessed: list[list[int]] = []
@@ -185,7 +188,10 @@ def measure(
 
 
 def compare(results: Sequence[dict[str, Any]], against: str = "butler") -> list[dict[str, Any]]:
-    """Compares the predictor: its accuracy and coverage less each other's, on the same samples, sparsity and mode."""
+    """Compare the predictor with each other selection on the same samples, sparsity and mode.
+
+    The differences are its accuracy and coverage minus the other's.
+    """
     rows = []
     for r in results:
         if r["select"] == against:
@@ -217,7 +223,7 @@ def compare(results: Sequence[dict[str, Any]], against: str = "butler") -> list[
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
-    """Gives each selection, mode and sparsity a row."""
+    """Return a table with one row per selection, mode and sparsity."""
     rows = [
         (
             r["select"],
@@ -237,7 +243,7 @@ def table(results: Sequence[dict[str, Any]]) -> str:
 
 
 def comparison_table(comparisons: Sequence[dict[str, Any]]) -> str:
-    """Answers, a row for each other selection: is the predictor better? The verdict is on accuracy."""
+    """Return a table of the predictor against each other selection; the verdict "better" is on accuracy."""
     rows = [
         (
             c["select"],
@@ -258,7 +264,7 @@ def comparison_table(comparisons: Sequence[dict[str, Any]]) -> str:
 
 
 def dots(results: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draws accuracy and coverage, a row a selection with its intervals, a colour a sparsity, two panels a mode."""
+    """Draw accuracy and coverage with intervals: a row per selection, a colour per sparsity, two panels per mode."""
     plt = report.pyplot()
     modes = list(dict.fromkeys(r["mode"] for r in results))
     several = len({r["when"] for r in results} - {None}) > 1
@@ -307,36 +313,36 @@ def dots(results: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def add_flags(flags: argparse.ArgumentParser) -> None:
-    """Adds the command's flags."""
+    """Add the command's flags."""
     selections.add_flags(flags, select=SELECT, sparsity="0.5", batch=10)
     flags.add_argument("--mode", default="teacher", help="teacher, generate; several by comma")
     flags.add_argument(
         "--when",
         default="block",
-        help="of policies that generate: evict after every block of the prompt, once behind it (prompt), or as each "
-        "policy's paper has it (published); several by comma",
+        help="with --mode generate: evict after every block of the prompt (block), once after it (prompt), or as in "
+        "each policy's paper (published); several by comma",
     )
     flags.add_argument(
         "--evict-every",
         type=int,
-        help="of policies that generate: evict in decode every n steps, 0 for never (default: every step, or once in a "
-        "policy's observation window)",
+        help="with --mode generate: evict every n decode steps, 0 for never (default: every step, or once per "
+        "observation window)",
     )
     flags.add_argument("--samples", type=int, default=100)
-    flags.add_argument("--block", type=int, default=128, help="tokens a step of the prompt (generate)")
+    flags.add_argument("--block", type=int, default=128, help="prompt tokens per step (with --mode generate)")
     flags.add_argument("--seed", type=int, default=0)
 
 
 def command(flags: argparse.Namespace) -> None:
-    """Runs the evaluation: checks, table, JSON, picture."""
+    """Run the evaluation: check, answer the samples, print the table, write JSON and picture."""
     modes: Any = commands.split_list(flags.mode)
     moments: Any = commands.split_list(flags.when)
     sparsities = selections.parse_sparsities(flags.sparsity)
     settings = make_settings(flags.select, sparsities, modes, moments, flags.evict_every)
     if "generate" not in modes and (moments != ["block"] or flags.evict_every is not None):
         raise ValueError(
-            "--when and --evict-every say when a policy that generates evicts, but with --mode teacher it is simulated "
-            "token by token; add --mode generate, or leave them out."
+            "--when and --evict-every are for --mode generate, but with --mode teacher eviction is simulated token by "
+            "token; add --mode generate, or leave them out."
         )
     for name, least in (("samples", 1), ("block", 1), ("seed", 0)):
         if getattr(flags, name) < least:
@@ -405,7 +411,7 @@ def _generated(model, samples, setting, width, most, butler, sinks, block) -> li
         given["budget"] = round(1 - setting.sparsity, 4)
     if selection.source is not None:
         given.update(select=selection.source, sinks=sinks)
-    elif selection.policy is not None:  # the sinks stay, within the budget
+    elif selection.policy is not None:  # the sinks are kept, within the budget
         given["policy"] = selections.with_sinks(selection.policy, sinks)
         given.update(when=setting.when, evict_every=setting.evict_every)
     if selection.needs_butler:

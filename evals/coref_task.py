@@ -1,9 +1,9 @@
-"""The co-reference task: a place is named, three distractions follow, and the name has to be said again.
+"""The co-reference task: a place is named, three distractions follow, and the name has to be repeated.
 
-TokenButler's template (section 4.2 and appendix A.1): an introduction that ends with "The place is:" and an invented
-name, a philosophical reflection, a dish, a short calculation, and a sentence that leads back to the name. The pools in
-`coref_pools.json` were written for this project. Three fifths of each are for training, the rest for tests: no name,
-no introduction and no distraction of a test sample was trained on. Everything is a pure function of a seed.
+The template is TokenButler's (section 4.2 and appendix A.1): an introduction that ends with "The place is:" and an
+invented name, a philosophical reflection, a dish, a short calculation, and a sentence that leads back to the name. The
+pools in `coref_pools.json` were written for this project. Three fifths of each pool are for training, the rest for
+tests: no name, introduction or distraction of a test sample was trained on. Everything is a pure function of a seed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Split = Literal["train", "test"]
 
 
 class Pools(NamedTuple):
-    """What samples of one split are made of."""
+    """The parts that samples of one split are made of."""
 
     names: tuple[str, ...]
     places: tuple[tuple[str, str], ...]  # introduction and the sentence that leads back
@@ -31,7 +31,7 @@ class Pools(NamedTuple):
 
 
 class Story(NamedTuple):
-    """The parts of one sample, in the order in which they are read; the name follows the first and the last."""
+    """The parts of one sample in reading order; the name follows the first part and the last."""
 
     introduction: str
     name: str
@@ -41,9 +41,9 @@ class Story(NamedTuple):
 
 class CorefSample(NamedTuple):
     """One place to name again. ``tokens`` encode ``prompt`` and begin with BOS; a model answers well if it continues
-    with ``answer_tokens``, which encode a space and the ``name``. ``stated_at`` is the index in ``tokens`` of the
-    first token of the name where it is stated, in as many tokens. The tokens before ``context_end`` are known when
-    the sentence that leads back is not yet.
+    with ``answer_tokens``, which encode a space and the ``name``. Where the text states the name, ``stated_at`` is the
+    index of its first token in ``tokens``; it takes as many tokens there. The tokens before ``context_end`` are known
+    before the sentence that leads back is.
     """
 
     prompt: str
@@ -56,10 +56,10 @@ class CorefSample(NamedTuple):
 
 @functools.cache
 def pools(split: Split = "test") -> Pools:
-    """The pools of one split; the two share no entry.
+    """Return the pools of one split; the two splits share no entry.
 
     Raises:
-        ValueError: another split than "train" and "test".
+        ValueError: the split is neither "train" nor "test".
 
     >>> set(pools("train").names).isdisjoint(pools("test").names)
     True
@@ -75,7 +75,7 @@ def pools(split: Split = "test") -> Pools:
 
 
 def story(rng: np.random.Generator, split: Split = "test") -> Story:
-    """Random parts of one sample, each drawn from its pool.
+    """Draw the parts of one sample, each from its pool.
 
     >>> parts = story(np.random.default_rng(0))
     >>> parts.introduction.endswith("The place is:"), len(parts.distractions)
@@ -90,7 +90,7 @@ def story(rng: np.random.Generator, split: Split = "test") -> Story:
 
 
 def sample(seed: int, tokenizer: Any, split: Split = "test") -> CorefSample:
-    """One sample: about 170 words, and at the end the place of the introduction to name again.
+    """Make one sample: about 170 words, at whose end the introduction's place has to be named again.
 
     Args:
         seed: everything random in the sample follows from it.
@@ -98,7 +98,7 @@ def sample(seed: int, tokenizer: Any, split: Split = "test") -> CorefSample:
         split: which pools to draw from.
 
     Raises:
-        ValueError: another split than "train" and "test", or a seed below 0.
+        ValueError: the split is neither "train" nor "test", or the seed is below 0.
 
     Example:
         >>> from evals import coref_task

@@ -1,5 +1,5 @@
-"""Reads what published data sets need: records from a folder or the hub, published prompts, in a chat or not, cut in
-the middle.
+"""What evaluations on published data sets share: records from a folder or the hub, published prompts, chat templates,
+and prompts shortened in the middle.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from evals import evaluator
 from evals.evaluator import Answer, Group, TextSample
 from models import commands, provenance
 
-OFFICIAL = Path("official")  # what --prompts says for the published wording
+OFFICIAL = Path("official")  # the value of --prompts for the published wording
 
 
 class Published(NamedTuple):
-    """A file that a project publishes beside its data: its address, and the SHA-256 of what it holds."""
+    """A file that a project publishes beside its data: its address, and the SHA-256 of its content."""
 
     address: str
     sha256: str
@@ -41,14 +41,14 @@ class Task:
     """A task of a data set.
 
     Attributes:
-        prompt: with ``{context}`` and the other fields of a record, or those that ``fields`` makes of one.
-        new_tokens: how many tokens an answer may have.
-        metric: from an answer, a reference and its record to a number in [0, 1]; the best reference counts.
-        references: the references of a record.
+        prompt: a template with ``{context}`` and other fields, which ``fields`` makes of a record.
+        new_tokens: the largest number of tokens of an answer.
+        metric: maps an answer, a reference and its record to a number in [0, 1]; the best reference counts.
+        references: returns the references of a record.
         first_line: only an answer's first line counts.
-        line: an answer ends with its line.
-        chat: the prompt goes into the model's chat template, where that is asked for.
-        answer: what the answer begins with, behind the prompt; in a chat behind the header of the assistant's turn.
+        line: an answer ends with its first line.
+        chat: the prompt goes into the model's chat template, if that is asked for.
+        answer: the beginning of the answer, after the prompt; in a chat after the header of the assistant's turn.
     """
 
     prompt: str
@@ -65,23 +65,23 @@ class Task:
 def make_sample(
     task: Task, record: Mapping[str, Any], tokenizer: models.Tokenizer, length: int | None, *, chat: bool = False
 ) -> TextSample:
-    """Makes a record's prompt, of at most ``length`` tokens: of a longer one the middle is left out.
+    """Make a record's prompt of at most ``length`` tokens; the middle of a longer one is left out.
 
-    The tokens before the end of ``{context}`` are known when the question is not yet.
+    The tokens before the end of ``{context}`` are known before the question is.
 
     Args:
-        task: says how the prompt is made.
-        record: as it was read.
-        tokenizer: the model's.
-        length: None leaves nothing out.
-        chat: put the prompt into the model's chat template, if the task goes there.
+        task: has the prompt's template.
+        record: the record as it was read.
+        tokenizer: the model's tokenizer.
+        length: the largest number of tokens; None leaves nothing out.
+        chat: put the prompt into the model's chat template, unless the task excludes it.
 
     Returns:
-        The sample; what its score reads is the record.
+        The sample, with the record as its ``extra``.
 
     Raises:
-        KeyError: a field that the prompt needs is not in the record.
-        ValueError: a chat is asked for, and the tokenizer has no template for it.
+        KeyError: the record lacks a field that the prompt needs.
+        ValueError: ``chat`` is asked of a tokenizer without a chat template.
 
     Example:
         >>> import models
@@ -107,20 +107,20 @@ def make_sample(
 def written_out(
     tokenizer: models.Tokenizer, known: str, question: str, answer: str = "", *, chat: bool = False
 ) -> tuple[str, str]:
-    """Writes a prompt out, in a chat as the user's turn; ``answer`` begins the answer, and is in nobody's turn.
+    """Return a prompt as text, in a chat as the user's turn; ``answer`` follows the template and is in no turn.
 
     Args:
         tokenizer: has the chat template.
-        known: what is known when the question is not yet.
+        known: the part that is known before the question is.
         question: the rest of the prompt.
-        answer: what the answer begins with.
-        chat: put known and question into the chat template; the text then holds all special tokens.
+        answer: the beginning of the answer.
+        chat: put ``known`` and ``question`` into the chat template; the text then holds all special tokens.
 
     Returns:
-        The text up to the end of ``known``, and the whole.
+        The text up to the end of ``known``, and the whole text.
 
     Raises:
-        ValueError: a chat is asked for, and the tokenizer has no template for it.
+        ValueError: ``chat`` is asked of a tokenizer without a chat template.
 
     Example:
         >>> import tokenizers
@@ -140,7 +140,7 @@ def written_out(
 
 
 def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
-    """Counts how many first tokens two texts share. A token across the boundary belongs to neither.
+    """Count the first tokens that two texts share. A token across the boundary is not counted.
 
     Example:
         >>> from evals import documents
@@ -151,7 +151,7 @@ def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 def cut_middle(tokens: Sequence[int], context_end: int, length: int) -> tuple[list[int], int]:
-    """Gives the first and last half of a prompt that is too long, and where its context ends now.
+    """Return the first and last half of a prompt that is too long, and the new end of its context.
 
     Example:
         >>> from evals import documents
@@ -168,7 +168,7 @@ def cut_middle(tokens: Sequence[int], context_end: int, length: int) -> tuple[li
 
 
 def score(task: Task, answer: Answer, sample: TextSample) -> float:
-    """Gives the best of the references' scores.
+    """Return the best score of an answer over the references.
 
     Example:
         >>> from evals import documents
@@ -182,19 +182,19 @@ def score(task: Task, answer: Answer, sample: TextSample) -> float:
 
 
 def read_records(source: str, file: str, hub: Callable[[str], Iterator[str]]) -> Iterator[dict[str, Any]]:
-    """Reads the records of a .jsonl or .csv file in a folder, or of the hub where ``source`` is "hub".
+    """Read the records of a .jsonl or .csv file in a folder, or on the hub where ``source`` is "hub".
 
     Args:
         source: a folder, or "hub".
-        file: its name in there.
-        hub: gives the lines of a file of the hub.
+        file: the file's name in it.
+        hub: returns the lines of a file on the hub.
 
     Yields:
-        A record for each line, or each row below the names of the columns.
+        One record per line of a .jsonl file, or per row below the header of a .csv file.
 
     Raises:
-        FileNotFoundError: no such folder or file.
-        ValueError: a line that is no JSON object, or a file that is no CSV.
+        FileNotFoundError: the folder or file does not exist.
+        ValueError: a line is no JSON object, or the file is no CSV.
 
     Example:
         >>> import pathlib, tempfile
@@ -221,7 +221,7 @@ def read_records(source: str, file: str, hub: Callable[[str], Iterator[str]]) ->
 
 
 def hub_file(repository: str, file: str) -> Path:
-    """Gets a data set's file from the hub, as huggingface_hub keeps it.
+    """Return the path of a data set's file from the hub; huggingface_hub downloads it and caches it.
 
     Raises:
         ImportError: huggingface_hub is not installed.
@@ -237,12 +237,12 @@ def hub_file(repository: str, file: str) -> Path:
         return Path(hf_hub_download(repository, file, repo_type="dataset"))
     except Exception as error:  # the library raises many kinds
         raise FileNotFoundError(
-            f"cannot get {file} of {repository} from the hub ({type(error).__name__}); name a local folder by --data."
+            f"cannot get {file} of {repository} from the hub ({type(error).__name__}); name a local folder with --data."
         ) from None
 
 
 def lines_of_hub(repository: str, file: str) -> Iterator[str]:
-    """Reads the lines of a data set's file from the hub.
+    """Read the lines of a data set's file from the hub.
 
     Raises:
         ImportError: huggingface_hub is not installed.
@@ -257,24 +257,24 @@ def lines_of_hub(repository: str, file: str) -> Iterator[str]:
 
 
 def published_text(file: Published) -> str:
-    """Reads a published file: out of the user's cache folder, or from its address, once.
+    """Return the text of a published file, downloaded once and then kept in the user's cache folder.
 
     Args:
-        file: where it lies, and what it must be.
+        file: its address, and the digest that it must have.
 
     Returns:
         Its text.
 
     Raises:
         FileNotFoundError: the address cannot be reached.
-        ValueError: what lies there is another file by now.
+        ValueError: the file at the address has another digest.
 
     Example:
         >>> from evals import documents
         >>> documents.published_text(documents.Published("file:/nowhere/prompts.json", "0" * 64))
         Traceback (most recent call last):
         ...
-        FileNotFoundError: cannot get file:/nowhere/prompts.json (...); get it elsewhere, and name it by --prompts.
+        FileNotFoundError: cannot get file:/nowhere/prompts.json (...); get it elsewhere, and name it with --prompts.
     """
     kept = None
     with contextlib.suppress(OSError):  # no cache folder, or nothing in it yet
@@ -289,23 +289,24 @@ def published_text(file: Published) -> str:
         cause = getattr(error, "reason", error)
         reason = (commands.sentence(cause) if isinstance(cause, Exception) else str(cause)).rstrip(".")
         raise FileNotFoundError(
-            f"cannot get {file.address} ({reason}); get it elsewhere, and name it by --prompts."
+            f"cannot get {file.address} ({reason}); get it elsewhere, and name it with --prompts."
         ) from None
     if hashlib.sha256(content).hexdigest() != file.sha256:
         raise ValueError(
-            f"{file.address} is not the file that kvjax knows the digest of; look at it, and name it by --prompts."
+            f"{file.address} has another digest than kvjax expects; look at the file, and name it with --prompts."
         )
     if kept is not None:
-        with contextlib.suppress(OSError):  # a cache that cannot be written to: it is fetched again the next time
+        with contextlib.suppress(OSError):  # without a writable cache, the file is fetched again next time
             commands.write_files(kept.parent, {kept.name: content})
     return content.decode()
 
 
 def lines_of_zip(path: Path, name: str) -> Iterator[str]:
-    """Reads the lines of the file in a zip archive whose path ends with ``/name``.
+    """Read the lines of the file in a zip archive whose path ends with ``/name``.
 
     Raises:
-        FileNotFoundError: it is not among them.
+        FileNotFoundError: the archive holds no such file.
+        ValueError: the archive is damaged.
 
     Example:
         >>> import io, zipfile
@@ -320,7 +321,7 @@ def lines_of_zip(path: Path, name: str) -> Iterator[str]:
         with zipfile.ZipFile(path) as archive:
             found = [member for member in archive.namelist() if member.rpartition("/")[2] == name]
             if not found:
-                raise FileNotFoundError(f"{path} holds no {name}; name a local folder by --data.")
+                raise FileNotFoundError(f"{path} holds no {name}; name a local folder with --data.")
             with archive.open(found[0]) as content:
                 yield from io.TextIOWrapper(content, encoding="utf-8")
     except (zipfile.BadZipFile, zlib.error, EOFError, UnicodeDecodeError) as error:
@@ -328,51 +329,53 @@ def lines_of_zip(path: Path, name: str) -> Iterator[str]:
 
 
 def add_flags(flags: argparse.ArgumentParser, tasks: Sequence[str], prompts: str) -> None:
-    """Adds the flags of an evaluation on published data.
+    """Add the flags of an evaluation on published data.
 
     Args:
-        flags: the command's.
-        tasks: their names.
-        prompts: what --prompts names, for people.
+        flags: the command's parser.
+        tasks: the names of the tasks.
+        prompts: the help text of ``--prompts``.
     """
     evaluator.add_model_flags(flags)
     evaluator.add_setting_flags(flags, budgets="256", when="prompt")
-    flags.add_argument("--data", help="the folder with the published files, one for each task, or 'hub'")
+    flags.add_argument("--data", help="the folder with the published files, one per task, or 'hub'")
     flags.add_argument("--tasks", default="all", help=f"{', '.join(tasks)}; several by comma")
-    flags.add_argument("--samples", type=int, help="the first samples of each task only")
+    flags.add_argument("--samples", type=int, help="use only the first so many samples of each task")
     flags.add_argument(
-        "--length", type=int, help="tokens of a prompt, its middle left out beyond; what the model has by default"
+        "--length",
+        type=int,
+        help="most tokens per prompt; the middle of longer ones is left out (default: what the model takes)",
     )
     flags.add_argument("--chat", action="store_true", help="put prompts into the model's chat template")
     flags.add_argument("--prompts", type=Path, help=prompts)
-    flags.add_argument("--out", type=Path, help="a folder for the results; a killed run goes on there")
+    flags.add_argument("--out", type=Path, help="a folder for the results; a killed run is resumed there")
 
 
 def check(flags: argparse.Namespace, tasks: Iterable[str], file_of: Callable[[str], str]) -> None:
-    """Refuses flags that could not work, and a folder in which a task's file is missing.
+    """Check the flags, and that the folder has each task's file.
 
     Raises:
-        FileNotFoundError: no such folder, or a task's file is not in it.
-        ValueError: no data, an unknown task, or a number below 1.
+        FileNotFoundError: the folder does not exist, or a task's file is not in it.
+        ValueError: no data is named, a task is unknown, or a number is below 1.
     """
     if flags.data is None:
-        raise ValueError("no data was named; give the folder with the published files, or 'hub', by --data.")
+        raise ValueError("no data was named; give the folder with the published files, or 'hub', with --data.")
     for name in ("samples", "length"):
         if getattr(flags, name, None) is not None and getattr(flags, name) < 1:
             raise ValueError(f"--{name} is {getattr(flags, name)}; give at least 1.")
     chosen = evaluator.choose("--tasks", flags.tasks, list(tasks))
     if flags.data != "hub":
         if not Path(flags.data).is_dir():
-            raise FileNotFoundError(f"there is no folder {flags.data}; name one with the published files by --data.")
+            raise FileNotFoundError(f"there is no folder {flags.data}; give --data a folder with the published files.")
         missing = [file_of(task) for task in chosen if not (Path(flags.data) / file_of(task)).is_file()]
         if missing and (flags.tasks != "all" or len(missing) == len(chosen)):
             raise FileNotFoundError(
-                f"{flags.data} has no {', '.join(missing)}; name the tasks that are there by --tasks."
+                f"{flags.data} has no {', '.join(missing)}; name the tasks whose files are there with --tasks."
             )
 
 
 def present(flags: argparse.Namespace, tasks: Iterable[str], file_of: Callable[[str], str]) -> list[str]:
-    """Lists the chosen tasks; of all, those whose files are there."""
+    """Return the chosen tasks whose files are in the folder, or on the hub all chosen tasks."""
     chosen = evaluator.choose("--tasks", flags.tasks, list(tasks))
     return [t for t in chosen if flags.data == "hub" or (Path(flags.data) / file_of(t)).is_file()]
 
@@ -387,18 +390,18 @@ def make_groups(
     *,
     cut: bool = True,
 ) -> list[Group]:
-    """Makes a group of each chosen task's records.
+    """Make one group per chosen task from its records.
 
     Args:
-        flags: with data, tasks, samples and chat, and length where prompts are cut.
+        flags: have ``data``, ``tasks``, ``samples`` and ``chat``, and ``length`` where prompts are cut.
         config, tokenizer: the model's.
-        tasks: all there are, by name.
-        file_of: the file of a task.
-        hub: gives the lines of a file of the hub.
+        tasks: all tasks by name.
+        file_of: returns the file of a task.
+        hub: returns the lines of a file on the hub.
         cut: leave out the middle of prompts that are too long.
 
     Raises:
-        ValueError: an empty file, or a record that lacks something.
+        ValueError: a file is empty, or the length leaves no room for a prompt.
     """
     groups = []
     newline = tokenizer.encode("\n", add_special_tokens=False)[-1:]
@@ -407,7 +410,7 @@ def make_groups(
         length = (flags.length or config.max_positions - task.new_tokens) if cut else None
         if length is not None and length < 2:
             raise ValueError(
-                f"the task {name} answers with up to {task.new_tokens} tokens, and the model has "
+                f"the task {name} answers with up to {task.new_tokens} tokens, but the model has "
                 f"{config.max_positions} positions; give --length, or leave the task out."
             )
         records = list(read_records(flags.data, file_of(name), hub))[: flags.samples]
@@ -431,16 +434,16 @@ def make_groups(
 def with_prompts(
     tasks: Mapping[str, Task], prompts: Mapping[str, Any], lengths: Mapping[str, Any], source: str | Path
 ) -> dict[str, Task]:
-    """Gives the tasks other prompts and numbers of new tokens.
+    """Return the tasks with other prompts and numbers of new tokens.
 
     Raises:
-        ValueError: a prompt without {context}, or a number that is none.
+        ValueError: a prompt does not have {context} once, or a number of new tokens is no integer of at least 1.
     """
     found = dict(tasks)
     for name, task in tasks.items():
         prompt, new = prompts.get(name, task.prompt), lengths.get(name, task.new_tokens)
         if not isinstance(prompt, str) or prompt.count("{context}") != 1:
-            raise ValueError(f"{source}: the prompt of {name} has no {{context}}, or several; write it once.")
+            raise ValueError(f"{source}: the prompt of {name} does not have {{context}} exactly once; write it once.")
         try:
             list(string.Formatter().parse(prompt))
         except ValueError as error:
@@ -448,30 +451,30 @@ def with_prompts(
                 f"{source}: the prompt of {name} has a stray brace ({error}); write {{{{ or }}}}."
             ) from None
         if isinstance(new, bool) or not isinstance(new, int) or new < 1:
-            raise ValueError(f"{source}: {name} may answer with {new!r} tokens; give an integer from 1.")
+            raise ValueError(f"{source}: the answer of {name} has {new!r} tokens; give an integer of at least 1.")
         found[name] = dataclasses.replace(task, prompt=prompt, new_tokens=new)
     return found
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Reads the object in a JSON file.
+    """Read the object in a JSON file.
 
     Raises:
-        FileNotFoundError: no such file.
-        ValueError: another content.
+        FileNotFoundError: the file does not exist.
+        ValueError: the file holds no JSON object.
     """
     return parse_object(commands.read_text(path, "JSON"), path)
 
 
 def parse_object(text: str, source: str | Path) -> dict[str, Any]:
-    """Parses the object in a JSON text.
+    """Parse the object in a JSON text.
 
     Args:
         text: the text.
-        source: where it came from, for people.
+        source: where it came from, for the error message.
 
     Raises:
-        ValueError: another content.
+        ValueError: the text is no JSON object.
 
     Example:
         >>> from evals import documents
@@ -494,7 +497,7 @@ def _draw(
     for number, record in enumerate(records, 1):
         try:
             found.append(make_sample(task, record, tokenizer, length, chat=chat))
-            score(task, Answer([], ""), found[-1])  # what a score lacks is better known before the answers
+            score(task, Answer([], ""), found[-1])  # a record that cannot be scored fails before anything is answered
         except (KeyError, TypeError, IndexError, AttributeError, ZeroDivisionError) as error:
             raise ValueError(
                 f"{name}, record {number}, lacks what its prompt or score needs ({error}); is it the published file?"
@@ -507,7 +510,7 @@ def _rows(source: str, file: str, lines: Iterator[str]) -> Iterator[dict[str, An
     try:
         for number, row in enumerate(csv.DictReader(lines, restkey="", strict=True), 1):
             if "" in row or None in row.values():
-                raise csv.Error(f"record {number} has other columns than the first line")
+                raise csv.Error(f"record {number} has other columns than the header")
             yield row
     except csv.Error as error:
         raise ValueError(f"{file} of {source} is no CSV ({error}); download the file again.") from None
@@ -516,7 +519,7 @@ def _rows(source: str, file: str, lines: Iterator[str]) -> Iterator[dict[str, An
 def _lines(folder: Path, file: str) -> Iterator[str]:
     path = folder / file
     if not path.is_file():
-        raise FileNotFoundError(f"there is no {path}; name a folder with it by --data.")
+        raise FileNotFoundError(f"there is no {path}; name a folder that has it with --data.")
     with path.open(encoding="utf-8") as content:
         try:
             yield from content

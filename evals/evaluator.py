@@ -1,8 +1,8 @@
 """What evaluations share: settings from flags, prompts answered in batches under a policy, records of each sample.
 
-An evaluation is a list of groups of samples. Every setting (a policy, a budget, a moment, what is known of the
-question) answers the same samples, one batch after the other; each answer becomes a record, so that a killed run goes
-on where it was (:mod:`evals.results`).
+An evaluation is a list of groups of samples. A setting is a policy, a budget, a moment of eviction, and what is known
+of the question. Every setting answers the same samples, one batch after the other. Each answer becomes a record, so
+that a killed run can be resumed (:mod:`evals.results`).
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ POLICIES = ("full", "h2o+protect(recent=0.5)", "h2o+caote+protect(recent=0.5)", 
 Question = Literal["after", "before", "both", "agnostic"]
 PLACEMENTS = ("after", "before", "both", "agnostic")
 KNOWN_OR_NOT = ("after", "agnostic")
-# What may change between the two halves of a run: where it writes, and on what it runs.
+# Flags that may change when a run is resumed: where it writes, and what it runs on.
 FREE = ("name", "begun", "out", "json", "plot", "batch", "mesh")
 
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """One row of the table; ``evict_every`` is None for the policy's own."""
+    """One row of the table. ``evict_every`` is None for the policy's own default."""
 
     policy: str
     budget: int | float | None
@@ -52,11 +52,11 @@ class Setting:
 
     @property
     def moments(self) -> tuple[str, int]:
-        """When it evicts, as :func:`models.plan.moments` says: in the prompt, and every so many steps of decode."""
+        """When the policy evicts (:func:`models.plan.moments`): the moment in the prompt, and the decode interval."""
         return plan.moments(policy_of(self.policy), self.when, self.evict_every)
 
     def row(self) -> dict[str, Any]:
-        """Gives what its row of a table or a JSON says of it; the moments as they came to be."""
+        """Return the fields of the setting's row in a table or a JSON file, with the resolved moments of eviction."""
         return {**dataclasses.asdict(self), "evicts": list(self.moments)}
 
     def title(self) -> str:
@@ -65,7 +65,7 @@ class Setting:
 
 
 class Prompt(Protocol):
-    """A prompt's tokens; those before ``context_end`` are known when the closing question is not yet."""
+    """A prompt's tokens. Those before ``context_end`` are known before the closing question is."""
 
     @property
     def tokens(self) -> Sequence[int]: ...
@@ -75,7 +75,7 @@ class Prompt(Protocol):
 
 
 class TextSample(NamedTuple):
-    """A prompt, what a right answer is held against, and what else its score reads."""
+    """A prompt, the references that an answer is compared with, and anything else that its score needs."""
 
     tokens: list[int]
     context_end: int
@@ -84,7 +84,7 @@ class TextSample(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What a model said: the tokens up to its end token, and their text."""
+    """A model's answer: the tokens up to its end token, and their text."""
 
     tokens: list[int]
     text: str
@@ -92,15 +92,15 @@ class Answer(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Samples that are answered together: a task at a length.
+    """Samples that are answered together: one task at one length.
 
     Attributes:
-        size: how many samples ``draw`` gives; they are drawn when they are needed, and again on a second call.
-        score: from an answer and its sample to a number in [0, 1].
+        size: the number of samples that ``draw`` returns. They are drawn when they are needed; each call draws again.
+        score: maps an answer and its sample to a number in [0, 1].
         end: tokens that end an answer; the model's own by default.
-        questions: of the settings, those that the group is for.
-        data: a digest of the records that samples are made of, where they were read and not drawn.
-        probe: complains as ``draw`` would, and gives a few of its samples; ``draw`` itself by default.
+        questions: the group is answered only by settings whose ``question`` is one of these.
+        data: a digest of the records that the samples are made of, if they were read and not drawn.
+        probe: raises the errors that ``draw`` would raise, and returns a few of its samples; ``draw`` by default.
     """
 
     task: str
@@ -116,8 +116,8 @@ class Group:
 
 
 class Batch(NamedTuple):
-    """What one batch answered: ``tokens`` [rows, new], -1 behind a row's end; bytes of one sequence's cache at the end
-    and at its largest; tokens and seconds of prefill and decode, without the steps that may compile.
+    """The answers of one batch: ``tokens`` [rows, new], -1 after a row's end; the bytes of one sequence's cache at the
+    end and at its largest; the tokens and seconds of prefill and decode, without the steps that may compile.
     """
 
     rows: list[int]
@@ -140,13 +140,13 @@ def answers(
     rows: Sequence[int] | None = None,
     width: int = 0,
 ) -> Iterator[Batch]:
-    """Answers prompts batch by batch.
+    """Answer prompts batch by batch.
 
     Args:
-        rows: which of the prompts, all by default. Buffers are sized by all prompts, so that a row's bytes do not
-            depend on what else is answered.
+        rows: the prompts to answer, all by default. Buffers are sized by all prompts, so that a row's bytes do not
+            depend on which others are answered.
         end: tokens that end an answer; None for the model's own.
-        width: the prompts' buffers are for at least so many tokens, so that tasks share what was compiled.
+        width: the least number of tokens that the prompts' buffers hold, so that tasks share compiled programs.
 
     Example:
         >>> import models
@@ -175,14 +175,14 @@ def answers_each(
     rows: Mapping[Setting, Sequence[int]] | None = None,
     width: int = 0,
 ) -> Iterator[tuple[Setting, Batch]]:
-    """Answers prompts under several settings; those that evict once, after the prompt, share what the model did for it.
+    """Answer prompts under several settings; those that evict once, after the prompt, share its prefill.
 
     Args:
-        rows: which of the prompts under which setting, all by default.
+        rows: the prompts to answer under each setting, all by default.
         new_tokens, block, batch, end, width: see :func:`answers`.
 
     Returns:
-        Each batch with its setting. Of a shared prompt, the seconds of prefill are those of all settings together.
+        Each batch with its setting. The prefill seconds of a shared prompt are those of all its settings together.
 
     Example:
         >>> import models
@@ -217,8 +217,8 @@ def answers_each(
                 make_room()
                 clock = _BatchClock(fed.prompt_tokens, len(fed.rows))
                 prefilled.logits.block_until_ready()
-                seconds = seconds or time.perf_counter() - begun  # the prompt runs before the first one's result
-                if number:  # the first one may compile
+                seconds = seconds or time.perf_counter() - begun  # the prompt runs before the first setting's result
+                if number:  # the first batch may compile
                     clock.prefill = (float(fed.prompt_tokens), seconds)
                 steps = models.stream(
                     model, prefilled, policy=setting.policy, budget=setting.budget, block=block,
@@ -229,9 +229,10 @@ def answers_each(
 
 
 def sharing(settings: Sequence[Setting]) -> list[list[Setting]]:
-    """Puts settings together that share a prompt: the same question, nothing evicted before its end, no key turned.
+    """Group the settings that share a prompt's prefill.
 
-    A setting that is given twice is answered once.
+    They ask the same question, evict nothing before the end of the prompt, and re-rotate no key. A setting that is
+    given twice is answered once.
 
     Example:
         >>> from evals.evaluator import Setting, sharing
@@ -249,10 +250,10 @@ def sharing(settings: Sequence[Setting]) -> list[list[Setting]]:
 
 
 def saved(settings: Sequence[Setting], samples: int) -> str | None:
-    """Says how many prompts did not have to go through the model, if any.
+    """Return a sentence that says how many prompts were saved by sharing, or None where none was.
 
     Args:
-        samples: of each setting.
+        samples: the number of samples per setting.
 
     Example:
         >>> from evals.evaluator import Setting, saved
@@ -275,11 +276,11 @@ def check_answers(
     batch: int = 16,
     width: int = 0,
 ) -> None:
-    """Complains as :func:`answers` would under a setting, without a step of the model.
+    """Raise the errors that :func:`answers` would raise under a setting, without a step of the model.
 
     Raises:
-        ValueError: a budget that is too small for a prompt, prompts that the model does not take, rows that a mesh
-            does not divide.
+        ValueError: the budget is too small for a prompt, the model does not take the prompts, or the mesh does not
+            divide the rows.
 
     Example:
         >>> import models
@@ -309,7 +310,7 @@ def _begun(
     rows: Sequence[int] | None,
     width: int,
 ) -> Iterator[tuple[list[int], int, _BatchClock, Iterator[tuple[np.ndarray, Any]]]]:
-    """Yields of each batch its rows, how many are fed, its clock, and its checked steps, none of them taken yet."""
+    """Yield each batch's rows, the number of rows fed, its clock, and its checked steps, none of which has run yet."""
     for fed in _fed(model, prompts, [setting], batch, rows, width):
         clock = _BatchClock(fed.prompt_tokens, len(fed.rows))
         steps = models.stream(
@@ -330,12 +331,12 @@ def _begun(
 
 
 class _Fed(NamedTuple):
-    """Holds one batch as the model is fed it: some rows of the prompts, and others that fill it up to its size."""
+    """One batch as the model is fed it: some rows of the prompts, and others that fill it up to its size."""
 
     rows: list[int]
     tokens: np.ndarray
     lengths: np.ndarray
-    questions: np.ndarray | None  # those that are held back
+    questions: np.ndarray | None  # lengths of the questions that are held back
 
     @property
     def prompt_tokens(self) -> int:
@@ -350,11 +351,11 @@ def _fed(
     rows: Sequence[int] | None,
     width: int,
 ) -> Iterator[_Fed]:
-    """Makes the batches of prompts that settings answer which hold back the same questions."""
-    # Rows of near lengths lie in one batch: blocks that are empty in front are skipped for the whole batch.
+    """Make the batches of prompts for settings that hold back the same questions."""
+    # Rows of similar length share a batch: leading empty blocks are skipped only for a whole batch.
     chosen_rows = sorted(range(len(prompts)) if rows is None else rows, key=lambda row: len(prompts[row].tokens))
     longest = max(width, *(len(prompt.tokens) for prompt in prompts))
-    if len(model.embedding[...].sharding.device_set) == 1:  # several devices divide the batch as it was asked for
+    if len(model.embedding[...].sharding.device_set) == 1:  # several devices divide the batch that was asked for
         batch = min(batch, len(prompts))
     held_back = settings[0].question == "agnostic"
     ratios = any(isinstance(setting.budget, float) for setting in settings)
@@ -381,7 +382,7 @@ def _taken(
     new_tokens: int,
     width: int,
 ) -> Batch:
-    """Takes the steps of one batch under one setting."""
+    """Run the steps of one batch under one setting, and return what it answered."""
     generated = np.full((fed, new_tokens), -1, np.int32)
     for step, (token, kept) in enumerate(steps):
         generated[:, step] = token
@@ -402,10 +403,10 @@ def _taken(
 
 
 def make_room(most: int = 30_000) -> None:
-    """Forgets all compiled programs where the process has more than ``most`` memory maps.
+    """Drop all compiled programs if the process has more than ``most`` memory maps.
 
-    Each program has maps of its own, and hundreds of settings end in "Cannot allocate memory" at the system's limit
-    (65,530 on most Linux machines). Elsewhere nothing is done.
+    Each program has its own maps. Without this, hundreds of settings end in "Cannot allocate memory" at the system's
+    limit (65,530 on most Linux machines). On other systems nothing is done.
 
     Example:
         >>> from evals import evaluator
@@ -419,10 +420,10 @@ def make_room(most: int = 30_000) -> None:
 def check_groups(
     model: models.Decoder, groups: Sequence[Group], settings: Sequence[Setting], *, block: int = 128, batch: int = 16
 ) -> None:
-    """Complains about what :func:`run` could not answer, before the first step of a model.
+    """Check that :func:`run` can answer all groups, before the first step of the model.
 
     Raises:
-        ValueError: samples that cannot be drawn, or what :func:`check_answers` says.
+        ValueError: samples cannot be drawn, or :func:`check_answers` fails.
     """
     for group in groups:
         samples = probe(group)
@@ -434,10 +435,10 @@ def check_groups(
 
 
 def probe(group: Group) -> Sequence[Any]:
-    """A few of a group's samples, or what keeps them from being drawn.
+    """Return a few of a group's samples, or raise what keeps them from being drawn.
 
     Raises:
-        ValueError: a task that does not fit its length, a record that lacks something.
+        ValueError: a task does not fit its length, or a record lacks a field.
     """
     return (group.draw if group.probe is None else group.probe)()
 
@@ -458,10 +459,10 @@ def run(
     labels: Mapping[str, Any] | None = None,
     progress: tqdm | None = None,
 ) -> None:
-    """Answers what ``store`` does not hold yet, and adds a record for each sample, batch by batch.
+    """Answer the samples that ``store`` does not hold yet, and add a record for each, batch by batch.
 
     Args:
-        labels: what every record says beside its sample and setting, such as the model's name.
+        labels: fields that every record gets beside its sample and setting, such as the model's name.
     """
     for group in groups:
         asked = [setting for setting in settings if setting.question in group.questions]
@@ -493,9 +494,9 @@ def run(
 
 
 def summarise(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row for each setting and length: the mean of the tasks' means with its 95% interval, and each task's.
+    """Return one row per setting and length: the mean of the tasks' means, its 95% interval, and each task's mean.
 
-    The interval is Wilson's over all samples; for scores between 0 and 1 it is on the safe side.
+    The interval is Wilson's over all samples; for scores between 0 and 1 it is conservative.
 
     Example:
         >>> from evals import evaluator
@@ -536,7 +537,7 @@ def summarise(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def compare(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For each policy with a CAOTE link: is it better than the same policy without it, on the same samples?"""
+    """Compare each policy that has a CAOTE link with the same policy without it, on the same samples."""
     scores: dict[tuple[Any, ...], dict[tuple[Any, ...], float]] = {}
     for record in records:
         setting = (record["policy"], *(record.get(name) for name in results.ROW if name != "policy"))
@@ -564,7 +565,7 @@ def compare(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def task_map(rows: Sequence[dict[str, Any]], path: Path, *, title: str, short: Mapping[str, str]) -> None:
-    """Draws the score of each policy in each task as colour and figure, a panel for each moment, budget and length."""
+    """Draw each policy's score in each task as colour and number, one panel per moment, budget and length."""
     plt = report.pyplot()
     where = lambda r: (r["model"], r["evaluation"], r["length"], r["question"], r["when"], r["budget"])  # noqa: E731
     groups = list(dict.fromkeys(where(r) for r in rows if r["budget"] is not None)) or [where(rows[0])]
@@ -601,9 +602,9 @@ def task_map(rows: Sequence[dict[str, Any]], path: Path, *, title: str, short: M
 
 
 def add_model_flags(flags: argparse.ArgumentParser) -> None:
-    """The flags of every evaluation: the model, and how it is run."""
+    """Add the flags of every evaluation: the model, and how it is run."""
     flags.add_argument("--model", default="retriever", help="'retriever', a Hugging Face folder, or a hub name")
-    flags.add_argument("--block", type=int, default=128, help="prompt tokens a step")
+    flags.add_argument("--block", type=int, default=128, help="prompt tokens per step")
     flags.add_argument("--batch", type=int, default=16, help="samples answered at once")
     flags.add_argument("--seed", type=int, default=0)
     flags.add_argument("--dtype", help="float32, bfloat16 (slow on a CPU) or float16; by default the checkpoint's")
@@ -619,21 +620,21 @@ def add_setting_flags(
     when: str = "block,prompt",
     questions: Sequence[str] = KNOWN_OR_NOT,
 ) -> None:
-    """The flags that :func:`make_settings` reads."""
-    flags.add_argument("--policies", default=",".join(POLICIES), help="several by comma; 'full' keeps all")
+    """Add the flags that :func:`make_settings` reads."""
+    flags.add_argument("--policies", default=",".join(POLICIES), help="several by comma; 'full' keeps all tokens")
     flags.add_argument(
         "--allocations",
         default="",
-        help="who gets how many slots, such as uniform,adakv: each policy with each of them; several by comma",
+        help="how slots are divided among heads, such as uniform,adakv; every policy runs with each; several by comma",
     )
     flags.add_argument("--budgets", default=budgets, help="slots per head, or ratios of the prompt; several by comma")
     flags.add_argument(
-        "--when", default=when, help="block, prompt, or published, as each policy's paper has it; several by comma"
+        "--when", default=when, help="block, prompt, or published (as in each policy's paper); several by comma"
     )
     flags.add_argument(
         "--evict-every",
         type=int,
-        help="in decode, every n steps, 0 for never (default: every step, or once in a policy's observation window)",
+        help="evict every n decode steps, 0 for never (default: every step, or once per observation window)",
     )
     before = [name for name in questions if name not in KNOWN_OR_NOT]
     flags.add_argument(
@@ -645,7 +646,7 @@ def add_setting_flags(
 
 
 def make_settings(flags: argparse.Namespace, questions: Sequence[str] = PLACEMENTS) -> list[Setting]:
-    """Every combination that is asked for, checked before any work; the full cache has neither budget nor moment."""
+    """Return every combination that the flags ask for, checked; the full cache has neither budget nor moment."""
     moments: Any
     asked: Any
     policies = commands.split_list(flags.policies)
@@ -654,7 +655,7 @@ def make_settings(flags: argparse.Namespace, questions: Sequence[str] = PLACEMEN
     for what, given, known in (("--when", moments, get_args(When)), ("--question", asked, questions)):
         wrong = [name for name in given if name not in known]
         if wrong or not given:
-            raise ValueError(f"{what} is {', '.join(wrong) or 'empty'}; there are {', '.join(known)}.")
+            raise ValueError(f"{what} is {', '.join(wrong) or 'empty'}; expected some of {', '.join(known)}.")
     evicting = [str(kvjax.parse(policy)) for policy in policies if policy != "full"]
     evicting = _allocated(evicting, commands.split_list(getattr(flags, "allocations", "")))
     if not policies:
@@ -668,15 +669,15 @@ def make_settings(flags: argparse.Namespace, questions: Sequence[str] = PLACEMEN
             for policy in dict.fromkeys([RECENCY, *evicting] if evicting else []):
                 settings.append(Setting(policy, budget, when, question, getattr(flags, "evict_every", None)))
     for setting in settings:
-        _ = setting.moments  # refused before any work
+        _ = setting.moments  # raises for moments that cannot be, before any work
     return list(dict.fromkeys(settings))
 
 
 def check_budgets(policies: Sequence[str], budgets: Sequence[int | float]) -> None:
-    """Refuses budgets that some policy cannot keep, before any work.
+    """Check before any work that every policy can keep every budget.
 
     Raises:
-        ValueError: no budget for policies that need one, or one too small for what a policy always keeps.
+        ValueError: there is no budget for policies that need one, or one is smaller than what a policy always keeps.
     """
     if policies and not budgets:
         raise ValueError("no budget was given; name at least one, such as --budgets 256.")
@@ -686,7 +687,7 @@ def check_budgets(policies: Sequence[str], budgets: Sequence[int | float]) -> No
 
 
 def check_sizes(flags: argparse.Namespace) -> list[int]:
-    """The lengths that are asked for, when they and the block and batch can be."""
+    """Return the lengths that the flags ask for, after a check of them and of the block and the batch."""
     lengths = [positive("length", text) for text in commands.split_list(flags.lengths)]
     if not lengths:
         raise ValueError("no length was given; name at least one, such as --lengths 1024.")
@@ -695,17 +696,17 @@ def check_sizes(flags: argparse.Namespace) -> list[int]:
 
 
 def check_block_and_batch(flags: argparse.Namespace) -> None:
-    """Refuses a block or a batch without anything in it."""
+    """Raise ValueError where the block or the batch is below 1."""
     for name, value in (("block", flags.block), ("batch", flags.batch)):
         if value < 1:
             raise ValueError(f"--{name} is {value}; give at least 1.")
 
 
 def positive(name: str, text: str) -> int:
-    """A number of tokens from a command line.
+    """Return a number of tokens from a command line.
 
     Raises:
-        ValueError: no integer from 1.
+        ValueError: the text is not an integer of at least 1.
 
     Example:
         >>> from evals import evaluator
@@ -718,10 +719,10 @@ def positive(name: str, text: str) -> int:
 
 
 def choose(name: str, text: str, known: Sequence[str], default: Sequence[str] | None = None) -> list[str]:
-    """Names from a list on a command line, in the order of ``known``; 'all' stands for ``default``, or for all.
+    """Return the names on a command line in the order of ``known``; 'all' stands for ``default``, or for all.
 
     Raises:
-        ValueError: no name, or one that is not known.
+        ValueError: no name is given, or one is not known.
 
     Example:
         >>> from evals import evaluator
@@ -733,12 +734,12 @@ def choose(name: str, text: str, known: Sequence[str], default: Sequence[str] | 
         return list(known if default is None else default)
     wrong = [part for part in given if part not in known]
     if wrong or not given:
-        raise ValueError(f"{name} is {', '.join(wrong) or 'empty'}; there are {', '.join(known)}, and all.")
+        raise ValueError(f"{name} is {', '.join(wrong) or 'empty'}; expected 'all' or some of {', '.join(known)}.")
     return [part for part in known if part in given]
 
 
 def load(flags: argparse.Namespace) -> tuple[models.Decoder, models.Tokenizer]:
-    """The model and tokenizer that the flags name.
+    """Load the model and tokenizer that the flags name.
 
     Raises:
         ValueError: the model has no tokenizer.
@@ -748,7 +749,7 @@ def load(flags: argparse.Namespace) -> tuple[models.Decoder, models.Tokenizer]:
 
 
 def describe(flags: argparse.Namespace) -> tuple[models.Config, models.Tokenizer]:
-    """The config and tokenizer of the model that the flags name, checked before weights are read.
+    """Read the config and tokenizer of the model that the flags name, and check them before weights are read.
 
     Raises:
         ValueError: the model has no tokenizer.
@@ -776,11 +777,13 @@ def command(
     check: Callable[[argparse.Namespace], None],
     short: Mapping[str, str] | None = None,
 ) -> None:
-    """The command of an evaluation made of tasks: checks, samples, table, JSON, picture; with ``--out`` it goes on.
+    """Run an evaluation made of tasks: check, answer samples, print the table, write JSON and picture.
+
+    With ``--out``, a killed run is resumed.
 
     Args:
-        check: of the evaluation's own flags, before the model is loaded.
-        notes: lines below the table, such as what the texts are.
+        check: checks the evaluation's own flags before the model is loaded.
+        notes: returns the lines below the table, such as the sources of the texts.
         short: the tasks' names in the table.
     """
     settings = make_settings(flags, KNOWN_OR_NOT)
@@ -819,7 +822,7 @@ def tell(
     notes: Sequence[str],
     short: Mapping[str, str] | None = None,
 ) -> None:
-    """Prints the table of all records, and writes the JSON and the picture that the flags ask for.
+    """Print the table of all records, and write the JSON and the picture that the flags ask for.
 
     Args:
         fingerprints: see :func:`made_of`.
@@ -855,8 +858,10 @@ def made_of(
     butler: models.Butler | None = None,
     groups: Sequence[Group] = (),
 ) -> dict[str, str]:
-    """Fingerprints of all that figures are made of: the project's version, the built-in prose, the model, its
-    tokenizer, a predictor, and the records of groups that were read.
+    """Return the fingerprints of everything that figures are made of.
+
+    These are the project's version, the built-in prose, the model, its tokenizer, a predictor, and the records that
+    groups were read from.
 
     Example:
         >>> import models
@@ -873,13 +878,13 @@ def made_of(
 
 
 def settings(flags: argparse.Namespace) -> dict[str, Any]:
-    """The flags, as JSON holds them."""
+    """Return the flags in JSON's types."""
     given = {name: value for name, value in vars(flags).items() if name != "begun"}
     return {name: str(value) if isinstance(value, Path) else value for name, value in given.items()}
 
 
 def used(flags: argparse.Namespace) -> dict[str, Any]:
-    """The flags that decide the figures, as JSON has them; of files and folders that they name, what is in them."""
+    """Return the flags that decide the figures, in JSON's types, with digests of the files and folders they name."""
     plain: dict[str, Any] = {}
     for name, value in vars(flags).items():
         if name in FREE:
@@ -893,7 +898,7 @@ def used(flags: argparse.Namespace) -> dict[str, Any]:
 
 
 def written(flags: argparse.Namespace) -> str:
-    """The command line that gives these flags again."""
+    """Return the command line that reproduces these flags."""
     line = ["python", "-m", "evals", flags.name]
     for name, value in vars(flags).items():
         if name in ("name", "begun", "out", "json", "plot") or value is None or value is False:
@@ -905,7 +910,7 @@ def written(flags: argparse.Namespace) -> str:
 
 
 def _allocated(policies: Sequence[str], allocations: Sequence[str]) -> list[str]:
-    """Each policy that names no allocation with each of them."""
+    """Return every policy that names no allocation with each of ``allocations``, and the others as they are."""
     if not allocations:
         return list(policies)
     names = [str(parse_allocation(name).name) for name in allocations]
@@ -954,8 +959,9 @@ def _question_length(prompt: Prompt) -> int:
 
 
 def _extremes(prompts: Sequence[Prompt], held_back: bool) -> list[Prompt]:
-    """The longest prompt, and the shortest and longest question: in every batch, they make all batches the same size,
-    so that one compilation serves them.
+    """Return the longest prompt, and the prompts with the shortest and the longest question.
+
+    They are part of every batch, so that all batches have the same size and share one compilation.
     """
     found = [max(prompts, key=lambda prompt: len(prompt.tokens))]
     if held_back:
@@ -964,7 +970,7 @@ def _extremes(prompts: Sequence[Prompt], held_back: bool) -> list[Prompt]:
 
 
 class _BatchClock:
-    """Tokens and seconds of one batch's prefill and decode, without the first block and step, which may compile."""
+    """The tokens and seconds of one batch's prefill and decode, without the first block and step, which may compile."""
 
     def __init__(self, prompt_tokens: int, rows: int) -> None:
         self.prefill, self.decode = (0.0, 0.0), (0.0, 0.0)

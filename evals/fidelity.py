@@ -1,8 +1,8 @@
 """Fidelity: how far each layer's attention output, and the logits, move when the cache is evicted from.
 
-The answer's tokens are fed behind the compressed prompt and behind the full cache; both runs' attention outputs are
+The answer's tokens are fed after the compressed prompt and after the full cache. The attention outputs of both runs are
 compared layer by layer, before the output projection (CAOTE's figure 3) and after it (LaProx's figure 4). A layer's
-error holds what the layers below it already lost.
+error includes that of the layers below it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ EXAMPLES = """examples:
 
 
 class Outputs(NamedTuple):
-    """Of the tokens behind a prompt: each layer's attention output, its projection by W_O, and the logits."""
+    """For the tokens after a prompt: each layer's attention output, its projection by W_O, and the logits."""
 
     attention: Float[Array, "L B T ND"]
     projected: Float[Array, "L B T E"]
@@ -55,12 +55,12 @@ def outputs(
     position: Int[Array | np.ndarray, "B T"],
     lengths: Int[Array | np.ndarray, "B"],
 ) -> Outputs:
-    """Feeds tokens behind what a cache holds, and evicts nothing.
+    """Feed tokens after what a cache holds, without eviction, and return their outputs.
 
     Args:
-        cache: of all layers, with room for the tokens.
+        cache: the cache of all layers, with room for the tokens.
         position: the tokens' positions, -1 for padding.
-        lengths: the sequences' full lengths, as prefill had them.
+        lengths: the prompts' lengths that prefill was given.
     """
     return _outputs(model, cache, jnp.asarray(tokens), jnp.asarray(position), jnp.asarray(lengths))
 
@@ -85,9 +85,10 @@ def _outputs(model, cache, tokens, position, lengths):
 
 
 def differences(full: Outputs, evicted: Outputs, valid: np.ndarray) -> dict[str, np.ndarray]:
-    """Relative L2 error and cosine of each layer, ``[B, L]``, before and after W_O; and KL(full || evicted), ``[B]``.
+    """Compare the outputs of two runs: relative L2 error and cosine per layer, and the divergence of the logits.
 
-    Means over the tokens that are ``valid`` [B, T].
+    All are means over the tokens that are ``valid`` [B, T]: error and cosine ``[B, L]`` before and after W_O, and
+    KL(full || evicted) ``[B]``.
     """
     found = {}
     for prefix, one, other in (("", full.attention, evicted.attention), ("output_", full.projected, evicted.projected)):
@@ -112,12 +113,12 @@ def measure(
     batch: int = 16,
     progress: tqdm | None = None,
 ) -> list[dict[str, Any]]:
-    """The figures of each setting over the samples.
+    """Measure each setting over the samples.
 
     Returns:
-        For each setting: ``layers``, a row a layer with the means of :func:`differences` and their 95% intervals;
-        ``kl`` with its interval; ``retained``, mean, smallest and largest number of tokens of each layer and head;
-        and ``by_sample``, what the means are of.
+        For each setting: ``layers``, one row per layer with the means of :func:`differences` and their 95% intervals;
+        ``kl`` with its interval; ``retained``, the mean, smallest and largest number of tokens per layer and head; and
+        ``by_sample``, the values that the means are taken over.
     """
     collected: list[list[dict[str, np.ndarray]]] = [[] for _ in settings]
     longest = max(len(sample.tokens) for sample in samples)
@@ -151,8 +152,10 @@ def measure(
 
 
 def compare(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Is a policy with CAOTE closer to the full cache than without (figure 3 of its paper), LaProx closer than its
-    attention alone and than SnapKV (figure 4 of its paper)? In each setting, over all layers and for each.
+    """Judge the papers' claims in each setting, over all layers and for each layer.
+
+    A policy with CAOTE is closer to the full cache than without it (figure 3 of its paper). LaProx is closer than its
+    attention alone and than SnapKV (figure 4 of its paper).
     """
     by_setting = {(r["policy"], r["budget"], r["when"], r["question"]): r for r in results}
     rows = []
@@ -188,7 +191,7 @@ def compare(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
-    """Gives each setting a row: means over layers, tokens and samples, and the tokens that heads hold."""
+    """Return a table with one row per setting: means over layers, tokens and samples, and the tokens per head."""
     rows = []
     for r in results:
         held = np.array(r["retained"]["mean"])
@@ -218,13 +221,13 @@ def table(results: Sequence[dict[str, Any]]) -> str:
         "tokens",
     )
     return report.columns(head, rows, left=4) + (
-        "\nerror: |full - evicted| / |full| of the attention output, mean over layers; W_O: behind the projection; "
-        "tokens: of the heads' means, the smallest and the largest"
+        "\nerror: |full - evicted| / |full| of the attention output, mean over layers; W_O: after the projection; "
+        "tokens: the smallest and the largest mean of a head"
     )
 
 
 def layer_lines(results: Sequence[dict[str, Any]], path: Path, *, recency: str) -> None:
-    """Draws error and cosine over layers, before and behind W_O: a line a policy, a row for each budget and moment."""
+    """Draw error and cosine over layers, before and after W_O: one line per policy, one row per budget and moment."""
     plt = report.pyplot()
     groups = list(dict.fromkeys(map(report.group, results)))
     if len(groups) > 1:
@@ -279,9 +282,9 @@ def layer_lines(results: Sequence[dict[str, Any]], path: Path, *, recency: str) 
 
 
 def head_map(results: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draws the tokens that each layer and head retains: the mean over samples as colour, mean and range in figures.
+    """Draw the tokens that each layer and head retains: the mean over samples as colour, mean and range as numbers.
 
-    Where all heads hold the same there is nothing to see: only other results are shown, if there are any.
+    Results in which all heads hold equally many tokens are left out, unless all results do.
     """
     plt = report.pyplot()
     shown = [r for r in results if r["budget"] is not None and np.ptp(r["retained"]["mean"]) > 0] or list(results)
@@ -297,7 +300,7 @@ def head_map(results: Sequence[dict[str, Any]], path: Path) -> None:
     for axis, r in zip(axes.flat, shown, strict=False):
         held = {name: np.array(r["retained"][name]) for name in ("mean", "smallest", "largest")}
         image = axis.imshow(held["mean"], cmap="viridis", aspect="auto", vmin=0, vmax=max(held["mean"].max(), 1))
-        if layers * heads <= 96:  # figures are readable
+        if layers * heads <= 96:  # numbers are readable
             for (layer, head), mean in np.ndenumerate(held["mean"]):
                 axis.text(
                     head, layer, f"{mean:.0f}\n{held['smallest'][layer, head]}..{held['largest'][layer, head]}",
@@ -321,13 +324,13 @@ def head_map(results: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def add_flags(flags: argparse.ArgumentParser) -> None:
-    """The command's flags."""
+    """Add the command's flags."""
     flags.add_argument("--model", default="retriever", help="'retriever', a Hugging Face folder, or a hub name")
-    flags.add_argument("--policies", default=",".join(POLICIES), help="several by comma; 'full' keeps all")
+    flags.add_argument("--policies", default=",".join(POLICIES), help="several by comma; 'full' keeps all tokens")
     flags.add_argument("--budgets", default="0.1", help="slots per head, or ratios of the prompt; several by comma")
-    flags.add_argument("--lengths", default="512", help="tokens of a prompt; several by comma, measured together")
-    flags.add_argument("--samples", type=int, default=20, help="samples for each length, at depths drawn at random")
-    flags.add_argument("--facts", type=int, default=10, help="facts in a text, of which one is asked for")
+    flags.add_argument("--lengths", default="512", help="tokens per prompt; several by comma, measured together")
+    flags.add_argument("--samples", type=int, default=20, help="samples per length, at depths drawn at random")
+    flags.add_argument("--facts", type=int, default=10, help="facts per text; one of them is asked for")
     flags.add_argument("--question", default="after", help=f"{', '.join(needle.PLACEMENTS)}; several by comma")
     flags.add_argument("--when", default="prompt", help="block, prompt, published; several by comma")
     flags.add_argument("--block", type=int, default=128)
@@ -340,7 +343,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
 
 
 def command(flags: argparse.Namespace) -> None:
-    """Runs the evaluation: checks, table, JSON, pictures."""
+    """Run the evaluation: check, measure, print the table, write JSON and pictures."""
     settings = needle.make_settings(flags)
     lengths = needle.check_sizes(flags)
     if flags.samples < 1:

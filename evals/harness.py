@@ -1,12 +1,12 @@
 """lm-evaluation-harness under a KV budget: its tasks, and a model class ``kvjax`` in its registry.
 
-A choice's likelihood is that of its tokens behind the compressed context: the context is fed as a prompt and evicted
-from, the choice comes after it and is not. A rolling likelihood (perplexity) evicts after every block, so each token
-is predicted from what earlier evictions left. A context shorter than the budget loses nothing: give ratios, or small
-budgets, where prompts are short.
+A choice's likelihood is that of its tokens after the compressed context: the context is fed as a prompt and evicted
+from, and the choice follows without further eviction. A rolling likelihood (perplexity) evicts after every block, so
+each token is predicted from what earlier evictions kept. A context shorter than the budget loses nothing: give ratios
+or small budgets where prompts are short.
 
-With ``select=`` nothing is evicted. Likelihoods are of a forward in which every row reads what the selection keeps
-(evals/selections.py), answers are decoded with it step by step.
+With ``select=`` nothing is evicted. Likelihoods come from a forward in which every row reads what the selection keeps
+(evals/selections.py), and answers are decoded with it step by step.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ NEEDED = "lm_eval needs lm-evaluation-harness; install it with: pip install 'kvj
 
 @functools.cache
 def model_class() -> type:
-    """The class that stands as ``kvjax`` in lm-evaluation-harness's registry; the first call puts it there.
+    """Return the class ``kvjax`` of lm-evaluation-harness's registry; the first call registers it.
 
     Raises:
         ImportError: lm-evaluation-harness is not installed.
@@ -59,13 +59,13 @@ def model_class() -> type:
 
         Args:
             pretrained: 'retriever', a Hugging Face folder, or a hub name.
-            policy, budget, block, when: as ``models.prefill`` has them.
-            select: in place of a policy, what each head reads: a source, or a policy as simulated selection; the
-                budget is then the share of the tokens that are read.
-            butler: the predictor's folder for ``select``; by default the one inside the model's.
-            sinks: first tokens that a selection always reads, on top.
-            max_length: tokens of a context and what follows it; the model's by default.
-            max_gen_toks: new tokens where a task sets none.
+            policy, budget, block, when: see ``models.prefill``.
+            select: chooses what each head reads, in place of a policy: a source, or a policy as simulated selection.
+                The budget is then the share of the tokens that are read.
+            butler: the predictor's folder for ``select``; by default the one inside the model's folder.
+            sinks: the number of first tokens that a selection always reads, beyond its budget.
+            max_length: the most tokens of a context and its continuation; the model's limit by default.
+            max_gen_toks: the number of new tokens where a task sets none.
         """
 
         def __init__(
@@ -169,7 +169,7 @@ def model_class() -> type:
                     butler=self.butler, sinks=self.settings["sinks"], block=self.settings["block"], batch=self.batch,
                     on_row=on_row,
                 )  # fmt: skip
-            # Text without a prompt is evicted from as it comes: there is no end that could be waited for.
+            # Text without a prompt has no end at which to evict once, so each block is evicted from.
             settings = self.settings if counts is not None else {**self.settings, "when": "block"}
             return loglikelihood.predict(self.model, sequences, counts, **settings, batch=self.batch, on_row=on_row)
 
@@ -193,9 +193,7 @@ def model_class() -> type:
 
         def _generate(self, contexts: Sequence[str], asked: dict[str, Any]) -> list[str]:
             if asked.get("do_sample") and float(asked.get("temperature", 0)) > 0:
-                raise ValueError(
-                    "the task draws its answers at random, and kvjax answers greedily; set do_sample=False."
-                )
+                raise ValueError("the task samples its answers, but kvjax answers greedily; set do_sample=False.")
             until = asked.get("until") or []
             until = [until] if isinstance(until, str) else list(until)
             new = int(asked.get("max_gen_toks", asked.get("max_new_tokens", self.max_gen_toks)))
@@ -209,8 +207,8 @@ def model_class() -> type:
             if self.selection is not None:
                 if self.selection.source is None:
                     raise ValueError(
-                        f"select is {self.selection}, which is simulated on whole texts only, and the task has answers "
-                        f"decoded; give policy=..., or a source: {', '.join(SOURCES)}."
+                        f"select is {self.selection}, which is simulated on whole texts only, but the task decodes "
+                        f"answers; give policy=..., or a source: {', '.join(SOURCES)}."
                     )
                 settings.update(select=self.selection.source, butler=self.butler)
             for step, (token, _) in enumerate(
@@ -230,10 +228,10 @@ def model_class() -> type:
 def check_settings(
     policy: str, budget: int | float | str | None, block: int, when: str, select: str | None = None, sinks: int = 4
 ) -> dict[str, Any]:
-    """The arguments of a run, checked before the model is loaded.
+    """Return the arguments of a run, checked before the model is loaded.
 
     Raises:
-        ValueError: a policy, budget, block or moment that cannot be.
+        ValueError: the policy, budget, block, moment, selection or sinks are invalid.
 
     Example:
         >>> from evals import harness
@@ -243,12 +241,12 @@ def check_settings(
         {'select': 'quest', 'budget': 0.5, 'block': 64, 'sinks': 4}
     """
     if when not in get_args(When):
-        raise ValueError(f"when is {when!r}; there are {', '.join(get_args(When))}.")
+        raise ValueError(f"when is {when!r}; expected one of {', '.join(get_args(When))}.")
     if not isinstance(block, int) or block < 1:
         raise ValueError(f"block is {block!r}; give at least 1.")
     if select is not None:
         if policy != "full":
-            raise ValueError(f"both policy {policy} and select {select} were given; a run takes one of them.")
+            raise ValueError(f"both policy {policy} and select {select} were given; give one of them.")
         if not isinstance(sinks, int) or sinks < 0:
             raise ValueError(f"sinks is {sinks!r}; give at least 0.")
         share = None if budget is None else commands.parse_budget(str(budget))
@@ -257,11 +255,11 @@ def check_settings(
         return {"select": str(selections.parse_selection(str(select))), "budget": share, "block": block, "sinks": sinks}
     if policy == "full":
         if budget is not None:
-            raise ValueError(f"a budget of {budget} was given without a policy that says what to keep; give policy=...")
+            raise ValueError(f"a budget of {budget} was given without a policy; give policy=...")
         return {"policy": "full", "budget": None, "block": block, "when": "block"}
     parsed = kvjax.parse(policy)
     if budget is None:
-        raise ValueError(f"the policy {policy!r} needs a budget: slots per head, or a ratio of the prompt.")
+        raise ValueError(f"the policy {policy!r} needs a budget; give budget=... as slots per head or a ratio.")
     slots = commands.parse_budget(str(budget))
     if isinstance(slots, int):
         kvjax.check_budget(parsed, slots)
@@ -269,10 +267,10 @@ def check_settings(
 
 
 def parse_arguments(text: str) -> dict[str, Any]:
-    """``name=value`` pairs split at commas outside parentheses, numbers as numbers.
+    """Split ``name=value`` pairs at commas outside parentheses, and return them with numbers as numbers.
 
     Raises:
-        ValueError: a part without "=".
+        ValueError: a part has no name, no "=" or no value.
 
     Example:
         >>> from evals import harness
@@ -290,7 +288,7 @@ def parse_arguments(text: str) -> dict[str, Any]:
 
 
 def cut_at(text: str, until: Iterable[str]) -> str:
-    """A text up to the first of some strings.
+    """Return a text up to the first occurrence of any of some strings.
 
     Example:
         >>> from evals import harness
@@ -301,24 +299,24 @@ def cut_at(text: str, until: Iterable[str]) -> str:
 
 
 def add_flags(flags: argparse.ArgumentParser) -> None:
-    """The command's flags; the harness's own names where it has them."""
+    """Add the command's flags, under the harness's own names where it has them."""
     flags.add_argument("--tasks", required=True, help="the harness's tasks, or yaml files; several by comma")
     flags.add_argument(
         "--model_args", action="append", required=True,
-        help="pretrained=...,policy=... (or select=...),budget=...,block=...,when=...; again for another row",
+        help="pretrained=...,policy=... (or select=...),budget=...,block=...,when=...; repeat it for more rows",
     )  # fmt: skip
     flags.add_argument("--model", default="kvjax", choices=["kvjax"], help="the name in the harness's registry")
     flags.add_argument("--include_path", type=Path, help="a folder with tasks of your own (yaml)")
-    flags.add_argument("--num_fewshot", type=int, help="examples in a prompt; the task's by default")
-    flags.add_argument("--limit", type=int, help="the first samples of each task only")
+    flags.add_argument("--num_fewshot", type=int, help="examples per prompt (default: the task's)")
+    flags.add_argument("--limit", type=int, help="use only the first so many samples of each task")
     flags.add_argument("--batch", type=int, default=8, help="requests answered at once")
     flags.add_argument("--seed", type=int, default=0)
     flags.add_argument("--json", type=Path, help="write all figures here")
-    flags.add_argument("--out", type=Path, help="a folder for answers; a killed run goes on there")
+    flags.add_argument("--out", type=Path, help="a folder for answers; a killed run is resumed there")
 
 
 def command(flags: argparse.Namespace) -> None:
-    """Runs the harness: checks, a row for each task, metric and model; JSON."""
+    """Run the harness: check, print one row per task, metric and model, write JSON."""
     with contextlib.ExitStack() as stack:
         _command(flags, stack)
 
@@ -334,7 +332,7 @@ def _command(flags: argparse.Namespace, stack: contextlib.ExitStack) -> None:
             str(arguments.get("when", "prompt")), arguments.get("select"), arguments.get("sinks", 4),
         )  # fmt: skip
     if flags.include_path is not None and not flags.include_path.is_dir():
-        raise FileNotFoundError(f"there is no folder {flags.include_path}; name one with tasks by --include_path.")
+        raise FileNotFoundError(f"there is no folder {flags.include_path}; give --include_path a folder with tasks.")
     commands.check_outputs([flags.json])
     tasks = commands.split_list(flags.tasks)
     if not tasks:
@@ -348,7 +346,7 @@ def _command(flags: argparse.Namespace, stack: contextlib.ExitStack) -> None:
     manager = TaskManager(include_path=None if flags.include_path is None else str(flags.include_path))
     unknown = [task for task in tasks if task not in manager.all_tasks and not Path(task).is_file()]
     if unknown:
-        raise ValueError(f"the harness has no task {', '.join(unknown)}; list them: lm-eval ls tasks.")
+        raise ValueError(f"the harness has no task {', '.join(unknown)}; list its tasks with: lm-eval ls tasks.")
     if flags.out is not None:
         flags.out.mkdir(parents=True, exist_ok=True)
         commands.lock(stack.enter_context((flags.out / commands.LOCK_FILE).open("ab")), flags.out)
@@ -391,7 +389,7 @@ def _command(flags: argparse.Namespace, stack: contextlib.ExitStack) -> None:
 
 
 def rows_of(found: Any) -> list[dict[str, Any]]:
-    """The harness's figures: a row for each task and metric."""
+    """Return the harness's figures, one row per task and metric."""
     rows = []
     for task, figures in (found or {}).get("results", {}).items():
         samples = found.get("n-samples", {}).get(task, {}).get("effective")
@@ -423,10 +421,10 @@ def _table(results: Sequence[dict[str, Any]]) -> str:
 
 
 def _check_answers(folder: Path, text: str, made_of: Mapping[str, str]) -> None:
-    """Refuses answers in a folder that another model or tokenizer gave; what a task asks is part of each answer's key.
+    """Check that a folder's answers come from the same model and tokenizer; each answer's key holds its question.
 
     Raises:
-        ValueError: what differs, or a damaged header.
+        ValueError: the model or tokenizer differs, or the header is damaged.
     """
     header = folder / "header.json"
     known = documents.read_object(header) if header.exists() else {}

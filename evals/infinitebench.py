@@ -1,9 +1,9 @@
 """InfiniteBench's 11 English tasks: retrieval, books, dialogue, code and arithmetic beyond 100,000 tokens.
 
-Zhang et al. 2024 (arXiv 2402.13718). The records come from a folder with a file for each task, or from the hub
-(xinrongzhang2022/InfiniteBench), the metrics are those of the published script. The built-in prompts have the published
-structure in our own wording; ``--prompts official`` gets the published ones for open models, ``--prompts`` and a file
-reads them from JSON, or from a copy of the published prompt.py. A prompt that is too long loses its middle.
+Zhang et al. 2024 (arXiv 2402.13718). The records come from a folder with one file per task, or from the hub
+(xinrongzhang2022/InfiniteBench). The metrics are those of the published script. The built-in prompts have the published
+structure in our own wording; ``--prompts official`` gets the published ones for open models, and ``--prompts FILE``
+reads them from JSON or from a copy of the published prompt.py. The middle of a prompt that is too long is left out.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from evals.documents import Published, Task
 from models import commands
 
 REPOSITORY = "xinrongzhang2022/InfiniteBench"
-# The wording is in the project's repository alone; the commit and the digest say which it is.
+# The wording is only in the project's repository; the commit and the digest pin it.
 PROMPTS = Published(
     "https://raw.githubusercontent.com/OpenBMB/InfiniteBench/88b3daa6989da2fbe0077170d7a3c84c25d5ae58/src/prompt.py",
     "d49a6891d6bc61522bb428d66a07b092a6bb6bc195aa0fe103eddd6bb39c7f10",
@@ -64,7 +64,7 @@ def _options(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _list_question(record: Mapping[str, Any]) -> dict[str, Any]:
-    """With the question in front of the list, as the published prompt has it."""
+    """Return the record's fields with the question in front of the list, as in the published prompt."""
     asked = re.search(r"The .+ of", record["input"])
     if asked is None:
         raise KeyError("no number that is asked for in the input")
@@ -154,7 +154,7 @@ TASKS = {
 
 
 def read_tasks(path: Path | None) -> Mapping[str, Task]:
-    """Gives the tasks the prompts of a file.
+    """Return the tasks with the prompts of a file.
 
     Args:
         path: JSON with prompts by task, or a copy of the published prompt.py; "official" for the published prompts;
@@ -164,8 +164,8 @@ def read_tasks(path: Path | None) -> Mapping[str, Task]:
         The tasks by name.
 
     Raises:
-        FileNotFoundError: no such file, or the published one cannot be reached.
-        ValueError: a file of another format.
+        FileNotFoundError: the file does not exist, or the published one cannot be reached.
+        ValueError: the file has another format.
 
     Example:
         >>> from evals import infinitebench
@@ -183,7 +183,7 @@ def read_tasks(path: Path | None) -> Mapping[str, Task]:
 
 
 def add_flags(flags: argparse.ArgumentParser) -> None:
-    """Adds the command's flags."""
+    """Add the command's flags."""
     documents.add_flags(
         flags,
         list(TASKS),
@@ -192,18 +192,18 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
 
 
 def check(flags: argparse.Namespace) -> None:
-    """Refuses flags that could not work."""
+    """Check the flags before any work."""
     documents.check(flags, TASKS, _file)
     read_tasks(flags.prompts)
 
 
 def make_groups(flags: argparse.Namespace, config: models.Config, tokenizer: models.Tokenizer) -> list[evaluator.Group]:
-    """Makes a group of each task."""
+    """Make one group per task."""
     return documents.make_groups(flags, config, tokenizer, read_tasks(flags.prompts), _file, _from_hub)
 
 
 def notes(flags: argparse.Namespace) -> list[str]:
-    """Lists what the table says of prompts and metrics."""
+    """Return the notes below the table about prompts and metrics."""
     if flags.prompts is None:
         found = "the published structure, kvjax's wording (--prompts official for the published ones)"
     else:
@@ -212,12 +212,12 @@ def notes(flags: argparse.Namespace) -> list[str]:
 
 
 def command(flags: argparse.Namespace) -> None:
-    """Runs the evaluation."""
+    """Run the evaluation."""
     evaluator.command(flags, make_groups, title="InfiniteBench", notes=notes, check=check)
 
 
 def _assigned(text: str, source: str | Path) -> dict[str, Any]:
-    """The prompts that a Python file assigns to ``OPEN_MODELS``; nothing in it is run."""
+    """Return the prompts that a Python file assigns to ``OPEN_MODELS``, without running the file."""
     try:
         found = [
             ast.literal_eval(line.value)

@@ -1,7 +1,7 @@
-"""Tells how likely a model finds each token of a text, when the cache is compressed or only a part of it is read.
+"""The likelihood of each token of a text, when the cache is compressed or only a part of it is read.
 
-The logits of a whole text would be some hundred times larger than the model's hidden states, so they are made of these
-a part at a time, some 64 MB however long the text is.
+The logits of a whole text would be about a hundred times larger than the model's hidden states. So they are computed
+from the hidden states in parts of about 64 MB, however long the text is.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ LOGITS_BYTES = 2**26
 
 
 class Predicted(NamedTuple):
-    """Holds of each token of a sequence but the first its log-probability, and whether it was the most likely one.
+    """For each token of a sequence but the first: its log-probability, and whether it was the most likely one.
 
-    ``divergence`` is Kullback and Leibler's, of the model's distribution from a reference's, in nats; None without a
-    reference. ``hidden`` are the states that the distributions are made of, where they were asked for: a reference for
-    others.
+    ``divergence`` is the Kullback-Leibler divergence of the model's distribution from the reference's, in nats; None
+    without a reference. ``hidden`` are the hidden states of the distributions, if they were asked for; they can serve
+    as the reference of other calls.
     """
 
     log_probability: Float[np.ndarray, "T"]
@@ -54,19 +54,20 @@ def predict(
     keep_hidden: bool = False,
     on_row: Callable[[int, Predicted], None] | None = None,
 ) -> list[Predicted]:
-    """Predicts each token of sequences, given those before it that a policy has kept.
+    """Predict each token of sequences from the tokens before it that a policy has kept.
 
     Args:
-        sequences: tokens, at least two each.
-        held_back: how many last tokens of each sequence come after the rest was compressed, and are not evicted from.
+        sequences: tokens, at least two per sequence.
+        held_back: the number of last tokens of each sequence that are fed after the rest was compressed; nothing is
+            evicted after them.
         policy, budget, block, when: see :func:`models.prefill`.
-        batch: sequences at a time.
-        reference: the ``hidden`` of each sequence under another setting, whose distributions are held against.
-        keep_hidden: whether to give back the hidden states.
-        on_row: called with a sequence's number and figures as they come.
+        batch: the number of sequences per batch.
+        reference: the ``hidden`` of each sequence under another setting, from which divergences are computed.
+        keep_hidden: whether to return the hidden states.
+        on_row: called with a sequence's number and figures as soon as they are known.
 
     Raises:
-        ValueError: a sequence of fewer than two tokens, or what :func:`models.prefill` says.
+        ValueError: a sequence has fewer than two tokens, or :func:`models.prefill` fails.
 
     Example:
         >>> import models
@@ -79,7 +80,7 @@ def predict(
     asked = [0] * len(sequences) if held_back is None or policy == "full" else list(held_back)
     found = _Found(model, sequences, reference, keep_hidden, on_row)
     for rows, fed in _batches(sequences, batch):
-        # The last token is predicted and not fed; of those held back, one is predicted by the context's last token.
+        # The last token is predicted and not fed; the first one held back is predicted by the context's last token.
         lengths = np.array([len(sequences[row]) - 1 for row in fed])
         questions = np.array([min(max(asked[row] - 1, 0), len(sequences[row]) - 2) for row in fed])
         width = _few(int(lengths.max()), int(questions.min()), block, model.config.max_positions)
@@ -113,16 +114,16 @@ def simulate(
     keep_hidden: bool = False,
     on_row: Callable[[int, Predicted], None] | None = None,
 ) -> list[Predicted]:
-    """Predicts each token when every row reads only what a selection keeps (see evals/selections.py).
+    """Predict each token when every row reads only what a selection keeps (see evals/selections.py).
 
     Args:
-        sequences: tokens, at least two each.
+        sequences: tokens, at least two per sequence.
         selection, sparsity, butler, sinks, heads: see :func:`evals.selections.simulate`.
         block: sequences are padded to a multiple of it, so that few shapes are compiled.
         batch, reference, keep_hidden, on_row: see :func:`predict`.
 
     Raises:
-        ValueError: a sequence of fewer than two tokens.
+        ValueError: a sequence has fewer than two tokens.
 
     Example:
         >>> import models
@@ -144,8 +145,8 @@ def simulate(
 
 
 class Behind(NamedTuple):
-    """Holds of each ending of a prompt the log-probability, summed over its tokens, in nats; and the bytes of the
-    prompt's cache when it was compressed, and when it was largest.
+    """The log-probability of each ending of a prompt, summed over its tokens, in nats; and the bytes of the prompt's
+    cache after compression and at its largest.
     """
 
     log_probability: Float[np.ndarray, "n"]
@@ -167,21 +168,23 @@ def endings(
     width: int = 0,
     on_row: Callable[[int, Behind], None] | None = None,
 ) -> list[Behind]:
-    """Tells how likely each of a prompt's endings is, once it is compressed; a prompt is read once for all of them.
+    """Compute the likelihood of each of a prompt's endings after compression; a prompt is read once for all of them.
 
-    An ending's tokens are not evicted from, as those that :func:`predict` holds back.
+    Nothing is evicted while an ending is read, as for the tokens that :func:`predict` holds back.
 
     Args:
-        prompts: tokens, at least one each.
-        ends: of each prompt as many as of the others, at least one token each.
-        held_back: how many last tokens of each prompt come after the rest was compressed, and are not evicted from.
+        prompts: tokens, at least one per prompt.
+        ends: the endings of each prompt: equally many for all prompts, at least one token each.
+        held_back: the number of last tokens of each prompt that are fed after the rest was compressed; nothing is
+            evicted after them.
         policy, budget, block, when: see :func:`models.prefill`; a ratio is one of the prompt.
-        batch: prompts at a time.
-        width: buffers are for prompts of at least so many tokens, so that calls share what was compiled.
-        on_row: called with a prompt's number and figures as they come.
+        batch: the number of prompts per batch.
+        width: the least number of prompt tokens that the buffers hold, so that calls share compiled programs.
+        on_row: called with a prompt's number and figures as soon as they are known.
 
     Raises:
-        ValueError: another number of endings than of prompts, or of one prompt's than of another's; an empty one.
+        ValueError: ``ends`` is not as long as ``prompts``, the prompts differ in their number of endings, or an ending
+            is empty.
 
     Example:
         >>> import models
@@ -196,7 +199,7 @@ def endings(
     counts = {len(row) for row in ends}
     if len(ends) != len(prompts) or len(counts) > 1 or not all(row and all(row) for row in ends):
         raise ValueError(
-            f"{len(prompts)} prompts have {len(ends)} rows of {sorted(counts)} endings; give each prompt as many as "
+            f"{len(prompts)} prompts have {len(ends)} lists of {sorted(counts)} endings; give each prompt as many as "
             "the others, each of at least 1 token."
         )
     asked = [0] * len(prompts) if held_back is None or policy == "full" else list(held_back)
@@ -237,7 +240,7 @@ def endings(
 
 
 class _Found:
-    """Collects what is predicted, batch by batch."""
+    """The collected predictions, batch by batch."""
 
     def __init__(
         self,
@@ -248,7 +251,9 @@ class _Found:
         on_row: Callable[[int, Predicted], None] | None,
     ) -> None:
         if reference is not None and [len(states) + 1 for states in reference] != [len(row) for row in sequences]:
-            raise ValueError("the reference is of other sequences; give the hidden states of these, in their order.")
+            raise ValueError(
+                "the reference is of other sequences; give the hidden states of these sequences in their order."
+            )
         self.model, self.sequences, self.reference = model, sequences, reference
         self.keep_hidden, self.on_row = keep_hidden, on_row
         self.found: list[Predicted | None] = [None] * len(sequences)
@@ -260,7 +265,7 @@ class _Found:
         rows: Sequence[int],
         fed: Sequence[int],
     ) -> None:
-        """Takes a batch: the hidden states in front of each token but the first, and which sequences they are of."""
+        """Add a batch: the hidden states before each token but the first, and the sequences that they belong to."""
         against = None
         if self.reference is not None:
             against = np.zeros(hidden.shape, hidden.dtype)
@@ -281,18 +286,18 @@ class _Found:
                 self.on_row(row, predicted)
 
     def rows(self) -> list[Predicted]:
-        """Gives all of them, in the sequences' order."""
+        """Return all predictions in the order of the sequences."""
         return [predicted for predicted in self.found if predicted is not None]
 
 
 def _batches(sequences: Sequence[Sequence[int]], batch: int) -> Iterator[tuple[list[int], list[int]]]:
     if any(len(sequence) < 2 for sequence in sequences):
-        raise ValueError("a sequence has fewer than 2 tokens, so nothing in it is predicted; give longer texts.")
+        raise ValueError("a sequence has fewer than 2 tokens, so it has nothing to predict; give longer texts.")
     return _in_batches([len(sequence) for sequence in sequences], batch)
 
 
 def _in_batches(lengths: Sequence[int], batch: int) -> Iterator[tuple[list[int], list[int]]]:
-    """The rows of each batch, the longest first, and with them what fills a last batch up to the same shape."""
+    """Yield each batch's rows, longest first, and the rows that are fed: a last batch is filled up to the same size."""
     order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
     for start in range(0, len(order), batch):
         rows = order[start : start + batch]
@@ -300,7 +305,7 @@ def _in_batches(lengths: Sequence[int], batch: int) -> Iterator[tuple[list[int],
 
 
 def _few(length: int, held_back: int, block: int, most: int) -> int:
-    """Rounds ``length`` up to a width of few kinds: whole blocks, as far as the model has positions."""
+    """Round ``length`` up to whole blocks, as far as the model has positions, so that few widths occur."""
     return max(min(held_back + -(-(length - held_back) // block) * block, most), length)
 
 
@@ -317,7 +322,7 @@ def _told(
     following: Int[np.ndarray, "B T"],
     reference: Float[np.ndarray, "B T E"] | None,
 ) -> tuple[Array, ...]:
-    """Log-probability and greediness of each following token, [B, T]; with a reference, the divergence from it, too."""
+    """Return each following token's log-probability and greediness [B, T], and with a reference the divergence."""
     B, T, _ = hidden.shape
     row = 4 * model.config.vocab_size * B * (1 if reference is None else 2)
     return _in_parts(model, hidden, jnp.asarray(following), reference, max(1, min(T, LOGITS_BYTES // row)))
@@ -334,7 +339,7 @@ def _in_parts(
     B, T, _ = hidden.shape
 
     def body(index: Array, out: tuple[Array, ...]) -> tuple[Array, ...]:
-        start = jnp.minimum(index * places, T - places)  # the last part may repeat some of the one before
+        start = jnp.minimum(index * places, T - places)  # the last part may overlap the one before
         part: Any = lambda x: jax.lax.dynamic_slice_in_dim(x, start, places, axis=1)  # noqa: E731
         logits = model.logits(part(hidden))
         found: tuple[Array, ...] = _chosen(logits, part(following))
@@ -342,7 +347,7 @@ def _in_parts(
             found += (_divergence(logits, model.logits(part(reference))),)
         return jax.tree.map(lambda all, new: jax.lax.dynamic_update_slice_in_dim(all, new, start, axis=1), out, found)
 
-    wide = jnp.promote_types(hidden.dtype, jnp.float32)  # as logits are
+    wide = jnp.promote_types(hidden.dtype, jnp.float32)  # the dtype of logits
     dtypes = (wide, bool) if reference is None else (wide, bool, wide)
     out = tuple(jnp.zeros((B, T), dtype) for dtype in dtypes)
     return jax.lax.fori_loop(0, -(-T // places), body, out)
@@ -356,6 +361,6 @@ def _chosen(
 
 
 def _divergence(logits: Float[Array, "B T V"], reference: Float[Array, "B T V"]) -> Float[Array, "B T"]:
-    """The expectation under the reference of how much less likely the other finds what comes; rounding aside, >= 0."""
+    """Return the Kullback-Leibler divergence of ``logits`` from ``reference``, with rounding below 0 cut off."""
     true, other = jax.nn.log_softmax(reference), jax.nn.log_softmax(logits)
     return jnp.maximum(jnp.sum(jnp.exp(true) * (true - other), axis=-1), 0)

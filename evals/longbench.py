@@ -1,11 +1,11 @@
 """LongBench's 16 English tasks: questions, summaries, few-shot learning, counting and code, on published documents.
 
-Bai et al. 2024 (arXiv 2308.14508). The records come from a folder with a file for each task, or from the hub
-(THUDM/LongBench), the metrics are those of the published script. The built-in prompts have the published structure in
-our own wording; ``--prompts official`` gets the published dataset2prompt.json and dataset2maxlen.json, ``--prompts``
-and a folder reads them there, and where they lie in the folder of ``--data`` they are taken by themselves. With
-``--chat`` few-shot tasks and code stay out of the chat template, as published. A prompt that is too long loses its
-middle. One thing differs: the published script forbids an empty answer to samsum, here it counts as one.
+Bai et al. 2024 (arXiv 2308.14508). The records come from a folder with one file per task, or from the hub
+(THUDM/LongBench). The metrics are those of the published script. The built-in prompts have the published structure in
+our own wording. ``--prompts official`` gets the published dataset2prompt.json and dataset2maxlen.json, and ``--prompts
+FOLDER`` reads them from a folder; without the flag they are read from the folder of ``--data`` if they are there. With
+``--chat``, few-shot tasks and code stay out of the chat template, as published. The middle of a prompt that is too long
+is left out. One thing differs: the published script forbids an empty answer to samsum; here it counts as an answer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from evals import documents, evaluator, metrics
 from evals.documents import Published, Task
 
 REPOSITORY = "THUDM/LongBench"
-# The wording is in the project's repository alone; the commit and the digests say which it is.
+# The wording is only in the project's repository; the commit and the digests pin it.
 _CONFIG = "https://raw.githubusercontent.com/THUDM/LongBench/2e00731f8d0bff23dc4325161044d0ed8af94c1e/LongBench/config"
 PROMPTS = Published(
     f"{_CONFIG}/dataset2prompt.json", "56d22ad4f382169c2b8a11ff4c982a4a1bea096c8152b0f0b85b64686b157c30"
@@ -136,7 +136,7 @@ TASKS = {
 
 
 def read_tasks(path: Path | None) -> Mapping[str, Task]:
-    """Gives the tasks the prompts and lengths of a folder that holds dataset2prompt.json and dataset2maxlen.json.
+    """Return the tasks with the prompts and lengths of a folder's dataset2prompt.json and dataset2maxlen.json.
 
     Args:
         path: the folder; "official" for the published files; None for our own wording.
@@ -145,8 +145,8 @@ def read_tasks(path: Path | None) -> Mapping[str, Task]:
         The tasks by name.
 
     Raises:
-        FileNotFoundError: no dataset2prompt.json, or the published one cannot be reached.
-        ValueError: files of another format.
+        FileNotFoundError: dataset2prompt.json does not exist, or the published one cannot be reached.
+        ValueError: a file has another format.
 
     Example:
         >>> from evals import longbench
@@ -166,7 +166,7 @@ def read_tasks(path: Path | None) -> Mapping[str, Task]:
 
 
 def add_flags(flags: argparse.ArgumentParser) -> None:
-    """Adds the command's flags."""
+    """Add the command's flags."""
     documents.add_flags(
         flags,
         list(TASKS),
@@ -176,18 +176,18 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
 
 
 def check(flags: argparse.Namespace) -> None:
-    """Refuses flags that could not work."""
+    """Check the flags before any work."""
     documents.check(flags, TASKS, _file)
     read_tasks(_prompts(flags))
 
 
 def make_groups(flags: argparse.Namespace, config: models.Config, tokenizer: models.Tokenizer) -> list[evaluator.Group]:
-    """Makes a group of each task."""
+    """Make one group per task."""
     return documents.make_groups(flags, config, tokenizer, read_tasks(_prompts(flags)), _file, _from_hub)
 
 
 def notes(flags: argparse.Namespace) -> list[str]:
-    """Lists what the table says of prompts and metrics."""
+    """Return the notes below the table about prompts and metrics."""
     prompts = _prompts(flags)
     if prompts is None:
         found = "the published structure, kvjax's wording (--prompts official for the published ones)"
@@ -199,12 +199,12 @@ def notes(flags: argparse.Namespace) -> list[str]:
 
 
 def command(flags: argparse.Namespace) -> None:
-    """Runs the evaluation."""
+    """Run the evaluation."""
     evaluator.command(flags, make_groups, title="LongBench", notes=notes, check=check)
 
 
 def _prompts(flags: argparse.Namespace) -> Path | None:
-    """Says where the prompts are read from: as asked for, or the folder of the data where they lie there."""
+    """Return where the prompts are read from: what was asked for, or else the data's folder if it has them."""
     if flags.prompts is None and flags.data != "hub" and (Path(flags.data) / "dataset2prompt.json").is_file():
         return Path(flags.data)
     return flags.prompts

@@ -1,7 +1,7 @@
-"""The metrics of LongBench, InfiniteBench and Booksum, each from an answer and one reference to a number in [0, 1].
+"""The metrics of LongBench, InfiniteBench and Booksum: each maps an answer and one reference to a number in [0, 1].
 
-Each gives what the benchmark's own script gives, rounding and oversights included. ROUGE is the package rouge's for
-LongBench and rouge-score's for the others; the rest is counting.
+Each returns what the benchmark's own script returns, with its rounding and its oversights. ROUGE comes from the package
+rouge for LongBench and from rouge-score for the others; the rest is counting.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ NEEDED = "this metric needs {name}; install it with: pip install 'kvjax[eval]'."
 
 
 def normalised(text: str) -> str:
-    """Puts a text in lower case, without punctuation, articles and extra white space, as SQuAD's script does.
+    """Return a text in lower case, without punctuation, articles and extra white space, as SQuAD's script does.
 
     Example:
         >>> from evals import metrics
@@ -30,7 +30,7 @@ def normalised(text: str) -> str:
 
 
 def f1(answer: str, reference: str) -> float:
-    """Gives F1 of the words of the normalised texts.
+    """Return the F1 of the words of the normalised texts.
 
     Example:
         >>> from evals import metrics
@@ -43,15 +43,16 @@ def f1(answer: str, reference: str) -> float:
 
 
 def longbench_rouge_l(answer: str, reference: str) -> float:
-    """Gives ROUGE-L's F as LongBench's script does, by the package rouge: upper and lower case differ, sentences end
-    at full stops, and a word counts once, however often it stands in a text.
+    """Return ROUGE-L's F as LongBench's script does, computed by the package rouge.
+
+    Upper and lower case differ, sentences end at full stops, and a word counts once, however often a text has it.
 
     Args:
-        answer: what a model said.
-        reference: what is right.
+        answer: the model's answer.
+        reference: the right answer.
 
     Returns:
-        A number from 0 to just below 1; 0 where the package refuses, such as a text of nothing but full stops.
+        A number from 0 to just below 1; 0 where the package fails, such as for a text of nothing but full stops.
 
     Raises:
         ImportError: rouge is not installed.
@@ -68,7 +69,7 @@ def longbench_rouge_l(answer: str, reference: str) -> float:
 
 
 def rouge_l(answer: str, reference: str) -> float:
-    """Gives ROUGE-L's F by rouge-score, without stemming.
+    """Return ROUGE-L's F as computed by rouge-score, without stemming.
 
     Raises:
         ImportError: rouge-score is not installed.
@@ -82,7 +83,7 @@ def rouge_l(answer: str, reference: str) -> float:
 
 
 def rouge_l_sum(answer: str, reference: str) -> float:
-    """Gives ROUGE-Lsum's F by rouge-score: sentence by sentence, as lines.
+    """Return ROUGE-Lsum's F as computed by rouge-score, where each line is a sentence.
 
     Raises:
         ImportError: rouge-score is not installed.
@@ -96,11 +97,13 @@ def rouge_l_sum(answer: str, reference: str) -> float:
 
 
 def edit_similarity(answer: str, reference: str) -> float:
-    """Gives the similarity of the first line that holds no comment or fence and the reference, as fuzzywuzzy's ratio
-    has it where python-Levenshtein is missing, as in LongBench's requirements: difflib's, in whole percent.
+    """Return the similarity between the reference and the answer's first line without a comment or fence.
+
+    It is fuzzywuzzy's ratio without python-Levenshtein, which LongBench's requirements leave out: difflib's ratio in
+    whole percent.
 
     Args:
-        answer: what a model said.
+        answer: the model's answer.
         reference: the right line of code.
 
     Returns:
@@ -119,10 +122,10 @@ def edit_similarity(answer: str, reference: str) -> float:
 
 
 def classification(answer: str, reference: str, classes: Sequence[str]) -> float:
-    """Gives 1 over the number of classes that an answer names, if the right one is among them.
+    """Return 1 over the number of classes that an answer names, if the right one is among them, and 0 otherwise.
 
-    A class that is a part of the right one's name counts for nothing, unless it comes right behind another such class:
-    LongBench's script passes over what follows one that it takes out.
+    A class whose name is a part of the right one's is not counted, unless it directly follows another such class:
+    LongBench's script removes classes from the list that it iterates over, which skips the next one.
 
     Example:
         >>> from evals import metrics
@@ -132,12 +135,12 @@ def classification(answer: str, reference: str, classes: Sequence[str]) -> float
     named = [name for name in classes if name in answer]
     for name in named:
         if name in reference and name != reference:
-            named.remove(name)  # while it is gone through, as published
+            named.remove(name)  # while the list is iterated over, as published
     return 1 / len(named) if reference in named else 0.0
 
 
 def right_numbers(answer: str, reference: str) -> float:
-    """Gives the share of an answer's numbers that are the reference's number (its first, where it is a text).
+    """Return the share of an answer's numbers that equal the first number in the reference.
 
     Example:
         >>> from evals import metrics
@@ -150,7 +153,7 @@ def right_numbers(answer: str, reference: str) -> float:
 
 
 def first_number(answer: str, reference: Any) -> float:
-    """Says whether the first number in an answer is the reference; digits are compared as text, numbers by value.
+    """Return 1 if the first number in an answer is the reference; text is compared as digits, a number by value.
 
     Example:
         >>> from evals import metrics
@@ -165,7 +168,7 @@ def first_number(answer: str, reference: Any) -> float:
 
 
 def last_integer(answer: str, reference: int) -> float:
-    """Says whether the last word of an answer is the reference.
+    """Return 1 if the last word of an answer is the reference, and 0 otherwise.
 
     Example:
         >>> from evals import metrics
@@ -177,7 +180,7 @@ def last_integer(answer: str, reference: int) -> float:
 
 
 def word(answer: str, reference: str, *, upper: bool = False) -> float:
-    """Says whether the reference is a word of an answer; with ``upper`` after the answer is put in capitals.
+    """Return 1 if the reference is a word of an answer, which ``upper`` puts in capitals first, and 0 otherwise.
 
     Example:
         >>> from evals import metrics
@@ -189,7 +192,7 @@ def word(answer: str, reference: str, *, upper: bool = False) -> float:
 
 
 def leading_values(answer: str, reference: Sequence[int]) -> float:
-    """Gives the share of a list of numbers that an answer gives, up to its first mistake.
+    """Return the share of the reference's numbers that an answer lists before its first mistake.
 
     Example:
         >>> from evals import metrics
@@ -205,8 +208,10 @@ def leading_values(answer: str, reference: Sequence[int]) -> float:
 
 
 def choice(answer: str, letter: str, text: str) -> float:
-    """Says whether an answer chooses an option, as InfiniteBench reads it: by its first letter where that is A to D,
-    by the option's whole text, behind "answer is", "answer:" or "option is", or by the first letter that stands alone.
+    """Return 1 if an answer chooses an option as InfiniteBench reads it, and 0 otherwise.
+
+    The choice is the answer's first letter if that is A to D, the whole answer if it is an option's text, what follows
+    "answer is", "answer:" or "option is", or the first letter that stands alone.
 
     Example:
         >>> from evals import metrics
@@ -226,8 +231,9 @@ def choice(answer: str, letter: str, text: str) -> float:
 
 
 def named_choice(answer: str, letter: str, text: str) -> float:
-    """Says whether an answer chooses an option, as InfiniteBench reads those about code: "B." or "B:" at the start, or
-    the letter or text behind "answer is:", "is:" or "answer:".
+    """Return 1 if an answer chooses an option as InfiniteBench reads those about code, and 0 otherwise.
+
+    The choice is "B." or "B:" at the start, or the letter or text after "answer is:", "is:" or "answer:".
 
     Example:
         >>> from evals import metrics
@@ -244,7 +250,7 @@ def named_choice(answer: str, letter: str, text: str) -> float:
 
 
 def _behind(text: str, marks: Sequence[str]) -> str | None:
-    """What stands behind the first of the marks that a text has, and one character."""
+    """Return the text after the first of the marks that it has, without the first character; None without a mark."""
     mark = next((mark for mark in marks if mark in text), None)
     return None if mark is None else text.split(mark, 1)[1][1:]
 

@@ -1,9 +1,9 @@
 """Needle in a haystack: exact recall of a fact, under each policy and budget, over depths and lengths.
 
-Every policy answers the same samples. Beside the policies stands plain recency, `streaming(sinks=0)`, the line that a
-policy has to beat. Evicting after every block (the question is not known yet) and once when the prompt is in (it is)
-are different problems, so they are reported side by side. `--question agnostic` holds the closing question back until
-the context is compressed: then it is never known.
+Every policy answers the same samples. The baseline that a policy has to beat is plain recency, `streaming(sinks=0)`.
+A policy can evict after every block, when the question is not known yet, or once after the whole prompt, when it is.
+These are different problems, so they are reported side by side. `--question agnostic` holds the closing question back
+until the context is compressed, so that no eviction of the prompt ever sees it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ EXAMPLES = """examples:
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """The samples of one length and depth, and their prompts' tokens."""
+    """The samples of one length and depth, with the tokens of their prompts."""
 
     length: int
     depth: float
@@ -50,13 +50,13 @@ def make_cells(
     question: Question,
     seed: int = 0,
 ) -> list[Cell]:
-    """The samples that every policy answers: ``samples`` for each length and each of ``depths`` depths from 0 to 1.
+    """Make the samples that every policy answers: ``samples`` for each length and each of ``depths`` depths in [0, 1].
 
     Raises:
-        ValueError: a number of depths or samples below 1, or a length that cannot hold the facts.
+        ValueError: ``depths`` or ``samples`` is below 1, or a length cannot hold the facts.
     """
     if depths < 1 or samples < 1:
-        raise ValueError(f"{depths} depths and {samples} samples were asked for; give at least 1 of each.")
+        raise ValueError(f"depths is {depths} and samples is {samples}; give at least 1 of each.")
     placement: tasks.Placement = "after" if question == "agnostic" else question
     cells: list[Cell] = []
     for length, depth in itertools.product(lengths, np.linspace(0, 1, depths) if depths > 1 else [0.5]):
@@ -75,11 +75,12 @@ def measure(
     batch: int = 16,
     progress: tqdm | None = None,
 ) -> list[dict[str, Any]]:
-    """Answers every sample under each setting; settings that evict once share their prompts.
+    """Answer every sample under each setting; settings that evict once share their prompts.
 
     Returns:
-        For each setting ``correct`` (a list per cell), recall with its 95% interval, bytes of a sequence's cache at the
-        end and at its largest, and tokens per second of prefill and decode, both without the step that compiled.
+        For each setting: ``correct`` (one list per cell), recall with its 95% interval, the bytes of one sequence's
+        cache at the end and at its largest, and the tokens per second of prefill and decode. Both rates leave out the
+        step that compiled.
     """
     samples = [sample for cell in cells for sample in cell.samples]
     answer_length = max(len(sample.answer_tokens) for sample in samples)
@@ -101,7 +102,7 @@ def _result(
     setting: Setting, cells: Sequence[Cell], correct: Mapping[int, bool], parts: Sequence[evaluator.Batch]
 ) -> dict[str, Any]:
     hits, total = sum(correct.values()), len(correct)
-    row = iter(range(total))  # samples are numbered cell by cell
+    row = iter(range(total))  # the samples are numbered cell by cell
     by_cell = [[correct[next(row)] for _ in cell.samples] for cell in cells]
     low, high = statistics.wilson(hits, total)
     return {
@@ -122,9 +123,9 @@ def _result(
 
 
 def compare(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For each policy with a CAOTE link: is it better than the same policy without it, on the same samples?
+    """Compare each policy that has a CAOTE link with the same policy without it, on the same samples.
 
-    Where the link takes the group's mean, it is held against the exact form as well.
+    Where the link takes the mean of the group, the policy is also compared with the exact form.
     """
     by_setting = {(r["policy"], r["budget"], r["when"], r["question"]): r for r in results}
     rows = []
@@ -151,7 +152,7 @@ def compare(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def table(results: Sequence[dict[str, Any]], *, recency: str) -> str:
-    """Gives each policy, budget, moment and question a row; a minus marks what stays under plain recency."""
+    """Return a table with one row per policy, budget, moment and question; a minus marks recall below plain recency."""
     line = {(r["budget"], r["when"], r["question"]): r["recall"] for r in results if r["policy"] == recency}
     rows = []
     for r in results:
@@ -176,77 +177,54 @@ def table(results: Sequence[dict[str, Any]], *, recency: str) -> str:
 
 
 def heat_map(results: Sequence[dict[str, Any]], path: Path, *, recency: str) -> None:
-    """Draws recall over depth and length: a panel for each policy, a row of panels for each moment and budget.
+    """Draw recall with the values in the cells: one row per policy, one column per depth.
 
-    Above each panel stands its mean, in red where it is under plain recency.
+    Lengths stand side by side; moments, questions and budgets below each other. The background is transparent, and
+    the text has a grey that reads on white and on black. A policy below plain recency is named in red.
     """
     plt = report.pyplot()
-    full = [r for r in results if r["budget"] is None]
     evicting = [r for r in results if r["budget"] is not None]
-    policies = list(dict.fromkeys(r["policy"] for r in evicting))
     groups = list(dict.fromkeys(map(report.group, evicting))) or [("after", "never", None)]
-    columns = (["full"] if full else []) + policies
-    questions = list(dict.fromkeys(question for question, *_ in groups))
+    lengths = sorted({cell["length"] for r in results for cell in r["cells"]})
+    panels = {group: [r for r in results if r["budget"] is None or report.group(r) == group] for group in groups}
+    panels = {(question, *rest): [r for r in found if r["question"] == question]
+              for (question, *rest), found in panels.items()}  # fmt: skip
+    depths = len({cell["depth"] for r in results for cell in r["cells"]})
+    most = max(len(found) for found in panels.values())
     figure, axes = plt.subplots(
-        len(groups), len(columns), figsize=(1.1 + 1.55 * len(columns), 1.25 + 1.9 * len(groups)), squeeze=False,
-        layout="constrained",
+        len(groups), len(lengths), squeeze=False, layout="constrained",
+        figsize=(2.4 + len(lengths) * (0.6 + 0.44 * (depths + 1)), 0.5 + len(groups) * (0.8 + 0.27 * most)),
     )  # fmt: skip
-    image: Any = None
-    for row, (question, when, budget) in enumerate(groups):
-        for column, policy in enumerate(columns):
-            axis = axes[row][column]
-            found = [
-                r
-                for r in results
-                if r["policy"] == policy
-                and (report.group(r) == (question, when, budget) or (policy == "full" and r["question"] == question))
-            ]
-            if not found:
-                axis.set_axis_off()
-                continue
-            image = _panel(axis, found[0])
-            if row == 0:
-                name = "recency" if policy == recency else policy.replace("+", "\n+").replace("@", "\n@")
-                axis.set_title(name, fontsize=8.5, pad=16)
-            line = [
-                r["recall"] for r in evicting if r["policy"] == recency and report.group(r) == (question, when, budget)
-            ]
-            under = bool(line) and found[0]["recall"] < line[0]
-            axis.text(
-                0.5, 1.03, f"{found[0]['recall']:.2f}", transform=axis.transAxes, ha="center", fontsize=9.5,
-                fontweight="bold", color="#b3261e" if under else "black",
-            )  # fmt: skip
-            if row == len(groups) - 1:
-                axis.set_xlabel("prompt tokens", fontsize=7)
-            if column == 0:
-                moment = {**report.MOMENTS, "prompt": "once, after the prompt", "never": ""}[when]
-                asked = f"question {_ASKED[question]}\n" if len(questions) > 1 else ""
-                axis.set_ylabel(f"{asked}budget {budget}, evicts\n{moment}\n\ndepth of the fact", fontsize=7.5)
-            else:
-                axis.set_yticklabels([])
-    bar = figure.colorbar(image, ax=axes, shrink=0.6, pad=0.01, aspect=30)
-    bar.set_label("exact recall", fontsize=8)
-    bar.ax.tick_params(labelsize=7)
-    where = f", question {questions[0]} the text" if len(questions) == 1 else ""
-    note = "; red: under plain recency" if any(r["policy"] == recency for r in evicting) else ""
-    figure.suptitle(f"Exact recall of a fact{where}{note}", fontsize=12)
+    figure.get_layout_engine().set(hspace=0.06)
+    for line, ((question, when, budget), found) in zip(axes, panels.items(), strict=True):
+        floor = next((r["recall"] for r in found if r["policy"] == recency), 0.0)
+        for axis, length in zip(line, lengths, strict=True):
+            _panel(axis, found, length, recency, floor, named=axis is line[0])
+            axis.set_xlabel("depth of the fact", fontsize=9, color=report.GREY)
+        moment = {**report.MOMENTS, "prompt": "once, after the prompt", "never": ""}[when]
+        line[0].set_title(
+            f"question {_ASKED[question]}, budget {budget}, evicted {moment}", loc="left", fontsize=10.5,
+            fontweight="bold", color=report.GREY, pad=24,
+        )  # fmt: skip
+    if any(r["policy"] == recency for r in evicting):
+        figure.supxlabel("red: below plain recency", fontsize=9, color="#d1495b", x=0.99, ha="right")
     with commands.replacing(path) as temporary:
-        figure.savefig(temporary, dpi=160)
+        figure.savefig(temporary, dpi=150, transparent=True)
     plt.close(figure)
 
 
 def add_flags(flags: argparse.ArgumentParser) -> None:
-    """The command's flags."""
+    """Add the command's flags."""
     evaluator.add_model_flags(flags)
     evaluator.add_setting_flags(flags, questions=PLACEMENTS)
-    flags.add_argument("--lengths", default="512,1024", help="tokens of a prompt; several by comma")
-    flags.add_argument("--depths", type=int, default=5, help="how many depths from 0 to 1")
-    flags.add_argument("--samples", type=int, default=8, help="samples for each length and depth")
-    flags.add_argument("--facts", type=int, default=10, help="facts in a text, of which one is asked for")
+    flags.add_argument("--lengths", default="512,1024", help="tokens per prompt; several by comma")
+    flags.add_argument("--depths", type=int, default=5, help="number of depths from 0 to 1")
+    flags.add_argument("--samples", type=int, default=8, help="samples per length and depth")
+    flags.add_argument("--facts", type=int, default=10, help="facts per text; one of them is asked for")
 
 
 def command(flags: argparse.Namespace) -> None:
-    """Runs the evaluation: checks, table, JSON, picture."""
+    """Run the evaluation: check the flags, answer the samples, print the table, write JSON and picture."""
     settings = make_settings(flags)
     lengths = check_sizes(flags)
     if flags.plot is not None:
@@ -299,12 +277,16 @@ def command(flags: argparse.Namespace) -> None:
 
 
 def exact(tokens: Sequence[int], sample: tasks.Sample) -> bool:
-    """Whether an answer begins with the right tokens."""
+    """Return whether an answer begins with the right tokens."""
     return list(tokens[: len(sample.answer_tokens)]) == list(sample.answer_tokens)
 
 
 def check(flags: argparse.Namespace) -> None:
-    """Refuses flags that could not work."""
+    """Check the flags before any work.
+
+    Raises:
+        ValueError: a length is no number of tokens, or the block, batch, depths, samples or facts are below 1.
+    """
     check_sizes(flags)
     if flags.depths < 1 or flags.samples < 1 or flags.facts < 1:
         raise ValueError(
@@ -313,7 +295,7 @@ def check(flags: argparse.Namespace) -> None:
 
 
 def make_groups(flags: argparse.Namespace, config: models.Config, tokenizer: models.Tokenizer) -> list[evaluator.Group]:
-    """The samples as groups for :func:`evals.evaluator.run`: a length's depths together."""
+    """Return the samples as groups for :func:`evals.evaluator.run`, one per question and length with all its depths."""
     groups = []
     questions: Any = commands.split_list(flags.question)
     for question, length in itertools.product(questions, check_sizes(flags)):
@@ -345,16 +327,26 @@ def _rate(parts: Sequence[tuple[float, float]]) -> float | None:
     return tokens / seconds if seconds else None
 
 
-def _panel(axis: Any, result: dict[str, Any]) -> Any:
-    lengths = sorted({cell["length"] for cell in result["cells"]})
-    depths = sorted({cell["depth"] for cell in result["cells"]})
-    grid = np.full((len(depths), len(lengths)), np.nan)
-    for cell in result["cells"]:
-        grid[depths.index(cell["depth"]), lengths.index(cell["length"])] = cell["recall"]
-    image = axis.imshow(grid, vmin=0, vmax=1, cmap="viridis", aspect="auto")
-    axis.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], fontsize=6.5)
-    axis.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths], fontsize=6.5)
-    axis.tick_params(length=2)
+def _panel(axis: Any, found: Sequence[dict[str, Any]], length: int, recency: str, floor: float, *, named: bool) -> None:
+    """Draw the policies at one prompt length, with the mean over its depths in the last column."""
+    depths = sorted({cell["depth"] for r in found for cell in r["cells"]})
+    recall = [{cell["depth"]: cell["recall"] for cell in r["cells"] if cell["length"] == length} for r in found]
+    grid = np.array([[*(row.get(depth, np.nan) for depth in depths), np.nan] for row in recall])
+    axis.imshow(grid, vmin=0, vmax=1, cmap="viridis", aspect="auto")
+    for y, row in enumerate(grid):
+        for x, value in enumerate(row[:-1]):
+            if not np.isnan(value):
+                axis.text(x, y, f"{value:.2g}", ha="center", va="center", fontsize=8.5,
+                          color="black" if value > 0.6 else "white")  # fmt: skip
+        if not np.all(np.isnan(row[:-1])):
+            axis.text(len(depths), y, f"{np.nanmean(row[:-1]):.2f}", ha="center", va="center", fontsize=9,
+                      fontweight="bold", color=report.GREY)  # fmt: skip
+    axis.set_xticks(range(len(depths) + 1), [*(f"{depth:.0%}" for depth in depths), "mean"], fontsize=8.5)
+    axis.set_yticks(range(len(found)), ["recency" if r["policy"] == recency else r["policy"] for r in found])
+    axis.tick_params(length=0, colors=report.GREY, labelleft=named, labelsize=9)
+    for label, result in zip(axis.get_yticklabels(), found, strict=False):  # without names there are no labels
+        if result["recall"] < floor:
+            label.set_color("#d1495b")
+    axis.text(0, 1.02, f"{length:,} tokens", transform=axis.transAxes, fontsize=9.5, color=report.GREY)
     for spine in axis.spines.values():
         spine.set_visible(False)
-    return image

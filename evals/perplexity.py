@@ -1,19 +1,19 @@
-"""Perplexity: how well text is told under a policy's budget, or when every head reads only what a selection keeps.
+"""Perplexity: how well text is predicted under a policy's budget, or when every head reads only a selection's tokens.
 
-The text is cut into chunks (1,024 tokens in TokenButler's figure 6), each a sequence of its own that begins with BOS
-where the tokenizer has one; a rest that fills no chunk is left out. With ``--stride`` windows of that length slide over
-the text, and the last tokens of each, as many as the stride, are counted: what stands before them is context.
+The text is cut into chunks (1,024 tokens in TokenButler's figure 6). Each is a sequence of its own that begins with BOS
+if the tokenizer has one; a rest that fills no chunk is left out. With ``--stride``, windows of that length slide over
+the text. Only the last tokens of each window are counted, as many as the stride; the tokens before them are context.
 
-- Selections (``--select``, ``--sparsity``): evals/selections.py says what is read (TokenButler, figure 6).
-- Policies (``--policies``, ``--budgets``, ``--block``): the library's own prefill, which evicts after every block; each
-  token is told from what earlier evictions left and its own block (CAOTE, tables 4 and 8). With ``--when prompt`` the
-  context of a window is compressed once, and the window's last tokens (``--stride``) are told from what is left.
+- Selections (``--select``, ``--sparsity``): see evals/selections.py for what is read (TokenButler, figure 6).
+- Policies (``--policies``, ``--budgets``, ``--block``): the library's own prefill evicts after every block. Each token
+  is predicted from its own block and what earlier evictions kept (CAOTE, tables 4 and 8). With ``--when prompt`` the
+  context of a window is compressed once, and the window's last tokens (``--stride``) are predicted from what is kept.
 
-Beside the perplexity stands the mean Kullback-Leibler divergence of each token's distribution from the one of the model
-that reads everything, in nats: what changed, whichever token then came. It is 0 where nothing is lost.
+The mean Kullback-Leibler divergence of each token's distribution from the dense model's, in nats, is reported as well.
+It measures the change of the whole distribution, not only of the token that came, and is 0 where nothing is lost.
 
-Intervals are over chunks: of each row against the model that reads everything, and of selections against the predictor,
-of CAOTE against the same policy without it.
+Intervals are over chunks. Each row is compared with the dense model, which reads everything, selections are compared
+with the predictor, and a policy with CAOTE with the same policy without it.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ EXAMPLES = """examples:
 
 
 class Losses(NamedTuple):
-    """Holds of each chunk the mean negative log-likelihood of its tokens but the first, and their mean divergence from
-    the model that reads everything, both in nats.
+    """For each chunk, the mean negative log-likelihood of its tokens but the first, and their mean divergence from the
+    dense model, both in nats.
 
-    ``hidden`` are each chunk's hidden states, where they were asked for: what others are held against.
+    ``hidden`` are each chunk's hidden states, if they were asked for: the reference of other settings.
     """
 
     by_chunk: Float[np.ndarray, "n"]
@@ -63,15 +63,16 @@ class Losses(NamedTuple):
 def make_chunks(
     tokenizer: Any, text: str, length: int, limit: int | None = None, stride: int | None = None
 ) -> Int[np.ndarray, "n T"]:
-    """Cuts the text's tokens into sequences of ``length``, BOS in front of each where the tokenizer has one.
+    """Cut the text's tokens into sequences of ``length``, each with BOS in front if the tokenizer has one.
 
     Args:
         tokenizer: has ``encode(text, add_special_tokens)`` and ``bos``.
-        limit: at most that many.
-        stride: how many tokens further the next sequence begins; by default where the last one ended.
+        limit: the largest number of sequences.
+        stride: the number of tokens from one sequence's beginning to the next; by default they follow each other.
 
     Raises:
-        ValueError: a length below 2, a stride below 1 or larger than a sequence, or a text that does not fill one.
+        ValueError: the length is below 2, the stride is below 1 or larger than a sequence, or the text does not fill
+            one sequence.
 
     Example:
         >>> from evals.perplexity import make_chunks
@@ -112,11 +113,11 @@ def full_losses(
     counted: int | None = None,
     progress: tqdm | None = None,
 ) -> Losses:
-    """Measures the model that reads everything, and keeps its hidden states: what all others are held against.
+    """Measure the dense model, and keep its hidden states as the reference of all other settings.
 
     Args:
-        batch: chunks at a time.
-        counted: of each chunk the last so many tokens only.
+        batch: the number of chunks per batch.
+        counted: count only the last so many tokens of each chunk.
     """
     found = loglikelihood.simulate(
         model, chunks.tolist(), selections.parse_selection("full"), 0.0, block=1, batch=batch, keep_hidden=True,
@@ -139,11 +140,11 @@ def losses(
     counted: int | None = None,
     progress: tqdm | None = None,
 ) -> Losses:
-    """Measures a selection.
+    """Measure a selection.
 
     Args:
         selection, sparsity, butler, sinks, heads: see :func:`evals.selections.simulate`.
-        full: what :func:`full_losses` gave; without it there is no divergence (NaN).
+        full: the result of :func:`full_losses`; without it there is no divergence (NaN).
         batch, counted: see :func:`full_losses`.
     """
     found = loglikelihood.simulate(
@@ -164,14 +165,15 @@ def policy_losses(
     counted: int | None = None,
     progress: tqdm | None = None,
 ) -> Losses:
-    """Measures a policy: evicting after every block, or once, before the last ``counted`` tokens of each chunk.
+    """Measure a policy that evicts after every block, or once before the last ``counted`` tokens of each chunk.
 
     Args:
         setting: policy, budget and moment; see :func:`models.prefill`.
         full, batch, counted: see :func:`losses`.
 
     Raises:
-        ValueError: a policy that evicts once, and no ``counted``: then all tokens would be told before it does.
+        ValueError: the policy evicts once and ``counted`` is None, so that all tokens would be predicted before it
+            does.
     """
     once = _check_told(setting, counted)
     found = loglikelihood.predict(
@@ -219,17 +221,17 @@ def measure(
     counted: int | None = None,
     progress: tqdm | None = None,
 ) -> list[dict[str, Any]]:
-    """Measures each selection at each sparsity, behind the row of the model that reads everything ("full").
+    """Measure each selection at each sparsity; the first row is the dense model ("full").
 
-    At sparsity 0 nothing is left out: those rows are the dense model's figures.
+    At sparsity 0 nothing is left out: those rows have the dense model's figures.
 
     Args:
-        full: what :func:`full_losses` gave.
+        full: the result of :func:`full_losses`.
 
     Returns:
-        Rows of ``select``, ``sparsity``, ``perplexity`` with its 95% interval over chunks, ``increase`` over the dense
-        model (a share) with its own, by paired chunks, ``kl``, the divergence from it, with its own, and ``by_chunk``
-        and ``kl_by_chunk``, the losses and divergences. Without a second chunk there are no intervals (None).
+        Rows of ``select``, ``sparsity``, ``perplexity``, ``increase`` over the dense model (a share, by paired chunks)
+        and ``kl``, the divergence from it, each of these three with its 95% interval over chunks; and of ``by_chunk``
+        and ``kl_by_chunk``, the losses and divergences. With a single chunk, the intervals are None.
     """
     settings: dict[str, Any] = dict(
         full=full, butler=butler, sinks=sinks, heads=heads, batch=batch, counted=counted, progress=progress
@@ -257,15 +259,15 @@ def measure_policies(
     counted: int | None = None,
     progress: tqdm | None = None,
 ) -> list[dict[str, Any]]:
-    """Measures each policy at each budget and moment.
+    """Measure each policy at each budget and moment.
 
     Args:
-        full: what :func:`full_losses` gave.
-        settings: what :func:`make_settings` gave.
+        full: the result of :func:`full_losses`.
+        settings: the result of :func:`make_settings`.
 
     Returns:
-        Rows like :func:`measure`'s, with the setting, when it evicts, and ``difference``: how much higher the
-        perplexity is than the dense model's, as CAOTE's tables have it.
+        Rows like those of :func:`measure`, with the setting, when it evicts, and ``difference``: the perplexity minus
+        the dense model's, as in CAOTE's tables.
     """
     results = []
     for setting in settings:
@@ -280,13 +282,13 @@ def measure_policies(
 
 
 def steps(chosen: Sequence[Method], sparsities: Sequence[float], chunks: int, settings: int = 0) -> int:
-    """Counts the chunks that the model, :func:`measure` and :func:`measure_policies` run."""
+    """Count the chunks that the dense model, :func:`measure` and :func:`measure_policies` run."""
     named = [selection for selection in chosen if selection.name != "full"]
     return chunks * (1 + len(named) * sum(sparsity > 0 for sparsity in sparsities) + settings)
 
 
 def compare(results: Sequence[dict[str, Any]], against: str = "butler") -> list[dict[str, Any]]:
-    """Tells how much larger each selection's perplexity is than the predictor's at its sparsity, by paired chunks."""
+    """Compare each selection's perplexity with the predictor's at the same sparsity, by paired chunks."""
     lines = {r["sparsity"]: r for r in results if r["select"] == against}
     rows = []
     for r in results:
@@ -298,7 +300,7 @@ def compare(results: Sequence[dict[str, Any]], against: str = "butler") -> list[
 
 
 def compare_policies(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Tells how much larger the perplexity is with CAOTE than under the same policy without it, by paired chunks."""
+    """Compare the perplexity of each policy with CAOTE with that of the same policy without it, by paired chunks."""
     lines = {(r["policy"], r["budget"], r["when"]): r for r in results}
     rows = []
     for r in results:
@@ -320,7 +322,7 @@ def _larger(row: dict[str, Any], line: dict[str, Any]) -> dict[str, Any]:
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
-    """Gives each selection and sparsity a row, against the model that reads everything."""
+    """Return a table with one row per selection and sparsity, compared with the dense model."""
     rows = [
         (
             r["select"],
@@ -337,7 +339,7 @@ def table(results: Sequence[dict[str, Any]]) -> str:
 
 
 def ratio_table(comparisons: Sequence[dict[str, Any]]) -> str:
-    """Answers, a row each: how much larger is the perplexity than the predictor's?"""
+    """Return a table of how much larger each selection's perplexity is than the predictor's."""
     rows = [
         (
             c["select"],
@@ -353,7 +355,7 @@ def ratio_table(comparisons: Sequence[dict[str, Any]]) -> str:
 
 
 def policy_table(results: Sequence[dict[str, Any]]) -> str:
-    """Gives each policy and budget a row; the difference to the dense model as CAOTE's tables 4 and 8 have it."""
+    """Return a table with one row per policy and budget; the difference to the dense model is as in CAOTE's tables."""
     rows = [
         (
             r["policy"],
@@ -373,7 +375,7 @@ def policy_table(results: Sequence[dict[str, Any]]) -> str:
 
 
 def policy_ratio_table(comparisons: Sequence[dict[str, Any]]) -> str:
-    """Answers, a row each: how much larger is the perplexity with CAOTE than without?"""
+    """Return a table of how much larger the perplexity is with CAOTE than without."""
     rows = [
         (
             c["policy"],
@@ -392,11 +394,10 @@ def policy_ratio_table(comparisons: Sequence[dict[str, Any]]) -> str:
 def perplexity_lines(
     results: Sequence[dict[str, Any]], policies: Sequence[dict[str, Any]], path: Path, *, title: str
 ) -> None:
-    """Draws perplexity over sparsity, a line a selection, and over budgets, a panel each that has any.
+    """Draw perplexity over sparsity in one panel and over budgets in another, one line per selection or policy.
 
-    Policies have a line for each moment.
-    The dense model is a grey line. An axis of perplexity is logarithmic where its largest is more than three times its
-    smallest.
+    Policies have one line per moment. The dense model is a grey line. The axis of perplexity is logarithmic where the
+    largest value is more than three times the smallest.
     """
     dense = next(r for r in results if r["select"] == "full")
     selected = [r for r in results if r["select"] != "full"]
@@ -422,30 +423,32 @@ def perplexity_lines(
 
 
 def add_flags(flags: argparse.ArgumentParser) -> None:
-    """Adds the command's flags."""
+    """Add the command's flags."""
     selections.add_flags(flags, select=None, sparsity="0,0.1,...,0.7", batch=4)
     flags.add_argument("--policies", help="policies of the library, several by comma")
-    flags.add_argument("--budgets", default="128,256", help="of --policies: slots per head, or ratios of a chunk")
-    flags.add_argument("--block", type=int, default=32, help="of --policies: tokens a step")
+    flags.add_argument("--budgets", default="128,256", help="for --policies: slots per head, or ratios of a chunk")
+    flags.add_argument("--block", type=int, default=32, help="for --policies: tokens per step")
     flags.add_argument(
         "--when",
         default="block",
-        help="of --policies: evict after every block, once before a window's last --stride tokens (prompt), or as each "
-        "policy's paper has it (published); several by comma",
+        help="for --policies: evict after every block (block), once before a window's last --stride tokens (prompt), "
+        "or as in each policy's paper (published); several by comma",
     )
     add_text_flags(flags, chunk=512)
 
 
 def add_text_flags(flags: argparse.ArgumentParser, *, chunk: int) -> None:
-    """Adds the flags of which text, and how it is cut."""
+    """Add the flags for the text and how it is cut."""
     texts.add_text_flag(flags)
-    flags.add_argument("--chunk", type=int, default=chunk, help="tokens of a sequence; 1024 in the paper")
-    flags.add_argument("--stride", type=int, help="slide windows of --chunk tokens, and count their last so many")
-    flags.add_argument("--sequences", type=int, help="take at most that many of the text's chunks")
+    flags.add_argument("--chunk", type=int, default=chunk, help="tokens per sequence; 1024 in TokenButler's paper")
+    flags.add_argument(
+        "--stride", type=int, help="slide windows of --chunk tokens by so many, and count only their last so many"
+    )
+    flags.add_argument("--sequences", type=int, help="use at most so many of the text's chunks")
 
 
 def command(flags: argparse.Namespace) -> None:
-    """Runs the evaluation: checks, tables, JSON, picture."""
+    """Run the evaluation: check, measure, print the tables, write JSON and picture."""
     if flags.select is None:
         flags.select = SELECT if flags.policies is None else "full"
     chosen = selections.parse_selections(flags.select)
@@ -461,13 +464,13 @@ def command(flags: argparse.Namespace) -> None:
 
 
 def make_settings(flags: argparse.Namespace) -> list[Setting]:
-    """Combines the policies, budgets and moments of a command line, checked before any work.
+    """Return all combinations of the policies, budgets and moments of a command line, checked before any work.
 
-    Nothing is decoded, and what is held back is not evicted from: behind the prompt no setting evicts.
+    Nothing is decoded, and no setting evicts after the prompt: the tokens held back are not evicted from.
 
     Raises:
-        ValueError: an unknown moment, one that needs ``--stride``, or what :func:`parse_policies` and
-            :func:`evals.evaluator.check_budgets` say.
+        ValueError: a moment is unknown or needs ``--stride``, or :func:`parse_policies` or
+            :func:`evals.evaluator.check_budgets` fails.
 
     Example:
         >>> import argparse
@@ -481,7 +484,7 @@ def make_settings(flags: argparse.Namespace) -> list[Setting]:
     moments: Any = commands.split_list(flags.when)
     wrong = [name for name in moments if name not in get_args(When)]
     if wrong or not moments:
-        raise ValueError(f"--when is {', '.join(wrong) or 'empty'}; there are {', '.join(get_args(When))}.")
+        raise ValueError(f"--when is {', '.join(wrong) or 'empty'}; expected some of {', '.join(get_args(When))}.")
     evaluator.check_budgets(policies, budgets)
     settings = [
         Setting(policy, budget, when, "agnostic", 0)
@@ -493,10 +496,10 @@ def make_settings(flags: argparse.Namespace) -> list[Setting]:
 
 
 def parse_policies(text: str) -> list[str]:
-    """Parses the policies of a command line, several by comma, each once; "full" is there in any case.
+    """Parse the policies of a command line, several by comma, each once; "full" is left out, as it is always measured.
 
     Raises:
-        ValueError: none at all, or what :func:`kvjax.parse` says.
+        ValueError: no policy is given, or :func:`kvjax.parse` fails.
 
     Example:
         >>> from evals.perplexity import parse_policies
@@ -510,10 +513,10 @@ def parse_policies(text: str) -> list[str]:
 
 
 def chunks_for(model: models.Decoder, tokenizer: Any, text: str, flags: argparse.Namespace) -> Int[np.ndarray, "n T"]:
-    """Makes the chunks that a command line asks for.
+    """Make the chunks that a command line asks for.
 
     Raises:
-        ValueError: chunks that the model does not take, or that the text does not fill.
+        ValueError: the chunks are longer than the model takes, or the text does not fill one.
     """
     if flags.chunk > model.config.max_positions:
         raise ValueError(
@@ -534,8 +537,8 @@ def run(
     butler: models.Butler | None,
     settings: Sequence[Setting] = (),
 ) -> None:
-    """Measures, and writes what the flags ask for."""
-    for setting in settings:  # all are checked before the first is run
+    """Measure all settings, print the tables, and write the files that the flags ask for."""
+    for setting in settings:  # all settings are checked before the first is run
         models.stream(
             model, chunks[:1, :-1], policy=setting.policy, budget=setting.budget, block=flags.block, when=setting.when,
             question=flags.stride - 1 if setting.moments[0] == "prompt" else None, max_new_tokens=1,
@@ -576,16 +579,16 @@ def run(
 
 
 def _check_told(setting: Setting, counted: int | None) -> bool:
-    """Says whether a setting compresses once, before the last ``counted`` tokens of a chunk are told.
+    """Return whether a setting compresses once, before the last ``counted`` tokens of a chunk are predicted.
 
     Raises:
-        ValueError: it does, and all tokens of a chunk are to be told.
+        ValueError: it does, but ``counted`` is None.
     """
     once = setting.moments[0] == "prompt"
     if once and counted is None:
         raise ValueError(
-            f"{setting.policy!r} is to evict once, with --when {setting.when}, but chunks are told as a whole: give "
-            "--stride, how many last tokens of each window are told behind what was compressed."
+            f"{setting.policy!r} evicts once with --when {setting.when}, but all tokens of a chunk are predicted; give "
+            "--stride, the number of last tokens of each window to predict after the compression."
         )
     return once
 
@@ -595,7 +598,7 @@ def _row(selection: Method, sparsity: float, found: Losses, full: Losses) -> dic
 
 
 def _against(found: Losses, full: Losses) -> dict[str, Any]:
-    """A row's figures, beside those of the dense model on the same chunks."""
+    """Return a row's figures, compared with those of the dense model on the same chunks."""
     perplexity, low, high = _ratio(statistics.mean_interval, found.by_chunk)
     increase, increase_low, increase_high = _ratio(statistics.paired_interval, found.by_chunk - full.by_chunk)
     whole, _, _ = _ratio(statistics.mean_interval, full.by_chunk)
@@ -620,7 +623,7 @@ def _against(found: Losses, full: Losses) -> dict[str, Any]:
 def _ratio(
     interval: Callable[..., tuple[float, float, float]], logarithms: np.ndarray
 ) -> tuple[float, float | None, float | None]:
-    """The exponential of the mean, with its 95% interval where there are two or more."""
+    """Return the exponential of the mean, with its 95% interval if there are at least two values."""
     mean, low, high = interval(logarithms.tolist())
     if len(logarithms) < 2:
         return math.exp(mean), None, None
@@ -635,7 +638,7 @@ def _panel(axis: Any, dense: dict[str, Any], rows: list[dict[str, Any]], name: s
         style = dict(marker="osv^DPX"[index % 7], linestyle="-" if index < len(report.COLOURS) else ":")
         x, y = [r[along] for r in line], [r["perplexity"] for r in line]
         axis.plot(x, y, color=colour, linewidth=1.5, markersize=4.5, label=chosen, **style)
-        if all(r["increase_low"] is not None for r in line):  # of the difference to the dense model, by paired chunks
+        if all(r["increase_low"] is not None for r in line):  # the interval against the dense model, by paired chunks
             low, high = ([dense["perplexity"] * (1 + r[f"increase_{end}"]) for r in line] for end in ("low", "high"))
             axis.fill_between(x, low, high, color=colour, alpha=0.12, linewidth=0)
     values = [dense["perplexity"], *(r["perplexity"] for r in rows)]

@@ -1,8 +1,8 @@
-"""Plain English to hide facts in: sentences from templates, of the standard library's documentation, and of our own.
+"""Plain English to hide facts in: sentences from templates, from the standard library's documentation, and our own.
 
-The templates are random and endless. The library's sentences (docstrings and the licence of the Python that runs) are
-read when they are needed, so they differ a little between Python versions: :func:`digest` stands in every JSON that is
-made of them. `haystack.txt` beside this file was written for this project, and is the same everywhere.
+The templates are random and endless. The library's sentences (docstrings and licence of the running Python) are read
+when they are needed, so they differ a little between Python versions; every JSON file made from them records their
+:func:`digest`. `haystack.txt` beside this file was written for this project and is the same everywhere.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ _FEELINGS = "tired happy certain worried pleased afraid ready late hungry surpri
 
 
 def template_sentence(rng: np.random.Generator) -> str:
-    """A random sentence about people, places and things; it never states a fact that a question asks for.
+    """Return a random sentence about people, places and things; it never states a fact that a question asks for.
 
     >>> template_sentence(np.random.default_rng(0)).endswith(".")
     True
@@ -106,20 +106,21 @@ def template_sentence(rng: np.random.Generator) -> str:
 
 @functools.cache
 def sentences(source: Source = "train") -> tuple[str, ...]:
-    """Sentences to draw from.
+    """Return the sentences to draw from.
 
     Args:
-        source: "train" and "test" are the standard library's, every eighth held out as "test"; "fixed" are our own.
+        source: "train" and "test" are the standard library's, of which every eighth is held out as "test"; "fixed" are
+            our own.
 
     Raises:
-        ValueError: another source, or a Python that runs without docstrings.
+        ValueError: the source is unknown, or this Python runs without docstrings.
 
     >>> from evals import prose
     >>> set(prose.sentences("train")).isdisjoint(prose.sentences("test")), len(prose.sentences("fixed"))
     (True, 291)
     """
     if source not in ("train", "test", "fixed"):
-        raise ValueError(f"the source of sentences is {source!r}; there are 'train', 'test' and 'fixed'.")
+        raise ValueError(f"the source of sentences is {source!r}; expected 'train', 'test' or 'fixed'.")
     if source == "fixed":
         return tuple(HAYSTACK_FILE.read_text(encoding="utf-8").splitlines())
     return tuple(line for i, line in enumerate(_library()) if (i % 8 == 0) == (source == "test"))
@@ -127,7 +128,7 @@ def sentences(source: Source = "train") -> tuple[str, ...]:
 
 @functools.cache
 def digest() -> str:
-    """A digest of the library's sentences, which every JSON that may be made of them holds.
+    """Return a digest of the library's sentences, for JSON files whose figures may depend on them.
 
     >>> from evals import prose
     >>> len(prose.digest())
@@ -139,14 +140,14 @@ def digest() -> str:
 @functools.cache
 def _library() -> tuple[str, ...]:
     if sys.flags.optimize > 1:
-        raise ValueError("this Python runs without docstrings, which the texts are made of; leave -OO out.")
-    with warnings.catch_warnings():  # some names of the library warn when they are looked at
+        raise ValueError("this Python runs without docstrings, but the texts are made from them; leave -OO out.")
+    with warnings.catch_warnings():  # some attributes of the library warn when they are accessed
         warnings.simplefilter("ignore", DeprecationWarning)
         return tuple(collect())
 
 
 def collect(limit: int = 2400) -> list[str]:
-    """Sentences found in this interpreter's docstrings and licence text, in a fixed order, without repeats."""
+    """Return sentences from this interpreter's docstrings and licence, in a fixed order, without repeats."""
     texts = [_licence()]
     for name in MODULES:
         try:
@@ -174,7 +175,7 @@ def _licence() -> str:
 
 
 def _sentences(text: str) -> list[str]:
-    """The plain sentences of a text: no code, no digits, of moderate length."""
+    """Return the plain sentences of a text: no code, no digits, moderate length."""
     out = []
     for paragraph in re.split(r"\n\s*\n", text):
         if ">>>" in paragraph:

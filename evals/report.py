@@ -1,4 +1,4 @@
-"""Holds what the tables and pictures of several evaluations share."""
+"""What the tables and pictures of several evaluations share."""
 
 from __future__ import annotations
 
@@ -10,18 +10,21 @@ CAOTE_LINKS = ("caote", "fast_caote")
 MOMENTS = {"block": "after every block", "prompt": "once", "published": "as published"}
 PICTURES = (".png", ".svg", ".pdf")
 # Okabe and Ito's colours, which the colour-blind can tell apart too; grey is for reference lines.
+GREY = "#7d868f"  # text that reads on white and on black
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 
 
 def task_table(
     rows: Sequence[dict[str, Any]], *, recency: str, short: Mapping[str, str], notes: Sequence[str] = ()
 ) -> str:
-    """Gives each setting and length a row: the tasks' mean and each task's; a minus marks a mean under plain recency.
+    """Return a table with one row per setting and length: the mean of the tasks' means, and each task's mean.
+
+    A minus marks a mean below plain recency.
 
     Args:
-        rows: as :func:`evals.evaluator.summarise` gives them.
+        rows: from :func:`evals.evaluator.summarise`.
         short: the tasks' names in the head.
-        notes: lines below.
+        notes: lines below the table.
     """
     where = ("model", "evaluation", "length", "budget", "when", "question")
     line = {tuple(r[name] for name in where): r["score"] for r in rows if r["policy"] == recency}
@@ -52,7 +55,7 @@ def task_table(
 
 
 def comparison_table(comparisons: Sequence[dict[str, Any]]) -> str:
-    """Answers, a row each: is X + caote better than X?"""
+    """Return a table of whether each policy with CAOTE is better than the same policy without it."""
     several = [name for name in ("length",) if len({c.get(name) for c in comparisons}) > 1]
     rows = [
         (
@@ -73,10 +76,10 @@ def comparison_table(comparisons: Sequence[dict[str, Any]]) -> str:
 
 
 def check_plot(path: Path) -> None:
-    """Refuses a picture that could not be drawn at the end.
+    """Check before any work that a picture can be drawn at the end.
 
     Raises:
-        ValueError: an unknown suffix.
+        ValueError: the suffix is unknown.
         ImportError: matplotlib is not installed.
     """
     if path.suffix.lower() not in PICTURES:
@@ -88,12 +91,12 @@ def check_plot(path: Path) -> None:
 
 
 def group(result: dict[str, Any]) -> tuple[str, str, Any]:
-    """Names the panel that a result is drawn in: by question, moment and budget."""
+    """Return the panel in which a result is drawn: its question, moment and budget."""
     return result["question"], result["when"], result["budget"]
 
 
 def evicts(row: Mapping[str, Any]) -> str:
-    """Says when the policy of a row evicts: in the prompt, and behind it.
+    """Return in words when the policy of a row evicts: in the prompt, and after it.
 
     Example:
         >>> from evals import report
@@ -110,7 +113,7 @@ def evicts(row: Mapping[str, Any]) -> str:
 
 
 def moment(group: tuple[str, str, Any]) -> str:
-    """Says a group in words, as a panel's title."""
+    """Return a group in words, for a panel's title."""
     question, when, budget = group
     if budget is None:
         return "full cache"
@@ -119,7 +122,7 @@ def moment(group: tuple[str, str, Any]) -> str:
 
 
 def without_caote(policy: str) -> str:
-    """Leaves a policy's CAOTE links out, its allocation in.
+    """Return a policy without its CAOTE links; its allocation is kept.
 
     >>> without_caote("h2o+caote(rounds=2)+protect(recent=0.5)@layer")
     'h2o+protect(recent=0.5)@layer'
@@ -129,7 +132,7 @@ def without_caote(policy: str) -> str:
 
 
 def pyplot() -> Any:
-    """Imports matplotlib.pyplot, to draw to files only."""
+    """Import matplotlib.pyplot, set up to draw to files only."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -139,23 +142,23 @@ def pyplot() -> Any:
 
 
 def rate(per_second: float | None) -> str:
-    """Writes tokens per second, where they were measured."""
+    """Return tokens per second as text, or "n/a" where they were not measured."""
     return "n/a" if per_second is None else f"{per_second:,.0f}"
 
 
 def interval(bounds: Sequence[float | None] | None, form: str) -> str:
-    """Writes an interval, where there is one."""
+    """Return an interval as text, or "n/a" where there is none."""
     low, high = bounds or (None, None)
     return "n/a" if low is None or high is None else f"{low:{form}}..{high:{form}}"
 
 
 def colour(index: int) -> str:
-    """Picks a line's colour; after the last comes the first."""
+    """Return a line's colour; after the last colour comes the first again."""
     return COLOURS[index % len(COLOURS)]
 
 
 def plain(axis: Any) -> None:
-    """Draws light grid lines, and no frame on top and right."""
+    """Draw light grid lines, and no frame on top and right."""
     axis.grid(axis="y", color="#eeeeee", linewidth=0.8)
     axis.tick_params(labelsize=8)
     for side in ("top", "right"):
@@ -163,7 +166,7 @@ def plain(axis: Any) -> None:
 
 
 def columns(head: Sequence[str], rows: Sequence[Sequence[str]], *, left: int) -> str:
-    """Aligns text; the first ``left`` columns to the left, figures to the right."""
+    """Return text in aligned columns: the first ``left`` columns to the left, figures to the right."""
     widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
 
     def line(cells: Sequence[str]) -> str:

@@ -1,11 +1,11 @@
-"""A folder of results that a killed run goes on with.
+"""A folder of results, from which a killed run is resumed.
 
     header.json     what was run: the evaluation, its settings, the command, device and versions, and fingerprints of
                     weights, tokenizer and data
-    samples.jsonl   a line a sample, written batch by batch; a line that was cut off is dropped when the run goes on
+    samples.jsonl   one line per sample, written batch by batch; a line that was cut off is dropped when a run resumes
 
-A folder is for one set of settings, and for one model's weights, tokenizer and data: others are refused, and what
-differs is named.
+A folder is for one set of settings, and for one model's weights, tokenizer and data. Others are refused with an error
+that names what differs.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ class Results:
     """The records of a run, in a folder if one is named; a context manager that holds the folder's lock.
 
     Args:
-        folder: made if it isn't there; None keeps the records in memory only.
-        settings: all that decides the figures, as JSON has it.
-        command: the line that makes them.
+        folder: made if it does not exist; None keeps the records in memory only.
+        settings: all settings that decide the figures, in JSON's types.
+        command: the command line that makes the records.
 
     Attributes:
-        records: all that there are.
-        fingerprints: what :meth:`check_made_of` noted of them.
+        records: all records.
+        fingerprints: what the records are made of, as noted by :meth:`check_made_of`.
 
     Raises:
-        ValueError: the folder holds something else, other settings, a damaged file, or another run writes into it.
+        ValueError: the folder holds something else, other settings or a damaged file, or another run writes into it.
 
     Example:
         >>> import tempfile
@@ -55,7 +55,7 @@ class Results:
         self.records: list[dict[str, Any]] = []
         self._file: Any = None
         self._folder = None if folder is None else Path(folder)
-        # As the header will be read again: tuples are lists there.
+        # In the form in which the header is read again: JSON turns tuples into lists.
         self._wanted = json.loads(json.dumps({"evaluation": evaluation, "settings": dict(settings)}))
         self._command = command
         self._header: dict[str, Any] = {}
@@ -73,11 +73,11 @@ class Results:
             self._file.close()
 
     def holds(self, record: Mapping[str, Any]) -> bool:
-        """Whether this sample was answered under this setting."""
+        """Return whether this sample has been answered under this setting."""
         return _key(record) in self._keys
 
     def add(self, records: Iterable[dict[str, Any]]) -> None:
-        """Keeps records, and writes them before it returns."""
+        """Add new records, and write them to disk before returning."""
         new = [record for record in records if not self.holds(record)]
         if self._file is not None:
             self._file.write("".join(json.dumps(record, allow_nan=False) + "\n" for record in new).encode())
@@ -87,14 +87,14 @@ class Results:
         self._keys |= {_key(record) for record in new}
 
     def check_made_of(self, labels: Mapping[str, str], made_of: Mapping[str, str]) -> None:
-        """Notes what the records with these labels are made of, once; refuses to go on with anything else.
+        """Note what the records with these labels are made of, or check that it is the same as before.
 
         Args:
-            labels: what those records say of themselves, such as the model's name.
-            made_of: fingerprints, as :func:`evals.evaluator.made_of` gives them.
+            labels: fields that those records share, such as the model's name.
+            made_of: fingerprints from :func:`evals.evaluator.made_of`.
 
         Raises:
-            ValueError: the folder's records were made of something else, or do not say of what.
+            ValueError: the folder's records were made of something else, or have no fingerprints.
         """
         there = next((known["made of"] for known in self.fingerprints if known["labels"] == dict(labels)), None)
         if there is not None or any(labels.items() <= record.items() for record in self.records):
@@ -105,7 +105,7 @@ class Results:
             commands.write_json(self._folder / HEADER, {**self._header, "fingerprints": self.fingerprints})
 
     def check(self) -> dict[str, Any]:
-        """Complains about a folder that cannot be gone on with, before the long work starts; gives its header."""
+        """Check that the folder can be written to or resumed, before the long work starts, and return its header."""
         folder = self._folder
         if folder is not None and folder.exists() and not folder.is_dir():
             raise ValueError(f"cannot write into {folder}: it is a file; name a folder.")
@@ -126,7 +126,7 @@ class Results:
     def _open(self, folder: Path) -> None:
         header = self.check()
         folder.mkdir(parents=True, exist_ok=True)
-        if not (folder / HEADER).exists():  # before any other file, so that a run killed here can go on
+        if not (folder / HEADER).exists():  # before any other file, so that a run killed here can resume
             commands.write_json(folder / HEADER, header)
         self._file = (folder / SAMPLES).open("ab")
         commands.lock(self._file, folder)
@@ -139,10 +139,10 @@ class Results:
 
 
 def read_header(folder: Path) -> dict[str, Any]:
-    """What a folder of results says of itself.
+    """Read the header of a folder of results.
 
     Raises:
-        ValueError: no folder of results, or a damaged one.
+        ValueError: the folder is no folder of results, or its header is damaged.
     """
     path = Path(folder) / HEADER
     if not path.is_file():
@@ -159,17 +159,17 @@ def read_header(folder: Path) -> dict[str, Any]:
 
 
 def read_records(folder: Path) -> list[dict[str, Any]]:
-    """The records of a folder, without a last line that was cut off.
+    """Read the records of a folder, without a last line that was cut off.
 
     Raises:
-        ValueError: a damaged line that is not the last one.
+        ValueError: another line is damaged.
     """
     path = Path(folder) / SAMPLES
     return _read(path)[0] if path.exists() else []
 
 
 def fingerprint(path: Path) -> str | None:
-    """A digest of a file's bytes, or of the names and bytes of a folder's .json and .jsonl files; None for neither.
+    """Return a digest of a file's bytes, or of the names and bytes of a folder's .json and .jsonl files, or None.
 
     Example:
         >>> from pathlib import Path
@@ -199,11 +199,11 @@ def _key(record: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _read(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """The records of a file, and how many of its bytes are whole lines."""
+    """Return the records of a file, and how many of its bytes are whole lines."""
     records: list[dict[str, Any]] = []
     whole = 0
     lines = path.read_bytes().split(b"\n")
-    for number, line in enumerate(lines[:-1], 1):  # behind the last newline stands nothing, or what was cut off
+    for number, line in enumerate(lines[:-1], 1):  # after the last newline comes nothing, or a line that was cut off
         try:
             record = json.loads(line)
             known = isinstance(record["task"], str) and isinstance(record["sample"], int)

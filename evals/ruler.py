@@ -1,10 +1,10 @@
 """RULER's 13 tasks: needles, variable tracking, common and frequent words, and questions among documents.
 
-The structure is that of RULER (Hsieh et al. 2024, arXiv 2404.06654), generated here at any length; a sample's length
-counts its prompt and the tokens that may be answered. Its wording is our own: ``--prompts`` takes other wording from a
-file. Essays and the documents of the two QA tasks come from files that the user names; without one, essays are
-built-in prose and the QA tasks are left out, and the table says so. With ``--data`` nothing is generated: samples are
-read as RULER's own scripts wrote them, ``TASK/validation.jsonl`` each.
+The structure is that of RULER (Hsieh et al. 2024, arXiv 2404.06654), generated here at any length. A sample's length
+counts its prompt and the tokens that the answer may take. The wording is our own; ``--prompts`` reads other wording
+from a file. The essays and the documents of the two QA tasks come from files that the user names. Without them, the
+essays are built-in prose and the QA tasks are left out, which a note below the table states. With ``--data`` nothing
+is generated: samples are read from the files of RULER's own scripts, ``TASK/validation.jsonl`` per task.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from models import commands
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 DEPTHS = np.linspace(0, 1, 40)
-LONG = 4096  # from here on, the counts of common words are RULER's large ones
-LENGTHS, SAMPLES = "1024", 8  # of what is generated, where nothing else is asked for
+LONG = 4096  # from this length on, common words are repeated as often as in RULER's long prompts
+LENGTHS, SAMPLES = "1024", 8  # the defaults of what is generated
 EXAMPLES = """examples:
   python -m evals ruler --lengths 1024 --samples 4 --policies full,snapkv,snapkv+caote --budgets 0.25 --when prompt
   python -m evals ruler --model path/to/Llama-3.1-8B-Instruct --lengths 4096,32768 --essays PaulGrahamEssays.json
@@ -42,14 +42,15 @@ EXAMPLES = """examples:
 
 
 class Wording(NamedTuple):
-    """A prompt around ``{context}``, and what the answer begins with."""
+    """A prompt around ``{context}``, and the text that the answer begins with."""
 
     prompt: str
     answer: str
     needle: str = ""
 
 
-# {kind} is "number", "numbers", "uuid" or "uuids", {verb} "is" or "are"; {count} of variables, {query} of the question.
+# {kind} is "number", "numbers", "uuid" or "uuids", {verb} is "is" or "are", {count} is the number of variables, and
+# {query} is what the question asks for.
 WORDING = {
     "niah": Wording(
         "Remember the {kind} in this text.\n{context}\nQuestion: what {verb} the {kind} of {query}?\n",
@@ -80,7 +81,7 @@ WORDING = {
 
 
 class Needles(NamedTuple):
-    """What a needle task hides, and in what."""
+    """What a needle task hides, and the haystack that hides it."""
 
     haystack: str  # "noise", "essay" or "needle"
     keys: str = "words"
@@ -108,7 +109,7 @@ SHORT = dict(zip(TASKS, "S1 S2 S3 MK1 MK2 MK3 MV MQ VT CWE FWE QA1 QA2".split(),
 
 
 class Documents(NamedTuple):
-    """Questions, their answers, and the documents that hold them (``own``) or are close to them (``near``)."""
+    """Texts, and questions about them: each has its answers, the texts that hold them, and texts that are close."""
 
     texts: list[str]
     questions: list[tuple[str, tuple[str, ...], list[int], list[int]]]
@@ -116,7 +117,7 @@ class Documents(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Sources:
-    """What samples are made of: wording, an essay's sentences (None for built-in prose), the QA tasks' documents."""
+    """The sources of samples: wording, an essay's sentences (None for built-in prose), the QA tasks' documents."""
 
     wording: Mapping[str, Wording] = dataclasses.field(default_factory=lambda: WORDING)
     essay: Sequence[str] | None = None
@@ -124,8 +125,8 @@ class Sources:
 
 
 class Draft(NamedTuple):
-    """A sample before it is made as long as it may be: what is known early, the question, what the answer begins with,
-    and the answers.
+    """A sample before it is fitted to its length: the context, the question, the beginning of the answer, and the
+    reference answers.
     """
 
     context: str
@@ -144,23 +145,24 @@ def sample(
     seed: int = 0,
     chat: bool = False,
 ) -> TextSample:
-    """Makes the sample ``index`` of a task, as long as fits: prompt and answer take at most ``length`` tokens.
+    """Make the sample ``index`` of a task, as long as fits: prompt and answer take at most ``length`` tokens.
 
     Args:
         task: one of ``TASKS``.
-        index: the same index gives the same sample, whatever else is made.
-        tokenizer: the model's.
-        length: what prompt and answer may take together.
+        index: the same index gives the same sample, whichever others are made.
+        tokenizer: the model's tokenizer.
+        length: the largest number of tokens of prompt and answer together.
         sources: what samples are made of; our wording and prose by default.
-        seed: another one gives other samples.
-        chat: put the prompt into the model's chat template, what the answer begins with behind the assistant's header.
+        seed: another seed gives other samples.
+        chat: put the prompt into the model's chat template, and the beginning of the answer after the assistant's
+            header.
 
     Returns:
         The sample.
 
     Raises:
-        ValueError: an unknown task, a length that cannot hold the task, a QA task without documents, or a chat without
-            a template for it.
+        ValueError: the task is unknown, the length cannot hold it, a QA task has no documents, or ``chat`` is asked of
+            a tokenizer without a chat template.
 
     Example:
         >>> import models
@@ -171,10 +173,10 @@ def sample(
         (True, 1, 7)
     """
     if task not in TASKS:
-        raise ValueError(f"there is no task {task!r}; there are {', '.join(TASKS)}.")
+        raise ValueError(f"unknown task {task!r}; expected one of {', '.join(TASKS)}.")
     sources = Sources() if sources is None else sources
     if task in QA and task not in sources.documents:
-        raise ValueError(f"the task {task} needs a file of questions and documents; name it by --qa.")
+        raise ValueError(f"the task {task} needs a file of questions and documents; name it with --qa.")
     build, least = _builder(task, index, length, sources, seed)
     room = length - NEW_TOKENS[task]
 
@@ -199,13 +201,13 @@ def _check_fits(task: str, smallest: Sequence[int], length: int) -> None:
     room = length - NEW_TOKENS[task]
     if len(smallest) > room:
         raise ValueError(
-            f"the task {task} takes {len(smallest):,} tokens at least, and {room:,} are left of the length {length:,} "
+            f"the task {task} takes at least {len(smallest):,} tokens, but {room:,} are left of the length {length:,} "
             f"beside the {NEW_TOKENS[task]} of the answer; give a greater length."
         )
 
 
 def recall(answer: str, references: Sequence[str]) -> float:
-    """Gives the share of the references that stand in an answer, case aside.
+    """Return the share of the references that an answer contains, ignoring case.
 
     Example:
         >>> from evals import ruler
@@ -216,7 +218,7 @@ def recall(answer: str, references: Sequence[str]) -> float:
 
 
 def any_of(answer: str, references: Sequence[str]) -> float:
-    """Gives 1 if any reference stands in an answer, case aside.
+    """Return 1 if an answer contains any reference, ignoring case, and 0 otherwise.
 
     Example:
         >>> from evals import ruler
@@ -227,7 +229,7 @@ def any_of(answer: str, references: Sequence[str]) -> float:
 
 
 def _published_parts(record: Mapping[str, Any]) -> dict[str, str]:
-    """A sample as RULER's scripts wrote it; its last line that is not blank is the question."""
+    """Split a sample of RULER's scripts into its parts; its last line that is not blank is the question."""
     text = record["input"]
     end = text.rstrip().rfind("\n") + 1
     return {"context": text[:end], "question": text[end:], "answer": record.get("answer_prefix", "")}
@@ -256,7 +258,7 @@ PUBLISHED = {task: _published_task(task) for task in TASKS}
 
 
 def most_that_fits(count: Callable[[int], int], room: int, least: int) -> int | None:
-    """Finds the largest n from ``least`` with ``count(n) <= room``, where count about grows linearly.
+    """Find the largest n >= ``least`` with ``count(n) <= room``, where ``count`` grows about linearly.
 
     Returns:
         n, or None where not even ``least`` fits.
@@ -291,11 +293,11 @@ def most_that_fits(count: Callable[[int], int], room: int, least: int) -> int | 
 
 
 def read_essays(path: Path) -> list[str]:
-    """Reads the sentences of a text file, or of the ``text`` of a JSON file (RULER's PaulGrahamEssays.json).
+    """Read the sentences of a text file, or of the ``text`` of a JSON file (RULER's PaulGrahamEssays.json).
 
     Raises:
-        FileNotFoundError: no such file.
-        ValueError: no text in it.
+        FileNotFoundError: the file does not exist.
+        ValueError: it holds no text.
     """
     text = commands.read_text(path, "essays")
     if path.suffix == ".json":
@@ -310,11 +312,11 @@ def read_essays(path: Path) -> list[str]:
 
 
 def read_documents(path: Path) -> tuple[str, Documents]:
-    """Reads a QA file and says its task: SQuAD 2.0 as it is published is ``qa_1``, HotpotQA's list is ``qa_2``.
+    """Read a QA file and return its task and documents: SQuAD 2.0 as published is ``qa_1``, HotpotQA's is ``qa_2``.
 
     Raises:
-        FileNotFoundError: no such file.
-        ValueError: another format, or no question in it.
+        FileNotFoundError: the file does not exist.
+        ValueError: it has another format, or holds no question.
     """
     content = _parse_json(path, commands.read_text(path, "QA"))
     try:
@@ -332,16 +334,18 @@ def read_documents(path: Path) -> tuple[str, Documents]:
 
 
 def read_wording(path: Path) -> dict[str, Wording]:
-    """Reads other wording from a JSON file: for ``niah``, ``vt``, ``cwe``, ``fwe`` or ``qa`` an object with ``prompt``,
-    ``answer`` and, for niah, ``needle``. What it leaves out stays ours.
+    """Read other wording from a JSON file.
+
+    For ``niah``, ``vt``, ``cwe``, ``fwe`` or ``qa`` it holds an object with ``prompt``, ``answer`` and, for niah,
+    ``needle``. What it leaves out keeps our wording.
 
     Raises:
-        FileNotFoundError: no such file.
-        ValueError: an unknown task or field, or a prompt without {context}.
+        FileNotFoundError: the file does not exist.
+        ValueError: a task or field is unknown, or a prompt has no {context}.
     """
     content = _parse_json(path, commands.read_text(path, "prompts"))
     if not isinstance(content, dict):
-        raise ValueError(f"{path} holds no object; expected tasks ({', '.join(WORDING)}) with prompt and answer.")
+        raise ValueError(f"{path} holds no JSON object; expected tasks ({', '.join(WORDING)}) with prompt and answer.")
     found = dict(WORDING)
     for name, parts in content.items():
         wrong = name not in WORDING or not isinstance(parts, dict) or set(parts) - set(Wording._fields)
@@ -352,35 +356,35 @@ def read_wording(path: Path) -> dict[str, Wording]:
             )
         found[name] = found[name]._replace(**parts)
         if "{context}" not in found[name].prompt:
-            raise ValueError(f"{path}: the prompt of {name!r} has no {{context}}; write where the context stands.")
+            raise ValueError(f"{path}: the prompt of {name!r} has no {{context}}; write it where the context belongs.")
     for name, wording in found.items():
         _check_fields(path, name, wording)
     return found
 
 
 def add_flags(flags: argparse.ArgumentParser) -> None:
-    """Adds the command's flags."""
+    """Add the command's flags."""
     evaluator.add_model_flags(flags)
     evaluator.add_setting_flags(flags)
     flags.add_argument("--tasks", default="all", help=f"{', '.join(TASKS)}; several by comma")
     flags.add_argument("--lengths", help=f"tokens of a prompt and its answer; several by comma (default: {LENGTHS})")
-    flags.add_argument("--samples", type=int, help=f"samples of each task (default: {SAMPLES}; of --data all)")
+    flags.add_argument("--samples", type=int, help=f"samples per task (default: {SAMPLES}; with --data: all)")
     flags.add_argument("--chat", action="store_true", help="put prompts into the model's chat template")
     flags.add_argument("--essays", type=Path, help="a text file, or a JSON file with 'text'; built-in prose by default")
     flags.add_argument("--qa", type=Path, nargs="+", help="SQuAD's and HotpotQA's JSON files, for qa_1 and qa_2")
     flags.add_argument("--prompts", type=Path, help="a JSON file with other wording")
     flags.add_argument(
-        "--data", help="a folder of samples that RULER's scripts wrote, TASK/validation.jsonl each; none are made then"
+        "--data", help="a folder of samples from RULER's scripts (TASK/validation.jsonl), in place of generated ones"
     )
-    flags.add_argument("--out", type=Path, help="a folder for the results; a killed run goes on there")
+    flags.add_argument("--out", type=Path, help="a folder for the results; a killed run is resumed there")
 
 
 def check(flags: argparse.Namespace) -> None:
-    """Refuses flags that could not work.
+    """Check the flags before any work.
 
     Raises:
-        FileNotFoundError: a file or folder that is not there.
-        ValueError: what does not go together, an unknown task, or a number below 1.
+        FileNotFoundError: a file or folder does not exist.
+        ValueError: flags exclude each other, a task is unknown, or a number is below 1.
     """
     if flags.data is not None:
         _check_data(flags)
@@ -391,11 +395,11 @@ def check(flags: argparse.Namespace) -> None:
     read = read_sources(flags)
     missing = [task for task in _tasks(flags) if task in QA and task not in read.documents]
     if missing:
-        raise ValueError(f"{', '.join(missing)}: no file of questions and documents was named; give --qa.")
+        raise ValueError(f"{', '.join(missing)}: no file of questions and documents was named; name it with --qa.")
 
 
 def read_sources(flags: argparse.Namespace) -> Sources:
-    """Reads what the flags' files hold."""
+    """Read the files that the flags name."""
     return Sources(
         WORDING if flags.prompts is None else read_wording(flags.prompts),
         None if flags.essays is None else read_essays(flags.essays),
@@ -404,7 +408,7 @@ def read_sources(flags: argparse.Namespace) -> Sources:
 
 
 def make_groups(flags: argparse.Namespace, config: models.Config, tokenizer: models.Tokenizer) -> list[Group]:
-    """Makes a group of each task at each length, or of each task that was read."""
+    """Make one group per task and length, or per task of the samples that ``--data`` names."""
     if flags.data is not None:
         return documents.make_groups(flags, config, tokenizer, PUBLISHED, _file, _no_hub, cut=False)
     sources, count = read_sources(flags), _samples(flags)
@@ -424,7 +428,7 @@ def make_groups(flags: argparse.Namespace, config: models.Config, tokenizer: mod
 
 
 def notes(flags: argparse.Namespace) -> list[str]:
-    """Lists what the table says of the texts."""
+    """Return the notes below the table about the sources of the texts."""
     if flags.data is not None:
         return [f"samples: {flags.data}, as RULER's scripts wrote them"]
     chosen = _tasks(flags)
@@ -439,7 +443,7 @@ def notes(flags: argparse.Namespace) -> list[str]:
 
 
 def command(flags: argparse.Namespace) -> None:
-    """Runs the evaluation."""
+    """Run the evaluation."""
     evaluator.command(flags, make_groups, title="RULER: answers found", notes=notes, check=check, short=SHORT)
 
 
@@ -447,7 +451,7 @@ def _check_data(flags: argparse.Namespace) -> None:
     if given := [name for name in ("essays", "qa", "prompts", "lengths") if getattr(flags, name) is not None]:
         raise ValueError(f"--data holds whole samples; leave out {', '.join(f'--{name}' for name in given)}.")
     if flags.data == "hub":
-        raise ValueError("RULER publishes scripts, not samples; give the folder that they wrote by --data.")
+        raise ValueError("RULER publishes scripts, not samples; give the folder that they wrote with --data.")
     documents.check(flags, TASKS, _file)
 
 
@@ -456,7 +460,7 @@ def _file(task: str) -> str:
 
 
 def _no_hub(file: str) -> Iterator[str]:
-    raise FileNotFoundError(f"{file} is not on the hub; give the folder that RULER's scripts wrote by --data.")
+    raise FileNotFoundError(f"{file} is not on the hub; give the folder that RULER's scripts wrote with --data.")
 
 
 def _lengths(flags: argparse.Namespace) -> list[int]:
@@ -482,7 +486,7 @@ def _draw(
 def _probe(
     task: str, tokenizer: Any, length: int, sources: Sources, count: int, seed: int, chat: bool
 ) -> list[TextSample]:
-    """The first sample, when the smallest form of each fits; what makes them long comes only when they are drawn."""
+    """Return the first sample, after a check that each sample's smallest form fits; the others are not made long."""
     for index in range(count):
         build, least = _builder(task, index, length, sources, seed)
         _check_fits(task, _encoded(build(least), tokenizer, chat), length)
@@ -494,9 +498,9 @@ def _score(metric: Callable[[str, Sequence[str]], float], answer: evaluator.Answ
 
 
 def _builder(task: str, index: int, length: int, sources: Sources, seed: int) -> tuple[Callable[[int], Draft], int]:
-    """What makes a sample of n units (lines, sentences, words or documents), and the fewest units."""
+    """Return a function that makes a sample of n units (lines, sentences, words or documents), and the least n."""
     start = [seed, index, length, TASKS.index(task)]
-    fresh = lambda: np.random.default_rng(start)  # noqa: E731  the same for each number of units
+    fresh = lambda: np.random.default_rng(start)  # noqa: E731  the same numbers for every n
     if task in NEEDLES:
         needles = NEEDLES[task]
         hidden = needles.num_keys * needles.num_values
@@ -515,7 +519,7 @@ def _builder(task: str, index: int, length: int, sources: Sources, seed: int) ->
 
 
 class _Sentences:
-    """The first n sentences of an essay, over again where it is short, or of endless built-in prose."""
+    """The first n sentences of an essay, repeated where it is too short, or of endless built-in prose."""
 
     def __init__(self, essay: Sequence[str] | None, seed: Sequence[int]) -> None:
         self.essay, self.found, self.rng = essay, [] if essay is None else list(essay), np.random.default_rng(seed)
@@ -545,7 +549,7 @@ def _needles(rng: np.random.Generator, task: Needles, units: int, essay: _Senten
             sentences.insert(int(depth * units), needle)
         context = " ".join(sentences)
     else:
-        other = np.random.default_rng(rng.integers(2**63))  # the lines are the same, however many there are
+        other = np.random.default_rng(rng.integers(2**63))  # the first lines are the same for every number of them
         lines = [
             NOISE if task.haystack == "noise" else state(_random(other, task.keys), _random(other, task.values))
             for _ in range(units)
@@ -559,7 +563,7 @@ def _needles(rng: np.random.Generator, task: Needles, units: int, essay: _Senten
 
 
 def _variables(rng: np.random.Generator, units: int, wording: Wording) -> Draft:
-    """One chain of four hops among noise, after a short example with names of three letters."""
+    """Make one chain of four hops among noise, after a short example with names of three letters."""
     example = _chain(rng, 3, 5, wording)
     asked = _chain(rng, 5, units, wording)
     shown = f"{example.context}{example.question}{example.answer} {' '.join(example.references)}\n\n"
@@ -580,7 +584,7 @@ def _chain(rng: np.random.Generator, letters: int, units: int, wording: Wording,
 
 
 def _common_words(rng: np.random.Generator, units: int, length: int, wording: Wording) -> Draft:
-    """Ten words more often than the others: 30 times against 3, or 6 against 1 in short prompts; an example first."""
+    """Make a list, after an example, with ten frequent words: 30 times against 3 for others; 6 against 1 if short."""
     often, seldom = (30, 3) if length >= LONG else (6, 1)
     example = _word_list(rng, *((40, 10, 3) if length >= LONG else (20, 3, 1)), wording)
     asked = _word_list(rng, units, often, seldom, wording)
@@ -600,7 +604,7 @@ def _word_list(rng: np.random.Generator, units: int, often: int, seldom: int, wo
 
 
 def _frequent_words(rng: np.random.Generator, units: int, vocabulary: int, wording: Wording) -> Draft:
-    """Six-letter words by a zeta law with exponent 2; the most frequent are dots, the next three are asked for."""
+    """Make a text of six-letter words by a zeta law with exponent 2: the top word is dots, the next three are asked."""
     words: list[str] = []
     while len(words) < vocabulary:
         if (word := _letters(rng, 6, string.ascii_lowercase)) not in words:
@@ -657,7 +661,7 @@ def _plain() -> tuple[str, ...]:
 
 @functools.cache
 def _words() -> tuple[str, ...]:
-    """Plain words, then as many compounds as a very long list needs."""
+    """Return the plain words, followed by compounds, which only a very long list needs."""
     return (*_plain(), *(f"{first}-{second}" for first in prose.ADJECTIVES for second in prose.NOUNS))
 
 
@@ -709,6 +713,6 @@ def _check_fields(path: Path, name: str, wording: Wording) -> None:
             raise ValueError(f"{path}: the {part} of {name!r} is malformed ({error}).") from None
         if wrong := found - allowed:
             raise ValueError(
-                f"{path}: the {part} of {name!r} has {', '.join(f'{{{field}}}' for field in sorted(wrong))}; it may "
-                f"have {', '.join(f'{{{field}}}' for field in sorted(allowed)) or 'no fields'}."
+                f"{path}: the {part} of {name!r} has {', '.join(f'{{{field}}}' for field in sorted(wrong))}; expected "
+                f"{', '.join(f'{{{field}}}' for field in sorted(allowed)) or 'no fields'}."
             )

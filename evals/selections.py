@@ -1,24 +1,24 @@
-"""What a model says when every head reads only what a selection keeps: teacher-forced, a whole sequence at once.
+"""A model's output when every head reads only what a selection keeps: teacher-forced, a whole sequence at once.
 
-Row i of every layer but layer 0 reads what is left to token i: the ``ceil((i + 1)(1 - sparsity))`` tokens that the
-selection holds to be the most important among the i + 1 so far, and the first ``sinks`` tokens beside them. No recent
-window is kept by force: a query's own token competes as the others do. So TokenButler simulates decoding (section 4):
-there is no prompt, and each query head has a set of its own.
+In every layer but layer 0, row i reads a part of the i + 1 tokens so far: the ``ceil((i + 1)(1 - sparsity))`` tokens
+that the selection ranks highest, and the first ``sinks`` tokens beside them. No recent window is forced: a query's own
+token competes like the others. This is how TokenButler simulates decoding (section 4): there is no prompt, and each
+query head has its own set of tokens.
 
-A selection is, by its short name,
+A selection is given by its short name:
 
 - a source of importance (:mod:`kvjax.sources`: butler, oracle, quest, first_layer, previous_layer, random, streaming):
-  nothing is lost, the next row may read what this one left out;
+  nothing is lost, and the next row may read what this one left out;
 - an eviction policy (:func:`kvjax.parse`), as permanent selection, token by token: the library's own decode steps on a
-  cache of one layer. Row i reads what stayed after row i - 1, and itself; then the worst token leaves. The first
-  ``sinks`` tokens are protected and come on top of the budget, so that no policy holds less than a source may read.
+  cache of one layer. Row i reads the tokens kept after row i - 1, and its own; then the worst token is evicted. The
+  first ``sinks`` tokens are protected and added to the budget, so that no policy holds less than a source may read.
   A policy that protects more than the budget of an early row (a window of 32 in row 20) keeps its newest tokens there;
-- "oracle_eviction": each row reads the best of what is left by its own true logits, and what it does not read is gone;
+- "oracle_eviction": each row reads the best of the remaining tokens by its own true logits, and evicts the others;
 - "full".
 
-A name that is both a source and a policy (streaming, random, butler) is the source. "snapkv" alone is the paper's
-reading of it, :func:`rolling_snapkv`; with arguments, ``snapkv(window=32)``, it is the library's policy, whose window
-is one query in a decode step and whose window's tokens stay.
+A name that is both a source and a policy (streaming, random, butler) is the source. "snapkv" alone is
+:func:`rolling_snapkv`, SnapKV as TokenButler's paper reads it. With arguments, ``snapkv(window=32)``, it is the
+library's policy: in a decode step its window is one query, and the window's tokens are kept.
 """
 
 from __future__ import annotations
@@ -58,18 +58,18 @@ _MADE: dict[str, Callable[..., kvjax.Policy]] = {}
 
 @functools.partial(registered, _MADE)
 def rolling_snapkv(*, window: int = 32, kernel: int = 7, pooling: Literal["avg", "max"] = "max") -> kvjax.Policy:
-    """SnapKV as TokenButler simulates it: the mean attention of the last queries, whichever steps they came in.
+    """Make SnapKV as TokenButler simulates it: it scores by the mean attention of the last queries, across steps.
 
-    The window's own tokens are not kept unless they score, and are pooled like the others. A token that came within
-    the window has no attention before it came.
+    The window's own tokens are scored and pooled like all others, and are not protected. A token within the window has
+    no attention from queries before it.
 
     Args:
-        window: how many queries are remembered, for each slot and query head.
-        kernel: width of the pooling over neighbours in position order among the live tokens, an odd number.
+        window: the number of queries that are remembered per slot and query head.
+        kernel: the width of the pooling over neighbours in position order among the live tokens, an odd number.
         pooling: "avg" or "max".
 
     Raises:
-        ValueError: a window below 1, a kernel that is even.
+        ValueError: the window is below 1, or the kernel is even.
 
     Example:
         >>> from evals.selections import rolling_snapkv
@@ -94,9 +94,9 @@ def rolling_snapkv(*, window: int = 32, kernel: int = 7, pooling: Literal["avg",
 
 
 class Hits(NamedTuple):
-    """What a source chooses, beside what the oracle would: of each layer and row, the mean over heads.
+    """A source's choice compared with the oracle's, per layer and row, as means over heads.
 
-    ``share`` of the oracle's tokens that are chosen; ``mass``, the true attention that the chosen tokens hold.
+    ``share`` is the share of the oracle's tokens that are chosen, ``mass`` the true attention on the chosen tokens.
     """
 
     share: Float[Array, "L B T"]
@@ -105,9 +105,9 @@ class Hits(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-    """One way to say what is read, to be simulated: a source that selects, or a policy that evicts.
+    """A method to simulate: a source that selects, or a policy that evicts.
 
-    ``name`` is the resolved one; neither source nor policy: "full" or "oracle_eviction".
+    ``name`` is the resolved name. "full" and "oracle_eviction" have neither source nor policy.
     """
 
     name: str
@@ -119,7 +119,7 @@ class Method:
 
     @property
     def needs_butler(self) -> bool:
-        """Whether a predictor has to be there."""
+        """Whether the method needs a predictor."""
         if self.policy is not None:
             return self.policy.needs.prediction
         return self.source is not None and "predicted" in self.source.reads
@@ -127,14 +127,14 @@ class Method:
 
 @functools.cache
 def parse_selection(name: str, *, page_size: int = 16) -> Method:
-    """The selection that a short name stands for.
+    """Parse the short name of a selection.
 
     Args:
         name: see the top of this file.
-        page_size: of "quest" where it has no argument.
+        page_size: the page size of "quest" without arguments.
 
     Raises:
-        ValueError: an unknown name or argument; a policy that cannot be run token by token, layer by layer.
+        ValueError: the name or an argument is unknown, or the policy cannot be run layer by layer.
 
     Example:
         >>> from evals.selections import parse_selection
@@ -168,10 +168,10 @@ def parse_selection(name: str, *, page_size: int = 16) -> Method:
             policy = kvjax.parse(name)
         except ValueError as error:
             others = ", ".join(sorted({"full", ORACLE_EVICTION, *_MADE, *sources.SOURCES}))
-            raise ValueError(f"{str(error).rstrip('.')}; and beside policies there are {others}.") from None
+            raise ValueError(f"{str(error).rstrip('.')}; other selections are {others}.") from None
     if not policy.allocation.one_layer:
         raise ValueError(
-            f"{policy.name!r} lets layers compete, but here each layer is run by itself, token by token; take another "
+            f"{policy.name!r} lets layers compete, but here each layer is run by itself, token by token; give another "
             "allocation, or none."
         )
     return Method(policy.name, policy=policy)
@@ -188,25 +188,27 @@ def simulate(
     heads: Heads = "query",
     chunk: int = QUERIES_A_CHUNK,
 ) -> Float[Array, "B T V"]:
-    """Runs a teacher-forced forward in which each row reads only what the selection keeps; gives its logits.
+    """Run a teacher-forced forward in which each row reads only what the selection keeps, and return its logits.
 
-    One compilation for each shape and selection; the sparsity is an argument of the compiled program. Memory grows
-    with ``chunk`` x T for sources, with T for policies, and with neither's number of layers.
+    Each shape and selection is compiled once; the sparsity is an argument of the compiled program. Memory grows with
+    ``chunk`` x T for sources and with T for policies, and not with the number of layers.
 
     Args:
-        tokens: whole sequences. Padding behind them changes nothing before it.
-        selection: a short name, see the top of this file, or what :func:`parse_selection` gave.
+        tokens: whole sequences. Padding after them changes nothing before it.
+        selection: a short name (see the top of this file), or the result of :func:`parse_selection`.
         sparsity: the share of the tokens that a row does not read, in [0, 1).
         butler: the predictor, for a selection that reads it.
-        sinks: how many first tokens are always read, on top.
-        heads: each "query" head has its own tokens (the paper), or, for policies, those of a "group" share them.
-        chunk: rows at a time.
+        sinks: the number of first tokens that are always read, beyond the budget.
+        heads: with "query", each query head has its own tokens (the paper); with "group", the heads of a group share
+            them under a policy.
+        chunk: the number of rows that are computed at a time.
 
     Returns:
         Logits in float32.
 
     Raises:
-        ValueError: a sparsity outside [0, 1), tokens that are no sequences, a missing predictor, negative sinks.
+        ValueError: the sparsity is outside [0, 1), the tokens are not [B, T], the predictor is missing, or ``sinks``
+            is negative.
 
     Example:
         >>> import jax.numpy as jnp
@@ -233,7 +235,7 @@ def hidden_states(
     heads: Heads = "query",
     chunk: int = QUERIES_A_CHUNK,
 ) -> Float[Array, "B T E"]:
-    """Runs :func:`simulate`'s forward up to what ``model.logits`` makes logits of, a part at a time if need be.
+    """Run :func:`simulate`'s forward, and return the hidden states from which ``model.logits`` computes logits.
 
     Example:
         >>> import jax.numpy as jnp
@@ -247,7 +249,7 @@ def hidden_states(
     """
     tokens, selection = _checked(model, tokens, selection, sparsity, butler, sinks, chunk)
     if heads not in ("query", "group"):
-        raise ValueError(f"heads is {heads!r}; there are 'query' and 'group'.")
+        raise ValueError(f"heads is {heads!r}; expected 'query' or 'group'.")
     kept = kept_tokens(tokens.shape[1], sparsity)
     butler = butler if selection.needs_butler else None
     policy = selection.policy
@@ -273,19 +275,19 @@ def hits(
     butler: models.Butler | None = None,
     chunk: int = QUERIES_A_CHUNK,
 ) -> Hits:
-    """How much of what the oracle would read a source reads too, while the model itself runs dense.
+    """Measure how much of the oracle's choice a source chooses, too, while the model itself runs dense.
 
-    Both sets are the ``ceil((i + 1)(1 - sparsity))`` best of row i, without sinks, by raw logits.
+    Both sets are the ``ceil((i + 1)(1 - sparsity))`` best tokens of row i by raw logits, without sinks.
 
     Args:
         tokens, sparsity, butler, chunk: see :func:`simulate`.
         selection: a source of importance.
 
     Returns:
-        Figures of every layer; layer 0, which is never predicted, among them.
+        Figures of every layer, including layer 0, which is never predicted.
 
     Raises:
-        ValueError: as :func:`simulate`, and for what is not a source.
+        ValueError: see :func:`simulate`; or the selection is no source.
 
     Example:
         >>> import jax.numpy as jnp
@@ -299,13 +301,15 @@ def hits(
     """
     tokens, selection = _checked(model, tokens, selection, sparsity, butler, 0, chunk)
     if selection.source is None:
-        raise ValueError(f"{selection.name!r} is not a source of importance; there are {', '.join(sources.SOURCES)}.")
+        raise ValueError(
+            f"{selection.name!r} is not a source of importance; expected one of {', '.join(sources.SOURCES)}."
+        )
     butler = butler if selection.needs_butler else None
     return _hits(model, tokens, kept_tokens(tokens.shape[1], sparsity), butler, selection.source, chunk)
 
 
 def last_logits(model: models.Decoder, tokens: Int[Array | np.ndarray, "B T"]) -> Float[Array, "L B N T"]:
-    """The true attention logits ``q.k / sqrt(D)`` of each sequence's last query, in every layer and head.
+    """Return the true attention logits ``q.k / sqrt(D)`` of each sequence's last query, in every layer and head.
 
     Example:
         >>> import jax.numpy as jnp
@@ -320,7 +324,7 @@ def last_logits(model: models.Decoder, tokens: Int[Array | np.ndarray, "B T"]) -
 
 
 def kept_tokens(length: int, sparsity: float) -> Int[np.ndarray, "T"]:
-    """``ceil((i + 1)(1 - sparsity))`` of each row i; the sparsity to four digits.
+    """Return ``ceil((i + 1)(1 - sparsity))`` for each row i, with the sparsity rounded to four digits.
 
     Example:
         >>> from evals.selections import kept_tokens
@@ -332,10 +336,10 @@ def kept_tokens(length: int, sparsity: float) -> Int[np.ndarray, "T"]:
 
 
 def parse_sparsities(text: str) -> list[float]:
-    """Sparsities from a command line: several by comma, "..." going on by the step of the two before it.
+    """Parse sparsities from a command line, several by comma; "..." continues with the step of the two before it.
 
     Raises:
-        ValueError: what is not a number in [0, 1), or a range that does not arrive.
+        ValueError: a part is not a number in [0, 1), or a range does not reach its end.
 
     Example:
         >>> from evals.selections import parse_sparsities
@@ -372,7 +376,7 @@ def parse_sparsities(text: str) -> list[float]:
 
 
 def with_sinks(policy: kvjax.Policy, sinks: int) -> kvjax.Policy:
-    """The policy that also keeps the first tokens.
+    """Return the policy that also keeps the first ``sinks`` tokens.
 
     Example:
         >>> import kvjax
@@ -386,10 +390,10 @@ def with_sinks(policy: kvjax.Policy, sinks: int) -> kvjax.Policy:
 
 
 def parse_selections(text: str, *, page_size: int = 16) -> list[Method]:
-    """The selections of a command line, several by comma, each once.
+    """Parse the selections of a command line, several by comma, each once.
 
     Raises:
-        ValueError: none at all, or what :func:`parse_selection` says.
+        ValueError: no selection is given, or :func:`parse_selection` fails.
 
     Example:
         >>> from evals.selections import parse_selections
@@ -403,7 +407,7 @@ def parse_selections(text: str, *, page_size: int = 16) -> list[Method]:
 
 
 def add_flags(flags: argparse.ArgumentParser, *, select: str | None, sparsity: str, batch: int) -> None:
-    """The flags of every command that measures selections."""
+    """Add the flags of every command that measures selections."""
     flags.add_argument("--model", default="retriever", help="'retriever', a Hugging Face folder, or a hub name")
     flags.add_argument(
         "--select", default=select, help="sources of importance, eviction policies, oracle_eviction, full; by comma"
@@ -411,13 +415,13 @@ def add_flags(flags: argparse.ArgumentParser, *, select: str | None, sparsity: s
     flags.add_argument(
         "--sparsity", default=sparsity, help="shares of the tokens that are not read, such as 0.5 or 0,0.1,...,0.7"
     )
-    flags.add_argument("--butler", help="the predictor's folder; by default 'butler' inside the model's")
-    flags.add_argument("--sinks", type=int, default=4, help="first tokens that are always read, on top")
+    flags.add_argument("--butler", help="the predictor's folder (default: 'butler' inside the model's folder)")
+    flags.add_argument("--sinks", type=int, default=4, help="first tokens that are always read, beyond the budget")
     flags.add_argument(
         "--heads",
         choices=get_args(Heads),
         default="query",
-        help="who has tokens of its own under a simulated policy: each query head, as published, or a group",
+        help="under a simulated policy, tokens are kept per query head, as published, or per group of query heads",
     )
     flags.add_argument("--batch", type=int, default=batch)
     flags.add_argument("--dtype", help="float32, bfloat16 or float16; the checkpoint's by default")
@@ -426,10 +430,10 @@ def add_flags(flags: argparse.ArgumentParser, *, select: str | None, sparsity: s
 
 
 def check_flags(flags: argparse.Namespace) -> None:
-    """Refuses sizes that cannot be, and files that could not be written, before the work.
+    """Check sizes and output files before any work.
 
     Raises:
-        ValueError, OSError, ImportError: what is wrong, in a sentence.
+        ValueError, OSError, ImportError: a size is too small, or an output cannot be written.
     """
     for name, least in (("batch", 1), ("sinks", 0)):
         if getattr(flags, name) < least:
@@ -440,13 +444,13 @@ def check_flags(flags: argparse.Namespace) -> None:
 
 
 def load(flags: argparse.Namespace, selections: Sequence[Method]) -> tuple[models.Decoder, Any, models.Butler | None]:
-    """The model of a command line, its tokenizer, and the predictor where a selection reads it.
+    """Load the model of a command line, its tokenizer, and the predictor if a selection reads it.
 
-    Without ``--butler``, the predictor is looked for beside the model.
+    Without ``--butler``, the predictor is looked for in the model's folder.
 
     Raises:
-        ValueError: a model without a tokenizer, no predictor where one is needed, or one of another model.
-        FileNotFoundError: a folder that is not there.
+        ValueError: the model has no tokenizer, or a predictor is missing or belongs to another model.
+        FileNotFoundError: a folder does not exist.
     """
     model, tokenizer = models.load(flags.model, dtype=flags.dtype)
     if tokenizer is None:
@@ -465,18 +469,18 @@ def _checked(model, tokens, selection, sparsity, butler, sinks, chunk) -> tuple[
     if selection.needs_butler and butler is None:
         raise ValueError(
             f"{selection.name!r} reads a predictor's logits, but none was given; train one with python -m "
-            "train.butler, and hand over butler=models.load_butler(folder, model)."
+            "train.butler, and pass butler=models.load_butler(folder, model)."
         )
     tokens = jnp.asarray(tokens)
     if tokens.ndim != 2 or 0 in tokens.shape:
         raise ValueError(f"the tokens have the shape {tokens.shape}; give [B, T], at least one sequence of one token.")
     if sinks < 0 or chunk < 1:
-        raise ValueError(f"sinks is {sinks} and chunk {chunk}; give a number from 0, and one from 1.")
+        raise ValueError(f"sinks is {sinks} and chunk is {chunk}; give at least 0 sinks and a chunk of at least 1.")
     return tokens, selection
 
 
 class _Layer:
-    """One layer's sequences, for the queries of some rows at a time; ``arrays`` are what those rows bring along."""
+    """One layer's sequences, read by the queries of some rows at a time; ``arrays`` hold the inputs per row."""
 
     def __init__(self, index, sliding_window, query, key, value, source, foreseen, other):
         B, T, K, D = key.shape
@@ -494,7 +498,7 @@ class _Layer:
             self.state = source.insert(source.init(B, K, T, D), key, self.position)
 
     def importance(self, position, query, other_query=None) -> Float[Array, "B N C T"]:
-        """What the source says, -inf for what a row does not see."""
+        """Return the importance from the source, -inf for tokens that a row does not see."""
         given = {}
         if "predicted" in self.source.reads:
             given["predicted"] = predicted_importance(other_query[None], self.foreseen.key.swapaxes(1, 2)[None], 1)
@@ -509,11 +513,11 @@ class _Layer:
         return seen if self.sliding_window is None else seen & (age < self.sliding_window)
 
     def logits(self, position, query) -> Float[Array, "B N C T"]:
-        """The true ones, -inf for what a row does not see."""
+        """Return the true attention logits, -inf for tokens that a row does not see."""
         return jnp.where(self.visible(position), sources.logits(query, self.key), -jnp.inf)
 
     def attend(self, logits: Float[Array, "B N C T"]) -> Float[Array, "B C N D"]:
-        """Attention over what has a logit above -inf; 0 for rows that read nothing."""
+        """Attend to the tokens whose logit is above -inf; the output is 0 for rows that read nothing."""
         B, N, C, T = logits.shape
         K = self.key.shape[1]
         weights = _softmax(logits).reshape(B, K, N // K, C, T).astype(self.value.dtype)
@@ -521,19 +525,19 @@ class _Layer:
         return jnp.moveaxis(out, 3, 1).reshape(B, C, N, -1).astype(self.query.dtype)
 
     def dense(self, chunk: int) -> Float[Array, "B T N D"]:
-        """What the model itself does."""
+        """Return the dense attention output of the model itself."""
         return _in_chunks(lambda *rows: self.attend(self.logits(*rows)), chunk, self.position, self.query)
 
 
 def _softmax(logits: Float[Array, "*rows T"]) -> Float[Array, "*rows T"]:
-    """Zeros for a row that is all -inf."""
+    """Compute the softmax over the last axis, with zeros for a row that is all -inf."""
     peak = jnp.max(logits, axis=-1, keepdims=True)
     weights = jnp.exp(logits - jnp.where(jnp.isfinite(peak), peak, 0))
     return weights / jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), jnp.finfo(weights.dtype).tiny)
 
 
 def _in_chunks(function, chunk, position, *arrays):
-    """function(position [B, C], arrays [B, C, ...]) over all rows; rows that pad the last chunk have position -1."""
+    """Map ``function(position [B, C], arrays [B, C, ...])`` over all rows; padding rows have position -1."""
     B, T = position.shape
     chunk = min(chunk, T)
     short = -T % chunk
@@ -548,7 +552,7 @@ def _in_chunks(function, chunk, position, *arrays):
 
 
 def _run(model, tokens, butler, source, of_layer):
-    """Runs the model with ``of_layer(layer) -> attention output, output of the layer``; see :class:`_Layer`."""
+    """Run the model with ``of_layer(layer) -> attention output, output of the layer``; see :class:`_Layer`."""
     B, T = tokens.shape
     config = model.config
     predicted = None
@@ -634,7 +638,7 @@ def _last_logits(model, tokens):
 
 @functools.partial(jax.jit, static_argnames=("policy", "sinks", "chunk"))
 def _evicting(model, tokens, kept, projection, butler, policy, sinks, chunk):
-    """A policy, or the oracle where there is none, token by token in each layer."""
+    """Run the model while a policy, or the oracle if it is None, evicts token by token in each layer."""
     config, (B, T) = model.config, tokens.shape
     frequency = None
     if policy is not None and (policy.needs.rotary or policy.positions != "absolute"):
@@ -653,12 +657,12 @@ def _evicting(model, tokens, kept, projection, butler, policy, sinks, chunk):
 
 
 def _dense_at_first(layer: _Layer, others: Callable[[], Array], chunk: int) -> Float[Array, "B T N D"]:
-    """Layer 0 is read in full."""
+    """Return the dense output in layer 0, and that of ``others`` in all other layers."""
     return jax.lax.cond(layer.index == 0, lambda: layer.dense(chunk), others)
 
 
 def _policy_evicting(layer: _Layer, kept, policy, sinks, frequency, projection) -> Float[Array, "B T N D"]:
-    """The library's decode steps on a cache of one layer."""
+    """Run the library's decode steps on a cache of one layer."""
     B, T, N, D = layer.query.shape
     K = N if policy.heads == "query" else layer.key.shape[1]
     cache = kvjax.KVCache.init(
@@ -678,12 +682,12 @@ def _policy_evicting(layer: _Layer, kept, policy, sinks, frequency, projection) 
             budget=budget + sinks,
             excess=1,
             context=kvjax.Context(
-                layer=layer.index,  # the cache holds one, but some scores depend on which
+                layer=layer.index,  # the cache holds one layer, but some scores depend on its index
                 sliding_window=layer.sliding_window,
                 frequency=frequency,
                 projection=projection,
                 predicted=None if predicted is None else jax.tree.map(lambda x: x[:, None], predicted),
-                compressed=False,  # there is no prompt before: each step may score anew
+                compressed=False,  # there is no prompt before, so each step may score anew
             ),
         )
         return cache, out[:, 0]
@@ -695,11 +699,11 @@ def _policy_evicting(layer: _Layer, kept, policy, sinks, frequency, projection) 
 
 
 def _oracle_evicting(layer: _Layer, kept, sinks) -> Float[Array, "B T N D"]:
-    """Each row reads the best of what is left by its own logits, and leaves no more."""
+    """Let each row read the best remaining tokens by its own logits, and evict the others."""
     B, T, N, _ = layer.query.shape
     every = jnp.arange(T)
 
-    def step(left, token):  # left [B, N, T]: tokens that no row has left out, those to come among them
+    def step(left, token):  # left [B, N, T]: tokens that no row has left out, including later ones
         query, at, budget = token
         position = jnp.full((B, 1), at)
         logits = layer.logits(position, query[:, None])

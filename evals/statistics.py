@@ -1,8 +1,8 @@
-"""Intervals of shares and means, and comparisons on the same samples. One method each, and no interval is corrected
-for how many are looked at.
+"""Confidence intervals of shares and means, and comparisons on the same samples. No interval is corrected for multiple
+comparisons.
 
-A share of yes and no has Wilson's interval, a mean :func:`mean_interval`'s, and a difference on the same samples
-:func:`paired_interval`'s, wherever the project says that one thing is better than another.
+Each kind of figure has one method throughout the project: a share of yes-or-no outcomes has Wilson's interval, a mean
+has that of :func:`mean_interval`, and a difference on the same samples has that of :func:`paired_interval`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ RESAMPLES = 10_000
 
 
 def wilson(successes: float, trials: int) -> tuple[float, float]:
-    """The 95% interval of a share (Wilson's score interval).
+    """Return the 95% interval of a share (Wilson's score interval).
 
-    Outcomes between 0 and 1 may be summed to ``successes``, too: they vary less than yes and no with the same mean, so
-    that the interval is then too wide rather than too narrow.
+    ``successes`` may also be a sum of outcomes between 0 and 1. They vary less than yes-or-no outcomes with the same
+    mean, so the interval is then too wide rather than too narrow.
 
     Example:
         >>> from evals.statistics import wilson
@@ -28,7 +28,7 @@ def wilson(successes: float, trials: int) -> tuple[float, float]:
         [0.49, 0.943]
     """
     if trials < 1:
-        raise ValueError("an interval needs at least 1 trial; there is none.")
+        raise ValueError(f"trials is {trials}; an interval needs at least 1 trial.")
     share = successes / trials
     centre = (share + Z**2 / (2 * trials)) / (1 + Z**2 / trials)
     half = Z / (1 + Z**2 / trials) * math.sqrt(share * (1 - share) / trials + Z**2 / (4 * trials**2))
@@ -36,7 +36,7 @@ def wilson(successes: float, trials: int) -> tuple[float, float]:
 
 
 def paired_difference(first: Sequence[bool], second: Sequence[bool]) -> tuple[float, float, float]:
-    """Mean of ``second - first`` on the same samples, and its 95% interval.
+    """Return the mean of ``second - first`` on the same samples, and its 95% interval.
 
     Example:
         >>> from evals.statistics import paired_difference
@@ -49,12 +49,13 @@ def paired_difference(first: Sequence[bool], second: Sequence[bool]) -> tuple[fl
 
 
 def paired_interval(differences: Sequence[float]) -> tuple[float, float, float]:
-    """The mean of differences on the same samples, and its 95% interval, which never leaves what they can be.
+    """Return the mean of differences on the same samples, and its 95% interval, which stays within their range.
 
-    Differences of two yes-or-no outcomes, -1, 0 or 1, have Tango's score interval (Statistics in Medicine 17, 1998),
-    which is to pairs what Wilson's is to shares. All others, such as contrasts averaged over several budgets, have
-    :func:`mean_interval`'s, all of a sample's runs together. Either has 0 inside it unless the sign-flip test finds a
-    difference at 5%, which for -1, 0 and 1 is the exact sign test (McNemar's): a handful of samples proves nothing.
+    Differences of two yes-or-no outcomes (-1, 0 or 1) have Tango's score interval (Statistics in Medicine 17, 1998),
+    the counterpart of Wilson's for pairs. All others, such as contrasts averaged over several budgets, have the
+    interval of :func:`mean_interval` over samples. Both are widened to include 0 unless the sign-flip test finds a
+    difference at the 5% level; for -1, 0 and 1 that is the exact sign test (McNemar's). So a handful of samples proves
+    nothing.
 
     Example:
         >>> from evals.statistics import paired_interval
@@ -72,8 +73,7 @@ def paired_interval(differences: Sequence[float]) -> tuple[float, float, float]:
 
 
 def mean_interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """The mean over samples and its 95% interval: the percentiles of means of samples that are drawn again 10,000 times
-    (a bootstrap, the same on each call).
+    """Return the mean over samples and its 95% interval: a percentile bootstrap, 10,000 resamples, fixed seed.
 
     Example:
         >>> from evals.statistics import mean_interval
@@ -81,7 +81,7 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float, float]:
         [2.0, 1.25, 2.75]
     """
     if not values:
-        raise ValueError("an interval needs at least 1 value; there is none.")
+        raise ValueError("there are no values; an interval needs at least 1.")
     array, rng = np.asarray(values, np.float64), np.random.default_rng(0)
     means = [array[rng.integers(len(array), size=(count, len(array)))].mean(axis=1) for count in _parts(len(array))]
     low, high = np.percentile(np.concatenate(means), [2.5, 97.5])
@@ -89,13 +89,13 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def _parts(size: int) -> list[int]:
-    """Resamples of so many values, in parts that take little memory."""
+    """Split the resamples of ``size`` values into parts that take little memory, and return each part's count."""
     most = max(1, min(RESAMPLES, 1_000_000 // size))
     return [min(most, RESAMPLES - start) for start in range(0, RESAMPLES, most)]
 
 
 def _chance(differences: Sequence[float]) -> float:
-    """Says how often a sum as far from 0 comes about where each difference is as likely to have the other sign."""
+    """Return the p-value of the sign-flip test: how often random signs give a sum at least as far from 0."""
     sizes = np.abs(np.asarray([x for x in differences if x], np.float64))
     if not len(sizes):
         return 1.0
@@ -114,8 +114,8 @@ def _tango(wins: int, losses: int, count: int) -> tuple[float, float]:
 
 
 def _score(wins: int, losses: int, count: int, difference: float) -> float:
-    """Counts the standard errors of the wins less the losses above what a difference lets expect; falls with it."""
-    # The likeliest share of losses under that difference solves 2 n x^2 + b x + c = 0.
+    """Return by how many standard errors wins minus losses exceed what ``difference`` predicts; it falls with it."""
+    # The maximum-likelihood share of losses under that difference solves 2 n x^2 + b x + c = 0.
     b = -wins - losses + (2 * count - wins + losses) * difference
     c = -losses * difference * (1 - difference)
     share = (math.sqrt(max(b * b - 8 * count * c, 0.0)) - b) / (4 * count)
@@ -126,7 +126,7 @@ def _score(wins: int, losses: int, count: int, difference: float) -> float:
 
 def _solve(falling: Callable[[float], float]) -> float:
     low, high = -1.0, 1.0
-    if falling(low) <= 0 or falling(high) >= 0:  # nothing in between is 0
+    if falling(low) <= 0 or falling(high) >= 0:  # no zero in between
         return low if falling(low) <= 0 else high
     for _ in range(50):
         middle = (low + high) / 2
@@ -135,7 +135,7 @@ def _solve(falling: Callable[[float], float]) -> float:
 
 
 def verdict(low: float, high: float) -> str:
-    """ "yes" where a difference is above 0, "no" where it is below, else "within noise".
+    """Return "yes" where a difference is above 0, "no" where it is below, else "within noise".
 
     Example:
         >>> from evals.statistics import verdict

@@ -1,4 +1,4 @@
-"""A file of models, policies, allocations, budgets and tasks becomes one folder of results; a killed run goes on.
+"""Sweeps: a file of models, policies, allocations, budgets and tasks becomes one folder of results.
 
     models = ["retriever"]
     policies = ["full", "snapkv", "snapkv+caote"]
@@ -11,7 +11,8 @@
     lengths = [1024]
     samples = 4
 
-Under ``tasks`` stands each evaluation with its own flags. ``python -m evals report FOLDER`` makes a page of it all.
+``tasks`` has a table per evaluation, with its own flags. A killed run is resumed. ``python -m evals report FOLDER``
+makes a page of the results.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from models import commands, provenance
 EVALUATIONS = {
     "needle": needle, "ruler": ruler, "longbench": longbench, "infinitebench": infinitebench, "booksum": booksum,
 }  # fmt: skip
-# What all evaluations of a sweep share, and a list of it in the file.
+# What all evaluations of a sweep share: names that may be lists in the file, and single values.
 SHARED = ("policies", "allocations", "budgets", "when", "evict_every", "question")
 PLAIN = ("block", "batch", "seed", "dtype", "mesh")
 EXAMPLES = """a file:
@@ -55,17 +56,17 @@ examples:
 
 
 class Part(NamedTuple):
-    """One model in one evaluation: its flags, as its own command line would have them."""
+    """One model in one evaluation: the flags of the evaluation's own command line, and their settings."""
 
     flags: argparse.Namespace
     settings: list[evaluator.Setting]
 
 
 def plan(content: Mapping[str, Any]) -> list[Part]:
-    """The parts of a sweep, model by model, with their settings checked.
+    """Return the parts of a sweep, model by model, with their settings checked.
 
     Raises:
-        ValueError: an unknown or missing name, or a value that cannot be.
+        ValueError: a name is unknown or missing, or a value is invalid.
 
     Example:
         >>> from evals import sweep
@@ -76,18 +77,18 @@ def plan(content: Mapping[str, Any]) -> list[Part]:
     """
     if unknown := set(content) - {"models", "tasks", *SHARED, *PLAIN}:
         raise ValueError(
-            f"the sweep has {', '.join(sorted(unknown))}; it may have models, tasks, {', '.join((*SHARED, *PLAIN))}."
+            f"the sweep has {', '.join(sorted(unknown))}; expected models, tasks, {', '.join((*SHARED, *PLAIN))}."
         )
     models, tasks = content.get("models", ["retriever"]), content.get("tasks")
     if not isinstance(tasks, dict) or not tasks or not all(isinstance(options, dict) for options in tasks.values()):
-        raise ValueError("the sweep has no tasks; write a table for each evaluation, such as [tasks.ruler].")
+        raise ValueError("the sweep has no tasks; write one table per evaluation, such as [tasks.ruler].")
     if not isinstance(models, list) or not models or not all(isinstance(model, str) for model in models):
         raise ValueError(f"models is {models!r}; give a list of folders or names.")
     return [_part(content, model, name, options) for model in models for name, options in tasks.items()]
 
 
 def row_command(part: Part, row: Mapping[str, Any]) -> str:
-    """The command line that makes one row of the results alone."""
+    """Return the command line that makes only one row of the results."""
     wanted = argparse.Namespace(**vars(part.flags))
     wanted.policies, wanted.allocations = row["policy"], ""
     wanted.when, wanted.question = row["when"], row["question"]
@@ -99,13 +100,13 @@ def row_command(part: Part, row: Mapping[str, Any]) -> str:
 
 
 def add_flags(flags: argparse.ArgumentParser) -> None:
-    """The command's flags."""
+    """Add the command's flags."""
     flags.add_argument("file", type=Path, help="a TOML file: models, policies, allocations, budgets, tasks")
-    flags.add_argument("--out", type=Path, required=True, help="the folder for the results; a killed run goes on there")
+    flags.add_argument("--out", type=Path, required=True, help="the folder for the results; a killed run is resumed")
 
 
 def command(flags: argparse.Namespace) -> None:
-    """Runs a sweep: checks all of it, then model by model, task by task; what fails is named at the end."""
+    """Run a sweep: check all of it, then run model by model and task by task, and name what failed at the end."""
     content = read(flags.file)
     parts = plan(content)
     for part in parts:
@@ -124,7 +125,7 @@ def command(flags: argparse.Namespace) -> None:
         for name in dict.fromkeys(part.flags.model for part in parts)
     }
     if wrong := [line for own in by_model.values() for line in _cannot_be(own)]:
-        raise ValueError(f"{len(wrong)} of the sweep's groups cannot be; mend or leave out: {'; '.join(wrong)}")
+        raise ValueError(f"{len(wrong)} of the sweep's groups cannot run; correct or leave out: {'; '.join(wrong)}")
     failed: list[str] = []
     rows: list[dict[str, Any]] = []
     with contextlib.ExitStack() as stack:
@@ -140,9 +141,9 @@ def command(flags: argparse.Namespace) -> None:
             except ValueError as error:
                 if progress is None:
                     raise
-                failed.append(f"{own[0].flags.model}: {error}")  # behind another model, whose results stay
+                failed.append(f"{own[0].flags.model}: {error}")  # an earlier model has run, and its results stay
                 continue
-            if progress is None:  # only now, so that nothing stands before a complaint
+            if progress is None:  # only now, so that nothing is printed before an error
                 stack.enter_context(store)
                 progress = stack.enter_context(tqdm(total=0, unit="sample", file=sys.stderr, dynamic_ncols=True))
             for part in own:
@@ -163,22 +164,22 @@ def command(flags: argparse.Namespace) -> None:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A TOML file.
+    """Read a TOML file.
 
     Raises:
-        FileNotFoundError: no such file.
-        ValueError: no TOML.
+        FileNotFoundError: the file does not exist.
+        ValueError: the file is not TOML.
     """
     text = commands.read_text(path, "TOML")
     try:
         return tomllib.loads(text.replace("\r\n", "\n"))
     except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise ValueError(f"{path} is not TOML ({error}); mend that place.") from None
+        raise ValueError(f"{path} is not TOML ({error}); correct that line.") from None
 
 
 def _part(content: Mapping[str, Any], model: str, name: str, options: Mapping[str, Any]) -> Part:
     if name not in EVALUATIONS:
-        raise ValueError(f"the sweep has no evaluation {name!r}; there are {', '.join(EVALUATIONS)}.")
+        raise ValueError(f"the sweep has the unknown evaluation {name!r}; expected {', '.join(EVALUATIONS)}.")
     parser = _Flags(add_help=False, allow_abbrev=False)
     EVALUATIONS[name].add_flags(parser)
     closed = {"model", "json", "plot", "out", *SHARED, *PLAIN}
@@ -186,7 +187,7 @@ def _part(content: Mapping[str, Any], model: str, name: str, options: Mapping[st
     for option, value in options.items():
         if option in closed or not any(action.dest == option for action in parser._actions):
             known = sorted(action.dest for action in parser._actions if action.dest not in closed)
-            raise ValueError(f"[tasks.{name}] has {option!r}; it may have {', '.join(known)}.")
+            raise ValueError(f"[tasks.{name}] has {option!r}; expected {', '.join(known)}.")
         line += _flag(parser, option, value)
     for option in (*SHARED, *PLAIN):
         if option in content:
@@ -202,7 +203,7 @@ def _part(content: Mapping[str, Any], model: str, name: str, options: Mapping[st
 
 
 def _flag(parser: argparse.ArgumentParser, option: str, value: Any) -> list[str]:
-    """A value of the file as a command line has it: lists by comma, or as several words where the flag takes them."""
+    """Return a value of the file as words of a command line: a list by comma, or as several words for such a flag."""
     name = f"--{option}"
     several = next(action for action in parser._actions if action.dest == option).nargs == "+"
     if isinstance(value, bool):
@@ -212,11 +213,11 @@ def _flag(parser: argparse.ArgumentParser, option: str, value: Any) -> list[str]
         return [name, *words] if several else [name, ",".join(words)]
     if isinstance(value, str | int | float):
         return [name, str(value)]
-    raise ValueError(f"{option} is {value!r}; give a text, a number, or a list of them.")
+    raise ValueError(f"{option} is {value!r}; give a text, a number, or a list of these.")
 
 
 def _run(part: Part, model: Any, tokenizer: Any, store: results.Results, progress: tqdm) -> list[str]:
-    """Answers a part's groups, and says which of them failed and why."""
+    """Answer a part's groups, and return which of them failed and why."""
     flags, settings = part
     labels = {"model": flags.model, "evaluation": flags.name}
     failed = []
@@ -243,7 +244,7 @@ def _groups(part: Part, config: Any, tokenizer: Any) -> list[evaluator.Group]:
 
 
 def _cannot_be(parts: Sequence[Part]) -> list[str]:
-    """Names what of one model's parts cannot be answered, and why; its weights are not read for it."""
+    """Return which parts of one model cannot be answered, and why, without reading its weights."""
     config, tokenizer = evaluator.describe(parts[0].flags)
     wrong = []
     for part in parts:
@@ -267,7 +268,7 @@ def _named(flags: argparse.Namespace, group: evaluator.Group, error: ValueError)
 
 
 class _Flags(argparse.ArgumentParser):
-    """Complains by a ValueError instead of ending the program."""
+    """A parser that raises a ValueError in place of ending the program."""
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"the sweep: {message}.")

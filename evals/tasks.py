@@ -1,8 +1,8 @@
 """Needle tasks in plain English: facts hidden in prose, look-alikes among them, and a question about one.
 
-A fact says what the code (or weight, price, ...) of a key is; the key is one or two words, the value four random
-digits, so an answer cannot be guessed and has to be read from the context. Everything is a pure function of a seed,
-and of the Python that runs, whose documentation the prose is from (:mod:`evals.prose`).
+A fact states the code (or weight, price, ...) of a key. The key is one or two words and the value four random digits,
+so an answer cannot be guessed and has to be read from the context. Everything is a pure function of a seed and of the
+running Python, whose documentation the prose is from (:mod:`evals.prose`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Fact(NamedTuple):
 
 class Sample(NamedTuple):
     """One question. ``tokens`` encode ``prompt`` and begin with BOS; a model answers well if it continues with
-    ``answer_tokens``. The tokens before ``context_end`` are known when the closing question is not yet.
+    ``answer_tokens``. The tokens before ``context_end`` are known before the closing question is.
     """
 
     prompt: str
@@ -55,12 +55,12 @@ def random_fact(
     alike: float = 0.0,
     attributes: Sequence[str] = prose.ATTRIBUTES,
 ) -> Fact:
-    """A fact that none of ``others`` contradicts; its value differs from theirs.
+    """Draw a fact that none of ``others`` contradicts; its value differs from theirs.
 
     Args:
         two_words: the share of keys with two words ("amber falcon"); the rest have one ("falcon").
-        alike: the share that looks like one of ``others``: the same first or second word, or the same key under
-            another attribute.
+        alike: the share of facts that look like one of ``others``: they have the same first or second word, or the
+            same key under another attribute.
 
     >>> fact = random_fact(np.random.default_rng(0))
     >>> len(fact.key.split()), len(fact.value)
@@ -88,7 +88,7 @@ def random_fact(
 
 
 def statement(fact: Fact, introduction: str = "") -> str:
-    """The sentence that states a fact.
+    """Return the sentence that states a fact.
 
     >>> statement(Fact("code", "amber falcon", "4719"), "Note that")
     'Note that the code of amber falcon is 4719.'
@@ -97,7 +97,7 @@ def statement(fact: Fact, introduction: str = "") -> str:
 
 
 def question(fact: Fact) -> str:
-    """The question that a fact answers.
+    """Return the question that a fact answers.
 
     >>> question(Fact("code", "amber falcon", "4719"))
     'Question: what is the code of amber falcon?'
@@ -106,8 +106,10 @@ def question(fact: Fact) -> str:
 
 
 def cue(fact: Fact, placement: Placement = "after") -> str:
-    """What the answer begins with. Under a question it repeats the question's words, as RULER's needles do; a
-    question that was asked before the text has to be remembered, so its cue repeats nothing.
+    """Return the beginning of the answer.
+
+    After a question it repeats the question's words, as RULER's needles do. A question that was asked before the text
+    has to be remembered, so its cue repeats nothing.
 
     >>> cue(Fact("code", "amber falcon", "4719")), cue(Fact("code", "amber falcon", "4719"), "before")
     ('Answer: the code of amber falcon is', 'Answer:')
@@ -116,7 +118,7 @@ def cue(fact: Fact, placement: Placement = "after") -> str:
 
 
 def haystack_sentence(rng: np.random.Generator, source: prose.Source = "test") -> str:
-    """A sentence without facts: two thirds from templates, one third from a source of :func:`evals.prose.sentences`.
+    """Draw a sentence without facts: two thirds come from templates, one third from :func:`evals.prose.sentences`.
 
     >>> haystack_sentence(np.random.default_rng(3))[-1]
     '.'
@@ -133,20 +135,20 @@ def needle(
     question: Placement = "after",
     haystack: prose.Source = "test",
 ) -> Sample:
-    """One fact to find among ``facts - 1`` look-alikes, in prose of ``length`` tokens, question and cue included.
+    """Make a prompt of ``length`` tokens with one fact to find among ``facts - 1`` look-alikes, a question and a cue.
 
     Args:
         seed: everything random in the sample follows from it.
-        tokenizer: has ``encode(text)``, which gives ids, or an object with ``.ids``, with BOS in front.
-        length: the prompt is at most this long, and shorter by less than a sentence or two.
-        depth: where in the text the fact lies, 0 the beginning and 1 the end, moved to a boundary between
+        tokenizer: has ``encode(text)``, which returns ids, or an object with ``.ids``, with BOS in front.
+        length: the largest number of prompt tokens; the prompt is shorter by less than a sentence or two.
+        depth: the fact's place in the text, from 0 (the beginning) to 1 (the end), moved to a boundary between
             sentences; None draws it.
-        facts: how many facts the text states, the one asked for among them.
-        question: where it is asked: after the text, before it, or both.
-        haystack: where its prose is from; "fixed" is the same whatever Python runs.
+        facts: the number of facts in the text, including the one that is asked for.
+        question: where the question stands: after the text, before it, or both.
+        haystack: the source of the prose; "fixed" is the same for every version of Python.
 
     Raises:
-        ValueError: a depth outside [0, 1], fewer than one fact, or a length that cannot hold the facts.
+        ValueError: the depth is outside [0, 1], ``facts`` is below 1, or the length cannot hold the facts.
 
     Example:
         >>> from evals import tasks
@@ -160,7 +162,7 @@ def needle(
         raise ValueError(f"depth is {depth}; expected a number from 0 (the beginning) to 1 (the end).")
     if facts < 1:
         raise ValueError(f"facts is {facts}; expected at least 1.")
-    if facts > length:  # before they are drawn
+    if facts > length:  # checked before they are drawn
         raise ValueError(f"{facts} facts take more than the length {length}; give fewer facts or a greater length.")
     if question not in ("after", "before", "both"):
         raise ValueError(f"question is {question!r}; expected 'after', 'before' or 'both'.")
@@ -214,14 +216,14 @@ def _state(rng: np.random.Generator, fact: Fact) -> str:
 
 
 def _frame(asked: Fact, placement: Placement) -> tuple[str, str]:
-    """What stands before the text and after it."""
+    """Return what stands before the text and after it."""
     opening = "" if placement == "after" else f"{question(asked)}\n"
     closing = cue(asked, placement)
     return opening, closing if placement == "before" else f"{question(asked)}\n{closing}"
 
 
 def _spread(filler: list[str], others: list[str], places: np.ndarray) -> list[str]:
-    """The other facts among the filler, each at its share of the text."""
+    """Insert the other facts into the filler, each at its share of the text."""
     body = list(filler)
     for sentence, place in zip(reversed(others), reversed(places), strict=True):
         body.insert(int(place * (len(filler) + 1)), sentence)

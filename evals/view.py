@@ -1,6 +1,6 @@
 """What did each policy forget? A page of one prompt, its tokens shaded by how many heads still hold them.
 
-A slider goes through the blocks of the prompt and the steps of the answer; layer and head can be chosen, and two
+A slider moves through the blocks of the prompt and the steps of the answer. Layer and head can be chosen, and two
 policies stand side by side, each with its answer.
 """
 
@@ -34,7 +34,7 @@ EXAMPLES = """examples:
 
 
 class Trace:
-    """When each token came into the cache and when each head lost it, in steps; a token that left never returns.
+    """The step at which each token entered the cache, and that at which each head lost it; no token ever returns.
 
     Example:
         >>> import numpy as np
@@ -52,7 +52,7 @@ class Trace:
         self.left = np.full((layers, heads, tokens), NEVER, np.uint16)
 
     def add(self, label: str, fed: int, held: Bool[np.ndarray, "L K tokens"]) -> None:
-        """What each head holds when the first ``fed`` tokens have been fed."""
+        """Add a step: the tokens that each head holds when the first ``fed`` tokens have been fed."""
         step = len(self.steps)
         self.steps.append({"label": label, "fed": fed})
         self.entered[:fed] = np.minimum(self.entered[:fed], step)
@@ -61,7 +61,7 @@ class Trace:
 
 
 def held_tokens(cache: AnyCache, tokens: int) -> Bool[np.ndarray, "L K tokens"]:
-    """Which of a single sequence's tokens each layer and head holds.
+    """Return which of a single sequence's tokens each layer and head holds.
 
     Example:
         >>> import jax.numpy as jnp
@@ -73,7 +73,7 @@ def held_tokens(cache: AnyCache, tokens: int) -> Bool[np.ndarray, "L K tokens"]:
         [[[True, True, False, False]]]
     """
     L, _, K = cache.heads_shape
-    found = np.zeros((L * K, tokens + 1), bool)  # the last place takes what is free
+    found = np.zeros((L * K, tokens + 1), bool)  # the last column takes free slots
     position = np.asarray(cache.position)
     if isinstance(cache, kvjax.PagedCache):
         owner = np.asarray(cache.owner)
@@ -96,10 +96,11 @@ def trace(
     question: int,
     new_tokens: int,
 ) -> dict[str, Any]:
-    """Answers a prompt, and says what was held after each block and each step.
+    """Answer a prompt, and return the tokens that were held after each block and each step.
 
     Returns:
-        ``answer``; ``pieces`` of the answer's tokens; ``steps``; ``entered`` and ``left`` in base64, 16 bits a number.
+        ``answer``; ``pieces`` of the answer's tokens; ``steps``; ``entered`` and ``left`` in base64, 16 bits per
+        number.
     """
     length, total = len(tokens), len(tokens) + new_tokens
     followed: Trace | None = None
@@ -149,27 +150,29 @@ def trace(
 
 
 def pieces(tokenizer: models.Tokenizer, tokens: Sequence[int]) -> list[str]:
-    """The text of each token; "" for one that ends within a character."""
+    """Return the text of each token; "" for one that ends within a character."""
     stream = tokenizer.stream(skip_special_tokens=False)
     return [stream.add(token) for token in tokens]
 
 
 def add_flags(flags: argparse.ArgumentParser) -> None:
-    """The command's flags."""
+    """Add the command's flags."""
     flags.add_argument("--model", default="retriever", help="'retriever', a Hugging Face folder, or a hub name")
-    flags.add_argument("--prompt-file", type=Path, help="a UTF-8 text; facts in prose and a question by default")
-    flags.add_argument("--question", help="text behind the prompt, not known when it is compressed")
-    flags.add_argument("--policies", default="full,snapkv,snapkv+caote", help="two or more, by comma; 'full' keeps all")
+    flags.add_argument("--prompt-file", type=Path, help="a UTF-8 text (default: facts in prose and a question)")
+    flags.add_argument("--question", help="text after the prompt that is not known when the prompt is compressed")
+    flags.add_argument(
+        "--policies", default="full,snapkv,snapkv+caote", help="two or more by comma; 'full' keeps all tokens"
+    )
     flags.add_argument("--budget", default="96", help="slots per head, or a ratio of the prompt")
     flags.add_argument(
         "--when",
         default="block",
         choices=get_args(When),
-        help="evict after every block, once, or as the policy's paper has it (default %(default)s)",
+        help="evict after every block, once, or as in the policy's paper (default %(default)s)",
     )
     flags.add_argument("--block", type=int, default=64)
     flags.add_argument("--max-new-tokens", type=int, default=8)
-    flags.add_argument("--length", type=int, default=384, help="tokens of the prompt that is made by default")
+    flags.add_argument("--length", type=int, default=384, help="tokens of the default prompt")
     flags.add_argument("--seed", type=int, default=0)
     flags.add_argument("--dtype", help="float32, bfloat16 or float16; the checkpoint's by default")
     flags.add_argument("--mesh", help=argparse.SUPPRESS)
@@ -177,7 +180,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
 
 
 def command(flags: argparse.Namespace) -> None:
-    """Writes the page."""
+    """Write the page."""
     for name in ("block", "max_new_tokens", "length"):
         if getattr(flags, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} is {getattr(flags, name)}; give at least 1.")
@@ -205,7 +208,7 @@ def command(flags: argparse.Namespace) -> None:
     blocks = math.ceil(len(tokens) / flags.block)
     if blocks + flags.max_new_tokens + 2 >= NEVER:
         raise ValueError(f"{len(tokens):,} tokens in blocks of {flags.block} are too many steps; give larger blocks.")
-    for policy in policies:  # all are checked before the first is run
+    for policy in policies:  # all policies are checked before the first is run
         models.stream(
             model, np.array([list(tokens)], np.int32), policy=policy, budget=None if policy == "full" else budget,
             block=flags.block, when=flags.when, question=question, max_new_tokens=flags.max_new_tokens,

@@ -1,4 +1,4 @@
-"""Operations: a folder each, with the definition in plain JAX and, where they pay, kernels for TPU and GPU."""
+"""Operations, one folder each: the definition in plain JAX and, where they are faster, kernels for TPU and GPU."""
 
 from kernels_pallas.cache_attention.api import cache_attention
 from kernels_pallas.cache_attention.reference import STATISTICS, ColumnStatistics

@@ -1,4 +1,4 @@
-"""Counts that callers give: Python's integers, NumPy's and JAX's, read alike. What is known is checked before use."""
+"""Checks of counts given as integers of Python, NumPy or JAX. A value that is not traced is checked before use."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _REPR = reprlib.Repr(maxstring=80, maxother=80)
 
 
 def is_known(*values: Any) -> bool:
-    """Says that values can be looked at: none is traced, as arguments of a function under jit are.
+    """Return whether all values are known, that is, none is traced like an argument of a function under jit.
 
     Example:
         >>> import jax
@@ -26,7 +26,7 @@ def is_known(*values: Any) -> bool:
 
 
 def plain(value: Any) -> Any:
-    """A number of NumPy's or JAX's whose value is known as Python's own; anything else as it is.
+    """Return a NumPy or JAX number of known value as a Python number, and anything else unchanged.
 
     Example:
         >>> import numpy as np
@@ -39,15 +39,15 @@ def plain(value: Any) -> Any:
 
 
 def shown(value: Any) -> str:
-    """Shortens a value's repr to one line, for complaints."""
+    """Shorten a value's repr to one line, for error messages."""
     return " ".join(_REPR.repr(value).split())
 
 
 def check_count(what: str, value: Any, least: int, hint: str) -> int:
-    """``value`` as an int, if it is an integer from ``least`` that int32 holds.
+    """Return ``value`` as an int, after a check that it is an integer of at least ``least`` that fits into int32.
 
     Raises:
-        ValueError: naming the argument and its value; ``hint`` ends the sentence.
+        ValueError: with the argument's name, its value and ``hint``.
 
     Example:
         >>> import numpy as np
@@ -68,13 +68,13 @@ def check_count(what: str, value: Any, least: int, hint: str) -> int:
 
 
 def check_tokens(budget: Any, *shapes: tuple[int, ...]) -> Any:
-    """A budget of tokens, as an int or as an array of int32: what is too much keeps all.
+    """Return a budget of tokens as an int or as an int32 array; a budget beyond int32 is cut to its largest value.
 
     Args:
-        shapes: which an array may have, beside that of one number.
+        shapes: the shapes that an array may have, besides ``()``.
 
     Raises:
-        ValueError: a budget that is neither, or, where its value is known, below 1.
+        ValueError: if the budget is neither an int nor such an array, or has a known value below 1.
 
     Example:
         >>> import numpy as np
@@ -84,7 +84,7 @@ def check_tokens(budget: Any, *shapes: tuple[int, ...]) -> Any:
         >>> check_tokens(0.5, (2,))
         Traceback (most recent call last):
         ...
-        ValueError: the budget is 0.5; give tokens per head, an int from 1, or an array of them, one a row.
+        ValueError: the budget is 0.5; give tokens per head, an int from 1, or an array of them, one per row.
     """
     budget = plain(budget)
     if isinstance(budget, int) and not isinstance(budget, bool):
@@ -93,7 +93,7 @@ def check_tokens(budget: Any, *shapes: tuple[int, ...]) -> Any:
         return min(budget, MOST)
     if not (hasattr(budget, "dtype") and jnp.issubdtype(budget.dtype, jnp.integer)):
         raise ValueError(
-            f"the budget is {shown(budget)}; give tokens per head, an int from 1, or an array of them, one a row."
+            f"the budget is {shown(budget)}; give tokens per head, an int from 1, or an array of them, one per row."
         )
     if budget.shape not in ((), *shapes):
         raise ValueError(f"a budget of shape {budget.shape} does not fit: expected {' or '.join(map(str, shapes))}.")

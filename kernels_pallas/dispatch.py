@@ -1,4 +1,4 @@
-"""Which implementation of an operation runs: the reference, or a kernel where one can."""
+"""The choice of an operation's implementation: the reference, or a kernel where one is supported."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ Implementation = Literal["auto", "reference", "pallas_tpu", "pallas_gpu"]
 class Kernel(NamedTuple):
     """An operation's kernel for a platform, called like the reference; its module is imported when it runs.
 
-    The module has ``unsupported``, called so too, which gives the reason for what the kernel can't do, or None; and
-    ``of_heads``, which the operation's ``heads.on_heads`` calls with the arrays of the heads on one device.
+    The module has two functions. ``unsupported`` takes the same arguments and returns the reason why the kernel can't
+    run, or None. ``of_heads`` is called by the operation's ``heads.on_heads`` with the arrays of the heads on one
+    device.
     """
 
     operation: str
     platform: str
 
     def run(self, *args: Any, interpret: Any = False, **options: Any) -> Any:
-        """Runs the kernel, with the reference's derivative.
+        """Run the kernel, with the reference's derivative.
 
         Raises:
-            NotImplementedError: what the kernel can't do, with the reason.
+            NotImplementedError: if the kernel can't run with these arguments; the message gives the reason.
         """
         kernel, heads, reference = (
             importlib.import_module(f"kernels_pallas.{self.operation}.{name}")
@@ -40,14 +41,14 @@ class Kernel(NamedTuple):
         reason = kernel.unsupported(*args, **options)
         if reason is not None:
             where = f"{self.operation} on a {self.platform.upper()}"
-            raise NotImplementedError(f"{where}: {reason}; implementation='reference' can.")
+            raise NotImplementedError(f"{where}: {reason}; use implementation='reference'.")
         of_heads = functools.partial(kernel.of_heads, interpret=interpret)
         run = functools.partial(heads.on_heads, of_heads)
         return with_derivative_of(getattr(reference, self.operation), run)(*args, **options)
 
 
 def kernels_of(operation: str) -> dict[str, Kernel]:
-    """The kernels of an operation, by implementation: those whose module there is.
+    """Return the kernels of an operation whose modules exist, by the name of the implementation.
 
     Example:
         >>> from kernels_pallas.dispatch import kernels_of
@@ -66,14 +67,14 @@ def kernels_of(operation: str) -> dict[str, Kernel]:
 def dispatch(
     implementation: str, reference: Callable[..., Any], kernels: Mapping[str, Kernel], *args: Any, **options: Any
 ) -> Any:
-    """Runs the reference or a kernel.
+    """Run the reference or a kernel.
 
-    "auto" takes the platform's kernel, and the reference where there is none or the kernel raises
-    NotImplementedError; a named one runs or raises.
+    "auto" takes the platform's kernel, or the reference where there is none or the kernel raises
+    NotImplementedError. An implementation given by name runs or raises.
 
     Raises:
-        ValueError: an implementation that does not exist, or that is not for this platform.
-        NotImplementedError: a named kernel that can't do this.
+        ValueError: if the implementation does not exist or is not for this platform.
+        NotImplementedError: if a kernel was given by name and can't run with these arguments.
 
     Example:
         >>> from kernels_pallas.dispatch import dispatch
@@ -93,21 +94,21 @@ def dispatch(
         return reference(*args, **options)
     if implementation not in kernels:
         known = ", ".join(["auto", "reference", *kernels])
-        raise ValueError(f"unknown implementation {implementation!r}; there are {known}.")
+        raise ValueError(f"unknown implementation {implementation!r}; expected one of {known}.")
     if implementation not in able:
         others = ", ".join(["auto", "reference", *able])
         raise ValueError(
             f"implementation {implementation!r} runs on a {kernels[implementation].platform}, but this is a {here}; "
-            f"there are {others} here."
+            f"expected one of {others}."
         )
     return kernels[implementation].run(*args, **options)
 
 
 def check_layer(what: str, ndim: int, layer: Any) -> None:
-    """Refuses stacked layers of which none is named, and a layer of what is not stacked.
+    """Check that ``layer`` is given for arrays that stack layers (5 axes), and only for them.
 
     Raises:
-        ValueError: a missing layer or one too many.
+        ValueError: if ``layer`` is missing, or given for the arrays of a single layer.
 
     Example:
         >>> from kernels_pallas.dispatch import check_layer
@@ -117,13 +118,13 @@ def check_layer(what: str, ndim: int, layer: Any) -> None:
         ValueError: layer= was given, but the values have no layers.
     """
     if ndim == 5 and layer is None:
-        raise ValueError(f"the {what} stack layers: say which with layer=.")
+        raise ValueError(f"the {what} stack layers; give the number of one with layer=.")
     if ndim != 5 and layer is not None:
         raise ValueError(f"layer= was given, but the {what} have no layers.")
 
 
 def of_layer(x: Array, layer: Int[Array, ""] | int | None) -> Array:
-    """One layer of stacked arrays, or the array itself.
+    """Return one layer of an array that stacks layers, or the array itself where ``layer`` is None.
 
     Example:
         >>> import jax.numpy as jnp
@@ -135,9 +136,9 @@ def of_layer(x: Array, layer: Int[Array, ""] | int | None) -> Array:
 
 
 def platform() -> str:
-    """What a function traced now will run on: "cpu", "gpu" or "tpu".
+    """Return the platform that a function traced now will run on: "cpu", "gpu" or "tpu".
 
-    An abstract mesh with an abstract device says so for a program that is lowered or compiled on another machine.
+    For a program that is lowered or compiled on another machine, it is the abstract device of the abstract mesh.
     """
     device = jax.sharding.get_abstract_mesh().abstract_device or jax.config.jax_default_device
     name = jax.default_backend() if device is None else getattr(device, "platform", device)

@@ -1,4 +1,4 @@
-"""What every kernel needs around it: layers that stay stacked, a mesh's devices, and a derivative."""
+"""Wrappers that every kernel needs: stacked layers, the devices of a mesh, and a derivative."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SPLIT = {"b": "data", "k": "tensor", "n": "tensor"}  # an array's axis -> the me
 
 
 def stacked(x: Array, layer: Int[Array, ""] | int | None) -> tuple[Array, Int[Array, "1"]]:
-    """Stacked arrays and the layer's number, as kernels take them: a single layer is a stack of one.
+    """Return the stacked array and the layer's number, as kernels take them; a single layer becomes a stack of one.
 
     Example:
         >>> import jax.numpy as jnp
@@ -29,17 +29,17 @@ def stacked(x: Array, layer: Int[Array, ""] | int | None) -> tuple[Array, Int[Ar
 def over_heads(
     function: Callable[..., Any], inputs: Sequence[str], outputs: Sequence[str]
 ) -> Callable[..., tuple[jax.Array, ...]]:
-    """The function, on each device of a mesh by itself, with the batch rows and heads that lie there.
+    """Wrap a function so that each device of a mesh runs it on its own batch rows and heads.
 
     XLA cannot split a kernel by itself, but batch rows and heads are independent. Rows are split over the mesh's axis
-    "data" and heads over "tensor", as ``models.parameters.SHARDING`` has them; an array that lies otherwise is moved.
-    ``function`` returns a tuple. Without a mesh it just runs.
+    "data" and heads over "tensor", as in ``models.parameters.SHARDING``; an array that is sharded otherwise is moved.
+    ``function`` returns a tuple. Without a mesh it runs as it is.
 
     Args:
-        inputs, outputs: each array's axes, such as "b k s d"; those named b, k or n are split, the others whole.
+        inputs, outputs: each array's axes, such as "b k s d"; those named b, k or n are split, the others are not.
 
     Raises:
-        NotImplementedError: a mesh that has other axes, or that does not divide the rows or the heads.
+        NotImplementedError: if the mesh has other axes, or does not divide the rows or the heads.
 
     Example:
         >>> import jax.numpy as jnp
@@ -83,16 +83,16 @@ def over_heads(
 
 
 def _mesh_of(arrays: Sequence[jax.Array]) -> Any:
-    """The mesh that the arrays lie on, or else the one at hand; empty where there is none."""
+    """Return the mesh of the arrays, or else the current abstract mesh, which is empty where none is set."""
     meshes = [jax.typeof(array).sharding.mesh for array in arrays]
     return next((mesh for mesh in meshes if not mesh.empty), jax.sharding.get_abstract_mesh())
 
 
 def with_derivative_of(reference: Callable[..., Any], kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """The kernel, with the reference's derivative by all its arguments of floating-point numbers.
+    """Give a kernel the reference's derivative with respect to all its floating-point arguments.
 
-    Both take the same arguments and give the same structure. A program that asks for a derivative runs the reference
-    alone, whose forward pass it needs anyway.
+    Both take the same arguments and return the same structure. A program that asks for a derivative runs only the
+    reference, whose forward pass it needs anyway.
 
     Example:
         >>> import jax

@@ -1,4 +1,4 @@
-"""The steps that every definition of attention is made of, in as few passes as XLA takes on a CPU."""
+"""The steps that all reference implementations of attention share, in as few passes as XLA needs on a CPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from jaxtyping import Array, Bool, Float
 
 
 def grouped_logits(query: Float[Array, "B T N D"], key: Float[Array, "B K S D"]) -> Float[Array, "B K G T S"]:
-    """Products of queries and keys, float32 (float64 for float64 queries); query head n reads KV head n // (N / K).
+    """Compute the products of queries and keys in float32 (float64 for float64 queries).
+
+    Query head n reads KV head n // (N / K).
 
     Example:
         >>> import jax.numpy as jnp
@@ -18,7 +20,7 @@ def grouped_logits(query: Float[Array, "B T N D"], key: Float[Array, "B K S D"])
     """
     B, T, N, D = query.shape
     K, S = key.shape[1:3]
-    # Queries first and one axis of rows: of "btkgd,bksd->bkgts" XLA makes [.., S, rows], which is then read by columns.
+    # Queries first and one axis of rows: XLA lays out "btkgd,bksd->bkgts" as [.., S, rows] and then reads its columns.
     rows = query.reshape(B, T, K, N // K, D).transpose(0, 2, 3, 1, 4).reshape(B, K, -1, D)
     accumulate = jnp.promote_types(query.dtype, jnp.float32)
     return jnp.einsum("bkqd,bksd->bkqs", rows, key, preferred_element_type=accumulate).reshape(B, K, N // K, T, S)
@@ -27,10 +29,10 @@ def grouped_logits(query: Float[Array, "B T N D"], key: Float[Array, "B K S D"])
 def exponentials(
     logits: Float[Array, "B K G T S"], visible: Bool[Array, "B K #G #T S"]
 ) -> tuple[Float[Array, "B K G T S"], Float[Array, "B K G T 1"]]:
-    """Each row's exp(logit - peak), 0 where not visible, and their sum, 1 for a row that sees nothing.
+    """Compute exp(logit - peak) of each row, 0 where not visible, and the row's sum, 1 for a row that sees nothing.
 
-    The quotient is the row's weights. It is left to the readers: to divide what is made of a row costs less than to
-    divide the row.
+    Their quotient is the row's weights. The callers divide, for it costs less to divide what is computed from a row
+    than the row itself.
 
     Example:
         >>> import jax.numpy as jnp
@@ -40,7 +42,7 @@ def exponentials(
         >>> weights.ravel().tolist(), total.item()
         ([1.0, 1.0, 0.0], 2.0)
     """
-    # Barriers: XLA would compute the mask once for the peak and again for exp, and exp once for each reader.
+    # Without the barriers XLA would compute the mask twice, for the peak and for exp, and exp once for each consumer.
     logits = jax.lax.optimization_barrier(jnp.where(visible, logits, -jnp.inf))
     peak = jnp.max(logits, axis=-1, keepdims=True)
     weights = jax.lax.optimization_barrier(jnp.exp(logits - jnp.where(jnp.isfinite(peak), peak, 0)))
@@ -54,7 +56,7 @@ def weighted_values(
     value: Float[Array, "B K S D"],
     live: Bool[Array, "B K S"],
 ) -> Float[Array, "B T N D"]:
-    """The sum of the live values by the weights ``weights / total``; what the others hold does not matter.
+    """Sum the live values, weighted by ``weights / total``; the values in free slots do not matter.
 
     Example:
         >>> import jax.numpy as jnp
@@ -67,7 +69,7 @@ def weighted_values(
     B, K, G, T, S = weights.shape
     value = jnp.where(live[..., None], value, 0)  # 0 * NaN is NaN
     rows = weights.astype(value.dtype).reshape(B, K, G * T, S)
-    # Not "->btkgd": XLA's CPU backend has no bfloat16 product for the operand order that it would make of that.
+    # Not "->btkgd": XLA would order the operands in a way for which its CPU backend has no bfloat16 product.
     out = jnp.einsum("bkqs,bksd->bkqd", rows, value, preferred_element_type=weights.dtype)
     out = out.reshape(B, K, G, T, -1) / total
     return jnp.moveaxis(out, 3, 1).reshape(B, T, K * G, -1)

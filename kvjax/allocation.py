@@ -1,8 +1,8 @@
-"""Allocations: who gets how many slots. A score says what a token is worth; an allocation says who competes with whom.
+"""Allocations: how many slots each head gets. A score ranks tokens; an allocation says which heads compete for slots.
 
-An allocation turns the scores of all layers and heads into a keep mask of fixed total size, `L * K * budget` tokens a
-row. It sees slots in rows, each of one (layer, batch row, head): a plain cache has a row a head, a paged one a row a
-page, and the same code serves both.
+An allocation turns the scores of all layers and heads into a keep mask of fixed total size, `L * K * budget` tokens per
+batch row. It sees slots in rows, each of one (layer, batch row, head): a plain cache has one row per head, a paged one
+a row per page, and the same code serves both.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from kvjax.topk import best_of_groups, share_of
 
 
 class Contest(NamedTuple):
-    """The slots of all layers and heads, in rows of S, and what they compete for.
+    """The slots of all layers and heads, in rows of S, and the budget that they compete for.
 
     ``scores`` are +inf where a token is protected; ``position`` is -1 where a slot is free. ``layer``, ``batch`` and
-    ``head`` say whose row it is. ``budget`` is the mean number of slots a head, ``seen`` the tokens of the sequence so
-    far, ``entered`` those of this block; ``measured`` is what the allocation measured of each layer.
+    ``head`` are the owner of each row. ``budget`` is the mean number of slots per head, ``seen`` the tokens of the
+    sequence so far, ``entered`` those of this block; ``measured`` is what the allocation measured of each layer.
     """
 
     scores: Float[Array, "*rows S"]
@@ -45,22 +45,22 @@ class Contest(NamedTuple):
 
     @property
     def live(self) -> Bool[Array, "*rows S"]:
-        """Which slots hold a token."""
+        """Mask of the slots that hold a token."""
         return self.position >= 0
 
     @property
     def certain(self) -> Bool[Array, "*rows S"]:
-        """Slots that stay whatever the others score: protected, or holding all the weight of a head."""
+        """Mask of the slots that stay whatever the others score: protected, or holding all the weight of a head."""
         return self.live & (self.scores > jnp.finfo(jnp.float32).max / 2)
 
     def sum(self, x: Array, scope: Scope) -> Array:
-        """Sums over the slots of each head ``[L, B, K]``, layer ``[L, B]`` or model ``[B]``."""
+        """Sum over the slots of each head ``[L, B, K]``, layer ``[L, B]`` or model ``[B]``."""
         sums = jax.ops.segment_sum(jnp.sum(x, axis=-1).ravel(), self.group(scope).ravel(), self.groups(scope))
         shape = {"head": (self.layers, -1, self.heads), "layer": (self.layers, -1), "model": (-1,)}[scope]
         return sums.reshape(shape)
 
     def group(self, scope: Scope) -> Int[Array, "*rows"]:
-        """The number of the head, layer or model (of each batch row) that a row of slots belongs to."""
+        """Return the number of the head, layer or model (of each batch row) that each row of slots belongs to."""
         B = self.budget.shape[0]
         if scope == "model":
             return self.batch
@@ -68,13 +68,13 @@ class Contest(NamedTuple):
         return layer if scope == "layer" else layer * self.heads + self.head
 
     def groups(self, scope: Scope) -> int:
-        """How many heads, layers or models there are, over all batch rows."""
+        """Return how many heads, layers or models there are, over all batch rows."""
         B = self.budget.shape[0]
         return {"head": self.layers * B * self.heads, "layer": self.layers * B, "model": B}[scope]
 
     def best(self, scope: Scope, budget: Int[Array, "*groups"]) -> Bool[Array, "*rows S"]:
-        """The ``budget`` best slots of each head ``[L, B, K]``, layer ``[L, B]`` or model ``[B]``."""
-        head = self.layer * self.heads + self.head  # between tokens of one position, the lower layer and head stay
+        """Return a mask of the ``budget`` best slots of each head ``[L, B, K]``, layer ``[L, B]`` or model ``[B]``."""
+        head = self.layer * self.heads + self.head  # of tokens with equal positions, the lower layer and head stay
         budget = jnp.asarray(budget).ravel()
         return best_of_groups(self.scores, self.position, head, self.group(scope), budget, self.groups(scope))
 
@@ -84,20 +84,20 @@ Scope = Literal["head", "layer", "model"]
 
 @dataclasses.dataclass(frozen=True)
 class Allocation:
-    """Who gets how many slots; made by the functions of this module, or by a short name (:func:`parse_allocation`).
+    """How many slots each head gets; made by this module's functions, or by a short name (:func:`parse_allocation`).
 
     Attributes:
-        name: how a command line writes it, behind the ``@``.
-        keep: the keep mask of a contest.
-        scope: across whom a slot of one head may go to another: within a "head" (budgets are given before the scores
-            of its tokens are compared), a "layer", or the whole "model".
-        even: every head has the same budget, so that the plain cache serves it.
-        most: ``most(L, K, budget)``, the largest number of slots that a head may come to hold.
-        measure: what it measures of a layer's attention, ``measures`` numbers that add up over its heads.
+        name: its short name, as written after the ``@`` on a command line.
+        keep: returns the keep mask of a contest.
+        scope: where tokens of different heads compete for slots: nowhere ("head": budgets are set before tokens are
+            compared), within a "layer", or in the whole "model".
+        even: whether every head has the same budget, so that a plain cache is enough.
+        most: ``most(L, K, budget)``, the largest number of slots that a head can hold.
+        measure: measures a layer's attention: ``measures`` numbers that add up over its heads.
         statistics: the column statistics that ``measure`` reads.
         window: their observation window, 0 for the policy's.
         needs_nonnegative: whether it divides scores by their sum.
-        one_layer: whether a layer's slots can be given away without knowing the other layers.
+        one_layer: whether a layer can be evicted from without knowing the other layers.
     """
 
     name: str
@@ -128,7 +128,7 @@ def _register(make: Callable[..., Allocation]) -> Callable[..., Allocation]:
 
 @_register
 def uniform() -> Allocation:
-    """The same number of slots for each head.
+    """Give each head the same number of slots.
 
     Example:
         >>> from kvjax import allocation
@@ -146,13 +146,13 @@ def uniform() -> Allocation:
 
 @_register
 def pyramid(*, beta: int | float = 20.0) -> Allocation:
-    """More for the first layers, less for the last, linearly (PyramidKV, arXiv 2406.02069).
+    """Give more slots to the first layers and fewer to the last, linearly (PyramidKV, arXiv 2406.02069).
 
-    With B the budget less what is protected, the last layer gets ``B / beta`` and the first ``2 B`` less that; a layer
-    never gets more than the sequence has so far, and what it cannot use goes to the last ones.
+    With B the budget minus the protected tokens, the last layer gets ``B / beta`` and the first ``2 B`` minus that. A
+    layer never gets more slots than the sequence has tokens so far; what it cannot use goes to the last layers.
 
     Args:
-        beta: from 1 (all alike); larger is steeper. 20 is that of its authors' code, and kvpress'.
+        beta: from 1 (all layers alike); larger is steeper. 20 as in its authors' code and in kvpress.
 
     Example:
         >>> from kvjax import allocation
@@ -175,11 +175,11 @@ def pyramid(*, beta: int | float = 20.0) -> Allocation:
 
 @_register
 def adakv(*, safeguard: int | float = 0.2, cap: int | float | None = 8.0) -> Allocation:
-    """One top-k over all heads of a layer; the best tokens of each head are safe (AdaKV, arXiv 2407.11550).
+    """Take one top-k over all heads of a layer; the best tokens of each head are safe (AdaKV, arXiv 2407.11550).
 
     Args:
-        safeguard: which share of its budget each head keeps for its own best tokens, in [0, 1]; 0.2 is what its
-            authors' code takes for grouped heads (0.5 without), and kvpress'.
+        safeguard: the share of its budget that each head keeps for its own best tokens, in [0, 1]; 0.2 as in its
+            authors' code for grouped heads (0.5 without) and in kvpress.
         cap: a head holds at most this many times the mean budget; None for no limit but the layer's total. It bounds
             the page table and the buffer in which one head is read. The papers have no limit.
 
@@ -197,7 +197,7 @@ def adakv(*, safeguard: int | float = 0.2, cap: int | float | None = 8.0) -> All
 
 @_register
 def layer(*, cap: int | float | None = 8.0) -> Allocation:
-    """One top-k over all heads of a layer.
+    """Take one top-k over all heads of a layer.
 
     Args:
         cap: see :func:`adakv`.
@@ -214,10 +214,10 @@ def layer(*, cap: int | float | None = 8.0) -> Allocation:
 
 @_register
 def model(*, normalise: bool = True, cap: int | float | None = 8.0) -> Allocation:
-    """One top-k over all layers and heads (LaProx, arXiv 2605.07234, algorithm 2).
+    """Take one top-k over all layers and heads (LaProx, arXiv 2605.07234, algorithm 2).
 
     Args:
-        normalise: divide the scores by their sum over the layer first (eq. 12); what is protected is left out.
+        normalise: first divide the scores by their sum over the layer's unprotected tokens (eq. 12).
         cap: see :func:`adakv`.
 
     Example:
@@ -242,18 +242,19 @@ def model(*, normalise: bool = True, cap: int | float | None = 8.0) -> Allocatio
 def cake(
     *, window: int | None = None, space: int | float = 1.0, time: int | float = 1.0, cap: int | float | None = 8.0
 ) -> Allocation:
-    """Layers in proportion to how spread and how changeable their attention is (CAKE, arXiv 2503.12491).
+    """Divide slots among layers by how spread and how changeable their attention is (CAKE, arXiv 2503.12491).
 
-    A layer's preference is ``H ** (1 / space) * V ** (1 / time)``: H the entropy of the window's attention over the
-    evictable tokens, V its variance over the window's queries, each summed. CAKE shrinks the layers one by one as
-    their preferences come in (the cascade); a layer's share only falls, and a smaller budget keeps a part of what a
-    larger one kept, so that the cascade ends where one allocation with all preferences does. Where no preference can be
-    measured, as by a single query (``evict_every=1``), the layers stay as large as they are.
+    A layer's share is proportional to its preference ``H ** (1 / space) * V ** (1 / time)``: H is the entropy of the
+    window's attention over the evictable tokens, V its variance over the window's queries, each summed. CAKE shrinks
+    the layers one by one as their preferences become known (the cascade). A layer's share only falls, and a smaller
+    budget keeps a part of what a larger one kept, so the cascade ends with the same tokens as one allocation with all
+    preferences. Where no preference can be measured, as with a single query (``evict_every=1``), the layers keep their
+    sizes.
 
     Args:
-        window: queries that observe; the policy's window by default, or 32.
-        space: tau_1 of the paper, 1 by default in its authors' code (1.6 tuned for Llama-3.1).
-        time: tau_2 of the paper, likewise (0.4 tuned for Llama-3.1).
+        window: how many queries observe; the policy's window by default, or 32.
+        space: tau_1 of the paper; 1 as in its authors' code (1.6 tuned for Llama-3.1).
+        time: tau_2 of the paper; 1 as in its authors' code (0.4 tuned for Llama-3.1).
         cap: see :func:`adakv`.
 
     Example:
@@ -275,8 +276,8 @@ def cake(
     def keep(c: Contest) -> Array:
         if c.measured is None:
             raise ValueError(
-                "the allocation 'cake' needs what it measured of each layer; hand evict what kvjax.observe says, in "
-                "place of bare scores."
+                "the allocation 'cake' needs its measurements of each layer; give evict the evidence of kvjax.observe "
+                "instead of scores."
             )
         entropy, variance = jnp.moveaxis(jnp.maximum(c.measured, 0), -1, 0)
         preference = entropy ** (1 / space) * variance ** (1 / time)
@@ -294,7 +295,7 @@ def cake(
 
 @_register
 def lava(*, cap: int | float | None = 8.0) -> Allocation:
-    """Layers in proportion to the entropy of their scores, then one top-k over the layer (LAVa, arXiv 2509.09754).
+    """Divide slots among layers by the entropy of their scores, then take one top-k per layer (LAVa, arXiv 2509.09754).
 
     Args:
         cap: see :func:`adakv`.
@@ -309,7 +310,7 @@ def lava(*, cap: int | float | None = 8.0) -> Allocation:
     def keep(c: Contest) -> Array:
         share = jnp.where(c.live & ~c.certain, _shares_of_layer(c), 0)
         entropy = c.sum(-jnp.where(share > 0, share * jnp.log(jnp.where(share > 0, share, 1)), 0), "layer")
-        entropy = jnp.where(entropy > 1e-6, entropy, 0)  # of a single token it is rounding, which must not share out
+        entropy = jnp.where(entropy > 1e-6, entropy, 0)  # that of a single token is rounding, and must not count
         size = c.sum(c.live & ~c.certain, "layer")
         weight = entropy / jnp.log(jnp.maximum(size, 2))
         c = _capped(c, cap)
@@ -321,10 +322,10 @@ def lava(*, cap: int | float | None = 8.0) -> Allocation:
 @typed
 @functools.cache
 def parse_allocation(name: str) -> Allocation:
-    """The allocation that a short name stands for: what stands behind the ``@`` of a policy.
+    """Return the allocation that a short name stands for, as written after the ``@`` of a policy.
 
     Raises:
-        ValueError: an unknown allocation or argument.
+        ValueError: if the allocation or an argument is unknown.
 
     Example:
         >>> from kvjax import allocation
@@ -349,7 +350,7 @@ def _keep_in_layer(safeguard: int | float, cap: int | float | None, c: Contest) 
 
 
 def _capped(c: Contest, cap: int | float | None) -> Contest:
-    """Leaves each head's best ``cap * budget`` tokens in the contest."""
+    """Leave only each head's best ``cap * budget`` tokens in the contest."""
     if cap is None:
         return c
     limit = share_of(min(cap, c.layers * c.heads), c.budget)
@@ -358,7 +359,7 @@ def _capped(c: Contest, cap: int | float | None) -> Contest:
 
 
 def _shares_of_layer(c: Contest) -> Float[Array, "*rows S"]:
-    """Scores divided by their sum over the layer, what is certain to stay left out of it."""
+    """Divide scores by their sum over the layer, without the tokens that are certain to stay."""
     counted = c.live & ~c.certain & (c.scores > -jnp.inf)
     total = c.sum(jnp.where(counted, c.scores, 0), "layer")
     total = jnp.where(total > 0, total, 1).ravel()[c.group("layer")]
@@ -366,14 +367,16 @@ def _shares_of_layer(c: Contest) -> Float[Array, "*rows S"]:
 
 
 def _protected_of_a_head(c: Contest) -> Int[Array, "B"]:
-    """How many tokens of a head stay in any case: as many in the head that has most, and no more than the budget."""
+    """Return the largest number of protected tokens that any head holds, at most the budget."""
     protected = c.sum(c.live & (c.scores == jnp.inf), "head")  # [L, B, K]
     return jnp.minimum(jnp.max(protected, axis=(0, 2)), c.budget).astype(jnp.int32)
 
 
 def _layer_budgets(c: Contest, share: Callable[[Array, Array], Array], cap: int | float | None, each: int) -> Array:
-    """Slots of each layer ``[L, B]``, in units of ``each`` of its heads: what is protected, and ``share(room, total)``
-    of the rest, in whole numbers. No layer gets more than it holds; together they get all of the budget.
+    """Compute the slots of each layer ``[L, B]``, summed over ``each`` of its heads.
+
+    A layer gets its protected slots, and ``share(room, total)`` of the rest in whole numbers. No layer gets more than
+    it holds; together they get all of the budget.
     """
     held = c.sum(c.live, "layer") * each // c.heads
     if cap is not None:
@@ -389,7 +392,7 @@ def _in_proportion(weight: Float[Array, "L B"]) -> Callable[[Array, Array], Arra
 
 
 def _filled(room: Float[Array, "L B"], weight: Float[Array, "L B"], total: Int[Array, "B"]) -> Float[Array, "L B"]:
-    """Shares of the total in proportion to the weights, none above its room; what one can't take goes to the others."""
+    """Share out the total by the weights, none above its room; what one layer can't take goes to the others."""
     weight = jnp.where(jnp.sum(weight, axis=0, keepdims=True) > 0, weight, 1.0)
     weight = jnp.maximum(
         weight / jnp.sum(weight, axis=0, keepdims=True), 1e-6
@@ -406,8 +409,10 @@ def _filled(room: Float[Array, "L B"], weight: Float[Array, "L B"], total: Int[A
 
 
 def _whole(shares: Float[Array, "L B"], room: Int[Array, "L B"], total: Int[Array, "B"]) -> Int[Array, "L B"]:
-    """Whole numbers from 0 to ``room`` that add up to the total, which must fit: the shares rounded down, and one more
-    for those that lost most by it. What the room forbids goes to the first layers that can take it.
+    """Round shares to whole numbers from 0 to ``room`` that add up to the total, which must fit.
+
+    The shares are rounded down, and those that lost most get one more. What exceeds a layer's room goes to the first
+    layers that can take it.
     """
     count = jnp.clip(jnp.floor(shares).astype(jnp.int32), 0, room)
     lost = jnp.where(count < room, shares - count.astype(shares.dtype), -jnp.inf)

@@ -1,8 +1,8 @@
 """One block of one layer under a budget: insert, attend, score, evict.
 
-attend         observe, then evict
-observe        insert the block, attend over all live slots, ask the policy what it says of them
-observe_each   ask several policies at once
+attend         observes, then evicts
+observe        inserts the block, attends over all live slots, and has the policy score them
+observe_each   has several policies score them at once
 """
 
 from __future__ import annotations
@@ -42,29 +42,30 @@ def attend(
     excess: int | None = None,
     context: Context = Context(),
 ) -> tuple[Float[Array, "B T N D"], Cache]:
-    """Attention of a block over the cache and itself; afterwards each head holds at most ``budget`` tokens.
+    """Attend over the cache and the block itself, then evict until each head holds at most ``budget`` tokens.
 
-    The tokens go into free slots, the queries see all live slots that are not in their future, the policy scores the
-    slots by what the block's attention said of them, and the worst are freed. With T = 1 this is a decode step.
+    The tokens are inserted into free slots, the queries see all live slots that are not in their future, the policy
+    scores the slots from the block's attention, and the lowest are freed. With T = 1 this is a decode step.
 
     Args:
         cache: a cache with at least T free slots per head, so ``budget + T`` in all; its ``state`` is the policy's.
         query, key, value: of the block's tokens, rotated.
         position: their absolute positions, -1 for padding. By default they continue each row.
-        policy: scores tokens: a policy or its short name; None or "full" stores all and scores nothing.
-        budget: tokens that each head keeps (on average, under an uneven allocation), one number or one per row; None
-            lets the policy observe, but evicts nothing. No share: one block does not know how long its prompt is.
+        policy: a policy or its short name; with None or "full" all tokens are stored and none is scored.
+        budget: tokens that each head keeps (on average, under an uneven allocation), one number or one per row; with
+            None the policy observes, but evicts nothing. A share is not accepted, for a block does not know how long
+            its prompt is.
         excess: a promise that no head will hold more than ``budget + excess`` tokens; see :func:`kvjax.evict`.
-        context: what the layer offers: its number in a stacked cache, a sliding window, and so on.
+        context: what the layer provides: its number in a stacked cache, a sliding window, and so on.
 
     Returns:
-        The attention's output and the cache. Gradients flow through it, but not backwards through a paged cache, whose
-        pages move in a loop of unknown length.
+        The attention's output and the cache. Gradients flow through attention, but reverse mode does not support a
+        paged cache, whose pages move in a loop of unknown length.
 
     Raises:
-        ValueError: shapes that do not fit; no room for the tokens (under jit, for a block behind a budget that is
-            known); a known budget below 1 or smaller than what the policy protects; an allocation that needs the
-            scores of all layers (:func:`observe` them).
+        ValueError: if shapes do not fit; if the tokens do not fit into the cache (under jit, into what a known budget
+            leaves free); if a known budget is below 1 or smaller than what the policy protects; or if the allocation
+            needs the scores of all layers (use :func:`observe`).
 
     Example:
         >>> import jax, kvjax
@@ -82,8 +83,8 @@ def attend(
     if policy is not None and budget is not None and together:
         kind = "paged" if isinstance(cache, PagedCache) else "plain"
         raise ValueError(
-            f"{policy.name!r} cannot evict from one layer of a {kind} cache of {cache.heads_shape[0]}: observe each "
-            "layer with kvjax.observe, then evict once."
+            f"{policy.name!r} cannot evict from one layer of a {kind} cache of {cache.heads_shape[0]} layers: observe "
+            "each layer with kvjax.observe, then evict once."
         )
     out, cache, evidence = _observe(cache, query, key, value, position, policy, budget, context)
     if evidence is None or budget is None:
@@ -105,13 +106,13 @@ def observe(
     budget: Budget | None = None,
     context: Context = Context(),
 ) -> tuple[Float[Array, "B T N D"], Cache, Evidence | None]:
-    """:func:`attend` without the eviction: for allocations that compare the scores of all layers.
+    """Attend and score like :func:`attend`, but evict nothing: for allocations that compare the scores of all layers.
 
     Args:
-        budget: what the policy's shares of the budget refer to; all slots if None.
+        budget: the budget that the policy's shares refer to; all slots if None.
 
     Returns:
-        The attention's output, the cache with the block in it, and what the policy says of the layer's slots, with
+        The attention's output, the cache with the block in it, and the policy's evidence on the layer's slots, with
         scores ``[B, K, S]`` as in ``cache.layer(context.layer)`` (None without a policy).
 
     Example:
@@ -147,20 +148,20 @@ def observe_each(
     budgets: Sequence[Budget],
     context: Context = Context(),
 ) -> tuple[Float[Array, "B T N D"], KVCache, tuple[Evidence, ...]]:
-    """:func:`observe` under several policies at once, as long as none of them evicts: attention runs once for all.
+    """Run :func:`observe` for several policies at once, as long as none of them evicts: attention runs once for all.
 
-    It runs once more for each size of observation window beyond the first.
+    Attention runs once more for each further size of observation window.
 
     Args:
-        cache: whose ``state`` is a tuple, each policy's own in their order.
-        policies: one or more, also one several times, for several budgets.
-        budgets: of each policy, what its shares refer to.
+        cache: a cache whose ``state`` is a tuple of the policies' states, in their order.
+        policies: one or more; a policy may be repeated, for several budgets.
+        budgets: for each policy, the budget that its shares refer to.
 
     Returns:
-        The attention's output, the cache with the block in it, and what each policy says of the layer's slots.
+        The attention's output, the cache with the block in it, and each policy's evidence on the layer's slots.
 
     Raises:
-        ValueError: no policy, not as many budgets, or a cache that was not made for them.
+        ValueError: if there is no policy, the number of budgets differs, or the cache was not made for these policies.
 
     Example:
         >>> import dataclasses, jax, kvjax
@@ -181,7 +182,7 @@ def observe_each(
         )
     if not isinstance(cache, KVCache) or not isinstance(cache.state, tuple) or len(cache.state) != len(chosen):
         raise ValueError(
-            f"expected a KVCache whose state is a tuple of {len(chosen)}, each policy's own in their order."
+            f"expected a KVCache whose state is a tuple of {len(chosen)}, one state per policy in their order."
         )
     checked = []
     for policy, state, budget in zip(chosen, cache.state, budgets, strict=True):
@@ -192,7 +193,7 @@ def observe_each(
     here, stack = _taken_out(cache, context)
     together: dict[int, Needs] = {}
     largest = max(policy.needs.window for policy in chosen)
-    for policy in chosen:  # who observes no window goes with any
+    for policy in chosen:  # a policy that observes no window joins any
         window = policy.needs.window or largest
         together[window] = together.get(window, Needs()) | policy.needs
     seen = {window: _attention(here, query, position, needs, context, stack) for window, needs in together.items()}
@@ -215,11 +216,11 @@ def _checked(
     excess: int | None,
     context: Context,
 ) -> tuple[Policy | None, Any]:
-    """The policy and the budget of a block, as arrays count; refuses what cannot be, and what will not fit."""
+    """Return the policy and the budget (int32) of a block, after checks that they are valid and that the block fits."""
     policy, T = policy_of(policy), query.shape[1]
     if len(cache.heads_shape) == 3 and context.layer is None:
-        raise ValueError("the cache stacks layers: say which with context=kvjax.Context(layer=...).")
-    known = is_known(cache.position, position, context.layer)  # then insert looks into the cache itself
+        raise ValueError("the cache stacks layers; give the number of one with context=kvjax.Context(layer=...).")
+    known = is_known(cache.position, position, context.layer)  # then insert checks the cache's contents
     if not known:
         check_fits(cache, T, position)
     if budget is None:
@@ -228,7 +229,7 @@ def _checked(
         raise ValueError(f"a budget of {budget} was given without a policy that says what to keep; try 'snapkv+caote'.")
     if isinstance(plain(budget), float):
         raise ValueError(
-            f"the budget is {budget}, a share, but one block does not know the prompt that it is a share of: give "
+            f"the budget is {budget}, a share, but a block does not know the length of its prompt: give "
             "tokens per head, an int."
         )
     B = cache.heads_shape[-2]
@@ -243,9 +244,9 @@ def _checked(
 
 
 def _check_room(cache: Cache, policy: Policy, budget: np.ndarray, entering: int) -> None:
-    """Refuses a cache without room for so many tokens more than the budget, when each head may hold its budget.
+    """Check that the cache has room for ``entering`` tokens when each head may already hold its budget.
 
-    A block that fills a whole cache can only be the first, which needs no more.
+    A block that fills the whole cache can only be the first one, and fits.
     """
     if entering == cache.num_slots and isinstance(cache, KVCache):
         return
@@ -254,17 +255,17 @@ def _check_room(cache: Cache, policy: Policy, budget: np.ndarray, entering: int)
     held = policy.allocation.most(layers, K, int(budget.max()))
     if held + entering > cache.num_slots:
         raise ValueError(
-            f"a head may hold {held} tokens when {entering} more come in, but the cache has {cache.num_slots} slots a "
-            f"head: make it with {held + entering}, or give a smaller budget or block."
+            f"a head may hold {held} tokens when {entering} more come in, but the cache has {cache.num_slots} slots "
+            f"per head: make it with {held + entering}, or give a smaller budget or block."
         )
     if isinstance(cache, PagedCache):
-        heads = layers * K  # those of other rows have no pages to give
+        heads = layers * K  # heads of other rows have no pages to give
         needed = sum(pages_for(heads * int(row + entering), heads, cache.page_size) for row in budget)
         if needed > cache.owner.shape[0]:
             raise ValueError(
                 f"{layers * B * K} heads may hold {np.mean(budget):g} tokens each on average when {entering} more come "
                 f"in, for which {needed} pages of {cache.page_size} slots are needed, but the cache has "
-                f"{cache.owner.shape[0]}: make it with so many (kvjax.pages_for)."
+                f"{cache.owner.shape[0]}: make it with that many (kvjax.pages_for)."
             )
 
 
@@ -278,7 +279,7 @@ def _observe(
     budget: Budget | None,
     context: Context,
 ) -> tuple[Float[Array, "B T N D"], Cache, Evidence | None]:
-    """:func:`observe`; where a policy ends in CAOTE, its scores may still be :class:`kvjax.observation.Weights`."""
+    """Run :func:`observe`; where a policy ends in CAOTE, scores may still be :class:`kvjax.observation.Weights`."""
     K = cache.heads_shape[-1]
     if policy is not None:
         check_policy(policy, cache, query.shape[2] // K)
@@ -304,7 +305,7 @@ def _enter(
     position: Int[Array, "B T"] | None,
     context: Context,
 ) -> tuple[Any, Float[Array, "B T N D"], Int[Array, "B T"], Context]:
-    """Inserts a block; gives the cache with it, and the queries, positions and context as attention takes them."""
+    """Insert a block; return the cache with it, and the queries, positions and context as attention takes them."""
     N, layer = query.shape[2], _index(cache, context)
     if position is None:
         position = next_positions(cache, query.shape[1])
@@ -325,24 +326,24 @@ def _enter(
 
 
 def _shares_of(cache: Cache, budget: Budget | None) -> Int[Array, "B"]:
-    """Gives what a policy's shares of the budget refer to, for each row."""
+    """Return the budget that a policy's shares refer to, for each row."""
     B = cache.heads_shape[-2]
     return jnp.broadcast_to(jnp.asarray(cache.num_slots if budget is None else budget, jnp.int32), (B,))
 
 
 def _taken_out(cache: KVCache, context: Context) -> tuple[KVCache, KVCache | None]:
-    """Takes out the layer at hand, and the cache that stacks it with others, if one does."""
+    """Return the context's layer of the cache, and the whole cache if it stacks layers, else None."""
     if (layer := _index(cache, context)) is None:
         return cache, None
     here = cache.layer(layer)
-    # Taken out once: read again and again from the stacked arrays, XLA would copy those in every layer rather than
-    # write the new positions and state in place.
+    # Taken out once: if they were read from the stacked arrays several times, XLA would copy those arrays in every
+    # layer instead of writing the new positions and state in place.
     slot_position, state = jax.lax.optimization_barrier((here.position, here.state))
     return dataclasses.replace(here, position=slot_position, state=state), cache
 
 
 def _with_state(cache: KVCache, state: Any, context: Context) -> KVCache:
-    """Puts into the cache what the policy remembers now, of the layer at hand."""
+    """Return the cache with the policy's new state of the context's layer."""
     if (layer := _index(cache, context)) is not None:
         state = jax.tree.map(lambda whole, part: whole.at[layer].set(part), cache.state, state)
     return dataclasses.replace(cache, state=state)
@@ -356,9 +357,9 @@ def _attention(
     context: Context,
     stack: KVCache | None,
 ) -> tuple[Float[Array, "B T heads D"], ColumnStatistics, Float[Array, "B T heads D"], KVCache]:
-    """Attends over some heads of a layer; queries and keys come back as they met, turned or not.
+    """Attend over some heads of a layer; also return the queries and keys with the rotations that attention used.
 
-    With ``stack``, kernels read the layer's keys and values among those of all layers: a layer taken out is a copy.
+    With ``stack``, kernels read the layer's keys and values from the stacked arrays: a layer taken out is a copy.
     """
     if here.positions == "compact":
         query, key = _turn_to_rank(here, query, position, context)
@@ -377,7 +378,7 @@ def _attention(
 
 
 def _options(needs: Needs, context: Context) -> dict[str, Any]:
-    """Gives the arguments that attention over slots and over pages share."""
+    """Return the arguments that attention over slots and attention over pages share."""
     return dict(
         statistics=needs.statistics | observed(needs.statistics),
         window=needs.window,
@@ -397,7 +398,7 @@ def _ask(
     budget: Int[Array, "B"],
     context: Context,
 ) -> tuple[Evidence, Any]:
-    """Asks the policy about some heads of a layer; gives what it says, and its new state."""
+    """Have the policy score some heads of a layer; return its evidence and its new state."""
     B, K = here.position.shape[:2]
     entered = jnp.sum(position >= 0, axis=1, dtype=jnp.int32)
     columns = jax.tree.map(lambda column: column.reshape(B, K, -1, column.shape[-1]), columns)
@@ -417,7 +418,7 @@ def _ask(
         head=head,
         context=context,
     )
-    # Which tokens stay is a choice, not a function to differentiate: gradients flow through the attention alone.
+    # The choice of the tokens that stay is not differentiable: gradients flow through attention alone.
     state, observation = jax.lax.stop_gradient((remembered, mark_protected(policy, observation)))
     scores, new = update_scores(policy, state, observation)
     if observed(policy.needs.statistics):
@@ -435,7 +436,7 @@ def _ask(
 
 
 def _with_scores(evidence: Evidence, here: KVCache) -> Evidence:
-    """Computes the scores that were left to be computed."""
+    """Compute the scores if the evidence still holds :class:`kvjax.observation.Weights`."""
     if not isinstance(evidence.scores, Weights):
         return evidence
     scores = joined(evidence.scores, jax.lax.stop_gradient(here.value), here.live, evidence.protected)
@@ -450,9 +451,9 @@ def _observe_pages(
     budget: Int[Array, "B"],
     context: Context,
 ) -> tuple[Float[Array, "B T N D"], PagedCache, Evidence | None]:
-    """Attention reads pages where they are; what else a policy reads of them is laid out one head after the other.
+    """Observe a block in a paged cache, whose pages attention reads in place.
 
-    So are keys that are turned before attention.
+    What else a policy reads of the pages is copied one head at a time. So are keys that are turned before attention.
     """
     B, T, N, _ = query.shape
     K, layer = cache.heads_shape[-1], _index(cache, context)
@@ -469,7 +470,7 @@ def _observe_pages(
             return out, cache, None
 
     def heads_of(tree: Any, axis: int, head: Int[Array, ""]) -> Any:
-        """The share of one KV head in an axis of KV heads, or of query heads."""
+        """Slice one KV head's part out of an axis of KV heads, or of query heads."""
 
         def take(x: Array) -> Array:
             size = x.shape[axis] // K
@@ -490,7 +491,7 @@ def _observe_pages(
         else:
             out, own_columns = None, heads_of(columns, 1, head)
         assert policy is not None
-        # XLA lays out only those parts of ``here`` that the policy reads.
+        # XLA copies only those parts of ``here`` that the policy reads.
         evidence, state = _ask(policy, here, mine, position, own_columns, head[None], budget, own)
         return out, state, dataclasses.replace(_with_scores(evidence, here), protected=None)
 
@@ -516,12 +517,12 @@ def _observe_pages(
 
 
 def _index(cache: Cache, context: Context) -> int | Int[Array, ""] | None:
-    """Finds the layer of a cache that stacks them; None where it is of one layer."""
+    """Return the context's layer if the cache stacks layers, else None."""
     return context.layer if len(cache.heads_shape) == 3 else None
 
 
 def check_policy(policy: Policy, cache: Cache, G: int) -> None:
-    """Refuses a policy that the cache was not made for."""
+    """Check that the cache was made for the policy."""
     if policy.positions not in ("absolute", cache.positions):
         raise ValueError(
             f"{policy.name!r} wants {policy.positions!r} positions, but the cache's are {cache.positions!r}; make the "
@@ -561,7 +562,7 @@ def _turn_to_index(
     position: Int[Array, "B T"],
     context: Context,
 ) -> tuple[Float[Array, "B T N D"], Float[Array, "B T K D"]]:
-    """Rotates a block as if its positions went on from the number of tokens that each head holds."""
+    """Rotate a block as if its positions continued from the number of tokens that each head holds."""
     B, T, K, D = key.shape
     assert context.frequency is not None
     valid = position >= 0
@@ -576,7 +577,7 @@ def _turn_to_index(
 def _turn_to_rank(
     here: KVCache, query: Float[Array, "B T heads D"], position: Int[Array, "B T"], context: Context
 ) -> tuple[Float[Array, "B T heads D"], Float[Array, "B K S D"]]:
-    """Rotates queries and keys as if the tokens of each head stood one behind the other."""
+    """Rotate queries and keys as if the tokens of each head had consecutive positions."""
     assert context.frequency is not None
     K = here.position.shape[1]
     frequency = context.frequency[:, None, None]

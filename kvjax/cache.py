@@ -1,13 +1,13 @@
-"""The cache: a fixed number of slots a KV head, reused as tokens are evicted.
+"""The cache: a fixed number of slots per KV head, reused as tokens are evicted.
 
     key, value     [B, K, S, D]   keys rotated at their absolute position; rows of free slots are stale, never read
     position       [B, K, S]      int32, the absolute position of the token in each slot, -1 where the slot is free
     next_position  [B]            int32, the absolute position of each row's next token
     state          a pytree of a policy's per-slot arrays [B, K, S, ...]; a slot's entry is zero when a token enters.
-                   What a policy remembers of a head, not of a slot, stands in a HeadState [B, K, ...]
+                   A policy's state per head, not per slot, is in a HeadState [B, K, ...]
 
-Heads hold different tokens, so a slot is not a position. A model stacks its layers in front, [L, B, K, S, D]; the
-functions then take `layer=`, and write into the stacked arrays, so that a donated cache is updated in place.
+Heads hold different tokens, so a slot is not a position. A model stacks its layers on the first axis, [L, B, K, S, D];
+the functions then take `layer=`, and write into the stacked arrays, so that a donated cache is updated in place.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Positions = Literal["absolute", "compact", "index"]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class HeadState:
-    """What a policy remembers of each head, ``[*L, B, K, ...]``: eviction and insertion leave it alone.
+    """A policy's state per head, ``[*L, B, K, ...]``; eviction and insertion do not change it.
 
     Example:
         >>> import jax.numpy as jnp
@@ -44,7 +44,7 @@ class HeadState:
 
 
 def map_slots(function: Callable[..., Any], state: PyTree, *rest: PyTree) -> PyTree:
-    """``jax.tree.map`` over a state's per-slot arrays; what is kept of a head stays as it is."""
+    """Apply ``jax.tree.map`` to a state's per-slot arrays; the state per head stays as it is."""
 
     def apply(leaf: Any, *others: Any) -> Any:
         return leaf if isinstance(leaf, HeadState) else function(leaf, *others)
@@ -55,7 +55,7 @@ def map_slots(function: Callable[..., Any], state: PyTree, *rest: PyTree) -> PyT
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KVCache:
-    """Keys and values of the tokens that are kept; the layout stands at the top of this file.
+    """Keys and values of the tokens that are kept; the layout is at the top of this file.
 
     Example:
         >>> import jax.numpy as jnp
@@ -86,19 +86,19 @@ class KVCache:
         state: PyTree = (),
         positions: Positions = "absolute",
     ) -> KVCache:
-        """An empty cache. ``state`` is what a policy's ``init`` returned for the same shape.
+        """Make an empty cache. ``state`` is what a policy's ``init`` returned for the same shape.
 
         Args:
-            positions: which positions the keys' rotations stand for once tokens have been evicted. "absolute": those
-                in the text. "compact": at each step, the ranks among the tokens that are left, as StreamingLLM has it;
-                keys are rotated anew. "index": a token takes the number of tokens in the cache when it comes as its
-                position, and keeps it; nothing is rotated anew. Masks and protections always read those in the text.
+            positions: the positions that keys are rotated to once tokens have been evicted. "absolute": those in the
+                text. "compact": at each step, the ranks among the remaining tokens, as in StreamingLLM; keys are
+                rotated again. "index": a token's position is the number of tokens in the cache when it enters, and
+                stays so; keys are not rotated again. Masks and protections always use positions in the text.
 
         Raises:
-            ValueError: a size below 1, unknown positions, a state of another shape.
+            ValueError: if a size is below 1, the positions are unknown, or the state has another shape.
         """
         if positions not in ("absolute", "compact", "index"):
-            raise ValueError(f"unknown positions {positions!r}; there are 'absolute', 'compact' and 'index'.")
+            raise ValueError(f"unknown positions {positions!r}; expected 'absolute', 'compact' or 'index'.")
         sizes = dict(batch=batch, kv_heads=kv_heads, slots=slots)
         stack = {} if layers is None else dict(layers=layers)
         shape = tuple(check_count(name, size, 1, "a cache needs at least 1") for name, size in (stack | sizes).items())
@@ -110,7 +110,7 @@ class KVCache:
             if given[: len(lead)] != lead:
                 axes = ", ".join(("L, B, K, S" if layers is not None else "B, K, S").split(", ")[: len(lead)])
                 raise ValueError(
-                    f"the state has an array of shape {given}, but this cache's lead with {lead}, {axes}: "
+                    f"the state has an array of shape {given}, but this cache's start with {lead}, {axes}: "
                     "make the cache with kvjax.empty_cache."
                 )
         return cls(
@@ -134,21 +134,21 @@ class KVCache:
 
     @property
     def live(self) -> Array:
-        """Which slots hold a token, bool ``[*L, B, K, S]``."""
+        """Mask of the slots that hold a token, bool ``[*L, B, K, S]``."""
         return self.position >= 0
 
     @property
     def num_live(self) -> Array:
-        """How many tokens each head holds, int32 ``[*L, B, K]``."""
+        """Number of tokens that each head holds, int32 ``[*L, B, K]``."""
         return jnp.sum(self.live, axis=-1, dtype=jnp.int32)
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the cache really takes: keys, values, positions and the policy's state."""
+        """Bytes of the whole cache: keys, values, positions and the policy's state."""
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
 
     def layer(self, index: int | Int[Array, ""]) -> KVCache:
-        """One layer of a stacked cache."""
+        """Return one layer of a stacked cache."""
 
         def take(leaf: Array) -> Array:
             return jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False)
@@ -170,7 +170,7 @@ def insert_plain(
     position: Int[Array, "B T"],
     layer: int | Int[Array, ""] | None,
 ) -> KVCache:
-    """:func:`kvjax.insert` for a plain cache, arguments checked."""
+    """Insert tokens into a plain cache as :func:`kvjax.insert` does, which has checked the arguments."""
     B, T, K, _ = key.shape
     slot_position = cache.position if layer is None else cache.position[layer]
     free = slot_position < 0
@@ -194,10 +194,10 @@ def insert_plain(
 
 
 def compact(cache: KVCache, slots: int) -> KVCache:
-    """Gathers the live tokens into a smaller cache (or an empty tail into a larger one), in slot order.
+    """Gather the live tokens, in slot order, into a smaller cache or into a larger one with free slots at the end.
 
     Args:
-        slots: slots a head afterwards. Tokens beyond that many live ones are lost: evict to the budget first.
+        slots: slots per head afterwards. Live tokens beyond that number are lost: evict to the budget first.
 
     Example:
         >>> import jax.numpy as jnp
@@ -229,13 +229,13 @@ def compact(cache: KVCache, slots: int) -> KVCache:
 
 
 def by_position(position: Int[Array, "*heads S"]) -> tuple[Int[Array, "*heads S"], Int[Array, "*heads S"]]:
-    """Orders slots by their positions, free ones last: the slots in that order, and each slot's place in it."""
+    """Order slots by position, free ones last; return the slots in that order, and each slot's place in it."""
     order = jnp.argsort(jnp.where(position >= 0, position, jnp.iinfo(jnp.int32).max), axis=-1)
     return order, jnp.argsort(order, axis=-1)
 
 
 def nth_true(mask: Array, n: Int[Array, "*batch M"]) -> Int[Array, "*batch M"]:
-    """Index of the n-th True (counted from 1) along the last axis; the axis' length where there are fewer."""
+    """Return the index of the n-th True (counted from 1) on the last axis; the axis' length where there are fewer."""
     flat_count = jnp.cumsum(mask, axis=-1, dtype=jnp.int32)
     find = jnp.searchsorted
     for _ in range(mask.ndim - 1):
@@ -243,7 +243,7 @@ def nth_true(mask: Array, n: Int[Array, "*batch M"]) -> Int[Array, "*batch M"]:
     return find(flat_count, n).astype(jnp.int32)
 
 
-# Slots of one call differ; pages, which rows of a call may share, take another scatter.
+# The slots of one call are distinct. Pages are not, as rows of a call may share them: they take another scatter.
 _overwrite = functools.partial(jax.lax.scatter, unique_indices=True)
 
 
@@ -254,12 +254,12 @@ def write_rows(
     layer: int | Int[Array, ""] | None,
     scatter: Callable[..., Array] = _overwrite,
 ) -> Array:
-    """array[(layer,) b, k, slot[b, k, t]] = rows[b, k, t], as one scatter that is parallel in b and k.
+    """Set array[(layer,) b, k, slot[b, k, t]] = rows[b, k, t], as one scatter that is parallel in b and k.
 
-    The batching dimensions are named, so that a cache sharded over them is updated without communication.
+    The batching dimensions are given, so that a cache sharded over them is updated without communication.
 
     Args:
-        scatter: writes; ``jax.lax.scatter_min``, say, keeps the smaller of what is there and what comes.
+        scatter: the scatter to use; ``jax.lax.scatter_min``, for example, keeps the smaller of the old and the new.
     """
     if layer is None:
         index = slot[..., None]

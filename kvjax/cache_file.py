@@ -1,11 +1,12 @@
-"""A cache as a file: one safetensors file with every array, and in its metadata what the cache was made with.
+"""A cache as a file: one safetensors file with every array, whose metadata name what the cache was made with.
 
-save_cache   writes it whole or not at all
-load_cache   reads it, and refuses what was damaged, or made with something else
-cache_info   reads what it was made with, and none of the arrays
+save_cache   writes the file, whole or not at all
+load_cache   reads it, and refuses a file that is damaged or was made with something else
+cache_info   reads the metadata, and none of the arrays
 
-Arrays have the names of the cache's fields; a policy's are called by their place in the state, such as
-``state[0].value``. One entry of metadata, "kvjax_cache", is JSON: the fields of ``_FIELDS``, and a sha256 of all that.
+Arrays have the names of the cache's fields; a policy's are named by their place in the state, such as
+``state[0].value``. One entry of the metadata, "kvjax_cache", is JSON: the fields of ``_FIELDS``, and a sha256 of these
+and of the arrays.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ _FIELDS = {
     "page_size": int | None,
     "positions": Positions,
     "dtype": str,
-    "query_heads": int,  # of each head of the cache, which tells the state's structure
+    "query_heads": int,  # of each head of the cache, which determines the state's structure
     "tokens": list[int],
     "policy": str | None,
     "budget": int | float | None,
@@ -67,20 +68,20 @@ def save_cache(
     budget: int | float | None = None,
     model: str | None = None,
 ) -> None:
-    """Writes a cache to a file, from which :func:`load_cache` makes the same cache, bit for bit, in another process.
+    """Write a cache to a file, from which :func:`load_cache` makes the same cache, bit for bit, in another process.
 
-    The file takes its place when it is whole; until then, and where something goes wrong, a former one stays as it was.
+    An existing file is replaced only when the new one is complete; if writing fails, it stays as it was.
 
     Args:
-        path: the file; its folder must be there.
+        path: the file; its folder must exist.
         cache: plain or paged.
-        policy: what the cache was made for, a policy or its short name; may be left out where it remembers nothing.
-        budget: under which it was filled, slots per head or a ratio, for whoever goes on with it.
-        model: any text that tells the model, whose keys and values these are, from others.
+        policy: the policy that the cache was made for, or its short name; may be left out where it has no state.
+        budget: the budget under which it was filled, slots per head or a ratio, for later use.
+        model: any text that identifies the model of these keys and values.
 
     Raises:
-        ValueError: what is no cache, or not the policy's; a cache that was donated, is traced, or contradicts itself.
-        FileNotFoundError: the folder does not exist.
+        ValueError: if ``cache`` is not a cache, is not the policy's, was donated, is traced, or is inconsistent.
+        FileNotFoundError: if the folder does not exist.
 
     Example:
         >>> import pathlib, tempfile
@@ -124,20 +125,20 @@ def load_cache(
     budget: int | float | None = None,
     model: str | None = None,
 ) -> KVCache | PagedCache:
-    """Reads a cache that :func:`save_cache` wrote.
+    """Read a cache that :func:`save_cache` wrote.
 
     Args:
         path: the file.
-        policy, budget, model: what the cache is to go on with. What is given and is not what the file says, or is not
-            said there, is refused. What is left out is the file's: :func:`cache_info` tells it.
+        policy, budget, model: what the cache will be used with. A value that differs from the file's, or that the file
+            does not have, is refused. What is left out is taken from the file; :func:`cache_info` returns it.
 
     Returns:
         The cache, on the default device.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it is not a cache's, was damaged, was made with something else or by a later kvjax; its policy has
-            no short name, and was not given.
+        FileNotFoundError: if there is no such file.
+        ValueError: if the file holds no cache, is damaged, or was made with something else or by a later kvjax; or if
+            its policy has no short name and was not given.
 
     Example:
         >>> import pathlib, tempfile
@@ -160,16 +161,16 @@ def load_cache(
 
 @typed
 def cache_info(path: str | Path) -> dict[str, Any]:
-    """Reads what a cache's file says of it, and none of the arrays; :func:`load_cache` checks these.
+    """Read the metadata of a cache's file, and none of the arrays, which :func:`load_cache` checks.
 
     Returns:
         "policy", "budget" and "model" as they were saved, None where they were not; "tokens", how many each row has
         seen; "kind", "plain" or "paged"; "page_size", None without pages; "positions"; "dtype"; "query_heads" of each
-        head of the cache, 1 where its policy does not tell; "kvjax", the version that wrote it; "format".
+        head of the cache, 1 where its policy does not show it; "kvjax", the version that wrote it; "format".
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it is not a cache's.
+        FileNotFoundError: if there is no such file.
+        ValueError: if the file holds no cache.
 
     Example:
         >>> import pathlib, tempfile
@@ -186,14 +187,14 @@ def cache_info(path: str | Path) -> dict[str, Any]:
 
 
 class _Expected(NamedTuple):
-    """Describes what a cache is like: its tree, and its leaves' shapes and dtypes by name, in the tree's order."""
+    """The structure of a cache: its tree, and its leaves' shapes and dtypes by name, in the tree's order."""
 
     structure: Any
     arrays: dict[str, jax.ShapeDtypeStruct]
 
 
 def _made_with(policy: Policy | str | None, budget: int | float | None, model: str | None) -> dict[str, Any]:
-    """Says what a cache is made with, as a file does; None is what is not said."""
+    """Return what a cache is made with, as a file stores it; None where it is not given."""
     if budget is not None and (budget < 1 if isinstance(budget, int) else not 0 < budget <= 1):
         raise ValueError(
             f"the budget is {shown(budget)}; give slots per head (an int from 1), or a ratio (a float in (0, 1])."
@@ -204,7 +205,7 @@ def _made_with(policy: Policy | str | None, budget: int | float | None, model: s
 
 
 def _arrays(cache: Cache) -> dict[str, np.ndarray]:
-    """Brings a cache's arrays to the host, by name."""
+    """Copy a cache's arrays to the host, by name."""
     leaves = _named(cache)
     if not is_known(*leaves.values()):
         raise ValueError(
@@ -224,14 +225,14 @@ def _arrays(cache: Cache) -> dict[str, np.ndarray]:
 
 
 def _named(cache: Cache) -> dict[str, Any]:
-    """Names the leaves of a cache, as a file does."""
+    """Return the leaves of a cache by the names that a file gives them."""
     return {jax.tree_util.keystr(path).lstrip("."): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(cache)}
 
 
 def _query_heads(
     cache: Cache, arrays: Mapping[str, np.ndarray], policy: str | None, expected_with: Callable[[int], _Expected]
 ) -> int:
-    """Finds how many query heads a head of the cache serves, as far as its state tells."""
+    """Find how many query heads a head of the cache serves, as far as its state shows."""
     structure, shapes = jax.tree.structure(cache), _state_shapes(arrays)
     for query_heads in range(1, 2 if policy in (None, "full") else MOST_QUERY_HEADS + 1):
         expected = expected_with(query_heads)
@@ -252,7 +253,7 @@ def _state_shapes(arrays: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 def _expected(
     whose: str, arrays: Mapping[str, Any], described: Mapping[str, Any], policy: Policy | None, query_heads: int
 ) -> _Expected:
-    """Finds what a cache of these sizes is like under a policy."""
+    """Return the structure of a cache of these sizes under a policy."""
     paged = described["kind"] == "paged"
     key, position = (_require(arrays, name, whose) for name in ("key", "position"))
     heads = _require(arrays, "table", whose) if paged else position
@@ -266,7 +267,7 @@ def _expected(
     if not is_float(dtype):
         raise ValueError(f"{whose} has keys of {dtype}; expected floats.")
     if jax.dtypes.canonicalize_dtype(dtype) != jnp.dtype(dtype):
-        raise ValueError(f"{whose} has keys of {dtype}, for which JAX must be set to: jax_enable_x64.")
+        raise ValueError(f"{whose} has keys of {dtype}, for which JAX needs jax_enable_x64.")
     pages, page_size = position.shape if paged else (None, 1)
     make = functools.partial(
         blank,
@@ -292,7 +293,7 @@ def _expected(
     try:
         shapes = jax.eval_shape(leaves)
     except ValueError as error:
-        raise ValueError(f"{whose} holds what no cache does: {error}") from None
+        raise ValueError(f"{whose} has sizes that no cache has: {error}") from None
     structure, names = tree
     return _Expected(structure, dict(zip(names, shapes, strict=True)))
 
@@ -304,7 +305,7 @@ def _require(arrays: Mapping[str, Any], name: str, whose: str) -> Any:
 
 
 def _check_arrays(whose: str, arrays: Mapping[str, np.ndarray], expected: _Expected) -> None:
-    """Refuses arrays of other names, shapes or dtypes than a cache of this kind has."""
+    """Check that the arrays have the names, shapes and dtypes of a cache of this kind."""
     for name, like in expected.arrays.items():
         array = _require(arrays, name, whose)
         if (array.shape, array.dtype) != (like.shape, like.dtype):
@@ -312,11 +313,11 @@ def _check_arrays(whose: str, arrays: Mapping[str, np.ndarray], expected: _Expec
                 f"{whose}: {name} is {array.dtype} {array.shape}; expected {like.dtype} {like.shape} in this cache."
             )
     if more := sorted(arrays.keys() - expected.arrays.keys()):
-        raise ValueError(f"{whose} has the array {more[0]}, for which there is no place in this cache.")
+        raise ValueError(f"{whose} has the array {more[0]}, which this cache does not have.")
 
 
 def _check_contents(whose: str, arrays: Mapping[str, np.ndarray]) -> None:
-    """Refuses positions and pages that no sequence of insertions and evictions leaves behind."""
+    """Check that insertions and evictions can have left these positions and pages."""
     position, next_position = arrays["position"], arrays["next_position"]
     if position.min() < -1:
         raise ValueError(f"{whose}: a position is {position.min()}; expected -1 for a free slot, or one from 0.")
@@ -334,11 +335,11 @@ def _check_contents(whose: str, arrays: Mapping[str, np.ndarray]) -> None:
 
 
 def _last_of_pages(whose: str, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Finds the last position that each row holds, [B], -1 for none; refuses pages that are not accounted for."""
+    """Find the last position that each row holds, [B], -1 for none; check that every page is free or owned once."""
     position, owner, table, free = (arrays[name] for name in ("position", "owner", "table", "free"))
     num_free, P, (*_, B, K, M) = int(arrays["num_free"]), len(owner), table.shape
     if not 0 <= num_free <= P:
-        raise ValueError(f"{whose}: {num_free} pages are free; expected 0 to {P}, as many as there are.")
+        raise ValueError(f"{whose}: {num_free} pages are free; expected 0 to {P}, the number of pages.")
     of_head = table.reshape(-1, M)
     if of_head.min() < -1 or of_head.max() >= P:
         wrong = of_head.min() if of_head.min() < -1 else of_head.max()
@@ -353,7 +354,7 @@ def _last_of_pages(whose: str, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
     expected[of_head[owned]] = np.repeat(np.arange(len(of_head)), count)
     if (owner != expected).any():
         page = int(np.argmax(owner != expected))
-        raise ValueError(f"{whose}: page {page} says head {owner[page]}; its page table says {expected[page]}.")
+        raise ValueError(f"{whose}: page {page} has the owner {owner[page]}; expected {expected[page]} by the tables.")
     if (position[owner < 0] >= 0).any():
         raise ValueError(f"{whose}: a free page holds a token; expected none.")
     last = np.full(B, -1, np.int64)
@@ -362,7 +363,7 @@ def _last_of_pages(whose: str, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
 
 
 def _digest(info: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> str:
-    """Computes a sha256 of what is said of a cache, and of its arrays in the order of their names."""
+    """Compute a sha256 of a cache's metadata, and of its arrays in the order of their names."""
     found = hashlib.sha256(json.dumps(info, sort_keys=True).encode())
     for name, array in sorted(arrays.items()):
         found.update(f"{name} {array.dtype} {array.shape}".encode())
@@ -371,7 +372,7 @@ def _digest(info: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> str:
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Reads all that a file holds, and refuses what is not what was written."""
+    """Read the whole file, and check that it holds what was written."""
     with _opened(path) as (info, file):
         arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     if info.pop("sha256") != _digest(info, arrays):
@@ -381,7 +382,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[tuple[dict[str, Any], Any]]:
-    """Opens a file, for what it says of its cache and for its arrays."""
+    """Open a file for its metadata and its arrays."""
     try:
         with safe_open(path, framework="np") as file:
             yield _said(path, file.metadata()), file
@@ -393,10 +394,10 @@ def _opened(path: Path) -> Iterator[tuple[dict[str, Any], Any]]:
 
 
 def _said(path: Path, metadata: Mapping[str, str] | None) -> dict[str, Any]:
-    """Reads what a file's metadata say, each field of its type."""
+    """Read a file's metadata, and check the type of each field."""
     if ENTRY not in (metadata or {}):
         raise ValueError(f"{path} is a safetensors file, but holds no cache; name one that kvjax.save_cache wrote.")
-    damaged = f"{path} is damaged: what it says of its cache cannot be read; take another copy."
+    damaged = f"{path} is damaged: its metadata cannot be read; take another copy."
     try:
         info = json.loads((metadata or {})[ENTRY])
     except (ValueError, RecursionError):
@@ -423,15 +424,15 @@ def _said(path: Path, metadata: Mapping[str, str] | None) -> dict[str, Any]:
 
 
 def _check_given(path: str | Path, given: Mapping[str, Any], info: Mapping[str, Any]) -> None:
-    """Refuses a policy, budget or model that is not the one which the file names."""
+    """Check that a given policy, budget and model are those in the file."""
     for what, value in given.items():
         said = info[what]
         if value is None or (value == said and type(value) is type(said)):  # 1 slot is not the ratio 1.0
             continue
         if said is None:
             raise ValueError(
-                f"{path} does not say its {what}, so that {shown(value)} cannot be checked; leave {what}= out, or save "
-                f"the cache with it."
+                f"{path} was saved without a {what}, so that {shown(value)} cannot be checked; leave {what}= out, or "
+                f"save the cache with it."
             )
         raise ValueError(
             f"{path} was saved with the {what} {shown(said)}, but {shown(value)} was given; give the same, or leave "
@@ -458,7 +459,7 @@ def _source(path: str | Path) -> Path:
 
 
 def _target(path: str | Path) -> Path:
-    """Finds the file to replace: what a link points to, not the link."""
+    """Return the file to replace: the target of a link, not the link."""
     target = Path(os.path.realpath(path))
     if not target.parent.is_dir():
         raise FileNotFoundError(f"cannot write {path}: the folder {target.parent} does not exist; make it first.")
@@ -468,8 +469,8 @@ def _target(path: str | Path) -> Path:
 
 
 def _write(target: Path, content: bytes) -> None:
-    """Writes a file whole or not at all."""
-    # A long name leaves no room for what makes a temporary one unique.
+    """Write a file whole or not at all."""
+    # The stem is cut: the temporary name of a file with a long name would be too long.
     temporary = target.with_name(f".{target.stem[:40]}.{secrets.token_hex(8)}")
     try:
         temporary.write_bytes(content)

@@ -1,4 +1,4 @@
-"""CAOTE as a link of a policy: the eviction error over any non-negative score (arXiv 2504.14051)."""
+"""CAOTE as a link of a policy: the eviction error, based on any non-negative score (arXiv 2504.14051)."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ def caote(
     cross: bool = True,
     rounds: int = 1,
 ) -> Policy:
-    """Scores a token by what losing it does to the attention output (CAOTE over any score, arXiv 2504.14051, eq. 20).
+    """Score a token by how its eviction changes the attention output (CAOTE over any score, arXiv 2504.14051, eq. 20).
 
-    The non-negative scores before it, normalised to sum to 1 over the live slots, take the place of attention weights.
+    The preceding non-negative scores, normalised to sum to 1 over the live slots, take the place of attention weights.
 
     Args:
         norm: the norm of the change, 1, 2 (the paper's, eq. 8) or "inf".
-        group: how the query heads of a KV head are joined, on which the paper is silent; see :func:`kvjax.score`.
-        fast: FastCAOTE; the link ``fast_caote`` is this with True.
-        target: "value" measures the heads' outputs, "output" the layer's, behind W_O. The latter needs norm 2, group
-            "exact", and ``Context.projection``.
-        cross: with target="output", whether heads count together, as they meet in W_O, or each alone (cheaper).
-        rounds: evicts the tokens that leave together in so many rounds, each exact for what the one before has left;
-            see :func:`kvjax.joint_eviction.joint_score`. 1 is the paper: as if they were independent. With more, the
-            scores order the tokens of one head, and heads cannot exchange slots by them. Needs norm 2.
+        group: how the query heads of a KV head are joined, which the paper does not define; see :func:`kvjax.score`.
+        fast: use FastCAOTE; the link ``fast_caote`` is this with True.
+        target: "value" measures the heads' outputs, "output" the layer's output after W_O. The latter needs norm 2,
+            group "exact", and ``Context.projection``.
+        cross: with target="output", whether heads count together, as W_O adds them, or each alone (cheaper).
+        rounds: in how many rounds the tokens of one eviction leave, each exact for what the round before has left; see
+            :func:`kvjax.joint_eviction.joint_score`. 1 as in the paper, which treats tokens as independent. With more,
+            scores only order the tokens of one head, so that heads cannot exchange slots by them. Needs norm 2.
 
     Example:
         >>> import kvjax
@@ -63,7 +63,7 @@ def fast_caote(
     cross: bool = True,
     rounds: int = 1,
 ) -> Policy:
-    """Scores as ``caote`` does, with the mean of the live values for the attention output (arXiv 2504.14051, eq. 22).
+    """Score as ``caote`` does, with the mean of the live values for the attention output (arXiv 2504.14051, eq. 22).
 
     Example:
         >>> import kvjax
@@ -87,7 +87,7 @@ def _caote(
             "layer's output: take norm=2 and group='exact'."
         )
     if target == "value" and not cross:
-        raise ValueError("caote: cross=False is about heads that meet in W_O; take it with target='output'.")
+        raise ValueError("caote: cross=False leaves out cross terms in W_O; take it with target='output'.")
     check_count("caote: rounds", rounds, 1, "give an int from 1")
     if rounds > 1 and norm != 2:
         raise ValueError(
@@ -131,7 +131,7 @@ def _projection(kind: str, o: Observation) -> OutputProjection:
     projection = o.context.projection
     if projection is None or getattr(projection, kind) is None:
         raise ValueError(
-            f"caote(target='output') reads the {kind} of the layer's output projection, which is not there: hand it "
+            f"caote(target='output') reads the {kind} of the layer's output projection, which is missing: hand it "
             "to attend (Context(projection=kvjax.output_projection(weight, kv_heads, policy.needs.projections)))."
         )
     return projection

@@ -1,4 +1,4 @@
-"""What public functions ask of their arguments before anything is computed: real numbers, counts, budgets, types."""
+"""Checks of public functions' arguments before anything is computed: real numbers, counts, budgets, types."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ __all__ = [
 
 
 def real_array(what: str, x: Any) -> Array:
-    """``x`` as an array of real numbers.
+    """Return ``x`` as an array of real numbers.
 
     Raises:
-        ValueError: text, None, complex numbers, rows of different lengths.
+        ValueError: for text, None, complex numbers, or rows of different lengths.
 
     Example:
         >>> from kvjax.checks import real_array
@@ -58,16 +58,16 @@ def real_array(what: str, x: Any) -> Array:
 
 
 def check_types(values: Mapping[str, Any], annotations: Mapping[str, Any], of: str = "") -> dict[str, Any]:
-    """``values`` with numbers as Python's own, each of the type that ``annotations`` names for it.
+    """Return ``values`` with numbers as Python's own, after a check that each is of its type in ``annotations``.
 
-    What is annotated ``bool``, ``int``, ``float`` (finite; ints are, too), ``str``, ``None``, ``Literal``, a list, a
-    tuple, a class, or a union of those is checked; other annotations, and values without one, are not.
+    Values annotated ``bool``, ``int``, ``float`` (finite; an int is accepted), ``str``, ``None``, ``Literal``, a list,
+    a tuple, a class, or a union of those are checked; other annotations, and values without one, are not.
 
     Args:
-        of: whose values they are; opens the sentence.
+        of: the owner of the values, with which the message starts.
 
     Raises:
-        ValueError: naming the first value that is of another type, and what was expected.
+        ValueError: with the first value of another type, and what was expected.
 
     Example:
         >>> from kvjax.checks import check_types
@@ -87,7 +87,7 @@ def check_types(values: Mapping[str, Any], annotations: Mapping[str, Any], of: s
 
 
 def typed[F: Callable[..., Any]](function: F) -> F:
-    """Decorator: arguments are checked against the function's annotations at each call (:func:`check_types`).
+    """Decorate a function so that each call checks its arguments against the annotations (:func:`check_types`).
 
     Example:
         >>> from kvjax.checks import typed
@@ -99,7 +99,7 @@ def typed[F: Callable[..., Any]](function: F) -> F:
         ValueError: half: up is 'no'; expected True or False.
     """
     signature = inspect.signature(function)
-    hints = functools.cache(lambda: get_type_hints(function))  # late: annotations may name what comes further down
+    hints = functools.cache(lambda: get_type_hints(function))  # late: annotations may name what is defined further down
 
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
@@ -109,12 +109,12 @@ def typed[F: Callable[..., Any]](function: F) -> F:
         given.arguments.update(check_types(given.arguments, hints(), function.__name__))
         return function(*given.args, **given.kwargs)
 
-    # A partial: doctest looks for examples behind it, as it does behind a cached function.
+    # A partial, in which doctest looks for examples, as it does in a cached function.
     return cast(F, functools.update_wrapper(functools.partial(call), function))
 
 
 def check_fields(made: Any) -> None:
-    """Holds a frozen dataclass's fields against their annotations, in its ``__post_init__``.
+    """Check a frozen dataclass's fields against their annotations, as its ``__post_init__``.
 
     Example:
         >>> import dataclasses
@@ -136,7 +136,7 @@ class _Misfit(Exception):
 
 
 def _fitted(value: Any, annotation: Any) -> Any:
-    """``value``, a list as a tuple where that is asked for, or a :class:`_Misfit`."""
+    """Return ``value``, with a list as a tuple where one is annotated, or raise :class:`_Misfit`."""
     kind, parts = get_origin(annotation), get_args(annotation)
     if kind in (Union, types.UnionType):
         for part in parts:
@@ -171,9 +171,9 @@ def _is_finite(value: int | float) -> bool:
 
 
 def _words(annotation: Any) -> str:
-    """Says what was expected, as the end of a sentence."""
+    """Return what was expected, as the end of a sentence."""
     if get_origin(annotation) is Literal:
-        return f"there are {', '.join(map(repr, get_args(annotation)[:-1]))} and {get_args(annotation)[-1]!r}"
+        return f"expected {', '.join(map(repr, get_args(annotation)[:-1]))} or {get_args(annotation)[-1]!r}"
     return f"expected {_noun(annotation)}"
 
 
@@ -200,7 +200,7 @@ _NOUNS: dict[Any, tuple[str, str]] = {
 
 
 def is_float(dtype: Any) -> bool:
-    """Whether something is, or names, a dtype of floats.
+    """Return whether something is, or names, a dtype of floats.
 
     Example:
         >>> from kvjax.checks import is_float

@@ -1,4 +1,4 @@
-"""Which tokens stay: the `budget` best of each head, or of heads that compete, exactly, without a sort."""
+"""Eviction: the `budget` best tokens of each head, or of heads that compete, stay; exact, and without a sort."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from kvjax.window import begin_anew
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Evidence:
-    """Holds what a policy says of the slots after a block: all that :func:`evict` has to know beside the budget.
+    """A policy's scores of the slots after a block, with all else that :func:`evict` needs besides the budget.
 
     Attributes:
-        scores: retention scores, ``+inf`` where a token is protected, shaped like the slots that they are about; or
-            the :class:`Weights` that they are made from.
+        scores: retention scores, ``+inf`` where a token is protected, in the shape of the slots; or the
+            :class:`Weights` that they are computed from.
         entered: how many tokens of each row came in with the block. A row without any loses nothing.
-        protected: the slots that stay whatever their weights; None where ``scores`` say so.
-        measured: what the allocation measured of the attention, if it measures any.
-        allocation: who gets how many slots.
+        protected: the slots that stay whatever their weights; None where ``scores`` mark them.
+        measured: what the allocation measured of the attention, if anything.
+        allocation: how many slots each head gets.
 
     Example:
         >>> import kvjax
@@ -48,7 +48,7 @@ class Evidence:
 
     @classmethod
     def of_layers(cls, cache: Cache, allocation: Allocation) -> Evidence:
-        """Makes room for what is said of all layers of a cache; :meth:`with_layer` fills it in."""
+        """Make empty evidence for all layers of a cache; :meth:`with_layer` fills it in."""
         *L, B, _ = cache.heads_shape
         return cls(
             scores=jnp.full(cache.position.shape, -jnp.inf, jnp.float32),
@@ -58,7 +58,7 @@ class Evidence:
         )
 
     def with_layer(self, cache: Cache, layer: int | Int[Array, ""] | None, said: Evidence) -> Evidence:
-        """Puts in what :func:`kvjax.observe` said of one layer of the cache."""
+        """Return the evidence with what :func:`kvjax.observe` returned for one layer of the cache."""
         assert isinstance(self.scores, Array) and isinstance(said.scores, Array)
         measured = self.measured
         if measured is not None:
@@ -80,24 +80,25 @@ def evict(
     allocation: Allocation | str = UNIFORM,
     implementation: Implementation = "auto",
 ) -> Cache:
-    """Frees the slots of all but the best tokens. Keys and values stay where they are.
+    """Free the slots of all but the best tokens. Keys and values stay where they are.
 
-    A paged cache gives back the pages that its heads no longer need; the tokens left in those move. Where a policy
-    observes a window of queries, those that come next are a new window's first.
+    A paged cache frees the pages that its heads no longer need, after moving the tokens left in them. Where a policy
+    observes a window of queries, the next query starts a new window.
 
     Args:
         scores: retention scores, larger = keep, shaped like ``cache.position`` (one layer of it with ``layer``). Free
-            slots are ignored; NaN loses to everything; ties go to the more recent token. Or what a policy says
-            (:func:`kvjax.observe`), which brings its allocation.
+            slots are ignored; NaN loses to everything; ties go to the more recent token. Or a policy's evidence
+            (:func:`kvjax.observe`), which has its own allocation.
         budget: how many tokens each head keeps, on average where heads compete, at least 1; one number or one per row.
-        layer: which layer of a stacked plain cache.
+        layer: the layer to evict from in a stacked plain cache.
         excess: a promise that no head holds more than ``budget + excess`` tokens. With 1, as in decode, a uniform
             selection is an argmin.
-        allocation: who gets how many slots, or its short name; see :mod:`kvjax.allocation`.
+        allocation: how many slots each head gets: an allocation or its short name; see :mod:`kvjax.allocation`.
         implementation: of an eviction by CAOTE; see :func:`kernels_pallas.caote_topk`.
 
     Raises:
-        ValueError: scores that do not fit the cache, a budget below 1, an allocation over layers with ``layer``.
+        ValueError: if scores do not fit the cache, the budget is below 1, or ``layer`` is given with an allocation
+            that compares layers.
 
     Example:
         >>> import jax.numpy as jnp
@@ -113,9 +114,9 @@ def evict(
     budget = check_tokens(budget, cache.next_position.shape)
     if isinstance(scores, Evidence):
         if allocation is not UNIFORM:
-            raise ValueError("an allocation was given beside what a policy says, which brings its own; leave it out.")
+            raise ValueError("an allocation was given with a policy's evidence, which has its own; leave it out.")
         evidence = scores
-        # The statistics of a block say nothing of a row that has no token in it: it keeps all.
+        # A block's statistics say nothing about a row without tokens in it: such a row keeps all.
         budget = jnp.where(evidence.entered > 0, jnp.asarray(budget, jnp.int32), cache.num_slots)
     else:
         allocation = parse_allocation(allocation) if isinstance(allocation, str) else allocation
@@ -147,7 +148,7 @@ def evict(
         stays = keep_mask(evidence.scores, position, budget, excess=excess)
     else:
         contest = _contest(cache, evidence, position, budget, layer)
-        all_fit = (contest.budget >= cache.num_slots)[contest.batch]  # rows that nothing has to leave, as idle ones
+        all_fit = (contest.budget >= cache.num_slots)[contest.batch]  # rows that lose nothing, such as idle ones
         stays = evidence.allocation.keep(contest) | (contest.live & all_fit[..., None])
     position = jnp.where(stays, position, -1)
     if isinstance(cache, PagedCache):
@@ -156,7 +157,7 @@ def evict(
 
 
 def _positions_of(cache: Cache, layer: int | Int[Array, ""] | None, allocation: Allocation) -> Int[Array, "*slots"]:
-    """The positions that an eviction is about, after a check that it can be about them."""
+    """Return the positions to evict from, after a check that the layer and the allocation allow it."""
     if layer is None:
         return cache.position
     if isinstance(cache, PagedCache):
@@ -176,7 +177,7 @@ def _positions_of(cache: Cache, layer: int | Int[Array, ""] | None, allocation: 
 def _with_positions(
     cache: KVCache, position: Int[Array, "*slots"], layer: int | Int[Array, ""] | None = None
 ) -> KVCache:
-    """The plain cache, or one layer of it, with other positions: what is -1 there is free now."""
+    """Return the plain cache with other positions, in all layers or in one; a slot of position -1 is free."""
     if layer is not None:
         position = cache.position.at[layer].set(position)
     return dataclasses.replace(cache, position=position)
@@ -189,7 +190,7 @@ def _contest(
     budget: int | Int[Array, ""] | Int[Array, "B"],
     layer: int | Int[Array, ""] | None,
 ) -> Contest:
-    """Names the owner of each row of slots: a row is a head in a plain cache, a page in a paged one."""
+    """Build the contest for the slots; a row of slots is a head in a plain cache, a page in a paged one."""
     *L, B, K = cache.heads_shape
     layers = L[0] if L and layer is None else 1
     if isinstance(cache, PagedCache):

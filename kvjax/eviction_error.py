@@ -1,4 +1,4 @@
-"""CAOTE: what losing each token does to the attention output (arXiv 2504.14051)."""
+"""CAOTE: how the eviction of each token changes the attention output (arXiv 2504.14051)."""
 
 from __future__ import annotations
 
@@ -27,34 +27,34 @@ def score(
     projection: OutputProjection | Float[Array, "... G D F"] | None = None,
     cross: bool = True,
 ) -> Float[Array, "*values S"]:
-    r"""The change of the attention output when a token is evicted, for every token (CAOTE, theorem 3.2 and eq. 8).
+    r"""Compute the change of the attention output when a token is evicted, for every token (CAOTE, theorem 3.2, eq. 8).
 
-    With ``X = sum_j A_j v_j``, evicting token j moves the output by exactly ``A_j / (1 - A_j) * |X - v_j|``. Larger
-    means: keep. A token that holds all the weight scores the dtype's largest number; a masked token, and one whose
-    weight or value is not finite, scores ``-inf`` and takes no part in X.
+    With ``X = sum_j A_j v_j``, evicting token j changes the output by exactly ``A_j / (1 - A_j) * |X - v_j|``. Tokens
+    of larger score should be kept. A token that holds all the weight scores the dtype's largest number; a masked
+    token, and one whose weight or value is not finite, scores ``-inf`` and takes no part in X.
 
     Args:
         A: non-negative weights that sum to 1 over the live tokens, ``[*batch, S]``. With ``group``, those of the G
             query heads that share the values, ``[*batch, G, S]``.
         V: values, ``[*batch, S, D]``.
-        fast: FastCAOTE (eq. 22): the mean of the live values in place of X.
+        fast: use FastCAOTE (eq. 22), with the mean of the live values in place of X.
         norm: the norm of the change: 1, 2 or "inf".
         mask: which tokens are live, ``[*batch, S]``; all by default.
-        group: losing a slot changes the outputs of all G query heads that share it. "exact" is the norm of those G
+        group: evicting a slot changes the outputs of all G query heads that share it. "exact" is the norm of those G
             changes together, ``sqrt(sum_g (A_gj / (1 - A_gj))^2 |X_g - v_j|^2)``; "mean" averages the weights over
             the group first and then takes one head's formula, as the papers' code does.
         projection: W_O of the G query heads, ``[*batch, G, D, E]``, or any matrix with the same Gram, such as
-            :attr:`OutputProjection.factor`: measures the change of the layer's output behind W_O,
-            ``|sum_g A_gj / (1 - A_gj) (X_g - v_j) W_O^g|``, instead. Needs ``group="exact"`` and norm 2.
-        cross: False leaves out what two query heads do together, for ``sqrt(sum_g |A_gj / (1 - A_gj) (X_g - v_j)
-            W_O^g|^2)``, which costs a G-th and reads no more than :attr:`OutputProjection.gram`.
+            :attr:`OutputProjection.factor`. With it, the score is the change of the layer's output after W_O,
+            ``|sum_g A_gj / (1 - A_gj) (X_g - v_j) W_O^g|``. Needs ``group="exact"`` and norm 2.
+        cross: False leaves out the cross terms between query heads: ``sqrt(sum_g |A_gj / (1 - A_gj) (X_g - v_j)
+            W_O^g|^2)``, at 1 / G of the cost and with no more than :attr:`OutputProjection.gram`.
 
     Returns:
         Scores ``[*batch, S]`` in float32 (float64 for float64 inputs).
 
     Raises:
-        ValueError: shapes that do not match, an unknown norm or group, a projection with another norm or group than
-            it needs, NaN weights (outside jit).
+        ValueError: if shapes do not match, the norm or group is unknown, a projection comes with a norm or group that
+            it does not support, or weights are NaN (checked only outside jit).
 
     Example:
         >>> import jax.numpy as jnp
@@ -79,12 +79,12 @@ def score(
         raise ValueError(f"the mask is {mask.dtype}; give booleans, True for a live token.")
     if projection is not None and (norm != 2 or group != "exact"):
         raise ValueError(
-            f"norm is {norm!r} and group {group!r}, but behind W_O the heads' changes are one vector: a projection "
+            f"norm is {norm!r} and group {group!r}, but after W_O the heads' changes are one vector: a projection "
             "needs norm=2 and group='exact'."
         )
     if projection is None and not cross:
         raise ValueError(
-            "cross=False is about heads that meet in W_O, but no projection is given: give one, or cross=True."
+            "cross=False leaves out cross terms in W_O, but no projection is given: give one, or take cross=True."
         )
     if not isinstance(A, jax.core.Tracer) and bool(jnp.isnan(A).any()):
         raise ValueError("the weights contain NaN; softmax over a row without live tokens is the usual cause.")
@@ -108,10 +108,10 @@ def score(
 def joined_change(
     ratio: Float[Array, "*batch G S"], direction: Float[Array, "*batch G S D"], behind: OutputProjection | None
 ) -> Float[Array, "*batch S"]:
-    """The length of the changes ``ratio * direction`` of G heads together, as they are or behind W_O.
+    """Compute the length of the changes ``ratio * direction`` of G heads together, as they are or after W_O.
 
-    ``behind`` holds the factor of W_O, or the gram, as :func:`kvjax.projection.measure` gives them. The ratios are
-    scaled so that squares of small ones are not lost.
+    ``behind`` holds the factor of W_O, or the gram, as :func:`kvjax.projection.measure` returns them. The ratios are
+    scaled so that squares of small ones do not underflow.
 
     Example:
         >>> import jax.numpy as jnp

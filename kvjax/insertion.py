@@ -1,4 +1,4 @@
-"""Insertion: new tokens go into free slots, of a plain cache or of a paged one."""
+"""Insertion of new tokens into the free slots of a plain or a paged cache."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ def insert(
     *,
     layer: int | Int[Array, ""] | None = None,
 ) -> Cache:
-    """Writes T tokens into free slots; nothing else in the cache moves.
+    """Write T tokens into free slots; nothing else in the cache moves.
 
     Args:
         key: rotated keys of the new tokens; cast to the cache's dtype.
         value: their values.
         position: their absolute positions, -1 for padding, which is not stored. By default they continue each row.
-        layer: which layer of a stacked cache.
+        layer: the layer to write to in a stacked cache.
 
     Returns:
         The cache with the tokens in it and ``next_position`` moved past them. A token for which no slot is free is
-        not stored: evict first, or give the cache a block's worth of slots more than the budget. A paged cache takes
-        pages for the heads that have no free slot.
+        not stored: evict first, or give the cache a block more slots than the budget. A paged cache takes pages for
+        the heads that have no free slot.
 
     Raises:
-        ValueError: keys and values that do not fit the cache; more tokens than slots, or than free slots (where the
-            cache can be looked into: outside jit).
+        ValueError: if keys and values do not fit the cache, or if there are more tokens than slots, or than free slots
+            (checked only outside jit, where the cache's contents are known).
 
     Example:
         >>> import jax.numpy as jnp
@@ -55,7 +55,7 @@ def insert(
     B, T, K, D = key.shape
     if (len(heads) == 3) != (layer is not None):
         raise ValueError(
-            "the cache stacks layers: say which with layer=."
+            "the cache stacks layers; give the number of one with layer=."
             if len(heads) == 3
             else "layer= was given, but the cache has no layers."
         )
@@ -68,7 +68,7 @@ def insert(
             f"D = {cache.key.shape[-1]}: expected twice [B, T, K, D]."
         )
     if position is not None and (position.shape != (B, T) or not jnp.issubdtype(position.dtype, jnp.integer)):
-        raise ValueError(f"position is {position.dtype} {position.shape}; expected integers {(B, T)}, one a token.")
+        raise ValueError(f"position is {position.dtype} {position.shape}; expected integers {(B, T)}, one per token.")
     given = position
     if position is None:
         position = next_positions(cache, T)
@@ -78,22 +78,22 @@ def insert(
             raise ValueError(f"{T} tokens do not fit: {lacking} more free slots are needed; evict first.")
     else:
         check_fits(cache, T, given)
-    position = position.astype(jnp.int32)  # wider ones, as x64 makes, would widen the cache
+    position = position.astype(jnp.int32)  # int64, as under x64, would widen the cache
     if isinstance(cache, PagedCache):
         return insert_paged(cache, key, value, position, layer)
     return insert_plain(cache, key, value, position, layer)
 
 
 def next_positions(cache: Cache, T: int) -> Int[Array, "B T"]:
-    """The positions of T tokens that continue each row."""
+    """Return the positions of T tokens that continue each row."""
     return cache.next_position[:, None] + jnp.arange(T, dtype=jnp.int32)[None]
 
 
 def check_fits(cache: Cache, T: int, position: Int[Array, "B T"] | None) -> None:
-    """Refuses more tokens than the cache has slots; that needs no look into it, so it holds under jit as well.
+    """Check that the cache has enough slots for T tokens; only shapes are read, so the check also works under jit.
 
     Raises:
-        ValueError: T tokens, or the most that ``position`` counts in a row, against the slots of a head.
+        ValueError: if T, or the largest number of tokens in a row of ``position``, exceeds the slots per head.
 
     Example:
         >>> import kvjax
@@ -101,13 +101,13 @@ def check_fits(cache: Cache, T: int, position: Int[Array, "B T"] | None) -> None
         >>> check_fits(kvjax.KVCache.init(batch=1, kv_heads=1, slots=4, head_dim=1), 5, None)
         Traceback (most recent call last):
         ...
-        ValueError: 5 tokens do not fit: the cache has 4 slots a head.
+        ValueError: 5 tokens do not fit: the cache has 4 slots per head.
     """
     if not is_known(position):
         return
     entering = T if position is None else int(np.sum(np.asarray(position) >= 0, axis=1).max())
     if entering > cache.num_slots:
-        raise ValueError(f"{entering} tokens do not fit: the cache has {cache.num_slots} slots a head.")
+        raise ValueError(f"{entering} tokens do not fit: the cache has {cache.num_slots} slots per head.")
 
 
 def _lacking_slots(cache: Cache, position: Int[Array, "B T"], layer: int | Int[Array, ""] | None) -> int:

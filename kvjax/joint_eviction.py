@@ -1,13 +1,13 @@
-"""Joint eviction: the tokens that leave together, chosen in rounds, with CAOTE exact for what each round has left.
+"""Joint eviction: tokens that leave together are chosen in rounds, with CAOTE exact for what each round has left.
 
 CAOTE (arXiv 2504.14051, appendix A) treats the m tokens that a block evicts as independent. Here they leave in rounds.
-Behind each, weights and outputs of what is left are again a softmax and its output,
+After each round, weights and outputs of the remaining tokens are again a softmax and its output,
 
     a'_j = a_j / (1 - sum_i a_i)        X' = (X - sum_i a_i v_i) / (1 - sum_i a_i)        over the evicted i,
 
 so the next scores need no new attention, and no pass over |X - v| either: with values centred at a common point,
-|X - v|^2 = |X|^2 - 2 X.v + |v|^2 loses nothing to cancellation, |v|^2 stays, and X.v is one thin product a round.
-Behind W_O the same holds for each pair of query heads, with W_O^g W_O^h' between the two factors.
+|X - v|^2 = |X|^2 - 2 X.v + |v|^2 loses nothing to cancellation, |v|^2 stays, and X.v is one thin product per round.
+After W_O the same holds for each pair of query heads, with W_O^g W_O^h' between the two factors.
 """
 
 from __future__ import annotations
@@ -38,26 +38,26 @@ def joint_score(
     projection: OutputProjection | Float[Array, "... G D F"] | None = None,
     cross: bool = True,
 ) -> Float[Array, "*values S"]:
-    """Scores by which the ``leaving`` lowest tokens are those that CAOTE evicts in rounds, norm 2 throughout.
+    """Compute scores whose ``leaving`` lowest tokens are those that CAOTE evicts in rounds, with norm 2.
 
-    Round i (from 0) evicts ``leaving * (i + 1) // rounds - leaving * i // rounds`` of the tokens left, those whose loss
-    changes the output of the tokens left the least; of equals the oldest. ``rounds >= leaving`` is the greedy order,
-    one token at a time.
+    Round i (from 0) evicts ``leaving * (i + 1) // rounds - leaving * i // rounds`` of the remaining tokens: those whose
+    eviction changes the output of the remaining tokens least, and of tokens that tie the oldest. ``rounds >= leaving``
+    is the greedy order, one token at a time.
 
     Args:
         A, V, fast, group, projection, cross: as in :func:`kvjax.score`; the weights are those of G query heads.
-        leaving: how many tokens leave, one number or one a head, ``[*batch]``.
-        rounds: a larger number is nearer to the greedy order; each costs a fraction of :func:`kvjax.score`.
+        leaving: how many tokens leave, one number or one per head, ``[*batch]``.
+        rounds: a larger number is nearer to the greedy order; each round costs a fraction of :func:`kvjax.score`.
         position: of the tokens, -1 where a slot is free; the slot's index by default.
         protected: tokens that never leave; they count in weights and outputs.
 
     Returns:
-        Scores ``[*batch, S]``. A token that stays has its error in the last round (from 0, as :func:`kvjax.score`);
-        those that leave are below 0, in ``[-rounds, -0.5]``, earlier rounds below later ones and each round in its own
-        order. Free slots and those that are not finite score ``-inf``; the latter leave first.
+        Scores ``[*batch, S]``. A token that stays has its error in the last round (at least 0, as in
+        :func:`kvjax.score`). Those that leave are below 0, in ``[-rounds, -0.5]``: earlier rounds below later ones, and
+        each round in its own order. Free slots and tokens that are not finite score ``-inf``; the latter leave first.
 
     Raises:
-        ValueError: shapes that do not match, rounds below 1, a projection with group="mean".
+        ValueError: if shapes do not match, rounds are below 1, or a projection comes with group="mean".
 
     Example:
         >>> import jax.numpy as jnp
@@ -79,7 +79,7 @@ def joint_score(
             raise ValueError(f"{what} {x.shape} and values {V.shape} do not match: expected {V.shape[:-1]}.")
     check_count("rounds", rounds, 1, "give an int from 1")
     if projection is not None and group != "exact":
-        raise ValueError(f"group is {group!r}, but behind W_O every head counts: a projection needs group='exact'.")
+        raise ValueError(f"group is {group!r}, but after W_O every head counts: a projection needs group='exact'.")
 
     dtype = jnp.promote_types(jnp.promote_types(A.dtype, V.dtype), jnp.float32)
     behind = None if projection is None else measure(projection, cross, (*A.shape[:-1], V.shape[-1]), dtype)
@@ -92,7 +92,7 @@ def joint_score(
     terms = _prepare(A, V.astype(dtype), live, fast, behind)
     keep = keep_mask
     for _ in V.shape[:-2]:
-        keep = jax.vmap(keep)  # one budget a head
+        keep = jax.vmap(keep)  # one budget per head
 
     def one_round(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         gone, result = carry
@@ -108,10 +108,10 @@ def joint_score(
 
 
 class _Terms(NamedTuple):
-    """What stays the same in all rounds, for each pair (g, h) of query heads that meet: P of them.
+    """Terms that stay the same in all rounds, for each of the P pairs (g, h) of query heads that count together.
 
-    ``value`` are 0 where not live; ``centre`` is a point amid them. ``metric`` is W_O^g W_O^h', None for the identity;
-    ``square`` is ``(v - centre) metric (v - centre)'``, one for all pairs where the metric is the identity.
+    ``value`` is 0 where not live; ``centre`` is a point amid the values. ``metric`` is W_O^g W_O^h', None for the
+    identity; ``square`` is ``(v - centre) metric (v - centre)'``, one for all pairs where the metric is the identity.
     """
 
     pairs: tuple[tuple[int, int], ...]
@@ -126,7 +126,7 @@ def _prepare(A: Array, V: Array, live: Array, fast: bool, behind: OutputProjecti
     value = jnp.where(live[..., None], V, 0)
     centre = jnp.mean(_mean(live[..., None, :].astype(A.dtype) if fast else A, value), axis=-2, keepdims=True)
     if behind is None:
-        square = jnp.where(live, jnp.sum((V - centre) ** 2, axis=-1), 0)  # of V: no second copy of the values
+        square = jnp.where(live, jnp.sum((V - centre) ** 2, axis=-1), 0)  # from V: no second copy of the values
         return _Terms(pairs, value, centre, None, square[..., None, :])
     if behind.factor is None:
         metric = jnp.asarray(behind.gram)
@@ -139,17 +139,17 @@ def _prepare(A: Array, V: Array, live: Array, fast: bool, behind: OutputProjecti
     def square_of(one: Array) -> Array:
         return jnp.sum(jnp.einsum("...sd,...de->...se", centred, one, precision=_HIGH) * centred, axis=-1)
 
-    # One pair after the other: together their products would be P times as large as the values.
+    # One pair at a time: together their products would be P times as large as the values.
     squares = jax.lax.map(square_of, jnp.moveaxis(metric, -3, 0))
     return _Terms(pairs, value, centre, metric, jnp.moveaxis(squares, 0, -2))
 
 
 def _scores(terms: _Terms, A: Array, stay: Array, fast: bool, behind: OutputProjection | None) -> Array:
-    """CAOTE's scores of the tokens that are left, as if they were all there ever were: [*batch, S]."""
+    """Compute CAOTE's scores of the remaining tokens, as if there had never been others: [*batch, S]."""
     V = terms.value
     A = jnp.where(stay[..., None, :], A, 0)  # [*batch, G, S]
     left = jnp.sum(A, axis=-1, keepdims=True)
-    # A token with most of a head's weight is taken apart, as in `score`. Beyond 3/4 there is one a head at most.
+    # A token with most of a head's weight is kept apart, as in `score`. Above 3/4 there is at most one per head.
     dominant = 0.75 * left < A
     rest = jnp.where(dominant, 0, A)
     rest_weight = jnp.sum(rest, axis=-1, keepdims=True)
@@ -165,7 +165,7 @@ def _scores(terms: _Terms, A: Array, stay: Array, fast: bool, behind: OutputProj
         X = (rest_weight * without + weight * dominant_value) / _positive(left)
 
     ratio = jnp.where(dominant, 0, A / _positive(left - A))
-    scale = jnp.max(ratio, axis=-2, keepdims=True)  # squares of small ones are not lost
+    scale = jnp.max(ratio, axis=-2, keepdims=True)  # so that squares of small ones do not underflow
     ratio = ratio / _positive(scale)
     offset = X - terms.centre
     if terms.metric is None:
@@ -184,7 +184,7 @@ def _scores(terms: _Terms, A: Array, stay: Array, fast: bool, behind: OutputProj
     )
     scores = scale[..., 0, :] * jnp.sqrt(jnp.maximum(total, 0))
 
-    # The few tokens that dominate a head: their changes themselves, [*batch, G heads, G tokens, D].
+    # The changes by the few tokens that dominate a head, computed directly: [*batch, G heads, G tokens, D].
     weights, dominates = (jnp.take_along_axis(x, slot[..., None, :], axis=-1) for x in (A, dominant))
     if fast:
         ratio = weights / _positive(jnp.where(dominates, rest_weight, left - weights))
@@ -200,14 +200,14 @@ def _scores(terms: _Terms, A: Array, stay: Array, fast: bool, behind: OutputProj
 
 
 def _within_round(scores: Array, goes: Array) -> Array:
-    """Scores of the tokens that leave, in [0, 1/2], as shares of the largest: float32 tells small ones apart."""
+    """Scale the scores of tokens that leave to [0, 1/2], relative to the largest: float32 tells small ones apart."""
     half = scores / 2
     largest = jnp.max(jnp.where(goes, half, 0), axis=-1, keepdims=True)
     return jnp.where(goes, half / _positive(half + largest), 0)
 
 
 def _mean(weights: Float[Array, "*batch G S"], V: Float[Array, "*values S D"]) -> Float[Array, "*batch G D"]:
-    """The mean of the values under weights that need not sum to 1."""
+    """Compute the mean of the values under weights that need not sum to 1."""
     total = jnp.einsum("...gs,...sd->...gd", weights, V, precision=_HIGH)
     return total / _positive(jnp.sum(weights, axis=-1, keepdims=True))
 

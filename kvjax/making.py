@@ -1,7 +1,7 @@
-"""Caches made for a policy and a budget, and caches repeated to ask several questions of one context.
+"""Caches made for a policy and a budget, and caches repeated to ask several questions about one context.
 
-empty_cache   the right size and state, plain or paged as the policy's allocation asks
-repeat        each row several times over
+empty_cache   makes a cache of the right size and state, plain or paged as the policy's allocation needs
+repeat        copies each row several times
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ def empty_cache(
     dtype: DTypeLike = jnp.float32,
     page_size: int = 16,
 ) -> Cache:
-    """Makes an empty cache in which a policy can work: of the right size, with what the policy remembers.
+    """Make an empty cache for a policy and a budget: of the right size, with the policy's state.
 
     Args:
         policy: a policy or its short name; None or "full" for a cache from which nothing is evicted.
         layers: how many layers the cache stacks; None for one without an axis of layers.
         batch: rows.
         kv_heads: heads of the model's keys and values.
-        query_heads: heads of its queries, a multiple of those.
-        head_dim: numbers of a key, and of a value.
-        budget: tokens that each head keeps, on average where heads compete; all that ever come, without a policy.
-        block: the most tokens that come in before some are evicted; of a prompt fed in blocks, a block's.
+        query_heads: heads of its queries, a multiple of ``kv_heads``.
+        head_dim: the length of a key, and of a value.
+        budget: tokens that each head keeps, on average where heads compete; without a policy, all tokens of a sequence.
+        block: the most tokens inserted between two evictions; for a prompt fed in blocks, the block size.
         dtype: of keys and values.
-        page_size: slots of a page, where the cache is paged.
+        page_size: slots per page, if the cache is paged.
 
     Returns:
-        A :class:`kvjax.KVCache` of ``budget + block`` slots a head, or, where heads hold different numbers of tokens, a
-        :class:`kvjax.PagedCache` of as many on average. Without a policy, one of ``budget`` slots.
+        A :class:`kvjax.KVCache` of ``budget + block`` slots per head, or, where heads hold different numbers of tokens,
+        a :class:`kvjax.PagedCache` of as many on average. Without a policy, a cache of ``budget`` slots.
 
     Raises:
-        ValueError: a count below 1; query heads that KV heads do not divide; a budget smaller than what the policy
-            protects; a block smaller than its observation window (:func:`kvjax.check_block`).
+        ValueError: if a count is below 1, the KV heads do not divide the query heads, the budget is smaller than what
+            the policy protects, or the block is smaller than its observation window (:func:`kvjax.check_block`).
 
     Example:
         >>> import kvjax
@@ -76,8 +76,8 @@ def empty_cache(
     block = check_count("block", block, 1, "a block has at least 1 token")
     if query_heads % kv_heads:
         raise ValueError(
-            f"{query_heads} query heads were given for {kv_heads} KV heads; expected a multiple, as each KV head "
-            "serves as many query heads as any other."
+            f"{query_heads} query heads were given for {kv_heads} KV heads; expected a multiple of the "
+            "number of KV heads."
         )
     if not is_float(dtype):
         raise ValueError(f"dtype is {dtype!r}; keys and values are floats, such as 'bfloat16'.")
@@ -97,17 +97,17 @@ def empty_cache(
 
 
 def repeat(cache: Cache, n: int) -> Cache:
-    """Copies each row n times in a row, so that n questions can be asked of one context at once.
+    """Copy each row n times, so that n questions can be asked about one context at once.
 
     Args:
         cache: plain or paged, of one layer or several.
-        n: how many rows each row becomes: row r is then rows r n to r n + n - 1.
+        n: how many rows each row becomes: row r becomes rows r n to r n + n - 1.
 
     Returns:
-        A cache of n times as many rows; one with pages has n times as many of these, too.
+        A cache of n times as many rows; a paged one also has n times as many pages.
 
     Raises:
-        ValueError: what is no cache; n below 1.
+        ValueError: if ``cache`` is not a cache, or n is below 1.
 
     Example:
         >>> import jax.numpy as jnp
@@ -156,7 +156,7 @@ def repeat(cache: Cache, n: int) -> Cache:
         position=pools(cache.position),
         owner=jnp.where(cache.owner >= 0, owner, -1).reshape(n * P),
         table=jnp.where(table >= 0, table + first_page, -1),
-        free=(cache.free[:, None] + P * copy).reshape(n * P),  # all copies' free pages before any used one
+        free=(cache.free[:, None] + P * copy).reshape(n * P),  # all copies' free pages come before any used one
         num_free=n * cache.num_free,
         next_position=next_position,
         state=jax.tree.map(of_state, cache.state, is_leaf=lambda leaf: isinstance(leaf, HeadState)),
@@ -177,12 +177,12 @@ def blank(
     pages: int | None = None,
     page_size: int = 1,
 ) -> Cache:
-    """Makes an empty cache of sizes that are known to fit the policy.
+    """Make an empty cache of sizes that are known to fit the policy.
 
     Args:
         group: query heads of each head of the cache.
-        slots: of each head; the most of one head where there are pages.
-        pages: in all; None for a plain cache.
+        slots: slots per head; in a paged cache, the most that one head can hold.
+        pages: the total number of pages; None for a plain cache.
 
     Example:
         >>> import kvjax

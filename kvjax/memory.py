@@ -1,4 +1,4 @@
-"""How many bytes a cache under a budget takes, before anything is allocated."""
+"""The bytes that a cache under a budget takes, computed before anything is allocated."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from kvjax.policy import Policy, check_budget, parse
 
 
 class Memory(NamedTuple):
-    """Bytes of a cache. ``slots`` is how many each head has (their mean, in pages).
+    """Bytes of a cache. ``slots`` is the number of slots per head (the mean over heads, in a paged cache).
 
-    ``keys_values`` are the keys and values; ``positions`` the position of each slot; ``state`` what the policy
-    remembers; ``pages`` the page table and the lists of a paged cache, 0 for a plain one.
+    ``keys_values`` are the keys and values; ``positions`` the position of each slot; ``state`` the policy's state;
+    ``pages`` the page table and the lists of a paged cache, 0 for a plain one.
     """
 
     slots: int
@@ -29,7 +29,7 @@ class Memory(NamedTuple):
 
     @property
     def total(self) -> int:
-        """The sum, which is the cache's ``nbytes``."""
+        """The sum of all bytes, equal to the cache's ``nbytes``."""
         return self.keys_values + self.positions + self.state + self.pages
 
 
@@ -46,22 +46,22 @@ def memory(
     dtype: DTypeLike = jnp.bfloat16,
     page_size: int = 16,
 ) -> Memory:
-    """The bytes of a cache that holds ``budget`` tokens a head while blocks of ``block`` tokens come in.
+    """Compute the bytes of a cache that holds ``budget`` tokens per head while blocks of ``block`` tokens come in.
 
-    A full cache is one whose budget is all tokens, with a block of 0. The prompt's length is no argument otherwise:
-    nothing depends on it.
+    For a full cache, give all tokens as the budget and a block of 0. Otherwise the size does not depend on the length
+    of the prompt.
 
     Args:
         layers, kv_heads, head_dim: L, K and D of the model.
         budget: tokens that each head keeps, on average where an allocation is uneven.
-        block: tokens a step, for which room is left beside the budget.
-        policy: a policy or its short name, for what it remembers of each slot and for its allocation; None for neither.
+        block: tokens per step, which need slots in addition to the budget.
+        policy: a policy or its short name, for its state and its allocation; None for neither.
         query_heads: N, which some states depend on; ``kv_heads`` by default.
         dtype: of keys and values.
-        page_size: slots of a page, where the allocation is uneven.
+        page_size: slots per page, where the allocation is uneven.
 
     Raises:
-        ValueError: a size below 1, a negative block, or a budget below what the policy protects.
+        ValueError: if a size is below 1, the block is negative, or the budget is below what the policy protects.
 
     Example:
         >>> import kvjax
@@ -106,7 +106,7 @@ def memory(
 
 
 def _state_bytes(policy: Policy, G: int, D: int) -> tuple[int, int]:
-    """What a policy remembers of a slot, and of a head."""
+    """Return the bytes of a policy's state per slot, and per head."""
     state = jax.eval_shape(lambda: policy.state(1, 1, G, 1, D))
     leaves = jax.tree.leaves(state, is_leaf=lambda leaf: isinstance(leaf, HeadState))
 

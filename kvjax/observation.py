@@ -1,8 +1,8 @@
-"""Carries what a layer's attention says of a block, in one direction: Context -> Observation -> Evidence.
+"""The data of a block on its way from attention to eviction: Context -> Observation -> Evidence.
 
-Context       what a layer offers beside its queries, keys and values; the caller fills it in
+Context       what a layer provides besides its queries, keys and values; the caller fills it in
 Observation   what a score may read of a block, after its tokens were inserted; `observe` fills it in
-Evidence      what a policy says of a layer's slots; `evict` acts on it
+Evidence      a policy's scores of a layer's slots; `evict` acts on it
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from kvjax.projection import OutputProjection
 class Prediction(NamedTuple):
     """Queries and keys that a small network predicts for a block in one layer.
 
-    Importance is ``query . key / sqrt(dim)``, a logit. One query and one key per query head; later blocks meet the
-    keys again (:func:`kvjax.butler` keeps them with the tokens).
+    Importance is ``query . key / sqrt(dim)``, a logit. There is one query and one key per query head. Later blocks read
+    the keys again, so :func:`kvjax.butler` stores them with the tokens.
     """
 
     query: Float[Array, "B T N dim"]
@@ -35,7 +35,7 @@ def _static(default: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Needs:
-    """Names what a score or a link reads of an observation, so that nothing else is computed; ``a | b`` reads both.
+    """What a score or a link reads of an observation, so that nothing else is computed; ``a | b`` has both.
 
     Attributes:
         statistics: the column statistics (``kernels_pallas.STATISTICS``).
@@ -72,19 +72,19 @@ class Needs:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """Everything that a layer offers to attention, scores and eviction beside queries, keys and values.
+    """Everything that a layer provides to attention, scores and eviction besides queries, keys and values.
 
     Attributes:
         layer: the layer's number, which some scores read; it picks the layer of a cache that stacks them.
         sliding_window: how many positions a query sees; None for all.
         frequency: the rotary angle per position of each pair of elements, one row for all or one per row. Needed where
             keys are turned (``positions`` of the cache), or where a score asks for it.
-        projection: what the policy reads of the layer's output projection (:func:`kvjax.output_projection`).
-        predicted: what a predictor says of the block in this layer, for a policy that reads it.
+        projection: the parts of the layer's output projection that the policy reads (:func:`kvjax.output_projection`).
+        predicted: a predictor's queries and keys for the block in this layer, for a policy that reads them.
         scale: factor of the logits, D ** -0.5 by default.
-        compressed: whether the context was compressed before this block, as in decode, or when a question follows; by
-            default a block of one token is taken for that.
-        filled: a promise that slots from this one on are free, so that attention does not visit them.
+        compressed: whether the context was compressed before this block, as in decode or when a question follows; by
+            default True for a block of one token.
+        filled: a promise that slots from this one on are free, so that attention skips them.
         implementation: of attention, and of an eviction by CAOTE; see :func:`kernels_pallas.cache_attention` and
             :func:`kernels_pallas.caote_topk`.
 
@@ -106,12 +106,12 @@ class Context:
 
 
 class Observation(NamedTuple):
-    """Holds what a score may read of one block in one layer, after its T tokens were inserted.
+    """What a score may read of one block in one layer, after its T tokens were inserted.
 
     ``columns`` are the block's attention statistics that the policy needs, as ``[B, K, G, S]`` (a group's own as
     ``[B, K, 1, S]``); ``query`` and ``key`` are rotated; ``query_position`` is -1 for padding; ``position`` is -1
-    where a slot is free; ``budget`` is one per row. ``protected`` are the slots that stay whatever they score. ``head``
-    numbers the KV heads at hand (all of the layer if None). What the layer offers stands in ``context``.
+    where a slot is free; ``budget`` has one number per row. ``protected`` are the slots that stay whatever they score.
+    ``head`` has the numbers of these KV heads (None for all of the layer). ``context`` is what the layer provides.
     """
 
     columns: ColumnStatistics
@@ -128,17 +128,17 @@ class Observation(NamedTuple):
 
     @property
     def live(self) -> Array:
-        """Says which slots hold a token, bool ``[B, K, S]``."""
+        """Mask of the slots that hold a token, bool ``[B, K, S]``."""
         return self.position >= 0
 
     @property
     def layer(self) -> int | Int[Array, ""]:
-        """Gives the layer's number, 0 where none was given."""
+        """The layer's number, 0 where none was given."""
         return 0 if self.context.layer is None else self.context.layer
 
     @property
     def compressed(self) -> bool:
-        """Says whether the context was compressed before this block."""
+        """Whether the context was compressed before this block."""
         known = self.context.compressed
         return self.query.shape[1] == 1 if known is None else known
 
@@ -148,8 +148,8 @@ class Observation(NamedTuple):
 class Weights:
     """Scores that are not computed yet: CAOTE's errors under these weights, for one operation that scores and evicts.
 
-    A chain returns them where CAOTE, measured at the values, has the last word; ``fast``, ``norm`` and ``group`` are
-    those of :func:`kvjax.score`.
+    A chain returns them if the last link that changes its scores is CAOTE with ``target="value"``. ``fast``, ``norm``
+    and ``group`` are those of :func:`kvjax.score`.
     """
 
     weights: Float[Array, "B K _ S"]

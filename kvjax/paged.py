@@ -1,17 +1,17 @@
-"""The paged cache: heads that hold different numbers of tokens, in memory for their sum.
+"""The paged cache: heads hold different numbers of tokens, in memory for the sum of all.
 
     key, value     [P, page, D]   a pool of pages, each owned by one head of one layer and row
     position       [P, page]      int32, the absolute position of the token in each slot, -1 where the slot is free
     owner          [P]            int32, (layer * B + row) * K + head, -1 where the page is free
-    table          [*L, B, K, M]  int32, each head's pages in order; -1 behind the last one
+    table          [*L, B, K, M]  int32, each head's pages in order, then -1
     free           [P]            int32, a stack: the first num_free entries are the free pages
     next_position  [B]            int32
     state          per-slot arrays [P, page, ...] of a policy; a HeadState is [*L, B, K, ...]
 
-Tokens of a head lie anywhere in its pages. A head takes pages when tokens come for which it has no slot, and gives
-pages back when it has more than its tokens need: tokens of its last pages then move into free slots of its first ones.
-So a change of who gets how many slots moves at most as many tokens as were evicted, never the cache.
-Attention reads pages where they are (:func:`kernels_pallas.paged_attention`).
+The tokens of a head may be anywhere in its pages. A head takes pages when new tokens find no free slot, and frees pages
+when it has more than its tokens need: tokens of its last pages then move into free slots of its first ones. So when
+heads exchange slots, at most as many tokens move as were evicted, never the whole cache. Attention reads pages in place
+(:func:`kernels_pallas.paged_attention`).
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from kvjax.checks import check_count
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PagedCache:
-    """Keys and values of the tokens that are kept, in pages; the layout stands at the top of this file.
+    """Keys and values of the tokens that are kept, in pages; the layout is at the top of this file.
 
-    :func:`kvjax.insert`, :func:`kvjax.evict`, :func:`kvjax.attend` take it like a :class:`kvjax.KVCache`.
+    :func:`kvjax.insert`, :func:`kvjax.evict` and :func:`kvjax.attend` take it like a :class:`kvjax.KVCache`.
 
     Example:
         >>> import jax.numpy as jnp
@@ -77,20 +77,20 @@ class PagedCache:
         init_state: Callable[[int, int, int], PyTree] | None = None,
         positions: Positions = "absolute",
     ) -> PagedCache:
-        """An empty cache.
+        """Make an empty cache.
 
         Args:
-            pages: pages in all; see :func:`pages_for`.
-            page_size: slots of a page.
-            most: slots that one head may come to hold; it bounds the page table.
-            init_state: ``init_state(B, K, S)``, a policy's ``init`` for a group size and head dim.
+            pages: the total number of pages; see :func:`pages_for`.
+            page_size: slots per page.
+            most: the most slots that one head can hold; it sets the width of the page table.
+            init_state: ``init_state(B, K, S)``, a policy's ``init`` for one group size and head dim.
             positions: see :meth:`kvjax.KVCache.init`.
 
         Raises:
-            ValueError: a size below 1, fewer pages than one a head, unknown positions.
+            ValueError: if a size is below 1, there are fewer pages than heads, or the positions are unknown.
         """
         if positions not in get_args(Positions):
-            raise ValueError(f"unknown positions {positions!r}; there are 'absolute', 'compact' and 'index'.")
+            raise ValueError(f"unknown positions {positions!r}; expected 'absolute', 'compact' or 'index'.")
         sizes = dict(batch=batch, kv_heads=kv_heads, pages=pages, page_size=page_size, most=most, head_dim=head_dim)
         batch, kv_heads, pages, page_size, most, head_dim = (
             check_count(name, size, 1, "a cache needs at least 1") for name, size in sizes.items()
@@ -99,7 +99,7 @@ class PagedCache:
             layers = check_count("layers", layers, 1, "a cache needs at least 1")
         heads = (1 if layers is None else layers) * batch * kv_heads
         if pages < heads:
-            raise ValueError(f"{pages} pages were given for {heads} heads; give at least one a head (see pages_for).")
+            raise ValueError(f"{pages} pages were given for {heads} heads; give at least one per head (see pages_for).")
         state: PyTree = ()
         if init_state is not None:
             of_slots, of_heads = init_state(pages, 1, page_size), init_state(batch, kv_heads, 1)
@@ -127,7 +127,7 @@ class PagedCache:
 
     @property
     def page_size(self) -> int:
-        """Slots of a page."""
+        """Slots per page."""
         return self.position.shape[1]
 
     @property
@@ -142,26 +142,26 @@ class PagedCache:
 
     @property
     def live(self) -> Array:
-        """Which slots hold a token, bool ``[P, page]``."""
+        """Mask of the slots that hold a token, bool ``[P, page]``."""
         return self.position >= 0
 
     @property
     def num_live(self) -> Array:
-        """How many tokens each head holds, int32 ``[*L, B, K]``."""
+        """Number of tokens that each head holds, int32 ``[*L, B, K]``."""
         count = jnp.sum(self.live, axis=-1, dtype=jnp.int32)
         return jnp.sum(jnp.where(self.table >= 0, count[self.table], 0), axis=-1)
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the cache really takes: pages, page table, free list and the policy's state."""
+        """Bytes of the whole cache: pages, page table, free list and the policy's state."""
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
 
     def layer(self, index: int | Int[Array, ""] | None = None, head: int | Int[Array, ""] | None = None) -> KVCache:
-        """A layer, or one head of it, as a plain cache with all slots that its page table can hold: a copy.
+        """Copy a layer, or one head of it, to a plain cache with all slots that its page table can hold.
 
         Args:
-            index: which layer; None for a cache that does not stack any.
-            head: which KV head; all by default.
+            index: the layer; None for a cache that does not stack layers.
+            head: the KV head; all heads by default.
         """
         table = self.layer_table(index)
         if head is not None:
@@ -183,13 +183,14 @@ class PagedCache:
         )
 
     def layer_table(self, index: int | Int[Array, ""] | None) -> Int[Array, "B K M"]:
-        """The pages of a layer's heads; of a cache that does not stack any with None."""
+        """Return the pages of a layer's heads; ``index`` is None for a cache that does not stack layers."""
         return self.table if index is None else self.table[index]
 
 
 def pages_for(slots: int, heads: int, page_size: int) -> int:
-    """Pages that hold ``slots`` tokens of ``heads`` heads, however they are shared out: each head may end in a page
-    with one token.
+    """Return how many pages are enough for ``slots`` tokens of ``heads`` heads, however the heads share them.
+
+    In the worst case, the last page of each head holds one token.
 
     Example:
         >>> from kvjax import pages_for
@@ -205,7 +206,7 @@ def pages_for(slots: int, heads: int, page_size: int) -> int:
 def insert_paged(
     cache: PagedCache, key: Array, value: Array, position: Int[Array, "B T"], layer: int | Int[Array, ""] | None
 ) -> PagedCache:
-    """:func:`kvjax.insert` for pages: takes pages for the tokens that find no free slot in their head's own."""
+    """Insert tokens as :func:`kvjax.insert` does; a head without enough free slots takes new pages."""
     B, T, K, _ = key.shape
     count = jnp.cumsum(position >= 0, axis=1, dtype=jnp.int32)  # [B, T]
     cache = _take_pages(cache, count[:, -1], -(-T // cache.page_size), layer)
@@ -232,17 +233,17 @@ def insert_paged(
 def write_layer(
     cache: PagedCache, pool: Shaped[Array, "P page *rest"], rows: Array, layer: int | Int[Array, ""] | None
 ) -> Shaped[Array, "P page *rest"]:
-    """Puts what was computed on ``cache.layer(layer)``, ``[B, K, M * page, ...]``, into its pages of a pool's array."""
+    """Write what was computed on ``cache.layer(layer)``, ``[B, K, M * page, ...]``, to the layer's pages in a pool."""
     table = cache.layer_table(layer)
     rows = rows.reshape(*table.shape, cache.page_size, *rows.shape[3:])
     return pool.at[jnp.where(table >= 0, table, cache.owner.shape[0])].set(rows.astype(pool.dtype), mode="drop")
 
 
 def release(cache: PagedCache) -> PagedCache:
-    """Gives back the pages that heads no longer need, after moving the tokens that are still in them.
+    """Free the pages that heads no longer need, after moving the tokens that are still in them.
 
-    Afterwards each head has the fewest pages that hold its tokens, the first ones of its row of the table. As many
-    tokens move as are in pages to give back, in a loop that reverse-mode differentiation does not go through.
+    Afterwards each head has the fewest pages that hold its tokens: the first ones in its row of the table. Only the
+    tokens of freed pages move. They move in a loop that does not support reverse-mode differentiation.
     """
     page_size, P = cache.page_size, cache.owner.shape[0]
     table = cache.table.reshape(-1, cache.table.shape[-1])  # [H, M], H heads of all layers and rows
@@ -250,7 +251,7 @@ def release(cache: PagedCache) -> PagedCache:
     owned = table >= 0
     tokens = jnp.sum(_page_counts(cache, table), axis=-1)
     tail = owned & (jnp.arange(M)[None] >= -(-tokens // page_size)[:, None])
-    chunk = 4 * H  # tokens moved a pass; most steps need one pass or none
+    chunk = 4 * H  # tokens moved per pass; most steps need one pass or none
 
     def waiting(moved: tuple[Array, Array, Array, PyTree]) -> Array:
         return jnp.sum(jnp.where(tail, _page_counts(cache, table, moved[2]), 0)) > 0
@@ -301,10 +302,10 @@ def release(cache: PagedCache) -> PagedCache:
 
 
 def pack(cache: KVCache, *, pages: int, page_size: int, most: int) -> PagedCache:
-    """Copies the live tokens of a plain cache into pages, as after one eviction of a whole prompt.
+    """Copy the live tokens of a plain cache into pages, for example after one eviction of a whole prompt.
 
     Args:
-        pages, page_size, most: see :meth:`PagedCache.init`. Tokens for which there is no room are lost.
+        pages, page_size, most: see :meth:`PagedCache.init`. Tokens that do not fit are lost.
 
     Example:
         >>> import jax.numpy as jnp
@@ -359,7 +360,7 @@ def pack(cache: KVCache, *, pages: int, page_size: int, most: int) -> PagedCache
 
 
 def with_room(cache: PagedCache, *, pages: int, most: int) -> PagedCache:
-    """Gives a paged cache more pages, and longer rows of its table; it never gets smaller.
+    """Give a paged cache more pages and longer rows of its table; it never shrinks.
 
     Args:
         pages, most: see :meth:`PagedCache.init`.
@@ -385,7 +386,7 @@ def with_room(cache: PagedCache, *, pages: int, most: int) -> PagedCache:
 
 
 class _Places:
-    """Numbers the tokens (or free slots) of pages through: ``counts`` of them in each page of a table [H, M]."""
+    """A numbering of the tokens (or free slots) in the pages of a table, of which each page has ``counts`` [H, M]."""
 
     def __init__(self, counts: Int[Array, "H M"]):
         self.per_head = counts.shape[1]
@@ -393,22 +394,22 @@ class _Places:
         self.ends = jnp.cumsum(self.counts)
         self.total = self.ends[-1]
         heads = jnp.sum(counts, axis=1)
-        self.first = jnp.cumsum(heads) - heads  # the number of each head's first one
+        self.first = jnp.cumsum(heads) - heads  # the number of each head's first token (or slot)
 
     def find(self, number: Int[Array, "n"]) -> tuple[Array, Array, Array]:
-        """Where the one with this number lies: place in the flattened table, rank inside the page, head."""
+        """Return the place in the flattened table, the rank inside the page, and the head of the tokens (or slots)."""
         place = jnp.minimum(jnp.searchsorted(self.ends, number, side="right"), self.ends.shape[0] - 1)
         return place, number - (self.ends - self.counts)[place], place // self.per_head
 
 
 def _page_counts(cache: PagedCache, table: Array, position: Array | None = None) -> Array:
-    """Tokens in each page of the table, 0 where there is none."""
+    """Count the tokens in each page of the table; 0 where there is no page."""
     live = cache.live if position is None else position >= 0
     return jnp.where(table >= 0, jnp.sum(live, axis=-1, dtype=jnp.int32)[table], 0)
 
 
 def _take_pages(cache: PagedCache, tokens: Int[Array, "B"], at_most: int, layer: int | Array | None) -> PagedCache:
-    """Gives each head of a layer the pages that it lacks for so many tokens more, at most ``at_most`` of them."""
+    """Give each head of a layer the pages that it lacks for ``tokens`` more tokens, at most ``at_most`` pages."""
     table = cache.layer_table(layer)
     B, K, M = table.shape
     P = cache.owner.shape[0]

@@ -1,9 +1,9 @@
 """Policies: chains of score transformations, as an Optax optimizer is a chain of gradient transformations.
 
 A link is a pair of pure functions, `init` and `update`. The first link of a chain is a base score (h2o, snapkv, ...);
-the others change its scores (caote, pool, ...) or say what always stays (protect). Scores are [B, K, G, S], one a query
-head, or [B, K, 1, S] where a link has joined the group; the chain's end averages what is left of G. Behind it stands an
-allocation: who gets how many slots (kvjax/allocation.py).
+the others change its scores (caote, pool, ...) or say what always stays (protect). Scores are [B, K, G, S], one per
+query head, or [B, K, 1, S] where a link has joined the group; the end of the chain averages over this axis. An
+allocation follows the chain: it decides how many slots each head gets (kvjax/allocation.py).
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ Scores = Float[Array, "B K _ S"]  # the third axis is G, or 1 where a link has j
 
 
 class Protection(NamedTuple):
-    """What always stays: the first ``sinks`` and last ``recent`` tokens; an int counts, a float is a budget share."""
+    """The tokens that always stay: the first ``sinks`` and the last ``recent``; a float is a share of the budget."""
 
     sinks: int | float = 0
     recent: int | float = 0
 
     def counts(self, budget: Any) -> tuple[Any, Any]:
-        """Both as numbers of tokens under a budget (an int, or an array of one a row); shares are rounded down."""
+        """Return both as numbers of tokens under a budget (an int, or an array of one per row); round shares down."""
         sinks, recent = (x if isinstance(x, int) else share_of(x, budget) for x in map(plain, self))
         return sinks, recent
 
@@ -48,8 +48,8 @@ class Protection(NamedTuple):
 class Moments(NamedTuple):
     """When a paper evicts.
 
-    ``prompt``: after every "block" of the prompt, or once, when the whole "prompt" is in. ``decode``: at every step
-    (1) or never (0). ``source``: where that stands. ``final``: what is chosen once stays for good.
+    ``prompt``: after every "block" of the prompt, or once, after the whole "prompt". ``decode``: at every step (1) or
+    never (0). ``source``: the paper and what it says. ``final``: whether tokens that were chosen once stay for good.
     """
 
     prompt: Literal["block", "prompt"]
@@ -63,23 +63,23 @@ class Policy:
     """One link, or a whole chain, of a policy; made by the functions of ``kvjax.scores`` and by :func:`chain`.
 
     Attributes:
-        name: how a command line writes it.
-        init: ``init(B, K, G, S, D) -> state``, a pytree of zeros whose leaves lead with ``[B, K, S]``, or with
+        name: its short name, as on a command line.
+        init: ``init(B, K, G, S, D) -> state``, a pytree of zeros whose leaves start with ``[B, K, S]``, or with
             ``[B, K]`` inside a :class:`kvjax.HeadState`.
         update: ``update(scores, state, observation) -> (scores, state)``; a base score ignores ``scores``. The last
-            link may give :class:`kvjax.Weights`, from which an eviction makes CAOTE's scores.
+            link may return :class:`kvjax.Weights`, from which an eviction computes CAOTE's scores.
         needs: what it reads of an observation.
-        protections: what always stays.
-        links: what a chain is made of; () for a single link.
+        protections: the tokens that always stay.
+        links: the links of a chain; () for a single link.
         base: whether it makes scores rather than changing them.
-        nonnegative: whether its scores can serve as attention weights (caote asks for that). A link that changes scores
-            may leave this False where it keeps them as they were.
-        needs_nonnegative: whether the scores that it changes must be so.
+        nonnegative: whether its scores are never negative, as caote needs them. A link that changes scores may leave
+            this False if non-negative scores stay non-negative.
+        needs_nonnegative: whether the scores that it changes must be non-negative.
         comparable: whether scores of different heads are on one scale, so that heads may exchange slots.
-        heads: who has one set of tokens: each query "group", all heads of a "layer", or each "query" head alone.
+        heads: which heads share one set of tokens: each query "group", all of a "layer", or each "query" head alone.
         positions: how the cache rotates its keys; see :class:`kvjax.KVCache`.
-        allocation: who gets how many slots.
-        published: when its paper evicts; a chain goes by the last of its links that says so. None where no paper does.
+        allocation: how many slots each head gets.
+        published: when its paper evicts, None without a paper; a chain takes it from the last link that has one.
     """
 
     name: str
@@ -101,22 +101,22 @@ class Policy:
         return self.name
 
     def state(self, B: int, K: int, G: int, S: int, D: int) -> PyTree:
-        """Makes what a cache of B rows, K heads of G query heads, and S slots of D numbers remembers: zeros.
+        """Make the initial state, zeros, for a cache of B rows, K heads of G query heads, and S slots of D numbers.
 
-        It is what the links remember and, beside it, what :class:`kvjax.window.Window` does where a policy observes
-        a window of queries.
+        It is the state of the links, with a :class:`kvjax.window.Window` before it if the policy observes a window of
+        queries.
         """
         links = self.init(B, K, G, S, D)
         names = observed(self.needs.statistics)
         return (Window.init(names, B, K, G, S), links) if names else links
 
     def __matmul__(self, allocation: Allocation | str) -> Policy:
-        """The policy with another allocation, as ``@`` in a short name."""
+        """Return the policy with another allocation, as ``@`` in a short name."""
         return allocated(self, parse_allocation(allocation) if isinstance(allocation, str) else allocation)
 
 
 def no_state(B: int, K: int, G: int, S: int, D: int) -> tuple[()]:
-    """The ``init`` of a link that remembers nothing.
+    """Return an empty state: the ``init`` of a link without state.
 
     Example:
         >>> import kvjax
@@ -127,7 +127,7 @@ def no_state(B: int, K: int, G: int, S: int, D: int) -> tuple[()]:
 
 
 def unchanged(scores: Scores, state: PyTree, observation: Observation) -> tuple[Scores, PyTree]:
-    """The ``update`` of a link that leaves the scores as they are."""
+    """Return the scores and the state as they are: the ``update`` of a link that changes no scores."""
     return scores, state
 
 
@@ -144,15 +144,15 @@ def base_score(
     nonnegative: bool = True,
     published: Moments | None = None,
 ) -> Policy:
-    """A stateless base score from a function of the observation: all that most published scores need.
+    """Make a stateless base score from a function of the observation, which is all that most published scores need.
 
     Args:
-        name: what it is called in tables.
-        score: gives ``[B, K, G, S]`` or, for scores that don't depend on the query head, ``[B, K, 1, S]``.
+        name: its name in tables.
+        score: returns ``[B, K, G, S]`` or, for scores that don't depend on the query head, ``[B, K, 1, S]``.
         statistics: the column statistics that it reads.
         window: the observation window of the "window_" statistics.
-        protection: what it always keeps.
-        projections: what it reads of the layer's output projection (``kvjax.projection.KINDS``).
+        protection: the tokens that it always keeps.
+        projections: the parts that it reads of the layer's output projection (``kvjax.projection.KINDS``).
         rotary: whether it reads the rotary frequencies.
         nonnegative: whether the scores are never below 0, so that ``caote`` may follow.
         published: when its paper evicts.
@@ -165,7 +165,7 @@ def base_score(
         'value_norm+protect(sinks=4)'
     """
     if unknown := sorted(set(statistics) - set(STATISTICS)):
-        raise ValueError(f"{name}: unknown statistics {', '.join(unknown)}; there are {', '.join(STATISTICS)}.")
+        raise ValueError(f"{name}: unknown statistics {', '.join(unknown)}; expected some of {', '.join(STATISTICS)}.")
     check_count(f"{name}: window", window, 0, "give the number of queries that observe, from 0")
     return Policy(
         name=name,
@@ -181,11 +181,11 @@ def base_score(
 
 @functools.cache
 def chain(*links: Policy) -> Policy:
-    """Puts a base score and what changes its scores in a row; the same links give the same object, as in :func:`parse`.
+    """Chain a base score and links that change its scores; the same links give the same object, as in :func:`parse`.
 
     Raises:
-        ValueError: no base score in front, a second one behind it, two observation windows that differ, or ``caote``
-            after scores that can be negative.
+        ValueError: if the first link is not a base score or another one is, two observation windows differ, or
+            ``caote`` follows scores that can be negative.
 
     Example:
         >>> import kvjax
@@ -260,10 +260,10 @@ def chain(*links: Policy) -> Policy:
 
 @functools.cache
 def allocated(policy: Policy, allocation: Allocation) -> Policy:
-    """The policy with an allocation behind it, as ``policy @ allocation`` and a short name's ``@`` make it.
+    """Return the policy with an allocation, as ``policy @ allocation`` and a short name's ``@`` make it.
 
     Raises:
-        ValueError: an allocation that needs scores which the policy hasn't.
+        ValueError: if the allocation needs other scores than the policy has.
 
     Example:
         >>> import kvjax
@@ -300,7 +300,7 @@ def allocated(policy: Policy, allocation: Allocation) -> Policy:
 
 
 def retention_scores(policy: Policy, state: PyTree, observation: Observation) -> tuple[Float[Array, "B K S"], PyTree]:
-    """Runs a policy on a block: one score a slot, ``+inf`` where it is protected, and the new state.
+    """Run a policy on a block: return one score per slot, ``+inf`` where it is protected, and the new state.
 
     Example:
         >>> import jax.numpy as jnp
@@ -322,20 +322,20 @@ def retention_scores(policy: Policy, state: PyTree, observation: Observation) ->
 def update_scores(
     policy: Policy, state: PyTree, observation: Observation
 ) -> tuple[Float[Array, "B K S"] | Weights, PyTree]:
-    """Runs a policy on a block whose protected slots are marked; CAOTE's scores may be left to be computed."""
-    nothing = jnp.zeros_like(observation.position[:, :, None], jnp.float32)  # which a base score ignores
+    """Run a policy on a block whose protected slots are marked; CAOTE's scores may stay :class:`kvjax.Weights`."""
+    nothing = jnp.zeros_like(observation.position[:, :, None], jnp.float32)  # a base score ignores it
     scores, state = policy.update(nothing, state, observation)
     if isinstance(scores, Weights) and policy.heads != "layer":
         return scores, state
     scores = computed(scores, observation)
     if policy.heads == "layer":
-        heads = scores.shape[1] * scores.shape[2]  # divided before the sum: the largest floats have none
+        heads = scores.shape[1] * scores.shape[2]  # divided before the sum, which overflows for the largest floats
         scores = jnp.broadcast_to(jnp.sum(scores / heads, axis=(1, 2), keepdims=True), scores.shape)
     return jnp.where(observation.protected, jnp.inf, jnp.mean(scores, axis=2)), state
 
 
 def computed(scores: Scores | Weights, observation: Observation) -> Scores:
-    """Scores as the next link reads them."""
+    """Return the scores as the next link reads them: computed, if they are still :class:`kvjax.Weights`."""
     if not isinstance(scores, Weights):
         return scores
     return joined(scores, observation.value, observation.live, None)[:, :, None]
@@ -347,7 +347,7 @@ def joined(
     live: Bool[Array, "B K S"],
     protected: Bool[Array, "B K S"] | None,
 ) -> Float[Array, "B K S"]:
-    """Computes the scores that were left to be computed: ``+inf`` where a slot is protected."""
+    """Compute CAOTE's scores from their weights; ``+inf`` where a slot is protected."""
     errors = eviction_error(
         weights.weights, value, fast=weights.fast, norm=weights.norm, group=weights.group, mask=live
     )
@@ -355,7 +355,7 @@ def joined(
 
 
 def mark_protected(policy: Policy, observation: Observation) -> Observation:
-    """The observation with ``protected`` filled in: the first and last tokens that the policy always keeps."""
+    """Return the observation with ``protected`` filled in: the first and last tokens that the policy always keeps."""
     sinks, recent = protected(policy, observation.budget)
     position = observation.position
     oldest_recent = observation.next_position - recent
@@ -364,7 +364,7 @@ def mark_protected(policy: Policy, observation: Observation) -> Observation:
 
 
 def protected(policy: Policy, budget: Any) -> tuple[Any, Any]:
-    """How many first and how many last tokens a policy always keeps under a budget (an int, or one a row).
+    """Return how many first and last tokens a policy always keeps under a budget (an int, or one per row).
 
     Example:
         >>> import kvjax
@@ -379,10 +379,10 @@ def protected(policy: Policy, budget: Any) -> tuple[Any, Any]:
 
 
 def check_block(policy: Policy, block: int) -> None:
-    """Refuses a block that cannot hold the policy's observation window.
+    """Check that a block is large enough for the policy's observation window.
 
     Raises:
-        ValueError: the window has more queries than a block.
+        ValueError: if the window has more queries than a block.
 
     Example:
         >>> import kvjax
@@ -401,10 +401,10 @@ smaller window (window=16 in its name).
 
 
 def check_budget(policy: Policy, budget: int) -> None:
-    """Refuses a budget that cannot even hold what the policy protects.
+    """Check that a budget is large enough for the tokens that the policy protects.
 
     Raises:
-        ValueError: the budget is below 1, or smaller than the protected tokens.
+        ValueError: if the budget is below 1, or smaller than the number of protected tokens.
 
     Example:
         >>> import kvjax
@@ -426,12 +426,12 @@ or protect fewer.
 @typed
 @functools.cache
 def parse(name: str) -> Policy:
-    """The policy that a short name stands for, as command lines write it.
+    """Return the policy that a short name stands for, as command lines write it.
 
     The same name gives the same object, so that a compiled program is found again.
 
     Raises:
-        ValueError: an unknown link or argument, or a chain that is not one.
+        ValueError: if a link or an argument is unknown, or the links do not make a chain.
 
     Example:
         >>> import kvjax
@@ -463,10 +463,10 @@ def parse(name: str) -> Policy:
 
 
 def policy_of(policy: Policy | str | None) -> Policy | None:
-    """A policy as functions take it: itself, from its short name, or None for "full".
+    """Return a policy that is given as itself or by its short name; None for "full".
 
     Raises:
-        ValueError: what is neither, or an unknown name.
+        ValueError: if it is neither, or the name is unknown.
 
     Example:
         >>> from kvjax.policy import policy_of
@@ -485,7 +485,7 @@ LINKS: dict[str, Callable[..., Policy]] = {}
 
 
 def register(make: Callable[..., Policy]) -> Callable[..., Policy]:
-    """Decorator of the built-in links: short names find them, and equal arguments give the same object."""
+    """Register a built-in link, as its decorator: short names find it, and equal arguments give the same object."""
     return registered(LINKS, make)
 
 

@@ -1,7 +1,7 @@
-"""What a score may read of a layer's output projection W_O: computed once, for all slots and steps.
+"""The parts of a layer's output projection W_O that scores read: computed once, for all slots and steps.
 
-A KV head's G query heads leave the layer through G blocks of W_O, each [D, E]. Losing value v of slot j with weights
-a_g moves the layer's output by sum_g a_g v W_O^g, so what matters is W_O^g W_O^h' [D, D], never an [S, E] array.
+The G query heads of a KV head pass through G blocks of W_O, each [D, E]. Evicting value v of slot j with weights a_g
+changes the layer's output by sum_g a_g v W_O^g, so scores need only W_O^g W_O^h' [D, D], never an [S, E] array.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ class OutputProjection(NamedTuple):
     factor: Float[Array, "*L K G D F"] | None = None
 
     def layer(self, index: int | Array) -> OutputProjection:
-        """One layer of stacked projections."""
+        """Return one layer of stacked projections."""
         return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), self)
 
 
 def output_projection(weight: Float[Array, "*L N D E"], kv_heads: int, kinds: Iterable[str]) -> OutputProjection:
-    """The parts of W_O that a policy asks for (``policy.needs.projections``).
+    """Compute the parts of W_O that a policy asks for (``policy.needs.projections``).
 
     Args:
-        weight: the output projection, one block ``[D, E]`` a query head.
+        weight: the output projection, one block ``[D, E]`` per query head.
         kv_heads: K; query head n belongs to KV head ``n // (N / K)``.
-        kinds: names out of "weight", "gram", "factor"; see :class:`OutputProjection`.
+        kinds: names from "weight", "gram", "factor"; see :class:`OutputProjection`.
 
     Raises:
-        ValueError: an unknown kind, or a number of query heads that K does not divide.
+        ValueError: if a kind is unknown, or K does not divide the number of query heads.
 
     Example:
         >>> import jax.numpy as jnp
@@ -53,9 +53,9 @@ def output_projection(weight: Float[Array, "*L N D E"], kv_heads: int, kinds: It
     kinds = frozenset(kinds)
     unknown = sorted(kinds - set(KINDS))
     if unknown:
-        raise ValueError(f"unknown kind {', '.join(unknown)}; there are {', '.join(KINDS)}.")
+        raise ValueError(f"unknown kind {', '.join(unknown)}; expected some of {', '.join(KINDS)}.")
     if weight.ndim < 3:
-        raise ValueError(f"W_O {weight.shape} does not fit: expected [N, D, E], one block a query head.")
+        raise ValueError(f"W_O {weight.shape} does not fit: expected [N, D, E], one block per query head.")
     *L, N, D, E = weight.shape
     if kv_heads < 1 or N % kv_heads:
         raise ValueError(f"{kv_heads} KV heads do not divide the {N} query heads of W_O {weight.shape}.")
@@ -75,7 +75,7 @@ def output_projection(weight: Float[Array, "*L N D E"], kv_heads: int, kinds: It
 def measure(
     projection: OutputProjection | Float[Array, "... G D F"], cross: bool, shape: tuple[int, ...], dtype: Any
 ) -> OutputProjection:
-    """What measures a change of G heads behind W_O: the factor alone with cross terms, the gram alone without.
+    """Return what measures a change of G heads after W_O: the factor alone with cross terms, the gram alone without.
 
     Args:
         projection: W_O's parts, or an array ``[*batch, G, D, F]`` whose Gram is W_O's.
@@ -84,7 +84,7 @@ def measure(
         dtype: of the result.
 
     Raises:
-        ValueError: a projection that does not fit, or that holds neither what is needed nor what it is made of.
+        ValueError: if the projection does not fit, or holds neither the needed part nor one to compute it from.
 
     Example:
         >>> import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Rotary positions: turning queries and keys, and turning them on."""
+"""Rotary positions: rotating queries and keys, and moving rotated ones to other positions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Num
 def rotate(
     x: Float[Array, "*batch D"], cos: Float[Array, "*#batch half"], sin: Float[Array, "*#batch half"]
 ) -> Float[Array, "*batch D"]:
-    """Rotary embedding: element i of a head is rotated together with element i + D/2 (Hugging Face's layout).
+    """Apply the rotary embedding: element i of a head is rotated together with element i + D/2 (Hugging Face's layout).
 
     Example:
         >>> import jax.numpy as jnp
@@ -19,7 +19,8 @@ def rotate(
     """
     if x.shape[-1:] != (2 * cos.shape[-1],) or cos.shape != sin.shape:
         raise ValueError(
-            f"heads {x.shape}, cosines {cos.shape} and sines {sin.shape} do not fit: the last are half a head long."
+            f"heads {x.shape}, cosines {cos.shape} and sines {sin.shape} do not fit: expected as many cosines, and as "
+            "many sines, as half a head has elements."
         )
     first, second = jnp.split(x, 2, axis=-1)
     cos, sin = cos.astype(x.dtype), sin.astype(x.dtype)
@@ -29,7 +30,7 @@ def rotate(
 def turn(
     x: Float[Array, "*batch D"], by: Num[Array, "*#batch"], frequency: Float[Array, "*#batch half"]
 ) -> Float[Array, "*batch D"]:
-    """Moves rotated queries or keys ``by`` positions: what was rotated at p becomes what p + by would have given.
+    """Move rotated queries or keys ``by`` positions: what was rotated at p becomes what p + by would have given.
 
     Rotations are computed in float32 whatever the dtype of ``x``.
 
@@ -50,9 +51,9 @@ def move(
     end: Num[Array, "*#batch"],
     frequency: Float[Array, "*#batch half"],
 ) -> Float[Array, "*batch D"]:
-    """Moves rotated queries or keys from position ``start`` to ``end``, exactly however long the sequence.
+    """Move rotated queries or keys from position ``start`` to ``end``, exactly however long the sequence.
 
-    :func:`turn` by the difference would leave in what ``start * frequency`` was rounded by: a tenth of a radian at
+    :func:`turn` by the difference would keep the rounding error of ``start * frequency``: a tenth of a radian at
     position 2 ** 21. Here the key is turned back by the same rounded angle that it was rotated by.
 
     Example:

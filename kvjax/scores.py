@@ -1,6 +1,6 @@
-"""Base scores: what the papers say a token is worth by the attention that it gets, or by nothing but its place.
+"""Base scores of papers that score a token by the attention that it gets, or by its position alone.
 
-Those that read keys and values alone stand in scores_of_keys.py, what changes scores in transforms.py and caote.py.
+Scores that read only keys and values are in scores_of_keys.py; links that change scores in transforms.py and caote.py.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from kvjax.transforms import check_kernel, check_protected, entered_slots, poole
 
 @register
 def h2o(*, accumulate: bool = True) -> Policy:
-    """Scores a token by the attention that it has received, summed over queries (H2O, arXiv 2306.14048).
+    """Score a token by the attention that it has received, summed over queries (H2O, arXiv 2306.14048).
 
-    Its authors' code gives these heavy hitters and the newest tokens as many slots each, a tenth of the prompt:
-    ``h2o+protect(recent=0.5)``.
+    Its authors' code gives half of the slots to these heavy hitters and half to the newest tokens, each a tenth of the
+    prompt: ``h2o+protect(recent=0.5)``.
 
     Args:
-        accumulate: sum over all queries so far, as the paper and its authors' code do; False sums over the current
-            block only, as CAOTE's section 2 writes.
+        accumulate: sum over all queries so far, as in the paper and its authors' code; False sums over the current
+            block only, as in CAOTE's section 2.
 
     Example:
         >>> import kvjax
@@ -51,7 +51,7 @@ def h2o(*, accumulate: bool = True) -> Policy:
     if not accumulate:
         return base_score("h2o", lambda o: o.columns.sum, statistics=("sum",), published=published)
 
-    # An array a query head of the group: with the group as last axis a TPU would pad each slot to 128 numbers.
+    # One array per query head of the group: with the group as last axis a TPU would pad each slot to 128 numbers.
     def init(B: int, K: int, G: int, S: int, D: int) -> tuple[Array, ...]:
         return tuple(jnp.zeros((B, K, S), jnp.float32) for _ in range(G))
 
@@ -65,13 +65,13 @@ def h2o(*, accumulate: bool = True) -> Policy:
 
 @register
 def tova(*, heads: Literal["group", "layer"] = "layer") -> Policy:
-    """Scores a token by the last query's attention (TOVA, arXiv 2401.06104).
+    """Score a token by the last query's attention (TOVA, arXiv 2401.06104).
 
     Args:
-        heads: who shares one set of tokens: all heads of a "layer" by their mean attention, as the paper has it
-            (appendix A and table 3, where it beats one set a head), its authors' code and kvpress; or each query
-            "group", as CAOTE writes it. With links behind it, the whole chain's scores are averaged over the layer.
-            An allocation that gives heads different numbers of slots takes "group".
+        heads: which heads share one set of tokens: all heads of a "layer" by their mean attention, as in the paper
+            (appendix A and table 3, where it beats one set per head), its authors' code and kvpress; or each query
+            "group", as in CAOTE. In a chain, the scores of the whole chain are averaged over the layer. An allocation
+            that gives heads different numbers of slots needs "group".
 
     Example:
         >>> import kvjax
@@ -92,16 +92,16 @@ def tova(*, heads: Literal["group", "layer"] = "layer") -> Policy:
 
 @register
 def snapkv(*, window: int = 32, kernel: int = 13, pooling: Literal["avg", "max"] = "avg") -> Policy:
-    """Scores a token by the last queries' mean attention, pooled over its neighbours (SnapKV, arXiv 2404.14469).
+    """Score a token by the last queries' mean attention, pooled over its neighbours (SnapKV, arXiv 2404.14469).
 
     The window's own tokens stay. The paper pools by "max": window 16 and kernel 5 for needles (sections 5.1.1 and 5.2),
     32 and 7 for LongBench (5.3), 64 and 13 for Command-R (5.4); "avg" made no great difference (5.2). Its authors' code
     runs with 32, 5 and "avg", kvpress with 64, 5 and "avg". The defaults are the code's window and pooling, and the
-    paper's widest kernel: on SmolLM2 it answers 0.69 of the needles at a quarter of the prompt, where 5 answers 0.23
-    and the full cache 0.67 (docs/results/smollm2/methods.json).
+    paper's widest kernel: with a budget of a quarter of the prompt, SmolLM2 then answers 0.69 of the needles, against
+    0.23 with kernel 5 and 0.67 with the full cache (docs/results/smollm2/methods.json).
 
     Args:
-        window: how many of the last queries observe; the steps of decode are joined until there are as many.
+        window: how many of the last queries observe; decode steps are joined until there are as many.
         kernel: width of the pooling over neighbours in position order among the live tokens, an odd number.
         pooling: "avg" or "max".
 
@@ -128,12 +128,12 @@ def snapkv(*, window: int = 32, kernel: int = 13, pooling: Literal["avg", "max"]
 
 @register
 def streaming(*, sinks: int = 4) -> Policy:
-    """Scores a token by its position: the newest stay, and the first ones (StreamingLLM, arXiv 2309.17453).
+    """Score a token by its position, so that the newest and the first tokens stay (StreamingLLM, arXiv 2309.17453).
 
-    Positions in the text are kept here; the paper's, those in the cache, are ``streaming+positions``.
+    Keys keep their positions in the text here; ``streaming+positions`` uses positions in the cache, as the paper does.
 
     Args:
-        sinks: how many of the first tokens stay; the paper's 4 (table 2: more gain little), and kvpress'.
+        sinks: how many of the first tokens stay; 4 as in the paper (table 2: more gain little) and in kvpress.
 
     Example:
         >>> import kvjax
@@ -154,21 +154,22 @@ def streaming(*, sinks: int = 4) -> Policy:
 def sage(
     *, heads: Literal["group", "query"] = "group", split: Literal["fixed", "adaptive"] = "fixed", mass: float = 0.9
 ) -> Policy:
-    """Lets the prompt's last query choose once; then only the newest tokens change (SAGE-KV, arXiv 2503.08879).
+    """Let the prompt's last query choose once; after that only the newest tokens change (SAGE-KV, arXiv 2503.08879).
 
-    Of the budget, a quarter are the first tokens (sinks), a quarter the last (recent), and the rest the best of the
-    middle by the last query's attention; a prompt that comes in blocks is scored anew by each block's last query.
-    Behind it, in decode or when a question follows, nothing is scored (``Observation.compressed``): the new token
-    enters the recent window, whose oldest leaves; sinks and chosen tokens stay for good. Where a prompt is shorter
-    than the budget, the recent window takes what is left of it.
+    A quarter of the budget goes to the first tokens (sinks), a quarter to the last (recent), and the rest to the best
+    of the middle by the last query's attention. A prompt that comes in blocks is scored again by each block's last
+    query. After the prompt, in decode or when a question follows, nothing is scored (``Observation.compressed``): a new
+    token enters the recent window, and the window's oldest token leaves; sinks and chosen tokens stay for good. Where a
+    prompt is shorter than the budget, the recent window takes the rest of the budget.
 
     Args:
-        heads: who chooses: each query "group" by its mean attention, which takes no more memory than other policies,
-            or each "query" head for a cache of its own, as the paper reads.
-        split: "fixed" quarters, the paper's, or "adaptive", ours: the shortest prefix of the first quarter, and the
-            shortest suffix of the last, that hold ``mass`` of its attention. They score float32's largest number
-            instead of being protected, as their count is not known before; the slots that they spare go to the middle.
-        mass: which share of a quarter's attention "adaptive" must cover, in (0, 1].
+        heads: which heads choose together: each query "group" by its mean attention, which takes no more memory than
+            other policies, or each "query" head for a cache of its own, as in the paper.
+        split: "fixed" quarters, as in the paper, or "adaptive", our variant: the shortest prefix of the first quarter,
+            and the shortest suffix of the last, that hold ``mass`` of its attention. These tokens score float32's
+            largest number instead of being protected, as their count is not known before; the slots saved go to the
+            middle.
+        mass: the share of a quarter's attention that "adaptive" must cover, in (0, 1].
 
     Example:
         >>> import kvjax
@@ -179,7 +180,7 @@ def sage(
         raise ValueError(f"sage: mass is {mass!r}; give a share of the attention in (0, 1].")
 
     def init(B: int, K: int, G: int, S: int, D: int) -> Array:
-        return jnp.zeros((B, K, S), jnp.float32)  # 0 in the recent window: what came last, and what is new in decode
+        return jnp.zeros((B, K, S), jnp.float32)  # 0 in the recent window: the last tokens, and new ones in decode
 
     def update(_: Scores, state: Array, o: Observation) -> tuple[Scores, Array]:
         if o.compressed:
@@ -220,20 +221,20 @@ def laprox(
     target: Literal["output", "value", "attention"] = "output",
     gqa: Literal["group", "heads"] = "group",
 ) -> Policy:
-    """Scores a token by what it adds to the layer's output: attention times projected value (LaProx, arXiv 2605.07234).
+    """Score a token by what it adds to the layer's output: attention times projected value (LaProx, arXiv 2605.07234).
 
-    The 2-norm of its column of attention over the last queries times that of ``v W_O`` (eq. 9); the products are
+    The score is the 2-norm of the token's column of attention over the last queries times that of ``v W_O`` (eq. 9),
     pooled over neighbours. The window's own tokens stay, and are left out of the pooling. Its authors give the whole
     model one budget: ``laprox@model``. Window 32 and average pooling of 7 are the paper's (appendix A; table 7 compares
-    windows), "output" is its equation and "group" its reading of grouped heads.
+    windows), "output" is its equation and "group" its treatment of grouped heads.
 
     Args:
-        window: how many of the last queries observe; the steps of decode are joined until there are as many.
+        window: how many of the last queries observe; decode steps are joined until there are as many.
         kernel: width of the average pooling over neighbours in position order, an odd number.
-        target: how far a value is followed: to the layer's "output", ``|v W_O|`` over the group's blocks of W_O; the
-            "value" itself, ``|v|``; or not at all, by "attention" alone.
-        gqa: the column of a "group" is that of its mean attention (the paper); "heads" takes each query head's norm,
-            and then their mean.
+        target: what the attention is multiplied by: the value's part of the layer's "output", ``|v W_O|`` over the
+            group's blocks of W_O; the "value" itself, ``|v|``; or nothing, for "attention" alone.
+        gqa: "group" takes the norm of the group's mean attention (the paper); "heads" takes the mean of the query
+            heads' norms.
 
     Example:
         >>> import kvjax
@@ -265,14 +266,14 @@ def laprox(
 
 @register
 def cake(*, window: int = 32, kernel: int = 5, gamma: float = 200.0) -> Policy:
-    """Scores a token by the last queries' mean attention and by how much it changes (CAKE, arXiv 2503.12491).
+    """Score a token by the last queries' mean attention and by how much it changes (CAKE, arXiv 2503.12491).
 
-    ``mean + gamma * variance`` over the window's queries, pooled over neighbours; the window's own tokens stay. Its
-    authors also weigh the layers: ``cake@cake``. Window 32, average pooling of 5 and gamma 200 are those of its
-    authors' code.
+    The score is ``mean + gamma * variance`` over the window's queries, pooled over neighbours; the window's own tokens
+    stay. Its authors also weight the layers: ``cake@cake``. Window 32, average pooling of 5 and gamma 200 are those of
+    its authors' code.
 
     Args:
-        window: how many of the last queries observe, from 2; the steps of decode are joined until there are as many.
+        window: how many of the last queries observe, from 2; decode steps are joined until there are as many.
         kernel: width of the average pooling over neighbours in position order, an odd number.
         gamma: weight of the variance.
 
@@ -301,14 +302,14 @@ def cake(*, window: int = 32, kernel: int = 5, gamma: float = 200.0) -> Policy:
 
 @register
 def lava(*, window: int = 32, kernel: int = 7) -> Policy:
-    """Scores a token by the last queries' mean attention times the head's largest value (LAVa, arXiv 2509.09754).
+    """Score a token by the last queries' mean attention times the head's largest value (LAVa, arXiv 2509.09754).
 
     The mean is pooled by its maximum over neighbours and multiplied by the largest ``|v|_1`` of the head's tokens, one
-    number a head; of the group's query heads, the largest product counts. The window's own tokens stay. Its authors
+    number per head; of the group's query heads, the largest product counts. The window's own tokens stay. Its authors
     let heads and layers compete: ``lava@lava``. Window 32 and a kernel of 7 are those of their code on LongBench.
 
     Args:
-        window: how many of the last queries observe; the steps of decode are joined until there are as many.
+        window: how many of the last queries observe; decode steps are joined until there are as many.
         kernel: width of the pooling over neighbours in position order, an odd number.
 
     Example:
@@ -339,21 +340,21 @@ def lava(*, window: int = 32, kernel: int = 7) -> Policy:
 def expected_attention(
     *, future: int = 512, sinks: int = 4, covariance: bool = True, value_norm: bool = True
 ) -> Policy:
-    """Scores a token by the attention that coming queries are expected to pay it (arXiv 2510.00636).
+    """Score a token by the attention that future queries are expected to give it (arXiv 2510.00636).
 
-    Queries before rotation are taken as normal, with the mean ``m`` and covariance ``C`` of all queries so far (those
-    of evicted tokens too, and on through decode). ``R`` is the rotation averaged over the coming positions; a key's
-    logit is ``m R'k / sqrt(D) + (R'k)' C (R'k) / 2D``, and the softmax over the tokens that are left, times ``|v|``, is
-    the score. Positions must be absolute. All defaults are those of kvpress, its authors' code.
+    Queries before rotation are modelled as normal, with the mean ``m`` and covariance ``C`` of all queries so far, also
+    those of evicted tokens and of decode steps. ``R`` is the rotation averaged over the coming positions; a key's logit
+    is ``m R'k / sqrt(D) + (R'k)' C (R'k) / 2D``, and the score is the softmax over the remaining tokens, times ``|v|``.
+    Positions must be absolute. All defaults are those of kvpress, its authors' code.
 
     Args:
         future: how many coming positions the rotation is averaged over.
-        sinks: the first tokens: they stay, and neither their queries nor their keys are counted.
+        sinks: how many first tokens stay; neither their queries nor their keys are counted.
         covariance: False leaves ``C`` out.
         value_norm: False leaves ``|v|`` out.
 
     Raises:
-        ValueError: when it runs on a model without rotary positions, or no frequencies were given.
+        ValueError: when it runs on a model without rotary positions, or without frequencies.
 
     Example:
         >>> import kvjax
@@ -404,17 +405,18 @@ def expected_attention(
 
 @register
 def butler(*, dim: int | None = None) -> Policy:
-    """Scores a token by the attention that a small predictor foresees (TokenButler, arXiv 2503.07518).
+    """Score a token by the attention that a small network predicts (TokenButler, arXiv 2503.07518).
 
-    The mean over the block's queries of the softmax of ``q'.k' / sqrt(dim)`` over the live tokens that a query sees.
-    Nothing is predicted for layer 0, where the real attention's mean stands in. A token's predicted key stays with it
-    and leaves with it, float32 ``[B, K, S, G, dim]``: N dim numbers a slot of each layer, however long the text is.
+    The score is the mean over the block's queries of the softmax of ``q'.k' / sqrt(dim)`` over the live tokens that a
+    query sees. Nothing is predicted for layer 0, which takes the mean of the real attention. A token's predicted key is
+    stored and evicted with the token, float32 ``[B, K, S, G, dim]``: N dim numbers per slot of each layer, however long
+    the text is.
 
     Args:
         dim: width of the predictor's queries and keys; ``models.generate`` fills it in (:func:`fit_predictor`).
 
     Raises:
-        ValueError: when it runs without ``dim``, or without what a predictor says of the block.
+        ValueError: when it runs without ``dim``, or without a prediction for the block.
 
     Example:
         >>> import kvjax
@@ -459,13 +461,13 @@ def butler(*, dim: int | None = None) -> Policy:
 
 
 def fit_predictor(policy: Policy, dim: int) -> Policy:
-    """The policy with the width of a predictor's keys filled in where its base score reads them.
+    """Return the policy with the width of a predictor's keys filled in, if its base score reads them.
 
     Args:
         dim: D', the width of the predictor's queries and keys.
 
     Raises:
-        ValueError: the policy was made for another width.
+        ValueError: if the policy was made for another width.
 
     Example:
         >>> import kvjax
@@ -484,7 +486,7 @@ def fit_predictor(policy: Policy, dim: int) -> Policy:
 
 @register
 def random(*, seed: int = 0) -> Policy:
-    """Scores a token by a number drawn once for each token, layer and head: a uniform sample of the tokens stays.
+    """Score a token by a number drawn once per token, layer and head, so that a uniform sample of the tokens stays.
 
     Example:
         >>> import kvjax
@@ -504,7 +506,7 @@ def random(*, seed: int = 0) -> Policy:
 
 
 def mix_bits(x: UInt[Array, "*shape"]) -> UInt[Array, "*shape"]:
-    """A bijective hash of uint32 (the finaliser of MurmurHash3): the same on every backend, for any slot order."""
+    """Hash uint32 bijectively (the finaliser of MurmurHash3): the same on every backend, for any slot order."""
     x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
     return x ^ (x >> 16)
@@ -515,7 +517,7 @@ def _check_window(name: str, window: int) -> None:
 
 
 def _pooled_before(scores: Scores, o: Observation, window: int, kernel: int, pooling: str) -> Scores:
-    """Pools what stands before the observation window; its own tokens keep their scores, and the pooling sees zeros."""
+    """Pool the scores before the observation window; the window's tokens keep their scores and are pooled as zeros."""
     own = (o.position >= (o.next_position - window)[:, None, None])[:, :, None]
     return jnp.where(own, scores, pooled(jnp.where(own, 0, scores), o, kernel, pooling))
 
@@ -523,7 +525,7 @@ def _pooled_before(scores: Scores, o: Observation, window: int, kernel: int, poo
 def _covering(
     scores: Float[Array, "B K S"], o: Observation, zone: Bool[Array, "B K S"], mass: float, end: str
 ) -> Bool[Array, "B K S"]:
-    """The "first" or "last" tokens of a zone, as few as hold ``mass`` of its scores, and at least one."""
+    """Return a mask of a zone's "first" or "last" tokens: the fewest that hold ``mass`` of its scores, at least one."""
     zone = zone & o.live
     inwards = o.position if end == "first" else -o.position
     order = jnp.argsort(jnp.where(zone, inwards, jnp.iinfo(jnp.int32).max), axis=-1)
@@ -534,7 +536,7 @@ def _covering(
 
 
 def _projected_length(o: Observation) -> Float[Array, "B K S"]:
-    """``|v W_O|``: over the group's blocks of W_O, the root of the sum of ``v gram v'``."""
+    """Compute ``|v W_O|``: the root of the sum of ``v gram v'`` over the group's blocks of W_O."""
     projection = o.context.projection
     if projection is None or projection.gram is None:
         raise ValueError(
@@ -548,14 +550,14 @@ def _projected_length(o: Observation) -> Float[Array, "B K S"]:
 
 
 def _with_queries(state: Any, o: Observation, frequency: Float[Array, "rows half"], sinks: int) -> Any:
-    """Count, mean and products of deviations with the block's queries, turned back to position 0, among them.
+    """Add the block's queries, turned back to position 0, to the count, the mean and the products of deviations.
 
-    Two parts are joined by their means (Chan, Golub and LeVeque): a second moment less the squared mean would lose
-    small deviations beside a large mean.
+    The two parts are joined by their means (Chan, Golub and LeVeque): a second moment minus the squared mean would lose
+    small deviations next to a large mean.
     """
     B, T, N, D = o.query.shape
     K = o.key.shape[1]
-    counted = o.query_position >= sinks  # padding stands at -1
+    counted = o.query_position >= sinks  # padding has position -1
     by = -jnp.maximum(o.query_position, 0)[..., None].astype(jnp.float32)
     query = turn(o.query.astype(jnp.float32), by, frequency[:, None, None])
     query = jnp.where(counted[..., None, None], query, 0).reshape(B, T, K, N // K, D)
@@ -576,7 +578,7 @@ def _with_queries(state: Any, o: Observation, frequency: Float[Array, "rows half
 
 
 def _with_predicted_keys(state: Array, o: Observation, predicted: Prediction) -> Float[Array, "B K S G dim"]:
-    """The slots' predicted keys, with those of the block's tokens written to where these lie."""
+    """Return the slots' predicted keys, with those of the block's tokens written to their slots."""
     B, T = o.query_position.shape
     _, K, _, G, dim = state.shape
     if predicted.key.shape != (B, T, K * G, dim):
@@ -584,7 +586,7 @@ def _with_predicted_keys(state: Array, o: Observation, predicted: Prediction) ->
     slot = entered_slots(o)
     position = jnp.take_along_axis(o.position, slot, axis=2, mode="fill", fill_value=0)
     valid = o.query_position >= 0
-    rank = position - (o.next_position - jnp.sum(valid, axis=1))[:, None, None]  # of the token in the block
+    rank = position - (o.next_position - jnp.sum(valid, axis=1))[:, None, None]  # the token's rank in the block
     token = jax.vmap(jax.vmap(nth_true, in_axes=(None, 0)))(valid, rank + 1)  # [B, K, T]
     key = predicted.key.reshape(B, T, K, G, dim).swapaxes(1, 2)
     rows = jnp.take_along_axis(key, token[..., None, None], axis=2, mode="fill", fill_value=0)
@@ -592,7 +594,7 @@ def _with_predicted_keys(state: Array, o: Observation, predicted: Prediction) ->
 
 
 def _turned_back(o: Observation, frequency: Float[Array, "rows half"], future: int) -> Float[Array, "B K S D"]:
-    """``R'k``, R the rotation averaged over the coming positions: ``(R q) k = q (R'k)``."""
+    """Compute ``R'k``, where R is the rotation averaged over the coming positions: ``(R q) k = q (R'k)``."""
     coming = o.next_position[:, None] + jnp.arange(future, dtype=jnp.int32)[None]
     angle = coming[..., None].astype(frequency.dtype) * frequency[:, None]  # [B, future, D / 2]
     cos, sin = (jnp.mean(wave(angle), axis=1)[:, None, None] for wave in (jnp.cos, jnp.sin))

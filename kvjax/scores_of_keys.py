@@ -1,4 +1,4 @@
-"""Base scores that read a token's key and value, and no attention: key norms, KeyDiff, CurDKV, LagKV."""
+"""Base scores that read a token's key and value but no attention: key norms, KeyDiff, CurDKV, LagKV."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from kvjax.transforms import check_protected, rounded
 
 @register
 def key_norm() -> Policy:
-    """Scores a token by minus the norm of its key: small keys draw attention (arXiv 2406.11430).
+    """Score a token by minus the norm of its key: keys of small norm draw attention (arXiv 2406.11430).
 
-    Its authors leave the first two layers whole; here, as in kvpress, all are evicted from.
+    Its authors evict nothing from the first two layers; here, as in kvpress, tokens are evicted from all layers.
 
-    Equal tokens have keys of one length in layer 0, and a norm over queries and keys makes all alike. Norms are
-    therefore rounded to 12 bits behind the leading one: those that differ by less, as by the rounding of a rotation or
-    of a sum, tie, and the more recent token stays whatever the blocks. Keys that differ by more from one size of block
-    to another, as products of matrices may in bfloat16 or on a TPU, can still be chosen differently.
+    In layer 0 the keys of equal tokens have equal norms, and in a model that normalises keys all norms are alike. Norms
+    are therefore rounded to 12 bits after the leading one: norms that differ by less, as by the rounding of a rotation
+    or of a sum, tie, and the more recent token stays whatever the block size. Keys that differ by more from one block
+    size to another, as matrix products may in bfloat16 or on a TPU, can still be chosen differently.
 
     Example:
         >>> import kvjax
@@ -41,9 +41,9 @@ def key_norm() -> Policy:
 
 @register
 def keydiff() -> Policy:
-    """Scores a token by minus the cosine of its key and the mean direction of the head's (KeyDiff, arXiv 2504.15364).
+    """Score a token by minus the cosine of its key and the head's mean key direction (KeyDiff, arXiv 2504.15364).
 
-    The mean is that of the keys' directions, as in kvpress.
+    The mean is taken over the keys' directions, as in kvpress.
 
     Example:
         >>> import kvjax
@@ -69,18 +69,18 @@ def curdkv(
     leverage: Literal["product", "mean", "key", "value"] = "product",
     local_window: int | None = 16,
 ) -> Policy:
-    """Scores a token by the leverage of its key and its value among its neighbours' (CurDKV, arXiv 2509.15038).
+    """Score a token by the leverage of its key and its value among its neighbours' (CurDKV, arXiv 2509.15038).
 
-    The tokens that are left stand in the order of their positions and are cut into windows. Within its window a key's
-    leverage is ``|k|^2`` over the sum of all, and a value's likewise: the local approximation of the leverage scores of
-    a CUR decomposition, as kvpress has it, whose defaults these are, without the random projection that is off there.
-    The two are multiplied, and divided by their sum over the head. ``|k|^2`` and ``|v|^2`` are rounded to 12 bits as
-    in :func:`kvjax.key_norm`, so that equal tokens of a window tie.
+    The remaining tokens are sorted by position and cut into windows. A key's leverage is ``|k|^2`` divided by the sum
+    over its window, and likewise for values. This is kvpress' local approximation of the leverage scores of a CUR
+    decomposition, with kvpress' defaults and without its random projection, which is off by default. The product of the
+    two is divided by its sum over the head. ``|k|^2`` and ``|v|^2`` are rounded to 12 bits as in
+    :func:`kvjax.key_norm`, so that equal tokens of a window tie.
 
     Args:
-        sinks: the first tokens, which stay: a count, or a share of the budget (float in [0, 1]).
-        leverage: of the key and the value their "product" or "mean", or one of them alone.
-        local_window: how many neighbours a window has; None takes all of the head's tokens for one.
+        sinks: how many first tokens always stay: a count, or a share of the budget (float in [0, 1]).
+        leverage: the "product" or the "mean" of the leverages of key and value, or one of them alone.
+        local_window: how many neighbours a window has; None takes all tokens of the head as one window.
 
     Example:
         >>> import kvjax
@@ -108,24 +108,24 @@ def curdkv(
 
 @register
 def lagkv(*, sinks: int = 4, lag: int = 128, cross_scoring: bool = False) -> Policy:
-    """Scores a token by how far it strays from the tokens that come a lag later (LagKV, arXiv 2504.04704).
+    """Score a token by how far it differs from the tokens that come a lag later (LagKV, arXiv 2504.04704).
 
-    Behind the sinks, the tokens are cut into partitions of ``lag`` in the order of their positions. Each element of a
-    partition's keys is put on the scale from the smallest to the largest of the next partition's; the standard
-    deviation over a key's elements, and its softmax over the partition, say how far it strays. Values do likewise, and
-    the mean of both gives a token its rank in the partition: ``rank / lag`` is the score. Sinks, the last whole
-    partition and what follows it score 1, for nothing is there to compare them with; where there are fewer than two
-    partitions, the newer a token the higher its score. Elements that a partition has all alike say nothing.
+    After the sinks, the tokens are cut into partitions of ``lag`` in the order of their positions. Each element of a
+    partition's keys is scaled by the smallest and the largest number of that element in the next partition. A key's
+    difference is the standard deviation over its elements, after a softmax over the partition. Values are treated
+    likewise, and the mean of both ranks the tokens of the partition: the score is ``rank / lag``. Sinks, the last whole
+    partition and what follows it score 1, for there is nothing to compare them with. With fewer than two partitions,
+    newer tokens score higher. Elements that are equal in all tokens of the next partition count as 0.
 
-    The paper's partitions are those of the text; here they are those of the tokens that are left. After an eviction
-    the next one therefore cuts otherwise; a single eviction, behind the prompt, is the one that was published. All
-    defaults are kvpress'; its authors' code has 16 sinks and a lag of 1,024.
+    The paper partitions the text; here the remaining tokens are partitioned. After an eviction the next one therefore
+    cuts them differently; a single eviction, after the prompt, is the published method. All defaults are kvpress'; the
+    authors' code has 16 sinks and a lag of 1,024.
 
     Args:
-        sinks: the first tokens, which stay.
-        lag: how many tokens a partition has, from 2; as many of the newest always stay.
-        cross_scoring: the softmax itself is the score, by which partitions and heads compete; by their ranks each
-            keeps as many tokens as the others.
+        sinks: how many first tokens always stay.
+        lag: how many tokens a partition has, from 2; as many of the newest tokens always stay.
+        cross_scoring: use the softmax itself as the score, so that partitions and heads compete; by ranks, all
+            partitions keep the same number of tokens.
 
     Example:
         >>> import kvjax
@@ -133,7 +133,7 @@ def lagkv(*, sinks: int = 4, lag: int = 128, cross_scoring: bool = False) -> Pol
         (Protection(sinks=4, recent=64),)
     """
     check_count("lagkv: sinks", sinks, 0, "give a number of first tokens, an int from 0")
-    check_count("lagkv: lag", lag, 2, "a partition has a smallest and a largest number from 2 tokens on")
+    check_count("lagkv: lag", lag, 2, "give the tokens of a partition, an int from 2")
 
     def score(o: Observation) -> Scores:
         order, place = by_position(o.position)
@@ -162,7 +162,7 @@ def _squared_length(x: Float[Array, "B K S D"]) -> Float[Array, "B K S"]:
 
 
 def _shares(x: Float[Array, "B K S"], window: int | None = None) -> Float[Array, "B K S"]:
-    """Each number over the sum of its window; None is one window of all."""
+    """Divide each number by the sum of its window; None takes all numbers as one window."""
     B, K, S = x.shape
     window = S if window is None else min(window, S)
     windows = jnp.pad(x, ((0, 0), (0, 0), (0, -S % window))).reshape(B, K, -1, window)
@@ -173,7 +173,7 @@ def _shares(x: Float[Array, "B K S"], window: int | None = None) -> Float[Array,
 def _by_partition(
     o: Observation, slot: Int[Array, "B K cut"], lag: int, cross_scoring: bool
 ) -> Float[Array, "B K compared"]:
-    """The scores of all partitions but the last; the slots stand in order, a multiple of ``lag`` of them."""
+    """Compute the scores of all partitions but the last, for slots in order, a multiple of ``lag`` of them."""
     B, K, _ = slot.shape
 
     def strays(x: Float[Array, "B K S D"]) -> Float[Array, "B K partitions lag"]:
@@ -182,7 +182,7 @@ def _by_partition(
         own, following = rows[:, :, :-1], rows[:, :, 1:]
         lowest, highest = (f(following, axis=3, keepdims=True) for f in (jnp.min, jnp.max))
         span = highest - lowest
-        # Equal tokens have values that are alike but for float32's rounding, which would be scaled up to a score.
+        # The values of equal tokens differ only by float32's rounding, which would be scaled up to a score.
         differs = span > 2.0**-18 * jnp.max(jnp.abs(following), axis=(3, 4), keepdims=True)
         scaled = jnp.where(differs, (own - lowest) / jnp.where(differs, span, 1), 0)
         return jax.nn.softmax(jnp.std(scaled, axis=-1, ddof=min(1, x.shape[-1] - 1)), axis=-1)
@@ -194,6 +194,6 @@ def _by_partition(
 
 
 def _unit(x: Float[Array, "*shape D"]) -> Float[Array, "*shape D"]:
-    """Each vector divided by its length; 0 stays 0."""
+    """Divide each vector by its length; 0 stays 0."""
     length = jnp.linalg.norm(x, axis=-1, keepdims=True)
     return x / jnp.where(length > 0, length, 1)

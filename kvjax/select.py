@@ -1,8 +1,8 @@
-"""The third verb: which tokens each head reads in a step. Nothing is evicted; the next step may read others.
+"""Selection: which tokens each head reads in a step. Nothing is evicted; the next step may read others.
 
-A row (a query of a head) reads the ``budget`` tokens of the largest importance that it sees, and the first ``sinks``
-tokens beside them (TokenButler, section 4, keeps 4): at most ``budget + sinks``, fewer where a sink is also among the
-best. Free slots and tokens behind the query are never read. Ties go to the more recent token, NaN loses to everything.
+A row (a query of a head) reads the ``budget`` tokens of the largest importance that it sees, and also the first
+``sinks`` tokens (TokenButler, section 4, keeps 4): at most ``budget + sinks``, fewer where a sink is also among the
+best. Free slots and tokens after the query are never read. Ties go to the more recent token, NaN loses to everything.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ def select(
     size: int | None = None,
     query_position: Int[Array, "B"] | None = None,
 ) -> Int[Array, "B H M"]:
-    """The slots that each head reads in one decode step, as ``kernels_pallas.select_attention`` takes them.
+    """Return the slots that each head reads in one decode step, as ``kernels_pallas.select_attention`` takes them.
 
     Args:
-        importance: larger = read, on any scale: only its order within a head counts. H is N, each query head for
-            itself, or K, where a group shares its slots (give the group's maximum, say).
-        position: of the token in each slot, -1 where it is free. A slot that the query must not see, as behind a
-            sliding window, is handed over as -1, too.
-        budget: how many tokens a head reads beside the sinks: an int; a float in (0, 1] for that share of the tokens
-            that the query sees, rounded up, the share to four digits; or an array, one number for all or one a row.
+        importance: larger = read, on any scale: only its order within a head counts. H is N, where each query head
+            reads slots of its own, or K, where a group shares its slots (give the group's maximum, for example).
+        position: of the token in each slot, -1 where it is free. A slot that the query must not see, such as one
+            outside a sliding window, is also given as -1.
+        budget: how many tokens a head reads besides the sinks: an int; a float in (0, 1], the share (to four digits) of
+            the tokens that the query sees, rounded up; or an array, one number for all or one per row.
         sinks: how many of the first tokens are always read, on top of the budget.
-        size: M. By default what the budget and the sinks can come to: ``budget + sinks``, for a share that of all S
-            slots, and never more than S. A smaller one is a promise that no row reads more; if one does, its last
-            slots are left out. A budget that is an array needs it.
-        query_position: of the step's token; None says that no slot holds a token behind it.
+        size: M. By default the most that the budget and the sinks can come to: ``budget + sinks``, with a share taken
+            of all S slots, and never more than S. A smaller size is a promise that no row reads more; if a row does,
+            its last slots are left out. A budget that is an array needs a size.
+        query_position: of the step's token; None if no slot holds a token after it.
 
     Returns:
-        Slots in rising order, -1 behind the last one.
+        Slots in ascending order, then -1.
 
     Raises:
-        ValueError: shapes that do not fit, a budget below 1 token or a share out of (0, 1], negative sinks, a size
-            below 1 or below what the budget and the sinks take.
+        ValueError: if shapes do not fit, the budget is below 1 token or a share outside (0, 1], sinks are negative, or
+            the size is below 1 or below what the budget and the sinks take.
 
     Example:
         >>> import jax.numpy as jnp
@@ -77,19 +77,19 @@ def selected_mask(
     sinks: int = 4,
     query_position: Int[Array, "B *T"] | None = None,
 ) -> Bool[Array, "B H *T S"]:
-    """What :func:`select` reads, as a mask: of one step ``[B, H, S]``, or of whole sequences ``[B, H, T, S]``.
+    """Return what :func:`select` reads as a mask: for one step ``[B, H, S]``, for whole sequences ``[B, H, T, S]``.
 
     On whole sequences each query has the budget of its own step: a share of ``1 - s`` gives row i, which sees i + 1
     tokens, the ``ceil((i + 1)(1 - s))`` of TokenButler's evaluation at sparsity s.
 
     Args:
         importance, position, sinks: see :func:`select`.
-        budget: see :func:`select`; an array has one number a row, or one a query.
-        query_position: -1 for padding, whose queries read nothing. None, in one step only: no slot holds a token
-            behind the query.
+        budget: see :func:`select`; an array has one number per row, or one per query.
+        query_position: -1 for padding, whose queries read nothing. None, for one step only, if no slot holds a token
+            after the query.
 
     Raises:
-        ValueError: as :func:`select`; queries of whole sequences without positions.
+        ValueError: as :func:`select`, or if queries of whole sequences have no positions.
 
     Example:
         >>> import jax.numpy as jnp
@@ -111,7 +111,7 @@ def selected_mask(
         budget = share_of_tokens(budget, tokens)
     elif not isinstance(budget, int) and budget.ndim:
         budget = budget.reshape(B, 1, 1, *(budget.shape[1:] or ones))
-    # Row by row: keep_mask has one budget for a batch row, not one for each query.
+    # Row by row: keep_mask has one budget per batch row, not one per query.
     best = jnp.vectorize(keep_mask, signature="(s),(s),()->(s)")(
         importance.reshape(B, K, H // K, *T, S), jnp.where(seen, slot_position, -1), budget
     )
@@ -119,10 +119,10 @@ def selected_mask(
 
 
 def share_of_tokens(share: float, tokens: Any) -> Any:
-    """ceil(share * tokens), the share to four digits, in integers: what a share as budget comes to, sinks not counted.
+    """Return ceil(share * tokens), in integers and with the share to four digits: the budget that a share stands for.
 
     Args:
-        share: in (0, 1]; what would round to 0 counts as 0.0001.
+        share: in (0, 1]; a share that would round to 0 counts as 0.0001.
         tokens: an int, or an array of them.
 
     Example:
@@ -139,7 +139,7 @@ def _size(budget: Budget, sinks: int, S: int, size: int | None) -> int:
     elif isinstance(budget, int):
         needed = budget + sinks
     elif size is None:
-        raise ValueError("an array as budget says nothing of M, how many slots a head reads at most; give size=.")
+        raise ValueError("the budget is an array, from which the number of slots M does not follow; give size=.")
     else:
         needed = 1
     needed = min(needed, S)
@@ -154,7 +154,7 @@ def _size(budget: Budget, sinks: int, S: int, size: int | None) -> int:
 def _checked(
     importance: Array, position: Array, budget: Budget, sinks: int, query_position: Array | None
 ) -> tuple[Budget, int]:
-    """Budget and sinks as Python's numbers, or as arrays of int32."""
+    """Return budget and sinks as Python's numbers, or as arrays of int32, after checks of all arguments."""
     fits = importance.ndim in (3, 4) and position.ndim == 3 and importance.shape[1] % position.shape[1] == 0
     if not fits or importance.shape[:: importance.ndim - 1] != position.shape[::2]:
         raise ValueError(
@@ -165,7 +165,7 @@ def _checked(
     if T and query_position is None:
         raise ValueError(f"importance {importance.shape} has {T[0]} queries; give their positions, query_position=.")
     if query_position is not None and query_position.shape != (B, *T):
-        raise ValueError(f"query_position {query_position.shape} does not fit: expected {(B, *T)}, one a query.")
+        raise ValueError(f"query_position {query_position.shape} does not fit: expected {(B, *T)}, one per query.")
     if jnp.issubdtype(importance.dtype, jnp.complexfloating):
         raise ValueError(f"importance has the dtype {importance.dtype}; expected an array of real numbers.")
     sinks = check_count("sinks", sinks, 0, "give a number of first tokens, from 0")

@@ -1,8 +1,8 @@
-"""Where importance comes from: how much each head wants each token, as logits for :func:`kvjax.select`.
+"""Sources of importance: how important each token is for each head, as logits for :func:`kvjax.select`.
 
-A source is a pair of pure functions beside an ``init``: ``insert`` is told of the tokens as they arrive, ``importance``
-gives ``[B, N, T, S]`` for T queries and S slots of one layer. As nothing is evicted, **slot p holds position p** (or is
-free: beyond a row's end).
+A source has an ``init`` and two pure functions: ``insert`` takes the tokens as they arrive, ``importance`` returns
+``[B, N, T, S]`` for T queries and S slots of one layer. As nothing is evicted, **slot p holds position p** (or is free:
+beyond a row's end).
 
 One decode step, in each layer but the first, after the new token was inserted into the cache:
 
@@ -12,13 +12,13 @@ One decode step, in each layer but the first, after the new token was inserted i
     slots = kvjax.select(importance[:, :, 0], slot_position, budget)
 
 Whole sequences, teacher-forced, give what the steps would give: insert all tokens at once, read with all T queries (or
-some of them at a time), and always hand over the keys, as a step's page in progress holds less than the end's:
+some of them at a time), and always give the keys, for the last page of a step holds fewer tokens than at the end:
 
     state = source.insert(source.init(B, K, S, D), key, position)                 # key [B, T, K, D]
     reading = Reading(query, position, slot_position, layer, key=key.swapaxes(1, 2), ...)
     mask = kvjax.selected_mask(source.importance(state, reading), slot_position, budget, query_position=position)
 
-What a source says of free slots and of tokens behind a query does not count: ``select`` leaves them out.
+The importance of free slots and of tokens after a query does not count: ``select`` leaves them out.
 """
 
 from __future__ import annotations
@@ -70,15 +70,15 @@ def _unchanged(state: PyTree, key: Array, position: Array, layer: Int[Array, ""]
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Made by the functions below, or by :func:`parse_source`.
+    """A source of importance, made by the functions below or by :func:`parse_source`.
 
     Attributes:
-        name: how a command line writes it.
+        name: its short name, as on a command line.
         importance: ``importance(state, reading) -> [B, N, T, S]`` in float32; ``state`` is one layer's.
         init: ``init(B, K, S, D, layers=None) -> state``; with ``layers`` every leaf leads with L.
         insert: ``insert(state, key [B, T, K, D], position [B, T], layer=None) -> state``, for the T tokens that arrive
-            (-1: padding, ignored); ``layer`` says which one of a state that was made with ``layers``.
-        reads: which of ``"key"``, ``"predicted"``, ``"first"`` and ``"previous"`` a decode step must hand over.
+            (-1: padding, ignored); ``layer`` is the layer's number in a state that was made with ``layers``.
+        reads: which of ``"key"``, ``"predicted"``, ``"first"`` and ``"previous"`` a decode step must provide.
 
     Example:
         >>> import kvjax
@@ -104,12 +104,12 @@ register = functools.partial(registered, SOURCES)
 @typed
 @functools.cache
 def parse_source(name: str) -> Source:
-    """The source that a short name stands for, as command lines write it.
+    """Return the source that a short name stands for, as command lines write it.
 
     The same name gives the same object, so that a compiled program is found again.
 
     Raises:
-        ValueError: an unknown source or argument.
+        ValueError: if the source or an argument is unknown.
 
     Example:
         >>> import kvjax
@@ -125,7 +125,7 @@ def parse_source(name: str) -> Source:
 
 
 def logits(query: Float[Array, "B T N D"], key: Float[Array, "B K S D"]) -> Float[Array, "B N T S"]:
-    """The true logits ``q.k / sqrt(D)``, unmasked, in float32: what ``first`` and ``previous`` are made of.
+    """Compute the true logits ``q.k / sqrt(D)``, unmasked, in float32, as ``first`` and ``previous`` hold them.
 
     Example:
         >>> import jax.numpy as jnp
@@ -139,7 +139,7 @@ def logits(query: Float[Array, "B T N D"], key: Float[Array, "B K S D"]) -> Floa
 
 @register
 def butler() -> Source:
-    """The predictor's logits (TokenButler): ``reading.predicted``.
+    """Use the predictor's logits (TokenButler): ``reading.predicted``.
 
     Example:
         >>> from kvjax import sources
@@ -151,7 +151,7 @@ def butler() -> Source:
 
 @register
 def first_layer() -> Source:
-    """Layer 0's true logits, for every layer (TokenButler, figure 9): ``reading.first``.
+    """Use layer 0's true logits for every layer (TokenButler, figure 9): ``reading.first``.
 
     Example:
         >>> from kvjax import sources
@@ -163,7 +163,7 @@ def first_layer() -> Source:
 
 @register
 def previous_layer() -> Source:
-    """The true logits of the layer before (TokenButler, figure 9): ``reading.previous``.
+    """Use the true logits of the layer before (TokenButler, figure 9): ``reading.previous``.
 
     Example:
         >>> from kvjax import sources
@@ -175,7 +175,7 @@ def previous_layer() -> Source:
 
 @register
 def oracle() -> Source:
-    """The true logits of the layer itself: it reads every key, so it saves nothing and bounds what selection can do.
+    """Use the layer's own true logits: it reads every key, so it saves nothing and bounds what selection can do.
 
     Example:
         >>> from kvjax import sources
@@ -191,7 +191,7 @@ def oracle() -> Source:
 
 @register
 def streaming() -> Source:
-    """The newest tokens (StreamingLLM, arXiv 2309.17453); the sinks are those of ``select``.
+    """Prefer the newest tokens (StreamingLLM, arXiv 2309.17453); the sinks are those of ``select``.
 
     Example:
         >>> from kvjax import sources
@@ -210,7 +210,7 @@ def streaming() -> Source:
 
 @register
 def random(*, seed: int = 0) -> Source:
-    """A hash of (seed, layer, position of the query, query head, slot): the same in a step and on a whole sequence.
+    """Hash (seed, layer, position of the query, query head, slot): the same in a step and on a whole sequence.
 
     Example:
         >>> from kvjax import sources
@@ -231,7 +231,7 @@ def random(*, seed: int = 0) -> Source:
 
 
 class Pages(NamedTuple):
-    """The smallest and the largest entries of the keys of each page, float32; +inf and -inf while it is empty."""
+    """The smallest and the largest entries of each page's keys, float32; +inf and -inf while the page is empty."""
 
     smallest: Float[Array, "*L B K P D"]
     largest: Float[Array, "*L B K P D"]
@@ -239,17 +239,17 @@ class Pages(NamedTuple):
 
 @register
 def quest(*, page_size: int = 16) -> Source:
-    """Quest (arXiv 2406.10774): an upper bound of the logits of each page of tokens, read off its smallest and largest.
+    """Bound the logits of each page of tokens from above by its smallest and largest keys (Quest, arXiv 2406.10774).
 
     The bound ``sum_d max(q_d smallest_d, q_d largest_d) / sqrt(D)`` counts for every token of its page, so whole pages
-    are read, and of the last one that fits in part only its newest tokens. Page p holds the positions from
-    ``p page_size``; the page in progress knows the tokens up to the query, the query's own among them.
+    are read; of the last page, if the budget only covers a part, the newest tokens are read. Page p holds the positions
+    from ``p page_size``. A query's own page holds the tokens up to the query, with the query's own token.
 
-    A decode step reads the pages' bounds and no key. With ``reading.key``, the bounds of a query's own page are made
-    anew from the tokens up to it, so that the state may hold later ones, too: the form for whole sequences.
+    A decode step reads the pages' bounds and no key. With ``reading.key``, the bounds of a query's own page are
+    computed again from the tokens up to the query, so that the state may hold later tokens: for whole sequences.
 
     Args:
-        page_size: tokens of a page; the paper has 16.
+        page_size: tokens per page; 16 as in the paper.
 
     Example:
         >>> import jax.numpy as jnp
@@ -295,7 +295,7 @@ def quest(*, page_size: int = 16) -> Source:
 
 
 def _upper_bound(query: Array, smallest: Array, largest: Array, axes: str) -> Array:
-    """sum_d max(q_d smallest_d, q_d largest_d), as two products; 0 for an empty page."""
+    """Compute sum_d max(q_d smallest_d, q_d largest_d) as two products; 0 for an empty page."""
     smallest, largest = (jnp.where(jnp.isfinite(x), x, 0) for x in (smallest, largest))
     highest = jax.lax.Precision.HIGHEST
     above = jnp.einsum(axes, jnp.maximum(query, 0), largest, precision=highest)
@@ -303,7 +303,7 @@ def _upper_bound(query: Array, smallest: Array, largest: Array, axes: str) -> Ar
 
 
 def _page_so_far(key: Array, position: Array, at: Int[Array, "B T"], page_size: int) -> Pages:
-    """The bounds of each query's own page over its tokens up to the query, ``[B, K, T, D]``."""
+    """Return the bounds of each query's own page over its tokens up to the query, ``[B, K, T, D]``."""
     B, K, S, D = key.shape
     short = -S % page_size
 

@@ -1,4 +1,4 @@
-"""Which tokens stay: :func:`keep_mask` for each head alone, here for heads that compete; and shares of a budget."""
+"""Exact selection: :func:`keep_mask` per head, ``best_of_groups`` for heads that compete; and shares of a budget."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def best_of_groups(
     budget: Int[Array, "groups"],
     groups: int,
 ) -> Bool[Array, "*rows S"]:
-    """The ``budget`` best live slots of each group of rows: as :func:`keep_mask`, with several rows for one budget.
+    """Return a mask of the ``budget`` best live slots of each group: :func:`keep_mask` with several rows per budget.
 
     Args:
-        head: numbers the heads; between tokens of the same score and position, the lower number stays.
-        group: which group each row belongs to.
+        head: the number of each row's head; of tokens with the same score and position, the lowest number stays.
+        group: the number of each row's group.
         groups: how many groups there are.
 
     Example:
@@ -46,14 +46,14 @@ def best_of_groups(
 
     ranks = rank(scores, position >= 0)
     stays, tied = best(ranks, position, budget, count, of_row)
-    # Apart from the position, as position * heads + head would overflow in long sequences. A row holds one such token.
+    # Apart from the position: position * heads + head would overflow in long sequences. A row has one such token.
     order = jnp.where(tied.any(axis=-1), -head, LOWEST)[..., None]
     last = of_row(nth_largest(order, budget - count(stays), count, of_row))
     return stays | (tied & (order >= last))
 
 
 def share_of(share: int | float, budget: Any) -> Any:
-    """floor(share * budget), the share to four digits, in integers: inside jit floats are float32.
+    """Return floor(share * budget), in integers and with the share to four digits: inside jit floats are float32.
 
     Example:
         >>> from kvjax.topk import share_of

@@ -1,4 +1,4 @@
-"""What may follow a base score: normalising, pooling, protecting, CriticalKV, and where keys are turned to."""
+"""Links that may follow a base score: normalisation, pooling, protection, CriticalKV, and the positions of keys."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvjax.topk import best_of_rows, rank, share_of
 
 @register
 def normalise() -> Policy:
-    """Divides scores by their sum over each query head's live slots (CAOTE, eq. 21), shifted first if one is below 0.
+    """Divide scores by their sum over each query head's live slots (CAOTE, eq. 21), shifted first if one is below 0.
 
     Example:
         >>> import kvjax
@@ -35,7 +35,7 @@ def normalise() -> Policy:
 
 @register
 def pool(*, kernel: int = 5, pooling: Literal["avg", "max"] = "avg") -> Policy:
-    """Pools scores over neighbours in position order among the live tokens; zeros stand beyond the ends.
+    """Pool scores over neighbours in position order among the live tokens, with zeros beyond the ends.
 
     The defaults are those of :func:`kvjax.snapkv`.
 
@@ -50,7 +50,7 @@ def pool(*, kernel: int = 5, pooling: Literal["avg", "max"] = "avg") -> Policy:
 
 @register
 def protect(*, sinks: int | float = 0, recent: int | float = 0) -> Policy:
-    """Keeps the first ``sinks`` and the last ``recent`` tokens, whatever they score.
+    """Keep the first ``sinks`` and the last ``recent`` tokens, whatever they score.
 
     Args:
         sinks: a number of tokens (int), or a share of the budget (float in [0, 1]).
@@ -68,16 +68,16 @@ def protect(*, sinks: int | float = 0, recent: int | float = 0) -> Policy:
 
 @register
 def critical(*, safe: float = 0.5, epsilon: float = 1e-4) -> Policy:
-    """Keeps the best tokens, scores the others by what their values add to the output (CriticalKV, arXiv 2502.03805).
+    """Keep the best tokens; score the others by what their values add to the output (CriticalKV, arXiv 2502.03805).
 
-    The scores before it, averaged over the group, keep the best ``floor(safe * budget)`` tokens of each head; these
-    score float32's largest number. What is protected comes first among them. The others score
-    ``(score + epsilon) * |v W_O|_1``, the 1-norm averaged over the group's blocks of W_O. A token's norm is computed
-    once, when it enters, and rounded as in :func:`kvjax.key_norm`: of equal tokens without a score the newest stay.
+    The preceding scores, averaged over the group, choose the best ``floor(safe * budget)`` tokens of each head, with
+    protected tokens first; these score float32's largest number. The others score ``(score + epsilon) * |v W_O|_1``,
+    with the 1-norm averaged over the group's blocks of W_O. A token's norm is computed once, when the token enters, and
+    rounded as in :func:`kvjax.key_norm`: of equal tokens with a score of 0 the newest stay.
 
     Args:
-        safe: which share of the budget the scores before it decide alone, in [0, 1]; kvpress' 0.5.
-        epsilon: lets the value speak where the score is 0; kvpress' 1e-4.
+        safe: the share of the budget that the preceding scores decide alone, in [0, 1]; 0.5 as in kvpress.
+        epsilon: makes the value count where the score is 0; 1e-4 as in kvpress.
 
     Example:
         >>> import kvjax
@@ -95,7 +95,7 @@ def critical(*, safe: float = 0.5, epsilon: float = 1e-4) -> Policy:
         joined = jnp.mean(scores, axis=2)
         first = joined if o.protected is None else jnp.where(o.protected, jnp.inf, joined)
         number = share_of(float(safe), o.budget)[:, None]
-        # keep_mask refuses 0 tokens, which a small share comes to.
+        # Not keep_mask, which refuses 0 tokens: a small share may round down to 0.
         is_safe = best_of_rows(rank(first, o.live), o.position, jnp.broadcast_to(number, joined.shape[:2])[..., None])
         largest = jnp.finfo(jnp.float32).max
         rescored = jnp.minimum((joined + epsilon) * state, largest)
@@ -114,10 +114,10 @@ def critical(*, safe: float = 0.5, epsilon: float = 1e-4) -> Policy:
 
 @register
 def positions(*, kind: Positions = "compact") -> Policy:
-    """Says how the cache rotates keys once tokens have been evicted; scores pass unchanged.
+    """Set how the cache rotates keys once tokens have been evicted; scores pass unchanged.
 
     Args:
-        kind: "compact" or "index"; "absolute" is what happens without this link. See :meth:`kvjax.KVCache.init`.
+        kind: "compact" or "index"; without this link it is "absolute". See :meth:`kvjax.KVCache.init`.
 
     Example:
         >>> import kvjax
@@ -128,10 +128,10 @@ def positions(*, kind: Positions = "compact") -> Policy:
 
 
 def shares(scores: Scores, o: Observation) -> Scores:
-    """Scores divided by their sum over the live slots; 0 in free ones."""
+    """Divide scores by their sum over the live slots; free slots get 0."""
     scores = jnp.where(o.live[:, :, None], scores, 0)
-    # The largest floats, which mark tokens that are sure to stay, have no sum, and the reciprocals by which XLA divides
-    # are 0. A power of two changes nothing but the exponent.
+    # The largest floats, which mark tokens that are sure to stay, overflow when summed, and their reciprocals, by which
+    # XLA divides, are 0. Scaling by a power of two changes nothing but the exponent.
     huge = jnp.max(scores, axis=-1, keepdims=True) > 2.0**64
     scores = jnp.where(huge, 2.0**-64 * scores, scores)
     total = jnp.sum(scores, axis=-1, keepdims=True)
@@ -139,7 +139,7 @@ def shares(scores: Scores, o: Observation) -> Scores:
 
 
 def pooled(scores: Scores, o: Observation, kernel: int, pooling: str) -> Scores:
-    """Pools in the order of positions. Beyond the ends stand zeros (avg) or nothing (max), as in torch."""
+    """Pool in the order of positions. Beyond the ends there are zeros (avg) or nothing (max), as in torch."""
     order, place = (x[:, :, None] for x in by_position(o.position))  # [B, K, 1, S]
     reduce, nothing = (jax.lax.add, 0.0) if pooling == "avg" else (jax.lax.max, -jnp.inf)
     scores = jnp.where(o.live[:, :, None], scores, nothing)
@@ -148,13 +148,13 @@ def pooled(scores: Scores, o: Observation, kernel: int, pooling: str) -> Scores:
     padding = ((0, 0), (0, 0), (0, 0), (half, half))
     start = jnp.asarray(nothing, in_order.dtype)
     if pooling == "avg":
-        in_order = in_order / kernel  # before the sum, which is inf of the largest floats
+        in_order = in_order / kernel  # before the sum, which overflows for the largest floats
     pooled = jax.lax.reduce_window(in_order, start, reduce, (1, 1, 1, kernel), (1, 1, 1, 1), padding)
     return jnp.take_along_axis(pooled, place, axis=-1)
 
 
 def _with_new_norms(norms: Float[Array, "B K S"], o: Observation) -> Float[Array, "B K S"]:
-    """The norms ``|v W_O|_1`` with those of the tokens that entered with this block written to their slots."""
+    """Return the norms ``|v W_O|_1``, with those of the tokens that entered with this block written to their slots."""
     projection = o.context.projection
     if projection is None or projection.weight is None:
         raise ValueError(
@@ -166,7 +166,7 @@ def _with_new_norms(norms: Float[Array, "B K S"], o: Observation) -> Float[Array
 
 
 def entered_slots(o: Observation) -> Int[Array, "B K T"]:
-    """Where the block's tokens lie, in the order of slots; S where there are fewer than T, which :func:`put` drops."""
+    """Return the slots of the block's tokens, in slot order; S where there are fewer than T, as :func:`put` drops S."""
     (B, T), K = o.query_position.shape, o.position.shape[1]
     entered = jnp.sum(o.query_position >= 0, axis=1)
     new = o.live & (o.position >= (o.next_position - entered)[:, None, None])
@@ -176,7 +176,7 @@ def entered_slots(o: Observation) -> Int[Array, "B K T"]:
 def _output_length(
     value: Float[Array, "B K T D"], weight: Float[Array, "K G D E"], chunk: int = 128
 ) -> Float[Array, "B K T"]:
-    """``|v W_O|_1``, its mean over the group; a few tokens at a time, for each makes G rows of E numbers."""
+    """Compute the mean of ``|v W_O|_1`` over the group, a few tokens at a time: each takes G rows of E numbers."""
     B, K, T, D = value.shape
     chunk = min(chunk, T)
     padding = -T % chunk
@@ -192,14 +192,14 @@ def _output_length(
 
 
 def rounded(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """To 12 bits behind the leading one: what is equal but for the rounding of sums and rotations becomes equal."""
+    """Round to 12 bits after the leading one, so that numbers that only rounding errors tell apart become equal."""
     return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=12)
 
 
 def put(
     array: Float[Array, "B K S *rest"], slot: Int[Array, "B K T"], new: Float[Array, "B K T *rest"]
 ) -> Float[Array, "B K S *rest"]:
-    """array[b, k, slot[b, k, t]] = new[b, k, t]; slots beyond the end are dropped."""
+    """Return the array with array[b, k, slot[b, k, t]] = new[b, k, t]; slots beyond the end are dropped."""
 
     def one_head(array: Array, slot: Array, new: Array) -> Array:
         return array.at[slot].set(new, mode="drop")
@@ -209,7 +209,7 @@ def put(
 
 def check_kernel(name: str, kernel: int) -> None:
     if not 1 <= kernel <= MOST or kernel % 2 == 0:
-        raise ValueError(f"{name}: kernel is {kernel}; give an odd number from 1, so that a token lies in the middle.")
+        raise ValueError(f"{name}: kernel is {kernel}; give an odd number from 1, so that it has a centre.")
 
 
 def check_protected(name: str, what: str, amount: int | float) -> None:

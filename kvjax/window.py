@@ -1,7 +1,7 @@
 """The observation window where queries come one by one: statistics of all queries since the last eviction.
 
-A block with as many queries as the window speaks for itself. A decode step has one, by which no method that observes a
-window should judge; so the statistics of the steps are kept, and joined, until somebody evicts by them.
+A block with at least as many queries as the window needs no others. A decode step has one query, which is too few for a
+method that observes a window; so the statistics of the steps are kept and joined until the next eviction.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from kvjax.cache import HeadState
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """Holds what the queries since the last eviction said of each slot.
+    """Statistics of each slot over the queries since the last eviction.
 
-    ``queries`` counts them, ``[*L, B, K]``. ``columns`` are their statistics by name, an array ``[*L, B, K, S]`` per
-    query head; they count for nothing where ``queries`` is 0.
+    ``queries`` counts these queries, ``[*L, B, K]``. ``columns`` are their statistics by name, an array
+    ``[*L, B, K, S]`` per query head; they are ignored where ``queries`` is 0.
     """
 
     queries: HeadState
@@ -31,7 +31,7 @@ class Window:
 
     @classmethod
     def init(cls, names: frozenset[str], B: int, K: int, G: int, S: int) -> Window:
-        """Makes an empty one for the statistics of these names."""
+        """Make an empty window for the statistics of these names."""
         columns = {
             name: tuple(jnp.zeros((B, K, S), jnp.float32) for _ in range(1 if name == "window_group_square" else G))
             for name in sorted(names)
@@ -40,8 +40,8 @@ class Window:
 
 
 def observed(names: frozenset[str]) -> frozenset[str]:
-    """Picks the statistics that are observed in a window, and what joining them takes."""
-    # The variances of two groups of queries are joined by way of their means.
+    """Return the names of the statistics that are observed in a window, and of those that joining them needs."""
+    # Joining the variances of two groups of queries needs their means.
     more = {"window_mean"} if "window_variance" in names else set()
     return frozenset(name for name in names if name.startswith("window_")) | more
 
@@ -49,17 +49,18 @@ def observed(names: frozenset[str]) -> frozenset[str]:
 def join(
     window: Window, columns: ColumnStatistics, entered: Int[Array, "B"], size: int
 ) -> tuple[ColumnStatistics, Window]:
-    """Joins the statistics of a block with those of the queries before it, since the last eviction.
+    """Join the statistics of a block with those of the queries before it, since the last eviction.
 
-    A row with ``size`` queries in the block takes the block's alone; one without any keeps what it had, to the bit.
+    A row with ``size`` queries or more in the block takes the block's statistics alone; a row without any query keeps
+    its own, bit for bit.
 
     Args:
-        columns: the block's, ``[B, K, G, S]``.
+        columns: the block's statistics, ``[B, K, G, S]``.
         entered: how many queries each row has in the block.
-        size: of the observation window.
+        size: the size of the observation window.
 
     Returns:
-        The statistics as scores read them, and what is kept.
+        The statistics for the scores, and the window to keep.
     """
     before = window.queries.value
     new = jnp.minimum(entered, size)[:, None]
@@ -89,7 +90,7 @@ def join(
 
 
 def begin_anew(state: Any, rows: Bool[Array, "B"], layer: int | Int[Array, ""] | None = None) -> Any:
-    """Forgets, in a cache's state, the queries of rows that have just been evicted from, in one layer or in all."""
+    """Clear the windows of rows that have just been evicted from, in one layer or in all, in a cache's state."""
 
     def forget(part: Any) -> Any:
         if not isinstance(part, Window):

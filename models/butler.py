@@ -1,12 +1,12 @@
-"""TokenButler's predictor: what each head of each layer will read, from the model's first layer alone.
+"""TokenButler's predictor: how important each token is for each head of each layer, from the model's layer 0 alone.
 
     x [B, T, E] -> reduce to r -> causal attention -> LayerNorm -> up, GELU, down to E -> + x       (one residual)
                 -> two networks E -> hidden -> SiLU -> [L', N, D'], rotated: queries q' and keys k'
     importance of token j to token i, for head n of layer l:  q'_i . k'_j / sqrt(D')                (a logit)
 
-Layer 0 is read in full; the other L' = L - 1 are predicted. What is not in the paper is the public code's (v1): N heads
-in the predictor's own attention, too; rotary embedding with the model's base and nothing of how the model was
-stretched, at the widths r / N and D'. The predictor computes in its own dtype whatever the model's.
+Layer 0 is read in full; the other L' = L - 1 layers are predicted. Details that the paper leaves open follow its public
+code (v1): the predictor's own attention also has N heads; rotary embedding has the model's base without its scaling, at
+the widths r / N and D'. The predictor computes in its own dtype, not in the model's.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from models.tokenizer import read_object
 
 Source = Literal["layer0_output", "attention_input"]
 SOURCES = ("layer0_output", "attention_input")
-# (hidden, D') as published, by the model's E, L and N: Llama-3.2-1B, 3.2-3B, the 7B and 8B, Qwen2.5-3B.
+# (hidden, D') as published, by the model's E, L and N: Llama-3.2-1B, 3.2-3B, the 7B and 8B models, Qwen2.5-3B.
 PUBLISHED = {
     (2048, 16, 32): (512, 16),
     (3072, 28, 24): (1024, 16),
@@ -50,7 +50,7 @@ PUBLISHED = {
 }
 QUERIES_A_CHUNK = 512
 WEIGHTS_FILE, CONFIG_FILE = "butler.safetensors", "butler.json"
-# Fields of a model's config that say nothing of what its attention reads.
+# Fields of a model's config that do not affect what its attention reads.
 INDIFFERENT = {"bos", "eos", "pad", "max_positions"}
 
 
@@ -59,16 +59,16 @@ class ButlerConfig:
     """The shape of a predictor.
 
     Args:
-        hidden_size, num_layers, num_heads: the model's E, L (layer 0 among them) and N.
-        hidden: width of the two networks' middle.
-        dim: D', of the predicted queries and keys.
-        reduction: E / r; r is rounded up to what N heads of even width fill.
-        source: what the predictor reads: layer 0's output, as the paper says, or the normalised embeddings that enter
-            layer 0's attention, as its code does.
-        rope_theta: base of both rotary embeddings.
-        dropout: share of the feed-forward's output that training drops.
-        published_layout: also holds what the public predictor holds and never uses (outputs for layer 0, a LayerNorm
-            of width E), so that parameters are counted as the paper counts them.
+        hidden_size, num_layers, num_heads: the model's E, L (including layer 0) and N.
+        hidden: the hidden width of the two networks.
+        dim: D', the width of the predicted queries and keys.
+        reduction: E / r; r is rounded up to a multiple of 2 N, for N heads of even width.
+        source: what the predictor reads: layer 0's output, as in the paper, or the normalised embeddings that enter
+            layer 0's attention, as in its code.
+        rope_theta: the base of both rotary embeddings.
+        dropout: the share of the feed-forward's output that training drops.
+        published_layout: whether to add the parameters that the public predictor has but never uses (outputs for layer
+            0, a LayerNorm of width E), so that parameters are counted as in the paper.
 
     Example:
         >>> from models.butler import ButlerConfig
@@ -91,7 +91,7 @@ class ButlerConfig:
         check_fields(self)
         for name in ("hidden_size", "num_heads", "hidden", "dim", "reduction"):
             check_count(name, getattr(self, name), 1, "it must be at least 1")
-        check_count("num_layers", self.num_layers, 2, "layer 0 is not predicted, so there must be 2 or more")
+        check_count("num_layers", self.num_layers, 2, "layer 0 is not predicted, so give at least 2")
         if self.dim % 2:
             raise ValueError(f"dim is {self.dim}; rotary embedding needs an even one.")
         if not 0 <= self.dropout < 1:
@@ -110,18 +110,18 @@ class ButlerConfig:
 
     @classmethod
     def of(cls, model: Config, *, source: Source = "layer0_output", share: float = 0.01) -> ButlerConfig:
-        """The predictor for a model: the published one for the published shapes, else one of a share of its parameters.
+        """Return the predictor's shape for a model: the published one if there is one, else by a parameter share.
 
         D' is then a quarter of the model's D, and ``hidden`` as wide as the share allows, but at least E / 8: in a
-        small model the attention and its feed-forward alone, E^2 / 2, take the share.
+        small model the attention and its feed-forward, E^2 / 2, already take the share.
 
         Args:
             model: the model's config.
             source: see the class.
-            share: of the model's parameters, where nothing is published.
+            share: the predictor's share of the model's parameters, for a shape that is not published.
 
         Raises:
-            ValueError: a share that is none, a model of a single layer.
+            ValueError: the share is not in (0, 1), or the model has a single layer.
 
         Example:
             >>> from models.butler import ButlerConfig
@@ -147,7 +147,7 @@ class ButlerConfig:
         )
         if known:
             return config
-        networks = 2 * (config.hidden_size + config.predicted_layers * config.num_heads * dim)  # a unit of hidden
+        networks = 2 * (config.hidden_size + config.predicted_layers * config.num_heads * dim)  # per unit of hidden
         left = share * _count(model_shapes(model)) - (num_parameters(config) - hidden * networks)
         return dataclasses.replace(config, hidden=max(int(left / networks) // 8 * 8, math.ceil(model.hidden_size / 8)))
 
@@ -162,10 +162,10 @@ class Predicted(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ButlerCache:
-    """What the predictor remembers of the tokens so far. Nothing is evicted from it: position p lies in slot p.
+    """The predictor's cache of all tokens so far. Nothing is evicted from it: position p is in slot p.
 
-    ``key`` and ``value`` are of its own attention; ``importance_key`` are the k' of every predicted layer, or have no
-    slots where somebody else keeps them. Keys are rotated when they are stored, and never again. ``position`` is -1
+    ``key`` and ``value`` are those of its own attention. ``importance_key`` are the k' of every predicted layer, with
+    no slots if they are kept elsewhere. Keys are rotated when they are stored, and never again. ``position`` is -1
     where a slot is free.
     """
 
@@ -176,7 +176,7 @@ class ButlerCache:
 
 
 def parameter_shapes(config: ButlerConfig) -> dict[str, tuple[int, ...]]:
-    """The shape of every parameter of a predictor, by its name in :class:`Butler`.
+    """Return the shape of every parameter of a predictor, by its name in :class:`Butler`.
 
     Example:
         >>> from models.butler import ButlerConfig, parameter_shapes
@@ -206,7 +206,7 @@ def parameter_shapes(config: ButlerConfig) -> dict[str, tuple[int, ...]]:
 
 
 def num_parameters(config: ButlerConfig) -> int:
-    """How many parameters a predictor has.
+    """Return the number of a predictor's parameters.
 
     Example:
         >>> from models.butler import ButlerConfig, num_parameters
@@ -217,13 +217,13 @@ def num_parameters(config: ButlerConfig) -> int:
 
 
 class Butler(nnx.Module):
-    """TokenButler's predictor (section 3.1); the top of this file shows what it computes.
+    """TokenButler's predictor (section 3.1); the module's docstring shows what it computes.
 
     Args:
         config: its shape.
         parameters: an array for each entry of ``parameter_shapes(config)``; Xavier uniform if not given.
         rngs: the source of random parameters (``nnx.Rngs(0)``).
-        dtype: of random parameters.
+        dtype: the dtype of random parameters.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -278,12 +278,12 @@ class Butler(nnx.Module):
         *,
         dropout_key: Array | None = None,
     ) -> Predicted:
-        """Queries and keys of whole sequences, for training and analysis.
+        """Compute queries and keys of whole sequences, for training and analysis.
 
         Args:
-            x: what ``config.source`` names; see :func:`butler_input`.
+            x: the input that ``config.source`` names; see :func:`butler_input`.
             position: absolute positions, -1 for padding; 0 to T - 1 by default.
-            dropout_key: drops out, as training does; nothing is dropped without it.
+            dropout_key: the random key of dropout in training; without it nothing is dropped.
         """
         position = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2]) if position is None else position
 
@@ -294,10 +294,10 @@ class Butler(nnx.Module):
         return Predicted(jnp.moveaxis(query, 2, 0), jnp.moveaxis(key, 2, 0))
 
     def init_cache(self, batch: int, slots: int, *, importance_keys: bool = True) -> ButlerCache:
-        """An empty cache for sequences of up to ``slots`` tokens: 2 r + L' N D' numbers a token.
+        """Return an empty cache for sequences of up to ``slots`` tokens: 2 r + L' N D' numbers per token.
 
         Args:
-            importance_keys: False leaves the L' N D' numbers out, for :meth:`advance`.
+            importance_keys: whether to keep importance keys; False saves their L' N D' numbers, for :meth:`advance`.
 
         Raises:
             ValueError: a size below 1.
@@ -318,15 +318,15 @@ class Butler(nnx.Module):
     def step(
         self, cache: ButlerCache, x: Float[Array, "B T E"], position: Int[Array, "B T"]
     ) -> tuple[Float[Array, "layers B T N dim"], ButlerCache]:
-        """One block of a prompt, or one token: its queries, and the cache with its keys in it.
+        """Feed one block of a prompt, or one token; return its queries, and the cache with its keys.
 
         Args:
-            cache: of all tokens before; donated, it is updated in place.
-            x: what ``config.source`` names, of the new tokens.
+            cache: the cache of all tokens before; if it is donated, it is updated in place.
+            x: the input that ``config.source`` names, of the new tokens.
             position: their absolute positions, -1 for padding, which is not stored.
 
         Raises:
-            ValueError: a position that the cache has no slot for (outside jit; inside it is not stored).
+            ValueError: the cache has no slot for a position (checked outside jit only; inside, it is not stored).
         """
         predicted, cache = self.advance(cache, x, position)
         row, slot = jnp.arange(position.shape[0])[:, None], _slots(cache, position)
@@ -337,7 +337,7 @@ class Butler(nnx.Module):
     def advance(
         self, cache: ButlerCache, x: Float[Array, "B T E"], position: Int[Array, "B T"]
     ) -> tuple[Predicted, ButlerCache]:
-        """:meth:`step` that hands out the block's importance keys rather than storing them."""
+        """Do what :meth:`step` does, but return the block's importance keys instead of storing them."""
         B, S = cache.position.shape
         if not isinstance(position, jax.core.Tracer) and np.asarray(position).max() >= S:
             raise ValueError(
@@ -361,11 +361,11 @@ class Butler(nnx.Module):
         return Predicted(jnp.moveaxis(query, 2, 0), jnp.moveaxis(key, 2, 0)), cache
 
     def _run(self, x, position, attend, dropout_key) -> tuple[Array, Array]:
-        """Queries and keys [B, T, L', N, D'], rotated."""
+        """Compute queries and keys [B, T, L', N, D'], rotated."""
         if x.shape[-1] != self.config.hidden_size:
             raise ValueError(
-                f"the input {x.shape} is not the model's: expected [B, T, {self.config.hidden_size}], what "
-                "butler_input gives."
+                f"the input {x.shape} is not the model's: expected [B, T, {self.config.hidden_size}], as butler_input "
+                "returns it."
             )
         x = x.astype(self.reduce[...].dtype)
         reduced = x @ self.reduce[...]
@@ -403,11 +403,11 @@ def importance(
     position: Int[Array, "B T"] | None = None,
     key_position: Int[Array, "B S"] | None = None,
 ) -> Float[Array, "B N T S"]:
-    """Importance logits of one layer: how much each of the T queries will want each of the S tokens, for each head.
+    """Return one layer's importance logits: the importance of each of S tokens to each of T queries, per head.
 
     Args:
-        query: from :meth:`Butler.step`, or :class:`Predicted`'s.
-        key: ``cache.importance_key``, or :class:`Predicted`'s with its T and N exchanged.
+        query: from :meth:`Butler.step` or :class:`Predicted`.
+        key: ``cache.importance_key``, or that of :class:`Predicted` with T and N swapped.
         layer: the model's layer, from 1; layer 0 is not predicted.
         position, key_position: where given, a query's logits of free slots (-1) and of later tokens are -inf.
 
@@ -415,7 +415,7 @@ def importance(
         Logits in float32 (float64 for float64 inputs).
 
     Raises:
-        ValueError: layer 0, or one that the model does not have.
+        ValueError: layer 0, or a layer that the model does not have.
 
     Example:
         >>> import jax.numpy as jnp
@@ -441,10 +441,10 @@ def butler_input(
     *,
     source: Source = "layer0_output",
 ) -> Float[Array, "B T E"]:
-    """What a predictor reads, of whole sequences, or for "attention_input" of any block.
+    """Compute the input of a predictor: of whole sequences, or for "attention_input" of any block.
 
     Args:
-        model: the frozen model; of its layers only layer 0 runs, and for "attention_input" none.
+        model: the frozen model. Only its layer 0 runs, and for "attention_input" no layer.
         position: absolute positions, -1 for padding; 0 to T - 1 by default. "attention_input" does not read them.
         source: see :class:`ButlerConfig`.
 
@@ -461,7 +461,7 @@ def butler_input(
         (1, 3, 32)
     """
     if source not in SOURCES:
-        raise ValueError(f"unknown source {source!r}; there are {' and '.join(SOURCES)}.")
+        raise ValueError(f"unknown source {source!r}; expected {' or '.join(SOURCES)}.")
     config, layers = model.config, model.layers
     if source == "attention_input":
         return rms_norm(model.embedding[...][tokens], layers.attention_norm[...][0], config.norm_epsilon)
@@ -471,7 +471,7 @@ def butler_input(
     rest = {"embedding": model.embedding[...], "norm": model.norm[...]}
     alone = dataclasses.replace(
         config, num_layers=1, sliding_windows=config.sliding_windows[:1], tie_embeddings=True
-    )  # tied: no head, and nobody asks for logits
+    )  # tied, so that it has no head: no logits are computed
 
     def attend(carry, layer, sliding_window, query, key, value):
         key, value = key.swapaxes(1, 2), value.swapaxes(1, 2)
@@ -482,15 +482,15 @@ def butler_input(
 
 
 def save_butler(folder: str | Path, butler: Butler, model: Decoder, name: str) -> None:
-    """Writes a predictor and what it was made for. Both files are whole before either takes its place.
+    """Write a predictor and a description of its model. Both files are complete before either gets its name.
 
-    Where several processes hold a model together all of them call this, and the first one writes.
+    Where several processes hold a model together, all of them call this, and the first one writes.
 
     Args:
-        folder: made if it is not there.
-        butler: stored in the dtype that it has.
-        model: the model that it predicts: its config and a hash of some of its weights are stored with it.
-        name: the model's, for people.
+        folder: created if it does not exist.
+        butler: the predictor, stored in its own dtype.
+        model: the model that it was trained for: its config and a hash of some of its weights are stored, too.
+        name: the model's name, for error messages.
 
     Example:
         >>> import tempfile
@@ -513,7 +513,7 @@ def save_butler(folder: str | Path, butler: Butler, model: Decoder, name: str) -
 
 
 def fingerprint(model: Decoder) -> dict[str, Any]:
-    """What tells a model from others, for JSON: its config, and a hash of some of its weights.
+    """Return what identifies a model, for JSON: its config, and a hash of some of its weights.
 
     Example:
         >>> from flax import nnx
@@ -528,15 +528,15 @@ def fingerprint(model: Decoder) -> dict[str, Any]:
 
 
 def load_butler(folder: str | Path, model: Decoder) -> Butler:
-    """Reads the predictor of a model.
+    """Read the predictor of a model.
 
     Args:
-        folder: what :func:`save_butler` wrote.
-        model: the model that it is to predict, in any dtype.
+        folder: a folder that :func:`save_butler` wrote.
+        model: the model that the predictor is for, in any dtype.
 
     Raises:
-        FileNotFoundError: a file that is not there.
-        ValueError: a predictor of another model (what differs is named), or files that are damaged.
+        FileNotFoundError: a file is missing.
+        ValueError: the predictor is of another model (the message names what differs), or a file is damaged.
 
     Example:
         >>> from flax import nnx
@@ -567,8 +567,8 @@ def load_butler(folder: str | Path, model: Decoder) -> Butler:
         )
     if their_weights != fingerprint(model)["weights"]:
         raise ValueError(
-            f"{folder} holds a predictor of another model, {their_name}, whose shape is this one's but whose weights "
-            "are not; train one for this model."
+            f"{folder} holds a predictor of another model, {their_name}, with this one's shape but other weights; "
+            "train one for this model."
         )
     try:
         tensors = from_safetensors((folder / WEIGHTS_FILE).read_bytes())
@@ -585,13 +585,14 @@ def load_butler(folder: str | Path, model: Decoder) -> Butler:
 
 
 def own_butler(path: str | Path, model: Decoder) -> Butler:
-    """The predictor that lies in a model's own folder, in ``butler``.
+    """Load the predictor in the folder ``butler`` of a model's own folder.
 
     Args:
-        path: the model's folder or name, as :func:`models.load` takes it; ``model`` is what it gave.
+        path: the model's folder or name, as :func:`models.load` takes it.
+        model: the model that :func:`models.load` returned for it.
 
     Raises:
-        ValueError: none lies there, or :func:`load_butler` refuses it.
+        ValueError: there is none, or :func:`load_butler` rejects it.
 
     Example:
         >>> import tempfile
@@ -608,8 +609,8 @@ def own_butler(path: str | Path, model: Decoder) -> Butler:
     folder = find_folder(path) / "butler"
     if not (folder / CONFIG_FILE).is_file():
         raise ValueError(
-            f"{path} has no predictor in its folder 'butler'; train one with python -m train.butler, and name where it "
-            "lies (--butler, or load_butler)."
+            f"{path} has no predictor in its folder 'butler'; train one with python -m train.butler, and name its "
+            "folder (--butler, or load_butler)."
         )
     return load_butler(folder, model)
 
@@ -621,11 +622,11 @@ def attention_in_chunks(
     position: Int[Array, "B T"],
     sliding_window: Int[Array, ""] | None = None,
 ) -> Float[Array, "B T N D"]:
-    """Causal attention of whole sequences that never holds the weights of more than a chunk of queries.
+    """Compute causal attention of whole sequences without holding the weights of more than one chunk of queries.
 
     Args:
         position: absolute positions of the queries and the keys, -1 for padding.
-        sliding_window: how many tokens a query sees, its own among them; all by default.
+        sliding_window: how many tokens a query sees, including its own; all by default.
 
     Example:
         >>> import jax.numpy as jnp
@@ -637,7 +638,7 @@ def attention_in_chunks(
     B, T = position.shape
     key_position = jnp.broadcast_to(position[:, None], key.shape[:3])
 
-    @jax.checkpoint  # the backward pass makes a chunk's weights again
+    @jax.checkpoint  # the backward pass computes a chunk's weights again
     def run(chunk):
         query, query_position = chunk
         return cache_attention(query, key, value, key_position, query_position, sliding_window=sliding_window)[0]
@@ -654,7 +655,7 @@ def attention_in_chunks(
 
 
 def _slots(cache: ButlerCache, position: Int[Array, "B T"]) -> Int[Array, "B T"]:
-    """Where tokens lie; beyond the end, where nothing is written, for padding."""
+    """Return the slots of tokens; for padding, one beyond the end, where nothing is written."""
     return jnp.where(position >= 0, position, cache.position.shape[1])
 
 
@@ -678,6 +679,6 @@ def _count(shapes: dict[str, tuple[int, ...]]) -> int:
 
 
 def _described(config: Config) -> dict[str, Any]:
-    """A model's config as JSON holds it."""
+    """Return a model's config as JSON values, without the fields that do not matter here."""
     fields = json.loads(json.dumps(dataclasses.asdict(config)))
     return {name: value for name, value in fields.items() if name not in INDIFFERENT}

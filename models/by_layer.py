@@ -1,8 +1,8 @@
-"""A run on a CPU: the host calls one compiled layer after the other, on arrays of its own.
+"""A run on a CPU: the host calls one compiled layer after the other.
 
 A scan over stacked layers copies each layer's weights out of the stack before it multiplies by them; on a CPU that is
-half of a decode step. Here each layer's weights and cache are arrays of their own, and one compiled layer serves all.
-On an accelerator the scan stays (models/steps.py): nothing waits for the host there.
+half of a decode step. Here each layer has its own arrays for weights and cache, and one compiled program serves all
+layers. On an accelerator the scan is used (models/steps.py), so that nothing waits for the host.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ from models.steps import (
     start,
 )
 
-# Bytes of a layer's weights from which on its calls cost less than copies out of a scan, on two cores: a step of six
-# layers took 4.9 ms by one program and 5.8 by layers at 6 MiB, 7.1 and 6.9 at 11 MiB, 17.7 and 13.2 at 24 MiB.
+# The bytes of a layer's weights above which a call per layer costs less than the scan's copies, on two cores: a step of
+# six layers took 4.9 ms as one program and 5.8 by layers at 6 MiB, 7.1 and 6.9 at 11 MiB, 17.7 and 13.2 at 24 MiB.
 LARGE_LAYER = 8 << 20
 
 
 class Layer(NamedTuple):
-    """One layer by itself: its parameters by name, and its place."""
+    """One layer: its parameters by name, and its place."""
 
     weights: dict[str, Array]
     place: Place
 
 
 def runs_by_layer(run: Run, key: Array | None = None) -> bool:
-    """Says whether the host calls the layers: large ones, on one CPU, outside of other people's jit, grad and vmap."""
+    """Return whether the host calls each layer: for large layers on one CPU, outside a caller's jit, grad and vmap."""
     # Under jit the run's lengths are traced even where its model is not.
     leaves = jax.tree.leaves((run, key))
     if not all(isinstance(leaf, jax.Array) for leaf in leaves) or not is_known(*leaves):
@@ -70,7 +70,7 @@ def runs_by_layer(run: Run, key: Array | None = None) -> bool:
 
 
 class LayerSteps:
-    """Takes the steps of a run, each a call of every layer."""
+    """The steps of a run; each calls every layer."""
 
     def __init__(self, run: Run):
         self.run = run
@@ -82,7 +82,7 @@ class LayerSteps:
     def block(
         self, state: DecodeState, tokens: np.ndarray, position: np.ndarray, phase: Phase
     ) -> tuple[Float[Array, "B T E"], DecodeState]:
-        """Feeds a block of the prompt; the state given is used up."""
+        """Feed a block of the prompt; the given state is donated."""
         run = self.run
         x, block = _enter(
             run.model.config, run.plan, run.model.embedding[...], tokens, position, run.rows.lengths,
@@ -91,7 +91,7 @@ class LayerSteps:
         return self._run(state, tokens, x, block, phase)
 
     def shrink(self, state: DecodeState) -> DecodeState:
-        """Shrinks the cache as :func:`models.steps.shrink` does, layer by layer where it can."""
+        """Shrink the cache as :func:`models.steps.shrink` does, layer by layer where possible."""
         plan, cache = self.run.plan, state.cache
         if isinstance(cache, PagedCache) or (not plan.pages and plan.slots == plan.prompt_slots):
             return state
@@ -109,7 +109,7 @@ class LayerSteps:
         step: int,
         sampling: Sampling,
     ) -> tuple[Int[Array, "B"], DecodeState]:
-        """Feeds a token of each row and chooses the next; the state given is used up."""
+        """Feed one token per row and choose the next ones; the given state is donated."""
         run, cache = self.run, state.cache
         model = run.model
         x, block = _enter_token(
@@ -144,7 +144,7 @@ class LayerSteps:
 
 
 def _layers(run: Run) -> tuple[Layer, ...]:
-    """Takes the model's layers apart: views of the stacked arrays, which take no memory of their own on a CPU."""
+    """Split the model's layers into views of the stacked arrays, which take no extra memory on a CPU."""
     config = run.model.config
     windows = sliding_windows(config)
     whole = {name: np.asarray(array) for name, array in run.model.layers.arrays().items()}
@@ -217,7 +217,7 @@ def _evidence_of_layers(cache: AnyCache, allocation: Allocation) -> Evidence:
 
 @functools.partial(jax.jit, donate_argnames="cache")
 def _evict(cache: AnyCache, evidence: Evidence, budgets: Int[Array, "B"]) -> AnyCache:
-    """Evicts from all layers together."""
+    """Evict from all layers together."""
     if not isinstance(cache, LayerCaches):
         return kvjax.evict(cache, evidence, budgets)
     left = kvjax.evict(cache.slots, evidence, budgets).position
@@ -230,6 +230,6 @@ def _evict(cache: AnyCache, evidence: Evidence, budgets: Int[Array, "B"]) -> Any
 def next_token(
     model: Decoder, hidden: Float[Array, "B T E"], key: Array | None, sampling: Sampling
 ) -> tuple[Int[Array, "B"], Array]:
-    """Chooses the token behind the last hidden state of each row, and says whether its logits are finite."""
+    """Choose each row's next token from its last hidden state, and return whether all logits are finite."""
     logits = model.logits(hidden[:, -1])
     return sample(logits, key, sampling), jnp.isfinite(logits).all()

@@ -1,8 +1,8 @@
-"""The command line of `python -m models.chat`: a conversation of any length in a cache of one size.
+"""The command line of `python -m models.chat`: a conversation of any length in a cache of fixed size.
 
-Only what is new goes through the model in a turn, and together these are the tokens of the chat template over the whole
-conversation. Where the template writes an answer in another way once it is past (without its thoughts, say), the cache
-from before that answer's turn takes the turn again, as the template has it.
+A turn feeds only its new tokens to the model; all turns together feed the tokens of the chat template over the whole
+conversation. If the template renders an earlier answer differently (without its thoughts, for example), the turn of
+that answer is fed again as rendered, to the cache from before it.
 """
 
 from __future__ import annotations
@@ -36,36 +36,36 @@ EXAMPLES = """examples:
 
 in the conversation:
   /keep FILE   write the conversation's cache into a file
-  /load FILE   go on with the conversation of a file
-  /new         forget all, and begin anew
-  /help        say what there is
+  /load FILE   continue the conversation of a file
+  /new         start a new conversation
+  /help        list the commands
   /quit        leave, as Ctrl-D does; Ctrl-C ends an answer
 """
 COMMANDS = "/keep FILE, /load FILE, /new, /help and /quit"
-ANSWER = "kvjaxanswerstandshere"  # by which a template says what stands behind an answer
+ANSWER = "kvjaxanswerstandshere"  # a placeholder that shows what a template puts after an answer
 
 
 class Memory(NamedTuple):
-    """Holds what is there of a talk; ``pending`` are tokens of an answer cut off that the cache has not met."""
+    """The state of a conversation; ``pending`` are tokens of a stopped answer that the cache has not seen."""
 
     cache: AnyCache | None = None
     pending: tuple[int, ...] = ()
 
 
 class Conversation:
-    """A conversation with a model. A turn that fails or is given up leaves it as it was.
+    """A conversation with a model. A turn that fails or is stopped before its answer leaves it as it was.
 
     Args:
-        model: it answers.
-        tokenizer: the model's. Without a chat template the model goes on from plain text.
+        model: the model that answers.
+        tokenizer: the model's tokenizer. Without a chat template the model continues plain text.
         policy: what to keep, a policy or its short name; None or "full" keeps all.
-        budget: tokens that each head keeps, where there is a policy.
-        seed: for a temperature above 0.
-        system: what the system's message says.
+        budget: tokens that each head keeps, if there is a policy.
+        seed: the random seed for a temperature above 0.
+        system: the text of the system message.
         settings: further arguments of :func:`models.stream`.
 
     Raises:
-        ValueError: a policy, a budget or a setting that cannot be.
+        ValueError: an invalid policy, budget or setting.
 
     Example:
         >>> import models
@@ -78,9 +78,9 @@ class Conversation:
     """
 
     now: Memory
-    before: Memory  # the last turn
-    turn: list[dict[str, str]]  # the last message and its answer, while before lacks them
-    told: str  # that turn as it went through the model
+    before: Memory  # as of before the last turn
+    turn: list[dict[str, str]]  # the last message and its answer, which ``before`` lacks
+    told: str  # that turn as it was fed to the model
 
     def __init__(
         self,
@@ -99,33 +99,33 @@ class Conversation:
         self.system = [] if system is None else [_message("system", system)]
         self.stopped = False
         self.forget()
-        self._stream([0], None)  # says what cannot be; nothing runs yet
+        self._stream([0], None)  # checks the arguments; nothing runs yet
 
     def forget(self) -> None:
-        """Begins anew."""
+        """Start a new conversation."""
         self._go_on_from(Memory())
 
     @property
     def seen(self) -> int:
-        """Tokens that have gone through the model."""
+        """The number of tokens that have been fed to the model."""
         return 0 if self.now.cache is None else int(self.now.cache.next_position[0])
 
     @property
     def held(self) -> int:
-        """Tokens that the fullest head holds."""
+        """The number of tokens in the fullest head."""
         return 0 if self.now.cache is None else int(self.now.cache.num_live.max())
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the cache."""
+        """The size of the cache in bytes."""
         return 0 if self.now.cache is None else self.now.cache.nbytes
 
     def answer(self, text: str) -> Iterator[str]:
-        """Gives the answer to a message in pieces, one for each token as it comes; "" where it completes no text.
+        """Yield the answer to a message in pieces, one per token as it comes; "" where it completes no text.
 
         Raises:
-            ValueError: a message that the template or the model does not take.
-            KeyboardInterrupt: it was stopped before the answer began.
+            ValueError: the template or the model rejects the message.
+            KeyboardInterrupt: :meth:`stop` was called before the answer began.
         """
         self.stopped = False
         said = self._take(text)
@@ -137,57 +137,57 @@ class Conversation:
             if self.stopped:
                 break
         answer += (piece := pieces.finish())
-        # A template ends an answer itself, so the end token is not fed; the last token of one cut off is.
+        # The template itself ends an answer, so the end token is not fed; the last token of a stopped answer is.
         self.now = now._replace(pending=()) if last in end else now
         self.turn = [_message("user", text), _message("assistant", answer)]
         self.told = said + answer
         yield piece
 
     def stop(self) -> None:
-        """Ends the answer that is being given behind its next token; it stays in the conversation."""
+        """End the current answer after its next token; it stays in the conversation."""
         self.stopped = True
 
     def keep(self, path: str | Path) -> None:
-        """Writes the cache into a file, from which :meth:`load` goes on.
+        """Write the cache into a file, from which :meth:`load` continues.
 
         Raises:
-            ValueError: nothing to keep yet, or a file that holds something else.
+            ValueError: there is nothing to keep yet, or the file exists and holds something else.
         """
         if self.now.cache is None:
-            raise ValueError("nothing has been said yet, so there is nothing to keep.")
+            raise ValueError("nothing has been said yet; send a message before /keep.")
         if Path(path).exists():
             try:
                 kvjax.cache_info(path)
             except ValueError:
-                raise ValueError(f"{path} is there and holds no conversation; name another file.") from None
+                raise ValueError(f"{path} exists and is not a conversation; name another file.") from None
         cache = self._feed(self.now) if self.now.pending else self.now.cache
         self.now = Memory(cache)
         kvjax.save_cache(path, models.stacked(cache), **self._made_with())
 
     def load(self, path: str | Path) -> None:
-        """Goes on with the conversation of a file that :meth:`keep` wrote.
+        """Continue the conversation of a file that :meth:`keep` wrote.
 
         Raises:
-            FileNotFoundError: no such file.
-            ValueError: no conversation, a damaged one, or one with another model, policy or budget.
+            FileNotFoundError: the file does not exist.
+            ValueError: the file is not a conversation, is damaged, or is one with another model, policy or budget.
         """
         info = kvjax.cache_info(path)
         for name, ours in (self._made_with() | {"dtype": self.model.embedding[...].dtype.name}).items():
             theirs = info[name]
             if theirs != ours:
                 which = "another model" if name == "model" else f"the {name} {theirs}, and this one has {ours}"
-                raise ValueError(f"{path} is of a conversation with {which}; begin one that has what it has.")
+                raise ValueError(f"{path} is of a conversation with {which}; start one with the same settings.")
         cache = kvjax.load_cache(path, policy=self.policy)
         kept_of(self.model, cache, self.policy, 1)
         self._go_on_from(Memory(cache))
 
     def _go_on_from(self, memory: Memory) -> None:
-        """Takes a memory as it is: its last turn is not taken again."""
+        """Continue from a memory; its last turn is never fed again."""
         self.before = self.now = memory
         self.turn, self.told = [], ""
 
     def _take(self, text: str) -> str:
-        """Finds what is to be fed of a message, once what stands before it is as the template wants it."""
+        """Return the text to feed for a message, after making the cache agree with the template so far."""
         if self.tokenizer.chat_template is None:
             begun = self.now.cache is not None
             self._go_on_from(self.now)
@@ -197,20 +197,20 @@ class Conversation:
         if self.turn:
             whole = self._rendered(self.before, [*self.turn, message])
             if not whole.endswith(said):
-                raise ValueError("the chat template writes each turn in its own way, so no cache goes on; begin /new.")
+                raise ValueError("the chat template renders each turn differently, so no cache can continue; use /new.")
             settled = whole.removesuffix(said)
             again = settled != self.told
             self._go_on_from(Memory(self._feed(self.before, settled)) if again else self.now)
         return said
 
     def _rendered(self, memory: Memory, messages: list[dict[str, str]]) -> str:
-        """Renders what the template makes of messages, behind those that the memory holds."""
+        """Render messages by the template, as they follow those in the memory."""
         if memory.cache is None:
             return self.tokenizer.chat([*self.system, *messages])
         held = [_message("user", "?"), _message("assistant", ANSWER)]
         _, mark, behind = self.tokenizer.chat([*self.system, *held, *messages]).partition(ANSWER)
         if not mark:
-            raise ValueError("the chat template leaves earlier answers out, so no cache goes on from one; begin /new.")
+            raise ValueError("the chat template leaves earlier answers out, so no cache can continue; use /new.")
         return behind
 
     def _encode(self, text: str) -> list[int]:
@@ -218,13 +218,13 @@ class Conversation:
         return self.tokenizer.encode(text, add_special_tokens=begins)
 
     def _feed(self, memory: Memory, text: str = "") -> AnyCache:
-        """The cache behind what is pending and a text."""
+        """Feed the pending tokens and a text, and return the cache."""
         ((_, cache),) = self._stream([*memory.pending, *self._encode(text)], memory.cache, max_new_tokens=1)
         return cache
 
     def _stream(self, tokens: list[int], cache: AnyCache | None, **settings: Any) -> Iterator[tuple[int, AnyCache]]:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it advises to evict once, and a conversation has no end
+            warnings.simplefilter("ignore")  # the warning advises to evict once, but a conversation has no end
             steps = models.stream(
                 self.model,
                 [tokens],
@@ -239,7 +239,7 @@ class Conversation:
         return ((int(token[0]), cache) for token, cache in steps)
 
     def _give_up(self, done: int, total: int) -> None:
-        """Leaves a turn whose answer has not begun."""
+        """Abort a turn that was stopped before its answer began."""
         if self.stopped:
             raise KeyboardInterrupt
 
@@ -249,19 +249,19 @@ class Conversation:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Makes the parser of the flags."""
+    """Build the parser of the command's flags."""
     flags = commands.parser(
-        "kvjax-chat", "models.chat", description="A chat in the terminal whose memory does not grow.", examples=EXAMPLES
+        "kvjax-chat", "models.chat", description="Chats in the terminal; its memory does not grow.", examples=EXAMPLES
     )
     flags.add_argument(
         "model", help="'smollm2', 'retriever' (inside the package), a Hugging Face folder, a GGUF file or a hub name"
     )
-    flags.add_argument("--policy", help=f"what to keep; 'full' keeps all, and memory grows (default: {POLICY})")
+    flags.add_argument("--policy", help=f"what to keep; 'full' keeps all, so memory grows (default: {POLICY})")
     flags.add_argument("--budget", type=int, help=f"tokens that each head keeps (default: {BUDGET}; none for 'full')")
-    flags.add_argument("--system", help="what the system's message says (default: what the chat template says)")
+    flags.add_argument("--system", help="the text of the system message (default: that of the chat template)")
     flags.add_argument(
         "--load", metavar="FILE",
-        help="go on with a conversation that /keep wrote, by its policy and budget (default: begin anew)",
+        help="continue a conversation that /keep wrote, with its policy and budget (default: a new conversation)",
     )  # fmt: skip
     add_run_flags(flags, max_new_tokens=512)
     commands.add_cache_flag(flags)
@@ -269,7 +269,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command; returns its exit code."""
+    """Run the command and return its exit code."""
     flags = parser().parse_args(arguments)
     commands.keep_compiled(vars(flags).pop("compilation_cache"))
     return commands.run(lambda: _chat(flags), "models.chat")
@@ -282,8 +282,8 @@ def _chat(flags: argparse.Namespace) -> None:
         raise ValueError(f"{flags.model} has no tokenizer.json, and text needs one; copy it from the model's source.")
     if tokenizer.chat_template is None:
         if flags.system is not None:
-            raise ValueError(f"{flags.model} has no chat template, so nothing says where a system's message stands.")
-        _say("this model has no chat template: it goes on from your text as it stands.")
+            raise ValueError(f"{flags.model} has no chat template, so it takes no system message; leave --system out.")
+        _say("this model has no chat template: it continues your text as it is.")
     talk = Conversation(
         model, tokenizer, policy=policy, budget=budget, seed=flags.seed, system=flags.system, **run_settings(flags)
     )
@@ -291,7 +291,7 @@ def _chat(flags: argparse.Namespace) -> None:
         _command(talk, f"/load {flags.load}")
     shown = sys.stdin.isatty()
     if shown:
-        with contextlib.suppress(ImportError):  # with it, input() has a history, and a pasted text is one message
+        with contextlib.suppress(ImportError):  # readline gives input() a history, and makes a pasted text one message
             import readline
 
             readline.parse_and_bind("set enable-bracketed-paste on")
@@ -321,7 +321,7 @@ def _chat(flags: argparse.Namespace) -> None:
 
 
 def _checked(flags: argparse.Namespace) -> tuple[kvjax.Policy | None, int | float | None]:
-    """The policy and the budget of the flags, or of the file to go on from, or the usual ones."""
+    """Return the policy and the budget of the flags, else of the file to load, else the default ones."""
     said: dict[str, Any] = {} if flags.load is None else kvjax.cache_info(flags.load)
     policy = policy_of(flags.policy if flags.policy is not None else said.get("policy") or POLICY)
     if policy is None:
@@ -330,8 +330,8 @@ def _checked(flags: argparse.Namespace) -> tuple[kvjax.Policy | None, int | floa
         return None, None
     if selecting.asks_for_predictor(policy, None) is not None:
         raise ValueError(
-            f"{policy.name!r} scores by a predictor, which remembers tokens beside the cache, so no later turn can go "
-            f"on; take another policy, such as {POLICY}."
+            f"{policy.name!r} scores by a predictor, which remembers tokens outside the cache, so no later turn can "
+            f"continue; give another policy, such as {POLICY}."
         )
     budget = flags.budget if flags.budget is not None else said.get("budget") or BUDGET
     if isinstance(budget, int):
@@ -341,12 +341,12 @@ def _checked(flags: argparse.Namespace) -> tuple[kvjax.Policy | None, int | floa
 
 
 def _turn(talk: Conversation, text: str) -> None:
-    """Prints an answer as it comes, and what the conversation takes then."""
+    """Print an answer as it comes, then the size of the conversation."""
 
     def stop(*_: Any) -> None:
         if talk.stopped:
             raise KeyboardInterrupt
-        talk.stop()  # behind a whole step: one in flight has used the cache up
+        talk.stop()  # after a whole step: a step in progress has already donated the cache
 
     times = []
     before = signal.signal(signal.SIGINT, stop)
@@ -355,12 +355,12 @@ def _turn(talk: Conversation, text: str) -> None:
             times.append(time.monotonic())
             print(piece, end="", flush=True)
     except KeyboardInterrupt:
-        _say("given up; the conversation is as it was before this message.")
+        _say("stopped; the conversation is as it was before this message.")
         return
     finally:
         signal.signal(signal.SIGINT, before)
     print(flush=True)
-    *times, _ = times  # the last piece is no token, but what is left of the text
+    *times, _ = times  # the last piece is not a token, but the rest of the text
     rate = f" · {(len(times) - 1) / (times[-1] - times[0]):.1f} tokens/s" if len(times) > 1 else ""
     _say(_status(talk) + rate)
 
@@ -369,7 +369,7 @@ def _command(talk: Conversation, line: str) -> None:
     name, _, rest = line.strip().partition(" ")
     path = os.path.expanduser(rest.strip())
     if name in ("/keep", "/load") and not path:
-        raise ValueError(f"{name} needs the name of a file.")
+        raise ValueError(f"{name} needs the name of a file, such as talk.cache.")
     if name == "/keep":
         talk.keep(path)
         _say(f"kept in {path}: {_status(talk)}")
@@ -378,11 +378,13 @@ def _command(talk: Conversation, line: str) -> None:
         _say(f"{path}: {_status(talk)}")
     elif name == "/new":
         talk.forget()
-        _say("begun anew.")
+        _say("new conversation.")
     elif name == "/help":
         _say(f"{COMMANDS}; Ctrl-C ends an answer.")
     else:
-        raise ValueError(f"there is no {name[:60]}; there are {COMMANDS}. A space in front makes it a message.")
+        raise ValueError(
+            f"unknown command {name[:60]}; expected {COMMANDS}. Put a space in front to send it as a message."
+        )
 
 
 def _message(role: str, content: str) -> dict[str, str]:

@@ -35,7 +35,7 @@ PROMPT_FIELDS = {"prompt": str, "question": str, "policy": str, "budget": int | 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """One prompt, and what is asked of it; ``line`` is where it stands in --prompts, None for the only one."""
+    """One prompt with its question, policy and budget; ``line`` is its line in --prompts, None without --prompts."""
 
     prompt: str
     question: str | None
@@ -45,7 +45,7 @@ class Request:
 
 
 class Loaded(NamedTuple):
-    """Holds what a command's prompts share."""
+    """What all prompts of a command share."""
 
     model: models.Decoder
     tokenizer: models.Tokenizer
@@ -53,7 +53,7 @@ class Loaded(NamedTuple):
 
 
 def parser() -> argparse.ArgumentParser:
-    """Makes the parser of the flags."""
+    """Build the parser of the command's flags."""
     flags = commands.parser(
         "kvjax-generate",
         "models.generate",
@@ -64,58 +64,66 @@ def parser() -> argparse.ArgumentParser:
         "model", help="'retriever' (inside the package), 'smollm2', a Hugging Face folder, a GGUF file or a hub name"
     )
     source = flags.add_mutually_exclusive_group()
-    source.add_argument("--prompt", help="the prompt itself (default: what --prompt-file says)")
+    source.add_argument("--prompt", help="the prompt itself (default: the text of --prompt-file)")
     source.add_argument(
         "--prompt-file", metavar="FILE", help="a UTF-8 text file with the prompt (default: -, standard input)"
     )
     source.add_argument(
         "--prompts",
         metavar="FILE",
-        help='many prompts: a file (- for standard input) with a line {"prompt": ...} each, and, if you like, its '
-        '"question", "policy" and "budget" (default: those of the flags); each gives a line of JSON (default: none)',
+        help='many prompts: a file (- for standard input) with one JSON object {"prompt": ...} per line and, '
+        'optionally, its "question", "policy" and "budget" (default: those of the flags); prints one line of JSON per '
+        "prompt (default: none)",
     )
-    flags.add_argument("--question", help="text behind the prompt, not known when that is compressed (default: none)")
+    flags.add_argument(
+        "--question", help="text after the prompt, unknown when the prompt is compressed (default: none)"
+    )
     flags.add_argument(
         "--chat", action="store_true", help="put the prompt into the model's chat template (default: no)"
     )
     flags.add_argument(
-        "--policy", default="full", help="what to keep, such as snapkv+caote; 'full' keeps all (default: %(default)s)"
+        "--policy",
+        default="full",
+        help="what to keep, such as snapkv+caote; 'full' keeps all tokens (default: %(default)s)",
     )
     flags.add_argument(
         "--select",
-        help="evict nothing, but read a part: butler, oracle, quest(page_size=16), first_layer, previous_layer, "
-        "random, streaming (default: none)",
+        help="evict nothing, but read only some tokens in each step: butler, oracle, quest(page_size=16), first_layer, "
+        "previous_layer, random, streaming (default: none)",
     )
-    flags.add_argument("--butler", type=Path, help="a predictor's folder (default: 'butler' inside the model's)")
+    flags.add_argument("--butler", type=Path, help="the predictor's folder (default: 'butler' in the model's folder)")
     flags.add_argument(
-        "--sinks", type=int, default=4, help="first tokens that --select always reads (default: %(default)s)"
+        "--sinks", type=int, default=4, help="number of first tokens that --select always reads (default: %(default)s)"
     )
     flags.add_argument(
         "--budget",
-        help="slots per head (512), or a ratio of the prompt (0.25); with --select the tokens that a step reads, or "
-        "their share (default: none, for 'full')",
+        help="slots per head (512), or a ratio of the prompt (0.25); with --select, the number or the share of tokens "
+        "that a step reads (default: none, for 'full')",
     )
     flags.add_argument(
         "--when",
         default="block",
         choices=["block", "prompt", "published"],
-        help="evict after every block, or once when the prompt is in, or as the policy's paper (default: %(default)s)",
+        help="when to evict: after every block, once after the prompt, or as in the policy's paper (default: "
+        "%(default)s)",
     )
     add_run_flags(flags, max_new_tokens=64)
     flags.add_argument("--mesh", help="devices, such as data=2,tensor=4 (default: one device)")
     flags.add_argument(
-        "--json", action="store_true", help="print one JSON object instead of text (default: text, figures behind it)"
+        "--json",
+        action="store_true",
+        help="print one JSON object instead of text (default: the text, then the figures)",
     )
     commands.add_cache_flag(flags)
     return flags
 
 
 def add_run_flags(flags: argparse.ArgumentParser, max_new_tokens: int) -> None:
-    """Adds the flags by which every command runs a model: blocks, evictions in an answer, how tokens are drawn.
+    """Add the flags that every command runs a model by: blocks, evictions during an answer, sampling.
 
     Args:
         flags: the command's parser.
-        max_new_tokens: how long its answers are at most, by default.
+        max_new_tokens: the default of --max-new-tokens.
 
     Example:
         >>> import argparse
@@ -125,28 +133,32 @@ def add_run_flags(flags: argparse.ArgumentParser, max_new_tokens: int) -> None:
         >>> flags.parse_args(["--top-k", "5"]).top_k
         5
     """
-    flags.add_argument("--block", type=int, default=128, help="tokens of a prompt a step (default: %(default)s)")
+    flags.add_argument("--block", type=int, default=128, help="prompt tokens per step (default: %(default)s)")
     flags.add_argument(
         "--evict-every",
         type=int,
         metavar="N",
-        help="in an answer, evict every N steps, 0 for never (default: every step, or once in as many as the policy's "
-        "observation window has)",
+        help="during an answer, evict every N steps, 0 for never (default: 1, or the length of the policy's "
+        "observation window)",
     )
     flags.add_argument(
-        "--max-new-tokens", type=int, default=max_new_tokens, help="of an answer, at most (default: %(default)s)"
+        "--max-new-tokens", type=int, default=max_new_tokens, help="most tokens of an answer (default: %(default)s)"
     )
     flags.add_argument(
         "--temperature", type=float, default=0.0, help="0 takes the most likely token (default: %(default)s)"
     )
     flags.add_argument("--top-k", type=int, help="draw from the k most likely tokens (default: all)")
-    flags.add_argument("--top-p", type=float, help="draw from the fewest tokens that hold this share (default: all)")
-    flags.add_argument("--seed", type=_seed, default=0, help="for a temperature above 0 (default: %(default)s)")
+    flags.add_argument(
+        "--top-p", type=float, help="draw from the fewest tokens that reach this probability (default: all)"
+    )
+    flags.add_argument(
+        "--seed", type=_seed, default=0, help="random seed for a temperature above 0 (default: %(default)s)"
+    )
     flags.add_argument("--dtype", help="float32, bfloat16 (slow on a CPU) or float16 (default: the checkpoint's)")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command; returns its exit code."""
+    """Run the command and return its exit code."""
     made = parser()
     flags = made.parse_args(arguments)
     for name in ("question", "json"):
@@ -159,7 +171,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _seed(text: str) -> int:
     seed = int(text)
     if not -(2**63) <= seed < 2**63:
-        raise argparse.ArgumentTypeError(f"{text} is no integer of at most 64 bits")
+        raise argparse.ArgumentTypeError(f"{text} is not an integer of at most 64 bits")
     return seed
 
 
@@ -185,7 +197,7 @@ def _generate(flags: argparse.Namespace) -> None:
 
 
 def _answer_all(flags: argparse.Namespace, loaded: Loaded, requests: list[Request]) -> None:
-    """Prints a line of JSON for each prompt as soon as it is done; a prompt that fails leaves the others alone."""
+    """Print one line of JSON per prompt as soon as it is done. A prompt that fails does not stop the others."""
     made_of = provenance.fingerprints(loaded.model, loaded.tokenizer)
     failed, counted = 0, sys.stderr.isatty()
     for done, request in enumerate(requests):
@@ -205,7 +217,7 @@ def _answer_all(flags: argparse.Namespace, loaded: Loaded, requests: list[Reques
 def _answer(
     flags: argparse.Namespace, loaded: Loaded, request: Request, show: Callable[[str], None] = lambda piece: None
 ) -> dict[str, Any]:
-    """Runs a prompt: the text, which ``show`` gets in pieces as it comes, and the figures."""
+    """Run a prompt and return its text and figures; ``show`` gets the text in pieces as it is generated."""
     model, tokenizer, butler = loaded
     prompt = tokenizer.chat([{"role": "user", "content": request.prompt}]) if flags.chat else request.prompt
     context = tokenizer.encode(prompt, add_special_tokens=not flags.chat)
@@ -254,7 +266,7 @@ def _answer(
 
 
 def run_settings(flags: argparse.Namespace) -> dict[str, Any]:
-    """Gives what :func:`add_run_flags` asked for as arguments of :func:`models.stream`; the seed becomes a key there.
+    """Return the values of :func:`add_run_flags` as arguments of :func:`models.stream`, without seed and dtype.
 
     Example:
         >>> from models.cli import parser, run_settings
@@ -282,7 +294,7 @@ def _in_words(flags: argparse.Namespace, figures: dict[str, Any]) -> str:
 
 
 def _only(flags: argparse.Namespace) -> Request:
-    """The prompt of --prompt, --prompt-file or standard input."""
+    """Return the request with the prompt of --prompt, --prompt-file or standard input."""
     file = "-" if flags.prompt_file is None else flags.prompt_file
     prompt = flags.prompt if flags.prompt is not None else _read(file, "prompt")
     if not prompt.strip():
@@ -291,7 +303,7 @@ def _only(flags: argparse.Namespace) -> Request:
 
 
 def _many(flags: argparse.Namespace) -> list[Request]:
-    """The prompts of --prompts; the sentence about one that cannot be says in which line it stands."""
+    """Read the requests of --prompts; an error about one of them names its line."""
     name = "standard input" if flags.prompts == "-" else flags.prompts
     requests = []
     for number, line in enumerate(_read(flags.prompts, "prompts").split("\n"), 1):
@@ -306,7 +318,7 @@ def _many(flags: argparse.Namespace) -> list[Request]:
 
 
 def _fields(line: str) -> dict[str, Any]:
-    """Holds what a line of --prompts says, each field of its type."""
+    """Read the fields of a line of --prompts and check their types."""
     try:
         fields = json.loads(line)
     except (ValueError, RecursionError):
@@ -315,7 +327,7 @@ def _fields(line: str) -> dict[str, Any]:
         raise ValueError('it is no JSON object; expected one such as {"prompt": "Why is the sky blue?"}.')
     for name, value in fields.items():
         if name not in PROMPT_FIELDS:
-            raise ValueError(f"there is no field {name[:60]!r}; there are {', '.join(PROMPT_FIELDS)}.")
+            raise ValueError(f"unknown field {name[:60]!r}; expected one of {', '.join(PROMPT_FIELDS)}.")
         if not isinstance(value, PROMPT_FIELDS[name]) or isinstance(value, bool):
             kind = "text" if PROMPT_FIELDS[name] is str else "a number"
             raise ValueError(f"{name} is a JSON {type(value).__name__}; expected {kind}.")
@@ -325,13 +337,13 @@ def _fields(line: str) -> dict[str, Any]:
 
 
 def _checked(flags: argparse.Namespace, fields: dict[str, Any], line: int | None = None) -> Request:
-    """A prompt with the flags' policy and budget where it has none of its own, as far as they can be checked now."""
+    """Return the request, with the flags' policy and budget by default, as far as it can be checked before the run."""
     name = fields.get("policy", flags.policy)
     policy = policy_of(name)
     own, given = fields.get("budget"), flags.budget
     budget = None if own is None and given is None else commands.parse_budget(str(given if own is None else own))
     if policy is None and "policy" in fields and own is None and flags.select is None:
-        budget = None  # beside others, all of one prompt may be kept
+        budget = None  # the flags' budget is for prompts with a policy; this one keeps all tokens
     moments(policy, flags.when, flags.evict_every)
     selecting.checked_selection(flags.select, policy, budget, flags.sinks, MOST, 0)
     if flags.select is None and policy is None and budget is not None:
@@ -346,7 +358,7 @@ def _checked(flags: argparse.Namespace, fields: dict[str, Any], line: int | None
 
 
 def _read(path: str, what: str) -> str:
-    """The text of a file, or of standard input, which is called "-"."""
+    """Return the text of a file, or of standard input, which is called "-"."""
     if path != "-":
         return commands.read_text(path, what)
     try:
@@ -356,7 +368,7 @@ def _read(path: str, what: str) -> str:
 
 
 def _load_butler(flags: argparse.Namespace, model: models.Decoder, requests: list[Request]) -> models.Butler | None:
-    """The predictor that --select or a policy asks for, from --butler or from inside the model's folder."""
+    """Load the predictor that --select or a policy asks for, from --butler or from the model's folder."""
     if flags.butler is not None:
         return models.load_butler(flags.butler, model)
     asked = any(_predictor_asked(flags, request) for request in requests)
@@ -369,7 +381,7 @@ def _predictor_asked(flags: argparse.Namespace, request: Request) -> bool:
 
 
 def _read_share(flags: argparse.Namespace, budget: int | float | None, prompt: int, new: int) -> float | None:
-    """Of all tokens that were there in the steps, the share that a selecting layer's heads read, at most."""
+    """Return the share of the tokens that each head of a selecting layer reads at most, over all decode steps."""
     selection = selecting.checked_selection(flags.select, None, budget, flags.sinks, prompt, flags.max_new_tokens)
     if selection is None or new < 2:
         return None
@@ -382,7 +394,7 @@ def _rate(rate: float | None) -> str:
 
 
 class _Clock:
-    """Times a stream. The first block and the first step compile, so they are kept apart."""
+    """Times a stream. The first block and the first step compile, so they are timed separately."""
 
     def __init__(self) -> None:
         self.start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What command lines share: lists and budgets as text, errors as one sentence, files that are never half written."""
+"""Shared by all command lines: lists and budgets as text, errors on one line, files that are written whole."""
 
 from __future__ import annotations
 
@@ -25,22 +25,20 @@ import kvjax
 LOCK_FILE = ".lock"
 EXIT_CODES = """exit codes:
   0    done
-  2    bad input, a file that can't be read or written, a full disk: one sentence on standard error says what
+  2    bad input, a file that can't be read or written, or a full disk; one line on standard error says which
   130  interrupted by Ctrl-C
 """
 
 
 class Begun(NamedTuple):
-    """A command as it was given, and when it began, by time.monotonic."""
+    """A command line, and the time.monotonic() at which it began."""
 
     command: str
     time: float
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose complaint is one line, like every other of a command's; the flags that it gives say what was
-    ``begun``, and when.
-    """
+    """A parser that reports an error on one line. The flags that it returns have a :class:`Begun` as ``begun``."""
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         parsed = super().parse_args(args, namespace)
@@ -57,15 +55,15 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}; {self.prog} --help says what there is.\n")
+        self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help.\n")
 
 
 def parser(script: str, module: str, *, description: str, examples: str = "") -> Parser:
-    """A command's parser: with --version, and a help that ends with examples and exit codes.
+    """Build a command's parser, with --version, and with examples and exit codes at the end of its help.
 
     Args:
-        script: the command's name where the package is installed. The help is written for it if it was called so.
-        module: the same command as ``python -m module``, as the examples have it.
+        script: the command's name where the package is installed. The help shows this name if it was called by it.
+        module: the module of the same command, as the examples call it by ``python -m module``.
 
     Example:
         >>> from models.commands import parser
@@ -85,7 +83,7 @@ def parser(script: str, module: str, *, description: str, examples: str = "") ->
 
 
 def epilog(examples: str) -> str:
-    """What stands at the end of a command's help.
+    """Return the end of a command's help: the examples and the exit codes.
 
     Example:
         >>> from models.commands import epilog
@@ -96,7 +94,7 @@ def epilog(examples: str) -> str:
 
 
 def run(command: Callable[[], None], name: str) -> int:
-    """Runs a command; bad input ends in one sentence and exit code 2, Ctrl-C in 130.
+    """Run a command and return its exit code: 2 for bad input, after one line that says why, and 130 for Ctrl-C.
 
     Example:
         >>> from models.commands import run
@@ -108,7 +106,7 @@ def run(command: Callable[[], None], name: str) -> int:
     except KeyboardInterrupt:
         print(f"\n{name}: interrupted.", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader of our output has left, as `| head` does
+    except BrokenPipeError:  # the reader of our output has closed it, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (ValueError, OSError, ImportError) as error:
@@ -118,7 +116,7 @@ def run(command: Callable[[], None], name: str) -> int:
         if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
             raise
         print(
-            f"{name}: error: memory ran out; give a smaller budget, block or batch, or more devices by --mesh.",
+            f"{name}: error: out of memory; give a smaller budget, block or batch, or more devices with --mesh.",
             file=sys.stderr,
         )
         return 2
@@ -126,7 +124,7 @@ def run(command: Callable[[], None], name: str) -> int:
 
 
 def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
-    """Finds our folder in the user's cache; it need not be there.
+    """Return kvjax's folder in the user's cache; it need not exist.
 
     Raises:
         FileNotFoundError: the user has no home, and XDG_CACHE_HOME names no other folder.
@@ -140,29 +138,29 @@ def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
         return Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvjax"
     except RuntimeError:
         raise FileNotFoundError(
-            "the user's cache folder is not known, as there is no home folder; name one by XDG_CACHE_HOME."
+            "the user's cache folder is unknown, as there is no home folder; name one with XDG_CACHE_HOME."
         ) from None
 
 
 def add_cache_flag(flags: argparse.ArgumentParser) -> None:
-    """The flag that :func:`keep_compiled` reads."""
+    """Add the flag whose value :func:`keep_compiled` takes."""
     flags.add_argument(
         "--compilation-cache", metavar="FOLDER",
-        help="where compiled programs are kept for the next start, or 'off' (default: KVJAX_COMPILATION_CACHE, else "
+        help="where to keep compiled programs for the next start, or 'off' (default: KVJAX_COMPILATION_CACHE, else "
         "the user's cache)",
     )  # fmt: skip
 
 
 def keep_compiled(chosen: str | None = None, environment: Mapping[str, str] = os.environ) -> Path | None:
-    """Keeps compiled programs where later commands and notebooks find them, so that a second start compiles little.
+    """Keep compiled programs where later commands and notebooks find them, so that a second start compiles little.
 
-    They lie in the user's cache folder. Where JAX_COMPILATION_CACHE_DIR is set, JAX reads that alone.
+    They are in the user's cache folder. If JAX_COMPILATION_CACHE_DIR is set, JAX uses that folder instead.
 
     Args:
-        chosen: another folder, or "off"; by default what the variable KVJAX_COMPILATION_CACHE says.
+        chosen: another folder, or "off"; by default the value of KVJAX_COMPILATION_CACHE.
 
     Returns:
-        The folder; None where nothing is kept, or where JAX has been told already.
+        The folder; None where nothing is kept, or where JAX_COMPILATION_CACHE_DIR is set.
 
     Example:
         >>> from models.commands import keep_compiled
@@ -172,7 +170,7 @@ def keep_compiled(chosen: str | None = None, environment: Mapping[str, str] = os
     chosen = chosen or environment.get("KVJAX_COMPILATION_CACHE", "")
     if chosen == "off" or environment.get("JAX_COMPILATION_CACHE_DIR"):
         return None
-    with contextlib.suppress(OSError):  # no home, or one that cannot be written to: nothing is kept
+    with contextlib.suppress(OSError):  # no home, or a read-only one: nothing is kept
         folder = Path(chosen) if chosen else cache_folder(environment) / "programs"
         folder.mkdir(parents=True, exist_ok=True)
         jax.config.update("jax_compilation_cache_dir", str(folder))
@@ -183,10 +181,10 @@ def keep_compiled(chosen: str | None = None, environment: Mapping[str, str] = os
 
 @contextlib.contextmanager
 def extra(name: str, script: str) -> Iterator[None]:
-    """Around the imports of a command: what is not installed ends it with one sentence and code 2, Ctrl-C with 130.
+    """Wrap a command's imports: a missing package ends it with one line and exit code 2, Ctrl-C with 130.
 
     Args:
-        name: the extra that brings what is imported.
+        name: the extra that installs what is imported.
         script: the command.
 
     Example:
@@ -208,7 +206,7 @@ def extra(name: str, script: str) -> Iterator[None]:
 
 
 def sentence(error: BaseException) -> str:
-    """What an error says, on one line.
+    """Return an error's message on one line.
 
     Example:
         >>> from models.commands import sentence
@@ -222,7 +220,7 @@ def sentence(error: BaseException) -> str:
 
 
 def split_list(text: str) -> list[str]:
-    """Splits at commas outside parentheses and quotes.
+    """Split a text at commas outside parentheses.
 
     Example:
         >>> from models.commands import split_list
@@ -240,10 +238,10 @@ def split_list(text: str) -> list[str]:
 
 
 def parse_budget(text: str) -> int | float:
-    """A budget from a command line: slots per head, or a ratio of the prompt.
+    """Read a budget from a command line: slots per head, or a ratio of the prompt.
 
     Raises:
-        ValueError: neither an integer from 1 nor a number in (0, 1].
+        ValueError: the text is neither an integer from 1 nor a number in (0, 1].
 
     Example:
         >>> from models.commands import parse_budget
@@ -268,14 +266,14 @@ def parse_budget(text: str) -> int | float:
 
 
 def read_text(path: str | Path, what: str) -> str:
-    """The text of a UTF-8 file, or of a pipe such as ``<(zcat book.gz)``; a pipe may be asked for again.
+    """Read a UTF-8 file, or a pipe such as ``<(zcat book.gz)``; a pipe may be read more than once.
 
     Args:
-        what: the kind of file, for people.
+        what: the kind of file, for error messages.
 
     Raises:
-        FileNotFoundError: no such file.
-        ValueError: a folder, or no UTF-8.
+        FileNotFoundError: the file does not exist.
+        ValueError: it is a folder, or not UTF-8.
 
     Example:
         >>> from models.commands import read_text
@@ -295,7 +293,7 @@ def read_text(path: str | Path, what: str) -> str:
 
 
 def read_bytes(path: str | Path) -> bytes:
-    """The bytes of a file. Those of a pipe come once, so they are kept."""
+    """Read the bytes of a file. A pipe can be read only once, so its bytes are kept."""
     found = os.stat(path)
     if stat.S_ISREG(found.st_mode):
         return Path(path).read_bytes()
@@ -309,10 +307,10 @@ def _of_a_pipe(path: str, device: int, inode: int) -> bytes:
 
 @contextlib.contextmanager
 def replacing(path: str | Path) -> Iterator[Path]:
-    """A temporary name that becomes ``path`` when all went well, and vanishes otherwise; every file is written so.
+    """Yield a temporary file that becomes ``path`` at the end, or is deleted if an exception is raised.
 
-    A link stays a link: what it points to is replaced. Into what is no regular file (a pipe, a device, a stream of
-    this process such as /dev/stdout) the whole content is written at the end, and the thing itself stays.
+    A link stays a link: the file that it points to is replaced. A path that is not a regular file (a pipe, a device, a
+    stream of this process such as /dev/stdout) is not replaced: the whole content is written into it at the end.
 
     Raises:
         FileNotFoundError: the folder does not exist.
@@ -337,7 +335,7 @@ def replacing(path: str | Path) -> Iterator[Path]:
         raise ValueError(f"cannot write {path}: it is a folder; name a file.")
     if straight and not os.access(target, os.W_OK):
         raise PermissionError(f"cannot write into {path}: permission denied; name another file.")
-    # A long name leaves no room for what makes a temporary one unique.
+    # Cut, as a long name would leave no room for the part that makes the temporary name unique.
     handle, name = tempfile.mkstemp(
         dir=None if straight else target.parent, prefix=f".{target.stem[:40]}.", suffix=target.suffix[-10:]
     )
@@ -349,7 +347,7 @@ def replacing(path: str | Path) -> Iterator[Path]:
             _pour(temporary, target if stream is None else os.dup(stream))
             temporary.unlink()
         else:
-            os.chmod(temporary, _mode(target))  # mkstemp's files are private; ours are like any other
+            os.chmod(temporary, _mode(target))  # mkstemp's files are private; outputs should have the usual mode
             os.replace(temporary, target)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -357,13 +355,13 @@ def replacing(path: str | Path) -> Iterator[Path]:
 
 
 def _stream(path: Path) -> int | None:
-    """The number of the open stream that a path such as /dev/stdout stands for."""
+    """Return the descriptor of the open stream that a path such as /dev/stdout stands for; None for other paths."""
     named = re.fullmatch(r"/dev/(stdout|stderr)|/(?:dev|proc/self)/fd/(\d+)", str(path))
     return None if named is None else {"stdout": 1, "stderr": 2}.get(named[1]) or int(named[2])
 
 
 def _mode(path: Path) -> int:
-    """The permissions of a file, or those that a new one gets."""
+    """Return the permissions of a file, or those of a new one if it does not exist."""
     if path.exists():
         return stat.S_IMODE(path.stat().st_mode)
     umask = os.umask(0)
@@ -372,18 +370,18 @@ def _mode(path: Path) -> int:
 
 
 def _pour(source: Path, into: Path | int) -> None:
-    sys.stdout.flush()  # what was printed before stands before it
+    sys.stdout.flush()  # what was printed before comes first
     with source.open("rb") as content, open(into, "wb") as out:
         shutil.copyfileobj(content, out)
 
 
 def write_files(folder: Path, files: Mapping[str, bytes], stale: Iterable[str] = ()) -> None:
-    """Writes files that belong together: all are whole beside their places before the first takes its own.
+    """Write files that belong together: all are complete under temporary names before the first gets its own.
 
     Args:
-        folder: made if it is not there.
-        files: contents by name.
-        stale: names that would be read beside the new files, or in their stead; they go at the end.
+        folder: created if it does not exist.
+        files: the contents by name.
+        stale: old files that would be read beside the new ones or instead of them; they are deleted at the end.
 
     Example:
         >>> import tempfile
@@ -404,10 +402,10 @@ def write_files(folder: Path, files: Mapping[str, bytes], stale: Iterable[str] =
 
 
 def lock(file: IO[Any], folder: Path) -> None:
-    """Holds a folder for this process until ``file``, open for writing in it, is closed; other runs are refused.
+    """Lock a folder for this process until ``file``, a file in it that is open for writing, is closed.
 
     Raises:
-        ValueError: another run holds it.
+        ValueError: another run has locked it.
 
     Example:
         >>> import tempfile
@@ -419,7 +417,7 @@ def lock(file: IO[Any], folder: Path) -> None:
         ...     lock(other, Path("runs/a"))
         Traceback (most recent call last):
         ...
-        ValueError: another run writes into runs/a; wait for its end, or name another folder.
+        ValueError: another run writes into runs/a; wait until it ends, or name another folder.
     """
     try:
         import fcntl
@@ -428,13 +426,13 @@ def lock(file: IO[Any], folder: Path) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise ValueError(f"another run writes into {folder}; wait for its end, or name another folder.") from None
+        raise ValueError(f"another run writes into {folder}; wait until it ends, or name another folder.") from None
     except OSError:  # a file system without locks
         return
 
 
 def check_outputs(paths: Sequence[str | Path | None]) -> None:
-    """Complains about output files that cannot be written before the long work starts, not after it."""
+    """Check that the output files can be written, before the long work starts."""
     for path in paths:
         if path is not None:
             with contextlib.suppress(_Probe), replacing(path):
@@ -446,13 +444,13 @@ class _Probe(Exception):
 
 
 def write_json(path: str | Path, data: Any) -> None:
-    """Writes a JSON file as a whole."""
+    """Write a JSON file completely or not at all."""
     with replacing(path) as temporary:
         temporary.write_text(to_json(data))
 
 
 def to_json(data: Any) -> str:
-    """JSON as all our files have it.
+    """Return JSON in the layout of all our files.
 
     Example:
         >>> from models.commands import to_json

@@ -1,4 +1,4 @@
-"""What a decoder is made of: one frozen dataclass, read from and written as a Hugging Face config.json."""
+"""The shape of a decoder: one frozen dataclass, read from and written as a Hugging Face config.json."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ ARCHITECTURES = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
 }
-MOST, MOST_LAYERS = 2**31 - 1, 10_000  # what int32 counts
+MOST, MOST_LAYERS = 2**31 - 1, 10_000  # MOST: the largest int32
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
-    """Rotary embedding: its base and, where a model was stretched, how (names are Hugging Face's).
+    """Rotary embedding: its base and, where the context was extended, its scaling (the names are Hugging Face's).
 
-    ``original_positions`` is the context that the model was trained with before stretching (llama3, yarn);
-    for ``dynamic`` it is the length from which on the base grows.
+    ``original_positions`` is the context length that the model was trained with before the extension (llama3, yarn);
+    for ``dynamic`` it is the length beyond which the base grows.
     """
 
     theta: float = 10_000.0
@@ -45,14 +45,15 @@ class Rope:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """The shape of a Llama-like decoder. Letters are DESIGN's: L layers, N query heads, K KV heads, D, E.
+    """The shape of a Llama-like decoder. Axes: L layers, N query heads, K KV heads, D head dim, E model dim.
 
     Args:
         architecture: "llama", "mistral", "qwen2" or "qwen3".
-        sliding_windows: one entry a layer, the number of positions it sees, or None for all; () means None for all.
-        attention_bias: biases on the query, key and value projections.
-        output_bias: a bias on the attention's output projection.
-        query_key_norm: RMS norm over each head's query and key before rotation (Qwen3).
+        sliding_windows: one entry per layer: the number of positions that it sees, or None for all. () means None for
+            every layer.
+        attention_bias: whether the query, key and value projections have biases.
+        output_bias: whether the attention's output projection has a bias.
+        query_key_norm: whether each head's query and key go through an RMS norm before rotation (Qwen3).
         bos, eos, pad: token ids; ``eos`` may hold several.
 
     Example:
@@ -95,7 +96,7 @@ class Config:
             check_size(name, getattr(self, name))
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads"):
             check_count(name, getattr(self, name), 1, "give a positive integer")
-        check_count("num_layers", self.num_layers, 0, "give an integer from 0")  # none: what is not in a layer
+        check_count("num_layers", self.num_layers, 0, "give an integer from 0")  # 0: only what lies outside the layers
         if not self.head_dim:
             object.__setattr__(self, "head_dim", self.hidden_size // self.num_heads)
         if not self.sliding_windows:
@@ -114,7 +115,7 @@ class Config:
 
 
 class _Fields(TypedDict, total=False):
-    """What is read of a config.json. ``null`` stands for a field that is not there, but in ``sliding_window``."""
+    """The fields read from a config.json. ``null`` means a missing field, except in ``sliding_window``."""
 
     architectures: list[str] | None
     vocab_size: int | None
@@ -145,7 +146,7 @@ class _Fields(TypedDict, total=False):
 
 
 class _RopeFields(TypedDict, total=False):
-    """What is read of its ``rope_scaling`` or ``rope_parameters``."""
+    """The fields read from its ``rope_scaling`` or ``rope_parameters``."""
 
     rope_type: str | None
     type: str | None
@@ -164,10 +165,10 @@ class _RopeFields(TypedDict, total=False):
 
 
 def from_hugging_face(raw: Mapping[str, Any]) -> Config:
-    """Reads a config.json of either transformers generation (``rope_theta``/``rope_scaling`` or ``rope_parameters``).
+    """Read a config.json of either transformers generation (``rope_theta``/``rope_scaling`` or ``rope_parameters``).
 
     Raises:
-        ValueError: an architecture, activation or rope type that is not supported, or a field that is missing.
+        ValueError: the architecture, activation or rope type is not supported, or a field is missing.
 
     Example:
         >>> from models.config import from_hugging_face
@@ -191,7 +192,7 @@ def from_hugging_face(raw: Mapping[str, Any]) -> Config:
             check_count(name, raw[name], 1, "it must be a positive integer")
             check_size(name, raw[name])
     if raw.get("quantization_config"):
-        raise ValueError("quantization_config is set; quantised weights are not supported, take the original ones.")
+        raise ValueError("quantization_config is set; quantised weights are not supported, load the original ones.")
     activation = raw.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise ValueError(f"hidden_act is {activation!r}; only 'silu' is supported.")
@@ -205,7 +206,7 @@ def from_hugging_face(raw: Mapping[str, Any]) -> Config:
         given = raw.get(name)
         ids = given if isinstance(given, list) else [given]
         if any(isinstance(token, int) and abs(token) > MOST for token in ids):
-            raise ValueError(f"{name} is beyond {MOST:,}, the largest id of a token; is the file damaged?")
+            raise ValueError(f"{name} is beyond {MOST:,}, the largest token id; is the file damaged?")
     default_head_dim = 128 if architecture == "qwen3" else raw["hidden_size"] // heads
     return Config(
         architecture=architecture,
@@ -231,7 +232,7 @@ def from_hugging_face(raw: Mapping[str, Any]) -> Config:
 
 
 def to_hugging_face(config: Config) -> dict[str, Any]:
-    """The config.json of ``config``, in the form that every transformers release since 4.43 reads."""
+    """Return the config.json of ``config``, in the form that every transformers release since 4.43 reads."""
     names = {ours: theirs for theirs, ours in ARCHITECTURES.items()}
     raw: dict[str, Any] = {
         "architectures": [names[config.architecture]],
@@ -266,7 +267,7 @@ def to_hugging_face(config: Config) -> dict[str, Any]:
         raw["rope_scaling"] = rope
     windows = {window for window in config.sliding_windows if window is not None}
     if len(windows) > 1:
-        raise ValueError(f"a config.json holds one sliding window size; this model has {sorted(windows)}.")
+        raise ValueError(f"a config.json holds one sliding window size, but this model has {sorted(windows)}.")
     if config.architecture == "mistral":
         raw["sliding_window"] = windows.pop() if windows else None
     elif windows:
@@ -287,12 +288,12 @@ def _rope(raw: Mapping[str, Any], max_positions: int) -> Rope:
 
     rotated = either("partial_rotary_factor")
     if rotated not in (None, 1):
-        raise ValueError(f"partial_rotary_factor is {rotated}; only heads that are rotated whole are supported.")
+        raise ValueError(f"partial_rotary_factor is {rotated}; only 1 is supported (heads that are rotated whole).")
     type_ = parameters.get("rope_type") or parameters.get("type") or "default"
     if type_ not in ROPE_TYPES:
-        raise ValueError(f"rope type {type_!r} is not supported; the supported ones are {', '.join(ROPE_TYPES)}.")
+        raise ValueError(f"rope type {type_!r} is not supported; supported are {', '.join(ROPE_TYPES)}.")
     if type_ != "default" and "factor" not in parameters and type_ != "yarn":
-        raise ValueError(f"rope type {type_!r} needs a 'factor' in rope_scaling (or rope_parameters); there is none.")
+        raise ValueError(f"rope type {type_!r} needs a 'factor' in rope_scaling (or rope_parameters); it is missing.")
     original = max_positions if type_ == "dynamic" else either("original_max_position_embeddings")
     original = _positive("original_max_position_embeddings", original, max_positions)
     factor = parameters.get("factor")
@@ -315,32 +316,32 @@ def _rope(raw: Mapping[str, Any], max_positions: int) -> Rope:
 
 
 def _positive(name: str, value: float | None, default: float = 1.0) -> float:
-    """The field's value, or the default where it is not there; 0 is neither."""
+    """Return the field's value, or the default for None. Raise ValueError for a value that is not above 0."""
     if value is not None and value <= 0:
         raise ValueError(f"{name} is {value!r}; it must be a number above 0.")
     return float(default if value is None else value)
 
 
 def check_size(name: str, value: int) -> None:
-    """Refuses a size that no model has, before anything is made of it.
+    """Check that a size is one that a model can have, before anything of that size is made.
 
     Raises:
-        ValueError: more layers than 10,000, or another number beyond what int32 counts.
+        ValueError: more than 10,000 layers, or another size beyond the range of int32.
 
     Example:
         >>> from models.config import check_size
         >>> check_size("num_hidden_layers", 500_000_000)
         Traceback (most recent call last):
         ...
-        ValueError: num_hidden_layers is beyond 10,000, the most that a model has here; is the file damaged?
+        ValueError: num_hidden_layers is beyond 10,000, the most that is supported; is the file damaged?
     """
     most = MOST_LAYERS if name in ("num_layers", "num_hidden_layers") else MOST
     if isinstance(value, int) and value > most:
-        raise ValueError(f"{name} is beyond {most:,}, the most that a model has here; is the file damaged?")
+        raise ValueError(f"{name} is beyond {most:,}, the most that is supported; is the file damaged?")
 
 
 def _sliding_windows(raw: Mapping[str, Any], architecture: str, layers: int) -> tuple[int | None, ...]:
-    window = raw.get("sliding_window", 4096)  # what transformers takes where a config is silent
+    window = raw.get("sliding_window", 4096)  # transformers' default
     if architecture == "llama" or window is None:
         return (None,) * layers
     if architecture == "mistral":

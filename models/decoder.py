@@ -1,9 +1,9 @@
 """Llama, Mistral, Qwen2, Qwen2.5 and Qwen3 in one file.
 
 Axes: B batch, T tokens, L layers, N query heads, K KV heads, D head dim, E model dim, F feed-forward, V vocabulary.
-The layers' parameters are stacked, [L, ...], and run by one `lax.scan`, so 32 layers compile like 2. Attention is an
-argument (`attend`): dense, over a cache, or whatever a caller brings. A caller's state travels in the scan's carry,
-which XLA updates in place; as scanned inputs and outputs it would exist twice.
+The layers' parameters are stacked, [L, ...], and run by one `lax.scan`, so 32 layers compile as fast as 2. Attention is
+an argument (`attend`): dense, over a cache, or any other that the caller passes. The caller's state is in the scan's
+carry, which XLA updates in place; as scanned inputs and outputs it would exist twice.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from models.parameters import parameter_shapes
 
 Carry = TypeVar("Carry")
 Output = TypeVar("Output")
-# attend(carry, layer index, sliding window or None, query, key, value) -> attention output, carry, output of the layer
+# attend(carry, layer index, sliding window or None, query, key, value) -> attention output, carry, the layer's output
 Attend = Callable[
     [Carry, Int[Array, ""], Int[Array, ""] | None, Float[Array, "B T N D"], Float[Array, "B T K D"], Any],
     tuple[Float[Array, "B T N D"], Carry, Output],
@@ -34,7 +34,7 @@ Attend = Callable[
 
 
 class Layers(nnx.Module):
-    """The parameters of all layers, stacked; `lax.scan` hands them out one layer at a time."""
+    """The parameters of all layers, stacked; `lax.scan` takes them one layer at a time."""
 
     if TYPE_CHECKING:
 
@@ -45,7 +45,7 @@ class Layers(nnx.Module):
             setattr(self, name, nnx.Param(array))
 
     def arrays(self) -> dict[str, Array]:
-        """The parameters by name, [L, ...]."""
+        """Return the parameters by name, [L, ...]."""
         return {name: parameter[...] for name, parameter in vars(self).items() if isinstance(parameter, nnx.Param)}
 
 
@@ -56,7 +56,7 @@ class Decoder(nnx.Module):
         config: the model's shape.
         parameters: an array for each entry of ``parameter_shapes(config)``, by path; drawn at random if not given.
         rngs: the source of random parameters (``nnx.Rngs(0)``).
-        dtype: dtype of random parameters.
+        dtype: the dtype of random parameters.
 
     Example:
         >>> import jax.numpy as jnp
@@ -89,7 +89,7 @@ class Decoder(nnx.Module):
         self.layers = Layers({n.removeprefix(prefix): a for n, a in parameters.items() if n.startswith(prefix)})
 
     def __call__(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T V"]:
-        """Dense causal forward over whole sequences; logits in float32."""
+        """Compute the logits of whole sequences by dense causal attention, in float32."""
         T = tokens.shape[1]
         position = jnp.broadcast_to(jnp.arange(T), tokens.shape)
 
@@ -112,15 +112,15 @@ class Decoder(nnx.Module):
         *,
         after_first: Callable[[Float[Array, "B T E"], Carry], Carry] | None = None,
     ) -> tuple[Float[Array, "B T E"], Carry, Output]:
-        """Embeds the tokens and runs every layer, with the attention that the caller brings.
+        """Embed the tokens and run every layer with the attention that the caller passes.
 
         Args:
             position: absolute positions, -1 for padding.
-            lengths: the sequences' full lengths, which only dynamic rope scaling reads: keys of one sequence must all
-                be rotated by the same frequencies, whichever block they came in.
-            attend: called once a layer with rotated queries and keys; see ``Attend``.
-            after_first: sees layer 0's output before the other layers run, and may change the carry. Layer 0 is then
-                compiled apart from the others.
+            lengths: the sequences' full lengths, which only dynamic rope scaling reads: all keys of a sequence must be
+                rotated by the same frequencies, whichever block they came in.
+            attend: called once per layer with rotated queries and keys; see ``Attend``.
+            after_first: called with layer 0's output before the other layers run; it may change the carry. Layer 0 is
+                then compiled separately.
 
         Returns:
             The hidden states before the last norm, the carry, and the layers' outputs stacked, [L, ...].
@@ -150,7 +150,7 @@ class Decoder(nnx.Module):
         return x, carry, jax.tree.map(lambda a, b: jnp.concatenate([a[None], b]), first, rest)
 
     def logits(self, hidden: Float[Array, "*rest E"]) -> Float[Array, "*rest V"]:
-        """The last norm and the projection to the vocabulary, in float32."""
+        """Apply the last norm and the projection to the vocabulary, in float32."""
         hidden = rms_norm(hidden, self.norm[...], self.config.norm_epsilon)
         accumulate = jnp.promote_types(hidden.dtype, jnp.float32)
         if self.head is None:
@@ -159,7 +159,7 @@ class Decoder(nnx.Module):
 
 
 def rotation(config: Config, position: Int[Array, "B T"], lengths: Int[Array, "B"]) -> tuple[Array, Array]:
-    """Cosine and sine of each token's rotary angles, [B, T, 1, D / 2]: one for all heads and layers."""
+    """Compute cosine and sine of each token's rotary angles, [B, T, 1, D / 2], shared by all heads and layers."""
     frequency, amplitude = rope_frequencies(config.rope, config.head_dim, lengths)  # [B or 1, D / 2]
     angle = jnp.maximum(position, 0)[..., None].astype(frequency.dtype) * frequency[:, None]  # [B, T, D / 2]
     cos, sin = (amplitude * wave(angle)[:, :, None] for wave in (jnp.cos, jnp.sin))
@@ -167,7 +167,7 @@ def rotation(config: Config, position: Int[Array, "B T"], lengths: Int[Array, "B
 
 
 def sliding_windows(config: Config) -> Int[Array, "L"] | None:
-    """Says how many positions the queries of each layer see; None where all layers see all."""
+    """Return how many positions the queries of each layer see; None where all layers see all positions."""
     if not any(config.sliding_windows):
         return None
     everything = jnp.iinfo(jnp.int32).max
@@ -181,14 +181,14 @@ def run_layer[Carry, Output](
     waves: tuple[Array, Array],
     attend: Callable[[Array, Array, Array], tuple[Array, Carry, Output]],
 ) -> tuple[Float[Array, "B T E"], Carry, Output]:
-    """Runs one layer with the attention that the caller brings, ``attend(query, key, value)``.
+    """Run one layer with the attention that the caller passes, ``attend(query, key, value)``.
 
     Args:
         weights: the layer's parameters by name.
         waves: see :func:`rotation`.
 
     Returns:
-        What enters the next layer, and what ``attend`` gave beside its output.
+        The input of the next layer, then the carry and the output that ``attend`` returned.
     """
     query, key, value = _project(config, weights, rms_norm(x, weights["attention_norm"], config.norm_epsilon))
     out, carry, output = attend(rotate(query, *waves), rotate(key, *waves), value)
@@ -201,27 +201,28 @@ def run_layer[Carry, Output](
 
 
 def rms_norm(x: Float[Array, "*rest E"], weight: Float[Array, "E"], epsilon: float) -> Float[Array, "*rest E"]:
-    """x / sqrt(mean(x^2) + epsilon) * weight; the mean in at least float32."""
+    """Compute x / sqrt(mean(x^2) + epsilon) * weight, with the mean in at least float32."""
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon)
     return along_last(weight, x) * normed.astype(x.dtype)
 
 
 def along_last(array: Float[Array, "*last"], x: Float[Array, "*rest"]) -> Float[Array, "*ones_and_last"]:
-    """An array of the last axes of ``x``, with the axes of size 1 in front that meet the others."""
+    """Reshape an array of the last axes of ``x`` to the rank of ``x``, with axes of size 1 in front."""
     return array.reshape((1,) * (x.ndim - array.ndim) + array.shape)
 
 
 def rope_frequencies(
     rope: Rope, head_dim: int, lengths: Int[Array, "B"] | None = None
 ) -> tuple[Float[Array, "rows half"], float]:
-    """Angle per position for each pair of a head's elements, and the factor on cos and sin.
+    """Return the angle per position for each pair of a head's elements, and the factor on cos and sin.
 
     Args:
         lengths: the sequences' full lengths, read by "dynamic" only.
 
     Returns:
-        Frequencies with one row for all sequences (one a sequence for "dynamic"), and the amplitude (1 but for yarn).
+        Frequencies with one row for all sequences (for "dynamic", one per sequence), and the amplitude (1 except for
+        yarn).
 
     Example:
         >>> from models.config import Rope
@@ -276,7 +277,7 @@ def _yarn_amplitude(rope: Rope) -> float:
 
 
 def _project(config: Config, weights: dict[str, Array], x: Float[Array, "B T E"]) -> tuple[Array, Array, Array]:
-    """Queries [B, T, N, D], keys and values [B, T, K, D], before rotation."""
+    """Compute queries [B, T, N, D], keys and values [B, T, K, D], before rotation."""
     query = jnp.einsum("bte,end->btnd", x, weights["query"])
     key = jnp.einsum("bte,ekd->btkd", x, weights["key"])
     value = jnp.einsum("bte,ekd->btkd", x, weights["value"])

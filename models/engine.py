@@ -4,8 +4,8 @@
     generate    prompt and answer
     stream      prompt and answer, tokens as they come
 
-`prefill` and `generate` are one compiled program each, but for large models on a CPU, where the host calls one compiled
-layer after the other (models/by_layer.py says why). `stream` feeds blocks and tokens from the host.
+`prefill` and `generate` are one compiled program each, except for large models on a CPU, where the host calls one
+compiled layer after the other (models/by_layer.py says why). `stream` feeds blocks and tokens from the host.
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ from models.steps import (
 
 
 class Hidden(NamedTuple):
-    """``hidden`` states of all tokens before the last norm, [B, T, E]; ``model.logits`` takes any part of them."""
+    """A cache and the ``hidden`` states of all tokens before the last norm, [B, T, E], for ``model.logits``."""
 
     cache: Cache
     hidden: Float[Array, "B T E"]
 
 
 class Generation(NamedTuple):
-    """``tokens`` [B, max_new_tokens], padded behind each row's end; ``lengths`` [B] counts them, end token included."""
+    """``tokens`` [B, max_new_tokens], padded after each row's end; ``lengths`` [B] counts them, with the end token."""
 
     tokens: Int[Array, "B new"]
     cache: Cache
@@ -93,37 +93,37 @@ def prefill(
     projection: OutputProjection | None = None,
     butler: Butler | None = None,
 ) -> Prefilled:
-    """Runs a prompt through the model block by block; under a budget in slots the memory does not grow with it.
+    """Run a prompt through the model block by block; under a budget in slots, memory does not grow with the prompt.
 
     Args:
-        tokens: prompts, padded on the right, or a list of each row's own.
+        tokens: prompts, padded on the right, or a list of rows.
         lengths: how many tokens of each row count; all by default.
-        cache: what this function, :func:`generate`, :func:`stream` or ``kvjax.load_cache`` gave: the tokens come behind
-            those that it has seen. It is copied, so it may be asked again, with as many rows as ``tokens`` has
+        cache: a cache that this function, :func:`generate`, :func:`stream` or ``kvjax.load_cache`` returned: the tokens
+            follow those that it has seen. It is copied, so it may be given again; it has as many rows as ``tokens``
             (``kvjax.repeat``). The policy is the one that it was made with, or None to evict nothing more. It keeps its
-            dtype, and its size where that will do.
+            dtype, and its size if that is large enough.
         policy: what to keep, a policy or its short name; None or "full" keeps all.
         budget: tokens that each head keeps: a number, or a ratio of all that the row has seen (a float in (0, 1]).
-        block: tokens a step.
-        when: evict after every "block", or once when the "prompt" is in (the block then only bounds the activations).
-            "published" takes the moments of the policy's paper; see :class:`kvjax.Moments`.
-        question: how many of each row's last tokens come only after the rest has been compressed; they are not
+        block: tokens per step.
+        when: evict after every "block", or once after the "prompt" (the block then only bounds the activations).
+            "published" evicts as in the policy's paper; see :class:`kvjax.Moments`.
+        question: how many of each row's last tokens are fed only after the rest has been compressed; they are not
             evicted, so the cache holds that many tokens more than the budget. By default nothing is held back, and a
-            policy that evicts once knows the question. Behind a cache it may be all tokens.
-        reserve: slots to leave free for tokens that come later (a full cache only; a budget leaves a block's worth).
-        outputs: logits of the "last" token or of "all" tokens; the latter grow with the prompt, and
-            :func:`hidden_states` grow less.
-        page_size: slots of a page, where a policy's allocation gives heads different budgets.
-        projection: what the policy reads of the output projections, ``output_projection(model, policy)``; made here if
-            it isn't given, once a call.
+            policy that evicts once knows the question. With ``cache``, all tokens may be the question.
+        reserve: slots to leave free for later tokens (for a full cache; with a budget, those of a block are free).
+        outputs: logits of the "last" token or of "all" tokens. The latter grow with the prompt, much more than
+            :func:`hidden_states`.
+        page_size: slots per page, for a policy whose allocation gives heads different budgets.
+        projection: what the policy reads of the output projections, ``output_projection(model, policy)``; if not given,
+            every call computes it.
         butler: the predictor that a policy such as ``butler+caote`` scores by.
 
     Returns:
         The cache and the logits, float32.
 
     Raises:
-        ValueError: an empty prompt, a token outside the vocabulary, a policy, budget or block that cannot be, or a
-            prompt longer than the model's positions when nothing is evicted.
+        ValueError: an empty prompt, a token outside the vocabulary, an invalid policy, budget or block, or a prompt
+            longer than the model's positions when nothing is evicted.
 
     Example:
         >>> import jax.numpy as jnp
@@ -136,7 +136,7 @@ def prefill(
         ((1, 64), 16, 16)
     """
     if outputs not in ("last", "all"):
-        raise ValueError(f"outputs is {outputs!r}; there are 'last' and 'all'.")
+        raise ValueError(f"outputs is {outputs!r}; expected 'last' or 'all'.")
     every = outputs == "all"
     options = Options(policy, budget, block, when, 0, reserve=reserve, page_size=page_size)
     kept, hidden = _run_prompt(model, tokens, lengths, question, cache, options, projection, butler, every)
@@ -159,10 +159,9 @@ def hidden_states(
     projection: OutputProjection | None = None,
     butler: Butler | None = None,
 ) -> Hidden:
-    """Runs a prompt as :func:`prefill` does; gives what the head makes all tokens' logits of.
+    """Run a prompt as :func:`prefill` does, and return the hidden states that the head computes all logits from.
 
-    A vocabulary is some hundred times wider than what stands before the head: of [B, T, V] logits take a part at a
-    time.
+    A vocabulary is some hundred times wider than the hidden states: compute the [B, T, V] logits a part at a time.
 
     Example:
         >>> import jax.numpy as jnp
@@ -202,28 +201,28 @@ def generate(
     page_size: int = PAGE_SIZE,
     projection: OutputProjection | None = None,
 ) -> Generation:
-    """From prompts to answers: blocks of the prompt, then tokens until each row has ended.
+    """Generate answers to prompts: feed the prompt in blocks, then tokens until each row has ended.
 
-    One compiled program, but for large layers on a CPU (models/by_layer.py).
+    This is one compiled program, except for large layers on a CPU (models/by_layer.py).
 
     Args:
-        tokens: prompts as :func:`prefill` takes them, or what it gave of them: then the answer alone is made, under the
-            same policy, budget and question.
+        tokens: prompts as :func:`prefill` takes them, or the result of :func:`prefill`: then only the answer is
+            generated, under the same policy, budget and question.
         cache, lengths, policy, budget, block, when, question, page_size, projection: see :func:`prefill`. The last
-            token of an answer is not in its cache: whoever goes on from it gives it first.
-        select: instead of a policy, what says which tokens a decode step reads: a source of ``kvjax.sources`` or its
-            short name, such as "butler", "oracle" or "quest(page_size=16)". Nothing is evicted, the prompt and layer 0
-            are dense, and in the other layers each query head reads ``budget`` tokens (an int, or a share of those
-            that the layer sees, rounded up) and the ``sinks`` first ones.
+            token of an answer is not in its cache: to continue from it, feed that token first.
+        select: instead of a policy, the source that chooses the tokens that a decode step reads: a source of
+            ``kvjax.sources`` or its short name, such as "butler", "oracle" or "quest(page_size=16)". Nothing is
+            evicted, the prompt and layer 0 are dense, and in the other layers each query head reads ``budget`` tokens
+            (an int, or a share of those that the layer sees, rounded up) and the ``sinks`` first ones.
         butler: the predictor, for ``select="butler"`` and for policies that score by it, such as ``butler+caote``. It
-            remembers every token: 2 r numbers of its own attention (r: E / 8, say) and, for a selection, a key for
-            every predicted layer and head. A policy's keys leave with their tokens (:func:`kvjax.butler`).
-        sinks: how many of the first tokens a selection always reads, on top of the budget.
-        max_new_tokens: how many tokens at most.
-        evict_every: evict in decode at every step (1), every n steps (n slots more a head), or never (0). By default at
-            every step, but where a policy observes a window of queries, once in so many steps, by all their queries.
-        temperature: 0 takes the most likely token; above, tokens are drawn with ``key``.
-        top_k, top_p: draw only from the k most likely tokens, or from the fewest that hold the share p.
+            remembers every token: 2 r numbers for its own attention (r is about E / 8) and, for a selection, a key for
+            every predicted layer and head. A policy's keys are evicted with their tokens (:func:`kvjax.butler`).
+        sinks: how many of the first tokens a selection always reads, in addition to the budget.
+        max_new_tokens: the largest number of tokens to generate.
+        evict_every: evict in decode at every step (1), every n steps (n more slots per head), or never (0). By default
+            at every step, but for a policy that observes a window of n queries every n steps, by all their queries.
+        temperature: 0 takes the most likely token; above 0, tokens are drawn with ``key``.
+        top_k, top_p: draw only from the k most likely tokens, or from the fewest whose probabilities sum to p.
         end: tokens that end a row; the config's by default, () for none.
 
     Example:
@@ -278,17 +277,18 @@ def stream(
     page_size: int = PAGE_SIZE,
     projection: OutputProjection | None = None,
 ) -> Iterator[tuple[np.ndarray, AnyCache]]:
-    """:func:`generate` as an iterator: yields each step's tokens as they come, and the cache behind them.
+    """Yield the tokens of each step of :func:`generate` as they come, with the cache after that step.
 
     The prompt is fed from the host block by block, so one compilation serves prompts of any length under a budget in
-    slots (a full cache, a ratio, and ``when="prompt"`` have buffers that depend on it). Rows that have ended yield -1.
-    A cache is good until the next step, which writes into it: look at it, or copy what you want to keep; the last one
-    stays. For large layers on a CPU it is a :class:`models.layer_caches.LayerCaches`, which is read alike, and which
-    :func:`models.stacked` makes one for the functions of kvjax.
+    slots (the buffers of a full cache, of a ratio, and of ``when="prompt"`` depend on the length). Rows that have ended
+    yield -1. A cache is valid until the next step, which overwrites it: copy what you want to keep. The last cache
+    stays valid. For large layers on a CPU it is a :class:`models.layer_caches.LayerCaches`, which is read in the same
+    way; :func:`models.stacked` turns it into a cache for the functions of kvjax.
 
     Args:
-        on_block: called after each block of the prompt with the tokens done and the tokens in all, for progress bars.
-        on_cache: called before it with the cache, which is good until the call returns.
+        on_block: called after each block of the prompt with the number of tokens done and of all tokens, for progress
+            bars.
+        on_cache: called before ``on_block`` with the cache, which is valid until the call returns.
 
     Example:
         >>> import jax.numpy as jnp
@@ -315,9 +315,9 @@ def stream(
 
 
 def output_projection(model: Decoder, policy: Policy | str | None) -> OutputProjection | None:
-    """Computes what a policy reads of the model's output projections, for all layers; None if it reads nothing.
+    """Compute what a policy reads of the model's output projections, for all layers; None if it reads nothing.
 
-    Every run makes it anew unless it is handed over: N D^2 E multiplications a layer, the price of a few tokens.
+    Every run computes it again unless it is given: N D^2 E multiplications per layer, the cost of a few tokens.
 
     Example:
         >>> from flax import nnx
@@ -332,7 +332,7 @@ def output_projection(model: Decoder, policy: Policy | str | None) -> OutputProj
 
 
 def projected(model: Decoder, kinds: frozenset[str], heads: int) -> OutputProjection | None:
-    """Computes what is read of all layers' output projections, for a cache of so many heads; None where nothing is."""
+    """Compute the given kinds of output projections for all layers and a cache of ``heads`` heads; None for no kind."""
     if not kinds:
         return None
     return _project(model.layers.output[...], heads, tuple(sorted(kinds)))
@@ -342,7 +342,7 @@ _project = jax.jit(kvjax.output_projection, static_argnums=(1, 2))
 
 
 def run_question(model: Decoder, given: CheckedPrompt, options: Options, prefilled: Prefilled) -> Prefilled:
-    """Feeds the questions that were held back to a cache in which the context is; rows without one keep their logits.
+    """Feed the questions that were held back to the context's cache; rows without a question keep their logits.
 
     Args:
         given: the whole prompts.
@@ -360,7 +360,7 @@ def run_question(model: Decoder, given: CheckedPrompt, options: Options, prefill
 
 
 def _feed(run: Run, prompt: Prompt, cache: AnyCache | None, every: bool = False) -> tuple[DecodeState, Array]:
-    """Feeds a prompt as suits the run; see :func:`_prefill`."""
+    """Feed a prompt by layer or in one program, as the run requires; see :func:`_prefill`."""
     if runs_by_layer(run):
         of_blocks: list[Array] = []
         state, last = _fed(run, LayerSteps(run), prompt, cache, on_hidden=of_blocks.append if every else None)
@@ -379,7 +379,7 @@ def _run_prompt(
     butler: Butler | None,
     every: bool,
 ) -> tuple[Cache, Float[Array, "B T E"]]:
-    """Feeds a prompt: the cache, and the hidden states of each row's last token, [B, 1, E], or of every token."""
+    """Feed a prompt, and return the cache and the hidden states of each row's last token, [B, 1, E], or of all."""
     options = dataclasses.replace(options, block=check_count("block", options.block, 1, "a block has at least 1 token"))
     given = check_prompt(model, tokens, lengths, question, cache, options.policy)
     run, prompt = _prepare(model, given, options, projection, butler, every)
@@ -394,7 +394,7 @@ def _run_prompt(
 
 
 class _Choice(NamedTuple):
-    """Says how tokens are chosen, how many at most, and which end a row."""
+    """How tokens are chosen, how many at most, and which tokens end a row."""
 
     sampling: Sampling
     most: int
@@ -413,13 +413,13 @@ def _prepare(
     butler: Butler | None,
     every: bool = False,
 ) -> tuple[Run, Prompt]:
-    """Checks a run's arguments; gives what it is made of, and its prompts in blocks."""
+    """Check a run's arguments, and return the run and its prompts in blocks."""
     plan, rows = plan_run(model, given, options, butler)
     if plan.selection is not None or not given.fed:
-        given = given._replace(questions=np.zeros_like(given.questions))  # nothing is compressed before they come
+        given = given._replace(questions=np.zeros_like(given.questions))  # nothing is compressed before them
     projection = output_projection(model, plan.policy) if projection is None else projection
     run = Run(model, rows, projection, butler, plan)
-    # A derivative goes through a scan alone, and all hidden states are as many as the blocks.
+    # No spare blocks: a derivative needs a scan over all blocks, and with ``every`` each block returns hidden states.
     exact = every or not is_known(*jax.tree.leaves((model, projection, butler)))
     return run, blocks_of(given, options.block, exact)
 
@@ -429,7 +429,7 @@ def _prepare(
 
 @functools.partial(jax.jit, static_argnames="every")
 def _prefill(run: Run, prompt: Prompt, cache: AnyCache | None, every: bool = False) -> tuple[DecodeState, Array]:
-    """Feeds the prompt to a cache, or to an empty one.
+    """Feed the prompt to the given cache, or to an empty one.
 
     Returns:
         The state, and the hidden states of the last token, [B, 1, E], or of every place in the blocks, [B, n m, E].
@@ -475,7 +475,7 @@ def _prefill(run: Run, prompt: Prompt, cache: AnyCache | None, every: bool = Fal
 def _over_blocks(
     step: Callable[[Any, Any], tuple[Any, Any]], carry: Any, blocks: Blocks, *, but_last: bool = False
 ) -> tuple[Any, Any]:
-    """Scans blocks, or loops over those that count."""
+    """Scan all blocks, or loop over those that count if ``blocks.used`` is given."""
     parts = (jnp.asarray(blocks.tokens), jnp.asarray(blocks.positions))
     if blocks.used is None:
         return jax.lax.scan(step, carry, jax.tree.map(lambda x: x[:-1], parts) if but_last else parts)
@@ -494,7 +494,7 @@ def _last_block(blocks: Blocks) -> tuple[Array, Array]:
 def _newest(
     position: Int[HostOrDevice, "B T"], of_block: Float[Array, "B T E"], before: Float[Array, "B 1 E"]
 ) -> Float[Array, "B 1 E"]:
-    """What the last token of each row gave: a row without one in this block, as without a question, keeps its own."""
+    """Return the hidden state of each row's last token; a row without tokens in this block keeps the one before."""
     return jnp.where(position[:, -1:, None] >= 0, of_block[:, -1:], before)
 
 
@@ -502,9 +502,9 @@ def _newest(
 def _generate(
     run: Run, prompt: Prompt, cache: AnyCache | None, logits: Array | None, key: Array | None, choice: _Choice
 ) -> tuple[DecodeState, Int[Array, "B new"], Int[Array, "B"], Array]:
-    """Prompt and answer: the state, the tokens, how many there are, and whether the first logits are finite.
+    """Feed the prompt and generate: the state, the tokens, their number, and whether the first logits are finite.
 
-    ``logits`` are those behind the cache, where the prompt is in it already.
+    ``logits`` are those of the cache's last token, if the prompt is in the cache already.
     """
     state, hidden = _prefill(run, prompt, cache)
     logits = run.model.logits(hidden[:, 0]) if logits is None else logits
@@ -533,7 +533,7 @@ def _generate(
 
 
 def _over_steps(plan: Plan, most: int, more: Callable[[Any], Array], advance: Callable[..., Any], loop: Any) -> Any:
-    """Loops over steps of decode, the first entry of ``loop``; those that evict are a loop of their own."""
+    """Loop over the decode steps, which the first entry of ``loop`` counts; those that evict are a separate loop."""
     every = plan.evict_every
     observe, evict = decode_phase(plan, every + 1), decode_phase(plan, every)
     if every <= 1 or every >= most:
@@ -583,7 +583,7 @@ def _start(run: Run, batch: int, cache: AnyCache | None) -> DecodeState:
 
 
 class _ProgramSteps:
-    """Takes the steps of a run, each one compiled program; on a CPU, ``by_layer.LayerSteps`` may stand in."""
+    """The steps of a run, each one compiled program; on a CPU, ``by_layer.LayerSteps`` may be used instead."""
 
     def __init__(self, run: Run):
         self.run = run
@@ -617,7 +617,7 @@ def _tokens(
     on_block: Callable[[int, int], None] | None = None,
     on_cache: Callable[[AnyCache], None] | None = None,
 ) -> Iterator[tuple[np.ndarray, DecodeState]]:
-    """Each step's tokens as they come, -1 in rows that have ended, and the state behind them."""
+    """Yield each step's tokens as they come, -1 in rows that have ended, and the state after the step."""
     state, hidden = _fed(run, steps, prompt, cache, on_block, on_cache)
     key, draw = _split(key if choice.draws else None)
     if logits is None:
@@ -647,7 +647,7 @@ def _fed(
     on_cache: Callable[[AnyCache], None] | None = None,
     on_hidden: Callable[[Float[Array, "B m E"]], None] | None = None,
 ) -> tuple[DecodeState, Float[Array, "B 1 E"]]:
-    """Feeds the prompt block by block: the state behind it, and the last hidden state of each row."""
+    """Feed the prompt block by block, and return the state after it and the last hidden state of each row."""
     plan, B = run.plan, prompt.context.tokens.shape[1]
     before = np.zeros(B, int) if cache is None else np.asarray(cache.next_position)
     total = int(np.max(np.asarray(run.rows.lengths) - before))
@@ -661,7 +661,7 @@ def _fed(
             last_one = index == count - 1
             evicts = plan.when == "block" or last_one if is_context else plan.overfull and last_one
             filled = None
-            if is_context and cache is None:  # slots are taken in their order
+            if is_context and cache is None:  # slots are filled in order
                 filled = _quarters((index + 1) * position.shape[1], plan.prompt_slots)
             phase = Phase(evicts, compressed=not is_context, filled=filled)
             hidden, state = steps.block(state, tokens[index], position, phase)
@@ -679,7 +679,7 @@ def _fed(
 
 
 def _quarters(fed: int, slots: int) -> int | None:
-    """The slots that so many tokens may fill, in quarters of all slots; None for all of them, or where they are few."""
+    """Return how many slots ``fed`` tokens may fill, rounded up to quarters of all slots; None for all of them."""
     step = max(-(-slots // 4), 256)
     filled = -(-fed // step) * step
     return filled if filled < slots else None
@@ -704,7 +704,7 @@ def logits_of(model: Decoder, hidden: Float[Array, "*rest E"]) -> Float[Array, "
 
 
 def _check_finite(model: Decoder, finite: Array) -> None:
-    """Refuses logits that are not: every token would be the first of the vocabulary."""
+    """Check that the logits are finite: with others, every token would be the first of the vocabulary."""
     if not finite:
         raise ValueError(
             f"the model's logits are NaN or infinite: its weights are not finite, or {model.embedding[...].dtype} is "

@@ -1,4 +1,4 @@
-"""`python -m models.generate`, and nothing else: imported, this file would hide the function `models.generate`."""
+"""The entry point of `python -m models.generate`. Do not import it: it would hide the function `models.generate`."""
 
 from models.cli import main
 

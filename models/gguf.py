@@ -1,8 +1,8 @@
 """GGUF files, as llama.cpp reads and writes them: one file with a model's weights, its config and its tokenizer.
 
-The header is read here: it is far quicker so, and a damaged file ends in a sentence. What the numbers of a quantised
-block mean is left to the package gguf. A tensor is read and dequantised by rows, so that no second copy of a model
-lies in memory.
+The header is read here, which is much faster than the package gguf and reports a damaged file in one sentence.
+Quantised blocks are decoded by the package gguf. A tensor is read and dequantised by rows, so that memory never holds a
+second copy of a model.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 VERSIONS = (2, 3)
 FREQUENCY_FACTORS = "rope_freqs.weight"  # Llama 3.1's rope scaling, as a factor for each frequency
-IGNORED = re.compile(re.escape(FREQUENCY_FACTORS))  # it is read, but is no parameter
+IGNORED = re.compile(re.escape(FREQUENCY_FACTORS))  # it is read, but is not a parameter
 
-# What llama.cpp calls each of the decoder's parameters.
+# llama.cpp's name of each of the decoder's parameters.
 NAMES = {
     "embedding": "token_embd.weight",
     "norm": "output_norm.weight",
@@ -57,7 +57,7 @@ NAMES = {
 }
 ROTATED = re.compile(r"blk\.\d+\.attn_([qk])\.(?:weight|bias)")
 
-# Keys of the architecture that are read, or that change nothing.
+# Keys of the architecture that are read, or that have no effect.
 KNOWN_KEYS = {
     "attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.layer_norm_rms_epsilon",
     "attention.value_length", "block_count", "context_length", "embedding_length", "feed_forward_length",
@@ -65,7 +65,7 @@ KNOWN_KEYS = {
     "rope.scaling.original_context_length", "rope.scaling.type", "rope.scaling.yarn_beta_fast",
     "rope.scaling.yarn_beta_slow", "tensor_data_layout", "vocab_size",
 }  # fmt: skip
-# Others, with the value that says nothing.
+# Other keys, with the value that has no effect.
 NEUTRAL_KEYS = {
     "attention.causal": True,
     "attention.sliding_window": 0,
@@ -82,12 +82,12 @@ TEXT, ARRAY = 8, 9
 UNSIGNED_32, UNSIGNED_64 = SCALARS[4], SCALARS[10]
 WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false", list: "a list"}
 
-# Kinds of tokens.
+# Types of tokens.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
 WORD = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-# How each pre-tokenizer splits a text: by these patterns, one after the other.
+# The patterns by which each pre-tokenizer splits a text, one after the other.
 SPLITS = {
     "default": (r"[\p{P}$+<=>^~|]+", GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"),
     "gpt-2": (GPT2,),
@@ -96,12 +96,12 @@ SPLITS = {
     "smollm": (r"\p{N}", GPT2),
 }
 SPACE = "▁"  # SentencePiece's
-# Marks that end a turn where an older file names the end of a text alone.
+# Tokens that end a turn, for older files that name only the end of a text.
 ENDS_OF_TURN = ("<|eot_id|>", "<|im_end|>")
 
 
 class Stored(NamedTuple):
-    """A tensor as the header has it: its shape (rows first), the number of its type, and where its data begin."""
+    """A tensor's entry in the header: its shape (rows first), the number of its type, and where its data begin."""
 
     shape: tuple[int, ...]
     type: int
@@ -109,20 +109,20 @@ class Stored(NamedTuple):
 
 
 def open_file(file: Path) -> Checkpoint:
-    """Opens a GGUF file: reads its header and checks all that can be known before its weights are read.
+    """Open a GGUF file: read its header and check all that can be known before its weights are read.
 
     Args:
-        file: a model of the architectures llama, qwen2 or qwen3. A tokenizer.json beside it takes the place of the
+        file: a model of the architectures llama, qwen2 or qwen3. A tokenizer.json beside it is used instead of the
             tokenizer in it.
 
     Returns:
-        Its config, its tokenizer (None where it holds none), and its tensors, in llama.cpp's names and in the order of
-        rows that Hugging Face has.
+        Its config, its tokenizer (None if it has none), and its tensors, by llama.cpp's names and in Hugging Face's
+        order of rows.
 
     Raises:
         ImportError: the package gguf is not installed.
-        ValueError: a file that is truncated or corrupted, of another architecture or version, or with a tokenizer, a
-            rope scaling or a quantisation that is not supported.
+        ValueError: the file is truncated or corrupted, of another architecture or version, or has a tokenizer, a rope
+            scaling or a quantisation that is not supported.
 
     Example:
         >>> import pathlib, tempfile
@@ -156,7 +156,7 @@ def open_file(file: Path) -> Checkpoint:
 
 
 def _header(file: Path) -> tuple[dict[str, Any], dict[str, Stored]]:
-    """All keys with their values, and all tensors, each known to lie within the file."""
+    """Read all keys with their values, and all tensors with their places in the file."""
     with file.open("rb") as stream:
         reader = _Reader(file, stream)
         magic = reader.take(4)
@@ -167,7 +167,7 @@ def _header(file: Path) -> tuple[dict[str, Any], dict[str, Stored]]:
             raise ValueError(f"{file} is a big-endian GGUF file; only little-endian ones are read: convert it again.")
         if version not in VERSIONS:
             raise ValueError(
-                f"{file} is of version {version} of GGUF; versions {VERSIONS[0]} and {VERSIONS[1]} are read: take "
+                f"{file} is of GGUF version {version}; expected {VERSIONS[0]} or {VERSIONS[1]}: take "
                 f"{'a newer kvjax' if version > max(VERSIONS) else 'a file that was converted later'}."
             )
         tensors, keys = reader.number(UNSIGNED_64), reader.number(UNSIGNED_64)
@@ -175,13 +175,13 @@ def _header(file: Path) -> tuple[dict[str, Any], dict[str, Stored]]:
         for _ in range(keys):
             key = reader.text()
             if key in metadata:
-                raise reader.damaged(f"the key {key[:60]!r} stands there twice")
+                raise reader.damaged(f"the key {key[:60]!r} is there twice")
             metadata[key] = reader.value(reader.number(UNSIGNED_32))
         stored: dict[str, Stored] = {}
         for _ in range(tensors):
             name = reader.text()
             if name in stored:
-                raise reader.damaged(f"the tensor {name[:60]!r} stands there twice")
+                raise reader.damaged(f"the tensor {name[:60]!r} is there twice")
             axes = reader.number(UNSIGNED_32)
             if not 1 <= axes <= 4:
                 raise reader.damaged(f"the tensor {name[:60]!r} has {axes} axes")
@@ -202,7 +202,7 @@ class _Reader:
         self.size = os.fstat(stream.fileno()).st_size
 
     def take(self, count: int) -> bytes:
-        if count > self.size:  # a damaged length is no reason to ask for as much memory
+        if count > self.size:  # a damaged length must not allocate that much memory
             raise _truncated(self.file)
         found = self.stream.read(count)
         if len(found) < count:
@@ -247,25 +247,25 @@ def _truncated(file: Path) -> ValueError:
 
 
 def _tensor(file: Path, name: str, stored: Stored) -> Tensor:
-    """A tensor whose type can be dequantised, and whose data the file holds."""
+    """Return a tensor after checking that its type can be dequantised and that the file holds its data."""
     import gguf
 
     try:
         kind = gguf.GGMLQuantizationType(stored.type)
     except ValueError:
         raise ValueError(
-            f"{name} is stored in type {stored.type}, which the installed gguf does not know; try a newer one "
+            f"{name} is stored in type {stored.type}, which the installed package gguf does not know; try a newer one "
             "(pip install --upgrade gguf)."
         ) from None
     if not _is_readable(kind):
         raise ValueError(
-            f"{name} is stored as {kind.name}, which the installed gguf cannot turn into numbers; take a file with "
-            "another quantisation, such as Q8_0."
+            f"{name} is stored as {kind.name}, which the installed gguf cannot dequantise; take a file with another "
+            "quantisation, such as Q8_0."
         )
     block, bytes_of_block = gguf.GGML_QUANT_SIZES[kind]
     if stored.shape[-1] % block:
         raise ValueError(
-            f"{name} is damaged: its rows of {stored.shape[-1]} numbers are no whole number of blocks of {block} "
+            f"{name} is damaged: its rows of {stored.shape[-1]} numbers are not a whole number of blocks of {block} "
             f"({kind.name}); download it again."
         )
     size = math.prod(stored.shape) // block * bytes_of_block
@@ -277,7 +277,7 @@ def _tensor(file: Path, name: str, stored: Stored) -> Tensor:
 
 @functools.cache
 def _is_readable(kind: gguf.GGMLQuantizationType) -> bool:
-    """Whether the package has the numbers of this type: it says so of one block alone."""
+    """Return whether the package gguf can dequantise this type, by trying one block."""
     import gguf
 
     try:
@@ -290,7 +290,7 @@ def _is_readable(kind: gguf.GGMLQuantizationType) -> bool:
 def _read(
     file: Path, kind: gguf.GGMLQuantizationType, stored: Stored, window: tuple[slice, ...]
 ) -> Float[np.ndarray, "..."]:
-    """The numbers within a window, in float32; of the rows that it leaves out nothing is read."""
+    """Read the numbers within a window, in float32; rows outside it are not read."""
     import gguf
 
     rows = window[0] if len(window) > 1 else slice(0, 1)  # a vector is one row
@@ -298,21 +298,21 @@ def _read(
     width = stored.shape[-1] // block * bytes_of_block
     count = (rows.stop - rows.start) * width
     data = np.fromfile(file, np.uint8, count, offset=stored.offset + rows.start * width)
-    if data.size < count:  # since the header was read
+    if data.size < count:  # the file was truncated after the header was read
         raise _truncated(file)
-    with np.errstate(all="ignore"):  # what is not finite is refused in a sentence
+    with np.errstate(all="ignore"):  # numbers that are not finite are reported later
         numbers = gguf.quants.dequantize(data.reshape(-1, width), kind)
     return numbers.reshape(-1)[window[0]] if len(window) == 1 else numbers[(slice(None), *window[1:])]
 
 
 def _in_halves(name: str, tensor: Tensor, config: Config) -> Tensor:
-    """A query or key projection of Llama with each head's rows in Hugging Face's order.
+    """Return a query or key projection of Llama with each head's rows in Hugging Face's order.
 
-    llama.cpp rotates neighbours where Hugging Face rotates element i with element i + D / 2.
+    llama.cpp rotates neighbouring elements, whereas Hugging Face rotates element i with element i + D / 2.
     """
     found = ROTATED.fullmatch(name)
     heads = config.num_heads if found and found[1] == "q" else config.num_kv_heads
-    if not found or tensor.shape[0] != heads * config.head_dim:  # of another shape: refused later, by its name
+    if not found or tensor.shape[0] != heads * config.head_dim:  # a wrong shape is reported later
         return tensor
     rows = np.arange(tensor.shape[0]).reshape(heads, config.head_dim // 2, 2).swapaxes(1, 2).reshape(-1)
     return tensor._replace(read=functools.partial(_read_in_order, tensor.read, rows))
@@ -346,10 +346,10 @@ def _architecture(metadata: Mapping[str, Any]) -> str:
         if not key.startswith(prefix) or name in KNOWN_KEYS:
             continue
         if name not in NEUTRAL_KEYS or value != NEUTRAL_KEYS[name]:
-            said = " ".join(key.split())  # a damaged name may hold anything
+            said = " ".join(key.split())  # a damaged name may hold line breaks
             raise ValueError(
-                f"its key {said} is {shown(value)}, and a model with that is not supported; take another file, or the "
-                "original folder with config.json."
+                f"its key {said} is {shown(value)}, which is not supported; take another file, or the original folder "
+                "with config.json."
             )
     return architecture
 
@@ -362,8 +362,8 @@ def _config(metadata: Mapping[str, Any], architecture: str, tensors: Mapping[str
         other = size(f"{architecture}.{name}", head_dim)
         if other != head_dim:
             raise ValueError(
-                f"its key {architecture}.{name} is {other} and a head has {head_dim} numbers; only models whose {what} "
-                "take a whole head are supported."
+                f"its key {architecture}.{name} is {other}, but a head has {head_dim} numbers; only models whose "
+                f"{what} take a whole head are supported."
             )
     if NAMES["embedding"] not in tensors:
         raise ValueError(f"it lacks the tensor {NAMES['embedding']}; is it complete, and a language model's?")
@@ -419,17 +419,17 @@ def _rope(
 
 
 def _llama3(theta: float, head_dim: int, factors: Tensor) -> Rope:
-    """The scaling of Llama 3.1 to which factors on the frequencies belong: the file has no other trace of it.
+    """Find the Llama 3.1 scaling that given factors on the frequencies come from: the file stores nothing else of it.
 
-    All models of that family bend between 1 and 4 turns in their original context, a power of two.
+    All models of that family scale partially between 1 and 4 turns in their original context, a power of two.
     """
     if factors.shape != (head_dim // 2,):
         raise ValueError(
-            f"{FREQUENCY_FACTORS} has shape {factors.shape}; a head of {head_dim} calls for {head_dim // 2}."
+            f"{FREQUENCY_FACTORS} has shape {factors.shape}; a head of {head_dim} requires {head_dim // 2}."
         )
     found = factors.read((slice(0, head_dim // 2),))
     if not np.isfinite(found).all() or found.min() < 1:
-        raise ValueError(f"{FREQUENCY_FACTORS} is damaged: it holds numbers that are not from 1; download it again.")
+        raise ValueError(f"{FREQUENCY_FACTORS} is damaged: it holds numbers below 1 or not finite; download it again.")
     if found.max() == 1:
         return Rope(theta)
     plain = np.asarray(rope_frequencies(Rope(theta), head_dim)[0][0])
@@ -452,7 +452,7 @@ def _tokenizer(metadata: Mapping[str, Any], config: Config, file: Path) -> Token
     kind = _optional(metadata, "tokenizer.ggml.model", str, "none")
     if kind not in ("gpt2", "llama", "none", "no_vocab") and not beside.is_file():
         raise ValueError(
-            f"its tokenizer is of the kind {kind!r}, and only gpt2 (BPE) and llama (SentencePiece) are read; put the "
+            f"its tokenizer is of the kind {kind!r}, but only gpt2 (BPE) and llama (SentencePiece) are read; put the "
             "model's tokenizer.json beside the file, which is then used."
         )
     tokens = _list(metadata, "tokenizer.ggml.tokens", str)
@@ -489,16 +489,16 @@ def _tokenizer(metadata: Mapping[str, Any], config: Config, file: Path) -> Token
 def _byte_level(
     metadata: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int], unknown: str | None
 ) -> tokenizers.Tokenizer:
-    """BPE over bytes, after GPT-2."""
+    """Build a BPE tokenizer over bytes, as GPT-2's."""
     name = _pre_tokenizer(metadata)
     if name not in SPLITS:
         raise ValueError(
-            f"its pre-tokenizer is {name!r}, and only {', '.join(SPLITS)} are read; put the model's tokenizer.json "
+            f"its pre-tokenizer is {name!r}, but only {', '.join(SPLITS)} are read; put the model's tokenizer.json "
             "beside the file, which is then used."
         )
-    # The space that parts the two is never the first character.
+    # The space between the two parts is never the first character.
     merges = [(merge[:at], merge[at + 1 :]) for merge in _merges(metadata) if (at := merge.find(" ", 1)) > 0]
-    # Unused places have texts such as [PAD7], which no text may become.
+    # Unused ids have texts such as [PAD7], which must not be matched in a text.
     vocabulary = {token: index for index, token in enumerate(tokens) if types[index] != UNUSED}
     backend = _bpe(vocabulary, merges, ignore_merges=name == "llama-bpe")
     if name == "qwen2":
@@ -514,7 +514,7 @@ def _byte_level(
 def _sentencepiece(
     metadata: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int], unknown: str | None
 ) -> tokenizers.Tokenizer:
-    """SentencePiece's BPE, after Llama 2: the pair whose joint token scores best is joined first."""
+    """Build a SentencePiece BPE tokenizer, as Llama 2's: the pair whose joint token scores best is joined first."""
     scores = _list(metadata, "tokenizer.ggml.scores", float)
     if len(scores) != len(tokens):
         raise ValueError(f"it has {len(tokens)} tokens and the scores of {len(scores)}; download it again.")
@@ -547,7 +547,7 @@ def _bpe(vocabulary: Mapping[str, int], merges: Sequence[tuple[str, str]], **opt
         return tokenizers.Tokenizer(tokenizers.models.BPE(dict(vocabulary), list(merges), **options))
     except Exception as error:  # the library raises nothing narrower
         reason = " ".join(str(error).split())
-        raise ValueError(f"its tokens and merges make no tokenizer ({reason}); download it again.") from None
+        raise ValueError(f"its tokens and merges do not form a tokenizer ({reason}); download it again.") from None
 
 
 def _surround(
@@ -557,7 +557,7 @@ def _surround(
     tokens: Sequence[str],
     by_default: bool,
 ) -> None:
-    """Puts BOS before a text and EOS behind it, where the file says so."""
+    """Add BOS before a text and EOS after it if the file says so."""
     parts: list[str] = ["$A"]
     used = []
     for name, index, default in (("bos", config.bos, by_default), ("eos", _id(metadata, "eos"), False)):
@@ -584,7 +584,7 @@ def _merges(metadata: Mapping[str, Any]) -> list[str]:
 
 
 def _ends_of_turn(metadata: Mapping[str, Any]) -> list[int]:
-    """Control tokens that end a turn in the chat template."""
+    """Return the control tokens that end a turn in the chat template."""
     template = _optional(metadata, "tokenizer.chat_template", str, "")
     tokens, types = _list(metadata, "tokenizer.ggml.tokens", str), _list(metadata, "tokenizer.ggml.token_type", int)
     used = [text for text in ENDS_OF_TURN if text in template]
@@ -592,7 +592,7 @@ def _ends_of_turn(metadata: Mapping[str, Any]) -> list[int]:
 
 
 def _id(metadata: Mapping[str, Any], name: str) -> int | None:
-    """The id of a special token; a file may say "none" by an id beyond all."""
+    """Return the id of a special token; None without one, which a file may also mark by an id out of range."""
     index = _optional(metadata, f"tokenizer.ggml.{name}_token_id", int, None)
     return None if index is None or not 0 <= index < 2**31 - 1 else index
 
@@ -601,7 +601,7 @@ def _id(metadata: Mapping[str, Any], name: str) -> int | None:
 
 
 def _optional(metadata: Mapping[str, Any], key: str, kind: type, default: Any) -> Any:
-    """The value of a key that may not be there."""
+    """Return the value of a key, or the default if it is missing."""
     value = metadata.get(key)
     if value is None:
         return default
@@ -620,11 +620,11 @@ def _needed(metadata: Mapping[str, Any], key: str, kind: type) -> Any:
 
 
 def _size(metadata: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    """A positive integer; where a file has one for each layer, they must agree."""
+    """Return a positive integer; if a file has one per layer, they must be equal."""
     value = metadata.get(key)
     if isinstance(value, list) and value:
         if any(other != value[0] for other in value):
-            raise ValueError(f"its key {key} differs from layer to layer, and such models are not supported.")
+            raise ValueError(f"its key {key} differs from layer to layer, which is not supported.")
         metadata = {key: value[0]}
     value = _needed(metadata, key, int) if default is None else _optional(metadata, key, int, default)
     if value < 1:
@@ -633,7 +633,7 @@ def _size(metadata: Mapping[str, Any], key: str, default: int | None = None) -> 
 
 
 def _positive(metadata: Mapping[str, Any], key: str, default: float | None = None) -> float:
-    """A number above 0, as it was before the file rounded it to float32."""
+    """Return a number above 0, as it was before the file rounded it to float32."""
     value = _needed(metadata, key, float) if default is None else _optional(metadata, key, float, default)
     if not (math.isfinite(value) and value > 0):
         raise ValueError(f"its key {key} is {value!r}; expected a number above 0. Convert the model again.")
@@ -641,8 +641,8 @@ def _positive(metadata: Mapping[str, Any], key: str, default: float | None = Non
 
 
 def _list(metadata: Mapping[str, Any], key: str, kind: type) -> list[Any]:
-    """A list of values of one kind, [] where there is none."""
+    """Return a list of values of one kind, [] if the key is missing."""
     values = _optional(metadata, key, list, [])
     if values and type(values[0]) is not kind:  # a file's lists hold values of one type
-        raise ValueError(f"its key {key} is a list of other things than {WORDS[kind]} each. Convert the model again.")
+        raise ValueError(f"its key {key} is a list whose items are not each {WORDS[kind]}. Convert the model again.")
     return values

@@ -1,6 +1,6 @@
-"""The cache of a model whose layers are called one by one: an array of its own for each layer, so that each is donated.
+"""The cache of a model whose layers are called one by one: separate arrays per layer, so that each can be donated.
 
-On one CPU `stream` yields it (models/by_layer.py); whoever wants all layers in one array takes `stacked`.
+On one CPU `stream` yields it (models/by_layer.py); `stacked` makes it one cache with all layers in one array.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from models.selecting import Cache
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LayerCaches:
-    """The caches of all layers in arrays of their own; it is read like the :class:`kvjax.KVCache` that stacks them."""
+    """The caches of all layers in separate arrays; it is read like the :class:`kvjax.KVCache` that stacks them."""
 
     layers: tuple[KVCache, ...]
 
@@ -56,36 +56,36 @@ class LayerCaches:
 
     @property
     def live(self) -> Array:
-        """Says which slots hold a token, bool ``[L, B, K, S]``."""
+        """Which slots hold a token, bool ``[L, B, K, S]``."""
         return self.position >= 0
 
     @property
     def num_live(self) -> Int[Array, "L B K"]:
-        """How many tokens each head holds."""
+        """The number of tokens that each head holds."""
         return jnp.sum(self.live, axis=-1, dtype=jnp.int32)
 
     @property
     def state(self) -> Any:
-        """What the policy remembers, of all layers: a copy."""
+        """The policy's state of all layers: a copy."""
         return jax.tree.map(lambda *leaves: jnp.stack(leaves), *(cache.state for cache in self.layers))
 
     @property
     def positions(self) -> Positions:
-        """What the keys' rotations stand for; see :class:`kvjax.KVCache`."""
+        """Which positions the keys are rotated to; see :class:`kvjax.KVCache`."""
         return self.layers[0].positions
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the caches take."""
+        """The size of the caches in bytes."""
         return sum(cache.nbytes for cache in self.layers) - (len(self.layers) - 1) * self.next_position.nbytes
 
     def layer(self, index: int) -> KVCache:
-        """One layer's cache."""
+        """Return one layer's cache."""
         return self.layers[index]
 
     @property
     def slots(self) -> KVCache:
-        """Which slots of all layers hold what, in stacked arrays, without keys and values: enough to say who leaves."""
+        """The positions in all layers' slots, stacked, without keys and values: enough to decide what to evict."""
         position = self.position
         nothing = jnp.zeros((*position.shape, 0))
         return KVCache(nothing, nothing, position, self.next_position)
@@ -95,20 +95,20 @@ AnyCache = Cache | LayerCaches
 
 
 def split(cache: AnyCache) -> AnyCache:
-    """Gives each layer of a plain cache arrays of its own; pages stay in their pool."""
+    """Split a plain cache into separate arrays per layer; a paged cache is returned as it is."""
     if not isinstance(cache, KVCache):
         return cache
     layers = (cache.layer(index) for index in range(cache.heads_shape[0]))
-    # Copied, as all layers share it, but each layer's arrays are donated by themselves.
+    # next_position is copied, as all layers share it and each layer's arrays are donated separately.
     return LayerCaches(
         tuple(dataclasses.replace(layer, next_position=jnp.copy(cache.next_position)) for layer in layers)
     )
 
 
 def stacked(cache: AnyCache) -> Cache:
-    """Gives a cache as arrays of all layers, as the functions of kvjax take it; what was given stays as it is.
+    """Return a cache with all layers in one array, as the functions of kvjax take it; the given cache stays valid.
 
-    A cache that :func:`models.stream` yields may have arrays of its own for each layer; any other is returned itself.
+    A cache that :func:`models.stream` yields may have separate arrays per layer; any other is returned as it is.
 
     Example:
         >>> import kvjax, models
@@ -123,7 +123,7 @@ def stacked(cache: AnyCache) -> Cache:
 
 
 def stacked_up(cache: AnyCache) -> Cache:
-    """Does as :func:`stacked`, but uses the layers' arrays up, one after the other: both never lie there."""
+    """Stack as :func:`stacked` does, but delete each of the layers' arrays once copied, so as not to hold both."""
     if not isinstance(cache, LayerCaches):
         return cache
     next_position = jnp.copy(cache.next_position)

@@ -1,8 +1,8 @@
 """Checkpoints: a folder in Hugging Face layout, a hub name or a GGUF file becomes a Decoder and a Tokenizer.
 
-Weights come from safetensors or GGUF alone; nothing in a folder is ever executed. Every tensor's name and shape is
+Weights are read from safetensors or GGUF only; nothing in a folder is ever executed. Every tensor's name and shape is
 checked before the first weight is read. Then parameters are read, cast and placed one at a time, the largest first, so
-that what is held beside the finished ones (at most one parameter on its way to the device) stays small.
+that at most one parameter is in memory besides the finished ones.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from models.tokenizer import Tokenizer, read_object
 
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-# Frequencies that older checkpoints carry along, and the output matrix of a model whose config ties it.
+# Tensors that are not read: rotary frequencies in older checkpoints, and the output matrix where the config ties it.
 IGNORED = re.compile(r"lm_head\.weight|.*\.rotary_emb\.inv_freq")
 CHUNK_BYTES = 1 << 23
 TILE = 128
 
 
 class Tensor(NamedTuple):
-    """A tensor of a checkpoint, not read yet.
+    """A tensor of a checkpoint that has not been read yet.
 
     Attributes:
-        file: where it lies.
-        shape: as the file has it.
-        dtype: of its numbers, by safetensors' name.
-        read: gives the part within slices (of known bounds, one an axis).
+        file: the file that holds it.
+        shape: its shape in the file.
+        dtype: the dtype of its numbers, by safetensors' name.
+        read: reads the part within slices (one per axis, with known bounds).
     """
 
     file: Path
@@ -54,14 +54,14 @@ class Tensor(NamedTuple):
 
 
 class Checkpoint(NamedTuple):
-    """What all of a checkpoint that can be known before its weights are read comes to.
+    """All that is known of a checkpoint before its weights are read.
 
     Attributes:
-        place: the folder or file, for people.
-        described: what says which tensors there must be, for people.
-        tensors: by their names in the file.
-        names: the name of each of the decoder's parameters there, {} being the layer.
-        ignored: names of tensors that may be there and are not read.
+        place: the folder or file, for messages.
+        described: what determines the expected tensors ("config.json" or "metadata"), for messages.
+        tensors: the tensors by their names in the file.
+        names: the name of each of the decoder's parameters there, where {} stands for the layer.
+        ignored: the names of tensors that may be there and are not read.
     """
 
     place: Path
@@ -76,26 +76,26 @@ class Checkpoint(NamedTuple):
 def load(
     path: str | Path, *, dtype: DTypeLike | None = None, mesh: Mesh | None = None, revision: str | None = None
 ) -> tuple[Decoder, Tokenizer | None]:
-    """Loads a decoder and its tokenizer.
+    """Load a decoder and its tokenizer.
 
     Args:
         path: a folder with config.json and safetensors, one file or sharded; a GGUF file (needs gguf); "retriever",
             the model that ships with the package; "smollm2", once `python -m models.get smollm2` has fetched it; or a
             name on the Hugging Face hub, such as "Qwen/Qwen3-0.6B" (needs huggingface_hub).
-        dtype: what the weights are cast to, such as "bfloat16"; None keeps the checkpoint's (the dtype that most
-            weights have, where it mixes several; float32 where they are quantised).
-        mesh: devices with axes "data" and "tensor" (see :func:`parse_mesh`) over which the weights are spread as
+        dtype: the dtype that the weights are cast to, such as "bfloat16"; None keeps the checkpoint's (the dtype of
+            most weights, if it mixes several; float32 if they are quantised).
+        mesh: devices with axes "data" and "tensor" (see :func:`parse_mesh`) that the weights are split over as
             ``models.parameters`` says; None puts them on the default device.
         revision: a branch, tag or commit on the hub.
 
     Returns:
-        The model, and its tokenizer or None where there is none (no tokenizer.json, or none in the GGUF file).
+        The model, and its tokenizer or None without one (no tokenizer.json, or none in the GGUF file).
 
     Raises:
-        FileNotFoundError: no such folder, file or hub name, or a file that is missing from it.
-        ImportError: a GGUF file, and the package gguf is not installed.
-        ValueError: a file that cannot be used (corrupted, of another shape or architecture, pickled, with weights
-            that are not finite), an unknown dtype, or a mesh that does not divide the heads.
+        FileNotFoundError: no such folder, file or hub name, or a file is missing from it.
+        ImportError: the path is a GGUF file, and the package gguf is not installed.
+        ValueError: a file cannot be used (corrupted, of another shape or architecture, pickled, with weights that are
+            not finite), the dtype is unknown, or the mesh does not divide the heads.
 
     Example:
         >>> from models.load import load
@@ -117,9 +117,9 @@ def load(
 def describe(
     path: str | Path, *, dtype: DTypeLike | None = None, mesh: Mesh | None = None, revision: str | None = None
 ) -> tuple[Config, Tokenizer | None]:
-    """Checks all of a checkpoint that can be known before its weights are read; gives its config and its tokenizer.
+    """Check a checkpoint as far as possible without reading its weights, and return its config and its tokenizer.
 
-    Args, errors: as of :func:`load`.
+    The arguments and errors are those of :func:`load`.
 
     Example:
         >>> from models.load import describe
@@ -134,7 +134,7 @@ def describe(
 def _opened(
     path: str | Path, dtype: DTypeLike | None, mesh: Mesh | None, revision: str | None
 ) -> tuple[Checkpoint, np.dtype, Mesh | None]:
-    """The checkpoint, the weights' dtype and the mesh, all checked."""
+    """Return the checkpoint, the weights' dtype and the mesh, all checked."""
     wanted = None if dtype is None else _known_dtype(dtype)
     found = _find(path, revision)
     if found.is_file():
@@ -166,22 +166,22 @@ def _open_folder(folder: Path) -> Checkpoint:
 
 
 def _read_part(file: Path, name: str, window: tuple[slice, ...]) -> np.ndarray:
-    # Opened anew for each part: pages of the file that were touched count as ours until it is closed.
+    # Opened again for each part: the file's pages that were read count as this process's memory until it is closed.
     with safe_open(file, framework="np") as tensors:
         return tensors.get_slice(name)[window]
 
 
 def read_config(folder: Path) -> Config:
-    """The config of a checkpoint; the end tokens are generation_config.json's where there is one.
+    """Read the config of a checkpoint, with the end tokens of generation_config.json if it exists.
 
     Chat models stop at tokens that only generation_config.json names (Llama 3's <|eot_id|>, Qwen's <|endoftext|>).
 
     Args:
-        folder: where config.json lies.
+        folder: the folder with config.json.
 
     Raises:
-        FileNotFoundError: no config.json.
-        ValueError: a file that is not JSON, or a config that is not supported.
+        FileNotFoundError: there is no config.json.
+        ValueError: a file is not JSON, or the config is not supported.
 
     Example:
         >>> import pathlib
@@ -209,7 +209,7 @@ def read_config(folder: Path) -> Config:
 
 
 def parse_mesh(text: str) -> Mesh:
-    """Reads a mesh from a command line: "data=2,tensor=4", either of them 1 if left out.
+    """Build a mesh from a command line's text: "data=2,tensor=4", where an axis that is left out has size 1.
 
     Args:
         text: how many ways the batch ("data") and the heads ("tensor") are split.
@@ -218,7 +218,7 @@ def parse_mesh(text: str) -> Mesh:
         A mesh over the first data x tensor devices, partitioned automatically by JAX.
 
     Raises:
-        ValueError: text that is no such list, or more devices than there are.
+        ValueError: the text is not such a list, or needs more devices than there are.
 
     Example:
         >>> from models.load import parse_mesh
@@ -228,13 +228,13 @@ def parse_mesh(text: str) -> Mesh:
     parts = [re.fullmatch(r"\s*(data|tensor)\s*=\s*([1-9]\d*)\s*", part) for part in text.split(",")]
     named = {part[1]: int(part[2]) for part in parts if part}
     if len(named) < len(parts):
-        raise ValueError(f"mesh {text!r} is not understood; write it like 'data=2,tensor=4', each axis at most once.")
+        raise ValueError(f"mesh is {text!r}; write it like 'data=2,tensor=4', each axis at most once.")
     sizes = (named.get("data", 1), named.get("tensor", 1))
     devices = jax.devices()
     needed = sizes[0] * sizes[1]
     if needed > len(devices):
         raise ValueError(
-            f"mesh {text!r} needs {needed} devices and there {'is' if len(devices) == 1 else 'are'} {len(devices)} "
+            f"mesh {text!r} needs {needed} devices, but there {'is' if len(devices) == 1 else 'are'} {len(devices)} "
             f"({devices[0].platform}); lower its numbers."
         )
     return Mesh(np.array(devices[:needed]).reshape(sizes), ("data", "tensor"))
@@ -247,16 +247,16 @@ def _known_dtype(dtype: DTypeLike) -> np.dtype:
     except TypeError:
         known = None
     if known is None or known.name not in names:
-        raise ValueError(f"dtype {dtype!r} is not known; the weights' dtype is one of {', '.join(names)}.")
+        raise ValueError(f"dtype {dtype!r} is not known; expected one of {', '.join(names)}.")
     return known
 
 
 def find_folder(path: str | Path, revision: str | None = None) -> Path:
-    """Finds the folder where a model's files are: see :func:`load`. A hub name is downloaded.
+    """Find the folder of a model's files; see :func:`load`. A model with a hub name is downloaded.
 
     Raises:
-        FileNotFoundError: nothing of that name, here or on the hub.
-        ValueError: a file, other than a GGUF file, in place of a folder.
+        FileNotFoundError: there is no such folder, here or on the hub.
+        ValueError: the path is a file other than a GGUF file.
 
     Example:
         >>> from models.load import find_folder
@@ -268,14 +268,14 @@ def find_folder(path: str | Path, revision: str | None = None) -> Path:
 
 
 def _find(path: str | Path, revision: str | None) -> Path:
-    """A model's folder, or its GGUF file."""
-    from models import get  # here: `python -m models.get` would warn of a module that is imported already
+    """Return a model's folder, or its GGUF file."""
+    from models import get  # not at the top: `python -m models.get` would warn that the module is already imported
 
     if path == "retriever":
         return Path(__file__).parent / "retriever"
     if path in get.PUBLISHED:
         return get.find(str(path))
-    folder = Path(os.path.expanduser(path))  # which leaves an unknown user's name as it is
+    folder = Path(os.path.expanduser(path))  # unlike Path.expanduser, this leaves an unknown user's name
     if folder.is_dir():
         return folder
     if folder.is_file():
@@ -297,7 +297,7 @@ def _download(name: str, revision: str | None) -> Path:
         from huggingface_hub import snapshot_download
     except ImportError:
         raise FileNotFoundError(
-            f"there is no folder {name}, and to look for it on the Hugging Face hub huggingface_hub must be installed: "
+            f"there is no folder {name}; to download it from the Hugging Face hub, install huggingface_hub: "
             "pip install huggingface_hub."
         ) from None
     try:
@@ -306,7 +306,7 @@ def _download(name: str, revision: str | None) -> Path:
                 name,
                 revision=revision,
                 allow_patterns=["*.json", "*.safetensors", "*.jinja"],
-                # The same weights once more, in their authors' own layout.
+                # Second copies of the weights, in their authors' layout.
                 ignore_patterns=["original/*", "consolidated*"],
             )
         )
@@ -314,7 +314,7 @@ def _download(name: str, revision: str | None) -> Path:
         reason = " ".join(str(error).split()).partition(". ")[0][:200].rstrip(".")
         at = f" at revision {revision}" if revision else ""
         raise FileNotFoundError(
-            f"there is no folder {name}, and the Hugging Face hub did not give a model of that name{at} "
+            f"there is no folder {name}, and downloading it from the Hugging Face hub{at} failed "
             f"({type(error).__name__}: {reason}); check the name and the network, or give a folder."
         ) from None
 
@@ -327,7 +327,7 @@ def _pickle_message(file: Path) -> str:
 
 
 def _tensor_files(folder: Path) -> dict[str, Path]:
-    """The file of each tensor, with every shard there and readable and every promise of the index kept."""
+    """Return the file of each tensor, after checking that all shards are readable and hold what the index says."""
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if index.is_file():
         weight_map = read_object(index).get("weight_map")
@@ -363,13 +363,13 @@ def _tensor_names(file: Path) -> set[str]:
 
 
 def refuse_pointer(file: Path) -> None:
-    """Refuses what Git LFS leaves in the place of weights that were not fetched.
+    """Check that a file is not a Git LFS pointer, which stands in for weights that were not fetched.
 
     Args:
-        file: which holds weights, or should.
+        file: the file that should hold the weights.
 
     Raises:
-        ValueError: it is a pointer to them.
+        ValueError: it is a pointer.
 
     Example:
         >>> import pathlib, tempfile
@@ -384,7 +384,7 @@ def refuse_pointer(file: Path) -> None:
 
 
 def _check_tensors(checkpoint: Checkpoint) -> np.dtype:
-    """Checks every tensor's name, shape and dtype against the config; the dtype that most weights have."""
+    """Check every tensor's name, shape and dtype against the config, and return the dtype of most weights."""
     place, described, config, _, tensors, *_ = checkpoint
     if config.num_layers > len(tensors):
         raise ValueError(
@@ -398,18 +398,18 @@ def _check_tensors(checkpoint: Checkpoint) -> np.dtype:
     }
     for name in expected:
         if name not in tensors:
-            raise ValueError(f"{place} lacks the tensor {name}, which its {described} calls for; is it complete?")
+            raise ValueError(f"{place} lacks the tensor {name}, which its {described} requires; is it complete?")
     for name in sorted(tensors.keys() - expected.keys()):
         if not checkpoint.ignored.fullmatch(name):
             raise ValueError(
-                f"{tensors[name].file} holds the tensor {name}, for which the model of its {described} has no place; "
-                f"is the {described.removesuffix('.json')} that of these weights?"
+                f"{tensors[name].file} holds the tensor {name}, which the model of its {described} does not have; is "
+                f"the {described.removesuffix('.json')} that of these weights?"
             )
     weights: Counter[str] = Counter()
     for name in expected:
         file, shape, dtype, _ = tensors[name]
         if shape != expected[name]:
-            raise ValueError(f"{file}: {name} has shape {shape}; its {described} calls for {expected[name]}.")
+            raise ValueError(f"{file}: {name} has shape {shape}; its {described} requires {expected[name]}.")
         if dtype not in DTYPES:
             raise ValueError(
                 f"{file}: {name} is stored as {dtype}; supported are {', '.join(DTYPES)}. Quantised weights "
@@ -420,7 +420,7 @@ def _check_tensors(checkpoint: Checkpoint) -> np.dtype:
 
 
 def _sources(checkpoint: Checkpoint, name: str) -> list[str]:
-    """The tensors that one of our parameters is made of."""
+    """Return the names of the tensors that one of the decoder's parameters is made of."""
     source = checkpoint.names[name]
     layers = range(checkpoint.config.num_layers)
     return [source.format(layer) for layer in layers] if name.startswith("layers.") else [source]
@@ -431,7 +431,7 @@ def _file_shape(shape: tuple[int, ...], groups: tuple[tuple[int, ...], ...]) -> 
 
 
 def _checked_mesh(config: Config, mesh: Mesh) -> Mesh:
-    """The mesh with automatic axes (the decoder leaves partitioning to JAX), if it divides what it must."""
+    """Check that a mesh divides the heads, and return it with automatic axes: JAX partitions the decoder."""
     if set(mesh.axis_names) != {"data", "tensor"}:
         raise ValueError(f"the mesh has axes {', '.join(map(str, mesh.axis_names))}; name them 'data' and 'tensor'.")
     ways = mesh.shape["tensor"]
@@ -448,13 +448,13 @@ def _checked_mesh(config: Config, mesh: Mesh) -> Mesh:
 
 @contextlib.contextmanager
 def _progress(tensors: int) -> Iterator[Callable[[int], object]]:
-    """A bar that advances by tensors, where tqdm is installed and errors go to a terminal."""
+    """Show a progress bar over tensors if tqdm is installed and standard error is a terminal."""
     try:
         from tqdm import tqdm
     except ImportError:
         yield lambda count: None
         return
-    with tqdm(  # a model that is there within a second shows none
+    with tqdm(  # no bar for a model that loads within a second
         desc="loading", total=tensors, unit="tensor", file=sys.stderr, disable=None, delay=1, leave=False
     ) as bar:
         yield bar.update
@@ -468,7 +468,7 @@ def _place(
     mesh: Mesh | None,
     advance: Callable[[int], object],
 ) -> jax.Array:
-    """One parameter on its devices. Each shard is read on its own, so no device and no buffer holds the others."""
+    """Put one parameter on its devices. Each shard is read separately, so no device or buffer holds the others."""
     parameter = PARAMETERS[name]
     sources = _sources(checkpoint, name)
     stacked = shape if name.startswith("layers.") else (1, *shape)
@@ -485,8 +485,8 @@ def _place(
                 advance(1)
         return out if len(shape) == len(stacked) else out[0]
 
-    # Wait, so that a buffer that was copied is free before the next parameter takes one.
-    if mesh is None:  # uncommitted, like arrays that callers make: else a step on its own output would compile again
+    # Wait, so that a copied buffer is freed before the next parameter allocates one.
+    if mesh is None:  # uncommitted, like arrays that callers make; else a step on its own output would compile again
         return jax.device_put(read(None)).block_until_ready()
     uneven = any(axis and size % mesh.shape[axis] for axis, size in zip(parameter.spec, shape, strict=True))
     sharding = NamedSharding(mesh, PartitionSpec() if uneven else parameter.spec)  # a vocabulary may be of any size
@@ -496,7 +496,7 @@ def _place(
 
 
 def _aligned(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
-    """An empty array that JAX on a CPU takes over as it is; memory aligned to less than 64 bytes it would copy."""
+    """Allocate an array aligned to 64 bytes, which JAX on a CPU uses without a copy."""
     size = int(np.prod(shape)) * dtype.itemsize
     memory = np.empty(size + 64, np.uint8)
     start = -memory.ctypes.data % 64
@@ -511,7 +511,7 @@ def _read_tensor(
     bounds: list[slice],
     out: np.ndarray,
 ) -> None:
-    """Reads the part of one tensor that lies within ``bounds`` (of our axes) into ``out``, transposed and cast."""
+    """Read the part of one tensor within ``bounds`` (of the decoder's axes) into ``out``, transposed and cast."""
     order = [axis for group in groups for axis in group]
     view = out.transpose(order).reshape(_file_shape(out.shape, groups), copy=False)  # as the file has it
     inner = [int(np.prod([shape[axis] for axis in group[1:]])) for group in groups]
@@ -529,7 +529,7 @@ def _read_tensor(
 
 
 def _finite(array: np.ndarray) -> bool:
-    """Whether all numbers are finite: no exponent has all its bits set. (NumPy's isfinite is slow on 16 bits.)"""
+    """Return whether all numbers are finite: no exponent has all bits set. NumPy's isfinite is slow on 16 bits."""
     bits = array.reshape(-1).view(f"u{array.dtype.itemsize}")
     exponent = np.array(np.inf, array.dtype).view(bits.dtype)
     step = CHUNK_BYTES // array.dtype.itemsize
@@ -537,8 +537,8 @@ def _finite(array: np.ndarray) -> bool:
 
 
 def _assign(out: np.ndarray, block: np.ndarray) -> None:
-    """``out[...] = block``; a transposition goes by tiles that fit the cache, many times faster than in one go."""
-    with np.errstate(over="ignore"):  # what becomes infinite is refused in a sentence
+    """Assign ``out[...] = block``; a transposition runs by tiles that fit the CPU's cache, which is much faster."""
+    with np.errstate(over="ignore"):  # numbers that become infinite are reported later
         if out.ndim == 1 or out.flags.c_contiguous:
             out[...] = block
             return

@@ -1,4 +1,4 @@
-"""Every parameter of the decoder, in one table: its axes, where a mesh splits it, and what a checkpoint calls it."""
+"""Every parameter of the decoder in one table: its axes, how a mesh splits it, and its name in a checkpoint."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from jax.sharding import PartitionSpec
 
 from models.config import Config
 
-SPLIT = frozenset("NKFV")  # the axes over which a mesh's "tensor" axis splits: heads, feed-forward and vocabulary
+SPLIT = frozenset("NKFV")  # the axes that a mesh's "tensor" axis splits: heads, feed-forward and vocabulary
 
 
 class Parameter(NamedTuple):
-    """One parameter, of all layers where its axes begin with L.
+    """One parameter; of all layers, stacked, where its axes begin with L.
 
     Attributes:
         axes: the axis letters of models/decoder.py.
-        tensor: its Hugging Face name, {} being the layer.
-        stored: the axes of that tensor, without L; letters joined by "*" lie in one axis of it.
-        wanted: which models have it.
+        tensor: its Hugging Face name, where {} stands for the layer.
+        stored: the axes of that tensor, without L; letters joined by "*" share one axis of it.
+        wanted: whether a model of a given config has it.
     """
 
     axes: str
@@ -29,12 +29,12 @@ class Parameter(NamedTuple):
 
     @property
     def spec(self) -> PartitionSpec:
-        """Where it lies on a mesh with axes "data" and "tensor"."""
+        """Its partition on a mesh with axes "data" and "tensor"."""
         return PartitionSpec(*("tensor" if axis in SPLIT else None for axis in self.axes.split()))
 
     @property
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """For each axis of the stored tensor, the axes of ours (without L) that it holds."""
+        """For each axis of the stored tensor, the indices in ``axes`` (without L) that it holds."""
         ours = self.axes.replace("L ", "").split()
         return tuple(tuple(ours.index(axis) for axis in group.split("*")) for group in self.stored.split())
 
@@ -72,7 +72,7 @@ SHARDING = {name: parameter.spec for name, parameter in PARAMETERS.items()}
 
 
 def parameter_shapes(config: Config) -> dict[str, tuple[int, ...]]:
-    """The shape of every parameter that a model of this config has, by its path in the Decoder.
+    """Return the shape of every parameter that a model of this config has, by its path in the Decoder.
 
     Example:
         >>> from models.config import Config

@@ -1,9 +1,9 @@
-"""What a run is made of: its arguments checked, its buffers sized, its prompts cut into blocks.
+"""The plan of a run: its arguments are checked, its buffers sized, its prompts cut into blocks.
 
-Blocks are aligned to the prompt's end: the first block of a row may be part empty, the last one never is. So a score's
-observation window lies in one block, all rows of a batch reach their last token in the same step, and a row meets the
-same blocks alone as in any batch. A question that must not be known when the context is compressed comes after it, in
-blocks of its own.
+Blocks are aligned to the prompt's end: the first block of a row may be partly empty, the last one never is. So a
+score's observation window lies in one block, all rows of a batch reach their last token in the same step, and a row is
+cut into the same blocks alone as in any batch. A question that must not be known when the context is compressed follows
+in its own blocks.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from models.selecting import Cache, Selection, check_butler, checked_selection
 
 When = Literal["block", "prompt", "published"]
 HostOrDevice = Array | np.ndarray
-Tokens = Int[HostOrDevice, "B T"] | Sequence[Sequence[int]]  # rows of one length, or a list of each row's own
+Tokens = Int[HostOrDevice, "B T"] | Sequence[Sequence[int]]  # rows of one length, or a list of rows
 PAGE_SIZE = 16
-_HERE = (os.path.dirname(__file__) + os.sep,)  # a warning names the line that called this package
+_HERE = (os.path.dirname(__file__) + os.sep,)  # so that a warning names the line that called this package
 
 
 class Prefilled(NamedTuple):
-    """``logits`` of the last token, [B, V], or of all tokens, [B, T, V]."""
+    """A cache and ``logits``: those of the last token, [B, V], or of all tokens, [B, T, V]."""
 
     cache: Cache
     logits: Array
@@ -51,7 +51,7 @@ class Prefilled(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """The arguments of :func:`models.generate` that decide what is kept, and where; see there."""
+    """The arguments of :func:`models.generate` that decide what is kept and where; see that function."""
 
     policy: Policy | str | None = None
     budget: int | float | None = None
@@ -61,32 +61,32 @@ class Options:
     select: Source | str | None = None
     sinks: int = 4
     page_size: int = PAGE_SIZE
-    reserve: int = 0  # tokens that come after the prompt
-    fit_prompt: bool = True  # a short prompt may have fewer slots
+    reserve: int = 0  # slots for tokens after the prompt
+    fit_prompt: bool = True  # whether a short prompt may have fewer slots
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What a run is made of, and its buffers' sizes; one compilation per plan."""
+    """The checked settings of a run and the sizes of its buffers; each plan is compiled once."""
 
     policy: Policy | None
-    slots: int  # of each head, at the end of the prompt and in decode; the most of one head where they differ
-    prompt_slots: int  # likewise, while the prompt comes in
+    slots: int  # per head, at the end of the prompt and in decode; the largest number where heads differ
+    prompt_slots: int  # likewise, while the prompt is fed
     when: Literal["block", "prompt"]
     evict_every: int  # 0 for never
     mesh: Mesh | AbstractMesh | None
     pages: int = 0  # of a paged cache
     page_size: int = PAGE_SIZE
     selection: Selection | None = None
-    predictor_slots: int = 0  # of what is remembered beside the cache, where there is a predictor or a selection
+    predictor_slots: int = 0  # slots of the predictor's cache and of the selection's source
     predictor: ButlerConfig | None = None
     heads: int = 0  # of the cache, in each layer
     positions: Positions = "absolute"
-    overfull: bool = False  # a row without context may hold more than its budget; its question's last block evicts
+    overfull: bool = False  # a row without context holds more than its budget, so its question's last block evicts
 
 
 class Kept(NamedTuple):
-    """Holds what a run that goes on from a cache has to know of it; ``held`` is [B, heads of all layers]."""
+    """What a run that continues from a cache needs to know about it; ``held`` is [B, heads of all layers]."""
 
     heads: int
     start: np.ndarray
@@ -98,14 +98,15 @@ class Kept(NamedTuple):
 
     @property
     def most(self) -> int:
-        """The tokens of its fullest head."""
+        """The number of tokens in its fullest head."""
         return int(self.held.max())
 
 
 class Blocks(NamedTuple):
     """Tokens cut into blocks, and their positions, -1 for padding.
 
-    ``used`` says how many blocks count where more were made, so that one program serves many lengths; None for all.
+    ``used`` is the number of blocks that count: there may be more, so that one program serves many lengths. None for
+    all blocks.
     """
 
     tokens: Int[HostOrDevice, "n B m"]
@@ -114,16 +115,17 @@ class Blocks(NamedTuple):
 
 
 class Prompt(NamedTuple):
-    """Prompts in blocks: those of the context, and those of a question that comes after it."""
+    """Prompts in blocks: those of the context, and those of the question after it."""
 
     context: Blocks
     question: Blocks
 
 
 class CheckedPrompt(NamedTuple):
-    """Prompts on the host, padded on the right: on the device each length of a prompt would compile again.
+    """Prompts on the host, padded on the right: on the device, each prompt length would be compiled separately.
 
-    ``kept`` is the cache that they go on from, None where they begin. Without a token (``[B, 0]``) all are in it.
+    ``kept`` describes the cache that they continue from, None for new prompts. Where ``tokens`` is ``[B, 0]``, the
+    whole prompts are in that cache.
     """
 
     tokens: np.ndarray
@@ -138,17 +140,17 @@ class CheckedPrompt(NamedTuple):
 
     @property
     def fed(self) -> bool:
-        """Says whether there is a token to feed."""
+        """Whether there is a token to feed."""
         return self.tokens.shape[1] > 0
 
     @property
     def most(self) -> int:
-        """The tokens of the fullest head when all are in, as long as nothing is evicted."""
+        """The number of tokens in the fullest head after the prompt, as long as nothing is evicted."""
         return self.tokens.shape[1] + (0 if self.kept is None else self.kept.most)
 
 
 class Rows(NamedTuple):
-    """What the rows of a batch differ in, [B]: lengths, budgets, and what they hold in decode."""
+    """What differs between the rows of a batch, [B]: lengths, budgets, and budgets in decode."""
 
     lengths: Int[Array, "B"]
     budgets: Int[Array, "B"] | None = None
@@ -156,12 +158,12 @@ class Rows(NamedTuple):
 
 
 def cache_heads(config: Config, policy: Policy | None) -> int:
-    """Heads of the cache: KV heads, or query heads where each has a cache of its own."""
+    """Return the number of the cache's heads per layer: KV heads, or query heads where each has its own cache."""
     return config.num_heads if policy is not None and policy.heads == "query" else config.num_kv_heads
 
 
 def bucketed(size: int) -> int:
-    """A size rounded up to one of eight per octave: at most an eighth more, and few programs.
+    """Round a size up to one of eight per octave: at most an eighth more slots, and few compiled programs.
 
     Example:
         >>> from models.plan import bucketed
@@ -173,15 +175,16 @@ def bucketed(size: int) -> int:
 
 
 def blocks_of(prompt: CheckedPrompt, block: int, exact: bool = False) -> Prompt:
-    """Cuts prompts into blocks that end where the context ends, and the question into blocks that end where it ends.
+    """Cut the context into blocks that end where it ends, and the question into blocks that end where it ends.
 
-    On the host: on the device each length of a prompt would compile again.
+    This runs on the host: on the device, each prompt length would be compiled separately.
 
     Args:
-        exact: no more blocks than the prompt has; else their number is a power of two, and a count says where to stop.
+        exact: whether to make no more blocks than needed; else their number is a power of two, and ``used`` counts
+            those needed.
     """
     context = prompt.lengths - prompt.questions
-    if prompt.kept is not None and context.any():  # a turn of a conversation is short, and its first block pads most
+    if prompt.kept is not None and context.any():  # a turn is short: a large block would mostly be padding
         block = min(block, power_of_two(int(context.max())))
     small = max(1, min(block, _question_room(prompt.questions)))
     return Prompt(
@@ -190,18 +193,18 @@ def blocks_of(prompt: CheckedPrompt, block: int, exact: bool = False) -> Prompt:
 
 
 def _question_room(questions: np.ndarray) -> int:
-    """Slots for the longest question, a power of two: few sizes, so few compilations."""
+    """Return the slots for the longest question, rounded up to a power of two so that there are few compilations."""
     longest = int(questions.max())
     return power_of_two(longest) if longest else 0
 
 
 def power_of_two(size: int) -> int:
-    """The next one from ``size`` on."""
+    """Return the smallest power of two that is at least ``size``."""
     return 1 << (size - 1).bit_length()
 
 
 def _cut(prompt: CheckedPrompt, start: np.ndarray, stop: np.ndarray, block: int, exact: bool) -> Blocks:
-    """Blocks of tokens[start:stop]; padding stands in front."""
+    """Cut tokens[start:stop] into blocks, with the padding in front."""
     B, T = prompt.tokens.shape
     count = math.ceil((stop - start).max() / block)
     place = np.arange(count * block)[None] - (count * block - stop[:, None])
@@ -215,7 +218,7 @@ def _cut(prompt: CheckedPrompt, start: np.ndarray, stop: np.ndarray, block: int,
 
 
 def plan_run(model: Decoder, prompt: CheckedPrompt, options: Options, butler: Butler | None) -> tuple[Plan, Rows]:
-    """Checks the options of a run against its model and prompts, and sizes its buffers."""
+    """Check the options of a run against its model and prompts, and size its buffers."""
     config, mesh, kept = model.config, mesh_of(model), prompt.kept
     lengths, questions, seen = prompt.lengths, prompt.questions, prompt.start + prompt.lengths
     policy = policy_of(options.policy)
@@ -244,15 +247,15 @@ def plan_run(model: Decoder, prompt: CheckedPrompt, options: Options, butler: Bu
         and seen.max() > config.rope.original_positions
     ):
         raise ValueError(
-            f"the text has {seen.max()} tokens now, but this model's rotary base follows the length of a text beyond "
-            f"{config.rope.original_positions} tokens, and the cache's keys were turned by that of a shorter one: "
-            "leave cache out, and give the whole prompt."
+            f"the text now has {seen.max()} tokens, but this model's rotary base depends on the text's length beyond "
+            f"{config.rope.original_positions} tokens, and the cache's keys were rotated with the base of a shorter "
+            "text: leave cache out, and give the whole prompt."
         )
     if kept is not None and (selection is not None or butler is not None):
         what = "a selection" if selection is not None else "a policy that scores by a predictor"
         raise ValueError(
-            f"{what} remembers tokens beside the cache, and what it remembers is not kept with one: leave cache out, "
-            "and give the whole prompt."
+            f"{what} remembers tokens outside the cache, and this memory is not kept: leave cache out, and give the "
+            "whole prompt."
         )
     check_butler(config, butler, policy, selection)
     if policy is None:
@@ -278,12 +281,12 @@ def plan_run(model: Decoder, prompt: CheckedPrompt, options: Options, butler: Bu
 
 
 def moments(policy: Policy | None, when: When, evict_every: int | None) -> tuple[Literal["block", "prompt"], int]:
-    """When a run evicts: after every "block" or once when the "prompt" is in; and in decode every so many steps.
+    """Return when a run evicts: after every "block" or once after the "prompt", and in decode every how many steps.
 
     Args:
-        when: "published" takes those of the policy's paper (:class:`kvjax.Moments`).
-        evict_every: 0 for never. By default those of the paper if they were asked for; else 1, or the observation
-            window of a policy that has one, by whose queries it then judges.
+        when: "published" means as in the policy's paper (:class:`kvjax.Moments`).
+        evict_every: the number of decode steps between evictions, 0 for never. By default the paper's for "published";
+            else the length of the policy's observation window, by whose queries it scores, or 1 without a window.
 
     Example:
         >>> import kvjax
@@ -294,7 +297,7 @@ def moments(policy: Policy | None, when: When, evict_every: int | None) -> tuple
         ('prompt', 0)
     """
     if when not in ("block", "prompt", "published"):
-        raise ValueError(f"when is {when!r}; there are 'block', 'prompt' and 'published'.")
+        raise ValueError(f"when is {when!r}; expected 'block', 'prompt' or 'published'.")
     if evict_every is not None:
         evict_every = check_count("evict_every", evict_every, 0, "give a number of steps, 0 for never")
     if policy is None:
@@ -308,40 +311,40 @@ def moments(policy: Policy | None, when: When, evict_every: int | None) -> tuple
 
 
 def _is_overfull(policy: Policy, kept: Kept | None, budgets: np.ndarray, only_asked: np.ndarray) -> bool:
-    """Says whether a cache holds more than its budget in a row that only a question comes to."""
+    """Return whether the cache holds more than the budget in a row that gets only a question."""
     return kept is not None and bool((only_asked & (_held(policy, kept) > budgets)).any())
 
 
 def _check_held(policy: Policy, kept: Kept | None, room: np.ndarray) -> None:
-    """Refuses an answer under another budget than the prompt's: a step makes room for one token, not for many."""
+    """Check that an answer has the prompt's budget: a step evicts one token, so it cannot reach a smaller budget."""
     assert kept is not None
     held = _held(policy, kept)
     if (held > room).any():
         row = int(np.argmax(held - room))
         raise ValueError(
-            f"the cache holds {int(held[row])} tokens a head, but budget and question are {int(room[row])}: give the "
-            "same policy, budget and question as prefill had, or evict_every=0."
+            f"the cache holds {int(held[row])} tokens per head, but budget and question sum to {int(room[row])}: give "
+            "the same policy, budget and question as to prefill, or evict_every=0."
         )
 
 
 def _held(policy: Policy, kept: Kept) -> np.ndarray:
-    """Counts the tokens of each row's heads, as its budget does."""
+    """Count the tokens per head of each row as the budget does: in the fullest head, or on average."""
     return kept.held.max(axis=1) if policy.allocation.even else np.ceil(kept.held.mean(axis=1))
 
 
 def _warn_of_choices(policy: Policy, context: int, block: int, when: When, goes_on: bool) -> None:
-    """Warns where what is to be chosen once, after the prompt, is chosen anew."""
+    """Warn if a policy that should choose once, after the prompt, chooses more than once."""
     if when == "block" and context > block:
         warnings.warn(
-            f"{policy.name!r} is made to choose once, when the whole prompt is in, but a prompt of {context} tokens "
-            f"comes in blocks of {block}, and every block chooses anew among what the last one left: take "
+            f"{policy.name!r} is made to choose once, after the whole prompt, but a prompt of {context} tokens comes "
+            f"in blocks of {block}, and each block chooses again among what the last one left: give "
             "when='published', or a block as long as the prompt.",
             skip_file_prefixes=_HERE,
         )
     elif goes_on and context:
         warnings.warn(
-            f"{policy.name!r} is made to choose once, but {context} tokens more come behind its choice, and it chooses "
-            "anew among what is left: hold them back with question=, or give no policy.",
+            f"{policy.name!r} is made to choose once, but {context} more tokens follow its choice, and it chooses "
+            "again among what is left: hold them back with question=, or give no policy.",
             skip_file_prefixes=_HERE,
         )
 
@@ -354,7 +357,7 @@ def _plan_full(
     selection: Selection | None,
     butler: Butler | None,
 ) -> tuple[Plan, Rows]:
-    """A run in which nothing is evicted."""
+    """Plan a run in which nothing is evicted."""
     held, most, kept = prompt.most + options.reserve, config.max_positions, prompt.kept
     if options.budget is not None and selection is None:
         raise ValueError(
@@ -379,12 +382,13 @@ def _plan_full(
 
 
 def _with_slots(plan: Plan, kept: Kept, slots: int, first: int = 0, evicted: bool = False) -> Plan:
-    """The plan of a run that goes on in a plain cache: it keeps its size where that will do.
+    """Plan the slots of a run that continues in a plain cache, which keeps its size if it is large enough.
 
     Args:
-        slots: how many a head needs in the end.
-        first: how many it needs until it has been evicted from.
-        evicted: every row is evicted from before its question; a cache of more than twice the size shrinks then.
+        slots: the slots that a head needs after the first eviction.
+        first: the slots that it needs before.
+        evicted: whether every row is evicted from before its question. A cache of more than twice the needed size is
+            shrunk then.
     """
     needed = max(slots, first)
     usual = kept.slots if kept.slots >= needed else bucketed(needed)
@@ -394,11 +398,11 @@ def _with_slots(plan: Plan, kept: Kept, slots: int, first: int = 0, evicted: boo
 
 
 def _with_pages(plan: Plan, kept: Kept, most: int, held: int) -> Plan:
-    """The plan of a run that goes on in a paged cache: it keeps its size where that will do.
+    """Plan the pages of a run that continues in a paged cache, which keeps its size if it is large enough.
 
     Args:
-        most: tokens that a head may come to hold.
-        held: tokens that all heads together may come to hold.
+        most: the largest number of tokens that a head may hold.
+        held: the largest number of tokens that all heads together may hold.
     """
     pages = kvjax.pages_for(held, kept.held.size, kept.page_size)
     pages = kept.pages if kept.pages >= pages else bucketed(pages)
@@ -407,7 +411,7 @@ def _with_pages(plan: Plan, kept: Kept, most: int, held: int) -> Plan:
 
 
 def _budgets(policy: Policy, options: Options, lengths: np.ndarray) -> np.ndarray:
-    """Slots per head of each row, checked against what the policy protects."""
+    """Return each row's budget in slots per head, checked against what the policy protects."""
     budget = options.budget
     if budget is None:
         raise ValueError(f"the policy {policy.name!r} needs a budget: slots per head, or a ratio of the prompt.")
@@ -428,7 +432,7 @@ def _budgets(policy: Policy, options: Options, lengths: np.ndarray) -> np.ndarra
 
 
 def _sized(config: Config, plan: Plan, prompt: CheckedPrompt, options: Options, budgets: np.ndarray) -> Plan:
-    """The plan with the sizes of its buffers."""
+    """Return the plan with the sizes of its buffers."""
     policy, kept = plan.policy, prompt.kept
     assert policy is not None
     largest, asked = int(budgets.max()), _question_room(prompt.questions)
@@ -437,17 +441,17 @@ def _sized(config: Config, plan: Plan, prompt: CheckedPrompt, options: Options, 
     whole = plan.when == "prompt" and prompt.fed
     room = decode_room if whole else max(options.block, decode_room)
     if not options.fit_prompt and plan.evict_every > 1 and not whole:
-        room = options.block + plan.evict_every - 1  # so that another turn finds room in it
-    # What is held may be more than the budget until the first block, or the first steps, have been evicted from.
+        room = options.block + plan.evict_every - 1  # so that another turn fits
+    # A kept cache may hold more than the budget until the eviction after the first block, or the first steps.
     held, entering = (0 if kept is None else kept.most), min(options.block, power_of_two(max(context, 1)))
     if not prompt.fed:
         room = entering = decode_room
     elif (prompt.lengths == prompt.questions).any():
         entering = max(entering, asked + decode_room)
     prompt_slots = bucketed(held + prompt.tokens.shape[1] - int(prompt.questions.min())) if whole and context else 0
-    # No more than all tokens are ever held. A stream's buffers do not depend on the prompt; they only stay sensible.
+    # No head ever holds more than all tokens. A stream's buffers do not depend on the prompt, but have an upper limit.
     sensible = max(power_of_two(prompt.most + options.reserve), config.max_positions)
-    all_tokens = prompt.most if prompt.fed else int(prompt.start.max())  # as many as one call for all would have fed
+    all_tokens = prompt.most if prompt.fed else int(prompt.start.max())  # as many as one call for all would feed
     most_slots = all_tokens + options.reserve if options.fit_prompt else sensible
     by_ratio = isinstance(options.budget, float)  # then the sizes follow the prompt's length
 
@@ -460,21 +464,21 @@ def _sized(config: Config, plan: Plan, prompt: CheckedPrompt, options: Options, 
         plan = dataclasses.replace(plan, slots=slots, prompt_slots=prompt_slots)
         if kept is None:
             return plan
-        if not prompt.fed:  # as it would have been if one call had made both cache and answer
+        if not prompt.fed:  # the size that one call for both prompt and answer would have made
             slots = max(kept.slots, fitted(min(max(largest + asked, held) + room, most_slots)))
             return dataclasses.replace(plan, slots=slots, prompt_slots=slots)
         evicted = bool((prompt.lengths > prompt.questions).all())
         return _with_slots(plan, kept, slots, held + entering, evicted)
     if plan.mesh is not None:
         raise ValueError(
-            f"{policy.name!r} shares one pool of pages among all heads, which lie on several devices here; take an "
-            "allocation that gives all heads the same ('uniform'), or one device."
+            f"{policy.name!r} shares one pool of pages among all heads, which are on several devices here; take an "
+            "allocation that gives all heads the same budget ('uniform'), or one device."
         )
     L, heads = config.num_layers, plan.heads
     most = policy.allocation.most(L, heads, largest + asked)
     if kept is not None:
-        entering = max(entering, context) if whole else entering  # it stays in its pages
-        if not prompt.fed:  # likewise
+        entering = max(entering, context) if whole else entering  # the whole context is fed into the same pages
+        if not prompt.fed:  # the size that one call for both prompt and answer would have made
             most = max(kept.slots, fitted(min(max(most, held) + room, most_slots)))
             fullest = np.maximum(budgets + asked, _held(policy, kept).astype(int))
             pages = max(kept.pages, _pages(plan, L, fullest + room, most_slots, by_ratio))
@@ -487,10 +491,10 @@ def _sized(config: Config, plan: Plan, prompt: CheckedPrompt, options: Options, 
 
 
 def _pages(plan: Plan, layers: int, held: np.ndarray, most: int, rounded: bool) -> int:
-    """Counts a pool's pages for rows whose heads hold so many tokens on average, and never above ``most``.
+    """Return the pages of a pool for rows whose heads hold ``held`` tokens on average, each at most ``most``.
 
     Args:
-        rounded: to few sizes, as where the budget follows the prompt's length.
+        rounded: whether to round up to few sizes, for budgets that depend on the prompt's length.
     """
     held = np.minimum(held, most)
     heads = plan.heads * layers
@@ -499,13 +503,13 @@ def _pages(plan: Plan, layers: int, held: np.ndarray, most: int, rounded: bool) 
 
 
 def mesh_of(model: Decoder) -> Mesh | AbstractMesh | None:
-    """The mesh that a model lies on, if it lies on one."""
+    """Return the mesh that a model is on, None without one."""
     sharding = getattr(jax.tree.leaves(model)[0], "sharding", None)
     return sharding.mesh if isinstance(sharding, NamedSharding) and not sharding.mesh.empty else None
 
 
 def kept_of(model: Decoder, cache: AnyCache, policy: Policy | None, rows: int) -> Kept:
-    """Reads what a run has to know of a cache that it goes on from; refuses one that does not fit model or policy."""
+    """Read what a run needs to know about the cache that it continues from, and check it against model and policy."""
     config = model.config
     if isinstance(getattr(cache, "cache", None), AnyCache):
         raise ValueError(f"the cache is a {type(cache).__name__}; give its .cache.")
@@ -517,15 +521,15 @@ def kept_of(model: Decoder, cache: AnyCache, policy: Policy | None, rows: int) -
     if not is_known(*leaves):
         raise ValueError("the cache is traced (by jax.jit, vmap or grad); call prefill, generate and stream outside.")
     if any(leaf.is_deleted() for leaf in leaves if isinstance(leaf, jax.Array)):
-        raise ValueError("a later step has used this cache up; go on from the last one that stream gave.")
+        raise ValueError("a later step has deleted this cache; continue from the last one that stream yielded.")
     L, B, K = cache.heads_shape
     ours = (config.num_layers, config.head_dim)
     one = cache.layer(0) if isinstance(cache, LayerCaches) else cache
     theirs = (L, one.key.shape[-1])
     if ours != theirs or K not in (config.num_kv_heads, config.num_heads):
         raise ValueError(
-            f"the cache is of another model: it has {L} layers and {K} heads of {theirs[1]} numbers, this model has "
-            f"{ours[0]} layers and {config.num_kv_heads} KV heads of {ours[1]}."
+            f"the cache is of another model: it has {L} layers and {K} heads of dimension {theirs[1]}, this model has "
+            f"{ours[0]} layers and {config.num_kv_heads} KV heads of dimension {ours[1]}."
         )
     if rows != B:
         advice = f": repeat it with kvjax.repeat(cache, {rows})" if B == 1 else ""
@@ -535,20 +539,20 @@ def kept_of(model: Decoder, cache: AnyCache, policy: Policy | None, rows: int) -
         if policy.allocation.even == paged:
             kind, other = ("paged", "even") if paged else ("plain", "uneven")
             raise ValueError(
-                f"the cache is {kind}, but {policy.name!r} shares slots out in an {other} way: give the policy that it "
-                "was made with, or none."
+                f"the cache is {kind}, but {policy.name!r} divides the slots in an {other} way: give the policy that "
+                "the cache was made with, or none."
             )
         if (policy.heads == "query") != (config.num_kv_heads != K) and config.num_heads != config.num_kv_heads:
             raise ValueError(
-                f"the cache holds {K} heads a layer, but {policy.name!r} is for "
-                f"{cache_heads(config, policy)}: give the policy that it was made with, or none."
+                f"the cache holds {K} heads per layer, but {policy.name!r} is for "
+                f"{cache_heads(config, policy)}: give the policy that the cache was made with, or none."
             )
         try:
             check_policy(policy, one, config.num_heads // K)
         except ValueError:
             raise ValueError(
-                f"what the cache remembers is not what {policy.name!r} does: give the policy that it was made with, or "
-                "none."
+                f"the cache's policy state is not that of {policy.name!r}: give the policy that the cache was made "
+                "with, or none."
             ) from None
     held = np.asarray(jnp.moveaxis(cache.num_live, 1, 0)).reshape(B, L * K)
     start = np.asarray(cache.next_position)
@@ -559,11 +563,11 @@ def kept_of(model: Decoder, cache: AnyCache, policy: Policy | None, rows: int) -
 
 
 def _padded(tokens: Tokens, lengths: HostOrDevice | None) -> tuple[np.ndarray, HostOrDevice | None]:
-    """Rows of tokens as one array, and their lengths."""
+    """Return rows of tokens as one array, and their lengths."""
     if isinstance(tokens, list | tuple) and lengths is None and all(np.ndim(row) == 1 for row in tokens):
         counts = np.array([len(row) for row in tokens])
         if len(counts) and (counts != counts[0]).any():
-            kinds = [np.asarray(row).dtype for row in tokens if len(row)]  # an empty one is float64
+            kinds = [np.asarray(row).dtype for row in tokens if len(row)]  # an empty row would be float64
             padded = np.zeros((len(counts), counts.max()), np.result_type(*kinds))
             for row, count, own in zip(padded, counts, tokens, strict=True):
                 row[:count] = own
@@ -572,8 +576,7 @@ def _padded(tokens: Tokens, lengths: HostOrDevice | None) -> tuple[np.ndarray, H
         return np.asarray(tokens), lengths
     except ValueError:
         raise ValueError(
-            "tokens are rows of different lengths; give a list of each row's own, or pad them on the right and give "
-            "lengths=."
+            "tokens are rows of different lengths; give a list of rows, or pad them on the right and give lengths=."
         ) from None
 
 
@@ -587,32 +590,32 @@ def check_prompt(
     *,
     answers: bool = False,
 ) -> CheckedPrompt:
-    """Prompts, their lengths and those of their questions, or a sentence about what is wrong with them.
+    """Check prompts, their lengths and their questions' lengths, and return them on the host.
 
     Args:
-        cache: what they go on from.
-        policy: who goes on in it.
-        answers: whether what prefill gave may stand in place of tokens, as an answer is made of it.
+        cache: the cache that they continue from.
+        policy: the policy of the run, for a check against the cache.
+        answers: whether a :class:`Prefilled` may be given in place of tokens, to make its answer.
     """
     if not isinstance(model, Decoder):
-        raise ValueError(f"the model is a {type(model).__name__}; give a Decoder, such as models.load gives.")
+        raise ValueError(f"the model is a {type(model).__name__}; give a Decoder, such as models.load returns.")
     if isinstance(tokens, Prefilled):
         if not answers:
             raise ValueError(
-                "these tokens are in a cache already, as prefill gave it: make the answer with models.generate or "
-                "stream, or feed it more tokens with cache=prefilled.cache."
+                "these tokens are in a cache already, as prefill returned it: make the answer with models.generate or "
+                "stream, or feed more tokens with cache=prefilled.cache."
             )
         return _check_prefilled(model, tokens, lengths, question, cache, policy)
     if not is_known(*jax.tree.leaves((tokens, lengths, question))):
         raise ValueError(
             "the prompt is traced (by jax.jit, vmap or grad), but it is cut into blocks on the host: call prefill, "
-            "generate and stream outside, as they compile themselves; inside, kvjax.attend in model.run works."
+            "generate and stream outside, as they are compiled anyway; inside, use kvjax.attend in model.run."
         )
     host, lengths = _padded(tokens, lengths)
     if host.ndim != 2 or not np.issubdtype(host.dtype, np.integer):
         raise ValueError(f"tokens are {host.dtype} {host.shape}; expected integers [B, T].")
     if host.size == 0:
-        raise ValueError(f"the prompt is empty (tokens {host.shape}); give at least 1 token a row.")
+        raise ValueError(f"the prompt is empty (tokens {host.shape}); give at least 1 token per row.")
     B, T = host.shape
     counts = np.full(B, T) if lengths is None else np.asarray(lengths)
     if not np.issubdtype(counts.dtype, np.integer) or counts.shape != (B,) or counts.min() < 1 or counts.max() > T:
@@ -628,7 +631,7 @@ def check_prompt(
     if not np.issubdtype(questions.dtype, np.integer) or questions.min() < 0 or (questions > most).any():
         raise ValueError(
             f"questions of {questions.tolist()} tokens were given for prompts of {counts.tolist()}; a question is the "
-            "last part of its prompt, and some context must stand before it."
+            "last part of its prompt, and some context must come before it."
         )
     return CheckedPrompt(host.astype(np.int32), counts.astype(np.int32), questions.astype(np.int32), kept)
 
@@ -641,16 +644,16 @@ def _check_prefilled(
     cache: AnyCache | None,
     policy: Policy | str | None,
 ) -> CheckedPrompt:
-    """Prompts that are in a cache already, with the questions among them that were held back."""
+    """Check prompts that are in a cache already, and the lengths of their questions that were held back."""
     if cache is not None or lengths is not None:
-        raise ValueError("what prefill gave holds its own cache and lengths; leave cache= and lengths= out.")
+        raise ValueError("the result of prefill has its own cache and lengths; leave cache= and lengths= out.")
     logits = given.logits
     B = given.cache.heads_shape[-2] if isinstance(given.cache, AnyCache) else 0
     kept = kept_of(model, given.cache, policy_of(policy), B)
     if np.shape(logits) != (B, model.config.vocab_size):
         raise ValueError(
             f"the logits are {np.shape(logits)}; expected those of each row's last token, "
-            f"{(B, model.config.vocab_size)}, as models.prefill gives them by outputs='last'."
+            f"{(B, model.config.vocab_size)}, as models.prefill returns them for outputs='last'."
         )
     questions = np.broadcast_to(np.asarray(0 if question is None else question), (B,))
     if not np.issubdtype(questions.dtype, np.integer) or questions.min() < 0 or (questions > kept.start).any():

@@ -1,6 +1,6 @@
-"""What every JSON that a command writes says of how it was made, and fingerprints of what it was made of.
+"""Provenance: how a command's JSON file was made, and the fingerprints of the model and tokenizer that it used.
 
-One mechanism for evaluations, benchmarks and training: :func:`write` puts :func:`facts` in front of the figures.
+Evaluations, benchmarks and training all use it: :func:`write` puts :func:`facts` in front of the figures.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ CODE = ("kernels_pallas", "kvjax", "models", "evals", "train", "benchmarks", ":(
 
 
 def write(flags: argparse.Namespace, figures: Mapping[str, Any], made_of: Mapping[str, str]) -> None:
-    """Writes a command's figures to ``flags.json``, behind :func:`facts`.
+    """Write a command's figures to ``flags.json``, after :func:`facts`.
 
     Example:
         >>> import json, pathlib, tempfile
@@ -54,12 +54,12 @@ def write(flags: argparse.Namespace, figures: Mapping[str, Any], made_of: Mappin
 
 
 def facts(begun: Begun, seed: int | None, made_of: Any) -> dict[str, Any]:
-    """The command line as it was given, its seed (None where it takes none), the seconds since it began, fingerprints
-    of what went in, and :func:`environment`.
+    """Return the command line, its seed, the seconds since it began, fingerprints, and :func:`environment`.
 
     Args:
-        begun: what :class:`models.commands.Parser` noted.
-        made_of: fingerprints by name, such as :func:`fingerprints` gives; none where weights are drawn at random.
+        begun: what :class:`models.commands.Parser` recorded.
+        seed: the command's seed, None if it has none.
+        made_of: fingerprints by name, such as those of :func:`fingerprints`; none where weights are drawn at random.
 
     Example:
         >>> from models import commands, provenance
@@ -77,14 +77,14 @@ def facts(begun: Begun, seed: int | None, made_of: Any) -> dict[str, Any]:
 
 
 def environment() -> dict[str, Any]:
-    """The device, the versions, and the commit of the code that runs.
+    """Return the device, the versions, and the commit of the running code.
 
     Example:
         >>> from models import provenance
         >>> sorted(provenance.environment()), provenance.environment()["versions"]["kvjax"][0].isdigit()
         (['commit', 'cores', 'device', 'versions'], True)
     """
-    # Our own version is the module's: a checkout on the path is imported without being an installed distribution.
+    # kvjax's version is the module's: a checkout on the path is imported without being an installed distribution.
     versions = {"python": platform.python_version(), "kvjax": kvjax.__version__}
     versions |= {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax", "numpy")}
     return {
@@ -95,9 +95,9 @@ def environment() -> dict[str, Any]:
     }
 
 
-@functools.cache  # of the code as it was when the process began, whatever is committed while it runs
+@functools.cache  # the commit of the code that was loaded, whatever is committed later
 def commit(root: Path = ROOT) -> str | None:
-    """The commit of a checkout, with " and changes" behind it where code differs from it; None outside a checkout.
+    """Return the commit of a checkout, followed by " and changes" if code differs from it; None outside a checkout.
 
     Example:
         >>> import pathlib, tempfile
@@ -114,7 +114,7 @@ def commit(root: Path = ROOT) -> str | None:
         return done.stdout.strip() if done.returncode == 0 else None
 
     top = git("rev-parse", "--show-toplevel")
-    if top is None or Path(top).resolve() != root.resolve():  # installed into somebody else's checkout
+    if top is None or Path(top).resolve() != root.resolve():  # installed into another project's checkout
         return None
     name = git("rev-parse", "--short=10", "HEAD")
     if name is None:
@@ -123,8 +123,9 @@ def commit(root: Path = ROOT) -> str | None:
 
 
 def fingerprints(model: decoder.Decoder, tokenizer: Tokenizer | None = None) -> dict[str, str]:
-    """What tells a model and its tokenizer from others, for JSON: digests of the config, of :func:`weights`, and of
-    the whole tokenizer with its special tokens and chat template.
+    """Return digests that identify a model and its tokenizer, for JSON.
+
+    They are those of the config, of :func:`weights`, and of the tokenizer with its special tokens and chat template.
 
     Example:
         >>> from flax import nnx
@@ -145,7 +146,7 @@ def fingerprints(model: decoder.Decoder, tokenizer: Tokenizer | None = None) -> 
 
 
 def fingerprint(model: decoder.Decoder) -> str:
-    """One word that tells a model from others, as ``kvjax.save_cache`` takes it: a digest of :func:`fingerprints`.
+    """Return one word that identifies a model, as ``kvjax.save_cache`` takes it: a digest of :func:`fingerprints`.
 
     Example:
         >>> from flax import nnx
@@ -158,13 +159,13 @@ def fingerprint(model: decoder.Decoder) -> str:
 
 
 def weights(module: nnx.Module, shapes: Mapping[str, Sequence[int]]) -> str:
-    """A hash of names, and of 64 numbers of each parameter, at places that do not change, rounded to bfloat16.
+    """Hash the parameters' names and 64 numbers of each parameter, at fixed places, rounded to bfloat16.
 
-    It reads little of a large model, and is the same in every usual dtype and on every mesh. Another checkpoint, or one
-    that was trained on, has another hash; a few numbers that are changed by hand may leave it as it was.
+    It reads little of a large model, and is the same in every usual dtype and on every mesh. Another checkpoint, or the
+    same one after training, has another hash; changing a few numbers by hand may not change it.
 
     Args:
-        shapes: of the parameters, by their names in ``module``.
+        shapes: the shapes of the parameters by their names in ``module``.
 
     Example:
         >>> from flax import nnx
@@ -186,7 +187,7 @@ def weights(module: nnx.Module, shapes: Mapping[str, Sequence[int]]) -> str:
 
 
 def digest(content: Any) -> str:
-    """A digest of what JSON can hold.
+    """Return a digest of any content that JSON can hold.
 
     Example:
         >>> from models import provenance
@@ -197,13 +198,15 @@ def digest(content: Any) -> str:
 
 
 def check_same(place: Path, there: Mapping[str, str] | None, here: Mapping[str, str]) -> None:
-    """Refuses to go on with results that were made of something else.
+    """Check that results were made with the same model and tokenizer, before they are continued.
 
     Args:
-        there: the fingerprints that the results hold, None where they hold none.
+        place: where the results are.
+        there: the fingerprints in the results, None if they have none.
+        here: the fingerprints of this run.
 
     Raises:
-        ValueError: what differs.
+        ValueError: a fingerprint differs.
 
     Example:
         >>> import pathlib
@@ -211,16 +214,16 @@ def check_same(place: Path, there: Mapping[str, str] | None, here: Mapping[str, 
         >>> provenance.check_same(pathlib.Path("runs/a"), {"weights": "1"}, {"weights": "2"})
         Traceback (most recent call last):
         ...
-        ValueError: runs/a was made with another weights than now ('1', now '2'); go on with ...
+        ValueError: runs/a was made with different weights ('1', now '2'); continue with ...
     """
     if not there:
-        raise ValueError(f"{place} does not say what weights it was made with; name another, and begin anew there.")
+        raise ValueError(f"{place} does not say what weights it was made with; name another folder and start there.")
     differing = [name for name in sorted({*there, *here}) if there.get(name) != here.get(name)]
     if differing:
         values = ", ".join(f"{_brief(there.get(name))}, now {_brief(here.get(name))}" for name in differing)
         raise ValueError(
-            f"{place} was made with another {' and '.join(differing)} than now ({values}); go on with what it was made "
-            "with, or name another."
+            f"{place} was made with different {' and '.join(differing)} ({values}); continue with what it was made "
+            "with, or name another folder."
         )
 
 
@@ -229,7 +232,7 @@ def _brief(value: str | None) -> str:
 
 
 def _sample(array: Array, places: tuple[np.ndarray, ...]) -> Array:
-    """Some entries of an array, on every device that holds a part of it: of several processes each reads them all."""
+    """Return some entries of an array on every device that holds a part of it, so that each process reads them all."""
     if array.is_fully_addressable:
         return array[places]
     assert isinstance(array.sharding, NamedSharding)

@@ -1,4 +1,4 @@
-"""How the next token is chosen."""
+"""The choice of the next token: greedy, or by sampling."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from models.config import Config
 
 
 class Sampling(NamedTuple):
-    """Greedy at temperature 0; else draws from the ``top_k`` or ``top_p`` most likely tokens."""
+    """How tokens are chosen: greedily at temperature 0, else drawn from the ``top_k`` or ``top_p`` most likely ones."""
 
     temperature: float = 0.0
     top_k: int | None = None
@@ -22,18 +22,18 @@ class Sampling(NamedTuple):
 
 
 def sample(logits: Float[Array, "B V"], key: Array | None, sampling: Sampling) -> Int[Array, "B"]:
-    """Chooses the next token of each row; ``key`` is read above temperature 0 alone."""
+    """Choose the next token of each row; ``key`` is read only at a temperature above 0."""
     if sampling.temperature == 0:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     tiny = float(jnp.finfo(logits.dtype).tiny)
     temperature = min(max(sampling.temperature, tiny), 1 / tiny)  # XLA multiplies by 1 / temperature
-    # Seen from the largest, as logits / temperature may be larger than any float; inf - inf would be none.
+    # The largest logit is subtracted first: logits / temperature may overflow, and inf - inf is not a number.
     largest = jnp.max(logits, axis=-1, keepdims=True)
     scaled = jnp.where(logits == largest, 0, (logits - largest) / temperature)
     top_p = 1.0 if sampling.top_p is None else sampling.top_p
     if sampling.top_k is not None or top_p < 1:
-        # By the logits themselves, of equals the lower id first: a high temperature makes equals of others, too.
+        # Ranked by the unscaled logits, ties by the lower id: at a high temperature, different logits become equal.
         rank = jnp.argsort(jnp.argsort(logits, axis=-1, descending=True), axis=-1)
     if sampling.top_k is not None:
         scaled = jnp.where(rank < sampling.top_k, scaled, -jnp.inf)
@@ -64,7 +64,7 @@ def check_sampling(temperature: float, top_k: int | None, top_p: float | None, k
     if sampling.top_p is not None and not 0 < sampling.top_p <= 1:
         raise ValueError(f"top_p is {top_p}; give a share in (0, 1].")
     if key is not None and not (hasattr(key, "dtype") and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)):
-        raise ValueError(f"key is a {type(key).__name__}; give a random key, jax.random.key(0), say.")
+        raise ValueError(f"key is a {type(key).__name__}; give a random key, such as jax.random.key(0).")
     if sampling.temperature > 0 and key is None:
-        raise ValueError("temperature is above 0 but no key was given; pass key=jax.random.key(0), say.")
+        raise ValueError("temperature is above 0 but no key was given; pass key=jax.random.key(0), for example.")
     return sampling

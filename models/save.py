@@ -24,16 +24,16 @@ SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
 
 def save(folder: str | Path, model: Decoder, tokenizer: Tokenizer | tokenizers.Tokenizer | None = None) -> None:
-    """Writes a model so that transformers, and `models.load`, read it and nothing of a model that was there before.
+    """Write a model so that transformers and `models.load` read it, and nothing of a model that was there before.
 
-    All files are whole before the first of them takes its place. Then the former model's shards, their index and its
-    generation_config.json are removed.
+    All files are complete under temporary names before the first gets its own. Then the former model's shards, their
+    index and its generation_config.json are removed.
 
     Args:
-        folder: made if it is not there.
-        model: its weights are stored in the dtype that they have.
-        tokenizer: what `models.load` gave beside the model, or a `tokenizers.Tokenizer`, whose special tokens are then
-            the config's; its post-processor should add BOS. By default a tokenizer that is in the folder stays.
+        folder: created if it does not exist.
+        model: its weights are stored in their own dtype.
+        tokenizer: the tokenizer that `models.load` returned with the model, or a `tokenizers.Tokenizer`, which gets the
+            config's special tokens; its post-processor should add BOS. By default a tokenizer in the folder stays.
 
     Example:
         >>> import tempfile
@@ -61,15 +61,15 @@ def save(folder: str | Path, model: Decoder, tokenizer: Tokenizer | tokenizers.T
 
 
 def _stale(folder: Path, tokenizer: bool) -> list[str]:
-    """Files of the model that was here: they would be read in the stead of the new ones, or beside them."""
+    """Return the files of the former model that would be read instead of the new ones, or beside them."""
     stale = ["model.safetensors.index.json", "generation_config.json"]
-    # As transformers does: the shards of a sharded checkpoint go with their index.
+    # As in transformers, the shards of a sharded checkpoint are removed with their index.
     stale += [file.name for file in folder.glob("model-*.safetensors") if SHARD.fullmatch(file.name)]
     return [*stale, "special_tokens_map.json", "chat_template.jinja"] if tokenizer else stale
 
 
 def _tensors(model: Decoder) -> dict[str, np.ndarray]:
-    """Every weight under its Hugging Face name and in its layout."""
+    """Return every weight under its Hugging Face name and in Hugging Face's layout."""
     tensors = {}
     for path in parameter_shapes(model.config):
         parameter: Any = functools.reduce(getattr, path.split("."), model)

@@ -1,4 +1,4 @@
-"""Selection and prediction: a source of importance says what a step reads, a predictor what will be wanted.
+"""Selection and prediction: a source of importance chooses what a step reads; a predictor scores tokens ahead.
 
 prompt      dense, by blocks; the predictor and the source see every token
 a step      layer 0 dense, then the predictor's queries; each other layer reads the slots that `kvjax.select` chose
@@ -29,12 +29,12 @@ Cache = KVCache | PagedCache
 
 @dataclasses.dataclass(frozen=True)
 class Selection:
-    """Who says what a decode step reads, and how much: see :func:`kvjax.select`."""
+    """The source that chooses what a decode step reads, and how much it reads: see :func:`kvjax.select`."""
 
     source: Source
     budget: int | float
     sinks: int
-    # 1 == 1.0, but one token is not all of them: programs are found by equality.
+    # Compiled programs are found by equality, and 1 == 1.0, but one token is not all tokens.
     is_share: bool = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
@@ -44,13 +44,13 @@ class Selection:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LayerCarry:
-    """What the layers of one block hand on to each other.
+    """What the layers of one block pass on to each other.
 
-    ``cache`` is that of all layers, or of the one that runs; ``evidence`` what a policy has said so far, where all
-    layers are evicted from together. ``predictor`` and ``source`` are the predictor's memory and the source's.
-    ``query`` and ``key`` are what the predictor says of the block (keys only where its memory does not keep them);
-    ``first`` and ``previous`` the true logits of layer 0 and of the layer before, where the source reads them;
-    ``behind_first`` says that layer 0 has run, and that the predictor, if there is one, has spoken.
+    ``cache`` is that of all layers, or of the one that runs. ``evidence`` is what a policy has returned so far, where
+    all layers are evicted from together. ``predictor`` and ``source`` are the states of the predictor and the source.
+    ``query`` and ``key`` are the predictor's output for the block (keys only where its cache does not keep them).
+    ``first`` and ``previous`` are the true logits of layer 0 and of the previous layer, where the source reads them.
+    ``behind_first`` says that layer 0 has run and, if there is a predictor, that it has run too.
     """
 
     cache: Cache
@@ -65,7 +65,7 @@ class LayerCarry:
 
 
 def predictor_input(butler: Butler, model: Decoder, tokens: Int[Array, "B T"]) -> Float[Array, "B T E"] | None:
-    """What enters layer 0's attention, for a predictor that reads it; None for one that reads layer 0's output."""
+    """Return the input of layer 0's attention if the predictor reads it; None if it reads layer 0's output."""
     if butler.config.source != "attention_input":
         return None
     return butler_input(model, tokens, source="attention_input")
@@ -79,10 +79,10 @@ def run_predictor(
     x: Float[Array, "B T E"],
     carry: LayerCarry,
 ) -> LayerCarry:
-    """Runs the predictor on a block, between layer 0 and the others.
+    """Run the predictor on a block, between layer 0 and the others.
 
     Args:
-        keeps: whether the predictor's memory keeps the importance keys; else they are handed on with the queries.
+        keeps: whether the predictor's cache keeps the importance keys; else they are passed on with the queries.
         entered: see :func:`predictor_input`.
         x: layer 0's output.
     """
@@ -99,7 +99,7 @@ def run_predictor(
 def prediction(
     predictor: ButlerConfig | None, carry: LayerCarry, layer: Int[Array, ""], shape: tuple[int, ...]
 ) -> Prediction | None:
-    """What the predictor says of a block [B, T] in one layer, as a policy reads it; zeros for layer 0."""
+    """Return the prediction for a block [B, T] in one layer, as a policy reads it; zeros for layer 0."""
     if predictor is None or (carry.behind_first and carry.key is None):
         return None
     if not carry.behind_first:
@@ -117,7 +117,7 @@ def attend(
     position: Int[Array, "B T"],
     context: Context,
 ) -> tuple[Float[Array, "B T N D"], Cache, LayerCarry]:
-    """One layer: dense over the prompt and in layer 0; in a decode step else, over what the source chooses."""
+    """Compute one layer's attention: over the chosen slots in a decode step, dense in the prompt and in layer 0."""
     source, layer, (query, key, value) = selection.source, context.layer, rows
     assert layer is not None
     stacked = len(cache.heads_shape) == 3
@@ -147,12 +147,12 @@ def _chosen(
     position: Int[Array, "B 1"],
     context: Context,
 ) -> Int[Array, "B N M"]:
-    """The slots that each query head reads."""
+    """Return the slots that each query head reads."""
     source, layer, window = selection.source, context.layer, context.sliding_window
     assert layer is not None
     here = cache.layer(layer) if len(cache.heads_shape) == 3 else cache
     slot_position = here.position
-    if window is not None:  # what the layer cannot see is not there
+    if window is not None:  # tokens outside the layer's window cannot be chosen
         slot_position = jnp.where(position[:, :, None] - slot_position < window, slot_position, -1)
     predicted = None
     if "predicted" in source.reads:
@@ -174,16 +174,16 @@ def _chosen(
 
 
 def parse_select(select: Source | str | None) -> Source | None:
-    """A source from its short name; None for "full"."""
+    """Return the source of a short name; None for "full"."""
     if isinstance(select, str):
         return None if select.strip() == "full" else kvjax.parse_source(select)
     if select is not None and not isinstance(select, Source):
-        raise ValueError(f"select is {select!r}; give a source of kvjax.sources, or its short name, such as 'oracle'.")
+        raise ValueError(f"select is {select!r}; give a source of kvjax.sources or its short name, such as 'oracle'.")
     return select
 
 
 def asks_for_predictor(policy: Policy | None, source: Source | None) -> str | None:
-    """What needs a predictor, in words; None where nothing does."""
+    """Return which argument needs a predictor, in words; None if none does."""
     if source is not None and "predicted" in source.reads:
         return f"select={source.name!r}"
     if policy is not None and policy.needs.prediction:
@@ -199,23 +199,23 @@ def checked_selection(
     prompt: int,
     answer: int,
 ) -> Selection | None:
-    """What the arguments of a run say of selection, or a sentence about what is wrong.
+    """Check a run's arguments for selection, and return the selection, None without ``select``.
 
     Args:
-        prompt: tokens of the longest row.
-        answer: tokens that may follow.
+        prompt: the number of tokens of the longest row.
+        answer: the number of tokens that may follow.
     """
     source = parse_select(select)
     if source is None:
         return None
     if policy is not None:
         raise ValueError(
-            f"both policy={policy.name!r} and select={source.name!r} were given; a policy evicts tokens and a "
-            "selection reads some of all of them: choose one."
+            f"both policy={policy.name!r} and select={source.name!r} were given; a policy evicts tokens, a selection "
+            "keeps all and reads some of them: choose one."
         )
     if budget is None:
         raise ValueError(
-            f"select={source.name!r} needs a budget: how many tokens a step reads, or which share of them (0.5)."
+            f"select={source.name!r} needs a budget: the number of tokens that a step reads, or their share (0.5)."
         )
     budget = plain(budget)
     if isinstance(budget, bool) or not isinstance(budget, int | float):
@@ -226,15 +226,15 @@ def checked_selection(
         raise ValueError(f"the budget is {budget}; at least 1 token must be read.")
     if not isinstance(budget, float) and budget > prompt + answer:
         raise ValueError(
-            f"the budget of {budget} tokens a step is more than the {prompt + answer} that there will be ({prompt} in "
-            f"the prompt, up to {answer} in the answer); give fewer, or leave select out to read them all."
+            f"the budget of {budget} tokens per step is more than the {prompt + answer} tokens in all ({prompt} in the "
+            f"prompt, up to {answer} in the answer); give fewer, or leave select out to read them all."
         )
-    sinks = check_count("sinks", sinks, 0, "give how many first tokens are always read, an int from 0")
+    sinks = check_count("sinks", sinks, 0, "give the number of first tokens that are always read, an int from 0")
     return Selection(source, budget, sinks)
 
 
 def check_butler(config: Config, butler: Butler | None, policy: Policy | None, selection: Selection | None) -> None:
-    """Refuses a predictor that is missing, of another model, or that nothing asks for."""
+    """Check that a predictor is given exactly if it is needed, and that it is one of this model."""
     asks = asks_for_predictor(policy, None if selection is None else selection.source)
     if butler is None:
         if asks:
@@ -257,7 +257,7 @@ def check_butler(config: Config, butler: Butler | None, policy: Policy | None, s
 
 
 def tokens_read(selection: Selection, tokens: int) -> int:
-    """How many of ``tokens`` tokens a head reads at most in a step."""
+    """Return how many of ``tokens`` tokens a head reads at most in a step."""
     budget = selection.budget
     chosen = share_of_tokens(budget, tokens) if isinstance(budget, float) else budget
     return min(chosen + selection.sinks, tokens)

@@ -1,7 +1,7 @@
-"""Runs one prompt for many policies: as long as nobody evicts, the model's work is the same, and is done once.
+"""Runs one prompt for many policies. Until one of them evicts, the model's work is the same, so it is done once.
 
-Methods that evict once, when the prompt is in, watch the same blocks side by side (``kvjax.observe_each``); then each
-evicts from a copy of its own. What cannot be shared runs by itself.
+Policies that evict once, after the prompt, observe the same blocks together (``kvjax.observe_each``); then each evicts
+from its own copy of the cache. A policy that cannot share runs alone.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ Asked = Policy | str | None | tuple[Policy | str | None, int | float | None]
 
 
 class _Arm(NamedTuple):
-    """Holds one policy and budget, and the run that it would be alone."""
+    """One policy and budget, and the run that it would have alone."""
 
     options: Options
     run: Run
 
     def shares(self, asked: bool) -> bool:
-        """Says whether its prompt may run with those of others: nothing leaves before the end, and no key is turned.
+        """Return whether it may share the prompt: nothing is evicted before its end, and no key is rotated again.
 
         Args:
-            asked: whether questions are held back; under a dynamic rope they cannot be fed behind a cache.
+            asked: whether questions are held back; under a dynamic rope they cannot be fed after a cache.
         """
         plan = self.run.plan
         late = plan.policy is None or plan.when == "prompt"
@@ -73,22 +73,23 @@ def prefill_each(
     page_size: int = PAGE_SIZE,
     butler: Butler | None = None,
 ) -> Iterator[Prefilled]:
-    """Runs one prompt under many policies and budgets; what evicts once, after the prompt, shares the model's work.
+    """Run one prompt under many policies and budgets; those that evict once, after the prompt, share the model's work.
 
-    Each result is what :func:`models.prefill` gives for that policy and budget alone, and is made when its turn comes:
-    at any time the caches of the prompt, uncompressed, and of one policy are there. Those that evict after every block,
-    that score by a predictor, or that turn keys, run by themselves.
+    Each result is what :func:`models.prefill` returns for that policy and budget alone, and is made when its turn
+    comes: at any time, memory holds the uncompressed cache of the prompt and the cache of one policy. Policies that
+    evict after every block, that score by a predictor, or that rotate keys again run alone.
 
     Args:
-        policies: policies or their short names, None or "full" for all tokens; or pairs of one and its budget.
-        budget: of those that bring none.
+        policies: policies or their short names, None or "full" for all tokens; or pairs of a policy and its budget.
+        budget: the budget of policies that are given without one.
         tokens, lengths, block, when, question, reserve, page_size, butler: see :func:`models.prefill`.
 
     Returns:
         An iterator over the results, in the order of ``policies``.
 
     Raises:
-        ValueError: no policy, or what :func:`models.prefill` would say of one of them; before the model runs.
+        ValueError: no policy was given, or :func:`models.prefill` would reject one of them. Raised before the model
+            runs.
 
     Example:
         >>> import jax.numpy as jnp
@@ -103,12 +104,12 @@ def prefill_each(
     """
     block = check_count("block", block, 1, "a block has at least 1 token")
     if isinstance(policies, str | Policy) or not isinstance(policies, Iterable):
-        raise ValueError(f"policies is {policies!r}; give a list of them, such as ['full', ('snapkv+caote', 256)].")
+        raise ValueError(f"policies is {policies!r}; give a list of policies, such as ['full', ('snapkv+caote', 256)].")
     pairs = [asked if isinstance(asked, tuple) else (asked, budget) for asked in policies]
     if not pairs or any(len(pair) != 2 for pair in pairs):
         raise ValueError(
-            f"policies is {list(policies)!r}; give at least one policy, or pair of a policy and its budget, such as "
-            "['full', ('snapkv+caote', 256)]."
+            f"policies is {list(policies)!r}; give at least one policy, or one pair of a policy and its budget, such "
+            "as ['full', ('snapkv+caote', 256)]."
         )
     given = check_prompt(model, tokens, lengths, question)
     arms = []
@@ -122,7 +123,7 @@ def prefill_each(
 
 
 def _predictor(policy: Policy | str | None, butler: Butler | None) -> Butler | None:
-    """Gives the predictor to who reads it."""
+    """Return the predictor for a policy that reads it, None for any other."""
     parsed = policy_of(policy)
     return butler if parsed is not None and parsed.needs.prediction else None
 
@@ -168,10 +169,10 @@ def _alone(model: Decoder, given: CheckedPrompt, arm: _Arm) -> Prefilled:
 
 
 class _Seen(NamedTuple):
-    """Holds the prompt as all have seen it.
+    """The prompt as all policies of a group have observed it.
 
-    ``cache`` has everything in it, and a tuple of what each remembers as its state; ``said`` is what each says of all
-    layers' slots (None for who keeps all); ``logits`` stand behind each row.
+    ``cache`` holds all tokens, and as its state a tuple with one state per policy. ``said`` is each policy's evidence
+    about the slots of all layers (None for a policy that keeps all). ``logits`` are those of each row's last token.
     """
 
     cache: KVCache
@@ -180,7 +181,7 @@ class _Seen(NamedTuple):
 
 
 def _observe(model: Decoder, arms: Sequence[_Arm], blocks: Blocks) -> _Seen:
-    """Feeds the context to the model once, and lets each policy watch."""
+    """Feed the context to the model once, while each policy observes it."""
     slots = max(arm.run.plan.prompt_slots for arm in arms)
     plans = tuple(dataclasses.replace(arm.run.plan, prompt_slots=slots) for arm in arms)
     budgets = tuple(arm.run.rows.budgets for arm in arms)
@@ -219,7 +220,7 @@ def _block(
     position: Int[Array, "B T"],
     asks: bool,
 ) -> tuple[Float[Array, "B T E"], KVCache, tuple[Evidence | None, ...]]:
-    """Feeds a block to all layers; ``asks`` whether somebody will evict after it."""
+    """Feed a block to all layers; ``asks`` says whether the policies evict after it."""
     watching = [index for index, plan in enumerate(plans) if plan.policy is not None]
     policies = [policy for plan in plans if (policy := plan.policy) is not None]
     of_whom = next((plan for plan in plans if plan.policy is not None and plan.policy.needs.rotary), plans[0])
@@ -254,10 +255,10 @@ def _block(
 
 
 def _compressed(model: Decoder, given: CheckedPrompt, arm: _Arm, seen: _Seen, place: int) -> Prefilled:
-    """Evicts from one policy's copy of the cache; then the question comes to it, if one was held back."""
+    """Evict from one policy's copy of the cache, then feed it the question, if one was held back."""
     plan = dataclasses.replace(arm.run.plan, prompt_slots=seen.cache.num_slots)
     own = dataclasses.replace(seen.cache, state=seen.cache.state[place])
-    # Without its policy a plan is that of others, too, and so is the compiled program.
+    # Without its policy, the plan equals that of other policies, so they share one compiled program.
     state = _evict(dataclasses.replace(plan, policy=None), own, seen.said[place], arm.run.rows.budgets)
     return run_question(model, given, arm.options, Prefilled(state.cache, seen.logits))
 

@@ -1,10 +1,10 @@
-"""One block of a prompt, or one step of decode: what happens in a layer, and `forward`, through all of them.
+"""One block of a prompt, or one step of decode: `attend` in one layer, and `forward` through all layers.
 
-`forward` is traced into one program: the layers are scanned, the cache travels in the scan's carry. models/by_layer.py
+`forward` is traced into one program: the layers are scanned, and the cache is in the scan's carry. models/by_layer.py
 runs the same `attend` in each layer, but the host calls one compiled layer after the other.
 
 A policy whose allocation gives all heads the same budget runs on a plain cache and evicts layer by layer. Any other
-observes all layers first, and evicts from them together.
+observes all layers first, and then evicts from all of them together.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from models.selecting import LayerCarry
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DecodeState:
-    """What is carried from block to block and from token to token; donated, it is updated in place.
+    """The state between blocks and between tokens; it is donated, so it is updated in place.
 
-    ``predictor`` is what the predictor remembers of the tokens, ``source`` what a selection's source does; None and ()
-    where there is none.
+    ``predictor`` is the predictor's cache, None without a predictor. ``source`` is the state of a selection's source,
+    () without a selection.
     """
 
     cache: AnyCache
@@ -58,10 +58,10 @@ class Run:
 
 
 class Phase(NamedTuple):
-    """What kind of block it is; static, so each kind is compiled once.
+    """The kind of a block; static, so each kind is compiled once.
 
     ``evicts``: the policy evicts after it. ``compressed``: the context was compressed before it. ``excess`` and
-    ``filled``: what is promised of the slots, see :func:`kvjax.evict` and :class:`kvjax.Context`.
+    ``filled``: promises about the slots, see :func:`kvjax.evict` and :class:`kvjax.Context`.
     """
 
     evicts: bool
@@ -73,7 +73,7 @@ class Phase(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """Tokens as every layer meets them; ``position`` is -1 for padding, ``budgets`` None where nothing is evicted."""
+    """A block, as all layers share it; ``position`` is -1 for padding, ``budgets`` None where nothing is evicted."""
 
     position: Int[Array, "B T"]
     budgets: Int[Array, "B"] | None
@@ -82,7 +82,7 @@ class Block:
 
 
 class Place(NamedTuple):
-    """What tells one layer from the others beside its weights; ``number`` counts from 0."""
+    """What differs between layers besides the weights; ``number`` counts from 0."""
 
     number: Int[Array, ""]
     window: Int[Array, ""] | None
@@ -90,14 +90,14 @@ class Place(NamedTuple):
 
 
 def start(run: Run, batch: int, cache: AnyCache | None = None) -> DecodeState:
-    """Makes an empty cache, or gives a kept one the size that the run needs; and an empty memory beside it."""
+    """Build the first state: an empty cache, or a kept one resized for the run, and empty predictor and source."""
     plan, config = run.plan, run.model.config
     cache = _empty_cache(run.model, plan, batch) if cache is None else _with_room(cache, plan)
     predictor, source = None, ()
     slots = plan.predictor_slots
     if slots and plan.selection is not None:
         source = plan.selection.source.init(batch, plan.heads, slots, config.head_dim, layers=config.num_layers)
-    if slots and run.butler is not None:  # a policy keeps the importance keys with its tokens, so that they leave, too
+    if slots and run.butler is not None:  # a policy keeps the importance keys with its tokens, to evict them together
         predictor = run.butler.init_cache(batch, slots, importance_keys=plan.selection is not None)
     return DecodeState(cache, predictor, source)
 
@@ -121,7 +121,7 @@ def _empty_cache(model: Decoder, plan: Plan, batch: int) -> KVCache | PagedCache
 
 
 def _with_room(cache: AnyCache, plan: Plan) -> AnyCache:
-    """A kept cache with as many slots, or pages, as the plan has."""
+    """Resize a kept cache to the slots, or pages, of the plan."""
     if isinstance(cache, PagedCache):
         return with_room(cache, pages=plan.pages, most=plan.slots)
     if isinstance(cache, LayerCaches):
@@ -146,7 +146,7 @@ def _on_mesh(cache: KVCache, plan: Plan) -> KVCache:
 
 
 def shrink(state: DecodeState, plan: Plan) -> DecodeState:
-    """Moves what is left of a cache that held all of the prompt into a smaller one, once it has been evicted from."""
+    """Move the tokens of a cache that held the whole prompt into a smaller one, after the eviction."""
     cache = state.cache
     if isinstance(cache, PagedCache):
         return state
@@ -167,7 +167,7 @@ def forward(
     budgets: Int[Array, "B"] | None,
     phase: Phase,
 ) -> tuple[Float[Array, "B T E"], DecodeState]:
-    """Feeds a block, or a token of each row, to all layers in one program.
+    """Feed a block, or one token per row, to all layers in one program.
 
     Args:
         position: -1 for padding.
@@ -206,7 +206,7 @@ def block_of(
     lengths: Int[Array, "B"],
     budgets: Int[Array, "B"] | None,
 ) -> Block:
-    """Tokens as every layer meets them, from their positions; frequencies only where they are read."""
+    """Return the block that all layers share, from its positions; with rotary frequencies only where they are read."""
     frequency = None
     if plan.positions != "absolute" or (plan.policy is not None and plan.policy.needs.rotary):
         frequency, _ = rope_frequencies(config.rope, config.head_dim, lengths)
@@ -214,12 +214,12 @@ def block_of(
 
 
 def predicts(plan: Plan, phase: Phase) -> bool:
-    """Whether something happens between layer 0 and the others: a predictor speaks, or a selection sets in."""
+    """Return whether a predictor runs or a selection starts between layer 0 and the others."""
     return plan.predictor is not None or (plan.selection is not None and phase.compressed)
 
 
 def shared_allocation(plan: Plan, phase: Phase) -> kvjax.Allocation | None:
-    """The allocation by which all layers are evicted from together; None where each is by itself, or none is."""
+    """Return the allocation if all layers are evicted from together; None if each is separately, or none is."""
     uneven = plan.policy is not None and phase.evicts and not plan.policy.allocation.even
     return plan.policy.allocation if plan.policy is not None and uneven else None
 
@@ -232,7 +232,7 @@ def attend(
     carry: LayerCarry,
     rows: tuple[Float[Array, "B T N D"], Float[Array, "B T K D"], Float[Array, "B T K D"]],
 ) -> tuple[Float[Array, "B T N D"], LayerCarry]:
-    """One layer's attention over its part of ``carry.cache``, and what the policy makes of it."""
+    """Compute one layer's attention over its part of ``carry.cache``, and let the policy observe or evict."""
     policy, budgets, cache = plan.policy, block.budgets, carry.cache
     context = Context(
         layer=place.number,
@@ -259,16 +259,16 @@ def attend(
 
 
 def decode_positions(finished: Array, next_position: Int[Array, "B"]) -> Int[Array, "B 1"]:
-    """Positions of a step of decode; rows that have ended are left as they are."""
+    """Return the positions of a decode step; -1 for rows that have ended, so that they do not change."""
     return jnp.where(finished, -1, next_position)[:, None]
 
 
 def decode_phase(plan: Plan, step: int) -> Phase:
-    """The phase of one of the steps of decode, counted from 1."""
+    """Return the phase of a decode step, counted from 1."""
     every = plan.evict_every
     return Phase(evicts=every > 0 and step % every == 0, compressed=True, excess=1 if every == 1 else None)
 
 
 def block_budgets(rows: Rows, phase: Phase) -> Int[Array, "B"] | None:
-    """The budgets of a block: behind the context, a question's tokens stay beside it."""
+    """Return the budgets of a block; after the context, they have room for the question's tokens as well."""
     return rows.decode_budgets if phase.evicts and phase.compressed else rows.budgets

@@ -1,4 +1,4 @@
-"""Text to token ids and back, from a folder's tokenizer.json; chats through its template, in a sandbox."""
+"""Text to token ids and back, by a folder's tokenizer.json. Chat templates run in a sandbox."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ import tokenizers
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-MOST_LENGTH = 10_000_000  # of what a template makes by one product, or bits of a power
-MOST_LINES = 5_000_000  # of Python that a chat template may run: seconds
+MOST_LENGTH = 10_000_000  # the longest result of one product in a template; for a power, in bits
+MOST_LINES = 5_000_000  # lines of Python that a chat template may run, a few seconds
 
 
 class Tokenizer:
-    """A tokenizer of the `tokenizers` library, with the special tokens and the chat template beside it.
+    """A tokenizer of the `tokenizers` library, with its special tokens and its chat template.
 
     Args:
         backend: the tokenizer itself.
-        special_tokens: text of the special tokens by Hugging Face's names, such as {"bos_token": "<s>"}.
+        special_tokens: the texts of the special tokens by Hugging Face's names, such as {"bos_token": "<s>"}.
         chat_template: a Jinja template, or None.
 
     Attributes:
-        bos, eos, pad: ids of the special tokens, None where there is none.
-        vocab_size: number of ids, added tokens included.
+        bos, eos, pad: the ids of the special tokens; None for one that does not exist.
+        vocab_size: the number of ids, including added tokens.
 
     Example:
         >>> import tokenizers
@@ -51,7 +51,7 @@ class Tokenizer:
         chat_template: str | None = None,
     ):
         self.backend = backend
-        # A tokenizer.json may carry the truncation and padding of whoever saved it; a prompt must stay whole.
+        # A tokenizer.json may have been saved with truncation and padding; a prompt must stay whole.
         self.backend.no_truncation()
         self.backend.no_padding()
         self.special_tokens = dict(special_tokens or {})
@@ -59,11 +59,11 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Tokenizer:
-        """Reads tokenizer.json and, where they are there, tokenizer_config.json and its companions.
+        """Read tokenizer.json and, where they exist, tokenizer_config.json and its companions.
 
         Raises:
-            FileNotFoundError: no tokenizer.json.
-            ValueError: a file that cannot be read as what its name says.
+            FileNotFoundError: the folder has no tokenizer.json.
+            ValueError: a file is not in the format that its name stands for.
 
         Example:
             >>> from models.tokenizer import Tokenizer
@@ -87,7 +87,7 @@ class Tokenizer:
             template = _chat_template(folder, config)
         except (AttributeError, KeyError, TypeError, UnicodeDecodeError):
             raise ValueError(
-                f"the special tokens or the chat template beside {file} are not as Hugging Face writes them; download "
+                f"the special tokens or the chat template beside {file} are not in Hugging Face's format; download "
                 "tokenizer_config.json and its companions again."
             ) from None
         return cls(backend, special, template)
@@ -109,9 +109,9 @@ class Tokenizer:
         return self.backend.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text; with the tokens that tokenizer.json puts around it (a BOS, mostly) unless told not to.
+        """Return the token ids of a text, by default with the special tokens that tokenizer.json adds (mostly a BOS).
 
-        The text of :meth:`chat` holds them already: encode it with ``add_special_tokens=False``.
+        The text of :meth:`chat` contains them already: encode it with ``add_special_tokens=False``.
         """
         try:
             text.encode()
@@ -122,22 +122,22 @@ class Tokenizer:
         return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of token ids. Bytes that are no UTF-8 become U+FFFD."""
+        """Return the text of token ids. Bytes that are not UTF-8 become U+FFFD."""
         return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def stream(self, skip_special_tokens: bool = True) -> TextStream:
-        """A decoder for ids that come one by one; see :class:`TextStream`."""
+        """Return a decoder for ids that come one by one; see :class:`TextStream`."""
         return TextStream(self, skip_special_tokens)
 
     def chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
-        """The text of a conversation in the model's own format; encode it with ``add_special_tokens=False``.
+        """Return a conversation as text in the model's format; encode it with ``add_special_tokens=False``.
 
         Args:
             messages: turns such as {"role": "user", "content": "Hello"}.
-            add_generation_prompt: end with the header of the assistant's next turn.
+            add_generation_prompt: whether to end with the header of the assistant's next turn.
 
         Raises:
-            ValueError: a tokenizer without a chat template, or messages that the template refuses.
+            ValueError: the tokenizer has no chat template, or the template rejects the messages.
 
         Example:
             >>> import tokenizers
@@ -148,7 +148,7 @@ class Tokenizer:
             '[user] Hello'
         """
         if self.chat_template is None:
-            raise ValueError("this model's tokenizer has no chat template; give plain text to encode instead.")
+            raise ValueError("this model's tokenizer has no chat template; encode plain text instead.")
         environment = _Sandbox(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols]
         )
@@ -165,7 +165,7 @@ class Tokenizer:
                     **self.special_tokens,
                 )
         except (jinja2.TemplateError, ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
-            raise ValueError(f"the chat template did not take these messages: {' '.join(str(error).split())}") from None
+            raise ValueError(f"the chat template rejected these messages: {' '.join(str(error).split())}") from None
 
     def _id(self, name: str) -> int | None:
         text = self.special_tokens.get(name)
@@ -173,13 +173,13 @@ class Tokenizer:
 
 
 class TextStream:
-    """Decodes ids as they come, and gives out only text whose last character is complete.
+    """Decodes ids as they come, and returns only text whose last character is complete.
 
-    All that `add` and, at the end, `finish` returned is, joined, what `Tokenizer.decode` makes of the ids together.
+    The pieces that `add` and, at the end, `finish` return, joined, equal `Tokenizer.decode` of all ids.
 
     Args:
-        tokenizer: whose ids they are.
-        skip_special_tokens: leave special tokens out of the text.
+        tokenizer: the tokenizer of the ids.
+        skip_special_tokens: whether to leave special tokens out of the text.
 
     Example:
         >>> import tokenizers
@@ -193,12 +193,12 @@ class TextStream:
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True):
         self._decode = lambda ids: tokenizer.decode(ids, skip_special_tokens)
-        # The ids of the last piece of text are decoded again with the new ones: a leading space depends on them.
+        # The ids of the last piece of text are decoded again with the new ids: a leading space depends on them.
         self._context: list[int] = []
         self._pending: list[int] = []
 
     def add(self, token: int) -> str:
-        """The text that this id completes, "" while a character's bytes are still missing."""
+        """Return the text that this id completes, "" while a character's bytes are still missing."""
         self._pending.append(int(token))
         text = self._new_text()
         if not text or text.endswith("\N{REPLACEMENT CHARACTER}"):
@@ -207,7 +207,7 @@ class TextStream:
         return text
 
     def finish(self) -> str:
-        """What is left when the ids end: nothing, or U+FFFD for a character that was never completed."""
+        """Return the rest of the text after the last id: "", or U+FFFD for an incomplete character."""
         text = self._new_text()
         self._context, self._pending = [], []
         return text
@@ -217,10 +217,10 @@ class TextStream:
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """The object that a JSON file holds, {} for a file that does not exist.
+    """Read the object in a JSON file, {} for a file that does not exist.
 
     Raises:
-        ValueError: a file that is not JSON, or holds something else than an object.
+        ValueError: the file is not JSON, or holds something other than an object.
 
     Example:
         >>> import pathlib
@@ -240,7 +240,7 @@ def read_object(file: Path) -> dict[str, Any]:
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, where one power or product cannot take all time and memory either."""
+    """Jinja's sandbox, which also limits the size of a power or a product, and so its time and memory."""
 
     intercepted_binops = frozenset({"**", "*"})
 
@@ -257,7 +257,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
 @contextlib.contextmanager
 def _limited_steps() -> Iterator[None]:
-    """Refuses a template that takes more lines than any chat needs; it may loop in a loop without end."""
+    """Stop a template that runs more lines than any chat needs: its loops may not end."""
     left = MOST_LINES
 
     def count(frame: Any, event: str, argument: Any) -> Any:
@@ -286,7 +286,7 @@ class _GenerationBlock(jinja2.ext.Extension):
 
 
 def _to_json(value: Any, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
-    """Replaces Jinja's own filter, which escapes HTML."""
+    """Write a value as JSON; Jinja's own filter would escape HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -303,7 +303,7 @@ def _text(token: str | Mapping[str, Any]) -> str:
 
 
 def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """chat_template.jinja, else tokenizer_config.json's: one template, or several by name, of which "default"."""
+    """Return chat_template.jinja, else the template in tokenizer_config.json, or the "default" of several there."""
     file = folder / "chat_template.jinja"
     if file.is_file():
         return file.read_text(encoding="utf-8")

@@ -14,12 +14,12 @@
 # %% [markdown]
 # # Quickstart
 #
-# A decoder remembers a key and a value for every token that it has read, in every layer and head. That cache grows
-# with the prompt until it no longer fits. kvjax keeps it inside a **budget**: so many tokens a head, however long the
-# prompt is. Which tokens stay is what a **policy** decides.
+# A decoder stores a key and a value for every token that it has read, in every layer and head. This cache grows with
+# the prompt until it no longer fits in memory. kvjax keeps it within a **budget**: a fixed number of tokens per head,
+# however long the prompt is. A **policy** decides which tokens stay.
 #
-# Here a small model answers a question about a text under a budget, and we look at what it kept. Nothing is
-# downloaded: `retriever`, a model of 1.8 million parameters that can look facts up, ships with the package.
+# In this notebook a small model answers a question about a text under a budget, and we look at what it kept. Nothing is
+# downloaded: `retriever`, a model of 1.8 million parameters that can look facts up, is in the package.
 
 # %%
 import os
@@ -42,7 +42,7 @@ print(f"{jax.device_count()} device(s): {jax.devices()[0].device_kind}")
 # %% [markdown]
 # ## Load a model and generate
 #
-# `models.load` takes a Hugging Face folder or hub name just as well: `models.load("path/to/Llama-3.2-1B-Instruct")`.
+# `models.load` also takes a Hugging Face folder or hub name: `models.load("path/to/Llama-3.2-1B-Instruct")`.
 
 # %%
 import matplotlib.pyplot as plt
@@ -60,9 +60,10 @@ out = models.generate(model, [tokenizer.encode(prompt)], max_new_tokens=4)
 print(tokenizer.decode(out.tokens[0].tolist()))
 
 # %% [markdown]
-# That was the full cache. With longer text, a budget begins to matter: the sample below hides the code that it asks
-# for among seven other facts, and prose. Each head may keep 96 tokens of 512. `snapkv` keeps what the end of the
-# prompt looks at, and `caote` reorders by how much the attention output would change if a token were lost.
+# That run used the full cache. With longer text a budget makes a difference. The sample below hides the code that it
+# asks for among seven other facts and prose. Each head may keep 96 of 512 tokens. `snapkv` keeps the tokens to which
+# the end of the prompt attends. `caote` changes the order by how much the attention output would change if a token were
+# lost.
 
 # %%
 sample = tasks.needle(3, tokenizer, 512, depth=0.35, facts=8)
@@ -89,19 +90,20 @@ for name, (policy, budget, when) in settings.items():
     print(f"{name:32} {said!r:8} {caches[name].nbytes / 2**20:5.2f} MiB")
 
 # %% [markdown]
-# Four things to see:
+# The results show four things:
 #
-# - The budget is a promise about memory: the cache's size does not depend on the prompt.
-# - Recency forgets what lies far back.
-# - *After every block* (`when="block"`) evicts while the prompt comes in. The prompt may then be of any length, but
-#   what it is for is not known yet, when the early parts are thrown away.
-# - *Once* (`when="prompt"`) evicts when all of the prompt, with its question, has been read. It needs room for the
-#   whole prompt for a moment, and is much the easier problem. Above, the policy that had to guess answers wrong.
+# - The budget fixes the memory: the cache's size does not depend on the prompt.
+# - Recency forgets what is far back.
+# - *After every block* (`when="block"`) evicts while the prompt comes in. The prompt may then be of any length, but the
+#   question is not known yet when the early parts are evicted.
+# - *Once* (`when="prompt"`) evicts after the whole prompt, with its question, has been read. It needs memory for the
+#   whole prompt for a moment, and is a much easier problem. Above, the policy that did not know the question answers
+#   wrong.
 #
 # ## Look at what was kept
 #
-# A cache knows the place in the text of each token that it holds (`cache.position`); `evals.view` turns that into a
-# mask. Each row below is one KV head of one layer, each column a token of the prompt.
+# A cache knows the position in the text of each token that it holds (`cache.position`); `evals.view` turns positions
+# into a mask. Each row below is one KV head of one layer, each column a token of the prompt.
 
 # %%
 fact = tokenizer.decode(sample.tokens).find(sample.answer)  # where in the text the answer stands
@@ -128,7 +130,8 @@ axes[-1].set_xlabel("place in the prompt; the digits of the answer in orange")
 plt.show()
 
 # %% [markdown]
-# The same as text: the darker a token, the more of the twelve heads still hold it. Without a mark, no head does.
+# The same as text: the darker a token, the more of the twelve heads still hold it. Tokens without a mark are in no
+# head.
 
 
 # %%
@@ -145,13 +148,13 @@ def shaded(name):
 shaded("snapkv+caote, once")
 
 # %% [markdown]
-# `python -m evals view --html view.html` makes a page of this, with a slider over blocks and steps, two policies side
-# by side.
+# `python -m evals view --html view.html` makes a page of this, with a slider over blocks and steps, and two policies
+# side by side.
 #
 # ## What a budget costs
 #
-# `kvjax.memory` counts bytes without allocating any. For Llama-3.1-8B in bfloat16, a full cache of 128k tokens takes
-# as much as the weights do; a budget draws a line.
+# `kvjax.memory` counts bytes without allocating any. For Llama-3.1-8B in bfloat16, a full cache of 128k tokens takes as
+# much memory as the weights. With a budget the size stops growing.
 
 # %%
 llama = dict(layers=32, kv_heads=8, head_dim=128)
@@ -174,7 +177,7 @@ axis.legend(frameon=False)
 plt.show()
 
 # %% [markdown]
-# And what was predicted is what is taken:
+# The predicted size is the real size:
 
 # %%
 config = model.config

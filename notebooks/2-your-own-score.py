@@ -14,9 +14,9 @@
 # %% [markdown]
 # # Your own score in ten lines, and a race
 #
-# A policy is a chain: a **base score** says what each token in the cache is worth, **links** behind it change scores.
-# Here we write a base score that isn't built in, check it against its formula in NumPy, chain it, and race it against
-# two others on the same forty questions.
+# A policy is a chain: a **base score** says what each token in the cache is worth, and the **links** after it change
+# the scores. In this notebook we write a base score that is not built in, check it against its formula in NumPy, chain
+# it, and compare it with two others on the same forty questions.
 
 # %%
 import os
@@ -39,14 +39,14 @@ print(f"{jax.device_count()} device(s): {jax.devices()[0].device_kind}")
 # %% [markdown]
 # ## The idea
 #
-# SnapKV keeps the tokens to which the last queries of the prompt attend *on average*. A token that one of these
-# queries looks up sharply, and the other 31 ignore, scores a thirty-second of its weight. So let us take the root
-# mean square instead: $\sqrt{\frac1w \sum_i a_{ij}^2}$ over the window's $w$ queries. It lies between mean and
-# maximum, and honours a sharp look.
+# SnapKV keeps the tokens to which the last queries of the prompt attend *on average*. A token to which one of these
+# queries attends strongly, and the other 31 not at all, scores a thirty-second of its weight. So we take the root mean
+# square instead: $\sqrt{\frac1w \sum_i a_{ij}^2}$ over the window's $w$ queries. It lies between the mean and the
+# maximum, so a single strong weight counts more.
 #
-# A score never sees the attention matrix. It names the **column statistics** that it needs, and attention computes
-# those and no others, so that memory doesn't grow and a fused kernel can serve it. `"window_square"`, the sum of
-# squares over the window, is one of them.
+# A score never sees the attention matrix. It names the **column statistics** that it needs, and attention computes only
+# those. So memory does not grow, and a fused kernel can compute them. `"window_square"`, the sum of squares over the
+# window, is one of them.
 
 # %%
 import jax.numpy as jnp
@@ -70,11 +70,12 @@ sharp = kvjax.base_score(
 )
 
 # %% [markdown]
-# That was it. `protection` says what stays whatever it scores: here the window itself, as in SnapKV.
+# This is the whole score. `protection` says which tokens stay whatever they score: here those of the window itself, as
+# in SnapKV.
 #
-# ## Is it what we meant?
+# ## Check it against the formula
 #
-# One block of random queries, keys and values through `kvjax.attend`, against the formula in float64:
+# We run one block of random queries, keys and values through `kvjax.attend` and compare it with the formula in float64:
 
 # %%
 T, D, budget = 48, 8, 40
@@ -95,12 +96,12 @@ print(f"{len(kept)} tokens kept, the same as the formula's; lost: {sorted(set(ra
 # %% [markdown]
 # ## Chain it
 #
-# Two built-in links may stand behind it. `pool` lets neighbours share a score, so that a number isn't kept without
-# its digits; `caote` turns any non-negative score into the change of the attention output that losing the token would
+# Two built-in links may follow the score. `pool` lets neighbours share a score, so that a number is not kept without
+# its digits. `caote` turns any non-negative score into the change of the attention output that losing the token would
 # cause.
 #
-# Make a policy once and pass the same object: `jit` finds its compiled program by it. Short names such as
-# `"snapkv+caote"` do so themselves.
+# Make a policy once and pass the same object each time, so that `jit` finds the compiled program. Short names such as
+# `"snapkv+caote"` do this themselves.
 
 # %%
 policies = {
@@ -114,8 +115,8 @@ policies = {
 # %% [markdown]
 # ## The race
 #
-# Forty prompts of 384 tokens, each with ten facts, one of which is asked for at the end. All policies answer the same
-# prompts and evict once, when the question is known. An answer counts if all four digits are right.
+# There are forty prompts of 384 tokens. Each has ten facts, one of which is asked for at the end. All policies answer
+# the same prompts and evict once, when the question is known. An answer counts if all four digits are right.
 
 # %%
 model, tokenizer = models.load("retriever")
@@ -170,11 +171,11 @@ axis.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
 plt.show()
 
 # %% [markdown]
-# The bars are 95% intervals of each policy alone. Recency answers what stands near the end, one or two of the five
-# depths, and `sharp` alone does no better: it keeps single tokens, and a number without its digits answers nothing.
+# The bars are 95% intervals of each policy alone. Recency answers what is near the end, one or two of the five depths.
+# `sharp` alone does no better: it keeps single tokens, and a number without its digits is no answer.
 #
-# The bars are wide, but the policies answered the *same* prompts, so differences are known better than levels. A fair
-# comparison is a paired one, over all three budgets:
+# The bars are wide. But the policies answered the *same* prompts, so their differences are known better than their
+# levels. A fair comparison is paired, over all three budgets:
 
 # %%
 for one, other in (("sharp+pool", "snapkv"), ("sharp+pool", "sharp"), ("sharp+pool+caote", "sharp+pool")):
@@ -184,14 +185,15 @@ for one, other in (("sharp+pool", "snapkv"), ("sharp+pool", "sharp"), ("sharp+po
     print(f"{one:17} against {other:11}: {mean:+.2f} [{low:+.2f}, {high:+.2f}], {statistics.verdict(low, high)}")
 
 # %% [markdown]
-# "yes" and "no" are differences beyond 95% noise. Here the sharp look pays once neighbours share it; what `caote` adds
-# to it is not told from chance by forty prompts. On one small model and one task that is a hint, not a result;
+# "yes" and "no" are differences beyond 95% noise. Here the new score helps once neighbours share it. The effect of
+# `caote` on it cannot be told from chance with forty prompts. One small model and one task give a hint, not a result:
 # `python -m evals ruler`, `longbench` and `perplexity` run any policy with a short name on more.
 #
-# ## What now
+# ## What next
 #
-# - A short name for command lines: put a function that makes the policy under `@register` in `kvjax/scores.py`.
-# - Scores that remember something from block to block, and what else an `Observation` holds: [Add a
+# - A short name for command lines: put a function that makes the policy into `kvjax/scores.py`, decorated with
+#   `@register`.
+# - Scores with state from block to block, and what else an `Observation` holds: [Add a
 #   score](../docs/how-to/add-a-score.md).
 # - Heads that compete for slots: `sharp @ "layer"`, and [Add an allocation](../docs/how-to/add-an-allocation.md).
 #

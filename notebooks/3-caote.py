@@ -14,10 +14,10 @@
 # %% [markdown]
 # # CAOTE, from the theorem to the kernel
 #
-# Most scores ask how much attention a token gets. [CAOTE](https://arxiv.org/abs/2504.14051) asks what would change if
-# the token were gone, and there is an exact answer that costs one pass over the values. We derive it, check it by
-# brute force, look at what it does on a real model, see where it is *not* exact, and end at the kernel that scores
-# and evicts in one.
+# Most scores ask how much attention a token gets. [CAOTE](https://arxiv.org/abs/2504.14051) asks how the output would
+# change without the token. The exact answer costs one pass over the values. We derive it, check it by brute force, look
+# at its effect in a real model, see where it is *not* exact, and end at the kernel that scores and evicts in one
+# operation.
 
 # %%
 import os
@@ -40,18 +40,19 @@ print(f"{jax.device_count()} device(s): {jax.devices()[0].device_kind}")
 # %% [markdown]
 # ## The theorem
 #
-# A head's output is $X = \sum_j \alpha_j v_j$, with weights that sum to 1. Take token $j$ away: softmax hands its
+# A head's output is $X = \sum_j \alpha_j v_j$, with weights that sum to 1. If token $j$ is removed, softmax gives its
 # weight to the others in proportion, so each of them is divided by $1 - \alpha_j$, and
 #
 # $$X' = \frac{X - \alpha_j v_j}{1 - \alpha_j}
 # \qquad\Longrightarrow\qquad
 # X' - X = \frac{\alpha_j}{1 - \alpha_j}\,(X - v_j).$$
 #
-# The output moves along the line through $v_j$ and $X$, away from $v_j$. Its length is the **eviction error**
+# The output moves along the line through $v_j$ and $X$, away from $v_j$. The length of this step is the **eviction
+# error**
 #
 # $$c_j = \frac{\alpha_j}{1 - \alpha_j}\,\lVert X - v_j \rVert,$$
 #
-# and that is `kvjax.score(A, V)`. Two things make a token precious: weight, and a value that differs from the output.
+# which is `kvjax.score(A, V)`. Two things make a token important: its weight, and a value that differs from the output.
 # In the plane:
 
 # %%
@@ -90,12 +91,12 @@ for axis in axes:
 plt.show()
 
 # %% [markdown]
-# Token 5 has the most weight, but its value lies near the output: losing it moves the output less than losing token 3
-# or 4, of a half and a third of its weight. Token 4, with the least weight of all, matters most.
+# Token 5 has the most weight, but its value is near the output. Losing it moves the output less than losing token 3 or
+# 4, which have a half and a third of its weight. Token 4 has the least weight of all and matters most.
 #
 # ## Brute force agrees
 #
-# Evict each token, redo the softmax over the others, measure how far the output went, all in float64:
+# We evict each token, compute the softmax over the others again, and measure how far the output moved, all in float64:
 
 # %%
 random = np.random.default_rng(0)
@@ -119,10 +120,9 @@ assert error.max() < 1e-4
 # %% [markdown]
 # ## Where the formula is delicate
 #
-# As $\alpha \to 1$ both $1 - \alpha$ and $X - v_j$ vanish, and float32 loses them to rounding: their quotient is then
-# noise. But the change of the heaviest token can be written with the *others* alone: their mean, less the token's
-# value. `score` does that, and a token that holds all the weight scores the largest number there is, so that it is
-# never evicted.
+# As $\alpha \to 1$ both $1 - \alpha$ and $X - v_j$ vanish. Float32 loses them to rounding, and their quotient is noise.
+# But the change of the heaviest token can be written with the *others* alone: their mean, less the token's value.
+# `score` does this. A token that holds all the weight scores the largest finite number, so it is never evicted.
 
 # %%
 rest = np.logspace(-9, -1, 65)  # what the heaviest token leaves to the other two
@@ -149,8 +149,8 @@ plt.show()
 # %% [markdown]
 # ## On a real model
 #
-# We take the last query's attention in every layer and head of `retriever`, on a text of facts. `Decoder.run` lets
-# the caller bring the attention, so getting at queries, keys and values is a function of three lines.
+# We take the last query's attention in every layer and head of `retriever`, on a text of facts. `Decoder.run` takes the
+# attention as an argument, so a function of three lines can read queries, keys and values.
 
 # %%
 import models
@@ -189,9 +189,9 @@ figure.colorbar(image, label="tokens")
 plt.show()
 
 # %% [markdown]
-# Along the line the two orders agree. Under it lie tokens whose values say what the head says anyway: attention would
-# keep them, CAOTE lets them go. Over it lie those whose values stand out. Does that pay? Keep b tokens of each head by
-# four scores, all others leaving at once, and measure how far the output is from that of all tokens:
+# Along the line the two orders agree. The tokens below it have values close to the head's output: attention would keep
+# them, CAOTE evicts them. The values of the tokens above it differ from the output. Does this help? We keep b tokens of
+# each head by four scores, evict all others at once, and measure how far the output is from that of all tokens:
 
 # %%
 from kvjax.joint_eviction import joint_score
@@ -235,22 +235,22 @@ for name, curve in curves.items():
 # %% [markdown]
 # ## Where it is no longer exact
 #
-# For this one query, CAOTE in one go is no better than plain attention while most tokens leave, and better only when
-# a few do. The theorem is about *one* token: when many leave together, CAOTE scores each as if it left alone, but
-# whoever leaves changes $X$ and the weights of the others. Evicted in **rounds**, what is left is again a softmax
-# with its output, so each round is exact for what the last one left (`caote(rounds=32)`; as many rounds as tokens is
-# the exact greedy order), and the error is the smallest at every budget. Whether that buys recall is another
-# question, and [on the embedded model it does not](../docs/results/CLAIMS.md).
+# For this one query, CAOTE in one go is no better than plain attention if most tokens are evicted, and better only if
+# few are. The theorem is about *one* token. When many are evicted together, CAOTE scores each as if it were the only
+# one, but each eviction changes $X$ and the weights of the others. In **rounds**, the remaining tokens again have a
+# softmax and its output, so each round is exact for what the previous round left (`caote(rounds=32)`; with as many
+# rounds as tokens it is the exact greedy order). Its error is the smallest at every budget. Whether this improves
+# recall is another question: [on the embedded model it does not](../docs/results/CLAIMS.md).
 #
 # ## Grouped heads
 #
-# With grouped queries, G heads share a slot: losing it changes all their outputs at once, so the error is the length
-# of the G changes together,
+# With grouped queries, G heads share a slot. Losing it changes all their outputs at once, so the error is the length of
+# the G changes together,
 #
 # $$c_j = \sqrt{\sum_g \Big(\frac{\alpha_{gj}}{1 - \alpha_{gj}}\Big)^2 \lVert X_g - v_j \rVert^2},$$
 #
-# `group="exact"`. The published code averages the weights over the group first, `group="mean"`. Brute force again
-# says which one is the error:
+# which is `group="exact"`. The published code averages the weights over the group first, `group="mean"`. Brute force
+# again shows which one is the error:
 
 # %%
 weights = jax.nn.softmax(2 * jax.random.normal(jax.random.key(1), (4, 100)))  # four heads, one set of values
@@ -272,9 +272,9 @@ for group in ("exact", "mean"):
 # %% [markdown]
 # ## The eviction: a selection without a sort
 #
-# Scores are there to drop the lowest. What is needed is the b-th largest score of a row, not an order. Read as
-# integers, floats keep their order, so the b-th largest is found bit by bit: once for each bit, count how many are at
-# least the number at hand. That is 32 times, or 31 where no score is negative, as here. The result is exact, ties go
+# An eviction drops the tokens with the lowest scores. It needs the b-th largest score of a row, not an order. Floats
+# read as integers keep their order, so the b-th largest is found bit by bit: for each bit, count how many scores are at
+# least the current number. This takes 32 counts, or 31 if no score is negative, as here. The result is exact, ties go
 # to the more recent token, and it is plain arithmetic, the same on every machine and inside a kernel.
 
 # %%
@@ -309,10 +309,10 @@ plt.show()
 # %% [markdown]
 # ## The kernel
 #
-# `caote_topk` puts it together: weights and values in, the freed slots out. The reference is the definition in plain
-# JAX. The Pallas kernel for a TPU keeps a head's values in the chip's fast memory between the two passes (one for
-# $X$, one for $\lVert X - v_j \rVert$), so that V is read from HBM once and no score is written. Here it runs in
-# Pallas' interpreter, on one layer of what we have, and frees the same slots:
+# `caote_topk` combines these steps: it takes weights and values and returns the freed slots. The reference is the
+# definition in plain JAX. The Pallas kernel for a TPU keeps a head's values in the chip's fast memory between the two
+# passes (one for $X$, one for $\lVert X - v_j \rVert$), so V is read from HBM once and no score is written. Here it
+# runs in Pallas' interpreter, on one layer of our attention and values, and frees the same slots:
 
 # %%
 from kernels_pallas import caote_topk
@@ -329,8 +329,9 @@ assert (kernel.position == reference.position).all()
 print(f"{int((kernel.position >= 0).sum())} slots stay in {N // G} heads, the same ones by kernel and reference")
 
 # %% [markdown]
-# An interpreter proves the arithmetic, not that it lowers. That can be seen on any machine: below, the same call is
-# lowered for a TPU v5e and an H100 that aren't here. On a GPU it takes three kernels: outputs, scores, selection.
+# An interpreter shows that the arithmetic is right, not that the kernel lowers. Any machine can show that too: below,
+# the same call is lowered for a TPU v5e and an H100 that are not present. On a GPU it takes three kernels: outputs,
+# scores, selection.
 
 # %%
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
@@ -352,8 +353,8 @@ for platform, (device, call) in devices.items():
     print(f"{device.device_kind:22} {program.as_text().count(call)} kernel(s)")
 
 # %% [markdown]
-# What a step of Llama-3.1-8B's layer reads and writes (8 KV heads of 4 query heads, 8,320 slots of dimension 128,
-# bfloat16), counted from shapes, next to the same computation written out with arrays between its parts:
+# The table shows what a step of Llama-3.1-8B's layer reads and writes (8 KV heads of 4 query heads, 8,320 slots of
+# dimension 128, bfloat16), counted from shapes, next to the same computation written with arrays between its parts:
 
 # %%
 K, S, D = 8, 8320, 128
@@ -384,7 +385,7 @@ axis.legend(frameon=False, fontsize=8, loc="lower right")
 plt.show()
 
 # %% [markdown]
-# These are counts, not measurements: XLA may fuse a part of what is "written out". What was measured, and on what,
-# stands in `benchmarks/`.
+# These are counts, not measurements: XLA may fuse a part of what is "written out". Measurements and their devices are
+# in `benchmarks/`.
 #
 # Next: [train a butler](4-train-a-butler.ipynb), which evicts nothing and reads a part.

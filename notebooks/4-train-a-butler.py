@@ -14,11 +14,11 @@
 # %% [markdown]
 # # Train a butler, watch its curves, decode with it
 #
-# Eviction is final: a token that was thrown away cannot be asked for again.
-# [TokenButler](https://arxiv.org/abs/2503.07518) evicts nothing. A small network sees the output of the first layer
-# and foresees, for every later layer and head, how much each token will matter to the current one; each decode step
-# then reads the best part only. Here we train one for the embedded model in a minute, with far less text than it
-# should have, compare what it foresees with other ways to choose, and decode with it.
+# Eviction is final: a token that was evicted cannot be read again. [TokenButler](https://arxiv.org/abs/2503.07518)
+# evicts nothing. A small network reads the output of the first layer and predicts, for every later layer and head, how
+# much each token will matter to the current one. Each decode step then reads only the best part. In this notebook we
+# train one for the embedded model in a minute, on far less text than it needs. We compare its predictions with other
+# ways to choose, and decode with it.
 
 # %%
 import os
@@ -42,7 +42,7 @@ print(f"{jax.device_count()} device(s): {jax.devices()[0].device_kind}")
 # ## What is trained
 #
 # The model is frozen. For each layer from 1 on and each head the predictor gives a query and a key of 32 numbers,
-# made by one small attention over what layer 0 put out. Their product should be the model's own attention logit; the
+# computed by one small attention over layer 0's output. Their product should be the model's own attention logit. The
 # loss is the mean squared difference over all pairs that a query sees. It is computed by Gram matrices, so its cost
 # grows with the length, not with its square.
 
@@ -67,9 +67,9 @@ print(f"{num_parameters(shape):,} parameters; {settings.steps} steps of {setting
 print(f"text: {corpus.name}; held out: {corpus.held_out.size:,} tokens")
 
 # %% [markdown]
-# "python" is text that ships with Python itself, so nothing is downloaded. `names` may as well be files, folders or a
-# data set on the hub. On the command line the same is `python -m train.butler --out butler/`; a run that is killed
-# goes on where it was, bit for bit.
+# "python" is text that ships with Python itself, so nothing is downloaded. `names` may also be files, folders or a data
+# set on the hub. The same on the command line is `python -m train.butler --out butler/`. A killed run resumes where it
+# stopped, bit for bit.
 
 # %%
 folder = Path(tempfile.mkdtemp())
@@ -81,9 +81,9 @@ print("\n".join(sorted(path.name for path in folder.iterdir() if path.is_file() 
 # %% [markdown]
 # ## The curves
 #
-# `log.jsonl` has a line for every few steps (TensorBoard's events lie beside it). The *hit rate* is the share of the
-# tokens that the oracle would read, with the model's true attention known, which the predictor chooses too, if both
-# may read half of what a query sees.
+# `log.jsonl` has a line for every few steps; TensorBoard's events are beside it. The oracle knows the model's true
+# attention. The *hit rate* is the share of the oracle's tokens that the predictor also chooses, if both may read half
+# of what a query sees.
 
 # %%
 lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
@@ -111,8 +111,8 @@ plt.show()
 # %% [markdown]
 # ## Against other ways to choose
 #
-# The same measure for what needs no training: pages of keys with bounds (`quest`), the attention of another layer, the
-# newest tokens. Beside them stands the predictor that ships with the model, trained for far longer.
+# The same measure for sources that need no training: pages of keys with bounds (`quest`), the attention of another
+# layer, the newest tokens. The last source is the predictor in the package, which was trained for far longer.
 
 # %%
 shipped = models.own_butler("retriever", model)
@@ -134,8 +134,8 @@ plt.show()
 # %% [markdown]
 # ## Decode with it
 #
-# `select="butler"` in place of a policy: all tokens stay in the cache, and each head reads a share of them in each
-# step, beside the first four. Text first:
+# `select="butler"` takes the place of a policy. All tokens stay in the cache, and each head reads a share of them in
+# each step, and the first four as well. We begin with text:
 
 # %%
 prompt = "The function returns a list of all the names that are"
@@ -145,7 +145,7 @@ for name, chosen in settings.items():
     print(f"{name:15}{tokenizer.decode(out.tokens[0].tolist())!r}")
 
 # %% [markdown]
-# Now questions about facts, which the training text has none of: twenty prompts of 384 tokens, answered by reading
+# Now questions about facts, which the training text does not contain: twenty prompts of 384 tokens, answered by reading
 # shares of them.
 
 # %%
@@ -180,13 +180,13 @@ for name, chosen in table.items():
     print(f"{name:20}" + "".join(f"{answered(**chosen, budget=share):7.2f}" for share in shares))
 
 # %% [markdown]
-# The first token of an answer comes from the prompt, which is dense; the other digits have to be found by reading a
-# part. The butler that ships finds them. Ours foresees prose better than what needs no training, but no lookup: it has
-# seen too little, and library text looks nothing up. What a predictor is trained on decides:
-# [TokenButler on the embedded model](../docs/results/TOKENBUTLER.md) has the figures, and where the one that ships
-# falls short too.
+# The first token of an answer comes from the prompt, which is dense. The other digits must be found by reading a part.
+# The butler in the package finds them. Ours predicts prose better than the sources without training, but it fails at
+# look-ups: it has seen too little text, and library text contains none. The training text decides what a predictor can
+# do: [TokenButler on the embedded model](../docs/results/TOKENBUTLER.md) has the figures, and says where the one in the
+# package falls short.
 #
-# For a large model: `python -m train.butler --model path/to/Llama-3.2-1B --data allenai/c4:realnewslike --mesh data=8
-# --out butler/`.
+# For a large model:
+# `python -m train.butler --model path/to/Llama-3.2-1B --data allenai/c4:realnewslike --mesh data=8 --out butler/`.
 #
 # Next: [a Llama or Qwen folder, sharded](5-llama-on-eight-chips.ipynb).

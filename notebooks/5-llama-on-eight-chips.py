@@ -14,10 +14,10 @@
 # %% [markdown]
 # # A Llama or Qwen folder, on one device or on eight
 #
-# The code that ran the small model runs Llama 2 to 3.2, Mistral, Qwen2, Qwen2.5 and Qwen3, from a folder as Hugging
-# Face has it, on a CPU, a GPU, or the eight chips of a TPU v5e-8. What differs is one argument, `mesh`. Name your
-# folder or hub model in `MODEL`; without one, a small random checkpoint of Llama's shape is written and read back, so
-# that every cell runs anywhere.
+# The code that ran the small model runs Llama 2 to 3.2, Mistral, Qwen2, Qwen2.5 and Qwen3, from a folder in Hugging
+# Face's layout, on a CPU, a GPU, or the eight chips of a TPU v5e-8. Only one argument differs, `mesh`. Set `MODEL` to
+# your folder or hub model. Without one, a small random checkpoint of Llama's shape is written and read back, so that
+# every cell runs anywhere.
 
 # %%
 import importlib.util
@@ -42,8 +42,8 @@ print(f"{jax.device_count()} device(s): {jax.devices()[0].device_kind}")
 # %% [markdown]
 # ## A folder
 #
-# `config.json`, safetensors in one file or in shards, `tokenizer.json`. `models.save` writes the same layout, and the
-# names in it are those of transformers.
+# A folder has `config.json`, safetensors in one file or in shards, and `tokenizer.json`. `models.save` writes the same
+# layout, with transformers' names.
 
 # %%
 import tempfile
@@ -68,9 +68,9 @@ print(Path(MODEL).name, sorted(path.name for path in Path(MODEL).glob("*")))
 # %% [markdown]
 # ## Sharded while it loads
 #
-# A mesh has two axes: `data` splits the batch; `tensor` the heads, the feed-forward and the vocabulary. Each tensor
-# is read straight onto the devices that own a part of it, so a model may be larger than the memory of one. Eight
-# chips and eight KV heads: one head a chip.
+# A mesh has two axes: `data` splits the batch; `tensor` splits the heads, the feed-forward and the vocabulary. Each
+# tensor is read directly onto the devices that own a part of it, so a model may be larger than the memory of one. With
+# eight chips and eight KV heads, each chip has one head.
 
 # %%
 devices = jax.device_count()
@@ -84,8 +84,8 @@ for name, array in (("embedding", model.embedding), ("query", model.layers.query
 # %% [markdown]
 # ## The same code
 #
-# A random prompt of 600 tokens, or yours. The tokens and the cache are those of one device, up to rounding: nothing
-# else in the call knows about the mesh.
+# The prompt is yours, or 600 random tokens. The tokens and the cache are those of one device, up to rounding. Nothing
+# else in the call depends on the mesh.
 
 # %%
 if tokenizer is None:
@@ -107,13 +107,13 @@ if devices > 1 and jax.default_backend() == "cpu":
     print("one device: the same tokens, and the same tokens kept")
 
 # %% [markdown]
-# Eviction needs no communication: a head scores and frees its own slots. What the devices exchange in a decode step
-# is the model's: a sum behind attention and one behind the feed-forward.
+# Eviction needs no communication: a head scores and frees its own slots. In a decode step the devices exchange only the
+# model's own sums: one after attention and one after the feed-forward.
 #
 # ## Does Llama-3.1-8B fit on a v5e-8?
 #
-# A chip of a v5e has 16 GB. Eight hold the weights with ease; it is the cache of long prompts, times the batch, that
-# decides. Counted with `kvjax.memory`, for sixteen sequences at once:
+# A chip of a v5e has 16 GB. Eight chips hold the weights easily. The cache decides: it grows with the length of the
+# prompts and with the batch. `kvjax.memory` counts it for sixteen sequences at once:
 
 # %%
 llama = models.Config(
@@ -143,9 +143,9 @@ plt.show()
 # %% [markdown]
 # ## The shapes, checked by a compiler
 #
-# Counting is one thing. XLA can compile for a TPU that isn't there, where the package `libtpu` is installed, and its
-# report says what each chip would hold. The weights are given by shape and sharding alone, so nothing is allocated.
-# The whole of `generate` is compiled: 4,096 tokens in by blocks of 512, 16 out, 1,024 slots a head.
+# If the package `libtpu` is installed, XLA can compile for a TPU that is not present, and its report says what each
+# chip would hold. The weights are given by shape and sharding alone, so nothing is allocated. The whole of `generate`
+# is compiled: 4,096 prompt tokens in blocks of 512, 16 new tokens, 1,024 slots per head.
 
 
 # %%
@@ -189,10 +189,10 @@ cache = kvjax.memory(layers=32, kv_heads=8, head_dim=128, budget=1024, block=512
 print(f"kvjax.memory counts {cache.total / len(chips) / 2**20:,.0f} MiB of cache a device")
 
 # %% [markdown]
-# The weights' share is an eighth, and the cache's what was counted: the compiler has split both as we meant. These
-# are sizes, not timings.
+# Each chip holds an eighth of the weights, and the cache has the size that was counted: the compiler has split both as
+# intended. These are sizes, not timings.
 #
 # ## On several hosts
 #
-# Call `jax.distributed.initialize()` first, in every process; `jax.devices()` then lists all of them, and the mesh
-# spans the hosts. The rest stays as it is: [Run on several devices and hosts](../docs/how-to/several-devices.md).
+# Call `jax.distributed.initialize()` first, in every process. `jax.devices()` then lists the devices of all hosts, and
+# the mesh spans them. The rest stays the same: [Run on several devices and hosts](../docs/how-to/several-devices.md).

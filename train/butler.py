@@ -1,17 +1,17 @@
 """Trains TokenButler's predictor for a frozen model: `python -m train.butler`.
 
-A step runs the model once. Layer 0's output goes to the predictor, and as the other layers run, each one's queries and
-keys meet the predicted ones in the loss (kernels_pallas.mse_logits), which makes its gradient at once: nothing of the
-model is kept for a backward pass. What a step reads follows from the data's position, and what it drops from its
-number, so a run that was killed ends with the parameters of one that was not, bit for bit.
+A step runs the model once. Layer 0's output goes to the predictor, and as the other layers run, the loss compares each
+layer's queries and keys with the predicted ones (kernels_pallas.mse_logits) and computes its gradient at once: nothing
+of the model is kept for a backward pass. What a step reads follows from the data's position, and what it drops from its
+number, so a run that was killed and resumed ends with the same parameters as one that was not, bit for bit.
 
 The folder --out holds butler.safetensors and butler.json (the last checkpoint's predictor), checkpoints/, run.json
-(what they are checkpoints of), log.jsonl, TensorBoard's events, and summary.json at the end.
+(which describes the run), log.jsonl, TensorBoard's events, and summary.json at the end.
 """
 
 from __future__ import annotations
 
-if __name__ == "__main__":  # before all else, since a command says which extra it lacks
+if __name__ == "__main__":  # before the other imports, so that a missing extra is named
     from models import commands
 
     with commands.extra("train", "kvjax-train-butler"):
@@ -77,10 +77,11 @@ TOKENS_AT_ONCE = 4096  # of held-out text
 
 
 class Settings(NamedTuple):
-    """What a run does. The defaults are the published ones (AdamW, one row a step; NOTES of the paper's code).
+    """The settings of a run. The defaults are the published ones (AdamW, one row per step; NOTES of the paper's code).
 
-    ``tokens`` of text in all, in steps of ``batch`` rows of ``seq_len``; the learning rate rises over the share
-    ``warmup`` of the steps and falls to 0 on a cosine. ``causal``: the loss takes the pairs that a query sees, not all.
+    A run reads ``tokens`` tokens in total, in steps of ``batch`` rows of ``seq_len``. The learning rate rises over the
+    share ``warmup`` of the steps and falls to 0 on a cosine. With ``causal``, the loss counts only the pairs that a
+    query sees, not all pairs.
     """
 
     tokens: int = 80_000_000
@@ -114,7 +115,7 @@ class State(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """Where a run stands: steps done, the data's position behind them, and the seconds that they took."""
+    """The progress of a run: the steps done, the data's position after them, and the seconds that they took."""
 
     step: int
     position: dict[str, Any] | None
@@ -122,10 +123,10 @@ class Progress(NamedTuple):
 
 
 def settings_of(model: Config, *, embedded: bool = False, **changes: Any) -> Settings:
-    """The settings for a model: the published ones, or those of the model that ships.
+    """Return the settings for a model: the published ones, or those of the model that ships, with changes.
 
     Raises:
-        ValueError: settings that cannot be.
+        ValueError: a setting is out of range.
 
     Example:
         >>> import models
@@ -158,7 +159,7 @@ def settings_of(model: Config, *, embedded: bool = False, **changes: Any) -> Set
 
 
 def butler_config_of(model: Config, *, embedded: bool = False, **changes: Any) -> ButlerConfig:
-    """The predictor's shape for a model; that of the one that ships is larger than a share of 1%.
+    """Return the predictor's shape for a model; for the model that ships, it is larger than a share of 1%.
 
     Example:
         >>> import models
@@ -177,7 +178,7 @@ def butler_config_of(model: Config, *, embedded: bool = False, **changes: Any) -
 
 
 def make_optimizer(settings: Settings) -> optax.GradientTransformation:
-    """AdamW behind clipping by the global norm."""
+    """Return an optimizer: clipping by the global norm, then AdamW."""
     return optax.chain(
         optax.clip_by_global_norm(settings.clip),
         optax.adamw(rate_schedule(settings), weight_decay=settings.weight_decay),
@@ -185,7 +186,7 @@ def make_optimizer(settings: Settings) -> optax.GradientTransformation:
 
 
 def rate_schedule(settings: Settings) -> optax.Schedule:
-    """The learning rate at each step.
+    """Return the learning rate by step.
 
     Example:
         >>> from train.butler import Settings, rate_schedule
@@ -200,7 +201,7 @@ def rate_schedule(settings: Settings) -> optax.Schedule:
 def loss_of(
     model: Decoder, butler: Butler, tokens: Int[Array, "B T"], *, causal: bool = False, dropout_key: Array | None = None
 ) -> Float[Array, ""]:
-    """The loss as published (TokenButler, section 3.2): the layers' mean squared errors of the logits, their mean.
+    """Return the published loss (TokenButler, section 3.2): the logits' mean squared error, a mean over layers.
 
     Example:
         >>> import jax.numpy as jnp
@@ -237,7 +238,7 @@ def loss_of(
 
 
 def make_step(config: ButlerConfig, settings: Settings, mesh: Mesh) -> Callable:
-    """A compiled step: (model, state, tokens [B, T], step) -> state, loss, the gradient's norm before clipping."""
+    """Compile a step: (model, state, tokens [B, T], step) -> state, loss, the gradient's norm before clipping."""
     optimizer = make_optimizer(settings)
 
     def step(model, state, tokens, number):
@@ -252,12 +253,12 @@ def make_step(config: ButlerConfig, settings: Settings, mesh: Mesh) -> Callable:
         parameters = optax.apply_updates(state.parameters, updates)
         return State(parameters, optimizer_state, state.key), loss, optax.tree.norm(gradients)
 
-    # Nothing is donated: an asynchronous save may still be reading the last state.
+    # Nothing is donated, as an asynchronous save may still be reading the last state.
     return jax.jit(step, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
 def init_state(config: ButlerConfig, settings: Settings, mesh: Mesh) -> State:
-    """Random parameters and an optimiser that has seen nothing, on every device."""
+    """Return random parameters and a new optimizer's state, on every device."""
 
     def make():
         butler = Butler(config, rngs=nnx.Rngs(settings.seed))
@@ -275,12 +276,12 @@ def init_state(config: ButlerConfig, settings: Settings, mesh: Mesh) -> State:
 def measure(
     model: Decoder, butler: Butler, rows: Int[np.ndarray, "R T"], source: str, budget: float
 ) -> dict[str, Float[np.ndarray, "layers"]]:
-    """How well a source foresees what is read: means over rows and heads, of each layer from 1 on.
+    """Measure how well a source predicts which tokens matter: means over rows and heads, for each layer from 1.
 
     Each query chooses the share ``budget`` of the tokens that it sees, without sinks, and so does the oracle
     (evals.selections.hits). ``hit_rate`` is the share of the oracle's tokens that the source chose too, a mean over
-    all queries; ``token_accuracy`` that of the rows' last queries, the paper's figure; ``mass`` the true attention
-    that the chosen tokens hold.
+    all queries; ``token_accuracy`` is the same for the last query of each row, the paper's figure; ``mass`` is the true
+    attention that the chosen tokens hold.
 
     Example:
         >>> import numpy as np
@@ -303,7 +304,7 @@ def measure(
 
 
 def _everywhere(arrays: Any, model: Decoder) -> Any:
-    """Arrays as every process can read them."""
+    """Return arrays in a form that every process can read."""
     sharding = model.embedding[...].sharding
     if jax.process_count() == 1 or not isinstance(sharding, NamedSharding):
         return arrays
@@ -311,7 +312,7 @@ def _everywhere(arrays: Any, model: Decoder) -> Any:
 
 
 def spread(rows: np.ndarray, mesh: Mesh) -> Array:
-    """Rows over the mesh's data axis. Each process has read all rows and hands over those of its own devices."""
+    """Spread rows over the mesh's data axis. Each process has read all rows, and passes on those of its devices."""
     sharding = NamedSharding(mesh, PartitionSpec("data"))
     return jax.make_array_from_callback(rows.shape, sharding, lambda index: rows[index])
 
@@ -320,7 +321,7 @@ def spread(rows: np.ndarray, mesh: Mesh) -> Array:
 
 
 class Checkpoints:
-    """Orbax's manager with what a killed run needs: a digest in each checkpoint, and the newest one that is whole."""
+    """Orbax's manager, made safe for killed runs: checkpoints have digests, and the newest whole one is restored."""
 
     def __init__(self, folder: Path, keep: int, say: Callable[[str], None]):
         self.folder, self.say = (folder / "checkpoints").absolute(), say
@@ -330,9 +331,9 @@ class Checkpoints:
         self.manager = ocp.CheckpointManager(self.folder, options=options)
 
     def restore(self, state: State, start: Progress) -> tuple[State, Progress]:
-        """The newest checkpoint that is whole, or what was given; damaged ones are moved aside, never deleted."""
+        """Return the newest whole checkpoint, or the given start; damaged ones are moved aside, never deleted."""
         for number in self.cut_short:
-            self.say(f"the checkpoint of step {number} was cut short while it was written, and is left out")
+            self.say(f"the checkpoint of step {number} was cut short while it was written; it is ignored")
         target = jax.tree.map(ocp.utils.to_shape_dtype_struct, state._asdict())
         for step in sorted(self.manager.all_steps(), reverse=True):
             try:
@@ -340,8 +341,8 @@ class Checkpoints:
                 restored = self.manager.restore(step, args=ocp.args.Composite(**items))
                 found, progress = State(**restored["state"]), restored["progress"]
                 if progress.pop("digest") != digest(found):
-                    raise ValueError("its digest is another")
-                self.say(f"going on from the checkpoint of step {step}")
+                    raise ValueError("its digest differs")
+                self.say(f"resuming from the checkpoint of step {step}")
                 return found, Progress(**progress)
             except Exception as error:  # Orbax, TensorStore and the disk have no common base
                 reason = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
@@ -354,11 +355,11 @@ class Checkpoints:
                     multihost_utils.sync_global_devices("moved aside")
                 self.manager.reload()
         if self.cut_short or (self.folder.parent / "damaged").exists():
-            self.say("no checkpoint is whole; beginning anew")
+            self.say("no checkpoint is whole; starting again")
         return state, start
 
     def save(self, state: State, progress: Progress) -> None:
-        """Starts to write a checkpoint, once the one before is written."""
+        """Start to write a checkpoint, once the previous one is written."""
         try:
             self.manager.save(
                 progress.step,
@@ -371,7 +372,7 @@ class Checkpoints:
             raise self._unwritten(error) from None
 
     def close(self) -> None:
-        """Waits for the last checkpoint."""
+        """Wait until the last checkpoint is written."""
         try:
             self.manager.wait_until_finished()
             self.manager.close()
@@ -384,12 +385,12 @@ class Checkpoints:
         last = f"that of step {max(kept)} is kept" if kept else "none was written before"
         return OSError(
             f"a checkpoint could not be written to {self.folder} ({type(error).__name__}: {reason}); {last}. Make room "
-            "and run the same command again to go on."
+            "and run the same command again to resume."
         )
 
 
 def digest(state: State) -> int:
-    """A checksum of every bit of a state."""
+    """Return a checksum of every bit of a state."""
     total = 0
     for leaf in jax.tree.leaves(state):
         total = zlib.crc32(np.ascontiguousarray(np.asarray(leaf)).view(np.uint8).data, total)
@@ -420,31 +421,31 @@ def train(
     progress_bar: bool = False,
     say: Callable[[str], None] = lambda text: None,
 ) -> tuple[Butler, dict[str, Any] | None]:
-    """Trains a predictor, from the newest whole checkpoint in ``folder`` if there is one and ``resume`` holds.
+    """Train a predictor, from the newest whole checkpoint in ``folder`` if there is one and ``resume`` is true.
 
     Args:
-        folder: see the top of this file; made if it is not there.
-        model: frozen; on ``mesh`` where one is given (``models.load(..., mesh=mesh)``).
-        config: of the predictor.
-        corpus: rows as long as ``settings.seq_len``.
-        name: the model's, for people.
+        folder: see the module's docstring; created if it does not exist.
+        model: the frozen model, on ``mesh`` if that is given (``models.load(..., mesh=mesh)``).
+        config: the predictor's shape.
+        corpus: the text, in rows of length ``settings.seq_len``.
+        name: the model's name, for messages.
         begun: the command, for run.json and summary.json.
-        made_of: fingerprints of the model, its tokenizer and the built-in prose; a run does not go on with others.
-        mesh: axes "data", over which the rows of a step are spread, and "tensor", over which the model is.
-        budget: of the hit rate: the share of the tokens that a query sees.
-        save_every, keep: steps between two checkpoints, and how many are kept.
-        eval_every: steps between two looks at held-out text; 0 for the end alone.
-        log_every: steps between two lines of the log.
-        stop_after: ends the run at this step, to be resumed later.
-        say: is told where a run begins, for people.
+        made_of: fingerprints of the model, its tokenizer and the built-in prose; a run resumes only with the same ones.
+        mesh: devices with axes "data", over which the rows of a step are spread, and "tensor", over which the model is.
+        budget: the share of the tokens that a query reads, for the hit rate.
+        save_every, keep: the steps between two checkpoints, and how many checkpoints are kept.
+        eval_every: the steps between two measurements on held-out text; 0 for the end only.
+        log_every: the steps between two lines of the log.
+        stop_after: the step at which to stop, to be resumed later.
+        say: called with messages about where the run starts.
 
     Returns:
-        The predictor, and the summary; None where the run was stopped before its end.
+        The predictor, and the summary; None if the run was stopped before its end.
 
     Raises:
-        ValueError: a folder of another run (what differs is said) or that one writes into now, a batch that the mesh
-            does not divide, a budget beyond the sequence, a loss that is not finite, text that cannot be read.
-        OSError: a checkpoint that cannot be written.
+        ValueError: the folder holds another run (the message says what differs) or one that is running, the mesh does
+            not divide the batch, the budget is not in (0, 1], the loss is not finite, or the text cannot be read.
+        OSError: a checkpoint cannot be written.
     """
     folder = Path(folder)
     mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("data", "tensor")) if mesh is None else mesh
@@ -547,7 +548,7 @@ def train(
 def compare_sources(
     model: Decoder, config: ButlerConfig, parameters: Parameters, corpus: Corpus, settings: Settings, budget: float
 ) -> dict[str, Any]:
-    """The predictor's figures on held-out text beside those of the other sources by the same rule; see measure."""
+    """Return the figures of the predictor and of the other sources on held-out text; see :func:`measure`."""
     butler = Butler(config, parameters)
     found = {name: measure(model, butler, corpus.held_out, name, budget) for name in ("butler", *BASELINES)}
     return {
@@ -568,7 +569,7 @@ def compare_sources(
 def held_out_loss(
     model: Decoder, config: ButlerConfig, parameters: Parameters, corpus: Corpus, settings: Settings
 ) -> float:
-    """The loss on held-out rows, nothing dropped."""
+    """Return the loss on held-out rows, without dropout."""
     return float(np.mean([_row_loss(model, parameters, row[None], config, settings.causal) for row in corpus.held_out]))
 
 
@@ -578,7 +579,7 @@ def _row_loss(model, parameters, tokens, config, causal):
 
 
 def _batches(corpus: Corpus, settings: Settings, progress: Progress, last: int) -> Iterator[tuple[Any, Any]]:
-    """(rows, position behind them) of the steps that are left; what goes wrong comes as the last item."""
+    """Yield (rows, position after them) for the remaining steps; an error becomes the last item."""
     rows = corpus.rows(progress.position)
     try:
         for _ in range(progress.step, last):
@@ -589,7 +590,7 @@ def _batches(corpus: Corpus, settings: Settings, progress: Progress, last: int) 
 
 
 def _checked(pending: Sequence[tuple[Array, Array]], done: int, checkpoints: Checkpoints) -> tuple[float, float]:
-    """Mean loss and gradient norm of the last steps, if every one is finite."""
+    """Return the mean loss and gradient norm of the last steps, after checking that all are finite."""
     values = np.array(jax.device_get(pending))
     wrong = np.flatnonzero(~np.isfinite(values).all(1))
     if len(wrong):
@@ -598,14 +599,14 @@ def _checked(pending: Sequence[tuple[Array, Array]], done: int, checkpoints: Che
         kept = checkpoints.manager.latest_step()
         last = "no checkpoint was written before" if kept is None else f"the checkpoint of step {kept} is kept"
         raise ValueError(
-            f"the loss or its gradient is not finite in step {step}; {last}. Begin anew with a smaller --lr or "
+            f"the loss or its gradient is not finite in step {step}; {last}. Start again with a smaller --lr or "
             "another --dtype."
         )
     return float(values[:, 0].mean()), float(values[:, 1].mean())
 
 
 def _skipped(position: Any) -> int:
-    """Bad lines that were skipped up to a position."""
+    """Count the bad lines that were skipped up to a position."""
     if isinstance(position, list):
         return sum(_skipped(part) for part in position)
     if isinstance(position, dict):
@@ -614,7 +615,7 @@ def _skipped(position: Any) -> int:
 
 
 def _check_run(folder: Path, run: dict[str, Any], resume: bool) -> None:
-    """Refuses a folder that another run wrote."""
+    """Check that a folder is empty or of the same run."""
     record = folder / RUN_FILE
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--out is {folder}, which is a file; name a folder.")
@@ -626,16 +627,16 @@ def _check_run(folder: Path, run: dict[str, Any], resume: bool) -> None:
     if isinstance(earlier, dict):
         earlier.pop("made", None)
     if earlier is None and any((folder / name).exists() for name in (WEIGHTS_FILE, CONFIG_FILE, "checkpoints")):
-        raise ValueError(f"{folder} holds a predictor that is of no run that began here; choose another --out.")
+        raise ValueError(f"{folder} holds a predictor that no run in this folder made; choose another --out.")
     if earlier is not None and resume and earlier != run:
         differing = "; ".join(_differences(earlier, run))
         raise ValueError(
-            f"{folder} holds another run ({differing}): choose another --out, or --resume never to begin anew there."
+            f"{folder} holds another run ({differing}): choose another --out, or --resume never to start again there."
         )
 
 
 def _begin_run(folder: Path, run: dict[str, Any], resume: bool, facts: dict[str, Any]) -> None:
-    """Writes down what a folder's run is; without ``resume``, clears what an earlier run of ours left in it."""
+    """Record a folder's run; without ``resume``, delete what an earlier run left in it."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("run checked")
     if jax.process_index() == 0:
@@ -650,7 +651,7 @@ def _begin_run(folder: Path, run: dict[str, Any], resume: bool, facts: dict[str,
 
 
 def _differences(there: Any, here: Any, name: str = "") -> list[str]:
-    """What differs between two trees of dictionaries, as "name there and here"."""
+    """List the differences between two trees of dictionaries, each as "name A there, B here"."""
     if isinstance(there, dict) and isinstance(here, dict):
         return [
             line
@@ -689,7 +690,7 @@ def _summary(
 
 
 class _Log:
-    """log.jsonl and TensorBoard's events; both forget the steps behind the one that a run goes on from."""
+    """log.jsonl and TensorBoard's events; both drop the steps after the one that a run resumes from."""
 
     def __init__(self, folder: Path, step: int, writes: bool):
         self.path, self.writes = folder / "log.jsonl", writes
@@ -727,7 +728,7 @@ def _step_of(line: str) -> float:
 
 
 def table(summary: dict[str, Any]) -> str:
-    """The summary for people."""
+    """Return the summary as a table in text."""
     lines = [
         f"{summary['parameters']:,} parameters, {100 * summary['share_of_model']:.3f}% of the model · "
         f"{summary['tokens']:,} tokens in {summary['seconds']:,.0f} s · held-out loss {summary['held_out_loss']:.4f}",
@@ -738,14 +739,14 @@ def table(summary: dict[str, Any]) -> str:
         lines.append(f"{name:<16}" + "".join(f"{row[key]:>10.3f}" for key in ("hit_rate", "token_accuracy", "mass")))
     lines += [
         "",
-        "hit rate: share of the oracle's tokens that are chosen, mean of all rows; accuracy: that of the",
+        "hit rate: share of the oracle's tokens that are chosen, mean over all queries; accuracy: the same for the",
     ]
-    lines += ["last row, the paper's figure; mass: true attention held by the chosen tokens. No sinks are added."]
+    lines += ["last query, the paper's figure; mass: true attention held by the chosen tokens. No sinks are added."]
     return "\n".join(lines)
 
 
 def parser() -> argparse.ArgumentParser:
-    """The flags."""
+    """Build the parser of the command's flags."""
     flags = commands.parser(
         "kvjax-train-butler",
         "train.butler",
@@ -757,46 +758,46 @@ def parser() -> argparse.ArgumentParser:
         "--data", nargs="+", help="files, folders, a hub data set (owner/name[:config]), python, retriever"
     )
     flags.add_argument(
-        "--eval-data", nargs="+", default=[], help="held-out text; the data's first documents if not given"
+        "--eval-data", nargs="+", default=[], help="held-out text (default: the first documents of --data)"
     )
     flags.add_argument("--eval-rows", type=int, default=16, help="held-out rows (default 16)")
-    flags.add_argument("--text-field", default="text", help="of a JSON line (default text)")
+    flags.add_argument("--text-field", default="text", help="field of a JSON line (default text)")
     flags.add_argument("--skip-bad-lines", action="store_true", help="leave out and count lines without text")
-    flags.add_argument("--hidden", type=int, help="width of the two networks' middle")
-    flags.add_argument("--dim", type=int, help="D', of the predicted queries and keys")
+    flags.add_argument("--hidden", type=int, help="hidden width of the two networks")
+    flags.add_argument("--dim", type=int, help="D', width of the predicted queries and keys")
     flags.add_argument("--source", choices=SOURCES, help="what the predictor reads")
     flags.add_argument("--dropout", type=float, help="share of the feed-forward's output that is dropped")
     flags.add_argument(
-        "--causal", action=argparse.BooleanOptionalAction, help="the loss of visible pairs, or of all as published"
+        "--causal", action=argparse.BooleanOptionalAction, help="loss of visible pairs only; published: of all pairs"
     )
-    flags.add_argument("--tokens", type=_count, help="of text in all, such as 80e6")
-    flags.add_argument("--seq-len", type=int, help="tokens a row (default 1024 or 2048, by the model's width)")
-    flags.add_argument("--batch", type=int, help="rows a step")
+    flags.add_argument("--tokens", type=_count, help="tokens of text in total, such as 80e6")
+    flags.add_argument("--seq-len", type=int, help="tokens per row (default 1024 or 2048, by the model's width)")
+    flags.add_argument("--batch", type=int, help="rows per step")
     flags.add_argument("--lr", type=float, help="the highest learning rate (default 1e-3)")
-    flags.add_argument("--warmup", type=float, help="share of the steps")
-    flags.add_argument("--clip", type=float, help="of the gradient's global norm")
+    flags.add_argument("--warmup", type=float, help="share of the steps with a rising learning rate")
+    flags.add_argument("--clip", type=float, help="largest global norm of the gradient")
     flags.add_argument("--weight-decay", type=float)
     flags.add_argument("--seed", type=int)
-    flags.add_argument("--budget", type=float, default=0.5, help="of the hit rate: a share of the tokens (default 0.5)")
-    flags.add_argument("--out", type=Path, default=Path("butler"), help="folder of the predictor and its run")
-    flags.add_argument("--resume", choices=("auto", "never"), default="auto", help="go on from --out's checkpoint")
+    flags.add_argument("--budget", type=float, default=0.5, help="share of tokens read, for the hit rate (default 0.5)")
+    flags.add_argument("--out", type=Path, default=Path("butler"), help="folder for the predictor and its run")
+    flags.add_argument("--resume", choices=("auto", "never"), default="auto", help="resume --out's checkpoint")
     flags.add_argument("--save-every", type=int, default=200, help="steps between checkpoints (default 200)")
     flags.add_argument("--keep", type=int, default=2, help="checkpoints kept (default 2)")
-    flags.add_argument("--eval-every", type=int, default=200, help="steps between looks at held-out text; 0: the end")
+    flags.add_argument("--eval-every", type=int, default=200, help="steps between measurements; 0: only at the end")
     flags.add_argument("--log-every", type=int, default=20, help="steps between lines of the log (default 20)")
     flags.add_argument("--stop-after", type=int, help="stop early, after this step")
     flags.add_argument("--mesh", help="devices, such as data=4 or data=2,tensor=2; data: rows, tensor: the model")
-    flags.add_argument("--dtype", default="float32", help="of the frozen model (default float32, as published)")
-    flags.add_argument("--coordinator", help="host:port of the first process; 'auto' asks the cluster's environment")
+    flags.add_argument("--dtype", default="float32", help="the frozen model's dtype (default float32, as published)")
+    flags.add_argument("--coordinator", help="host:port of the first process; 'auto' reads the cluster's environment")
     flags.add_argument("--processes", type=int, help="how many processes train together")
-    flags.add_argument("--process-id", type=int, help="which of them this is, from 0")
+    flags.add_argument("--process-id", type=int, help="the number of this process, from 0")
     flags.add_argument("--json", action="store_true", help="print the summary as JSON")
     commands.add_cache_flag(flags)
     return flags
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command; returns its exit code: 2 for bad input, a loss that is not finite, or a full disk."""
+    """Run the command and return its exit code: 2 for bad input, a loss that is not finite, or a full disk."""
     flags = parser().parse_args(arguments)
     commands.keep_compiled(vars(flags).pop("compilation_cache"))
     return commands.run(lambda: _run(flags), "train.butler")
@@ -813,7 +814,7 @@ def _run(flags: argparse.Namespace) -> None:
     _join(flags)
     mesh = models.parse_mesh(flags.mesh or f"data={jax.device_count() if jax.process_count() > 1 else 1}")
     if mesh.size < jax.device_count() and jax.process_count() > 1:
-        raise ValueError(f"--mesh takes {mesh.size} of the processes' {jax.device_count()} devices; take all.")
+        raise ValueError(f"--mesh takes {mesh.size} of the processes' {jax.device_count()} devices; it must take all.")
     embedded = flags.model == "retriever"
     if flags.data is None and not embedded:
         raise ValueError("no data was named; give --data files, folders or a hub data set.")
@@ -862,13 +863,13 @@ def _run(flags: argparse.Namespace) -> None:
     if jax.process_index() > 0:
         return
     if summary is None:
-        print(f"stopped after step {flags.stop_after}; run the same command without --stop-after to go on.")
+        print(f"stopped after step {flags.stop_after}; run the same command without --stop-after to resume.")
     else:
         print(json.dumps(summary) if flags.json else table(summary))
 
 
 def _join(flags: argparse.Namespace) -> None:
-    """Joins the other processes of a run, if there are any."""
+    """Join the other processes of a run, if there are any."""
     given = (flags.coordinator, flags.processes, flags.process_id)
     if flags.coordinator == "auto":
         jax.distributed.initialize()
@@ -886,5 +887,5 @@ def _count(text: str) -> int:
     except ValueError:
         count = math.nan
     if not 1 <= count < 1e15 or count != int(count):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of tokens; write it like 80e6.")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens; write it like 80e6.")
     return int(count)

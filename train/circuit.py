@@ -1,15 +1,15 @@
-"""Where training begins: random weights in which the first two layers can already look things up.
+"""Initial weights for training: random weights in which the first two layers can already look things up.
 
-Finding the right key is what a small model learns last, after hours on a CPU. The circuit that does it is known
+To find the right key is what a small model learns last, after hours on a CPU. The circuit that does it is known
 (Olsson et al., In-context Learning and Induction Heads, 2022) and short enough to write down, over random codes for
-the tokens; training then starts from a model that finds most facts and goes on from there.
+the tokens. Training then starts from a model that already finds most facts.
 
 The residual stream is divided: one constant element, the token's own code, and one block for the code of the token
 1 place back, one for 2 places back, and so on. Layer 0 fills those blocks. Its queries and keys come from the constant
-alone, so they depend on position only: turned against each other in RoPE's fastest pairs so that head i peaks i + 1
-places back. In layer 1 a query describes the newest tokens, and a key the tokens before its own, both in RoPE's slow
-pairs, which hardly turn and so match at any distance. A token thus attends to what followed the same phrase earlier,
-and its own code is copied to where the next token is read.
+alone, so they depend on position only: they are rotated against each other in RoPE's fastest pairs so that head i peaks
+i + 1 places back. In layer 1 a query encodes the newest tokens, and a key the tokens before its own, both in RoPE's
+slow pairs, which hardly rotate and so match at any distance. A token thus attends to what followed the same phrase
+earlier, and copies that token's code to where the next token is read.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ NOISE = 0.1  # of ordinary random weights, left on the circuit's matrices
 
 
 def init_parameters(config: Config, key: Array) -> dict[str, Array]:
-    """Random parameters with the circuit in layers 0 and 1. What writes to the residual stream is zero elsewhere.
+    """Return random parameters with the circuit in layers 0 and 1. Nothing else writes to the residual stream.
 
-    Needs query and key norms, two layers, and a head_dim of at least 16.
+    The config must have query and key norms, at least two layers, and a head_dim of at least 16.
 
     Example:
         >>> import jax
@@ -56,7 +56,7 @@ def init_parameters(config: Config, key: Array) -> dict[str, Array]:
     codes = jax.random.normal(code_key, (V, own)) * own**-0.5
     embedding = 0.3 * parameters["embedding"]
     parameters["embedding"] = embedding.at[:, 1 : 1 + own].add(codes).at[:, 0].set(CONSTANT)
-    # From a token's own code to the shorter one under which it is remembered; norms are kept.
+    # From a token's own code to the shorter code by which it is remembered; norms are kept.
     shrink = jnp.linalg.qr(jax.random.normal(shrink_key, (own, own)))[0][:, :back] * (own / back) ** 0.5
 
     layers = _remember(config, shrink), _match(config, shrink, match_key)
@@ -70,14 +70,14 @@ def init_parameters(config: Config, key: Array) -> dict[str, Array]:
 
 
 def _code_sizes(config: Config) -> tuple[int, int]:
-    """The sizes of the block for one earlier token, and of the block for the token itself."""
+    """Return the size of the block for one earlier token, and of the block for the token itself."""
     E, N, D = config.hidden_size, config.num_heads, config.head_dim
     back = min(3 * E // (4 * N), (E - 1) // (N + 1), D)
     return back, min(E - 1 - N * back, D)
 
 
 def _blocks(config: Config) -> tuple[slice, list[slice]]:
-    """Where in the residual stream the token's own code is, and those of the tokens 1, 2, ... places back."""
+    """Return the places in the residual stream of the token's own code and of those 1, 2, ... places back."""
     back, own = _code_sizes(config)
     return slice(1, 1 + own), [slice(1 + own + i * back, 1 + own + (i + 1) * back) for i in range(config.num_heads)]
 
@@ -87,7 +87,7 @@ def _angles(config: Config) -> Array:
 
 
 def _remember(config: Config, shrink: Array) -> dict[str, Array]:
-    """Layer 0: head i copies the code of the token i + 1 places back into its block."""
+    """Build layer 0: head i copies the code of the token i + 1 places back into its block."""
     E, N, K, D = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
     token, earlier = _blocks(config)
     back = shrink.shape[1]
@@ -106,7 +106,7 @@ def _remember(config: Config, shrink: Array) -> dict[str, Array]:
 
 
 def _match(config: Config, shrink: Array, rng: Array) -> dict[str, Array]:
-    """Layer 1: attends to what followed the same tokens, and copies it. Each KV head mixes the codes in its own way."""
+    """Build layer 1: attend to what followed the same tokens, and copy it. Each KV head mixes codes differently."""
     E, N, K, D = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
     token, earlier = _blocks(config)
     own, back = shrink.shape

@@ -1,4 +1,4 @@
-"""The script kvjax-train-butler, which is `python -m train.butler` where the package is installed."""
+"""The script kvjax-train-butler: `python -m train.butler` of an installed package."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from models import commands
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command, or says which extra it lacks; returns its exit code."""
+    """Run the command, or name the extra that it lacks, and return its exit code."""
     with commands.extra("train", "kvjax-train-butler"):
         from train import butler
     return butler.main(arguments)

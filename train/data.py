@@ -1,8 +1,7 @@
 """The retriever's tokenizer and training rows: prose, facts, very many questions about them, and places named twice.
 
-A row is a pure function of (seed, step, row): training that resumes reads what it would have read. Sentences are
-tokenised one word at a time with a memo; the tokenizer never merges across a space, so that gives the same ids as
-tokenising the whole text.
+A row is a pure function of (seed, step, row), so training that resumes reads the same rows. Sentences are tokenised one
+word at a time with a memo. The tokenizer never merges across a space, so the ids are those of the whole text.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ BOS, EOS, PAD = "<s>", "</s>", "<pad>"
 _WORD = re.compile(r"\n| ?[^ \n]+")
 _PIECE = re.compile(r"[a-z]{1,6}|Ġ[A-Z][a-z]{0,4}")
 _SENTENCE_END = re.compile(r"(?<=[.?]) ")
-# Kinds of target: of a value stated earlier the first digit, which takes finding the key, and the others, which take
-# following it; ordinary text; the first digit where the question came before the text; the name of a place where it is
-# said again. 0: nothing to learn, as of a value or a name stated for the first time.
+# Kinds of target: the first digit of a value stated earlier, which requires finding the key; its other digits, which
+# require following it; ordinary text; the first digit where the question came before the text; a place's name when it
+# is repeated. 0: nothing to learn, such as a value or a name that is stated for the first time.
 FIRST, REST, TEXT, BEFORE, NAME = 1, 2, 3, 4, 5
 KINDS = (FIRST, REST, TEXT, BEFORE, NAME)
 
@@ -37,7 +36,7 @@ Cliff Stone""".split()
 
 
 def train_tokenizer(vocab_size: int = 1536, seed: int = 0) -> Tokenizer:
-    """A byte-level BPE with every digit apart (a space before it belongs to it) and every key word a single token.
+    """Train a byte-level BPE with one token per digit (including a space before it) and per key word.
 
     >>> tokenizer = train_tokenizer(1536)
     >>> tokenizer.encode("is 4719.").tokens
@@ -59,8 +58,8 @@ def train_tokenizer(vocab_size: int = 1536, seed: int = 0) -> Tokenizer:
     )
     rng = np.random.default_rng(seed)
     sentences = [*prose.sentences("train"), *(prose.template_sentence(rng) for _ in range(4000))]
-    corpus = [*sentences, *(f" {sentence}" for sentence in sentences)]  # as the first of a text, and as a later one
-    # Often enough that the merges of these words come before those of ordinary ones.
+    corpus = [*sentences, *(f" {sentence}" for sentence in sentences)]  # as the first sentence of a text and as others
+    # Repeated, so that the merges of these words come before those of ordinary words.
     words = " ".join([*prose.ADJECTIVES, *prose.NOUNS, *prose.ATTRIBUTES])
     corpus += [f"Question: what is the {words}?\nAnswer: The the of is 1 2 3 4 5 6 7 8 9 0."] * 400
     tokenizer.train_from_iterator(corpus, trainer)
@@ -71,7 +70,7 @@ def train_tokenizer(vocab_size: int = 1536, seed: int = 0) -> Tokenizer:
 
 
 def invented_name(rng: np.random.Generator) -> str:
-    """A name for a place, of random syllables; never one that the co-reference task tests with.
+    """Return a name for a place from random syllables; never one that the co-reference task tests with.
 
     >>> invented_name(np.random.default_rng(0))
     'Scickdriexui'
@@ -89,7 +88,7 @@ def invented_name(rng: np.random.Generator) -> str:
 
 
 def special_id(tokenizer: Tokenizer, token: str) -> int:
-    """The id of BOS, EOS or PAD.
+    """Return the id of BOS, EOS or PAD.
 
     >>> special_id(train_tokenizer(1536), PAD)
     2
@@ -101,7 +100,7 @@ def special_id(tokenizer: Tokenizer, token: str) -> int:
 
 
 class Level(NamedTuple):
-    """How hard the rows of a phase are; pairs are the ends of a range that each row draws from."""
+    """The difficulty of a phase's rows; a pair is a range that each row draws from."""
 
     length: int
     facts: tuple[int, int]
@@ -111,13 +110,13 @@ class Level(NamedTuple):
     before: float = 0.2  # share of rows whose questions come before the text
     episodes: bool = True  # those rows hold many short texts, each after its question; else one text as long as the row
     prose: float = 0.05  # share of rows without facts
-    library: float = 0.0  # share of the sentences in those that are the standard library's for certain
+    library: float = 0.0  # share of their sentences that are sure to be the standard library's
     places: float = 0.0  # share of rows in which places are named, and named again later
     pieces: float = (
-        0.0  # share of those names that are made of any tokens, so that each token is learned to be repeated
+        0.0  # share of those names that are made of any tokens, so that the model learns to repeat every token
     )
-    cues: float = 0.0  # share of those names that are said again behind any sentence with a colon
-    reach: int = 0  # the greatest position that jumps between sentences may lead to
+    cues: float = 0.0  # share of those names that are repeated after an arbitrary sentence with a colon
+    reach: int = 0  # the largest position that jumps between sentences may lead to
 
 
 class Batch(NamedTuple):
@@ -128,7 +127,7 @@ class Batch(NamedTuple):
 
 
 class Writer:
-    """Tokenises pieces of text, and writes rows of them.
+    """Tokenises texts and writes training rows.
 
     >>> writer = Writer(train_tokenizer(1536))
     >>> batch = writer.batch(Level(64, facts=(2, 4), filler=(0, 0.5)), rows=2, seed=0, step=5)
@@ -145,7 +144,7 @@ class Writer:
         self._pieces = [piece for piece in pieces if piece.islower()]
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text, without BOS; it may begin with a space or a new line."""
+        """Return the ids of a text, without BOS; the text may begin with a space or a new line."""
         ids: list[int] = []
         for word in _WORD.findall(text):
             known = self._words.get(word)
@@ -155,7 +154,7 @@ class Writer:
         return ids
 
     def pieced_name(self, rng: np.random.Generator) -> str:
-        """A name put together from tokens; never one that the co-reference task tests with."""
+        """Return a name made of tokens; never one that the co-reference task tests with."""
         while True:
             start = _pick(rng, self._starts if rng.random() < 0.5 else self._pieces).capitalize()
             name = start + "".join(_pick(rng, self._pieces) for _ in range(int(rng.integers(1, 5))))
@@ -163,16 +162,16 @@ class Writer:
                 return name
 
     def batch(self, level: Level, rows: int, seed: int, step: int) -> Batch:
-        """The rows that training reads at this step."""
+        """Return the rows that training reads at this step."""
         made = [self.row(level, np.random.default_rng([seed, step, row])) for row in range(rows)]
         tokens, positions, kinds = np.array(made, np.int32).swapaxes(0, 1)
         return Batch(tokens[:, :-1], positions[:, :-1], tokens[:, 1:], kinds[:, 1:])
 
     def row(self, level: Level, rng: np.random.Generator) -> tuple[list[int], list[int], list[int]]:
-        """``level.length`` + 1 ids, their positions, and the kind of each as a target.
+        """Return ``level.length`` + 1 ids, their positions, and the kind of each as a target.
 
-        Where the level's ``reach`` exceeds its length, positions jump between some sentences: a short row then
-        teaches what happens at the distances of a long one.
+        If the level's ``reach`` exceeds its length, positions jump between some sentences, so that a short row has the
+        distances of a long one.
         """
         draw = rng.random()
         if draw < level.prose:
@@ -200,7 +199,7 @@ class Writer:
 
 
 class _Row:
-    """A row while it is written."""
+    """A row that is being written."""
 
     def __init__(self, writer: Writer, level: Level, rng: np.random.Generator, filler: float | None = None):
         self.writer, self.level, self.rng = writer, level, rng
@@ -216,7 +215,7 @@ class _Row:
         return len(self.ids) < 1 + until * self.level.length
 
     def add(self, text: str, stated: bool | None = None) -> None:
-        """Adds a sentence. For one that ends with a value, ``stated`` says whether the row has stated it before."""
+        """Add a sentence. If it ends with a value, ``stated`` says whether the row has stated the value before."""
         ids = self.writer.encode(text if self.line_start else " " + text)
         kinds = [TEXT] * len(ids)
         if stated is not None:
@@ -231,7 +230,7 @@ class _Row:
         self.kinds += kinds
 
     def maybe_jump(self) -> None:
-        """Moves on, between two sentences, by some of the positions that the row may skip."""
+        """Skip, between two sentences, some of the positions that the row may skip."""
         if self.to_jump and self.rng.random() < 0.15:
             size = int(self.rng.integers(self.to_jump + 1))
             self.positions[-1] += size
@@ -261,13 +260,13 @@ class _Row:
         return fact
 
     def add_question(self) -> None:
-        """Asks for a fact stated earlier; every fact has its turn before one is asked for again."""
+        """Ask for a fact stated earlier; every fact is asked for once before one is asked for again."""
         self.maybe_jump()
         if not self.to_ask:
             self.to_ask = [self.stated[i] for i in self.rng.permutation(len(self.stated))]
         fact = self.to_ask.pop()
         form = self.rng.random()
-        if form < 0.5:  # a repetition is the densest question: it costs no words of its own
+        if form < 0.5:  # a repetition is the shortest question: it needs no extra words
             self.add(self._statement(fact), stated=True)
             return
         self.new_line()
@@ -277,7 +276,7 @@ class _Row:
         self.new_line()
 
     def add_stream(self) -> None:
-        """Facts and questions mixed, a question possible as soon as there is a fact."""
+        """Add facts and questions in mixed order; a question may follow as soon as there is a fact."""
         while self.space():
             if self.rng.random() < self.filler:
                 self.add_filler()
@@ -287,12 +286,12 @@ class _Row:
                 self.add_question()
 
     def add_text_then_questions(self) -> None:
-        """All facts in the first part, at random places among the prose; questions in the rest."""
+        """Add all facts in the first part, at random places among the prose, and questions in the rest."""
         share = float(self.rng.uniform(0.5, 0.85))
         while self.space(share):
             left = share * self.level.length - len(self.ids)
             missing = self.facts - len(self.stated)
-            # A sentence takes about 13 tokens: towards the end the facts that are missing crowd out the prose.
+            # A sentence takes about 13 tokens: towards the end, missing facts take the place of prose.
             if missing > 0 and (self.rng.random() > self.filler or missing * 13 > left):
                 self.add_fact()
             else:
@@ -303,14 +302,14 @@ class _Row:
             self.add_question()
 
     def add_question_then_text(self) -> None:
-        """A question, a text with its answer among other facts, the answer, and questions of the other kind."""
+        """Add a question, a text with its answer among other facts, the answer, and questions of the other kind."""
         rng, size = self.rng, self.level.length
         share = float(rng.uniform(0.35, 0.9))
         asked = self._fact()
         self.stated.append(asked)
         self.add(tasks.question(asked))
         self.new_line()
-        # The sentences' order is drawn first: a fact takes about 13 tokens, prose fills what is left.
+        # The place of the asked fact is drawn first. A fact takes about 13 tokens; prose fills the rest.
         facts = min(self.facts, max(1, int((share * size - len(self.ids)) / 13)))
         at, stated = int(rng.integers(facts)), 0
         while stated < facts or self.space(share):
@@ -337,7 +336,7 @@ class _Row:
             self.add_question()
 
     def add_episode(self) -> None:
-        """A question, a text that holds its answer, and the answer; sometimes the question is repeated."""
+        """Add a question, a text that holds its answer, and the answer; sometimes the question is repeated."""
         rng = self.rng
         asked = self._fact()
         self.stated.append(asked)
@@ -350,7 +349,7 @@ class _Row:
             while rng.random() < self.filler and self.space(0.9):
                 self.add_filler()
             if i == at:
-                # The key is known, the value is not: it is read here for the first time.
+                # The key is known from the question, but the value is stated here for the first time.
                 self.add(self._statement(asked), stated=False)
             else:
                 self.add_fact()
@@ -366,7 +365,7 @@ class _Row:
             self.add_question()
 
     def add_story(self) -> None:
-        """A place is named, other things follow, and it is named again: the co-reference task, or a shorter tale."""
+        """Add a place's name, other sentences, and the name again: the co-reference task's story, or a shorter one."""
         rng = self.rng
         story = coref_task.story(rng, "train")
         if self.level.pieces and rng.random() < self.level.pieces:
@@ -393,7 +392,7 @@ class _Row:
             self.add_question()
 
     def _short_distractions(self, story: coref_task.Story) -> Iterator[str]:
-        """A few sentences: of the story's distractions, without a fact, or a fact that may be asked for later."""
+        """Yield a few sentences: of the story's distractions or of the haystack; or add facts to ask for later."""
         for _ in range(int(self.rng.integers(5))):
             match int(self.rng.integers(3)):
                 case 0:
@@ -404,7 +403,7 @@ class _Row:
                     self.add_fact()
 
     def add_name(self, name: str, stated: bool) -> None:
-        """Adds the name of a place and a full stop; ``stated`` says whether the place has been named before."""
+        """Add the name of a place and a full stop; ``stated`` says whether the place has been named before."""
         ids = self.writer.encode(f" {name}.")
         self.extend(ids, [NAME if stated else 0] * (len(ids) - 1) + [TEXT])
 

@@ -1,9 +1,9 @@
 """Trains the retriever, the small model that ships: `python -m train.retriever --out models/retriever`.
 
-The model learns one thing well, to read a fact from its context, and a little prose. What made that quick enough for
-two CPU cores: very many questions a row, an answer's loss apart from the text's, short rows first, queries and keys
-normalised (Qwen3) so that Muon can take large steps, rows so few at a time that activations stay in the cache, and
-a start from weights that can already look up (train/circuit.py).
+The model learns one thing well, to read a fact from its context, and a little prose. These choices make that fast
+enough for two CPU cores: very many questions per row, a separate loss for answers, short rows first, normalised queries
+and keys (Qwen3) so that Muon can take large steps, few rows at a time so that activations stay in the CPU's cache, and
+initial weights that can already look things up (train/circuit.py).
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ Parameters = dict[str, Array]
 
 
 class Phase(NamedTuple):
-    """So many steps at one level. ``rate`` falls linearly from the first to the second.
+    """A number of steps at one level. The learning rate goes linearly from the first ``rate`` to the second.
 
-    ``weights`` are those of the mean loss on targets of each of ``data.KINDS``.
+    ``weights`` has one weight per kind of target in ``data.KINDS``, for the mean loss on that kind.
     """
 
     steps: int
@@ -68,7 +68,7 @@ RECIPE = (
     Phase(200, 4, (0.005, 0.003), data.Level(1024, (6, 28), (0.2, 0.85), before=0.5, episodes=False, reach=2400)),
     Phase(150, 8, (0.003, 0.003), data.Level(512, (4, 20), (0.1, 0.85), before=0.6, episodes=False, reach=2400)),
     Phase(200, 2, (0.003, 0.0002), data.Level(2048, (8, 32), (0.3, 0.9), before=0.5, episodes=False, reach=2400)),
-    # Once keys were found, it was the second digit that went wrong.
+    # Once the model found keys, the second digit was the one that it got wrong.
     Phase(
         150,
         8,
@@ -83,13 +83,13 @@ RECIPE = (
         data.Level(2048, (8, 32), (0.3, 0.9), before=0.5, episodes=False, reach=2400),
         (1.0, 4.0, 0.5, 1.0, 1.0),
     ),
-    # Places that are named again: from the weights of step 1,770, with a new optimizer.
+    # Places that are named again; from the weights of step 1,770, with a new optimizer.
     Phase(30, 8, (0.0003, 0.003), PLACES, (1.0, 2.0, 0.5, 1.0, 2.0)),
     Phase(370, 8, (0.003, 0.002), PLACES, (1.0, 2.0, 0.5, 1.0, 2.0)),
     Phase(30, 4, (0.002, 0.0018), LONG_PLACES, (1.0, 2.0, 0.5, 1.0, 2.0)),
-    # Names of syllables left many tokens that had never been repeated.
+    # In names made of syllables, many tokens were never repeated.
     Phase(300, 8, (0.003, 0.002143), PLACES._replace(pieces=0.6), (1.0, 2.0, 0.5, 1.0, 2.0)),
-    # Then it was the first token of the name, behind tie-backs unlike those of training.
+    # Then the first token of the name was wrong after tie-backs unlike those of training.
     Phase(
         350,
         4,
@@ -106,7 +106,7 @@ RECIPE = (
         ),
         (1.0, 4.0, 0.5, 1.0, 2.0),
     ),
-    # By then held-out prose had suffered: perplexity 97, after 34 at step 1,770.
+    # By then held-out prose had become worse: perplexity 97, from 34 at step 1,770.
     Phase(
         250,
         8,
@@ -118,7 +118,7 @@ RECIPE = (
 
 
 def make_config(tokenizer: Tokenizer, **changes: Any) -> Config:
-    """The shape of the model that ships, with the ids of its tokenizer.
+    """Return the config of the model that ships, with the ids of its tokenizer.
 
     >>> make_config(data.train_tokenizer(1536), num_layers=7).num_layers
     7
@@ -131,7 +131,7 @@ def make_config(tokenizer: Tokenizer, **changes: Any) -> Config:
         num_heads=4,
         num_kv_heads=2,
         head_dim=64,
-        # Slow enough that half of each head hardly turns within 2,048 positions: it matches content at any distance.
+        # Slow enough that half of each head hardly rotates within 2,048 positions: it matches content at any distance.
         rope=Rope(theta=1_000_000.0),
         max_positions=4096,
         tie_embeddings=True,
@@ -147,7 +147,7 @@ def make_config(tokenizer: Tokenizer, **changes: Any) -> Config:
 
 
 def make_optimizer(rate: Callable[[Array], Array]) -> optax.GradientTransformation:
-    """Muon for the layers' matrices, Adam for the embedding and the norms."""
+    """Return an optimizer: Muon for the layers' matrices, Adam for the embedding and the norms."""
     dimensions = optax.contrib.MuonDimensionNumbers
     matrices = {
         "layers.query": dimensions(1, (2, 3)),
@@ -170,7 +170,7 @@ def make_optimizer(rate: Callable[[Array], Array]) -> optax.GradientTransformati
 def hidden_states(
     config: Config, parameters: Parameters, tokens: Int[Array, "B T"], position: Int[Array, "B T"] | None = None
 ) -> tuple[Decoder, Float[Array, "B T E"]]:
-    """The decoder and its last hidden states, with an attention that skips what lies in the future."""
+    """Return the decoder and its last hidden states, computed by :func:`causal_attention`."""
     model = Decoder(config, parameters)
     if position is None:
         position = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
@@ -185,7 +185,7 @@ def hidden_states(
 def causal_attention(
     query: Float[Array, "B T N D"], key: Float[Array, "B T K D"], value: Float[Array, "B T K D"], block: int = 256
 ) -> Float[Array, "B T N D"]:
-    """Causal attention, a block of queries at a time over the keys that it may see.
+    """Compute causal attention, a block of queries at a time, over the keys that the block may see only.
 
     >>> one = jnp.ones((1, 3, 2, 4))
     >>> causal_attention(one, one[:, :, :1], one[:, :, :1]).shape
@@ -211,16 +211,16 @@ def losses(
     targets: Int[Array, "B T"],
     position: Int[Array, "B T"] | None = None,
 ) -> Float[Array, "B T"]:
-    """Cross-entropy of every target."""
+    """Return the cross-entropy of every target."""
     model, hidden = hidden_states(config, parameters, tokens, position)
     return optax.softmax_cross_entropy_with_integer_labels(model.logits(hidden), targets)
 
 
 def make_step(config: Config, optimizer: optax.GradientTransformation, mesh: jax.sharding.Mesh) -> Callable:
-    """One compiled step: (parameters, optimizer state, batch, weights) -> the same after it, and the losses.
+    """Compile a step: (parameters, optimizer state, batch, weights) -> parameters, optimizer state, losses.
 
-    A batch is [groups, rows, T]: devices share the groups, and each device takes its groups one after the other and
-    adds up the gradients. The optimizer's work is shared by layers.
+    A batch is [groups, rows, T]. The groups are split over the devices; each device runs its groups one after the other
+    and adds up the gradients. The optimizer's work is split by layers.
     """
     replicated, by_layer = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))
 
@@ -261,9 +261,9 @@ def make_step(config: Config, optimizer: optax.GradientTransformation, mesh: jax
 
 
 def arrange(batch: data.Batch, devices: int) -> tuple[np.ndarray, ...]:
-    """A batch as groups of rows [groups, rows, T]: tokens, positions, targets, and the targets' shares in mean losses.
+    """Arrange a batch in groups of rows [groups, rows, T]: tokens, positions, targets, and their shares in mean losses.
 
-    About 256 tokens a group keep the activations in a core's cache, which doubles the speed of a CPU.
+    Groups of about 256 tokens keep the activations in a core's cache, which doubles the speed on a CPU.
     """
     count, T = batch.tokens.shape
     rows = max(1, min(256 // T, count // devices))
@@ -274,10 +274,9 @@ def arrange(batch: data.Batch, devices: int) -> tuple[np.ndarray, ...]:
 
 
 def make_recall(config: Config) -> Callable:
-    """A compiled function: (parameters, samples' tokens, their answers' places) -> whether each place's token is the
-    argmax.
+    """Compile (parameters, samples' tokens, their answers' places) -> whether each place's token is the argmax.
 
-    A whole answer right is the same as greedy decoding being right: each token is read after the right ones before it.
+    An answer is right as a whole exactly if greedy decoding is right: each token follows the right tokens before it.
     """
 
     def tokens_right(parameters: Parameters, tokens: Int[Array, "B T"], places: Int[Array, "B A"]):
@@ -301,7 +300,7 @@ def recall(
     facts: int = 10,
     seed: int = 1_000_000,
 ) -> np.ndarray:
-    """Which digits of ``count`` held-out needles are right with the whole context in sight, bool [count, 4]."""
+    """Return which digits of ``count`` held-out needles are right with a full cache, bool [count, 4]."""
     tokens, places = np.zeros((count, length + 4), np.int32), np.zeros((count, 4), np.int32)
     for i in range(count):
         sample = tasks.needle(seed + i, tokenizer, length, depth=(i + 0.5) / count, facts=facts, question=question)
@@ -314,7 +313,7 @@ def recall(
 def names_right(
     tokens_right: Callable, parameters: Parameters, tokenizer: Tokenizer, count: int = 64, seed: int = 1_000_000
 ) -> list[np.ndarray]:
-    """Which tokens of each final name are right in ``count`` held-out samples of the co-reference task."""
+    """Return which tokens of each final name are right in ``count`` held-out samples of the co-reference task."""
     samples = [coref_task.sample(seed + i, tokenizer) for i in range(count)]
     longest = max(len(sample.answer_tokens) for sample in samples)
     tokens = np.zeros((count, max(len(sample.tokens) for sample in samples) + longest), np.int32)
@@ -328,7 +327,7 @@ def names_right(
 
 
 def perplexity(config: Config, parameters: Parameters, tokenizer: Tokenizer, length: int = 512) -> float:
-    """Perplexity per token of the held-out sentences of the standard library."""
+    """Return the perplexity per token of the standard library's held-out sentences."""
     ids = tokenizer.encode(" ".join(prose.sentences("test"))).ids
     rows = np.array(ids[: (len(ids) - 1) // length * length + 1])
     tokens, targets = rows[:-1].reshape(-1, length), rows[1:].reshape(-1, length)
@@ -337,8 +336,10 @@ def perplexity(config: Config, parameters: Parameters, tokenizer: Tokenizer, len
 
 
 def measure(config: Config, parameters: Parameters, tokenizer: Tokenizer, count: int) -> dict[str, Any]:
-    """What the finished model can do with its whole context: recall by placement and length, the co-reference task
-    (accuracy: whole names right; coverage: their tokens right, mean over samples), and perplexity.
+    """Measure the finished model with a full cache: recall by placement and length, co-reference, and perplexity.
+
+    Of the co-reference task, accuracy is the share of names that are right as a whole, and coverage the share of a
+    name's tokens that are right, a mean over samples.
     """
     tokens_right = make_recall(config)
     lengths = (512, 1024, 2048)
@@ -367,7 +368,7 @@ def _names_summary(names: Sequence[np.ndarray]) -> dict[str, float]:
 
 
 def plan(recipe: Sequence[Phase], start: int) -> Iterator[tuple[int, Phase]]:
-    """(step, phase) of every step from ``start`` on."""
+    """Yield (step, phase) for every step from ``start``."""
     step = 0
     for phase in recipe:
         for _ in range(phase.steps):
@@ -377,7 +378,7 @@ def plan(recipe: Sequence[Phase], start: int) -> Iterator[tuple[int, Phase]]:
 
 
 def rate_schedule(recipe: Sequence[Phase]) -> Callable[[Array], Array]:
-    """The learning rate at each step: linear within each phase, and a warm-up over the first 50 steps."""
+    """Return the learning rate by step: linear within each phase, with a warm-up over the first 50 steps."""
     sizes = jnp.array([phase.steps for phase in recipe])
     ends = jnp.cumsum(sizes)
     first, last = jnp.array([phase.rate for phase in recipe]).T
@@ -391,7 +392,7 @@ def rate_schedule(recipe: Sequence[Phase]) -> Callable[[Array], Array]:
 
 
 def prefetch(items: Iterator, size: int = 8) -> Iterator:
-    """The items of an iterator, made ahead in a thread; what goes wrong there is raised here."""
+    """Yield the items of an iterator, prepared ahead in a thread; an exception in the thread is raised here."""
     ready: queue.Queue = queue.Queue(size)
 
     def work():
@@ -426,22 +427,22 @@ def train(
     save_every: int = 100,
     progress: bool = True,
 ) -> Parameters:
-    """Runs the recipe, from the newest checkpoint in ``folder`` if there is one and ``resume`` holds; else from the
-    model in ``begin``, or from the start.
+    """Run the recipe and return the parameters.
 
-    Writes checkpoints, ``log.jsonl`` and ``run.json`` (what the checkpoints are of) into ``folder``. Every batch
-    follows from the seed and the step, so a run that stops and resumes ends with the parameters of one that does not,
-    bit for bit.
+    It starts from the newest checkpoint in ``folder`` if there is one and ``resume`` is true; else from the model in
+    ``begin``, or from initial weights. It writes checkpoints, ``log.jsonl`` and ``run.json`` (which describes the run)
+    into ``folder``. Every batch follows from the seed and the step, so a run that stops and resumes ends with the
+    parameters of one that does not, bit for bit.
 
     Args:
-        begin: a folder with a model that this recipe made, as far as the last step in its log.jsonl; the run goes on
-            behind that step, with an optimizer that begins anew.
-        stop_after: ends the run at this step of the recipe, to be resumed later.
-        evaluate_every: measures recall every so many steps and at the end; 0: never.
+        begin: a folder with a model that this recipe made, up to the last step in its log.jsonl; the run continues
+            after that step, with a new optimizer.
+        stop_after: the step of the recipe at which to stop, to be resumed later.
+        evaluate_every: measure recall every so many steps and at the end; 0 for never.
 
     Raises:
-        ValueError: the checkpoints in ``folder`` are of another model, seed or beginning, another run writes there, or
-            ``begin`` has a model of another shape or no log that says how far it came.
+        ValueError: the checkpoints in ``folder`` are of another model, seed or first step, another run writes there, or
+            ``begin`` has a model of another shape or no log with its last step.
         FileNotFoundError: ``begin`` has no model.
     """
     parameters, first = init_parameters(config, jax.random.key(seed)), 0
@@ -516,7 +517,7 @@ def train(
 
 
 def _check_run(folder: Path, run: dict[str, Any], resume: bool) -> None:
-    """Refuses checkpoints that ``run`` did not make."""
+    """Check that the checkpoints in a folder are those of ``run``."""
     record = folder / "run.json"
     if resume and record.exists():
         earlier = {"first": 0} | json.loads(record.read_text(encoding="utf-8"))
@@ -533,12 +534,12 @@ def _check_run(folder: Path, run: dict[str, Any], resume: bool) -> None:
             )
             raise ValueError(
                 f"{folder} holds checkpoints of another run ({'; '.join(different)}): "
-                "choose another --work, or --resume never to begin anew."
+                "choose another --work, or --resume never to start again."
             )
 
 
 def _begin_run(folder: Path, run: dict[str, Any], resume: bool) -> None:
-    """Writes down what a folder's run is; without ``resume``, clears what an earlier one left in it."""
+    """Record a folder's run; without ``resume``, delete what an earlier run left in it."""
     if not resume:
         for name in ("checkpoints", "log.jsonl"):
             path = folder / name
@@ -547,7 +548,7 @@ def _begin_run(folder: Path, run: dict[str, Any], resume: bool) -> None:
 
 
 def _read_model(folder: Path, config: Config) -> tuple[Parameters, int]:
-    """A saved model's parameters, and the step of the recipe that its log.jsonl ends with."""
+    """Return a saved model's parameters, and the last step of the recipe in its log.jsonl."""
     model, _ = load(folder)
     if model.config != config:
         raise ValueError(f"the model in {folder} has another shape or vocabulary than the recipe's; give one it made.")
@@ -569,25 +570,25 @@ def _log(folder: Path, line: dict[str, Any]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; returns its exit code."""
+    """Run the command and return its exit code."""
     parser = commands.Parser(prog="python -m train.retriever", description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("models/retriever"), help="folder for the finished model")
     parser.add_argument("--work", type=Path, default=Path("runs/retriever"), help="folder for checkpoints and the log")
-    parser.add_argument("--resume", choices=("auto", "never"), default="auto", help="go on from --work's checkpoint")
-    parser.add_argument("--from", type=Path, dest="begin", help="go on from this folder's model, behind its log's end")
-    parser.add_argument("--keep", type=float, default=0.0, help="share of --from's weights in the finished model's")
+    parser.add_argument("--resume", choices=("auto", "never"), default="auto", help="resume --work's checkpoint")
+    parser.add_argument("--from", type=Path, dest="begin", help="continue from this folder's model and log")
+    parser.add_argument("--keep", type=float, default=0.0, help="share of --from's weights in the finished model")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--devices", type=int, default=2, help="devices to split a CPU into; the cores it has")
-    parser.add_argument("--samples", type=int, default=100, help="needles to measure each recall with; 0: don't")
+    parser.add_argument("--devices", type=int, default=2, help="devices to split a CPU into; give its cores")
+    parser.add_argument("--samples", type=int, default=100, help="needles per recall measurement; 0 for none")
     parser.add_argument("--stop-after", type=int, default=None, help="stop early, after this step")
     options = parser.parse_args(arguments)
     for flag, path in (("--out", options.out), ("--work", options.work)):
         if path.exists() and not path.is_dir():
             parser.error(f"{flag} is {path}, which is a file; expected a folder, or a name for a new one.")
     if options.begin is not None and not options.begin.is_dir():
-        parser.error(f"--from is {options.begin}, which is no folder; expected one with a model that this recipe made.")
+        parser.error(f"--from is {options.begin}, which is no folder; expected one with a model of this recipe.")
     if not 0 <= options.keep < 1 or (options.keep and options.begin is None):
-        parser.error(f"--keep is {options.keep}; expected a share from 0 to less than 1, and --from beside it.")
+        parser.error(f"--keep is {options.keep}; expected a share from 0 to less than 1, and --from with it.")
     if options.devices < 1:
         parser.error(f"--devices is {options.devices}; expected at least 1.")
     if options.samples < 0:

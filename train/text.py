@@ -1,12 +1,12 @@
-"""Text as training reads it: documents of files, of a hub data set or of Python itself, as rows of token ids.
+"""Training text: documents from files, a hub data set or Python itself, as rows of token ids.
 
-Documents come in a fixed order (files as they are given, a folder's by name; texts held in memory shuffled anew each
-epoch by the seed), are joined by the end token and cut into rows of exactly ``length`` ids. Where the tokenizer puts a
-BOS before every prompt, each row begins with one, too. What is read is a function of where reading stands, a small
-dictionary that JSON can hold: training that resumes opens the file where it was and tokenises one piece again.
+Documents come in a fixed order (files as given, a folder's files by name; texts in memory are shuffled again each epoch
+by the seed). They are joined by the end token and cut into rows of exactly ``length`` ids. If the tokenizer puts a BOS
+before every prompt, each row begins with one, too. The next row depends only on the position, a small dictionary that
+JSON can hold: training that resumes opens the file at that place and tokenises one piece again.
 
-Several sources take turns, a row each. Held-out rows never come from what is trained on: of a user's text they are
-made of the first documents, and training begins behind them; of `python`, of the sentences that evals hold out too.
+Several sources take turns, one row each. Held-out rows never overlap with training: for a user's text they are the
+first documents, and training begins after them; for `python` they are the sentences that evals hold out, too.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from models.tokenizer import Tokenizer
 from train import data
 
 BUILTIN = ("python", "retriever")
-SUFFIXES = (".txt", ".jsonl", ".json")  # JSON lines, either; each also packed as .gz or .zst
-PIECE_BYTES = 1 << 14  # a .txt is tokenised piece by piece
+SUFFIXES = (".txt", ".jsonl", ".json")  # .json holds JSON lines, too; each also packed as .gz or .zst
+PIECE_BYTES = 1 << 14  # a .txt is tokenised in pieces of this size
 SENTENCES_A_DOCUMENT = 24
-HELD_OUT_SEED = 1_000_000  # rows of `retriever` that training never sees, as evals' samples
-# What the embedded model was trained on last; a row's length is the run's own.
+HELD_OUT_SEED = 1_000_000  # added to the seed for held-out rows of `retriever`; evals' samples start there, too
+# The last level that the embedded model was trained on; a row's length is that of the run.
 RETRIEVER_ROWS = dict(facts=(4, 28), filler=(0.1, 0.9), before=0.4, episodes=False, prose=0.1, places=0.3)
 
 Place = dict[str, int]
@@ -45,7 +45,7 @@ Rows = Callable[[Position | None], Iterator[tuple[Int[np.ndarray, "T"], Position
 
 
 class Piece(NamedTuple):
-    """A document or a part of one: its text, whether the document ends with it, and where reading goes on."""
+    """A document or a part of one: its text, whether the document ends with it, and where to continue reading."""
 
     text: str
     ends: bool
@@ -53,7 +53,7 @@ class Piece(NamedTuple):
 
 
 class Documents(NamedTuple):
-    """``pieces(place)`` reads from a place to the end of the data, once; ``start`` is the first place."""
+    """Documents of one source. ``pieces(place)`` reads once from a place to the end; ``start`` is the first place."""
 
     name: str
     start: Place
@@ -61,10 +61,10 @@ class Documents(NamedTuple):
 
 
 class Corpus(NamedTuple):
-    """What training reads.
+    """The text of a training run.
 
-    ``rows(position)`` yields rows without end, each with the position behind it; None starts from the beginning.
-    ``held_out`` are rows that it never yields. ``name`` says what it is made of.
+    ``rows(position)`` yields rows without end, each with the position after it; None starts from the beginning.
+    ``held_out`` are rows that it never yields. ``name`` lists the names of its sources.
     """
 
     name: list[str]
@@ -83,23 +83,24 @@ def open_corpus(
     skip_bad_lines: bool = False,
     seed: int = 0,
 ) -> Corpus:
-    """Training rows and held-out rows of everything named.
+    """Return the training rows and held-out rows of all named sources.
 
     Args:
-        names: files (.txt, .jsonl or .json of a JSON object a line, each also as .gz or .zst), folders of them, a hub
-            data set ("allenai/c4:realnewslike"), "python" (text that ships with Python), "retriever" (rows of the
+        names: files (.txt; .jsonl or .json with one JSON object per line; each also as .gz or .zst), folders of them, a
+            hub data set ("allenai/c4:realnewslike"), "python" (text that ships with Python), "retriever" (rows of the
             embedded model's own training). Commas separate names, too. All files together are one source.
-        tokenizer: of the model.
-        length: ids of a row.
+        tokenizer: the model's tokenizer.
+        length: the number of ids per row.
         eval_names: text to hold out, named likewise, instead of a part of ``names``.
-        eval_rows: how many rows are held out, in all.
-        field: of a JSON line, the one that holds the text.
-        skip_bad_lines: leave out lines that are not UTF-8 or hold no text, and count them in the position.
-        seed: of the order of texts that are held in memory.
+        eval_rows: how many rows to hold out in total.
+        field: the field of a JSON line that holds the text.
+        skip_bad_lines: whether to leave out lines that are not UTF-8 or have no text; the position counts them.
+        seed: the seed of the order of texts in memory.
 
     Raises:
-        FileNotFoundError: a name that is no file, folder or data set.
-        ValueError: files that cannot be read (what and where is said), too little text, a tokenizer without end token.
+        FileNotFoundError: a name is not a file, folder or data set.
+        ValueError: a file cannot be read (the message says where), there is too little text, or the tokenizer has no
+            end token.
 
     Example:
         >>> import models
@@ -111,9 +112,9 @@ def open_corpus(
         ((64,), (2, 64), ['epoch', 'place', 'skip'])
     """
     if length < 2:
-        raise ValueError(f"the sequence length is {length}; a row has at least 2 tokens.")
+        raise ValueError(f"the sequence length is {length}; expected at least 2 tokens per row.")
     if eval_rows < 1:
-        raise ValueError(f"{eval_rows} held-out rows; hold out at least 1.")
+        raise ValueError(f"{eval_rows} held-out rows were asked for; hold out at least 1.")
     encoder = _Encoder.of(tokenizer)
     sources = _sources(names, tokenizer, field, skip_bad_lines, seed)
     held_out = _sources(eval_names, tokenizer, field, skip_bad_lines, seed) if eval_names else sources
@@ -143,12 +144,12 @@ def open_corpus(
 class _Encoder(NamedTuple):
     encode: Callable[[str], list[int]]
     end: int
-    before: list[int]  # what a row begins with
+    before: list[int]  # the ids that each row begins with
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> _Encoder:
         if tokenizer.eos is None:
-            raise ValueError("the tokenizer names no eos_token, which documents are joined by; name it in its config.")
+            raise ValueError("the tokenizer names no eos_token to join documents by; name it in tokenizer_config.json.")
         first = tokenizer.encode("a")[:1]
         before = first if first == [tokenizer.bos] else []
         return cls(functools.partial(tokenizer.encode, add_special_tokens=False), tokenizer.eos, before)
@@ -157,7 +158,7 @@ class _Encoder(NamedTuple):
 def _packed(
     source: Documents, encoder: _Encoder, length: int, position: Position | None
 ) -> Iterator[tuple[np.ndarray, Position]]:
-    """Rows without end: the documents' ids behind each other, an end token behind each document."""
+    """Yield rows without end: the ids of one document after the other, with an end token after each."""
     position = position or {"epoch": 0, "place": source.start, "skip": 0}
     epoch, place, skip = position["epoch"], position["place"], position["skip"]
     held: list[int] = []
@@ -179,7 +180,7 @@ def _packed(
             place = _behind(epoch, after)["place"]
         if read == 0 and whole:
             raise ValueError(
-                f"{source.name} holds no text behind what is held out; give more, or fewer --eval-rows, or --eval-data."
+                f"{source.name} holds no text after what is held out; give more, or fewer --eval-rows, or --eval-data."
             )
         epoch, place = epoch + 1, source.start | _counters(place)
 
@@ -193,7 +194,7 @@ def _counters(place: Place) -> Place:
 
 
 def _first_rows(source: Documents, encoder: _Encoder, length: int, count: int) -> tuple[np.ndarray, Place]:
-    """Rows of the first documents, fewer than ``count`` where the text is short, and the place behind them."""
+    """Return rows of the first documents, fewer than ``count`` if the text is short, and the place after them."""
     size = length - len(encoder.before)
     held: list[int] = []
     place = source.start
@@ -255,21 +256,21 @@ def _is_hub_name(name: str) -> bool:
 
 
 def _kind(path: Path) -> tuple[str, str] | None:
-    """(suffix, packing) of a file that can be read."""
+    """Return (suffix, packing) of a file, None if it cannot be read."""
     packing = path.suffix if path.suffix in (".gz", ".zst") else ""
     suffix = Path(path.stem).suffix if packing else path.suffix
     return (suffix, packing) if suffix in SUFFIXES else None
 
 
 def _files_of(name: str) -> list[Path]:
-    path = Path(os.path.expanduser(name))  # which leaves an unknown user's name as it is
+    path = Path(os.path.expanduser(name))  # unlike Path.expanduser, this leaves an unknown user's name
     if path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.is_file() and _kind(file))
         if not files:
-            raise FileNotFoundError(f"the folder {path} holds no {', '.join(SUFFIXES)} (or .gz, .zst of them).")
+            raise FileNotFoundError(f"the folder {path} holds no {', '.join(SUFFIXES)} file (or .gz, .zst of them).")
     elif path.is_file():
         if _kind(path) is None:
-            raise ValueError(f"{path} is of an unknown kind; there are {', '.join(SUFFIXES)} and .gz or .zst of them.")
+            raise ValueError(f"{path} is of an unknown kind; expected {', '.join(SUFFIXES)}, or .gz or .zst of them.")
         files = [path]
     else:
         raise FileNotFoundError(
@@ -295,9 +296,9 @@ def _file_documents(files: Sequence[Path], field: str, skip_bad_lines: bool) -> 
             for text, ends, after in read:
                 last = after
                 found |= bool(text.strip())
-                yield Piece(text if text.strip() else "", ends, after)  # what was skipped is counted, too
+                yield Piece(text if text.strip() else "", ends, after)  # empty, so that skipped lines are counted, too
             if not found:
-                raise ValueError(f"{file} holds no text; give a file with some.")
+                raise ValueError(f"{file} holds no text; give a file with text.")
             place = {"skipped": last["skipped"]} | following
 
     name = str(files[0]) if len(files) == 1 else f"{files[0]} and {len(files) - 1} more"
@@ -320,7 +321,7 @@ def _open(file: Path) -> IO[bytes]:
 
 
 def _stream(file: Path, offset: int, read: Callable[[IO[bytes]], Iterator[Piece]]) -> Iterator[Piece]:
-    """Reads a file from an offset (of the unpacked bytes); what unpacking finds wrong becomes a sentence."""
+    """Read a file from an offset in the unpacked bytes; an error of unpacking becomes a ValueError."""
     with _open(file) as stream:
         try:
             if _kind(file) and _kind(file)[1]:  # type: ignore[index]
@@ -345,7 +346,7 @@ def _lines(file: Path, place: Place, field: str, skip_bad_lines: bool) -> Iterat
             text, wrong = _text_of(line, field)
             if wrong and not skip_bad_lines:
                 raise ValueError(
-                    f"{file}, line {number}: {wrong}; mend it, name another --text-field, or pass --skip-bad-lines."
+                    f"{file}, line {number}: {wrong}; fix it, name another --text-field, or pass --skip-bad-lines."
                 )
             skipped += bool(wrong) and place["epoch"] == 0
             after = place | {"offset": offset, "line": number, "skipped": skipped}
@@ -355,7 +356,7 @@ def _lines(file: Path, place: Place, field: str, skip_bad_lines: bool) -> Iterat
 
 
 def _text_of(line: bytes, field: str) -> tuple[str | None, str]:
-    """The text of a JSON line, or what is wrong with it; an empty line is neither."""
+    """Return the text of a JSON line, and what is wrong with it; for an empty line, None and ""."""
     if not line.strip():
         return None, ""
     try:
@@ -395,7 +396,7 @@ def _hub_data_set(name: str, field: str, skip_bad_lines: bool) -> Documents:
         datasets: Any = importlib.import_module("datasets")
     except ImportError:
         raise FileNotFoundError(
-            f"there is no data file {name}, and to look for it on the Hugging Face hub datasets must be installed: "
+            f"there is no data file {name}; to look for it on the Hugging Face hub, datasets must be installed: "
             "pip install 'kvjax[data]'."
         ) from None
     path, _, config = name.partition(":")
@@ -404,8 +405,8 @@ def _hub_data_set(name: str, field: str, skip_bad_lines: bool) -> Documents:
     except Exception as error:  # the hub's, the client's and the disk's errors have no common base
         reason = " ".join(str(error).split())[:200].rstrip(".")
         raise FileNotFoundError(
-            f"the Hugging Face hub did not give the data set {name} ({type(error).__name__}: {reason}); check the name "
-            "and the network."
+            f"downloading the data set {name} from the Hugging Face hub failed ({type(error).__name__}: {reason}); "
+            "check the name and the network."
         ) from None
 
     def pieces(place: Place) -> Iterator[Piece]:
@@ -424,7 +425,7 @@ def _hub_data_set(name: str, field: str, skip_bad_lines: bool) -> Documents:
     return Documents(name, {"line": 0, "skipped": 0}, pieces)
 
 
-# Text that is at hand.
+# Text that needs no download.
 
 
 def _in_memory(name: str, texts: Sequence[str], seed: int | None) -> Documents:
@@ -440,9 +441,9 @@ def _in_memory(name: str, texts: Sequence[str], seed: int | None) -> Documents:
 
 @functools.cache
 def python_documents() -> tuple[str, ...]:
-    """What `python` trains on: the topics of Python's help, and the standard library's sentences that evals train on.
+    """Return the documents of `python`: the topics of Python's help, and ``evals.prose.sentences("train")``.
 
-    No sentence of ``evals.prose.sentences("test")`` is in them.
+    They contain no sentence of ``evals.prose.sentences("test")``.
 
     Example:
         >>> from train.text import python_documents
@@ -473,7 +474,7 @@ def _test_sentences() -> Documents:
 
 
 class _Written(NamedTuple):
-    """Rows of the embedded model's own training, made as they are read."""
+    """Rows of the embedded model's own training, generated as they are read."""
 
     name: str
     writer: data.Writer

@@ -1,1 +1,1 @@
-"""Experiments of the papers, repeated: in a checkout, not in the wheel."""
+"""Experiments that repeat the papers': they are in a checkout, but not in the wheel."""

@@ -1,7 +1,8 @@
 """Ablations: the papers' tables on the embedded model, and which of their claims hold here.
 
-This is the command; ablations.py beside it holds the studies. Each measures needle recall of its runs on the same
-samples, and ends with the claims that it tests. `python -m evals ablation claims` collects those of all JSON files.
+This is the command; ablations.py beside it holds the studies. Each study measures the needle recall of its runs on the
+same samples, and ends with the claims that it tests. `python -m evals ablation claims` collects the claims of all JSON
+files.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ examples:
 """
 
 
-TOGETHER = 24  # runs that share a prompt at most: so many are lost when a study is killed
+TOGETHER = 24  # the most runs that share a prompt: a killed study loses at most so many
 
 
 def measure(
@@ -41,11 +42,11 @@ def measure(
     done: Sequence[dict[str, Any]] = (),
     on_result: Callable[[list[dict[str, Any]]], None] | None = None,
 ) -> list[dict[str, Any]]:
-    """The results of a study's runs, in order; those in ``done`` are not measured again.
+    """Return the results of a study's runs in order; those in ``done`` are not measured again.
 
     Args:
         of_runs: measures runs of one question and one block, which share their prompts where they can.
-        on_result: called after each such group with all results that there are, those in ``done`` among them.
+        on_result: called after each such group with all results so far, including those in ``done``.
     """
     found = {run_of(result): result for result in done if run_of(result) in study.runs}
     groups: dict[tuple[Any, ...], list[Run]] = {}
@@ -62,41 +63,43 @@ def measure(
 
 
 def judge(study: Study, results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The study's claims, judged by its results."""
+    """Judge the study's claims by its results."""
     outcomes = {run_of(result): result["correct"] for result in results}
     return [claims.judge(claim, outcomes) for claim in study.claims]
 
 
 def run_of(result: dict[str, Any]) -> Run:
-    """The run that a result belongs to."""
+    """Return the run that a result belongs to."""
     return Run(result["policy"], result["share"], result["when"], result["question"], result["block"])
 
 
 def add_flags(flags: argparse.ArgumentParser) -> None:
-    """The command's flags."""
-    flags.add_argument("study", metavar="STUDY", help=f"{', '.join(STUDIES)}; or claims, the list of all claims")
+    """Add the command's flags."""
+    flags.add_argument("study", metavar="STUDY", help=f"{', '.join(STUDIES)}; or claims, for the list of all claims")
     flags.add_argument("--model", default="retriever", help="'retriever', a Hugging Face folder, or a hub name")
-    flags.add_argument("--length", type=int, default=LENGTH, help="tokens of a prompt")
-    flags.add_argument("--depths", type=int, default=5, help="how many depths from 0 to 1")
-    flags.add_argument("--samples", type=int, default=20, help="samples for each depth")
-    flags.add_argument("--facts", type=int, default=10, help="facts in a text, of which one is asked for")
+    flags.add_argument("--length", type=int, default=LENGTH, help="tokens per prompt")
+    flags.add_argument("--depths", type=int, default=5, help="number of depths from 0 to 1")
+    flags.add_argument("--samples", type=int, default=20, help="samples per depth")
+    flags.add_argument("--facts", type=int, default=10, help="facts per text; one of them is asked for")
     flags.add_argument("--batch", type=int, default=20)
     flags.add_argument("--seed", type=int, default=0)
     flags.add_argument("--dtype", help="float32, bfloat16 or float16; the checkpoint's by default")
-    flags.add_argument("--json", type=Path, help=f"write all figures here, after each {TOGETHER} runs")
+    flags.add_argument("--json", type=Path, help=f"write all figures here, after every {TOGETHER} runs")
     flags.add_argument("--resume", action="store_true", help="keep the runs that --json already holds")
     flags.add_argument("--plot", type=Path, help="write the picture here (.png, .svg or .pdf)")
-    flags.add_argument("--results", type=Path, default=Path("docs/results"), help="claims: the folder of JSON files")
-    flags.add_argument("--markdown", type=Path, help="claims: write the list here")
+    flags.add_argument(
+        "--results", type=Path, default=Path("docs/results"), help="with claims: the folder of JSON files"
+    )
+    flags.add_argument("--markdown", type=Path, help="with claims: write the list here")
 
 
 def command(flags: argparse.Namespace) -> None:
-    """Runs a study: checks, runs, table, claims, JSON, picture; or collects the claims."""
+    """Run a study: check, measure, print the table and the claims, write JSON and picture; or collect the claims."""
     if flags.study == "claims":
         _collect(flags)
         return
     if flags.study not in STUDIES:
-        raise ValueError(f"unknown study {flags.study!r}; there are {', '.join(STUDIES)}, and claims.")
+        raise ValueError(f"unknown study {flags.study!r}; expected one of {', '.join(STUDIES)}, or claims.")
     study = STUDIES[flags.study]
     for name, value in (("length", flags.length), ("batch", flags.batch)):
         if value < 1:
@@ -105,7 +108,7 @@ def command(flags: argparse.Namespace) -> None:
     if flags.plot is not None:
         report.check_plot(flags.plot)
     if flags.resume and flags.json is None:
-        raise ValueError("--resume continues a file, but none was named; give --json.")
+        raise ValueError("--resume continues a file, but no file was named; give --json.")
     commands.check_outputs([flags.json, flags.plot])
     sampled = {
         name: getattr(flags, name) for name in ("model", "length", "depths", "samples", "facts", "seed", "dtype")
@@ -203,10 +206,10 @@ def command(flags: argparse.Namespace) -> None:
 
 
 def _read(path: Path, study: str, sampled: dict[str, Any]) -> dict[str, Any]:
-    """What an interrupted study has left; nothing where there is no file.
+    """Read the data of an interrupted study; it is empty where there is no file.
 
     Raises:
-        ValueError: the file is another study's, or its samples differ.
+        ValueError: the file belongs to another study, or its samples differ.
     """
     if not path.exists():
         return {}
@@ -219,14 +222,14 @@ def _read(path: Path, study: str, sampled: dict[str, Any]) -> dict[str, Any]:
     differing = [name for name, value in sampled.items() if data["settings"].get(name) != value]
     if differing:
         raise ValueError(
-            f"{path} was made with another {', '.join(differing)}; give the same as then, or leave --resume out."
+            f"{path} was made with another {', '.join(differing)}; give the same again, or leave --resume out."
         )
     return data
 
 
 def _collect(flags: argparse.Namespace) -> None:
     if not flags.results.is_dir():
-        raise ValueError(f"there is no folder {flags.results}; name the one with the JSON files by --results.")
+        raise ValueError(f"there is no folder {flags.results}; give --results the folder with the JSON files.")
     commands.check_outputs([flags.markdown])
     text = claims.markdown(flags.results)
     if flags.markdown is None:

@@ -1,7 +1,7 @@
-"""The ablations as data: what each study runs, where a run stands in its picture, and the claims that it tests.
+"""The ablations as data: the runs of each study, their places in its picture, and the claims that it tests.
 
-A run is one policy under one budget. Budgets are shares of the prompt, turned into slots once for all samples, so that
-all rows of a batch have the same. Where a study draws a run several times, it is measured once.
+A run is one policy under one budget. Budgets are shares of the prompt. They are turned into slots once for all samples,
+so that all rows of a batch have equally many. A run that a study draws several times is measured once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ KNOWN, UNKNOWN = "question known", "question unknown"
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What is measured; ``budget`` is a share of the prompt, None for the full cache."""
+    """One measurement. ``budget`` is a share of the prompt, or None for the full cache."""
 
     policy: str
     budget: float | None
@@ -31,13 +31,13 @@ class Run:
     block: int = 128
 
     def slots(self, length: int) -> int | None:
-        """The budget in slots per head."""
+        """Return the budget in slots per head."""
         return None if self.budget is None else max(1, round(self.budget * length))
 
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """Where a run is drawn: a panel, a line in it, and a place on its axis."""
+    """A run's place in the picture: a panel, a line in it, and a place on its axis."""
 
     panel: str
     line: str
@@ -47,10 +47,10 @@ class Point:
 
 @dataclasses.dataclass(frozen=True)
 class Claim:
-    """What a paper says of some runs: the outcomes of ``plus`` less those of ``minus``, each sample on its own.
+    """A paper's claim about some runs: the outcomes of ``plus`` minus those of ``minus``, sample by sample.
 
-    "better" expects a difference above 0, "same" one within 0.1. ``plus`` and ``minus`` are averaged over; in a
-    difference of ``gains``, (plus - minus) of the first pair is held against that of the second.
+    "better" expects a difference above 0, "same" one within 0.1 of 0. The runs of ``plus`` are averaged, and so are
+    those of ``minus``; a :class:`Gain` compares (plus - minus) of its first pair with that of its second.
     """
 
     paper: str
@@ -60,18 +60,18 @@ class Claim:
     expects: Literal["better", "same"] = "better"
 
     def weights(self) -> list[tuple[float, Run]]:
-        """The contrast that is measured."""
+        """Return the runs of the contrast with their weights."""
         return [(1 / len(self.plus), run) for run in self.plus] + [(-1 / len(self.minus), run) for run in self.minus]
 
     def sides(self, recall: Mapping[Run, float]) -> tuple[float, float]:
-        """What is compared: the difference is the first less the second."""
+        """Return the two sides that are compared: the difference is the first minus the second."""
         plus, minus = (sum(recall[run] for run in runs) / len(runs) for runs in (self.plus, self.minus))
         return plus, minus
 
 
 @dataclasses.dataclass(frozen=True)
 class Gain(Claim):
-    """A difference of differences: is ``plus[0] - minus[0]`` larger than ``plus[1] - minus[1]``?"""
+    """A claim about a difference of differences: ``plus[0] - minus[0]`` is larger than ``plus[1] - minus[1]``."""
 
     def weights(self) -> list[tuple[float, Run]]:
         return [(1, self.plus[0]), (-1, self.minus[0]), (-1, self.plus[1]), (1, self.minus[1])]
@@ -83,8 +83,8 @@ class Gain(Claim):
 
 @dataclasses.dataclass(frozen=True)
 class Study:
-    """One ablation. ``note`` stands under its table and picture; ``caveat`` beside its claims says what of it was
-    chosen with some of the outcomes already seen.
+    """One ablation. ``note`` stands below its table and picture. ``caveat`` stands beside its claims and names what
+    was chosen when some of the outcomes had been seen.
     """
 
     name: str
@@ -103,7 +103,7 @@ class Study:
         return tuple(dict.fromkeys([*self.references, *(point.run for point in self.points)]))
 
     def check(self, length: int) -> None:
-        """Refuses a length at which a policy does not fit its budget or block.
+        """Check that every policy fits its budget and its block at this length.
 
         Raises:
             ValueError: see :func:`kvjax.check_budget` and :func:`kvjax.check_block`.
@@ -120,7 +120,7 @@ FULL = Run("full", None, "block")
 
 
 def block_size() -> Study:
-    """CAOTE's table 10: how many tokens leave together."""
+    """Build CAOTE's table 10: how many tokens are evicted together."""
     bases = {"H2O": "h2o{}+protect(recent=0.5)", "TOVA": "tova(heads='group'){}", "SnapKV": "snapkv(window=8){}"}
     blocks: dict[str, tuple[int, When]] = {
         "8": (8, "block"),
@@ -166,9 +166,9 @@ def block_size() -> Study:
 
 
 def laprox() -> Study:
-    """LaProx's tables 4 to 7: indicator, allocation, window, and the query group."""
-    small, middle, wide = 0.0254, 0.041, 0.14  # where the allocations over the model, over heads, and windows differ
-    blind = 0.2  # where the question is unknown
+    """Build LaProx's tables 4 to 7: indicator, allocation, window, and the query group."""
+    small, middle, wide = 0.0254, 0.041, 0.14  # where allocations over the model, over heads, and windows differ
+    blind = 0.2  # for the runs with the question unknown
     paper = "LaProx"
     through = {"A": "attention", "A, V": "value", "A, V W_O": "output"}
     behind = {"head": "", "layer": "@layer", "model, raw": "@model(normalise=False)", "model": "@model"}
@@ -270,7 +270,7 @@ def laprox() -> Study:
 
 
 def question() -> Study:
-    """What it costs to compress the context before the question is seen."""
+    """Build the study of what it costs to compress the context before the question is seen."""
     budget = 0.2
     policies = {
         "StreamingLLM": "streaming",
@@ -338,7 +338,7 @@ def question() -> Study:
 
 
 def sage() -> Study:
-    """SAGE-KV against StreamingLLM with more memory; positions, heads and split."""
+    """Build the study of SAGE-KV: against StreamingLLM with more memory, and its positions, heads and split."""
     shares = (0.0625, 0.125, 0.25, 0.5)
     small, middle = 0.125, 0.25
     sages = {b: Run("sage", b) for b in shares}
@@ -404,7 +404,7 @@ def sage() -> Study:
 
 
 def budgets() -> Study:
-    """All methods over budgets, once after the prompt."""
+    """Build the study of all methods over budgets, once after the prompt."""
     shares = (0.02, 0.03, 0.04, 0.05, 0.1, 0.2, 0.5)
     families = {
         "without scores or keys only": {
@@ -485,7 +485,7 @@ def budgets() -> Study:
 
 
 def rounds() -> Study:
-    """CAOTE in rounds: what leaves together is no longer independent."""
+    """Build the study of CAOTE in rounds: the errors of tokens that are evicted together are not independent."""
     bases = {"H2O": ("h2o", "+protect(recent=0.5)"), "SnapKV": ("snapkv(window=8)", "")}
     moments: dict[str, When] = {"after every block": "block", "once": "prompt"}
     counts = (1, 2, 4, 8)
@@ -512,7 +512,7 @@ def rounds() -> Study:
 
 
 def through() -> Study:
-    """CAOTE behind the values or behind W_O, under three allocations."""
+    """Build the study of CAOTE by values or through W_O, under three allocations."""
     budget = 0.25
     bases = {"H2O": ("h2o", "+protect(recent=0.5)"), "SnapKV": ("snapkv(window=8)", "")}
     links = {
@@ -590,7 +590,7 @@ def through() -> Study:
 
 
 def methods() -> Study:
-    """All methods on a real model's terms: at a tenth, a quarter and half of the prompt, question known and unknown."""
+    """Build the study of all methods for a real model: budgets of 10%, 25% and 50%, question known and unknown."""
     shares = (0.1, 0.25, 0.5)
     families = {
         "without attention": {
@@ -709,7 +709,7 @@ def methods() -> Study:
 
 
 def window() -> Study:
-    """SnapKV's window, and the width and kind of its pooling, which its paper and its code set differently."""
+    """Build the study of SnapKV's window and pooling, whose width and kind its paper and its code set differently."""
     budget = 0.25
     asked: dict[str, Question] = {KNOWN: "after", UNKNOWN: "agnostic"}
     table = {

@@ -1,17 +1,17 @@
-"""What TokenButler's paper shows of the predictor: its accuracy, and why heads need one of their own.
+"""What TokenButler's paper shows of the predictor: its accuracy, and why each head needs its own prediction.
 
-accuracy, layers: the share of the oracle's tokens that a source chooses too, while the model runs dense (figure 3): of
-all layers but the first, and layer by layer. "token accuracy" is that of each sequence's last query, the paper's
-classification of the top 50% tokens by the model's attention; the text does not say which rows it takes, its public
+accuracy, layers: the share of the oracle's tokens that a source chooses, too, while the model runs dense (figure 3):
+over all layers but the first, and layer by layer. "token accuracy" is that of each sequence's last query: the paper's
+classification of the top 50% tokens by the model's attention. The paper does not say which rows it takes; its public
 code takes this one. "hit rate" is the mean over all rows, "mass" the true attention on the chosen tokens. No sinks.
 
 agreement: the correlation of the attention logits of each sequence's last query between all heads of all layers,
-layer 0 among them, and its mean over pairs, the cross-head consensus (figure 8). The text names no coefficient: it is
-Pearson's, of each sequence, over all tokens before and with the query. Beside it stands the share of tokens that the
-top 50% of two heads have in common, 0.5 by chance.
+including layer 0, and its mean over pairs, the cross-head consensus (figure 8). The paper names no coefficient; here it
+is Pearson's per sequence, over all tokens up to the query. The share of tokens that the top 50% of two heads have in
+common is reported as well; it is 0.5 by chance.
 
 oracles: perplexity against sparsity for the oracle, the oracle with eviction, the first layer's logits, the previous
-layer's, and a random choice (figure 9); see `python -m evals perplexity`.
+layer's logits, and a random choice (figure 9); see `python -m evals perplexity`.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ def accuracies(
     batch: int = 4,
     progress: tqdm | None = None,
 ) -> list[dict[str, Any]]:
-    """How much of the oracle's tokens each source finds.
+    """Measure the share of the oracle's tokens that each source finds.
 
     Returns:
         Rows of ``select``, ``sparsity``, the ``MEASURES`` over all layers but the first with their 95% intervals over
-        sequences, and ``layers``, the same of each of these layers.
+        sequences, and ``layers``, the same for each of these layers.
     """
     results = []
     size = min(batch, len(chunks))
@@ -92,7 +92,7 @@ def accuracies(
 
 
 def compare(results: Sequence[dict[str, Any]], against: str = "butler") -> list[dict[str, Any]]:
-    """The predictor's hit rate less each other source's, at the same sparsity, by paired sequences."""
+    """Compare the predictor's hit rate with each other source's at the same sparsity, by paired sequences."""
     lines = {r["sparsity"]: r for r in results if r["select"] == against}
     rows = []
     for r in results:
@@ -115,12 +115,12 @@ def compare(results: Sequence[dict[str, Any]], against: str = "butler") -> list[
 
 
 def agreement(logits: Float[np.ndarray, "L B N T"]) -> dict[str, Any]:
-    """How alike the heads' wishes are, of what :func:`evals.selections.last_logits` gives.
+    """Measure how alike the heads' attention logits are, from :func:`evals.selections.last_logits`.
 
     Returns:
         ``correlation`` and ``overlap`` [L N, L N], means over sequences; ``consensus`` and ``common``, their means over
-        pairs of different heads, with 95% intervals over sequences; and ``layers``, the same within each layer and
-        between it and the next.
+        pairs of different heads, with 95% intervals over sequences; and ``layers``, the same means within each layer
+        and between it and the next.
 
     Example:
         >>> import numpy as np
@@ -136,7 +136,7 @@ def agreement(logits: Float[np.ndarray, "L B N T"]) -> dict[str, Any]:
     correlation = np.array([_correlation(rows) for rows in by_head])
     top = np.zeros((B, L * N, T))
     count = int(selections.kept_tokens(T, TOP)[-1])
-    newest_first = np.argsort(-by_head[..., ::-1], axis=-1, kind="stable")[..., :count]  # stable: ties to the recent
+    newest_first = np.argsort(-by_head[..., ::-1], axis=-1, kind="stable")[..., :count]  # stable: newer tokens win ties
     np.put_along_axis(top, T - 1 - newest_first, 1, axis=-1)
     overlap = top @ top.swapaxes(1, 2) / count
     upper = np.triu_indices(L * N, 1)
@@ -160,7 +160,7 @@ def agreement(logits: Float[np.ndarray, "L B N T"]) -> dict[str, Any]:
 
 
 def accuracy_table(results: Sequence[dict[str, Any]]) -> str:
-    """Says how much of the oracle's tokens each source finds, over all layers but the first: a row each."""
+    """Return a table of the share of the oracle's tokens that each source finds, over all layers but the first."""
     rows = [
         (
             r["select"],
@@ -175,13 +175,13 @@ def accuracy_table(results: Sequence[dict[str, Any]]) -> str:
     ]
     head = ("select", "sparsity", "token accuracy", "95%", "hit rate", "95%", "mass", "95%")
     return report.columns(head, rows, left=1) + (
-        "\ntoken accuracy: share of the oracle's tokens that are chosen, of the last query; hit rate: of all; "
-        "mass: attention on what is chosen"
+        "\ntoken accuracy: share of the oracle's tokens that are chosen, for the last query; hit rate: for all "
+        "queries; mass: attention on the chosen tokens"
     )
 
 
 def hit_comparison_table(comparisons: Sequence[dict[str, Any]]) -> str:
-    """Answers, a row for each other source: does the predictor find more of the oracle's tokens?"""
+    """Return a table of whether the predictor finds more of the oracle's tokens than each other source."""
     rows = [
         (
             c["select"],
@@ -197,7 +197,7 @@ def hit_comparison_table(comparisons: Sequence[dict[str, Any]]) -> str:
 
 
 def layer_table(results: Sequence[dict[str, Any]]) -> str:
-    """Lists token accuracy and hit rate of each source, a row a layer; layers are counted from 1."""
+    """Return a table of each source's token accuracy and hit rate, one row per layer; layers are counted from 1."""
     rows = [
         (
             r["select"],
@@ -218,7 +218,7 @@ def layer_table(results: Sequence[dict[str, Any]]) -> str:
 
 
 def agreement_table(figures: dict[str, Any]) -> str:
-    """Lists consensus within each layer and with the next, a row a layer; below, over all pairs of heads."""
+    """Return a table of the consensus within each layer and with the next; below it, that over all pairs of heads."""
 
     def figure(value: float | None) -> str:
         return "" if value is None else f"{value:.3f}"
@@ -241,7 +241,7 @@ def agreement_table(figures: dict[str, Any]) -> str:
 
 
 def source_lines(results: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draws token accuracy and hit rate over layers, a line a source, a row of panels a sparsity."""
+    """Draw token accuracy and hit rate over layers: one line per source, one row of panels per sparsity."""
     plt = report.pyplot()
     sparsities = list(dict.fromkeys(r["sparsity"] for r in results))
     names = list(dict.fromkeys(r["select"] for r in results))
@@ -278,7 +278,7 @@ def source_lines(results: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def agreement_map(figures: dict[str, Any], path: Path) -> None:
-    """Draws correlation and common top 50% of all pairs of heads as heat maps, lines between the layers."""
+    """Draw correlation and common top 50% of all pairs of heads as heat maps, with lines between the layers."""
     plt = report.pyplot()
     heads, layers = figures["heads"], len(figures["layers"])
     figure, axes = plt.subplots(1, 2, figsize=(10, 4.7), layout="constrained")
@@ -306,15 +306,15 @@ def agreement_map(figures: dict[str, Any], path: Path) -> None:
 
 
 def add_flags(flags: argparse.ArgumentParser) -> None:
-    """The command's flags."""
-    flags.add_argument("figure", choices=FIGURES, help="which figure")
+    """Add the command's flags."""
+    flags.add_argument("figure", choices=FIGURES, help="the figure to make")
     selections.add_flags(flags, select="", sparsity="", batch=4)
     flags.set_defaults(select=None, sparsity=None)
     perplexity.add_text_flags(flags, chunk=256)
 
 
 def command(flags: argparse.Namespace) -> None:
-    """Runs one figure: checks, table, JSON, picture."""
+    """Make one figure: check, measure, print the table, write JSON and picture."""
     if flags.figure == "agreement" and (flags.select or flags.sparsity):
         raise ValueError(
             "agreement compares the model's own heads, which read everything; leave --select and --sparsity out."
@@ -327,7 +327,7 @@ def command(flags: argparse.Namespace) -> None:
     if flags.figure in ("accuracy", "layers"):
         for selection in chosen:
             if selection.source is None:
-                raise ValueError(f"{selection.name!r} is not a source of importance; figure 3 compares sources alone.")
+                raise ValueError(f"{selection.name!r} is not a source of importance; give sources only (figure 3).")
     selections.check_flags(flags)
     text = texts.read_text(flags.text)
     model, tokenizer, butler = selections.load(flags, chosen)
@@ -381,7 +381,7 @@ def _agreement_of(model: models.Decoder, chunks: Int[np.ndarray, "n T"], batch: 
 
 
 def _correlation(rows: Float[np.ndarray, "heads T"]) -> Float[np.ndarray, "heads heads"]:
-    """Pearson's; 0 with a head whose logits are all the same."""
+    """Return Pearson's correlation between rows; it is 0 for a head whose logits are all the same."""
     centred = rows - rows.mean(axis=1, keepdims=True)
     length = np.sqrt(np.sum(centred**2, axis=1, keepdims=True))
     unit = centred / np.where(length > 0, length, 1)
@@ -389,7 +389,7 @@ def _correlation(rows: Float[np.ndarray, "heads T"]) -> Float[np.ndarray, "heads
 
 
 def _intervals(by_sequence: Float[np.ndarray, "measures n"]) -> dict[str, Any]:
-    """Means over sequences, and their intervals where there are two or more."""
+    """Return the means over sequences, and their intervals if there are at least two sequences."""
     found: dict[str, Any] = {}
     for name, values in zip(MEASURES, by_sequence, strict=True):
         mean, low, high = statistics.mean_interval(values.tolist())

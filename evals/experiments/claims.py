@@ -1,4 +1,4 @@
-"""Claims of the papers, held against outcomes: each a contrast of runs on the same samples, its interval, a verdict."""
+"""The papers' claims, tested on outcomes: each is a contrast of runs on the same samples, with interval and verdict."""
 
 from __future__ import annotations
 
@@ -11,25 +11,26 @@ from evals import statistics
 from evals.experiments.ablations import Claim, Run
 from evals.verdicts import figures, verdict
 
-REAL = "smollm2"  # the folder of what was measured on a real model
+REAL = "smollm2"  # the folder of the results on a real model
 INTRODUCTION = """\
-What the papers say, and whether it holds here: first on a real language model, SmolLM2-135M-Instruct, then on the
-embedded model of 1.85 M parameters, and where the two disagree. The embedded model's retrieval was written in by hand
-before it was trained (models/retriever/RECIPE.md): what it says is about arithmetic, not about language models.
+What the papers claim, and whether it holds here: first on a real language model, SmolLM2-135M-Instruct, then on the
+embedded model of 1.85 M parameters, then where the two disagree. The embedded model's retrieval was written in by
+hand before it was trained (models/retriever/RECIPE.md). Its results test the arithmetic; they say little about
+language models.
 
-A difference is one of recall unless said otherwise, with its 95% interval over samples, the same for both
-sides: for one setting Tango's score interval, for a contrast over several a bootstrap over samples (of no width where
-all of them agree), and 0 inside unless the sign-flip test says otherwise (evals/statistics.py). *holds*: the interval
-lies on the claimed side; *does not*: on the other. What is claimed to be as good, or to change nothing, holds where the
-interval lies within 0.1 of 0, and does not where it leaves 0 out. *of*: what is compared, averaged over runs where a
-claim is about several. Where all runs answer everything, or nothing, a comparison says little, and is marked. Rows of
-*ours* test what is new here. Intervals are not corrected for the number of claims: of forty
-that are void, one is expected to hold by chance, and one not to."""
+A difference is one of recall unless stated otherwise. It comes with a 95% interval over samples, which are the same
+for both sides: Tango's score interval for one setting, a bootstrap over samples for a contrast over several settings
+(its width is zero where all samples agree). The interval includes 0 unless the sign-flip test rejects 0
+(evals/statistics.py). *holds*: the interval lies on the claimed side. *does not*: it lies on the other side. A claim
+of equality holds where the interval lies within 0.1 of 0, and does not hold where it excludes 0. *of* names what is
+compared, averaged over runs where a claim is about several. A comparison is marked where all runs answer everything
+or nothing, because it then says little. Rows of *ours* test what is new here. Intervals are not corrected for the
+number of claims: of forty claims without an effect, about one holds by chance, and one does not."""
 EMBEDDED = """\
-When these files were made every policy evicted at every step of decode (now `--evict-every 1`; an answer has four or
-five tokens), `tova` kept a set of tokens for each group of heads (now `tova(heads='group')`), and `snapkv` pooled over
-5 where it names no kernel (now 13)."""
-# Texts of the same claim, on the real model and on the embedded one.
+These files were made with earlier defaults: every policy evicted at every step of decode (now `--evict-every 1`; an
+answer has four or five tokens), `tova` kept one set of tokens per group of heads (now `tova(heads='group')`), and
+`snapkv` without a kernel pooled over 5 neighbours (now 13)."""
+# The texts of the same claim, on the real model and on the embedded one.
 SAME_CLAIM = (
     ("CAOTE improves H2O (question known)", "CAOTE improves H2O (all budgets)"),
     ("CAOTE improves SnapKV (question known)", "CAOTE improves SnapKV (all budgets)"),
@@ -56,10 +57,10 @@ SAME_CLAIM = (
 
 
 def judge(claim: Claim, outcomes: Mapping[Run, Sequence[int]]) -> dict[str, Any]:
-    """What the outcomes say of a claim: its difference, the 95% interval, and a verdict.
+    """Judge a claim by the outcomes: its difference, the 95% interval, and a verdict.
 
     A claim of "better" holds where the interval lies above 0 and fails where it lies below. A claim of "same" holds
-    where the interval lies within 0.1 of 0, and fails where it leaves 0 out. All else is within noise.
+    where the interval lies within 0.1 of 0, and fails where it lies farther and excludes 0. All else is within noise.
 
     Example:
         >>> from evals.experiments.claims import judge
@@ -91,7 +92,7 @@ def judge(claim: Claim, outcomes: Mapping[Run, Sequence[int]]) -> dict[str, Any]
 
 
 def saturation(recall: Sequence[float]) -> str:
-    """What makes a comparison say little: all of its runs answer everything, or nothing.
+    """Return a note where a comparison says little, because all of its runs answer nearly everything, or nothing.
 
     Example:
         >>> from evals.experiments.claims import saturation
@@ -102,10 +103,10 @@ def saturation(recall: Sequence[float]) -> str:
 
 
 def markdown(folder: Path) -> str:
-    """Lists all claims of the JSON files in a folder: those in its folder ``smollm2`` first, and where both disagree.
+    """Return the page of all claims of a folder's JSON files: its folder ``smollm2`` first, and where both disagree.
 
     Raises:
-        ValueError: no file with claims.
+        ValueError: no file holds claims.
     """
     real, embedded = _with_claims(folder / REAL), _with_claims(folder)
     if not real and not embedded:
@@ -126,7 +127,7 @@ def markdown(folder: Path) -> str:
 
 
 def _with_claims(folder: Path) -> list[tuple[str, dict[str, Any]]]:
-    """Reads the files of a folder that hold claims, by name."""
+    """Read the files of a folder that hold claims, in the order of their names."""
     found = []
     for path in sorted(folder.glob("*.json")):
         try:
@@ -139,7 +140,7 @@ def _with_claims(folder: Path) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _study(name: str, data: Mapping[str, Any]) -> list[str]:
-    """Writes a file's heading, source, caveat and table."""
+    """Return a file's heading, source, caveat and table."""
     measure = data.get("claims_measure", "recall")
     rows = [_row(claim) for claim in data["claims"]]
     return [
@@ -154,7 +155,7 @@ def _study(name: str, data: Mapping[str, Any]) -> list[str]:
 def _disagreements(
     real: Sequence[tuple[str, Mapping[str, Any]]], embedded: Sequence[tuple[str, Mapping[str, Any]]]
 ) -> list[str]:
-    """Lists the claims on which the models' verdicts differ."""
+    """Return the rows of the claims on which the models' verdicts differ."""
     ours, theirs = (
         {claim["claim"]: claim for _, data in files for claim in data["claims"]} for files in (real, embedded)
     )

@@ -14,7 +14,7 @@ from models.commands import replacing
 
 
 def table(study: Study, results: Mapping[Run, dict[str, Any]]) -> str:
-    """A row for each place in a study's picture, the references first."""
+    """Return a table with one row per place in a study's picture, the references first."""
     places: list[tuple[str, str, str | float, Run]] = [("", "reference", "", run) for run in study.references]
     places += [(point.panel, point.line, point.x, point.run) for point in study.points]
     rows = []
@@ -39,7 +39,7 @@ def table(study: Study, results: Mapping[Run, dict[str, Any]]) -> str:
 
 
 def figure(study: Study, results: Mapping[Run, dict[str, Any]], path: Path, *, recency: str) -> None:
-    """Recall of each run with its 95% interval, a panel beside the other; the full cache and recency as grey lines."""
+    """Draw each run's recall with its 95% interval, panel by panel, with the full cache and recency as grey lines."""
     plt = pyplot()
     panels = list(dict.fromkeys(point.panel for point in study.points))
     across = 2 if len(panels) == 4 else min(len(panels), 3)
@@ -90,7 +90,7 @@ def _study_panel(
         own = [point for point in points if point.line == line]
         found = [results[point.run] for point in own]
         shift = number - (len(lines) - 1) / 2
-        if numeric:  # a log axis: shifted by a factor
+        if numeric:  # the axis is logarithmic, so points are shifted by a factor
             at = [float(point.x) * 1.015**shift for point in own]
         else:
             at = [xs.index(point.x) + shift * (0.06 if study.connect else 0.72 / len(lines)) for point in own]
@@ -98,7 +98,7 @@ def _study_panel(
         error = [[r["recall"] - r["low"] for r in found], [r["high"] - r["recall"] for r in found]]
         axis.errorbar(
             at, recall, _bars(error), color=COLOURS[number % len(COLOURS)], label=line.replace("\n", " "),
-            marker="os^"[number // len(COLOURS) % 3],  # who has another's colour has another mark
+            marker="os^"[number // len(COLOURS) % 3],  # lines of the same colour have different marks
             markersize=4.5, linewidth=1.6, elinewidth=0.8, capsize=0, zorder=3,
             linestyle="-" if numeric or study.connect else "none",
         )  # fmt: skip
@@ -125,5 +125,5 @@ def _study_panel(
 
 
 def _bars(error: Sequence[Sequence[float]]) -> np.ndarray:
-    """Bars never below 0: at recall 1 the interval's end may miss it by a rounding."""
+    """Clip error bars at 0: at recall 1, rounding may put the interval's end just below the recall."""
     return np.maximum(np.array(error), 0)

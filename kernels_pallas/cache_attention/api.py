@@ -27,25 +27,26 @@ def cache_attention(
     layer: int | Int[Array, ""] | None = None,
     implementation: Implementation = "auto",
 ) -> tuple[Float[Array, "B T N D"], ColumnStatistics]:
-    """Softmax attention of T queries over S slots; who sees whom follows from positions alone.
+    """Compute the softmax attention of T queries over S slots; positions alone decide which slots a query sees.
 
     A query at position p sees the slots whose position lies in [0, p] (in (p - sliding_window, p] with a sliding
     window). A slot at position -1 is free: its weight is exactly 0. A query at position -1 is padding: its output is
     0 and no statistic counts it. Query head n reads KV head n // (N / K).
 
     Args:
-        statistics: names out of ``STATISTICS``; see :class:`ColumnStatistics`.
+        statistics: names from ``STATISTICS``; see :class:`ColumnStatistics`.
         window: the observation window of the "window_" statistics, in queries.
         sliding_window: how many positions a query sees, itself included; None for all.
         scale: factor of the logits, D ** -0.5 by default.
-        layer: which layer of stacked keys and values, which a kernel reads where they are.
-        implementation: "auto" takes the fastest that can run here; a named one runs or raises.
+        layer: the layer to read of stacked keys and values, which a kernel reads in place.
+        implementation: "auto" takes the fastest one that can run here; one given by name runs or raises.
 
     Returns:
         The output in the queries' dtype, and the statistics in float32 (float64 for float64 inputs).
 
     Raises:
-        ValueError: shapes that do not fit, an unknown statistic or implementation, a "window_" statistic of no window.
+        ValueError: if shapes do not fit, a statistic or the implementation is unknown, or a "window_" statistic has a
+            window below 1.
 
     Example:
         >>> import jax.numpy as jnp
@@ -86,10 +87,10 @@ def cache_attention(
 
 
 def check_statistics(statistics: Iterable[str], window: int) -> frozenset[str]:
-    """The names of statistics as a set.
+    """Return the names of statistics as a set.
 
     Raises:
-        ValueError: an unknown name, a "window_" statistic of no window.
+        ValueError: if a name is unknown, or a "window_" statistic has a window below 1.
 
     Example:
         >>> from kernels_pallas.cache_attention.api import check_statistics
@@ -101,7 +102,7 @@ def check_statistics(statistics: Iterable[str], window: int) -> frozenset[str]:
     statistics = frozenset(statistics)
     unknown = sorted(statistics - set(STATISTICS))
     if unknown:
-        raise ValueError(f"unknown statistic {', '.join(unknown)}; there are {', '.join(STATISTICS)}.")
+        raise ValueError(f"unknown statistic {', '.join(unknown)}; expected one of {', '.join(STATISTICS)}.")
     observing = sorted(name for name in statistics if name.startswith("window_"))
     if observing and window < 1:
         raise ValueError(f"the observation window is {window}; {observing[0]!r} needs at least 1 query.")

@@ -1,11 +1,11 @@
 """The kernels for GPU (Pallas' Triton route): attention with an online softmax, then its column statistics.
 
 Rows are all queries of all heads of a group, so that decode fills a tile of the matrix unit with a group's heads. Where
-rows and KV heads alone would leave the chip idle, the slots are shared out over programs too, and XLA puts their sums
-together. The statistics are a second kernel over the keys: a program keeps a few slots, goes over all queries, makes
-their weights again from each row's largest logit and sum, and stores one number a head and slot. A single query, as in
-decode, needs no second kernel: the first gives its logits, 4 G bytes a slot. Where a head's slots lie, a
-:class:`Storage` says: in stacked layers here, in pages for ``paged_attention``.
+rows and KV heads alone would leave the chip idle, the slots are split over programs too, and XLA combines their sums.
+The statistics are a second kernel over the keys: a program keeps a few slots, goes over all queries, computes their
+weights again from each row's largest logit and sum, and stores one number per head and slot. A single query, as in
+decode, needs no second kernel: the first returns its logits, 4 G bytes per slot. A :class:`Storage` describes where a
+head's slots are: in stacked layers here, in pages for ``paged_attention``.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ _TINY = float(jnp.finfo(jnp.float32).tiny)
 
 
 class Storage(NamedTuple):
-    """Where the keys and values of a head's slots lie; a program is one of head h, and of more."""
+    """Where the keys and values of a head's slots are; a program's first index is its head h."""
 
     array: pl.BlockSpec  # of the keys, and of the values
-    where: tuple[pl.BlockSpec, ...]  # of the arrays that ``load`` and ``end`` are handed
+    where: tuple[pl.BlockSpec, ...]  # of the arrays that ``load`` and ``end`` take as ``where``
     load: Callable[..., Array]  # (ref, where, slots [n], width) -> [n, width]
-    end: Callable[..., Array] | None = None  # (where) -> the slot behind the head's last one; None where that is S
+    end: Callable[..., Array] | None = None  # (where) -> the slot after the head's last one; None where that is S
 
 
 def unsupported(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> str | None:
-    """Why the kernels can't do this, or None."""
+    """Return why the kernels can't run with these arguments, or None."""
     return beyond(query, key, value, key.shape[-3])
 
 
 def beyond(query: Any, key: Any, value: Any, kv_heads: int) -> str | None:
-    """Why the kernels can't do this, wherever the slots lie, or None."""
+    """Return why the kernels can't run with these arguments, whatever the storage, or None."""
     for name, x in (("queries", query), ("keys", key), ("values", value)):
         if x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
             return f"{name} are {x.dtype}, but the kernels take float32, bfloat16, float16"
@@ -79,7 +79,7 @@ def attend_heads(
     interpret: bool,
     name: str,
 ) -> tuple[Array, ...]:
-    """The kernels on keys and values as the storage has them: the output and the statistics named, by group."""
+    """Run the kernels on keys and values in a storage, and return the output and the named statistics, by group."""
     B, K, G, T, D = query.shape
     S, H, R = key_position.shape[2], B * K, T * G
     query, key_position = query.swapaxes(2, 3).reshape(H, R, D), key_position.reshape(H, S)
@@ -96,7 +96,7 @@ def attend_heads(
 
     scalar = pl.BlockSpec((1,), lambda *_: (0,))
     slot_specs = [storage.array, of_head(S)]
-    one_query = T == 1 and bool(names)  # its logits are no more than the statistics that they stand for
+    one_query = T == 1 and bool(names)  # its logits take no more memory than the statistics, which follow from them
     acc, peak, total, *logits = pl.pallas_call(
         functools.partial(_attend, storage, G=G, steps=steps, rows=rows, slots=slots, width=width, scale=scale),
         out_shape=[
@@ -125,7 +125,7 @@ def attend_heads(
     if one_query:
         softmax = jnp.stack([whole_peak, whole_total], axis=-1).reshape(B, K, G, 2)
         seen = logits[0]
-        if storage.end is not None:  # behind a head's last slot nothing was written
+        if storage.end is not None:  # nothing was written after a head's last slot
             seen = jnp.where(key_position[:, None] >= 0, seen, UNSEEN)
         return (out, *of_one_query(names, seen.reshape(B, K, G, S), softmax, about))
     heads = [1 if name == "window_group_square" else G for name in names]
@@ -151,7 +151,7 @@ def attend_heads(
 
 
 def _load(ref, row, width, layer=None):
-    """Rows of a [rows, D] array, or of one layer of [L, rows, D], 0 beyond the ends: [len(row), width]."""
+    """Load rows of a [rows, D] array, or of one layer of [L, rows, D], as [len(row), width], 0 beyond the ends."""
     column = jax.lax.broadcasted_iota(jnp.int32, (1, width), 1)
     there = (row < ref.shape[-2])[:, None] & (column < ref.shape[-1])
     stack = () if layer is None else (jnp.full_like(row, layer[0])[:, None],)
@@ -167,7 +167,7 @@ def _dot(a, b, dims):
 
 
 def _sees(span, own, position):
-    """Which slots [slots] each query [rows] sees."""
+    """Return a mask of the slots that each query sees, [rows, slots]."""
     age = own[:, None] - position[None, :]
     return (position >= 0)[None, :] & (own >= 0)[:, None] & (age >= 0) & (age < span[0])
 
@@ -178,7 +178,7 @@ def _attend(storage, span, query, about, key, key_position, value, *refs, G, ste
     row = pl.program_id(1) * rows + jax.lax.broadcasted_iota(jnp.int32, (rows,), 0)
     q = _load(query, row, width)
     own = triton.load(about.at[row // G, jnp.full_like(row, POSITION)], mask=row < R, other=-1)
-    # In turn, so that programs have equal shares of the slots before the end, wherever it is.
+    # Programs take chunks in turn, so that they have equal shares of the slots before the end, wherever it is.
     first, splits = pl.program_id(2), pl.num_programs(2)
     if storage.end is not None:
         steps = pl.cdiv(jnp.maximum(pl.cdiv(storage.end(where), slots) - first, 0), splits)
@@ -194,7 +194,7 @@ def _attend(storage, span, query, about, key, key_position, value, *refs, G, ste
             triton.store(ref.at[row[:, None], slot[None, :]], logits, mask=there)
         now = jnp.maximum(peak, jnp.max(logits, axis=1))
         weights = jnp.where(visible, jnp.exp(logits - now[:, None]), 0.0)
-        # What a free slot holds must not matter, and 0 * NaN is NaN.
+        # The content of a free slot must not matter, and 0 * NaN is NaN.
         v = jnp.where((position >= 0)[:, None], storage.load(value, where, slot, width), 0)
         shrink = jnp.exp(peak - now)
         acc = shrink[:, None] * acc + _dot(weights.astype(v.dtype), v, ((1,), (0,)))

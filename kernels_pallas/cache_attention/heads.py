@@ -1,4 +1,4 @@
-"""The way into the kernels and back: queries by the group of their KV head, statistics by query head."""
+"""Conversions for the kernels: queries are grouped by KV head, and statistics are returned per query head."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FAR = 2**31 - 1
 
 
 def span_of(sliding_window: Int[Array, ""] | int | None) -> Int[Array, "1"]:
-    """Gives how many positions a query sees, itself included, as the kernels take it.
+    """Return how many positions a query sees, itself included, as the kernels take it.
 
     Example:
         >>> from kernels_pallas.cache_attention.heads import span_of
@@ -38,7 +38,7 @@ def on_heads(
     layer: int | Int[Array, ""] | None = None,
     **options: Any,
 ) -> tuple[Float[Array, "B T N D"], ColumnStatistics]:
-    """Runs a kernel on each device's rows and KV heads, given as :func:`kernels_pallas.cache_attention` has them."""
+    """Run a kernel on each device's rows and KV heads; see :func:`kernels_pallas.cache_attention`."""
     (key, number), (value, _) = stacked(key, layer), stacked(value, layer)
     slots = "l b k s d"
     arrays = [(slots, key), (slots, value), ("b k s", key_position), ("u", number)]
@@ -57,12 +57,12 @@ def in_groups(
     sliding_window: Int[Array, ""] | int | None,
     scale: float,
 ) -> tuple[Float[Array, "B T N D"], ColumnStatistics]:
-    """Runs a kernel on queries by group.
+    """Run a kernel on queries grouped by KV head.
 
     Args:
-        kernel: ``(query [B, K, G, T, D], about, span, *arrays, names=, scale=)`` gives the output, like the queries,
-            and of each statistic named ``[B, K, heads, S]``.
-        arrays: axes and array of all else; see :func:`kernels_pallas.prepare.over_heads`.
+        kernel: ``(query [B, K, G, T, D], about, span, *arrays, names=, scale=)`` returns the output, shaped like the
+            queries, and each statistic in ``names`` as ``[B, K, heads, S]``.
+        arrays: axes and array of every other input; see :func:`kernels_pallas.prepare.over_heads`.
 
     Example:
         >>> import jax.numpy as jnp

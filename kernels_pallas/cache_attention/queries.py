@@ -1,4 +1,4 @@
-"""What both kernels are told of the queries: their place in the sequence, and which statistics each one enters."""
+"""The description of the queries for both kernels: each one's position and the statistics that it enters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ UNSEEN = -1e30  # the logit of a slot that a query does not see
 
 
 def describe(query_position: Int[Array, "B T"], window: int) -> Int[Array, "B T 3"]:
-    """Of each query its position, whether it is the last valid one, and whether the observation window holds it.
+    """Return each query's position, whether it is the last valid one, and whether it is in the observation window.
 
     Example:
         >>> import jax.numpy as jnp
@@ -31,7 +31,7 @@ def of_one_query(
     softmax: Float[Array, "B K G 2"],
     about: Int[Array, "B 1 3"],
 ) -> tuple[Array, ...]:
-    """The column statistics of a block of one query, as in decode: all follow from its weights.
+    """Compute the column statistics of a block of one query, as in decode, from its weights.
 
     Args:
         logits: -1e30 where the query does not see a slot.

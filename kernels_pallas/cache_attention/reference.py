@@ -1,4 +1,4 @@
-"""The definition, in plain JAX. It holds the block's weights [B, K, G, T, S] while it runs; no caller sees them."""
+"""The definition, in plain JAX. It holds the block's weights [B, K, G, T, S] while it runs and does not return them."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ STATISTICS = (
 
 
 class ColumnStatistics(NamedTuple):
-    """What a block's attention weights say of each slot, float32; ``None`` where not asked for.
+    """Statistics of a block's attention weights for each slot, float32; ``None`` where not asked for.
 
-    Over the block's valid queries, per query head ``[B, N, S]``: ``sum``, and ``last``, the last one's row.
+    Over the block's valid queries, per query head ``[B, N, S]``: ``sum``, the sum of the weights, and ``last``, the
+    weights of the last query.
 
     Over the last ``window`` valid queries of the block (over all of them where there are fewer), per query head: the
     mean ``window_mean``; the unbiased variance ``window_variance``, 0 for a single query; the sum of squares
@@ -78,7 +79,7 @@ def cache_attention(
 
     if statistics - columns.keys():
         weights = weights / total
-    if "window_variance" in statistics:  # around the mean: of small weights, E[a^2] - E[a]^2 would leave rounding only
+    if "window_variance" in statistics:  # around the mean: E[a^2] - E[a]^2 of small weights is all rounding
         deviations = _sum_of_rows((weights - columns["window_mean"][:, :, :, None]) ** 2, seen)
         others = (queries - 1)[:, None, None, None]
         columns["window_variance"] = jnp.where(others > 0, deviations / jnp.maximum(others, 1).astype(weights.dtype), 0)
@@ -96,7 +97,7 @@ def cache_attention(
 def _sums_of_rows(
     weights: Float[Array, "B K G T S"], total: Float[Array, "B K G T 1"], rows: dict[str, Shaped[Array, "B T"]]
 ) -> dict[str, Float[Array, "B K G S"]]:
-    """Sums rows by the factors of each name, all in one product with the weights before their division."""
+    """Sum rows, weighted by the factors of each name, in one product with the weights before their division."""
     factors = jnp.stack([row.astype(weights.dtype) for row in rows.values()], axis=1)[:, None, None]
     factors = factors / jnp.swapaxes(total, 3, 4)  # [B, K, G, names, T]
     sums = jnp.einsum("bkgrt,bkgts->bkgrs", factors, weights, precision=jax.lax.Precision.HIGHEST)
@@ -104,5 +105,5 @@ def _sums_of_rows(
 
 
 def _sum_of_rows(x: Float[Array, "B K _ T S"], rows: Bool[Array, "B T"]) -> Float[Array, "B K _ S"]:
-    """A reduction, not a product: XLA computes x on the way and stores it nowhere."""
+    """Sum the given rows by a reduction, not by a product: XLA fuses x into it and does not store x."""
     return jnp.sum(jnp.where(rows[:, None, None, :, None], x, 0), axis=3)

@@ -1,10 +1,10 @@
 """The kernels for TPU: attention with an online softmax, and its column statistics in a second pass over the keys.
 
 Rows are the queries of all heads of a group, ``[G, T]`` in blocks of T, so that a group reads its keys once. No weight
-leaves VMEM. The first kernel also gives each row's largest logit and its sum of exponentials; the second makes the
-weights of a chunk of slots again from them, and reduces these over the blocks of queries. A single query, as in
-decode, needs no second kernel: the first gives its logits, 4 G bytes a slot. Where a chunk's slots lie, a
-:class:`Storage` says: in stacked layers here, in pages for ``paged_attention``.
+leaves VMEM. The first kernel also returns each row's largest logit and its sum of exponentials; the second computes
+the weights of a chunk of slots again from them, and reduces these over the blocks of queries. A single query, as in
+decode, needs no second kernel: the first returns its logits, 4 G bytes per slot. A :class:`Storage` describes where a
+chunk's slots are: in stacked layers here, in pages for ``paged_attention``.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ SLOTS = 2048  # of a chunk, at most
 
 
 class Storage(NamedTuple):
-    """Where the keys and values of a chunk of a head's slots lie."""
+    """Where the keys and values of a chunk of a head's slots are."""
 
     slots: int  # of a chunk, a multiple of 128
-    # Blocks of the keys, and of the values, that make up a chunk one behind another: each one's shape, and its index
-    # from (row, KV head, chunk, *where), where are arrays in scalar memory.
+    # Blocks of the keys, and of the values, that make up a chunk one after another: each one's shape, and its index
+    # from (row, KV head, chunk, *where); ``where`` are arrays in scalar memory.
     blocks: tuple[tuple[tuple[int | None, ...], Callable[..., tuple[Any, ...]]], ...]
-    holds: Callable[..., Any] | None = None  # whether a chunk, called so too, holds any token; None where all may
+    holds: Callable[..., Any] | None = None  # same arguments -> whether a chunk holds any token; None where all may
 
 
 def unsupported(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> str | None:
-    """Why the kernels can't do this, or None."""
+    """Return why the kernels can't run with these arguments, or None."""
     return beyond(query, key, value, key.shape[-3])
 
 
 def beyond(query: Any, key: Any, value: Any, kv_heads: int) -> str | None:
-    """Why the kernels can't do this, wherever the slots lie, or None."""
+    """Return why the kernels can't run with these arguments, whatever the storage, or None."""
     for name, x in (("queries", query), ("keys", key), ("values", value)):
         if x.dtype not in (jnp.bfloat16, jnp.float32):
             return f"{name} are {x.dtype}, but a TPU takes float32 and bfloat16"
@@ -79,11 +79,10 @@ def attend_heads(
     interpret: Any,
     name: str,
 ) -> tuple[Array, ...]:
-    """The kernels on keys and values as the storage has them: the output and the statistics named, by group.
+    """Run the kernels on keys and values in a storage, and return the output and the named statistics, by group.
 
     Args:
-        stored: for how many slots a chunk may have at most, the storage, and the arrays that say where slots lie,
-            which are copied to scalar memory.
+        stored: (the most slots of a chunk) -> the storage, and the arrays ``where``, which are copied to scalar memory.
     """
     B, K, G, T, D = query.shape
     S = key_position.shape[2]
@@ -100,7 +99,7 @@ def attend_heads(
     key_position = jnp.pad(key_position, ((0, 0), (0, 0), (0, chunks * slots - S)), constant_values=-1)[:, :, None]
 
     def specs(order):
-        """Of all inputs, from (b, k, block of queries, chunk of slots) in some order, and what says where slots lie."""
+        """Return the specs of all inputs; ``order`` sorts a program's indices to (b, k, query block, chunk, *where)."""
         shapes = [
             ((None, None, None, rows, D), lambda b, k, t, c, *_: (b, k, t, 0, 0)),
             ((None, per_head, 3), lambda b, k, t, c, *_: (b, t, 0)),
@@ -118,7 +117,7 @@ def attend_heads(
     scalar = pl.BlockSpec(memory_space=pltpu.SMEM)
     options = dict(storage=storage, scalars=len(where), per_head=per_head, scale=scale)
     itemsize = key.dtype.itemsize
-    one_query = T == 1 and bool(names)  # its logits are no more than the statistics that they stand for
+    one_query = T == 1 and bool(names)  # its logits take no more memory than the statistics, which follow from them
     out, softmax, *logits = pl.pallas_call(
         functools.partial(_attend, **options),
         out_shape=[
@@ -185,17 +184,17 @@ def attend_heads(
 
 
 def _chunk(blocks):
-    """A chunk of slots [slots, D], out of its blocks."""
+    """Join the blocks of a chunk of slots to [slots, D]."""
     if len(blocks) == 1:
         return blocks[0][...]
     dtype = blocks[0].dtype
-    half_tile = blocks[0].shape[0] * dtype.itemsize % 32 != 0  # rows of 32 bytes stand one behind another in a tile
+    half_tile = blocks[0].shape[0] * dtype.itemsize % 32 != 0  # a tile holds rows of 32 bytes one after another
     rows = jnp.concatenate([ref[...].astype(jnp.float32) if half_tile else ref[...] for ref in blocks])
     return rows.astype(dtype)
 
 
 def _logits(span, query, about, key, key_position, *, per_head, scale):
-    """Logits of a block [rows, slots], and which of them a query sees."""
+    """Compute the logits of a block [rows, slots], and a mask of those that a query sees."""
     wide = jnp.promote_types(query.dtype, key.dtype)
     logits = jax.lax.dot_general(
         query[...].astype(wide), key.astype(wide), (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32,
@@ -211,7 +210,7 @@ def _logits(span, query, about, key, key_position, *, per_head, scale):
 
 
 def _when_held(storage, where, chunk):
-    """Runs what it decorates, unless the chunk holds no token."""
+    """Return a decorator that runs its function unless the chunk holds no token."""
     if storage.holds is None:
         return lambda run: run()
     return pl.when(storage.holds(pl.program_id(0), pl.program_id(1), chunk, *where))
@@ -244,7 +243,7 @@ def _attend(*refs, storage, scalars, per_head, scale):
         now = jnp.maximum(before, jnp.max(logits, axis=1, keepdims=True))
         weights = jnp.where(visible, jnp.exp(logits - now), 0)
         shrink = jnp.exp(before - now)
-        # What a free slot holds must not matter, and 0 * NaN is NaN.
+        # The content of a free slot must not matter, and 0 * NaN is NaN.
         live = jnp.where(key_position[...] >= 0, 1.0, 0.0)
         live = jnp.broadcast_to(live, (8, live.shape[1])).T[:, :1] > 0
         value = _chunk(values)

@@ -1,1 +1,1 @@
-"""CAOTE's scores of the slots of a cache, and which of them are freed."""
+"""CAOTE's scores of a cache's slots, and the eviction of the slots of lowest score."""

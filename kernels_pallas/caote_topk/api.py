@@ -1,4 +1,4 @@
-"""CAOTE and the eviction by it in one: the call, its checks, and the choice of an implementation."""
+"""CAOTE's scores and the eviction by them in one call, its checks, and the choice of an implementation."""
 
 from __future__ import annotations
 
@@ -28,29 +28,29 @@ def caote_topk(
     layer: int | Int[Array, ""] | None = None,
     implementation: Implementation = "auto",
 ) -> Kept:
-    """Frees the slots of each head whose loss changes the attention output the least, down to the budget.
+    """Free the slots of each head whose eviction changes the attention output least, down to the budget.
 
-    CAOTE's error of losing each token (arXiv 2504.14051, eq. 8 and 22) and the exact choice of the ``budget`` largest
-    of each head, ties to the more recent token. The kernels read the values once where a head's fit into the chip's
-    memory, else twice, and write no scores unless asked to.
+    A token's score is CAOTE's error of evicting it (arXiv 2504.14051, eq. 8 and 22). Each head keeps exactly the
+    ``budget`` tokens of largest score; of tokens that tie, the more recent ones. The kernels read the values once where
+    a head's values fit into the chip's memory, else twice, and write no scores unless asked to.
 
     Args:
-        weights: those of the query heads that share the values, non-negative, each row of sum 1 over the live slots.
+        weights: those of the query heads that share the values, non-negative; each row sums to 1 over the live slots.
         position: of the token in each slot, -1 where it is free.
-        budget: how many tokens each head keeps, at least 1; one number or one a row.
+        budget: how many tokens each head keeps, at least 1; one number or one per row.
         protected: slots that stay whatever they score.
         fast, norm, group: as in :func:`kvjax.score`.
         excess: a promise that no head holds more than ``budget + excess`` tokens. With 1 the reference takes an argmin.
-        value: one layer's, or all layers' with ``layer``: a kernel then reads them where they are.
-        with_scores: also gives the scores, float32, ``+inf`` where protected, ``-inf`` where free.
-        implementation: "auto" takes the fastest that can run here; a named one runs or raises.
+        value: one layer's, or all layers' with ``layer``; a kernel then reads them in place.
+        with_scores: whether to return the scores, float32, ``+inf`` where protected, ``-inf`` where free.
+        implementation: "auto" takes the fastest one that can run here; one given by name runs or raises.
 
     Returns:
         The positions, -1 where a slot is free now; and the scores, if asked for.
 
     Raises:
-        ValueError: shapes that do not fit, a budget below 1, an unknown norm, group or implementation.
-        NotImplementedError: a named kernel that can't do this.
+        ValueError: if shapes do not fit, the budget is below 1, or the norm, group or implementation is unknown.
+        NotImplementedError: if a kernel was given by name and can't run with these arguments.
 
     Example:
         >>> import jax.numpy as jnp
@@ -67,9 +67,9 @@ def caote_topk(
             "[B, K, G, S], [B, K, S, D] and [B, K, S]."
         )
     if protected is not None and protected.shape != (B, K, S):
-        raise ValueError(f"protected {protected.shape} does not fit: expected {(B, K, S)}, one entry a slot.")
+        raise ValueError(f"protected {protected.shape} does not fit: expected {(B, K, S)}, one entry per slot.")
     if norm not in (1, 2, "inf") or group not in ("exact", "mean"):
-        raise ValueError(f"norm is {norm!r} and group {group!r}; norms are 1, 2, 'inf', groups 'exact', 'mean'.")
+        raise ValueError(f"norm is {norm!r} and group {group!r}; expected 1, 2 or 'inf' and 'exact' or 'mean'.")
     budget = jnp.broadcast_to(jnp.asarray(check_tokens(budget, (B,)), jnp.int32), (B,))
     if excess is not None:
         excess = check_count("excess", excess, 0, "give a number of tokens, or None")

@@ -1,12 +1,12 @@
-"""The kernels for GPU (Pallas' Triton route), one a step: a head's values are shared out over many programs.
+"""The kernels for GPU (Pallas' Triton route), one per step: a head's values are split over many programs.
 
-    1. each program sums up its slots' part of the outputs, the heaviest token of its own held apart;
-       the parts of a head, a few numbers each, are put together by XLA
-    2. each program scores its slots: 4 bytes a slot are written, against the 2 D or 4 D of the values
-    3. a program a head selects, the head's scores in its registers; beyond `SELECTED` slots XLA does
+    1. each program sums its slots' part of the outputs and keeps its heaviest token apart;
+       XLA combines the parts of a head, a few numbers each
+    2. each program scores its slots: 4 bytes are written per slot, against the 2 D or 4 D bytes of the values
+    3. one program per head selects, with the head's scores in its registers; beyond `SELECTED` slots XLA selects
 
-V is read twice. Triton has the masks and the power-of-two shapes; sums are in float32, on the plain cores, for two or
-four rows would leave the matrix unit idle.
+V is read twice. Shapes are powers of two, with masks, as Triton needs them. Sums are in float32 and not on the matrix
+unit, which two or four rows would leave almost idle.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _LARGEST = float(jnp.finfo(jnp.float32).max)
 
 
 def unsupported(weights: Any, value: Any, *_: Any, norm: Norm, **__: Any) -> str | None:
-    """Why the kernels can't do this, or None."""
+    """Return why the kernels can't run with these arguments, or None."""
     if norm != 2:
         return f"norm is {norm!r}, but the kernels measure with norm 2 only"
     narrow = (jnp.bfloat16, jnp.float16, jnp.float32)
@@ -45,10 +45,10 @@ def unsupported(weights: Any, value: Any, *_: Any, norm: Norm, **__: Any) -> str
 
 
 class _Part(NamedTuple):
-    """What one program says of its slots, and all of a head's programs together: float32 but for ``slot``.
+    """Sums over the slots of one program, or of all of a head's programs: float32 but for ``slot``.
 
-    ``output`` is the weighted sum of the values of all but the heaviest token; for FastCAOTE, the sum of the values,
-    and their number stands in ``heaviest``.
+    ``output`` is the weighted sum of the values of all tokens but the heaviest. For FastCAOTE it is the sum of the
+    values, and ``heaviest`` holds their number.
     """
 
     output: Float[Array, "... rows D"]
@@ -172,7 +172,7 @@ def _sum_up(layer, weights, slot, value, output, heaviest, weight, rest, where, 
 
 
 def _together(part: _Part, fast: bool) -> _Part:
-    """A head's parts [H, programs, ...] put together: the heaviest of all stays apart, the others join the rest."""
+    """Combine a head's parts [H, programs, ...]: the heaviest token of all stays apart, the others join the rest."""
     first = jnp.argmax(part.weight, axis=1, keepdims=True)  # [H, 1, G]
     is_first = jnp.arange(part.weight.shape[1])[:, None] == first  # [H, programs, G]
     lighter = jnp.where(is_first, 0, part.weight)
@@ -191,7 +191,7 @@ def _together(part: _Part, fast: bool) -> _Part:
 
 
 def _points(whole: _Part, fast: bool) -> tuple[Array, Array]:
-    """What each value is compared with [H, rows, D], and the change without the heaviest token [H, G]."""
+    """Return the points that values are compared to [H, rows, D], and the change without the heaviest token [H, G]."""
     if fast:
         return whole.output / jnp.maximum(whole.heaviest, 1), jnp.zeros_like(whole.weight)
     remains = jnp.where(whole.rest > 0, whole.rest, 1)[..., None]
@@ -225,7 +225,7 @@ def _score(layer, weights, slot, value, point, without, weight, rest, where, sco
             changes.append(change if fast else jnp.where(dominant, without[g], change))
             holds_all |= (a_g >= 1) | (is_most & (a_g > 0) & (others == 0))
         largest = functools.reduce(jnp.maximum, changes)
-        scale = jnp.where(largest > 0, largest, 1.0)  # squares of small ones are not lost
+        scale = jnp.where(largest > 0, largest, 1.0)  # so that squares of small changes do not underflow
         result = largest if G == 1 else scale * jnp.sqrt(sum((change / scale) ** 2 for change in changes))
         result = jnp.where(part, jnp.where(holds_all, _LARGEST, result), -jnp.inf)
         result = jnp.where(is_protected(packed), jnp.inf, result)
@@ -245,7 +245,7 @@ def _select(scores, slot, budget, kept, *, size):
 
 
 def _values(value, layer, number, column):
-    """Values of the slots [step, width] in float32, and which are finite; what is not becomes 0."""
+    """Load the values of the slots [step, width] in float32, and a mask of the finite ones; others become 0."""
     _, S, D = value.shape
     there = (number < S)[:, None] & (column < D)[None, :]
     v = triton.load(

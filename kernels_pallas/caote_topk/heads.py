@@ -1,4 +1,4 @@
-"""The way into the kernels and back: clean weights, and all that is told of a slot in one number."""
+"""Conversions for the kernels: clean weights, and one number that describes a slot."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def on_heads(
     with_scores: bool,
     layer: int | Int[Array, ""] | None = None,
 ) -> Kept:
-    """Runs a kernel on each device's rows and KV heads, given as :func:`kernels_pallas.caote_topk` has them.
+    """Run a kernel on each device's rows and KV heads; see :func:`kernels_pallas.caote_topk`.
 
-    ``excess`` changes nothing, for a kernel needs no argmin, and ``norm`` is the only one that kernels measure with.
+    ``excess`` and ``norm`` are not passed on: a kernel needs no argmin, and ``norm`` is 2, the only one it supports.
     """
     del excess, norm
     run = over_heads(

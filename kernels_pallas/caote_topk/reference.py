@@ -1,4 +1,4 @@
-"""The definition, in plain JAX: what losing each token does to the attention output, and who stays by that."""
+"""The definition, in plain JAX: how evicting each token changes the attention output, and which tokens stay."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Join = Callable[[Array, Array], Array]
 
 
 class Kept(NamedTuple):
-    """The slots after an eviction: ``position`` is -1 where a slot is free, ``scores`` None where not asked for."""
+    """The slots after an eviction: ``position`` is -1 where a slot is free, ``scores`` is None unless asked for."""
 
     position: Int[Array, "B K S"]
     scores: Float[Array, "B K S"] | None
@@ -58,11 +58,11 @@ def eviction_error(
     group: Group = "exact",
     join: Join | None = None,
 ) -> Float[Array, "*batch S"]:
-    """CAOTE's scores (arXiv 2504.14051, theorem 3.2 and eq. 8; FastCAOTE, eq. 22): see :func:`kvjax.score`.
+    """Compute CAOTE's scores (arXiv 2504.14051, theorem 3.2 and eq. 8; FastCAOTE, eq. 22); see :func:`kvjax.score`.
 
     Args:
-        A: the weights of the G query heads that share the values, non-negative, each row of sum 1 over live tokens.
-        join: measures the G changes together, in place of the norm; :func:`kvjax.score` does so behind W_O.
+        A: the weights of the G query heads that share the values, non-negative; each row sums to 1 over live tokens.
+        join: measures the G changes together, in place of the norm; :func:`kvjax.score` measures them after W_O.
 
     Example:
         >>> import jax.numpy as jnp
@@ -79,7 +79,7 @@ def eviction_error(
     if group == "mean":
         A = jnp.mean(A, axis=-2, keepdims=True)
 
-    # The heaviest token is taken apart: at a weight near 1, both 1 - a and X - v would be lost in rounding.
+    # The heaviest token is kept apart: at a weight near 1, both 1 - a and X - v would be lost in rounding.
     heaviest = jnp.argmax(A, axis=-1, keepdims=True)  # [*batch, G, 1]
     is_heaviest = jax.lax.broadcasted_iota(heaviest.dtype, A.shape, A.ndim - 1) == heaviest
     rest = jnp.where(is_heaviest, 0, A)
@@ -115,23 +115,23 @@ def eviction_error(
 
 
 def length(x: Float[Array, "*shape D"], norm: Norm) -> Float[Array, "*shape"]:
-    """The norm along the last axis; for norm 2 its gradient at 0 is 0, not NaN."""
+    """Compute the norm along the last axis; for norm 2 its gradient at 0 is 0, not NaN."""
     if norm == 1:
         return jnp.sum(jnp.abs(x), axis=-1)
     if norm == "inf":
-        # By place, not by value: where XLA computes a number twice and rounds differently, none equals the maximum.
+        # By index, not by value: where XLA computes a number twice and rounds differently, none equals the maximum.
         place = jnp.argmax(jax.lax.stop_gradient(jnp.abs(x)), axis=-1, keepdims=True)
         return jnp.abs(jnp.take_along_axis(x, place, axis=-1))[..., 0]
     return root(jnp.sum(x**2, axis=-1))
 
 
 def root(squares: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """The square root, with gradient 0 at 0."""
+    """Compute the square root, with gradient 0 at 0."""
     return jnp.where(squares > 0, jnp.sqrt(jnp.where(squares > 0, squares, 1)), 0)
 
 
 def _joined(changes: Float[Array, "*batch G S"], norm: Norm) -> Float[Array, "*batch S"]:
-    """The norm of a group's changes together, scaled so that squares of small ones are not lost."""
+    """Compute the norm of a group's changes together, scaled so that squares of small ones do not underflow."""
     largest = jnp.max(changes, axis=-2, keepdims=True)
     scale = jax.lax.stop_gradient(jnp.where(largest > 0, largest, 1))
     return scale[..., 0, :] * length((changes / scale).swapaxes(-1, -2), norm)

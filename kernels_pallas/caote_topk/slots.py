@@ -1,4 +1,4 @@
-"""What both kernels are told of a slot, in one int32: its position, whether it is protected, whether it is free."""
+"""A slot's description for both kernels, in one int32: its position, whether it is protected, whether it is free."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _PROTECTED = 2**30  # beyond every position
 
 
 def pack(position: Int[Array, "*shape"], protected: Bool[Array, "*shape"] | None) -> Int[Array, "*shape"]:
-    """-1 for a free slot, else the position, and 2^30 more where the slot is protected.
+    """Return -1 for a free slot, else its position, plus 2^30 where it is protected.
 
     Example:
         >>> import jax.numpy as jnp
@@ -26,14 +26,14 @@ def pack(position: Int[Array, "*shape"], protected: Bool[Array, "*shape"] | None
 
 
 def is_protected(slot: Int[Array, "*shape"]) -> Bool[Array, "*shape"]:
-    """Which of the packed slots are protected."""
+    """Return which of the packed slots are protected."""
     return slot >= _PROTECTED
 
 
 def remaining(
     scores: Float[Array, "*rows S"], slot: Int[Array, "*rows S"], budget: Int[Array, "*rows 1"]
 ) -> Int[Array, "*rows S"]:
-    """The positions of packed slots after the eviction, -1 where a slot is free."""
+    """Return the positions of packed slots after the eviction, -1 where a slot is free."""
     position = jnp.where(is_protected(slot), slot - _PROTECTED, slot)
     return jnp.where(best_of_rows(rank(scores, position >= 0), position, budget), position, -1)
 
@@ -41,6 +41,6 @@ def remaining(
 def clean_weights(
     weights: Float[Array, "B K _ S"], position: Int[Array, "B K S"], group: Group
 ) -> Float[Array, "B K _ S"]:
-    """The weights in float32, 0 in free slots, joined where the group's mean is asked for."""
+    """Return the weights in float32, 0 in free slots, and averaged over the group for ``group="mean"``."""
     weights = jnp.where(position[:, :, None] >= 0, weights.astype(jnp.float32), 0)
     return jnp.mean(weights, axis=2, keepdims=True) if group == "mean" else weights

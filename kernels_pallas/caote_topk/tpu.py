@@ -1,9 +1,9 @@
-"""The kernel for TPU: a head's values pass through VMEM, the scores never leave it.
+"""The kernel for TPU: a head's values pass through VMEM, and the scores never leave it.
 
-Grid: groups of 8 heads, their heads, two passes (the outputs, then the errors), chunks of the values. A head whose
-values fit one chunk has them read once, for the second pass finds its block where it lies; otherwise the second pass
+Grid: groups of 8 heads, their heads, two passes (the outputs, then the errors), chunks of the values. Where a head's
+values fit into one chunk they are read once, for the second pass finds the block in VMEM; otherwise the second pass
 goes through the chunks backwards and reads all but one again. The scores of the 8 heads fill the 8 sublanes of one
-scratch buffer, in which the last step selects for all of them.
+scratch buffer, in which the last step selects for all 8 heads.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 from kernels_pallas.caote_topk.reference import Norm
 from kernels_pallas.caote_topk.slots import is_protected, remaining
 
-HEADS = 8  # selected from together
+HEADS = 8  # per selection
 STEP = 512  # slots computed at a time
 VALUE_BYTES = 4 * 2**20  # of a chunk; two are in flight
 VMEM_BYTES = 48 * 2**20
@@ -28,7 +28,7 @@ _HIGHEST = jax.lax.Precision.HIGHEST
 
 
 def unsupported(weights: Any, value: Any, *_: Any, norm: Norm, **__: Any) -> str | None:
-    """Why the kernel can't do this, or None."""
+    """Return why the kernel can't run with these arguments, or None."""
     if norm != 2:
         return f"norm is {norm!r}, but the kernel measures with norm 2 only"
     if value.dtype not in (jnp.bfloat16, jnp.float32) or weights.dtype not in (jnp.bfloat16, jnp.float32):
@@ -38,13 +38,13 @@ def unsupported(weights: Any, value: Any, *_: Any, norm: Norm, **__: Any) -> str
     tiling = _Tiling.of(weights.shape, value)
     if tiling.vmem_bytes > VMEM_BYTES:
         return (
-            f"{weights.shape[3]} slots a head take {tiling.vmem_bytes} bytes of the {VMEM_BYTES} in the chip's memory"
+            f"{weights.shape[3]} slots per head take {tiling.vmem_bytes} bytes, but the kernel takes up to {VMEM_BYTES}"
         )
     return None
 
 
 class _Tiling:
-    """Slots of a chunk, and the number of chunks, for weights [B, K, G, S]."""
+    """The slots per chunk and the number of chunks, for weights [B, K, G, S]."""
 
     def __init__(self, step: int, chunk: int, chunks: int, vmem_bytes: int):
         self.step, self.chunk, self.chunks, self.vmem_bytes = step, chunk, chunks, vmem_bytes
@@ -118,7 +118,7 @@ def of_heads(
                 ),  # the output of all but the heaviest token, or the sum of values
                 pltpu.VMEM((rows, lanes), jnp.float32),  # the heaviest token's value
                 pltpu.VMEM((rows, 128), jnp.float32),  # the heaviest token's weight
-                pltpu.VMEM((rows, 128), jnp.float32),  # the others' weight
+                pltpu.VMEM((rows, 128), jnp.float32),  # the weight of all others
                 pltpu.VMEM((rows, 128), jnp.int32),  # the heaviest token's slot
             ],
         ),
@@ -177,7 +177,7 @@ def _kernel(_, budget, weights, slot, value, *refs, tiling, heads, fast, with_sc
             takes_part = jnp.where(slot[pl.ds(i, 1), here] >= 0, takes_part, 0)
             scores[pl.ds(i, 1), here] = takes_part
             a = jnp.where(takes_part > 0, a, 0)
-            # The heaviest token so far is held apart; when a heavier one comes, it joins the others.
+            # The heaviest token so far is kept apart; when a heavier one comes, it joins the others.
             most = jnp.max(a, axis=1, keepdims=True)  # [G, 1]
             numbers = number(start)
             which = jnp.min(jnp.where(a == most, numbers, 2**30), axis=1, keepdims=True)
@@ -226,7 +226,7 @@ def _kernel(_, budget, weights, slot, value, *refs, tiling, heads, fast, with_sc
             changes = ratio * jnp.sqrt(jnp.concatenate(squares, axis=0) if len(squares) > 1 else squares[0])
             if not fast:
                 changes = jnp.where(dominant, without, changes)
-            if G > 1:  # scaled, so that squares of small ones are not lost
+            if G > 1:  # scaled, so that squares of small changes do not underflow
                 largest = jnp.max(changes, axis=0, keepdims=True)
                 scale = jnp.where(largest > 0, largest, 1)
                 changes = scale * jnp.sqrt(jnp.sum((changes / scale) ** 2, axis=0, keepdims=True))
@@ -250,8 +250,9 @@ def _sum_of_squares(x):
 
 
 def _product(rows, v, dtype):
-    """rows [R, step] @ v [step, D] in float32. Of bfloat16 values one pass of the matrix unit is exact, given rows in
-    three parts of 8 bits each.
+    """Compute rows [R, step] @ v [step, D] in float32.
+
+    For bfloat16 values one pass of the matrix unit is exact: the rows are split into three parts of 8 bits each.
     """
     contract = (((1,), (0,)), ((), ()))
     if dtype != jnp.bfloat16:
@@ -265,6 +266,6 @@ def _product(rows, v, dtype):
 
 
 def _upper_half(x):
-    """The float32 cut down to what bfloat16 holds; a rounding to bfloat16 and back might be optimised away."""
+    """Truncate float32 to the bits of bfloat16; XLA might remove a conversion to bfloat16 and back."""
     bits = jax.lax.bitcast_convert_type(x, jnp.int32) & jnp.int32(-65536)
     return jax.lax.bitcast_convert_type(bits, jnp.float32)

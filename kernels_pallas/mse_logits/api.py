@@ -22,28 +22,28 @@ def mse_logits(
     block: int = 128,
     implementation: Implementation = "auto",
 ) -> Float[Array, ""]:
-    """Mean over pairs and heads of ``(scale q_i.k_j - q'_i.k'_j / sqrt(F))^2``, one layer's loss of TokenButler.
+    """Compute the mean over pairs and heads of ``(scale q_i.k_j - q'_i.k'_j / sqrt(F))^2``, a layer's TokenButler loss.
 
-    The paper (TokenButler, section 3.2) takes all T x T pairs, "before causal masking"; ``causal=True`` only those
-    that a query sees, ``j <= i``. Every pair of every row counts alike. Query head n reads KV head ``n // (N / K)``,
-    and likewise of the predictor's M key heads (as published M = N). Gradients flow to ``predicted_query`` and
-    ``predicted_key`` alone. They are made together with the loss, so that a backward pass through many layers needs
-    none of the model's queries and keys.
+    The paper (TokenButler, section 3.2) takes all T x T pairs, "before causal masking"; ``causal=True`` takes only
+    those that a query sees, ``j <= i``. Every pair of every row has the same weight. Query head n reads KV head
+    ``n // (N / K)``, and likewise one of the predictor's M key heads (M = N in the paper). Gradients flow only to
+    ``predicted_query`` and ``predicted_key``. They are computed together with the loss, so that a backward pass
+    through many layers needs none of the model's queries and keys.
 
     Args:
         query, key: the model's, rotated.
         predicted_query, predicted_key: the predictor's q' and k', rotated.
-        valid: which tokens count, all by default; what padding holds does not matter.
-        causal: only the pairs that a query sees.
+        valid: which tokens count, all by default; the content of padding does not matter.
+        causal: take only the pairs that a query sees.
         scale: factor of the model's logits, D ** -0.5 by default.
-        block: tokens of a block where ``causal``; time and memory grow with T x block, never with T x T.
-        implementation: "auto" takes the fastest that can run here; a named one runs or raises.
+        block: tokens per block where ``causal``; time and memory grow with T x block, never with T x T.
+        implementation: "auto" takes the fastest one that can run here; one given by name runs or raises.
 
     Returns:
         The loss in float32 (float64 for float64 inputs), 0 where there is no pair.
 
     Raises:
-        ValueError: shapes that do not fit, a block below 1, an unknown implementation.
+        ValueError: if shapes do not fit, the block is below 1, or the implementation is unknown.
 
     Example:
         >>> import jax.numpy as jnp
@@ -67,7 +67,7 @@ def mse_logits(
     if N % predicted_key.shape[2]:
         raise ValueError(f"the predictor's {predicted_key.shape[2]} key heads do not divide the {N} query heads.")
     if valid is not None and valid.shape != (B, T):
-        raise ValueError(f"valid {valid.shape} does not fit: expected {(B, T)}, one entry a token.")
+        raise ValueError(f"valid {valid.shape} does not fit: expected {(B, T)}, one entry per token.")
     if block < 1:
         raise ValueError(f"block is {block}; a block has at least 1 token.")
     return dispatch(

@@ -1,13 +1,13 @@
 """The loss in plain JAX, linear in T, by Gram matrices instead of pairs.
 
-With x_i = (q_i, q'_i) and y_j = (k_j, -k'_j), the scales folded in, the difference of two logits is x_i.y_j, and
+With x_i = (q_i, q'_i) and y_j = (k_j, -k'_j), with the scales included, the difference of two logits is x_i.y_j, and
 
     sum_ij (x_i.y_j)^2 = sum_ij x_i' y_j y_j' x_i = <sum_i x_i x_i', sum_j y_j y_j'>,
 
-the product of two matrices of D + D' rows. So is its gradient: d/dx_i = 2 x_i' sum_j y_j y_j'. Causal pairs are those
-of a block with itself, whose [m, m] differences are computed one by one, and those with all blocks before it, whose
-Gram matrices the scan carries. A sum of differences' squares becomes a difference of sums: what is lost is float32's
-rounding of the logits' own squares, 1e-7 of their mean, so a loss below some 1e-6 of that is noise (a test holds it).
+the product of two matrices of D + D' rows. The gradient follows likewise: d/dx_i = 2 x_i' sum_j y_j y_j'. Causal pairs
+are those of a block with itself, whose [m, m] differences are computed one by one, and those with all blocks before it,
+whose Gram matrices the scan carries. A sum of squared differences becomes a difference of sums, which loses float32's
+rounding of the logits' own squares, 1e-7 of their mean. So a loss below about 1e-6 of that mean is noise (tested).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-# Here G query heads share a KV head, F is D', and the predictor has a key a query head:
+# Here G query heads share a KV head, F is D', and the predictor has a key per query head:
 # query [B, T, K, G, D], key [B, T, K, D], predicted query and predicted key [B, T, K, G, F].
 Sums = tuple[Float[Array, ""], Float[Array, "B T K G F"], Float[Array, "B T K G F"]]  # loss and its two gradients
 Grams = tuple[Float[Array, "B K D D"], Float[Array, "B K G D F"], Float[Array, "B K G F F"]]
@@ -61,7 +61,7 @@ def mse_logits(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _sum(sums: Callable[..., Sums], query: Array, key: Array, predicted_query: Array, predicted_key: Array) -> Array:
-    """The loss's sum over pairs; its gradients come from the same pass, and are all that the backward pass needs."""
+    """Compute the loss's sum over pairs; the same pass gives its gradients, which are all that backward needs."""
     return _forward(sums, query, key, predicted_query, predicted_key)[0]
 
 
@@ -109,7 +109,7 @@ def _seen_pairs(block: int, query: Array, key: Array, predicted_query: Array, pr
         to_query += _gradient(query, predicted_query, before)
         return jax.tree.map(jnp.add, before, _key_grams(key, predicted_key)), (total, to_query, to_key)
 
-    def run_keys(after: Grams, parts):  # from the last block to the first: what later queries add to a key's gradient
+    def run_keys(after: Grams, parts):  # from the last block to the first: a key's gradient from later queries
         query, key, predicted_query, predicted_key = parts
         to_key = _gradient(key[:, :, :, None], predicted_key, after)
         return jax.tree.map(jnp.add, after, _query_grams(query, predicted_query)), to_key
@@ -124,7 +124,7 @@ def _seen_pairs(block: int, query: Array, key: Array, predicted_query: Array, pr
 
 
 def _query_grams(query: Float[Array, "B T K G D"], predicted: Float[Array, "B T K G F"]) -> Grams:
-    """Sums over tokens of q q' (and over the group, whose heads all meet the same keys), q q'' and q' q''."""
+    """Sum q q^T, q q'^T and q' q'^T over tokens; the first also over the group, whose heads share their keys."""
     return (
         _einsum("btkgd,btkge->bkde", query, query),
         _einsum("btkgd,btkgf->bkgdf", query, predicted),
@@ -141,7 +141,7 @@ def _key_grams(key: Float[Array, "B T K D"], predicted: Float[Array, "B T K G F"
 
 
 def _product(of_queries: Grams, of_keys: Grams) -> Float[Array, ""]:
-    """Sum over all pairs of (q.k - q'.k')^2."""
+    """Sum (q.k - q'.k')^2 over all pairs."""
     model, mixed, predictor = (
         jnp.vdot(x, y, precision=jax.lax.Precision.HIGHEST) for x, y in zip(of_queries, of_keys, strict=True)
     )
@@ -149,7 +149,7 @@ def _product(of_queries: Grams, of_keys: Grams) -> Float[Array, ""]:
 
 
 def _gradient(x: Float[Array, "B T K #G D"], predicted: Float[Array, "B T K G F"], others: Grams) -> Array:
-    """What the pairs of these queries (or keys) with all others add to the gradient of the predicted ones."""
+    """Return what the pairs of these queries (or keys) with all others add to the gradient of the predicted ones."""
     _, mixed, predictor = others
     own = _einsum("btkgf,bkgfh->btkgh", predicted, predictor)
     if x.shape[3] == predicted.shape[3]:

@@ -28,26 +28,27 @@ def paged_attention(
     scale: float | None = None,
     implementation: Implementation = "auto",
 ) -> tuple[Float[Array, "B T N D"], ColumnStatistics]:
-    """Softmax attention of T queries over the pages of each KV head; who sees whom follows from positions alone.
+    """Compute the softmax attention of T queries over the pages of each KV head; positions decide what a query sees.
 
-    As :func:`kernels_pallas.cache_attention` over ``S = M * page`` slots, of which slot s is in the head's page
-    ``s // page``. A kernel reads the keys and values of a page where they are; the reference lays out one head's pages
-    at a time.
+    The result is that of :func:`kernels_pallas.cache_attention` over ``S = M * page`` slots, where slot s is in the
+    head's page ``s // page``. A kernel reads the keys and values of a page in place; the reference copies the pages of
+    one head at a time.
 
     Args:
         key, value, position: a pool of pages that heads of any layer own; position -1 is a free slot.
-        table: each head's pages, -1 where it has none, which is read nowhere.
-        statistics: names out of ``STATISTICS``; see :class:`ColumnStatistics`.
+        table: each head's pages; -1 where it has none, and nothing is read there.
+        statistics: names from ``STATISTICS``; see :class:`ColumnStatistics`.
         window: the observation window of the "window_" statistics, in queries.
         sliding_window: how many positions a query sees, itself included; None for all.
         scale: factor of the logits, D ** -0.5 by default.
-        implementation: "auto" takes the fastest that can run here; a named one runs or raises.
+        implementation: "auto" takes the fastest one that can run here; one given by name runs or raises.
 
     Returns:
         The output in the queries' dtype, and the statistics of M * page slots in float32 (float64 for float64 inputs).
 
     Raises:
-        ValueError: shapes that do not fit, an unknown statistic or implementation, a "window_" statistic of no window.
+        ValueError: if shapes do not fit, a statistic or the implementation is unknown, or a "window_" statistic has a
+            window below 1.
 
     Example:
         >>> import jax.numpy as jnp

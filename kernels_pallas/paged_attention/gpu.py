@@ -1,6 +1,6 @@
-"""The kernels for GPU: those of ``cache_attention``, which find a slot's row by its head's page table.
+"""The kernels for GPU: those of ``cache_attention``, which find a slot's row through its head's page table.
 
-A program goes no further than its head's last page, and loads no row of a page that is not there.
+A program stops at its head's last page and loads nothing where the table has no page.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kernels_pallas.paged_attention.pages import table_ends
 
 
 def unsupported(query: Any, key: Any, value: Any, position: Any, table: Any, *_: Any, **__: Any) -> str | None:
-    """Why the kernels can't do this, or None."""
+    """Return why the kernels can't run with these arguments, or None."""
     return beyond(query, key, value, table.shape[1])
 
 

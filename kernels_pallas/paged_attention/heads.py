@@ -1,4 +1,4 @@
-"""The way into the kernels: pools whole, and each slot's position by the page tables."""
+"""Conversions for the kernels: the pools stay whole, and the page tables give each slot's position."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def on_heads(
     query_position: Int[Array, "B T"],
     **options: Any,
 ) -> tuple[Float[Array, "B T N D"], ColumnStatistics]:
-    """Runs a kernel on each device's rows and KV heads, given as :func:`kernels_pallas.paged_attention` has them."""
+    """Run a kernel on each device's rows and KV heads; see :func:`kernels_pallas.paged_attention`."""
     pool = "p z d"
     arrays = [(pool, key), (pool, value), ("b k s", slot_positions(position, table)), ("b k m", table)]
     return in_groups(kernel, query, query_position, arrays, kv_heads=table.shape[1], **options)

@@ -7,7 +7,7 @@ from jaxtyping import Array, Int, Shaped
 
 
 def laid_out(pool: Shaped[Array, "P page *rest"], table: Int[Array, "*heads M"]) -> Shaped[Array, "*heads S *rest"]:
-    """Each head's pages one behind another, a copy with ``S = M * page`` slots; where it has none, anything.
+    """Copy each head's pages one after another to ``S = M * page`` slots; where a head has no page, they are undefined.
 
     Example:
         >>> import jax.numpy as jnp
@@ -19,7 +19,7 @@ def laid_out(pool: Shaped[Array, "P page *rest"], table: Int[Array, "*heads M"])
 
 
 def slot_positions(position: Int[Array, "P page"], table: Int[Array, "*heads M"]) -> Int[Array, "*heads S"]:
-    """The positions of each head's tokens, ``S = M * page``; -1 where a slot is free or the head has no page.
+    """Return the positions of each head's tokens, ``S = M * page``; -1 where a slot is free or the head has no page.
 
     Example:
         >>> import jax.numpy as jnp
@@ -32,7 +32,7 @@ def slot_positions(position: Int[Array, "P page"], table: Int[Array, "*heads M"]
 
 
 def table_ends(table: Int[Array, "*heads M"]) -> Int[Array, "*heads"]:
-    """The place behind each head's last page in its row of the table.
+    """Return the index after each head's last page in its row of the table.
 
     Example:
         >>> import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""The definition, in plain JAX: head after head is laid out, and attended over as slots of a cache."""
+"""The definition, in plain JAX: the pages of one head at a time are copied and attended over as slots of a cache."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The kernels for TPU: those of ``cache_attention``, whose chunk of slots is several pages, each a block of its own.
+"""The kernels for TPU: those of ``cache_attention``, where a chunk of slots is several pages, each a block of its own.
 
 The page table is in scalar memory and gives each block's index. A block that is the same as in the step before is not
-copied again, so where a head has no page, its place in the table names the page that was there last.
+copied again, so where a head has no page, its entry in the table repeats the last page at that entry.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from kernels_pallas.cache_attention import tpu
 from kernels_pallas.cache_attention.tpu import Storage, attend_heads
 from kernels_pallas.paged_attention.pages import table_ends
 
-PAGES = 32  # of a chunk, at most: each is copied by itself
-CHUNK_BYTES = 8 * 2**20  # of a chunk of keys and of values and the next one
+PAGES = 32  # of a chunk, at most: each takes a copy of its own
+CHUNK_BYTES = 8 * 2**20  # of the keys and values of a chunk and of the next one
 TABLE_BYTES = 2**19  # of scalar memory
 
 
 def unsupported(query: Any, key: Any, value: Any, position: Any, table: Any, *_: Any, **__: Any) -> str | None:
-    """Why the kernels can't do this, or None."""
+    """Return why the kernels can't run with these arguments, or None."""
     size = key.shape[1]
     if size % 8:
         return f"a page has {size} slots, but the kernels take multiples of 8"
     if _unit(size) * size * _slot_bytes(key) > CHUNK_BYTES:
         return f"{_unit(size)} pages of {size} slots of head dim {key.shape[2]} do not fit into a chunk"
     if 4 * math.prod(table.shape) > TABLE_BYTES:
-        return f"the page table has {math.prod(table.shape)} places, but the kernels take up to {TABLE_BYTES // 4}"
+        return f"the page table has {math.prod(table.shape)} entries, but the kernels take up to {TABLE_BYTES // 4}"
     return tpu.beyond(query, key, value, table.shape[1])
 
 
@@ -58,17 +58,17 @@ def of_heads(query, about, span, key, value, key_position, table, *, names, scal
 
 
 def _last_there(table: Int[Array, "steps pages"]) -> Int[Array, "steps pages"]:
-    """The table with each -1 replaced by the page that stood there in the last step before."""
+    """Return the table with each -1 replaced by the last page before it in its column, or 0."""
     step = jnp.arange(table.shape[0], dtype=jnp.int32)[:, None]
     last = jax.lax.cummax(jnp.where(table >= 0, step, 0), axis=0)
     return jnp.maximum(jnp.take_along_axis(table, last, axis=0), 0)
 
 
 def _unit(size: int) -> int:
-    """The fewest pages whose slots fill whole rows of 128 lanes."""
+    """Return the smallest number of pages whose slots fill whole rows of 128 lanes."""
     return 128 // math.gcd(128, size)
 
 
 def _slot_bytes(key: Any) -> int:
-    """Of a slot's key and value, in VMEM twice over."""
+    """Return the bytes of a slot's key and value in VMEM, where each is held twice."""
     return 4 * pl.cdiv(key.shape[2], 128) * 128 * key.dtype.itemsize

@@ -1,1 +1,1 @@
-"""Attention over the slots that each head has chosen: what the others hold does not matter."""
+"""Attention over the slots that each head has chosen; the content of the other slots does not matter."""

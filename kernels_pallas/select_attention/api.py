@@ -21,29 +21,29 @@ def select_attention(
     scale: float | None = None,
     implementation: Implementation = "auto",
 ) -> Float[Array, "B T N D"]:
-    """Softmax attention over M slots of each head; what the other slots hold does not matter.
+    """Compute the softmax attention over M slots of each head; the content of the other slots does not matter.
 
-    The slots alone say what is seen: positions are not looked at, and all T queries see the same (a decode step has
-    one). H is N where each query head reads slots of its own, or K where a group reads the same ones; query head n
-    reads KV head n // (N / K). The chosen rows are gathered inside the GPU's kernel: 2 B H M of them, against the
-    2 B K S of dense attention. A TPU cannot read single rows at speed: its kernel reads, once for a group, the chunks
-    of up to 2,048 slots that hold a chosen one, and leaves fewer than one slot in 32 to the reference.
+    Only the slots decide what a query sees: positions are not read, and all T queries see the same slots (a decode step
+    has one query). H is N where each query head reads slots of its own, or K where a group reads the same ones; query
+    head n reads KV head n // (N / K). The GPU's kernel gathers the chosen rows itself: 2 B H M of them, against the
+    2 B K S of dense attention. A TPU is slow at reading single rows: its kernel reads, once per group, the chunks of up
+    to 2,048 slots that hold a chosen one. Where fewer than one slot in 32 is chosen, "auto" takes the reference.
 
     Args:
-        key, value: one layer's, or all layers' with ``layer``, which are then read where they are.
-        slots: what each head reads, as ``kvjax.select`` gives them, each slot once; -1 is none: its weight is exactly
-            0. A head of none at all gives 0. Any order will do; the kernels are quickest with a rising one.
-        layer: which layer of stacked keys and values.
+        key, value: one layer's, or all layers' with ``layer``, which are then read in place.
+        slots: the slots that each head reads, as ``kvjax.select`` returns them, each slot once. -1 stands for no slot:
+            its weight is exactly 0. The output of a head with no slot is 0. Any order works; ascending is fastest.
+        layer: the layer to read of stacked keys and values.
         scale: factor of the logits, D ** -0.5 by default.
-        implementation: "auto" takes the fastest that can run here; a named one runs or raises.
+        implementation: "auto" takes the fastest one that can run here; one given by name runs or raises.
 
     Returns:
         The output in the queries' dtype; the softmax is float32 (float64 for float64 inputs).
 
     Raises:
-        ValueError: shapes that do not fit, no slot at all, a missing layer or one too many, an unknown implementation
-            or one for another platform.
-        NotImplementedError: a named kernel that can't do this.
+        ValueError: if shapes do not fit, M is 0, ``layer`` is missing or out of place, or the implementation is
+            unknown or for another platform.
+        NotImplementedError: if a kernel was given by name and can't run with these arguments.
 
     Example:
         >>> import jax.numpy as jnp
@@ -65,8 +65,8 @@ def select_attention(
         raise ValueError(f"layer is {layer}; the keys and values have layers 0 to {key.shape[0] - 1}.")
     if slots.ndim != 3 or slots.shape[0] != B or slots.shape[1] not in (N, key.shape[-3]) or not slots.shape[2]:
         raise ValueError(
-            f"slots {slots.shape} do not fit: expected [B, H, M] with B {B}, H {N}, one set a query head, or "
-            f"{key.shape[-3]}, one a KV head, and M at least 1."
+            f"slots {slots.shape} do not fit: expected [B, H, M] with B {B}, H {N}, one set per query head, or "
+            f"{key.shape[-3]}, one per KV head, and M at least 1."
         )
     return dispatch(
         implementation,

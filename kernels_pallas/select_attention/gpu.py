@@ -1,10 +1,10 @@
 """The kernels for GPU (Pallas' Triton route): attention over gathered rows with an online softmax, then its parts' sum.
 
-A program reads its share of a head's slots, and with them the rows of K and V, straight out of the stacked cache; the
+A program reads its share of a head's slots, and with them the rows of K and V, directly from the stacked cache; the
 queries that share the slots are the rows of its tile. In decode a batch of one has far fewer heads than the chip has
-multiprocessors, so the slots of a head are shared out over programs, and a second kernel puts their sums together.
-Where the query heads of a group read slots of their own, their programs run side by side: slots in rising order keep
-them near each other in the cache, so that what two heads both read may come out of the L2 cache the second time.
+multiprocessors, so the slots of a head are split over programs, and a second kernel combines their sums. Where the
+query heads of a group read slots of their own, their programs run side by side: slots in ascending order keep them
+near each other in the cache, so that the second read of a row that two heads share may hit the L2 cache.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 PROGRAMS = 264  # two for each multiprocessor of an H100 or H200, which run at once
-BYTES = 16384  # of the keys, and again of the values, that a program has in a tile
-PARTS = 32  # of a head, put together at a time
+BYTES = 16384  # of the keys, and again of the values, in a program's tile
+PARTS = 32  # of a head, combined at a time
 _TINY = float(jnp.finfo(jnp.float32).tiny)
-_UNSEEN = -1e30  # the logit of a slot that is none
+_UNSEEN = -1e30  # the logit of slot -1, which is none
 
 
 def unsupported(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> str | None:
-    """Why the kernels can't do this, or None."""
+    """Return why the kernels can't run with these arguments, or None."""
     for name, x in (("queries", query), ("keys", key), ("values", value)):
         if x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
             return f"{name} are {x.dtype}, but the kernels take float32, bfloat16, float16"
@@ -40,7 +40,7 @@ def of_heads(query, key, value, slots, layer, *, scale, interpret):
     H, R = B * K * each, T * G
     key, value = key.reshape(L, B * K, S, D), value.reshape(L, B * K, S, D)
     width = max(pl.next_power_of_2(D), 16)
-    # No more in registers than fits a program, no fewer slots than the matrix unit takes.
+    # At most what fits into a program's registers, at least as many slots as the matrix unit takes.
     step = min(max(BYTES // (width * max(key.dtype.itemsize, value.dtype.itemsize)), 16), 128)
     rows = min(max(pl.next_power_of_2(R), 16), 64)
     blocks = pl.cdiv(R, rows)
@@ -101,7 +101,7 @@ def _attend(layer, query, key, value, slots, out, peaks, totals, *, steps, step,
         nth = first + i * step + jax.lax.broadcasted_iota(jnp.int32, (step,), 0)
         slot = triton.load(slots.at[nth], mask=nth < M, other=-1)
         read = slot >= 0
-        # Masked, a slot that is none reads nothing and counts as a row of 0; one beyond the cache is held to its end.
+        # Slot -1 is masked: nothing is read, and its row is 0. A slot beyond the cache is clipped to the last one.
         index = (jnp.full_like(slot, layer[0])[:, None], jnp.clip(slot, 0, S - 1)[:, None], column)
         k, v = (triton.load(ref.at[index], mask=read[:, None] & (column < D), other=0) for ref in (key, value))
         logits = jnp.where(read[None, :], scale * _dot(q, k, ((1,), (1,))), _UNSEEN)

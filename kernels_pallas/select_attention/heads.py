@@ -1,4 +1,4 @@
-"""The way into the kernels and back: queries by KV head and by the set of slots that they read."""
+"""Conversions for the kernels: queries are grouped by KV head and by the set of slots that they read."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def on_heads(
     layer: int | Int[Array, ""] | None,
     scale: float,
 ) -> Float[Array, "B T N D"]:
-    """Runs a kernel on each device's rows and KV heads, given as :func:`kernels_pallas.select_attention` has them."""
+    """Run a kernel on each device's rows and KV heads; see :func:`kernels_pallas.select_attention`."""
     (key, number), (value, _) = stacked(key, layer), stacked(value, layer)
     B, T, N, D = query.shape
     (_, H, M), K = slots.shape, key.shape[-3]

@@ -1,4 +1,4 @@
-"""The definition, in plain JAX: one gather of the chosen rows out of the cache, then attention over them alone."""
+"""The definition, in plain JAX: one gather of the chosen rows from the cache, then attention over them alone."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def select_attention(
 def _rows(
     array: Float[Array, "*L B K S D"], slots: Int[Array, "B H M"], layer: int | Int[Array, ""] | None
 ) -> Float[Array, "B H M D"]:
-    """array[(layer,) b, k, slots[b, h, m]], k the KV head of h, as one gather that is parallel in b and k.
+    """Gather array[(layer,) b, k, slots[b, h, m]], where k is the KV head of h, parallel in b and k.
 
-    The batching dimensions are named, so that a cache sharded over them is read without communication.
+    The batching dimensions are given, so that a cache sharded over them is read without communication.
     """
     *_, B, K, _, D = array.shape
     index = jnp.maximum(slots, 0).reshape(B, K, -1, 1)  # the heads of a group, one after the other

@@ -1,9 +1,9 @@
 """The kernel for TPU: attention over the chunks of the cache that hold a chosen slot, the slots between masked out.
 
 Rows are not gathered, for a TPU has no cheap way to read one. Two rows of bfloat16 share their 32-bit words, so a copy
-brings 512 bytes at least; to start one takes about 11 cycles of the scalar core, in which the memory of a v5e streams 6
-KB. So whole chunks are streamed, as in dense attention, and chunks without a chosen slot are left out: what lies behind
-a sliding window, or was never written. The list of slots, in rising order, becomes a chunk's mask on the matrix unit:
+reads at least 512 bytes; starting a copy takes about 11 cycles of the scalar core, in which the memory of a v5e streams
+6 KB. So whole chunks are streamed, as in dense attention, and chunks without a chosen slot are skipped: those outside a
+sliding window, or never written. The matrix unit turns the list of slots, in ascending order, into a chunk's mask:
 slot 128 i + j is the product of two one-hot vectors, of i and of j.
 """
 
@@ -23,13 +23,13 @@ BYTES = 2**20  # of a chunk's keys, and again of its values, at most
 ROWS = 512  # queries of all heads of a group, at most
 CELLS = 512 * 512  # rows x slots computed at a time
 LISTED = 256  # slots of the list that are turned into a mask at a time
-LIST = 2**21  # slots of all lists of a KV head, at most: they lie in VMEM, 4 bytes each, twice
-FEW = 32  # fewer than one slot in so many is quicker row by row: 27 cycles a row on a v5e, against 0.94 a slot streamed
+LIST = 2**21  # slots of all lists of a KV head, at most: they are in VMEM, 4 bytes each, twice
+FEW = 32  # below one slot in 32, row by row is faster: 27 cycles per row on a v5e, against 0.94 per slot streamed
 _UNSEEN = -1e30  # the logit of a slot that was not chosen
 
 
 def unsupported(query: Any, key: Any, value: Any, slots: Any, **_: Any) -> str | None:
-    """Why the kernel can't do this, or should not, or None."""
+    """Return why the kernel can't run with these arguments, or would be slower than the reference, or None."""
     for name, x in (("queries", query), ("keys", key), ("values", value)):
         if x.dtype not in (jnp.bfloat16, jnp.float32):
             return f"{name} are {x.dtype}, but a TPU takes float32 and bfloat16"
@@ -60,7 +60,7 @@ def of_heads(query, key, value, slots, layer, *, scale, interpret):
     blocks = slots.shape[1]
     start = _starts(slots, size * jnp.arange(chunks + 1)).reshape(B, K, sets, chunks + 1)
     chosen = jnp.any(start[..., 1:] > start[..., :-1], axis=2)  # [B, K, chunks]
-    here = jax.lax.cummax(jnp.where(chosen, jnp.arange(chunks), 0), axis=2).reshape(-1)  # which chunk lies in VMEM
+    here = jax.lax.cummax(jnp.where(chosen, jnp.arange(chunks), 0), axis=2).reshape(-1)  # which chunk is in VMEM
 
     of_rows = pl.BlockSpec((None, None, R, D), lambda b, k, c, layer, here: (b, k, 0, 0))
     of_slots = pl.BlockSpec(
@@ -106,13 +106,13 @@ def of_heads(query, key, value, slots, layer, *, scale, interpret):
 
 
 def _in_order(slots: Int[Array, "*lists M"]) -> Int[Array, "*lists M"]:
-    """Slots in rising order, sorted only where they are not: ``kvjax.select`` gives them so."""
+    """Return the slots in ascending order, sorted only where needed: ``kvjax.select`` returns them in order."""
     rising = jnp.all(slots[..., 1:] >= slots[..., :-1])
     return jax.lax.cond(rising, lambda slots: slots, lambda slots: jnp.sort(slots, axis=-1, stable=False), slots)
 
 
 def _starts(slots: Int[Array, "lists blocks listed"], bounds: Int[Array, "C"]) -> Int[Array, "lists C"]:
-    """How many slots of each list lie below each bound: whole blocks are counted first, then inside a single one."""
+    """Count the slots of each list that are below each bound: first whole blocks, then inside a single block."""
     _, blocks, listed = slots.shape
     whole = jnp.sum(slots[:, None, :, -1] < bounds[:, None], axis=-1, dtype=jnp.int32)
     at_bound = jnp.take_along_axis(slots, jnp.minimum(whole, blocks - 1)[..., None], axis=1)  # [lists, C, listed]
@@ -121,7 +121,7 @@ def _starts(slots: Int[Array, "lists blocks listed"], bounds: Int[Array, "C"]) -
 
 
 def _mask(slots, first, last, origin, size):
-    """Which of the chunk's slots [1, size] the list holds, whose blocks from ``first`` to ``last`` may name them."""
+    """Return a mask [1, size] of the chunk's slots in the list, of which blocks ``first`` to ``last`` are searched."""
     tall = max(size // 128, 8)
 
     def add(block, mask):
@@ -168,7 +168,7 @@ def _attend(_, here, start, query, key, value, slots, out, peak, total, acc, *, 
         now = jnp.maximum(before, jnp.max(logits, axis=1, keepdims=True))
         weights = jnp.where(visible, jnp.exp(logits - now), 0)
         shrink = jnp.exp(before - now)
-        # What no slot points at must not matter, and 0 * NaN is NaN.
+        # The content of slots that are not chosen must not matter, and 0 * NaN is NaN.
         any_set = jnp.broadcast_to(functools.reduce(jnp.maximum, masks), (8, size)).T[:, :1] > 0
         v = jnp.where(any_set, value[...].astype(jnp.float32), 0).astype(value.dtype)
         added = jax.lax.dot_general(

@@ -71,7 +71,7 @@ def test_prefill_rows_of_fed_prompts_say_what_they_fed():
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--shapes", "gpt"], "there is no shape 'gpt'"),
+        (["--shapes", "gpt"], "unknown shape 'gpt'"),
         (["--policy", "h3o"], "h3o"),
         (["--policy", "snapkv@model"], "all heads have the same budget"),
         (["--prompts", "100", "--budgets", "1024"], "a prompt must fill its budget"),

@@ -66,11 +66,11 @@ def test_nobody_evicts_at_the_full_cache_and_llama_cpp_is_asked_there_alone():
     ("arguments", "message"),
     [
         (["--prompt", "100", "--budget", "full,100"], "a prompt of 100 tokens fits the budget of 100"),
-        (["--budget", "some"], "--budget is some; give at least 65 slots a head, or full"),
+        (["--budget", "some"], "--budget is some; give at least 65 slots per head, or full"),
         (["--model", "retriever", "--shape", "tiny"], "keep one of them"),
         (["--budget", "64"], "--budget is 64; give at least 65"),
         (["--new-tokens", "1"], "--new-tokens is 1"),
-        (["--shape", "gpt"], "there is no shape 'gpt'"),
+        (["--shape", "gpt"], "unknown shape 'gpt'"),
         (["--threads", "1,0"], "threads"),
     ],
     ids=str,

@@ -90,5 +90,5 @@ def test_a_full_cache_that_does_not_fit_is_refused_before_it_is_compiled():
 
 
 def test_more_steps_than_there_is_room_for_are_refused():
-    with pytest.raises(ValueError, match="there is room for 8"):
+    with pytest.raises(ValueError, match="give at most 8, the block"):
         steps.program("decode", EVICTING, 100, 9, free=FREE)

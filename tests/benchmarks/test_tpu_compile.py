@@ -30,7 +30,7 @@ def test_without_libtpu_one_sentence_says_what_to_install(no_libtpu, capsys):
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(["--chips", "0"], "--chips is 0"), (["--shapes", "gpt"], "there is no shape 'gpt'")],
+    [(["--chips", "0"], "--chips is 0"), (["--shapes", "gpt"], "unknown shape 'gpt'")],
     ids=str,
 )
 def test_what_cannot_be_is_refused_before_anything_is_compiled(arguments, message, monkeypatch, capsys):
@@ -66,7 +66,7 @@ def test_a_program_that_does_not_compile_says_why_and_has_a_row():
 def test_an_unknown_topology_is_refused(capsys):
     pytest.importorskip("libtpu")
     assert main(["tpu_compile", *TINY, "--topologies", "v99:1x1"]) == 2
-    assert "there is no TPU topology 'v99:1x1'" in capsys.readouterr().err
+    assert "unknown TPU topology 'v99:1x1'" in capsys.readouterr().err
 
 
 @pytest.mark.tpu

@@ -186,7 +186,7 @@ def test_a_simulated_selection_decodes_no_answers():
         (dict(policy="tova", budget=8, block=0), "block is 0"),
         (dict(select="quest"), "give the share that is read"),
         (dict(select="quest", budget=64), "give the share that is read"),
-        (dict(select="quest", policy="tova", budget=0.5), "takes one of them"),
+        (dict(select="quest", policy="tova", budget=0.5), "give one of them"),
         (dict(select="nothing", budget=0.5), "unknown policy 'nothing'"),
         (dict(select="butler", butler="nowhere", budget=0.5), "nowhere"),
         (dict(speed=3), "has no argument speed"),
@@ -236,7 +236,7 @@ def test_a_local_task_runs_and_goes_on_from_its_answers(tmp_path, capsys, monkey
     assert "another run writes into" in capsys.readouterr().err
     monkeypatch.setattr(provenance, "weights", lambda *_: "others")
     assert main(line) == 2
-    assert "was made with another weights than now" in capsys.readouterr().err
+    assert "was made with different weights" in capsys.readouterr().err
 
 
 def test_a_task_that_fails_ends_in_one_sentence(tmp_path, capsys):

@@ -131,7 +131,7 @@ def test_the_command_writes_table_json_and_picture(tmp_path, capsys):
         (["--budgets", "lots"], "neither slots per head"),
         (["--policies", "snapkv", "--budgets", "16"], "always keeps"),
         (["--when", "never"], "--when is never"),
-        (["--question", "beside"], "--question is beside; there are after, before, both, agnostic"),
+        (["--question", "beside"], "--question is beside; expected some of after, before, both, agnostic"),
         (["--lengths", "long"], "the length 'long'"),
         (["--lengths", "16"], "more than the length 16"),
         (["--depths", "0"], "at least 1 of each"),

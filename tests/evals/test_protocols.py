@@ -144,7 +144,9 @@ def test_ten_samples_of_each_task_score_the_same_under_a_policy(folder, tmp_path
         for task, metric in TASKS.items()
         for sample in found["samples"][f"local_{task}"]
     }
-    line = f"longbench --data {folder} --tasks {','.join(TASKS)} --policies snapkv(kernel=5)+caote --budgets 64 --block 32"
+    line = (
+        f"longbench --data {folder} --tasks {','.join(TASKS)} --policies snapkv(kernel=5)+caote --budgets 64 --block 32"
+    )
     assert main([*line.split(), "--batch", "10", "--out", str(tmp_path / "out")]) == 0
     assert "dataset2prompt.json, found with the data" in capsys.readouterr().out
     ours = {(r["task"], r["sample"]): r["score"] for r in read_records(tmp_path / "out") if r["policy"] != RECENCY}

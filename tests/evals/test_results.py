@@ -100,7 +100,7 @@ def test_records_of_other_weights_are_refused(tmp_path):
     with store(tmp_path) as second:
         second.check_made_of(about, made_of)
         second.check_made_of({"model": "another"}, {"weights": "3"})
-        with pytest.raises(ValueError, match=r"another weights than now \('1', now '2'\)"):
+        with pytest.raises(ValueError, match=r"different weights \('1', now '2'\)"):
             second.check_made_of(about, {"weights": "2", "prose": "2"})
     assert [known["labels"]["model"] for known in results.read_header(tmp_path)["fingerprints"]] == ["m", "another"]
 

@@ -287,11 +287,11 @@ def test_other_wording_comes_from_a_file(tmp_path):
     ("content", "message"),
     [
         ("{", "is not JSON"),
-        ("[]", "holds no object"),
+        ("[]", "holds no JSON object"),
         ('{"niah": {"words": "x"}}', "or has other fields"),
         ('{"other": {}}', "not among niah, vt, cwe, fwe, qa"),
         ('{"vt": {"prompt": "x"}}', "has no {context}"),
-        ('{"vt": {"prompt": "{context} {nothing}"}}', "has {nothing}; it may have {context}, {count}, {query}"),
+        ('{"vt": {"prompt": "{context} {nothing}"}}', "has {nothing}; expected {context}, {count}, {query}"),
         ('{"vt": {"answer": "{"}}', "is malformed"),
     ],
 )
@@ -361,7 +361,7 @@ def test_a_killed_run_does_not_go_on_with_other_weights(tiny_folder, tmp_path, c
     before = (folder / "samples.jsonl").read_bytes()
     models.save(model, models.Decoder(models.load(model)[0].config, rngs=nnx.Rngs(1)))
     assert main(line) == 2
-    assert "was made with another weights than now" in capsys.readouterr().err
+    assert "was made with different weights" in capsys.readouterr().err
     assert (folder / "samples.jsonl").read_bytes() == before
 
 
@@ -392,14 +392,14 @@ def test_a_killed_run_goes_on_where_it_was(finished, tmp_path, monkeypatch, caps
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        (["--tasks", "needles"], "--tasks is needles; there are niah_single_1"),
+        (["--tasks", "needles"], "--tasks is needles; expected 'all' or some of niah_single_1"),
         (["--tasks", "qa_1"], "qa_1: no file of questions and documents was named"),
         (["--lengths", "128"], "give a greater length"),
         (["--samples", "0"], "--samples is 0"),
         (["--essays", "nowhere.txt"], "there is no essays file nowhere.txt"),
         (["--qa", "nowhere.json"], "there is no QA file nowhere.json"),
         (["--prompts", "nowhere.json"], "there is no prompts file nowhere.json"),
-        (["--question", "before"], "--question is before; there are after, agnostic"),
+        (["--question", "before"], "--question is before; expected some of after, agnostic"),
         (["--allocations", "everything"], "unknown allocation 'everything'"),
         (["--plot", "picture.txt"], "suffix '.txt'"),
         (["--batch", "0"], "--batch is 0"),

@@ -340,7 +340,7 @@ def test_names_are_resolved(name, resolved):
         (dict(selection="oracle", sparsity=-0.1), "the sparsity is -0.1"),
         (dict(selection="butler", sparsity=0.5), "reads a predictor's logits, but none was given"),
         (dict(selection="butler+caote", sparsity=0.5), "reads a predictor's logits, but none was given"),
-        (dict(selection="nothing", sparsity=0.5), "and beside policies there are butler, first_layer, full"),
+        (dict(selection="nothing", sparsity=0.5), "; other selections are butler, first_layer, full"),
         (dict(selection="quest(page=4)", sparsity=0.5), "unexpected keyword argument 'page'"),
         (dict(selection="laprox@model", sparsity=0.5), "lets layers compete"),
         (dict(selection="rolling_snapkv(window=0)", sparsity=0.5), "window is 0"),

@@ -72,10 +72,10 @@ def test_other_settings_are_refused(finished, tmp_path, capsys):
     [
         ("models = [", "is not TOML"),
         ("policies = ['full']", "has no tasks"),
-        ("[tasks.other]", "no evaluation 'other'"),
-        ("[tasks.ruler]\nspeed = 3", "[tasks.ruler] has 'speed'; it may have chat, data, essays, lengths"),
+        ("[tasks.other]", "unknown evaluation 'other'"),
+        ("[tasks.ruler]\nspeed = 3", "[tasks.ruler] has 'speed'; expected chat, data, essays, lengths"),
         ("[tasks.ruler]\nbudgets = 3", "[tasks.ruler] has 'budgets'"),
-        ("speed = 3\n[tasks.ruler]", "the sweep has speed; it may have models"),
+        ("speed = 3\n[tasks.ruler]", "the sweep has speed; expected models"),
         ("policies = ['nothing']\n[tasks.ruler]", "unknown policy 'nothing'"),
         ("policies = {}\n[tasks.ruler]", "policies is {}; give a text"),
         ("block = 'x'\n[tasks.ruler]", "invalid int value"),
@@ -99,7 +99,7 @@ def test_what_cannot_be_is_named_before_the_first_step(tmp_path, capsys, monkeyp
     (tmp_path / "some.toml").write_text(content)
     assert main(["sweep", str(tmp_path / "some.toml"), "--out", str(tmp_path / "run")]) == 2
     err = capsys.readouterr().err
-    assert "error: 2 of the sweep's groups cannot be; mend or leave out: retriever, vt at 256: the task vt" in err
+    assert "error: 2 of the sweep's groups cannot run; correct or leave out: retriever, vt at 256: the task vt" in err
     assert "cwe at 256" in err and err.count("\n") == 1
     assert not (tmp_path / "run").exists()
 

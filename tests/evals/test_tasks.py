@@ -117,7 +117,7 @@ def test_our_own_sentences_are_plain_and_none_of_the_librarys():
 
 
 def test_an_unknown_source_of_sentences_is_refused():
-    with pytest.raises(ValueError, match="there are 'train', 'test' and 'fixed'"):
+    with pytest.raises(ValueError, match="expected 'train', 'test' or 'fixed'"):
         prose.sentences("book")
 
 

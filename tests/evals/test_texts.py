@@ -118,14 +118,14 @@ def test_a_damaged_package_leaves_no_text(debian, monkeypatch, capsys, content):
 def test_a_package_of_another_layout_leaves_no_text(debian, monkeypatch, capsys):
     monkeypatch.setitem(PACKAGES, "debian-handbook", {"usr/share/doc/README": "Moved."})
     assert main(["texts", "debian-handbook"]) == 2
-    assert "holds no text that can be read" in capsys.readouterr().err
+    assert "holds no text in the expected layout" in capsys.readouterr().err
 
 
 def test_where_apt_is_missing_a_sentence_says_so(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("PATH", str(tmp_path))
     assert main(["texts", "debian-handbook"]) == 2
-    assert "apt-get is not there, and the texts come out of Debian's packages" in capsys.readouterr().err
+    assert "apt-get is not installed, but the texts come from Debian's packages" in capsys.readouterr().err
 
 
 def test_what_apt_says_is_passed_on(monkeypatch, tmp_path, capsys):
@@ -140,4 +140,4 @@ def test_what_apt_says_is_passed_on(monkeypatch, tmp_path, capsys):
 
 def test_other_names_are_refused(capsys):
     assert main(["texts", "iliad"]) == 2
-    assert "there is no text 'iliad' to fetch; there are king-james-bible" in capsys.readouterr().err
+    assert "unknown text 'iliad'; expected one of king-james-bible" in capsys.readouterr().err

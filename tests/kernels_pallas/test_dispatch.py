@@ -40,7 +40,7 @@ def test_a_kernel_for_another_platform_is_a_file(metal):
 
 
 def test_what_a_kernel_cannot_do_is_said_with_its_platform(metal):
-    with pytest.raises(NotImplementedError, match=r"^caote_topk on a METAL: norm is 1; implementation='reference' can"):
+    with pytest.raises(NotImplementedError, match=r"^caote_topk on a METAL: norm is 1; use implementation='reference'"):
         metal.run(WEIGHTS, VALUE, *REST, **OPTIONS | dict(norm=1))
 
 

@@ -209,7 +209,7 @@ def test_the_named_reference_is_what_auto_takes_on_a_cpu():
         ({"predicted_key": (2, 11, 3, 4)}, {}, r"the predictor's 3 key heads do not divide the 4 query heads"),
         ({}, {"valid": np.ones((2, 10), bool)}, r"valid \(2, 10\) does not fit: expected \(2, 11\)"),
         ({}, {"block": 0}, r"block is 0; a block has at least 1 token"),
-        ({}, {"implementation": "cuda"}, r"unknown implementation 'cuda'; there are auto, reference"),
+        ({}, {"implementation": "cuda"}, r"unknown implementation 'cuda'; expected one of auto, reference"),
     ],
     ids=str,
 )

@@ -220,7 +220,7 @@ CANNOT = {
     "tpu": [
         ((1, 2, 2, 1, 4, 4, 64, "float32"), "a page has 4 slots, but the kernels take multiples of 8"),
         ((1, 2, 2, 1, 4, 200, 512, "float32"), "16 pages of 200 slots of head dim 512 do not fit into a chunk"),
-        ((2, 1, 8, 8, 8193, 8, 64, "bfloat16"), "the page table has 131088 places, but the kernels take up to 131072"),
+        ((2, 1, 8, 8, 8193, 8, 64, "bfloat16"), "the page table has 131088 entries, but the kernels take up to 131072"),
         ((1, 2, 2, 1, 4, 8, 1024, "float32"), "the head dim is 1024, but the kernels take up to 512"),
     ],
     "cuda": [((1, 2, 2, 1, 4, 8, 1024, "float32"), "the head dim is 1024, but the kernels take up to 256")],
@@ -233,7 +233,7 @@ def test_what_a_kernel_cannot_do_auto_leaves_to_the_reference(platform, sizes, r
     run = functools.partial(
         Kernel("paged_attention", {"cuda": "gpu"}.get(platform, platform)).run, **options_of_shapes()
     )
-    with pytest.raises(NotImplementedError, match=rf"{reason}; implementation='reference' can"):
+    with pytest.raises(NotImplementedError, match=rf"{reason}; use implementation='reference'"):
         jax.eval_shape(run, *shapes(*sizes))
 
 

@@ -402,7 +402,7 @@ def test_another_allocation_takes_the_place_of_the_first():
     [
         (
             "greedy",
-            "unknown allocation 'greedy' in 'greedy'; there are adakv, cake, lava, layer, model, pyramid, uniform",
+            "unknown allocation 'greedy' in 'greedy'; expected one of adakv, cake, lava, layer, model, pyramid, unif",
         ),
         ("", "allocation '' is malformed; write it like 'model' or"),
         ("model(", "is malformed; write it like"),
@@ -511,7 +511,7 @@ def test_an_allocation_across_layers_cannot_evict_from_one():
 
 def test_cake_asks_for_what_it_measured():
     cache, scores = long_cache(2, 4)
-    with pytest.raises(ValueError, match=r"'cake' needs what it measured of each layer; hand evict what kvjax.observe"):
+    with pytest.raises(ValueError, match=r"'cake' needs its measurements of each layer; give evict the evidence of"):
         kvjax.evict(cache, scores, 2, allocation="cake")
 
 

@@ -57,7 +57,7 @@ def test_full_is_no_policy():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(policy="h2o", budget=0.5), r"the budget is 0\.5, .* does not know the prompt.* give tokens per head"),
+        (dict(policy="h2o", budget=0.5), r"the budget is 0\.5, .* the length of its prompt.* give tokens per head"),
         (dict(policy="h2o", budget=0), r"the budget is 0; at least 1 token must stay"),
         (dict(policy="h2o", budget=np.int64(0)), r"the budget is .*0.*; at least 1 token must stay"),
         (dict(policy="h2o", budget=np.array([4, 0])), r"the budget is .*0.*; at least 1 token must stay"),
@@ -78,7 +78,7 @@ def test_a_cache_without_room_for_a_block_behind_the_budget_is_refused(function)
     cache = KVCache.init(batch=B, kv_heads=K, slots=48, head_dim=D)
     message = refused(function, cache, *block(16), policy=policy, budget=40)
     assert message == (
-        "a head may hold 40 tokens when 16 more come in, but the cache has 48 slots a head: make it with 56, or give "
+        "a head may hold 40 tokens when 16 more come in, but the cache has 48 slots per head: make it with 56, or give "
         "a smaller budget or block."
     )
 
@@ -107,7 +107,7 @@ def test_a_whole_prompt_in_one_block_fills_a_cache_of_its_size(function):
 @BOTH
 def test_more_tokens_than_slots_are_refused_under_jit(function):
     message = refused(function, start(slots=4), *block(5), policy=None)
-    assert message == "5 tokens do not fit: the cache has 4 slots a head."
+    assert message == "5 tokens do not fit: the cache has 4 slots per head."
 
 
 def test_a_cache_that_holds_tokens_is_looked_into_outside_jit():
@@ -121,7 +121,7 @@ def test_a_cache_that_holds_tokens_is_looked_into_outside_jit():
 @BOTH
 def test_a_page_table_too_short_for_a_head_that_wins_is_refused(function):
     message = refused(function, pages("tova", most=9), *block(), policy=LAYER, budget=6)
-    assert message.startswith("a head may hold 12 tokens when 3 more come in, but the cache has 10 slots a head")
+    assert message.startswith("a head may hold 12 tokens when 3 more come in, but the cache has 10 slots per head")
 
 
 @BOTH
@@ -129,7 +129,7 @@ def test_too_few_pages_for_the_budget_are_refused(function):
     message = refused(function, pages("tova", most=15, pages=19), *block(), policy=LAYER, budget=6)
     assert message == (
         "4 heads may hold 6 tokens each on average when 3 more come in, for which 20 pages of 2 slots are needed, but "
-        "the cache has 19: make it with so many (kvjax.pages_for)."
+        "the cache has 19: make it with that many (kvjax.pages_for)."
     )
     step = jax.jit(functools.partial(function, policy=LAYER, budget=6))
     step(pages("tova", most=15, pages=20), *block())
@@ -140,7 +140,7 @@ def test_state_of_one_layer_in_a_cache_of_several_is_refused():
     with pytest.raises(ValueError) as error:
         KVCache.init(batch=B, kv_heads=K, slots=S, head_dim=D, layers=2, state=state)
     assert str(error.value) == (
-        "the state has an array of shape (2, 2, 9), but this cache's lead with (2, 2, 2, 9), L, B, K, S: make the "
+        "the state has an array of shape (2, 2, 9), but this cache's start with (2, 2, 2, 9), L, B, K, S: make the "
         "cache with kvjax.empty_cache."
     )
 

@@ -316,7 +316,7 @@ def test_more_tokens_than_free_slots_are_refused_outside_jit():
 
 
 def test_a_stacked_cache_asks_for_the_layer():
-    with pytest.raises(ValueError, match=r"the cache stacks layers: say which with layer="):
+    with pytest.raises(ValueError, match=r"the cache stacks layers; give the number of one with layer="):
         put(empty(layers=2), [[0]] * B)
 
 

@@ -193,8 +193,8 @@ def test_a_policy_of_ones_own_is_handed_over(path):
         (dict(budget=64), dict(budget=65), "was saved with the budget 64, but 65 was given"),
         (dict(budget=1), dict(budget=1.0), r"was saved with the budget 1, but 1\.0 was given"),
         (dict(model="a"), dict(model="b"), "was saved with the model 'a', but 'b' was given"),
-        ({}, dict(budget=64), "does not say its budget, so that 64 cannot be checked; leave budget= out"),
-        ({}, dict(model="a"), "does not say its model, so that 'a' cannot be checked; leave model= out"),
+        ({}, dict(budget=64), "was saved without a budget, so that 64 cannot be checked; leave budget= out"),
+        ({}, dict(model="a"), "was saved without a model, so that 'a' cannot be checked; leave model= out"),
     ],
 )
 def test_what_is_given_must_be_what_the_file_says(path, saved, given, message):
@@ -347,7 +347,7 @@ def test_what_a_file_says_must_be_readable(path, change):
     info, arrays = of(path)
     changed = change(info)
     write(path, changed, arrays, whole=isinstance(changed, dict))
-    assert "is damaged: what it says of its cache cannot be read" in refused(kvjax.load_cache, path)
+    assert "is damaged: its metadata cannot be read" in refused(kvjax.load_cache, path)
 
 
 def with_(name: str, where, value):
@@ -391,8 +391,8 @@ LAST = "row 1 holds the token at position 11, but its next position is 11; expec
         (without("key"), "lacks the array key"),
         (without("next_position"), "lacks the array next_position"),
         (without("state[0][1]"), "lacks the array state[0][1]"),
-        (zeros("more", 1), "has the array more, for which there is no place"),
-        (zeros("table", 1), "has the array table, for which there is no place"),
+        (zeros("more", 1), "has the array more, which this cache does not have"),
+        (zeros("table", 1), "has the array table, which this cache does not have"),
         (
             zeros("value", 2, 2, 10, 4, dtype="float16"),
             "value is float16 (2, 2, 10, 4); expected float32 (2, 2, 10, 4)",
@@ -402,7 +402,7 @@ LAST = "row 1 holds the token at position 11, but its next position is 11; expec
         (zeros("value", 2, 2, 10, 3), "value is float32 (2, 2, 10, 3); expected float32 (2, 2, 10, 4)"),
         (zeros("next_position", 3, dtype="int32"), "next_position is int32 (3,); expected int32 (2,)"),
         (zeros("key", 3), "has keys and positions of the shapes (3,), (2, 2, 10); expected [*L, B, K, S, D]"),
-        (zeros("position", 0, 2, 10, dtype="int32"), "holds what no cache does: batch is 0"),
+        (zeros("position", 0, 2, 10, dtype="int32"), "has sizes that no cache has: batch is 0"),
         (with_("position", (0, 0, 0), -2), "a position is -2; expected -1 for a free slot"),
         (with_("next_position", 1, 11), LAST),
         (with_("next_position", 1, -1), "row 1 holds the token at position 11, but its next position is -1"),
@@ -426,7 +426,7 @@ def test_arrays_that_no_plain_cache_has_are_refused(path, change, message):
         (with_("num_free", (), 0), "a page is named twice, or not at all"),
         (with_("num_free", (), -1), "-1 pages are free; expected 0 to"),
         (with_("num_free", (), 99), "99 pages are free; expected 0 to"),
-        (with_("owner", 0, 3), "page 0 says head 3; its page table says"),
+        (with_("owner", 0, 3), "page 0 has the owner 3; expected"),
         (lambda arrays: with_("position", (arrays["free"][0], 0), 0)(arrays), "a free page holds a token"),
     ],
 )
@@ -445,7 +445,7 @@ def test_float64_without_x64_is_refused(path):
     info, arrays = of(path)
     arrays |= {name: arrays[name].astype("float64") for name in ("key", "value")}
     write(path, info | {"dtype": "float64"}, arrays)
-    assert "has keys of float64, for which JAX must be set to: jax_enable_x64" in refused(kvjax.load_cache, path)
+    assert "has keys of float64, for which JAX needs jax_enable_x64" in refused(kvjax.load_cache, path)
 
 
 @functools.cache

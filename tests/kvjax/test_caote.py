@@ -166,10 +166,10 @@ def test_scores_of_rounds_only_order_the_tokens_of_one_head():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"target": "values"}, r"caote: target is 'values'; there are 'value' and 'output'"),
+        ({"target": "values"}, r"caote: target is 'values'; expected 'value' or 'output'"),
         ({"target": "output", "norm": 1}, r"caote: norm is 1 .*take norm=2 and group='exact'"),
         ({"target": "output", "group": "mean"}, r"caote: .*group 'mean', but target='output'.*group='exact'"),
-        ({"cross": False}, r"caote: cross=False is about heads that meet in W_O; take it with target='output'"),
+        ({"cross": False}, r"caote: cross=False leaves out cross terms in W_O; take it with target='output'"),
         ({"rounds": 0}, r"caote: rounds is 0; give an int from 1"),
         ({"rounds": 2.0}, r"caote: rounds is 2.0; expected an integer"),
         ({"rounds": True}, r"caote: rounds is True; expected an integer"),

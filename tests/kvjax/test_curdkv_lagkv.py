@@ -172,10 +172,10 @@ def test_their_scores_serve_as_weights_and_compete(name):
     [
         (lambda: kvjax.curdkv(sinks=-1), r"curdkv: sinks is -1; give a count \(an int from 0\) or a share"),
         (lambda: kvjax.curdkv(sinks=1.5), r"curdkv: sinks is 1\.5"),
-        (lambda: kvjax.curdkv(leverage="both"), r"leverage is 'both'; there are 'product', 'mean', 'key' and 'value'"),
+        (lambda: kvjax.curdkv(leverage="both"), r"leverage is 'both'; expected 'product', 'mean', 'key' or 'value'"),
         (lambda: kvjax.curdkv(local_window=0), r"curdkv: local_window is 0; give a number of neighbours"),
         (lambda: kvjax.curdkv(local_window=2.5), r"curdkv: local_window is 2\.5; expected an integer or None"),
-        (lambda: kvjax.lagkv(lag=1), r"lagkv: lag is 1; a partition has a smallest and a largest number from 2"),
+        (lambda: kvjax.lagkv(lag=1), r"lagkv: lag is 1; give the tokens of a partition, an int from 2"),
         (lambda: kvjax.lagkv(sinks=-1), r"lagkv: sinks is -1; give a number of first tokens, an int from 0"),
         (lambda: kvjax.lagkv(sinks=0.5), r"lagkv: sinks is 0\.5; expected an integer"),
         (lambda: kvjax.lagkv(cross_scoring=1), r"lagkv: cross_scoring is 1; expected True or False"),

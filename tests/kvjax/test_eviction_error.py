@@ -464,7 +464,7 @@ def test_a_projection_that_does_not_fit_is_refused(projection, options, message)
         ((4,), (4,), {}, r"weights \(4,\) and values \(4,\) do not match"),
         ((4,), (4, 2), {"group": "exact"}, r"weights \(4,\).*do not match: expected weights \[\*batch, G, S\]"),
         ((3, 2, 4), (2, 4, 2), {"group": "mean"}, r"do not match"),
-        ((4,), (4, 2), {"norm": 3}, r"norm is 3; there are 1, 2 and 'inf'"),
+        ((4,), (4, 2), {"norm": 3}, r"norm is 3; expected 1, 2 or 'inf'"),
         ((4,), (4, 2), {"norm": np.inf}, r"norm is inf"),
         ((2, 4), (4, 2), {"group": "sum"}, r"group is 'sum'; expected 'exact' or 'mean' or None"),
         ((4,), (4, 2), {"mask": np.ones(3, bool)}, r"mask \(3,\) and values \(4, 2\) do not match: expected \(4,\)"),

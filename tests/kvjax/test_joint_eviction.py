@@ -316,7 +316,7 @@ def test_tiny_scores_keep_their_order():
     [
         ({"rounds": 0}, r"rounds is 0; give an int from 1"),
         ({"rounds": 1.5}, r"rounds is 1.5; expected an integer"),
-        ({"group": "sum"}, r"group is 'sum'; there are 'exact' and 'mean'"),
+        ({"group": "sum"}, r"group is 'sum'; expected 'exact' or 'mean'"),
         ({"group": "mean", "projection": np.ones((G, D, E))}, r"group is 'mean', .*a projection needs group='exact'"),
         ({"projection": np.ones((G, D + 1, E))}, r"projection \(3, 5, 9\) does not fit 3 query heads of dimension 4"),
         ({"position": np.arange(S + 1)}, r"position \(13,\) and values \(12, 4\) do not match: expected \(12,\)"),

@@ -615,7 +615,7 @@ def test_a_size_below_one_is_refused(name):
 
 @pytest.mark.bad_input
 def test_unknown_positions_are_refused():
-    with pytest.raises(ValueError, match=r"unknown positions 'rank'; there are 'absolute', 'compact' and 'index'"):
+    with pytest.raises(ValueError, match=r"unknown positions 'rank'; expected 'absolute', 'compact' or 'index'"):
         PagedCache.init(batch=1, kv_heads=1, pages=1, page_size=1, most=1, head_dim=1, positions="rank")
 
 
@@ -625,7 +625,7 @@ def test_no_layers_are_refused():
 
 
 def test_fewer_pages_than_heads_are_refused():
-    with pytest.raises(ValueError, match=r"7 pages were given for 8 heads; give at least one a head \(see pages_for\)"):
+    with pytest.raises(ValueError, match=r"7 pages were given for 8 heads; give at least one per head \(see pages"):
         PagedCache.init(batch=2, kv_heads=2, layers=2, pages=7, page_size=4, most=4, head_dim=D)
 
 

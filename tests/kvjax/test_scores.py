@@ -489,11 +489,11 @@ def test_equal_values_have_one_norm_in_critical_however_many_enter():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: kvjax.tova(heads="all"), r"tova: heads is 'all'; there are 'group' and 'layer'"),
+        (lambda: kvjax.tova(heads="all"), r"tova: heads is 'all'; expected 'group' or 'layer'"),
         (lambda: kvjax.snapkv(window=0), r"snapkv: window is 0; give the number of queries"),
         (lambda: kvjax.snapkv(window=2.0), r"snapkv: window is 2\.0"),
         (lambda: kvjax.snapkv(kernel=4), r"snapkv: kernel is 4; give an odd number from 1"),
-        (lambda: kvjax.snapkv(pooling="mean"), r"snapkv: pooling is 'mean'; there are 'avg' and 'max'"),
+        (lambda: kvjax.snapkv(pooling="mean"), r"snapkv: pooling is 'mean'; expected 'avg' or 'max'"),
         (lambda: kvjax.pool(kernel=0), r"pool: kernel is 0; give an odd number"),
         (lambda: kvjax.pool(pooling="sum"), r"pool: pooling is 'sum'"),
         (lambda: kvjax.streaming(sinks=-1), r"streaming: sinks is -1; give a count"),
@@ -503,8 +503,8 @@ def test_equal_values_have_one_norm_in_critical_however_many_enter():
         (lambda: kvjax.protect(recent=float("nan")), r"protect: recent is nan"),
         (lambda: kvjax.random(seed=-1), r"random: seed is -1; give an int in \[0, 2\*\*32\)"),
         (lambda: kvjax.random(seed=2**32), r"random: seed is 4294967296"),
-        (lambda: kvjax.caote(norm=3), r"caote: norm is 3; there are 1, 2 and 'inf'"),
-        (lambda: kvjax.caote(group="sum"), r"caote: group is 'sum'; there are 'exact' and 'mean'"),
+        (lambda: kvjax.caote(norm=3), r"caote: norm is 3; expected 1, 2 or 'inf'"),
+        (lambda: kvjax.caote(group="sum"), r"caote: group is 'sum'; expected 'exact' or 'mean'"),
         (lambda: kvjax.fast_caote(norm=0), r"caote: norm is 0"),
     ],
 )

@@ -172,7 +172,7 @@ def test_budgets_of_rows_take_the_size_that_is_given():
         (dict(budget=0.0), r"the budget is 0.0; give a share of the tokens in \(0, 1\]"),
         (dict(budget=1.5), "the budget is 1.5; give a share"),
         (dict(budget=np.ones(3, np.int32), size=4), r"a budget of shape \(3,\) does not fit: expected \(2,\)"),
-        (dict(budget=np.ones(2, np.int32)), "says nothing of M.*give size="),
+        (dict(budget=np.ones(2, np.int32)), "is an array.*give size="),
         (dict(sinks=-1), "sinks is -1"),
         (dict(size=4), "size is 4; a budget of 3 and 4 sinks take 7 slots"),
         (dict(budget=0.5, size=0), "size is 0"),

@@ -303,8 +303,8 @@ def test_defaults_are_left_out_of_the_name():
     [
         (
             "qwest",
-            "unknown source 'qwest' in 'qwest'; there are butler, first_layer, oracle, previous_layer, quest, random, "
-            "streaming",
+            "unknown source 'qwest' in 'qwest'; expected one of butler, first_layer, oracle, previous_layer, quest, "
+            "random, streaming",
         ),
         ("quest(", "the source 'quest.' is malformed; write it like 'oracle' or"),
         ("quest(4)", "is malformed"),

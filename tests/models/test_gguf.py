@@ -306,8 +306,8 @@ def test_frequency_factors_of_one_change_nothing(make):
     ("factors", "said"),
     [
         (np.linspace(1, 9, 8), "are not those of Llama 3.1's rope scaling"),
-        (np.full(8, np.nan), "holds numbers that are not from 1"),
-        (np.ones(5), "has shape (5,); a head of 16 calls for 8"),
+        (np.full(8, np.nan), "holds numbers below 1 or not finite"),
+        (np.ones(5), "has shape (5,); a head of 16 requires 8"),
     ],
 )
 def test_other_frequency_factors_are_refused(factors, said, make):
@@ -351,9 +351,9 @@ def test_key_value_heads_are_the_heads_where_no_key_names_them(make):
         ({"llama.block_count": 0}, ["llama.block_count is 0; expected a positive integer"]),
         ({"llama.block_count": 3}, ["lacks the tensor blk.2.attn_norm.weight"]),
         ({"llama.block_count": 9000}, ["too few for the 9000 layers of its metadata"]),
-        ({"llama.block_count": 1}, ["holds the tensor blk.1.", "for which the model of its metadata has no place"]),
+        ({"llama.block_count": 1}, ["holds the tensor blk.1.", "which the model of its metadata does not have"]),
         ({"llama.block_count": "two"}, ["llama.block_count is 'two'; expected a whole number"]),
-        ({"llama.embedding_length": 60}, ["token_embd.weight has shape (96, 64)", "metadata calls for (96, 60)"]),
+        ({"llama.embedding_length": 60}, ["token_embd.weight has shape (96, 64)", "metadata requires (96, 60)"]),
         ({"llama.attention.head_count": 3}, ["3 query heads cannot share 2 KV heads"]),
         ({"llama.attention.head_count_kv": [2, 1]}, ["differs from layer to layer"]),
         ({"llama.attention.value_length": 8}, ["value_length is 8 and a head has 16"]),
@@ -383,7 +383,7 @@ def test_keys_that_are_refused(keys, words, make):
         (b"GGML", ["is no GGUF file", "b'GGML'"]),
         (b"", ["truncated"]),
         (b"GGUF\x03\x00", ["truncated"]),
-        (b"GGUF" + struct.pack("<I", 1), ["version 1", "versions 2 and 3", "converted later"]),
+        (b"GGUF" + struct.pack("<I", 1), ["version 1", "expected 2 or 3", "converted later"]),
         (b"GGUF" + struct.pack("<I", 4), ["version 4", "a newer kvjax"]),
         (b"version https://git-lfs.github.com/spec/v1\n", ["Git LFS pointer"]),
         (b"GGUF" + struct.pack("<IQQ", 3, 1 << 63, 1 << 63), ["truncated"]),
@@ -391,7 +391,7 @@ def test_keys_that_are_refused(keys, words, make):
         (b"GGUF" + struct.pack("<IQQQ2sI", 3, 0, 1, 2, b"\xff\xff", 4), ["not UTF-8"]),
         (b"GGUF" + struct.pack("<IQQQ1sI", 3, 0, 1, 1, b"a", 77), ["unknown type 77"]),
         (b"GGUF" + struct.pack("<IQQQ1sIIQ", 3, 0, 1, 1, b"a", 9, 9, 1), ["a list is of the unknown type 9"]),
-        (b"GGUF" + struct.pack("<IQQ" + "Q1sI?" * 2, 3, 0, 2, *(1, b"a", 7, True) * 2), ["'a' stands there twice"]),
+        (b"GGUF" + struct.pack("<IQQ" + "Q1sI?" * 2, 3, 0, 2, *(1, b"a", 7, True) * 2), ["'a' is there twice"]),
         (b"GGUF" + struct.pack("<IQQQ1sI", 3, 1, 0, 1, b"a", 9), ["'a' has 9 axes"]),
     ],
     ids=lambda value: "" if isinstance(value, bytes) else value[0],
@@ -436,7 +436,7 @@ def test_damaged_header_ends_in_a_sentence_or_a_model(make, at, damage):
         (lambda tensors: tensors.update(extra=np.ones(4, np.float32)), ["holds the tensor extra"]),
         (
             lambda tensors: tensors.update({"blk.0.attn_q.weight": np.ones((48, 64), np.float32)}),
-            ["blk.0.attn_q.weight has shape (48, 64); its metadata calls for (64, 64)"],
+            ["blk.0.attn_q.weight has shape (48, 64); its metadata requires (64, 64)"],
         ),
         (
             lambda tensors: tensors.update({"output_norm.weight": np.full(64, np.inf, np.float32)}),
@@ -453,7 +453,9 @@ def test_tensors_that_are_refused(change, words, make):
     refused(make(change=change), *words)
 
 
-@pytest.mark.parametrize(("kind", "said"), [(99, "stored in type 99"), (int(Kind.Q4_K), "no whole number of blocks")])
+@pytest.mark.parametrize(
+    ("kind", "said"), [(99, "stored in type 99"), (int(Kind.Q4_K), "not a whole number of blocks")]
+)
 def test_types_that_do_not_fit_are_refused(kind, said, make):
     file = make(change=lambda tensors: tensors.update({"output_norm.weight": np.ones(64, np.float32)}))
     name = b"output_norm.weight"
@@ -652,8 +654,8 @@ def widened(tensors):
         ({"tokenizer.ggml.model": "t5"}, ["of the kind 't5'", "put the model's tokenizer.json beside the file"]),
         ({"tokenizer.ggml.model": "gpt2"}, ["lacks the key tokenizer.ggml.tokens"]),
         (bpe("gpt-2") | {"tokenizer.ggml.token_type": [1]}, ["and the types of 1"]),
-        (bpe("gpt-2") | {"tokenizer.ggml.tokens": [1, 2]}, ["other things than a text each"]),
-        (bpe("gpt-2") | {"tokenizer.ggml.merges": ["Q Z", "QZ ZQ"]}, ["make no tokenizer"]),
+        (bpe("gpt-2") | {"tokenizer.ggml.tokens": [1, 2]}, ["whose items are not each a text"]),
+        (bpe("gpt-2") | {"tokenizer.ggml.merges": ["Q Z", "QZ ZQ"]}, ["do not form a tokenizer"]),
         (bpe("gpt-2", bos_token_id=None, add_bos_token=True), ["add_bos_token is true, and there is no such token"]),
         (bpe("gpt-2") | {"tokenizer.ggml.model": "llama"}, ["and the scores of 0"]),
     ],

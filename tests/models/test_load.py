@@ -289,7 +289,7 @@ def test_mesh_text_that_is_none(text):
 
 def test_mesh_of_more_devices_than_there_are():
     count = len(jax.devices())
-    with pytest.raises(ValueError, match=f"needs {2 * count} devices and there (is|are) {count}"):
+    with pytest.raises(ValueError, match=f"needs {2 * count} devices, but there (is|are) {count}"):
         parse_mesh(f"data=2,tensor={count}")
 
 
@@ -394,17 +394,17 @@ def test_untied_model_without_output_matrix(folder):
 
 def test_tensor_without_a_place_is_named(folder):
     edit_config(folder, num_hidden_layers=1, layer_types=["full_attention"])
-    refused(folder, ValueError, "holds the tensor model.layers.1.input_layernorm.weight, for which")
+    refused(folder, ValueError, "holds the tensor model.layers.1.input_layernorm.weight, which the model")
 
 
 def test_tensor_of_the_wrong_shape(folder):
     edit_tensors(folder, lambda tensors: tensors.update({QUERY: np.zeros((48, 31), np.float32)}))
-    refused(folder, ValueError, rf"{QUERY} has shape \(48, 31\); its config.json calls for \(48, 32\)")
+    refused(folder, ValueError, rf"{QUERY} has shape \(48, 31\); its config.json requires \(48, 32\)")
 
 
 def test_tensor_transposed_is_of_the_wrong_shape(folder):
     edit_tensors(folder, lambda tensors: tensors.update({QUERY: np.ascontiguousarray(tensors[QUERY].T)}))
-    refused(folder, ValueError, rf"{QUERY} has shape \(32, 48\); its config.json calls for \(48, 32\)")
+    refused(folder, ValueError, rf"{QUERY} has shape \(32, 48\); its config.json requires \(48, 32\)")
 
 
 def test_integer_weights_are_refused(folder):
@@ -435,7 +435,7 @@ def test_folder_without_weights(folder):
 
 @pytest.mark.parametrize("dtype", ["float31", "int8", "float64", object], ids=str)
 def test_unknown_dtype_names_the_known(folder, dtype):
-    refused(folder, ValueError, "is not known; the weights' dtype is one of bfloat16, float16, float32", dtype=dtype)
+    refused(folder, ValueError, "is not known; expected one of bfloat16, float16, float32", dtype=dtype)
 
 
 def test_corrupted_tokenizer_is_named(folder):
@@ -463,7 +463,9 @@ def test_hub_that_cannot_be_reached_is_one_sentence(monkeypatch):
         raise ConnectionError("no route to host.\nTry again. And again.")
 
     monkeypatch.setattr(hub, "snapshot_download", fail)
-    refused("some-org/model", FileNotFoundError, r"hub did not give .*\(ConnectionError: no route to host\); check")
+    refused(
+        "some-org/model", FileNotFoundError, r"Hugging Face hub failed .*\(ConnectionError: no route to host\); check"
+    )
 
 
 def test_hub_name_without_the_hubs_library_says_what_to_install(monkeypatch):

@@ -109,8 +109,8 @@ def test_a_result_may_be_used_up_before_the_next_is_made() -> None:
     "policies, said",
     [
         ([], "give at least one policy"),
-        ("h2o", "give a list of them"),
-        (None, "give a list of them"),
+        ("h2o", "give a list of policies"),
+        (None, "give a list of policies"),
         ([("h2o", 8, 3)], "pair of a policy and its budget"),
         (["h2o"], "needs a budget"),
         ([("h2o", 0.5), ("snapkv", 8)], "always keeps 0 first and 32 last"),
@@ -157,7 +157,7 @@ def test_answers_are_drawn_with_the_key_of_one_call() -> None:
     [
         (dict(lengths=[90, 60, 75]), "leave cache= and lengths= out"),
         (dict(question=91), "a question is the last part"),
-        (dict(policy="h2o", budget=20), "not what 'h2o' does"),
+        (dict(policy="h2o", budget=20), "not that of 'h2o'"),
     ],
 )
 def test_what_does_not_go_with_a_prefilled_prompt_is_refused(change, said) -> None:
@@ -178,7 +178,7 @@ def test_what_was_prefilled_is_no_prompt(take) -> None:
 def test_an_answer_under_a_smaller_budget_than_the_prompt_is_refused(change) -> None:
     decoder, settings = model(), dict(policy="h2o", budget=24, question=10)
     prefilled = models.prefill(decoder, TOKENS, **settings)
-    with pytest.raises(ValueError, match="the cache holds 34 tokens a head, but budget and question are"):
+    with pytest.raises(ValueError, match="the cache holds 34 tokens per head, but budget and question sum to"):
         models.generate(decoder, prefilled, **(settings | change))
     models.generate(decoder, prefilled, evict_every=0, max_new_tokens=2, **(settings | change))
 

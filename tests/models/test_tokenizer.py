@@ -187,7 +187,7 @@ def test_corrupted_tokenizer_config_is_named(name, folder):
 def test_tokenizer_config_of_another_form(name, folder, fields):
     (folder / "chat_template.jinja").unlink()
     (folder / "tokenizer_config.json").write_text(json.dumps(fields))
-    with pytest.raises(ValueError, match=r"the special tokens or the chat template beside .* are not as Hugging Face"):
+    with pytest.raises(ValueError, match=r"the special tokens or the chat template beside .* are not in Hugging Face"):
         Tokenizer.from_folder(folder)
 
 
@@ -200,12 +200,12 @@ def test_chat_without_a_template():
 
 
 def test_messages_that_the_template_refuses():
-    with pytest.raises(ValueError, match="did not take these messages: unknown role tool"):
+    with pytest.raises(ValueError, match="rejected these messages: unknown role tool"):
         LOADED["tokenizer"].chat([{"role": "tool", "content": ""}])
 
 
 def test_template_with_a_syntax_error():
-    with pytest.raises(ValueError, match="the chat template did not take these messages"):
+    with pytest.raises(ValueError, match="the chat template rejected these messages"):
         with_template("{% if %}").chat([])
 
 
@@ -225,7 +225,7 @@ def test_template_cannot_leave_its_sandbox(template):
         text = with_template(template).chat([])
     except ValueError as error:
         text = str(error)
-    assert text == "" or text.startswith("the chat template did not take these messages")
+    assert text == "" or text.startswith("the chat template rejected these messages")
 
 
 def test_template_knows_the_date():

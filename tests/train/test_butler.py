@@ -139,7 +139,7 @@ def test_resumed_is_uninterrupted_bit_for_bit(model, tmp_path):
     stopped, nothing = run(tmp_path / "parts", model, stop_after=6)
     assert nothing is None
     resumed, again = run(tmp_path / "parts", model, say=said.append)
-    assert said == ["going on from the checkpoint of step 6"]
+    assert said == ["resuming from the checkpoint of step 6"]
     assert losses(tmp_path / "whole") == losses(tmp_path / "parts") and len(losses(tmp_path / "whole")) == 12
     for name, array in parameters_of(whole).items():
         assert np.array_equal(array, parameters_of(resumed)[name]), name
@@ -163,7 +163,7 @@ def test_a_damaged_checkpoint_is_left_for_the_one_before(model, tmp_path, damage
         largest.write_bytes(body if damage == "flipped" else body[: len(body) // 2])
     said = []
     resumed, _ = run(tmp_path / "parts", model, say=said.append)
-    assert "the checkpoint of step 8 is damaged" in said[0] and said[1] == "going on from the checkpoint of step 4"
+    assert "the checkpoint of step 8 is damaged" in said[0] and said[1] == "resuming from the checkpoint of step 4"
     for name, array in parameters_of(whole).items():
         assert np.array_equal(array, parameters_of(resumed)[name]), name
 
@@ -174,7 +174,7 @@ def test_a_checkpoint_cut_short_is_left_out(model, tmp_path):
     shutil.copytree(checkpoints / "4", checkpoints / "8.orbax-checkpoint-tmp")
     said = []
     run(tmp_path, model, say=said.append, stop_after=5)
-    assert "the checkpoint of step 8 was cut short" in said[0] and said[1] == "going on from the checkpoint of step 4"
+    assert "the checkpoint of step 8 was cut short" in said[0] and said[1] == "resuming from the checkpoint of step 4"
 
 
 @pytest.mark.parametrize("resume", [True, False])
@@ -206,7 +206,7 @@ def test_another_run_is_refused_and_nothing_overwritten(model, tmp_path):
 
 def test_a_predictor_of_no_run_is_not_overwritten(model, tmp_path):
     models.save_butler(tmp_path, Butler(butler_config_of(CONFIG, hidden=16), rngs=nnx.Rngs(0)), model, "kept")
-    with pytest.raises(ValueError, match="holds a predictor that is of no run that began here"):
+    with pytest.raises(ValueError, match="holds a predictor that no run in this folder made"):
         run(tmp_path, model, resume=False)
 
 
@@ -233,7 +233,7 @@ def test_wrong_text_ends_the_run_behind_what_was_learned(model, tmp_path):
         run(tmp_path / "parts", model, numbers(wrong_at=22))
     said = []
     mended, _ = run(tmp_path / "parts", model, say=said.append)
-    assert said == ["going on from the checkpoint of step 5"]
+    assert said == ["resuming from the checkpoint of step 5"]
     assert np.array_equal(parameters_of(whole)["query_in"], parameters_of(mended)["query_in"])
 
 

@@ -144,7 +144,7 @@ def test_files_that_cannot_be_read_end_in_a_sentence(tokenizer, tmp_path, monkey
     write_lines(tmp_path / "short.jsonl", TEXTS[:1])
     complaint(ValueError, "less than one held-out row of 32", "short.jsonl")
     write_lines(tmp_path / "little.jsonl", [" ".join(TEXTS[:4])])
-    complaint(ValueError, "holds no text behind what is held out", "little.jsonl")
+    complaint(ValueError, "holds no text after what is held out", "little.jsonl")
     monkeypatch.setitem(sys.modules, "zstandard", None)
     with pytest.raises(ImportError, match="pip install zstandard"):
         open_corpus([str(whole[1])], tokenizer, 32)

@@ -189,7 +189,7 @@ def test_the_command_writes_all_and_resumes(tiny_study, tmp_path, capsys):
     data["fingerprints"]["weights"] = "others"
     figures.write_text(json.dumps(data))
     assert main([*arguments, "--resume"]) == 2
-    assert "was made with another weights than now" in capsys.readouterr().err
+    assert "was made with different weights" in capsys.readouterr().err
     figures.write_text(json.dumps(again))
 
     assert main([*arguments, "--resume", "--seed", "7"]) == 2
@@ -202,7 +202,7 @@ def test_the_command_writes_all_and_resumes(tiny_study, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        (["nothing"], "unknown study 'nothing'; there are block-size"),
+        (["nothing"], "unknown study 'nothing'; expected one of block-size"),
         (["rounds", "--length", "0"], "--length is 0"),
         (["rounds", "--batch", "0"], "--batch is 0"),
         (["rounds", "--depths", "0"], "at least 1 of each"),
