@@ -11,7 +11,6 @@ import argparse
 import dataclasses
 import functools
 import math
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +19,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
-from tqdm import tqdm
 
 import models
 from benchmarks import floors, measure
@@ -689,7 +687,7 @@ def command(flags: argparse.Namespace) -> None:
     }
     settings = [(part, run) for part, runs in parts.items() for run in runs]
     results: dict[str, list[dict[str, Any]]] = {part: [] for part in parts}
-    for part, run in tqdm(settings, unit="setting", file=sys.stderr, dynamic_ncols=True):
+    for part, run in commands.progress_bar("setting", over=settings):
         results[part].append(run())
     said = findings(results)
     for name, (title, table) in TABLES.items():

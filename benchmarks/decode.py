@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from tqdm import tqdm
 
 import kvjax
 from benchmarks import floors, measure, steps
@@ -55,7 +53,7 @@ def sweep(
     rows: list[dict[str, Any]] = []
     settings = [(n, b, budget) for n in shapes for b in batches for budget in (*budgets, *((None,) * bool(full)))]
     model, held_name = None, ""
-    for name, batch, budget in tqdm(settings, unit="setting", file=sys.stderr, dynamic_ncols=True):
+    for name, batch, budget in commands.progress_bar("setting", over=settings):
         config = shape(name)
         if name != held_name:
             model, held_name = None, name  # free the last model's weights before the next are made

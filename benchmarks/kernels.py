@@ -6,7 +6,6 @@ import argparse
 import functools
 import importlib
 import importlib.util
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -14,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from tqdm import tqdm
 
 from benchmarks import butler, floors, measure, steps
 from benchmarks.shapes import PUBLISHED, names_of, shape
@@ -358,7 +356,7 @@ def sweep(
             f"no operation out of {', '.join(operations)} has the implementation {implementations}; give another."
         )
     rows: list[dict[str, Any]] = []
-    for name, batch, case in tqdm(settings, unit="case", file=sys.stderr, dynamic_ncols=True):
+    for name, batch, case in commands.progress_bar("case", over=settings):
         try:
             found = measured(case, chosen[case.operation], timing, interpret=interpret)
         except (measure.DoesNotFit, jax.errors.JaxRuntimeError) as reason:

@@ -92,7 +92,7 @@ def take_turns(
         jax.block_until_ready(run())
     taken: dict[str, list[float]] = {name: [] for name in programs}
     worked: dict[str, list[float]] = {name: [] for name in programs}
-    for _ in tqdm(range(repetitions), unit="turn", disable=not progress, dynamic_ncols=True):
+    for _ in tqdm(range(repetitions), unit="turn", disable=None if progress else True, dynamic_ncols=True):
         for name, run in programs.items():
             started, working = time.perf_counter(), time.process_time()
             jax.block_until_ready(run())

@@ -8,13 +8,11 @@ float32, because a CPU's compiler turns bfloat16 into float32 copies.
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from tqdm import tqdm
 
 import models
 from benchmarks import measure, steps
@@ -103,7 +101,7 @@ def command(flags: argparse.Namespace) -> None:
     shares = [commands.parse_budget(text) for text in commands.split_list(flags.shares)]
     settings = [(policy, share) for share in shares for policy in commands.split_list(flags.policies)]
     results = []
-    for policy, share in tqdm(settings, unit="setting", file=sys.stderr, dynamic_ncols=True):
+    for policy, share in commands.progress_bar("setting", over=settings):
         results.append(compiled_bytes(policy, flags.prompt, float(share), flags.block, flags.page_size))
     print(table(results))
     print(LEGEND)

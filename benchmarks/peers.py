@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from flax import nnx
-from tqdm import tqdm
 
 import kvjax
 import models
@@ -161,7 +160,7 @@ def measured(given: Mapping[str, Any], kvpress: str, llama_cpp: str | None, repe
             workers[name] = Worker(name, arguments, given["threads"], given["device"])
             stack.callback(workers[name].close)
         found: dict[str, Any] = {name: {**worker.read(), "runs": []} for name, worker in workers.items()}
-        for turn in tqdm(range(repetitions + 1), unit="turn", file=sys.stderr, dynamic_ncols=True):
+        for turn in commands.progress_bar("turn", over=range(repetitions + 1)):
             for name, worker in workers.items():
                 answer = worker.ask()
                 if turn:  # the first turn compiles

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from tqdm import tqdm
 
 from benchmarks import decode, measure, steps
 from benchmarks.shapes import shape
@@ -39,7 +37,7 @@ def feed_all(
     wanted += [(None, prompt) for prompt in full]
     model, held_name = None, ""
     settings = [(name, batch, *one) for name in shapes for batch in batches for one in wanted]
-    for name, batch, budget, prompt in tqdm(settings, unit="prompt", file=sys.stderr, dynamic_ncols=True):
+    for name, batch, budget, prompt in commands.progress_bar("prompt", over=settings):
         config, dtype = shape(name), steps.dtype_here()
         setting = steps.Setting(config, None if budget is None else policy, budget, batch, block, dtype)
         try:

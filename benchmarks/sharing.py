@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import time
-from collections.abc import Callable
 from typing import Any
 
 import models
@@ -61,39 +60,45 @@ def command(flags: argparse.Namespace) -> None:
 
 
 def compared(model: models.Decoder, cells: list[needle.Cell], settings: list[Setting]) -> list[dict[str, Any]]:
-    """Run the study both ways, each twice in turns, and return seconds and whether the answers are the same."""
+    """Run the study both ways, and return the seconds of each, and whether the answers are the same.
+
+    Each part of a study runs twice in a row: the first run compiles its programs, the second one uses them. Every setting
+    that runs alone is such a part; half of them run before the shared study and half after it. (All settings alone need
+    more programs than a process can keep, so a second run of them all would compile again.)
+    """
     prompts = [sample for cell in cells for sample in cell.samples]
     new = max(len(sample.answer_tokens) for sample in prompts)
-    found: dict[str, list[Any]] = {}
+    found: dict[str, list[Any]] = {"alone": [], "shared": []}
+    seconds: dict[str, list[float]] = {"alone": [0.0, 0.0], "shared": [0.0, 0.0]}
 
-    def way(name: str, sets: list[list[Setting]]) -> Callable[[], None]:
-        def study() -> None:
-            found[name] = [
-                (setting, batch.tokens.tolist())
-                for together in sets
-                for setting, batch in evaluator.answers_each(
-                    model, prompts, together, new_tokens=new, batch=len(prompts)
-                )
-            ]
+    def study(way: str, together: list[Setting]) -> None:
+        for turn in range(2):
+            begun = time.perf_counter()
+            each = evaluator.answers_each(model, prompts, together, new_tokens=new, batch=len(prompts))
+            answers = [(setting, batch.tokens.tolist()) for setting, batch in each]
+            seconds[way][turn] += time.perf_counter() - begun
+        found[way] += answers
 
-        return study
-
-    ways = {"alone": way("alone", [[setting] for setting in settings]), "shared": way("shared", [settings])}
-    first = {name: _seconds(study) for name, study in ways.items()}
-    then = {name: _seconds(study) for name, study in ways.items()}
+    half = len(settings) // 2
+    parts = [[setting] for setting in settings]
+    with commands.progress_bar("study", total=len(parts) + 1) as progress:
+        for way, together in [*(("alone", part) for part in parts[:half]), ("shared", settings),
+                              *(("alone", part) for part in parts[half:])]:  # fmt: skip
+            study(way, together)
+            progress.update()
     same = sorted(map(str, found["alone"])) == sorted(map(str, found["shared"]))
     return [
         {
-            "way": name,
+            "way": way,
             "settings": len(settings),
-            "prompts": len(prompts) * (len(settings) if name == "alone" else len(evaluator.sharing(settings))),
-            "first_seconds": first[name],
-            "seconds": then[name],
-            "times_faster": then["alone"] / then[name],
-            "first_times_faster": first["alone"] / first[name],
+            "prompts": len(prompts) * (len(settings) if way == "alone" else len(evaluator.sharing(settings))),
+            "first_seconds": first,
+            "seconds": then,
+            "times_faster": seconds["alone"][1] / then,
+            "first_times_faster": seconds["alone"][0] / first,
             "same_answers": same,
         }
-        for name in ways
+        for way, (first, then) in seconds.items()
     ]
 
 
@@ -114,9 +119,3 @@ def table(rows: list[dict[str, Any]]) -> str:
         for r in rows
     ]
     return "\n".join([report.columns(head, lines, left=1), LEGEND])
-
-
-def _seconds(study: Callable[[], None]) -> float:
-    begun = time.perf_counter()
-    study()
-    return time.perf_counter() - begun

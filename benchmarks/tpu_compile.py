@@ -12,7 +12,6 @@ import importlib.metadata
 import math
 import os
 import re
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -22,7 +21,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from tqdm import tqdm
 
 import kernels_pallas
 import kvjax
@@ -303,7 +301,7 @@ def command(flags: argparse.Namespace) -> None:
     settings = {name: getattr(flags, name) for name in ("batch", "budget", "block", "prompt")}
     settings |= {"libtpu": importlib.metadata.version("libtpu"), "dtype": "bfloat16", "timed": False}
     results: list[dict[str, Any]] = []
-    progress = tqdm(unit="program", file=sys.stderr, dynamic_ncols=True)
+    progress = commands.progress_bar("program")
 
     def add(name: str, program: str, topology: str, chips: int, lower: Lower) -> None:
         found = {"shape": name, "program": program, "topology": topology, "chips": chips, **describe(lower)}

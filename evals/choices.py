@@ -17,7 +17,6 @@ import dataclasses
 import functools
 import itertools
 import re
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -323,7 +322,7 @@ def command(flags: argparse.Namespace) -> None:
         fingerprints = evaluator.made_of(model, tokenizer) | {"text": texts.digest(text)}
         store.check_made_of(labels, fingerprints)
         total = flags.samples * len(groups) * len(settings)
-        with tqdm(total=total, unit="sample", file=sys.stderr, dynamic_ncols=True) as progress:
+        with commands.progress_bar("sample", total=total) as progress:
             for ((task, length), samples), setting in itertools.product(groups.items(), settings):
                 progress.set_description(f"{task}, {length}, {setting.title()}")
                 about = {**labels, "task": task, "length": length, **setting.row()}

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -352,7 +351,7 @@ def command(flags: argparse.Namespace) -> None:
     samples = [coref_task.sample(flags.seed + index, tokenizer) for index in range(flags.samples)]
 
     results = []
-    with tqdm(total=len(samples) * len(settings), unit="sample", file=sys.stderr, dynamic_ncols=True) as progress:
+    with commands.progress_bar("sample", total=len(samples) * len(settings)) as progress:
         for setting in settings:
             progress.set_description(setting.title())
             results.append(

@@ -12,7 +12,6 @@ import dataclasses
 import itertools
 import math
 import shlex
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -802,7 +801,7 @@ def command(
         total = sum(group.size for group in groups) * len(settings)
         fingerprints = made_of(model, tokenizer, groups=groups)
         store.check_made_of(labels, fingerprints)
-        with tqdm(total=total, unit="sample", file=sys.stderr, dynamic_ncols=True) as progress:
+        with commands.progress_bar("sample", total=total) as progress:
             run(
                 model, tokenizer, groups, settings, store,
                 block=flags.block, batch=flags.batch, labels=labels, progress=progress,

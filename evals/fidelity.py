@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -373,7 +372,7 @@ def command(flags: argparse.Namespace) -> None:
             model, samples[setting.question], setting, new_tokens=most, block=flags.block, batch=flags.batch
         )
     results = []
-    with tqdm(total=flags.samples * len(lengths) * len(settings), unit="sample", file=sys.stderr) as progress:
+    with commands.progress_bar("sample", total=flags.samples * len(lengths) * len(settings)) as progress:
         for question, drawn in samples.items():
             chosen = [setting for setting in settings if setting.question == question]
             results += measure(model, drawn, chosen, block=flags.block, batch=flags.batch, progress=progress)

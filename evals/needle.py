@@ -12,7 +12,6 @@ import argparse
 import dataclasses
 import functools
 import itertools
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -250,7 +249,7 @@ def command(flags: argparse.Namespace) -> None:
         evaluator.check_answers(model, samples, setting, new_tokens=most, block=flags.block, batch=flags.batch)
     each = len(lengths) * flags.depths * flags.samples
     results = []
-    with tqdm(total=each * len(settings), unit="sample", file=sys.stderr, dynamic_ncols=True) as progress:
+    with commands.progress_bar("sample", total=each * len(settings)) as progress:
         for question, of_question in cells.items():
             asked = [setting for setting in settings if setting.question == question]
             results += measure(model, of_question, asked, block=flags.block, batch=flags.batch, progress=progress)

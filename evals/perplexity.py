@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
@@ -544,7 +543,7 @@ def run(
             question=flags.stride - 1 if setting.moments[0] == "prompt" else None, max_new_tokens=1,
         )  # fmt: skip
     total = steps(chosen, sparsities, len(chunks), len(settings))
-    with tqdm(total=total, unit="chunk", file=sys.stderr, dynamic_ncols=True) as progress:
+    with commands.progress_bar("chunk", total=total) as progress:
         progress.set_description("full")
         shared: dict[str, Any] = dict(batch=flags.batch, counted=flags.stride, progress=progress)
         full = full_losses(model, chunks, **shared)

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import sys
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -145,7 +144,7 @@ def command(flags: argparse.Namespace) -> None:
                 continue
             if progress is None:  # only now, so that nothing is printed before an error
                 stack.enter_context(store)
-                progress = stack.enter_context(tqdm(total=0, unit="sample", file=sys.stderr, dynamic_ncols=True))
+                progress = stack.enter_context(commands.progress_bar("sample", total=0))
             for part in own:
                 failed += _run(part, model, tokenizer, store, progress)
         progress.set_description("done")

@@ -259,7 +259,7 @@ def command(flags: argparse.Namespace) -> None:
     names = list(dict.fromkeys(flags.names)) or list(PUBLISHED)
     if wrong := [name for name in names if name not in PUBLISHED]:
         raise ValueError(f"unknown text {wrong[0]!r}; expected one of {', '.join(PUBLISHED)}.")
-    with tqdm(total=len(names), unit="text", file=sys.stderr, dynamic_ncols=True) as progress:
+    with commands.progress_bar("text", total=len(names)) as progress:
         for name in names:
             progress.set_description(f"{name}, {PUBLISHED[name].size}")
             fetched = fetch(name)

@@ -9,14 +9,12 @@ from __future__ import annotations
 import argparse
 import base64
 import math
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
 from jaxtyping import Bool
-from tqdm import tqdm
 
 import kvjax
 import models
@@ -214,7 +212,7 @@ def command(flags: argparse.Namespace) -> None:
             block=flags.block, when=flags.when, question=question, max_new_tokens=flags.max_new_tokens,
         )  # fmt: skip
     traces = []
-    for policy in tqdm(policies, unit="policy", file=sys.stderr, dynamic_ncols=True):
+    for policy in commands.progress_bar("policy", over=policies):
         traces.append(
             trace(
                 model, tokenizer, tokens, policy=policy, budget=None if policy == "full" else budget,

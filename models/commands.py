@@ -431,6 +431,24 @@ def lock(file: IO[Any], folder: Path) -> None:
         return
 
 
+def progress_bar(unit: str, *, total: int | None = None, over: Iterable[Any] | None = None) -> Any:
+    """Return a tqdm bar on standard error, or one that stays quiet where that is no terminal.
+
+    Args:
+        unit: what is counted, such as "sample".
+        total: how many there are, if ``over`` is not given.
+        over: an iterable to go through.
+
+    Example:
+        >>> from models import commands
+        >>> [2 * step for step in commands.progress_bar("step", over=range(3))]
+        [0, 2, 4]
+    """
+    from tqdm import tqdm
+
+    return tqdm(over, total=total, unit=unit, file=sys.stderr, dynamic_ncols=True, disable=None)
+
+
 def check_outputs(paths: Sequence[str | Path | None]) -> None:
     """Check that the output files can be written, before the long work starts."""
     for path in paths:

@@ -484,7 +484,12 @@ def train(
         state, progress = checkpoints.restore(init_state(config, settings, mesh), Progress(0, None, 0.0))
         log = stack.enter_context(_Log(folder, progress.step, first_process))
         bar = stack.enter_context(
-            tqdm(total=last, initial=progress.step, disable=not (progress_bar and first_process), dynamic_ncols=True)
+            tqdm(
+                total=last,
+                initial=progress.step,
+                disable=None if progress_bar and first_process else True,
+                dynamic_ncols=True,
+            )
         )
         pending: list[tuple[Array, Array]] = []
         started = logged = time.monotonic()

@@ -481,7 +481,7 @@ def train(
             for step, phase in plan(recipe, start)
             if step < last
         )
-        bar = tqdm(total=last, initial=start, disable=not progress, mininterval=5, dynamic_ncols=True)
+        bar = tqdm(total=last, initial=start, disable=None if progress else True, mininterval=5, dynamic_ncols=True)
         begun, seen, totals = time.monotonic(), 0, []
         for step, phase, batch in prefetch(made):
             parameters, state, parts = step_function(

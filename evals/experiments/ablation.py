@@ -9,13 +9,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
-
-from tqdm import tqdm
 
 import models
 from evals import evaluator, needle, report, verdicts
@@ -164,7 +161,7 @@ def command(flags: argparse.Namespace) -> None:
             "results": list(results),
         }
 
-    with tqdm(total=total * len(study.runs), unit="sample", file=sys.stderr, dynamic_ncols=True) as progress:
+    with commands.progress_bar("sample", total=total * len(study.runs)) as progress:
 
         def of_runs(together: list[Run]) -> list[dict[str, Any]]:
             settings = [needle.Setting(run.policy, run.slots(flags.length), run.when, run.question) for run in together]

@@ -17,7 +17,6 @@ layer's logits, and a random choice (figure 9); see `python -m evals perplexity`
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -343,7 +342,7 @@ def command(flags: argparse.Namespace) -> None:
         figures = _agreement_of(model, chunks, flags.batch)
         print(agreement_table(figures))
     else:
-        with tqdm(total=len(chunks) * len(chosen) * len(sparsities), unit="sequence", file=sys.stderr) as progress:
+        with commands.progress_bar("sequence", total=len(chunks) * len(chosen) * len(sparsities)) as progress:
             results = accuracies(model, chunks, chosen, sparsities, butler=butler, batch=flags.batch, progress=progress)
             progress.set_description("done")
         figures = {"results": results, "comparisons": compare(results)}
@@ -371,7 +370,7 @@ def command(flags: argparse.Namespace) -> None:
 def _agreement_of(model: models.Decoder, chunks: Int[np.ndarray, "n T"], batch: int) -> dict[str, Any]:
     size = min(batch, len(chunks))
     parts = []
-    with tqdm(total=len(chunks), unit="sequence", file=sys.stderr, dynamic_ncols=True) as progress:
+    with commands.progress_bar("sequence", total=len(chunks)) as progress:
         for start in range(0, len(chunks), size):
             part = chunks[start : start + size]
             fed = np.concatenate([part, np.repeat(chunks[:1], size - len(part), axis=0)])
