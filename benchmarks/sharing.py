@@ -62,9 +62,9 @@ def command(flags: argparse.Namespace) -> None:
 def compared(model: models.Decoder, cells: list[needle.Cell], settings: list[Setting]) -> list[dict[str, Any]]:
     """Run the study both ways, and return the seconds of each, and whether the answers are the same.
 
-    Each part of a study runs twice in a row: the first run compiles its programs, the second one uses them. Every setting
-    that runs alone is such a part; half of them run before the shared study and half after it. (All settings alone need
-    more programs than a process can keep, so a second run of them all would compile again.)
+    Each part of a study runs twice in a row: the first run compiles its programs, the second one uses them. Every
+    setting that runs alone is such a part; half of them run before the shared study and half after it. (All settings
+    alone need more programs than a process can keep, so a second run of them all would compile again.)
     """
     prompts = [sample for cell in cells for sample in cell.samples]
     new = max(len(sample.answer_tokens) for sample in prompts)

@@ -29,8 +29,11 @@ def score(
 ) -> Float[Array, "*values S"]:
     r"""Compute the change of the attention output when a token is evicted, for every token (CAOTE, theorem 3.2, eq. 8).
 
-    With ``X = sum_j A_j v_j``, evicting token j changes the output by exactly ``A_j / (1 - A_j) * |X - v_j|``. Tokens
-    of larger score should be kept. A token that holds all the weight scores the dtype's largest number; a masked
+    Evicting token j changes the output X by exactly
+
+    .. math:: c_j = \frac{A_j}{1 - A_j} \lVert X - v_j \rVert, \qquad X = \sum_i A_i v_i.
+
+    Tokens of larger score should be kept. A token that holds all the weight scores the dtype's largest number; a masked
     token, and one whose weight or value is not finite, scores ``-inf`` and takes no part in X.
 
     Args:
@@ -41,13 +44,14 @@ def score(
         norm: the norm of the change: 1, 2 or "inf".
         mask: which tokens are live, ``[*batch, S]``; all by default.
         group: evicting a slot changes the outputs of all G query heads that share it. "exact" is the norm of those G
-            changes together, ``sqrt(sum_g (A_gj / (1 - A_gj))^2 |X_g - v_j|^2)``; "mean" averages the weights over
+            changes together,
+            :math:`\sqrt{\sum_g \left(\frac{A_{gj}}{1 - A_{gj}}\right)^2 \lVert X_g - v_j \rVert^2}`; "mean" averages the weights over
             the group first and then takes one head's formula, as the papers' code does.
         projection: W_O of the G query heads, ``[*batch, G, D, E]``, or any matrix with the same Gram, such as
             :attr:`OutputProjection.factor`. With it, the score is the change of the layer's output after W_O,
-            ``|sum_g A_gj / (1 - A_gj) (X_g - v_j) W_O^g|``. Needs ``group="exact"`` and norm 2.
-        cross: False leaves out the cross terms between query heads: ``sqrt(sum_g |A_gj / (1 - A_gj) (X_g - v_j)
-            W_O^g|^2)``, at 1 / G of the cost and with no more than :attr:`OutputProjection.gram`.
+            :math:`\lVert \sum_g \frac{A_{gj}}{1 - A_{gj}} (X_g - v_j) W_O^g \rVert`. Needs ``group="exact"`` and norm 2.
+        cross: False leaves out the cross terms between query heads: :math:`\sqrt{\sum_g \lVert \frac{A_{gj}}{1
+            - A_{gj}} (X_g - v_j) W_O^g \rVert^2}`, at 1 / G of the cost and with no more than :attr:`OutputProjection.gram`.
 
     Returns:
         Scores ``[*batch, S]`` in float32 (float64 for float64 inputs).
