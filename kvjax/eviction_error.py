@@ -45,13 +45,15 @@ def score(
         mask: which tokens are live, ``[*batch, S]``; all by default.
         group: evicting a slot changes the outputs of all G query heads that share it. "exact" is the norm of those G
             changes together,
-            :math:`\sqrt{\sum_g \left(\frac{A_{gj}}{1 - A_{gj}}\right)^2 \lVert X_g - v_j \rVert^2}`; "mean" averages the weights over
-            the group first and then takes one head's formula, as the papers' code does.
+            :math:`\sqrt{\sum_g \left(\frac{A_{gj}}{1 - A_{gj}}\right)^2 \lVert X_g - v_j \rVert^2}`;
+            "mean" averages the weights over the group first and takes one head's formula, as the papers' code does.
         projection: W_O of the G query heads, ``[*batch, G, D, E]``, or any matrix with the same Gram, such as
             :attr:`OutputProjection.factor`. With it, the score is the change of the layer's output after W_O,
-            :math:`\lVert \sum_g \frac{A_{gj}}{1 - A_{gj}} (X_g - v_j) W_O^g \rVert`. Needs ``group="exact"`` and norm 2.
-        cross: False leaves out the cross terms between query heads: :math:`\sqrt{\sum_g \lVert \frac{A_{gj}}{1
-            - A_{gj}} (X_g - v_j) W_O^g \rVert^2}`, at 1 / G of the cost and with no more than :attr:`OutputProjection.gram`.
+            :math:`\lVert \sum_g \frac{A_{gj}}{1 - A_{gj}} (X_g - v_j) W_O^g \rVert`. Needs ``group="exact"`` and
+            norm 2.
+        cross: False leaves out the cross terms between query heads,
+            :math:`\sqrt{\sum_g \lVert \frac{A_{gj}}{1 - A_{gj}} (X_g - v_j) W_O^g \rVert^2}`, at 1 / G of the
+            cost and with no more than :attr:`OutputProjection.gram`.
 
     Returns:
         Scores ``[*batch, S]`` in float32 (float64 for float64 inputs).

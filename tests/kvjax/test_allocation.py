@@ -519,7 +519,7 @@ def test_a_stacked_cache_is_not_evicted_by_attend_when_layers_compete():
     cache = KVCache.init(batch=1, kv_heads=1, slots=4, head_dim=2, layers=2)
     x = jnp.ones((1, 2, 1, 2))
     with pytest.raises(
-        ValueError, match=r"'h2o@model' cannot evict from one layer of a plain cache of 2: observe each"
+        ValueError, match=r"'h2o@model' cannot evict from one layer of a plain cache of 2 layers: observe each"
     ):
         kvjax.attend(cache, x, x, x, policy=kvjax.parse("h2o@model"), budget=2, context=kvjax.Context(layer=0))
 

@@ -648,6 +648,6 @@ def test_one_layer_of_pages_is_not_evicted_alone():
         kvjax.evict(cache, jnp.ones((8, 2)), 2, layer=0)
     x = jnp.ones((B, 1, K, D))
     with pytest.raises(
-        ValueError, match=r"'h2o' cannot evict from one layer of a paged cache of 2: observe each layer"
+        ValueError, match=r"'h2o' cannot evict from one layer of a paged cache of 2 layers: observe each layer"
     ):
         kvjax.attend(cache, x, x, x, policy=kvjax.parse("h2o"), budget=2, context=kvjax.Context(layer=0))

@@ -411,7 +411,7 @@ def test_an_interrupt_ends_the_answer_and_not_the_conversation(monkeypatch, caps
         (["--evict-every", "-1"], "evict_every is -1"),
         (["--load", "nowhere.cache"], "there is no file nowhere.cache"),
         (["--system", "Be kind."], "no chat template"),
-        (["--seed", "9" * 30], "no integer of at most 64 bits"),
+        (["--seed", "9" * 30], "not an integer of at most 64 bits"),
         (["--dtype", "float8"], "float8"),
     ],
 )
