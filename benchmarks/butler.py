@@ -629,15 +629,15 @@ def figure(results: dict[str, list[dict[str, Any]]], path: Path) -> None:
         axis.set_xticks(ticks, [f"{tick // 1024}k" if tick >= 4096 else f"{tick:,}" for tick in ticks])
         axis.minorticks_off()
         axis.set_xlabel("tokens", fontsize=9)
-        axis.grid(axis="y", color="#eeeeee", linewidth=0.8)
+        axis.grid(axis="y", color=report.GREY, alpha=0.25, linewidth=0.8)
         for side in ("top", "right"):
             axis.spines[side].set_visible(False)
         if index:
             axis.axhline(1, color="#999999", linewidth=1)
     handles, labels = axes[0].get_legend_handles_labels()
-    black = plt.Line2D([], [], color="black", linestyle="--")
+    black = plt.Line2D([], [], color=report.GREY, linestyle="--")
     axes[0].legend([*handles, black], [*labels, "with its logits"], fontsize=8, frameon=False)
-    lines = [plt.Line2D([], [], color="black", linestyle=style) for style in ("-", ":")]
+    lines = [plt.Line2D([], [], color=report.GREY, linestyle=style) for style in ("-", ":")]
     axes[1].legend(lines, ["each head gathers its own", "a group agrees, read once"], fontsize=8, frameon=False)
     with commands.replacing(path) as temporary:
         drawing.savefig(temporary, dpi=160)

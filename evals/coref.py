@@ -291,7 +291,7 @@ def dots(results: Sequence[dict[str, Any]], path: Path) -> None:
                 handles.setdefault("everything read" if dense else f"sparsity {r['sparsity']:g}", drawn)
             axis.set_xlim(-0.02, 1.02)
             axis.set_yticks(range(len(names)), names, fontsize=8)
-            axis.grid(axis="x", color="#eeeeee", linewidth=0.8)
+            axis.grid(axis="x", color=report.GREY, alpha=0.25, linewidth=0.8)
             for side in ("top", "right"):
                 axis.spines[side].set_visible(False)
             axis.tick_params(labelsize=8)

@@ -266,7 +266,7 @@ def layer_lines(results: Sequence[dict[str, Any]], path: Path, *, recency: str) 
                 axis.set_xlabel("layer", fontsize=8.5)
             axis.set_xticks(range(1, len(results[0]["layers"]) + 1))
             axis.tick_params(labelsize=8)
-            axis.grid(axis="y", color="#eeeeee", linewidth=0.8)
+            axis.grid(axis="y", color=report.GREY, alpha=0.25, linewidth=0.8)
             for side in ("top", "right"):
                 axis.spines[side].set_visible(False)
         axes[number, 0].set_ylabel(report.moment(group), fontsize=8)

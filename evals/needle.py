@@ -199,16 +199,16 @@ def heat_map(results: Sequence[dict[str, Any]], path: Path, *, recency: str) -> 
         floor = next((r["recall"] for r in found if r["policy"] == recency), 0.0)
         for axis, length in zip(line, lengths, strict=True):
             _panel(axis, found, length, recency, floor, named=axis is line[0])
-            axis.set_xlabel("depth of the fact", fontsize=9, color=report.GREY)
+            axis.set_xlabel("depth of the fact", fontsize=9)
         moment = {**report.MOMENTS, "prompt": "once, after the prompt", "never": ""}[when]
         line[0].set_title(
             f"question {_ASKED[question]}, budget {budget}, evicted {moment}", loc="left", fontsize=10.5,
-            fontweight="bold", color=report.GREY, pad=24,
+            fontweight="bold", pad=24,
         )  # fmt: skip
     if any(r["policy"] == recency for r in evicting):
         figure.supxlabel("red: below plain recency", fontsize=9, color="#d1495b", x=0.99, ha="right")
     with commands.replacing(path) as temporary:
-        figure.savefig(temporary, dpi=150, transparent=True)
+        figure.savefig(temporary, dpi=150)
     plt.close(figure)
 
 
@@ -339,13 +339,13 @@ def _panel(axis: Any, found: Sequence[dict[str, Any]], length: int, recency: str
                           color="black" if value > 0.6 else "white")  # fmt: skip
         if not np.all(np.isnan(row[:-1])):
             axis.text(len(depths), y, f"{np.nanmean(row[:-1]):.2f}", ha="center", va="center", fontsize=9,
-                      fontweight="bold", color=report.GREY)  # fmt: skip
+                      fontweight="bold")  # fmt: skip
     axis.set_xticks(range(len(depths) + 1), [*(f"{depth:.0%}" for depth in depths), "mean"], fontsize=8.5)
     axis.set_yticks(range(len(found)), ["recency" if r["policy"] == recency else r["policy"] for r in found])
     axis.tick_params(length=0, colors=report.GREY, labelleft=named, labelsize=9)
     for label, result in zip(axis.get_yticklabels(), found, strict=False):  # without names there are no labels
         if result["recall"] < floor:
             label.set_color("#d1495b")
-    axis.text(0, 1.02, f"{length:,} tokens", transform=axis.transAxes, fontsize=9.5, color=report.GREY)
+    axis.text(0, 1.02, f"{length:,} tokens", transform=axis.transAxes, fontsize=9.5)
     for spine in axis.spines.values():
         spine.set_visible(False)

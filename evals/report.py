@@ -9,9 +9,9 @@ from typing import Any
 CAOTE_LINKS = ("caote", "fast_caote")
 MOMENTS = {"block": "after every block", "prompt": "once", "published": "as published"}
 PICTURES = (".png", ".svg", ".pdf")
-# Okabe and Ito's colours, which the colour-blind can tell apart too; grey is for reference lines.
 GREY = "#7d868f"  # text that reads on white and on black
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
+# Okabe and Ito's colours, which colour-blind readers can tell apart, with violet for black; grey: reference lines.
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6bb1")
 
 
 def task_table(
@@ -138,6 +138,8 @@ def pyplot() -> Any:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    inks = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
+    plt.rcParams.update(dict.fromkeys(inks, GREY) | {"savefig.transparent": True, "legend.framealpha": 0.0})
     return plt
 
 
@@ -159,7 +161,7 @@ def colour(index: int) -> str:
 
 def plain(axis: Any) -> None:
     """Draw light grid lines, and no frame on top and right."""
-    axis.grid(axis="y", color="#eeeeee", linewidth=0.8)
+    axis.grid(axis="y", color=GREY, alpha=0.25, linewidth=0.8)
     axis.tick_params(labelsize=8)
     for side in ("top", "right"):
         axis.spines[side].set_visible(False)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from evals.experiments.ablations import Point, Run, Study
-from evals.report import COLOURS, columns, pyplot
+from evals.report import COLOURS, GREY, columns, pyplot
 from models.commands import replacing
 
 
@@ -42,27 +42,27 @@ def figure(study: Study, results: Mapping[Run, dict[str, Any]], path: Path, *, r
     """Draw each run's recall with its 95% interval, panel by panel, with the full cache and recency as grey lines."""
     plt = pyplot()
     panels = list(dict.fromkeys(point.panel for point in study.points))
-    across = 2 if len(panels) == 4 else min(len(panels), 3)
+    across = 2 if len(panels) > 3 else len(panels)
     down = -(-len(panels) // across)
     places = [len({p.x for p in study.points if p.panel == panel}) for panel in panels]
-    widths = [max(2.6, 0.9 + 0.75 * count) for count in places] if down == 1 else [5.2] * across
+    widths = [max(2.6, 0.9 + 0.75 * count) for count in places] if down == 1 else [4.8] * across
     drawing, axes = plt.subplots(
-        down, across, figsize=(1.0 + sum(widths), 0.9 + 3.8 * down), squeeze=False, sharey=True, layout="constrained",
+        down, across, figsize=(1.0 + sum(widths), 0.9 + 4.1 * down), squeeze=False, sharey=True, layout="constrained",
         width_ratios=widths,
     )  # fmt: skip
     for axis in axes.flat[len(panels) :]:
         axis.set_axis_off()
     for axis, panel in zip(axes.flat, panels, strict=False):
-        axis.set_title(panel, fontsize=9.5)
-        axis.set_xlabel(study.axis, fontsize=8.5)
+        axis.set_title(panel, fontsize=11)
+        axis.set_xlabel(study.axis, fontsize=10)
         _study_panel(axis, study, [p for p in study.points if p.panel == panel], results, recency)
     for axis in axes[:, 0]:
-        axis.set_ylabel("exact recall", fontsize=8.5)
-    drawing.suptitle(study.title, fontsize=12)
+        axis.set_ylabel("exact recall", fontsize=10)
+    drawing.suptitle(study.title, fontsize=13)
     if study.note:
-        drawing.supxlabel(study.note, fontsize=7.5, color="#555555")
+        drawing.supxlabel(study.note, fontsize=9)
     with replacing(path) as temporary:
-        drawing.savefig(temporary, dpi=160)
+        drawing.savefig(temporary, dpi=130)
     plt.close(drawing)
 
 
@@ -104,19 +104,19 @@ def _study_panel(
         )  # fmt: skip
     if numeric:
         axis.set_xscale("log")
-        axis.set_xticks(xs, [f"{100 * x:g}%" for x in xs], fontsize=8)
+        axis.set_xticks(xs, [f"{100 * x:g}%" for x in xs], fontsize=9.5)
         axis.minorticks_off()
     else:
-        axis.set_xticks(range(len(xs)), [str(x) for x in xs], fontsize=8)
+        axis.set_xticks(range(len(xs)), [str(x) for x in xs], fontsize=9.5)
         axis.set_xlim(-0.6, len(xs) - 0.4)
     axis.set_ylim(-0.03, 1.03)
-    axis.tick_params(labelsize=8)
-    axis.grid(axis="y", color="#eeeeee", linewidth=0.8)
+    axis.tick_params(labelsize=9.5)
+    axis.grid(axis="y", color=GREY, alpha=0.25, linewidth=0.8)
     axis.set_axisbelow(True)
     for side in ("top", "right"):
         axis.spines[side].set_visible(False)
     axis.legend(
-        fontsize=7.5,
+        fontsize=9,
         frameon=False,
         loc="upper center",
         bbox_to_anchor=(0.5, -0.16 if axis.get_xlabel() else -0.13),
