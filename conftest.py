@@ -22,7 +22,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # the workers share the cores: no threa
     _add_flag("xla_cpu_multi_thread_eigen", "false")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-# The workers share what they compile, modules find again what clear_caches dropped, and a second run takes half the time.
+# Workers share what they compile, a module finds again what clear_caches dropped, and a second run takes half the time.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", os.path.join(os.path.dirname(__file__), ".jax_cache"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
 

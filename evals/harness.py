@@ -132,7 +132,7 @@ def model_class() -> type:
         ) -> list[tuple[float, bool]]:
             sequences = [[*context, *continuation][-self.max_length - 1 :] for _, context, continuation in requests]
             counts = [len(continuation) for _, _, continuation in requests]
-            bar = tqdm(total=len(requests), disable=disable_tqdm, desc="likelihoods", file=sys.stderr)
+            bar = tqdm(total=len(requests), disable=disable_tqdm or None, desc="likelihoods", file=sys.stderr)
             answers: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
 
             def keep(row: int, found: Predicted) -> None:
@@ -148,7 +148,7 @@ def model_class() -> type:
 
         def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
             answers = []
-            for request in tqdm(requests, disable=disable_tqdm, desc="rolling likelihoods", file=sys.stderr):
+            for request in tqdm(requests, disable=disable_tqdm or None, desc="rolling likelihoods", file=sys.stderr):
                 tokens = self.tok_encode(request.args[0], add_special_tokens=False)
                 windows = get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, context_len=1)
                 pairs = [make_disjoint_window(window) for window in windows]
@@ -174,7 +174,7 @@ def model_class() -> type:
             return loglikelihood.predict(self.model, sequences, counts, **settings, batch=self.batch, on_row=on_row)
 
         def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
-            bar = tqdm(total=len(requests), disable=disable_tqdm, desc="answers", file=sys.stderr)
+            bar = tqdm(total=len(requests), disable=disable_tqdm or None, desc="answers", file=sys.stderr)
             answers = [""] * len(requests)
             alike: dict[str, list[int]] = {}
             for row, request in enumerate(requests):

@@ -183,7 +183,7 @@ def heat_map(results: Sequence[dict[str, Any]], path: Path, *, recency: str) -> 
     """
     plt = report.pyplot()
     evicting = [r for r in results if r["budget"] is not None]
-    groups = list(dict.fromkeys(map(report.group, evicting))) or [("after", "never", None)]
+    groups = list(dict.fromkeys(map(report.group, evicting))) or [(results[0]["question"], "never", None)]
     lengths = sorted({cell["length"] for r in results for cell in r["cells"]})
     panels = {group: [r for r in results if r["budget"] is None or report.group(r) == group] for group in groups}
     panels = {(question, *rest): [r for r in found if r["question"] == question]
@@ -200,11 +200,10 @@ def heat_map(results: Sequence[dict[str, Any]], path: Path, *, recency: str) -> 
         for axis, length in zip(line, lengths, strict=True):
             _panel(axis, found, length, recency, floor, named=axis is line[0])
             axis.set_xlabel("depth of the fact", fontsize=9)
-        moment = {**report.MOMENTS, "prompt": "once, after the prompt", "never": ""}[when]
-        line[0].set_title(
-            f"question {_ASKED[question]}, budget {budget}, evicted {moment}", loc="left", fontsize=10.5,
-            fontweight="bold", pad=24,
-        )  # fmt: skip
+        moment = {**report.MOMENTS, "prompt": "once, after the prompt"}.get(when)
+        under = "full cache" if budget is None else f"budget {budget}, evicted {moment}"
+        title = f"question {_ASKED[question]}, {under}"
+        line[0].set_title(title, loc="left", fontsize=10.5, fontweight="bold", pad=24)
     if any(r["policy"] == recency for r in evicting):
         figure.supxlabel("red: below plain recency", fontsize=9, color="#d1495b", x=0.99, ha="right")
     with commands.replacing(path) as temporary:

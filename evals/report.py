@@ -138,8 +138,11 @@ def pyplot() -> Any:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    inks = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
-    plt.rcParams.update(dict.fromkeys(inks, GREY) | {"savefig.transparent": True, "legend.framealpha": 0.0})
+    plt.rc("text", color=GREY)
+    plt.rc("axes", labelcolor=GREY, edgecolor=GREY)
+    plt.rc(("xtick", "ytick"), color=GREY)
+    plt.rc("savefig", transparent=True)
+    plt.rc("legend", framealpha=0.0)
     return plt
 
 

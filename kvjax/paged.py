@@ -45,7 +45,7 @@ class PagedCache:
         >>> cache = kvjax.insert(cache, rows, rows)
         >>> cache.num_live.tolist(), int(cache.num_free)
         ([[3, 3]], 0)
-        >>> scores = jnp.array([[9.0, 8.0], [7.0, 0.0], [1.0, 3.0], [2.0, 0.0]])  # as cache.position: a row a page
+        >>> scores = jnp.array([[9.0, 8.0], [7.0, 0.0], [1.0, 3.0], [2.0, 0.0]])  # as cache.position: one row per page
         >>> cache = kvjax.evict(cache, scores, budget=2, allocation="layer")
         >>> sorted(cache.num_live.ravel().tolist()), int(cache.num_free)
         ([1, 3], 1)

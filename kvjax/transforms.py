@@ -35,9 +35,9 @@ def normalise() -> Policy:
 
 @register
 def pool(*, kernel: int = 5, pooling: Literal["avg", "max"] = "avg") -> Policy:
-    """Pool scores over neighbours in position order among the live tokens, with zeros beyond the ends.
+    """Pool scores over neighbours in position order among the live tokens.
 
-    The defaults are those of :func:`kvjax.snapkv`.
+    Beyond the ends, "avg" counts zeros and "max" nothing. Kernel 5 and "avg" are those of the SnapKV authors' code.
 
     Example:
         >>> import kvjax

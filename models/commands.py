@@ -58,6 +58,17 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help.\n")
 
 
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """Help texts that name every default that they do not name already."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        text = action.help or ""
+        named = "default" in text or text is argparse.SUPPRESS or not action.option_strings
+        if named or action.default in (None, False, "", argparse.SUPPRESS):
+            return action.help
+        return f"{text} (default: %(default)s)".strip()
+
+
 def parser(script: str, module: str, *, description: str, examples: str = "") -> Parser:
     """Build a command's parser, with --version, and with examples and exit codes at the end of its help.
 
@@ -76,7 +87,7 @@ def parser(script: str, module: str, *, description: str, examples: str = "") ->
         prog=program,
         description=description,
         epilog=epilog(examples.replace(f"python -m {module}", program)),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=_Help,
     )
     flags.add_argument("--version", action="version", version=f"kvjax {kvjax.__version__}")
     return flags

@@ -624,7 +624,7 @@ def methods() -> Study:
             "LaProx": "laprox@model",
             "LaProx, pooling 13": "laprox(kernel=13)@model",
         },
-        "put together here": {
+        "our combinations": {
             "SnapKV, window 16": "snapkv(window=16)",
             "SnapKV, window 16, + CAOTE": "snapkv(window=16)+caote",
             "CurDKV + CAOTE, for the model": "curdkv+caote@model",
@@ -703,7 +703,7 @@ def methods() -> Study:
         claims,
         (*references, *(Run(RECENCY, share, question=question) for question in asked.values() for share in shares)),
         note="defaults as published; LagKV's partitions hold 32 tokens, as the prompt is short",
-        caveat="SnapKV's pooling over 13, its window of 16 and what is put together here were chosen on other samples "
+        caveat="SnapKV's pooling over 13, its window of 16 and what is our combinations were chosen on other samples "
         "(seed 50000).",
     )
 

@@ -73,11 +73,13 @@ def _study_panel(
     xs: list[Any] = list(dict.fromkeys(point.x for point in points))
     numeric = all(isinstance(x, float) for x in xs)
     shares = {point.run.budget for point in points}
-    full = next((r for run, r in results.items() if run.budget is None), None)
+    questions = {point.run.question for point in points}
+    results_here = {run: result for run, result in results.items() if run.question in questions}
+    full = next((r for run, r in results_here.items() if run.budget is None), None)
     if full is not None:
         axis.axhline(full["recall"], color="#999999", linewidth=1, linestyle="--", label="full cache", zorder=1)
     floor: dict[float, float] = {}
-    for run, result in results.items():
+    for run, result in results_here.items():
         if run.policy == recency and run.budget is not None and run.budget in shares:
             floor[run.budget] = result["recall"]
     if floor and numeric:

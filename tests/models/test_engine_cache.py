@@ -60,8 +60,9 @@ def test_twenty_questions_on_one_cache_are_twenty_runs_from_scratch(model, polic
         assert held(many.cache, row) == held(alone.cache), question
 
 
-@pytest.mark.parametrize("when", ["block", "prompt"])
-@pytest.mark.parametrize("policy", ["snapkv(window=4)+caote", "laprox(window=4)@model"])
+@pytest.mark.parametrize(
+    ("policy", "when"), [("snapkv(window=4)+caote", "block"), ("laprox(window=4)@model", "prompt")]
+)
 def test_a_cache_may_be_asked_again(model, policy, when, each_way):
     settings = dict(policy=policy, budget=16, block=8, when=when)
     kept = models.prefill(model, DOCUMENT, **settings).cache
