@@ -140,7 +140,8 @@ def pyplot() -> Any:
 
     plt.rc("text", color=GREY)
     plt.rc("axes", labelcolor=GREY, edgecolor=GREY)
-    plt.rc(("xtick", "ytick"), color=GREY)
+    plt.rc("xtick", color=GREY)
+    plt.rc("ytick", color=GREY)
     plt.rc("savefig", transparent=True)
     plt.rc("legend", framealpha=0.0)
     return plt
