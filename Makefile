@@ -50,7 +50,7 @@ lint: setup  ## ruff: rules and formatting
 	$(PY) -m ruff check $(SOURCES)
 	$(PY) -m ruff format --check $(SOURCES)
 
-format: setup  ## ruff: mend what it can mend
+format: setup  ## ruff: fix what it can fix
 	$(PY) -m ruff check --fix $(SOURCES)
 	$(PY) -m ruff format $(SOURCES)
 
@@ -64,7 +64,7 @@ docs: setup  ## the documentation, to docs/_build/html; a warning is an error
 notebooks: setup  ## run all notebooks
 	$(PY) notebooks/run.py
 
-results: setup  ## all figures of docs/results again, and their pages (5 hours on two cores; a killed run goes on)
+results: setup  ## make all figures of docs/results again, with their pages (5 hours on two cores; a killed run resumes)
 	docs/results/remake.sh
 
 wheel: setup  ## sdist and wheel into dist/, tried out in an empty environment outside the checkout

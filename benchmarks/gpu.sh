@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Everything that a GPU must show, in one call of at most nine minutes, the most important first. Each part has a time of
-# its own and writes its figures as it goes, to $OUT (or benchmarks/results); a part that fails stops no other, and the
-# last lines say which did. `python -m benchmarks report --results $OUT` makes tables and plots of it.
+# Measure everything that needs a GPU in one call of at most nine minutes, the most important parts first. Each part has its
+# own time limit and writes its figures to $OUT (or benchmarks/results) as it runs. A part that fails does not stop the
+# others; the last lines name it. `python -m benchmarks report --results $OUT` makes tables and plots from the figures.
 #
 #     OUT=/tmp/figures benchmarks/gpu.sh      on a machine with a GPU
 #     DRY=1 OUT=/tmp/dry benchmarks/gpu.sh    on any: tiny shapes on the CPU, GPU kernels interpreted

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Makes the figures under docs/results again, short runs first, then the tables and pages that are written from them.
-#     docs/results/remake.sh               what is not done yet; a killed run begins its current file again
-#     docs/results/remake.sh benchmarks    also benchmarks/results (a quiet machine; peers and tpu_compile need their extras)
-# Run it from a clean, committed checkout: each file says of which commit it is. A file counts as done when it holds
-# fingerprints and a command, of code without changes. The numbers are core-minutes on two cores, about 400 in all.
+# Make the figures under docs/results again, short runs first, then the tables and pages that are written from them.
+#     docs/results/remake.sh               files that are not done yet; after a kill, the current file starts again
+#     docs/results/remake.sh benchmarks    also benchmarks/results (on a quiet machine; peers and tpu_compile need extras)
+# Run it from a clean, committed checkout, because each file names its commit. A file is done when it holds fingerprints and a
+# command, made by code without changes. The numbers are core-minutes on two cores, about 400 in all.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 export PYTHONPATH=$PWD PATH="$PWD/.venv/bin:$PATH"
