@@ -244,15 +244,39 @@ def answer(
         >>> record["score"] in (0.0, 1.0), len(record["log_probability"])
         (True, 4)
     """
+    return answer_each(model, samples, [setting], block=block, batch=batch, rows=rows,
+                       on_row=None if on_row is None else lambda _, row, record: on_row(row, record))[0]  # fmt: skip
+
+
+def answer_each(
+    model: models.Decoder,
+    samples: Sequence[Sample],
+    settings: Sequence[Setting],
+    *,
+    block: int = 128,
+    batch: int = 16,
+    rows: Sequence[int] | None = None,
+    on_row: Callable[[Setting, int, dict[str, Any]], None] | None = None,
+) -> list[list[dict[str, Any]]]:
+    """Answer samples under settings of one question and moment; those that evict once share the prompt's prefill.
+
+    Args:
+        settings: such as one group of :func:`evals.evaluator.sharing`.
+        on_row: called with a setting, a sample's number and its record.
+        samples, block, batch, rows: see :func:`answer`.
+
+    Returns:
+        For each setting what :func:`answer` returns for it alone.
+    """
     evaluator.make_room()
     given = [samples[row] for row in (range(len(samples)) if rows is None else rows)]
     numbers = list(range(len(samples))) if rows is None else list(rows)
-    found: list[dict[str, Any]] = [{} for _ in given]
+    found: list[list[dict[str, Any]]] = [[{} for _ in given] for _ in settings]
 
-    def keep(place: int, behind: loglikelihood.Behind) -> None:
+    def keep(number: int, place: int, behind: loglikelihood.Behind) -> None:
         sample = given[place]
         chosen = int(np.argmax(behind.log_probability / np.array(sample.sizes)))
-        found[place] = {
+        found[number][place] = {
             "score": float(chosen == sample.right),
             "chosen": chosen,
             "right": sample.right,
@@ -262,18 +286,17 @@ def answer(
             "peak_cache_bytes": behind.peak_cache_bytes,
         }
         if on_row is not None:
-            on_row(numbers[place], found[place])
+            on_row(settings[number], numbers[place], found[number][place])
 
-    unknown = setting.question == "agnostic"
-    loglikelihood.endings(
+    unknown = settings[0].question == "agnostic"
+    loglikelihood.endings_each(
         model,
         [sample.tokens for sample in given],
         [sample.choices for sample in given],
         [len(sample.tokens) - sample.context_end for sample in given] if unknown else None,
-        policy=setting.policy,
-        budget=setting.budget,
+        policies=[(setting.policy, setting.budget) for setting in settings],
         block=block,
-        when=setting.when,
+        when=settings[0].when,
         batch=batch,
         width=max((len(sample.tokens) for sample in samples), default=0),
         on_row=keep,
@@ -323,33 +346,48 @@ def command(flags: argparse.Namespace) -> None:
         store.check_made_of(labels, fingerprints)
         total = flags.samples * len(groups) * len(settings)
         with commands.progress_bar("sample", total=total) as progress:
-            for ((task, length), samples), setting in itertools.product(groups.items(), settings):
-                progress.set_description(f"{task}, {length}, {setting.title()}")
-                about = {**labels, "task": task, "length": length, **setting.row()}
-                _fill(store, model, samples, setting, about, flags, progress)
+            for ((task, length), samples), together in itertools.product(groups.items(), _of_one_moment(settings)):
+                progress.set_description(f"{task}, {length}, {together[0].title()}")
+                about = {**labels, "task": task, "length": length}
+                _fill(store, model, samples, together, about, flags, progress)
             progress.set_description("done")
         evaluator.tell(flags, store, fingerprints, title=TITLE, notes=["by chance: 0.25, of section 0.50"])
+
+
+def _of_one_moment(settings: Sequence[Setting]) -> list[list[Setting]]:
+    """Return the groups of settings that share a prompt, split by their moment."""
+    groups: dict[tuple[int, str], list[Setting]] = {}
+    for number, together in enumerate(evaluator.sharing(settings)):
+        for setting in together:
+            groups.setdefault((number, setting.when), []).append(setting)
+    return list(groups.values())
 
 
 def _fill(
     store: results.Results,
     model: models.Decoder,
     samples: Sequence[Sample],
-    setting: Setting,
+    settings: Sequence[Setting],
     about: dict[str, Any],
     flags: argparse.Namespace,
     progress: tqdm,
 ) -> None:
     """Answer the samples that a store has no record of yet."""
 
-    def add(row: int, record: dict[str, Any]) -> None:
-        store.add([{**about, "sample": row, **record, "prefill": [0, 0], "decode": [0, 0]}])
-        progress.update()
+    def held(setting: Setting, row: int) -> bool:
+        return store.holds({**about, **setting.row(), "sample": row})
 
-    missing = [row for row in range(len(samples)) if not store.holds({**about, "sample": row})]
-    progress.update(len(samples) - len(missing))
-    if missing:
-        answer(model, samples, setting, block=flags.block, batch=flags.batch, rows=missing, on_row=add)
+    def add(setting: Setting, row: int, record: dict[str, Any]) -> None:
+        if not held(setting, row):
+            store.add([{**about, **setting.row(), "sample": row, **record, "prefill": [0, 0], "decode": [0, 0]}])
+            progress.update()
+
+    missing = {setting: [row for row in range(len(samples)) if not held(setting, row)] for setting in settings}
+    progress.update(len(samples) * len(settings) - sum(map(len, missing.values())))
+    asked = [setting for setting, rows in missing.items() if rows]
+    rows = sorted(set().union(*missing.values()))
+    if asked:
+        answer_each(model, samples, asked, block=flags.block, batch=flags.batch, rows=rows, on_row=add)
 
 
 def _is_prose(sentence: str) -> bool:

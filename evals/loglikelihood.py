@@ -196,47 +196,109 @@ def endings(
         >>> found[0].log_probability.argmax().item()
         0
     """
+    return endings_each(
+        model, prompts, ends, held_back, policies=[(policy, budget)], block=block, when=when, batch=batch, width=width,
+        on_row=None if on_row is None else lambda _, row, behind: on_row(row, behind),
+    )[0]  # fmt: skip
+
+
+def endings_each(
+    model: models.Decoder,
+    prompts: Sequence[Sequence[int]],
+    ends: Sequence[Sequence[Sequence[int]]],
+    held_back: Sequence[int] | None = None,
+    *,
+    policies: Sequence[tuple[str, int | float | None]],
+    block: int = 128,
+    when: When = "prompt",
+    batch: int = 8,
+    width: int = 0,
+    on_row: Callable[[int, int, Behind], None] | None = None,
+) -> list[list[Behind]]:
+    """Compute :func:`endings` under several policies and budgets; those that evict once share the prompt's prefill.
+
+    Args:
+        policies: pairs of a policy and its budget.
+        prompts, ends, held_back, block, when, batch, width: see :func:`endings`.
+        on_row: called with the number of a pair, a prompt's number, and its figures.
+
+    Returns:
+        For each pair what :func:`endings` returns for it alone.
+
+    Raises:
+        ValueError: see :func:`endings`.
+
+    Example:
+        >>> import models
+        >>> from evals import loglikelihood
+        >>> model, tokenizer = models.load("retriever")
+        >>> prompt = tokenizer.encode("The code of amber falcon is 4719. The code of amber falcon is")
+        >>> ends = [tokenizer.encode(text, add_special_tokens=False) for text in (" 4719", " 2650")]
+        >>> each = loglikelihood.endings_each(model, [prompt], [ends], policies=[("tova", 12), ("h2o", 12)], block=32)
+        >>> [found[0].log_probability.shape for found in each]
+        [(2,), (2,)]
+    """
     counts = {len(row) for row in ends}
     if len(ends) != len(prompts) or len(counts) > 1 or not all(row and all(row) for row in ends):
         raise ValueError(
             f"{len(prompts)} prompts have {len(ends)} lists of {sorted(counts)} endings; give each prompt as many as "
             "the others, each of at least 1 token."
         )
-    asked = [0] * len(prompts) if held_back is None or policy == "full" else list(held_back)
-    found: list[Behind | None] = [None] * len(prompts)
     count, longest = max(counts, default=0), max((len(end) for row in ends for end in row), default=0)
     sizes = [len(prompt) for prompt in prompts]
-    least, width = min(asked, default=0), max(width, *sizes, 0)
-    padded = _few(width, least, block, model.config.max_positions - longest)
-    for rows, fed in _in_batches(sizes, batch):
-        lengths, questions = np.array([sizes[row] for row in fed]), np.array([asked[row] for row in fed])
-        cache, last = models.prefill(
-            model,
-            _padded([prompts[row] for row in fed], padded),
-            lengths,
-            policy=policy,
-            budget=budget,
-            block=block,
-            when=when,
-            question=questions if questions.any() else None,
-            reserve=longest if policy == "full" else 0,
-        )
-        following = _padded([end for row in fed for end in ends[row]], longest)  # [B n, m]
-        counted = np.array([len(end) for row in fed for end in ends[row]])
-        parts = [_chosen(jnp.repeat(last, count, axis=0)[:, None], jnp.asarray(following[:, :1]))[0]]
-        if longest > 1:
-            _, hidden = models.hidden_states(model, following, counted, cache=kvjax.repeat(cache, count), block=block)
-            parts.append(_told(model, hidden[:, :-1], following[:, 1:], None)[0])
-        told = np.concatenate([np.asarray(part, np.float64) for part in parts], axis=1)
-        sums = np.where(np.arange(longest) < counted[:, None], told, 0).sum(axis=1).reshape(-1, count)
-        size, slots = cache.nbytes // len(fed), cache.position.size
-        once = policy == "full" or moments(policy_of(policy), when, 0)[0] == "prompt"
-        most = max(slots, math.prod(cache.heads_shape) * width) if once else slots
-        for place, row in enumerate(rows):
-            found[row] = behind = Behind(sums[place], size, size * most // slots)
-            if on_row is not None:
-                on_row(row, behind)
-    return [behind for behind in found if behind is not None]
+    width = max(width, *sizes, 0)
+    room = model.config.max_positions - longest
+    found: list[list[Behind | None]] = [[None] * len(prompts) for _ in policies]
+    full = [number for number, (policy, _) in enumerate(policies) if policy == "full"]
+    # The full cache reserves slots for the endings, and has no use for a question that is held back.
+    for together in (full[:1], [number for number in range(len(policies)) if number not in full]):
+        asked = [0] * len(prompts) if held_back is None or together == full[:1] else list(held_back)
+        padded = _few(width, min(asked, default=0), block, room)
+        for rows, fed in _in_batches(sizes, batch) if together else ():
+            lengths, questions = np.array([sizes[row] for row in fed]), np.array([asked[row] for row in fed])
+            each = models.prefill_each(
+                model,
+                _padded([prompts[row] for row in fed], padded),
+                lengths,
+                policies=[policies[number] for number in together],
+                block=block,
+                when=when,
+                question=questions if questions.any() else None,
+                reserve=longest if together == full[:1] else 0,
+            )
+            following = _padded([end for row in fed for end in ends[row]], longest)  # [B n, m]
+            counted = np.array([len(end) for row in fed for end in ends[row]])
+            for number, (cache, last) in zip(together, each, strict=True):
+                sums = _told_after(model, cache, last, following, counted, count, block)
+                size, slots = cache.nbytes // len(fed), cache.position.size
+                policy = policies[number][0]
+                once = policy == "full" or moments(policy_of(policy), when, 0)[0] == "prompt"
+                most = max(slots, math.prod(cache.heads_shape) * width) if once else slots
+                for place, row in enumerate(rows):
+                    for one in full if number in full else [number]:
+                        found[one][row] = behind = Behind(sums[place], size, size * most // slots)
+                        if on_row is not None:
+                            on_row(one, row, behind)
+    return [[behind for behind in rows if behind is not None] for rows in found]
+
+
+def _told_after(
+    model: models.Decoder,
+    cache: kvjax.KVCache | kvjax.PagedCache,
+    last: Float[Array, "B V"],
+    following: Int[np.ndarray, "Bn m"],
+    counted: Int[np.ndarray, "Bn"],
+    count: int,
+    block: int,
+) -> Float[np.ndarray, "B n"]:
+    """Return the log-probability of each row's ``count`` endings after a cache whose next logits are ``last``."""
+    parts = [_chosen(jnp.repeat(last, count, axis=0)[:, None], jnp.asarray(following[:, :1]))[0]]
+    longest = following.shape[1]
+    if longest > 1:
+        _, hidden = models.hidden_states(model, following, counted, cache=kvjax.repeat(cache, count), block=block)
+        parts.append(_told(model, hidden[:, :-1], following[:, 1:], None)[0])
+    told = np.concatenate([np.asarray(part, np.float64) for part in parts], axis=1)
+    return np.where(np.arange(longest) < counted[:, None], told, 0).sum(axis=1).reshape(-1, count)
 
 
 class _Found:

@@ -1,5 +1,7 @@
 """Likelihoods made a part at a time: against whole logits, in bounded memory; endings against whole sequences."""
 
+import itertools
+
 import jax
 import numpy as np
 import pytest
@@ -83,6 +85,25 @@ def test_endings_are_as_likely_as_in_whole_sequences(tiny, policy, when, known):
         wanted = [row.log_probability[-len(end) :].sum() for row, end in zip(rows, own, strict=True)]
         np.testing.assert_allclose(behind.log_probability, wanted, atol=1e-4)
         assert 0 < behind.cache_bytes <= behind.peak_cache_bytes
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_endings_under_several_policies_are_those_of_each_alone(tiny, known):
+    model, rng = tiny[0], np.random.default_rng(1)
+    prompts = [rng.integers(0, 90, length).tolist() for length in (30, 43, 38)]
+    ends = [[rng.integers(0, 90, size).tolist() for size in (1, 3)] for _ in prompts]
+    back, settings = None if known else [5, 9, 7], dict(block=8, when="prompt", batch=2)
+    policies = [("full", None), ("h2o", 12), ("tova", 0.5), ("h2o@adakv", 12)]
+    seen = []
+    each = loglikelihood.endings_each(
+        model, prompts, ends, back, policies=policies, **settings, on_row=lambda *found: seen.append(found[:2])
+    )
+    assert sorted(seen) == list(itertools.product(range(4), range(3)))
+    for (policy, budget), found in zip(policies, each, strict=True):
+        alone = loglikelihood.endings(model, prompts, ends, back, policy=policy, budget=budget, **settings)
+        for one, other in zip(found, alone, strict=True):
+            np.testing.assert_allclose(one.log_probability, other.log_probability, atol=1e-5)
+            assert one[1:] == other[1:]
 
 
 @pytest.mark.parametrize("ends", [[], [[[1]], [[1], [2]]], [[[1]], [[]]], [[], []]])
