@@ -7,6 +7,8 @@ import itertools
 import time
 from typing import Any
 
+import jax
+
 import models
 from benchmarks import measure
 from evals import evaluator, needle, report
@@ -84,6 +86,8 @@ def compared(model: models.Decoder, cells: list[needle.Cell], settings: list[Set
     with commands.progress_bar("study", total=len(parts) + 1) as progress:
         for way, together in [*(("alone", part) for part in parts[:half]), ("shared", settings),
                               *(("alone", part) for part in parts[half:])]:  # fmt: skip
+            if way == "shared":
+                jax.clear_caches()  # or its programs would have to make room for themselves half-way
             study(way, together)
             progress.update()
     same = sorted(map(str, found["alone"])) == sorted(map(str, found["shared"]))
