@@ -1,4 +1,4 @@
-"""What benchmarks share: times, the device's limits, checks of memory before it is allocated, results files."""
+"""Shared by the benchmarks: times, the device's limits, checks of memory before it is allocated, results files."""
 
 from __future__ import annotations
 
@@ -290,7 +290,7 @@ def add_json_flag(flags: argparse.ArgumentParser, name: str) -> None:
 
 
 class Timing(NamedTuple):
-    """How a benchmark measures: calls per program, repetitions, bytes that may be taken, the device's limits, and a
+    """A benchmark's way to measure: calls per program, repetitions, bytes that may be taken, the device's limits, and a
     note on the run.
     """
 

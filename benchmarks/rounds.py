@@ -1,4 +1,4 @@
-"""What evicting a block's tokens in rounds costs, against all at once: CAOTE's scores and the selection behind them."""
+"""The cost of evicting a block's tokens in rounds instead of all at once: CAOTE's scores and the selection."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ Kind = Literal["decode", "block"]
 
 
 class Setting(NamedTuple):
-    """What runs. Without a policy nothing is evicted: the cache holds ``budget`` tokens, or with None the prompt."""
+    """A case. Without a policy nothing is evicted; the cache holds ``budget`` tokens, or with None the prompt."""
 
     config: Config
     policy: str | None

@@ -213,25 +213,25 @@ TASKS: dict[str, Callable[[np.random.Generator, Corpus, Count, int], Draft | Non
 def answer(
     model: models.Decoder,
     samples: Sequence[Sample],
-    setting: Setting,
+    settings: Sequence[Setting],
     *,
     block: int = 128,
     batch: int = 8,
     rows: Sequence[int] | None = None,
-    on_row: Callable[[int, dict[str, Any]], None] | None = None,
-) -> list[dict[str, Any]]:
-    """Choose for each sample under a setting.
+    on_row: Callable[[Setting, int, dict[str, Any]], None] | None = None,
+) -> list[list[dict[str, Any]]]:
+    """Choose for each sample under settings of one question and moment; those that evict once share a prompt.
 
     Args:
         samples: results of :func:`draw`.
-        setting: policy, budget, moment, and whether the question is known.
+        settings: policies and budgets, of one moment, whose question is known or unknown alike.
         block, batch: see :func:`evals.loglikelihood.endings`.
         rows: the indices of the samples to answer, all by default.
-        on_row: called with a sample's number and record as soon as it is answered.
+        on_row: called with a setting, a sample's number and its record as soon as it is answered.
 
     Returns:
-        One record per sample: the ``score`` (1 where the right choice is the likeliest), the index that was ``chosen``,
-        the ``log_probability`` of each choice, and the cache's bytes.
+        For each setting one record per sample: the ``score`` (1 where the right choice is the likeliest), the index
+        that was ``chosen``, the ``log_probability`` of each choice, and the cache's bytes.
 
     Example:
         >>> import models
@@ -240,33 +240,9 @@ def answer(
         >>> model, tokenizer = models.load("retriever")
         >>> text = " ".join(f"A boat that had a crew of {i} men went by the old town of {i}." for i in range(9, 200))
         >>> sample = choices.draw("continuation", 0, choices.read_corpus(text), tokenizer, 256)
-        >>> record = choices.answer(model, [sample], Setting("tova", 64, "block", "agnostic", 0))[0]
+        >>> record = choices.answer(model, [sample], [Setting("tova", 64, "block", "agnostic", 0)])[0][0]
         >>> record["score"] in (0.0, 1.0), len(record["log_probability"])
         (True, 4)
-    """
-    return answer_each(model, samples, [setting], block=block, batch=batch, rows=rows,
-                       on_row=None if on_row is None else lambda _, row, record: on_row(row, record))[0]  # fmt: skip
-
-
-def answer_each(
-    model: models.Decoder,
-    samples: Sequence[Sample],
-    settings: Sequence[Setting],
-    *,
-    block: int = 128,
-    batch: int = 16,
-    rows: Sequence[int] | None = None,
-    on_row: Callable[[Setting, int, dict[str, Any]], None] | None = None,
-) -> list[list[dict[str, Any]]]:
-    """Answer samples under settings of one question and moment; those that evict once share the prompt's prefill.
-
-    Args:
-        settings: such as one group of :func:`evals.evaluator.sharing`.
-        on_row: called with a setting, a sample's number and its record.
-        samples, block, batch, rows: see :func:`answer`.
-
-    Returns:
-        For each setting what :func:`answer` returns for it alone.
     """
     evaluator.make_room()
     given = [samples[row] for row in (range(len(samples)) if rows is None else rows)]
@@ -289,7 +265,7 @@ def answer_each(
             on_row(settings[number], numbers[place], found[number][place])
 
     unknown = settings[0].question == "agnostic"
-    loglikelihood.endings_each(
+    loglikelihood.endings(
         model,
         [sample.tokens for sample in given],
         [sample.choices for sample in given],
@@ -387,7 +363,7 @@ def _fill(
     asked = [setting for setting, rows in missing.items() if rows]
     rows = sorted(set().union(*missing.values()))
     if asked:
-        answer_each(model, samples, asked, block=flags.block, batch=flags.batch, rows=rows, on_row=add)
+        answer(model, samples, asked, block=flags.block, batch=flags.batch, rows=rows, on_row=add)
 
 
 def _is_prose(sentence: str) -> bool:

@@ -1,4 +1,4 @@
-"""What evaluations on published data sets share: records from a folder or the hub, published prompts, chat templates,
+"""Shared by evaluations on published data: records from a folder or the hub, published prompts, chat templates,
 and prompts shortened in the middle.
 """
 

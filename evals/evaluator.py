@@ -1,4 +1,4 @@
-"""What evaluations share: settings from flags, prompts answered in batches under a policy, records of each sample.
+"""Shared by the evaluations: settings from flags, prompts answered in batches under a policy, records of each sample.
 
 An evaluation is a list of groups of samples. A setting is a policy, a budget, a moment of eviction, and what is known
 of the question. Every setting answers the same samples, one batch after the other. Each answer becomes a record, so

@@ -160,27 +160,31 @@ def endings(
     ends: Sequence[Sequence[Sequence[int]]],
     held_back: Sequence[int] | None = None,
     *,
-    policy: str = "full",
-    budget: int | float | None = None,
+    policies: Sequence[tuple[str, int | float | None]] = (("full", None),),
     block: int = 128,
     when: When = "prompt",
     batch: int = 8,
     width: int = 0,
-    on_row: Callable[[int, Behind], None] | None = None,
-) -> list[Behind]:
+    on_row: Callable[[int, int, Behind], None] | None = None,
+) -> list[list[Behind]]:
     """Compute the likelihood of each of a prompt's endings after compression; a prompt is read once for all of them.
 
-    Nothing is evicted while an ending is read, as for the tokens that :func:`predict` holds back.
+    Policies that evict once share the prompt's prefill. Nothing is evicted while an ending is read, as for the tokens
+    that :func:`predict` holds back.
 
     Args:
         prompts: tokens, at least one per prompt.
         ends: the endings of each prompt: equally many for all prompts, at least one token each.
         held_back: the number of last tokens of each prompt that are fed after the rest was compressed; nothing is
             evicted after them.
-        policy, budget, block, when: see :func:`models.prefill`; a ratio is one of the prompt.
+        policies: pairs of a policy and its budget; a ratio is one of the prompt.
+        block, when: see :func:`models.prefill`.
         batch: the number of prompts per batch.
         width: the least number of prompt tokens that the buffers hold, so that calls share compiled programs.
-        on_row: called with a prompt's number and figures as soon as they are known.
+        on_row: called with the number of a pair, a prompt's number, and its figures as soon as they are known.
+
+    Returns:
+        For each pair, the figures of each prompt.
 
     Raises:
         ValueError: ``ends`` is not as long as ``prompts``, the prompts differ in their number of endings, or an ending
@@ -192,51 +196,9 @@ def endings(
         >>> model, tokenizer = models.load("retriever")
         >>> prompt = tokenizer.encode("The code of amber falcon is 4719. The code of amber falcon is")
         >>> ends = [tokenizer.encode(text, add_special_tokens=False) for text in (" 4719", " 2650")]
-        >>> found = loglikelihood.endings(model, [prompt], [ends], block=32)
-        >>> found[0].log_probability.argmax().item()
-        0
-    """
-    return endings_each(
-        model, prompts, ends, held_back, policies=[(policy, budget)], block=block, when=when, batch=batch, width=width,
-        on_row=None if on_row is None else lambda _, row, behind: on_row(row, behind),
-    )[0]  # fmt: skip
-
-
-def endings_each(
-    model: models.Decoder,
-    prompts: Sequence[Sequence[int]],
-    ends: Sequence[Sequence[Sequence[int]]],
-    held_back: Sequence[int] | None = None,
-    *,
-    policies: Sequence[tuple[str, int | float | None]],
-    block: int = 128,
-    when: When = "prompt",
-    batch: int = 8,
-    width: int = 0,
-    on_row: Callable[[int, int, Behind], None] | None = None,
-) -> list[list[Behind]]:
-    """Compute :func:`endings` under several policies and budgets; those that evict once share the prompt's prefill.
-
-    Args:
-        policies: pairs of a policy and its budget.
-        prompts, ends, held_back, block, when, batch, width: see :func:`endings`.
-        on_row: called with the number of a pair, a prompt's number, and its figures.
-
-    Returns:
-        For each pair what :func:`endings` returns for it alone.
-
-    Raises:
-        ValueError: see :func:`endings`.
-
-    Example:
-        >>> import models
-        >>> from evals import loglikelihood
-        >>> model, tokenizer = models.load("retriever")
-        >>> prompt = tokenizer.encode("The code of amber falcon is 4719. The code of amber falcon is")
-        >>> ends = [tokenizer.encode(text, add_special_tokens=False) for text in (" 4719", " 2650")]
-        >>> each = loglikelihood.endings_each(model, [prompt], [ends], policies=[("tova", 12), ("h2o", 12)], block=32)
-        >>> [found[0].log_probability.shape for found in each]
-        [(2,), (2,)]
+        >>> each = loglikelihood.endings(model, [prompt], [ends], policies=[("full", None), ("tova", 16)], block=32)
+        >>> [rows[0].log_probability.argmax().item() for rows in each][0], len(each)
+        (0, 2)
     """
     counts = {len(row) for row in ends}
     if len(ends) != len(prompts) or len(counts) > 1 or not all(row and all(row) for row in ends):

@@ -1,4 +1,4 @@
-"""What the tables and pictures of several evaluations share."""
+"""Shared by the tables and pictures of several evaluations: colours, columns, intervals."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ WORDING = {
 
 
 class Needles(NamedTuple):
-    """What a needle task hides, and the haystack that hides it."""
+    """The needles of a task, and the haystack that hides them."""
 
     haystack: str  # "noise", "essay" or "needle"
     keys: str = "words"

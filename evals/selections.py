@@ -119,7 +119,7 @@ class Method:
 
     @property
     def needs_butler(self) -> bool:
-        """Whether the method needs a predictor."""
+        """Tell whether the method needs a predictor."""
         if self.policy is not None:
             return self.policy.needs.prediction
         return self.source is not None and "predicted" in self.source.reads

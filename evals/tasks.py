@@ -28,7 +28,7 @@ INTRODUCTIONS = (
 
 
 class Fact(NamedTuple):
-    """What a sentence states: the ``attribute`` of ``key`` is ``value``."""
+    """A stated fact: the ``attribute`` of ``key`` is ``value``."""
 
     attribute: str
     key: str

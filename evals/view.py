@@ -1,4 +1,4 @@
-"""What did each policy forget? A page of one prompt, its tokens shaded by how many heads still hold them.
+"""A page of what each policy forgot: one prompt, its tokens shaded by how many heads still hold them.
 
 A slider moves through the blocks of the prompt and the steps of the answer. Layer and head can be chosen, and two
 policies stand side by side, each with its answer.

@@ -84,7 +84,7 @@ Scope = Literal["head", "layer", "model"]
 
 @dataclasses.dataclass(frozen=True)
 class Allocation:
-    """How many slots each head gets; made by this module's functions, or by a short name (:func:`parse_allocation`).
+    """A rule for the number of slots of each head; see this module's functions and :func:`parse_allocation`.
 
     Attributes:
         name: its short name, as written after the ``@`` on a command line.

@@ -35,7 +35,7 @@ def _static(default: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Needs:
-    """What a score or a link reads of an observation, so that nothing else is computed; ``a | b`` has both.
+    """Declares the parts of an observation that a score or a link reads; nothing else is computed; ``a | b`` has both.
 
     Attributes:
         statistics: the column statistics (``kernels_pallas.STATISTICS``).
@@ -106,7 +106,7 @@ class Context:
 
 
 class Observation(NamedTuple):
-    """What a score may read of one block in one layer, after its T tokens were inserted.
+    """One block in one layer, as a score sees it after its T tokens were inserted.
 
     ``columns`` are the block's attention statistics that the policy needs, as ``[B, K, G, S]`` (a group's own as
     ``[B, K, 1, S]``); ``query`` and ``key`` are rotated; ``query_position`` is -1 for padding; ``position`` is -1
@@ -138,7 +138,7 @@ class Observation(NamedTuple):
 
     @property
     def compressed(self) -> bool:
-        """Whether the context was compressed before this block."""
+        """Tell whether the context was compressed before this block."""
         known = self.context.compressed
         return self.query.shape[1] == 1 if known is None else known
 

@@ -43,7 +43,7 @@ PyTree = Any
 
 
 class Reading(NamedTuple):
-    """What a source may read of one layer; the last four only where ``Source.reads`` names them.
+    """Readable parts of one layer for a source; the last four only where ``Source.reads`` names them.
 
     ``query`` and ``key`` are rotated; ``query_position`` is -1 for padding, ``position`` -1 where a slot is free.
     ``predicted`` are the predictor's logits for this layer (``models.butler.importance``); ``first`` and ``previous``

@@ -45,7 +45,7 @@ class Request:
 
 
 class Loaded(NamedTuple):
-    """What all prompts of a command share."""
+    """Settings that all prompts of a command share."""
 
     model: models.Decoder
     tokenizer: models.Tokenizer

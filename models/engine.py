@@ -394,7 +394,7 @@ def _run_prompt(
 
 
 class _Choice(NamedTuple):
-    """How tokens are chosen, how many at most, and which tokens end a row."""
+    """Settings of an answer: the sampling, the most tokens, and the tokens that end a row."""
 
     sampling: Sampling
     most: int

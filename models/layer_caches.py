@@ -56,7 +56,7 @@ class LayerCaches:
 
     @property
     def live(self) -> Array:
-        """Which slots hold a token, bool ``[L, B, K, S]``."""
+        """Return the mask of slots that hold a token, bool ``[L, B, K, S]``."""
         return self.position >= 0
 
     @property
@@ -71,7 +71,7 @@ class LayerCaches:
 
     @property
     def positions(self) -> Positions:
-        """Which positions the keys are rotated to; see :class:`kvjax.KVCache`."""
+        """Return the kind of positions that keys are rotated to; see :class:`kvjax.KVCache`."""
         return self.layers[0].positions
 
     @property

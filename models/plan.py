@@ -86,7 +86,7 @@ class Plan:
 
 
 class Kept(NamedTuple):
-    """What a run that continues from a cache needs to know about it; ``held`` is [B, heads of all layers]."""
+    """Facts about a cache that a run continues from; ``held`` is [B, heads of all layers]."""
 
     heads: int
     start: np.ndarray
@@ -140,7 +140,7 @@ class CheckedPrompt(NamedTuple):
 
     @property
     def fed(self) -> bool:
-        """Whether there is a token to feed."""
+        """Tell whether there is a token to feed."""
         return self.tokens.shape[1] > 0
 
     @property
@@ -150,7 +150,7 @@ class CheckedPrompt(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """What differs between the rows of a batch, [B]: lengths, budgets, and budgets in decode."""
+    """Values that differ between the rows of a batch, [B]: lengths, budgets, and budgets in decode."""
 
     lengths: Int[Array, "B"]
     budgets: Int[Array, "B"] | None = None

@@ -14,7 +14,7 @@ from models.config import Config
 
 
 class Sampling(NamedTuple):
-    """How tokens are chosen: greedily at temperature 0, else drawn from the ``top_k`` or ``top_p`` most likely ones."""
+    """A choice of tokens: greedy at temperature 0, else drawn from the ``top_k`` or ``top_p`` most likely ones."""
 
     temperature: float = 0.0
     top_k: int | None = None

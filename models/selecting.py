@@ -44,7 +44,7 @@ class Selection:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LayerCarry:
-    """What the layers of one block pass on to each other.
+    """Values that the layers of one block pass on to each other.
 
     ``cache`` is that of all layers, or of the one that runs. ``evidence`` is what a policy has returned so far, where
     all layers are evicted from together. ``predictor`` and ``source`` are the states of the predictor and the source.

@@ -48,7 +48,7 @@ class DecodeState:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What stays the same from the first block to the last token."""
+    """Values that stay the same from the first block to the last token."""
 
     model: Decoder
     rows: Rows
@@ -82,7 +82,7 @@ class Block:
 
 
 class Place(NamedTuple):
-    """What differs between layers besides the weights; ``number`` counts from 0."""
+    """Values that differ between layers besides the weights; ``number`` counts from 0."""
 
     number: Int[Array, ""]
     window: Int[Array, ""] | None

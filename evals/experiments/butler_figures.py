@@ -1,4 +1,4 @@
-"""What TokenButler's paper shows of the predictor: its accuracy, and why each head needs its own prediction.
+"""Figures on TokenButler's predictor as in its paper: its accuracy, and why each head needs its own prediction.
 
 accuracy, layers: the share of the oracle's tokens that a source chooses, too, while the model runs dense (figure 3):
 over all layers but the first, and layer by layer. "token accuracy" is that of each sequence's last query: the paper's

@@ -27,7 +27,7 @@ _TINY = float(jnp.finfo(jnp.float32).tiny)
 
 
 class Storage(NamedTuple):
-    """Where the keys and values of a head's slots are; a program's first index is its head h."""
+    """Locations of the keys and values of a head's slots; a program's first index is its head h."""
 
     array: pl.BlockSpec  # of the keys, and of the values
     where: tuple[pl.BlockSpec, ...]  # of the arrays that ``load`` and ``end`` take as ``where``

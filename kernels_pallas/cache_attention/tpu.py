@@ -27,7 +27,7 @@ SLOTS = 2048  # of a chunk, at most
 
 
 class Storage(NamedTuple):
-    """Where the keys and values of a chunk of a head's slots are."""
+    """Locations of the keys and values of a chunk of a head's slots."""
 
     slots: int  # of a chunk, a multiple of 128
     # Blocks of the keys, and of the values, that make up a chunk one after another: each one's shape, and its index

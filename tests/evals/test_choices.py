@@ -89,7 +89,7 @@ def test_of_words_to_recall_the_right_one_stands_in_the_passage(index):
 def test_the_full_cache_chooses_the_likeliest_of_the_whole_sequences(tiny, task):
     model = tiny[0]
     samples = [drawn(task, index) for index in range(3)]
-    records = choices.answer(model, samples, FULL, block=64, batch=2, rows=[2, 0])
+    records = choices.answer(model, samples, [FULL], block=64, batch=2, rows=[2, 0])[0]
     for sample, record in zip([samples[2], samples[0]], records, strict=True):
         rows = loglikelihood.predict(model, [sample.tokens + choice for choice in sample.choices], block=64)
         sums = [row.log_probability[-len(own) :].sum() for row, own in zip(rows, sample.choices, strict=True)]
@@ -101,7 +101,7 @@ def test_the_full_cache_chooses_the_likeliest_of_the_whole_sequences(tiny, task)
 def test_a_question_that_is_not_known_changes_what_is_kept(tiny):
     samples = [drawn("recall")]
     known, unknown = (
-        choices.answer(tiny[0], samples, Setting("snapkv(window=8)", 32, "prompt", question, 0), block=64)[0]
+        choices.answer(tiny[0], samples, [Setting("snapkv(window=8)", 32, "prompt", question, 0)], block=64)[0][0]
         for question in ("after", "agnostic")
     )
     assert known["log_probability"] != pytest.approx(unknown["log_probability"], abs=1e-4)

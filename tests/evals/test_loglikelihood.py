@@ -77,7 +77,16 @@ def test_endings_are_as_likely_as_in_whole_sequences(tiny, policy, when, known):
     ends = [[rng.integers(0, 90, size).tolist() for size in (1, 3)] for _ in prompts]
     questions = [5, 9, 7]
     settings = dict(policy=policy, budget=None if policy == "full" else 12, block=8, when=when)
-    found = loglikelihood.endings(model, prompts, ends, None if known else questions, **settings, batch=2)
+    found = loglikelihood.endings(
+        model,
+        prompts,
+        ends,
+        None if known else questions,
+        batch=2,
+        block=8,
+        when=when,
+        policies=[(policy, settings["budget"])],
+    )[0]
     for prompt, own, question, behind in zip(prompts, ends, questions, found, strict=True):
         whole = [prompt + end for end in own]
         held = [len(end) + (0 if known else question) for end in own]
@@ -95,12 +104,12 @@ def test_endings_under_several_policies_are_those_of_each_alone(tiny, known):
     back, settings = None if known else [5, 9, 7], dict(block=8, when="prompt", batch=2)
     policies = [("full", None), ("h2o", 12), ("tova", 0.5), ("h2o@adakv", 12)]
     seen = []
-    each = loglikelihood.endings_each(
+    each = loglikelihood.endings(
         model, prompts, ends, back, policies=policies, **settings, on_row=lambda *found: seen.append(found[:2])
     )
     assert sorted(seen) == list(itertools.product(range(4), range(3)))
     for (policy, budget), found in zip(policies, each, strict=True):
-        alone = loglikelihood.endings(model, prompts, ends, back, policy=policy, budget=budget, **settings)
+        alone = loglikelihood.endings(model, prompts, ends, back, policies=[(policy, budget)], **settings)[0]
         for one, other in zip(found, alone, strict=True):
             np.testing.assert_allclose(one.log_probability, other.log_probability, atol=1e-5)
             assert one[1:] == other[1:]
@@ -117,5 +126,5 @@ def test_an_ending_of_the_embedded_model_is_found_behind_its_fact():
     prompt = "The code of bold harp is 2650. The river was calm. The code of amber falcon is 4719. "
     prompts = [tokenizer.encode(f"{prompt}The code of {name} is") for name in ("bold harp", "amber falcon")]
     ends = [[tokenizer.encode(text, add_special_tokens=False) for text in (" 4719", " 2650")]] * 2
-    found = loglikelihood.endings(model, prompts, ends, block=32)
+    found = loglikelihood.endings(model, prompts, ends, block=32)[0]
     assert [int(np.argmax(row.log_probability)) for row in found] == [1, 0]
