@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import reprlib
 from typing import Any
 
@@ -103,3 +104,19 @@ def check_tokens(budget: Any, *shapes: tuple[int, ...]) -> Any:
     if (known < 1).any():
         raise ValueError(f"the budget is {shown(known.tolist())}; at least 1 token must stay in each row.")
     return np.minimum(known.astype(np.uint64), MOST).astype(np.int32)
+
+
+def check_soft_cap(soft_cap: float | None) -> float | None:
+    """Check that the cap of logits is a number above 0, or None.
+
+    Example:
+        >>> from kernels_pallas.checks import check_soft_cap
+        >>> check_soft_cap(50)
+        50.0
+    """
+    if soft_cap is None:
+        return None
+    known = plain(soft_cap)
+    if isinstance(known, bool) or not isinstance(known, int | float) or not 0 < known < math.inf:
+        raise ValueError(f"soft_cap is {soft_cap!r}; give a number above 0, or None for logits without a cap.")
+    return float(known)

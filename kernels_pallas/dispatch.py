@@ -123,6 +123,28 @@ def check_layer(what: str, ndim: int, layer: Any) -> None:
         raise ValueError(f"layer= was given, but the {what} have no layers.")
 
 
+def check_scale(what: str, rows: Any, scale: Any) -> None:
+    """Check that rows of eight bits have a scale each, and that given scales fit their rows.
+
+    Raises:
+        ValueError: if scales are missing, or of another shape.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from kernels_pallas.dispatch import check_scale
+        >>> check_scale("key", jnp.zeros((2, 3, 4), "int8"), None)
+        Traceback (most recent call last):
+            ...
+        ValueError: key is int8, but key_scale is missing; give one scale per row, (2, 3).
+    """
+    if scale is None and rows.dtype.itemsize == 1:
+        raise ValueError(
+            f"{what} is {rows.dtype}, but {what}_scale is missing; give one scale per row, {rows.shape[:-1]}."
+        )
+    if scale is not None and scale.shape != rows.shape[:-1]:
+        raise ValueError(f"{what}_scale is {scale.shape}; expected {rows.shape[:-1]}, one scale per row of {what}.")
+
+
 def of_layer(x: Array, layer: Int[Array, ""] | int | None) -> Array:
     """Return one layer of an array that stacks layers, or the array itself where ``layer`` is None.
 

@@ -26,6 +26,21 @@ def stacked(x: Array, layer: Int[Array, ""] | int | None) -> tuple[Array, Int[Ar
     return (x[None], jnp.zeros(1, jnp.int32)) if layer is None else (x, jnp.asarray(layer, jnp.int32).reshape(1))
 
 
+def both_scales(key_scale: Array | None, value_scale: Array | None) -> tuple[Array, ...]:
+    """Return the scales of keys and values, as the kernels take them; none where keys and values are floats.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from kernels_pallas.prepare import both_scales
+        >>> both_scales(None, None), [scale.tolist() for scale in both_scales(None, jnp.full(2, 0.5))]
+        ((), [[1.0, 1.0], [0.5, 0.5]])
+    """
+    given = key_scale if value_scale is None else value_scale
+    if given is None:
+        return ()
+    return tuple(jnp.ones_like(given) if scale is None else scale for scale in (key_scale, value_scale))
+
+
 def over_heads(
     function: Callable[..., Any], inputs: Sequence[str], outputs: Sequence[str]
 ) -> Callable[..., tuple[jax.Array, ...]]:
@@ -49,7 +64,7 @@ def over_heads(
     """
 
     def split(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        mesh = _mesh_of(arrays)
+        mesh = mesh_of(arrays)
         ways = {
             name: size
             for (name, size), kind in zip(mesh.shape.items(), mesh.axis_types, strict=True)
@@ -82,8 +97,15 @@ def over_heads(
     return split
 
 
-def _mesh_of(arrays: Sequence[jax.Array]) -> Any:
-    """Return the mesh of the arrays, or else the current abstract mesh, which is empty where none is set."""
+def mesh_of(arrays: Sequence[jax.Array]) -> Any:
+    """Return the mesh of the arrays, or else the current abstract mesh, which is empty where none is set.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from kernels_pallas.prepare import mesh_of
+        >>> mesh_of([jnp.ones(2)]).empty
+        True
+    """
     meshes = [jax.typeof(array).sharding.mesh for array in arrays]
     return next((mesh for mesh in meshes if not mesh.empty), jax.sharding.get_abstract_mesh())
 

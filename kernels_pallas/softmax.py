@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Real
 
 
-def grouped_logits(query: Float[Array, "B T N D"], key: Float[Array, "B K S D"]) -> Float[Array, "B K G T S"]:
+def grouped_logits(
+    query: Float[Array, "B T N D"], key: Real[Array, "B K S D"], key_scale: Float[Array, "B K S"] | None = None
+) -> Float[Array, "B K G T S"]:
     """Compute the products of queries and keys in float32 (float64 for float64 queries).
 
-    Query head n reads KV head n // (N / K).
+    Query head n reads KV head n // (N / K). The products with keys of eight bits are multiplied by the keys' scales.
 
     Example:
         >>> import jax.numpy as jnp
@@ -23,7 +25,26 @@ def grouped_logits(query: Float[Array, "B T N D"], key: Float[Array, "B K S D"])
     # Queries first and one axis of rows: XLA lays out "btkgd,bksd->bkgts" as [.., S, rows] and then reads its columns.
     rows = query.reshape(B, T, K, N // K, D).transpose(0, 2, 3, 1, 4).reshape(B, K, -1, D)
     accumulate = jnp.promote_types(query.dtype, jnp.float32)
-    return jnp.einsum("bkqd,bksd->bkqs", rows, key, preferred_element_type=accumulate).reshape(B, K, N // K, T, S)
+    if key_scale is not None:
+        key = key.astype(query.dtype)  # exact: a float of 16 bits holds every number of eight bits
+    logits = jnp.einsum("bkqd,bksd->bkqs", rows, key, preferred_element_type=accumulate)
+    logits = logits if key_scale is None else logits * key_scale[:, :, None]
+    return logits.reshape(B, K, N // K, T, S)
+
+
+def scaled(logits: Float[Array, "*shape"], scale: float, soft_cap: float | None) -> Float[Array, "*shape"]:
+    """Multiply products of queries and keys by the scale, and bend them to (-soft_cap, soft_cap) if it is given.
+
+    The bent logit is ``soft_cap tanh(scale q.k / soft_cap)``. Kernels call it, too.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from kernels_pallas.softmax import scaled
+        >>> scaled(jnp.array([1.0, 1000.0]), 0.5, 3.0).round(3).tolist()
+        [0.495, 3.0]
+    """
+    logits = scale * logits
+    return logits if soft_cap is None else soft_cap * jnp.tanh(logits / soft_cap)
 
 
 def exponentials(
@@ -53,10 +74,13 @@ def exponentials(
 def weighted_values(
     weights: Float[Array, "B K G T S"],
     total: Float[Array, "B K G T 1"],
-    value: Float[Array, "B K S D"],
+    value: Real[Array, "B K S D"],
     live: Bool[Array, "B K S"],
+    value_scale: Float[Array, "B K S"] | None = None,
 ) -> Float[Array, "B T N D"]:
     """Sum the live values, weighted by ``weights / total``; the values in free slots do not matter.
+
+    For values of eight bits the weights are multiplied by the values' scales.
 
     Example:
         >>> import jax.numpy as jnp
@@ -67,6 +91,9 @@ def weighted_values(
         3.0
     """
     B, K, G, T, S = weights.shape
+    if value_scale is not None:
+        weights = weights * jnp.where(live, value_scale, 0)[:, :, None, None]
+        value = value.astype(weights.dtype)
     value = jnp.where(live[..., None], value, 0)  # 0 * NaN is NaN
     rows = weights.astype(value.dtype).reshape(B, K, G * T, S)
     # Not "->btkgd": XLA would order the operands in a way for which its CPU backend has no bfloat16 product.

@@ -4,26 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Real
 
 from kernels_pallas.cache_attention import reference
 from kernels_pallas.cache_attention.reference import STATISTICS, ColumnStatistics
-from kernels_pallas.dispatch import Implementation, check_layer, dispatch, kernels_of
+from kernels_pallas.checks import check_soft_cap
+from kernels_pallas.dispatch import Implementation, check_layer, check_scale, dispatch, kernels_of
 
 KERNELS = kernels_of("cache_attention")
 
 
 def cache_attention(
     query: Float[Array, "B T N D"],
-    key: Float[Array, "*L B K S D"],
-    value: Float[Array, "*L B K S D"],
+    key: Real[Array, "*L B K S D"],
+    value: Real[Array, "*L B K S D"],
     key_position: Int[Array, "B K S"],
     query_position: Int[Array, "B T"],
     *,
+    key_scale: Float[Array, "*L B K S"] | None = None,
+    value_scale: Float[Array, "*L B K S"] | None = None,
     statistics: Iterable[str] = (),
     window: int = 0,
     sliding_window: Int[Array, ""] | int | None = None,
     scale: float | None = None,
+    soft_cap: float | None = None,
     layer: int | Int[Array, ""] | None = None,
     implementation: Implementation = "auto",
 ) -> tuple[Float[Array, "B T N D"], ColumnStatistics]:
@@ -34,10 +38,14 @@ def cache_attention(
     0 and no statistic counts it. Query head n reads KV head n // (N / K).
 
     Args:
+        key, value: one layer's, or all layers' with ``layer``; floats, or numbers of eight bits with scales.
+        key_scale, value_scale: by which each row of eight bits is multiplied, shaped like the rows without D; None for
+            floats. Logits and weights are multiplied by them, so that no copy of the rows as floats is needed.
         statistics: names from ``STATISTICS``; see :class:`ColumnStatistics`.
         window: the observation window of the "window_" statistics, in queries.
         sliding_window: how many positions a query sees, itself included; None for all.
         scale: factor of the logits, D ** -0.5 by default.
+        soft_cap: a number c that the scaled logits x are bent to, c tanh(x / c) (Gemma 2); None for no cap.
         layer: the layer to read of stacked keys and values, which a kernel reads in place.
         implementation: "auto" takes the fastest one that can run here; one given by name runs or raises.
 
@@ -45,8 +53,8 @@ def cache_attention(
         The output in the queries' dtype, and the statistics in float32 (float64 for float64 inputs).
 
     Raises:
-        ValueError: if shapes do not fit, a statistic or the implementation is unknown, or a "window_" statistic has a
-            window below 1.
+        ValueError: if shapes do not fit, rows of eight bits have no scale, a statistic or the implementation is
+            unknown, or a "window_" statistic has a window below 1.
 
     Example:
         >>> import jax.numpy as jnp
@@ -63,6 +71,8 @@ def cache_attention(
             f"query {query.shape}, key {key.shape} and value {value.shape} do not fit: expected [B, T, N, D] and twice "
             "[B, K, S, D] with N a multiple of K."
         )
+    check_scale("key", key, key_scale)
+    check_scale("value", value, value_scale)
     slots = key.shape[-4:-1]
     if key_position.shape != slots or query_position.shape != (B, T):
         raise ValueError(
@@ -82,7 +92,10 @@ def cache_attention(
         window=window,
         sliding_window=sliding_window,
         scale=D**-0.5 if scale is None else scale,
+        soft_cap=check_soft_cap(soft_cap),
         layer=layer,
+        key_scale=key_scale,
+        value_scale=value_scale,
     )
 
 

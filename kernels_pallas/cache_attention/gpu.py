@@ -21,6 +21,7 @@ from jax.experimental.pallas import triton
 from jaxtyping import Array, Float, Int
 
 from kernels_pallas.cache_attention.queries import IN_WINDOW, IS_LAST, POSITION, UNSEEN, of_one_query
+from kernels_pallas.softmax import scaled
 
 PROGRAMS = 264  # two for each multiprocessor of an H100 or H200
 _TINY = float(jnp.finfo(jnp.float32).tiny)
@@ -42,8 +43,8 @@ def unsupported(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> str | N
 
 def beyond(query: Any, key: Any, value: Any, kv_heads: int) -> str | None:
     """Return why the kernels can't run with these arguments, whatever the storage, or None."""
-    for name, x in (("queries", query), ("keys", key), ("values", value)):
-        if x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+    for name, x, narrow in (("queries", query, ()), ("keys", key, (jnp.int8,)), ("values", value, (jnp.int8,))):
+        if x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32, *narrow):
             return f"{name} are {x.dtype}, but the kernels take float32, bfloat16, float16"
     if query.shape[3] > 256:
         return f"the head dim is {query.shape[3]}, but the kernels take up to 256"
@@ -52,7 +53,7 @@ def beyond(query: Any, key: Any, value: Any, kv_heads: int) -> str | None:
     return None
 
 
-def of_heads(query, about, span, key, value, key_position, layer, *, names, scale, interpret):
+def of_heads(query, about, span, key, value, key_position, layer, *scales, names, scale, soft_cap, interpret):
     L, B, K, S, D = key.shape
     key, value = (x.reshape(L, B * K, S, D) for x in (key, value))
     storage = Storage(
@@ -60,8 +61,8 @@ def of_heads(query, about, span, key, value, key_position, layer, *, names, scal
         where=(pl.BlockSpec((1,), lambda *_: (0,)),),
         load=lambda ref, where, slot, width: _load(ref, slot, width, where[0]),
     )
-    options = dict(names=names, scale=scale, interpret=interpret, name="cache")
-    return attend_heads(query, about, span, key, value, key_position, (layer,), storage, **options)
+    options = dict(names=names, scale=scale, soft_cap=soft_cap, interpret=interpret, name="cache")
+    return attend_heads(query, about, span, key, value, key_position, scales, (layer,), storage, **options)
 
 
 def attend_heads(
@@ -71,11 +72,13 @@ def attend_heads(
     key: Array,
     value: Array,
     key_position: Int[Array, "B K S"],
+    scales: tuple[Float[Array, "B K S"], ...],
     where: tuple[Array, ...],
     storage: Storage,
     *,
     names: tuple[str, ...],
     scale: float,
+    soft_cap: float | None,
     interpret: bool,
     name: str,
 ) -> tuple[Array, ...]:
@@ -83,6 +86,7 @@ def attend_heads(
     B, K, G, T, D = query.shape
     S, H, R = key_position.shape[2], B * K, T * G
     query, key_position = query.swapaxes(2, 3).reshape(H, R, D), key_position.reshape(H, S)
+    scales = tuple(x.reshape(H, S) for x in scales)  # of the keys, and of the values
     width = max(pl.next_power_of_2(D), 16)
     slots = 64 if width <= 128 else 32
     rows = min(max(pl.next_power_of_2(R), 16), 64)
@@ -90,6 +94,7 @@ def attend_heads(
     splits = min(pl.cdiv(PROGRAMS, H * blocks), pl.cdiv(S, 4 * slots))
     steps = pl.cdiv(pl.cdiv(S, slots), splits)
     params = triton.CompilerParams(num_warps=4, num_stages=2)
+    options = dict(G=G, slots=slots, width=width, scale=scale, soft_cap=soft_cap)
 
     def of_head(*shape, by=1):
         return pl.BlockSpec((None, *shape), lambda h, *_: (h // by, *(0 for _ in shape)))
@@ -98,14 +103,22 @@ def attend_heads(
     slot_specs = [storage.array, of_head(S)]
     one_query = T == 1 and bool(names)  # its logits take no more memory than the statistics, which follow from them
     acc, peak, total, *logits = pl.pallas_call(
-        functools.partial(_attend, storage, G=G, steps=steps, rows=rows, slots=slots, width=width, scale=scale),
+        functools.partial(_attend, storage, scales=len(scales), steps=steps, rows=rows, **options),
         out_shape=[
             jax.ShapeDtypeStruct((H, splits, R, D), jnp.float32),
             *[jax.ShapeDtypeStruct((H, splits, R), jnp.float32)] * 2,
             *[jax.ShapeDtypeStruct((H, R, S), jnp.float32)] * one_query,
         ],
         grid=(H, blocks, splits),
-        in_specs=[scalar, of_head(R, D), of_head(T, 3, by=K), *slot_specs, storage.array, *storage.where],
+        in_specs=[
+            scalar,
+            of_head(R, D),
+            of_head(T, 3, by=K),
+            *slot_specs,
+            storage.array,
+            *storage.where,
+            *[of_head(S)] * len(scales),
+        ],
         out_specs=[
             pl.BlockSpec((None, None, R, D), lambda h, r, s: (h, s, 0, 0)),
             *[pl.BlockSpec((None, None, R), lambda h, r, s: (h, s, 0))] * 2,
@@ -114,7 +127,7 @@ def attend_heads(
         compiler_params=params,
         interpret=interpret,
         name=f"{name}_attention",
-    )(span, query, about, key, key_position, value, *where)
+    )(span, query, about, key, key_position, value, *where, *scales)
     whole_peak = jnp.max(peak, axis=1)  # [H, R]
     share = jnp.exp(peak - whole_peak[:, None])
     whole_total = jnp.maximum(jnp.sum(share * total, axis=1), _TINY)
@@ -131,7 +144,7 @@ def attend_heads(
     heads = [1 if name == "window_group_square" else G for name in names]
     queries = min(max(pl.next_power_of_2(T), 16), 64)
     columns = pl.pallas_call(
-        functools.partial(_reduce, storage, names=names, G=G, slots=slots, queries=queries, width=width, scale=scale),
+        functools.partial(_reduce, storage, names=names, scales=len(scales[:1]), queries=queries, **options),
         out_shape=[jax.ShapeDtypeStruct((H, h, S), jnp.float32) for h in heads],
         grid=(H, pl.cdiv(S, slots)),
         in_specs=[
@@ -141,13 +154,19 @@ def attend_heads(
             *slot_specs,
             *[of_head(R)] * 2,
             *storage.where,
+            *[of_head(S)] * len(scales[:1]),
         ],
         out_specs=[of_head(h, S) for h in heads],
         compiler_params=params,
         interpret=interpret,
         name=f"{name}_statistics",
-    )(span, query, about, key, key_position, whole_peak, whole_total, *where)
+    )(span, query, about, key, key_position, whole_peak, whole_total, *where, *scales[:1])
     return (out, *(column.reshape(B, K, -1, S) for column in columns))
+
+
+def _split(refs, first, second):
+    """Split references into the first ones, the next ones, and the others."""
+    return refs[:first], refs[first : first + second], refs[first + second :]
 
 
 def _load(ref, row, width, layer=None):
@@ -172,8 +191,18 @@ def _sees(span, own, position):
     return (position >= 0)[None, :] & (own >= 0)[:, None] & (age >= 0) & (age < span[0])
 
 
-def _attend(storage, span, query, about, key, key_position, value, *refs, G, steps, rows, slots, width, scale):
-    where, (out, peaks, totals, *logits_out) = refs[: len(storage.where)], refs[len(storage.where) :]
+def _scales_of(scales, slot):
+    """Load the scales of slots, of each array in ``scales``; 0 beyond the end."""
+    return [triton.load(ref.at[slot], mask=slot < ref.shape[0], other=0.0) for ref in scales]
+
+
+def _attend(
+    storage, span, query, about, key, key_position, value, *refs,
+    scales, G, steps, rows, slots, width, scale, soft_cap,
+):  # fmt: skip
+    where, scales, refs = _split(refs, len(storage.where), scales)
+    out, peaks, totals, *logits_out = refs
+    like = jnp.promote_types(query.dtype, jnp.bfloat16)  # the range of float16 is too small for weights times scales
     (R, D), S = query.shape, key_position.shape[0]
     row = pl.program_id(1) * rows + jax.lax.broadcasted_iota(jnp.int32, (rows,), 0)
     q = _load(query, row, width)
@@ -188,7 +217,10 @@ def _attend(storage, span, query, about, key, key_position, value, *refs, G, ste
         slot = (first + i * splits) * slots + jax.lax.broadcasted_iota(jnp.int32, (slots,), 0)
         position = triton.load(key_position.at[slot], mask=slot < S, other=-1)
         visible = _sees(span, own, position)
-        logits = jnp.where(visible, scale * _dot(q, storage.load(key, where, slot, width), ((1,), (1,))), UNSEEN)
+        k, of_slot = storage.load(key, where, slot, width), _scales_of(scales, slot)
+        logits = _dot(q, k.astype(q.dtype) if k.dtype == jnp.int8 else k, ((1,), (1,)))
+        logits = logits * of_slot[0][None, :] if of_slot else logits
+        logits = jnp.where(visible, scaled(logits, scale, soft_cap), UNSEEN)
         for ref in logits_out:
             there = (row < R)[:, None] & (slot < S)[None, :]
             triton.store(ref.at[row[:, None], slot[None, :]], logits, mask=there)
@@ -196,9 +228,12 @@ def _attend(storage, span, query, about, key, key_position, value, *refs, G, ste
         weights = jnp.where(visible, jnp.exp(logits - now[:, None]), 0.0)
         # The content of a free slot must not matter, and 0 * NaN is NaN.
         v = jnp.where((position >= 0)[:, None], storage.load(value, where, slot, width), 0)
-        shrink = jnp.exp(peak - now)
+        shrink, total = jnp.exp(peak - now), jnp.exp(peak - now) * total + jnp.sum(weights, axis=1)
+        if of_slot:
+            weights = jnp.where(visible, weights * of_slot[1][None, :], 0.0)
+            v = v.astype(like) if v.dtype == jnp.int8 else v
         acc = shrink[:, None] * acc + _dot(weights.astype(v.dtype), v, ((1,), (0,)))
-        return now, shrink * total + jnp.sum(weights, axis=1), acc
+        return now, total, acc
 
     start = jnp.full((rows,), UNSEEN, jnp.float32), jnp.zeros((rows,), jnp.float32)
     peak, total, acc = jax.lax.fori_loop(0, steps, step, (*start, jnp.zeros((rows, width), jnp.float32)))
@@ -209,12 +244,14 @@ def _attend(storage, span, query, about, key, key_position, value, *refs, G, ste
 
 
 def _reduce(
-    storage, span, query, about, key, key_position, peaks, totals, *refs, names, G, slots, queries, width, scale
-):
-    where, refs = refs[: len(storage.where)], refs[len(storage.where) :]
+    storage, span, query, about, key, key_position, peaks, totals, *refs,
+    names, scales, G, slots, queries, width, scale, soft_cap,
+):  # fmt: skip
+    where, scales, refs = _split(refs, len(storage.where), scales)
     T, S = about.shape[0], key_position.shape[0]
     slot = pl.program_id(1) * slots + jax.lax.broadcasted_iota(jnp.int32, (slots,), 0)
-    k = storage.load(key, where, slot, width)
+    k, of_slot = storage.load(key, where, slot, width), _scales_of(scales, slot)
+    k = k.astype(query.dtype) if k.dtype == jnp.int8 else k
     position = triton.load(key_position.at[slot], mask=slot < S, other=-1)
     merges = "window_mean" in names or "window_variance" in names
     zero = jnp.zeros((slots,), jnp.float32)
@@ -227,6 +264,7 @@ def _reduce(
             triton.load(about.at[t, jnp.full_like(t, what)], mask=t < T, other=-1)
             for what in (POSITION, IS_LAST, IN_WINDOW)
         )
+        place = in_window.astype(jnp.float32)[:, None]
         is_last, in_window = (is_last > 0)[:, None], (in_window > 0)[:, None]
         visible = _sees(span, own, position)
         here = jnp.sum(jnp.where(in_window, 1.0, 0.0))
@@ -241,13 +279,17 @@ def _reduce(
             row = t * G + g
             peak = triton.load(peaks.at[row], mask=t < T, other=0.0)
             total = triton.load(totals.at[row], mask=t < T, other=1.0)
-            logits = scale * _dot(_load(query, row, width), k, ((1,), (1,)))
+            logits = _dot(_load(query, row, width), k, ((1,), (1,)))
+            logits = scaled(logits * of_slot[0][None, :] if of_slot else logits, scale, soft_cap)
             w = jnp.where(visible, jnp.exp(jnp.where(visible, logits - peak[:, None], 0.0)) / total[:, None], 0.0)
             add("sum", g, w)
             add("last", g, jnp.where(is_last, w, 0.0))
+            if "max" in sums:
+                sums["max"][g] = jnp.maximum(sums["max"][g], jnp.max(w, axis=0))
             w = jnp.where(in_window, w, 0.0)
             group += w
             add("window_square", g, w * w)
+            add("window_place", g, w * place)
             if "window_log" in sums:
                 add("window_log", g, jnp.where(w > 0, w * jnp.log(jnp.where(w > 0, w, 1.0)), 0.0))
             if merges:  # block by block (Chan et al.)
@@ -266,6 +308,8 @@ def _reduce(
     if storage.end is not None:
         blocks = jnp.where(pl.program_id(1) * slots < storage.end(where), blocks, 0)
     columns, means, deviations, seen = jax.lax.fori_loop(0, blocks, step, (start, merged, merged, jnp.float32(0)))
+    if "window_place" in columns:
+        columns["window_place"] = [x / jnp.maximum(seen, 1.0) for x in columns["window_place"]]
     columns["window_mean"] = means
     columns["window_variance"] = [jnp.where(seen > 1, x / jnp.maximum(seen - 1, 1.0), 0.0) for x in deviations]
     for name, ref in zip(names, refs, strict=True):

@@ -7,11 +7,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Real
 
 from kernels_pallas.cache_attention.queries import describe
 from kernels_pallas.cache_attention.reference import STATISTICS, ColumnStatistics
-from kernels_pallas.prepare import over_heads, stacked
+from kernels_pallas.dispatch import of_layer
+from kernels_pallas.prepare import both_scales, over_heads, stacked
 
 _FAR = 2**31 - 1
 
@@ -30,18 +31,22 @@ def span_of(sliding_window: Int[Array, ""] | int | None) -> Int[Array, "1"]:
 def on_heads(
     kernel: Callable[..., tuple[Array, ...]],
     query: Float[Array, "B T N D"],
-    key: Float[Array, "*L B K S D"],
-    value: Float[Array, "*L B K S D"],
+    key: Real[Array, "*L B K S D"],
+    value: Real[Array, "*L B K S D"],
     key_position: Int[Array, "B K S"],
     query_position: Int[Array, "B T"],
     *,
     layer: int | Int[Array, ""] | None = None,
+    key_scale: Float[Array, "*L B K S"] | None = None,
+    value_scale: Float[Array, "*L B K S"] | None = None,
     **options: Any,
 ) -> tuple[Float[Array, "B T N D"], ColumnStatistics]:
     """Run a kernel on each device's rows and KV heads; see :func:`kernels_pallas.cache_attention`."""
     (key, number), (value, _) = stacked(key, layer), stacked(value, layer)
     slots = "l b k s d"
-    arrays = [(slots, key), (slots, value), ("b k s", key_position), ("u", number)]
+    of_slots = (scale if scale is None else of_layer(scale, layer) for scale in (key_scale, value_scale))
+    scales = [("b k s", scale) for scale in both_scales(*of_slots)]
+    arrays = [(slots, key), (slots, value), ("b k s", key_position), ("u", number), *scales]
     return in_groups(kernel, query, query_position, arrays, kv_heads=key.shape[2], **options)
 
 
@@ -56,12 +61,13 @@ def in_groups(
     window: int,
     sliding_window: Int[Array, ""] | int | None,
     scale: float,
+    soft_cap: float | None = None,
 ) -> tuple[Float[Array, "B T N D"], ColumnStatistics]:
     """Run a kernel on queries grouped by KV head.
 
     Args:
-        kernel: ``(query [B, K, G, T, D], about, span, *arrays, names=, scale=)`` returns the output, shaped like the
-            queries, and each statistic in ``names`` as ``[B, K, heads, S]``.
+        kernel: ``(query [B, K, G, T, D], about, span, *arrays, names=, scale=, soft_cap=)`` returns the output, shaped
+            like the queries, and each statistic in ``names`` as ``[B, K, heads, S]``.
         arrays: axes and array of every other input; see :func:`kernels_pallas.prepare.over_heads`.
 
     Example:
@@ -78,7 +84,7 @@ def in_groups(
     grouped = ("b k g t d", query.reshape(B, T, kv_heads, N // kv_heads, D).transpose(0, 2, 3, 1, 4))
     about, span = ("b t c", describe(query_position, window)), ("w", span_of(sliding_window))
     axes, given = zip(grouped, about, span, *arrays, strict=True)
-    run = over_heads(functools.partial(kernel, names=names, scale=scale), axes, [axes[0], *columns])
+    run = over_heads(functools.partial(kernel, names=names, scale=scale, soft_cap=soft_cap), axes, [axes[0], *columns])
     out, *found = run(*given)
     flat = (column.reshape(B, -1, column.shape[-1]) for column in found)
     return out.transpose(0, 3, 1, 2, 4).reshape(B, T, N, D), ColumnStatistics(**dict(zip(names, flat, strict=True)))

@@ -11,7 +11,9 @@ UNSEEN = -1e30  # the logit of a slot that a query does not see
 
 
 def describe(query_position: Int[Array, "B T"], window: int) -> Int[Array, "B T 3"]:
-    """Return each query's position, whether it is the last valid one, and whether it is in the observation window.
+    """Return each query's position, whether it is the last valid one, and its place in the observation window.
+
+    The place is counted from the end: 1 for the last valid query, 0 outside the window.
 
     Example:
         >>> import jax.numpy as jnp
@@ -21,7 +23,8 @@ def describe(query_position: Int[Array, "B T"], window: int) -> Int[Array, "B T 
     """
     valid = query_position >= 0
     from_end = jnp.flip(jnp.cumsum(jnp.flip(valid, 1), axis=1), 1)  # 1 at the last valid query, 2 before it
-    columns = (query_position, valid & (from_end == 1), valid & (from_end <= window))
+    place = jnp.where(valid & (from_end <= window), from_end, 0)
+    columns = (query_position, valid & (from_end == 1), place)
     return jnp.stack([column.astype(jnp.int32) for column in columns], axis=-1)
 
 
@@ -50,10 +53,12 @@ def of_one_query(
     columns = {
         "sum": weights,
         "last": jnp.where(is_last[..., None], weights, 0),
+        "max": weights,
         "window_mean": seen,
         "window_variance": jnp.zeros_like(weights),
         "window_square": seen**2,
         "window_log": xlogy(seen, seen),
+        "window_place": seen,  # the last query has the place 1
         "window_group_square": jnp.mean(seen, axis=2, keepdims=True) ** 2,
     }
     return tuple(columns[name] for name in names)

@@ -6,19 +6,21 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int, Real, Shaped
 
 from kernels_pallas.cache_attention.queries import IN_WINDOW, IS_LAST, describe
 from kernels_pallas.dispatch import of_layer
-from kernels_pallas.softmax import exponentials, grouped_logits, weighted_values
+from kernels_pallas.softmax import exponentials, grouped_logits, scaled, weighted_values
 
 STATISTICS = (
     "sum",
     "last",
+    "max",
     "window_mean",
     "window_variance",
     "window_square",
     "window_log",
+    "window_place",
     "window_group_square",
 )
 
@@ -26,28 +28,31 @@ STATISTICS = (
 class ColumnStatistics(NamedTuple):
     """Statistics of a block's attention weights for each slot, float32; ``None`` where not asked for.
 
-    Over the block's valid queries, per query head ``[B, N, S]``: ``sum``, the sum of the weights, and ``last``, the
-    weights of the last query.
+    Over the block's valid queries, per query head ``[B, N, S]``: ``sum``, the sum of the weights; ``last``, the weights
+    of the last query; and ``max``, the largest weight.
 
     Over the last ``window`` valid queries of the block (over all of them where there are fewer), per query head: the
     mean ``window_mean``; the unbiased variance ``window_variance``, 0 for a single query; the sum of squares
-    ``window_square``; and the sum of ``a log a``, ``window_log``, with ``0 log 0 = 0``. Per KV head ``[B, K, S]``:
+    ``window_square``; the sum of ``a log a``, ``window_log``, with ``0 log 0 = 0``; and ``window_place``, the mean of
+    the weights times their queries' places, counted from the end (1 for the last). Per KV head ``[B, K, S]``:
     ``window_group_square``, the sum of squares of the group's mean weight.
     """
 
     sum: Float[Array, "*heads S"] = None  # type: ignore[assignment]
     last: Float[Array, "*heads S"] = None  # type: ignore[assignment]
+    max: Float[Array, "*heads S"] = None  # type: ignore[assignment]
     window_mean: Float[Array, "*heads S"] = None  # type: ignore[assignment]
     window_variance: Float[Array, "*heads S"] = None  # type: ignore[assignment]
     window_square: Float[Array, "*heads S"] = None  # type: ignore[assignment]
     window_log: Float[Array, "*heads S"] = None  # type: ignore[assignment]
+    window_place: Float[Array, "*heads S"] = None  # type: ignore[assignment]
     window_group_square: Float[Array, "*groups S"] = None  # type: ignore[assignment]
 
 
 def cache_attention(
     query: Float[Array, "B T N D"],
-    key: Float[Array, "*L B K S D"],
-    value: Float[Array, "*L B K S D"],
+    key: Real[Array, "*L B K S D"],
+    value: Real[Array, "*L B K S D"],
     key_position: Int[Array, "B K S"],
     query_position: Int[Array, "B T"],
     *,
@@ -55,30 +60,42 @@ def cache_attention(
     window: int,
     sliding_window: Int[Array, ""] | int | None,
     scale: float,
+    soft_cap: float | None = None,
     layer: int | Int[Array, ""] | None = None,
+    key_scale: Float[Array, "*L B K S"] | None = None,
+    value_scale: Float[Array, "*L B K S"] | None = None,
 ) -> tuple[Float[Array, "B T N D"], ColumnStatistics]:
     """See :func:`kernels_pallas.cache_attention.api.cache_attention`."""
     key, value = of_layer(key, layer), of_layer(value, layer)
+    key_scale, value_scale = (s if s is None else of_layer(s, layer) for s in (key_scale, value_scale))
     live = key_position >= 0
     age = query_position[:, None, :, None] - key_position[:, :, None, :]  # [B, K, T, S]
     visible = live[:, :, None, :] & (query_position >= 0)[:, None, :, None] & (age >= 0)
     if sliding_window is not None:
         visible &= age < sliding_window
-    weights, total = exponentials(scale * grouped_logits(query, key), visible[:, :, None])
-    out = weighted_values(weights, total, value, live).astype(query.dtype)
+    weights, total = exponentials(scaled(grouped_logits(query, key, key_scale), scale, soft_cap), visible[:, :, None])
+    out = weighted_values(weights, total, value, live, value_scale).astype(query.dtype)
     if not statistics:
         return out, ColumnStatistics()
 
-    is_last, seen = (describe(query_position, window)[..., i] > 0 for i in (IS_LAST, IN_WINDOW))  # [B, T]
+    is_last, place = (describe(query_position, window)[..., i] for i in (IS_LAST, IN_WINDOW))  # [B, T]
+    is_last, seen = is_last > 0, place > 0
     queries = jnp.sum(seen, axis=1)  # [B]
     share = seen.astype(weights.dtype) / jnp.maximum(queries, 1)[:, None].astype(weights.dtype)
-    rows = {"sum": jnp.ones_like(seen), "last": is_last, "window_mean": share}
-    if "window_variance" not in statistics:
-        rows = {name: row for name, row in rows.items() if name in statistics}
+    rows = {
+        "sum": jnp.ones_like(seen),
+        "last": is_last,
+        "window_mean": share,
+        "window_place": share * place.astype(share.dtype),
+    }
+    asked = statistics | ({"window_mean"} if "window_variance" in statistics else set())
+    rows = {name: row for name, row in rows.items() if name in asked}
     columns = _sums_of_rows(weights, total, rows) if rows else {}
 
     if statistics - columns.keys():
-        weights = weights / total
+        weights = weights / total  # 0 where a query is padding
+    if "max" in statistics:
+        columns["max"] = jnp.max(weights, axis=3)
     if "window_variance" in statistics:  # around the mean: E[a^2] - E[a]^2 of small weights is all rounding
         deviations = _sum_of_rows((weights - columns["window_mean"][:, :, :, None]) ** 2, seen)
         others = (queries - 1)[:, None, None, None]

@@ -20,6 +20,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from kernels_pallas.cache_attention.queries import IN_WINDOW, IS_LAST, POSITION, UNSEEN, of_one_query
+from kernels_pallas.softmax import scaled
 
 ROWS = 512  # of a block of queries, over all heads of a group
 CELLS = 512 * 512  # rows x slots computed at a time
@@ -43,8 +44,8 @@ def unsupported(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> str | N
 
 def beyond(query: Any, key: Any, value: Any, kv_heads: int) -> str | None:
     """Return why the kernels can't run with these arguments, whatever the storage, or None."""
-    for name, x in (("queries", query), ("keys", key), ("values", value)):
-        if x.dtype not in (jnp.bfloat16, jnp.float32):
+    for name, x, narrow in (("queries", query, ()), ("keys", key, (jnp.int8,)), ("values", value, (jnp.int8,))):
+        if x.dtype not in (jnp.bfloat16, jnp.float32, *narrow):
             return f"{name} are {x.dtype}, but a TPU takes float32 and bfloat16"
     if query.shape[3] > 512:
         return f"the head dim is {query.shape[3]}, but the kernels take up to 512"
@@ -53,7 +54,7 @@ def beyond(query: Any, key: Any, value: Any, kv_heads: int) -> str | None:
     return None
 
 
-def of_heads(query, about, span, key, value, key_position, layer, *, names, scale, interpret):
+def of_heads(query, about, span, key, value, key_position, layer, *scales, names, scale, soft_cap, interpret):
     S, D = key.shape[3:]
 
     def stored(most: int) -> tuple[Storage, tuple[Array, ...]]:
@@ -61,8 +62,8 @@ def of_heads(query, about, span, key, value, key_position, layer, *, names, scal
         block = (None, None, None, slots, D), lambda b, k, c, layer: (layer[0], b, k, c, 0)
         return Storage(slots, (block,)), (layer,)
 
-    options = dict(names=names, scale=scale, interpret=interpret, name="cache")
-    return attend_heads(query, about, span, key, value, key_position, stored, **options)
+    options = dict(names=names, scale=scale, soft_cap=soft_cap, interpret=interpret, name="cache")
+    return attend_heads(query, about, span, key, value, key_position, scales, stored, **options)
 
 
 def attend_heads(
@@ -72,10 +73,12 @@ def attend_heads(
     key: Array,
     value: Array,
     key_position: Int[Array, "B K S"],
+    scales: tuple[Float[Array, "B K S"], ...],
     stored: Callable[[int], tuple[Storage, tuple[Array, ...]]],
     *,
     names: tuple[str, ...],
     scale: float,
+    soft_cap: float | None,
     interpret: Any,
     name: str,
 ) -> tuple[Array, ...]:
@@ -96,7 +99,9 @@ def attend_heads(
     query = jnp.pad(query, ((0, 0), (0, 0), (0, 0), (0, padding), (0, 0)))
     query = query.reshape(B, K, G, blocks, per_head, D).swapaxes(2, 3).reshape(B, K, blocks, rows, D)
     about = jnp.pad(about, ((0, 0), (0, padding), (0, 0)), constant_values=-1)
-    key_position = jnp.pad(key_position, ((0, 0), (0, 0), (0, chunks * slots - S)), constant_values=-1)[:, :, None]
+    more = ((0, 0), (0, 0), (0, chunks * slots - S))
+    key_position = jnp.pad(key_position, more, constant_values=-1)[:, :, None]
+    scales = tuple(jnp.pad(x, more)[:, :, None] for x in scales)  # of the keys, and of the values
 
     def specs(order):
         """Return the specs of all inputs; ``order`` sorts a program's indices to (b, k, query block, chunk, *where)."""
@@ -115,7 +120,8 @@ def attend_heads(
 
     q_spec, about_spec, position_spec, row_spec, slot_specs = specs(straight)
     scalar = pl.BlockSpec(memory_space=pltpu.SMEM)
-    options = dict(storage=storage, scalars=len(where), per_head=per_head, scale=scale)
+    options = dict(storage=storage, scalars=len(where), scales=len(scales), per_head=per_head)
+    options |= dict(scale=scale, soft_cap=soft_cap)
     itemsize = key.dtype.itemsize
     one_query = T == 1 and bool(names)  # its logits take no more memory than the statistics, which follow from them
     out, softmax, *logits = pl.pallas_call(
@@ -128,7 +134,7 @@ def attend_heads(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(where),
             grid=(B, K, blocks, chunks),
-            in_specs=[scalar, q_spec, about_spec, position_spec, *slot_specs, *slot_specs],
+            in_specs=[scalar, q_spec, about_spec, *[position_spec] * (1 + len(scales)), *slot_specs, *slot_specs],
             out_specs=[
                 q_spec,
                 row_spec,
@@ -148,7 +154,7 @@ def attend_heads(
         ),
         interpret=interpret,
         name=f"{name}_attention",
-    )(*where, span, query, about, key_position, *[key] * pieces, *[value] * pieces)
+    )(*where, span, query, about, key_position, *scales, *[key] * pieces, *[value] * pieces)
 
     columns: tuple[Array, ...] = ()
     if one_query:
@@ -157,12 +163,12 @@ def attend_heads(
         q_spec, about_spec, position_spec, row_spec, slot_specs = specs(lambda b, k, c, t, *where: (b, k, t, c, *where))
         heads = [1 if name == "window_group_square" else G for name in names]
         columns = pl.pallas_call(
-            functools.partial(_reduce, names=names, blocks=blocks, **options),
+            functools.partial(_reduce, names=names, blocks=blocks, **options | dict(scales=len(scales[:1]))),
             out_shape=[jax.ShapeDtypeStruct((B, K, h, S), jnp.float32) for h in heads],
             grid_spec=pltpu.PrefetchScalarGridSpec(
                 num_scalar_prefetch=len(where),
                 grid=(B, K, chunks, blocks),
-                in_specs=[scalar, q_spec, about_spec, position_spec, row_spec, *slot_specs],
+                in_specs=[scalar, q_spec, about_spec, *[position_spec] * (1 + len(scales[:1])), row_spec, *slot_specs],
                 out_specs=[pl.BlockSpec((None, None, h, slots), lambda b, k, c, *_: (b, k, 0, c)) for h in heads],
                 scratch_shapes=[
                     pltpu.VMEM((G, slots), jnp.float32),
@@ -178,35 +184,36 @@ def attend_heads(
             ),
             interpret=interpret,
             name=f"{name}_statistics",
-        )(*where, span, query, about, key_position, softmax, *[key] * pieces)
+        )(*where, span, query, about, key_position, *scales[:1], softmax, *[key] * pieces)
     out = out.reshape(B, K, blocks, G, per_head, D).swapaxes(2, 3).reshape(B, K, G, blocks * per_head, D)
     return (out[:, :, :, :T], *columns)
 
 
-def _chunk(blocks):
-    """Join the blocks of a chunk of slots to [slots, D]."""
-    if len(blocks) == 1:
-        return blocks[0][...]
+def _chunk(blocks, narrow_as=None):
+    """Join the blocks of a chunk of slots to [slots, D]; numbers of eight bits are converted to ``narrow_as``."""
     dtype = blocks[0].dtype
     half_tile = blocks[0].shape[0] * dtype.itemsize % 32 != 0  # a tile holds rows of 32 bytes one after another
-    rows = jnp.concatenate([ref[...].astype(jnp.float32) if half_tile else ref[...] for ref in blocks])
-    return rows.astype(dtype)
+    wide = [ref[...].astype(jnp.float32) if dtype.itemsize == 1 or half_tile else ref[...] for ref in blocks]
+    rows = jnp.concatenate(wide) if len(blocks) > 1 else wide[0]
+    return rows.astype(narrow_as if dtype.itemsize == 1 else dtype)
 
 
-def _logits(span, query, about, key, key_position, *, per_head, scale):
+def _logits(span, query, about, key, key_position, key_scale=(), *, per_head, scale, soft_cap):
     """Compute the logits of a block [rows, slots], and a mask of those that a query sees."""
     wide = jnp.promote_types(query.dtype, key.dtype)
     logits = jax.lax.dot_general(
         query[...].astype(wide), key.astype(wide), (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32,
         precision=jax.lax.Precision.HIGHEST if wide == jnp.float32 else None,
     )  # fmt: skip
+    for ref in key_scale:
+        logits = logits * ref[...]  # [1, slots]
     position, own = key_position[...], about[:, POSITION : POSITION + 1]  # [1, slots], [per_head, 1]
     age = own - position
     visible = (position >= 0) & (own >= 0) & (age >= 0) & (age < span[0])  # [per_head, slots]
     repeats = query.shape[0] // per_head
     seen = jnp.where(visible, 1.0, 0.0)
     seen = jnp.concatenate([seen] * repeats, axis=0) if repeats > 1 else seen
-    return scale * logits, seen > 0
+    return scaled(logits, scale, soft_cap), seen > 0
 
 
 def _when_held(storage, where, chunk):
@@ -216,8 +223,9 @@ def _when_held(storage, where, chunk):
     return pl.when(storage.holds(pl.program_id(0), pl.program_id(1), chunk, *where))
 
 
-def _attend(*refs, storage, scalars, per_head, scale):
+def _attend(*refs, storage, scalars, scales, per_head, scale, soft_cap):
     where, (span, query, about, key_position, *others) = refs[:scalars], refs[scalars:]
+    scales, others = others[:scales], others[scales:]
     pieces = len(storage.blocks)
     keys, values, others = others[:pieces], others[pieces : 2 * pieces], others[2 * pieces :]
     out, softmax, *logits_out, peak, total, acc = others
@@ -235,7 +243,10 @@ def _attend(*refs, storage, scalars, per_head, scale):
 
     @_when_held(storage, where, c)
     def add():
-        logits, visible = _logits(span, query, about, _chunk(keys), key_position, per_head=per_head, scale=scale)
+        keys_here = _chunk(keys, query.dtype)
+        logits, visible = _logits(
+            span, query, about, keys_here, key_position, scales[:1], per_head=per_head, scale=scale, soft_cap=soft_cap
+        )
         logits = jnp.where(visible, logits, UNSEEN)
         for ref in logits_out:
             ref[...] = logits
@@ -246,11 +257,14 @@ def _attend(*refs, storage, scalars, per_head, scale):
         # The content of a free slot must not matter, and 0 * NaN is NaN.
         live = jnp.where(key_position[...] >= 0, 1.0, 0.0)
         live = jnp.broadcast_to(live, (8, live.shape[1])).T[:, :1] > 0
-        value = _chunk(values)
+        value = _chunk(values, query.dtype)
         v = jnp.where(live, value.astype(jnp.float32), 0).astype(value.dtype)
         precision = jax.lax.Precision.HIGHEST if value.dtype == jnp.float32 else None
+        shares = weights
+        for ref in scales[1:]:
+            shares = jnp.where(visible, weights * ref[...], 0)
         added = jax.lax.dot_general(
-            weights.astype(v.dtype), v, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32,
+            shares.astype(v.dtype), v, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32,
             precision=precision,
         )  # fmt: skip
         total[...] = jnp.broadcast_to(shrink * total[:, :1] + jnp.sum(weights, axis=1, keepdims=True), total.shape)
@@ -265,8 +279,9 @@ def _attend(*refs, storage, scalars, per_head, scale):
         softmax[...] = jnp.where(lane == 0, peak[...], jnp.maximum(total[...], tiny))
 
 
-def _reduce(*refs, storage, scalars, names, per_head, scale, blocks):
-    where, (span, query, about, key_position, softmax, *others) = refs[:scalars], refs[scalars:]
+def _reduce(*refs, storage, scalars, scales, names, per_head, scale, soft_cap, blocks):
+    where, (span, query, about, key_position, *others) = refs[:scalars], refs[scalars:]
+    scales, (softmax, *others) = others[:scales], others[scales:]
     keys, sums = others[: len(storage.blocks)], others[len(storage.blocks) :]
     columns, (mean, deviations, count) = dict(zip(names, sums, strict=False)), sums[len(names) :]
     t = pl.program_id(3)
@@ -279,9 +294,13 @@ def _reduce(*refs, storage, scalars, names, per_head, scale, blocks):
 
     @_when_held(storage, where, pl.program_id(2))
     def observe():
-        logits, visible = _logits(span, query, about, _chunk(keys), key_position, per_head=per_head, scale=scale)
+        keys_here = _chunk(keys, query.dtype)
+        logits, visible = _logits(
+            span, query, about, keys_here, key_position, scales, per_head=per_head, scale=scale, soft_cap=soft_cap
+        )
         weights = jnp.where(visible, jnp.exp(logits - softmax[:, :1]), 0) / softmax[:, 1:2]
         is_last, in_window = (about[:, i : i + 1] > 0 for i in (IS_LAST, IN_WINDOW))  # [per_head, 1]
+        place = about[:, IN_WINDOW : IN_WINDOW + 1].astype(jnp.float32)
 
         def add(name, g, what):
             if name in columns:
@@ -295,9 +314,13 @@ def _reduce(*refs, storage, scalars, names, per_head, scale, blocks):
             w = weights[g * per_head : (g + 1) * per_head]  # [per_head, slots]
             add("sum", g, w)
             add("last", g, jnp.where(is_last, w, 0))
+            if "max" in columns:
+                largest = jnp.max(w, axis=0, keepdims=True)
+                columns["max"][g : g + 1, :] = jnp.maximum(columns["max"][g : g + 1, :], largest)
             w = jnp.where(in_window, w, 0)
             group += w
             add("window_square", g, w * w)
+            add("window_place", g, w * place)
             if "window_log" in columns:
                 add("window_log", g, jnp.where(w > 0, w * jnp.log(jnp.where(w > 0, w, 1)), 0))
             if "window_mean" in columns or "window_variance" in columns:  # merged block by block (Chan et al.)
@@ -314,5 +337,7 @@ def _reduce(*refs, storage, scalars, names, per_head, scale, blocks):
         others = count[:1, :1] - 1
         if "window_mean" in columns:
             columns["window_mean"][...] = mean[...]
+        if "window_place" in columns:
+            columns["window_place"][...] = columns["window_place"][...] / jnp.maximum(count[:1, :1], 1)
         if "window_variance" in columns:
             columns["window_variance"][...] = jnp.where(others > 0, deviations[...] / jnp.maximum(others, 1), 0)

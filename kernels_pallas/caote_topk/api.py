@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Real
 
 from kernels_pallas.caote_topk import reference
 from kernels_pallas.caote_topk.reference import Group, Kept, Norm
 from kernels_pallas.checks import check_count, check_tokens
-from kernels_pallas.dispatch import Implementation, check_layer, dispatch, kernels_of
+from kernels_pallas.dispatch import Implementation, check_layer, check_scale, dispatch, kernels_of
 
 KERNELS = kernels_of("caote_topk")
 
 
 def caote_topk(
     weights: Float[Array, "B K _ S"],
-    value: Float[Array, "*L B K S D"],
+    value: Real[Array, "*L B K S D"],
     position: Int[Array, "B K S"],
     budget: int | Int[Array, ""] | Int[Array, "B"],
     *,
+    value_scale: Float[Array, "*L B K S"] | None = None,
     protected: Bool[Array, "B K S"] | None = None,
     fast: bool = False,
     norm: Norm = 2,
@@ -38,6 +39,7 @@ def caote_topk(
         weights: those of the query heads that share the values, non-negative; each row sums to 1 over the live slots.
         position: of the token in each slot, -1 where it is free.
         budget: how many tokens each head keeps, at least 1; one number or one per row.
+        value_scale: by which each row of eight bits is multiplied; None for floats.
         protected: slots that stay whatever they score.
         fast, norm, group: as in :func:`kvjax.score`.
         excess: a promise that no head holds more than ``budget + excess`` tokens. With 1 the reference takes an argmin.
@@ -49,7 +51,8 @@ def caote_topk(
         The positions, -1 where a slot is free now; and the scores, if asked for.
 
     Raises:
-        ValueError: if shapes do not fit, the budget is below 1, or the norm, group or implementation is unknown.
+        ValueError: if shapes do not fit, values of eight bits have no scale, the budget is below 1, or the norm, group
+            or implementation is unknown.
         NotImplementedError: if a kernel was given by name and can't run with these arguments.
 
     Example:
@@ -66,6 +69,7 @@ def caote_topk(
             f"weights {weights.shape}, values {value.shape} and positions {position.shape} do not fit: expected "
             "[B, K, G, S], [B, K, S, D] and [B, K, S]."
         )
+    check_scale("value", value, value_scale)
     if protected is not None and protected.shape != (B, K, S):
         raise ValueError(f"protected {protected.shape} does not fit: expected {(B, K, S)}, one entry per slot.")
     if norm not in (1, 2, "inf") or group not in ("exact", "mean"):
@@ -74,6 +78,7 @@ def caote_topk(
     if excess is not None:
         excess = check_count("excess", excess, 0, "give a number of tokens, or None")
     options = dict(fast=fast, norm=norm, group=group, excess=excess, with_scores=with_scores, layer=layer)
+    options |= dict(value_scale=value_scale)
     return dispatch(
         implementation, reference.caote_topk, KERNELS, weights, value, position, budget, protected, **options
     )

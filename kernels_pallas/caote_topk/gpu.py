@@ -35,7 +35,7 @@ def unsupported(weights: Any, value: Any, *_: Any, norm: Norm, **__: Any) -> str
     if norm != 2:
         return f"norm is {norm!r}, but the kernels measure with norm 2 only"
     narrow = (jnp.bfloat16, jnp.float16, jnp.float32)
-    if value.dtype not in narrow or weights.dtype not in narrow:
+    if value.dtype not in (*narrow, jnp.int8) or weights.dtype not in narrow:
         return f"weights are {weights.dtype} and values {value.dtype}, but the kernels take float32, bfloat16, float16"
     if value.shape[-1] > 512:
         return f"the head dim is {value.shape[-1]}, but the kernels take up to 512"
@@ -58,10 +58,11 @@ class _Part(NamedTuple):
     slot: Int[Array, "... G"]  # of the heaviest
 
 
-def of_heads(weights, value, layer, slot, budget, *, fast, with_scores, interpret):
+def of_heads(weights, value, layer, slot, budget, *scales, fast, with_scores, interpret):
     B, K, G, S = weights.shape
     H, (L, D) = B * K, value.shape[::4]
     weights, value, slot = weights.reshape(H, G, S), value.reshape(L, H, S, D), slot.reshape(H, S)
+    scales = tuple(x.reshape(H, S) for x in scales)  # of values of eight bits
     width = pl.next_power_of_2(D)
     step = min(max(ELEMENTS // width, 16), pl.next_power_of_2(max(S, 16)))
     steps = pl.cdiv(min(SLOTS, S), step)
@@ -76,6 +77,7 @@ def of_heads(weights, value, layer, slot, budget, *, fast, with_scores, interpre
         pl.BlockSpec((None, S), lambda h, p: (h, 0)),
         pl.BlockSpec((L, None, S, D), lambda h, p: (0, h, 0, 0)),
     ]
+    of_scales = of_head[2:3] * len(scales)
 
     def of_program(*shape):
         return pl.BlockSpec((None, None, *shape), lambda h, p: (h, p, *(0 for _ in shape)))
@@ -83,13 +85,13 @@ def of_heads(weights, value, layer, slot, budget, *, fast, with_scores, interpre
     shapes = [(rows, width), (rows, width), (G,), (G,), (G,)]  # of a _Part
     dtypes = [jnp.float32] * 4 + [jnp.int32]
     parts = call(
-        functools.partial(_sum_up, step=step, steps=steps, fast=fast),
+        functools.partial(_sum_up, scales=len(scales), step=step, steps=steps, fast=fast),
         out_shape=[jax.ShapeDtypeStruct((H, programs, *x), dtype) for x, dtype in zip(shapes, dtypes, strict=True)],
         grid=(H, programs),
-        in_specs=of_head,
+        in_specs=[*of_head, *of_scales],
         out_specs=[of_program(*shape) for shape in shapes],
         name="caote_outputs",
-    )(layer, weights, slot, value)
+    )(layer, weights, slot, value, *scales)
     whole = _together(_Part(*parts), fast)
     point, without = _points(whole, fast)
     of_all = [pl.BlockSpec((None, *x.shape[1:]), lambda h, p, n=x.ndim: (h, *(0,) * (n - 1))) for x in (point, *whole)]
@@ -97,10 +99,10 @@ def of_heads(weights, value, layer, slot, budget, *, fast, with_scores, interpre
         functools.partial(_score, step=step, steps=steps, fast=fast),
         out_shape=jax.ShapeDtypeStruct((H, S), jnp.float32),
         grid=(H, programs),
-        in_specs=[*of_head, of_all[0], *(of_all[3],) * 4],
+        in_specs=[*of_head, of_all[0], *(of_all[3],) * 4, *of_scales],
         out_specs=pl.BlockSpec((None, S), lambda h, p: (h, 0)),
         name="caote_scores",
-    )(layer, weights, slot, value, point, without, whole.weight, whole.rest, whole.slot)
+    )(layer, weights, slot, value, point, without, whole.weight, whole.rest, whole.slot, *scales)
     budgets = jnp.repeat(budget, K)[:, None]
     if S > SELECTED:
         kept = remaining(scores, slot, budgets)
@@ -121,21 +123,24 @@ def of_heads(weights, value, layer, slot, budget, *, fast, with_scores, interpre
     return kept.reshape(B, K, S), jnp.where(slot >= 0, scores, -jnp.inf).reshape(B, K, S)
 
 
-def _sum_up(layer, weights, slot, value, output, heaviest, weight, rest, where, *, step, steps, fast):
+def _sum_up(layer, weights, slot, value, *refs, scales, step, steps, fast):
+    scales, (output, heaviest, weight, rest, where) = refs[:scales], refs[scales:]
     G, (_, S, D) = weights.shape[0], value.shape
     rows, width = output.shape
     column = jax.lax.broadcasted_iota(jnp.int32, (width,), 0)
     first = pl.program_id(1) * (steps * step)
 
     def row_of(number):
-        there = (number >= 0) & (column < D)
-        return _clean(
-            triton.load(value.at[jnp.full_like(column, layer[0]), jnp.maximum(number, 0), column], mask=there, other=0)
-        )
+        there, number = (number >= 0) & (column < D), jnp.maximum(number, 0)
+        row = triton.load(value.at[jnp.full_like(column, layer[0]), number, column], mask=there, other=0)
+        row = row.astype(jnp.float32)
+        for scale in scales:
+            row *= triton.load(scale.at[number])
+        return _clean(row)
 
     def add(k, carry):
         number = first + k * step + jax.lax.broadcasted_iota(jnp.int32, (step,), 0)
-        v, part = _values(value, layer[0], number, column)
+        v, part = _values(value, scales, layer[0], number, column)
         a = [triton.load(weights.at[g, number], mask=number < S, other=0.0) for g in range(G)]
         part &= triton.load(slot.at[number], mask=number < S, other=-1) >= 0
         for a_g in a:
@@ -199,14 +204,15 @@ def _points(whole: _Part, fast: bool) -> tuple[Array, Array]:
     return whole.output + whole.weight[..., None] * whole.heaviest, whole.weight * away
 
 
-def _score(layer, weights, slot, value, point, without, weight, rest, where, scores, *, step, steps, fast):
+def _score(layer, weights, slot, value, point, without, weight, rest, where, *refs, step, steps, fast):
+    *scales, scores = refs
     G, (_, S, D) = weights.shape[0], value.shape
     column = jax.lax.broadcasted_iota(jnp.int32, (point.shape[1],), 0)
     first = pl.program_id(1) * (steps * step)
 
     def one(k, _):
         number = first + k * step + jax.lax.broadcasted_iota(jnp.int32, (step,), 0)
-        v, part = _values(value, layer[0], number, column)
+        v, part = _values(value, scales, layer[0], number, column)
         a = [triton.load(weights.at[g, number], mask=number < S, other=0.0) for g in range(G)]
         packed = triton.load(slot.at[number], mask=number < S, other=-1)
         part &= packed >= 0
@@ -244,13 +250,15 @@ def _select(scores, slot, budget, kept, *, size):
     triton.store(kept.at[row, number], remaining(score, packed, budget[...]), mask=number < S)
 
 
-def _values(value, layer, number, column):
+def _values(value, scales, layer, number, column):
     """Load the values of the slots [step, width] in float32, and a mask of the finite ones; others become 0."""
     _, S, D = value.shape
     there = (number < S)[:, None] & (column < D)[None, :]
     v = triton.load(
         value.at[jnp.full_like(number, layer)[:, None], number[:, None], column[None, :]], mask=there, other=0
     ).astype(jnp.float32)
+    for scale in scales:
+        v *= triton.load(scale.at[number], mask=number < S, other=0.0)[:, None]
     finite = jnp.min(jnp.where(jnp.abs(v) < jnp.inf, 1, 0), axis=1) > 0
     return _clean(v), finite
 

@@ -5,17 +5,18 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Real
 
 from kernels_pallas.caote_topk.reference import Group, Kept, Norm
 from kernels_pallas.caote_topk.slots import clean_weights, pack
+from kernels_pallas.dispatch import of_layer
 from kernels_pallas.prepare import over_heads, stacked
 
 
 def on_heads(
     kernel: Callable[..., tuple[Array, ...]],
     weights: Float[Array, "B K _ S"],
-    value: Float[Array, "*L B K S D"],
+    value: Real[Array, "*L B K S D"],
     position: Int[Array, "B K S"],
     budget: Int[Array, "B"],
     protected: Bool[Array, "B K S"] | None,
@@ -26,18 +27,20 @@ def on_heads(
     excess: int | None,
     with_scores: bool,
     layer: int | Int[Array, ""] | None = None,
+    value_scale: Float[Array, "*L B K S"] | None = None,
 ) -> Kept:
     """Run a kernel on each device's rows and KV heads; see :func:`kernels_pallas.caote_topk`.
 
     ``excess`` and ``norm`` are not passed on: a kernel needs no argmin, and ``norm`` is 2, the only one it supports.
     """
     del excess, norm
+    scales = () if value_scale is None else (of_layer(value_scale, layer),)
     run = over_heads(
         functools.partial(kernel, fast=fast, with_scores=with_scores),
-        ["b k g s", "l b k s d", "u", "b k s", "b"],
+        ["b k g s", "l b k s d", "u", "b k s", "b", *["b k s"] * len(scales)],
         ["b k s", "b k s"] if with_scores else ["b k s"],
     )
     kept, *scores = run(
-        clean_weights(weights, position, group), *stacked(value, layer), pack(position, protected), budget
+        clean_weights(weights, position, group), *stacked(value, layer), pack(position, protected), budget, *scales
     )
     return Kept(kept, scores[0] if with_scores else None)

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Real
 
 from kernels_pallas.dispatch import of_layer
 from kernels_pallas.topk import keep_mask
@@ -27,7 +27,7 @@ class Kept(NamedTuple):
 
 def caote_topk(
     weights: Float[Array, "B K G S"],
-    value: Float[Array, "*L B K S D"],
+    value: Real[Array, "*L B K S D"],
     position: Int[Array, "B K S"],
     budget: Int[Array, "B"],
     protected: Bool[Array, "B K S"] | None,
@@ -38,9 +38,12 @@ def caote_topk(
     excess: int | None,
     with_scores: bool,
     layer: int | Int[Array, ""] | None = None,
+    value_scale: Float[Array, "*L B K S"] | None = None,
 ) -> Kept:
     """See :func:`kernels_pallas.caote_topk.api.caote_topk`."""
     value = of_layer(value, layer)
+    if value_scale is not None:
+        value = value.astype(jnp.float32) * of_layer(value_scale, layer)[..., None]
     scores = eviction_error(weights, value, position >= 0, fast=fast, norm=norm, group=group)
     if protected is not None:
         scores = jnp.where(protected & (position >= 0), jnp.inf, scores)

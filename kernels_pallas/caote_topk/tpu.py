@@ -31,7 +31,7 @@ def unsupported(weights: Any, value: Any, *_: Any, norm: Norm, **__: Any) -> str
     """Return why the kernel can't run with these arguments, or None."""
     if norm != 2:
         return f"norm is {norm!r}, but the kernel measures with norm 2 only"
-    if value.dtype not in (jnp.bfloat16, jnp.float32) or weights.dtype not in (jnp.bfloat16, jnp.float32):
+    if value.dtype not in (jnp.bfloat16, jnp.float32, jnp.int8) or weights.dtype not in (jnp.bfloat16, jnp.float32):
         return f"weights are {weights.dtype} and values {value.dtype}, but a TPU takes float32 and bfloat16"
     if value.shape[-1] > 512:
         return f"the head dim is {value.shape[-1]}, but the kernel takes up to 512"
@@ -58,8 +58,11 @@ class _Tiling:
         chunks = pl.cdiv(steps * step * row_bytes, VALUE_BYTES)
         chunk = pl.cdiv(steps, chunks) * step
         padded = chunks * chunk
-        rows = 2 * pl.cdiv(G, 8) * 8 + (2 + 2 + 2 + 1 + 6) * HEADS  # weights, slots, outputs, scratch, temporaries
-        return cls(step, chunk, chunks, 2 * chunk * row_bytes + 4 * rows * padded + 16 * step * row_bytes)
+        scales = 2 * (value.dtype == jnp.int8)
+        # weights, slots, outputs, scratch, temporaries
+        rows = 2 * pl.cdiv(G, 8) * 8 + (2 + 2 + 2 + 1 + 6 + scales) * HEADS
+        computed = 16 * step * row_bytes * (2 if scales else 1)
+        return cls(step, chunk, chunks, 2 * chunk * row_bytes + 4 * rows * padded + computed)
 
 
 def of_heads(
@@ -68,7 +71,7 @@ def of_heads(
     layer: Int[Array, "1"],
     slot: Int[Array, "B K S"],
     budget: Int[Array, "B"],
-    *,
+    *scales: Float[Array, "B K S"],
     fast: bool,
     with_scores: bool,
     interpret: Any,
@@ -80,6 +83,7 @@ def of_heads(
     weights = jnp.pad(weights.reshape(H, G, S), ((0, 0), (0, 0), (0, padded - S)))
     more = ((0, groups * HEADS - H), (0, padded - S))
     slot = jnp.pad(slot.reshape(H, S), more, constant_values=-1)
+    of_slots = [jnp.pad(x.reshape(H, S), more) for x in scales]  # of values of eight bits
     budgets = jnp.broadcast_to(jnp.repeat(budget, K)[:, None], (H, 128))
     budgets = jnp.pad(budgets, (more[0], (0, 0)), constant_values=1)
 
@@ -96,7 +100,7 @@ def of_heads(
         out_shape.append(jax.ShapeDtypeStruct(row_shape, jnp.float32))
     rows, lanes = pl.cdiv(G, 8) * 8, pl.cdiv(D, 128) * 128
     out = pl.pallas_call(
-        functools.partial(_kernel, tiling=tiling, heads=H, fast=fast, with_scores=with_scores),
+        functools.partial(_kernel, scales=len(scales), tiling=tiling, heads=H, fast=fast, with_scores=with_scores),
         out_shape=out_shape,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
@@ -109,6 +113,7 @@ def of_heads(
                     (None, None, tiling.chunk, D),
                     lambda g, i, phase, c, layer: (layer[0], head(g, i), chunk_of(phase, c), 0),
                 ),
+                *[row] * len(scales),
             ],
             out_specs=[row] * len(out_shape),
             scratch_shapes=[
@@ -134,11 +139,12 @@ def of_heads(
         ),
         interpret=interpret,
         name="caote_topk",
-    )(layer, budgets, weights, slot, value.reshape(-1, H, S, D))
+    )(layer, budgets, weights, slot, value.reshape(-1, H, S, D), *of_slots)
     return tuple(x[:H, :S].reshape(B, K, S) for x in out)
 
 
-def _kernel(_, budget, weights, slot, value, *refs, tiling, heads, fast, with_scores):
+def _kernel(_, budget, weights, slot, value, *refs, scales, tiling, heads, fast, with_scores):
+    scales, refs = refs[:scales], refs[scales:]
     kept, scored = refs[0], refs[1 if with_scores else 0]
     scores, output, heaviest, heaviest_weight, rest_weight, heaviest_slot = refs[2 if with_scores else 1 :]
     i, phase, c = (pl.program_id(axis) for axis in (1, 2, 3))
@@ -153,6 +159,13 @@ def _kernel(_, budget, weights, slot, value, *refs, tiling, heads, fast, with_sc
             return 0
 
         jax.lax.fori_loop(0, tiling.chunk // step, at, 0)
+
+    def scaled(x, here):
+        """Multiply the columns, one per slot, by the scales of values of eight bits; by 0 where one is not finite."""
+        for ref in scales:
+            scale = ref[pl.ds(i, 1), here]
+            x = x * jnp.where(jnp.abs(scale) < jnp.inf, scale, 0)
+        return x
 
     def number(start):
         return start + jax.lax.broadcasted_iota(jnp.int32, (1, step), 1)
@@ -171,6 +184,8 @@ def _kernel(_, budget, weights, slot, value, *refs, tiling, heads, fast, with_sc
             finite = jnp.abs(v) < jnp.inf
             v = jnp.where(finite, v, 0)
             takes_part = jnp.min(jnp.where(finite, 1.0, 0.0).T, axis=0, keepdims=True)  # [1, step]
+            for scale in scales:
+                takes_part *= jnp.where(jnp.abs(scale[pl.ds(i, 1), here]) < jnp.inf, 1.0, 0.0)
             a = weights[:, here]  # [G, step]
             a_is_finite = jnp.abs(a) < jnp.inf
             takes_part *= jnp.min(jnp.where(a_is_finite, 1.0, 0.0), axis=0, keepdims=True)
@@ -187,10 +202,11 @@ def _kernel(_, budget, weights, slot, value, *refs, tiling, heads, fast, with_sc
             lighter_weight = jnp.where(heavier, heaviest_weight[:G, :1], most)
             rest_sum = rest_weight[:G, :1] + jnp.sum(rest, axis=1, keepdims=True) + lighter_weight
             if fast:
-                output[:1, :D] += _product(takes_part, v, value.dtype)
+                output[:1, :D] += _product(scaled(takes_part, here), v, value.dtype)
                 heaviest[:1, :1] += jnp.sum(takes_part, axis=1, keepdims=True)  # their number
             else:
-                both = _product(jnp.concatenate([rest, jnp.where(is_most, 1.0, 0.0)], axis=0), v, value.dtype)
+                both = jnp.concatenate([rest, jnp.where(is_most, 1.0, 0.0)], axis=0)
+                both = _product(scaled(both, here), v, value.dtype)
                 most_value = both[G:]
                 lighter = jnp.where(heavier, heaviest[:G, :D], most_value)
                 output[:G, :D] += both[:G] + lighter_weight * lighter
@@ -216,7 +232,7 @@ def _kernel(_, budget, weights, slot, value, *refs, tiling, heads, fast, with_sc
         def score(start, local):
             here = pl.ds(start, step)
             v = value[pl.ds(local, step), :].astype(jnp.float32)
-            v = jnp.where(jnp.abs(v) < jnp.inf, v, 0).T  # [D, step]
+            v = scaled(jnp.where(jnp.abs(v) < jnp.inf, v, 0).T, here)  # [D, step]
             takes_part = scores[pl.ds(i, 1), here] > 0
             a = jnp.where(takes_part, weights[:, here], 0)
             is_most = number(start) == heaviest_slot[:G, :1]
@@ -252,10 +268,11 @@ def _sum_of_squares(x):
 def _product(rows, v, dtype):
     """Compute rows [R, step] @ v [step, D] in float32.
 
-    For bfloat16 values one pass of the matrix unit is exact: the rows are split into three parts of 8 bits each.
+    For values of bfloat16 or eight bits one pass of the matrix unit is exact: the rows are split into three parts of 8
+    bits each.
     """
     contract = (((1,), (0,)), ((), ()))
-    if dtype != jnp.bfloat16:
+    if dtype not in (jnp.bfloat16, jnp.int8):
         return jax.lax.dot_general(rows, v, contract, precision=_HIGHEST, preferred_element_type=jnp.float32)
     high = _upper_half(rows)
     middle = _upper_half(rows - high)

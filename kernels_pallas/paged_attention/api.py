@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Real
 
 from kernels_pallas.cache_attention.api import check_statistics
 from kernels_pallas.cache_attention.reference import ColumnStatistics
-from kernels_pallas.dispatch import Implementation, dispatch, kernels_of
+from kernels_pallas.checks import check_soft_cap
+from kernels_pallas.dispatch import Implementation, check_scale, dispatch, kernels_of
 from kernels_pallas.paged_attention import reference
 
 KERNELS = kernels_of("paged_attention")
@@ -16,16 +17,19 @@ KERNELS = kernels_of("paged_attention")
 
 def paged_attention(
     query: Float[Array, "B T N D"],
-    key: Float[Array, "P page D"],
-    value: Float[Array, "P page D"],
+    key: Real[Array, "P page D"],
+    value: Real[Array, "P page D"],
     position: Int[Array, "P page"],
     table: Int[Array, "B K M"],
     query_position: Int[Array, "B T"],
     *,
+    key_scale: Float[Array, "P page"] | None = None,
+    value_scale: Float[Array, "P page"] | None = None,
     statistics: Iterable[str] = (),
     window: int = 0,
     sliding_window: Int[Array, ""] | int | None = None,
     scale: float | None = None,
+    soft_cap: float | None = None,
     implementation: Implementation = "auto",
 ) -> tuple[Float[Array, "B T N D"], ColumnStatistics]:
     """Compute the softmax attention of T queries over the pages of each KV head; positions decide what a query sees.
@@ -36,19 +40,21 @@ def paged_attention(
 
     Args:
         key, value, position: a pool of pages that heads of any layer own; position -1 is a free slot.
+        key_scale, value_scale: by which each row of eight bits is multiplied; None for floats.
         table: each head's pages; -1 where it has none, and nothing is read there.
         statistics: names from ``STATISTICS``; see :class:`ColumnStatistics`.
         window: the observation window of the "window_" statistics, in queries.
         sliding_window: how many positions a query sees, itself included; None for all.
         scale: factor of the logits, D ** -0.5 by default.
+        soft_cap: a number c that the scaled logits x are bent to, c tanh(x / c) (Gemma 2); None for no cap.
         implementation: "auto" takes the fastest one that can run here; one given by name runs or raises.
 
     Returns:
         The output in the queries' dtype, and the statistics of M * page slots in float32 (float64 for float64 inputs).
 
     Raises:
-        ValueError: if shapes do not fit, a statistic or the implementation is unknown, or a "window_" statistic has a
-            window below 1.
+        ValueError: if shapes do not fit, rows of eight bits have no scale, a statistic or the implementation is
+            unknown, or a "window_" statistic has a window below 1.
 
     Example:
         >>> import jax.numpy as jnp
@@ -65,6 +71,8 @@ def paged_attention(
             f"query {query.shape}, key {key.shape}, value {value.shape} and position {position.shape} do not fit: "
             "expected [B, T, N, D], twice [P, page, D] and [P, page]."
         )
+    check_scale("key", key, key_scale)
+    check_scale("value", value, value_scale)
     if table.ndim != 3 or table.shape[0] != B or N % table.shape[1]:
         raise ValueError(
             f"the page table {table.shape} does not fit queries {query.shape}: expected [B, K, M] with B {B} and {N} a "
@@ -86,4 +94,7 @@ def paged_attention(
         window=window,
         sliding_window=sliding_window,
         scale=D**-0.5 if scale is None else scale,
+        soft_cap=check_soft_cap(soft_cap),
+        key_scale=key_scale,
+        value_scale=value_scale,
     )

@@ -22,7 +22,7 @@ def unsupported(query: Any, key: Any, value: Any, position: Any, table: Any, *_:
     return beyond(query, key, value, table.shape[1])
 
 
-def of_heads(query, about, span, key, value, key_position, table, *, names, scale, interpret):
+def of_heads(query, about, span, key, value, key_position, table, *scales, names, scale, soft_cap, interpret):
     B, K, M = table.shape
     size = key.shape[1]
     ends = size * table_ends(table).reshape(B * K)
@@ -39,6 +39,6 @@ def of_heads(query, about, span, key, value, key_position, table, *, names, scal
         load=load,
         end=lambda where: where[1][0],
     )
-    options = dict(names=names, scale=scale, interpret=interpret, name="paged")
+    options = dict(names=names, scale=scale, soft_cap=soft_cap, interpret=interpret, name="paged")
     where = (table.reshape(B * K, M), ends)
-    return attend_heads(query, about, span, key, value, key_position, where, storage, **options)
+    return attend_heads(query, about, span, key, value, key_position, scales, where, storage, **options)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Real
 
 from kernels_pallas.cache_attention import reference
 from kernels_pallas.cache_attention.reference import ColumnStatistics
@@ -13,8 +13,8 @@ from kernels_pallas.paged_attention.pages import laid_out, slot_positions
 
 def paged_attention(
     query: Float[Array, "B T N D"],
-    key: Float[Array, "P page D"],
-    value: Float[Array, "P page D"],
+    key: Real[Array, "P page D"],
+    value: Real[Array, "P page D"],
     position: Int[Array, "P page"],
     table: Int[Array, "B K M"],
     query_position: Int[Array, "B T"],
@@ -23,6 +23,9 @@ def paged_attention(
     window: int,
     sliding_window: Int[Array, ""] | int | None,
     scale: float,
+    soft_cap: float | None = None,
+    key_scale: Float[Array, "P page"] | None = None,
+    value_scale: Float[Array, "P page"] | None = None,
 ) -> tuple[Float[Array, "B T N D"], ColumnStatistics]:
     """See :func:`kernels_pallas.paged_attention.api.paged_attention`."""
     B, T, N, D = query.shape
@@ -41,6 +44,9 @@ def paged_attention(
             window=window,
             sliding_window=sliding_window,
             scale=scale,
+            soft_cap=soft_cap,
+            key_scale=None if key_scale is None else laid_out(key_scale, pages),
+            value_scale=None if value_scale is None else laid_out(value_scale, pages),
         )
 
     out, columns = jax.lax.map(of_head, jnp.arange(K))  # [K, B, T, G, D], and each [K, B, G or 1, S]

@@ -35,7 +35,7 @@ def unsupported(query: Any, key: Any, value: Any, position: Any, table: Any, *_:
     return tpu.beyond(query, key, value, table.shape[1])
 
 
-def of_heads(query, about, span, key, value, key_position, table, *, names, scale, interpret):
+def of_heads(query, about, span, key, value, key_position, table, *scales, names, scale, soft_cap, interpret):
     K, M = table.shape[1:]
     size, D = key.shape[1:]
     unit = _unit(size)
@@ -53,8 +53,8 @@ def of_heads(query, about, span, key, value, key_position, table, *, names, scal
         padded = jnp.pad(table, ((0, 0), (0, 0), (0, chunks * pages - M)), constant_values=-1)
         return storage, (_last_there(padded.reshape(-1, pages)).ravel(), table_ends(table).ravel())
 
-    options = dict(names=names, scale=scale, interpret=interpret, name="paged")
-    return attend_heads(query, about, span, key, value, key_position, stored, **options)
+    options = dict(names=names, scale=scale, soft_cap=soft_cap, interpret=interpret, name="paged")
+    return attend_heads(query, about, span, key, value, key_position, scales, stored, **options)
 
 
 def _last_there(table: Int[Array, "steps pages"]) -> Int[Array, "steps pages"]:

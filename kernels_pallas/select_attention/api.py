@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Real
 
-from kernels_pallas.checks import plain
-from kernels_pallas.dispatch import Implementation, check_layer, dispatch, kernels_of
+from kernels_pallas.checks import check_soft_cap, plain
+from kernels_pallas.dispatch import Implementation, check_layer, check_scale, dispatch, kernels_of
 from kernels_pallas.select_attention import reference
 
 KERNELS = kernels_of("select_attention")
@@ -13,12 +13,15 @@ KERNELS = kernels_of("select_attention")
 
 def select_attention(
     query: Float[Array, "B T N D"],
-    key: Float[Array, "*L B K S D"],
-    value: Float[Array, "*L B K S D"],
+    key: Real[Array, "*L B K S D"],
+    value: Real[Array, "*L B K S D"],
     slots: Int[Array, "B H M"],
     *,
+    key_scale: Float[Array, "*L B K S"] | None = None,
+    value_scale: Float[Array, "*L B K S"] | None = None,
     layer: int | Int[Array, ""] | None = None,
     scale: float | None = None,
+    soft_cap: float | None = None,
     implementation: Implementation = "auto",
 ) -> Float[Array, "B T N D"]:
     """Compute the softmax attention over M slots of each head; the content of the other slots does not matter.
@@ -31,18 +34,20 @@ def select_attention(
 
     Args:
         key, value: one layer's, or all layers' with ``layer``, which are then read in place.
+        key_scale, value_scale: by which each row of eight bits is multiplied; None for floats.
         slots: the slots that each head reads, as ``kvjax.select`` returns them, each slot once. -1 stands for no slot:
             its weight is exactly 0. The output of a head with no slot is 0. Any order works; ascending is fastest.
         layer: the layer to read of stacked keys and values.
         scale: factor of the logits, D ** -0.5 by default.
+        soft_cap: a number c that the scaled logits x are bent to, c tanh(x / c); None for no cap.
         implementation: "auto" takes the fastest one that can run here; one given by name runs or raises.
 
     Returns:
         The output in the queries' dtype; the softmax is float32 (float64 for float64 inputs).
 
     Raises:
-        ValueError: if shapes do not fit, M is 0, ``layer`` is missing or out of place, or the implementation is
-            unknown or for another platform.
+        ValueError: if shapes do not fit, rows of eight bits have no scale, M is 0, ``layer`` is missing or out of
+            place, or the implementation is unknown or for another platform.
         NotImplementedError: if a kernel was given by name and can't run with these arguments.
 
     Example:
@@ -60,6 +65,8 @@ def select_attention(
             "[B, K, S, D] or [L, B, K, S, D] with N a multiple of K."
         )
     check_layer("keys and values", key.ndim, layer)
+    check_scale("key", key, key_scale)
+    check_scale("value", value, value_scale)
     layer = plain(layer)
     if isinstance(layer, int) and not 0 <= layer < key.shape[0]:
         raise ValueError(f"layer is {layer}; the keys and values have layers 0 to {key.shape[0] - 1}.")
@@ -78,4 +85,7 @@ def select_attention(
         slots,
         layer=layer,
         scale=D**-0.5 if scale is None else scale,
+        soft_cap=check_soft_cap(soft_cap),
+        key_scale=key_scale,
+        value_scale=value_scale,
     )

@@ -17,6 +17,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
+from kernels_pallas.softmax import scaled
+
 PROGRAMS = 264  # two for each multiprocessor of an H100 or H200, which run at once
 BYTES = 16384  # of the keys, and again of the values, in a program's tile
 PARTS = 32  # of a head, combined at a time
@@ -26,15 +28,15 @@ _UNSEEN = -1e30  # the logit of slot -1, which is none
 
 def unsupported(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> str | None:
     """Return why the kernels can't run with these arguments, or None."""
-    for name, x in (("queries", query), ("keys", key), ("values", value)):
-        if x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+    for name, x, narrow in (("queries", query, ()), ("keys", key, (jnp.int8,)), ("values", value, (jnp.int8,))):
+        if x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32, *narrow):
             return f"{name} are {x.dtype}, but the kernels take float32, bfloat16, float16"
     if query.shape[3] > 256:
         return f"the head dim is {query.shape[3]}, but the kernels take up to 256"
     return None
 
 
-def of_heads(query, key, value, slots, layer, *, scale, interpret):
+def of_heads(query, key, value, slots, layer, *scales, scale, soft_cap, interpret):
     B, K, each, T, G, D = query.shape
     L, S, M = key.shape[0], key.shape[3], slots.shape[-1]
     H, R = B * K * each, T * G
@@ -51,14 +53,24 @@ def of_heads(query, key, value, slots, layer, *, scale, interpret):
         return pl.BlockSpec((None, *shape), lambda h, *_: (h // by, *(0 for _ in shape)))
 
     of_slots = pl.BlockSpec((L, None, S, D), lambda h, *_: (0, h // each, 0, 0))
+    scales = tuple(x.reshape(B * K, S) for x in scales)  # of the keys, and of the values
     sums = pl.pallas_call(
-        functools.partial(_attend, steps=steps, step=step, rows=rows, width=width, scale=scale),
+        functools.partial(
+            _attend, scales=len(scales), steps=steps, step=step, rows=rows, width=width, scale=scale, soft_cap=soft_cap
+        ),
         out_shape=[
             jax.ShapeDtypeStruct((H, parts, R, D), jnp.float32),
             *[jax.ShapeDtypeStruct((H, parts, R), jnp.float32)] * 2,
         ],
         grid=(H, blocks, parts),
-        in_specs=[pl.BlockSpec((1,), lambda *_: (0,)), of_head(R, D), of_slots, of_slots, of_head(M)],
+        in_specs=[
+            pl.BlockSpec((1,), lambda *_: (0,)),
+            of_head(R, D),
+            of_slots,
+            of_slots,
+            of_head(M),
+            *[of_head(S, by=each)] * len(scales),
+        ],
         out_specs=[
             pl.BlockSpec((None, None, R, D), lambda h, r, p: (h, p, 0, 0)),
             *[pl.BlockSpec((None, None, R), lambda h, r, p: (h, p, 0))] * 2,
@@ -66,7 +78,7 @@ def of_heads(query, key, value, slots, layer, *, scale, interpret):
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=3),
         interpret=interpret,
         name="select_attention",
-    )(layer, query.reshape(H, R, D), key, value, slots.reshape(H, M))
+    )(layer, query.reshape(H, R, D), key, value, slots.reshape(H, M), *scales)
     out = pl.pallas_call(
         functools.partial(_combine, width=width),
         out_shape=jax.ShapeDtypeStruct((H, R, D), query.dtype),
@@ -88,7 +100,9 @@ def _dot(a, b, dims):
     )  # fmt: skip
 
 
-def _attend(layer, query, key, value, slots, out, peaks, totals, *, steps, step, rows, width, scale):
+def _attend(layer, query, key, value, slots, *refs, scales, steps, step, rows, width, scale, soft_cap):
+    scales, (out, peaks, totals) = refs[:scales], refs[scales:]
+    like = jnp.promote_types(query.dtype, jnp.bfloat16)  # the range of float16 is too small for weights times scales
     (R, D), S, M = query.shape, key.shape[1], slots.shape[0]
     row = pl.program_id(1) * rows + jax.lax.broadcasted_iota(jnp.int32, (rows,), 0)
     column = jax.lax.broadcasted_iota(jnp.int32, (1, width), 1)
@@ -104,12 +118,18 @@ def _attend(layer, query, key, value, slots, out, peaks, totals, *, steps, step,
         # Slot -1 is masked: nothing is read, and its row is 0. A slot beyond the cache is clipped to the last one.
         index = (jnp.full_like(slot, layer[0])[:, None], jnp.clip(slot, 0, S - 1)[:, None], column)
         k, v = (triton.load(ref.at[index], mask=read[:, None] & (column < D), other=0) for ref in (key, value))
-        logits = jnp.where(read[None, :], scale * _dot(q, k, ((1,), (1,))), _UNSEEN)
+        of_slot = [triton.load(ref.at[jnp.clip(slot, 0, S - 1)], mask=read, other=0.0)[None, :] for ref in scales]
+        logits = _dot(q, k, ((1,), (1,)))
+        logits = scaled(logits * of_slot[0] if of_slot else logits, scale, soft_cap)
+        logits = jnp.where(read[None, :], logits, _UNSEEN)
         now = jnp.maximum(peak, jnp.max(logits, axis=1))
         weights = jnp.where(read[None, :], jnp.exp(logits - now[:, None]), 0.0)
-        shrink = jnp.exp(peak - now)
+        shrink, total = jnp.exp(peak - now), jnp.exp(peak - now) * total + jnp.sum(weights, axis=1)
+        if of_slot:
+            weights = weights * of_slot[1]
+            v = v.astype(like) if v.dtype == jnp.int8 else v
         acc = shrink[:, None] * acc + _dot(weights.astype(v.dtype), v, ((1,), (0,)))
-        return now, shrink * total + jnp.sum(weights, axis=1), acc
+        return now, total, acc
 
     start = jnp.full((rows,), _UNSEEN, jnp.float32), jnp.zeros((rows,), jnp.float32)
     peak, total, acc = jax.lax.fori_loop(0, steps, add, (*start, jnp.zeros((rows, width), jnp.float32)))

@@ -6,20 +6,24 @@ import functools
 from collections.abc import Callable
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Real
 
-from kernels_pallas.prepare import over_heads, stacked
+from kernels_pallas.dispatch import of_layer
+from kernels_pallas.prepare import both_scales, over_heads, stacked
 
 
 def on_heads(
     kernel: Callable[..., tuple[Array, ...]],
     query: Float[Array, "B T N D"],
-    key: Float[Array, "*L B K S D"],
-    value: Float[Array, "*L B K S D"],
+    key: Real[Array, "*L B K S D"],
+    value: Real[Array, "*L B K S D"],
     slots: Int[Array, "B H M"],
     *,
     layer: int | Int[Array, ""] | None,
     scale: float,
+    soft_cap: float | None = None,
+    key_scale: Float[Array, "*L B K S"] | None = None,
+    value_scale: Float[Array, "*L B K S"] | None = None,
 ) -> Float[Array, "B T N D"]:
     """Run a kernel on each device's rows and KV heads; see :func:`kernels_pallas.select_attention`."""
     (key, number), (value, _) = stacked(key, layer), stacked(value, layer)
@@ -27,6 +31,11 @@ def on_heads(
     (_, H, M), K = slots.shape, key.shape[-3]
     grouped = query.reshape(B, T, K, H // K, N // H, D).transpose(0, 2, 3, 1, 4, 5)  # [B, K, H / K, T, N / H, D]
     rows = "b k h t g d"
-    run = over_heads(functools.partial(kernel, scale=scale), [rows, "l b k s d", "l b k s d", "b k h m", "u"], [rows])
-    (out,) = run(grouped, key, value, slots.astype(jnp.int32).reshape(B, K, H // K, M), number)
+    scales = both_scales(*(s if s is None else of_layer(s, layer) for s in (key_scale, value_scale)))
+    run = over_heads(
+        functools.partial(kernel, scale=scale, soft_cap=soft_cap),
+        [rows, "l b k s d", "l b k s d", "b k h m", "u", *["b k s"] * len(scales)],
+        [rows],
+    )
+    (out,) = run(grouped, key, value, slots.astype(jnp.int32).reshape(B, K, H // K, M), number, *scales)
     return out.transpose(0, 3, 1, 2, 4, 5).reshape(B, T, N, D)

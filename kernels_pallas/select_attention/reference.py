@@ -4,30 +4,38 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Real
 
-from kernels_pallas.softmax import exponentials, grouped_logits, weighted_values
+from kernels_pallas.softmax import exponentials, grouped_logits, scaled, weighted_values
 
 
 def select_attention(
     query: Float[Array, "B T N D"],
-    key: Float[Array, "*L B K S D"],
-    value: Float[Array, "*L B K S D"],
+    key: Real[Array, "*L B K S D"],
+    value: Real[Array, "*L B K S D"],
     slots: Int[Array, "B H M"],
     *,
     layer: int | Int[Array, ""] | None,
     scale: float,
+    soft_cap: float | None = None,
+    key_scale: Float[Array, "*L B K S"] | None = None,
+    value_scale: Float[Array, "*L B K S"] | None = None,
 ) -> Float[Array, "B T N D"]:
     """See :func:`kernels_pallas.select_attention.api.select_attention`."""
     live = slots >= 0
     key, value = _rows(key, slots, layer), _rows(value, slots, layer)
-    weights, total = exponentials(scale * grouped_logits(query, key), live[:, :, None, None])
-    return weighted_values(weights, total, value, live).astype(query.dtype)
+    key_scale, value_scale = (
+        s if s is None else _rows(s[..., None], slots, layer)[..., 0] for s in (key_scale, value_scale)
+    )
+    weights, total = exponentials(
+        scaled(grouped_logits(query, key, key_scale), scale, soft_cap), live[:, :, None, None]
+    )
+    return weighted_values(weights, total, value, live, value_scale).astype(query.dtype)
 
 
 def _rows(
-    array: Float[Array, "*L B K S D"], slots: Int[Array, "B H M"], layer: int | Int[Array, ""] | None
-) -> Float[Array, "B H M D"]:
+    array: Real[Array, "*L B K S D"], slots: Int[Array, "B H M"], layer: int | Int[Array, ""] | None
+) -> Real[Array, "B H M D"]:
     """Gather array[(layer,) b, k, slots[b, h, m]], where k is the KV head of h, parallel in b and k.
 
     The batching dimensions are given, so that a cache sharded over them is read without communication.

@@ -18,6 +18,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Int
 
+from kernels_pallas.softmax import scaled
+
 SLOTS = 2048  # of a chunk, at most
 BYTES = 2**20  # of a chunk's keys, and again of its values, at most
 ROWS = 512  # queries of all heads of a group, at most
@@ -30,8 +32,8 @@ _UNSEEN = -1e30  # the logit of a slot that was not chosen
 
 def unsupported(query: Any, key: Any, value: Any, slots: Any, **_: Any) -> str | None:
     """Return why the kernel can't run with these arguments, or would be slower than the reference, or None."""
-    for name, x in (("queries", query), ("keys", key), ("values", value)):
-        if x.dtype not in (jnp.bfloat16, jnp.float32):
+    for name, x, narrow in (("queries", query, ()), ("keys", key, (jnp.int8,)), ("values", value, (jnp.int8,))):
+        if x.dtype not in (jnp.bfloat16, jnp.float32, *narrow):
             return f"{name} are {x.dtype}, but a TPU takes float32 and bfloat16"
     _, T, N, D = query.shape
     K, S = key.shape[-3:-1]
@@ -47,7 +49,7 @@ def unsupported(query: Any, key: Any, value: Any, slots: Any, **_: Any) -> str |
     return None
 
 
-def of_heads(query, key, value, slots, layer, *, scale, interpret):
+def of_heads(query, key, value, slots, layer, *scales, scale, soft_cap, interpret):
     B, K, sets, T, G, D = query.shape
     S, R, itemsize = key.shape[3], sets * T * G, max(key.dtype.itemsize, value.dtype.itemsize)
     most = min(SLOTS, CELLS // R, BYTES // (pl.cdiv(D, 128) * 128 * itemsize)) // 128 * 128
@@ -66,8 +68,11 @@ def of_heads(query, key, value, slots, layer, *, scale, interpret):
     of_slots = pl.BlockSpec(
         (None, None, None, size, D), lambda b, k, c, layer, here: (layer[0], b, k, here[(b * K + k) * chunks + c], 0)
     )
+    of_scales = pl.BlockSpec(
+        (None, None, 1, size), lambda b, k, c, layer, here: (b, k, 0, here[(b * K + k) * chunks + c])
+    )
     out = pl.pallas_call(
-        functools.partial(_attend, size=size, scale=scale),
+        functools.partial(_attend, scales=len(scales), size=size, scale=scale, soft_cap=soft_cap),
         out_shape=jax.ShapeDtypeStruct((B, K, R, D), query.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
@@ -82,6 +87,7 @@ def of_heads(query, key, value, slots, layer, *, scale, interpret):
                 of_slots,
                 of_slots,
                 pl.BlockSpec((None, None, sets, blocks, 1, LISTED), lambda b, k, c, layer, here: (b, k, 0, 0, 0, 0)),
+                *[of_scales] * len(scales),
             ],
             out_specs=of_rows,
             scratch_shapes=[
@@ -101,7 +107,16 @@ def of_heads(query, key, value, slots, layer, *, scale, interpret):
         ),
         interpret=interpret,
         name="select_attention",
-    )(layer, here, start, query.reshape(B, K, R, D), key, value, slots.reshape(B, K, sets, blocks, 1, LISTED))
+    )(
+        layer,
+        here,
+        start,
+        query.reshape(B, K, R, D),
+        key,
+        value,
+        slots.reshape(B, K, sets, blocks, 1, LISTED),
+        *[x[:, :, None] for x in scales],
+    )
     return (out.reshape(query.shape),)
 
 
@@ -136,7 +151,8 @@ def _mask(slots, first, last, origin, size):
     return jnp.concatenate(rows, axis=1) if len(rows) > 1 else rows[0]
 
 
-def _attend(_, here, start, query, key, value, slots, out, peak, total, acc, *, size, scale):
+def _attend(_, here, start, query, key, value, slots, *refs, scales, size, scale, soft_cap):
+    scales, (out, peak, total, acc) = refs[:scales], refs[scales:]
     c = pl.program_id(2)
     R, sets = query.shape[0], start.shape[0]
 
@@ -159,20 +175,27 @@ def _attend(_, here, start, query, key, value, slots, out, peak, total, acc, *, 
         spread = [jnp.broadcast_to(mask, (R // sets, size)) for mask in masks]
         visible = (jnp.concatenate(spread, axis=0) if sets > 1 else spread[0]) > 0
         wide = jnp.promote_types(query.dtype, key.dtype)
+        k = key[...].astype(jnp.float32) if key.dtype == jnp.int8 else key[...]
         logits = jax.lax.dot_general(
-            query[...].astype(wide), key[...].astype(wide), (((1,), (1,)), ((), ())),
+            query[...].astype(wide), k.astype(wide), (((1,), (1,)), ((), ())),
             preferred_element_type=jnp.float32, precision=jax.lax.Precision.HIGHEST if wide == jnp.float32 else None,
         )  # fmt: skip
-        logits = jnp.where(visible, scale * logits, _UNSEEN)
+        for ref in scales[:1]:
+            logits = logits * ref[...]  # [1, size]
+        logits = jnp.where(visible, scaled(logits, scale, soft_cap), _UNSEEN)
         before = peak[:, :1]
         now = jnp.maximum(before, jnp.max(logits, axis=1, keepdims=True))
         weights = jnp.where(visible, jnp.exp(logits - now), 0)
         shrink = jnp.exp(before - now)
         # The content of slots that are not chosen must not matter, and 0 * NaN is NaN.
         any_set = jnp.broadcast_to(functools.reduce(jnp.maximum, masks), (8, size)).T[:, :1] > 0
-        v = jnp.where(any_set, value[...].astype(jnp.float32), 0).astype(value.dtype)
+        like = query.dtype if value.dtype == jnp.int8 else value.dtype
+        v = jnp.where(any_set, value[...].astype(jnp.float32), 0).astype(like)
+        shares = weights
+        for ref in scales[1:]:
+            shares = jnp.where(visible, weights * ref[...], 0)
         added = jax.lax.dot_general(
-            weights.astype(v.dtype), v, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32,
+            shares.astype(v.dtype), v, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32,
             precision=jax.lax.Precision.HIGHEST if v.dtype == jnp.float32 else None,
         )  # fmt: skip
         total[...] = jnp.broadcast_to(shrink * total[:, :1] + jnp.sum(weights, axis=1, keepdims=True), total.shape)

@@ -51,6 +51,17 @@ def statistics(weights: np.ndarray, case: Case, window: int) -> dict[str, np.nda
     return column_statistics(weights, case.query_position >= 0, window, case.key.shape[1])
 
 
+def test_logits_are_bent_to_the_soft_cap():
+    given = case(1)
+    check(given._replace(query=10 * given.query), soft_cap=1.5, scale=0.5)
+
+
+@pytest.mark.parametrize("soft_cap", [0, -1.0, float("inf"), float("nan"), True, "50"])
+def test_a_soft_cap_that_is_not_a_number_above_0_is_refused(soft_cap):
+    with pytest.raises(ValueError, match=r"soft_cap is .*; give a number above 0, or None"):
+        cache_attention(*case(1), soft_cap=soft_cap)
+
+
 def check(case: Case, *, window: int = 2, rtol: float = 2e-5, atol: float = 2e-6, **options) -> None:
     out, columns = attention(case, window=window, **options)
     weights = block_weights(case.query, case.key, case.key_position, case.query_position, **options)
@@ -282,7 +293,7 @@ def test_the_named_reference_is_what_auto_takes_on_a_cpu():
         ({"query": (1, 4, 4, 5)}, {}, r"query \(1, 4, 4, 5\)"),
         ({"key_position": (2, 2, 8)}, {}, r"positions \(2, 2, 8\) and \(2, 4\) do not fit: expected \(2, 2, 9\)"),
         ({"query_position": (2, 3)}, {}, r"positions .* do not fit: .* \(2, 4\) for the queries"),
-        ({}, {"statistics": ["sum", "entropy"]}, r"unknown statistic entropy; expected one of sum, last, window_mean"),
+        ({}, {"statistics": ["sum", "entropy"]}, r"unknown statistic entropy; expected one of sum, last, max"),
         ({}, {"statistics": ["window_mean"]}, r"observation window is 0; 'window_mean' needs at least 1 query"),
         ({}, {"statistics": ["sum", "window_log"], "window": -1}, r"observation window is -1; 'window_log' needs"),
         ({}, {"statistics": ["window_variance"]}, r"'window_variance' needs at least 1 query"),

@@ -40,7 +40,7 @@ def compiled(name: str, **options):
 def check(name: str, given: Case, rtol: float = 2e-5, atol: float = 2e-6, **options) -> None:
     options = options_of(given, **options)
     out, columns = compiled(name, **options)(*map(jnp.asarray, given))
-    span = {} if options["sliding_window"] is None else {"sliding_window": options["sliding_window"]}
+    span = {name: options[name] for name in ("sliding_window", "soft_cap") if options.get(name) is not None}
     wide = [np.asarray(x, np.float32) for x in given[:3]]
     weights = block_weights(*wide[:2], given.key_position, given.query_position, scale=options["scale"], **span)
     expected = weighted_values(weights, wide[2], given.key_position)
@@ -108,6 +108,27 @@ def test_stale_padded_and_blind(name):
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-6), result, expected)
     assert (np.asarray(result[0])[2] == 0).all() and all((np.asarray(column)[2] == 0).all() for column in result[1])
     assert (np.asarray(result[1].sum)[np.repeat(free, 2, axis=1)] == 0).all()
+
+
+@both
+@pytest.mark.parametrize("T", [1, 4])
+def test_logits_are_bent_to_the_soft_cap(name, T):
+    given = case(8, T=T)
+    check(name, given._replace(query=10 * given.query), soft_cap=1.5)
+
+
+@pytest.mark.parametrize("platform", ["tpu", "cuda"])
+def test_kernels_with_a_soft_cap_lower(platform):
+    sizes = (1, 128, 16, 8, 8320, 256, "bfloat16")
+    target = {"tpu": "@tpu_custom_call", "cuda": "@__gpu$xla.gpu.triton"}[platform]
+    assert lowered(platform, attend(("sum",), 4096, soft_cap=50.0), *shapes(*sizes)).count(target) == 2
+
+
+@pytest.mark.tpu
+def test_kernels_with_a_soft_cap_compile_for_a_tpu():
+    capped = attend(("sum",), 4096, soft_cap=50.0)
+    program = compiled_for_tpu("v5e:2x2", capped, *shapes(1, 128, 16, 8, 8320, 256, "bfloat16"))
+    assert program.as_text().count('custom_call_target="tpu_custom_call"') == 2
 
 
 @both
@@ -201,8 +222,8 @@ def kernels_of(sizes, names) -> int:
 every = pytest.mark.parametrize(("sizes", "names", "span"), TARGETS, ids=str)
 
 
-def attend(names, span):
-    return lambda *arrays: cache_attention(*arrays, statistics=names, window=32, sliding_window=span)
+def attend(names, span, **options):
+    return lambda *arrays: cache_attention(*arrays, statistics=names, window=32, sliding_window=span, **options)
 
 
 @every

@@ -51,8 +51,7 @@ def check(name: str, sizes: dict, page: int, *, counts=None, seed: int = 0, chan
     result = compiled(name, **options)(*map(jnp.asarray, pages))
     assert result[0].dtype == pages.query.dtype
     named = {"scale": options["scale"], "window": options["window"]}
-    if options["sliding_window"] is not None:
-        named["sliding_window"] = options["sliding_window"]
+    named |= {name: options[name] for name in ("sliding_window", "soft_cap") if options.get(name) is not None}
     check_definition(result, held, **tolerance, **named)
 
 
@@ -77,6 +76,19 @@ def test_output_and_statistics_are_those_of_the_definition(name, seed):
 )
 def test_any_size_is_accepted(name, sizes, page):
     check(name, sizes, page, seed=2, window=3)
+
+
+@both
+@pytest.mark.parametrize("T", [1, 4])
+def test_logits_are_bent_to_the_soft_cap(name, T):
+    check(name, dict(B=1, T=T, S=32), 8, change=lambda given: given._replace(query=10 * given.query), soft_cap=1.5)
+
+
+@pytest.mark.parametrize("platform", ["tpu", "cuda"])
+def test_kernels_with_a_soft_cap_lower(platform, many_pages):
+    target = {"tpu": "@tpu_custom_call", "cuda": "@__gpu$xla.gpu.triton"}[platform]
+    capped = attend(("last",), 4096, soft_cap=50.0)
+    assert lowered(platform, capped, *shapes(1, 1, 16, 8, 64, 128, 256, "bfloat16")).count(target) == 1
 
 
 @both
@@ -200,8 +212,8 @@ def kernels_of(sizes, names) -> int:
 every = pytest.mark.parametrize(("sizes", "names", "span"), TARGETS, ids=str)
 
 
-def attend(names, span):
-    return lambda *arrays: paged_attention(*arrays, statistics=names, window=32, sliding_window=span)
+def attend(names, span, **options):
+    return lambda *arrays: paged_attention(*arrays, statistics=names, window=32, sliding_window=span, **options)
 
 
 @pytest.fixture

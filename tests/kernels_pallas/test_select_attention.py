@@ -37,7 +37,7 @@ def case(
     return Case(*(x.astype(np.float32) for x in (query, key, value)), slots.astype(np.int32))
 
 
-def definition(query, key, value, slots, scale: float | None = None) -> np.ndarray:
+def definition(query, key, value, slots, scale: float | None = None, soft_cap: float | None = None) -> np.ndarray:
     """NumPy float64, one query of one head at a time."""
     query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
     B, T, N, D = query.shape
@@ -48,6 +48,7 @@ def definition(query, key, value, slots, scale: float | None = None) -> np.ndarr
         if len(rows):
             head = n // (N // key.shape[1])
             logits = key[b, head, rows] @ query[b, t, n] * (D**-0.5 if scale is None else scale)
+            logits = logits if soft_cap is None else soft_cap * np.tanh(logits / soft_cap)
             weights = np.exp(logits - logits.max())
             out[b, t, n] = weights / weights.sum() @ value[b, head, rows]
     return out

@@ -27,15 +27,14 @@ both = pytest.mark.parametrize("name", KERNELS)
 
 
 @functools.cache
-def compiled(name: str, scale: float):
-    return jax.jit(functools.partial(KERNELS[name], layer=None, scale=scale))
+def compiled(name: str, **options: float):
+    return jax.jit(functools.partial(KERNELS[name], layer=None, **options))
 
 
-def check(name: str, given: Case, *, tolerance: float = 2e-6) -> None:
-    scale = given.query.shape[-1] ** -0.5
-    out = compiled(name, scale)(*map(jnp.asarray, given))
+def check(name: str, given: Case, *, tolerance: float = 2e-6, **options: float) -> None:
+    out = compiled(name, scale=given.query.shape[-1] ** -0.5, **options)(*map(jnp.asarray, given))
     assert out.dtype == given.query.dtype
-    np.testing.assert_allclose(np.asarray(out, np.float64), definition(*given), rtol=0, atol=tolerance)
+    np.testing.assert_allclose(np.asarray(out, np.float64), definition(*given, **options), rtol=0, atol=tolerance)
 
 
 @both
@@ -60,6 +59,19 @@ def test_output_is_that_of_the_definition(name, seed, H):
 )
 def test_any_size_is_accepted(name, sizes):
     check(name, case(1, **sizes))
+
+
+@both
+def test_logits_are_bent_to_the_soft_cap(name):
+    given = case(2, H=2)
+    check(name, given._replace(query=10 * given.query), soft_cap=1.5)
+
+
+@pytest.mark.parametrize("platform", ["tpu", "cuda"])
+def test_a_kernel_with_a_soft_cap_lowers(platform):
+    target, kernels = {"tpu": ("@tpu_custom_call", 1), "cuda": ("@__gpu$xla.gpu.triton", 2)}[platform]
+    given = shapes(1, 16, 8, 8192, 256, 8, 2052, "bfloat16")
+    assert lowered(platform, functools.partial(of_layer, soft_cap=50.0), *given).count(target) == kernels
 
 
 @both
@@ -101,7 +113,7 @@ def test_what_no_slot_points_at_does_not_matter(name):
     for b, k in np.ndindex(key.shape[:2]):
         idle = ~np.isin(np.arange(key.shape[2]), given.slots[b].reshape(key.shape[1], -1)[k])
         key[b, k, idle], value[b, k, idle] = np.nan, np.inf
-    run = compiled(name, 1.0)
+    run = compiled(name, scale=1.0)
     np.testing.assert_array_equal(run(given.query, key, value, given.slots), run(*given))
 
 
@@ -109,7 +121,7 @@ def test_what_no_slot_points_at_does_not_matter(name):
 def test_heads_without_a_slot_give_zero(name):
     given = case(6)
     nan = np.full_like(given.key, np.nan)
-    assert not np.any(np.asarray(compiled(name, 1.0)(given.query, nan, nan, np.full_like(given.slots, -1))))
+    assert not np.any(np.asarray(compiled(name, scale=1.0)(given.query, nan, nan, np.full_like(given.slots, -1))))
 
 
 @both
@@ -137,7 +149,7 @@ def test_a_stacked_cache_is_read_in_its_layer(name, H):
     key, value = (jnp.stack([getattr(x, which) for x in layers]) for which in ("key", "value"))
     run = jax.jit(lambda query, slots, layer: KERNELS[name](query, key, value, slots, layer=layer, scale=1.0))
     for layer, own in enumerate(layers):
-        np.testing.assert_array_equal(run(own.query, own.slots, layer), compiled(name, 1.0)(*own))
+        np.testing.assert_array_equal(run(own.query, own.slots, layer), compiled(name, scale=1.0)(*own))
 
 
 @both
@@ -161,8 +173,8 @@ def shapes(T: int, N: int, K: int, S: int, D: int, H: int, M: int, dtype: str, L
     return tuple(jax.ShapeDtypeStruct(*size) for size in sizes)
 
 
-def of_layer(query, key, value, slots, layer):
-    return select_attention(query, key, value, slots, layer=layer)
+def of_layer(query, key, value, slots, layer, **options):
+    return select_attention(query, key, value, slots, layer=layer, **options)
 
 
 TARGETS = [

@@ -1,0 +1,128 @@
+"""Keys and values of eight bits with a scale per row: every operation computes with the rows that they stand for."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kernels_pallas import STATISTICS, cache_attention, caote_topk, paged_attention, select_attention
+from tests.kvjax.definitions import block_weights, column_statistics, weighted_values
+
+DTYPES = ["int8", "float8_e4m3fn"]
+B, K, G, T, S, D = 2, 2, 2, 3, 9, 4
+N = K * G
+
+
+def rows_of(seed: int, dtype: str, *shape: int):
+    """Rows of eight bits with scales of different sizes, and the floats that they stand for."""
+    rng = np.random.default_rng(seed)
+    rows = jnp.asarray(rng.integers(-127, 128, (*shape, D)) if dtype == "int8" else 100 * rng.normal(size=(*shape, D)))
+    rows = rows.astype(dtype)
+    scale = np.exp(rng.normal(size=shape)).astype(np.float32) / 100
+    return rows, jnp.asarray(scale), np.asarray(rows.astype(jnp.float32), np.float64) * scale[..., None]
+
+
+def positions(seed: int, *shape: int):
+    rng = np.random.default_rng(seed)
+    position = np.stack([rng.permutation(12)[:S] for _ in range(int(np.prod(shape[:-1])))]).reshape(shape)
+    position[rng.random(shape) < 0.25] = -1
+    return jnp.asarray(position, jnp.int32)
+
+
+@functools.cache
+def case(dtype: str):
+    key, key_scale, true_key = rows_of(0, dtype, B, K, S)
+    value, value_scale, true_value = rows_of(1, dtype, B, K, S)
+    query = np.random.default_rng(2).normal(size=(B, T, N, D)).astype(np.float32)
+    key_position, query_position = positions(3, B, K, S), jnp.asarray([[9, 10, 11], [-1, 10, 11]], jnp.int32)
+    nothing = jnp.where(key_position >= 0, 1.0, jnp.nan)  # a token that has left may have had such a scale
+    given = dict(key=key, value=value, key_scale=key_scale * nothing, value_scale=value_scale * nothing)
+    return query, given, (true_key, true_value), key_position, query_position
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_and_its_statistics_are_those_of_the_definition(dtype):
+    query, given, (key, value), key_position, query_position = case(dtype)
+    out, columns = jax.jit(functools.partial(cache_attention, statistics=STATISTICS, window=2))(
+        query, **given, key_position=key_position, query_position=query_position
+    )
+    weights = block_weights(query, key, key_position, query_position)
+    np.testing.assert_allclose(out, weighted_values(weights, value, key_position), rtol=2e-5, atol=2e-6)
+    for name, column in column_statistics(weights, np.asarray(query_position) >= 0, 2, K).items():
+        np.testing.assert_allclose(getattr(columns, name), column, rtol=2e-5, atol=2e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("query_dtype", ["bfloat16", "float16"])
+def test_queries_of_16_bits_lose_nothing_but_their_own_rounding(query_dtype):
+    query, given, (key, value), key_position, query_position = case("int8")
+    query = jnp.asarray(query, query_dtype)
+    out, _ = jax.jit(cache_attention)(query, **given, key_position=key_position, query_position=query_position)
+    weights = block_weights(np.asarray(query, np.float64), key, key_position, query_position)
+    assert out.dtype == query_dtype
+    np.testing.assert_allclose(
+        out.astype(jnp.float32), weighted_values(weights, value, key_position), rtol=1e-2, atol=1e-2
+    )
+
+
+def test_a_layer_is_read_with_its_own_scales():
+    query, given, _, *position = case("int8")
+    stacked = {name: jnp.stack([jnp.zeros_like(x), x]) for name, x in given.items()}
+    run = jax.jit(lambda rows, layer: cache_attention(query, **rows, key_position=position[0],
+                                                      query_position=position[1], layer=layer)[0])  # fmt: skip
+    np.testing.assert_allclose(run(stacked, 1), run(given, None), rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_pages_are_read_with_their_scales(dtype):
+    P, page = 7, 3
+    key, key_scale, true_key = rows_of(4, dtype, P, page)
+    value, value_scale, true_value = rows_of(5, dtype, P, page)
+    query, *_, query_position = case(dtype)
+    table = jnp.asarray([[[2, 0, -1], [6, -1, -1]], [[1, 3, 5], [4, -1, -1]]], jnp.int32)
+    position = jnp.arange(P * page, dtype=jnp.int32).reshape(P, page) % 9
+    rest = dict(position=position, table=table, query_position=query_position, statistics=("sum",))
+    out, columns = paged_attention(query, key=key, value=value, key_scale=key_scale, value_scale=value_scale, **rest)
+    expected, own = paged_attention(query, key=jnp.float32(true_key), value=jnp.float32(true_value), **rest)
+    np.testing.assert_allclose(out, expected, rtol=2e-5, atol=2e-6)
+    np.testing.assert_allclose(columns.sum, own.sum, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_chosen_slots_are_read_with_their_scales(dtype):
+    query, given, (key, value), *_ = case(dtype)
+    given = {name: jnp.nan_to_num(x) if x.ndim == 3 else x for name, x in given.items()}
+    slots = jnp.asarray([[[0, 4, 7], [1, 3, -1]], [[2, 5, 8], [0, 6, -1]]], jnp.int32)
+    live = {"key": jnp.float32(key), "value": jnp.float32(value)}
+    for name, scale in (("key", "key_scale"), ("value", "value_scale")):
+        live[name] = jnp.where(given[scale][..., None] > 0, live[name], 0)
+    np.testing.assert_allclose(
+        select_attention(query, **given, slots=slots),
+        select_attention(query, **live, slots=slots),
+        rtol=2e-5,
+        atol=2e-6,
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_caote_scores_the_values_that_they_stand_for(dtype):
+    _, given, (_, value), position, _ = case(dtype)
+    weights = np.random.default_rng(6).random((B, K, G, S))
+    weights = jnp.asarray(np.where(position[:, :, None] >= 0, weights, 0))
+    weights = weights / weights.sum(-1, keepdims=True)
+    run = functools.partial(caote_topk, weights, position=position, budget=3, with_scores=True)
+    kept, expected = run(given["value"], value_scale=given["value_scale"]), run(jnp.float32(value))
+    np.testing.assert_array_equal(kept.position, expected.position)
+    np.testing.assert_allclose(kept.scores, expected.scores, rtol=2e-5)
+
+
+def test_missing_scales_and_scales_of_another_shape_are_refused():
+    query, given, _, *position = case("int8")
+    rest = dict(key_position=position[0], query_position=position[1])
+    with pytest.raises(ValueError, match=r"key is int8, but key_scale is missing; give one scale per row, \(2, 2, 9\)"):
+        cache_attention(query, given["key"], given["value"], **rest)
+    with pytest.raises(ValueError, match=r"value_scale is \(2, 2\); expected \(2, 2, 9\), one scale per row of value"):
+        cache_attention(query, **given | dict(value_scale=jnp.ones((2, 2))), **rest)

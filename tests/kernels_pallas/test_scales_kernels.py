@@ -1,0 +1,147 @@
+"""The kernels on keys and values of eight bits: interpreted against the reference, lowered, and compiled for a TPU."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from kernels_pallas import STATISTICS, cache_attention, caote_topk, paged_attention, select_attention
+from kernels_pallas.cache_attention import tpu as attention_tpu
+from kernels_pallas.dispatch import Kernel
+from kernels_pallas.select_attention import tpu as select_tpu
+from tests.kernels_pallas.targets import compiled_for_tpu, lowered
+
+OPERATIONS = {
+    "cache_attention": cache_attention,
+    "paged_attention": paged_attention,
+    "select_attention": select_attention,
+    "caote_topk": caote_topk,
+}
+B, K, G, S, D, P, PAGE, M = 1, 2, 2, 19, 8, 6, 8, 3
+N = K * G
+every = pytest.mark.parametrize("operation", OPERATIONS)
+MODES = {"tpu": pltpu.InterpretParams(), "gpu": True}
+
+
+def run_of(operation: str, platform: str):
+    """The kernel interpreted, or the reference."""
+    if platform == "reference":
+        return getattr(importlib.import_module(f"kernels_pallas.{operation}.reference"), operation)
+    return functools.partial(Kernel(operation, platform).run, interpret=MODES[platform])
+
+
+def rows(rng: np.random.Generator, *shape: int) -> tuple[jax.Array, jax.Array]:
+    """Rows of eight bits and scales; the scale of slot 3, which is free, is NaN."""
+    scale = np.exp(rng.normal(size=shape)) / 100
+    scale[..., 3] = np.nan
+    return jnp.asarray(rng.integers(-127, 128, (*shape, D)), jnp.int8), jnp.asarray(scale, jnp.float32)
+
+
+def case(operation: str, T: int, query_dtype: str) -> tuple[list[Any], dict[str, Any]]:
+    """Arguments and options of an operation, as its reference takes them."""
+    rng = np.random.default_rng(0)
+    query = jnp.asarray(rng.normal(size=(B, T, N, D)), query_dtype)
+    shape = (P, PAGE) if operation == "paged_attention" else (B, K, S)
+    (key, key_scale), (value, value_scale) = rows(rng, *shape), rows(rng, *shape)
+    scales, scale = dict(key_scale=key_scale, value_scale=value_scale), 0.3
+    position = np.arange(np.prod(shape)).reshape(shape) % 20
+    position[..., 3] = -1
+    position, own = jnp.asarray(position, jnp.int32), jnp.asarray(20 - T + np.arange(T)[None], jnp.int32)
+    seen = dict(statistics=frozenset(STATISTICS), window=2, sliding_window=None, scale=scale) | scales
+    if operation == "cache_attention":
+        return [query, key, value, position, own], seen
+    if operation == "paged_attention":
+        return [query, key, value, position, jnp.asarray([[[4, 1, -1], [0, 5, 2]]], jnp.int32), own], seen
+    if operation == "select_attention":
+        slots = jnp.asarray([[[0, 5, 18, -1], [1, 2, 4, 9]]], jnp.int32)
+        return [query, key, value, slots], dict(layer=None, scale=scale) | scales
+    weights = rng.random((B, K, G, S)) * (np.asarray(position)[:, :, None] >= 0)
+    weights = jnp.asarray(weights / weights.sum(-1, keepdims=True), query_dtype)
+    options = dict(fast=T > 1, norm=2, group="exact", excess=None, with_scores=True, value_scale=value_scale)
+    return [weights, value, position, jnp.full(B, 5, jnp.int32), None], options
+
+
+@every
+@pytest.mark.parametrize("platform", MODES)
+@pytest.mark.parametrize(("T", "query_dtype"), [(1, "float32"), (3, "float32"), (3, "bfloat16")])
+def test_a_kernel_computes_what_the_reference_does(operation, platform, T, query_dtype, monkeypatch):
+    monkeypatch.setattr(select_tpu, "FEW", 2**20)
+    given, options = case(operation, T, query_dtype)
+    result, expected = (
+        jax.jit(functools.partial(run_of(operation, name), **options))(*given) for name in (platform, "reference")
+    )
+    half = query_dtype == "bfloat16" and operation != "caote_topk"
+    close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-2 if half else 2e-6)
+    jax.tree.map(close, *(jax.tree.map(lambda x: x.astype(jnp.float32), x) for x in (result, expected)))
+
+
+def test_many_blocks_of_queries_and_chunks_of_slots_have_their_own_scales(monkeypatch):
+    monkeypatch.setattr(attention_tpu, "ROWS", 32)
+    monkeypatch.setattr(attention_tpu, "SLOTS", 128)
+    rng, slots = np.random.default_rng(1), 290
+    (key, key_scale), (value, value_scale) = rows(rng, B, 1, slots), rows(rng, B, 1, slots)
+    position = jnp.asarray(np.where(np.arange(slots) == 3, -1, np.arange(slots))[None, None], jnp.int32)
+    given = [jnp.asarray(rng.normal(size=(B, 70, 2, D)), jnp.float32), key, value, position, 220 + jnp.arange(70)[None]]
+    options = dict(statistics=frozenset(["sum"]), window=0, sliding_window=None, scale=0.3)
+    options |= dict(key_scale=key_scale, value_scale=value_scale)
+    result, expected = (run_of("cache_attention", name)(*given, **options) for name in ("tpu", "reference"))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), result, expected)
+
+
+def shapes(operation: str) -> tuple[Any, tuple[jax.ShapeDtypeStruct, ...]]:
+    """A call with the shapes of a decode step of Llama-3.1-8B, and its arguments."""
+    B, K, N, S, D, P, page, M = 1, 8, 32, 8320, 128, 7000, 16, 130
+    make = jax.ShapeDtypeStruct
+    query, own = make((B, 1, N, D), jnp.bfloat16), make((B, 1), jnp.int32)
+    slots = (P, page) if operation == "paged_attention" else (B, K, S)
+    row, scale, position = (make((*slots, D), jnp.int8), make(slots, jnp.float32), make(slots, jnp.int32))
+    if operation == "caote_topk":
+
+        def call(weights, value, scale, position):
+            return caote_topk(weights, value, position, 8192, value_scale=scale, excess=1)
+
+        return call, (make((B, K, N // K, S), jnp.float32), row, scale, position)
+    others = {
+        "cache_attention": dict(key_position=position, query_position=own),
+        "paged_attention": dict(position=position, table=make((B, K, M), jnp.int32), query_position=own),
+        "select_attention": dict(slots=make((B, K, S // 4), jnp.int32)),
+    }[operation]
+
+    def attend(query, key, value, key_scale, value_scale, *rest):
+        rest = dict(zip(others, rest, strict=True))
+        return OPERATIONS[operation](query, key, value, key_scale=key_scale, value_scale=value_scale, **rest)
+
+    return attend, (query, row, row, scale, scale, *others.values())
+
+
+@every
+@pytest.mark.parametrize("platform", ["tpu", "cuda"])
+def test_auto_lowers_to_the_kernels(operation, platform):
+    target = {"tpu": "@tpu_custom_call", "cuda": "@__gpu$xla.gpu.triton"}[platform]
+    call, given = shapes(operation)
+    assert target in lowered(platform, call, *given)
+
+
+@pytest.mark.parametrize("platform", ["tpu", "cuda"])
+def test_floats_of_eight_bits_are_left_to_the_reference(platform):
+    call, (query, row, _, *rest) = shapes("cache_attention")
+    row = jax.ShapeDtypeStruct(row.shape, jnp.float8_e4m3fn)
+    text = lowered(platform, call, query, row, row, *rest)
+    assert "@tpu_custom_call" not in text and "triton" not in text
+
+
+@pytest.mark.tpu
+@every
+def test_it_compiles_for_a_tpu_without_a_copy_of_the_rows(operation):
+    call, given = shapes(operation)
+    program = compiled_for_tpu("v5e:2x2", call, *given)
+    assert 'custom_call_target="tpu_custom_call"' in program.as_text()
+    rows = max(x.size for x in given)  # bytes of the keys, or of the values
+    assert program.memory_analysis().temp_size_in_bytes < rows / 2
