@@ -9,13 +9,23 @@ from kvjax.allocation import Allocation
 from kvjax.attention import attend, observe, observe_each
 from kvjax.cache import HeadState, KVCache, compact
 from kvjax.cache_file import cache_info, load_cache, save_cache
+from kvjax.cache_transforms import merge, think
 from kvjax.caote import caote, fast_caote
 from kvjax.eviction import Evidence, evict
 from kvjax.eviction_error import score
-from kvjax.insertion import insert
+from kvjax.insertion import insert, rewind
 from kvjax.making import empty_cache, repeat
 from kvjax.memory import Memory, memory
-from kvjax.observation import Context, Needs, Observation, Prediction, Weights
+from kvjax.observation import (
+    Context,
+    Needs,
+    Observation,
+    Prediction,
+    Reconstructed,
+    Reconstruction,
+    RepeatPrompt,
+    Weights,
+)
 from kvjax.paged import PagedCache, pack, pages_for
 from kvjax.policy import (
     Moments,
@@ -28,16 +38,21 @@ from kvjax.policy import (
     no_state,
     parse,
     protected,
+    register,
     retention_scores,
 )
 from kvjax.projection import OutputProjection, output_projection
+from kvjax.quantise import Quantised, dequantise, quantise, straight_through
 from kvjax.rotary import rotate, turn
+from kvjax.rows import join, leave
 from kvjax.scores import (
     butler,
     cake,
     expected_attention,
+    finch,
     fit_predictor,
     h2o,
+    kvzip,
     laprox,
     lava,
     random,
@@ -45,12 +60,13 @@ from kvjax.scores import (
     snapkv,
     streaming,
     tova,
+    zap,
 )
-from kvjax.scores_of_keys import curdkv, key_norm, keydiff, lagkv
+from kvjax.scores_of_keys import curdkv, key_norm, keydiff, lagkv, q_filters
 from kvjax.select import select, selected_mask
 from kvjax.sources import Source, parse_source
 from kvjax.topk import keep_mask
-from kvjax.transforms import critical, normalise, pool, positions, protect
+from kvjax.transforms import chunks, critical, normalise, pool, positions, protect
 
 __version__ = "0.2.0"
 __all__ = [
@@ -68,6 +84,10 @@ __all__ = [
     "Policy",
     "Prediction",
     "Protection",
+    "Quantised",
+    "Reconstructed",
+    "Reconstruction",
+    "RepeatPrompt",
     "Source",
     "Weights",
     "allocation",
@@ -80,24 +100,31 @@ __all__ = [
     "chain",
     "check_block",
     "check_budget",
+    "chunks",
     "compact",
     "critical",
     "curdkv",
+    "dequantise",
     "empty_cache",
     "evict",
     "expected_attention",
     "fast_caote",
+    "finch",
     "fit_predictor",
     "h2o",
     "insert",
+    "join",
     "keep_mask",
     "key_norm",
     "keydiff",
+    "kvzip",
     "lagkv",
     "laprox",
     "lava",
+    "leave",
     "load_cache",
     "memory",
+    "merge",
     "no_state",
     "normalise",
     "observe",
@@ -111,9 +138,13 @@ __all__ = [
     "positions",
     "protect",
     "protected",
+    "q_filters",
+    "quantise",
     "random",
+    "register",
     "repeat",
     "retention_scores",
+    "rewind",
     "rotate",
     "sage",
     "save_cache",
@@ -122,7 +153,10 @@ __all__ = [
     "selected_mask",
     "snapkv",
     "sources",
+    "straight_through",
     "streaming",
+    "think",
     "tova",
     "turn",
+    "zap",
 ]

@@ -11,14 +11,16 @@ import ast
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax.calibration import read_array
 from kvjax.checks import check_count, typed
-from kvjax.names import called, check_number, registered
+from kvjax.names import called, check_number, check_protected, makers, registered
 from kvjax.observation import Observation
 from kvjax.topk import best_of_groups, share_of
 
@@ -80,6 +82,7 @@ class Contest(NamedTuple):
 
 
 Scope = Literal["head", "layer", "model"]
+_NOT_MEASURED = "{!r} measures each layer first; give evict the evidence of kvjax.observe instead of scores."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,6 +101,7 @@ class Allocation:
         window: their observation window, 0 for the policy's.
         needs_nonnegative: whether it divides scores by their sum.
         one_layer: whether a layer can be evicted from without knowing the other layers.
+        fills: whether it keeps as many tokens as the budget has room for.
     """
 
     name: str
@@ -110,6 +114,7 @@ class Allocation:
     statistics: frozenset[str] = frozenset()
     window: int = 0
     needs_nonnegative: bool = False
+    fills: bool = True
 
     @property
     def one_layer(self) -> bool:
@@ -119,14 +124,18 @@ class Allocation:
         return self.name
 
 
-ALLOCATIONS: dict[str, Callable[..., Allocation]] = {}
+ALLOCATIONS = makers("allocation", "kvjax.allocations", Allocation)
 
 
-def _register(make: Callable[..., Allocation]) -> Callable[..., Allocation]:
+def register(make: Callable[..., Allocation]) -> Callable[..., Allocation]:
+    """Register an allocation's maker, as its decorator, as :func:`kvjax.register` does for policies.
+
+    The entry-point group of other packages is ``kvjax.allocations``.
+    """
     return registered(ALLOCATIONS, make)
 
 
-@_register
+@register
 def uniform() -> Allocation:
     """Give each head the same number of slots.
 
@@ -144,7 +153,7 @@ def uniform() -> Allocation:
     )
 
 
-@_register
+@register
 def pyramid(*, beta: int | float = 20.0) -> Allocation:
     """Give more slots to the first layers and fewer to the last, linearly (PyramidKV, arXiv 2406.02069).
 
@@ -173,7 +182,7 @@ def pyramid(*, beta: int | float = 20.0) -> Allocation:
     return Allocation("pyramid", keep, scope="head", most=lambda L, K, budget: 2 * budget)
 
 
-@_register
+@register
 def adakv(*, safeguard: int | float = 0.2, cap: int | float | None = 8.0) -> Allocation:
     """Take one top-k over all heads of a layer; the best tokens of each head are safe (AdaKV, arXiv 2407.11550).
 
@@ -195,7 +204,7 @@ def adakv(*, safeguard: int | float = 0.2, cap: int | float | None = 8.0) -> All
     )
 
 
-@_register
+@register
 def layer(*, cap: int | float | None = 8.0) -> Allocation:
     """Take one top-k over all heads of a layer.
 
@@ -212,7 +221,7 @@ def layer(*, cap: int | float | None = 8.0) -> Allocation:
     return Allocation("layer", keep, scope="layer", most=_most("layer", cap))
 
 
-@_register
+@register
 def model(*, normalise: bool = True, cap: int | float | None = 8.0) -> Allocation:
     """Take one top-k over all layers and heads (LaProx, arXiv 2605.07234, algorithm 2).
 
@@ -238,7 +247,37 @@ def model(*, normalise: bool = True, cap: int | float | None = 8.0) -> Allocatio
     )  # fmt: skip
 
 
-@_register
+@register
+def threshold(*, least: float = 0.01, cap: int | float | None = 8.0) -> Allocation:
+    """Keep the tokens that score at least a threshold; the budget is only an upper limit (KVzap, arXiv 2601.07891).
+
+    So a text decides how many tokens it needs: ``cache.num_live`` counts them. Where more tokens reach the threshold
+    than the budget has room for, the best of all layers and heads stay. A protected token stays in any case. The cache
+    has the budget's slots all the same. KVzap also keeps a window: ``zap+protect(recent=128)@threshold(least=0.01)``.
+
+    Args:
+        least: the score that is just kept. It depends on the score: the best one for a task is found by trying.
+        cap: see :func:`adakv`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import kvjax
+        >>> cache = kvjax.KVCache.init(batch=1, kv_heads=1, slots=3, head_dim=2)
+        >>> cache = kvjax.insert(cache, jnp.ones((1, 3, 1, 2)), jnp.ones((1, 3, 1, 2)))
+        >>> scores = jnp.array([[[0.5, 0.1, 0.3]]])
+        >>> kvjax.evict(cache, scores, budget=2, allocation="threshold(least=0.4)").position.tolist()
+        [[[0, -1, -1]]]
+    """
+    check_number("threshold", "least", least, -1e30, 1e30, "a score, from -1e30 to 1e30")
+    _check_cap("threshold", cap)
+
+    def keep(c: Contest) -> Array:
+        return _capped(c, cap).best("model", c.budget * c.layers * c.heads) & (c.scores >= least)
+
+    return Allocation("threshold", keep, scope="model", most=_most("model", cap), fills=False)
+
+
+@register
 def cake(
     *, window: int | None = None, space: int | float = 1.0, time: int | float = 1.0, cap: int | float | None = 8.0
 ) -> Allocation:
@@ -275,10 +314,7 @@ def cake(
 
     def keep(c: Contest) -> Array:
         if c.measured is None:
-            raise ValueError(
-                "the allocation 'cake' needs its measurements of each layer; give evict the evidence of kvjax.observe "
-                "instead of scores."
-            )
+            raise ValueError(_NOT_MEASURED.format("cake"))
         entropy, variance = jnp.moveaxis(jnp.maximum(c.measured, 0), -1, 0)
         preference = entropy ** (1 / space) * variance ** (1 / time)
         held = c.sum(c.live, "layer") // c.heads - (c.entered + _protected_of_a_head(c))[None]
@@ -293,7 +329,7 @@ def cake(
     )  # fmt: skip
 
 
-@_register
+@register
 def lava(*, cap: int | float | None = 8.0) -> Allocation:
     """Divide slots among layers by the entropy of their scores, then take one top-k per layer (LAVa, arXiv 2509.09754).
 
@@ -319,8 +355,133 @@ def lava(*, cap: int | float | None = 8.0) -> Allocation:
     return Allocation("lava", keep, scope="model", most=_most("model", cap), needs_nonnegative=True)
 
 
+@register
+def headkv(*, file: str | None = None, beta: int | float = 1.5, cap: int | float | None = 8.0) -> Allocation:
+    """Give a head the more slots, the more important it is (HeadKV, arXiv 2410.19258).
+
+    With B the budget minus the protected tokens, each head puts ``B / beta`` of its slots into a pool, which is shared
+    out in proportion to the heads' importance. Heads keep their own best tokens. The authors measure the importance of
+    query heads by needles; here a KV head has one number, such as their mean over the group.
+
+    Args:
+        file: the importance of each head ``[L, K]``, from 0, as a .npy or .safetensors file; read once per process.
+        beta: from 1 (all slots are shared out). The authors' code takes 1.005 to 10, and 1.5 by default.
+        cap: see :func:`adakv`.
+
+    Example:
+        >>> import kvjax
+        >>> str(kvjax.snapkv() @ "headkv(beta=1.2)")
+        'snapkv@headkv(beta=1.2)'
+    """
+    check_number("headkv", "beta", beta, 1, 1e6, "a number from 1")
+    _check_cap("headkv", cap)
+    importance = _importance("headkv", file)
+
+    def keep(c: Contest) -> Array:
+        weight = jnp.asarray(importance(c.layers, c.heads))
+        fixed = _protected_of_a_head(c)
+        pooled = jnp.floor((c.budget - fixed).astype(jnp.float32) / beta).astype(jnp.int32)
+        least = jnp.broadcast_to((c.budget - pooled)[:, None], (c.layers, c.budget.shape[0], c.heads))
+        return c.best("head", _head_budgets(c, least, jnp.broadcast_to(weight[:, None], least.shape), cap))
+
+    return Allocation("headkv", keep, scope="head", most=_most_by(importance, cap))
+
+
+@register
+def duo(
+    *,
+    file: str | None = None,
+    streaming: float = 0.5,
+    sinks: int | float = 128,
+    recent: int | float = 256,
+    cap: int | float | None = 8.0,
+) -> Allocation:
+    """Let the least important heads stream, and give their slots to the others (DuoAttention, arXiv 2410.10819).
+
+    A streaming head keeps its first and its last tokens, whatever they score. The other heads, which retrieve, share
+    the rest of the budget; in the paper they keep all tokens. The authors train the importance of the heads;
+    ``models.head_scores`` measures it as kvpress does.
+
+    Args:
+        file: the importance of each head ``[L, K]``, from 0, as a .npy or .safetensors file; read once per process.
+        streaming: the share of the heads that stream, in [0, 1]; 0.5 as in the paper for models with grouped heads.
+        sinks: how many first tokens a streaming head keeps: a count, or a share of the budget (float in [0, 1]); 128 as
+            in kvpress. It never has more than the budget.
+        recent: likewise, of its last tokens; 256 as in kvpress.
+        cap: see :func:`adakv`.
+
+    Example:
+        >>> import kvjax
+        >>> str(kvjax.snapkv() @ "duo(sinks=4,recent=0.2)")
+        'snapkv@duo(sinks=4,recent=0.2)'
+    """
+    check_number("duo", "streaming", streaming, 0, 1, "a share of the heads in [0, 1]")
+    for what, amount in (("sinks", sinks), ("recent", recent)):
+        check_protected("duo", what, amount)
+    _check_cap("duo", cap)
+    importance = _importance("duo", file)
+
+    def keep(c: Contest) -> Array:
+        heads = importance(c.layers, c.heads)
+        least = np.argsort(heads, axis=None, kind="stable")[: round(streaming * heads.size)]
+        streams = np.isin(np.arange(heads.size), least).reshape(c.layers, 1, c.heads)
+        return _streamed(c, jnp.broadcast_to(streams, (c.layers, c.budget.shape[0], c.heads)), sinks, recent, cap)
+
+    return Allocation("duo", keep, scope="head", most=_most_by(importance, cap))
+
+
+@register
+def simlayer(
+    *,
+    threshold: float = 0.9,
+    sinks: int | float = 4,
+    recent: int | float = 1024,
+    cap: int | float | None = 8.0,
+) -> Allocation:
+    """Let lazy layers stream, and give their slots to the others (SimLayerKV, arXiv 2410.13846).
+
+    A layer is lazy if the last query gives the first and the last tokens more than ``threshold`` of its attention, on
+    average over the heads. All heads of such a layer keep these tokens alone, whatever they score; the other layers
+    share the rest of the budget. In the paper the latter keep all tokens, and layers are judged once; here they are
+    judged at each eviction. A layer that has streamed has little else to look at, and stays lazy.
+
+    Args:
+        threshold: a share of the attention in [0, 1]. 0.9 is that of Llama-3 (0.65 Llama-2, 0.8 Mistral, 0.85 Qwen).
+        sinks: how many first tokens a lazy layer keeps: a count, or a share of the budget (float in [0, 1]); 4 as in
+            the paper. A head of it never has more than the budget.
+        recent: likewise, of its last tokens; 1,024 as in the paper.
+        cap: see :func:`adakv`.
+
+    Example:
+        >>> import kvjax
+        >>> str(kvjax.snapkv() @ "simlayer(recent=0.25)")
+        'snapkv@simlayer(recent=0.25)'
+    """
+    check_number("simlayer", "threshold", threshold, 0, 1, "a share of the attention in [0, 1]")
+    for what, amount in (("sinks", sinks), ("recent", recent)):
+        check_protected("simlayer", what, amount)
+    _check_cap("simlayer", cap)
+
+    def measure(o: Observation) -> Array:
+        first, last = (x[:, None, None] for x in _streaming_counts(o.budget, sinks, recent))
+        near = o.live & ((o.position < first) | (o.position >= o.next_position[:, None, None] - last))
+        attention = jnp.sum(jnp.where(near[:, :, None], o.columns.last, 0), axis=(1, 2, 3))
+        return jnp.stack([attention, jnp.full_like(attention, o.columns.last.shape[1] * o.columns.last.shape[2])], -1)
+
+    def keep(c: Contest) -> Array:
+        if c.measured is None:
+            raise ValueError(_NOT_MEASURED.format("simlayer"))
+        attention, heads = jnp.moveaxis(c.measured, -1, 0)  # [L, B]
+        lazy = attention > threshold * heads
+        return _streamed(c, _for_each_head(lazy, c), sinks, recent, cap)
+
+    return Allocation(
+        "simlayer", keep, scope="head", most=_most("model", cap), measure=measure, measures=2,
+        statistics=frozenset({"last"}),
+    )  # fmt: skip
+
+
 @typed
-@functools.cache
 def parse_allocation(name: str) -> Allocation:
     """Return the allocation that a short name stands for, as written after the ``@`` of a policy.
 
@@ -337,7 +498,7 @@ def parse_allocation(name: str) -> Allocation:
         tree = ast.parse(name.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise ValueError(f"the allocation {name!r} is malformed; {how}.") from None
-    return called(tree, ALLOCATIONS, "allocation", name.strip(), how)
+    return called(tree, ALLOCATIONS, name.strip(), how)
 
 
 def _keep_in_layer(safeguard: int | float, cap: int | float | None, c: Contest) -> Array:
@@ -381,10 +542,75 @@ def _layer_budgets(c: Contest, share: Callable[[Array, Array], Array], cap: int 
     held = c.sum(c.live, "layer") * each // c.heads
     if cap is not None:
         held = jnp.minimum(held, share_of(min(cap, c.layers * c.heads), c.budget)[None] * each)
-    fixed = jnp.minimum(_protected_of_a_head(c)[None] * each, held)
+    return _shared_out(c.budget * each * c.layers, held, _protected_of_a_head(c)[None] * each, share)
+
+
+def _head_budgets(
+    c: Contest, least: Int[Array, "L B K"], weight: Float[Array, "L B K"], cap: int | float | None
+) -> Int[Array, "L B K"]:
+    """Compute the slots of each head: ``least`` and its protected slots, and the rest in proportion to the weights.
+
+    No head gets more than it holds; together they get all of the budget.
+    """
+    held = c.sum(c.live, "head")
+    if cap is not None:
+        held = jnp.minimum(held, share_of(min(cap, c.layers * c.heads), c.budget)[None, :, None])
+    least = jnp.maximum(least, _protected_of_a_head(c)[None, :, None])
+    held, least, weight = (jnp.moveaxis(x, 2, 1).reshape(-1, x.shape[1]) for x in (held, least, weight))
+    slots = _shared_out(c.budget * c.layers * c.heads, held, least, _in_proportion(weight))
+    return jnp.moveaxis(slots.reshape(c.layers, c.heads, -1), 2, 1)
+
+
+def _shared_out(
+    total: Int[Array, "B"], held: Int[Array, "n B"], least: Int[Array, "n B"], share: Callable[[Array, Array], Array]
+) -> Int[Array, "n B"]:
+    """Share out a total among n layers or heads: ``least`` to each, and ``share(room, rest)`` of the rest."""
+    fixed = jnp.minimum(least, held)
     room = held - fixed
-    total = jnp.minimum(c.budget * each * c.layers - jnp.sum(fixed, axis=0), jnp.sum(room, axis=0))
-    return fixed + _whole(share(room, total), room, total)
+    rest = jnp.minimum(total - jnp.sum(fixed, axis=0), jnp.sum(room, axis=0))
+    return fixed + _whole(share(room, rest), room, rest)
+
+
+def _streamed(
+    c: Contest, streams: Bool[Array, "L B K"], sinks: int | float, recent: int | float, cap: int | float | None
+) -> Bool[Array, "*rows S"]:
+    """Keep first and last tokens in the heads that stream, and the best in the others, which share the other slots."""
+    first, last = _streaming_counts(c.budget, sinks, recent)
+    least = jnp.where(streams, jnp.minimum(first + last, c.budget)[:, None], 0)
+    slots = _head_budgets(c, least, jnp.where(streams, 0.0, 1.0), cap)
+    sink = c.position < first[c.batch][..., None]
+    by_place = jnp.where(sink, jnp.finfo(jnp.float32).max, c.position.astype(jnp.float32))
+    rows = streams.ravel()[jnp.ravel((c.layer * streams.shape[1] + c.batch) * c.heads + c.head)].reshape(c.layer.shape)
+    replaced = rows[..., None] & (c.scores != jnp.inf)  # protected tokens stay
+    return c._replace(scores=jnp.where(replaced, by_place, c.scores)).best("head", slots)
+
+
+def _streaming_counts(budget: Int[Array, "B"], sinks: int | float, recent: int | float) -> tuple[Array, Array]:
+    """Return the numbers of first and last tokens of a head that streams; the newest make way if both do not fit."""
+    first, last = (
+        jnp.minimum(amount if isinstance(amount, int) else share_of(amount, budget), budget)
+        for amount in (sinks, recent)
+    )
+    return first, jnp.minimum(last, budget - first)
+
+
+def _importance(name: str, file: str | None) -> Callable[[int, int], Float[np.ndarray, "L K"]]:
+    """Return what gives the heads' importance from a file, after a check that it is that of a model with L K heads."""
+    heads = None if file is None else read_array(name, file, "L K")
+    if heads is not None and (heads < 0).any():
+        raise ValueError(f"{name}: {file!r} holds numbers below 0; give the importance of each head, from 0.")
+
+    def of(L: int, K: int) -> Float[np.ndarray, "L K"]:
+        if heads is None:
+            raise ValueError(f"{name!r} reads how important each head is from a file; write {name}(file='heads.npy').")
+        if heads.shape != (L, K):
+            raise ValueError(
+                f"{name}: {file!r} has the importance of {heads.shape[1]} heads in {heads.shape[0]} layers, but this "
+                f"cache has {K} in {L}; give an array [{L}, {K}]."
+            )
+        return heads
+
+    return of
 
 
 def _in_proportion(weight: Float[Array, "L B"]) -> Callable[[Array, Array], Array]:
@@ -434,6 +660,14 @@ def _for_each_head(layers: Int[Array, "L B"], c: Contest) -> Int[Array, "L B K"]
 
 def _most(scope: Scope, cap: int | float | None) -> Callable[[int, int, int], int]:
     return lambda L, K, budget: _limit(cap, budget, budget * K * (L if scope == "model" else 1))
+
+
+def _most_by(importance: Callable[[int, int], Any], cap: int | float | None) -> Callable[[int, int, int], int]:
+    def most(L: int, K: int, budget: int) -> int:
+        importance(L, K)  # a file of another model is refused before anything runs
+        return _most("model", cap)(L, K, budget)
+
+    return most
 
 
 def _limit(cap: int | float | None, budget: int, total: int) -> int:

@@ -17,10 +17,10 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kernels_pallas import ColumnStatistics, cache_attention, paged_attention
-from kvjax.cache import HeadState, KVCache, by_position
+from kvjax.cache import HeadState, KVCache, by_position, floats_of, rows_of
 from kvjax.checks import check_tokens, is_known, plain
 from kvjax.eviction import Evidence, evict
-from kvjax.insertion import Cache, check_fits, insert, next_positions
+from kvjax.insertion import Cache, batch_rows, check_fits, insert, next_positions, up_to
 from kvjax.observation import Context, Needs, Observation, Weights
 from kvjax.paged import PagedCache, pages_for, write_layer
 from kvjax.policy import Policy, check_budget, joined, mark_protected, policy_of, update_scores
@@ -362,28 +362,44 @@ def _attention(
     With ``stack``, kernels read the layer's keys and values from the stacked arrays: a layer taken out is a copy.
     """
     if here.positions == "compact":
+        here, stack = floats_of(here), None
         query, key = _turn_to_rank(here, query, position, context)
-        here, stack = dataclasses.replace(here, key=key), None
+        here = dataclasses.replace(here, key=key)
     source, layer = (here, None) if stack is None else (stack, context.layer)
     S, filled = here.num_slots, context.filled
+    if context.reconstructed is not None:
+        at: dict[str, Any] = dict(query_position=position, layer=layer)
+        visible = context.reconstructed.visible(here.position, batch_rows(here))
+        out, _ = cache_attention(
+            query, **rows_of(source), key_position=here.position, **at, **_options(Needs(), context)
+        )
+        _, columns = cache_attention(query, **rows_of(source), key_position=visible, **at, **_options(needs, context))
+        return out, columns, query, here
     if filled is None or filled >= S or stack is not None:
         out, columns = cache_attention(
-            query, source.key, source.value, here.position, position, layer=layer, **_options(needs, context)
-        )
+            query, **rows_of(source), key_position=here.position, query_position=position, layer=layer,
+            **_options(needs, context),
+        )  # fmt: skip
         return out, columns, query, here
-    key, value, slot_position = (x[:, :, :filled] for x in (here.key, here.value, here.position))
-    out, columns = cache_attention(query, key, value, slot_position, position, **_options(needs, context))
+    rows, slot_position = jax.tree.map(lambda x: x[:, :, :filled], (rows_of(here), here.position))
+    out, columns = cache_attention(
+        query, **rows, key_position=slot_position, query_position=position, **_options(needs, context)
+    )
     nothing = ((0, 0), (0, 0), (0, S - filled))
     return out, jax.tree.map(lambda column: jnp.pad(column, nothing), columns), query, here
 
 
 def _options(needs: Needs, context: Context) -> dict[str, Any]:
     """Return the arguments that attention over slots and attention over pages share."""
+    statistics = needs.statistics | observed(needs.statistics)
+    if needs.reconstruction is not None and context.reconstructed is not None:
+        statistics |= needs.reconstruction.statistics
     return dict(
-        statistics=needs.statistics | observed(needs.statistics),
+        statistics=statistics,
         window=needs.window,
         sliding_window=context.sliding_window,
         scale=context.scale,
+        soft_cap=context.soft_cap,
         implementation=context.implementation,
     )
 
@@ -399,8 +415,12 @@ def _ask(
     context: Context,
 ) -> tuple[Evidence, Any]:
     """Have the policy score some heads of a layer; return its evidence and its new state."""
+    here = floats_of(here)
     B, K = here.position.shape[:2]
     entered = jnp.sum(position >= 0, axis=1, dtype=jnp.int32)
+    end = None if context.reconstructed is None else context.reconstructed.end
+    if end is not None:
+        here = up_to(here, end)
     columns = jax.tree.map(lambda column: column.reshape(B, K, -1, column.shape[-1]), columns)
     remembered = here.state
     if observed(policy.needs.statistics):
@@ -430,6 +450,7 @@ def _ask(
         entered=entered,
         protected=observation.protected,
         measured=None if measure is None else measure(observation),
+        end=end,
         allocation=policy.allocation,
     )
     return evidence, state
@@ -439,7 +460,8 @@ def _with_scores(evidence: Evidence, here: KVCache) -> Evidence:
     """Compute the scores if the evidence still holds :class:`kvjax.observation.Weights`."""
     if not isinstance(evidence.scores, Weights):
         return evidence
-    scores = joined(evidence.scores, jax.lax.stop_gradient(here.value), here.live, evidence.protected)
+    value = jax.lax.stop_gradient(floats_of(here).value)
+    scores = joined(evidence.scores, value, here.live, evidence.protected)
     return dataclasses.replace(evidence, scores=scores)
 
 
@@ -463,9 +485,15 @@ def _observe_pages(
     columns = ColumnStatistics()
     if not turned:
         table = cache.layer_table(layer)
-        out, columns = paged_attention(
-            query, cache.key, cache.value, cache.position, table, position, **_options(needs, context)
-        )
+        at: dict[str, Any] = dict(table=table, query_position=position)
+        seen = cache.position
+        if context.reconstructed is not None:  # the statistics are of the part that is repeated alone
+            seen = context.reconstructed.visible(cache.position, batch_rows(cache))
+            out, _ = paged_attention(
+                query, **rows_of(cache), position=cache.position, **at, **_options(Needs(), context)
+            )
+        found, columns = paged_attention(query, **rows_of(cache), position=seen, **at, **_options(needs, context))
+        out = found if context.reconstructed is None else out
         if policy is None:
             return out, cache, None
 
@@ -512,7 +540,8 @@ def _observe_pages(
     if policy.heads == "layer":  # all heads hold the same tokens, in the same slots
         scores = jnp.broadcast_to(jnp.sum(scores / scores.shape[1], axis=1, keepdims=True), scores.shape)
     measured = None if evidence.measured is None else jnp.sum(evidence.measured, axis=0)
-    evidence = dataclasses.replace(evidence, scores=scores, entered=evidence.entered[0], measured=measured)
+    end = None if evidence.end is None else evidence.end[0]
+    evidence = dataclasses.replace(evidence, scores=scores, entered=evidence.entered[0], measured=measured, end=end)
     return out, dataclasses.replace(cache, state=state), evidence
 
 

@@ -1,6 +1,8 @@
 """The cache: a fixed number of slots per KV head, reused as tokens are evicted.
 
     key, value     [B, K, S, D]   keys rotated at their absolute position; rows of free slots are stale, never read
+    key_scale      [B, K, S]      float32, by which a row of eight bits is multiplied; None where rows are floats.
+    value_scale                   Computations read floats_of(cache); attention and caote_topk read rows as they are
     position       [B, K, S]      int32, the absolute position of the token in each slot, -1 where the slot is free
     next_position  [B]            int32, the absolute position of each row's next token
     state          a pytree of a policy's per-slot arrays [B, K, S, ...]; a slot's entry is zero when a token enters.
@@ -20,9 +22,10 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Real
 
-from kvjax.checks import check_count, is_float
+from kvjax.checks import check_count
+from kvjax.quantise import check_dtype, dequantise, is_quantised, quantise
 
 PyTree = Any
 Positions = Literal["absolute", "compact", "index"]
@@ -66,12 +69,14 @@ class KVCache:
         ([[[0, 1, -1]]], [[2]], 64)
     """
 
-    key: Float[Array, "*L B K S D"]
-    value: Float[Array, "*L B K S D"]
+    key: Real[Array, "*L B K S D"]
+    value: Real[Array, "*L B K S D"]
     position: Int[Array, "*L B K S"]
     next_position: Int[Array, "B"]
     state: PyTree = ()
     positions: Positions = dataclasses.field(default="absolute", metadata={"static": True})
+    key_scale: Float[Array, "*L B K S"] | None = None
+    value_scale: Float[Array, "*L B K S"] | None = None
 
     @classmethod
     def init(
@@ -89,13 +94,15 @@ class KVCache:
         """Make an empty cache. ``state`` is what a policy's ``init`` returned for the same shape.
 
         Args:
+            dtype: of keys and values: floats, or eight bits, "int8" or "float8_e4m3fn", to which rows are rounded when
+                they enter (:func:`kvjax.quantise`).
             positions: the positions that keys are rotated to once tokens have been evicted. "absolute": those in the
                 text. "compact": at each step, the ranks among the remaining tokens, as in StreamingLLM; keys are
                 rotated again. "index": a token's position is the number of tokens in the cache when it enters, and
                 stays so; keys are not rotated again. Masks and protections always use positions in the text.
 
         Raises:
-            ValueError: if a size is below 1, the positions are unknown, or the state has another shape.
+            ValueError: if a size is below 1, the dtype or the positions are unknown, or the state has another shape.
         """
         if positions not in ("absolute", "compact", "index"):
             raise ValueError(f"unknown positions {positions!r}; expected 'absolute', 'compact' or 'index'.")
@@ -103,8 +110,7 @@ class KVCache:
         stack = {} if layers is None else dict(layers=layers)
         shape = tuple(check_count(name, size, 1, "a cache needs at least 1") for name, size in (stack | sizes).items())
         head_dim = check_count("head_dim", head_dim, 1, "a cache needs at least 1")
-        if not is_float(dtype):
-            raise ValueError(f"dtype is {dtype!r}; keys and values are floats, such as 'bfloat16'.")
+        dtype = check_dtype(dtype)
         for leaf in jax.tree.leaves(state, is_leaf=lambda leaf: isinstance(leaf, HeadState)):
             given, lead = (leaf.value.shape, shape[:-1]) if isinstance(leaf, HeadState) else (leaf.shape, shape)
             if given[: len(lead)] != lead:
@@ -120,6 +126,7 @@ class KVCache:
             next_position=jnp.zeros(shape[-3], jnp.int32),
             state=state,
             positions=positions,
+            **empty_scales(dtype, shape),
         )
 
     @property
@@ -144,7 +151,7 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole cache: keys, values, positions and the policy's state."""
+        """Bytes of the whole cache: keys, values, their scales, positions and the policy's state."""
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
 
     def layer(self, index: int | Int[Array, ""]) -> KVCache:
@@ -153,14 +160,67 @@ class KVCache:
         def take(leaf: Array) -> Array:
             return jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False)
 
-        return KVCache(
-            key=take(self.key),
-            value=take(self.value),
+        return dataclasses.replace(
+            self,
+            **map_rows(take, self),
             position=take(self.position),
-            next_position=self.next_position,
             state=jax.tree.map(take, self.state),
-            positions=self.positions,
         )
+
+
+ROWS = ("key", "value", "key_scale", "value_scale")
+
+
+def rows_of(cache: Any) -> dict[str, Any]:
+    """Return the arrays of a plain or a paged cache that store keys and values, by the names of their fields.
+
+    Example:
+        >>> import kvjax
+        >>> from kvjax.cache import rows_of
+        >>> list(rows_of(kvjax.KVCache.init(batch=1, kv_heads=1, slots=3, head_dim=2, dtype="int8")))
+        ['key', 'value', 'key_scale', 'value_scale']
+    """
+    arrays = {name: getattr(cache, name) for name in ROWS}
+    return {name: array for name, array in arrays.items() if array is not None}
+
+
+def map_rows(function: Callable[..., Array], cache: Any, *rest: dict[str, Any]) -> dict[str, Any]:
+    """Apply a function to each of :func:`rows_of`, and to the arrays of the same name in ``rest``."""
+    return jax.tree.map(function, rows_of(cache), *rest)
+
+
+def as_stored(cache: Any, key: Float[Array, "*rows D"], value: Float[Array, "*rows D"]) -> dict[str, Any]:
+    """Return new tokens' keys and values as the cache stores them: what is to be written to each of :func:`rows_of`."""
+    if cache.key_scale is None:
+        return {"key": key, "value": value}
+    keys, values = quantise(key, cache.key.dtype), quantise(value, cache.value.dtype)
+    return {"key": keys.values, "value": values.values, "key_scale": keys.scale, "value_scale": values.scale}
+
+
+def empty_scales(dtype: DTypeLike, shape: tuple[int, ...]) -> dict[str, Any]:
+    """Return the scales of an empty cache with slots of this shape, by field; none where rows are floats."""
+    names = ("key_scale", "value_scale") if is_quantised(dtype) else ()
+    return {name: jnp.zeros(shape, jnp.float32) for name in names}
+
+
+def floats_of[Cache: Any](cache: Cache) -> Cache:
+    """Return a cache with keys and values as floats, for whatever computes with them; a cache of floats as it is.
+
+    Rows of eight bits become float32, a copy: take a layer, or a head, out of a stacked cache first.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import kvjax
+        >>> from kvjax.cache import floats_of
+        >>> cache = kvjax.KVCache.init(batch=1, kv_heads=1, slots=1, head_dim=2, dtype="int8")
+        >>> rows = jnp.array([[[[127.0, -3.2]]]])
+        >>> floats_of(kvjax.insert(cache, rows, rows)).key.tolist()
+        [[[[127.0, -3.0]]]]
+    """
+    if cache.key_scale is None or cache.value_scale is None:
+        return cache
+    key, value = dequantise(cache.key, cache.key_scale), dequantise(cache.value, cache.value_scale)
+    return dataclasses.replace(cache, key=key, value=value, key_scale=None, value_scale=None)
 
 
 def insert_plain(
@@ -181,15 +241,15 @@ def insert_plain(
     def write(leaf: Array, rows: Array) -> Array:
         return write_rows(leaf, rows.astype(leaf.dtype), slot, layer)
 
-    return KVCache(
-        key=write(cache.key, key.swapaxes(1, 2)),
-        value=write(cache.value, value.swapaxes(1, 2)),
+    rows = as_stored(cache, key.swapaxes(1, 2), value.swapaxes(1, 2))
+    return dataclasses.replace(
+        cache,
+        **map_rows(write, cache, rows),
         position=write(cache.position, jnp.broadcast_to(position[:, None], (B, K, T))),
         next_position=jnp.maximum(cache.next_position, jnp.max(position, axis=1) + 1),
         state=map_slots(
             lambda leaf: write(leaf, jnp.zeros((B, K, T, *leaf.shape[cache.position.ndim :]))), cache.state
         ),
-        positions=cache.positions,
     )
 
 
@@ -218,13 +278,11 @@ def compact(cache: KVCache, slots: int) -> KVCache:
         index = source.reshape(*source.shape, *(1,) * (leaf.ndim - source.ndim))
         return jnp.take_along_axis(leaf, index, axis=source.ndim - 1, mode="fill", fill_value=fill)
 
-    return KVCache(
-        key=gather(cache.key, 0),
-        value=gather(cache.value, 0),
+    return dataclasses.replace(
+        cache,
+        **map_rows(lambda leaf: gather(leaf, 0), cache),
         position=gather(cache.position, -1),
-        next_position=cache.next_position,
         state=map_slots(lambda leaf: gather(leaf, 0), cache.state),
-        positions=cache.positions,
     )
 
 

@@ -31,19 +31,21 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as to_safetensors
 
 from kvjax.cache import KVCache, Positions
-from kvjax.checks import check_types, is_float, is_known, shown, typed
+from kvjax.checks import check_types, is_known, shown, typed
 from kvjax.insertion import Cache
 from kvjax.making import blank
 from kvjax.paged import PagedCache
 from kvjax.policy import Policy, policy_of
+from kvjax.quantise import check_dtype
 
 FORMAT = 1
 ENTRY = "kvjax_cache"
 MOST_QUERY_HEADS = 256  # of a KV head; no model has more
 STORED = {
     *("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"),
-    *("bfloat16", "float16", "float32", "float64"),
+    *("float8_e4m3fn", "bfloat16", "float16", "float32", "float64"),
 }
+FLOAT8 = jnp.dtype("float8_e4m3fn")  # stored as bytes, uint8: the safetensors package has no such array of NumPy
 _FIELDS = {
     "format": Literal[1],
     "kvjax": str,
@@ -113,6 +115,7 @@ def save_cache(
     info["query_heads"] = _query_heads(cache, arrays, made_with["policy"], expected_with)
     _check_arrays("the cache", arrays, expected_with(info["query_heads"]))
     _check_contents("the cache", arrays)
+    arrays = {name: array.view(np.uint8) if array.dtype == FLOAT8 else array for name, array in arrays.items()}
     text = json.dumps(info | {"sha256": _digest(info, arrays)}, sort_keys=True)
     _write(target, to_safetensors(arrays, metadata={ENTRY: text}))
 
@@ -151,6 +154,8 @@ def load_cache(
     """
     given = _made_with(policy, budget, model)
     info, arrays = _read(_source(path))
+    if info["dtype"] == FLOAT8.name:
+        arrays |= {name: arrays[name].view(FLOAT8) for name in ("key", "value") if name in arrays}
     _check_given(path, given, info)
     made_for = policy_of(policy) if policy is not None else _named_policy(path, info["policy"])
     expected = _expected(f"{path}", arrays, info, made_for, info["query_heads"])
@@ -218,8 +223,8 @@ def _arrays(cache: Cache) -> dict[str, np.ndarray]:
     for name, array in arrays.items():
         if array.dtype.name not in STORED:
             raise ValueError(
-                f"the cache's {name} is of {array.dtype}, which a file does not hold; it may be bfloat16, float16, "
-                "float32 or float64."
+                f"the cache's {name} is of {array.dtype}, which a file does not hold; it may be int8, float8_e4m3fn, "
+                "bfloat16, float16, float32 or float64."
             )
     return arrays
 
@@ -264,8 +269,10 @@ def _expected(
         raise ValueError(f"{whose} has {names} of the shapes {shapes}; expected {wanted}.")
     *layers, batch, kv_heads, last = heads.shape
     dtype = described["dtype"]
-    if not is_float(dtype):
-        raise ValueError(f"{whose} has keys of {dtype}; expected floats.")
+    try:
+        check_dtype(dtype)
+    except ValueError as error:
+        raise ValueError(f"{whose} has keys that no cache has: {error}") from None
     if jax.dtypes.canonicalize_dtype(dtype) != jnp.dtype(dtype):
         raise ValueError(f"{whose} has keys of {dtype}, for which JAX needs jax_enable_x64.")
     pages, page_size = position.shape if paged else (None, 1)

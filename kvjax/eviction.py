@@ -13,7 +13,7 @@ from kernels_pallas.dispatch import Implementation
 from kvjax.allocation import UNIFORM, Allocation, Contest, parse_allocation
 from kvjax.cache import KVCache
 from kvjax.checks import check_tokens, plain, real_array
-from kvjax.insertion import Cache
+from kvjax.insertion import Cache, batch_rows
 from kvjax.observation import Weights
 from kvjax.paged import PagedCache, release, write_layer
 from kvjax.topk import keep_mask
@@ -31,6 +31,7 @@ class Evidence:
         entered: how many tokens of each row came in with the block. A row without any loses nothing.
         protected: the slots that stay whatever their weights; None where ``scores`` mark them.
         measured: what the allocation measured of the attention, if anything.
+        end: the position from which on tokens leave whatever they score, per row; None where all may stay.
         allocation: how many slots each head gets.
 
     Example:
@@ -44,16 +45,18 @@ class Evidence:
     entered: Int[Array, "B"]
     protected: Bool[Array, "B K S"] | None = None
     measured: Float[Array, "*L B measures"] | None = None
+    end: Int[Array, "B"] | None = None
     allocation: Allocation = dataclasses.field(default=UNIFORM, metadata={"static": True})
 
     @classmethod
-    def of_layers(cls, cache: Cache, allocation: Allocation) -> Evidence:
+    def of_layers(cls, cache: Cache, allocation: Allocation, end: Int[Array, "B"] | None = None) -> Evidence:
         """Make empty evidence for all layers of a cache; :meth:`with_layer` fills it in."""
         *L, B, _ = cache.heads_shape
         return cls(
             scores=jnp.full(cache.position.shape, -jnp.inf, jnp.float32),
             entered=jnp.zeros(B, jnp.int32),
             measured=jnp.zeros((*L, B, allocation.measures), jnp.float32) if allocation.measures else None,
+            end=end,
             allocation=allocation,
         )
 
@@ -67,7 +70,7 @@ class Evidence:
             scores = write_layer(cache, self.scores, said.scores, layer)
         else:
             scores = said.scores if layer is None else self.scores.at[layer].set(said.scores)
-        return dataclasses.replace(self, scores=scores, entered=said.entered, measured=measured)
+        return dataclasses.replace(self, scores=scores, entered=said.entered, measured=measured, end=said.end)
 
 
 def evict(
@@ -83,7 +86,8 @@ def evict(
     """Free the slots of all but the best tokens. Keys and values stay where they are.
 
     A paged cache frees the pages that its heads no longer need, after moving the tokens left in them. Where a policy
-    observes a window of queries, the next query starts a new window.
+    observes a window of queries, the next query starts a new window. A row whose budget is not below the slots per head
+    loses nothing, and its window goes on: so some rows of a batch may be evicted from, and others not.
 
     Args:
         scores: retention scores, larger = keep, shaped like ``cache.position`` (one layer of it with ``layer``). Free
@@ -124,14 +128,21 @@ def evict(
             raise ValueError(f"{allocation!r} is not an allocation; give one of kvjax.allocation, or its short name.")
         evidence = Evidence(real_array("scores", scores), jnp.zeros_like(cache.next_position), allocation=allocation)
     position = _positions_of(cache, layer, evidence.allocation)
-    evicted = evidence.entered > 0 if isinstance(scores, Evidence) else jnp.ones(cache.next_position.shape, bool)
-    cache = dataclasses.replace(cache, state=begin_anew(cache.state, evicted, layer))
+    if evidence.end is not None:  # in this layer only: the others are still to be evicted from
+        rows = batch_rows(cache) if layer is None else batch_rows(cache)[0]
+        position = jnp.where(position >= evidence.end[rows][..., None], -1, position)
+        cache = dataclasses.replace(cache, next_position=jnp.minimum(cache.next_position, evidence.end))
+    whole = jnp.broadcast_to(jnp.asarray(budget) >= cache.num_slots, cache.next_position.shape)  # lose nothing
+    if not evidence.allocation.fills:  # then only an idle row is sure to lose nothing
+        whole = whole & (evidence.entered == 0) & isinstance(scores, Evidence)
+    cache = dataclasses.replace(cache, state=begin_anew(cache.state, ~whole, layer))
     if isinstance(evidence.scores, Weights):
         kept = caote_topk(
             evidence.scores.weights,
             jax.lax.stop_gradient(cache.value),
             position,
             budget,
+            value_scale=cache.value_scale,
             protected=evidence.protected,
             fast=evidence.scores.fast,
             norm=evidence.scores.norm,
@@ -148,8 +159,7 @@ def evict(
         stays = keep_mask(evidence.scores, position, budget, excess=excess)
     else:
         contest = _contest(cache, evidence, position, budget, layer)
-        all_fit = (contest.budget >= cache.num_slots)[contest.batch]  # rows that lose nothing, such as idle ones
-        stays = evidence.allocation.keep(contest) | (contest.live & all_fit[..., None])
+        stays = evidence.allocation.keep(contest) | (contest.live & whole[contest.batch][..., None])
     position = jnp.where(stays, position, -1)
     if isinstance(cache, PagedCache):
         return release(dataclasses.replace(cache, position=position))

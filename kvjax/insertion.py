@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache import KVCache, insert_plain
 from kvjax.checks import is_known, plain, real_array
-from kvjax.paged import PagedCache, insert_paged
+from kvjax.paged import PagedCache, insert_paged, release
 
 Cache = KVCache | PagedCache
 
@@ -24,7 +26,7 @@ def insert(
     """Write T tokens into free slots; nothing else in the cache moves.
 
     Args:
-        key: rotated keys of the new tokens; cast to the cache's dtype.
+        key: rotated keys of the new tokens; cast to the cache's dtype, or rounded to its eight bits.
         value: their values.
         position: their absolute positions, -1 for padding, which is not stored. By default they continue each row.
         layer: the layer to write to in a stacked cache.
@@ -82,6 +84,45 @@ def insert(
     if isinstance(cache, PagedCache):
         return insert_paged(cache, key, value, position, layer)
     return insert_plain(cache, key, value, position, layer)
+
+
+def rewind(cache: Cache, position: Int[Array, "B"]) -> Cache:
+    """Take back the tokens from a position on: their slots are free, and the next token gets that position.
+
+    What a policy has learned of other tokens from them stays.
+
+    Args:
+        position: one per row; a row whose ``next_position`` is not larger keeps all.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import kvjax
+        >>> cache = kvjax.KVCache.init(batch=1, kv_heads=1, slots=4, head_dim=2)
+        >>> cache = kvjax.insert(cache, jnp.ones((1, 3, 1, 2)), jnp.ones((1, 3, 1, 2)))
+        >>> cache = kvjax.rewind(cache, jnp.array([2]))
+        >>> cache.position.tolist(), cache.next_position.tolist()
+        ([[[0, 1, -1, -1]]], [2])
+    """
+    end = jnp.asarray(position)
+    return release(up_to(cache, end)) if isinstance(cache, PagedCache) else up_to(cache, end)
+
+
+def up_to[C: (KVCache, PagedCache)](cache: C, end: Int[Array, "B"]) -> C:
+    """Return the cache without the tokens from a position on; the pages of a paged cache still have their owners."""
+    free = cache.position >= end[batch_rows(cache)][..., None]
+    return dataclasses.replace(
+        cache,
+        position=jnp.where(free, -1, cache.position),
+        next_position=jnp.minimum(cache.next_position, end.astype(jnp.int32)),
+    )
+
+
+def batch_rows(cache: Cache) -> Int[Array, "*rows"]:
+    """Return the batch row that each row of slots is of: a head of a plain cache, a page of a paged one."""
+    *_, B, K = cache.heads_shape
+    if isinstance(cache, PagedCache):
+        return jnp.maximum(cache.owner, 0) // K % B
+    return jnp.broadcast_to(jnp.arange(B, dtype=jnp.int32)[:, None], cache.heads_shape)
 
 
 def next_positions(cache: Cache, T: int) -> Int[Array, "B T"]:

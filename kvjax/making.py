@@ -14,11 +14,12 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from kvjax.cache import HeadState, KVCache, Positions, PyTree
-from kvjax.checks import check_count, is_float
+from kvjax.cache import HeadState, KVCache, Positions, PyTree, map_rows
+from kvjax.checks import check_count
 from kvjax.insertion import Cache
 from kvjax.paged import PagedCache, pages_for
-from kvjax.policy import Policy, check_block, check_budget, policy_of
+from kvjax.policy import Policy, check_block, check_budget, check_measured, policy_of
+from kvjax.quantise import check_dtype
 
 
 def empty_cache(
@@ -45,7 +46,7 @@ def empty_cache(
         head_dim: the length of a key, and of a value.
         budget: tokens that each head keeps, on average where heads compete; without a policy, all tokens of a sequence.
         block: the most tokens inserted between two evictions; for a prompt fed in blocks, the block size.
-        dtype: of keys and values.
+        dtype: of keys and values: floats, or "int8" or "float8_e4m3fn" (:func:`kvjax.quantise`).
         page_size: slots per page, if the cache is paged.
 
     Returns:
@@ -54,7 +55,8 @@ def empty_cache(
 
     Raises:
         ValueError: if a count is below 1, the KV heads do not divide the query heads, the budget is smaller than what
-            the policy protects, or the block is smaller than its observation window (:func:`kvjax.check_block`).
+            the policy protects, the block is smaller than its observation window (:func:`kvjax.check_block`), or the
+            dtype is unknown.
 
     Example:
         >>> import kvjax
@@ -79,8 +81,7 @@ def empty_cache(
             f"{query_heads} query heads were given for {kv_heads} KV heads; expected a multiple of the "
             "number of KV heads."
         )
-    if not is_float(dtype):
-        raise ValueError(f"dtype is {dtype!r}; keys and values are floats, such as 'bfloat16'.")
+    dtype = check_dtype(dtype)
     made: dict[str, Any] = dict(layers=layers, batch=batch, head_dim=head_dim, dtype=dtype)
     if policy is None:
         return blank(None, kv_heads=kv_heads, group=query_heads // kv_heads, slots=budget, **made)
@@ -130,8 +131,7 @@ def repeat(cache: Cache, n: int) -> Cache:
     if isinstance(cache, KVCache):
         return dataclasses.replace(
             cache,
-            key=rows(cache.key),
-            value=rows(cache.value),
+            **map_rows(rows, cache),
             position=rows(cache.position),
             next_position=next_position,
             state=jax.tree.map(rows, cache.state),
@@ -151,8 +151,7 @@ def repeat(cache: Cache, n: int) -> Cache:
     table = rows(cache.table)
     return dataclasses.replace(
         cache,
-        key=pools(cache.key),
-        value=pools(cache.value),
+        **map_rows(pools, cache),
         position=pools(cache.position),
         owner=jnp.where(cache.owner >= 0, owner, -1).reshape(n * P),
         table=jnp.where(table >= 0, table + first_page, -1),
@@ -191,6 +190,8 @@ def blank(
         >>> len(blank(kvjax.h2o(), **sizes).state)
         3
     """
+
+    check_measured(policy, layers, kv_heads)
 
     def state(B: int, K: int, S: int) -> PyTree:
         return () if policy is None else policy.state(B, K, group, S, head_dim)

@@ -9,16 +9,17 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from kvjax.cache import HeadState
-from kvjax.checks import check_count, is_float, plain
+from kvjax.checks import check_count, plain
 from kvjax.paged import pages_for
 from kvjax.policy import Policy, check_budget, parse
+from kvjax.quantise import check_dtype, is_quantised
 
 
 class Memory(NamedTuple):
     """Bytes of a cache. ``slots`` is the number of slots per head (the mean over heads, in a paged cache).
 
-    ``keys_values`` are the keys and values; ``positions`` the position of each slot; ``state`` the policy's state;
-    ``pages`` the page table and the lists of a paged cache, 0 for a plain one.
+    ``keys_values`` are the keys and values, with the scales of rows of eight bits; ``positions`` the position of each
+    slot; ``state`` the policy's state; ``pages`` the page table and the lists of a paged cache, 0 for a plain one.
     """
 
     slots: int
@@ -57,11 +58,12 @@ def memory(
         block: tokens per step, which need slots in addition to the budget.
         policy: a policy or its short name, for its state and its allocation; None for neither.
         query_heads: N, which some states depend on; ``kv_heads`` by default.
-        dtype: of keys and values.
+        dtype: of keys and values: floats, or "int8" or "float8_e4m3fn", with 4 bytes more per row for its scale.
         page_size: slots per page, where the allocation is uneven.
 
     Raises:
-        ValueError: if a size is below 1, the block is negative, or the budget is below what the policy protects.
+        ValueError: if a size is below 1, the block is negative, the budget is below what the policy protects, or the
+            dtype is unknown.
 
     Example:
         >>> import kvjax
@@ -70,6 +72,8 @@ def memory(
         69.06...
         >>> kvjax.memory(**llama_1b, budget=131_072, block=0).total / 2**20
         4160.0...
+        >>> kvjax.memory(**llama_1b, budget=2048, dtype="int8").total / 2**20
+        37.18...
     """
     sizes = dict(layers=layers, kv_heads=kv_heads, head_dim=head_dim, budget=budget, batch=batch, page_size=page_size)
     layers, kv_heads, head_dim, budget, batch, page_size = (
@@ -81,8 +85,7 @@ def memory(
         raise ValueError(f"query_heads is {query_heads}; give a multiple of the {kv_heads} KV heads.")
     if not isinstance(policy, Policy | str | None):
         raise ValueError(f"policy is {policy!r}; give a policy, its short name, or None.")
-    if not is_float(dtype):
-        raise ValueError(f"dtype is {dtype!r}; keys and values are floats, such as 'bfloat16'.")
+    dtype = jnp.dtype(check_dtype(dtype))
     policy = parse(policy) if isinstance(policy, str) else policy
     heads, rows = layers * batch * kv_heads, 4 * batch
     a_slot, a_head = (0, 0) if policy is None else _state_bytes(policy, query_heads // kv_heads, head_dim)
@@ -98,7 +101,7 @@ def memory(
         extra = 4 * (table + 2 * pages + 1)  # the table; owners and free list; the number of free pages
     return Memory(
         slots=slots // heads,
-        keys_values=slots * 2 * head_dim * jnp.dtype(dtype).itemsize,
+        keys_values=slots * 2 * (head_dim * dtype.itemsize + (4 if is_quantised(dtype) else 0)),
         positions=slots * 4 + rows,
         state=slots * a_slot + heads * a_head,
         pages=extra,

@@ -9,27 +9,47 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from kvjax.checks import typed
+from kvjax.checks import MOST, shown, typed
+from kvjax.registry import Registry
 
 
-def registered(table: dict[str, Callable[..., Any]], make: Callable[..., Any]) -> Callable[..., Any]:
-    """Add a maker to the table of short names; its arguments are checked, and equal ones give the same object.
+def makers[Made](kind: str, group: str | None, made: type[Made]) -> Registry[Callable[..., Made]]:
+    """Return a registry of functions that make things of one kind, which short names call.
 
-    Otherwise each call would make a new closure, and ``jit`` would compile again. The name of the object becomes the
-    maker's name with its arguments, as :func:`written` writes them.
+    Their arguments are checked, and equal ones give the same object: otherwise each call would make a new closure, and
+    ``jit`` would compile again. The name of the object becomes the maker's name with its arguments, as :func:`written`
+    writes them.
+
+    Args:
+        kind: what they make, for messages: "policy".
+        group: the entry-point group in which other packages offer makers.
+        made: the type of what they make.
     """
 
-    @functools.lru_cache(maxsize=None, typed=True)  # protect(recent=1) is not protect(recent=1.0)
-    @functools.wraps(make)
-    def named(*args: Any, **kwargs: Any) -> Any:
-        thing = make(*args, **kwargs)
-        if thing.name != make.__name__:  # another maker made and named it: caote(fast=True) is a fast_caote()
-            return thing
-        return dataclasses.replace(thing, name=written(make, **inspect.signature(make).bind(*args, **kwargs).arguments))
+    def prepare(name: str, make: Any) -> Callable[..., Made]:
+        if not callable(make) or getattr(make, "__name__", None) != name:
+            raise ValueError(f"{name!r} is {shown(make)}; expected a function named {name} that makes a {kind}.")
 
-    made = typed(named)  # before the cache, as an argument of a wrong type may not be hashable
-    table[make.__name__] = made
-    return made
+        @functools.lru_cache(maxsize=None, typed=True)  # protect(recent=1) is not protect(recent=1.0)
+        @functools.wraps(make)
+        def named(*args: Any, **kwargs: Any) -> Any:
+            thing: Any = make(*args, **kwargs)
+            if not issubclass(type(thing), made):
+                raise ValueError(f"{name} returned {shown(thing)}; expected a {made.__name__}.")
+            if thing.name != name:  # another maker made and named it: caote(fast=True) is a fast_caote()
+                return thing
+            arguments = inspect.signature(make).bind(*args, **kwargs).arguments
+            return dataclasses.replace(thing, name=written(make, **arguments))
+
+        return typed(named)  # before the cache, as an argument of a wrong type may not be hashable
+
+    return Registry(kind, group, prepare)
+
+
+def registered(registry: Registry[Callable[..., Any]], make: Callable[..., Any]) -> Callable[..., Any]:
+    """Add a maker to a registry under its own name, and return it as it was added."""
+    registry.add(make.__name__, make, source=make.__module__)
+    return registry[make.__name__]
 
 
 def written(make: Any, **arguments: Any) -> str:
@@ -39,22 +59,25 @@ def written(make: Any, **arguments: Any) -> str:
     return f"{make.__name__}({','.join(changed)})" if changed else make.__name__
 
 
-def called(node: ast.expr, table: dict[str, Callable[..., Any]], kind: str, whole: str, how: str) -> Any:
+def called(node: ast.expr, registry: Registry[Callable[..., Any]], whole: str, how: str) -> Any:
     """Make the object that ``name`` or ``name(argument=value, ...)`` stands for.
 
     Args:
-        kind: the kind of object for error messages, such as "policy"; ``whole`` is the whole text, and ``how`` says how
-            to write it.
+        registry: the makers to choose from.
+        whole: the whole text, for messages; ``how`` says how to write it.
 
     Raises:
         ValueError: if a name or an argument is unknown, or a value is not a plain one.
+        ImportError: if the name is from another package, which cannot be imported.
     """
+    kind = registry.kind
     call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
     if not isinstance(call.func, ast.Name) or call.args or any(keyword.arg is None for keyword in call.keywords):
         raise ValueError(f"the {kind} {whole!r} is malformed; {how}.")
     name = call.func.id
-    if name not in table:
-        raise ValueError(f"unknown {kind} {name!r} in {whole!r}; expected one of {', '.join(sorted(table))}.")
+    make = registry.find(name)
+    if make is None:
+        raise ValueError(f"unknown {kind} {name!r} in {whole!r}; expected one of {', '.join(registry.names())}.")
     try:
         arguments = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
     except ValueError:
@@ -62,7 +85,7 @@ def called(node: ast.expr, table: dict[str, Callable[..., Any]], kind: str, whol
     if len(arguments) < len(call.keywords):
         raise ValueError(f"{whole!r}: {name!r} is given an argument twice.")
     try:
-        return table[name](**arguments)
+        return make(**arguments)
     except TypeError as error:
         raise ValueError(f"{whole!r}: {str(error).replace('()', '')}.") from None
 
@@ -75,3 +98,13 @@ def check_number(name: str, what: str, value: float, low: float, high: float, ex
     """
     if not low <= value <= high:
         raise ValueError(f"{name}: {what} is {value!r}; give {expected}.")
+
+
+def check_protected(name: str, what: str, amount: int | float) -> None:
+    """Check a number of first or last tokens: a count, or a share of the budget.
+
+    Raises:
+        ValueError: as :func:`check_number`.
+    """
+    high = 1 if isinstance(amount, float) else MOST
+    check_number(name, what, amount, 0, high, "a count (an int from 0) or a share of the budget in [0, 1]")

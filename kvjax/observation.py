@@ -11,6 +11,7 @@ import dataclasses
 from typing import Any, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kernels_pallas import ColumnStatistics
@@ -18,19 +19,73 @@ from kernels_pallas.dispatch import Implementation
 from kvjax.projection import OutputProjection
 
 
-class Prediction(NamedTuple):
-    """Queries and keys that a small network predicts for a block in one layer.
-
-    Importance is ``query . key / sqrt(dim)``, a logit. There is one query and one key per query head. Later blocks read
-    the keys again, so :func:`kvjax.butler` stores them with the tokens.
-    """
-
-    query: Float[Array, "B T N dim"]
-    key: Float[Array, "B T N dim"]
-
-
 def _static(default: Any) -> Any:
     return dataclasses.field(default=default, metadata={"static": True})
+
+
+class Prediction(NamedTuple):
+    """Predictions of small networks for a block in one layer; None for those that the policy does not read.
+
+    ``query`` and ``key``, one per query head: importance is ``query . key / sqrt(dim)``, a logit. Later blocks read the
+    keys again, so :func:`kvjax.butler` stores them with the tokens. ``score``, one per KV head: the logarithm of the
+    token's retention score, which :func:`kvjax.zap` stores.
+    """
+
+    query: Float[Array, "B T N dim"] | None = None
+    key: Float[Array, "B T N dim"] | None = None
+    score: Float[Array, "B T K"] | None = None
+
+
+class RepeatPrompt(NamedTuple):
+    """Token ids that ask a model to repeat its context, part by part.
+
+    The first part follows ``first`` and ``suffix``, any other ``following``, the ``overlap`` tokens before it and
+    ``suffix``. ``suffix`` ends the user's turn, in a model for chats, and opens the answer.
+    """
+
+    first: tuple[int, ...] = ()
+    following: tuple[int, ...] = ()
+    suffix: tuple[int, ...] = ()
+    overlap: int = 8
+
+
+NO_WORDS = RepeatPrompt()
+
+
+@dataclasses.dataclass(frozen=True)
+class Reconstruction:
+    """Asks for the model to repeat its prompt after it, ``chunk`` tokens at a time, while the policy observes (KVzip).
+
+    ``sinks`` first tokens are seen with every chunk. ``statistics`` are those that a score reads of the attention while
+    the model repeats, and only then. ``prompt`` asks the model to repeat (:func:`models.with_repeat_prompt`).
+    """
+
+    chunk: int
+    sinks: int
+    statistics: frozenset[str]
+    prompt: RepeatPrompt = NO_WORDS
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Reconstructed:
+    """The part of the prompt that a block repeats: the tokens at the positions [start, stop) of each row.
+
+    The repeated copies, and what asks for them, are at the positions from ``end`` on, behind the prompt. They attend
+    over the whole cache. The statistics are those of attention over the ``sinks`` first tokens, the tokens of the part
+    and the copies. The policy does not see the copies, and an eviction drops them.
+    """
+
+    start: Int[Array, "B"]
+    stop: Int[Array, "B"]
+    end: Int[Array, "B"]
+    sinks: int = _static(0)
+
+    def visible(self, position: Int[Array, "*rows S"], row: Int[Array, "*rows"]) -> Int[Array, "*rows S"]:
+        """Return the slots' positions, -1 where the statistics leave a slot out; ``row`` is the slots' batch row."""
+        start, stop, end = (x[row][..., None] for x in (self.start, self.stop, self.end))
+        inside = (position < self.sinks) | ((position >= start) & (position < stop)) | (position >= end)
+        return jnp.where(inside, position, -1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +98,8 @@ class Needs:
         projections: parts of the layer's output projection (``kvjax.projection.KINDS``).
         rotary: the rotary frequencies.
         prediction: a predictor's queries and keys.
+        score: the scores that a scorer predicts.
+        reconstruction: the attention while the model repeats its prompt.
 
     Example:
         >>> import kvjax
@@ -55,6 +112,8 @@ class Needs:
     projections: frozenset[str] = frozenset()
     rotary: bool = False
     prediction: bool = False
+    score: bool = False
+    reconstruction: Reconstruction | None = None
 
     def __or__(self, other: Needs) -> Needs:
         windows = sorted({self.window, other.window} - {0})
@@ -66,6 +125,8 @@ class Needs:
             self.projections | other.projections,
             self.rotary or other.rotary,
             self.prediction or other.prediction,
+            self.score or other.score,
+            self.reconstruction or other.reconstruction,
         )
 
 
@@ -80,8 +141,10 @@ class Context:
         frequency: the rotary angle per position of each pair of elements, one row for all or one per row. Needed where
             keys are turned (``positions`` of the cache), or where a score asks for it.
         projection: the parts of the layer's output projection that the policy reads (:func:`kvjax.output_projection`).
-        predicted: a predictor's queries and keys for the block in this layer, for a policy that reads them.
+        predicted: what small networks predict for the block in this layer, for a policy that reads it.
+        reconstructed: the part of the prompt that the block repeats; None for a block of the text.
         scale: factor of the logits, D ** -0.5 by default.
+        soft_cap: a number c that the scaled logits x are bent to, c tanh(x / c); None for no cap.
         compressed: whether the context was compressed before this block, as in decode or when a question follows; by
             default True for a block of one token.
         filled: a promise that slots from this one on are free, so that attention skips them.
@@ -99,7 +162,9 @@ class Context:
     frequency: Float[Array, "rows half"] | None = None
     projection: OutputProjection | None = None
     predicted: Prediction | None = None
+    reconstructed: Reconstructed | None = None
     scale: float | None = _static(None)
+    soft_cap: float | None = _static(None)
     compressed: bool | None = _static(None)
     filled: int | None = _static(None)
     implementation: Implementation = _static("auto")

@@ -1,6 +1,8 @@
 """The paged cache: heads hold different numbers of tokens, in memory for the sum of all.
 
     key, value     [P, page, D]   a pool of pages, each owned by one head of one layer and row
+    key_scale      [P, page]      float32, the scales of rows of eight bits; None where rows are floats
+    value_scale
     position       [P, page]      int32, the absolute position of the token in each slot, -1 where the slot is free
     owner          [P]            int32, (layer * B + row) * K + head, -1 where the page is free
     table          [*L, B, K, M]  int32, each head's pages in order, then -1
@@ -23,11 +25,23 @@ from typing import get_args
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Float, Int, Real, Shaped
 
 from kernels_pallas.paged_attention.pages import laid_out, slot_positions
-from kvjax.cache import HeadState, KVCache, Positions, PyTree, map_slots, nth_true
+from kvjax.cache import (
+    HeadState,
+    KVCache,
+    Positions,
+    PyTree,
+    as_stored,
+    empty_scales,
+    map_rows,
+    map_slots,
+    nth_true,
+    rows_of,
+)
 from kvjax.checks import check_count
+from kvjax.quantise import check_dtype
 
 
 @jax.tree_util.register_dataclass
@@ -51,8 +65,8 @@ class PagedCache:
         ([1, 3], 1)
     """
 
-    key: Float[Array, "P page D"]
-    value: Float[Array, "P page D"]
+    key: Real[Array, "P page D"]
+    value: Real[Array, "P page D"]
     position: Int[Array, "P page"]
     owner: Int[Array, "P"]
     table: Int[Array, "*L B K M"]
@@ -61,6 +75,8 @@ class PagedCache:
     next_position: Int[Array, "B"]
     state: PyTree = ()
     positions: Positions = dataclasses.field(default="absolute", metadata={"static": True})
+    key_scale: Float[Array, "P page"] | None = None
+    value_scale: Float[Array, "P page"] | None = None
 
     @classmethod
     def init(
@@ -84,13 +100,15 @@ class PagedCache:
             page_size: slots per page.
             most: the most slots that one head can hold; it sets the width of the page table.
             init_state: ``init_state(B, K, S)``, a policy's ``init`` for one group size and head dim.
-            positions: see :meth:`kvjax.KVCache.init`.
+            dtype, positions: see :meth:`kvjax.KVCache.init`.
 
         Raises:
-            ValueError: if a size is below 1, there are fewer pages than heads, or the positions are unknown.
+            ValueError: if a size is below 1, there are fewer pages than heads, or the dtype or the positions are
+                unknown.
         """
         if positions not in get_args(Positions):
             raise ValueError(f"unknown positions {positions!r}; expected 'absolute', 'compact' or 'index'.")
+        dtype = check_dtype(dtype)
         sizes = dict(batch=batch, kv_heads=kv_heads, pages=pages, page_size=page_size, most=most, head_dim=head_dim)
         batch, kv_heads, pages, page_size, most, head_dim = (
             check_count(name, size, 1, "a cache needs at least 1") for name, size in sizes.items()
@@ -123,6 +141,7 @@ class PagedCache:
             next_position=jnp.zeros(batch, jnp.int32),
             state=state,
             positions=positions,
+            **empty_scales(dtype, (pages, page_size)),
         )
 
     @property
@@ -153,7 +172,7 @@ class PagedCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole cache: pages, page table, free list and the policy's state."""
+        """Bytes of the whole cache: pages with their scales, page table, free list and the policy's state."""
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
 
     def layer(self, index: int | Int[Array, ""] | None = None, head: int | Int[Array, ""] | None = None) -> KVCache:
@@ -174,8 +193,7 @@ class PagedCache:
             return HeadState(value if head is None else jax.lax.dynamic_slice_in_dim(value, head, 1, axis=1))
 
         return KVCache(
-            key=laid_out(self.key, table),
-            value=laid_out(self.value, table),
+            **map_rows(lambda leaf: laid_out(leaf, table), self),
             position=slot_positions(self.position, table),
             next_position=self.next_position,
             state=jax.tree.map(of_heads, self.state, is_leaf=lambda leaf: isinstance(leaf, HeadState)),
@@ -220,10 +238,10 @@ def insert_paged(
     def write(leaf: Array, rows: Array) -> Array:
         return leaf.at[index].set(rows.astype(leaf.dtype), mode="drop")
 
+    rows = as_stored(cache, key.swapaxes(1, 2), value.swapaxes(1, 2))
     return dataclasses.replace(
         cache,
-        key=write(cache.key, key.swapaxes(1, 2)),
-        value=write(cache.value, value.swapaxes(1, 2)),
+        **map_rows(write, cache, rows),
         position=write(cache.position, jnp.broadcast_to(position[:, None], (B, K, T))),
         next_position=jnp.maximum(cache.next_position, jnp.max(position, axis=1) + 1),
         state=map_slots(lambda leaf: write(leaf, jnp.zeros((B, K, T, *leaf.shape[2:]))), cache.state),
@@ -253,11 +271,11 @@ def release(cache: PagedCache) -> PagedCache:
     tail = owned & (jnp.arange(M)[None] >= -(-tokens // page_size)[:, None])
     chunk = 4 * H  # tokens moved per pass; most steps need one pass or none
 
-    def waiting(moved: tuple[Array, Array, Array, PyTree]) -> Array:
-        return jnp.sum(jnp.where(tail, _page_counts(cache, table, moved[2]), 0)) > 0
+    def waiting(moved: tuple[PyTree, Array, PyTree]) -> Array:
+        return jnp.sum(jnp.where(tail, _page_counts(cache, table, moved[1]), 0)) > 0
 
-    def move(moved: tuple[Array, Array, Array, PyTree]) -> tuple[Array, Array, Array, PyTree]:
-        key, value, position, state = moved
+    def move(moved: tuple[PyTree, Array, PyTree]) -> tuple[PyTree, Array, PyTree]:
+        rows, position, state = moved
         counts = _page_counts(cache, table, position)
         source = _Places(jnp.where(tail, counts, 0))
         target = _Places(jnp.where(owned & ~tail, page_size - counts, 0))
@@ -276,22 +294,18 @@ def release(cache: PagedCache) -> PagedCache:
 
         emptied = jnp.where(wanted, from_page, P)
         return (
-            shift(key),
-            shift(value),
+            jax.tree.map(shift, rows),
             shift(position).at[emptied, from_slot].set(-1, mode="drop"),
             map_slots(shift, state),
         )
 
-    key, value, position, state = jax.lax.while_loop(
-        waiting, move, (cache.key, cache.value, cache.position, cache.state)
-    )
+    rows, position, state = jax.lax.while_loop(waiting, move, (rows_of(cache), cache.position, cache.state))
     given = tail.ravel()
     place = jnp.where(given, cache.num_free + jnp.cumsum(given, dtype=jnp.int32) - 1, P)
     ids = table.ravel()
     return dataclasses.replace(
         cache,
-        key=key,
-        value=value,
+        **rows,
         position=position,
         state=state,
         owner=cache.owner.at[jnp.where(given, ids, P)].set(-1, mode="drop"),
@@ -346,8 +360,7 @@ def pack(cache: KVCache, *, pages: int, page_size: int, most: int) -> PagedCache
 
     stack = jnp.arange(pages - 1, -1, -1, dtype=jnp.int32)  # the pages in use are its last entries
     return PagedCache(
-        key=gather(cache.key, 0),
-        value=gather(cache.value, 0),
+        **map_rows(lambda leaf: gather(leaf, 0), cache),
         position=gather(cache.position, -1),
         owner=head_of_page,
         table=table.astype(jnp.int32),
@@ -374,8 +387,7 @@ def with_room(cache: PagedCache, *, pages: int, most: int) -> PagedCache:
     free = jax.lax.dynamic_update_slice(grown(cache.free), jnp.arange(P, P + new, dtype=jnp.int32), (cache.num_free,))
     return dataclasses.replace(
         cache,
-        key=grown(cache.key),
-        value=grown(cache.value),
+        **map_rows(grown, cache),
         position=grown(cache.position, -1),
         owner=grown(cache.owner, -1),
         table=jnp.pad(cache.table, ((0, 0),) * (cache.table.ndim - 1) + ((0, longer),), constant_values=-1),

@@ -23,7 +23,7 @@ from kvjax.allocation import UNIFORM, Allocation, parse_allocation
 from kvjax.cache import Positions
 from kvjax.checks import check_count, plain, typed
 from kvjax.eviction_error import score as eviction_error
-from kvjax.names import called, registered
+from kvjax.names import called, makers, registered
 from kvjax.observation import Needs, Observation, Weights
 from kvjax.topk import share_of
 from kvjax.window import Window, observed
@@ -80,6 +80,7 @@ class Policy:
         positions: how the cache rotates its keys; see :class:`kvjax.KVCache`.
         allocation: how many slots each head gets.
         published: when its paper evicts, None without a paper; a chain takes it from the last link that has one.
+        measured: the layers and KV heads of the model that a link's numbers were measured on; None for any model.
     """
 
     name: str
@@ -96,6 +97,7 @@ class Policy:
     positions: Positions = "absolute"
     allocation: Allocation = UNIFORM
     published: Moments | None = None
+    measured: tuple[int, int] | None = None
 
     def __str__(self) -> str:
         return self.name
@@ -113,6 +115,28 @@ class Policy:
     def __matmul__(self, allocation: Allocation | str) -> Policy:
         """Return the policy with another allocation, as ``@`` in a short name."""
         return allocated(self, parse_allocation(allocation) if isinstance(allocation, str) else allocation)
+
+
+def check_measured(policy: Policy | None, layers: int | None, kv_heads: int) -> None:
+    """Raise ValueError if a link of a policy was measured on another model than one of these sizes.
+
+    Args:
+        layers: None where one layer stands for itself.
+        kv_heads: the heads of the cache: the model's KV heads, or its query heads.
+
+    Example:
+        >>> import kvjax
+        >>> from kvjax.policy import check_measured
+        >>> check_measured(kvjax.h2o(), layers=2, kv_heads=8)
+    """
+    for link in () if policy is None else policy.links or (policy,):
+        if link.measured is None:
+            continue
+        if layers not in (None, link.measured[0]) or kv_heads % link.measured[1]:
+            raise ValueError(
+                f"{link.name!r} was measured on a model of {link.measured[0]} layers with {link.measured[1]} KV heads, "
+                f"but this one has {layers} with {kv_heads}; measure this model."
+            )
 
 
 def no_state(B: int, K: int, G: int, S: int, D: int) -> tuple[()]:
@@ -290,8 +314,14 @@ def allocated(policy: Policy, allocation: Allocation) -> Policy:
             f"of {plain!r} can be; put 'normalise' between."
         )
     needs = policy.needs
+    if allocation.statistics and needs.reconstruction is not None:
+        raise ValueError(
+            f"{name!r}: {allocation.name!r} measures the attention of the text's last queries, but {plain!r} evicts "
+            "after the model has repeated its prompt; take another allocation."
+        )
     if allocation.statistics:
-        own = Needs(allocation.statistics, allocation.window or needs.window or 32)
+        window = (allocation.window or needs.window or 32) if observed(allocation.statistics) else 0
+        own = Needs(allocation.statistics, window)
         try:
             needs = needs | own
         except ValueError as error:
@@ -424,14 +454,15 @@ or protect fewer.
 
 
 @typed
-@functools.cache
 def parse(name: str) -> Policy:
     """Return the policy that a short name stands for, as command lines write it.
 
-    The same name gives the same object, so that a compiled program is found again.
+    The same name gives the same object, so that a compiled program is found again. A link that is neither built in nor
+    registered is looked for among the installed packages' entry points in the group ``kvjax.policies``.
 
     Raises:
-        ValueError: if a link or an argument is unknown, or the links do not make a chain.
+        ValueError: if a link or an argument is unknown, the links do not make a chain, or two packages have a link.
+        ImportError: if a link is from another package, which cannot be imported.
 
     Example:
         >>> import kvjax
@@ -454,9 +485,9 @@ def parse(name: str) -> Policy:
         ) from None
     links = []
     while isinstance(tree, ast.BinOp) and isinstance(tree.op, ast.Add):
-        links.append(called(tree.right, LINKS, "policy", name, f"write links joined by '+', like {_EXAMPLE}"))
+        links.append(called(tree.right, LINKS, name, f"write links joined by '+', like {_EXAMPLE}"))
         tree = tree.left
-    links.append(called(tree, LINKS, "policy", name, f"write links joined by '+', like {_EXAMPLE}"))
+    links.append(called(tree, LINKS, name, f"write links joined by '+', like {_EXAMPLE}"))
     links.reverse()
     policy = chain(*links) if len(links) > 1 or not links[0].base else links[0]
     return policy if allocation is None else allocated(policy, allocation)
@@ -481,11 +512,34 @@ def policy_of(policy: Policy | str | None) -> Policy | None:
 
 
 _EXAMPLE = "'snapkv(window=16)+caote+protect(sinks=4)'"
-LINKS: dict[str, Callable[..., Policy]] = {}
+LINKS = makers("policy", "kvjax.policies", Policy)
 
 
 def register(make: Callable[..., Policy]) -> Callable[..., Policy]:
-    """Register a built-in link, as its decorator: short names find it, and equal arguments give the same object."""
+    """Register a link's maker, as its decorator: short names find it, and equal arguments give the same object.
+
+    The name of the function is the short name, and its keyword arguments are those that the short name may have. A
+    package that offers the function as an entry point in the group ``kvjax.policies`` need not decorate it.
+
+    Args:
+        make: returns a :class:`Policy` of the function's name, such as :func:`base_score` makes. Its arguments are
+            checked against their annotations.
+
+    Returns:
+        The function, which now returns the same object for equal arguments.
+
+    Raises:
+        ValueError: if another module or an installed package has this name.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import kvjax
+        >>> @kvjax.register
+        ... def loudest(*, power: float = 1.0):
+        ...     return kvjax.base_score("loudest", lambda o: jnp.max(jnp.abs(o.value), axis=-1)[:, :, None] ** power)
+        >>> str(kvjax.parse("loudest(power=2.0)+caote"))
+        'loudest(power=2.0)+caote'
+    """
     return registered(LINKS, make)
 
 

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, UInt
 
 from kernels_pallas import cache_attention
-from kvjax.cache import HeadState, nth_true
+from kvjax.cache import HeadState
 from kvjax.checks import check_count
-from kvjax.names import check_number
-from kvjax.observation import Needs, Observation, Prediction
+from kvjax.names import check_number, check_protected
+from kvjax.observation import Needs, Observation, Prediction, Reconstruction
 from kvjax.policy import (
     Moments,
     Policy,
@@ -28,7 +28,9 @@ from kvjax.policy import (
     register,
 )
 from kvjax.rotary import rotate, turn
-from kvjax.transforms import check_kernel, check_protected, entered_slots, pooled, put
+from kvjax.transforms import check_kernel, pooled, rounded, with_tokens
+
+_LARGEST_LOG = 80.0  # whose exponential, and its inverse, are far from overflow in float32
 
 
 @register
@@ -123,6 +125,41 @@ def snapkv(*, window: int = 32, kernel: int = 13, pooling: Literal["avg", "max"]
         window=window,
         protection=Protection(recent=window),
         published=Moments("prompt", 0, "arXiv 2404.14469: compresses the prompt, before generation"),
+    )
+
+
+@register
+def finch(*, window: int = 32) -> Policy:
+    """Score a token by the question's attention, each query's weighted by what it sees (FINCH, arXiv 2408.00167).
+
+    The question is the last ``window`` tokens, which stay. A query's weights are multiplied by the number of other
+    tokens that the head holds for it, so that queries with more tokens to look at count as much as those with fewer;
+    the score is their mean, as in kvpress. ``finch+positions`` rotates keys again, as the paper does.
+
+    In the paper the question follows each chunk of the text. Here the queries are those of a block's own last tokens,
+    so the question must end the prompt, and tokens must leave once (``when="prompt"``), for the question to choose.
+
+    Args:
+        window: the number of the question's tokens; decode steps are joined until there are as many.
+
+    Example:
+        >>> import kvjax
+        >>> str(kvjax.parse("finch(window=16)+positions"))
+        'finch(window=16)+positions'
+    """
+    _check_window("finch", window)
+
+    def score(o: Observation) -> Scores:
+        held = jnp.sum(o.live, axis=-1).astype(jnp.float32)[:, :, None, None]
+        return held * o.columns.window_mean - o.columns.window_place  # the query at place p sees held - p others
+
+    return base_score(
+        "finch",
+        score,
+        statistics=("window_mean", "window_place"),
+        window=window,
+        protection=Protection(recent=window),
+        published=Moments("prompt", 0, "arXiv 2408.00167, as in kvpress: once, with the question at the prompt's end"),
     )
 
 
@@ -354,7 +391,8 @@ def expected_attention(
         value_norm: False leaves ``|v|`` out.
 
     Raises:
-        ValueError: when it runs on a model without rotary positions, or without frequencies.
+        ValueError: when it runs on a model without rotary positions or with a soft cap of its logits, or without
+            frequencies.
 
     Example:
         >>> import kvjax
@@ -374,6 +412,11 @@ def expected_attention(
             raise ValueError(
                 "expected_attention turns queries back to position 0, but no rotary frequencies were given; hand over "
                 "Context(frequency=...), or take another score for a model without rotary positions."
+            )
+        if o.context.soft_cap is not None:
+            raise ValueError(
+                f"expected_attention knows the mean of exp(q.k) only without a cap, but this model's logits have the "
+                f"soft cap {o.context.soft_cap}; take another score, such as 'snapkv'."
             )
         state = _with_queries(state, o, o.context.frequency, sinks)
         count, mean = state[0].value, state[1].value
@@ -400,6 +443,52 @@ def expected_attention(
         needs=Needs(rotary=True),
         base=True,
         nonnegative=True,
+    )
+
+
+@register
+def kvzip(*, chunk: int = 2048, sinks: int = 4) -> Policy:
+    """Score a token by the attention that it gets when the model repeats its prompt (KVzip, arXiv 2505.23416).
+
+    After the prompt, and once, the model is asked to repeat it, ``chunk`` tokens at a time. A token's score is the
+    largest weight that a query of the group gives it while its chunk is repeated, in attention over the chunk, the
+    first ``sinks`` tokens and the repeated ones (section 3). So the score depends on no question. Tokens of decode
+    score 0. The authors let all heads of the model compete, ``kvzip@model(normalise=False)``, or those of a layer,
+    ``kvzip@layer``. The model is asked in words with :func:`models.with_repeat_prompt`.
+
+    Args:
+        chunk: how many tokens are repeated at a time; 2048 as in the paper and in kvpress.
+        sinks: how many first tokens always stay, and are seen with every chunk; 4 as in kvpress.
+
+    Example:
+        >>> import kvjax
+        >>> policy = kvjax.parse("kvzip(chunk=512)@model")
+        >>> policy.needs.reconstruction.chunk, policy.protections
+        (512, (Protection(sinks=4, recent=0),))
+    """
+    check_count("kvzip: chunk", chunk, 1, "give the number of tokens that are repeated at a time, an int from 1")
+    check_protected("kvzip", "sinks", sinks)
+
+    def init(B: int, K: int, G: int, S: int, D: int) -> Array:
+        return jnp.zeros((B, K, S), jnp.float32)
+
+    def update(_: Scores, state: Array, o: Observation) -> tuple[Scores, Array]:
+        part = o.context.reconstructed
+        if part is not None:
+            start, stop = (x[:, None, None] for x in (part.start, part.stop))
+            largest = jnp.max(o.columns.max, axis=2)
+            state = jnp.where((o.position >= start) & (o.position < stop), jnp.maximum(state, largest), state)
+        return state[:, :, None], state
+
+    return Policy(
+        "kvzip",
+        init,
+        update,
+        Needs(reconstruction=Reconstruction(chunk, sinks, frozenset({"max"}))),
+        protections=(Protection(sinks=sinks),),
+        base=True,
+        nonnegative=True,
+        published=Moments("prompt", 0, "arXiv 2505.23416: once after the prompt, which the model repeats"),
     )
 
 
@@ -436,7 +525,7 @@ def butler(*, dim: int | None = None) -> Policy:
         return jnp.zeros((B, K, S, G, dim), jnp.float32)
 
     def update(_: Scores, state: Array, o: Observation) -> tuple[Scores, Array]:
-        if o.context.predicted is None:
+        if o.context.predicted is None or o.context.predicted.query is None:
             raise ValueError(
                 "'butler' scores by a predictor, but nothing was predicted for the block; hand over "
                 "Context(predicted=...), or butler= to models.generate."
@@ -452,12 +541,61 @@ def butler(*, dim: int | None = None) -> Policy:
             o.query_position,
             statistics=("sum",),
             sliding_window=o.context.sliding_window,
+            soft_cap=o.context.soft_cap,
         )
         total = jnp.where(o.layer == 0, o.columns.sum, columns.sum.reshape(B, K, G, S))
         queries = jnp.sum(o.query_position >= 0, axis=1)[:, None, None, None]
         return total / jnp.maximum(queries, 1).astype(total.dtype), state
 
     return Policy("butler", init, update, Needs(frozenset({"sum"}), prediction=True), base=True, nonnegative=True)
+
+
+@register
+def zap() -> Policy:
+    """Score a token by what a small network predicts from its hidden state (KVzap, arXiv 2601.07891).
+
+    The network reads the input of the layer's attention, and predicts the logarithm of an expensive score per KV head,
+    such as KVzip's, which it was trained on (``models.load_scorer``). The score is the exponential of the prediction.
+    It is computed once, when the token enters, rounded as in :func:`kvjax.key_norm`, and kept with its slot, in the
+    prompt as in decode. The authors always keep the newest tokens: ``zap+protect(recent=128)``.
+
+    Raises:
+        ValueError: when it runs without a prediction for the block.
+
+    Example:
+        >>> import kvjax
+        >>> kvjax.parse("zap+caote@model").needs.score
+        True
+    """
+
+    def init(B: int, K: int, G: int, S: int, D: int) -> Array:
+        return jnp.zeros((B, K, S), jnp.float32)
+
+    def update(_: Scores, state: Array, o: Observation) -> tuple[Scores, Array]:
+        predicted = None if o.context.predicted is None else o.context.predicted.score
+        if predicted is None:
+            raise ValueError(
+                "'zap' scores by a scorer, but nothing was predicted for the block; hand over Context(predicted=...), "
+                "or scorer= to models.generate."
+            )
+        if predicted.shape != (*o.query_position.shape, o.position.shape[1]):
+            raise ValueError(
+                f"predicted scores {predicted.shape} do not fit: expected "
+                f"{(*o.query_position.shape, o.position.shape[1])}."
+            )
+        score = jnp.exp(jnp.clip(predicted.astype(jnp.float32), -_LARGEST_LOG, _LARGEST_LOG))
+        state = with_tokens(state, o, rounded(score))
+        return state[:, :, None], state
+
+    return Policy(
+        "zap",
+        init,
+        update,
+        Needs(score=True),
+        base=True,
+        nonnegative=True,
+        published=Moments("block", 1, "arXiv 2601.07891: while the prompt is prefilled, and in decode"),
+    )
 
 
 def fit_predictor(policy: Policy, dim: int) -> Policy:
@@ -581,16 +719,10 @@ def _with_predicted_keys(state: Array, o: Observation, predicted: Prediction) ->
     """Return the slots' predicted keys, with those of the block's tokens written to their slots."""
     B, T = o.query_position.shape
     _, K, _, G, dim = state.shape
+    assert predicted.key is not None
     if predicted.key.shape != (B, T, K * G, dim):
         raise ValueError(f"predicted keys {predicted.key.shape} do not fit: expected {(B, T, K * G, dim)}.")
-    slot = entered_slots(o)
-    position = jnp.take_along_axis(o.position, slot, axis=2, mode="fill", fill_value=0)
-    valid = o.query_position >= 0
-    rank = position - (o.next_position - jnp.sum(valid, axis=1))[:, None, None]  # the token's rank in the block
-    token = jax.vmap(jax.vmap(nth_true, in_axes=(None, 0)))(valid, rank + 1)  # [B, K, T]
-    key = predicted.key.reshape(B, T, K, G, dim).swapaxes(1, 2)
-    rows = jnp.take_along_axis(key, token[..., None, None], axis=2, mode="fill", fill_value=0)
-    return put(state, slot, rows.astype(state.dtype))
+    return with_tokens(state, o, predicted.key.reshape(B, T, K, G, dim))
 
 
 def _turned_back(o: Observation, frequency: Float[Array, "rows half"], future: int) -> Float[Array, "B K S D"]:

@@ -1,7 +1,8 @@
-"""Base scores that read a token's key and value but no attention: key norms, KeyDiff, CurDKV, LagKV."""
+"""Base scores that read a token's key and value but no attention: key norms, KeyDiff, Q-Filters, CurDKV, LagKV."""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Literal
 
 import jax
@@ -9,10 +10,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache import by_position
+from kvjax.calibration import read_array
 from kvjax.checks import check_count
+from kvjax.names import check_protected
 from kvjax.observation import Observation
 from kvjax.policy import Moments, Policy, Protection, Scores, base_score, register
-from kvjax.transforms import check_protected, rounded
+from kvjax.transforms import rounded
 
 
 @register
@@ -60,6 +63,62 @@ def keydiff() -> Policy:
 
     published = Moments("block", 1, "arXiv 2504.15364: prompts in blocks, then every new token")
     return base_score("keydiff", score, nonnegative=False, published=published)
+
+
+@register
+def q_filters(*, file: str | None = None) -> Policy:
+    """Score a token by its key along the direction of the head's queries (Q-Filters, arXiv 2503.02812).
+
+    The queries of a head share one main direction, whatever the text. A filter is minus that direction, averaged over
+    the group's query heads, and the score is minus the product of key and filter, as in kvpress. ``models.q_filters``
+    computes the filters of a model; those that the authors publish have the same form.
+
+    The authors' cache keeps the newest tokens too (``q_filters(...)+protect(recent=64)``); kvpress does not.
+
+    Args:
+        file: the filters ``[L, K, D]``, as a .npy or .safetensors file. It is read once per process: write other
+            filters to another file.
+
+    Raises:
+        ValueError: if the file cannot be read, or its filters are not the model's; when it runs without a file.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> import numpy as np
+        >>> import kvjax
+        >>> path = pathlib.Path(tempfile.mkdtemp()) / "filters.npy"
+        >>> np.save(path, np.ones((2, 2, 64)))
+        >>> kvjax.q_filters(file=str(path)).nonnegative
+        False
+    """
+    filters = None if file is None else read_array("q_filters", file, "L K D")
+
+    def init(B: int, K: int, G: int, S: int, D: int) -> tuple[()]:
+        if filters is None:
+            raise ValueError(
+                "'q_filters' reads the model's filters from a file; write q_filters(file='filters.npy') for an array "
+                "that models.q_filters has computed."
+            )
+        if filters.shape[2] != D or K not in (1, filters.shape[1]):  # the state of pages is made for one head
+            raise ValueError(
+                f"the filters of {file!r} {filters.shape} are not this model's, whose keys have {K} heads of {D}; "
+                "compute them with models.q_filters."
+            )
+        return ()
+
+    def score(o: Observation) -> Scores:
+        assert filters is not None  # init has checked it
+        heads = jnp.arange(o.key.shape[1]) if o.head is None else o.head
+        along = jnp.asarray(filters)[o.layer][heads][None, :, None]
+        return -jnp.sum(o.key.astype(jnp.float32) * along, axis=-1)[:, :, None]
+
+    scored = base_score(
+        "q_filters",
+        score,
+        nonnegative=False,
+        published=Moments("block", 1, "arXiv 2503.02812, its authors' code: whenever the cache is full"),
+    )
+    return dataclasses.replace(scored, init=init, measured=None if filters is None else filters.shape[:2])
 
 
 @register

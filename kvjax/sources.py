@@ -1,14 +1,15 @@
 """Sources of importance: how important each token is for each head, as logits for :func:`kvjax.select`.
 
 A source has an ``init`` and two pure functions: ``insert`` takes the tokens as they arrive, ``importance`` returns
-``[B, N, T, S]`` for T queries and S slots of one layer. As nothing is evicted, **slot p holds position p** (or is free:
-beyond a row's end).
+``[B, H, T, S]`` for T queries and S slots of one layer. H is N, or K where the query heads of a group choose together
+(``group``), so that each row of keys and values that is read serves all of them. As nothing is evicted, **slot p holds
+position p** (or is free: beyond a row's end).
 
 One decode step, in each layer but the first, after the new token was inserted into the cache:
 
     state = source.insert(state, key, position, layer)                            # key [B, 1, K, D], rotated
     reading = Reading(query, position, slot_position, layer, key=...)             # what source.reads names, no more
-    importance = source.importance(jax.tree.map(lambda x: x[layer], state), reading)     # [B, N, 1, S]
+    importance = source.importance(jax.tree.map(lambda x: x[layer], state), reading)     # [B, H, 1, S]
     slots = kvjax.select(importance[:, :, 0], slot_position, budget)
 
 Whole sequences, teacher-forced, give what the steps would give: insert all tokens at once, read with all T queries (or
@@ -25,29 +26,32 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kernels_pallas.softmax import grouped_logits
+from kernels_pallas.softmax import grouped_logits, scaled
 from kvjax.cache import write_rows
 from kvjax.checks import check_count, typed
-from kvjax.names import called, check_number, registered
+from kvjax.names import called, check_number, makers, registered
 from kvjax.scores import mix_bits
 
 PyTree = Any
+# How the query heads of a group choose: each for itself, or together, by their largest logit, their mean logit, or the
+# mean of their attention weights.
+Group = Literal["separate", "max", "mean", "weights"]
 
 
 class Reading(NamedTuple):
-    """Readable parts of one layer for a source; the last four only where ``Source.reads`` names them.
+    """Readable parts of one layer for a source; four of them only where ``Source.reads`` names them.
 
     ``query`` and ``key`` are rotated; ``query_position`` is -1 for padding, ``position`` -1 where a slot is free.
     ``predicted`` are the predictor's logits for this layer (``models.butler.importance``); ``first`` and ``previous``
-    the true logits (:func:`logits`) of layer 0 and of the layer before.
+    the true logits (:func:`logits`) of layer 0 and of the layer before. ``soft_cap`` is the model's cap of its logits,
+    which counts where the logits of several heads are joined.
     """
 
     query: Float[Array, "B T N D"]
@@ -58,6 +62,7 @@ class Reading(NamedTuple):
     predicted: Float[Array, "B N T S"] | None = None
     first: Float[Array, "B N T S"] | None = None
     previous: Float[Array, "B N T S"] | None = None
+    soft_cap: float | None = None
 
 
 def _no_state(B: int, K: int, S: int, D: int, layers: int | None = None) -> PyTree:
@@ -74,7 +79,7 @@ class Source:
 
     Attributes:
         name: its short name, as on a command line.
-        importance: ``importance(state, reading) -> [B, N, T, S]`` in float32; ``state`` is one layer's.
+        importance: ``importance(state, reading) -> [B, H, T, S]`` in float32; ``state`` is one layer's.
         init: ``init(B, K, S, D, layers=None) -> state``; with ``layers`` every leaf leads with L.
         insert: ``insert(state, key [B, T, K, D], position [B, T], layer=None) -> state``, for the T tokens that arrive
             (-1: padding, ignored); ``layer`` is the layer's number in a state that was made with ``layers``.
@@ -88,7 +93,7 @@ class Source:
     """
 
     name: str
-    importance: Callable[[PyTree, Reading], Float[Array, "B N T S"]]
+    importance: Callable[[PyTree, Reading], Float[Array, "B H T S"]]
     init: Callable[..., PyTree] = _no_state
     insert: Callable[..., PyTree] = _unchanged
     reads: frozenset[str] = frozenset()
@@ -97,12 +102,18 @@ class Source:
         return self.name
 
 
-SOURCES: dict[str, Callable[..., Source]] = {}
-register = functools.partial(registered, SOURCES)
+SOURCES = makers("source", "kvjax.sources", Source)
+
+
+def register(make: Callable[..., Source]) -> Callable[..., Source]:
+    """Register a source's maker, as its decorator, as :func:`kvjax.register` does for policies.
+
+    The entry-point group of other packages is ``kvjax.sources``.
+    """
+    return registered(SOURCES, make)
 
 
 @typed
-@functools.cache
 def parse_source(name: str) -> Source:
     """Return the source that a short name stands for, as command lines write it.
 
@@ -121,11 +132,13 @@ def parse_source(name: str) -> Source:
         tree = ast.parse(name.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise ValueError(f"the source {name!r} is malformed; {how}.") from None
-    return called(tree, SOURCES, "source", name.strip(), how)
+    return called(tree, SOURCES, name.strip(), how)
 
 
 def logits(query: Float[Array, "B T N D"], key: Float[Array, "B K S D"]) -> Float[Array, "B N T S"]:
     """Compute the true logits ``q.k / sqrt(D)``, unmasked, in float32, as ``first`` and ``previous`` hold them.
+
+    A soft cap is not applied: within a head it does not change their order.
 
     Example:
         >>> import jax.numpy as jnp
@@ -137,45 +150,89 @@ def logits(query: Float[Array, "B T N D"], key: Float[Array, "B K S D"]) -> Floa
     return D**-0.5 * grouped_logits(query, key).reshape(B, N, T, -1)
 
 
+def joined(importance: Float[Array, "B N T S"], reading: Reading, group: Group) -> Float[Array, "B H T S"]:
+    """Join the logits of the query heads of each group; "separate" returns them as they are, [B, N, T, S].
+
+    With "weights", the result is the logarithm of the mean over the group of softmax weights over the tokens that a
+    query sees.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from kvjax.sources import Reading, joined
+        >>> importance = jnp.array([[0.0, 4.0], [2.0, 0.0]]).reshape(1, 2, 1, 2)
+        >>> reading = Reading(jnp.zeros((1, 1, 2, 4)), jnp.array([[1]]), jnp.array([[[0, 1]]]), layer=1)
+        >>> joined(importance, reading, "max").ravel().tolist(), joined(importance, reading, "mean").ravel().tolist()
+        ([2.0, 4.0], [1.0, 2.0])
+    """
+    if group == "separate":
+        return importance
+    B, N, T, S = importance.shape
+    K = reading.position.shape[1]
+    logits = scaled(importance.reshape(B, K, N // K, T, S), 1, reading.soft_cap)
+    if group == "max":
+        return jnp.max(logits, axis=2)
+    if group == "mean":
+        return jnp.mean(logits, axis=2)
+    position = reading.position[:, :, None, None]
+    seen = (position >= 0) & (position <= reading.query_position[:, None, None, :, None])
+    weights = jax.nn.log_softmax(jnp.where(seen, logits, -jnp.inf), axis=-1)
+    return jax.nn.logsumexp(jnp.where(seen, weights, -jnp.inf), axis=2)
+
+
 @register
-def butler() -> Source:
+def butler(*, group: Group = "separate") -> Source:
     """Use the predictor's logits (TokenButler): ``reading.predicted``.
+
+    Args:
+        group: how the query heads of a group choose: each for itself ("separate", the paper), or together, by their
+            largest logit ("max"), their mean logit ("mean"), or the mean of the weights that the logits stand for
+            ("weights"). Where heads of a group choose for themselves, a step reads up to G times as many rows of keys
+            and values as the budget says.
 
     Example:
         >>> from kvjax import sources
         >>> sorted(sources.butler().reads)
         ['predicted']
     """
-    return _given("butler", "predicted", "the predictor's logits")
+    return _given("butler", "predicted", "the predictor's logits", group)
 
 
 @register
-def first_layer() -> Source:
+def first_layer(*, group: Group = "separate") -> Source:
     """Use layer 0's true logits for every layer (TokenButler, figure 9): ``reading.first``.
+
+    Args:
+        group: see :func:`butler`.
 
     Example:
         >>> from kvjax import sources
         >>> sorted(sources.first_layer().reads)
         ['first']
     """
-    return _given("first_layer", "first", "layer 0's logits")
+    return _given("first_layer", "first", "layer 0's logits", group)
 
 
 @register
-def previous_layer() -> Source:
+def previous_layer(*, group: Group = "separate") -> Source:
     """Use the true logits of the layer before (TokenButler, figure 9): ``reading.previous``.
+
+    Args:
+        group: see :func:`butler`.
 
     Example:
         >>> from kvjax import sources
         >>> sorted(sources.previous_layer().reads)
         ['previous']
     """
-    return _given("previous_layer", "previous", "the logits of the layer before")
+    return _given("previous_layer", "previous", "the logits of the layer before", group)
 
 
 @register
-def oracle() -> Source:
+def oracle(*, group: Group = "separate") -> Source:
     """Use the layer's own true logits: it reads every key, so it saves nothing and bounds what selection can do.
+
+    Args:
+        group: see :func:`butler`.
 
     Example:
         >>> from kvjax import sources
@@ -184,7 +241,8 @@ def oracle() -> Source:
     """
 
     def importance(_: PyTree, reading: Reading) -> Array:
-        return logits(reading.query, _needed(reading.key, "oracle", "key", "the layer's keys"))
+        true = logits(reading.query, _needed(reading.key, "oracle", "key", "the layer's keys"))
+        return joined(true, reading, group)
 
     return Source("oracle", importance, reads=frozenset({"key"}))
 
@@ -238,7 +296,7 @@ class Pages(NamedTuple):
 
 
 @register
-def quest(*, page_size: int = 16) -> Source:
+def quest(*, page_size: int = 16, group: Group = "separate") -> Source:
     """Bound the logits of each page of tokens from above by its smallest and largest keys (Quest, arXiv 2406.10774).
 
     The bound ``sum_d max(q_d smallest_d, q_d largest_d) / sqrt(D)`` counts for every token of its page, so whole pages
@@ -250,6 +308,7 @@ def quest(*, page_size: int = 16) -> Source:
 
     Args:
         page_size: tokens per page; 16 as in the paper.
+        group: see :func:`butler`.
 
     Example:
         >>> import jax.numpy as jnp
@@ -289,7 +348,7 @@ def quest(*, page_size: int = 16) -> Source:
             page = jax.lax.broadcasted_iota(jnp.int32, bound.shape, bound.ndim - 1)
             bound = jnp.where(page == (at // page_size)[:, None, None, :, None], own_bound, bound)
         every = jnp.repeat(bound, page_size, axis=-1)[..., :S]
-        return D**-0.5 * every.reshape(B, N, T, S)
+        return joined(D**-0.5 * every.reshape(B, N, T, S), reading, group)
 
     return Source("quest", importance, init, insert)
 
@@ -316,9 +375,10 @@ def _page_so_far(key: Array, position: Array, at: Int[Array, "B T"], page_size: 
     return Pages(so_far(jax.lax.cummin, jnp.inf), so_far(jax.lax.cummax, -jnp.inf))
 
 
-def _given(name: str, field: str, what: str) -> Source:
+def _given(name: str, field: str, what: str, group: Group) -> Source:
     def importance(_: PyTree, reading: Reading) -> Array:
-        return _needed(getattr(reading, field), name, field, what).astype(jnp.float32)
+        given = _needed(getattr(reading, field), name, field, what).astype(jnp.float32)
+        return joined(given, reading, group)
 
     return Source(name, importance, reads=frozenset({field}))
 

@@ -1,4 +1,4 @@
-"""Links that may follow a base score: normalisation, pooling, protection, CriticalKV, and the positions of keys."""
+"""Links that may follow a base score: normalisation, pooling, chunks, protection, CriticalKV, and keys' positions."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache import Positions, by_position, nth_true
-from kvjax.checks import MOST
-from kvjax.names import check_number
+from kvjax.checks import MOST, check_count
+from kvjax.names import check_number, check_protected
 from kvjax.observation import Needs, Observation
 from kvjax.policy import Moments, Policy, Protection, Scores, no_state, register, unchanged
 from kvjax.topk import best_of_rows, rank, share_of
@@ -46,6 +46,36 @@ def pool(*, kernel: int = 5, pooling: Literal["avg", "max"] = "avg") -> Policy:
     """
     check_kernel("pool", kernel)
     return Policy("pool", no_state, lambda scores, state, o: (pooled(scores, o, kernel, pooling), state))
+
+
+@register
+def chunks(*, size: int = 20, heads: Literal["group", "layer"] = "group") -> Policy:
+    """Score each token by the mean score of its chunk, so that whole chunks stay or leave (ChunkKV, arXiv 2502.00299).
+
+    A chunk is ``size`` neighbouring tokens of the text, cut from its beginning: those of positions 0 to size - 1 are
+    the first one. Protected tokens stay whatever their chunk scores; they keep their own scores, and the mean is that
+    of the chunk's other tokens. Of the last chunk that fits the budget only in part, the newest tokens stay.
+
+    The paper evicts once (algorithm 1). Where tokens leave block by block or step by step, the chunks stay the same
+    pieces of the text, and a chunk's mean is that of the tokens that it still has.
+
+    Args:
+        size: how many tokens a chunk has; 20 as in kvpress.
+        heads: which heads keep the same chunks: each query "group", or all of a "layer", as in kvpress.
+
+    Example:
+        >>> import kvjax
+        >>> str(kvjax.parse("snapkv+chunks(size=10)@adakv"))
+        'snapkv+chunks(size=10)@adakv'
+    """
+    check_count("chunks: size", size, 1, "give the tokens of a chunk, an int from 1")
+    return Policy(
+        "chunks",
+        no_state,
+        lambda scores, state, o: (_chunk_means(scores, o, size), state),
+        heads=heads,
+        published=Moments("prompt", 0, "arXiv 2502.00299, algorithm 1: compresses the prompt, before generation"),
+    )
 
 
 @register
@@ -153,6 +183,27 @@ def pooled(scores: Scores, o: Observation, kernel: int, pooling: str) -> Scores:
     return jnp.take_along_axis(pooled, place, axis=-1)
 
 
+def _chunk_means(scores: Scores, o: Observation, size: int) -> Scores:
+    """Replace the score of each unprotected token by the mean over those of its chunk."""
+    order, place = by_position(o.position)
+    chunk = jnp.take_along_axis(o.position // size, order, axis=-1)
+    begins = jnp.diff(chunk, axis=-1, prepend=chunk[..., :1]) != 0
+    number = jnp.take_along_axis(jnp.cumsum(begins, axis=-1), place, axis=-1)[:, :, None]  # of each slot's chunk
+    counted = (o.live if o.protected is None else o.live & ~o.protected)[:, :, None]
+
+    def of_chunks(x: Float[Array, "B K _ S"]) -> Float[Array, "B K _ S"]:
+        def one_head(x: Array, number: Array) -> Array:
+            return jnp.zeros_like(x).at[number].add(x)[number]
+
+        return jax.vmap(jax.vmap(jax.vmap(one_head)))(x, jnp.broadcast_to(number, x.shape))
+
+    counts = jnp.maximum(of_chunks(counted.astype(scores.dtype)), 1)
+    # The largest floats, which mark tokens that are sure to stay, overflow when summed.
+    scale = jnp.where(jnp.where(counted, scores, 0) > 2.0**64, 2.0**-64, 1).min(axis=-1, keepdims=True)
+    means = of_chunks(jnp.where(counted, scores * scale, 0)) / counts
+    return jnp.where(counted, jnp.minimum(means / scale, jnp.finfo(scores.dtype).max), scores)
+
+
 def _with_new_norms(norms: Float[Array, "B K S"], o: Observation) -> Float[Array, "B K S"]:
     """Return the norms ``|v W_O|_1``, with those of the tokens that entered with this block written to their slots."""
     projection = o.context.projection
@@ -171,6 +222,18 @@ def entered_slots(o: Observation) -> Int[Array, "B K T"]:
     entered = jnp.sum(o.query_position >= 0, axis=1)
     new = o.live & (o.position >= (o.next_position - entered)[:, None, None])
     return nth_true(new, jnp.broadcast_to(jnp.arange(1, T + 1), (B, K, T)))
+
+
+def with_tokens(state: Float[Array, "B K S *rest"], o: Observation, rows: Float[Array, "B T K *rest"]) -> Array:
+    """Return the slots' state, with the rows of the block's tokens written to their slots."""
+    slot = entered_slots(o)
+    position = jnp.take_along_axis(o.position, slot, axis=2, mode="fill", fill_value=0)
+    valid = o.query_position >= 0
+    place = position - (o.next_position - jnp.sum(valid, axis=1))[:, None, None]  # of the token in the block
+    token = jax.vmap(jax.vmap(nth_true, in_axes=(None, 0)))(valid, place + 1)  # [B, K, T]
+    rows = rows.swapaxes(1, 2)
+    index = token.reshape(*token.shape, *(1,) * (rows.ndim - token.ndim))
+    return put(state, slot, jnp.take_along_axis(rows, index, axis=2, mode="fill", fill_value=0).astype(state.dtype))
 
 
 def _output_length(
@@ -210,8 +273,3 @@ def put(
 def check_kernel(name: str, kernel: int) -> None:
     if not 1 <= kernel <= MOST or kernel % 2 == 0:
         raise ValueError(f"{name}: kernel is {kernel}; give an odd number from 1, so that it has a centre.")
-
-
-def check_protected(name: str, what: str, amount: int | float) -> None:
-    high = 1 if isinstance(amount, float) else MOST
-    check_number(name, what, amount, 0, high, "a count (an int from 0) or a share of the budget in [0, 1]")

@@ -41,8 +41,8 @@ class Window:
 
 def observed(names: frozenset[str]) -> frozenset[str]:
     """Return the names of the statistics that are observed in a window, and of those that joining them needs."""
-    # Joining the variances of two groups of queries needs their means.
-    more = {"window_mean"} if "window_variance" in names else set()
+    # Joining the variances, or the places, of two groups of queries needs their means.
+    more = {"window_mean"} if names & {"window_variance", "window_place"} else set()
     return frozenset(name for name in names if name.startswith("window_")) | more
 
 
@@ -74,6 +74,8 @@ def join(
     def together(name: str) -> Array:
         if name == "window_mean":
             return (m * old[name] + n * now[name]) / both
+        if name == "window_place":  # the new queries come behind the old ones, whose places they raise
+            return (m * (old[name] + n * old["window_mean"]) + n * now[name]) / both
         if name == "window_variance":  # Chan et al., "Updating formulae and a pairwise algorithm", 1979
             between = (now["window_mean"] - old["window_mean"]) ** 2 * (m * n / both)
             deviations = old[name] * jnp.maximum(m - 1, 0) + now[name] * jnp.maximum(n - 1, 0) + between

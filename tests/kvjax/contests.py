@@ -97,7 +97,7 @@ def whole(row: Row, share: np.ndarray, room: np.ndarray, total: int) -> np.ndarr
     lost = [Token(i, 0, 0, share[i] - count[i]) for i in np.flatnonzero(count < room)]
     for token in row.best(lost, total - count.sum(), open_ties=True):
         count[token.layer] += 1
-    for i in range(row.L):  # what the room forbids goes to the first layers that can take it
+    for i in range(len(count)):  # what the room forbids goes to the first layers (or heads) that can take it
         count[i] += np.clip(total - count.sum(), -count[i], room[i] - count[i])
     return count
 
@@ -122,6 +122,11 @@ def adakv(row: Row, counts, *, safeguard: float = 0.2, cap: float | None = 8.0) 
 def model(row: Row, counts, *, normalise: bool = True, cap: float | None = 8.0) -> list[Token]:
     row = capped(shares(row, np.float64 if counts is None else np.float32) if normalise else row, cap)
     return row.best(row.tokens, row.budget * row.L * row.K)
+
+
+def threshold(row: Row, counts, *, least: float = 0.01, cap: float | None = 8.0) -> list[Token]:
+    kept = capped(row, cap)
+    return [t for t in row.best(kept.tokens, row.budget * row.L * row.K) if t.score >= np.float32(least)]
 
 
 def pyramid(row: Row, counts: np.ndarray, *, beta: float = 20.0) -> list[Token]:
@@ -174,6 +179,61 @@ def lava(row: Row, counts: np.ndarray, *, cap: float | None = 8.0) -> list[Token
     return [t for one in range(row.L) for t in row.best(row.of(one), each[one])]
 
 
+def of_heads(row: Row, counts, least: np.ndarray, weight: np.ndarray, cap: float | None) -> list[Token]:
+    """``least`` slots to each head [L, K], and the rest in proportion to the weights."""
+    held = np.array([[len(row.of(one, k)) for k in range(row.K)] for one in range(row.L)])
+    if cap is not None:
+        held = np.minimum(held, int(round(cap * 1000) * row.budget // 1000))
+    fixed = np.minimum(np.maximum(least, row.protected), held)
+    room = (held - fixed).ravel()
+    total = min(row.budget * row.L * row.K - fixed.sum(), room.sum())
+    share = poured(room, weight.ravel(), total)
+    if counts is None:
+        each = fixed + whole(row, share, room, total).reshape(fixed.shape)
+    else:
+        each = counts
+        assert counts.sum() == fixed.sum() + total
+        assert (abs(counts - fixed - share.reshape(fixed.shape)) < 1 + 1e-3).all()
+    return [t for head in row.heads() for t in row.best(row.of(*head), each[head])]
+
+
+def headkv(row: Row, counts, *, file: str, beta: float = 1.5, cap: float | None = 8.0) -> list[Token]:
+    least = np.full((row.L, row.K), row.budget - int((row.budget - row.protected) / beta))
+    return of_heads(row, counts, least, np.load(file), cap)
+
+
+def streamed(row: Row, counts, streams: np.ndarray, sinks: float, recent: float, cap: float | None) -> list[Token]:
+    """Heads that stream [L, K] keep first and last tokens; the others the best, of what is left of the budget."""
+    first, last = streaming_counts(row.budget, sinks, recent)
+    tokens = [
+        t._replace(score=LARGEST if t.position < first else float(t.position))
+        if streams[t[:2]] and t.score != np.inf
+        else t
+        for t in row.tokens
+    ]
+    least = np.where(streams, first + last, 0)
+    return of_heads(row._replace(tokens=tokens), counts, least, np.where(streams, 0.0, 1.0), cap)
+
+
+def streaming_counts(budget: int, sinks: float, recent: float) -> tuple[int, int]:
+    first, last = (x if isinstance(x, int) else int(round(x * 10_000) * budget // 10_000) for x in (sinks, recent))
+    first = min(first, budget)
+    return first, min(last, budget - first)
+
+
+def duo(row: Row, counts, *, file: str, streaming=0.5, sinks=128, recent=256, cap: float | None = 8.0) -> list[Token]:
+    importance = np.load(file)
+    streams = np.zeros(importance.size, bool)
+    streams[np.argsort(importance, axis=None, kind="stable")[: round(streaming * importance.size)]] = True
+    return streamed(row, counts, streams.reshape(importance.shape), sinks, recent, cap)
+
+
+def simlayer(row: Row, counts, *, threshold=0.9, sinks=4, recent=1024, cap: float | None = 8.0) -> list[Token]:
+    """``preference`` is whether a layer is lazy, 1 or 0."""
+    streams = np.broadcast_to(row.preference[:, None] > 0, (row.L, row.K))
+    return streamed(row, counts, streams, sinks, recent, cap)
+
+
 def place(token: Token) -> tuple[int, int, int]:
     return token[:3]
 
@@ -187,4 +247,6 @@ def check(allocation: str, options: dict, row: Row, kept: set[tuple[int, int, in
     assert kept == expected, (allocation, options, sorted(kept - expected), sorted(expected - kept))
 
 
-DEFINITIONS = {f.__name__: f for f in (uniform, layer, adakv, model, pyramid, cake, lava)}
+DEFINITIONS = {
+    f.__name__: f for f in (uniform, layer, adakv, model, threshold, pyramid, cake, lava, headkv, duo, simlayer)
+}

@@ -69,6 +69,7 @@ def attention_weights(
     query_position: int,
     *,
     scale: float | None = None,
+    soft_cap: float | None = None,
     sliding_window: int | None = None,
 ) -> np.ndarray:
     """One query's weights over one head's slots: [D], [S, D], [S] -> [S]; all 0 where it sees nothing."""
@@ -78,7 +79,8 @@ def attention_weights(
     weights = np.zeros(len(key_position))
     if visible.any():
         logits = key[visible].astype(np.float64) @ query.astype(np.float64)
-        weights[visible] = softmax(logits * (len(query) ** -0.5 if scale is None else scale))
+        logits = logits * (len(query) ** -0.5 if scale is None else scale)
+        weights[visible] = softmax(logits if soft_cap is None else soft_cap * np.tanh(logits / soft_cap))
     return weights
 
 
@@ -119,9 +121,17 @@ def pooled(scores: np.ndarray, position: np.ndarray, kernel: int, pooling: str) 
     return result
 
 
+def chunk_means(scores: np.ndarray, position: np.ndarray, stays: np.ndarray, size: int) -> np.ndarray:
+    """One head's scores, each the mean over its chunk of the text; what stays in any case is left out: [S] -> [S]."""
+    result, counted = np.array(scores, np.float64), np.flatnonzero((position >= 0) & ~stays)
+    for slot in counted:
+        result[slot] = np.mean([scores[s] for s in counted if position[s] // size == position[slot] // size])
+    return result
+
+
 def column_statistics(weights: np.ndarray, valid: np.ndarray, window: int, kv_heads: int) -> dict[str, np.ndarray]:
     """Of a block's weights [B, N, T, S] and which queries count [B, T]: each [B, N, S], or a group's own [B, K, S]."""
-    names = ("sum", "last", "window_mean", "window_variance", "window_square", "window_log")
+    names = ("sum", "last", "max", "window_mean", "window_variance", "window_square", "window_log", "window_place")
     B, N, _, S = weights.shape
     result = {name: np.zeros((B, N, S)) for name in names} | {"window_group_square": np.zeros((B, kv_heads, S))}
     for b in range(B):
@@ -131,9 +141,11 @@ def column_statistics(weights: np.ndarray, valid: np.ndarray, window: int, kv_he
             continue
         result["sum"][b] = rows.sum(1)
         result["last"][b] = rows[:, -1]
+        result["max"][b] = rows.max(1)
         result["window_mean"][b] = seen.mean(1)
         result["window_variance"][b] = seen.var(1, ddof=1) if seen.shape[1] > 1 else 0
         result["window_square"][b] = (seen**2).sum(1)
+        result["window_place"][b] = (seen * np.arange(seen.shape[1], 0, -1)[:, None]).mean(1)
         result["window_log"][b] = (seen * np.log(np.where(seen > 0, seen, 1))).sum(1)
         for k, group in enumerate(np.split(seen, kv_heads)):
             result["window_group_square"][b, k] = (group.mean(0) ** 2).sum(0)

@@ -39,6 +39,8 @@ KINDS = [  # a policy, layers, dtype
     ("h2o@layer", None, "bfloat16"),
     ("snapkv(window=4)@adakv", 2, "float32"),
     ("expected_attention(sinks=1)@model", 2, "float16"),
+    ("h2o+caote", 2, "int8"),
+    ("h2o@layer", None, "float8_e4m3fn"),
 ]
 PLAIN, PAGED = "h2o+protect(recent=2)", "h2o+protect(recent=2)@layer"  # the last token is there
 FREQUENCY = 0.1 ** jnp.arange(D // 2)[None]
@@ -249,8 +251,9 @@ def test_a_cache_that_was_donated_or_is_traced_is_refused(path):
 
 
 def test_a_dtype_that_no_file_holds_is_refused(path):
-    cache = KVCache.init(batch=1, kv_heads=1, slots=2, head_dim=2, dtype="float8_e4m3fn")
-    assert "key is of float8_e4m3fn, which a file does not hold" in refused(kvjax.save_cache, path, cache)
+    cache = KVCache.init(batch=1, kv_heads=1, slots=2, head_dim=2)
+    cache = dataclasses.replace(cache, key=cache.key.astype("float8_e5m2"))
+    assert "key is of float8_e5m2, which a file does not hold" in refused(kvjax.save_cache, path, cache)
 
 
 def test_a_good_file_survives_a_disk_that_is_full(path, monkeypatch):

@@ -157,7 +157,7 @@ def test_a_dtype_is_that_of_keys_and_values():
             r"observes the last 5 queries, but a block has 4: give a block of at least 5",
         ),
         (dict(policy="tova(heads='group')@layer", page_size=0), r"page_size is 0; a cache needs at least 1"),
-        (dict(dtype="int8"), r"dtype is 'int8'; keys and values are floats"),
+        (dict(dtype="int4"), r"dtype is 'int4'; keys and values are floats"),
         (dict(policy="tova(heads='group')@layer", dtype="float7"), r"dtype is 'float7'; keys and values are floats"),
         (dict(policy="butler"), r"'butler' keeps a predictor's keys .* width is not known"),
         (dict(budget=2**31 - 1), r"slots is 2147483651; give at most"),

@@ -32,6 +32,13 @@ def test_what_a_prompt_leaves_takes_the_bytes_that_were_predicted(policy, rows):
     assert predicted.keys_values == cache.key.nbytes + cache.value.nbytes
 
 
+@pytest.mark.parametrize("policy", ["h2o", "keydiff@layer"])
+def test_rows_of_eight_bits_are_counted_with_their_scales(policy):
+    sizes = SHAPE | dict(budget=40, block=16, dtype="int8", page_size=4)
+    cache = jax.eval_shape(lambda: kvjax.empty_cache(policy, **sizes))
+    assert kvjax.memory(**sizes, policy=policy).total == sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
+
+
 def test_a_full_cache_is_one_with_a_budget_of_all_tokens():
     cache = jax.eval_shape(
         lambda: kvjax.KVCache.init(batch=2, kv_heads=2, slots=1000, head_dim=8, layers=3, dtype=jnp.bfloat16)

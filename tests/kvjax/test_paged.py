@@ -126,10 +126,8 @@ class Shape:
 
 SHAPES = [
     Shape(layers=None, page_size=1, T=3, budget=4),
-    Shape(layers=None, page_size=2, T=1, budget=3),
     Shape(layers=2, page_size=2, T=5, budget=4),
     Shape(layers=3, page_size=4, T=9, budget=6),
-    Shape(layers=2, page_size=4, T=2, budget=5),
     Shape(layers=None, page_size=16, T=7, budget=8),
     Shape(layers=2, page_size=16, T=9, budget=20),
     Shape(layers=2, page_size=1, T=9, budget=3),
@@ -170,7 +168,7 @@ def evict(shape: Shape, which: int):
 @hypothesis.settings(max_examples=15)
 def test_whatever_is_put_in_and_evicted_no_token_and_no_page_is_lost_or_shared(shape, data):
     here = SHAPES.index(shape)
-    two = [here, (here + 3) % len(ALLOCATIONS)]  # each allocation costs seconds to compile
+    two = [here, (here + 6) % len(ALLOCATIONS)]  # each allocation costs seconds to compile
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
     counts = st.tuples(*[st.integers(0, shape.T)] * B)
     blocks = data.draw(st.lists(st.tuples(counts, st.sampled_from(two)), min_size=1, max_size=8))
@@ -368,25 +366,19 @@ def run_both(policy, *, blocks: int, decode: int, T: int, budget: int, page_size
     return plain, paged
 
 
-@pytest.mark.parametrize("name", ["random@model(cap=3.0)", "random@layer(cap=None)"])
-def test_over_a_long_run_pages_give_what_masks_upon_a_full_cache_give(name):
-    plain, paged = run_both(kvjax.parse(name), blocks=50, decode=100, T=3, budget=5, page_size=2)
+def test_over_a_long_run_pages_give_what_masks_upon_a_full_cache_give():
+    plain, paged = run_both(kvjax.parse("random@model(cap=3.0)"), blocks=50, decode=100, T=3, budget=5, page_size=2)
     counts = np.asarray(plain.num_live)
     assert counts.std() > 1 and counts.sum((0, 2)).tolist() == [2 * K * 5, 2 * K * 4]
     assert paged.key.size < plain.key.size
 
 
 POLICIES = [
-    "h2o",
-    "tova",
     "h2o+caote@adakv",
-    "tova(heads='group')@layer",
-    "h2o@model",
     "tova(heads='group')@pyramid(beta=4.0)",
     "h2o@lava",
     "h2o@cake(window=3)",
     "snapkv(window=2)@model",
-    "h2o+protect(sinks=1,recent=2)@adakv(safeguard=0.5)",
 ]
 
 
@@ -468,8 +460,7 @@ def test_compiled_for_a_tpu_pages_are_laid_out_only_for_a_policy_that_reads_them
 # Packing.
 
 
-@pytest.mark.parametrize("layers", [None, 3])
-@pytest.mark.parametrize("page_size", [1, 2, 4, 16])
+@pytest.mark.parametrize("layers, page_size", [(None, 1), (3, 2), (3, 4), (None, 16)])
 @hypothesis.given(seed=st.integers(0, 2**32 - 1))
 @hypothesis.settings(max_examples=10)
 def test_packing_keeps_tokens_and_takes_the_fewest_pages(layers, page_size, seed):

@@ -26,6 +26,7 @@ EVERY_LINK = [
     "tova(heads='group')",
     "snapkv(window=2,kernel=3)",
     "snapkv(window=2,kernel=3,pooling='max')",
+    "finch(window=2)",
     "streaming(sinks=2)",
     "key_norm",
     "random",
@@ -34,6 +35,7 @@ EVERY_LINK = [
     "h2o+fast_caote",
     "key_norm+normalise+caote(norm='inf')",
     "h2o+normalise+protect(sinks=1,recent=0.5)",
+    "h2o+chunks(size=3)+protect(sinks=1,recent=0.5)",
     "sage",
     "sage(split='adaptive')",
     "laprox(window=2,kernel=3)",
@@ -130,6 +132,20 @@ def test_snapkv_as_input_of_caote_gives_the_window_its_observed_attention():
     close(scores("snapkv(window=2,kernel=5)+caote", block), np.where(own, np.inf, blocks.caote(block, per_head)))
 
 
+@pytest.mark.parametrize("window", [1, 3])
+def test_finch_weights_each_query_by_the_other_tokens_before_it(window):
+    block = blocks.make(9, window=window)
+
+    def formula(b, k, live):
+        position = np.asarray(block.observation.position[b, k])
+        own = position >= int(block.observation.next_position[b]) - window
+        rows = block.rows(b, window)[heads_of(k)]  # [G, queries, S]
+        others = len(live) - np.arange(rows.shape[1], 0, -1)
+        return np.where(own, np.inf, (rows * others[:, None]).mean(axis=(0, 1)))[live]
+
+    close(scores(kvjax.finch(window=window), block), each_head(block, formula))
+
+
 def test_streaming_keeps_the_first_tokens_and_prefers_newer_ones():
     block = blocks.make(9)
 
@@ -205,7 +221,7 @@ def foreseen_block(seed, layer=1, window=None):
 def predicted_attention(block, held):
     """The mean over the valid queries of the softmax over the live tokens that a query sees, [B, N, S]."""
     o, mean = block.observation, np.zeros((B, N, S))
-    query, key = (np.asarray(x, np.float64) for x in o.context.predicted)
+    query, key = (np.asarray(x, np.float64) for x in o.context.predicted[:2])
     window = o.context.sliding_window or np.inf
     for b, n in np.ndindex(B, N):
         position = np.asarray(o.position[b, n // G])
@@ -379,6 +395,53 @@ def test_max_pooling_of_negative_scores_does_not_see_beyond_the_ends():
     close(scores("key_norm+pool(kernel=3,pooling='max')", block), each_head(block, formula))
 
 
+@pytest.mark.parametrize("size", [1, 2, 5, 100])
+def test_chunks_take_the_mean_of_the_neighbours_in_the_text_that_are_not_protected(size):
+    block = blocks.make(18)
+
+    def formula(b, k, live):
+        position = np.asarray(block.observation.position[b, k])
+        stays = (position >= 0) & ((position < 3) | (position >= int(block.observation.next_position[b]) - 2))
+        received = block.weights[b, heads_of(k)].sum(1).mean(0)
+        return np.where(stays, np.inf, definitions.chunk_means(received, position, stays, size))[live]
+
+    close(scores(f"h2o+chunks(size={size})+protect(sinks=3,recent=2)", block), each_head(block, formula))
+
+
+def test_the_chunks_of_a_layer_are_chosen_by_all_heads():
+    block = blocks.make(19, same_heads=True)
+    separate = scores("h2o+chunks(size=4)", block)
+    together = scores("h2o+chunks(size=4,heads='layer')", block)
+    close(together, np.broadcast_to(separate.mean(axis=1, keepdims=True), together.shape))
+
+
+def test_chunks_with_tokens_that_are_sure_to_stay_have_finite_scores_in_the_order_of_their_number():
+    block = blocks.make(14)
+    largest = float(np.finfo(np.float32).max)
+    sure = scores("tova(heads='group')+critical(safe=0.5)", block) > 1e38
+
+    def formula(b, k, live):
+        position = np.asarray(block.observation.position[b, k])
+        return definitions.chunk_means(largest * sure[b, k], position, position < 0, 10)[live]
+
+    found = scores("tova(heads='group')+critical(safe=0.5)+chunks(size=10)", block)
+    np.testing.assert_allclose(found, each_head(block, formula), rtol=1e-6, atol=10)
+
+
+@hypothesis.given(seed=seeds, size=st.integers(1, 12))
+@hypothesis.settings(max_examples=10)
+def test_at_most_one_chunk_is_cut_by_an_eviction_and_its_newest_tokens_stay(seed, size):
+    rng = np.random.default_rng(seed)
+    position = rng.permutation(60)[:24]
+    chunk = position // size
+    means = rng.random(60).astype(np.float32)[chunk]
+    kept = np.asarray(kvjax.keep_mask(jnp.asarray(means)[None], jnp.asarray(position, jnp.int32)[None], 11))[0]
+    cut = set(chunk[kept]) & set(chunk[~kept])
+    assert len(cut) <= 1
+    for one in cut:
+        assert position[(chunk == one) & kept].min() > position[(chunk == one) & ~kept].max()
+
+
 @pytest.mark.parametrize(
     ("link", "budget", "sinks", "recent"),
     [
@@ -495,6 +558,8 @@ def test_equal_values_have_one_norm_in_critical_however_many_enter():
         (lambda: kvjax.snapkv(kernel=4), r"snapkv: kernel is 4; give an odd number from 1"),
         (lambda: kvjax.snapkv(pooling="mean"), r"snapkv: pooling is 'mean'; expected 'avg' or 'max'"),
         (lambda: kvjax.pool(kernel=0), r"pool: kernel is 0; give an odd number"),
+        (lambda: kvjax.chunks(size=0), r"chunks: size is 0; give the tokens of a chunk"),
+        (lambda: kvjax.chunks(heads="query"), r"chunks: heads is 'query'; expected 'group' or 'layer'"),
         (lambda: kvjax.pool(pooling="sum"), r"pool: pooling is 'sum'"),
         (lambda: kvjax.streaming(sinks=-1), r"streaming: sinks is -1; give a count"),
         (lambda: kvjax.protect(recent=1.5), r"protect: recent is 1\.5; give a count .* or a share .* in \[0, 1\]"),

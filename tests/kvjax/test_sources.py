@@ -117,8 +117,34 @@ def hashes(case: Case, b: int, n: int, t: int, seed: int) -> list[int]:
     return [mixed(seed ^ mixed(LAYER ^ mixed(n ^ mixed(t ^ mixed(slot))))) >> 8 for slot in range(S)]
 
 
+def together(rule, join):
+    """The rule of a group: what its query heads give, joined."""
+
+    def joined(case: Case, b: int, n: int, t: int) -> np.ndarray:
+        group = range(n // (N // K) * (N // K), (n // (N // K) + 1) * (N // K))
+        return join(np.stack([np.asarray(rule(case, b, head, t), np.float64) for head in group]), t)
+
+    return joined
+
+
+def mean_weights(logits: np.ndarray, t: int) -> np.ndarray:
+    weights = np.exp(logits[:, : t + 1] - logits[:, : t + 1].max(1, keepdims=True))
+    means = np.mean(weights / weights.sum(1, keepdims=True), axis=0)
+    return np.pad(np.log(means), (0, logits.shape[1] - t - 1), constant_values=-np.inf)
+
+
+def predicted(case: Case, b: int, n: int, t: int) -> np.ndarray:
+    return case.given["predicted"][b, n, t]
+
+
 RULES = {
-    "butler": lambda case, b, n, t: case.given["predicted"][b, n, t],
+    "butler(group='max')": together(predicted, lambda logits, t: logits.max(0)),
+    "butler(group='mean')": together(predicted, lambda logits, t: logits.mean(0)),
+    "oracle(group='weights')": together(true_logits, mean_weights),
+    "quest(group='max',page_size=4)": together(
+        functools.partial(page_bounds, page_size=4), lambda logits, t: logits.max(0)
+    ),
+    "butler": predicted,
     "oracle": true_logits,
     "quest(page_size=1)": functools.partial(page_bounds, page_size=1),
     "quest(page_size=4)": functools.partial(page_bounds, page_size=4),
@@ -154,6 +180,7 @@ def chosen(budget: int | float, sinks: int):
 def test_each_query_reads_what_the_rule_says(name, budget, sinks):
     given = case(1)
     mask = chosen(budget, sinks)(whole(name, given), given.slots, query_position=given.position)
+    mask = np.repeat(mask, N // mask.shape[1], axis=1)
     np.testing.assert_array_equal(mask, definition(name, given, budget, sinks))
 
 
@@ -329,3 +356,10 @@ def test_what_a_source_reads_must_be_handed_over(name, field):
     assert source.reads == {field}
     with pytest.raises(ValueError, match=f"'{name}' reads .*hand them over as {field}="):
         source.importance((), Reading(given.query, given.position, given.slots, LAYER))
+
+
+def test_the_logits_of_a_group_are_joined_after_the_soft_cap():
+    logits = np.array([[0.0, 4.0], [3.0, 2.0]]).reshape(1, 2, 1, 2)
+    reading = Reading(jnp.zeros((1, 1, 2, 4)), jnp.array([[1]]), jnp.array([[[0, 1]]]), layer=1, soft_cap=1.5)
+    expected = (1.5 * np.tanh(logits / 1.5)).mean(axis=1, keepdims=True)
+    np.testing.assert_allclose(kvjax.sources.joined(jnp.asarray(logits), reading, "mean"), expected, rtol=1e-5)

@@ -80,7 +80,7 @@ def test_what_no_window_observes_remembers_none():
 
 
 @pytest.mark.parametrize(
-    "policy", ["snapkv(window=4)", "cake(window=4)@cake", "laprox(window=4)+caote", "lava(window=4)"]
+    "policy", ["snapkv(window=4)", "finch(window=4)", "cake(window=4)@cake", "laprox(window=4)+caote", "lava(window=4)"]
 )
 def test_single_queries_and_one_eviction_keep_what_a_block_keeps(policy):
     """Four tokens one by one, observed, then evicted by what all four said; or the four in one block."""

@@ -1,0 +1,57 @@
+"""Read files of what was measured of a model before it runs: its Q-Filters, and how important its heads are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Float
+from safetensors import SafetensorError
+from safetensors.numpy import load_file
+
+from kvjax.checks import is_float
+
+
+def read_array(name: str, file: str, axes: str) -> Float[np.ndarray, "..."]:
+    """Read an array of a model from a file: .npy, or .safetensors that holds one array, as kvpress publishes them.
+
+    Args:
+        name: the link or allocation that reads it, for error messages.
+        axes: its axes' letters, such as "L K D".
+
+    Returns:
+        The array as float32.
+
+    Raises:
+        ValueError: if there is no such file, or it holds no array of finite numbers with these axes.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> import numpy as np
+        >>> from kvjax.calibration import read_array
+        >>> path = pathlib.Path(tempfile.mkdtemp()) / "heads.npy"
+        >>> np.save(path, np.ones((30, 3)))
+        >>> read_array("headkv", str(path), "L K").shape
+        (30, 3)
+    """
+    path, expected = Path(file), f"expected a .npy or .safetensors file with one array [{', '.join(axes.split())}]"
+    try:
+        if path.suffix == ".safetensors":
+            arrays = list(load_file(path).values())
+        else:
+            arrays = [np.load(path, allow_pickle=False)]
+    except OSError as error:
+        why = error.strerror or "it cannot be read"
+        raise ValueError(f"{name}: {file!r}: {why}; {expected}.") from None
+    except (ValueError, EOFError, SafetensorError) as error:
+        raise ValueError(
+            f"{name}: {file!r} cannot be read ({' '.join(str(error).split())[:200]}); {expected}."
+        ) from None
+    if len(arrays) != 1 or not isinstance(arrays[0], np.ndarray):
+        raise ValueError(f"{name}: {file!r} holds {len(arrays)} arrays; {expected}.")
+    if arrays[0].ndim != len(axes.split()) or not is_float(arrays[0].dtype):
+        raise ValueError(f"{name}: {file!r} holds {arrays[0].dtype} of shape {arrays[0].shape}; {expected} of floats.")
+    array = arrays[0].astype(np.float32)
+    if not np.isfinite(array).all():
+        raise ValueError(f"{name}: {file!r} holds numbers that are not finite; {expected} of finite numbers.")
+    return array

@@ -1,0 +1,124 @@
+"""Keys and values in eight bits: a row of D numbers of one byte each, and one float32 scale for the row.
+
+A row is what one head stores of one token. Its scale is its largest magnitude over the largest number of the dtype, so
+that no number of the row is cut off. Rows are rounded when they enter a cache, each on its own: the result does not
+depend on the blocks in which tokens come, and nothing is rounded twice.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Real
+
+from kvjax.checks import is_float, shown
+
+LARGEST = {"int8": 127, "float8_e4m3fn": 448}  # the dtypes of eight bits, and the largest number that is used of each
+
+
+class Quantised(NamedTuple):
+    """Rows in eight bits; they stand for ``values * scale[..., None]``."""
+
+    values: Real[Array, "*rows D"]
+    scale: Float[Array, "*rows"]
+
+
+def is_quantised(dtype: DTypeLike) -> bool:
+    """Return whether rows of this dtype have a scale.
+
+    Example:
+        >>> from kvjax.quantise import is_quantised
+        >>> is_quantised("int8"), is_quantised("bfloat16")
+        (True, False)
+    """
+    return jnp.dtype(dtype).name in LARGEST
+
+
+def check_dtype(dtype: Any) -> str:
+    """Return the name of a dtype, after a check that keys and values can have it.
+
+    Raises:
+        ValueError: if it is neither a dtype of floats nor one of eight bits.
+
+    Example:
+        >>> from kvjax.quantise import check_dtype
+        >>> check_dtype("int4")
+        Traceback (most recent call last):
+        ...
+        ValueError: dtype is 'int4'; keys and values are floats, such as 'bfloat16', or 'int8', 'float8_e4m3fn'.
+    """
+    try:
+        name = jnp.dtype(dtype).name
+    except TypeError:
+        name = ""
+    if name not in LARGEST and not (is_float(dtype) and jnp.dtype(dtype).itemsize > 1):
+        eight = ", ".join(map(repr, LARGEST))
+        raise ValueError(f"dtype is {shown(dtype)}; keys and values are floats, such as 'bfloat16', or {eight}.")
+    return name
+
+
+def quantise(rows: Float[Array, "*rows D"], dtype: DTypeLike) -> Quantised:
+    """Round rows to eight bits, each with the scale at which its largest magnitude is the dtype's largest number.
+
+    For int8 the error of a number is at most half the scale, 1/254 of the row's largest magnitude (and rounding of
+    float32). A row with an infinite number or a NaN becomes NaN. The derivative is zero; see :func:`straight_through`.
+
+    Args:
+        rows: of any dtype of floats; the computation is in float32.
+        dtype: "int8" or "float8_e4m3fn".
+
+    Raises:
+        ValueError: if the dtype is another.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import kvjax
+        >>> values, scale = kvjax.quantise(jnp.array([[1.0, -2.54, 0.5]]), "int8")
+        >>> values.tolist(), scale.round(3).tolist()
+        ([[50, -127, 25]], [0.02])
+    """
+    name = check_dtype(dtype)
+    if name not in LARGEST:
+        raise ValueError(f"dtype is {shown(dtype)}; rows are rounded to {' or '.join(map(repr, LARGEST))}.")
+    rows = jax.lax.stop_gradient(rows).astype(jnp.float32)
+    scale = jnp.max(jnp.abs(rows), axis=-1) / LARGEST[name]
+    usable = (scale > 0) & (scale < jnp.inf)  # else 0, and 0 times an infinite scale, or a NaN, is NaN
+    scaled = jnp.where(usable[..., None], rows, 0) / jnp.where(usable, scale, 1)[..., None]
+    if name == "int8":
+        scaled = jnp.clip(jnp.round(scaled), -LARGEST[name], LARGEST[name])
+    return Quantised(scaled.astype(dtype), scale)
+
+
+def dequantise(values: Real[Array, "*rows D"], scale: Float[Array, "*rows"]) -> Float[Array, "*rows D"]:
+    """Return the float32 rows that rows in eight bits stand for.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import kvjax
+        >>> kvjax.dequantise(*kvjax.quantise(jnp.array([[127.0, -3.2]]), "int8")).tolist()
+        [[127.0, -3.0]]
+    """
+    return values.astype(jnp.float32) * scale[..., None]
+
+
+def straight_through(rows: Float[Array, "*rows D"], dtype: DTypeLike) -> Float[Array, "*rows D"]:
+    """Round rows as a cache in eight bits does, but return floats whose derivative is that of the rows themselves.
+
+    Numbers of eight bits carry no derivative: through a cache of them, none reaches the keys and values. To take one,
+    insert these rows into a cache of floats, which then holds the same numbers. The models do so where their weights
+    are traced.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> import kvjax
+        >>> rows = jnp.array([[127.0, -3.2]])
+        >>> kvjax.straight_through(rows, "int8").tolist()
+        [[127.0, -3.0]]
+        >>> jax.grad(lambda x: (kvjax.straight_through(x, "int8") ** 2).sum())(rows).tolist()
+        [[254.0, -6.0]]
+    """
+    rounded = dequantise(*quantise(rows, dtype)).astype(rows.dtype)
+    return rounded + (rows - jax.lax.stop_gradient(rows))  # plus 0, so that nothing is rounded again

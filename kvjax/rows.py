@@ -1,0 +1,162 @@
+"""Rows that come and go: one sequence takes a row of a batch's cache, and gives it back."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from kvjax.cache import HeadState, KVCache, map_rows, rows_of
+from kvjax.checks import plain
+from kvjax.insertion import Cache
+from kvjax.paged import PagedCache, release
+
+
+def join(cache: Cache, row: int | Int[Array, ""], one: Cache) -> Cache:
+    """Put a sequence with a cache of its own into a row of a batch's cache; what the row held is lost.
+
+    Args:
+        cache: the batch's, plain or paged, of one layer or several; if it is donated, it is updated in place.
+        row: which row.
+        one: the sequence's, a cache of one row of the same kind, made for the same policy. It may have fewer slots per
+            head than the batch's cache. A paged cache needs as many free pages as ``one`` has in use, less those that
+            the row gives back; tokens that find no page are lost.
+
+    Raises:
+        ValueError: if the caches do not fit, or the row is out of range.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import kvjax
+        >>> batch = kvjax.KVCache.init(batch=2, kv_heads=1, slots=3, head_dim=1)
+        >>> one = kvjax.KVCache.init(batch=1, kv_heads=1, slots=2, head_dim=1)
+        >>> one = kvjax.insert(one, jnp.ones((1, 2, 1, 1)), jnp.ones((1, 2, 1, 1)))
+        >>> batch = kvjax.join(batch, 1, one)
+        >>> batch.position.tolist(), batch.next_position.tolist()
+        ([[[-1, -1, -1]], [[0, 1, -1]]], [0, 2])
+    """
+    row = _checked_row(cache, row)
+    if type(one) is not type(cache):
+        raise ValueError(f"the row is a {type(one).__name__}, but the batch a {type(cache).__name__}; give two alike.")
+    lead, own = cache.heads_shape, one.heads_shape
+    structures: list[Any] = [jax.tree.structure(given) for given in (cache, one)]
+    alike = (*lead[:-2], 1, lead[-1]) == own and structures[0] == structures[1]
+    if not alike or (cache.key.shape[-1], cache.key.dtype) != (one.key.shape[-1], one.key.dtype):
+        raise ValueError(
+            f"a cache of {own} heads of dimension {one.key.shape[-1]} in {one.key.dtype} does not fit into a row of "
+            f"{lead} heads of dimension {cache.key.shape[-1]} in {cache.key.dtype}: expected one row of the same "
+            "model, policy, positions and dtype."
+        )
+    if one.num_slots > cache.num_slots:
+        raise ValueError(
+            f"the row has {one.num_slots} slots per head, but the batch {cache.num_slots}; compact the row first."
+        )
+    if isinstance(cache, PagedCache):
+        assert isinstance(one, PagedCache)
+        return _join_pages(cache, row, one)
+    assert isinstance(one, KVCache)
+    axis = len(lead) - 2
+
+    def put(whole: Array, part: Array) -> Array:
+        return _put(whole, part, row, axis)
+
+    def put_slots(whole: Any, part: Any, fill: int = 0) -> Any:
+        if isinstance(whole, HeadState):
+            return HeadState(put(whole.value, part.value))
+        more = whole.shape[len(lead)] - part.shape[len(lead)]
+        widths = [(0, more if dimension == len(lead) else 0) for dimension in range(part.ndim)]
+        return put(whole, jnp.pad(part, widths, constant_values=fill))
+
+    state = jax.tree.map(put_slots, cache.state, one.state, is_leaf=lambda leaf: isinstance(leaf, HeadState))
+    return dataclasses.replace(
+        cache,
+        **map_rows(put_slots, cache, rows_of(one)),
+        position=put_slots(cache.position, one.position, fill=-1),
+        next_position=_put(cache.next_position, one.next_position, row, 0),
+        state=state,
+    )
+
+
+def leave(cache: Cache, row: int | Int[Array, ""]) -> Cache:
+    """Empty a row of a batch's cache: its slots, or its pages, are free, and its next token has position 0.
+
+    Args:
+        cache: plain or paged, of one layer or several; if it is donated, it is updated in place.
+        row: which row.
+
+    Raises:
+        ValueError: if the row is out of range.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import kvjax
+        >>> cache = kvjax.KVCache.init(batch=2, kv_heads=1, slots=2, head_dim=1)
+        >>> cache = kvjax.insert(cache, jnp.ones((2, 1, 1, 1)), jnp.ones((2, 1, 1, 1)))
+        >>> kvjax.leave(cache, 0).position.tolist()
+        [[[-1, -1]], [[0, -1]]]
+    """
+    row = _checked_row(cache, row)
+    next_position = cache.next_position.at[row].set(0)
+    if isinstance(cache, PagedCache):
+        B, K = cache.heads_shape[-2:]
+        mine = (cache.owner >= 0) & (cache.owner // K % B == row)
+        position = jnp.where(mine[:, None], -1, cache.position)
+        return release(dataclasses.replace(cache, position=position, next_position=next_position))
+    axis = len(cache.heads_shape) - 2
+    nothing = jnp.full_like(jax.lax.index_in_dim(cache.position, 0, axis), -1)
+    return dataclasses.replace(cache, position=_put(cache.position, nothing, row, axis), next_position=next_position)
+
+
+def _checked_row(cache: Cache, row: int | Int[Array, ""]) -> int | Int[Array, ""]:
+    if not isinstance(cache, Cache):
+        raise ValueError(f"the cache is a {type(cache).__name__}; give a KVCache or a PagedCache.")
+    row, rows = plain(row), cache.heads_shape[-2]
+    if isinstance(row, int) and not 0 <= row < rows:
+        raise ValueError(f"the row is {row}; the cache has rows 0 to {rows - 1}.")
+    return row
+
+
+def _put(whole: Array, part: Array, row: int | Int[Array, ""], axis: int) -> Array:
+    return jax.lax.dynamic_update_slice_in_dim(whole, part.astype(whole.dtype), row, axis)
+
+
+def _join_pages(cache: PagedCache, row: int | Int[Array, ""], one: PagedCache) -> PagedCache:
+    """Copy the pages in use of a sequence's pool to free pages of the batch's pool."""
+    if one.page_size != cache.page_size:
+        raise ValueError(f"the row has pages of {one.page_size} slots, but the batch of {cache.page_size}.")
+    left = leave(cache, row)
+    assert isinstance(left, PagedCache)
+    cache = left
+    *L, B, K = cache.heads_shape
+    P = cache.owner.shape[0]
+    source = one.table  # [*L, 1, K, M']
+    number = (jnp.cumsum(source >= 0, dtype=jnp.int32) - 1).reshape(source.shape)
+    found = (source >= 0) & (number < cache.num_free)
+    page = jnp.where(found, cache.free[jnp.maximum(cache.num_free - 1 - number, 0)], P)  # out of bounds: not written
+
+    def copy(whole: Array, part: Array) -> Array:
+        return whole.at[page].set(part[jnp.maximum(source, 0)], mode="drop")
+
+    def of_state(whole: Any, part: Any) -> Any:
+        if isinstance(whole, HeadState):
+            return HeadState(_put(whole.value, part.value, row, len(L)))
+        return copy(whole, part)
+
+    layer = jnp.arange(L[0] if L else 1, dtype=jnp.int32).reshape(*L, 1, 1, 1)
+    head = (layer * B + row) * K + jnp.arange(K, dtype=jnp.int32)[:, None]
+    short = cache.table.shape[-1] - source.shape[-1]
+    widths = [(0, 0)] * len(L) + [(0, 0), (0, 0), (0, short)]
+    table = jnp.pad(jnp.where(found, page, -1), widths, constant_values=-1)
+    return dataclasses.replace(
+        cache,
+        **map_rows(copy, cache, rows_of(one)),
+        position=copy(cache.position, one.position),
+        owner=cache.owner.at[page].set(jnp.broadcast_to(head, page.shape), mode="drop"),
+        table=_put(cache.table, table, row, len(L)),
+        num_free=cache.num_free - jnp.sum(found, dtype=jnp.int32),
+        next_position=_put(cache.next_position, one.next_position, row, 0),
+        state=jax.tree.map(of_state, cache.state, one.state, is_leaf=lambda leaf: isinstance(leaf, HeadState)),
+    )

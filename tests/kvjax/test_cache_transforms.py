@@ -1,0 +1,123 @@
+"""Merging and leaving out channels, against loops over tokens in NumPy float64."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import cache_transforms
+from kvjax.cache import floats_of
+
+L, B, K, S, D, G, T = 2, 2, 2, 9, 4, 3, 5
+
+
+def filled(seed=0, layers=L):
+    """A cache whose heads hold from none to all of S tokens; what lies in free slots is no number."""
+    rng = np.random.default_rng(seed)
+    shape = (B, K, S) if layers is None else (layers, B, K, S)
+    position = np.where(rng.random(shape) < 0.8, rng.permuted(np.broadcast_to(np.arange(S), shape), axis=-1), -1)
+    position[..., 0, 0, :] = -1  # a head without tokens
+    key, value = (np.where(position[..., None] >= 0, rng.normal(size=(*shape, D)), np.nan) for _ in range(2))
+    return kvjax.KVCache(*(jnp.asarray(x, jnp.float32) for x in (key, value)), jnp.asarray(position), jnp.full(B, S))
+
+
+def merged_by_hand(key, value, before, after, similarity):
+    """One head: [S, D] twice, and which slots are live before and after."""
+    key, value = np.asarray(key, np.float64), np.asarray(value, np.float64)
+    kept, taken = np.flatnonzero(after), {slot: [] for slot in np.flatnonzero(after)}
+    for slot in np.flatnonzero(before & ~after):
+        if not len(kept):
+            continue
+        cosine = [key[slot] @ key[t] / np.linalg.norm(key[slot]) / np.linalg.norm(key[t]) for t in kept]
+        target, nearest = kept[np.argmax(cosine)], max(cosine)
+        if nearest >= similarity and nearest > 0:
+            own, other = np.linalg.norm(value[slot]), np.linalg.norm(value[target])
+            taken[target].append((nearest * own / (own + other + 1e-6), value[slot]))
+    result = value.copy()
+    for target, those in taken.items():
+        result[target] = (value[target] + sum(w * v for w, v in those)) / (1 + sum(w for w, _ in those))
+    return result
+
+
+@pytest.mark.parametrize("layers", [None, L])
+@pytest.mark.parametrize("similarity", [0.0, 0.6])
+def test_evicted_values_go_to_the_most_similar_key(layers, similarity):
+    before = filled(1, layers)
+    after = kvjax.evict(before, np.random.default_rng(2).random(before.position.shape).astype(np.float32), budget=3)
+    merged = jax.jit(lambda a, b: kvjax.merge(a, b, similarity=similarity))(before, after)
+    np.testing.assert_array_equal(merged.key, before.key)
+    np.testing.assert_array_equal(merged.position, after.position)
+    assert (np.asarray(merged.value) != np.asarray(after.value))[np.asarray(after.live)].any()
+    for head in np.ndindex(*before.position.shape[:-1]):
+        live, was = np.asarray(after.live[head]), np.asarray(before.live[head])
+        expected = merged_by_hand(before.key[head], before.value[head], was, live, similarity)
+        np.testing.assert_allclose(np.asarray(merged.value[head])[live], expected[live], rtol=2e-5, atol=1e-6)
+
+
+def test_rows_of_eight_bits_are_merged_and_thinned_as_floats():
+    cache = kvjax.KVCache.init(batch=1, kv_heads=1, slots=S, head_dim=D, dtype="int8")
+    rows = jax.random.normal(jax.random.key(0), (1, S, 1, D))
+    cache = kvjax.insert(cache, rows, rows[:, ::-1])
+    evicted = kvjax.evict(cache, jnp.arange(1.0, S + 1)[None, None], budget=2)
+    merged = kvjax.merge(cache, evicted)
+    expected = kvjax.merge(floats_of(cache), floats_of(evicted))
+    assert merged.value.dtype == jnp.int8
+    np.testing.assert_array_equal(merged.key, cache.key)
+    live = np.asarray(evicted.live)
+    np.testing.assert_allclose(floats_of(merged).value[live], expected.value[live], atol=0.02)
+    query = jax.random.normal(jax.random.key(1), (1, T, G, D))
+    np.testing.assert_allclose(
+        floats_of(kvjax.think(cache, query)).key, kvjax.think(floats_of(cache), query).key, rtol=1e-6
+    )
+
+
+def test_values_and_keys_of_zeros_have_a_derivative():
+    def merged(key, value):
+        return cache_transforms._merged(0.0, key, value, np.array([True, False, False]), np.array([False, True, True]))
+
+    found = jax.grad(lambda *rows: jnp.sum(merged(*rows) ** 2), argnums=(0, 1))(jnp.zeros((3, 4)), jnp.zeros((3, 4)))
+    assert all(np.isfinite(array).all() for array in found)
+
+
+def test_without_an_eviction_nothing_is_merged():
+    cache = filled(3)
+    np.testing.assert_array_equal(kvjax.merge(cache, cache).value, cache.value)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.5, 1.0])
+def test_think_leaves_out_the_channels_of_the_smallest_product(share):
+    cache = filled(4)
+    query = np.random.default_rng(5).normal(size=(L, B, T, K * G, D)) * [1.0, 0.1, 3.0, 0.5]
+    thin = np.asarray(kvjax.think(cache, jnp.asarray(query, jnp.float32), share=share).key)
+    for head in np.ndindex(L, B, K):
+        one, b, k = head
+        live, key = np.asarray(cache.live[head]), np.asarray(cache.key[head], np.float64)
+        if not live.any():
+            continue
+        squares = (query[one, b, :, k * G : (k + 1) * G] ** 2).mean(axis=(0, 1)) * (key[live] ** 2).mean(axis=0)
+        key[:, np.argsort(squares)[: int(D * share)]] = 0
+        np.testing.assert_allclose(thin[head][live], key[live], rtol=1e-6)
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda c: kvjax.merge(c, c.layer(0)), r"the caches \(.*\) and \(.*\) differ; give one cache before and after"),
+        (lambda c: kvjax.merge(c, c, similarity=2.0), r"merge: similarity is 2.0; give a cosine in \[0, 1\]"),
+        (lambda c: kvjax.merge(c, "cache"), r"merge: after is 'cache'"),
+        (lambda c: kvjax.think(c, jnp.ones((B, T, K, D))), r"queries \(2, 5, 2, 4\) do not fit a cache of keys"),
+        (lambda c: kvjax.think(c, jnp.ones((L, B, T, 3, D))), r"with a multiple of 2 heads"),
+        (lambda c: kvjax.think(c, jnp.ones((L, B, T, K, D)), share=-1.0), r"think: share is -1.0; give a share of"),
+        (
+            lambda c: kvjax.think(dataclasses.replace(c, positions="compact"), jnp.ones((L, B, T, K, D))),
+            r"the cache turns its keys to 'compact' positions, which mixes channels; leave the link 'positions' out",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call(filled())

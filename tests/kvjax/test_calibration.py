@@ -1,0 +1,109 @@
+"""Files of what was measured of a model: what they may hold, and what reads them."""
+
+import re
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+import kvjax
+from kvjax.calibration import read_array
+from kvjax.policy import check_measured
+from tests.kvjax import blocks
+from tests.kvjax.blocks import D, K, each_head, in_context, scores
+
+L = 3
+
+
+@pytest.fixture
+def filters(tmp_path):
+    array = np.random.default_rng(0).normal(size=(L, K, D)).astype(np.float32)
+    np.save(tmp_path / "filters.npy", array)
+    return array, str(tmp_path / "filters.npy")
+
+
+@pytest.mark.parametrize("layer", [0, 2])
+def test_q_filters_are_minus_the_products_of_keys_and_filters(filters, layer):
+    array, file = filters
+    block = blocks.make(40)
+
+    def formula(b, k, live):
+        return -np.asarray(block.observation.key[b, k], np.float64)[live] @ array[layer, k].astype(np.float64)
+
+    found = scores(kvjax.q_filters(file=file), in_context(block.observation, layer=np.int32(layer)))
+    np.testing.assert_allclose(found, each_head(block, formula), rtol=2e-5, atol=1e-6)
+
+
+def test_a_head_alone_has_its_own_filter(filters):
+    _, file = filters
+    seen = blocks.make(41).observation
+    alone = seen._replace(
+        key=seen.key[:, 1:], position=seen.position[:, 1:], value=seen.value[:, 1:], head=np.array([1])
+    )
+    policy = kvjax.q_filters(file=file)
+    np.testing.assert_array_equal(
+        kvjax.retention_scores(policy, (), alone)[0], kvjax.retention_scores(policy, (), seen)[0][:, 1:]
+    )
+
+
+def test_published_filters_are_read_from_safetensors(filters, tmp_path):
+    array, _ = filters
+    save_file({"q_filters": array}, tmp_path / "model.safetensors")
+    np.testing.assert_array_equal(read_array("q_filters", str(tmp_path / "model.safetensors"), "L K D"), array)
+
+
+def test_a_short_name_names_the_file(filters):
+    name = f"q_filters(file={filters[1]!r})+normalise+caote"
+    assert str(kvjax.parse(name)) == name
+
+
+@pytest.mark.bad_input
+def test_filters_of_another_model_are_refused(tmp_path):
+    np.save(tmp_path / "filters.npy", np.ones((L, K + 1, D)))
+    policy = kvjax.q_filters(file=str(tmp_path / "filters.npy"))
+    with pytest.raises(ValueError, match=rf"are not this model's, whose keys have {K} heads of {D}; compute them with"):
+        policy.state(1, K, 2, 8, D)
+    with pytest.raises(ValueError, match=r"'q_filters' reads the model's filters from a file; write q_filters\(file="):
+        kvjax.q_filters().state(1, K, 2, 8, D)
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("missing.npy", None, "No such file or directory; expected a .npy or .safetensors file with one array [L, K]"),
+        ("text.npy", b"no array", "cannot be read"),
+        ("text.safetensors", b"no array", "cannot be read"),
+        ("flat.npy", np.ones(3), "holds float64 of shape (3,); expected a .npy"),
+        ("whole.npy", np.ones((3, 2), int), "holds int64 of shape (3, 2)"),
+        ("bad.npy", np.array([[1.0, np.nan]]), "holds numbers that are not finite"),
+        ("two.safetensors", {"a": np.ones((3, 2)), "b": np.ones((3, 2))}, "holds 2 arrays"),
+        ("objects.npy", np.array([[None]]), "cannot be read"),
+    ],
+)
+def test_another_file_is_refused_with_its_name(tmp_path, name, content, message):
+    path = tmp_path / name
+    if isinstance(content, dict):
+        save_file(content, path)
+    elif isinstance(content, bytes):
+        path.write_bytes(content)
+    elif content is not None:
+        np.save(path, content)
+    with pytest.raises(ValueError, match=rf"headkv: '.*{re.escape(name)}'.*{re.escape(message)}"):
+        read_array("headkv", str(path), "L K")
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(("layers", "kv_heads"), [(L + 1, K), (L, 1)])
+def test_filters_of_a_model_with_other_layers_or_heads_are_refused(filters, layers, kv_heads):
+    policy = kvjax.chain(kvjax.q_filters(file=filters[1]), kvjax.normalise())
+    with pytest.raises(ValueError, match=f"was measured on a model of {L} layers with {K} KV heads"):
+        check_measured(policy, layers, kv_heads)
+
+
+def test_filters_of_half_precision_are_read(filters, tmp_path):
+    array = filters[0].astype(ml_dtypes.bfloat16)
+    save_file({"q_filters": array}, tmp_path / "narrow.safetensors")
+    found = read_array("q_filters", str(tmp_path / "narrow.safetensors"), "L K D")
+    np.testing.assert_array_equal(found, array.astype(np.float32))

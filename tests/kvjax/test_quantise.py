@@ -1,0 +1,221 @@
+"""Caches of eight bits: how rows are rounded, and that everything reads what the rounded rows stand for."""
+
+from __future__ import annotations
+
+import functools
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import projection
+from kvjax.cache import floats_of
+
+B, K, G, T, D, E, BUDGET = 2, 2, 2, 4, 4, 6, 8
+N = K * G
+DTYPES = ["int8", "float8_e4m3fn"]
+# Each reads keys or values in a way of its own.
+POLICIES = [
+    "key_norm",
+    "keydiff",
+    "lagkv(sinks=1,lag=4)",
+    "curdkv(sinks=1)",
+    "laprox(window=2)",
+    "expected_attention(sinks=1)",
+    "lava(window=2)",
+    "h2o+critical",
+    "h2o+caote",
+    "tova(heads='group')+caote(rounds=2)",
+    "h2o+caote(target='output')",
+    "streaming(sinks=1)+positions(kind='compact')",
+    "h2o+positions(kind='index')",
+]
+UNEVEN = ["h2o+caote@layer"]
+
+
+@hypothesis.given(seed=st.integers(0, 2**32 - 1), power=st.integers(-40, 40))
+def test_numbers_are_rounded_to_the_nearest_multiple_of_the_rows_scale(seed, power):
+    rows = np.random.default_rng(seed).standard_cauchy((5, D)) * 10.0**power
+    rows = rows.astype(np.float32).astype(np.float64)
+    values, scale = (np.asarray(x, np.float64) for x in kvjax.quantise(jnp.float32(rows), "int8"))
+    largest = np.abs(rows).max(-1)
+    usual = largest > 1e-30  # scales below float32's normal numbers are 0 or inexact
+    np.testing.assert_allclose(scale[usual], largest[usual] / 127, rtol=1e-6)
+    assert (np.abs(values).max(-1)[usual] == 127).all() and (values == np.rint(values)).all()
+    error = np.abs(rows - values * scale[:, None])
+    assert (error <= np.maximum(scale[:, None] * 0.50001, 1e-30)).all()
+
+
+@hypothesis.given(seed=st.integers(0, 2**32 - 1))
+def test_floats_of_eight_bits_keep_four_bits_of_each_number(seed):
+    rows = np.random.default_rng(seed).standard_cauchy((5, D)).astype(np.float32)
+    values, scale = kvjax.quantise(jnp.asarray(rows), "float8_e4m3fn")
+    np.testing.assert_allclose(scale, np.abs(rows).max(-1) / 448, rtol=1e-6)
+    error = np.abs(rows - np.asarray(kvjax.dequantise(values, scale)))
+    assert (error <= np.abs(rows) / 16 * 1.001 + np.asarray(scale)[:, None] * 2**-9).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_of_zeros_stay_zeros_and_rows_that_are_not_finite_do_not_look_finite(dtype):
+    rows = jnp.array([[0.0, -0.0], [jnp.inf, 1.0], [jnp.nan, 1.0], [-jnp.inf, 0.0]])
+    back = np.asarray(kvjax.dequantise(*kvjax.quantise(rows, dtype)))
+    assert (back[0] == 0).all() and not np.isfinite(back[1:]).any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("given", ["float32", "bfloat16"])
+def test_straight_through_returns_the_same_numbers_and_the_derivative_of_the_rows(dtype, given):
+    rows = jax.random.normal(jax.random.key(0), (3, D)).astype(given)
+    rounded, back = jax.vjp(lambda x: kvjax.straight_through(x, dtype), rows)
+    assert rounded.dtype == rows.dtype
+    np.testing.assert_array_equal(rounded, kvjax.dequantise(*kvjax.quantise(rows, dtype)).astype(given))
+    (slope,) = back(jnp.full_like(rows, 3))
+    np.testing.assert_array_equal(slope.astype(jnp.float32), 3)
+
+
+def blocks(seed: int = 0, steps: int = 4):
+    """Queries, keys, values and positions; the second row sits out the first block. Heads have sizes of their own."""
+    rng = np.random.default_rng(seed)
+    position = np.arange(steps * T).reshape(steps, 1, T).repeat(B, 1)
+    position[:, 1] -= T
+    position = np.where(position < 0, -1, position)
+    for at in position:
+        query, key, value = (rng.normal(size=(B, T, heads, D)) for heads in (N, K, K))
+        sizes = np.exp(2 * rng.normal(size=(B, T, K, 1)))  # so that a scale that is left out shows
+        yield (
+            tuple(jnp.asarray(x, jnp.float32) for x in (query, key * sizes, value / sizes)),
+            jnp.asarray(at, jnp.int32),
+        )
+
+
+@functools.cache
+def both(name: str, dtype: str):
+    """A jitted block through a cache of eight bits, and through one of floats that holds the same rounded rows."""
+    policy = kvjax.parse(name)
+    parts = kvjax.output_projection(
+        jnp.asarray(np.random.default_rng(9).normal(size=(N, D, E)), jnp.float32), K, projection.KINDS
+    )
+    context = kvjax.Context(layer=0, frequency=jnp.array([[1.0, 0.1]]), projection=parts)
+
+    def run(eight, floats, rows, position):
+        query, key, value = rows
+        step = functools.partial(kvjax.attend, policy=policy, budget=BUDGET, context=context)
+        out, eight = step(eight, *rows, position)
+        if policy.positions == "index":  # keys are turned before they are rounded: the float cache cannot be told
+            return (out, out), (eight, eight)
+        rounded = (kvjax.straight_through(x, dtype) for x in (key, value))
+        own, floats = step(floats, query, *rounded, position)
+        return (out, own), (eight, floats)
+
+    return jax.jit(run)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*((name, "int8") for name in [*POLICIES, *UNEVEN]), ("h2o+caote", "float8_e4m3fn")]
+)
+def test_every_policy_computes_with_the_rows_that_the_eight_bits_stand_for(name, dtype):
+    sizes = dict(batch=B, kv_heads=K, query_heads=N, head_dim=D, budget=BUDGET, block=T, page_size=3)
+    eight, floats = (kvjax.empty_cache(name, **sizes, dtype=kind) for kind in (dtype, "float32"))
+    for rows, position in blocks():
+        (out, own), (eight, floats) = both(name, dtype)(eight, floats, rows, position)
+        np.testing.assert_allclose(out, own, rtol=2e-4, atol=2e-5)
+        np.testing.assert_array_equal(eight.position, floats.position)
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=1e-5), eight.state, floats.state)
+    assert eight.key.dtype == dtype and int(eight.num_live.sum()) == B * K * BUDGET
+    if isinstance(eight, kvjax.PagedCache):
+        eight, floats = eight.layer(), floats.layer()
+    live, kept, others = np.asarray(eight.live)[..., None], floats_of(eight), floats_of(floats)
+    np.testing.assert_allclose(np.where(live, kept.key, 0), np.where(live, others.key, 0), rtol=1e-5)
+    np.testing.assert_allclose(np.where(live, kept.value, 0), np.where(live, others.value, 0), rtol=1e-5)
+
+
+def filled(dtype: str = "int8", layers: int | None = None):
+    cache = kvjax.empty_cache(
+        None, layers=layers, batch=B, kv_heads=K, query_heads=N, head_dim=D, budget=T, dtype=dtype
+    )
+    for (rows, position), layer in zip(blocks(), [None] if layers is None else range(layers), strict=False):
+        cache = kvjax.insert(cache, *rows[1:], jnp.maximum(position, 0), layer=layer)
+    return cache
+
+
+def test_rows_are_rounded_on_their_own_whatever_the_blocks():
+    cache = filled()
+    ((_, key, value), position), *_ = blocks()
+    alone = kvjax.empty_cache(None, batch=B, kv_heads=K, query_heads=N, head_dim=D, budget=T, dtype="int8")
+    for t in range(T):
+        one = slice(t, t + 1)
+        alone = kvjax.insert(alone, key[:, one], value[:, one], jnp.maximum(position, 0)[:, one])
+    jax.tree.map(np.testing.assert_array_equal, cache, alone)
+
+
+@pytest.mark.parametrize("change", ["compact", "larger", "repeat", "pack", "layer"])
+def test_rows_keep_their_scales_wherever_they_move(change):
+    cache = filled(layers=2 if change == "layer" else None)
+    if change == "layer":
+        one, expected = floats_of(cache.layer(1)), floats_of(cache).layer(1)
+        np.testing.assert_array_equal(one.value, expected.value)
+        return
+    scores = jnp.asarray(np.random.default_rng(1).normal(size=cache.position.shape))
+    cache = kvjax.evict(cache, scores, budget=2)
+    moved = {
+        "compact": lambda cache: kvjax.compact(cache, 2),
+        "larger": lambda cache: kvjax.compact(cache, 7),
+        "repeat": lambda cache: kvjax.repeat(cache, 2),
+        "pack": lambda cache: kvjax.pack(cache, pages=9, page_size=1, most=3).layer(),
+    }[change]
+    eight, floats = floats_of(moved(cache)), moved(floats_of(cache))
+    np.testing.assert_array_equal(eight.position, floats.position)
+    live = np.asarray(eight.live)[..., None]
+    np.testing.assert_array_equal(np.where(live, eight.key, 0), np.where(live, floats.key, 0))
+    np.testing.assert_array_equal(np.where(live, eight.value, 0), np.where(live, floats.value, 0))
+
+
+def compiled_step(dtype: str):
+    """A decode step of one layer of a stacked, donated cache of Llama's head dim, compiled for this machine."""
+    policy = kvjax.parse("h2o+caote")
+    sizes = dict(layers=4, kv_heads=2, query_heads=4, head_dim=64, budget=1023, block=1, dtype=dtype)
+
+    def step(cache, query, row, layer):
+        context = kvjax.Context(layer=layer)
+        return kvjax.attend(cache, query, row, row, policy=policy, budget=1023, excess=1, context=context)
+
+    cache = jax.eval_shape(lambda: kvjax.empty_cache(policy, **sizes))
+    rows = (jax.ShapeDtypeStruct((1, 1, heads, 64), jnp.float32) for heads in (4, 2))
+    layer = jax.ShapeDtypeStruct((), jnp.int32)
+    return cache, jax.jit(step, donate_argnums=0).lower(cache, *rows, layer).compile().memory_analysis()
+
+
+def test_a_step_holds_half_of_the_bytes_of_bfloat16_and_no_copy_of_the_cache_as_floats():
+    cache, memory = compiled_step("int8")
+    wide, wider = compiled_step("bfloat16")[0], compiled_step("float32")
+    rows = lambda cache: sum(x.size * x.dtype.itemsize for x in (cache.key, cache.value))  # noqa: E731
+    assert 2 * rows(cache) == rows(wide) and 4 * rows(cache) == rows(wider[0])
+    scales = 4 * (cache.key_scale.size + cache.value_scale.size)
+    assert scales * 16 == rows(cache)  # 4 bytes for 64
+    saved = wider[1].argument_size_in_bytes - memory.argument_size_in_bytes
+    assert saved == 3 * rows(cache) - scales
+    assert memory.alias_size_in_bytes >= rows(cache) + scales  # updated in place
+    of_a_layer = rows(wider[0]) // 4  # as float32, which a CPU's products need
+    assert memory.temp_size_in_bytes < 1.5 * of_a_layer < rows(wider[0]) / 2
+
+
+def test_a_dtype_that_rows_cannot_be_rounded_to_is_refused():
+    with pytest.raises(ValueError, match="dtype is 'bfloat16'; rows are rounded to 'int8' or 'float8_e4m3fn'"):
+        kvjax.quantise(jnp.ones(2), "bfloat16")
+    with pytest.raises(ValueError, match="dtype is 'float8_e5m2'; keys and values are floats, such as 'bfloat16', or"):
+        kvjax.KVCache.init(batch=1, kv_heads=1, slots=1, head_dim=1, dtype="float8_e5m2")
+
+
+def test_no_derivative_reaches_rows_of_eight_bits_and_the_queries_have_theirs():
+    ((query, key, value), position), *_ = blocks()
+    cache = kvjax.compact(filled(), 2 * T)
+
+    def loss(query, key):
+        return jnp.sum(kvjax.observe(cache, query, key, value, position + T, policy=None)[0] ** 2)
+
+    of_query, of_key = jax.grad(loss, argnums=(0, 1))(query, key)
+    assert np.isfinite(of_query).all() and (np.asarray(of_query) != 0).any() and (np.asarray(of_key) == 0).all()

@@ -1,0 +1,141 @@
+"""Rows that come and go: a row holds what its sequence held, the other rows what they held before."""
+
+from __future__ import annotations
+
+import functools
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.cache import rows_of
+
+L, B, K, D, BUDGET, BLOCK = 2, 3, 2, 4, 6, 4
+KINDS = {"plain": "h2o", "window": "snapkv(window=2)", "paged": "h2o@layer", "eight bits": "h2o@layer"}
+
+
+def empty(kind: str, batch: int, more: int = 0):
+    sizes = dict(layers=L, batch=batch, kv_heads=K, query_heads=2 * K, head_dim=D, page_size=2)
+    sizes |= dict(dtype="int8") if kind == "eight bits" else {}
+    return kvjax.empty_cache(KINDS[kind], budget=BUDGET + more, block=BLOCK, **sizes)
+
+
+@functools.cache
+def sequence(kind: str, length: int, seed: int):
+    """The cache of one sequence that has been evicted from."""
+    rng = np.random.default_rng(seed)
+    policy, cache = kvjax.parse(KINDS[kind]), empty(kind, 1)
+    for start in range(0, length, BLOCK):
+        T = min(BLOCK, length - start)
+        for layer in range(L):
+            query, key, value = (rng.normal(size=(1, T, heads, D)).astype(np.float32) for heads in (2 * K, K, K))
+            context = kvjax.Context(layer=jnp.int32(layer))
+            observed = observe(policy, cache, query, key, value, context)
+            cache = observed[0]
+        cache = evict(cache, rng.normal(size=cache.position.shape).astype(np.float32), KINDS[kind])
+    return cache
+
+
+@functools.partial(jax.jit, static_argnames="policy")
+def observe(policy, cache, query, key, value, context):
+    _, cache, evidence = kvjax.observe(cache, query, key, value, policy=policy, budget=BUDGET, context=context)
+    return cache, evidence.scores if evidence is not None else None
+
+
+@functools.partial(jax.jit, static_argnames="policy")
+def evict(cache, scores, policy):
+    return kvjax.evict(cache, scores, BUDGET, allocation=kvjax.parse(policy).allocation)
+
+
+def held(cache, row: int) -> list[dict]:
+    """Each head's tokens: position -> key, value and per-slot state; and what the policy keeps per head."""
+    out = []
+    for layer in range(L):
+        here = cache.layer(layer)
+        for head in range(K):
+            position = np.asarray(here.position)[row, head]
+            state = jax.tree.leaves(here.state)
+            per_head = [leaf for leaf in state if leaf.shape[:3] != here.position.shape]
+            arrays = [*rows_of(here).values(), *(leaf for leaf in state if leaf.shape[:3] == here.position.shape)]
+            tokens = {
+                int(p): [np.asarray(array)[row, head, slot].tolist() for array in arrays]
+                for slot, p in enumerate(position)
+                if p >= 0
+            }
+            out.append({"tokens": tokens, "head": [np.asarray(x)[row, head].tolist() for x in per_head]})
+    return out
+
+
+join, leave = (jax.jit(function, donate_argnums=0) for function in (kvjax.join, kvjax.leave))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@hypothesis.given(moves=st.lists(st.tuples(st.integers(0, B - 1), st.integers(-1, 4)), min_size=1, max_size=8))
+@hypothesis.settings(max_examples=10)
+def test_a_row_holds_what_its_sequence_held_and_others_are_untouched(kind, moves):
+    cache, expected = empty(kind, B), [None] * B
+    nothing = [{"tokens": {}, "head": ()}] * (L * K)
+    for row, number in moves:
+        if number < 0:
+            cache, expected[row] = leave(cache, row), None
+        else:
+            expected[row] = sequence(kind, 5 + 3 * number, number)
+            cache = join(cache, row, expected[row])
+        for other, one in enumerate(expected):
+            found = held(cache, other)
+            if one is None:
+                assert [head["tokens"] for head in found] == [head["tokens"] for head in nothing]
+                assert int(cache.next_position[other]) == 0
+            else:
+                assert found == held(one, 0)
+                assert int(cache.next_position[other]) == int(one.next_position[0])
+    if cache.key.ndim == 3:  # pages
+        used = np.asarray(cache.table)[np.asarray(cache.table) >= 0]
+        free = np.asarray(cache.free)[: int(cache.num_free)]
+        assert sorted([*used, *free]) == list(range(cache.owner.shape[0]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_larger_batch_takes_a_smaller_row(kind):
+    cache = kvjax.join(empty(kind, B, more=4), 1, sequence(kind, 8, 1))
+    assert [head["tokens"] for head in held(cache, 1)] == [head["tokens"] for head in held(sequence(kind, 8, 1), 0)]
+
+
+@pytest.mark.parametrize("kind", ["plain", "paged"])
+def test_wrong_rows_end_in_a_sentence(kind):
+    cache, one = empty(kind, B), sequence(kind, 8, 1)
+    with pytest.raises(ValueError, match="the row is 3; the cache has rows 0 to 2"):
+        kvjax.join(cache, 3, one)
+    with pytest.raises(ValueError, match="the row is -1; the cache has rows 0 to 2"):
+        kvjax.leave(cache, -1)
+    with pytest.raises(ValueError, match="expected one row of the same model, policy, positions and dtype"):
+        kvjax.join(cache, 0, cache)
+    with pytest.raises(ValueError, match=r"the row has .* slots per head, but the batch"):
+        kvjax.join(cache, 0, empty(kind, 1, more=40))
+    with pytest.raises(ValueError, match="give two alike"):
+        kvjax.join(cache, 0, sequence("paged" if kind == "plain" else "plain", 8, 1))
+    with pytest.raises(ValueError, match="the cache is a str; give a KVCache or a PagedCache"):
+        kvjax.leave("cache", 0)
+
+
+def test_a_row_of_floats_does_not_fit_into_a_batch_of_eight_bits():
+    for batch, row in (("eight bits", "paged"), ("paged", "eight bits")):
+        with pytest.raises(ValueError, match="expected one row of the same model, policy, positions and dtype"):
+            kvjax.join(empty(batch, B), 0, empty(row, 1))
+
+
+def test_a_row_that_is_not_due_keeps_its_window():
+    policy = kvjax.parse("snapkv(window=2)")
+    cache = kvjax.join(kvjax.join(empty("window", 2), 0, sequence("window", 8, 1)), 1, sequence("window", 8, 2))
+    query = jnp.ones((2, 1, 2 * K, D))
+    _, cache, evidence = kvjax.observe(
+        cache, query, query[:, :, :K], query[:, :, :K], policy=policy, budget=BUDGET, context=kvjax.Context(layer=0)
+    )
+    before = cache.state[0].queries.value[0]
+    cache = kvjax.evict(cache, evidence, jnp.array([BUDGET, cache.num_slots]), layer=0)
+    assert cache.num_live[0].tolist() == [[BUDGET] * K, [BUDGET + 1] * K]
+    assert before.min() > 0 and cache.state[0].queries.value[0].tolist() == [[0] * K, before[1].tolist()]
