@@ -1,14 +1,19 @@
 """Decoders that run under a KV budget: load, prefill, generate."""
 
+from models.batching import Engine, Made
 from models.butler import Butler, ButlerConfig, butler_input, load_butler, own_butler, save_butler
+from models.calibration import head_scores, q_filters
 from models.config import Config
 from models.decoder import Decoder
 from models.engine import Generation, Hidden, generate, hidden_states, output_projection, prefill, stream
+from models.families import register_family
 from models.layer_caches import stacked
 from models.load import load, parse_mesh
 from models.plan import Prefilled
 from models.provenance import fingerprint
+from models.repeating import with_repeat_prompt
 from models.save import save
+from models.scorer import Scorer, ScorerConfig, load_scorer, save_scorer
 from models.sharing import prefill_each
 from models.tokenizer import Tokenizer
 
@@ -17,23 +22,33 @@ __all__ = [
     "ButlerConfig",
     "Config",
     "Decoder",
+    "Engine",
     "Generation",
     "Hidden",
+    "Made",
     "Prefilled",
+    "Scorer",
+    "ScorerConfig",
     "Tokenizer",
     "butler_input",
     "fingerprint",
     "generate",
+    "head_scores",
     "hidden_states",
     "load",
     "load_butler",
+    "load_scorer",
     "output_projection",
     "own_butler",
     "parse_mesh",
     "prefill",
     "prefill_each",
+    "q_filters",
+    "register_family",
     "save",
     "save_butler",
+    "save_scorer",
     "stacked",
     "stream",
+    "with_repeat_prompt",
 ]

@@ -22,10 +22,11 @@ from kvjax.checks import is_known
 from kvjax.window import begin_anew
 from models import selecting
 from models.config import Config
-from models.decoder import Decoder, run_layer, sliding_windows
+from models.decoder import Decoder, attention_input, embed, run_layer, sliding_windows
 from models.layer_caches import AnyCache, LayerCaches, split, stacked_up
 from models.plan import HostOrDevice, Plan, Rows
 from models.sampling import Sampling, sample
+from models.scorer import Scorer
 from models.selecting import LayerCarry
 from models.steps import (
     Block,
@@ -33,11 +34,13 @@ from models.steps import (
     Phase,
     Place,
     Run,
+    at_layer,
     attend,
     block_budgets,
     block_of,
     decode_phase,
     decode_positions,
+    fresh,
     predicts,
     shared_allocation,
     shrink,
@@ -72,22 +75,32 @@ def runs_by_layer(run: Run, key: Array | None = None) -> bool:
 class LayerSteps:
     """The steps of a run; each calls every layer."""
 
-    def __init__(self, run: Run):
+    def __init__(self, run: Run, layers: tuple[Layer, ...] | None = None):
         self.run = run
-        self.layers = _layers(run)
+        self.layers = _layers(run) if layers is None else layers
+
+    def of(self, run: Run) -> LayerSteps:
+        """Return the steps of another run of the same model and policy."""
+        return LayerSteps(run, self.layers)
 
     def start(self, batch: int, cache: AnyCache | None = None) -> DecodeState:
         return _start(self.run, batch, cache)
 
     def block(
-        self, state: DecodeState, tokens: np.ndarray, position: np.ndarray, phase: Phase
+        self,
+        state: DecodeState,
+        tokens: np.ndarray,
+        position: np.ndarray,
+        phase: Phase,
+        part: np.ndarray | None = None,
     ) -> tuple[Float[Array, "B T E"], DecodeState]:
         """Feed a block of the prompt; the given state is donated."""
         run = self.run
         x, block = _enter(
             run.model.config, run.plan, run.model.embedding[...], tokens, position, run.rows.lengths,
-            block_budgets(run.rows, phase),
+            block_budgets(run.rows, phase), part,
         )  # fmt: skip
+        state = state if part is None else _fresh(state, position)
         return self._run(state, tokens, x, block, phase)
 
     def shrink(self, state: DecodeState) -> DecodeState:
@@ -126,12 +139,13 @@ class LayerSteps:
         caches = list(state.cache.layers) if isinstance(state.cache, LayerCaches) else None
         first = state.cache.layers[0] if isinstance(state.cache, LayerCaches) else state.cache
         together = shared_allocation(plan, phase)
-        evidence = None if together is None else _evidence_of_layers(state.cache, together)
+        end = None if block.repeats is None else block.repeats.end
+        evidence = None if together is None else _evidence_of_layers(state.cache, together, end)
         carry = LayerCarry(first, evidence, state.predictor, state.source)
         for number, layer in enumerate(self.layers):
             if caches is not None:
                 carry = dataclasses.replace(carry, cache=caches[number])
-            x, carry = _run_layer(model.config, plan, phase, layer, block, x, carry)
+            x, carry = _run_layer(model.config, plan, phase, layer, block, x, carry, run.scorer)
             if number == 0 and predicts(plan, phase):
                 entered = None if butler is None else selecting.predictor_input(butler, model, jnp.asarray(tokens))
                 carry = _predict(plan.selection is not None, butler, block.position, entered, x, carry)
@@ -178,8 +192,12 @@ def _enter(
     position: Int[Array, "B T"],
     lengths: Int[Array, "B"],
     budgets: Int[Array, "B"] | None,
+    part: Int[Array, "B 3"] | None = None,
 ) -> tuple[Float[Array, "B T E"], Block]:
-    return embedding[tokens], block_of(config, plan, position, lengths, budgets)
+    return embed(config, embedding, tokens), block_of(config, plan, position, lengths, budgets, part)
+
+
+_fresh = jax.jit(fresh, donate_argnames="state")
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -193,13 +211,24 @@ def _enter_token(
     rows: Rows,
 ) -> tuple[Float[Array, "B 1 E"], Block]:
     position = decode_positions(finished, next_position)
-    return embedding[token[:, None]], block_of(config, plan, position, rows.lengths, rows.decode_budgets)
+    return embed(config, embedding, token[:, None]), block_of(config, plan, position, rows.lengths, rows.decode_budgets)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnames=("x", "carry"))
 def _run_layer(
-    config: Config, plan: Plan, phase: Phase, layer: Layer, block: Block, x: Float[Array, "B T E"], carry: LayerCarry
+    config: Config,
+    plan: Plan,
+    phase: Phase,
+    layer: Layer,
+    block: Block,
+    x: Float[Array, "B T E"],
+    carry: LayerCarry,
+    scorer: Scorer | None,
 ) -> tuple[Float[Array, "B T E"], LayerCarry]:
+    block = at_layer(config, block, layer.place.number)
+    if scorer is not None:
+        carry = selecting.scored(scorer, carry, layer.place.number, attention_input(config, layer.weights, x))
+
     def attend_here(query, key, value):
         return *attend(plan, phase, block, layer.place, carry, (query, key, value)), None
 
@@ -211,8 +240,8 @@ _predict = jax.jit(selecting.run_predictor, static_argnames="keeps", donate_argn
 
 
 @functools.partial(jax.jit, static_argnames="allocation")
-def _evidence_of_layers(cache: AnyCache, allocation: Allocation) -> Evidence:
-    return Evidence.of_layers(cache.slots if isinstance(cache, LayerCaches) else cache, allocation)
+def _evidence_of_layers(cache: AnyCache, allocation: Allocation, end: Int[Array, "B"] | None = None) -> Evidence:
+    return Evidence.of_layers(cache.slots if isinstance(cache, LayerCaches) else cache, allocation, end)
 
 
 @functools.partial(jax.jit, donate_argnames="cache")
@@ -220,10 +249,14 @@ def _evict(cache: AnyCache, evidence: Evidence, budgets: Int[Array, "B"]) -> Any
     """Evict from all layers together."""
     if not isinstance(cache, LayerCaches):
         return kvjax.evict(cache, evidence, budgets)
-    left = kvjax.evict(cache.slots, evidence, budgets).position
-    states = (begin_anew(own.state, evidence.entered > 0) for own in cache.layers)
-    layers = zip(cache.layers, left, states, strict=True)
-    return LayerCaches(tuple(dataclasses.replace(own, position=at, state=state) for own, at, state in layers))
+    left = kvjax.evict(cache.slots, evidence, budgets)
+    evicted = (evidence.entered > 0) & (budgets < cache.num_slots)
+    states = (begin_anew(own.state, evicted) for own in cache.layers)
+    layers = zip(cache.layers, left.position, states, strict=True)
+    following = left.next_position
+    return LayerCaches(
+        tuple(dataclasses.replace(own, position=at, next_position=following, state=state) for own, at, state in layers)
+    )
 
 
 @functools.partial(jax.jit, static_argnames="sampling")

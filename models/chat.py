@@ -94,7 +94,7 @@ class Conversation:
         **settings: Any,
     ):
         self.model, self.tokenizer, self.key = model, tokenizer, jax.random.key(seed)
-        self.policy, self.budget, self.settings = policy_of(policy), budget, settings
+        self.policy, self.budget, self.settings = models.with_repeat_prompt(policy, tokenizer), budget, settings
         self.projection = models.output_projection(model, policy)
         self.system = [] if system is None else [_message("system", system)]
         self.stopped = False
@@ -172,7 +172,8 @@ class Conversation:
             ValueError: the file is not a conversation, is damaged, or is one with another model, policy or budget.
         """
         info = kvjax.cache_info(path)
-        for name, ours in (self._made_with() | {"dtype": self.model.embedding[...].dtype.name}).items():
+        dtype = self.settings.get("cache_dtype") or self.model.embedding[...].dtype.name
+        for name, ours in (self._made_with() | {"dtype": dtype}).items():
             theirs = info[name]
             if theirs != ours:
                 which = "another model" if name == "model" else f"the {name} {theirs}, and this one has {ours}"
@@ -264,15 +265,14 @@ def parser() -> argparse.ArgumentParser:
         help="continue a conversation that /keep wrote, with its policy and budget (default: a new conversation)",
     )  # fmt: skip
     add_run_flags(flags, max_new_tokens=512)
+    commands.add_import_flag(flags)
     commands.add_cache_flag(flags)
     return flags
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command and return its exit code."""
-    flags = parser().parse_args(arguments)
-    commands.keep_compiled(vars(flags).pop("compilation_cache"))
-    return commands.run(lambda: _chat(flags), "models.chat")
+    return commands.call(parser(), _chat, "models.chat", arguments)
 
 
 def _chat(flags: argparse.Namespace) -> None:

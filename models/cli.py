@@ -50,6 +50,7 @@ class Loaded(NamedTuple):
     model: models.Decoder
     tokenizer: models.Tokenizer
     butler: models.Butler | None
+    scorer: models.Scorer | None
 
 
 def parser() -> argparse.ArgumentParser:
@@ -92,6 +93,7 @@ def parser() -> argparse.ArgumentParser:
         "previous_layer, random, streaming (default: none)",
     )
     flags.add_argument("--butler", type=Path, help="the predictor's folder (default: 'butler' in the model's folder)")
+    flags.add_argument("--scorer", type=Path, help="the scorer's folder, for a policy such as zap (default: none)")
     flags.add_argument(
         "--sinks", type=int, default=4, help="number of first tokens that --select always reads (default: %(default)s)"
     )
@@ -114,6 +116,7 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="print one JSON object instead of text (default: the text, then the figures)",
     )
+    commands.add_import_flag(flags)
     commands.add_cache_flag(flags)
     return flags
 
@@ -154,7 +157,11 @@ def add_run_flags(flags: argparse.ArgumentParser, max_new_tokens: int) -> None:
     flags.add_argument(
         "--seed", type=_seed, default=0, help="random seed for a temperature above 0 (default: %(default)s)"
     )
-    flags.add_argument("--dtype", help="float32, bfloat16 (slow on a CPU) or float16 (default: the checkpoint's)")
+    flags.add_argument(
+        "--dtype",
+        help="float32, bfloat16 (slow on a CPU) or float16, of the predictor, too (default: the checkpoint's)",
+    )
+    commands.add_cache_dtype_flag(flags)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -182,7 +189,8 @@ def _generate(flags: argparse.Namespace) -> None:
     )
     if tokenizer is None:
         raise ValueError(f"{flags.model} has no tokenizer.json, and text needs one; copy it from the model's source.")
-    loaded = Loaded(model, tokenizer, _load_butler(flags, model, requests))
+    scorer = None if flags.scorer is None else models.load_scorer(flags.scorer, model)
+    loaded = Loaded(model, tokenizer, _load_butler(flags, model, requests), scorer)
     with warnings.catch_warnings():
         warnings.simplefilter("default")
         warnings.showwarning = lambda message, *_, **__: print(f"[warning: {message}]", file=sys.stderr)
@@ -218,20 +226,23 @@ def _answer(
     flags: argparse.Namespace, loaded: Loaded, request: Request, show: Callable[[str], None] = lambda piece: None
 ) -> dict[str, Any]:
     """Run a prompt and return its text and figures; ``show`` gets the text in pieces as it is generated."""
-    model, tokenizer, butler = loaded
+    model, tokenizer, butler, scorer = loaded
     prompt = tokenizer.chat([{"role": "user", "content": request.prompt}]) if flags.chat else request.prompt
     context = tokenizer.encode(prompt, add_special_tokens=not flags.chat)
     question = [] if request.question is None else tokenizer.encode(request.question, add_special_tokens=False)
     tokens = [*context, *question]
     clock, pieces, generated, cache_bytes = _Clock(), tokenizer.stream(), [], 0
     asks = request.line is None or _predictor_asked(flags, request)
+    policy = models.with_repeat_prompt(request.policy, tokenizer)
+    scored = request.line is None or (policy is not None and policy.needs.score)
     for token, cache in models.stream(
         model,
         [tokens],
-        policy=request.policy,
+        policy=policy,
         budget=request.budget,
         select=flags.select,
         butler=butler if asks else None,
+        scorer=scorer if scored else None,
         sinks=flags.sinks,
         when=flags.when,
         question=len(question),
@@ -254,6 +265,7 @@ def _answer(
         "when": when,
         "evict_every": evict_every,
         "read_share": _read_share(flags, request.budget, len(tokens), len(generated)),
+        "cache_dtype": flags.cache_dtype,
         "prompt_tokens": len(tokens),
         "new_tokens": len(generated),
         "prefill_tokens_per_second": clock.prefill_rate(),
@@ -273,7 +285,7 @@ def run_settings(flags: argparse.Namespace) -> dict[str, Any]:
         >>> run_settings(parser().parse_args(["retriever", "--top-k", "5"]))["top_k"]
         5
     """
-    names = ("block", "evict_every", "max_new_tokens", "temperature", "top_k", "top_p")
+    names = ("block", "evict_every", "max_new_tokens", "temperature", "top_k", "top_p", "cache_dtype")
     return {name: getattr(flags, name) for name in names}
 
 
@@ -370,9 +382,9 @@ def _read(path: str, what: str) -> str:
 def _load_butler(flags: argparse.Namespace, model: models.Decoder, requests: list[Request]) -> models.Butler | None:
     """Load the predictor that --select or a policy asks for, from --butler or from the model's folder."""
     if flags.butler is not None:
-        return models.load_butler(flags.butler, model)
+        return models.load_butler(flags.butler, model, dtype=flags.dtype)
     asked = any(_predictor_asked(flags, request) for request in requests)
-    return models.own_butler(flags.model, model) if asked else None
+    return models.own_butler(flags.model, model, dtype=flags.dtype) if asked else None
 
 
 def _predictor_asked(flags: argparse.Namespace, request: Request) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import importlib
 import json
 import os
 import re
@@ -21,6 +22,7 @@ from typing import IO, Any, NamedTuple, NoReturn
 import jax
 
 import kvjax
+from kvjax.quantise import check_dtype
 
 LOCK_FILE = ".lock"
 EXIT_CODES = """exit codes:
@@ -134,6 +136,22 @@ def run(command: Callable[[], None], name: str) -> int:
     return 0
 
 
+def call(parser: argparse.ArgumentParser, command: Callable[[Any], None], name: str, arguments: Any = None) -> int:
+    """Parse a command line with the flag of :func:`add_cache_flag`, run the command, and return the exit code.
+
+    Example:
+        >>> from models import commands
+        >>> flags = commands.parser("kvjax-eval", "evals", description="Evaluations.")
+        >>> commands.add_cache_flag(flags)
+        >>> commands.call(flags, lambda given: print(sorted(vars(given))), "evals", ["--compilation-cache", "off"])
+        ['begun']
+        0
+    """
+    flags = parser.parse_args(arguments)
+    keep_compiled(vars(flags).pop("compilation_cache"))
+    return run(lambda: command(flags), name)
+
+
 def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
     """Return kvjax's folder in the user's cache; it need not exist.
 
@@ -153,6 +171,30 @@ def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
         ) from None
 
 
+def cache_dtype(text: str) -> str:
+    """Return the name of a cache's dtype on a command line, as the ``type`` of a flag.
+
+    Example:
+        >>> from models.commands import cache_dtype
+        >>> cache_dtype("int8")
+        'int8'
+    """
+    try:
+        return check_dtype(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error).removesuffix(".")) from None
+
+
+def add_cache_dtype_flag(flags: argparse.ArgumentParser) -> None:
+    """Add ``--cache-dtype``, the dtype of a cache's keys and values."""
+    flags.add_argument(
+        "--cache-dtype",
+        type=cache_dtype,
+        metavar="DTYPE",
+        help="keys and values of the cache: float32, bfloat16, float16, int8 or float8_e4m3fn (default: the model's)",
+    )
+
+
 def add_cache_flag(flags: argparse.ArgumentParser) -> None:
     """Add the flag whose value :func:`keep_compiled` takes."""
     flags.add_argument(
@@ -160,6 +202,61 @@ def add_cache_flag(flags: argparse.ArgumentParser) -> None:
         help="where to keep compiled programs for the next start, or 'off' (default: KVJAX_COMPILATION_CACHE, else "
         "the user's cache)",
     )  # fmt: skip
+
+
+def add_import_flag(flags: argparse.ArgumentParser) -> None:
+    """Add --import, which every command has that takes policies or models: it imports modules that register their own.
+
+    The modules are imported as soon as the flag is read, from where ``python -m`` finds them: the working directory
+    first.
+
+    Example:
+        >>> import argparse
+        >>> from models.commands import add_import_flag
+        >>> flags = argparse.ArgumentParser()
+        >>> add_import_flag(flags)
+        >>> vars(flags.parse_args(["--import", "json,csv"]))
+        {'import': 'json,csv'}
+    """
+    flags.add_argument(
+        "--import", action=_Import, default=argparse.SUPPRESS, metavar="MODULE",
+        help="a module that registers policies or models of your own, such as my_scores for my_scores.py; several by "
+        "comma (default: none)",
+    )  # fmt: skip
+
+
+class _Import(argparse.Action):
+    """Imports the modules that it names."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: str | None = None) -> None:
+        setattr(namespace, self.dest, values)
+        try:
+            import_modules(values)
+        except ImportError as error:
+            parser.error(f"--import: {str(error).rstrip('.')}")
+
+
+def import_modules(names: str) -> None:
+    """Import the modules that a text names, several by comma, as ``python -m`` finds them.
+
+    Raises:
+        ImportError: with the module that cannot be imported, and why.
+
+    Example:
+        >>> from models.commands import import_modules
+        >>> import_modules("json, csv")
+        >>> import_modules("no_such_module")
+        Traceback (most recent call last):
+        ...
+        ImportError: no_such_module cannot be imported (ModuleNotFoundError: No module named 'no_such_module').
+    """
+    if "" not in sys.path and os.getcwd() not in sys.path:  # a script's path begins with its own folder
+        sys.path.insert(0, os.getcwd())
+    for name in split_list(names):
+        try:
+            importlib.import_module(name)
+        except Exception as error:  # whatever the module raises
+            raise ImportError(f"{name} cannot be imported ({type(error).__name__}: {sentence(error)}).") from error
 
 
 def keep_compiled(chosen: str | None = None, environment: Mapping[str, str] = os.environ) -> Path | None:

@@ -1,6 +1,7 @@
-"""Llama, Mistral, Qwen2, Qwen2.5 and Qwen3 in one file.
+"""Llama, Mistral, Mixtral, Qwen2 to Qwen3-MoE, OLMo-2, SmolLM3, Granite, Phi-3, Gemma 2 and 3 in one file.
 
-Axes: B batch, T tokens, L layers, N query heads, K KV heads, D head dim, E model dim, F feed-forward, V vocabulary.
+Axes: B batch, T tokens, L layers, N query heads, K KV heads, D head dim, E model dim, F feed-forward, X experts,
+V vocabulary.
 The layers' parameters are stacked, [L, ...], and run by one `lax.scan`, so 32 layers compile as fast as 2. Attention is
 an argument (`attend`): dense, over a cache, or any other that the caller passes. The caller's state is in the scan's
 carry, which XLA updates in place; as scanned inputs and outputs it would exist twice.
@@ -8,18 +9,21 @@ carry, which XLA updates in place; as scanned inputs and outputs it would exist 
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from kernels_pallas import cache_attention
+from kernels_pallas.prepare import mesh_of
 from kvjax import rotate
 from models.config import Config, Rope
 from models.parameters import parameter_shapes
@@ -81,7 +85,7 @@ class Decoder(nnx.Module):
         if parameters is None:
             if rngs is None:
                 raise ValueError("neither parameters nor rngs were given; pass rngs=nnx.Rngs(0) for random weights.")
-            parameters = {name: _random_parameter(rngs, name, shape, dtype) for name, shape in shapes.items()}
+            parameters = {name: _random_parameter(config, rngs, name, shape, dtype) for name, shape in shapes.items()}
         self.embedding = nnx.Param(parameters["embedding"])
         self.norm = nnx.Param(parameters["norm"])
         self.head = None if config.tie_embeddings else nnx.Param(parameters["head"])
@@ -96,7 +100,10 @@ class Decoder(nnx.Module):
         def attend(carry, layer, sliding_window, query, key, value):
             key_position = jnp.broadcast_to(position[:, None], (key.shape[0], key.shape[2], T))
             key, value = key.swapaxes(1, 2), value.swapaxes(1, 2)
-            out, _ = cache_attention(query, key, value, key_position, position, sliding_window=sliding_window)
+            cap = self.config.attention_soft_cap
+            out, _ = cache_attention(
+                query, key, value, key_position, position, sliding_window=sliding_window, soft_cap=cap
+            )
             return out, carry, None
 
         hidden, _, _ = self.run(tokens, position, jnp.full(tokens.shape[:1], T), attend, None)
@@ -111,16 +118,19 @@ class Decoder(nnx.Module):
         carry: Carry,
         *,
         after_first: Callable[[Float[Array, "B T E"], Carry], Carry] | None = None,
+        before_attention: Callable[[Carry, Int[Array, ""], Float[Array, "B T E"]], Carry] | None = None,
     ) -> tuple[Float[Array, "B T E"], Carry, Output]:
         """Embed the tokens and run every layer with the attention that the caller passes.
 
         Args:
             position: absolute positions, -1 for padding.
-            lengths: the sequences' full lengths, which only dynamic rope scaling reads: all keys of a sequence must be
-                rotated by the same frequencies, whichever block they came in.
+            lengths: the sequences' full lengths, which only the rope types dynamic and longrope read: all keys of a
+                sequence must be rotated by the same frequencies, whichever block they came in.
             attend: called once per layer with rotated queries and keys; see ``Attend``.
             after_first: called with layer 0's output before the other layers run; it may change the carry. Layer 0 is
                 then compiled separately.
+            before_attention: called once per layer, ``before_attention(carry, layer index, input of the attention)``,
+                and returns the carry that ``attend`` gets.
 
         Returns:
             The hidden states before the last norm, the carry, and the layers' outputs stacked, [L, ...].
@@ -131,11 +141,14 @@ class Decoder(nnx.Module):
         def step(state, scanned):
             x, carry = state
             weights, index, window = scanned
-            x, carry, output = run_layer(config, weights, x, waves, partial(attend, carry, index, window))
+            if before_attention is not None:
+                carry = before_attention(carry, index, attention_input(config, weights, x))
+            here = rope_of_layer(config, index, waves)
+            x, carry, output = run_layer(config, weights, x, here, partial(attend, carry, index, window))
             return (x, carry), output
 
         scanned = (self.layers.arrays(), jnp.arange(config.num_layers, dtype=jnp.int32), sliding_windows(config))
-        state = self.embedding[...][tokens], carry
+        state = embed(config, self.embedding[...], tokens), carry
         if after_first is None:
             (x, carry), outputs = jax.lax.scan(step, state, scanned)
             return x, carry, outputs
@@ -151,19 +164,55 @@ class Decoder(nnx.Module):
 
     def logits(self, hidden: Float[Array, "*rest E"]) -> Float[Array, "*rest V"]:
         """Apply the last norm and the projection to the vocabulary, in float32."""
-        hidden = rms_norm(hidden, self.norm[...], self.config.norm_epsilon)
+        hidden = _norm(self.config, hidden, self.norm[...])
         accumulate = jnp.promote_types(hidden.dtype, jnp.float32)
         if self.head is None:
-            return jnp.einsum("...e,ve->...v", hidden, self.embedding[...], preferred_element_type=accumulate)
-        return jnp.einsum("...e,ev->...v", hidden, self.head[...], preferred_element_type=accumulate)
+            logits = jnp.einsum("...e,ve->...v", hidden, self.embedding[...], preferred_element_type=accumulate)
+        else:
+            logits = jnp.einsum("...e,ev->...v", hidden, self.head[...], preferred_element_type=accumulate)
+        logits, cap = _times(logits, 1 / self.config.logits_scaling), self.config.logits_soft_cap
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+
+def embed(config: Config, embedding: Float[Array, "V E"], tokens: Int[Array, "B T"]) -> Float[Array, "B T E"]:
+    """Return the input of layer 0."""
+    return _times(embedding[tokens], config.embedding_multiplier)
 
 
 def rotation(config: Config, position: Int[Array, "B T"], lengths: Int[Array, "B"]) -> tuple[Array, Array]:
-    """Compute cosine and sine of each token's rotary angles, [B, T, 1, D / 2], shared by all heads and layers."""
-    frequency, amplitude = rope_frequencies(config.rope, config.head_dim, lengths)  # [B or 1, D / 2]
-    angle = jnp.maximum(position, 0)[..., None].astype(frequency.dtype) * frequency[:, None]  # [B, T, D / 2]
-    cos, sin = (amplitude * wave(angle)[:, :, None] for wave in (jnp.cos, jnp.sin))
-    return cos, sin
+    """Compute cosine and sine of each token's rotary angles, [B, T, 1, D / 2], shared by all heads.
+
+    They are shared by all layers too, or stacked, [R, B, T, 1, D / 2], where layers have R different rotary embeddings
+    (see :func:`rope_of_layer`).
+    """
+
+    def waves(rope: Rope) -> tuple[Array, Array]:
+        frequency, amplitude = rope_frequencies(rope, config.head_dim, lengths)  # [B or 1, D / 2]
+        angle = jnp.maximum(position, 0)[..., None].astype(frequency.dtype) * frequency[:, None]  # [B, T, D / 2]
+        factor = amplitude if rope.partial_rotary_factor == 1 else jnp.where(frequency > 0, amplitude, 1)[:, None, None]
+        cos, sin = (factor * wave(angle)[:, :, None] for wave in (jnp.cos, jnp.sin))
+        return cos, sin
+
+    cos, sin = zip(*map(waves, config.distinct_ropes), strict=True)
+    return _stacked(cos), _stacked(sin)
+
+
+def frequencies(config: Config, lengths: Int[Array, "B"]) -> Float[Array, "*ropes rows half"]:
+    """Return the angle per position for each pair of a head's elements, stacked as in :func:`rotation`."""
+    return _stacked([rope_frequencies(rope, config.head_dim, lengths)[0] for rope in config.distinct_ropes])
+
+
+def _stacked(parts: Sequence[Array]) -> Array:
+    return parts[0] if len(parts) == 1 else jnp.stack(jnp.broadcast_arrays(*parts))
+
+
+def rope_of_layer(config: Config, layer: Int[Array, ""], arrays: Any) -> Any:
+    """Return one layer's part of the arrays of :func:`rotation` or :func:`frequencies`."""
+    ropes = config.distinct_ropes
+    if len(ropes) == 1:
+        return arrays
+    numbers = jnp.array([ropes.index(rope or config.rope) for rope in config.ropes], jnp.int32)
+    return jax.tree.map(lambda array: array[numbers[layer]], arrays)
 
 
 def sliding_windows(config: Config) -> Int[Array, "L"] | None:
@@ -185,26 +234,103 @@ def run_layer[Carry, Output](
 
     Args:
         weights: the layer's parameters by name.
-        waves: see :func:`rotation`.
+        waves: the layer's cosines and sines; see :func:`rotation`.
 
     Returns:
         The input of the next layer, then the carry and the output that ``attend`` returned.
     """
-    query, key, value = _project(config, weights, rms_norm(x, weights["attention_norm"], config.norm_epsilon))
+
+    def added(out: Array, post_norm: str) -> Array:
+        if config.norms != "before":
+            out = _norm(config, out, weights[post_norm])
+        return _times(out, config.residual_multiplier)
+
+    query, key, value = _project(config, weights, attention_input(config, weights, x))
     out, carry, output = attend(rotate(query, *waves), rotate(key, *waves), value)
-    x = x + jnp.einsum("btnd,nde->bte", out, weights["output"])
+    out = jnp.einsum("btnd,nde->bte", out, weights["output"])
     if config.output_bias:
-        x = x + along_last(weights["output_bias"], x)
-    y = rms_norm(x, weights["feed_norm"], config.norm_epsilon)
-    gate, up = y @ weights["gate"], y @ weights["up"]
-    return x + (jax.nn.silu(gate) * up) @ weights["down"], carry, output
+        out = out + along_last(weights["output_bias"], out)
+    x = x + added(out, "attention_post_norm")
+    y = x if config.norms == "after" else _norm(config, x, weights["feed_norm"])
+    return x + added(feed_forward(config, weights, y), "feed_post_norm"), carry, output
 
 
-def rms_norm(x: Float[Array, "*rest E"], weight: Float[Array, "E"], epsilon: float) -> Float[Array, "*rest E"]:
-    """Compute x / sqrt(mean(x^2) + epsilon) * weight, with the mean in at least float32."""
+def attention_input(config: Config, weights: dict[str, Array], x: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
+    """Return what a layer's queries, keys and values are made of, from the layer's input and its parameters."""
+    return x if config.norms == "after" else _norm(config, x, weights["attention_norm"])
+
+
+def feed_forward(config: Config, weights: dict[str, Array], x: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
+    """Apply a layer's feed-forward network, or those experts that the router chooses for each token.
+
+    The tokens are sorted by expert, so that each expert's weights meet the rows of its own tokens in one ragged
+    product. No token is dropped, and no expert is copied for a token.
+    """
+    activation = {"silu": jax.nn.silu, "gelu_tanh": jax.nn.gelu}[config.activation]
+    if not config.num_experts:
+        gate, up = x @ weights["gate"], x @ weights["up"]
+        return (activation(gate) * up) @ weights["down"]
+    logits = (x @ weights["router"]).astype(jnp.promote_types(x.dtype, jnp.float32))
+    share, expert = jax.lax.top_k(jax.nn.softmax(logits), config.experts_per_token)  # [B, T, c]
+    if config.normalise_experts:
+        share = share / jnp.sum(share, axis=-1, keepdims=True)
+    own = weights["expert_gate"], weights["expert_up"], weights["expert_down"]
+    mesh = mesh_of((x, *own))
+    if mesh.shape.get("tensor", 1) == 1:
+        return run_experts(x, share, expert, *own, activation=activation)
+
+    def on_device(x: Array, share: Array, expert: Array, *own: Array) -> Array:
+        first = jax.lax.axis_index("tensor") * own[0].shape[0]
+        mine = (expert - first) % config.num_experts
+        return jax.lax.psum(run_experts(x, share, mine, *own, activation=activation), "tensor")
+
+    # Left to itself, XLA brings all experts to all devices of a TPU.
+    rows = PartitionSpec("data" if x.shape[0] % mesh.shape.get("data", 1) == 0 else None)
+    specs = (rows,) * 3 + (PartitionSpec("tensor"),) * 3
+    return jax.shard_map(on_device, mesh=mesh, in_specs=specs, out_specs=rows, check_vma=False)(x, share, expert, *own)
+
+
+def run_experts(
+    x: Float[Array, "B T E"],
+    share: Float[Array, "B T c"],
+    expert: Int[Array, "B T c"],
+    gate: Float[Array, "X E F"],
+    up: Float[Array, "X E F"],
+    down: Float[Array, "X F E"],
+    *,
+    activation: Callable[[Array], Array] = jax.nn.silu,
+) -> Float[Array, "B T E"]:
+    """Sum the outputs of each token's experts, weighted by ``share``; experts from number X on are left out."""
+    tokens, c = x.reshape(-1, x.shape[-1]), expert.shape[-1]
+    order = jnp.argsort(expert.reshape(-1))  # [B T c], those of an expert side by side
+    counts = jnp.bincount(expert.reshape(-1), length=gate.shape[0]).astype(jnp.int32)  # [X]
+    rows = tokens[order // c]
+    rows = activation(jax.lax.ragged_dot(rows, gate, counts)) * jax.lax.ragged_dot(rows, up, counts)
+    rows = jax.lax.ragged_dot(rows, down, counts)[jnp.argsort(order)].reshape(*expert.shape, -1)  # [B, T, c, E]
+    rows = jnp.where((expert < gate.shape[0])[..., None], share[..., None] * rows, 0)
+    return jnp.sum(rows, axis=2).astype(x.dtype)
+
+
+def _times(x: Float[Array, "*shape"], factor: float) -> Float[Array, "*shape"]:
+    return x if factor == 1 else x * factor
+
+
+def rms_norm(
+    x: Float[Array, "*rest E"], weight: Float[Array, "E"], epsilon: float, offset: bool = False
+) -> Float[Array, "*rest E"]:
+    """Compute x / sqrt(mean(x^2) + epsilon) * weight, with the mean in at least float32.
+
+    With ``offset`` the factor is 1 + weight, which is also added and multiplied in at least float32.
+    """
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon)
+    if offset:
+        return (normed * (1 + along_last(weight, x).astype(normed.dtype))).astype(x.dtype)
     return along_last(weight, x) * normed.astype(x.dtype)
+
+
+def _norm(config: Config, x: Float[Array, "*rest E"], weight: Float[Array, "E"]) -> Float[Array, "*rest E"]:
+    return rms_norm(x, weight, config.norm_epsilon, config.norm_offset)
 
 
 def along_last(array: Float[Array, "*last"], x: Float[Array, "*rest"]) -> Float[Array, "*ones_and_last"]:
@@ -218,11 +344,11 @@ def rope_frequencies(
     """Return the angle per position for each pair of a head's elements, and the factor on cos and sin.
 
     Args:
-        lengths: the sequences' full lengths, read by "dynamic" only.
+        lengths: the sequences' full lengths, read by "dynamic" and "longrope" only.
 
     Returns:
-        Frequencies with one row for all sequences (for "dynamic", one per sequence), and the amplitude (1 except for
-        yarn).
+        Frequencies with one row for all sequences (for "dynamic" and "longrope", one per sequence), and the amplitude
+        (1 except for yarn and longrope). Elements that are not rotated have frequency 0.
 
     Example:
         >>> from models.config import Rope
@@ -230,6 +356,10 @@ def rope_frequencies(
         >>> rope_frequencies(Rope(theta=100.0), 4)[0].round(3).tolist()
         [[1.0, 0.10000000149011612]]
     """
+    if rope.partial_rotary_factor != 1:
+        whole, rotated = dataclasses.replace(rope, partial_rotary_factor=1.0), rope.rotated(head_dim)
+        found, amplitude = rope_frequencies(whole, rotated, lengths) if rotated else (jnp.zeros((1, 0)), 1.0)
+        return jnp.pad(found, ((0, 0), (0, (head_dim - rotated) // 2))), amplitude
     exponent = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
     plain = 1.0 / rope.theta**exponent
     if rope.type == "linear":
@@ -245,6 +375,10 @@ def rope_frequencies(
         low, high = rope.low_freq_factor, rope.high_freq_factor
         smooth = jnp.clip((rope.original_positions / wavelength - low) / (high - low), 0, 1)
         return (plain * (smooth + (1 - smooth) / rope.factor))[None], 1.0
+    if rope.type == "longrope":
+        longer = (jnp.zeros(1, jnp.int32) if lengths is None else lengths) > rope.original_positions
+        factors = jnp.where(longer[:, None], jnp.array(rope.long_factor), jnp.array(rope.short_factor))
+        return plain / factors, _longrope_amplitude(rope)
     if rope.type == "yarn":
         return _yarn_frequencies(rope, head_dim, plain)[None], _yarn_amplitude(rope)
     return plain[None], 1.0
@@ -276,6 +410,12 @@ def _yarn_amplitude(rope: Rope) -> float:
     return scale(1.0)
 
 
+def _longrope_amplitude(rope: Rope) -> float:
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    return 1.0 if rope.factor <= 1 else math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_positions))
+
+
 def _project(config: Config, weights: dict[str, Array], x: Float[Array, "B T E"]) -> tuple[Array, Array, Array]:
     """Compute queries [B, T, N, D], keys and values [B, T, K, D], before rotation."""
     query = jnp.einsum("bte,end->btnd", x, weights["query"])
@@ -285,14 +425,21 @@ def _project(config: Config, weights: dict[str, Array], x: Float[Array, "B T E"]
         biases = weights["query_bias"], weights["key_bias"], weights["value_bias"]
         query, key, value = (x + along_last(bias, x) for x, bias in zip((query, key, value), biases, strict=True))
     if config.query_key_norm:
-        query = rms_norm(query, weights["query_norm"], config.norm_epsilon)
-        key = rms_norm(key, weights["key_norm"], config.norm_epsilon)
+        query, key = _norm(config, query, weights["query_norm"]), _norm(config, key, weights["key_norm"])
+    if config.wide_query_key_norm:
+
+        def normed(x: Array, weight: Array) -> Array:
+            return _norm(config, x.reshape(*x.shape[:2], -1), weight.reshape(-1)).reshape(x.shape)
+
+        query, key = normed(query, weights["wide_query_norm"]), normed(key, weights["wide_key_norm"])
+    if config.attention_multiplier is not None:
+        query = _times(query, config.attention_multiplier * math.sqrt(config.head_dim))
     return query, key, value
 
 
-def _random_parameter(rngs: nnx.Rngs, name: str, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
+def _random_parameter(config: Config, rngs: nnx.Rngs, name: str, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
     if name.endswith("norm"):
-        return jnp.ones(shape, dtype)
+        return jnp.full(shape, 0 if config.norm_offset else 1, dtype)
     if name.endswith("bias"):
         return jnp.zeros(shape, dtype)
     return (0.02 * jax.random.normal(rngs.params(), shape)).astype(dtype)

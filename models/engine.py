@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 import kvjax
@@ -45,9 +46,11 @@ from models.plan import (
     check_prompt,
     kept_of,
     plan_run,
+    repeats_of,
 )
 from models.sampling import Sampling, check_end, check_sampling, sample
-from models.selecting import Cache
+from models.scorer import Scorer
+from models.selecting import Cache, check_scorer
 from models.steps import (
     DecodeState,
     Phase,
@@ -92,6 +95,8 @@ def prefill(
     page_size: int = PAGE_SIZE,
     projection: OutputProjection | None = None,
     butler: Butler | None = None,
+    scorer: Scorer | None = None,
+    cache_dtype: DTypeLike | None = None,
 ) -> Prefilled:
     """Run a prompt through the model block by block; under a budget in slots, memory does not grow with the prompt.
 
@@ -106,7 +111,8 @@ def prefill(
         budget: tokens that each head keeps: a number, or a ratio of all that the row has seen (a float in (0, 1]).
         block: tokens per step.
         when: evict after every "block", or once after the "prompt" (the block then only bounds the activations).
-            "published" evicts as in the policy's paper; see :class:`kvjax.Moments`.
+            "published" evicts as in the policy's paper; see :class:`kvjax.Moments`. ``kvzip`` always evicts once, after
+            the model has repeated its prompt (:func:`with_repeat_prompt`).
         question: how many of each row's last tokens are fed only after the rest has been compressed; they are not
             evicted, so the cache holds that many tokens more than the budget. By default nothing is held back, and a
             policy that evicts once knows the question. With ``cache``, all tokens may be the question.
@@ -117,6 +123,10 @@ def prefill(
         projection: what the policy reads of the output projections, ``output_projection(model, policy)``; if not given,
             every call computes it.
         butler: the predictor that a policy such as ``butler+caote`` scores by.
+        scorer: the scorer that a policy such as ``zap`` scores by (:func:`load_scorer`).
+        cache_dtype: of keys and values: floats, or "int8" or "float8_e4m3fn" (:func:`kvjax.quantise`); the model's
+            dtype by default. Where weights are traced, by jax.jit or jax.grad, rows are rounded to eight bits but kept
+            as floats, so that a derivative passes.
 
     Returns:
         The cache and the logits, float32.
@@ -138,8 +148,8 @@ def prefill(
     if outputs not in ("last", "all"):
         raise ValueError(f"outputs is {outputs!r}; expected 'last' or 'all'.")
     every = outputs == "all"
-    options = Options(policy, budget, block, when, 0, reserve=reserve, page_size=page_size)
-    kept, hidden = _run_prompt(model, tokens, lengths, question, cache, options, projection, butler, every)
+    options = Options(policy, budget, block, when, 0, reserve=reserve, page_size=page_size, cache_dtype=cache_dtype)
+    kept, hidden = _run_prompt(model, tokens, lengths, question, cache, options, projection, butler, scorer, every)
     logits = logits_of(model, hidden)
     return Prefilled(kept, logits if every else logits[:, 0])
 
@@ -158,6 +168,8 @@ def hidden_states(
     page_size: int = PAGE_SIZE,
     projection: OutputProjection | None = None,
     butler: Butler | None = None,
+    scorer: Scorer | None = None,
+    cache_dtype: DTypeLike | None = None,
 ) -> Hidden:
     """Run a prompt as :func:`prefill` does, and return the hidden states that the head computes all logits from.
 
@@ -173,8 +185,10 @@ def hidden_states(
         >>> hidden.shape, model.logits(hidden[:, 8:16]).shape
         ((1, 40, 32), (1, 8, 64))
     """
-    options = Options(policy, budget, block, when, 0, page_size=page_size)
-    return Hidden(*_run_prompt(model, tokens, lengths, question, cache, options, projection, butler, every=True))
+    options = Options(policy, budget, block, when, 0, page_size=page_size, cache_dtype=cache_dtype)
+    return Hidden(
+        *_run_prompt(model, tokens, lengths, question, cache, options, projection, butler, scorer, every=True)
+    )
 
 
 def generate(
@@ -188,6 +202,7 @@ def generate(
     block: int = 128,
     select: Source | str | None = None,
     butler: Butler | None = None,
+    scorer: Scorer | None = None,
     sinks: int = 4,
     max_new_tokens: int = 64,
     when: When = "block",
@@ -200,6 +215,7 @@ def generate(
     end: tuple[int, ...] | None = None,
     page_size: int = PAGE_SIZE,
     projection: OutputProjection | None = None,
+    cache_dtype: DTypeLike | None = None,
 ) -> Generation:
     """Generate answers to prompts: feed the prompt in blocks, then tokens until each row has ended.
 
@@ -208,8 +224,8 @@ def generate(
     Args:
         tokens: prompts as :func:`prefill` takes them, or the result of :func:`prefill`: then only the answer is
             generated, under the same policy, budget and question.
-        cache, lengths, policy, budget, block, when, question, page_size, projection: see :func:`prefill`. The last
-            token of an answer is not in its cache: to continue from it, feed that token first.
+        cache, lengths, policy, budget, block, when, question, page_size, projection, cache_dtype: see :func:`prefill`.
+            The last token of an answer is not in its cache: to continue from it, feed that token first.
         select: instead of a policy, the source that chooses the tokens that a decode step reads: a source of
             ``kvjax.sources`` or its short name, such as "butler", "oracle" or "quest(page_size=16)". Nothing is
             evicted, the prompt and layer 0 are dense, and in the other layers each query head reads ``budget`` tokens
@@ -217,6 +233,7 @@ def generate(
         butler: the predictor, for ``select="butler"`` and for policies that score by it, such as ``butler+caote``. It
             remembers every token: 2 r numbers for its own attention (r is about E / 8) and, for a selection, a key for
             every predicted layer and head. A policy's keys are evicted with their tokens (:func:`kvjax.butler`).
+        scorer: the scorer, for policies that score by it, such as ``zap``.
         sinks: how many of the first tokens a selection always reads, in addition to the budget.
         max_new_tokens: the largest number of tokens to generate.
         evict_every: evict in decode at every step (1), every n steps (n more slots per head), or never (0). By default
@@ -238,16 +255,18 @@ def generate(
     """
     max_new_tokens = check_count("max_new_tokens", max_new_tokens, 1, "ask for at least 1")
     block = check_count("block", block, 1, "a block has at least 1 token")
-    options = Options(policy, budget, block, when, evict_every, select, sinks, page_size, max_new_tokens)
+    options = Options(
+        policy, budget, block, when, evict_every, select, sinks, page_size, max_new_tokens, cache_dtype=cache_dtype
+    )
     given = check_prompt(model, tokens, lengths, question, cache, policy, answers=True)
     cache, logits = tokens if isinstance(tokens, Prefilled) else (cache, None)
-    run, prompt = _prepare(model, given, options, projection, butler)
+    run, prompt = prepare(model, given, options, projection, butler, scorer)
     choice = _Choice(check_sampling(temperature, top_k, top_p, key), max_new_tokens, check_end(model.config, end))
     if runs_by_layer(run, key):
         return _generate_by_layer(run, prompt, cache, logits, choice, key)
     state, out, count, finite = _generate(run, prompt, cache, logits, key if choice.draws else None, choice)
     if is_known(finite):
-        _check_finite(model, finite)
+        check_finite(model, finite)
     return Generation(out, stacked_up(state.cache), count)
 
 
@@ -262,6 +281,7 @@ def stream(
     block: int = 128,
     select: Source | str | None = None,
     butler: Butler | None = None,
+    scorer: Scorer | None = None,
     sinks: int = 4,
     max_new_tokens: int = 64,
     when: When = "block",
@@ -276,6 +296,7 @@ def stream(
     on_cache: Callable[[AnyCache], None] | None = None,
     page_size: int = PAGE_SIZE,
     projection: OutputProjection | None = None,
+    cache_dtype: DTypeLike | None = None,
 ) -> Iterator[tuple[np.ndarray, AnyCache]]:
     """Yield the tokens of each step of :func:`generate` as they come, with the cache after that step.
 
@@ -304,12 +325,14 @@ def stream(
     """
     max_new_tokens = check_count("max_new_tokens", max_new_tokens, 1, "ask for at least 1")
     block = check_count("block", block, 1, "a block has at least 1 token")
-    options = Options(policy, budget, block, when, evict_every, select, sinks, page_size, max_new_tokens, False)
+    options = Options(
+        policy, budget, block, when, evict_every, select, sinks, page_size, max_new_tokens, False, cache_dtype
+    )
     given = check_prompt(model, tokens, lengths, question, cache, policy, answers=True)
     cache, logits = tokens if isinstance(tokens, Prefilled) else (cache, None)
-    run, prompt = _prepare(model, given, options, projection, butler)
+    run, prompt = prepare(model, given, options, projection, butler, scorer)
     choice = _Choice(check_sampling(temperature, top_k, top_p, key), max_new_tokens, check_end(model.config, end))
-    steps = LayerSteps(run) if runs_by_layer(run) else _ProgramSteps(run)
+    steps = LayerSteps(run) if runs_by_layer(run) else ProgramSteps(run)
     made = _tokens(run, steps, prompt, cache, logits, choice, key, on_block, on_cache)
     return ((token, state.cache) for token, state in made)
 
@@ -353,7 +376,7 @@ def run_question(model: Decoder, given: CheckedPrompt, options: Options, prefill
     place = (given.lengths - asked)[:, None] + np.arange(asked.max())
     tokens = np.take_along_axis(given.tokens, np.minimum(place, given.tokens.shape[1] - 1), axis=1)
     kept = kept_of(model, cache, policy_of(options.policy), len(asked))
-    run, prompt = _prepare(model, CheckedPrompt(tokens, asked, asked, kept), options, None, None)
+    run, prompt = prepare(model, CheckedPrompt(tokens, asked, asked, kept), options, None, None, None)
     state, hidden = _feed(run, prompt, cache)
     logits = jnp.where(asked[:, None] > 0, logits_of(model, hidden)[:, 0], prefilled.logits)
     return Prefilled(stacked_up(state.cache), logits)
@@ -377,16 +400,18 @@ def _run_prompt(
     options: Options,
     projection: OutputProjection | None,
     butler: Butler | None,
+    scorer: Scorer | None,
     every: bool,
 ) -> tuple[Cache, Float[Array, "B T E"]]:
     """Feed a prompt, and return the cache and the hidden states of each row's last token, [B, 1, E], or of all."""
     options = dataclasses.replace(options, block=check_count("block", options.block, 1, "a block has at least 1 token"))
     given = check_prompt(model, tokens, lengths, question, cache, options.policy)
-    run, prompt = _prepare(model, given, options, projection, butler, every)
+    run, prompt = prepare(model, given, options, projection, butler, scorer, every)
     state, hidden = _feed(run, prompt, cache, every)
     if every:  # [B, n m, E] of every place in a block -> [B, T, E]
         place = np.zeros(given.tokens.shape, np.int32)
-        positions = [np.swapaxes(part.positions, 0, 1).reshape(len(place), -1) for part in prompt]
+        parts = (prompt.context, prompt.question)
+        positions = [np.swapaxes(part.positions, 0, 1).reshape(len(place), -1) for part in parts]
         for row, position in enumerate(np.concatenate(positions, axis=1)):
             place[row, position[position >= 0] - given.start[row]] = np.flatnonzero(position >= 0)
         hidden = jnp.take_along_axis(hidden, jnp.asarray(place)[..., None], axis=1)
@@ -405,23 +430,28 @@ class _Choice(NamedTuple):
         return self.sampling.temperature > 0
 
 
-def _prepare(
+def prepare(
     model: Decoder,
     given: CheckedPrompt,
     options: Options,
     projection: OutputProjection | None,
     butler: Butler | None,
+    scorer: Scorer | None = None,
     every: bool = False,
 ) -> tuple[Run, Prompt]:
     """Check a run's arguments, and return the run and its prompts in blocks."""
+    check_scorer(model.config, scorer, policy_of(options.policy))
     plan, rows = plan_run(model, given, options, butler)
     if plan.selection is not None or not given.fed:
         given = given._replace(questions=np.zeros_like(given.questions))  # nothing is compressed before them
     projection = output_projection(model, plan.policy) if projection is None else projection
-    run = Run(model, rows, projection, butler, plan)
+    run = Run(model, rows, projection, butler, plan, scorer)
     # No spare blocks: a derivative needs a scan over all blocks, and with ``every`` each block returns hidden states.
-    exact = every or not is_known(*jax.tree.leaves((model, projection, butler)))
-    return run, blocks_of(given, options.block, exact)
+    exact = every or not is_known(*jax.tree.leaves((model, projection, butler, scorer)))
+    prompt = blocks_of(given, options.block, exact)
+    if plan.policy is not None and plan.policy.needs.reconstruction is not None and given.fed:
+        prompt = prompt._replace(repeats=repeats_of(given, plan.policy.needs.reconstruction, options.block, exact))
+    return run, prompt
 
 
 # One program: layers scanned, blocks and tokens in loops.
@@ -439,8 +469,8 @@ def _prefill(run: Run, prompt: Prompt, cache: AnyCache | None, every: bool = Fal
 
     def step(carry, scanned, phase):
         state, last = carry
-        tokens, position = scanned
-        hidden, state = forward(run, state, tokens, position, block_budgets(run.rows, phase), phase)
+        tokens, position, part = scanned
+        hidden, state = forward(run, state, tokens, position, block_budgets(run.rows, phase), phase, part)
         return (state, _newest(position, hidden, last)), hidden if every else None
 
     observe = functools.partial(step, phase=Phase(evicts=False))
@@ -452,6 +482,11 @@ def _prefill(run: Run, prompt: Prompt, cache: AnyCache | None, every: bool = Fal
         of_places = [of_blocks]
     elif prompt.context.tokens.shape[0] == 0:
         of_places = []
+    elif prompt.repeats is not None:
+        (state, hidden), of_blocks = _over_blocks(observe, carry, prompt.context)
+        carry, _ = _over_blocks(observe, (state, hidden), prompt.repeats, but_last=True)
+        (state, _), _ = evict(carry, _last_block(prompt.repeats))
+        carry, of_places = (state, hidden), [of_blocks]
     else:
         carry, of_blocks = _over_blocks(observe, carry, prompt.context, but_last=True)
         carry, last = evict(carry, _last_block(prompt.context))
@@ -475,9 +510,13 @@ def _prefill(run: Run, prompt: Prompt, cache: AnyCache | None, every: bool = Fal
 def _over_blocks(
     step: Callable[[Any, Any], tuple[Any, Any]], carry: Any, blocks: Blocks, *, but_last: bool = False
 ) -> tuple[Any, Any]:
-    """Scan all blocks, or loop over those that count if ``blocks.used`` is given."""
-    parts = (jnp.asarray(blocks.tokens), jnp.asarray(blocks.positions))
+    """Scan all blocks, or loop over those that count if ``blocks.used`` is given.
+
+    A derivative keeps the cache before each block, and computes the activations of one block at a time again.
+    """
+    parts = jax.tree.map(jnp.asarray, (blocks.tokens, blocks.positions, blocks.parts))
     if blocks.used is None:
+        step = jax.checkpoint(step, prevent_cse=False)
         return jax.lax.scan(step, carry, jax.tree.map(lambda x: x[:-1], parts) if but_last else parts)
 
     def body(index, carry):
@@ -486,9 +525,9 @@ def _over_blocks(
     return jax.lax.fori_loop(0, blocks.used - int(but_last), body, carry), None
 
 
-def _last_block(blocks: Blocks) -> tuple[Array, Array]:
+def _last_block(blocks: Blocks) -> tuple[Array, Array, Array | None]:
     last = -1 if blocks.used is None else blocks.used - 1
-    return blocks.tokens[last], blocks.positions[last]
+    return blocks.tokens[last], blocks.positions[last], None if blocks.parts is None else blocks.parts[last]
 
 
 def _newest(
@@ -509,7 +548,7 @@ def _generate(
     state, hidden = _prefill(run, prompt, cache)
     logits = run.model.logits(hidden[:, 0]) if logits is None else logits
     B, pad = logits.shape[0], _pad(run)
-    key, draw = _split(key)
+    key, draw = split_key(key)
     token = sample(logits, draw, choice.sampling)
     out = jnp.full((B, choice.most), pad, jnp.int32).at[:, 0].set(token)
     finished = jnp.isin(token, jnp.array(choice.end, jnp.int32))
@@ -520,7 +559,7 @@ def _generate(
 
     def advance(loop, phase):
         step, state, key, token, finished, out, count = loop
-        key, draw = _split(key)
+        key, draw = split_key(key)
         token, state = _token_step(run, state, token, finished, draw, phase, choice.sampling)
         out = out.at[:, step].set(jnp.where(finished, pad, token))
         count = count + (~finished).astype(jnp.int32)
@@ -567,9 +606,14 @@ def _token_step(
 
 @functools.partial(jax.jit, static_argnames="phase", donate_argnames="state")
 def block_step(
-    run: Run, state: DecodeState, tokens: Int[Array, "B T"], position: Int[Array, "B T"], phase: Phase
+    run: Run,
+    state: DecodeState,
+    tokens: Int[Array, "B T"],
+    position: Int[Array, "B T"],
+    phase: Phase,
+    part: Int[Array, "B 3"] | None = None,
 ) -> tuple[Float[Array, "B T E"], DecodeState]:
-    return forward(run, state, tokens, position, block_budgets(run.rows, phase), phase)
+    return forward(run, state, tokens, position, block_budgets(run.rows, phase), phase, part)
 
 
 token_step = jax.jit(_token_step, static_argnames=("phase", "sampling"), donate_argnames="state")
@@ -582,19 +626,27 @@ def _start(run: Run, batch: int, cache: AnyCache | None) -> DecodeState:
     return start(run, batch, None if cache is None else stacked(cache))
 
 
-class _ProgramSteps:
+class ProgramSteps:
     """The steps of a run, each one compiled program; on a CPU, ``by_layer.LayerSteps`` may be used instead."""
 
     def __init__(self, run: Run):
         self.run = run
 
+    def of(self, run: Run) -> ProgramSteps:
+        return ProgramSteps(run)
+
     def start(self, batch: int, cache: AnyCache | None = None) -> DecodeState:
         return _start(self.run, batch, cache)
 
     def block(
-        self, state: DecodeState, tokens: np.ndarray, position: np.ndarray, phase: Phase
+        self,
+        state: DecodeState,
+        tokens: np.ndarray,
+        position: np.ndarray,
+        phase: Phase,
+        part: np.ndarray | None = None,
     ) -> tuple[Float[Array, "B T E"], DecodeState]:
-        return block_step(self.run, state, tokens, position, phase._replace(filled=None))
+        return block_step(self.run, state, tokens, position, phase._replace(filled=None), part)
 
     def shrink(self, state: DecodeState) -> DecodeState:
         return _shrink(state, self.run.plan)
@@ -608,7 +660,7 @@ class _ProgramSteps:
 
 def _tokens(
     run: Run,
-    steps: _ProgramSteps | LayerSteps,
+    steps: ProgramSteps | LayerSteps,
     prompt: Prompt,
     cache: AnyCache | None,
     logits: Array | None,
@@ -619,19 +671,19 @@ def _tokens(
 ) -> Iterator[tuple[np.ndarray, DecodeState]]:
     """Yield each step's tokens as they come, -1 in rows that have ended, and the state after the step."""
     state, hidden = _fed(run, steps, prompt, cache, on_block, on_cache)
-    key, draw = _split(key if choice.draws else None)
+    key, draw = split_key(key if choice.draws else None)
     if logits is None:
         chosen, finite = next_token(run.model, hidden, draw, choice.sampling)
     else:
         chosen, finite = sample(logits, draw, choice.sampling), jnp.isfinite(logits).all()
     token = np.asarray(chosen)
-    _check_finite(run.model, finite)
+    check_finite(run.model, finite)
     finished = np.isin(token, choice.end)
     yield token, state
     for step in range(1, choice.most):
         if finished.all():
             return
-        key, draw = _split(key)
+        key, draw = split_key(key)
         chosen, state = steps.token(state, token, finished, draw, step, choice.sampling)
         token = np.asarray(chosen)
         yield np.where(finished, -1, token), state
@@ -640,7 +692,7 @@ def _tokens(
 
 def _fed(
     run: Run,
-    steps: _ProgramSteps | LayerSteps,
+    steps: ProgramSteps | LayerSteps,
     prompt: Prompt,
     cache: AnyCache | None,
     on_block: Callable[[int, int], None] | None = None,
@@ -648,9 +700,36 @@ def _fed(
     on_hidden: Callable[[Float[Array, "B m E"]], None] | None = None,
 ) -> tuple[DecodeState, Float[Array, "B 1 E"]]:
     """Feed the prompt block by block, and return the state after it and the last hidden state of each row."""
-    plan, B = run.plan, prompt.context.tokens.shape[1]
+    B = prompt.context.tokens.shape[1]
     before = np.zeros(B, int) if cache is None else np.asarray(cache.next_position)
     total = int(np.max(np.asarray(run.rows.lengths) - before))
+    feeding = feed_blocks(run, steps, prompt, cache)
+    while True:
+        try:
+            cached, hidden, position = next(feeding)
+        except StopIteration as end:
+            return end.value
+        if on_hidden is not None:
+            on_hidden(hidden)
+        if on_cache is not None:
+            on_cache(cached)
+        if on_block is not None:
+            hidden.block_until_ready()
+            on_block(int(np.max(np.where(position < 0, 0, position + 1 - before[:, None]))), total)
+
+
+def feed_blocks(
+    run: Run, steps: ProgramSteps | LayerSteps, prompt: Prompt, cache: AnyCache | None = None
+) -> Generator[tuple[AnyCache, Float[Array, "B m E"], np.ndarray], None, tuple[DecodeState, Float[Array, "B 1 E"]]]:
+    """Feed one block of the prompt per ``next``.
+
+    Yields:
+        After each block the cache, valid until the next block, its hidden states, and its positions.
+
+    Returns:
+        The state after the prompt, and the last hidden state of each row.
+    """
+    plan, B = run.plan, prompt.context.tokens.shape[1]
     state = steps.start(B, cache)
     last: Any = np.zeros((B, 1, run.model.config.hidden_size), run.model.embedding[...].dtype)
     for blocks, is_context in ((prompt.context, True), (prompt.question, False)):
@@ -659,23 +738,31 @@ def _fed(
         for index in range(count):
             position = positions[index]
             last_one = index == count - 1
-            evicts = plan.when == "block" or last_one if is_context else plan.overfull and last_one
+            evicts = plan.overfull and last_one
+            if is_context:
+                evicts = plan.when == "block" or (last_one and prompt.repeats is None)
             filled = None
             if is_context and cache is None:  # slots are filled in order
                 filled = _quarters((index + 1) * position.shape[1], plan.prompt_slots)
             phase = Phase(evicts, compressed=not is_context, filled=filled)
             hidden, state = steps.block(state, tokens[index], position, phase)
             last = newest_of(position, hidden, last)
-            if on_hidden is not None:
-                on_hidden(hidden)
-            if on_cache is not None:
-                on_cache(state.cache)
-            if on_block is not None:
-                hidden.block_until_ready()
-                on_block(int(np.max(np.where(position < 0, 0, position + 1 - before[:, None]))), total)
+            if is_context and last_one and prompt.repeats is not None:
+                state = _repeated(steps, state, prompt.repeats)
+            yield state.cache, hidden, position
         if is_context:
             state = steps.shrink(state)
     return state, last
+
+
+def _repeated(steps: ProgramSteps | LayerSteps, state: DecodeState, blocks: Blocks) -> DecodeState:
+    """Have the model repeat its prompt, and evict after the last block."""
+    tokens, positions, parts = (np.asarray(x) for x in (blocks.tokens, blocks.positions, blocks.parts))
+    count = len(tokens) if blocks.used is None else int(blocks.used)
+    for index in range(count):
+        phase = Phase(evicts=index == count - 1)
+        _, state = steps.block(state, tokens[index], positions[index], phase, parts[index])
+    return state
 
 
 def _quarters(fed: int, slots: int) -> int | None:
@@ -703,7 +790,7 @@ def logits_of(model: Decoder, hidden: Float[Array, "*rest E"]) -> Float[Array, "
     return model.logits(hidden)
 
 
-def _check_finite(model: Decoder, finite: Array) -> None:
+def check_finite(model: Decoder, finite: Array) -> None:
     """Check that the logits are finite: with others, every token would be the first of the vocabulary."""
     if not finite:
         raise ValueError(
@@ -712,7 +799,7 @@ def _check_finite(model: Decoder, finite: Array) -> None:
         )
 
 
-def _split(key: Array | None) -> tuple[Array | None, Array | None]:
+def split_key(key: Array | None) -> tuple[Array | None, Array | None]:
     if key is None:
         return None, None
     key, draw = jax.random.split(key)

@@ -17,22 +17,36 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import numpy as np
 import tokenizers
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from tokenizers import decoders, normalizers, pre_tokenizers, processors
 
 from kvjax.checks import shown
-from models.config import Config, Rope
+from models.config import FAMILIES, NO_ROPE, Config, Rope
 from models.decoder import rope_frequencies
-from models.load import Checkpoint, Tensor, refuse_pointer
+from models.load import Checkpoint, Tensor, arranged, in_order, refuse_pointer, rows_from
 from models.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     import gguf
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
+# llama.cpp's architectures, and ours; a "llama" with experts is our "mixtral".
+ARCHITECTURES = {
+    "llama": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "qwen3moe": "qwen3_moe",
+    "olmo2": "olmo2",
+    "smollm3": "smollm3",
+    "granite": "granite",
+    "phi3": "phi3",
+    "gemma2": "gemma2",
+    "gemma3": "gemma3_text",
+}
+NEIGHBOURS = ("llama", "mixtral", "smollm3", "granite")  # families whose neighbouring elements llama.cpp rotates
 VERSIONS = (2, 3)
 FREQUENCY_FACTORS = "rope_freqs.weight"  # Llama 3.1's rope scaling, as a factor for each frequency
-IGNORED = re.compile(re.escape(FREQUENCY_FACTORS))  # it is read, but is not a parameter
+LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"  # longrope's
+IGNORED = re.compile("|".join(map(re.escape, (FREQUENCY_FACTORS, LONG_FACTORS, SHORT_FACTORS))))  # no parameters
 
 # llama.cpp's name of each of the decoder's parameters.
 NAMES = {
@@ -54,6 +68,21 @@ NAMES = {
     "layers.output_bias": "blk.{}.attn_output.bias",
     "layers.query_norm": "blk.{}.attn_q_norm.weight",
     "layers.key_norm": "blk.{}.attn_k_norm.weight",
+    "layers.wide_query_norm": "blk.{}.attn_q_norm.weight",
+    "layers.wide_key_norm": "blk.{}.attn_k_norm.weight",
+    "layers.attention_post_norm": "blk.{}.post_attention_norm.weight",
+    "layers.feed_post_norm": "blk.{}.post_ffw_norm.weight",
+    "layers.router": "blk.{}.ffn_gate_inp.weight",
+    # One tensor holds a layer's experts; here each of them is one.
+    "layers.expert_gate": "blk.{}.ffn_gate_exps.weight[{}]",
+    "layers.expert_up": "blk.{}.ffn_up_exps.weight[{}]",
+    "layers.expert_down": "blk.{}.ffn_down_exps.weight[{}]",
+}
+FUSED = {
+    "phi3": {
+        "blk.{}.attn_qkv.weight": ("layers.query", "layers.key", "layers.value"),
+        "blk.{}.ffn_up.weight": ("layers.gate", "layers.up"),
+    },
 }
 ROTATED = re.compile(r"blk\.\d+\.attn_([qk])\.(?:weight|bias)")
 
@@ -65,6 +94,15 @@ KNOWN_KEYS = {
     "rope.scaling.original_context_length", "rope.scaling.type", "rope.scaling.yarn_beta_fast",
     "rope.scaling.yarn_beta_slow", "tensor_data_layout", "vocab_size",
 }  # fmt: skip
+# Keys that are read of some architectures only.
+OWN_KEYS = {
+    "gemma2": {"attention.sliding_window", "attn_logit_softcapping", "final_logit_softcapping"},
+    "gemma3": {"attention.sliding_window", "final_logit_softcapping", "rope.freq_base_swa"},
+    "granite": {"attention.scale", "embedding_scale", "logit_scale", "residual_scale"},
+    "llama": {"expert_count", "expert_used_count"},
+    "phi3": {"attention.sliding_window", "rope.scaling.attn_factor"},
+    "qwen3moe": {"expert_count", "expert_feed_forward_length", "expert_used_count"},
+}
 # Other keys, with the value that has no effect.
 NEUTRAL_KEYS = {
     "attention.causal": True,
@@ -97,7 +135,7 @@ SPLITS = {
 }
 SPACE = "▁"  # SentencePiece's
 # Tokens that end a turn, for older files that name only the end of a text.
-ENDS_OF_TURN = ("<|eot_id|>", "<|im_end|>")
+ENDS_OF_TURN = ("<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<|end|>")
 
 
 class Stored(NamedTuple):
@@ -112,8 +150,8 @@ def open_file(file: Path) -> Checkpoint:
     """Open a GGUF file: read its header and check all that can be known before its weights are read.
 
     Args:
-        file: a model of the architectures llama, qwen2 or qwen3. A tokenizer.json beside it is used instead of the
-            tokenizer in it.
+        file: a model of one of the ``ARCHITECTURES``. A tokenizer.json beside it is used instead of the tokenizer in
+            it.
 
     Returns:
         Its config, its tokenizer (None if it has none), and its tensors, by llama.cpp's names and in Hugging Face's
@@ -142,10 +180,14 @@ def open_file(file: Path) -> Checkpoint:
     metadata, stored = _header(file)
     try:
         architecture = _architecture(metadata)
-        tensors = {name: _tensor(file, name, tensor) for name, tensor in stored.items()}
+        tensors = _by_expert({name: _tensor(file, name, tensor) for name, tensor in stored.items()})
         config = _config(metadata, architecture, tensors)
-        if architecture == "llama":
+        tensors = arranged(tensors, config, NAMES, FUSED.get(architecture, {}))
+        if config.architecture in NEIGHBOURS:
             tensors = {name: _in_halves(name, tensor, config) for name, tensor in tensors.items()}
+        if config.norm_offset:  # llama.cpp stores 1 + weight
+            less = {name: t for name, t in tensors.items() if name.endswith("norm.weight")}
+            tensors |= {name: t._replace(read=functools.partial(_read_less_1, t.read)) for name, t in less.items()}
         tokenizer = _tokenizer(metadata, config, file)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from None
@@ -305,8 +347,24 @@ def _read(
     return numbers.reshape(-1)[window[0]] if len(window) == 1 else numbers[(slice(None), *window[1:])]
 
 
+def _by_expert(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Replace each tensor of a layer's experts, [X, rows, columns], by one for each expert."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if len(tensor.shape) == 3 and name.endswith("_exps.weight"):
+            rows = tensor.shape[1]
+            found |= {f"{name}[{x}]": rows_from(tensor, x * rows, tensor.shape[1:]) for x in range(tensor.shape[0])}
+        else:
+            found[name] = tensor
+    return found
+
+
+def _read_less_1(read: Callable[[tuple[slice, ...]], np.ndarray], window: tuple[slice, ...]) -> np.ndarray:
+    return read(window) - 1
+
+
 def _in_halves(name: str, tensor: Tensor, config: Config) -> Tensor:
-    """Return a query or key projection of Llama with each head's rows in Hugging Face's order.
+    """Return a query or key projection with each head's rows in Hugging Face's order.
 
     llama.cpp rotates neighbouring elements, whereas Hugging Face rotates element i with element i + D / 2.
     """
@@ -314,16 +372,7 @@ def _in_halves(name: str, tensor: Tensor, config: Config) -> Tensor:
     heads = config.num_heads if found and found[1] == "q" else config.num_kv_heads
     if not found or tensor.shape[0] != heads * config.head_dim:  # a wrong shape is reported later
         return tensor
-    rows = np.arange(tensor.shape[0]).reshape(heads, config.head_dim // 2, 2).swapaxes(1, 2).reshape(-1)
-    return tensor._replace(read=functools.partial(_read_in_order, tensor.read, rows))
-
-
-def _read_in_order(
-    read: Callable[[tuple[slice, ...]], np.ndarray], rows: Int[np.ndarray, "rows"], window: tuple[slice, ...]
-) -> Float[np.ndarray, "..."]:
-    wanted = rows[window[0]]
-    first = int(wanted.min())
-    return read((slice(first, int(wanted.max()) + 1), *window[1:]))[wanted - first]
+    return in_order(tensor, np.arange(config.head_dim).reshape(-1, 2).T.reshape(-1))
 
 
 # The config
@@ -343,7 +392,7 @@ def _architecture(metadata: Mapping[str, Any]) -> str:
     prefix = f"{architecture}."
     for key, value in metadata.items():
         name = key.removeprefix(prefix)
-        if not key.startswith(prefix) or name in KNOWN_KEYS:
+        if not key.startswith(prefix) or name in KNOWN_KEYS | OWN_KEYS.get(architecture, set()):
             continue
         if name not in NEUTRAL_KEYS or value != NEUTRAL_KEYS[name]:
             said = " ".join(key.split())  # a damaged name may hold line breaks
@@ -358,7 +407,8 @@ def _config(metadata: Mapping[str, Any], architecture: str, tensors: Mapping[str
     size = functools.partial(_size, metadata)
     hidden, heads = size(f"{architecture}.embedding_length"), size(f"{architecture}.attention.head_count")
     head_dim = size(f"{architecture}.attention.key_length", hidden // heads)
-    for name, what in (("attention.value_length", "values"), ("rope.dimension_count", "rotation")):
+    whole = [("attention.value_length", "values"), ("rope.dimension_count", "rotation")]
+    for name, what in whole[:1] if architecture == "phi3" else whole:
         other = size(f"{architecture}.{name}", head_dim)
         if other != head_dim:
             raise ValueError(
@@ -369,33 +419,89 @@ def _config(metadata: Mapping[str, Any], architecture: str, tensors: Mapping[str
         raise ValueError(f"it lacks the tensor {NAMES['embedding']}; is it complete, and a language model's?")
     positions = size(f"{architecture}.context_length")
     eos = [_id(metadata, name) for name in ("eos", "eot", "eom")]
+    layers = size(f"{architecture}.block_count")
+    experts = _optional(metadata, f"{architecture}.expert_count", int, 0)
+    ours = "mixtral" if architecture == "llama" and experts else ARCHITECTURES[architecture]
+    feed_forward = "expert_feed_forward_length" if architecture == "qwen3moe" else "feed_forward_length"
     return Config(
-        architecture=architecture,
+        architecture=ours,
         vocab_size=tensors[NAMES["embedding"]].shape[0],
         hidden_size=hidden,
-        intermediate_size=size(f"{architecture}.feed_forward_length"),
-        num_layers=size(f"{architecture}.block_count"),
+        intermediate_size=size(f"{architecture}.{feed_forward}"),
+        num_layers=layers,
         num_heads=heads,
         num_kv_heads=size(f"{architecture}.attention.head_count_kv", heads),
         head_dim=head_dim,
-        rope=_rope(metadata, architecture, head_dim, positions, tensors.get(FREQUENCY_FACTORS)),
+        rope=_rope(metadata, architecture, head_dim, positions, tensors),
         norm_epsilon=_positive(metadata, f"{architecture}.attention.layer_norm_rms_epsilon"),
         max_positions=positions,
         tie_embeddings=NAMES["head"] not in tensors,
         attention_bias=architecture == "qwen2" or NAMES["layers.query_bias"].format(0) in tensors,
         output_bias=NAMES["layers.output_bias"].format(0) in tensors,
-        query_key_norm=architecture == "qwen3",
         bos=_id(metadata, "bos"),
         eos=tuple(dict.fromkeys(token for token in [*eos, *_ends_of_turn(metadata)] if token is not None)),
         pad=_id(metadata, "padding"),
+        **FAMILIES.get(ours, {}),
+        **_features(metadata, architecture, layers, hidden, heads, head_dim),
+        **_experts(metadata, architecture, experts),
     )
 
 
+def _features(
+    metadata: Mapping[str, Any], architecture: str, layers: int, hidden: int, heads: int, head_dim: int
+) -> dict[str, Any]:
+    """Return the fields that only this architecture has, with llama.cpp's own values for what a file leaves out."""
+
+    def number(name: str, default: float | None = None) -> float | None:
+        key = f"{architecture}.{name}"
+        return default if metadata.get(key) is None else _positive(metadata, key)
+
+    if architecture == "smollm3":
+        return {"ropes": tuple(None if (layer + 1) % 4 else NO_ROPE for layer in range(layers))}
+    if architecture == "granite":
+        if metadata.get("granite.rope.scaling.finetuned") is False:
+            raise ValueError("its key granite.rope.scaling.finetuned is False, a model without rotary embedding.")
+        return {
+            "embedding_multiplier": number("embedding_scale", 1.0),
+            "residual_multiplier": number("residual_scale", 1.0),
+            "logits_scaling": number("logit_scale", 1.0),
+            "attention_multiplier": number("attention.scale"),
+        }
+    if architecture == "phi3":
+        window = _optional(metadata, "phi3.attention.sliding_window", int, 0) or None
+        return {"sliding_windows": (window,) * layers}
+    if architecture not in ("gemma2", "gemma3"):
+        return {}
+    window, pattern = _size(metadata, f"{architecture}.attention.sliding_window", 4096), {"gemma2": 2, "gemma3": 6}
+    windows = tuple(window if (layer + 1) % pattern[architecture] else None for layer in range(layers))
+    # The factor of the logits is not stored; llama.cpp tells the two largest models by their number of layers.
+    largest = layers == {"gemma2": 46, "gemma3": 62}[architecture]
+    found: dict[str, Any] = {
+        "sliding_windows": windows,
+        "embedding_multiplier": hidden**0.5,
+        "attention_multiplier": (hidden / heads) ** -0.5 if largest and hidden != heads * head_dim else None,
+        "logits_soft_cap": number("final_logit_softcapping", 30.0 if architecture == "gemma2" else None),
+    }
+    if architecture == "gemma2":
+        return found | {"attention_soft_cap": number("attn_logit_softcapping", 50.0)}
+    local = Rope(_positive(metadata, "gemma3.rope.freq_base_swa", 10_000.0))
+    return found | {"ropes": tuple(local if window else None for window in windows)}
+
+
+def _experts(metadata: Mapping[str, Any], architecture: str, experts: int) -> dict[str, Any]:
+    if not experts:
+        return {}
+    used = _size(metadata, f"{architecture}.expert_used_count")
+    return {"num_experts": experts, "experts_per_token": used, "normalise_experts": True}  # as llama.cpp does
+
+
 def _rope(
-    metadata: Mapping[str, Any], architecture: str, head_dim: int, positions: int, factors: Tensor | None
+    metadata: Mapping[str, Any], architecture: str, head_dim: int, positions: int, tensors: Mapping[str, Tensor]
 ) -> Rope:
-    prefix = f"{architecture}.rope."
+    prefix, factors = f"{architecture}.rope.", tensors.get(FREQUENCY_FACTORS)
     theta = _positive(metadata, f"{prefix}freq_base", 10_000.0)
+    if architecture == "phi3":
+        return _longrope(metadata, theta, head_dim, positions, tensors)
     kind = _optional(metadata, f"{prefix}scaling.type", str, "linear")
     factor = _positive(metadata, f"{prefix}scaling.factor", _positive(metadata, f"{prefix}scale_linear", 1.0))
     if kind not in ("none", "linear", "yarn"):
@@ -415,6 +521,31 @@ def _rope(
         original_positions=_size(metadata, f"{prefix}scaling.original_context_length", positions),
         beta_fast=_positive(metadata, f"{prefix}scaling.yarn_beta_fast", 32.0),
         beta_slow=_positive(metadata, f"{prefix}scaling.yarn_beta_slow", 1.0),
+    )
+
+
+def _longrope(
+    metadata: Mapping[str, Any], theta: float, head_dim: int, positions: int, tensors: Mapping[str, Tensor]
+) -> Rope:
+    """Return Phi-3's rotary embedding: of a part of each head, and with two tensors of factors for long contexts."""
+    partial = _size(metadata, "phi3.rope.dimension_count", head_dim) / head_dim
+    if LONG_FACTORS not in tensors or SHORT_FACTORS not in tensors:
+        return Rope(theta, partial_rotary_factor=partial)
+    original = _size(metadata, "phi3.rope.scaling.original_context_length", positions)
+    long, short = (
+        tuple(float(str(x)) for x in tensor.read((slice(0, tensor.shape[0]),)).astype(np.float32))
+        for tensor in (tensors[LONG_FACTORS], tensors[SHORT_FACTORS])
+    )
+    amplitude = metadata.get("phi3.rope.scaling.attn_factor")
+    return Rope(
+        theta,
+        "longrope",
+        positions / original,
+        original_positions=original,
+        attention_factor=None if amplitude is None else _positive(metadata, "phi3.rope.scaling.attn_factor"),
+        partial_rotary_factor=partial,
+        short_factor=short,
+        long_factor=long,
     )
 
 

@@ -55,6 +55,16 @@ class LayerCaches:
         return jnp.stack([cache.value for cache in self.layers])
 
     @property
+    def key_scale(self) -> Float[Array, "L B K S"] | None:
+        """The scales of keys of eight bits: a copy; None where keys are floats."""
+        return _stacked_if_any([cache.key_scale for cache in self.layers])
+
+    @property
+    def value_scale(self) -> Float[Array, "L B K S"] | None:
+        """The scales of values of eight bits: a copy; None where values are floats."""
+        return _stacked_if_any([cache.value_scale for cache in self.layers])
+
+    @property
     def live(self) -> Array:
         """Return the mask of slots that hold a token, bool ``[L, B, K, S]``."""
         return self.position >= 0
@@ -136,6 +146,11 @@ def stacked_up(cache: AnyCache) -> Cache:
 
     whole = jax.tree.map(stack, *cache.layers)
     return dataclasses.replace(whole, next_position=next_position)
+
+
+def _stacked_if_any(parts: list[Array | None]) -> Array | None:
+    there = [part for part in parts if part is not None]
+    return jnp.stack(there) if there else None
 
 
 @jax.jit

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
 import re
 import sys
@@ -22,11 +23,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
+from jaxtyping import Int
 from safetensors import SafetensorError, safe_open
 
-from models.config import Config, from_hugging_face
+from models.config import Config, family_of, from_hugging_face
 from models.decoder import Decoder
-from models.parameters import PARAMETERS, parameter_shapes
+from models.parameters import FUSED, PARAMETERS, ROTATED, head_order, parameter_shapes, tensor_names
 from models.tokenizer import Tokenizer, read_object
 
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -60,7 +62,8 @@ class Checkpoint(NamedTuple):
         place: the folder or file, for messages.
         described: what determines the expected tensors ("config.json" or "metadata"), for messages.
         tensors: the tensors by their names in the file.
-        names: the name of each of the decoder's parameters there, where {} stands for the layer.
+        names: the name of each of the decoder's parameters there, where {} stands for the layer, a second {} for the
+            expert.
         ignored: the names of tensors that may be there and are not read.
     """
 
@@ -106,7 +109,7 @@ def load(
     """
     checkpoint, target, mesh = _opened(path, dtype, mesh, revision)
     shapes = parameter_shapes(checkpoint.config)
-    with _progress(sum(shape[0] if name.startswith("layers.") else 1 for name, shape in shapes.items())) as advance:
+    with _progress(sum(math.prod(shape[: PARAMETERS[name].separate]) for name, shape in shapes.items())) as advance:
         parameters = {
             name: _place(name, shapes[name], checkpoint, target, mesh, advance)
             for name in sorted(shapes, key=lambda name: -np.prod(shapes[name]))
@@ -135,7 +138,7 @@ def _opened(
     path: str | Path, dtype: DTypeLike | None, mesh: Mesh | None, revision: str | None
 ) -> tuple[Checkpoint, np.dtype, Mesh | None]:
     """Return the checkpoint, the weights' dtype and the mesh, all checked."""
-    wanted = None if dtype is None else _known_dtype(dtype)
+    wanted = None if dtype is None else known_dtype(dtype)
     found = _find(path, revision)
     if found.is_file():
         from models.gguf import open_file
@@ -161,8 +164,107 @@ def _open_folder(folder: Path) -> Checkpoint:
                     file, tuple(part.get_shape()), part.get_dtype(), functools.partial(_read_part, file, name)
                 )
     tokenizer = Tokenizer.from_folder(folder) if (folder / "tokenizer.json").is_file() else None
-    names = {name: parameter.tensor for name, parameter in PARAMETERS.items()}
+    family = family_of(read_object(folder / "config.json"))
+    names = tensor_names(config)
+    if family is not None:
+        if unknown := family.tensors.keys() - names.keys():
+            raise ValueError(
+                f"{folder}: its family names tensors of {', '.join(sorted(unknown))}, which are no parameters."
+            )
+        names |= family.tensors
+    try:
+        tensors = arranged(tensors, config, names, FUSED.get(config.architecture, {}))
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from None
     return Checkpoint(folder, "config.json", config, tokenizer, tensors, names, IGNORED)
+
+
+def arranged(
+    tensors: Mapping[str, Tensor], config: Config, names: Mapping[str, str], fused: Mapping[str, Sequence[str]]
+) -> dict[str, Tensor]:
+    """Return a checkpoint's tensors as the decoder has its parameters.
+
+    A tensor that holds several parameters becomes one for each of them, and the elements of heads that are rotated in
+    part are put in order.
+
+    Args:
+        names: the name of each parameter among the tensors, see :class:`Checkpoint`.
+        fused: the names of tensors that hold several parameters, one after the other, and the parameters.
+
+    Raises:
+        ValueError: such a tensor is missing, or has another shape than the config requires.
+
+    Example:
+        >>> from models.config import Config
+        >>> from models.load import arranged
+        >>> arranged({}, Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2), {}, {})
+        {}
+    """
+    found, shapes = dict(tensors), parameter_shapes(config)
+    for template, parts in fused.items():
+        stored = {part: _file_shape(shapes[part][1:], PARAMETERS[part].groups) for part in parts}
+        for layer in range(min(config.num_layers, len(tensors))):
+            name, start = template.format(layer), 0
+            if name not in found:
+                raise ValueError(f"it lacks the tensor {name}, which a model of this family has; is it complete?")
+            whole = found.pop(name)
+            expected = (sum(shape[0] for shape in stored.values()), config.hidden_size)
+            if whole.shape != expected:
+                raise ValueError(f"{name} has shape {whole.shape}; its config requires {expected}.")
+            for part, shape in stored.items():
+                found[names[part].format(layer)] = rows_from(whole, start, shape)
+                start += shape[0]
+    if (order := head_order(config)) is not None:
+        rotated = [names[name].format(layer) for name in ROTATED for layer in range(config.num_layers)]
+        found |= {name: in_order(found[name], order) for name in rotated if name in found}
+    return found
+
+
+def rows_from(tensor: Tensor, first: int, shape: tuple[int, ...]) -> Tensor:
+    """Return the rows of a tensor from ``first`` on, as a tensor of the given shape.
+
+    Example:
+        >>> import numpy as np
+        >>> import pathlib
+        >>> from models.load import Tensor, rows_from
+        >>> rows = Tensor(pathlib.Path(), (4,), "F32", lambda window: np.arange(4.0)[window])
+        >>> rows_from(rows, 2, (2,)).read((slice(0, 2),)).tolist()
+        [2.0, 3.0]
+    """
+    return tensor._replace(shape=shape, read=functools.partial(_read_rows_from, tensor.read, first))
+
+
+def _read_rows_from(
+    read: Callable[[tuple[slice, ...]], np.ndarray], first: int, window: tuple[slice, ...]
+) -> np.ndarray:
+    return read((slice(first + window[0].start, first + window[0].stop), *window[1:]))
+
+
+def in_order(tensor: Tensor, order: Int[np.ndarray, "D"]) -> Tensor:
+    """Return a tensor whose rows are the elements of heads, with the elements of each head in another order.
+
+    Args:
+        order: the element of the file that each element is.
+
+    Example:
+        >>> import numpy as np
+        >>> import pathlib
+        >>> from models.load import Tensor, in_order
+        >>> rows = Tensor(pathlib.Path(), (4,), "F32", lambda window: np.arange(4.0)[window])
+        >>> in_order(rows, np.array([1, 0])).read((slice(0, 4),)).tolist()
+        [1.0, 0.0, 3.0, 2.0]
+    """
+    heads = tensor.shape[0] // len(order)
+    rows = (np.arange(heads)[:, None] * len(order) + order).reshape(-1)
+    return tensor._replace(read=functools.partial(_read_in_order, tensor.read, rows))
+
+
+def _read_in_order(
+    read: Callable[[tuple[slice, ...]], np.ndarray], rows: Int[np.ndarray, "rows"], window: tuple[slice, ...]
+) -> np.ndarray:
+    wanted = rows[window[0]]
+    first = int(wanted.min())
+    return read((slice(first, int(wanted.max()) + 1), *window[1:]))[wanted - first]
 
 
 def _read_part(file: Path, name: str, window: tuple[slice, ...]) -> np.ndarray:
@@ -240,7 +342,17 @@ def parse_mesh(text: str) -> Mesh:
     return Mesh(np.array(devices[:needed]).reshape(sizes), ("data", "tensor"))
 
 
-def _known_dtype(dtype: DTypeLike) -> np.dtype:
+def known_dtype(dtype: DTypeLike) -> np.dtype:
+    """Return the dtype of weights that a name or a type stands for.
+
+    Raises:
+        ValueError: it is none of a model's; float64 needs JAX's 64-bit mode.
+
+    Example:
+        >>> from models.load import known_dtype
+        >>> str(known_dtype("bfloat16"))
+        'bfloat16'
+    """
     names = ["bfloat16", "float16", "float32"] + (["float64"] if jax.config.jax_enable_x64 else [])
     try:
         known = jnp.dtype(dtype)
@@ -392,9 +504,10 @@ def _check_tensors(checkpoint: Checkpoint) -> np.dtype:
             "it complete?"
         )
     expected = {
-        source: _file_shape(shape[1:] if name.startswith("layers.") else shape, PARAMETERS[name].groups)
+        checkpoint.names[name].format(*place): _file_shape(shape[parameter.separate :], parameter.groups)
         for name, shape in parameter_shapes(config).items()
-        for source in _sources(checkpoint, name)
+        for parameter in [PARAMETERS[name]]
+        for place in np.ndindex(shape[: parameter.separate])
     }
     for name in expected:
         if name not in tensors:
@@ -419,13 +532,6 @@ def _check_tensors(checkpoint: Checkpoint) -> np.dtype:
     return jnp.dtype(weights.most_common(1)[0][0])
 
 
-def _sources(checkpoint: Checkpoint, name: str) -> list[str]:
-    """Return the names of the tensors that one of the decoder's parameters is made of."""
-    source = checkpoint.names[name]
-    layers = range(checkpoint.config.num_layers)
-    return [source.format(layer) for layer in layers] if name.startswith("layers.") else [source]
-
-
 def _file_shape(shape: tuple[int, ...], groups: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
     return tuple(int(np.prod([shape[axis] for axis in group])) for group in groups)
 
@@ -438,7 +544,7 @@ def _checked_mesh(config: Config, mesh: Mesh) -> Mesh:
     split = (
         (config.num_heads, "query heads"),
         (config.num_kv_heads, "KV heads"),
-        (config.intermediate_size, "feed-forward units"),
+        (config.num_experts, "experts") if config.num_experts else (config.intermediate_size, "feed-forward units"),
     )
     for count, what in split:
         if count % ways:
@@ -470,20 +576,20 @@ def _place(
 ) -> jax.Array:
     """Put one parameter on its devices. Each shard is read separately, so no device or buffer holds the others."""
     parameter = PARAMETERS[name]
-    sources = _sources(checkpoint, name)
-    stacked = shape if name.startswith("layers.") else (1, *shape)
+    separate = parameter.separate
 
     def read(index: tuple[slice, ...] | None) -> np.ndarray:
         parts = index or (slice(None),) * len(shape)
-        if len(parts) < len(stacked):
-            parts = (slice(None), *parts)
-        bounds = [slice(*part.indices(size)) for part, size in zip(parts, stacked, strict=True)]
+        bounds = [slice(*part.indices(size)) for part, size in zip(parts, shape, strict=True)]
         out = _aligned([part.stop - part.start for part in bounds], dtype)
-        for row, source in zip(out, sources[bounds[0]], strict=True):
-            _read_tensor(source, checkpoint.tensors[source], parameter.groups, stacked[1:], bounds[1:], row)
+        for place in np.ndindex(out.shape[:separate]):
+            number = (part.start + at for part, at in zip(bounds, place, strict=False))
+            source = checkpoint.names[name].format(*number)
+            tensor, inner = checkpoint.tensors[source], bounds[separate:]
+            _read_tensor(source, tensor, parameter.groups, shape[separate:], inner, out[place])
             if mesh is None:
                 advance(1)
-        return out if len(shape) == len(stacked) else out[0]
+        return out
 
     # Wait, so that a copied buffer is freed before the next parameter allocates one.
     if mesh is None:  # uncommitted, like arrays that callers make; else a step on its own output would compile again
@@ -491,7 +597,7 @@ def _place(
     uneven = any(axis and size % mesh.shape[axis] for axis, size in zip(parameter.spec, shape, strict=True))
     sharding = NamedSharding(mesh, PartitionSpec() if uneven else parameter.spec)  # a vocabulary may be of any size
     array = jax.make_array_from_callback(shape, sharding, read).block_until_ready()
-    advance(len(sources))
+    advance(math.prod(shape[:separate]))
     return array
 
 

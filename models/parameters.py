@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy as np
 from jax.sharding import PartitionSpec
+from jaxtyping import Int
 
 from models.config import Config
 
-SPLIT = frozenset("NKFV")  # the axes that a mesh's "tensor" axis splits: heads, feed-forward and vocabulary
+SPLIT = "NKXFV"  # the axes that a mesh's "tensor" axis splits: heads, experts, feed-forward and vocabulary
 
 
 class Parameter(NamedTuple):
@@ -17,8 +19,8 @@ class Parameter(NamedTuple):
 
     Attributes:
         axes: the axis letters of models/decoder.py.
-        tensor: its Hugging Face name, where {} stands for the layer.
-        stored: the axes of that tensor, without L; letters joined by "*" share one axis of it.
+        tensor: its Hugging Face name in most families, where {} stands for the layer, a second {} for the expert.
+        stored: the axes of that tensor; letters joined by "*" share one axis of it.
         wanted: whether a model of a given config has it.
     """
 
@@ -30,12 +32,19 @@ class Parameter(NamedTuple):
     @property
     def spec(self) -> PartitionSpec:
         """Its partition on a mesh with axes "data" and "tensor"."""
-        return PartitionSpec(*("tensor" if axis in SPLIT else None for axis in self.axes.split()))
+        axes = self.axes.split()
+        first = next((axis for axis in axes if axis in SPLIT), None)  # experts are split, or else what is in them
+        return PartitionSpec(*("tensor" if axis == first else None for axis in axes))
+
+    @property
+    def separate(self) -> int:
+        """Count its first axes (layers, experts) that have a tensor for each index."""
+        return sum(axis not in self.stored for axis in self.axes.split())
 
     @property
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """For each axis of the stored tensor, the indices in ``axes`` (without L) that it holds."""
-        ours = self.axes.replace("L ", "").split()
+        """For each axis of the stored tensor, the indices in ``axes`` (without the separate ones) that it holds."""
+        ours = self.axes.split()[self.separate :]
         return tuple(tuple(ours.index(axis) for axis in group.split("*")) for group in self.stored.split())
 
 
@@ -47,19 +56,40 @@ def _has_norms(config: Config) -> bool:
     return config.query_key_norm
 
 
+def _norms_before(config: Config) -> bool:
+    return config.norms != "after"
+
+
+def _norms_after(config: Config) -> bool:
+    return config.norms != "before"
+
+
+def _has_wide_norms(config: Config) -> bool:
+    return config.wide_query_key_norm
+
+
+def _is_dense(config: Config) -> bool:
+    return not config.num_experts
+
+
+def _has_experts(config: Config) -> bool:
+    return config.num_experts > 0
+
+
 _LAYER = "model.layers.{}."
+_EXPERT = _LAYER + "mlp.experts.{}."
 PARAMETERS: dict[str, Parameter] = {
     "embedding": Parameter("V E", "model.embed_tokens.weight", "V E"),
     "norm": Parameter("E", "model.norm.weight", "E"),
-    "layers.attention_norm": Parameter("L E", _LAYER + "input_layernorm.weight", "E"),
+    "layers.attention_norm": Parameter("L E", _LAYER + "input_layernorm.weight", "E", _norms_before),
     "layers.query": Parameter("L E N D", _LAYER + "self_attn.q_proj.weight", "N*D E"),
     "layers.key": Parameter("L E K D", _LAYER + "self_attn.k_proj.weight", "K*D E"),
     "layers.value": Parameter("L E K D", _LAYER + "self_attn.v_proj.weight", "K*D E"),
     "layers.output": Parameter("L N D E", _LAYER + "self_attn.o_proj.weight", "E N*D"),
-    "layers.feed_norm": Parameter("L E", _LAYER + "post_attention_layernorm.weight", "E"),
-    "layers.gate": Parameter("L E F", _LAYER + "mlp.gate_proj.weight", "F E"),
-    "layers.up": Parameter("L E F", _LAYER + "mlp.up_proj.weight", "F E"),
-    "layers.down": Parameter("L F E", _LAYER + "mlp.down_proj.weight", "E F"),
+    "layers.feed_norm": Parameter("L E", _LAYER + "post_attention_layernorm.weight", "E", _norms_before),
+    "layers.gate": Parameter("L E F", _LAYER + "mlp.gate_proj.weight", "F E", _is_dense),
+    "layers.up": Parameter("L E F", _LAYER + "mlp.up_proj.weight", "F E", _is_dense),
+    "layers.down": Parameter("L F E", _LAYER + "mlp.down_proj.weight", "E F", _is_dense),
     "head": Parameter("E V", "lm_head.weight", "V E", lambda config: not config.tie_embeddings),
     "layers.query_bias": Parameter("L N D", _LAYER + "self_attn.q_proj.bias", "N*D", _has_biases),
     "layers.key_bias": Parameter("L K D", _LAYER + "self_attn.k_proj.bias", "K*D", _has_biases),
@@ -67,7 +97,36 @@ PARAMETERS: dict[str, Parameter] = {
     "layers.output_bias": Parameter("L E", _LAYER + "self_attn.o_proj.bias", "E", lambda config: config.output_bias),
     "layers.query_norm": Parameter("L D", _LAYER + "self_attn.q_norm.weight", "D", _has_norms),
     "layers.key_norm": Parameter("L D", _LAYER + "self_attn.k_norm.weight", "D", _has_norms),
+    "layers.wide_query_norm": Parameter("L N D", _LAYER + "self_attn.q_norm.weight", "N*D", _has_wide_norms),
+    "layers.wide_key_norm": Parameter("L K D", _LAYER + "self_attn.k_norm.weight", "K*D", _has_wide_norms),
+    "layers.attention_post_norm": Parameter("L E", _LAYER + "post_attention_layernorm.weight", "E", _norms_after),
+    "layers.feed_post_norm": Parameter("L E", _LAYER + "post_feedforward_layernorm.weight", "E", _norms_after),
+    "layers.router": Parameter("L E X", _LAYER + "mlp.gate.weight", "X E", _has_experts),
+    "layers.expert_gate": Parameter("L X E F", _EXPERT + "gate_proj.weight", "F E", _has_experts),
+    "layers.expert_up": Parameter("L X E F", _EXPERT + "up_proj.weight", "F E", _has_experts),
+    "layers.expert_down": Parameter("L X F E", _EXPERT + "down_proj.weight", "E F", _has_experts),
 }
+_MIXTRAL = _LAYER + "block_sparse_moe."
+# Names of tensors that a family has instead.
+_GEMMA = {"layers.feed_norm": _LAYER + "pre_feedforward_layernorm.weight"}
+RENAMED: dict[str, dict[str, str]] = {
+    "gemma2": _GEMMA,
+    "gemma3_text": _GEMMA,
+    "mixtral": {
+        "layers.router": _MIXTRAL + "gate.weight",
+        "layers.expert_gate": _MIXTRAL + "experts.{}.w1.weight",
+        "layers.expert_up": _MIXTRAL + "experts.{}.w3.weight",
+        "layers.expert_down": _MIXTRAL + "experts.{}.w2.weight",
+    },
+}
+# Tensors that hold several parameters of a layer, one after the other, in the checkpoints of a family.
+FUSED: dict[str, dict[str, tuple[str, ...]]] = {
+    "phi3": {
+        _LAYER + "self_attn.qkv_proj.weight": ("layers.query", "layers.key", "layers.value"),
+        _LAYER + "mlp.gate_up_proj.weight": ("layers.gate", "layers.up"),
+    },
+}
+ROTATED = ("layers.query", "layers.key")
 SHARDING = {name: parameter.spec for name, parameter in PARAMETERS.items()}
 
 
@@ -82,7 +141,38 @@ def parameter_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     """
     sizes = dict(
         V=config.vocab_size, E=config.hidden_size, F=config.intermediate_size, L=config.num_layers,
-        N=config.num_heads, K=config.num_kv_heads, D=config.head_dim,
+        N=config.num_heads, K=config.num_kv_heads, D=config.head_dim, X=config.num_experts,
     )  # fmt: skip
     wanted = {name: parameter for name, parameter in PARAMETERS.items() if parameter.wanted(config)}
     return {name: tuple(sizes[axis] for axis in parameter.axes.split()) for name, parameter in wanted.items()}
+
+
+def tensor_names(config: Config) -> dict[str, str]:
+    """Return the name of each parameter in a checkpoint in Hugging Face layout, as in ``Parameter.tensor``.
+
+    Example:
+        >>> from models.config import Config
+        >>> from models.parameters import tensor_names
+        >>> tensor_names(Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2))["head"]
+        'lm_head.weight'
+    """
+    return {name: parameter.tensor for name, parameter in PARAMETERS.items()} | RENAMED.get(config.architecture, {})
+
+
+def head_order(config: Config) -> Int[np.ndarray, "D"] | None:
+    """Return which element of a checkpoint's head each element of a query or key is; None where the order is the same.
+
+    The decoder rotates element i with element i + D/2. Where only R elements of a head are rotated, its pairs from R/2
+    on have frequency 0. A checkpoint has the rotated elements first, as two halves, and then the others.
+
+    Example:
+        >>> from models.config import Config, Rope
+        >>> from models.parameters import head_order
+        >>> head_order(Config(64, 32, 64, 2, 4, 2, rope=Rope(partial_rotary_factor=0.5))).tolist()
+        [0, 1, 4, 5, 2, 3, 6, 7]
+    """
+    D, R = config.head_dim, config.rope.rotated(config.head_dim)
+    if R in (0, D):
+        return None
+    pairs, others = np.arange(R).reshape(2, -1), np.arange(R, D).reshape(2, -1)
+    return np.concatenate([pairs, others], axis=1).reshape(-1)

@@ -9,6 +9,7 @@ in its own blocks.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import os
 import warnings
@@ -19,18 +20,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.typing import DTypeLike
 from jaxtyping import Array, Int
 
 import kvjax
-from kvjax import PagedCache, Policy
+from kvjax import PagedCache, Policy, Reconstruction
 from kvjax.attention import check_policy
 from kvjax.cache import Positions
 from kvjax.checks import MOST, check_count, is_known, plain, shown
-from kvjax.policy import policy_of
+from kvjax.policy import check_measured, policy_of
+from kvjax.quantise import check_dtype, is_quantised
 from kvjax.sources import Source
 from kvjax.window import observed
 from models.butler import Butler, ButlerConfig
-from models.config import Config
+from models.config import Config, Rope
 from models.decoder import Decoder
 from models.layer_caches import AnyCache, LayerCaches
 from models.selecting import Cache, Selection, check_butler, checked_selection
@@ -63,6 +66,7 @@ class Options:
     page_size: int = PAGE_SIZE
     reserve: int = 0  # slots for tokens after the prompt
     fit_prompt: bool = True  # whether a short prompt may have fewer slots
+    cache_dtype: DTypeLike | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +87,8 @@ class Plan:
     heads: int = 0  # of the cache, in each layer
     positions: Positions = "absolute"
     overfull: bool = False  # a row without context holds more than its budget, so its question's last block evicts
+    cache_dtype: str = "float32"  # of keys and values
+    rounded_to: str | None = None  # eight bits to which rows are rounded but not stored, for a derivative
 
 
 class Kept(NamedTuple):
@@ -93,6 +99,7 @@ class Kept(NamedTuple):
     held: np.ndarray
     slots: int
     positions: Positions
+    dtype: str
     pages: int = 0
     page_size: int = 0
 
@@ -106,19 +113,25 @@ class Blocks(NamedTuple):
     """Tokens cut into blocks, and their positions, -1 for padding.
 
     ``used`` is the number of blocks that count: there may be more, so that one program serves many lengths. None for
-    all blocks.
+    all blocks. ``parts`` says what each block repeats, where the model repeats its prompt: the first position of a part
+    of the prompt, the position behind it, and the position behind the prompt.
     """
 
     tokens: Int[HostOrDevice, "n B m"]
     positions: Int[HostOrDevice, "n B m"]
     used: Int[HostOrDevice, ""] | None = None
+    parts: Int[HostOrDevice, "n B 3"] | None = None
 
 
 class Prompt(NamedTuple):
-    """Prompts in blocks: those of the context, and those of the question after it."""
+    """Prompts in blocks: those of the context, and those of the question after it.
+
+    ``repeats`` are the blocks in which the model repeats the context, between both, for a policy that asks for it.
+    """
 
     context: Blocks
     question: Blocks
+    repeats: Blocks | None = None
 
 
 class CheckedPrompt(NamedTuple):
@@ -192,6 +205,71 @@ def blocks_of(prompt: CheckedPrompt, block: int, exact: bool = False) -> Prompt:
     )
 
 
+def repeats_of(prompt: CheckedPrompt, wanted: Reconstruction, block: int, exact: bool = False) -> Blocks | None:
+    """Cut what makes the model repeat its context into blocks; None where no row has a context.
+
+    Each part of the context has as many blocks, which end where it ends. The blocks of a row with fewer parts are empty
+    at first, so that all rows end in the last block.
+    """
+    context = prompt.lengths - prompt.questions
+    if not context.any():
+        return None
+    rows = [_asked_parts(tokens[:length], wanted) for tokens, length in zip(prompt.tokens, context, strict=True)]
+    most = max(len(row) for row in rows)
+    each = math.ceil(max(len(part.tokens) for row in rows for part in row) / block)
+    B, width = len(rows), each * block
+    tokens, positions = np.zeros((most, B, width), np.int32), np.full((most, B, width), -1, np.int32)
+    parts = np.zeros((most, B, 3), np.int32)
+    parts[..., 2] = prompt.start + context
+    for index, row in enumerate(rows):
+        for place, part in enumerate(row, most - len(row)):
+            length = len(part.tokens)
+            tokens[place, index, width - length :] = part.tokens
+            positions[place, index, width - length :] = prompt.start[index] + context[index] + np.arange(length)
+            parts[place, index, :2] = prompt.start[index] + np.array([part.start, part.stop])
+
+    def cut(array: np.ndarray) -> np.ndarray:
+        return array.reshape(most, B, each, block).swapaxes(1, 2).reshape(most * each, B, block)
+
+    blocks, used = Blocks(cut(tokens), cut(positions), None, np.repeat(parts, each, axis=0)), most * each
+    return blocks if exact else _padded_to(blocks, power_of_two(used))
+
+
+def _most_repeated(prompt: CheckedPrompt, wanted: Reconstruction) -> int:
+    """Return how many tokens a part takes at most, with those that ask for it."""
+    chunk, ask = min(wanted.chunk, int((prompt.lengths - prompt.questions).max())), wanted.prompt
+    return chunk + max(len(ask.first), len(ask.following) + ask.overlap) + len(ask.suffix)
+
+
+class _Part(NamedTuple):
+    """A part of the context, its tokens [start, stop), and the tokens that make the model repeat it."""
+
+    start: int
+    stop: int
+    tokens: np.ndarray
+
+
+def _asked_parts(context: np.ndarray, wanted: Reconstruction) -> list[_Part]:
+    parts, ask = [], wanted.prompt
+    for start in range(0, len(context), wanted.chunk):
+        stop = min(start + wanted.chunk, len(context))
+        before: HostOrDevice | list[int] = [] if start == 0 else context[max(start - ask.overlap, 0) : start]
+        pieces = (ask.following if start else ask.first, before, ask.suffix, context[start:stop])
+        parts.append(_Part(start, stop, np.concatenate([np.asarray(piece, np.int32) for piece in pieces])))
+    return parts
+
+
+def _padded_to(blocks: Blocks, count: int) -> Blocks:
+    """Add empty blocks up to a number of blocks, and say how many count."""
+    more = ((0, count - len(blocks.tokens)), (0, 0), (0, 0))
+    return Blocks(
+        np.pad(blocks.tokens, more),
+        np.pad(blocks.positions, more, constant_values=-1),
+        np.asarray(len(blocks.tokens), np.int32),
+        None if blocks.parts is None else np.pad(blocks.parts, more),
+    )
+
+
 def _question_room(questions: np.ndarray) -> int:
     """Return the slots for the longest question, rounded up to a power of two so that there are few compilations."""
     longest = int(questions.max())
@@ -211,10 +289,8 @@ def _cut(prompt: CheckedPrompt, start: np.ndarray, stop: np.ndarray, block: int,
     aligned = np.take_along_axis(prompt.tokens, np.clip(place, 0, T - 1), axis=1)
     position = np.where(place >= start[:, None], prompt.start[:, None] + place, -1)
     blocks, positions = (x.astype(np.int32).reshape(B, count, block).swapaxes(0, 1) for x in (aligned, position))
-    if exact or not count:
-        return Blocks(blocks, positions)
-    more = ((0, power_of_two(count) - count), (0, 0), (0, 0))
-    return Blocks(np.pad(blocks, more), np.pad(positions, more, constant_values=-1), np.asarray(count, np.int32))
+    whole = Blocks(blocks, positions)
+    return whole if exact or not count else _padded_to(whole, power_of_two(count))
 
 
 def plan_run(model: Decoder, prompt: CheckedPrompt, options: Options, butler: Butler | None) -> tuple[Plan, Rows]:
@@ -240,17 +316,7 @@ def plan_run(model: Decoder, prompt: CheckedPrompt, options: Options, butler: Bu
     selection = checked_selection(
         options.select, policy, options.budget, options.sinks, int(lengths.max()), options.reserve
     )
-    if (
-        kept is not None
-        and prompt.fed
-        and config.rope.type == "dynamic"
-        and seen.max() > config.rope.original_positions
-    ):
-        raise ValueError(
-            f"the text now has {seen.max()} tokens, but this model's rotary base depends on the text's length beyond "
-            f"{config.rope.original_positions} tokens, and the cache's keys were rotated with the base of a shorter "
-            "text: leave cache out, and give the whole prompt."
-        )
+    _check_frequencies(config.rope, prompt, seen, options.reserve)
     if kept is not None and (selection is not None or butler is not None):
         what = "a selection" if selection is not None else "a policy that scores by a predictor"
         raise ValueError(
@@ -258,12 +324,18 @@ def plan_run(model: Decoder, prompt: CheckedPrompt, options: Options, butler: Bu
             "whole prompt."
         )
     check_butler(config, butler, policy, selection)
+    check_measured(policy, config.num_layers, config.num_kv_heads)
+    dtype, rounded_to = _stored(model, options.cache_dtype, kept)
     if policy is None:
-        return _plan_full(config, mesh, prompt, options, selection, butler)
+        plan, rows = _plan_full(config, mesh, prompt, options, selection, butler)
+        return dataclasses.replace(plan, cache_dtype=dtype, rounded_to=rounded_to), rows
     remembered = 0
     if butler is not None:
         policy = kvjax.fit_predictor(policy, butler.config.dim)
         remembered = bucketed(prompt.most + options.reserve)
+    heads = cache_heads(config, policy)
+    # Makes no arrays: a policy without what it needs of the model says so here, before anything is compiled.
+    jax.eval_shape(functools.partial(policy.state, 1, heads, config.num_heads // heads, 1, config.head_dim))
     budgets = _budgets(policy, options, seen)
     if not prompt.fed and every > 0:
         _check_held(policy, kept, budgets + questions)
@@ -275,16 +347,40 @@ def plan_run(model: Decoder, prompt: CheckedPrompt, options: Options, butler: Bu
         heads=cache_heads(config, policy) if kept is None else kept.heads,
         positions=policy.positions if kept is None else kept.positions,
         overfull=prompt.fed and every > 0 and _is_overfull(policy, kept, budgets, lengths == questions),
+        cache_dtype=dtype, rounded_to=rounded_to,
     )  # fmt: skip
     rows = Rows(*jax.device_put((seen, budgets, budgets + questions)))
     return _sized(config, plan, prompt, options, budgets), rows
+
+
+def _stored(model: Decoder, asked: DTypeLike | None, kept: Kept | None) -> tuple[str, str | None]:
+    """Return the dtype of a run's cache, and the eight bits that rows are rounded to but not stored in (Plan)."""
+    own = jax.tree.leaves(model.embedding)[0].dtype.name  # so that shapes alone, without arrays, will do
+    name = own if asked is None else check_dtype(asked)
+    traced = not is_known(*jax.tree.leaves(model))
+    if kept is None:
+        if traced and is_quantised(name):  # a derivative may be taken, and none passes through eight bits
+            return own, name
+        return name, None
+    if asked is not None and name != kept.dtype:
+        raise ValueError(
+            f"the cache is of {kept.dtype}, but cache_dtype is {name!r}: a cache keeps its dtype, so leave cache_dtype "
+            "out."
+        )
+    if traced and is_quantised(kept.dtype):
+        raise ValueError(
+            f"the weights are traced (by jax.jit, vmap or grad), but a cache of {kept.dtype} passes no derivative on: "
+            "call outside, or continue from a cache of floats."
+        )
+    return kept.dtype, None
 
 
 def moments(policy: Policy | None, when: When, evict_every: int | None) -> tuple[Literal["block", "prompt"], int]:
     """Return when a run evicts: after every "block" or once after the "prompt", and in decode every how many steps.
 
     Args:
-        when: "published" means as in the policy's paper (:class:`kvjax.Moments`).
+        when: "published" means as in the policy's paper (:class:`kvjax.Moments`). A policy for which the model repeats
+            its prompt (KVzip) evicts once after the prompt, as in its paper, whatever is given.
         evict_every: the number of decode steps between evictions, 0 for never. By default the paper's for "published";
             else the length of the policy's observation window, by whose queries it scores, or 1 without a window.
 
@@ -302,6 +398,8 @@ def moments(policy: Policy | None, when: When, evict_every: int | None) -> tuple
         evict_every = check_count("evict_every", evict_every, 0, "give a number of steps, 0 for never")
     if policy is None:
         return "block", 0
+    if policy.needs.reconstruction is not None:
+        return "prompt", evict_every or 0
     if when == "published":
         if policy.published is None:
             raise ValueError(f"no paper says when {policy.name!r} evicts; give when='block' or when='prompt'.")
@@ -346,6 +444,34 @@ def _warn_of_choices(policy: Policy, context: int, block: int, when: When, goes_
             f"{policy.name!r} is made to choose once, but {context} more tokens follow its choice, and it chooses "
             "again among what is left: hold them back with question=, or give no policy.",
             skip_file_prefixes=_HERE,
+        )
+
+
+def _check_frequencies(rope: Rope, prompt: CheckedPrompt, seen: Int[np.ndarray, "B"], reserve: int) -> None:
+    """Check that all keys of a text are rotated by the same frequencies, where these depend on its length.
+
+    Args:
+        seen: the tokens of each row, with those in the cache.
+        reserve: the number of tokens that may follow.
+    """
+    if not rope.follows_length:
+        return
+    most, fed_before = rope.original_positions, np.asarray(prompt.start)
+    crossing = seen > most
+    if rope.type == "longrope":  # longer texts have frequencies of their own, but one set for all lengths
+        crossing &= fed_before <= most
+    if prompt.kept is not None and prompt.fed and crossing.any():
+        raise ValueError(
+            f"the text now has {seen[crossing].max()} tokens, but this model's rotary frequencies depend on the text's "
+            f"length beyond {most} tokens, and the cache's keys were rotated with those of a shorter text: leave cache "
+            "out, and give the whole prompt."
+        )
+    late = (seen <= most) & (seen + reserve > most)
+    if rope.type == "longrope" and late.any():
+        raise ValueError(
+            f"the text has {seen[late].max()} tokens and up to {reserve} may follow, but this model's rotary "
+            f"frequencies change beyond {most} tokens: let at most {most - seen[late].max()} follow, or give a longer "
+            "prompt."
         )
 
 
@@ -448,7 +574,9 @@ def _sized(config: Config, plan: Plan, prompt: CheckedPrompt, options: Options, 
         room = entering = decode_room
     elif (prompt.lengths == prompt.questions).any():
         entering = max(entering, asked + decode_room)
-    prompt_slots = bucketed(held + prompt.tokens.shape[1] - int(prompt.questions.min())) if whole and context else 0
+    repeated = 0 if policy.needs.reconstruction is None else _most_repeated(prompt, policy.needs.reconstruction)
+    fed = prompt.tokens.shape[1] - int(prompt.questions.min()) + repeated
+    prompt_slots = bucketed(held + fed) if whole and context else 0
     # No head ever holds more than all tokens. A stream's buffers do not depend on the prompt, but have an upper limit.
     sensible = max(power_of_two(prompt.most + options.reserve), config.max_positions)
     all_tokens = prompt.most if prompt.fed else int(prompt.start.max())  # as many as one call for all would feed
@@ -469,7 +597,7 @@ def _sized(config: Config, plan: Plan, prompt: CheckedPrompt, options: Options, 
             return dataclasses.replace(plan, slots=slots, prompt_slots=slots)
         evicted = bool((prompt.lengths > prompt.questions).all())
         return _with_slots(plan, kept, slots, held + entering, evicted)
-    if plan.mesh is not None:
+    if plan.mesh is not None and plan.mesh.size > 1:
         raise ValueError(
             f"{policy.name!r} shares one pool of pages among all heads, which are on several devices here; take an "
             "allocation that gives all heads the same budget ('uniform'), or one device."
@@ -477,7 +605,7 @@ def _sized(config: Config, plan: Plan, prompt: CheckedPrompt, options: Options, 
     L, heads = config.num_layers, plan.heads
     most = policy.allocation.most(L, heads, largest + asked)
     if kept is not None:
-        entering = max(entering, context) if whole else entering  # the whole context is fed into the same pages
+        entering = max(entering, context + repeated) if whole else entering  # all is fed into the same pages
         if not prompt.fed:  # the size that one call for both prompt and answer would have made
             most = max(kept.slots, fitted(min(max(most, held) + room, most_slots)))
             fullest = np.maximum(budgets + asked, _held(policy, kept).astype(int))
@@ -503,9 +631,13 @@ def _pages(plan: Plan, layers: int, held: np.ndarray, most: int, rounded: bool) 
 
 
 def mesh_of(model: Decoder) -> Mesh | AbstractMesh | None:
-    """Return the mesh that a model is on, None without one."""
-    sharding = getattr(jax.tree.leaves(model)[0], "sharding", None)
-    return sharding.mesh if isinstance(sharding, NamedSharding) and not sharding.mesh.empty else None
+    """Return the mesh that a model is on, None without one; in a derivative, only one of several devices."""
+    leaf = jax.tree.leaves(model)[0]
+    known = is_known(leaf)
+    sharding = getattr(leaf, "sharding", None) if known else jax.typeof(leaf).sharding
+    if not isinstance(sharding, NamedSharding) or sharding.mesh.empty:
+        return None
+    return sharding.mesh if known or sharding.mesh.size > 1 else None
 
 
 def kept_of(model: Decoder, cache: AnyCache, policy: Policy | None, rows: int) -> Kept:
@@ -555,11 +687,12 @@ def kept_of(model: Decoder, cache: AnyCache, policy: Policy | None, rows: int) -
                 "with, or none."
             ) from None
     held = np.asarray(jnp.moveaxis(cache.num_live, 1, 0)).reshape(B, L * K)
-    start = np.asarray(cache.next_position)
+    start, dtype = np.asarray(cache.next_position), one.key.dtype.name
     if isinstance(cache, PagedCache):
         page_size = cache.page_size
-        return Kept(K, start, held, cache.table.shape[-1] * page_size, cache.positions, cache.owner.shape[0], page_size)
-    return Kept(K, start, held, cache.num_slots, cache.positions)
+        slots, pages = cache.num_slots, cache.owner.shape[0]
+        return Kept(K, start, held, slots, cache.positions, dtype, pages, page_size)
+    return Kept(K, start, held, cache.num_slots, cache.positions, dtype)
 
 
 def _padded(tokens: Tokens, lengths: HostOrDevice | None) -> tuple[np.ndarray, HostOrDevice | None]:

@@ -6,7 +6,6 @@ Evaluations, benchmarks and training all use it: :func:`write` puts :func:`facts
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
 import hashlib
 import importlib.metadata
@@ -29,6 +28,7 @@ from jaxtyping import Array
 import kvjax
 from models import decoder
 from models.commands import Begun, write_json
+from models.config import described
 from models.parameters import parameter_shapes as model_shapes
 from models.tokenizer import Tokenizer
 
@@ -136,7 +136,7 @@ def fingerprints(model: decoder.Decoder, tokenizer: Tokenizer | None = None) -> 
         ['config', 'weights']
     """
     found = {
-        "config": digest(dataclasses.asdict(model.config)),
+        "config": digest(described(model.config)),
         "weights": weights(model, model_shapes(model.config)),
     }
     if tokenizer is not None:

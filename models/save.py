@@ -15,9 +15,9 @@ import tokenizers
 from safetensors.numpy import save as to_safetensors
 
 from models.commands import write_files
-from models.config import Config, to_hugging_face
+from models.config import Config, lost_in_hugging_face, to_hugging_face
 from models.decoder import Decoder
-from models.parameters import PARAMETERS, parameter_shapes
+from models.parameters import FUSED, PARAMETERS, ROTATED, head_order, parameter_shapes, tensor_names
 from models.tokenizer import Tokenizer
 
 SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
@@ -47,6 +47,11 @@ def save(folder: str | Path, model: Decoder, tokenizer: Tokenizer | tokenizers.T
         ['config.json', 'model.safetensors']
     """
     folder = Path(folder)
+    if lost := lost_in_hugging_face(model.config):
+        raise ValueError(
+            f"a config.json of {model.config.architecture!r} cannot hold the model's {', '.join(lost)}: what is read "
+            "back would compute something else."
+        )
     tensors = _tensors(model)
     config = to_hugging_face(model.config) | {"torch_dtype": str(tensors["model.norm.weight"].dtype)}
     files = {
@@ -70,16 +75,22 @@ def _stale(folder: Path, tokenizer: bool) -> list[str]:
 
 def _tensors(model: Decoder) -> dict[str, np.ndarray]:
     """Return every weight under its Hugging Face name and in Hugging Face's layout."""
-    tensors = {}
+    tensors, names, order = {}, tensor_names(model.config), head_order(model.config)
     for path in parameter_shapes(model.config):
         parameter: Any = functools.reduce(getattr, path.split("."), model)
         array = np.asarray(jax.device_get(parameter[...]))
-        name, groups = PARAMETERS[path].tensor, PARAMETERS[path].groups
-        order = [axis for group in groups for axis in group]
-        stacked = array if path.startswith("layers.") else array[None]
-        for layer, ours in enumerate(stacked):
+        if order is not None and path in ROTATED:
+            array = array[..., np.argsort(order)]
+        groups, separate = PARAMETERS[path].groups, PARAMETERS[path].separate
+        axes = [axis for group in groups for axis in group]
+        for place in np.ndindex(array.shape[:separate]):
+            ours = array[place]
             shape = [functools.reduce(operator.mul, (ours.shape[axis] for axis in group)) for group in groups]
-            tensors[name.format(layer)] = np.ascontiguousarray(ours.transpose(order).reshape(shape))
+            tensors[names[path].format(*place)] = np.ascontiguousarray(ours.transpose(axes).reshape(shape))
+    for template, parts in FUSED.get(model.config.architecture, {}).items():
+        for layer in range(model.config.num_layers):
+            held = [tensors.pop(PARAMETERS[part].tensor.format(layer)) for part in parts]
+            tensors[template.format(layer)] = np.concatenate(held)
     return tensors
 
 

@@ -17,12 +17,14 @@ from jaxtyping import Array, Float, Int
 import kvjax
 from kernels_pallas import select_attention
 from kvjax import Context, Evidence, KVCache, PagedCache, Policy, Prediction, sources
+from kvjax.cache import floats_of, rows_of
 from kvjax.checks import check_count, plain
 from kvjax.select import share_of_tokens
 from kvjax.sources import Source
 from models.butler import Butler, ButlerCache, ButlerConfig, butler_input, importance
 from models.config import Config
 from models.decoder import Decoder
+from models.scorer import Scorer
 
 Cache = KVCache | PagedCache
 
@@ -49,6 +51,7 @@ class LayerCarry:
     ``cache`` is that of all layers, or of the one that runs. ``evidence`` is what a policy has returned so far, where
     all layers are evicted from together. ``predictor`` and ``source`` are the states of the predictor and the source.
     ``query`` and ``key`` are the predictor's output for the block (keys only where its cache does not keep them).
+    ``score`` is the scorer's for the block in the layer that runs.
     ``first`` and ``previous`` are the true logits of layer 0 and of the previous layer, where the source reads them.
     ``behind_first`` says that layer 0 has run and, if there is a predictor, that it has run too.
     """
@@ -59,6 +62,7 @@ class LayerCarry:
     source: Any
     query: Float[Array, "layers B T N dim"] | None = None
     key: Float[Array, "layers B T N dim"] | None = None
+    score: Float[Array, "B T K"] | None = None
     first: Float[Array, "B N T S"] | None = None
     previous: Float[Array, "B N T S"] | None = None
     behind_first: bool = dataclasses.field(default=False, metadata={"static": True})
@@ -99,7 +103,9 @@ def run_predictor(
 def prediction(
     predictor: ButlerConfig | None, carry: LayerCarry, layer: Int[Array, ""], shape: tuple[int, ...]
 ) -> Prediction | None:
-    """Return the prediction for a block [B, T] in one layer, as a policy reads it; zeros for layer 0."""
+    """Return what is predicted for a block [B, T] in one layer, as a policy reads it; zeros for layer 0's keys."""
+    if carry.score is not None:
+        return Prediction(score=carry.score)
     if predictor is None or (carry.behind_first and carry.key is None):
         return None
     if not carry.behind_first:
@@ -125,12 +131,15 @@ def attend(
     if context.compressed and carry.behind_first:
         cache = kvjax.insert(cache, key, value, position, layer=layer if stacked else None)
         slots = _chosen(selection, cache, memory, carry, query, position, context)
-        out = select_attention(query, cache.key, cache.value, slots, layer=layer if stacked else None)
+        number = layer if stacked else None
+        out = select_attention(query, **rows_of(cache), slots=slots, layer=number, soft_cap=context.soft_cap)
     else:
         out, cache, _ = kvjax.observe(cache, query, key, value, position, policy=None, context=context)
     carry = dataclasses.replace(carry, source=memory)
     if context.compressed and source.reads & {"first", "previous"}:
-        true = sources.logits(query, cache.key[layer] if stacked else cache.key)
+        here = cache.layer(layer) if stacked else cache
+        assert isinstance(here, KVCache)
+        true = sources.logits(query, floats_of(here).key)
         if "first" in source.reads and not carry.behind_first:
             carry = dataclasses.replace(carry, first=true)
         if "previous" in source.reads:
@@ -151,6 +160,7 @@ def _chosen(
     source, layer, window = selection.source, context.layer, context.sliding_window
     assert layer is not None
     here = cache.layer(layer) if len(cache.heads_shape) == 3 else cache
+    assert isinstance(here, KVCache)
     slot_position = here.position
     if window is not None:  # tokens outside the layer's window cannot be chosen
         slot_position = jnp.where(position[:, :, None] - slot_position < window, slot_position, -1)
@@ -163,10 +173,11 @@ def _chosen(
         query_position=position,
         position=slot_position,
         layer=layer,
-        key=here.key if "key" in source.reads else None,
+        key=floats_of(here).key if "key" in source.reads else None,
         predicted=predicted,
         first=carry.first,
         previous=carry.previous,
+        soft_cap=context.soft_cap,
     )
     of_layer = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, layer, keepdims=False), memory)
     wanted = source.importance(of_layer, reading)[:, :, 0]
@@ -253,6 +264,34 @@ def check_butler(config: Config, butler: Butler | None, policy: Policy | None, s
     if ours != theirs:
         raise ValueError(
             f"the predictor is of another model, with E, L, N = {theirs}; this one has {ours}: train one for it."
+        )
+
+
+def scored(scorer: Scorer, carry: LayerCarry, layer: Int[Array, ""], x: Float[Array, "B T E"]) -> LayerCarry:
+    """Return the carry with the scorer's scores of a block in one layer; ``x`` is the input of its attention."""
+    return dataclasses.replace(carry, score=scorer(layer, x))
+
+
+def check_scorer(config: Config, scorer: Scorer | None, policy: Policy | None) -> None:
+    """Check that a scorer is given exactly if the policy reads it, and that it is one of this model."""
+    asks = policy is not None and policy.needs.score
+    if scorer is None:
+        if asks:
+            assert policy is not None
+            raise ValueError(
+                f"the policy {policy.name!r} needs a scorer: pass scorer=models.load_scorer(folder, model), after "
+                "training one with python -m train.scorer."
+            )
+        return
+    if not asks:
+        raise ValueError(
+            "a scorer was given, but no policy scores by it; pass one that does, such as 'zap', or leave scorer out."
+        )
+    ours = (config.hidden_size, config.num_layers, config.num_kv_heads)
+    theirs = (scorer.config.hidden_size, scorer.config.num_layers, scorer.config.num_kv_heads)
+    if ours != theirs:
+        raise ValueError(
+            f"the scorer is of another model, with E, L, K = {theirs}; this one has {ours}: train one for it."
         )
 
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 import kvjax
@@ -36,7 +37,9 @@ from models.plan import (
     check_prompt,
     plan_run,
 )
-from models.steps import DecodeState, Run, block_of, shrink, start
+from models.scorer import Scorer
+from models.selecting import check_scorer
+from models.steps import DecodeState, Run, at_layer, block_of, rounded_rows, shrink, start
 
 Asked = Policy | str | None | tuple[Policy | str | None, int | float | None]
 
@@ -51,12 +54,14 @@ class _Arm(NamedTuple):
         """Return whether it may share the prompt: nothing is evicted before its end, and no key is rotated again.
 
         Args:
-            asked: whether questions are held back; under a dynamic rope they cannot be fed after a cache.
+            asked: whether questions are held back; where the rope follows the length, they cannot be fed after a cache.
         """
         plan = self.run.plan
         late = plan.policy is None or plan.when == "prompt"
-        fixed = not (asked and self.run.model.config.rope.type == "dynamic")
-        return late and fixed and plan.predictor is None and plan.positions == "absolute"
+        fixed = not (asked and self.run.model.config.rope.follows_length)
+        repeats = plan.policy is not None and plan.policy.needs.reconstruction is not None
+        learned = plan.predictor is not None or self.run.scorer is not None
+        return late and fixed and not repeats and not learned and plan.positions == "absolute"
 
 
 def prefill_each(
@@ -72,17 +77,21 @@ def prefill_each(
     reserve: int = 0,
     page_size: int = PAGE_SIZE,
     butler: Butler | None = None,
+    scorer: Scorer | None = None,
+    cache_dtype: DTypeLike | None = None,
 ) -> Iterator[Prefilled]:
     """Run one prompt under many policies and budgets; those that evict once, after the prompt, share the model's work.
 
     Each result is what :func:`models.prefill` returns for that policy and budget alone, and is made when its turn
     comes: at any time, memory holds the uncompressed cache of the prompt and the cache of one policy. Policies that
-    evict after every block, that score by a predictor, or that rotate keys again run alone.
+    evict after every block, that score by a predictor, that observe the repeated prompt, or that rotate keys again run
+    alone.
 
     Args:
         policies: policies or their short names, None or "full" for all tokens; or pairs of a policy and its budget.
         budget: the budget of policies that are given without one.
-        tokens, lengths, block, when, question, reserve, page_size, butler: see :func:`models.prefill`.
+        tokens, lengths, block, when, question, reserve, page_size, butler, scorer, cache_dtype: see
+            :func:`models.prefill`.
 
     Returns:
         An iterator over the results, in the order of ``policies``.
@@ -115,17 +124,14 @@ def prefill_each(
     arms = []
     for policy, own in pairs:
         own = None if policy is None or policy == "full" else own
-        options = Options(policy, own, block, when, 0, reserve=reserve, page_size=page_size)
-        predictor = _predictor(policy, butler)
+        options = Options(policy, own, block, when, 0, reserve=reserve, page_size=page_size, cache_dtype=cache_dtype)
+        parsed = policy_of(policy)
+        predictor = butler if parsed is not None and parsed.needs.prediction else None
+        own_scorer = scorer if parsed is not None and parsed.needs.score else None
+        check_scorer(model.config, own_scorer, parsed)
         plan, rows = plan_run(model, given, options, predictor)
-        arms.append(_Arm(options, Run(model, rows, None, predictor, plan)))
+        arms.append(_Arm(options, Run(model, rows, None, predictor, plan, own_scorer)))
     return _each(model, given, arms)
-
-
-def _predictor(policy: Policy | str | None, butler: Butler | None) -> Butler | None:
-    """Return the predictor for a policy that reads it, None for any other."""
-    parsed = policy_of(policy)
-    return butler if parsed is not None and parsed.needs.prediction else None
 
 
 def _each(model: Decoder, given: CheckedPrompt, arms: Sequence[_Arm]) -> Iterator[Prefilled]:
@@ -165,6 +171,8 @@ def _alone(model: Decoder, given: CheckedPrompt, arm: _Arm) -> Prefilled:
         reserve=options.reserve,
         page_size=options.page_size,
         butler=arm.run.butler,
+        scorer=arm.run.scorer,
+        cache_dtype=options.cache_dtype,
     )
 
 
@@ -230,14 +238,16 @@ def _block(
 
     def attend_at(carry, index, window, query, key, value):
         cache, said = carry
+        here = at_layer(model.config, block, index)
         context = Context(
             layer=index,
             sliding_window=window,
-            frequency=block.frequency,
+            frequency=here.frequency,
+            soft_cap=here.soft_cap,
             projection=None if projection is None else projection.layer(index),
             compressed=False,
         )
-        rows = (query, key, value, position)
+        rows = (*rounded_rows(plans[0], query, key, value), position)
         if not policies:
             out, cache, _ = kvjax.observe(cache, *rows, policy=None, context=context)
             return out, (cache, said), None

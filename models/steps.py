@@ -19,15 +19,17 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 import kvjax
-from kvjax import Context, Evidence, KVCache, OutputProjection, PagedCache
+from kvjax import Context, Evidence, KVCache, OutputProjection, PagedCache, Reconstructed
+from kvjax.insertion import up_to
 from kvjax.making import blank
 from kvjax.paged import with_room
 from models import selecting
 from models.butler import Butler, ButlerCache
 from models.config import Config
-from models.decoder import Decoder, rope_frequencies, rotation
+from models.decoder import Decoder, frequencies, rope_of_layer, rotation
 from models.layer_caches import AnyCache, LayerCaches
 from models.plan import Plan, Rows
+from models.scorer import Scorer
 from models.selecting import LayerCarry
 
 
@@ -55,6 +57,7 @@ class Run:
     projection: OutputProjection | None
     butler: Butler | None
     plan: Plan = dataclasses.field(metadata={"static": True})
+    scorer: Scorer | None = None
 
 
 class Phase(NamedTuple):
@@ -73,12 +76,18 @@ class Phase(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """A block, as all layers share it; ``position`` is -1 for padding, ``budgets`` None where nothing is evicted."""
+    """A block, as all layers share it; ``position`` is -1 for padding, ``budgets`` None where nothing is evicted.
+
+    ``waves`` and ``frequency`` may differ between layers: see :func:`at_layer`. ``repeats`` is the part of the prompt
+    that it repeats, None for a block of the text.
+    """
 
     position: Int[Array, "B T"]
     budgets: Int[Array, "B"] | None
     waves: tuple[Array, Array]
-    frequency: Float[Array, "rows half"] | None
+    frequency: Float[Array, "*ropes rows half"] | None
+    repeats: Reconstructed | None = None
+    soft_cap: float | None = dataclasses.field(default=None, metadata={"static": True})
 
 
 class Place(NamedTuple):
@@ -112,7 +121,7 @@ def _empty_cache(model: Decoder, plan: Plan, batch: int) -> KVCache | PagedCache
         group=config.num_heads // plan.heads,
         slots=plan.slots if paged else plan.prompt_slots,
         head_dim=config.head_dim,
-        dtype=model.embedding[...].dtype,
+        dtype=plan.cache_dtype,
         positions=plan.positions,
         pages=plan.pages if paged else None,
         page_size=plan.page_size,
@@ -166,22 +175,27 @@ def forward(
     position: Int[Array, "B T"],
     budgets: Int[Array, "B"] | None,
     phase: Phase,
+    part: Int[Array, "B 3"] | None = None,
 ) -> tuple[Float[Array, "B T E"], DecodeState]:
     """Feed a block, or one token per row, to all layers in one program.
 
     Args:
         position: -1 for padding.
         budgets: one per row; None where nothing is evicted.
+        part: for a block that repeats the prompt, see :class:`models.plan.Blocks`.
 
     Returns:
         The hidden states before the last norm, and the new state.
     """
     model, plan, butler = run.model, run.plan, run.butler
-    block = block_of(model.config, plan, position, run.rows.lengths, budgets)
+    block = block_of(model.config, plan, position, run.rows.lengths, budgets, part)
+    if part is not None:
+        state = fresh(state, position)
 
     def attend_at(carry, index, window, query, key, value):
         place = Place(index, window, None if run.projection is None else run.projection.layer(index))
-        return *attend(plan, phase, block, place, carry, (query, key, value)), None
+        here = at_layer(model.config, block, index)
+        return *attend(plan, phase, here, place, carry, (query, key, value)), None
 
     hook = None
     if predicts(plan, phase):
@@ -189,9 +203,13 @@ def forward(
         hook = functools.partial(selecting.run_predictor, plan.selection is not None, butler, position, entered)
     assert not isinstance(state.cache, LayerCaches)
     together = shared_allocation(plan, phase)
-    evidence = None if together is None else Evidence.of_layers(state.cache, together)
+    end = None if block.repeats is None else block.repeats.end
+    evidence = None if together is None else Evidence.of_layers(state.cache, together, end)
     carry = LayerCarry(state.cache, evidence, state.predictor, state.source)
-    hidden, carry, _ = model.run(tokens, position, run.rows.lengths, attend_at, carry, after_first=hook)
+    score = None if run.scorer is None else functools.partial(selecting.scored, run.scorer)
+    hidden, carry, _ = model.run(
+        tokens, position, run.rows.lengths, attend_at, carry, after_first=hook, before_attention=score
+    )
     cache = carry.cache
     if carry.evidence is not None:
         assert budgets is not None
@@ -205,12 +223,35 @@ def block_of(
     position: Int[Array, "B T"],
     lengths: Int[Array, "B"],
     budgets: Int[Array, "B"] | None,
+    part: Int[Array, "B 3"] | None = None,
 ) -> Block:
     """Return the block that all layers share, from its positions; with rotary frequencies only where they are read."""
-    frequency = None
-    if plan.positions != "absolute" or (plan.policy is not None and plan.policy.needs.rotary):
-        frequency, _ = rope_frequencies(config.rope, config.head_dim, lengths)
-    return Block(position, budgets, rotation(config, position, lengths), frequency)
+    read = plan.positions != "absolute" or (plan.policy is not None and plan.policy.needs.rotary)
+    frequency = frequencies(config, lengths) if read else None
+    repeats = None
+    if part is not None:
+        assert plan.policy is not None and plan.policy.needs.reconstruction is not None
+        first, behind, end = jnp.asarray(part).T
+        repeats = Reconstructed(first, behind, end, plan.policy.needs.reconstruction.sinks)
+    waves = rotation(config, position, lengths)
+    return Block(position, budgets, waves, frequency, repeats, config.attention_soft_cap)
+
+
+def fresh(state: DecodeState, position: Int[Array, "B T"]) -> DecodeState:
+    """Take back the tokens from a block's first position on, which are those of the part that was repeated before."""
+    first = jnp.min(jnp.where(position < 0, jnp.iinfo(jnp.int32).max, position), axis=1)
+    cache = state.cache
+    if isinstance(cache, LayerCaches):
+        cache = LayerCaches(tuple(up_to(own, first) for own in cache.layers))
+    else:
+        cache = kvjax.rewind(cache, first)
+    return dataclasses.replace(state, cache=cache)
+
+
+def at_layer(config: Config, block: Block, layer: Int[Array, ""]) -> Block:
+    """Return the block with the rotary embedding of one layer."""
+    waves, frequency = rope_of_layer(config, layer, (block.waves, block.frequency))
+    return dataclasses.replace(block, waves=waves, frequency=frequency)
 
 
 def predicts(plan: Plan, phase: Phase) -> bool:
@@ -240,10 +281,12 @@ def attend(
         frequency=block.frequency,
         projection=place.projection,
         predicted=selecting.prediction(plan.predictor, carry, place.number, block.position.shape),
+        reconstructed=block.repeats,
+        soft_cap=block.soft_cap,
         compressed=phase.compressed,
         filled=phase.filled,
     )
-    evidence = carry.evidence
+    evidence, rows = carry.evidence, rounded_rows(plan, *rows)
     if plan.selection is not None:
         out, cache, carry = selecting.attend(plan.selection, cache, carry, rows, block.position, context)
     elif policy is None or (phase.evicts and policy.allocation.even):
@@ -255,7 +298,16 @@ def attend(
         if evidence is not None:
             assert said is not None
             evidence = evidence.with_layer(cache, place.number, said)
-    return out, dataclasses.replace(carry, cache=cache, evidence=evidence)
+    return out, dataclasses.replace(carry, cache=cache, evidence=evidence, score=None)
+
+
+def rounded_rows(
+    plan: Plan, query: Float[Array, "B T N D"], key: Float[Array, "B T K D"], value: Float[Array, "B T K D"]
+) -> tuple[Float[Array, "B T N D"], Float[Array, "B T K D"], Float[Array, "B T K D"]]:
+    """Round a block's keys and values to eight bits where they are stored as floats for the sake of a derivative."""
+    if plan.rounded_to is None:
+        return query, key, value
+    return query, kvjax.straight_through(key, plan.rounded_to), kvjax.straight_through(value, plan.rounded_to)
 
 
 def decode_positions(finished: Array, next_position: Int[Array, "B"]) -> Int[Array, "B 1"]:

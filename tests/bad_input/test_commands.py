@@ -10,13 +10,14 @@ import pytest
 
 import models
 from evals import __main__ as evals
-from models import cli, engine
+from models import calibrate, cli, engine
 from tests.bad_input.campaign import Terminal, state_of
-from train import butler, retriever
+from train import butler, retriever, scorer
 
 pytestmark = pytest.mark.bad_input
 
-MAINS = {"generate": cli.main, "evals": evals.main, "train.butler": butler.main, "train.retriever": retriever.main}
+MAINS = {"generate": cli.main, "calibrate": calibrate.main, "evals": evals.main}
+MAINS |= {"train.butler": butler.main, "train.scorer": scorer.main, "train.retriever": retriever.main}
 HEADER = '{"evaluation": "ruler", "settings": {}, "command": "python -m evals ruler", "environments": []}'
 SWEEP = 'models = ["retriever"]\npolicies = ["full"]\n'
 
@@ -123,6 +124,7 @@ retriever --prompt x --max-new-tokens x
 retriever --prompt x --temperature -1 | retriever --prompt x --temperature nan | retriever --prompt x --temperature hot
 retriever --prompt x --temperature inf | retriever --prompt x --top-k 0 | retriever --prompt x --top-k -3
 retriever --prompt x --top-p 0 | retriever --prompt x --top-p 2 | retriever --prompt x --top-p nan
+retriever --prompt x --cache-dtype int4 | retriever --prompt x --cache-dtype "" | retriever --prompt x --cache-dtype
 retriever --prompt x --dtype float8 | retriever --prompt x --dtype "" | retriever --prompt x --dtype int32
 retriever --prompt x --mesh "" | retriever --prompt x --mesh two | retriever --prompt x --mesh data=0
 retriever --prompt x --mesh data=9999 | retriever --prompt x --mesh tensor=3 | retriever --prompt x --mesh data=2
@@ -132,6 +134,11 @@ retriever --prompt x --select oracle --budget 0 | retriever --prompt x --select 
 retriever --prompt x --select oracle --budget 0.5 --sinks -1
 retriever --prompt x --select oracle --budget 0.5 --policy h2o
 retriever --prompt x --select butler --budget 0.5 --butler nowhere | retriever --prompt x --butler empty
+retriever --prompt x --policy zap --budget 8 | retriever --prompt x --policy zap --budget 8 --scorer nowhere
+retriever --prompt x --policy q_filters --budget 8 | retriever --prompt x --policy h2o@duo --budget 8
+retriever --prompt x --policy "q_filters(file='picture.txt')" --budget 8
+retriever --prompt x --policy "h2o@headkv(file='nowhere.npy')" --budget 8
+retriever --prompt x --policy kvzip(chunk=0) --budget 8 | retriever --prompt x --policy kvzip@cake --budget 8
 retriever --prompt x --select butler --budget 0.5 --butler predictor | retriever --prompt x --chat
 retriever --prompt \udcff | retriever --prompt x --question \udcff | retriever --prompt x --policy \udcff
 ~nouser/x --prompt x
@@ -139,6 +146,7 @@ retriever --prompt x --seed x | retriever --prompt x --seed 99999999999999999999
 """
 EVERY_EVAL = """
 --model nowhere | --model good.txt | --model empty | --model untold | --batch 0 | --batch -1 | --batch x | --block 0
+--cache-dtype int4 | --cache-dtype ""
 --dtype float8 | --mesh nine | --mesh data=9999 | --policies "" | --policies h2oo | --policies "h2o+("
 --policies snapkv --budgets 8
 --policies h2o --budgets "" | --policies h2o --budgets 0 | --policies h2o --budgets -1 | --policies h2o --budgets many
@@ -272,6 +280,17 @@ BUTLER = """
 --data empty.jsonl
 --data good.txt --eval-data nowhere.txt | --data short.txt
 """
+CALIBRATE = """
+retriever --text good.txt | retriever --text nowhere.txt --heads h.npy | retriever --text picture.txt --heads h.npy
+retriever --text good.txt --heads h.txt | retriever --text good.txt --q-filters folder.npy/x.npy
+retriever --text empty.txt --heads h.npy | retriever --text good.txt --heads h.npy --length 99999999
+retriever --text good.txt --heads h.npy --rows 0 | retriever --text good.txt --heads h.npy --length 0
+nowhere --text good.txt --heads h.npy | retriever --text good.txt --heads h.npy --dtype float8
+"""
+SCORER = """
+--target golf | --hidden -1 | --seq-len 99999999 | --budget 0 | --budget 2 | --tokens 0 | --out good.txt
+--data nowhere.txt
+"""
 RETRIEVER = """
 --out good.txt | --work good.txt | --from nowhere | --keep 2 | --keep 0.5 | --devices 0 | --samples -1 | --stop-after 0
 --resume maybe | --unknown
@@ -284,9 +303,11 @@ def lines(text: str) -> list[str]:
 
 
 CASES = [("generate", line) for line in lines(GENERATE)]
+CASES += [("calibrate", line) for line in lines(CALIBRATE)]
 CASES += [("evals", line) for line in TOP]
 CASES += [("evals", f"{name} {line}") for name, text in EVALS.items() for line in lines(text)]
 CASES += [("train.butler", line) for line in lines(BUTLER)] + [("train.retriever", line) for line in lines(RETRIEVER)]
+CASES += [("train.scorer", line) for line in lines(SCORER)]
 
 
 @pytest.mark.parametrize(("command", "line"), CASES, ids=[ascii(f"{command} {line}")[1:100] for command, line in CASES])

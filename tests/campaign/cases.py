@@ -7,8 +7,11 @@ import dataclasses
 import functools
 import json
 import math
+import os
 import re
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -55,6 +58,10 @@ class Case:
     end: tuple[int, ...] = ()
     page_size: int = 16
     mesh: tuple[int, int] | None = None  # data, tensor
+
+    def __post_init__(self) -> None:
+        for path in re.findall(r"file='([^']*)'", self.policy):
+            _write_calibration(Path(path))
 
     def __str__(self) -> str:
         changed = {
@@ -124,6 +131,22 @@ class Case:
         }
 
 
+def calibration(name: str, layers: int, kv_heads: int) -> str:
+    """The file of what a policy reads of a model with so many heads of 8: "q_filters" or "heads"."""
+    return str(Path(tempfile.gettempdir()) / "kvjax-campaign" / f"{name}_{layers}x{kv_heads}.npy")
+
+
+def _write_calibration(path: Path) -> None:
+    if not path.exists():
+        name, _, shape = path.stem.rpartition("_")
+        heads = tuple(map(int, shape.split("x")))
+        array = np.random.default_rng(heads).normal(size=(*heads, 8) if name == "q_filters" else heads)
+        path.parent.mkdir(exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            np.save(file, array if name == "q_filters" else abs(array))
+        os.replace(file.name, path)
+
+
 def _slots(budget: int | float, length: int) -> int:
     return math.ceil(round(budget * length, 6)) if isinstance(budget, float) else budget
 
@@ -188,7 +211,7 @@ def draw(seed: int, number: int) -> Iterator[Case]:
         page_size=d.one(1, 2, 4, 16),
         mesh=mesh,
     )
-    policy = _policy(d, block, layers, even=mesh is not None)
+    policy = _policy(d, block, layers, kv_heads, even=mesh is not None)
     asked = sorted({d.one(0, 0, 1, 2), d.one(1, 2, 4, 5)}) if d.maybe(0.35) else None  # the shortest, the longest
     budget = _budget(d, policy, width)
     fits = [n for n in range(1, width + 1) if _slots(budget, n) >= least_budget(policy)]
@@ -212,7 +235,7 @@ def draw(seed: int, number: int) -> Iterator[Case]:
         )
 
 
-def _policy(d: _Draw, block: int, layers: int, even: bool) -> str:
+def _policy(d: _Draw, block: int, layers: int, kv_heads: int, even: bool) -> str:
     """A chain that the library takes, and an allocation that fits it."""
     window = d.one(*[w for w in (1, 2, 3, 4) if w <= block])
     kernel = (1, 3, 5)
@@ -220,6 +243,7 @@ def _policy(d: _Draw, block: int, layers: int, even: bool) -> str:
         "h2o": dict(accumulate=(False,)),
         "tova": dict(heads=("group",)),
         "snapkv": dict(kernel=kernel, pooling=("avg", "max")),
+        "finch": {},
         "streaming": dict(sinks=(0, 1, 3)),
         "sage": dict(heads=("query",), split=("adaptive",), mass=(0.5, 0.8)),
         "laprox": dict(kernel=kernel, target=("output", "value", "attention"), gqa=("group", "heads")),
@@ -229,8 +253,11 @@ def _policy(d: _Draw, block: int, layers: int, even: bool) -> str:
             future=(1, 8, 512), sinks=(0, 1, 2), covariance=(True, False), value_norm=(True, False)
         ),
         "butler": {},
+        "zap": {},
+        "kvzip": dict(chunk=(2, 5, 16), sinks=(0, 1, 2)),
         "keydiff": {},
         "key_norm": {},
+        "q_filters": {},
         "curdkv": dict(sinks=(0, 1, 0.25), leverage=("mean", "key", "value"), local_window=(1, 2, 3, None)),
         "lagkv": dict(sinks=(0, 1, 2), cross_scoring=(True,)),
         "random": dict(seed=(1, 7)),
@@ -244,14 +271,17 @@ def _policy(d: _Draw, block: int, layers: int, even: bool) -> str:
     name = d.one(*bases, "h2o", "h2o", "tova", "snapkv")  # what most people take
     base = d.link(name, share=0.4 if name == "sage" else 0.6, **bases[name])  # type: ignore[arg-type]
     one_set = base == "tova"  # for all heads of a layer: heads cannot exchange slots, and rounds order one head's alone
-    always = f"window={window}" if name in ("snapkv", "laprox", "cake", "lava") else ""
+    always = f"window={window}" if name in ("snapkv", "finch", "laprox", "cake", "lava") else ""
+    if name == "q_filters":
+        always = f"file={calibration('q_filters', layers, kv_heads)!r}"
     if name == "lagkv":  # its 128 by default are more tokens than there are
         always = f"lag={d.one(2, 3, 4)}"
     if always:
         base = base[:-1] + f",{always})" if base.endswith(")") else f"{base}({always})"
-    links, nonnegative, comparable = [], name not in ("keydiff", "key_norm"), True
-    for kind in d.rng.permutation(["normalise", "pool", "critical", "caote", "protect"]):
-        if not d.maybe({"pool": 0.15, "critical": 0.15, "caote": 0.5, "protect": 0.35, "normalise": 0.15}[kind]):
+    links, nonnegative, comparable = [], name not in ("keydiff", "key_norm", "q_filters"), True
+    for kind in d.rng.permutation(["normalise", "pool", "chunks", "critical", "caote", "protect"]):
+        often = dict(normalise=0.15, pool=0.15, chunks=0.15, critical=0.15, caote=0.5, protect=0.35)
+        if not d.maybe(often[kind]):
             continue
         if kind in ("critical", "caote") and not nonnegative:
             links.append("normalise")
@@ -262,6 +292,8 @@ def _policy(d: _Draw, block: int, layers: int, even: bool) -> str:
                 nonnegative = True
             case "pool":
                 links.append(d.link("pool", kernel=kernel, pooling=("avg", "max")))
+            case "chunks":  # a layer's heads share chunks only where they share tokens
+                links.append(f"chunks(size={d.one(1, 2, 3, 5)})")
             case "critical":
                 links.append(d.link("critical", safe=(0.0, 0.25, 0.7, 1.0), epsilon=(0.0, 0.01)))
             case "caote":
@@ -275,19 +307,29 @@ def _policy(d: _Draw, block: int, layers: int, even: bool) -> str:
     chain = "+".join([base, *links])
     caps = (None, 1.0, 1.5, 3)
     allocations = {"pyramid": dict(beta=(1, 2.0, 20.0))}
-    if window >= 2:
+    amounts = dict(sinks=(0, 1, 2, 0.25), recent=(1, 2, 0.5), cap=caps)
+    allocations["headkv"] = dict(beta=(1, 2.0, 10), cap=caps)
+    allocations["duo"] = dict(streaming=(0.0, 0.3, 1.0), **amounts)
+    if name != "kvzip":  # which observes none of the text's own queries
+        allocations["simlayer"] = dict(threshold=(0.0, 0.3, 0.6), **amounts)
+    if window >= 2 and name != "kvzip":
         allocations["cake"] = dict(space=(1.6,), time=(0.4,), cap=caps)
     if comparable:
         allocations |= {"layer": dict(cap=caps), "adakv": dict(safeguard=(0.0, 0.5, 1.0), cap=caps)}
         allocations["model"] = dict(normalise=(False,), cap=caps)
+        allocations["threshold"] = dict(least=(0.0, 0.013, 0.37, -0.9), cap=caps)
         if nonnegative:
             allocations["lava"] = dict(cap=caps)
     if even or one_set or d.maybe(0.4):
         return chain
-    which = d.one(*allocations)
+    of_query_heads = "heads='query'" in base  # which a file of KV heads does not fit
+    which = d.one(*[name for name in allocations if not of_query_heads or name not in ("headkv", "duo")])
     allocation = d.link(which, **allocations[which])  # type: ignore[arg-type]
     if which == "model" and not nonnegative:
         allocation = "model(normalise=False)"
+    if which in ("headkv", "duo"):
+        always = f"file={calibration('heads', layers, kv_heads)!r}"
+        allocation = allocation[:-1] + f",{always})" if allocation.endswith(")") else f"{allocation}({always})"
     if which == "cake":
         allocation = allocation[:-1] + f",window={window})" if allocation.endswith(")") else f"cake(window={window})"
     return f"{chain}@{allocation}"
@@ -331,6 +373,8 @@ def smaller(case: Case) -> Iterator[Case]:
     def but(**changes: Any) -> Iterator[Case]:
         try:
             other = dataclasses.replace(case, **changes)
+            fitting = re.sub(r"_\d+x\d+\.npy", f"_{other.layers}x{other.kv_heads}.npy", other.policy)
+            other = dataclasses.replace(other, policy=fitting)
             if other != case and all(_slots(other.budget, n) >= least_budget(other.policy) for n in other.lengths):
                 yield other
         except (ValueError, KeyError, StopIteration):
@@ -357,7 +401,7 @@ def smaller(case: Case) -> Iterator[Case]:
             for keyword in call.keywords:
                 left = [ast.unparse(other) for other in call.keywords if other is not keyword]
                 link = ast.unparse(call.func) + (f"({','.join(left)})" if left else "")
-                if "window" in links[index] and "window" not in link:
+                if any(needed in links[index] and needed not in link for needed in ("window", "file")):
                     continue
                 yield from but(policy="+".join([*links[:index], link, *links[index + 1 :]]) + at + allocation)
     for layers in range(2 if case.base == "butler" else 1, case.layers):

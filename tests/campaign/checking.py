@@ -83,6 +83,9 @@ def _check_row(case: Case, weights: dict[str, np.ndarray], number: int, row: _Ro
         butler = reference.butler(case.config, case.seed)
         arrays = {name: np.asarray(array, np.float64) for name, array in nnx.to_pure_dict(nnx.state(butler)).items()}
         settings["butler"] = arrays, butler.config.rope_theta
+    if case.base == "zap":
+        state = nnx.to_pure_dict(nnx.state(reference.scorer(case.config, case.seed)))
+        settings["scorer"] = {name: np.asarray(array, np.float64) for name, array in state.items()}
     # As it is; then with near choices as the library seems to have made them: what it holds afterwards, or at the end,
     # stayed; then, one after the other and together, with near choices the other way.
     ways: list[tuple[frozenset[int], list[np.ndarray]]] = [(frozenset(), []), (frozenset(), [*row.history, row.kept])]
@@ -149,6 +152,7 @@ def _library(case: Case, weights: dict[str, np.ndarray]) -> list[_Row]:
         question=None if case.question is None else np.array(case.question),
         page_size=case.page_size,
         butler=reference.butler(case.config, case.seed) if case.base == "butler" else None,
+        scorer=reference.scorer(case.config, case.seed) if case.base == "zap" else None,
     )
     tokens: list[list[int]] | list[None] = [None] * B
     logits: Any = [None] * B

@@ -2,7 +2,8 @@
 
 Run in an environment of its own, Python 3.11 with torch 2.13 (CPU) and transformers 5.2, from the repository's root:
 
-    python tests/models/make_golden.py
+    python tests/models/make_golden.py            # all of them
+    python tests/models/make_golden.py granite    # only some
 
 Each folder holds config.json, model.safetensors and golden.npz (tokens_0, logits_0, ...; one row each, because
 transformers scales "dynamic" by the longest row of a batch). Weights are wide, so that attention is far from uniform,
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +135,126 @@ MODELS: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
         },
         (48,),
     ),
+    "olmo2": ("Olmo2Config", TINY, (48,)),
+    "olmo2_bias": ("Olmo2Config", TINY | {"attention_bias": True, "num_hidden_layers": 1}, (48,)),
+    "smollm3": ("SmolLM3Config", TINY | {"num_hidden_layers": 4, "pad_token_id": 0}, (48,)),
+    "smollm3_sliding": (
+        "SmolLM3Config",
+        TINY
+        | {
+            "no_rope_layers": [0, 1],
+            "use_sliding_window": True,
+            "sliding_window": 16,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+            "pad_token_id": 0,
+            "rope_parameters": YARN | {"rope_theta": 100.0},
+        },
+        (48,),
+    ),
+    "granite": (
+        "GraniteConfig",
+        TINY
+        | {
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.5,
+            "residual_multiplier": 0.4,
+            "logits_scaling": 2.5,
+            "tie_word_embeddings": True,
+        },
+        (48,),
+    ),
+    "phi3": ("Phi3Config", TINY | {"num_hidden_layers": 1, "sliding_window": 16, "pad_token_id": 0}, (48,)),
+    "phi4_mini": (
+        "Phi3Config",
+        WIDE
+        | {
+            "original_max_position_embeddings": 32,
+            "pad_token_id": 0,
+            "tie_word_embeddings": True,
+            "partial_rotary_factor": 0.75,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10_000.0,
+                "short_factor": [1.0, 1.1, 1.3, 1.4, 1.6, 1.9],
+                "long_factor": [1.2, 1.7, 2.5, 3.1, 4.0, 6.0],
+            },
+        },
+        (32, 48),
+    ),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        TINY
+        | {
+            "hidden_size": 16,
+            "head_dim": 8,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 12,
+            "norm_topk_prob": True,
+        },
+        (48,),
+    ),
+    "qwen3_moe_sliding": (
+        "Qwen3MoeConfig",
+        TINY
+        | {
+            "num_hidden_layers": 1,
+            "hidden_size": 16,
+            "head_dim": 8,
+            "attention_bias": True,
+            "num_experts": 4,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 12,
+            "norm_topk_prob": False,
+            "use_sliding_window": True,
+            "sliding_window": 16,
+        },
+        (48,),
+    ),
+    "mixtral": (
+        "MixtralConfig",
+        TINY
+        | {
+            "hidden_size": 16,
+            "intermediate_size": 12,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 16,
+        },
+        (48,),
+    ),
+    "gemma2": (
+        "Gemma2Config",
+        TINY
+        | {
+            "head_dim": 12,
+            "sliding_window": 16,
+            "query_pre_attn_scalar": 10,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 5.0,
+            "pad_token_id": 0,
+        },
+        (48,),
+    ),
+    "gemma3": (
+        "Gemma3TextConfig",
+        TINY
+        | {
+            "num_hidden_layers": 3,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "head_dim": 12,
+            "sliding_window": 16,
+            "query_pre_attn_scalar": 12,
+            "attention_bias": True,
+            "pad_token_id": 0,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 1_000_000.0, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+            },
+        },
+        (48,),
+    ),
 }
 
 
@@ -243,16 +365,17 @@ def make_tokenizers() -> None:
         (GOLDEN / name / "expected.json").write_text(json.dumps(expected, indent=1) + "\n")
 
 
-def main() -> None:
+def main(chosen: list[str]) -> None:
     import numpy as np
     import torch
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(1)
-    for name in (*MODELS, "tokenizer", "tokenizer_byte_fallback"):  # what another script made stays
-        shutil.rmtree(GOLDEN / name, ignore_errors=True)
     for seed, (name, (config_class, arguments, lengths)) in enumerate(MODELS.items()):
+        if chosen and name not in chosen:
+            continue
+        shutil.rmtree(GOLDEN / name, ignore_errors=True)
         torch.manual_seed(seed)
         config = getattr(transformers, config_class)(**arguments)
         model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
@@ -273,8 +396,11 @@ def main() -> None:
             arrays[f"tokens_{row}"] = tokens.numpy().astype(np.int32)
         np.savez(GOLDEN / name / "golden.npz", **arrays)
         (GOLDEN / name / "generation_config.json").unlink(missing_ok=True)
-    make_tokenizers()
+    if not chosen:
+        for name in ("tokenizer", "tokenizer_byte_fallback"):
+            shutil.rmtree(GOLDEN / name, ignore_errors=True)
+        make_tokenizers()
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

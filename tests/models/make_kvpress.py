@@ -3,12 +3,14 @@
 Run in an environment of its own, Python 3.11 with torch 2.13 (CPU), transformers 5.2 and kvpress 0.5.5, from the
 repository's root:
 
-    python tests/models/make_kvpress.py
+    python tests/models/make_kvpress.py [SEED]
 
-The folder gets config.json and model.safetensors, presses.json (each press's settings and how many tokens it keeps of
-each layer and KV head) and kept.npz:
+SEED is the first to try, that of presses.json where only a press was added. The folder gets config.json and
+model.safetensors, presses.json (each press's settings and how many tokens it keeps of each layer and KV head) and
+kept.npz:
 
     tokens [T], logits [8, vocabulary] of the last tokens, output_norms [L, K, T]: the mean over the group of |v W_O|_1
+    q_filters [L, K, D], head_scores [L, K], think [L, K, D], merged [K, 40, D]: see the functions of these names
     NAME/40/kept, NAME/64/kept    bool [L, K, T], which positions stay when 40 and 64 tokens a head are asked for
     NAME/scores                   float32 [L, K, T], retention scores where they do not depend on the budget,
     NAME/40/scores, NAME/64/scores    and where they do; a press that masks a full cache has the scores of its base
@@ -21,6 +23,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import sys
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -50,6 +53,11 @@ CUR = {"num_sinks": 4, "leverage_type": "kv_product", "use_local_approximation":
 # Behind 4 sinks, 8 partitions of 12 are scored by their ranks, and 20 tokens stay: 40 and 64 take whole ranks of each.
 LAG = {"n_sink": 4, "lag_size": 12, "cross_scoring": False}
 
+LAZY = 0.19
+QUESTION = 8  # tokens at the prompt's end
+STREAMING = (4, 4)  # first and last tokens of a streaming head
+CHUNK = {"chunk_length": 8}  # 40 and 64 tokens are whole chunks, and so is SnapKV's window
+
 Press = tuple[str, dict[str, Any], dict[str, Any] | None]  # class, settings, those of the SnapKVPress inside it or None
 PRESSES: dict[str, Press] = {
     "observed": ("ObservedAttentionPress", {}, None),
@@ -74,20 +82,41 @@ PRESSES: dict[str, Press] = {
     "criticalkv": ("CriticalKVPress", CRITICAL, SNAPKV),
     "criticaladakv": ("CriticalAdaKVPress", CRITICAL | {"alpha_safeguard": 0.2}, SNAPKV),
     "criticaladakv_a0.8": ("CriticalAdaKVPress", CRITICAL | {"alpha_safeguard": 0.8}, SNAPKV),
+    # New presses come last: the noise of those before them stays what it was, and so does the seed.
+    "chunkkv": ("ChunkKVPress", CHUNK, SNAPKV),
+    "q_filters": ("QFilterPress", {}, None),
+    # Half of the heads stream 8 tokens, and the others keep all 120: 64 on average.
+    "duo": ("DuoAttentionPress", {"head_compression_ratio": 0.5}, None),
+    # Two of three layers are lazy and keep 4 + 32 tokens (kvpress keeps one recent token less than it counts).
+    "simlayer": ("SimLayerKVPress", {"lazy_threshold": LAZY, "n_recent": 33, "n_initial": 4}, None),
+    "finch": ("FinchPress", {"rerotate_keys": False}, None),
 }
-MASKING = ("AdaKVPress", "CriticalAdaKVPress")
+MASKING = ("AdaKVPress", "CriticalAdaKVPress", "DuoAttentionPress")
+NOT_EAGER = (*MASKING, "ChunkKVPress")  # refuse eager attention, which observed attention needs
+OWN_SIZE = ("DuoAttentionPress", "SimLayerKVPress")  # they keep a number of tokens of their own, and score none
 DEPENDS_ON_BUDGET = ("StreamingLLMPress", "CriticalKVPress")
 
 
-def make_press(press: Press, length: int, kept: int) -> Any:
+def make_press(press: Press, model: Any, tokens: Any, kept: int) -> Any:
     import kvpress
+    import torch
     from kvpress.utils import compute_n_kept
 
+    length = tokens.shape[1]
     ratio = (length - kept) / length
     assert compute_n_kept(length, ratio) == kept, (ratio, compute_n_kept(length, ratio))
     kind, settings, inner = press
+    if kind in OWN_SIZE:
+        made = getattr(kvpress, kind)(**settings)
+        made.load_attention_pattern = lambda model: (*STREAMING, head_scores(model, tokens))
+        return made
     if inner is None:
-        return getattr(kvpress, kind)(compression_ratio=ratio, **settings)
+        made = getattr(kvpress, kind)(compression_ratio=ratio, **settings)
+        if kind == "QFilterPress":
+            made.q_filters, made.post_init_from_model = torch.tensor(q_filters(model, tokens)), lambda model: None
+        if kind == "FinchPress":  # instead of a delimiter in the prompt
+            made.delimiter_token_id, made.window_size = -1, QUESTION
+        return made
     return getattr(kvpress, kind)(press=kvpress.SnapKVPress(compression_ratio=ratio, **inner), **settings)
 
 
@@ -113,12 +142,12 @@ def make_model(seed: int) -> Any:
 
 
 def run(model: Any, tokens: Any, which: Press, kept: int, noise: Any = None) -> tuple[Any, Any]:
-    """Which positions stay and the scores, both [L, K, T]; ``noise`` draws what the base scores are changed by."""
+    """Return the positions that stay and the scores, both [L, K, T]; ``noise`` draws changes of the base scores."""
     import torch
     import transformers
 
     kind, _, inner = which
-    press = make_press(which, tokens.shape[1], kept)
+    press = make_press(which, model, tokens, kept)
     scored: list[Any] = []
 
     def listen(scorer: Any, record: bool, noise: Any, method: str = "score") -> None:
@@ -140,13 +169,12 @@ def run(model: Any, tokens: Any, which: Press, kept: int, noise: Any = None) -> 
     elif kind == "LagKVPress":  # its scores are ranks, of what is changed here
         listen(press, False, noise, "_get_states_score")
         listen(press, True, None)
-    else:
+    elif kind not in OWN_SIZE:
         listen(press if inner is None else press.press, True, noise)
 
     for layer in model.model.layers:
         layer.self_attn.masked_key_indices = None
-    # kvpress' masking presses refuse eager attention, observed attention needs it.
-    model.set_attn_implementation("sdpa" if kind in MASKING else "eager")
+    model.set_attn_implementation("sdpa" if kind in NOT_EAGER else "eager")
     full, cache = transformers.DynamicCache(), transformers.DynamicCache()
     with torch.no_grad():
         model(tokens, past_key_values=full)
@@ -162,7 +190,7 @@ def run(model: Any, tokens: Any, which: Press, kept: int, noise: Any = None) -> 
             mask[heads, positions] = False
         masks.append(mask)
     model.set_attn_implementation("eager")
-    return torch.stack(masks).numpy(), torch.stack(scored).numpy()
+    return torch.stack(masks).numpy(), torch.stack(scored).numpy() if scored else None
 
 
 def output_norms(model: Any, tokens: Any) -> Any:
@@ -178,6 +206,86 @@ def output_norms(model: Any, tokens: Any) -> Any:
             for index, layer in enumerate(model.model.layers)
         ]
     return torch.stack(norms).numpy()
+
+
+def q_filters(model: Any, tokens: Any) -> Any:
+    """[L, K, D], as their authors compute them (arXiv 2503.02812), of an odd number of queries: no signs that tie."""
+    import torch
+    from kvpress.utils import get_prerope_query_states
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+    filters = []
+
+    def measure(attention: Any, _: Any, given: dict[str, Any]) -> None:
+        query = get_prerope_query_states(attention, given["hidden_states"])
+        query, _ = apply_rotary_pos_emb(query, query, *given["position_embeddings"])
+        left, _, right = torch.linalg.svd(query[0], full_matrices=False)  # of [N, T, D]
+        most = torch.where((left[..., 0] > 0).float().mean(-1) > 0.5, 1.0, -1.0)
+        filters.append(
+            -(most[:, None] * right[:, 0]).reshape(CONFIG["num_key_value_heads"], -1, right.shape[-1]).mean(1)
+        )
+
+    hooks = [layer.self_attn.register_forward_pre_hook(measure, with_kwargs=True) for layer in model.model.layers]
+    with torch.no_grad():
+        model(tokens[:, 1:])
+    for hook in hooks:
+        hook.remove()
+    return torch.stack(filters).numpy()
+
+
+def head_scores(model: Any, tokens: Any) -> Any:
+    """[L, K]: kvpress' own measure of how far back heads look, of the halves of the text as two samples."""
+    import kvpress.presses.duo_attention_press as duo
+    import torch
+
+    class Given:
+        def __getattr__(self, name: str) -> Any:  # a tokenizer, a data set, a table of texts: all lead to the tokens
+            return lambda *_, **__: self
+
+        def __getitem__(self, name: str) -> Any:
+            return self
+
+        def tolist(self) -> Any:
+            return list(tokens[0].view(2, 1, -1))
+
+        def __call__(self, text: Any, **_: Any) -> Any:
+            return transformers.BatchEncoding({"input_ids": text})
+
+    import transformers
+
+    duo.AutoTokenizer, duo.load_dataset = Given(), lambda *_, **__: Given()
+    with torch.no_grad():
+        return duo.duo_attention_on_the_fly.__wrapped__(model, num_samples=2, q_len=50)
+
+
+def channels_of_think(model: Any, tokens: Any) -> Any:
+    """Return the channels of each head's keys ThinK sets to 0, bool [L, K, D]."""
+    import torch
+    import transformers
+    from kvpress import ThinKPress
+
+    cache = transformers.DynamicCache()
+    with torch.no_grad(), ThinKPress(key_channel_compression_ratio=0.5, window_size=16)(model):
+        model(tokens, past_key_values=cache)
+    return torch.stack([(layer.keys[0] == 0).all(1) for layer in cache.layers]).numpy()
+
+
+def merged_values(model: Any, tokens: Any) -> Any:
+    """Layer 1's values [K, 40, D], in the order of positions, after SnapKV has evicted and the others were merged."""
+    import kvpress
+    import torch
+    import transformers
+
+    full, cache = transformers.DynamicCache(), transformers.DynamicCache()
+    press = kvpress.MergingPress(press=kvpress.SnapKVPress(compression_ratio=2 / 3, **SNAPKV))
+    with torch.no_grad():
+        model(tokens, past_key_values=full)
+        with press(model):
+            model(tokens, past_key_values=cache)
+    keys, left = full.layers[1].keys[0], cache.layers[1].keys[0]
+    place = (keys[:, :, None] == left[:, None]).all(-1).float().argmax(1)  # of each slot, its position
+    values = cache.layers[1].values[0]
+    return torch.stack([value[at.argsort()] for value, at in zip(values, place, strict=True)]).numpy()
 
 
 def is_stable(model: Any, tokens: Any, seed: int) -> bool:
@@ -201,7 +309,7 @@ def main() -> None:
 
     transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(1)
-    for seed in itertools.count():
+    for seed in itertools.count(int(sys.argv[1]) if sys.argv[1:] else 0):
         model = make_model(seed)
         tokens = torch.randperm(CONFIG["vocab_size"])[None, :T]
         if is_stable(model, tokens, seed):
@@ -217,6 +325,10 @@ def main() -> None:
         "tokens": tokens[0].numpy().astype(np.int32),
         "logits": logits,
         "output_norms": output_norms(model, tokens),
+        "q_filters": q_filters(model, tokens),
+        "head_scores": head_scores(model, tokens),
+        "think": channels_of_think(model, tokens),
+        "merged": merged_values(model, tokens),
     }
     presses: dict[str, Any] = {}
     for name, press in PRESSES.items():
@@ -226,7 +338,8 @@ def main() -> None:
         for kept in KEPT:
             mask, scores = run(model, tokens, press, kept)
             arrays[f"{name}/{kept}/kept"] = mask
-            arrays[f"{name}/{kept}/scores" if kind in DEPENDS_ON_BUDGET else f"{name}/scores"] = scores
+            if scores is not None:
+                arrays[f"{name}/{kept}/scores" if kind in DEPENDS_ON_BUDGET else f"{name}/scores"] = scores
             presses[name]["kept"][kept] = mask.sum(-1).tolist()
     np.savez_compressed(FOLDER / "kept.npz", **arrays)
     versions = {name: version(name).split("+")[0] for name in ("kvpress", "transformers", "torch")}

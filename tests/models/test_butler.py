@@ -16,8 +16,8 @@ from flax import nnx
 import kvjax
 import models
 from kernels_pallas import cache_attention, mse_logits
-from models import butler as butler_module
 from models.butler import Butler, ButlerConfig, butler_input, importance, num_parameters, parameter_shapes
+from models.butler import module as butler_module
 from models.config import Rope, from_hugging_face
 from models.decoder import _project, rms_norm, rope_frequencies
 from models.parameters import parameter_shapes as model_shapes
@@ -324,15 +324,45 @@ def _parameter(model: models.Decoder, name: str):
     return part[...]
 
 
-def test_a_saved_predictor_comes_back_as_it_was_whatever_dtype_its_model_is_loaded_in(model, tmp_path):
+def test_a_saved_predictor_comes_back_as_it_was_in_the_dtype_of_its_model(model, tmp_path):
     butler = a_butler(dataclasses.replace(ButlerConfig.of(MODEL), published_layout=True))
     models.save_butler(tmp_path / "new", butler, model, "a model")
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["butler.json", "butler.safetensors"]
     narrow = models.Decoder(MODEL, {name: _parameter(model, name).astype("bfloat16") for name in model_shapes(MODEL)})
-    for loaded in (models.load_butler(tmp_path / "new", any_dtype) for any_dtype in (model, narrow)):
+    for any_dtype in (model, narrow):
+        loaded = models.load_butler(tmp_path / "new", any_dtype)
         assert loaded.config == butler.config
         for name in parameter_shapes(butler.config):
-            np.testing.assert_array_equal(getattr(loaded, name)[...], getattr(butler, name)[...])
+            expected = getattr(butler, name)[...].astype(any_dtype.embedding[...].dtype)
+            np.testing.assert_array_equal(getattr(loaded, name)[...], expected)
+
+
+def test_a_predictor_saved_in_half_precision_comes_back(model, tmp_path):
+    butler = a_butler(ButlerConfig.of(MODEL))
+    models.save_butler(tmp_path / "wide", butler, model, "a model")
+    models.save_butler(tmp_path / "narrow", models.load_butler(tmp_path / "wide", model, dtype="bfloat16"), model, "it")
+    loaded = models.load_butler(tmp_path / "narrow", model)
+    for name in parameter_shapes(butler.config):
+        expected = getattr(butler, name)[...].astype("bfloat16").astype("float32")
+        np.testing.assert_array_equal(getattr(loaded, name)[...], expected)
+
+
+def test_a_predictor_may_compute_in_another_dtype_from_its_weights_to_its_answer(model, tmp_path):
+    butler = a_butler(ButlerConfig.of(MODEL))
+    models.save_butler(tmp_path, butler, model, "a model")
+    narrow = models.load_butler(tmp_path, model, dtype="bfloat16")
+    assert {str(getattr(narrow, name)[...].dtype) for name in parameter_shapes(butler.config)} == {"bfloat16"}
+    x = jax.random.normal(jax.random.key(0), (1, 6, MODEL.hidden_size))
+    query, cache = narrow.step(narrow.init_cache(1, 8), x, jnp.arange(6)[None])
+    assert {str(array.dtype) for array in (query, cache.key, cache.value, cache.importance_key)} == {"bfloat16"}
+    wide, _ = butler.step(butler.init_cache(1, 8), x, jnp.arange(6)[None])
+    np.testing.assert_allclose(query.astype(jnp.float32), wide, atol=0.05 * float(jnp.abs(wide).max()), rtol=0)
+    out = models.generate(
+        model, jnp.arange(20)[None], select="butler", budget=0.5, butler=narrow, block=16, max_new_tokens=4, end=()
+    )
+    assert out.tokens.shape == (1, 4)
+    with pytest.raises(ValueError, match="dtype 'int8' is not known; expected one of bfloat16, float16, float32"):
+        models.load_butler(tmp_path, model, dtype="int8")
 
 
 def test_a_predictor_of_another_model_is_refused(model, tmp_path):

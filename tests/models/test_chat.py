@@ -217,9 +217,7 @@ def test_twelve_turns_take_the_bytes_and_the_programs_of_the_first_ones(model, e
     assert talk.seen > 300
 
 
-@pytest.mark.parametrize(
-    "policy", ["snapkv(window=4)+caote", "h2o", "laprox(window=4)", pytest.param("h2o@layer", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("policy", ["snapkv(window=4)+caote", "h2o@layer"])
 def test_answers_are_those_of_one_generate_after_another(model, policy):
     settings = SETTINGS | {"policy": policy}
     talk = Conversation(model, tokenizer_of(CHATML), **settings)
@@ -274,6 +272,7 @@ def test_a_conversation_is_kept_and_goes_on(talk, tmp_path, each_way):
         (dict(policy="h2o"), "the policy snapkv.* and this one has h2o"),
         (dict(budget=64), "the budget 48, and this one has 64"),
         (dict(policy=None, budget=None), "the policy snapkv.* and this one has full"),
+        (dict(cache_dtype="int8"), "the dtype float32, and this one has int8"),
     ],
 )
 def test_a_conversation_of_another_kind_is_not_taken(talk, tmp_path, settings, sentence):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -9,7 +10,8 @@ import threading
 import jax
 import pytest
 
-from models import commands
+import kvjax
+from models import chat, cli, commands
 
 
 @pytest.mark.parametrize(
@@ -201,3 +203,31 @@ def test_no_program_is_kept_where_nothing_can_be_written_or_jax_was_told(tmp_pat
     assert commands.keep_compiled(None, told) is None
     assert commands.keep_compiled("off", {"XDG_CACHE_HOME": str(tmp_path)}) is None
     assert jax.config.jax_compilation_cache_dir == before and not (tmp_path / "kvjax").exists()
+
+
+@pytest.fixture
+def my_module(tmp_path, monkeypatch):
+    """A module in the working directory that registers a policy, as a script's Python does not find it by itself."""
+    (tmp_path / "mine_here.py").write_text(
+        "import kvjax\n@kvjax.register\ndef mine():\n"
+        "    return kvjax.base_score('mine', lambda o: o.position[:, :, None].astype('float32'))\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [place for place in sys.path if place])
+    yield "mine_here"
+    sys.modules.pop("mine_here", None)
+
+
+@pytest.mark.parametrize("make", [cli.parser, chat.parser])
+def test_import_makes_the_policies_of_a_module_known(make, my_module):
+    flags = make().parse_args(["retriever", "--import", my_module, "--policy", "mine+caote"])
+    assert str(kvjax.parse(flags.policy)) == "mine+caote"
+
+
+def test_a_module_that_cannot_be_imported_is_named_on_one_line(my_module, tmp_path, capsys):
+    (tmp_path / "broken_here.py").write_text("raise KeyError('x')")
+    for name, why in (("nowhere", "No module named 'nowhere'"), (f"{my_module},broken_here", r"\(KeyError: 'x'\)")):
+        with pytest.raises(SystemExit, match="2"):
+            cli.main(["retriever", "--import", name])
+        said = capsys.readouterr().err
+        assert re.fullmatch(rf".*: error: --import: \w+ cannot be imported \(?.*{why}.*; see .* --help\.\n", said)

@@ -2,11 +2,13 @@
 
 import dataclasses
 import json
+import math
 
 import numpy as np
 import pytest
 
-from models.config import Config, Rope, from_hugging_face, to_hugging_face
+from models.config import Config, Rope, described, from_hugging_face, to_hugging_face
+from models.parameters import parameter_shapes
 from tests.models.make_golden import GOLDEN, MODELS
 
 MINIMAL = {
@@ -81,7 +83,12 @@ def test_both_generations_read_the_same(name):
     new = json.loads((GOLDEN / name / "config.json").read_text())
     parameters = dict(new["rope_parameters"])
     old = {key: value for key, value in new.items() if key != "rope_parameters"}
+    if "sliding_attention" in parameters:
+        old["rope_local_base_freq"] = parameters["sliding_attention"]["rope_theta"]
+        parameters = dict(parameters["full_attention"])
     old["rope_theta"] = parameters.pop("rope_theta")
+    if "partial_rotary_factor" in parameters:
+        old["partial_rotary_factor"] = parameters.pop("partial_rotary_factor")
     kind = parameters.pop("rope_type")
     if kind != "default":
         old["rope_scaling"] = parameters | {"type": kind}
@@ -131,6 +138,100 @@ def test_qwen3_has_heads_of_128_by_default():
     assert read(architectures=["Qwen3ForCausalLM"]).head_dim == 128
 
 
+def test_every_fourth_layer_of_smollm3_has_no_rotary_embedding_by_default():
+    config = read(architectures=["SmolLM3ForCausalLM"], num_hidden_layers=8)
+    assert [rope is None for rope in config.ropes] == [True, True, True, False] * 2
+    assert config.tie_embeddings
+    every = read(architectures=["SmolLM3ForCausalLM"], no_rope_layers=[1, 1, 1])
+    assert every.ropes == () and from_hugging_face(to_hugging_face(every)) == every
+
+
+def test_granite_without_multipliers_has_logits_that_are_not_scaled():
+    config = read(architectures=["GraniteForCausalLM"])
+    assert (config.attention_multiplier, config.logits_scaling) == (1.0, 1.0)
+
+
+def test_a_description_holds_the_features_that_a_model_has_and_no_others():
+    plain, granite = described(read()), described(read(architectures=["GraniteForCausalLM"]))
+    assert "attention_multiplier" not in plain and "partial_rotary_factor" not in plain["rope"]
+    assert granite == plain | {"architecture": "granite", "attention_multiplier": 1.0}
+    ropes = described(read(architectures=["SmolLM3ForCausalLM"], no_rope_layers=[1, 0, 1]))["ropes"]
+    assert ropes[::2] == [None, None] and ropes[1]["partial_rotary_factor"] == 0
+
+
+def test_the_first_phi3_models_call_longrope_by_other_names():
+    scaling = {"type": "su", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    fields = dict(architectures=["Phi3ForCausalLM"], max_position_embeddings=512, original_max_position_embeddings=64)
+    rope = read(**fields, rope_scaling=scaling).rope
+    assert (rope.type, rope.factor, rope.original_positions) == ("longrope", 8.0, 64)
+    assert read(**fields, rope_scaling=scaling | {"type": "yarn"}).rope == rope
+
+
+def test_what_transformers_does_not_derive_of_longrope_is_written():
+    scaling = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "factor": 3.0}
+    config = read(architectures=["Phi3ForCausalLM"], rope_scaling=scaling | {"attention_factor": 1.5})
+    written = to_hugging_face(config)
+    assert written["rope_scaling"] == scaling | {"attention_factor": 1.5}
+    assert from_hugging_face(written) == config
+
+
+# As published.
+QWEN3_30B_A3B = {
+    "architectures": ["Qwen3MoeForCausalLM"], "attention_bias": False, "decoder_sparse_step": 1, "head_dim": 128,
+    "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 6144, "max_position_embeddings": 40960,
+    "max_window_layers": 48, "mlp_only_layers": [], "moe_intermediate_size": 768, "norm_topk_prob": True,
+    "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48,
+    "num_key_value_heads": 4, "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 1000000.0,
+    "sliding_window": None, "tie_word_embeddings": False, "use_sliding_window": False, "vocab_size": 151936,
+}  # fmt: skip
+GEMMA_2_2B = {
+    "architectures": ["Gemma2ForCausalLM"], "head_dim": 256, "hidden_act": "gelu_pytorch_tanh", "hidden_size": 2304,
+    "intermediate_size": 9216, "max_position_embeddings": 8192, "num_attention_heads": 8, "num_hidden_layers": 26,
+    "num_key_value_heads": 4, "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06, "rope_theta": 10000.0,
+    "sliding_window": 4096, "vocab_size": 256000,
+}  # fmt: skip
+GEMMA_3_1B = {
+    "architectures": ["Gemma3ForCausalLM"], "attn_logit_softcapping": None, "final_logit_softcapping": None,
+    "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 1152, "intermediate_size": 6912,
+    "max_position_embeddings": 32768, "num_attention_heads": 4, "num_hidden_layers": 26, "num_key_value_heads": 1,
+    "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06, "rope_local_base_freq": 10000, "rope_scaling": None,
+    "rope_theta": 1000000, "sliding_window": 512, "sliding_window_pattern": 6, "vocab_size": 262144,
+}  # fmt: skip
+MIXTRAL_8X7B = {
+    "architectures": ["MixtralForCausalLM"], "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 14336,
+    "max_position_embeddings": 32768, "num_attention_heads": 32, "num_experts_per_tok": 2, "num_hidden_layers": 32,
+    "num_key_value_heads": 8, "num_local_experts": 8, "rms_norm_eps": 1e-05, "rope_theta": 1000000.0,
+    "sliding_window": None, "tie_word_embeddings": False, "vocab_size": 32000,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("raw", "parameters", "windows"),
+    [
+        (QWEN3_30B_A3B, 30_532_122_624, 0),
+        (MIXTRAL_8X7B, 46_702_792_704, 0),
+        (GEMMA_2_2B, 2_614_341_888, 13),
+        (GEMMA_3_1B, 999_885_952, 22),
+    ],
+    ids=["Qwen3", "Mixtral", "Gemma 2", "Gemma 3"],
+)
+def test_published_models_have_their_number_of_parameters_and_windows(raw, parameters, windows):
+    config = from_hugging_face(raw)
+    assert sum(math.prod(shape) for shape in parameter_shapes(config).values()) == parameters
+    assert sum(window is not None for window in config.sliding_windows) == windows
+
+
+def test_gemma_without_a_cap_has_none_and_without_an_entry_has_its_own():
+    gemma2 = from_hugging_face(GEMMA_2_2B)
+    assert (gemma2.attention_soft_cap, gemma2.logits_soft_cap) == (50.0, 30.0)
+    gemma2 = from_hugging_face(GEMMA_2_2B | {"attn_logit_softcapping": None})
+    assert (gemma2.attention_soft_cap, gemma2.logits_soft_cap) == (None, 30.0)
+    assert from_hugging_face(to_hugging_face(gemma2)) == gemma2
+    gemma3 = from_hugging_face(GEMMA_3_1B)
+    assert (gemma3.attention_soft_cap, gemma3.attention_multiplier) == (None, None)
+    assert gemma3.ropes[:6] == (Rope(theta=10_000.0),) * 5 + (None,) and gemma3.rope.theta == 1e6
+
+
 def test_mistral_without_a_window_entry_has_transformers_window():
     assert read(architectures=["MistralForCausalLM"]).sliding_windows == (4096,) * 3
 
@@ -174,7 +275,17 @@ def test_end_tokens(given, eos):
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; only 'silu'"),
         ({"mlp_bias": True}, "mlp_bias is true"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantised weights are not supported"),
-        ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "'longrope' is not supported.*default, linear"),
+        ({"rope_scaling": {"type": "ntk", "factor": 2.0}}, "'ntk' is not supported.*default, linear.*longrope"),
+        ({"rope_scaling": {"type": "longrope"}}, "short_factor of rope type 'longrope' has 0 numbers; expected 4"),
+        (
+            {"rope_scaling": {"type": "longrope", "short_factor": [1] * 4, "long_factor": [1, 2, 3, 0]}},
+            "long_factor of rope type 'longrope' has 4 numbers; expected 4 numbers above 0",
+        ),
+        (
+            {"architectures": ["Phi3ForCausalLM"], "partial_rotary_factor": 0.4},
+            "partial_rotary_factor is 0.4 of heads of 8; expected a share in .0, 1. that is an even number",
+        ),
+        ({"architectures": ["Phi3ForCausalLM"], "partial_rotary_factor": 2}, "partial_rotary_factor is 2.0 of heads"),
         ({"rope_scaling": {"type": "linear"}}, "'linear' needs a 'factor'"),
         ({"rope_scaling": "linear"}, "rope_scaling is 'linear'; expected an object of named values"),
         ({"tie_word_embeddings": "false"}, "tie_word_embeddings is 'false'; expected True or False"),
@@ -193,6 +304,37 @@ def test_end_tokens(given, eos):
         ({"max_position_embeddings": 512.0}, r"max_position_embeddings is 512\.0; expected an integer"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "the same for all layers"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+        (
+            {"architectures": ["Qwen3MoeForCausalLM"], "decoder_sparse_step": 2, "mlp_only_layers": [1]},
+            r"leave layers without experts \(\[0, 1, 2\]\); only models with experts in all layers are supported",
+        ),
+        (
+            {"architectures": ["MixtralForCausalLM"], "num_experts_per_tok": 9},
+            "experts_per_token is 9; expected a numb",
+        ),
+        ({"architectures": ["MixtralForCausalLM"], "num_local_experts": 0}, "num_experts is 0; it must be a positive"),
+        ({"architectures": ["Gemma2ForCausalLM"], "hidden_activation": "gelu"}, "hidden_activation is 'gelu'; only"),
+        ({"architectures": ["Gemma2ForCausalLM"], "attn_logit_softcapping": 0}, "attn_logit_softcapping is 0; it must"),
+        (
+            {"architectures": ["Gemma3ForCausalLM"], "use_bidirectional_attention": True},
+            "only causal attention",
+        ),
+        (
+            {
+                "architectures": ["Gemma3ForCausalLM"],
+                "rope_parameters": {"full_attention": {}, "sliding_attention": {"rope_type": "yarn"}},
+            },
+            "rope type 'yarn' of layers with a sliding window is not supported; only 'default'",
+        ),
+        ({"architectures": ["GraniteForCausalLM"], "logits_scaling": 0}, "logits_scaling is 0; it must be a number"),
+        (
+            {"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1]},
+            "no_rope_layers has 1 entries; it must",
+        ),
+        (
+            {"architectures": ["SmolLM3ForCausalLM"], "no_rope_layer_interval": 0},
+            "no_rope_layer_interval is 0",
+        ),
     ],
 )
 def test_bad_config_is_one_clear_sentence(fields, message):

@@ -17,14 +17,11 @@ NEW = 9
 PLAIN = (
     "h2o+caote",
     "snapkv(window=4)+caote",
-    "laprox(window=4)",
-    "tova",
     "sage(heads='query')",
     "streaming+positions",
     "expected_attention(future=8)",
-    "key_norm",
 )
-PAGED = ("laprox(window=4)@model", "snapkv(window=4)@adakv", "cake(window=4)@cake", "h2o@pyramid")
+PAGED = ("laprox(window=4)@model", "cake(window=4)@cake")
 
 
 @pytest.fixture(scope="module")

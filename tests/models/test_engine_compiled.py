@@ -73,7 +73,7 @@ def prepared(model, length, policy, budget, block, *, evict_every=1, **options):
     """What a run of one row is made of, and its prompt in blocks."""
     tokens = np.zeros((1, length), np.int32)
     options = Options(policy, budget, block, evict_every=evict_every, reserve=8, **options)
-    return engine._prepare(model, check_prompt(model, tokens, None, None), options, None, None)
+    return engine.prepare(model, check_prompt(model, tokens, None, None), options, None, None)
 
 
 def test_one_compilation_serves_streamed_prompts_of_300_and_3000_and_30000_tokens(each_way, compiled_steps):
@@ -168,7 +168,7 @@ def test_a_step_donates_every_array_of_the_cache(lower, layers, program):
     assert aliases.count("alias)") == arrays + (hidden > 0)
 
 
-@pytest.mark.parametrize("way", [engine._ProgramSteps, by_layer.LayerSteps], ids=["one program", "layers"])
+@pytest.mark.parametrize("way", [engine.ProgramSteps, by_layer.LayerSteps], ids=["one program", "layers"])
 def test_keys_and_values_stay_where_they_are_in_memory(way):
     def arrays(cache):
         caches = cache.layers if isinstance(cache, layer_caches.LayerCaches) else [cache]

@@ -108,7 +108,7 @@ def test_a_block_of_one_layer_needs_no_communication(name):
 def test_a_decode_step_communicates_only_where_heads_and_vocabulary_meet(policy, of_the_policy):
     """A sum behind the attention, the feed-forward and the embedding each; then the best token out of all parts."""
     options = Options(policy, 16, 8, evict_every=1, reserve=8)
-    run, _ = engine._prepare(sharded_model(), check_prompt(sharded_model(), TOKENS, LENGTHS, None), options, None, None)
+    run, _ = engine.prepare(sharded_model(), check_prompt(sharded_model(), TOKENS, LENGTHS, None), options, None, None)
     state = jax.jit(lambda: steps.start(run, 4))()
     step = engine.token_step.lower(
         run, state, jnp.zeros(4, jnp.int32), jnp.zeros(4, bool), None, steps.decode_phase(run.plan, 1), Sampling()

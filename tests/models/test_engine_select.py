@@ -26,6 +26,7 @@ CONFIG = Config(V, 32, 48, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8
 PROMPT, STEPS = 37, 6
 TOKENS = np.random.default_rng(0).integers(0, V, (1, PROMPT + STEPS))
 SOURCES = ["butler", "oracle", "quest(page_size=4)", "first_layer", "previous_layer", "random(seed=3)", "streaming"]
+SOURCES += ["butler(group='max')"]
 
 
 @functools.cache
@@ -45,16 +46,16 @@ def predictor(source="layer0_output"):
 
 
 def butler_for(select, source="layer0_output"):
-    return predictor(source) if select == "butler" else None
+    return predictor(source) if select.startswith("butler") else None
 
 
 def prepared(model, tokens, select, budget, *, block=16, sinks=4, butler=None, answer=STEPS):
     """What a run that selects is made of, and its prompt in blocks."""
     options = Options(None, budget, block, evict_every=1, select=select, sinks=sinks, reserve=answer)
-    return engine._prepare(model, check_prompt(model, tokens, None, None), options, None, butler)
+    return engine.prepare(model, check_prompt(model, tokens, None, None), options, None, butler)
 
 
-def forced(select, budget, *, sinks=2, block=16, source="layer0_output", way=engine._ProgramSteps):
+def forced(select, budget, *, sinks=2, block=16, source="layer0_output", way=engine.ProgramSteps):
     """Logits of a row's last prompt token and of its steps, which are told what to read next; and the slots read."""
     model, read = decoder(), {}
     butler = butler_for(select, source)
@@ -84,7 +85,8 @@ def traced_anew(program, static):
 
 def _recorded(read, choose, selection, cache, memory, carry, query, position, context):
     def note(slots, layer):
-        read[max(read)][int(layer)] = [set(row[row >= 0].tolist()) for row in np.asarray(slots)[0]]
+        of_heads = np.repeat(slots[0], CONFIG.num_heads // slots.shape[1], axis=0)  # a group may choose together
+        read[max(read)][int(layer)] = [set(row[row >= 0].tolist()) for row in of_heads]
 
     slots = choose(selection, cache, memory, carry, query, position, context)
     jax.debug.callback(note, slots, context.layer)
@@ -164,6 +166,9 @@ def hashes(seed, layer, t, heads, tokens):
 
 RULES = {
     "butler": lambda layer, t, query, key, true, x: foreseen()[layer - 1][:, t],
+    "butler(group='max')": lambda layer, t, *_: np.repeat(
+        foreseen()[layer - 1][:, t].reshape(2, 2, -1).max(axis=1), 2, axis=0
+    ),
     "oracle": lambda layer, t, query, key, true, x: true[layer][:, t],
     "quest(page_size=4)": lambda layer, t, query, key, true, x: bounds(query, key, 4),
     "first_layer": lambda layer, t, query, key, true, x: true[0][:, t],
@@ -176,7 +181,7 @@ RULES = {
 @pytest.mark.parametrize(
     ("select", "budget", "sinks"), [(s, b, n) for i, s in enumerate(SOURCES) for b, n in [[(0.3, 2), (7, 0)][i % 2]]]
 )
-@pytest.mark.parametrize("way", [engine._ProgramSteps, by_layer.LayerSteps], ids=["one program", "layers"])
+@pytest.mark.parametrize("way", [engine.ProgramSteps, by_layer.LayerSteps], ids=["one program", "layers"])
 def test_a_step_reads_what_the_rule_says_and_gives_the_logits_of_that(select, budget, sinks, way):
     logits, read = forced(select, budget, sinks=sinks, way=way)
     expected, expected_read = brute_force(RULES[select], budget, sinks)
@@ -403,7 +408,7 @@ def test_a_streamed_answer_of_the_policy_is_the_generated_one():
 
 def test_without_a_selection_or_a_predictor_nothing_lies_beside_the_cache():
     options = Options("h2o", 16, 16, evict_every=1)
-    run, _ = engine._prepare(decoder(), check_prompt(decoder(), TOKENS, None, None), options, None, None)
+    run, _ = engine.prepare(decoder(), check_prompt(decoder(), TOKENS, None, None), options, None, None)
     state = steps.start(run, 1)
     assert isinstance(state.cache, kvjax.KVCache) and state.predictor is None and state.source == ()
 

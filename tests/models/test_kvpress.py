@@ -1,6 +1,8 @@
 """Our policies keep what kvpress keeps of a prompt (files: make_kvpress.py), or differ for a reason given here."""
 
 import functools
+import tempfile
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -9,13 +11,28 @@ import pytest
 
 import kvjax
 import models
+from models.calibration import _of_layers
 from models.decoder import rope_frequencies
 from tests.models.make_kvpress import FOLDER, KEPT, T
 
 BIG = np.finfo(np.float32).max
 
+
 # kvpress divides the attention that a token received by the number of queries that saw it. H2O and its authors' code
 # sum, as our h2o does.
+@functools.cache
+def fixture():
+    with np.load(FOLDER / "kept.npz") as arrays:
+        return dict(arrays)
+
+
+def calibrated(name):
+    """The file of an array of the model that kvpress computed."""
+    path = Path(tempfile.mkdtemp()) / f"{name}.npy"
+    np.save(path, fixture()[name])
+    return str(path)
+
+
 PER_QUERY = kvjax.Policy(
     "per_query",
     kvjax.no_state,
@@ -29,11 +46,14 @@ ANY_BUDGET = {
     "knorm": "key_norm",
     "keydiff": "keydiff",
     "streaming": "streaming",
+    "q_filters": f"q_filters(file={calibrated('q_filters')!r})",
     "curdkv": "curdkv",
     "curdkv_mean": "curdkv(leverage='mean')",
     "curdkv_key": "curdkv(leverage='key',local_window=None)",
     "lagkv": "lagkv(lag=12)",
     "lagkv_cross": "lagkv(lag=12,cross_scoring=True)",
+    "chunkkv": "snapkv(window=16,kernel=5)+chunks(size=8,heads='layer')",
+    "finch": "finch(window=8)",
     "expected": "expected_attention",
     "expected_mean": "expected_attention(covariance=False,value_norm=False)",
     "adakv": "snapkv(window=16,kernel=5)@adakv(cap=None)",
@@ -49,18 +69,19 @@ PYRAMIDS = {
     ("pyramidkv_w8_b4", 40): "snapkv(window=8,kernel=5)@pyramid(beta=16)",  # 70 40 10
     ("pyramidkv_w8_b4", 64): "snapkv(window=8,kernel=5)@pyramid(beta=7)",  # 112 64 16
 }
-CASES = {(press, budget): policy for press, policy in ANY_BUDGET.items() for budget in KEPT} | PYRAMIDS
+# What streams in kvpress, and the number of tokens that the others keep (all), sums up to 64 per head.
+STREAMED = {
+    ("duo", 64): f"key_norm@duo(file={calibrated('head_scores')!r},sinks=4,recent=4,cap=None)",
+    ("simlayer", 64): "key_norm@simlayer(threshold=0.19,sinks=4,recent=32,cap=None)",
+}
+CASES = {(press, budget): policy for press, policy in ANY_BUDGET.items() for budget in KEPT} | PYRAMIDS | STREAMED
 CURDKV, LAGKV = ("curdkv", "curdkv_mean", "curdkv_key"), ("lagkv", "lagkv_cross")
-SCORED = ("observed", "tova", "snapkv", "knorm", "keydiff", *CURDKV, *LAGKV, "expected", "expected_mean", "criticalkv")
+ATTENDED = ("observed", "tova", "snapkv", "finch", "expected", "expected_mean", "criticalkv")
+SCORED = (*ATTENDED, "knorm", "keydiff", "q_filters", *CURDKV, *LAGKV)
 TWO_BLOCKS = [(press, 40) for press in ANY_BUDGET if press not in ("expected_mean", "adakv")] + [("pyramidkv", 64)]
-NOTHING_FORCED = ("observed", "knorm", "keydiff")
+TWO_BLOCKS += list(STREAMED)
+NOTHING_FORCED = ("observed", "knorm", "keydiff", "q_filters")
 ROUNDED = ("knorm", "criticalkv", *CURDKV)
-
-
-@functools.cache
-def fixture():
-    with np.load(FOLDER / "kept.npz") as arrays:
-        return dict(arrays)
 
 
 @functools.cache
@@ -133,7 +154,7 @@ def test_the_model_is_read_as_by_kvpress():
     np.testing.assert_allclose(logits, fixture()["logits"], atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize(("press", "budget"), CASES)
+@pytest.mark.parametrize(("press", "budget"), [case for case in CASES if case[0] != "simlayer"])  # which measures
 def test_one_block_keeps_what_kvpress_keeps(press, budget):
     kept = kept_by(CASES[press, budget], budget)
     np.testing.assert_array_equal(kept, fixture()[f"{press}/{budget}/kept"])
@@ -157,9 +178,36 @@ def test_scores_are_those_of_kvpress(press, budget):
         scores = np.minimum(scores, 1)
     elif press not in NOTHING_FORCED:
         expected = np.where(expected == expected.max(axis=(1, 2), keepdims=True), BIG, expected)
-    absolute = 3e-6 if press == "keydiff" else 0  # cosines near 0
+    absolute = 3e-6 if press in ("keydiff", "q_filters") else 0  # cosines and products near 0
     relative = 2**-12 if press in ROUNDED else 2e-5  # ours are rounded
     np.testing.assert_allclose(scores, expected, rtol=relative, atol=absolute)
+
+
+def test_q_filters_are_those_of_a_singular_value_decomposition_of_the_queries():
+    found = models.q_filters(model(), fixture()["tokens"][None, 1:])
+    np.testing.assert_allclose(found, fixture()["q_filters"], atol=1e-5)
+
+
+def test_scores_of_heads_are_those_of_kvpress():
+    found = models.head_scores(model(), fixture()["tokens"].reshape(2, -1), length=50)
+    np.testing.assert_allclose(found, fixture()["head_scores"], atol=1e-5)
+
+
+def test_values_are_merged_as_in_kvpress():
+    scores, cache = observed(made(CASES["snapkv", 40]))
+    merged = kvjax.merge(cache, kvjax.evict(cache, scores, jnp.array(KEPT)))
+    row = KEPT.index(40)
+    live, value = np.asarray(merged.live[1, row]), np.asarray(merged.value[1, row])
+    found = np.stack([value[k, live[k]] for k in range(len(live))])  # slot is position
+    np.testing.assert_allclose(found, fixture()["merged"], atol=1e-5)
+
+
+def test_think_leaves_out_the_channels_that_kvpress_does():
+    _, cache = observed(made(CASES["snapkv", 40]))
+    query = _of_layers(model(), fixture()["tokens"][None], lambda layer, query, key: query[:, -16:])
+    thin = kvjax.think(cache, np.repeat(query, len(KEPT), axis=1), share=0.5)
+    for row in range(len(KEPT)):
+        np.testing.assert_array_equal((thin.key[:, row] == 0).all(axis=2), fixture()["think"])
 
 
 def test_norms_of_projected_values_are_those_of_kvpress():

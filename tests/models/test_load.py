@@ -78,6 +78,50 @@ def test_layers_are_stacked_and_transposed(folder):
     np.testing.assert_array_equal(output[1, 3, 4], tensors["model.layers.1.self_attn.o_proj.weight"][:, 3 * 12 + 4])
 
 
+def test_fused_projections_are_split_and_rotated_elements_are_paired(monkeypatch):
+    tensors = load_file(GOLDEN / "phi4_mini" / "model.safetensors")
+    fused = tensors["model.layers.1.self_attn.qkv_proj.weight"]  # 2 query heads, a key and a value head of 16
+    gate_up = tensors["model.layers.1.mlp.gate_up_proj.weight"]
+    order = [*range(6), 12, 13, *range(6, 12), 14, 15]  # 12 of 16 elements are rotated
+    mesh = parse_mesh("data=1,tensor=1")
+    for model in (load(GOLDEN / "phi4_mini")[0], load(GOLDEN / "phi4_mini", mesh=mesh)[0]):
+        layers = model.layers
+        np.testing.assert_array_equal(layers.query[...][1, :, 1].T, fused[16:32][order])
+        np.testing.assert_array_equal(layers.key[...][1, :, 0].T, fused[32:48][order])
+        np.testing.assert_array_equal(layers.value[...][1, :, 0].T, fused[48:])
+        np.testing.assert_array_equal(layers.gate[...][1].T, gate_up[:32])
+        np.testing.assert_array_equal(layers.up[...][1].T, gate_up[32:])
+
+
+def test_a_feed_forward_of_two_devices_is_read_from_a_fused_tensor():
+    model, _ = load(GOLDEN / "phi3", mesh=parse_mesh("data=1,tensor=2"))
+    assert_same(model, load(GOLDEN / "phi3")[0])
+
+
+def test_a_mesh_must_divide_the_experts():
+    with pytest.raises(ValueError, match="tensor=2 does not divide the model's 5 experts"):
+        load(GOLDEN / "qwen3_moe", mesh=parse_mesh("tensor=2"))
+
+
+def test_an_expert_that_is_missing_is_named(tmp_path):
+    folder = shutil.copytree(GOLDEN / "qwen3_moe", tmp_path / "model")
+    name = "model.layers.1.mlp.experts.4.up_proj.weight"
+    edit_tensors(folder, lambda tensors: tensors.pop(name))
+    refused(folder, ValueError, f"lacks the tensor {name}")
+
+
+@pytest.mark.parametrize("change", ["gone", "too short"])
+def test_a_fused_tensor_that_does_not_fit_is_named(change, tmp_path):
+    folder = shutil.copytree(GOLDEN / "phi3", tmp_path / "model")
+    name = "model.layers.0.self_attn.qkv_proj.weight"
+    if change == "gone":
+        edit_tensors(folder, lambda tensors: tensors.pop(name))
+        refused(folder, ValueError, f"lacks the tensor {name}, which a model of this family has")
+    else:
+        edit_tensors(folder, lambda tensors: tensors.update({name: tensors[name][1:]}))
+        refused(folder, ValueError, rf"{name} has shape \(63, 32\); its config requires \(64, 32\)")
+
+
 def test_sharded_checkpoint_is_the_same_model(folder):
     whole, _ = load(folder)
     shard(folder)

@@ -21,6 +21,7 @@ from models import engine
 from models.config import Config, Rope
 from tests.models import reference
 from train import butler as training
+from train import scorer as scoring
 
 CONFIG = Config(
     64, 16, 24, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, max_positions=128, attention_bias=True,
@@ -42,6 +43,8 @@ POLICIES = [
     "tova(heads='group')+caote(target='output')",
     "expected_attention",
     "butler+caote",
+    "zap+caote",
+    "kvzip(chunk=16)+caote",
     *(f"{base}@{allocation}" for base, allocation in zip(
         ("tova(heads='group')", "h2o+caote", "laprox(window=4)", "lava(window=4)", "cake(window=4)",
          "snapkv(window=4)"), ALLOCATIONS, strict=True,
@@ -109,8 +112,17 @@ def trace(monkeypatch):
 @pytest.mark.parametrize("number", range(len(POLICIES)), ids=POLICIES)
 def test_policies_and_allocations(mode, model, predictor, trace, number):
     policy, when = POLICIES[number], ("block", "prompt")[number % 2]  # allocations meet both, as does the plain cache
-    butler = predictor if "butler" in policy else None
-    trace(mode, model, TOKENS, policy=policy, when=when, question=np.array([5, 0]), butler=butler)
+    own = dict(butler=predictor) if "butler" in policy else {}
+    if "zap" in policy:
+        own = dict(scorer=reference.scorer(CONFIG))
+    trace(mode, model, TOKENS, policy=policy, when=when, question=np.array([5, 0]), **own)
+
+
+def test_the_loss_of_a_scorer(mode, model):
+    own = reference.scorer(CONFIG)
+    for target in scoring.TARGETS:
+        with mode():
+            jax.eval_shape(lambda tokens: scoring.loss_of(model, own, tokens, target, (1, 2)), jnp.asarray(TOKENS))  # noqa: B023
 
 
 @pytest.mark.parametrize("source", SOURCES)

@@ -29,9 +29,12 @@ PUBLISHED = {  # docs/methods.md has the sources
     "cake@cake": ("prompt", 0),
     "lava@lava": ("prompt", 0),
     "expected_attention": ("prompt", 0),
+    "q_filters": ("block", 1),
     "curdkv": ("prompt", 0),
     "lagkv": ("prompt", 0),
+    "finch": ("prompt", 0),
     "sage": ("prompt", 1),
+    "kvzip+pool": ("prompt", 0),
 }
 USUAL = {
     "h2o+caote": 1,

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 import models
@@ -14,7 +15,14 @@ import models
 GOLDEN = Path(__file__).parent / "golden"
 
 
-@pytest.mark.parametrize("name", ["llama_bias", "llama_tied", "mistral", "qwen2", "qwen3_sliding", "llama_yarn_mscale"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama_bias", "llama_tied", "mistral", "qwen2", "qwen3_sliding", "llama_yarn_mscale", "olmo2_bias",
+        "smollm3_sliding", "granite", "phi3", "phi4_mini",
+        "qwen3_moe_sliding", "mixtral", "gemma2", "gemma3",
+    ],
+)  # fmt: skip
 def test_a_loaded_model_is_saved_as_it_was(name, tmp_path):
     model, _ = models.load(GOLDEN / name)
     models.save(tmp_path, model)
@@ -105,3 +113,10 @@ def test_the_rest_of_a_folder_stays(tmp_path):
         (tmp_path / name).write_text("mine")
     models.save(tmp_path, model)
     assert {"README.md", "tokenizer.json", "model-card.safetensors"} < set(os.listdir(tmp_path))
+
+
+def test_what_the_architecture_s_config_cannot_hold_is_refused_before_anything_is_written(tmp_path):
+    config = models.Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2, logits_scaling=8.0)
+    with pytest.raises(ValueError, match="of 'llama' cannot hold the model's logits_scaling"):
+        models.save(tmp_path / "out", models.Decoder(config, rngs=nnx.Rngs(0)))
+    assert not (tmp_path / "out").exists()

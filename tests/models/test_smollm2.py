@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import models
+from evals import selections
 from models import get
 from tests.models.make_smollm2 import GOLDEN, QUESTIONS, TEXTS
 
@@ -73,3 +74,15 @@ def test_config_and_end_tokens(smollm2):
     assert (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim) == (30, 9, 3, 64)
     assert config.max_positions == 8192 and config.tie_embeddings
     assert [tokenizer.backend.id_to_token(token) for token in config.eos] == ["<|im_end|>"]
+
+
+def test_its_predictor_ships_with_the_package_and_foresees_half_of_what_is_attended_to(smollm2):
+    model, _ = smollm2
+    butler = models.own_butler("smollm2", model)
+    tokens = np.array([EXPECTED["passage"]])
+    found = selections.hits(model, tokens, "butler", 0.5, butler=butler)
+    assert found.share[1:].mean() > 0.62  # at random 0.5
+    answer = models.generate(
+        model, tokens, select="butler(group='max')", budget=0.5, butler=butler, max_new_tokens=3, end=()
+    )
+    assert answer.tokens.shape == (1, 3)

@@ -8,11 +8,11 @@ tests/kvjax/contests.py.
 
 from tests.models.reference.choices import Choices, Near
 from tests.models.reference.decoder import Run, inverse_frequencies, norm, rope, run, softmax
-from tests.models.reference.made import butler, decoder, masked_logits, parameters
+from tests.models.reference.made import butler, decoder, masked_logits, parameters, scorer
 from tests.models.reference.policies import Policy, policy
 from tests.models.reference.predictor import predicted
 
 __all__ = [
     "Choices", "Near", "Policy", "Run", "butler", "decoder", "inverse_frequencies", "masked_logits", "norm",
-    "parameters", "policy", "predicted", "rope", "run", "softmax",
+    "parameters", "policy", "predicted", "rope", "run", "scorer", "softmax",
 ]  # fmt: skip

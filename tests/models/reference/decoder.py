@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
 import math
@@ -14,6 +15,8 @@ from tests.kvjax import contests
 from tests.models.reference.choices import LARGEST, Choices
 from tests.models.reference.policies import Policy, Seen
 from tests.models.reference.predictor import predicted
+
+OVERLAP = 8  # tokens before a part that the model is fed before it repeats the part
 
 
 @dataclasses.dataclass
@@ -44,10 +47,12 @@ def run(
     flips: frozenset[int] = frozenset(),
     held: Sequence[np.ndarray] = (),
     butler: tuple[dict[str, np.ndarray], float] | None = None,
+    scorer: dict[str, np.ndarray] | None = None,
 ) -> Run:
     """One prompt, then a greedy answer. The last ``question`` tokens are fed when the rest was evicted from.
 
-    ``config`` has the fields of ``models.Config``; ``butler`` are a predictor's parameters and its rotary base.
+    ``config`` has the fields of ``models.Config``; ``butler`` are a predictor's parameters and its rotary base,
+    ``scorer`` those of a linear scorer.
     ``flips`` are choices to make the other way; where rounding may turn a choice, the tokens ``held`` [L, K, P] behind
     the block or step are taken (see ``Choices``), the last entry of ``held`` serving those that have none. Without
     ``evict_every`` a policy evicts in decode at every step, or once in as many steps as its window has queries.
@@ -57,14 +62,18 @@ def run(
     if evict_every is None:
         evict_every = 0 if policy is None else policy.window or 1
     choices = Choices(flips)
-    model = _Model(parameters, config, policy, len(prompt), len(prompt) + new_tokens, choices, held, butler)
+    repeats = None if policy is None else policy.repeats
+    room = len(prompt) + new_tokens + (0 if repeats is None else len(prompt) + OVERLAP)
+    model = _Model(parameters, config, policy, len(prompt), room, choices, held, butler, scorer)
     logits, history = [], []
     context = len(prompt) - question
     blocks = math.ceil(context / block)
     edges = [0] + [context - (blocks - 1 - i) * block for i in range(blocks)]
     for start, stop in itertools.pairwise(edges):
         logits.append(model.feed(prompt[start:stop]))
-        if policy is not None and (when == "block" or stop == context):
+        if repeats is not None and stop == context:
+            model.recite(prompt[:context], *repeats)
+        if policy is not None and ((when == "block" and repeats is None) or stop == context):
             model.evict(policy, budget, len(history), settled=False)
         history.append(model.kept[:, :, : model.length].copy())
     if question:
@@ -107,9 +116,11 @@ class _Model:
         choices: Choices,
         held: Sequence[np.ndarray],
         butler: tuple[dict[str, np.ndarray], float] | None,
+        scorer: dict[str, np.ndarray] | None,
     ):
         self.w = {name: np.asarray(array, np.float64) for name, array in parameters.items()}
         self.config, self.choices, self.held, self.butler = config, choices, held, butler
+        self.scorer = scorer
         self.first = np.zeros((0, config.hidden_size))  # layer 0's output
         self.positions = "absolute" if policy is None else policy.positions
         self.length = 0
@@ -128,6 +139,7 @@ class _Model:
         self.window = 0 if policy is None else policy.window
         self.observed: list[np.ndarray | None] = [None] * L  # since the last eviction
         self.memory: list[dict] = [{} for _ in range(L)]
+        self.scored, self.recited = np.zeros((L, K, room)), np.zeros((L, K, room))
 
     def feed(self, tokens: Sequence[int]) -> np.ndarray:
         """Runs a block through all layers; logits of its tokens."""
@@ -140,6 +152,9 @@ class _Model:
         for layer in range(config.num_layers):
             p = {name.removeprefix("layers."): a[layer] for name, a in w.items() if name.startswith("layers.")}
             y = norm(x, p["attention_norm"], config.norm_epsilon)
+            if self.scorer is not None:
+                own = y @ self.scorer["output"][layer] + self.scorer["output_bias"][layer]
+                self.scored[layer][:, at] = own.T
             query, key, value = (np.einsum("te,ehd->htd", y, p[name]) for name in ("query", "key", "value"))
             if config.attention_bias:
                 query, key = query + p["query_bias"][:, None], key + p["key_bias"][:, None]
@@ -184,6 +199,24 @@ class _Model:
                 self.first = np.concatenate([self.first, x])
         return norm(x, w["norm"], config.norm_epsilon) @ (w["head"] if "head" in w else w["embedding"].T)
 
+    def recite(self, context: Sequence[int], chunk: int, sinks: int) -> None:
+        """Has a copy of the model repeat its prompt a part at a time, and notes the largest attention to each token.
+
+        The attention is that over the part, the first ``sinks`` tokens and the repeated ones: of the weights over all
+        tokens, these are divided by their sum.
+        """
+        P = self.length
+        for start in range(0, P, chunk):
+            part = np.arange(start, min(start + chunk, P))
+            other = copy.deepcopy(self)
+            before = context[max(start - OVERLAP, 0) : start]
+            other.feed([*before, *context[start : start + chunk]])
+            at = np.arange(other.length)
+            counted = (at < sinks) | np.isin(at, part) | (at >= P)
+            for layer, weights in enumerate(other.weights):
+                shares = weights / weights[..., counted].sum(axis=-1, keepdims=True)
+                self.recited[layer][:, part] = shares[..., part].max(axis=(1, 2))
+
     def evict(self, policy: Policy, budget: int, number: int, *, settled: bool) -> None:
         """Scores what every layer holds, then keeps as many as the allocation gives."""
         P, at = self.length, np.arange(self.length)
@@ -213,6 +246,8 @@ class _Model:
                 frequency=self.frequency,
                 output=output.reshape(K, -1, *output.shape[1:]),
                 predicted=of_layer,
+                scored=self.scored[layer][:, :P],
+                recited=self.recited[layer][:, :P],
                 layer=layer,
                 budget=budget,
                 settled=settled,

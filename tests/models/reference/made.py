@@ -14,6 +14,8 @@ from models.butler import parameter_shapes as butler_shapes
 from models.config import Config
 from models.decoder import Decoder
 from models.parameters import parameter_shapes
+from models.scorer import Scorer, ScorerConfig
+from models.scorer import parameter_shapes as scorer_shapes
 from tests.models.reference.decoder import inverse_frequencies
 
 
@@ -49,6 +51,14 @@ def butler(config: Config, seed: int = 0) -> Butler:
         draw = 0.5 * random.normal(size=size)
         made[name] = jnp.asarray(1 + draw if name == "norm" else draw, jnp.float32)
     return Butler(shape, made)
+
+
+def scorer(config: Config, seed: int = 0) -> Scorer:
+    """A linear scorer whose numbers lie well apart."""
+    shape = ScorerConfig.of(config, 0)
+    random = np.random.default_rng([seed, 3])
+    made = {name: jnp.asarray(random.normal(size=size), jnp.float32) for name, size in scorer_shapes(shape).items()}
+    return Scorer(shape, made)
 
 
 def masked_logits(weights: dict[str, Any], config: Config, tokens: Any, seen: np.ndarray) -> jax.Array:

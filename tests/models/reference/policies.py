@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tests.kvjax import contests
 from tests.models.reference.choices import LARGEST, TIE, Choices
 
 
@@ -29,6 +30,8 @@ class Seen(NamedTuple):
     frequency: np.ndarray  # [D / 2], angle per position
     output: np.ndarray  # [K, G, D, E], the layer's output projection
     predicted: tuple[np.ndarray, np.ndarray] | None  # [K, G, m, D'] and [K, G, P, D'], a predictor's queries and keys
+    scored: np.ndarray  # [K, P], a scorer's numbers, one for each token
+    recited: np.ndarray  # [K, P], the largest attention while the model repeated its prompt; 0 of later tokens
     layer: int
     budget: int
     settled: bool  # the prompt was compressed before
@@ -58,6 +61,7 @@ class Link(NamedTuple):
     heads: str = "group"
     positions: str = "absolute"
     window: int = 0
+    repeats: tuple[int, int] | None = None  # how many tokens at a time, and how many first ones are seen with each
 
 
 class Policy(NamedTuple):
@@ -80,6 +84,11 @@ class Policy(NamedTuple):
         own = self.options.get("window") or 32 if self.allocation == "cake" else 0
         return max(link.window for link in self.links) or own
 
+    @property
+    def repeats(self) -> tuple[int, int] | None:
+        """The way in which the model repeats its prompt before the policy evicts, None where it does not."""
+        return self.links[0].repeats
+
     def protected(self, budget: int) -> tuple[int, int]:
         """How many first and last tokens stay in any case."""
         amounts = [pair for link in self.links for pair in link.protects] + [(0, 0)]
@@ -96,7 +105,18 @@ class Policy(NamedTuple):
         return scores.mean(axis=1)
 
     def preference(self, seen: Seen) -> float:
-        """What the allocation of CAKE measures of a layer: entropy and variance of the window's attention."""
+        """Measure a layer for the allocation: the entropy and variance of the window's attention (CAKE), or whether the
+        layer is lazy (SimLayerKV).
+        """
+        if self.allocation == "simlayer":
+            first, last = contests.streaming_counts(
+                seen.budget, self.options.get("sinks", 4), self.options.get("recent", 1024)
+            )
+            at, P = np.arange(seen.kept.shape[1]), seen.kept.shape[1]
+            near = seen.kept & ((at < first) | (at >= P - last))
+            attention = np.where(near[:, None], seen.weights[:, :, -1], 0).sum(axis=-1).mean()
+            threshold = self.options.get("threshold", 0.9)
+            return float(not seen.choices.below(np.array([attention]), threshold)[0] and attention != threshold)
         if self.allocation != "cake":
             return 0.0
         rows = np.where(seen.kept & ~seen.protected, np.moveaxis(seen.observed, 0, 2), 0)  # [G, m, K, P]
@@ -146,6 +166,17 @@ def snapkv(*, window: int = 32, kernel: int = 13, pooling: str = "avg") -> Link:
 
     def score(_: Scores, seen: Seen) -> Scores:
         return _pooled_before(seen.observed.mean(axis=2), seen, window, kernel, pooling)
+
+    return Link(score, ((0, window),), window=window)
+
+
+def finch(*, window: int = 32) -> Link:
+    """The window's attention, each query's times the number of other tokens before it."""
+
+    def score(_: Scores, seen: Seen) -> Scores:
+        n = seen.observed.shape[2]
+        others = seen.kept.sum(axis=1)[:, None] - np.arange(n, 0, -1)  # [K, n]
+        return (seen.observed * others[:, None, :, None]).mean(axis=2)
 
     return Link(score, ((0, window),), window=window)
 
@@ -275,6 +306,21 @@ def butler(*, dim: int | None = None) -> Link:
     return Link(score)
 
 
+def zap() -> Link:
+    """The exponential of what a scorer says of the token's hidden state, to 12 bits."""
+
+    def score(_: Scores, seen: Seen) -> Scores:
+        scores, seen.noise[:] = _to_12_bits(np.exp(seen.scored))
+        return scores[:, None]
+
+    return Link(score)
+
+
+def kvzip(*, chunk: int = 2048, sinks: int = 4) -> Link:
+    """The largest attention while the model repeats its prompt."""
+    return Link(lambda _, seen: seen.recited[:, None], ((sinks, 0),), repeats=(chunk, sinks))
+
+
 def keydiff() -> Link:
     """Minus the cosine with the mean direction of the keys that are left."""
 
@@ -293,6 +339,17 @@ def key_norm() -> Link:
     def score(_: Scores, seen: Seen) -> Scores:
         length, seen.noise[:] = _to_12_bits(np.sqrt((seen.key**2).sum(axis=-1)))
         return -length[:, None]
+
+    return Link(score)
+
+
+def q_filters(*, file: str) -> Link:
+    """Minus the product with the head's filter."""
+
+    def score(_: Scores, seen: Seen) -> Scores:
+        along = np.load(file)[seen.layer].astype(np.float64)
+        seen.noise[:] = 1e-6 * np.linalg.norm(seen.key, axis=-1) * np.linalg.norm(along, axis=-1)[:, None]
+        return -np.einsum("kpd,kd->kp", seen.key, along)[:, None]
 
     return Link(score)
 
@@ -428,6 +485,22 @@ def pool(*, kernel: int = 5, pooling: str = "avg") -> Link:
     return Link(lambda scores, seen: _pooled(scores, seen, kernel, pooling))
 
 
+def chunks(*, size: int = 20, heads: str = "group") -> Link:
+    """The mean over a chunk of the text; what is protected has no part in it."""
+
+    def score(scores: Scores, seen: Seen) -> Scores:
+        result, noise = scores + np.zeros((len(seen.kept), 1, 1)), seen.noise.copy()
+        for k, counted in enumerate(seen.kept & ~seen.protected):
+            for first in range(0, len(counted), size):
+                at = first + np.flatnonzero(counted[first : first + size])
+                if len(at):
+                    result[k][:, at] = scores[k][:, at].mean(axis=1, keepdims=True)
+                    seen.noise[k, at] = noise[k, at].mean()
+        return result
+
+    return Link(score, heads=heads)
+
+
 def protect(*, sinks: Amount = 0, recent: Amount = 0) -> Link:
     return Link(protects=((sinks, recent),))
 
@@ -513,8 +586,9 @@ def fast_caote(**options: Any) -> Link:
 LINKS: dict[str, Callable[..., Link]] = {
     make.__name__: make
     for make in (
-        h2o, tova, snapkv, streaming, sage, laprox, cake, lava, expected_attention, butler, keydiff, key_norm,
-        curdkv, lagkv, random, normalise, pool, protect, positions, critical, caote, fast_caote,
+        h2o, tova, snapkv, finch, streaming, sage, laprox, cake, lava, expected_attention, butler, zap, kvzip, keydiff,
+        key_norm, q_filters, curdkv, lagkv, random, normalise, pool, chunks, protect, positions, critical, caote,
+        fast_caote,
     )
 }  # fmt: skip
 

@@ -12,10 +12,8 @@ the widths r / N and D'. The predictor computes in its own dtype, not in the mod
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
-from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,133 +21,17 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
-from safetensors import SafetensorError
-from safetensors.numpy import load as from_safetensors
-from safetensors.numpy import save as to_safetensors
 
 from kernels_pallas import cache_attention
 from kernels_pallas.softmax import grouped_logits
 from kvjax import rotate
-from kvjax.checks import check_count, check_fields, plain
-from models import provenance
-from models.commands import to_json, write_files
-from models.config import Config, Rope
-from models.decoder import Decoder, along_last, rms_norm, rope_frequencies
-from models.load import find_folder
+from kvjax.checks import plain
+from models.butler.config import SOURCES, ButlerConfig, Source, parameter_shapes
+from models.config import Rope
+from models.decoder import Decoder, along_last, attention_input, embed, rope_frequencies
 from models.parameters import parameter_shapes as model_shapes
-from models.tokenizer import read_object
 
-Source = Literal["layer0_output", "attention_input"]
-SOURCES = ("layer0_output", "attention_input")
-# (hidden, D') as published, by the model's E, L and N: Llama-3.2-1B, 3.2-3B, the 7B and 8B models, Qwen2.5-3B.
-PUBLISHED = {
-    (2048, 16, 32): (512, 16),
-    (3072, 28, 24): (1024, 16),
-    (4096, 32, 32): (1024, 32),
-    (2048, 36, 16): (768, 32),
-}
 QUERIES_A_CHUNK = 512
-WEIGHTS_FILE, CONFIG_FILE = "butler.safetensors", "butler.json"
-# Fields of a model's config that do not affect what its attention reads.
-INDIFFERENT = {"bos", "eos", "pad", "max_positions"}
-
-
-@dataclasses.dataclass(frozen=True)
-class ButlerConfig:
-    """The shape of a predictor.
-
-    Args:
-        hidden_size, num_layers, num_heads: the model's E, L (including layer 0) and N.
-        hidden: the hidden width of the two networks.
-        dim: D', the width of the predicted queries and keys.
-        reduction: E / r; r is rounded up to a multiple of 2 N, for N heads of even width.
-        source: what the predictor reads: layer 0's output, as in the paper, or the normalised embeddings that enter
-            layer 0's attention, as in its code.
-        rope_theta: the base of both rotary embeddings.
-        dropout: the share of the feed-forward's output that training drops.
-        published_layout: whether to add the parameters that the public predictor has but never uses (outputs for layer
-            0, a LayerNorm of width E), so that parameters are counted as in the paper.
-
-    Example:
-        >>> from models.butler import ButlerConfig
-        >>> ButlerConfig(64, num_layers=3, num_heads=4, hidden=16, dim=4).reduced
-        8
-    """
-
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    hidden: int
-    dim: int
-    reduction: int = 8
-    source: Source = "layer0_output"
-    rope_theta: float = 10_000.0
-    dropout: float = 0.1
-    published_layout: bool = False
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        for name in ("hidden_size", "num_heads", "hidden", "dim", "reduction"):
-            check_count(name, getattr(self, name), 1, "it must be at least 1")
-        check_count("num_layers", self.num_layers, 2, "layer 0 is not predicted, so give at least 2")
-        if self.dim % 2:
-            raise ValueError(f"dim is {self.dim}; rotary embedding needs an even one.")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout is {self.dropout}; give a share in [0, 1).")
-
-    @property
-    def reduced(self) -> int:
-        """r, the width of the predictor's attention."""
-        step = 2 * self.num_heads
-        return step * math.ceil(self.hidden_size / self.reduction / step)
-
-    @property
-    def predicted_layers(self) -> int:
-        """L' = L - 1."""
-        return self.num_layers - 1
-
-    @classmethod
-    def of(cls, model: Config, *, source: Source = "layer0_output", share: float = 0.01) -> ButlerConfig:
-        """Return the predictor's shape for a model: the published one if there is one, else by a parameter share.
-
-        D' is then a quarter of the model's D, and ``hidden`` as wide as the share allows, but at least E / 8: in a
-        small model the attention and its feed-forward, E^2 / 2, already take the share.
-
-        Args:
-            model: the model's config.
-            source: see the class.
-            share: the predictor's share of the model's parameters, for a shape that is not published.
-
-        Raises:
-            ValueError: the share is not in (0, 1), or the model has a single layer.
-
-        Example:
-            >>> from models.butler import ButlerConfig
-            >>> from models.config import Config
-            >>> llama = Config(128256, 2048, 8192, num_layers=16, num_heads=32, num_kv_heads=8, tie_embeddings=True)
-            >>> published = ButlerConfig.of(llama)
-            >>> published.hidden, published.dim
-            (512, 16)
-        """
-        if not 0 < share < 1:
-            raise ValueError(f"share is {share}; give the predictor's share of the model's parameters, in (0, 1).")
-        known = PUBLISHED.get((model.hidden_size, model.num_layers, model.num_heads))
-        hidden, dim = known or (model.hidden_size, max(2, 2 * round(model.head_dim / 8)))
-        config = cls(
-            hidden_size=model.hidden_size,
-            num_layers=model.num_layers,
-            num_heads=model.num_heads,
-            hidden=hidden,
-            dim=dim,
-            source=source,
-            rope_theta=model.rope.theta,
-            published_layout=known is not None,
-        )
-        if known:
-            return config
-        networks = 2 * (config.hidden_size + config.predicted_layers * config.num_heads * dim)  # per unit of hidden
-        left = share * _count(model_shapes(model)) - (num_parameters(config) - hidden * networks)
-        return dataclasses.replace(config, hidden=max(int(left / networks) // 8 * 8, math.ceil(model.hidden_size / 8)))
 
 
 class Predicted(NamedTuple):
@@ -173,47 +55,6 @@ class ButlerCache:
     value: Float[Array, "B N S width"]
     importance_key: Float[Array, "layers B N slots dim"]
     position: Int[Array, "B S"]
-
-
-def parameter_shapes(config: ButlerConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every parameter of a predictor, by its name in :class:`Butler`.
-
-    Example:
-        >>> from models.butler import ButlerConfig, parameter_shapes
-        >>> parameter_shapes(ButlerConfig(64, num_layers=3, num_heads=4, hidden=16, dim=4))["query_out"]
-        (16, 2, 4, 4)
-    """
-    E, r, N, H, D = config.hidden_size, config.reduced, config.num_heads, config.hidden, config.dim
-    shapes = {
-        "reduce": (E, r),
-        "query": (r, N, r // N),
-        "key": (r, N, r // N),
-        "value": (r, N, r // N),
-        "norm": (r,),
-        "norm_bias": (r,),
-        "up": (r, 2 * r),
-        "up_bias": (2 * r,),
-        "down": (2 * r, E),
-        "down_bias": (E,),
-        "query_in": (E, H),
-        "query_out": (H, config.predicted_layers, N, D),
-        "key_in": (E, H),
-        "key_out": (H, config.predicted_layers, N, D),
-    }
-    if config.published_layout:
-        shapes |= {"unused_query": (H, N, D), "unused_key": (H, N, D), "unused_norm": (E,), "unused_norm_bias": (E,)}
-    return shapes
-
-
-def num_parameters(config: ButlerConfig) -> int:
-    """Return the number of a predictor's parameters.
-
-    Example:
-        >>> from models.butler import ButlerConfig, num_parameters
-        >>> num_parameters(ButlerConfig(64, num_layers=3, num_heads=4, hidden=16, dim=4))
-        5024
-    """
-    return _count(parameter_shapes(config))
 
 
 class Butler(nnx.Module):
@@ -464,155 +305,23 @@ def butler_input(
         raise ValueError(f"unknown source {source!r}; expected {' or '.join(SOURCES)}.")
     config, layers = model.config, model.layers
     if source == "attention_input":
-        return rms_norm(model.embedding[...][tokens], layers.attention_norm[...][0], config.norm_epsilon)
+        first = {name: array[0] for name, array in layers.arrays().items() if name == "attention_norm"}
+        return attention_input(config, first, embed(config, model.embedding[...], tokens))
     position = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape) if position is None else position
     names = [name for name in model_shapes(config) if name.startswith("layers.")]
     first = {name: getattr(layers, name.removeprefix("layers."))[...][:1] for name in names}
     rest = {"embedding": model.embedding[...], "norm": model.norm[...]}
     alone = dataclasses.replace(
-        config, num_layers=1, sliding_windows=config.sliding_windows[:1], tie_embeddings=True
+        config, num_layers=1, sliding_windows=config.sliding_windows[:1], ropes=config.ropes[:1], tie_embeddings=True
     )  # tied, so that it has no head: no logits are computed
 
     def attend(carry, layer, sliding_window, query, key, value):
         key, value = key.swapaxes(1, 2), value.swapaxes(1, 2)
-        return attention_in_chunks(query, key, value, position, sliding_window), carry, None
+        out = attention_in_chunks(query, key, value, position, sliding_window, config.attention_soft_cap)
+        return out, carry, None
 
     lengths = jnp.max(position, axis=1) + 1
     return Decoder(alone, first | rest).run(tokens, position, lengths, attend, None)[0]
-
-
-def save_butler(folder: str | Path, butler: Butler, model: Decoder, name: str) -> None:
-    """Write a predictor and a description of its model. Both files are complete before either gets its name.
-
-    Where several processes hold a model together, all of them call this, and the first one writes.
-
-    Args:
-        folder: created if it does not exist.
-        butler: the predictor, stored in its own dtype.
-        model: the model that it was trained for: its config and a hash of some of its weights are stored, too.
-        name: the model's name, for error messages.
-
-    Example:
-        >>> import tempfile
-        >>> from flax import nnx
-        >>> import models
-        >>> config = models.Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2)
-        >>> model = models.Decoder(config, rngs=nnx.Rngs(0))
-        >>> butler = models.Butler(models.ButlerConfig.of(config), rngs=nnx.Rngs(0))
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     models.save_butler(folder, butler, model, "a small one")
-        ...     models.load_butler(folder, model).config == butler.config
-        True
-    """
-    description = {"name": name, **fingerprint(model)}
-    if jax.process_index() > 0:
-        return
-    tensors = {own: np.asarray(jax.device_get(getattr(butler, own)[...])) for own in parameter_shapes(butler.config)}
-    described = {"butler": dataclasses.asdict(butler.config), "model": description}
-    write_files(Path(folder), {WEIGHTS_FILE: to_safetensors(tensors), CONFIG_FILE: to_json(described).encode()})
-
-
-def fingerprint(model: Decoder) -> dict[str, Any]:
-    """Return what identifies a model, for JSON: its config, and a hash of some of its weights.
-
-    Example:
-        >>> from flax import nnx
-        >>> import models
-        >>> from models.butler import fingerprint
-        >>> config = models.Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2)
-        >>> sorted(fingerprint(models.Decoder(config, rngs=nnx.Rngs(0))))
-        ['config', 'weights']
-    """
-    hashed = provenance.weights(model, model_shapes(model.config))
-    return {"config": _described(model.config), "weights": hashed}
-
-
-def load_butler(folder: str | Path, model: Decoder) -> Butler:
-    """Read the predictor of a model.
-
-    Args:
-        folder: a folder that :func:`save_butler` wrote.
-        model: the model that the predictor is for, in any dtype.
-
-    Raises:
-        FileNotFoundError: a file is missing.
-        ValueError: the predictor is of another model (the message names what differs), or a file is damaged.
-
-    Example:
-        >>> from flax import nnx
-        >>> import models
-        >>> config = models.Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2)
-        >>> models.load_butler("no/such/folder", models.Decoder(config, rngs=nnx.Rngs(0)))
-        Traceback (most recent call last):
-        ...
-        FileNotFoundError: no/such/folder has no butler.json; give a folder that models.save_butler wrote.
-    """
-    folder = Path(folder)
-    for name in (CONFIG_FILE, WEIGHTS_FILE):
-        if not (folder / name).is_file():
-            raise FileNotFoundError(f"{folder} has no {name}; give a folder that models.save_butler wrote.")
-    described = read_object(folder / CONFIG_FILE)
-    try:
-        config, made_for = ButlerConfig(**described["butler"]), described["model"]
-        theirs, their_weights, their_name = made_for["config"], made_for["weights"], made_for["name"]
-        listed = sorted(theirs)
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{folder / CONFIG_FILE} describes no predictor ({error}); train or copy it again.") from None
-    ours = _described(model.config)
-    differing = [name for name in sorted({*ours, *listed}) if ours.get(name) != theirs.get(name)]
-    if differing:
-        pairs = ", ".join(f"{name} {theirs.get(name)} there and {ours.get(name)} here" for name in differing)
-        raise ValueError(
-            f"{folder} holds a predictor of another model, {their_name}: {pairs}; train one for this model."
-        )
-    if their_weights != fingerprint(model)["weights"]:
-        raise ValueError(
-            f"{folder} holds a predictor of another model, {their_name}, with this one's shape but other weights; "
-            "train one for this model."
-        )
-    try:
-        tensors = from_safetensors((folder / WEIGHTS_FILE).read_bytes())
-    except SafetensorError as error:
-        raise ValueError(f"{folder / WEIGHTS_FILE} is truncated or corrupted ({error}); copy it again.") from None
-    shapes = {name: tensor.shape for name, tensor in tensors.items()}
-    expected = parameter_shapes(config)
-    if shapes != expected:
-        wrong = sorted(name for name in {*shapes, *expected} if shapes.get(name) != expected.get(name))
-        raise ValueError(
-            f"{folder / WEIGHTS_FILE} does not fit its {CONFIG_FILE} in {', '.join(wrong)}; copy both again."
-        )
-    return Butler(config, {name: jnp.asarray(tensor) for name, tensor in tensors.items()})
-
-
-def own_butler(path: str | Path, model: Decoder) -> Butler:
-    """Load the predictor in the folder ``butler`` of a model's own folder.
-
-    Args:
-        path: the model's folder or name, as :func:`models.load` takes it.
-        model: the model that :func:`models.load` returned for it.
-
-    Raises:
-        ValueError: there is none, or :func:`load_butler` rejects it.
-
-    Example:
-        >>> import tempfile
-        >>> from flax import nnx
-        >>> import models
-        >>> config = models.Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2)
-        >>> model = models.Decoder(config, rngs=nnx.Rngs(0))
-        >>> butler = models.Butler(models.ButlerConfig.of(config), rngs=nnx.Rngs(0))
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     models.save_butler(f"{folder}/butler", butler, model, "a small one")
-        ...     models.own_butler(folder, model).config == butler.config
-        True
-    """
-    folder = find_folder(path) / "butler"
-    if not (folder / CONFIG_FILE).is_file():
-        raise ValueError(
-            f"{path} has no predictor in its folder 'butler'; train one with python -m train.butler, and name its "
-            "folder (--butler, or load_butler)."
-        )
-    return load_butler(folder, model)
 
 
 def attention_in_chunks(
@@ -621,12 +330,14 @@ def attention_in_chunks(
     value: Float[Array, "B K T D"],
     position: Int[Array, "B T"],
     sliding_window: Int[Array, ""] | None = None,
+    soft_cap: float | None = None,
 ) -> Float[Array, "B T N D"]:
     """Compute causal attention of whole sequences without holding the weights of more than one chunk of queries.
 
     Args:
         position: absolute positions of the queries and the keys, -1 for padding.
         sliding_window: how many tokens a query sees, including its own; all by default.
+        soft_cap: see :func:`kernels_pallas.cache_attention`.
 
     Example:
         >>> import jax.numpy as jnp
@@ -641,7 +352,9 @@ def attention_in_chunks(
     @jax.checkpoint  # the backward pass computes a chunk's weights again
     def run(chunk):
         query, query_position = chunk
-        return cache_attention(query, key, value, key_position, query_position, sliding_window=sliding_window)[0]
+        return cache_attention(
+            query, key, value, key_position, query_position, sliding_window=sliding_window, soft_cap=soft_cap
+        )[0]
 
     if T <= QUERIES_A_CHUNK:
         return run((query, position))
@@ -672,13 +385,3 @@ def _random_parameter(rngs: nnx.Rngs, name: str, shape: tuple[int, ...], dtype: 
         return jnp.zeros(shape, dtype)
     bound = math.sqrt(6 / (shape[0] + math.prod(shape[1:])))
     return jax.random.uniform(rngs.params(), shape, minval=-bound, maxval=bound).astype(dtype)
-
-
-def _count(shapes: dict[str, tuple[int, ...]]) -> int:
-    return sum(math.prod(shape) for shape in shapes.values())
-
-
-def _described(config: Config) -> dict[str, Any]:
-    """Return a model's config as JSON values, without the fields that do not matter here."""
-    fields = json.loads(json.dumps(dataclasses.asdict(config)))
-    return {name: value for name, value in fields.items() if name not in INDIFFERENT}

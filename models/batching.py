@@ -1,0 +1,330 @@
+"""Continuous batching: requests come and go, and each row of the batch always takes the same memory.
+
+    engine = models.Engine(model, rows=8, policy="snapkv+caote", budget=512)
+    handle = engine.submit(prompt, max_new_tokens=64)
+    for made in engine.run():             # requests may be submitted and cancelled in between
+        print(made.handle, made.token)
+
+A request's prompt is fed alone, one block between two decode steps, so that no answer waits longer than a block. Its
+cache then joins a free row of the batch (:func:`kvjax.join`). Each token is the one that :func:`models.generate` would
+give to the request alone. There is one compiled program per kind of step, whatever comes and goes.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import warnings
+from collections.abc import Generator, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, Int
+
+import kvjax
+from kvjax import OutputProjection, Policy
+from kvjax.checks import check_count
+from kvjax.policy import policy_of
+from models import engine
+from models.by_layer import LayerSteps, next_token, runs_by_layer
+from models.decoder import Decoder
+from models.layer_caches import AnyCache, LayerCaches
+from models.plan import PAGE_SIZE, CheckedPrompt, HostOrDevice, Options, Rows, When, check_prompt, plan_run
+from models.sampling import Sampling, check_end, check_sampling
+from models.scorer import Scorer
+from models.selecting import check_scorer
+from models.steps import DecodeState, Phase, Run, decode_phase
+
+
+class Made(NamedTuple):
+    """One token of an answer; ``ended`` marks the last one."""
+
+    handle: int
+    token: int
+    ended: bool
+
+
+@dataclasses.dataclass
+class _Request:
+    """A request: first waiting, then fed block by block, then in a row of the batch."""
+
+    handle: int
+    prompt: CheckedPrompt
+    most: int
+    end: tuple[int, ...]
+    sampling: Sampling
+    key: Array | None
+    made: int = 0
+    token: int = 0
+    length: int = 0  # of the prompt
+    budget: int = 0  # of a decode step; 0 without a policy
+
+
+class Engine:
+    """A batch of rows that requests share; see the top of this file.
+
+    Args:
+        model: the model; on a mesh only with data=1, as prompts are fed one by one.
+        rows: how many answers are made at once.
+        policy, budget, block, when, evict_every, page_size, projection, scorer, cache_dtype: as for
+            :func:`models.generate`, of all requests.
+        max_new_tokens: the most tokens of an answer.
+        longest_prompt: the most tokens of a prompt, which sizes the rows without a policy or under a ratio; by default
+            as many as the model's positions allow. A budget in slots needs no such limit.
+
+    Raises:
+        ValueError: for arguments that :func:`models.generate` refuses, or a policy that scores by a predictor, which
+            remembers every token.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from flax import nnx
+        >>> import models
+        >>> config = models.Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2)
+        >>> model = models.Decoder(config, rngs=nnx.Rngs(0))
+        >>> engine = models.Engine(model, rows=2, policy="h2o", budget=16, block=8)
+        >>> handles = [engine.submit(range(length), max_new_tokens=3) for length in (40, 9, 21)]
+        >>> answers = {handle: [] for handle in handles}
+        >>> for made in engine.run():
+        ...     answers[made.handle].append(made.token)
+        >>> alone = models.generate(model, jnp.arange(9)[None], policy="h2o", budget=16, block=8, max_new_tokens=3)
+        >>> answers[handles[1]] == alone.tokens[0].tolist()
+        True
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        *,
+        rows: int,
+        policy: Policy | str | None = None,
+        budget: int | float | None = None,
+        block: int = 128,
+        when: When = "block",
+        evict_every: int | None = None,
+        max_new_tokens: int = 64,
+        longest_prompt: int | None = None,
+        page_size: int = PAGE_SIZE,
+        projection: OutputProjection | None = None,
+        scorer: Scorer | None = None,
+        cache_dtype: DTypeLike | None = None,
+    ):
+        if not isinstance(model, Decoder):
+            raise ValueError(f"the model is a {type(model).__name__}; give a Decoder, such as models.load returns.")
+        self.model = model
+        rows = check_count("rows", rows, 1, "the batch has at least 1 row")
+        block = check_count("block", block, 1, "a block has at least 1 token")
+        self._most = check_count("max_new_tokens", max_new_tokens, 1, "ask for at least 1")
+        longest = max(1, model.config.max_positions - self._most) if longest_prompt is None else longest_prompt
+        longest = check_count("longest_prompt", longest, 1, "a prompt has at least 1 token")
+        self._options = Options(
+            policy_of(policy), budget, block, when, evict_every, page_size=page_size, reserve=self._most,
+            fit_prompt=False, cache_dtype=cache_dtype,
+        )  # fmt: skip
+        # Any prompts of this size: the plan says how large the rows are.
+        prompt = CheckedPrompt(
+            np.zeros((rows, longest), np.int32), np.full(rows, longest, np.int32), np.zeros(rows, np.int32)
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about these prompts
+            plan, numbers = plan_run(model, prompt, self._options, None)
+        check_scorer(model.config, scorer, plan.policy)
+        if plan.mesh is not None and plan.mesh.shape["data"] > 1:
+            raise ValueError("the model is on a mesh that splits rows, but prompts are fed one by one; use data=1.")
+        if plan.policy is not None and not plan.policy.allocation.fills and plan.evict_every > 1:
+            raise ValueError(
+                f"{plan.policy.name!r} evicts below a threshold in all rows at once, every {plan.evict_every} steps, "
+                "but requests join at different steps; give evict_every=1, or 0 for never."
+            )
+        # Only a cache of the whole prompt, in rows or before the eviction, needs to know how long prompts are.
+        fixed = isinstance(self._options.budget, int) and plan.policy is not None and plan.slots > self._options.budget
+        self._longest = None if fixed else longest
+        # Prompts are fed in rows of their own, so no row of the batch ever holds a whole prompt.
+        plan = dataclasses.replace(plan, prompt_slots=plan.slots, when="block")
+        projection = engine.output_projection(model, plan.policy) if projection is None else projection
+        run = Run(model, numbers, projection, None, plan, scorer)
+        self._steps = LayerSteps(run) if runs_by_layer(run) else engine.ProgramSteps(run)
+        self._state = self._steps.start(rows)
+        self._rows: list[_Request | None] = [None] * rows
+        self._waiting: collections.deque[_Request] = collections.deque()
+        self._entering: tuple[_Request, Any] | None = None
+        self._unread: collections.deque[Made] = collections.deque()  # of the last step, where a loop over run() ended
+        self._last_handle = -1
+
+    def submit(
+        self,
+        tokens: Sequence[int] | Int[HostOrDevice, "T"],
+        *,
+        max_new_tokens: int | None = None,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        key: Array | None = None,
+        end: tuple[int, ...] | None = None,
+    ) -> int:
+        """Queue a prompt, and return the handle by which its tokens come.
+
+        Args:
+            tokens: the prompt, one row.
+            max_new_tokens: the most tokens of the answer, by default as many as the engine allows.
+            temperature, top_k, top_p, key, end: see :func:`models.generate`; each request has its own.
+
+        Raises:
+            ValueError: as :func:`models.generate`, or if the prompt or the answer is longer than the engine allows.
+        """
+        given = np.asarray(list(tokens))
+        prompt = check_prompt(self.model, (given if given.size else given.astype(int))[None], None, None)
+        most = self._most if max_new_tokens is None else max_new_tokens
+        most = check_count("max_new_tokens", most, 1, "ask for at least 1")
+        length = int(prompt.lengths[0])
+        for what, count, limit in (("longest_prompt", length, self._longest), ("max_new_tokens", most, self._most)):
+            if limit is not None and count > limit:
+                raise ValueError(
+                    f"the request has {what} {count}, but the engine's rows are for {limit}; make the engine with a "
+                    f"larger {what}=."
+                )
+        sampling = check_sampling(temperature, top_k, top_p, key)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # they come when the prompt is fed
+            plan_run(self.model, prompt, self._options, None)  # a prompt that cannot run is refused here
+        self._last_handle += 1
+        request = _Request(
+            self._last_handle, prompt, most, check_end(self.model.config, end), sampling, key, length=length
+        )
+        self._waiting.append(request)
+        return request.handle
+
+    def cancel(self, handle: int) -> None:
+        """Drop a request wherever it is; one that has ended, or that there never was, is ignored."""
+        self._waiting = collections.deque(request for request in self._waiting if request.handle != handle)
+        self._unread = collections.deque(made for made in self._unread if made.handle != handle)
+        if self._entering is not None and self._entering[0].handle == handle:
+            self._entering = None
+        for row, request in enumerate(self._rows):
+            if request is not None and request.handle == handle:
+                self._leave(row)
+
+    @property
+    def cache(self) -> AnyCache:
+        """The cache of all rows, valid until the next step."""
+        return self._state.cache
+
+    @property
+    def idle(self) -> bool:
+        """Tell whether no request and no token is left."""
+        return not (self._waiting or self._unread or self._entering is not None or any(self._rows))
+
+    def run(self) -> Iterator[Made]:
+        """Yield tokens as they come until no request is left; a loop that was left goes on with the next token."""
+        while not self.idle:
+            if not self._unread:
+                self._unread.extend(self.step())
+            if self._unread:
+                yield self._unread.popleft()
+
+    def step(self) -> list[Made]:
+        """Feed one block of the oldest waiting prompt if a row is free, and make one token in each row in use."""
+        made = [*self._unread]
+        self._unread.clear()
+        made += self._feed()
+        if any(self._rows):
+            made += self._decode()
+        return made
+
+    def _feed(self) -> list[Made]:
+        if self._entering is None and self._waiting and None in self._rows:
+            request = self._waiting.popleft()
+            self._entering = request, self._blocks(request)
+        if self._entering is None:
+            return []
+        request, blocks = self._entering
+        try:
+            next(blocks)
+            return []
+        except StopIteration as end:
+            self._entering = None
+            state, hidden = end.value
+        except BaseException:
+            self._entering = None
+            raise
+        token, finite = self._chosen(request, hidden)
+        engine.check_finite(self.model, finite)
+        made = self._note(request, token)
+        if not made.ended:
+            row = self._rows.index(None)
+            self._state = dataclasses.replace(self._state, cache=_join(self._state.cache, np.int32(row), state.cache))
+            self._rows[row] = request
+        return [made]
+
+    def _blocks(self, request: _Request) -> Generator[Any, None, tuple[DecodeState, Array]]:
+        """Feed a request's prompt, one block per ``next``."""
+        batch = self._steps.run
+        run, prompt = engine.prepare(self.model, request.prompt, self._options, batch.projection, None, batch.scorer)
+        if run.rows.decode_budgets is not None:
+            request.budget = int(run.rows.decode_budgets[0])
+        return (yield from engine.feed_blocks(run, self._steps.of(run), prompt))
+
+    def _decode(self) -> list[Made]:
+        """Feed each row's last token, and choose the next ones."""
+        plan = self._steps.run.plan
+        every, slots = plan.evict_every, self._state.cache.num_slots
+        tokens, position, lengths = (np.zeros(len(self._rows), np.int32) for _ in range(3))
+        position[:] = -1
+        budgets = np.full(len(self._rows), slots, np.int32)  # a row that is not due loses nothing
+        due = False
+        for row, request in enumerate(self._rows):
+            if request is not None:
+                tokens[row], lengths[row] = request.token, request.length
+                position[row] = request.length + request.made - 1
+                if every and request.made % every == 0:
+                    budgets[row], due = request.budget, True
+        phase = decode_phase(plan, every) if due else Phase(evicts=False, compressed=True)
+        numbers = Rows(*jax.device_put((lengths, *((budgets, budgets) if plan.policy is not None else ()))))
+        steps = self._steps.of(dataclasses.replace(self._steps.run, rows=numbers))
+        hidden, self._state = steps.block(self._state, tokens[:, None], position[:, None], phase)
+        greedy = np.asarray(next_token(self.model, hidden, None, Sampling())[0])
+        made = []
+        for row, request in enumerate(self._rows):
+            if request is None:
+                continue
+            token = int(greedy[row])
+            if request.sampling.temperature > 0:
+                token, _ = self._chosen(request, hidden[row : row + 1])
+            made.append(self._note(request, token))
+            if made[-1].ended:
+                self._leave(row)
+        return made
+
+    def _chosen(self, request: _Request, hidden: Array) -> tuple[int, Array]:
+        """Choose a request's next token, and return whether its logits are finite."""
+        request.key, draw = engine.split_key(request.key if request.sampling.temperature > 0 else None)
+        chosen, finite = next_token(self.model, hidden, draw, request.sampling)
+        return int(chosen[0]), finite
+
+    def _note(self, request: _Request, token: int) -> Made:
+        request.token, request.made = token, request.made + 1
+        return Made(request.handle, token, token in request.end or request.made == request.most)
+
+    def _leave(self, row: int) -> None:
+        self._rows[row] = None
+        self._state = dataclasses.replace(self._state, cache=_leave(self._state.cache, np.int32(row)))
+
+
+@functools.partial(jax.jit, donate_argnames="cache")
+def _join(cache: AnyCache, row: Int[Array, ""], one: Any) -> AnyCache:
+    if isinstance(cache, LayerCaches):
+        pairs: Any = zip(cache.layers, one.layers, strict=True)
+        joined: Any = (kvjax.join(whole, row, part) for whole, part in pairs)
+        return LayerCaches(tuple(joined))
+    return kvjax.join(cache, row, one)
+
+
+@functools.partial(jax.jit, donate_argnames="cache")
+def _leave(cache: AnyCache, row: Int[Array, ""]) -> AnyCache:
+    if isinstance(cache, LayerCaches):
+        left: Any = (kvjax.leave(layer, row) for layer in cache.layers)
+        return LayerCaches(tuple(left))
+    return kvjax.leave(cache, row)

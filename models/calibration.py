@@ -1,0 +1,135 @@
+"""Measure a model once, from a text, for policies and allocations that read it: Q-Filters, scores of heads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from kernels_pallas import cache_attention
+from kernels_pallas.softmax import scaled
+from kvjax import rotate
+from kvjax.checks import check_count, real_array
+from models.decoder import Decoder, rope_of_layer, rotation
+from models.plan import HostOrDevice
+
+# measure(the layer's number, rotated queries, rotated keys) -> what is measured of the layer
+Measure = Callable[[Int[Array, ""], Float[Array, "B T N D"], Float[Array, "B T K D"]], Array]
+
+
+def q_filters(model: Decoder, tokens: Int[HostOrDevice, "B T"]) -> Float[np.ndarray, "L K D"]:
+    """Compute a model's Q-Filters from a text (arXiv 2503.02812): the main direction of each head's queries.
+
+    It is the first right singular vector of the head's queries over all tokens, rotated as they meet the keys. Its sign
+    is such that most queries have a positive product with it. A filter is minus the mean of these vectors over the
+    group. The authors take 3,000 of the queries of 20 texts of 2,048 tokens; this takes all of the given ones.
+
+    Args:
+        tokens: texts of one length; the attention of one layer holds ``B N T T`` numbers at a time.
+
+    Returns:
+        The filters, for ``np.save`` and then :func:`kvjax.q_filters`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from flax import nnx
+        >>> import models
+        >>> config = models.Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2)
+        >>> model = models.Decoder(config, rngs=nnx.Rngs(0))
+        >>> models.q_filters(model, jnp.arange(60).reshape(2, 30)).shape
+        (2, 2, 8)
+    """
+
+    def filters(_: Int[Array, ""], query: Float[Array, "B T N D"], key: Float[Array, "B T K D"]) -> Float[Array, "K D"]:
+        B, T, N, D = query.shape
+        of_heads = query.astype(jnp.float32).reshape(B * T, N, D)
+        products = jnp.einsum("tnd,tne->nde", of_heads, of_heads, precision=jax.lax.Precision.HIGHEST)
+        main = jnp.linalg.eigh(products)[1][..., -1]  # its values ascend
+        positive = jnp.mean(jnp.einsum("tnd,nd->tn", of_heads, main) > 0, axis=0, keepdims=True).T
+        towards = jnp.where(positive > 0.5, main, -main)
+        return -jnp.mean(towards.reshape(key.shape[2], -1, D), axis=1)
+
+    return _of_layers(model, tokens, filters)
+
+
+def head_scores(model: Decoder, tokens: Int[HostOrDevice, "B T"], *, length: int = 500) -> Float[np.ndarray, "L K"]:
+    """Measure how far back each head looks, for the allocations that give such heads more slots.
+
+    A head's mean query and mean key over a text, before rotation, are placed at all of ``length`` positions. The score
+    is the mean of the cumulated attention of the last query, over positions from the first on: near 1 where the
+    attention lies far back, near 0 where it lies on the newest tokens. It is averaged over texts and over the group.
+    This is kvpress' measure for DuoAttention (``on_the_fly_scoring``), in place of the authors' training; kvpress takes
+    50 texts.
+
+    Args:
+        tokens: texts of one length; see :func:`q_filters`.
+        length: the number of positions; 500 as in kvpress.
+
+    Returns:
+        The importance of each head, for ``np.save`` and then the allocations ``duo`` and ``headkv``.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from flax import nnx
+        >>> import models
+        >>> config = models.Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2)
+        >>> model = models.Decoder(config, rngs=nnx.Rngs(0))
+        >>> models.head_scores(model, jnp.arange(60).reshape(2, 30), length=100).shape
+        (2, 2)
+    """
+    length = check_count("length", length, 1, "give a number of positions")
+    tokens = _texts(tokens)
+    T = tokens.shape[1]
+    config = model.config
+    of_text = rotation(config, jnp.arange(T)[None], jnp.full(1, T))
+    placed = rotation(config, jnp.arange(length)[None], jnp.full(1, length))
+
+    def mean(layer: Int[Array, ""], x: Float[Array, "B T H D"]) -> Float[Array, "B 1 H D"]:
+        cos, sin = rope_of_layer(config, layer, of_text)
+        back = rotate(x.astype(jnp.float32), cos, -sin) / jnp.tile(cos**2 + sin**2, 2)  # yarn makes queries longer
+        return jnp.mean(back, axis=1, keepdims=True)
+
+    def scores(
+        layer: Int[Array, ""], query: Float[Array, "B T N D"], key: Float[Array, "B T K D"]
+    ) -> Float[Array, "K"]:
+        B, D = query.shape[0], query.shape[3]
+        waves = rope_of_layer(config, layer, placed)
+        last = rotate(mean(layer, query), *(wave[:, -1:] for wave in waves))[:, 0]
+        keys = rotate(jnp.broadcast_to(mean(layer, key), (B, length, *key.shape[2:])), *waves)
+        grouped = last.reshape(B, key.shape[2], -1, D)
+        logits = jnp.einsum("bkgd,btkd->bkgt", grouped, keys, precision=jax.lax.Precision.HIGHEST) / D**0.5
+        weights = jax.nn.softmax(scaled(logits, 1, config.attention_soft_cap), axis=-1)
+        return jnp.mean(jnp.cumsum(weights, axis=-1), axis=(0, 2, 3))
+
+    return _of_layers(model, tokens, scores)
+
+
+def _texts(tokens: Int[HostOrDevice, "B T"]) -> Int[Array, "B T"]:
+    tokens = real_array("tokens", tokens)
+    if tokens.ndim != 2 or not tokens.size or not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise ValueError(
+            f"tokens are {tokens.dtype} of shape {tokens.shape}; expected integers [B, T], texts of one length."
+        )
+    return tokens
+
+
+def _of_layers(model: Decoder, tokens: Int[HostOrDevice, "B T"], measure: Measure) -> np.ndarray:
+    """Run the model over whole texts by dense causal attention, and return what is measured of each layer."""
+
+    @jax.jit
+    def run(model: Decoder, tokens: Int[Array, "B T"]) -> Array:
+        position = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+
+        def attend(carry, layer, sliding_window, query, key, value):
+            place = jnp.broadcast_to(position[:, None], (key.shape[0], key.shape[2], key.shape[1]))
+            cached = key.swapaxes(1, 2), value.swapaxes(1, 2)
+            cap = model.config.attention_soft_cap
+            out, _ = cache_attention(query, *cached, place, position, sliding_window=sliding_window, soft_cap=cap)
+            return out, carry, measure(layer, query, key)
+
+        return model.run(tokens, position, jnp.full(tokens.shape[:1], tokens.shape[1]), attend, None)[2]
+
+    return np.asarray(run(model, _texts(tokens)))

@@ -1,0 +1,178 @@
+"""A scorer: a small network per layer that predicts each token's retention score from its hidden state (KVzap).
+
+    x [B, T, E], the input of the layer's attention -> (E -> hidden, GELU) -> K numbers per token, logarithms of scores
+
+Without a hidden layer it is a linear map. Its parameters are stacked over layers, and it computes in float32.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from kvjax.checks import check_count, check_fields
+from models import trained
+from models.config import Config
+from models.decoder import Decoder
+
+
+@dataclasses.dataclass(frozen=True)
+class ScorerConfig:
+    """The shape of a scorer.
+
+    Args:
+        hidden_size, num_layers, num_kv_heads: the model's E, L and K.
+        hidden: the width of the hidden layer; 0 for a linear map.
+
+    Example:
+        >>> from models.scorer import ScorerConfig
+        >>> ScorerConfig(64, num_layers=3, num_kv_heads=2).hidden
+        0
+    """
+
+    hidden_size: int
+    num_layers: int
+    num_kv_heads: int
+    hidden: int = 0
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        for name in ("hidden_size", "num_layers", "num_kv_heads"):
+            check_count(name, getattr(self, name), 1, "it must be at least 1")
+        check_count("hidden", self.hidden, 0, "give the width of the hidden layer, 0 for a linear map")
+
+    @classmethod
+    def of(cls, model: Config, hidden: int | None = None) -> ScorerConfig:
+        """Return the scorer's shape for a model; the hidden layer is E / 8 wide by default, as in KVzap.
+
+        Example:
+            >>> import models
+            >>> config = models.Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2)
+            >>> models.ScorerConfig.of(config).hidden
+            4
+        """
+        hidden = math.ceil(model.hidden_size / 8) if hidden is None else hidden
+        return cls(model.hidden_size, model.num_layers, model.num_kv_heads, hidden)
+
+
+def parameter_shapes(config: ScorerConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every parameter of a scorer, by its name in :class:`Scorer`.
+
+    Example:
+        >>> from models.scorer import ScorerConfig, parameter_shapes
+        >>> parameter_shapes(ScorerConfig(64, num_layers=3, num_kv_heads=2, hidden=8))["output"]
+        (3, 8, 2)
+    """
+    L, E, K, H = config.num_layers, config.hidden_size, config.num_kv_heads, config.hidden
+    if H == 0:
+        return {"output": (L, E, K), "output_bias": (L, K)}
+    return {"input": (L, E, H), "input_bias": (L, H), "output": (L, H, K), "output_bias": (L, K)}
+
+
+class Scorer(nnx.Module):
+    """Predicts the logarithm of each token's retention score, for each KV head of a layer.
+
+    Args:
+        config: its shape.
+        parameters: an array for each entry of ``parameter_shapes(config)``; drawn at random if not given.
+        rngs: the source of random parameters (``nnx.Rngs(0)``).
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from flax import nnx
+        >>> import models
+        >>> scorer = models.Scorer(models.ScorerConfig(64, num_layers=3, num_kv_heads=2), rngs=nnx.Rngs(0))
+        >>> scorer(1, jnp.ones((1, 5, 64))).shape
+        (1, 5, 2)
+    """
+
+    def __init__(
+        self, config: ScorerConfig, parameters: dict[str, Array] | None = None, *, rngs: nnx.Rngs | None = None
+    ):
+        self.config = config
+        if parameters is None:
+            if rngs is None:
+                raise ValueError("neither parameters nor rngs were given; pass rngs=nnx.Rngs(0) for random weights.")
+            parameters = {name: _random(rngs, name, shape) for name, shape in parameter_shapes(config).items()}
+        for name in parameter_shapes(config):
+            setattr(self, name, nnx.Param(parameters[name]))
+
+    def __call__(self, layer: int | Int[Array, ""], x: Float[Array, "B T E"]) -> Float[Array, "B T K"]:
+        """Return the scores of tokens in one layer; ``x`` is the input of the layer's attention."""
+        own = {
+            name: jax.lax.dynamic_index_in_dim(getattr(self, name)[...], layer, keepdims=False)
+            for name in parameter_shapes(self.config)
+        }
+        return apply(own, x)
+
+
+def apply(parameters: dict[str, Array], x: Float[Array, "B T E"]) -> Float[Array, "B T K"]:
+    """Return the scores of tokens by one layer's parameters.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from models.scorer import apply
+        >>> apply({"output": jnp.ones((4, 2)), "output_bias": jnp.zeros(2)}, jnp.ones((1, 1, 4))).tolist()
+        [[[4.0, 4.0]]]
+    """
+    x = x.astype(jnp.float32)
+    if "input" in parameters:
+        x = jax.nn.gelu(x @ parameters["input"] + parameters["input_bias"][None, None], approximate=False)
+    return x @ parameters["output"] + parameters["output_bias"][None, None]
+
+
+def save_scorer(folder: str | Path, scorer: Scorer, model: Decoder, name: str) -> None:
+    """Write a scorer and a description of its model; see :func:`models.save_butler`.
+
+    Example:
+        >>> import tempfile
+        >>> from flax import nnx
+        >>> import models
+        >>> config = models.Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2)
+        >>> model = models.Decoder(config, rngs=nnx.Rngs(0))
+        >>> scorer = models.Scorer(models.ScorerConfig.of(config), rngs=nnx.Rngs(0))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     models.save_scorer(folder, scorer, model, "a small one")
+        ...     models.load_scorer(folder, model).config == scorer.config
+        True
+    """
+    parameters = {own: getattr(scorer, own)[...] for own in parameter_shapes(scorer.config)}
+    trained.save(KIND, folder, scorer.config, parameters, model, name)
+
+
+def load_scorer(folder: str | Path, model: Decoder) -> Scorer:
+    """Read the scorer of a model.
+
+    Args:
+        folder: a folder that ``python -m train.scorer`` or :func:`save_scorer` wrote.
+        model: the model that the scorer is for, in any dtype.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        ValueError: the scorer is of another model (the message names what differs), or a file is damaged.
+
+    Example:
+        >>> from flax import nnx
+        >>> import models
+        >>> config = models.Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2)
+        >>> models.load_scorer("no/such/folder", models.Decoder(config, rngs=nnx.Rngs(0)))
+        Traceback (most recent call last):
+        ...
+        FileNotFoundError: no/such/folder has no scorer.json; give a folder that models.save_scorer wrote.
+    """
+    return Scorer(*trained.load(KIND, folder, model))
+
+
+KIND = trained.Kind("scorer", "scorer", ScorerConfig, parameter_shapes)
+
+
+def _random(rngs: nnx.Rngs, name: str, shape: tuple[int, ...]) -> Array:
+    if name.endswith("bias"):
+        return jnp.zeros(shape, jnp.float32)
+    return jax.random.normal(rngs.params(), shape, jnp.float32) / math.sqrt(shape[1])

@@ -1,0 +1,138 @@
+"""Makes tests/models/kvpress/kvzip.npz and tests/models/golden/smollm2/kvzip.npz: the scores of kvpress' KVzipPress.
+
+Run in make_kvpress.py's environment with gguf installed beside kvpress, from the repository's root:
+
+    python -m tests.models.make_kvzip          the first file, for the tiny random Llama in tests/models/kvpress
+    python -m tests.models.make_kvzip FILE     the second one; FILE is what `python -m models.get smollm2` fetched
+
+Each file gets
+
+    versions, tokens [T], first, following, suffix: the token ids that ask the model to repeat
+    scores                 float32 [L, K, T] (in half precision for SmolLM2), before sinks are raised above all others
+    model/KEPT, layer/KEPT which positions stay when KEPT tokens a head are asked for and the heads of all layers, or
+                           those of one layer, compete: the bits of a bool [L, K, T], eight a byte along T
+
+The press reads a tokenizer from the model's folder; here it gets one without a chat template, so that the whole context
+is repeated: of a chat's prompt kvpress leaves out the template's first tokens.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.models.make_kvpress import FOLDER
+from tests.models.make_smollm2_kept import GOLDEN
+
+TINY, REAL = FOLDER / "kvzip.npz", GOLDEN.with_name("kvzip.npz")
+SINKS = 4
+CHUNK = {TINY: 45, REAL: 150}  # three parts of 120 and of 400 tokens
+KEPT = {TINY: (40, 64), REAL: (100, 200)}
+WORDS = {
+    "\n\nRepeat the previous context exactly.": [3, 5, 7],
+    "\n\nRepeat the part of the previous context exactly, starting with": [11, 13],
+    "\n": [17],
+    "": [],
+}
+
+
+class Words:
+    """A tokenizer that knows the words of KVzipPress alone."""
+
+    chat_template = None
+
+    def encode(self, text: str, add_special_tokens: bool = False, return_tensors: str | None = None) -> Any:
+        import torch
+
+        ids = WORDS[text]
+        return torch.tensor([ids], dtype=torch.long) if return_tensors == "pt" else ids
+
+
+def press_of(tokenizer: Any, **settings: Any) -> Any:
+    """The press, which takes this tokenizer; its last scores are in ``scored``."""
+    from kvpress.presses import kvzip_press
+
+    class Loader:
+        @staticmethod
+        def from_pretrained(*_: Any, **__: Any) -> Any:
+            return tokenizer
+
+    kvzip_press.AutoTokenizer = Loader
+    press = kvzip_press.KVzipPress(n_sink=SINKS, **settings)
+    compress = press.compress_post
+
+    def compress_post(model: Any) -> None:
+        press.scored = press.score_val[:, 0].float().numpy().copy()
+        compress(model)
+
+    press.compress_post = compress_post
+    return press
+
+
+def run(model: Any, tokens: Any, tokenizer: Any, kept: int, layerwise: bool, chunk: int) -> tuple[Any, Any]:
+    """Return the positions that stay and the scores, both [L, K, T]."""
+    import torch
+    import transformers
+
+    T = tokens.shape[1]
+    ratio = (T - kept + 1e-7) / T
+    press = press_of(tokenizer, compression_ratio=ratio, layerwise=layerwise, chunk_size=chunk)
+    for layer in model.model.layers:
+        layer.self_attn.masked_key_indices = None
+    with torch.no_grad(), press(model):
+        model.model(input_ids=tokens, past_key_values=transformers.DynamicCache())
+    mask = np.ones_like(press.scored, bool)
+    for index, layer in enumerate(model.model.layers):
+        _, heads, positions = layer.self_attn.masked_key_indices
+        mask[index, heads, positions] = False
+        layer.self_attn.masked_key_indices = None
+    assert mask.sum() == kept * mask.shape[0] * mask.shape[1]
+    return mask, press.scored
+
+
+def write(file: Path, model: Any, tokens: Any, tokenizer: Any, dtype: str) -> None:
+    words = {
+        name: np.array(tokenizer.encode(text, add_special_tokens=False), np.int32)
+        for name, text in zip(("first", "following", "suffix"), WORDS, strict=False)
+    }
+    versions = [f"{name} {version(name).split('+')[0]}" for name in ("kvpress", "transformers", "torch")]
+    arrays = {"versions": np.array(versions), "tokens": tokens[0].numpy().astype(np.int32), **words}
+    for kept in KEPT[file]:
+        for scope in ("model", "layer"):
+            mask, scores = run(model, tokens, tokenizer, kept, scope == "layer", CHUNK[file])
+            arrays[f"{scope}/{kept}"] = np.packbits(mask, axis=-1)
+            arrays["scores"] = scores.astype(dtype)
+            print(file.name, scope, kept, flush=True)
+    np.savez_compressed(file, **arrays)
+
+
+def main(arguments: list[str]) -> None:
+    import torch
+    import transformers
+
+    torch.set_num_threads(1)
+    transformers.utils.logging.disable_progress_bar()
+    if not arguments:
+        model = transformers.AutoModelForCausalLM.from_pretrained(FOLDER, attn_implementation="sdpa").eval()
+        with np.load(FOLDER / "kept.npz") as fixture:
+            tokens = torch.tensor(fixture["tokens"])[None].long()
+        write(TINY, model, tokens, Words(), "float32")
+        return
+    file = Path(arguments[0])
+    place: dict[str, Any] = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+    tokenizer = transformers.AutoTokenizer.from_pretrained(**place)
+    tokenizer.chat_template = None
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        **place, dtype=torch.float32, attn_implementation="sdpa"
+    ).eval()
+    with np.load(GOLDEN) as golden:
+        tokens = torch.tensor(golden["tokens"])[None].long()
+    write(REAL, model, tokens, tokenizer, "float16")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,171 @@
+"""Continuous batching: whatever comes and goes beside it, a request gets the tokens that it gets alone."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+import models
+from models import batching, by_layer, engine
+
+V = 64
+CONFIG = models.Config(V, 32, 48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, max_positions=96)
+SETTINGS = {
+    "a window": dict(policy="snapkv(window=4)+caote", budget=16, block=8),
+    "every step": dict(policy="h2o+caote", budget=12, block=8),
+    "pages": dict(policy="h2o@model", budget=12, block=8, page_size=4),
+    "once": dict(policy="snapkv(window=4)", budget=12, block=8, when="published"),
+    "a ratio": dict(policy="h2o", budget=0.5, block=8, longest_prompt=48),
+    "everything": dict(block=8, longest_prompt=48),
+}
+
+
+@functools.cache
+def decoder() -> models.Decoder:
+    return models.Decoder(CONFIG, rngs=nnx.Rngs(0))
+
+
+def requests(count: int, seed: int) -> list[tuple[np.ndarray, dict]]:
+    rng = np.random.default_rng(seed)
+    made = []
+    for _ in range(count):
+        sampling = dict(max_new_tokens=int(rng.integers(1, 16)), end=tuple(rng.integers(0, V, 2).tolist()))
+        if rng.random() < 0.3:
+            sampling |= dict(temperature=1.5, top_k=5, key=jax.random.key(int(rng.integers(1000))))
+        made.append((rng.integers(0, V, rng.integers(1, 41)), sampling))
+    return made
+
+
+def alone(prompt: np.ndarray, sampling: dict, **settings) -> list[int]:
+    settings = {name: value for name, value in settings.items() if name != "longest_prompt"}
+    return [int(token[0]) for token, _ in models.stream(decoder(), [prompt], **settings, **sampling)]
+
+
+def served(arrivals: list[tuple[np.ndarray, dict]], seed: int, rows: int = 3, **settings) -> list[list[int]]:
+    """Submit at random moments, and collect each request's tokens."""
+    rng, batch = np.random.default_rng(seed), models.Engine(decoder(), rows=rows, max_new_tokens=16, **settings)
+    waiting, answers, ended = list(arrivals), {}, set()
+    while waiting or not batch.idle:
+        while waiting and rng.random() < 0.3:
+            prompt, sampling = waiting.pop(0)
+            answers[batch.submit(prompt, **sampling)] = []
+        for made in batch.step():
+            assert made.handle not in ended
+            answers[made.handle].append(made.token)
+            if made.ended:
+                ended.add(made.handle)
+    assert ended == set(answers)
+    return [answers[handle] for handle in sorted(answers)]
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_each_answer_is_the_one_that_its_prompt_gets_alone(name):
+    arrivals = requests({"a window": 100, "pages": 60}.get(name, 10), seed=len(name))  # 200 in all
+    expected = [alone(prompt, sampling, **SETTINGS[name]) for prompt, sampling in arrivals]
+    assert served(arrivals, 1, **SETTINGS[name]) == expected
+
+
+def test_large_layers_give_the_same_answers(monkeypatch):
+    arrivals = requests(12, seed=3)
+    expected = [alone(prompt, sampling, **SETTINGS["a window"]) for prompt, sampling in arrivals]
+    monkeypatch.setattr(by_layer, "LARGE_LAYER", 0)
+    assert served(arrivals, 1, **SETTINGS["a window"]) == expected
+
+
+def test_nobody_waits_longer_than_a_block():
+    batch = models.Engine(decoder(), rows=2, **SETTINGS["every step"])
+    first = batch.submit(range(9), max_new_tokens=30, end=())
+    while not any(made.handle == first for made in batch.step()):
+        pass
+    batch.submit(range(40), max_new_tokens=4, end=())
+    for _ in range(5):  # the blocks of the second prompt
+        assert [made.token for made in batch.step() if made.handle == first]
+
+
+def test_cancelling_frees_a_row_and_leaves_the_others_alone():
+    arrivals = [(prompt, dict(max_new_tokens=12, end=())) for prompt, _ in requests(6, seed=5)]
+    batch = models.Engine(decoder(), rows=2, **SETTINGS["pages"])
+    handles = [batch.submit(prompt, **sampling) for prompt, sampling in arrivals]
+    answers = {handle: [] for handle in handles}
+    for number, made in enumerate(batch.run()):
+        answers[made.handle].append(made.token)
+        if number == 8:
+            batch.cancel(handles[0])  # in a row
+            batch.cancel(handles[-1])  # waiting
+            batch.cancel(99)
+    for handle, (prompt, sampling) in list(zip(handles, arrivals, strict=True))[1:-1]:
+        assert answers[handle] == alone(prompt, sampling, **SETTINGS["pages"])
+    assert len(answers[handles[0]]) < 12 and answers[handles[-1]] == []
+    assert batch.idle and int(batch.cache.num_live.sum()) == 0
+
+
+def test_a_loop_that_was_left_goes_on_where_it_was_and_a_cancelled_request_is_silent():
+    batch = models.Engine(decoder(), rows=3, **SETTINGS["every step"])
+    handles = [batch.submit(range(9), max_new_tokens=8, end=()) for _ in range(3)]
+    made = []
+    while not batch.idle:
+        for token in batch.run():
+            made.append(token.handle)
+            if made.count(handles[2]) == 3:
+                batch.cancel(handles[2])
+            break
+    assert [made.count(handle) for handle in handles] == [8, 8, 3]
+
+
+def test_an_answer_may_be_longer_than_the_model_has_positions_under_a_budget():
+    batch = models.Engine(decoder(), rows=1, policy="h2o", budget=8, block=8, max_new_tokens=CONFIG.max_positions + 9)
+    batch.submit(range(9), max_new_tokens=3, end=())
+    assert len(list(batch.run())) == 3
+
+
+def test_rows_below_a_threshold_keep_what_they_keep_alone():
+    settings = dict(policy="tova(heads='group')@threshold(least=0.02)", budget=16, block=8)
+    arrivals = requests(8, seed=4)
+    assert served(arrivals, 2, **settings) == [alone(prompt, sampling, **settings) for prompt, sampling in arrivals]
+
+
+def test_what_comes_and_goes_compiles_nothing_new():
+    settings = SETTINGS["every step"]
+    served(requests(4, seed=7), 1, **settings)
+    programs = engine.block_step, batching._join, batching._leave
+    before = [program._cache_size() for program in programs]
+    served(requests(12, seed=8), 2, **settings)
+    assert [program._cache_size() for program in programs] == before
+
+
+def test_memory_does_not_depend_on_what_is_served():
+    batch = models.Engine(decoder(), rows=2, **SETTINGS["a window"])
+    before = batch.cache.nbytes
+    batch.submit(np.arange(90) % V, max_new_tokens=4)
+    assert [batch.cache.nbytes for _ in batch.run()][-1] == before
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("engine_arguments", "arguments", "message"),
+    [
+        (dict(rows=0), {}, "rows is 0; the batch has at least 1 row"),
+        (dict(policy="h2o"), {}, "'h2o' needs a budget"),
+        (dict(longest_prompt=0), {}, "longest_prompt is 0; "),
+        (dict(max_new_tokens=0), {}, "max_new_tokens is 0; "),
+        (dict(policy="butler", budget=8), {}, "needs a predictor"),
+        (dict(longest_prompt=20), dict(tokens=range(21)), "longest_prompt 21, but the engine's rows are for 20"),
+        (dict(max_new_tokens=4), dict(tokens=[1], max_new_tokens=5), "max_new_tokens 5, but the engine's rows are"),
+        ({}, dict(tokens=[]), "the prompt is empty"),
+        ({}, dict(tokens=[V]), "outside the vocabulary"),
+        ({}, dict(tokens=[1], temperature=1.0), "no key was given"),
+        ({}, dict(tokens=[1], max_new_tokens=0), "ask for at least 1"),
+        ({}, dict(tokens=[1.5]), "integer"),
+        (dict(policy="snapkv(window=4)", budget=0.5), dict(tokens=range(5)), "always keeps"),
+        (dict(policy="snapkv(window=4)@threshold(least=0.1)", budget=16), {}, "requests join at different steps"),
+        (dict(policy="h2o", budget=600), dict(tokens=[1] * 700), "longest_prompt 700, but the engine's rows are"),
+    ],
+)
+def test_bad_input_ends_in_a_sentence(engine_arguments, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        batch = models.Engine(decoder(), **dict(rows=1) | engine_arguments)
+        batch.submit(**arguments)

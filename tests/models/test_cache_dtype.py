@@ -1,0 +1,119 @@
+"""Runs whose caches have another dtype than the model: the tokens, the bytes, what goes on from them."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import models
+from models.layer_caches import LayerCaches
+from models.parameters import SHARDING
+from tests.models import reference
+
+CONFIG = models.Config(64, 32, 48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8)
+WEIGHTS = reference.parameters(CONFIG)
+PROMPT = (np.arange(40)[None] * 7 + np.arange(2)[:, None] * 5) % 64
+SETTINGS = dict(policy="h2o+caote", budget=16, block=8)
+
+
+@functools.cache
+def decoder():
+    return reference.decoder(CONFIG, WEIGHTS)
+
+
+@functools.cache
+def prefilled(dtype: str | None):
+    return models.prefill(decoder(), PROMPT, cache_dtype=dtype, **SETTINGS)
+
+
+def test_int8_takes_a_quarter_of_float32_and_changes_the_logits_little():
+    eight, floats = prefilled("int8"), prefilled(None)
+    assert eight.cache.key.dtype == "int8" and floats.cache.key.dtype == "float32"
+    assert (
+        4 * (eight.cache.key.nbytes + eight.cache.value.nbytes) == floats.cache.key.nbytes + floats.cache.value.nbytes
+    )
+    change = np.abs(np.asarray(eight.logits) - floats.logits).max()
+    assert 0 < change < 0.05 * np.ptp(floats.logits)
+
+
+def test_where_weights_are_traced_the_same_rows_are_kept_as_floats_and_a_derivative_passes():
+    weights = jax.tree.map(lambda x: x, decoder())
+
+    def first_logit(model):
+        cache, logits = models.prefill(model, PROMPT, cache_dtype="int8", **SETTINGS)
+        return logits.sum(), (cache, logits)
+
+    (_, (cache, logits)), slope = jax.value_and_grad(first_logit, has_aux=True)(weights)
+    assert cache.key.dtype == "float32" and cache.key_scale is None
+    np.testing.assert_allclose(logits, prefilled("int8").logits, rtol=1e-4, atol=1e-4)
+    np.testing.assert_array_equal(cache.position, prefilled("int8").cache.position)
+    of_key, of_value = (np.asarray(slope.layers.arrays()[name]) for name in ("key", "value"))
+    assert all(np.isfinite(x).all() and (x != 0).any() for x in (of_key, of_value))
+
+
+def test_a_conversation_keeps_the_dtype_of_its_cache():
+    cache, turn = prefilled("int8").cache, PROMPT[:, :4]
+    again = models.prefill(decoder(), turn, cache=cache, **SETTINGS)
+    assert again.cache.key.dtype == "int8" and again.cache.next_position.tolist() == [44, 44]
+    with pytest.raises(
+        ValueError, match="the cache is of int8, but cache_dtype is 'bfloat16': a cache keeps its dtype"
+    ):
+        models.prefill(decoder(), turn, cache=cache, cache_dtype="bfloat16", **SETTINGS)
+    with pytest.raises(ValueError, match=r"the weights are traced .* but a cache of int8 passes no derivative on"):
+        jax.grad(lambda model: models.prefill(model, turn, cache=cache, **SETTINGS).logits.sum())(decoder())
+
+
+def test_an_unknown_dtype_is_refused():
+    with pytest.raises(ValueError, match="dtype is 'int4'; keys and values are floats, such as 'bfloat16', or 'int8'"):
+        models.prefill(decoder(), PROMPT, cache_dtype="int4", **SETTINGS)
+
+
+def test_policies_that_share_a_prompt_get_what_each_gets_alone():
+    asked = ["h2o", "key_norm"]
+    given = dict(budget=16, block=8, when="prompt", cache_dtype="int8")
+    each = models.prefill_each(decoder(), PROMPT, policies=asked, **given)
+    for policy, (cache, logits) in zip(asked, each, strict=True):
+        alone = models.prefill(decoder(), PROMPT, policy=policy, **given)
+        np.testing.assert_allclose(logits, alone.logits, rtol=1e-4, atol=1e-5)
+        np.testing.assert_array_equal(cache.position, alone.cache.position)
+        assert cache.key.dtype == "int8"
+
+
+def test_a_stream_by_layers_takes_the_tokens_of_one_program(run_by_layer):
+    settings = SETTINGS | dict(cache_dtype="int8", max_new_tokens=4, end=())
+    run_by_layer(False)
+    whole = models.generate(decoder(), PROMPT, **settings)
+    run_by_layer()
+    steps = list(models.stream(decoder(), PROMPT, **settings))
+    np.testing.assert_array_equal(np.stack([token for token, _ in steps], axis=1), whole.tokens)
+    cache = steps[-1][1]
+    assert isinstance(cache, LayerCaches) and cache.key_scale.shape == cache.position.shape
+    stacked = models.stacked(cache)
+    assert stacked.key.dtype == "int8" and stacked.nbytes == whole.cache.nbytes
+    np.testing.assert_array_equal(np.sort(stacked.position), np.sort(whole.cache.position))
+    np.testing.assert_array_equal(cache.value_scale, stacked.value_scale)
+
+
+@pytest.mark.parametrize("when", ["block", "prompt"])
+def test_heads_that_compete_keep_rows_of_eight_bits_in_pages(when):
+    settings = dict(policy="key_norm@layer", budget=16, block=8, page_size=4, when=when)
+    eight = models.prefill(decoder(), PROMPT, cache_dtype="int8", **settings)
+    floats = models.prefill(decoder(), PROMPT, **settings)
+    assert eight.cache.key.dtype == "int8" and eight.cache.key_scale.shape == eight.cache.position.shape
+    assert int(eight.cache.num_live.sum()) == int(floats.cache.num_live.sum()) == 2 * 2 * 2 * 16
+    assert np.abs(np.asarray(eight.logits) - floats.logits).max() < 0.05 * np.ptp(floats.logits)
+
+
+@pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices; conftest.py forces them on a CPU")
+def test_a_mesh_splits_scales_as_it_splits_rows():
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "tensor"))
+    weights = {name: jax.device_put(x, NamedSharding(mesh, SHARDING[name])) for name, x in WEIGHTS.items()}
+    many = models.prefill(models.Decoder(CONFIG, weights), PROMPT, cache_dtype="int8", **SETTINGS)
+    np.testing.assert_array_equal(np.sort(many.cache.position), np.sort(prefilled("int8").cache.position))
+    np.testing.assert_allclose(many.logits, prefilled("int8").logits, rtol=1e-4, atol=1e-4)
+    assert many.cache.key_scale.sharding.spec == PartitionSpec(None, "data", "tensor")
+    assert many.cache.key_scale.addressable_shards[0].data.shape == (2, 1, 1, 24)

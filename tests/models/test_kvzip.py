@@ -1,0 +1,201 @@
+"""KVzip: scores and kept tokens are kvpress's (files: make_kvzip.py), in any blocks, batch, layout and second turn."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import kvjax
+import models
+from models import engine, get, repeating
+from models.by_layer import LayerSteps
+from models.plan import moments
+from tests.models.make_kvpress import FOLDER
+from tests.models.make_kvzip import CHUNK, KEPT, REAL, TINY
+
+CONFIG = models.Config(64, 32, 48, num_layers=2, num_heads=4, num_kv_heads=2, max_positions=256)
+
+
+# KVzip compares the scores of layers as they are, and a head may hold any number of tokens.
+COMPETE = {"model": "kvzip@model(normalise=False,cap=None)", "layer": "kvzip@layer(cap=None)"}
+
+
+@functools.cache
+def fixture(file=TINY):
+    with np.load(file) as arrays:
+        return dict(arrays)
+
+
+@functools.cache
+def kvpress_model():
+    return models.load(FOLDER)[0]
+
+
+@functools.cache
+def small():
+    return models.Decoder(CONFIG, rngs=nnx.Rngs(1))
+
+
+def asking(name, file=TINY):
+    """The policy with the fixture's chunks and words."""
+    words = (tuple(fixture(file)[part].tolist()) for part in ("first", "following", "suffix"))
+    name = name.replace("kvzip", f"kvzip(chunk={CHUNK[file]})")
+    return repeating._asking(kvjax.parse(name), kvjax.RepeatPrompt(*words))
+
+
+def in_order(cache, array, T, nothing):
+    """An array of the slots [L, B, K, S] as [L, B, K, T], by position."""
+    position = np.stack([np.asarray(cache.layer(layer).position) for layer in range(cache.heads_shape[0])])
+    out = np.full((*position.shape[:-1], T + 1), nothing, array.dtype)
+    np.put_along_axis(out, position, array, axis=-1)  # a free slot's -1 is the last, which is cut off
+    return out[..., :T]
+
+
+def slots_of(cache, part):
+    return np.stack([np.asarray(part(cache.layer(layer))) for layer in range(cache.heads_shape[0])])
+
+
+def kept(cache, T):
+    return in_order(cache, np.ones_like(slots_of(cache, lambda own: own.position), bool), T, False)
+
+
+@pytest.mark.parametrize("block", [16, 128])
+def test_scores_are_those_of_kvpress(block):
+    tokens = fixture()["tokens"][None]
+    cache, _ = models.prefill(kvpress_model(), tokens, policy=asking("kvzip"), budget=1.0, block=block)
+    scores = in_order(cache, np.asarray(cache.state), tokens.shape[1], np.nan)[:, 0]
+    np.testing.assert_allclose(scores, fixture()["scores"], rtol=2e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("scope", COMPETE)
+def test_kept_tokens_are_those_of_kvpress(scope):
+    tokens = fixture()["tokens"][None]
+    for budget in KEPT[TINY]:
+        cache, _ = models.prefill(kvpress_model(), tokens, policy=asking(COMPETE[scope]), budget=budget, block=48)
+        expected = np.unpackbits(fixture()[f"{scope}/{budget}"], axis=-1, count=tokens.shape[1]).astype(bool)
+        np.testing.assert_array_equal(kept(cache, tokens.shape[1])[:, 0], expected)
+
+
+TOKENS = np.random.default_rng(0).integers(0, 64, (2, 40))
+LENGTHS = np.array([40, 23])
+ASKING = repeating._asking(
+    kvjax.parse("kvzip(chunk=16)+caote@model"), kvjax.RepeatPrompt((1, 2), (3,), (4,), overlap=2)
+)
+RUN = dict(policy=ASKING, budget=10, block=8, question=3)
+
+
+def test_a_row_keeps_the_same_alone_and_in_a_batch():
+    together = kept(models.prefill(small(), TOKENS, LENGTHS, **RUN).cache, 40)
+    alone, _ = models.prefill(small(), TOKENS[1:, :23], **RUN)
+    np.testing.assert_array_equal(kept(alone, 40)[:, 0], together[:, 1])
+    assert alone.next_position.tolist() == [23]
+
+
+def test_nothing_but_the_chosen_tokens_is_left():
+    # With all kept, the copies have left no trace: the cache and the logits are those of a run without a policy.
+    all_of_it = dict(policy=dataclasses.replace(ASKING, allocation=kvjax.allocation.UNIFORM), budget=1.0, block=8)
+    cache, logits = models.prefill(small(), TOKENS, LENGTHS, **all_of_it)
+    full, expected = models.prefill(small(), TOKENS, LENGTHS, block=8)
+    np.testing.assert_allclose(logits, expected, atol=1e-6)
+    for what in ("key", "value"):
+        ours, theirs = (in_order_rows(c, getattr(c, what)) for c in (cache, full))
+        np.testing.assert_allclose(ours, theirs, atol=1e-6)
+
+
+def in_order_rows(cache, rows):
+    order = np.argsort(np.where(cache.position < 0, 99, cache.position), axis=-1)[..., :23]
+    return np.take_along_axis(np.asarray(rows), order[..., None], axis=-2)
+
+
+@pytest.mark.parametrize("steps", [engine.ProgramSteps, LayerSteps])
+def test_one_program_and_single_steps_agree(steps):
+    given = engine.check_prompt(small(), TOKENS, LENGTHS, 3)
+    run, prompt = engine.prepare(small(), given, engine.Options(ASKING, 10, 8), None, None, None)
+    state, _ = engine._fed(run, steps(run), prompt, None)
+    expected, _ = models.prefill(small(), TOKENS, LENGTHS, **RUN)
+    np.testing.assert_array_equal(kept(state.cache, 40), kept(expected, 40))
+    assert state.cache.next_position.tolist() == LENGTHS.tolist()
+
+
+@pytest.mark.parametrize("policy", ["kvzip(chunk=16)", "kvzip(chunk=16)@model"])
+def test_a_second_turn_repeats_its_own_tokens(policy):
+    settings = dict(policy=policy, budget=30, block=8)
+    first, _ = models.prefill(small(), TOKENS[:, :24], **settings)
+    before = in_order(first, slots_of(first, lambda own: own.state), 40, 0)
+    cache, _ = models.prefill(small(), TOKENS[:, 24:], cache=first, **settings)
+    after = in_order(cache, slots_of(cache, lambda own: own.state), 40, 0)
+    held = kept(cache, 40)
+    assert cache.next_position.tolist() == [40, 40] and (held.sum((0, 2, 3)) == 2 * 2 * 30).all()
+    np.testing.assert_array_equal(after[..., :24], np.where(held, before, 0)[..., :24])
+    assert (after[held] > 0).all() and held[..., 24:].any()
+
+
+def test_cake_cannot_measure_a_repeated_prompt():
+    with pytest.raises(ValueError, match=r"'kvzip@cake': 'cake' measures the attention of the text's last queries"):
+        kvjax.parse("kvzip@cake")
+
+
+def test_it_evicts_once_after_the_prompt_whatever_is_asked():
+    for when in ("block", "prompt", "published"):
+        assert moments(kvjax.parse("kvzip"), when, None) == ("prompt", 0)
+    assert moments(kvjax.parse("kvzip"), "block", 1) == ("prompt", 1)
+
+
+def test_the_words_are_asked_for_by_the_tokenizer():
+    _, tokenizer = models.load("retriever")
+    policy = models.with_repeat_prompt("kvzip+caote", tokenizer)
+    assert policy is models.with_repeat_prompt("kvzip+caote", tokenizer)
+    ask = policy.needs.reconstruction.prompt
+    assert tokenizer.decode(ask.following) == repeating.FOLLOWING and tokenizer.decode(ask.suffix) == "\n"
+    chat = "{% for m in messages %}<u>{{ m.content }}</u>{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+    speaks = models.Tokenizer(tokenizer.backend, tokenizer.special_tokens, chat)
+    ask = models.with_repeat_prompt("kvzip", speaks).needs.reconstruction.prompt
+    assert tokenizer.decode(ask.suffix) == "</u><a>"
+    assert models.with_repeat_prompt("h2o", tokenizer) is kvjax.parse("h2o")
+
+
+def test_parts_of_the_prompt_and_what_asks_for_them():
+    given = engine.check_prompt(small(), TOKENS, LENGTHS, 3)
+    blocks = engine.repeats_of(given, ASKING.needs.reconstruction, 8, exact=True)
+    assert blocks.tokens.shape == (9, 2, 8)  # three parts of at most 20 tokens, in three blocks each
+    assert blocks.parts[::3, 0].tolist() == [[0, 16, 37], [16, 32, 37], [32, 37, 37]]
+    assert blocks.parts[::3, 1].tolist() == [[0, 0, 20], [0, 16, 20], [16, 20, 20]]  # a row of two parts is late
+    second = blocks.tokens[3:6, 0].ravel()
+    assert second[-20:].tolist() == [3, *TOKENS[0, 14:16], 4, *TOKENS[0, 16:32]]
+    assert blocks.positions[3:6, 0].ravel().tolist() == [-1] * 4 + list(range(37, 57))
+
+
+@pytest.mark.smollm2
+@pytest.mark.parametrize("scope", COMPETE)
+def test_a_real_text_is_scored_as_by_kvpress(scope):
+    try:
+        get.find("smollm2")
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+    model, tokenizer = models.load("smollm2", dtype="float32")
+    tokenizer = models.Tokenizer(tokenizer.backend, tokenizer.special_tokens)  # without a chat template, as there
+    golden, budget = fixture(REAL), KEPT[REAL][0]
+    policy = models.with_repeat_prompt(COMPETE[scope].replace("kvzip", f"kvzip(chunk={CHUNK[REAL]})"), tokenizer)
+    assert policy is asking(COMPETE[scope], REAL)  # the same words
+    T = len(golden["tokens"])
+    cache, _ = models.prefill(model, golden["tokens"][None], policy=policy, budget=budget)
+    expected = np.unpackbits(golden[f"{scope}/{budget}"], axis=-1, count=T).astype(bool)
+    found = kept(cache, T)[:, 0]
+    assert found.sum() == expected.sum()
+    assert (found & expected).sum() / expected.sum() > 0.99
+    scores = in_order(cache, slots_of(cache, lambda own: own.state), T, np.nan)[:, 0]
+    both = found & expected  # a paged cache keeps the scores of the tokens that stayed
+    np.testing.assert_allclose(scores[both], golden["scores"][both].astype(np.float32), rtol=2e-2, atol=1e-4)
+
+
+def test_a_rewound_cache_has_its_slots_back():
+    cache = kvjax.KVCache.init(batch=2, kv_heads=1, slots=4, head_dim=2, layers=1)
+    rows = jnp.ones((2, 3, 1, 2))
+    cache = kvjax.insert(cache, rows, rows, layer=0)
+    cache = kvjax.rewind(cache, jnp.array([1, 9]))
+    assert cache.position.tolist() == [[[[0, -1, -1, -1]], [[0, 1, 2, -1]]]] and cache.next_position.tolist() == [1, 3]
