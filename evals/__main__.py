@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from types import ModuleType
+from typing import Any
 
 from models import commands
 
@@ -11,6 +13,7 @@ with commands.extra("eval", "evals"):
         booksum,
         choices,
         coref,
+        evaluations,
         fidelity,
         harness,
         infinitebench,
@@ -53,6 +56,8 @@ KNOWN: dict[str, ModuleType | None] = {
     "view": view,
 }
 EVALUATIONS = {name: module for name, module in KNOWN.items() if module is not None}
+for name, module in EVALUATIONS.items():
+    evaluations.register(name, module)
 EXAMPLES = """examples:
   python -m evals needle --policies full,snapkv,snapkv+caote --budgets 256,512 --json out.json --plot out.png
   python -m evals ruler --lengths 1024 --policies full,snapkv+caote --budgets 0.25 --when prompt --out runs/ruler
@@ -65,22 +70,35 @@ def main(arguments: list[str] | None = None) -> int:
     flags = commands.parser(
         "kvjax-eval", "evals", description="Evaluations of models under a KV budget.", examples=EXAMPLES
     )
+    commands.add_import_flag(flags)
     commands.add_cache_flag(flags)
+    early = commands.Parser(prog=flags.prog, add_help=False, allow_abbrev=False)
+    commands.add_import_flag(early)
+    early.parse_known_args(arguments)  # before the subcommands are known: a module may register one
     names = flags.add_subparsers(dest="name", required=True, metavar="NAME")
-    for name, module in EVALUATIONS.items():
+    words = sys.argv[1:] if arguments is None else arguments
+    known = evaluations.EVALUATIONS
+    for name in dict.fromkeys([*EVALUATIONS, *known.names()]):
+        if name not in known and name not in words:  # an installed package's, which is not imported for its help
+            names.add_parser(name, help=f"From {known.package(name)}.")
+            continue
+        try:
+            module: Any = known.find(name)
+        except (ValueError, ImportError) as error:
+            flags.error(commands.sentence(error).rstrip("."))
         summary = str(module.__doc__).splitlines()[0]
-        module.add_flags(
-            names.add_parser(
-                name,
-                help=summary,
-                description=summary,
-                epilog=commands.epilog(module.EXAMPLES.replace("python -m evals", flags.prog)),
-                formatter_class=flags.formatter_class,
-            )
+        made = names.add_parser(
+            name,
+            help=summary,
+            description=summary,
+            epilog=commands.epilog(module.EXAMPLES.replace("python -m evals", flags.prog)),
+            formatter_class=flags.formatter_class,
         )
+        module.add_flags(made)
+        commands.add_import_flag(made)
     parsed = flags.parse_args(arguments)
     commands.keep_compiled(vars(parsed).pop("compilation_cache"))
-    return commands.run(lambda: EVALUATIONS[parsed.name].command(parsed), f"evals {parsed.name}")
+    return commands.run(lambda: known[parsed.name].command(parsed), f"evals {parsed.name}")
 
 
 if __name__ == "__main__":

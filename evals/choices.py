@@ -219,6 +219,7 @@ def answer(
     batch: int = 8,
     rows: Sequence[int] | None = None,
     on_row: Callable[[Setting, int, dict[str, Any]], None] | None = None,
+    aids: evaluator.Aids = evaluator.NO_AIDS,
 ) -> list[list[dict[str, Any]]]:
     """Choose for each sample under settings of one question and moment; those that evict once share a prompt.
 
@@ -228,6 +229,7 @@ def answer(
         block, batch: see :func:`evals.loglikelihood.endings`.
         rows: the indices of the samples to answer, all by default.
         on_row: called with a setting, a sample's number and its record as soon as it is answered.
+        aids: see :func:`evals.evaluator.answers`.
 
     Returns:
         For each setting one record per sample: the ``score`` (1 where the right choice is the likeliest), the index
@@ -270,7 +272,9 @@ def answer(
         [sample.tokens for sample in given],
         [sample.choices for sample in given],
         [len(sample.tokens) - sample.context_end for sample in given] if unknown else None,
-        policies=[(setting.policy, setting.budget) for setting in settings],
+        policies=[(aids.policy(setting), setting.budget) for setting in settings],
+        scorer=aids.scorer,
+        cache_dtype=settings[0].cache_dtype,
         block=block,
         when=settings[0].when,
         batch=batch,
@@ -309,23 +313,26 @@ def command(flags: argparse.Namespace) -> None:
     store = results.Results(flags.out, flags.name, evaluator.used(flags), evaluator.written(flags))
     store.check()
     model, tokenizer = evaluator.load(flags)
+    aids = evaluator.Aids(tokenizer, evaluator.load_scorer(flags, model))
     groups = {
         (task, length): [draw(task, i, corpus, tokenizer, length, seed=flags.seed) for i in range(flags.samples)]
         for task, length in itertools.product(tasks, lengths)
     }
     for samples, setting in itertools.product(groups.values(), settings):
         most = max(len(choice) for sample in samples for choice in sample.choices)
-        evaluator.check_answers(model, samples, setting, new_tokens=most, block=flags.block, batch=flags.batch)
+        evaluator.check_answers(
+            model, samples, setting, new_tokens=most, block=flags.block, batch=flags.batch, aids=aids
+        )
     with store:
         labels = {"evaluation": flags.name, "model": flags.model}
-        fingerprints = evaluator.made_of(model, tokenizer) | {"text": texts.digest(text)}
+        fingerprints = evaluator.made_of(model, tokenizer, scorer=aids.scorer) | {"text": texts.digest(text)}
         store.check_made_of(labels, fingerprints)
         total = flags.samples * len(groups) * len(settings)
         with commands.progress_bar("sample", total=total) as progress:
             for ((task, length), samples), together in itertools.product(groups.items(), _of_one_moment(settings)):
                 progress.set_description(f"{task}, {length}, {together[0].title()}")
                 about = {**labels, "task": task, "length": length}
-                _fill(store, model, samples, together, about, flags, progress)
+                _fill(store, model, aids, samples, together, about, flags, progress)
             progress.set_description("done")
         evaluator.tell(flags, store, fingerprints, title=TITLE, notes=["by chance: 0.25, of section 0.50"])
 
@@ -342,6 +349,7 @@ def _of_one_moment(settings: Sequence[Setting]) -> list[list[Setting]]:
 def _fill(
     store: results.Results,
     model: models.Decoder,
+    aids: evaluator.Aids,
     samples: Sequence[Sample],
     settings: Sequence[Setting],
     about: dict[str, Any],
@@ -363,7 +371,7 @@ def _fill(
     asked = [setting for setting, rows in missing.items() if rows]
     rows = sorted(set().union(*missing.values()))
     if asked:
-        answer(model, samples, asked, block=flags.block, batch=flags.batch, rows=rows, on_row=add)
+        answer(model, samples, asked, block=flags.block, batch=flags.batch, rows=rows, on_row=add, aids=aids)
 
 
 def _is_prose(sentence: str) -> bool:

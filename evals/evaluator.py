@@ -25,7 +25,7 @@ import kvjax
 import models
 from evals import prose, report, results, statistics
 from kvjax.allocation import parse_allocation
-from kvjax.policy import policy_of
+from kvjax.policy import Policy, policy_of
 from models import commands, plan, provenance
 from models.load import describe as read_description
 from models.plan import When
@@ -41,13 +41,14 @@ FREE = ("name", "begun", "out", "json", "plot", "batch", "mesh")
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """One row of the table. ``evict_every`` is None for the policy's own default."""
+    """One row of the table. ``evict_every`` is None for the policy's default, ``cache_dtype`` for the model's dtype."""
 
     policy: str
     budget: int | float | None
     when: When
     question: Question
     evict_every: int | None = None
+    cache_dtype: str | None = None
 
     @property
     def moments(self) -> tuple[str, int]:
@@ -61,6 +62,30 @@ class Setting:
     def title(self) -> str:
         budget = "" if self.budget is None else f", budget {self.budget}"
         return f"{self.policy}{budget}, {self.when}, question {self.question}"
+
+
+class Aids(NamedTuple):
+    """Parts that some policies need besides the model.
+
+    ``tokenizer`` makes the words that ask the model to repeat its prompt (KVzip); ``scorer`` scores tokens (zap).
+    """
+
+    tokenizer: models.Tokenizer | None = None
+    scorer: models.Scorer | None = None
+
+    def policy(self, setting: Setting) -> Policy | str | None:
+        """Return a setting's policy, with the words that it needs."""
+        if self.tokenizer is None or setting.policy == "full":
+            return setting.policy
+        return models.with_repeat_prompt(setting.policy, self.tokenizer)
+
+    def of(self, setting: Setting) -> models.Scorer | None:
+        """Return the scorer if a setting's policy reads it."""
+        policy = policy_of(setting.policy)
+        return self.scorer if policy is not None and policy.needs.score else None
+
+
+NO_AIDS = Aids()
 
 
 class Prompt(Protocol):
@@ -138,10 +163,12 @@ def answers(
     end: tuple[int, ...] | None = (),
     rows: Sequence[int] | None = None,
     width: int = 0,
+    aids: Aids = NO_AIDS,
 ) -> Iterator[Batch]:
     """Answer prompts batch by batch.
 
     Args:
+        aids: what policies need besides the model.
         rows: the prompts to answer, all by default. Buffers are sized by all prompts, so that a row's bytes do not
             depend on which others are answered.
         end: tokens that end an answer; None for the model's own.
@@ -158,7 +185,7 @@ def answers(
         [(1, 4)]
     """
     make_room()
-    for begun in _begun(model, prompts, setting, new_tokens, block, batch, end, rows, width):
+    for begun in _begun(model, prompts, setting, new_tokens, block, batch, end, rows, width, aids):
         yield _taken(prompts, setting, *begun, new_tokens, width)
 
 
@@ -173,12 +200,13 @@ def answers_each(
     end: tuple[int, ...] | None = (),
     rows: Mapping[Setting, Sequence[int]] | None = None,
     width: int = 0,
+    aids: Aids = NO_AIDS,
 ) -> Iterator[tuple[Setting, Batch]]:
     """Answer prompts under several settings; those that evict once, after the prompt, share its prefill.
 
     Args:
         rows: the prompts to answer under each setting, all by default.
-        new_tokens, block, batch, end, width: see :func:`answers`.
+        new_tokens, block, batch, end, width, aids: see :func:`answers`.
 
     Returns:
         Each batch with its setting. The prefill seconds of a shared prompt are those of all its settings together.
@@ -199,7 +227,7 @@ def answers_each(
             (setting,) = together
             for found in answers(
                 model, prompts, setting, new_tokens=new_tokens, block=block, batch=batch, end=end,
-                rows=wanted[setting], width=width,
+                rows=wanted[setting], width=width, aids=aids,
             ):  # fmt: skip
                 yield setting, found
             continue
@@ -207,9 +235,11 @@ def answers_each(
         for number, fed in enumerate(_fed(model, prompts, together, batch, union, width)):
             asked = [setting for setting in together if set(fed.rows) & set(wanted[setting])]
             begun = time.perf_counter()
+            policies = [(aids.policy(setting), setting.budget) for setting in asked]
             each = models.prefill_each(
-                model, fed.tokens, fed.lengths, policies=[(setting.policy, setting.budget) for setting in asked],
-                when="prompt", block=block, question=fed.questions,
+                model, fed.tokens, fed.lengths, policies=policies,
+                when="prompt", block=block, question=fed.questions, scorer=aids.scorer,
+                cache_dtype=asked[0].cache_dtype,
             )  # fmt: skip
             seconds = 0.0
             for setting, prefilled in zip(asked, each, strict=True):
@@ -220,8 +250,8 @@ def answers_each(
                 if number:  # the first batch may compile
                     clock.prefill = (float(fed.prompt_tokens), seconds)
                 steps = models.stream(
-                    model, prefilled, policy=setting.policy, budget=setting.budget, block=block,
-                    max_new_tokens=new_tokens, when=setting.when, evict_every=setting.evict_every,
+                    model, prefilled, policy=setting.policy, budget=setting.budget, scorer=aids.of(setting),
+                    block=block, max_new_tokens=new_tokens, when=setting.when, evict_every=setting.evict_every,
                     question=fed.questions, end=end,
                 )  # fmt: skip
                 yield setting, _taken(prompts, setting, fed.rows, len(fed.tokens), clock, steps, new_tokens, width)
@@ -230,8 +260,8 @@ def answers_each(
 def sharing(settings: Sequence[Setting]) -> list[list[Setting]]:
     """Group the settings that share a prompt's prefill.
 
-    They ask the same question, evict nothing before the end of the prompt, and re-rotate no key. A setting that is
-    given twice is answered once.
+    They ask the same question, have caches of one dtype, evict nothing before the end of the prompt, and re-rotate no
+    key. A setting that is given twice is answered once.
 
     Example:
         >>> from evals.evaluator import Setting, sharing
@@ -244,7 +274,7 @@ def sharing(settings: Sequence[Setting]) -> list[list[Setting]]:
         policy = policy_of(setting.policy)
         late = policy is None or setting.moments[0] == "prompt"
         shares = late and (policy is None or (policy.positions == "absolute" and policy.heads != "query"))
-        together.setdefault((setting.question,) if shares else (setting,), []).append(setting)
+        together.setdefault((setting.question, setting.cache_dtype) if shares else (setting,), []).append(setting)
     return list(together.values())
 
 
@@ -274,6 +304,7 @@ def check_answers(
     block: int = 128,
     batch: int = 16,
     width: int = 0,
+    aids: Aids = NO_AIDS,
 ) -> None:
     """Raise the errors that :func:`answers` would raise under a setting, without a step of the model.
 
@@ -294,7 +325,7 @@ def check_answers(
     sizes: list[Callable[[Prompt], int]] = [lambda p: len(p.tokens), _question_length, lambda p: p.context_end]
     each = range(len(prompts))
     rows = {end(each, key=lambda row: size(prompts[row])) for size in sizes for end in (min, max)}
-    for _ in _begun(model, prompts, setting, new_tokens, block, batch, (), sorted(rows), width):
+    for _ in _begun(model, prompts, setting, new_tokens, block, batch, (), sorted(rows), width, aids):
         pass
 
 
@@ -308,6 +339,7 @@ def _begun(
     end: tuple[int, ...] | None,
     rows: Sequence[int] | None,
     width: int,
+    aids: Aids = NO_AIDS,
 ) -> Iterator[tuple[list[int], int, _BatchClock, Iterator[tuple[np.ndarray, Any]]]]:
     """Yield each batch's rows, the number of rows fed, its clock, and its checked steps, none of which has run yet."""
     for fed in _fed(model, prompts, [setting], batch, rows, width):
@@ -316,7 +348,8 @@ def _begun(
             model,
             fed.tokens,
             lengths=fed.lengths,
-            policy=setting.policy,
+            policy=aids.policy(setting),
+            scorer=aids.of(setting),
             budget=setting.budget,
             block=block,
             max_new_tokens=new_tokens,
@@ -324,6 +357,7 @@ def _begun(
             evict_every=setting.evict_every,
             question=fed.questions,
             end=end,
+            cache_dtype=setting.cache_dtype,
             on_block=clock.block,
         )
         yield fed.rows, len(fed.tokens), clock, steps
@@ -417,7 +451,13 @@ def make_room(most: int = 30_000) -> None:
 
 
 def check_groups(
-    model: models.Decoder, groups: Sequence[Group], settings: Sequence[Setting], *, block: int = 128, batch: int = 16
+    model: models.Decoder,
+    groups: Sequence[Group],
+    settings: Sequence[Setting],
+    *,
+    block: int = 128,
+    batch: int = 16,
+    aids: Aids = NO_AIDS,
 ) -> None:
     """Check that :func:`run` can answer all groups, before the first step of the model.
 
@@ -429,7 +469,14 @@ def check_groups(
         for setting in settings:
             if setting.question in group.questions:
                 check_answers(
-                    model, samples, setting, new_tokens=group.new_tokens, block=block, batch=batch, width=_width(group)
+                    model,
+                    samples,
+                    setting,
+                    new_tokens=group.new_tokens,
+                    block=block,
+                    batch=batch,
+                    width=_width(group),
+                    aids=aids,
                 )
 
 
@@ -457,6 +504,7 @@ def run(
     batch: int = 16,
     labels: Mapping[str, Any] | None = None,
     progress: tqdm | None = None,
+    scorer: models.Scorer | None = None,
 ) -> None:
     """Answer the samples that ``store`` does not hold yet, and add a record for each, batch by batch.
 
@@ -482,6 +530,7 @@ def run(
         for setting, found in answers_each(
             model, samples, [setting for setting in asked if missing[setting]], new_tokens=group.new_tokens,
             block=block, batch=batch, end=end, rows=missing, width=_width(group),
+            aids=Aids(tokenizer, scorer),
         ):  # fmt: skip
             new = [(place, row) for place, row in enumerate(found.rows) if row in missing[setting]]
             store.add(
@@ -626,6 +675,7 @@ def add_setting_flags(
         default="",
         help="how slots are divided among heads, such as uniform,adakv; every policy runs with each; several by comma",
     )
+    add_scorer_flag(flags)
     flags.add_argument("--budgets", default=budgets, help="slots per head, or ratios of the prompt; several by comma")
     flags.add_argument(
         "--when", default=when, help="block, prompt, or published (as in each policy's paper); several by comma"
@@ -635,6 +685,7 @@ def add_setting_flags(
         type=int,
         help="evict every n decode steps, 0 for never (default: every step, or once per observation window)",
     )
+    commands.add_cache_dtype_flag(flags)
     before = [name for name in questions if name not in KNOWN_OR_NOT]
     flags.add_argument(
         "--question",
@@ -660,13 +711,13 @@ def make_settings(flags: argparse.Namespace, questions: Sequence[str] = PLACEMEN
     if not policies:
         raise ValueError("no policy was given; name at least one, such as --policies full,snapkv+caote.")
     check_budgets(evicting, budgets)
-    settings = []
+    settings, dtype = [], getattr(flags, "cache_dtype", None)
     for question in asked:
         if "full" in policies:
-            settings.append(Setting("full", None, "block", question))
+            settings.append(Setting("full", None, "block", question, cache_dtype=dtype))
         for when, budget in itertools.product(moments, budgets):
             for policy in dict.fromkeys([RECENCY, *evicting] if evicting else []):
-                settings.append(Setting(policy, budget, when, question, getattr(flags, "evict_every", None)))
+                settings.append(Setting(policy, budget, when, question, getattr(flags, "evict_every", None), dtype))
     for setting in settings:
         _ = setting.moments  # raises for moments that cannot be, before any work
     return list(dict.fromkeys(settings))
@@ -747,6 +798,16 @@ def load(flags: argparse.Namespace) -> tuple[models.Decoder, models.Tokenizer]:
     return model, _needed(tokenizer, flags)
 
 
+def add_scorer_flag(flags: argparse.ArgumentParser) -> None:
+    """Add --scorer, which :func:`load_scorer` reads."""
+    flags.add_argument("--scorer", type=Path, help="the scorer's folder, for a policy such as zap")
+
+
+def load_scorer(flags: argparse.Namespace, model: models.Decoder) -> models.Scorer | None:
+    """Load the scorer that the flags name; None if they name none."""
+    return None if flags.scorer is None else models.load_scorer(flags.scorer, model)
+
+
 def describe(flags: argparse.Namespace) -> tuple[models.Config, models.Tokenizer]:
     """Read the config and tokenizer of the model that the flags name, and check them before weights are read.
 
@@ -795,16 +856,17 @@ def command(
     store.check()
     model, tokenizer = load(flags)
     groups = make_groups(flags, model.config, tokenizer)
-    check_groups(model, groups, settings, block=flags.block, batch=flags.batch)
+    scorer = load_scorer(flags, model)
+    check_groups(model, groups, settings, block=flags.block, batch=flags.batch, aids=Aids(tokenizer, scorer))
     with store:
         labels = {"evaluation": flags.name, "model": flags.model}
         total = sum(group.size for group in groups) * len(settings)
-        fingerprints = made_of(model, tokenizer, groups=groups)
+        fingerprints = made_of(model, tokenizer, groups=groups, scorer=scorer)
         store.check_made_of(labels, fingerprints)
         with commands.progress_bar("sample", total=total) as progress:
             run(
                 model, tokenizer, groups, settings, store,
-                block=flags.block, batch=flags.batch, labels=labels, progress=progress,
+                block=flags.block, batch=flags.batch, labels=labels, progress=progress, scorer=scorer,
             )  # fmt: skip
             progress.set_description("done")
         together = saved(settings, sum(group.size for group in groups))
@@ -856,11 +918,12 @@ def made_of(
     tokenizer: models.Tokenizer,
     butler: models.Butler | None = None,
     groups: Sequence[Group] = (),
+    scorer: models.Scorer | None = None,
 ) -> dict[str, str]:
     """Return the fingerprints of everything that figures are made of.
 
-    These are the project's version, the built-in prose, the model, its tokenizer, a predictor, and the records that
-    groups were read from.
+    These are the project's version, the built-in prose, the model, its tokenizer, a predictor, a scorer, and the
+    records that groups were read from.
 
     Example:
         >>> import models
@@ -871,6 +934,8 @@ def made_of(
     found = {"kvjax": kvjax.__version__, "prose": prose.digest(), **provenance.fingerprints(model, tokenizer)}
     if butler is not None:
         found["butler"] = provenance.weights(butler, models.butler.parameter_shapes(butler.config))
+    if scorer is not None:
+        found["scorer"] = provenance.weights(scorer, models.scorer.parameter_shapes(scorer.config))
     if any(group.data for group in groups):
         found["data"] = provenance.digest([[group.task, group.data] for group in groups])
     return found

@@ -23,7 +23,7 @@ import kvjax
 import models
 from evals import evaluator, needle, report, statistics, tasks, verdicts
 from models import commands, provenance
-from models.decoder import rope_frequencies
+from models.decoder import frequencies, rope_of_layer
 
 POLICIES = (
     "h2o+protect(recent=0.5)",
@@ -66,14 +66,19 @@ def outputs(
 
 @jax.jit
 def _outputs(model, cache, tokens, position, lengths):
-    frequency = None
-    if cache.positions != "absolute":
-        frequency, _ = rope_frequencies(model.config.rope, model.config.head_dim, lengths)
+    config = model.config
+    frequency = None if cache.positions == "absolute" else frequencies(config, lengths)
 
     def attend(cache, layer, sliding_window, query, key, value):
         out, cache, _ = kvjax.observe(
             cache, query, key, value, position,
-            policy=None, context=kvjax.Context(layer=layer, sliding_window=sliding_window, frequency=frequency),
+            policy=None,
+            context=kvjax.Context(
+                layer=layer,
+                sliding_window=sliding_window,
+                frequency=rope_of_layer(config, layer, frequency),
+                soft_cap=config.attention_soft_cap,
+            ),
         )  # fmt: skip
         return out, cache, out
 
@@ -111,8 +116,12 @@ def measure(
     block: int = 128,
     batch: int = 16,
     progress: tqdm | None = None,
+    aids: evaluator.Aids = evaluator.NO_AIDS,
 ) -> list[dict[str, Any]]:
     """Measure each setting over the samples.
+
+    Args:
+        aids: see :class:`evals.evaluator.Aids`.
 
     Returns:
         For each setting: ``layers``, one row per layer with the means of :func:`differences` and their 95% intervals;
@@ -139,8 +148,9 @@ def measure(
             if progress is not None:
                 progress.set_description(setting.title())
             cache = models.prefill(
-                model, tokens, lengths, policy=setting.policy, budget=setting.budget, block=block, when=setting.when,
-                question=questions if setting.question == "agnostic" else None, reserve=most,
+                model, tokens, lengths, policy=aids.policy(setting), budget=setting.budget, block=block,
+                when=setting.when, question=questions if setting.question == "agnostic" else None, reserve=most,
+                cache_dtype=setting.cache_dtype, scorer=aids.of(setting),
             ).cache  # fmt: skip
             shift = differences(full, outputs(model, cache, answers, position, lengths), position >= 0)
             shift["retained"] = np.moveaxis(np.asarray(cache.num_live), 1, 0)  # [B, L, K]
@@ -332,6 +342,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
     flags.add_argument("--facts", type=int, default=10, help="facts per text; one of them is asked for")
     flags.add_argument("--question", default="after", help=f"{', '.join(needle.PLACEMENTS)}; several by comma")
     flags.add_argument("--when", default="prompt", help="block, prompt, published; several by comma")
+    evaluator.add_scorer_flag(flags)
     flags.add_argument("--block", type=int, default=128)
     flags.add_argument("--batch", type=int, default=20)
     flags.add_argument("--seed", type=int, default=0)
@@ -366,16 +377,17 @@ def command(flags: argparse.Namespace) -> None:
         ]
         for question in dict.fromkeys(setting.question for setting in settings)
     }  # fmt: skip
+    aids = evaluator.Aids(tokenizer, evaluator.load_scorer(flags, model))
     for setting in settings:
         most = max(len(sample.answer_tokens) for sample in samples[setting.question])
         evaluator.check_answers(
-            model, samples[setting.question], setting, new_tokens=most, block=flags.block, batch=flags.batch
+            model, samples[setting.question], setting, new_tokens=most, block=flags.block, batch=flags.batch, aids=aids
         )
     results = []
     with commands.progress_bar("sample", total=flags.samples * len(lengths) * len(settings)) as progress:
         for question, drawn in samples.items():
             chosen = [setting for setting in settings if setting.question == question]
-            results += measure(model, drawn, chosen, block=flags.block, batch=flags.batch, progress=progress)
+            results += measure(model, drawn, chosen, block=flags.block, batch=flags.batch, progress=progress, aids=aids)
         progress.set_description("done")
     compared = compare(results)
     print(table(results))
@@ -392,7 +404,7 @@ def command(flags: argparse.Namespace) -> None:
             "claims": compared,
             "results": results,
         }
-        provenance.write(flags, figures, evaluator.made_of(model, tokenizer))
+        provenance.write(flags, figures, evaluator.made_of(model, tokenizer, scorer=aids.scorer))
         print(f"figures: {flags.json}")
     if flags.plot is not None:
         layer_lines(results, flags.plot, recency=needle.RECENCY)

@@ -26,6 +26,7 @@ import kvjax
 import models
 from evals import documents, evaluator, loglikelihood, report, selections
 from evals.loglikelihood import Predicted
+from kvjax.quantise import check_dtype
 from kvjax.sources import SOURCES
 from models import commands, provenance
 from models.plan import When
@@ -59,10 +60,11 @@ def model_class() -> type:
 
         Args:
             pretrained: 'retriever', a Hugging Face folder, or a hub name.
-            policy, budget, block, when: see ``models.prefill``.
+            policy, budget, block, when, cache_dtype: see ``models.prefill``.
             select: chooses what each head reads, in place of a policy: a source, or a policy as simulated selection.
                 The budget is then the share of the tokens that are read.
             butler: the predictor's folder for ``select``; by default the one inside the model's folder.
+            scorer: the scorer's folder, for a policy such as ``zap``.
             sinks: the number of first tokens that a selection always reads, beyond its budget.
             max_length: the most tokens of a context and its continuation; the model's limit by default.
             max_gen_toks: the number of new tokens where a task sets none.
@@ -77,29 +79,34 @@ def model_class() -> type:
             when: When = "prompt",
             select: str | None = None,
             butler: str | None = None,
+            scorer: str | None = None,
             sinks: int = 4,
             batch_size: int | str = 8,
             max_length: int | None = None,
             max_gen_toks: int = 256,
             dtype: str | None = None,
+            cache_dtype: str | None = None,
             **ignored: Any,
         ) -> None:
             super().__init__()
             if unknown := set(ignored) - {"device", "max_batch_size"}:
                 raise ValueError(f"the model kvjax has no argument {', '.join(sorted(unknown))}; see --help.")
-            self.settings: dict[str, Any] = check_settings(policy, budget, block, when, select, sinks)
+            self.settings: dict[str, Any] = check_settings(policy, budget, block, when, select, sinks, cache_dtype)
             self.batch = int(batch_size) if str(batch_size).isdigit() and int(batch_size) > 0 else 8
             self.model, tokenizer = models.load(str(pretrained), dtype=dtype)
             if tokenizer is None:
                 raise ValueError(f"{pretrained} has no tokenizer.json, and tasks are text; copy it from its source.")
             self.text = tokenizer
+            asking = models.with_repeat_prompt(self.settings.get("policy"), tokenizer)
+            if asking is not None and asking.needs.reconstruction is not None:
+                self.settings["policy"] = asking
+            if scorer is not None:
+                self.settings["scorer"] = models.load_scorer(str(scorer), self.model)
             self.butler = None
             self.selection = None if select is None else selections.parse_selection(str(select))
             if self.selection is not None and self.selection.needs_butler:
-                own = butler is None
-                self.butler = (
-                    models.own_butler(pretrained, self.model) if own else models.load_butler(str(butler), self.model)
-                )
+                load_it = models.own_butler if butler is None else models.load_butler
+                self.butler = load_it(str(butler or pretrained), self.model, dtype=dtype)
             self.max_length = max_length or self.model.config.max_positions
             self.max_gen_toks = max_gen_toks
 
@@ -208,7 +215,7 @@ def model_class() -> type:
                 if self.selection.source is None:
                     raise ValueError(
                         f"select is {self.selection}, which is simulated on whole texts only, but the task decodes "
-                        f"answers; give policy=..., or a source: {', '.join(SOURCES)}."
+                        f"answers; give policy=..., or a source: {', '.join(SOURCES.names())}."
                     )
                 settings.update(select=self.selection.source, butler=self.butler)
             for step, (token, _) in enumerate(
@@ -226,12 +233,18 @@ def model_class() -> type:
 
 
 def check_settings(
-    policy: str, budget: int | float | str | None, block: int, when: str, select: str | None = None, sinks: int = 4
+    policy: str,
+    budget: int | float | str | None,
+    block: int,
+    when: str,
+    select: str | None = None,
+    sinks: int = 4,
+    cache_dtype: str | None = None,
 ) -> dict[str, Any]:
     """Return the arguments of a run, checked before the model is loaded.
 
     Raises:
-        ValueError: the policy, budget, block, moment, selection or sinks are invalid.
+        ValueError: the policy, budget, block, moment, selection, sinks or dtype are invalid.
 
     Example:
         >>> from evals import harness
@@ -244,7 +257,10 @@ def check_settings(
         raise ValueError(f"when is {when!r}; expected one of {', '.join(get_args(When))}.")
     if not isinstance(block, int) or block < 1:
         raise ValueError(f"block is {block!r}; give at least 1.")
+    dtype = {} if cache_dtype is None else {"cache_dtype": check_dtype(cache_dtype)}
     if select is not None:
+        if dtype:
+            raise ValueError(f"select {select} is simulated on whole texts, without a cache; leave cache_dtype out.")
         if policy != "full":
             raise ValueError(f"both policy {policy} and select {select} were given; give one of them.")
         if not isinstance(sinks, int) or sinks < 0:
@@ -256,14 +272,14 @@ def check_settings(
     if policy == "full":
         if budget is not None:
             raise ValueError(f"a budget of {budget} was given without a policy; give policy=...")
-        return {"policy": "full", "budget": None, "block": block, "when": "block"}
+        return {"policy": "full", "budget": None, "block": block, "when": "block", **dtype}
     parsed = kvjax.parse(policy)
     if budget is None:
         raise ValueError(f"the policy {policy!r} needs a budget; give budget=... as slots per head or a ratio.")
     slots = commands.parse_budget(str(budget))
     if isinstance(slots, int):
         kvjax.check_budget(parsed, slots)
-    return {"policy": str(parsed), "budget": slots, "block": block, "when": when}
+    return {"policy": str(parsed), "budget": slots, "block": block, "when": when, **dtype}
 
 
 def parse_arguments(text: str) -> dict[str, Any]:
@@ -303,7 +319,8 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
     flags.add_argument("--tasks", required=True, help="the harness's tasks, or yaml files; several by comma")
     flags.add_argument(
         "--model_args", action="append", required=True,
-        help="pretrained=...,policy=... (or select=...),budget=...,block=...,when=...; repeat it for more rows",
+        help="pretrained=...,policy=... (or select=...),budget=...,block=...,when=...,cache_dtype=...; "
+        "repeat it for more rows",
     )  # fmt: skip
     flags.add_argument("--model", default="kvjax", choices=["kvjax"], help="the name in the harness's registry")
     flags.add_argument("--include_path", type=Path, help="a folder with tasks of your own (yaml)")
@@ -330,6 +347,7 @@ def _command(flags: argparse.Namespace, stack: contextlib.ExitStack) -> None:
         check_settings(
             str(arguments.get("policy", "full")), arguments.get("budget"), arguments.get("block", 128),
             str(arguments.get("when", "prompt")), arguments.get("select"), arguments.get("sinks", 4),
+            arguments.get("cache_dtype"),
         )  # fmt: skip
     if flags.include_path is not None and not flags.include_path.is_dir():
         raise FileNotFoundError(f"there is no folder {flags.include_path}; give --include_path a folder with tasks.")
@@ -354,7 +372,9 @@ def _command(flags: argparse.Namespace, stack: contextlib.ExitStack) -> None:
     fingerprints: dict[str, dict[str, str]] = {}
     for text, arguments in zip(flags.model_args, given, strict=True):
         model = kind(**{"batch_size": flags.batch, **arguments})
-        fingerprints[text] = evaluator.made_of(model.model, model.text, model.butler)
+        fingerprints[text] = evaluator.made_of(
+            model.model, model.text, model.butler, scorer=model.settings.get("scorer")
+        )
         if flags.out is not None:
             _check_answers(flags.out, text, fingerprints[text])
         try:

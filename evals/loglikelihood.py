@@ -20,7 +20,7 @@ import kvjax
 import models
 from evals import selections
 from evals.selections import Heads, Method
-from kvjax.policy import policy_of
+from kvjax.policy import Policy, policy_of
 from models.plan import When, moments
 
 LOGITS_BYTES = 2**26
@@ -45,14 +45,16 @@ def predict(
     sequences: Sequence[Sequence[int]],
     held_back: Sequence[int] | None = None,
     *,
-    policy: str = "full",
+    policy: Policy | str | None = "full",
     budget: int | float | None = None,
     block: int = 128,
     when: When = "block",
+    cache_dtype: str | None = None,
     batch: int = 8,
     reference: Sequence[Float[np.ndarray, "T E"]] | None = None,
     keep_hidden: bool = False,
     on_row: Callable[[int, Predicted], None] | None = None,
+    scorer: models.Scorer | None = None,
 ) -> list[Predicted]:
     """Predict each token of sequences from the tokens before it that a policy has kept.
 
@@ -60,11 +62,12 @@ def predict(
         sequences: tokens, at least two per sequence.
         held_back: the number of last tokens of each sequence that are fed after the rest was compressed; nothing is
             evicted after them.
-        policy, budget, block, when: see :func:`models.prefill`.
+        policy, budget, block, when, cache_dtype: see :func:`models.prefill`.
         batch: the number of sequences per batch.
         reference: the ``hidden`` of each sequence under another setting, from which divergences are computed.
         keep_hidden: whether to return the hidden states.
         on_row: called with a sequence's number and figures as soon as they are known.
+        scorer: see :func:`models.prefill`.
 
     Raises:
         ValueError: a sequence has fewer than two tokens, or :func:`models.prefill` fails.
@@ -94,6 +97,8 @@ def predict(
             block=block,
             when=when,
             question=questions if questions.any() else None,
+            cache_dtype=cache_dtype,
+            scorer=scorer,
         )
         found.add(hidden, tokens, rows, fed)
     return found.rows()
@@ -160,12 +165,14 @@ def endings(
     ends: Sequence[Sequence[Sequence[int]]],
     held_back: Sequence[int] | None = None,
     *,
-    policies: Sequence[tuple[str, int | float | None]] = (("full", None),),
+    policies: Sequence[tuple[Policy | str | None, int | float | None]] = (("full", None),),
     block: int = 128,
     when: When = "prompt",
+    cache_dtype: str | None = None,
     batch: int = 8,
     width: int = 0,
     on_row: Callable[[int, int, Behind], None] | None = None,
+    scorer: models.Scorer | None = None,
 ) -> list[list[Behind]]:
     """Compute the likelihood of each of a prompt's endings after compression; a prompt is read once for all of them.
 
@@ -178,10 +185,11 @@ def endings(
         held_back: the number of last tokens of each prompt that are fed after the rest was compressed; nothing is
             evicted after them.
         policies: pairs of a policy and its budget; a ratio is one of the prompt.
-        block, when: see :func:`models.prefill`.
+        block, when, cache_dtype: see :func:`models.prefill`.
         batch: the number of prompts per batch.
         width: the least number of prompt tokens that the buffers hold, so that calls share compiled programs.
         on_row: called with the number of a pair, a prompt's number, and its figures as soon as they are known.
+        scorer: see :func:`models.prefill`.
 
     Returns:
         For each pair, the figures of each prompt.
@@ -227,6 +235,8 @@ def endings(
                 when=when,
                 question=questions if questions.any() else None,
                 reserve=longest if together == full[:1] else 0,
+                scorer=scorer,
+                cache_dtype=cache_dtype,
             )
             following = _padded([end for row in fed for end in ends[row]], longest)  # [B n, m]
             counted = np.array([len(end) for row in fed for end in ends[row]])

@@ -73,8 +73,12 @@ def measure(
     block: int = 128,
     batch: int = 16,
     progress: tqdm | None = None,
+    aids: evaluator.Aids = evaluator.NO_AIDS,
 ) -> list[dict[str, Any]]:
     """Answer every sample under each setting; settings that evict once share their prompts.
+
+    Args:
+        aids: see :func:`evals.evaluator.answers`.
 
     Returns:
         For each setting: ``correct`` (one list per cell), recall with its 95% interval, the bytes of one sequence's
@@ -86,7 +90,7 @@ def measure(
     correct: dict[Setting, dict[int, bool]] = {setting: {} for setting in settings}
     parts: dict[Setting, list[evaluator.Batch]] = {setting: [] for setting in settings}
     for setting, part in evaluator.answers_each(
-        model, samples, settings, new_tokens=answer_length, block=block, batch=batch
+        model, samples, settings, new_tokens=answer_length, block=block, batch=batch, aids=aids
     ):
         parts[setting].append(part)
         if progress is not None:
@@ -229,6 +233,7 @@ def command(flags: argparse.Namespace) -> None:
         report.check_plot(flags.plot)
     commands.check_outputs([flags.json, flags.plot])
     model, tokenizer = evaluator.load(flags)
+    aids = evaluator.Aids(tokenizer, evaluator.load_scorer(flags, model))
 
     cells = {
         question: make_cells(
@@ -245,13 +250,17 @@ def command(flags: argparse.Namespace) -> None:
     for setting in settings:
         samples = [sample for cell in cells[setting.question] for sample in cell.samples]
         most = max(len(sample.answer_tokens) for sample in samples)
-        evaluator.check_answers(model, samples, setting, new_tokens=most, block=flags.block, batch=flags.batch)
+        evaluator.check_answers(
+            model, samples, setting, new_tokens=most, block=flags.block, batch=flags.batch, aids=aids
+        )
     each = len(lengths) * flags.depths * flags.samples
     results = []
     with commands.progress_bar("sample", total=each * len(settings)) as progress:
         for question, of_question in cells.items():
             asked = [setting for setting in settings if setting.question == question]
-            results += measure(model, of_question, asked, block=flags.block, batch=flags.batch, progress=progress)
+            results += measure(
+                model, of_question, asked, block=flags.block, batch=flags.batch, progress=progress, aids=aids
+            )
         progress.set_description("done")
     comparisons = compare(results)
     print(table(results, recency=RECENCY))
@@ -267,7 +276,7 @@ def command(flags: argparse.Namespace) -> None:
             "results": results,
             "comparisons": comparisons,
         }
-        provenance.write(flags, figures, evaluator.made_of(model, tokenizer))
+        provenance.write(flags, figures, evaluator.made_of(model, tokenizer, scorer=aids.scorer))
         print(f"figures: {flags.json}")
     if flags.plot is not None:
         heat_map(results, flags.plot, recency=RECENCY)

@@ -163,12 +163,14 @@ def policy_losses(
     batch: int = 4,
     counted: int | None = None,
     progress: tqdm | None = None,
+    aids: evaluator.Aids = evaluator.NO_AIDS,
 ) -> Losses:
     """Measure a policy that evicts after every block, or once before the last ``counted`` tokens of each chunk.
 
     Args:
         setting: policy, budget and moment; see :func:`models.prefill`.
         full, batch, counted: see :func:`losses`.
+        aids: see :class:`evals.evaluator.Aids`.
 
     Raises:
         ValueError: the policy evicts once and ``counted`` is None, so that all tokens would be predicted before it
@@ -176,9 +178,9 @@ def policy_losses(
     """
     once = _check_told(setting, counted)
     found = loglikelihood.predict(
-        model, chunks.tolist(), [counted or 0] * len(chunks) if once else None, policy=setting.policy,
-        budget=setting.budget, block=block, when=setting.when, batch=batch,
-        reference=None if full is None else full.hidden, on_row=_counting(progress),
+        model, chunks.tolist(), [counted or 0] * len(chunks) if once else None, policy=aids.policy(setting),
+        budget=setting.budget, block=block, when=setting.when, batch=batch, cache_dtype=setting.cache_dtype,
+        reference=None if full is None else full.hidden, on_row=_counting(progress), scorer=aids.of(setting),
     )  # fmt: skip
     return _losses(found, counted)
 
@@ -257,12 +259,14 @@ def measure_policies(
     batch: int = 4,
     counted: int | None = None,
     progress: tqdm | None = None,
+    aids: evaluator.Aids = evaluator.NO_AIDS,
 ) -> list[dict[str, Any]]:
     """Measure each policy at each budget and moment.
 
     Args:
         full: the result of :func:`full_losses`.
         settings: the result of :func:`make_settings`.
+        aids: see :class:`evals.evaluator.Aids`.
 
     Returns:
         Rows like those of :func:`measure`, with the setting, when it evicts, and ``difference``: the perplexity minus
@@ -273,9 +277,9 @@ def measure_policies(
         if progress is not None:
             progress.set_description(f"{setting.policy}, budget {setting.budget}, {setting.when}")
         found = policy_losses(
-            model, chunks, setting, full=full, block=block, batch=batch, counted=counted, progress=progress
+            model, chunks, setting, full=full, block=block, batch=batch, counted=counted, progress=progress, aids=aids
         )
-        told = {name: setting.row()[name] for name in ("policy", "budget", "when", "evicts")}
+        told = {name: setting.row()[name] for name in ("policy", "budget", "when", "evicts", "cache_dtype")}
         results.append({**told, "block": block, **_against(found, full)})
     return results
 
@@ -358,7 +362,7 @@ def policy_table(results: Sequence[dict[str, Any]]) -> str:
     rows = [
         (
             r["policy"],
-            str(r["budget"]),
+            "all" if r["budget"] is None else str(r["budget"]),
             report.evicts(r),
             f"{r['perplexity']:.3f}",
             report.interval((r["low"], r["high"]), ".3f"),
@@ -426,6 +430,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
     selections.add_flags(flags, select=None, sparsity="0,0.1,...,0.7", batch=4)
     flags.add_argument("--policies", help="policies of the library, several by comma")
     flags.add_argument("--budgets", default="128,256", help="for --policies: slots per head, or ratios of a chunk")
+    evaluator.add_scorer_flag(flags)
     flags.add_argument("--block", type=int, default=32, help="for --policies: tokens per step")
     flags.add_argument(
         "--when",
@@ -433,6 +438,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
         help="for --policies: evict after every block (block), once before a window's last --stride tokens (prompt), "
         "or as in each policy's paper (published); several by comma",
     )
+    commands.add_cache_dtype_flag(flags)
     add_text_flags(flags, chunk=512)
 
 
@@ -458,8 +464,9 @@ def command(flags: argparse.Namespace) -> None:
     text = texts.read_text(flags.text)
     model, tokenizer, butler = selections.load(flags, chosen)
     chunks = chunks_for(model, tokenizer, text, flags)
-    made_of = evaluator.made_of(model, tokenizer, butler) | {"text": texts.digest(text)}
-    run(flags, "perplexity", "Perplexity", made_of, model, chunks, chosen, sparsities, butler, settings)
+    aids = evaluator.Aids(tokenizer, evaluator.load_scorer(flags, model))
+    made_of = evaluator.made_of(model, tokenizer, butler, scorer=aids.scorer) | {"text": texts.digest(text)}
+    run(flags, "perplexity", "Perplexity", made_of, model, chunks, chosen, sparsities, butler, settings, aids)
 
 
 def make_settings(flags: argparse.Namespace) -> list[Setting]:
@@ -485,13 +492,15 @@ def make_settings(flags: argparse.Namespace) -> list[Setting]:
     if wrong or not moments:
         raise ValueError(f"--when is {', '.join(wrong) or 'empty'}; expected some of {', '.join(get_args(When))}.")
     evaluator.check_budgets(policies, budgets)
+    dtype = getattr(flags, "cache_dtype", None)
+    eight_bits_alone = [] if dtype is None else [Setting("full", None, "block", "agnostic", 0, dtype)]
     settings = [
-        Setting(policy, budget, when, "agnostic", 0)
+        Setting(policy, budget, when, "agnostic", 0, dtype)
         for when, budget, policy in itertools.product(dict.fromkeys(moments), budgets, policies)
     ]
     for setting in settings:
         _check_told(setting, flags.stride)
-    return settings
+    return [*eight_bits_alone, *settings]
 
 
 def parse_policies(text: str) -> list[str]:
@@ -535,11 +544,13 @@ def run(
     sparsities: Sequence[float],
     butler: models.Butler | None,
     settings: Sequence[Setting] = (),
+    aids: evaluator.Aids = evaluator.NO_AIDS,
 ) -> None:
     """Measure all settings, print the tables, and write the files that the flags ask for."""
     for setting in settings:  # all settings are checked before the first is run
         models.stream(
-            model, chunks[:1, :-1], policy=setting.policy, budget=setting.budget, block=flags.block, when=setting.when,
+            model, chunks[:1, :-1], policy=aids.policy(setting), budget=setting.budget, block=flags.block,
+            when=setting.when, cache_dtype=setting.cache_dtype, scorer=aids.of(setting),
             question=flags.stride - 1 if setting.moments[0] == "prompt" else None, max_new_tokens=1,
         )  # fmt: skip
     total = steps(chosen, sparsities, len(chunks), len(settings))
@@ -550,7 +561,9 @@ def run(
         results = measure(
             model, chunks, full, chosen, sparsities, butler=butler, sinks=flags.sinks, heads=flags.heads, **shared
         )
-        evicted = measure_policies(model, chunks, full, settings, block=flags.block, **shared) if settings else []
+        evicted = []
+        if settings:  # the figures of TokenButler run no policies, and have no --block
+            evicted = measure_policies(model, chunks, full, settings, block=flags.block, aids=aids, **shared)
         progress.set_description("done")
     comparisons, gains = compare(results), compare_policies(evicted)
     tables = [
@@ -573,7 +586,8 @@ def run(
         print(f"figures: {flags.json}")
     if flags.plot is not None:
         title = f"{title} ({len(chunks)} chunks of {chunks.shape[1]} tokens)"
-        perplexity_lines(results, evicted, flags.plot, title=title)
+        of_budgets = [r for r in evicted if r["budget"] is not None]
+        perplexity_lines(results, of_budgets, flags.plot, title=title)
         print(f"picture: {flags.plot}")
 
 

@@ -41,19 +41,20 @@ from jaxtyping import Array, Bool, Float, Int
 import kvjax
 import models
 from evals import report
+from kernels_pallas.softmax import scaled
 from kvjax import sources
 from kvjax.checks import check_count
-from kvjax.names import called, registered, written
+from kvjax.names import called, makers, registered, written
 from kvjax.select import share_of_tokens
 from kvjax.transforms import check_kernel, pooled
 from models.butler import importance as predicted_importance
 from models.commands import check_outputs, split_list
-from models.decoder import rope_frequencies
+from models.decoder import frequencies, rope_of_layer
 
 Heads = Literal["query", "group"]
 QUERIES_A_CHUNK = 128
 ORACLE_EVICTION = "oracle_eviction"
-_MADE: dict[str, Callable[..., kvjax.Policy]] = {}
+_MADE = makers("selection", None, kvjax.Policy)
 
 
 @functools.partial(registered, _MADE)
@@ -149,7 +150,7 @@ def parse_selection(name: str, *, page_size: int = 16) -> Method:
     if name == "snapkv":
         name = "rolling_snapkv"
     first = name.split("(")[0].strip()
-    if first in sources.SOURCES and not {"+", "@"} & set(name):
+    if not {"+", "@"} & set(name) and sources.SOURCES.find(first) is not None:
         try:
             source = sources.parse_source(name)
             return Method(source.name, source=source)
@@ -162,12 +163,12 @@ def parse_selection(name: str, *, page_size: int = 16) -> Method:
             tree = ast.parse(name, mode="eval").body
         except SyntaxError:
             raise ValueError(f"the selection {name!r} is malformed; write it like '{first}(window=16)'.") from None
-        policy = called(tree, _MADE, "selection", name, f"write it like '{first}(window=16)'")
+        policy = called(tree, _MADE, name, f"write it like '{first}(window=16)'")
     else:
         try:
             policy = kvjax.parse(name)
         except ValueError as error:
-            others = ", ".join(sorted({"full", ORACLE_EVICTION, *_MADE, *sources.SOURCES}))
+            others = ", ".join(sorted({"full", ORACLE_EVICTION, *_MADE, *sources.SOURCES.names()}))
             raise ValueError(f"{str(error).rstrip('.')}; other selections are {others}.") from None
     if not policy.allocation.one_layer:
         raise ValueError(
@@ -302,7 +303,7 @@ def hits(
     tokens, selection = _checked(model, tokens, selection, sparsity, butler, 0, chunk)
     if selection.source is None:
         raise ValueError(
-            f"{selection.name!r} is not a source of importance; expected one of {', '.join(sources.SOURCES)}."
+            f"{selection.name!r} is not a source of importance; expected one of {', '.join(sources.SOURCES.names())}."
         )
     butler = butler if selection.needs_butler else None
     return _hits(model, tokens, kept_tokens(tokens.shape[1], sparsity), butler, selection.source, chunk)
@@ -310,6 +311,8 @@ def hits(
 
 def last_logits(model: models.Decoder, tokens: Int[Array | np.ndarray, "B T"]) -> Float[Array, "L B N T"]:
     """Return the true attention logits ``q.k / sqrt(D)`` of each sequence's last query, in every layer and head.
+
+    They are those before a model's soft cap.
 
     Example:
         >>> import jax.numpy as jnp
@@ -457,8 +460,8 @@ def load(flags: argparse.Namespace, selections: Sequence[Method]) -> tuple[model
         raise ValueError(f"{flags.model} has no tokenizer.json, and text is needed; copy it from the model's source.")
     butler = None
     if any(selection.needs_butler for selection in selections):
-        own = flags.butler is None
-        butler = models.own_butler(flags.model, model) if own else models.load_butler(flags.butler, model)
+        load_it = models.own_butler if flags.butler is None else models.load_butler
+        butler = load_it(flags.butler or flags.model, model, dtype=flags.dtype)
     return model, tokenizer, butler
 
 
@@ -482,9 +485,10 @@ def _checked(model, tokens, selection, sparsity, butler, sinks, chunk) -> tuple[
 class _Layer:
     """One layer's sequences, read by the queries of some rows at a time; ``arrays`` hold the inputs per row."""
 
-    def __init__(self, index, sliding_window, query, key, value, source, foreseen, other):
+    def __init__(self, index, sliding_window, soft_cap, query, key, value, source, foreseen, other):
         B, T, K, D = key.shape
-        self.index, self.sliding_window, self.source, self.foreseen = index, sliding_window, source, foreseen
+        self.index, self.sliding_window, self.soft_cap = index, sliding_window, soft_cap
+        self.source, self.foreseen = source, foreseen
         self.query, self.key, self.value = query, key.swapaxes(1, 2), value.swapaxes(1, 2)  # keys [B, K, T, D]
         self.position = jnp.broadcast_to(jnp.arange(T), (B, T))
         self.slots = jnp.broadcast_to(jnp.arange(T), (B, K, T))
@@ -499,13 +503,16 @@ class _Layer:
 
     def importance(self, position, query, other_query=None) -> Float[Array, "B N C T"]:
         """Return the importance from the source, -inf for tokens that a row does not see."""
-        given = {}
+        given: dict[str, Any] = {}
         if "predicted" in self.source.reads:
             given["predicted"] = predicted_importance(other_query[None], self.foreseen.key.swapaxes(1, 2)[None], 1)
         for name in self.source.reads & {"first", "previous"}:
             given[name] = sources.logits(other_query, self.other_key)
         reading = sources.Reading(query, position, self.slots, self.index, key=self.key, **given)
-        return jnp.where(self.visible(position), self.source.importance(self.state, reading), -jnp.inf)
+        reading = reading._replace(soft_cap=self.soft_cap)
+        of_heads = self.source.importance(self.state, reading)
+        of_heads = jnp.repeat(of_heads, query.shape[2] // of_heads.shape[1], axis=1)  # a group may choose together
+        return jnp.where(self.visible(position), of_heads, -jnp.inf)
 
     def visible(self, position: Int[Array, "B C"]) -> Bool[Array, "B 1 C T"]:
         age = position[:, None, :, None] - jnp.arange(self.position.shape[1])[None, None, None]
@@ -514,7 +521,7 @@ class _Layer:
 
     def logits(self, position, query) -> Float[Array, "B N C T"]:
         """Return the true attention logits, -inf for tokens that a row does not see."""
-        return jnp.where(self.visible(position), sources.logits(query, self.key), -jnp.inf)
+        return jnp.where(self.visible(position), scaled(sources.logits(query, self.key), 1, self.soft_cap), -jnp.inf)
 
     def attend(self, logits: Float[Array, "B N C T"]) -> Float[Array, "B C N D"]:
         """Attend to the tokens whose logit is above -inf; the output is 0 for rows that read nothing."""
@@ -565,7 +572,8 @@ def _run(model, tokens, butler, source, of_layer):
         if predicted is not None:
             of_this = (jax.lax.dynamic_index_in_dim(x, index - 1, keepdims=False) for x in predicted)
             foreseen = kvjax.Prediction(*of_this)
-        out, output = of_layer(_Layer(index, sliding_window, query, key, value, source, foreseen, other))
+        cap = config.attention_soft_cap
+        out, output = of_layer(_Layer(index, sliding_window, cap, query, key, value, source, foreseen, other))
         if follows == {"previous"}:
             other = query, key
         elif follows == {"first"}:
@@ -642,14 +650,14 @@ def _evicting(model, tokens, kept, projection, butler, policy, sinks, chunk):
     config, (B, T) = model.config, tokens.shape
     frequency = None
     if policy is not None and (policy.needs.rotary or policy.positions != "absolute"):
-        frequency, _ = rope_frequencies(config.rope, config.head_dim, jnp.full(B, T))
+        frequency = frequencies(config, jnp.full(B, T))
 
     def of_layer(layer):
         def evicting():
             if policy is None:
                 return _oracle_evicting(layer, kept, sinks)
             of_this = None if projection is None else projection.layer(layer.index)
-            return _policy_evicting(layer, kept, policy, sinks, frequency, of_this)
+            return _policy_evicting(layer, kept, policy, sinks, rope_of_layer(config, layer.index, frequency), of_this)
 
         return _dense_at_first(layer, evicting, chunk), None
 
@@ -685,6 +693,7 @@ def _policy_evicting(layer: _Layer, kept, policy, sinks, frequency, projection) 
                 layer=layer.index,  # the cache holds one layer, but some scores depend on its index
                 sliding_window=layer.sliding_window,
                 frequency=frequency,
+                soft_cap=layer.soft_cap,
                 projection=projection,
                 predicted=None if predicted is None else jax.tree.map(lambda x: x[:, None], predicted),
                 compressed=False,  # there is no prompt before, so each step may score anew

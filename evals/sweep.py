@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from tqdm import tqdm
 
-from evals import booksum, evaluator, infinitebench, longbench, needle, report, results, ruler
+from evals import booksum, evaluations, evaluator, infinitebench, longbench, needle, report, results, ruler
 from models import commands, provenance
 
 EVALUATIONS = {
@@ -34,7 +34,7 @@ EVALUATIONS = {
 }  # fmt: skip
 # What all evaluations of a sweep share: names that may be lists in the file, and single values.
 SHARED = ("policies", "allocations", "budgets", "when", "evict_every", "question")
-PLAIN = ("block", "batch", "seed", "dtype", "mesh")
+PLAIN = ("block", "batch", "seed", "dtype", "cache_dtype", "mesh", "import")
 EXAMPLES = """a file:
   models = ["retriever"]
   policies = ["full", "snapkv", "snapkv+caote"]
@@ -83,6 +83,9 @@ def plan(content: Mapping[str, Any]) -> list[Part]:
         raise ValueError("the sweep has no tasks; write one table per evaluation, such as [tasks.ruler].")
     if not isinstance(models, list) or not models or not all(isinstance(model, str) for model in models):
         raise ValueError(f"models is {models!r}; give a list of folders or names.")
+    if not isinstance(modules := content.get("import", ""), str):
+        raise ValueError(f"import is {modules!r}; give the name of a module, or several by comma.")
+    commands.import_modules(modules)
     return [_part(content, model, name, options) for model in models for name, options in tasks.items()]
 
 
@@ -109,7 +112,7 @@ def command(flags: argparse.Namespace) -> None:
     content = read(flags.file)
     parts = plan(content)
     for part in parts:
-        EVALUATIONS[part.flags.name].check(part.flags)
+        _evaluation(part.flags.name).check(part.flags)
     files = {
         f"{part.flags.name} {name}": value
         for part in parts
@@ -136,6 +139,7 @@ def command(flags: argparse.Namespace) -> None:
                     evaluator.check_groups(
                         model, _groups(part, model.config, tokenizer), part.settings,
                         block=part.flags.block, batch=part.flags.batch,
+                        aids=evaluator.Aids(tokenizer, evaluator.load_scorer(part.flags, model)),
                     )  # fmt: skip
             except ValueError as error:
                 if progress is None:
@@ -155,7 +159,7 @@ def command(flags: argparse.Namespace) -> None:
             commands.write_json(flags.out / "figures.json", {**made, **figures})
     for name in dict.fromkeys(row["evaluation"] for row in rows):
         found = [row for row in rows if row["evaluation"] == name]
-        short = getattr(EVALUATIONS[name], "SHORT", {})
+        short = getattr(_evaluation(name), "SHORT", {})
         print(report.task_table(found, recency=evaluator.RECENCY, short=short), end="\n\n")
     print(f"results: {flags.out}; a page of them: python -m evals report {flags.out}")
     if failed:
@@ -177,10 +181,9 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def _part(content: Mapping[str, Any], model: str, name: str, options: Mapping[str, Any]) -> Part:
-    if name not in EVALUATIONS:
-        raise ValueError(f"the sweep has the unknown evaluation {name!r}; expected {', '.join(EVALUATIONS)}.")
     parser = _Flags(add_help=False, allow_abbrev=False)
-    EVALUATIONS[name].add_flags(parser)
+    _evaluation(name).add_flags(parser)
+    commands.add_import_flag(parser)
     closed = {"model", "json", "plot", "out", *SHARED, *PLAIN}
     line = ["--model", model]
     for option, value in options.items():
@@ -203,7 +206,7 @@ def _part(content: Mapping[str, Any], model: str, name: str, options: Mapping[st
 
 def _flag(parser: argparse.ArgumentParser, option: str, value: Any) -> list[str]:
     """Return a value of the file as words of a command line: a list by comma, or as several words for such a flag."""
-    name = f"--{option}"
+    name = f"--{option.replace('_', '-')}"
     several = next(action for action in parser._actions if action.dest == option).nargs == "+"
     if isinstance(value, bool):
         return [name] if value else []
@@ -220,9 +223,9 @@ def _run(part: Part, model: Any, tokenizer: Any, store: results.Results, progres
     flags, settings = part
     labels = {"model": flags.model, "evaluation": flags.name}
     failed = []
-    groups = _groups(part, model.config, tokenizer)
+    groups, scorer = _groups(part, model.config, tokenizer), evaluator.load_scorer(flags, model)
     try:
-        store.check_made_of(labels, evaluator.made_of(model, tokenizer, groups=groups))
+        store.check_made_of(labels, evaluator.made_of(model, tokenizer, groups=groups, scorer=scorer))
     except ValueError as error:
         return [f"{flags.model}, {flags.name}: {error}"]
     counts = [group.size * sum(setting.question in group.questions for setting in settings) for group in groups]
@@ -231,7 +234,7 @@ def _run(part: Part, model: Any, tokenizer: Any, store: results.Results, progres
         try:
             evaluator.run(
                 model, tokenizer, [group], settings, store,
-                block=flags.block, batch=flags.batch, labels=labels, progress=progress,
+                block=flags.block, batch=flags.batch, labels=labels, progress=progress, scorer=scorer,
             )  # fmt: skip
         except ValueError as error:
             failed.append(_named(flags, group, error))
@@ -239,7 +242,14 @@ def _run(part: Part, model: Any, tokenizer: Any, store: results.Results, progres
 
 
 def _groups(part: Part, config: Any, tokenizer: Any) -> list[evaluator.Group]:
-    return EVALUATIONS[part.flags.name].make_groups(part.flags, config, tokenizer)
+    return _evaluation(part.flags.name).make_groups(part.flags, config, tokenizer)
+
+
+def _evaluation(name: str) -> Any:
+    found = EVALUATIONS.get(name) or evaluations.EVALUATIONS.find(name)
+    if not hasattr(found, "make_groups"):
+        raise ValueError(f"the sweep has the unknown evaluation {name!r}; expected {', '.join(EVALUATIONS)}.")
+    return found
 
 
 def _cannot_be(parts: Sequence[Part]) -> list[str]:

@@ -33,6 +33,8 @@ EXAMPLES = """examples:
   python -m evals perplexity --text king-james-bible --chunk 1024 --sequences 32 --policies h2o,snapkv --budgets 256
 """
 TITLE = "== {} =="  # a line of its own; "#" begins comments in code
+HELD_OUT = ":held-out"  # after the name of a published text
+DOCUMENT = 8_000  # characters
 
 
 class Published(NamedTuple):
@@ -48,12 +50,40 @@ class Published(NamedTuple):
     size: str
 
 
+class Parts(NamedTuple):
+    """The documents of a text: those to train on, and its end, which is held out."""
+
+    training: list[str]
+    held_out: list[str]
+
+
+def parts(text: str) -> Parts:
+    """Cut a text into documents of whole paragraphs, at least 8,000 characters each; hold out the last tenth of them.
+
+    Example:
+        >>> from evals.texts import parts
+        >>> training, held_out = parts("\\n\\n".join(["word " * 1_000] * 40))
+        >>> len(training), len(held_out), training[0].count("word")
+        (18, 2, 2000)
+    """
+    documents: list[str] = []
+    held: list[str] = []
+    for paragraph in re.split(r"\n\s*\n", text):
+        held.append(paragraph)
+        if sum(map(len, held)) >= DOCUMENT:
+            documents.append("\n\n".join(held))
+            held = []
+    documents += ["\n\n".join(held)] if any(held) else []
+    kept = len(documents) - -(-len(documents) // 10)
+    return Parts(documents[:kept], documents[kept:])
+
+
 def read_text(name: str | Path | None) -> str:
     """Read a text by its name or file, or the library's held-out sentences.
 
     Args:
         name: one of :data:`PUBLISHED`, a UTF-8 file, or None for the sentences that no model or predictor was trained
-            on.
+            on. After a published name, ":held-out" asks for the part that nothing is trained on; see :func:`parts`.
 
     Raises:
         FileNotFoundError: the file does not exist, or the text has not been fetched yet.
@@ -66,7 +96,11 @@ def read_text(name: str | Path | None) -> str:
     """
     if name is None:
         return " ".join(prose.sentences("test"))
-    path = find(str(name)) if str(name) in PUBLISHED else Path(name)
+    published = str(name).removesuffix(HELD_OUT)
+    if published in PUBLISHED:
+        text = find(published).read_text(encoding="utf-8")
+        return text if published == name else "\n\n".join(parts(text).held_out)
+    path = Path(name)
     text = commands.read_text(path, "text")
     if not text.strip():
         raise ValueError(f"{path} is empty; give a file with text.")
@@ -274,8 +308,8 @@ def add_text_flag(flags: argparse.ArgumentParser) -> None:
     """Add the flag that :func:`read_text` reads."""
     flags.add_argument(
         "--text",
-        help=f"a UTF-8 file, or a fetched text: {', '.join(PUBLISHED)}; by default held-out sentences that ship with "
-        "kvjax",
+        help=f"a UTF-8 file, or a fetched text: {', '.join(PUBLISHED)} (with {HELD_OUT} its last tenth, which no "
+        "predictor is trained on); by default held-out sentences that ship with kvjax",
     )
 
 

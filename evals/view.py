@@ -93,6 +93,7 @@ def trace(
     when: When,
     question: int,
     new_tokens: int,
+    scorer: models.Scorer | None = None,
 ) -> dict[str, Any]:
     """Answer a prompt, and return the tokens that were held after each block and each step.
 
@@ -118,12 +119,13 @@ def trace(
     steps = models.stream(
         model,
         np.array([list(tokens)], np.int32),
-        policy=policy,
+        policy=models.with_repeat_prompt(policy, tokenizer),
         budget=budget,
         block=block,
         when=when,
         question=question,
         max_new_tokens=new_tokens,
+        scorer=scorer,
         on_cache=after_block,
     )
     for token, cache in steps:
@@ -168,6 +170,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
         choices=get_args(When),
         help="evict after every block, once, or as in the policy's paper (default %(default)s)",
     )
+    evaluator.add_scorer_flag(flags)
     flags.add_argument("--block", type=int, default=64)
     flags.add_argument("--max-new-tokens", type=int, default=8)
     flags.add_argument("--length", type=int, default=384, help="tokens of the default prompt")
@@ -193,6 +196,8 @@ def command(flags: argparse.Namespace) -> None:
     prompt = None if flags.prompt_file is None else _read(flags.prompt_file)
     commands.check_outputs([flags.html])
     model, tokenizer = evaluator.load(flags)
+    scorer = evaluator.load_scorer(flags, model)
+    scorers = {policy: scorer for policy in policies if policy != "full" and kvjax.parse(policy).needs.score}
     wanted = None
     if prompt is None:
         sample = tasks.needle(flags.seed, tokenizer, flags.length, 0.3)
@@ -210,6 +215,7 @@ def command(flags: argparse.Namespace) -> None:
         models.stream(
             model, np.array([list(tokens)], np.int32), policy=policy, budget=None if policy == "full" else budget,
             block=flags.block, when=flags.when, question=question, max_new_tokens=flags.max_new_tokens,
+            scorer=scorers.get(policy),
         )  # fmt: skip
     traces = []
     for policy in commands.progress_bar("policy", over=policies):
@@ -217,6 +223,7 @@ def command(flags: argparse.Namespace) -> None:
             trace(
                 model, tokenizer, tokens, policy=policy, budget=None if policy == "full" else budget,
                 block=flags.block, when=flags.when, question=question, new_tokens=flags.max_new_tokens,
+                scorer=scorers.get(policy),
             )
         )  # fmt: skip
     data = {
@@ -227,7 +234,7 @@ def command(flags: argparse.Namespace) -> None:
         "pieces": pieces(tokenizer, tokens),
         "question": question,
         "traces": traces,
-        **provenance.facts(flags.begun, flags.seed, evaluator.made_of(model, tokenizer)),
+        **provenance.facts(flags.begun, flags.seed, evaluator.made_of(model, tokenizer, scorer=scorer)),
     }
     with commands.replacing(flags.html) as temporary:
         temporary.write_text(page.render(TEMPLATE, data["title"], data), encoding="utf-8")

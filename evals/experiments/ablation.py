@@ -42,7 +42,7 @@ def measure(
     """Return the results of a study's runs in order; those in ``done`` are not measured again.
 
     Args:
-        of_runs: measures runs of one question and one block, which share their prompts where they can.
+        of_runs: measures runs of one question, block and dtype, which share their prompts where they can.
         on_result: called after each such group with all results so far, including those in ``done``.
     """
     found = {run_of(result): result for result in done if run_of(result) in study.runs}
@@ -50,7 +50,7 @@ def measure(
     for run in study.runs:
         late = run.budget is None or run.when == "prompt"
         if run not in found:
-            groups.setdefault((run.question, run.block) if late else (run,), []).append(run)
+            groups.setdefault((run.question, run.block, run.cache_dtype) if late else (run,), []).append(run)
     parts = (runs[start : start + TOGETHER] for runs in groups.values() for start in range(0, len(runs), TOGETHER))
     for together in parts:
         found.update(zip(together, of_runs(together), strict=True))
@@ -67,7 +67,18 @@ def judge(study: Study, results: Sequence[dict[str, Any]]) -> list[dict[str, Any
 
 def run_of(result: dict[str, Any]) -> Run:
     """Return the run that a result belongs to."""
-    return Run(result["policy"], result["share"], result["when"], result["question"], result["block"])
+    return Run(
+        result["policy"],
+        result["share"],
+        result["when"],
+        result["question"],
+        result["block"],
+        result.get("cache_dtype"),
+    )
+
+
+def _setting(run: Run, length: int) -> needle.Setting:
+    return needle.Setting(run.policy, run.slots(length), run.when, run.question, cache_dtype=run.cache_dtype)
 
 
 def add_flags(flags: argparse.ArgumentParser) -> None:
@@ -137,7 +148,7 @@ def command(flags: argparse.Namespace) -> None:
     for run in study.runs:
         samples = [sample for cell in cells[run.question] for sample in cell.samples]
         most = max(len(sample.answer_tokens) for sample in samples)
-        setting = needle.Setting(run.policy, run.slots(flags.length), run.when, run.question)
+        setting = _setting(run, flags.length)
         evaluator.check_answers(model, samples, setting, new_tokens=most, block=run.block, batch=flags.batch)
     total = flags.depths * flags.samples
 
@@ -164,7 +175,7 @@ def command(flags: argparse.Namespace) -> None:
     with commands.progress_bar("sample", total=total * len(study.runs)) as progress:
 
         def of_runs(together: list[Run]) -> list[dict[str, Any]]:
-            settings = [needle.Setting(run.policy, run.slots(flags.length), run.when, run.question) for run in together]
+            settings = [_setting(run, flags.length) for run in together]
             begun, first = time.time(), together[0]
             results = needle.measure(
                 model, cells[first.question], settings, block=first.block, batch=flags.batch, progress=progress

@@ -22,13 +22,17 @@ KNOWN, UNKNOWN = "question known", "question unknown"
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One measurement. ``budget`` is a share of the prompt, or None for the full cache."""
+    """One measurement. ``budget`` is a share of the prompt, or None for the full cache.
+
+    ``cache_dtype`` is that of keys and values, None for the model's.
+    """
 
     policy: str
     budget: float | None
     when: When = "prompt"
     question: Question = "after"
     block: int = 128
+    cache_dtype: str | None = None
 
     def slots(self, length: int) -> int | None:
         """Return the budget in slots per head."""
@@ -756,8 +760,49 @@ def window() -> Study:
     )
 
 
+def eight_bits() -> Study:
+    """Build the study of quality against bytes: eviction alone, eight bits alone, and both."""
+    policy, wide, narrow = "snapkv(window=8)+caote", "bfloat16", "int8"
+    asked: dict[str, Question] = {KNOWN: "after", UNKNOWN: "agnostic"}
+    shares = (1 / 16, 1 / 8, 1 / 4, 1 / 2)
+
+    def run(question: Question, dtype: str, share: float | None) -> Run:
+        if share is None:
+            return Run("full", None, "block", question, cache_dtype=dtype)
+        return Run(policy, share, question=question, cache_dtype=dtype)
+
+    def of_shares(question: Question, dtype: str, chosen: Iterable[float | None]) -> tuple[Run, ...]:
+        return tuple(run(question, dtype, share) for share in chosen)
+
+    points = [
+        Point(panel, dtype, (share or 1) * of_wide, run(asks, dtype, share))
+        for panel, asks in asked.items()
+        for dtype, of_wide in ((wide, 1.0), (narrow, 0.5))
+        for share in (*shares, None)
+    ]
+    said: tuple[tuple[str, Sequence[float | None], Sequence[float | None], Literal["better", "same"]], ...] = (
+        ("eight bits alone keep what the full cache recalls", (None,), (None,), "same"),
+        ("eight bits cost nothing at the same budget", shares, shares, "same"),
+        ("at the same bytes, eight bits are better than half the budget", shares[1:], shares[:-1], "better"),
+    )
+    claims = [
+        Claim(OURS, f"{text} ({panel})", of_shares(asks, narrow, some), of_shares(asks, wide, others), expects)
+        for panel, asks in asked.items()
+        for text, some, others, expects in said
+    ]
+    return Study(
+        "eight-bits",
+        "Eviction and eight bits: recall against bytes",
+        "bytes of keys and values, as a share of the full cache in bfloat16",
+        tuple(points),
+        tuple(claims),
+        tuple(Run("full", None, "block", question) for question in asked.values()),
+        note=f"{policy}, once after the prompt; the axis leaves out the 4 bytes of each scale of {narrow}",
+    )
+
+
 def _named(makers: Iterable[Callable[[], Study]]) -> dict[str, Study]:
     return {study.name: study for study in (make() for make in makers)}
 
 
-STUDIES = _named((block_size, laprox, question, sage, budgets, rounds, through, methods, window))
+STUDIES = _named((block_size, laprox, question, sage, budgets, rounds, through, methods, window, eight_bits))

@@ -54,6 +54,16 @@ def test_a_continuation_is_read_behind_the_compressed_context(retriever):
     assert full.log_probability[-4:].sum() > found.log_probability[-4:].sum() + 1, "the fact was evicted"
 
 
+def test_a_cache_of_eight_bits_changes_likelihoods_little(retriever):
+    model, tokenizer = retriever
+    sequences = [tokenizer.encode("The river was calm, and a small boat lay at the shore.")]
+    narrow, wide = (
+        loglikelihood.predict(model, sequences, block=16, cache_dtype=dtype)[0].log_probability
+        for dtype in ("int8", None)
+    )
+    assert 0 < np.abs(narrow - wide).max() < 0.2
+
+
 def test_a_rolling_likelihood_under_a_budget_evicts_as_the_text_comes(retriever):
     model, tokenizer = retriever
     sequence = tokenizer.encode(TEXT)
@@ -183,6 +193,8 @@ def test_a_simulated_selection_decodes_no_answers():
         (dict(budget=8), "without a policy"),
         (dict(policy="tova", budget="lots"), "neither slots per head"),
         (dict(policy="tova", budget=8, when="never"), "when is 'never'"),
+        (dict(policy="tova", budget=8, cache_dtype="int4"), "dtype is 'int4'"),
+        (dict(select="quest", budget=0.5, cache_dtype="int8"), "leave cache_dtype out"),
         (dict(policy="tova", budget=8, block=0), "block is 0"),
         (dict(select="quest"), "give the share that is read"),
         (dict(select="quest", budget=64), "give the share that is read"),

@@ -6,6 +6,13 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pytest
+
+from benchmarks.__main__ import BENCHMARKS
+from benchmarks.__main__ import main as benchmark
+from evals.__main__ import EVALUATIONS, main
+from evals.evaluations import EVALUATIONS as REGISTRY
+
 ROOT = Path(__file__).parents[2]
 MAIN = str(ROOT / "evals/__main__.py")
 EXPERIMENTS = {"ablation", "butler"}
@@ -30,3 +37,50 @@ def test_the_wheel_leaves_the_experiments_out_and_does_not_need_them():
         and re.search(r"\bevals\.experiments\b|from evals import .*\bexperiments\b", path.read_text())
     ]
     assert users == ["evals/__main__.py"]
+
+
+@pytest.mark.parametrize(("command", "names"), [(main, EVALUATIONS), (benchmark, BENCHMARKS)])
+def test_every_subcommand_imports_modules_of_your_own(command, names, capsys):
+    for name in names:
+        with pytest.raises(SystemExit, match="2"):
+            command([name, "--import", "no_such_module"])
+        assert "--import: no_such_module cannot be imported" in capsys.readouterr().err
+
+
+@pytest.fixture(autouse=True)
+def evaluations_that_a_test_registers_end_with_it():
+    before = dict(REGISTRY), dict(REGISTRY.sources)
+    yield
+    for held, stored in zip((REGISTRY, REGISTRY.sources), before, strict=True):
+        held.clear()
+        held.update(stored)
+
+
+def test_a_module_s_evaluation_is_a_subcommand(tmp_path, monkeypatch, capsys):
+    (tmp_path / "my_evaluation.py").write_text(
+        '"""It says hello."""\nimport sys\nfrom evals import evaluations\nEXAMPLES = "examples:"\n'
+        "def add_flags(flags): flags.add_argument('--to', default='you')\n"
+        "def command(flags): print('hello', flags.to)\n"
+        "evaluations.register('hello', sys.modules[__name__])\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert main(["hello", "--import", "my_evaluation", "--to", "all"]) == 0
+    assert capsys.readouterr().out == "hello all\n"
+    assert main(["--import", "my_evaluation", "hello"]) == 0
+    with pytest.raises(ValueError, match=r"'needle' is in evals\.needle and in my_evaluation"):
+        REGISTRY.add("needle", sys.modules.pop("my_evaluation"), source="my_evaluation")
+
+
+def test_a_package_s_evaluation_is_imported_when_it_is_run(tmp_path, monkeypatch, capsys):
+    (tmp_path / "pkg_task.py").write_text("raise RuntimeError('not now')")
+    metadata = tmp_path / "pkg_task-0.1.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: pkg-task\nVersion: 0.1\n")
+    (metadata / "entry_points.txt").write_text("[kvjax.evaluations]\ntask = pkg_task\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    assert "From pkg-task 0.1." in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="2"):
+        main(["task"])
+    assert "'pkg_task' cannot be imported (RuntimeError: not now)" in capsys.readouterr().err

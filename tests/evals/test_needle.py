@@ -43,6 +43,15 @@ def test_recall_is_that_of_generate(retriever):
     assert result["recall"] == sum(sum(row["correct"]) for row in result["cells"]) / 6
 
 
+def test_settings_with_caches_of_another_dtype_are_answered_apart(retriever):
+    model, tokenizer = retriever
+    settings = [needle.Setting("tova", 64, "prompt", "after", cache_dtype=dtype) for dtype in ("float32", "int8")]
+    wide, narrow = needle.measure(model, cells_of(tokenizer), settings, block=64, batch=6)
+    assert [row["cache_dtype"] for row in (wide, narrow)] == ["float32", "int8"]
+    D = model.config.head_dim  # a slot has 4 D bytes per row, or D and 4 for its scale, and 4 for its position
+    assert narrow["cache_bytes"] / wide["cache_bytes"] == pytest.approx((2 * (D + 4) + 4) / (8 * D + 4), rel=1e-3)
+
+
 def test_an_agnostic_question_is_held_back_until_the_context_is_compressed(retriever):
     model, tokenizer = retriever
     cells = cells_of(tokenizer, "agnostic")

@@ -206,6 +206,17 @@ def test_policies_have_a_table_of_their_own(tiny_folder, text_file, tmp_path, ca
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_cache_of_eight_bits_is_compared_with_the_full_one_alone_and_with_a_policy(tiny_folder, text_file, tmp_path):
+    out, flags = tmp_path / "out.json", ["--model", str(tiny_folder), "--text", str(text_file), "--chunk", "24"]
+    flags += ["--policies", "h2o", "--budgets", "8", "--block", "8", "--sequences", "2", "--json", str(out)]
+    assert main(["perplexity", *flags, "--cache-dtype", "int8", "--plot", str(tmp_path / "out.png")]) == 0
+    alone, both = json.loads(out.read_text())["policies"]
+    assert [(r["policy"], r["budget"], r["cache_dtype"]) for r in (alone, both)] == [
+        ("full", None, "int8"), ("h2o", 8, "int8")
+    ]  # fmt: skip
+    assert 0 < alone["kl"] < both["kl"]
+
+
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [

@@ -83,6 +83,8 @@ def test_other_settings_are_refused(finished, tmp_path, capsys):
         ("[tasks.ruler]\nlengths = ['x']", "the length 'x'"),
         ("[tasks.needle]\nsamples = 0", "give at least 1 of each"),
         ("[tasks.longbench]", "no data was named"),
+        ("import = 3\n[tasks.ruler]", "import is 3; give the name of a module"),
+        ("import = 'no_such_module'\n[tasks.ruler]", "no_such_module cannot be imported"),
     ],
 )
 def test_a_bad_file_ends_in_one_sentence_and_writes_nothing(content, sentence, tmp_path, capsys):

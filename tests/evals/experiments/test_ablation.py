@@ -87,7 +87,7 @@ def result_of(run, hits=3, samples=4):
     figures = {"recall": hits / samples, "low": 0.1, "high": 0.99, "cache_bytes": 2**20}
     return {
         **{"policy": run.policy, "budget": run.slots(512), "share": run.budget, "when": run.when},
-        **{"question": run.question, "block": run.block, "correct": correct, **figures},
+        **{"question": run.question, "block": run.block, "cache_dtype": run.cache_dtype, "correct": correct, **figures},
     }
 
 
@@ -215,6 +215,20 @@ def test_the_command_writes_all_and_resumes(tiny_study, tmp_path, capsys):
 
     assert main(["ablation", "claims", "--results", str(tmp_path), "--markdown", str(listed)]) == 0
     assert "| CAOTE | CAOTE improves TOVA | " in listed.read_text()
+
+
+@pytest.mark.slow
+def test_runs_of_two_dtypes_are_told_apart(monkeypatch, tmp_path, capsys):
+    wide, narrow = (Run("tova", 0.25, cache_dtype=dtype) for dtype in ("bfloat16", "int8"))
+    points = tuple(Point("", run.cache_dtype, "1", run) for run in (wide, narrow))
+    claim = Claim("ours", "eight bits cost nothing", (narrow,), (wide,), "same")
+    monkeypatch.setitem(STUDIES, "tiny", Study("tiny", "A tiny study", "", points, (claim,), (ablations.FULL,)))
+    figures = tmp_path / "tiny.json"
+    assert main(["ablation", "tiny", *SMALL, "--json", str(figures)]) == 0
+    results = json.loads(figures.read_text())["results"]
+    assert [ablation.run_of(result) for result in results] == [ablations.FULL, wide, narrow]
+    assert results[2]["cache_bytes"] < 0.6 * results[1]["cache_bytes"]
+    assert "eight bits cost nothing" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

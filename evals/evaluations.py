@@ -1,0 +1,47 @@
+"""The evaluations that `python -m evals` runs, and where other packages add theirs.
+
+An evaluation is a module, or anything with the same attributes: a docstring whose first line says what it measures,
+``EXAMPLES``, ``add_flags(parser)`` and ``command(flags)``. With ``make_groups`` and ``check``, a sweep may have it too.
+docs/how-to/add-an-eval.md says what each of them does. The entry-point group of other packages is
+``kvjax.evaluations``; the name of the entry point is the name of the subcommand.
+"""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+from kvjax.checks import shown
+from kvjax.registry import Registry
+
+PARTS = ("__doc__", "EXAMPLES", "add_flags", "command")
+
+
+def _whole(name: str, evaluation: Any) -> Any:
+    if missing := [part for part in PARTS if getattr(evaluation, part, None) is None]:
+        raise ValueError(f"{shown(evaluation)} lacks {', '.join(missing)}, which an evaluation has.")
+    return evaluation
+
+
+EVALUATIONS: Registry[Any] = Registry("evaluation", "kvjax.evaluations", _whole)
+
+
+def register(name: str, evaluation: Any) -> None:
+    """Add an evaluation under a name, which becomes a subcommand of `python -m evals`.
+
+    Args:
+        evaluation: a module, or a class or object with its attributes.
+
+    Raises:
+        ValueError: if another module or an installed package has the name, or the evaluation lacks a part.
+
+    Example:
+        >>> import types
+        >>> from evals import evaluations
+        >>> evaluations.register("empty", types.ModuleType("empty", "Measures nothing."))
+        Traceback (most recent call last):
+        ...
+        ValueError: <module 'empty'> lacks EXAMPLES, add_flags, command, which an evaluation has.
+    """
+    is_module = isinstance(evaluation, types.ModuleType)
+    EVALUATIONS.add(name, evaluation, source=evaluation.__name__ if is_module else evaluation.__module__)
