@@ -13,10 +13,8 @@ import contextlib
 import dataclasses
 import functools
 import json
-import queue
 import shutil
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -41,6 +39,7 @@ from models.parameters import parameter_shapes
 from models.save import save
 from train import data
 from train.circuit import init_parameters
+from train.loop import prefetch
 
 Parameters = dict[str, Array]
 
@@ -389,28 +388,6 @@ def rate_schedule(recipe: Sequence[Phase]) -> Callable[[Array], Array]:
         return (first[at] + share * (last - first)[at]) * jnp.minimum(1, (step + 1) / 50)
 
     return rate
-
-
-def prefetch(items: Iterator, size: int = 8) -> Iterator:
-    """Yield the items of an iterator, prepared ahead in a thread; an exception in the thread is raised here."""
-    ready: queue.Queue = queue.Queue(size)
-
-    def work():
-        try:
-            for item in items:
-                ready.put((item, None))
-            ready.put((None, StopIteration()))
-        except Exception as error:
-            ready.put((None, error))
-
-    threading.Thread(target=work, daemon=True).start()
-    while True:
-        item, error = ready.get()
-        if isinstance(error, StopIteration):
-            return
-        if error is not None:
-            raise error
-        yield item
 
 
 def train(

@@ -6,7 +6,8 @@ before every prompt, each row begins with one, too. The next row depends only on
 JSON can hold: training that resumes opens the file at that place and tokenises one piece again.
 
 Several sources take turns, one row each. Held-out rows never overlap with training: for a user's text they are the
-first documents, and training begins after them; for `python` they are the sentences that evals hold out, too.
+first documents, and training begins after them; for `python` and the texts of `python -m evals texts` they are what
+evals hold out, too.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 from jaxtyping import Int
 
-from evals import prose
+from evals import prose, texts
 from models.tokenizer import Tokenizer
 from train import data
 
-BUILTIN = ("python", "retriever")
+BUILTIN = ("python", "retriever", *texts.PUBLISHED)
 SUFFIXES = (".txt", ".jsonl", ".json")  # .json holds JSON lines, too; each also packed as .gz or .zst
 PIECE_BYTES = 1 << 14  # a .txt is tokenised in pieces of this size
 SENTENCES_A_DOCUMENT = 24
@@ -53,11 +54,16 @@ class Piece(NamedTuple):
 
 
 class Documents(NamedTuple):
-    """Documents of one source. ``pieces(place)`` reads once from a place to the end; ``start`` is the first place."""
+    """Documents of one source.
+
+    ``pieces(place)`` reads once from a place to the end; ``start`` is the first place. ``held_out`` are documents that
+    are never trained on; if there are none, the first ones are held out.
+    """
 
     name: str
     start: Place
     pieces: Callable[[Place], Iterator[Piece]]
+    held_out: Documents | None = None
 
 
 class Corpus(NamedTuple):
@@ -88,7 +94,8 @@ def open_corpus(
     Args:
         names: files (.txt; .jsonl or .json with one JSON object per line; each also as .gz or .zst), folders of them, a
             hub data set ("allenai/c4:realnewslike"), "python" (text that ships with Python), "retriever" (rows of the
-            embedded model's own training). Commas separate names, too. All files together are one source.
+            embedded model's own training), a text that `python -m evals texts` has fetched. Commas separate names, too.
+            All files together are one source.
         tokenizer: the model's tokenizer.
         length: the number of ids per row.
         eval_names: text to hold out, named likewise, instead of a part of ``names``.
@@ -123,7 +130,7 @@ def open_corpus(
     kept: list[np.ndarray] = []
     for source in sources:
         if isinstance(source, Documents):
-            if not eval_names and source.name != "python":
+            if not eval_names and source.held_out is None:
                 rows, begin = _first_rows(source, encoder, length, each)
                 kept.append(rows)
                 source = source._replace(start=begin)
@@ -133,8 +140,8 @@ def open_corpus(
     for source in held_out:
         if not isinstance(source, Documents):
             kept.append(source.held_out(length, each))
-        elif source.name == "python":
-            kept.append(_first_rows(_test_sentences(), encoder, length, each)[0])
+        elif source.held_out is not None:
+            kept.append(_first_rows(source.held_out, encoder, length, each)[0])
         elif eval_names:
             kept.append(_first_rows(source, encoder, length, each)[0])
     read = made[0] if len(made) == 1 else functools.partial(_in_turns, made)
@@ -230,14 +237,16 @@ def _sources(
     named = [part.strip() for name in names for part in ([name] if Path(name).exists() else name.split(","))]
     named = [name for name in named if name]
     if not named:
-        raise ValueError("no data was named; give files, folders, a hub data set, 'python' or 'retriever'.")
-    files = [file for name in named if name not in BUILTIN and not _is_hub_name(name) for file in _files_of(name)]
+        raise ValueError(f"no data was named; give files, folders, a hub data set, or one of {', '.join(BUILTIN)}.")
+    files = [file for name in named if name not in BUILTIN and not _is_hub_name(name) for file in files_of(name)]
     out: list[Documents | _Written] = []
     for name in dict.fromkeys(named):
         if name == "python":
             out.append(_python_text(seed))
         elif name == "retriever":
             out.append(_Written.of(tokenizer, seed))
+        elif name in texts.PUBLISHED:
+            out.append(_published_text(name, seed))
         elif _is_hub_name(name):
             out.append(_hub_data_set(name, field, skip_bad_lines))
         elif files:
@@ -262,7 +271,13 @@ def _kind(path: Path) -> tuple[str, str] | None:
     return (suffix, packing) if suffix in SUFFIXES else None
 
 
-def _files_of(name: str) -> list[Path]:
+def files_of(name: str) -> list[Path]:
+    """Return the files of text that a name stands for: itself, or all that a folder holds, by name.
+
+    Raises:
+        FileNotFoundError: there is no such file or folder, or the folder holds none.
+        ValueError: a file is empty or of an unknown kind.
+    """
     path = Path(os.path.expanduser(name))  # unlike Path.expanduser, this leaves an unknown user's name
     if path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.is_file() and _kind(file))
@@ -274,7 +289,8 @@ def _files_of(name: str) -> list[Path]:
         files = [path]
     else:
         raise FileNotFoundError(
-            f"there is no data file {name}; give a file, a folder, a hub data set (owner/name), python or retriever."
+            f"there is no data file {name}; give a file, a folder, a hub data set (owner/name), or one of "
+            f"{', '.join(BUILTIN)}."
         )
     for file in files:
         if file.stat().st_size == 0:
@@ -306,7 +322,8 @@ def _file_documents(files: Sequence[Path], field: str, skip_bad_lines: bool) -> 
     return Documents(f"{name} [{sizes:08x}]", {"file": 0, "offset": 0, "line": 0, "skipped": 0}, pieces)
 
 
-def _open(file: Path) -> IO[bytes]:
+def open_file(file: Path) -> IO[bytes]:
+    """Open a file's bytes, unpacked if its name ends in .gz or .zst."""
     kind = _kind(file)
     packing = kind[1] if kind else ""
     if packing == ".gz":
@@ -322,7 +339,7 @@ def _open(file: Path) -> IO[bytes]:
 
 def _stream(file: Path, offset: int, read: Callable[[IO[bytes]], Iterator[Piece]]) -> Iterator[Piece]:
     """Read a file from an offset in the unpacked bytes; an error of unpacking becomes a ValueError."""
-    with _open(file) as stream:
+    with open_file(file) as stream:
         try:
             if _kind(file) and _kind(file)[1]:  # type: ignore[index]
                 while offset > 0 and (skipped := len(stream.read(min(offset, 1 << 20)))):
@@ -428,15 +445,15 @@ def _hub_data_set(name: str, field: str, skip_bad_lines: bool) -> Documents:
 # Text that needs no download.
 
 
-def _in_memory(name: str, texts: Sequence[str], seed: int | None) -> Documents:
+def _in_memory(name: str, documents: Sequence[str], seed: int | None, held_out: Documents | None = None) -> Documents:
     def pieces(place: Place) -> Iterator[Piece]:
-        order: Any = range(len(texts))
+        order: Any = range(len(documents))
         if seed is not None:
-            order = np.random.default_rng([seed, place["epoch"]]).permutation(len(texts))
-        for index in range(place["document"], len(texts)):
-            yield Piece(texts[order[index]], True, place | {"document": index + 1})
+            order = np.random.default_rng([seed, place["epoch"]]).permutation(len(documents))
+        for index in range(place["document"], len(documents)):
+            yield Piece(documents[order[index]], True, place | {"document": index + 1})
 
-    return Documents(name, {"document": 0}, pieces)
+    return Documents(name, {"document": 0}, pieces, held_out)
 
 
 @functools.cache
@@ -466,11 +483,14 @@ def python_documents() -> tuple[str, ...]:
 
 
 def _python_text(seed: int) -> Documents:
-    return _in_memory("python", python_documents(), seed)
+    held_out = _in_memory("the held-out sentences", [" ".join(prose.sentences("test"))], None)
+    return _in_memory("python", python_documents(), seed, held_out)
 
 
-def _test_sentences() -> Documents:
-    return _in_memory("the held-out sentences", [" ".join(prose.sentences("test"))], None)
+def _published_text(name: str, seed: int) -> Documents:
+    text = texts.read_text(name)
+    training, held_out = texts.parts(text)
+    return _in_memory(f"{name} [{texts.digest(text)[:8]}]", training, seed, _in_memory(name, held_out, None))
 
 
 class _Written(NamedTuple):

@@ -120,18 +120,6 @@ def test_groups_of_rows_make_the_same_loss(config, tokenizer):
     assert np.array_equal(tokens.reshape(8, 64), batch.tokens) and np.array_equal(targets.reshape(8, 64), batch.targets)
 
 
-def test_what_fails_while_prefetching_is_raised():
-    def items():
-        yield 1
-        raise OSError("no more")
-
-    made = retriever.prefetch(items())
-    assert next(made) == 1
-    with pytest.raises(OSError, match="no more"):
-        next(made)
-    assert list(retriever.prefetch(iter("abc"), size=1)) == ["a", "b", "c"]
-
-
 def test_recall_reads_the_answers_places(config, tokenizer):
     parameters = init_parameters(config, jax.random.key(0))
     right = retriever.recall(retriever.make_recall(config), parameters, tokenizer, 128, count=4, facts=2)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import models
-from evals import prose
+from evals import prose, texts
 from train.text import PIECE_BYTES, open_corpus, python_documents
 
 TEXTS = [f"The {noun} number {i} was counted by the baker. " * (1 + i % 5) for i, noun in enumerate(prose.NOUNS[:60])]
@@ -23,8 +23,8 @@ def tokenizer():
     return models.load("retriever")[1]
 
 
-def write_lines(path, texts, field="text"):
-    body = "".join(json.dumps({field: text}) + "\n" for text in texts).encode()
+def write_lines(path, lines, field="text"):
+    body = "".join(json.dumps({field: text}) + "\n" for text in lines).encode()
     if path.suffix == ".gz":
         body = gzip.compress(body)
     if path.suffix == ".zst":
@@ -33,9 +33,9 @@ def write_lines(path, texts, field="text"):
     return str(path)
 
 
-def ids_of(tokenizer, texts):
+def ids_of(tokenizer, documents):
     """What rows hold, told apart from how they are read."""
-    return [i for text in texts for i in [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos]]
+    return [i for text in documents for i in [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos]]
 
 
 def read(corpus, count, position=None):
@@ -96,6 +96,23 @@ def test_text_to_hold_out_may_be_named(tokenizer, tmp_path):
     corpus = open_corpus([data], tokenizer, 32, eval_names=[held], eval_rows=2)
     assert read(corpus, 1)[0][0][1:].tolist() == ids_of(tokenizer, TEXTS)[:31]
     assert corpus.held_out[:, 1:].ravel().tolist() == ids_of(tokenizer, TEXTS[30:])[: 2 * 31]
+
+
+def test_a_published_text_is_trained_on_without_its_end(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(FileNotFoundError, match="python -m evals texts king-james-bible"):
+        open_corpus(["king-james-bible"], tokenizer, 32)
+    file = texts.place("king-james-bible")
+    file.parent.mkdir(parents=True)
+    file.write_text("\n\n".join(f"Line {number} of the {'river ' * 300}" for number in range(40)))
+    corpus = open_corpus(["king-james-bible"], tokenizer, 32, eval_rows=2)
+    held_out = tokenizer.encode(texts.read_text("king-james-bible:held-out"), add_special_tokens=False)
+    assert corpus.held_out[:, 1:].ravel().tolist() == held_out[: 2 * 31]  # after the rows' BOS
+    training, unseen = texts.parts(file.read_text())
+    assert "\n\n".join(training + unseen) == file.read_text()
+    rows = corpus.rows(None)
+    seen = np.concatenate([next(rows)[0] for _ in range(2 * len(tokenizer.encode("".join(training))) // 32)])
+    assert "Line 0 of" in (text := tokenizer.decode(seen.tolist())) and "Line 39 of" not in text
 
 
 def test_bad_lines_are_named_or_skipped_and_counted(tokenizer, tmp_path):

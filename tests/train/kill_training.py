@@ -1,10 +1,10 @@
-"""Kills a training run of the predictor again and again and compares its end: `python tests/train/kill_butler.py`.
+"""Kills a training run again and again and compares its end: `python tests/train/kill_training.py --trainer scorer`.
 
-A small model is trained for once without a break. Then the same run is killed with SIGKILL at random moments (seeded):
-while it starts, between steps, and while a checkpoint is being written; each time the same command goes on. The final
-parameters, and the optimiser's state with them, must be the uninterrupted run's bit for bit. With --processes 2
---devices 4 that many processes with that many CPU devices each train together and die together; their losses are also
-compared with those of one process with one device.
+A small model, its predictor or its scorer is trained once without a break. Then the same run is killed with SIGKILL at
+random moments (seeded): while it starts, between steps, and while a checkpoint is being written; each time the same
+command goes on. The final parameters, and the optimiser's state with them, must be the uninterrupted run's bit for bit.
+With --processes 2 --devices 4 that many processes with that many CPU devices each train together and die together;
+their losses are also compared with those of one process with one device.
 """
 
 from __future__ import annotations
@@ -23,6 +23,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # run as a script, this file's own folder stands there
 MOMENTS = ("save", "step", "start")
+TRAINERS = {  # the file that each writes, and the flags of its own
+    "butler": ("butler.safetensors", ["--eval-every", "0"]),
+    "scorer": ("scorer.safetensors", ["--eval-every", "0"]),
+    "finetune": ("model.safetensors", ["--policy", "tova", "--budget", "16", "--block", "16", "--eval-every", "0"]),
+}
 
 
 def make_model(folder: Path) -> None:
@@ -42,15 +47,16 @@ def make_model(folder: Path) -> None:
 class Run:
     """The processes of one run, and where they write."""
 
-    def __init__(self, model: Path, out: Path, steps: int, save_every: int, processes: int, devices: int):
-        self.out = out
+    def __init__(self, trainer: str, model: Path, out: Path, steps: int, save_every: int, processes: int, devices: int):
+        self.trainer, self.out = trainer, out
         # A program compiled once serves every start: a kill then finds training, not compiling.
         environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices), "XLA_FLAGS": ""}
         environment |= {"JAX_COMPILATION_CACHE_DIR": str(model / "compiled"), "TOKENIZERS_PARALLELISM": "false"}
         environment |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-        command = [sys.executable, "-m", "train.butler", "--model", str(model), "--data", "python", "--out", str(out)]
+        command = [sys.executable, "-m", f"train.{trainer}", "--model", str(model), "--data", "python"]
+        command += ["--out", str(out), *TRAINERS[trainer][1]]
         command += ["--seq-len", "32", "--batch", "8", "--tokens", str(steps * 8 * 32), "--save-every", str(save_every)]
-        command += ["--eval-every", "0", "--eval-rows", "8", "--log-every", "1", "--lr", "0.01"]
+        command += ["--eval-rows", "8", "--log-every", "1", "--lr", "0.01"]
         command += ["--mesh", f"data={processes * devices}"]
         with socket.socket() as free:
             free.bind(("localhost", 0))
@@ -108,10 +114,10 @@ def die(run: Run, moment: str, rng: random.Random, start_up: float, span: float)
     return alive
 
 
-def result(out: Path) -> tuple[bytes, int]:
-    """The predictor's file, and the digest of the whole last state."""
+def result(trainer: str, out: Path) -> tuple[bytes, int]:
+    """The file that was trained, and the digest of the whole last state."""
     newest = max((out / "checkpoints").glob("[0-9]*"), key=lambda path: int(path.name))
-    return (out / "butler.safetensors").read_bytes(), json.loads((newest / "progress/metadata").read_text())["digest"]
+    return (out / TRAINERS[trainer][0]).read_bytes(), json.loads((newest / "progress/metadata").read_text())["digest"]
 
 
 def losses(out: Path) -> list[float]:
@@ -121,6 +127,7 @@ def losses(out: Path) -> list[float]:
 
 def main(arguments: list[str] | None = None) -> int:
     flags = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    flags.add_argument("--trainer", choices=TRAINERS, default="butler")
     flags.add_argument("--kills", type=int, default=20)
     flags.add_argument("--steps", type=int, default=400)
     flags.add_argument("--save-every", type=int, default=3)
@@ -135,7 +142,8 @@ def main(arguments: list[str] | None = None) -> int:
     make_model(folder / "model")
 
     def start(name: str, processes: int = options.processes, devices: int = options.devices) -> Run:
-        return Run(folder / "model", folder / name, options.steps, options.save_every, processes, devices)
+        sizes = (options.steps, options.save_every, processes, devices)
+        return Run(options.trainer, folder / "model", folder / name, *sizes)
 
     begun = time.time()
     start("whole").finish()
@@ -155,9 +163,8 @@ def main(arguments: list[str] | None = None) -> int:
         done = losses(run.out) if (run.out / "log.jsonl").exists() else []
         print(f"killed ({moment}), {len(done)} steps logged", flush=True)
     start("killed").finish()
-    same = result(folder / "whole") == result(folder / "killed") and losses(folder / "whole") == losses(
-        folder / "killed"
-    )
+    ends = [(result(options.trainer, folder / name), losses(folder / name)) for name in ("whole", "killed")]
+    same = ends[0] == ends[1]
     kinds = ", ".join(f"{count} at {moment}" for moment, count in killed.items())
     print(f"{sum(killed.values())} kills ({kinds}), {during_save} of them left a checkpoint half written")
     print(f"parameters, optimiser state and losses are {'the same bit for bit' if same else 'NOT the same'}")

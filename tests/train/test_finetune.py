@@ -1,0 +1,296 @@
+"""Fine-tuning under a policy: the loss is that of the evaluations, a run resumes bit for bit, and its model loads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file
+
+import models
+from evals import loglikelihood
+from train import answers, finetune, loop, lora
+from train.text import Corpus
+
+CONFIG = models.Config(64, 16, 24, num_layers=2, num_heads=4, num_kv_heads=2, max_positions=64, bos=0, eos=(1,))
+SETTINGS = finetune.Settings(
+    tokens=4 * 2 * 24, seq_len=24, batch=2, lr=0.01, policy="h2o+caote", budget=8, block=8, warmup=0.0
+)
+TEXT = np.random.default_rng(0).integers(2, 64, (4, 24)).astype(np.int32)
+
+
+def model() -> models.Decoder:
+    return models.Decoder(CONFIG, rngs=nnx.Rngs(0))
+
+
+def questions(count: int = 4) -> np.ndarray:
+    """Prompts of 17 tokens or fewer, and answers of five or fewer."""
+    random = np.random.default_rng(1)
+    sizes = [(17 - row % 3, 5 - row % 2) for row in range(count)]
+    return np.stack([answers.row_of(*(random.integers(2, 64, size) for size in each), 24) for each in sizes])
+
+
+def corpus(rows: np.ndarray) -> Corpus:
+    def of(position):
+        index = position["row"] if position else 0
+        while True:
+            yield rows[index % len(rows)], {"row": index + 1}
+            index += 1
+
+    return Corpus(["rows"], of, rows[:2])
+
+
+# --- the loss --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [TEXT[:2], questions(2)], ids=["text", "answers"])
+def test_the_loss_of_a_batch_is_the_mean_likelihood_of_its_learned_tokens(rows):
+    fed = answers.fed(rows)
+    found = loglikelihood.predict(
+        model(), [row[: length + 1].tolist() for row, length in zip(fed.tokens, fed.lengths, strict=True)],
+        fed.answers.tolist(), policy="h2o+caote", budget=8, block=8,
+    )  # fmt: skip
+    told = [-one.log_probability[-count:] for one, count in zip(found, (rows >= 0).sum(axis=1), strict=True)]
+    loss = finetune.loss_of(model(), rows, SETTINGS)
+    assert loss == pytest.approx(np.concatenate(told).mean(), rel=1e-5)
+    assert finetune.held_out_loss(model(), rows, SETTINGS, "h2o+caote") == pytest.approx(float(loss), rel=1e-5)
+
+
+def test_with_the_full_cache_the_loss_and_its_gradient_are_the_dense_model_s():
+    rows = questions(2)
+    fed = answers.fed(rows)
+    parameters = finetune.parameters_of(model())
+
+    def dense(parameters):
+        logits = models.Decoder(CONFIG, parameters)(jnp.asarray(fed.tokens[:, :-1]))
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.asarray(fed.tokens[:, 1:]))
+        return jnp.sum(jnp.where(fed.learned, losses, 0)) / fed.learned.sum()
+
+    def ours(parameters):
+        return finetune.loss_of(models.Decoder(CONFIG, parameters), rows, SETTINGS._replace(policy="full"))
+
+    expected, slopes = jax.jit(jax.value_and_grad(dense))(parameters)
+    loss, gradients = jax.value_and_grad(ours)(parameters)
+    assert loss == pytest.approx(float(expected), rel=1e-5)
+    for name, slope in slopes.items():
+        np.testing.assert_allclose(gradients[name], slope, rtol=1e-3, atol=1e-6, err_msg=name)
+
+
+def test_a_derivative_holds_part_of_the_logits_and_one_block_s_activations(monkeypatch):
+    monkeypatch.setattr(loglikelihood, "LOGITS_BYTES", 4 * 2 * 64 * 4)  # four tokens of each row
+
+    def arrays(jaxpr):
+        """The last axis and the size of every array of a program and of those inside it."""
+        for equation in jaxpr.eqns:
+            yield from ((var.aval.shape[-1:], var.aval.size) for var in equation.outvars)
+            for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "jaxpr")):
+                if hasattr(inner, "jaxpr") or hasattr(inner, "eqns"):
+                    yield from arrays(getattr(inner, "jaxpr", inner))
+
+    def objective(parameters):
+        return finetune.loss_of(models.Decoder(CONFIG, parameters), TEXT[:2], SETTINGS)
+
+    found = list(arrays(jax.make_jaxpr(jax.grad(objective))(finetune.parameters_of(model())).jaxpr))
+    assert max(size for last, size in found if last == (64,)) == 16 * 64  # the head; all logits would be 2 * 23 * 64
+    assert max(size for last, size in found if last == (24,)) == 2 * 16 * 24  # L E F, the weights; L B T F is 2208
+
+
+# --- LoRA ------------------------------------------------------------------------------------------------------------
+
+
+def test_low_rank_matrices_add_their_product_to_each_projection_of_a_checkpoint(tmp_path):
+    base, on = model(), lora.projections(CONFIG)
+    pairs = lora.init(CONFIG, 2, on, seed=0)
+    random = np.random.default_rng(2)
+    pairs |= {name: random.normal(size=array.shape) for name, array in pairs.items() if name.endswith(".B")}
+    models.save(tmp_path / "base", base)
+    models.save(tmp_path / "tuned", finetune.model_of(base, pairs, SETTINGS._replace(lora=2)))
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("base", "tuned"))
+    names = dict(query="self_attn.q", key="self_attn.k", value="self_attn.v", output="self_attn.o") | {
+        name: f"mlp.{name}" for name in ("gate", "up", "down")
+    }
+    for name, tensor in names.items():
+        for layer in range(CONFIG.num_layers):
+            full = f"model.layers.{layer}.{tensor}_proj.weight"
+            product = 2 * pairs[f"{name}.B"][layer] @ np.asarray(pairs[f"{name}.A"][layer])
+            np.testing.assert_allclose(after.pop(full), before.pop(full) + product, atol=1e-5, err_msg=name)
+    assert all(np.array_equal(after[name], before[name]) for name in before)
+
+
+def test_low_rank_matrices_change_nothing_at_first_and_alone_are_trained():
+    base, settings = model(), SETTINGS._replace(lora=2, lora_on=("query", "down"))
+    state = finetune.init_state(base, settings)
+    first = finetune.parameters_of(finetune.model_of(base, state.parameters, settings))
+    assert all(np.array_equal(first[name], array) for name, array in finetune.parameters_of(base).items())
+    assert sorted(state.parameters) == ["down.A", "down.B", "query.A", "query.B"]
+
+
+# --- a run -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["text", "answers, LoRA"])
+def test_a_run_resumes_bit_for_bit_lowers_the_loss_and_loads(kind, tmp_path):
+    rows, settings = TEXT, SETTINGS
+    if kind != "text":
+        rows, settings = questions(), SETTINGS._replace(policy="tova", when="prompt", lora=2, lora_on=("value", "down"))
+
+    def run(name, **options):
+        options = dict(save_every=2, eval_every=3, log_every=1) | options
+        return finetune.train(tmp_path / name, model(), None, corpus(rows), settings, **options)
+
+    tuned, summary = run("whole")
+    assert run("parts", stop_after=3)[1] is None
+    _, resumed = run("parts")
+    files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "parts")]
+    assert files[0] == files[1] and resumed["held_out_loss"] == summary["held_out_loss"]
+    losses = summary["held_out_loss"]
+    assert list(losses) == ["full", settings.policy]
+    assert all(own["after"] < own["before"] for own in losses.values())
+    loaded, _ = models.load(tmp_path / "whole")
+    tokens = jnp.asarray(TEXT[:1])
+    np.testing.assert_array_equal(loaded(tokens), tuned(tokens))
+    lines = [json.loads(line) for line in (tmp_path / "whole" / "log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "held_out/loss" in line] == [3, 4]
+    assert lines[-1][f"summary/{settings.policy}/after"] == losses[settings.policy]["after"]
+
+
+def test_a_step_on_several_devices_is_the_step_on_one(tmp_path):
+    models.save(tmp_path, model())
+    settings, found = SETTINGS._replace(policy="tova"), []
+    for mesh in (None, models.parse_mesh("data=2,tensor=2")):
+        loaded, _ = models.load(tmp_path, mesh=mesh)
+        rows = jnp.asarray(TEXT[:2]) if mesh is None else loop.spread(TEXT[:2], mesh)
+        state, loss, norm = finetune.make_step(settings)(loaded, finetune.init_state(loaded, settings), rows, 0)
+        found.append((float(loss), float(norm), np.asarray(state.parameters["layers.value"])))
+    assert found[0][:2] == pytest.approx(found[1][:2], rel=1e-5)
+    np.testing.assert_allclose(found[0][2], found[1][2], atol=1e-3)  # Adam's first step is lr times a sign
+    assert len(state.parameters["layers.value"].sharding.device_set) == 4
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_run_on_several_devices_resumes_bit_for_bit(rank, tmp_path):
+    models.save(tmp_path / "base", model())
+    mesh = models.parse_mesh("data=2")
+    loaded, _ = models.load(tmp_path / "base", mesh=mesh)
+
+    def run(name, **more):
+        settings = SETTINGS._replace(policy="tova", lora=rank)
+        return finetune.train(tmp_path / name, loaded, None, corpus(TEXT), settings, mesh=mesh, save_every=2, **more)
+
+    run("whole")
+    assert run("parts", stop_after=2)[1] is None
+    run("parts")
+    files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "parts")]
+    assert files[0] == files[1]
+
+
+@pytest.mark.bad_input
+def test_all_weights_are_not_trained_in_half_precision(tmp_path):
+    narrow = models.Decoder(CONFIG, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)
+    with pytest.raises(ValueError, match="the model is in bfloat16, in which steps of the learning rate round"):
+        finetune.train(tmp_path / "out", narrow, None, corpus(TEXT), SETTINGS)
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A small random model with a tokenizer, questions and text."""
+    folder = tmp_path_factory.mktemp("finetune")
+    tokenizer = models.Tokenizer.from_folder(Path(__file__).parents[1] / "models/golden/tokenizer")
+    ends = dict(bos=tokenizer.bos, eos=(tokenizer.eos,) if tokenizer.eos is not None else (1,))
+    config = models.Config(
+        tokenizer.vocab_size, 16, 24, num_layers=1, num_heads=2, num_kv_heads=1, max_positions=64, **ends
+    )
+    models.save(folder / "base", models.Decoder(config, rngs=nnx.Rngs(0)), tokenizer)
+    lines = [
+        {"prompt": f"The code of the river is {number}. The code is", "answer": f" {number}"} for number in range(9)
+    ]
+    (folder / "qa.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "text.jsonl").write_text("".join(json.dumps({"text": line["prompt"]}) + "\n" for line in lines * 9))
+    (folder / "half.jsonl").write_text(json.dumps(lines[0]) + '\n{"prompt": "The code"}\n')
+    return folder
+
+
+def words(folder: Path, line: str) -> list[str]:
+    return [word.format(folder) for word in line.split()]
+
+
+FLAGS = "--model {0}/base --seq-len 48 --batch 2 --tokens 192 --block 16 --budget 16 --eval-rows 2 "
+
+
+def test_the_command_prints_the_loss_before_and_after_under_every_policy(folder, capsys):
+    line = FLAGS + "--data {0}/qa.jsonl --policy full --eval-policy full,tova --when prompt --out {0}/tuned"
+    assert finetune.main(words(folder, line)) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert [row.split()[0] for row in printed[-3:]] == ["policy", "full", "tova"]
+    summary = json.loads((folder / "tuned/summary.json").read_text())
+    assert summary["held_out_rows"] == 2 and summary["settings"]["policy"] == "full"
+    base, tuned = (load_file(folder / name / "model.safetensors") for name in ("base", "tuned"))
+    assert {name: array.shape for name, array in tuned.items()} == {name: array.shape for name, array in base.items()}
+    assert models.load(folder / "tuned")[1].encode("The code") == models.load(folder / "base")[1].encode("The code")
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("--data {0}/text.jsonl --when prompt", "'tova' evicts once, after the last token of a text"),
+        ("--data {0}/text.jsonl --chat", "--chat is for prompts with answers"),
+        ("--data {0}/qa.jsonl --policy butler+caote", "scores by a network that was trained for the frozen model"),
+        ("--data {0}/qa.jsonl --policy zap", "scores by a network that was trained for the frozen model"),
+        ("--data {0}/qa.jsonl --policy snapkv", "'snapkv' observes the last 32 queries, but a block has 16"),
+        ("--data {0}/qa.jsonl --policy snapkv(window=16)+protect(sinks=4)", "the budget is 16 tokens, but"),
+        ("--data {0}/qa.jsonl --policy h2o@layer", "'h2o@layer' moves tokens between pages after each block"),
+        ("--data {0}/qa.jsonl --policy nothing", "unknown policy 'nothing'"),
+        ("--data {0}/qa.jsonl --budget 0", "the budget is 0"),
+        ("--data {0}/qa.jsonl --lora 0", "--lora is 0; give a rank of at least 1"),
+        ("--data {0}/qa.jsonl --lora-on query", "--lora-on was given without --lora"),
+        ("--data {0}/qa.jsonl --lora 2 --lora-on quary", "--lora-on names quary; expected some of query, key, value"),
+        ("--data {0}/qa.jsonl --seq-len 4", "prompt and answer have"),
+        ("--data {0}/qa.jsonl --eval-rows 9", "holds nothing but the 9 held-out rows"),
+        ("--data {0}/qa.jsonl --eval-policy nothing", "unknown policy 'nothing'"),
+        ("--data {0}/half.jsonl", "half.jsonl, line 2: it has no text in \"prompt\" or in \"answer\""),
+        ("--data {0}/nowhere.jsonl", "there is no data file"),
+        ("--data {0}/qa.jsonl --policy kvzip --when prompt", "has the model repeat its prompt"),
+        ("--data {0}/qa.jsonl --policy snapkv(window=16) --budget 0.3", "qa.jsonl, line 1: the budget is"),
+        ("", "no data was named"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_trained_ends_in_one_sentence(folder, line, said, tmp_path, capsys):
+    assert finetune.main([*words(folder, FLAGS + "--policy tova " + line), "--out", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_model_that_is_trained_is_not_overwritten(folder, capsys):
+    before = (folder / "base/model.safetensors").read_bytes()
+    assert finetune.main(words(folder, FLAGS + "--data {0}/qa.jsonl --out {0}/base --resume never")) == 2
+    assert "the folder of --model, which the run would overwrite" in capsys.readouterr().err
+    assert (folder / "base/model.safetensors").read_bytes() == before
+
+
+# --- rows of answers -------------------------------------------------------------------------------------------------
+
+
+def test_rows_of_answers_are_the_prompt_the_answer_and_the_end_in_a_new_order_each_epoch(folder):
+    _, tokenizer = models.load(folder / "base")
+    data = answers.open_answers([str(folder / "qa.jsonl")], tokenizer, 48, eval_rows=2)
+    fed = answers.fed(data.held_out)
+    prompt = tokenizer.encode("The code of the river is 0. The code is")
+    answer = [*tokenizer.encode(" 0", add_special_tokens=False), tokenizer.eos]
+    assert fed.tokens[0, : fed.lengths[0] + 1].tolist() == [*prompt, *answer]
+    assert fed.answers[0] == len(answer) == fed.learned[0].sum()
+    read = data.rows(None)
+    first, second = ([next(read) for _ in range(7)] for _ in range(2))
+    assert {row.tobytes() for row, _ in first} == {row.tobytes() for row, _ in second}
+    assert [row.tobytes() for row, _ in first] != [row.tobytes() for row, _ in second]
+    resumed = data.rows(first[3][1])
+    assert all(np.array_equal(next(resumed)[0], row) for row, _ in [*first[4:], *second])

@@ -1,0 +1,124 @@
+"""Training a scorer: targets are those of the definition, the loss falls, runs resume, and what is saved is read."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import kvjax
+import models
+from models import repeating
+from train import scorer as trainer
+from train.scorer import Settings, largest_attention, measure, settings_of, train
+from train.text import Corpus
+
+CONFIG = models.Config(64, 32, 48, num_layers=2, num_heads=4, num_kv_heads=2, max_positions=64)
+SETTINGS = Settings(tokens=30 * 4 * 16, seq_len=16, batch=4, lr=0.02)
+WORDS = (3, 5)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return models.Decoder(CONFIG, rngs=nnx.Rngs(3))
+
+
+def rows(position):
+    index = position["row"] if position else 0
+    while True:
+        yield np.random.default_rng(index).integers(0, 64, 16).astype(np.int32), {"row": index + 1}
+        index += 1
+
+
+def corpus():
+    return Corpus(["numbers"], rows, np.stack([next(rows({"row": 1000 + i}))[0] for i in range(2)]))
+
+
+def run(folder, model, settings=SETTINGS, **options):
+    options = dict(save_every=10, eval_every=0, log_every=1, words=WORDS) | options
+    return train(folder, model, models.ScorerConfig.of(CONFIG, 8), corpus(), settings, **options)
+
+
+def losses(folder):
+    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if "loss" in line]
+
+
+def test_the_largest_attention_is_that_of_a_brute_force_reading(monkeypatch):
+    monkeypatch.setattr(trainer, "QUERIES_AT_ONCE", 4)  # the last part is padded
+    rng = np.random.default_rng(0)
+    query, key = (rng.normal(size=shape).astype(np.float32) for shape in ((2, 6, 4, 8), (2, 9, 2, 8)))
+    at, places = np.arange(3, 9), np.arange(9)
+    expected = np.zeros((2, 9, 2))
+    for b, i, n in np.ndindex(2, 6, 4):
+        seen = (places <= at[i]) & (places > at[i] - 5)
+        logits = key[b, :, n // 2].astype(np.float64) @ query[b, i, n] / 8**0.5
+        weights = np.where(seen, np.exp(logits), 0) / np.exp(logits)[seen].sum()
+        weights[at[i]] = 0
+        expected[b, :, n // 2] = np.maximum(expected[b, :, n // 2], weights)
+    found = largest_attention(*map(jnp.asarray, (query, key, at, places)), 5)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-7)
+
+
+def test_the_target_is_the_policy_kvzip(model):
+    tokens = np.stack([next(rows(None))[0], next(rows({"row": 7}))[0]])
+    scores = trainer.run_layers(model, jnp.asarray(tokens), "kvzip", WORDS, lambda layer, x, score: score)
+    policy = repeating._asking(kvjax.parse("kvzip(chunk=16)"), kvjax.RepeatPrompt(first=WORDS))
+    cache, _ = models.prefill(model, tokens, policy=policy, budget=16, block=16)
+    position, state = np.asarray(cache.position), np.asarray(cache.state)
+    in_order = np.take_along_axis(state, np.argsort(np.where(position < 0, 99, position), axis=-1), axis=-1)[..., :16]
+    np.testing.assert_allclose(scores.swapaxes(2, 3), in_order, rtol=1e-5)
+
+
+def test_the_loss_falls_and_the_run_resumes_bit_for_bit(model, tmp_path):
+    whole, summary = run(tmp_path / "whole", model)
+    assert run(tmp_path / "parts", model, stop_after=12)[1] is None
+    parts, _ = run(tmp_path / "parts", model)
+    curve = losses(tmp_path / "whole")
+    assert len(curve) == 30 and np.mean(curve[-5:]) < 0.8 * curve[0] and curve == losses(tmp_path / "parts")
+    loaded = models.load_scorer(tmp_path / "whole", model)
+    for name in trainer.parameter_shapes(loaded.config):
+        arrays = [np.asarray(getattr(own, name)[...]) for own in (whole, parts, loaded)]
+        assert np.array_equal(arrays[0], arrays[1]) and np.array_equal(arrays[0], arrays[2]), name
+    assert summary["figures"]["loss"] < curve[0] and summary["parameters"] == 2 * (32 * 8 + 8 + 8 * 2 + 2)
+    found = measure(model, whole, corpus().held_out, 0.3, "kvzip", WORDS)
+    assert summary["layers"]["hit_rate"] == found["hit_rate"].round(6).tolist()
+    generated = models.generate(
+        model, corpus().held_out, policy="zap", budget=6, block=8, scorer=loaded, max_new_tokens=2
+    )
+    assert generated.cache.num_live.max() == 6
+
+
+def test_a_scorer_that_knows_the_scores_is_measured_as_perfect(model, monkeypatch):
+    own = models.Scorer(models.ScorerConfig.of(CONFIG, 0), rngs=nnx.Rngs(0))
+    scores = np.random.default_rng(0).normal(size=(2, 1, 16, 2))
+    monkeypatch.setattr(trainer, "_predicted_and_true", lambda *given: (scores, scores))
+    found = measure(model, own, corpus().held_out, 0.5)
+    assert found["hit_rate"].tolist() == [1, 1] and found["loss"].tolist() == [0, 0]
+    monkeypatch.setattr(trainer, "_predicted_and_true", lambda *given: (-scores, scores))
+    assert measure(model, own, corpus().held_out, 0.2)["hit_rate"].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("target", ["kvzip", "future"])
+def test_the_command_trains(tmp_path, capsys, target):
+    config = dataclasses.replace(CONFIG, vocab_size=1536, bos=0, eos=(1,), max_positions=128)
+    tokenizer = models.load("retriever")[1]
+    models.save(tmp_path / "model", models.Decoder(config, rngs=nnx.Rngs(0)), tokenizer.backend)
+    arguments = ["--model", tmp_path / "model", "--data", "python", "--seq-len", 16, "--batch", 2, "--tokens", "96"]
+    arguments += ["--out", tmp_path / "out", "--eval-rows", 2, "--eval-every", 0, "--target", target, "--hidden", 0]
+    assert trainer.main([str(argument) for argument in arguments]) == 0
+    assert f"target {target}" in capsys.readouterr().out
+    scorer = models.load_scorer(tmp_path / "out", models.load(tmp_path / "model")[0])
+    assert scorer.config.hidden == 0
+
+
+def test_bad_settings_are_refused():
+    with pytest.raises(ValueError, match=r"--seq-len is 40; for the target kvzip .* takes 82 of its 64 positions"):
+        settings_of(CONFIG, 2, seq_len=40, tokens=10_000)
+    assert settings_of(CONFIG, 2, seq_len=40, tokens=10_000, target="future").seq_len == 40
+    with pytest.raises(ValueError, match="--target is 'h2o'; expected kvzip or future"):
+        settings_of(CONFIG, target="h2o")

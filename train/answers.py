@@ -1,0 +1,187 @@
+"""Rows of prompts with answers: JSON lines of {"prompt": ..., "answer": ...}, one per row, where the answer is learned.
+
+A row is one array of int32, so that it goes through a :class:`train.text.Corpus` like a row of text: an id that is
+learned stands as it is, the id t of a prompt as ``~t``, and what follows the answer is ``PADDING``. A row of text has
+no prompt: all of its ids are learned.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Bool, Int
+
+from models.tokenizer import Tokenizer
+from train.text import BUILTIN, Corpus, files_of, open_file
+
+PADDING = np.iinfo(np.int32).min
+FIELDS = ("prompt", "answer")
+Check = Callable[[int], None]
+
+
+class Fed(NamedTuple):
+    """A batch as a model reads it: the last token of each row is predicted and not fed.
+
+    Attributes:
+        tokens: whole rows, 0 where they are padded.
+        lengths: the number of tokens that are fed, those of each row but its last.
+        answers: the number of tokens of each row's answer; 0 for text, which has no prompt.
+        learned: whether the token after each is learned.
+    """
+
+    tokens: Int[np.ndarray, "B T"]
+    lengths: Int[np.ndarray, "B"]
+    answers: Int[np.ndarray, "B"]
+    learned: Bool[np.ndarray, "B T-1"]
+
+
+def row_of(prompt: Sequence[int], answer: Sequence[int], length: int) -> Int[np.ndarray, "T"]:
+    """Return a prompt and its answer as a row.
+
+    Example:
+        >>> from train.answers import row_of
+        >>> row_of([1, 0, 7], [5, 2], 6)[:5].tolist()
+        [-2, -1, -8, 5, 2]
+    """
+    row = np.full(length, PADDING, np.int32)
+    row[: len(prompt) + len(answer)] = [*(~token for token in prompt), *answer]
+    return row
+
+
+def fed(rows: Int[np.ndarray, "B T"]) -> Fed:
+    """Return how rows of text, or of prompts and answers, are fed.
+
+    Example:
+        >>> import numpy as np
+        >>> from train.answers import fed, row_of
+        >>> batch = fed(np.stack([row_of([1, 0, 7], [5, 2], 6)]))
+        >>> batch.tokens.tolist(), batch.lengths.tolist(), batch.answers.tolist()
+        ([[1, 0, 7, 5, 2, 0]], [4], [2])
+        >>> batch.learned.tolist()
+        [[False, False, True, True, False]]
+    """
+    there, learned = rows != PADDING, rows >= 0
+    lengths, answers = there.sum(axis=1), learned.sum(axis=1)
+    tokens = np.where(there, np.where(learned, rows, ~rows), 0)
+    answers = np.where(answers == lengths, 0, answers)
+    return Fed(tokens.astype(np.int32), lengths - 1, answers, learned[:, 1:])
+
+
+def are_answers(names: Sequence[str]) -> bool:
+    """Return whether data are prompts with answers, by the first line of the first file.
+
+    Raises:
+        FileNotFoundError: the file does not exist.
+        ValueError: the file is empty or of an unknown kind.
+
+    Example:
+        >>> from train.answers import are_answers
+        >>> are_answers(["python"])
+        False
+    """
+    first = names[0]
+    if first in BUILTIN or not Path(first).exists():
+        return False
+    with open_file(files_of(first)[0]) as stream:
+        line = next((line for line in stream if line.strip()), b"")
+    try:
+        entry = json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(entry, dict) and all(name in entry for name in FIELDS)
+
+
+def open_answers(
+    names: Sequence[str],
+    tokenizer: Tokenizer,
+    length: int,
+    *,
+    eval_names: Sequence[str] = (),
+    eval_rows: int = 16,
+    chat: bool = False,
+    seed: int = 0,
+    check: Check = lambda fed: None,
+) -> Corpus:
+    """Return the rows of prompts and answers, shuffled anew in each epoch, and held-out rows.
+
+    Args:
+        names: files of JSON lines (.jsonl or .json, each also as .gz or .zst), or folders of them.
+        tokenizer: the model's tokenizer. The answer continues the prompt's text as it stands; the end token follows.
+        length: the most ids of a row.
+        eval_names: files to hold out, instead of the first ``eval_rows`` lines of ``names``.
+        chat: whether a prompt is a user's message, put into the chat template.
+        seed: the seed of the order.
+        check: called with the number of tokens that each row feeds; the line of a ValueError is named.
+
+    Raises:
+        FileNotFoundError: a file or folder does not exist.
+        ValueError: a line lacks a prompt or an answer or does not fit into a row, nothing is left to train on, or the
+            tokenizer has no end token.
+    """
+    if tokenizer.eos is None:
+        raise ValueError("the tokenizer names no eos_token to end answers by; name it in tokenizer_config.json.")
+    files = [file for name in names for file in files_of(name)]
+    rows = _rows(files, tokenizer, length, chat, check)
+    if eval_names:
+        others = [file for name in eval_names for file in files_of(name)]
+        held_out = _rows(others, tokenizer, length, chat, check)[:eval_rows]
+    else:
+        held_out, rows = rows[:eval_rows], rows[eval_rows:]
+    if not len(rows):
+        raise ValueError(
+            f"{files[0]} holds nothing but the {len(held_out)} held-out rows; give more, or fewer --eval-rows, or "
+            "--eval-data."
+        )
+    name = str(files[0]) if len(files) == 1 else f"{files[0]} and {len(files) - 1} more"
+
+    def in_order(position: dict[str, Any] | None) -> Iterator[tuple[np.ndarray, dict[str, Any]]]:
+        epoch, place = (0, 0) if position is None else (position["epoch"], position["place"])
+        while True:
+            order = np.random.default_rng([seed, epoch]).permutation(len(rows))
+            for index in range(place, len(rows)):
+                yield rows[order[index]], {"epoch": epoch, "place": index + 1}
+            epoch, place = epoch + 1, 0
+
+    return Corpus([f"{name} [{zlib.crc32(rows.tobytes()):08x}]"], in_order, held_out)
+
+
+def _rows(files: Sequence[Path], tokenizer: Tokenizer, length: int, chat: bool, check: Check) -> Int[np.ndarray, "R T"]:
+    found = []
+    for file in files:
+        with open_file(file) as stream:
+            for number, line in enumerate(stream, 1):
+                if not line.strip():
+                    continue
+                try:
+                    prompt, answer = _tokens(line, tokenizer, length, chat)
+                    check(len(prompt) + len(answer) - 1)
+                    found.append(row_of(prompt, answer, length))
+                except ValueError as error:
+                    raise ValueError(f"{file}, line {number}: {error}") from None
+    return np.stack(found) if found else np.zeros((0, length), np.int32)
+
+
+def _tokens(line: bytes, tokenizer: Tokenizer, length: int, chat: bool) -> tuple[list[int], list[int]]:
+    try:
+        entry = json.loads(line)
+    except (ValueError, RecursionError):
+        raise ValueError("this is not JSON; fix it.") from None
+    texts = [entry.get(name) if isinstance(entry, dict) else None for name in FIELDS]
+    if not all(isinstance(text, str) and text.strip() for text in texts):
+        raise ValueError('it has no text in "prompt" or in "answer"; every line needs both.')
+    prompt, answer = map(str, texts)
+    if chat:
+        prompt = tokenizer.chat([{"role": "user", "content": prompt}])
+    before = tokenizer.encode(prompt, add_special_tokens=not chat)
+    after = [*tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos]
+    if len(before) + len(after) > length:
+        raise ValueError(
+            f"prompt and answer have {len(before)} + {len(after)} tokens, more than a row of {length}; give a larger "
+            "--seq-len, or leave the line out."
+        )
+    return before, [int(token) for token in after if token is not None]

@@ -1,0 +1,171 @@
+"""Shared by the trainers' commands: flags of text, settings and runs; processes, meshes and models."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import Mesh
+
+import models
+from evals import evaluator
+from models import commands
+from models.decoder import Decoder
+from models.tokenizer import Tokenizer
+from train.loop import Options, Settings
+from train.text import Corpus, open_corpus
+
+
+class Loaded(NamedTuple):
+    """A frozen model on a mesh; whether it is the embedded one."""
+
+    model: Decoder
+    tokenizer: Tokenizer
+    mesh: Mesh
+    embedded: bool
+
+
+def add_text_flags(flags: argparse.ArgumentParser) -> None:
+    """Add the flags of the frozen model and of the text."""
+    flags.add_argument("--model", default="retriever", help="'retriever' (the default), a folder, or a hub name")
+    flags.add_argument(
+        "--data", nargs="+", help="files, folders, a hub data set (owner/name[:config]), python, retriever"
+    )
+    flags.add_argument(
+        "--eval-data", nargs="+", default=[], help="held-out text (default: the first documents of --data)"
+    )
+    flags.add_argument("--eval-rows", type=int, default=16, help="held-out rows (default 16)")
+    flags.add_argument("--text-field", default="text", help="field of a JSON line (default text)")
+    flags.add_argument("--skip-bad-lines", action="store_true", help="leave out and count lines without text")
+
+
+def add_settings_flags(flags: argparse.ArgumentParser, *, seq_len: str, lr: str) -> None:
+    """Add the flags of :class:`train.loop.Settings`.
+
+    Args:
+        seq_len, lr: the defaults, in words.
+    """
+    flags.add_argument("--tokens", type=_count, help="tokens of text in total, such as 80e6")
+    flags.add_argument("--seq-len", type=int, help=f"tokens per row (default {seq_len})")
+    flags.add_argument("--batch", type=int, help="rows per step")
+    flags.add_argument("--lr", type=float, help=f"the highest learning rate (default {lr})")
+    flags.add_argument("--warmup", type=float, help="share of the steps with a rising learning rate")
+    flags.add_argument("--clip", type=float, help="largest global norm of the gradient")
+    flags.add_argument("--weight-decay", type=float)
+    flags.add_argument("--seed", type=int)
+
+
+def add_run_flags(flags: argparse.ArgumentParser, out: str) -> None:
+    """Add the flags of the run's folder, of its devices and of its output, and those that every command has."""
+    flags.add_argument("--out", type=Path, default=Path(out), help="folder for what is trained and its run")
+    flags.add_argument("--resume", choices=("auto", "never"), default="auto", help="resume --out's checkpoint")
+    flags.add_argument("--save-every", type=int, default=200, help="steps between checkpoints (default 200)")
+    flags.add_argument("--keep", type=int, default=2, help="checkpoints kept (default 2)")
+    flags.add_argument("--eval-every", type=int, default=200, help="steps between measurements; 0: only at the end")
+    flags.add_argument("--log-every", type=int, default=20, help="steps between lines of the log (default 20)")
+    flags.add_argument("--stop-after", type=int, help="stop early, after this step")
+    flags.add_argument("--mesh", help="devices, such as data=4 or data=2,tensor=2; data: rows, tensor: the model")
+    flags.add_argument("--dtype", default="float32", help="the frozen model's dtype (default float32, as published)")
+    flags.add_argument("--coordinator", help="host:port of the first process; 'auto' reads the cluster's environment")
+    flags.add_argument("--processes", type=int, help="how many processes train together")
+    flags.add_argument("--process-id", type=int, help="the number of this process, from 0")
+    flags.add_argument("--json", action="store_true", help="print the summary as JSON")
+    commands.add_import_flag(flags)
+    commands.add_cache_flag(flags)
+
+
+def load(flags: argparse.Namespace) -> Loaded:
+    """Check the run's flags, join the other processes, and load the model onto the mesh."""
+    for flag, least in (("save_every", 1), ("keep", 1), ("eval_every", 0), ("log_every", 1), ("eval_rows", 1)):
+        if getattr(flags, flag) < least:
+            raise ValueError(f"--{flag.replace('_', '-')} is {getattr(flags, flag)}; give at least {least}.")
+    if flags.stop_after is not None and flags.stop_after < 1:
+        raise ValueError(f"--stop-after is {flags.stop_after}; give a step, at least 1.")
+    if flags.out.exists() and not flags.out.is_dir():
+        raise ValueError(f"--out is {flags.out}, which is a file; name a folder.")
+    _join(flags)
+    mesh = models.parse_mesh(flags.mesh or f"data={jax.device_count() if jax.process_count() > 1 else 1}")
+    if mesh.size < jax.device_count() and jax.process_count() > 1:
+        raise ValueError(f"--mesh takes {mesh.size} of the processes' {jax.device_count()} devices; it must take all.")
+    embedded = flags.model == "retriever"
+    if flags.data is None and not embedded:
+        raise ValueError("no data was named; give --data files, folders or a hub data set.")
+    model, tokenizer = models.load(flags.model, dtype=flags.dtype, mesh=mesh)
+    if tokenizer is None:
+        raise ValueError(f"{flags.model} has no tokenizer.json, and text needs one; copy it from the model's source.")
+    return Loaded(model, tokenizer, mesh, embedded)
+
+
+def open_text(flags: argparse.Namespace, tokenizer: Tokenizer, settings: Settings) -> Corpus:
+    """Open the text that the flags name; the embedded model's is "python"."""
+    return open_corpus(
+        flags.data or ["python"],
+        tokenizer,
+        settings.seq_len,
+        eval_names=flags.eval_data,
+        eval_rows=flags.eval_rows,
+        field=flags.text_field,
+        skip_bad_lines=flags.skip_bad_lines,
+        seed=settings.seed,
+    )
+
+
+def options_of(flags: argparse.Namespace, loaded: Loaded, command: str) -> Options:
+    """Return the options of :func:`train.loop.run` that the flags give; messages open with the command's name."""
+
+    def say(text: str) -> None:
+        if jax.process_index() == 0:
+            print(f"{command}: {text}.", file=sys.stderr)
+
+    return Options(
+        begun=flags.begun,
+        made_of=evaluator.made_of(loaded.model, loaded.tokenizer),
+        mesh=loaded.mesh,
+        resume=flags.resume == "auto",
+        save_every=flags.save_every,
+        keep=flags.keep,
+        eval_every=flags.eval_every,
+        log_every=flags.log_every,
+        stop_after=flags.stop_after,
+        progress_bar=True,
+        say=say,
+    )
+
+
+def report(flags: argparse.Namespace, summary: dict[str, Any] | None, table: Callable[[dict[str, Any]], str]) -> None:
+    """Print the summary of a run as a table or as JSON; None is a run that --stop-after ended."""
+    if jax.process_index() > 0:
+        return
+    if summary is None:
+        print(f"stopped after step {flags.stop_after}; run the same command without --stop-after to resume.")
+    else:
+        print(json.dumps(summary) if flags.json else table(summary))
+
+
+def _join(flags: argparse.Namespace) -> None:
+    """Join the other processes of a run, if there are any."""
+    given = (flags.coordinator, flags.processes, flags.process_id)
+    if flags.coordinator == "auto":
+        jax.distributed.initialize()
+    elif None not in given:
+        if not 0 <= flags.process_id < flags.processes:
+            raise ValueError(f"--process-id is {flags.process_id}; {flags.processes} processes are numbered from 0.")
+        jax.distributed.initialize(flags.coordinator, flags.processes, flags.process_id)
+    elif given != (None, None, None):
+        raise ValueError("--coordinator, --processes and --process-id belong together; give all three, or none.")
+
+
+def _count(text: str) -> int:
+    try:
+        count = float(text)
+    except ValueError:
+        count = math.nan
+    if not 1 <= count < 1e15 or count != int(count):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens; write it like 80e6.")
+    return int(count)

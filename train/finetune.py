@@ -1,0 +1,513 @@
+"""Fine-tunes a model with its policy in place: `python -m train.finetune`.
+
+A step runs the model as it will be used: the prompt goes through an evicting prefill, and each token's loss is that of
+reading what the policy has kept. Gradients flow through the attention and the kept keys and values; the choice of the
+tokens that stay has none. Text is learned as it stands, under evictions after each block. Of prompts with answers the
+answer is learned, fed after its prompt was compressed.
+
+A derivative keeps the cache before each block and computes one block's activations again; of the logits it holds a part
+of the tokens at a time. All weights are trained, or LoRA's low-rank matrices (train/lora.py).
+
+The folder --out is a Hugging Face folder of the last checkpoint's model, which ``models.load`` reads, with
+checkpoints/, run.json (which describes the run), log.jsonl, TensorBoard's events, and summary.json at the end.
+"""
+
+from __future__ import annotations
+
+if __name__ == "__main__":  # before the other imports, so that a missing extra is named
+    from models import commands
+
+    with commands.extra("train", "train.finetune"):
+        from train import finetune  # this file, under its own name
+    raise SystemExit(finetune.main())
+
+import argparse
+import functools
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Unpack, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Int
+
+import kvjax
+import models
+from evals import loglikelihood
+from kvjax.policy import policy_of
+from kvjax.select import share_of_tokens
+from models import commands
+from models.decoder import Decoder
+from models.parameters import parameter_shapes
+from models.plan import When, moments
+from models.tokenizer import Tokenizer
+from train import answers, command, loop, lora
+from train.loop import Parameters, State
+from train.text import Corpus
+
+FILES = ("model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json")
+EXAMPLES = """examples:
+  python -m train.finetune --model smollm2 --data qa.jsonl --policy snapkv+caote --budget 0.25 --when prompt --out tuned
+  python -m train.finetune --model smollm2 --data text.jsonl --policy h2o+caote --budget 128 --lora 8 --out tuned
+  python -m train.finetune --model smollm2 --data qa.jsonl --policy full --eval-policy full,snapkv+caote --out control
+a line of text is {"text": ...}; a line of a question {"prompt": ..., "answer": ...}
+"""
+
+
+class Settings(NamedTuple):
+    """Settings of a run, beside those of :class:`train.loop.Settings`.
+
+    ``policy``, ``budget``, ``block`` and ``when`` are those of :func:`models.prefill`. ``lora`` is the rank of the
+    matrices beside the projections ``lora_on`` (all if empty); 0 trains all weights.
+    """
+
+    tokens: int = 1_000_000
+    seq_len: int = 512
+    batch: int = 8
+    lr: float = 2e-5
+    warmup: float = 0.03
+    clip: float = 1.0
+    weight_decay: float = 0.0
+    seed: int = 0
+    policy: str = "snapkv+caote"
+    budget: int | float = 0.25
+    block: int = 128
+    when: str = "block"
+    lora: int = 0
+    lora_on: tuple[str, ...] = ()
+
+
+def check_settings(settings: Settings, config: models.Config, *, text: bool) -> None:
+    """Check that a run's settings are in range and fit the model and the data.
+
+    Args:
+        text: whether the data are text, without prompts that could be compressed as a whole.
+
+    Raises:
+        ValueError: a setting is out of range; the message names its flag.
+
+    Example:
+        >>> import models
+        >>> from train import finetune
+        >>> config = models.Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2)
+        >>> finetune.check_settings(finetune.Settings(when="prompt"), config, text=True)
+        Traceback (most recent call last):
+        ...
+        ValueError: 'snapkv+caote' evicts once, after the last token of a text, which changes ...; take ...
+    """
+    loop.check_settings(settings, config)
+    known = lora.projections(config)
+    if settings.lora < 0:
+        raise ValueError(f"--lora is {settings.lora}; give a rank of at least 1.")
+    if unknown := [name for name in settings.lora_on if name not in known]:
+        raise ValueError(f"--lora-on names {', '.join(unknown)}; expected some of {', '.join(known)}.")
+    policy, when = _checked_policy(settings, settings.policy), settings.when
+    if policy is None:
+        return
+    evicts = moments(policy, cast(When, when), None)[0]
+    if evicts == "block" and not policy.allocation.even:
+        raise ValueError(
+            f"{policy.name!r} moves tokens between pages after each block, which has no derivative; take an allocation "
+            "that gives all heads the same budget, or --when prompt with prompts and answers."
+        )
+    if text:
+        check_row(settings, [settings.policy], settings.seq_len - 1)
+    if text and evicts == "prompt":
+        raise ValueError(
+            f"{policy.name!r} evicts once, after the last token of a text, which changes nothing that is learned; take "
+            "--when block and a policy that can, or data with prompts and answers."
+        )
+
+
+def check_row(settings: Settings, names: Sequence[str], fed: int) -> None:
+    """Raise ValueError if a ratio of a row's ``fed`` tokens, prompt and answer, is too few slots for a policy.
+
+    Example:
+        >>> from train import finetune
+        >>> finetune.check_row(finetune.Settings(budget=0.25), ["full", "snapkv+caote"], 512)
+    """
+    for policy in map(policy_of, names):
+        if policy is not None and isinstance(settings.budget, float):
+            kvjax.check_budget(policy, share_of_tokens(settings.budget, fed))
+
+
+def _checked_policy(settings: Settings, name: str) -> kvjax.Policy | None:
+    """Return a policy of a run or of its table, None for the full cache."""
+    policy = policy_of(name)
+    if policy is None:
+        return None
+    if policy.needs.prediction or policy.needs.score:
+        raise ValueError(f"{policy.name!r} scores by a network that was trained for the frozen model; take another.")
+    if policy.needs.reconstruction is not None:
+        raise ValueError(f"{policy.name!r} has the model repeat its prompt, which training does not; take another.")
+    kvjax.check_block(policy, settings.block)
+    if isinstance(settings.budget, int):
+        kvjax.check_budget(policy, settings.budget)
+    return policy
+
+
+# The model that is trained, and its loss.
+
+
+def parameters_of(model: Decoder) -> Parameters:
+    """Return a model's parameters by path.
+
+    Example:
+        >>> from flax import nnx
+        >>> import models
+        >>> from train import finetune
+        >>> config = models.Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2)
+        >>> finetune.parameters_of(models.Decoder(config, rngs=nnx.Rngs(0)))["layers.key"].shape
+        (2, 32, 2, 8)
+    """
+    found: dict[str, Any] = {n: functools.reduce(getattr, n.split("."), model) for n in parameter_shapes(model.config)}
+    return {name: parameter[...] for name, parameter in found.items()}
+
+
+def model_of(model: Decoder, parameters: Parameters, settings: Settings) -> Decoder:
+    """Return the trained model: of the parameters themselves, or of the first model's with LoRA's products added."""
+    if settings.lora:
+        parameters = _merged(model.config, parameters_of(model), parameters)
+    return Decoder(model.config, parameters)
+
+
+_merged = jax.jit(lora.merged, static_argnums=0)
+
+
+def loss_of(model: Decoder, rows: Int[np.ndarray, "B T"], settings: Settings) -> Float[Array, ""]:
+    """Compute the mean loss of the learned tokens of a batch, in nats, each read from what the policy has kept.
+
+    Args:
+        rows: on the host; see :mod:`train.answers`.
+
+    Raises:
+        ValueError: the policy, the budget or a token does not fit; see :func:`models.prefill`.
+
+    Example:
+        >>> import numpy as np
+        >>> from flax import nnx
+        >>> import models
+        >>> from train import finetune
+        >>> config = models.Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2)
+        >>> model = models.Decoder(config, rngs=nnx.Rngs(0))
+        >>> settings = finetune.Settings(policy="h2o+caote", budget=16, block=8)
+        >>> f"{finetune.loss_of(model, np.arange(40)[None], settings):.1f}"  # log(64) = 4.2
+        '4.2'
+    """
+    fed = answers.fed(rows)
+    kept = _kept(settings, settings.policy)
+    # The answer's last token is predicted and not fed; the others are fed after the prompt was compressed.
+    question = fed.answers - 1 if kept["policy"] is not None and fed.answers.all() else None
+    _, hidden = models.hidden_states(model, fed.tokens[:, :-1], fed.lengths, question=question, **kept)
+    return _mean_loss(model, hidden, fed.tokens[:, 1:], fed.learned, _places(model, len(rows)))
+
+
+def _kept(settings: Settings, name: str) -> dict[str, Any]:
+    """Return a policy's arguments of :func:`models.hidden_states`."""
+    policy = policy_of(name)
+    if policy is None:
+        return dict(policy=None, block=settings.block)
+    return dict(policy=policy, budget=settings.budget, block=settings.block, when=settings.when)
+
+
+def _places(model: Decoder, batch: int) -> int:
+    return max(1, loglikelihood.LOGITS_BYTES // (4 * batch * model.config.vocab_size))
+
+
+@functools.partial(jax.jit, static_argnames="places")
+def _mean_loss(
+    model: Decoder,
+    hidden: Float[Array, "B T E"],
+    following: Int[Array, "B T"],
+    learned: Array,
+    places: int,
+) -> Float[Array, ""]:
+    """Compute the mean loss, with the logits of ``places`` tokens per row at a time, also in its derivative."""
+    B, T, _ = hidden.shape
+    places = min(places, T)
+    parts = -(-T // places)
+
+    def cut(x: Array) -> Array:  # [B, T, ...] -> [parts, B, places, ...]
+        x = jnp.pad(x, ((0, 0), (0, parts * places - T), *((0, 0) for _ in x.shape[2:])))
+        return x.reshape(B, parts, places, *x.shape[2:]).swapaxes(0, 1)
+
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def add(total: Array, part: tuple[Array, Array, Array]) -> tuple[Array, None]:
+        hidden, following, learned = part
+        losses = optax.softmax_cross_entropy_with_integer_labels(model.logits(hidden), following)
+        return total + jnp.sum(jnp.where(learned, losses, 0)), None
+
+    wide = jnp.promote_types(hidden.dtype, jnp.float32)
+    total, _ = jax.lax.scan(add, jnp.zeros((), wide), (cut(hidden), cut(following), cut(learned)))
+    return total / jnp.sum(learned)
+
+
+def held_out_loss(model: Decoder, rows: Int[np.ndarray, "R T"], settings: Settings, policy: str) -> float:
+    """Compute the mean loss of the learned tokens of held-out rows under a policy, in nats.
+
+    Example:
+        >>> import numpy as np
+        >>> from flax import nnx
+        >>> import models
+        >>> from train import finetune
+        >>> config = models.Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2)
+        >>> model = models.Decoder(config, rngs=nnx.Rngs(0))
+        >>> settings = finetune.Settings(budget=16, block=8)
+        >>> f"{finetune.held_out_loss(model, np.arange(40)[None], settings, 'full'):.1f}"
+        '4.2'
+    """
+    fed = answers.fed(rows)
+    kept = _kept(settings, policy)
+    found = loglikelihood.predict(
+        model,
+        [tokens[: length + 1].tolist() for tokens, length in zip(fed.tokens, fed.lengths, strict=True)],
+        fed.answers.tolist(),
+        batch=settings.batch,
+        **kept | {"policy": str(kept["policy"] or "full")},
+    )
+    told = zip(found, fed.learned, fed.lengths, strict=True)
+    losses = [-row.log_probability[learned[:length]] for row, learned, length in told]
+    return float(np.concatenate(losses).mean(dtype=np.float64))
+
+
+def make_step(settings: Settings) -> Callable[[Decoder, State, Array, int], tuple[State, Array, Array]]:
+    """Return a step: (model, state, rows [B, T], number) -> state, loss, the gradient's norm before clipping.
+
+    The host cuts the rows into blocks; the model's pass, the loss and the update are compiled programs.
+    """
+    optimizer = loop.make_optimizer(settings)
+
+    @jax.jit
+    def update(state: State, gradients: Parameters) -> tuple[State, Array]:
+        updates, of_optimizer = optimizer.update(gradients, state.optimizer, state.parameters)
+        return State(optax.apply_updates(state.parameters, updates), of_optimizer, state.key), optax.tree.norm(
+            gradients
+        )
+
+    def step(model: Decoder, state: State, rows: Array, number: int) -> tuple[State, Array, Array]:
+        def objective(parameters: Parameters) -> Array:
+            return loss_of(model_of(model, parameters, settings), np.asarray(rows), settings)
+
+        loss, gradients = jax.value_and_grad(objective)(state.parameters)
+        state, norm = update(state, gradients)
+        return state, loss, norm
+
+    return step
+
+
+def init_state(model: Decoder, settings: Settings, mesh: Mesh | None = None) -> State:
+    """Return the first parameters (the model's, or LoRA's of no effect) and the optimizer's state.
+
+    On a mesh, what does not lie there yet goes to every device, so that a restored state lies where this one does.
+    """
+    if settings.lora:
+        on = settings.lora_on or lora.projections(model.config)
+        parameters = lora.init(model.config, settings.lora, on, settings.seed)
+    else:
+        parameters = parameters_of(model)
+    key = jax.random.key_data(jax.random.key(settings.seed + 1))
+    state = State(parameters, loop.make_optimizer(settings).init(parameters), key)
+    if mesh is None:
+        return state
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    return jax.tree.map(lambda x: x if isinstance(x.sharding, NamedSharding) else jax.device_put(x, everywhere), state)
+
+
+# The run.
+
+
+def train(
+    folder: str | Path,
+    model: Decoder,
+    tokenizer: Tokenizer | None,
+    corpus: Corpus,
+    settings: Settings,
+    *,
+    name: str = "a model",
+    eval_policies: Sequence[str] = (),
+    **options: Unpack[loop.Options],
+) -> tuple[Decoder, dict[str, Any] | None]:
+    """Fine-tune a model, from the newest whole checkpoint in ``folder`` if there is one and ``resume`` is true.
+
+    Args:
+        folder: see the module's docstring; created if it does not exist.
+        tokenizer: saved with the model.
+        corpus: rows of text (:func:`train.text.open_corpus`), or of answers (:func:`train.answers.open_answers`).
+        name: the model's name, for messages.
+        eval_policies: the policies of the table before and after, at the run's budget; the full cache and the run's own
+            by default.
+        options: where the run starts and what it writes when; see :func:`train.loop.run`.
+
+    Returns:
+        The trained model, and the summary; None if the run was stopped before its end.
+
+    Raises:
+        ValueError: a setting is out of range, the folder holds another run (the message says what differs) or one that
+            is running, the loss is not finite, or the text cannot be read.
+        OSError: a checkpoint cannot be written.
+    """
+    folder = Path(folder)
+    text = bool((corpus.held_out >= 0).all())
+    check_settings(settings, model.config, text=text)
+    dtype = model.embedding[...].dtype
+    if not settings.lora and jnp.finfo(dtype).bits < 32:
+        raise ValueError(
+            f"the model is in {dtype}, in which steps of the learning rate round to nothing; train all weights in "
+            "float32, or low-rank matrices (--lora)."
+        )
+    named = eval_policies or ("full", settings.policy)
+    evaluated = list(dict.fromkeys(str(_checked_policy(settings, policy) or "full") for policy in named))
+
+    def save(parameters: Parameters) -> None:
+        models.save(folder, model_of(model, parameters, settings), tokenizer)
+
+    def measure(parameters: Parameters) -> dict[str, float]:
+        return {
+            "loss": held_out_loss(model_of(model, parameters, settings), corpus.held_out, settings, settings.policy)
+        }
+
+    def summarise(parameters: Parameters) -> tuple[dict[str, Any], dict[str, float]]:
+        stages = {"before": model, "after": model_of(model, parameters, settings)}
+        losses = {
+            policy: {when: held_out_loss(tuned, corpus.held_out, settings, policy) for when, tuned in stages.items()}
+            for policy in evaluated
+        }
+        found = {
+            "parameters": sum(math.prod(array.shape) for array in parameters.values()),
+            "held_out_rows": len(corpus.held_out),
+            "held_out_tokens": int(answers.fed(corpus.held_out).learned.sum()),
+            "held_out_loss": losses,
+        }
+        return found, {f"{policy}/{when}": loss for policy, own in losses.items() for when, loss in own.items()}
+
+    trainer = loop.Trainer(
+        command="train.finetune",
+        trained={"evaluated": evaluated},
+        init=functools.partial(init_state, model, settings, options.get("mesh")),
+        step=make_step(settings),
+        save=save,
+        measure=measure,
+        summarise=summarise,
+        files=FILES,
+    )
+    parameters, summary = loop.run(folder, trainer, model, corpus, settings, name=name, **options)
+    return model_of(model, parameters, settings), summary
+
+
+# The command.
+
+
+def table(summary: dict[str, Any]) -> str:
+    """Return the summary as a table in text."""
+    settings = summary["settings"]
+    budget = settings["budget"]
+    kept = f"{budget:.0%} of the tokens" if isinstance(budget, float) else f"{budget} slots per head"
+    lines = [
+        f"{summary['parameters']:,} parameters trained under {settings['policy']} · {summary['tokens']:,} tokens in "
+        f"{summary['seconds']:,.0f} s",
+        "",
+        f"loss per token in nats, {summary['held_out_tokens']:,} held-out tokens, budget {kept}",
+        f"{'policy':<32}{'before':>10}{'after':>10}",
+    ]
+    lines += [
+        f"{policy:<32}{losses['before']:>10.4f}{losses['after']:>10.4f}"
+        for policy, losses in summary["held_out_loss"].items()
+    ]
+    return "\n".join(lines)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Build the parser of the command's flags."""
+    flags = commands.parser(
+        "kvjax-finetune",
+        "train.finetune",
+        description="Fine-tunes a model with its cache policy in place.",
+        examples=EXAMPLES,
+    )
+    own = Settings()
+    command.add_text_flags(flags)
+    flags.add_argument(
+        "--chat", action="store_true", help="put each prompt into the model's chat template (default: no)"
+    )
+    flags.add_argument("--policy", default=own.policy, help="what to keep while training; 'full' is the control")
+    flags.add_argument(
+        "--budget", default=str(own.budget), help="slots per head (128), or a ratio of a row's tokens (0.25)"
+    )
+    flags.add_argument("--block", type=int, default=own.block, help="tokens per step of the prefill")
+    flags.add_argument(
+        "--when",
+        default=own.when,
+        choices=["block", "prompt", "published"],
+        help="evict after every block, once after the prompt, or as in the policy's paper",
+    )
+    flags.add_argument("--lora", type=int, metavar="RANK", help="train low-rank matrices (default: all weights)")
+    flags.add_argument("--lora-on", help="the projections that get them, several by comma (default: all)")
+    flags.add_argument(
+        "--eval-policy", help="policies of the table before and after, several by comma (default: full and --policy)"
+    )
+    command.add_settings_flags(flags, seq_len=str(own.seq_len), lr=f"{own.lr:.0e}, with --lora {10 * own.lr:.0e}")
+    command.add_run_flags(flags, "finetuned")
+    return flags
+
+
+def settings_of(flags: argparse.Namespace) -> Settings:
+    """Return the settings that the flags give; a LoRA run has a ten times larger learning rate by default."""
+    changes = {name: getattr(flags, name) for name in Settings._fields if getattr(flags, name) is not None}
+    if flags.lora is not None and flags.lora < 1:
+        raise ValueError(f"--lora is {flags.lora}; give a rank of at least 1.")
+    if flags.lora_on is not None and flags.lora is None:
+        raise ValueError("--lora-on was given without --lora; give a rank, such as --lora 8.")
+    changes["budget"] = commands.parse_budget(flags.budget)
+    changes["policy"] = str(policy_of(flags.policy) or "full")
+    changes["lora_on"] = tuple(commands.split_list(flags.lora_on or ""))
+    if flags.lora is not None and flags.lr is None:
+        changes["lr"] = 10 * Settings().lr
+    return Settings(**changes)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command and return its exit code: 2 for bad input, a loss that is not finite, or a full disk."""
+    return commands.call(parser(), _run, "train.finetune", arguments)
+
+
+def _run(flags: argparse.Namespace) -> None:
+    settings = settings_of(flags)
+    if Path(flags.model).is_dir() and flags.out.resolve() == Path(flags.model).resolve():
+        raise ValueError(f"--out is {flags.out}, the folder of --model, which the run would overwrite; name another.")
+    loaded = command.load(flags)
+    if jax.process_count() > 1:
+        raise ValueError("train.finetune runs in one process; leave --coordinator out, and spread rows by --mesh.")
+    model, tokenizer = loaded.model, loaded.tokenizer
+    of_answers = flags.data is not None and answers.are_answers(flags.data)
+    check_settings(settings, model.config, text=not of_answers)
+    named = commands.split_list(flags.eval_policy or "")
+    if of_answers:
+        corpus = answers.open_answers(
+            flags.data,
+            tokenizer,
+            settings.seq_len,
+            eval_names=flags.eval_data,
+            eval_rows=flags.eval_rows,
+            chat=flags.chat,
+            seed=settings.seed,
+            check=functools.partial(check_row, settings, [settings.policy, *named]),
+        )
+    else:
+        if flags.chat:
+            raise ValueError("--chat is for prompts with answers, but the data are text; leave it out.")
+        corpus = command.open_text(flags, tokenizer, settings)
+    _, summary = train(
+        flags.out,
+        model,
+        tokenizer,
+        corpus,
+        settings,
+        name=str(flags.model),
+        eval_policies=named,
+        **command.options_of(flags, loaded, "train.finetune"),
+    )
+    command.report(flags, summary, table)

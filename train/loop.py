@@ -1,0 +1,446 @@
+"""The training loop that the trainers of frozen models share: checkpoints, log, resuming, and checks for NaN.
+
+A trainer describes itself as a :class:`Trainer`, four pure functions, and :func:`run` does the rest. What a step reads
+follows from the data's position, and its randomness from its number, so a run that was killed and resumed ends with the
+same parameters as one that was not, bit for bit.
+
+The folder holds what the trainer saves (of the last checkpoint), checkpoints/, run.json (which describes the run),
+log.jsonl, TensorBoard's events, and summary.json at the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import queue
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, TypedDict
+
+import jax
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array
+from tqdm import tqdm
+
+import kvjax
+from models import commands, provenance
+from models.config import Config
+from models.decoder import Decoder
+from models.trained import fingerprint
+from train import folder as folders
+from train.checkpoints import Checkpoints, Progress
+from train.text import Corpus
+
+Parameters = dict[str, Array]
+
+
+class Settings(Protocol):
+    """The settings that every trainer has. Each trainer's own NamedTuple adds what is its own, and the defaults.
+
+    A run reads ``tokens`` tokens in total, in steps of ``batch`` rows of ``seq_len``. The learning rate rises over the
+    share ``warmup`` of the steps and falls to 0 on a cosine.
+    """
+
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def seq_len(self) -> int: ...
+    @property
+    def batch(self) -> int: ...
+    @property
+    def lr(self) -> float: ...
+    @property
+    def warmup(self) -> float: ...
+    @property
+    def clip(self) -> float: ...
+    @property
+    def weight_decay(self) -> float: ...
+    @property
+    def seed(self) -> int: ...
+    def _asdict(self) -> dict[str, Any]: ...
+
+
+class State(NamedTuple):
+    parameters: Parameters
+    optimizer: Any
+    key: Array  # of what is random in a step, before the step's number is folded in
+
+
+class Trainer(NamedTuple):
+    """A description of what is trained. All functions but ``save`` are pure.
+
+    Attributes:
+        command: the module that is run, such as "train.butler".
+        trained: the configuration of what is trained, by its name, for run.json.
+        init: () -> the first State.
+        step: (model, state, rows [B, T] on the mesh, step from 0) -> state, loss, the gradient's norm before clipping.
+            Nothing may be donated, as an asynchronous save may still be reading the last state.
+        save: (parameters) -> None; writes ``files`` into the folder, with each checkpoint. Every process calls it.
+        measure: (parameters) -> figures of held-out text by name, for the log; "loss" is among them.
+        summarise: (parameters) -> entries of summary.json, and figures by name that the log gets too.
+        files: the names of the files that ``save`` writes.
+    """
+
+    command: str
+    trained: dict[str, Any]
+    init: Callable[[], State]
+    step: Callable[[Decoder, State, Array, int], tuple[State, Array, Array]]
+    save: Callable[[Parameters], None]
+    measure: Callable[[Parameters], dict[str, float]]
+    summarise: Callable[[Parameters], tuple[dict[str, Any], dict[str, float]]]
+    files: Sequence[str]
+
+
+class Options(TypedDict, total=False):
+    """Settings of where a run starts and when it writes; :func:`run` names the defaults."""
+
+    begun: commands.Begun | None
+    made_of: Mapping[str, str] | None
+    mesh: Mesh | None
+    resume: bool
+    save_every: int
+    keep: int
+    eval_every: int
+    log_every: int
+    stop_after: int | None
+    progress_bar: bool
+    say: Callable[[str], None]
+
+
+def one_device() -> Mesh:
+    """Return the mesh of a run on one device: axes "data" and "tensor", both of size 1."""
+    return Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("data", "tensor"))
+
+
+def steps_of(settings: Settings) -> int:
+    """Return the number of steps of a run."""
+    return math.ceil(settings.tokens / (settings.batch * settings.seq_len))
+
+
+def check_settings(settings: Settings, model: Config) -> None:
+    """Check that a run's settings are in range and fit the model.
+
+    Raises:
+        ValueError: a setting is out of range; the message names its flag.
+    """
+    if not 2 <= settings.seq_len <= model.max_positions:
+        raise ValueError(
+            f"--seq-len is {settings.seq_len}; the model takes sequences of 2 to {model.max_positions} tokens."
+        )
+    if settings.batch < 1:
+        raise ValueError(f"--batch is {settings.batch}; a step has at least 1 row.")
+    if settings.tokens < settings.batch * settings.seq_len:
+        raise ValueError(
+            f"--tokens is {settings.tokens:,}; one step of {settings.batch} x {settings.seq_len} takes "
+            f"{settings.batch * settings.seq_len:,}."
+        )
+    for flag, value in (("--lr", settings.lr), ("--clip", settings.clip)):
+        if not 0 < value < math.inf:
+            raise ValueError(f"{flag} is {value}; give a number above 0.")
+    if not 0 <= settings.warmup < 1:
+        raise ValueError(f"--warmup is {settings.warmup}; give a share of the steps in [0, 1).")
+    if settings.weight_decay < 0:
+        raise ValueError(f"--weight-decay is {settings.weight_decay}; give a number from 0.")
+
+
+def rate_schedule(settings: Settings) -> optax.Schedule:
+    """Return the learning rate by step.
+
+    Example:
+        >>> from train.butler import Settings
+        >>> from train.loop import rate_schedule
+        >>> rate = rate_schedule(Settings(tokens=100 * 2048, lr=1.0))
+        >>> [round(float(rate(step)), 3) for step in (0, 5, 10, 55, 100)]
+        [0.0, 0.5, 1.0, 0.5, 0.0]
+    """
+    steps = steps_of(settings)
+    warmup = round(settings.warmup * steps)
+    return optax.warmup_cosine_decay_schedule(0.0, settings.lr, warmup, max(steps, warmup + 1))
+
+
+def make_optimizer(settings: Settings) -> optax.GradientTransformation:
+    """Return an optimizer: clipping by the global norm, then AdamW."""
+    return optax.chain(
+        optax.clip_by_global_norm(settings.clip),
+        optax.adamw(rate_schedule(settings), weight_decay=settings.weight_decay),
+    )
+
+
+def init_state(make: Callable[[], Parameters], settings: Settings, mesh: Mesh) -> State:
+    """Return new parameters and their optimizer's state, on every device.
+
+    Args:
+        make: returns the first parameters; it is compiled.
+    """
+
+    def init():
+        parameters = make()
+        key = jax.random.key_data(jax.random.key(settings.seed + 1))
+        return parameters, make_optimizer(settings).init(parameters), key
+
+    parameters, optimizer, key = jax.jit(init, out_shardings=NamedSharding(mesh, PartitionSpec()))()
+    return State(parameters, optimizer, key)
+
+
+def everywhere(arrays: Any, model: Decoder) -> Any:
+    """Return arrays that were computed from a model in a form that every process can read."""
+    sharding = model.embedding[...].sharding
+    if jax.process_count() == 1 or not isinstance(sharding, NamedSharding):
+        return arrays
+    return jax.jit(lambda x: x, out_shardings=NamedSharding(sharding.mesh, PartitionSpec()))(arrays)
+
+
+def make_step(
+    objective: Callable[[Decoder, Parameters, Array, Array], Array], settings: Settings, mesh: Mesh
+) -> Callable[[Decoder, State, Array, int], tuple[State, Array, Array]]:
+    """Compile a step: (model, state, tokens [B, T], step) -> state, loss, the gradient's norm before clipping.
+
+    Args:
+        objective: (model, parameters, tokens, key) -> the loss; ``key`` is that of the step.
+    """
+    optimizer = make_optimizer(settings)
+
+    def step(model, state, tokens, number):
+        key = jax.random.fold_in(state.key, number)
+        loss, gradients = jax.value_and_grad(objective, argnums=1)(model, state.parameters, tokens, key)
+        updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.parameters)
+        parameters = optax.apply_updates(state.parameters, updates)
+        return State(parameters, optimizer_state, state.key), loss, optax.tree.norm(gradients)
+
+    # Nothing is donated, as an asynchronous save may still be reading the last state.
+    return jax.jit(step, out_shardings=NamedSharding(mesh, PartitionSpec()))
+
+
+def spread(rows: np.ndarray, mesh: Mesh) -> Array:
+    """Spread rows over the mesh's data axis. Each process has read all rows, and passes on those of its devices."""
+    sharding = NamedSharding(mesh, PartitionSpec("data"))
+    return jax.make_array_from_callback(rows.shape, sharding, lambda index: rows[index])
+
+
+def run(
+    folder: Path,
+    trainer: Trainer,
+    model: Decoder,
+    corpus: Corpus,
+    settings: Settings,
+    *,
+    name: str = "a model",
+    begun: commands.Begun | None = None,
+    made_of: Mapping[str, str] | None = None,
+    mesh: Mesh | None = None,
+    resume: bool = True,
+    save_every: int = 200,
+    keep: int = 2,
+    eval_every: int = 200,
+    log_every: int = 20,
+    stop_after: int | None = None,
+    progress_bar: bool = False,
+    say: Callable[[str], None] = lambda text: None,
+) -> tuple[Parameters, dict[str, Any] | None]:
+    """Train, from the newest whole checkpoint in ``folder`` if there is one and ``resume`` is true.
+
+    Args:
+        folder: see the module's docstring; created if it does not exist.
+        trainer: what is trained.
+        model: the frozen model, on ``mesh`` if that is given (``models.load(..., mesh=mesh)``).
+        corpus: the text, in rows of length ``settings.seq_len``.
+        name: the model's name, for messages.
+        begun: the command, for run.json and summary.json.
+        made_of: fingerprints of the model, its tokenizer and the built-in prose; a run resumes only with the same ones.
+        mesh: devices with axes "data", over which the rows of a step are spread, and "tensor", over which the model is.
+        save_every, keep: the steps between two checkpoints, and how many checkpoints are kept.
+        eval_every: the steps between two measurements on held-out text; 0 for the end only.
+        log_every: the steps between two lines of the log.
+        stop_after: the step at which to stop, to be resumed later.
+        say: called with messages about where the run starts.
+
+    Returns:
+        The parameters on the host, and the summary; None if the run was stopped before its end.
+
+    Raises:
+        ValueError: the folder holds another run (the message says what differs) or one that is running, the mesh does
+            not divide the batch, the loss is not finite, or the text cannot be read.
+        OSError: a checkpoint cannot be written.
+    """
+    mesh = one_device() if mesh is None else mesh
+    if settings.batch % mesh.shape["data"]:
+        raise ValueError(
+            f"a step of {settings.batch} rows cannot be spread over data={mesh.shape['data']}; make --batch a multiple."
+        )
+    first_process = jax.process_index() == 0
+    begun = commands.Begun(f"{trainer.command}.train(...)", time.monotonic()) if begun is None else begun
+    made_of = provenance.fingerprints(model) if made_of is None else made_of
+    description = _description(trainer, model, name, corpus, settings, made_of)
+    folders.check_run(folder, description, trainer.files, resume)
+    steps = steps_of(settings)
+    last = min(steps, stop_after or steps)
+    rate = rate_schedule(settings)
+
+    with contextlib.ExitStack() as stack:
+        if first_process:
+            folder.mkdir(parents=True, exist_ok=True)
+            commands.lock(stack.enter_context((folder / commands.LOCK_FILE).open("ab")), folder)
+        facts = provenance.facts(begun, settings.seed, dict(made_of))
+        folders.begin_run(folder, description, trainer.files, resume, facts)
+        checkpoints = Checkpoints(folder, keep, say)
+        state, progress = checkpoints.restore(trainer.init(), Progress(0, None, 0.0))
+        log = stack.enter_context(folders.Log(folder, progress.step, first_process))
+        bar = stack.enter_context(
+            tqdm(
+                total=last,
+                initial=progress.step,
+                disable=None if progress_bar and first_process else True,
+                dynamic_ncols=True,
+            )
+        )
+        pending: list[tuple[Array, Array]] = []
+        started = logged = time.monotonic()
+        since, saved, before = progress.step, progress.step, progress.seconds
+        for batch, position in prefetch(_batches(corpus, settings, progress, last)):
+            if isinstance(batch, Exception):
+                if pending:
+                    _checked(pending, progress.step, checkpoints)
+                if progress.step > saved:
+                    checkpoints.save(state, progress)
+                checkpoints.close()
+                raise batch
+            state, loss, norm = trainer.step(model, state, spread(batch, mesh), progress.step)
+            pending.append((loss, norm))
+            seconds = before + time.monotonic() - started
+            progress = Progress(progress.step + 1, position, seconds)
+            done, ends = progress.step, progress.step == last
+            saves, measures = done % save_every == 0 or ends, bool(eval_every) and (done % eval_every == 0 or ends)
+            bar.update()
+            if done % log_every == 0 or saves or measures:
+                mean_loss, mean_norm = _checked(pending, done, checkpoints)
+                pending, now = [], time.monotonic()
+                speed = (done - since) * batch.size / (now - logged)
+                since, logged = done, now
+                bar.set_postfix(loss=f"{mean_loss:.4f}", tokens_s=round(speed))
+                log.write(
+                    done,
+                    {
+                        "loss": mean_loss,
+                        "learning_rate": float(rate(done - 1)),
+                        "gradient_norm": mean_norm,
+                        "tokens_per_second": round(speed),
+                        "tokens": done * batch.size,
+                        "skipped_lines": _skipped(position),
+                    },
+                )
+            if saves:
+                checkpoints.save(state, progress)
+                saved = done
+                trainer.save(jax.device_get(state.parameters))
+            if measures:
+                figures = trainer.measure(state.parameters)
+                log.write(done, {f"held_out/{name}": value for name, value in figures.items()})
+                logged = time.monotonic()
+        checkpoints.close()
+        parameters = jax.device_get(state.parameters)
+        if progress.step < steps:
+            return parameters, None
+        found, headline = trainer.summarise(state.parameters)
+        summary = provenance.facts(begun, settings.seed, dict(made_of)) | description
+        summary |= _summary(settings, progress, mesh) | found
+        trainer.save(parameters)
+        if first_process:
+            commands.write_json(folder / "summary.json", summary)
+        log.write(progress.step, {f"summary/{name}": value for name, value in headline.items()})
+    return parameters, summary
+
+
+def prefetch(items: Iterator, size: int = 8) -> Iterator:
+    """Yield the items of an iterator, prepared ahead in a thread; an exception in the thread is raised here."""
+    ready: queue.Queue = queue.Queue(size)
+
+    def work():
+        try:
+            for item in items:
+                ready.put((item, None))
+            ready.put((None, StopIteration()))
+        except Exception as error:
+            ready.put((None, error))
+
+    threading.Thread(target=work, daemon=True).start()
+    while True:
+        item, error = ready.get()
+        if isinstance(error, StopIteration):
+            return
+        if error is not None:
+            raise error
+        yield item
+
+
+def _batches(corpus: Corpus, settings: Settings, progress: Progress, last: int) -> Iterator[tuple[Any, Any]]:
+    """Yield (rows, position after them) for the remaining steps; an error becomes the last item."""
+    rows = corpus.rows(progress.position)
+    try:
+        for _ in range(progress.step, last):
+            read = [next(rows) for _ in range(settings.batch)]
+            yield np.stack([row for row, _ in read]), read[-1][1]
+    except (ValueError, OSError) as error:
+        yield error, None
+
+
+def _checked(pending: Sequence[tuple[Array, Array]], done: int, checkpoints: Checkpoints) -> tuple[float, float]:
+    """Return the mean loss and gradient norm of the last steps, after checking that all are finite."""
+    values = np.array(jax.device_get(pending))
+    wrong = np.flatnonzero(~np.isfinite(values).all(1))
+    if len(wrong):
+        step = done - len(pending) + 1 + int(wrong[0])
+        checkpoints.close()
+        kept = checkpoints.manager.latest_step()
+        last = "no checkpoint was written before" if kept is None else f"the checkpoint of step {kept} is kept"
+        raise ValueError(
+            f"the loss or its gradient is not finite in step {step}; {last}. Start again with a smaller --lr or "
+            "another --dtype."
+        )
+    return float(values[:, 0].mean()), float(values[:, 1].mean())
+
+
+def _skipped(position: Any) -> int:
+    """Count the bad lines that were skipped up to a position."""
+    if isinstance(position, list):
+        return sum(_skipped(part) for part in position)
+    if isinstance(position, dict):
+        return int(position.get("skipped", 0)) + sum(_skipped(part) for part in position.values())
+    return 0
+
+
+def _description(
+    trainer: Trainer, model: Decoder, name: str, corpus: Corpus, settings: Settings, made_of: Mapping[str, str]
+) -> dict[str, Any]:
+    """Return what tells a run from others: a folder is resumed only by a run of the same description."""
+    return {
+        "version": kvjax.__version__,
+        "model": {"name": name, "dtype": model.embedding[...].dtype.name, **fingerprint(model)},
+        **trainer.trained,
+        "settings": settings._asdict(),
+        "data": {
+            "names": corpus.name,
+            "held out": zlib.crc32(corpus.held_out.tobytes()),
+            **{what: made_of[what] for what in ("tokenizer", "prose") if what in made_of},
+        },
+    }
+
+
+def _summary(settings: Settings, progress: Progress, mesh: Mesh) -> dict[str, Any]:
+    tokens = progress.step * settings.batch * settings.seq_len
+    return {
+        "steps": progress.step,
+        "tokens": tokens,
+        "seconds": round(progress.seconds, 1),
+        "tokens_per_second": round(tokens / max(progress.seconds, 1e-9)),
+        "skipped_lines": _skipped(progress.position),
+        "mesh": dict(mesh.shape),
+        "processes": jax.process_count(),
+        "optax": optax.__version__,
+        "orbax": ocp.__version__,
+    }

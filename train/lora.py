@@ -1,0 +1,94 @@
+"""LoRA: a low-rank matrix beside each of some projections is trained in place of the projection itself.
+
+``W + (alpha / r) B A`` (Hu et al., arXiv 2106.09685, section 4.1) with alpha = 2 r. A and B are arrays in a dictionary,
+added to the weights inside a step and when the model is saved, so the saved model needs nothing of this file.
+
+Libraries that attach LoRA to a module's own parameters, such as qwix, do not find ours: a layer's weights are slices of
+the stacked ones, inside a scan.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from models.config import Config
+from models.parameters import PARAMETERS, parameter_shapes
+
+SCALE = 2.0  # alpha / r
+
+
+def projections(config: Config) -> list[str]:
+    """Return the names of a model's projections, without "layers.": the weights that are matrices in a checkpoint.
+
+    Example:
+        >>> import models
+        >>> from train import lora
+        >>> lora.projections(models.Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2))
+        ['query', 'key', 'value', 'output', 'gate', 'up', 'down']
+    """
+    prefix = "layers."
+    return [
+        name.removeprefix(prefix)
+        for name in parameter_shapes(config)
+        if name.startswith(prefix) and len(PARAMETERS[name].groups) == 2
+    ]
+
+
+def init(config: Config, rank: int, on: Sequence[str], seed: int) -> dict[str, Array]:
+    """Return A [L, r, inputs], drawn at random, and B [L, outputs, r], zeros, for each of the projections.
+
+    Example:
+        >>> import models
+        >>> from train import lora
+        >>> config = models.Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2)
+        >>> {name: array.shape for name, array in lora.init(config, 3, ["key"], seed=0).items()}
+        {'key.A': (2, 3, 32), 'key.B': (2, 16, 3)}
+    """
+    made = {}
+    for number, name in enumerate(on):
+        layers, outputs, inputs = _sizes(config, name)
+        key = jax.random.fold_in(jax.random.key(seed), number)
+        made[f"{name}.A"] = jax.random.normal(key, (layers, rank, math.prod(inputs))) * math.prod(inputs) ** -0.5
+        made[f"{name}.B"] = jnp.zeros((layers, math.prod(outputs), rank))
+    return made
+
+
+def merged(config: Config, weights: Mapping[str, Array], low_rank: Mapping[str, Array]) -> dict[str, Array]:
+    """Return the weights with the products of the low-rank matrices added; the same weights while every B is 0.
+
+    Args:
+        weights: the model's parameters by path.
+        low_rank: as :func:`init` returns them.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import models
+        >>> from train import lora
+        >>> config = models.Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2)
+        >>> pair = {"key.A": jnp.ones((2, 3, 32)), "key.B": jnp.ones((2, 16, 3))}
+        >>> float(lora.merged(config, {"layers.key": jnp.zeros((2, 32, 2, 8))}, pair)["layers.key"].max())
+        6.0
+    """
+    changed = {}
+    for name in dict.fromkeys(name.partition(".")[0] for name in low_rank):
+        layers, outputs, inputs = _sizes(config, name)
+        product = jnp.einsum("lor,lri->loi", low_rank[f"{name}.B"], low_rank[f"{name}.A"])
+        outs, ins = PARAMETERS[f"layers.{name}"].groups
+        order = np.argsort([*outs, *ins])  # from a checkpoint's order of axes to ours
+        product = product.reshape(layers, *outputs, *inputs).transpose(0, *(1 + order))
+        whole = weights[f"layers.{name}"]
+        changed[f"layers.{name}"] = whole + (SCALE * product).astype(whole.dtype)
+    return {**weights, **changed}
+
+
+def _sizes(config: Config, name: str) -> tuple[int, list[int], list[int]]:
+    """Return the number of layers, and the sizes of a projection's output and input axes."""
+    layers, *shape = parameter_shapes(config)[f"layers.{name}"]
+    outs, ins = PARAMETERS[f"layers.{name}"].groups
+    return layers, [shape[axis] for axis in outs], [shape[axis] for axis in ins]

@@ -1,0 +1,414 @@
+"""Trains a scorer for a frozen model: `python -m train.scorer`.
+
+A scorer predicts an expensive score of each token, for each KV head of each layer, from the input of the layer's
+attention (KVzap, arXiv 2601.07891). The loss is the mean squared error of the score's logarithm. The targets:
+
+    kvzip     the largest attention that a token gets while the model repeats the row (KVzip), asked to in words
+    future    the largest attention that a later token of the row gives it: what only an oracle knows in decode
+
+A step runs the model once over its rows, followed by the words and the rows again for kvzip, and computes each layer's
+targets and loss as the layer runs. What a step reads follows from the data's position, so a run that was killed and
+resumed ends with the same parameters as one that was not, bit for bit (train/loop.py).
+
+The folder --out holds scorer.safetensors and scorer.json (the last checkpoint's scorer), checkpoints/, run.json (which
+describes the run), log.jsonl, TensorBoard's events, and summary.json at the end.
+"""
+
+from __future__ import annotations
+
+if __name__ == "__main__":  # before the other imports, so that a missing extra is named
+    from models import commands
+
+    with commands.extra("train", "train.scorer"):
+        from train import scorer  # this file, under its own name
+    raise SystemExit(scorer.main())
+
+import argparse
+import dataclasses
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Unpack
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int
+
+from kernels_pallas.softmax import grouped_logits, scaled
+from models import commands
+from models.butler import attention_in_chunks
+from models.config import Config
+from models.decoder import Decoder
+from models.repeating import repeat_prompt
+from models.scorer import KIND, Scorer, ScorerConfig, parameter_shapes, save_scorer
+from train import command, loop
+from train.loop import Parameters, State
+from train.text import Corpus
+
+Target = Literal["kvzip", "future"]
+TARGETS = ("kvzip", "future")
+SMALLEST = 1e-8  # a score's logarithm is that of at least this number
+QUERIES_AT_ONCE = 64
+EXAMPLES = """examples:
+  python -m train.scorer --model smollm2 --data books/ --target kvzip --out scorer/
+  python -m train.scorer --model path/to/Llama-3.2-1B --data text/ --target future --hidden 0 --out scorer/
+  python -m models.generate smollm2 --policy "zap+protect(recent=128)" --scorer scorer/ --budget 0.3 --prompt-file a.txt
+"""
+
+
+class Settings(NamedTuple):
+    """The settings of a run; see :class:`train.loop.Settings`. ``target`` is the score that is predicted."""
+
+    tokens: int = 4_000_000
+    seq_len: int = 1024
+    batch: int = 1
+    lr: float = 1e-3
+    warmup: float = 0.1
+    clip: float = 1.0
+    weight_decay: float = 0.0
+    target: Target = "kvzip"
+    seed: int = 0
+
+
+def settings_of(model: Config, words: int = 0, **changes: Any) -> Settings:
+    """Return the settings for a model, with changes.
+
+    Args:
+        words: the number of tokens that ask the model to repeat a row.
+
+    Raises:
+        ValueError: a setting is out of range.
+
+    Example:
+        >>> import models
+        >>> from train.scorer import settings_of
+        >>> config = models.Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2, max_positions=256)
+        >>> settings_of(config, seq_len=100, tokens=1000).target
+        'kvzip'
+    """
+    settings = Settings()._replace(**{name: value for name, value in changes.items() if value is not None})
+    if settings.target not in TARGETS:
+        raise ValueError(f"--target is {settings.target!r}; expected {' or '.join(TARGETS)}.")
+    loop.check_settings(settings, model)
+    if settings.target == "kvzip" and 2 * settings.seq_len + words > model.max_positions:
+        raise ValueError(
+            f"--seq-len is {settings.seq_len}; for the target kvzip the model repeats a row after {words} words, which "
+            f"takes {2 * settings.seq_len + words} of its {model.max_positions} positions: give a smaller one."
+        )
+    return settings
+
+
+def largest_attention(
+    query: Float[Array, "B Q N D"],
+    key: Float[Array, "B S K D"],
+    query_position: Int[Array, "Q"],
+    key_position: Int[Array, "S"],
+    sliding_window: Int[Array, ""] | int | None = None,
+    soft_cap: float | None = None,
+) -> Float[Array, "B S K"]:
+    """Return the largest weight that a later query of the group gives to each key, in causal softmax attention.
+
+    The weight that a token gives itself does not count: a key that no later query sees has 0.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from train.scorer import largest_attention
+        >>> rows = jnp.zeros((1, 3, 1, 2))
+        >>> largest_attention(rows, rows, jnp.arange(3), jnp.arange(3))[0, :, 0].tolist()
+        [0.5, 0.3333333432674408, 0.0]
+    """
+    (B, Q, N, D), (S, K) = query.shape, key.shape[1:3]
+    chunk = min(QUERIES_AT_ONCE, Q)
+    padding = -Q % chunk
+    query = jnp.pad(query, ((0, 0), (0, padding), (0, 0), (0, 0)))
+    queries = jnp.moveaxis(query.reshape(B, -1, chunk, N, D), 1, 0)
+    positions = jnp.pad(query_position, (0, padding), constant_values=-1).reshape(-1, chunk)
+
+    def add(largest: Array, part: tuple[Array, Array]) -> tuple[Array, None]:
+        some, position = part
+        age = position[:, None] - key_position[None]  # [chunk, S]
+        seen = age >= 0
+        if sliding_window is not None:
+            seen &= age < sliding_window
+        logits = scaled(grouped_logits(some, key.swapaxes(1, 2)), D**-0.5, soft_cap)  # [B, K, G, chunk, S]
+        weights = jax.nn.softmax(jnp.where(seen[None, None, None], logits, -1e30), axis=-1)
+        later = jnp.where((seen & (age > 0))[None, None, None], weights, 0)
+        return jnp.maximum(largest, jnp.max(later, axis=(2, 3))), None
+
+    largest, _ = jax.lax.scan(add, jnp.zeros((B, K, S), jnp.float32), (queries, positions))
+    return largest.swapaxes(1, 2)
+
+
+def run_layers(
+    model: Decoder,
+    tokens: Int[Array, "B T"],
+    target: Target,
+    words: tuple[int, ...],
+    of_layer: Callable[[Int[Array, ""], Float[Array, "B T E"], Float[Array, "B T K"]], Any],
+) -> Any:
+    """Run a frozen model over rows and collect what a function returns of each layer.
+
+    Args:
+        words: the token ids that ask the model to repeat a row, for the target kvzip.
+        of_layer: ``of_layer(layer, x, score)`` gets the input of the layer's attention and the tokens' scores.
+
+    Returns:
+        The functions' results, stacked over layers.
+    """
+    B, T = tokens.shape
+    repeats = target == "kvzip"
+    fed = tokens
+    if repeats:
+        asked = jnp.broadcast_to(jnp.array(words, tokens.dtype), (B, len(words)))
+        fed = jnp.concatenate([tokens, asked, tokens], axis=1)
+    at = jnp.arange(fed.shape[1])
+    position = jnp.broadcast_to(at, fed.shape)
+
+    def attend(x, layer, sliding_window, query, key, value):
+        cap = model.config.attention_soft_cap
+        out = attention_in_chunks(query, key.swapaxes(1, 2), value.swapaxes(1, 2), position, sliding_window, cap)
+        first = T if repeats else 0  # only what asks for the row and repeats it scores the row
+        score = largest_attention(query[:, first:], key, at[first:], at, sliding_window, cap)[:, :T]
+        return out, x, of_layer(layer, x[:, :T], jax.lax.stop_gradient(score))
+
+    def before_attention(_, layer, x):
+        return jax.lax.stop_gradient(x)
+
+    lengths = jnp.full(B, fed.shape[1])
+    nothing = jnp.zeros((*fed.shape, model.config.hidden_size), model.embedding[...].dtype)
+    _, _, found = model.run(fed, position, lengths, attend, nothing, before_attention=before_attention)
+    return found
+
+
+def logarithm(score: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """Return the logarithm of a score, of at least ``SMALLEST``."""
+    return jnp.log(jnp.maximum(score, SMALLEST))
+
+
+def loss_of(
+    model: Decoder, scorer: Scorer, tokens: Int[Array, "B T"], target: Target = "kvzip", words: tuple[int, ...] = ()
+) -> Float[Array, ""]:
+    """Return the mean squared error of the predicted logarithms of the scores, over layers, heads and tokens.
+
+    A row's last token is left out: no later query scores it for the target "future".
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from flax import nnx
+        >>> import models
+        >>> from train.scorer import loss_of
+        >>> config = models.Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2)
+        >>> model = models.Decoder(config, rngs=nnx.Rngs(0))
+        >>> scorer = models.Scorer(models.ScorerConfig.of(config), rngs=nnx.Rngs(0))
+        >>> bool(loss_of(model, scorer, jnp.arange(8)[None]) > 0)
+        True
+    """
+
+    def of_layer(layer, x, score):
+        return jnp.mean((scorer(layer, x) - logarithm(score))[:, :-1] ** 2)
+
+    return jnp.mean(run_layers(model, tokens, target, words, of_layer))
+
+
+def measure(
+    model: Decoder,
+    scorer: Scorer,
+    rows: Int[np.ndarray, "R T"],
+    budget: float,
+    target: Target = "kvzip",
+    words: tuple[int, ...] = (),
+) -> dict[str, Float[np.ndarray, "layers"]]:
+    """Measure a scorer on held-out rows, for each layer: means over rows and heads.
+
+    ``loss`` is that of :func:`loss_of`. ``explained`` is the share of the variance of the logarithms over a head's
+    tokens that the scorer explains (R squared). ``hit_rate`` is the share of the best tokens by the target that are
+    also among the best by the scorer, where a head keeps the share ``budget`` of its tokens.
+
+    Example:
+        >>> import numpy as np
+        >>> from flax import nnx
+        >>> import models
+        >>> from train.scorer import measure
+        >>> config = models.Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2)
+        >>> model = models.Decoder(config, rngs=nnx.Rngs(0))
+        >>> scorer = models.Scorer(models.ScorerConfig.of(config), rngs=nnx.Rngs(0))
+        >>> sorted(measure(model, scorer, np.arange(8)[None], 0.5))
+        ['explained', 'hit_rate', 'loss']
+    """
+    parameters = {name: getattr(scorer, name)[...] for name in parameter_shapes(scorer.config)}
+    made = []
+    for row in rows:
+        both = loop.everywhere(_predicted_and_true(model, parameters, row[None], scorer.config, target, words), model)
+        predicted, true = (np.asarray(x, np.float64)[:, 0, :-1] for x in both)  # [L, T - 1, K]
+        error = (predicted - true) ** 2
+        spread = np.maximum(((true - true.mean(axis=1, keepdims=True)) ** 2).mean(axis=1), 1e-12)
+        kept = max(round(budget * true.shape[1]), 1)
+        chosen, best = (np.argsort(-x, axis=1, kind="stable")[:, :kept] for x in (predicted, true))
+        hits = [
+            [len(set(chosen[layer, :, head]) & set(best[layer, :, head])) / kept for head in range(true.shape[2])]
+            for layer in range(len(true))
+        ]
+        made.append(
+            {
+                "loss": error.mean(axis=(1, 2)),
+                "explained": (1 - error.mean(axis=1) / spread).mean(axis=1),
+                "hit_rate": np.mean(hits, axis=1),
+            }
+        )
+    return {name: np.mean([one[name] for one in made], axis=0) for name in made[0]}
+
+
+@functools.partial(jax.jit, static_argnames=("config", "target", "words"))
+def _predicted_and_true(model, parameters, tokens, config, target, words):
+    scorer = Scorer(config, parameters)
+    return run_layers(model, tokens, target, words, lambda layer, x, score: (scorer(layer, x), logarithm(score)))
+
+
+@functools.partial(jax.jit, static_argnames=("target", "words"))
+def mean_logarithms(
+    model: Decoder, tokens: Int[Array, "B T"], target: Target, words: tuple[int, ...]
+) -> Float[Array, "L K"]:
+    """Return the mean logarithm of the scores of rows, for each head of each layer: where the scorer's biases start."""
+    return run_layers(model, tokens, target, words, lambda layer, x, score: jnp.mean(logarithm(score), axis=(0, 1)))
+
+
+def init_state(config: ScorerConfig, settings: Settings, start: Float[Array, "L K"], mesh: Mesh) -> State:
+    """Return random parameters whose last biases are ``start``, and a new optimizer's state, on every device."""
+    biases = np.asarray(start)  # not closed over as a device's array, which may be on another mesh
+
+    def make() -> Parameters:
+        scorer = Scorer(config, rngs=nnx.Rngs(settings.seed))
+        parameters = {name: getattr(scorer, name)[...] for name in parameter_shapes(config)}
+        return parameters | {"output_bias": jnp.asarray(biases)}
+
+    return loop.init_state(make, settings, mesh)
+
+
+def train(
+    folder: str | Path,
+    model: Decoder,
+    config: ScorerConfig,
+    corpus: Corpus,
+    settings: Settings,
+    *,
+    words: tuple[int, ...] = (),
+    name: str = "a model",
+    budget: float = 0.3,
+    **options: Unpack[loop.Options],
+) -> tuple[Scorer, dict[str, Any] | None]:
+    """Train a scorer, from the newest whole checkpoint in ``folder`` if there is one and ``resume`` is true.
+
+    Args:
+        folder: see the module's docstring; created if it does not exist.
+        model: the frozen model, on ``mesh`` if that is given (``models.load(..., mesh=mesh)``).
+        config: the scorer's shape.
+        corpus: the text, in rows of length ``settings.seq_len``.
+        words: the token ids that ask the model to repeat a row, for the target kvzip.
+        name: the model's name, for messages.
+        budget: the share of its tokens that a head keeps, for the hit rate.
+        options: where the run starts and what it writes when; see :func:`train.loop.run`.
+
+    Returns:
+        The scorer, and the summary; None if the run was stopped before its end.
+
+    Raises:
+        ValueError: the budget is not in (0, 1], or :func:`train.loop.run` refuses the run.
+        OSError: a checkpoint cannot be written.
+    """
+    folder = Path(folder)
+    mesh = options.get("mesh") or loop.one_device()
+    if not 0 < budget <= 1:
+        raise ValueError(f"--budget is {budget}; give the share of its tokens that a head keeps, in (0, 1].")
+    target = settings.target
+    words = words if target == "kvzip" else ()
+
+    def objective(model, parameters, tokens, key):
+        return loss_of(model, Scorer(config, parameters), tokens, target, words)
+
+    def init() -> State:
+        row, _ = next(corpus.rows(None))
+        start = loop.everywhere(mean_logarithms(model, row[None], target, words), model)
+        return init_state(config, settings, start, mesh)
+
+    def figures(parameters: Parameters) -> dict[str, np.ndarray]:
+        return measure(model, Scorer(config, parameters), corpus.held_out, budget, target, words)
+
+    def summarise(parameters: Parameters) -> tuple[dict[str, Any], dict[str, float]]:
+        found = figures(parameters)
+        means = {name: round(float(values.mean()), 6) for name, values in found.items()}
+        layers = {name: values.round(6).tolist() for name, values in found.items()}
+        size = sum(int(np.prod(shape)) for shape in parameter_shapes(config).values())
+        said = {"parameters": size, "budget": budget, "held_out_rows": len(corpus.held_out)}
+        return said | {"figures": means, "layers": layers}, means
+
+    trainer = loop.Trainer(
+        command="train.scorer",
+        trained={"scorer": dataclasses.asdict(config), "words": list(words)},
+        init=init,
+        step=loop.make_step(objective, settings, mesh),
+        save=lambda parameters: save_scorer(folder, Scorer(config, parameters), model, name),
+        measure=lambda parameters: {name: float(values.mean()) for name, values in figures(parameters).items()},
+        summarise=summarise,
+        files=KIND.files,
+    )
+    parameters, summary = loop.run(folder, trainer, model, corpus, settings, name=name, **options)
+    return Scorer(config, parameters), summary
+
+
+# The command.
+
+
+def table(summary: dict[str, Any]) -> str:
+    """Return the summary as a table in text."""
+    figures, layers = summary["figures"], summary["layers"]
+    lines = [
+        f"{summary['parameters']:,} parameters · {summary['tokens']:,} tokens in {summary['seconds']:,.0f} s · target "
+        f"{summary['settings']['target']} · held-out loss {figures['loss']:.4f}",
+        "",
+        f"{'layer':<8}{'loss':>10}{'explained':>12}{'hit rate':>10}   at a budget of {summary['budget']}",
+    ]
+    for layer, row in enumerate(zip(layers["loss"], layers["explained"], layers["hit_rate"], strict=True)):
+        lines.append(f"{layer:<8}{row[0]:>10.3f}{row[1]:>12.3f}{row[2]:>10.3f}")
+    lines.append(f"{'mean':<8}{figures['loss']:>10.3f}{figures['explained']:>12.3f}{figures['hit_rate']:>10.3f}")
+    return "\n".join(lines)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Build the parser of the command's flags."""
+    flags = commands.parser(
+        "train.scorer",
+        "train.scorer",
+        description="Trains a scorer, which the policy zap evicts by, for a frozen model (KVzap).",
+        examples=EXAMPLES,
+    )
+    command.add_text_flags(flags)
+    flags.add_argument("--target", choices=TARGETS, help="the score that is predicted (default kvzip)")
+    flags.add_argument("--hidden", type=int, help="width of the hidden layer, 0 for a linear map (default E / 8)")
+    command.add_settings_flags(flags, seq_len=str(Settings().seq_len), lr=f"{Settings().lr:g}")
+    flags.add_argument("--budget", type=float, default=0.3, help="share of tokens kept, for the hit rate (default 0.3)")
+    command.add_run_flags(flags, "scorer")
+    return flags
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command and return its exit code: 2 for bad input, a loss that is not finite, or a full disk."""
+    return commands.call(parser(), _run, "train.scorer", arguments)
+
+
+def _run(flags: argparse.Namespace) -> None:
+    loaded = command.load(flags)
+    ask = repeat_prompt(loaded.tokenizer)
+    words = (*ask.first, *ask.suffix)
+    changes = {name: getattr(flags, name) for name in Settings._fields}
+    settings = settings_of(loaded.model.config, len(words), **changes)
+    config = ScorerConfig.of(loaded.model.config, flags.hidden)
+    corpus = command.open_text(flags, loaded.tokenizer, settings)
+    options = command.options_of(flags, loaded, "train.scorer")
+    _, summary = train(
+        flags.out, loaded.model, config, corpus, settings, words=words, name=str(flags.model), budget=flags.budget,
+        **options,
+    )  # fmt: skip
+    command.report(flags, summary, table)
