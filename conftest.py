@@ -65,3 +65,20 @@ def _compiled_programs_do_not_pile_up():
     import jax
 
     jax.clear_caches()
+
+
+@pytest.fixture(autouse=True)
+def _names_that_a_test_registers_end_with_it():
+    from kvjax.allocation import ALLOCATIONS
+    from kvjax.policy import LINKS
+    from kvjax.sources import SOURCES
+    from models.families import FAMILIES
+
+    registries = (LINKS, ALLOCATIONS, SOURCES, FAMILIES)
+    before = [(dict(registry), dict(registry.sources)) for registry in registries]
+    yield
+    for registry, (things, sources) in zip(registries, before, strict=True):
+        registry.clear()
+        registry.update(things)
+        registry.sources.clear()
+        registry.sources.update(sources)

@@ -13,6 +13,7 @@ from benchmarks import (
     questions,
     report,
     rounds,
+    selection,
     sharing,
     tpu_compile,
 )
@@ -29,6 +30,7 @@ BENCHMARKS = {
     "questions": questions,
     "report": report,
     "rounds": rounds,
+    "selection": selection,
     "sharing": sharing,
     "tpu_compile": tpu_compile,
 }
@@ -40,7 +42,9 @@ def main(arguments: list[str] | None = None) -> int:
     names = flags.add_subparsers(dest="name", required=True, metavar="NAME")
     for name, module in BENCHMARKS.items():
         summary = str(module.__doc__).splitlines()[0]
-        module.add_flags(names.add_parser(name, help=summary, description=summary))
+        made = names.add_parser(name, help=summary, description=summary)
+        module.add_flags(made)
+        commands.add_import_flag(made)
     chosen = flags.parse_args(arguments)
     return commands.run(lambda: BENCHMARKS[chosen.name].command(chosen), f"benchmarks {chosen.name}")
 

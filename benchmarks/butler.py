@@ -662,13 +662,11 @@ def command(flags: argparse.Namespace) -> None:
     if flags.plot is not None:
         report.check_plot(flags.plot)
     commands.check_outputs([flags.json, flags.plot, flags.page])
-    names, shares = commands.split_list(flags.models), commands.split_list(flags.shares)
+    names = commands.split_list(flags.models)
     unknown = [name for name in names if name not in MODELS]
     if unknown or not names:
         raise ValueError(f"--models is {flags.models!r}; expected some of {', '.join(MODELS)}.")
-    budgets = [commands.parse_budget(text) for text in shares]
-    if not shares or any(isinstance(budget, int) for budget in budgets):
-        raise ValueError(f"--shares is {flags.shares!r}; give shares of the tokens between 0 and 1, such as 0.5,0.1.")
+    shares = measure.shares("--shares", flags.shares)
     lengths, contexts, loss_lengths = (
         sorted(measure.whole_numbers(flag, text))
         for flag, text in (
@@ -679,8 +677,8 @@ def command(flags: argparse.Namespace) -> None:
         raise ValueError(f"--repetitions is {flags.repetitions}; give at least 1.")
     parts: dict[str, list[Callable[[], dict[str, Any]]]] = {
         "prefill": [functools.partial(prefill, name, length) for name in names for length in lengths],
-        "decode": [functools.partial(decode, name, context, budgets) for name in names for context in contexts],
-        "reading": [functools.partial(reading, name, budgets) for name in names],
+        "decode": [functools.partial(decode, name, context, shares) for name in names for context in contexts],
+        "reading": [functools.partial(reading, name, shares) for name in names],
         "loss": [
             functools.partial(loss, n, causal, flags.repetitions) for causal in (False, True) for n in loss_lengths
         ],

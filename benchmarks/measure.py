@@ -379,6 +379,23 @@ def whole_numbers(name: str, text: str, low: int = 1) -> list[int]:
     return found
 
 
+def shares(name: str, text: str) -> list[float]:
+    """Parse a command line's list of shares.
+
+    Raises:
+        ValueError: there is none, or a part is not between 0 and 1.
+
+    Example:
+        >>> from benchmarks.measure import shares
+        >>> shares("--shares", "0.5,0.25")
+        [0.5, 0.25]
+    """
+    found = [commands.parse_budget(part) for part in commands.split_list(text)]
+    if not found or any(isinstance(share, int) for share in found):
+        raise ValueError(f"{name} is {text!r}; give shares of the tokens between 0 and 1, such as 0.5,0.1.")
+    return [float(share) for share in found]
+
+
 def ratio_table(results: Sequence[dict[str, Any]], old: Sequence[dict[str, Any]]) -> str:
     """Return a table of each row's time over that of the same row in an older file; rows in only one have no ratio.
 

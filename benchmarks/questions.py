@@ -45,7 +45,7 @@ def command(flags: argparse.Namespace) -> None:
     rows = []
     for policy, budget in ((None, None), (flags.policy, flags.budget)):
         rows += compared(model, tokenizer, document, questions, values, policy, budget, flags.repetitions)
-    print(table(rows))
+    print(table(rows), LEGEND, sep="\n\n")
     if flags.json is not None:
         settings = {
             "model": flags.model,
@@ -148,4 +148,4 @@ def table(rows: list[dict[str, Any]]) -> str:
         )
         for r in rows
     ]
-    return "\n".join([report.columns(head, lines, left=3), *LEGEND.splitlines()])
+    return report.columns(head, lines, left=3)

@@ -54,6 +54,7 @@ autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_default_options = {"members": True}
 autodoc_preserve_defaults = True
+napoleon_use_ivar = True  # else the fields of a NamedTuple would be described twice
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False

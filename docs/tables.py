@@ -229,9 +229,9 @@ def named(select: str) -> str:
     return NAMES.get(select, select.replace("_", " "))
 
 
-def foreseen() -> str:
+def foreseen(file: str) -> str:
     """Make the table of how well each source predicts which tokens the heads attend to."""
-    rows = sorted(read("butler-accuracy.json")["results"], key=lambda r: -r["hit_rate"])
+    rows = sorted(read(file)["results"], key=lambda r: -r["hit_rate"])
     lines = ["| source | hit rate, all rows | last row (the paper's accuracy) | attention held |", f"|{' --- |' * 4}"]
     for r in rows:
         rate = f"{r['hit_rate']:.3f}"
@@ -254,20 +254,20 @@ def by_sparsity(rows: Sequence[dict[str, Any]], cell: Callable[[dict[str, Any]],
     return "\n".join(lines)
 
 
-def perplexities() -> str:
+def perplexities(file: str) -> str:
     """Make the table of perplexity by sparsity."""
-    data = read("perplexity.json")
+    data = read(file)
     dense = next(r["perplexity"] for r in data["results"] if r["select"] == "full")
     text = (
-        f"[perplexity.json](perplexity.json): held-out text, {data['chunks']} chunks of {data['settings']['chunk']} "
+        f"[{Path(file).name}]({file}): held-out text, {data['chunks']} chunks of {data['settings']['chunk']} "
         f"tokens; increase over the dense model's {dense:.1f}."
     )
     return f"{text}\n\n{by_sparsity(data['results'], lambda r: f'{r["increase"]:+.1%}', 'increase')}"
 
 
-def names_found() -> str:
+def names_found(file: str, generated: str | None = None) -> str:
     """Make the table of co-reference by sparsity, and compare the predictor with each other on the same samples."""
-    data, generated = read("coref.json"), read("coref-generated.json")
+    data = read(file)
     cell = lambda r: f"{r['accuracy']:.2f} / {r['coverage']:.2f}"  # noqa: E731
     full = next(r for r in data["results"] if r["select"] == "full")
     rows = [r | {"worse": (-r["accuracy"], -r["coverage"])} for r in data["results"] if r["select"] != "full"]
@@ -276,16 +276,56 @@ def names_found() -> str:
         for c in data["comparisons"]
         if c["sparsity"] == 0.5
     ]
-    said = [f"{named(r['select'])} {r['accuracy']:.2f}" for r in generated["results"]]
     width = max((r["high"] - r["low"]) / 2 for r in data["results"])
-    return (
-        f"[coref.json](coref.json): {data['samples']} samples, teacher-forced; accuracy (whole name) / coverage (its "
-        f"tokens). All tokens: {cell(full)}.\n\n{by_sparsity(rows, cell, 'worse')}\n\n"
+    text = (
+        f"[{Path(file).name}]({file}): {data['samples']} samples, teacher-forced; accuracy (whole name) / coverage "
+        f"(its tokens). All tokens: {cell(full)}.\n\n{by_sparsity(rows, cell, 'worse')}\n\n"
         f"Half-widths of the 95% intervals are at most {width:.2f}. The predictor less each other, on the same samples "
-        f"at 50%: {'; '.join(sides)}.\n\nGenerated instead of teacher-forced "
-        "([coref-generated.json](coref-generated.json), `--mode generate`, 50%; the prompt is dense under sources, and "
-        f"evicted from under policies): {', '.join(said)}."
+        f"at 50%: {'; '.join(sides)}."
     )
+    if generated is None:
+        return text
+    said = [f"{named(r['select'])} {r['accuracy']:.2f}" for r in read(generated)["results"]]
+    return (
+        f"{text}\n\nGenerated instead of teacher-forced ([{generated}]({generated}), `--mode generate`, 50%; the "
+        f"prompt is dense under sources, and evicted from under policies): {', '.join(said)}."
+    )
+
+
+def steps_foreseen() -> str:
+    """Make the table of the time of decode steps that read what the predictor foresees."""
+    data = read("../../benchmarks/results/selection.json")
+    found: dict[tuple[str, float | None], dict[int, Row]] = {}
+    for row in data["results"]:
+        found.setdefault((row["step"], row["share"]), {})[row["context"]] = row
+    contexts = sorted(found["dense", None])
+    lines = [
+        f"| step | reads | {' | '.join(f'{c:,} tokens' for c in contexts)} |",
+        f"|{' --- |' * (len(contexts) + 2)}",
+    ]
+    for (step, share), own in found.items():
+        cells = [
+            f"{own[c]['milliseconds']:.1f} ms" + ("" if step == "dense" else f" ({own[c]['ratio']:.2f})")
+            for c in contexts
+        ]
+        reads = "all" if step == "dense" else "its own" if share is None else f"{share:.0%}"
+        lines.append(f"| {STEPS.get(step, step)} | {reads} | {' | '.join(cells)} |")
+    bytes_of = [r for r in data["results"] if r["share"] == 0.5 and r["context"] == contexts[-1]]
+    counted = ", ".join(f"{STEPS[r['step']]} {r['bytes_ratio']:.2f}" for r in bytes_of)
+    return (
+        "`python -m benchmarks selection` (benchmarks/results/selection.json): one sequence, median of "
+        f"{data['results'][0]['repetitions']} steps in turns, over the dense step in brackets.\n\n"
+        + "\n".join(lines)
+        + f"\n\nBytes counted over the dense step's, at 50% of {contexts[-1]:,} tokens: {counted}."
+    )
+
+
+STEPS = {
+    "dense": "dense",
+    "predictor": "the predictor alone",
+    "separate": "one set per query head",
+    "max": "one set per KV head",
+}
 
 
 class Method(NamedTuple):
@@ -333,6 +373,13 @@ SCORES = [
         "kvjax/scores.py",
         of("SAGE-KV"),
     ),
+    Method(
+        "finch",
+        "[FINCH](https://arxiv.org/abs/2408.00167)",
+        "the question's attention times what each query sees",
+        "kvjax/scores.py",
+        note="none tried",
+    ),
     Method("laprox", LAPROX, "eq. 9, algorithm 1", "kvjax/scores.py", of("LaProx")),
     Method(
         "key_norm",
@@ -347,6 +394,13 @@ SCORES = [
         "-cos(k, mean k)",
         "kvjax/scores_of_keys.py",
         of("KeyDiff"),
+    ),
+    Method(
+        "q_filters",
+        "[Q-Filters](https://arxiv.org/abs/2503.02812)",
+        "k along the main direction of the head's queries",
+        "kvjax/scores_of_keys.py",
+        note="none tried",
     ),
     Method(
         "curdkv",
@@ -374,6 +428,20 @@ SCORES = [
         of("Expected Attention"),
     ),
     Method(
+        "kvzip",
+        "[KVzip](https://arxiv.org/abs/2505.23416)",
+        "the largest attention while the model repeats its prompt",
+        "kvjax/scores.py",
+        note="none tried",
+    ),
+    Method(
+        "zap",
+        "[KVzap](https://arxiv.org/abs/2601.07891)",
+        "a small network's prediction from the token's hidden state",
+        "kvjax/scores.py",
+        note="none tried",
+    ),
+    Method(
         "butler",
         "[TokenButler](https://arxiv.org/abs/2503.07518)",
         "its logits, as a retention score",
@@ -397,6 +465,13 @@ SCORES = [
     ),
     Method("normalise", CAOTE, "eq. 21", "kvjax/transforms.py"),
     Method("pool", "SnapKV", "pooling over neighbours", "kvjax/transforms.py", of("ours", "pooling")),
+    Method(
+        "chunks",
+        "[ChunkKV](https://arxiv.org/abs/2502.00299)",
+        "mean over a chunk of the text, algorithm 1",
+        "kvjax/transforms.py",
+        note="none tried",
+    ),
     Method("protect", "H2O, StreamingLLM", "what always stays", "kvjax/transforms.py"),
 ]
 ALLOCATIONS = [
@@ -423,9 +498,37 @@ ALLOCATIONS = [
         lambda paper, text: "one budget for the model" in text or "normalised" in text,
     ),
     Method(
+        "@threshold",
+        "[KVzap](https://arxiv.org/abs/2601.07891), [DMS](https://arxiv.org/abs/2506.05345)",
+        "what scores enough; the budget is a limit",
+        "kvjax/allocation.py",
+        note="none tried",
+    ),
+    Method(
         "@pyramid", "[PyramidKV](https://arxiv.org/abs/2406.02069)", "eq. 4", "kvjax/allocation.py", of("PyramidKV")
     ),
     Method("@cake", "CAKE", "eq. 6", "kvjax/allocation.py", of("CAKE")),
+    Method(
+        "@headkv",
+        "[HeadKV](https://arxiv.org/abs/2410.19258)",
+        "by the importance of each head",
+        "kvjax/allocation.py",
+        note="none tried",
+    ),
+    Method(
+        "@duo",
+        "[DuoAttention](https://arxiv.org/abs/2410.10819)",
+        "the least important heads stream",
+        "kvjax/allocation.py",
+        note="none tried",
+    ),
+    Method(
+        "@simlayer",
+        "[SimLayerKV](https://arxiv.org/abs/2410.13846)",
+        "lazy layers stream",
+        "kvjax/allocation.py",
+        note="none tried",
+    ),
     Method("@lava", "LAVa", "layers by the entropy of their scores", "kvjax/allocation.py", of("LAVa")),
 ]
 
@@ -526,7 +629,16 @@ def kept_and_asked() -> str:
 PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "../README.md": {"real": lambda: real_seen(README_COLUMNS)},
     "gallery.md": {"real": lambda: real_seen(REAL_COLUMNS), "seen": seen},
-    "results/TOKENBUTLER.md": {"foreseen": foreseen, "perplexities": perplexities, "names": names_found},
+    "results/TOKENBUTLER.md": {
+        "foreseen": lambda: foreseen("smollm2/butler-accuracy.json"),
+        "foreseen unseen": lambda: foreseen("smollm2/butler-accuracy-handbook.json"),
+        "perplexities": lambda: perplexities("smollm2/butler-perplexity.json"),
+        "names": lambda: names_found("smollm2/coref.json"),
+        "steps": steps_foreseen,
+        "foreseen small": lambda: foreseen("butler-accuracy.json"),
+        "perplexities small": lambda: perplexities("perplexity.json"),
+        "names small": lambda: names_found("coref.json", "coref-generated.json"),
+    },
     "how-to/choose-a-policy.md": {
         "real known": lambda: real("after"),
         "real unknown": lambda: real("agnostic"),

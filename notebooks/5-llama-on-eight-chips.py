@@ -14,7 +14,7 @@
 # %% [markdown]
 # # A Llama or Qwen folder, on one device or on eight
 #
-# The code that ran the small model runs Llama 2 to 3.2, Mistral, Qwen2, Qwen2.5 and Qwen3, from a folder in Hugging
+# The code that ran the small model runs Llama, Mistral, Qwen, Gemma, Phi and other families, from a folder in Hugging
 # Face's layout, on a CPU, a GPU, or the eight chips of a TPU v5e-8. Only one argument differs, `mesh`. Set `MODEL` to
 # your folder or hub model. Without one, a small random checkpoint of Llama's shape is written and read back, so that
 # every cell runs anywhere.

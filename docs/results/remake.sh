@@ -31,6 +31,10 @@ one docs/results/smollm2/ruler-pooling.json 10 'python -m evals ruler --model sm
 one docs/results/smollm2/window.json 15 'python -m evals ablation window --model smollm2 --depths 5 --samples 20 --json docs/results/smollm2/window.json --plot docs/results/smollm2/window.png'
 one docs/results/smollm2/methods.json 40 'python -m evals ablation methods --model smollm2 --depths 5 --samples 20 --json docs/results/smollm2/methods.json --plot docs/results/smollm2/methods.png'
 one docs/results/smollm2/needle.json 12 'python -m evals needle --model smollm2 --policies '"'"'full,streaming,h2o+caote+protect(recent=0.5),tova,snapkv,snapkv+caote,laprox(kernel=13)@model,curdkv,curdkv+caote@model'"'"' --budgets 0.25 --lengths 512,1024 --depths 5 --samples 4 --when prompt --question after,agnostic --evict-every 0 --batch 10 --json docs/results/smollm2/needle.json --plot docs/results/smollm2/needle.png'
+one docs/results/smollm2/butler-accuracy.json 4 'python -m evals butler accuracy --model smollm2 --text king-james-bible:held-out --chunk 512 --sequences 6 --json docs/results/smollm2/butler-accuracy.json'
+one docs/results/smollm2/butler-accuracy-handbook.json 4 'python -m evals butler accuracy --model smollm2 --text debian-handbook --chunk 512 --sequences 4 --json docs/results/smollm2/butler-accuracy-handbook.json'
+one docs/results/smollm2/butler-perplexity.json 10 'python -m evals perplexity --model smollm2 --text king-james-bible:held-out --chunk 256 --sequences 8 --select "oracle,butler,butler(group='"'"'max'"'"'),butler(group='"'"'mean'"'"'),butler(group='"'"'weights'"'"'),quest,h2o,snapkv,streaming,first_layer,previous_layer,random" --sparsity 0.3,0.5,0.7 --json docs/results/smollm2/butler-perplexity.json --plot docs/results/smollm2/butler-perplexity.png'
+one docs/results/smollm2/coref.json 8 'python -m evals coref --model smollm2 --select full,oracle,butler,quest,h2o,snapkv,streaming,random --sparsity 0.5 --samples 20 --json docs/results/smollm2/coref.json --plot docs/results/smollm2/coref.png'
 # On the embedded model.
 one docs/results/butler-agreement.json 0.2 'python -m evals butler agreement --json docs/results/butler-agreement.json --plot docs/results/butler-agreement.png'
 one docs/results/memory.json 2.0 'python -m benchmarks memory --json docs/results/memory.json --page docs/results/memory.md'
@@ -54,6 +58,7 @@ one docs/results/ablation-budgets.json 41.8 'python -m evals ablation budgets --
 one docs/results/needle.json 97.7 'python -m evals needle --policies '"'"'full,streaming,h2o,h2o+caote,h2o+fast_caote,h2o+protect(recent=0.5),h2o+caote+protect(recent=0.5),h2o+caote(group='"'"'"'"'"'"'"'"'mean'"'"'"'"'"'"'"'"')+protect(recent=0.5),h2o+fast_caote+protect(recent=0.5),tova,tova+caote,tova+fast_caote,snapkv,snapkv+caote,snapkv+caote(group='"'"'"'"'"'"'"'"'mean'"'"'"'"'"'"'"'"'),snapkv+fast_caote'"'"' --budgets 128,256,512 --batch 8 --json docs/results/needle.json --plot docs/results/needle.png'
 if [ "${1:-}" = benchmarks ]; then
   one benchmarks/results/sharing.json 25 'python -m benchmarks sharing --json'
+  one benchmarks/results/selection.json 3 'python -m benchmarks selection --contexts 512,2048 --repetitions 15 --json benchmarks/results/selection.json'
   one benchmarks/results/rounds.json 5 'python -m benchmarks rounds --json'
   one benchmarks/results/tpu_compile.json 30 'python -m benchmarks tpu_compile --json'
   one benchmarks/results/peers.json 20 'python -m benchmarks peers --json'

@@ -1,0 +1,142 @@
+"""Decode steps that read only the tokens that a predictor foresees, beside dense ones, at growing contexts."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+import models
+from benchmarks import butler as counted
+from benchmarks import measure
+from benchmarks.steps import unbounded
+from evals import report
+from models import commands, provenance
+from models.butler import Butler, ButlerCache, importance, parameter_shapes
+
+LEGEND = """ms: median of a step of `models.stream`, all ways in turns; over dense: that of the context's dense step.
+predictor: its own step and the logits of all tokens in all predicted layers, without a selection. bytes: counted, over
+the dense step's, where each head reads the tokens of its own, or a group of heads reads one set."""
+TITLES = {"dense": "dense", "predictor": "predictor", "separate": "one set per head"}
+BEFORE = 3  # calls that compile, before any is timed
+
+
+def timed(
+    model: models.Decoder,
+    butler: Butler,
+    context: int,
+    groups: Sequence[str],
+    shares: Sequence[float],
+    repetitions: int,
+) -> list[dict[str, Any]]:
+    """Time steps of one sequence after a random prompt; the dense step, the predictor and each selection take turns.
+
+    Args:
+        groups: how the query heads of a group choose; see :func:`kvjax.sources.butler`.
+        shares: of the tokens so far that a step reads.
+    """
+    prompt = np.random.default_rng(0).integers(0, model.config.vocab_size, (1, context))
+
+    def steps(**settings: Any) -> Callable[[], Any]:
+        stream = models.stream(model, prompt, max_new_tokens=BEFORE + repetitions + 1, end=(), **settings)
+        for _ in range(BEFORE):
+            jax.block_until_ready(next(stream)[0])
+        return lambda: next(stream)[0]
+
+    asked = list(itertools.product(groups, shares))
+    programs = {"dense": steps(), "predictor": alone(model, butler, context)}
+    for group, part in asked:
+        programs[f"{group} {part}"] = steps(select=f"butler(group={group!r})", budget=part, butler=butler)
+    times = measure.take_turns(programs, repetitions, progress=True)
+    rows = []
+    rows_of: list[tuple[str, float | None]] = [("dense", None), ("predictor", None), *asked]
+    for (name, share), own in zip(rows_of, times.values(), strict=True):
+        ratios = {} if share is None else counted.bytes_ratios(model.config, butler.config, share, context)
+        row = {"context": context, "step": name, "share": share, **own._asdict()}
+        row["ratio"] = own.milliseconds / times["dense"].milliseconds
+        rows.append({**row, "bytes_ratio": ratios.get("heads" if name == "separate" else "same")})
+    return rows
+
+
+def alone(model: models.Decoder, butler: Butler, context: int) -> Callable[[], Array]:
+    """Return a step of the predictor after ``context`` tokens, with the logits of every predicted layer."""
+
+    @functools.partial(jax.jit, donate_argnums=1)
+    def step(butler: Butler, cache: ButlerCache, x: Array, position: Int[Array, "1 1"]) -> tuple[Array, ButlerCache]:
+        query, cache = butler.step(cache, x, position)
+        layers = jnp.arange(1, butler.config.num_layers)
+        logits = jax.lax.map(
+            lambda layer: importance(
+                query, cache.importance_key, layer, position=position, key_position=cache.position
+            ).max(),
+            layers,
+        )
+        return logits, cache
+
+    places = jnp.arange(context + 1).at[-1].set(-1)[None].astype(jnp.int32)
+    held = [dataclasses.replace(butler.init_cache(1, context + 1), position=places)]
+    x, position = jnp.ones((1, 1, model.config.hidden_size)), jnp.full((1, 1), context)
+
+    def run() -> Array:
+        logits, held[0] = step(butler, held[0], x, position)
+        return logits
+
+    return run
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Return a table with one row per step."""
+    head = ("context", "step", "read", "ms", "lowest", "over dense", "bytes")
+    lines = [
+        (
+            f"{r['context']:,}",
+            TITLES.get(r["step"], f"one set per group, {r['step']}"),
+            "all" if r["share"] is None else f"{r['share']:.0%}",
+            f"{r['milliseconds']:.1f}",
+            f"{r['lowest']:.1f}",
+            f"{r['ratio']:.2f}",
+            "" if r["bytes_ratio"] is None else f"{r['bytes_ratio']:.2f}",
+        )
+        for r in rows
+    ]
+    return report.columns(head, lines, left=3)
+
+
+def add_flags(flags: argparse.ArgumentParser) -> None:
+    """Add the command's flags."""
+    flags.add_argument("--model", default="smollm2", help="a name or a folder (default %(default)s)")
+    flags.add_argument("--butler", type=Path, help="the predictor's folder (default: the model's own)")
+    flags.add_argument("--contexts", default="512,2048,8192", help="tokens of the prompt, several by comma")
+    flags.add_argument("--groups", default="separate,max", help="how the heads of a group choose, several by comma")
+    flags.add_argument("--shares", default="0.5,0.25,0.1", help="of the tokens that a step reads, several by comma")
+    flags.add_argument("--repetitions", type=int, default=25, help="timed steps of each way (default %(default)s)")
+    measure.add_json_flag(flags, "selection")
+
+
+def command(flags: argparse.Namespace) -> None:
+    """Load model and predictor, measure, print the table, write JSON."""
+    commands.check_outputs([flags.json])
+    contexts = measure.whole_numbers("--contexts", flags.contexts)
+    groups = commands.split_list(flags.groups)
+    shares = measure.shares("--shares", flags.shares)
+    model, _ = models.load(flags.model, dtype="float32")
+    butler = models.own_butler(flags.model, model) if flags.butler is None else models.load_butler(flags.butler, model)
+    made_of = provenance.fingerprints(model)
+    made_of["butler"] = provenance.weights(butler, parameter_shapes(butler.config))
+    model.config = unbounded(model.config)
+    rows = []
+    for context in contexts:
+        rows += timed(model, butler, context, groups, shares, flags.repetitions)
+    print(table(rows), LEGEND, sep="\n\n")
+    if flags.json is not None:
+        measure.write(flags, "selection", {"model": flags.model}, rows, made_of)
+        print(f"figures: {flags.json}")
