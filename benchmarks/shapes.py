@@ -35,6 +35,11 @@ SHAPES: dict[str, models.Config] = {
         151_936, 4096, 12_288, num_layers=36, num_heads=32, num_kv_heads=8, head_dim=128, architecture="qwen3",
         rope=Rope(theta=1_000_000.0), query_key_norm=True, max_positions=40_960,
     ),
+    "qwen3-30b-a3b": models.Config(
+        151_936, 2048, 768, num_layers=48, num_heads=32, num_kv_heads=4, head_dim=128, architecture="qwen3_moe",
+        rope=Rope(theta=1_000_000.0), query_key_norm=True, num_experts=128, experts_per_token=8, normalise_experts=True,
+        max_positions=40_960,
+    ),
     "small": models.Config(
         32_000, 768, 2048, num_layers=12, num_heads=12, num_kv_heads=4, tie_embeddings=True, max_positions=131_072
     ),

@@ -30,7 +30,7 @@ from benchmarks.shapes import shape
 from benchmarks.targets import compiled, tpu_chips
 from evals import report
 from models import commands, engine
-from models.parameters import SHARDING, parameter_shapes
+from models.parameters import parameter_shapes, partition
 from models.plan import PAGE_SIZE, CheckedPrompt, Options, plan_run
 from models.sampling import Sampling
 from models.steps import Phase, Run, decode_phase, start
@@ -129,16 +129,27 @@ OPERATIONS: dict[str, Operation] = {
 }
 
 
-def mesh_of(topology: str, chips: int) -> Mesh:
-    """Return the decoder's mesh over ``chips`` chips of a topology, all of them along "tensor".
+def mesh_of(topology: str, config: models.Config | None = None) -> Mesh:
+    """Return the decoder's mesh over all chips of a topology; over one of them without a config.
+
+    As many chips as divide the KV heads are along "tensor". Where chips are left, they split experts.
 
     Raises:
-        ValueError: the topology has fewer chips.
+        ValueError: the model has no experts for the chips that its heads leave.
     """
-    found = tpu_chips(topology)
-    if chips > len(found):
-        raise ValueError(f"{chips} chips were asked for, but {topology} has {len(found)}; name a larger topology.")
-    return Mesh(np.array(found[:chips]).reshape(1, chips), ("data", "tensor"))
+    chips = np.array(tpu_chips(topology))
+    if config is None:
+        return Mesh(chips[:1].reshape(1, 1), ("data", "tensor"))
+    tensor = math.gcd(len(chips), config.num_kv_heads)
+    left = len(chips) // tensor
+    if left == 1:
+        return Mesh(chips.reshape(1, tensor), ("data", "tensor"))
+    if config.num_experts % len(chips) or not config.num_experts:
+        raise ValueError(
+            f"{topology} has {len(chips)} chips, which {config.num_kv_heads} KV heads and {config.num_experts} experts "
+            "cannot be split over; name another topology or shape."
+        )
+    return Mesh(chips.reshape(1, left, tensor), ("data", "expert", "tensor"))
 
 
 Lower = Callable[[], tuple[jax.stages.Lowered, Any]]  # returns a program, and the arguments that are counted
@@ -157,7 +168,7 @@ def lowered_programs(sizes: Sizes, policy: str, mesh: Mesh) -> Iterator[tuple[st
     """Yield the decoder's step and block for a mesh; of their arguments, weights and cache are counted."""
     config, B = sizes.config, sizes.batch
     parameters = {
-        name: jax.ShapeDtypeStruct(size, jnp.bfloat16, sharding=NamedSharding(mesh, SHARDING[name]))
+        name: jax.ShapeDtypeStruct(size, jnp.bfloat16, sharding=NamedSharding(mesh, partition(name, mesh)))
         for name, size in parameter_shapes(config).items()
     }
     model: Any = models.Decoder(config, parameters)  # type: ignore[arg-type]
@@ -272,8 +283,9 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
     """Add the command's flags."""
     flags.add_argument("--topologies", default="v5e:2x4,v6e:2x4", help="topologies by libtpu's names")
     flags.add_argument("--shapes", default="llama-3.2-1b,llama-3.2-3b,llama-3.1-8b")
-    flags.add_argument("--split", default="llama-3.1-8b", help="shapes whose programs are also compiled over --chips")
-    flags.add_argument("--chips", type=int, default=8)
+    flags.add_argument(
+        "--split", default="llama-3.1-8b,qwen3-30b-a3b", help="shapes whose programs are compiled over all chips"
+    )
     flags.add_argument("--policies", default="snapkv+caote", help="policies of the programs")
     flags.add_argument("--batch", type=int, default=1)
     flags.add_argument("--budget", type=int, default=8_192)
@@ -285,19 +297,18 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
 def command(flags: argparse.Namespace) -> None:
     """Compile everything, print the table, and write JSON after each program."""
     commands.check_outputs([flags.json])
-    for name in ("chips", "batch", "budget", "block", "prompt"):
+    for name in ("batch", "budget", "block", "prompt"):
         if getattr(flags, name) < 1:
             raise ValueError(f"--{name} is {getattr(flags, name)}; give at least 1.")
     if not os.environ.get("JAX_PLATFORMS"):  # with libtpu installed, JAX would look for a TPU first
         jax.config.update("jax_platforms", "cpu")
     topologies, policies = commands.split_list(flags.topologies), commands.split_list(flags.policies)
     names, split = commands.split_list(flags.shapes), commands.split_list(flags.split)
-    for topology in topologies:
-        mesh_of(topology, flags.chips if split else 1)
     all_sizes = {
         name: Sizes(shape(name), flags.batch, flags.budget, flags.block, flags.prompt)
         for name in dict.fromkeys([*names, *split])
     }
+    meshes = {(at, name): mesh_of(at, all_sizes[name].config) for at in topologies for name in split}
     settings = {name: getattr(flags, name) for name in ("batch", "budget", "block", "prompt")}
     settings |= {"libtpu": importlib.metadata.version("libtpu"), "dtype": "bfloat16", "timed": False}
     results: list[dict[str, Any]] = []
@@ -310,15 +321,14 @@ def command(flags: argparse.Namespace) -> None:
         progress.update()
 
     for topology in topologies:
-        one = mesh_of(topology, 1)
+        one = mesh_of(topology)
         for name in names:
             for program, operation in OPERATIONS.items():
                 add(name, program, topology, 1, functools.partial(lowered_operation, operation, all_sizes[name], one))
-        for name, chips in [(name, 1) for name in names] + [(name, flags.chips) for name in split]:
-            mesh = mesh_of(topology, chips)
+        for name, mesh in [(name, one) for name in names] + [(name, meshes[topology, name]) for name in split]:
             for policy in policies:
                 for program, lower in lowered_programs(all_sizes[name], policy, mesh):
-                    add(name, f"{program}, {policy}", topology, chips, lower)
+                    add(name, f"{program}, {policy}", topology, mesh.size, lower)
     progress.close()
     print(table(results))
     print(LEGEND)

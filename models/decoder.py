@@ -26,7 +26,7 @@ from kernels_pallas import cache_attention
 from kernels_pallas.prepare import mesh_of
 from kvjax import rotate
 from models.config import Config, Rope
-from models.parameters import parameter_shapes
+from models.parameters import expert_axes, parameter_shapes
 
 Carry = TypeVar("Carry")
 Output = TypeVar("Output")
@@ -276,17 +276,18 @@ def feed_forward(config: Config, weights: dict[str, Array], x: Float[Array, "B T
         share = share / jnp.sum(share, axis=-1, keepdims=True)
     own = weights["expert_gate"], weights["expert_up"], weights["expert_down"]
     mesh = mesh_of((x, *own))
-    if mesh.shape.get("tensor", 1) == 1:
+    ways = expert_axes(mesh)
+    if math.prod(mesh.shape[axis] for axis in ways) == 1:
         return run_experts(x, share, expert, *own, activation=activation)
 
     def on_device(x: Array, share: Array, expert: Array, *own: Array) -> Array:
-        first = jax.lax.axis_index("tensor") * own[0].shape[0]
+        first = jax.lax.axis_index(ways) * own[0].shape[0]
         mine = (expert - first) % config.num_experts
-        return jax.lax.psum(run_experts(x, share, mine, *own, activation=activation), "tensor")
+        return jax.lax.psum(run_experts(x, share, mine, *own, activation=activation), ways)
 
     # Left to itself, XLA brings all experts to all devices of a TPU.
     rows = PartitionSpec("data" if x.shape[0] % mesh.shape.get("data", 1) == 0 else None)
-    specs = (rows,) * 3 + (PartitionSpec("tensor"),) * 3
+    specs = (rows,) * 3 + (PartitionSpec(ways),) * 3
     return jax.shard_map(on_device, mesh=mesh, in_specs=specs, out_specs=rows, check_vma=False)(x, share, expert, *own)
 
 

@@ -28,7 +28,7 @@ from safetensors import SafetensorError, safe_open
 
 from models.config import Config, family_of, from_hugging_face
 from models.decoder import Decoder
-from models.parameters import FUSED, PARAMETERS, ROTATED, head_order, parameter_shapes, tensor_names
+from models.parameters import FUSED, PARAMETERS, ROTATED, head_order, parameter_shapes, partition, tensor_names
 from models.tokenizer import Tokenizer, read_object
 
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -87,8 +87,8 @@ def load(
             name on the Hugging Face hub, such as "Qwen/Qwen3-0.6B" (needs huggingface_hub).
         dtype: the dtype that the weights are cast to, such as "bfloat16"; None keeps the checkpoint's (the dtype of
             most weights, if it mixes several; float32 if they are quantised).
-        mesh: devices with axes "data" and "tensor" (see :func:`parse_mesh`) that the weights are split over as
-            ``models.parameters`` says; None puts them on the default device.
+        mesh: devices with axes "data" and "tensor", and "expert" if it has one (see :func:`parse_mesh`), that the
+            weights are split over as ``models.parameters`` says; None puts them on the default device.
         revision: a branch, tag or commit on the hub.
 
     Returns:
@@ -314,10 +314,12 @@ def parse_mesh(text: str) -> Mesh:
     """Build a mesh from a command line's text: "data=2,tensor=4", where an axis that is left out has size 1.
 
     Args:
-        text: how many ways the batch ("data") and the heads ("tensor") are split.
+        text: how many ways the batch ("data") and the heads ("tensor") are split. In a model with experts these are
+            split "tensor" ways too, and "expert" times as many ways where that axis is given; for all else the devices
+            along it do the same work.
 
     Returns:
-        A mesh over the first data x tensor devices, partitioned automatically by JAX.
+        A mesh over the first data x expert x tensor devices, partitioned automatically by JAX.
 
     Raises:
         ValueError: the text is not such a list, or needs more devices than there are.
@@ -327,19 +329,19 @@ def parse_mesh(text: str) -> Mesh:
         >>> dict(parse_mesh("data=1,tensor=1").shape)
         {'data': 1, 'tensor': 1}
     """
-    parts = [re.fullmatch(r"\s*(data|tensor)\s*=\s*([1-9]\d*)\s*", part) for part in text.split(",")]
+    parts = [re.fullmatch(r"\s*(data|expert|tensor)\s*=\s*([1-9]\d*)\s*", part) for part in text.split(",")]
     named = {part[1]: int(part[2]) for part in parts if part}
     if len(named) < len(parts):
         raise ValueError(f"mesh is {text!r}; write it like 'data=2,tensor=4', each axis at most once.")
-    sizes = (named.get("data", 1), named.get("tensor", 1))
-    devices = jax.devices()
-    needed = sizes[0] * sizes[1]
+    axes = tuple(axis for axis in ("data", "expert", "tensor") if axis != "expert" or axis in named)
+    sizes = tuple(named.get(axis, 1) for axis in axes)
+    devices, needed = jax.devices(), math.prod(sizes)
     if needed > len(devices):
         raise ValueError(
             f"mesh {text!r} needs {needed} devices, but there {'is' if len(devices) == 1 else 'are'} {len(devices)} "
             f"({devices[0].platform}); lower its numbers."
         )
-    return Mesh(np.array(devices[:needed]).reshape(sizes), ("data", "tensor"))
+    return Mesh(np.array(devices[:needed]).reshape(sizes), axes)
 
 
 def known_dtype(dtype: DTypeLike) -> np.dtype:
@@ -538,8 +540,11 @@ def _file_shape(shape: tuple[int, ...], groups: tuple[tuple[int, ...], ...]) -> 
 
 def _checked_mesh(config: Config, mesh: Mesh) -> Mesh:
     """Check that a mesh divides the heads, and return it with automatic axes: JAX partitions the decoder."""
-    if set(mesh.axis_names) != {"data", "tensor"}:
-        raise ValueError(f"the mesh has axes {', '.join(map(str, mesh.axis_names))}; name them 'data' and 'tensor'.")
+    if set(mesh.axis_names) - {"expert"} != {"data", "tensor"}:
+        raise ValueError(
+            f"the mesh has axes {', '.join(map(str, mesh.axis_names))}; name them 'data' and 'tensor', and a third "
+            "that splits experts 'expert'."
+        )
     ways = mesh.shape["tensor"]
     split = (
         (config.num_heads, "query heads"),
@@ -549,6 +554,14 @@ def _checked_mesh(config: Config, mesh: Mesh) -> Mesh:
     for count, what in split:
         if count % ways:
             raise ValueError(f"tensor={ways} does not divide the model's {count} {what}; choose a divisor of {count}.")
+    more = mesh.shape.get("expert", 1)
+    if more > 1 and not config.num_experts:
+        raise ValueError(f"expert={more} splits experts, but this model has none; leave expert out.")
+    if config.num_experts % (more * ways):
+        raise ValueError(
+            f"expert={more} and tensor={ways} split experts {more * ways} ways, which does not divide the model's "
+            f"{config.num_experts}; choose a divisor of {config.num_experts // ways} for expert."
+        )
     return Mesh(mesh.devices, mesh.axis_names)
 
 
@@ -594,8 +607,8 @@ def _place(
     # Wait, so that a copied buffer is freed before the next parameter allocates one.
     if mesh is None:  # uncommitted, like arrays that callers make; else a step on its own output would compile again
         return jax.device_put(read(None)).block_until_ready()
-    uneven = any(axis and size % mesh.shape[axis] for axis, size in zip(parameter.spec, shape, strict=True))
-    sharding = NamedSharding(mesh, PartitionSpec() if uneven else parameter.spec)  # a vocabulary may be of any size
+    uneven = "V" in parameter.axes.split() and checkpoint.config.vocab_size % mesh.shape["tensor"]
+    sharding = NamedSharding(mesh, PartitionSpec() if uneven else partition(name, mesh))
     array = jax.make_array_from_callback(shape, sharding, read).block_until_ready()
     advance(math.prod(shape[:separate]))
     return array

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import Int
 
 from models.config import Config
 
-SPLIT = "NKXFV"  # the axes that a mesh's "tensor" axis splits: heads, experts, feed-forward and vocabulary
+SPLIT = "NKXFV"  # the axes that a mesh splits: heads, experts, feed-forward and vocabulary
 
 
 class Parameter(NamedTuple):
@@ -28,13 +28,6 @@ class Parameter(NamedTuple):
     tensor: str
     stored: str
     wanted: Callable[[Config], bool] = lambda config: True
-
-    @property
-    def spec(self) -> PartitionSpec:
-        """Its partition on a mesh with axes "data" and "tensor"."""
-        axes = self.axes.split()
-        first = next((axis for axis in axes if axis in SPLIT), None)  # experts are split, or else what is in them
-        return PartitionSpec(*("tensor" if axis == first else None for axis in axes))
 
     @property
     def separate(self) -> int:
@@ -127,7 +120,27 @@ FUSED: dict[str, dict[str, tuple[str, ...]]] = {
     },
 }
 ROTATED = ("layers.query", "layers.key")
-SHARDING = {name: parameter.spec for name, parameter in PARAMETERS.items()}
+
+
+def partition(name: str, mesh: Mesh | AbstractMesh) -> PartitionSpec:
+    """Return how a mesh splits a parameter: over "tensor", and experts over "expert" as well if the mesh has it.
+
+    Example:
+        >>> import jax
+        >>> from models.parameters import partition
+        >>> mesh = jax.make_mesh((1, 1), ("data", "tensor"))
+        >>> tuple(partition("layers.query", mesh)), tuple(partition("norm", mesh))
+        ((None, None, 'tensor', None), (None,))
+    """
+    axes = PARAMETERS[name].axes.split()
+    first = next((axis for axis in axes if axis in SPLIT), None)  # experts are split, or else what is in them
+    ways = expert_axes(mesh) if first == "X" else "tensor"
+    return PartitionSpec(*(ways if axis == first else None for axis in axes))
+
+
+def expert_axes(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
+    """Return the axes of a mesh that split the experts, those of size 1 as well."""
+    return tuple(axis for axis in ("expert", "tensor") if axis in mesh.axis_names)
 
 
 def parameter_shapes(config: Config) -> dict[str, tuple[int, ...]]:

@@ -57,7 +57,7 @@ from jax.sharding import Mesh, NamedSharding
 
 import kvjax
 import models
-from models.parameters import SHARDING, parameter_shapes
+from models.parameters import parameter_shapes, partition
 
 if not MODEL:
     MODEL = str(Path(tempfile.mkdtemp()) / "small-llama")
@@ -151,7 +151,7 @@ plt.show()
 # %%
 def described(config, mesh):
     """A decoder whose parameters are shapes with a place on the mesh."""
-    places = {name: NamedSharding(mesh, SHARDING[name]) for name in parameter_shapes(config)}
+    places = {name: NamedSharding(mesh, partition(name, mesh)) for name in parameter_shapes(config)}
     shapes = parameter_shapes(config).items()
     weights = {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=places[name]) for name, shape in shapes}
     return models.Decoder(config, weights)

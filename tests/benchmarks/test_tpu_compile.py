@@ -11,9 +11,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks import tpu_compile
 from benchmarks.__main__ import main
+from benchmarks.shapes import shape
 from benchmarks.targets import tpu_chips
 
-TINY = ["--shapes", "tiny", "--split", "tiny", "--chips", "2", "--budget", "256", "--block", "64", "--prompt", "512"]
+TINY = ["--shapes", "tiny", "--split", "tiny", "--budget", "256", "--block", "64", "--prompt", "512"]
 
 
 @pytest.fixture
@@ -30,7 +31,11 @@ def test_without_libtpu_one_sentence_says_what_to_install(no_libtpu, capsys):
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(["--chips", "0"], "--chips is 0"), (["--shapes", "gpt"], "unknown shape 'gpt'")],
+    [
+        (["--block", "0"], "--block is 0"),
+        (["--shapes", "gpt"], "unknown shape 'gpt'"),
+        ([], "v5e:2x4 has 8 chips, which 2 KV heads and 0 experts cannot be split over"),
+    ],
     ids=str,
 )
 def test_what_cannot_be_is_refused_before_anything_is_compiled(arguments, message, monkeypatch, capsys):
@@ -40,10 +45,10 @@ def test_what_cannot_be_is_refused_before_anything_is_compiled(arguments, messag
     assert message in capsys.readouterr().err
 
 
-def test_more_chips_than_a_topology_has_are_refused(monkeypatch, capsys):
-    monkeypatch.setattr(tpu_compile, "tpu_chips", lambda topology: (None,) * 4)
-    assert main(["tpu_compile", *TINY, "--chips", "8"]) == 2
-    assert "8 chips were asked for, but v5e:2x4 has 4" in capsys.readouterr().err
+def test_chips_that_the_heads_leave_split_experts(monkeypatch):
+    monkeypatch.setattr(tpu_compile, "tpu_chips", lambda topology: tuple(jax.devices()[:8]))
+    axes = {name: tpu_compile.mesh_of("v5e:2x4", shape(name)).shape for name in ("llama-3.1-8b", "qwen3-30b-a3b")}
+    assert axes == {"llama-3.1-8b": dict(data=1, tensor=8), "qwen3-30b-a3b": dict(data=1, expert=2, tensor=4)}
 
 
 def test_bytes_of_a_chip_are_those_of_its_part():
@@ -75,6 +80,7 @@ def test_programs_hold_kernels_and_split_models_gather_nothing(tmp_path, monkeyp
     some = {name: tpu_compile.OPERATIONS[name] for name in ("caote_topk", "cache_attention, a block")}
     monkeypatch.setattr(tpu_compile, "OPERATIONS", some)
     out = tmp_path / "out.json"
+    monkeypatch.setattr(tpu_compile, "tpu_chips", lambda topology: tpu_chips(topology)[:2])  # as many as KV heads
     assert main(["tpu_compile", *TINY, "--topologies", "v5e:2x2", "--json", str(out)]) == 0
     assert "Compiled, not timed" in capsys.readouterr().out
     written = json.loads(out.read_text())

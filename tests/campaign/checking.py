@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 import models
 from kvjax import PagedCache
 from models import Decoder
-from models.parameters import SHARDING
+from models.parameters import partition
 from tests.campaign.cases import Case
 from tests.models import reference
 
@@ -228,4 +228,6 @@ def _model(case: Case, weights: dict[str, np.ndarray]) -> Decoder:
         return reference.decoder(case.config, weights)
     data, tensor = case.mesh
     mesh = Mesh(np.array(jax.devices()[: data * tensor]).reshape(data, tensor), ("data", "tensor"))
-    return Decoder(case.config, {n: jax.device_put(a, NamedSharding(mesh, SHARDING[n])) for n, a in weights.items()})
+    return Decoder(
+        case.config, {n: jax.device_put(a, NamedSharding(mesh, partition(n, mesh))) for n, a in weights.items()}
+    )

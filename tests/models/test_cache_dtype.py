@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import models
 from models.layer_caches import LayerCaches
-from models.parameters import SHARDING
+from models.parameters import partition
 from tests.models import reference
 
 CONFIG = models.Config(64, 32, 48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8)
@@ -111,7 +111,7 @@ def test_heads_that_compete_keep_rows_of_eight_bits_in_pages(when):
 @pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices; conftest.py forces them on a CPU")
 def test_a_mesh_splits_scales_as_it_splits_rows():
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "tensor"))
-    weights = {name: jax.device_put(x, NamedSharding(mesh, SHARDING[name])) for name, x in WEIGHTS.items()}
+    weights = {name: jax.device_put(x, NamedSharding(mesh, partition(name, mesh))) for name, x in WEIGHTS.items()}
     many = models.prefill(models.Decoder(CONFIG, weights), PROMPT, cache_dtype="int8", **SETTINGS)
     np.testing.assert_array_equal(np.sort(many.cache.position), np.sort(prefilled("int8").cache.position))
     np.testing.assert_allclose(many.logits, prefilled("int8").logits, rtol=1e-4, atol=1e-4)

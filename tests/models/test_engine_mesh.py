@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import kvjax
 import models
 from models import Config, Decoder, engine, steps
-from models.parameters import SHARDING
+from models.parameters import partition
 from models.plan import Options, check_prompt
 from models.sampling import Sampling
 from tests.models import reference
@@ -31,7 +31,9 @@ def mesh():
 
 
 def sharded_model():
-    return Decoder(CONFIG, {n: jax.device_put(a, NamedSharding(mesh(), SHARDING[n])) for n, a in WEIGHTS.items()})
+    return Decoder(
+        CONFIG, {n: jax.device_put(a, NamedSharding(mesh(), partition(n, mesh()))) for n, a in WEIGHTS.items()}
+    )
 
 
 def place(array, *names):

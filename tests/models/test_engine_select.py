@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 import kvjax
 import models
 from models import Butler, ButlerConfig, Config, Decoder, by_layer, engine, layer_caches, selecting, steps
-from models.parameters import SHARDING
+from models.parameters import partition
 from models.plan import Options, check_prompt
 from models.sampling import Sampling
 from models.steps import Phase
@@ -351,7 +351,7 @@ def test_a_predictor_of_another_shape_is_refused():
 @pytest.mark.parametrize("settings", [dict(select="butler", budget=0.3), dict(policy="butler+caote", budget=12)])
 def test_a_mesh_gives_the_tokens_of_one_device(settings):
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "tensor"))
-    placed = {name: jax.device_put(a, NamedSharding(mesh, SHARDING[name])) for name, a in weights().items()}
+    placed = {name: jax.device_put(a, NamedSharding(mesh, partition(name, mesh))) for name, a in weights().items()}
     settings = dict(lengths=np.array([43, 20]), butler=predictor(), block=16, max_new_tokens=5, end=(), **settings)
     one, many = (
         models.generate(model, np.tile(TOKENS, (2, 1)), **settings) for model in (decoder(), Decoder(CONFIG, placed))

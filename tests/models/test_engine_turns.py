@@ -13,7 +13,7 @@ import models
 from models import Config, Decoder
 from models.config import Rope
 from models.layer_caches import LayerCaches
-from models.parameters import SHARDING
+from models.parameters import partition
 from tests.models import reference
 from tests.models.test_engine_cache import CONFIG, DOCUMENT, NEW, QUESTIONS, bytes_of, held, lengths_of
 
@@ -184,7 +184,7 @@ def test_a_mesh_goes_on_as_one_device():
     config = Config(48, 32, 48, num_layers=2, num_heads=8, num_kv_heads=4, head_dim=8)
     weights = reference.parameters(config)
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("data", "tensor"))
-    many = Decoder(config, {n: jax.device_put(a, NamedSharding(mesh, SHARDING[n])) for n, a in weights.items()})
+    many = Decoder(config, {n: jax.device_put(a, NamedSharding(mesh, partition(n, mesh))) for n, a in weights.items()})
     settings = dict(policy="h2o+caote", budget=16, block=8)
     document, asked = np.tile(DOCUMENT % 48, (2, 1)), [[token % 48 for token in row] for row in QUESTIONS]
     answers = []

@@ -130,14 +130,25 @@ def test_experts_are_those_of_a_loop_over_tokens(normalise):
         np.testing.assert_allclose(found[row, token], expected, atol=1e-4)
 
 
-def test_experts_on_two_devices_give_the_logits_of_one():
-    model, _ = models.load(GOLDEN / "mixtral", mesh=models.parse_mesh("data=1,tensor=2"))
+@pytest.mark.parametrize(
+    ("mesh", "held"), [("data=1,tensor=2", [(2, 2, 16, 12)] * 2), ("expert=2,tensor=2", [(2, 1, 16, 12)] * 4)]
+)
+def test_experts_on_several_devices_give_the_logits_of_one(mesh, held):
+    model, _ = models.load(GOLDEN / "mixtral", mesh=models.parse_mesh(mesh))
     shards = model.layers.expert_gate[...].addressable_shards
-    assert [shard.data.shape for shard in shards] == [(2, 2, 16, 12)] * 2  # two of four experts each
+    assert [shard.data.shape for shard in shards] == held  # of four experts
     tokens, logits = golden("mixtral")
     program = jax.jit(lambda model, tokens: model(tokens)).lower(model, tokens).compile()
     np.testing.assert_allclose(program(model, tokens), logits, atol=1e-4, rtol=0)
     assert "f32[4,16,12]" not in program.as_text(), "a device holds all experts"
+
+
+def test_an_answer_on_a_mesh_with_experts_is_that_of_one_device():
+    run = dict(policy="snapkv(window=4)+caote", budget=8, block=4, max_new_tokens=6)
+    tokens = np.concatenate([golden("mixtral")[0]] * 2)[:2, :12]
+    expected = models.generate(models.load(GOLDEN / "mixtral")[0], tokens, **run).tokens
+    model, _ = models.load(GOLDEN / "mixtral", mesh=models.parse_mesh("data=2,expert=2,tensor=2"))
+    np.testing.assert_array_equal(models.generate(model, tokens, **run).tokens, expected)
 
 
 def test_a_predictor_reads_what_the_attention_of_layer_0_reads():

@@ -101,6 +101,13 @@ def test_a_feed_forward_of_two_devices_is_read_from_a_fused_tensor():
 def test_a_mesh_must_divide_the_experts():
     with pytest.raises(ValueError, match="tensor=2 does not divide the model's 5 experts"):
         load(GOLDEN / "qwen3_moe", mesh=parse_mesh("tensor=2"))
+    with pytest.raises(ValueError, match=r"experts 4 ways, which does not divide the model's 5; choose a divisor of 5"):
+        load(GOLDEN / "qwen3_moe", mesh=parse_mesh("expert=4"))
+
+
+def test_a_mesh_for_experts_needs_experts(folder):
+    with pytest.raises(ValueError, match="expert=2 splits experts, but this model has none; leave expert out"):
+        load(folder, mesh=parse_mesh("expert=2"))
 
 
 def test_an_expert_that_is_missing_is_named(tmp_path):
@@ -317,6 +324,7 @@ def test_mesh_with_other_axes_is_refused(folder):
         ("data=2,tensor=2", {"data": 2, "tensor": 2}),
         (" tensor = 2 ", {"data": 1, "tensor": 2}),
         ("tensor=2,data=1", {"data": 1, "tensor": 2}),
+        ("tensor=2,expert=2", {"data": 1, "expert": 2, "tensor": 2}),
     ],
 )
 def test_mesh_text(text, shape, mesh):
