@@ -27,6 +27,7 @@ from evals import report
 from kernels_pallas import cache_attention, mse_logits
 from models import butler, commands, provenance
 from models.butler import Butler, ButlerConfig
+from models.engine import filled_slots
 from models.parameters import parameter_shapes as model_shapes
 
 MODELS = {
@@ -34,6 +35,7 @@ MODELS = {
     "Llama-3.2-3B": shape("llama-3.2-3b"),
     "Llama-3.1-8B": shape("llama-3.1-8b"),
 }
+BLOCK = 128  # tokens of a prompt per step
 SINKS = 4  # read beside the share, as in the paper
 WIDTH = 2  # bytes per number in the floors: bfloat16, for the predictor as well
 BOUND = 0.02  # the largest share of FLOPs that the predictor may add
@@ -71,7 +73,7 @@ class Parts(NamedTuple):
     rest: Any  # embedding, last norm, head
     layer: Any
     network: Any  # the predictor without its logits
-    logits: Any  # q'.k' of one layer, all pairs
+    logits: Any  # q'.k' of one layer
 
 
 @functools.cache
@@ -235,17 +237,38 @@ def largest_share(model: models.Config, predictor: ButlerConfig, reading: str) -
     return shares[reading]
 
 
+def blocks_of(tokens: int) -> list[tuple[int, int]]:
+    """Return the tokens of each block of a prompt, and the slots that its attention reads.
+
+    Example:
+        >>> from benchmarks.butler import blocks_of
+        >>> blocks_of(512)
+        [(128, 256), (128, 256), (128, 512), (128, 512)]
+    """
+    block = min(BLOCK, tokens)
+    fed = range(tokens % block or block, tokens + 1, block)  # the first block is the short one
+    return [(min(block, end), filled_slots(end, tokens) or tokens) for end in fed]
+
+
 def prefill(name: str, tokens: int) -> dict[str, Any]:
-    """Count the FLOPs of a forward of ``tokens`` tokens and those that the predictor adds, with and without logits."""
+    """Count the FLOPs of a forward of ``tokens`` tokens and those that the predictor adds, with and without logits.
+
+    The prompt comes in blocks, as in generation: attention and logits are over the slots that are filled so far.
+    """
     model = MODELS[name]
     predictor = ButlerConfig.of(model)
-    (rest, layer), (network, logits) = model_cost(model, tokens, tokens), predictor_cost(predictor, tokens, tokens)
+    rest, network = model_cost(model, tokens, tokens)[0], predictor_cost(predictor, tokens, tokens)[0]
     last, L = model_cost(model, 1, tokens)[0], model.num_layers
-    whole = rest.flops + L * layer.flops
-    whole_last = last.flops + L * layer.flops
-    all_logits = predictor.predicted_layers * logits.flops
-    by_hand = hand_flops(model, predictor, tokens, tokens)
-    counted = Parts(rest.flops, layer.flops, network.flops, logits.flops)
+    places = blocks_of(tokens)
+    layer = sum(model_cost(model, *place)[1].flops for place in places)
+    logits = sum(predictor_cost(predictor, *place)[1].flops for place in places)
+    whole, whole_last = rest.flops + L * layer, last.flops + L * layer
+    all_logits = predictor.predicted_layers * logits
+    of_blocks = [hand_flops(model, predictor, *place) for place in places]
+    by_hand = hand_flops(model, predictor, tokens, tokens)._replace(
+        layer=sum(part.layer for part in of_blocks), logits=sum(part.logits for part in of_blocks)
+    )
+    counted = Parts(rest.flops, layer, network.flops, logits)
     return {
         "model": name,
         "tokens": tokens,
@@ -464,9 +487,11 @@ def loss_table(results: list[dict[str, Any]]) -> str:
 
 LEGENDS = {
     "prefill": """What the predictor adds to the model's FLOPs. network: reduction, attention, feed-forward and the two
-projection networks; + logits: and q'.k' of all pairs in all predicted layers; last: against a model that projects only
-the last token to the vocabulary. The paper's figure 4 gives 1 to 2% of a whole forward's latency and does not say what
-it holds; network is the reading taken for it, as the public code's inference path prefills densely, without logits.""",
+projection networks; + logits: and q'.k' in all predicted layers; last: against a model that projects only the last
+token to the vocabulary. The prompt comes in blocks of 128 tokens; attention and logits are over the slots that are
+filled so far, rounded up to quarters of all. The paper's figure 4 gives 1 to 2% of a whole forward's latency and does
+not say what it holds; network is the reading taken for it, as the public code's inference path prefills densely,
+without logits.""",
     "decode_flops": """Of one sequence. network, logits: what the predictor adds to a dense step; 50% and so on: a step
 with predictor and selection over a dense one. Finding the largest logits is not counted.""",
     "decode_bytes": """MiB in bfloat16, each array read once. weights, K and V: a dense step; network: the predictor's

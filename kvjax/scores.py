@@ -532,18 +532,20 @@ def butler(*, dim: int | None = None) -> Policy:
             )
         state = _with_predicted_keys(state, o, o.context.predicted)
         B, K, S, G, width = state.shape
-        key = jnp.moveaxis(state, 3, 2).reshape(B, K * G, S, width)
+        some = S if o.context.filled is None else min(o.context.filled, S)
+        key = jnp.moveaxis(state[:, :, :some], 3, 2).reshape(B, K * G, some, width)
         _, columns = cache_attention(
             o.context.predicted.query.astype(jnp.float32),
             key,
             key,
-            jnp.repeat(o.position, G, axis=1),
+            jnp.repeat(o.position[:, :, :some], G, axis=1),
             o.query_position,
             statistics=("sum",),
             sliding_window=o.context.sliding_window,
             soft_cap=o.context.soft_cap,
         )
-        total = jnp.where(o.layer == 0, o.columns.sum, columns.sum.reshape(B, K, G, S))
+        predicted = jnp.pad(columns.sum.reshape(B, K, G, some), ((0, 0),) * 3 + ((0, S - some),))
+        total = jnp.where(o.layer == 0, o.columns.sum, predicted)
         queries = jnp.sum(o.query_position >= 0, axis=1)[:, None, None, None]
         return total / jnp.maximum(queries, 1).astype(total.dtype), state
 

@@ -743,7 +743,7 @@ def feed_blocks(
                 evicts = plan.when == "block" or (last_one and prompt.repeats is None)
             filled = None
             if is_context and cache is None:  # slots are filled in order
-                filled = _quarters((index + 1) * position.shape[1], plan.prompt_slots)
+                filled = filled_slots((index + 1) * position.shape[1], plan.prompt_slots)
             phase = Phase(evicts, compressed=not is_context, filled=filled)
             hidden, state = steps.block(state, tokens[index], position, phase)
             last = newest_of(position, hidden, last)
@@ -765,7 +765,7 @@ def _repeated(steps: ProgramSteps | LayerSteps, state: DecodeState, blocks: Bloc
     return state
 
 
-def _quarters(fed: int, slots: int) -> int | None:
+def filled_slots(fed: int, slots: int) -> int | None:
     """Return how many slots ``fed`` tokens may fill, rounded up to quarters of all slots; None for all of them."""
     step = max(-(-slots // 4), 256)
     filled = -(-fed // step) * step

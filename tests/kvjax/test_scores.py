@@ -264,6 +264,14 @@ def test_butler_keeps_the_new_keys_where_their_tokens_lie_and_the_others_where_t
     np.testing.assert_array_equal(state, expected)
 
 
+def test_butler_leaves_out_slots_that_are_not_filled_yet():
+    block, held = foreseen_block(36)
+    o = block.observation._replace(position=block.observation.position.at[:, :, 6:].set(-1))
+    expected = scores(kvjax.butler(dim=DIM), o, jnp.asarray(held))
+    found = scores(kvjax.butler(dim=DIM), blocks.in_context(o, filled=6), jnp.asarray(held))
+    close(found, expected)
+
+
 def test_butler_may_be_followed_by_caote():
     block, held = foreseen_block(35)
     state = (jnp.asarray(held), ())
