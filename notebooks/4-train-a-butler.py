@@ -186,6 +186,38 @@ for name, chosen in table.items():
 # do: [TokenButler on the embedded model](../docs/results/TOKENBUTLER.md) has the figures, and says where the one in the
 # package falls short.
 #
+# ## On a real language model
+#
+# `python -m models.get smollm2` fetches SmolLM2-135M-Instruct (93 MB). The package has a predictor of it as well: 1% of
+# its size, trained on 3 million tokens of the King James Bible and of Python's documentation. Where the model is there,
+# the next cell takes text that ships with Python, and then lets the model write on while each head reads a part.
+
+# %%
+try:
+    real, words = models.load("smollm2", dtype="float32")
+except FileNotFoundError as missing:
+    real = None
+    print(missing)
+if real is not None:
+    butler = models.own_butler("smollm2", real)
+    rows = open_corpus(["python"], words, 256, eval_rows=2).held_out
+    for name in ("butler", "quest", "streaming", "random"):
+        print(f"{name:10}{training.measure(real, butler, rows, name, 0.5)['hit_rate'].mean():6.2f} of the oracle's tokens")
+    prompt = words.encode("In the beginning God created the heaven and the earth. And the earth was without form,")
+    chosen = {"all tokens": {}, "butler, half": dict(select="butler", butler=butler, budget=0.5)}
+    chosen["random, half"] = dict(select="random", budget=0.5)
+    for name, how in chosen.items():
+        out = models.generate(real, [prompt], max_new_tokens=20, **how)
+        print(f"{name:14}{words.decode(out.tokens[0].tolist())!r}")
+
+# %% [markdown]
+# A short text shows little; [TokenButler](../docs/results/TOKENBUTLER.md) has perplexity and co-reference. To train a
+# predictor like it, and to use it (the second command takes an hour and a half on two CPU cores; a killed run resumes):
+#
+#     python -m evals texts
+#     python -m train.butler --model smollm2 --data king-james-bible python-doc --seq-len 1024 --tokens 3e6 --out butler/
+#     python -m models.generate smollm2 --select butler --butler butler/ --budget 0.5 --prompt "In the beginning"
+#
 # For a large model:
 # `python -m train.butler --model path/to/Llama-3.2-1B --data allenai/c4:realnewslike --mesh data=8 --out butler/`.
 #
