@@ -202,7 +202,8 @@ if real is not None:
     butler = models.own_butler("smollm2", real)
     rows = open_corpus(["python"], words, 256, eval_rows=2).held_out
     for name in ("butler", "quest", "streaming", "random"):
-        print(f"{name:10}{training.measure(real, butler, rows, name, 0.5)['hit_rate'].mean():6.2f} of the oracle's tokens")
+        found = training.measure(real, butler, rows, name, 0.5)["hit_rate"].mean()
+        print(f"{name:10}{found:6.2f} of the oracle's tokens")
     prompt = words.encode("In the beginning God created the heaven and the earth. And the earth was without form,")
     chosen = {"all tokens": {}, "butler, half": dict(select="butler", butler=butler, budget=0.5)}
     chosen["random, half"] = dict(select="random", budget=0.5)
@@ -215,7 +216,8 @@ if real is not None:
 # predictor like it, and to use it (the second command takes an hour and a half on two CPU cores; a killed run resumes):
 #
 #     python -m evals texts
-#     python -m train.butler --model smollm2 --data king-james-bible python-doc --seq-len 1024 --tokens 3e6 --out butler/
+#     python -m train.butler --model smollm2 --data king-james-bible python-doc --seq-len 1024 --tokens 3e6 \
+#         --out butler/
 #     python -m models.generate smollm2 --select butler --butler butler/ --budget 0.5 --prompt "In the beginning"
 #
 # For a large model:
