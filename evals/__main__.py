@@ -29,9 +29,9 @@ with commands.extra("eval", "evals"):
 
     experiments: dict[str, ModuleType] = {}
     try:  # a checkout has them, the wheel does not
-        from evals.experiments import ablation, butler_figures
+        from evals.experiments import ablation, butler_figures, field
 
-        experiments = {"ablation": ablation, "butler": butler_figures}
+        experiments = {"ablation": ablation, "butler": butler_figures, "field": field}
     except ModuleNotFoundError as error:
         if error.name != "evals.experiments":
             raise
@@ -46,6 +46,7 @@ KNOWN: dict[str, ModuleType | None] = {
     "lm_eval": harness,
     "fidelity": fidelity,
     "ablation": experiments.get("ablation"),
+    "field": experiments.get("field"),
     "coref": coref,
     "perplexity": perplexity,
     "choices": choices,

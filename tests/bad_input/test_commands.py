@@ -254,6 +254,7 @@ EVALS = {
     "infinitebench": "--data nowhere | --data empty | --data data --tasks golf | --data data --samples 0",
     "fidelity": FIDELITY,
     "ablation": ABLATION,
+    "field": "nowhere.json | good.txt | picture.txt | folder | nowhere.json --plot x.golf",
     "coref": COREF,
     "perplexity": PERPLEXITY,
     "choices": CHOICES,
