@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,19 +26,34 @@ def stacked(x: Array, layer: Int[Array, ""] | int | None) -> tuple[Array, Int[Ar
     return (x[None], jnp.zeros(1, jnp.int32)) if layer is None else (x, jnp.asarray(layer, jnp.int32).reshape(1))
 
 
-def both_scales(key_scale: Array | None, value_scale: Array | None) -> tuple[Array, ...]:
-    """Return the scales of keys and values, as the kernels take them; none where keys and values are floats.
+class Rounded(NamedTuple):
+    """Whether keys, and values, are of eight bits; kernels get the scales of those that are, one array after the other.
+
+    Example:
+        >>> from kernels_pallas.prepare import Rounded
+        >>> Rounded(key=False, value=True).split(["scales"])
+        ([], ['scales'])
+    """
+
+    key: bool
+    value: bool
+
+    def split(self, scales: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+        """Split the given scales into those of the keys and those of the values, each none or one."""
+        return scales[: int(self.key)], scales[int(self.key) :]
+
+
+def given_scales(key_scale: Array | None, value_scale: Array | None) -> tuple[list[Array], Rounded]:
+    """Return the scales that there are, and whose they are.
 
     Example:
         >>> import jax.numpy as jnp
-        >>> from kernels_pallas.prepare import both_scales
-        >>> both_scales(None, None), [scale.tolist() for scale in both_scales(None, jnp.full(2, 0.5))]
-        ((), [[1.0, 1.0], [0.5, 0.5]])
+        >>> from kernels_pallas.prepare import given_scales
+        >>> given_scales(None, jnp.ones(1))[1]
+        Rounded(key=False, value=True)
     """
-    given = key_scale if value_scale is None else value_scale
-    if given is None:
-        return ()
-    return tuple(jnp.ones_like(given) if scale is None else scale for scale in (key_scale, value_scale))
+    scales = [scale for scale in (key_scale, value_scale) if scale is not None]
+    return scales, Rounded(key_scale is not None, value_scale is not None)
 
 
 def over_heads(

@@ -21,6 +21,8 @@ from jax.experimental.pallas import triton
 from jaxtyping import Array, Float, Int
 
 from kernels_pallas.cache_attention.queries import IN_WINDOW, IS_LAST, POSITION, UNSEEN, of_one_query
+from kernels_pallas.eight_bits import unread, unread_on_gpu, widened, zero
+from kernels_pallas.prepare import Rounded
 from kernels_pallas.softmax import scaled
 
 PROGRAMS = 264  # two for each multiprocessor of an H100 or H200
@@ -43,9 +45,9 @@ def unsupported(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> str | N
 
 def beyond(query: Any, key: Any, value: Any, kv_heads: int) -> str | None:
     """Return why the kernels can't run with these arguments, whatever the storage, or None."""
-    for name, x, narrow in (("queries", query, ()), ("keys", key, (jnp.int8,)), ("values", value, (jnp.int8,))):
-        if x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32, *narrow):
-            return f"{name} are {x.dtype}, but the kernels take float32, bfloat16, float16"
+    reason = unread(("float32", "bfloat16", "float16"), {"queries": query}, {"keys": key, "values": value})
+    if reason is not None or (reason := unread_on_gpu(key, value)) is not None:
+        return reason
     if query.shape[3] > 256:
         return f"the head dim is {query.shape[3]}, but the kernels take up to 256"
     if query.shape[2] // kv_heads > 32:
@@ -53,7 +55,7 @@ def beyond(query: Any, key: Any, value: Any, kv_heads: int) -> str | None:
     return None
 
 
-def of_heads(query, about, span, key, value, key_position, layer, *scales, names, scale, soft_cap, interpret):
+def of_heads(query, about, span, key, value, key_position, layer, *scales, rounded, names, scale, soft_cap, interpret):
     L, B, K, S, D = key.shape
     key, value = (x.reshape(L, B * K, S, D) for x in (key, value))
     storage = Storage(
@@ -61,7 +63,7 @@ def of_heads(query, about, span, key, value, key_position, layer, *scales, names
         where=(pl.BlockSpec((1,), lambda *_: (0,)),),
         load=lambda ref, where, slot, width: _load(ref, slot, width, where[0]),
     )
-    options = dict(names=names, scale=scale, soft_cap=soft_cap, interpret=interpret, name="cache")
+    options = dict(rounded=rounded, names=names, scale=scale, soft_cap=soft_cap, interpret=interpret, name="cache")
     return attend_heads(query, about, span, key, value, key_position, scales, (layer,), storage, **options)
 
 
@@ -76,6 +78,7 @@ def attend_heads(
     where: tuple[Array, ...],
     storage: Storage,
     *,
+    rounded: Rounded,
     names: tuple[str, ...],
     scale: float,
     soft_cap: float | None,
@@ -86,7 +89,8 @@ def attend_heads(
     B, K, G, T, D = query.shape
     S, H, R = key_position.shape[2], B * K, T * G
     query, key_position = query.swapaxes(2, 3).reshape(H, R, D), key_position.reshape(H, S)
-    scales = tuple(x.reshape(H, S) for x in scales)  # of the keys, and of the values
+    scales = tuple(x.reshape(H, S) for x in scales)
+    key_scales, _ = rounded.split(scales)
     width = max(pl.next_power_of_2(D), 16)
     slots = 64 if width <= 128 else 32
     rows = min(max(pl.next_power_of_2(R), 16), 64)
@@ -103,7 +107,7 @@ def attend_heads(
     slot_specs = [storage.array, of_head(S)]
     one_query = T == 1 and bool(names)  # its logits take no more memory than the statistics, which follow from them
     acc, peak, total, *logits = pl.pallas_call(
-        functools.partial(_attend, storage, scales=len(scales), steps=steps, rows=rows, **options),
+        functools.partial(_attend, storage, rounded=rounded, steps=steps, rows=rows, **options),
         out_shape=[
             jax.ShapeDtypeStruct((H, splits, R, D), jnp.float32),
             *[jax.ShapeDtypeStruct((H, splits, R), jnp.float32)] * 2,
@@ -144,7 +148,7 @@ def attend_heads(
     heads = [1 if name == "window_group_square" else G for name in names]
     queries = min(max(pl.next_power_of_2(T), 16), 64)
     columns = pl.pallas_call(
-        functools.partial(_reduce, storage, names=names, scales=len(scales[:1]), queries=queries, **options),
+        functools.partial(_reduce, storage, names=names, scales=len(key_scales), queries=queries, **options),
         out_shape=[jax.ShapeDtypeStruct((H, h, S), jnp.float32) for h in heads],
         grid=(H, pl.cdiv(S, slots)),
         in_specs=[
@@ -154,13 +158,13 @@ def attend_heads(
             *slot_specs,
             *[of_head(R)] * 2,
             *storage.where,
-            *[of_head(S)] * len(scales[:1]),
+            *[of_head(S)] * len(key_scales),
         ],
         out_specs=[of_head(h, S) for h in heads],
         compiler_params=params,
         interpret=interpret,
         name=f"{name}_statistics",
-    )(span, query, about, key, key_position, whole_peak, whole_total, *where, *scales[:1])
+    )(span, query, about, key, key_position, whole_peak, whole_total, *where, *key_scales)
     return (out, *(column.reshape(B, K, -1, S) for column in columns))
 
 
@@ -174,7 +178,7 @@ def _load(ref, row, width, layer=None):
     column = jax.lax.broadcasted_iota(jnp.int32, (1, width), 1)
     there = (row < ref.shape[-2])[:, None] & (column < ref.shape[-1])
     stack = () if layer is None else (jnp.full_like(row, layer[0])[:, None],)
-    return triton.load(ref.at[(*stack, row[:, None], column)], mask=there, other=0)
+    return triton.load(ref.at[(*stack, row[:, None], column)], mask=there, other=zero(ref.dtype))
 
 
 def _dot(a, b, dims):
@@ -198,9 +202,10 @@ def _scales_of(scales, slot):
 
 def _attend(
     storage, span, query, about, key, key_position, value, *refs,
-    scales, G, steps, rows, slots, width, scale, soft_cap,
+    rounded, G, steps, rows, slots, width, scale, soft_cap,
 ):  # fmt: skip
-    where, scales, refs = _split(refs, len(storage.where), scales)
+    where, scales, refs = _split(refs, len(storage.where), sum(rounded))
+    key_scales, value_scales = rounded.split(scales)
     out, peaks, totals, *logits_out = refs
     like = jnp.promote_types(query.dtype, jnp.bfloat16)  # the range of float16 is too small for weights times scales
     (R, D), S = query.shape, key_position.shape[0]
@@ -217,9 +222,10 @@ def _attend(
         slot = (first + i * splits) * slots + jax.lax.broadcasted_iota(jnp.int32, (slots,), 0)
         position = triton.load(key_position.at[slot], mask=slot < S, other=-1)
         visible = _sees(span, own, position)
-        k, of_slot = storage.load(key, where, slot, width), _scales_of(scales, slot)
-        logits = _dot(q, k.astype(q.dtype) if k.dtype == jnp.int8 else k, ((1,), (1,)))
-        logits = logits * of_slot[0][None, :] if of_slot else logits
+        k = widened(storage.load(key, where, slot, width), q.dtype)
+        logits = _dot(q, k, ((1,), (1,)))
+        for of_slot in _scales_of(key_scales, slot):
+            logits = logits * of_slot[None, :]
         logits = jnp.where(visible, scaled(logits, scale, soft_cap), UNSEEN)
         for ref in logits_out:
             there = (row < R)[:, None] & (slot < S)[None, :]
@@ -227,11 +233,10 @@ def _attend(
         now = jnp.maximum(peak, jnp.max(logits, axis=1))
         weights = jnp.where(visible, jnp.exp(logits - now[:, None]), 0.0)
         # The content of a free slot must not matter, and 0 * NaN is NaN.
-        v = jnp.where((position >= 0)[:, None], storage.load(value, where, slot, width), 0)
+        v = jnp.where((position >= 0)[:, None], widened(storage.load(value, where, slot, width), like), 0)
         shrink, total = jnp.exp(peak - now), jnp.exp(peak - now) * total + jnp.sum(weights, axis=1)
-        if of_slot:
-            weights = jnp.where(visible, weights * of_slot[1][None, :], 0.0)
-            v = v.astype(like) if v.dtype == jnp.int8 else v
+        for of_slot in _scales_of(value_scales, slot):
+            weights = jnp.where(visible, weights * of_slot[None, :], 0.0)
         acc = shrink[:, None] * acc + _dot(weights.astype(v.dtype), v, ((1,), (0,)))
         return now, total, acc
 
@@ -250,8 +255,7 @@ def _reduce(
     where, scales, refs = _split(refs, len(storage.where), scales)
     T, S = about.shape[0], key_position.shape[0]
     slot = pl.program_id(1) * slots + jax.lax.broadcasted_iota(jnp.int32, (slots,), 0)
-    k, of_slot = storage.load(key, where, slot, width), _scales_of(scales, slot)
-    k = k.astype(query.dtype) if k.dtype == jnp.int8 else k
+    k, of_slots = widened(storage.load(key, where, slot, width), query.dtype), _scales_of(scales, slot)
     position = triton.load(key_position.at[slot], mask=slot < S, other=-1)
     merges = "window_mean" in names or "window_variance" in names
     zero = jnp.zeros((slots,), jnp.float32)
@@ -280,7 +284,9 @@ def _reduce(
             peak = triton.load(peaks.at[row], mask=t < T, other=0.0)
             total = triton.load(totals.at[row], mask=t < T, other=1.0)
             logits = _dot(_load(query, row, width), k, ((1,), (1,)))
-            logits = scaled(logits * of_slot[0][None, :] if of_slot else logits, scale, soft_cap)
+            for of_slot in of_slots:
+                logits = logits * of_slot[None, :]
+            logits = scaled(logits, scale, soft_cap)
             w = jnp.where(visible, jnp.exp(jnp.where(visible, logits - peak[:, None], 0.0)) / total[:, None], 0.0)
             add("sum", g, w)
             add("last", g, jnp.where(is_last, w, 0.0))

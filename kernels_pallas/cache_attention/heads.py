@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int, Real
 from kernels_pallas.cache_attention.queries import describe
 from kernels_pallas.cache_attention.reference import STATISTICS, ColumnStatistics
 from kernels_pallas.dispatch import of_layer
-from kernels_pallas.prepare import both_scales, over_heads, stacked
+from kernels_pallas.prepare import Rounded, given_scales, over_heads, stacked
 
 _FAR = 2**31 - 1
 
@@ -45,9 +45,9 @@ def on_heads(
     (key, number), (value, _) = stacked(key, layer), stacked(value, layer)
     slots = "l b k s d"
     of_slots = (scale if scale is None else of_layer(scale, layer) for scale in (key_scale, value_scale))
-    scales = [("b k s", scale) for scale in both_scales(*of_slots)]
-    arrays = [(slots, key), (slots, value), ("b k s", key_position), ("u", number), *scales]
-    return in_groups(kernel, query, query_position, arrays, kv_heads=key.shape[2], **options)
+    scales, rounded = given_scales(*of_slots)
+    arrays = [(slots, key), (slots, value), ("b k s", key_position), ("u", number), *(("b k s", x) for x in scales)]
+    return in_groups(kernel, query, query_position, arrays, rounded, kv_heads=key.shape[2], **options)
 
 
 def in_groups(
@@ -55,6 +55,7 @@ def in_groups(
     query: Float[Array, "B T N D"],
     query_position: Int[Array, "B T"],
     arrays: Sequence[tuple[str, Any]],
+    rounded: Rounded,
     *,
     kv_heads: int,
     statistics: frozenset[str],
@@ -66,16 +67,18 @@ def in_groups(
     """Run a kernel on queries grouped by KV head.
 
     Args:
-        kernel: ``(query [B, K, G, T, D], about, span, *arrays, names=, scale=, soft_cap=)`` returns the output, shaped
-            like the queries, and each statistic in ``names`` as ``[B, K, heads, S]``.
-        arrays: axes and array of every other input; see :func:`kernels_pallas.prepare.over_heads`.
+        kernel: ``(query [B, K, G, T, D], about, span, *arrays, rounded=, names=, scale=, soft_cap=)`` returns the
+            output, shaped like the queries, and each statistic in ``names`` as ``[B, K, heads, S]``.
+        arrays: axes and array of every other input; see :func:`kernels_pallas.prepare.over_heads`. The last ones are
+            the scales of what is ``rounded``.
 
     Example:
         >>> import jax.numpy as jnp
         >>> from kernels_pallas.cache_attention.heads import in_groups
+        >>> from kernels_pallas.prepare import Rounded
         >>> q, position = jnp.ones((1, 3, 4, 8)), jnp.zeros((1, 3), int)
         >>> options = dict(kv_heads=2, statistics=frozenset(), window=0, sliding_window=None, scale=1.0)
-        >>> in_groups(lambda q, *_, **__: (q,), q, position, [], **options)[0].shape
+        >>> in_groups(lambda q, *_, **__: (q,), q, position, [], Rounded(False, False), **options)[0].shape
         (1, 3, 4, 8)
     """
     B, T, N, D = query.shape
@@ -84,7 +87,8 @@ def in_groups(
     grouped = ("b k g t d", query.reshape(B, T, kv_heads, N // kv_heads, D).transpose(0, 2, 3, 1, 4))
     about, span = ("b t c", describe(query_position, window)), ("w", span_of(sliding_window))
     axes, given = zip(grouped, about, span, *arrays, strict=True)
-    run = over_heads(functools.partial(kernel, names=names, scale=scale, soft_cap=soft_cap), axes, [axes[0], *columns])
+    on_device = functools.partial(kernel, rounded=rounded, names=names, scale=scale, soft_cap=soft_cap)
+    run = over_heads(on_device, axes, [axes[0], *columns])
     out, *found = run(*given)
     flat = (column.reshape(B, -1, column.shape[-1]) for column in found)
     return out.transpose(0, 3, 1, 2, 4).reshape(B, T, N, D), ColumnStatistics(**dict(zip(names, flat, strict=True)))

@@ -20,6 +20,8 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from kernels_pallas.cache_attention.queries import IN_WINDOW, IS_LAST, POSITION, UNSEEN, of_one_query
+from kernels_pallas.eight_bits import unread
+from kernels_pallas.prepare import Rounded
 from kernels_pallas.softmax import scaled
 
 ROWS = 512  # of a block of queries, over all heads of a group
@@ -44,9 +46,9 @@ def unsupported(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> str | N
 
 def beyond(query: Any, key: Any, value: Any, kv_heads: int) -> str | None:
     """Return why the kernels can't run with these arguments, whatever the storage, or None."""
-    for name, x, narrow in (("queries", query, ()), ("keys", key, (jnp.int8,)), ("values", value, (jnp.int8,))):
-        if x.dtype not in (jnp.bfloat16, jnp.float32, *narrow):
-            return f"{name} are {x.dtype}, but a TPU takes float32 and bfloat16"
+    reason = unread(("float32", "bfloat16"), {"queries": query}, {"keys": key, "values": value})
+    if reason is not None:
+        return reason
     if query.shape[3] > 512:
         return f"the head dim is {query.shape[3]}, but the kernels take up to 512"
     if query.shape[2] // kv_heads > 64:
@@ -54,7 +56,7 @@ def beyond(query: Any, key: Any, value: Any, kv_heads: int) -> str | None:
     return None
 
 
-def of_heads(query, about, span, key, value, key_position, layer, *scales, names, scale, soft_cap, interpret):
+def of_heads(query, about, span, key, value, key_position, layer, *scales, rounded, names, scale, soft_cap, interpret):
     S, D = key.shape[3:]
 
     def stored(most: int) -> tuple[Storage, tuple[Array, ...]]:
@@ -62,7 +64,7 @@ def of_heads(query, about, span, key, value, key_position, layer, *scales, names
         block = (None, None, None, slots, D), lambda b, k, c, layer: (layer[0], b, k, c, 0)
         return Storage(slots, (block,)), (layer,)
 
-    options = dict(names=names, scale=scale, soft_cap=soft_cap, interpret=interpret, name="cache")
+    options = dict(rounded=rounded, names=names, scale=scale, soft_cap=soft_cap, interpret=interpret, name="cache")
     return attend_heads(query, about, span, key, value, key_position, scales, stored, **options)
 
 
@@ -76,6 +78,7 @@ def attend_heads(
     scales: tuple[Float[Array, "B K S"], ...],
     stored: Callable[[int], tuple[Storage, tuple[Array, ...]]],
     *,
+    rounded: Rounded,
     names: tuple[str, ...],
     scale: float,
     soft_cap: float | None,
@@ -101,7 +104,8 @@ def attend_heads(
     about = jnp.pad(about, ((0, 0), (0, padding), (0, 0)), constant_values=-1)
     more = ((0, 0), (0, 0), (0, chunks * slots - S))
     key_position = jnp.pad(key_position, more, constant_values=-1)[:, :, None]
-    scales = tuple(jnp.pad(x, more)[:, :, None] for x in scales)  # of the keys, and of the values
+    scales = tuple(jnp.pad(x, more)[:, :, None] for x in scales)
+    key_scales, _ = rounded.split(scales)
 
     def specs(order):
         """Return the specs of all inputs; ``order`` sorts a program's indices to (b, k, query block, chunk, *where)."""
@@ -120,9 +124,8 @@ def attend_heads(
 
     q_spec, about_spec, position_spec, row_spec, slot_specs = specs(straight)
     scalar = pl.BlockSpec(memory_space=pltpu.SMEM)
-    options = dict(storage=storage, scalars=len(where), scales=len(scales), per_head=per_head)
+    options: dict[str, Any] = dict(storage=storage, scalars=len(where), rounded=rounded, per_head=per_head)
     options |= dict(scale=scale, soft_cap=soft_cap)
-    itemsize = key.dtype.itemsize
     one_query = T == 1 and bool(names)  # its logits take no more memory than the statistics, which follow from them
     out, softmax, *logits = pl.pallas_call(
         functools.partial(_attend, **options),
@@ -149,7 +152,8 @@ def attend_heads(
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")),
         cost_estimate=pl.CostEstimate(
             flops=4 * B * K * rows * blocks * S * D,
-            bytes_accessed=2 * B * K * S * D * itemsize * blocks + 2 * query.size * query.dtype.itemsize,
+            bytes_accessed=B * K * S * D * blocks * (key.dtype.itemsize + value.dtype.itemsize)
+            + 2 * query.size * query.dtype.itemsize,
             transcendentals=B * K * rows * blocks * S,
         ),
         interpret=interpret,
@@ -163,12 +167,12 @@ def attend_heads(
         q_spec, about_spec, position_spec, row_spec, slot_specs = specs(lambda b, k, c, t, *where: (b, k, t, c, *where))
         heads = [1 if name == "window_group_square" else G for name in names]
         columns = pl.pallas_call(
-            functools.partial(_reduce, names=names, blocks=blocks, **options | dict(scales=len(scales[:1]))),
+            functools.partial(_reduce, names=names, blocks=blocks, **options),
             out_shape=[jax.ShapeDtypeStruct((B, K, h, S), jnp.float32) for h in heads],
             grid_spec=pltpu.PrefetchScalarGridSpec(
                 num_scalar_prefetch=len(where),
                 grid=(B, K, chunks, blocks),
-                in_specs=[scalar, q_spec, about_spec, *[position_spec] * (1 + len(scales[:1])), row_spec, *slot_specs],
+                in_specs=[scalar, q_spec, about_spec, *[position_spec] * (1 + len(key_scales)), row_spec, *slot_specs],
                 out_specs=[pl.BlockSpec((None, None, h, slots), lambda b, k, c, *_: (b, k, 0, c)) for h in heads],
                 scratch_shapes=[
                     pltpu.VMEM((G, slots), jnp.float32),
@@ -179,12 +183,12 @@ def attend_heads(
             compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")),
             cost_estimate=pl.CostEstimate(
                 flops=2 * B * K * rows * blocks * S * D,
-                bytes_accessed=B * K * S * D * itemsize * (1 if blocks == 1 else blocks),
+                bytes_accessed=B * K * S * D * key.dtype.itemsize * (1 if blocks == 1 else blocks),
                 transcendentals=B * K * rows * blocks * S,
             ),
             interpret=interpret,
             name=f"{name}_statistics",
-        )(*where, span, query, about, key_position, *scales[:1], softmax, *[key] * pieces)
+        )(*where, span, query, about, key_position, *key_scales, softmax, *[key] * pieces)
     out = out.reshape(B, K, blocks, G, per_head, D).swapaxes(2, 3).reshape(B, K, G, blocks * per_head, D)
     return (out[:, :, :, :T], *columns)
 
@@ -223,9 +227,10 @@ def _when_held(storage, where, chunk):
     return pl.when(storage.holds(pl.program_id(0), pl.program_id(1), chunk, *where))
 
 
-def _attend(*refs, storage, scalars, scales, per_head, scale, soft_cap):
+def _attend(*refs, storage, scalars, rounded, per_head, scale, soft_cap):
     where, (span, query, about, key_position, *others) = refs[:scalars], refs[scalars:]
-    scales, others = others[:scales], others[scales:]
+    scales, others = others[: sum(rounded)], others[sum(rounded) :]
+    key_scales, value_scales = rounded.split(scales)
     pieces = len(storage.blocks)
     keys, values, others = others[:pieces], others[pieces : 2 * pieces], others[2 * pieces :]
     out, softmax, *logits_out, peak, total, acc = others
@@ -245,7 +250,7 @@ def _attend(*refs, storage, scalars, scales, per_head, scale, soft_cap):
     def add():
         keys_here = _chunk(keys, query.dtype)
         logits, visible = _logits(
-            span, query, about, keys_here, key_position, scales[:1], per_head=per_head, scale=scale, soft_cap=soft_cap
+            span, query, about, keys_here, key_position, key_scales, per_head=per_head, scale=scale, soft_cap=soft_cap
         )
         logits = jnp.where(visible, logits, UNSEEN)
         for ref in logits_out:
@@ -261,7 +266,7 @@ def _attend(*refs, storage, scalars, scales, per_head, scale, soft_cap):
         v = jnp.where(live, value.astype(jnp.float32), 0).astype(value.dtype)
         precision = jax.lax.Precision.HIGHEST if value.dtype == jnp.float32 else None
         shares = weights
-        for ref in scales[1:]:
+        for ref in value_scales:
             shares = jnp.where(visible, weights * ref[...], 0)
         added = jax.lax.dot_general(
             shares.astype(v.dtype), v, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32,
@@ -279,9 +284,9 @@ def _attend(*refs, storage, scalars, scales, per_head, scale, soft_cap):
         softmax[...] = jnp.where(lane == 0, peak[...], jnp.maximum(total[...], tiny))
 
 
-def _reduce(*refs, storage, scalars, scales, names, per_head, scale, soft_cap, blocks):
+def _reduce(*refs, storage, scalars, rounded, names, per_head, scale, soft_cap, blocks):
     where, (span, query, about, key_position, *others) = refs[:scalars], refs[scalars:]
-    scales, (softmax, *others) = others[:scales], others[scales:]
+    key_scales, (softmax, *others) = others[: int(rounded.key)], others[int(rounded.key) :]
     keys, sums = others[: len(storage.blocks)], others[len(storage.blocks) :]
     columns, (mean, deviations, count) = dict(zip(names, sums, strict=False)), sums[len(names) :]
     t = pl.program_id(3)
@@ -296,7 +301,7 @@ def _reduce(*refs, storage, scalars, scales, names, per_head, scale, soft_cap, b
     def observe():
         keys_here = _chunk(keys, query.dtype)
         logits, visible = _logits(
-            span, query, about, keys_here, key_position, scales, per_head=per_head, scale=scale, soft_cap=soft_cap
+            span, query, about, keys_here, key_position, key_scales, per_head=per_head, scale=scale, soft_cap=soft_cap
         )
         weights = jnp.where(visible, jnp.exp(logits - softmax[:, :1]), 0) / softmax[:, 1:2]
         is_last, in_window = (about[:, i : i + 1] > 0 for i in (IS_LAST, IN_WINDOW))  # [per_head, 1]

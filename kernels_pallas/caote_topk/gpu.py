@@ -22,6 +22,7 @@ from jaxtyping import Array, Float, Int
 
 from kernels_pallas.caote_topk.reference import Norm
 from kernels_pallas.caote_topk.slots import is_protected, remaining
+from kernels_pallas.eight_bits import unread, unread_on_gpu, zero
 
 ELEMENTS = 8192  # of the values, held in a program's registers at a time
 SLOTS = 512  # of a program
@@ -34,9 +35,9 @@ def unsupported(weights: Any, value: Any, *_: Any, norm: Norm, **__: Any) -> str
     """Return why the kernels can't run with these arguments, or None."""
     if norm != 2:
         return f"norm is {norm!r}, but the kernels measure with norm 2 only"
-    narrow = (jnp.bfloat16, jnp.float16, jnp.float32)
-    if value.dtype not in (*narrow, jnp.int8) or weights.dtype not in narrow:
-        return f"weights are {weights.dtype} and values {value.dtype}, but the kernels take float32, bfloat16, float16"
+    reason = unread(("float32", "bfloat16", "float16"), {"weights": weights}, {"values": value})
+    if reason is not None or (reason := unread_on_gpu(value)) is not None:
+        return reason
     if value.shape[-1] > 512:
         return f"the head dim is {value.shape[-1]}, but the kernels take up to 512"
     if weights.shape[2] > 32:
@@ -132,8 +133,8 @@ def _sum_up(layer, weights, slot, value, *refs, scales, step, steps, fast):
 
     def row_of(number):
         there, number = (number >= 0) & (column < D), jnp.maximum(number, 0)
-        row = triton.load(value.at[jnp.full_like(column, layer[0]), number, column], mask=there, other=0)
-        row = row.astype(jnp.float32)
+        place = value.at[jnp.full_like(column, layer[0]), number, column]
+        row = triton.load(place, mask=there, other=zero(value.dtype)).astype(jnp.float32)
         for scale in scales:
             row *= triton.load(scale.at[number])
         return _clean(row)
@@ -254,9 +255,8 @@ def _values(value, scales, layer, number, column):
     """Load the values of the slots [step, width] in float32, and a mask of the finite ones; others become 0."""
     _, S, D = value.shape
     there = (number < S)[:, None] & (column < D)[None, :]
-    v = triton.load(
-        value.at[jnp.full_like(number, layer)[:, None], number[:, None], column[None, :]], mask=there, other=0
-    ).astype(jnp.float32)
+    place = value.at[jnp.full_like(number, layer)[:, None], number[:, None], column[None, :]]
+    v = triton.load(place, mask=there, other=zero(value.dtype)).astype(jnp.float32)
     for scale in scales:
         v *= triton.load(scale.at[number], mask=number < S, other=0.0)[:, None]
     finite = jnp.min(jnp.where(jnp.abs(v) < jnp.inf, 1, 0), axis=1) > 0

@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from kernels_pallas.caote_topk.reference import Norm
 from kernels_pallas.caote_topk.slots import is_protected, remaining
+from kernels_pallas.eight_bits import unread
 
 HEADS = 8  # per selection
 STEP = 512  # slots computed at a time
@@ -31,8 +32,8 @@ def unsupported(weights: Any, value: Any, *_: Any, norm: Norm, **__: Any) -> str
     """Return why the kernel can't run with these arguments, or None."""
     if norm != 2:
         return f"norm is {norm!r}, but the kernel measures with norm 2 only"
-    if value.dtype not in (jnp.bfloat16, jnp.float32, jnp.int8) or weights.dtype not in (jnp.bfloat16, jnp.float32):
-        return f"weights are {weights.dtype} and values {value.dtype}, but a TPU takes float32 and bfloat16"
+    if (reason := unread(("float32", "bfloat16"), {"weights": weights}, {"values": value})) is not None:
+        return reason
     if value.shape[-1] > 512:
         return f"the head dim is {value.shape[-1]}, but the kernel takes up to 512"
     tiling = _Tiling.of(weights.shape, value)
@@ -58,7 +59,7 @@ class _Tiling:
         chunks = pl.cdiv(steps * step * row_bytes, VALUE_BYTES)
         chunk = pl.cdiv(steps, chunks) * step
         padded = chunks * chunk
-        scales = 2 * (value.dtype == jnp.int8)
+        scales = 2 * (value.dtype.itemsize == 1)
         # weights, slots, outputs, scratch, temporaries
         rows = 2 * pl.cdiv(G, 8) * 8 + (2 + 2 + 2 + 1 + 6 + scales) * HEADS
         computed = 16 * step * row_bytes * (2 if scales else 1)
@@ -272,7 +273,7 @@ def _product(rows, v, dtype):
     bits each.
     """
     contract = (((1,), (0,)), ((), ()))
-    if dtype not in (jnp.bfloat16, jnp.int8):
+    if dtype != jnp.bfloat16 and dtype.itemsize > 1:
         return jax.lax.dot_general(rows, v, contract, precision=_HIGHEST, preferred_element_type=jnp.float32)
     high = _upper_half(rows)
     middle = _upper_half(rows - high)

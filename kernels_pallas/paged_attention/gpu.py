@@ -14,6 +14,7 @@ from jax.experimental.pallas import triton
 from jaxtyping import Array
 
 from kernels_pallas.cache_attention.gpu import Storage, attend_heads, beyond
+from kernels_pallas.eight_bits import zero
 from kernels_pallas.paged_attention.pages import table_ends
 
 
@@ -22,7 +23,7 @@ def unsupported(query: Any, key: Any, value: Any, position: Any, table: Any, *_:
     return beyond(query, key, value, table.shape[1])
 
 
-def of_heads(query, about, span, key, value, key_position, table, *scales, names, scale, soft_cap, interpret):
+def of_heads(query, about, span, key, value, key_position, table, *scales, rounded, names, scale, soft_cap, interpret):
     B, K, M = table.shape
     size = key.shape[1]
     ends = size * table_ends(table).reshape(B * K)
@@ -31,7 +32,8 @@ def of_heads(query, about, span, key, value, key_position, table, *scales, names
         page = triton.load(where[0].at[slot // size], mask=slot < M * size, other=-1)[:, None]
         column = jax.lax.broadcasted_iota(jnp.int32, (1, width), 1)
         there = (page >= 0) & (column < ref.shape[2])
-        return triton.load(ref.at[jnp.maximum(page, 0), (slot % size)[:, None], column], mask=there, other=0)
+        row = ref.at[jnp.maximum(page, 0), (slot % size)[:, None], column]
+        return triton.load(row, mask=there, other=zero(ref.dtype))
 
     storage = Storage(
         array=pl.BlockSpec(key.shape, lambda *_: (0, 0, 0)),
@@ -39,6 +41,6 @@ def of_heads(query, about, span, key, value, key_position, table, *scales, names
         load=load,
         end=lambda where: where[1][0],
     )
-    options = dict(names=names, scale=scale, soft_cap=soft_cap, interpret=interpret, name="paged")
+    options = dict(rounded=rounded, names=names, scale=scale, soft_cap=soft_cap, interpret=interpret, name="paged")
     where = (table.reshape(B * K, M), ends)
     return attend_heads(query, about, span, key, value, key_position, scales, where, storage, **options)

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int, Real
 from kernels_pallas.cache_attention.heads import in_groups
 from kernels_pallas.cache_attention.reference import ColumnStatistics
 from kernels_pallas.paged_attention.pages import laid_out, slot_positions
-from kernels_pallas.prepare import both_scales
+from kernels_pallas.prepare import given_scales
 
 
 def on_heads(
@@ -29,6 +29,7 @@ def on_heads(
     """Run a kernel on each device's rows and KV heads; see :func:`kernels_pallas.paged_attention`."""
     pool = "p z d"
     of_slots = (scale if scale is None else laid_out(scale, table) for scale in (key_scale, value_scale))
-    scales = [("b k s", scale) for scale in both_scales(*of_slots)]
-    arrays = [(pool, key), (pool, value), ("b k s", slot_positions(position, table)), ("b k m", table), *scales]
-    return in_groups(kernel, query, query_position, arrays, kv_heads=table.shape[1], **options)
+    scales, rounded = given_scales(*of_slots)
+    arrays = [(pool, key), (pool, value), ("b k s", slot_positions(position, table)), ("b k m", table)]
+    arrays += [("b k s", scale) for scale in scales]
+    return in_groups(kernel, query, query_position, arrays, rounded, kv_heads=table.shape[1], **options)

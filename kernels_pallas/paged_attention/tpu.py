@@ -28,20 +28,20 @@ def unsupported(query: Any, key: Any, value: Any, position: Any, table: Any, *_:
     size = key.shape[1]
     if size % 8:
         return f"a page has {size} slots, but the kernels take multiples of 8"
-    if _unit(size) * size * _slot_bytes(key) > CHUNK_BYTES:
+    if _unit(size) * size * _slot_bytes(key, value) > CHUNK_BYTES:
         return f"{_unit(size)} pages of {size} slots of head dim {key.shape[2]} do not fit into a chunk"
     if 4 * math.prod(table.shape) > TABLE_BYTES:
         return f"the page table has {math.prod(table.shape)} entries, but the kernels take up to {TABLE_BYTES // 4}"
     return tpu.beyond(query, key, value, table.shape[1])
 
 
-def of_heads(query, about, span, key, value, key_position, table, *scales, names, scale, soft_cap, interpret):
+def of_heads(query, about, span, key, value, key_position, table, *scales, rounded, names, scale, soft_cap, interpret):
     K, M = table.shape[1:]
     size, D = key.shape[1:]
     unit = _unit(size)
 
     def stored(most: int) -> tuple[Storage, tuple[Array, ...]]:
-        most = min(most, CHUNK_BYTES // _slot_bytes(key)) // size
+        most = min(most, CHUNK_BYTES // _slot_bytes(key, value)) // size
         pages = max(min(most, PAGES, pl.cdiv(M, unit) * unit) // unit, 1) * unit  # of a chunk
         chunks = pl.cdiv(M, pages)
 
@@ -53,7 +53,7 @@ def of_heads(query, about, span, key, value, key_position, table, *scales, names
         padded = jnp.pad(table, ((0, 0), (0, 0), (0, chunks * pages - M)), constant_values=-1)
         return storage, (_last_there(padded.reshape(-1, pages)).ravel(), table_ends(table).ravel())
 
-    options = dict(names=names, scale=scale, soft_cap=soft_cap, interpret=interpret, name="paged")
+    options = dict(rounded=rounded, names=names, scale=scale, soft_cap=soft_cap, interpret=interpret, name="paged")
     return attend_heads(query, about, span, key, value, key_position, scales, stored, **options)
 
 
@@ -69,6 +69,6 @@ def _unit(size: int) -> int:
     return 128 // math.gcd(128, size)
 
 
-def _slot_bytes(key: Any) -> int:
+def _slot_bytes(key: Any, value: Any) -> int:
     """Return the bytes of a slot's key and value in VMEM, where each is held twice."""
-    return 4 * pl.cdiv(key.shape[2], 128) * 128 * key.dtype.itemsize
+    return 2 * pl.cdiv(key.shape[2], 128) * 128 * (key.dtype.itemsize + value.dtype.itemsize)

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
+from kernels_pallas.eight_bits import unread, unread_on_gpu, widened, zero
 from kernels_pallas.softmax import scaled
 
 PROGRAMS = 264  # two for each multiprocessor of an H100 or H200, which run at once
@@ -28,15 +29,15 @@ _UNSEEN = -1e30  # the logit of slot -1, which is none
 
 def unsupported(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> str | None:
     """Return why the kernels can't run with these arguments, or None."""
-    for name, x, narrow in (("queries", query, ()), ("keys", key, (jnp.int8,)), ("values", value, (jnp.int8,))):
-        if x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32, *narrow):
-            return f"{name} are {x.dtype}, but the kernels take float32, bfloat16, float16"
+    reason = unread(("float32", "bfloat16", "float16"), {"queries": query}, {"keys": key, "values": value})
+    if reason is not None or (reason := unread_on_gpu(key, value)) is not None:
+        return reason
     if query.shape[3] > 256:
         return f"the head dim is {query.shape[3]}, but the kernels take up to 256"
     return None
 
 
-def of_heads(query, key, value, slots, layer, *scales, scale, soft_cap, interpret):
+def of_heads(query, key, value, slots, layer, *scales, rounded, scale, soft_cap, interpret):
     B, K, each, T, G, D = query.shape
     L, S, M = key.shape[0], key.shape[3], slots.shape[-1]
     H, R = B * K * each, T * G
@@ -53,10 +54,10 @@ def of_heads(query, key, value, slots, layer, *scales, scale, soft_cap, interpre
         return pl.BlockSpec((None, *shape), lambda h, *_: (h // by, *(0 for _ in shape)))
 
     of_slots = pl.BlockSpec((L, None, S, D), lambda h, *_: (0, h // each, 0, 0))
-    scales = tuple(x.reshape(B * K, S) for x in scales)  # of the keys, and of the values
+    scales = tuple(x.reshape(B * K, S) for x in scales)
     sums = pl.pallas_call(
         functools.partial(
-            _attend, scales=len(scales), steps=steps, step=step, rows=rows, width=width, scale=scale, soft_cap=soft_cap
+            _attend, rounded=rounded, steps=steps, step=step, rows=rows, width=width, scale=scale, soft_cap=soft_cap
         ),
         out_shape=[
             jax.ShapeDtypeStruct((H, parts, R, D), jnp.float32),
@@ -100,8 +101,9 @@ def _dot(a, b, dims):
     )  # fmt: skip
 
 
-def _attend(layer, query, key, value, slots, *refs, scales, steps, step, rows, width, scale, soft_cap):
-    scales, (out, peaks, totals) = refs[:scales], refs[scales:]
+def _attend(layer, query, key, value, slots, *refs, rounded, steps, step, rows, width, scale, soft_cap):
+    *scales, out, peaks, totals = refs
+    key_scales, value_scales = rounded.split(scales)
     like = jnp.promote_types(query.dtype, jnp.bfloat16)  # the range of float16 is too small for weights times scales
     (R, D), S, M = query.shape, key.shape[1], slots.shape[0]
     row = pl.program_id(1) * rows + jax.lax.broadcasted_iota(jnp.int32, (rows,), 0)
@@ -117,17 +119,22 @@ def _attend(layer, query, key, value, slots, *refs, scales, steps, step, rows, w
         read = slot >= 0
         # Slot -1 is masked: nothing is read, and its row is 0. A slot beyond the cache is clipped to the last one.
         index = (jnp.full_like(slot, layer[0])[:, None], jnp.clip(slot, 0, S - 1)[:, None], column)
-        k, v = (triton.load(ref.at[index], mask=read[:, None] & (column < D), other=0) for ref in (key, value))
-        of_slot = [triton.load(ref.at[jnp.clip(slot, 0, S - 1)], mask=read, other=0.0)[None, :] for ref in scales]
-        logits = _dot(q, k, ((1,), (1,)))
-        logits = scaled(logits * of_slot[0] if of_slot else logits, scale, soft_cap)
-        logits = jnp.where(read[None, :], logits, _UNSEEN)
+        there = read[:, None] & (column < D)
+        k, v = (triton.load(ref.at[index], mask=there, other=zero(ref.dtype)) for ref in (key, value))
+        of_keys, of_values = (
+            [triton.load(ref.at[jnp.clip(slot, 0, S - 1)], mask=read, other=0.0)[None, :] for ref in refs]
+            for refs in (key_scales, value_scales)
+        )
+        logits = _dot(q, widened(k, q.dtype), ((1,), (1,)))
+        for of_slot in of_keys:
+            logits = logits * of_slot
+        logits = jnp.where(read[None, :], scaled(logits, scale, soft_cap), _UNSEEN)
         now = jnp.maximum(peak, jnp.max(logits, axis=1))
         weights = jnp.where(read[None, :], jnp.exp(logits - now[:, None]), 0.0)
         shrink, total = jnp.exp(peak - now), jnp.exp(peak - now) * total + jnp.sum(weights, axis=1)
-        if of_slot:
-            weights = weights * of_slot[1]
-            v = v.astype(like) if v.dtype == jnp.int8 else v
+        for of_slot in of_values:
+            weights = weights * of_slot
+        v = widened(v, like)
         acc = shrink[:, None] * acc + _dot(weights.astype(v.dtype), v, ((1,), (0,)))
         return now, total, acc
 

@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Int
 
+from kernels_pallas.eight_bits import unread, widened
 from kernels_pallas.softmax import scaled
 
 SLOTS = 2048  # of a chunk, at most
@@ -32,9 +33,9 @@ _UNSEEN = -1e30  # the logit of a slot that was not chosen
 
 def unsupported(query: Any, key: Any, value: Any, slots: Any, **_: Any) -> str | None:
     """Return why the kernel can't run with these arguments, or would be slower than the reference, or None."""
-    for name, x, narrow in (("queries", query, ()), ("keys", key, (jnp.int8,)), ("values", value, (jnp.int8,))):
-        if x.dtype not in (jnp.bfloat16, jnp.float32, *narrow):
-            return f"{name} are {x.dtype}, but a TPU takes float32 and bfloat16"
+    reason = unread(("float32", "bfloat16"), {"queries": query}, {"keys": key, "values": value})
+    if reason is not None:
+        return reason
     _, T, N, D = query.shape
     K, S = key.shape[-3:-1]
     H, M = slots.shape[1:]
@@ -49,7 +50,7 @@ def unsupported(query: Any, key: Any, value: Any, slots: Any, **_: Any) -> str |
     return None
 
 
-def of_heads(query, key, value, slots, layer, *scales, scale, soft_cap, interpret):
+def of_heads(query, key, value, slots, layer, *scales, rounded, scale, soft_cap, interpret):
     B, K, sets, T, G, D = query.shape
     S, R, itemsize = key.shape[3], sets * T * G, max(key.dtype.itemsize, value.dtype.itemsize)
     most = min(SLOTS, CELLS // R, BYTES // (pl.cdiv(D, 128) * 128 * itemsize)) // 128 * 128
@@ -72,7 +73,7 @@ def of_heads(query, key, value, slots, layer, *scales, scale, soft_cap, interpre
         (None, None, 1, size), lambda b, k, c, layer, here: (b, k, 0, here[(b * K + k) * chunks + c])
     )
     out = pl.pallas_call(
-        functools.partial(_attend, scales=len(scales), size=size, scale=scale, soft_cap=soft_cap),
+        functools.partial(_attend, rounded=rounded, size=size, scale=scale, soft_cap=soft_cap),
         out_shape=jax.ShapeDtypeStruct((B, K, R, D), query.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
@@ -102,7 +103,7 @@ def of_heads(query, key, value, slots, layer, *scales, scale, soft_cap, interpre
         ),
         cost_estimate=pl.CostEstimate(
             flops=4 * B * K * R * S * D,
-            bytes_accessed=2 * B * K * S * D * itemsize + 4 * slots.size,
+            bytes_accessed=B * K * S * D * (key.dtype.itemsize + value.dtype.itemsize) + 4 * slots.size,
             transcendentals=B * K * R * S,
         ),
         interpret=interpret,
@@ -151,8 +152,9 @@ def _mask(slots, first, last, origin, size):
     return jnp.concatenate(rows, axis=1) if len(rows) > 1 else rows[0]
 
 
-def _attend(_, here, start, query, key, value, slots, *refs, scales, size, scale, soft_cap):
-    scales, (out, peak, total, acc) = refs[:scales], refs[scales:]
+def _attend(_, here, start, query, key, value, slots, *refs, rounded, size, scale, soft_cap):
+    *scales, out, peak, total, acc = refs
+    key_scales, value_scales = rounded.split(scales)
     c = pl.program_id(2)
     R, sets = query.shape[0], start.shape[0]
 
@@ -174,13 +176,13 @@ def _attend(_, here, start, query, key, value, slots, *refs, scales, size, scale
         ]
         spread = [jnp.broadcast_to(mask, (R // sets, size)) for mask in masks]
         visible = (jnp.concatenate(spread, axis=0) if sets > 1 else spread[0]) > 0
-        wide = jnp.promote_types(query.dtype, key.dtype)
-        k = key[...].astype(jnp.float32) if key.dtype == jnp.int8 else key[...]
+        k = widened(key[...], query.dtype)
+        wide = jnp.promote_types(query.dtype, k.dtype)
         logits = jax.lax.dot_general(
             query[...].astype(wide), k.astype(wide), (((1,), (1,)), ((), ())),
             preferred_element_type=jnp.float32, precision=jax.lax.Precision.HIGHEST if wide == jnp.float32 else None,
         )  # fmt: skip
-        for ref in scales[:1]:
+        for ref in key_scales:
             logits = logits * ref[...]  # [1, size]
         logits = jnp.where(visible, scaled(logits, scale, soft_cap), _UNSEEN)
         before = peak[:, :1]
@@ -189,10 +191,10 @@ def _attend(_, here, start, query, key, value, slots, *refs, scales, size, scale
         shrink = jnp.exp(before - now)
         # The content of slots that are not chosen must not matter, and 0 * NaN is NaN.
         any_set = jnp.broadcast_to(functools.reduce(jnp.maximum, masks), (8, size)).T[:, :1] > 0
-        like = query.dtype if value.dtype == jnp.int8 else value.dtype
+        like = query.dtype if value.dtype.itemsize == 1 else value.dtype
         v = jnp.where(any_set, value[...].astype(jnp.float32), 0).astype(like)
         shares = weights
-        for ref in scales[1:]:
+        for ref in value_scales:
             shares = jnp.where(visible, weights * ref[...], 0)
         added = jax.lax.dot_general(
             shares.astype(v.dtype), v, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32,

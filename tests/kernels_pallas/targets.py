@@ -15,7 +15,8 @@ from benchmarks.targets import compiled, tpu_chips
 _DEVICES = {"tpu": AbstractDevice("TPU v5e", 1, "tpu"), "cuda": AbstractDevice("NVIDIA H100 80GB HBM3", 132, "gpu")}
 
 
-def _mesh(device: AbstractDevice, chips: int = 1) -> Any:
+def on_device(device: AbstractDevice, chips: int = 1) -> Any:
+    """A context in which programs are made for an abstract device."""
     mesh = AbstractMesh((chips,), ("tensor",), axis_types=(AxisType.Auto,), abstract_device=device)
     return jax.sharding.use_abstract_mesh(mesh)
 
@@ -28,7 +29,7 @@ def needs_gpu() -> None:
 
 def lowered(platform: str, function: Callable, *arguments: Any) -> str:
     """The program's text for "tpu" or "cuda"; arguments may be shapes."""
-    with _mesh(_DEVICES[platform]):
+    with on_device(_DEVICES[platform]):
         return jax.jit(function).trace(*arguments).lower(lowering_platforms=(platform,)).as_text()
 
 
@@ -53,5 +54,5 @@ def compiled_for_tpu(
         jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
         for x, spec in zip(shapes, specs or [PartitionSpec()] * len(shapes), strict=True)
     ]
-    with _mesh(AbstractDevice(devices[0].device_kind, 1, "tpu"), chips):
+    with on_device(AbstractDevice(devices[0].device_kind, 1, "tpu"), chips):
         return compiled(jax.jit(function, donate_argnums=tuple(donate)).lower(*given))

@@ -154,7 +154,7 @@ def test_half_precision_is_computed_in_float32(name, dtype):
     given = case(7)
     narrow = given._replace(**{x: jnp.asarray(getattr(given, x), dtype) for x in ("query", "key", "value")})
     if (name, dtype) == ("tpu", "float16"):
-        with pytest.raises(NotImplementedError, match="queries are float16, but a TPU takes float32 and bfloat16"):
+        with pytest.raises(NotImplementedError, match="queries are float16, but the kernels take float32, bfloat16"):
             check(name, narrow)
     else:
         check(name, narrow, rtol=1e-4)

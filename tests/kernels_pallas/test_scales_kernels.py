@@ -1,4 +1,4 @@
-"""The kernels on keys and values of eight bits: interpreted against the reference, lowered, and compiled for a TPU."""
+"""The kernels on keys, values or both of eight bits: against the reference, lowered, and compiled for a TPU."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import AbstractDevice
 
 from kernels_pallas import STATISTICS, cache_attention, caote_topk, paged_attention, select_attention
 from kernels_pallas.cache_attention import tpu as attention_tpu
 from kernels_pallas.dispatch import Kernel
 from kernels_pallas.select_attention import tpu as select_tpu
-from tests.kernels_pallas.targets import compiled_for_tpu, lowered
+from tests.kernels_pallas.targets import compiled_for_tpu, lowered, on_device
 
 OPERATIONS = {
     "cache_attention": cache_attention,
@@ -37,19 +38,22 @@ def run_of(operation: str, platform: str):
     return functools.partial(Kernel(operation, platform).run, interpret=MODES[platform])
 
 
-def rows(rng: np.random.Generator, *shape: int) -> tuple[jax.Array, jax.Array]:
-    """Rows of eight bits and scales; the scale of slot 3, which is free, is NaN."""
+def rows(rng: np.random.Generator, dtype: str, *shape: int) -> tuple[jax.Array, jax.Array | None]:
+    """Rows, and scales if they are of eight bits; the scale of slot 3, which is free, is NaN."""
+    if jnp.dtype(dtype).itemsize > 1:
+        return jnp.asarray(rng.normal(size=(*shape, D)), dtype), None
     scale = np.exp(rng.normal(size=shape)) / 100
     scale[..., 3] = np.nan
-    return jnp.asarray(rng.integers(-127, 128, (*shape, D)), jnp.int8), jnp.asarray(scale, jnp.float32)
+    numbers = rng.integers(-127, 128, (*shape, D)) if dtype == "int8" else 100 * rng.normal(size=(*shape, D))
+    return jnp.asarray(numbers).astype(dtype), jnp.asarray(scale, jnp.float32)
 
 
-def case(operation: str, T: int, query_dtype: str) -> tuple[list[Any], dict[str, Any]]:
+def case(operation: str, T: int, query_dtype: str, dtypes: tuple[str, str]) -> tuple[list[Any], dict[str, Any]]:
     """Arguments and options of an operation, as its reference takes them."""
     rng = np.random.default_rng(0)
     query = jnp.asarray(rng.normal(size=(B, T, N, D)), query_dtype)
     shape = (P, PAGE) if operation == "paged_attention" else (B, K, S)
-    (key, key_scale), (value, value_scale) = rows(rng, *shape), rows(rng, *shape)
+    (key, key_scale), (value, value_scale) = (rows(rng, dtype, *shape) for dtype in dtypes)
     scales, scale = dict(key_scale=key_scale, value_scale=value_scale), 0.3
     position = np.arange(np.prod(shape)).reshape(shape) % 20
     position[..., 3] = -1
@@ -70,10 +74,19 @@ def case(operation: str, T: int, query_dtype: str) -> tuple[list[Any], dict[str,
 
 @every
 @pytest.mark.parametrize("platform", MODES)
-@pytest.mark.parametrize(("T", "query_dtype"), [(1, "float32"), (3, "float32"), (3, "bfloat16")])
-def test_a_kernel_computes_what_the_reference_does(operation, platform, T, query_dtype, monkeypatch):
+@pytest.mark.parametrize(
+    ("T", "query_dtype", "dtypes"),
+    [
+        (1, "float32", ("int8", "int8")),
+        (3, "float32", ("float8_e4m3fn", "float8_e4m3fn")),
+        (3, "bfloat16", ("int8", "int8")),
+        (3, "bfloat16", ("float8_e4m3fn", "bfloat16")),
+        (1, "float32", ("float32", "float8_e4m3fn")),
+    ],
+)
+def test_a_kernel_computes_what_the_reference_does(operation, platform, T, query_dtype, dtypes, monkeypatch):
     monkeypatch.setattr(select_tpu, "FEW", 2**20)
-    given, options = case(operation, T, query_dtype)
+    given, options = case(operation, T, query_dtype, dtypes)
     result, expected = (
         jax.jit(functools.partial(run_of(operation, name), **options))(*given) for name in (platform, "reference")
     )
@@ -86,7 +99,7 @@ def test_many_blocks_of_queries_and_chunks_of_slots_have_their_own_scales(monkey
     monkeypatch.setattr(attention_tpu, "ROWS", 32)
     monkeypatch.setattr(attention_tpu, "SLOTS", 128)
     rng, slots = np.random.default_rng(1), 290
-    (key, key_scale), (value, value_scale) = rows(rng, B, 1, slots), rows(rng, B, 1, slots)
+    (key, key_scale), (value, value_scale) = (rows(rng, "int8", B, 1, slots) for _ in range(2))
     position = jnp.asarray(np.where(np.arange(slots) == 3, -1, np.arange(slots))[None, None], jnp.int32)
     given = [jnp.asarray(rng.normal(size=(B, 70, 2, D)), jnp.float32), key, value, position, 220 + jnp.arange(70)[None]]
     options = dict(statistics=frozenset(["sum"]), window=0, sliding_window=None, scale=0.3)
@@ -95,53 +108,80 @@ def test_many_blocks_of_queries_and_chunks_of_slots_have_their_own_scales(monkey
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), result, expected)
 
 
-def shapes(operation: str) -> tuple[Any, tuple[jax.ShapeDtypeStruct, ...]]:
+def shapes(operation: str, dtypes: tuple[str, str]) -> tuple[Any, tuple[jax.ShapeDtypeStruct | None, ...]]:
     """A call with the shapes of a decode step of Llama-3.1-8B, and its arguments."""
     B, K, N, S, D, P, page, M = 1, 8, 32, 8320, 128, 7000, 16, 130
     make = jax.ShapeDtypeStruct
     query, own = make((B, 1, N, D), jnp.bfloat16), make((B, 1), jnp.int32)
     slots = (P, page) if operation == "paged_attention" else (B, K, S)
-    row, scale, position = (make((*slots, D), jnp.int8), make(slots, jnp.float32), make(slots, jnp.int32))
+    key, value = (make((*slots, D), dtype) for dtype in dtypes)
+    key_scale, value_scale = (make(slots, jnp.float32) if x.dtype.itemsize == 1 else None for x in (key, value))
+    position = make(slots, jnp.int32)
     if operation == "caote_topk":
 
-        def call(weights, value, scale, position):
-            return caote_topk(weights, value, position, 8192, value_scale=scale, excess=1)
+        def call(weights, value, scale, position, **options):
+            return caote_topk(weights, value, position, 8192, value_scale=scale, excess=1, **options)
 
-        return call, (make((B, K, N // K, S), jnp.float32), row, scale, position)
+        return call, (make((B, K, N // K, S), jnp.float32), value, value_scale, position)
     others = {
         "cache_attention": dict(key_position=position, query_position=own),
         "paged_attention": dict(position=position, table=make((B, K, M), jnp.int32), query_position=own),
         "select_attention": dict(slots=make((B, K, S // 4), jnp.int32)),
     }[operation]
 
-    def attend(query, key, value, key_scale, value_scale, *rest):
-        rest = dict(zip(others, rest, strict=True))
+    def attend(query, key, value, key_scale, value_scale, *rest, **options):
+        rest = dict(zip(others, rest, strict=True)) | options
         return OPERATIONS[operation](query, key, value, key_scale=key_scale, value_scale=value_scale, **rest)
 
-    return attend, (query, row, row, scale, scale, *others.values())
+    return attend, (query, key, value, key_scale, value_scale, *others.values())
+
+
+eight = pytest.mark.parametrize(
+    "dtypes", [("int8", "int8"), ("float8_e4m3fn", "float8_e4m3fn"), ("int8", "bfloat16")], ids="/".join
+)
 
 
 @every
+@eight
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
-def test_auto_lowers_to_the_kernels(operation, platform):
+def test_auto_lowers_to_the_kernels(operation, platform, dtypes):
     target = {"tpu": "@tpu_custom_call", "cuda": "@__gpu$xla.gpu.triton"}[platform]
-    call, given = shapes(operation)
+    call, given = shapes(operation, dtypes)
     assert target in lowered(platform, call, *given)
 
 
-@pytest.mark.parametrize("platform", ["tpu", "cuda"])
-def test_floats_of_eight_bits_are_left_to_the_reference(platform):
-    call, (query, row, _, *rest) = shapes("cache_attention")
-    row = jax.ShapeDtypeStruct(row.shape, jnp.float8_e4m3fn)
-    text = lowered(platform, call, query, row, row, *rest)
-    assert "@tpu_custom_call" not in text and "triton" not in text
+@every
+def test_a_gpu_that_triton_converts_no_float8_on_takes_the_reference(operation):
+    """An A100 has compute capability 8.0."""
+    call, given = shapes(operation, ("float8_e4m3fn", "float8_e4m3fn"))
+    with on_device(AbstractDevice("NVIDIA A100-SXM4-80GB", 108, "gpu")):
+        run = functools.partial(call, implementation="pallas_gpu")
+        why = "rows are float8_e4m3fn, which Triton reads from compute capability 8.9 on, and this GPU has 8.0"
+        with pytest.raises(NotImplementedError, match=why):
+            jax.eval_shape(run, *given)
+        text = jax.jit(call).trace(*given).lower(lowering_platforms=("cuda",)).as_text()
+        assert "triton" not in text
+        call, given = shapes(operation, ("int8", "int8"))
+        assert "triton" in jax.jit(call).trace(*given).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_rows_of_other_dtypes_are_refused_with_those_that_kernels_read():
+    call, (query, _, value, _, *rest) = shapes("cache_attention", ("int8", "int8"))
+    key = jax.ShapeDtypeStruct(value.shape, jnp.float64)
+    why = (
+        "keys are float64, but the kernels take float32, bfloat16, int8, float8_e4m3fn; use implementation='reference'"
+    )
+    with jax.enable_x64(True), on_device(AbstractDevice("TPU v5e", 1, "tpu")):
+        with pytest.raises(NotImplementedError, match=why):
+            jax.eval_shape(functools.partial(call, implementation="pallas_tpu"), query, key, value, None, *rest)
 
 
 @pytest.mark.tpu
 @every
-def test_it_compiles_for_a_tpu_without_a_copy_of_the_rows(operation):
-    call, given = shapes(operation)
+@eight
+def test_it_compiles_for_a_tpu_without_a_copy_of_the_rows(operation, dtypes):
+    call, given = shapes(operation, dtypes)
     program = compiled_for_tpu("v5e:2x2", call, *given)
     assert 'custom_call_target="tpu_custom_call"' in program.as_text()
-    rows = max(x.size for x in given)  # bytes of the keys, or of the values
+    rows = min(x.size for x in given if x is not None and x.dtype.itemsize == 1)  # bytes of the keys, or of the values
     assert program.memory_analysis().temp_size_in_bytes < rows / 2

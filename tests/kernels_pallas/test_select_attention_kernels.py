@@ -136,7 +136,7 @@ def test_half_precision_is_computed_in_float32(name, dtype):
     given = case(8, D=33)
     narrow = Case(*(np.asarray(x, jnp.dtype(dtype)) for x in given[:3]), given.slots)
     if (name, dtype) == ("tpu", "float16"):
-        with pytest.raises(NotImplementedError, match="queries are float16, but a TPU takes float32 and bfloat16"):
+        with pytest.raises(NotImplementedError, match="queries are float16, but the kernels take float32, bfloat16"):
             check(name, narrow)
     else:
         check(name, narrow, tolerance=0.03)

@@ -1,0 +1,89 @@
+"""Rows of eight bits in the kernels: which dtypes are read, and how a chunk of rows becomes floats."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Real
+
+EIGHT_BITS = ("int8", "float8_e4m3fn")
+FLOAT8_FROM = 89  # Triton converts float8_e4m3fn from compute capability 8.9 on (Ada, Hopper)
+
+
+def widened(rows: Real[Array, "*rows D"], like: DTypeLike) -> Float[Array, "*rows D"]:
+    """Return rows of eight bits as floats of a dtype, in which every one of them is exact; floats as they are.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from kernels_pallas.eight_bits import widened
+        >>> widened(jnp.ones((1, 2), "int8"), "bfloat16").dtype, widened(jnp.ones((1, 2)), "bfloat16").dtype
+        (dtype(bfloat16), dtype('float32'))
+    """
+    return rows.astype(jnp.float32).astype(like) if rows.dtype.itemsize == 1 else rows
+
+
+def zero(dtype: DTypeLike) -> int | float:
+    """Return 0 as a masked load of Triton takes it: a float for floats, as no int becomes a float of eight bits.
+
+    Example:
+        >>> from kernels_pallas.eight_bits import zero
+        >>> zero("int8"), zero("float8_e4m3fn")
+        (0, 0.0)
+    """
+    return 0.0 if jnp.issubdtype(dtype, jnp.floating) else 0
+
+
+def unread(floats: Sequence[str], numbers: Mapping[str, Any], rows: Mapping[str, Any]) -> str | None:
+    """Return which array has a dtype that a kernel does not read, as a reason to refuse it; None if all are read.
+
+    Args:
+        floats: the dtypes of floats that it reads.
+        numbers: arrays of floats, by name.
+        rows: arrays of floats or of eight bits, by name.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from kernels_pallas.eight_bits import unread
+        >>> unread(("float32",), {"queries": jnp.ones(1)}, {"keys": jnp.ones(1, "int8")}) is None
+        True
+        >>> unread(("float32",), {"queries": jnp.ones(1, "int8")}, {})
+        'queries are int8, but the kernels take float32'
+    """
+    for arrays, dtypes in ((numbers, floats), (rows, (*floats, *EIGHT_BITS))):
+        for name, x in arrays.items():
+            if x.dtype.name not in dtypes:
+                return f"{name} are {x.dtype}, but the kernels take {', '.join(dtypes)}"
+    return None
+
+
+def unread_on_gpu(*rows: Any) -> str | None:
+    """Return why the GPU of this program cannot read rows, as a reason to refuse them; None if it can.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from kernels_pallas.eight_bits import unread_on_gpu
+        >>> unread_on_gpu(jnp.ones(1, "int8")) is None
+        True
+    """
+    if all(x.dtype != "float8_e4m3fn" for x in rows):
+        return None
+    capability = _compute_capability()
+    if capability is None or capability >= FLOAT8_FROM:
+        return None
+    return (
+        f"rows are float8_e4m3fn, which Triton reads from compute capability {FLOAT8_FROM / 10} on, and this GPU has "
+        f"{capability / 10}"
+    )
+
+
+def _compute_capability() -> int | None:
+    """Return the compute capability that a program traced now is for, 90 for 9.0; None where no GPU says one."""
+    from jax.experimental.pallas import triton
+
+    try:
+        return triton.get_gpu_info().compute_capability  # of the abstract device, if there is one
+    except (AttributeError, ValueError):  # JAX 0.11 does not say; without a GPU the kernel is interpreted
+        return None
