@@ -26,7 +26,7 @@ import kvjax
 import models
 from evals import documents, evaluator, loglikelihood, report, selections
 from evals.loglikelihood import Predicted
-from kvjax.quantise import check_dtype
+from kvjax.quantise import check_dtypes
 from kvjax.sources import SOURCES
 from models import commands, provenance
 from models.plan import When
@@ -257,7 +257,7 @@ def check_settings(
         raise ValueError(f"when is {when!r}; expected one of {', '.join(get_args(When))}.")
     if not isinstance(block, int) or block < 1:
         raise ValueError(f"block is {block!r}; give at least 1.")
-    dtype = {} if cache_dtype is None else {"cache_dtype": check_dtype(cache_dtype)}
+    dtype = {} if cache_dtype is None else {"cache_dtype": str(check_dtypes(cache_dtype))}
     if select is not None:
         if dtype:
             raise ValueError(f"select {select} is simulated on whole texts, without a cache; leave cache_dtype out.")

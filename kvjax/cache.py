@@ -1,8 +1,9 @@
 """The cache: a fixed number of slots per KV head, reused as tokens are evicted.
 
     key, value     [B, K, S, D]   keys rotated at their absolute position; rows of free slots are stale, never read
-    key_scale      [B, K, S]      float32, by which a row of eight bits is multiplied; None where rows are floats.
-    value_scale                   Computations read floats_of(cache); attention and caote_topk read rows as they are
+    key_scale      [B, K, S]      float32, by which a key of eight bits is multiplied; None where keys are floats
+    value_scale    [B, K, S]      likewise of the values, which may have another dtype. Computations read
+                                  floats_of(cache); attention and caote_topk read rows as they are
     position       [B, K, S]      int32, the absolute position of the token in each slot, -1 where the slot is free
     next_position  [B]            int32, the absolute position of each row's next token
     state          a pytree of a policy's per-slot arrays [B, K, S, ...]; a slot's entry is zero when a token enters.
@@ -21,11 +22,10 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Real
 
 from kvjax.checks import check_count
-from kvjax.quantise import check_dtype, dequantise, is_quantised, quantise
+from kvjax.quantise import Dtypes, DtypesLike, check_dtypes, dequantise, is_quantised, quantise
 
 PyTree = Any
 Positions = Literal["absolute", "compact", "index"]
@@ -87,7 +87,7 @@ class KVCache:
         slots: int,
         head_dim: int,
         layers: int | None = None,
-        dtype: DTypeLike = jnp.float32,
+        dtype: DtypesLike = jnp.float32,
         state: PyTree = (),
         positions: Positions = "absolute",
     ) -> KVCache:
@@ -95,7 +95,8 @@ class KVCache:
 
         Args:
             dtype: of keys and values: floats, or eight bits, "int8" or "float8_e4m3fn", to which rows are rounded when
-                they enter (:func:`kvjax.quantise`).
+                they enter (:func:`kvjax.quantise`). A pair, such as ("int8", "bfloat16"), is that of the keys and that
+                of the values.
             positions: the positions that keys are rotated to once tokens have been evicted. "absolute": those in the
                 text. "compact": at each step, the ranks among the remaining tokens, as in StreamingLLM; keys are
                 rotated again. "index": a token's position is the number of tokens in the cache when it enters, and
@@ -110,7 +111,7 @@ class KVCache:
         stack = {} if layers is None else dict(layers=layers)
         shape = tuple(check_count(name, size, 1, "a cache needs at least 1") for name, size in (stack | sizes).items())
         head_dim = check_count("head_dim", head_dim, 1, "a cache needs at least 1")
-        dtype = check_dtype(dtype)
+        dtypes = check_dtypes(dtype)
         for leaf in jax.tree.leaves(state, is_leaf=lambda leaf: isinstance(leaf, HeadState)):
             given, lead = (leaf.value.shape, shape[:-1]) if isinstance(leaf, HeadState) else (leaf.shape, shape)
             if given[: len(lead)] != lead:
@@ -120,13 +121,13 @@ class KVCache:
                     "make the cache with kvjax.empty_cache."
                 )
         return cls(
-            key=jnp.zeros((*shape, head_dim), dtype),
-            value=jnp.zeros((*shape, head_dim), dtype),
+            key=jnp.zeros((*shape, head_dim), dtypes.key),
+            value=jnp.zeros((*shape, head_dim), dtypes.value),
             position=jnp.full(shape, -1, jnp.int32),
             next_position=jnp.zeros(shape[-3], jnp.int32),
             state=state,
             positions=positions,
-            **empty_scales(dtype, shape),
+            **empty_scales(dtypes, shape),
         )
 
     @property
@@ -191,16 +192,30 @@ def map_rows(function: Callable[..., Array], cache: Any, *rest: dict[str, Any]) 
 
 def as_stored(cache: Any, key: Float[Array, "*rows D"], value: Float[Array, "*rows D"]) -> dict[str, Any]:
     """Return new tokens' keys and values as the cache stores them: what is to be written to each of :func:`rows_of`."""
-    if cache.key_scale is None:
-        return {"key": key, "value": value}
-    keys, values = quantise(key, cache.key.dtype), quantise(value, cache.value.dtype)
-    return {"key": keys.values, "value": values.values, "key_scale": keys.scale, "value_scale": values.scale}
+    stored: dict[str, Any] = {"key": key, "value": value}
+    for name, rows in tuple(stored.items()):
+        if getattr(cache, f"{name}_scale") is not None:
+            stored[name], stored[f"{name}_scale"] = quantise(rows, getattr(cache, name).dtype)
+    return stored
 
 
-def empty_scales(dtype: DTypeLike, shape: tuple[int, ...]) -> dict[str, Any]:
-    """Return the scales of an empty cache with slots of this shape, by field; none where rows are floats."""
-    names = ("key_scale", "value_scale") if is_quantised(dtype) else ()
-    return {name: jnp.zeros(shape, jnp.float32) for name in names}
+def empty_scales(dtypes: Dtypes, shape: tuple[int, ...]) -> dict[str, Any]:
+    """Return the scales of an empty cache with slots of this shape, by field; none for rows that are floats."""
+    named = dtypes._asdict().items()
+    return {f"{name}_scale": jnp.zeros(shape, jnp.float32) for name, dtype in named if is_quantised(dtype)}
+
+
+def dtypes_of(cache: Any) -> Dtypes:
+    """Return the dtypes of a cache's keys and values.
+
+    Example:
+        >>> import kvjax
+        >>> from kvjax.cache import dtypes_of
+        >>> cache = kvjax.KVCache.init(batch=1, kv_heads=1, slots=3, head_dim=2, dtype=("int8", "float32"))
+        >>> str(dtypes_of(cache)), cache.value_scale is None
+        ('int8/float32', True)
+    """
+    return Dtypes(cache.key.dtype.name, cache.value.dtype.name)
 
 
 def floats_of[Cache: Any](cache: Cache) -> Cache:
@@ -217,10 +232,11 @@ def floats_of[Cache: Any](cache: Cache) -> Cache:
         >>> floats_of(kvjax.insert(cache, rows, rows)).key.tolist()
         [[[[127.0, -3.0]]]]
     """
-    if cache.key_scale is None or cache.value_scale is None:
-        return cache
-    key, value = dequantise(cache.key, cache.key_scale), dequantise(cache.value, cache.value_scale)
-    return dataclasses.replace(cache, key=key, value=value, key_scale=None, value_scale=None)
+    floats: dict[str, Any] = {}
+    for name in ("key", "value"):
+        if (scale := getattr(cache, f"{name}_scale")) is not None:
+            floats |= {name: dequantise(getattr(cache, name), scale), f"{name}_scale": None}
+    return dataclasses.replace(cache, **floats) if floats else cache
 
 
 def insert_plain(

@@ -36,7 +36,7 @@ from kvjax.insertion import Cache
 from kvjax.making import blank
 from kvjax.paged import PagedCache
 from kvjax.policy import Policy, policy_of
-from kvjax.quantise import check_dtype
+from kvjax.quantise import Dtypes, check_dtypes
 
 FORMAT = 1
 ENTRY = "kvjax_cache"
@@ -52,7 +52,7 @@ _FIELDS = {
     "kind": Literal["plain", "paged"],
     "page_size": int | None,
     "positions": Positions,
-    "dtype": str,
+    "dtype": str,  # of keys and values; two with "/" between them where they differ
     "query_heads": int,  # of each head of the cache, which determines the state's structure
     "tokens": list[int],
     "policy": str | None,
@@ -97,8 +97,8 @@ def save_cache(
     made_with = _made_with(policy, budget, model)
     target, arrays = _target(path), _arrays(cache)
     paged = isinstance(cache, PagedCache)
-    key, position, next_position = (
-        _require(arrays, name, "the cache") for name in ("key", "position", "next_position")
+    key, value, position, next_position = (
+        _require(arrays, name, "the cache") for name in ("key", "value", "position", "next_position")
     )
     from kvjax import __version__
 
@@ -108,7 +108,7 @@ def save_cache(
         "kind": "paged" if paged else "plain",
         "page_size": position.shape[-1] if paged else None,
         "positions": cache.positions,
-        "dtype": key.dtype.name,
+        "dtype": str(Dtypes(key.dtype.name, value.dtype.name)),
         "tokens": next_position.tolist(),
     }
     expected_with = functools.partial(_expected, "the cache", arrays, info, policy_of(policy))
@@ -154,8 +154,9 @@ def load_cache(
     """
     given = _made_with(policy, budget, model)
     info, arrays = _read(_source(path))
-    if info["dtype"] == FLOAT8.name:
-        arrays |= {name: arrays[name].view(FLOAT8) for name in ("key", "value") if name in arrays}
+    for name, dtype in _dtypes(f"{path}", info)._asdict().items():
+        if dtype == FLOAT8.name and name in arrays:
+            arrays[name] = arrays[name].view(FLOAT8)
     _check_given(path, given, info)
     made_for = policy_of(policy) if policy is not None else _named_policy(path, info["policy"])
     expected = _expected(f"{path}", arrays, info, made_for, info["query_heads"])
@@ -268,13 +269,10 @@ def _expected(
         names = "keys, positions and page table" if paged else "keys and positions"
         raise ValueError(f"{whose} has {names} of the shapes {shapes}; expected {wanted}.")
     *layers, batch, kv_heads, last = heads.shape
-    dtype = described["dtype"]
-    try:
-        check_dtype(dtype)
-    except ValueError as error:
-        raise ValueError(f"{whose} has keys that no cache has: {error}") from None
-    if jax.dtypes.canonicalize_dtype(dtype) != jnp.dtype(dtype):
-        raise ValueError(f"{whose} has keys of {dtype}, for which JAX needs jax_enable_x64.")
+    dtypes = _dtypes(whose, described)
+    for dtype in dtypes:
+        if jax.dtypes.canonicalize_dtype(dtype) != jnp.dtype(dtype):
+            raise ValueError(f"{whose} has keys or values of {dtype}, for which JAX needs jax_enable_x64.")
     pages, page_size = position.shape if paged else (None, 1)
     make = functools.partial(
         blank,
@@ -285,7 +283,7 @@ def _expected(
         group=query_heads,
         slots=last * page_size,
         head_dim=key.shape[-1],
-        dtype=dtype,
+        dtype=dtypes,
         positions=described["positions"],
         pages=pages,
         page_size=page_size,
@@ -303,6 +301,13 @@ def _expected(
         raise ValueError(f"{whose} has sizes that no cache has: {error}") from None
     structure, names = tree
     return _Expected(structure, dict(zip(names, shapes, strict=True)))
+
+
+def _dtypes(whose: str, described: Mapping[str, Any]) -> Dtypes:
+    try:
+        return check_dtypes(described["dtype"])
+    except ValueError as error:
+        raise ValueError(f"{whose} has keys or values that no cache has: {error}") from None
 
 
 def _require(arrays: Mapping[str, Any], name: str, whose: str) -> Any:

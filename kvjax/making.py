@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from kvjax.cache import HeadState, KVCache, Positions, PyTree, map_rows
@@ -19,7 +18,7 @@ from kvjax.checks import check_count
 from kvjax.insertion import Cache
 from kvjax.paged import PagedCache, pages_for
 from kvjax.policy import Policy, check_block, check_budget, check_measured, policy_of
-from kvjax.quantise import check_dtype
+from kvjax.quantise import DtypesLike, check_dtypes
 
 
 def empty_cache(
@@ -32,7 +31,7 @@ def empty_cache(
     head_dim: int,
     budget: int,
     block: int = 1,
-    dtype: DTypeLike = jnp.float32,
+    dtype: DtypesLike = jnp.float32,
     page_size: int = 16,
 ) -> Cache:
     """Make an empty cache for a policy and a budget: of the right size, with the policy's state.
@@ -46,7 +45,7 @@ def empty_cache(
         head_dim: the length of a key, and of a value.
         budget: tokens that each head keeps, on average where heads compete; without a policy, all tokens of a sequence.
         block: the most tokens inserted between two evictions; for a prompt fed in blocks, the block size.
-        dtype: of keys and values: floats, or "int8" or "float8_e4m3fn" (:func:`kvjax.quantise`).
+        dtype: of keys and values: floats, or "int8" or "float8_e4m3fn" (:func:`kvjax.quantise`); or a pair of both.
         page_size: slots per page, if the cache is paged.
 
     Returns:
@@ -81,8 +80,7 @@ def empty_cache(
             f"{query_heads} query heads were given for {kv_heads} KV heads; expected a multiple of the "
             "number of KV heads."
         )
-    dtype = check_dtype(dtype)
-    made: dict[str, Any] = dict(layers=layers, batch=batch, head_dim=head_dim, dtype=dtype)
+    made: dict[str, Any] = dict(layers=layers, batch=batch, head_dim=head_dim, dtype=check_dtypes(dtype))
     if policy is None:
         return blank(None, kv_heads=kv_heads, group=query_heads // kv_heads, slots=budget, **made)
     check_budget(policy, budget)
@@ -171,7 +169,7 @@ def blank(
     group: int,
     slots: int,
     head_dim: int,
-    dtype: DTypeLike,
+    dtype: DtypesLike,
     positions: Positions = "absolute",
     pages: int | None = None,
     page_size: int = 1,

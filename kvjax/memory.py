@@ -6,13 +6,12 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 
 from kvjax.cache import HeadState
 from kvjax.checks import check_count, plain
 from kvjax.paged import pages_for
 from kvjax.policy import Policy, check_budget, parse
-from kvjax.quantise import check_dtype, is_quantised
+from kvjax.quantise import DtypesLike, check_dtypes, is_quantised
 
 
 class Memory(NamedTuple):
@@ -44,7 +43,7 @@ def memory(
     policy: Policy | str | None = None,
     query_heads: int | None = None,
     batch: int = 1,
-    dtype: DTypeLike = jnp.bfloat16,
+    dtype: DtypesLike = jnp.bfloat16,
     page_size: int = 16,
 ) -> Memory:
     """Compute the bytes of a cache that holds ``budget`` tokens per head while blocks of ``block`` tokens come in.
@@ -58,7 +57,8 @@ def memory(
         block: tokens per step, which need slots in addition to the budget.
         policy: a policy or its short name, for its state and its allocation; None for neither.
         query_heads: N, which some states depend on; ``kv_heads`` by default.
-        dtype: of keys and values: floats, or "int8" or "float8_e4m3fn", with 4 bytes more per row for its scale.
+        dtype: of keys and values: floats, or "int8" or "float8_e4m3fn", with 4 bytes more per row for its scale; or a
+            pair of both.
         page_size: slots per page, where the allocation is uneven.
 
     Raises:
@@ -85,7 +85,7 @@ def memory(
         raise ValueError(f"query_heads is {query_heads}; give a multiple of the {kv_heads} KV heads.")
     if not isinstance(policy, Policy | str | None):
         raise ValueError(f"policy is {policy!r}; give a policy, its short name, or None.")
-    dtype = jnp.dtype(check_dtype(dtype))
+    of_row = sum(head_dim * jnp.dtype(name).itemsize + 4 * is_quantised(name) for name in check_dtypes(dtype))
     policy = parse(policy) if isinstance(policy, str) else policy
     heads, rows = layers * batch * kv_heads, 4 * batch
     a_slot, a_head = (0, 0) if policy is None else _state_bytes(policy, query_heads // kv_heads, head_dim)
@@ -101,7 +101,7 @@ def memory(
         extra = 4 * (table + 2 * pages + 1)  # the table; owners and free list; the number of free pages
     return Memory(
         slots=slots // heads,
-        keys_values=slots * 2 * (head_dim * dtype.itemsize + (4 if is_quantised(dtype) else 0)),
+        keys_values=slots * of_row,
         positions=slots * 4 + rows,
         state=slots * a_slot + heads * a_head,
         pages=extra,

@@ -1,8 +1,8 @@
 """The paged cache: heads hold different numbers of tokens, in memory for the sum of all.
 
     key, value     [P, page, D]   a pool of pages, each owned by one head of one layer and row
-    key_scale      [P, page]      float32, the scales of rows of eight bits; None where rows are floats
-    value_scale
+    key_scale      [P, page]      float32, the scales of keys of eight bits; None where keys are floats
+    value_scale    [P, page]      likewise of the values
     position       [P, page]      int32, the absolute position of the token in each slot, -1 where the slot is free
     owner          [P]            int32, (layer * B + row) * K + head, -1 where the page is free
     table          [*L, B, K, M]  int32, each head's pages in order, then -1
@@ -24,7 +24,6 @@ from typing import get_args
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Real, Shaped
 
 from kernels_pallas.paged_attention.pages import laid_out, slot_positions
@@ -41,7 +40,7 @@ from kvjax.cache import (
     rows_of,
 )
 from kvjax.checks import check_count
-from kvjax.quantise import check_dtype
+from kvjax.quantise import DtypesLike, check_dtypes
 
 
 @jax.tree_util.register_dataclass
@@ -89,7 +88,7 @@ class PagedCache:
         most: int,
         head_dim: int,
         layers: int | None = None,
-        dtype: DTypeLike = jnp.float32,
+        dtype: DtypesLike = jnp.float32,
         init_state: Callable[[int, int, int], PyTree] | None = None,
         positions: Positions = "absolute",
     ) -> PagedCache:
@@ -108,7 +107,7 @@ class PagedCache:
         """
         if positions not in get_args(Positions):
             raise ValueError(f"unknown positions {positions!r}; expected 'absolute', 'compact' or 'index'.")
-        dtype = check_dtype(dtype)
+        dtypes = check_dtypes(dtype)
         sizes = dict(batch=batch, kv_heads=kv_heads, pages=pages, page_size=page_size, most=most, head_dim=head_dim)
         batch, kv_heads, pages, page_size, most, head_dim = (
             check_count(name, size, 1, "a cache needs at least 1") for name, size in sizes.items()
@@ -131,8 +130,8 @@ class PagedCache:
             state = jax.tree.map(choose, of_slots, of_heads, is_leaf=lambda leaf: isinstance(leaf, HeadState))
         table_shape = (*(() if layers is None else (layers,)), batch, kv_heads, -(-most // page_size))
         return cls(
-            key=jnp.zeros((pages, page_size, head_dim), dtype),
-            value=jnp.zeros((pages, page_size, head_dim), dtype),
+            key=jnp.zeros((pages, page_size, head_dim), dtypes.key),
+            value=jnp.zeros((pages, page_size, head_dim), dtypes.value),
             position=jnp.full((pages, page_size), -1, jnp.int32),
             owner=jnp.full(pages, -1, jnp.int32),
             table=jnp.full(table_shape, -1, jnp.int32),
@@ -141,7 +140,7 @@ class PagedCache:
             next_position=jnp.zeros(batch, jnp.int32),
             state=state,
             positions=positions,
-            **empty_scales(dtype, (pages, page_size)),
+            **empty_scales(dtypes, (pages, page_size)),
         )
 
     @property

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Real
 from kvjax.checks import is_float, shown
 
 LARGEST = {"int8": 127, "float8_e4m3fn": 448}  # the dtypes of eight bits, and the largest number that is used of each
+DtypesLike = DTypeLike | tuple[DTypeLike, DTypeLike]  # what check_dtypes takes
 
 
 class Quantised(NamedTuple):
@@ -24,6 +25,24 @@ class Quantised(NamedTuple):
 
     values: Real[Array, "*rows D"]
     scale: Float[Array, "*rows"]
+
+
+class Dtypes(NamedTuple):
+    """The dtypes of a cache's keys and values, by name.
+
+    As a text they are one name if both are alike, else two: ``str`` writes it, and :func:`check_dtypes` reads it.
+
+    Example:
+        >>> from kvjax.quantise import Dtypes
+        >>> str(Dtypes("int8", "bfloat16")), str(Dtypes("int8", "int8"))
+        ('int8/bfloat16', 'int8')
+    """
+
+    key: str
+    value: str
+
+    def __str__(self) -> str:
+        return self.key if self.key == self.value else f"{self.key}/{self.value}"
 
 
 def is_quantised(dtype: DTypeLike) -> bool:
@@ -58,6 +77,30 @@ def check_dtype(dtype: Any) -> str:
         eight = ", ".join(map(repr, LARGEST))
         raise ValueError(f"dtype is {shown(dtype)}; keys and values are floats, such as 'bfloat16', or {eight}.")
     return name
+
+
+def check_dtypes(dtype: Any) -> Dtypes:
+    """Return the dtypes of keys and of values, after a check of each; one dtype stands for both.
+
+    Args:
+        dtype: a dtype; a pair of them, of keys and of values; or the pair as a text, "int8/bfloat16".
+
+    Raises:
+        ValueError: if it is neither a dtype nor a pair of them, or :func:`check_dtype` refuses one.
+
+    Example:
+        >>> from kvjax.quantise import check_dtypes
+        >>> check_dtypes("int8") == check_dtypes(("int8", "int8")) == ("int8", "int8")
+        True
+        >>> check_dtypes(("int8", "bfloat16")) == check_dtypes("int8/bfloat16")
+        True
+    """
+    parts = dtype.split("/") if isinstance(dtype, str) else dtype if isinstance(dtype, tuple | list) else [dtype]
+    if len(parts) not in (1, 2):
+        raise ValueError(
+            f"dtype is {shown(dtype)}; expected one dtype, or a pair of keys' and values', such as 'int8/bfloat16'."
+        )
+    return Dtypes(check_dtype(parts[0]), check_dtype(parts[-1]))
 
 
 def quantise(rows: Float[Array, "*rows D"], dtype: DTypeLike) -> Quantised:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from kvjax.cache import HeadState, KVCache, map_rows, rows_of
+from kvjax.cache import HeadState, KVCache, dtypes_of, map_rows, rows_of
 from kvjax.checks import plain
 from kvjax.insertion import Cache
 from kvjax.paged import PagedCache, release
@@ -44,10 +44,10 @@ def join(cache: Cache, row: int | Int[Array, ""], one: Cache) -> Cache:
     lead, own = cache.heads_shape, one.heads_shape
     structures: list[Any] = [jax.tree.structure(given) for given in (cache, one)]
     alike = (*lead[:-2], 1, lead[-1]) == own and structures[0] == structures[1]
-    if not alike or (cache.key.shape[-1], cache.key.dtype) != (one.key.shape[-1], one.key.dtype):
+    if not alike or (cache.key.shape[-1], dtypes_of(cache)) != (one.key.shape[-1], dtypes_of(one)):
         raise ValueError(
-            f"a cache of {own} heads of dimension {one.key.shape[-1]} in {one.key.dtype} does not fit into a row of "
-            f"{lead} heads of dimension {cache.key.shape[-1]} in {cache.key.dtype}: expected one row of the same "
+            f"a cache of {own} heads of dimension {one.key.shape[-1]} in {dtypes_of(one)} does not fit into a row of "
+            f"{lead} heads of dimension {cache.key.shape[-1]} in {dtypes_of(cache)}: expected one row of the same "
             "model, policy, positions and dtype."
         )
     if one.num_slots > cache.num_slots:

@@ -21,13 +21,13 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.typing import DTypeLike
 from jaxtyping import Array, Int
 
 import kvjax
 from kvjax import OutputProjection, Policy
 from kvjax.checks import check_count
 from kvjax.policy import policy_of
+from kvjax.quantise import DtypesLike
 from models import engine
 from models.by_layer import LayerSteps, next_token, runs_by_layer
 from models.decoder import Decoder
@@ -110,7 +110,7 @@ class Engine:
         page_size: int = PAGE_SIZE,
         projection: OutputProjection | None = None,
         scorer: Scorer | None = None,
-        cache_dtype: DTypeLike | None = None,
+        cache_dtype: DtypesLike | None = None,
     ):
         if not isinstance(model, Decoder):
             raise ValueError(f"the model is a {type(model).__name__}; give a Decoder, such as models.load returns.")

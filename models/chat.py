@@ -23,6 +23,7 @@ import jax
 import kvjax
 import models
 from kvjax.policy import policy_of
+from kvjax.quantise import check_dtypes
 from models import commands, selecting
 from models.cli import add_run_flags, run_settings
 from models.layer_caches import AnyCache
@@ -173,7 +174,7 @@ class Conversation:
         """
         info = kvjax.cache_info(path)
         dtype = self.settings.get("cache_dtype") or self.model.embedding[...].dtype.name
-        for name, ours in (self._made_with() | {"dtype": dtype}).items():
+        for name, ours in (self._made_with() | {"dtype": str(check_dtypes(dtype))}).items():
             theirs = info[name]
             if theirs != ours:
                 which = "another model" if name == "model" else f"the {name} {theirs}, and this one has {ours}"

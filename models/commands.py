@@ -22,7 +22,7 @@ from typing import IO, Any, NamedTuple, NoReturn
 import jax
 
 import kvjax
-from kvjax.quantise import check_dtype
+from kvjax.quantise import check_dtypes
 
 LOCK_FILE = ".lock"
 EXIT_CODES = """exit codes:
@@ -172,15 +172,15 @@ def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
 
 
 def cache_dtype(text: str) -> str:
-    """Return the name of a cache's dtype on a command line, as the ``type`` of a flag.
+    """Return the name of a cache's dtype on a command line, or of its two, as the ``type`` of a flag.
 
     Example:
         >>> from models.commands import cache_dtype
-        >>> cache_dtype("int8")
-        'int8'
+        >>> cache_dtype("int8"), cache_dtype("int8/bfloat16")
+        ('int8', 'int8/bfloat16')
     """
     try:
-        return check_dtype(text)
+        return str(check_dtypes(text))
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error).removesuffix(".")) from None
 
@@ -191,7 +191,8 @@ def add_cache_dtype_flag(flags: argparse.ArgumentParser) -> None:
         "--cache-dtype",
         type=cache_dtype,
         metavar="DTYPE",
-        help="keys and values of the cache: float32, bfloat16, float16, int8 or float8_e4m3fn (default: the model's)",
+        help="keys and values of the cache: float32, bfloat16, float16, int8 or float8_e4m3fn, or two of them, such as "
+        "int8/bfloat16 (default: the model's)",
     )
 
 

@@ -18,13 +18,13 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 import kvjax
 from kvjax import OutputProjection, Policy
 from kvjax.checks import check_count, is_known
 from kvjax.policy import policy_of
+from kvjax.quantise import DtypesLike
 from kvjax.sources import Source
 from models.butler import Butler
 from models.by_layer import LayerSteps, next_token, runs_by_layer
@@ -96,7 +96,7 @@ def prefill(
     projection: OutputProjection | None = None,
     butler: Butler | None = None,
     scorer: Scorer | None = None,
-    cache_dtype: DTypeLike | None = None,
+    cache_dtype: DtypesLike | None = None,
 ) -> Prefilled:
     """Run a prompt through the model block by block; under a budget in slots, memory does not grow with the prompt.
 
@@ -124,9 +124,9 @@ def prefill(
             every call computes it.
         butler: the predictor that a policy such as ``butler+caote`` scores by.
         scorer: the scorer that a policy such as ``zap`` scores by (:func:`load_scorer`).
-        cache_dtype: of keys and values: floats, or "int8" or "float8_e4m3fn" (:func:`kvjax.quantise`); the model's
-            dtype by default. Where weights are traced, by jax.jit or jax.grad, rows are rounded to eight bits but kept
-            as floats, so that a derivative passes.
+        cache_dtype: of keys and values: floats, or "int8" or "float8_e4m3fn" (:func:`kvjax.quantise`); or a pair of
+            both, such as ("int8", "bfloat16"). The model's dtype by default. Where weights are traced, by jax.jit or
+            jax.grad, rows are rounded to eight bits but kept as floats, so that a derivative passes.
 
     Returns:
         The cache and the logits, float32.
@@ -169,7 +169,7 @@ def hidden_states(
     projection: OutputProjection | None = None,
     butler: Butler | None = None,
     scorer: Scorer | None = None,
-    cache_dtype: DTypeLike | None = None,
+    cache_dtype: DtypesLike | None = None,
 ) -> Hidden:
     """Run a prompt as :func:`prefill` does, and return the hidden states that the head computes all logits from.
 
@@ -215,7 +215,7 @@ def generate(
     end: tuple[int, ...] | None = None,
     page_size: int = PAGE_SIZE,
     projection: OutputProjection | None = None,
-    cache_dtype: DTypeLike | None = None,
+    cache_dtype: DtypesLike | None = None,
 ) -> Generation:
     """Generate answers to prompts: feed the prompt in blocks, then tokens until each row has ended.
 
@@ -296,7 +296,7 @@ def stream(
     on_cache: Callable[[AnyCache], None] | None = None,
     page_size: int = PAGE_SIZE,
     projection: OutputProjection | None = None,
-    cache_dtype: DTypeLike | None = None,
+    cache_dtype: DtypesLike | None = None,
 ) -> Iterator[tuple[np.ndarray, AnyCache]]:
     """Yield the tokens of each step of :func:`generate` as they come, with the cache after that step.
 

@@ -20,16 +20,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
-from jax.typing import DTypeLike
 from jaxtyping import Array, Int
 
 import kvjax
 from kvjax import PagedCache, Policy, Reconstruction
 from kvjax.attention import check_policy
-from kvjax.cache import Positions
+from kvjax.cache import Positions, dtypes_of
 from kvjax.checks import MOST, check_count, is_known, plain, shown
 from kvjax.policy import check_measured, policy_of
-from kvjax.quantise import check_dtype, is_quantised
+from kvjax.quantise import Dtypes, DtypesLike, check_dtypes, is_quantised
 from kvjax.sources import Source
 from kvjax.window import observed
 from models.butler import Butler, ButlerConfig
@@ -42,6 +41,7 @@ When = Literal["block", "prompt", "published"]
 HostOrDevice = Array | np.ndarray
 Tokens = Int[HostOrDevice, "B T"] | Sequence[Sequence[int]]  # rows of one length, or a list of rows
 PAGE_SIZE = 16
+FLOAT32 = Dtypes("float32", "float32")
 _HERE = (os.path.dirname(__file__) + os.sep,)  # so that a warning names the line that called this package
 
 
@@ -66,7 +66,7 @@ class Options:
     page_size: int = PAGE_SIZE
     reserve: int = 0  # slots for tokens after the prompt
     fit_prompt: bool = True  # whether a short prompt may have fewer slots
-    cache_dtype: DTypeLike | None = None
+    cache_dtype: DtypesLike | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,8 +87,9 @@ class Plan:
     heads: int = 0  # of the cache, in each layer
     positions: Positions = "absolute"
     overfull: bool = False  # a row without context holds more than its budget, so its question's last block evicts
-    cache_dtype: str = "float32"  # of keys and values
-    rounded_to: str | None = None  # eight bits to which rows are rounded but not stored, for a derivative
+    cache_dtype: Dtypes = FLOAT32
+    # Eight bits to which keys, and values, are rounded but not stored, for a derivative.
+    rounded_to: tuple[str | None, ...] = (None, None)
 
 
 class Kept(NamedTuple):
@@ -99,7 +100,7 @@ class Kept(NamedTuple):
     held: np.ndarray
     slots: int
     positions: Positions
-    dtype: str
+    dtypes: Dtypes
     pages: int = 0
     page_size: int = 0
 
@@ -353,26 +354,25 @@ def plan_run(model: Decoder, prompt: CheckedPrompt, options: Options, butler: Bu
     return _sized(config, plan, prompt, options, budgets), rows
 
 
-def _stored(model: Decoder, asked: DTypeLike | None, kept: Kept | None) -> tuple[str, str | None]:
-    """Return the dtype of a run's cache, and the eight bits that rows are rounded to but not stored in (Plan)."""
+def _stored(model: Decoder, asked: DtypesLike | None, kept: Kept | None) -> tuple[Dtypes, tuple[str | None, ...]]:
+    """Return the dtypes of a run's cache, and the eight bits that rows are rounded to but not stored in (Plan)."""
     own = jax.tree.leaves(model.embedding)[0].dtype.name  # so that shapes alone, without arrays, will do
-    name = own if asked is None else check_dtype(asked)
+    names = Dtypes(own, own) if asked is None else check_dtypes(asked)
     traced = not is_known(*jax.tree.leaves(model))
-    if kept is None:
-        if traced and is_quantised(name):  # a derivative may be taken, and none passes through eight bits
-            return own, name
-        return name, None
-    if asked is not None and name != kept.dtype:
+    if kept is None:  # where a derivative may be taken, none passes through eight bits
+        rounded_to = tuple(name if traced and is_quantised(name) else None for name in names)
+        return Dtypes(*(own if eight else name for name, eight in zip(names, rounded_to, strict=True))), rounded_to
+    if asked is not None and names != kept.dtypes:
         raise ValueError(
-            f"the cache is of {kept.dtype}, but cache_dtype is {name!r}: a cache keeps its dtype, so leave cache_dtype "
-            "out."
+            f"the cache is of {kept.dtypes}, but cache_dtype is {str(names)!r}: a cache keeps its dtype, so leave "
+            "cache_dtype out."
         )
-    if traced and is_quantised(kept.dtype):
+    if traced and any(map(is_quantised, kept.dtypes)):
         raise ValueError(
-            f"the weights are traced (by jax.jit, vmap or grad), but a cache of {kept.dtype} passes no derivative on: "
+            f"the weights are traced (by jax.jit, vmap or grad), but a cache of {kept.dtypes} passes no derivative on: "
             "call outside, or continue from a cache of floats."
         )
-    return kept.dtype, None
+    return kept.dtypes, (None, None)
 
 
 def moments(policy: Policy | None, when: When, evict_every: int | None) -> tuple[Literal["block", "prompt"], int]:
@@ -687,12 +687,12 @@ def kept_of(model: Decoder, cache: AnyCache, policy: Policy | None, rows: int) -
                 "with, or none."
             ) from None
     held = np.asarray(jnp.moveaxis(cache.num_live, 1, 0)).reshape(B, L * K)
-    start, dtype = np.asarray(cache.next_position), one.key.dtype.name
+    start, dtypes = np.asarray(cache.next_position), dtypes_of(one)
     if isinstance(cache, PagedCache):
         page_size = cache.page_size
         slots, pages = cache.num_slots, cache.owner.shape[0]
-        return Kept(K, start, held, slots, cache.positions, dtype, pages, page_size)
-    return Kept(K, start, held, cache.num_slots, cache.positions, dtype)
+        return Kept(K, start, held, slots, cache.positions, dtypes, pages, page_size)
+    return Kept(K, start, held, cache.num_slots, cache.positions, dtypes)
 
 
 def _padded(tokens: Tokens, lengths: HostOrDevice | None) -> tuple[np.ndarray, HostOrDevice | None]:

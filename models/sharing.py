@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 import kvjax
 from kvjax import Context, Evidence, KVCache, OutputProjection, Policy
 from kvjax.checks import check_count
 from kvjax.policy import policy_of
+from kvjax.quantise import DtypesLike
 from models.butler import Butler
 from models.decoder import Decoder
 from models.engine import logits_of, newest_of, prefill, projected, run_question
@@ -78,7 +78,7 @@ def prefill_each(
     page_size: int = PAGE_SIZE,
     butler: Butler | None = None,
     scorer: Scorer | None = None,
-    cache_dtype: DTypeLike | None = None,
+    cache_dtype: DtypesLike | None = None,
 ) -> Iterator[Prefilled]:
     """Run one prompt under many policies and budgets; those that evict once, after the prompt, share the model's work.
 

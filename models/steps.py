@@ -305,9 +305,9 @@ def rounded_rows(
     plan: Plan, query: Float[Array, "B T N D"], key: Float[Array, "B T K D"], value: Float[Array, "B T K D"]
 ) -> tuple[Float[Array, "B T N D"], Float[Array, "B T K D"], Float[Array, "B T K D"]]:
     """Round a block's keys and values to eight bits where they are stored as floats for the sake of a derivative."""
-    if plan.rounded_to is None:
-        return query, key, value
-    return query, kvjax.straight_through(key, plan.rounded_to), kvjax.straight_through(value, plan.rounded_to)
+    of_key, of_value = plan.rounded_to
+    key = key if of_key is None else kvjax.straight_through(key, of_key)
+    return query, key, value if of_value is None else kvjax.straight_through(value, of_value)
 
 
 def decode_positions(finished: Array, next_position: Int[Array, "B"]) -> Int[Array, "B 1"]:

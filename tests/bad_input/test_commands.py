@@ -125,6 +125,7 @@ retriever --prompt x --temperature -1 | retriever --prompt x --temperature nan |
 retriever --prompt x --temperature inf | retriever --prompt x --top-k 0 | retriever --prompt x --top-k -3
 retriever --prompt x --top-p 0 | retriever --prompt x --top-p 2 | retriever --prompt x --top-p nan
 retriever --prompt x --cache-dtype int4 | retriever --prompt x --cache-dtype "" | retriever --prompt x --cache-dtype
+retriever --prompt x --cache-dtype int8/int8/int8 | retriever --prompt x --cache-dtype int8,int8
 retriever --prompt x --dtype float8 | retriever --prompt x --dtype "" | retriever --prompt x --dtype int32
 retriever --prompt x --mesh "" | retriever --prompt x --mesh two | retriever --prompt x --mesh data=0
 retriever --prompt x --mesh data=9999 | retriever --prompt x --mesh tensor=3 | retriever --prompt x --mesh data=2
@@ -146,7 +147,7 @@ retriever --prompt x --seed x | retriever --prompt x --seed 99999999999999999999
 """
 EVERY_EVAL = """
 --model nowhere | --model good.txt | --model empty | --model untold | --batch 0 | --batch -1 | --batch x | --block 0
---cache-dtype int4 | --cache-dtype ""
+--cache-dtype int4 | --cache-dtype "" | --cache-dtype int8/
 --dtype float8 | --mesh nine | --mesh data=9999 | --policies "" | --policies h2oo | --policies "h2o+("
 --policies snapkv --budgets 8
 --policies h2o --budgets "" | --policies h2o --budgets 0 | --policies h2o --budgets -1 | --policies h2o --budgets many

@@ -124,6 +124,8 @@ CACHE = {
             ("positions", "relative"),
             ("dtype", "float7"),
             ("dtype", "int32"),
+            ("dtype", ("int8", "int8", "int8")),
+            ("dtype", "int8/int4"),
             ("dtype", object),
         ]
     },
@@ -177,6 +179,7 @@ CACHE = {
             ("query_heads", 3),
             ("query_heads", 0),
             ("dtype", "float7"),
+            ("dtype", ("int8", 7)),
             ("page_size", 0),
             ("policy", "snapkv"),
         ]

@@ -194,6 +194,7 @@ def test_a_simulated_selection_decodes_no_answers():
         (dict(policy="tova", budget="lots"), "neither slots per head"),
         (dict(policy="tova", budget=8, when="never"), "when is 'never'"),
         (dict(policy="tova", budget=8, cache_dtype="int4"), "dtype is 'int4'"),
+        (dict(policy="tova", budget=8, cache_dtype="int8/int8/int8"), "expected one dtype, or a pair"),
         (dict(select="quest", budget=0.5, cache_dtype="int8"), "leave cache_dtype out"),
         (dict(policy="tova", budget=8, block=0), "block is 0"),
         (dict(select="quest"), "give the share that is read"),

@@ -167,13 +167,11 @@ def test_a_gpu_that_triton_converts_no_float8_on_takes_the_reference(operation):
 
 def test_rows_of_other_dtypes_are_refused_with_those_that_kernels_read():
     call, (query, _, value, _, *rest) = shapes("cache_attention", ("int8", "int8"))
-    key = jax.ShapeDtypeStruct(value.shape, jnp.float64)
-    why = (
-        "keys are float64, but the kernels take float32, bfloat16, int8, float8_e4m3fn; use implementation='reference'"
-    )
-    with jax.enable_x64(True), on_device(AbstractDevice("TPU v5e", 1, "tpu")):
-        with pytest.raises(NotImplementedError, match=why):
-            jax.eval_shape(functools.partial(call, implementation="pallas_tpu"), query, key, value, None, *rest)
+    run = functools.partial(call, implementation="pallas_tpu")
+    why = "keys are float64, but the kernels take float32, bfloat16, int8, float8_e4m3fn; use implementation="
+    tpu = on_device(AbstractDevice("TPU v5e", 1, "tpu"))
+    with jax.enable_x64(True), tpu, pytest.raises(NotImplementedError, match=why):
+        jax.eval_shape(run, query, jax.ShapeDtypeStruct(value.shape, jnp.float64), value, None, *rest)
 
 
 @pytest.mark.tpu

@@ -41,6 +41,8 @@ KINDS = [  # a policy, layers, dtype
     ("expected_attention(sinks=1)@model", 2, "float16"),
     ("h2o+caote", 2, "int8"),
     ("h2o@layer", None, "float8_e4m3fn"),
+    ("h2o+caote", 2, ("float8_e4m3fn", "int8")),
+    ("h2o@layer", None, ("float32", "float8_e4m3fn")),
 ]
 PLAIN, PAGED = "h2o+protect(recent=2)", "h2o+protect(recent=2)@layer"  # the last token is there
 FREQUENCY = 0.1 ** jnp.arange(D // 2)[None]
@@ -79,7 +81,7 @@ def step(policy: str):
 
 
 @functools.cache
-def filled(policy: str, layers: int | None = None, dtype: str = "float32"):
+def filled(policy: str, layers: int | None = None, dtype: str | tuple[str, str] = "float32"):
     """A cache that has seen three blocks, and lost some tokens of them."""
     cache = kvjax.empty_cache(
         policy, layers=layers, batch=B, kv_heads=K, query_heads=N, head_dim=D, dtype=dtype, block=T, page_size=2,
@@ -124,6 +126,19 @@ def test_a_cache_comes_back_bit_for_bit(policy, layers, dtype, path):
     kvjax.save_cache(path, cache, policy=policy)
     assert_same(kvjax.load_cache(path), cache)
     assert_same(kvjax.load_cache(path, policy=policy), cache)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "said"), [("int8", "int8"), (("int8", "int8"), "int8"), (("int8", "bfloat16"), "int8/bfloat16")]
+)
+def test_a_file_names_one_dtype_where_keys_and_values_are_alike(dtype, said, path):
+    """As all files did before keys and values could differ."""
+    kvjax.save_cache(path, filled("full", dtype=dtype))
+    assert kvjax.cache_info(path)["dtype"] == said
+    info, arrays = of(path)
+    write(path, info | {"dtype": "int8/int8/int8"}, arrays)
+    why = "has keys or values that no cache has: dtype is 'int8/int8/int8'; expected one dtype, or a pair"
+    assert why in refused(kvjax.load_cache, path)
 
 
 @pytest.mark.parametrize(("policy", "layers", "dtype"), KINDS)
@@ -448,7 +463,7 @@ def test_float64_without_x64_is_refused(path):
     info, arrays = of(path)
     arrays |= {name: arrays[name].astype("float64") for name in ("key", "value")}
     write(path, info | {"dtype": "float64"}, arrays)
-    assert "has keys of float64, for which JAX needs jax_enable_x64" in refused(kvjax.load_cache, path)
+    assert "has keys or values of float64, for which JAX needs jax_enable_x64" in refused(kvjax.load_cache, path)
 
 
 @functools.cache

@@ -32,9 +32,10 @@ def test_what_a_prompt_leaves_takes_the_bytes_that_were_predicted(policy, rows):
     assert predicted.keys_values == cache.key.nbytes + cache.value.nbytes
 
 
+@pytest.mark.parametrize("dtype", ["int8", ("int8", "bfloat16"), "float32/float8_e4m3fn"])
 @pytest.mark.parametrize("policy", ["h2o", "keydiff@layer"])
-def test_rows_of_eight_bits_are_counted_with_their_scales(policy):
-    sizes = SHAPE | dict(budget=40, block=16, dtype="int8", page_size=4)
+def test_rows_of_eight_bits_are_counted_with_their_scales(policy, dtype):
+    sizes = SHAPE | dict(budget=40, block=16, dtype=dtype, page_size=4)
     cache = jax.eval_shape(lambda: kvjax.empty_cache(policy, **sizes))
     assert kvjax.memory(**sizes, policy=policy).total == sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
 

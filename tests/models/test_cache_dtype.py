@@ -1,4 +1,4 @@
-"""Runs whose caches have another dtype than the model: the tokens, the bytes, what goes on from them."""
+"""Runs whose caches have other dtypes than the model: the tokens, the bytes, what goes on from them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+import kvjax
 import models
+from kvjax.cache import dtypes_of
+from kvjax.quantise import check_dtypes
 from models.layer_caches import LayerCaches
 from models.parameters import partition
 from tests.models import reference
@@ -26,7 +29,7 @@ def decoder():
 
 
 @functools.cache
-def prefilled(dtype: str | None):
+def prefilled(dtype: str | tuple[str, str] | None):
     return models.prefill(decoder(), PROMPT, cache_dtype=dtype, **SETTINGS)
 
 
@@ -40,19 +43,46 @@ def test_int8_takes_a_quarter_of_float32_and_changes_the_logits_little():
     assert 0 < change < 0.05 * np.ptp(floats.logits)
 
 
-def test_where_weights_are_traced_the_same_rows_are_kept_as_floats_and_a_derivative_passes():
+@pytest.mark.parametrize("dtype", [("int8", "float32"), "float32/float8_e4m3fn"])
+def test_keys_and_values_have_dtypes_of_their_own(dtype):
+    mixed = prefilled(dtype)
+    expected = check_dtypes(dtype)
+    assert dtypes_of(mixed.cache) == expected
+    assert (mixed.cache.key_scale is None, mixed.cache.value_scale is None) == tuple(x == "float32" for x in expected)
+    change = np.abs(np.asarray(mixed.logits) - prefilled(None).logits).max()
+    assert 0 < change < 0.05 * np.ptp(prefilled(None).logits)
+    predicted = kvjax.memory(
+        layers=2, kv_heads=2, head_dim=8, query_heads=4, batch=2, policy="h2o+caote", budget=16, block=8, dtype=dtype
+    )
+    assert mixed.cache.nbytes == predicted.total
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float32/int8"])
+def test_where_weights_are_traced_the_same_rows_are_kept_as_floats_and_a_derivative_passes(dtype):
     weights = jax.tree.map(lambda x: x, decoder())
 
     def first_logit(model):
-        cache, logits = models.prefill(model, PROMPT, cache_dtype="int8", **SETTINGS)
+        cache, logits = models.prefill(model, PROMPT, cache_dtype=dtype, **SETTINGS)
         return logits.sum(), (cache, logits)
 
     (_, (cache, logits)), slope = jax.value_and_grad(first_logit, has_aux=True)(weights)
-    assert cache.key.dtype == "float32" and cache.key_scale is None
-    np.testing.assert_allclose(logits, prefilled("int8").logits, rtol=1e-4, atol=1e-4)
-    np.testing.assert_array_equal(cache.position, prefilled("int8").cache.position)
+    assert str(dtypes_of(cache)) == "float32" and cache.key_scale is None and cache.value_scale is None
+    np.testing.assert_allclose(logits, prefilled(dtype).logits, rtol=1e-4, atol=1e-4)
+    np.testing.assert_array_equal(cache.position, prefilled(dtype).cache.position)
     of_key, of_value = (np.asarray(slope.layers.arrays()[name]) for name in ("key", "value"))
     assert all(np.isfinite(x).all() and (x != 0).any() for x in (of_key, of_value))
+
+
+def test_a_conversation_keeps_the_dtypes_of_its_cache():
+    mixed, turn = prefilled(("int8", "float32")).cache, PROMPT[:, :4]
+    for named in (None, "int8/float32"):
+        again = models.prefill(decoder(), turn, cache=mixed, cache_dtype=named, **SETTINGS)
+        assert str(dtypes_of(again.cache)) == "int8/float32"
+    why = "the cache is of int8/float32, but cache_dtype is 'int8': a cache keeps its dtype, so leave cache_dtype out"
+    with pytest.raises(ValueError, match=why):
+        models.prefill(decoder(), turn, cache=mixed, cache_dtype="int8", **SETTINGS)
+    with pytest.raises(ValueError, match="but a cache of int8/float32 passes no derivative on"):
+        jax.grad(lambda model: models.prefill(model, turn, cache=mixed, **SETTINGS).logits.sum())(decoder())
 
 
 def test_a_conversation_keeps_the_dtype_of_its_cache():
@@ -70,6 +100,8 @@ def test_a_conversation_keeps_the_dtype_of_its_cache():
 def test_an_unknown_dtype_is_refused():
     with pytest.raises(ValueError, match="dtype is 'int4'; keys and values are floats, such as 'bfloat16', or 'int8'"):
         models.prefill(decoder(), PROMPT, cache_dtype="int4", **SETTINGS)
+    with pytest.raises(ValueError, match=r"dtype is .*; expected one dtype, or a pair of keys' and values'"):
+        models.prefill(decoder(), PROMPT, cache_dtype=("int8",) * 3, **SETTINGS)
 
 
 def test_policies_that_share_a_prompt_get_what_each_gets_alone():
@@ -83,27 +115,29 @@ def test_policies_that_share_a_prompt_get_what_each_gets_alone():
         assert cache.key.dtype == "int8"
 
 
-def test_a_stream_by_layers_takes_the_tokens_of_one_program(run_by_layer):
-    settings = SETTINGS | dict(cache_dtype="int8", max_new_tokens=4, end=())
+@pytest.mark.parametrize("dtype", ["int8", "float32/int8"])
+def test_a_stream_by_layers_takes_the_tokens_of_one_program(run_by_layer, dtype):
+    settings = SETTINGS | dict(cache_dtype=dtype, max_new_tokens=4, end=())
     run_by_layer(False)
     whole = models.generate(decoder(), PROMPT, **settings)
     run_by_layer()
     steps = list(models.stream(decoder(), PROMPT, **settings))
     np.testing.assert_array_equal(np.stack([token for token, _ in steps], axis=1), whole.tokens)
     cache = steps[-1][1]
-    assert isinstance(cache, LayerCaches) and cache.key_scale.shape == cache.position.shape
+    assert isinstance(cache, LayerCaches) and cache.value_scale.shape == cache.position.shape
+    assert (cache.key_scale is None) == (dtype != "int8")
     stacked = models.stacked(cache)
-    assert stacked.key.dtype == "int8" and stacked.nbytes == whole.cache.nbytes
+    assert str(dtypes_of(stacked)) == dtype and stacked.nbytes == whole.cache.nbytes
     np.testing.assert_array_equal(np.sort(stacked.position), np.sort(whole.cache.position))
     np.testing.assert_array_equal(cache.value_scale, stacked.value_scale)
 
 
-@pytest.mark.parametrize("when", ["block", "prompt"])
-def test_heads_that_compete_keep_rows_of_eight_bits_in_pages(when):
+@pytest.mark.parametrize(("when", "dtype"), [("block", "int8"), ("prompt", "int8"), ("block", "float32/int8")])
+def test_heads_that_compete_keep_rows_of_eight_bits_in_pages(when, dtype):
     settings = dict(policy="key_norm@layer", budget=16, block=8, page_size=4, when=when)
-    eight = models.prefill(decoder(), PROMPT, cache_dtype="int8", **settings)
+    eight = models.prefill(decoder(), PROMPT, cache_dtype=dtype, **settings)
     floats = models.prefill(decoder(), PROMPT, **settings)
-    assert eight.cache.key.dtype == "int8" and eight.cache.key_scale.shape == eight.cache.position.shape
+    assert str(dtypes_of(eight.cache)) == dtype and eight.cache.value_scale.shape == eight.cache.position.shape
     assert int(eight.cache.num_live.sum()) == int(floats.cache.num_live.sum()) == 2 * 2 * 2 * 16
     assert np.abs(np.asarray(eight.logits) - floats.logits).max() < 0.05 * np.ptp(floats.logits)
 

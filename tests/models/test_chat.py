@@ -273,6 +273,7 @@ def test_a_conversation_is_kept_and_goes_on(talk, tmp_path, each_way):
         (dict(budget=64), "the budget 48, and this one has 64"),
         (dict(policy=None, budget=None), "the policy snapkv.* and this one has full"),
         (dict(cache_dtype="int8"), "the dtype float32, and this one has int8"),
+        (dict(cache_dtype=("float32", "int8")), "the dtype float32, and this one has float32/int8"),
     ],
 )
 def test_a_conversation_of_another_kind_is_not_taken(talk, tmp_path, settings, sentence):

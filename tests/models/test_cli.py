@@ -175,7 +175,7 @@ def test_bad_flags_end_in_one_sentence(flags, sentence, capsys):
 def test_a_cache_of_eight_bits_takes_its_bytes(capsys):
     command = ["retriever", "--prompt", PROMPT, "--policy", "h2o+caote", "--budget", "16", "--json", *SMALL]
     bytes_of = {}
-    for dtype in (None, "int8"):
+    for dtype in (None, "int8", "int8/bfloat16"):
         assert cli.main([*command, *([] if dtype is None else ["--cache-dtype", dtype])]) == 0
         figures = json.loads(capsys.readouterr().out)
         assert figures["cache_dtype"] == dtype
@@ -183,9 +183,7 @@ def test_a_cache_of_eight_bits_takes_its_bytes(capsys):
     config = models.load("retriever")[0].config
     of = dict(layers=config.num_layers, kv_heads=config.num_kv_heads, head_dim=config.head_dim, policy="h2o+caote")
     of |= dict(budget=16, block=16, query_heads=config.num_heads)
-    assert bytes_of == {
-        None: kvjax.memory(**of, dtype="float32").total, "int8": kvjax.memory(**of, dtype="int8").total
-    }  # fmt: skip
+    assert bytes_of == {dtype: kvjax.memory(**of, dtype=dtype or "float32").total for dtype in bytes_of}
 
 
 @pytest.mark.parametrize(
