@@ -77,6 +77,11 @@ def run_of(result: dict[str, Any]) -> Run:
     )
 
 
+def per_token(result: dict[str, Any], length: int) -> dict[str, Any]:
+    """Return a result with the bytes that its cache takes per token of a prompt of this length."""
+    return result | {"bytes_per_token": round(result["cache_bytes"] / length, 1)}
+
+
 def _setting(run: Run, length: int) -> needle.Setting:
     return needle.Setting(run.policy, run.slots(length), run.when, run.question, cache_dtype=run.cache_dtype)
 
@@ -183,7 +188,7 @@ def command(flags: argparse.Namespace) -> None:
             seconds = round((time.time() - begun) / len(together), 1)
             return [
                 {
-                    **{name: value for name, value in result.items() if name != "cells"},
+                    **{name: value for name, value in per_token(result, flags.length).items() if name != "cells"},
                     "share": run.budget,
                     "block": run.block,
                     "seconds": seconds,
@@ -196,7 +201,7 @@ def command(flags: argparse.Namespace) -> None:
             if flags.json is not None:
                 provenance.write(flags, data(results), made_of)
 
-        done = before.get("results", [])
+        done = [per_token(result, flags.length) for result in before.get("results", [])]
         progress.update(total * len({run_of(result) for result in done} & set(study.runs)))
         results = measure(study, of_runs, done=done, on_result=save)
         progress.set_description("done")

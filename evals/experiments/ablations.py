@@ -24,7 +24,7 @@ KNOWN, UNKNOWN = "question known", "question unknown"
 class Run:
     """One measurement. ``budget`` is a share of the prompt, or None for the full cache.
 
-    ``cache_dtype`` is that of keys and values, None for the model's.
+    ``cache_dtype`` is that of keys and values, or both of them, "int8/bfloat16"; None for the model's.
     """
 
     policy: str
@@ -88,7 +88,8 @@ class Gain(Claim):
 @dataclasses.dataclass(frozen=True)
 class Study:
     """One ablation. ``note`` stands below its table and picture. ``caveat`` stands beside its claims and names what
-    was chosen when some of the outcomes had been seen.
+    was chosen when some of the outcomes had been seen. With ``by_bytes`` the picture has each point at the bytes that
+    its cache takes per token of the prompt, as measured, and not at its ``x``.
     """
 
     name: str
@@ -100,6 +101,7 @@ class Study:
     connect: bool = True
     note: str = ""
     caveat: str = ""
+    by_bytes: bool = False
 
     @property
     def runs(self) -> tuple[Run, ...]:
@@ -761,10 +763,18 @@ def window() -> Study:
 
 
 def eight_bits() -> Study:
-    """Build the study of quality against bytes: eviction alone, eight bits alone, and both."""
+    """Build the study of quality against bytes: eviction alone, eight bits of keys, values or both alone, and both."""
     policy, wide, narrow = "snapkv(window=8)+caote", "bfloat16", "int8"
     asked: dict[str, Question] = {KNOWN: "after", UNKNOWN: "agnostic"}
     shares = (1 / 16, 1 / 8, 1 / 4, 1 / 2)
+    alone: tuple[float | None] = (None,)
+    lines: dict[str, Sequence[float | None]] = {
+        wide: (*shares, None),
+        narrow: (*shares, None),
+        "float8_e4m3fn": (*shares[2:], None),
+        f"{narrow}/{wide}": (*shares[2:], None),
+        f"{wide}/{narrow}": (*shares[2:], None),
+    }
 
     def run(question: Question, dtype: str, share: float | None) -> Run:
         if share is None:
@@ -775,29 +785,32 @@ def eight_bits() -> Study:
         return tuple(run(question, dtype, share) for share in chosen)
 
     points = [
-        Point(panel, dtype, (share or 1) * of_wide, run(asks, dtype, share))
+        Point(panel, dtype, share or 1.0, run(asks, dtype, share))
         for panel, asks in asked.items()
-        for dtype, of_wide in ((wide, 1.0), (narrow, 0.5))
-        for share in (*shares, None)
+        for dtype, chosen in lines.items()
+        for share in chosen
     ]
-    said: tuple[tuple[str, Sequence[float | None], Sequence[float | None], Literal["better", "same"]], ...] = (
-        ("eight bits alone keep what the full cache recalls", (None,), (None,), "same"),
-        ("eight bits cost nothing at the same budget", shares, shares, "same"),
-        ("at the same bytes, eight bits are better than half the budget", shares[1:], shares[:-1], "better"),
-    )
+    said: list[tuple[str, str, Sequence[float | None], Sequence[float | None], Literal["better", "same"]]] = [
+        (f"{dtype} alone keeps what the full cache recalls", dtype, alone, alone, "same") for dtype in [*lines][1:]
+    ]
+    said += [
+        (f"{narrow} costs nothing at the same budget", narrow, shares, shares, "same"),
+        (f"{narrow} is better than half the budget in {wide}", narrow, shares[1:], shares[:-1], "better"),
+    ]
     claims = [
-        Claim(OURS, f"{text} ({panel})", of_shares(asks, narrow, some), of_shares(asks, wide, others), expects)
+        Claim(OURS, f"{text} ({panel})", of_shares(asks, dtype, some), of_shares(asks, wide, others), expects)
         for panel, asks in asked.items()
-        for text, some, others, expects in said
+        for text, dtype, some, others, expects in said
     ]
     return Study(
         "eight-bits",
         "Eviction and eight bits: recall against bytes",
-        "bytes of keys and values, as a share of the full cache in bfloat16",
+        "bytes of the cache per token of the prompt",
         tuple(points),
         tuple(claims),
         tuple(Run("full", None, "block", question) for question in asked.values()),
-        note=f"{policy}, once after the prompt; the axis leaves out the 4 bytes of each scale of {narrow}",
+        note=f"{policy}, once after the prompt; the last point of a line keeps all tokens; a/b: keys in a, values in b",
+        by_bytes=True,
     )
 
 

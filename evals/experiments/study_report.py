@@ -20,11 +20,12 @@ def table(study: Study, results: Mapping[Run, dict[str, Any]]) -> str:
     rows = []
     for panel, line, x, run in places:
         result = results[run]
+        at = f"{x:.0%}" if isinstance(x, float) else str(x).replace("\n", " ")
         rows.append(
             (
                 panel,
                 line,
-                f"{x:.0%}" if isinstance(x, float) else str(x).replace("\n", " "),
+                f"{result['bytes_per_token']:,.0f} B" if study.by_bytes else at,
                 run.policy,
                 "all" if run.budget is None else str(result["budget"]),
                 {"block": f"by {run.block}", "prompt": "once"}[run.when] if run.budget is not None else "never",
@@ -70,7 +71,7 @@ def _study_panel(
     axis: Any, study: Study, points: Sequence[Point], results: Mapping[Run, dict[str, Any]], recency: str
 ) -> None:
     lines = list(dict.fromkeys(point.line for point in points))
-    xs: list[Any] = list(dict.fromkeys(point.x for point in points))
+    xs: list[Any] = list(dict.fromkeys(_place(study, point, results) for point in points))
     numeric = all(isinstance(x, float) for x in xs)
     shares = {point.run.budget for point in points}
     questions = {point.run.question for point in points}
@@ -82,7 +83,7 @@ def _study_panel(
     for run, result in results_here.items():
         if run.policy == recency and run.budget is not None and run.budget in shares:
             floor[run.budget] = result["recall"]
-    if floor and numeric:
+    if floor and numeric and not study.by_bytes:
         axis.plot(
             sorted(floor), [floor[x] for x in sorted(floor)], color="#999999", linewidth=1, label="recency", zorder=1
         )
@@ -93,9 +94,10 @@ def _study_panel(
         found = [results[point.run] for point in own]
         shift = number - (len(lines) - 1) / 2
         if numeric:  # the axis is logarithmic, so points are shifted by a factor
-            at = [float(point.x) * 1.015**shift for point in own]
+            at = [float(_place(study, point, results)) * 1.015**shift for point in own]
         else:
-            at = [xs.index(point.x) + shift * (0.06 if study.connect else 0.72 / len(lines)) for point in own]
+            apart = 0.06 if study.connect else 0.72 / len(lines)
+            at = [xs.index(_place(study, point, results)) + shift * apart for point in own]
         recall = [result["recall"] for result in found]
         error = [[r["recall"] - r["low"] for r in found], [r["high"] - r["recall"] for r in found]]
         axis.errorbar(
@@ -106,7 +108,8 @@ def _study_panel(
         )  # fmt: skip
     if numeric:
         axis.set_xscale("log")
-        axis.set_xticks(xs, [f"{100 * x:g}%" for x in xs], fontsize=9.5)
+        ticks = _ticks(xs) if study.by_bytes else {x: f"{100 * x:g}%" for x in xs}
+        axis.set_xticks(list(ticks), list(ticks.values()), fontsize=9.5)
         axis.minorticks_off()
     else:
         axis.set_xticks(range(len(xs)), [str(x) for x in xs], fontsize=9.5)
@@ -124,6 +127,17 @@ def _study_panel(
         bbox_to_anchor=(0.5, -0.16 if axis.get_xlabel() else -0.13),
         ncols=2,
     )
+
+
+def _place(study: Study, point: Point, results: Mapping[Run, dict[str, Any]]) -> Any:
+    """Return where a point is drawn on the axis."""
+    return results[point.run]["bytes_per_token"] if study.by_bytes else point.x
+
+
+def _ticks(xs: Sequence[float]) -> dict[float, str]:
+    """Return the ticks of an axis in bytes: the powers of two among them, and the next ones around."""
+    low, high = (round(bound(np.log2(end))) for bound, end in ((np.floor, min(xs)), (np.ceil, max(xs))))
+    return {float(2**power): f"{2**power:,}" for power in range(low, high + 1)}
 
 
 def _bars(error: Sequence[Sequence[float]]) -> np.ndarray:
