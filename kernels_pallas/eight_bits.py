@@ -25,12 +25,12 @@ def widened(rows: Real[Array, "*rows D"], like: DTypeLike) -> Float[Array, "*row
     return rows.astype(jnp.float32).astype(like) if rows.dtype.itemsize == 1 else rows
 
 
-def zero(dtype: DTypeLike) -> int | float:
+def filler(dtype: DTypeLike) -> int | float:
     """Return 0 as a masked load of Triton takes it: a float for floats, as no int becomes a float of eight bits.
 
     Example:
-        >>> from kernels_pallas.eight_bits import zero
-        >>> zero("int8"), zero("float8_e4m3fn")
+        >>> from kernels_pallas.eight_bits import filler
+        >>> filler("int8"), filler("float8_e4m3fn")
         (0, 0.0)
     """
     return 0.0 if jnp.issubdtype(dtype, jnp.floating) else 0

@@ -21,7 +21,7 @@ from jax.experimental.pallas import triton
 from jaxtyping import Array, Float, Int
 
 from kernels_pallas.cache_attention.queries import IN_WINDOW, IS_LAST, POSITION, UNSEEN, of_one_query
-from kernels_pallas.eight_bits import unread, unread_on_gpu, widened, zero
+from kernels_pallas.eight_bits import filler, unread, unread_on_gpu, widened
 from kernels_pallas.prepare import Rounded
 from kernels_pallas.softmax import scaled
 
@@ -178,7 +178,7 @@ def _load(ref, row, width, layer=None):
     column = jax.lax.broadcasted_iota(jnp.int32, (1, width), 1)
     there = (row < ref.shape[-2])[:, None] & (column < ref.shape[-1])
     stack = () if layer is None else (jnp.full_like(row, layer[0])[:, None],)
-    return triton.load(ref.at[(*stack, row[:, None], column)], mask=there, other=zero(ref.dtype))
+    return triton.load(ref.at[(*stack, row[:, None], column)], mask=there, other=filler(ref.dtype))
 
 
 def _dot(a, b, dims):

@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int
 
 from kernels_pallas.caote_topk.reference import Norm
 from kernels_pallas.caote_topk.slots import is_protected, remaining
-from kernels_pallas.eight_bits import unread, unread_on_gpu, zero
+from kernels_pallas.eight_bits import filler, unread, unread_on_gpu
 
 ELEMENTS = 8192  # of the values, held in a program's registers at a time
 SLOTS = 512  # of a program
@@ -134,7 +134,7 @@ def _sum_up(layer, weights, slot, value, *refs, scales, step, steps, fast):
     def row_of(number):
         there, number = (number >= 0) & (column < D), jnp.maximum(number, 0)
         place = value.at[jnp.full_like(column, layer[0]), number, column]
-        row = triton.load(place, mask=there, other=zero(value.dtype)).astype(jnp.float32)
+        row = triton.load(place, mask=there, other=filler(value.dtype)).astype(jnp.float32)
         for scale in scales:
             row *= triton.load(scale.at[number])
         return _clean(row)
@@ -256,7 +256,7 @@ def _values(value, scales, layer, number, column):
     _, S, D = value.shape
     there = (number < S)[:, None] & (column < D)[None, :]
     place = value.at[jnp.full_like(number, layer)[:, None], number[:, None], column[None, :]]
-    v = triton.load(place, mask=there, other=zero(value.dtype)).astype(jnp.float32)
+    v = triton.load(place, mask=there, other=filler(value.dtype)).astype(jnp.float32)
     for scale in scales:
         v *= triton.load(scale.at[number], mask=number < S, other=0.0)[:, None]
     finite = jnp.min(jnp.where(jnp.abs(v) < jnp.inf, 1, 0), axis=1) > 0

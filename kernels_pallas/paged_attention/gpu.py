@@ -14,7 +14,7 @@ from jax.experimental.pallas import triton
 from jaxtyping import Array
 
 from kernels_pallas.cache_attention.gpu import Storage, attend_heads, beyond
-from kernels_pallas.eight_bits import zero
+from kernels_pallas.eight_bits import filler
 from kernels_pallas.paged_attention.pages import table_ends
 
 
@@ -33,7 +33,7 @@ def of_heads(query, about, span, key, value, key_position, table, *scales, round
         column = jax.lax.broadcasted_iota(jnp.int32, (1, width), 1)
         there = (page >= 0) & (column < ref.shape[2])
         row = ref.at[jnp.maximum(page, 0), (slot % size)[:, None], column]
-        return triton.load(row, mask=there, other=zero(ref.dtype))
+        return triton.load(row, mask=there, other=filler(ref.dtype))
 
     storage = Storage(
         array=pl.BlockSpec(key.shape, lambda *_: (0, 0, 0)),

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from kernels_pallas.eight_bits import unread, unread_on_gpu, widened, zero
+from kernels_pallas.eight_bits import filler, unread, unread_on_gpu, widened
 from kernels_pallas.softmax import scaled
 
 PROGRAMS = 264  # two for each multiprocessor of an H100 or H200, which run at once
@@ -120,7 +120,7 @@ def _attend(layer, query, key, value, slots, *refs, rounded, steps, step, rows, 
         # Slot -1 is masked: nothing is read, and its row is 0. A slot beyond the cache is clipped to the last one.
         index = (jnp.full_like(slot, layer[0])[:, None], jnp.clip(slot, 0, S - 1)[:, None], column)
         there = read[:, None] & (column < D)
-        k, v = (triton.load(ref.at[index], mask=there, other=zero(ref.dtype)) for ref in (key, value))
+        k, v = (triton.load(ref.at[index], mask=there, other=filler(ref.dtype)) for ref in (key, value))
         of_keys, of_values = (
             [triton.load(ref.at[jnp.clip(slot, 0, S - 1)], mask=read, other=0.0)[None, :] for ref in refs]
             for refs in (key_scales, value_scales)
