@@ -62,8 +62,8 @@ def over_heads(
     """Wrap a function so that each device of a mesh runs it on its own batch rows and heads.
 
     XLA cannot split a kernel by itself, but batch rows and heads are independent. Rows are split over the mesh's axis
-    "data" and heads over "tensor", as ``models.parameters.partition`` splits them; an array that is sharded otherwise is moved.
-    ``function`` returns a tuple. Without a mesh it runs as it is.
+    "data" and heads over "tensor", as ``models.parameters.partition`` splits them; an array that is sharded otherwise
+    is moved. ``function`` returns a tuple. Without a mesh it runs as it is.
 
     Args:
         inputs, outputs: each array's axes, such as "b k s d"; those named b, k or n are split, the others are not.
