@@ -48,6 +48,7 @@ from kvjax.rows import join, leave
 from kvjax.scores import (
     butler,
     cake,
+    dapq,
     expected_attention,
     finch,
     fit_predictor,
@@ -105,6 +106,7 @@ __all__ = [
     "critical",
     "curdkv",
     "dequantise",
+    "dapq",
     "empty_cache",
     "evict",
     "expected_attention",

@@ -54,22 +54,28 @@ NO_WORDS = RepeatPrompt()
 
 @dataclasses.dataclass(frozen=True)
 class Reconstruction:
-    """Asks for the model to repeat its prompt after it, ``chunk`` tokens at a time, while the policy observes (KVzip).
+    """Asks for tokens of the prompt to be fed again after it, while the policy observes, and to be taken back.
 
-    ``sinks`` first tokens are seen with every chunk. ``statistics`` are those that a score reads of the attention while
-    the model repeats, and only then. ``prompt`` asks the model to repeat (:func:`models.with_repeat_prompt`).
+    For KVzip the model repeats its prompt, ``chunk`` tokens at a time. ``sinks`` first tokens are seen with every
+    chunk. ``statistics`` are those that a score reads of the attention while the model repeats, and only then.
+    ``prompt`` asks the model to repeat (:func:`models.with_repeat_prompt`).
+
+    For DapQ, where ``pseudo`` is not 0, the prompt's ``tokens``, that many of its last or first ones, are fed once in
+    place of the answer to come. They see the whole prompt, and a score reads its own statistics of them.
     """
 
-    chunk: int
-    sinks: int
-    statistics: frozenset[str]
+    chunk: int = 0
+    sinks: int = 0
+    statistics: frozenset[str] = frozenset()
     prompt: RepeatPrompt = NO_WORDS
+    pseudo: int = 0
+    tokens: Literal["last", "first"] = "last"
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Reconstructed:
-    """The part of the prompt that a block repeats: the tokens at the positions [start, stop) of each row.
+    """The part of the prompt that a block observes: the tokens at the positions [start, stop) of each row.
 
     The repeated copies, and what asks for them, are at the positions from ``end`` on, behind the prompt. They attend
     over the whole cache. The statistics are those of attention over the ``sinks`` first tokens, the tokens of the part
@@ -99,7 +105,7 @@ class Needs:
         rotary: the rotary frequencies.
         prediction: a predictor's queries and keys.
         score: the scores that a scorer predicts.
-        reconstruction: the attention while the model repeats its prompt.
+        reconstruction: the attention of tokens that are fed after the prompt and taken back.
 
     Example:
         >>> import kvjax

@@ -24,7 +24,7 @@ from kvjax.cache import Positions
 from kvjax.checks import check_count, plain, typed
 from kvjax.eviction_error import score as eviction_error
 from kvjax.names import called, makers, registered
-from kvjax.observation import Needs, Observation, Weights
+from kvjax.observation import Needs, Observation, Reconstruction, Weights
 from kvjax.topk import share_of
 from kvjax.window import Window, observed
 
@@ -169,6 +169,7 @@ def base_score(
     published: Moments | None = None,
 ) -> Policy:
     """Make a stateless base score from a function of the observation, which is all that most published scores need.
+    reconstruction: Reconstruction | None = None,
 
     Args:
         name: its name in tables.
@@ -182,6 +183,7 @@ def base_score(
         published: when its paper evicts.
 
     Example:
+        reconstruction: the tokens that are fed after the prompt, observed and taken back.
         >>> import jax.numpy as jnp
         >>> import kvjax
         >>> value_norm = kvjax.base_score("value_norm", lambda o: jnp.linalg.norm(o.value, axis=-1)[:, :, None])
@@ -195,7 +197,7 @@ def base_score(
         name=name,
         init=no_state,
         update=lambda _, state, observation: (score(observation), state),
-        needs=Needs(frozenset(statistics), window, frozenset(projections), rotary),
+        needs=Needs(frozenset(statistics), window, frozenset(projections), rotary, reconstruction=reconstruction),
         protections=() if protection is None else (protection,),
         base=True,
         nonnegative=nonnegative,
@@ -314,7 +316,7 @@ def allocated(policy: Policy, allocation: Allocation) -> Policy:
             f"of {plain!r} can be; put 'normalise' between."
         )
     needs = policy.needs
-    if allocation.statistics and needs.reconstruction is not None:
+    if allocation.statistics and needs.reconstruction is not None and not needs.reconstruction.pseudo:
         raise ValueError(
             f"{name!r}: {allocation.name!r} measures the attention of the text's last queries, but {plain!r} evicts "
             "after the model has repeated its prompt; take another allocation."

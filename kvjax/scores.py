@@ -129,6 +129,55 @@ def snapkv(*, window: int = 32, kernel: int = 13, pooling: Literal["avg", "max"]
 
 
 @register
+def dapq(
+    *,
+    window: int = 32,
+    kernel: int = 13,
+    pooling: Literal["avg", "max"] = "avg",
+    tokens: Literal["last", "first"] = "last",
+) -> Policy:
+    """Score a token by the mean attention of pseudo queries at the positions to come (DapQ, arXiv 2603.11564).
+
+    After the prompt, and once, ``window`` tokens are fed at the positions of the answer's first tokens, observed, and
+    taken back: where a query stands decides its attention more than what it says. The rest is :func:`kvjax.snapkv`,
+    with the defaults of its kernel and pooling: scores are pooled, and the prompt's last ``window`` tokens stay. So the
+    two differ in nothing but where the queries stand.
+
+    This follows the paper's abstract and summaries; its full text could not be read. The pseudo tokens' words, their
+    number, the pooling and the protection are our reading. In decode, where ``evict_every`` asks for it, the steps' own
+    queries observe.
+
+    Args:
+        window: how many pseudo tokens observe; a block has at least as many.
+        kernel: width of the pooling over neighbours in position order among the live tokens, an odd number.
+        pooling: "avg" or "max".
+        tokens: which of the prompt's tokens are fed again: the "last", as SnapKV observes them, or the "first". A
+            shorter prompt is fed more than once.
+
+    Example:
+        >>> import kvjax
+        >>> policy = kvjax.parse("dapq(window=16)+caote@adakv")
+        >>> policy.needs.reconstruction.pseudo, policy.protections
+        (16, (Protection(sinks=0, recent=16),))
+    """
+    check_kernel("dapq", kernel)
+    _check_window("dapq", window)
+
+    def score(o: Observation) -> Scores:
+        return _pooled_before(o.columns.window_mean, o, window, kernel, pooling)
+
+    return base_score(
+        "dapq",
+        score,
+        statistics=("window_mean",),
+        window=window,
+        protection=Protection(recent=window),
+        reconstruction=Reconstruction(pseudo=window, tokens=tokens),
+        published=Moments("prompt", 0, "arXiv 2603.11564, abstract: once, by queries that stand for the answer's"),
+    )
+
+
+@register
 def finch(*, window: int = 32) -> Policy:
     """Score a token by the question's attention, each query's weighted by what it sees (FINCH, arXiv 2408.00167).
 

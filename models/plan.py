@@ -207,7 +207,7 @@ def blocks_of(prompt: CheckedPrompt, block: int, exact: bool = False) -> Prompt:
 
 
 def repeats_of(prompt: CheckedPrompt, wanted: Reconstruction, block: int, exact: bool = False) -> Blocks | None:
-    """Cut what makes the model repeat its context into blocks; None where no row has a context.
+    """Cut what is fed after the context and taken back into blocks; None where no row has a context.
 
     Each part of the context has as many blocks, which end where it ends. The blocks of a row with fewer parts are empty
     at first, so that all rows end in the last block.
@@ -215,7 +215,8 @@ def repeats_of(prompt: CheckedPrompt, wanted: Reconstruction, block: int, exact:
     context = prompt.lengths - prompt.questions
     if not context.any():
         return None
-    rows = [_asked_parts(tokens[:length], wanted) for tokens, length in zip(prompt.tokens, context, strict=True)]
+    each_row = zip(prompt.tokens, context, prompt.start, strict=True)
+    rows = [_asked_parts(tokens[:length], wanted, int(seen)) for tokens, length, seen in each_row]
     most = max(len(row) for row in rows)
     each = math.ceil(max(len(part.tokens) for row in rows for part in row) / block)
     B, width = len(rows), each * block
@@ -238,19 +239,25 @@ def repeats_of(prompt: CheckedPrompt, wanted: Reconstruction, block: int, exact:
 
 def _most_repeated(prompt: CheckedPrompt, wanted: Reconstruction) -> int:
     """Return how many tokens a part takes at most, with those that ask for it."""
+    if wanted.pseudo:
+        return wanted.pseudo
     chunk, ask = min(wanted.chunk, int((prompt.lengths - prompt.questions).max())), wanted.prompt
     return chunk + max(len(ask.first), len(ask.following) + ask.overlap) + len(ask.suffix)
 
 
 class _Part(NamedTuple):
-    """A part of the context, its tokens [start, stop), and the tokens that make the model repeat it."""
+    """A part of the context, its tokens [start, stop), and the tokens that are fed to observe it."""
 
     start: int
     stop: int
     tokens: np.ndarray
 
 
-def _asked_parts(context: np.ndarray, wanted: Reconstruction) -> list[_Part]:
+def _asked_parts(context: np.ndarray, wanted: Reconstruction, seen: int) -> list[_Part]:
+    """Return the parts of a row's context; ``seen`` tokens came before it, in earlier turns."""
+    if wanted.pseudo and len(context):
+        some = context[-wanted.pseudo :] if wanted.tokens == "last" else context
+        return [_Part(-seen, len(context), np.resize(some, wanted.pseudo))]  # a shorter context begins anew
     parts, ask = [], wanted.prompt
     for start in range(0, len(context), wanted.chunk):
         stop = min(start + wanted.chunk, len(context))
@@ -379,8 +386,8 @@ def moments(policy: Policy | None, when: When, evict_every: int | None) -> tuple
     """Return when a run evicts: after every "block" or once after the "prompt", and in decode every how many steps.
 
     Args:
-        when: "published" means as in the policy's paper (:class:`kvjax.Moments`). A policy for which the model repeats
-            its prompt (KVzip) evicts once after the prompt, as in its paper, whatever is given.
+        when: "published" means as in the policy's paper (:class:`kvjax.Moments`). A policy that observes tokens
+            fed after the prompt (KVzip, DapQ) evicts once after the prompt, as in its paper, whatever is given.
         evict_every: the number of decode steps between evictions, 0 for never. By default the paper's for "published";
             else the length of the policy's observation window, by whose queries it scores, or 1 without a window.
 
