@@ -67,7 +67,7 @@ from kvjax.scores_of_keys import curdkv, key_norm, keydiff, lagkv, q_filters
 from kvjax.select import select, selected_mask
 from kvjax.sources import Source, parse_source
 from kvjax.topk import keep_mask
-from kvjax.transforms import chunks, critical, normalise, pool, positions, protect
+from kvjax.transforms import cam, chunks, critical, normalise, pool, positions, protect
 
 __version__ = "0.2.0"
 __all__ = [
@@ -97,6 +97,7 @@ __all__ = [
     "butler",
     "cache_info",
     "cake",
+    "cam",
     "caote",
     "chain",
     "check_block",
@@ -105,8 +106,8 @@ __all__ = [
     "compact",
     "critical",
     "curdkv",
-    "dequantise",
     "dapq",
+    "dequantise",
     "empty_cache",
     "evict",
     "expected_attention",

@@ -452,6 +452,7 @@ def _ask(
         measured=None if measure is None else measure(observation),
         end=end,
         allocation=policy.allocation,
+        merging=policy.merging,
     )
     return evidence, state
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
-import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
-from kvjax.cache import KVCache, as_stored, floats_of
+from kvjax.cache import KVCache, floats_of
 from kvjax.checks import real_array, typed
+from kvjax.merging import Merging, folded, most_similar
 from kvjax.names import check_number
-
-SMALL = 1e-6  # added to lengths, as in kvpress
 
 
 @typed
@@ -26,6 +25,7 @@ def merge(before: KVCache, after: KVCache, *, similarity: float = 0.0) -> KVCach
 
     An eviction leaves keys and values where they are, so the two caches say which tokens went. Where tokens leave block
     by block, each eviction is followed by its own merge; a value that took others in counts as one token from then on.
+    A policy does both at once with the link ``merge``: ``snapkv+merge``. The cost is O(S^2) per head.
 
     Args:
         before: the cache before :func:`kvjax.evict`.
@@ -49,13 +49,8 @@ def merge(before: KVCache, after: KVCache, *, similarity: float = 0.0) -> KVCach
             f"the caches {before.key.shape} and {after.key.shape} differ; give one cache before and after an eviction."
         )
     check_number("merge", "similarity", similarity, 0, 1, "a cosine in [0, 1]")
-    gone = before.live & ~after.live
-    wide = floats_of(after)
-    arrays = (wide.key, wide.value, gone, after.live)
-    heads = tuple(x.reshape(-1, *x.shape[after.position.ndim - 1 :]) for x in arrays)
-    merged = jax.lax.map(lambda head: _merged(similarity, *head), heads)  # [S, S] of one head at a time
-    rows = as_stored(after, wide.key, merged.reshape(after.value.shape).astype(wide.value.dtype))
-    return dataclasses.replace(after, value=rows["value"], value_scale=rows.get("value_scale"))
+    fold = functools.partial(most_similar, similarity=similarity)
+    return folded(Merging("merge", fold), after, before.position, after.position)
 
 
 @typed
@@ -103,30 +98,3 @@ def think(cache: KVCache, query: Float[Array, "*L B T N D"], *, share: float = 0
     place = jnp.argsort(jnp.argsort(scores, axis=-1), axis=-1)
     kept = (place >= int(D * share))[..., None, :]
     return dataclasses.replace(cache, key=jnp.where(kept, cache.key, 0))
-
-
-def _length(x: Float[Array, "S D"]) -> Float[Array, "S"]:
-    squares = jnp.sum(x * x, axis=-1)
-    some = squares > 0  # a root has no derivative at 0
-    return jnp.where(some, jnp.sqrt(jnp.where(some, squares, 1)), 0)
-
-
-def _merged(
-    similarity: float,
-    key: Float[Array, "S D"],
-    value: Float[Array, "S D"],
-    gone: Bool[Array, "S"],
-    live: Bool[Array, "S"],
-) -> Float[Array, "S D"]:
-    """Return one head's values after the merge."""
-    wide = jnp.where((live | gone)[:, None], value.astype(jnp.float32), 0)  # stale slots may hold no numbers
-    unit = jnp.where((live | gone)[:, None], key.astype(jnp.float32), 0)
-    unit = unit / jnp.maximum(_length(unit)[:, None], SMALL)
-    cosine = jnp.where(live, jnp.matmul(unit, unit.T, precision=jax.lax.Precision.HIGHEST), -jnp.inf)
-    target, nearest = jnp.argmax(cosine, axis=-1), jnp.max(cosine, axis=-1)
-    length = _length(wide)
-    weight = jnp.maximum(nearest, 0) * length / (length + length[target] + SMALL)
-    weight = jnp.where(gone & (nearest >= similarity), weight, 0)
-    total = jnp.zeros_like(weight).at[target].add(weight)
-    added = jnp.zeros_like(wide).at[target].add(weight[:, None] * wide)
-    return jnp.where((total > 0)[:, None], (wide + added) / (1 + total)[:, None], value)

@@ -14,6 +14,7 @@ from kvjax.allocation import UNIFORM, Allocation, Contest, parse_allocation
 from kvjax.cache import KVCache
 from kvjax.checks import check_tokens, plain, real_array
 from kvjax.insertion import Cache, batch_rows
+from kvjax.merging import Merging, folded
 from kvjax.observation import Weights
 from kvjax.paged import PagedCache, release, write_layer
 from kvjax.topk import keep_mask
@@ -33,6 +34,7 @@ class Evidence:
         measured: what the allocation measured of the attention, if anything.
         end: the position from which on tokens leave whatever they score, per row; None where all may stay.
         allocation: how many slots each head gets.
+        merging: how the values of evicted tokens are folded into those that stay; None for not at all.
 
     Example:
         >>> import kvjax
@@ -47,9 +49,16 @@ class Evidence:
     measured: Float[Array, "*L B measures"] | None = None
     end: Int[Array, "B"] | None = None
     allocation: Allocation = dataclasses.field(default=UNIFORM, metadata={"static": True})
+    merging: Merging | None = dataclasses.field(default=None, metadata={"static": True})
 
     @classmethod
-    def of_layers(cls, cache: Cache, allocation: Allocation, end: Int[Array, "B"] | None = None) -> Evidence:
+    def of_layers(
+        cls,
+        cache: Cache,
+        allocation: Allocation,
+        end: Int[Array, "B"] | None = None,
+        merging: Merging | None = None,
+    ) -> Evidence:
         """Make empty evidence for all layers of a cache; :meth:`with_layer` fills it in."""
         *L, B, _ = cache.heads_shape
         return cls(
@@ -58,6 +67,7 @@ class Evidence:
             measured=jnp.zeros((*L, B, allocation.measures), jnp.float32) if allocation.measures else None,
             end=end,
             allocation=allocation,
+            merging=merging,
         )
 
     def with_layer(self, cache: Cache, layer: int | Int[Array, ""] | None, said: Evidence) -> Evidence:
@@ -132,6 +142,9 @@ def evict(
         rows = batch_rows(cache) if layer is None else batch_rows(cache)[0]
         position = jnp.where(position >= evidence.end[rows][..., None], -1, position)
         cache = dataclasses.replace(cache, next_position=jnp.minimum(cache.next_position, evidence.end))
+    if evidence.merging is not None and not isinstance(cache, KVCache):
+        merging = evidence.merging.name
+        raise ValueError(f"{merging!r} merges values in plain caches, but this one is paged; leave the link out.")
     whole = jnp.broadcast_to(jnp.asarray(budget) >= cache.num_slots, cache.next_position.shape)  # lose nothing
     if not evidence.allocation.fills:  # then only an idle row is sure to lose nothing
         whole = whole & (evidence.entered == 0) & isinstance(scores, Evidence)
@@ -152,7 +165,7 @@ def evict(
             implementation=implementation,
         )
         assert isinstance(cache, KVCache)
-        return _with_positions(cache, kept.position, layer)
+        return _left(cache, evidence, position, kept.position, layer, excess)
     if evidence.scores.shape != position.shape:
         raise ValueError(f"scores {evidence.scores.shape} do not fit the slots: expected {position.shape}.")
     if evidence.allocation.even and isinstance(cache, KVCache):
@@ -160,10 +173,10 @@ def evict(
     else:
         contest = _contest(cache, evidence, position, budget, layer)
         stays = evidence.allocation.keep(contest) | (contest.live & whole[contest.batch][..., None])
-    position = jnp.where(stays, position, -1)
+    after = jnp.where(stays, position, -1)
     if isinstance(cache, PagedCache):
-        return release(dataclasses.replace(cache, position=position))
-    return _with_positions(cache, position, layer)
+        return release(dataclasses.replace(cache, position=after))
+    return _left(cache, evidence, position, after, layer, excess)
 
 
 def _positions_of(cache: Cache, layer: int | Int[Array, ""] | None, allocation: Allocation) -> Int[Array, "*slots"]:
@@ -184,13 +197,20 @@ def _positions_of(cache: Cache, layer: int | Int[Array, ""] | None, allocation: 
     return cache.position[layer]
 
 
-def _with_positions(
-    cache: KVCache, position: Int[Array, "*slots"], layer: int | Int[Array, ""] | None = None
+def _left(
+    cache: KVCache,
+    evidence: Evidence,
+    before: Int[Array, "*slots"],
+    after: Int[Array, "*slots"],
+    layer: int | Int[Array, ""] | None,
+    excess: int | None,
 ) -> KVCache:
-    """Return the plain cache with other positions, in all layers or in one; a slot of position -1 is free."""
+    """Return the plain cache with the positions after the eviction, in all layers or in one, and with merged values."""
+    if evidence.merging is not None:
+        cache = folded(evidence.merging, cache, before, after, layer, excess)
     if layer is not None:
-        position = cache.position.at[layer].set(position)
-    return dataclasses.replace(cache, position=position)
+        after = cache.position.at[layer].set(after)
+    return dataclasses.replace(cache, position=after)
 
 
 def _contest(

@@ -23,6 +23,7 @@ from kvjax.allocation import UNIFORM, Allocation, parse_allocation
 from kvjax.cache import Positions
 from kvjax.checks import check_count, plain, typed
 from kvjax.eviction_error import score as eviction_error
+from kvjax.merging import Merging
 from kvjax.names import called, makers, registered
 from kvjax.observation import Needs, Observation, Reconstruction, Weights
 from kvjax.topk import share_of
@@ -80,6 +81,7 @@ class Policy:
         positions: how the cache rotates its keys; see :class:`kvjax.KVCache`.
         allocation: how many slots each head gets.
         published: when its paper evicts, None without a paper; a chain takes it from the last link that has one.
+        merging: how the values of evicted tokens are folded into those that stay; None for not at all.
         measured: the layers and KV heads of the model that a link's numbers were measured on; None for any model.
     """
 
@@ -97,6 +99,7 @@ class Policy:
     positions: Positions = "absolute"
     allocation: Allocation = UNIFORM
     published: Moments | None = None
+    merging: Merging | None = None
     measured: tuple[int, int] | None = None
 
     def __str__(self) -> str:
@@ -166,10 +169,10 @@ def base_score(
     projections: tuple[str, ...] = (),
     rotary: bool = False,
     nonnegative: bool = True,
+    reconstruction: Reconstruction | None = None,
     published: Moments | None = None,
 ) -> Policy:
     """Make a stateless base score from a function of the observation, which is all that most published scores need.
-    reconstruction: Reconstruction | None = None,
 
     Args:
         name: its name in tables.
@@ -180,10 +183,10 @@ def base_score(
         projections: the parts that it reads of the layer's output projection (``kvjax.projection.KINDS``).
         rotary: whether it reads the rotary frequencies.
         nonnegative: whether the scores are never below 0, so that ``caote`` may follow.
+        reconstruction: the tokens that are fed after the prompt, observed and taken back.
         published: when its paper evicts.
 
     Example:
-        reconstruction: the tokens that are fed after the prompt, observed and taken back.
         >>> import jax.numpy as jnp
         >>> import kvjax
         >>> value_norm = kvjax.base_score("value_norm", lambda o: jnp.linalg.norm(o.value, axis=-1)[:, :, None])
@@ -244,6 +247,11 @@ def chain(*links: Policy) -> Policy:
         if len(choices) > 1:
             raise ValueError(f"{name!r} asks for {what} {' and '.join(sorted(choices))}; a policy has one of them.")
 
+    mergings = [link.merging for link in links if link.merging is not None]
+    if len(mergings) > 1:
+        both = " and ".join(merging.name for merging in mergings[:2])
+        raise ValueError(f"{name!r} merges values twice, by {both}; keep one of them.")
+
     comparable = all(link.comparable for link in links)
     if "layer" in heads and not comparable:
         raise ValueError(
@@ -281,6 +289,7 @@ def chain(*links: Policy) -> Policy:
         heads=heads.pop(),
         positions=positions.pop(),
         published=next((link.published for link in reversed(links) if link.published is not None), None),
+        merging=mergings[0] if mergings else None,
     )
 
 
@@ -304,6 +313,11 @@ def allocated(policy: Policy, allocation: Allocation) -> Policy:
         raise ValueError(
             f"{name!r}: {plain!r} keeps one set of tokens for all heads of a layer, but {allocation.name!r} gives "
             "heads different numbers of slots; take heads='group', or leave the allocation out."
+        )
+    if not allocation.even and policy.merging is not None:
+        raise ValueError(
+            f"{name!r}: {policy.merging.name!r} merges values in plain caches, but {allocation.name!r} gives heads "
+            "different numbers of slots, in pages; leave the allocation or the link out."
         )
     if allocation.scope != "head" and not policy.comparable:
         raise ValueError(

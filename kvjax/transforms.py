@@ -1,7 +1,8 @@
-"""Links that may follow a base score: normalisation, pooling, chunks, protection, CriticalKV, and keys' positions."""
+"""Links that may follow a base score: normalisation, pooling, chunks, protection, merging, CriticalKV, positions."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Literal
 
 import jax
@@ -10,6 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.cache import Positions, by_position, nth_true
 from kvjax.checks import MOST, check_count
+from kvjax.merging import Merging, Received, most_similar, next_tokens
 from kvjax.names import check_number, check_protected
 from kvjax.observation import Needs, Observation
 from kvjax.policy import Moments, Policy, Protection, Scores, no_state, register, unchanged
@@ -140,6 +142,67 @@ def critical(*, safe: float = 0.5, epsilon: float = 1e-4) -> Policy:
         nonnegative=True,
         published=Moments("prompt", 0, "arXiv 2502.03805: after the prompt, before generation"),
     )
+
+
+@register
+def merge(*, similarity: float = 0.0) -> Policy:
+    """Fold the values of the tokens that leave into those of the most similar that stay (D2O, arXiv 2406.13035).
+
+    Scores pass unchanged, and so does the choice of the tokens that leave. Each of them goes to the token of its head
+    whose key has the largest cosine ``s`` with its own; that value becomes ``(v + sum w u) / (1 + sum w)`` over the
+    values u that go there, with kvpress' weights ``w = s |u| / (|u| + |v|)``. :func:`kvjax.merge` does the same to two
+    caches; it has the module's name ``kvjax.merge``, so a chain in Python takes ``kvjax.parse``, or
+    ``kvjax.transforms.merge``.
+
+    All heads keep the same number of tokens, in a plain cache. An eviction after a block takes O(S^2) time per head; a
+    decode step, where one token leaves, O(S), and a copy of the layer's values.
+
+    Args:
+        similarity: the smallest cosine at which a token is merged, in [0, 1]; 0 as in kvpress. D2O's moves with the
+            text.
+
+    Example:
+        >>> import kvjax
+        >>> str(kvjax.parse("h2o+caote+merge(similarity=0.5)"))
+        'h2o+caote+merge(similarity=0.5)'
+    """
+    check_number("merge", "similarity", similarity, 0, 1, "a cosine in [0, 1]")
+    merging = Merging("merge", functools.partial(most_similar, similarity=similarity))
+    return Policy("merge", no_state, unchanged, merging=merging)
+
+
+@register
+def cam(*, window: int = 32) -> Policy:
+    """Share the values of the tokens that leave among the next tokens that stay (CaM, ICML 2024, kvpress' CAMPress).
+
+    Scores pass unchanged. Of a token that leaves, each of the ``window`` next tokens that stay, or of the m that there
+    are, gets ``p v / m``. CaM merges a token or does not, by a draw with the probability
+    ``p = min(1, A / mean(A of those m))``, where A is the attention that a token has received so far. Here p itself is
+    the factor, the mean over all draws: no eviction depends on random numbers. kvpress merges only as many tokens as
+    came in since the last eviction; here all that leave are merged.
+
+    Caches and cost are those of ``merge``; A takes float32 ``[B, K, S]`` more.
+
+    Args:
+        window: among how many tokens a value is shared, at most; 32 as in kvpress.
+
+    Example:
+        >>> import kvjax
+        >>> str(kvjax.parse("streaming+cam(window=8)"))
+        'streaming+cam(window=8)'
+    """
+    check_count("cam: window", window, 1, "give the number of tokens that share a value, an int from 1")
+
+    def init(B: int, K: int, G: int, S: int, D: int) -> Received:
+        return Received(jnp.zeros((B, K, S), jnp.float32))
+
+    def update(scores: Scores, state: Received, o: Observation) -> tuple[Scores, Received]:
+        if o.context.reconstructed is not None:  # the text's own queries count
+            return scores, state
+        return scores, Received(state.attention + jnp.mean(o.columns.sum, axis=2))
+
+    merging = Merging("cam", functools.partial(next_tokens, window=window))
+    return Policy("cam", init, update, Needs(frozenset({"sum"})), merging=merging)
 
 
 @register

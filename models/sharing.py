@@ -234,7 +234,8 @@ def _block(
     of_whom = next((plan for plan in plans if plan.policy is not None and plan.policy.needs.rotary), plans[0])
     block = block_of(model.config, of_whom, position, lengths, None)
     states, shares = cache.state, [budget for budget in budgets if budget is not None]
-    whole = tuple(Evidence.of_layers(cache, policy.allocation) for policy in policies) if asks else ()
+    empty = (Evidence.of_layers(cache, policy.allocation, merging=policy.merging) for policy in policies)
+    whole = tuple(empty) if asks else ()
 
     def attend_at(carry, index, window, query, key, value):
         cache, said = carry

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import cache_transforms
+from kvjax import merging
 from kvjax.cache import floats_of
 
 L, B, K, S, D, G, T = 2, 2, 2, 9, 4, 3, 5
@@ -75,8 +75,10 @@ def test_rows_of_eight_bits_are_merged_and_thinned_as_floats():
 
 
 def test_values_and_keys_of_zeros_have_a_derivative():
+    gone, stays, received = np.array([0]), np.array([False, True, True]), np.zeros(3)
+
     def merged(key, value):
-        return cache_transforms._merged(0.0, key, value, np.array([True, False, False]), np.array([False, True, True]))
+        return merging.most_similar(merging.Head(key, value, np.arange(3), stays, gone, received), 0.0)[0]
 
     found = jax.grad(lambda *rows: jnp.sum(merged(*rows) ** 2), argnums=(0, 1))(jnp.zeros((3, 4)), jnp.zeros((3, 4)))
     assert all(np.isfinite(array).all() for array in found)

@@ -1,0 +1,141 @@
+"""Merging, the second way to free a slot: an eviction folds the values of the tokens that leave into those that stay.
+
+A policy declares it (``Policy.merging``, by the links ``merge`` and ``cam``), and :func:`kvjax.evict` does it as soon
+as it knows which tokens leave. Keys stay as they are. A value that took others in counts as one token from then on, so
+what a link remembers of a token, such as CriticalKV's norm, is that of the token alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.cache import KVCache, as_stored, by_position, floats_of, nth_true
+
+SMALL = 1e-6  # added to lengths, as in kvpress
+TOGETHER = 1 << 22  # numbers up to which all heads are merged at once: a decode step, in which one token leaves each
+
+
+class Head(NamedTuple):
+    """One head at an eviction; keys and values are float32, 0 where no token was.
+
+    ``position`` is that before the eviction, ``stays`` marks the tokens that are left, and ``gone`` has the slots of
+    those that are not, S where there are no more. ``received`` is the attention of :class:`Received`, 0 without it.
+    """
+
+    key: Float[Array, "S D"]
+    value: Float[Array, "S D"]
+    position: Int[Array, "S"]
+    stays: Bool[Array, "S"]
+    gone: Int[Array, "E"]
+    received: Float[Array, "S"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Merging:
+    """How values are merged; ``fold`` returns a head's new values, and which slots they are new in."""
+
+    name: str
+    fold: Callable[[Head], tuple[Float[Array, "S D"], Bool[Array, "S"]]]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Received:
+    """A link's state: the attention that each token has received from all queries, the group's mean."""
+
+    attention: Float[Array, "*L B K S"]
+
+
+def folded(
+    merging: Merging,
+    cache: KVCache,
+    before: Int[Array, "*heads S"],
+    after: Int[Array, "*heads S"],
+    layer: int | Int[Array, ""] | None = None,
+    most: int | None = None,
+) -> KVCache:
+    """Return the cache with the values of the tokens that leave merged into those that stay.
+
+    Args:
+        before, after: the positions before and after the eviction, of all heads or of those of one layer.
+        layer: that layer, in a cache that stacks them.
+        most: the largest number of tokens that leave a head; None where any number may.
+    """
+    here = cache if layer is None else cache.layer(layer)
+    wide, gone = floats_of(here), (before >= 0) & (after < 0)
+    S = before.shape[-1]
+    count = jnp.arange(1, 1 + (S if most is None else min(most, S)), dtype=jnp.int32)
+    key, value = (jnp.where((before >= 0)[..., None], x.astype(jnp.float32), 0) for x in (wide.key, wide.value))
+    slots = nth_true(gone, jnp.broadcast_to(count, (*gone.shape[:-1], len(count))))
+    fields = Head(key, value, before, after >= 0, slots, _received(here.state, before.shape))
+    lead = before.shape[:-1]
+    heads = jax.tree.map(lambda x: x.reshape(-1, *x.shape[len(lead) :]), fields)
+    if slots.size * S <= TOGETHER:
+        values, taken = jax.vmap(merging.fold)(heads)
+    else:
+        values, taken = jax.lax.map(merging.fold, heads)  # [E, S] of one head at a time
+    stored = as_stored(here, wide.key, values.reshape(wide.value.shape).astype(wide.value.dtype))
+    new = taken.reshape(before.shape)
+
+    def put(name: str) -> Any:
+        whole, old = getattr(cache, name), getattr(here, name)
+        if old is None:
+            return None
+        part = jnp.where(new.reshape(*new.shape, *(1,) * (old.ndim - new.ndim)), stored[name], old)
+        return part if layer is None else whole.at[layer].set(part)
+
+    return dataclasses.replace(cache, value=put("value"), value_scale=put("value_scale"))
+
+
+def most_similar(head: Head, similarity: float) -> tuple[Float[Array, "S D"], Bool[Array, "S"]]:
+    """Fold each value into that of the token with the most similar key: D2O, with kvpress' weights."""
+    unit = head.key / jnp.maximum(length(head.key)[:, None], SMALL)
+    lengths = length(head.value)
+    cosine = jnp.matmul(_at(unit, head.gone), unit.T, precision=jax.lax.Precision.HIGHEST)
+    cosine = jnp.where(head.stays, cosine, -jnp.inf)  # [E, S]
+    target, nearest = jnp.argmax(cosine, axis=-1), jnp.max(cosine, axis=-1)
+    own = _at(lengths, head.gone)
+    weight = jnp.maximum(nearest, 0) * own / (own + lengths[target] + SMALL)
+    weight = jnp.where((head.gone < len(unit)) & (nearest >= similarity), weight, 0)
+    total = jnp.zeros_like(lengths).at[target].add(weight)
+    added = jnp.zeros_like(head.value).at[target].add(weight[:, None] * _at(head.value, head.gone))
+    return (head.value + added) / (1 + total)[:, None], total > 0
+
+
+def next_tokens(head: Head, window: int) -> tuple[Float[Array, "S D"], Bool[Array, "S"]]:
+    """Share each value among the ``window`` next tokens that stay, times CaM's probability of a merge."""
+    order, place = by_position(head.position)
+    stays = head.stays[order].astype(jnp.int32)
+    rank = (jnp.cumsum(stays) - stays)[place]  # how many tokens before this one stay
+    first = _at(rank, head.gone)[:, None]
+    near = head.stays & (rank >= first) & (rank < first + window) & (head.gone < len(rank))[:, None]  # [E, S]
+    count = jnp.maximum(jnp.sum(near, axis=-1), 1).astype(jnp.float32)
+    mean = jnp.sum(jnp.where(near, head.received, 0), axis=-1) / count
+    own = _at(head.received, head.gone)
+    chance = jnp.where(own >= mean, own > 0, own / jnp.where(mean > 0, mean, 1))
+    shares = jnp.where(near, (chance / count)[:, None], 0)
+    added = jnp.matmul(shares.T, _at(head.value, head.gone), precision=jax.lax.Precision.HIGHEST)
+    return head.value + added, jnp.any(shares > 0, axis=0)
+
+
+def length(x: Float[Array, "S D"]) -> Float[Array, "S"]:
+    """Return the norms of rows; that of a row of zeros has the derivative 0."""
+    squares = jnp.sum(x * x, axis=-1)
+    some = squares > 0  # a root has no derivative at 0
+    return jnp.where(some, jnp.sqrt(jnp.where(some, squares, 1)), 0)
+
+
+def _at(rows: Array, slot: Int[Array, "E"]) -> Array:
+    return jnp.take(rows, slot, axis=0, mode="fill", fill_value=0)
+
+
+def _received(state: Any, shape: tuple[int, ...]) -> Float[Array, "*heads S"]:
+    parts = jax.tree.leaves(state, is_leaf=lambda part: isinstance(part, Received))
+    found = [part.attention for part in parts if isinstance(part, Received)]
+    return jax.lax.stop_gradient(found[0]) if found else jnp.zeros(shape, jnp.float32)

@@ -1,0 +1,182 @@
+"""Merging as a part of an eviction, against loops over tokens in NumPy float64; gradients, vmap, bad input."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import merging
+from tests.kvjax import definitions
+from tests.kvjax.test_cache_transforms import merged_by_hand
+
+B, K, G, D, BUDGET, BLOCK = 2, 2, 2, 4, 5, 3
+S = BUDGET + BLOCK
+SIZES = dict(batch=B, kv_heads=K, query_heads=K * G, head_dim=D, budget=BUDGET, block=BLOCK)
+
+
+def shared_by_hand(value, received, position, before, after, window):
+    """CaM of one head with the mean of its draws: [S, D], [S] three times."""
+    result = np.array(value, np.float64)
+    for slot in np.flatnonzero(before & ~after):
+        behind = sorted((s for s in np.flatnonzero(after) if position[s] > position[slot]), key=lambda s: position[s])
+        near = behind[:window]
+        if near and received[slot] > 0:
+            mean = np.mean([received[s] for s in near])
+            for s in near:
+                result[s] += min(1.0, received[slot] / mean if mean > 0 else 1.0) * value[slot] / len(near)
+    return result
+
+
+def blocks(seed, count):
+    draw = np.random.default_rng(seed).normal(size=(count, 3, B, BLOCK, K * G, D))
+    return [(q, k[:, :, :K], v[:, :, :K]) for q, k, v in jnp.asarray(draw, jnp.float32)]
+
+
+def run(policy, some, *, layer=None, dtype=jnp.float32, jit=True):
+    """The caches after each block."""
+    policy = kvjax.parse(policy)
+    cache = kvjax.empty_cache(policy, layers=None if layer is None else 3, dtype=dtype, **SIZES)
+
+    def step(cache, rows):
+        return kvjax.attend(cache, *rows, policy=policy, budget=BUDGET, context=kvjax.Context(layer=layer))[1]
+
+    caches = [cache]
+    for rows in some:
+        caches.append((jax.jit(step) if jit else step)(caches[-1], rows))
+    return caches[1:]
+
+
+def in_order(cache, layer=None):
+    """Each head's positions and values by position: [B, K, budget] and [B, K, budget, D]."""
+    here = cache if layer is None else cache.layer(layer)
+    here = kvjax.cache.floats_of(here)
+    position = np.asarray(here.position)
+    order = np.argsort(np.where(position < 0, 999, position), axis=-1)[..., :BUDGET]
+    values = np.take_along_axis(np.asarray(here.value, np.float64), order[..., None], axis=2)
+    return np.take_along_axis(position, order, axis=-1), values
+
+
+def by_hand(some, kept, fold):
+    """All tokens' values [B, K, T, D] after the blocks: h2o's weights are sums of those over what was there."""
+    count = len(some)
+    T = count * BLOCK
+    key, value = (np.concatenate([np.asarray(x[i], np.float64) for x in some], axis=1).swapaxes(1, 2) for i in (1, 2))
+    received, there = np.zeros((B, K, T)), np.zeros((B, K, T), bool)
+    for number, (query, _, _) in enumerate(some):
+        new = slice(number * BLOCK, (number + 1) * BLOCK)
+        there[..., new] = True
+        at = np.where(there, np.arange(T), -1)
+        weights = definitions.block_weights(np.asarray(query), key, at, np.broadcast_to(np.arange(T)[new], (B, BLOCK)))
+        received += weights.sum(axis=2).reshape(B, K, G, T).mean(axis=2)
+        after = (np.arange(T)[:, None] == kept[number][:, :, None]).any(axis=-1)
+        for b, k in np.ndindex(B, K):
+            value[b, k] = fold(key[b, k], value[b, k], received[b, k], np.arange(T), there[b, k], after[b, k])
+        there = after
+    return value
+
+
+FOLDS = {
+    "merge": lambda key, value, received, at, before, after: merged_by_hand(key, value, before, after, 0.0),
+    "merge(similarity=0.4)": lambda key, value, received, at, before, after: merged_by_hand(
+        key, value, before, after, 0.4
+    ),
+    "cam": lambda key, value, received, at, before, after: shared_by_hand(value, received, at, before, after, 32),
+    "cam(window=2)": lambda key, value, received, at, before, after: shared_by_hand(
+        value, received, at, before, after, 2
+    ),
+}
+
+
+@pytest.mark.parametrize("link", FOLDS)
+def test_values_after_every_block_are_those_of_brute_force(link):
+    some = blocks(1, 4)
+    caches = run(f"h2o+{link}", some)
+    kept = [in_order(cache)[0] for cache in caches]
+    expected = by_hand(some, kept, FOLDS[link])
+    position, values = in_order(caches[-1])
+    np.testing.assert_allclose(values, np.take_along_axis(expected, position[..., None], axis=2), rtol=2e-5, atol=1e-5)
+    plain = in_order(run("h2o", some)[-1])
+    assert abs(plain[1] - values).max() > 1e-2  # something was merged
+
+
+@pytest.mark.parametrize("link", ["merge", "cam"])
+def test_one_layer_of_a_stack_and_a_promise_of_one_token_give_the_same(link):
+    some, policy = blocks(2, 3), kvjax.parse(f"h2o+caote+{link}")
+    alone, stacked = run(policy.name, some)[-1], run(policy.name, some, layer=1)[-1]
+    for ours, theirs in zip(in_order(stacked, 1), in_order(alone), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-6)
+    assert (np.asarray(stacked.position[jnp.array([0, 2])]) == -1).all()
+    query, key, value = (x[:, :1] for x in blocks(3, 1)[0])
+    one = [
+        kvjax.attend(alone, query, key, value, policy=policy, budget=BUDGET, excess=excess)[1] for excess in (1, None)
+    ]
+    np.testing.assert_allclose(one[0].value, one[1].value, rtol=1e-6)
+    assert one[0].num_live.tolist() == [[BUDGET] * K] * B
+
+
+def test_large_heads_are_merged_one_at_a_time_with_the_same_values(monkeypatch):
+    some = blocks(4, 3)
+    together = run("h2o+cam+protect(sinks=1)", some, jit=False)[-1]
+    monkeypatch.setattr(merging, "TOGETHER", 0)
+    one_at_a_time = run("h2o+cam+protect(sinks=1)", some, jit=False)[-1]
+    np.testing.assert_allclose(one_at_a_time.value, together.value, rtol=1e-6)
+
+
+def test_rows_of_eight_bits_change_only_where_others_came_in():
+    cache = run("h2o", blocks(5, 1), dtype="int8")[0]
+    cache = dataclasses.replace(cache, state=())
+    fold = merging.Merging("first", lambda head: (head.value + 1.0, jnp.arange(S) == 0))
+    after = jnp.where(cache.position == 1, -1, cache.position)
+    changed = merging.folded(fold, cache, cache.position, after)
+    np.testing.assert_array_equal(changed.value[..., 1:, :], cache.value[..., 1:, :])
+    np.testing.assert_array_equal(changed.value_scale[..., 1:], cache.value_scale[..., 1:])
+    found, old = (kvjax.cache.floats_of(x).value[..., 0, :] for x in (changed, cache))
+    np.testing.assert_allclose(found, old + 1, atol=0.05)
+
+
+@pytest.mark.parametrize("link", ["merge", "cam"])
+def test_derivatives_pass_and_vmap_maps(link):
+    some, policy = blocks(6, 3), kvjax.parse(f"h2o+{link}")
+
+    def total(scale):
+        cache = kvjax.empty_cache(policy, **SIZES)
+        for query, key, value in some:
+            out, cache = kvjax.attend(cache, query, key, scale * value, policy=policy, budget=BUDGET)
+        return jnp.sum(out**2)
+
+    slope = jax.jit(jax.grad(total))(1.0)
+    # Outputs are linear in the scale of the values, and so are merged values.
+    np.testing.assert_allclose(slope, 2 * total(1.0), rtol=1e-4)
+    np.testing.assert_allclose(jax.vmap(total)(jnp.array([1.0, 2.0])), [total(1.0), 4 * total(1.0)], rtol=1e-4)
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "snapkv+merge@adakv",
+            r"'snapkv\+merge@adakv': 'merge' merges values in plain caches, but 'adakv'",
+        ),
+        ("h2o+merge+cam", r"'h2o\+merge\+cam' merges values twice, by merge and cam; keep one of them"),
+        ("h2o+merge(similarity=-1.0)", r"merge: similarity is -1.0; give a cosine in \[0, 1\]"),
+        ("h2o+cam(window=0)", r"cam: window is 0; give the number of tokens that share a value, an int from 1"),
+    ],
+)
+def test_what_cannot_be_merged_is_refused(name, message):
+    with pytest.raises(ValueError, match=message):
+        kvjax.parse(name)
+
+
+@pytest.mark.bad_input
+def test_pages_are_not_merged():
+    policy = kvjax.parse("h2o@layer")
+    cache = kvjax.empty_cache(policy, kv_heads=1, query_heads=1, head_dim=2, budget=1, page_size=2)
+    evidence = kvjax.Evidence.of_layers(cache, policy.allocation, merging=kvjax.parse("h2o+merge").merging)
+    with pytest.raises(
+        ValueError, match=r"'merge' merges values in plain caches, but this one is paged; leave the link out"
+    ):
+        kvjax.evict(cache, evidence, 1)
