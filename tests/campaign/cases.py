@@ -243,6 +243,7 @@ def _policy(d: _Draw, block: int, layers: int, kv_heads: int, even: bool) -> str
         "h2o": dict(accumulate=(False,)),
         "tova": dict(heads=("group",)),
         "snapkv": dict(kernel=kernel, pooling=("avg", "max")),
+        "dapq": dict(kernel=kernel, pooling=("avg", "max"), tokens=("first",)),
         "finch": {},
         "streaming": dict(sinks=(0, 1, 3)),
         "sage": dict(heads=("query",), split=("adaptive",), mass=(0.5, 0.8)),
@@ -271,7 +272,7 @@ def _policy(d: _Draw, block: int, layers: int, kv_heads: int, even: bool) -> str
     name = d.one(*bases, "h2o", "h2o", "tova", "snapkv")  # what most people take
     base = d.link(name, share=0.4 if name == "sage" else 0.6, **bases[name])  # type: ignore[arg-type]
     one_set = base == "tova"  # for all heads of a layer: heads cannot exchange slots, and rounds order one head's alone
-    always = f"window={window}" if name in ("snapkv", "finch", "laprox", "cake", "lava") else ""
+    always = f"window={window}" if name in ("snapkv", "dapq", "finch", "laprox", "cake", "lava") else ""
     if name == "q_filters":
         always = f"file={calibration('q_filters', layers, kv_heads)!r}"
     if name == "lagkv":  # its 128 by default are more tokens than there are
@@ -304,6 +305,9 @@ def _policy(d: _Draw, block: int, layers: int, kv_heads: int, even: bool) -> str
                 links.append(d.link("protect", sinks=(1, 2, 0.25), recent=(1, 2, 0.5, 0.3), share=0.7))
     if d.maybe(0.15) and name != "expected_attention":
         links.append(d.link("positions", kind=("compact", "index", "absolute")))
+    merges = d.maybe(0.12)  # in plain caches
+    if merges:
+        links.append(d.link("merge", similarity=(0.0, 0.3, 0.7)) if d.maybe(0.5) else d.link("cam", window=(1, 2, 5)))
     chain = "+".join([base, *links])
     caps = (None, 1.0, 1.5, 3)
     allocations = {"pyramid": dict(beta=(1, 2.0, 20.0))}
@@ -320,7 +324,7 @@ def _policy(d: _Draw, block: int, layers: int, kv_heads: int, even: bool) -> str
         allocations["threshold"] = dict(least=(0.0, 0.013, 0.37, -0.9), cap=caps)
         if nonnegative:
             allocations["lava"] = dict(cap=caps)
-    if even or one_set or d.maybe(0.4):
+    if even or one_set or merges or d.maybe(0.4):
         return chain
     of_query_heads = "heads='query'" in base  # which a file of KV heads does not fit
     which = d.one(*[name for name in allocations if not of_query_heads or name not in ("headkv", "duo")])

@@ -13,7 +13,7 @@ import numpy as np
 
 from tests.kvjax import contests
 from tests.models.reference.choices import LARGEST, Choices
-from tests.models.reference.policies import Policy, Seen
+from tests.models.reference.policies import Leaving, Policy, Seen
 from tests.models.reference.predictor import predicted
 
 OVERLAP = 8  # tokens before a part that the model is fed before it repeats the part
@@ -62,8 +62,10 @@ def run(
     if evict_every is None:
         evict_every = 0 if policy is None else policy.window or 1
     choices = Choices(flips)
-    repeats = None if policy is None else policy.repeats
-    room = len(prompt) + new_tokens + (0 if repeats is None else len(prompt) + OVERLAP)
+    repeats, pseudo = (None, None) if policy is None else (policy.repeats, policy.pseudo)
+    once = repeats is not None or pseudo is not None
+    more = len(prompt) + OVERLAP if repeats else pseudo[0] if pseudo else 0
+    room = len(prompt) + new_tokens + more
     model = _Model(parameters, config, policy, len(prompt), room, choices, held, butler, scorer)
     logits, history = [], []
     context = len(prompt) - question
@@ -73,7 +75,9 @@ def run(
         logits.append(model.feed(prompt[start:stop]))
         if repeats is not None and stop == context:
             model.recite(prompt[:context], *repeats)
-        if policy is not None and ((when == "block" and repeats is None) or stop == context):
+        if pseudo is not None and stop == context:
+            model.look_ahead(prompt[:context], *pseudo)
+        if policy is not None and ((when == "block" and not once) or stop == context):
             model.evict(policy, budget, len(history), settled=False)
         history.append(model.kept[:, :, : model.length].copy())
     if question:
@@ -217,6 +221,14 @@ class _Model:
                 shares = weights / weights[..., counted].sum(axis=-1, keepdims=True)
                 self.recited[layer][:, part] = shares[..., part].max(axis=(1, 2))
 
+    def look_ahead(self, context: Sequence[int], number: int, which: str) -> None:
+        """Feeds tokens of the prompt again to a copy of the model; what they attend to in the prompt is observed."""
+        some = list(context[-number:] if which == "last" else context[:number])
+        other = copy.deepcopy(self)
+        other.feed((some * number)[:number])
+        self.weights = [weights[..., : self.length] for weights in other.weights]
+        self.observed = [weights[:, :, -self.window :] for weights in self.weights]
+
     def evict(self, policy: Policy, budget: int, number: int, *, settled: bool) -> None:
         """Scores what every layer holds, then keeps as many as the allocation gives."""
         P, at = self.length, np.arange(self.length)
@@ -270,9 +282,19 @@ class _Model:
             return [tokens[i] for i in self.choices.best([t.score for t in tokens], order, number, **how)]
 
         row = contests.Row(tokens, L, K, budget, seen=P, entered=weights.shape[2], preference=preference, best=best)
+        before = self.kept[:, :, :P].copy()
         self.kept[:, :, :P], self.observed = False, [None] * L
         for token in contests.DEFINITIONS[policy.allocation](row, None, **policy.options):
             self.kept[token.layer, token.head, token.position] = True
+        if policy.merged is None:
+            return
+        keys = rope(self.plain_key[:, :, :P], self.place[:, :, :P], self.frequency)
+        for layer, k in np.ndindex(L, K):
+            kept, received = self.kept[layer, k, :P], self.received[layer][k, :, :P].mean(axis=0)
+            gone = np.flatnonzero(before[layer, k] & ~kept)
+            self.value[layer, k, :P] = policy.merged(
+                Leaving(keys[layer, k], self.value[layer, k, :P], received, gone, np.flatnonzero(kept), self.choices)
+            )
 
 
 def norm(x: np.ndarray, weight: np.ndarray, epsilon: float) -> np.ndarray:

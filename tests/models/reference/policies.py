@@ -53,6 +53,17 @@ Scores = np.ndarray
 Amount = int | float  # a count, or a share of the budget as a float
 
 
+class Leaving(NamedTuple):
+    """One head at an eviction: what happens to the values of the tokens that leave."""
+
+    key: np.ndarray  # [P, D], as a cache holds them
+    value: np.ndarray  # [P, D]
+    received: np.ndarray  # [P], the attention of all queries so far, the group's mean
+    gone: np.ndarray  # positions
+    kept: np.ndarray  # positions
+    choices: Choices
+
+
 class Link(NamedTuple):
     """``score`` is given the scores so far (None in front); ``protects`` are numbers of first and last tokens."""
 
@@ -62,6 +73,8 @@ class Link(NamedTuple):
     positions: str = "absolute"
     window: int = 0
     repeats: tuple[int, int] | None = None  # how many tokens at a time, and how many first ones are seen with each
+    merged: Callable[[Leaving], np.ndarray] | None = None  # the values [P, D] behind an eviction
+    pseudo: tuple[int, str] | None = None  # how many of the prompt's "last" or "first" tokens follow it, for a moment
 
 
 class Policy(NamedTuple):
@@ -88,6 +101,16 @@ class Policy(NamedTuple):
     def repeats(self) -> tuple[int, int] | None:
         """The way in which the model repeats its prompt before the policy evicts, None where it does not."""
         return self.links[0].repeats
+
+    @property
+    def merged(self) -> Callable[[Leaving], np.ndarray] | None:
+        """What becomes of a head's values in an eviction, None where they stay as they are."""
+        return next((link.merged for link in self.links if link.merged is not None), None)
+
+    @property
+    def pseudo(self) -> tuple[int, str] | None:
+        """The tokens that the model is fed behind its prompt and forgets again, None where there are none."""
+        return self.links[0].pseudo
 
     def protected(self, budget: int) -> tuple[int, int]:
         """How many first and last tokens stay in any case."""
@@ -168,6 +191,11 @@ def snapkv(*, window: int = 32, kernel: int = 13, pooling: str = "avg") -> Link:
         return _pooled_before(seen.observed.mean(axis=2), seen, window, kernel, pooling)
 
     return Link(score, ((0, window),), window=window)
+
+
+def dapq(*, window: int = 32, kernel: int = 13, pooling: str = "avg", tokens: str = "last") -> Link:
+    """As SnapKV, but what is observed are tokens behind the prompt."""
+    return snapkv(window=window, kernel=kernel, pooling=pooling)._replace(pseudo=(window, tokens))
 
 
 def finch(*, window: int = 32) -> Link:
@@ -509,6 +537,44 @@ def positions(*, kind: str = "compact") -> Link:
     return Link(positions=kind)
 
 
+def merge(*, similarity: float = 0.0) -> Link:
+    """A value goes to that of the most similar key (D2O)."""
+
+    def merged(head: Leaving) -> np.ndarray:
+        unit = head.key / np.linalg.norm(head.key, axis=-1, keepdims=True)
+        taken: dict[int, list[tuple[float, np.ndarray]]] = {}
+        for p in head.gone:
+            cosine = unit[head.kept] @ unit[p]
+            nearest = head.choices.best(cosine, head.kept, 1, noise=np.full(len(cosine), 1e-6), open_ties=True)[0]
+            near, target = float(cosine[nearest]), int(head.kept[nearest])
+            if near > 0 and not (similarity > 0 and head.choices.below(np.array([near]), similarity)[0]):
+                own, other = (np.linalg.norm(head.value[q]) for q in (p, target))
+                taken.setdefault(target, []).append((near * own / (own + other + 1e-6), head.value[p]))
+        result = head.value.copy()
+        for target, those in taken.items():
+            weights = np.array([1.0] + [w for w, _ in those])
+            result[target] = weights @ np.stack([head.value[target]] + [v for _, v in those]) / weights.sum()
+        return result
+
+    return Link(merged=merged)
+
+
+def cam(*, window: int = 32) -> Link:
+    """A value is shared among the next tokens, in as far as it was attended to as much as they (CaM)."""
+
+    def merged(head: Leaving) -> np.ndarray:
+        result = head.value.copy()
+        for p in head.gone:
+            next_ones = [q for q in head.kept if q > p][:window]
+            if next_ones and head.received[p] > 0:
+                mean = head.received[next_ones].mean()
+                chance = 1.0 if mean <= head.received[p] else head.received[p] / mean
+                result[next_ones] += chance * head.value[p] / len(next_ones)
+        return result
+
+    return Link(merged=merged)
+
+
 def critical(*, safe: float = 0.5, epsilon: float = 1e-4) -> Link:
     """The best stay; the others count by |v W_O|_1 as well (CriticalKV)."""
 
@@ -586,9 +652,9 @@ def fast_caote(**options: Any) -> Link:
 LINKS: dict[str, Callable[..., Link]] = {
     make.__name__: make
     for make in (
-        h2o, tova, snapkv, finch, streaming, sage, laprox, cake, lava, expected_attention, butler, zap, kvzip, keydiff,
-        key_norm, q_filters, curdkv, lagkv, random, normalise, pool, chunks, protect, positions, critical, caote,
-        fast_caote,
+        h2o, tova, snapkv, dapq, finch, streaming, sage, laprox, cake, lava, expected_attention, butler, zap, kvzip,
+        keydiff, key_norm, q_filters, curdkv, lagkv, random, normalise, pool, chunks, protect, positions, merge, cam,
+        critical, caote, fast_caote,
     )
 }  # fmt: skip
 
