@@ -365,6 +365,13 @@ SCORES = [
         "kvjax/scores.py",
         of("SnapKV"),
     ),
+    Method(
+        "dapq",
+        "[DapQ](https://arxiv.org/abs/2603.11564)",
+        "SnapKV's attention, of pseudo queries at the positions to come",
+        "kvjax/scores.py",
+        note="none tried",
+    ),
     Method("streaming", STREAMING, "first and newest tokens", "kvjax/scores.py", of("StreamingLLM")),
     Method(
         "sage",
@@ -472,6 +479,20 @@ SCORES = [
         "kvjax/transforms.py",
         note="none tried",
     ),
+    Method(
+        "merge",
+        "[D2O](https://arxiv.org/abs/2406.13035)",
+        "values of what leaves, into the most similar key's",
+        "kvjax/merging.py",
+        note="none tried",
+    ),
+    Method(
+        "cam",
+        "[CaM](https://openreview.net/forum?id=LCTmppB165)",
+        "values of what leaves, shared among the next tokens",
+        "kvjax/merging.py",
+        note="none tried",
+    ),
     Method("protect", "H2O, StreamingLLM", "what always stays", "kvjax/transforms.py"),
 ]
 ALLOCATIONS = [
@@ -533,6 +554,75 @@ ALLOCATIONS = [
 ]
 
 
+# The presses of tests/models/test_kvpress.py that a method is compared with, by its short name.
+PRESSES: dict[str, tuple[str, ...]] = {
+    "h2o": ("observed",),
+    "tova": ("tova",),
+    "snapkv": ("snapkv",),
+    "streaming": ("streaming",),
+    "finch": ("finch",),
+    "key_norm": ("knorm",),
+    "keydiff": ("keydiff",),
+    "q_filters": ("q_filters",),
+    "curdkv": ("curdkv", "curdkv_mean", "curdkv_key"),
+    "lagkv": ("lagkv", "lagkv_cross"),
+    "expected_attention": ("expected", "expected_mean"),
+    "kvzip": ("kvzip",),
+    "critical": ("criticalkv",),
+    "chunks": ("chunkkv",),
+    "@adakv": ("adakv", "adakv_a0.8"),
+    "@pyramid": ("pyramidkv", "pyramidkv_w8_b4"),
+    "@duo": ("duo",),
+    "@simlayer": ("simlayer",),
+}
+DIFFERING = {  # how the policy that is compared differs from the method
+    "h2o": "sums divided by the number of queries, as there",
+    "tova": "the last token protected, as there",
+    "@pyramid": "betas chosen to end at its last layer",
+}
+ALONE = "not in kvpress; brute force in float64"
+PEERS = {  # where no kept sets are compared
+    "cam": "kvpress draws; the mean of the draws, by brute force in float64",
+    "zap": "in kvpress, not compared; brute force in float64",
+    "positions": "in kvpress, not compared; brute force in float64",
+    "@threshold": "in kvpress (DMS), not compared; brute force in float64",
+    "random": "kvpress draws other numbers",
+}
+
+
+def parity(name: str) -> str:
+    """Return how far a method is that of kvpress, in words, from docs/results/parity.json."""
+    data = read("parity.json")
+    if name == "merge":
+        return f"kvpress: values equal to {data['values']['merge']:.0e}"
+
+    def counted(part: dict[str, Any]) -> str:
+        found = [part[press] for press in PRESSES[name] if press in part]
+        sets, equal = (sum(press[count] for press in found) for count in ("sets", "equal"))
+        least = min((press["overlap"] for press in found), default=1)
+        rest = "" if equal == sets else f" (the rest in {least:.1%} of the tokens or more)"
+        return f"{equal} of {sets}{rest}" if found else ""
+
+    if name not in PRESSES:
+        return PEERS.get(name, ALONE)
+    real = counted(data["smollm2"])
+    how = f"; {DIFFERING[name]}" if name in DIFFERING else ""
+    return f"kvpress: {counted(data['tiny'])} kept sets equal{f', {real} in SmolLM2' if real else ''}{how}"
+
+
+def families() -> str:
+    """Make the table of model families: their golden files, and the largest difference from transformers' logits."""
+    found: dict[str, list[tuple[str, dict[str, Any]]]] = {}
+    for name, golden in read("parity.json")["families"].items():
+        found.setdefault(golden["config"], []).append((name, golden))
+    lines = ["| transformers' class | golden files | largest logit | largest difference |", "| --- | --- | --- | --- |"]
+    for config, files in sorted(found.items()):
+        names = ", ".join(f"`{name}`" for name, _ in files)
+        worst = max(files, key=lambda file: file[1]["error"])[1]
+        lines.append(f"| `{config}` | {names} | {worst['largest']:.1f} | {worst['error']:.1e} |")
+    return "\n".join(lines)
+
+
 def judged(folder: Path = RESULTS) -> list[dict[str, Any]]:
     """Return all claims of a folder in the order of CLAIMS.md."""
     found = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
@@ -562,13 +652,15 @@ def verdicts(method: Method, all_claims: Sequence[dict[str, Any]]) -> str:
 
 
 def methods(chosen: Sequence[Method]) -> str:
-    """Make the table of methods: name, paper, equation, file, and how many of its claims hold here."""
+    """Make the table of methods: name, paper, equation, file, parity, and how many of its claims hold here."""
     real, embedded = judged(RESULTS / claims.REAL), judged()
-    head = ("short name", "paper", "equation, or what it is", "file", "its claims on SmolLM2", "on the embedded model")
+    head = ("short name", "paper", "equation, or what it is", "file", "parity", "its claims on SmolLM2")
+    head += ("on the embedded model",)
     lines = [f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}"]
     for m in chosen:
         own = verdicts(m._replace(against="", note=""), real)
-        lines.append(f"| `{m.name}` | {m.paper} | {m.where} | `{m.file}` | {own} | {verdicts(m, embedded)} |")
+        cells = (f"`{m.name}`", m.paper, m.where, f"`{m.file}`", parity(m.name), own, verdicts(m, embedded))
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -648,6 +740,7 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
         "selections": selections,
     },
     "how-to/compress-once.md": {"questions": kept_and_asked},
+    "reference/models.md": {"families": families},
     "methods.md": {
         "scores": lambda: methods(SCORES),
         "allocations": lambda: methods(ALLOCATIONS),

@@ -1,0 +1,134 @@
+"""Writes docs/results/parity.json: how far our results are those of others, for the tables of docs/methods.md.
+
+    python -m tests.models.measure_parity             all but SmolLM2, whose figures are kept
+    python -m tests.models.measure_parity --smollm2   also SmolLM2, if `python -m models.get smollm2` has fetched it
+
+It counts what the tests of the golden files check: for kvpress the kept sets that are equal, one per layer, head and
+budget, and of those that are not the smallest share of tokens in common; for transformers the largest difference of a
+logit.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import kvjax
+import models
+from tests.models import test_kvpress, test_kvzip, test_smollm2_kept
+from tests.models.make_golden import GOLDEN, MODELS
+from tests.models.make_kvzip import KEPT, REAL, TINY
+from tests.models.test_parity import largest_difference
+
+FILE = Path(__file__).resolve().parents[2] / "docs" / "results" / "parity.json"
+
+
+def compared(found: np.ndarray, expected: np.ndarray) -> dict[str, Any]:
+    """Count the rows of two masks that are equal; the overlap is the smallest of a row's."""
+    both, either = (found & expected).sum(axis=-1), np.maximum(found.sum(axis=-1), expected.sum(axis=-1))
+    overlap = np.where(either > 0, both / np.maximum(either, 1), 1.0)
+    return {"sets": overlap.size, "equal": int((overlap == 1).sum()), "overlap": round(float(overlap.min()), 4)}
+
+
+def added(*parts: dict[str, Any]) -> dict[str, Any]:
+    """Join counts of one press at several budgets."""
+    sums = {name: sum(part[name] for part in parts) for name in ("sets", "equal")}
+    return sums | {"overlap": min(part["overlap"] for part in parts)}
+
+
+def tiny() -> dict[str, Any]:
+    """Compare with kvpress in the tiny model of tests/models/kvpress."""
+    parts: dict[str, list[dict[str, Any]]] = {}
+    for (press, budget), policy in test_kvpress.CASES.items():
+        expected = test_kvpress.fixture()[f"{press}/{budget}/kept"]
+        if press == "simlayer":  # which measures, so that the run must evict
+            tokens = test_kvpress.fixture()["tokens"][None]
+            settings = dict(policy=policy, budget=budget, block=64, when="prompt")
+            cache, _ = models.prefill(test_kvpress.model(), tokens, **settings)
+            found = test_kvzip.kept(cache, tokens.shape[1])[:, 0]
+        else:
+            found = test_kvpress.kept_by(policy, budget)
+        parts.setdefault(press, []).append(compared(found, expected))
+    for scope, policy in test_kvzip.COMPETE.items():
+        tokens = test_kvzip.fixture()["tokens"][None]
+        for budget in KEPT[TINY]:
+            cache, _ = models.prefill(
+                test_kvzip.kvpress_model(), tokens, policy=test_kvzip.asking(policy), budget=budget, block=48
+            )
+            bits = np.unpackbits(test_kvzip.fixture()[f"{scope}/{budget}"], axis=-1, count=tokens.shape[1])
+            found = test_kvzip.kept(cache, tokens.shape[1])[:, 0]
+            parts.setdefault("kvzip", []).append(compared(found, bits.astype(bool)))
+    return {press: added(*some) for press, some in parts.items()}
+
+
+def smollm2() -> dict[str, Any]:
+    """Compare with kvpress on a text in SmolLM2."""
+    model, parts = models.load("smollm2", dtype="float32")[0], {}
+    golden, T = test_smollm2_kept.golden(), test_smollm2_kept.T
+    asked = [(press, budget) for press in test_smollm2_kept.POLICIES for budget in test_smollm2_kept.KEPT]
+    policies = [(test_smollm2_kept.POLICIES[press], budget) for press, budget in asked]
+    caches = models.prefill_each(model, golden["tokens"][None], policies=policies)
+    for (press, budget), (cache, _) in zip(asked, caches, strict=True):
+        expected = np.unpackbits(golden[f"{press}/{budget}"], axis=-1, count=T).astype(bool)
+        parts.setdefault(press, []).append(compared(test_kvzip.kept(cache, T)[:, 0], expected))
+        print(press, budget, parts[press][-1], flush=True)
+    golden, budget = test_kvzip.fixture(REAL), KEPT[REAL][0]
+    T = len(golden["tokens"])
+    for scope, policy in test_kvzip.COMPETE.items():
+        cache, _ = models.prefill(model, golden["tokens"][None], policy=test_kvzip.asking(policy, REAL), budget=budget)
+        expected = np.unpackbits(golden[f"{scope}/{budget}"], axis=-1, count=T).astype(bool)
+        parts.setdefault("kvzip", []).append(compared(test_kvzip.kept(cache, T)[:, 0], expected))
+        print("kvzip", scope, parts["kvzip"][-1], flush=True)
+    return {press: added(*some) for press, some in parts.items()}
+
+
+def values() -> dict[str, Any]:
+    """Return the largest difference of a merged value from kvpress' MergingPress."""
+    scores, cache = test_kvpress.observed(test_kvpress.made(test_kvpress.CASES["snapkv", 40]))
+    merged = kvjax.merge(cache, kvjax.evict(cache, scores, np.array(test_kvpress.KEPT)))
+    row = test_kvpress.KEPT.index(40)
+    live, value = np.asarray(merged.live[1, row]), np.asarray(merged.value[1, row])
+    found = np.stack([value[k, live[k]] for k in range(len(live))])
+    return {"merge": float(f"{abs(found - test_kvpress.fixture()['merged']).max():.1g}")}
+
+
+def families() -> dict[str, Any]:
+    """Return the largest difference of a logit from transformers', by golden file, beside the largest logit."""
+    found = {}
+    for name, (config, _, lengths) in MODELS.items():
+        model, _ = models.load(GOLDEN / name)
+        error = max(largest_difference(model, name, row) for row in range(len(lengths)))
+        golden = np.load(GOLDEN / name / "golden.npz")
+        largest = max(float(abs(golden[f"logits_{row}"]).max()) for row in range(len(lengths)))
+        found[name] = {"config": config, "error": float(f"{error:.2g}"), "largest": float(f"{largest:.2g}")}
+    return found
+
+
+def main() -> None:
+    """Run the comparisons, and write the file."""
+    before = json.loads(FILE.read_text()) if FILE.exists() else {}
+    real = smollm2() if "--smollm2" in sys.argv[1:] else before.get("smollm2", {})
+    data = {
+        "command": "python -m tests.models.measure_parity --smollm2",
+        "versions": {"kvjax": kvjax.__version__, "kvpress": "0.5.5", "transformers": "5.2.0"},
+        "tiny": tiny(),
+        "smollm2": real,
+        "values": values(),
+        "families": families(),
+    }
+    lines = []
+    for name, part in data.items():
+        if isinstance(part, dict) and name != "versions":
+            rows = ",\n".join(f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in part.items())
+            lines.append(f"{json.dumps(name)}: {{\n{rows}\n}}")
+        else:
+            lines.append(f"{json.dumps(name)}: {json.dumps(part)}")
+    FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+if __name__ == "__main__":
+    main()
