@@ -98,7 +98,7 @@ def most_similar(head: Head, similarity: float) -> tuple[Float[Array, "S D"], Bo
     unit = head.key / jnp.maximum(length(head.key)[:, None], SMALL)
     lengths = length(head.value)
     cosine = jnp.matmul(_at(unit, head.gone), unit.T, precision=jax.lax.Precision.HIGHEST)
-    cosine = jnp.where(head.stays, cosine, -jnp.inf)  # [E, S]
+    cosine = jnp.where(head.stays[None], cosine, -jnp.inf)  # [E, S]
     target, nearest = jnp.argmax(cosine, axis=-1), jnp.max(cosine, axis=-1)
     own = _at(lengths, head.gone)
     weight = jnp.maximum(nearest, 0) * own / (own + lengths[target] + SMALL)
@@ -113,12 +113,12 @@ def next_tokens(head: Head, window: int) -> tuple[Float[Array, "S D"], Bool[Arra
     order, place = by_position(head.position)
     stays = head.stays[order].astype(jnp.int32)
     rank = (jnp.cumsum(stays) - stays)[place]  # how many tokens before this one stay
-    first = _at(rank, head.gone)[:, None]
-    near = head.stays & (rank >= first) & (rank < first + window) & (head.gone < len(rank))[:, None]  # [E, S]
+    behind = rank[None] - _at(rank, head.gone)[:, None]  # [E, S]
+    near = head.stays[None] & (behind >= 0) & (behind < window) & (head.gone < len(rank))[:, None]
     count = jnp.maximum(jnp.sum(near, axis=-1), 1).astype(jnp.float32)
-    mean = jnp.sum(jnp.where(near, head.received, 0), axis=-1) / count
+    mean = jnp.sum(jnp.where(near, head.received[None], 0), axis=-1) / count
     own = _at(head.received, head.gone)
-    chance = jnp.where(own >= mean, own > 0, own / jnp.where(mean > 0, mean, 1))
+    chance = jnp.where(own < mean, own / jnp.where(mean > 0, mean, 1), jnp.sign(own))
     shares = jnp.where(near, (chance / count)[:, None], 0)
     added = jnp.matmul(shares.T, _at(head.value, head.gone), precision=jax.lax.Precision.HIGHEST)
     return head.value + added, jnp.any(shares > 0, axis=0)

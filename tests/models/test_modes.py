@@ -45,6 +45,8 @@ POLICIES = [
     "butler+caote",
     "zap+caote",
     "kvzip(chunk=16)+caote",
+    "dapq(window=4)+caote+merge",
+    "h2o+cam",
     *(f"{base}@{allocation}" for base, allocation in zip(
         ("tova(heads='group')", "h2o+caote", "laprox(window=4)", "lava(window=4)", "cake(window=4)",
          "snapkv(window=4)"), ALLOCATIONS, strict=True,
