@@ -133,7 +133,7 @@ class _Model:
         K = N if policy is not None and policy.heads == "query" else config.num_kv_heads
         self.plain_key = np.zeros((L, K, room, D))  # before rotation
         self.place = np.zeros((L, K, room), int)  # the position that it is stored as
-        self.value = np.zeros((L, K, room, D))
+        self.value, self.alone = np.zeros((L, K, room, D)), np.zeros((L, K, room, D))
         self.kept = np.zeros((L, K, room), bool)
         self.seen = np.zeros((L, K, room, room), bool)
         self.received = np.zeros((L, K, N // K, room))
@@ -169,6 +169,7 @@ class _Model:
             key, value = (np.repeat(z, K // len(z), axis=0) for z in (key, value))
             query, key = self.amplitude * query.reshape(K, -1, m, D), self.amplitude * key
             self.query[layer][:, :, at], self.plain_key[layer][:, at], self.value[layer][:, at] = query, key, value
+            self.alone[layer][:, at] = value
 
             held = self.kept[layer].sum(axis=1)[:, None]  # before the block
             own = at[None] if self.positions == "absolute" else held + np.arange(m)
@@ -251,6 +252,7 @@ class _Model:
                 received=self.received[layer][:, :, :P],
                 key=self.key[layer][:, :P],
                 value=self.value[layer][:, :P],
+                alone=self.alone[layer][:, :P],
                 kept=kept,
                 visible=self.seen[layer][:, P - m : P, :P],
                 protected=kept & stays,

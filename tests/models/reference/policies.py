@@ -23,6 +23,7 @@ class Seen(NamedTuple):
     received: np.ndarray  # [K, G, P], the attention of all queries so far
     key: np.ndarray  # [K, P, D], rotated as the block met them
     value: np.ndarray  # [K, P, D]
+    alone: np.ndarray  # [K, P, D], the values before any were merged into them
     kept: np.ndarray  # [K, P], which tokens have not been evicted
     visible: np.ndarray  # [K, m, P], which token a query of the block sees
     protected: np.ndarray  # [K, P], which stay in any case
@@ -583,7 +584,7 @@ def critical(*, safe: float = 0.5, epsilon: float = 1e-4) -> Link:
         first = np.where(seen.protected, np.inf, joined)
         number = _count(float(safe), seen.budget)
         certain = np.stack([seen.best(k, first[k], seen.kept[k], number) for k in range(len(first))])
-        length = abs(np.einsum("kpd,kgde->kpge", seen.value, seen.output)).sum(axis=-1).mean(axis=-1)
+        length = abs(np.einsum("kpd,kgde->kpge", seen.alone, seen.output)).sum(axis=-1).mean(axis=-1)
         length, either = _to_12_bits(length)
         seen.noise[:] = (joined + epsilon) * either + seen.noise * length
         return np.where(certain, LARGEST, np.minimum((joined + epsilon) * length, LARGEST))[:, None]
