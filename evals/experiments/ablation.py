@@ -183,8 +183,9 @@ def command(flags: argparse.Namespace) -> None:
             settings = [_setting(run, flags.length) for run in together]
             begun, first = time.time(), together[0]
             results = needle.measure(
-                model, cells[first.question], settings, block=first.block, batch=flags.batch, progress=progress
-            )
+                model, cells[first.question], settings, block=first.block, batch=flags.batch, progress=progress,
+                aids=evaluator.Aids(tokenizer),
+            )  # fmt: skip
             seconds = round((time.time() - begun) / len(together), 1)
             return [
                 {

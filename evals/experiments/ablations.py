@@ -636,7 +636,19 @@ def methods() -> Study:
             "CurDKV + CAOTE, for the model": "curdkv+caote@model",
             "CurDKV + critical, for the model": "curdkv+critical@model",
         },
+        "newer methods": {
+            "FINCH": "finch",
+            "ChunkKV": "snapkv+chunks",
+            "SimLayerKV": "snapkv@simlayer(recent=0.5)",
+            "KVzip": "kvzip",
+            "KVzip + CAOTE": "kvzip+caote",
+            "DapQ": "dapq",
+            "DapQ + CAOTE": "dapq+caote",
+            "SnapKV + D2O": "snapkv+merge",
+            "SnapKV + CaM": "snapkv+cam",
+        },
     }
+    known_only = ("FINCH",)  # its window is the question
     asked: dict[str, Question] = {KNOWN: "after", UNKNOWN: "agnostic"}
     named = {name: policy for family in families.values() for name, policy in family.items()}
 
@@ -648,6 +660,7 @@ def methods() -> Study:
         for line, question in asked.items()
         for family, members in families.items()
         for name, policy in members.items()
+        if question == "after" or name not in known_only
         for share in shares
     ]
 
@@ -696,6 +709,15 @@ def methods() -> Study:
             )
             for link in ("CAOTE", "critical")
             for share in (0.25, 0.5)
+        ),
+        over("FINCH", "FINCH", "SnapKV", KNOWN),
+        over("KVzip", "KVzip", "SnapKV", UNKNOWN),
+        *(over(paper, paper, "SnapKV", line) for line in asked for paper in ("ChunkKV", "DapQ")),
+        *(over("CAOTE", f"{b} + CAOTE", b, line, f"CAOTE improves {b}") for line in asked for b in ("KVzip", "DapQ")),
+        *(
+            over(link, f"SnapKV + {link}", "SnapKV", line, f"{link}'s merging improves SnapKV")
+            for line in asked
+            for link in ("D2O", "CaM")
         ),
         over(OURS, "SnapKV, window 16", "SnapKV", KNOWN),
         over("CAOTE", "SnapKV, window 16, + CAOTE", "SnapKV, window 16", KNOWN, "CAOTE improves SnapKV, window 16"),
