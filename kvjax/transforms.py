@@ -150,12 +150,11 @@ def merge(*, similarity: float = 0.0) -> Policy:
 
     Scores pass unchanged, and so does the choice of the tokens that leave. Each of them goes to the token of its head
     whose key has the largest cosine ``s`` with its own; that value becomes ``(v + sum w u) / (1 + sum w)`` over the
-    values u that go there, with kvpress' weights ``w = s |u| / (|u| + |v|)``. :func:`kvjax.merge` does the same to two
-    caches; it has the module's name ``kvjax.merge``, so a chain in Python takes ``kvjax.parse``, or
-    ``kvjax.transforms.merge``.
+    values u that go there, with kvpress' weights ``w = s |u| / (|u| + |v|)``. In Python the link is
+    ``kvjax.transforms.merge()``; :func:`kvjax.merge` does the same to a cache before and after an eviction.
 
-    All heads keep the same number of tokens, in a plain cache. An eviction after a block takes O(S^2) time per head; a
-    decode step, where one token leaves, O(S), and a copy of the layer's values.
+    All heads keep the same number of tokens, in a plain cache. An eviction after a block, or after several steps, takes
+    O(S^2) time and memory, one head at a time; after every step, when one token leaves, O(S) and a copy of the values.
 
     Args:
         similarity: the smallest cosine at which a token is merged, in [0, 1]; 0 as in kvpress. D2O's moves with the

@@ -29,6 +29,8 @@ ASKED = (
     ("kvzip(chunk=16)@layer", 0.4),
     ("curdkv", 20),
     ("keydiff", 20),
+    ("snapkv(window=8)+merge", 20),
+    ("h2o+cam", 24),
 )
 
 
