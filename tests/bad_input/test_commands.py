@@ -140,6 +140,8 @@ retriever --prompt x --policy q_filters --budget 8 | retriever --prompt x --poli
 retriever --prompt x --policy "q_filters(file='picture.txt')" --budget 8
 retriever --prompt x --policy "h2o@headkv(file='nowhere.npy')" --budget 8
 retriever --prompt x --policy kvzip(chunk=0) --budget 8 | retriever --prompt x --policy kvzip@cake --budget 8
+retriever --prompt x --policy dapq(window=0) --budget 8 | retriever --prompt x --policy dapq --budget 40 --block 16
+retriever --prompt x --policy h2o+merge@layer --budget 8 | retriever --prompt x --policy h2o+cam(window=0) --budget 8
 retriever --prompt x --select butler --budget 0.5 --butler predictor | retriever --prompt x --chat
 retriever --prompt \udcff | retriever --prompt x --question \udcff | retriever --prompt x --policy \udcff
 ~nouser/x --prompt x

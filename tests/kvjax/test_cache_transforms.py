@@ -10,6 +10,7 @@ import pytest
 import kvjax
 from kvjax import merging
 from kvjax.cache import floats_of
+from tests.kvjax import definitions
 
 L, B, K, S, D, G, T = 2, 2, 2, 9, 4, 3, 5
 
@@ -24,24 +25,6 @@ def filled(seed=0, layers=L):
     return kvjax.KVCache(*(jnp.asarray(x, jnp.float32) for x in (key, value)), jnp.asarray(position), jnp.full(B, S))
 
 
-def merged_by_hand(key, value, before, after, similarity):
-    """One head: [S, D] twice, and which slots are live before and after."""
-    key, value = np.asarray(key, np.float64), np.asarray(value, np.float64)
-    kept, taken = np.flatnonzero(after), {slot: [] for slot in np.flatnonzero(after)}
-    for slot in np.flatnonzero(before & ~after):
-        if not len(kept):
-            continue
-        cosine = [key[slot] @ key[t] / np.linalg.norm(key[slot]) / np.linalg.norm(key[t]) for t in kept]
-        target, nearest = kept[np.argmax(cosine)], max(cosine)
-        if nearest >= similarity and nearest > 0:
-            own, other = np.linalg.norm(value[slot]), np.linalg.norm(value[target])
-            taken[target].append((nearest * own / (own + other + 1e-6), value[slot]))
-    result = value.copy()
-    for target, those in taken.items():
-        result[target] = (value[target] + sum(w * v for w, v in those)) / (1 + sum(w for w, _ in those))
-    return result
-
-
 @pytest.mark.parametrize("layers", [None, L])
 @pytest.mark.parametrize("similarity", [0.0, 0.6])
 def test_evicted_values_go_to_the_most_similar_key(layers, similarity):
@@ -53,7 +36,7 @@ def test_evicted_values_go_to_the_most_similar_key(layers, similarity):
     assert (np.asarray(merged.value) != np.asarray(after.value))[np.asarray(after.live)].any()
     for head in np.ndindex(*before.position.shape[:-1]):
         live, was = np.asarray(after.live[head]), np.asarray(before.live[head])
-        expected = merged_by_hand(before.key[head], before.value[head], was, live, similarity)
+        expected = definitions.merged_values(before.key[head], before.value[head], was, live, similarity)
         np.testing.assert_allclose(np.asarray(merged.value[head])[live], expected[live], rtol=2e-5, atol=1e-6)
 
 

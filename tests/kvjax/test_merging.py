@@ -10,24 +10,10 @@ import pytest
 import kvjax
 from kvjax import merging
 from tests.kvjax import definitions
-from tests.kvjax.test_cache_transforms import merged_by_hand
 
 B, K, G, D, BUDGET, BLOCK = 2, 2, 2, 4, 5, 3
 S = BUDGET + BLOCK
 SIZES = dict(batch=B, kv_heads=K, query_heads=K * G, head_dim=D, budget=BUDGET, block=BLOCK)
-
-
-def shared_by_hand(value, received, position, before, after, window):
-    """CaM of one head with the mean of its draws: [S, D], [S] three times."""
-    result = np.array(value, np.float64)
-    for slot in np.flatnonzero(before & ~after):
-        behind = sorted((s for s in np.flatnonzero(after) if position[s] > position[slot]), key=lambda s: position[s])
-        near = behind[:window]
-        if near and received[slot] > 0:
-            mean = np.mean([received[s] for s in near])
-            for s in near:
-                result[s] += min(1.0, received[slot] / mean if mean > 0 else 1.0) * value[slot] / len(near)
-    return result
 
 
 def blocks(seed, count):
@@ -79,12 +65,14 @@ def by_hand(some, kept, fold):
 
 
 FOLDS = {
-    "merge": lambda key, value, received, at, before, after: merged_by_hand(key, value, before, after, 0.0),
-    "merge(similarity=0.4)": lambda key, value, received, at, before, after: merged_by_hand(
+    "merge": lambda key, value, received, at, before, after: definitions.merged_values(key, value, before, after, 0.0),
+    "merge(similarity=0.4)": lambda key, value, received, at, before, after: definitions.merged_values(
         key, value, before, after, 0.4
     ),
-    "cam": lambda key, value, received, at, before, after: shared_by_hand(value, received, at, before, after, 32),
-    "cam(window=2)": lambda key, value, received, at, before, after: shared_by_hand(
+    "cam": lambda key, value, received, at, before, after: definitions.shared_values(
+        value, received, at, before, after, 32
+    ),
+    "cam(window=2)": lambda key, value, received, at, before, after: definitions.shared_values(
         value, received, at, before, after, 2
     ),
 }
