@@ -90,7 +90,8 @@ def attend(
     if evidence is None or budget is None:
         return out, cache
     if isinstance(cache, PagedCache):
-        evidence = Evidence.of_layers(cache, evidence.allocation).with_layer(cache, None, evidence)
+        empty = Evidence.of_layers(cache, evidence.allocation, merging=evidence.merging)
+        evidence = empty.with_layer(cache, None, evidence)
     layer = _index(cache, context)
     return out, evict(cache, evidence, budget, layer=layer, excess=excess, implementation=context.implementation)
 

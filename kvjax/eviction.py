@@ -73,6 +73,11 @@ class Evidence:
     def with_layer(self, cache: Cache, layer: int | Int[Array, ""] | None, said: Evidence) -> Evidence:
         """Return the evidence with what :func:`kvjax.observe` returned for one layer of the cache."""
         assert isinstance(self.scores, Array) and isinstance(said.scores, Array)
+        if said.merging != self.merging:
+            raise ValueError(
+                "the policy merges values, but this evidence of all layers does not: make it with "
+                "Evidence.of_layers(..., merging=policy.merging)."
+            )
         measured = self.measured
         if measured is not None:
             measured = said.measured if layer is None else measured.at[layer].set(said.measured)

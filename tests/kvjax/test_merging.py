@@ -168,3 +168,16 @@ def test_pages_are_not_merged():
         ValueError, match=r"'merge' merges values in plain caches, but this one is paged; leave the link out"
     ):
         kvjax.evict(cache, evidence, 1)
+    rows = [jnp.ones((1, 1, 1, 2))] * 3
+    with pytest.raises(ValueError, match=r"'merge' merges values in plain caches, but this one is paged"):
+        kvjax.attend(dataclasses.replace(cache, state=((), ())), *rows, policy="streaming(sinks=0)+merge", budget=1)
+
+
+@pytest.mark.bad_input
+def test_evidence_of_all_layers_must_know_of_the_merging():
+    policy = kvjax.parse("streaming+merge")
+    cache = kvjax.empty_cache(policy, layers=2, **SIZES)
+    rows = blocks(7, 1)[0]
+    _, cache, said = kvjax.observe(cache, *rows, policy=policy, context=kvjax.Context(layer=0))
+    with pytest.raises(ValueError, match=r"make it with Evidence.of_layers\(..., merging=policy.merging\)"):
+        kvjax.Evidence.of_layers(cache, policy.allocation).with_layer(cache, 0, said)
