@@ -29,8 +29,9 @@ class Contest(NamedTuple):
     """The slots of all layers and heads, in rows of S, and the budget that they compete for.
 
     ``scores`` are +inf where a token is protected; ``position`` is -1 where a slot is free. ``layer``, ``batch`` and
-    ``head`` are the owner of each row. ``budget`` is the mean number of slots per head, ``seen`` the tokens of the
-    sequence so far, ``entered`` those of this block; ``measured`` is what the allocation measured of each layer.
+    ``head`` are the owner of each row. ``budget`` is the mean number of slots per head of each layer (at most its sliding
+    window), ``seen`` the tokens of the sequence so far, ``entered`` those of this block; ``measured`` is what the
+    allocation measured of each layer.
     """
 
     scores: Float[Array, "*rows S"]
@@ -38,7 +39,7 @@ class Contest(NamedTuple):
     layer: Int[Array, "*rows"]
     batch: Int[Array, "*rows"]
     head: Int[Array, "*rows"]
-    budget: Int[Array, "B"]
+    budget: Int[Array, "L B"]
     seen: Int[Array, "B"]
     entered: Int[Array, "B"]
     measured: Float[Array, "L B measures"] | None
@@ -49,6 +50,11 @@ class Contest(NamedTuple):
     def live(self) -> Bool[Array, "*rows S"]:
         """Mask of the slots that hold a token."""
         return self.position >= 0
+
+    @property
+    def total(self) -> Int[Array, "B"]:
+        """The slots of all heads together."""
+        return jnp.sum(self.budget, axis=0) * self.heads
 
     @property
     def certain(self) -> Bool[Array, "*rows S"]:
@@ -63,7 +69,7 @@ class Contest(NamedTuple):
 
     def group(self, scope: Scope) -> Int[Array, "*rows"]:
         """Return the number of the head, layer or model (of each batch row) that each row of slots belongs to."""
-        B = self.budget.shape[0]
+        B = self.budget.shape[1]
         if scope == "model":
             return self.batch
         layer = self.layer * B + self.batch
@@ -71,7 +77,7 @@ class Contest(NamedTuple):
 
     def groups(self, scope: Scope) -> int:
         """Return how many heads, layers or models there are, over all batch rows."""
-        B = self.budget.shape[0]
+        B = self.budget.shape[1]
         return {"head": self.layers * B * self.heads, "layer": self.layers * B, "model": B}[scope]
 
     def best(self, scope: Scope, budget: Int[Array, "*groups"]) -> Bool[Array, "*rows S"]:
@@ -146,7 +152,7 @@ def uniform() -> Allocation:
     """
     return Allocation(
         "uniform",
-        lambda c: c.best("head", jnp.broadcast_to(c.budget[:, None], (c.layers, c.budget.shape[0], c.heads))),
+        lambda c: c.best("head", _for_each_head(c.budget, c)),
         scope="head",
         most=lambda L, K, budget: budget,
         even=True,
@@ -157,7 +163,7 @@ def uniform() -> Allocation:
 def pyramid(*, beta: int | float = 20.0) -> Allocation:
     """Give more slots to the first layers and fewer to the last, linearly (PyramidKV, arXiv 2406.02069).
 
-    With B the budget minus the protected tokens, the last layer gets ``B / beta`` and the first ``2 B`` minus that. A
+    With B the mean budget minus the protected tokens, the last layer gets ``B / beta`` and the first ``2 B`` minus that. A
     layer never gets more slots than the sequence has tokens so far; what it cannot use goes to the last layers.
 
     Args:
@@ -172,7 +178,7 @@ def pyramid(*, beta: int | float = 20.0) -> Allocation:
 
     def keep(c: Contest) -> Array:
         fixed = _protected_of_a_head(c)
-        free = (c.budget - fixed).astype(jnp.float32)
+        free = jnp.sum(c.budget, axis=0).astype(jnp.float32) / c.layers - fixed
         seen = (c.seen - fixed).astype(jnp.float32)
         first = jnp.minimum(free * (2 - 1 / beta), jnp.maximum(seen, free))
         step = jnp.linspace(0, 1, c.layers, dtype=jnp.float32) if c.layers > 1 else jnp.full(1, 0.5, jnp.float32)
@@ -239,7 +245,7 @@ def model(*, normalise: bool = True, cap: int | float | None = 8.0) -> Allocatio
     def keep(c: Contest) -> Array:
         if normalise:
             c = c._replace(scores=_shares_of_layer(c))
-        return _capped(c, cap).best("model", c.budget * c.layers * c.heads)
+        return _capped(c, cap).best("model", c.total)
 
     return Allocation(
         "model", keep, scope="model", most=_most("model", cap),
@@ -272,7 +278,7 @@ def threshold(*, least: float = 0.01, cap: int | float | None = 8.0) -> Allocati
     _check_cap("threshold", cap)
 
     def keep(c: Contest) -> Array:
-        return _capped(c, cap).best("model", c.budget * c.layers * c.heads) & (c.scores >= least)
+        return _capped(c, cap).best("model", c.total) & (c.scores >= least)
 
     return Allocation("threshold", keep, scope="model", most=_most("model", cap), fills=False)
 
@@ -381,7 +387,7 @@ def headkv(*, file: str | None = None, beta: int | float = 1.5, cap: int | float
         weight = jnp.asarray(importance(c.layers, c.heads))
         fixed = _protected_of_a_head(c)
         pooled = jnp.floor((c.budget - fixed).astype(jnp.float32) / beta).astype(jnp.int32)
-        least = jnp.broadcast_to((c.budget - pooled)[:, None], (c.layers, c.budget.shape[0], c.heads))
+        least = _for_each_head(c.budget - pooled, c)
         return c.best("head", _head_budgets(c, least, jnp.broadcast_to(weight[:, None], least.shape), cap))
 
     return Allocation("headkv", keep, scope="head", most=_most_by(importance, cap))
@@ -425,7 +431,7 @@ def duo(
         heads = importance(c.layers, c.heads)
         least = np.argsort(heads, axis=None, kind="stable")[: round(streaming * heads.size)]
         streams = np.isin(np.arange(heads.size), least).reshape(c.layers, 1, c.heads)
-        return _streamed(c, jnp.broadcast_to(streams, (c.layers, c.budget.shape[0], c.heads)), sinks, recent, cap)
+        return _streamed(c, jnp.broadcast_to(streams, (*c.budget.shape, c.heads)), sinks, recent, cap)
 
     return Allocation("duo", keep, scope="head", most=_most_by(importance, cap))
 
@@ -503,11 +509,9 @@ def parse_allocation(name: str) -> Allocation:
 
 def _keep_in_layer(safeguard: int | float, cap: int | float | None, c: Contest) -> Array:
     if safeguard:
-        B = c.budget.shape[0]
-        safe = share_of(safeguard, c.budget)
-        own = c.best("head", jnp.broadcast_to(safe[:, None], (c.layers, B, c.heads)))
+        own = c.best("head", _for_each_head(share_of(safeguard, c.budget), c))
         c = c._replace(scores=jnp.where(own, jnp.inf, c.scores))
-    return _capped(c, cap).best("layer", jnp.broadcast_to(c.budget * c.heads, (c.layers, c.budget.shape[0])))
+    return _capped(c, cap).best("layer", c.budget * c.heads)
 
 
 def _capped(c: Contest, cap: int | float | None) -> Contest:
@@ -515,7 +519,7 @@ def _capped(c: Contest, cap: int | float | None) -> Contest:
     if cap is None:
         return c
     limit = share_of(min(cap, c.layers * c.heads), c.budget)
-    allowed = c.best("head", jnp.broadcast_to(limit[:, None], (c.layers, c.budget.shape[0], c.heads)))
+    allowed = c.best("head", _for_each_head(limit, c))
     return c._replace(position=jnp.where(allowed, c.position, -1))
 
 
@@ -530,7 +534,7 @@ def _shares_of_layer(c: Contest) -> Float[Array, "*rows S"]:
 def _protected_of_a_head(c: Contest) -> Int[Array, "B"]:
     """Return the largest number of protected tokens that any head holds, at most the budget."""
     protected = c.sum(c.live & (c.scores == jnp.inf), "head")  # [L, B, K]
-    return jnp.minimum(jnp.max(protected, axis=(0, 2)), c.budget).astype(jnp.int32)
+    return jnp.minimum(jnp.max(protected, axis=(0, 2)), jnp.max(c.budget, axis=0)).astype(jnp.int32)
 
 
 def _layer_budgets(c: Contest, share: Callable[[Array, Array], Array], cap: int | float | None, each: int) -> Array:
@@ -541,8 +545,8 @@ def _layer_budgets(c: Contest, share: Callable[[Array, Array], Array], cap: int 
     """
     held = c.sum(c.live, "layer") * each // c.heads
     if cap is not None:
-        held = jnp.minimum(held, share_of(min(cap, c.layers * c.heads), c.budget)[None] * each)
-    return _shared_out(c.budget * each * c.layers, held, _protected_of_a_head(c)[None] * each, share)
+        held = jnp.minimum(held, share_of(min(cap, c.layers * c.heads), c.budget) * each)
+    return _shared_out(jnp.sum(c.budget, axis=0) * each, held, _protected_of_a_head(c)[None] * each, share)
 
 
 def _head_budgets(
@@ -554,10 +558,10 @@ def _head_budgets(
     """
     held = c.sum(c.live, "head")
     if cap is not None:
-        held = jnp.minimum(held, share_of(min(cap, c.layers * c.heads), c.budget)[None, :, None])
+        held = jnp.minimum(held, share_of(min(cap, c.layers * c.heads), c.budget)[..., None])
     least = jnp.maximum(least, _protected_of_a_head(c)[None, :, None])
     held, least, weight = (jnp.moveaxis(x, 2, 1).reshape(-1, x.shape[1]) for x in (held, least, weight))
-    slots = _shared_out(c.budget * c.layers * c.heads, held, least, _in_proportion(weight))
+    slots = _shared_out(c.total, held, least, _in_proportion(weight))
     return jnp.moveaxis(slots.reshape(c.layers, c.heads, -1), 2, 1)
 
 
@@ -576,16 +580,16 @@ def _streamed(
 ) -> Bool[Array, "*rows S"]:
     """Keep first and last tokens in the heads that stream, and the best in the others, which share the other slots."""
     first, last = _streaming_counts(c.budget, sinks, recent)
-    least = jnp.where(streams, jnp.minimum(first + last, c.budget)[:, None], 0)
+    least = jnp.where(streams, jnp.minimum(first + last, c.budget)[..., None], 0)
     slots = _head_budgets(c, least, jnp.where(streams, 0.0, 1.0), cap)
-    sink = c.position < first[c.batch][..., None]
+    sink = c.position < first[c.layer, c.batch][..., None]
     by_place = jnp.where(sink, jnp.finfo(jnp.float32).max, c.position.astype(jnp.float32))
     rows = streams.ravel()[jnp.ravel((c.layer * streams.shape[1] + c.batch) * c.heads + c.head)].reshape(c.layer.shape)
     replaced = rows[..., None] & (c.scores != jnp.inf)  # protected tokens stay
     return c._replace(scores=jnp.where(replaced, by_place, c.scores)).best("head", slots)
 
 
-def _streaming_counts(budget: Int[Array, "B"], sinks: int | float, recent: int | float) -> tuple[Array, Array]:
+def _streaming_counts(budget: Int[Array, "*L B"], sinks: int | float, recent: int | float) -> tuple[Array, Array]:
     """Return the numbers of first and last tokens of a head that streams; the newest make way if both do not fit."""
     first, last = (
         jnp.minimum(amount if isinstance(amount, int) else share_of(amount, budget), budget)

@@ -20,7 +20,7 @@ from kernels_pallas import ColumnStatistics, cache_attention, paged_attention
 from kvjax.cache import HeadState, KVCache, by_position, floats_of, rows_of
 from kvjax.checks import check_tokens, is_known, plain
 from kvjax.eviction import Evidence, evict
-from kvjax.insertion import Cache, batch_rows, check_fits, insert, next_positions, up_to
+from kvjax.insertion import Cache, batch_rows, check_fits, insert, next_positions, up_to, within
 from kvjax.observation import Context, Needs, Observation, Weights
 from kvjax.paged import PagedCache, pages_for, write_layer
 from kvjax.policy import Policy, check_budget, joined, mark_protected, policy_of, update_scores
@@ -46,6 +46,9 @@ def attend(
 
     The tokens are inserted into free slots, the queries see all live slots that are not in their future, the policy
     scores the slots from the block's attention, and the lowest are freed. With T = 1 this is a decode step.
+
+    With a policy, tokens that have left ``context.sliding_window`` are freed first: the policy chooses among those that
+    a later query can see, and the budget is at most the window.
 
     Args:
         cache: a cache with at least T free slots per head, so ``budget + T`` in all; its ``state`` is the policy's.
@@ -108,6 +111,8 @@ def observe(
     context: Context = Context(),
 ) -> tuple[Float[Array, "B T N D"], Cache, Evidence | None]:
     """Attend and score like :func:`attend`, but evict nothing: for allocations that compare the scores of all layers.
+
+    Tokens that have left ``context.sliding_window`` are freed, unless there is no policy.
 
     Args:
         budget: the budget that the policy's shares refer to; all slots if None.
@@ -191,21 +196,21 @@ def observe_each(
         check_policy(policy, own, query.shape[2] // cache.heads_shape[-1])
         checked.append(_checked(own, query, position, policy, budget, None, context)[1])
     cache, query, position, context = _enter(cache, query, key, value, position, context)
-    here, stack = _taken_out(cache, context)
+    taken, stack = _taken_out(cache, context)
     together: dict[int, Needs] = {}
     largest = max(policy.needs.window for policy in chosen)
     for policy in chosen:  # a policy that observes no window joins any
         window = policy.needs.window or largest
         together[window] = together.get(window, Needs()) | policy.needs
-    seen = {window: _attention(here, query, position, needs, context, stack) for window, needs in together.items()}
+    seen = {window: _attention(taken, query, position, needs, context, stack) for window, needs in together.items()}
     said, states, heads = [], [], jnp.arange(cache.heads_shape[-1])
-    for policy, state, budget in zip(chosen, here.state, checked, strict=True):
-        _, columns, turned, own = seen[policy.needs.window or largest]
-        own, shares_of = dataclasses.replace(own, state=state), _shares_of(cache, budget)
-        evidence, state = _ask(policy, own, turned, position, columns, heads, shares_of, context)
+    for policy, state, budget in zip(chosen, taken.state, checked, strict=True):
+        _, columns, turned, here = seen[policy.needs.window or largest]
+        own = dataclasses.replace(_choosable(here, context), state=state)
+        evidence, state = _ask(policy, own, turned, position, columns, heads, _shares_of(cache, budget), context)
         said.append(_with_scores(evidence, own))
         states.append(state)
-    return seen[largest][0], _with_state(cache, tuple(states), context), tuple(said)
+    return seen[largest][0], _updated(cache, own.position, tuple(states), context), tuple(said)
 
 
 def _checked(
@@ -240,16 +245,24 @@ def _checked(
     for number in np.unique(budget):
         check_budget(policy, int(number))
     if not known:
-        _check_room(cache, policy, np.broadcast_to(budget, B), T if excess is None else min(T, excess))
+        entering = T if excess is None else min(T, excess)
+        _check_room(cache, policy, np.broadcast_to(budget, B), entering, context.sliding_window)
     return policy, np.asarray(budget, np.int32)
 
 
-def _check_room(cache: Cache, policy: Policy, budget: np.ndarray, entering: int) -> None:
+def _check_room(
+    cache: Cache, policy: Policy, budget: np.ndarray, entering: int, window: int | Int[Array, ""] | None
+) -> None:
     """Check that the cache has room for ``entering`` tokens when each head may already hold its budget.
 
-    A block that fills the whole cache can only be the first one, and fits.
+    A block that fills the whole cache can only be the first one, and fits. Pages are counted for this layer alone:
+    others may have smaller sliding windows.
     """
     if entering == cache.num_slots and isinstance(cache, KVCache):
+        return
+    if window is not None and is_known(window):
+        budget = np.minimum(budget, int(window))
+    elif window is not None and isinstance(cache, PagedCache):
         return
     *L, B, K = cache.heads_shape
     layers = L[0] if L else 1
@@ -259,12 +272,11 @@ def _check_room(cache: Cache, policy: Policy, budget: np.ndarray, entering: int)
             f"a head may hold {held} tokens when {entering} more come in, but the cache has {cache.num_slots} slots "
             f"per head: make it with {held + entering}, or give a smaller budget or block."
         )
-    if isinstance(cache, PagedCache):
-        heads = layers * K  # heads of other rows have no pages to give
-        needed = sum(pages_for(heads * int(row + entering), heads, cache.page_size) for row in budget)
+    if isinstance(cache, PagedCache):  # heads of other rows have no pages to give
+        needed = sum(pages_for(K * int(row + entering), K, cache.page_size) for row in budget)
         if needed > cache.owner.shape[0]:
             raise ValueError(
-                f"{layers * B * K} heads may hold {np.mean(budget):g} tokens each on average when {entering} more come "
+                f"{B * K} heads may hold {np.mean(budget):g} tokens each on average when {entering} more come "
                 f"in, for which {needed} pages of {cache.page_size} slots are needed, but the cache has "
                 f"{cache.owner.shape[0]}: make it with that many (kvjax.pages_for)."
             )
@@ -292,10 +304,11 @@ def _observe(
     out, columns, query, here = _attention(here, query, position, needs, context, stack)
     if policy is None:
         return out, cache, None
+    here = _choosable(here, context)
     evidence, state = _ask(policy, here, query, position, columns, jnp.arange(K), shares_of, context)
     if not policy.allocation.even:
         evidence = _with_scores(evidence, here)
-    return out, _with_state(cache, state, context), evidence
+    return out, _updated(cache, here.position, state, context), evidence
 
 
 def _enter(
@@ -321,8 +334,7 @@ def _enter(
     if context.frequency is not None:
         context = dataclasses.replace(context, frequency=jax.lax.stop_gradient(context.frequency))
     if cache.positions == "index":
-        live = cache.num_live if layer is None else cache.num_live[layer]
-        query, key = _turn_to_index(live, query, key, position, context)
+        query, key = _turn_to_index(_next_index(cache, context), query, key, position, context)
     return insert(cache, key, value, position, layer=layer), query, position.astype(jnp.int32), context
 
 
@@ -343,11 +355,24 @@ def _taken_out(cache: KVCache, context: Context) -> tuple[KVCache, KVCache | Non
     return dataclasses.replace(here, position=slot_position, state=state), cache
 
 
-def _with_state(cache: KVCache, state: Any, context: Context) -> KVCache:
-    """Return the cache with the policy's new state of the context's layer."""
+def _updated(cache: KVCache, position: Int[Array, "B K S"], state: Any, context: Context) -> KVCache:
+    """Return the cache with the policy's new state of the context's layer, and without what left its window."""
     if (layer := _index(cache, context)) is not None:
         state = jax.tree.map(lambda whole, part: whole.at[layer].set(part), cache.state, state)
-    return dataclasses.replace(cache, state=state)
+        position = cache.position.at[layer].set(position) if _frees(context) else cache.position
+    return dataclasses.replace(cache, position=position if _frees(context) else cache.position, state=state)
+
+
+def _frees(context: Context) -> bool:
+    """Return whether a block frees what left the sliding window; one that is taken back again must not."""
+    return context.sliding_window is not None and context.reconstructed is None
+
+
+def _choosable(here: KVCache, context: Context) -> KVCache:
+    """Return a layer with the tokens that the policy chooses among, those that a query after the block can see."""
+    if context.reconstructed is not None:  # the copies are taken back
+        return up_to(here, context.reconstructed.end)
+    return within(here, context.sliding_window) if context.sliding_window is not None else here
 
 
 def _attention(
@@ -415,18 +440,22 @@ def _ask(
     budget: Int[Array, "B"],
     context: Context,
 ) -> tuple[Evidence, Any]:
-    """Have the policy score some heads of a layer; return its evidence and its new state."""
+    """Have the policy score some heads of a layer, the tokens of which are those that it chooses among.
+
+    Returns:
+        Its evidence and its new state.
+    """
     here = floats_of(here)
     B, K = here.position.shape[:2]
     entered = jnp.sum(position >= 0, axis=1, dtype=jnp.int32)
-    end = None if context.reconstructed is None else context.reconstructed.end
-    if end is not None:
-        here = up_to(here, end)
     columns = jax.tree.map(lambda column: column.reshape(B, K, -1, column.shape[-1]), columns)
     remembered = here.state
     if observed(policy.needs.statistics):
         window, remembered = here.state
         columns, window = jax.lax.stop_gradient(join(window, columns, entered, policy.needs.window))
+    if context.sliding_window is not None:
+        budget = jnp.minimum(budget, context.sliding_window)
+        columns = jax.tree.map(lambda column: jnp.where(here.live[:, :, None], column, 0), columns)
     observation = Observation(
         columns=columns,
         query=query,
@@ -451,7 +480,8 @@ def _ask(
         entered=entered,
         protected=observation.protected,
         measured=None if measure is None else measure(observation),
-        end=end,
+        end=None if context.reconstructed is None else context.reconstructed.end,
+        window=None if context.sliding_window is None else jnp.asarray(context.sliding_window, jnp.int32),
         allocation=policy.allocation,
         merging=policy.merging,
     )
@@ -522,6 +552,7 @@ def _observe_pages(
             out, own_columns = None, heads_of(columns, 1, head)
         assert policy is not None
         # XLA copies only those parts of ``here`` that the policy reads.
+        here = _choosable(here, own)
         evidence, state = _ask(policy, here, mine, position, own_columns, head[None], budget, own)
         return out, state, dataclasses.replace(_with_scores(evidence, here), protected=None)
 
@@ -542,8 +573,13 @@ def _observe_pages(
     if policy.heads == "layer":  # all heads hold the same tokens, in the same slots
         scores = jnp.broadcast_to(jnp.sum(scores / scores.shape[1], axis=1, keepdims=True), scores.shape)
     measured = None if evidence.measured is None else jnp.sum(evidence.measured, axis=0)
-    end = None if evidence.end is None else evidence.end[0]
-    evidence = dataclasses.replace(evidence, scores=scores, entered=evidence.entered[0], measured=measured, end=end)
+    end, window = jax.tree.map(lambda x: x[0], (evidence.end, evidence.window))
+    evidence = dataclasses.replace(
+        evidence, scores=scores, entered=evidence.entered[0], measured=measured, end=end, window=window
+    )
+    if _frees(context):
+        assert context.sliding_window is not None
+        cache = within(cache, context.sliding_window, layer)
     return out, dataclasses.replace(cache, state=state), evidence
 
 
@@ -586,18 +622,30 @@ def check_policy(policy: Policy, cache: Cache, G: int) -> None:
     jax.tree.map(check, made, cache.state, is_leaf=lambda leaf: isinstance(leaf, HeadState))
 
 
+def _next_index(cache: Cache, context: Context) -> Int[Array, "B K"]:
+    """Return the place that each head's next token has if places count the tokens that the head holds.
+
+    What has left a sliding window counts whether it is still held or not, so that nothing moves when it is freed.
+    """
+    here = cache if isinstance(cache, KVCache) and len(cache.heads_shape) == 2 else cache.layer(_index(cache, context))
+    if context.sliding_window is None:
+        return here.num_live
+    left = jnp.maximum(cache.next_position - context.sliding_window + 1, 0)
+    return within(here, context.sliding_window).num_live + left[:, None]
+
+
 def _turn_to_index(
-    live: Int[Array, "B K"],
+    first: Int[Array, "B K"],
     query: Float[Array, "B T N D"],
     key: Float[Array, "B T K D"],
     position: Int[Array, "B T"],
     context: Context,
 ) -> tuple[Float[Array, "B T N D"], Float[Array, "B T K D"]]:
-    """Rotate a block as if its positions continued from the number of tokens that each head holds."""
+    """Rotate a block as if the positions of its tokens were ``first`` and those behind it."""
     B, T, K, D = key.shape
     assert context.frequency is not None
     valid = position >= 0
-    index = live[:, None] + jnp.cumsum(valid, axis=1)[..., None] - 1  # [B, T, K]
+    index = first[:, None] + jnp.cumsum(valid, axis=1)[..., None] - 1  # [B, T, K]
     start, end = (jnp.where(valid[..., None], x, 0) for x in (position[..., None], index))
     frequency = context.frequency[:, None, None]  # [B or 1, 1, 1, D / 2]
     grouped = query.reshape(B, T, K, -1, D)

@@ -33,6 +33,7 @@ class Evidence:
         protected: the slots that stay whatever their weights; None where ``scores`` mark them.
         measured: what the allocation measured of the attention, if anything.
         end: the position from which on tokens leave whatever they score, per row; None where all may stay.
+        window: the layer's sliding window, or one per layer, which limits its budget; None where no layer has one.
         allocation: how many slots each head gets.
         merging: how the values of evicted tokens are folded into those that stay; None for not at all.
 
@@ -48,6 +49,7 @@ class Evidence:
     protected: Bool[Array, "B K S"] | None = None
     measured: Float[Array, "*L B measures"] | None = None
     end: Int[Array, "B"] | None = None
+    window: Int[Array, "*L"] | None = None
     allocation: Allocation = dataclasses.field(default=UNIFORM, metadata={"static": True})
     merging: Merging | None = dataclasses.field(default=None, metadata={"static": True})
 
@@ -57,15 +59,20 @@ class Evidence:
         cache: Cache,
         allocation: Allocation,
         end: Int[Array, "B"] | None = None,
+        window: Int[Array, "L"] | None = None,
         merging: Merging | None = None,
     ) -> Evidence:
-        """Make empty evidence for all layers of a cache; :meth:`with_layer` fills it in."""
+        """Make empty evidence for all layers of a cache; :meth:`with_layer` fills it in.
+
+        In a scan, whose carry keeps its structure, ``window`` must be given where layers have sliding windows.
+        """
         *L, B, _ = cache.heads_shape
         return cls(
             scores=jnp.full(cache.position.shape, -jnp.inf, jnp.float32),
             entered=jnp.zeros(B, jnp.int32),
             measured=jnp.zeros((*L, B, allocation.measures), jnp.float32) if allocation.measures else None,
             end=end,
+            window=window,
             allocation=allocation,
             merging=merging,
         )
@@ -85,7 +92,15 @@ class Evidence:
             scores = write_layer(cache, self.scores, said.scores, layer)
         else:
             scores = said.scores if layer is None else self.scores.at[layer].set(said.scores)
-        return dataclasses.replace(self, scores=scores, entered=said.entered, measured=measured, end=said.end)
+        window = self.window
+        if said.window is not None and layer is None:
+            window = said.window
+        elif said.window is not None:
+            none = jnp.full(cache.heads_shape[0], jnp.iinfo(jnp.int32).max, jnp.int32)
+            window = (none if window is None else window).at[layer].set(said.window)
+        return dataclasses.replace(
+            self, scores=scores, entered=said.entered, measured=measured, end=said.end, window=window
+        )
 
 
 def evict(
@@ -109,6 +124,7 @@ def evict(
             slots are ignored; NaN loses to everything; ties go to the more recent token. Or a policy's evidence
             (:func:`kvjax.observe`), which has its own allocation.
         budget: how many tokens each head keeps, on average where heads compete, at least 1; one number or one per row.
+            In a layer with a sliding window, which a policy's evidence knows, it is at most the window.
         layer: the layer to evict from in a stacked plain cache.
         excess: a promise that no head holds more than ``budget + excess`` tokens. With 1, as in decode, a uniform
             selection is an argmin.
@@ -234,13 +250,16 @@ def _contest(
         head = jnp.arange(layers * B * K, dtype=jnp.int32).reshape(position.shape[:-1])
     assert isinstance(evidence.scores, Array)
     measured = evidence.measured
+    budgets = jnp.broadcast_to(jnp.asarray(budget, jnp.int32), (layers, B))
+    if evidence.window is not None:
+        budgets = jnp.minimum(budgets, evidence.window.reshape(-1, 1))
     return Contest(
         scores=evidence.scores,
         position=position,
         layer=head // (B * K),
         batch=head // K % B,
         head=head % K,
-        budget=jnp.broadcast_to(jnp.asarray(budget, jnp.int32), (B,)),
+        budget=budgets,
         seen=cache.next_position,
         entered=evidence.entered,
         measured=None if measured is None else measured.reshape(layers, B, -1),

@@ -89,7 +89,8 @@ def insert(
 def rewind(cache: Cache, position: Int[Array, "B"]) -> Cache:
     """Take back the tokens from a position on: their slots are free, and the next token gets that position.
 
-    What a policy has learned of other tokens from them stays.
+    What a policy has learned of other tokens from them stays. Evicted tokens do not come back, nor do those that have
+    left a layer's sliding window.
 
     Args:
         position: one per row; a row whose ``next_position`` is not larger keeps all.
@@ -115,6 +116,31 @@ def up_to[C: (KVCache, PagedCache)](cache: C, end: Int[Array, "B"]) -> C:
         position=jnp.where(free, -1, cache.position),
         next_position=jnp.minimum(cache.next_position, end.astype(jnp.int32)),
     )
+
+
+def within[C: (KVCache, PagedCache)](
+    cache: C, window: int | Int[Array, ""], layer: int | Int[Array, ""] | None = None
+) -> C:
+    """Return the cache without the tokens that have left a sliding window: no query from the next one on sees them.
+
+    Args:
+        window: how many positions a query sees, its own among them.
+        layer: the layer that has the window, in a paged cache that stacks layers; its pages still have their owners.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import kvjax
+        >>> from kvjax.insertion import within
+        >>> cache = kvjax.KVCache.init(batch=1, kv_heads=1, slots=4, head_dim=2)
+        >>> cache = kvjax.insert(cache, jnp.ones((1, 4, 1, 2)), jnp.ones((1, 4, 1, 2)))
+        >>> within(cache, 3).position.tolist()  # token 4 will see itself, 3 and 2
+        [[[-1, -1, 2, 3]]]
+    """
+    gone = cache.position <= (cache.next_position - window)[batch_rows(cache)][..., None]
+    if isinstance(cache, PagedCache) and layer is not None:
+        B, K = cache.heads_shape[-2:]
+        gone &= (cache.owner // (B * K) == layer)[:, None]
+    return dataclasses.replace(cache, position=jnp.where(gone, -1, cache.position))
 
 
 def batch_rows(cache: Cache) -> Int[Array, "*rows"]:

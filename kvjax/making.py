@@ -7,6 +7,7 @@ repeat        copies each row several times
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -33,6 +34,7 @@ def empty_cache(
     block: int = 1,
     dtype: DtypesLike = jnp.float32,
     page_size: int = 16,
+    windows: Sequence[int | None] | None = None,
 ) -> Cache:
     """Make an empty cache for a policy and a budget: of the right size, with the policy's state.
 
@@ -47,15 +49,17 @@ def empty_cache(
         block: the most tokens inserted between two evictions; for a prompt fed in blocks, the block size.
         dtype: of keys and values: floats, or "int8" or "float8_e4m3fn" (:func:`kvjax.quantise`); or a pair of both.
         page_size: slots per page, if the cache is paged.
+        windows: the layers' sliding windows, one entry per layer, None for a layer that sees all positions.
 
     Returns:
-        A :class:`kvjax.KVCache` of ``budget + block`` slots per head, or, where heads hold different numbers of tokens,
-        a :class:`kvjax.PagedCache` of as many on average. Without a policy, a cache of ``budget`` slots.
+        A :class:`kvjax.KVCache` of ``budget + block`` slots per head. Where heads hold different numbers of tokens (an
+        uneven allocation, or a sliding window smaller than the budget), a :class:`kvjax.PagedCache` of as many on
+        average, at most ``window + block`` in a layer with a window. Without a policy, a cache of ``budget`` slots.
 
     Raises:
         ValueError: if a count is below 1, the KV heads do not divide the query heads, the budget is smaller than what
-            the policy protects, the block is smaller than its observation window (:func:`kvjax.check_block`), or the
-            dtype is unknown.
+            the policy protects, the block is smaller than its observation window (:func:`kvjax.check_block`), the
+            dtype is unknown, or there is not one window per layer.
 
     Example:
         >>> import kvjax
@@ -65,6 +69,8 @@ def empty_cache(
         >>> cache = kvjax.empty_cache("h2o@model", **sizes)
         >>> type(cache).__name__, cache.key.shape
         ('PagedCache', (11, 16, 8))
+        >>> kvjax.empty_cache("h2o+caote", windows=(8, None), **sizes).key.shape
+        (9, 16, 8)
     """
     policy = policy_of(policy)
     sizes = dict(batch=batch, kv_heads=kv_heads, query_heads=query_heads, head_dim=head_dim, page_size=page_size)
@@ -87,12 +93,70 @@ def empty_cache(
     check_block(policy, block)
     heads, group = (query_heads, 1) if policy.heads == "query" else (kv_heads, query_heads // kv_heads)
     made |= dict(kv_heads=heads, group=group, positions=policy.positions)
-    if policy.allocation.even:
+    windows = check_windows(windows, layers or 1)
+    if not in_pages(policy, budget, windows):
         return blank(policy, slots=budget + block, **made)
-    in_a_row = heads * (layers or 1)
-    most = policy.allocation.most(layers or 1, heads, budget) + block
-    pages = pages_for(batch * in_a_row * (budget + block), batch * in_a_row, page_size)
+    pages, most = room_in_pages(policy, layers or 1, heads, batch, budget, block, page_size, windows)
     return blank(policy, slots=most, pages=pages, page_size=page_size, **made)
+
+
+def check_windows(windows: Sequence[int | None] | None, layers: int) -> tuple[int | None, ...]:
+    """Check the sliding windows of the layers, and return one entry per layer, None for a layer without one.
+
+    Example:
+        >>> from kvjax.making import check_windows
+        >>> check_windows([512, None], 2), check_windows(None, 2)
+        ((512, None), (None, None))
+    """
+    if windows is None:
+        return (None,) * layers
+    if isinstance(windows, str) or not isinstance(windows, Sequence) or len(windows) != layers:
+        raise ValueError(
+            f"windows is {windows!r}; expected one entry for each of the {layers} layers, the number of positions that "
+            "its queries see, or None for all."
+        )
+    wanted = "a query sees at least 1 position; give None for a layer without a window"
+    return tuple(None if window is None else check_count("a window", window, 1, wanted) for window in windows)
+
+
+def in_pages(policy: Policy, budget: int, windows: Sequence[int | None]) -> bool:
+    """Return whether heads hold different numbers of tokens, by the allocation or by a window below the budget.
+
+    Example:
+        >>> import kvjax
+        >>> from kvjax.making import in_pages
+        >>> [in_pages(kvjax.h2o(), 64, windows) for windows in ((None, 64), (None, 32))]
+        [False, True]
+    """
+    return not policy.allocation.even or min(window or budget for window in windows) < budget
+
+
+def most_held(held: int, entering: int, windows: Sequence[int | None]) -> list[int]:
+    """Return the most tokens that a head of each layer holds: ``held``, or its window and ``entering`` tokens.
+
+    Example:
+        >>> from kvjax.making import most_held
+        >>> most_held(100, 8, (None, 32, 99))
+        [100, 40, 100]
+    """
+    return [held if window is None else min(held, window + entering) for window in windows]
+
+
+def room_in_pages(
+    policy: Policy,
+    layers: int,
+    kv_heads: int,
+    batch: int,
+    budget: int,
+    block: int,
+    page_size: int,
+    windows: Sequence[int | None],
+) -> tuple[int, int]:
+    """Return how many pages a cache needs, and how many tokens one head may hold."""
+    held = most_held(budget + block, block, windows)
+    most = policy.allocation.most(layers, kv_heads, budget) + block
+    heads = layers * batch * kv_heads
+    return pages_for(batch * kv_heads * sum(held), heads, page_size), max(most_held(most, block, windows))
 
 
 def repeat(cache: Cache, n: int) -> Cache:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 
 from kvjax.cache import HeadState
 from kvjax.checks import check_count, plain
-from kvjax.paged import pages_for
+from kvjax.making import check_windows, in_pages, room_in_pages
 from kvjax.policy import Policy, check_budget, parse
 from kvjax.quantise import DtypesLike, check_dtypes, is_quantised
 
@@ -45,11 +46,12 @@ def memory(
     batch: int = 1,
     dtype: DtypesLike = jnp.bfloat16,
     page_size: int = 16,
+    windows: Sequence[int | None] | None = None,
 ) -> Memory:
     """Compute the bytes of a cache that holds ``budget`` tokens per head while blocks of ``block`` tokens come in.
 
-    For a full cache, give all tokens as the budget and a block of 0. Otherwise the size does not depend on the length
-    of the prompt.
+    For a full cache, give all tokens as the budget, a block of 0 and no policy. Otherwise the size does not depend on
+    the length of the prompt.
 
     Args:
         layers, kv_heads, head_dim: L, K and D of the model.
@@ -59,11 +61,14 @@ def memory(
         query_heads: N, which some states depend on; ``kv_heads`` by default.
         dtype: of keys and values: floats, or "int8" or "float8_e4m3fn", with 4 bytes more per row for its scale; or a
             pair of both.
-        page_size: slots per page, where the allocation is uneven.
+        page_size: slots per page, where the allocation is uneven or a window is smaller than the budget.
+        windows: the layers' sliding windows, one entry per layer, None for a layer that sees all positions
+            (``models.Config.sliding_windows``). A layer holds at most its window. They count only with a policy: a full
+            cache keeps all tokens.
 
     Raises:
-        ValueError: if a size is below 1, the block is negative, the budget is below what the policy protects, or the
-            dtype is unknown.
+        ValueError: if a size is below 1, the block is negative, the budget is below what the policy protects, the
+            dtype is unknown, or there is not one window per layer.
 
     Example:
         >>> import kvjax
@@ -74,6 +79,9 @@ def memory(
         4160.0...
         >>> kvjax.memory(**llama_1b, budget=2048, dtype="int8").total / 2**20
         37.18...
+        >>> windows = [512, 512, 512, None] * 4  # three layers of four see the last 512 tokens
+        >>> kvjax.memory(**llama_1b, budget=2048, policy="h2o", windows=windows).total / 2**20
+        39.7...
     """
     sizes = dict(layers=layers, kv_heads=kv_heads, head_dim=head_dim, budget=budget, batch=batch, page_size=page_size)
     layers, kv_heads, head_dim, budget, batch, page_size = (
@@ -91,12 +99,11 @@ def memory(
     a_slot, a_head = (0, 0) if policy is None else _state_bytes(policy, query_heads // kv_heads, head_dim)
     if policy is not None:
         check_budget(policy, budget)
-    held = budget + block
-    pages, slots, extra = 0, heads * held, 0
-    if policy is not None and not policy.allocation.even:
-        pages = pages_for(slots, heads, page_size)
+    windows = check_windows(windows, layers)
+    slots, extra = heads * (budget + block), 0
+    if policy is not None and in_pages(policy, budget, windows):
+        pages, most = room_in_pages(policy, layers, kv_heads, batch, budget, block, page_size, windows)
         slots = pages * page_size
-        most = policy.allocation.most(layers, kv_heads, budget) + block
         table = heads * -(-most // page_size)
         extra = 4 * (table + 2 * pages + 1)  # the table; owners and free list; the number of free pages
     return Memory(

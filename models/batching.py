@@ -24,14 +24,15 @@ import numpy as np
 from jaxtyping import Array, Int
 
 import kvjax
-from kvjax import OutputProjection, Policy
+from kvjax import OutputProjection, PagedCache, Policy
 from kvjax.checks import check_count
+from kvjax.making import most_held
 from kvjax.policy import policy_of
 from kvjax.quantise import DtypesLike
 from models import engine
 from models.by_layer import LayerSteps, next_token, runs_by_layer
 from models.decoder import Decoder
-from models.layer_caches import AnyCache, LayerCaches
+from models.layer_caches import AnyCache, LayerCaches, stacked
 from models.plan import PAGE_SIZE, CheckedPrompt, HostOrDevice, Options, Rows, When, check_prompt, plan_run
 from models.sampling import Sampling, check_end, check_sampling
 from models.scorer import Scorer
@@ -140,7 +141,8 @@ class Engine:
                 "but requests join at different steps; give evict_every=1, or 0 for never."
             )
         # Only a cache of the whole prompt, in rows or before the eviction, needs to know how long prompts are.
-        fixed = isinstance(self._options.budget, int) and plan.policy is not None and plan.slots > self._options.budget
+        own, windows = self._options.budget, model.config.sliding_windows
+        fixed = isinstance(own, int) and plan.policy is not None and plan.slots > max(most_held(own, 0, windows))
         self._longest = None if fixed else longest
         # Prompts are fed in rows of their own, so no row of the batch ever holds a whole prompt.
         plan = dataclasses.replace(plan, prompt_slots=plan.slots, when="block")
@@ -315,6 +317,10 @@ class Engine:
 
 @functools.partial(jax.jit, donate_argnames="cache")
 def _join(cache: AnyCache, row: Int[Array, ""], one: Any) -> AnyCache:
+    if isinstance(cache, PagedCache) and not isinstance(one, PagedCache):  # a short prompt's share fits the windows
+        one, size = stacked(one), cache.page_size
+        pages = kvjax.pages_for(one.position.size, one.position[..., 0].size, size)
+        one = kvjax.pack(one, pages=pages, page_size=size, most=min(one.num_slots, cache.num_slots))
     if isinstance(cache, LayerCaches):
         pairs: Any = zip(cache.layers, one.layers, strict=True)
         joined: Any = (kvjax.join(whole, row, part) for whole, part in pairs)

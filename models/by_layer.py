@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 import kvjax
-from kvjax import Allocation, Evidence, PagedCache
+from kvjax import Evidence, PagedCache
 from kvjax.checks import is_known
 from kvjax.window import begin_anew
 from models import selecting
@@ -42,7 +42,7 @@ from models.steps import (
     decode_positions,
     fresh,
     predicts,
-    shared_allocation,
+    shared_evidence,
     shrink,
     start,
 )
@@ -138,9 +138,7 @@ class LayerSteps:
         model, plan, butler = run.model, run.plan, run.butler
         caches = list(state.cache.layers) if isinstance(state.cache, LayerCaches) else None
         first = state.cache.layers[0] if isinstance(state.cache, LayerCaches) else state.cache
-        together = shared_allocation(plan, phase)
-        end = None if block.repeats is None else block.repeats.end
-        evidence = None if together is None else _evidence_of_layers(state.cache, together, end)
+        evidence = _evidence_of_layers(model.config, plan, phase, block, state.cache)
         carry = LayerCarry(first, evidence, state.predictor, state.source)
         for number, layer in enumerate(self.layers):
             if caches is not None:
@@ -239,9 +237,9 @@ def _run_layer(
 _predict = jax.jit(selecting.run_predictor, static_argnames="keeps", donate_argnames="carry")
 
 
-@functools.partial(jax.jit, static_argnames="allocation")
-def _evidence_of_layers(cache: AnyCache, allocation: Allocation, end: Int[Array, "B"] | None = None) -> Evidence:
-    return Evidence.of_layers(cache.slots if isinstance(cache, LayerCaches) else cache, allocation, end)
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _evidence_of_layers(config: Config, plan: Plan, phase: Phase, block: Block, cache: AnyCache) -> Evidence | None:
+    return shared_evidence(config, plan, phase, block, cache.slots if isinstance(cache, LayerCaches) else cache)
 
 
 @functools.partial(jax.jit, donate_argnames="cache")

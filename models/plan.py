@@ -27,6 +27,7 @@ from kvjax import PagedCache, Policy, Reconstruction
 from kvjax.attention import check_policy
 from kvjax.cache import Positions, dtypes_of
 from kvjax.checks import MOST, check_count, is_known, plain, shown
+from kvjax.making import in_pages, most_held
 from kvjax.policy import check_measured, policy_of
 from kvjax.quantise import Dtypes, DtypesLike, check_dtypes, is_quantised
 from kvjax.sources import Source
@@ -593,7 +594,10 @@ def _sized(config: Config, plan: Plan, prompt: CheckedPrompt, options: Options, 
     def fitted(slots: int) -> int:
         return bucketed(slots) if by_ratio or slots >= most_slots else slots
 
-    if policy.allocation.even:
+    several = plan.mesh is not None and plan.mesh.size > 1
+    windows = config.sliding_windows
+    paged = kept.pages > 0 if kept is not None else in_pages(policy, largest, windows)
+    if policy.allocation.even and (several or not paged):
         slots = fitted(min(largest + asked + room, sensible if whole else most_slots))
         prompt_slots = max(slots, prompt_slots) if whole else slots
         plan = dataclasses.replace(plan, slots=slots, prompt_slots=prompt_slots)
@@ -604,36 +608,48 @@ def _sized(config: Config, plan: Plan, prompt: CheckedPrompt, options: Options, 
             return dataclasses.replace(plan, slots=slots, prompt_slots=slots)
         evicted = bool((prompt.lengths > prompt.questions).all())
         return _with_slots(plan, kept, slots, held + entering, evicted)
-    if plan.mesh is not None and plan.mesh.size > 1:
+    if several:
         raise ValueError(
             f"{policy.name!r} shares one pool of pages among all heads, which are on several devices here; take an "
             "allocation that gives all heads the same budget ('uniform'), or one device."
         )
     L, heads = config.num_layers, plan.heads
-    most = policy.allocation.most(L, heads, largest + asked)
+    most, step = policy.allocation.most(L, heads, largest + asked), min(options.block, asked + room)
     if kept is not None:
         entering = max(entering, context + repeated) if whole else entering  # all is fed into the same pages
+        together = kept.held.sum(axis=1)
         if not prompt.fed:  # the size that one call for both prompt and answer would have made
-            most = max(kept.slots, fitted(min(max(most, held) + room, most_slots)))
+            most = max(*most_held(most + room, step, windows), held + room)
+            most = max(kept.slots, fitted(min(most, most_slots)))
             fullest = np.maximum(budgets + asked, _held(policy, kept).astype(int))
-            pages = max(kept.pages, _pages(plan, L, fullest + room, most_slots, by_ratio))
-            return dataclasses.replace(plan, slots=most, pages=pages, page_size=kept.page_size)
-        of_rows = np.maximum(kept.held.sum(axis=1) + L * heads * entering, L * heads * (budgets + asked + room))
-        return _with_pages(plan, kept, min(max(most + room, held + entering), most_slots), int(of_rows.sum()))
-    most = fitted(min(most + room, most_slots))
-    pages = _pages(plan, L, budgets + asked + room, most_slots, by_ratio)
+            pages = max(kept.pages, _pages(plan, fullest + room, step, windows, most_slots, by_ratio))
+            least = kvjax.pages_for(int(together.sum()) + kept.held.size * min(room, 1), kept.held.size, kept.page_size)
+            return dataclasses.replace(plan, slots=most, pages=max(pages, least), page_size=kept.page_size)
+        # Before its first eviction a layer with a window may hold all that it held, a window and a block.
+        more = heads * sum(most_held(entering, step + repeated, windows))
+        of_rows = np.maximum(together + more, heads * _in_layers(budgets + asked + room, step, windows))
+        most = max(*most_held(most + room, step, windows), held + entering)
+        return _with_pages(plan, kept, min(most, most_slots), int(of_rows.sum()))
+    most = fitted(min(max(most_held(most + room, step, windows)), most_slots))
+    pages = _pages(plan, budgets + asked + room, step, windows, most_slots, by_ratio)
     return dataclasses.replace(plan, slots=most, prompt_slots=prompt_slots, pages=pages)
 
 
-def _pages(plan: Plan, layers: int, held: np.ndarray, most: int, rounded: bool) -> int:
+def _in_layers(held: np.ndarray, step: int, windows: tuple[int | None, ...]) -> np.ndarray:
+    """Sum over the layers what a head of each holds at most, of ``held`` tokens per row; ``step`` tokens come at once."""
+    return np.array([sum(most_held(int(row), step, windows)) for row in held])
+
+
+def _pages(plan: Plan, held: np.ndarray, step: int, windows: tuple[int | None, ...], most: int, rounded: bool) -> int:
     """Return the pages of a pool for rows whose heads hold ``held`` tokens on average, each at most ``most``.
 
     Args:
+        step: the most tokens that come in at once, for which a layer with a window has slots beside the window.
         rounded: whether to round up to few sizes, for budgets that depend on the prompt's length.
     """
     held = np.minimum(held, most)
-    heads = plan.heads * layers
-    pages = kvjax.pages_for(heads * int(held.sum()), len(held) * heads, plan.page_size)
+    slots = plan.heads * int(_in_layers(held, step, windows).sum())
+    pages = kvjax.pages_for(slots, len(held) * plan.heads * len(windows), plan.page_size)
     return bucketed(pages) if rounded or held.max() >= most else pages
 
 
@@ -675,7 +691,7 @@ def kept_of(model: Decoder, cache: AnyCache, policy: Policy | None, rows: int) -
         raise ValueError(f"the cache has {B} rows, but {rows} prompts were given{advice}.")
     if policy is not None:
         paged = isinstance(cache, PagedCache)
-        if policy.allocation.even == paged:
+        if policy.allocation.even == paged and not (paged and any(config.sliding_windows)):
             kind, other = ("paged", "even") if paged else ("plain", "uneven")
             raise ValueError(
                 f"the cache is {kind}, but {policy.name!r} divides the slots in an {other} way: give the policy that "

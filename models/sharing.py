@@ -21,7 +21,7 @@ from kvjax.checks import check_count
 from kvjax.policy import policy_of
 from kvjax.quantise import DtypesLike
 from models.butler import Butler
-from models.decoder import Decoder
+from models.decoder import Decoder, sliding_windows
 from models.engine import logits_of, newest_of, prefill, projected, run_question
 from models.plan import (
     PAGE_SIZE,
@@ -57,7 +57,8 @@ class _Arm(NamedTuple):
             asked: whether questions are held back; where the rope follows the length, they cannot be fed after a cache.
         """
         plan = self.run.plan
-        late = plan.policy is None or plan.when == "prompt"
+        # A policy frees what left a sliding window, and a full cache keeps it.
+        late = not any(self.run.model.config.sliding_windows) if plan.policy is None else plan.when == "prompt"
         fixed = not (asked and self.run.model.config.rope.follows_length)
         repeats = plan.policy is not None and plan.policy.needs.reconstruction is not None
         learned = plan.predictor is not None or self.run.scorer is not None
@@ -234,7 +235,8 @@ def _block(
     of_whom = next((plan for plan in plans if plan.policy is not None and plan.policy.needs.rotary), plans[0])
     block = block_of(model.config, of_whom, position, lengths, None)
     states, shares = cache.state, [budget for budget in budgets if budget is not None]
-    empty = (Evidence.of_layers(cache, policy.allocation, merging=policy.merging) for policy in policies)
+    windows = sliding_windows(model.config)
+    empty = (Evidence.of_layers(cache, p.allocation, None, windows, p.merging) for p in policies)
     whole = tuple(empty) if asks else ()
 
     def attend_at(carry, index, window, query, key, value):

@@ -3,8 +3,8 @@
 `forward` is traced into one program: the layers are scanned, and the cache is in the scan's carry. models/by_layer.py
 runs the same `attend` in each layer, but the host calls one compiled layer after the other.
 
-A policy whose allocation gives all heads the same budget runs on a plain cache and evicts layer by layer. Any other
-observes all layers first, and then evicts from all of them together.
+A policy whose allocation gives all heads the same budget evicts layer by layer from a plain cache. Any other, and any in
+pages, observes all layers first, and then evicts from all of them together.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kvjax.paged import with_room
 from models import selecting
 from models.butler import Butler, ButlerCache
 from models.config import Config
-from models.decoder import Decoder, frequencies, rope_of_layer, rotation
+from models.decoder import Decoder, frequencies, rope_of_layer, rotation, sliding_windows
 from models.layer_caches import AnyCache, LayerCaches
 from models.plan import Plan, Rows
 from models.scorer import Scorer
@@ -202,9 +202,7 @@ def forward(
         entered = None if butler is None else selecting.predictor_input(butler, model, tokens)
         hook = functools.partial(selecting.run_predictor, plan.selection is not None, butler, position, entered)
     assert not isinstance(state.cache, LayerCaches)
-    together = shared_allocation(plan, phase)
-    end = None if block.repeats is None else block.repeats.end
-    evidence = None if together is None else Evidence.of_layers(state.cache, together, end)
+    evidence = shared_evidence(model.config, plan, phase, block, state.cache)
     carry = LayerCarry(state.cache, evidence, state.predictor, state.source)
     score = None if run.scorer is None else functools.partial(selecting.scored, run.scorer)
     hidden, carry, _ = model.run(
@@ -259,10 +257,16 @@ def predicts(plan: Plan, phase: Phase) -> bool:
     return plan.predictor is not None or (plan.selection is not None and phase.compressed)
 
 
-def shared_allocation(plan: Plan, phase: Phase) -> kvjax.Allocation | None:
-    """Return the allocation if all layers are evicted from together; None if each is separately, or none is."""
-    uneven = plan.policy is not None and phase.evicts and not plan.policy.allocation.even
-    return plan.policy.allocation if plan.policy is not None and uneven else None
+def shared_evidence(
+    config: Config, plan: Plan, phase: Phase, block: Block, cache: KVCache | PagedCache
+) -> Evidence | None:
+    """Make empty evidence if all layers are evicted from together; None if each is separately, or none is."""
+    if plan.policy is None or not phase.evicts:
+        return None
+    if plan.policy.allocation.even and not isinstance(cache, PagedCache):
+        return None
+    end = None if block.repeats is None else block.repeats.end
+    return Evidence.of_layers(cache, plan.policy.allocation, end, sliding_windows(config))
 
 
 def attend(
@@ -289,7 +293,7 @@ def attend(
     evidence, rows = carry.evidence, rounded_rows(plan, *rows)
     if plan.selection is not None:
         out, cache, carry = selecting.attend(plan.selection, cache, carry, rows, block.position, context)
-    elif policy is None or (phase.evicts and policy.allocation.even):
+    elif policy is None or (phase.evicts and evidence is None):
         out, cache = kvjax.attend(
             cache, *rows, block.position, policy=policy, budget=budgets, excess=phase.excess, context=context
         )
