@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from models.config import Config, Rope
+from models.config import NO_ROPE, Config, Rope
 from tests.models import reference
 
 VOCABULARY = 64
@@ -29,6 +29,30 @@ ROPES = {
     "yarn": Rope(type="yarn", factor=4.0, original_positions=16),
     "yarn_mscale": Rope(type="yarn", factor=4.0, original_positions=32, mscale=1.0, mscale_all_dim=0.5, truncate=False),
 }
+_LONG: dict[str, Any] = dict(type="longrope", factor=4.0, short_factor=(1.0, 1.1, 1.3, 2.0), long_factor=(1.0, 2, 3, 5))
+OWN_ROPES = {  # of families alone; a text has to stay on one side of longrope's length
+    "partial": Rope(partial_rotary_factor=0.5),
+    "longrope": Rope(**_LONG, original_positions=64),
+    "longrope_beyond": Rope(**_LONG, original_positions=1, attention_factor=1.2),
+}
+_NORMS: dict[str, Any] = dict(norms="both", norm_offset=True, activation="gelu_tanh", embedding_multiplier=4.0)
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {},
+    "qwen2": dict(attention_bias=True),
+    "qwen3": dict(query_key_norm=True),
+    "gemma2": _NORMS | dict(attention_soft_cap=4.0, logits_soft_cap=6.0, attention_multiplier=0.3),
+    "gemma3_text": _NORMS | dict(query_key_norm=True, attention_multiplier=0.3),
+    "phi3": {},
+    "olmo2": dict(norms="after", wide_query_key_norm=True),
+    "granite": dict(embedding_multiplier=3.0, attention_multiplier=0.2, residual_multiplier=0.6, logits_scaling=2.0),
+    "smollm3": {},
+    "mixtral": dict(num_experts=4, experts_per_token=2, normalise_experts=True),
+    "qwen3_moe": dict(query_key_norm=True, num_experts=3, experts_per_token=2),
+}
+ONE_WINDOW = ("mistral", "mixtral", "phi3")
+WINDOWED = (*ONE_WINDOW, "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "smollm3")
+BIASED = ("llama", "qwen3", "olmo2", "granite")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +67,7 @@ class Case:
     rope: str = "default"
     tied: bool = False
     windows: tuple[int | None, ...] = ()  # one a layer; () for none
-    bias: bool = False  # a Llama's or Qwen3's own choice; Qwen2 has them on queries, keys and values
+    bias: bool = False  # a Llama's own choice, for example; Qwen2 has them on queries, keys and values
     tokens: str = "random"  # "distinct", "few" (three different ones), "equal"
     lengths: tuple[int, ...] = (9,)
     width: int = 9  # of the padded batch
@@ -84,12 +108,17 @@ class Case:
     @property
     def config(self) -> Config:
         heads = self.kv_heads * self.group
-        qwen2 = self.family == "qwen2"
+        ropes: tuple[Rope | None, ...] = ()
+        if self.family == "smollm3":
+            ropes = tuple(NO_ROPE if layer % 2 else None for layer in range(self.layers))
+        if self.family == "gemma3_text":  # layers with a window have a rotary embedding of their own
+            ropes = tuple(Rope(theta=100.0) if window else None for window in self.windows)
+        biases = dict(attention_bias=self.bias, output_bias=self.bias)
         return Config(
             VOCABULARY, 16, 24, num_layers=self.layers, num_heads=heads, num_kv_heads=self.kv_heads, head_dim=8,
-            architecture=self.family, rope=ROPES[self.rope], max_positions=64, tie_embeddings=self.tied,
-            attention_bias=qwen2 or self.bias, output_bias=self.bias and not qwen2,
-            query_key_norm=self.family == "qwen3", sliding_windows=self.windows, pad=VOCABULARY - 1,
+            architecture=self.family, rope=(ROPES | OWN_ROPES)[self.rope], ropes=ropes, max_positions=64,
+            tie_embeddings=self.tied, sliding_windows=self.windows, pad=VOCABULARY - 1,
+            **biases | FAMILIES[self.family],
         )  # fmt: skip
 
     def prompts(self) -> np.ndarray:
@@ -180,16 +209,18 @@ def draw(seed: int, number: int) -> Iterator[Case]:
     """Cases that share shapes and so a compiled program; they differ in weights, tokens, lengths and questions."""
     d = _Draw(np.random.default_rng([seed, number]))
     mesh = d.one((2, 1), (1, 2), (2, 2), (2, 4), (4, 2)) if d.maybe(0.03) else None
-    family = d.one("llama", "llama", "mistral", "qwen2", "qwen3")
+    family = d.one("llama", "mistral", *FAMILIES)
     layers = d.one(1, 2, 2, 3)
     kv_heads, group = d.one(1, 2, 2, 3), d.one(1, 2, 3, 4)
     rows = d.one(1, 2, 2, 3, 4)
     if mesh is not None:
         kv_heads, group, rows = mesh[1] * d.one(1, 2), d.one(1, 2), mesh[0] * d.one(1, 2)
     windows: tuple[int | None, ...] = ()
-    if family == "mistral" or (family != "llama" and d.maybe(0.2)):
-        windows = tuple(d.one(3, 6, 11, None) for _ in range(layers))
+    if family in WINDOWED and d.maybe(0.3 if family.startswith("qwen") else 0.8):
+        one = d.one(3, 6, 11)  # a config.json has one size, but the decoder takes any
+        windows = (one,) * layers if family in ONE_WINDOW else tuple(d.one(3, 6, 11, None) for _ in range(layers))
         windows = windows if any(windows) else ()
+    ropes = [*ROPES, *(OWN_ROPES if family == "phi3" else [])]
     block = d.one(1, 3, 4, 4, 8)
     width = d.one(12, 21, 30)
     shared = dict(
@@ -197,10 +228,10 @@ def draw(seed: int, number: int) -> Iterator[Case]:
         layers=layers,
         kv_heads=kv_heads,
         group=group,
-        rope=d.one("default", *ROPES),
+        rope=d.one("default", *ropes, *(OWN_ROPES if family == "phi3" else [])),
         tied=d.maybe(0.3),
         windows=windows,
-        bias=family in ("llama", "qwen3") and d.maybe(0.2),
+        bias=family in BIASED and d.maybe(0.2),
         width=width,
         block=block,
         when=d.one("block", "block", "prompt"),
@@ -211,10 +242,12 @@ def draw(seed: int, number: int) -> Iterator[Case]:
         page_size=d.one(1, 2, 4, 16),
         mesh=mesh,
     )
-    policy = _policy(d, block, layers, kv_heads, even=mesh is not None)
+    capped = "attention_soft_cap" in FAMILIES[family]
+    policy = _policy(d, block, layers, kv_heads, even=mesh is not None, capped=capped)
     asked = sorted({d.one(0, 0, 1, 2), d.one(1, 2, 4, 5)}) if d.maybe(0.35) else None  # the shortest, the longest
     budget = _budget(d, policy, width)
-    fits = [n for n in range(1, width + 1) if _slots(budget, n) >= least_budget(policy)]
+    least = 2 if shared["rope"] == "longrope_beyond" else 1
+    fits = [n for n in range(least, width + 1) if _slots(budget, n) >= least_budget(policy)]
     for _ in range(5):
         lengths = [d.one(*fits) for _ in range(rows)]
         longest, shortest = d.rng.permutation(rows)[[0, -1]]
@@ -235,7 +268,7 @@ def draw(seed: int, number: int) -> Iterator[Case]:
         )
 
 
-def _policy(d: _Draw, block: int, layers: int, kv_heads: int, even: bool) -> str:
+def _policy(d: _Draw, block: int, layers: int, kv_heads: int, even: bool, capped: bool) -> str:
     """A chain that the library takes, and an allocation that fits it."""
     window = d.one(*[w for w in (1, 2, 3, 4) if w <= block])
     kernel = (1, 3, 5)
@@ -269,6 +302,8 @@ def _policy(d: _Draw, block: int, layers: int, kv_heads: int, even: bool) -> str
         del bases["cake"]
     if layers < 2 or even:
         del bases["butler"]
+    if capped:  # its formula has no cap
+        del bases["expected_attention"]
     name = d.one(*bases, "h2o", "h2o", "tova", "snapkv")  # what most people take
     base = d.link(name, share=0.4 if name == "sage" else 0.6, **bases[name])  # type: ignore[arg-type]
     one_set = base == "tova"  # for all heads of a layer: heads cannot exchange slots, and rounds order one head's alone
@@ -411,7 +446,7 @@ def smaller(case: Case) -> Iterator[Case]:
     for layers in range(2 if case.base == "butler" else 1, case.layers):
         yield from but(layers=layers, windows=case.windows[:layers])
     yield from but(windows=())
-    for name, simple in dict(family="llama", rope="default", tied=False, bias=False, end=(), page_size=16).items():
+    for name, simple in dict(rope="default", family="llama", tied=False, bias=False, end=(), page_size=16).items():
         yield from but(**{name: simple})
     for name in ("kv_heads", "group"):
         for fewer in range(1, getattr(case, name)):

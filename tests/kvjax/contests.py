@@ -6,6 +6,7 @@ A token is (layer, head, position, score), a kept set is a set of (layer, head, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -33,7 +34,8 @@ def best(tokens: list[Token], number: int, *, open_ties: bool = False) -> list[T
 
 class Row(NamedTuple):
     """One batch row of L layers and K heads; ``preference`` is what CAKE measured, [L]. ``best`` chooses; where a
-    definition leaves open who wins a tie, it is told so by ``open_ties``.
+    definition leaves open who wins a tie, it is told so by ``open_ties``. ``windows`` are the layers' sliding windows,
+    above which a layer's budget does not go; () for none.
     """
 
     tokens: list[Token]
@@ -44,6 +46,12 @@ class Row(NamedTuple):
     entered: int = 0
     preference: np.ndarray | None = None
     best: Callable[..., list[Token]] = best
+    windows: tuple[int | None, ...] = ()
+
+    @property
+    def budgets(self) -> list[int]:
+        """Of each layer, [L]."""
+        return [min(self.budget, window or self.budget) for window in self.windows or (None,) * self.L]
 
     def of(self, layer: int, head: int | None = None) -> list[Token]:
         return [t for t in self.tokens if t.layer == layer and head in (None, t.head)]
@@ -54,7 +62,7 @@ class Row(NamedTuple):
     @property
     def protected(self) -> int:
         most = max(sum(t.score == np.inf for t in self.of(*head)) for head in self.heads())
-        return min(most, self.budget)
+        return min(most, max(self.budgets))
 
 
 def certain(t: Token) -> bool:
@@ -64,8 +72,13 @@ def certain(t: Token) -> bool:
 def capped(row: Row, cap: float | None) -> Row:
     if cap is None:
         return row
-    limit = int(round(cap * 1000) * row.budget // 1000)
-    return row._replace(tokens=[t for head in row.heads() for t in row.best(row.of(*head), limit)])
+    limits = share_of_each(cap, row)
+    return row._replace(tokens=[t for head in row.heads() for t in row.best(row.of(*head), limits[head[0]])])
+
+
+def share_of_each(share: float, row: Row) -> np.ndarray:
+    """A share, or a multiple, of each layer's budget, [L]."""
+    return np.array([int(round(share * 1000) * budget // 1000) for budget in row.budgets])
 
 
 def shares(row: Row, dtype: type = np.float32) -> Row:
@@ -103,17 +116,17 @@ def whole(row: Row, share: np.ndarray, room: np.ndarray, total: int) -> np.ndarr
 
 
 def uniform(row: Row, counts) -> list[Token]:
-    return [t for head in row.heads() for t in row.best(row.of(*head), row.budget)]
+    return [t for head in row.heads() for t in row.best(row.of(*head), row.budgets[head[0]])]
 
 
 def layer(row: Row, counts, *, cap: float | None = 8.0) -> list[Token]:
     row = capped(row, cap)
-    return [t for one in range(row.L) for t in row.best(row.of(one), row.budget * row.K)]
+    return [t for one in range(row.L) for t in row.best(row.of(one), row.budgets[one] * row.K)]
 
 
 def adakv(row: Row, counts, *, safeguard: float = 0.2, cap: float | None = 8.0) -> list[Token]:
-    number = int(round(safeguard * 1000) * row.budget // 1000)
-    safe = [t for head in row.heads() for t in row.best(row.of(*head), number)]
+    number = share_of_each(safeguard, row)
+    safe = [t for head in row.heads() for t in row.best(row.of(*head), number[head[0]])]
     kept = layer(row._replace(tokens=[t._replace(score=np.inf) if t in safe else t for t in row.tokens]), None, cap=cap)
     assert set(map(place, safe)) <= set(map(place, kept))
     return kept
@@ -121,26 +134,26 @@ def adakv(row: Row, counts, *, safeguard: float = 0.2, cap: float | None = 8.0) 
 
 def model(row: Row, counts, *, normalise: bool = True, cap: float | None = 8.0) -> list[Token]:
     row = capped(shares(row, np.float64 if counts is None else np.float32) if normalise else row, cap)
-    return row.best(row.tokens, row.budget * row.L * row.K)
+    return row.best(row.tokens, sum(row.budgets) * row.K)
 
 
 def threshold(row: Row, counts, *, least: float = 0.01, cap: float | None = 8.0) -> list[Token]:
     kept = capped(row, cap)
-    return [t for t in row.best(kept.tokens, row.budget * row.L * row.K) if t.score >= np.float32(least)]
+    return [t for t in row.best(kept.tokens, sum(row.budgets) * row.K) if t.score >= np.float32(least)]
 
 
 def pyramid(row: Row, counts: np.ndarray, *, beta: float = 20.0) -> list[Token]:
     fixed = row.protected
-    free = row.budget - fixed
+    free = sum(row.budgets) / row.L - fixed
     first = min(free * (2 - 1 / beta), max(row.seen - fixed, free))
     step = np.linspace(0, 1, row.L) if row.L > 1 else np.array([0.5])
     held = np.array([len(row.of(one)) // row.K for one in range(row.L)])
-    held = np.minimum(held, min(2, row.L * row.K) * row.budget)
+    held = np.minimum(held, min(2, row.L * row.K) * np.array(row.budgets))
     share, lowest = first - 2 * (first - free) * step, np.minimum(fixed, held)
     expected = np.minimum(share + fixed, held)
-    total = min(row.budget * row.L, held.sum()) - lowest.sum()
+    total = min(sum(row.budgets), held.sum()) - lowest.sum()
     each = lowest + whole(row, share, held - lowest, total) if counts is None else counts[:, 0]
-    assert (counts is None or (counts == each[:, None]).all()) and each.sum() == min(row.budget * row.L, held.sum())
+    assert (counts is None or (counts == each[:, None]).all()) and each.sum() == min(sum(row.budgets), held.sum())
     if expected.sum() > each.sum() - 1:  # no layer is short of tokens
         assert (abs(each - expected) < 1 + 1e-3).all()
     return [t for head in row.heads() for t in row.best(row.of(*head), each[head[0]])]
@@ -152,12 +165,12 @@ def cake(row: Row, counts: np.ndarray, *, cap: float | None = 8.0, **options) ->
     if not weight.sum() > 0:
         weight = np.maximum(held - row.entered - row.protected, 0)
     if cap is not None:
-        held = np.minimum(held, int(cap * row.budget))
+        held = np.minimum(held, [int(cap * budget) for budget in row.budgets])
     fixed = np.minimum(row.protected, held)
-    total = min(row.budget * row.L, held.sum()) - fixed.sum()
+    total = min(sum(row.budgets), held.sum()) - fixed.sum()
     share = poured(held - fixed, weight, total)
     each = fixed + whole(row, share, held - fixed, total) if counts is None else counts[:, 0]
-    assert (counts is None or (counts == each[:, None]).all()) and each.sum() == min(row.budget * row.L, held.sum())
+    assert (counts is None or (counts == each[:, None]).all()) and each.sum() == min(sum(row.budgets), held.sum())
     assert (abs(each - fixed - share) < 1 + 1e-3).all()
     return [t for head in row.heads() for t in row.best(row.of(*head), each[head[0]])]
 
@@ -171,7 +184,7 @@ def lava(row: Row, counts: np.ndarray, *, cap: float | None = 8.0) -> list[Token
     row = capped(row, cap)
     held = np.array([len(row.of(one)) for one in range(row.L)])
     fixed = np.minimum(row.protected * row.K, held)
-    total = min(row.budget * row.K * row.L, held.sum()) - fixed.sum()
+    total = min(sum(row.budgets) * row.K, held.sum()) - fixed.sum()
     share = poured(held - fixed, np.array(weight), total)
     each = fixed + whole(row, share, held - fixed, total) if counts is None else counts.sum(1)
     assert each.sum() == total + fixed.sum()
@@ -183,10 +196,10 @@ def of_heads(row: Row, counts, least: np.ndarray, weight: np.ndarray, cap: float
     """``least`` slots to each head [L, K], and the rest in proportion to the weights."""
     held = np.array([[len(row.of(one, k)) for k in range(row.K)] for one in range(row.L)])
     if cap is not None:
-        held = np.minimum(held, int(round(cap * 1000) * row.budget // 1000))
+        held = np.minimum(held, share_of_each(cap, row)[:, None])
     fixed = np.minimum(np.maximum(least, row.protected), held)
     room = (held - fixed).ravel()
-    total = min(row.budget * row.L * row.K - fixed.sum(), room.sum())
+    total = min(sum(row.budgets) * row.K - fixed.sum(), room.sum())
     share = poured(room, weight.ravel(), total)
     if counts is None:
         each = fixed + whole(row, share, room, total).reshape(fixed.shape)
@@ -198,20 +211,20 @@ def of_heads(row: Row, counts, least: np.ndarray, weight: np.ndarray, cap: float
 
 
 def headkv(row: Row, counts, *, file: str, beta: float = 1.5, cap: float | None = 8.0) -> list[Token]:
-    least = np.full((row.L, row.K), row.budget - int((row.budget - row.protected) / beta))
-    return of_heads(row, counts, least, np.load(file), cap)
+    least = [budget - math.floor((budget - row.protected) / beta) for budget in row.budgets]
+    return of_heads(row, counts, np.repeat(np.array(least)[:, None], row.K, axis=1), np.load(file), cap)
 
 
 def streamed(row: Row, counts, streams: np.ndarray, sinks: float, recent: float, cap: float | None) -> list[Token]:
     """Heads that stream [L, K] keep first and last tokens; the others the best, of what is left of the budget."""
-    first, last = streaming_counts(row.budget, sinks, recent)
+    first, last = np.array([streaming_counts(budget, sinks, recent) for budget in row.budgets]).T
     tokens = [
-        t._replace(score=LARGEST if t.position < first else float(t.position))
+        t._replace(score=LARGEST if t.position < first[t.layer] else float(t.position))
         if streams[t[:2]] and t.score != np.inf
         else t
         for t in row.tokens
     ]
-    least = np.where(streams, first + last, 0)
+    least = np.where(streams, (first + last)[:, None], 0)
     return of_heads(row._replace(tokens=tokens), counts, least, np.where(streams, 0.0, 1.0), cap)
 
 

@@ -1,4 +1,7 @@
-"""A Llama-like decoder in NumPy float64 that keeps every key and value; evicting clears one entry of a mask."""
+"""A Llama-like decoder in NumPy float64 that keeps every key and value; evicting clears one entry of a mask.
+
+So does leaving a layer's sliding window, under a policy: what no later query sees is not there to choose from.
+"""
 
 from __future__ import annotations
 
@@ -100,7 +103,7 @@ def run(
         model.kept[:, :, :P],
         answer,
         model.seen[:, :, :P, :P],
-        rope(model.plain_key[:, :, :P], model.place[:, :, :P], model.frequency),
+        np.stack([rope(*layer) for layer in zip(model.plain_key[:, :, :P], model.place[:, :, :P], model.frequency)]),
         model.value[:, :, :P],
         choices,
         history,
@@ -128,7 +131,10 @@ class _Model:
         self.first = np.zeros((0, config.hidden_size))  # layer 0's output
         self.positions = "absolute" if policy is None else policy.positions
         self.length = 0
-        self.frequency, self.amplitude = inverse_frequencies(config, prompt_length)
+        self.windows = config.sliding_windows if policy is not None else (None,) * config.num_layers
+        ropes = config.ropes or (None,) * config.num_layers
+        turns = [_of_rope(rope or config.rope, config.head_dim, prompt_length) for rope in ropes]
+        self.frequency, self.amplitude = zip(*turns)
         L, N, D = config.num_layers, config.num_heads, config.head_dim
         K = N if policy is not None and policy.heads == "query" else config.num_kv_heads
         self.plain_key = np.zeros((L, K, room, D))  # before rotation
@@ -151,11 +157,11 @@ class _Model:
         at = np.arange(self.length, self.length + m)
         self.length += m
         P, K, D = self.length, self.kept.shape[1], config.head_dim
-        x = w["embedding"][np.asarray(tokens)]
+        x = w["embedding"][np.asarray(tokens)] * config.embedding_multiplier
         self.weights = []
         for layer in range(config.num_layers):
             p = {name.removeprefix("layers."): a[layer] for name, a in w.items() if name.startswith("layers.")}
-            y = norm(x, p["attention_norm"], config.norm_epsilon)
+            y = x if config.norms == "after" else self.norm(x, p["attention_norm"])
             if self.scorer is not None:
                 own = y @ self.scorer["output"][layer] + self.scorer["output_bias"][layer]
                 self.scored[layer][:, at] = own.T
@@ -164,27 +170,33 @@ class _Model:
                 query, key = query + p["query_bias"][:, None], key + p["key_bias"][:, None]
                 value = value + p["value_bias"][:, None]
             if config.query_key_norm:
-                query = norm(query, p["query_norm"], config.norm_epsilon)
-                key = norm(key, p["key_norm"], config.norm_epsilon)
+                query, key = self.norm(query, p["query_norm"]), self.norm(key, p["key_norm"])
+            if config.wide_query_key_norm:  # over all heads of a token together
+                query = self.norm(query, p["wide_query_norm"][:, None], axis=(0, 2))
+                key = self.norm(key, p["wide_key_norm"][:, None], axis=(0, 2))
+            if config.attention_multiplier is not None:
+                query = query * config.attention_multiplier * math.sqrt(D)
             key, value = (np.repeat(z, K // len(z), axis=0) for z in (key, value))
-            query, key = self.amplitude * query.reshape(K, -1, m, D), self.amplitude * key
+            query, key = (self.amplitude[layer] * z for z in (query.reshape(K, -1, m, D), key))
             self.query[layer][:, :, at], self.plain_key[layer][:, at], self.value[layer][:, at] = query, key, value
             self.alone[layer][:, at] = value
 
             held = self.kept[layer].sum(axis=1)[:, None]  # before the block
+            if self.windows[layer]:  # what has left the window is counted
+                held = held + max(at[0] - self.windows[layer] + 1, 0)
             own = at[None] if self.positions == "absolute" else held + np.arange(m)
             self.place[layer][:, at] = own if self.positions == "index" else at
             self.kept[layer][:, at] = True
             kept = self.kept[layer][:, :P]
             place = np.cumsum(kept, axis=1) - 1 if self.positions == "compact" else self.place[layer][:, :P]
-            key = self.key[layer][:, :P] = rope(self.plain_key[layer][:, :P], place, self.frequency)
-            query = rope(query, np.broadcast_to(own[:, None], query.shape[:3]), self.frequency)
+            key = self.key[layer][:, :P] = rope(self.plain_key[layer][:, :P], place, self.frequency[layer])
+            query = rope(query, np.broadcast_to(own[:, None], query.shape[:3]), self.frequency[layer])
 
             visible = kept[:, None] & (np.arange(P) <= at[:, None])  # [K, m, P]
             if config.sliding_windows[layer]:
                 visible = visible & (np.arange(P) > at[:, None] - config.sliding_windows[layer])
             self.seen[layer][:, at, :P] = visible
-            scores = np.einsum("kgtd,kpd->kgtp", query, key) / math.sqrt(D)
+            scores = capped(np.einsum("kgtd,kpd->kgtp", query, key) / math.sqrt(D), config.attention_soft_cap)
             weights = softmax(np.where(visible[:, None], scores, -np.inf))
             self.weights.append(weights)
             rows, before = weights[:, :, -self.window :], self.observed[layer]
@@ -194,15 +206,39 @@ class _Model:
             self.observed[layer] = rows
             self.received[layer][:, :, :P] += weights.sum(axis=2)
             out = np.einsum("kgtp,kpd->kgtd", weights, self.value[layer][:, :P]).reshape(-1, m, D)
-            x = x + np.einsum("htd,hde->te", out, p["output"])
+            out = np.einsum("htd,hde->te", out, p["output"])
             if config.output_bias:
-                x = x + p["output_bias"]
-            y = norm(x, p["feed_norm"], config.norm_epsilon)
-            gate, up = y @ p["gate"], y @ p["up"]
-            x = x + (gate / (1 + np.exp(-gate)) * up) @ p["down"]
+                out = out + p["output_bias"]
+            if config.norms != "before":
+                out = self.norm(out, p["attention_post_norm"])
+            x = x + config.residual_multiplier * out
+            out = self.feed_forward(p, x if config.norms == "after" else self.norm(x, p["feed_norm"]))
+            if config.norms != "before":
+                out = self.norm(out, p["feed_post_norm"])
+            x = x + config.residual_multiplier * out
             if layer == 0:
                 self.first = np.concatenate([self.first, x])
-        return norm(x, w["norm"], config.norm_epsilon) @ (w["head"] if "head" in w else w["embedding"].T)
+            if self.windows[layer]:
+                self.kept[layer][:, : max(P - self.windows[layer] + 1, 0)] = False
+        logits = self.norm(x, w["norm"]) @ (w["head"] if "head" in w else w["embedding"].T)
+        return capped(logits / config.logits_scaling, config.logits_soft_cap)
+
+    def norm(self, x: np.ndarray, weight: np.ndarray, axis: int | tuple[int, ...] = -1) -> np.ndarray:
+        return norm(x, self.config.norm_offset + weight, self.config.norm_epsilon, axis)
+
+    def feed_forward(self, p: dict[str, np.ndarray], x: np.ndarray) -> np.ndarray:
+        """The network, or of each token the sum of those that its router chooses, by its weights."""
+        act = {"silu": silu, "gelu_tanh": gelu}[self.config.activation]
+        if not self.config.num_experts:
+            return (act(x @ p["gate"]) * (x @ p["up"])) @ p["down"]
+        out = np.zeros(x.shape)
+        for t, share in enumerate(softmax(x @ p["router"])):
+            chosen = self.choices.best(share, -np.arange(len(share)), self.config.experts_per_token)
+            total = share[chosen].sum() if self.config.normalise_experts else 1.0
+            for e in chosen:
+                own = (act(x[t] @ p["expert_gate"][e]) * (x[t] @ p["expert_up"][e])) @ p["expert_down"][e]
+                out[t] += share[e] / total * own
+        return out
 
     def recite(self, context: Sequence[int], chunk: int, sinks: int) -> None:
         """Has a copy of the model repeat its prompt a part at a time, and notes the largest attention to each token.
@@ -235,12 +271,13 @@ class _Model:
         P, at = self.length, np.arange(self.length)
         L, K, _ = self.kept.shape
         held = self.held[min(number, len(self.held) - 1)] if self.held else None
-        sinks, recent = policy.protected(budget)
-        stays = (at < sinks) | (at >= P - recent)
         tokens, noise, preference = [], [], np.zeros(L)
         foreseen = None if self.butler is None else predicted(*self.butler, self.first)
         for layer, weights in enumerate(self.weights):
             kept = self.kept[layer][:, :P].copy()
+            own = min(budget, self.windows[layer] or budget)
+            sinks, recent = policy.protected(own)
+            stays = (at < sinks) | (at >= P - recent)
             output, m = self.w["layers.output"][layer], weights.shape[2]
             of_layer = None
             if foreseen is not None and layer:
@@ -257,13 +294,14 @@ class _Model:
                 visible=self.seen[layer][:, P - m : P, :P],
                 protected=kept & stays,
                 query=self.query[layer][:, :, :P],
-                frequency=self.frequency,
+                frequency=self.frequency[layer],
                 output=output.reshape(K, -1, *output.shape[1:]),
                 predicted=of_layer,
                 scored=self.scored[layer][:, :P],
                 recited=self.recited[layer][:, :P],
                 layer=layer,
-                budget=budget,
+                budget=own,
+                soft_cap=self.config.attention_soft_cap,
                 settled=settled,
                 memory=self.memory[layer],
                 choices=self.choices,
@@ -283,24 +321,37 @@ class _Model:
             order = [(t.position, -t.layer, -t.head) for t in tokens]
             return [tokens[i] for i in self.choices.best([t.score for t in tokens], order, number, **how)]
 
-        row = contests.Row(tokens, L, K, budget, seen=P, entered=weights.shape[2], preference=preference, best=best)
+        measured = dict(seen=P, entered=weights.shape[2], preference=preference)
+        row = contests.Row(tokens, L, K, budget, **measured, best=best, windows=self.windows)
         before = self.kept[:, :, :P].copy()
         self.kept[:, :, :P], self.observed = False, [None] * L
         for token in contests.DEFINITIONS[policy.allocation](row, None, **policy.options):
             self.kept[token.layer, token.head, token.position] = True
         if policy.merged is None:
             return
-        keys = rope(self.plain_key[:, :, :P], self.place[:, :, :P], self.frequency)
         for layer, k in np.ndindex(L, K):
+            key = rope(self.plain_key[layer, k, :P], self.place[layer, k, :P], self.frequency[layer])
             kept, received = self.kept[layer, k, :P], self.received[layer][k, :, :P].mean(axis=0)
             gone = np.flatnonzero(before[layer, k] & ~kept)
             self.value[layer, k, :P] = policy.merged(
-                Leaving(keys[layer, k], self.value[layer, k, :P], received, gone, np.flatnonzero(kept), self.choices)
+                Leaving(key, self.value[layer, k, :P], received, gone, np.flatnonzero(kept), self.choices)
             )
 
 
-def norm(x: np.ndarray, weight: np.ndarray, epsilon: float) -> np.ndarray:
-    return x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + epsilon) * weight
+def norm(x: np.ndarray, weight: np.ndarray, epsilon: float, axis: int | tuple[int, ...] = -1) -> np.ndarray:
+    return x / np.sqrt((x**2).mean(axis=axis, keepdims=True) + epsilon) * weight
+
+
+def capped(x: np.ndarray, cap: float | None) -> np.ndarray:
+    return x if cap is None else cap * np.tanh(x / cap)
+
+
+def silu(x: np.ndarray) -> np.ndarray:
+    return x / (1 + np.exp(-x))
+
+
+def gelu(x: np.ndarray) -> np.ndarray:
+    return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
 
 def softmax(x: np.ndarray) -> np.ndarray:
@@ -316,8 +367,21 @@ def rope(x: np.ndarray, at: np.ndarray, frequency: np.ndarray) -> np.ndarray:
 
 
 def inverse_frequencies(config: Any, length: int) -> tuple[np.ndarray, float]:
-    """The angle per position of each pair, 1 / theta^(2i/D) where nothing is stretched, and the factor on both."""
-    rope, D = config.rope, config.head_dim
+    """The angles of ``config.rope``, see ``_of_rope``."""
+    return _of_rope(config.rope, config.head_dim, length)
+
+
+def _of_rope(rope: Any, D: int, length: int) -> tuple[np.ndarray, Any]:
+    """The angle per position of each pair, 1 / theta^(2i/D) where nothing is stretched, and the factor on both.
+
+    Where only a part of the elements is rotated, the pairs of the others have the angle 0.
+    """
+    if rope.partial_rotary_factor != 1:
+        part = int(D * rope.partial_rotary_factor)
+        turned, factor = _of_rope(dataclasses.replace(rope, partial_rotary_factor=1.0), part, length)
+        rest = np.zeros((D - part) // 2)
+        half = np.concatenate([np.full(part // 2, factor), rest + 1])
+        return np.concatenate([turned, rest]), np.concatenate([half, half])
     theta = rope.theta
     if rope.type == "dynamic" and length > rope.original_positions:  # longer than the model was trained for
         theta *= (rope.factor * length / rope.original_positions - (rope.factor - 1)) ** (D / (D - 2))
@@ -330,6 +394,12 @@ def inverse_frequencies(config: Any, length: int) -> tuple[np.ndarray, float]:
         return part * plain + (1 - part) * plain / rope.factor, 1.0
     if rope.type == "yarn":
         return _yarn(rope, D, plain)
+    if rope.type == "longrope":
+        factors = rope.long_factor if length > rope.original_positions else rope.short_factor
+        amplitude = rope.attention_factor
+        if amplitude is None:
+            amplitude = math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_positions))
+        return plain / np.array(factors), amplitude
     assert rope.type in ("default", "dynamic"), rope.type
     return plain, 1.0
 

@@ -23,13 +23,14 @@ def parameters(config: Config, seed: int = 0, sharpness: float = 1.5) -> dict[st
     """Random float32 weights that make peaked attention, so that scores lie well apart."""
     random = np.random.default_rng(seed)
     inputs = {"head": config.hidden_size, "layers.output": config.num_heads * config.head_dim}
-    inputs |= {f"layers.{name}": config.hidden_size for name in ("query", "key", "value", "gate", "up")}
-    inputs["layers.down"] = config.intermediate_size
+    of_hidden = ("query", "key", "value", "gate", "up", "router", "expert_gate", "expert_up")
+    inputs |= {f"layers.{name}": config.hidden_size for name in of_hidden}
+    inputs |= {f"layers.{name}": config.intermediate_size for name in ("down", "expert_down")}
     made = {}
     for name, shape in parameter_shapes(config).items():
         draw = random.normal(size=shape)
         if name.endswith("norm"):
-            draw = 1 + 0.1 * draw
+            draw = 1 - config.norm_offset + 0.1 * draw
         elif name.endswith("bias"):
             draw *= 0.3
         elif name in inputs:

@@ -34,7 +34,8 @@ class Seen(NamedTuple):
     scored: np.ndarray  # [K, P], a scorer's numbers, one for each token
     recited: np.ndarray  # [K, P], the largest attention while the model repeated its prompt; 0 of later tokens
     layer: int
-    budget: int
+    budget: int  # of the layer
+    soft_cap: float | None
     settled: bool  # the prompt was compressed before
     memory: dict  # what the layer's links remember
     choices: Choices
@@ -328,6 +329,7 @@ def butler(*, dim: int | None = None) -> Link:
             return seen.weights.mean(axis=2)
         query, key = seen.predicted
         logits = np.einsum("kgtd,kgpd->kgtp", query, key) / query.shape[-1] ** 0.5
+        logits = logits if seen.soft_cap is None else seen.soft_cap * np.tanh(logits / seen.soft_cap)
         logits = np.where(seen.visible[:, None], logits, -np.inf)
         weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
         return (weights / weights.sum(axis=-1, keepdims=True)).mean(axis=2)
