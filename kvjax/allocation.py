@@ -1,8 +1,9 @@
 """Allocations: how many slots each head gets. A score ranks tokens; an allocation says which heads compete for slots.
 
-An allocation turns the scores of all layers and heads into a keep mask of fixed total size, `L * K * budget` tokens per
-batch row. It sees slots in rows, each of one (layer, batch row, head): a plain cache has one row per head, a paged one
-a row per page, and the same code serves both.
+An allocation turns the scores of all layers and heads into a keep mask of fixed total size: for each batch row K times
+the sum of the layers' budgets, each of which is the given one or, if that is smaller, the layer's sliding window. It
+sees slots in rows, each of one (layer, batch row, head): a plain cache has one row per head, a paged one a row per
+page, and the same code serves both.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ class Contest(NamedTuple):
     """The slots of all layers and heads, in rows of S, and the budget that they compete for.
 
     ``scores`` are +inf where a token is protected; ``position`` is -1 where a slot is free. ``layer``, ``batch`` and
-    ``head`` are the owner of each row. ``budget`` is the mean number of slots per head of each layer (at most its sliding
-    window), ``seen`` the tokens of the sequence so far, ``entered`` those of this block; ``measured`` is what the
-    allocation measured of each layer.
+    ``head`` are the owner of each row. ``budget`` is the mean number of slots per head of each layer, at most the
+    layer's sliding window. ``seen`` are the tokens of the sequence so far, ``entered`` those of this block.
+    ``measured`` is what the allocation measured of each layer.
     """
 
     scores: Float[Array, "*rows S"]
@@ -163,8 +164,8 @@ def uniform() -> Allocation:
 def pyramid(*, beta: int | float = 20.0) -> Allocation:
     """Give more slots to the first layers and fewer to the last, linearly (PyramidKV, arXiv 2406.02069).
 
-    With B the mean budget minus the protected tokens, the last layer gets ``B / beta`` and the first ``2 B`` minus that. A
-    layer never gets more slots than the sequence has tokens so far; what it cannot use goes to the last layers.
+    With B the mean budget minus the protected tokens, the last layer gets ``B / beta`` and the first ``2 B`` minus
+    that. A layer never gets more slots than the sequence has tokens so far; what it cannot use goes to the last layers.
 
     Args:
         beta: from 1 (all layers alike); larger is steeper. 20 as in its authors' code and in kvpress.

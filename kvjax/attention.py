@@ -334,7 +334,7 @@ def _enter(
     if context.frequency is not None:
         context = dataclasses.replace(context, frequency=jax.lax.stop_gradient(context.frequency))
     if cache.positions == "index":
-        query, key = _turn_to_index(_next_index(cache, context), query, key, position, context)
+        query, key = _turn_to_index(_next_index(cache, position, context), query, key, position, context)
     return insert(cache, key, value, position, layer=layer), query, position.astype(jnp.int32), context
 
 
@@ -342,6 +342,14 @@ def _shares_of(cache: Cache, budget: Budget | None) -> Int[Array, "B"]:
     """Return the budget that a policy's shares refer to, for each row."""
     B = cache.heads_shape[-2]
     return jnp.broadcast_to(jnp.asarray(cache.num_slots if budget is None else budget, jnp.int32), (B,))
+
+
+def _layer_of(cache: Cache, context: Context) -> KVCache:
+    """Return the context's layer; XLA copies only those parts of it that are read."""
+    layer = _index(cache, context)
+    if isinstance(cache, PagedCache):
+        return cache.layer(layer)
+    return cache if layer is None else cache.layer(layer)
 
 
 def _taken_out(cache: KVCache, context: Context) -> tuple[KVCache, KVCache | None]:
@@ -622,16 +630,19 @@ def check_policy(policy: Policy, cache: Cache, G: int) -> None:
     jax.tree.map(check, made, cache.state, is_leaf=lambda leaf: isinstance(leaf, HeadState))
 
 
-def _next_index(cache: Cache, context: Context) -> Int[Array, "B K"]:
-    """Return the place that each head's next token has if places count the tokens that the head holds.
+def _next_index(cache: Cache, position: Int[Array, "B T"], context: Context) -> Int[Array, "B K"]:
+    """Return the place of a block's first token in each head if places count the tokens that the head holds.
 
     What has left a sliding window counts whether it is still held or not, so that nothing moves when it is freed.
     """
-    here = cache if isinstance(cache, KVCache) and len(cache.heads_shape) == 2 else cache.layer(_index(cache, context))
+    here = _layer_of(cache, context)
     if context.sliding_window is None:
         return here.num_live
-    left = jnp.maximum(cache.next_position - context.sliding_window + 1, 0)
-    return within(here, context.sliding_window).num_live + left[:, None]
+    # The layers share next_position, so after layer 0 it is behind the block already.
+    first = jnp.min(jnp.where(position < 0, jnp.iinfo(jnp.int32).max, position), axis=1)
+    first = jnp.minimum(first, cache.next_position)
+    left = jnp.maximum(first - context.sliding_window + 1, 0)
+    return within(dataclasses.replace(here, next_position=first), context.sliding_window).num_live + left[:, None]
 
 
 def _turn_to_index(

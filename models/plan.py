@@ -636,7 +636,7 @@ def _sized(config: Config, plan: Plan, prompt: CheckedPrompt, options: Options, 
 
 
 def _in_layers(held: np.ndarray, step: int, windows: tuple[int | None, ...]) -> np.ndarray:
-    """Sum over the layers what a head of each holds at most, of ``held`` tokens per row; ``step`` tokens come at once."""
+    """Sum over the layers what a head of each holds at most, of ``held`` tokens per row; ``step`` come at once."""
     return np.array([sum(most_held(int(row), step, windows)) for row in held])
 
 

@@ -3,8 +3,8 @@
 `forward` is traced into one program: the layers are scanned, and the cache is in the scan's carry. models/by_layer.py
 runs the same `attend` in each layer, but the host calls one compiled layer after the other.
 
-A policy whose allocation gives all heads the same budget evicts layer by layer from a plain cache. Any other, and any in
-pages, observes all layers first, and then evicts from all of them together.
+A policy whose allocation gives all heads the same budget evicts layer by layer from a plain cache. Any other, and any
+in pages, observes all layers first, and then evicts from all of them together.
 """
 
 from __future__ import annotations

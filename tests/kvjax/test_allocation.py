@@ -69,10 +69,11 @@ def make(name: str, options: dict) -> kvjax.Allocation:
     return allocation.ALLOCATIONS[name](**options)
 
 
-def evict_after_a_block(what: kvjax.Allocation, cache, scores, budget, measured=None, entered=1):
+def evict_after_a_block(what: kvjax.Allocation, cache, scores, budget, measured=None, entered=1, window=None):
     """Evicts by what a policy says of all layers; ``entered`` tokens came into each row."""
     entered = jnp.broadcast_to(jnp.asarray(entered), cache.next_position.shape)
-    return kvjax.evict(cache, kvjax.Evidence(jnp.asarray(scores), entered, measured=measured, allocation=what), budget)
+    given = dict(measured=measured, window=window, allocation=what)
+    return kvjax.evict(cache, kvjax.Evidence(jnp.asarray(scores), entered, **given), budget)
 
 
 @functools.cache
@@ -171,6 +172,28 @@ def test_an_allocation_keeps_what_a_sort_does(name, options, data):
     paged = evict(what)(paged, paged_scores(paged, plain, scores), budget, measured, entered)
     for b in range(B):
         assert kept_in(paged, b) == kept_in(after, b)
+
+
+@pytest.mark.parametrize(("name", "options"), CASES, ids=IDS)
+@hypothesis.settings(max_examples=20)
+@hypothesis.given(data=st.data())
+def test_a_layers_budget_is_at_most_its_sliding_window(name, options, data):
+    """A head of a layer with a window holds fewer tokens than the window, as what left it is freed before."""
+    what, windows = make(name, options), (*data.draw(st.tuples(*[st.integers(2, S)] * (L - 1))), None)
+    numbers = NONNEGATIVE if what.needs_nonnegative else ANY
+    position, scores, *rest = data.draw(contest(numbers, even=what.scope == "head"))
+    for one, window in enumerate(windows[:-1]):
+        newest = np.sort(position[one])[..., -(window - 1), None]
+        position[one] = np.where(position[one] >= newest, position[one], -1)
+    budget, seen, measured, entered = rest
+    limits = jnp.array([window or 2**31 - 1 for window in windows], jnp.int32)
+    after = evict(what)(plain_cache(position, seen), scores, budget, measured, entered, limits)
+    given = {k: v for k, v in options.items() if k == "threshold"}
+    for b, row in rows_of(position, scores, *rest, name, **given):
+        kept, row = kept_in(after, b), row._replace(windows=windows)
+        if row.entered:
+            contests.check(name, options, row, kept)
+            assert len(kept) <= K * sum(row.budgets)
 
 
 @pytest.mark.parametrize(("name", "options"), [c for c in CASES if c[0] in ("uniform", "layer", "adakv")])

@@ -1,5 +1,7 @@
 """kvjax.memory against the bytes that caches really take."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -32,6 +34,24 @@ def test_what_a_prompt_leaves_takes_the_bytes_that_were_predicted(policy, rows):
     assert predicted.keys_values == cache.key.nbytes + cache.value.nbytes
 
 
+@pytest.mark.parametrize("policy", ["h2o+caote", "laprox(window=4)@model", "h2o@pyramid"])
+def test_a_layer_takes_no_slots_beyond_its_sliding_window(policy):
+    windows = (12, None, 24)
+    config = dataclasses.replace(CONFIG, sliding_windows=windows)
+    model = models.Decoder(config, rngs=nnx.Rngs(0))
+    settings = dict(policy=policy, budget=40, block=16, page_size=4)
+    cache = models.prefill(model, np.arange(300)[None] % 64, **settings).cache
+    sizes = SHAPE | settings | dict(dtype=jnp.float32)
+    assert kvjax.memory(**sizes, windows=windows).total == cache.nbytes
+    empty = kvjax.empty_cache(**sizes, windows=windows)
+    assert empty.nbytes == cache.nbytes and empty.table.shape == cache.table.shape
+    assert kvjax.memory(**sizes, windows=windows).slots <= (28 + 56 + 40) / 3 + 3
+    assert (np.asarray(cache.num_live).max(axis=(1, 2))[[0, 2]] <= np.array([11, 23])).all()
+    assert kvjax.memory(**sizes, windows=(40, None, 99)) == kvjax.memory(**sizes)
+    full = sizes | dict(policy=None)  # a full cache keeps all tokens
+    assert kvjax.memory(**full, windows=windows) == kvjax.memory(**full)
+
+
 @pytest.mark.parametrize("dtype", ["int8", ("int8", "bfloat16"), "float32/float8_e4m3fn"])
 @pytest.mark.parametrize("policy", ["h2o", "keydiff@layer"])
 def test_rows_of_eight_bits_are_counted_with_their_scales(policy, dtype):
@@ -55,6 +75,8 @@ def test_a_full_cache_is_one_with_a_budget_of_all_tokens():
         (dict(block=-1), "block is -1"),
         (dict(policy="snapkv", budget=8), "always keeps 0 first and 32 last"),
         (dict(policy="nothing"), "nothing"),
+        (dict(windows=(4, None)), r"windows is \(4, None\); expected one entry for each of the 3 layers"),
+        (dict(windows=(4, 0, None)), "a window is 0"),
     ],
 )
 def test_bad_sizes_are_refused(change, message):

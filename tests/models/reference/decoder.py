@@ -103,7 +103,7 @@ def run(
         model.kept[:, :, :P],
         answer,
         model.seen[:, :, :P, :P],
-        np.stack([rope(*layer) for layer in zip(model.plain_key[:, :, :P], model.place[:, :, :P], model.frequency)]),
+        np.stack([rope(model.plain_key[i, :, :P], model.place[i, :, :P], f) for i, f in enumerate(model.frequency)]),
         model.value[:, :, :P],
         choices,
         history,
@@ -134,7 +134,7 @@ class _Model:
         self.windows = config.sliding_windows if policy is not None else (None,) * config.num_layers
         ropes = config.ropes or (None,) * config.num_layers
         turns = [_of_rope(rope or config.rope, config.head_dim, prompt_length) for rope in ropes]
-        self.frequency, self.amplitude = zip(*turns)
+        self.frequency, self.amplitude = zip(*turns, strict=True)
         L, N, D = config.num_layers, config.num_heads, config.head_dim
         K = N if policy is not None and policy.heads == "query" else config.num_kv_heads
         self.plain_key = np.zeros((L, K, room, D))  # before rotation
@@ -182,7 +182,7 @@ class _Model:
             self.alone[layer][:, at] = value
 
             held = self.kept[layer].sum(axis=1)[:, None]  # before the block
-            if self.windows[layer]:  # what has left the window is counted
+            if self.windows[layer] and self.positions == "index":  # what has left the window is counted
                 held = held + max(at[0] - self.windows[layer] + 1, 0)
             own = at[None] if self.positions == "absolute" else held + np.arange(m)
             self.place[layer][:, at] = own if self.positions == "index" else at

@@ -1,0 +1,150 @@
+"""Layers with a sliding window: they hold what a later query can see, and policies choose among that."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+
+import kvjax
+import models
+from kvjax import KVCache, PagedCache
+from models import Config
+from models.parameters import SHARDING
+from tests.models import reference
+
+WINDOWS = (6, None, 9)
+CONFIG = Config(
+    64, 16, 24, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8, architecture="qwen3", query_key_norm=True,
+    sliding_windows=WINDOWS, max_positions=96,
+)  # fmt: skip
+WEIGHTS = reference.parameters(CONFIG)
+TOKENS = np.random.default_rng(0).integers(0, 64, (2, 40))
+LENGTHS = np.array([40, 23])
+AMPLE = dict(budget=56, block=8)  # more tokens than there are: only what has left a window goes
+
+
+@functools.cache
+def model() -> models.Decoder:
+    return reference.decoder(CONFIG, WEIGHTS)
+
+
+@functools.cache
+def full_logits() -> np.ndarray:
+    return np.asarray(models.prefill(model(), TOKENS, LENGTHS, outputs="all").logits)
+
+
+@functools.cache
+def full_answer() -> list[list[int]]:
+    return models.generate(model(), TOKENS, lengths=LENGTHS, max_new_tokens=12).tokens.tolist()
+
+
+def held(cache) -> np.ndarray:
+    """The tokens of the fullest head of each layer."""
+    return np.asarray(cache.num_live).max(axis=(1, 2))
+
+
+@pytest.mark.parametrize("policy", ["keydiff", "streaming(sinks=2)", "h2o+positions(kind='index')", "h2o@pyramid"])
+def test_a_budget_that_holds_every_window_gives_the_logits_of_the_full_cache(policy):
+    result = models.prefill(model(), TOKENS, LENGTHS, policy=policy, outputs="all", **AMPLE)
+    for row, length in enumerate(LENGTHS):
+        np.testing.assert_allclose(result.logits[row, :length], full_logits()[row, :length], atol=1e-4)
+    assert isinstance(result.cache, PagedCache)
+    assert held(result.cache).tolist() == [5, 40, 8]
+
+
+@pytest.mark.parametrize(
+    ("policy", "when", "layers"),
+    [
+        ("h2o+caote", "block", False),
+        ("snapkv(window=4)", "prompt", True),
+        ("laprox(window=4)+positions@model", "block", False),
+    ],
+)
+def test_such_a_budget_gives_the_answer_of_the_full_cache(policy, when, layers, run_by_layer):
+    run_by_layer(layers)
+    out = models.generate(model(), TOKENS, lengths=LENGTHS, policy=policy, when=when, max_new_tokens=12, **AMPLE)
+    assert out.tokens.tolist() == full_answer()
+    assert held(out.cache).tolist() == [5, 51, 8]
+
+
+@pytest.mark.parametrize(("window", "kept"), [(5, 4), (3, 2)], ids=["plain", "pages"])
+def test_a_sink_that_left_the_window_protects_nothing(window, kept):
+    policy, rng = kvjax.parse("streaming(sinks=2)"), np.random.default_rng(1)
+    cache = kvjax.empty_cache(policy, kv_heads=1, query_heads=1, head_dim=4, budget=4, block=2, windows=(window,))
+    assert isinstance(cache, KVCache if window > 4 else PagedCache)
+    attend = jax.jit(functools.partial(kvjax.attend, policy=policy, budget=4))
+    for end in range(2, 13, 2):
+        rows = rng.normal(size=(1, 2, 1, 4)).astype(np.float32)
+        _, cache = attend(cache, rows, rows, rows, context=kvjax.Context(sliding_window=np.int32(window)))
+        left = np.sort(cache.position[cache.position >= 0])
+        assert left.tolist() == list(range(max(0, end - kept), end))
+
+
+@pytest.mark.parametrize(("policy", "held"), [(None, 6), ("h2o", 2), ("kvzip(sinks=0)", 4)])
+def test_a_full_cache_and_a_block_that_is_taken_back_free_nothing(policy, held):
+    sizes = dict(kv_heads=1, query_heads=1, head_dim=4, budget=9)
+    cache, rows = kvjax.empty_cache(policy, **sizes), np.ones((1, 2, 1, 4), np.float32)
+    observe = jax.jit(functools.partial(kvjax.observe, policy=policy))
+    usual = kvjax.Context(sliding_window=3)
+    part = kvjax.Reconstructed(*(np.array([x], np.int32) for x in (0, 2, 4)))
+    for context in (usual, usual, usual if policy != "kvzip(sinks=0)" else kvjax.Context(None, 3, reconstructed=part)):
+        _, cache, _ = observe(cache, rows, rows, rows, context=context)
+    assert cache.num_live.tolist() == [[held]]
+
+
+def test_policies_that_share_a_prompt_free_and_the_full_cache_beside_them_does_not():
+    policies = ["full", "h2o", "snapkv(window=4)"]
+    full, _, together = models.prefill_each(model(), TOKENS[:1], policies=policies, budget=12, block=8)
+    np.testing.assert_allclose(full.logits, full_logits()[:1, -1], atol=1e-4)
+    assert held(full.cache).tolist() == [40, 40, 40]
+    alone = models.prefill(model(), TOKENS[:1], policy="snapkv(window=4)", budget=12, block=8, when="prompt")
+    np.testing.assert_allclose(together.logits, alone.logits, atol=1e-5)
+    assert held(together.cache).tolist() == held(alone.cache).tolist() == [5, 12, 8]
+    assert together.cache.nbytes == alone.cache.nbytes
+
+
+@pytest.mark.parametrize(
+    ("settings", "layers"),
+    [(dict(budget=12), False), (dict(budget=0.5, longest_prompt=40), True)],
+    ids=["slots", "ratio"],
+)
+def test_requests_that_come_and_go_get_the_tokens_that_they_get_alone(settings, layers, run_by_layer):
+    """Under a ratio, a short prompt's budget fits the windows, and a long one's takes pages."""
+    run_by_layer(layers)
+    settings = dict(policy="h2o+caote", block=8, **settings)
+    engine = models.Engine(model(), rows=2, max_new_tokens=6, **settings)
+    prompts = [TOKENS[0], TOKENS[1, :9], TOKENS[1]]
+    handles = [engine.submit(prompt, max_new_tokens=6) for prompt in prompts]
+    answers = {handle: [] for handle in handles}
+    for made in engine.run():
+        answers[made.handle].append(made.token)
+    settings.pop("longest_prompt", None)
+    for handle, prompt in zip(handles, prompts, strict=True):
+        alone = models.generate(model(), [prompt], max_new_tokens=6, **settings)
+        assert answers[handle] == alone.tokens[0].tolist()
+
+
+def test_turns_in_a_kept_cache_go_on_in_its_pages():
+    settings = dict(policy="snapkv(window=4)+caote", budget=12, block=8)
+    first = models.prefill(model(), TOKENS[:, :24], **settings)
+    second = models.prefill(model(), TOKENS[:, 24:], cache=first.cache, **settings)
+    whole = models.prefill(model(), TOKENS, **settings)
+    np.testing.assert_allclose(second.logits, whole.logits, atol=1e-5)
+    assert second.cache.nbytes == first.cache.nbytes == whole.cache.nbytes
+    assert held(second.cache).tolist() == [5, 12, 8]
+
+
+def test_on_several_devices_the_cache_is_plain_and_the_result_the_same():
+    mesh = Mesh(np.array(jax.devices()[:2]).reshape(1, 2), ("data", "tensor"))
+    arrays = {name: jax.device_put(array, NamedSharding(mesh, SHARDING[name])) for name, array in WEIGHTS.items()}
+    settings = dict(lengths=LENGTHS, policy="h2o", budget=12, block=8)
+    several, one = (models.prefill(m, TOKENS, **settings) for m in (models.Decoder(CONFIG, arrays), model()))
+    assert isinstance(several.cache, KVCache) and isinstance(one.cache, PagedCache)
+    assert several.cache.num_live.tolist() == one.cache.num_live.tolist()
+    np.testing.assert_allclose(several.logits, one.logits, atol=1e-5)
+    plain = models.prefill(model(), TOKENS, **settings | dict(budget=6)).cache
+    assert isinstance(plain, KVCache)  # no window is smaller than the budget
