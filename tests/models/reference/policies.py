@@ -322,7 +322,9 @@ def expected_attention(*, future: int = 512, sinks: int = 4, covariance: bool = 
 
 
 def butler(*, dim: int | None = None) -> Link:
-    """The attention that a predictor foresees, its mean over the block's queries; in layer 0 the real one."""
+    """The attention that a predictor foresees over the tokens that are left, its mean over the block's queries; in
+    layer 0 the real one.
+    """
 
     def score(_: Scores, seen: Seen) -> Scores:
         if seen.predicted is None:
@@ -330,9 +332,10 @@ def butler(*, dim: int | None = None) -> Link:
         query, key = seen.predicted
         logits = np.einsum("kgtd,kgpd->kgtp", query, key) / query.shape[-1] ** 0.5
         logits = logits if seen.soft_cap is None else seen.soft_cap * np.tanh(logits / seen.soft_cap)
-        logits = np.where(seen.visible[:, None], logits, -np.inf)
-        weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
-        return (weights / weights.sum(axis=-1, keepdims=True)).mean(axis=2)
+        there = (seen.visible & seen.kept[:, None])[:, None]
+        weights = np.where(there, np.exp(logits - logits.max(axis=-1, keepdims=True)), 0)
+        total = weights.sum(axis=-1, keepdims=True)
+        return (weights / np.where(total > 0, total, 1)).mean(axis=2)
 
     return Link(score)
 

@@ -12,7 +12,8 @@ def predicted(w: dict[str, np.ndarray], theta: float, x: np.ndarray) -> tuple[np
     reduced = x @ w["reduce"]
     query, key, value = (np.einsum("tr,rnd->ntd", reduced, w[name]) for name in ("query", "key", "value"))
     logits = np.einsum("nid,njd->nij", _rotated(query, theta), _rotated(key, theta)) / math.sqrt(query.shape[-1])
-    weights = np.exp(logits - logits.max(axis=-1, keepdims=True)) * np.tri(len(x))
+    logits = np.where(np.tri(len(x)) > 0, logits, -np.inf)
+    weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
     attended = np.einsum("nij,njd->ind", weights / weights.sum(-1, keepdims=True), value).reshape(len(x), -1)
     normed = (attended - attended.mean(-1, keepdims=True)) / np.sqrt(attended.var(-1, keepdims=True) + 1e-5)
     up = (normed * w["norm"] + w["norm_bias"]) @ w["up"] + w["up_bias"]
