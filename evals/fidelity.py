@@ -22,6 +22,8 @@ from tqdm import tqdm
 import kvjax
 import models
 from evals import evaluator, needle, report, statistics, tasks, verdicts
+from kvjax.insertion import Cache
+from kvjax.paged import with_room
 from models import commands, provenance
 from models.decoder import frequencies, rope_of_layer
 
@@ -62,6 +64,15 @@ def outputs(
         lengths: the prompts' lengths that prefill was given.
     """
     return _outputs(model, cache, jnp.asarray(tokens), jnp.asarray(position), jnp.asarray(lengths))
+
+
+def _for_more(cache: Cache, tokens: int) -> Cache:
+    """Return the cache with room for tokens without eviction, which a layer with a sliding window may lack in pages."""
+    if not isinstance(cache, kvjax.PagedCache):
+        return cache
+    heads = cache.num_live.size
+    more = kvjax.pages_for(heads * tokens, heads, cache.page_size)
+    return with_room(cache, pages=cache.owner.shape[0] + more, most=cache.num_slots + tokens)
 
 
 @jax.jit
@@ -152,7 +163,7 @@ def measure(
                 when=setting.when, question=questions if setting.question == "agnostic" else None, reserve=most,
                 cache_dtype=setting.cache_dtype, scorer=aids.of(setting),
             ).cache  # fmt: skip
-            shift = differences(full, outputs(model, cache, answers, position, lengths), position >= 0)
+            shift = differences(full, outputs(model, _for_more(cache, most), answers, position, lengths), position >= 0)
             shift["retained"] = np.moveaxis(np.asarray(cache.num_live), 1, 0)  # [B, L, K]
             found.append({name: x[: len(chosen)] for name, x in shift.items()})
             if progress is not None:

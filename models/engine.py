@@ -116,10 +116,12 @@ def prefill(
         question: how many of each row's last tokens are fed only after the rest has been compressed; they are not
             evicted, so the cache holds that many tokens more than the budget. By default nothing is held back, and a
             policy that evicts once knows the question. With ``cache``, all tokens may be the question.
-        reserve: slots to leave free for later tokens (for a full cache; with a budget, those of a block are free).
+        reserve: slots to leave free for later tokens (for a full cache; with a budget, those of a block are free, and
+            in a layer with a sliding window smaller than the budget no more than those).
         outputs: logits of the "last" token or of "all" tokens. The latter grow with the prompt, much more than
             :func:`hidden_states`.
-        page_size: slots per page, for a policy whose allocation gives heads different budgets.
+        page_size: slots per page, for a policy whose allocation gives heads different budgets, or a model with a
+            sliding window smaller than the budget.
         projection: what the policy reads of the output projections, ``output_projection(model, policy)``; if not given,
             every call computes it.
         butler: the predictor that a policy such as ``butler+caote`` scores by.

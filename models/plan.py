@@ -359,7 +359,7 @@ def plan_run(model: Decoder, prompt: CheckedPrompt, options: Options, butler: Bu
         cache_dtype=dtype, rounded_to=rounded_to,
     )  # fmt: skip
     rows = Rows(*jax.device_put((seen, budgets, budgets + questions)))
-    return _sized(config, plan, prompt, options, budgets), rows
+    return _sized(config, plan, prompt, options, budgets, traced=not is_known(*jax.tree.leaves(model))), rows
 
 
 def _stored(model: Decoder, asked: DtypesLike | None, kept: Kept | None) -> tuple[Dtypes, tuple[str | None, ...]]:
@@ -565,8 +565,14 @@ def _budgets(policy: Policy, options: Options, lengths: np.ndarray) -> np.ndarra
     return budgets
 
 
-def _sized(config: Config, plan: Plan, prompt: CheckedPrompt, options: Options, budgets: np.ndarray) -> Plan:
-    """Return the plan with the sizes of its buffers."""
+def _sized(
+    config: Config, plan: Plan, prompt: CheckedPrompt, options: Options, budgets: np.ndarray, traced: bool
+) -> Plan:
+    """Return the plan with the sizes of its buffers.
+
+    Args:
+        traced: whether a derivative may be taken, which passes through no eviction from pages.
+    """
     policy, kept = plan.policy, prompt.kept
     assert policy is not None
     largest, asked = int(budgets.max()), _question_room(prompt.questions)
@@ -597,7 +603,7 @@ def _sized(config: Config, plan: Plan, prompt: CheckedPrompt, options: Options, 
     several = plan.mesh is not None and plan.mesh.size > 1
     windows = config.sliding_windows
     paged = kept.pages > 0 if kept is not None else in_pages(policy, largest, windows)
-    if policy.allocation.even and (several or not paged):
+    if policy.allocation.even and (several or not paged or (traced and kept is None)):
         slots = fitted(min(largest + asked + room, sensible if whole else most_slots))
         prompt_slots = max(slots, prompt_slots) if whole else slots
         plan = dataclasses.replace(plan, slots=slots, prompt_slots=prompt_slots)
