@@ -122,12 +122,16 @@ def check_windows(windows: Sequence[int | None] | None, layers: int) -> tuple[in
 def in_pages(policy: Policy, budget: int, windows: Sequence[int | None]) -> bool:
     """Return whether heads hold different numbers of tokens, by the allocation or by a window below the budget.
 
+    A policy that merges values has a plain cache all the same.
+
     Example:
         >>> import kvjax
         >>> from kvjax.making import in_pages
         >>> [in_pages(kvjax.h2o(), 64, windows) for windows in ((None, 64), (None, 32))]
         [False, True]
     """
+    if policy.merging is not None:  # values are merged in plain caches
+        return False
     return not policy.allocation.even or min(window or budget for window in windows) < budget
 
 
