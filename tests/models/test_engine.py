@@ -34,7 +34,8 @@ def decoder(config=CONFIG):
 
 def kept_tokens(cache):
     """Positions as the reference has them: bool [L, B, K, 256]; no position may stand in two slots."""
-    kept = np.asarray(cache.position)[..., None] == np.arange(256)
+    layers = [cache.layer(number).position for number in range(cache.heads_shape[0])]
+    kept = np.stack(layers)[..., None] == np.arange(256)
     assert kept.sum(axis=-2).max() == 1
     return kept.any(axis=-2)
 

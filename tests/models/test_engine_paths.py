@@ -143,7 +143,7 @@ def test_logits_that_are_not_finite_are_refused_both_ways(each_way):
 
 
 def test_the_cache_of_a_stream_by_layers_is_read_like_one_of_stacked_arrays(run_by_layer):
-    model, settings = made(CASES["scored from weights"])
+    model, settings = made(dict(policy="h2o+caote"))
     stacked, layers = each(
         run_by_layer, lambda: next(cache for _, cache in models.stream(model, TOKENS, max_new_tokens=1, **settings))
     )
