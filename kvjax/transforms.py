@@ -178,7 +178,8 @@ def cam(*, window: int = 32) -> Policy:
     are, gets ``p v / m``. CaM merges a token or does not, by a draw with the probability
     ``p = min(1, A / mean(A of those m))``, where A is the attention that a token has received so far. Here p itself is
     the factor, the mean over all draws: no eviction depends on random numbers. kvpress merges only as many tokens as
-    came in since the last eviction; here all that leave are merged.
+    came in since the last eviction; here all that leave are merged. CaM is made for decode, where tokens leave one by
+    one. Values are added, not averaged: where most of a prompt leaves at once, they grow, and answers suffer.
 
     Caches and cost are those of ``merge``; A takes float32 ``[B, K, S]`` more.
 

@@ -645,7 +645,6 @@ def methods() -> Study:
             "DapQ": "dapq",
             "DapQ + CAOTE": "dapq+caote",
             "SnapKV + D2O": "snapkv+merge",
-            "SnapKV + CaM": "snapkv+cam",
         },
     }
     known_only = ("FINCH",)  # its window is the question
@@ -714,11 +713,7 @@ def methods() -> Study:
         over("KVzip", "KVzip", "SnapKV", UNKNOWN),
         *(over(paper, paper, "SnapKV", line) for line in asked for paper in ("ChunkKV", "DapQ")),
         *(over("CAOTE", f"{b} + CAOTE", b, line, f"CAOTE improves {b}") for line in asked for b in ("KVzip", "DapQ")),
-        *(
-            over(link, f"SnapKV + {link}", "SnapKV", line, f"{link}'s merging improves SnapKV")
-            for line in asked
-            for link in ("D2O", "CaM")
-        ),
+        *(over("D2O", "SnapKV + D2O", "SnapKV", line, "D2O's merging improves SnapKV") for line in asked),
         over(OURS, "SnapKV, window 16", "SnapKV", KNOWN),
         over("CAOTE", "SnapKV, window 16, + CAOTE", "SnapKV, window 16", KNOWN, "CAOTE improves SnapKV, window 16"),
     )
