@@ -13,7 +13,7 @@ import kvjax
 import models
 from kvjax import KVCache, PagedCache
 from models import Config
-from models.parameters import SHARDING
+from models.parameters import partition
 from tests.models import reference
 
 WINDOWS = (6, None, 9)
@@ -140,7 +140,9 @@ def test_turns_in_a_kept_cache_go_on_in_its_pages():
 
 def test_on_several_devices_the_cache_is_plain_and_the_result_the_same():
     mesh = Mesh(np.array(jax.devices()[:2]).reshape(1, 2), ("data", "tensor"))
-    arrays = {name: jax.device_put(array, NamedSharding(mesh, SHARDING[name])) for name, array in WEIGHTS.items()}
+    arrays = {
+        name: jax.device_put(array, NamedSharding(mesh, partition(name, mesh))) for name, array in WEIGHTS.items()
+    }
     settings = dict(lengths=LENGTHS, policy="h2o", budget=12, block=8)
     several, one = (models.prefill(m, TOKENS, **settings) for m in (models.Decoder(CONFIG, arrays), model()))
     assert isinstance(several.cache, KVCache) and isinstance(one.cache, PagedCache)
