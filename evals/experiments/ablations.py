@@ -636,18 +636,7 @@ def methods() -> Study:
             "CurDKV + CAOTE, for the model": "curdkv+caote@model",
             "CurDKV + critical, for the model": "curdkv+critical@model",
         },
-        "newer methods": {
-            "FINCH": "finch",
-            "ChunkKV": "snapkv+chunks",
-            "SimLayerKV": "snapkv@simlayer(recent=0.5)",
-            "KVzip": "kvzip",
-            "KVzip + CAOTE": "kvzip+caote",
-            "DapQ": "dapq",
-            "DapQ + CAOTE": "dapq+caote",
-            "SnapKV + D2O": "snapkv+merge",
-        },
     }
-    known_only = ("FINCH",)  # its window is the question
     asked: dict[str, Question] = {KNOWN: "after", UNKNOWN: "agnostic"}
     named = {name: policy for family in families.values() for name, policy in family.items()}
 
@@ -659,7 +648,6 @@ def methods() -> Study:
         for line, question in asked.items()
         for family, members in families.items()
         for name, policy in members.items()
-        if question == "after" or name not in known_only
         for share in shares
     ]
 
@@ -709,11 +697,6 @@ def methods() -> Study:
             for link in ("CAOTE", "critical")
             for share in (0.25, 0.5)
         ),
-        over("FINCH", "FINCH", "SnapKV", KNOWN),
-        over("KVzip", "KVzip", "SnapKV", UNKNOWN),
-        *(over(paper, paper, "SnapKV", line) for line in asked for paper in ("ChunkKV", "DapQ")),
-        *(over("CAOTE", f"{b} + CAOTE", b, line, f"CAOTE improves {b}") for line in asked for b in ("KVzip", "DapQ")),
-        *(over("D2O", "SnapKV + D2O", "SnapKV", line, "D2O's merging improves SnapKV") for line in asked),
         over(OURS, "SnapKV, window 16", "SnapKV", KNOWN),
         over("CAOTE", "SnapKV, window 16, + CAOTE", "SnapKV, window 16", KNOWN, "CAOTE improves SnapKV, window 16"),
     )
@@ -728,6 +711,63 @@ def methods() -> Study:
         note="defaults as published; LagKV's partitions hold 32 tokens, as the prompt is short",
         caveat="SnapKV's pooling over 13, its window of 16 and what is our combinations were chosen on other samples "
         "(seed 50000).",
+    )
+
+
+def newer() -> Study:
+    """Build the study of methods of 2025 and 2026 and of merging, beside SnapKV and CurDKV, as :func:`methods` does."""
+    shares = (0.1, 0.25, 0.5)
+    named = {
+        "SnapKV": "snapkv",
+        "CurDKV": "curdkv",
+        "FINCH": "finch",
+        "ChunkKV": "snapkv+chunks",
+        "SimLayerKV": "snapkv@simlayer(recent=0.5)",
+        "KVzip": "kvzip",
+        "KVzip + CAOTE": "kvzip+caote",
+        "KVzip, for the model": "kvzip@model(normalise=False,cap=None)",
+        "DapQ": "dapq",
+        "DapQ, first tokens": "dapq(tokens='first')",
+        "DapQ + CAOTE": "dapq+caote",
+        "SnapKV + D2O": "snapkv+merge",
+    }
+    asked: dict[str, Question] = {KNOWN: "after", UNKNOWN: "agnostic"}
+    known_only = ("FINCH",)  # its window is the question
+
+    def claim(paper: str, name: str, other: str, line: str, text: str = "") -> Claim:
+        one, two = (
+            tuple(Run(named[which], share, question=asked[line]) for share in shares) for which in (name, other)
+        )
+        return Claim(paper, f"{text or f'{name} is better than {other}'} ({line})", one, two)
+
+    points = [
+        Point(line, name, share, Run(policy, share, question=question))
+        for line, question in asked.items()
+        for name, policy in named.items()
+        if question == "after" or name not in known_only
+        for share in shares
+    ]
+    claims = (
+        claim("FINCH", "FINCH", "SnapKV", KNOWN),
+        *(claim(paper, paper, "SnapKV", line) for line in asked for paper in ("ChunkKV", "DapQ")),
+        *(claim("KVzip", "KVzip", other, UNKNOWN) for other in ("SnapKV", "CurDKV")),
+        claim("KVzip", "KVzip, for the model", "KVzip", UNKNOWN),
+        *(
+            claim("CAOTE", f"{base} + CAOTE", base, line, f"CAOTE improves {base}")
+            for line in asked
+            for base in ("KVzip", "DapQ")
+        ),
+        *(claim("D2O", "SnapKV + D2O", "SnapKV", line, "D2O's merging improves SnapKV") for line in asked),
+    )
+    references = tuple(Run("full", None, "block", question) for question in asked.values())
+    return Study(
+        "newer",
+        "Methods of 2025 and 2026, once after the prompt",
+        "budget, share of the prompt",
+        tuple(points),
+        claims,
+        (*references, *(Run(RECENCY, share, question=question) for question in asked.values() for share in shares)),
+        note="KVzip repeats the whole prompt: where the question is known, with the question",
     )
 
 
@@ -835,4 +875,4 @@ def _named(makers: Iterable[Callable[[], Study]]) -> dict[str, Study]:
     return {study.name: study for study in (make() for make in makers)}
 
 
-STUDIES = _named((block_size, laprox, question, sage, budgets, rounds, through, methods, window, eight_bits))
+STUDIES = _named((block_size, laprox, question, sage, budgets, rounds, through, methods, newer, window, eight_bits))
