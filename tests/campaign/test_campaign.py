@@ -12,9 +12,11 @@ import pytest
 import kvjax
 from kvjax import allocation
 from kvjax.policy import LINKS
+from models import config
+from models.config import ARCHITECTURES
 from tests.campaign import __main__ as campaign
 from tests.campaign import checking
-from tests.campaign.cases import Case, draw, from_json, smaller
+from tests.campaign.cases import FAMILIES, Case, draw, from_json, smaller
 from tests.campaign.checking import Outcome, check
 from tests.models import reference
 
@@ -38,6 +40,12 @@ def test_every_score_link_and_allocation_is_drawn():
     assert drawn == set(allocation.ALLOCATIONS)
     links = {link.split("(")[0] for policy in policies for link in Case(policy=policy).links}
     assert links == set(LINKS)
+
+
+def test_every_family_is_drawn_as_what_it_is():
+    assert set(FAMILIES) == set(ARCHITECTURES.values())
+    assert {next(draw(0, number)).family for number in range(200)} == set(FAMILIES)
+    assert all(FAMILIES[name].items() >= features.items() for name, features in config.FAMILIES.items())
 
 
 def test_a_case_is_read_from_what_was_printed():
