@@ -42,7 +42,7 @@ def tpu_topology(name: str) -> tuple[Any, ...]:
 def compiled_for_tpu(
     topology: str,
     function: Callable,
-    *shapes: jax.ShapeDtypeStruct,
+    *shapes: jax.ShapeDtypeStruct | None,
     specs: Sequence[PartitionSpec] | None = None,
     chips: int = 1,
     donate: Sequence[int] = (),
@@ -51,7 +51,7 @@ def compiled_for_tpu(
     devices = tpu_topology(topology)[:chips]
     mesh = Mesh(np.array(devices), ("tensor",))
     given = [
-        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+        x and jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
         for x, spec in zip(shapes, specs or [PartitionSpec()] * len(shapes), strict=True)
     ]
     with on_device(AbstractDevice(devices[0].device_kind, 1, "tpu"), chips):
