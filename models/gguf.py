@@ -125,6 +125,9 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
 WORD = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+ENDING = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+CASED = rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+{ENDING}|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*{ENDING}"
 # The patterns by which each pre-tokenizer splits a text, one after the other.
 SPLITS = {
     "default": (r"[\p{P}$+<=>^~|]+", GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"),
@@ -132,7 +135,10 @@ SPLITS = {
     "llama-bpe": (rf"{WORD}|\p{{N}}{{1,3}}|{REST}",),
     "qwen2": (rf"{WORD}|\p{{N}}|{REST}",),
     "smollm": (r"\p{N}", GPT2),
+    "gpt-4o": (rf"{CASED}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",),  # Phi-4-mini's
 }
+SPLITS["dbrx"] = SPLITS["llama-bpe"]  # OLMo-2's
+SPLITS["refact"] = SPLITS["smollm"]  # Granite's
 SPACE = "▁"  # SentencePiece's
 # Tokens that end a turn, for older files that name only the end of a text.
 ENDS_OF_TURN = ("<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<|end|>")

@@ -21,7 +21,10 @@ MARKERS = "osv^"
 
 
 class Place(NamedTuple):
-    """A run's place in the picture: ``share`` is its cache's bytes over those of the full cache of floats."""
+    """A run's place in the picture: ``share`` is its cache's bytes over those of the full cache of its own floats.
+
+    A cache in eight bits counts against the full cache in the floats that its study names beside it.
+    """
 
     method: str
     question: str
@@ -42,18 +45,18 @@ def places(study: dict[str, Any]) -> list[Place]:
         >>> places({"results": [full, full | dict(policy="h2o", budget=8, cache_bytes=25, recall=0.4)]})
         [Place(method='h2o', question='after', share=0.25, recall=0.4, eight_bits=False)]
     """
-    whole = {
-        result["question"]: result["cache_bytes"]
-        for result in study["results"]
-        if result["budget"] is None and _is_wide(result)
-    }
+    full = [result for result in study["results"] if result["budget"] is None and _is_wide(result)]
+    whole = {(result["question"], result.get("cache_dtype")): result["cache_bytes"] for result in full}
+    named = {result["cache_dtype"] for result in full if result.get("cache_dtype")}
     found = []
     for result in study["results"]:
         question, eight_bits = result["question"], not _is_wide(result)
-        if question not in whole:
+        # None is the model's dtype; eight bits are compared with the floats that were asked for beside them.
+        floats = min(named, default=None) if eight_bits else result.get("cache_dtype")
+        if (question, floats) not in whole:
             raise ValueError(f"the study {study.get('study')!r} has no run of the full cache, question {question!r}.")
         if result["budget"] is not None or eight_bits:
-            share = result["cache_bytes"] / whole[question]
+            share = result["cache_bytes"] / whole[question, floats]
             found.append(Place(result["policy"], question, share, result["recall"], eight_bits))
     return found
 

@@ -651,12 +651,20 @@ def test_texts_come_back(both, text):
         ("default", ["I", "'", "LL", " go", " ", "123", "4", "!!", "\n\n ", " the", " ", "½", "."]),
         ("llama-bpe", ["I", "'LL", " go", " ", "123", "4", "!!\n\n", " ", " the", " ", "½", "."]),
         ("qwen2", ["I", "'LL", " go", " ", "1", "2", "3", "4", "!!\n\n", " ", " the", " ", "½", "."]),
+        ("refact", ["I", "'", "LL", " go", " ", "1", "2", "3", "4", "!!", "\n\n ", " the", " ", "½", "."]),
+        ("dbrx", ["I", "'LL", " go", " ", "123", "4", "!!\n\n", " ", " the", " ", "½", "."]),
+        ("gpt-4o", ["I'LL", " go", " ", "123", "4", "!!\n\n", " ", " the", " ", "½", "."]),
     ],
 )
 def test_pre_tokenizers_split_texts(pre, pieces, tokenizer):
     split = tokenizer(bpe(pre)).backend.pre_tokenizer.pre_tokenize_str("I'LL go 1234!!\n\n  the ½.")
     decode = tokenizers.decoders.ByteLevel().decode
     assert [decode([piece]) for piece, _ in split] == pieces
+
+
+def test_gpt_4o_splits_words_where_a_capital_follows_a_small_letter(tokenizer):
+    split = tokenizer(bpe("gpt-4o")).backend.pre_tokenizer.pre_tokenize_str("myFunction HTTPServer a/b it's")
+    assert [piece.replace("Ġ", " ") for piece, _ in split] == ["my", "Function", " HTTPServer", " a", "/b", " it's"]
 
 
 def test_llama_takes_a_whole_token_without_its_merges(tokenizer):

@@ -15,7 +15,9 @@ def run(policy, share, recall, question="after", dtype=None):
 
 
 def test_bytes_are_shares_of_the_full_cache_of_floats():
-    study = {"results": [FULL | {"cache_dtype": "bfloat16"}, FULL | {"cache_dtype": "int8", "cache_bytes": 530}]}
+    full = {"float32": 2000, "bfloat16": 1000, "int8": 530}
+    study = {"results": [FULL | {"cache_dtype": dtype, "cache_bytes": size} for dtype, size in full.items()]}
+    study["results"][0]["cache_dtype"] = None  # the model's own
     study["results"].append(run("h2o", 0.14, 0.5, dtype="int8"))
     assert places(study) == [
         Place("full", "after", 0.53, 0.9, True), Place("h2o", "after", 0.14, 0.5, True)
