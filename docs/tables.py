@@ -370,6 +370,7 @@ SCORES = [
         "[DapQ](https://arxiv.org/abs/2603.11564)",
         "SnapKV's attention, of pseudo queries at the positions to come",
         "kvjax/scores.py",
+        of("DapQ"),
         note="none tried",
     ),
     Method("streaming", STREAMING, "first and newest tokens", "kvjax/scores.py", of("StreamingLLM")),
@@ -385,6 +386,7 @@ SCORES = [
         "[FINCH](https://arxiv.org/abs/2408.00167)",
         "the question's attention times what each query sees",
         "kvjax/scores.py",
+        of("FINCH"),
         note="none tried",
     ),
     Method("laprox", LAPROX, "eq. 9, algorithm 1", "kvjax/scores.py", of("LaProx")),
@@ -414,6 +416,7 @@ SCORES = [
         "[CurDKV](https://arxiv.org/abs/2509.15038)",
         "‖k‖² · ‖v‖², each over the sum of its neighbours'",
         "kvjax/scores_of_keys.py",
+        of("CurDKV"),
         note="none tried",
     ),
     Method(
@@ -439,6 +442,7 @@ SCORES = [
         "[KVzip](https://arxiv.org/abs/2505.23416)",
         "the largest attention while the model repeats its prompt",
         "kvjax/scores.py",
+        of("KVzip"),
         note="none tried",
     ),
     Method(
@@ -477,6 +481,7 @@ SCORES = [
         "[ChunkKV](https://arxiv.org/abs/2502.00299)",
         "mean over a chunk of the text, algorithm 1",
         "kvjax/transforms.py",
+        of("ChunkKV"),
         note="none tried",
     ),
     Method(
@@ -484,6 +489,7 @@ SCORES = [
         "[D2O](https://arxiv.org/abs/2406.13035)",
         "values of what leaves, into the most similar key's",
         "kvjax/merging.py",
+        of("D2O"),
         note="none tried",
     ),
     Method(
@@ -491,6 +497,13 @@ SCORES = [
         "[CaM](https://openreview.net/forum?id=LCTmppB165)",
         "values of what leaves, shared among the next tokens",
         "kvjax/merging.py",
+        note="none tried",
+    ),
+    Method(
+        "kvjax.think",
+        "[ThinK](https://arxiv.org/abs/2407.21018)",
+        "channels of the keys left out; a function of a cache, no link",
+        "kvjax/cache_transforms.py",
         note="none tried",
     ),
     Method("protect", "H2O, StreamingLLM", "what always stays", "kvjax/transforms.py"),
@@ -582,6 +595,7 @@ DIFFERING = {  # how the policy that is compared differs from the method
 }
 ALONE = "not in kvpress; brute force in float64"
 PEERS = {  # where no kept sets are compared
+    "kvjax.think": "kvpress: the same channels, all keys equal",
     "cam": "kvpress draws; the mean of the draws, by brute force in float64",
     "zap": "in kvpress, not compared; brute force in float64",
     "positions": "in kvpress, not compared; brute force in float64",
