@@ -255,8 +255,8 @@ def _check_room(
 ) -> None:
     """Check that the cache has room for ``entering`` tokens when each head may already hold its budget.
 
-    A block that fills the whole cache can only be the first one, and fits. Pages are counted for this layer alone:
-    others may have smaller sliding windows.
+    A block that fills the whole cache can only be the first one, and fits. In a model with sliding windows pages are
+    counted for this layer alone: others may have smaller windows.
     """
     if entering == cache.num_slots and isinstance(cache, KVCache):
         return
@@ -272,11 +272,12 @@ def _check_room(
             f"a head may hold {held} tokens when {entering} more come in, but the cache has {cache.num_slots} slots "
             f"per head: make it with {held + entering}, or give a smaller budget or block."
         )
-    if isinstance(cache, PagedCache):  # heads of other rows have no pages to give
-        needed = sum(pages_for(K * int(row + entering), K, cache.page_size) for row in budget)
+    if isinstance(cache, PagedCache):
+        heads = K if window is not None else layers * K  # heads of other rows have no pages to give
+        needed = sum(pages_for(heads * int(row + entering), heads, cache.page_size) for row in budget)
         if needed > cache.owner.shape[0]:
             raise ValueError(
-                f"{B * K} heads may hold {np.mean(budget):g} tokens each on average when {entering} more come "
+                f"{B * heads} heads may hold {np.mean(budget):g} tokens each on average when {entering} more come "
                 f"in, for which {needed} pages of {cache.page_size} slots are needed, but the cache has "
                 f"{cache.owner.shape[0]}: make it with that many (kvjax.pages_for)."
             )

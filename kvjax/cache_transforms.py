@@ -50,7 +50,7 @@ def merge(before: KVCache, after: KVCache, *, similarity: float = 0.0) -> KVCach
         )
     check_number("merge", "similarity", similarity, 0, 1, "a cosine in [0, 1]")
     fold = functools.partial(most_similar, similarity=similarity)
-    return folded(Merging("merge", fold), after, before.position, after.position)
+    return folded(Merging("merge", fold, (similarity,)), after, before.position, after.position)
 
 
 @typed

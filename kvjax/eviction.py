@@ -82,7 +82,7 @@ class Evidence:
         assert isinstance(self.scores, Array) and isinstance(said.scores, Array)
         if said.merging != self.merging:
             raise ValueError(
-                "the policy merges values, but this evidence of all layers does not: make it with "
+                "the policy and this evidence of all layers differ in how they merge values: make the evidence with "
                 "Evidence.of_layers(..., merging=policy.merging)."
             )
         measured = self.measured

@@ -38,10 +38,14 @@ class Head(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Merging:
-    """How values are merged; ``fold`` returns a head's new values, and which slots they are new in."""
+    """How values are merged; ``fold`` returns a head's new values, and which slots they are new in.
+
+    Two of the same name and parameters are equal.
+    """
 
     name: str
-    fold: Callable[[Head], tuple[Float[Array, "S D"], Bool[Array, "S"]]]
+    fold: Callable[[Head], tuple[Float[Array, "S D"], Bool[Array, "S"]]] = dataclasses.field(compare=False)
+    parameters: tuple[int | float, ...] = ()
 
 
 @jax.tree_util.register_dataclass

@@ -143,7 +143,8 @@ class Context:
 
     Attributes:
         layer: the layer's number, which some scores read; it picks the layer of a cache that stacks them.
-        sliding_window: how many positions a query sees; None for all.
+        sliding_window: how many positions a query sees; None where all layers see all. In a model with windows in some
+            layers, give the others a number that no position reaches.
         frequency: the rotary angle per position of each pair of elements, one row for all or one per row. Needed where
             keys are turned (``positions`` of the cache), or where a score asks for it.
         projection: the parts of the layer's output projection that the policy reads (:func:`kvjax.output_projection`).

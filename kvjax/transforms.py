@@ -166,7 +166,7 @@ def merge(*, similarity: float = 0.0) -> Policy:
         'h2o+caote+merge(similarity=0.5)'
     """
     check_number("merge", "similarity", similarity, 0, 1, "a cosine in [0, 1]")
-    merging = Merging("merge", functools.partial(most_similar, similarity=similarity))
+    merging = Merging("merge", functools.partial(most_similar, similarity=similarity), (similarity,))
     return Policy("merge", no_state, unchanged, merging=merging)
 
 
@@ -201,7 +201,7 @@ def cam(*, window: int = 32) -> Policy:
             return scores, state
         return scores, Received(state.attention + jnp.mean(o.columns.sum, axis=2))
 
-    merging = Merging("cam", functools.partial(next_tokens, window=window))
+    merging = Merging("cam", functools.partial(next_tokens, window=window), (window,))
     return Policy("cam", init, update, Needs(frozenset({"sum"})), merging=merging)
 
 

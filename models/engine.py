@@ -112,7 +112,7 @@ def prefill(
         block: tokens per step.
         when: evict after every "block", or once after the "prompt" (the block then only bounds the activations).
             "published" evicts as in the policy's paper; see :class:`kvjax.Moments`. ``kvzip`` always evicts once, after
-            the model has repeated its prompt (:func:`with_repeat_prompt`).
+            the model has repeated its prompt (:func:`with_repeat_prompt`), and ``dapq`` after its pseudo tokens.
         question: how many of each row's last tokens are fed only after the rest has been compressed; they are not
             evicted, so the cache holds that many tokens more than the budget. By default nothing is held back, and a
             policy that evicts once knows the question. With ``cache``, all tokens may be the question.

@@ -256,7 +256,9 @@ class _Part(NamedTuple):
 
 def _asked_parts(context: np.ndarray, wanted: Reconstruction, seen: int) -> list[_Part]:
     """Return the parts of a row's context; ``seen`` tokens came before it, in earlier turns."""
-    if wanted.pseudo and len(context):
+    if not len(context):
+        return []
+    if wanted.pseudo:
         some = context[-wanted.pseudo :] if wanted.tokens == "last" else context
         return [_Part(-seen, len(context), np.resize(some, wanted.pseudo))]  # a shorter context begins anew
     parts, ask = [], wanted.prompt
@@ -603,7 +605,7 @@ def _sized(
     several = plan.mesh is not None and plan.mesh.size > 1
     windows = config.sliding_windows
     paged = kept.pages > 0 if kept is not None else in_pages(policy, largest, windows)
-    if policy.allocation.even and (several or not paged or (traced and kept is None)):
+    if policy.allocation.even and (not paged or (kept is None and (several or traced))):
         slots = fitted(min(largest + asked + room, sensible if whole else most_slots))
         prompt_slots = max(slots, prompt_slots) if whole else slots
         plan = dataclasses.replace(plan, slots=slots, prompt_slots=prompt_slots)
@@ -614,6 +616,11 @@ def _sized(
             return dataclasses.replace(plan, slots=slots, prompt_slots=slots)
         evicted = bool((prompt.lengths > prompt.questions).all())
         return _with_slots(plan, kept, slots, held + entering, evicted)
+    if several and policy.allocation.even:
+        raise ValueError(
+            "the cache is paged, and pages are on one device, but the model is on several: continue on one device, or "
+            "leave cache out and give the whole prompt."
+        )
     if several:
         raise ValueError(
             f"{policy.name!r} shares one pool of pages among all heads, which are on several devices here; take an "
@@ -621,6 +628,8 @@ def _sized(
         )
     L, heads = config.num_layers, plan.heads
     most, step = policy.allocation.most(L, heads, largest + asked), min(options.block, asked + room)
+    # A layer with a window that gave slots away grows back to its window while the others keep what they took.
+    grows = step if policy.allocation.even else asked + room
     if kept is not None:
         entering = max(entering, context + repeated) if whole else entering  # all is fed into the same pages
         together = kept.held.sum(axis=1)
@@ -628,16 +637,18 @@ def _sized(
             most = max(*most_held(most + room, step, windows), held + room)
             most = max(kept.slots, fitted(min(most, most_slots)))
             fullest = np.maximum(budgets + asked, _held(policy, kept).astype(int))
-            pages = max(kept.pages, _pages(plan, fullest + room, step, windows, most_slots, by_ratio))
-            least = kvjax.pages_for(int(together.sum()) + kept.held.size * min(room, 1), kept.held.size, kept.page_size)
+            pages = max(kept.pages, _pages(plan, fullest + room, grows, windows, most_slots, by_ratio))
+            limits = np.repeat([np.inf if window is None else window + step for window in windows], heads)
+            grown = np.maximum(kept.held + min(room, 1), np.minimum(kept.held + room, limits))
+            least = kvjax.pages_for(int(grown.sum()), kept.held.size, kept.page_size)
             return dataclasses.replace(plan, slots=most, pages=max(pages, least), page_size=kept.page_size)
         # Before its first eviction a layer with a window may hold all that it held, a window and a block.
-        more = heads * sum(most_held(entering, step + repeated, windows))
-        of_rows = np.maximum(together + more, heads * _in_layers(budgets + asked + room, step, windows))
+        more = heads * sum(most_held(entering, max(step, options.block) + repeated, windows))
+        of_rows = np.maximum(together + more, heads * _in_layers(budgets + asked + room, grows, windows))
         most = max(*most_held(most + room, step, windows), held + entering)
         return _with_pages(plan, kept, min(most, most_slots), int(of_rows.sum()))
     most = fitted(min(max(most_held(most + room, step, windows)), most_slots))
-    pages = _pages(plan, budgets + asked + room, step, windows, most_slots, by_ratio)
+    pages = _pages(plan, budgets + asked + room, grows, windows, most_slots, by_ratio)
     return dataclasses.replace(plan, slots=most, prompt_slots=prompt_slots, pages=pages)
 
 
@@ -702,6 +713,11 @@ def kept_of(model: Decoder, cache: AnyCache, policy: Policy | None, rows: int) -
             raise ValueError(
                 f"the cache is {kind}, but {policy.name!r} divides the slots in an {other} way: give the policy that "
                 "the cache was made with, or none."
+            )
+        if paged and policy.merging is not None:
+            raise ValueError(
+                f"{policy.name!r} merges values in plain caches, but this cache is paged: give the policy that it was "
+                "made with, or none."
             )
         if (policy.heads == "query") != (config.num_kv_heads != K) and config.num_heads != config.num_kv_heads:
             raise ValueError(

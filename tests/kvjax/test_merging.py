@@ -179,5 +179,5 @@ def test_evidence_of_all_layers_must_know_of_the_merging():
     cache = kvjax.empty_cache(policy, layers=2, **SIZES)
     rows = blocks(7, 1)[0]
     _, cache, said = kvjax.observe(cache, *rows, policy=policy, context=kvjax.Context(layer=0))
-    with pytest.raises(ValueError, match=r"make it with Evidence.of_layers\(..., merging=policy.merging\)"):
+    with pytest.raises(ValueError, match=r"make the evidence with Evidence.of_layers\(..., merging=policy.merging\)"):
         kvjax.Evidence.of_layers(cache, policy.allocation).with_layer(cache, 0, said)

@@ -157,3 +157,12 @@ def test_cake_may_measure_the_pseudo_queries_and_no_words_are_asked():
 def test_a_block_holds_all_pseudo_tokens(model):
     with pytest.raises(ValueError, match=r"observes the last 6 queries, but a block has 4: give a block of at least 6"):
         models.prefill(model, TOKENS, policy=NAME, budget=14, block=4)
+
+
+def test_a_row_whose_turn_is_only_a_question_has_no_pseudo_tokens(model):
+    settings = dict(policy="dapq(window=4)", budget=16, block=8)
+    kept = models.prefill(model, TOKENS[:, :30], **settings).cache
+    both = models.prefill(model, TOKENS[:, 30:], cache=kept, question=np.array([3, 10]), **settings)
+    one = models.prefill(model, TOKENS[1:, :30], **settings).cache
+    alone = models.prefill(model, TOKENS[1:, 30:], cache=one, question=10, **settings)
+    np.testing.assert_allclose(both.logits[1], alone.logits[0], atol=1e-4)

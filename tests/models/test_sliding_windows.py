@@ -150,3 +150,65 @@ def test_on_several_devices_the_cache_is_plain_and_the_result_the_same():
     np.testing.assert_allclose(several.logits, one.logits, atol=1e-5)
     plain = models.prefill(model(), TOKENS, **settings | dict(budget=6)).cache
     assert isinstance(plain, KVCache)  # no window is smaller than the budget
+
+
+@functools.cache
+def of_windows(*windows: int | None) -> models.Decoder:
+    config = Config(64, 16, 24, num_layers=len(windows), num_heads=2, num_kv_heads=2, head_dim=8,
+                    sliding_windows=windows, max_positions=512)  # fmt: skip
+    return reference.decoder(config, reference.parameters(config))
+
+
+TEXT = np.random.default_rng(2).integers(0, 64, (1, 320))
+
+
+def test_a_turn_that_is_evicted_from_once_finds_pages_for_its_blocks():
+    small = of_windows(8, None)
+    settings = dict(policy="streaming(sinks=2)", budget=40, when="prompt", block=64, page_size=2)
+    cache = models.prefill(small, TEXT[:, :100], **settings).cache
+    room = kvjax.paged.with_room(cache, pages=4096, most=4096)
+    tight, ample = (models.prefill(small, TEXT[:, 100:160], cache=given, **settings) for given in (cache, room))
+    np.testing.assert_allclose(tight.logits, ample.logits, atol=1e-5)
+    np.testing.assert_array_equal(tight.cache.num_live, ample.cache.num_live)
+
+
+@pytest.mark.parametrize(
+    ("windows", "policy", "live"),
+    [((None, 64), "keydiff@pyramid", [250, 63]), ((64, None), "keydiff@model(normalise=False)", None)],
+)
+def test_layers_that_gave_slots_away_grow_back_to_their_windows_in_a_long_answer(windows, policy, live):
+    settings = dict(policy=policy, budget=128, block=8, page_size=1, evict_every=0, max_new_tokens=64, end=())
+    cache = models.generate(of_windows(*windows), TEXT[:, :300], **settings).cache
+    held = np.asarray(cache.num_live)[:, 0]
+    assert (held[windows.index(64)] == 63).all()
+    if live is not None:
+        assert held.tolist() == [[n, n] for n in live]
+
+
+def test_an_answer_after_a_turn_that_evicted_nothing_finds_pages():
+    small = of_windows(8, None)
+    settings = dict(policy="keydiff", budget=40, block=8, page_size=1)
+    cache = models.prefill(small, TEXT[:, :100], **settings).cache
+    fed = models.prefill(small, TEXT[:, 100:228], cache=cache, policy=None, page_size=1)
+    out = models.generate(small, fed, evict_every=0, max_new_tokens=60, end=(), **settings)
+    assert np.asarray(out.cache.num_live)[1, 0].tolist() == [40 + 128 + 59] * 2
+
+
+def test_pages_go_on_on_one_device_only():
+    small = of_windows(8, None)
+    settings = dict(policy="h2o", budget=40, block=8)
+    cache = models.prefill(small, TEXT[:, :60], **settings).cache
+    mesh = Mesh(np.array(jax.devices()[:2]).reshape(1, 2), ("data", "tensor"))
+    weights = reference.parameters(small.config)
+    many = models.Decoder(
+        small.config, {n: jax.device_put(x, NamedSharding(mesh, partition(n, mesh))) for n, x in weights.items()}
+    )
+    with pytest.raises(ValueError, match="the cache is paged, and pages are on one device"):
+        models.prefill(many, TEXT[:, 60:80], cache=cache, **settings)
+
+
+def test_a_paged_cache_goes_on_without_merging():
+    small = of_windows(8, None)
+    cache = models.prefill(small, TEXT[:, :60], policy="h2o+caote", budget=40, block=8).cache
+    with pytest.raises(ValueError, match=r"'h2o\+merge' merges values in plain caches, but this cache is paged"):
+        models.prefill(small, TEXT[:, 60:80], cache=cache, policy="h2o+merge", budget=40, block=8)
