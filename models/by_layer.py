@@ -24,6 +24,7 @@ from models import selecting
 from models.config import Config
 from models.decoder import Decoder, attention_input, embed, run_layer, sliding_windows
 from models.layer_caches import AnyCache, LayerCaches, split, stacked_up
+from models.parameters import layers_with
 from models.plan import HostOrDevice, Plan, Rows
 from models.sampling import Sampling, sample
 from models.scorer import Scorer
@@ -164,7 +165,12 @@ def _layers(run: Run) -> tuple[Layer, ...]:
     layers = []
     with jax.default_device(device):  # uncommitted, like the arrays that callers make
         for index in range(config.num_layers):
-            weights = {name: jax.device_put(array[index]) for name, array in whole.items()}
+            places = {name: layers_with(config, f"layers.{name}") for name in whole}
+            weights = {
+                name: jax.device_put(array[places[name].index(index)])
+                for name, array in whole.items()
+                if index in places[name]
+            }
             window = None if windows is None else windows[index]
             projection = None if run.projection is None else run.projection.layer(index)
             layers.append(Layer(weights, Place(jax.device_put(np.int32(index)), window, projection)))

@@ -143,6 +143,8 @@ class Config:
         num_experts, experts_per_token: how many feed-forward networks of ``intermediate_size`` each layer has, and how
             many of them each token goes through; 0 for one that all tokens go through (Mixtral, Qwen3-MoE).
         normalise_experts: whether the weights of a token's experts are divided by their sum.
+        dense_sizes: one entry per layer of a model with experts: the size of the one feed-forward network that the
+            layer has in their place, the same for all such layers, or None. () means None for every layer.
 
     Example:
         >>> from models.config import Config
@@ -183,6 +185,7 @@ class Config:
     num_experts: int = _feature(0)
     experts_per_token: int = _feature(0)
     normalise_experts: bool = _feature(False)
+    dense_sizes: tuple[int | None, ...] = _feature(())
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -228,11 +231,49 @@ class Config:
             raise ValueError(
                 f"{len(self.ropes)} rotary embeddings were given for {self.num_layers} layers; give one each, or None."
             )
+        if all(size is None for size in self.dense_sizes):
+            object.__setattr__(self, "dense_sizes", ())
+        else:
+            self._check_dense_sizes()
+
+    def _check_dense_sizes(self) -> None:
+        if not self.num_experts:
+            raise ValueError("dense_sizes were given, but the model has no experts; give intermediate_size alone.")
+        if len(self.dense_sizes) != self.num_layers:
+            raise ValueError(
+                f"{len(self.dense_sizes)} dense_sizes were given for {self.num_layers} layers; give one each, or None."
+            )
+        sizes = {size for size in self.dense_sizes if size is not None}
+        for size in sizes:
+            check_size("dense_sizes", size)
+            check_count("dense_sizes", size, 1, "give a positive integer for each layer without experts")
+        if len(sizes) > 1:
+            raise ValueError(
+                f"dense_sizes are {sorted(sizes)}; expected one size, because these layers are stacked: give it for "
+                "each layer without experts."
+            )
 
     @property
     def distinct_ropes(self) -> tuple[Rope, ...]:
         """The rotary embeddings of all layers, each once; ``rope`` is the first."""
         return tuple(dict.fromkeys((self.rope, *(rope for rope in self.ropes if rope is not None))))
+
+    @property
+    def dense_layers(self) -> tuple[int, ...]:
+        """The numbers of the layers with one feed-forward network."""
+        sparse = set(self.sparse_layers)
+        return tuple(layer for layer in range(self.num_layers) if layer not in sparse)
+
+    @property
+    def sparse_layers(self) -> tuple[int, ...]:
+        """The numbers of the layers with experts."""
+        dense_sizes = self.dense_sizes or (None,) * self.num_layers
+        return tuple(layer for layer, size in enumerate(dense_sizes) if self.num_experts and size is None)
+
+    @property
+    def dense_size(self) -> int:
+        """The size of the one feed-forward network of layers without experts."""
+        return next((size for size in self.dense_sizes if size is not None), self.intermediate_size)
 
 
 def described(config: Config) -> dict[str, Any]:
@@ -488,7 +529,7 @@ def to_hugging_face(config: Config) -> dict[str, Any]:
         "model_type": config.architecture,
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
+        "intermediate_size": config.dense_size,
         "num_hidden_layers": config.num_layers,
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads,
@@ -535,7 +576,8 @@ def to_hugging_face(config: Config) -> dict[str, Any]:
         raw |= {"num_local_experts": config.num_experts, "num_experts_per_tok": config.experts_per_token}
     if config.architecture == "qwen3_moe":
         raw |= {"num_experts": config.num_experts, "norm_topk_prob": config.normalise_experts}
-        raw |= {"moe_intermediate_size": config.intermediate_size, "decoder_sparse_step": 1, "mlp_only_layers": []}
+        raw |= {"moe_intermediate_size": config.intermediate_size, "decoder_sparse_step": 1}
+        raw["mlp_only_layers"] = list(config.dense_layers)
     if config.architecture in ("gemma2", "gemma3_text"):
         multiplier = config.attention_multiplier
         raw["query_pre_attn_scalar"] = config.head_dim if multiplier is None else round(multiplier**-2, 6)
@@ -673,17 +715,15 @@ def _experts(raw: Mapping[str, Any], architecture: str, layers: int) -> dict[str
         return {}
     step = raw.get("decoder_sparse_step")
     step = check_count("decoder_sparse_step", 1 if step is None else step, 1, "it must be a number of layers")
-    dense = {layer for layer in range(layers) if (layer + 1) % step} | set(raw.get("mlp_only_layers") or ())
-    if dense:
-        raise ValueError(
-            f"decoder_sparse_step and mlp_only_layers leave layers without experts ({sorted(dense)[:8]}); only models "
-            "with experts in all layers are supported."
-        )
+    dense: set[int] = set()
+    if architecture == "qwen3_moe":
+        dense = {layer for layer in range(layers) if (layer + 1) % step} | set(raw.get("mlp_only_layers") or ())
     number = raw["num_local_experts"] if raw.get("num_experts") is None else raw["num_experts"]
     return {
         "num_experts": check_count("num_experts", number, 1, "it must be a positive integer"),
         "experts_per_token": raw["num_experts_per_tok"],
         "normalise_experts": bool(raw.get("norm_topk_prob", False)),
+        "dense_sizes": tuple(raw["intermediate_size"] if layer in dense else None for layer in range(layers)),
     }
 
 

@@ -26,7 +26,7 @@ from kernels_pallas import cache_attention
 from kernels_pallas.prepare import mesh_of
 from kvjax import rotate
 from models.config import Config, Rope
-from models.parameters import expert_axes, parameter_shapes
+from models.parameters import expert_axes, layers_with, parameter_shapes
 
 Carry = TypeVar("Carry")
 Output = TypeVar("Output")
@@ -137,6 +137,7 @@ class Decoder(nnx.Module):
         """
         config = self.config
         waves = rotation(config, position, lengths)
+        everywhere, feeds = _by_kind(config, self.layers.arrays())
 
         def step(state, scanned):
             x, carry = state
@@ -144,10 +145,11 @@ class Decoder(nnx.Module):
             if before_attention is not None:
                 carry = before_attention(carry, index, attention_input(config, weights, x))
             here = rope_of_layer(config, index, waves)
-            x, carry, output = run_layer(config, weights, x, here, partial(attend, carry, index, window))
+            feed = partial(_feed_forward_of, config, feeds, index) if feeds else None
+            x, carry, output = run_layer(config, weights, x, here, partial(attend, carry, index, window), feed)
             return (x, carry), output
 
-        scanned = (self.layers.arrays(), jnp.arange(config.num_layers, dtype=jnp.int32), sliding_windows(config))
+        scanned = (everywhere, jnp.arange(config.num_layers, dtype=jnp.int32), sliding_windows(config))
         state = embed(config, self.embedding[...], tokens), carry
         if after_first is None:
             (x, carry), outputs = jax.lax.scan(step, state, scanned)
@@ -229,12 +231,14 @@ def run_layer[Carry, Output](
     x: Float[Array, "B T E"],
     waves: tuple[Array, Array],
     attend: Callable[[Array, Array, Array], tuple[Array, Carry, Output]],
+    feed: Callable[[Array], Array] | None = None,
 ) -> tuple[Float[Array, "B T E"], Carry, Output]:
     """Run one layer with the attention that the caller passes, ``attend(query, key, value)``.
 
     Args:
         weights: the layer's parameters by name.
         waves: the layer's cosines and sines; see :func:`rotation`.
+        feed: the layer's feed-forward; None for :func:`feed_forward` with these parameters.
 
     Returns:
         The input of the next layer, then the carry and the output that ``attend`` returned.
@@ -252,7 +256,8 @@ def run_layer[Carry, Output](
         out = out + along_last(weights["output_bias"], out)
     x = x + added(out, "attention_post_norm")
     y = x if config.norms == "after" else _norm(config, x, weights["feed_norm"])
-    return x + added(feed_forward(config, weights, y), "feed_post_norm"), carry, output
+    out = feed_forward(config, weights, y) if feed is None else feed(y)
+    return x + added(out, "feed_post_norm"), carry, output
 
 
 def attention_input(config: Config, weights: dict[str, Array], x: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
@@ -267,7 +272,7 @@ def feed_forward(config: Config, weights: dict[str, Array], x: Float[Array, "B T
     product. No token is dropped, and no expert is copied for a token.
     """
     activation = {"silu": jax.nn.silu, "gelu_tanh": jax.nn.gelu}[config.activation]
-    if not config.num_experts:
+    if "router" not in weights:
         gate, up = x @ weights["gate"], x @ weights["up"]
         return (activation(gate) * up) @ weights["down"]
     logits = (x @ weights["router"]).astype(jnp.promote_types(x.dtype, jnp.float32))
@@ -289,6 +294,38 @@ def feed_forward(config: Config, weights: dict[str, Array], x: Float[Array, "B T
     rows = PartitionSpec("data" if x.shape[0] % mesh.shape.get("data", 1) == 0 else None)
     specs = (rows,) * 3 + (PartitionSpec(ways),) * 3
     return jax.shard_map(on_device, mesh=mesh, in_specs=specs, out_specs=rows, check_vma=False)(x, share, expert, *own)
+
+
+def _by_kind(
+    config: Config, layers: dict[str, Array]
+) -> tuple[dict[str, Array], tuple[dict[str, Array], dict[str, Array]] | None]:
+    """Separate what all layers have from what only those without experts and those with them have; None for no mix."""
+    if not config.dense_sizes or not config.sparse_layers:
+        return layers, None
+    numbers = {name: layers_with(config, f"layers.{name}") for name in layers}
+
+    def of(wanted: Sequence[int]) -> dict[str, Array]:
+        return {name: array for name, array in layers.items() if numbers[name] == wanted}
+
+    return of(range(config.num_layers)), (of(config.dense_layers), of(config.sparse_layers))
+
+
+def _feed_forward_of(
+    config: Config, feeds: tuple[dict[str, Array], ...], layer: Int[Array, ""], x: Float[Array, "B T E"]
+) -> Float[Array, "B T E"]:
+    """Apply the feed-forward of a layer where some layers have experts, and others do not.
+
+    Args:
+        feeds: the feed-forward parameters of all layers without experts, and of all with them.
+    """
+    sparse = jnp.array([size is None for size in config.dense_sizes])
+    before = jnp.cumsum(sparse) - sparse  # a layer's place among those of its kind
+    place = jnp.where(sparse, before, jnp.arange(config.num_layers) - before)[layer]
+
+    def of(stacks: dict[str, Array]) -> Callable[[Array], Array]:  # sliced here: outside, both kinds would be copied
+        return lambda x: feed_forward(config, {name: array[place] for name, array in stacks.items()}, x)
+
+    return jax.lax.cond(sparse[layer], of(feeds[1]), of(feeds[0]), x)
 
 
 def run_experts(

@@ -449,7 +449,7 @@ def _config(metadata: Mapping[str, Any], architecture: str, tensors: Mapping[str
         pad=_id(metadata, "padding"),
         **FAMILIES.get(ours, {}),
         **_features(metadata, architecture, layers, hidden, heads, head_dim),
-        **_experts(metadata, architecture, experts),
+        **_experts(metadata, architecture, experts, layers, tensors),
     )
 
 
@@ -494,11 +494,18 @@ def _features(
     return found | {"ropes": tuple(local if window else None for window in windows)}
 
 
-def _experts(metadata: Mapping[str, Any], architecture: str, experts: int) -> dict[str, Any]:
+def _experts(
+    metadata: Mapping[str, Any], architecture: str, experts: int, layers: int, tensors: Mapping[str, Tensor]
+) -> dict[str, Any]:
     if not experts:
         return {}
     used = _size(metadata, f"{architecture}.expert_used_count")
-    return {"num_experts": experts, "experts_per_token": used, "normalise_experts": True}  # as llama.cpp does
+    found = {"num_experts": experts, "experts_per_token": used, "normalise_experts": True}  # as llama.cpp does
+    dense = [NAMES["layers.gate"].format(layer) in tensors for layer in range(min(layers, len(tensors)))]
+    if architecture != "qwen3moe" or not any(dense):
+        return found
+    size = _size(metadata, f"{architecture}.feed_forward_length")
+    return found | {"dense_sizes": tuple(size if whether else None for whether in dense)}
 
 
 def _rope(

@@ -28,7 +28,16 @@ from safetensors import SafetensorError, safe_open
 
 from models.config import Config, family_of, from_hugging_face
 from models.decoder import Decoder
-from models.parameters import FUSED, PARAMETERS, ROTATED, head_order, parameter_shapes, partition, tensor_names
+from models.parameters import (
+    FUSED,
+    PARAMETERS,
+    ROTATED,
+    head_order,
+    parameter_shapes,
+    partition,
+    tensor_names,
+    tensor_of,
+)
 from models.tokenizer import Tokenizer, read_object
 
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -506,7 +515,7 @@ def _check_tensors(checkpoint: Checkpoint) -> np.dtype:
             "it complete?"
         )
     expected = {
-        checkpoint.names[name].format(*place): _file_shape(shape[parameter.separate :], parameter.groups)
+        tensor_of(config, name, checkpoint.names[name], place): _file_shape(shape[parameter.separate :], parameter.groups)
         for name, shape in parameter_shapes(config).items()
         for parameter in [PARAMETERS[name]]
         for place in np.ndindex(shape[: parameter.separate])
@@ -546,11 +555,11 @@ def _checked_mesh(config: Config, mesh: Mesh) -> Mesh:
             "that splits experts 'expert'."
         )
     ways = mesh.shape["tensor"]
-    split = (
-        (config.num_heads, "query heads"),
-        (config.num_kv_heads, "KV heads"),
-        (config.num_experts, "experts") if config.num_experts else (config.intermediate_size, "feed-forward units"),
-    )
+    split = [(config.num_heads, "query heads"), (config.num_kv_heads, "KV heads")]
+    if config.num_experts:
+        split.append((config.num_experts, "experts"))
+    if config.dense_sizes or not config.num_experts:
+        split.append((config.dense_size, "feed-forward units"))
     for count, what in split:
         if count % ways:
             raise ValueError(f"tensor={ways} does not divide the model's {count} {what}; choose a divisor of {count}.")
@@ -596,8 +605,8 @@ def _place(
         bounds = [slice(*part.indices(size)) for part, size in zip(parts, shape, strict=True)]
         out = _aligned([part.stop - part.start for part in bounds], dtype)
         for place in np.ndindex(out.shape[:separate]):
-            number = (part.start + at for part, at in zip(bounds, place, strict=False))
-            source = checkpoint.names[name].format(*number)
+            number = [part.start + at for part, at in zip(bounds, place, strict=False)]
+            source = tensor_of(checkpoint.config, name, checkpoint.names[name], number)
             tensor, inner = checkpoint.tensors[source], bounds[separate:]
             _read_tensor(source, tensor, parameter.groups, shape[separate:], inner, out[place])
             if mesh is None:

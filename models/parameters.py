@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -11,14 +12,15 @@ from jaxtyping import Int
 
 from models.config import Config
 
-SPLIT = "NKXFV"  # the axes that a mesh splits: heads, experts, feed-forward and vocabulary
+SPLIT = ("N", "K", "X", "F", "Fd", "V")  # the axes that a mesh splits: heads, experts, feed-forward and vocabulary
 
 
 class Parameter(NamedTuple):
     """One parameter; of all layers, stacked, where its axes begin with L.
 
     Attributes:
-        axes: the axis letters of models/decoder.py.
+        axes: the axis letters of models/decoder.py; Lx are the layers with experts, Ld the others, and Fd is the
+            feed-forward of those.
         tensor: its Hugging Face name in most families, where {} stands for the layer, a second {} for the expert.
         stored: the axes of that tensor; letters joined by "*" share one axis of it.
         wanted: whether a model of a given config has it.
@@ -62,11 +64,11 @@ def _has_wide_norms(config: Config) -> bool:
 
 
 def _is_dense(config: Config) -> bool:
-    return not config.num_experts
+    return not config.num_experts or bool(config.dense_sizes)
 
 
 def _has_experts(config: Config) -> bool:
-    return config.num_experts > 0
+    return config.num_experts > 0 and not all(config.dense_sizes or (None,))
 
 
 _LAYER = "model.layers.{}."
@@ -80,9 +82,9 @@ PARAMETERS: dict[str, Parameter] = {
     "layers.value": Parameter("L E K D", _LAYER + "self_attn.v_proj.weight", "K*D E"),
     "layers.output": Parameter("L N D E", _LAYER + "self_attn.o_proj.weight", "E N*D"),
     "layers.feed_norm": Parameter("L E", _LAYER + "post_attention_layernorm.weight", "E", _norms_before),
-    "layers.gate": Parameter("L E F", _LAYER + "mlp.gate_proj.weight", "F E", _is_dense),
-    "layers.up": Parameter("L E F", _LAYER + "mlp.up_proj.weight", "F E", _is_dense),
-    "layers.down": Parameter("L F E", _LAYER + "mlp.down_proj.weight", "E F", _is_dense),
+    "layers.gate": Parameter("Ld E Fd", _LAYER + "mlp.gate_proj.weight", "Fd E", _is_dense),
+    "layers.up": Parameter("Ld E Fd", _LAYER + "mlp.up_proj.weight", "Fd E", _is_dense),
+    "layers.down": Parameter("Ld Fd E", _LAYER + "mlp.down_proj.weight", "E Fd", _is_dense),
     "head": Parameter("E V", "lm_head.weight", "V E", lambda config: not config.tie_embeddings),
     "layers.query_bias": Parameter("L N D", _LAYER + "self_attn.q_proj.bias", "N*D", _has_biases),
     "layers.key_bias": Parameter("L K D", _LAYER + "self_attn.k_proj.bias", "K*D", _has_biases),
@@ -94,10 +96,10 @@ PARAMETERS: dict[str, Parameter] = {
     "layers.wide_key_norm": Parameter("L K D", _LAYER + "self_attn.k_norm.weight", "K*D", _has_wide_norms),
     "layers.attention_post_norm": Parameter("L E", _LAYER + "post_attention_layernorm.weight", "E", _norms_after),
     "layers.feed_post_norm": Parameter("L E", _LAYER + "post_feedforward_layernorm.weight", "E", _norms_after),
-    "layers.router": Parameter("L E X", _LAYER + "mlp.gate.weight", "X E", _has_experts),
-    "layers.expert_gate": Parameter("L X E F", _EXPERT + "gate_proj.weight", "F E", _has_experts),
-    "layers.expert_up": Parameter("L X E F", _EXPERT + "up_proj.weight", "F E", _has_experts),
-    "layers.expert_down": Parameter("L X F E", _EXPERT + "down_proj.weight", "E F", _has_experts),
+    "layers.router": Parameter("Lx E X", _LAYER + "mlp.gate.weight", "X E", _has_experts),
+    "layers.expert_gate": Parameter("Lx X E F", _EXPERT + "gate_proj.weight", "F E", _has_experts),
+    "layers.expert_up": Parameter("Lx X E F", _EXPERT + "up_proj.weight", "F E", _has_experts),
+    "layers.expert_down": Parameter("Lx X F E", _EXPERT + "down_proj.weight", "E F", _has_experts),
 }
 _MIXTRAL = _LAYER + "block_sparse_moe."
 # Names of tensors that a family has instead.
@@ -155,9 +157,43 @@ def parameter_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     sizes = dict(
         V=config.vocab_size, E=config.hidden_size, F=config.intermediate_size, L=config.num_layers,
         N=config.num_heads, K=config.num_kv_heads, D=config.head_dim, X=config.num_experts,
+        Ld=len(config.dense_layers), Lx=len(config.sparse_layers), Fd=config.dense_size,
     )  # fmt: skip
     wanted = {name: parameter for name, parameter in PARAMETERS.items() if parameter.wanted(config)}
     return {name: tuple(sizes[axis] for axis in parameter.axes.split()) for name, parameter in wanted.items()}
+
+
+@functools.cache
+def layers_with(config: Config, name: str) -> Sequence[int]:
+    """Return the numbers of the layers that have a parameter, in the order in which it is stacked.
+
+    Example:
+        >>> from models.config import Config
+        >>> from models.parameters import layers_with
+        >>> config = Config(64, 32, 96, 3, 4, 2, num_experts=2, experts_per_token=1, dense_sizes=(None, 48, None))
+        >>> [list(layers_with(config, f"layers.{name}")) for name in ("key", "gate", "router")]
+        [[0, 1, 2], [1], [0, 2]]
+    """
+    own = {"L": range(config.num_layers), "Ld": config.dense_layers, "Lx": config.sparse_layers}
+    return own.get(PARAMETERS[name].axes.split()[0], ())
+
+
+def tensor_of(config: Config, name: str, tensor: str, place: Sequence[int]) -> str:
+    """Return the name of the tensor that holds one place of a stacked parameter.
+
+    Args:
+        tensor: the parameter's name in the checkpoint, as in ``Parameter.tensor``.
+        place: the place along the axes that have a tensor for each index.
+
+    Example:
+        >>> from models.config import Config
+        >>> from models.parameters import tensor_of
+        >>> config = Config(64, 32, 96, 3, 4, 2, num_experts=2, experts_per_token=1, dense_sizes=(None, 48, None))
+        >>> tensor_of(config, "layers.expert_up", "layers.{}.experts.{}.up_proj", (1, 0))
+        'layers.2.experts.0.up_proj'
+    """
+    layers = layers_with(config, name)
+    return tensor.format(*(layers[place[0]], *place[1:]) if layers else place)
 
 
 def tensor_names(config: Config) -> dict[str, str]:

@@ -17,7 +17,7 @@ from safetensors.numpy import save as to_safetensors
 from models.commands import write_files
 from models.config import Config, lost_in_hugging_face, to_hugging_face
 from models.decoder import Decoder
-from models.parameters import FUSED, PARAMETERS, ROTATED, head_order, parameter_shapes, tensor_names
+from models.parameters import FUSED, PARAMETERS, ROTATED, head_order, parameter_shapes, tensor_names, tensor_of
 from models.tokenizer import Tokenizer
 
 SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
@@ -86,7 +86,7 @@ def _tensors(model: Decoder) -> dict[str, np.ndarray]:
         for place in np.ndindex(array.shape[:separate]):
             ours = array[place]
             shape = [functools.reduce(operator.mul, (ours.shape[axis] for axis in group)) for group in groups]
-            tensors[names[path].format(*place)] = np.ascontiguousarray(ours.transpose(axes).reshape(shape))
+            tensors[tensor_of(model.config, path, names[path], place)] = np.ascontiguousarray(ours.transpose(axes).reshape(shape))
     for template, parts in FUSED.get(model.config.architecture, {}).items():
         for layer in range(model.config.num_layers):
             held = [tensors.pop(PARAMETERS[part].tensor.format(layer)) for part in parts]

@@ -308,12 +308,13 @@ def butler_input(
         first = {name: array[0] for name, array in layers.arrays().items() if name == "attention_norm"}
         return attention_input(config, first, embed(config, model.embedding[...], tokens))
     position = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape) if position is None else position
-    names = [name for name in model_shapes(config) if name.startswith("layers.")]
+    alone = dataclasses.replace(
+        config, num_layers=1, sliding_windows=config.sliding_windows[:1], ropes=config.ropes[:1],
+        dense_sizes=config.dense_sizes[:1], tie_embeddings=True,
+    )  # fmt: skip  # tied, so that it has no head: no logits are computed
+    names = [name for name in model_shapes(alone) if name.startswith("layers.")]
     first = {name: getattr(layers, name.removeprefix("layers."))[...][:1] for name in names}
     rest = {"embedding": model.embedding[...], "norm": model.norm[...]}
-    alone = dataclasses.replace(
-        config, num_layers=1, sliding_windows=config.sliding_windows[:1], ropes=config.ropes[:1], tie_embeddings=True
-    )  # tied, so that it has no head: no logits are computed
 
     def attend(carry, layer, sliding_window, query, key, value):
         key, value = key.swapaxes(1, 2), value.swapaxes(1, 2)

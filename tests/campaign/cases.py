@@ -67,6 +67,7 @@ class Case:
     rope: str = "default"
     tied: bool = False
     windows: tuple[int | None, ...] = ()  # one a layer; () for none
+    dense: tuple[bool, ...] = ()  # one a layer: whether a Qwen3-MoE has no experts there; () for experts in all
     bias: bool = False  # a Llama's own choice, for example; Qwen2 has them on queries, keys and values
     tokens: str = "random"  # "distinct", "few" (three different ones), "equal"
     lengths: tuple[int, ...] = (9,)
@@ -113,11 +114,12 @@ class Case:
             ropes = tuple(NO_ROPE if layer % 2 else None for layer in range(self.layers))
         if self.family == "gemma3_text":  # layers with a window have a rotary embedding of their own
             ropes = tuple(Rope(theta=100.0) if window else None for window in self.windows)
+        dense_sizes = tuple(20 if dense else None for dense in self.dense if self.family == "qwen3_moe")
         biases = dict(attention_bias=self.bias, output_bias=self.bias)
         return Config(
             VOCABULARY, 16, 24, num_layers=self.layers, num_heads=heads, num_kv_heads=self.kv_heads, head_dim=8,
             architecture=self.family, rope=(ROPES | OWN_ROPES)[self.rope], ropes=ropes, max_positions=64,
-            tie_embeddings=self.tied, sliding_windows=self.windows, pad=VOCABULARY - 1,
+            tie_embeddings=self.tied, sliding_windows=self.windows, pad=VOCABULARY - 1, dense_sizes=dense_sizes,
             **biases | FAMILIES[self.family],
         )  # fmt: skip
 
@@ -142,6 +144,7 @@ class Case:
             "rope": [self.rope],
             "group": [str(self.group)],
             "layers": [str(self.layers)],
+            "dense": [("all" if all(self.dense) else "some") if any(self.dense) else "none"],
             "windows": ["some" if any(self.windows) else "none"],
             "score": [self.base],
             "links": [re.split(r"\(", link)[0] for link in self.links[1:]] or ["none"],
@@ -220,6 +223,7 @@ def draw(seed: int, number: int) -> Iterator[Case]:
         one = d.one(3, 6, 11)  # a config.json has one size, but the decoder takes any
         windows = (one,) * layers if family in ONE_WINDOW else tuple(d.one(3, 6, 11, None) for _ in range(layers))
         windows = windows if any(windows) else ()
+    dense = tuple(d.maybe(0.5) for _ in range(layers)) if family == "qwen3_moe" and d.maybe(0.6) else ()
     ropes = [*ROPES, *(OWN_ROPES if family == "phi3" else [])]
     block = d.one(1, 3, 4, 4, 8)
     width = d.one(12, 21, 30)
@@ -231,6 +235,7 @@ def draw(seed: int, number: int) -> Iterator[Case]:
         rope=d.one("default", *ropes, *(OWN_ROPES if family == "phi3" else [])),
         tied=d.maybe(0.3),
         windows=windows,
+        dense=dense,
         bias=family in BIASED and d.maybe(0.2),
         width=width,
         block=block,
@@ -444,8 +449,9 @@ def smaller(case: Case) -> Iterator[Case]:
                     continue
                 yield from but(policy="+".join([*links[:index], link, *links[index + 1 :]]) + at + allocation)
     for layers in range(2 if case.base == "butler" else 1, case.layers):
-        yield from but(layers=layers, windows=case.windows[:layers])
+        yield from but(layers=layers, windows=case.windows[:layers], dense=case.dense[:layers])
     yield from but(windows=())
+    yield from but(dense=())
     for name, simple in dict(rope="default", family="llama", tied=False, bias=False, end=(), page_size=16).items():
         yield from but(**{name: simple})
     for name in ("kv_heads", "group"):

@@ -255,6 +255,24 @@ MODELS: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
         },
         (48,),
     ),
+    # At the end, because a model's seed is its number. Layers 1 and 5 have experts.
+    "qwen3_moe_mixed": (
+        "Qwen3MoeConfig",
+        TINY
+        | {
+            "num_hidden_layers": 6,
+            "hidden_size": 16,
+            "head_dim": 8,
+            "intermediate_size": 20,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 12,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [3],
+        },
+        (48,),
+    ),
 }
 
 

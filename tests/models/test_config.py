@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from models.config import Config, Rope, described, from_hugging_face, to_hugging_face
+from models.config import Config, Rope, described, from_hugging_face, lost_in_hugging_face, to_hugging_face
 from models.parameters import parameter_shapes
 from tests.models.make_golden import GOLDEN, MODELS
 
@@ -304,10 +304,7 @@ def test_end_tokens(given, eos):
         ({"max_position_embeddings": 512.0}, r"max_position_embeddings is 512\.0; expected an integer"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "the same for all layers"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
-        (
-            {"architectures": ["Qwen3MoeForCausalLM"], "decoder_sparse_step": 2, "mlp_only_layers": [1]},
-            r"leave layers without experts \(\[0, 1, 2\]\); only models with experts in all layers are supported",
-        ),
+        ({"architectures": ["Qwen3MoeForCausalLM"], "decoder_sparse_step": 0}, "decoder_sparse_step is 0; it must be"),
         (
             {"architectures": ["MixtralForCausalLM"], "num_experts_per_tok": 9},
             "experts_per_token is 9; expected a numb",
@@ -365,3 +362,53 @@ def test_a_rope_of_another_type_is_refused():
 def test_windows_of_two_sizes_cannot_be_written():
     with pytest.raises(ValueError, match="one sliding window size"):
         to_hugging_face(dataclasses.replace(read(), sliding_windows=(8, 16, None)))
+
+
+MIXED = {
+    "architectures": ["Qwen3MoeForCausalLM"], "num_hidden_layers": 6, "moe_intermediate_size": 12, "num_experts": 4,
+    "num_experts_per_tok": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("fields", "sparse"),
+    [
+        ({"decoder_sparse_step": 2}, (1, 3, 5)),
+        ({"decoder_sparse_step": 4}, (3,)),
+        ({"mlp_only_layers": [0, 9]}, (1, 2, 3, 4, 5)),  # transformers takes no notice of a layer that is not there
+        ({"decoder_sparse_step": 3, "mlp_only_layers": [5]}, (2,)),
+        ({"decoder_sparse_step": 7}, ()),
+    ],
+)
+def test_layers_without_experts_are_those_of_transformers(fields, sparse):
+    config = read(**MIXED | fields)
+    assert config.dense_sizes == tuple(None if layer in sparse else 48 for layer in range(6))
+    assert config.sparse_layers == sparse and config.intermediate_size == 12 and config.dense_size == 48
+    assert config.dense_layers == tuple(layer for layer in range(6) if layer not in sparse)
+    again = to_hugging_face(config)
+    assert again["intermediate_size"] == 48 and again["mlp_only_layers"] == list(config.dense_layers)
+    assert from_hugging_face(again) == config and lost_in_hugging_face(config) == []
+    shapes = parameter_shapes(config)  # nothing is allocated for a layer that lacks it
+    assert shapes["layers.gate"] == (6 - len(sparse), 32, 48)
+    assert shapes.get("layers.expert_gate", (0,))[0] == len(sparse)
+
+
+def test_a_mixtral_has_experts_in_all_layers():
+    fields = {"architectures": ["MixtralForCausalLM"], "decoder_sparse_step": 2, "mlp_only_layers": [0]}
+    assert read(**fields).dense_sizes == ()  # transformers reads neither of a Mixtral
+    assert lost_in_hugging_face(dataclasses.replace(read(**fields), dense_sizes=(48, None, None))) == ["dense_sizes"]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ((48, None), "2 dense_sizes were given for 6 layers; give one each, or None"),
+        ((48, 40, *[None] * 4), r"dense_sizes are \[40, 48\]; expected one size, because these layers are stacked"),
+        ((0, *[None] * 5), "dense_sizes is 0; give a positive integer for each layer without experts"),
+    ],
+)
+def test_dense_sizes_that_do_not_fit_are_refused(sizes, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(read(**MIXED), dense_sizes=sizes)
+    with pytest.raises(ValueError, match="dense_sizes were given, but the model has no experts; give intermediate_si"):
+        dataclasses.replace(read(), dense_sizes=(48, None, None))

@@ -11,13 +11,15 @@ from flax import nnx
 
 import models
 from evals.selections import simulate
+from models.butler.module import attention_in_chunks
 from models.decoder import feed_forward, rms_norm
 from models.parameters import parameter_shapes
 from models.steps import at_layer, block_of
 from tests.models.make_golden import GOLDEN
+from tests.models.reference import made
 from train.scorer import largest_attention
 
-FAMILIES = ("olmo2", "smollm3", "granite", "phi4_mini", "qwen3_moe", "mixtral", "gemma2", "gemma3")
+FAMILIES = ("olmo2", "smollm3", "granite", "phi4_mini", "qwen3_moe", "qwen3_moe_mixed", "mixtral", "gemma2", "gemma3")
 
 
 def golden(name):
@@ -149,6 +151,47 @@ def test_an_answer_on_a_mesh_with_experts_is_that_of_one_device():
     expected = models.generate(models.load(GOLDEN / "mixtral")[0], tokens, **run).tokens
     model, _ = models.load(GOLDEN / "mixtral", mesh=models.parse_mesh("data=2,expert=2,tensor=2"))
     np.testing.assert_array_equal(models.generate(model, tokens, **run).tokens, expected)
+
+
+@pytest.mark.parametrize("mesh", ["data=1,tensor=2", "expert=2,tensor=2"])
+def test_a_mix_of_dense_and_sparse_layers_is_split_over_devices(mesh):
+    alone, _ = models.load(GOLDEN / "qwen3_moe_mixed")
+    model, _ = models.load(GOLDEN / "qwen3_moe_mixed", mesh=models.parse_mesh(mesh))
+    ways = {"data=1,tensor=2": 2, "expert=2,tensor=2": 4}[mesh]
+    held = {name: array.addressable_shards[0].data.shape for name, array in model.layers.arrays().items()}
+    assert held["expert_gate"] == (2, 4 // ways, 16, 12) and held["router"] == (2, 16, 4 // ways)
+    assert held["gate"] == (4, 16, 10) and held["down"] == (4, 10, 16) and held["key"] == (6, 16, 1, 8)
+    tokens, logits = golden("qwen3_moe_mixed")
+    program = jax.jit(lambda model, tokens: model(tokens)).lower(model, tokens).compile()
+    np.testing.assert_allclose(program(model, tokens), logits, atol=1e-4, rtol=0)
+    assert "f32[4,16,12]" not in program.as_text(), "a device holds all experts"
+    run = dict(policy="snapkv(window=4)+caote", budget=8, block=4, max_new_tokens=6)
+    expected = models.generate(alone, tokens[:, :12], **run).tokens
+    np.testing.assert_array_equal(models.generate(model, tokens[:, :12], **run).tokens, expected)
+
+
+@pytest.mark.parametrize("layers", [(None, 20), (20, None), (20, 20)])
+def test_a_predictor_reads_layer_0_with_or_without_experts(layers):
+    config = models.Config(
+        64, 16, 12, num_layers=2, num_heads=2, num_kv_heads=1, num_experts=3, experts_per_token=2, dense_sizes=layers
+    )
+    weights = made.parameters(config)
+    assert {name: len(weights[f"layers.{name}"]) for name in ("gate", "router") if f"layers.{name}" in weights} == {
+        name: count for name, count in (("gate", 2 - layers.count(None)), ("router", layers.count(None))) if count
+    }
+    model = made.decoder(config, weights)
+    tokens = np.arange(6)[None]
+
+    def first(x, carry):
+        return x
+
+    def attend(carry, layer, window, query, key, value):
+        key, value = key.swapaxes(1, 2), value.swapaxes(1, 2)
+        return attention_in_chunks(query, key, value, np.arange(6)[None], window), carry, None
+
+    x0 = jnp.zeros((1, 6, 16))
+    _, expected, _ = model.run(tokens, np.arange(6)[None], np.array([6]), attend, x0, after_first=first)
+    np.testing.assert_allclose(models.butler_input(model, tokens), expected, atol=1e-5)
 
 
 def test_a_predictor_reads_what_the_attention_of_layer_0_reads():

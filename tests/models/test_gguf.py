@@ -29,7 +29,7 @@ from models.config import NO_ROPE, Config, Rope
 from models.decoder import rope_frequencies
 from models.gguf import LONG_FACTORS, NAMES, NEIGHBOURS, SHORT_FACTORS
 from models.load import describe, find_folder
-from models.parameters import PARAMETERS, parameter_shapes, tensor_names
+from models.parameters import PARAMETERS, layers_with, parameter_shapes, tensor_names
 from tests.models.make_golden import GOLDEN
 from tests.models.test_load import PEAK, assert_same, parameters
 
@@ -61,6 +61,10 @@ CONFIGS = {
     "qwen3moe": Config(
         **SMALL, architecture="qwen3_moe", query_key_norm=True, num_experts=4, experts_per_token=2,
         normalise_experts=True,
+    ),
+    "qwen3moe_mixed": Config(
+        **SMALL | {"num_layers": 4}, architecture="qwen3_moe", query_key_norm=True, num_experts=4, experts_per_token=2,
+        normalise_experts=True, dense_sizes=(64, None, None, 64),
     ),
     "gemma2": Config(
         **SMALL, architecture="gemma2", norms="both", norm_offset=True, activation="gelu_tanh", tie_embeddings=True,
@@ -94,6 +98,8 @@ def tensors_of(model, folder):
         for layer in range(model.config.num_layers):
             key = NAMES[name].format(layer, "").removesuffix("[]")
             experts = [saved.get(names[name].format(layer, x)) for x in range(model.config.num_experts)]
+            if layer not in layers_with(model.config, name) and name.startswith("layers."):
+                continue
             if "expert" in name:
                 found[key] = np.stack(experts)
             elif names[name].format(layer) in saved:
@@ -131,7 +137,8 @@ def keys_of(config):
         "mixtral": {"expert_count": config.num_experts, "expert_used_count": config.experts_per_token},
         "qwen3_moe": {
             "expert_count": config.num_experts, "expert_used_count": config.experts_per_token,
-            "expert_feed_forward_length": config.intermediate_size, "feed_forward_length": 7,
+            "expert_feed_forward_length": config.intermediate_size,
+            "feed_forward_length": config.dense_size if config.dense_sizes else 7,
         },
         "gemma2": {
             "attention.sliding_window": 16, "attn_logit_softcapping": config.attention_soft_cap,

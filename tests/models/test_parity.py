@@ -44,6 +44,7 @@ MISREADINGS = {
     "phi4_mini": {"attention_factor": 1.0},
     "qwen3_moe": {"normalise_experts": False},
     "qwen3_moe_sliding": {"experts_per_token": 2},
+    "qwen3_moe_mixed": {"dense_sizes": (None, 20, 20, 20, 20, None)},
     "gemma2": {"attention_soft_cap": None},
     "gemma3": {"ropes": ()},
 }

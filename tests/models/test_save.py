@@ -20,7 +20,7 @@ GOLDEN = Path(__file__).parent / "golden"
     [
         "llama_bias", "llama_tied", "mistral", "qwen2", "qwen3_sliding", "llama_yarn_mscale", "olmo2_bias",
         "smollm3_sliding", "granite", "phi3", "phi4_mini",
-        "qwen3_moe_sliding", "mixtral", "gemma2", "gemma3",
+        "qwen3_moe_sliding", "qwen3_moe_mixed", "mixtral", "gemma2", "gemma3",
     ],
 )  # fmt: skip
 def test_a_loaded_model_is_saved_as_it_was(name, tmp_path):

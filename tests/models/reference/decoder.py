@@ -19,6 +19,7 @@ from tests.models.reference.choices import LARGEST, Choices
 from tests.models.reference.policies import Leaving, Policy, Seen
 from tests.models.reference.predictor import predicted
 
+FEED = ("gate", "up", "down", "router", "expert_gate", "expert_up", "expert_down")
 OVERLAP = 8  # tokens before a part that the model is fed before it repeats the part
 
 
@@ -160,7 +161,7 @@ class _Model:
         x = w["embedding"][np.asarray(tokens)] * config.embedding_multiplier
         self.weights = []
         for layer in range(config.num_layers):
-            p = {name.removeprefix("layers."): a[layer] for name, a in w.items() if name.startswith("layers.")}
+            p = self.of_layer(layer)
             y = x if config.norms == "after" else self.norm(x, p["attention_norm"])
             if self.scorer is not None:
                 own = y @ self.scorer["output"][layer] + self.scorer["output_bias"][layer]
@@ -223,13 +224,27 @@ class _Model:
         logits = self.norm(x, w["norm"]) @ (w["head"] if "head" in w else w["embedding"].T)
         return capped(logits / config.logits_scaling, config.logits_soft_cap)
 
+    def of_layer(self, layer: int) -> dict[str, np.ndarray]:
+        """A layer's weights; what only the layers with experts have, or only the others, is stacked over those."""
+        dense = [size is not None for size in self.config.dense_sizes]
+        own = {name.removeprefix("layers."): a for name, a in self.w.items() if name.startswith("layers.")}
+        if not any(dense):
+            return {name: a[layer] for name, a in own.items()}
+        kind = {name: name in ("gate", "up", "down") for name in own if name in FEED}
+        place = dense[:layer].count(dense[layer])
+        return {
+            name: a[place if name in kind else layer]
+            for name, a in own.items()
+            if name not in kind or kind[name] == dense[layer]
+        }
+
     def norm(self, x: np.ndarray, weight: np.ndarray, axis: int | tuple[int, ...] = -1) -> np.ndarray:
         return norm(x, self.config.norm_offset + weight, self.config.norm_epsilon, axis)
 
     def feed_forward(self, p: dict[str, np.ndarray], x: np.ndarray) -> np.ndarray:
         """The network, or of each token the sum of those that its router chooses, by its weights."""
         act = {"silu": silu, "gelu_tanh": gelu}[self.config.activation]
-        if not self.config.num_experts:
+        if "router" not in p:
             return (act(x @ p["gate"]) * (x @ p["up"])) @ p["down"]
         out = np.zeros(x.shape)
         for t, share in enumerate(softmax(x @ p["router"])):

@@ -25,7 +25,7 @@ def parameters(config: Config, seed: int = 0, sharpness: float = 1.5) -> dict[st
     inputs = {"head": config.hidden_size, "layers.output": config.num_heads * config.head_dim}
     of_hidden = ("query", "key", "value", "gate", "up", "router", "expert_gate", "expert_up")
     inputs |= {f"layers.{name}": config.hidden_size for name in of_hidden}
-    inputs |= {f"layers.{name}": config.intermediate_size for name in ("down", "expert_down")}
+    inputs |= {"layers.down": config.dense_size, "layers.expert_down": config.intermediate_size}
     made = {}
     for name, shape in parameter_shapes(config).items():
         draw = random.normal(size=shape)
