@@ -514,11 +514,11 @@ def _check_tensors(checkpoint: Checkpoint) -> np.dtype:
             f"{place} holds {len(tensors)} tensors, too few for the {config.num_layers} layers of its {described}; is "
             "it complete?"
         )
+    stacks = [(name, shape, PARAMETERS[name]) for name, shape in parameter_shapes(config).items()]
     expected = {
-        tensor_of(config, name, checkpoint.names[name], place): _file_shape(shape[parameter.separate :], parameter.groups)
-        for name, shape in parameter_shapes(config).items()
-        for parameter in [PARAMETERS[name]]
-        for place in np.ndindex(shape[: parameter.separate])
+        tensor_of(config, name, checkpoint.names[name], at): _file_shape(shape[stored.separate :], stored.groups)
+        for name, shape, stored in stacks
+        for at in np.ndindex(shape[: stored.separate])
     }
     for name in expected:
         if name not in tensors:

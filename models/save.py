@@ -84,9 +84,9 @@ def _tensors(model: Decoder) -> dict[str, np.ndarray]:
         groups, separate = PARAMETERS[path].groups, PARAMETERS[path].separate
         axes = [axis for group in groups for axis in group]
         for place in np.ndindex(array.shape[:separate]):
-            ours = array[place]
+            ours, name = array[place], tensor_of(model.config, path, names[path], place)
             shape = [functools.reduce(operator.mul, (ours.shape[axis] for axis in group)) for group in groups]
-            tensors[tensor_of(model.config, path, names[path], place)] = np.ascontiguousarray(ours.transpose(axes).reshape(shape))
+            tensors[name] = np.ascontiguousarray(ours.transpose(axes).reshape(shape))
     for template, parts in FUSED.get(model.config.architecture, {}).items():
         for layer in range(model.config.num_layers):
             held = [tensors.pop(PARAMETERS[part].tensor.format(layer)) for part in parts]
