@@ -45,6 +45,8 @@ def test_every_score_link_and_allocation_is_drawn():
 def test_every_family_is_drawn_as_what_it_is():
     assert set(FAMILIES) == set(ARCHITECTURES.values())
     assert {next(draw(0, number)).family for number in range(200)} == set(FAMILIES)
+    mixes = {case.dimensions()["dense"][0] for case in (next(draw(0, number)) for number in range(200))}
+    assert mixes == {"none", "some", "all"}
     assert all(FAMILIES[name].items() >= features.items() for name, features in config.FAMILIES.items())
 
 

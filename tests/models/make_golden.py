@@ -255,7 +255,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
         },
         (48,),
     ),
-    # At the end, because a model's seed is its number. Layers 1 and 5 have experts.
+    # Layers 1 and 5 have experts. It is the last because a model's seed is its place here.
     "qwen3_moe_mixed": (
         "Qwen3MoeConfig",
         TINY

@@ -109,6 +109,15 @@ def test_gradients_flow_to_every_parameter_of_the_predictor(model):
     assert all(np.abs(gradient).max() > 0 for gradient in gradients.values())
 
 
+@pytest.mark.parametrize("sizes", [(None, 40, None), (40, None, 40)])
+def test_gradients_flow_in_a_model_where_some_layers_have_experts(sizes):
+    config = dataclasses.replace(CONFIG, num_experts=3, experts_per_token=2, dense_sizes=sizes)
+    model = models.Decoder(config, rngs=nnx.Rngs(0))
+    predictor = Butler(models.ButlerConfig.of(config), rngs=nnx.Rngs(1))
+    gradient = jax.grad(lambda butler: loss_of(model, butler, jnp.arange(16).reshape(2, 8)))(predictor)
+    assert all(np.isfinite(leaf).all() and np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(gradient))
+
+
 def test_the_loss_falls_and_the_folder_loads(model, tmp_path):
     settings = SETTINGS._replace(tokens=120 * 64)
     butler, summary = run(tmp_path, model, settings=settings, save_every=60, eval_every=60)
