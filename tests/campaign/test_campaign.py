@@ -32,6 +32,13 @@ def test_random_cases_are_those_of_the_reference(number):
         assert not outcome.fails, f"{outcome.kind}: {outcome.why}\npython -m tests.campaign --case '{case}'"
 
 
+@pytest.mark.parametrize("dense", [(True, False, True), (False, True, False)])
+def test_a_mix_of_dense_and_sparse_layers_is_that_of_the_reference(dense):
+    changes = dict(layers=3, kv_heads=2, group=2, lengths=(9, 7), policy="snapkv(window=2)+caote", new=3)
+    outcome = check(Case(family="qwen3_moe", dense=dense, **changes))
+    assert outcome.kind == "ok", outcome.why
+
+
 def test_every_score_link_and_allocation_is_drawn():
     policies = [next(draw(0, number)).policy for number in range(400)]
     assert "full" in policies
@@ -45,7 +52,7 @@ def test_every_score_link_and_allocation_is_drawn():
 def test_every_family_is_drawn_as_what_it_is():
     assert set(FAMILIES) == set(ARCHITECTURES.values())
     assert {next(draw(0, number)).family for number in range(200)} == set(FAMILIES)
-    mixes = {case.dimensions()["dense"][0] for case in (next(draw(0, number)) for number in range(200))}
+    mixes = {case.dimensions()["dense"][0] for case in (next(draw(0, number)) for number in range(400))}
     assert mixes == {"none", "some", "all"}
     assert all(FAMILIES[name].items() >= features.items() for name, features in config.FAMILIES.items())
 
