@@ -170,27 +170,29 @@ def test_a_mix_of_dense_and_sparse_layers_is_split_over_devices(mesh):
     np.testing.assert_array_equal(models.generate(model, tokens[:, :12], **run).tokens, expected)
 
 
+@pytest.mark.parametrize(("name", "choices"), [("qwen3_moe_mixed", 1), ("qwen3_moe", 0), ("qwen3", 0)])
+def test_one_scan_chooses_between_the_kinds_of_a_mix(name, choices):
+    model, _ = models.load(GOLDEN / name)
+    program = jax.jit(lambda model, tokens: model(tokens)).lower(model, jnp.zeros((1, 4), jnp.int32)).as_text()
+    assert (program.count("stablehlo.case"), program.count("stablehlo.while")) == (choices, 1)
+
+
 @pytest.mark.parametrize("layers", [(None, 20), (20, None), (20, 20)])
 def test_a_predictor_reads_layer_0_with_or_without_experts(layers):
     config = models.Config(
         64, 16, 12, num_layers=2, num_heads=2, num_kv_heads=1, num_experts=3, experts_per_token=2, dense_sizes=layers
     )
     weights = made.parameters(config)
-    assert {name: len(weights[f"layers.{name}"]) for name in ("gate", "router") if f"layers.{name}" in weights} == {
-        name: count for name, count in (("gate", 2 - layers.count(None)), ("router", layers.count(None))) if count
-    }
-    model = made.decoder(config, weights)
-    tokens = np.arange(6)[None]
-
-    def first(x, carry):
-        return x
+    held = [len(weights.get(f"layers.{name}", ())) for name in ("gate", "router")]
+    assert held == [2 - layers.count(None), layers.count(None)]
+    model, position = made.decoder(config, weights), np.arange(6)[None]
+    tokens, before = position, jnp.zeros((1, 6, 16))
 
     def attend(carry, layer, window, query, key, value):
         key, value = key.swapaxes(1, 2), value.swapaxes(1, 2)
-        return attention_in_chunks(query, key, value, np.arange(6)[None], window), carry, None
+        return attention_in_chunks(query, key, value, position, window), carry, None
 
-    x0 = jnp.zeros((1, 6, 16))
-    _, expected, _ = model.run(tokens, np.arange(6)[None], np.array([6]), attend, x0, after_first=first)
+    _, expected, _ = model.run(tokens, position, np.array([6]), attend, before, after_first=lambda x, carry: x)
     np.testing.assert_allclose(models.butler_input(model, tokens), expected, atol=1e-5)
 
 
