@@ -29,9 +29,9 @@ with commands.extra("eval", "evals"):
 
     experiments: dict[str, ModuleType] = {}
     try:  # a checkout has them, the wheel does not
-        from evals.experiments import ablation, butler_figures, field
+        from evals.experiments import ablation, butler_figures, field, rounding
 
-        experiments = {"ablation": ablation, "butler": butler_figures, "field": field}
+        experiments = {"ablation": ablation, "butler": butler_figures, "field": field, "rounding": rounding}
     except ModuleNotFoundError as error:
         if error.name != "evals.experiments":
             raise
@@ -47,6 +47,7 @@ KNOWN: dict[str, ModuleType | None] = {
     "fidelity": fidelity,
     "ablation": experiments.get("ablation"),
     "field": experiments.get("field"),
+    "rounding": experiments.get("rounding"),
     "coref": coref,
     "perplexity": perplexity,
     "choices": choices,

@@ -280,7 +280,7 @@ def measure_policies(
             model, chunks, setting, full=full, block=block, batch=batch, counted=counted, progress=progress, aids=aids
         )
         told = {name: setting.row()[name] for name in ("policy", "budget", "when", "evicts", "cache_dtype")}
-        results.append({**told, "block": block, **_against(found, full)})
+        results.append({**told, "block": block, **against(found, full)})
     return results
 
 
@@ -607,10 +607,10 @@ def _check_told(setting: Setting, counted: int | None) -> bool:
 
 
 def _row(selection: Method, sparsity: float, found: Losses, full: Losses) -> dict[str, Any]:
-    return {"select": str(selection), "sparsity": sparsity, **_against(found, full)}
+    return {"select": str(selection), "sparsity": sparsity, **against(found, full)}
 
 
-def _against(found: Losses, full: Losses) -> dict[str, Any]:
+def against(found: Losses, full: Losses) -> dict[str, Any]:
     """Return a row's figures, compared with those of the dense model on the same chunks."""
     perplexity, low, high = _ratio(statistics.mean_interval, found.by_chunk)
     increase, increase_low, increase_high = _ratio(statistics.paired_interval, found.by_chunk - full.by_chunk)

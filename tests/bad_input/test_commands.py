@@ -258,6 +258,8 @@ EVALS = {
     "fidelity": FIDELITY,
     "ablation": ABLATION,
     "field": "nowhere.json | good.txt | picture.txt | folder | nowhere.json --plot x.golf",
+    "rounding": "--model nowhere | --text nowhere.txt | --text good.txt picture.txt | --chunk 0 | --chunk 9999999 | "
+    "--text good.txt --sequences 0 | --json folder | --text",
     "coref": COREF,
     "perplexity": PERPLEXITY,
     "choices": CHOICES,

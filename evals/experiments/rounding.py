@@ -1,0 +1,288 @@
+"""Perplexity of the full cache with keys and values rounded in several ways: a scale per row, channel or group.
+
+Nothing is evicted. A dense forward in float32 rounds the keys and values that its attention reads, so ways of rounding
+are measured that no cache stores. Every way is compared with the unrounded model on the same chunks, over all tokens
+but the first and over the last half of each chunk, whose tokens read many rounded rows. The bytes are those of one
+token's key and value in one head, with scales, in a text much longer than a block.
+
+Rows of the library's eight bits have one float32 scale, as in :func:`kvjax.quantise`; so have rows of four bits.
+Channels of eight bits have a float32 scale for a block of slots. Groups and channels of four bits have their smallest
+number and a step, both in float16 (KIVI, arXiv 2402.02750). A block of keys that is not full yet is read in bfloat16,
+as in KIVI.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+from tqdm import tqdm
+
+import kvjax
+import models
+from evals import evaluator, perplexity, report, texts
+from evals.perplexity import Losses
+from models import commands, provenance
+
+SLOTS = 64  # of a block whose channels share scales
+GROUP = 32  # channels
+EXAMPLES = """examples:
+  python -m evals rounding
+  python -m evals rounding --model smollm2 --text king-james-bible debian-handbook --sequences 6 --json rounding.json
+"""
+Rows = Float[Array, "B K T D"]
+
+
+class Rounding(NamedTuple):
+    """A way to store rows.
+
+    ``size(D)`` are a row's bytes. Where channels of ``block`` slots share scales, ``rounded`` is given whole blocks.
+    """
+
+    rounded: Callable[[Rows], Rows]
+    size: Callable[[int], float]
+    block: int | None = None
+
+
+def by_steps(rows: Float[Array, "..."], bits: int, axis: int) -> Float[Array, "..."]:
+    """Round to multiples of a float32 scale, at which the largest magnitude along an axis is the largest number.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from evals.experiments.rounding import by_steps
+        >>> by_steps(jnp.array([7.0, -3.2, 0.4]), 4, -1).tolist()
+        [7.0, -3.0, 0.0]
+    """
+    largest = 2 ** (bits - 1) - 1
+    scale = jnp.max(jnp.abs(rows), axis=axis, keepdims=True) / largest
+    return jnp.round(rows / jnp.where(scale > 0, scale, 1)) * scale
+
+
+def from_smallest(rows: Float[Array, "..."], bits: int, axis: int) -> Float[Array, "..."]:
+    """Round to the smallest number along an axis and equal steps above it, both stored in float16.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from evals.experiments.rounding import from_smallest
+        >>> from_smallest(jnp.array([1.0, 1.6, 4.0]), 2, -1).tolist()
+        [1.0, 2.0, 4.0]
+    """
+    largest = 2**bits - 1
+    smallest = _through(jnp.min(rows, axis=axis, keepdims=True), "float16")
+    step = _through((jnp.max(rows, axis=axis, keepdims=True) - smallest) / largest, "float16")
+    return jnp.clip(jnp.round((rows - smallest) / jnp.where(step > 0, step, 1)), 0, largest) * step + smallest
+
+
+def in_groups(rows: Rows) -> Rows:
+    """Round each :data:`GROUP` channels of a row to four bits; rows that they do not divide have smaller groups."""
+    D = rows.shape[-1]
+    return from_smallest(rows.reshape(*rows.shape[:-1], -1, math.gcd(GROUP, D)), 4, -1).reshape(rows.shape)
+
+
+def by_channel(rows: Rows, how: Callable[..., Array], bits: int) -> Rows:
+    """Round each channel of each block of :data:`SLOTS` slots."""
+    B, K, T, D = rows.shape
+    return how(rows.reshape(B, K, T // SLOTS, SLOTS, D), bits, -2).reshape(rows.shape)
+
+
+def _through(rows: Array, dtype: str) -> Array:
+    return rows.astype(dtype).astype(rows.dtype)
+
+
+PLAIN = "float32"  # what every way is compared with
+ROUNDINGS: dict[str, Rounding] = {
+    PLAIN: Rounding(lambda rows: rows, lambda D: 4 * D),
+    "bfloat16": Rounding(partial(_through, dtype="bfloat16"), lambda D: 2 * D),
+    "float16": Rounding(partial(_through, dtype="float16"), lambda D: 2 * D),
+    "int8": Rounding(partial(kvjax.straight_through, dtype="int8"), lambda D: D + 4),
+    "float8_e4m3fn": Rounding(partial(kvjax.straight_through, dtype="float8_e4m3fn"), lambda D: D + 4),
+    f"int8, a scale per channel and {SLOTS} slots": Rounding(
+        partial(by_channel, how=by_steps, bits=8), lambda D: D + 4 * D / SLOTS, SLOTS
+    ),
+    "4 bits": Rounding(partial(by_steps, bits=4, axis=-1), lambda D: D / 2 + 4),
+    f"4 bits, groups of {GROUP}": Rounding(in_groups, lambda D: D / 2 + 4 * D / math.gcd(GROUP, D)),
+    f"4 bits per channel and {SLOTS} slots": Rounding(
+        partial(by_channel, how=from_smallest, bits=4), lambda D: D / 2 + 4 * D / SLOTS, SLOTS
+    ),
+}
+_CHANNEL8, _GROUPS, _CHANNEL4 = (list(ROUNDINGS)[i] for i in (5, 7, 8))
+PAIRS = (  # of keys and values, as the table has them
+    ("bfloat16", "bfloat16"),
+    ("float16", "float16"),
+    ("int8", "int8"),
+    ("int8", "bfloat16"),
+    ("bfloat16", "int8"),
+    ("float8_e4m3fn", "float8_e4m3fn"),
+    ("float8_e4m3fn", "bfloat16"),
+    ("bfloat16", "float8_e4m3fn"),
+    (_CHANNEL8, "int8"),
+    ("4 bits", "4 bits"),
+    (_GROUPS, _GROUPS),
+    (_GROUPS, "int8"),
+    ("int8", _GROUPS),
+    (_CHANNEL4, _GROUPS),
+)
+
+
+def attention(
+    query: Float[Array, "B T N D"],
+    key: Float[Array, "B T K D"],
+    value: Float[Array, "B T K D"],
+    of_key: Rounding,
+    of_value: Rounding,
+    *,
+    sliding_window: int | Int[Array, ""] | None = None,
+    soft_cap: float | None = None,
+) -> Float[Array, "B T N D"]:
+    """Compute causal attention over rounded keys and values, the values rounded row by row."""
+    B, T, _, D = query.shape
+    groups = query.reshape(B, T, key.shape[2], -1, D)
+    key, value = key.swapaxes(1, 2), value.swapaxes(1, 2)
+    at, block = jnp.arange(T), of_key.block
+
+    def logits(rows: Array) -> Array:
+        return jnp.einsum("btkgd,bksd->bkgts", groups, rows) / math.sqrt(D)
+
+    if block is None:
+        scores = logits(of_key.rounded(key))
+    else:
+        whole = jnp.pad(key, ((0, 0), (0, 0), (0, -T % block), (0, 0)))
+        full = at // block < (at[:, None] + 1) // block
+        scores = jnp.where(full, logits(of_key.rounded(whole)[:, :, :T]), logits(_through(key, "bfloat16")))
+    scores = scores if soft_cap is None else soft_cap * jnp.tanh(scores / soft_cap)
+    seen = at <= at[:, None]
+    if sliding_window is not None:
+        seen &= at > at[:, None] - sliding_window
+    weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf))
+    return jnp.einsum("bkgts,bksd->btkgd", weights, of_value.rounded(value)).reshape(query.shape)
+
+
+def _log_probabilities(
+    model: models.Decoder, tokens: Int[Array, "1 T"], of_key: Rounding, of_value: Rounding
+) -> Float[Array, "T-1 V"]:
+    T = tokens.shape[1]
+
+    def attend(carry, layer, sliding_window, query, key, value):
+        cap = model.config.attention_soft_cap
+        out = attention(query, key, value, of_key, of_value, sliding_window=sliding_window, soft_cap=cap)
+        return out, carry, None
+
+    hidden, _, _ = model.run(tokens, jnp.arange(T)[None], jnp.full(1, T), attend, None)
+    return jax.nn.log_softmax(model.logits(hidden)[0, :-1])
+
+
+def measure(
+    model: models.Decoder,
+    chunks: Int[np.ndarray, "n T"],
+    pairs: Sequence[tuple[str, str]] = PAIRS,
+    *,
+    progress: tqdm | None = None,
+) -> list[dict[str, Any]]:
+    """Measure pairs of roundings, of keys and values; the first row is the model without any.
+
+    Returns:
+        Rows of ``key`` and ``value``, names of :data:`ROUNDINGS`; ``bytes`` of a token in one head; the figures
+        of :func:`evals.perplexity.against`; and ``late``, the same over the last half of each chunk.
+    """
+    D = model.config.head_dim
+    first = jax.jit(partial(_log_probabilities, of_key=ROUNDINGS[PLAIN], of_value=ROUNDINGS[PLAIN]))
+
+    def compared(model: models.Decoder, tokens: Array, told: Array, of_key: Rounding, of_value: Rounding) -> Any:
+        found = _log_probabilities(model, tokens, of_key, of_value)
+        loss = -jnp.take_along_axis(found, tokens[0, 1:, None], axis=-1)[:, 0]
+        return loss, jnp.sum(jnp.exp(told) * (told - found), axis=-1)
+
+    ways = [(PLAIN, PLAIN), *pairs]
+    programs = [jax.jit(partial(compared, of_key=ROUNDINGS[key], of_value=ROUNDINGS[value])) for key, value in ways]
+    found: list[list[np.ndarray]] = [[] for _ in ways]
+    for chunk in chunks:  # one after the other: the unrounded predictions are of the vocabulary's size
+        tokens = jnp.asarray(chunk)[None]
+        told = first(model, tokens)
+        for rows, program in zip(found, programs, strict=True):
+            rows.append(np.stack(program(model, tokens, told)).astype(np.float64))
+            if progress is not None:
+                progress.update()
+    by_way = np.array(found)  # [ways, n, 2, T - 1]
+
+    def losses(way: int, last: int) -> Losses:
+        return Losses(*by_way[way, :, :, -last:].mean(axis=-1).T)
+
+    T = chunks.shape[1]
+    results = []
+    for way, (key, value) in enumerate(ways):
+        size = ROUNDINGS[key].size(D) + ROUNDINGS[value].size(D)
+        figures, late = (perplexity.against(losses(way, last), losses(0, last)) for last in (T - 1, T // 2))
+        results.append({"key": key, "value": value, "bytes": size, **figures, "late": late})
+    return results
+
+
+def table(results: Sequence[dict[str, Any]]) -> str:
+    """Return a table with a row for each pair of roundings, compared with the unrounded model."""
+    rows = [
+        (
+            r["key"],
+            r["value"],
+            f"{r['bytes']:g}",
+            f"{r['perplexity']:.3f}",
+            *_compared(r),
+            *_compared(r["late"]),
+        )
+        for r in results
+    ]
+    head = ("keys", "values", "bytes", "perplexity", "increase", "95%", "KL", "last half", "95%", "KL")
+    return report.columns(head, rows, left=2)
+
+
+def _compared(r: dict[str, Any]) -> tuple[str, str, str]:
+    bounds = report.interval((r["increase_low"], r["increase_high"]), "+.2%")
+    return f"{r['increase']:+.2%}", bounds, f"{r['kl']:.4f}"
+
+
+def add_flags(flags: argparse.ArgumentParser) -> None:
+    """Add the command's flags."""
+    flags.add_argument("--model", default="retriever", help="'retriever', a Hugging Face folder, or a hub name")
+    flags.add_argument(
+        "--text", nargs="+", help="files, or texts of `python -m evals texts`; the library's own sentences by default"
+    )
+    flags.add_argument("--chunk", type=int, default=512, help="tokens per sequence")
+    flags.add_argument("--sequences", type=int, help="use at most so many of each text's chunks")
+    flags.add_argument("--json", type=Path, help="write all figures here")
+
+
+def command(flags: argparse.Namespace) -> None:
+    """Measure every way on every text, print the tables, and write JSON."""
+    commands.check_outputs([flags.json])
+    named = {name or "sentences": texts.read_text(name) for name in flags.text or [None]}
+    model, tokenizer = models.load(flags.model, dtype="float32")
+    if tokenizer is None:
+        raise ValueError(f"{flags.model} has no tokenizer.json, and text is needed; copy it from the model's source.")
+    cut = argparse.Namespace(**vars(flags) | {"stride": None})
+    chunks = {name: perplexity.chunks_for(model, tokenizer, text, cut) for name, text in named.items()}
+    results = []
+    with commands.progress_bar("chunk", total=(1 + len(PAIRS)) * sum(map(len, chunks.values()))) as progress:
+        for name, of_text in chunks.items():
+            progress.set_description(name)
+            own = measure(model, of_text, progress=progress)
+            results += [{"text": name, **row} for row in own]
+        progress.set_description("done")
+    for name in chunks:
+        print(f"{name}:\n{table([row for row in results if row['text'] == name])}\n")
+    if flags.json is not None:
+        made_of = evaluator.made_of(model, tokenizer) | {name: texts.digest(text) for name, text in named.items()}
+        figures = {
+            "evaluation": "rounding",
+            "settings": evaluator.settings(flags),
+            "head_dim": model.config.head_dim,
+            "chunks": {name: len(of_text) for name, of_text in chunks.items()},
+            "results": results,
+        }
+        provenance.write(flags, figures, made_of)
+        print(f"figures: {flags.json}")

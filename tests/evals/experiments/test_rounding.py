@@ -1,0 +1,100 @@
+"""Ways of rounding, by hand; the perplexity of the library's own, against a cache; what the command writes."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import models
+from evals import evaluator, perplexity
+from evals.__main__ import main
+from evals.experiments import rounding
+from evals.experiments.rounding import PAIRS, PLAIN, ROUNDINGS
+
+TEXT = "The quick brown fox jumps over the lazy dog, and nobody has ever asked the dog what it thinks of that. " * 8
+
+
+def test_bytes_are_those_of_numbers_and_scales():
+    sizes = [sum(ROUNDINGS[name].size(64) for name in pair) for pair in PAIRS]
+    assert sizes == [256, 256, 136, 196, 196, 136, 196, 196, 136, 72, 80, 108, 108, 76]
+
+
+@pytest.mark.parametrize("name", [name for name in ROUNDINGS if name != PLAIN])
+def test_rows_move_by_half_a_step_at_most(name):
+    way = ROUNDINGS[name]
+    rows = np.random.default_rng(0).normal(size=(1, 2, 128, 64)).astype(np.float32)
+    error = np.abs(np.asarray(way.rounded(jnp.asarray(rows))) - rows)
+    if "channel" in name:
+        parts = rows.reshape(1, 2, 2, 64, 64).swapaxes(3, 4)  # the numbers that share a scale, last
+        error = error.reshape(1, 2, 2, 64, 64).swapaxes(3, 4)
+    else:
+        size = 32 if "groups" in name else 64
+        parts, error = rows.reshape(-1, size), error.reshape(-1, size)
+    largest, spread = np.abs(parts).max(-1, keepdims=True), np.ptp(parts, axis=-1, keepdims=True)
+    if name in ("bfloat16", "float16"):
+        steps = np.abs(parts) * 2.0 ** {"bfloat16": -8, "float16": -11}[name]
+    elif name == "float8_e4m3fn":
+        steps = np.maximum(np.abs(parts) / 16, largest / 448 / 512)
+    elif "int8" in name or name == "4 bits":
+        steps = largest / (127 if "int8" in name else 7) / 2
+    else:
+        steps = spread / 30 + largest * 2e-3  # and what float16 makes of the smallest number and of the step
+    assert (error <= 1.001 * steps + 1e-7).all() and error.max() > 0.2 * steps.max()
+
+
+def test_a_row_of_zeros_stays():
+    for way in ROUNDINGS.values():
+        assert not np.asarray(way.rounded(jnp.zeros((1, 1, 64, 32)))).any()
+
+
+def test_a_block_of_keys_that_is_not_full_is_read_in_bfloat16():
+    query, key, value = jax.random.normal(jax.random.key(0), (3, 1, 70, 2, 8))
+    by_channel, floats = ROUNDINGS["int8, a scale per channel and 64 slots"], ROUNDINGS["bfloat16"]
+    out = rounding.attention(query, key, value, by_channel, floats)
+    plain = rounding.attention(query, key, value, floats, floats)
+    np.testing.assert_allclose(out[:, :63], plain[:, :63], atol=1e-6)  # the query of slot 63 is the first of a block
+    assert (np.abs(out[:, 63:] - plain[:, 63:]).max(axis=(0, 2, 3)) > 1e-5).all()
+
+
+def test_the_librarys_rounding_costs_what_its_cache_costs(tiny):
+    model, tokenizer, _ = tiny
+    chunks = perplexity.make_chunks(tokenizer, TEXT, 24, limit=3)
+    plain, eight = rounding.measure(model, chunks, [("int8", "float8_e4m3fn")])
+    full = perplexity.full_losses(model, chunks)
+    np.testing.assert_allclose(plain["by_chunk"], full.by_chunk, rtol=1e-5)
+    setting = evaluator.Setting("full", None, "block", "agnostic", cache_dtype="int8/float8_e4m3fn")
+    cached = perplexity.policy_losses(model, chunks, setting, full=full, block=8)
+    np.testing.assert_allclose(eight["by_chunk"], cached.by_chunk, atol=1e-5)
+    np.testing.assert_allclose(eight["kl_by_chunk"], cached.divergence, rtol=0.05, atol=2e-7)
+    late = perplexity.policy_losses(model, chunks, setting, full=full, block=8, counted=12)
+    np.testing.assert_allclose(eight["late"]["by_chunk"], late.by_chunk, atol=1e-5)
+    assert (plain["key"], plain["kl"], eight["bytes"]) == (PLAIN, 0, 24)
+
+
+def test_a_model_with_windows_and_caps_is_the_model_itself_unrounded():
+    config = models.Config(
+        64, 16, 24, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, architecture="gemma2", norms="both",
+        norm_offset=True, attention_soft_cap=2.0, sliding_windows=(5, None),
+    )  # fmt: skip
+    model = models.Decoder(config, rngs=nnx.Rngs(0))
+    chunks = (np.arange(40)[None] * 7 + np.arange(2)[:, None] * 5).astype(np.int32) % 64
+    plain, *others = rounding.measure(model, chunks)
+    np.testing.assert_allclose(plain["by_chunk"], perplexity.full_losses(model, chunks).by_chunk, rtol=1e-5)
+    assert len(others) == len(PAIRS) and all(row["by_chunk"] != plain["by_chunk"] for row in others)
+
+
+def test_the_command_measures_several_texts_and_writes_them(tiny_folder, tmp_path, capsys):
+    files = [tmp_path / "one.txt", tmp_path / "two.txt"]
+    for file in files:
+        file.write_text(TEXT)
+    path = tmp_path / "rounding.json"
+    given = ["--model", str(tiny_folder), "--text", *map(str, files), "--chunk", "24", "--sequences", "2"]
+    assert main(["rounding", *given, "--json", str(path)]) == 0
+    data = json.loads(path.read_text())
+    assert data["chunks"] == {str(file): 2 for file in files} and set(map(str, files)) < set(data["fingerprints"])
+    assert [(r["key"], r["value"]) for r in data["results"]] == 2 * [(PLAIN, PLAIN), *PAIRS]
+    printed = [line.split()[:2] for line in capsys.readouterr().out.splitlines()]
+    assert printed.count(["float8_e4m3fn"] * 2) == 2 and [f"{files[1]}:"] in printed
