@@ -15,7 +15,7 @@ from pathlib import Path
 
 import jax
 
-from tests.campaign.cases import Case, draw, from_json, smaller
+from tests.campaign.cases import SHARE, Case, draw, from_json, smaller
 from tests.campaign.checking import Outcome, check
 
 MAPS = 25_000  # memory maps at which compiled programs are cleared; Linux allows a process 65,530
@@ -51,6 +51,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--shrink", type=float, default=300, help="seconds for the search for the smallest failing case"
     )
+    parser.add_argument(
+        "--eight-bits", type=float, default=SHARE, help="the share of programs with such caches; 1: all"
+    )
     parser.add_argument("--json", type=Path, help="writes counts and failures to a file")
     given = parser.parse_args(arguments)
     if given.case:
@@ -69,7 +72,7 @@ def main(arguments: list[str] | None = None) -> int:
         return sum(kinds.values()) < given.cases if given.cases else time.monotonic() - start < given.seconds
 
     while more():
-        for case in draw(given.seed, program):
+        for case in draw(given.seed, program, given.eight_bits):
             if not more():
                 break
             outcome = check(case)

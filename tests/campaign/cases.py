@@ -52,6 +52,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 ONE_WINDOW = ("mistral", "mixtral", "phi3")
 WINDOWED = (*ONE_WINDOW, "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "smollm3")
+EIGHT_BITS = ("int8", "float8_e4m3fn", "int8/float32", "float32/int8", "float8_e4m3fn/int8", "float32/float8_e4m3fn")
+SHARE = 0.15  # of the programs whose caches are in eight bits
 BIASED = ("llama", "qwen3", "olmo2", "granite")
 
 
@@ -83,6 +85,13 @@ class Case:
     end: tuple[int, ...] = ()
     page_size: int = 16
     mesh: tuple[int, int] | None = None  # data, tensor
+    cache_dtype: str | None = None  # one of EIGHT_BITS; None is the model's
+
+    @property
+    def dtypes(self) -> tuple[str, str]:
+        """Of keys and values, by name."""
+        parts = (self.cache_dtype or "float32").split("/")
+        return parts[0], parts[-1]
 
     def __post_init__(self) -> None:
         for path in re.findall(r"file='([^']*)'", self.policy):
@@ -160,6 +169,7 @@ class Case:
             "entry": [self.entry],
             "mesh": ["none" if self.mesh is None else "x".join(map(str, self.mesh))],
             "tokens": [self.tokens],
+            "cache_dtype": [self.cache_dtype or "the model's"],
         }
 
 
@@ -208,8 +218,13 @@ class _Draw:
         return f"{name}({','.join(given)})" if given else name
 
 
-def draw(seed: int, number: int) -> Iterator[Case]:
-    """Cases that share shapes and so a compiled program; they differ in weights, tokens, lengths and questions."""
+def draw(seed: int, number: int, eight_bits: float = SHARE) -> Iterator[Case]:
+    """Cases that share shapes and so a compiled program; they differ in weights, tokens, lengths and questions.
+
+    Their cache is in eight bits in a share ``eight_bits`` of the programs.
+    """
+    other = _Draw(np.random.default_rng([seed, number, 8]))  # its own, so that all else stays what it was
+    cache_dtype = other.one(*EIGHT_BITS) if other.maybe(eight_bits) else None
     d = _Draw(np.random.default_rng([seed, number]))
     mesh = d.one((2, 1), (1, 2), (2, 2), (2, 4), (4, 2)) if d.maybe(0.03) else None
     family = d.one("llama", "mistral", *FAMILIES)
@@ -246,6 +261,7 @@ def draw(seed: int, number: int) -> Iterator[Case]:
         end=d.one((), (), tuple(range(0, VOCABULARY, 9))),
         page_size=d.one(1, 2, 4, 16),
         mesh=mesh,
+        cache_dtype=cache_dtype,
     )
     capped = "attention_soft_cap" in FAMILIES[family]
     policy = _policy(d, block, layers, kv_heads, even=mesh is not None, capped=capped)
@@ -426,6 +442,11 @@ def smaller(case: Case) -> Iterator[Case]:
 
     if case.mesh is not None:
         yield from but(mesh=None)
+    if case.cache_dtype is not None:
+        key, value = case.dtypes
+        for simple in (None, f"{key}/float32", f"float32/{value}"):
+            if simple != "float32/float32":
+                yield from but(cache_dtype=simple)
     rows = range(len(case.lengths))
     for kept in [(row,) for row in rows] + [tuple(r for r in rows if r != gone) for gone in rows]:
         if 0 < len(kept) < len(case.lengths):

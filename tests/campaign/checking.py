@@ -78,6 +78,7 @@ def _check_row(case: Case, weights: dict[str, np.ndarray], number: int, row: _Ro
         new_tokens=case.new if generates else 0,
         evict_every=case.evict_every,
         end=case.end,
+        dtypes=case.dtypes,
     )
     if case.base == "butler":
         butler = reference.butler(case.config, case.seed)
@@ -93,7 +94,8 @@ def _check_row(case: Case, weights: dict[str, np.ndarray], number: int, row: _Ro
     while ways and tries < TRIES:
         tries += 1
         flips, held = ways.pop(0)
-        run = reference.run(weights, case.config, prompt, flips=flips, held=held, **settings)
+        known = tuple(np.where(row.kept[..., None], x, np.nan) for x in (row.key, row.value)) if held else None
+        run = reference.run(weights, case.config, prompt, flips=flips, held=held, known=known, **settings)
         difference = _difference(row, run)
         if not difference:
             turned = [near for near in run.choices.near if near.turned]
@@ -153,6 +155,7 @@ def _library(case: Case, weights: dict[str, np.ndarray]) -> list[_Row]:
         page_size=case.page_size,
         butler=reference.butler(case.config, case.seed) if case.base == "butler" else None,
         scorer=reference.scorer(case.config, case.seed) if case.base == "zap" else None,
+        cache_dtype=case.cache_dtype,
     )
     tokens: list[list[int]] | list[None] = [None] * B
     logits: Any = [None] * B
@@ -205,7 +208,7 @@ _Held = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 def _held(cache: Any) -> _Held:
     """Which positions each head holds, [L, B, K, P], their keys and values, and the next position of each row."""
-    position, key, value = (np.asarray(x) for x in (cache.position, cache.key, cache.value))
+    position, key, value = np.asarray(cache.position), *(_floats(cache, side) for side in ("key", "value"))
     if isinstance(cache, PagedCache):
         table = np.asarray(cache.table)
         position = np.where(table[..., None] >= 0, position[table], -1).reshape(*table.shape[:3], -1)
@@ -221,6 +224,12 @@ def _held(cache: Any) -> _Held:
         np.put_along_axis(array, np.broadcast_to(place, x.shape), x, axis=3)
         rows.append(array[..., :P, :])
     return count.astype(bool), *rows, np.asarray(cache.next_position)  # type: ignore[return-value]
+
+
+def _floats(cache: Any, side: str) -> np.ndarray:
+    rows, scale = getattr(cache, side), getattr(cache, f"{side}_scale")
+    wide = np.asarray(rows).astype(np.float64)
+    return wide if scale is None else wide * np.asarray(scale, np.float64)[..., None]
 
 
 def _model(case: Case, weights: dict[str, np.ndarray]) -> Decoder:

@@ -103,3 +103,12 @@ class Choices:
             if mine in self.flips:
                 result[closest] = not result[closest]
         return result
+
+    def side(self, own: float, other: float, gap: float, held: float | None) -> float:
+        """Where a number half way between two falls: ``held``, where that is known, else on its own side."""
+        mine, self.made = self.made, self.made + 1
+        result = own if held is None else held
+        if mine in self.flips:
+            result = own if result == other else other
+        self.near.append(Near(mine, gap, turned=result != own, tie=False, wide=False))
+        return result

@@ -16,6 +16,7 @@ import numpy as np
 
 from tests.kvjax import contests
 from tests.models.reference.choices import LARGEST, Choices
+from tests.models.reference.eight_bits import rounded
 from tests.models.reference.policies import Leaving, Policy, Seen
 from tests.models.reference.predictor import predicted
 
@@ -52,11 +53,14 @@ def run(
     held: Sequence[np.ndarray] = (),
     butler: tuple[dict[str, np.ndarray], float] | None = None,
     scorer: dict[str, np.ndarray] | None = None,
+    dtypes: tuple[str, str] = ("float32", "float32"),
+    known: tuple[np.ndarray, np.ndarray] | None = None,
 ) -> Run:
     """One prompt, then a greedy answer. The last ``question`` tokens are fed when the rest was evicted from.
 
     ``config`` has the fields of ``models.Config``; ``butler`` are a predictor's parameters and its rotary base,
-    ``scorer`` those of a linear scorer.
+    ``scorer`` those of a linear scorer. ``dtypes`` are those of keys and values: in eight bits rows are rounded when they
+    enter, and ``known`` are keys and values [L, K, P, D] that say where numbers half way between two fell, or NaN.
     ``flips`` are choices to make the other way; where rounding may turn a choice, the tokens ``held`` [L, K, P] behind
     the block or step are taken (see ``Choices``), the last entry of ``held`` serving those that have none. Without
     ``evict_every`` a policy evicts in decode at every step, or once in as many steps as its window has queries.
@@ -70,7 +74,7 @@ def run(
     once = repeats is not None or pseudo is not None
     more = len(prompt) + OVERLAP if repeats else pseudo[0] if pseudo else 0
     room = len(prompt) + new_tokens + more
-    model = _Model(parameters, config, policy, len(prompt), room, choices, held, butler, scorer)
+    model = _Model(parameters, config, policy, len(prompt), room, choices, held, butler, scorer, dtypes, known)
     logits, history = [], []
     context = len(prompt) - question
     blocks = math.ceil(context / block)
@@ -125,6 +129,8 @@ class _Model:
         held: Sequence[np.ndarray],
         butler: tuple[dict[str, np.ndarray], float] | None,
         scorer: dict[str, np.ndarray] | None,
+        dtypes: tuple[str, str],
+        known: tuple[np.ndarray, np.ndarray] | None,
     ):
         self.w = {name: np.asarray(array, np.float64) for name, array in parameters.items()}
         self.config, self.choices, self.held, self.butler = config, choices, held, butler
@@ -141,6 +147,10 @@ class _Model:
         self.plain_key = np.zeros((L, K, room, D))  # before rotation
         self.place = np.zeros((L, K, room), int)  # the position that it is stored as
         self.value, self.alone = np.zeros((L, K, room, D)), np.zeros((L, K, room, D))
+        self.dtypes = dtypes
+        self.known = [np.full((L, K, room, D), np.nan) for _ in dtypes]
+        for mine, given in zip(self.known, known or (), strict=False):
+            mine[:, :, : given.shape[2]] = given[:, :, :room]
         self.kept = np.zeros((L, K, room), bool)
         self.seen = np.zeros((L, K, room, room), bool)
         self.received = np.zeros((L, K, N // K, room))
@@ -179,14 +189,17 @@ class _Model:
                 query = query * config.attention_multiplier * math.sqrt(D)
             key, value = (np.repeat(z, K // len(z), axis=0) for z in (key, value))
             query, key = (self.amplitude[layer] * z for z in (query.reshape(K, -1, m, D), key))
-            self.query[layer][:, :, at], self.plain_key[layer][:, at], self.value[layer][:, at] = query, key, value
-            self.alone[layer][:, at] = value
 
             held = self.kept[layer].sum(axis=1)[:, None]  # before the block
             if self.windows[layer] and self.positions == "index":  # what has left the window is counted
                 held = held + max(at[0] - self.windows[layer] + 1, 0)
             own = at[None] if self.positions == "absolute" else held + np.arange(m)
-            self.place[layer][:, at] = own if self.positions == "index" else at
+            place = self.place[layer][:, at] = np.broadcast_to(own if self.positions == "index" else at, key.shape[:2])
+            key = self.stored("key", layer, at, rope(key, place, self.frequency[layer]))
+            value = self.stored("value", layer, at, value)
+            self.query[layer][:, :, at], self.value[layer][:, at] = query, value
+            self.plain_key[layer][:, at] = rope(key, -place, self.frequency[layer])
+            self.alone[layer][:, at] = value
             self.kept[layer][:, at] = True
             kept = self.kept[layer][:, :P]
             place = np.cumsum(kept, axis=1) - 1 if self.positions == "compact" else self.place[layer][:, :P]
@@ -238,6 +251,11 @@ class _Model:
             if name not in kind or kind[name] == dense[layer]
         }
 
+    def stored(self, side: str, layer: int, at: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """Keys or values [K, m, D] as the cache holds them."""
+        number = ("key", "value").index(side)
+        return rounded(rows, self.dtypes[number], self.choices, self.known[number][layer][:, at])
+
     def norm(self, x: np.ndarray, weight: np.ndarray, axis: int | tuple[int, ...] = -1) -> np.ndarray:
         return norm(x, self.config.norm_offset + weight, self.config.norm_epsilon, axis)
 
@@ -255,6 +273,10 @@ class _Model:
                 out[t] += share[e] / total * own
         return out
 
+    def copy(self) -> _Model:
+        """A model that goes on by itself, but whose choices are noted here."""
+        return copy.deepcopy(self, {id(self.choices): self.choices})
+
     def recite(self, context: Sequence[int], chunk: int, sinks: int) -> None:
         """Has a copy of the model repeat its prompt a part at a time, and notes the largest attention to each token.
 
@@ -264,7 +286,7 @@ class _Model:
         P = self.length
         for start in range(0, P, chunk):
             part = np.arange(start, min(start + chunk, P))
-            other = copy.deepcopy(self)
+            other = self.copy()
             before = context[max(start - OVERLAP, 0) : start]
             other.feed([*before, *context[start : start + chunk]])
             at = np.arange(other.length)
@@ -276,7 +298,7 @@ class _Model:
     def look_ahead(self, context: Sequence[int], number: int, which: str) -> None:
         """Feeds tokens of the prompt again to a copy of the model; what they attend to in the prompt is observed."""
         some = list(context[-number:] if which == "last" else context[:number])
-        other = copy.deepcopy(self)
+        other = self.copy()
         other.feed((some * number)[:number])
         self.weights = [weights[..., : self.length] for weights in other.weights]
         self.observed = [weights[:, :, -self.window :] for weights in self.weights]
@@ -348,9 +370,11 @@ class _Model:
             key = rope(self.plain_key[layer, k, :P], self.place[layer, k, :P], self.frequency[layer])
             kept, received = self.kept[layer, k, :P], self.received[layer][k, :, :P].mean(axis=0)
             gone = np.flatnonzero(before[layer, k] & ~kept)
-            self.value[layer, k, :P] = policy.merged(
-                Leaving(key, self.value[layer, k, :P], received, gone, np.flatnonzero(kept), self.choices)
-            )
+            value = self.value[layer, k, :P].copy()
+            merged = policy.merged(Leaving(key, value, received, gone, np.flatnonzero(kept), self.choices))
+            new = np.flatnonzero((merged != value).any(axis=-1))
+            known = self.known[1][layer, k, new]
+            self.value[layer, k, new] = rounded(merged[new], self.dtypes[1], self.choices, known)
 
 
 def norm(x: np.ndarray, weight: np.ndarray, epsilon: float, axis: int | tuple[int, ...] = -1) -> np.ndarray:
