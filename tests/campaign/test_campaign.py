@@ -16,9 +16,10 @@ from models import config
 from models.config import ARCHITECTURES
 from tests.campaign import __main__ as campaign
 from tests.campaign import checking
-from tests.campaign.cases import FAMILIES, Case, draw, from_json, smaller
+from tests.campaign.cases import EIGHT_BITS, FAMILIES, Case, draw, from_json, smaller
 from tests.campaign.checking import Outcome, check
 from tests.models import reference
+from tests.models.reference import eight_bits
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = 7  # about 30 seconds of a campaign
@@ -55,6 +56,15 @@ def test_every_family_is_drawn_as_what_it_is():
     mixes = {case.dimensions()["dense"][0] for case in (next(draw(0, number)) for number in range(400))}
     assert mixes == {"none", "some", "all"}
     assert all(FAMILIES[name].items() >= features.items() for name, features in config.FAMILIES.items())
+
+
+def test_caches_in_eight_bits_are_drawn_and_change_nothing_else():
+    dtypes = [next(draw(0, number)).cache_dtype for number in range(400)]
+    assert set(dtypes) == {None, *EIGHT_BITS}
+    assert 40 < sum(dtype is not None for dtype in dtypes) < 80
+    for number in range(20):
+        eight, floats = (next(draw(0, number, share)) for share in (1, 0))
+        assert eight.cache_dtype in EIGHT_BITS and dataclasses.replace(eight, cache_dtype=None) == floats
 
 
 def test_a_case_is_read_from_what_was_printed():
@@ -163,3 +173,70 @@ def test_a_choice_among_scores_that_are_nothing_but_rounding_is_wide():
     choices = reference.Choices()
     assert choices.best([1e-9, 2e-9, 3e-9, 0.5], [0, 1, 2, 3], 2, noise=[1e-6] * 4, held=[True, *[False] * 3]) == [3, 0]
     assert choices.near[0].wide and not choices.near[0].tie
+
+
+# --- rows of eight bits -----------------------------------------------------------------------------------------------
+
+
+def rounded(rows, dtype, choices=None, known=None):
+    rows = np.array(rows)
+    known = np.full(rows.shape, np.nan) if known is None else np.array(known)
+    return eight_bits.rounded(rows, dtype, choices or reference.Choices(), known)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_rows_are_rounded_as_the_library_rounds_them(dtype):
+    rows = np.random.default_rng(0).normal(size=(3, 50, 8)).astype(np.float32)
+    rows[0, 0] = 0
+    values, scale = kvjax.quantise(rows, dtype)
+    wanted = np.asarray(values).astype(np.float64) * np.asarray(scale, np.float64)[..., None]
+    near = reference.Choices()
+    np.testing.assert_allclose(rounded(rows.astype(np.float64), dtype, near), wanted, rtol=1e-6)
+    assert len(near.near) < 5 and not any(x.turned for x in near.near)
+    assert rounded(rows, "float32") is not None and (rounded(rows, "float32") == rows).all()
+
+
+def test_a_number_half_way_falls_where_it_is_known_or_flipped_and_equal_rows_fall_alike():
+    row, below, above = [127.0, 2.5 - 1e-6], [[127, 2], [127, 2]], [[127, 3], [127, 3]]
+    plain, flipped, held = reference.Choices(), reference.Choices(frozenset({0})), reference.Choices()
+    assert rounded([row, row], "int8", plain).tolist() == below
+    assert [near.turned for near in plain.near] == [False]
+    assert rounded([row, row], "int8", flipped).tolist() == above
+    assert rounded([row, row], "int8", held, known=above).tolist() == above
+    assert [near.turned for near in held.near] == [True, True] and not held.near[0].tie
+    far = reference.Choices()
+    assert rounded([[127.0, 2.4]], "int8", far, known=[[127, 3]]).tolist() == [[127, 2]] and not far.near
+
+
+def with_rows(change):
+    """The library with other keys in row 0 than it has."""
+    library = checking._library
+
+    def changed(case, weights):
+        rows = library(case, weights)
+        return [rows[0]._replace(key=change(rows[0].key)), *rows[1:]]
+
+    return changed
+
+
+def test_a_row_one_step_off_is_a_failure_and_so_is_a_cache_that_does_not_round(monkeypatch):
+    eight = dataclasses.replace(CASE, cache_dtype="int8")
+    assert check(eight).kind == "ok"
+    key = checking._library(eight, reference.parameters(eight.config))[0].key
+    step = np.abs(key).max(axis=-1, keepdims=True) / 127
+    one = np.zeros(key.shape)
+    one[1, 0, np.argmax(key[1, 0, :, 0] != 0), 0] = 1
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checking, "_library", with_rows(lambda key: key + one * step))
+        outcome = check(eight)
+        assert outcome.kind == "differs" and outcome.why.startswith("row 0: keys off by")
+    library = checking._library
+    monkeypatch.setattr(checking, "_library", lambda case, weights: library(CASE, weights))
+    assert check(eight).kind == "differs"
+
+
+@pytest.mark.parametrize("dtype", EIGHT_BITS)
+def test_caches_in_eight_bits_are_those_of_the_reference(dtype):
+    outcome = check(dataclasses.replace(CASE, cache_dtype=dtype, policy="snapkv(window=2)+caote"))
+    assert outcome.kind in ("ok", "undecided"), outcome.why

@@ -143,11 +143,15 @@ def test_heads_that_compete_keep_rows_of_eight_bits_in_pages(when, dtype):
 
 
 @pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices; conftest.py forces them on a CPU")
-def test_a_mesh_splits_scales_as_it_splits_rows():
+@pytest.mark.parametrize("dtype", ["int8", "int8/float32"])
+def test_a_mesh_splits_scales_as_it_splits_rows(dtype):
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "tensor"))
     weights = {name: jax.device_put(x, NamedSharding(mesh, partition(name, mesh))) for name, x in WEIGHTS.items()}
-    many = models.prefill(models.Decoder(CONFIG, weights), PROMPT, cache_dtype="int8", **SETTINGS)
-    np.testing.assert_array_equal(np.sort(many.cache.position), np.sort(prefilled("int8").cache.position))
-    np.testing.assert_allclose(many.logits, prefilled("int8").logits, rtol=1e-4, atol=1e-4)
-    assert many.cache.key_scale.sharding.spec == PartitionSpec(None, "data", "tensor")
-    assert many.cache.key_scale.addressable_shards[0].data.shape == (2, 1, 1, 24)
+    many = models.prefill(models.Decoder(CONFIG, weights), PROMPT, cache_dtype=dtype, **SETTINGS)
+    np.testing.assert_array_equal(np.sort(many.cache.position), np.sort(prefilled(dtype).cache.position))
+    np.testing.assert_allclose(many.logits, prefilled(dtype).logits, rtol=1e-4, atol=1e-4)
+    assert str(dtypes_of(many.cache)) == dtype
+    for scale in filter(lambda x: x is not None, (many.cache.key_scale, many.cache.value_scale)):
+        assert scale.sharding.spec == PartitionSpec(None, "data", "tensor")
+        assert scale.addressable_shards[0].data.shape == (2, 1, 1, 24)
+    assert (many.cache.value_scale is None) == (dtype != "int8")

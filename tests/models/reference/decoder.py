@@ -59,8 +59,8 @@ def run(
     """One prompt, then a greedy answer. The last ``question`` tokens are fed when the rest was evicted from.
 
     ``config`` has the fields of ``models.Config``; ``butler`` are a predictor's parameters and its rotary base,
-    ``scorer`` those of a linear scorer. ``dtypes`` are those of keys and values: in eight bits rows are rounded when they
-    enter, and ``known`` are keys and values [L, K, P, D] that say where numbers half way between two fell, or NaN.
+    ``scorer`` those of a linear scorer. ``dtypes`` are those of keys and values: in eight bits rows are rounded when
+    they enter, and ``known`` are keys and values [L, K, P, D] that say where numbers half way between two fell, or NaN.
     ``flips`` are choices to make the other way; where rounding may turn a choice, the tokens ``held`` [L, K, P] behind
     the block or step are taken (see ``Choices``), the last entry of ``held`` serving those that have none. Without
     ``evict_every`` a policy evicts in decode at every step, or once in as many steps as its window has queries.
