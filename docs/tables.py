@@ -732,6 +732,33 @@ def kept_and_asked() -> str:
     )
 
 
+def roundings(data: dict[str, Any]) -> str:
+    """Make the table of ways to round keys and values, from what `python -m evals rounding` wrote."""
+    texts = {text: [r for r in data["results"] if r["text"] == text] for text in data["chunks"]}
+    titles = [text.replace("-", " ").title() for text in texts]
+    counts = " and ".join(str(count) for count in sorted(set(data["chunks"].values())))
+    head = ("keys", "values", "bytes", *(cell for title in titles for cell in (title, "KL")))
+    lines = [f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}"]
+    for same in zip(*texts.values(), strict=True):
+        if same[0]["key"] == "float32" == same[0]["value"]:
+            continue
+        figures = [cell for r in same for cell in (grown(r), f"{r['kl']:.4f}" if r["kl"] < 0.1 else f"{r['kl']:.3f}")]
+        lines.append(f"| {' | '.join((same[0]['key'], same[0]['value'], f'{same[0]["bytes"]:g}', *figures))} |")
+    return (
+        f"{counts} chunks of {data['settings']['chunk']} tokens of each text, {data['settings']['model']} in float32, "
+        f"D {data['head_dim']} (`{data['command']}`).\n\n" + "\n".join(lines)
+    )
+
+
+def grown(r: dict[str, Any]) -> str:
+    """Return by how much the perplexity grew, with its interval if there is one."""
+    bounds = r["increase_low"], r["increase_high"]
+    form = "+.2f" if max(abs(x) for x in (r["increase"], *bounds) if x is not None) < 0.1 else "+.1f"
+    mean = f"{100 * r['increase']:{form}}%"
+    return mean if None in bounds else f"{mean} [{', '.join(f'{100 * x:{form}}' for x in bounds)}]"
+
+
+ROUNDED = RESULTS / "smollm2/rounding.json"
 PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "../README.md": {"real": lambda: real_seen(README_COLUMNS)},
     "gallery.md": {"real": lambda: real_seen(REAL_COLUMNS), "seen": seen},
@@ -763,6 +790,8 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
         "decided": decided,
     },
 }
+if ROUNDED.exists():  # until remake.sh has made it, the page has the figures that its first version measured
+    PARTS["architecture.md"] = {"roundings": lambda: roundings(read(f"smollm2/{ROUNDED.name}"))}
 
 
 def filled(page: str, parts: dict[str, Callable[[], str]]) -> str:

@@ -1,6 +1,8 @@
 """Ways of rounding, by hand; the perplexity of the library's own, against a cache; what the command writes."""
 
 import json
+import runpy
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +16,7 @@ from evals.__main__ import main
 from evals.experiments import rounding
 from evals.experiments.rounding import PAIRS, PLAIN, ROUNDINGS
 
+ROOT = Path(__file__).resolve().parents[3]
 TEXT = "The quick brown fox jumps over the lazy dog, and nobody has ever asked the dog what it thinks of that. " * 8
 
 
@@ -96,5 +99,8 @@ def test_the_command_measures_several_texts_and_writes_them(tiny_folder, tmp_pat
     data = json.loads(path.read_text())
     assert data["chunks"] == {str(file): 2 for file in files} and set(map(str, files)) < set(data["fingerprints"])
     assert [(r["key"], r["value"]) for r in data["results"]] == 2 * [(PLAIN, PLAIN), *PAIRS]
+    page = runpy.run_path(str(ROOT / "docs/tables.py"), run_name="tables")["roundings"](data).splitlines()
+    assert page[0].startswith("2 chunks of 24 tokens of each text") and len(page) == 4 + len(PAIRS)
+    assert page[6].startswith("| int8 | int8 | 24 | ") and page[6].count("%") == 2
     printed = [line.split()[:2] for line in capsys.readouterr().out.splitlines()]
     assert printed.count(["float8_e4m3fn"] * 2) == 2 and [f"{files[1]}:"] in printed
