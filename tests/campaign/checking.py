@@ -25,10 +25,10 @@ TRIES = 60  # runs of the reference that look for the near choices that would ex
 class Outcome(NamedTuple):
     """What came of a case.
 
-    ``kind`` is "ok"; "undecided", where the reference gives the library's result once choices within rounding go the
-    other way; "blurred", where there are too many such choices to try (CAOTE of equal values is nothing but rounding);
-    "tie", where equals were told apart by rounding and not the more recent one stayed; "differs";
-    or "raises".
+    ``kind`` is "ok"; "undecided", where the reference gives the library's result once choices within rounding, or
+    numbers half way between two of eight bits, go the other way; "blurred", where there are too many such choices to
+    try (CAOTE of equal values is nothing but rounding); "tie", where equals were told apart by rounding and not the
+    more recent one stayed; "differs"; or "raises".
     """
 
     kind: str
