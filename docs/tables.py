@@ -758,9 +758,9 @@ def grown(r: dict[str, Any]) -> str:
     return mean if None in bounds else f"{mean} [{', '.join(f'{100 * x:{form}}' for x in bounds)}]"
 
 
-ROUNDED = RESULTS / "smollm2/rounding.json"
 PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "../README.md": {"real": lambda: real_seen(README_COLUMNS)},
+    "architecture.md": {"roundings": lambda: roundings(read("smollm2/rounding.json"))},
     "gallery.md": {"real": lambda: real_seen(REAL_COLUMNS), "seen": seen},
     "results/TOKENBUTLER.md": {
         "foreseen": lambda: foreseen("smollm2/butler-accuracy.json"),
@@ -790,8 +790,6 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
         "decided": decided,
     },
 }
-if ROUNDED.exists():  # until remake.sh has made it, the page has the figures that its first version measured
-    PARTS["architecture.md"] = {"roundings": lambda: roundings(read(f"smollm2/{ROUNDED.name}"))}
 
 
 def filled(page: str, parts: dict[str, Callable[[], str]]) -> str:

@@ -232,8 +232,7 @@ def table(results: Sequence[dict[str, Any]]) -> str:
             r["value"],
             f"{r['bytes']:g}",
             f"{r['perplexity']:.3f}",
-            *_compared(r),
-            *_compared(r["late"]),
+            *(_compared(r) + _compared(r["late"]) if (r["key"], r["value"]) != (PLAIN, PLAIN) else [""] * 6),
         )
         for r in results
     ]
