@@ -41,6 +41,7 @@ from models.steps import (
     block_of,
     decode_phase,
     decode_positions,
+    evicts_together,
     fresh,
     predicts,
     shared_evidence,
@@ -139,7 +140,9 @@ class LayerSteps:
         model, plan, butler = run.model, run.plan, run.butler
         caches = list(state.cache.layers) if isinstance(state.cache, LayerCaches) else None
         first = state.cache.layers[0] if isinstance(state.cache, LayerCaches) else state.cache
-        evidence = _evidence_of_layers(model.config, plan, phase, block, state.cache)
+        evidence = None
+        if evicts_together(plan, phase, state.cache):
+            evidence = _evidence_of_layers(model.config, plan, phase, block, state.cache)
         carry = LayerCarry(first, evidence, state.predictor, state.source)
         for number, layer in enumerate(self.layers):
             if caches is not None:

@@ -257,14 +257,20 @@ def predicts(plan: Plan, phase: Phase) -> bool:
     return plan.predictor is not None or (plan.selection is not None and phase.compressed)
 
 
+def evicts_together(plan: Plan, phase: Phase, cache: AnyCache) -> bool:
+    """Return whether the policy evicts from all layers together: by an uneven allocation, or in pages."""
+    if plan.policy is None or not phase.evicts:
+        return False
+    return not plan.policy.allocation.even or isinstance(cache, PagedCache)
+
+
 def shared_evidence(
     config: Config, plan: Plan, phase: Phase, block: Block, cache: KVCache | PagedCache
 ) -> Evidence | None:
     """Make empty evidence if all layers are evicted from together; None if each is separately, or none is."""
-    if plan.policy is None or not phase.evicts:
+    if not evicts_together(plan, phase, cache):
         return None
-    if plan.policy.allocation.even and not isinstance(cache, PagedCache):
-        return None
+    assert plan.policy is not None
     end = None if block.repeats is None else block.repeats.end
     return Evidence.of_layers(cache, plan.policy.allocation, end, sliding_windows(config))
 
