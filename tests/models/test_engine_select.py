@@ -247,7 +247,7 @@ def test_a_streamed_answer_is_the_generated_one_and_compiles_once(select, each_w
     assert len(COMPILED) == compiled
 
 
-@pytest.mark.parametrize("asked", [dict(select="butler", budget=0.3), dict(policy="butler", budget=24)])
+@pytest.mark.parametrize("asked", [dict(select="butler", budget=0.3), dict(policy="butler", budget=8)])
 def test_a_look_at_the_prompts_cache_sees_the_cache_alone(asked, each_way):
     seen = []
     settings = dict(butler=predictor(), block=16, max_new_tokens=1, on_cache=lambda cache: seen.append(type(cache)))
