@@ -385,7 +385,9 @@ def test_what_stays_is_what_the_mean_predicted_attention_ranks_first():
         visible = at <= at[:, None]
         if CONFIG.sliding_windows[layer]:
             visible &= at > at[:, None] - CONFIG.sliding_windows[layer]
-        rows = reference.softmax(np.where(visible, logits[layer - 1], -np.inf)).mean(axis=1)  # [N, T]
+            visible &= at > T - CONFIG.sliding_windows[layer]  # what a later query can see
+        seen = visible.any(axis=1)
+        rows = reference.softmax(np.where(visible, logits[layer - 1], -np.inf)[:, seen]).sum(axis=1)  # [N, T]
         for head in range(2):
             best = np.argsort(rows[2 * head : 2 * head + 2].mean(axis=0))[-9:]
             position = np.asarray(cache.position)[layer, 0, head]
