@@ -179,7 +179,7 @@ def pyramid(*, beta: int | float = 20.0) -> Allocation:
 
     def keep(c: Contest) -> Array:
         fixed = _protected_of_a_head(c)
-        free = jnp.sum(c.budget, axis=0).astype(jnp.float32) / c.layers - fixed
+        free = jnp.sum(c.budget, axis=0).astype(jnp.float32) / c.layers - fixed.astype(jnp.float32)
         seen = (c.seen - fixed).astype(jnp.float32)
         first = jnp.minimum(free * (2 - 1 / beta), jnp.maximum(seen, free))
         step = jnp.linspace(0, 1, c.layers, dtype=jnp.float32) if c.layers > 1 else jnp.full(1, 0.5, jnp.float32)
