@@ -27,7 +27,7 @@ def stacked(x: Array, layer: Int[Array, ""] | int | None) -> tuple[Array, Int[Ar
 
 
 class Rounded(NamedTuple):
-    """Whether keys, and values, are of eight bits; kernels get the scales of those that are, one array after the other.
+    """Tell whether keys, and values, are of eight bits; kernels get the scales of those that are, one after the other.
 
     Example:
         >>> from kernels_pallas.prepare import Rounded

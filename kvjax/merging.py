@@ -38,7 +38,7 @@ class Head(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Merging:
-    """How values are merged; ``fold`` returns a head's new values, and which slots they are new in.
+    """Name a way of merging values; ``fold`` returns a head's new values, and which slots they are new in.
 
     Two of the same name and parameters are equal.
     """

@@ -89,7 +89,7 @@ class Case:
 
     @property
     def dtypes(self) -> tuple[str, str]:
-        """Of keys and values, by name."""
+        """Return the dtypes of keys and values, by name."""
         parts = (self.cache_dtype or "float32").split("/")
         return parts[0], parts[-1]
 

@@ -50,7 +50,7 @@ class Row(NamedTuple):
 
     @property
     def budgets(self) -> list[int]:
-        """Of each layer, [L]."""
+        """Return the budget of each layer, [L]."""
         return [min(self.budget, window or self.budget) for window in self.windows or (None,) * self.L]
 
     def of(self, layer: int, head: int | None = None) -> list[Token]:

@@ -105,7 +105,7 @@ class Choices:
         return result
 
     def side(self, own: float, other: float, gap: float, held: float | None) -> float:
-        """Where a number half way between two falls: ``held``, where that is known, else on its own side."""
+        """Decide where a number half way between two falls: ``held``, where known, else on its own side."""
         mine, self.made = self.made, self.made + 1
         result = own if held is None else held
         if mine in self.flips:

@@ -106,7 +106,7 @@ class Policy(NamedTuple):
 
     @property
     def merged(self) -> Callable[[Leaving], np.ndarray] | None:
-        """What becomes of a head's values in an eviction, None where they stay as they are."""
+        """Return what becomes of a head's values in an eviction, None where they stay as they are."""
         return next((link.merged for link in self.links if link.merged is not None), None)
 
     @property
