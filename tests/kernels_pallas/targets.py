@@ -51,7 +51,7 @@ def compiled_for_tpu(
     devices = tpu_topology(topology)[:chips]
     mesh = Mesh(np.array(devices), ("tensor",))
     given = [
-        x and jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+        None if x is None else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
         for x, spec in zip(shapes, specs or [PartitionSpec()] * len(shapes), strict=True)
     ]
     with on_device(AbstractDevice(devices[0].device_kind, 1, "tpu"), chips):
