@@ -15,6 +15,7 @@ from benchmarks import (
     rounds,
     selection,
     sharing,
+    soak,
     tpu_compile,
 )
 from models import commands
@@ -32,6 +33,7 @@ BENCHMARKS = {
     "rounds": rounds,
     "selection": selection,
     "sharing": sharing,
+    "soak": soak,
     "tpu_compile": tpu_compile,
 }
 

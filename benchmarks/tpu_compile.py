@@ -36,11 +36,11 @@ from models.sampling import Sampling
 from models.steps import Phase, Run, decode_phase, start
 
 COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
-LEGEND = """Compiled, not timed: nothing here ran on a TPU. MiB per chip. arrays: weights and cache, or an operation's
-inputs, as counted. arguments: the same as laid out on the chip. temporary: what the program needs beside them. new:
-results that do not reuse an argument's memory. GFLOP, GB and ms are the compiler's own estimates. They count the body
-of the loop over layers once, as do the numbers of kernels and collectives. The compiler gives no time where '-'
-stands."""
+LEGEND = """Compiled, not timed: nothing here ran on a TPU. arrays: MiB per chip of weights and cache, as counted.
+Decode step and block: the bytes that the program takes, over these: its arguments as laid out on the chip, its
+temporaries, and results that do not reuse an argument's memory. 1.000 is the floor of a step; a block computes no
+logits, and may need less. The worst program has the most temporary MiB; kernels alone are among them. The JSON has
+every program, with its kernels and collectives, and the compiler's own estimates of FLOPs, bytes and time."""
 
 
 class Sizes(NamedTuple):
@@ -250,33 +250,57 @@ def counts(text: str) -> dict[str, Any]:
     return {"kernels": kernels, "collectives": {kind: found[kind] for kind in COLLECTIVES if found[kind]}}
 
 
+def taken(result: dict[str, Any]) -> float:
+    """Return the bytes that a program takes over the bytes of its arrays.
+
+    Example:
+        >>> from benchmarks.tpu_compile import taken
+        >>> taken({"argument_bytes": 10, "temporary_bytes": 4, "new_bytes": 1, "array_bytes": 10})
+        1.5
+    """
+    return sum(result[f"{name}_bytes"] for name in ("argument", "temporary", "new")) / result["array_bytes"]
+
+
 def table(results: list[dict[str, Any]]) -> str:
-    """Return a table with one row per program; below it are the reasons of those that do not compile."""
-    head = (
-        "shape", "program", "for", "compiles", "kernels", "arrays", "arguments", "temporary", "new", "GFLOP", "GB",
-        "ms", "collectives",
-    )  # fmt: skip
-    rows, reasons = [], []
+    """Return a table with one row per model and chip; below it is why some do not compile."""
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for r in results:
-        what = (r["shape"], r["program"], f"{r['chips']} of {r['topology']}")
-        if not r["compiles"]:
-            reasons.append(f"{', '.join(what)}: {r['reason']}")
-            rows.append((*what, "no", *[""] * 9))
-            continue
-        sizes = (r[f"{name}_bytes"] / 2**20 for name in ("array", "argument", "temporary", "new"))
-        seconds = r["estimated_seconds"]
+        groups.setdefault((r["shape"], f"{r['chips']} of {r['topology']}"), []).append(r)
+    head = (
+        "shape",
+        "for",
+        "worst program",
+        "its temporary",
+        "compiled",
+        "arrays",
+        "decode step",
+        "block",
+        "collectives",
+    )
+    rows, reasons = [], []
+    for (name, chips), programs in groups.items():
+        good = [r for r in programs if r["compiles"]]
+        bad = [r for r in programs if not r["compiles"]]
+        more = f" ({len(bad) - 1} more like it)" if len(bad) > 1 else ""
+        reasons += [f"{name}, {r['program']}, {chips}{more}: {r['reason']}" for r in bad[:1]]
+        steps, blocks = ([r for r in good if r["program"].startswith(kind)] for kind in ("decode step", "block of"))
+        worst = max(good, key=lambda r: r["temporary_bytes"], default=None)
+        most = Counter[str]()
+        for r in steps:
+            most |= Counter(r["collectives"])
         rows.append(
             (
-                *what,
-                "yes",
-                str(r["kernels"]),
-                *(f"{size:,.1f}" for size in sizes),
-                *("-" if r[name] is None else f"{r[name] / 1e9:,.3f}" for name in ("flops", "bytes_accessed")),
-                "-" if seconds is None else f"{1e3 * seconds:.3f}",
-                " ".join(f"{count} {kind}" for kind, count in r["collectives"].items()) or "none",
+                name,
+                chips,
+                worst["program"] if worst else "",
+                f"{worst['temporary_bytes'] / 2**20:,.1f} MiB" if worst else "",
+                f"{len(good)} of {len(programs)}",
+                f"{max(r['array_bytes'] for r in steps) / 2**20:,.0f}" if steps else "",
+                *(f"{max(map(taken, some)):.3f}" if some else "" for some in (steps, blocks)),
+                " ".join(f"{count} {kind}" for kind, count in most.items()) or ("none" if steps else ""),
             )
         )
-    return "\n".join([report.columns(head, rows, left=4), *reasons])
+    return "\n".join([report.columns(head, rows, left=3), *reasons])
 
 
 def add_flags(flags: argparse.ArgumentParser) -> None:

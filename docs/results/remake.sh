@@ -65,6 +65,7 @@ if [ "${1:-}" = benchmarks ]; then
   one benchmarks/results/sharing.json 25 'python -m benchmarks sharing --json'
   one benchmarks/results/selection.json 3 'python -m benchmarks selection --contexts 512,2048 --repetitions 15 --json benchmarks/results/selection.json'
   one benchmarks/results/rounds.json 5 'python -m benchmarks rounds --json'
+  one benchmarks/results/soak.json 20 'python -m benchmarks soak --json --plot docs/images/soak.png'
   one benchmarks/results/tpu_compile.json 30 'python -m benchmarks tpu_compile --json'
   one benchmarks/results/peers.json 20 'python -m benchmarks peers --json'
   one benchmarks/results/cpu.json 40 'python -m benchmarks cpu --json'

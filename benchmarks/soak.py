@@ -1,0 +1,280 @@
+"""Long runs under one budget: many tokens through one cache, and many requests through one Engine.
+
+Memory and the time per block must stay flat, nothing may be compiled on the way, and every answer must be the one that
+:func:`models.generate` gives to its prompt alone, whatever is cancelled around it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import statistics
+import time
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from tqdm import tqdm
+
+import models
+from benchmarks import measure
+from evals import report
+from models import commands, provenance
+
+PARTS = 20  # of each run, one row of figures each
+POOL = 200  # prompts that requests are drawn from; each one's answer alone is known
+LONGEST, MOST = 256, 16  # tokens of a request's prompt and answer, at most
+CANCELLED = 0.05  # the chance, at each step, that some request is cancelled
+
+
+def resident_bytes() -> int:
+    """Return the bytes of memory that this process holds.
+
+    Example:
+        >>> from benchmarks.soak import resident_bytes
+        >>> resident_bytes() > 2**20
+        True
+    """
+    pages = Path("/proc/self/statm").read_text().split()[1]
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
+def fed(model: models.Decoder, tokens: int, policy: str, budget: int, block: int) -> list[dict[str, Any]]:
+    """Feed one prompt of so many tokens, drawn at random, and return the figures of each part of it."""
+    prompt = np.random.default_rng(0).integers(0, model.config.vocab_size, (1, tokens), dtype=np.int32)
+    rows: list[dict[str, Any]] = []
+    walls: list[float] = []
+    works: list[float] = []
+    before = [time.perf_counter(), time.process_time()]
+    bar = tqdm(total=tokens, unit="token", unit_scale=True, disable=None, dynamic_ncols=True)
+
+    with measure.compilations() as compiled:
+
+        def note(done: int, total: int) -> None:
+            now = [time.perf_counter(), time.process_time()]
+            walls.append(1e3 * (now[0] - before[0]))
+            works.append(1e3 * (now[1] - before[1]))
+            bar.update(done - bar.n)
+            if done * PARTS // total > len(rows):
+                rows.append(
+                    {
+                        "run": "tokens", "done": done, "milliseconds": statistics.median(walls),
+                        "processor": statistics.median(works), "resident_bytes": resident_bytes(),
+                        "compilations": len(compiled),
+                    }
+                )  # fmt: skip
+                walls.clear()
+                works.clear()
+                compiled.clear()
+            before[:] = [time.perf_counter(), time.process_time()]
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the prompt is longer than the model's positions, on purpose
+            for _ in models.stream(
+                model, prompt, policy=policy, budget=budget, block=block, max_new_tokens=1, on_block=note
+            ):
+                pass
+    bar.close()
+    return rows
+
+
+def requested(
+    model: models.Decoder, requests: int, rows: int, policy: str, budget: int, block: int
+) -> list[dict[str, Any]]:
+    """Send requests of random lengths through an Engine, cancel some at random, and return the figures of each part.
+
+    ``wrong`` counts answers that differ from the prompt's answer alone; ``lost`` those that ended without all tokens.
+    """
+    options: dict[str, Any] = dict(policy=policy, budget=budget, block=block)
+    rng = random.Random(0)
+    drawn = np.random.default_rng(1)
+    lengths = [round(2 ** rng.uniform(2, np.log2(LONGEST))) for _ in range(POOL)]
+    prompts = [drawn.integers(4, model.config.vocab_size, length, dtype=np.int32) for length in lengths]
+    alone = [
+        models.generate(model, prompt[None], max_new_tokens=MOST, **options).tokens[0].tolist()
+        for prompt in tqdm(prompts, desc="alone", unit="prompt", disable=None, dynamic_ncols=True)
+    ]
+    engine = models.Engine(model, rows=rows, max_new_tokens=MOST, longest_prompt=LONGEST, **options)
+    asked: dict[int, tuple[int, int]] = {}  # handle -> the prompt's number, tokens asked for
+    got: dict[int, list[int]] = {}
+    counts: Counter[str] = Counter()
+    found: list[dict[str, Any]] = []
+    submitted = 0
+    started = time.perf_counter()
+    bar = tqdm(total=requests, unit="request", disable=None, dynamic_ncols=True)
+
+    def end(handle: int, what: str) -> None:
+        number, most = asked.pop(handle)
+        answer = got.pop(handle)
+        expected = _until_end(alone[number][:most], model.config.eos)
+        counts[what] += 1
+        counts["tokens"] += len(answer)
+        counts["wrong"] += answer != expected[: len(answer)]
+        counts["lost"] += what == "ended" and len(answer) < len(expected)
+        bar.update()
+
+    with measure.compilations() as compiled:
+        while submitted < requests or asked:
+            while submitted < requests and len(asked) < 2 * rows:
+                number, most = rng.randrange(POOL), rng.randint(1, MOST)
+                handle = engine.submit(prompts[number], max_new_tokens=most)
+                asked[handle], got[handle] = (number, most), []
+                submitted += 1
+            for made in engine.step():
+                got[made.handle].append(made.token)
+                if made.ended:
+                    end(made.handle, "ended")
+            if asked and rng.random() < CANCELLED:
+                handle = rng.choice(list(asked))
+                engine.cancel(handle)
+                end(handle, "cancelled")
+            done = counts["ended"] + counts["cancelled"]
+            if done * PARTS // requests > len(found):
+                seconds = time.perf_counter() - started
+                found.append(
+                    {
+                        "run": "requests", "done": done, "seconds": seconds, "resident_bytes": resident_bytes(),
+                        "compilations": len(compiled), **{name: counts[name] for name in COUNTED},
+                    }
+                )  # fmt: skip
+                compiled.clear()
+    bar.close()
+    found[-1]["idle"] = engine.idle and bool((np.asarray(jnp.max(engine.cache.position)) < 0).all())
+    return found
+
+
+COUNTED = ("ended", "cancelled", "tokens", "wrong", "lost")
+
+
+def _until_end(tokens: Sequence[int], end: Sequence[int]) -> list[int]:
+    """Return an answer up to its first end token, that one included."""
+    places = [place for place, token in enumerate(tokens) if token in end]
+    return list(tokens[: places[0] + 1] if places else tokens)
+
+
+def flatness(rows: Sequence[dict[str, Any]], name: str) -> float:
+    """Return how much larger the last quarter's median is than the second quarter's, as a share; 0.0 is flat.
+
+    The first quarter is left out: programs are compiled, and caches of the machine filled, in it.
+
+    Example:
+        >>> from benchmarks.soak import flatness
+        >>> round(flatness([{"ms": 9.0}, {"ms": 4.0}, {"ms": 4.0}, {"ms": 4.1}], "ms"), 3)
+        0.025
+    """
+    quarter = len(rows) // 4
+    early, late = rows[quarter : 2 * quarter], rows[-quarter:]
+    first, last = (statistics.median(row[name] for row in part) for part in (early, late))
+    return last / first - 1
+
+
+def table(results: Sequence[dict[str, Any]]) -> str:
+    """Return one table with a row per part of each run, and a sentence on each run."""
+    text = []
+    tokens = [row for row in results if row["run"] == "tokens"]
+    if tokens:
+        rows = [
+            (
+                f"{r['done']:,}", f"{r['milliseconds']:.2f}", f"{r['processor']:.2f}",
+                f"{r['resident_bytes'] / 2**20:,.0f}", str(r["compilations"]),
+            )
+            for r in tokens
+        ]  # fmt: skip
+        text.append(report.columns(("tokens fed", "ms a block", "of processor", "MiB held", "compiled"), rows, left=0))
+        text.append(_said(tokens, "processor", "processor time of a block"))
+    requests = [row for row in results if row["run"] == "requests"]
+    if requests:
+        rows = [
+            (
+                f"{r['done']:,}", f"{r['seconds']:,.0f}", f"{r['resident_bytes'] / 2**20:,.0f}", str(r["compilations"]),
+                *(f"{r[name]:,}" for name in COUNTED),
+            )
+            for r in requests
+        ]  # fmt: skip
+        text.append(report.columns(("requests", "seconds", "MiB held", "compiled", *COUNTED), rows, left=0))
+        text.append(_said(requests))
+    return "\n\n".join(text)
+
+
+def _said(rows: Sequence[dict[str, Any]], name: str | None = None, what: str = "") -> str:
+    quarter = len(rows) // 4
+    parts = [] if name is None else [f"{what} {flatness(rows, name):+.1%}"]
+    parts.append(f"memory held {flatness(rows, 'resident_bytes'):+.1%}")
+    later = sum(row["compilations"] for row in rows[quarter:])
+    return f"Last quarter against the second: {', '.join(parts)}. Programs compiled after the first quarter: {later}."
+
+
+def figure(results: Sequence[dict[str, Any]], path: Path) -> None:
+    """Draw memory and time over tokens, and memory over requests."""
+    plt = report.pyplot()
+    of = {name: [row for row in results if row["run"] == name] for name in ("tokens", "requests")}
+    wanted = [
+        (rows, name, label, run)
+        for run, rows in of.items()
+        if rows
+        for name, label in (("milliseconds", "ms a block"), ("resident_bytes", "MiB held by the process"))
+        if name in rows[0]
+    ]
+    drawing, axes = plt.subplots(1, len(wanted), figsize=(4 * len(wanted), 3.4), layout="constrained", squeeze=False)
+    for axis, (rows, name, label, run) in zip(axes[0], wanted, strict=True):
+        scale = 2**20 if name == "resident_bytes" else 1
+        axis.plot([r["done"] for r in rows], [r[name] / scale for r in rows], color=report.colour(0), marker="o")
+        axis.set_ylim(0, None)
+        axis.set_xlabel(f"{run} done", fontsize=9)
+        axis.set_title(label, fontsize=10)
+        axis.xaxis.set_major_formatter(lambda x, _: f"{x / 1e6:g} M" if x >= 1e6 else f"{x / 1e3:g}k" if x else "0")
+        report.plain(axis)
+    with commands.replacing(path) as temporary:
+        drawing.savefig(temporary, dpi=160)
+    plt.close(drawing)
+
+
+def add_flags(flags: argparse.ArgumentParser) -> None:
+    """Add the command's flags."""
+    flags.add_argument("--model", default="retriever", help="what models.load takes (default: the embedded model)")
+    flags.add_argument("--policy", default="snapkv+caote")
+    flags.add_argument("--budget", type=int, default=512, help="slots per head of the long prompt (default: 512)")
+    flags.add_argument("--block", type=int, default=128)
+    flags.add_argument("--tokens", type=int, default=1_000_000, help="tokens of the long prompt; 0 for none")
+    flags.add_argument("--requests", type=int, default=10_000, help="requests through the Engine; 0 for none")
+    flags.add_argument("--rows", type=int, default=8, help="rows of the Engine; each has an eighth of the budget")
+    flags.add_argument("--plot", type=Path, help="write the picture here (.png, .svg or .pdf)")
+    measure.add_json_flag(flags, "soak")
+
+
+def command(flags: argparse.Namespace) -> None:
+    """Run both, print the table, write JSON after each and the picture at the end."""
+    if flags.plot is not None:
+        report.check_plot(flags.plot)
+    commands.check_outputs([flags.json, flags.plot])
+    for name, least in (("budget", 8), ("block", 1), ("rows", 1), ("tokens", 0), ("requests", 0)):
+        if getattr(flags, name) < least:
+            raise ValueError(f"--{name} is {getattr(flags, name)}; give at least {least}.")
+    if 0 < flags.tokens < PARTS * flags.block or 0 < flags.requests < PARTS:
+        raise ValueError(
+            f"each run is reported in {PARTS} parts: give --tokens 0 or at least {PARTS * flags.block}, and "
+            f"--requests 0 or at least {PARTS}."
+        )
+    model, _ = models.load(flags.model, dtype="float32")
+    settings = {name: getattr(flags, name) for name in ("model", "policy", "budget", "block", "rows")}
+    settings |= {"pool": POOL, "longest": LONGEST, "most": MOST, "load": os.getloadavg()[0]}
+    made_of = provenance.fingerprints(model)
+    results: list[dict[str, Any]] = []
+    if flags.tokens:
+        results += fed(model, flags.tokens, flags.policy, flags.budget, flags.block)
+        measure.write(flags, "soak", settings, results, made_of)
+    if flags.requests:
+        budget, block = flags.budget // 8, min(flags.block, 32)
+        results += requested(model, flags.requests, flags.rows, flags.policy, budget, block)
+        measure.write(flags, "soak", settings, results, made_of)
+    print(table(results))
+    if flags.plot is not None:
+        figure(results, flags.plot)
+        print(f"picture: {flags.plot}")
+    if flags.json is not None:
+        print(f"figures: {flags.json}")

@@ -1,0 +1,57 @@
+"""Long runs are reported in parts, and every answer is compared with the one alone."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import models
+from benchmarks import soak
+from benchmarks.__main__ import main
+
+CONFIG = models.Config(64, 32, 64, num_layers=1, num_heads=2, num_kv_heads=1, max_positions=32)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return models.Decoder(CONFIG, rngs=nnx.Rngs(0))
+
+
+def test_a_prompt_longer_than_the_positions_is_fed_whole_and_compiles_in_its_first_part(model):
+    rows = soak.fed(model, 40 * 8, "streaming", 16, 8)
+    assert [row["done"] for row in rows] == [16 * (part + 1) for part in range(soak.PARTS)]
+    assert sum(row["compilations"] for row in rows[1:]) == 0
+    assert "Programs compiled after the first quarter: 0." in soak.table(rows)
+
+
+def test_answers_among_others_are_those_alone_and_cancelled_ones_their_beginning(model, monkeypatch):
+    monkeypatch.setattr(soak, "POOL", 3)
+    monkeypatch.setattr(soak, "LONGEST", 12)
+    monkeypatch.setattr(soak, "MOST", 4)
+    monkeypatch.setattr(soak, "CANCELLED", 0.2)
+    rows = soak.requested(model, 40, 2, "streaming", 8, 4)
+    last = rows[-1]
+    assert (last["wrong"], last["lost"], last["idle"]) == (0, 0, True)
+    assert last["ended"] + last["cancelled"] == 40
+    assert min(last["ended"], last["cancelled"]) > 0
+    assert len(rows) == soak.PARTS
+
+
+def test_an_answer_that_differs_is_counted(model, monkeypatch):
+    monkeypatch.setattr(soak, "POOL", 1)
+    monkeypatch.setattr(soak, "LONGEST", 4)
+    monkeypatch.setattr(soak, "MOST", 2)
+    other = jnp.full((1, 2), CONFIG.vocab_size)  # a token that no answer has
+    monkeypatch.setattr(models, "generate", lambda *_, **__: models.Generation(other, None, np.array([2])))
+    last = soak.requested(model, 20, 2, "streaming", 8, 4)[-1]
+    assert last["wrong"] >= last["ended"] > 0
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [(["--tokens", "100"], "20 parts"), (["--requests", "3"], "20 parts"), (["--budget", "7"], "--budget is 7")],
+)
+def test_bad_flags_end_in_one_sentence(flags, said, capsys):
+    assert main(["soak", *flags]) == 2
+    assert said in capsys.readouterr().err
