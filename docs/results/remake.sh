@@ -3,7 +3,7 @@
 #     docs/results/remake.sh               files that are not done yet; after a kill, the current file starts again
 #     docs/results/remake.sh benchmarks    also benchmarks/results (on a quiet machine; peers and tpu_compile need extras)
 # Run it from a clean, committed checkout, because each file names its commit. A file is done when it holds fingerprints and a
-# command, made by code without changes. The numbers are core-minutes on two cores, about 400 in all.
+# command, made by code without changes. The numbers are core-minutes on two cores, about 420 in all.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 export PYTHONPATH=$PWD PATH="$PWD/.venv/bin:$PATH"
@@ -31,6 +31,8 @@ one docs/results/smollm2/ruler-pooling.json 10 'python -m evals ruler --model sm
 one docs/results/smollm2/window.json 15 'python -m evals ablation window --model smollm2 --depths 5 --samples 20 --json docs/results/smollm2/window.json --plot docs/results/smollm2/window.png'
 one docs/results/smollm2/methods.json 40 'python -m evals ablation methods --model smollm2 --depths 5 --samples 20 --json docs/results/smollm2/methods.json --plot docs/results/smollm2/methods.png'
 one docs/results/smollm2/newer.json 20 'python -m evals ablation newer --model smollm2 --depths 5 --samples 20 --json docs/results/smollm2/newer.json --plot docs/results/smollm2/newer.png'
+[ -f docs/results/smollm2/heads.npy ] || python -m models.calibrate smollm2 --text "${XDG_CACHE_HOME:-$HOME/.cache}/kvjax/texts/debian-handbook.txt" --rows 20 --length 512 --q-filters docs/results/smollm2/q-filters.npy --heads docs/results/smollm2/heads.npy || failed=1
+one docs/results/smollm2/calibrated.json 20 'python -m evals ablation calibrated --model smollm2 --depths 5 --samples 20 --json docs/results/smollm2/calibrated.json --plot docs/results/smollm2/calibrated.png'
 one docs/results/smollm2/eight-bits.json 15 'python -m evals ablation eight-bits --model smollm2 --depths 5 --samples 20 --json docs/results/smollm2/eight-bits.json --plot docs/results/smollm2/eight-bits.png'
 one docs/results/smollm2/needle.json 12 'python -m evals needle --model smollm2 --policies '"'"'full,streaming,h2o+caote+protect(recent=0.5),tova,snapkv,snapkv+caote,laprox(kernel=13)@model,curdkv,curdkv+caote@model'"'"' --budgets 0.25 --lengths 512,1024 --depths 5 --samples 4 --when prompt --question after,agnostic --evict-every 0 --batch 10 --json docs/results/smollm2/needle.json --plot docs/results/smollm2/needle.png'
 one docs/results/smollm2/butler-accuracy.json 4 'python -m evals butler accuracy --model smollm2 --text king-james-bible:held-out --chunk 512 --sequences 6 --json docs/results/smollm2/butler-accuracy.json'
@@ -39,7 +41,7 @@ one docs/results/smollm2/butler-perplexity.json 10 'python -m evals perplexity -
 one docs/results/smollm2/butler-pages.json 6 'python -m evals butler accuracy --import evals.experiments.two_levels --model smollm2 --text king-james-bible:held-out --chunk 512 --sequences 6 --select "butler,two_levels(pages=0.2),two_levels(pages=0.4),two_levels(pages=0.2,by='"'"'max'"'"'),quest" --sparsity 0.9 --json docs/results/smollm2/butler-pages.json'
 one docs/results/smollm2/rounding.json 8 'python -m evals rounding --model smollm2 --text king-james-bible debian-handbook --chunk 512 --sequences 6 --json docs/results/smollm2/rounding.json'
 one docs/results/smollm2/coref.json 8 'python -m evals coref --model smollm2 --select full,oracle,butler,quest,h2o,snapkv,streaming,random --sparsity 0.5 --samples 20 --json docs/results/smollm2/coref.json --plot docs/results/smollm2/coref.png'
-python -m evals field docs/results/smollm2/{methods,newer,eight-bits}.json --plot docs/results/smollm2/field.png
+python -m evals field docs/results/smollm2/{methods,newer,calibrated,eight-bits}.json --plot docs/results/smollm2/field.png
 # On the embedded model.
 one docs/results/butler-agreement.json 0.2 'python -m evals butler agreement --json docs/results/butler-agreement.json --plot docs/results/butler-agreement.png'
 one docs/results/memory.json 2.0 'python -m benchmarks memory --json docs/results/memory.json --page docs/results/memory.md'

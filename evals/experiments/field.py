@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -85,7 +86,8 @@ def table(found: Sequence[Place]) -> str:
 
 
 def _name(place: Place) -> str:
-    return f"{place.method}, eight bits" if place.eight_bits else place.method
+    method = re.sub("file='[^']*'", "file", place.method)  # its path is in the study's JSON
+    return f"{method}, eight bits" if place.eight_bits else method
 
 
 def figure(found: Sequence[Place], full: dict[str, float], path: Path) -> None:

@@ -32,7 +32,8 @@ def test_the_best_places_are_those_that_fewer_bytes_do_not_reach():
 
 def test_the_command_reads_several_studies_and_draws_them(tmp_path, capsys):
     unknown = FULL | {"question": "agnostic"}
-    one = {"study": "methods", "results": [FULL, unknown, run("h2o", 0.2, 0.4), run("h2o", 0.2, 0.1, "agnostic")]}
+    measured = run("duo(file='a/b.npy',sinks=4)", 0.2, 0.1, "agnostic")
+    one = {"study": "methods", "results": [FULL, unknown, run("h2o", 0.2, 0.4), measured]}
     other = {
         "study": "eight-bits",
         "results": [FULL | {"cache_dtype": "bfloat16"}, run("tova", 0.1, 0.6, dtype="int8")],
@@ -44,8 +45,9 @@ def test_the_command_reads_several_studies_and_draws_them(tmp_path, capsys):
     assert main(["field", *files, "--plot", str(picture)]) == 0
     printed = capsys.readouterr().out.splitlines()
     assert [line.split() for line in printed[2:4]] == [
-        ["question", "known", "10%", "0.60", "tova,", "eight", "bits"], ["question", "unknown", "20%", "0.10", "h2o"]
-    ]  # fmt: skip
+        ["question", "known", "10%", "0.60", "tova,", "eight", "bits"],
+        ["question", "unknown", "20%", "0.10", "duo(file,sinks=4)"],
+    ]
     assert picture.stat().st_size > 10_000
 
 
