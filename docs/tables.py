@@ -593,10 +593,10 @@ DIFFERING = {  # how the policy that is compared differs from the method
     "tova": "the last token protected, as there",
     "@pyramid": "betas chosen to end at its last layer",
 }
+DRAWN = {"cam": ", with its draws replaced by their mean"}
 ALONE = "not in kvpress; brute force in float64"
 PEERS = {  # where no kept sets are compared
     "kvjax.think": "kvpress: the same channels, all keys equal",
-    "cam": "kvpress draws; the mean of the draws, by brute force in float64",
     "zap": "in kvpress, not compared; brute force in float64",
     "positions": "in kvpress, not compared; brute force in float64",
     "@threshold": "in kvpress (DMS), not compared; brute force in float64",
@@ -607,8 +607,8 @@ PEERS = {  # where no kept sets are compared
 def parity(name: str) -> str:
     """Return how far a method is that of kvpress, in words, from docs/results/parity.json."""
     data = read("parity.json")
-    if name == "merge":
-        return f"kvpress: values equal to {data['values']['merge']:.0e}"
+    if name in data["values"]:
+        return f"kvpress: values equal to {data['values'][name]:.0e}{DRAWN.get(name, '')}"
 
     def counted(part: dict[str, Any]) -> str:
         found = [part[press] for press in PRESSES[name] if press in part]

@@ -10,7 +10,7 @@ model.safetensors, presses.json (each press's settings and how many tokens it ke
 kept.npz:
 
     tokens [T], logits [8, vocabulary] of the last tokens, output_norms [L, K, T]: the mean over the group of |v W_O|_1
-    q_filters [L, K, D], head_scores [L, K], think [L, K, D], merged [K, 40, D]: see the functions of these names
+    q_filters [L, K, D], head_scores [L, K], think [L, K, D], merged and shared [K, 40, D]: see the functions
     NAME/40/kept, NAME/64/kept    bool [L, K, T], which positions stay when 40 and 64 tokens a head are asked for
     NAME/scores                   float32 [L, K, T], retention scores where they do not depend on the budget,
     NAME/40/scores, NAME/64/scores    and where they do; a press that masks a full cache has the scores of its base
@@ -288,6 +288,31 @@ def merged_values(model: Any, tokens: Any) -> Any:
     return torch.stack([value[at.argsort()] for value, at in zip(values, place, strict=True)]).numpy()
 
 
+def shared_values(model: Any, tokens: Any) -> Any:
+    """Layer 1's values [K, 40, D] after TOVA has evicted and CaM shared the others by its probabilities, without draws.
+
+    CAMPress works in decode alone. So it is handed the attention of the prompt, and merges all that leave.
+    """
+    import kvpress
+    import torch
+    import transformers
+
+    attention, given, cache = model.model.layers[1].self_attn, {}, transformers.DynamicCache()
+    hook = attention.register_forward_pre_hook(lambda _, __, seen: given.update(seen), with_kwargs=True)
+    with torch.no_grad():
+        weights = model(tokens, past_key_values=cache, output_attentions=True).attentions[1]
+    hook.remove()
+    keys, values = cache.layers[1].keys, cache.layers[1].values
+    received = weights.sum(2).unflatten(1, (keys.shape[1], -1)).mean(2)
+    press = kvpress.CAMPress(base_press=kvpress.TOVAPress(), target_size=KEPT[0])
+    press.layer_step_counts[1], press._running_attn_sum[1] = T - KEPT[0], received
+    draw, torch.bernoulli = torch.bernoulli, lambda chance: chance
+    with torch.no_grad():
+        _, values = press.compress(attention, given["hidden_states"], keys, values, received, given)
+    torch.bernoulli = draw
+    return values[0].numpy()
+
+
 def is_stable(model: Any, tokens: Any, seed: int) -> bool:
     import torch
 
@@ -329,6 +354,7 @@ def main() -> None:
         "head_scores": head_scores(model, tokens),
         "think": channels_of_think(model, tokens),
         "merged": merged_values(model, tokens),
+        "shared": shared_values(model, tokens),
     }
     presses: dict[str, Any] = {}
     for name, press in PRESSES.items():

@@ -87,13 +87,15 @@ def smollm2() -> dict[str, Any]:
 
 
 def values() -> dict[str, Any]:
-    """Return the largest difference of a merged value from kvpress' MergingPress."""
+    """Return the largest difference of a merged value from kvpress' MergingPress, and from CAMPress without draws."""
     scores, cache = test_kvpress.observed(test_kvpress.made(test_kvpress.CASES["snapkv", 40]))
     merged = kvjax.merge(cache, kvjax.evict(cache, scores, np.array(test_kvpress.KEPT)))
     row = test_kvpress.KEPT.index(40)
     live, value = np.asarray(merged.live[1, row]), np.asarray(merged.value[1, row])
-    found = np.stack([value[k, live[k]] for k in range(len(live))])
-    return {"merge": float(f"{abs(found - test_kvpress.fixture()['merged']).max():.1g}")}
+    merged = np.stack([value[k, live[k]] for k in range(len(live))])
+    found = {"merge": (merged, "merged"), "cam": (test_kvpress.shared(test_kvpress.T), "shared")}
+    fixture = test_kvpress.fixture()
+    return {name: float(f"{abs(ours - fixture[theirs]).max():.1g}") for name, (ours, theirs) in found.items()}
 
 
 def families() -> dict[str, Any]:

@@ -202,6 +202,20 @@ def test_values_are_merged_as_in_kvpress():
     np.testing.assert_allclose(found, fixture()["merged"], atol=1e-5)
 
 
+@functools.cache
+def shared(block):
+    """Layer 1's values [K, 40, D], in the order of positions, after TOVA has evicted and CaM shared the others."""
+    tokens, policy = fixture()["tokens"][None], "tova+protect(recent=1)+cam"
+    cache, _ = models.prefill(model(), tokens, policy=policy, budget=KEPT[0], block=block, when="prompt")
+    value, position = np.asarray(cache.value[1, 0]), np.asarray(cache.position[1, 0])
+    return np.stack([v[np.argsort(p)[-KEPT[0] :]] for v, p in zip(value, position, strict=True)])  # free slots are -1
+
+
+@pytest.mark.parametrize("block", [64, T])
+def test_values_are_shared_as_in_kvpress_where_its_draws_are_their_mean(block):
+    np.testing.assert_allclose(shared(block), fixture()["shared"], atol=1e-5 * abs(fixture()["shared"]).max())
+
+
 def test_think_leaves_out_the_channels_that_kvpress_does():
     _, cache = observed(made(CASES["snapkv", 40]))
     query = _of_layers(model(), fixture()["tokens"][None], lambda layer, query, key: query[:, -16:])
