@@ -543,6 +543,13 @@ ALLOCATIONS = [
     ),
     Method("@cake", "CAKE", "eq. 6", "kvjax/allocation.py", of("CAKE")),
     Method(
+        "@d2o",
+        "[D2O](https://arxiv.org/abs/2406.13035)",
+        "layers by the variance of their attention; its authors' code",
+        "kvjax/allocation.py",
+        note="none tried",
+    ),
+    Method(
         "@headkv",
         "[HeadKV](https://arxiv.org/abs/2410.19258)",
         "by the importance of each head",

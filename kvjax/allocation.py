@@ -32,7 +32,7 @@ class Contest(NamedTuple):
     ``scores`` are +inf where a token is protected; ``position`` is -1 where a slot is free. ``layer``, ``batch`` and
     ``head`` are the owner of each row. ``budget`` is the mean number of slots per head of each layer, at most the
     layer's sliding window. ``seen`` are the tokens of the sequence so far, ``entered`` those of this block.
-    ``measured`` is what the allocation measured of each layer.
+    ``measured`` is what the allocation measured of each head.
     """
 
     scores: Float[Array, "*rows S"]
@@ -43,7 +43,7 @@ class Contest(NamedTuple):
     budget: Int[Array, "L B"]
     seen: Int[Array, "B"]
     entered: Int[Array, "B"]
-    measured: Float[Array, "L B measures"] | None
+    measured: Float[Array, "L B K measures"] | None
     layers: int
     heads: int
 
@@ -81,6 +81,18 @@ class Contest(NamedTuple):
         B = self.budget.shape[1]
         return {"head": self.layers * B * self.heads, "layer": self.layers * B, "model": B}[scope]
 
+    def measured_by(self, name: str) -> Float[Array, "L B K measures"]:
+        """Return what the allocation of this name measured.
+
+        Raises:
+            ValueError: if the eviction was given scores alone.
+        """
+        if self.measured is None:
+            raise ValueError(
+                f"{name!r} measures each layer first; give evict the evidence of kvjax.observe instead of scores."
+            )
+        return self.measured
+
     def best(self, scope: Scope, budget: Int[Array, "*groups"]) -> Bool[Array, "*rows S"]:
         """Return a mask of the ``budget`` best slots of each head ``[L, B, K]``, layer ``[L, B]`` or model ``[B]``."""
         head = self.layer * self.heads + self.head  # of tokens with equal positions, the lower layer and head stay
@@ -89,7 +101,6 @@ class Contest(NamedTuple):
 
 
 Scope = Literal["head", "layer", "model"]
-_NOT_MEASURED = "{!r} measures each layer first; give evict the evidence of kvjax.observe instead of scores."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +114,7 @@ class Allocation:
             compared), within a "layer", or in the whole "model".
         even: whether every head has the same budget, so that a plain cache is enough.
         most: ``most(L, K, budget)``, the largest number of slots that a head can hold.
-        measure: measures a layer's attention: ``measures`` numbers that add up over its heads.
+        measure: measures the attention of a layer's heads, ``measures`` numbers per head.
         statistics: the column statistics that ``measure`` reads.
         window: their observation window, 0 for the policy's.
         needs_nonnegative: whether it divides scores by their sum.
@@ -116,7 +127,7 @@ class Allocation:
     scope: Scope
     most: Callable[[int, int, int], int]
     even: bool = False
-    measure: Callable[[Observation], Float[Array, "B measures"]] | None = None
+    measure: Callable[[Observation], Float[Array, "B K measures"]] | None = None
     measures: int = 0
     statistics: frozenset[str] = frozenset()
     window: int = 0
@@ -317,12 +328,10 @@ def cake(
     def measure(o: Observation) -> Array:
         evictable = (o.live & ~o.protected)[:, :, None]
         columns = (-o.columns.window_log, o.columns.window_variance)
-        return jnp.stack([jnp.sum(jnp.where(evictable, x, 0), axis=(1, 2, 3)) for x in columns], axis=-1)
+        return jnp.stack([jnp.sum(jnp.where(evictable, x, 0), axis=(2, 3)) for x in columns], axis=-1)
 
     def keep(c: Contest) -> Array:
-        if c.measured is None:
-            raise ValueError(_NOT_MEASURED.format("cake"))
-        entropy, variance = jnp.moveaxis(jnp.maximum(c.measured, 0), -1, 0)
+        entropy, variance = jnp.moveaxis(jnp.maximum(jnp.sum(c.measured_by("cake"), axis=2), 0), -1, 0)
         preference = entropy ** (1 / space) * variance ** (1 / time)
         held = c.sum(c.live, "layer") // c.heads - (c.entered + _protected_of_a_head(c))[None]
         measured = jnp.sum(preference, axis=0, keepdims=True) > 0
@@ -333,6 +342,51 @@ def cake(
         "cake", keep, scope="head", most=lambda L, K, budget: _limit(cap, budget, L * budget),
         measure=measure, measures=2, statistics=frozenset({"window_log", "window_variance"}),
         window=0 if window is None else window,
+    )  # fmt: skip
+
+
+@register
+def d2o(*, window: int | None = None, cap: int | float | None = 8.0) -> Allocation:
+    """Give more slots to layers whose attention is dense, by its variance over the tokens (D2O, arXiv 2406.13035).
+
+    The variance of a query head is that of the attention that its tokens get, divided by the mean. It is scaled so that
+    of the layer's heads the smallest has 0 and the largest 1, and ``V`` is the mean over the heads. The layers share
+    the slots that no protected token takes by ``softmax(-V)``, so no share is more than e times another. This is the
+    formula of the authors' code (``modeling_llama3_7b_13b_d2o.py``); the full text of the paper was not at hand. There
+    all queries of the prompt are observed, the shares are set once, and the first two layers and the last keep all
+    tokens. Here an observation window is read at each eviction, as by :func:`cake`, and all layers share the budget.
+
+    Args:
+        window: how many queries observe; the policy's window by default, or 32.
+        cap: see :func:`adakv`.
+
+    Example:
+        >>> import kvjax
+        >>> str(kvjax.parse("h2o@d2o"))
+        'h2o@d2o'
+    """
+    if window is not None:
+        check_count("d2o: window", window, 1, "give a number of queries")
+    _check_cap("d2o", cap)
+
+    def measure(o: Observation) -> Array:
+        live = o.live[:, :, None]
+        count = jnp.maximum(jnp.sum(live, axis=-1, keepdims=True), 1)
+        mean = jnp.sum(jnp.where(live, o.columns.window_mean, 0), axis=-1, keepdims=True) / count
+        apart = jnp.where(live, o.columns.window_mean / jnp.where(mean > 0, mean, 1) - 1, 0)
+        variance = jnp.sum(apart**2, axis=-1) / jnp.maximum(count[..., 0] - 1, 1)  # [B, K, G]
+        return jnp.stack([jnp.min(variance, axis=-1), jnp.mean(variance, axis=-1), jnp.max(variance, axis=-1)], axis=-1)
+
+    def keep(c: Contest) -> Array:
+        least, mean, most = jnp.moveaxis(c.measured_by("d2o"), -1, 0)  # [L, B, K]
+        low = jnp.min(least, axis=2)
+        scaled = (jnp.mean(mean, axis=2) - low) / (jnp.max(most, axis=2) - low + 1e-6)
+        budgets = _layer_budgets(c, _in_proportion(jnp.exp(-scaled)), cap, each=1)
+        return c.best("head", _for_each_head(budgets, c))
+
+    return Allocation(
+        "d2o", keep, scope="head", most=lambda L, K, budget: _limit(cap, budget, L * budget),
+        measure=measure, measures=3, statistics=frozenset({"window_mean"}), window=0 if window is None else window,
     )  # fmt: skip
 
 
@@ -472,18 +526,14 @@ def simlayer(
     def measure(o: Observation) -> Array:
         first, last = (x[:, None, None] for x in _streaming_counts(o.budget, sinks, recent))
         near = o.live & ((o.position < first) | (o.position >= o.next_position[:, None, None] - last))
-        attention = jnp.sum(jnp.where(near[:, :, None], o.columns.last, 0), axis=(1, 2, 3))
-        return jnp.stack([attention, jnp.full_like(attention, o.columns.last.shape[1] * o.columns.last.shape[2])], -1)
+        return jnp.mean(jnp.sum(jnp.where(near[:, :, None], o.columns.last, 0), axis=3), axis=2, keepdims=True)
 
     def keep(c: Contest) -> Array:
-        if c.measured is None:
-            raise ValueError(_NOT_MEASURED.format("simlayer"))
-        attention, heads = jnp.moveaxis(c.measured, -1, 0)  # [L, B]
-        lazy = attention > threshold * heads
+        lazy = jnp.mean(c.measured_by("simlayer")[..., 0], axis=2) > threshold  # [L, B]
         return _streamed(c, _for_each_head(lazy, c), sinks, recent, cap)
 
     return Allocation(
-        "simlayer", keep, scope="head", most=_most("model", cap), measure=measure, measures=2,
+        "simlayer", keep, scope="head", most=_most("model", cap), measure=measure, measures=1,
         statistics=frozenset({"last"}),
     )  # fmt: skip
 

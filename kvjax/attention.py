@@ -581,7 +581,7 @@ def _observe_pages(
     scores = evidence.scores[:, :, 0].swapaxes(0, 1)
     if policy.heads == "layer":  # all heads hold the same tokens, in the same slots
         scores = jnp.broadcast_to(jnp.sum(scores / scores.shape[1], axis=1, keepdims=True), scores.shape)
-    measured = None if evidence.measured is None else jnp.sum(evidence.measured, axis=0)
+    measured = None if evidence.measured is None else evidence.measured[:, :, 0].swapaxes(0, 1)
     end, window = jax.tree.map(lambda x: x[0], (evidence.end, evidence.window))
     evidence = dataclasses.replace(
         evidence, scores=scores, entered=evidence.entered[0], measured=measured, end=end, window=window

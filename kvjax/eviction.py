@@ -47,7 +47,7 @@ class Evidence:
     scores: Float[Array, "*slots"] | Weights
     entered: Int[Array, "B"]
     protected: Bool[Array, "B K S"] | None = None
-    measured: Float[Array, "*L B measures"] | None = None
+    measured: Float[Array, "*L B K measures"] | None = None
     end: Int[Array, "B"] | None = None
     window: Int[Array, "*L"] | None = None
     allocation: Allocation = dataclasses.field(default=UNIFORM, metadata={"static": True})
@@ -66,11 +66,11 @@ class Evidence:
 
         In a scan, whose carry keeps its structure, ``window`` must be given where layers have sliding windows.
         """
-        *L, B, _ = cache.heads_shape
+        B = cache.heads_shape[-2]
         return cls(
             scores=jnp.full(cache.position.shape, -jnp.inf, jnp.float32),
             entered=jnp.zeros(B, jnp.int32),
-            measured=jnp.zeros((*L, B, allocation.measures), jnp.float32) if allocation.measures else None,
+            measured=jnp.zeros((*cache.heads_shape, allocation.measures), jnp.float32) if allocation.measures else None,
             end=end,
             window=window,
             allocation=allocation,
@@ -262,7 +262,7 @@ def _contest(
         budget=budgets,
         seen=cache.next_position,
         entered=evidence.entered,
-        measured=None if measured is None else measured.reshape(layers, B, -1),
+        measured=None if measured is None else measured.reshape(layers, B, K, -1),
         layers=layers,
         heads=K,
     )

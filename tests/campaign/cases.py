@@ -372,6 +372,7 @@ def _policy(d: _Draw, block: int, layers: int, kv_heads: int, even: bool, capped
     allocations["duo"] = dict(streaming=(0.0, 0.3, 1.0), **amounts)
     if name != "kvzip":  # which observes none of the text's own queries
         allocations["simlayer"] = dict(threshold=(0.0, 0.3, 0.6), **amounts)
+        allocations["d2o"] = dict(cap=caps)
     if window >= 2 and name != "kvzip":
         allocations["cake"] = dict(space=(1.6,), time=(0.4,), cap=caps)
     if comparable:
@@ -390,8 +391,8 @@ def _policy(d: _Draw, block: int, layers: int, kv_heads: int, even: bool, capped
     if which in ("headkv", "duo"):
         always = f"file={calibration('heads', layers, kv_heads)!r}"
         allocation = allocation[:-1] + f",{always})" if allocation.endswith(")") else f"{allocation}({always})"
-    if which == "cake":
-        allocation = allocation[:-1] + f",window={window})" if allocation.endswith(")") else f"cake(window={window})"
+    if which in ("cake", "d2o"):
+        allocation = allocation[:-1] + f",window={window})" if allocation.endswith(")") else f"{which}(window={window})"
     return f"{chain}@{allocation}"
 
 

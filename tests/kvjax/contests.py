@@ -33,7 +33,7 @@ def best(tokens: list[Token], number: int, *, open_ties: bool = False) -> list[T
 
 
 class Row(NamedTuple):
-    """One batch row of L layers and K heads; ``preference`` is what CAKE measured, [L]. ``best`` chooses; where a
+    """One batch row of L layers and K heads; ``preference`` is what was measured, [L]. ``best`` chooses; where a
     definition leaves open who wins a tie, it is told so by ``open_ties``. ``windows`` are the layers' sliding windows,
     above which a layer's budget does not go; () for none.
     """
@@ -175,6 +175,16 @@ def cake(row: Row, counts: np.ndarray, *, cap: float | None = 8.0, **options) ->
     return [t for head in row.heads() for t in row.best(row.of(*head), each[head[0]])]
 
 
+def d2o(row: Row, counts: np.ndarray, *, cap: float | None = 8.0, window: int | None = None) -> list[Token]:
+    return cake(row, counts, cap=cap)
+
+
+def d2o_preference(least: np.ndarray, mean: np.ndarray, most: np.ndarray) -> np.ndarray:
+    """Variances [L, K] of the query heads, as what exp makes of their mean between the smallest and the largest."""
+    low = least.min(axis=1)
+    return np.exp(-(mean.mean(axis=1) - low) / (most.max(axis=1) - low + 1e-6))
+
+
 def lava(row: Row, counts: np.ndarray, *, cap: float | None = 8.0) -> list[Token]:
     weight = []
     for one in range(row.L):
@@ -261,5 +271,5 @@ def check(allocation: str, options: dict, row: Row, kept: set[tuple[int, int, in
 
 
 DEFINITIONS = {
-    f.__name__: f for f in (uniform, layer, adakv, model, threshold, pyramid, cake, lava, headkv, duo, simlayer)
+    f.__name__: f for f in (uniform, layer, adakv, model, threshold, pyramid, cake, d2o, lava, headkv, duo, simlayer)
 }

@@ -52,6 +52,8 @@ CASES = [
     ("pyramid", {"beta": 3.0}),
     ("cake", {}),
     ("cake", {"cap": 1.3}),
+    ("d2o", {}),
+    ("d2o", {"cap": 1.3}),
     ("lava", {}),
     ("lava", {"cap": None}),
     ("lava", {"cap": 1.3}),
@@ -72,6 +74,7 @@ def make(name: str, options: dict) -> kvjax.Allocation:
 def evict_after_a_block(what: kvjax.Allocation, cache, scores, budget, measured=None, entered=1, window=None):
     """Evicts by what a policy says of all layers; ``entered`` tokens came into each row."""
     entered = jnp.broadcast_to(jnp.asarray(entered), cache.next_position.shape)
+    measured = None if measured is None else measured[..., : what.measures]
     given = dict(measured=measured, window=window, allocation=what)
     return kvjax.evict(cache, kvjax.Evidence(jnp.asarray(scores), entered, **given), budget)
 
@@ -112,7 +115,7 @@ def paged_scores(cache: kvjax.PagedCache, plain: KVCache, scores: np.ndarray) ->
 
 @st.composite
 def contest(draw, numbers, *, even: bool):
-    """Positions and scores [L, B, K, S], protected slots +inf; the budgets, what CAKE measured, and what came in."""
+    """Positions and scores [L, B, K, S], protected slots +inf; the budgets, what was measured, and what came in."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     budget = np.array([draw(st.integers(1, S)) for _ in range(B)], np.int32)
     seen = np.array([draw(st.integers(0, 2 * S)) for _ in range(B)], np.int32)
@@ -132,20 +135,23 @@ def contest(draw, numbers, *, even: bool):
                 position[one, b, k, slots] = np.append(older, np.arange(seen[b] - protected, seen[b]))
                 recent = (position[one, b, k] >= 0) & (position[one, b, k] >= seen[b] - protected)
                 scores[one, b, k, recent] = np.inf
-    measured = rng.choice(np.array([0, 0.5, 1, 2, 7], np.float32), size=(L, B, 2))
+    measured = np.sort(rng.choice(np.array([0, 0.5, 1, 2, 7], np.float32), size=(L, B, K, 3)))
     return position, scores, budget, seen, measured, rng.integers(seen + 1).astype(np.int32)
 
 
 def rows_of(position, scores, budget, seen, measured, entered, name="cake", threshold=0.9, **_):
-    """Measure: CAKE prefers by a product of two numbers; a layer is lazy by a share of one in the other."""
+    """Measure: CAKE prefers by a product of two sums; a layer is lazy by a mean; D2O has variances of heads."""
     for b in range(B):
         tokens = [
             Token(one, k, int(position[one, b, k, s]), float(scores[one, b, k, s]))
             for one, k, s in np.ndindex(L, K, S)
             if position[one, b, k, s] >= 0
         ]
-        first, second = measured[:, b].T.astype(np.float64)
-        preference = first > threshold * second if name == "simlayer" else first * second
+        of_heads = np.moveaxis(measured[:, b].astype(np.float64), -1, 0)  # [measures, L, K]
+        first, second, _ = of_heads.sum(axis=2)
+        preference = {"simlayer": first / K > threshold, "d2o": contests.d2o_preference(*of_heads)}.get(
+            name, first * second
+        )
         yield b, Row(tokens, L, K, int(budget[b]), int(seen[b]), int(entered[b]), preference)
 
 
@@ -272,7 +278,7 @@ def test_token_by_token_the_whole_budget_is_always_used(name, layers):
     for t in range(1, 40):
         cache = write(cache, jnp.ones((1, 1, 1, 1)))
         scores = rng.integers(1, 9, size=cache.position.shape).astype(np.float32)
-        measured = rng.random((layers, 1, 2)).astype(np.float32)
+        measured = rng.random((layers, 1, 1, 2)).astype(np.float32)
         cache = step(cache, scores, budget, measured)
         assert int(cache.num_live.sum()) == min(layers * budget, layers * t), t
 
@@ -285,12 +291,13 @@ def test_the_cascade_of_cake_ends_where_one_allocation_does(tau):
     position = np.broadcast_to(np.arange(seen, dtype=np.int32), (layers, 1, K, seen))
     scores = rng.normal(size=position.shape).astype(np.float32)
     scores[..., -window:] = np.inf
-    measured = rng.uniform(0.2, 1, size=(layers, 1, 2)).astype(np.float32)
+    measured = rng.uniform(0.2, 1, size=(layers, 1, 1, 2)).astype(np.float32).repeat(K, axis=2) / K
     what = allocation.cake(cap=None, **tau)
     after = evict_after_a_block(what, plain_cache(position, [seen]), scores, budget, jnp.asarray(measured))
     counts = np.asarray(after.num_live)[:, 0]
     space, time = tau.get("space", 1.0), tau.get("time", 1.0)
-    preference = np.float64(measured[:, 0, 0]) ** (1 / space) * np.float64(measured[:, 0, 1]) ** (1 / time)
+    entropy, variance = np.float64(measured[:, 0].sum(axis=1)).T
+    preference = entropy ** (1 / space) * variance ** (1 / time)
     total = (budget - window) * layers
     held: list[list[list[Token]]] = []
     for one in range(layers):
@@ -321,13 +328,13 @@ def test_without_a_preference_the_layers_of_cake_stay_as_large_as_they_are():
         scores[np.asarray(cache.position) >= int(cache.next_position[0]) - recent] = np.inf
         return step(cache, scores, budget, measured, entered)
 
-    cache = evict_randomly(cache, jnp.asarray(rng.random((layers, 1, 2)), jnp.float32), 3 * budget)
+    cache = evict_randomly(cache, jnp.asarray(rng.random((layers, 1, K, 2)), jnp.float32), 3 * budget)
     before = np.asarray(cache.num_live)
     assert before.sum() == layers * K * budget and before.std() > 3
     for t in range(30):
         for one in range(layers):
             cache = kvjax.insert(cache, rows[:, :1], rows[:, :1], jnp.array([[3 * budget + t]]), layer=one)
-        cache = evict_randomly(cache, jnp.zeros((layers, 1, 2)), 1)
+        cache = evict_randomly(cache, jnp.zeros((layers, 1, K, 2)), 1)
         np.testing.assert_array_equal(cache.num_live, before)
 
 
@@ -347,7 +354,7 @@ def test_cake_measures_entropy_and_variance_of_the_window_over_what_may_go():
         last = last[..., (position[b] >= 0) & (position[b] < position[b].max() - 1)]
         entropy = -(last * np.log(np.where(last > 0, last, 1))).sum()
         variance = last.var(axis=1, ddof=1).sum()
-        np.testing.assert_allclose(measured[b], [entropy, variance], rtol=1e-5)
+        np.testing.assert_allclose(measured[b].sum(axis=0), [entropy, variance], rtol=1e-5)
 
 
 @pytest.mark.parametrize(("seen", "cap"), [(0, 8.0), (40, 1.0)])
@@ -441,7 +448,7 @@ def test_another_allocation_takes_the_place_of_the_first():
     [
         (
             "greedy",
-            "unknown allocation 'greedy' in 'greedy'; expected one of adakv, cake, duo, headkv, lava, layer, model, ",
+            "unknown allocation 'greedy' in 'greedy'; expected one of adakv, cake, d2o, duo, headkv, lava, layer, ",
         ),
         ("", "allocation '' is malformed; write it like 'model' or"),
         ("model(", "is malformed; write it like"),
@@ -466,6 +473,7 @@ def test_another_allocation_takes_the_place_of_the_first():
         ("simlayer(recent=1.5)", r"simlayer: recent is 1.5; give a count .* or a share of the budget"),
         ("cake(window=1)", r"cake: window is 1; a variance needs at least 2 queries"),
         ("cake(window=2.0)", r"cake: window is 2.0"),
+        ("d2o(window=0)", r"d2o: window is 0; give a number of queries"),
         ("cake(space=0)", r"cake: space is 0; give a number above 0"),
         ("cake(time=-1.0)", r"cake: time is -1.0; give a number above 0"),
     ],
@@ -543,14 +551,16 @@ def test_more_protected_tokens_than_the_budget_still_keep_the_budget():
     cache, _ = long_cache(3, 9, rows=2)
     scores = jnp.where(cache.position >= 3, jnp.inf, 1)
     for name in sorted(allocation.ALLOCATIONS.keys() - {"headkv", "duo"}):  # these read a file
-        measured = jnp.array([[1.0, 0.0], [0.0, 0.0], [9.0, 9.0]])[:, None] * jnp.ones((3, 2, 2))
+        measured = jnp.array([[1.0, 0.0, 0.0], [0.0, 0.0, 0.0], [9.0, 9.0, 9.0]])[:, None, None] * jnp.ones(
+            (3, 2, 1, 3)
+        )
         after = evict(parse_allocation(name))(cache, scores, jnp.array([2, 4]), measured)
         assert np.asarray(after.num_live).sum((0, 2)).tolist() == [6, 12], name
 
 
 def test_an_allocation_across_layers_cannot_evict_from_one():
     cache, scores = long_cache(2, 4)
-    for name in ("model", "pyramid", "cake", "lava"):
+    for name in ("model", "pyramid", "cake", "d2o", "lava"):
         with pytest.raises(ValueError, match=rf"the allocation '{name}' compares layers, but layer= names one"):
             kvjax.evict(cache, scores[0], 2, layer=0, allocation=name)
 
@@ -574,13 +584,27 @@ def test_a_layer_is_lazy_by_the_last_querys_attention_to_first_and_last_tokens()
     block = blocks.make(50)
     seen = kvjax.policy.mark_protected(kvjax.h2o(), block.observation)
     what = allocation.simlayer(sinks=3, recent=5)
-    attention, heads = np.asarray(what.measure(seen)).T
+    attention = np.asarray(what.measure(seen))[..., 0].mean(axis=1)
     position, following = np.asarray(seen.position), np.asarray(seen.next_position)
     for b in range(2):
         near = (position[b] >= 0) & ((position[b] < 3) | (position[b] >= following[b] - 3))  # of a budget of 6
         expected = np.where(np.repeat(near, blocks.G, axis=0), block.rows(b)[:, -1], 0).sum()
-        np.testing.assert_allclose(attention[b] / heads[b], expected / blocks.N, rtol=1e-5)
+        np.testing.assert_allclose(attention[b], expected / blocks.N, rtol=1e-5)
     assert (kvjax.h2o() @ "simlayer").needs.window == 0  # a single query judges
+
+
+def test_d2o_measures_the_variance_of_what_the_windows_queries_give_the_tokens():
+    block = blocks.make(51, window=3)
+    seen = kvjax.policy.mark_protected(kvjax.h2o() @ "d2o(window=3)", block.observation)
+    measured = np.asarray(allocation.d2o(window=3).measure(seen))
+    for b in range(2):
+        rows = block.rows(b)[:, -3:].mean(axis=1)  # [N, S]
+        live = np.repeat(np.asarray(seen.position)[b] >= 0, blocks.G, axis=0)
+        variance = [x[there].var(ddof=1) / x[there].mean() ** 2 for x, there in zip(rows, live, strict=True)]
+        grouped = np.reshape(variance, (-1, blocks.G))
+        expected = [grouped.min(axis=1), grouped.mean(axis=1), grouped.max(axis=1)]
+        np.testing.assert_allclose(measured[b].T, expected, rtol=1e-5)
+    assert kvjax.parse("h2o@d2o").needs.window == 32
 
 
 def test_cake_asks_for_what_it_measured():

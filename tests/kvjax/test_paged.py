@@ -189,7 +189,7 @@ def test_whatever_is_put_in_and_evicted_no_token_and_no_page_is_lost_or_shared(s
         most = 1 + int(rng.integers(shape.budget))
         budget = np.array([most, shape.budget], np.int32)  # rows of their own
         by_token = rng.choice(np.arange(1.0, 60), size=(shape.L, B, K, 100)).astype(np.float32)
-        measured = rng.choice(np.array([0, 1, 1, 4], np.float32), size=(shape.L, B, 2))
+        measured = rng.choice(np.array([0, 1, 1, 4], np.float32), size=(shape.L, B, K, 2))
         cache = evict(shape, which)(cache, by_token, budget, measured, np.array(block, np.int32))
         check_pages(cache, fewest=True)
         kept = content(cache)
@@ -198,7 +198,7 @@ def test_whatever_is_put_in_and_evicted_no_token_and_no_page_is_lost_or_shared(s
                 Token(one, k, p, float(by_token[one, b, k, p]))
                 for (one, row, k), in_head in held.items() if row == b for p in in_head
             ]  # fmt: skip
-            preference = measured[:, b].prod(-1)
+            preference = measured[:, b].sum(axis=1).prod(-1)
             row = Row(tokens, shape.L, K, int(budget[b]), int(brought[b]), block[b], preference)
             stays = {(one, k, p) for one, k in np.ndindex(shape.L, K) for p in kept[one, b, k]}
             name, options = ALLOCATIONS[which]
@@ -277,7 +277,7 @@ def test_a_head_may_lose_all_its_tokens_and_come_back():
         cache = put(shape)(cache, jnp.broadcast_to(jnp.arange(start, start + 5), (B, 5)))
         by_token = np.ones((2, B, K, 100), np.float32)
         by_token[0, :, 1] = 9  # the best of head 1 of layer 0 fill the budget of the model: 2 * 2 * 2 of 5 or 10
-        measured, each = np.zeros((2, B, 2), np.float32), np.ones(B, np.int32)
+        measured, each = np.zeros((2, B, K, 2), np.float32), np.ones(B, np.int32)
         cache = evict(shape, 3)(cache, by_token, 2 * each, measured, 5 * each)
         check_pages(cache, fewest=True)
     counts = np.asarray(cache.num_live)
@@ -378,6 +378,7 @@ POLICIES = [
     "tova(heads='group')@pyramid(beta=4.0)",
     "h2o@lava",
     "h2o@cake(window=3)",
+    "h2o@d2o(window=2)",
     "snapkv(window=2)@model",
 ]
 

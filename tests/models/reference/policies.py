@@ -96,7 +96,7 @@ class Policy(NamedTuple):
     @property
     def window(self) -> int:
         """How many queries are observed; 0 where none are."""
-        own = self.options.get("window") or 32 if self.allocation == "cake" else 0
+        own = self.options.get("window") or 32 if self.allocation in ("cake", "d2o") else 0
         return max(link.window for link in self.links) or own
 
     @property
@@ -130,8 +130,8 @@ class Policy(NamedTuple):
         return scores.mean(axis=1)
 
     def preference(self, seen: Seen) -> float:
-        """Measure a layer for the allocation: the entropy and variance of the window's attention (CAKE), or whether the
-        layer is lazy (SimLayerKV).
+        """Measure a layer for the allocation: the entropy and variance of the window's attention (CAKE), its variance
+        over the tokens (D2O), or whether the layer is lazy (SimLayerKV).
         """
         if self.allocation == "simlayer":
             first, last = contests.streaming_counts(
@@ -142,6 +142,13 @@ class Policy(NamedTuple):
             attention = np.where(near[:, None], seen.weights[:, :, -1], 0).sum(axis=-1).mean()
             threshold = self.options.get("threshold", 0.9)
             return float(not seen.choices.below(np.array([attention]), threshold)[0] and attention != threshold)
+        if self.allocation == "d2o":
+            rows = seen.observed.mean(axis=2)
+            variance = np.zeros(rows.shape[:2])
+            for k, g in np.ndindex(*variance.shape):
+                x = rows[k, g, seen.kept[k]]
+                variance[k, g] = x.var(ddof=1) / x.mean() ** 2 if len(x) > 1 and x.mean() > 0 else 0.0
+            return float(contests.d2o_preference(*(variance.reshape(1, -1),) * 3)[0])
         if self.allocation != "cake":
             return 0.0
         rows = np.where(seen.kept & ~seen.protected, np.moveaxis(seen.observed, 0, 2), 0)  # [G, m, K, P]
