@@ -206,7 +206,7 @@ def add_cache_flag(flags: argparse.ArgumentParser) -> None:
 
 
 def add_import_flag(flags: argparse.ArgumentParser) -> None:
-    """Add --import, which every command has that takes policies or models: it imports modules that register their own.
+    """Add --import, which every command has: it imports modules that register policies or models of their own.
 
     The modules are imported as soon as the flag is read, from where ``python -m`` finds them: the working directory
     first.

@@ -11,7 +11,7 @@ import jax
 import pytest
 
 import kvjax
-from models import chat, cli, commands
+from models import batch, calibrate, chat, cli, commands, get
 
 
 @pytest.mark.parametrize(
@@ -222,6 +222,13 @@ def my_module(tmp_path, monkeypatch):
 def test_import_makes_the_policies_of_a_module_known(make, my_module):
     flags = make().parse_args(["retriever", "--import", my_module, "--policy", "mine+caote"])
     assert str(kvjax.parse(flags.policy)) == "mine+caote"
+
+
+@pytest.mark.parametrize("command", [cli, chat, batch, calibrate, get], ids=lambda module: module.__name__)
+def test_every_command_imports_modules_of_your_own(command, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        command.main(["--import", "no_such_module"])
+    assert "--import: no_such_module cannot be imported" in capsys.readouterr().err
 
 
 def test_a_module_that_cannot_be_imported_is_named_on_one_line(my_module, tmp_path, capsys):

@@ -12,7 +12,8 @@ from safetensors.numpy import load_file, save_file
 
 import models
 from models.config import from_hugging_face
-from models.families import Family
+from models.families import FAMILIES, Family
+from tests.kvjax.test_registry import installed
 
 
 def renamed(folder) -> models.Decoder:
@@ -71,10 +72,23 @@ def test_a_built_in_architecture_is_never_another_package_s(tmp_path):
 
 
 def test_a_family_is_a_function_or_names_tensors_too():
-    from models.families import FAMILIES
-
     FAMILIES.add("plain", wide, source="here")
     FAMILIES.add("named", Family(wide, {"norm": "ln_f.weight"}), source="here")
     assert FAMILIES["plain"] == Family(wide) and FAMILIES["named"].tensors == {"norm": "ln_f.weight"}
     with pytest.raises(ValueError, match=r"'wrong' is 3; expected a function from a config\.json to a models\.Config"):
         FAMILIES.add("wrong", 3, source="here")
+
+
+def test_a_family_of_two_sources_is_refused_and_both_are_named(tmp_path, monkeypatch):
+    def elsewhere(raw):
+        return wide(raw)
+
+    elsewhere.__module__ = "another_package.wide"
+    models.register_family("twofold", wide)
+    models.register_family("twofold", wide)  # as a notebook does when a cell runs twice
+    with pytest.raises(ValueError, match=rf"'twofold' is in {__name__} and in another_package\.wide; rename it in one"):
+        models.register_family("twofold", elsewhere)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    installed(tmp_path, "pkg_wide", "def wide(raw): ...", families="twofold = pkg_wide:wide")
+    with pytest.raises(ValueError, match=rf"'twofold' is in {__name__} and in pkg_wide 0\.1; rename it in one"):
+        from_hugging_face({"model_type": "twofold"})

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 import models
-from train import butler, finetune, loop, scorer
+from train import butler, finetune, loop, retriever, scorer
 from train.butler import Settings
 from train.text import Corpus
 
@@ -98,7 +98,7 @@ def test_what_fails_while_prefetching_is_raised():
     assert list(loop.prefetch(iter("abc"), size=1)) == ["a", "b", "c"]
 
 
-@pytest.mark.parametrize("trainer", [butler, scorer, finetune], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("trainer", [butler, scorer, finetune, retriever], ids=lambda module: module.__name__)
 def test_every_trainer_imports_modules_of_your_own(trainer, capsys):
     with pytest.raises(SystemExit, match="2"):
         trainer.main(["--import", "no_such_module"])
