@@ -22,9 +22,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # the workers share the cores: no threa
     _add_flag("xla_cpu_multi_thread_eigen", "false")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-# Workers share what they compile, a module finds again what clear_caches dropped, and a second run takes half the time.
+# Workers share what they compile, however small: what is called outside jit is a program an operation, and reading one
+# takes a quarter of compiling it. A module finds again what clear_caches dropped, and so does a second run.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", os.path.join(os.path.dirname(__file__), ".jax_cache"))
-os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 os.environ.setdefault("KVJAX_COMPILATION_CACHE", "off")  # commands keep nothing in the user's folder
 
