@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -105,8 +105,7 @@ class KVCache:
         Raises:
             ValueError: if a size is below 1, the dtype or the positions are unknown, or the state has another shape.
         """
-        if positions not in ("absolute", "compact", "index"):
-            raise ValueError(f"unknown positions {positions!r}; expected 'absolute', 'compact' or 'index'.")
+        check_positions(positions)
         sizes = dict(batch=batch, kv_heads=kv_heads, slots=slots)
         stack = {} if layers is None else dict(layers=layers)
         shape = tuple(check_count(name, size, 1, "a cache needs at least 1") for name, size in (stack | sizes).items())
@@ -167,6 +166,23 @@ class KVCache:
             position=take(self.position),
             state=jax.tree.map(take, self.state),
         )
+
+
+def check_positions(positions: str) -> None:
+    """Check that a cache knows these positions of rotated keys.
+
+    Raises:
+        ValueError: it does not.
+
+    Example:
+        >>> from kvjax.cache import check_positions
+        >>> check_positions("rank")
+        Traceback (most recent call last):
+        ...
+        ValueError: unknown positions 'rank'; expected 'absolute', 'compact' or 'index'.
+    """
+    if positions not in get_args(Positions):
+        raise ValueError(f"unknown positions {positions!r}; expected 'absolute', 'compact' or 'index'.")
 
 
 ROWS = ("key", "value", "key_scale", "value_scale")

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +32,7 @@ from kvjax.cache import (
     Positions,
     PyTree,
     as_stored,
+    check_positions,
     empty_scales,
     map_rows,
     map_slots,
@@ -105,8 +105,7 @@ class PagedCache:
             ValueError: if a size is below 1, there are fewer pages than heads, or the dtype or the positions are
                 unknown.
         """
-        if positions not in get_args(Positions):
-            raise ValueError(f"unknown positions {positions!r}; expected 'absolute', 'compact' or 'index'.")
+        check_positions(positions)
         dtypes = check_dtypes(dtype)
         sizes = dict(batch=batch, kv_heads=kv_heads, pages=pages, page_size=page_size, most=most, head_dim=head_dim)
         batch, kv_heads, pages, page_size, most, head_dim = (

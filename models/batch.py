@@ -91,8 +91,7 @@ def _run(flags: argparse.Namespace) -> None:
     when, evict_every = moments(policy, flags.when, flags.evict_every)
     budget = None if flags.budget is None else parse_budget(flags.budget)
     model, tokenizer = models.load(flags.model, dtype=flags.dtype)
-    if tokenizer is None:
-        raise ValueError(f"{flags.model} has no tokenizer.json, and text needs one; copy it from the model's source.")
+    tokenizer = commands.check_tokenizer(flags.model, tokenizer)
     policy = models.with_repeat_prompt(policy, tokenizer)
     chosen = run_settings(flags)
     run = dict(

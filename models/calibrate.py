@@ -62,8 +62,7 @@ def _run(flags: argparse.Namespace) -> None:
     commands.check_outputs([flags.q_filters, flags.heads])
     text = commands.read_text(flags.text, "text")
     model, tokenizer = models.load(flags.model, dtype=flags.dtype)
-    if tokenizer is None:
-        raise ValueError(f"{flags.model} has no tokenizer.json, and text needs one; copy it from the model's source.")
+    tokenizer = commands.check_tokenizer(flags.model, tokenizer)
     tokens = np.asarray(tokenizer.encode(text), np.int32)
     rows = min(rows, len(tokens) // length)
     if not rows:

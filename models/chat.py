@@ -279,8 +279,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _chat(flags: argparse.Namespace) -> None:
     policy, budget = _checked(flags)  # before the weights are read
     model, tokenizer = models.load(flags.model, dtype=flags.dtype)
-    if tokenizer is None:
-        raise ValueError(f"{flags.model} has no tokenizer.json, and text needs one; copy it from the model's source.")
+    tokenizer = commands.check_tokenizer(flags.model, tokenizer)
     if tokenizer.chat_template is None:
         if flags.system is not None:
             raise ValueError(f"{flags.model} has no chat template, so it takes no system message; leave --system out.")

@@ -187,8 +187,7 @@ def _generate(flags: argparse.Namespace) -> None:
     model, tokenizer = models.load(
         flags.model, dtype=flags.dtype, mesh=None if flags.mesh is None else models.parse_mesh(flags.mesh)
     )
-    if tokenizer is None:
-        raise ValueError(f"{flags.model} has no tokenizer.json, and text needs one; copy it from the model's source.")
+    tokenizer = commands.check_tokenizer(flags.model, tokenizer)
     scorer = None if flags.scorer is None else models.load_scorer(flags.scorer, model)
     loaded = Loaded(model, tokenizer, _load_butler(flags, model, requests), scorer)
     with warnings.catch_warnings():

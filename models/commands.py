@@ -558,6 +558,24 @@ def progress_bar(unit: str, *, total: int | None = None, over: Iterable[Any] | N
     return tqdm(over, total=total, unit=unit, file=sys.stderr, dynamic_ncols=True, disable=None)
 
 
+def check_tokenizer[Found](model: str | Path, tokenizer: Found | None) -> Found:
+    """Return the tokenizer that was read with a model, for a command that reads or writes text.
+
+    Raises:
+        ValueError: the model has none.
+
+    Example:
+        >>> from models.commands import check_tokenizer
+        >>> check_tokenizer("my/model", None)
+        Traceback (most recent call last):
+        ...
+        ValueError: my/model has no tokenizer.json, and text needs one; copy it from the model's source.
+    """
+    if tokenizer is None:
+        raise ValueError(f"{model} has no tokenizer.json, and text needs one; copy it from the model's source.")
+    return tokenizer
+
+
 def check_outputs(paths: Sequence[str | Path | None]) -> None:
     """Check that the output files can be written, before the long work starts."""
     for path in paths:

@@ -26,7 +26,7 @@ from kernels_pallas import cache_attention
 from kernels_pallas.prepare import mesh_of
 from kvjax import rotate
 from models.config import Config, Rope
-from models.parameters import expert_axes, layers_with, parameter_shapes
+from models.parameters import check_rngs, expert_axes, layers_with, parameter_shapes
 
 Carry = TypeVar("Carry")
 Output = TypeVar("Output")
@@ -83,8 +83,7 @@ class Decoder(nnx.Module):
         self.config = config
         shapes = parameter_shapes(config)
         if parameters is None:
-            if rngs is None:
-                raise ValueError("neither parameters nor rngs were given; pass rngs=nnx.Rngs(0) for random weights.")
+            rngs = check_rngs(rngs)
             parameters = {name: _random_parameter(config, rngs, name, shape, dtype) for name, shape in shapes.items()}
         self.embedding = nnx.Param(parameters["embedding"])
         self.norm = nnx.Param(parameters["norm"])

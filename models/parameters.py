@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import Int
 
@@ -161,6 +162,24 @@ def parameter_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     )  # fmt: skip
     wanted = {name: parameter for name, parameter in PARAMETERS.items() if parameter.wanted(config)}
     return {name: tuple(sizes[axis] for axis in parameter.axes.split()) for name, parameter in wanted.items()}
+
+
+def check_rngs(rngs: nnx.Rngs | None) -> nnx.Rngs:
+    """Return the source of random parameters, which a module without given ones needs.
+
+    Raises:
+        ValueError: there is none.
+
+    Example:
+        >>> from models.parameters import check_rngs
+        >>> check_rngs(None)
+        Traceback (most recent call last):
+        ...
+        ValueError: neither parameters nor rngs were given; pass rngs=nnx.Rngs(0) for random weights.
+    """
+    if rngs is None:
+        raise ValueError("neither parameters nor rngs were given; pass rngs=nnx.Rngs(0) for random weights.")
+    return rngs
 
 
 @functools.cache

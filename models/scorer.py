@@ -20,6 +20,7 @@ from kvjax.checks import check_count, check_fields
 from models import trained
 from models.config import Config
 from models.decoder import Decoder
+from models.parameters import check_rngs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,8 +98,7 @@ class Scorer(nnx.Module):
     ):
         self.config = config
         if parameters is None:
-            if rngs is None:
-                raise ValueError("neither parameters nor rngs were given; pass rngs=nnx.Rngs(0) for random weights.")
+            rngs = check_rngs(rngs)
             parameters = {name: _random(rngs, name, shape) for name, shape in parameter_shapes(config).items()}
         for name in parameter_shapes(config):
             setattr(self, name, nnx.Param(parameters[name]))

@@ -25,10 +25,11 @@ from jaxtyping import Array, Float, Int
 from kernels_pallas import cache_attention
 from kernels_pallas.softmax import grouped_logits
 from kvjax import rotate
-from kvjax.checks import plain
+from kvjax.checks import check_count, plain
 from models.butler.config import SOURCES, ButlerConfig, Source, parameter_shapes
 from models.config import Rope
 from models.decoder import Decoder, along_last, attention_input, embed, rope_frequencies
+from models.parameters import check_rngs
 from models.parameters import parameter_shapes as model_shapes
 
 QUERIES_A_CHUNK = 512
@@ -106,8 +107,7 @@ class Butler(nnx.Module):
         self.config = config
         shapes = parameter_shapes(config)
         if parameters is None:
-            if rngs is None:
-                raise ValueError("neither parameters nor rngs were given; pass rngs=nnx.Rngs(0) for random weights.")
+            rngs = check_rngs(rngs)
             parameters = {name: _random_parameter(rngs, name, shape, dtype) for name, shape in shapes.items()}
         for name in shapes:
             setattr(self, name, nnx.Param(parameters[name]))
@@ -143,9 +143,8 @@ class Butler(nnx.Module):
         Raises:
             ValueError: a size below 1.
         """
-        for name, size in (("batch", batch), ("slots", slots)):
-            if size < 1:
-                raise ValueError(f"{name} is {size}; a cache needs at least 1.")
+        batch = check_count("batch", batch, 1, "a cache needs at least 1")
+        slots = check_count("slots", slots, 1, "a cache needs at least 1")
         N, width, dtype = self.config.num_heads, self.config.reduced // self.config.num_heads, self.reduce[...].dtype
         return ButlerCache(
             key=jnp.zeros((batch, N, slots, width), dtype),
