@@ -20,17 +20,13 @@
 #
 # In this notebook a small model answers a question about a text under a budget, and we look at what it kept. Nothing is
 # downloaded: `retriever`, a model of 1.8 million parameters that can look facts up, is in the package.
+#
+# The first line installs kvjax. On a GPU write `kvjax[plot,cuda]`, on a TPU `kvjax[plot,tpu]`.
 
 # %%
-import os
-import shutil
-import subprocess
-import sys
+# %pip install --quiet "kvjax[plot]"
 
-if "COLAB_RELEASE_TAG" in os.environ:  # only on Colab: install for the machine that it gave us
-    chip = "cuda" if shutil.which("nvidia-smi") else "tpu" if "TPU_ACCELERATOR_TYPE" in os.environ else "plot"
-    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", f"kvjax[plot,{chip}]"], check=True)
-
+# %%
 import jax
 
 from models import commands

@@ -18,17 +18,13 @@
 # change without the token. The exact answer costs one pass over the values. We derive it, check it by brute force, look
 # at its effect in a real model, see where it is *not* exact, and end at the kernel that scores and evicts in one
 # operation.
+#
+# The first line installs kvjax. On a GPU write `kvjax[plot,cuda]`, on a TPU `kvjax[plot,tpu]`.
 
 # %%
-import os
-import shutil
-import subprocess
-import sys
+# %pip install --quiet "kvjax[plot]"
 
-if "COLAB_RELEASE_TAG" in os.environ:  # only on Colab: install for the machine that it gave us
-    chip = "cuda" if shutil.which("nvidia-smi") else "tpu" if "TPU_ACCELERATOR_TYPE" in os.environ else "plot"
-    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", f"kvjax[plot,{chip}]"], check=True)
-
+# %%
 import jax
 
 from models import commands

@@ -19,17 +19,13 @@
 # much each token will matter to the current one. Each decode step then reads only the best part. In this notebook we
 # train one for the embedded model in a minute, on far less text than it needs. We compare its predictions with other
 # ways to choose, and decode with it.
+#
+# The first line installs kvjax. On a GPU write `kvjax[train,plot,cuda]`, on a TPU `kvjax[train,plot,tpu]`.
 
 # %%
-import os
-import shutil
-import subprocess
-import sys
+# %pip install --quiet "kvjax[train,plot]"
 
-if "COLAB_RELEASE_TAG" in os.environ:  # only on Colab: install for the machine that it gave us
-    chip = "cuda" if shutil.which("nvidia-smi") else "tpu" if "TPU_ACCELERATOR_TYPE" in os.environ else "plot"
-    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", f"kvjax[train,plot,{chip}]"], check=True)
-
+# %%
 import jax
 
 from models import commands

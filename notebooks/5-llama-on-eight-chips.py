@@ -18,19 +18,17 @@
 # Face's layout, on a CPU, a GPU, or the eight chips of a TPU v5e-8. Only one argument differs, `mesh`. Set `MODEL` to
 # your folder or hub model. Without one, a small random checkpoint of Llama's shape is written and read back, so that
 # every cell runs anywhere.
+#
+# The first line installs kvjax. On a GPU write `kvjax[hub,plot,cuda]`, on a TPU `kvjax[hub,plot,tpu]`.
+
+# %%
+# %pip install --quiet "kvjax[hub,plot]"
 
 # %%
 import importlib.util
 import os
-import shutil
-import subprocess
-import sys
 
 MODEL = os.environ.get("MODEL", "")  # such as "meta-llama/Llama-3.2-1B-Instruct", "Qwen/Qwen3-8B", or a folder
-
-if "COLAB_RELEASE_TAG" in os.environ:  # only on Colab: install for the machine that it gave us
-    chip = "cuda" if shutil.which("nvidia-smi") else "tpu" if "TPU_ACCELERATOR_TYPE" in os.environ else "plot"
-    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", f"kvjax[hub,plot,{chip}]"], check=True)
 
 # Without an accelerator, a CPU is eight devices; this has to be said before JAX starts.
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
