@@ -71,6 +71,9 @@ def make(name: str, options: dict) -> kvjax.Allocation:
     return allocation.ALLOCATIONS[name](**options)
 
 
+NO_WINDOWS = np.full(L, 2**31 - 1, np.int32)
+
+
 def evict_after_a_block(what: kvjax.Allocation, cache, scores, budget, measured=None, entered=1, window=None):
     """Evicts by what a policy says of all layers; ``entered`` tokens came into each row."""
     entered = jnp.broadcast_to(jnp.asarray(entered), cache.next_position.shape)
@@ -95,16 +98,16 @@ def plain_cache(position: np.ndarray, seen) -> KVCache:
     return KVCache(rows, -rows, jnp.asarray(position), jnp.asarray(seen, jnp.int32))
 
 
+@jax.jit
+def positions(cache) -> jax.Array:
+    """The positions in the slots of either kind of cache, [L, B, K, S]."""
+    return jnp.stack([cache.layer(one).position for one in range(cache.heads_shape[0])])
+
+
 def kept_in(cache, b: int) -> set[tuple[int, int, int]]:
     """(layer, head, position) of one row, of either kind of cache."""
-    layers = [cache.layer(one) for one in range(cache.heads_shape[0])]
-    return {
-        (one, k, int(p))
-        for one, layer in enumerate(layers)
-        for k in range(layer.position.shape[1])
-        for p in np.asarray(layer.position[b, k])
-        if p >= 0
-    }
+    position = np.asarray(positions(cache))[:, b]
+    return {(int(one), int(k), int(position[one, k, s])) for one, k, s in np.argwhere(position >= 0)}
 
 
 def paged_scores(cache: kvjax.PagedCache, plain: KVCache, scores: np.ndarray) -> jax.Array:
@@ -163,7 +166,7 @@ def test_an_allocation_keeps_what_a_sort_does(name, options, data):
     given = data.draw(contest(numbers, even=what.scope == "head"))
     position, scores, budget, seen, measured, entered = given
     plain = plain_cache(position, seen)
-    after = evict(what)(plain, scores, budget, measured, entered)
+    after = evict(what)(plain, scores, budget, measured, entered, NO_WINDOWS)
     for b, row in rows_of(*given, name, **{k: v for k, v in options.items() if k == "threshold"}):
         kept = kept_in(after, b)
         if not row.entered:
@@ -174,6 +177,20 @@ def test_an_allocation_keeps_what_a_sort_does(name, options, data):
             assert len(kept) == min(L * K * row.budget, len(row.tokens)) or what.scope != "model"
         most = what.most(L, K, row.budget)
         assert all(sum(t[:2] == head for t in kept) <= max(most, row.budget) for head in row.heads())
+
+
+ONE_OF_EACH = list({name: (name, options) for name, options in reversed(CASES)}.values())
+
+
+@pytest.mark.parametrize(("name", "options"), ONE_OF_EACH, ids=[name for name, _ in ONE_OF_EACH])
+@hypothesis.given(data=st.data())
+def test_pages_keep_what_a_plain_cache_does(name, options, data):
+    """The plain cache is told of windows that hold everything, the paged one of none."""
+    what = make(name, options)
+    numbers = NONNEGATIVE if what.needs_nonnegative else ANY
+    position, scores, budget, seen, measured, entered = data.draw(contest(numbers, even=what.scope == "head"))
+    plain = plain_cache(position, seen)
+    after = evict(what)(plain, scores, budget, measured, entered, NO_WINDOWS)
     paged = pack()(plain)
     paged = evict(what)(paged, paged_scores(paged, plain, scores), budget, measured, entered)
     for b in range(B):
@@ -192,7 +209,7 @@ def test_a_layers_budget_is_at_most_its_sliding_window(name, options, data):
         newest = np.sort(position[one])[..., -(window - 1), None]
         position[one] = np.where(position[one] >= newest, position[one], -1)
     budget, seen, measured, entered = rest
-    limits = jnp.array([window or 2**31 - 1 for window in windows], jnp.int32)
+    limits = np.array([*windows[:-1], NO_WINDOWS[-1]], np.int32)
     after = evict(what)(plain_cache(position, seen), scores, budget, measured, entered, limits)
     given = {k: v for k, v in options.items() if k == "threshold"}
     for b, row in rows_of(position, scores, *rest, name, **given):
@@ -202,15 +219,16 @@ def test_a_layers_budget_is_at_most_its_sliding_window(name, options, data):
             assert len(kept) <= K * sum(row.budgets)
 
 
-@pytest.mark.parametrize(("name", "options"), [c for c in CASES if c[0] in ("uniform", "layer", "adakv")])
+@pytest.mark.parametrize(("name", "options"), [c for c in ONE_OF_EACH if c[0] in ("uniform", "layer", "adakv")])
 def test_one_layer_alone_is_shared_out_as_in_the_whole(name, options):
     rng = np.random.default_rng(3)
     position = np.stack([rng.permutation(20)[:S] for _ in range(L * B * K)]).reshape(L, B, K, S)
     scores = jnp.asarray(rng.normal(size=position.shape), jnp.float32)
     cache = plain_cache(position.astype(np.int32), [20, 20])
-    whole = kvjax.evict(cache, scores, 5, allocation=make(name, options))
+    step = jax.jit(functools.partial(kvjax.evict, budget=5, allocation=make(name, options)))
+    whole = step(cache, scores)
     for one in range(L):
-        cache = kvjax.evict(cache, scores[one], 5, layer=one, allocation=make(name, options))
+        cache = step(cache, scores[one], layer=jnp.int32(one))
     np.testing.assert_array_equal(cache.position, whole.position)
 
 
@@ -232,12 +250,15 @@ def test_ties_go_to_the_latest_position_then_to_the_lowest_layer_and_head_howeve
 
 def test_between_tokens_of_one_score_and_position_the_lower_layer_and_head_stay():
     position = np.zeros((L, 1, 3, 1), np.int32)  # nine heads with one token each
+    cache = plain_cache(position, [1])
+    evidence = kvjax.Evidence(jnp.ones(position.shape), jnp.ones(1, int))
+
+    @jax.jit
+    def best(keep):
+        return kvjax.eviction._contest(cache, evidence, cache.position, 1, None).best("model", keep)
+
     for keep in range(1, 9):
-        cache = plain_cache(position, [1])
-        evidence = kvjax.Evidence(jnp.ones(position.shape), jnp.ones(1, int))
-        contest = kvjax.eviction._contest(cache, evidence, cache.position, 1, None)
-        stays = np.asarray(contest.best("model", jnp.array([keep]))).ravel()
-        assert stays.tolist() == [True] * keep + [False] * (9 - keep)
+        assert np.ravel(best(jnp.array([keep]))).tolist() == [True] * keep + [False] * (9 - keep)
 
 
 # Budgets of layers.
@@ -249,11 +270,12 @@ def long_cache(layers: int, seen: int, rows: int = 1) -> tuple[KVCache, jax.Arra
     return plain_cache(position, [seen] * rows), jnp.asarray(rng.normal(size=position.shape), jnp.float32)
 
 
-@pytest.mark.parametrize("beta", [1.0, 2.0, 20.0])
-@pytest.mark.parametrize(("layers", "budget"), [(1, 7), (2, 7), (5, 5), (7, 64), (32, 33)])
-def test_the_pyramid_falls_linearly_and_adds_up(beta, layers, budget):
+@pytest.mark.parametrize(
+    ("layers", "budget", "beta"), [(1, 7, 20.0), (2, 7, 20.0), (5, 5, 1.0), (5, 5, 2.0), (7, 64, 20.0), (32, 33, 2.0)]
+)
+def test_the_pyramid_falls_linearly_and_adds_up(layers, budget, beta):
     cache, scores = long_cache(layers, 3 * budget)
-    after = kvjax.evict(cache, scores, budget, allocation=allocation.pyramid(beta=beta))
+    after = evict(allocation.pyramid(beta=beta))(cache, scores, budget)
     counts = np.asarray(after.num_live)[:, 0, 0]
     ends = [2 * budget - budget / beta, budget / beta] if layers > 1 else [budget, budget]
     assert counts.sum() == layers * budget and (np.abs(counts - np.linspace(*ends, layers)) < 1).all()
@@ -261,22 +283,27 @@ def test_the_pyramid_falls_linearly_and_adds_up(beta, layers, budget):
 
 def test_a_pyramid_over_a_short_sequence_is_flat_and_keeps_all():
     cache, scores = long_cache(4, 9)
-    assert (kvjax.evict(cache, scores, 9, allocation="pyramid").num_live == 9).all()
+    assert (evict(allocation.pyramid())(cache, scores, 9).num_live == 9).all()
 
 
-@pytest.mark.parametrize("name", ["pyramid", "pyramid(beta=3.0)", "cake", "lava", "model", "layer", "adakv"])
-@pytest.mark.parametrize("layers", [5, 8])
+@jax.jit
+def write(cache: KVCache) -> KVCache:
+    """Inserts the next token into each head of each layer."""
+    layers, rows, heads, _ = cache.position.shape
+    x, position = jnp.ones((rows, 1, heads, 1)), cache.next_position[:, None]
+    return jax.lax.fori_loop(0, layers, lambda one, c: kvjax.insert(c, x, x, position, layer=one), cache)
+
+
+@pytest.mark.parametrize(
+    ("name", "layers"),
+    [*((name, 5) for name in ("pyramid", "cake", "lava", "model", "layer", "adakv")), ("pyramid(beta=3.0)", 8)],
+)
 def test_token_by_token_the_whole_budget_is_always_used(name, layers):
     budget, rng = 5, np.random.default_rng(0)
     cache = KVCache.init(batch=1, kv_heads=1, slots=layers * budget + 1, head_dim=1, layers=layers)
     step = evict(parse_allocation(name))
-    write = jax.jit(
-        lambda cache, x: functools.reduce(
-            lambda c, i: kvjax.insert(c, x, x, c.next_position[:, None] - (i > 0), layer=i), range(layers), cache
-        )
-    )
     for t in range(1, 40):
-        cache = write(cache, jnp.ones((1, 1, 1, 1)))
+        cache = write(cache)
         scores = rng.integers(1, 9, size=cache.position.shape).astype(np.float32)
         measured = rng.random((layers, 1, 1, 2)).astype(np.float32)
         cache = step(cache, scores, budget, measured)
@@ -293,7 +320,7 @@ def test_the_cascade_of_cake_ends_where_one_allocation_does(tau):
     scores[..., -window:] = np.inf
     measured = rng.uniform(0.2, 1, size=(layers, 1, 1, 2)).astype(np.float32).repeat(K, axis=2) / K
     what = allocation.cake(cap=None, **tau)
-    after = evict_after_a_block(what, plain_cache(position, [seen]), scores, budget, jnp.asarray(measured))
+    after = evict(what)(plain_cache(position, [seen]), scores, budget, measured)
     counts = np.asarray(after.num_live)[:, 0]
     space, time = tau.get("space", 1.0), tau.get("time", 1.0)
     entropy, variance = np.float64(measured[:, 0].sum(axis=1)).T
@@ -317,10 +344,9 @@ def test_the_cascade_of_cake_ends_where_one_allocation_does(tau):
 def test_without_a_preference_the_layers_of_cake_stay_as_large_as_they_are():
     layers, budget, recent = 6, 20, 5
     rng = np.random.default_rng(2)
-    cache = KVCache.init(batch=1, kv_heads=K, slots=3 * budget + 1, head_dim=1, layers=layers)
-    rows = jnp.ones((1, 3 * budget, K, 1))
-    for one in range(layers):
-        cache = kvjax.insert(cache, rows, rows, jnp.arange(3 * budget)[None], layer=one)
+    position = np.pad(np.arange(3 * budget), (0, 1), constant_values=-1)
+    position = np.broadcast_to(position, (layers, 1, K, len(position))).astype(np.int32)
+    cache = plain_cache(position, [3 * budget])
     step = evict(parse_allocation("cake"))
 
     def evict_randomly(cache, measured, entered):
@@ -328,13 +354,11 @@ def test_without_a_preference_the_layers_of_cake_stay_as_large_as_they_are():
         scores[np.asarray(cache.position) >= int(cache.next_position[0]) - recent] = np.inf
         return step(cache, scores, budget, measured, entered)
 
-    cache = evict_randomly(cache, jnp.asarray(rng.random((layers, 1, K, 2)), jnp.float32), 3 * budget)
+    cache = evict_randomly(cache, rng.random((layers, 1, K, 2)).astype(np.float32), 3 * budget)
     before = np.asarray(cache.num_live)
     assert before.sum() == layers * K * budget and before.std() > 3
-    for t in range(30):
-        for one in range(layers):
-            cache = kvjax.insert(cache, rows[:, :1], rows[:, :1], jnp.array([[3 * budget + t]]), layer=one)
-        cache = evict_randomly(cache, jnp.zeros((layers, 1, K, 2)), 1)
+    for _ in range(30):
+        cache = evict_randomly(write(cache), np.zeros((layers, 1, K, 2), np.float32), 1)
         np.testing.assert_array_equal(cache.num_live, before)
 
 
@@ -345,8 +369,7 @@ def test_cake_measures_entropy_and_variance_of_the_window_over_what_may_go():
     q, k, v = (rng.normal(size=(B, T, heads, D)).astype(np.float32) for heads in (K * G, K, K))
     position = np.array([[0, 1, 2, 3, 4], [-1, -1, 0, 1, 2]], np.int32)
     cache = KVCache.init(batch=B, kv_heads=K, slots=T, head_dim=D, state=policy.state(B, K, G, T, D))
-    block = map(jnp.asarray, (q, k, v, position))
-    measured = kvjax.observe(cache, *block, policy=policy, budget=4)[2].measured
+    measured = jax.jit(functools.partial(kvjax.observe, policy=policy, budget=4))(cache, q, k, v, position)[2].measured
     keys = np.repeat(position[:, None], K, axis=1)
     weights = definitions.block_weights(q, k.swapaxes(1, 2), keys, position)
     for b in range(B):
@@ -362,13 +385,13 @@ def test_cake_measures_entropy_and_variance_of_the_window_over_what_may_go():
 def test_a_row_with_as_many_slots_as_a_head_has_keeps_all(name, seen, cap):
     """So are rows left alone that bring no token in a block."""
     options = {} if name == "pyramid" else {"cap": cap}
-    cache, scores = long_cache(4, max(seen, 1))
+    cache, scores = long_cache(4, 40)
     if not seen:
         cache = dataclasses.replace(cache, position=jnp.full_like(cache.position, -1), next_position=jnp.zeros(1, int))
     step, worst = evict(make(name, options)), jnp.zeros_like(scores)
-    first = step(cache, scores, 10, jnp.ones((4, 1, 2)))
-    again = step(first, worst, jnp.full(1, first.num_slots), jnp.zeros((4, 1, 2)))
-    idle = step(first, worst, 1, jnp.zeros((4, 1, 2)), 0)
+    first = step(cache, scores, 10, np.ones((4, 1, 2)), 1)
+    again = step(first, worst, first.num_slots, np.zeros((4, 1, 2)), 1)
+    idle = step(first, worst, 1, np.zeros((4, 1, 2)), 0)
     np.testing.assert_array_equal(idle.position, first.position)
     np.testing.assert_array_equal(again.position, first.position)
 
@@ -378,27 +401,35 @@ def test_budgets_of_millions_are_counted_exactly(name):
     """cap * budget * heads and safeguard * budget * 10 ** 4 lie beyond int32."""
     cache = plain_cache(np.arange(8, dtype=np.int32).reshape(2, 1, 2, 2), [2**26])
     evidence = kvjax.Evidence(jnp.ones((2, 1, 2, 2)), jnp.ones(1, int))
-    contest = kvjax.eviction._contest(cache, evidence, cache.position, 2**26, None)
-    assert np.asarray(parse_allocation(name).keep(contest)).all()
+
+    @jax.jit
+    def keep(budget):
+        return parse_allocation(name).keep(kvjax.eviction._contest(cache, evidence, cache.position, budget, None))
+
+    assert np.asarray(keep(2**26)).all()
+
+
+jitted_whole = jax.jit(allocation._whole)
 
 
 def test_shares_of_millions_add_up():
     """float32 holds no odd number above 2 ** 24."""
     total = 2**26 + 1
     room = jnp.array([[4 * total], [3 * total], [total // 7]])
-    shares = allocation._in_proportion(jnp.array([[1.0], [0.1], [0.3]]))(room, jnp.array([total]))
-    whole = np.asarray(allocation._whole(shares, room, jnp.array([total])))
+    shares = jax.jit(allocation._in_proportion(jnp.array([[1.0], [0.1], [0.3]])))(room, jnp.array([total]))
+    whole = np.asarray(jitted_whole(shares, room, jnp.array([total])))
     assert whole.sum() == total and (whole <= room).all() and (whole >= 0).all()
     np.testing.assert_allclose(whole, shares, rtol=1e-6)
 
 
-@hypothesis.given(
-    shares=st.lists(st.floats(-5, 50, width=32), min_size=1, max_size=6), data=st.data(), seed=st.integers(0, 2**32 - 1)
-)
-def test_whole_numbers_add_up_within_their_room_whatever_the_shares(shares, data, seed):
-    room = np.random.default_rng(seed).integers(0, 40, size=len(shares)).astype(np.int32)
+@pytest.mark.parametrize("layers", [1, 2, 6])
+@hypothesis.given(data=st.data(), seed=st.integers(0, 2**32 - 1))
+def test_whole_numbers_add_up_within_their_room_whatever_the_shares(layers, data, seed):
+    share = st.floats(-5, 50, width=32)
+    shares = np.array(data.draw(st.lists(share, min_size=layers, max_size=layers)), np.float32)
+    room = np.random.default_rng(seed).integers(0, 40, size=layers).astype(np.int32)
     total = data.draw(st.integers(0, int(room.sum())))
-    whole = np.asarray(allocation._whole(jnp.array(shares)[:, None], room[:, None], jnp.array([total])))[:, 0]
+    whole = np.asarray(jitted_whole(shares[:, None], room[:, None], np.array([total])))[:, 0]
     assert whole.sum() == total and (whole >= 0).all() and (whole <= room).all()
 
 
