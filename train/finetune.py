@@ -1,9 +1,9 @@
 """Fine-tunes a model with its policy in place: `python -m train.finetune`.
 
 A step runs the model as it will be used: the prompt goes through an evicting prefill, and each token's loss is that of
-reading what the policy has kept. Gradients flow through the attention and the kept keys and values; the choice of the
-tokens that stay has none. Text is learned as it stands, under evictions after each block. Of prompts with answers the
-answer is learned, fed after its prompt was compressed.
+reading what the policy has kept. Gradients flow through the attention and the kept keys and values, past the rounding
+of a cache in eight bits; the choice of the tokens that stay has none. Text is learned as it stands, under evictions
+after each block. Of prompts with answers the answer is learned, fed after its prompt was compressed.
 
 A derivative keeps the cache before each block and computes one block's activations again; of the logits it holds a part
 of the tokens at a time. All weights are trained, or LoRA's low-rank matrices (train/lora.py).
@@ -61,8 +61,8 @@ a line of text is {"text": ...}; a line of a question {"prompt": ..., "answer": 
 class Settings(NamedTuple):
     """Settings of a run, beside those of :class:`train.loop.Settings`.
 
-    ``policy``, ``budget``, ``block`` and ``when`` are those of :func:`models.prefill`. ``lora`` is the rank of the
-    matrices beside the projections ``lora_on`` (all if empty); 0 trains all weights.
+    ``policy``, ``budget``, ``block``, ``when`` and ``cache_dtype`` are those of :func:`models.prefill`. ``lora`` is the
+    rank of the matrices beside the projections ``lora_on`` (all if empty); 0 trains all weights.
     """
 
     tokens: int = 1_000_000
@@ -77,6 +77,7 @@ class Settings(NamedTuple):
     budget: int | float = 0.25
     block: int = 128
     when: str = "block"
+    cache_dtype: str | None = None
     lora: int = 0
     lora_on: tuple[str, ...] = ()
 
@@ -210,10 +211,10 @@ def loss_of(model: Decoder, rows: Int[np.ndarray, "B T"], settings: Settings) ->
 
 def _kept(settings: Settings, name: str) -> dict[str, Any]:
     """Return a policy's arguments of :func:`models.hidden_states`."""
-    policy = policy_of(name)
+    policy, same = policy_of(name), dict(block=settings.block, cache_dtype=settings.cache_dtype)
     if policy is None:
-        return dict(policy=None, block=settings.block)
-    return dict(policy=policy, budget=settings.budget, block=settings.block, when=settings.when)
+        return dict(policy=None, **same)
+    return dict(policy=policy, budget=settings.budget, when=settings.when, **same)
 
 
 def _places(model: Decoder, batch: int) -> int:
@@ -408,6 +409,7 @@ def table(summary: dict[str, Any]) -> str:
     settings = summary["settings"]
     budget = settings["budget"]
     kept = f"{budget:.0%} of the tokens" if isinstance(budget, float) else f"{budget} slots per head"
+    kept += f", cache of {settings['cache_dtype']}" if settings["cache_dtype"] else ""
     lines = [
         f"{summary['parameters']:,} parameters trained under {settings['policy']} · {summary['tokens']:,} tokens in "
         f"{summary['seconds']:,.0f} s",
@@ -446,6 +448,7 @@ def parser() -> argparse.ArgumentParser:
         choices=["block", "prompt", "published"],
         help="evict after every block, once after the prompt, or as in the policy's paper",
     )
+    commands.add_cache_dtype_flag(flags)
     flags.add_argument("--lora", type=int, metavar="RANK", help="train low-rank matrices (default: all weights)")
     flags.add_argument("--lora-on", help="the projections that get them, several by comma (default: all)")
     flags.add_argument(

@@ -82,6 +82,19 @@ def test_with_the_full_cache_the_loss_and_its_gradient_are_the_dense_model_s():
         np.testing.assert_allclose(gradients[name], slope, rtol=1e-3, atol=1e-6, err_msg=name)
 
 
+def test_with_a_cache_of_eight_bits_the_loss_is_that_of_reading_it_and_keys_and_values_learn():
+    sharp = {name: array * (8 if "layers" in name else 1) for name, array in finetune.parameters_of(model()).items()}
+    eight, tuned = SETTINGS._replace(cache_dtype="int8"), models.Decoder(CONFIG, sharp)
+
+    def ours(parameters):
+        return finetune.loss_of(models.Decoder(CONFIG, parameters), TEXT[:2], eight)
+
+    loss, gradients = jax.value_and_grad(ours)(sharp)
+    rounded, floats = (finetune.held_out_loss(tuned, TEXT[:2], some, "h2o+caote") for some in (eight, SETTINGS))
+    assert float(loss) == pytest.approx(rounded, rel=2e-6) and abs(rounded / floats - 1) > 2e-5
+    assert all(abs(gradients[f"layers.{name}"]).max() > 1e-3 for name in ("key", "value"))
+
+
 def test_a_derivative_holds_part_of_the_logits_and_one_block_s_activations(monkeypatch):
     monkeypatch.setattr(loglikelihood, "LOGITS_BYTES", 4 * 2 * 64 * 4)  # four tokens of each row
 
@@ -228,8 +241,9 @@ FLAGS = "--model {0}/base --seq-len 48 --batch 2 --tokens 192 --block 16 --budge
 
 def test_the_command_prints_the_loss_before_and_after_under_every_policy(folder, capsys):
     line = FLAGS + "--data {0}/qa.jsonl --policy full --eval-policy full,tova --when prompt --out {0}/tuned"
-    assert finetune.main(words(folder, line)) == 0
+    assert finetune.main([*words(folder, line), "--cache-dtype", "int8"]) == 0
     printed = capsys.readouterr().out.splitlines()
+    assert printed[-4].endswith("budget 16 slots per head, cache of int8")
     assert [row.split()[0] for row in printed[-3:]] == ["policy", "full", "tova"]
     summary = json.loads((folder / "tuned/summary.json").read_text())
     assert summary["held_out_rows"] == 2 and summary["settings"]["policy"] == "full"
