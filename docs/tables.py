@@ -605,7 +605,7 @@ ALONE = "not in kvpress; brute force in float64"
 PEERS = {  # where no kept sets are compared
     "kvjax.think": "kvpress: the same channels, all keys equal",
     "zap": "in kvpress, not compared; brute force in float64",
-    "positions": "in kvpress, not compared; brute force in float64",
+    "positions": "kvpress (FINCH): attention over the keys that it rotates again equal to 1e-05",
     "@threshold": "in kvpress (DMS), not compared; brute force in float64",
     "random": "kvpress draws other numbers",
 }

@@ -216,6 +216,33 @@ def test_values_are_shared_as_in_kvpress_where_its_draws_are_their_mean(block):
     np.testing.assert_allclose(shared(block), fixture()["shared"], atol=1e-5 * abs(fixture()["shared"]).max())
 
 
+def test_a_query_reads_the_keys_that_kvpress_rotates_to_their_ranks():
+    tokens, n = fixture()["tokens"][None], KEPT[0]
+    cache, _ = models.prefill(
+        model(), tokens, policy="finch(window=8)+positions", budget=n, block=64, when="prompt", reserve=1
+    )
+    config = model().config
+    N, K, D = config.num_heads, config.num_kv_heads, config.head_dim
+    query, key, value = np.random.default_rng(0).normal(size=(3, 1, 1, N, D)).astype(np.float32)
+    key, value = key[:, :, :K], value[:, :, :K]
+    (frequency,), _ = rope_frequencies(config.rope, D)
+    at = np.full((1, 1), T, np.int32)
+    place = jnp.asarray(at)[..., None]
+    out, _ = kvjax.attend(
+        cache, kvjax.turn(query, place, frequency), kvjax.turn(key, place, frequency), jnp.asarray(value), at,
+        context=kvjax.Context(layer=1, frequency=frequency[None]),
+    )  # fmt: skip
+    for k in range(K):
+        order = np.argsort(cache.position[1, 0, k])[-n:]  # free slots are -1
+        rotated = [np.asarray(kvjax.turn(x[0, 0], jnp.asarray(n), frequency)) for x in (key[:, :, k], query)]
+        keys = np.concatenate([fixture()["turned"][k], rotated[0][None]])
+        values = np.concatenate([np.asarray(cache.value[1, 0, k])[order], value[0, 0, k][None]])
+        for g in range(N // K):
+            logits = keys @ rotated[1][k * (N // K) + g] / D**0.5
+            weights = np.exp(logits - logits.max())
+            np.testing.assert_allclose(out[0, 0, k * (N // K) + g], weights @ values / weights.sum(), atol=1e-5)
+
+
 def test_think_leaves_out_the_channels_that_kvpress_does():
     _, cache = observed(made(CASES["snapkv", 40]))
     query = _of_layers(model(), fixture()["tokens"][None], lambda layer, query, key: query[:, -16:])
