@@ -409,6 +409,7 @@ SCORES = [
         "[Q-Filters](https://arxiv.org/abs/2503.02812)",
         "k along the main direction of the head's queries",
         "kvjax/scores_of_keys.py",
+        of("Q-Filters"),
         note="none tried",
     ),
     Method(
@@ -554,6 +555,7 @@ ALLOCATIONS = [
         "[HeadKV](https://arxiv.org/abs/2410.19258)",
         "by the importance of each head",
         "kvjax/allocation.py",
+        of("HeadKV"),
         note="none tried",
     ),
     Method(
@@ -561,6 +563,7 @@ ALLOCATIONS = [
         "[DuoAttention](https://arxiv.org/abs/2410.10819)",
         "the least important heads stream",
         "kvjax/allocation.py",
+        of("DuoAttention"),
         note="none tried",
     ),
     Method(
