@@ -825,8 +825,7 @@ def calibrated() -> Study:
         ),
         claims,
         (*references, *(Run(RECENCY, share, question=question) for question in asked.values() for share in shares)),
-        note="filters and scores of heads are from the Debian handbook, and the scores are kvpress' measure; a head of "
-        "DuoAttention that streams keeps 4 first tokens and a quarter of the budget",
+        note="filters and scores of heads are from the Debian handbook; the scores are kvpress' measure",
     )
 
 
