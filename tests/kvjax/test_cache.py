@@ -244,22 +244,24 @@ def test_a_cache_holds_what_a_dictionary_would(blocks, seed):
             places = np.sort(rng.permutation(T)[:count])
             position[b, places] = brought[b] + np.arange(count)
             brought[b] += count
-        before = cache
+        before = leaves(cache)
         scores_by_position = rng.permutation(200).astype(np.float32)
         # Scores belong to tokens; find out first where they will lie.
         inserted = life_start()(cache, position)
         scores = scores_by_position[np.maximum(np.asarray(inserted.position), 0)]
         cache = life_step()(cache, position, scores, budget)
+        after = leaves(cache)
+        live = after[".position"] >= 0
         for (b, k), tokens in held.items():
             tokens |= {int(p): 1000.0 * b + 500.0 * k + p for p in position[b] if p >= 0}
             best = sorted(tokens, key=lambda p: scores_by_position[p], reverse=True)[:budget]
             held[b, k] = {p: tokens[p] for p in best}
-            live = np.asarray(cache.live[b, k])
-            slots = zip(np.asarray(cache.position[b, k])[live], np.asarray(cache.key[b, k])[live], strict=True)
+            here = live[b, k]
+            slots = zip(after[".position"][b, k, here], after[".key"][b, k, here], strict=True)
             assert {int(p): float(row[0]) for p, row in slots} == held[b, k]
-            stayed = live & (np.asarray(before.position[b, k]) == np.asarray(cache.position[b, k]))
-            np.testing.assert_array_equal(cache.value[b, k][stayed], before.value[b, k][stayed])
-        np.testing.assert_array_equal(cache.value[cache.live], -cache.key[cache.live])
+        stayed = live & (before[".position"] == after[".position"])
+        np.testing.assert_array_equal(after[".value"][stayed], before[".value"][stayed])
+        np.testing.assert_array_equal(after[".value"][live], -after[".key"][live])
         assert cache.next_position.tolist() == brought
 
 
