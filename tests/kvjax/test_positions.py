@@ -108,9 +108,15 @@ def reference(positions: str, kept_after, counts=RAGGED):
         yield out
 
 
-@pytest.mark.parametrize("paged", [False, True], ids=["plain", "paged"])
-@pytest.mark.parametrize("positions", MODES)
-@pytest.mark.parametrize("name", ["random", "random@layer", "h2o@adakv"])
+@pytest.mark.parametrize(
+    ("name", "positions", "paged"),
+    [
+        *(("random@layer", positions, paged) for positions in MODES for paged in (False, True)),
+        ("random", "compact", False),
+        ("random", "index", False),
+        ("h2o@adakv", "compact", True),
+    ],
+)
 def test_outputs_are_those_of_keys_rotated_from_scratch(name, positions, paged):
     results = list(run(name, positions, paged=paged))
     kept = [held for _, held in results]
