@@ -46,26 +46,26 @@ def assert_keeps(cache, row, run):
     assert wrong.size == 0, f"[layer, head, position] {wrong[:8].tolist()} differ; the closest call was {run.gap:.1e}"
 
 
-BASES = (
-    "h2o", "h2o(accumulate=False)", "tova", "tova(heads='group')", "snapkv(window=4,kernel=3)",
-    "snapkv(window=3,pooling='max')", "streaming(sinks=3)", "key_norm", "random(seed=5)",
-)  # fmt: skip
+# Each score, alone or in a chain, and each way to end one; tests/kvjax has every link, the campaign draws the pairs.
 POLICIES = [
-    *BASES,
-    *(f"{base}+{step}" for base in BASES if base != "key_norm" for step in ("caote", "fast_caote")),
+    "h2o",
+    "tova",
+    "snapkv(window=4,kernel=3)",
+    "key_norm",
+    "random(seed=5)",
+    "h2o+caote",
+    "h2o(accumulate=False)+caote",
+    "tova(heads='group')+caote(norm='inf')",
+    "snapkv(window=3,pooling='max')+caote",
+    "streaming(sinks=3)+caote",
     "key_norm+normalise+caote",
-    "key_norm+normalise+fast_caote",
     "h2o+caote(group='mean')",
     "h2o+caote(norm=1)",
-    "tova(heads='group')+caote(norm='inf')",
-    "h2o(accumulate=False)+caote(norm='inf',group='mean')",
     "tova(heads='group')+fast_caote(norm=1,group='mean')",
-    "h2o+normalise",
     "tova+pool(kernel=3)",
     "h2o+pool(pooling='max')+caote",
     "h2o+protect(recent=0.5)",
     "h2o+caote+protect(recent=0.5)",
-    "tova(heads='group')+caote+protect(sinks=2,recent=0.25)",
     "snapkv(window=4,kernel=3)+fast_caote+protect(sinks=2,recent=0.25)",
 ]
 
@@ -136,7 +136,7 @@ def test_decoding_gives_the_references_tokens_and_keeps_what_it_keeps(case):
     assert len(set(out.lengths.tolist())) > 1, "the rows should stop at different steps; change END"
 
 
-@pytest.mark.parametrize("name", ["h2o+caote", "h2o every 5 steps", "tova of a group never"])
+@pytest.mark.parametrize("name", ["h2o every 5 steps", "tova of a group never"])
 def test_a_streamed_row_alone_gives_its_tokens_and_cache_in_a_batch(name):
     config, settings = settings_of(DECODING[name])
     batch = models.generate(decoder(config), TOKENS, lengths=LENGTHS, **settings)
@@ -186,7 +186,7 @@ def dense_logits(config):
     return np.asarray(decoder(config)(jnp.asarray(TOKENS[:2, :130])))
 
 
-@pytest.mark.parametrize(("block", "policy"), [*((block, "h2o+caote") for block in (1, 7, 32, 128)), (7, "full")])
+@pytest.mark.parametrize(("block", "policy"), [(1, "h2o+caote"), (32, "h2o+caote"), (7, "full")])
 def test_a_budget_that_holds_the_prompt_gives_the_dense_logits(block, policy):
     settings = dict(block=block, policy=policy, budget=None if policy == "full" else 130, outputs="all")
     out = models.prefill(decoder(), TOKENS[:2, :130], DENSE_LENGTHS, **settings)
