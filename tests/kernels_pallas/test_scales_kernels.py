@@ -72,6 +72,13 @@ def case(operation: str, T: int, query_dtype: str, dtypes: tuple[str, str]) -> t
     return [weights, value, position, jnp.full(B, 5, jnp.int32), None], options
 
 
+@functools.cache
+def computed(operation: str, platform: str, T: int, query_dtype: str, dtypes: tuple[str, str]):
+    """What the kernel or the reference gives for the case."""
+    given, options = case(operation, T, query_dtype, dtypes)
+    return jax.jit(functools.partial(run_of(operation, platform), **options))(*given)
+
+
 @every
 @pytest.mark.parametrize("platform", MODES)
 @pytest.mark.parametrize(
@@ -86,10 +93,7 @@ def case(operation: str, T: int, query_dtype: str, dtypes: tuple[str, str]) -> t
 )
 def test_a_kernel_computes_what_the_reference_does(operation, platform, T, query_dtype, dtypes, monkeypatch):
     monkeypatch.setattr(select_tpu, "FEW", 2**20)
-    given, options = case(operation, T, query_dtype, dtypes)
-    result, expected = (
-        jax.jit(functools.partial(run_of(operation, name), **options))(*given) for name in (platform, "reference")
-    )
+    result, expected = (computed(operation, name, T, query_dtype, dtypes) for name in (platform, "reference"))
     half = query_dtype == "bfloat16" and operation != "caote_topk"
     close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-2 if half else 2e-6)
     jax.tree.map(close, *(jax.tree.map(lambda x: x.astype(jnp.float32), x) for x in (result, expected)))
