@@ -21,16 +21,12 @@ ASKED = (
     ("snapkv(window=16)+caote", 0.3),
     ("h2o+caote+protect(recent=0.5)", 24),
     ("h2o+caote+protect(recent=0.5)", 40),
-    ("tova", 24),
     ("tova(heads='group')+caote", 0.2),
     ("h2o@adakv", 24),
     ("laprox(window=16)@model", 40),
     ("expected_attention", 0.3),
     ("kvzip(chunk=16)@layer", 0.4),
-    ("curdkv", 20),
-    ("keydiff", 20),
     ("snapkv(window=8)+merge", 20),
-    ("h2o+cam", 24),
 )
 
 
