@@ -57,7 +57,7 @@ def rows(data: dict[str, Any], **where: Any) -> list[Row]:
 
 def within_noise(row: Row, best: Row) -> bool:
     """Return whether ``best`` is not clearly better than ``row`` on the same samples."""
-    _, low, _ = statistics.paired_difference(list(map(bool, row.correct)), list(map(bool, best.correct)))
+    _, low, _ = statistics.paired_interval([b - a for a, b in zip(row.correct, best.correct, strict=True)])
     return low <= 0
 
 

@@ -2,64 +2,34 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from types import ModuleType
 from typing import Any
 
 from models import commands
 
+# In the order of the help.
+NAMES = (
+    "needle", "ruler", "longbench", "infinitebench", "booksum", "lm_eval", "fidelity", "ablation", "field", "rounding",
+    "coref", "perplexity", "choices", "butler", "texts", "sweep", "report", "view",
+)  # fmt: skip
+ELSEWHERE = {"lm_eval": "evals.harness", "report": "evals.page", "butler": "evals.experiments.butler_figures"}
+ELSEWHERE |= {name: f"evals.experiments.{name}" for name in ("ablation", "field", "rounding")}
+EVALUATIONS: dict[str, ModuleType] = {}
 with commands.extra("eval", "evals"):
-    from evals import (
-        booksum,
-        choices,
-        coref,
-        evaluations,
-        fidelity,
-        harness,
-        infinitebench,
-        longbench,
-        needle,
-        page,
-        perplexity,
-        ruler,
-        sweep,
-        texts,
-        view,
-    )
+    from evals import evaluations
 
-    experiments: dict[str, ModuleType] = {}
-    try:  # a checkout has them, the wheel does not
-        from evals.experiments import ablation, butler_figures, field, rounding
-
-        experiments = {"ablation": ablation, "butler": butler_figures, "field": field, "rounding": rounding}
-    except ModuleNotFoundError as error:
-        if error.name != "evals.experiments":
-            raise
-
-# In the order of the help. None: not part of this installation.
-KNOWN: dict[str, ModuleType | None] = {
-    "needle": needle,
-    "ruler": ruler,
-    "longbench": longbench,
-    "infinitebench": infinitebench,
-    "booksum": booksum,
-    "lm_eval": harness,
-    "fidelity": fidelity,
-    "ablation": experiments.get("ablation"),
-    "field": experiments.get("field"),
-    "rounding": experiments.get("rounding"),
-    "coref": coref,
-    "perplexity": perplexity,
-    "choices": choices,
-    "butler": experiments.get("butler"),
-    "texts": texts,
-    "sweep": sweep,
-    "report": page,
-    "view": view,
-}
-EVALUATIONS = {name: module for name, module in KNOWN.items() if module is not None}
-for name, module in EVALUATIONS.items():
-    evaluations.register(name, module)
+    for name in NAMES:
+        module = ELSEWHERE.get(name, f"evals.{name}")
+        try:
+            importlib.import_module(module.rpartition(".")[0])  # a checkout has the experiments, the wheel does not
+            EVALUATIONS[name] = importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            if error.name != "evals.experiments":
+                raise
+        else:
+            evaluations.register(name, EVALUATIONS[name])
 EXAMPLES = """examples:
   python -m evals needle --policies full,snapkv,snapkv+caote --budgets 256,512 --json out.json --plot out.png
   python -m evals ruler --lengths 1024 --policies full,snapkv+caote --budgets 0.25 --when prompt --out runs/ruler
@@ -85,18 +55,18 @@ def main(arguments: list[str] | None = None) -> int:
             names.add_parser(name, help=f"From {known.package(name)}.")
             continue
         try:
-            module: Any = known.find(name)
+            found: Any = known.find(name)
         except (ValueError, ImportError) as error:
             flags.error(commands.sentence(error).rstrip("."))
-        summary = str(module.__doc__).splitlines()[0]
+        summary = str(found.__doc__).splitlines()[0]
         made = names.add_parser(
             name,
             help=summary,
             description=summary,
-            epilog=commands.epilog(module.EXAMPLES.replace("python -m evals", flags.prog)),
+            epilog=commands.epilog(found.EXAMPLES.replace("python -m evals", flags.prog)),
             formatter_class=flags.formatter_class,
         )
-        module.add_flags(made)
+        found.add_flags(made)
         commands.add_import_flag(made)
     parsed = flags.parse_args(arguments)
     commands.keep_compiled(vars(parsed).pop("compilation_cache"))

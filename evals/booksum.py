@@ -8,12 +8,12 @@ own; ``--prompts`` reads other wording. The middle of a chapter that is too long
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Mapping
 from pathlib import Path
 
-import models
-from evals import documents, evaluator, metrics
-from evals.documents import Task
+from evals import documents, metrics
+from evals.documents import DataSet, Task
 
 REPOSITORY = "kmfoda/booksum"
 EXAMPLES = """examples:
@@ -53,36 +53,15 @@ def read_tasks(path: Path | None) -> Mapping[str, Task]:
     return TASKS if path is None else documents.with_prompts(TASKS, documents.read_object(path), {}, path)
 
 
-def add_flags(flags: argparse.ArgumentParser) -> None:
-    """Add the command's flags."""
-    documents.add_flags(flags, list(TASKS), 'a JSON file: {"booksum": "... {context} ..."}')
-
-
-def check(flags: argparse.Namespace) -> None:
-    """Check the flags before any work."""
-    documents.check(flags, TASKS, _file)
-    read_tasks(flags.prompts)
-
-
-def make_groups(flags: argparse.Namespace, config: models.Config, tokenizer: models.Tokenizer) -> list[evaluator.Group]:
-    """Make the one group."""
-    return documents.make_groups(flags, config, tokenizer, read_tasks(flags.prompts), _file, _from_hub)
-
-
 def notes(flags: argparse.Namespace) -> list[str]:
     """Return the notes below the table about prompts and metrics."""
     prompts = "kvjax's own; none is published" if flags.prompts is None else flags.prompts
     return [f"prompts: {prompts}", "metric: ROUGE-L by rouge-score, without stemming"]
 
 
-def command(flags: argparse.Namespace) -> None:
-    """Run the evaluation."""
-    evaluator.command(flags, make_groups, title="Booksum: ROUGE-L", notes=notes, check=check)
-
-
-def _file(task: str) -> str:
-    return "test.csv"
-
-
-def _from_hub(file: str) -> Iterator[str]:
-    return documents.lines_of_hub(REPOSITORY, file)
+DATA = DataSet(
+    "Booksum: ROUGE-L", TASKS, 'a JSON file: {"booksum": "... {context} ..."}',
+    lambda flags: read_tasks(flags.prompts), notes, functools.partial(documents.lines_of_hub, REPOSITORY),
+    lambda task: "test.csv",
+)  # fmt: skip
+add_flags, check, make_groups, command = DATA.add_flags, DATA.check, DATA.make_groups, DATA.command

@@ -25,10 +25,9 @@ import numpy as np
 from tqdm import tqdm
 
 import models
-from evals import evaluator, loglikelihood, report, results, texts
+from evals import evaluator, loglikelihood, results, texts
 from evals.documents import common_prefix
-from evals.evaluator import KNOWN_OR_NOT, Setting
-from models import commands
+from evals.evaluator import Setting
 
 EXAMPLES = """examples:
   python -m evals choices --model smollm2 --text king-james-bible --policies full,snapkv,snapkv+caote --budgets 0.25
@@ -300,41 +299,60 @@ def command(flags: argparse.Namespace) -> None:
     if flags.evict_every not in (None, 0):
         raise ValueError("--evict-every is about generated tokens, but choices generate none; leave it out.")
     flags.evict_every = 0
-    settings = evaluator.make_settings(flags, KNOWN_OR_NOT)
-    lengths = evaluator.check_sizes(flags)
-    tasks = evaluator.choose("--tasks", flags.tasks, list(TASKS))
-    if flags.samples < 1:
-        raise ValueError(f"--samples is {flags.samples}; give at least 1.")
-    if flags.plot is not None:
-        report.check_plot(flags.plot)
-    commands.check_outputs([flags.json, flags.plot])
+    check(flags)
     text = texts.read_text(flags.text)
     corpus = read_corpus(text)
-    store = results.Results(flags.out, flags.name, evaluator.used(flags), evaluator.written(flags))
-    store.check()
-    model, tokenizer = evaluator.load(flags)
-    aids = evaluator.Aids(tokenizer, evaluator.load_scorer(flags, model))
-    groups = {
-        (task, length): [draw(task, i, corpus, tokenizer, length, seed=flags.seed) for i in range(flags.samples)]
-        for task, length in itertools.product(tasks, lengths)
-    }
-    for samples, setting in itertools.product(groups.values(), settings):
-        most = max(len(choice) for sample in samples for choice in sample.choices)
-        evaluator.check_answers(
-            model, samples, setting, new_tokens=most, block=flags.block, batch=flags.batch, aids=aids
+    notes = ["by chance: 0.25, of section 0.50"]
+    evaluator.command(
+        flags, functools.partial(make_groups, corpus), title=TITLE, notes=lambda _: notes, check=check, answer=_answer,
+        read={"text": texts.digest(text)},
+    )  # fmt: skip
+
+
+def check(flags: argparse.Namespace) -> None:
+    """Check the flags before any work."""
+    evaluator.check_sizes(flags)
+    evaluator.choose("--tasks", flags.tasks, list(TASKS))
+    evaluator.check_least(flags, samples=1)
+
+
+def make_groups(
+    corpus: Corpus, flags: argparse.Namespace, config: models.Config, tokenizer: models.Tokenizer
+) -> list[evaluator.Group]:
+    """Make one group per task and length."""
+    groups = []
+    chosen = evaluator.choose("--tasks", flags.tasks, list(TASKS))
+    for task, length in itertools.product(chosen, evaluator.check_sizes(flags)):
+        samples = [draw(task, i, corpus, tokenizer, length, seed=flags.seed) for i in range(flags.samples)]
+        longest = max(len(choice) for sample in samples for choice in sample.choices)
+        # The score is that of the likeliest choice, which :func:`answer` computes.
+        groups.append(
+            evaluator.Group(task, length, len(samples), functools.partial(list, samples), longest, lambda *_: 0.0)
         )
-    with store:
-        labels = {"evaluation": flags.name, "model": flags.model}
-        fingerprints = evaluator.made_of(model, tokenizer, scorer=aids.scorer) | {"text": texts.digest(text)}
-        store.check_made_of(labels, fingerprints)
-        total = flags.samples * len(groups) * len(settings)
-        with commands.progress_bar("sample", total=total) as progress:
-            for ((task, length), samples), together in itertools.product(groups.items(), _of_one_moment(settings)):
-                progress.set_description(f"{task}, {length}, {together[0].title()}")
-                about = {**labels, "task": task, "length": length}
-                _fill(store, model, aids, samples, together, about, flags, progress)
-            progress.set_description("done")
-        evaluator.tell(flags, store, fingerprints, title=TITLE, notes=["by chance: 0.25, of section 0.50"])
+    return groups
+
+
+def _answer(
+    model: models.Decoder, tokenizer: models.Tokenizer, groups: Sequence[evaluator.Group], settings: Sequence[Setting],
+    store: results.Results, *, block: int, batch: int, labels: dict[str, Any], progress: tqdm,
+    scorer: models.Scorer | None,
+) -> None:  # fmt: skip
+    """Answer the samples that a store has no record of yet, as :func:`evals.evaluator.run` does for other tasks."""
+    aids = evaluator.Aids(tokenizer, scorer)
+    for group, together in itertools.product(groups, _of_one_moment(settings)):
+        progress.set_description(f"{group.task}, {group.length}, {together[0].title()}")
+        about, missing = evaluator.unanswered(group, together, store, labels)
+        progress.update(group.size * len(together) - sum(map(len, missing.values())))
+
+        def add(setting: Setting, row: int, record: dict[str, Any], about=about, missing=missing) -> None:
+            if row in missing[setting]:
+                store.add([{**about[setting], "sample": row, **record, "prefill": [0, 0], "decode": [0, 0]}])
+                progress.update()
+
+        asked = [setting for setting, rows in missing.items() if rows]
+        rows = sorted(set().union(*missing.values()))
+        if asked:
+            answer(model, group.draw(), asked, block=block, batch=batch, rows=rows, on_row=add, aids=aids)
 
 
 def _of_one_moment(settings: Sequence[Setting]) -> list[list[Setting]]:
@@ -344,34 +362,6 @@ def _of_one_moment(settings: Sequence[Setting]) -> list[list[Setting]]:
         for setting in together:
             groups.setdefault((number, setting.when), []).append(setting)
     return list(groups.values())
-
-
-def _fill(
-    store: results.Results,
-    model: models.Decoder,
-    aids: evaluator.Aids,
-    samples: Sequence[Sample],
-    settings: Sequence[Setting],
-    about: dict[str, Any],
-    flags: argparse.Namespace,
-    progress: tqdm,
-) -> None:
-    """Answer the samples that a store has no record of yet."""
-
-    def held(setting: Setting, row: int) -> bool:
-        return store.holds({**about, **setting.row(), "sample": row})
-
-    def add(setting: Setting, row: int, record: dict[str, Any]) -> None:
-        if not held(setting, row):
-            store.add([{**about, **setting.row(), "sample": row, **record, "prefill": [0, 0], "decode": [0, 0]}])
-            progress.update()
-
-    missing = {setting: [row for row in range(len(samples)) if not held(setting, row)] for setting in settings}
-    progress.update(len(samples) * len(settings) - sum(map(len, missing.values())))
-    asked = [setting for setting, rows in missing.items() if rows]
-    rows = sorted(set().union(*missing.values()))
-    if asked:
-        answer(model, samples, asked, block=flags.block, batch=flags.batch, rows=rows, on_row=add, aids=aids)
 
 
 def _is_prose(sentence: str) -> bool:

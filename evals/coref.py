@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -31,7 +32,7 @@ import models
 from evals import coref_task, evaluator, report, selections, statistics
 from evals.coref_task import CorefSample
 from evals.selections import Heads, Method
-from models import commands, plan, provenance
+from models import commands, plan
 from models.plan import When
 
 Mode = Literal["teacher", "generate"]
@@ -92,12 +93,8 @@ def make_settings(
         >>> [setting.title() for setting in make_settings("full,quest", [0.5], ["teacher"])]
         ['full, teacher', 'quest(page_size=4), sparsity 0.5, teacher']
     """
-    wrong = [mode for mode in modes if mode not in get_args(Mode)]
-    if wrong or not modes:
-        raise ValueError(f"--mode is {', '.join(wrong) or 'empty'}; expected some of {', '.join(get_args(Mode))}.")
-    unknown = [when for when in moments if when not in get_args(When)]
-    if unknown or not moments:
-        raise ValueError(f"--when is {', '.join(unknown) or 'empty'}; expected some of {', '.join(get_args(When))}.")
+    evaluator.check_names("--mode", modes, get_args(Mode))
+    evaluator.check_names("--when", moments, get_args(When))
     settings = []
     for mode in dict.fromkeys(modes):
         names = commands.split_list(select)
@@ -143,7 +140,7 @@ def measure(
     heads: Heads = "query",
     block: int = 128,
     batch: int = 10,
-    progress: tqdm | None = None,
+    progress: tqdm = evaluator.QUIET,
 ) -> dict[str, Any]:
     """Answer every sample under one setting.
 
@@ -165,8 +162,7 @@ def measure(
         else:
             found = _generated(model, fed, setting, widest, most, butler, sinks, block)
         guessed += [row[: len(sample.answer_tokens)] for row, sample in zip(found, chosen, strict=False)]
-        if progress is not None:
-            progress.update(len(chosen))
+        progress.update(len(chosen))
     judged = [outcomes(row, sample.answer_tokens) for row, sample in zip(guessed, samples, strict=True)]
     correct, covered = [whole for whole, _ in judged], [share for _, share in judged]
     low, high = statistics.wilson(sum(correct), len(correct))
@@ -192,74 +188,50 @@ def compare(results: Sequence[dict[str, Any]], against: str = "butler") -> list[
     The differences are its accuracy and coverage minus the other's.
     """
     rows = []
-    for r in results:
-        if r["select"] == against:
+    for r, line in itertools.product(results, [r for r in results if r["select"] == against]):
+        if r["select"] == against or r["sparsity"] not in (None, line["sparsity"]) or r["mode"] != line["mode"]:
             continue
-        for line in results:
-            same = r["sparsity"] in (None, line["sparsity"]) and r["mode"] == line["mode"]
-            if line["select"] != against or not same:
-                continue
-            accuracy = statistics.paired_difference(r["correct"], line["correct"])
-            gained = [b - a for a, b in zip(r["covered"], line["covered"], strict=True)]
-            coverage = statistics.paired_interval(gained)
-            rows.append(
-                {
-                    "select": against,
-                    "against": r["select"],
-                    "mode": r["mode"],
-                    "sparsity": line["sparsity"],
-                    "evicts": r["evicts"],
-                    "difference": accuracy[0],
-                    "low": accuracy[1],
-                    "high": accuracy[2],
-                    "coverage_difference": coverage[0],
-                    "coverage_low": coverage[1],
-                    "coverage_high": coverage[2],
-                    "better": statistics.verdict(*accuracy[1:]),
-                }
-            )
+        told = {"select": against, "against": r["select"], "mode": r["mode"], "sparsity": line["sparsity"]}
+        accuracy, coverage = (
+            statistics.compared([ours - theirs for ours, theirs in zip(line[name], r[name], strict=True)])
+            for name in ("correct", "covered")
+        )
+        of_coverage = {f"coverage_{name}": coverage[name] for name in ("difference", "low", "high")}
+        rows.append({**told, "evicts": r["evicts"], **accuracy, **of_coverage})
     return rows
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
     """Return a table with one row per selection, mode and sparsity."""
-    rows = [
-        (
-            r["select"],
-            r["mode"],
-            "none" if r["sparsity"] is None else f"{r['sparsity']:g}",
-            _evicts(r),
-            f"{r['accuracy']:.3f}",
-            report.interval((r["low"], r["high"]), ".3f"),
-            f"{r['coverage']:.3f}",
-            report.interval((r["coverage_low"], r["coverage_high"]), ".3f"),
-        )
-        for r in results
+    cells: list[tuple[str, report.Cell]] = [
+        ("select", "{select}"),
+        ("mode", "{mode}"),
+        ("sparsity", lambda r: "none" if r["sparsity"] is None else f"{r['sparsity']:g}"),
+        ("evicts", _evicts),
+        ("accuracy", "{accuracy:.3f}"),
+        ("95%", "{low:.3f}..{high:.3f}"),
+        ("coverage", "{coverage:.3f}"),
+        ("95%", "{coverage_low:.3f}..{coverage_high:.3f}"),
     ]
     note = "\naccuracy: names that are right as a whole; coverage: the mean share of a name's tokens that are right"
-    head = ("select", "mode", "sparsity", "evicts", "accuracy", "95%", "coverage", "95%")
-    return report.columns(head, rows, left=4) + note
+    return report.table(results, cells, left=4) + note
 
 
 def comparison_table(comparisons: Sequence[dict[str, Any]]) -> str:
     """Return a table of the predictor against each other selection; the verdict "better" is on accuracy."""
-    rows = [
-        (
-            c["select"],
-            c["against"],
-            c["mode"],
-            f"{c['sparsity']:g}",
-            _evicts(c),
-            f"{c['difference']:+.3f}",
-            report.interval((c["low"], c["high"]), "+.3f"),
-            f"{c['coverage_difference']:+.3f}",
-            report.interval((c["coverage_low"], c["coverage_high"]), "+.3f"),
-            c["better"],
-        )
-        for c in comparisons
+    cells: list[tuple[str, report.Cell]] = [
+        ("select", "{select}"),
+        ("against", "{against}"),
+        ("mode", "{mode}"),
+        ("sparsity", "{sparsity:g}"),
+        ("evicts", _evicts),
+        ("accuracy", "{difference:+.3f}"),
+        ("95%", "{low:+.3f}..{high:+.3f}"),
+        ("coverage", "{coverage_difference:+.3f}"),
+        ("95%", "{coverage_low:+.3f}..{coverage_high:+.3f}"),
+        ("better", "{better}"),
     ]
-    head = ("select", "against", "mode", "sparsity", "evicts", "accuracy", "95%", "coverage", "95%", "better")
-    return report.columns(head, rows, left=5)
+    return report.table(comparisons, cells, left=5)
 
 
 def dots(results: Sequence[dict[str, Any]], path: Path) -> None:
@@ -291,24 +263,16 @@ def dots(results: Sequence[dict[str, Any]], path: Path) -> None:
                 handles.setdefault("everything read" if dense else f"sparsity {r['sparsity']:g}", drawn)
             axis.set_xlim(-0.02, 1.02)
             axis.set_yticks(range(len(names)), names, fontsize=8)
-            axis.grid(axis="x", color=report.GREY, alpha=0.25, linewidth=0.8)
-            for side in ("top", "right"):
-                axis.spines[side].set_visible(False)
-            axis.tick_params(labelsize=8)
+            report.plain(axis, grid="x")
             if row == 0:
                 axis.set_title(
                     {"accuracy": "accuracy: whole name", "coverage": "coverage: its tokens"}[value], fontsize=9.5
                 )
         axes[row][0].set_ylabel({"teacher": "teacher-forced", "generate": "generated"}[mode], fontsize=9)
     axes[0][0].invert_yaxis()
-    figure.legend(
-        list(handles.values()), list(handles), loc="outside lower center", ncols=min(5, len(handles)), fontsize=8,
-        frameon=False,
-    )  # fmt: skip
+    report.legend(figure, handles, columns=5)
     figure.suptitle(f"Co-reference: naming the place again ({results[0]['samples']} samples)", fontsize=11)
-    with commands.replacing(path) as temporary:
-        figure.savefig(temporary, dpi=160)
-    plt.close(figure)
+    report.save(figure, path)
 
 
 def add_flags(flags: argparse.ArgumentParser) -> None:
@@ -343,9 +307,7 @@ def command(flags: argparse.Namespace) -> None:
             "--when and --evict-every are for --mode generate, but with --mode teacher eviction is simulated token by "
             "token; add --mode generate, or leave them out."
         )
-    for name, least in (("samples", 1), ("block", 1), ("seed", 0)):
-        if getattr(flags, name) < least:
-            raise ValueError(f"--{name} is {getattr(flags, name)}; give at least {least}.")
+    evaluator.check_least(flags, samples=1, block=1, seed=0)
     selections.check_flags(flags)
     model, tokenizer, butler = selections.load(flags, [setting.selection for setting in settings])
     samples = [coref_task.sample(flags.seed + index, tokenizer) for index in range(flags.samples)]
@@ -362,23 +324,15 @@ def command(flags: argparse.Namespace) -> None:
             )  # fmt: skip
         progress.set_description("done")
     comparisons = compare(results)
-    print(table(results))
-    if comparisons:
-        print()
-        print(comparison_table(comparisons))
-    if flags.json is not None:
-        figures = {
-            "evaluation": "coref",
-            "settings": evaluator.settings(flags),
-            "samples": len(samples),
-            "results": results,
-            "comparisons": comparisons,
-        }
-        provenance.write(flags, figures, evaluator.made_of(model, tokenizer, butler))
-        print(f"figures: {flags.json}")
-    if flags.plot is not None:
-        dots(results, flags.plot)
-        print(f"picture: {flags.plot}")
+    report.show(table(results), comparison_table(comparisons))
+    figures = {
+        "evaluation": "coref",
+        "settings": evaluator.settings(flags),
+        "samples": len(samples),
+        "results": results,
+        "comparisons": comparisons,
+    }
+    report.write(flags, figures, evaluator.made_of(model, tokenizer, butler), lambda path: dots(results, path))
 
 
 def _evicts(row: Mapping[str, Any]) -> str:
@@ -386,10 +340,7 @@ def _evicts(row: Mapping[str, Any]) -> str:
 
 
 def _teacher_forced(model, samples, setting, width, butler, sinks, heads) -> list[list[int]]:
-    tokens = np.zeros((len(samples), width), np.int32)
-    for row, sample in enumerate(samples):
-        whole = [*sample.tokens, *sample.answer_tokens]
-        tokens[row, : len(whole)] = whole
+    tokens = evaluator.padded([[*sample.tokens, *sample.answer_tokens] for sample in samples], width)
     hidden = selections.hidden_states(
         model, tokens, setting.selection, setting.sparsity or 0.0, butler=butler, sinks=sinks, heads=heads
     )
@@ -401,10 +352,8 @@ def _teacher_forced(model, samples, setting, width, butler, sinks, heads) -> lis
 
 
 def _generated(model, samples, setting, width, most, butler, sinks, block) -> list[list[int]]:
-    tokens = np.zeros((len(samples), width), np.int32)
+    tokens = evaluator.padded([sample.tokens for sample in samples], width)
     lengths = np.array([len(sample.tokens) for sample in samples])
-    for row, sample in enumerate(samples):
-        tokens[row, : lengths[row]] = sample.tokens
     selection, given = setting.selection, dict[str, Any]()
     if setting.sparsity is not None:
         given["budget"] = round(1 - setting.sparsity, 4)

@@ -15,6 +15,8 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from evals import tasks
+
 POOLS_FILE = Path(__file__).with_name("coref_pools.json")
 
 Split = Literal["train", "test"]
@@ -83,7 +85,7 @@ def story(rng: np.random.Generator, split: Split = "test") -> Story:
     """
     drawn = pools(split)
     name, reflection, dish, problem = (
-        _pick(rng, pool) for pool in (drawn.names, drawn.reflections, drawn.dishes, drawn.problems)
+        tasks.pick(rng, pool) for pool in (drawn.names, drawn.reflections, drawn.dishes, drawn.problems)
     )
     introduction, tie_back = drawn.places[int(rng.integers(len(drawn.places)))]
     return Story(introduction, name, (reflection, dish, problem), tie_back)
@@ -115,16 +117,7 @@ def sample(seed: int, tokenizer: Any, split: Split = "test") -> CorefSample:
     parts = story(np.random.default_rng(seed), split)
     context = " ".join([f"{parts.introduction} {parts.name}.", *parts.distractions])
     prompt = f"{context} {parts.tie_back}:"
-    tokens = _ids(tokenizer, prompt)
-    answer_tokens = _ids(tokenizer, f"{prompt} {parts.name}")[len(tokens) :]
-    stated_at = len(_ids(tokenizer, parts.introduction))
-    return CorefSample(prompt, parts.name, tokens, answer_tokens, stated_at, len(_ids(tokenizer, context)))
-
-
-def _pick(rng: np.random.Generator, items: tuple[str, ...]) -> str:
-    return items[int(rng.integers(len(items)))]
-
-
-def _ids(tokenizer: Any, text: str) -> list[int]:
-    encoded = tokenizer.encode(text)
-    return list(getattr(encoded, "ids", encoded))
+    tokens = tasks.ids(tokenizer, prompt)
+    answer_tokens = tasks.ids(tokenizer, f"{prompt} {parts.name}")[len(tokens) :]
+    stated_at = len(tasks.ids(tokenizer, parts.introduction))
+    return CorefSample(prompt, parts.name, tokens, answer_tokens, stated_at, len(tasks.ids(tokenizer, context)))

@@ -360,9 +360,7 @@ def check(flags: argparse.Namespace, tasks: Iterable[str], file_of: Callable[[st
     """
     if flags.data is None:
         raise ValueError("no data was named; give the folder with the published files, or 'hub', with --data.")
-    for name in ("samples", "length"):
-        if getattr(flags, name, None) is not None and getattr(flags, name) < 1:
-            raise ValueError(f"--{name} is {getattr(flags, name)}; give at least 1.")
+    evaluator.check_least(flags, samples=1, length=1)
     chosen = evaluator.choose("--tasks", flags.tasks, list(tasks))
     if flags.data != "hub":
         if not Path(flags.data).is_dir():
@@ -429,6 +427,45 @@ def make_groups(
             )
         )
     return groups
+
+
+class DataSet(NamedTuple):
+    """An evaluation on published data. Its module has these methods as its functions.
+
+    Attributes:
+        title: of the table and the picture.
+        tasks: all tasks by name, in our own wording.
+        prompts: the help text of ``--prompts``.
+        read_tasks: returns the tasks with the prompts that the flags ask for.
+        notes: returns the lines below the table about prompts and metrics.
+        hub: returns the lines of a file on the hub.
+        file: returns the file of a task.
+    """
+
+    title: str
+    tasks: Mapping[str, Task]
+    prompts: str
+    read_tasks: Callable[[argparse.Namespace], Mapping[str, Task]]
+    notes: Callable[[argparse.Namespace], list[str]]
+    hub: Callable[[str], Iterator[str]]
+    file: Callable[[str], str] = "{}.jsonl".format
+
+    def add_flags(self, flags: argparse.ArgumentParser) -> None:
+        """Add the command's flags."""
+        add_flags(flags, list(self.tasks), self.prompts)
+
+    def check(self, flags: argparse.Namespace) -> None:
+        """Check the flags before any work."""
+        check(flags, self.tasks, self.file)
+        self.read_tasks(flags)
+
+    def make_groups(self, flags: argparse.Namespace, config: models.Config, tokenizer: models.Tokenizer) -> list[Group]:
+        """Make one group per task."""
+        return make_groups(flags, config, tokenizer, self.read_tasks(flags), self.file, self.hub)
+
+    def command(self, flags: argparse.Namespace) -> None:
+        """Run the evaluation."""
+        evaluator.command(flags, self.make_groups, title=self.title, notes=self.notes, check=self.check)
 
 
 def with_prompts(

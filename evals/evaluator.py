@@ -31,6 +31,7 @@ from models.load import describe as read_description
 from models.plan import When
 
 RECENCY = "streaming(sinks=0)"
+QUIET = tqdm(disable=True)  # the progress of a function that is called without a bar
 POLICIES = ("full", "h2o+protect(recent=0.5)", "h2o+caote+protect(recent=0.5)", "snapkv", "snapkv+caote")
 Question = Literal["after", "before", "both", "agnostic"]
 PLACEMENTS = ("after", "before", "both", "agnostic")
@@ -138,6 +139,10 @@ class Group:
     data: str = ""
     probe: Callable[[], Sequence[Any]] | None = None
 
+    def few(self) -> Sequence[Any]:
+        """Return a few of the samples, or raise what keeps them from being drawn."""
+        return (self.draw if self.probe is None else self.probe)()
+
 
 class Batch(NamedTuple):
     """The answers of one batch: ``tokens`` [rows, new], -1 after a row's end; the bytes of one sequence's cache at the
@@ -157,22 +162,14 @@ def answers(
     prompts: Sequence[Prompt],
     setting: Setting,
     *,
-    new_tokens: int,
-    block: int = 128,
-    batch: int = 16,
-    end: tuple[int, ...] | None = (),
     rows: Sequence[int] | None = None,
-    width: int = 0,
-    aids: Aids = NO_AIDS,
+    **options: Any,
 ) -> Iterator[Batch]:
-    """Answer prompts batch by batch.
+    """Answer prompts under one setting, batch by batch.
 
     Args:
-        aids: what policies need besides the model.
-        rows: the prompts to answer, all by default. Buffers are sized by all prompts, so that a row's bytes do not
-            depend on which others are answered.
-        end: tokens that end an answer; None for the model's own.
-        width: the least number of tokens that the prompts' buffers hold, so that tasks share compiled programs.
+        rows: the prompts to answer, all by default.
+        options: see :func:`answers_each`.
 
     Example:
         >>> import models
@@ -184,9 +181,8 @@ def answers(
         >>> [batch.tokens.shape for batch in found]
         [(1, 4)]
     """
-    make_room()
-    for begun in _begun(model, prompts, setting, new_tokens, block, batch, end, rows, width, aids):
-        yield _taken(prompts, setting, *begun, new_tokens, width)
+    chosen = None if rows is None else {setting: rows}
+    return (batch for _, batch in answers_each(model, prompts, [setting], rows=chosen, **options))
 
 
 def answers_each(
@@ -205,8 +201,11 @@ def answers_each(
     """Answer prompts under several settings; those that evict once, after the prompt, share its prefill.
 
     Args:
-        rows: the prompts to answer under each setting, all by default.
-        new_tokens, block, batch, end, width, aids: see :func:`answers`.
+        end: tokens that end an answer; None for the model's own.
+        rows: the prompts to answer under each setting, all by default. Buffers are sized by all prompts, so that a
+            row's bytes do not depend on which others are answered.
+        width: the least number of tokens that the prompts' buffers hold, so that tasks share compiled programs.
+        aids: what policies need besides the model.
 
     Returns:
         Each batch with its setting. The prefill seconds of a shared prompt are those of all its settings together.
@@ -221,18 +220,17 @@ def answers_each(
         >>> [(setting.budget, batch.tokens.shape) for setting, batch in found]
         [(32, (1, 4)), (64, (1, 4))]
     """
+    asked_of = _Asked(model, prompts, new_tokens, block, batch, end, width, aids)
     wanted = {setting: range(len(prompts)) if rows is None else rows[setting] for setting in settings}
     for together in sharing(settings):
         if len(together) == 1:
             (setting,) = together
-            for found in answers(
-                model, prompts, setting, new_tokens=new_tokens, block=block, batch=batch, end=end,
-                rows=wanted[setting], width=width, aids=aids,
-            ):  # fmt: skip
-                yield setting, found
+            make_room()
+            for fed, clock, steps in asked_of.begun(setting, wanted[setting]):
+                yield setting, asked_of.taken(setting, fed, clock, steps)
             continue
         union = sorted(set().union(*(wanted[setting] for setting in together)))
-        for number, fed in enumerate(_fed(model, prompts, together, batch, union, width)):
+        for number, fed in enumerate(asked_of.fed(together, union)):
             asked = [setting for setting in together if set(fed.rows) & set(wanted[setting])]
             begun = time.perf_counter()
             policies = [(aids.policy(setting), setting.budget) for setting in asked]
@@ -254,7 +252,7 @@ def answers_each(
                     block=block, max_new_tokens=new_tokens, when=setting.when, evict_every=setting.evict_every,
                     question=fed.questions, end=end,
                 )  # fmt: skip
-                yield setting, _taken(prompts, setting, fed.rows, len(fed.tokens), clock, steps, new_tokens, width)
+                yield setting, asked_of.taken(setting, fed, clock, steps)
 
 
 def sharing(settings: Sequence[Setting]) -> list[list[Setting]]:
@@ -325,42 +323,8 @@ def check_answers(
     sizes: list[Callable[[Prompt], int]] = [lambda p: len(p.tokens), _question_length, lambda p: p.context_end]
     each = range(len(prompts))
     rows = {end(each, key=lambda row: size(prompts[row])) for size in sizes for end in (min, max)}
-    for _ in _begun(model, prompts, setting, new_tokens, block, batch, (), sorted(rows), width, aids):
+    for _ in _Asked(model, prompts, new_tokens, block, batch, (), width, aids).begun(setting, sorted(rows)):
         pass
-
-
-def _begun(
-    model: models.Decoder,
-    prompts: Sequence[Prompt],
-    setting: Setting,
-    new_tokens: int,
-    block: int,
-    batch: int,
-    end: tuple[int, ...] | None,
-    rows: Sequence[int] | None,
-    width: int,
-    aids: Aids = NO_AIDS,
-) -> Iterator[tuple[list[int], int, _BatchClock, Iterator[tuple[np.ndarray, Any]]]]:
-    """Yield each batch's rows, the number of rows fed, its clock, and its checked steps, none of which has run yet."""
-    for fed in _fed(model, prompts, [setting], batch, rows, width):
-        clock = _BatchClock(fed.prompt_tokens, len(fed.rows))
-        steps = models.stream(
-            model,
-            fed.tokens,
-            lengths=fed.lengths,
-            policy=aids.policy(setting),
-            scorer=aids.of(setting),
-            budget=setting.budget,
-            block=block,
-            max_new_tokens=new_tokens,
-            when=setting.when,
-            evict_every=setting.evict_every,
-            question=fed.questions,
-            end=end,
-            cache_dtype=setting.cache_dtype,
-            on_block=clock.block,
-        )
-        yield fed.rows, len(fed.tokens), clock, steps
 
 
 class _Fed(NamedTuple):
@@ -376,63 +340,84 @@ class _Fed(NamedTuple):
         return int(self.lengths[: len(self.rows)].sum())
 
 
-def _fed(
-    model: models.Decoder,
-    prompts: Sequence[Prompt],
-    settings: Sequence[Setting],
-    batch: int,
-    rows: Sequence[int] | None,
-    width: int,
-) -> Iterator[_Fed]:
-    """Make the batches of prompts for settings that hold back the same questions."""
-    # Rows of similar length share a batch: leading empty blocks are skipped only for a whole batch.
-    chosen_rows = sorted(range(len(prompts)) if rows is None else rows, key=lambda row: len(prompts[row].tokens))
-    longest = max(width, *(len(prompt.tokens) for prompt in prompts))
-    if len(model.embedding[...].sharding.device_set) == 1:  # several devices divide the batch that was asked for
-        batch = min(batch, len(prompts))
-    held_back = settings[0].question == "agnostic"
-    ratios = any(isinstance(setting.budget, float) for setting in settings)
-    extremes = _extremes(prompts, held_back) if held_back or ratios else []
-    for start in range(0, len(chosen_rows), batch):
-        chosen = chosen_rows[start : start + batch]
-        fed = [prompts[row] for row in chosen] + extremes
-        fed += fed[:1] * (batch + len(extremes) - len(fed))
-        tokens = np.zeros((len(fed), longest), np.int32)
-        counts = np.array([len(prompt.tokens) for prompt in fed])
-        for row, prompt in enumerate(fed):
-            tokens[row, : counts[row]] = prompt.tokens
-        questions = np.array([_question_length(prompt) for prompt in fed]) if held_back else None
-        yield _Fed(chosen, tokens, counts, questions)
+class _Asked(NamedTuple):
+    """The prompts, and how they are answered under any setting; see :func:`answers_each`."""
+
+    model: models.Decoder
+    prompts: Sequence[Prompt]
+    new_tokens: int
+    block: int
+    batch: int
+    end: tuple[int, ...] | None
+    width: int
+    aids: Aids
+
+    @property
+    def longest(self) -> int:
+        return max(self.width, *(len(prompt.tokens) for prompt in self.prompts))
+
+    def fed(self, settings: Sequence[Setting], rows: Sequence[int]) -> Iterator[_Fed]:
+        """Make the batches of rows for settings that hold back the same questions."""
+        prompts, batch, extremes = self.prompts, self.batch, list[Prompt]()
+        # Rows of similar length share a batch: leading empty blocks are skipped only for a whole batch.
+        rows = sorted(rows, key=lambda row: len(prompts[row].tokens))
+        if len(self.model.embedding[...].sharding.device_set) == 1:  # several devices divide the batch that was given
+            batch = min(batch, len(prompts))
+        held_back = settings[0].question == "agnostic"
+        # The extremes are in every batch, so that all batches have the same size and share one compilation.
+        if held_back or any(isinstance(setting.budget, float) for setting in settings):
+            extremes = [max(prompts, key=lambda prompt: len(prompt.tokens))]
+        if held_back:
+            extremes += [min(prompts, key=_question_length), max(prompts, key=_question_length)]
+        for start in range(0, len(rows), batch):
+            chosen = list(rows[start : start + batch])
+            fed = [prompts[row] for row in chosen] + extremes
+            fed += fed[:1] * (batch + len(extremes) - len(fed))
+            counts = np.array([len(prompt.tokens) for prompt in fed])
+            questions = np.array([_question_length(prompt) for prompt in fed]) if held_back else None
+            yield _Fed(chosen, padded([prompt.tokens for prompt in fed], self.longest), counts, questions)
+
+    def begun(
+        self, setting: Setting, rows: Sequence[int]
+    ) -> Iterator[tuple[_Fed, _BatchClock, Iterator[tuple[np.ndarray, Any]]]]:
+        """Yield each batch, its clock, and its checked steps, none of which has run yet."""
+        for fed in self.fed([setting], rows):
+            clock = _BatchClock(fed.prompt_tokens, len(fed.rows))
+            steps = models.stream(
+                self.model, fed.tokens, lengths=fed.lengths, policy=self.aids.policy(setting), budget=setting.budget,
+                scorer=self.aids.of(setting), block=self.block, max_new_tokens=self.new_tokens, when=setting.when,
+                evict_every=setting.evict_every, question=fed.questions, end=self.end,
+                cache_dtype=setting.cache_dtype, on_block=clock.block,
+            )  # fmt: skip
+            yield fed, clock, steps
+
+    def taken(self, setting: Setting, fed: _Fed, clock: _BatchClock, steps: Iterator[tuple[np.ndarray, Any]]) -> Batch:
+        """Run the steps of one batch under one setting, and return what it answered."""
+        generated = np.full((len(fed.tokens), self.new_tokens), -1, np.int32)
+        for step, (token, kept) in enumerate(steps):
+            generated[:, step] = token
+            clock.token()
+            cache = kept
+        slots = cache.position.size  # of all rows of the batch
+        if setting.policy == "full" or setting.moments[0] == "prompt":
+            slots = max(slots, math.prod(cache.heads_shape) * (self.longest + self.new_tokens))
+        size = cache.nbytes // len(fed.tokens)
+        told = generated[: len(fed.rows)], size, size * slots // cache.position.size
+        return Batch(fed.rows, *told, clock.prefill, clock.decode)
 
 
-def _taken(
-    prompts: Sequence[Prompt],
-    setting: Setting,
-    chosen: list[int],
-    fed: int,
-    clock: _BatchClock,
-    steps: Iterator[tuple[np.ndarray, Any]],
-    new_tokens: int,
-    width: int,
-) -> Batch:
-    """Run the steps of one batch under one setting, and return what it answered."""
-    generated = np.full((fed, new_tokens), -1, np.int32)
-    for step, (token, kept) in enumerate(steps):
-        generated[:, step] = token
-        clock.token()
-        cache = kept
-    slots = cache.position.size  # of all rows of the batch
-    if setting.policy == "full" or setting.moments[0] == "prompt":
-        longest = max(width, *(len(prompt.tokens) for prompt in prompts))
-        slots = max(slots, math.prod(cache.heads_shape) * (longest + new_tokens))
-    return Batch(
-        chosen,
-        generated[: len(chosen)],
-        cache.nbytes // fed,
-        cache.nbytes // fed * slots // cache.position.size,
-        clock.prefill,
-        clock.decode,
-    )
+def padded(sequences: Sequence[Sequence[int]], width: int = 0) -> np.ndarray:
+    """Return sequences of tokens as rows of ``width`` tokens or more, filled up with zeros.
+
+    Example:
+        >>> from evals import evaluator
+        >>> evaluator.padded([[5], [6, 7]]).tolist()
+        [[5, 0], [6, 7]]
+    """
+    tokens = np.zeros((len(sequences), max(width, *map(len, sequences))), np.int32)
+    for row, sequence in zip(tokens, sequences, strict=True):
+        row[: len(sequence)] = sequence
+    return tokens
 
 
 def make_room(most: int = 30_000) -> None:
@@ -465,28 +450,13 @@ def check_groups(
         ValueError: samples cannot be drawn, or :func:`check_answers` fails.
     """
     for group in groups:
-        samples = probe(group)
+        samples = group.few()
         for setting in settings:
             if setting.question in group.questions:
                 check_answers(
-                    model,
-                    samples,
-                    setting,
-                    new_tokens=group.new_tokens,
-                    block=block,
-                    batch=batch,
-                    width=_width(group),
-                    aids=aids,
-                )
-
-
-def probe(group: Group) -> Sequence[Any]:
-    """Return a few of a group's samples, or raise what keeps them from being drawn.
-
-    Raises:
-        ValueError: a task does not fit its length, or a record lacks a field.
-    """
-    return (group.draw if group.probe is None else group.probe)()
+                    model, samples, setting, new_tokens=group.new_tokens, block=block, batch=batch,
+                    width=_width(group), aids=aids,
+                )  # fmt: skip
 
 
 def _width(group: Group) -> int:
@@ -503,7 +473,7 @@ def run(
     block: int = 128,
     batch: int = 16,
     labels: Mapping[str, Any] | None = None,
-    progress: tqdm | None = None,
+    progress: tqdm = QUIET,
     scorer: models.Scorer | None = None,
 ) -> None:
     """Answer the samples that ``store`` does not hold yet, and add a record for each, batch by batch.
@@ -513,16 +483,8 @@ def run(
     """
     for group in groups:
         asked = [setting for setting in settings if setting.question in group.questions]
-        about = {
-            setting: {**(labels or {}), "task": group.task, "length": group.length, **setting.row()}
-            for setting in asked
-        }
-        missing = {
-            setting: [row for row in range(group.size) if not store.holds({**about[setting], "sample": row})]
-            for setting in asked
-        }
-        if progress is not None:
-            progress.update(sum(group.size - len(rows) for rows in missing.values()))
+        about, missing = unanswered(group, asked, store, labels or {})
+        progress.update(sum(group.size - len(rows) for rows in missing.values()))
         if not any(missing.values()):
             continue
         samples = group.draw()
@@ -536,9 +498,21 @@ def run(
             store.add(
                 _record(group, samples[row], about[setting], row, found, place, tokenizer, end) for place, row in new
             )
-            if progress is not None:
-                progress.set_description(f"{group.task}, {setting.title()}")
-                progress.update(len(new))
+            progress.set_description(f"{group.task}, {setting.title()}")
+            progress.update(len(new))
+
+
+def unanswered(
+    group: Group, settings: Sequence[Setting], store: results.Results, labels: Mapping[str, Any]
+) -> tuple[dict[Setting, dict[str, Any]], dict[Setting, list[int]]]:
+    """Return the fields that all records of a setting share, and the samples that ``store`` does not hold yet."""
+    of_group = {**labels, "task": group.task, "length": group.length}
+    about = {setting: {**of_group, **setting.row()} for setting in settings}
+    missing = {
+        setting: [row for row in range(group.size) if not store.holds({**fields, "sample": row})]
+        for setting, fields in about.items()
+    }
+    return about, missing
 
 
 def summarise(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -576,8 +550,8 @@ def summarise(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                 "samples": len(found),
                 "cache_bytes": round(sum(r["cache_bytes"] for r in found) / len(found)),
                 "peak_cache_bytes": round(sum(r["peak_cache_bytes"] for r in found) / len(found)),
-                "prefill_tokens_per_second": _rate(found, "prefill"),
-                "decode_tokens_per_second": _rate(found, "decode"),
+                "prefill_tokens_per_second": per_second([r["prefill"] for r in found]),
+                "decode_tokens_per_second": per_second([r["decode"] for r in found]),
                 "tasks": {task: {"score": means[task], "samples": len(scores[task])} for task in means},
             }
         )
@@ -586,29 +560,19 @@ def summarise(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def compare(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Compare each policy that has a CAOTE link with the same policy without it, on the same samples."""
+    others = [name for name in results.ROW if name != "policy"]
     scores: dict[tuple[Any, ...], dict[tuple[Any, ...], float]] = {}
     for record in records:
-        setting = (record["policy"], *(record.get(name) for name in results.ROW if name != "policy"))
+        setting = (record["policy"], *(record.get(name) for name in others))
         scores.setdefault(setting, {})[record["task"], record["sample"]] = record["score"]
     rows = []
     for (policy, *rest), found in scores.items():
         plain = report.without_caote(policy)
         other = scores.get((plain, *rest), {})
         both = [sample for sample in found if sample in other]
-        if plain == policy or not both:
-            continue
-        mean, low, high = statistics.paired_interval([found[s] - other[s] for s in both])
-        rows.append(
-            {
-                "policy": policy,
-                "against": plain,
-                **dict(zip((name for name in results.ROW if name != "policy"), rest, strict=True)),
-                "difference": mean,
-                "low": low,
-                "high": high,
-                "better": statistics.verdict(low, high),
-            }
-        )
+        if plain != policy and both:
+            differences = statistics.compared([found[s] - other[s] for s in both])
+            rows.append({"policy": policy, "against": plain, **dict(zip(others, rest, strict=True)), **differences})
     return rows
 
 
@@ -644,9 +608,7 @@ def task_map(rows: Sequence[dict[str, Any]], path: Path, *, title: str, short: M
         length = "" if group[2] is None else f"{group[2]:,} tokens, "
         axis.set_title(f"{length}{report.moment(group[3:])}", fontsize=8.5)
     figure.suptitle(title, fontsize=11)
-    with commands.replacing(path) as temporary:
-        figure.savefig(temporary, dpi=160)
-    plt.close(figure)
+    report.save(figure, path)
 
 
 def add_model_flags(flags: argparse.ArgumentParser) -> None:
@@ -702,10 +664,8 @@ def make_settings(flags: argparse.Namespace, questions: Sequence[str] = PLACEMEN
     policies = commands.split_list(flags.policies)
     budgets = [commands.parse_budget(text) for text in commands.split_list(flags.budgets)]
     moments, asked = commands.split_list(flags.when), commands.split_list(flags.question)
-    for what, given, known in (("--when", moments, get_args(When)), ("--question", asked, questions)):
-        wrong = [name for name in given if name not in known]
-        if wrong or not given:
-            raise ValueError(f"{what} is {', '.join(wrong) or 'empty'}; expected some of {', '.join(known)}.")
+    check_names("--when", moments, get_args(When))
+    check_names("--question", asked, questions)
     evicting = [str(kvjax.parse(policy)) for policy in policies if policy != "full"]
     evicting = _allocated(evicting, commands.split_list(getattr(flags, "allocations", "")))
     if not policies:
@@ -741,15 +701,8 @@ def check_sizes(flags: argparse.Namespace) -> list[int]:
     lengths = [positive("length", text) for text in commands.split_list(flags.lengths)]
     if not lengths:
         raise ValueError("no length was given; name at least one, such as --lengths 1024.")
-    check_block_and_batch(flags)
+    check_least(flags, block=1, batch=1)
     return lengths
-
-
-def check_block_and_batch(flags: argparse.Namespace) -> None:
-    """Raise ValueError where the block or the batch is below 1."""
-    for name, value in (("block", flags.block), ("batch", flags.batch)):
-        if value < 1:
-            raise ValueError(f"--{name} is {value}; give at least 1.")
 
 
 def positive(name: str, text: str) -> int:
@@ -782,10 +735,31 @@ def choose(name: str, text: str, known: Sequence[str], default: Sequence[str] | 
     given = commands.split_list(text)
     if given == ["all"]:
         return list(known if default is None else default)
-    wrong = [part for part in given if part not in known]
-    if wrong or not given:
-        raise ValueError(f"{name} is {', '.join(wrong) or 'empty'}; expected 'all' or some of {', '.join(known)}.")
+    check_names(name, given, known, "'all' or some of")
     return [part for part in known if part in given]
+
+
+def check_names(what: str, given: Sequence[str], known: Sequence[str], expected: str = "some of") -> None:
+    """Raise ValueError if no name was given, or one that is not known."""
+    wrong = [name for name in given if name not in known]
+    if wrong or not given:
+        raise ValueError(f"{what} is {', '.join(wrong) or 'empty'}; expected {expected} {', '.join(known)}.")
+
+
+def check_least(flags: argparse.Namespace, **least: int) -> None:
+    """Raise ValueError if a flag is below its least value; a flag may be None, or not be there.
+
+    Example:
+        >>> import argparse
+        >>> from evals import evaluator
+        >>> evaluator.check_least(argparse.Namespace(new_tokens=1, limit=None), new_tokens=2, limit=1)
+        Traceback (most recent call last):
+        ...
+        ValueError: --new-tokens is 1; give at least 2.
+    """
+    for name, value in least.items():
+        if (given := getattr(flags, name, None)) is not None and given < value:
+            raise ValueError(f"--{name.replace('_', '-')} is {given}; give at least {value}.")
 
 
 def load(flags: argparse.Namespace) -> tuple[models.Decoder, models.Tokenizer]:
@@ -794,8 +768,17 @@ def load(flags: argparse.Namespace) -> tuple[models.Decoder, models.Tokenizer]:
     Raises:
         ValueError: the model has no tokenizer.
     """
-    model, tokenizer = models.load(flags.model, dtype=flags.dtype, mesh=_mesh(flags))
-    return model, _needed(tokenizer, flags)
+    return load_with_tokenizer(flags.model, dtype=flags.dtype, mesh=_mesh(flags))
+
+
+def load_with_tokenizer(name: str, **options: Any) -> tuple[models.Decoder, models.Tokenizer]:
+    """Load a model and its tokenizer with the options of :func:`models.load`.
+
+    Raises:
+        ValueError: the model has no tokenizer.
+    """
+    model, tokenizer = models.load(name, **options)
+    return model, _needed(tokenizer, name)
 
 
 def add_scorer_flag(flags: argparse.ArgumentParser) -> None:
@@ -815,16 +798,17 @@ def describe(flags: argparse.Namespace) -> tuple[models.Config, models.Tokenizer
         ValueError: the model has no tokenizer.
     """
     config, tokenizer = read_description(flags.model, dtype=flags.dtype, mesh=_mesh(flags))
-    return config, _needed(tokenizer, flags)
+    return config, _needed(tokenizer, flags.model)
 
 
 def _mesh(flags: argparse.Namespace) -> Any:
-    return None if flags.mesh is None else models.parse_mesh(flags.mesh)
+    mesh = getattr(flags, "mesh", None)  # not every evaluation has the flag
+    return None if mesh is None else models.parse_mesh(mesh)
 
 
-def _needed(tokenizer: models.Tokenizer | None, flags: argparse.Namespace) -> models.Tokenizer:
+def _needed(tokenizer: models.Tokenizer | None, name: str) -> models.Tokenizer:
     if tokenizer is None:
-        raise ValueError(f"{flags.model} has no tokenizer.json, and samples are text; copy it from the model's source.")
+        raise ValueError(f"{name} has no tokenizer.json, and text needs one; copy it from the model's source.")
     return tokenizer
 
 
@@ -836,6 +820,8 @@ def command(
     notes: Callable[[argparse.Namespace], list[str]],
     check: Callable[[argparse.Namespace], None],
     short: Mapping[str, str] | None = None,
+    answer: Callable[..., None] | None = None,
+    read: Mapping[str, str] | None = None,
 ) -> None:
     """Run an evaluation made of tasks: check, answer samples, print the table, write JSON and picture.
 
@@ -845,13 +831,13 @@ def command(
         check: checks the evaluation's own flags before the model is loaded.
         notes: returns the lines below the table, such as the sources of the texts.
         short: the tasks' names in the table.
+        answer: answers the groups in place of :func:`run`.
+        read: fingerprints of what the samples were made from, beside those of :func:`made_of`.
     """
     settings = make_settings(flags, KNOWN_OR_NOT)
-    check_block_and_batch(flags)
+    check_least(flags, block=1, batch=1)
     check(flags)
-    if flags.plot is not None:
-        report.check_plot(flags.plot)
-    commands.check_outputs([flags.json, flags.plot])
+    report.check_outputs(flags.json, flags.plot)
     store = results.Results(flags.out, flags.name, used(flags), written(flags))
     store.check()
     model, tokenizer = load(flags)
@@ -861,56 +847,35 @@ def command(
     with store:
         labels = {"evaluation": flags.name, "model": flags.model}
         total = sum(group.size for group in groups) * len(settings)
-        fingerprints = made_of(model, tokenizer, groups=groups, scorer=scorer)
+        fingerprints = made_of(model, tokenizer, groups=groups, scorer=scorer) | dict(read or {})
         store.check_made_of(labels, fingerprints)
         with commands.progress_bar("sample", total=total) as progress:
-            run(
+            (answer or run)(
                 model, tokenizer, groups, settings, store,
                 block=flags.block, batch=flags.batch, labels=labels, progress=progress, scorer=scorer,
             )  # fmt: skip
             progress.set_description("done")
-        together = saved(settings, sum(group.size for group in groups))
+        together = None if answer else saved(settings, sum(group.size for group in groups))
         remarks = [*notes(flags), *([] if together is None else [together])]
-        tell(flags, store, fingerprints, title=title, notes=remarks, short=short)
-
-
-def tell(
-    flags: argparse.Namespace,
-    store: results.Results,
-    fingerprints: Mapping[str, str],
-    *,
-    title: str,
-    notes: Sequence[str],
-    short: Mapping[str, str] | None = None,
-) -> None:
-    """Print the table of all records, and write the JSON and the picture that the flags ask for.
-
-    Args:
-        fingerprints: see :func:`made_of`.
-        notes: lines below the table.
-        short: the tasks' names in the table.
-    """
-    rows, compared = summarise(store.records), compare(store.records)
-    print(report.task_table(rows, recency=RECENCY, short=short or {}, notes=notes))
-    if compared:
-        print()
-        print(report.comparison_table(compared))
-    figures = {
-        **provenance.facts(flags.begun, flags.seed, fingerprints),
-        "evaluation": flags.name,
-        "title": title,
-        "settings": used(flags),
-        "notes": notes,
-        "results": rows,
-        "comparisons": compared,
-    }
-    for path in (flags.json, None if flags.out is None else flags.out / "figures.json"):
-        if path is not None:
-            commands.write_json(path, figures)
-            print(f"figures: {path}")
-    if flags.plot is not None:
-        task_map(rows, flags.plot, title=title, short=short or {})
-        print(f"picture: {flags.plot}")
+        rows, compared = summarise(store.records), compare(store.records)
+        told = report.task_table(rows, recency=RECENCY, short=short or {}, notes=remarks)
+        report.show(told, report.comparison_table(compared))
+        figures = {
+            **provenance.facts(flags.begun, flags.seed, fingerprints),
+            "evaluation": flags.name,
+            "title": title,
+            "settings": used(flags),
+            "notes": remarks,
+            "results": rows,
+            "comparisons": compared,
+        }
+        for path in (flags.json, None if flags.out is None else flags.out / "figures.json"):
+            if path is not None:
+                commands.write_json(path, figures)
+                print(f"figures: {path}")
+        if flags.plot is not None:
+            task_map(rows, flags.plot, title=title, short=short or {})
+            print(f"picture: {flags.plot}")
 
 
 def made_of(
@@ -1013,24 +978,14 @@ def _record(
     }
 
 
-def _rate(records: Sequence[dict[str, Any]], name: str) -> float | None:
-    tokens, seconds = (sum(record[name][index] for record in records) for index in (0, 1))
+def per_second(parts: Sequence[tuple[float, float]]) -> float | None:
+    """Return the tokens per second of several pairs of tokens and seconds, or None where no second was measured."""
+    tokens, seconds = (sum(part[index] for part in parts) for index in (0, 1))
     return tokens / seconds if seconds else None
 
 
 def _question_length(prompt: Prompt) -> int:
     return len(prompt.tokens) - prompt.context_end
-
-
-def _extremes(prompts: Sequence[Prompt], held_back: bool) -> list[Prompt]:
-    """Return the longest prompt, and the prompts with the shortest and the longest question.
-
-    They are part of every batch, so that all batches have the same size and share one compilation.
-    """
-    found = [max(prompts, key=lambda prompt: len(prompt.tokens))]
-    if held_back:
-        found += [min(prompts, key=_question_length), max(prompts, key=_question_length)]
-    return found
 
 
 class _BatchClock:

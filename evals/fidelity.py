@@ -24,7 +24,7 @@ import models
 from evals import evaluator, needle, report, statistics, tasks, verdicts
 from kvjax.insertion import Cache
 from kvjax.paged import with_room
-from models import commands, provenance
+from models import commands
 from models.decoder import frequencies, rope_of_layer
 
 POLICIES = (
@@ -49,12 +49,13 @@ class Outputs(NamedTuple):
     logits: Float[Array, "B T V"]
 
 
+@jax.jit
 def outputs(
     model: models.Decoder,
     cache: kvjax.KVCache | kvjax.PagedCache,
-    tokens: Int[Array | np.ndarray, "B T"],
-    position: Int[Array | np.ndarray, "B T"],
-    lengths: Int[Array | np.ndarray, "B"],
+    tokens: Int[Array, "B T"],
+    position: Int[Array, "B T"],
+    lengths: Int[Array, "B"],
 ) -> Outputs:
     """Feed tokens after what a cache holds, without eviction, and return their outputs.
 
@@ -63,20 +64,6 @@ def outputs(
         position: the tokens' positions, -1 for padding.
         lengths: the prompts' lengths that prefill was given.
     """
-    return _outputs(model, cache, jnp.asarray(tokens), jnp.asarray(position), jnp.asarray(lengths))
-
-
-def _for_more(cache: Cache, tokens: int) -> Cache:
-    """Return the cache with room for tokens without eviction, which a layer with a sliding window may lack in pages."""
-    if not isinstance(cache, kvjax.PagedCache):
-        return cache
-    heads = cache.num_live.size
-    more = kvjax.pages_for(heads * tokens, heads, cache.page_size)
-    return with_room(cache, pages=cache.owner.shape[0] + more, most=cache.num_slots + tokens)
-
-
-@jax.jit
-def _outputs(model, cache, tokens, position, lengths):
     config = model.config
     frequency = None if cache.positions == "absolute" else frequencies(config, lengths)
 
@@ -97,6 +84,15 @@ def _outputs(model, cache, tokens, position, lengths):
     weight = model.layers.output[...]
     projected = jnp.einsum("lbtnd,lnde->lbte", attention, weight, precision=jax.lax.Precision.HIGHEST)
     return Outputs(attention.reshape(*attention.shape[:3], -1), projected, model.logits(hidden))
+
+
+def _for_more(cache: Cache, tokens: int) -> Cache:
+    """Return the cache with room for tokens without eviction, which a layer with a sliding window may lack in pages."""
+    if not isinstance(cache, kvjax.PagedCache):
+        return cache
+    heads = cache.num_live.size
+    more = kvjax.pages_for(heads * tokens, heads, cache.page_size)
+    return with_room(cache, pages=cache.owner.shape[0] + more, most=cache.num_slots + tokens)
 
 
 def differences(full: Outputs, evicted: Outputs, valid: np.ndarray) -> dict[str, np.ndarray]:
@@ -126,7 +122,7 @@ def measure(
     *,
     block: int = 128,
     batch: int = 16,
-    progress: tqdm | None = None,
+    progress: tqdm = evaluator.QUIET,
     aids: evaluator.Aids = evaluator.NO_AIDS,
 ) -> list[dict[str, Any]]:
     """Measure each setting over the samples.
@@ -145,19 +141,16 @@ def measure(
     for start in range(0, len(samples), batch):
         chosen = list(samples[start : start + batch])
         fed = chosen + chosen[:1] * (min(batch, len(samples)) - len(chosen))
-        tokens, answers = (np.zeros((len(fed), width), np.int32) for width in (longest, most))
-        position = np.full((len(fed), most), -1, np.int32)
-        for row, sample in enumerate(fed):
-            n, m = len(sample.tokens), len(sample.answer_tokens)
-            tokens[row, :n], answers[row, :m] = sample.tokens, sample.answer_tokens
-            position[row, :m] = n + np.arange(m)
+        tokens = evaluator.padded([sample.tokens for sample in fed], longest)
+        answers = evaluator.padded([sample.answer_tokens for sample in fed], most)
         lengths = np.array([len(sample.tokens) for sample in fed], np.int32)
+        said = np.array([len(sample.answer_tokens) for sample in fed])
+        position = np.where(np.arange(most) < said[:, None], lengths[:, None] + np.arange(most), -1).astype(np.int32)
         questions = np.array([len(sample.tokens) - sample.context_end for sample in fed])
         cache = models.prefill(model, tokens, lengths, block=block, reserve=most).cache
         full = outputs(model, cache, answers, position, lengths)
         for setting, found in zip(settings, collected, strict=True):
-            if progress is not None:
-                progress.set_description(setting.title())
+            progress.set_description(setting.title())
             cache = models.prefill(
                 model, tokens, lengths, policy=aids.policy(setting), budget=setting.budget, block=block,
                 when=setting.when, question=questions if setting.question == "agnostic" else None, reserve=most,
@@ -166,8 +159,7 @@ def measure(
             shift = differences(full, outputs(model, _for_more(cache, most), answers, position, lengths), position >= 0)
             shift["retained"] = np.moveaxis(np.asarray(cache.num_live), 1, 0)  # [B, L, K]
             found.append({name: x[: len(chosen)] for name, x in shift.items()})
-            if progress is not None:
-                progress.update(len(chosen))
+            progress.update(len(chosen))
     return [_summary(setting, found) for setting, found in zip(settings, collected, strict=True)]
 
 
@@ -194,10 +186,11 @@ def compare(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             layers = [verdicts.verdict("better", *statistics.paired_interval(x.tolist())[1:]) for x in gain.T]
             what = "smaller error" if kind == "error" else "larger cosine behind W_O"
             held = f"{layers.count(verdicts.HOLDS)} of {len(layers)} layers hold, {layers.count(verdicts.FAILS)} do not"
+            where = f"budget {rest[0]}, {report.MOMENTS[rest[1]]}, question {rest[2]}"
             rows.append(
                 {
                     "paper": paper,
-                    "claim": f"{policy} has a {what} than {other}, {_where(*rest)} ({held})",
+                    "claim": f"{policy} has a {what} than {other}, {where} ({held})",
                     "expects": "better",
                     "difference": mean,
                     "low": low,
@@ -212,35 +205,20 @@ def compare(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def table(results: Sequence[dict[str, Any]]) -> str:
     """Return a table with one row per setting: means over layers, tokens and samples, and the tokens per head."""
-    rows = []
-    for r in results:
-        held = np.array(r["retained"]["mean"])
-        rows.append(
-            (
-                r["policy"],
-                "all" if r["budget"] is None else str(r["budget"]),
-                report.evicts(r),
-                r["question"],
-                *(f"{r[name]:.3f}" for name in ("error", "cosine", "output_error", "output_cosine")),
-                f"{r['kl']:.3f}",
-                f"{r['kl_interval'][0]:.3f}..{r['kl_interval'][1]:.3f}",
-                f"{held.min():.0f}..{held.max():.0f}",
-            )
-        )
-    head = (
-        "policy",
-        "budget",
-        "evicts",
-        "question",
-        "error",
-        "cosine",
-        "error W_O",
-        "cosine W_O",
-        "KL",
-        "95%",
-        "tokens",
-    )
-    return report.columns(head, rows, left=4) + (
+    cells: list[tuple[str, report.Cell]] = [
+        ("policy", "{policy}"),
+        ("budget", report.budget),
+        ("evicts", report.evicts),
+        ("question", "{question}"),
+        ("error", "{error:.3f}"),
+        ("cosine", "{cosine:.3f}"),
+        ("error W_O", "{output_error:.3f}"),
+        ("cosine W_O", "{output_cosine:.3f}"),
+        ("KL", "{kl:.3f}"),
+        ("95%", "{kl_interval[0]:.3f}..{kl_interval[1]:.3f}"),
+        ("tokens", lambda r: f"{np.min(r['retained']['mean']):.0f}..{np.max(r['retained']['mean']):.0f}"),
+    ]
+    return report.table(results, cells, left=4) + (
         "\nerror: |full - evicted| / |full| of the attention output, mean over layers; W_O: after the projection; "
         "tokens: the smallest and the largest mean of a head"
     )
@@ -286,19 +264,11 @@ def layer_lines(results: Sequence[dict[str, Any]], path: Path, *, recency: str) 
             if number == len(groups) - 1:
                 axis.set_xlabel("layer", fontsize=8.5)
             axis.set_xticks(range(1, len(results[0]["layers"]) + 1))
-            axis.tick_params(labelsize=8)
-            axis.grid(axis="y", color=report.GREY, alpha=0.25, linewidth=0.8)
-            for side in ("top", "right"):
-                axis.spines[side].set_visible(False)
+            report.plain(axis)
         axes[number, 0].set_ylabel(report.moment(group), fontsize=8)
-    figure.legend(
-        list(handles.values()), list(handles), loc="outside lower center", ncols=min(4, len(handles)), fontsize=8,
-        frameon=False,
-    )  # fmt: skip
+    report.legend(figure, handles)
     figure.suptitle("Attention outputs of the answer's tokens: evicted against full cache", fontsize=12)
-    with commands.replacing(path) as temporary:
-        figure.savefig(temporary, dpi=160)
-    plt.close(figure)
+    report.save(figure, path)
 
 
 def head_map(results: Sequence[dict[str, Any]], path: Path) -> None:
@@ -338,9 +308,7 @@ def head_map(results: Sequence[dict[str, Any]], path: Path) -> None:
     for axis in axes[:, 0]:
         axis.set_ylabel("layer", fontsize=7.5)
     figure.suptitle("Tokens retained by each head: mean, smallest..largest over samples", fontsize=11)
-    with commands.replacing(path) as temporary:
-        figure.savefig(temporary, dpi=160)
-    plt.close(figure)
+    report.save(figure, path)
 
 
 def add_flags(flags: argparse.ArgumentParser) -> None:
@@ -367,16 +335,9 @@ def command(flags: argparse.Namespace) -> None:
     """Run the evaluation: check, measure, print the table, write JSON and pictures."""
     settings = needle.make_settings(flags)
     lengths = needle.check_sizes(flags)
-    if flags.samples < 1:
-        raise ValueError(f"--samples is {flags.samples}; give at least 1.")
-    for path in (flags.plot, flags.heads):
-        if path is not None:
-            report.check_plot(path)
-    commands.check_outputs([flags.json, flags.plot, flags.heads])
-    model, tokenizer = models.load(flags.model, dtype=flags.dtype)
-    if tokenizer is None:
-        raise ValueError(f"{flags.model} has no tokenizer.json, and needles are text; copy it from the model's source.")
-
+    evaluator.check_least(flags, samples=1)
+    report.check_outputs(flags.json, flags.plot, flags.heads)
+    model, tokenizer = evaluator.load(flags)
     samples = {
         question: [
             tasks.needle(
@@ -401,25 +362,18 @@ def command(flags: argparse.Namespace) -> None:
             results += measure(model, drawn, chosen, block=flags.block, batch=flags.batch, progress=progress, aids=aids)
         progress.set_description("done")
     compared = compare(results)
-    print(table(results))
-    if compared:
-        print()
-        print("\n".join(verdicts.sentence(claim) for claim in compared))
-    if flags.json is not None:
-        figures = {
-            "evaluation": "fidelity",
-            "title": "Attention outputs: how close to the full cache's",
-            "settings": evaluator.settings(flags),
-            "samples": flags.samples * len(lengths),
-            "claims_measure": "the layers' mean relative error or cosine (positive: closer to the full cache)",
-            "claims": compared,
-            "results": results,
-        }
-        provenance.write(flags, figures, evaluator.made_of(model, tokenizer, scorer=aids.scorer))
-        print(f"figures: {flags.json}")
-    if flags.plot is not None:
-        layer_lines(results, flags.plot, recency=needle.RECENCY)
-        print(f"picture: {flags.plot}")
+    report.show(table(results), "\n".join(verdicts.sentence(claim) for claim in compared))
+    figures = {
+        "evaluation": "fidelity",
+        "title": "Attention outputs: how close to the full cache's",
+        "settings": evaluator.settings(flags),
+        "samples": flags.samples * len(lengths),
+        "claims_measure": "the layers' mean relative error or cosine (positive: closer to the full cache)",
+        "claims": compared,
+        "results": results,
+    }
+    made_of = evaluator.made_of(model, tokenizer, scorer=aids.scorer)
+    report.write(flags, figures, made_of, lambda path: layer_lines(results, path, recency=needle.RECENCY))
     if flags.heads is not None:
         head_map(results, flags.heads)
         print(f"picture: {flags.heads}")
@@ -455,7 +409,3 @@ def _summary(setting: needle.Setting, found: Sequence[dict[str, np.ndarray]]) ->
 def _log_softmax(x: np.ndarray) -> np.ndarray:
     x = x - x.max(axis=-1, keepdims=True)
     return x - np.log(np.sum(np.exp(x), axis=-1, keepdims=True))
-
-
-def _where(budget: int | float | None, when: str, question: str) -> str:
-    return f"budget {budget}, {report.MOMENTS[when]}, question {question}"

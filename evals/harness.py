@@ -93,11 +93,8 @@ def model_class() -> type:
                 raise ValueError(f"the model kvjax has no argument {', '.join(sorted(unknown))}; see --help.")
             self.settings: dict[str, Any] = check_settings(policy, budget, block, when, select, sinks, cache_dtype)
             self.batch = int(batch_size) if str(batch_size).isdigit() and int(batch_size) > 0 else 8
-            self.model, tokenizer = models.load(str(pretrained), dtype=dtype)
-            if tokenizer is None:
-                raise ValueError(f"{pretrained} has no tokenizer.json, and tasks are text; copy it from its source.")
-            self.text = tokenizer
-            asking = models.with_repeat_prompt(self.settings.get("policy"), tokenizer)
+            self.model, self.text = evaluator.load_with_tokenizer(str(pretrained), dtype=dtype)
+            asking = models.with_repeat_prompt(self.settings.get("policy"), self.text)
             if asking is not None and asking.needs.reconstruction is not None:
                 self.settings["policy"] = asking
             if scorer is not None:
@@ -205,9 +202,6 @@ def model_class() -> type:
             until = [until] if isinstance(until, str) else list(until)
             new = int(asked.get("max_gen_toks", asked.get("max_new_tokens", self.max_gen_toks)))
             prompts = [self.tok_encode(context)[-max(self.max_length - new, 1) :] for context in contexts]
-            tokens = np.zeros((len(prompts), max(map(len, prompts))), np.int32)
-            for row, prompt in enumerate(prompts):
-                tokens[row, : len(prompt)] = prompt
             lengths = np.array([len(prompt) for prompt in prompts])
             said: list[list[int]] = [[] for _ in prompts]
             settings = dict(self.settings)
@@ -219,7 +213,7 @@ def model_class() -> type:
                     )
                 settings.update(select=self.selection.source, butler=self.butler)
             for step, (token, _) in enumerate(
-                models.stream(self.model, tokens, lengths=lengths, max_new_tokens=new, **settings)
+                models.stream(self.model, evaluator.padded(prompts), lengths=lengths, max_new_tokens=new, **settings)
             ):
                 for row, one in enumerate(token.tolist()):
                     if one >= 0 and one not in self.model.config.eos:
@@ -339,9 +333,7 @@ def command(flags: argparse.Namespace) -> None:
 
 
 def _command(flags: argparse.Namespace, stack: contextlib.ExitStack) -> None:
-    for name in ("limit", "batch"):
-        if getattr(flags, name) is not None and getattr(flags, name) < 1:
-            raise ValueError(f"--{name} is {getattr(flags, name)}; give at least 1.")
+    evaluator.check_least(flags, limit=1, batch=1)
     given = [parse_arguments(text) for text in flags.model_args]
     for arguments in given:
         check_settings(
@@ -397,15 +389,13 @@ def _command(flags: argparse.Namespace, stack: contextlib.ExitStack) -> None:
             raise ValueError(f"the harness could not run {flags.tasks} ({type(error).__name__}: {error}).") from error
         results += [{**row, "model_args": text, **model.settings} for row in rows_of(found)]
     print(_table(results))
-    if flags.json is not None:
-        figures = {
-            "evaluation": "lm_eval",
-            "tasks": tasks,
-            "settings": {"num_fewshot": flags.num_fewshot, "limit": flags.limit, "seed": flags.seed},
-            "results": results,
-        }
-        commands.write_json(flags.json, {**provenance.facts(flags.begun, flags.seed, fingerprints), **figures})
-        print(f"figures: {flags.json}")
+    figures = {
+        "evaluation": "lm_eval",
+        "tasks": tasks,
+        "settings": {"num_fewshot": flags.num_fewshot, "limit": flags.limit, "seed": flags.seed},
+        "results": results,
+    }
+    report.write(flags, figures, fingerprints)
 
 
 def rows_of(found: Any) -> list[dict[str, Any]]:
@@ -423,21 +413,16 @@ def rows_of(found: Any) -> list[dict[str, Any]]:
 
 
 def _table(results: Sequence[dict[str, Any]]) -> str:
-    rows = [
-        (
-            r.get("select") or r["policy"],
-            "all" if r["budget"] is None else str(r["budget"]),
-            r["task"],
-            r["metric"],
-            f"{r['value']:.4f}",
-            "" if r["error"] is None else f"{r['error']:.4f}",
-            "" if r["samples"] is None else str(r["samples"]),
-        )
-        for r in results
+    cells: list[tuple[str, report.Cell]] = [
+        ("policy or selection", lambda r: r.get("select") or r["policy"]),
+        ("budget", report.budget),
+        ("task", "{task}"),
+        ("metric", "{metric}"),
+        ("value", "{value:.4f}"),
+        ("std. error", lambda r: "" if r["error"] is None else f"{r['error']:.4f}"),
+        ("samples", lambda r: "" if r["samples"] is None else str(r["samples"])),
     ]
-    return report.columns(
-        ("policy or selection", "budget", "task", "metric", "value", "std. error", "samples"), rows, left=4
-    )
+    return report.table(results, cells, left=4)
 
 
 def _check_answers(folder: Path, text: str, made_of: Mapping[str, str]) -> None:

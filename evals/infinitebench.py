@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import models
-from evals import documents, evaluator, metrics
-from evals.documents import Published, Task
+from evals import documents, metrics
+from evals.documents import DataSet, Published, Task
 from models import commands
 
 REPOSITORY = "xinrongzhang2022/InfiniteBench"
@@ -105,10 +105,7 @@ TASKS = {
     ),
     "longbook_choice_eng": Task(
         _BOOK + f"Question: {{input}}\n{_OPTIONS}\n\nThe letter of the right option is",
-        40,
-        _choose,
-        _right_option,
-        _options,
+        40, _choose, _right_option, _options,
     ),
     "longbook_qa_eng": Task(
         _BOOK + "Question: {input}\nAnswer in a few words.\nAnswer:", 40, _plain(metrics.f1), _answers, _question
@@ -116,41 +113,28 @@ TASKS = {
     "longdialogue_qa_eng": Task(
         'In this script the name of one character was replaced by "$$MASK$$" once.\n\n{context}\n\n'
         "The name that stood there is",
-        40,
-        _plain(metrics.word, upper=True),
-        _first_answer,
+        40, _plain(metrics.word, upper=True), _first_answer,
     ),
     "math_find": Task(
         "A question about a list follows it.\n\n{context}\n\n{input}",
-        3,
-        _plain(metrics.first_number),
-        _first_answer,
-        _list_question,
+        3, _plain(metrics.first_number), _first_answer, _list_question,
     ),
     "math_calc": Task(
         "Give the value after each step of an expression, as here.\n\nExpression: 2 + 5 - 3\nValues: [2, 7, 4]\n\n"
         "Expression: {context}\nValues:",
-        30_000,
-        _plain(metrics.leading_values),
-        _one_list,
+        30_000, _plain(metrics.leading_values), _one_list,
     ),
     "code_run": Task(
         "This Python code has a function {func}.\n\n{context}\n\nWork out the value of {func_call}. "
         "The value of {func_call} is",
-        5,
-        _plain(metrics.last_integer),
-        _answers,
-        _call,
+        5, _plain(metrics.last_integer), _answers, _call,
     ),
     "code_debug": Task(
         f"One function of this code was given an error on purpose.\n\n{{context}}\n\nOptions:\n{_OPTIONS}\n\n"
         "The letter of the right option is",
-        5,
-        _name,
-        _right_option,
-        _options,
+        5, _name, _right_option, _options,
     ),
-}
+}  # fmt: skip
 
 
 def read_tasks(path: Path | None) -> Mapping[str, Task]:
@@ -182,26 +166,6 @@ def read_tasks(path: Path | None) -> Mapping[str, Task]:
     return documents.with_prompts(TASKS, documents.read_object(path), {}, path)
 
 
-def add_flags(flags: argparse.ArgumentParser) -> None:
-    """Add the command's flags."""
-    documents.add_flags(
-        flags,
-        list(TASKS),
-        "'official', InfiniteBench's prompt.py, or a JSON file with prompts by task, with {context} and other fields",
-    )
-
-
-def check(flags: argparse.Namespace) -> None:
-    """Check the flags before any work."""
-    documents.check(flags, TASKS, _file)
-    read_tasks(flags.prompts)
-
-
-def make_groups(flags: argparse.Namespace, config: models.Config, tokenizer: models.Tokenizer) -> list[evaluator.Group]:
-    """Make one group per task."""
-    return documents.make_groups(flags, config, tokenizer, read_tasks(flags.prompts), _file, _from_hub)
-
-
 def notes(flags: argparse.Namespace) -> list[str]:
     """Return the notes below the table about prompts and metrics."""
     if flags.prompts is None:
@@ -209,11 +173,6 @@ def notes(flags: argparse.Namespace) -> list[str]:
     else:
         found = "as published for open models" if flags.prompts == documents.OFFICIAL else str(flags.prompts)
     return [f"prompts: {found}", "metrics: as InfiniteBench's script computes them"]
-
-
-def command(flags: argparse.Namespace) -> None:
-    """Run the evaluation."""
-    evaluator.command(flags, make_groups, title="InfiniteBench", notes=notes, check=check)
 
 
 def _assigned(text: str, source: str | Path) -> dict[str, Any]:
@@ -231,9 +190,9 @@ def _assigned(text: str, source: str | Path) -> dict[str, Any]:
     return found[0]
 
 
-def _file(task: str) -> str:
-    return f"{task}.jsonl"
-
-
-def _from_hub(file: str) -> Iterator[str]:
-    return documents.lines_of_hub(REPOSITORY, file)
+DATA = DataSet(
+    "InfiniteBench", TASKS,
+    "'official', InfiniteBench's prompt.py, or a JSON file with prompts by task, with {context} and other fields",
+    lambda flags: read_tasks(flags.prompts), notes, functools.partial(documents.lines_of_hub, REPOSITORY),
+)  # fmt: skip
+add_flags, check, make_groups, command = DATA.add_flags, DATA.check, DATA.make_groups, DATA.command

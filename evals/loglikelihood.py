@@ -19,6 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 import kvjax
 import models
 from evals import selections
+from evals.evaluator import padded
 from evals.selections import Heads, Method
 from kvjax.policy import Policy, policy_of
 from models.plan import When, moments
@@ -53,7 +54,7 @@ def predict(
     batch: int = 8,
     reference: Sequence[Float[np.ndarray, "T E"]] | None = None,
     keep_hidden: bool = False,
-    on_row: Callable[[int, Predicted], None] | None = None,
+    on_row: Callable[[int, Predicted], Any] | None = None,
     scorer: models.Scorer | None = None,
 ) -> list[Predicted]:
     """Predict each token of sequences from the tokens before it that a policy has kept.
@@ -81,27 +82,20 @@ def predict(
         True
     """
     asked = [0] * len(sequences) if held_back is None or policy == "full" else list(held_back)
-    found = _Found(model, sequences, reference, keep_hidden, on_row)
-    for rows, fed in _batches(sequences, batch):
+
+    def fed_through(fed: list[int]) -> tuple[np.ndarray, Array]:
         # The last token is predicted and not fed; the first one held back is predicted by the context's last token.
         lengths = np.array([len(sequences[row]) - 1 for row in fed])
         questions = np.array([min(max(asked[row] - 1, 0), len(sequences[row]) - 2) for row in fed])
         width = _few(int(lengths.max()), int(questions.min()), block, model.config.max_positions)
-        tokens = _padded([sequences[row] for row in fed], width + 1)
+        tokens = padded([sequences[row] for row in fed], width + 1)
         _, hidden = models.hidden_states(
-            model,
-            tokens[:, :-1],
-            lengths,
-            policy=policy,
-            budget=budget,
-            block=block,
-            when=when,
-            question=questions if questions.any() else None,
-            cache_dtype=cache_dtype,
-            scorer=scorer,
-        )
-        found.add(hidden, tokens, rows, fed)
-    return found.rows()
+            model, tokens[:, :-1], lengths, policy=policy, budget=budget, block=block, when=when,
+            question=questions if questions.any() else None, cache_dtype=cache_dtype, scorer=scorer,
+        )  # fmt: skip
+        return tokens, hidden
+
+    return _collected(model, sequences, batch, fed_through, reference, keep_hidden, on_row)
 
 
 def simulate(
@@ -117,7 +111,7 @@ def simulate(
     batch: int = 8,
     reference: Sequence[Float[np.ndarray, "T E"]] | None = None,
     keep_hidden: bool = False,
-    on_row: Callable[[int, Predicted], None] | None = None,
+    on_row: Callable[[int, Predicted], Any] | None = None,
 ) -> list[Predicted]:
     """Predict each token when every row reads only what a selection keeps (see evals/selections.py).
 
@@ -140,13 +134,14 @@ def simulate(
         >>> found[0].greedy.shape == (len(sequence) - 1,)
         True
     """
-    found = _Found(model, sequences, reference, keep_hidden, on_row)
-    for rows, fed in _batches(sequences, batch):
+
+    def fed_through(fed: list[int]) -> tuple[np.ndarray, Array]:
         longest = max(len(sequences[row]) for row in fed)
-        tokens = _padded([sequences[row] for row in fed], -(-longest // block) * block)
+        tokens = padded([sequences[row] for row in fed], -(-longest // block) * block)
         hidden = selections.hidden_states(model, tokens, selection, sparsity, butler=butler, sinks=sinks, heads=heads)
-        found.add(hidden[:, :-1], tokens, rows, fed)
-    return found.rows()
+        return tokens, hidden[:, :-1]
+
+    return _collected(model, sequences, batch, fed_through, reference, keep_hidden, on_row)
 
 
 class Behind(NamedTuple):
@@ -223,22 +218,16 @@ def endings(
     # The full cache reserves slots for the endings, and has no use for a question that is held back.
     for together in (full[:1], [number for number in range(len(policies)) if number not in full]):
         asked = [0] * len(prompts) if held_back is None or together == full[:1] else list(held_back)
-        padded = _few(width, min(asked, default=0), block, room)
+        fed_width = _few(width, min(asked, default=0), block, room)
         for rows, fed in _in_batches(sizes, batch) if together else ():
             lengths, questions = np.array([sizes[row] for row in fed]), np.array([asked[row] for row in fed])
             each = models.prefill_each(
-                model,
-                _padded([prompts[row] for row in fed], padded),
-                lengths,
-                policies=[policies[number] for number in together],
-                block=block,
-                when=when,
-                question=questions if questions.any() else None,
-                reserve=longest if together == full[:1] else 0,
-                scorer=scorer,
-                cache_dtype=cache_dtype,
-            )
-            following = _padded([end for row in fed for end in ends[row]], longest)  # [B n, m]
+                model, padded([prompts[row] for row in fed], fed_width), lengths,
+                policies=[policies[number] for number in together], block=block, when=when,
+                question=questions if questions.any() else None, reserve=longest if together == full[:1] else 0,
+                scorer=scorer, cache_dtype=cache_dtype,
+            )  # fmt: skip
+            following = padded([end for row in fed for end in ends[row]], longest)  # [B n, m]
             counted = np.array([len(end) for row in fed for end in ends[row]])
             for number, (cache, last) in zip(together, each, strict=True):
                 sums = _told_after(model, cache, last, following, counted, count, block)
@@ -273,61 +262,47 @@ def _told_after(
     return np.where(np.arange(longest) < counted[:, None], told, 0).sum(axis=1).reshape(-1, count)
 
 
-class _Found:
-    """The collected predictions, batch by batch."""
+def _collected(
+    model: models.Decoder,
+    sequences: Sequence[Sequence[int]],
+    batch: int,
+    fed_through: Callable[[list[int]], tuple[Int[np.ndarray, "B T1"], Float[Array, "B T E"]]],
+    reference: Sequence[Float[np.ndarray, "T E"]] | None,
+    keep_hidden: bool,
+    on_row: Callable[[int, Predicted], Any] | None,
+) -> list[Predicted]:
+    """Return the predictions of all sequences, batch by batch.
 
-    def __init__(
-        self,
-        model: models.Decoder,
-        sequences: Sequence[Sequence[int]],
-        reference: Sequence[Float[np.ndarray, "T E"]] | None,
-        keep_hidden: bool,
-        on_row: Callable[[int, Predicted], None] | None,
-    ) -> None:
-        if reference is not None and [len(states) + 1 for states in reference] != [len(row) for row in sequences]:
-            raise ValueError(
-                "the reference is of other sequences; give the hidden states of these sequences in their order."
-            )
-        self.model, self.sequences, self.reference = model, sequences, reference
-        self.keep_hidden, self.on_row = keep_hidden, on_row
-        self.found: list[Predicted | None] = [None] * len(sequences)
-
-    def add(
-        self,
-        hidden: Float[Array, "B T E"],
-        tokens: Int[np.ndarray, "B T1"],
-        rows: Sequence[int],
-        fed: Sequence[int],
-    ) -> None:
-        """Add a batch: the hidden states before each token but the first, and the sequences that they belong to."""
-        against = None
-        if self.reference is not None:
-            against = np.zeros(hidden.shape, hidden.dtype)
-            for place, row in enumerate(fed):
-                against[place, : len(self.reference[row])] = self.reference[row]
-        told = [np.asarray(x) for x in _told(self.model, hidden, tokens[:, 1:], against)]
-        states = np.asarray(hidden) if self.keep_hidden else None
-        for place, row in enumerate(rows):
-            own = slice(None, len(self.sequences[row]) - 1)
-            predicted = Predicted(
-                told[0][place, own],
-                told[1][place, own],
-                told[2][place, own] if self.reference is not None else None,
-                None if states is None else states[place, own].copy(),
-            )
-            self.found[row] = predicted
-            if self.on_row is not None:
-                self.on_row(row, predicted)
-
-    def rows(self) -> list[Predicted]:
-        """Return all predictions in the order of the sequences."""
-        return [predicted for predicted in self.found if predicted is not None]
-
-
-def _batches(sequences: Sequence[Sequence[int]], batch: int) -> Iterator[tuple[list[int], list[int]]]:
+    Args:
+        fed_through: returns the tokens of some sequences, and the hidden states before each of them but the first.
+    """
     if any(len(sequence) < 2 for sequence in sequences):
         raise ValueError("a sequence has fewer than 2 tokens, so it has nothing to predict; give longer texts.")
-    return _in_batches([len(sequence) for sequence in sequences], batch)
+    if reference is not None and [len(states) + 1 for states in reference] != [len(row) for row in sequences]:
+        raise ValueError(
+            "the reference is of other sequences; give the hidden states of these sequences in their order."
+        )
+    collected: dict[int, Predicted] = {}
+    for rows, fed in _in_batches([len(sequence) for sequence in sequences], batch):
+        tokens, hidden = fed_through(fed)
+        against = None
+        if reference is not None:
+            against = np.zeros(hidden.shape, hidden.dtype)
+            for place, row in enumerate(fed):
+                against[place, : len(reference[row])] = reference[row]
+        chosen, greedy, *divergence = (np.asarray(x) for x in _told(model, hidden, tokens[:, 1:], against))
+        states = np.asarray(hidden) if keep_hidden else None
+        for place, row in enumerate(rows):
+            own = slice(None, len(sequences[row]) - 1)
+            collected[row] = Predicted(
+                chosen[place, own],
+                greedy[place, own],
+                divergence[0][place, own] if divergence else None,
+                None if states is None else states[place, own].copy(),
+            )
+            if on_row is not None:
+                on_row(row, collected[row])
+    return [collected[row] for row in range(len(sequences))]
 
 
 def _in_batches(lengths: Sequence[int], batch: int) -> Iterator[tuple[list[int], list[int]]]:
@@ -341,13 +316,6 @@ def _in_batches(lengths: Sequence[int], batch: int) -> Iterator[tuple[list[int],
 def _few(length: int, held_back: int, block: int, most: int) -> int:
     """Round ``length`` up to whole blocks, as far as the model has positions, so that few widths occur."""
     return max(min(held_back + -(-(length - held_back) // block) * block, most), length)
-
-
-def _padded(sequences: Sequence[Sequence[int]], width: int) -> Int[np.ndarray, "B T"]:
-    tokens = np.zeros((len(sequences), width), np.int32)
-    for place, sequence in enumerate(sequences):
-        tokens[place, : len(sequence)] = sequence
-    return tokens
 
 
 def _told(

@@ -11,13 +11,12 @@ is left out. One thing differs: the published script forbids an empty answer to 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import models
-from evals import documents, evaluator, metrics
-from evals.documents import Published, Task
+from evals import documents, metrics
+from evals.documents import DataSet, Published, Task
 
 REPOSITORY = "THUDM/LongBench"
 # The wording is only in the project's repository; the commit and the digests pin it.
@@ -61,78 +60,60 @@ TASKS = {
     "narrativeqa": _task(
         f"Here is a story, a novel or a film script. A question about it follows. {_BRIEF}\n\nStory: {{context}}\n\n"
         f"Answer the question about the story. {_BRIEF}\n\nQuestion: {{input}}\n\nAnswer:",
-        128,
-        _F1,
+        128, _F1,
     ),
     "qasper": _task(
         f"Here is a scientific article. A question about it follows. {_BRIEF} {_YES_OR_NO}\n\nArticle: {{context}}\n\n"
         f"Answer the question about the article. {_BRIEF} {_YES_OR_NO}\n\nQuestion: {{input}}\n\nAnswer:",
-        128,
-        _F1,
+        128, _F1,
     ),
     "multifieldqa_en": _task(
         "Read this text; a question about it follows.\n\n{context}\n\n"
         f"Answer the question about the text. {_BRIEF}\n\nQuestion: {{input}}\nAnswer:",
-        64,
-        _F1,
+        64, _F1,
     ),
     "hotpotqa": _task(_PASSAGES, 32, _F1),
     "2wikimqa": _task(_PASSAGES, 32, _F1),
     "musique": _task(_PASSAGES, 32, _F1),
     "gov_report": _task(
         "Here is a government report.\n\nReport:\n{context}\n\nSummarise the report on one page.\n\nSummary:",
-        512,
-        _ROUGE,
+        512, _ROUGE,
     ),
     "qmsum": _task(
         "Here is the transcript of a meeting; a query about it follows.\n\nTranscript:\n{context}\n\n"
         "Answer the query about the meeting in a few sentences.\n\nQuery: {input}\nAnswer:",
-        512,
-        _ROUGE,
+        512, _ROUGE,
     ),
     "multi_news": _task(
         "Here are several news articles.\n\nNews:\n{context}\n\nSummarise all of them on one page.\n\nSummary:",
-        512,
-        _ROUGE,
+        512, _ROUGE,
     ),
     "trec": _task(
         "Name the type of the last question, as the examples do.\n\n{context}\n{input}",
-        64,
-        _class,
-        first_line=True,
-        chat=False,
+        64, _class, first_line=True, chat=False,
     ),
     "triviaqa": _task(
         f"Answer the last question from its passage, as the examples do. {_BRIEF}\n\n{{context}}\n\n{{input}}",
-        32,
-        _F1,
-        first_line=True,
-        chat=False,
+        32, _F1, first_line=True, chat=False,
     ),
     "samsum": _task(
         "Summarise the last dialogue in a few short sentences, as the examples do.\n\n{context}\n\n{input}",
-        128,
-        _ROUGE,
-        first_line=True,
-        line=True,
-        chat=False,
+        128, _ROUGE, first_line=True, line=True, chat=False,
     ),
     "passage_count": _task(
         "Here are paragraphs of an encyclopedia, some of them more than once. Count how many different ones there are."
         "\n\n{context}\n\nHow many different paragraphs are there? Answer with the number alone.\n\nThe number is: ",
-        32,
-        _NUMBERS,
+        32, _NUMBERS,
     ),
     "passage_retrieval_en": _task(
         "Here are 30 numbered paragraphs of an encyclopedia, and the abstract of one of them.\n\n{context}\n\n"
         "This is the abstract.\n\n{input}\n\n"
         'Which paragraph is it the abstract of? Answer like "Paragraph 1".\n\nThe answer is: ',
-        32,
-        _NUMBERS,
+        32, _NUMBERS,
     ),
     "lcc": _task("Complete this code.\n{context}Next line of code:\n", 64, _EDIT, chat=False),
     "repobench-p": _task("Complete this code.\n{context}{input}Next line of code:\n", 64, _EDIT, chat=False),
-}
+}  # fmt: skip
 
 
 def read_tasks(path: Path | None) -> Mapping[str, Task]:
@@ -165,27 +146,6 @@ def read_tasks(path: Path | None) -> Mapping[str, Task]:
     return documents.with_prompts(TASKS, prompts, lengths, path)
 
 
-def add_flags(flags: argparse.ArgumentParser) -> None:
-    """Add the command's flags."""
-    documents.add_flags(
-        flags,
-        list(TASKS),
-        "'official', or LongBench's config folder: dataset2prompt.json, dataset2maxlen.json (default: --data's folder, "
-        "if they are there)",
-    )
-
-
-def check(flags: argparse.Namespace) -> None:
-    """Check the flags before any work."""
-    documents.check(flags, TASKS, _file)
-    read_tasks(_prompts(flags))
-
-
-def make_groups(flags: argparse.Namespace, config: models.Config, tokenizer: models.Tokenizer) -> list[evaluator.Group]:
-    """Make one group per task."""
-    return documents.make_groups(flags, config, tokenizer, read_tasks(_prompts(flags)), _file, _from_hub)
-
-
 def notes(flags: argparse.Namespace) -> list[str]:
     """Return the notes below the table about prompts and metrics."""
     prompts = _prompts(flags)
@@ -198,11 +158,6 @@ def notes(flags: argparse.Namespace) -> list[str]:
     return [f"prompts: {found}", "metrics: as LongBench's script computes them"]
 
 
-def command(flags: argparse.Namespace) -> None:
-    """Run the evaluation."""
-    evaluator.command(flags, make_groups, title="LongBench", notes=notes, check=check)
-
-
 def _prompts(flags: argparse.Namespace) -> Path | None:
     """Return where the prompts are read from: what was asked for, or else the data's folder if it has them."""
     if flags.prompts is None and flags.data != "hub" and (Path(flags.data) / "dataset2prompt.json").is_file():
@@ -210,9 +165,11 @@ def _prompts(flags: argparse.Namespace) -> Path | None:
     return flags.prompts
 
 
-def _file(task: str) -> str:
-    return f"{task}.jsonl"
-
-
-def _from_hub(file: str) -> Iterator[str]:
-    return documents.lines_of_zip(documents.hub_file(REPOSITORY, "data.zip"), file)
+DATA = DataSet(
+    "LongBench", TASKS,
+    "'official', or LongBench's config folder: dataset2prompt.json, dataset2maxlen.json (default: --data's folder, if "
+    "they are there)",
+    lambda flags: read_tasks(_prompts(flags)), notes,
+    lambda file: documents.lines_of_zip(documents.hub_file(REPOSITORY, "data.zip"), file),
+)  # fmt: skip
+add_flags, check, make_groups, command = DATA.add_flags, DATA.check, DATA.make_groups, DATA.command

@@ -22,7 +22,7 @@ from tqdm import tqdm
 import models
 from evals import evaluator, report, statistics, tasks
 from evals.evaluator import PLACEMENTS, RECENCY, Question, Setting, check_sizes, make_settings
-from models import commands, provenance
+from models import commands
 
 EXAMPLES = """examples:
   python -m evals needle --policies full,h2o,h2o+caote,snapkv,snapkv+caote --budgets 256,512 --plot needle.png
@@ -65,6 +65,19 @@ def make_cells(
     return cells
 
 
+def cells_for(flags: argparse.Namespace, tokenizer: Any, lengths: Sequence[int], question: Question) -> list[Cell]:
+    """Make the samples that a command line asks for."""
+    return make_cells(
+        tokenizer, lengths=lengths, depths=flags.depths, samples=flags.samples, facts=flags.facts, question=question,
+        seed=flags.seed,
+    )  # fmt: skip
+
+
+def samples_of(cells: Sequence[Cell]) -> list[tasks.Sample]:
+    """Return the samples of all cells, in the order in which they are answered."""
+    return [sample for cell in cells for sample in cell.samples]
+
+
 def measure(
     model: models.Decoder,
     cells: Sequence[Cell],
@@ -72,7 +85,7 @@ def measure(
     *,
     block: int = 128,
     batch: int = 16,
-    progress: tqdm | None = None,
+    progress: tqdm = evaluator.QUIET,
     aids: evaluator.Aids = evaluator.NO_AIDS,
 ) -> list[dict[str, Any]]:
     """Answer every sample under each setting; settings that evict once share their prompts.
@@ -85,7 +98,7 @@ def measure(
         cache at the end and at its largest, and the tokens per second of prefill and decode. Both rates leave out the
         step that compiled.
     """
-    samples = [sample for cell in cells for sample in cell.samples]
+    samples = samples_of(cells)
     answer_length = max(len(sample.answer_tokens) for sample in samples)
     correct: dict[Setting, dict[int, bool]] = {setting: {} for setting in settings}
     parts: dict[Setting, list[evaluator.Batch]] = {setting: [] for setting in settings}
@@ -93,9 +106,8 @@ def measure(
         model, samples, settings, new_tokens=answer_length, block=block, batch=batch, aids=aids
     ):
         parts[setting].append(part)
-        if progress is not None:
-            progress.set_description(setting.title())
-            progress.update(len(part.rows))
+        progress.set_description(setting.title())
+        progress.update(len(part.rows))
         for row, tokens in zip(part.rows, part.tokens, strict=True):
             correct[setting][row] = exact(tokens.tolist(), samples[row])
     return [_result(setting, cells, correct[setting], parts[setting]) for setting in settings]
@@ -116,8 +128,8 @@ def _result(
         "samples": total,
         "cache_bytes": parts[-1].cache_bytes,
         "peak_cache_bytes": parts[-1].peak_cache_bytes,
-        "prefill_tokens_per_second": _rate([part.prefill for part in parts]),
-        "decode_tokens_per_second": _rate([part.decode for part in parts]),
+        "prefill_tokens_per_second": evaluator.per_second([part.prefill for part in parts]),
+        "decode_tokens_per_second": evaluator.per_second([part.decode for part in parts]),
         "cells": [
             {"length": cell.length, "depth": cell.depth, "recall": sum(hit) / len(hit), "correct": list(map(int, hit))}
             for cell, hit in zip(cells, by_cell, strict=True)
@@ -130,53 +142,39 @@ def compare(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
     Where the link takes the mean of the group, the policy is also compared with the exact form.
     """
-    by_setting = {(r["policy"], r["budget"], r["when"], r["question"]): r for r in results}
+    where = ("budget", "when", "question")
+    hits = {
+        (r["policy"], *(r[name] for name in where)): [c for cell in r["cells"] for c in cell["correct"]]
+        for r in results
+    }
     rows = []
-    for (policy, *rest), result in by_setting.items():
-        plain = report.without_caote(policy)
-        exact = policy.replace("(group='mean')", "")
-        for other in (plain, exact):
-            if other == policy or (other, *rest) not in by_setting:
-                continue
-            outcomes = [[c for cell in r["cells"] for c in cell["correct"]] for r in (by_setting[other, *rest], result)]
-            mean, low, high = statistics.paired_difference(*outcomes)
-            rows.append(
-                {
-                    "policy": policy,
-                    "against": other,
-                    **dict(zip(("budget", "when", "question"), rest, strict=True)),
-                    "difference": mean,
-                    "low": low,
-                    "high": high,
-                    "better": statistics.verdict(low, high),
-                }
-            )
+    for (policy, *rest), own in hits.items():
+        for other in (report.without_caote(policy), policy.replace("(group='mean')", "")):
+            if other != policy and (theirs := hits.get((other, *rest))) is not None:
+                differences = statistics.compared([a - b for a, b in zip(own, theirs, strict=True)])
+                rows.append({"policy": policy, "against": other, **dict(zip(where, rest, strict=True)), **differences})
     return rows
 
 
 def table(results: Sequence[dict[str, Any]], *, recency: str) -> str:
     """Return a table with one row per policy, budget, moment and question; a minus marks recall below plain recency."""
-    line = {(r["budget"], r["when"], r["question"]): r["recall"] for r in results if r["policy"] == recency}
-    rows = []
-    for r in results:
-        floor = line.get((r["budget"], r["when"], r["question"]))
-        under = floor is not None and r["recall"] < floor
-        rows.append(
-            (
-                r["policy"],
-                "all" if r["budget"] is None else str(r["budget"]),
-                report.evicts(r),
-                r["question"],
-                f"{r['recall']:.3f}{'-' if under else ' '}",
-                f"{r['low']:.3f}..{r['high']:.3f}",
-                f"{r['cache_bytes'] / 2**20:.2f}",
-                report.rate(r["prefill_tokens_per_second"]),
-                report.rate(r["decode_tokens_per_second"]),
-            )
-        )
-    head = ("policy", "budget", "evicts", "question", "recall", "95%", "cache MiB", "prefill tok/s", "decode tok/s")
-    note = f"\n'-': under plain recency, {recency}" if any("-" in row[4] for row in rows) else ""
-    return report.columns(head, rows, left=4) + note
+    under = report.below(results, recency, "recall", ("budget", "when", "question"))
+    text = report.table(
+        results,
+        [
+            ("policy", "{policy}"),
+            ("budget", report.budget),
+            ("evicts", report.evicts),
+            ("question", "{question}"),
+            ("recall", lambda r: f"{r['recall']:.3f}{'-' if under(r) else ' '}"),
+            ("95%", "{low:.3f}..{high:.3f}"),
+            ("cache MiB", lambda r: f"{r['cache_bytes'] / 2**20:.2f}"),
+            ("prefill tok/s", lambda r: report.rate(r["prefill_tokens_per_second"])),
+            ("decode tok/s", lambda r: report.rate(r["decode_tokens_per_second"])),
+        ],
+        left=4,
+    )
+    return text + (f"\n'-': under plain recency, {recency}" if any(map(under, results)) else "")
 
 
 def heat_map(results: Sequence[dict[str, Any]], path: Path, *, recency: str) -> None:
@@ -210,9 +208,7 @@ def heat_map(results: Sequence[dict[str, Any]], path: Path, *, recency: str) -> 
         line[0].set_title(title, loc="left", fontsize=10.5, fontweight="bold", pad=24)
     if any(r["policy"] == recency for r in evicting):
         figure.supxlabel("red: below plain recency", fontsize=9, color="#d1495b", x=0.99, ha="right")
-    with commands.replacing(path) as temporary:
-        figure.savefig(temporary, dpi=150)
-    plt.close(figure)
+    report.save(figure, path, dpi=150)
 
 
 def add_flags(flags: argparse.ArgumentParser) -> None:
@@ -229,26 +225,14 @@ def command(flags: argparse.Namespace) -> None:
     """Run the evaluation: check the flags, answer the samples, print the table, write JSON and picture."""
     settings = make_settings(flags)
     lengths = check_sizes(flags)
-    if flags.plot is not None:
-        report.check_plot(flags.plot)
-    commands.check_outputs([flags.json, flags.plot])
+    report.check_outputs(flags.json, flags.plot)
     model, tokenizer = evaluator.load(flags)
     aids = evaluator.Aids(tokenizer, evaluator.load_scorer(flags, model))
 
-    cells = {
-        question: make_cells(
-            tokenizer,
-            lengths=lengths,
-            depths=flags.depths,
-            samples=flags.samples,
-            facts=flags.facts,
-            question=question,
-            seed=flags.seed,
-        )
-        for question in dict.fromkeys(setting.question for setting in settings)
-    }
+    questions = dict.fromkeys(setting.question for setting in settings)
+    cells = {question: cells_for(flags, tokenizer, lengths, question) for question in questions}
     for setting in settings:
-        samples = [sample for cell in cells[setting.question] for sample in cell.samples]
+        samples = samples_of(cells[setting.question])
         most = max(len(sample.answer_tokens) for sample in samples)
         evaluator.check_answers(
             model, samples, setting, new_tokens=most, block=flags.block, batch=flags.batch, aids=aids
@@ -262,25 +246,17 @@ def command(flags: argparse.Namespace) -> None:
                 model, of_question, asked, block=flags.block, batch=flags.batch, progress=progress, aids=aids
             )
         progress.set_description("done")
-    comparisons = compare(results)
-    print(table(results, recency=RECENCY))
-    if (together := evaluator.saved(settings, each)) is not None:
-        print(together)
-    if comparisons:
-        print()
-        print(report.comparison_table(comparisons))
-    if flags.json is not None:
-        figures = {
-            "evaluation": "needle",
-            "settings": evaluator.settings(flags),
-            "results": results,
-            "comparisons": comparisons,
-        }
-        provenance.write(flags, figures, evaluator.made_of(model, tokenizer, scorer=aids.scorer))
-        print(f"figures: {flags.json}")
-    if flags.plot is not None:
-        heat_map(results, flags.plot, recency=RECENCY)
-        print(f"picture: {flags.plot}")
+    comparisons, together = compare(results), evaluator.saved(settings, each)
+    told = "\n".join([table(results, recency=RECENCY), *([] if together is None else [together])])
+    report.show(told, report.comparison_table(comparisons))
+    figures = {
+        "evaluation": "needle",
+        "settings": evaluator.settings(flags),
+        "results": results,
+        "comparisons": comparisons,
+    }
+    made_of = evaluator.made_of(model, tokenizer, scorer=aids.scorer)
+    report.write(flags, figures, made_of, lambda path: heat_map(results, path, recency=RECENCY))
 
 
 def exact(tokens: Sequence[int], sample: tasks.Sample) -> bool:
@@ -306,11 +282,7 @@ def make_groups(flags: argparse.Namespace, config: models.Config, tokenizer: mod
     groups = []
     questions: Any = commands.split_list(flags.question)
     for question, length in itertools.product(questions, check_sizes(flags)):
-        cells = make_cells(
-            tokenizer, lengths=[length], depths=flags.depths, samples=flags.samples, facts=flags.facts,
-            question=question, seed=flags.seed,
-        )  # fmt: skip
-        samples = [sample for cell in cells for sample in cell.samples]
+        samples = samples_of(cells_for(flags, tokenizer, [length], question))
         groups.append(
             evaluator.Group(
                 "needle",
@@ -327,11 +299,6 @@ def make_groups(flags: argparse.Namespace, config: models.Config, tokenizer: mod
 
 
 _ASKED = {"after": "known", "before": "asked before", "both": "asked before and after", "agnostic": "unknown"}
-
-
-def _rate(parts: Sequence[tuple[float, float]]) -> float | None:
-    tokens, seconds = (sum(part[index] for part in parts) for index in (0, 1))
-    return tokens / seconds if seconds else None
 
 
 def _panel(axis: Any, found: Sequence[dict[str, Any]], length: int, recency: str, floor: float, *, named: bool) -> None:

@@ -38,7 +38,9 @@ def figures(folder: Path) -> dict[str, Any]:
     rows = evaluator.summarise(records)
     for row in rows:
         part = parts.get((row["model"], row["evaluation"]))
-        row["command"] = row_command(header["command"], row) if part is None else sweep.row_command(part, row)
+        command = header["command"] if part is None else evaluator.written(part.flags)
+        of_any_length = part is not None and not hasattr(part.flags, "lengths")
+        row["command"] = row_command(command, {**row, "length": None} if of_any_length else row)
         row["low"], row["high"] = max(row["low"], 0.0), min(row["high"], 1.0)
         row["kind"] = {"full": "full", evaluator.RECENCY: "recency"}.get(row["policy"], "policy")
     short: dict[str, str] = {}

@@ -34,7 +34,7 @@ import models
 from evals import evaluator, loglikelihood, report, selections, statistics, texts
 from evals.evaluator import Setting
 from evals.selections import Heads, Method
-from models import commands, provenance
+from models import commands
 from models.plan import When
 
 SELECT = "oracle,butler,quest,h2o,snapkv,streaming"
@@ -104,25 +104,13 @@ def make_chunks(
     return np.array([first + tokens[i * step : i * step + own] for i in range(count)], np.int32)
 
 
-def full_losses(
-    model: models.Decoder,
-    chunks: Int[np.ndarray, "n T"],
-    *,
-    batch: int = 4,
-    counted: int | None = None,
-    progress: tqdm | None = None,
-) -> Losses:
+def full_losses(model: models.Decoder, chunks: Int[np.ndarray, "n T"], **options: Any) -> Losses:
     """Measure the dense model, and keep its hidden states as the reference of all other settings.
 
     Args:
-        batch: the number of chunks per batch.
-        counted: count only the last so many tokens of each chunk.
+        options: ``batch``, ``counted`` and ``progress`` of :func:`losses`.
     """
-    found = loglikelihood.simulate(
-        model, chunks.tolist(), selections.parse_selection("full"), 0.0, block=1, batch=batch, keep_hidden=True,
-        on_row=_counting(progress),
-    )  # fmt: skip
-    return _losses(found, counted)
+    return losses(model, chunks, selections.parse_selection("full"), 0.0, keep_hidden=True, **options)
 
 
 def losses(
@@ -137,18 +125,21 @@ def losses(
     heads: Heads = "query",
     batch: int = 4,
     counted: int | None = None,
-    progress: tqdm | None = None,
+    progress: tqdm = evaluator.QUIET,
+    keep_hidden: bool = False,
 ) -> Losses:
     """Measure a selection.
 
     Args:
         selection, sparsity, butler, sinks, heads: see :func:`evals.selections.simulate`.
         full: the result of :func:`full_losses`; without it there is no divergence (NaN).
-        batch, counted: see :func:`full_losses`.
+        batch: the number of chunks per batch.
+        counted: count only the last so many tokens of each chunk.
+        keep_hidden: whether to keep the hidden states.
     """
     found = loglikelihood.simulate(
         model, chunks.tolist(), selection, sparsity, butler=butler, sinks=sinks, heads=heads, block=1, batch=batch,
-        reference=None if full is None else full.hidden, on_row=_counting(progress),
+        reference=None if full is None else full.hidden, keep_hidden=keep_hidden, on_row=lambda *_: progress.update(),
     )  # fmt: skip
     return _losses(found, counted)
 
@@ -162,7 +153,7 @@ def policy_losses(
     block: int = 32,
     batch: int = 4,
     counted: int | None = None,
-    progress: tqdm | None = None,
+    progress: tqdm = evaluator.QUIET,
     aids: evaluator.Aids = evaluator.NO_AIDS,
 ) -> Losses:
     """Measure a policy that evicts after every block, or once before the last ``counted`` tokens of each chunk.
@@ -180,17 +171,9 @@ def policy_losses(
     found = loglikelihood.predict(
         model, chunks.tolist(), [counted or 0] * len(chunks) if once else None, policy=aids.policy(setting),
         budget=setting.budget, block=block, when=setting.when, batch=batch, cache_dtype=setting.cache_dtype,
-        reference=None if full is None else full.hidden, on_row=_counting(progress), scorer=aids.of(setting),
+        reference=None if full is None else full.hidden, on_row=lambda *_: progress.update(), scorer=aids.of(setting),
     )  # fmt: skip
     return _losses(found, counted)
-
-
-def _counting(progress: tqdm | None) -> Callable[[int, loglikelihood.Predicted], None]:
-    def count(row: int, found: loglikelihood.Predicted) -> None:
-        if progress is not None:
-            progress.update()
-
-    return count
 
 
 def _losses(found: Sequence[loglikelihood.Predicted], counted: int | None) -> Losses:
@@ -215,12 +198,8 @@ def measure(
     chosen: Sequence[Method],
     sparsities: Sequence[float],
     *,
-    butler: models.Butler | None = None,
-    sinks: int = 4,
-    heads: Heads = "query",
-    batch: int = 4,
-    counted: int | None = None,
-    progress: tqdm | None = None,
+    progress: tqdm = evaluator.QUIET,
+    **options: Any,
 ) -> list[dict[str, Any]]:
     """Measure each selection at each sparsity; the first row is the dense model ("full").
 
@@ -228,23 +207,22 @@ def measure(
 
     Args:
         full: the result of :func:`full_losses`.
+        options: see :func:`losses`.
 
     Returns:
         Rows of ``select``, ``sparsity``, ``perplexity``, ``increase`` over the dense model (a share, by paired chunks)
         and ``kl``, the divergence from it, each of these three with its 95% interval over chunks; and of ``by_chunk``
         and ``kl_by_chunk``, the losses and divergences. With a single chunk, the intervals are None.
     """
-    settings: dict[str, Any] = dict(
-        full=full, butler=butler, sinks=sinks, heads=heads, batch=batch, counted=counted, progress=progress
-    )
     everything = selections.parse_selection("full")
     results = [_row(everything, 0.0, full, full)]
     for selection, sparsity in itertools.product(chosen, sparsities):
         if selection == everything:
             continue
-        if progress is not None:
-            progress.set_description(f"{selection}, sparsity {sparsity:g}")
-        found = losses(model, chunks, selection, sparsity, **settings) if sparsity else full
+        progress.set_description(f"{selection}, sparsity {sparsity:g}")
+        found = full
+        if sparsity:
+            found = losses(model, chunks, selection, sparsity, full=full, progress=progress, **options)
         results.append(_row(selection, sparsity, found, full))
     return results
 
@@ -256,17 +234,15 @@ def measure_policies(
     settings: Sequence[Setting],
     *,
     block: int = 32,
-    batch: int = 4,
-    counted: int | None = None,
-    progress: tqdm | None = None,
-    aids: evaluator.Aids = evaluator.NO_AIDS,
+    progress: tqdm = evaluator.QUIET,
+    **options: Any,
 ) -> list[dict[str, Any]]:
     """Measure each policy at each budget and moment.
 
     Args:
         full: the result of :func:`full_losses`.
         settings: the result of :func:`make_settings`.
-        aids: see :class:`evals.evaluator.Aids`.
+        options: see :func:`policy_losses`.
 
     Returns:
         Rows like those of :func:`measure`, with the setting, when it evicts, and ``difference``: the perplexity minus
@@ -274,11 +250,8 @@ def measure_policies(
     """
     results = []
     for setting in settings:
-        if progress is not None:
-            progress.set_description(f"{setting.policy}, budget {setting.budget}, {setting.when}")
-        found = policy_losses(
-            model, chunks, setting, full=full, block=block, batch=batch, counted=counted, progress=progress, aids=aids
-        )
+        progress.set_description(f"{setting.policy}, budget {setting.budget}, {setting.when}")
+        found = policy_losses(model, chunks, setting, full=full, block=block, progress=progress, **options)
         told = {name: setting.row()[name] for name in ("policy", "budget", "when", "evicts", "cache_dtype")}
         results.append({**told, "block": block, **against(found, full)})
     return results
@@ -326,72 +299,55 @@ def _larger(row: dict[str, Any], line: dict[str, Any]) -> dict[str, Any]:
 
 def table(results: Sequence[dict[str, Any]]) -> str:
     """Return a table with one row per selection and sparsity, compared with the dense model."""
-    rows = [
-        (
-            r["select"],
-            "none" if r["select"] == "full" else f"{r['sparsity']:g}",
-            f"{r['perplexity']:.3f}",
-            report.interval((r["low"], r["high"]), ".3f"),
-            "" if r["select"] == "full" else f"{r['increase']:+.2%}",
-            "" if r["select"] == "full" else report.interval((r["increase_low"], r["increase_high"]), "+.2%"),
-            f"{r['kl']:.4f}",
-        )
-        for r in results
+
+    def unless_full(cell: Callable[[dict[str, Any]], str]) -> report.Cell:
+        return lambda r: "" if r["select"] == "full" else cell(r)
+
+    cells: list[tuple[str, report.Cell]] = [
+        ("select", "{select}"),
+        ("sparsity", lambda r: "none" if r["select"] == "full" else f"{r['sparsity']:g}"),
+        ("perplexity", "{perplexity:.3f}"),
+        ("95%", report.between(".3f")),
+        ("against full", unless_full("{increase:+.2%}".format_map)),
+        ("95%", unless_full(report.between("+.2%", "increase_low", "increase_high"))),
+        ("KL", "{kl:.4f}"),
     ]
-    return report.columns(("select", "sparsity", "perplexity", "95%", "against full", "95%", "KL"), rows, left=1)
+    return report.table(results, cells, left=1)
 
 
 def ratio_table(comparisons: Sequence[dict[str, Any]]) -> str:
     """Return a table of how much larger each selection's perplexity is than the predictor's."""
-    rows = [
-        (
-            c["select"],
-            c["against"],
-            f"{c['sparsity']:g}",
-            f"{c['increase']:+.2%}",
-            report.interval((c["low"], c["high"]), "+.2%"),
-            c["larger"],
-        )
-        for c in comparisons
-    ]
-    return report.columns(("select", "against", "sparsity", "perplexity", "95%", "larger"), rows, left=2)
+    cells: list[tuple[str, report.Cell]] = [("select", "{select}"), ("against", "{against}")]
+    return report.table(comparisons, [*cells, ("sparsity", "{sparsity:g}"), *_LARGER], left=2)
 
 
 def policy_table(results: Sequence[dict[str, Any]]) -> str:
     """Return a table with one row per policy and budget; the difference to the dense model is as in CAOTE's tables."""
-    rows = [
-        (
-            r["policy"],
-            "all" if r["budget"] is None else str(r["budget"]),
-            report.evicts(r),
-            f"{r['perplexity']:.3f}",
-            report.interval((r["low"], r["high"]), ".3f"),
-            f"{r['difference']:+.3f}",
-            f"{r['increase']:+.2%}",
-            report.interval((r["increase_low"], r["increase_high"]), "+.2%"),
-            f"{r['kl']:.4f}",
-        )
-        for r in results
+    cells: list[tuple[str, report.Cell]] = [
+        ("policy", "{policy}"),
+        ("budget", report.budget),
+        ("evicts", report.evicts),
+        ("perplexity", "{perplexity:.3f}"),
+        ("95%", report.between(".3f")),
+        ("difference", "{difference:+.3f}"),
+        ("against full", "{increase:+.2%}"),
+        ("95%", report.between("+.2%", "increase_low", "increase_high")),
+        ("KL", "{kl:.4f}"),
     ]
-    head = ("policy", "budget", "evicts", "perplexity", "95%", "difference", "against full", "95%", "KL")
-    return report.columns(head, rows, left=3)
+    return report.table(results, cells, left=3)
 
 
 def policy_ratio_table(comparisons: Sequence[dict[str, Any]]) -> str:
     """Return a table of how much larger the perplexity is with CAOTE than without."""
-    rows = [
-        (
-            c["policy"],
-            c["against"],
-            str(c["budget"]),
-            report.evicts(c),
-            f"{c['increase']:+.2%}",
-            report.interval((c["low"], c["high"]), "+.2%"),
-            c["larger"],
-        )
-        for c in comparisons
-    ]
-    return report.columns(("policy", "against", "budget", "evicts", "perplexity", "95%", "larger"), rows, left=4)
+    cells: list[tuple[str, report.Cell]] = [("policy", "{policy}"), ("against", "{against}"), ("budget", "{budget}")]
+    return report.table(comparisons, [*cells, ("evicts", report.evicts), *_LARGER], left=4)
+
+
+_LARGER: list[tuple[str, report.Cell]] = [
+    ("perplexity", "{increase:+.2%}"),
+    ("95%", report.between("+.2%")),
+    ("larger", "{larger}"),
+]
 
 
 def perplexity_lines(
@@ -420,9 +376,7 @@ def perplexity_lines(
         axis.set_xlabel(label)
     axes[0, 0].set_ylabel("perplexity")
     figure.suptitle(title, fontsize=10.5)
-    with commands.replacing(path) as temporary:
-        figure.savefig(temporary, dpi=160)
-    plt.close(figure)
+    report.save(figure, path)
 
 
 def add_flags(flags: argparse.ArgumentParser) -> None:
@@ -459,7 +413,7 @@ def command(flags: argparse.Namespace) -> None:
     chosen = selections.parse_selections(flags.select)
     sparsities = selections.parse_sparsities(flags.sparsity)
     settings = [] if flags.policies is None else make_settings(flags)
-    evaluator.check_block_and_batch(flags)
+    evaluator.check_least(flags, block=1, batch=1)
     selections.check_flags(flags)
     text = texts.read_text(flags.text)
     model, tokenizer, butler = selections.load(flags, chosen)
@@ -488,9 +442,7 @@ def make_settings(flags: argparse.Namespace) -> list[Setting]:
     policies = parse_policies(flags.policies)
     budgets = [commands.parse_budget(budget) for budget in commands.split_list(flags.budgets)]
     moments: Any = commands.split_list(flags.when)
-    wrong = [name for name in moments if name not in get_args(When)]
-    if wrong or not moments:
-        raise ValueError(f"--when is {', '.join(wrong) or 'empty'}; expected some of {', '.join(get_args(When))}.")
+    evaluator.check_names("--when", moments, get_args(When))
     evaluator.check_budgets(policies, budgets)
     dtype = getattr(flags, "cache_dtype", None)
     eight_bits_alone = [] if dtype is None else [Setting("full", None, "block", "agnostic", 0, dtype)]
@@ -566,29 +518,18 @@ def run(
             evicted = measure_policies(model, chunks, full, settings, block=flags.block, aids=aids, **shared)
         progress.set_description("done")
     comparisons, gains = compare(results), compare_policies(evicted)
-    tables = [
-        table(results),
-        ratio_table(comparisons) if comparisons else "",
-        policy_table(evicted) if evicted else "",
-        policy_ratio_table(gains) if gains else "",
-    ]
-    print("\n\n".join(text for text in tables if text))
-    if flags.json is not None:
-        figures = {
-            "evaluation": name,
-            "settings": evaluator.settings(flags),
-            "chunks": len(chunks),
-            "results": results,
-            "comparisons": comparisons,
-            **({"policies": evicted, "policy_comparisons": gains} if evicted else {}),
-        }
-        provenance.write(flags, figures, made_of)
-        print(f"figures: {flags.json}")
-    if flags.plot is not None:
-        title = f"{title} ({len(chunks)} chunks of {chunks.shape[1]} tokens)"
-        of_budgets = [r for r in evicted if r["budget"] is not None]
-        perplexity_lines(results, of_budgets, flags.plot, title=title)
-        print(f"picture: {flags.plot}")
+    report.show(table(results), ratio_table(comparisons), policy_table(evicted), policy_ratio_table(gains))
+    figures = {
+        "evaluation": name,
+        "settings": evaluator.settings(flags),
+        "chunks": len(chunks),
+        "results": results,
+        "comparisons": comparisons,
+        **({"policies": evicted, "policy_comparisons": gains} if evicted else {}),
+    }
+    title = f"{title} ({len(chunks)} chunks of {chunks.shape[1]} tokens)"
+    of_budgets = [r for r in evicted if r["budget"] is not None]
+    report.write(flags, figures, made_of, lambda path: perplexity_lines(results, of_budgets, path, title=title))
 
 
 def _check_told(setting: Setting, counted: int | None) -> bool:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import argparse
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from models import commands, provenance
+
+Cell = str | Callable[[Any], str]
 CAOTE_LINKS = ("caote", "fast_caote")
 MOMENTS = {"block": "after every block", "prompt": "once", "published": "as published"}
 PICTURES = (".png", ".svg", ".pdf")
@@ -27,52 +31,86 @@ def task_table(
         notes: lines below the table.
     """
     where = ("model", "evaluation", "length", "budget", "when", "question")
-    line = {tuple(r[name] for name in where): r["score"] for r in rows if r["policy"] == recency}
+    under = below(rows, recency, "score", where)
     tasks = list(dict.fromkeys(task for r in rows for task in r["tasks"]))
     several = [name for name in ("model", "evaluation", "length") if len({r[name] for r in rows}) > 1]
-    lines = []
-    for r in rows:
-        floor = line.get(tuple(r[name] for name in where))
-        under = floor is not None and r["score"] < floor
-        lines.append(
-            (
-                *(str(r[name]) for name in several),
-                r["policy"],
-                "all" if r["budget"] is None else str(r["budget"]),
-                evicts(r),
-                r["question"],
-                f"{r['score']:.3f}{'-' if under else ' '}",
-                f"{r['low']:.3f}..{r['high']:.3f}",
-                *(f"{r['tasks'][task]['score']:.2f}" if task in r["tasks"] else "" for task in tasks),
-                f"{r['cache_bytes'] / 2**20:.2f}",
-                rate(r["decode_tokens_per_second"]),
-            )
-        )
-    names = [short.get(task, task) for task in tasks]
-    head = (*several, "policy", "budget", "evicts", "question", "mean", "95%", *names, "cache MiB", "decode tok/s")
-    marked = [f"'-': under plain recency, {recency}"] if any("-" in row[len(several) + 4] for row in lines) else []
-    return "\n".join([columns(head, lines, left=len(several) + 4), *marked, *notes])
+
+    def of_task(task: str) -> tuple[str, Cell]:
+        return short.get(task, task), lambda r: f"{r['tasks'][task]['score']:.2f}" if task in r["tasks"] else ""
+
+    text = table(
+        rows,
+        [
+            *((name, f"{{{name}}}") for name in several),
+            ("policy", "{policy}"),
+            ("budget", budget),
+            ("evicts", evicts),
+            ("question", "{question}"),
+            ("mean", lambda r: f"{r['score']:.3f}{'-' if under(r) else ' '}"),
+            ("95%", "{low:.3f}..{high:.3f}"),
+            *map(of_task, tasks),
+            ("cache MiB", lambda r: f"{r['cache_bytes'] / 2**20:.2f}"),
+            ("decode tok/s", lambda r: rate(r["decode_tokens_per_second"])),
+        ],
+        left=len(several) + 4,
+    )
+    marked = [f"'-': under plain recency, {recency}"] if any(map(under, rows)) else []
+    return "\n".join([text, *marked, *notes])
+
+
+def below(
+    rows: Sequence[dict[str, Any]], recency: str, value: str, where: Sequence[str]
+) -> Callable[[dict[str, Any]], bool]:
+    """Return a function that tells whether a row's value is below that of plain recency with the same ``where``."""
+    floors = {tuple(r[name] for name in where): r[value] for r in rows if r["policy"] == recency}
+    return lambda r: r[value] < floors.get(tuple(r[name] for name in where), r[value])
 
 
 def comparison_table(comparisons: Sequence[dict[str, Any]]) -> str:
     """Return a table of whether each policy with CAOTE is better than the same policy without it."""
-    several = [name for name in ("length",) if len({c.get(name) for c in comparisons}) > 1]
-    rows = [
-        (
-            *(str(c[name]) for name in several),
-            c["policy"],
-            c["against"],
-            str(c["budget"]),
-            evicts(c),
-            c["question"],
-            f"{c['difference']:+.3f}",
-            f"{c['low']:+.3f}..{c['high']:+.3f}",
-            c["better"],
-        )
-        for c in comparisons
-    ]
-    head = (*several, "policy", "against", "budget", "evicts", "question", "difference", "95%", "better")
-    return columns(head, rows, left=5 + len(several))
+    several = [("length", "{length}")] if len({c.get("length") for c in comparisons}) > 1 else []
+    return table(
+        comparisons,
+        [
+            *several,
+            ("policy", "{policy}"),
+            ("against", "{against}"),
+            ("budget", "{budget}"),
+            ("evicts", evicts),
+            ("question", "{question}"),
+            ("difference", "{difference:+.3f}"),
+            ("95%", "{low:+.3f}..{high:+.3f}"),
+            ("better", "{better}"),
+        ],
+        left=5 + len(several),
+    )
+
+
+def check_outputs(figures: Path | None, *pictures: Path | None) -> None:
+    """Check before any work that a JSON file and pictures can be written.
+
+    Raises:
+        ValueError, OSError, ImportError: a picture cannot be drawn (:func:`check_plot`), or a file cannot be written.
+    """
+    for path in pictures:
+        if path is not None:
+            check_plot(path)
+    commands.check_outputs([figures, *pictures])
+
+
+def write(
+    flags: argparse.Namespace,
+    figures: Mapping[str, Any],
+    made_of: Mapping[str, Any],
+    draw: Callable[[Path], None] = lambda path: None,
+) -> None:
+    """Write the JSON and draw the picture that a command's flags ask for, and print their paths."""
+    if flags.json is not None:
+        provenance.write(flags, figures, made_of)
+        print(f"figures: {flags.json}")
+    if getattr(flags, "plot", None) is not None:
+        draw(flags.plot)
+        print(f"picture: {flags.plot}")
 
 
 def check_plot(path: Path) -> None:
@@ -93,6 +131,11 @@ def check_plot(path: Path) -> None:
 def group(result: dict[str, Any]) -> tuple[str, str, Any]:
     """Return the panel in which a result is drawn: its question, moment and budget."""
     return result["question"], result["when"], result["budget"]
+
+
+def budget(row: Mapping[str, Any]) -> str:
+    """Return the budget of a row in words."""
+    return "all" if row["budget"] is None else str(row["budget"])
 
 
 def evicts(row: Mapping[str, Any]) -> str:
@@ -158,17 +201,61 @@ def interval(bounds: Sequence[float | None] | None, form: str) -> str:
     return "n/a" if low is None or high is None else f"{low:{form}}..{high:{form}}"
 
 
+def between(form: str, low: str = "low", high: str = "high") -> Callable[[Mapping[str, Any]], str]:
+    """Return the cell of an interval whose ends are two fields of a row."""
+    return lambda row: interval((row[low], row[high]), form)
+
+
 def colour(index: int) -> str:
     """Return a line's colour; after the last colour comes the first again."""
     return COLOURS[index % len(COLOURS)]
 
 
-def plain(axis: Any) -> None:
+def plain(axis: Any, *, grid: str = "y") -> None:
     """Draw light grid lines, and no frame on top and right."""
-    axis.grid(axis="y", color=GREY, alpha=0.25, linewidth=0.8)
+    axis.grid(axis=grid, color=GREY, alpha=0.25, linewidth=0.8)
     axis.tick_params(labelsize=8)
     for side in ("top", "right"):
         axis.spines[side].set_visible(False)
+
+
+def legend(figure: Any, handles: Mapping[str, Any], *, columns: int = 4) -> None:
+    """Draw a figure's legend below its panels."""
+    found = list(handles.values()), list(handles)
+    figure.legend(*found, loc="outside lower center", ncols=min(columns, len(handles)), fontsize=8, frameon=False)
+
+
+def save(figure: Any, path: Path, *, dpi: int = 160) -> None:
+    """Write a figure to a file, whole or not at all, and close it."""
+    with commands.replacing(path) as temporary:
+        figure.savefig(temporary, dpi=dpi)
+    pyplot().close(figure)
+
+
+def show(*texts: str) -> None:
+    """Print the texts that are not empty, with an empty line between them."""
+    print("\n\n".join(text for text in texts if text))
+
+
+def table(rows: Sequence[Mapping[str, Any]], cells: Sequence[tuple[str, Cell]], *, left: int) -> str:
+    """Return a table in text with one line per row, or an empty text without rows.
+
+    Args:
+        cells: each column's head, and the text of its cells: a format of the row's fields, or a function of the row.
+        left: as in :func:`columns`.
+
+    Example:
+        >>> from evals import report
+        >>> cells = [("policy", "{policy}"), ("budget", report.budget), ("share", "{share:.1%}")]
+        >>> print(report.table([{"policy": "h2o", "budget": None, "share": 0.5}], cells, left=2))
+        policy  budget  share
+        ------  ------  -----
+        h2o     all     50.0%
+    """
+    if not rows:
+        return ""
+    lines = [[cell.format_map(r) if isinstance(cell, str) else cell(r) for _, cell in cells] for r in rows]
+    return columns([head for head, _ in cells], lines, left=left)
 
 
 def columns(head: Sequence[str], rows: Sequence[Sequence[str]], *, left: int) -> str:

@@ -389,8 +389,7 @@ def check(flags: argparse.Namespace) -> None:
     if flags.data is not None:
         _check_data(flags)
         return
-    if _samples(flags) < 1:
-        raise ValueError(f"--samples is {flags.samples}; give at least 1.")
+    evaluator.check_least(flags, samples=1)
     _lengths(flags)
     read = read_sources(flags)
     missing = [task for task in _tasks(flags) if task in QA and task not in read.documents]
@@ -411,20 +410,28 @@ def make_groups(flags: argparse.Namespace, config: models.Config, tokenizer: mod
     """Make one group per task and length, or per task of the samples that ``--data`` names."""
     if flags.data is not None:
         return documents.make_groups(flags, config, tokenizer, PUBLISHED, _file, _no_hub, cut=False)
-    sources, count = read_sources(flags), _samples(flags)
-    return [
-        Group(
-            task,
-            length,
-            count,
-            functools.partial(_draw, task, tokenizer, length, sources, count, flags.seed, flags.chat),
-            NEW_TOKENS[task],
-            functools.partial(_score, any_of if task in QA else recall),
-            probe=functools.partial(_probe, task, tokenizer, length, sources, count, flags.seed, flags.chat),
-        )
-        for length in _lengths(flags)
-        for task in _tasks(flags)
-    ]
+    sources = read_sources(flags)
+    return [_group(task, length, flags, tokenizer, sources) for length in _lengths(flags) for task in _tasks(flags)]
+
+
+def _group(task: str, length: int, flags: argparse.Namespace, tokenizer: models.Tokenizer, sources: Sources) -> Group:
+    metric, count = any_of if task in QA else recall, _samples(flags)
+
+    def draw(count: int = count) -> list[TextSample]:
+        each = range(count)
+        return [sample(task, i, tokenizer, length, sources, seed=flags.seed, chat=flags.chat) for i in each]
+
+    def probe() -> list[TextSample]:
+        """Return the first sample, after a check that each one's smallest form fits; the others are not made long."""
+        for index in range(count):
+            build, least = _builder(task, index, length, sources, flags.seed)
+            _check_fits(task, _encoded(build(least), tokenizer, flags.chat), length)
+        return draw(1)
+
+    def score(answer: evaluator.Answer, sample: TextSample) -> float:
+        return metric(answer.text, sample.references)
+
+    return Group(task, length, count, draw, NEW_TOKENS[task], score, probe=probe)
 
 
 def notes(flags: argparse.Namespace) -> list[str]:
@@ -475,26 +482,6 @@ def _samples(flags: argparse.Namespace) -> int:
 def _tasks(flags: argparse.Namespace) -> list[str]:
     with_files = {read_documents(path)[0] for path in flags.qa or []}
     return evaluator.choose("--tasks", flags.tasks, TASKS, [t for t in TASKS if t not in QA or t in with_files])
-
-
-def _draw(
-    task: str, tokenizer: Any, length: int, sources: Sources, count: int, seed: int, chat: bool
-) -> list[TextSample]:
-    return [sample(task, index, tokenizer, length, sources, seed=seed, chat=chat) for index in range(count)]
-
-
-def _probe(
-    task: str, tokenizer: Any, length: int, sources: Sources, count: int, seed: int, chat: bool
-) -> list[TextSample]:
-    """Return the first sample, after a check that each sample's smallest form fits; the others are not made long."""
-    for index in range(count):
-        build, least = _builder(task, index, length, sources, seed)
-        _check_fits(task, _encoded(build(least), tokenizer, chat), length)
-    return _draw(task, tokenizer, length, sources, 1, seed, chat)
-
-
-def _score(metric: Callable[[str, Sequence[str]], float], answer: evaluator.Answer, sample: TextSample) -> float:
-    return metric(answer.text, sample.references)
 
 
 def _builder(task: str, index: int, length: int, sources: Sources, seed: int) -> tuple[Callable[[int], Draft], int]:
@@ -595,7 +582,7 @@ def _common_words(rng: np.random.Generator, units: int, length: int, wording: Wo
 
 def _word_list(rng: np.random.Generator, units: int, often: int, seldom: int, wording: Wording) -> Draft:
     words = _words()
-    known = words[: _plain_words()] if units <= _plain_words() else words
+    known = words[: len(_plain())] if units <= len(_plain()) else words
     drawn = [known[i] for i in rng.permutation(len(known))[:units]]
     common, others = drawn[:10], drawn[10:]
     listed = common * often + others * seldom
@@ -646,11 +633,6 @@ def _random(rng: np.random.Generator, kind: str) -> str:
 
 def _letters(rng: np.random.Generator, count: int, alphabet: str) -> str:
     return "".join(alphabet[i] for i in rng.integers(len(alphabet), size=count))
-
-
-@functools.cache
-def _plain_words() -> int:
-    return len(_plain())
 
 
 @functools.cache

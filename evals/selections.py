@@ -40,7 +40,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 import kvjax
 import models
-from evals import report
+from evals import evaluator, report
 from kernels_pallas.softmax import scaled
 from kvjax import sources
 from kvjax.checks import check_count
@@ -48,7 +48,7 @@ from kvjax.names import called, makers, registered, written
 from kvjax.select import share_of_tokens
 from kvjax.transforms import check_kernel, pooled
 from models.butler import importance as predicted_importance
-from models.commands import check_outputs, split_list
+from models.commands import split_list
 from models.decoder import frequencies, rope_of_layer
 
 Heads = Literal["query", "group"]
@@ -183,13 +183,41 @@ def simulate(
     tokens: Int[Array | np.ndarray, "B T"],
     selection: str | Method,
     sparsity: float,
+    **options: Any,
+) -> Float[Array, "B T V"]:
+    """Run a teacher-forced forward in which each row reads only what the selection keeps, and return its logits.
+
+    Args:
+        model, tokens, selection, sparsity, options: see :func:`hidden_states`.
+
+    Returns:
+        Logits in float32.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from flax import nnx
+        >>> import models
+        >>> from evals.selections import simulate
+        >>> config = models.Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2)
+        >>> model = models.Decoder(config, rngs=nnx.Rngs(0))
+        >>> simulate(model, jnp.arange(12)[None], "oracle", 0.5).shape
+        (1, 12, 64)
+    """
+    return _logits(model, hidden_states(model, tokens, selection, sparsity, **options))
+
+
+def hidden_states(
+    model: models.Decoder,
+    tokens: Int[Array | np.ndarray, "B T"],
+    selection: str | Method,
+    sparsity: float,
     *,
     butler: models.Butler | None = None,
     sinks: int = 4,
     heads: Heads = "query",
     chunk: int = QUERIES_A_CHUNK,
-) -> Float[Array, "B T V"]:
-    """Run a teacher-forced forward in which each row reads only what the selection keeps, and return its logits.
+) -> Float[Array, "B T E"]:
+    """Return the hidden states of :func:`simulate`, from which ``model.logits`` computes logits.
 
     Each shape and selection is compiled once; the sparsity is an argument of the compiled program. Memory grows with
     ``chunk`` x T for sources and with T for policies, and not with the number of layers.
@@ -204,39 +232,9 @@ def simulate(
             them under a policy.
         chunk: the number of rows that are computed at a time.
 
-    Returns:
-        Logits in float32.
-
     Raises:
         ValueError: the sparsity is outside [0, 1), the tokens are not [B, T], the predictor is missing, or ``sinks``
             is negative.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from flax import nnx
-        >>> import models
-        >>> from evals.selections import simulate
-        >>> config = models.Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2)
-        >>> model = models.Decoder(config, rngs=nnx.Rngs(0))
-        >>> simulate(model, jnp.arange(12)[None], "oracle", 0.5).shape
-        (1, 12, 64)
-    """
-    hidden = hidden_states(model, tokens, selection, sparsity, butler=butler, sinks=sinks, heads=heads, chunk=chunk)
-    return _logits(model, hidden)
-
-
-def hidden_states(
-    model: models.Decoder,
-    tokens: Int[Array | np.ndarray, "B T"],
-    selection: str | Method,
-    sparsity: float,
-    *,
-    butler: models.Butler | None = None,
-    sinks: int = 4,
-    heads: Heads = "query",
-    chunk: int = QUERIES_A_CHUNK,
-) -> Float[Array, "B T E"]:
-    """Run :func:`simulate`'s forward, and return the hidden states from which ``model.logits`` computes logits.
 
     Example:
         >>> import jax.numpy as jnp
@@ -309,6 +307,7 @@ def hits(
     return _hits(model, tokens, kept_tokens(tokens.shape[1], sparsity), butler, selection.source, chunk)
 
 
+@jax.jit
 def last_logits(model: models.Decoder, tokens: Int[Array | np.ndarray, "B T"]) -> Float[Array, "L B N T"]:
     """Return the true attention logits ``q.k / sqrt(D)`` of each sequence's last query, in every layer and head.
 
@@ -323,7 +322,11 @@ def last_logits(model: models.Decoder, tokens: Int[Array | np.ndarray, "B T"]) -
         >>> last_logits(models.Decoder(config, rngs=nnx.Rngs(0)), jnp.arange(12)[None]).shape
         (2, 1, 4, 12)
     """
-    return _last_logits(model, jnp.asarray(tokens))
+
+    def of_layer(layer):
+        return layer.dense(QUERIES_A_CHUNK), sources.logits(layer.query[:, -1:], layer.key)[:, :, 0]
+
+    return _run(model, tokens, None, None, of_layer)[1]
 
 
 def kept_tokens(length: int, sparsity: float) -> Int[np.ndarray, "T"]:
@@ -438,12 +441,8 @@ def check_flags(flags: argparse.Namespace) -> None:
     Raises:
         ValueError, OSError, ImportError: a size is too small, or an output cannot be written.
     """
-    for name, least in (("batch", 1), ("sinks", 0)):
-        if getattr(flags, name) < least:
-            raise ValueError(f"--{name} is {getattr(flags, name)}; give at least {least}.")
-    if flags.plot is not None:
-        report.check_plot(flags.plot)
-    check_outputs([flags.json, flags.plot])
+    evaluator.check_least(flags, batch=1, sinks=0)
+    report.check_outputs(flags.json, flags.plot)
 
 
 def load(flags: argparse.Namespace, selections: Sequence[Method]) -> tuple[models.Decoder, Any, models.Butler | None]:
@@ -455,9 +454,7 @@ def load(flags: argparse.Namespace, selections: Sequence[Method]) -> tuple[model
         ValueError: the model has no tokenizer, or a predictor is missing or belongs to another model.
         FileNotFoundError: a folder does not exist.
     """
-    model, tokenizer = models.load(flags.model, dtype=flags.dtype)
-    if tokenizer is None:
-        raise ValueError(f"{flags.model} has no tokenizer.json, and text is needed; copy it from the model's source.")
+    model, tokenizer = evaluator.load(flags)
     butler = None
     if any(selection.needs_butler for selection in selections):
         load_it = models.own_butler if flags.butler is None else models.load_butler
@@ -589,9 +586,7 @@ def _run(model, tokens, butler, source, of_layer):
     return hidden, outputs
 
 
-@jax.jit
-def _logits(model, hidden):
-    return model.logits(hidden)
+_logits = jax.jit(lambda model, hidden: model.logits(hidden))
 
 
 @functools.partial(jax.jit, static_argnames=("source", "sinks", "chunk"))
@@ -634,14 +629,6 @@ def _hits(model, tokens, kept, butler, source, chunk):
         return layer.dense(chunk), _in_chunks(of_rows, chunk, layer.position, *layer.arrays)
 
     return Hits(*jnp.moveaxis(_run(model, tokens, butler, source, of_layer)[1], -1, 0))
-
-
-@jax.jit
-def _last_logits(model, tokens):
-    def of_layer(layer):
-        return layer.dense(QUERIES_A_CHUNK), sources.logits(layer.query[:, -1:], layer.key)[:, :, 0]
-
-    return _run(model, tokens, None, None, of_layer)[1]
 
 
 @functools.partial(jax.jit, static_argnames=("policy", "sinks", "chunk"))
@@ -717,12 +704,9 @@ def _oracle_evicting(layer: _Layer, kept, sinks) -> Float[Array, "B T N D"]:
         position = jnp.full((B, 1), at)
         logits = layer.logits(position, query[:, None])
         reads = kvjax.selected_mask(
-            logits[:, :, 0],
-            jnp.where(left, every[None, None], -1),
-            jnp.full(B, budget),
-            sinks=sinks,
+            logits[:, :, 0], jnp.where(left, every[None, None], -1), jnp.full(B, budget), sinks=sinks,
             query_position=position[:, 0],
-        )
+        )  # fmt: skip
         out = layer.attend(jnp.where(reads[:, :, None], logits, -jnp.inf))
         return reads | (every > at)[None, None], out[:, 0]
 

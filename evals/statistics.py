@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -35,19 +36,6 @@ def wilson(successes: float, trials: int) -> tuple[float, float]:
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
-def paired_difference(first: Sequence[bool], second: Sequence[bool]) -> tuple[float, float, float]:
-    """Return the mean of ``second - first`` on the same samples, and its 95% interval.
-
-    Example:
-        >>> from evals.statistics import paired_difference
-        >>> paired_difference([False] * 50, [True] * 25 + [False] * 25)[0]
-        0.5
-    """
-    if len(first) != len(second) or not first:
-        raise ValueError(f"{len(first)} and {len(second)} outcomes cannot be paired; give the same samples twice.")
-    return paired_interval([int(b) - int(a) for a, b in zip(first, second, strict=True)])
-
-
 def paired_interval(differences: Sequence[float]) -> tuple[float, float, float]:
     """Return the mean of differences on the same samples, and its 95% interval, which stays within their range.
 
@@ -70,6 +58,18 @@ def paired_interval(differences: Sequence[float]) -> tuple[float, float, float]:
     if _chance(differences) > 0.05:
         low, high = min(low, 0.0), max(high, 0.0)
     return mean, low, high
+
+
+def compared(differences: Sequence[float]) -> dict[str, Any]:
+    """Return the mean of differences on the same samples as a row's fields, with its interval and verdict.
+
+    Example:
+        >>> from evals.statistics import compared
+        >>> compared([1, -1])
+        {'difference': 0.0, 'low': -0.795..., 'high': 0.795..., 'better': 'within noise'}
+    """
+    mean, low, high = paired_interval(differences)
+    return {"difference": mean, "low": low, "high": high, "better": verdict(low, high)}
 
 
 def mean_interval(values: Sequence[float]) -> tuple[float, float, float]:

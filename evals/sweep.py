@@ -1,18 +1,7 @@
 """Sweeps: a file of models, policies, allocations, budgets and tasks becomes one folder of results.
 
-    models = ["retriever"]
-    policies = ["full", "snapkv", "snapkv+caote"]
-    allocations = ["uniform", "adakv"]
-    budgets = [64, 0.25]
-    when = ["prompt"]
-
-    [tasks.ruler]
-    tasks = ["niah_single_1", "vt"]
-    lengths = [1024]
-    samples = 4
-
-``tasks`` has a table per evaluation, with its own flags. A killed run is resumed. ``python -m evals report FOLDER``
-makes a page of the results.
+The examples below begin with such a file. ``tasks`` has a table per evaluation, with its own flags. A killed run is
+resumed. ``python -m evals report FOLDER`` makes a page of the results.
 """
 
 from __future__ import annotations
@@ -87,18 +76,6 @@ def plan(content: Mapping[str, Any]) -> list[Part]:
         raise ValueError(f"import is {modules!r}; give the name of a module, or several by comma.")
     commands.import_modules(modules)
     return [_part(content, model, name, options) for model in models for name, options in tasks.items()]
-
-
-def row_command(part: Part, row: Mapping[str, Any]) -> str:
-    """Return the command line that makes only one row of the results."""
-    wanted = argparse.Namespace(**vars(part.flags))
-    wanted.policies, wanted.allocations = row["policy"], ""
-    wanted.when, wanted.question = row["when"], row["question"]
-    if row["budget"] is not None:
-        wanted.budgets = str(row["budget"])
-    if row["length"] is not None and hasattr(wanted, "lengths"):
-        wanted.lengths = str(row["length"])
-    return evaluator.written(wanted)
 
 
 def add_flags(flags: argparse.ArgumentParser) -> None:
@@ -200,7 +177,7 @@ def _part(content: Mapping[str, Any], model: str, name: str, options: Mapping[st
         raise ValueError(f"[tasks.{name}]: {error}.") from None
     flags.name = name
     questions = evaluator.PLACEMENTS if name == "needle" else evaluator.KNOWN_OR_NOT
-    evaluator.check_block_and_batch(flags)
+    evaluator.check_least(flags, block=1, batch=1)
     return Part(flags, evaluator.make_settings(flags, questions))
 
 
@@ -265,7 +242,7 @@ def _cannot_be(parts: Sequence[Part]) -> list[str]:
             continue
         for group in groups:
             try:
-                evaluator.probe(group)
+                group.few()
             except ValueError as error:
                 wrong.append(_named(flags, group, error))
     return wrong

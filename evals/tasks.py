@@ -69,7 +69,7 @@ def random_fact(
     taken = {(other.attribute, other.key) for other in others}
     values = {other.value for other in others}
     while True:
-        attribute, first, second = _pick(rng, attributes), _pick(rng, prose.ADJECTIVES), _pick(rng, prose.NOUNS)
+        attribute, first, second = pick(rng, attributes), pick(rng, prose.ADJECTIVES), pick(rng, prose.NOUNS)
         key = f"{first} {second}" if rng.random() < two_words else second
         if others and rng.random() < alike:
             other = others[int(rng.integers(len(others)))]
@@ -123,7 +123,7 @@ def haystack_sentence(rng: np.random.Generator, source: prose.Source = "test") -
     >>> haystack_sentence(np.random.default_rng(3))[-1]
     '.'
     """
-    return _pick(rng, prose.sentences(source)) if rng.random() < 1 / 3 else prose.template_sentence(rng)
+    return pick(rng, prose.sentences(source)) if rng.random() < 1 / 3 else prose.template_sentence(rng)
 
 
 def needle(
@@ -176,7 +176,7 @@ def needle(
     target, others = sentences[0], sentences[1:]
     opening, closing = _frame(asked, question)
 
-    size = lambda text: len(_ids(tokenizer, text)) - 1  # noqa: E731  without BOS
+    size = lambda text: len(ids(tokenizer, text)) - 1  # noqa: E731  without BOS
     room = length - 1 - size(opening) - size("\n" + closing)
     room -= sum(size(" " + sentence) for sentence in sentences)
     filler: list[str] = []
@@ -190,7 +190,7 @@ def needle(
         at = int(np.searchsorted(sizes, depth * sizes[-1], side="right")) - 1
         context = opening + " ".join([*body[:at], target, *body[at:]])
         prompt = f"{context}\n{closing}"
-        tokens = _ids(tokenizer, prompt)
+        tokens = ids(tokenizer, prompt)
         if len(tokens) <= length:
             break
         if not filler:
@@ -199,11 +199,12 @@ def needle(
                 "give fewer facts or a greater length."
             )
         filler.pop()
-    answer_tokens = _ids(tokenizer, f"{prompt} {asked.value}")[len(tokens) :]
-    return Sample(prompt, asked.value, tokens, answer_tokens, len(_ids(tokenizer, context)))
+    answer_tokens = ids(tokenizer, f"{prompt} {asked.value}")[len(tokens) :]
+    return Sample(prompt, asked.value, tokens, answer_tokens, len(ids(tokenizer, context)))
 
 
-def _pick(rng: np.random.Generator, items: Sequence[str]) -> str:
+def pick(rng: np.random.Generator, items: Sequence[str]) -> str:
+    """Draw one of some texts."""
     return items[int(rng.integers(len(items)))]
 
 
@@ -212,7 +213,7 @@ def _of(fact: Fact) -> str:
 
 
 def _state(rng: np.random.Generator, fact: Fact) -> str:
-    return statement(fact, _pick(rng, INTRODUCTIONS) if rng.random() < 0.5 else "")
+    return statement(fact, pick(rng, INTRODUCTIONS) if rng.random() < 0.5 else "")
 
 
 def _frame(asked: Fact, placement: Placement) -> tuple[str, str]:
@@ -230,6 +231,7 @@ def _spread(filler: list[str], others: list[str], places: np.ndarray) -> list[st
     return body
 
 
-def _ids(tokenizer: Any, text: str) -> list[int]:
+def ids(tokenizer: Any, text: str) -> list[int]:
+    """Return the ids of a text from a tokenizer that returns them, or an object with ``.ids``."""
     encoded = tokenizer.encode(text)
     return list(getattr(encoded, "ids", encoded))

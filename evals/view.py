@@ -117,17 +117,9 @@ def trace(
 
     said: list[int] = []
     steps = models.stream(
-        model,
-        np.array([list(tokens)], np.int32),
-        policy=models.with_repeat_prompt(policy, tokenizer),
-        budget=budget,
-        block=block,
-        when=when,
-        question=question,
-        max_new_tokens=new_tokens,
-        scorer=scorer,
-        on_cache=after_block,
-    )
+        model, np.array([list(tokens)], np.int32), policy=models.with_repeat_prompt(policy, tokenizer), budget=budget,
+        block=block, when=when, question=question, max_new_tokens=new_tokens, scorer=scorer, on_cache=after_block,
+    )  # fmt: skip
     for token, cache in steps:
         if followed is not None and said:
             followed.add(f"answer, step {len(said)}", length + len(said), held_tokens(cache, total))
@@ -176,24 +168,21 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
     flags.add_argument("--length", type=int, default=384, help="tokens of the default prompt")
     flags.add_argument("--seed", type=int, default=0)
     flags.add_argument("--dtype", help="float32, bfloat16 or float16; the checkpoint's by default")
-    flags.add_argument("--mesh", help=argparse.SUPPRESS)
     flags.add_argument("--html", type=Path, required=True, help="write the page here")
 
 
 def command(flags: argparse.Namespace) -> None:
     """Write the page."""
-    for name in ("block", "max_new_tokens", "length"):
-        if getattr(flags, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} is {getattr(flags, name)}; give at least 1.")
+    evaluator.check_least(flags, block=1, max_new_tokens=1, length=1)
     policies = [p if p == "full" else str(kvjax.parse(p)) for p in commands.split_list(flags.policies)]
     policies = list(dict.fromkeys(policies))
     if not policies:
         raise ValueError("no policy was given; name two or more, such as --policies full,snapkv+caote.")
     budget = commands.parse_budget(flags.budget)
-    for policy in policies:
-        if policy != "full" and isinstance(budget, int):
-            kvjax.check_budget(kvjax.parse(policy), budget)
-    prompt = None if flags.prompt_file is None else _read(flags.prompt_file)
+    evaluator.check_budgets([policy for policy in policies if policy != "full"], [budget])
+    prompt = None if flags.prompt_file is None else commands.read_text(flags.prompt_file, "prompt")
+    if prompt is not None and not prompt.strip():
+        raise ValueError(f"{flags.prompt_file} is empty; give some text.")
     commands.check_outputs([flags.html])
     model, tokenizer = evaluator.load(flags)
     scorer = evaluator.load_scorer(flags, model)
@@ -211,21 +200,15 @@ def command(flags: argparse.Namespace) -> None:
     blocks = math.ceil(len(tokens) / flags.block)
     if blocks + flags.max_new_tokens + 2 >= NEVER:
         raise ValueError(f"{len(tokens):,} tokens in blocks of {flags.block} are too many steps; give larger blocks.")
-    for policy in policies:  # all policies are checked before the first is run
-        models.stream(
-            model, np.array([list(tokens)], np.int32), policy=policy, budget=None if policy == "full" else budget,
-            block=flags.block, when=flags.when, question=question, max_new_tokens=flags.max_new_tokens,
-            scorer=scorers.get(policy),
-        )  # fmt: skip
-    traces = []
-    for policy in commands.progress_bar("policy", over=policies):
-        traces.append(
-            trace(
-                model, tokenizer, tokens, policy=policy, budget=None if policy == "full" else budget,
-                block=flags.block, when=flags.when, question=question, new_tokens=flags.max_new_tokens,
-                scorer=scorers.get(policy),
-            )
-        )  # fmt: skip
+    shared: dict[str, Any] = dict(block=flags.block, when=flags.when, question=question)
+    runs: list[dict[str, Any]] = [
+        dict(policy=policy, budget=None if policy == "full" else budget, scorer=scorers.get(policy), **shared)
+        for policy in policies
+    ]
+    for given in runs:  # all policies are checked before the first is run
+        models.stream(model, np.array([list(tokens)], np.int32), max_new_tokens=flags.max_new_tokens, **given)
+    bar = commands.progress_bar("policy", over=runs)
+    traces = [trace(model, tokenizer, tokens, new_tokens=flags.max_new_tokens, **given) for given in bar]
     data = {
         "title": "What did each policy forget?",
         "model": flags.model,
@@ -241,10 +224,3 @@ def command(flags: argparse.Namespace) -> None:
     for found in traces:
         print(f"{found['policy']}, budget {found['budget'] or 'all'}: {found['answer']!r}")
     print(f"page: {flags.html}" + ("" if wanted is None else f" (the right answer is {wanted})"))
-
-
-def _read(path: Path) -> str:
-    text = commands.read_text(path, "prompt")
-    if not text.strip():
-        raise ValueError(f"{path} is empty; give some text.")
-    return text

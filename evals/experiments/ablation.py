@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import models
 from evals import evaluator, needle, report, verdicts
 from evals.experiments import claims, study_report
 from evals.experiments.ablations import LENGTH, STUDIES, Run, Study
@@ -68,13 +67,9 @@ def judge(study: Study, results: Sequence[dict[str, Any]]) -> list[dict[str, Any
 def run_of(result: dict[str, Any]) -> Run:
     """Return the run that a result belongs to."""
     return Run(
-        result["policy"],
-        result["share"],
-        result["when"],
-        result["question"],
-        result["block"],
+        result["policy"], result["share"], result["when"], result["question"], result["block"],
         result.get("cache_dtype"),
-    )
+    )  # fmt: skip
 
 
 def per_token(result: dict[str, Any], length: int) -> dict[str, Any]:
@@ -114,44 +109,27 @@ def command(flags: argparse.Namespace) -> None:
     if flags.study not in STUDIES:
         raise ValueError(f"unknown study {flags.study!r}; expected one of {', '.join(STUDIES)}, or claims.")
     study = STUDIES[flags.study]
-    for name, value in (("length", flags.length), ("batch", flags.batch)):
-        if value < 1:
-            raise ValueError(f"--{name} is {value}; give at least 1.")
+    evaluator.check_least(flags, length=1, batch=1)
     study.check(flags.length)
-    if flags.plot is not None:
-        report.check_plot(flags.plot)
     if flags.resume and flags.json is None:
         raise ValueError("--resume continues a file, but no file was named; give --json.")
-    commands.check_outputs([flags.json, flags.plot])
+    report.check_outputs(flags.json, flags.plot)
     sampled = {
         name: getattr(flags, name) for name in ("model", "length", "depths", "samples", "facts", "seed", "dtype")
     }
     before = _read(flags.json, flags.study, sampled) if flags.resume else {}
-    model, tokenizer = models.load(flags.model, dtype=flags.dtype)
+    model, tokenizer = evaluator.load(flags)
     if flags.length > model.config.max_positions:
         raise ValueError(
             f"--length is {flags.length}, but {flags.model} takes {model.config.max_positions} positions; give fewer."
         )
-    if tokenizer is None:
-        raise ValueError(f"{flags.model} has no tokenizer.json, and needles are text; copy it from the model's source.")
-
     made_of = evaluator.made_of(model, tokenizer)
     if before:
         provenance.check_same(flags.json, before.get("fingerprints"), made_of)
-    cells = {
-        question: needle.make_cells(
-            tokenizer,
-            lengths=[flags.length],
-            depths=flags.depths,
-            samples=flags.samples,
-            facts=flags.facts,
-            question=question,
-            seed=flags.seed,
-        )
-        for question in dict.fromkeys(run.question for run in study.runs)
-    }
+    questions = dict.fromkeys(run.question for run in study.runs)
+    cells = {question: needle.cells_for(flags, tokenizer, [flags.length], question) for question in questions}
     for run in study.runs:
-        samples = [sample for cell in cells[run.question] for sample in cell.samples]
+        samples = needle.samples_of(cells[run.question])
         most = max(len(sample.answer_tokens) for sample in samples)
         setting = _setting(run, flags.length)
         evaluator.check_answers(model, samples, setting, new_tokens=most, block=run.block, batch=flags.batch)
@@ -206,17 +184,14 @@ def command(flags: argparse.Namespace) -> None:
         progress.update(total * len({run_of(result) for result in done} & set(study.runs)))
         results = measure(study, of_runs, done=done, on_result=save)
         progress.set_description("done")
-    judged = judge(study, results)
-    print(study_report.table(study, {run_of(result): result for result in results}))
-    print()
-    for claim in judged:
-        print(verdicts.sentence(claim).replace("\n", " "))
-    if flags.json is not None:
-        provenance.write(flags, data(results, judged), made_of)
-        print(f"figures: {flags.json}")
-    if flags.plot is not None:
-        study_report.figure(study, {run_of(result): result for result in results}, flags.plot, recency=needle.RECENCY)
-        print(f"picture: {flags.plot}")
+    judged, by_run = judge(study, results), {run_of(result): result for result in results}
+    claimed = (verdicts.sentence(claim).replace("\n", " ") for claim in judged)
+    report.show(study_report.table(study, by_run), "\n".join(claimed))
+
+    def draw(path: Path) -> None:
+        study_report.figure(study, by_run, path, recency=needle.RECENCY)
+
+    report.write(flags, data(results, judged), made_of, draw)
 
 
 def _read(path: Path, study: str, sampled: dict[str, Any]) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from tqdm import tqdm
 import models
 from evals import evaluator, perplexity, report, selections, statistics, texts
 from evals.selections import Method
-from models import commands, provenance
+from models import commands
 
 FIGURES = ("accuracy", "layers", "agreement", "oracles")
 SOURCES = "butler,quest,first_layer,previous_layer,streaming,random"
@@ -51,7 +51,7 @@ def accuracies(
     *,
     butler: models.Butler | None = None,
     batch: int = 4,
-    progress: tqdm | None = None,
+    progress: tqdm = evaluator.QUIET,
 ) -> list[dict[str, Any]]:
     """Measure the share of the oracle's tokens that each source finds.
 
@@ -63,8 +63,7 @@ def accuracies(
     size = min(batch, len(chunks))
     for selection in chosen:
         for sparsity in sparsities:
-            if progress is not None:
-                progress.set_description(f"{selection}, sparsity {sparsity:g}")
+            progress.set_description(f"{selection}, sparsity {sparsity:g}")
             parts = []
             for start in range(0, len(chunks), size):
                 part = chunks[start : start + size]
@@ -72,8 +71,7 @@ def accuracies(
                 found = selections.hits(model, fed, selection, sparsity, butler=butler)
                 share, mass = (np.asarray(x, np.float64)[1:, : len(part)] for x in found)  # [L - 1, n, T]
                 parts.append(np.stack([share[..., -1], share.mean(axis=-1), mass.mean(axis=-1)]))
-                if progress is not None:
-                    progress.update(len(part))
+                progress.update(len(part))
             by_sequence = np.concatenate(parts, axis=-1)  # [measures, L - 1, n]
             layers = [
                 {"layer": layer + 1, **_intervals(by_sequence[:, layer])} for layer in range(by_sequence.shape[1])
@@ -98,18 +96,10 @@ def compare(results: Sequence[dict[str, Any]], against: str = "butler") -> list[
         if r["sparsity"] not in lines or r["select"] == against:
             continue
         ours, theirs = (np.array(x["by_sequence"]["hit_rate"]) for x in (lines[r["sparsity"]], r))
-        mean, low, high = statistics.paired_interval((ours - theirs).tolist())
-        rows.append(
-            {
-                "select": against,
-                "against": r["select"],
-                "sparsity": r["sparsity"],
-                "difference": mean,
-                "low": low,
-                "high": high,
-                "better": statistics.verdict(low, high) if len(ours) > 1 else "one sequence",
-            }
-        )
+        told = {"select": against, "against": r["select"], "sparsity": r["sparsity"]}
+        rows.append({**told, **statistics.compared((ours - theirs).tolist())})
+        if len(ours) < 2:
+            rows[-1]["better"] = "one sequence"
     return rows
 
 
@@ -160,77 +150,59 @@ def agreement(logits: Float[np.ndarray, "L B N T"]) -> dict[str, Any]:
 
 def accuracy_table(results: Sequence[dict[str, Any]]) -> str:
     """Return a table of the share of the oracle's tokens that each source finds, over all layers but the first."""
-    rows = [
-        (
-            r["select"],
-            f"{r['sparsity']:g}",
-            *(
-                text
-                for name in ("token_accuracy", "hit_rate", "mass")
-                for text in (f"{r[name]:.3f}", report.interval(r[f"{name}_interval"], ".3f"))
-            ),
-        )
-        for r in results
-    ]
-    head = ("select", "sparsity", "token accuracy", "95%", "hit rate", "95%", "mass", "95%")
-    return report.columns(head, rows, left=1) + (
+    cells: list[tuple[str, report.Cell]] = [("select", "{select}"), ("sparsity", "{sparsity:g}")]
+    return report.table(results, [*cells, *_found("token_accuracy"), *_found("hit_rate"), *_found("mass")], left=1) + (
         "\ntoken accuracy: share of the oracle's tokens that are chosen, for the last query; hit rate: for all "
         "queries; mass: attention on the chosen tokens"
     )
 
 
+def _found(measure: str) -> list[tuple[str, report.Cell]]:
+    """Return the columns of a measure and its interval."""
+    bounds = lambda r: report.interval(r[f"{measure}_interval"], ".3f")  # noqa: E731
+    return [(measure.replace("_", " "), f"{{{measure}:.3f}}"), ("95%", bounds)]
+
+
 def hit_comparison_table(comparisons: Sequence[dict[str, Any]]) -> str:
     """Return a table of whether the predictor finds more of the oracle's tokens than each other source."""
-    rows = [
-        (
-            c["select"],
-            c["against"],
-            f"{c['sparsity']:g}",
-            f"{c['difference']:+.3f}",
-            report.interval((c["low"], c["high"]), "+.3f"),
-            c["better"],
-        )
-        for c in comparisons
+    cells: list[tuple[str, report.Cell]] = [
+        ("select", "{select}"),
+        ("against", "{against}"),
+        ("sparsity", "{sparsity:g}"),
+        ("hit rate", "{difference:+.3f}"),
+        ("95%", "{low:+.3f}..{high:+.3f}"),
+        ("better", "{better}"),
     ]
-    return report.columns(("select", "against", "sparsity", "hit rate", "95%", "better"), rows, left=2)
+    return report.table(comparisons, cells, left=2)
 
 
 def layer_table(results: Sequence[dict[str, Any]]) -> str:
     """Return a table of each source's token accuracy and hit rate, one row per layer; layers are counted from 1."""
-    rows = [
-        (
-            r["select"],
-            f"{r['sparsity']:g}",
-            str(layer["layer"] + 1),
-            *(
-                text
-                for name in ("token_accuracy", "hit_rate")
-                for text in (f"{layer[name]:.3f}", report.interval(layer[f"{name}_interval"], ".3f"))
-            ),
-            f"{layer['mass']:.3f}",
-        )
-        for r in results
-        for layer in r["layers"]
+    cells: list[tuple[str, report.Cell]] = [
+        ("select", "{select}"),
+        ("sparsity", "{sparsity:g}"),
+        ("layer", lambda r: str(r["layer"] + 1)),
+        *_found("token_accuracy"),
+        *_found("hit_rate"),
+        ("mass", "{mass:.3f}"),
     ]
-    head = ("select", "sparsity", "layer", "token accuracy", "95%", "hit rate", "95%", "mass")
-    return report.columns(head, rows, left=1)
+    return report.table([r | layer for r in results for layer in r["layers"]], cells, left=1)
 
 
 def agreement_table(figures: dict[str, Any]) -> str:
     """Return a table of the consensus within each layer and with the next; below it, that over all pairs of heads."""
 
-    def figure(value: float | None) -> str:
-        return "" if value is None else f"{value:.3f}"
+    def figure(name: str) -> report.Cell:
+        return lambda r: "" if r[name] is None else f"{r[name]:.3f}"
 
-    rows = [
-        (
-            str(row["layer"] + 1),
-            *(figure(row[name]) for name in ("consensus_within", "consensus_next", "common_within", "common_next")),
-        )
-        for row in figures["layers"]
+    cells: list[tuple[str, report.Cell]] = [
+        ("layer", lambda r: str(r["layer"] + 1)),
+        ("correlation within", figure("consensus_within")),
+        ("with the next", figure("consensus_next")),
+        ("common top 50% within", figure("common_within")),
+        ("with the next", figure("common_next")),
     ]
-    head = ("layer", "correlation within", "with the next", "common top 50% within", "with the next")
-    lines = [report.columns(head, rows, left=0)]
+    lines = [report.table(figures["layers"], cells, left=0)]
     for name, what in (("consensus", "cross-head consensus (correlation)"), ("common", "common top 50%")):
         bounds = figures[f"{name}_interval"]
         lines.append(
@@ -269,11 +241,9 @@ def source_lines(results: Sequence[dict[str, Any]], path: Path) -> None:
     for axis in axes[-1]:
         axis.set_xlabel("layer", fontsize=9)
     handles, labels = axes[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=min(4, len(labels)), fontsize=8, frameon=False)
+    report.legend(figure, dict(zip(labels, handles, strict=True)))
     figure.suptitle("Share of the oracle's tokens that a source chooses (dashed: by chance)", fontsize=11)
-    with commands.replacing(path) as temporary:
-        figure.savefig(temporary, dpi=160)
-    plt.close(figure)
+    report.save(figure, path)
 
 
 def agreement_map(figures: dict[str, Any], path: Path) -> None:
@@ -299,9 +269,7 @@ def agreement_map(figures: dict[str, Any], path: Path) -> None:
         axis.set_title(title, fontsize=9.5)
         figure.colorbar(image, ax=axis, shrink=0.8, aspect=25).ax.tick_params(labelsize=7)
     figure.suptitle("Do heads want the same tokens? The last query of each sequence", fontsize=11)
-    with commands.replacing(path) as temporary:
-        figure.savefig(temporary, dpi=160)
-    plt.close(figure)
+    report.save(figure, path)
 
 
 def add_flags(flags: argparse.ArgumentParser) -> None:
@@ -346,25 +314,19 @@ def command(flags: argparse.Namespace) -> None:
             results = accuracies(model, chunks, chosen, sparsities, butler=butler, batch=flags.batch, progress=progress)
             progress.set_description("done")
         figures = {"results": results, "comparisons": compare(results)}
-        print(accuracy_table(results) if flags.figure == "accuracy" else layer_table(results))
-        if flags.figure == "accuracy" and figures["comparisons"]:
-            print()
-            print(hit_comparison_table(figures["comparisons"]))
-    if flags.json is not None:
-        figures = {
-            "evaluation": f"butler {flags.figure}",
-            "settings": evaluator.settings(flags),
-            "sequences": len(chunks),
-            **figures,
-        }
-        provenance.write(flags, figures, made_of)
-        print(f"figures: {flags.json}")
-    if flags.plot is not None:
-        if flags.figure == "agreement":
-            agreement_map(figures, flags.plot)
+        if flags.figure == "accuracy":
+            report.show(accuracy_table(results), hit_comparison_table(figures["comparisons"]))
         else:
-            source_lines(figures["results"], flags.plot)
-        print(f"picture: {flags.plot}")
+            print(layer_table(results))
+    told = {"evaluation": f"butler {flags.figure}", "settings": evaluator.settings(flags), "sequences": len(chunks)}
+
+    def draw(path: Path) -> None:
+        if flags.figure == "agreement":
+            agreement_map(figures, path)
+        else:
+            source_lines(figures["results"], path)
+
+    report.write(flags, told | figures, made_of, draw)
 
 
 def _agreement_of(model: models.Decoder, chunks: Int[np.ndarray, "n T"], batch: int) -> dict[str, Any]:

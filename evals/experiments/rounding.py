@@ -30,7 +30,7 @@ import kvjax
 import models
 from evals import evaluator, perplexity, report, texts
 from evals.perplexity import Losses
-from models import commands, provenance
+from models import commands
 
 SLOTS = 64  # of a block whose channels share scales
 GROUP = 32  # channels
@@ -184,7 +184,7 @@ def measure(
     chunks: Int[np.ndarray, "n T"],
     pairs: Sequence[tuple[str, str]] = PAIRS,
     *,
-    progress: tqdm | None = None,
+    progress: tqdm = evaluator.QUIET,
 ) -> list[dict[str, Any]]:
     """Measure pairs of roundings, of keys and values; the first row is the model without any.
 
@@ -208,8 +208,7 @@ def measure(
         told = first(model, tokens)
         for rows, program in zip(found, programs, strict=True):
             rows.append(np.stack(program(model, tokens, told)).astype(np.float64))
-            if progress is not None:
-                progress.update()
+            progress.update()
     by_way = np.array(found)  # [ways, n, 2, T - 1]
 
     def losses(way: int, last: int) -> Losses:
@@ -226,23 +225,24 @@ def measure(
 
 def table(results: Sequence[dict[str, Any]]) -> str:
     """Return a table with a row for each pair of roundings, compared with the unrounded model."""
-    rows = [
-        (
-            r["key"],
-            r["value"],
-            f"{r['bytes']:g}",
-            f"{r['perplexity']:.3f}",
-            *(_compared(r) + _compared(r["late"]) if (r["key"], r["value"]) != (PLAIN, PLAIN) else [""] * 6),
-        )
-        for r in results
+
+    def compared(cell: Callable[[dict[str, Any]], str]) -> report.Cell:
+        return lambda r: "" if (r["key"], r["value"]) == (PLAIN, PLAIN) else cell(r)
+
+    bounds = report.between("+.2%", "increase_low", "increase_high")
+    cells: list[tuple[str, report.Cell]] = [
+        ("keys", "{key}"),
+        ("values", "{value}"),
+        ("bytes", "{bytes:g}"),
+        ("perplexity", "{perplexity:.3f}"),
+        ("increase", compared("{increase:+.2%}".format_map)),
+        ("95%", compared(bounds)),
+        ("KL", compared("{kl:.4f}".format_map)),
+        ("last half", compared("{late[increase]:+.2%}".format_map)),
+        ("95%", compared(lambda r: bounds(r["late"]))),
+        ("KL", compared("{late[kl]:.4f}".format_map)),
     ]
-    head = ("keys", "values", "bytes", "perplexity", "increase", "95%", "KL", "last half", "95%", "KL")
-    return report.columns(head, rows, left=2)
-
-
-def _compared(r: dict[str, Any]) -> tuple[str, str, str]:
-    bounds = report.interval((r["increase_low"], r["increase_high"]), "+.2%")
-    return f"{r['increase']:+.2%}", bounds, f"{r['kl']:.4f}"
+    return report.table(results, cells, left=2)
 
 
 def add_flags(flags: argparse.ArgumentParser) -> None:
@@ -260,9 +260,7 @@ def command(flags: argparse.Namespace) -> None:
     """Measure every way on every text, print the tables, and write JSON."""
     commands.check_outputs([flags.json])
     named = {name or "sentences": texts.read_text(name) for name in flags.text or [None]}
-    model, tokenizer = models.load(flags.model, dtype="float32")
-    if tokenizer is None:
-        raise ValueError(f"{flags.model} has no tokenizer.json, and text is needed; copy it from the model's source.")
+    model, tokenizer = evaluator.load_with_tokenizer(flags.model, dtype="float32")
     cut = argparse.Namespace(**vars(flags) | {"stride": None})
     chunks = {name: perplexity.chunks_for(model, tokenizer, text, cut) for name, text in named.items()}
     results = []
@@ -274,14 +272,12 @@ def command(flags: argparse.Namespace) -> None:
         progress.set_description("done")
     for name in chunks:
         print(f"{name}:\n{table([row for row in results if row['text'] == name])}\n")
-    if flags.json is not None:
-        made_of = evaluator.made_of(model, tokenizer) | {name: texts.digest(text) for name, text in named.items()}
-        figures = {
-            "evaluation": "rounding",
-            "settings": evaluator.settings(flags),
-            "head_dim": model.config.head_dim,
-            "chunks": {name: len(of_text) for name, of_text in chunks.items()},
-            "results": results,
-        }
-        provenance.write(flags, figures, made_of)
-        print(f"figures: {flags.json}")
+    figures = {
+        "evaluation": "rounding",
+        "settings": evaluator.settings(flags),
+        "head_dim": model.config.head_dim,
+        "chunks": {name: len(of_text) for name, of_text in chunks.items()},
+        "results": results,
+    }
+    made_of = evaluator.made_of(model, tokenizer) | {name: texts.digest(text) for name, text in named.items()}
+    report.write(flags, figures, made_of)

@@ -8,40 +8,42 @@ from typing import Any
 
 import numpy as np
 
+from evals import report
 from evals.experiments.ablations import Point, Run, Study
-from evals.report import COLOURS, GREY, columns, pyplot
-from models.commands import replacing
 
 
 def table(study: Study, results: Mapping[Run, dict[str, Any]]) -> str:
     """Return a table with one row per place in a study's picture, the references first."""
     places: list[tuple[str, str, str | float, Run]] = [("", "reference", "", run) for run in study.references]
     places += [(point.panel, point.line, point.x, point.run) for point in study.points]
-    rows = []
-    for panel, line, x, run in places:
-        result = results[run]
-        at = f"{x:.0%}" if isinstance(x, float) else str(x).replace("\n", " ")
-        rows.append(
-            (
-                panel,
-                line,
-                f"{result['bytes_per_token']:,.0f} B" if study.by_bytes else at,
-                run.policy,
-                "all" if run.budget is None else str(result["budget"]),
-                {"block": f"by {run.block}", "prompt": "once"}[run.when] if run.budget is not None else "never",
-                {"agnostic": "unknown"}.get(run.question, "known"),
-                f"{result['recall']:.3f}",
-                f"{result['low']:.3f}..{result['high']:.3f}",
-                f"{result['cache_bytes'] / 2**20:.2f}",
-            )
-        )
-    head = ("panel", "line", "at", "policy", "budget", "evicts", "question", "recall", "95%", "cache MiB")
-    return "\n".join([columns(head, rows, left=7), *([study.note] if study.note else [])])
+
+    def at(r: dict[str, Any]) -> str:
+        if study.by_bytes:
+            return f"{r['bytes_per_token']:,.0f} B"
+        return f"{r['x']:.0%}" if isinstance(r["x"], float) else str(r["x"]).replace("\n", " ")
+
+    def evicts(r: dict[str, Any]) -> str:
+        return "never" if r["budget"] is None else f"by {r['block']}" if r["when"] == "block" else "once"
+
+    cells: list[tuple[str, report.Cell]] = [
+        ("panel", "{panel}"),
+        ("line", "{line}"),
+        ("at", at),
+        ("policy", "{policy}"),
+        ("budget", report.budget),
+        ("evicts", evicts),
+        ("question", lambda r: {"agnostic": "unknown"}.get(r["question"], "known")),
+        ("recall", "{recall:.3f}"),
+        ("95%", "{low:.3f}..{high:.3f}"),
+        ("cache MiB", lambda r: f"{r['cache_bytes'] / 2**20:.2f}"),
+    ]
+    rows = [{**results[run], "panel": panel, "line": line, "x": x} for panel, line, x, run in places]
+    return "\n".join([report.table(rows, cells, left=7), *([study.note] if study.note else [])])
 
 
 def figure(study: Study, results: Mapping[Run, dict[str, Any]], path: Path, *, recency: str) -> None:
     """Draw each run's recall with its 95% interval, panel by panel, with the full cache and recency as grey lines."""
-    plt = pyplot()
+    plt = report.pyplot()
     panels = list(dict.fromkeys(point.panel for point in study.points))
     across = 2 if len(panels) > 3 else len(panels)
     down = -(-len(panels) // across)
@@ -62,9 +64,7 @@ def figure(study: Study, results: Mapping[Run, dict[str, Any]], path: Path, *, r
     drawing.suptitle(study.title, fontsize=13)
     if study.note:
         drawing.supxlabel(study.note, fontsize=9)
-    with replacing(path) as temporary:
-        drawing.savefig(temporary, dpi=130)
-    plt.close(drawing)
+    report.save(drawing, path, dpi=130)
 
 
 def _study_panel(
@@ -101,8 +101,9 @@ def _study_panel(
         recall = [result["recall"] for result in found]
         error = [[r["recall"] - r["low"] for r in found], [r["high"] - r["recall"] for r in found]]
         axis.errorbar(
-            at, recall, _bars(error), color=COLOURS[number % len(COLOURS)], label=line.replace("\n", " "),
-            marker="os^"[number // len(COLOURS) % 3],  # lines of the same colour have different marks
+            at, recall, np.maximum(error, 0),  # at recall 1, rounding may put the interval's end below the recall
+            color=report.colour(number), label=line.replace("\n", " "),
+            marker="os^"[number // len(report.COLOURS) % 3],  # lines of the same colour have different marks
             markersize=4.5, linewidth=1.6, elinewidth=0.8, capsize=0, zorder=3,
             linestyle="-" if numeric or study.connect else "none",
         )  # fmt: skip
@@ -115,18 +116,11 @@ def _study_panel(
         axis.set_xticks(range(len(xs)), [str(x) for x in xs], fontsize=9.5)
         axis.set_xlim(-0.6, len(xs) - 0.4)
     axis.set_ylim(-0.03, 1.03)
+    report.plain(axis)
     axis.tick_params(labelsize=9.5)
-    axis.grid(axis="y", color=GREY, alpha=0.25, linewidth=0.8)
     axis.set_axisbelow(True)
-    for side in ("top", "right"):
-        axis.spines[side].set_visible(False)
-    axis.legend(
-        fontsize=9,
-        frameon=False,
-        loc="upper center",
-        bbox_to_anchor=(0.5, -0.16 if axis.get_xlabel() else -0.13),
-        ncols=2,
-    )
+    place = (0.5, -0.16 if axis.get_xlabel() else -0.13)
+    axis.legend(fontsize=9, frameon=False, loc="upper center", bbox_to_anchor=place, ncols=2)
 
 
 def _place(study: Study, point: Point, results: Mapping[Run, dict[str, Any]]) -> Any:
@@ -138,8 +132,3 @@ def _ticks(xs: Sequence[float]) -> dict[float, str]:
     """Return the ticks of an axis in bytes: the powers of two among them, and the next ones around."""
     low, high = (round(bound(np.log2(end))) for bound, end in ((np.floor, min(xs)), (np.ceil, max(xs))))
     return {float(2**power): f"{2**power:,}" for power in range(low, high + 1)}
-
-
-def _bars(error: Sequence[Sequence[float]]) -> np.ndarray:
-    """Clip error bars at 0: at recall 1, rounding may put the interval's end just below the recall."""
-    return np.maximum(np.array(error), 0)

@@ -246,9 +246,9 @@ def test_records_come_from_the_hubs_archive(tmp_path, monkeypatch):
     with zipfile.ZipFile(tmp_path / "data.zip", "w") as archive:
         archive.writestr("data/trec.jsonl", json.dumps(RECORD) + "\n\n" + json.dumps(RECORD))
     monkeypatch.setattr(documents, "hub_file", lambda repository, file: tmp_path / file)
-    assert list(documents.read_records("hub", "trec.jsonl", longbench._from_hub)) == [RECORD, RECORD]
+    assert list(documents.read_records("hub", "trec.jsonl", longbench.DATA.hub)) == [RECORD, RECORD]
     with pytest.raises(FileNotFoundError, match=r"holds no lcc\.jsonl"):
-        list(documents.read_records("hub", "lcc.jsonl", longbench._from_hub))
+        list(documents.read_records("hub", "lcc.jsonl", longbench.DATA.hub))
 
 
 def test_the_command_answers_from_a_folder(tmp_path, capsys):
@@ -293,7 +293,7 @@ def test_other_prompts_are_other_data(tmp_path, tokenizer):
     config = models.load("retriever")[0].config
     tasks = documents.with_prompts(longbench.TASKS, {"trec": "T {context} {input}"}, {}, "x")
     one, other = (
-        documents.make_groups(flags, config, tokenizer, each, longbench._file, iter)[0].data
+        documents.make_groups(flags, config, tokenizer, each, longbench.DATA.file, iter)[0].data
         for each in (longbench.TASKS, tasks)
     )
     assert one != other
