@@ -2,40 +2,16 @@
 
 from __future__ import annotations
 
-from benchmarks import (
-    butler,
-    cpu,
-    decode,
-    kernels,
-    memory,
-    peers,
-    prefill,
-    questions,
-    report,
-    rounds,
-    selection,
-    sharing,
-    soak,
-    tpu_compile,
-)
+import importlib
+from typing import Any
+
 from models import commands
 
-BENCHMARKS = {
-    "butler": butler,
-    "cpu": cpu,
-    "decode": decode,
-    "kernels": kernels,
-    "memory": memory,
-    "peers": peers,
-    "prefill": prefill,
-    "questions": questions,
-    "report": report,
-    "rounds": rounds,
-    "selection": selection,
-    "sharing": sharing,
-    "soak": soak,
-    "tpu_compile": tpu_compile,
-}
+NAMES = (
+    "butler", "cpu", "decode", "kernels", "memory", "peers", "prefill", "questions", "report", "rounds", "selection",
+    "sharing", "soak", "tpu_compile",
+)  # fmt: skip
+BENCHMARKS: dict[str, Any] = {name: importlib.import_module(f"benchmarks.{name}") for name in NAMES}
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -23,9 +23,9 @@ from jaxtyping import Array, Float
 import models
 from benchmarks import floors, measure
 from benchmarks.shapes import shape
-from evals import report
+from evals import evaluator, report
 from kernels_pallas import cache_attention, mse_logits
-from models import butler, commands, provenance
+from models import butler, commands
 from models.butler import Butler, ButlerConfig
 from models.engine import filled_slots
 from models.parameters import parameter_shapes as model_shapes
@@ -170,7 +170,7 @@ def floor_numbers(model: models.Config, predictor: ButlerConfig, slots: int) -> 
     own = {name: math.prod(size) for name, size in butler.parameter_shapes(predictor).items()}
     return Parts(
         rest=rest,
-        layer=layer + floors.cache_attention(1, model.num_kv_heads, slots, model.head_dim, 1),
+        layer=layer + floors.keys_and_values(model.num_kv_heads * slots, model.head_dim, 1),
         network=sum(count for name, count in own.items() if name not in UNUSED) + 2 * predictor.reduced * slots,
         logits=model.num_heads * predictor.dim * slots,
     )
@@ -410,41 +410,56 @@ def loss(tokens: int, causal: bool, repetitions: int) -> dict[str, Any]:
 
 def prefill_table(results: list[dict[str, Any]]) -> str:
     """Return a table of what the predictor adds to a forward."""
-    head = ("model", "tokens", "GFLOPs", "network", "+ logits", "network, last", "+ logits, last")
-    shares = ("network_share", "share", "network_share_last_logits", "share_last_logits")
-    rows = [
-        (r["model"], f"{r['tokens']:,}", f"{r['model_flops'] / 1e9:,.0f}", *(f"{r[name]:.2%}" for name in shares))
-        for r in results
+    cells: list[tuple[str, report.Cell]] = [
+        ("model", "{model}"),
+        ("tokens", "{tokens:,}"),
+        ("GFLOPs", lambda r: f"{r['model_flops'] / 1e9:,.0f}"),
+        ("network", "{network_share:.2%}"),
+        ("+ logits", "{share:.2%}"),
+        ("network, last", "{network_share_last_logits:.2%}"),
+        ("+ logits, last", "{share_last_logits:.2%}"),
     ]
-    return report.columns(head, rows, left=1)
+    return report.table(results, cells, left=1)
+
+
+def _by_share(results: list[dict[str, Any]], rows: str, cell: Callable[[dict[str, Any]], str], head: str = "") -> Any:
+    """Return one column per share: its head, and the cell of each result's row of that share."""
+    return [
+        (f"{head}{row['share']:.0%}", functools.partial(lambda place, r: cell(r[rows][place]), place))
+        for place, row in enumerate(results[0][rows])
+    ]
 
 
 def decode_flops_table(results: list[dict[str, Any]]) -> str:
     """Return a table of the FLOPs of a decode step."""
-    head = ["model", "context", "GFLOPs", "network", "logits", *(f"{s['share']:.0%}" for s in results[0]["selections"])]
-    rows = []
-    for r in results:
-        added = (f"+{r[name] / r['flops']:.2%}" for name in ("network_flops", "importance_flops"))
-        ratios = (f"{s['flops_ratio']:.3f}" for s in r["selections"])
-        rows.append((r["model"], f"{r['context']:,}", f"{r['flops'] / 1e9:.2f}", *added, *ratios))
-    return report.columns(head, rows, left=1)
+    cells: list[tuple[str, report.Cell]] = [
+        ("model", "{model}"),
+        ("context", "{context:,}"),
+        ("GFLOPs", lambda r: f"{r['flops'] / 1e9:.2f}"),
+        ("network", lambda r: f"+{r['network_flops'] / r['flops']:.2%}"),
+        ("logits", lambda r: f"+{r['importance_flops'] / r['flops']:.2%}"),
+        *_by_share(results, "selections", "{flops_ratio:.3f}".format_map),
+    ]
+    return report.table(results, cells, left=1)
 
 
 def decode_bytes_table(results: list[dict[str, Any]]) -> str:
     """Return a table of a decode step's bytes: the dense step, the predictor's, and selection over the dense step."""
-    head = ["model", "context", "weights", "K and V", "network", "k'"]
-    head += [f"{s['share']:.0%}" for s in results[0]["selections"]]
-    rows = []
-    for r in results:
-        floor = StepBytes(**r["bytes"])
-        own = floor.predictor_weights + floor.predictor_cache
-        sizes = (floor.weights, floor.cache, own, floor.importance_keys)
-        ratios = []
-        for s in r["selections"]:
-            ratio = s["bytes_ratio"]
-            ratios.append(f"{ratio['heads']:.2f} ({ratio['same']:.2f}..{ratio['apart']:.2f})")
-        rows.append((r["model"], f"{r['context']:,}", *(f"{size / 2**20:,.0f}" for size in sizes), *ratios))
-    return report.columns(head, rows, left=1)
+
+    def mib(*names: str) -> report.Cell:
+        return lambda r: f"{sum(r['bytes'][name] for name in names) / 2**20:,.0f}"
+
+    ratios = "{bytes_ratio[heads]:.2f} ({bytes_ratio[same]:.2f}..{bytes_ratio[apart]:.2f})".format_map
+    cells: list[tuple[str, report.Cell]] = [
+        ("model", "{model}"),
+        ("context", "{context:,}"),
+        ("weights", mib("weights")),
+        ("K and V", mib("cache")),
+        ("network", mib("predictor_weights", "predictor_cache")),
+        ("k'", mib("importance_keys")),
+        *_by_share(results, "selections", ratios),
+    ]
+    return report.table(results, cells, left=1)
 
 
 def reading_table(results: list[dict[str, Any]]) -> str:
@@ -453,36 +468,38 @@ def reading_table(results: list[dict[str, Any]]) -> str:
     def length(slots: int | None) -> str:
         return "never" if slots is None else f"{slots:,}"
 
-    head = ["model", "K, V", "k'", "own", "largest share"]
-    head += [f"from, {row['share']:.0%}" for row in results[0]["break_even"]]
-    rows = []
-    for r in results:
-        numbers = (r["key_value_numbers"], r["importance_key_numbers"], r["own_attention_numbers"])
-        bounds = r["largest_share"]
-        lengths = [f"{length(row['heads'])} ({length(row['same'])})" for row in r["break_even"]]
-        shares = f"{bounds['heads']:.1%} ({bounds['same']:.1%})"
-        rows.append((r["model"], *(f"{n:,.0f}" for n in numbers), shares, *lengths))
-    return report.columns(head, rows, left=1)
+    cells: list[tuple[str, report.Cell]] = [
+        ("model", "{model}"),
+        ("K, V", "{key_value_numbers:,.0f}"),
+        ("k'", "{importance_key_numbers:,.0f}"),
+        ("own", "{own_attention_numbers:,.0f}"),
+        ("largest share", "{largest_share[heads]:.1%} ({largest_share[same]:.1%})"),
+        *_by_share(results, "break_even", lambda row: f"{length(row['heads'])} ({length(row['same'])})", "from, "),
+    ]
+    return report.table(results, cells, left=1)
 
 
 def loss_table(results: list[dict[str, Any]]) -> str:
-    """Time and memory of the loss with its gradients."""
-    head = ("pairs", "tokens", "ms", "materialised", "ratio", "lowest", "MiB", "materialised", "MiB of inputs")
-    rows = []
-    for r in results:
-        times = (r["linear_milliseconds"], r["materialised_milliseconds"])
-        sizes = (r["linear_temporary_bytes"], r["materialised_temporary_bytes"], r["input_bytes"])
-        rows.append(
-            (
-                "causal" if r["causal"] else "all",
-                f"{r['tokens']:,}",
-                *(f"{t:,.1f}" for t in times),
-                f"{times[0] / times[1]:.3f}",
-                f"{r['linear_lowest'] / r['materialised_lowest']:.3f}",
-                *(f"{size / 2**20:,.1f}" for size in sizes),
-            )
-        )
-    return report.columns(head, rows, left=1)
+    """Return a table of the time and memory of the loss with its gradients."""
+
+    def mib(name: str) -> report.Cell:
+        return lambda r: f"{r[f'{name}_bytes'] / 2**20:,.1f}"
+
+    def ratio(time: str) -> report.Cell:
+        return lambda r: f"{r[f'linear_{time}'] / r[f'materialised_{time}']:.3f}"
+
+    cells: list[tuple[str, report.Cell]] = [
+        ("pairs", lambda r: "causal" if r["causal"] else "all"),
+        ("tokens", "{tokens:,}"),
+        ("ms", "{linear_milliseconds:,.1f}"),
+        ("materialised", "{materialised_milliseconds:,.1f}"),
+        ("ratio", ratio("milliseconds")),
+        ("lowest", ratio("lowest")),
+        ("MiB", mib("linear_temporary")),
+        ("materialised", mib("materialised_temporary")),
+        ("MiB of inputs", mib("input")),
+    ]
+    return report.table(results, cells, left=1)
 
 
 LEGENDS = {
@@ -587,17 +604,13 @@ def _read(steps: list[dict[str, Any]], share: float) -> str:
 def _left(tokens: dict[str, Any]) -> str:
     config, own = MODELS[tokens["model"]], tokens["importance_key_numbers"] + tokens["own_attention_numbers"]
     dense, dim = tokens["key_value_numbers"], tokens["importance_key_numbers"] // config.num_heads
-    text = (
+    return (
         f"{tokens['model']}: K and V of a token are 2 x {config.num_kv_heads} x {config.head_dim} = {dense:,} numbers "
-    )
-    text += (
         f"in a layer, k' is {config.num_heads} x {dim} = {tokens['importance_key_numbers']:,}, as each query head has "
-    )
-    text += (
         f"its own; with its own attention the predictor reads {own / dense:.0%} of what there is to save. In float32 "
+        f"beside a bfloat16 model it is {2 * own / dense:.0%}"
+        + (", and selection never saves a byte." if 2 * own >= dense else ".")
     )
-    text += f"beside a bfloat16 model it is {2 * own / dense:.0%}"
-    return text + (", and selection never saves a byte." if 2 * own >= dense else ".")
 
 
 def _loss_found(rows: list[dict[str, Any]]) -> str:
@@ -616,10 +629,11 @@ def _loss_found(rows: list[dict[str, Any]]) -> str:
 
 def page(results: dict[str, list[dict[str, Any]]]) -> str:
     """Return the tables and the sentences about them in Markdown."""
-    text = (
-        "# What TokenButler's predictor costs\n\nMade by `python -m benchmarks butler`: counted from programs compiled "
-    )
-    text += "for the models' shapes, no weights needed; the loss is timed on a CPU.\n"
+    text = """# What TokenButler's predictor costs
+
+Made by `python -m benchmarks butler`: counted from programs compiled for the models' shapes, no weights needed; the \
+loss is timed on a CPU.
+"""
     said = findings(results)
     for name, (title, table) in TABLES.items():
         sentences = "\n".join(f"- {sentence}" for sentence in said[name])
@@ -654,9 +668,8 @@ def figure(results: dict[str, list[dict[str, Any]]], path: Path) -> None:
         axis.set_xticks(ticks, [f"{tick // 1024}k" if tick >= 4096 else f"{tick:,}" for tick in ticks])
         axis.minorticks_off()
         axis.set_xlabel("tokens", fontsize=9)
-        axis.grid(axis="y", color=report.GREY, alpha=0.25, linewidth=0.8)
-        for side in ("top", "right"):
-            axis.spines[side].set_visible(False)
+        report.plain(axis)
+        axis.tick_params(labelsize="medium")
         if index:
             axis.axhline(1, color="#999999", linewidth=1)
     handles, labels = axes[0].get_legend_handles_labels()
@@ -664,9 +677,7 @@ def figure(results: dict[str, list[dict[str, Any]]], path: Path) -> None:
     axes[0].legend([*handles, black], [*labels, "with its logits"], fontsize=8, frameon=False)
     lines = [plt.Line2D([], [], color=report.GREY, linestyle=style) for style in ("-", ":")]
     axes[1].legend(lines, ["each head gathers its own", "a group agrees, read once"], fontsize=8, frameon=False)
-    with commands.replacing(path) as temporary:
-        drawing.savefig(temporary, dpi=160)
-    plt.close(drawing)
+    report.save(drawing, path)
 
 
 def add_flags(flags: argparse.ArgumentParser) -> None:
@@ -684,13 +695,10 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
 
 def command(flags: argparse.Namespace) -> None:
     """Count, time the loss, print the tables, write JSON, picture and page."""
-    if flags.plot is not None:
-        report.check_plot(flags.plot)
-    commands.check_outputs([flags.json, flags.plot, flags.page])
+    report.check_outputs(flags.json, flags.plot)
+    commands.check_outputs([flags.page])
     names = commands.split_list(flags.models)
-    unknown = [name for name in names if name not in MODELS]
-    if unknown or not names:
-        raise ValueError(f"--models is {flags.models!r}; expected some of {', '.join(MODELS)}.")
+    evaluator.check_names("--models", names, list(MODELS))
     shares = measure.shares("--shares", flags.shares)
     lengths, contexts, loss_lengths = (
         sorted(measure.whole_numbers(flag, text))
@@ -698,8 +706,7 @@ def command(flags: argparse.Namespace) -> None:
             ("--lengths", flags.lengths), ("--contexts", flags.contexts), ("--loss-lengths", flags.loss_lengths),
         )
     )  # fmt: skip
-    if flags.repetitions < 1:
-        raise ValueError(f"--repetitions is {flags.repetitions}; give at least 1.")
+    evaluator.check_least(flags, repetitions=1)
     parts: dict[str, list[Callable[[], dict[str, Any]]]] = {
         "prefill": [functools.partial(prefill, name, length) for name in names for length in lengths],
         "decode": [functools.partial(decode, name, context, shares) for name in names for context in contexts],
@@ -715,14 +722,7 @@ def command(flags: argparse.Namespace) -> None:
     said = findings(results)
     for name, (title, table) in TABLES.items():
         print("\n".join([f"{title}", table(results[name.split("_")[0]]), LEGENDS[name], *said[name], ""]))
-    if flags.json is not None:
-        described = {"benchmark": "butler", "loss_sizes": LOSS_SIZES, "sinks": SINKS}
-        provenance.write(flags, {**described, "results": results, "findings": said}, {})
-        print(f"figures: {flags.json}")
-    if flags.plot is not None:
-        figure(results, flags.plot)
-        print(f"picture: {flags.plot}")
+    described = {"benchmark": "butler", "loss_sizes": LOSS_SIZES, "sinks": SINKS}
+    report.write(flags, {**described, "results": results, "findings": said}, {}, lambda path: figure(results, path))
     if flags.page is not None:
-        with commands.replacing(flags.page) as temporary:
-            temporary.write_text(page(results))
-        print(f"page: {flags.page}")
+        measure.write_page(flags.page, page(results))

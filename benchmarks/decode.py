@@ -12,7 +12,7 @@ import numpy as np
 import kvjax
 from benchmarks import floors, measure, steps
 from benchmarks.shapes import PUBLISHED, names_of, shape
-from evals import report
+from evals import evaluator, report
 from models import commands
 
 POSITION_ONLY = "streaming"  # evicts by position: no scores, no statistics of the attention
@@ -54,15 +54,13 @@ def sweep(
     settings = [(n, b, budget) for n in shapes for b in batches for budget in (*budgets, *((None,) * bool(full)))]
     model, held_name = None, ""
     for name, batch, budget in commands.progress_bar("setting", over=settings):
-        config = shape(name)
         if name != held_name:
             model, held_name = None, name  # free the last model's weights before the next are made
             try:
-                model = steps.random_model(config, steps.dtype_here(), free=timing.free)
+                model = steps.random_model(shape(name), steps.dtype_here(), free=timing.free)
             except measure.DoesNotFit as reason:
-                rows.append(
-                    {"name": f"{kind} {name}", "kind": kind, "shape": name, "batch": batch, "refused": str(reason)}
-                )
+                refused = {"name": f"{kind} {name}", "kind": kind, "shape": name, "batch": batch}
+                rows.append({**refused, "refused": str(reason)})
         if model is None:
             continue
         if budget is None:
@@ -103,8 +101,7 @@ def _measured(
                 rows[label]["refused"] = str(reason)
                 continue
             contenders[label] = steps.Contender(program, prompt, held, evicts)
-            width = dtype_width(dtype)
-            weights, cache = floors.step_bytes(config, batch, held, width)
+            weights, cache = floors.step_bytes(config, batch, held, np.dtype(dtype).itemsize)
             flops = floors.step_flops(config, batch, block, held) if kind == "block" else 0
             rows[label] |= {
                 "slots": program.cache.position.shape[-1],
@@ -127,11 +124,6 @@ def _measured(
         for label in contenders:  # a process' peak never falls, so only a new peak belongs to these programs
             rows[label]["peak_bytes"] = peak if before is None or peak is None or peak > before else None
     return list(rows.values())
-
-
-def dtype_width(dtype: Any) -> int:
-    """Return the bytes per number."""
-    return np.dtype(dtype).itemsize
 
 
 def parts(results: Sequence[dict[str, Any]], by: str = "milliseconds") -> list[dict[str, Any]]:
@@ -178,30 +170,29 @@ def parts(results: Sequence[dict[str, Any]], by: str = "milliseconds") -> list[d
 
 def table(results: Sequence[dict[str, Any]]) -> str:
     """Return a table with one row per step."""
-    head = ("shape", "batch", "budget", "prompt", "policy", "ms", "spread", "floor ms", "of floor", "memory")
-    rows: list[tuple[str, ...]] = []
-    for r in results:
-        if "policy" not in r:
-            rows.append((r["shape"], str(r["batch"]), "", "", "", "refused", *("",) * 5))
-            continue
-        budget = "full" if r["budget"] is None else f"{r['budget']:,}"
-        start = (r["shape"], str(r["batch"]), budget, f"{r['prompt']:,}", r["policy"])
-        if "refused" in r:
-            rows.append((*start, "refused", *("",) * 5))
-            continue
-        rows.append(
-            (
-                *start,
-                f"{r['milliseconds']:.3f}",
-                f"{r['low']:.3f}..{r['high']:.3f}",
-                f"{r['floor_milliseconds']:.3f}",
-                f"{r['floor_milliseconds'] / r['milliseconds']:.0%}",
-                f"{r['compiled_bytes'] / 2**30:.3f}",
-                f"{r['compiled_bytes'] / (r['weight_bytes'] + r['cache_bytes']):.3f}",
-            )
-        )
-    reasons = list(dict.fromkeys(f"refused: {r['refused']}" for r in results if "refused" in r))
-    return "\n".join([report.columns((*head, "x counted"), rows, left=5), *reasons])
+    cells: list[tuple[str, report.Cell]] = [
+        *SETTING,
+        ("ms", "{milliseconds:.3f}"),
+        ("spread", "{low:.3f}..{high:.3f}"),
+        ("floor ms", "{floor_milliseconds:.3f}"),
+        ("of floor", lambda r: f"{r['floor_milliseconds'] / r['milliseconds']:.0%}"),
+        ("memory", lambda r: f"{r['compiled_bytes'] / 2**30:.3f}"),
+        ("x counted", lambda r: f"{r['compiled_bytes'] / (r['weight_bytes'] + r['cache_bytes']):.3f}"),
+    ]
+    return measure.table(results, cells, left=len(SETTING))
+
+
+def _if_planned(cell: Callable[[dict[str, Any]], str]) -> report.Cell:
+    return lambda r: cell(r) if "policy" in r else ""  # a model that does not fit has no settings
+
+
+SETTING: list[tuple[str, report.Cell]] = [
+    ("shape", "{shape}"),
+    ("batch", "{batch}"),
+    ("budget", _if_planned(lambda r: "full" if r["budget"] is None else f"{r['budget']:,}")),
+    ("prompt", _if_planned("{prompt:,}".format_map)),
+    ("policy", _if_planned("{policy}".format_map)),
+]
 
 
 def tables(results: Sequence[dict[str, Any]]) -> dict[str, tuple[str, str]]:
@@ -218,22 +209,19 @@ def tables(results: Sequence[dict[str, Any]]) -> dict[str, tuple[str, str]]:
 
 def split_table(results: Sequence[dict[str, Any]]) -> str:
     """Return a table of where a step's time goes, by the clock and by the processor, per shape, batch and budget."""
-    head = ("shape", "batch", "budget", "policy", "by", "model ms", "eviction ms", "scoring ms", "together")
-    rows = [
-        (
-            s["shape"],
-            str(s["batch"]),
-            f"{s['budget']:,}",
-            s["policy"],
-            "clock" if by == "milliseconds" else by,
-            *(f"{s[part]:.3f}" for part in ("model", "eviction", "scoring")),
-            f"{s['together']:.1%}",
-            f"{s['long_over_short']:.3f}",
-        )
-        for by in ("milliseconds", "processor")
-        for s in parts(results, by)
+    cells: list[tuple[str, report.Cell]] = [
+        ("shape", "{shape}"),
+        ("batch", "{batch}"),
+        ("budget", "{budget:,}"),
+        ("policy", "{policy}"),
+        ("by", lambda s: "clock" if s["by"] == "milliseconds" else s["by"]),
+        ("model ms", "{model:.3f}"),
+        ("eviction ms", "{eviction:.3f}"),
+        ("scoring ms", "{scoring:.3f}"),
+        ("together", "{together:.1%}"),
+        ("long / short", "{long_over_short:.3f}"),
     ]
-    return report.columns((*head, "long / short"), rows, left=5)
+    return report.table([*parts(results), *parts(results, "processor")], cells, left=5)
 
 
 def add_flags(flags: argparse.ArgumentParser) -> None:
@@ -264,8 +252,7 @@ def step_arguments(flags: argparse.Namespace) -> dict[str, Any]:
     full = [] if flags.full == "none" else measure.whole_numbers("--full", flags.full)
     lists = {name: measure.whole_numbers(f"--{name}", getattr(flags, name)) for name in ("batches", "budgets")}
     given = {**lists, "prompts": measure.whole_numbers("--prompts", flags.prompts), "full": full, "block": flags.block}
-    if flags.block < 1:
-        raise ValueError(f"--block is {flags.block}; give at least 1.")
+    evaluator.check_least(flags, block=1)
     if flags.tiny:
         given |= TINY | {"full": [64]}
     if min(given["prompts"]) < max(given["budgets"]):

@@ -31,15 +31,15 @@ def caote_topk(B: int, K: int, S: int, D: int, width: int, *, fast: bool = False
     return (1 if fast else 2) * B * K * S * D * width
 
 
-def cache_attention(B: int, K: int, S: int, D: int, width: int) -> int:
-    """Return the bytes of K and V.
+def keys_and_values(rows: int, D: int, width: int) -> int:
+    """Return the bytes of K and V: of a cache's B K S slots, of the slots of the live pages, or of the chosen slots.
 
     Example:
         >>> from benchmarks import floors
-        >>> floors.cache_attention(1, 2, 10, 4, 2)
+        >>> floors.keys_and_values(1 * 2 * 10, 4, 2)
         320
     """
-    return 2 * B * K * S * D * width
+    return 2 * rows * D * width
 
 
 def attention_flops(B: int, T: int, N: int, S: int, D: int) -> int:
@@ -51,41 +51,6 @@ def attention_flops(B: int, T: int, N: int, S: int, D: int) -> int:
         480
     """
     return 4 * B * T * N * S * D
-
-
-def paged_attention(pages: int, page_size: int, D: int, width: int) -> int:
-    """Return the bytes of the live pages' keys and values.
-
-    Example:
-        >>> from benchmarks import floors
-        >>> floors.paged_attention(3, 16, 4, 2)
-        768
-    """
-    return 2 * pages * page_size * D * width
-
-
-def select_attention(B: int, H: int, M: int, D: int, width: int) -> int:
-    """Return the bytes of the chosen slots' keys and values, M for each of H heads.
-
-    Example:
-        >>> from benchmarks import floors
-        >>> floors.select_attention(1, 2, 5, 4, 2)
-        160
-    """
-    return 2 * B * H * M * D * width
-
-
-def mse_flops(B: int, T: int, N: int, D: int, F: int) -> int:
-    """Return the FLOPs over all pairs: q.k, q'.k', and the gradients with respect to the predictor's queries and keys.
-
-    A formulation without pairs (Gram matrices) needs less.
-
-    Example:
-        >>> from benchmarks import floors
-        >>> floors.mse_flops(1, 10, 2, 4, 1)
-        2800
-    """
-    return 2 * B * T * T * N * (D + 3 * F)
 
 
 def mse_bytes(B: int, T: int, N: int, K: int, D: int, F: int, width: int) -> int:
@@ -125,7 +90,7 @@ def step_bytes(config: Config, batch: int, tokens: int, width: int) -> tuple[int
         [15.009..., 1.073...]
     """
     rest, layer = weight_numbers(config)
-    cache = cache_attention(batch, config.num_kv_heads, tokens, config.head_dim, width)
+    cache = keys_and_values(batch * config.num_kv_heads * tokens, config.head_dim, width)
     return (rest + config.num_layers * layer) * width, config.num_layers * cache
 
 

@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 
 from benchmarks import butler, floors, measure, steps
 from benchmarks.shapes import PUBLISHED, names_of, shape
-from evals import report
+from evals import evaluator, report
 from kernels_pallas.dispatch import Kernel, kernels_of, of_layer, platform
 from models import commands
 from models.butler import ButlerConfig
@@ -131,7 +131,7 @@ def _cache_attention(
 ) -> Case:
     N, K, D = config.num_heads, config.num_kv_heads, config.head_dim
     width = jnp.dtype(dtype).itemsize
-    numbers_bytes = floors.cache_attention(B, K, S, D, width)
+    numbers_bytes = floors.keys_and_values(B * K * S, D, width)
     L = _layers(numbers_bytes)
 
     def make() -> tuple[Any, ...]:
@@ -157,7 +157,7 @@ def _paged_attention(config: Config, B: int, sizes: Sizes, T: int, dtype: DTypeL
     pages = -(-tokens // page)
     M, width = int(pages.max()), jnp.dtype(dtype).itemsize
     live = B * int(pages.sum())
-    numbers_bytes = floors.paged_attention(live, page, D, width)
+    numbers_bytes = floors.keys_and_values(live * page, D, width)
     L = _layers(numbers_bytes)
 
     def make() -> tuple[Any, ...]:
@@ -189,7 +189,7 @@ def _paged_attention(config: Config, B: int, sizes: Sizes, T: int, dtype: DTypeL
 def _select_attention(config: Config, B: int, sizes: Sizes, dtype: DTypeLike, H: int) -> Case:
     N, K, D, S = config.num_heads, config.num_kv_heads, config.head_dim, sizes.context
     M, width = max(1, int(sizes.share * S)), jnp.dtype(dtype).itemsize
-    L = _layers(floors.cache_attention(B, K, S, D, width))
+    L = _layers(floors.keys_and_values(B * K * S, D, width))
 
     def make() -> tuple[Any, ...]:
         apart = S // M
@@ -201,7 +201,7 @@ def _select_attention(config: Config, B: int, sizes: Sizes, dtype: DTypeLike, H:
         return function(*arrays, layer=index % L + zero, scale=D**-0.5)
 
     case = f"{sizes.share:.0%}, a set a {'KV' if H == K else 'query'} head"
-    return Case("select_attention", case, make, call, floors.select_attention(B, H, M, D, width))
+    return Case("select_attention", case, make, call, floors.keys_and_values(B * H * M, D, width))
 
 
 def _mse_logits(config: Config, B: int, T: int, *, causal: bool) -> Case:
@@ -372,26 +372,19 @@ def sweep(
 
 def table(results: Sequence[dict[str, Any]]) -> str:
     """Return a table with one row per case and implementation."""
-    head = ("operation", "case", "shape", "batch", "by", "ms", "spread", "floor ms", "of floor", "x reference")
-    rows = []
-    for r in results:
-        start = (r["operation"], r["case"], r["shape"], str(r["batch"]), r["implementation"])
-        if "refused" in r:
-            rows.append((*start, "refused", "", "", "", ""))
-            continue
-        times = r["times_reference"]
-        rows.append(
-            (
-                *start,
-                f"{r['milliseconds']:.4f}",
-                f"{r['low']:.4f}..{r['high']:.4f}",
-                f"{r['floor_milliseconds']:.4f}",
-                f"{r['floor_milliseconds'] / r['milliseconds']:.0%}",
-                "" if times is None else f"{times:.2f}",
-            )
-        )
-    reasons = list(dict.fromkeys(f"refused: {r['refused']}" for r in results if "refused" in r))
-    return "\n".join([report.columns(head, rows, left=5), *reasons])
+    cells: list[tuple[str, report.Cell]] = [
+        ("operation", "{operation}"),
+        ("case", "{case}"),
+        ("shape", "{shape}"),
+        ("batch", "{batch}"),
+        ("by", "{implementation}"),
+        ("ms", "{milliseconds:.4f}"),
+        ("spread", "{low:.4f}..{high:.4f}"),
+        ("floor ms", "{floor_milliseconds:.4f}"),
+        ("of floor", lambda r: f"{r['floor_milliseconds'] / r['milliseconds']:.0%}"),
+        ("x reference", lambda r: "" if r["times_reference"] is None else f"{r['times_reference']:.2f}"),
+    ]
+    return measure.table(results, cells, left=5)
 
 
 def tables(results: Sequence[dict[str, Any]]) -> dict[str, tuple[str, str]]:
@@ -416,9 +409,7 @@ def command(flags: argparse.Namespace) -> None:
     """Measure, print the table, write JSON."""
     commands.check_outputs([flags.json])
     sizes = TINY if flags.tiny else Sizes(flags.budget, context=flags.context, loss_tokens=flags.loss_tokens)
-    for name, size in sizes._asdict().items():
-        if size <= 0:
-            raise ValueError(f"--{name.replace('_', '-')} is {size}; give at least 1.")
+    evaluator.check_least(flags, budget=1, context=1, loss_tokens=1)
     batches = [1] if flags.tiny else measure.whole_numbers("--batches", flags.batches)
     shapes = names_of(flags)
     options = dict(implementations=flags.implementations, interpret=flags.interpret)

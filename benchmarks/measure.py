@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from evals import report
+from evals import evaluator, report
 from models import commands, provenance
 
 RESULTS = Path(__file__).parent / "results"
@@ -325,9 +325,7 @@ def timing(flags: argparse.Namespace) -> Timing:
     fast = on_accelerator()
     calls = flags.calls if flags.calls is not None else 1 if flags.tiny else 16 if fast else 2
     repetitions = flags.repetitions if flags.repetitions is not None else 1 if flags.tiny else 10 if fast else 5
-    for name, number in (("calls", calls), ("repetitions", repetitions)):
-        if number < 1:
-            raise ValueError(f"--{name} is {number}; give at least 1.")
+    evaluator.check_least(flags, calls=1, repetitions=1)
     if flags.memory is not None and not flags.memory > 0:
         raise ValueError(f"--memory is {flags.memory}; give a number of GiB above 0.")
     free = free_bytes() if flags.memory is None else flags.memory * 2**30
@@ -340,15 +338,27 @@ def write(
     settings: Mapping[str, Any],
     results: Any,
     made_of: Mapping[str, str] = MappingProxyType({}),
+    *,
+    done: bool = False,
 ) -> None:
     """Write a benchmark's results and their provenance, if a path was given.
 
     Args:
         made_of: fingerprints of a model that was loaded; other weights are drawn at random from fixed keys.
+        done: print the path, too.
     """
     if flags.json is not None:
         found = {"benchmark": benchmark, "settings": dict(settings), "results": results}
         provenance.write(flags, found, made_of)
+        if done:
+            print(f"figures: {flags.json}")
+
+
+def write_page(path: Path, text: str) -> None:
+    """Write a page in Markdown, and print its path."""
+    with commands.replacing(path) as temporary:
+        temporary.write_text(text)
+    print(f"page: {path}")
 
 
 def show(tables: Mapping[str, tuple[str, str]], path: Path | None) -> None:
@@ -356,6 +366,29 @@ def show(tables: Mapping[str, tuple[str, str]], path: Path | None) -> None:
     print("\n\n".join(f"{title}\n\n{table}\n\n{legend}" for title, (table, legend) in tables.items()))
     if path is not None:
         print(f"figures: {path}")
+
+
+def table(rows: Sequence[Mapping[str, Any]], cells: Sequence[tuple[str, report.Cell]], *, left: int) -> str:
+    """Return a table as :func:`evals.report.table` does; refused rows say so, with the reasons below the table.
+
+    Example:
+        >>> from benchmarks import measure
+        >>> rows = [{"name": "a", "ms": 1.5}, {"name": "b", "refused": "too wide"}]
+        >>> print(measure.table(rows, [("name", "{name}"), ("ms", "{ms:.2f}")], left=1))
+        name       ms
+        ----  -------
+        a        1.50
+        b     refused
+        refused: too wide
+    """
+
+    def unless_refused(place: int, cell: report.Cell) -> report.Cell:
+        of = cell.format_map if isinstance(cell, str) else cell
+        return lambda r: of(r) if place < left or "refused" not in r else "refused" if place == left else ""
+
+    told = [(head, unless_refused(place, cell)) for place, (head, cell) in enumerate(cells)]
+    reasons = dict.fromkeys(f"refused: {r['refused']}" for r in rows if "refused" in r)
+    return "\n".join([report.table(rows, told, left=left), *reasons])
 
 
 def whole_numbers(name: str, text: str, low: int = 1) -> list[int]:

@@ -65,23 +65,23 @@ def compiled_bytes(policy: str, prompt: int, share: float, block: int, page_size
 
 def table(results: list[dict[str, Any]]) -> str:
     """Return a table in MiB with one row per allocation and budget."""
-    head = ("policy", "budget", "slots", "counted", "+ block", "arrays", "compiled", "ratio", "decode +", "block +")
-    rows = []
-    for r in results:
-        sizes = [r["counted_bytes"], r["counted_bytes"] + r["in_flight_bytes"], r["array_bytes"]]
-        sizes.append(r["decode_cache_bytes"])
-        extra = [r["decode_temporary_bytes"], r["block_temporary_bytes"]]
-        rows.append(
-            (
-                r["policy"],
-                f"{r['budget']:,} ({r['share']:.0%})",
-                f"{r['slots']:,}",
-                *(f"{size / 2**20:.1f}" for size in sizes),
-                f"{r['ratio']:.3f}",
-                *(f"{size / 2**20:.1f}" for size in extra),
-            )
-        )
-    return report.columns(head, rows, left=2)
+
+    def mib(*names: str) -> report.Cell:
+        return lambda r: f"{sum(r[f'{name}_bytes'] for name in names) / 2**20:.1f}"
+
+    cells: list[tuple[str, report.Cell]] = [
+        ("policy", "{policy}"),
+        ("budget", "{budget:,} ({share:.0%})"),
+        ("slots", "{slots:,}"),
+        ("counted", mib("counted")),
+        ("+ block", mib("counted", "in_flight")),
+        ("arrays", mib("array")),
+        ("compiled", mib("decode_cache")),
+        ("ratio", "{ratio:.3f}"),
+        ("decode +", mib("decode_temporary")),
+        ("block +", mib("block_temporary")),
+    ]
+    return report.table(results, cells, left=2)
 
 
 def add_flags(flags: argparse.ArgumentParser) -> None:
@@ -105,15 +105,11 @@ def command(flags: argparse.Namespace) -> None:
         results.append(compiled_bytes(policy, flags.prompt, float(share), flags.block, flags.page_size))
     print(table(results))
     print(LEGEND)
-    if flags.json is not None:
-        sizes = {"prompt": flags.prompt, "block": flags.block, "page_size": flags.page_size}
-        measure.write(flags, "memory", sizes, results)
-        print(f"figures: {flags.json}")
+    sizes = {"prompt": flags.prompt, "block": flags.block, "page_size": flags.page_size}
+    measure.write(flags, "memory", sizes, results, done=True)
     if flags.page is not None:
         size = f"{CONFIG.num_layers} layers, {CONFIG.num_kv_heads} KV heads of {CONFIG.head_dim}, float32, a prompt of"
         text = f"# Bytes of a cache under each allocation\n\n{size} {flags.prompt:,} tokens, blocks of {flags.block}, "
         text += f"pages of {flags.page_size}. Made by `python -m benchmarks memory`.\n\n"
         text += f"```\n{table(results)}\n```\n\n{LEGEND}\n"
-        with commands.replacing(flags.page) as temporary:
-            temporary.write_text(text)
-        print(f"page: {flags.page}")
+        measure.write_page(flags.page, text)

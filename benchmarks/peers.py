@@ -28,7 +28,7 @@ import models
 from benchmarks import measure
 from benchmarks.peer_timing import keep_to, peak_resident, serve, timed
 from benchmarks.shapes import parameter_count, shape
-from evals import report, tasks
+from evals import evaluator, report, tasks
 from models import commands, get, provenance
 from models.load import describe
 
@@ -196,22 +196,27 @@ def summarised(found: Mapping[str, Any], prompt: int) -> list[dict[str, Any]]:
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return a table with one row per side, budget and number of threads."""
-    head = (
-        "side", "threads", "prefill ms", "spread", "tokens/s", "cpu", "ratio", "decode ms", "spread", "tokens/s", "cpu",
-        "ratio", "peak MiB", "held", "same",
-    )  # fmt: skip
-    lines = []
-    for row in rows:
-        cells = [str(row["side"]), str(row["threads"])]
-        for what in ("prefill", "decode"):
-            times, ratio = row[what], row[f"{what}_ratio"]
-            cells += [f"{times['milliseconds']:,.1f}", f"{times['low']:,.1f}..{times['high']:,.1f}"]
-            speed = times.get("tokens_a_second")  # older results do not have it
-            cells += ["" if speed is None else f"{speed:,.1f}", f"{times['work_milliseconds']:,.1f}"]
-            cells.append("" if ratio is None else f"{ratio:.2f}")
-        cells += [f"{row['peak_bytes'] / 2**20:,.0f}", str(row["held"]), f"{row['same_tokens']} of {row['tokens']}"]
-        lines.append(tuple(cells))
-    return report.columns(head, lines, left=1)
+
+    def phase(what: str) -> list[tuple[str, report.Cell]]:
+        speed = lambda r: r[what].get("tokens_a_second")  # noqa: E731  older results do not have it
+        return [
+            (f"{what} ms", f"{{{what}[milliseconds]:,.1f}}"),
+            ("spread", f"{{{what}[low]:,.1f}}..{{{what}[high]:,.1f}}"),
+            ("tokens/s", lambda r: "" if speed(r) is None else f"{speed(r):,.1f}"),
+            ("cpu", f"{{{what}[work_milliseconds]:,.1f}}"),
+            ("ratio", lambda r: "" if r[f"{what}_ratio"] is None else f"{r[f'{what}_ratio']:.2f}"),
+        ]
+
+    cells: list[tuple[str, report.Cell]] = [
+        ("side", "{side}"),
+        ("threads", "{threads}"),
+        *phase("prefill"),
+        *phase("decode"),
+        ("peak MiB", lambda r: f"{r['peak_bytes'] / 2**20:,.0f}"),
+        ("held", "{held}"),
+        ("same", "{same_tokens} of {tokens}"),
+    ]
+    return report.table(rows, cells, left=1)
 
 
 def add_flags(flags: argparse.ArgumentParser) -> None:
@@ -240,9 +245,7 @@ def command(flags: argparse.Namespace) -> None:
     commands.check_outputs([flags.json])
     threads = measure.whole_numbers("--threads", flags.threads)
     budgets = _budgets(flags.budget or ("256,512,full" if flags.model else "512"))
-    for name, low in (("block", WINDOW), ("repetitions", 1), ("new_tokens", 2)):
-        if getattr(flags, name) < low:
-            raise ValueError(f"--{name.replace('_', '-')} is {getattr(flags, name)}; give at least {low}.")
+    evaluator.check_least(flags, block=WINDOW, repetitions=1, new_tokens=2)
     _check_longer(flags.prompt, budgets)
     if flags.model and flags.shape:
         raise ValueError(f"both --model {flags.model} and --shape {flags.shape} were given; keep one of them.")
@@ -278,9 +281,7 @@ def command(flags: argparse.Namespace) -> None:
     }
     settings |= {"policy": "snapkv", "keys_values": "not on the package index"}
     settings["load"] = os.getloadavg() if hasattr(os, "getloadavg") else None
-    measure.write(flags, "peers", settings, rows, made.made_of)
-    if flags.json is not None:
-        print(f"figures: {flags.json}")
+    measure.write(flags, "peers", settings, rows, made.made_of, done=True)
 
 
 class _Made(NamedTuple):
@@ -297,9 +298,7 @@ def _made(flags: argparse.Namespace, folder: str, processes: int) -> _Made:
     needed = processes * 4 * parameter_count(config)
     measure.check_fits(needed, f"the checkpoint, in {processes} processes,", measure.free_bytes())
     if flags.model:
-        model, tokenizer = models.load(flags.model)
-        if tokenizer is None:
-            raise ValueError(f"{flags.model} has no tokenizer, and a text needs one; copy it from the model's source.")
+        model, tokenizer = evaluator.load_with_tokenizer(flags.model)
         prompt = tasks.needle(0, tokenizer, flags.prompt, haystack="fixed").tokens
         made_of = provenance.fingerprints(model, tokenizer)
     else:

@@ -82,28 +82,25 @@ def _named(name: str, setting: steps.Setting, prompt: int) -> dict[str, Any]:
 
 def feed_table(results: Sequence[dict[str, Any]]) -> str:
     """Return a table with one row per prompt that was fed."""
-    head = ("shape", "batch", "budget", "prompt", "policy", "seconds", "tokens / s", "step ms", "compiled")
-    whole = {(r["shape"], r["batch"], r["prompt"]): r for r in results if r["budget"] is None and "refused" not in r}
-    rows = []
-    for r in results:
-        budget = "full" if r["budget"] is None else f"{r['budget']:,}"
-        start = (r["shape"], str(r["batch"]), budget, f"{r['prompt']:,}", r["policy"])
-        if "refused" in r:
-            rows.append((*start, "refused", *("",) * 4))
-            continue
+    whole = {
+        (r["shape"], r["batch"], r["prompt"]): r["milliseconds"]
+        for r in results
+        if r["budget"] is None and "refused" not in r
+    }
+
+    def over_full(r: dict[str, Any]) -> str:
         full = None if r["budget"] is None else whole.get((r["shape"], r["batch"], r["prompt"]))
-        rows.append(
-            (
-                *start,
-                f"{r['milliseconds'] / 1e3:.2f}",
-                f"{1e3 * r['batch'] * r['prompt'] / r['milliseconds']:,.0f}",
-                f"{r['step_milliseconds']:.2f}",
-                str(r["compilations"]),
-                "" if full is None else f"{full['milliseconds'] / r['milliseconds']:.2f}",
-            )
-        )
-    reasons = list(dict.fromkeys(f"refused: {r['refused']}" for r in results if "refused" in r))
-    return "\n".join([report.columns((*head, "full / budget"), rows, left=5), *reasons])
+        return "" if full is None else f"{full / r['milliseconds']:.2f}"
+
+    cells: list[tuple[str, report.Cell]] = [
+        *decode.SETTING,
+        ("seconds", lambda r: f"{r['milliseconds'] / 1e3:.2f}"),
+        ("tokens / s", lambda r: f"{1e3 * r['batch'] * r['prompt'] / r['milliseconds']:,.0f}"),
+        ("step ms", "{step_milliseconds:.2f}"),
+        ("compiled", "{compilations}"),
+        ("full / budget", over_full),
+    ]
+    return measure.table(results, cells, left=len(decode.SETTING))
 
 
 def tables(results: Sequence[dict[str, Any]]) -> dict[str, tuple[str, str]]:

@@ -14,7 +14,7 @@ import numpy as np
 import kvjax
 import models
 from benchmarks import measure
-from evals import report, tasks
+from evals import evaluator, report, tasks
 from models import commands, provenance
 from models.layer_caches import AnyCache
 
@@ -38,23 +38,14 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
 def command(flags: argparse.Namespace) -> None:
     """Run the benchmark."""
     commands.check_outputs([flags.json])
-    model, tokenizer = models.load(flags.model, dtype="float32")
-    if tokenizer is None:
-        raise ValueError(f"{flags.model} has no tokenizer.json, and text needs one; copy it from the model's source.")
+    model, tokenizer = evaluator.load_with_tokenizer(flags.model, dtype="float32")
     document, questions, values = asked(tokenizer, flags.length, flags.questions, flags.seed)
     rows = []
     for policy, budget in ((None, None), (flags.policy, flags.budget)):
         rows += compared(model, tokenizer, document, questions, values, policy, budget, flags.repetitions)
     print(table(rows), LEGEND, sep="\n\n")
-    if flags.json is not None:
-        settings = {
-            "model": flags.model,
-            "document": len(document),
-            "questions": len(questions),
-            "new_tokens": NEW_TOKENS,
-        }
-        measure.write(flags, "questions", settings, rows, provenance.fingerprints(model, tokenizer))
-        print(f"figures: {flags.json}")
+    settings = {"model": flags.model, "document": len(document), "questions": len(questions), "new_tokens": NEW_TOKENS}
+    measure.write(flags, "questions", settings, rows, provenance.fingerprints(model, tokenizer), done=True)
 
 
 def asked(
@@ -133,19 +124,15 @@ def compared(
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Return a table with one row per way of asking."""
-    head = ("policy", "budget", "way", "seconds", "lowest", "cache MiB", "file MiB", "right", "as scratch")
-    lines = [
-        (
-            r["policy"],
-            "all" if r["budget"] is None else str(r["budget"]),
-            r["way"],
-            f"{r['milliseconds'] / 1000:.2f}",
-            f"{r['lowest'] / 1000:.2f}",
-            f"{r['cache_bytes'] / 2**20:.1f}",
-            f"{r['file_bytes'] / 2**20:.1f}",
-            str(r["right"]),
-            "yes" if r["same_as_scratch"] else "no",
-        )
-        for r in rows
+    cells: list[tuple[str, report.Cell]] = [
+        ("policy", "{policy}"),
+        ("budget", report.budget),
+        ("way", "{way}"),
+        ("seconds", lambda r: f"{r['milliseconds'] / 1000:.2f}"),
+        ("lowest", lambda r: f"{r['lowest'] / 1000:.2f}"),
+        ("cache MiB", lambda r: f"{r['cache_bytes'] / 2**20:.1f}"),
+        ("file MiB", lambda r: f"{r['file_bytes'] / 2**20:.1f}"),
+        ("right", "{right}"),
+        ("as scratch", lambda r: "yes" if r["same_as_scratch"] else "no"),
     ]
-    return report.columns(head, lines, left=3)
+    return report.table(rows, cells, left=3)

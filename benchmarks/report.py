@@ -241,7 +241,7 @@ def draw_decode(document: Document, path: Path) -> None:
     axis.set_title(f"{_device(document)}; dotted: floors", fontsize=9.5)
     axis.legend(fontsize=7.5, frameon=False)
     axis.grid(alpha=0.2)
-    _save(figure, path)
+    report.save(figure, path)
 
 
 def draw_kernels(document: Document, path: Path) -> None:
@@ -266,13 +266,7 @@ def draw_kernels(document: Document, path: Path) -> None:
     axis.set_xlabel("floor over time (1: the floor itself)")
     axis.set_title(f"{_device(document)}, {shape}", fontsize=9.5)
     axis.legend(fontsize=7.5, frameon=False)
-    _save(figure, path)
-
-
-def _save(figure: Any, path: Path) -> None:
-    with commands.replacing(path) as temporary:
-        figure.savefig(temporary, dpi=160)
-    report.pyplot().close(figure)
+    report.save(figure, path)
 
 
 def drawn(found: Sequence[Document]) -> dict[str, tuple[Callable[[Document, Path], None], Document]]:
@@ -306,6 +300,4 @@ def command(flags: argparse.Namespace) -> None:
     text = page(found, list(plots))
     for name, (draw, document) in plots.items():
         draw(document, images / f"performance-{name}.png")
-    with commands.replacing(target) as temporary:
-        temporary.write_text(text)
-    print(f"page: {target}")
+    measure.write_page(target, text)

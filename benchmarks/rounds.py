@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 import kvjax
 from benchmarks import measure
-from evals import report
+from evals import evaluator, report
 from kernels_pallas import ColumnStatistics
 from models import commands
 
@@ -57,8 +57,13 @@ def timed(links: list[str], budget: int, block: int, repetitions: int) -> list[d
 
 def table(results: Sequence[dict[str, Any]]) -> str:
     """Return a table with one row per link."""
-    rows = [(r["link"], f"{r['milliseconds']:.1f}", f"{r['lowest']:.1f}", f"{r['ratio']:.2f}") for r in results]
-    return report.columns(("link", "median ms", "lowest ms", "ratio"), rows, left=1)
+    cells = [
+        ("link", "{link}"),
+        ("median ms", "{milliseconds:.1f}"),
+        ("lowest ms", "{lowest:.1f}"),
+        ("ratio", "{ratio:.2f}"),
+    ]
+    return report.table(results, cells, left=1)
 
 
 def add_flags(flags: argparse.ArgumentParser) -> None:
@@ -73,12 +78,9 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
 def command(flags: argparse.Namespace) -> None:
     """Measure, print the table, write JSON."""
     commands.check_outputs([flags.json])
-    for name in ("budget", "block", "repetitions"):
-        if getattr(flags, name) < 1:
-            raise ValueError(f"--{name} is {getattr(flags, name)}; give at least 1.")
+    evaluator.check_least(flags, budget=1, block=1, repetitions=1)
     results = timed(commands.split_list(flags.links), flags.budget, flags.block, flags.repetitions)
     print(table(results))
-    if flags.json is not None:
-        settings = {"budget": flags.budget, "block": flags.block, "K": K, "G": G, "D": D}
-        measure.write(flags, "rounds", settings, results)
-        print(f"figures: {flags.json}")
+    measure.write(
+        flags, "rounds", {"budget": flags.budget, "block": flags.block, "K": K, "G": G, "D": D}, results, done=True
+    )

@@ -95,20 +95,16 @@ def alone(model: models.Decoder, butler: Butler, context: int) -> Callable[[], A
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Return a table with one row per step."""
-    head = ("context", "step", "read", "ms", "lowest", "over dense", "bytes")
-    lines = [
-        (
-            f"{r['context']:,}",
-            TITLES.get(r["step"], f"one set per group, {r['step']}"),
-            "all" if r["share"] is None else f"{r['share']:.0%}",
-            f"{r['milliseconds']:.1f}",
-            f"{r['lowest']:.1f}",
-            f"{r['ratio']:.2f}",
-            "" if r["bytes_ratio"] is None else f"{r['bytes_ratio']:.2f}",
-        )
-        for r in rows
+    cells: list[tuple[str, report.Cell]] = [
+        ("context", "{context:,}"),
+        ("step", lambda r: TITLES.get(r["step"], f"one set per group, {r['step']}")),
+        ("read", lambda r: "all" if r["share"] is None else f"{r['share']:.0%}"),
+        ("ms", "{milliseconds:.1f}"),
+        ("lowest", "{lowest:.1f}"),
+        ("over dense", "{ratio:.2f}"),
+        ("bytes", lambda r: "" if r["bytes_ratio"] is None else f"{r['bytes_ratio']:.2f}"),
     ]
-    return report.columns(head, lines, left=3)
+    return report.table(rows, cells, left=3)
 
 
 def add_flags(flags: argparse.ArgumentParser) -> None:
@@ -137,6 +133,4 @@ def command(flags: argparse.Namespace) -> None:
     for context in contexts:
         rows += timed(model, butler, context, groups, shares, flags.repetitions)
     print(table(rows), LEGEND, sep="\n\n")
-    if flags.json is not None:
-        measure.write(flags, "selection", {"model": flags.model}, rows, made_of)
-        print(f"figures: {flags.json}")
+    measure.write(flags, "selection", {"model": flags.model}, rows, made_of, done=True)

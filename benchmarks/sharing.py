@@ -41,24 +41,15 @@ def command(flags: argparse.Namespace) -> None:
         Setting(policy, commands.parse_budget(budget), "prompt", "after")
         for policy, budget in itertools.product(policies, budgets)
     ]
-    model, tokenizer = models.load(flags.model, dtype="float32")
-    if tokenizer is None:
-        raise ValueError(f"{flags.model} has no tokenizer.json, and text needs one; copy it from the model's source.")
+    model, tokenizer = evaluator.load_with_tokenizer(flags.model, dtype="float32")
     cells = needle.make_cells(
         tokenizer, lengths=[flags.length], depths=flags.samples, samples=1, facts=10, question="after", seed=flags.seed
     )
     rows = compared(model, cells, settings)
     print(table(rows))
-    if flags.json is not None:
-        chosen = {
-            "model": flags.model,
-            "policies": policies,
-            "budgets": budgets,
-            "length": flags.length,
-            "samples": flags.samples,
-        }
-        measure.write(flags, "sharing", chosen, rows, provenance.fingerprints(model, tokenizer))
-        print(f"figures: {flags.json}")
+    chosen = {name: getattr(flags, name) for name in ("model", "length", "samples")}
+    chosen |= {"policies": policies, "budgets": budgets}
+    measure.write(flags, "sharing", chosen, rows, provenance.fingerprints(model, tokenizer), done=True)
 
 
 def compared(model: models.Decoder, cells: list[needle.Cell], settings: list[Setting]) -> list[dict[str, Any]]:
@@ -108,18 +99,14 @@ def compared(model: models.Decoder, cells: list[needle.Cell], settings: list[Set
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Return a table with one row per way."""
-    head = ("prompt", "settings", "through the model", "first", "faster", "then", "faster", "same answers")
-    lines = [
-        (
-            r["way"],
-            str(r["settings"]),
-            str(r["prompts"]),
-            f"{r['first_seconds']:.1f} s",
-            f"{r['first_times_faster']:.1f}",
-            f"{r['seconds']:.1f} s",
-            f"{r['times_faster']:.1f}",
-            "yes" if r["same_answers"] else "no",
-        )
-        for r in rows
+    cells: list[tuple[str, report.Cell]] = [
+        ("prompt", "{way}"),
+        ("settings", "{settings}"),
+        ("through the model", "{prompts}"),
+        ("first", "{first_seconds:.1f} s"),
+        ("faster", "{first_times_faster:.1f}"),
+        ("then", "{seconds:.1f} s"),
+        ("faster", "{times_faster:.1f}"),
+        ("same answers", lambda r: "yes" if r["same_answers"] else "no"),
     ]
-    return "\n".join([report.columns(head, lines, left=1), LEGEND])
+    return "\n".join([report.table(rows, cells, left=1), LEGEND])

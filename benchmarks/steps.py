@@ -176,14 +176,13 @@ def program(kind: Kind, setting: Setting, prompt: int, calls: int, *, free: floa
         raise ValueError(f"{calls} decode steps per call were asked for; give at most {setting.block}, the block.")
     run, cache = shapes(setting, prompt)
     config, keeps = run.model.config, setting.policy is None
-    tokens = jnp.zeros((setting.batch,) if kind == "decode" else (setting.batch, setting.block), jnp.int32)
-    step = _decode_step if kind == "decode" else _block_step
+    tokens = jnp.zeros((setting.batch, 1 if kind == "decode" else setting.block), jnp.int32)
 
     def loop(run: Run, cache: Any, tokens: Array) -> tuple[Any, Array]:
         start = cache
 
-        def body(index: Int[Array, ""], carry: tuple[Any, Array]) -> tuple[Any, Array]:
-            cache, logits = step(run, carry[0], tokens, index)
+        def body(_: Int[Array, ""], carry: tuple[Any, Array]) -> tuple[Any, Array]:
+            cache, logits = _step(kind, run, carry[0], tokens)
             if keeps and kind == "block":  # the cache has room for one block beyond what it holds
                 cache = restarted(cache, start)
             return cache, logits
@@ -197,17 +196,13 @@ def program(kind: Kind, setting: Setting, prompt: int, calls: int, *, free: floa
     return Program(compiled, run, cache, tokens, calls, measure.program_bytes(compiled))
 
 
-def _decode_step(run: Run, cache: Any, tokens: Int[Array, "B"], index: Int[Array, ""]) -> tuple[Any, Array]:
-    phase = decode_phase(run.plan, 1)
-    position = cache.next_position[:, None]
-    hidden, state = forward(run, DecodeState(cache), tokens[:, None], position, run.rows.decode_budgets, phase)
-    return state.cache, run.model.logits(hidden[:, 0])
-
-
-def _block_step(run: Run, cache: Any, tokens: Int[Array, "B m"], index: Int[Array, ""]) -> tuple[Any, Array]:
+def _step(kind: Kind, run: Run, cache: Any, tokens: Int[Array, "B m"]) -> tuple[Any, Array]:
+    """Feed each row's next tokens, and return the cache and the logits after the last of them."""
     position = cache.next_position[:, None] + jnp.arange(tokens.shape[1])
-    phase = Phase(evicts=run.plan.policy is not None)
-    hidden, state = forward(run, DecodeState(cache), tokens, position, run.rows.budgets, phase)
+    phase, budgets = Phase(evicts=run.plan.policy is not None), run.rows.budgets
+    if kind == "decode":
+        phase, budgets = decode_phase(run.plan, 1), run.rows.decode_budgets
+    hidden, state = forward(run, DecodeState(cache), tokens, position, budgets, phase)
     return state.cache, run.model.logits(hidden[:, -1])
 
 

@@ -28,7 +28,7 @@ import models
 from benchmarks import measure
 from benchmarks.shapes import shape
 from benchmarks.targets import compiled, tpu_chips
-from evals import report
+from evals import evaluator, report
 from models import commands, engine
 from models.parameters import parameter_shapes, partition
 from models.plan import PAGE_SIZE, CheckedPrompt, Options, plan_run
@@ -321,9 +321,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
 def command(flags: argparse.Namespace) -> None:
     """Compile everything, print the table, and write JSON after each program."""
     commands.check_outputs([flags.json])
-    for name in ("batch", "budget", "block", "prompt"):
-        if getattr(flags, name) < 1:
-            raise ValueError(f"--{name} is {getattr(flags, name)}; give at least 1.")
+    evaluator.check_least(flags, batch=1, budget=1, block=1, prompt=1)
     if not os.environ.get("JAX_PLATFORMS"):  # with libtpu installed, JAX would look for a TPU first
         jax.config.update("jax_platforms", "cpu")
     topologies, policies = commands.split_list(flags.topologies), commands.split_list(flags.policies)
@@ -356,5 +354,4 @@ def command(flags: argparse.Namespace) -> None:
     progress.close()
     print(table(results))
     print(LEGEND)
-    if flags.json is not None:
-        print(f"figures: {flags.json}")
+    measure.write(flags, "tpu_compile", settings, results, done=True)

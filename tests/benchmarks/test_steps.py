@@ -48,7 +48,7 @@ def test_a_program_is_so_many_of_the_decoder_s_steps(model):
     state = DecodeState(make())
     for _ in range(3):
         hidden, state = forward(
-            run, state, program.tokens[:, None], state.cache.next_position[:, None], run.rows.decode_budgets,
+            run, state, program.tokens, state.cache.next_position[:, None], run.rows.decode_budgets,
             decode_phase(run.plan, 1),
         )  # fmt: skip
     expected, cache = model.logits(hidden[:, 0]), state.cache
