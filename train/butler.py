@@ -240,20 +240,15 @@ def train(
     """Train a predictor, from the newest whole checkpoint in ``folder`` if there is one and ``resume`` is true.
 
     Args:
-        folder: see the module's docstring; created if it does not exist.
-        model: the frozen model, on ``mesh`` if that is given (``models.load(..., mesh=mesh)``).
         config: the predictor's shape.
-        corpus: the text, in rows of length ``settings.seq_len``.
-        name: the model's name, for messages.
         budget: the share of the tokens that a query reads, for the hit rate.
-        options: where the run starts and what it writes when; see :func:`train.loop.run`.
+        folder, model, corpus, settings, name, options: see :func:`train.loop.run`.
 
     Returns:
         The predictor, and the summary; None if the run was stopped before its end.
 
     Raises:
-        ValueError: the folder holds another run (the message says what differs) or one that is running, the mesh does
-            not divide the batch, the budget is not in (0, 1], the loss is not finite, or the text cannot be read.
+        ValueError: the budget is not in (0, 1], or :func:`train.loop.run` refuses the run.
         OSError: a checkpoint cannot be written.
     """
     folder = Path(folder)

@@ -82,11 +82,7 @@ def add_run_flags(flags: argparse.ArgumentParser, out: str) -> None:
 
 def load(flags: argparse.Namespace) -> Loaded:
     """Check the run's flags, join the other processes, and load the model onto the mesh."""
-    for flag, least in (("save_every", 1), ("keep", 1), ("eval_every", 0), ("log_every", 1), ("eval_rows", 1)):
-        if getattr(flags, flag) < least:
-            raise ValueError(f"--{flag.replace('_', '-')} is {getattr(flags, flag)}; give at least {least}.")
-    if flags.stop_after is not None and flags.stop_after < 1:
-        raise ValueError(f"--stop-after is {flags.stop_after}; give a step, at least 1.")
+    evaluator.check_least(flags, save_every=1, keep=1, eval_every=0, log_every=1, eval_rows=1, stop_after=1)
     if flags.out.exists() and not flags.out.is_dir():
         raise ValueError(f"--out is {flags.out}, which is a file; name a folder.")
     _join(flags)
@@ -96,24 +92,16 @@ def load(flags: argparse.Namespace) -> Loaded:
     embedded = flags.model == "retriever"
     if flags.data is None and not embedded:
         raise ValueError("no data was named; give --data files, folders or a hub data set.")
-    model, tokenizer = models.load(flags.model, dtype=flags.dtype, mesh=mesh)
-    if tokenizer is None:
-        raise ValueError(f"{flags.model} has no tokenizer.json, and text needs one; copy it from the model's source.")
+    model, tokenizer = evaluator.load_with_tokenizer(flags.model, dtype=flags.dtype, mesh=mesh)
     return Loaded(model, tokenizer, mesh, embedded)
 
 
 def open_text(flags: argparse.Namespace, tokenizer: Tokenizer, settings: Settings) -> Corpus:
     """Open the text that the flags name; the embedded model's is "python"."""
     return open_corpus(
-        flags.data or ["python"],
-        tokenizer,
-        settings.seq_len,
-        eval_names=flags.eval_data,
-        eval_rows=flags.eval_rows,
-        field=flags.text_field,
-        skip_bad_lines=flags.skip_bad_lines,
-        seed=settings.seed,
-    )
+        flags.data or ["python"], tokenizer, settings.seq_len, eval_names=flags.eval_data, eval_rows=flags.eval_rows,
+        field=flags.text_field, skip_bad_lines=flags.skip_bad_lines, seed=settings.seed,
+    )  # fmt: skip
 
 
 def options_of(flags: argparse.Namespace, loaded: Loaded, command: str) -> Options:
@@ -124,18 +112,10 @@ def options_of(flags: argparse.Namespace, loaded: Loaded, command: str) -> Optio
             print(f"{command}: {text}.", file=sys.stderr)
 
     return Options(
-        begun=flags.begun,
-        made_of=evaluator.made_of(loaded.model, loaded.tokenizer),
-        mesh=loaded.mesh,
-        resume=flags.resume == "auto",
-        save_every=flags.save_every,
-        keep=flags.keep,
-        eval_every=flags.eval_every,
-        log_every=flags.log_every,
-        stop_after=flags.stop_after,
-        progress_bar=True,
-        say=say,
-    )
+        begun=flags.begun, made_of=evaluator.made_of(loaded.model, loaded.tokenizer), mesh=loaded.mesh,
+        resume=flags.resume == "auto", save_every=flags.save_every, keep=flags.keep, eval_every=flags.eval_every,
+        log_every=flags.log_every, stop_after=flags.stop_after, progress_bar=True, say=say,
+    )  # fmt: skip
 
 
 def report(flags: argparse.Namespace, summary: dict[str, Any] | None, table: Callable[[dict[str, Any]], str]) -> None:

@@ -7,7 +7,7 @@ word at a time with a memo. The tokenizer never merges across a space, so the id
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -77,12 +77,12 @@ def invented_name(rng: np.random.Generator) -> str:
     """
     while True:
         word = "".join(
-            _pick(rng, _ONSETS) * (i > 0 or rng.random() < 0.8)
-            + _pick(rng, _VOWELS)
-            + _pick(rng, _CODAS) * (rng.random() < 0.4)
+            tasks.pick(rng, _ONSETS) * (i > 0 or rng.random() < 0.8)
+            + tasks.pick(rng, _VOWELS)
+            + tasks.pick(rng, _CODAS) * (rng.random() < 0.4)
             for i in range(int(rng.integers(2, 4)))
         ).capitalize()
-        name = f"{word} {_pick(rng, _LANDS)}" if rng.random() < 0.2 else word
+        name = f"{word} {tasks.pick(rng, _LANDS)}" if rng.random() < 0.2 else word
         if name not in coref_task.pools("test").names:
             return name
 
@@ -156,8 +156,8 @@ class Writer:
     def pieced_name(self, rng: np.random.Generator) -> str:
         """Return a name made of tokens; never one that the co-reference task tests with."""
         while True:
-            start = _pick(rng, self._starts if rng.random() < 0.5 else self._pieces).capitalize()
-            name = start + "".join(_pick(rng, self._pieces) for _ in range(int(rng.integers(1, 5))))
+            start = tasks.pick(rng, self._starts if rng.random() < 0.5 else self._pieces).capitalize()
+            name = start + "".join(tasks.pick(rng, self._pieces) for _ in range(int(rng.integers(1, 5))))
             if name not in coref_task.pools("test").names:
                 return name
 
@@ -248,7 +248,7 @@ class _Row:
     def add_prose(self) -> None:
         if self.level.library and self.rng.random() < self.level.library:
             self.maybe_jump()
-            self.add(_pick(self.rng, prose.sentences("train")))
+            self.add(tasks.pick(self.rng, prose.sentences("train")))
         else:
             self.add_filler()
 
@@ -323,13 +323,7 @@ class _Row:
                 stated += 1
             else:
                 self.add_filler()
-        self.new_line()
-        if rng.random() < 0.2:
-            self.add(tasks.question(asked))
-            self.new_line()
-            self.add(f"{tasks.cue(asked)} {asked.value}.", stated=True)
-        else:
-            self.add(f"{tasks.cue(asked, 'before')} {asked.value}.", stated=True)
+        if not self.add_answer(asked, again=0.2):
             self.kinds[-5] = BEFORE
         self.new_line()
         while self.space():
@@ -353,16 +347,20 @@ class _Row:
                 self.add(self._statement(asked), stated=False)
             else:
                 self.add_fact()
-        self.new_line()
-        if rng.random() < 0.3:
-            self.add(tasks.question(asked))
-            self.new_line()
-            self.add(f"{tasks.cue(asked)} {asked.value}.", stated=True)
-        else:
-            self.add(f"{tasks.cue(asked, 'before')} {asked.value}.", stated=True)
+        self.add_answer(asked, again=0.3)
         self.new_line()
         for _ in range(int(rng.integers(3))):
             self.add_question()
+
+    def add_answer(self, asked: tasks.Fact, again: float) -> bool:
+        """Add the answer to a question asked before the text; repeat the question with a probability, and tell it."""
+        self.new_line()
+        repeated = self.rng.random() < again
+        if repeated:
+            self.add(tasks.question(asked))
+            self.new_line()
+        self.add(f"{tasks.cue(asked, 'after' if repeated else 'before')} {asked.value}.", stated=True)
+        return repeated
 
     def add_story(self) -> None:
         """Add a place's name, other sentences, and the name again: the co-reference task's story, or a shorter one."""
@@ -396,7 +394,7 @@ class _Row:
         for _ in range(int(self.rng.integers(5))):
             match int(self.rng.integers(3)):
                 case 0:
-                    yield _pick(self.rng, _SENTENCE_END.split(_pick(self.rng, story.distractions)))
+                    yield tasks.pick(self.rng, _SENTENCE_END.split(tasks.pick(self.rng, story.distractions)))
                 case 1:
                     yield tasks.haystack_sentence(self.rng, "train")
                 case _:
@@ -414,7 +412,3 @@ class _Row:
         introductions = tasks.INTRODUCTIONS
         plain = self.rng.random() < 0.5
         return tasks.statement(fact, "" if plain else introductions[int(self.rng.integers(len(introductions)))])
-
-
-def _pick(rng: np.random.Generator, items: Sequence[str]) -> str:
-    return items[int(rng.integers(len(items)))]

@@ -282,14 +282,7 @@ def make_step(settings: Settings) -> Callable[[Decoder, State, Array, int], tupl
 
     The host cuts the rows into blocks; the model's pass, the loss and the update are compiled programs.
     """
-    optimizer = loop.make_optimizer(settings)
-
-    @jax.jit
-    def update(state: State, gradients: Parameters) -> tuple[State, Array]:
-        updates, of_optimizer = optimizer.update(gradients, state.optimizer, state.parameters)
-        return State(optax.apply_updates(state.parameters, updates), of_optimizer, state.key), optax.tree.norm(
-            gradients
-        )
+    update = jax.jit(functools.partial(loop.updated, loop.make_optimizer(settings)))
 
     def step(model: Decoder, state: State, rows: Array, number: int) -> tuple[State, Array, Array]:
         def objective(parameters: Parameters) -> Array:
@@ -337,20 +330,17 @@ def train(
     """Fine-tune a model, from the newest whole checkpoint in ``folder`` if there is one and ``resume`` is true.
 
     Args:
-        folder: see the module's docstring; created if it does not exist.
         tokenizer: saved with the model.
         corpus: rows of text (:func:`train.text.open_corpus`), or of answers (:func:`train.answers.open_answers`).
-        name: the model's name, for messages.
         eval_policies: the policies of the table before and after, at the run's budget; the full cache and the run's own
             by default.
-        options: where the run starts and what it writes when; see :func:`train.loop.run`.
+        folder, settings, name, options: see :func:`train.loop.run`.
 
     Returns:
         The trained model, and the summary; None if the run was stopped before its end.
 
     Raises:
-        ValueError: a setting is out of range, the folder holds another run (the message says what differs) or one that
-            is running, the loss is not finite, or the text cannot be read.
+        ValueError: a setting is out of range, or :func:`train.loop.run` refuses the run.
         OSError: a checkpoint cannot be written.
     """
     folder = Path(folder)

@@ -19,13 +19,14 @@ from models import commands
 RUN_FILE = "run.json"
 
 
-def check_run(folder: Path, run: dict[str, Any], files: Sequence[str], resume: bool) -> None:
+def check_run(folder: Path, run: dict[str, Any], files: Sequence[str], resume: bool, *, flag: str = "--out") -> None:
     """Check that a folder is empty or of the same run.
 
     Args:
         run: what describes the run, for run.json.
         files: the names of the files that the run writes for what it trains.
         resume: whether a run in the folder is to be resumed; else another one may be there.
+        flag: the command's flag that names the folder.
 
     Raises:
         ValueError: the folder is a file, holds another run (the message says what differs), or holds ``files`` that no
@@ -33,7 +34,7 @@ def check_run(folder: Path, run: dict[str, Any], files: Sequence[str], resume: b
     """
     record = folder / RUN_FILE
     if folder.exists() and not folder.is_dir():
-        raise ValueError(f"--out is {folder}, which is a file; name a folder.")
+        raise ValueError(f"{flag} is {folder}, which is a file; name a folder.")
     run = json.loads(json.dumps(run))
     try:
         earlier = json.loads(record.read_text(encoding="utf-8")) if record.exists() else None
@@ -43,11 +44,11 @@ def check_run(folder: Path, run: dict[str, Any], files: Sequence[str], resume: b
         earlier.pop("made", None)
     there = [name for name in (*files, "checkpoints", "log.jsonl", "summary.json") if (folder / name).exists()]
     if earlier is None and there:
-        raise ValueError(f"{folder} holds {', '.join(there)}, which no run in this folder made; choose another --out.")
+        raise ValueError(f"{folder} holds {', '.join(there)}, which no run in this folder made; choose another {flag}.")
     if earlier is not None and resume and earlier != run:
         differing = "; ".join(_differences(earlier, run))
         raise ValueError(
-            f"{folder} holds another run ({differing}): choose another --out, or --resume never to start again there."
+            f"{folder} holds another run ({differing}): choose another {flag}, or --resume never to start again there."
         )
 
 

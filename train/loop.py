@@ -209,12 +209,18 @@ def make_step(
     def step(model, state, tokens, number):
         key = jax.random.fold_in(state.key, number)
         loss, gradients = jax.value_and_grad(objective, argnums=1)(model, state.parameters, tokens, key)
-        updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.parameters)
-        parameters = optax.apply_updates(state.parameters, updates)
-        return State(parameters, optimizer_state, state.key), loss, optax.tree.norm(gradients)
+        state, norm = updated(optimizer, state, gradients)
+        return state, loss, norm
 
     # Nothing is donated, as an asynchronous save may still be reading the last state.
     return jax.jit(step, out_shardings=NamedSharding(mesh, PartitionSpec()))
+
+
+def updated(optimizer: optax.GradientTransformation, state: State, gradients: Parameters) -> tuple[State, Array]:
+    """Return the state after a step of the optimizer, and the gradient's norm."""
+    updates, of_optimizer = optimizer.update(gradients, state.optimizer, state.parameters)
+    parameters = optax.apply_updates(state.parameters, updates)
+    return State(parameters, of_optimizer, state.key), optax.tree.norm(gradients)
 
 
 def spread(rows: np.ndarray, mesh: Mesh) -> Array:

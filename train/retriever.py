@@ -11,9 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import functools
 import json
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -30,15 +28,16 @@ from jaxtyping import Array, Float, Int
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
-from evals import coref_task, prose, tasks
+from evals import coref_task, evaluator, prose, tasks
 from models import commands
 from models.config import Config, Rope
 from models.decoder import Decoder
 from models.load import load
-from models.parameters import parameter_shapes
 from models.save import save
 from train import data
+from train import folder as folders
 from train.circuit import init_parameters
+from train.finetune import parameters_of
 from train.loop import prefetch
 
 Parameters = dict[str, Array]
@@ -69,17 +68,11 @@ RECIPE = (
     Phase(200, 2, (0.003, 0.0002), data.Level(2048, (8, 32), (0.3, 0.9), before=0.5, episodes=False, reach=2400)),
     # Once the model found keys, the second digit was the one that it got wrong.
     Phase(
-        150,
-        8,
-        (0.003, 0.002),
-        data.Level(512, (4, 20), (0.1, 0.85), before=0.6, episodes=False, reach=2400),
+        150, 8, (0.003, 0.002), data.Level(512, (4, 20), (0.1, 0.85), before=0.6, episodes=False, reach=2400),
         (1.0, 4.0, 0.5, 1.0, 1.0),
     ),
     Phase(
-        120,
-        2,
-        (0.002, 0.0001),
-        data.Level(2048, (8, 32), (0.3, 0.9), before=0.5, episodes=False, reach=2400),
+        120, 2, (0.002, 0.0001), data.Level(2048, (8, 32), (0.3, 0.9), before=0.5, episodes=False, reach=2400),
         (1.0, 4.0, 0.5, 1.0, 1.0),
     ),
     # Places that are named again; from the weights of step 1,770, with a new optimizer.
@@ -90,16 +83,11 @@ RECIPE = (
     Phase(300, 8, (0.003, 0.002143), PLACES._replace(pieces=0.6), (1.0, 2.0, 0.5, 1.0, 2.0)),
     # Then the first token of the name was wrong after tie-backs unlike those of training.
     Phase(
-        350,
-        4,
-        (0.002, 0.001),
-        LONG_PLACES._replace(before=0.2, places=0.55, pieces=0.4, cues=0.5),
+        350, 4, (0.002, 0.001), LONG_PLACES._replace(before=0.2, places=0.55, pieces=0.4, cues=0.5),
         (1.0, 2.0, 0.5, 1.0, 2.0),
     ),
     Phase(
-        60,
-        2,
-        (0.001, 0.0001),
+        60, 2, (0.001, 0.0001),
         LONG_PLACES._replace(
             length=2048, facts=(8, 32), filler=(0.3, 0.9), before=0.3, places=0.3, pieces=0.4, cues=0.3
         ),
@@ -107,13 +95,11 @@ RECIPE = (
     ),
     # By then held-out prose had become worse: perplexity 97, from 34 at step 1,770.
     Phase(
-        250,
-        8,
-        (0.002, 0.0001),
+        250, 8, (0.002, 0.0001),
         LONG_PLACES._replace(before=0.15, prose=0.45, library=0.8, places=0.2, pieces=0.4, cues=0.3),
         (1.0, 4.0, 1.0, 1.0, 2.0),
     ),
-)
+)  # fmt: skip
 
 
 def make_config(tokenizer: Tokenizer, **changes: Any) -> Config:
@@ -300,13 +286,11 @@ def recall(
     seed: int = 1_000_000,
 ) -> np.ndarray:
     """Return which digits of ``count`` held-out needles are right with a full cache, bool [count, 4]."""
-    tokens, places = np.zeros((count, length + 4), np.int32), np.zeros((count, 4), np.int32)
-    for i in range(count):
-        sample = tasks.needle(seed + i, tokenizer, length, depth=(i + 0.5) / count, facts=facts, question=question)
-        ids = [*sample.tokens, *sample.answer_tokens]
-        tokens[i, : len(ids)] = ids
-        places[i] = np.arange(len(sample.tokens), len(ids))
-    return np.asarray(tokens_right(parameters, tokens, places))
+    samples = [
+        tasks.needle(seed + i, tokenizer, length, depth=(i + 0.5) / count, facts=facts, question=question)
+        for i in range(count)
+    ]
+    return np.stack(_answers_right(tokens_right, parameters, samples, length + 4))
 
 
 def names_right(
@@ -314,14 +298,17 @@ def names_right(
 ) -> list[np.ndarray]:
     """Return which tokens of each final name are right in ``count`` held-out samples of the co-reference task."""
     samples = [coref_task.sample(seed + i, tokenizer) for i in range(count)]
-    longest = max(len(sample.answer_tokens) for sample in samples)
-    tokens = np.zeros((count, max(len(sample.tokens) for sample in samples) + longest), np.int32)
-    places = np.zeros((count, longest), np.int32)
-    for row, sample in enumerate(samples):
-        ids = [*sample.tokens, *sample.answer_tokens]
-        tokens[row, : len(ids)] = ids
-        places[row] = np.minimum(np.arange(longest) + len(sample.tokens), len(ids) - 1)
-    right = np.asarray(tokens_right(parameters, tokens, places))
+    return _answers_right(tokens_right, parameters, samples)
+
+
+def _answers_right(
+    tokens_right: Callable, parameters: Parameters, samples: Sequence[Any], width: int = 0
+) -> list[np.ndarray]:
+    """Return which tokens of each sample's answer are right; rows are padded to ``width`` or the longest of them."""
+    rows = [[*sample.tokens, *sample.answer_tokens] for sample in samples]
+    answer = np.arange(max(len(sample.answer_tokens) for sample in samples))
+    places = [np.minimum(answer + len(s.tokens), len(row) - 1) for s, row in zip(samples, rows, strict=True)]
+    right = np.asarray(tokens_right(parameters, evaluator.padded(rows, width), np.array(places, np.int32)))
     return [row[: len(sample.answer_tokens)] for row, sample in zip(right, samples, strict=True)]
 
 
@@ -426,7 +413,7 @@ def train(
     if begin is not None:
         parameters, first = _read_model(begin, config)
     run = {"config": dataclasses.asdict(config), "seed": seed, "first": first}
-    _check_run(folder, run, resume)
+    folders.check_run(folder, run, (), resume, flag="--work")
     devices = jax.devices()
     mesh = jax.make_mesh((len(devices),), ("data",), axis_types=(AxisType.Auto,))
     rate = rate_schedule(recipe)
@@ -443,7 +430,7 @@ def train(
     with contextlib.ExitStack() as stack:
         folder.mkdir(parents=True, exist_ok=True)
         commands.lock(stack.enter_context((folder / commands.LOCK_FILE).open("ab")), folder)
-        _begin_run(folder, run, resume)
+        folders.begin_run(folder, run, (), resume, {})
         if begin is not None and not (folder / "log.jsonl").exists():
             commands.write_files(folder, {"log.jsonl": (begin / "log.jsonl").read_bytes()})
         options = ocp.CheckpointManagerOptions(max_to_keep=2)
@@ -493,37 +480,6 @@ def train(
     return parameters
 
 
-def _check_run(folder: Path, run: dict[str, Any], resume: bool) -> None:
-    """Check that the checkpoints in a folder are those of ``run``."""
-    record = folder / "run.json"
-    if resume and record.exists():
-        earlier = {"first": 0} | json.loads(record.read_text(encoding="utf-8"))
-        here = json.loads(json.dumps(run))
-        if earlier != here:
-            different = [
-                f"{n} {earlier['config'].get(n)} there, {v} here"
-                for n, v in here["config"].items()
-                if earlier["config"].get(n) != v
-            ]
-            different += [f"seed {earlier['seed']} there, {run['seed']} here"] * (earlier["seed"] != run["seed"])
-            different += [f"begun at step {earlier['first']} there, {run['first']} here"] * (
-                earlier["first"] != run["first"]
-            )
-            raise ValueError(
-                f"{folder} holds checkpoints of another run ({'; '.join(different)}): "
-                "choose another --work, or --resume never to start again."
-            )
-
-
-def _begin_run(folder: Path, run: dict[str, Any], resume: bool) -> None:
-    """Record a folder's run; without ``resume``, delete what an earlier run left in it."""
-    if not resume:
-        for name in ("checkpoints", "log.jsonl"):
-            path = folder / name
-            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-    commands.write_json(folder / "run.json", run)
-
-
 def _read_model(folder: Path, config: Config) -> tuple[Parameters, int]:
     """Return a saved model's parameters, and the last step of the recipe in its log.jsonl."""
     model, _ = load(folder)
@@ -534,11 +490,7 @@ def _read_model(folder: Path, config: Config) -> tuple[Parameters, int]:
     steps = [step for line in lines if (step := json.loads(line).get("step")) is not None]
     if not steps:
         raise ValueError(f"{log} does not say how far the recipe came; give the folder of a model that it made.")
-    parts: dict[str, Any] = {
-        name: functools.reduce(getattr, name.split("."), model) for name in parameter_shapes(config)
-    }
-    parameters = {name: part[...] for name, part in parts.items()}
-    return parameters, steps[-1]
+    return parameters_of(model), steps[-1]
 
 
 def _log(folder: Path, line: dict[str, Any]) -> None:
@@ -567,29 +519,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--from is {options.begin}, which is no folder; expected one with a model of this recipe.")
     if not 0 <= options.keep < 1 or (options.keep and options.begin is None):
         parser.error(f"--keep is {options.keep}; expected a share from 0 to less than 1, and --from with it.")
-    if options.devices < 1:
-        parser.error(f"--devices is {options.devices}; expected at least 1.")
-    if options.samples < 0:
-        parser.error(f"--samples is {options.samples}; expected 0 or more.")
-    if options.stop_after is not None and options.stop_after < 1:
-        parser.error(f"--stop-after is {options.stop_after}; expected a step of the recipe, at least 1.")
     return commands.run(lambda: _make(options), "train.retriever")
 
 
 def _make(options: argparse.Namespace) -> None:
+    evaluator.check_least(options, devices=1, samples=0, stop_after=1)
     jax.config.update("jax_num_cpu_devices", options.devices)
     tokenizer = data.train_tokenizer()
     config = make_config(tokenizer)
     parameters = train(
-        options.work,
-        config,
-        tokenizer,
-        RECIPE,
-        seed=options.seed,
-        resume=options.resume == "auto",
-        begin=options.begin,
-        stop_after=options.stop_after,
-    )
+        options.work, config, tokenizer, RECIPE, seed=options.seed, resume=options.resume == "auto",
+        begin=options.begin, stop_after=options.stop_after,
+    )  # fmt: skip
     if options.keep:
         kept, _ = _read_model(options.begin, config)
         parameters = {

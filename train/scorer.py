@@ -302,14 +302,10 @@ def train(
     """Train a scorer, from the newest whole checkpoint in ``folder`` if there is one and ``resume`` is true.
 
     Args:
-        folder: see the module's docstring; created if it does not exist.
-        model: the frozen model, on ``mesh`` if that is given (``models.load(..., mesh=mesh)``).
         config: the scorer's shape.
-        corpus: the text, in rows of length ``settings.seq_len``.
         words: the token ids that ask the model to repeat a row, for the target kvzip.
-        name: the model's name, for messages.
         budget: the share of its tokens that a head keeps, for the hit rate.
-        options: where the run starts and what it writes when; see :func:`train.loop.run`.
+        folder, model, corpus, settings, name, options: see :func:`train.loop.run`.
 
     Returns:
         The scorer, and the summary; None if the run was stopped before its end.

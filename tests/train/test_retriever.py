@@ -85,7 +85,7 @@ def test_goes_on_from_a_model_behind_the_last_step_of_its_log(tokenizer, config,
         assert not np.array_equal(whole[name], half[name]), name
     lines = [json.loads(line) for line in (tmp_path / "later" / "log.jsonl").read_text().splitlines()]
     assert [(line["step"], line["length"]) for line in lines] == [(2, 64), (4, 96)]
-    with pytest.raises(ValueError, match="begun at step 2 there, 0 here"):
+    with pytest.raises(ValueError, match="first 2 there, 0 here"):
         retriever.train(tmp_path / "later", config, tokenizer, TINY, **options)
 
 
