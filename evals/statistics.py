@@ -65,8 +65,9 @@ def compared(differences: Sequence[float]) -> dict[str, Any]:
 
     Example:
         >>> from evals.statistics import compared
-        >>> compared([1, -1])
-        {'difference': 0.0, 'low': -0.795..., 'high': 0.795..., 'better': 'within noise'}
+        >>> found = compared([1, 1, 1, 1, 1, 1, 0, 0])
+        >>> found["difference"], round(found["low"], 2), found["better"]
+        (0.75, 0.18, 'yes')
     """
     mean, low, high = paired_interval(differences)
     return {"difference": mean, "low": low, "high": high, "better": verdict(low, high)}

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from evals import needle, verdicts
+from evals import needle, report, verdicts
 from evals.__main__ import main
 from evals.experiments import ablation, ablations, claims, study_report
 from evals.experiments.ablations import STUDIES, Claim, Gain, Point, Run, Study
@@ -133,7 +133,7 @@ def test_the_lines_of_reference_are_those_of_the_panels_question():
             results[run] = {"recall": value, "low": value, "high": value}
     study = Study("x", "x", "budget", tuple(points), (), tuple(references))
     for point, (full, recency, _) in zip(points, recall.values(), strict=True):
-        axis = study_report.pyplot().subplots()[1]
+        axis = report.pyplot().subplots()[1]
         study_report._study_panel(axis, study, [point], results, needle.RECENCY)
         drawn = {line.get_label(): line.get_ydata()[0] for line in axis.get_lines()}
         assert (drawn["full cache"], drawn["recency"]) == (full, recency)
@@ -221,7 +221,7 @@ def test_the_command_writes_all_and_resumes(tiny_study, tmp_path, capsys):
 def test_a_picture_by_bytes_has_each_point_at_the_bytes_of_its_cache():
     study = STUDIES["eight-bits"]
     results = {run: result_of(run) | {"bytes_per_token": 96.0 * (i + 1)} for i, run in enumerate(study.runs)}
-    axis = study_report.pyplot().subplots()[1]
+    axis = report.pyplot().subplots()[1]
     points = [point for point in study.points if point.panel == ablations.KNOWN]
     study_report._study_panel(axis, study, points, results, needle.RECENCY)
     drawn = [x for container in axis.containers for x in container.lines[0].get_xdata()]
