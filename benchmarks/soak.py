@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 import models
 from benchmarks import measure
-from evals import report
+from evals import evaluator, report
 from models import commands, provenance
 
 PARTS = 20  # of each run, one row of figures each
@@ -175,28 +175,18 @@ def flatness(rows: Sequence[dict[str, Any]], name: str) -> float:
 
 def table(results: Sequence[dict[str, Any]]) -> str:
     """Return one table with a row per part of each run, and a sentence on each run."""
+    held: list[tuple[str, report.Cell]] = [
+        ("MiB held", lambda r: f"{r['resident_bytes'] / 2**20:,.0f}"),
+        ("compiled", "{compilations}"),
+    ]
     text = []
-    tokens = [row for row in results if row["run"] == "tokens"]
-    if tokens:
-        rows = [
-            (
-                f"{r['done']:,}", f"{r['milliseconds']:.2f}", f"{r['processor']:.2f}",
-                f"{r['resident_bytes'] / 2**20:,.0f}", str(r["compilations"]),
-            )
-            for r in tokens
-        ]  # fmt: skip
-        text.append(report.columns(("tokens fed", "ms a block", "of processor", "MiB held", "compiled"), rows, left=0))
+    if tokens := [row for row in results if row["run"] == "tokens"]:
+        cells = [("tokens fed", "{done:,}"), ("ms a block", "{milliseconds:.2f}"), ("of processor", "{processor:.2f}")]
+        text.append(report.table(tokens, [*cells, *held], left=0))
         text.append(_said(tokens, "processor", "processor time of a block"))
-    requests = [row for row in results if row["run"] == "requests"]
-    if requests:
-        rows = [
-            (
-                f"{r['done']:,}", f"{r['seconds']:,.0f}", f"{r['resident_bytes'] / 2**20:,.0f}", str(r["compilations"]),
-                *(f"{r[name]:,}" for name in COUNTED),
-            )
-            for r in requests
-        ]  # fmt: skip
-        text.append(report.columns(("requests", "seconds", "MiB held", "compiled", *COUNTED), rows, left=0))
+    if requests := [row for row in results if row["run"] == "requests"]:
+        cells = [("requests", "{done:,}"), ("seconds", "{seconds:,.0f}")]
+        text.append(report.table(requests, [*cells, *held, *((name, f"{{{name}:,}}") for name in COUNTED)], left=0))
         text.append(_said(requests))
     return "\n\n".join(text)
 
@@ -211,7 +201,6 @@ def _said(rows: Sequence[dict[str, Any]], name: str | None = None, what: str = "
 
 def figure(results: Sequence[dict[str, Any]], path: Path) -> None:
     """Draw memory and time over tokens, and memory over requests."""
-    plt = report.pyplot()
     of = {name: [row for row in results if row["run"] == name] for name in ("tokens", "requests")}
     wanted = [
         (rows, name, label, run)
@@ -220,7 +209,9 @@ def figure(results: Sequence[dict[str, Any]], path: Path) -> None:
         for name, label in (("milliseconds", "ms a block"), ("resident_bytes", "MiB held by the process"))
         if name in rows[0]
     ]
-    drawing, axes = plt.subplots(1, len(wanted), figsize=(4 * len(wanted), 3.4), layout="constrained", squeeze=False)
+    drawing, axes = report.pyplot().subplots(
+        1, len(wanted), figsize=(4 * len(wanted), 3.4), layout="constrained", squeeze=False
+    )
     for axis, (rows, name, label, run) in zip(axes[0], wanted, strict=True):
         scale = 2**20 if name == "resident_bytes" else 1
         axis.plot([r["done"] for r in rows], [r[name] / scale for r in rows], color=report.colour(0), marker="o")
@@ -229,9 +220,7 @@ def figure(results: Sequence[dict[str, Any]], path: Path) -> None:
         axis.set_title(label, fontsize=10)
         axis.xaxis.set_major_formatter(lambda x, _: f"{x / 1e6:g} M" if x >= 1e6 else f"{x / 1e3:g}k" if x else "0")
         report.plain(axis)
-    with commands.replacing(path) as temporary:
-        drawing.savefig(temporary, dpi=160)
-    plt.close(drawing)
+    report.save(drawing, path)
 
 
 def add_flags(flags: argparse.ArgumentParser) -> None:
@@ -252,9 +241,7 @@ def command(flags: argparse.Namespace) -> None:
     if flags.plot is not None:
         report.check_plot(flags.plot)
     commands.check_outputs([flags.json, flags.plot])
-    for name, least in (("budget", 8), ("block", 1), ("rows", 1), ("tokens", 0), ("requests", 0)):
-        if getattr(flags, name) < least:
-            raise ValueError(f"--{name} is {getattr(flags, name)}; give at least {least}.")
+    evaluator.check_least(flags, budget=8, block=1, rows=1, tokens=0, requests=0)
     if 0 < flags.tokens < PARTS * flags.block or 0 < flags.requests < PARTS:
         raise ValueError(
             f"each run is reported in {PARTS} parts: give --tokens 0 or at least {PARTS * flags.block}, and "
@@ -271,10 +258,8 @@ def command(flags: argparse.Namespace) -> None:
     if flags.requests:
         budget, block = flags.budget // 8, min(flags.block, 32)
         results += requested(model, flags.requests, flags.rows, flags.policy, budget, block)
-        measure.write(flags, "soak", settings, results, made_of)
     print(table(results))
+    measure.write(flags, "soak", settings, results, made_of, done=True)
     if flags.plot is not None:
         figure(results, flags.plot)
         print(f"picture: {flags.plot}")
-    if flags.json is not None:
-        print(f"figures: {flags.json}")

@@ -778,7 +778,7 @@ def load_with_tokenizer(name: str, **options: Any) -> tuple[models.Decoder, mode
         ValueError: the model has no tokenizer.
     """
     model, tokenizer = models.load(name, **options)
-    return model, _needed(tokenizer, name)
+    return model, commands.check_tokenizer(name, tokenizer)
 
 
 def add_scorer_flag(flags: argparse.ArgumentParser) -> None:
@@ -798,18 +798,12 @@ def describe(flags: argparse.Namespace) -> tuple[models.Config, models.Tokenizer
         ValueError: the model has no tokenizer.
     """
     config, tokenizer = read_description(flags.model, dtype=flags.dtype, mesh=_mesh(flags))
-    return config, _needed(tokenizer, flags.model)
+    return config, commands.check_tokenizer(flags.model, tokenizer)
 
 
 def _mesh(flags: argparse.Namespace) -> Any:
     mesh = getattr(flags, "mesh", None)  # not every evaluation has the flag
     return None if mesh is None else models.parse_mesh(mesh)
-
-
-def _needed(tokenizer: models.Tokenizer | None, name: str) -> models.Tokenizer:
-    if tokenizer is None:
-        raise ValueError(f"{name} has no tokenizer.json, and text needs one; copy it from the model's source.")
-    return tokenizer
 
 
 def command(
