@@ -66,6 +66,7 @@ from kvjax.scores import (
 from kvjax.scores_of_keys import curdkv, key_norm, keydiff, lagkv, q_filters
 from kvjax.select import select, selected_mask
 from kvjax.sources import Source, parse_source
+from kvjax.split import SplitCache
 from kvjax.topk import keep_mask
 from kvjax.transforms import cam, chunks, critical, normalise, pool, positions, protect
 
@@ -90,6 +91,7 @@ __all__ = [
     "Reconstruction",
     "RepeatPrompt",
     "Source",
+    "SplitCache",
     "Weights",
     "allocation",
     "attend",

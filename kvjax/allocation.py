@@ -23,7 +23,7 @@ from kvjax.calibration import read_array
 from kvjax.checks import check_count, typed
 from kvjax.names import called, check_number, check_protected, makers, registered
 from kvjax.observation import Observation
-from kvjax.topk import best_of_groups, share_of
+from kvjax.topk import best_of_groups, share_of, summed
 
 
 class Contest(NamedTuple):
@@ -33,6 +33,10 @@ class Contest(NamedTuple):
     ``head`` are the owner of each row. ``budget`` is the mean number of slots per head of each layer, at most the
     layer's sliding window. ``seen`` are the tokens of the sequence so far, ``entered`` those of this block.
     ``measured`` is what the allocation measured of each head.
+
+    On a mesh each device has a contest of the rows that it holds. ``heads``, the numbers in ``head`` and ``measured``
+    are those of the whole layer, and ``axis`` is the mesh axis over which sums and counts are added up; else it is
+    None.
     """
 
     scores: Float[Array, "*rows S"]
@@ -46,6 +50,7 @@ class Contest(NamedTuple):
     measured: Float[Array, "L B K measures"] | None
     layers: int
     heads: int
+    axis: str | None = None
 
     @property
     def live(self) -> Bool[Array, "*rows S"]:
@@ -65,6 +70,7 @@ class Contest(NamedTuple):
     def sum(self, x: Array, scope: Scope) -> Array:
         """Sum over the slots of each head ``[L, B, K]``, layer ``[L, B]`` or model ``[B]``."""
         sums = jax.ops.segment_sum(jnp.sum(x, axis=-1).ravel(), self.group(scope).ravel(), self.groups(scope))
+        sums = summed(sums, self.axis)
         shape = {"head": (self.layers, -1, self.heads), "layer": (self.layers, -1), "model": (-1,)}[scope]
         return sums.reshape(shape)
 
@@ -97,7 +103,8 @@ class Contest(NamedTuple):
         """Return a mask of the ``budget`` best slots of each head ``[L, B, K]``, layer ``[L, B]`` or model ``[B]``."""
         head = self.layer * self.heads + self.head  # of tokens with equal positions, the lower layer and head stay
         budget = jnp.asarray(budget).ravel()
-        return best_of_groups(self.scores, self.position, head, self.group(scope), budget, self.groups(scope))
+        axis = None if scope == "head" else self.axis  # all tokens of a head are on one device
+        return best_of_groups(self.scores, self.position, head, self.group(scope), budget, self.groups(scope), axis)
 
 
 Scope = Literal["head", "layer", "model"]
@@ -120,6 +127,8 @@ class Allocation:
         needs_nonnegative: whether it divides scores by their sum.
         one_layer: whether a layer can be evicted from without knowing the other layers.
         fills: whether it keeps as many tokens as the budget has room for.
+        alike: whether all heads of a layer have the same number of slots, so that each device of a mesh holds its even
+            share of the tokens.
     """
 
     name: str
@@ -133,6 +142,7 @@ class Allocation:
     window: int = 0
     needs_nonnegative: bool = False
     fills: bool = True
+    alike: bool = False
 
     @property
     def one_layer(self) -> bool:
@@ -168,6 +178,7 @@ def uniform() -> Allocation:
         scope="head",
         most=lambda L, K, budget: budget,
         even=True,
+        alike=True,
     )
 
 
@@ -197,7 +208,7 @@ def pyramid(*, beta: int | float = 20.0) -> Allocation:
         shares = first[None] - (2 * first - 2 * free)[None] * step[:, None]
         return c.best("head", _for_each_head(_layer_budgets(c, lambda room, total: shares, 2.0, each=1), c))
 
-    return Allocation("pyramid", keep, scope="head", most=lambda L, K, budget: 2 * budget)
+    return Allocation("pyramid", keep, scope="head", most=lambda L, K, budget: 2 * budget, alike=True)
 
 
 @register
@@ -341,7 +352,7 @@ def cake(
     return Allocation(
         "cake", keep, scope="head", most=lambda L, K, budget: _limit(cap, budget, L * budget),
         measure=measure, measures=2, statistics=frozenset({"window_log", "window_variance"}),
-        window=0 if window is None else window,
+        window=0 if window is None else window, alike=True,
     )  # fmt: skip
 
 
@@ -386,7 +397,8 @@ def d2o(*, window: int | None = None, cap: int | float | None = 8.0) -> Allocati
 
     return Allocation(
         "d2o", keep, scope="head", most=lambda L, K, budget: _limit(cap, budget, L * budget),
-        measure=measure, measures=3, statistics=frozenset({"window_mean"}), window=0 if window is None else window,
+        measure=measure, measures=3, statistics=frozenset({"window_mean"}),
+        window=0 if window is None else window, alike=True,
     )  # fmt: skip
 
 

@@ -14,17 +14,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from kernels_pallas import ColumnStatistics, cache_attention, paged_attention
 from kvjax.cache import HeadState, KVCache, by_position, floats_of, rows_of
 from kvjax.checks import check_tokens, is_known, plain
 from kvjax.eviction import Evidence, evict
-from kvjax.insertion import Cache, batch_rows, check_fits, insert, next_positions, up_to, within
+from kvjax.insertion import Cache, arrays_of, batch_rows, check_fits, insert, next_positions, up_to, within
+from kvjax.making import excess_of_part
 from kvjax.observation import Context, Needs, Observation, Weights
 from kvjax.paged import PagedCache, pages_for, write_layer
 from kvjax.policy import Policy, check_budget, joined, mark_protected, policy_of, update_scores
 from kvjax.rotary import move
+from kvjax.split import HEADS, PARTS, ROWS, SplitCache
+from kvjax.topk import summed
 from kvjax.window import join, observed
 
 Budget = int | Int[Array, ""] | Int[Array, "B"]
@@ -84,7 +88,7 @@ def attend(
     stacked = len(cache.heads_shape) == 3
     together = stacked and policy is not None and not (policy.allocation.one_layer and isinstance(cache, KVCache))
     if policy is not None and budget is not None and together:
-        kind = "paged" if isinstance(cache, PagedCache) else "plain"
+        kind = "plain" if isinstance(cache, KVCache) else "paged"
         raise ValueError(
             f"{policy.name!r} cannot evict from one layer of a {kind} cache of {cache.heads_shape[0]} layers: observe "
             "each layer with kvjax.observe, then evict once."
@@ -92,7 +96,7 @@ def attend(
     out, cache, evidence = _observe(cache, query, key, value, position, policy, budget, context)
     if evidence is None or budget is None:
         return out, cache
-    if isinstance(cache, PagedCache):
+    if not isinstance(cache, KVCache):
         empty = Evidence.of_layers(cache, evidence.allocation, merging=evidence.merging)
         evidence = empty.with_layer(cache, None, evidence)
     layer = _index(cache, context)
@@ -226,8 +230,8 @@ def _checked(
     policy, T = policy_of(policy), query.shape[1]
     if len(cache.heads_shape) == 3 and context.layer is None:
         raise ValueError("the cache stacks layers; give the number of one with context=kvjax.Context(layer=...).")
-    known = is_known(cache.position, position, context.layer)  # then insert checks the cache's contents
-    if not known:
+    known = not isinstance(cache, SplitCache) and is_known(cache.position, position, context.layer)
+    if not known:  # else insert checks the cache's contents
         check_fits(cache, T, position)
     if budget is None:
         return policy, None
@@ -262,7 +266,7 @@ def _check_room(
         return
     if window is not None and is_known(window):
         budget = np.minimum(budget, int(window))
-    elif window is not None and isinstance(cache, PagedCache):
+    elif window is not None and not isinstance(cache, KVCache):
         return
     *L, B, K = cache.heads_shape
     layers = L[0] if L else 1
@@ -272,14 +276,21 @@ def _check_room(
             f"a head may hold {held} tokens when {entering} more come in, but the cache has {cache.num_slots} slots "
             f"per head: make it with {held + entering}, or give a smaller budget or block."
         )
-    if isinstance(cache, PagedCache):
-        heads = K if window is not None else layers * K  # heads of other rows have no pages to give
-        needed = sum(pages_for(heads * int(row + entering), heads, cache.page_size) for row in budget)
-        if needed > cache.owner.shape[0]:
+    if not isinstance(cache, KVCache):
+        windows = (None,) * layers if window is None else (int(window),)
+        devices, ways = cache.ways if isinstance(cache, SplitCache) else (1, 1)
+        heads = len(windows) * K // ways  # those of other rows have no pages to give
+
+        def pages(row: int) -> int:
+            more = excess_of_part(policy.allocation, K, row, windows, ways) if window is None else 0
+            return pages_for(heads * (row + entering) + K // ways * more, heads, cache.page_size)
+
+        needed = max(sum(pages(int(row)) for row in rows) for rows in budget.reshape(devices, -1))
+        if needed > cache.num_pages:
             raise ValueError(
-                f"{B * heads} heads may hold {np.mean(budget):g} tokens each on average when {entering} more come "
-                f"in, for which {needed} pages of {cache.page_size} slots are needed, but the cache has "
-                f"{cache.owner.shape[0]}: make it with that many (kvjax.pages_for)."
+                f"{B // devices * heads} heads may hold {np.mean(budget):g} tokens each on average when {entering} "
+                f"more come in, for which {needed} pages of {cache.page_size} slots are needed, but the cache has "
+                f"{cache.num_pages}: make it with that many (kvjax.pages_for)."
             )
 
 
@@ -296,11 +307,14 @@ def _observe(
     """Run :func:`observe`; where a policy ends in CAOTE, scores may still be :class:`kvjax.observation.Weights`."""
     K = cache.heads_shape[-1]
     if policy is not None:
-        check_policy(policy, cache, query.shape[2] // K)
+        check_policy(policy, arrays_of(cache), query.shape[2] // K)
+    if isinstance(cache, SplitCache):
+        return _observe_parts(cache, query, key, value, position, policy, budget, context)
     cache, query, position, context = _enter(cache, query, key, value, position, context)
     needs, shares_of = Needs() if policy is None else policy.needs, _shares_of(cache, budget)
     if isinstance(cache, PagedCache):
         return _observe_pages(cache, query, position, policy, shares_of, context)
+    assert isinstance(cache, KVCache)
     here, stack = _taken_out(cache, context)
     out, columns, query, here = _attention(here, query, position, needs, context, stack)
     if policy is None:
@@ -312,8 +326,46 @@ def _observe(
     return out, _updated(cache, here.position, state, context), evidence
 
 
+def _observe_parts(
+    cache: SplitCache,
+    query: Float[Array, "B T N D"],
+    key: Float[Array, "B T K D"],
+    value: Float[Array, "B T K D"],
+    position: Int[Array, "B T"] | None,
+    policy: Policy | None,
+    budget: Budget | None,
+    context: Context,
+) -> tuple[Float[Array, "B T N D"], SplitCache, Evidence | None]:
+    """Observe a block on each device of a mesh, for its own rows and heads."""
+    B = query.shape[0]
+    rows, heads = PartitionSpec(ROWS), PartitionSpec(ROWS, None, HEADS)
+    of_text = context.frequency is None or context.frequency.shape[0] == 1  # one row of frequencies for all
+    axes: Any = dict(
+        layer=PartitionSpec(), sliding_window=PartitionSpec(), frequency=PartitionSpec() if of_text else rows,
+        projection=PartitionSpec(HEADS), predicted=heads, reconstructed=rows,
+    )  # fmt: skip
+    given = {name: spec for name, spec in axes.items() if getattr(context, name) is not None}
+    if budget is not None:
+        budget = jnp.broadcast_to(jnp.asarray(budget, jnp.int32), (B,))
+
+    def of_part(part: PagedCache, query: Array, key: Array, value: Array, position: Any, budget: Any, context: Context):
+        return _observe(part, query, key, value, position, policy, budget, context)
+
+    out, parts, evidence = cache.read(
+        of_part,
+        (query, heads),
+        (key, heads),
+        (value, heads),
+        (position, rows),
+        (budget, rows),
+        (context, dataclasses.replace(context, **given)),
+        outputs=(heads, PARTS, PARTS),
+    )
+    return out, SplitCache(parts), evidence
+
+
 def _enter(
-    cache: Cache,
+    cache: KVCache | PagedCache,
     query: Float[Array, "B T N D"],
     key: Float[Array, "B T K D"],
     value: Float[Array, "B T K D"],
@@ -345,7 +397,7 @@ def _shares_of(cache: Cache, budget: Budget | None) -> Int[Array, "B"]:
     return jnp.broadcast_to(jnp.asarray(cache.num_slots if budget is None else budget, jnp.int32), (B,))
 
 
-def _layer_of(cache: Cache, context: Context) -> KVCache:
+def _layer_of(cache: KVCache | PagedCache, context: Context) -> KVCache:
     """Return the context's layer; XLA copies only those parts of it that are read."""
     layer = _index(cache, context)
     if isinstance(cache, PagedCache):
@@ -561,8 +613,8 @@ def _observe_pages(
             out, own_columns = None, heads_of(columns, 1, head)
         assert policy is not None
         # XLA copies only those parts of ``here`` that the policy reads.
-        here = _choosable(here, own)
-        evidence, state = _ask(policy, here, mine, position, own_columns, head[None], budget, own)
+        here, number = _choosable(here, own), (cache.first_head + head)[None]
+        evidence, state = _ask(policy, here, mine, position, own_columns, number, budget, own)
         return out, state, dataclasses.replace(_with_scores(evidence, here), protected=None)
 
     heads_out, state, evidence = jax.lax.map(of_head, jnp.arange(K))
@@ -580,7 +632,8 @@ def _observe_pages(
     state = jax.tree.map(put, cache.state, state, is_leaf=lambda leaf: isinstance(leaf, HeadState))
     scores = evidence.scores[:, :, 0].swapaxes(0, 1)
     if policy.heads == "layer":  # all heads hold the same tokens, in the same slots
-        scores = jnp.broadcast_to(jnp.sum(scores / scores.shape[1], axis=1, keepdims=True), scores.shape)
+        mean = summed(jnp.sum(scores / cache.all_heads, axis=1, keepdims=True), cache.axis)
+        scores = jnp.broadcast_to(mean, scores.shape)
     measured = None if evidence.measured is None else evidence.measured[:, :, 0].swapaxes(0, 1)
     end, window = jax.tree.map(lambda x: x[0], (evidence.end, evidence.window))
     evidence = dataclasses.replace(
@@ -597,8 +650,8 @@ def _index(cache: Cache, context: Context) -> int | Int[Array, ""] | None:
     return context.layer if len(cache.heads_shape) == 3 else None
 
 
-def check_policy(policy: Policy, cache: Cache, G: int) -> None:
-    """Check that the cache was made for the policy."""
+def check_policy(policy: Policy, cache: KVCache | PagedCache, G: int) -> None:
+    """Check that the cache was made for the policy; on a mesh, the stacked parts of the devices."""
     if policy.positions not in ("absolute", cache.positions):
         raise ValueError(
             f"{policy.name!r} wants {policy.positions!r} positions, but the cache's are {cache.positions!r}; make the "
@@ -631,7 +684,7 @@ def check_policy(policy: Policy, cache: Cache, G: int) -> None:
     jax.tree.map(check, made, cache.state, is_leaf=lambda leaf: isinstance(leaf, HeadState))
 
 
-def _next_index(cache: Cache, position: Int[Array, "B T"], context: Context) -> Int[Array, "B K"]:
+def _next_index(cache: KVCache | PagedCache, position: Int[Array, "B T"], context: Context) -> Int[Array, "B K"]:
     """Return the place of a block's first token in each head if places count the tokens that the head holds.
 
     What has left a sliding window counts whether it is still held or not, so that nothing moves when it is freed.

@@ -37,6 +37,7 @@ from kvjax.making import blank
 from kvjax.paged import PagedCache
 from kvjax.policy import Policy, policy_of
 from kvjax.quantise import Dtypes, check_dtypes
+from kvjax.split import SplitCache
 
 FORMAT = 1
 ENTRY = "kvjax_cache"
@@ -64,7 +65,7 @@ _FIELDS = {
 @typed
 def save_cache(
     path: str | Path,
-    cache: KVCache | PagedCache,
+    cache: Cache,
     *,
     policy: Policy | str | None = None,
     budget: int | float | None = None,
@@ -76,13 +77,14 @@ def save_cache(
 
     Args:
         path: the file; its folder must exist.
-        cache: plain or paged.
+        cache: plain or paged, but not split over a mesh.
         policy: the policy that the cache was made for, or its short name; may be left out where it has no state.
         budget: the budget under which it was filled, slots per head or a ratio, for later use.
         model: any text that identifies the model of these keys and values.
 
     Raises:
-        ValueError: if ``cache`` is not a cache, is not the policy's, was donated, is traced, or is inconsistent.
+        ValueError: if ``cache`` is not a cache, is split over a mesh, is not the policy's, was donated, is traced, or
+            is inconsistent.
         FileNotFoundError: if the folder does not exist.
 
     Example:
@@ -94,6 +96,11 @@ def save_cache(
         >>> kvjax.load_cache(path).num_slots, kvjax.cache_info(path)["policy"]
         (9, 'h2o')
     """
+    if isinstance(cache, SplitCache):
+        raise ValueError(
+            "the cache's pages are split over a mesh, but a file holds those of one device: save a cache that one "
+            "device has made, or one of an even allocation."
+        )
     made_with = _made_with(policy, budget, model)
     target, arrays = _target(path), _arrays(cache)
     paged = isinstance(cache, PagedCache)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from kernels_pallas import caote_topk
@@ -17,6 +19,7 @@ from kvjax.insertion import Cache, batch_rows
 from kvjax.merging import Merging, folded
 from kvjax.observation import Weights
 from kvjax.paged import PagedCache, release, write_layer
+from kvjax.split import PARTS, ROWS, SplitCache
 from kvjax.topk import keep_mask
 from kvjax.window import begin_anew
 
@@ -66,6 +69,12 @@ class Evidence:
 
         In a scan, whose carry keeps its structure, ``window`` must be given where layers have sliding windows.
         """
+        if isinstance(cache, SplitCache):
+            return cache.read(
+                lambda part, end: cls.of_layers(part, allocation, end, window, merging),
+                (end, PartitionSpec(ROWS)),
+                outputs=PARTS,
+            )
         B = cache.heads_shape[-2]
         return cls(
             scores=jnp.full(cache.position.shape, -jnp.inf, jnp.float32),
@@ -79,6 +88,14 @@ class Evidence:
 
     def with_layer(self, cache: Cache, layer: int | Int[Array, ""] | None, said: Evidence) -> Evidence:
         """Return the evidence with what :func:`kvjax.observe` returned for one layer of the cache."""
+        if isinstance(cache, SplitCache):
+            return cache.read(
+                lambda part, own, layer, said: own.with_layer(part, layer, said),
+                (self, PARTS),
+                (layer, PartitionSpec()),
+                (said, PARTS),
+                outputs=PARTS,
+            )
         assert isinstance(self.scores, Array) and isinstance(said.scores, Array)
         if said.merging != self.merging:
             raise ValueError(
@@ -145,8 +162,18 @@ def evict(
     """
     layer = plain(layer)
     if not isinstance(cache, Cache):
-        raise ValueError(f"a {type(cache).__name__} was given; evict takes a KVCache or a PagedCache.")
-    budget = check_tokens(budget, cache.next_position.shape)
+        raise ValueError(f"a {type(cache).__name__} was given; evict takes a KVCache, a PagedCache or a SplitCache.")
+    budget = check_tokens(budget, cache.heads_shape[-2:-1])
+    if isinstance(cache, SplitCache):
+        if layer is not None:
+            raise ValueError(_PAGES_SHARED)
+        budgets = jnp.broadcast_to(jnp.asarray(budget, jnp.int32), cache.heads_shape[-2:-1])
+        options: dict[str, Any] = dict(excess=excess, allocation=allocation, implementation=implementation)
+        return cache.map(
+            lambda part, scores, budget: evict(part, scores, budget, **options),
+            (scores, PARTS),
+            (budgets, PartitionSpec(ROWS)),
+        )
     if isinstance(scores, Evidence):
         if allocation is not UNIFORM:
             raise ValueError("an allocation was given with a policy's evidence, which has its own; leave it out.")
@@ -205,7 +232,7 @@ def _positions_of(cache: Cache, layer: int | Int[Array, ""] | None, allocation: 
     if layer is None:
         return cache.position
     if isinstance(cache, PagedCache):
-        raise ValueError("a paged cache evicts in all its layers at once, as pages are shared; leave layer out.")
+        raise ValueError(_PAGES_SHARED)
     if len(cache.heads_shape) == 2 or (isinstance(layer, int) and not 0 <= layer < cache.heads_shape[0]):
         raise ValueError(
             f"layer is {layer}, but the cache has the layers {list(range(*cache.heads_shape[:-2] or (0,)))}."
@@ -246,10 +273,16 @@ def _contest(
     layers = L[0] if L and layer is None else 1
     if isinstance(cache, PagedCache):
         head = jnp.maximum(cache.owner, 0)
+        first, heads, axis = cache.first_head, cache.all_heads, cache.axis
     else:
         head = jnp.arange(layers * B * K, dtype=jnp.int32).reshape(position.shape[:-1])
+        first, heads, axis = 0, K, None
     assert isinstance(evidence.scores, Array)
     measured = evidence.measured
+    if measured is not None:
+        measured = measured.reshape(layers, B, K, -1)
+        if axis is not None:  # a few numbers per head
+            measured = jax.lax.all_gather(measured, axis, axis=2, tiled=True)
     budgets = jnp.broadcast_to(jnp.asarray(budget, jnp.int32), (layers, B))
     if evidence.window is not None:
         budgets = jnp.minimum(budgets, evidence.window.reshape(-1, 1))
@@ -258,11 +291,15 @@ def _contest(
         position=position,
         layer=head // (B * K),
         batch=head // K % B,
-        head=head % K,
+        head=head % K + first,
         budget=budgets,
         seen=cache.next_position,
         entered=evidence.entered,
-        measured=None if measured is None else measured.reshape(layers, B, K, -1),
+        measured=measured,
         layers=layers,
-        heads=K,
+        heads=heads,
+        axis=axis,
     )
+
+
+_PAGES_SHARED = "a paged cache evicts in all its layers at once, as pages are shared; leave layer out."

@@ -6,13 +6,15 @@ import dataclasses
 
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache import KVCache, insert_plain
 from kvjax.checks import is_known, plain, real_array
 from kvjax.paged import PagedCache, insert_paged, release
+from kvjax.split import HEADS, ROWS, SplitCache
 
-Cache = KVCache | PagedCache
+Cache = KVCache | PagedCache | SplitCache
 
 
 def insert(
@@ -48,8 +50,8 @@ def insert(
         >>> kvjax.insert(kvjax.insert(cache, row, row), 2 * row, 2 * row).key.ravel().tolist()
         [1.0, 2.0]
     """
-    if not isinstance(cache, KVCache | PagedCache):
-        raise ValueError(f"a {type(cache).__name__} was given; insert takes a KVCache or a PagedCache.")
+    if not isinstance(cache, Cache):
+        raise ValueError(f"a {type(cache).__name__} was given; insert takes a KVCache, a PagedCache or a SplitCache.")
     key, value = real_array("key", key), real_array("value", value)
     heads = cache.heads_shape
     if key.ndim != 4:
@@ -64,16 +66,27 @@ def insert(
     layer = plain(layer)
     if isinstance(layer, int) and not 0 <= layer < heads[0]:
         raise ValueError(f"layer is {layer}; the cache has layers 0 to {heads[0] - 1}.")
-    if key.shape != value.shape or heads[-2:] != (B, K) or cache.key.shape[-1] != D:
+    head_dim = arrays_of(cache).key.shape[-1]
+    if key.shape != value.shape or heads[-2:] != (B, K) or head_dim != D:
         raise ValueError(
             f"keys {key.shape} and values {value.shape} do not fit a cache with B, K = {heads[-2:]} and "
-            f"D = {cache.key.shape[-1]}: expected twice [B, T, K, D]."
+            f"D = {head_dim}: expected twice [B, T, K, D]."
         )
     if position is not None and (position.shape != (B, T) or not jnp.issubdtype(position.dtype, jnp.integer)):
         raise ValueError(f"position is {position.dtype} {position.shape}; expected integers {(B, T)}, one per token.")
     given = position
     if position is None:
         position = next_positions(cache, T)
+    if isinstance(cache, SplitCache):
+        check_fits(cache, T, given)
+        rows, of_tokens = PartitionSpec(ROWS), PartitionSpec(ROWS, None, HEADS)
+        return cache.map(
+            lambda part, key, value, position, layer: insert(part, key, value, position, layer=layer),
+            (key, of_tokens),
+            (value, of_tokens),
+            (position, rows),
+            (layer, PartitionSpec()),
+        )
     if is_known(cache.position, position, layer):
         lacking = _lacking_slots(cache, position, layer)
         if lacking > 0:
@@ -105,6 +118,8 @@ def rewind(cache: Cache, position: Int[Array, "B"]) -> Cache:
         ([[[0, 1, -1, -1]]], [2])
     """
     end = jnp.asarray(position)
+    if isinstance(cache, SplitCache):
+        return cache.map(rewind, (end, PartitionSpec(ROWS)))
     return release(up_to(cache, end)) if isinstance(cache, PagedCache) else up_to(cache, end)
 
 
@@ -143,7 +158,20 @@ def within[C: (KVCache, PagedCache)](
     return dataclasses.replace(cache, position=jnp.where(gone, -1, cache.position))
 
 
-def batch_rows(cache: Cache) -> Int[Array, "*rows"]:
+def arrays_of(cache: Cache) -> KVCache | PagedCache:
+    """Return the cache with arrays of its own: on a mesh, the stacked parts of the devices.
+
+    Example:
+        >>> import kvjax
+        >>> from kvjax.insertion import arrays_of
+        >>> cache = kvjax.KVCache.init(batch=1, kv_heads=1, slots=4, head_dim=2)
+        >>> arrays_of(cache) is cache
+        True
+    """
+    return cache.parts if isinstance(cache, SplitCache) else cache
+
+
+def batch_rows(cache: KVCache | PagedCache) -> Int[Array, "*rows"]:
     """Return the batch row that each row of slots is of: a head of a plain cache, a page of a paged one."""
     *_, B, K = cache.heads_shape
     if isinstance(cache, PagedCache):
@@ -177,7 +205,7 @@ def check_fits(cache: Cache, T: int, position: Int[Array, "B T"] | None) -> None
         raise ValueError(f"{entering} tokens do not fit: the cache has {cache.num_slots} slots per head.")
 
 
-def _lacking_slots(cache: Cache, position: Int[Array, "B T"], layer: int | Int[Array, ""] | None) -> int:
+def _lacking_slots(cache: KVCache | PagedCache, position: Int[Array, "B T"], layer: int | Int[Array, ""] | None) -> int:
     # NumPy throughout: inside jit, jnp would turn even known arrays into tracers.
     live = np.asarray(cache.position) >= 0
     entering = np.sum(np.asarray(position) >= 0, axis=1)[:, None]  # [B, 1]

@@ -12,14 +12,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array
 
+from kvjax.allocation import Allocation
 from kvjax.cache import HeadState, KVCache, Positions, PyTree, map_rows
 from kvjax.checks import check_count
 from kvjax.insertion import Cache
 from kvjax.paged import PagedCache, pages_for
 from kvjax.policy import Policy, check_block, check_budget, check_measured, policy_of
 from kvjax.quantise import DtypesLike, check_dtypes
+from kvjax.split import SplitCache, check_mesh, on_mesh
 
 
 def empty_cache(
@@ -35,6 +38,7 @@ def empty_cache(
     dtype: DtypesLike = jnp.float32,
     page_size: int = 16,
     windows: Sequence[int | None] | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
 ) -> Cache:
     """Make an empty cache for a policy and a budget: of the right size, with the policy's state.
 
@@ -50,16 +54,18 @@ def empty_cache(
         dtype: of keys and values: floats, or "int8" or "float8_e4m3fn" (:func:`kvjax.quantise`); or a pair of both.
         page_size: slots per page, if the cache is paged.
         windows: the layers' sliding windows, one entry per layer, None for a layer that sees all positions.
+        mesh: devices with the axes "data" and "tensor", which split the rows and the KV heads; None for one device.
 
     Returns:
         A :class:`kvjax.KVCache` of ``budget + block`` slots per head. Where heads hold different numbers of tokens (an
         uneven allocation, or a sliding window smaller than the budget), a :class:`kvjax.PagedCache` of as many on
-        average, at most ``window + block`` in a layer with a window. Without a policy, a cache of ``budget`` slots.
+        average, at most ``window + block`` in a layer with a window; on a mesh a :class:`kvjax.SplitCache`, in which
+        each device has pages for the most that its heads may hold. Without a policy, a cache of ``budget`` slots.
 
     Raises:
         ValueError: if a count is below 1, the KV heads do not divide the query heads, the budget is smaller than what
             the policy protects, the block is smaller than its observation window (:func:`kvjax.check_block`), the
-            dtype is unknown, or there is not one window per layer.
+            dtype is unknown, there is not one window per layer, or the mesh does not divide the rows or the heads.
 
     Example:
         >>> import kvjax
@@ -86,7 +92,7 @@ def empty_cache(
             f"{query_heads} query heads were given for {kv_heads} KV heads; expected a multiple of the "
             "number of KV heads."
         )
-    made: dict[str, Any] = dict(layers=layers, batch=batch, head_dim=head_dim, dtype=check_dtypes(dtype))
+    made: dict[str, Any] = dict(layers=layers, batch=batch, head_dim=head_dim, dtype=check_dtypes(dtype), mesh=mesh)
     if policy is None:
         return blank(None, kv_heads=kv_heads, group=query_heads // kv_heads, slots=budget, **made)
     check_budget(policy, budget)
@@ -96,7 +102,8 @@ def empty_cache(
     windows = check_windows(windows, layers or 1)
     if not in_pages(policy, budget, windows):
         return blank(policy, slots=budget + block, **made)
-    pages, most = room_in_pages(policy, layers or 1, heads, batch, budget, block, page_size, windows)
+    rows, ways = (1, 1) if mesh is None else check_mesh(mesh, batch, heads)
+    pages, most = room_in_pages(policy, layers or 1, heads, batch // rows, budget, block, page_size, windows, ways)
     return blank(policy, slots=most, pages=pages, page_size=page_size, **made)
 
 
@@ -155,12 +162,42 @@ def room_in_pages(
     block: int,
     page_size: int,
     windows: Sequence[int | None],
+    ways: int = 1,
 ) -> tuple[int, int]:
-    """Return how many pages a cache needs, and how many tokens one head may hold."""
-    held = most_held(budget + block, block, windows)
+    """Return how many pages a cache needs, and how many tokens one head may hold.
+
+    Args:
+        batch: the rows of a device.
+        ways: how many devices split the heads; each needs so many pages.
+    """
+    held = sum(most_held(budget + block, block, windows))
+    held += excess_of_part(policy.allocation, kv_heads, budget, windows, ways)
     most = policy.allocation.most(layers, kv_heads, budget) + block
-    heads = layers * batch * kv_heads
-    return pages_for(batch * kv_heads * sum(held), heads, page_size), max(most_held(most, block, windows))
+    heads = batch * kv_heads // ways
+    return pages_for(heads * held, layers * heads, page_size), max(most_held(most, block, windows))
+
+
+def excess_of_part(allocation: Allocation, kv_heads: int, budget: int, windows: Sequence[int | None], ways: int) -> int:
+    """Return how many tokens more than their mean the heads of one device may hold, per head and summed over layers.
+
+    In the worst case they win every slot, or as many as ``cap`` lets them hold.
+
+    Args:
+        windows: the layers' sliding windows.
+        ways: how many devices split the heads of each layer.
+
+    Example:
+        >>> from kvjax import allocation
+        >>> from kvjax.making import excess_of_part
+        >>> each = (allocation.pyramid(), allocation.layer(cap=1.5), allocation.layer())
+        >>> [excess_of_part(rule, kv_heads=8, budget=100, windows=[None], ways=4) for rule in each]
+        [0, 50, 300]
+    """
+    if allocation.alike or ways == 1:
+        return 0
+    mean = sum(most_held(budget, 0, windows))
+    most = sum(most_held(allocation.most(len(windows), kv_heads, budget), 0, windows))
+    return min(ways * mean, most) - mean
 
 
 def repeat(cache: Cache, n: int) -> Cache:
@@ -184,9 +221,11 @@ def repeat(cache: Cache, n: int) -> Cache:
         >>> kvjax.repeat(kvjax.insert(cache, rows, rows), 2).key[:, 0, 0, 0].tolist()
         [5.0, 5.0, 7.0, 7.0]
     """
-    if not isinstance(cache, KVCache | PagedCache):
-        raise ValueError(f"a {type(cache).__name__} was given; repeat takes a KVCache or a PagedCache.")
+    if not isinstance(cache, Cache):
+        raise ValueError(f"a {type(cache).__name__} was given; repeat takes a KVCache, a PagedCache or a SplitCache.")
     n = check_count("n", n, 1, "give how many rows each row is to become, from 1")
+    if isinstance(cache, SplitCache):  # a device's rows follow one another, and so do their copies
+        return cache.map(lambda part: repeat(part, n))
     *_, B, K = cache.heads_shape
     row_axis = len(cache.heads_shape) - 2
 
@@ -241,13 +280,14 @@ def blank(
     positions: Positions = "absolute",
     pages: int | None = None,
     page_size: int = 1,
+    mesh: Mesh | AbstractMesh | None = None,
 ) -> Cache:
     """Make an empty cache of sizes that are known to fit the policy.
 
     Args:
         group: query heads of each head of the cache.
         slots: slots per head; in a paged cache, the most that one head can hold.
-        pages: the total number of pages; None for a plain cache.
+        pages: the total number of pages, on a mesh of each device; None for a plain cache.
 
     Example:
         >>> import kvjax
@@ -265,8 +305,10 @@ def blank(
     sizes: dict[str, Any] = dict(layers=layers, batch=batch, kv_heads=kv_heads, head_dim=head_dim)
     sizes |= dict(dtype=dtype, positions=positions)
     if pages is not None:
-        return PagedCache.init(pages=pages, page_size=page_size, most=slots, init_state=state, **sizes)
+        sizes |= dict(pages=pages, page_size=page_size, most=slots, init_state=state)
+        return PagedCache.init(**sizes) if mesh is None else SplitCache.init(mesh=mesh, **sizes)
     remembered = state(batch, kv_heads, slots)
     if layers is not None:
         remembered = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (layers, *leaf.shape)), remembered)
-    return KVCache.init(slots=slots, state=remembered, **sizes)
+    cache = KVCache.init(slots=slots, state=remembered, **sizes)
+    return cache if mesh is None else on_mesh(cache, mesh)

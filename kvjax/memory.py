@@ -7,12 +7,14 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh
 
 from kvjax.cache import HeadState
 from kvjax.checks import check_count, plain
 from kvjax.making import check_windows, in_pages, room_in_pages
 from kvjax.policy import Policy, check_budget, parse
 from kvjax.quantise import DtypesLike, check_dtypes, is_quantised
+from kvjax.split import check_mesh
 
 
 class Memory(NamedTuple):
@@ -47,6 +49,7 @@ def memory(
     dtype: DtypesLike = jnp.bfloat16,
     page_size: int = 16,
     windows: Sequence[int | None] | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
 ) -> Memory:
     """Compute the bytes of a cache that holds ``budget`` tokens per head while blocks of ``block`` tokens come in.
 
@@ -65,10 +68,12 @@ def memory(
         windows: the layers' sliding windows, one entry per layer, None for a layer that sees all positions
             (``models.Config.sliding_windows``). A layer holds at most its window. They count only with a policy: a full
             cache keeps all tokens.
+        mesh: devices with the axes "data" and "tensor", which split the rows and the KV heads: then the bytes are those
+            of one device. Its pages hold the most that its heads may win from those of the others.
 
     Raises:
         ValueError: if a size is below 1, the block is negative, the budget is below what the policy protects, the
-            dtype is unknown, or there is not one window per layer.
+            dtype is unknown, there is not one window per layer, or the mesh does not divide the rows or the heads.
 
     Example:
         >>> import kvjax
@@ -95,14 +100,16 @@ def memory(
         raise ValueError(f"policy is {policy!r}; give a policy, its short name, or None.")
     of_row = sum(head_dim * jnp.dtype(name).itemsize + 4 * is_quantised(name) for name in check_dtypes(dtype))
     policy = parse(policy) if isinstance(policy, str) else policy
-    heads, rows = layers * batch * kv_heads, 4 * batch
+    devices, ways = (1, 1) if mesh is None else check_mesh(mesh, batch, kv_heads)
+    batch //= devices
+    heads, rows = layers * batch * kv_heads // ways, 4 * batch
     a_slot, a_head = (0, 0) if policy is None else _state_bytes(policy, query_heads // kv_heads, head_dim)
     if policy is not None:
         check_budget(policy, budget)
     windows = check_windows(windows, layers)
     slots, extra = heads * (budget + block), 0
     if policy is not None and in_pages(policy, budget, windows):
-        pages, most = room_in_pages(policy, layers, kv_heads, batch, budget, block, page_size, windows)
+        pages, most = room_in_pages(policy, layers, kv_heads, batch, budget, block, page_size, windows, ways)
         slots = pages * page_size
         table = heads * -(-most // page_size)
         extra = 4 * (table + 2 * pages + 1)  # the table; owners and free list; the number of free pages

@@ -9,6 +9,7 @@
     free           [P]            int32, a stack: the first num_free entries are the free pages
     next_position  [B]            int32
     state          per-slot arrays [P, page, ...] of a policy; a HeadState is [*L, B, K, ...]
+    axis           the mesh axis that splits a layer's heads, if K are those of one device (kvjax/split.py); else None
 
 The tokens of a head may be anywhere in its pages. A head takes pages when new tokens find no free slot, and frees pages
 when it has more than its tokens need: tokens of its last pages then move into free slots of its first ones. So when
@@ -76,6 +77,7 @@ class PagedCache:
     positions: Positions = dataclasses.field(default="absolute", metadata={"static": True})
     key_scale: Float[Array, "P page"] | None = None
     value_scale: Float[Array, "P page"] | None = None
+    axis: str | None = dataclasses.field(default=None, metadata={"static": True})
 
     @classmethod
     def init(
@@ -156,6 +158,21 @@ class PagedCache:
     def heads_shape(self) -> tuple[int, ...]:
         """``(*L, B, K)``."""
         return self.table.shape[:-1]
+
+    @property
+    def num_pages(self) -> int:
+        """P, the pages of the pool, owned or free."""
+        return self.owner.shape[-1]
+
+    @property
+    def all_heads(self) -> int:
+        """The heads of a layer, with those on the other devices of a mesh."""
+        return self.heads_shape[-1] * (1 if self.axis is None else jax.lax.axis_size(self.axis))
+
+    @property
+    def first_head(self) -> int | Int[Array, ""]:
+        """The number of its first head in the layer; not 0 only on a device of a mesh."""
+        return 0 if self.axis is None else jax.lax.axis_index(self.axis) * self.heads_shape[-1]
 
     @property
     def live(self) -> Array:

@@ -7,12 +7,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int
 
 from kvjax.cache import HeadState, KVCache, dtypes_of, map_rows, rows_of
 from kvjax.checks import plain
-from kvjax.insertion import Cache
+from kvjax.insertion import Cache, arrays_of
 from kvjax.paged import PagedCache, release
+from kvjax.split import PARTS, SplitCache
 
 
 def join(cache: Cache, row: int | Int[Array, ""], one: Cache) -> Cache:
@@ -44,16 +46,23 @@ def join(cache: Cache, row: int | Int[Array, ""], one: Cache) -> Cache:
     lead, own = cache.heads_shape, one.heads_shape
     structures: list[Any] = [jax.tree.structure(given) for given in (cache, one)]
     alike = (*lead[:-2], 1, lead[-1]) == own and structures[0] == structures[1]
-    if not alike or (cache.key.shape[-1], dtypes_of(cache)) != (one.key.shape[-1], dtypes_of(one)):
+    (head_dim, dtypes), (own_dim, own_dtypes) = (
+        (arrays.key.shape[-1], dtypes_of(arrays)) for arrays in (arrays_of(cache), arrays_of(one))
+    )
+    if not alike or (head_dim, dtypes) != (own_dim, own_dtypes):
         raise ValueError(
-            f"a cache of {own} heads of dimension {one.key.shape[-1]} in {dtypes_of(one)} does not fit into a row of "
-            f"{lead} heads of dimension {cache.key.shape[-1]} in {dtypes_of(cache)}: expected one row of the same "
+            f"a cache of {own} heads of dimension {own_dim} in {own_dtypes} does not fit into a row of "
+            f"{lead} heads of dimension {head_dim} in {dtypes}: expected one row of the same "
             "model, policy, positions and dtype."
         )
     if one.num_slots > cache.num_slots:
         raise ValueError(
             f"the row has {one.num_slots} slots per head, but the batch {cache.num_slots}; compact the row first."
         )
+    if isinstance(cache, SplitCache):
+        assert isinstance(one, SplitCache)
+        _check_rows(cache)
+        return cache.map(join, (row, PartitionSpec()), (one.parts, PARTS))
     if isinstance(cache, PagedCache):
         assert isinstance(one, PagedCache)
         return _join_pages(cache, row, one)
@@ -99,6 +108,9 @@ def leave(cache: Cache, row: int | Int[Array, ""]) -> Cache:
         [[[-1, -1]], [[0, -1]]]
     """
     row = _checked_row(cache, row)
+    if isinstance(cache, SplitCache):
+        _check_rows(cache)
+        return cache.map(leave, (row, PartitionSpec()))
     next_position = cache.next_position.at[row].set(0)
     if isinstance(cache, PagedCache):
         B, K = cache.heads_shape[-2:]
@@ -112,11 +124,16 @@ def leave(cache: Cache, row: int | Int[Array, ""]) -> Cache:
 
 def _checked_row(cache: Cache, row: int | Int[Array, ""]) -> int | Int[Array, ""]:
     if not isinstance(cache, Cache):
-        raise ValueError(f"the cache is a {type(cache).__name__}; give a KVCache or a PagedCache.")
+        raise ValueError(f"the cache is a {type(cache).__name__}; give a KVCache, a PagedCache or a SplitCache.")
     row, rows = plain(row), cache.heads_shape[-2]
     if isinstance(row, int) and not 0 <= row < rows:
         raise ValueError(f"the row is {row}; the cache has rows 0 to {rows - 1}.")
     return row
+
+
+def _check_rows(cache: SplitCache) -> None:
+    if cache.ways[0] > 1:
+        raise ValueError(f"the rows are split over {cache.ways[0]} devices, but one row comes or goes; use data=1.")
 
 
 def _put(whole: Array, part: Array, row: int | Int[Array, ""], axis: int) -> Array:

@@ -99,7 +99,8 @@ def q_filters(*, file: str | None = None) -> Policy:
                 "'q_filters' reads the model's filters from a file; write q_filters(file='filters.npy') for an array "
                 "that models.q_filters has computed."
             )
-        if filters.shape[2] != D or K not in (1, filters.shape[1]):  # the state of pages is made for one head
+        # The state of pages is made for one head, or for the heads on one device; check_measured counts all of them.
+        if filters.shape[2] != D or filters.shape[1] % K:
             raise ValueError(
                 f"the filters of {file!r} {filters.shape} are not this model's, whose keys have {K} heads of {D}; "
                 "compute them with models.q_filters."

@@ -6,11 +6,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from kernels_pallas.topk import LOWEST, best, best_of_rows, keep_mask, nth_largest, rank
 
-__all__ = ["best_of_groups", "best_of_rows", "keep_mask", "rank", "share_of"]
+__all__ = ["best_of_groups", "best_of_rows", "keep_mask", "rank", "share_of", "summed"]
 
 
 def best_of_groups(
@@ -20,6 +20,7 @@ def best_of_groups(
     group: Int[Array, "*rows"],
     budget: Int[Array, "groups"],
     groups: int,
+    axis: str | None = None,
 ) -> Bool[Array, "*rows S"]:
     """Return a mask of the ``budget`` best live slots of each group: :func:`keep_mask` with several rows per budget.
 
@@ -27,6 +28,8 @@ def best_of_groups(
         head: the number of each row's head; of tokens with the same score and position, the lowest number stays.
         group: the number of each row's group.
         groups: how many groups there are.
+        axis: the mesh axis whose devices have the other rows of the same groups; the counts are added up over it, and
+            no score leaves its device. None where all rows are here.
 
     Example:
         >>> import jax.numpy as jnp
@@ -39,7 +42,7 @@ def best_of_groups(
 
     def count(mask: Array) -> Array:
         rows = jnp.sum(mask, axis=-1, dtype=jnp.int32)
-        return jax.ops.segment_sum(rows.ravel(), group.ravel(), groups)
+        return summed(jax.ops.segment_sum(rows.ravel(), group.ravel(), groups), axis)
 
     def of_row(x: Array) -> Array:
         return x[group][..., None]
@@ -50,6 +53,18 @@ def best_of_groups(
     order = jnp.where(tied.any(axis=-1), -head, LOWEST)[..., None]
     last = of_row(nth_largest(order, budget - count(stays), count, of_row))
     return stays | (tied & (order >= last))
+
+
+def summed(x: Shaped[Array, "*shape"], axis: str | None) -> Shaped[Array, "*shape"]:
+    """Return the sum over the devices of a mesh axis, or the array itself for None: all is on one device.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from kvjax.topk import summed
+        >>> summed(jnp.array([1, 2]), None).tolist()
+        [1, 2]
+    """
+    return x if axis is None else jax.lax.psum(x, axis)
 
 
 def share_of(share: int | float, budget: Any) -> Any:

@@ -1,0 +1,244 @@
+"""Pages on a mesh: what stays, and what attention returns, is what one device gives; only counts are exchanged."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+import kvjax
+from kvjax import Evidence, SplitCache
+from kvjax.making import excess_of_part
+from tests.kvjax import contests, test_allocation
+from tests.kvjax.test_allocation import CASES, HEADS, NONNEGATIVE, PAGE, K, L, S
+from tests.kvjax.test_paged import check_pages, content
+
+pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices; conftest.py forces them on a CPU")
+COLLECTIVE = r"= (\(.*?\)|\S+) (all-reduce|all-gather|collective-permute|all-to-all|reduce-scatter)(?:-start)?\("
+COMPETING = [
+    ("layer", {"cap": 1.5}), ("adakv", {}), ("model", {"cap": None}), ("threshold", {"least": 1, "cap": 1.3}),
+    ("pyramid", {"beta": 3.0}), ("cake", {}), ("d2o", {}), ("lava", {}), ("headkv", {"file": HEADS, "beta": 3.0, "cap": 1.3}),
+    ("duo", {"file": HEADS, "sinks": 1, "recent": 0.25, "cap": None}), ("simlayer", {"sinks": 1, "recent": 2}),
+]  # fmt: skip
+
+
+@functools.cache
+def mesh(data: int = 2, tensor: int = 2) -> Mesh:
+    return Mesh(np.array(jax.devices()[: data * tensor]).reshape(data, tensor), ("data", "tensor"))
+
+
+@functools.cache
+def pack():
+    sizes = dict(pages=L * -(-S // PAGE), page_size=PAGE, most=S)  # a device has one row and one head of each layer
+    return jax.jit(functools.partial(SplitCache.pack, mesh=mesh(), **sizes))
+
+
+@functools.cache
+def evict(what: kvjax.Allocation):
+    def run(cache, scores, budget, measured, entered):
+        own = measured[..., : what.measures].transpose(1, 2, 0, 3)[
+            :, :, :, None, None
+        ]  # a device measures its own head
+        came = jnp.broadcast_to(entered[:, None, None], (2, 2, 1))
+        evidence = Evidence(scores, came, measured=own, allocation=what)
+        return kvjax.evict(cache, evidence, budget)
+
+    return jax.jit(run)
+
+
+def tagged(plain: kvjax.KVCache, scores: np.ndarray) -> jax.Array:
+    """Scores of a plain cache's slots as those of the pages that each device packs."""
+    return pack()(dataclasses.replace(plain, key=jnp.asarray(scores)[..., None])).parts.key[..., 0]
+
+
+def parts_of(cache: SplitCache) -> list[kvjax.PagedCache]:
+    rows, heads = cache.ways
+    one = dataclasses.replace(jax.device_get(cache.parts), axis=None)
+    return [jax.tree.map(lambda x, at=at: x[at], one) for at in np.ndindex(rows, heads)]
+
+
+@pytest.mark.parametrize(("name", "options"), COMPETING, ids=[name for name, _ in COMPETING])
+@hypothesis.settings(max_examples=15)
+@hypothesis.given(data=st.data())
+def test_heads_on_several_devices_keep_what_a_sort_of_all_keeps(name, options, data):
+    what = test_allocation.make(name, options)
+    given = data.draw(test_allocation.contest(NONNEGATIVE, even=what.scope == "head"))
+    position, scores, budget, seen, measured, entered = given
+    plain = test_allocation.plain_cache(position, seen)
+    after = evict(what)(pack()(plain), tagged(plain, scores), budget, measured, entered)
+    for b, row in test_allocation.rows_of(*given, name, **{k: v for k, v in options.items() if k == "threshold"}):
+        kept = test_allocation.kept_in(after, b)
+        if row.entered:
+            contests.check(name, options, row, kept)
+        else:
+            assert kept == set(map(contests.place, row.tokens))
+    for part in parts_of(after):
+        check_pages(part, fewest=True)
+
+
+def test_every_allocation_competes_in_the_test_above():
+    assert {name for name, _ in COMPETING} == {name for name, _ in CASES} - {"uniform"}
+
+
+@pytest.mark.parametrize("name", ["model", "cake"])
+def test_an_eviction_adds_up_counts_and_gathers_no_scores(name):
+    """Each step of a bisection is one sum of an integer per row; all else has a few numbers per layer or head."""
+    cache = pack()(test_allocation.plain_cache(np.full((L, 2, K, S), -1, np.int32), [0, 0]))
+    two, measured = jnp.zeros(2, jnp.int32), jnp.zeros((L, 2, K, 3))
+    scores = jnp.zeros_like(cache.parts.position, jnp.float32)
+    text = evict(test_allocation.make(name, {})).lower(cache, scores, two, measured, two).compile().as_text()
+    found = re.findall(COLLECTIVE, text)
+    assert {kind for _, kind in found} == {"model": {"all-reduce"}, "cake": {"all-reduce", "all-gather"}}[name]
+    sizes = [int(np.prod([int(n) for n in shape.split(",") if n])) for shape in re.findall(r"\[([\d,]*)\]", str(found))]
+    assert max(sizes) <= L * K * 2
+
+
+B, T, N, D, BUDGET = 4, 6, 8, 8, 8
+
+
+@functools.cache
+def block(policy: str, windows: tuple[int | None, ...]):
+    """One block in both layers: (cache, start, queries, keys, values) -> outputs, cache; K is 4 here."""
+    what = kvjax.parse(policy)
+    frequency = 10.0 ** -jnp.arange(D // 2, dtype=jnp.float32)[None]
+    limits = jnp.array([window or 2**31 - 1 for window in windows], jnp.int32)
+
+    def run(cache, start, *rows):
+        position = jnp.broadcast_to(start + jnp.arange(T), (B, T))
+
+        def of_layer(carry, given):
+            cache, evidence = carry
+            layer, window, *rows = given
+            context = kvjax.Context(layer=layer, sliding_window=window, frequency=frequency)
+            out, cache, said = kvjax.observe(cache, *rows, position, policy=what, budget=BUDGET, context=context)
+            return (cache, evidence.with_layer(cache, layer, said)), out
+
+        evidence = Evidence.of_layers(cache, what.allocation, window=limits)
+        (cache, evidence), out = jax.lax.scan(of_layer, (cache, evidence), (jnp.arange(2), limits, *rows))
+        return out, kvjax.evict(cache, evidence, BUDGET)
+
+    return jax.jit(run)
+
+
+def cache_for(policy: str, windows=(None, None), **on):
+    sizes = dict(layers=2, batch=B, kv_heads=4, query_heads=N, head_dim=D, budget=BUDGET, block=T, page_size=PAGE)
+    return kvjax.empty_cache(policy, **sizes | dict(windows=windows) | on)
+
+
+def filled(policy: str, windows=(None, None), **on):
+    """A cache after four blocks, and the outputs."""
+    cache, outs = cache_for(policy, windows, **on), []
+    for number in range(4):
+        rng = np.random.default_rng(number)
+        rows = (rng.normal(size=(2, B, T, heads, D)).astype(np.float32) for heads in (N, 4, 4))
+        out, cache = block(policy, windows)(cache, number * T, *rows)
+        outs.append(out)
+    return cache, np.stack(outs)
+
+
+@pytest.mark.parametrize(
+    ("policy", "windows"),
+    [
+        ("random+positions(kind='compact')@model(normalise=False)", (None, None)),  # numbers heads; turns keys
+        ("snapkv(window=4)+caote@cake(window=4)", (None, None)),  # measures layers
+        ("tova", (5, None)),  # an average over the heads of a layer
+    ],
+)
+def test_attention_and_what_stays_are_those_of_one_device(policy, windows):
+    one, expected = filled(policy, windows)
+    many, out = filled(policy, windows, mesh=mesh())
+    assert isinstance(many, SplitCache) and many.heads_shape == one.heads_shape
+    np.testing.assert_allclose(out, expected, atol=1e-5)
+    held, wanted = content(many), content(one)
+    assert {head: set(tokens) for head, tokens in held.items()} == {head: set(t) for head, t in wanted.items()}
+    np.testing.assert_array_equal(many.num_live, one.num_live)
+    for part in parts_of(many):
+        check_pages(part, fewest=True)
+
+
+def test_rows_are_repeated_taken_back_and_joined_on_their_devices():
+    policy, other = "h2o@layer(cap=1.5)", mesh(1, 2)
+
+    def changed(cache, one):
+        cache = kvjax.rewind(kvjax.repeat(cache, 2), jnp.full(2 * B, 20))
+        return kvjax.leave(kvjax.join(cache, 1, one), 4)
+
+    def start(batch, **on):
+        cache = cache_for(policy, batch=batch, **on)
+        for layer in range(2):
+            rows = jnp.arange(batch * T * 4 * D, dtype=jnp.float32).reshape(batch, T, 4, D) + layer
+            cache = kvjax.insert(cache, rows, -rows, jnp.arange(T)[None] + jnp.zeros((batch, 1), int), layer=layer)
+        return cache
+
+    whole = jax.jit(lambda: changed(start(B), start(1)))()
+    parts = jax.jit(lambda: changed(start(B, mesh=other), start(1, mesh=other)))()
+    held, wanted = content(parts), content(whole)
+    assert held.keys() == wanted.keys()
+    for head, tokens in held.items():
+        assert tokens.keys() == wanted[head].keys()
+        for position, token in tokens.items():
+            np.testing.assert_array_equal(token, wanted[head][position])
+    np.testing.assert_array_equal(parts.next_position, whole.next_position)
+
+
+@pytest.mark.parametrize(
+    ("policy", "windows"),
+    [("h2o", (None, None)), ("h2o@pyramid", (5, None)), ("laprox(window=4)@layer(cap=1.5)", (5, None))],
+)
+def test_memory_counts_the_bytes_of_one_device(policy, windows):
+    cache = jax.eval_shape(lambda: cache_for(policy, windows, mesh=mesh(2, 4)))
+    of_all = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
+    sizes = dict(layers=2, batch=B, kv_heads=4, query_heads=N, head_dim=D, budget=BUDGET, block=T, page_size=PAGE)
+    counted = kvjax.memory(**sizes, policy=policy, windows=windows, dtype="float32", mesh=mesh(2, 4))
+    copies = 3 * 4 * B if isinstance(cache, kvjax.KVCache) else 0  # next_position is on each device along "tensor"
+    assert counted.total == (of_all + copies) / 8
+
+
+def test_one_device_may_win_all_slots_and_its_pool_holds_them():
+    policy = kvjax.parse("h2o@layer(cap=None)")
+    cache = cache_for(policy, mesh=mesh(1, 2))
+    assert excess_of_part(policy.allocation, 4, BUDGET, (None, None), 2) == 2 * BUDGET
+
+    @jax.jit
+    def run(cache, start):
+        scores = jnp.broadcast_to(jnp.arange(2.0)[None, :, None, None], cache.parts.position.shape)
+        cache = kvjax.evict(cache, scores, BUDGET, allocation=policy.allocation)
+        rows = jnp.ones((B, T, 4, D))
+        for layer in range(2):
+            cache = kvjax.insert(cache, rows, rows, start + jnp.arange(T) + jnp.zeros((B, 1), int), layer=layer)
+        return cache
+
+    for number in range(5):
+        cache = run(cache, number * T)
+    assert np.asarray(cache.num_live).tolist() == [[[T, T, 2 * BUDGET + T, 2 * BUDGET + T]] * B] * 2
+
+
+@pytest.mark.bad_input
+def test_what_does_not_fit_a_mesh_is_refused():
+    with pytest.raises(ValueError, match="the mesh has axes x; expected 'data', which splits the rows, and 'tensor'"):
+        cache_for("h2o@layer", mesh=Mesh(np.array(jax.devices()[:1]), ("x",)))
+    with pytest.raises(ValueError, match="the mesh has explicit axes; expected automatic ones"):
+        cache_for("h2o@layer", mesh=jax.make_mesh((1, 1), ("data", "tensor")))
+    with pytest.raises(ValueError, match="data=2 and tensor=4 do not divide a cache of 3 rows and 4 heads"):
+        cache_for("h2o@layer", batch=3, mesh=mesh(2, 4))
+    cache = cache_for("h2o@layer", mesh=mesh())
+    with pytest.raises(ValueError, match="the rows are split over 2 devices, but one row comes or goes; use data=1"):
+        kvjax.leave(cache, 0)
+    with pytest.raises(ValueError, match="a paged cache evicts in all its layers at once"):
+        kvjax.evict(cache, cache.parts.position, 4, layer=0)
+    rows = jnp.ones((B, T, 4, D))
+    with pytest.raises(ValueError, match="cannot evict from one layer of a paged cache of 2 layers"):
+        kvjax.attend(cache, rows, rows, rows, policy="h2o@layer", budget=4, context=kvjax.Context(layer=0))
+    with pytest.raises(ValueError, match="the cache's pages are split over a mesh, but a file holds those of one"):
+        kvjax.save_cache("book.safetensors", cache)
+    away = SplitCache(jax.tree.map(jnp.asarray, jax.device_get(cache.parts)))
+    with pytest.raises(ValueError, match="the cache is split over a mesh, but its arrays are on none"):
+        kvjax.rewind(away, jnp.zeros(B, int))
