@@ -23,11 +23,12 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxtyping import Array, Int
 
 import kvjax
-from kvjax import PagedCache, Policy, Reconstruction
+from kvjax import PagedCache, Policy, Reconstruction, SplitCache
 from kvjax.attention import check_policy
 from kvjax.cache import Positions, dtypes_of
 from kvjax.checks import MOST, check_count, is_known, plain, shown
-from kvjax.making import in_pages, most_held
+from kvjax.insertion import arrays_of
+from kvjax.making import excess_of_part, in_pages, most_held
 from kvjax.policy import check_measured, policy_of
 from kvjax.quantise import Dtypes, DtypesLike, check_dtypes, is_quantised
 from kvjax.sources import Source
@@ -92,6 +93,16 @@ class Plan:
     # Eight bits to which keys, and values, are rounded but not stored, for a derivative.
     rounded_to: tuple[str | None, ...] = (None, None)
 
+    @property
+    def several(self) -> Mesh | AbstractMesh | None:
+        """The mesh if it has several devices, whose pages are then split; else None."""
+        return None if self.mesh is None or self.mesh.size == 1 else self.mesh
+
+    @property
+    def ways(self) -> tuple[int, int]:
+        """The numbers of devices that split the rows, and the heads of each layer."""
+        return ways_of(self.mesh) or (1, 1)
+
 
 class Kept(NamedTuple):
     """Facts about a cache that a run continues from; ``held`` is [B, heads of all layers]."""
@@ -102,8 +113,9 @@ class Kept(NamedTuple):
     slots: int
     positions: Positions
     dtypes: Dtypes
-    pages: int = 0
+    pages: int = 0  # on each device
     page_size: int = 0
+    ways: tuple[int, int] | None = None  # the devices that split the rows and heads of a paged cache
 
     @property
     def most(self) -> int:
@@ -334,6 +346,7 @@ def plan_run(model: Decoder, prompt: CheckedPrompt, options: Options, butler: Bu
             f"{what} remembers tokens outside the cache, and this memory is not kept: leave cache out, and give the "
             "whole prompt."
         )
+    _check_pages(kept, ways_of(mesh))
     check_butler(config, butler, policy, selection)
     check_measured(policy, config.num_layers, config.num_kv_heads)
     dtype, rounded_to = _stored(model, options.cache_dtype, kept)
@@ -362,6 +375,19 @@ def plan_run(model: Decoder, prompt: CheckedPrompt, options: Options, butler: Bu
     )  # fmt: skip
     rows = Rows(*jax.device_put((seen, budgets, budgets + questions)))
     return _sized(config, plan, prompt, options, budgets, traced=not is_known(*jax.tree.leaves(model))), rows
+
+
+def _check_pages(kept: Kept | None, ways: tuple[int, int] | None) -> None:
+    """Check that the pages of a kept cache are on the devices that the model is on."""
+
+    def where(ways: tuple[int, int] | None) -> str:
+        return "one device" if ways is None else f"a mesh with data={ways[0]} and tensor={ways[1]}"
+
+    if kept is not None and kept.pages and kept.ways != ways:
+        raise ValueError(
+            f"the cache's pages are on {where(kept.ways)}, but the model is on {where(ways)}: continue on the devices "
+            "that the cache was made on, or leave cache out and give the whole prompt."
+        )
 
 
 def _stored(model: Decoder, asked: DtypesLike | None, kept: Kept | None) -> tuple[Dtypes, tuple[str | None, ...]]:
@@ -512,7 +538,7 @@ def _plan_full(
     if kept is not None:
         plan = dataclasses.replace(plan, heads=kept.heads, positions=kept.positions)
         more = prompt.tokens.shape[1] + options.reserve
-        together = int((kept.held + more).sum())
+        together = _fullest(plan, _of_parts(plan, kept.held + more))
         plan = _with_pages(plan, kept, slots, together) if kept.pages else _with_slots(plan, kept, slots)
     return plan, Rows(jax.device_put(prompt.start + prompt.lengths))
 
@@ -538,9 +564,9 @@ def _with_pages(plan: Plan, kept: Kept, most: int, held: int) -> Plan:
 
     Args:
         most: the largest number of tokens that a head may hold.
-        held: the largest number of tokens that all heads together may hold.
+        held: the largest number of tokens that all heads, on a mesh those of a device, together may hold.
     """
-    pages = kvjax.pages_for(held, kept.held.size, kept.page_size)
+    pages = kvjax.pages_for(held, kept.held.size // math.prod(plan.ways), kept.page_size)
     pages = kept.pages if kept.pages >= pages else bucketed(pages)
     slots = kept.slots if kept.slots >= most else bucketed(most)
     return dataclasses.replace(plan, slots=slots, pages=pages, page_size=kept.page_size)
@@ -602,10 +628,9 @@ def _sized(
     def fitted(slots: int) -> int:
         return bucketed(slots) if by_ratio or slots >= most_slots else slots
 
-    several = plan.mesh is not None and plan.mesh.size > 1
     windows = config.sliding_windows
     paged = kept.pages > 0 if kept is not None else in_pages(policy, largest, windows)
-    if policy.allocation.even and (not paged or (kept is None and (several or traced))):
+    if policy.allocation.even and (not paged or (kept is None and (plan.several is not None or traced))):
         slots = fitted(min(largest + asked + room, sensible if whole else most_slots))
         prompt_slots = max(slots, prompt_slots) if whole else slots
         plan = dataclasses.replace(plan, slots=slots, prompt_slots=prompt_slots)
@@ -616,58 +641,81 @@ def _sized(
             return dataclasses.replace(plan, slots=slots, prompt_slots=slots)
         evicted = bool((prompt.lengths > prompt.questions).all())
         return _with_slots(plan, kept, slots, held + entering, evicted)
-    if several and policy.allocation.even:
-        raise ValueError(
-            "the cache is paged, and pages are on one device, but the model is on several: continue on one device, or "
-            "leave cache out and give the whole prompt."
-        )
-    if several:
-        raise ValueError(
-            f"{policy.name!r} shares one pool of pages among all heads, which are on several devices here; take an "
-            "allocation that gives all heads the same budget ('uniform'), or one device."
-        )
     L, heads = config.num_layers, plan.heads
+    own = heads // plan.ways[1]  # heads of each layer on a device
     most, step = policy.allocation.most(L, heads, largest + asked), min(options.block, asked + room)
     # A layer with a window that gave slots away grows back to its window while the others keep what they took.
     grows = step if policy.allocation.even else asked + room
     if kept is not None:
         entering = max(entering, context + repeated) if whole else entering  # all is fed into the same pages
-        together = kept.held.sum(axis=1)
+        together = _of_parts(plan, kept.held)
         if not prompt.fed:  # the size that one call for both prompt and answer would have made
             most = max(*most_held(most + room, step, windows), held + room)
             most = max(kept.slots, fitted(min(most, most_slots)))
             fullest = np.maximum(budgets + asked, _held(policy, kept).astype(int))
-            pages = max(kept.pages, _pages(plan, fullest + room, grows, windows, most_slots, by_ratio))
+            pages = max(kept.pages, _pages(plan, fullest, room, grows, windows, most_slots, by_ratio))
             limits = np.repeat([np.inf if window is None else window + step for window in windows], heads)
             grown = np.maximum(kept.held + min(room, 1), np.minimum(kept.held + room, limits))
-            least = kvjax.pages_for(int(grown.sum()), kept.held.size, kept.page_size)
+            parts, heads_of_part = _of_parts(plan, grown), kept.held.size // math.prod(plan.ways)
+            least = kvjax.pages_for(_fullest(plan, parts), heads_of_part, kept.page_size)
             return dataclasses.replace(plan, slots=most, pages=max(pages, least), page_size=kept.page_size)
         # Before its first eviction a layer with a window may hold all that it held, a window and a block.
-        more = heads * sum(most_held(entering, max(step, options.block) + repeated, windows))
-        of_rows = np.maximum(together + more, heads * _in_layers(budgets + asked + room, grows, windows))
+        more = own * sum(most_held(entering, max(step, options.block) + repeated, windows))
+        usual = own * _in_layers(plan, budgets + asked, room, grows, windows)
+        of_rows = np.maximum(together + more, usual[:, None])
         most = max(*most_held(most + room, step, windows), held + entering)
-        return _with_pages(plan, kept, min(most, most_slots), int(of_rows.sum()))
+        return _with_pages(plan, kept, min(most, most_slots), _fullest(plan, of_rows))
     most = fitted(min(max(most_held(most + room, step, windows)), most_slots))
-    pages = _pages(plan, budgets + asked + room, grows, windows, most_slots, by_ratio)
+    pages = _pages(plan, budgets + asked, room, grows, windows, most_slots, by_ratio)
     return dataclasses.replace(plan, slots=most, prompt_slots=prompt_slots, pages=pages)
 
 
-def _in_layers(held: np.ndarray, step: int, windows: tuple[int | None, ...]) -> np.ndarray:
-    """Sum over the layers what a head of each holds at most, of ``held`` tokens per row; ``step`` come at once."""
-    return np.array([sum(most_held(int(row), step, windows)) for row in held])
-
-
-def _pages(plan: Plan, held: np.ndarray, step: int, windows: tuple[int | None, ...], most: int, rounded: bool) -> int:
-    """Return the pages of a pool for rows whose heads hold ``held`` tokens on average, each at most ``most``.
+def _in_layers(
+    plan: Plan, held: np.ndarray, room: int, step: int, windows: tuple[int | None, ...], most: int | None = None
+) -> Int[np.ndarray, "B"]:
+    """Return the most slots per head that the heads of a device use, summed over the layers, for each row.
 
     Args:
+        held: the tokens per head of each row after an eviction, on average over all heads.
+        room: the tokens per head that come in before the next one.
         step: the most tokens that come in at once, for which a layer with a window has slots beside the window.
+        most: the most tokens that any head holds; None for no limit.
+    """
+    assert plan.policy is not None
+    slots = []
+    for row in map(int, held):
+        limit = row + room if most is None else min(row + room, most)
+        excess = excess_of_part(plan.policy.allocation, plan.heads, row, windows, plan.ways[1])
+        whole = sum(most_held(limit, step, windows)) + excess
+        slots.append(whole if most is None else min(whole, sum(most_held(most, step, windows))))
+    return np.array(slots)
+
+
+def _pages(
+    plan: Plan, held: np.ndarray, room: int, step: int, windows: tuple[int | None, ...], most: int, rounded: bool
+) -> int:
+    """Return the pages of a device's pool, for rows whose heads hold ``held`` tokens on average; see ``_in_layers``.
+
+    Args:
         rounded: whether to round up to few sizes, for budgets that depend on the prompt's length.
     """
-    held = np.minimum(held, most)
-    slots = plan.heads * int(_in_layers(held, step, windows).sum())
-    pages = kvjax.pages_for(slots, len(held) * plan.heads * len(windows), plan.page_size)
-    return bucketed(pages) if rounded or held.max() >= most else pages
+    devices, ways = plan.ways
+    own = plan.heads // ways
+    slots = own * _in_layers(plan, held, room, step, windows, most)[:, None]  # alike on all devices that have a row
+    heads = len(held) // devices * own * len(windows)
+    pages = kvjax.pages_for(_fullest(plan, slots), heads, plan.page_size)
+    return bucketed(pages) if rounded or (held + room).max() >= most else pages
+
+
+def _of_parts(plan: Plan, held: Int[np.ndarray, "B heads"]) -> Int[np.ndarray, "B ways"]:
+    """Sum what the heads of all layers hold over the heads that share a device, for each row."""
+    ways = plan.ways[1]
+    return held.reshape(len(held), -1, ways, plan.heads // ways).sum(axis=(1, 3))
+
+
+def _fullest(plan: Plan, slots: Int[np.ndarray, "B ways"]) -> int:
+    """Return the slots of the device that needs most, which has some of the rows."""
+    return int(slots.reshape(plan.ways[0], -1, slots.shape[1]).sum(axis=1).max())
 
 
 def mesh_of(model: Decoder) -> Mesh | AbstractMesh | None:
@@ -678,6 +726,18 @@ def mesh_of(model: Decoder) -> Mesh | AbstractMesh | None:
     if not isinstance(sharding, NamedSharding) or sharding.mesh.empty:
         return None
     return sharding.mesh if known or sharding.mesh.size > 1 else None
+
+
+def ways_of(mesh: Mesh | AbstractMesh | None) -> tuple[int, int] | None:
+    """Return how many devices of a mesh split the rows, and the heads; None for one device.
+
+    Example:
+        >>> import jax
+        >>> from models.plan import ways_of
+        >>> ways_of(jax.sharding.AbstractMesh((1, 1), ("data", "tensor"))) is None
+        True
+    """
+    return None if mesh is None or mesh.size == 1 else (mesh.shape["data"], mesh.shape["tensor"])
 
 
 def kept_of(model: Decoder, cache: AnyCache, policy: Policy | None, rows: int) -> Kept:
@@ -696,7 +756,7 @@ def kept_of(model: Decoder, cache: AnyCache, policy: Policy | None, rows: int) -
         raise ValueError("a later step has deleted this cache; continue from the last one that stream yielded.")
     L, B, K = cache.heads_shape
     ours = (config.num_layers, config.head_dim)
-    one = cache.layer(0) if isinstance(cache, LayerCaches) else cache
+    one = cache.layer(0) if isinstance(cache, LayerCaches) else arrays_of(cache)
     theirs = (L, one.key.shape[-1])
     if ours != theirs or K not in (config.num_kv_heads, config.num_heads):
         raise ValueError(
@@ -707,7 +767,7 @@ def kept_of(model: Decoder, cache: AnyCache, policy: Policy | None, rows: int) -
         advice = f": repeat it with kvjax.repeat(cache, {rows})" if B == 1 else ""
         raise ValueError(f"the cache has {B} rows, but {rows} prompts were given{advice}.")
     if policy is not None:
-        paged = isinstance(cache, PagedCache)
+        paged = isinstance(cache, PagedCache | SplitCache)
         if policy.allocation.even == paged and not (paged and any(config.sliding_windows)):
             kind, other = ("paged", "even") if paged else ("plain", "uneven")
             raise ValueError(
@@ -733,10 +793,9 @@ def kept_of(model: Decoder, cache: AnyCache, policy: Policy | None, rows: int) -
             ) from None
     held = np.asarray(jnp.moveaxis(cache.num_live, 1, 0)).reshape(B, L * K)
     start, dtypes = np.asarray(cache.next_position), dtypes_of(one)
-    if isinstance(cache, PagedCache):
-        page_size = cache.page_size
-        slots, pages = cache.num_slots, cache.owner.shape[0]
-        return Kept(K, start, held, slots, cache.positions, dtypes, pages, page_size)
+    if isinstance(cache, PagedCache | SplitCache):
+        ways = cache.ways if isinstance(cache, SplitCache) else None
+        return Kept(K, start, held, cache.num_slots, cache.positions, dtypes, cache.num_pages, cache.page_size, ways)
     return Kept(K, start, held, cache.num_slots, cache.positions, dtypes)
 
 

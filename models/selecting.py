@@ -16,17 +16,16 @@ from jaxtyping import Array, Float, Int
 
 import kvjax
 from kernels_pallas import select_attention
-from kvjax import Context, Evidence, KVCache, PagedCache, Policy, Prediction, sources
+from kvjax import Context, Evidence, KVCache, Policy, Prediction, sources
 from kvjax.cache import floats_of, rows_of
 from kvjax.checks import check_count, plain
+from kvjax.insertion import Cache
 from kvjax.select import share_of_tokens
 from kvjax.sources import Source
 from models.butler import Butler, ButlerCache, ButlerConfig, butler_input, importance
 from models.config import Config
 from models.decoder import Decoder
 from models.scorer import Scorer
-
-Cache = KVCache | PagedCache
 
 
 @dataclasses.dataclass(frozen=True)

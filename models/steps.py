@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 import kvjax
-from kvjax import Context, Evidence, KVCache, OutputProjection, PagedCache, Reconstructed
-from kvjax.insertion import up_to
+from kvjax import Context, Evidence, KVCache, OutputProjection, PagedCache, Reconstructed, SplitCache
+from kvjax.insertion import Cache, up_to
 from kvjax.making import blank
 from kvjax.paged import with_room
+from kvjax.split import on_mesh
 from models import selecting
 from models.butler import Butler, ButlerCache
 from models.config import Config
@@ -111,9 +111,9 @@ def start(run: Run, batch: int, cache: AnyCache | None = None) -> DecodeState:
     return DecodeState(cache, predictor, source)
 
 
-def _empty_cache(model: Decoder, plan: Plan, batch: int) -> KVCache | PagedCache:
+def _empty_cache(model: Decoder, plan: Plan, batch: int) -> Cache:
     config, paged = model.config, plan.pages > 0 and plan.when == "block"
-    cache = blank(
+    return blank(
         plan.policy,
         layers=config.num_layers,
         batch=batch,
@@ -125,43 +125,36 @@ def _empty_cache(model: Decoder, plan: Plan, batch: int) -> KVCache | PagedCache
         positions=plan.positions,
         pages=plan.pages if paged else None,
         page_size=plan.page_size,
+        mesh=plan.several if paged else plan.mesh,
     )
-    return _on_mesh(cache, plan) if isinstance(cache, KVCache) else cache
 
 
 def _with_room(cache: AnyCache, plan: Plan) -> AnyCache:
     """Resize a kept cache to the slots, or pages, of the plan."""
     if isinstance(cache, PagedCache):
         return with_room(cache, pages=plan.pages, most=plan.slots)
+    if isinstance(cache, SplitCache):
+        return cache.map(functools.partial(with_room, pages=plan.pages, most=plan.slots))
     if isinstance(cache, LayerCaches):
         return LayerCaches(tuple(_of_size(layer, plan.prompt_slots) for layer in cache.layers))
-    return _on_mesh(_of_size(cache, plan.prompt_slots), plan)
+    cache = _of_size(cache, plan.prompt_slots)
+    return cache if plan.mesh is None else on_mesh(cache, plan.mesh)
 
 
 def _of_size(cache: KVCache, slots: int) -> KVCache:
     return cache if cache.num_slots == slots else kvjax.compact(cache, slots)
 
 
-def _on_mesh(cache: KVCache, plan: Plan) -> KVCache:
-    mesh = plan.mesh
-    if mesh is None:
-        return cache
-
-    def place(leaf: Array) -> Array:
-        spec = PartitionSpec("data") if leaf.ndim == 1 else PartitionSpec(None, "data", "tensor")
-        return jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh, spec))
-
-    return jax.tree.map(place, cache)
-
-
 def shrink(state: DecodeState, plan: Plan) -> DecodeState:
     """Move the tokens of a cache that held the whole prompt into a smaller one, after the eviction."""
-    cache = state.cache
-    if isinstance(cache, PagedCache):
+    cache: AnyCache = state.cache
+    if isinstance(cache, PagedCache | SplitCache):
         return state
     if plan.when == "prompt" and plan.pages:
         assert isinstance(cache, KVCache)
-        cache = kvjax.pack(cache, pages=plan.pages, page_size=plan.page_size, most=plan.slots)
+        sizes: Any = dict(pages=plan.pages, page_size=plan.page_size, most=plan.slots)
+        mesh = plan.several
+        cache = kvjax.pack(cache, **sizes) if mesh is None else SplitCache.pack(cache, mesh=mesh, **sizes)
     elif not plan.pages and plan.slots != plan.prompt_slots:
         assert isinstance(cache, KVCache)
         cache = kvjax.compact(cache, plan.slots)
@@ -261,12 +254,10 @@ def evicts_together(plan: Plan, phase: Phase, cache: AnyCache) -> bool:
     """Return whether the policy evicts from all layers together: by an uneven allocation, or in pages."""
     if plan.policy is None or not phase.evicts:
         return False
-    return not plan.policy.allocation.even or isinstance(cache, PagedCache)
+    return not plan.policy.allocation.even or isinstance(cache, PagedCache | SplitCache)
 
 
-def shared_evidence(
-    config: Config, plan: Plan, phase: Phase, block: Block, cache: KVCache | PagedCache
-) -> Evidence | None:
+def shared_evidence(config: Config, plan: Plan, phase: Phase, block: Block, cache: Cache) -> Evidence | None:
     """Make empty evidence if all layers are evicted from together; None if each is separately, or none is."""
     if not evicts_together(plan, phase, cache):
         return None

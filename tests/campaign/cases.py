@@ -264,7 +264,7 @@ def draw(seed: int, number: int, eight_bits: float = SHARE) -> Iterator[Case]:
         cache_dtype=cache_dtype,
     )
     capped = "attention_soft_cap" in FAMILIES[family]
-    policy = _policy(d, block, layers, kv_heads, even=mesh is not None, capped=capped)
+    policy = _policy(d, block, layers, kv_heads, meshed=mesh is not None, capped=capped)
     asked = sorted({d.one(0, 0, 1, 2), d.one(1, 2, 4, 5)}) if d.maybe(0.35) else None  # the shortest, the longest
     budget = _budget(d, policy, width)
     least = 2 if shared["rope"] == "longrope_beyond" else 1
@@ -289,7 +289,7 @@ def draw(seed: int, number: int, eight_bits: float = SHARE) -> Iterator[Case]:
         )
 
 
-def _policy(d: _Draw, block: int, layers: int, kv_heads: int, even: bool, capped: bool) -> str:
+def _policy(d: _Draw, block: int, layers: int, kv_heads: int, meshed: bool, capped: bool) -> str:
     """A chain that the library takes, and an allocation that fits it."""
     window = d.one(*[w for w in (1, 2, 3, 4) if w <= block])
     kernel = (1, 3, 5)
@@ -321,7 +321,7 @@ def _policy(d: _Draw, block: int, layers: int, kv_heads: int, even: bool, capped
         return "full"
     if window < 2:
         del bases["cake"]
-    if layers < 2 or even:
+    if layers < 2 or meshed:
         del bases["butler"]
     if capped:  # its formula has no cap
         del bases["expected_attention"]
@@ -381,7 +381,7 @@ def _policy(d: _Draw, block: int, layers: int, kv_heads: int, even: bool, capped
         allocations["threshold"] = dict(least=(0.0, 0.013, 0.37, -0.9), cap=caps)
         if nonnegative:
             allocations["lava"] = dict(cap=caps)
-    if even or one_set or merges or d.maybe(0.4):
+    if one_set or merges or d.maybe(0.4):
         return chain
     of_query_heads = "heads='query'" in base  # which a file of KV heads does not fit
     which = d.one(*[name for name in allocations if not of_query_heads or name not in ("headkv", "duo")])

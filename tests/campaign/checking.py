@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import traceback
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 import models
-from kvjax import PagedCache
+from kvjax import PagedCache, SplitCache
 from models import Decoder
 from models.parameters import partition
 from tests.campaign.cases import Case
@@ -208,6 +209,9 @@ _Held = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 def _held(cache: Any) -> _Held:
     """Which positions each head holds, [L, B, K, P], their keys and values, and the next position of each row."""
+    if isinstance(cache, SplitCache):
+        layers = [cache.layer(layer) for layer in range(cache.heads_shape[0])]
+        cache = dataclasses.replace(jax.tree.map(lambda *x: np.stack(x), *layers), next_position=cache.next_position)
     position, key, value = np.asarray(cache.position), *(_floats(cache, side) for side in ("key", "value"))
     if isinstance(cache, PagedCache):
         table = np.asarray(cache.table)

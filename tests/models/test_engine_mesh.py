@@ -118,7 +118,44 @@ def test_a_decode_step_communicates_only_where_heads_and_vocabulary_meet(policy,
     assert collectives(step.compile()) == {"all-reduce": 3 + of_the_policy, "all-gather": 2}
 
 
-def test_pages_shared_by_all_heads_are_refused_on_several_devices():
-    settings = dict(lengths=LENGTHS, policy="h2o@layer", budget=16, block=8)
-    with pytest.raises(ValueError, match=r"'h2o@layer' shares one pool of pages .* several devices .* one device"):
-        models.prefill(sharded_model(), TOKENS, **settings)
+def kept(cache):
+    """The positions that each head holds, [L][B][K]."""
+    layers = [np.asarray(cache.layer(layer).position) for layer in range(CONFIG.num_layers)]
+    return [[[sorted(head[head >= 0].tolist()) for head in row] for row in layer] for layer in layers]
+
+
+@pytest.mark.parametrize(
+    ("policy", "when"), [("laprox(window=4)@model", "block"), ("snapkv(window=4)+caote@adakv", "prompt")]
+)
+def test_heads_that_compete_over_a_mesh_keep_the_tokens_of_one_device_in_the_next_turn_too(policy, when):
+    settings = dict(policy=policy, budget=16, block=8, when=when)
+    answers = []
+    for model in (reference.decoder(CONFIG, WEIGHTS), sharded_model()):
+        out = models.generate(model, TOKENS, lengths=LENGTHS, max_new_tokens=6, end=(), **settings)
+        more = models.prefill(model, TOKENS[:, :20], cache=out.cache, **settings)
+        answers.append((out.tokens, kept(out.cache), kept(more.cache), more.logits, more.cache))
+    one, many = answers
+    np.testing.assert_array_equal(many[0], one[0])
+    assert many[1:3] == one[1:3]
+    np.testing.assert_allclose(many[3], one[3], atol=1e-5)
+    assert isinstance(many[4], kvjax.SplitCache) and many[4].parts.key.sharding.spec == P("data", "tensor")
+    assert len({len(head) for layer in many[2] for row in layer for head in row}) > 1
+
+
+def test_a_decode_step_with_pages_gathers_neither_scores_nor_cache():
+    options = Options("h2o@layer", 16, 8, evict_every=1, reserve=8)
+    run, _ = engine.prepare(sharded_model(), check_prompt(sharded_model(), TOKENS, LENGTHS, None), options, None, None)
+    state = jax.jit(lambda: steps.start(run, 4))()
+    step = engine.token_step.lower(
+        run, state, jnp.zeros(4, jnp.int32), jnp.zeros(4, bool), None, steps.decode_phase(run.plan, 1), Sampling()
+    )
+    found = collectives(step.compile())
+    assert found.keys() == {"all-reduce", "all-gather"} and found["all-gather"] == 2  # those of the model
+    assert found["all-reduce"] == 3 + 5  # three bisections, and a count before the second and the third
+
+
+def test_pages_go_on_only_on_the_devices_that_they_are_on():
+    settings = dict(policy="h2o@layer", budget=16, block=8)
+    cache = models.prefill(reference.decoder(CONFIG, WEIGHTS), TOKENS, **settings).cache
+    with pytest.raises(ValueError, match="on one device, but the model is on a mesh with data=2 and tensor=4"):
+        models.prefill(sharded_model(), TOKENS[:, :8], cache=cache, **settings)
