@@ -52,7 +52,7 @@ class Outputs(NamedTuple):
 @jax.jit
 def outputs(
     model: models.Decoder,
-    cache: kvjax.KVCache | kvjax.PagedCache,
+    cache: Cache,
     tokens: Int[Array, "B T"],
     position: Int[Array, "B T"],
     lengths: Int[Array, "B"],
@@ -88,6 +88,8 @@ def outputs(
 
 def _for_more(cache: Cache, tokens: int) -> Cache:
     """Return the cache with room for tokens without eviction, which a layer with a sliding window may lack in pages."""
+    if isinstance(cache, kvjax.SplitCache):
+        return cache.map(lambda part: _for_more(part, tokens))
     if not isinstance(cache, kvjax.PagedCache):
         return cache
     heads = cache.num_live.size

@@ -21,6 +21,7 @@ import models
 from evals import selections
 from evals.evaluator import padded
 from evals.selections import Heads, Method
+from kvjax.insertion import Cache
 from kvjax.policy import Policy, policy_of
 from models.plan import When, moments
 
@@ -245,7 +246,7 @@ def endings(
 
 def _told_after(
     model: models.Decoder,
-    cache: kvjax.KVCache | kvjax.PagedCache,
+    cache: Cache,
     last: Float[Array, "B V"],
     following: Int[np.ndarray, "Bn m"],
     counted: Int[np.ndarray, "Bn"],

@@ -73,6 +73,8 @@ def held_tokens(cache: AnyCache, tokens: int) -> Bool[np.ndarray, "L K tokens"]:
     L, _, K = cache.heads_shape
     found = np.zeros((L * K, tokens + 1), bool)  # the last column takes free slots
     position = np.asarray(cache.position)
+    if isinstance(cache, kvjax.SplitCache):
+        position = np.stack([cache.layer(layer).position for layer in range(L)])
     if isinstance(cache, kvjax.PagedCache):
         owner = np.asarray(cache.owner)
         rows, position = owner[owner >= 0], position[owner >= 0]
