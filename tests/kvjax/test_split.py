@@ -25,7 +25,8 @@ pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devi
 COLLECTIVE = r"= (\(.*?\)|\S+) (all-reduce|all-gather|collective-permute|all-to-all|reduce-scatter)(?:-start)?\("
 COMPETING = [
     ("layer", {"cap": 1.5}), ("adakv", {}), ("model", {"cap": None}), ("threshold", {"least": 1, "cap": 1.3}),
-    ("pyramid", {"beta": 3.0}), ("cake", {}), ("d2o", {}), ("lava", {}), ("headkv", {"file": HEADS, "beta": 3.0, "cap": 1.3}),
+    ("pyramid", {"beta": 3.0}), ("cake", {}), ("d2o", {}), ("lava", {}),
+    ("headkv", {"file": HEADS, "beta": 3.0, "cap": 1.3}),
     ("duo", {"file": HEADS, "sinks": 1, "recent": 0.25, "cap": None}), ("simlayer", {"sinks": 1, "recent": 2}),
 ]  # fmt: skip
 
