@@ -165,19 +165,32 @@ def test_attention_and_what_stays_are_those_of_one_device(policy, windows):
         check_pages(part, fewest=True)
 
 
-def test_rows_are_repeated_taken_back_and_joined_on_their_devices():
+def test_a_block_moves_no_pages_between_devices_and_copies_none_of_a_donated_cache():
+    cache = cache_for("h2o@layer", mesh=mesh())
+    rows = [jnp.zeros((2, B, T, heads, D)) for heads in (N, 4, 4)]
+    step = jax.jit(block("h2o@layer", (None, None)), donate_argnums=0)
+    text = step.lower(cache, 0, *rows).compile().as_text()
+    assert {kind for _, kind in re.findall(COLLECTIVE, text)} == {"all-reduce"}
+    aliases = re.search(r"input_output_alias=\{(.*?)\}, entry", text).group(1)
+    assert len(re.findall(r"may-alias|must-alias", aliases)) == len(jax.tree.leaves(cache))
+    pool = rf"f32\[(1,1,)?{cache.num_pages},{PAGE},{D}\]"
+    assert re.search(pool, text) and not re.findall(rf"= {pool}\S* copy\(", text)
+
+
+def test_rows_are_repeated_taken_back_joined_and_read_on_their_devices():
     policy, other = "h2o@layer(cap=1.5)", mesh(1, 2)
 
     def changed(cache, one):
-        cache = kvjax.rewind(kvjax.repeat(cache, 2), jnp.full(2 * B, 20))
-        return kvjax.leave(kvjax.join(cache, 1, one), 4)
+        cache = kvjax.rewind(kvjax.repeat(cache, 2), jnp.full(2 * B, 4))
+        cache = kvjax.leave(kvjax.join(cache, 1, one), 4)
+        rows = jnp.ones((2 * B, 2, 4, D))
+        context = kvjax.Context(layer=0)
+        return kvjax.observe(cache, jnp.ones((2 * B, 2, N, D)), rows, rows, policy=None, context=context)[1]
 
     def start(batch, **on):
-        cache = cache_for(policy, batch=batch, **on)
-        for layer in range(2):
-            rows = jnp.arange(batch * T * 4 * D, dtype=jnp.float32).reshape(batch, T, 4, D) + layer
-            cache = kvjax.insert(cache, rows, -rows, jnp.arange(T)[None] + jnp.zeros((batch, 1), int), layer=layer)
-        return cache
+        cache = cache_for(policy, (None,), batch=batch, layers=1, **on)
+        rows = jnp.arange(batch * T * 4 * D, dtype=jnp.float32).reshape(batch, T, 4, D)
+        return kvjax.insert(cache, rows, -rows, layer=0)
 
     whole = jax.jit(lambda: changed(start(B), start(1)))()
     parts = jax.jit(lambda: changed(start(B, mesh=other), start(1, mesh=other)))()

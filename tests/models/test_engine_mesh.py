@@ -159,3 +159,15 @@ def test_pages_go_on_only_on_the_devices_that_they_are_on():
     cache = models.prefill(reference.decoder(CONFIG, WEIGHTS), TOKENS, **settings).cache
     with pytest.raises(ValueError, match="on one device, but the model is on a mesh with data=2 and tensor=4"):
         models.prefill(sharded_model(), TOKENS[:, :8], cache=cache, **settings)
+
+
+def test_rows_come_and_go_on_a_mesh_as_on_one_device():
+    devices = Mesh(np.array(jax.devices()[:2]).reshape(1, 2), ("data", "tensor"))
+    parts = {n: jax.device_put(a, NamedSharding(devices, partition(n, devices))) for n, a in WEIGHTS.items()}
+    answers = []
+    for model in (reference.decoder(CONFIG, WEIGHTS), Decoder(CONFIG, parts)):
+        serving = models.Engine(model, rows=2, policy="h2o@layer", budget=16, block=8)
+        for row, length in enumerate((60, 25, 40)):
+            serving.submit(TOKENS[row, :length], max_new_tokens=5, end=())
+        answers.append([(made.handle, made.token) for made in serving.run()])
+    assert answers[1] == answers[0] and len(answers[0]) == 15
