@@ -2,11 +2,14 @@
 
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import Mesh
 
+import kvjax
 import models
 from evals import fidelity, needle, tasks
 from evals.__main__ import main
@@ -180,3 +183,15 @@ def test_bad_flags_end_in_one_sentence_and_write_nothing(flags, sentence, tmp_pa
     assert sentence in err
     assert "Traceback" not in err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_pages_on_a_mesh_get_room_for_more_tokens_on_each_device():
+    mesh = Mesh([jax.devices()[:1]], ("data", "tensor"))
+    sizes = dict(layers=2, kv_heads=2, query_heads=2, head_dim=2, budget=4, block=4, page_size=2)
+
+    def made():
+        return kvjax.empty_cache("h2o@layer", mesh=mesh, **sizes)
+
+    before, after = jax.eval_shape(made), jax.eval_shape(lambda: fidelity._for_more(made(), 3))
+    assert after.num_pages == before.num_pages + kvjax.pages_for(4 * 3, 4, 2)
+    assert after.num_slots >= before.num_slots + 3 and after.heads_shape == before.heads_shape

@@ -4,9 +4,13 @@ import base64
 import math
 import re
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 
+import kvjax
 import models
 from evals import tasks, view
 from evals.__main__ import main
@@ -44,6 +48,26 @@ def test_a_trace_says_what_the_cache_held_after_each_block(retriever, prompt, po
         held = view.held_tokens(cache, n)
         assert held.sum(axis=-1).tolist() == np.asarray(cache.num_live)[:, 0].tolist()
         assert (((entered <= step) & (left > step))[..., :n] == held).all()
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices; conftest.py forces them on a CPU")
+def test_the_tokens_in_pages_on_a_mesh_are_read_head_by_head():
+    mesh = Mesh([jax.devices()[:2]], ("data", "tensor"))
+    sizes = dict(layers=2, kv_heads=2, query_heads=2, head_dim=2, budget=4, block=4, page_size=2)
+
+    def held(**on):
+        @jax.jit
+        def filled():
+            cache, rows = kvjax.empty_cache("h2o@layer", **sizes, **on), jnp.ones((1, 4, 2, 2))
+            for layer in range(2):
+                start = jnp.arange(4)[None] + layer
+                cache = kvjax.insert(cache, rows, rows, start, layer=layer)
+            return cache
+
+        return view.held_tokens(filled(), 6)
+
+    assert held(mesh=mesh).tolist() == held().tolist()
+    assert held(mesh=mesh)[:, 0].astype(int).tolist() == [[1, 1, 1, 1, 0, 0], [0, 1, 1, 1, 1, 0]]
 
 
 def test_the_answer_is_that_of_generate(retriever, prompt):
