@@ -45,7 +45,7 @@ from kernels_pallas.softmax import scaled
 from kvjax import sources
 from kvjax.checks import check_count
 from kvjax.names import called, makers, registered, written
-from kvjax.select import share_of_tokens
+from kvjax.selection import share_of_tokens
 from kvjax.transforms import check_kernel, pooled
 from models.butler import importance as predicted_importance
 from models.commands import split_list

@@ -64,7 +64,7 @@ from kvjax.scores import (
     zap,
 )
 from kvjax.scores_of_keys import curdkv, key_norm, keydiff, lagkv, q_filters
-from kvjax.select import select, selected_mask
+from kvjax.selection import select, selected_mask
 from kvjax.sources import Source, parse_source
 from kvjax.split import SplitCache
 from kvjax.topk import keep_mask

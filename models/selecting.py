@@ -20,7 +20,7 @@ from kvjax import Context, Evidence, KVCache, Policy, Prediction, sources
 from kvjax.cache import floats_of, rows_of
 from kvjax.checks import check_count, plain
 from kvjax.insertion import Cache
-from kvjax.select import share_of_tokens
+from kvjax.selection import share_of_tokens
 from kvjax.sources import Source
 from models.butler import Butler, ButlerCache, ButlerConfig, butler_input, importance
 from models.config import Config

@@ -39,7 +39,7 @@ import kvjax
 import models
 from evals import loglikelihood
 from kvjax.policy import policy_of
-from kvjax.select import share_of_tokens
+from kvjax.selection import share_of_tokens
 from models import commands
 from models.decoder import Decoder
 from models.parameters import parameter_shapes

@@ -228,6 +228,8 @@ def draw(seed: int, number: int, eight_bits: float = SHARE) -> Iterator[Case]:
     d = _Draw(np.random.default_rng([seed, number]))
     mesh = d.one((2, 1), (1, 2), (2, 2), (2, 4), (4, 2)) if d.maybe(0.03) else None
     family = d.one("llama", "mistral", *FAMILIES)
+    if mesh is not None and FAMILIES.get(family, {}).get("num_experts", 0) % mesh[1]:
+        mesh = None  # it does not divide the experts
     layers = d.one(1, 2, 2, 3)
     kv_heads, group = d.one(1, 2, 2, 3), d.one(1, 2, 3, 4)
     rows = d.one(1, 2, 2, 3, 4)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.select import share_of_tokens
+from kvjax.selection import share_of_tokens
 from tests.kvjax.definitions import kept
 
 B, H, K, S, T = 2, 4, 2, 11, 5

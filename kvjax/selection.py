@@ -126,7 +126,7 @@ def share_of_tokens(share: float, tokens: Any) -> Any:
         tokens: an int, or an array of them.
 
     Example:
-        >>> from kvjax.select import share_of_tokens
+        >>> from kvjax.selection import share_of_tokens
         >>> share_of_tokens(0.07, 100), share_of_tokens(0.07, 101)  # in floats 0.07 * 100 is 7.000000000000001
         (7, 8)
     """
