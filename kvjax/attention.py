@@ -21,11 +21,11 @@ from kernels_pallas import ColumnStatistics, cache_attention, paged_attention
 from kvjax.cache import HeadState, KVCache, by_position, floats_of, rows_of
 from kvjax.checks import check_tokens, is_known, plain
 from kvjax.eviction import Evidence, evict
-from kvjax.insertion import Cache, arrays_of, batch_rows, check_fits, insert, next_positions, up_to, within
+from kvjax.insertion import Cache, arrays_of, batch_rows, check_block, check_fits, insert, next_positions, up_to, within
 from kvjax.making import excess_of_part
 from kvjax.observation import Context, Needs, Observation, Weights
 from kvjax.paged import PagedCache, pages_for, write_layer
-from kvjax.policy import Policy, check_budget, joined, mark_protected, policy_of, update_scores
+from kvjax.policy import Policy, check_budget, check_measured, joined, mark_protected, policy_of, update_scores
 from kvjax.rotary import move
 from kvjax.split import HEADS, PARTS, ROWS, SplitCache
 from kvjax.topk import summed
@@ -305,10 +305,13 @@ def _observe(
     context: Context,
 ) -> tuple[Float[Array, "B T N D"], Cache, Evidence | None]:
     """Run :func:`observe`; where a policy ends in CAOTE, scores may still be :class:`kvjax.observation.Weights`."""
-    K = cache.heads_shape[-1]
+    *L, _, K = cache.heads_shape
     if policy is not None:
         check_policy(policy, arrays_of(cache), query.shape[2] // K)
+        check_measured(policy, L[0] if L else None, cache.all_heads if isinstance(cache, PagedCache) else K)
     if isinstance(cache, SplitCache):
+        kv_heads = key.shape[2] if key.ndim == 4 and query.shape[2] == K else K  # a cache of the query heads
+        check_block(cache, key, value, position, _index(cache, context), kv_heads)
         return _observe_parts(cache, query, key, value, position, policy, budget, context)
     cache, query, position, context = _enter(cache, query, key, value, position, context)
     needs, shares_of = Needs() if policy is None else policy.needs, _shares_of(cache, budget)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
@@ -53,6 +55,59 @@ def insert(
     if not isinstance(cache, Cache):
         raise ValueError(f"a {type(cache).__name__} was given; insert takes a KVCache, a PagedCache or a SplitCache.")
     key, value = real_array("key", key), real_array("value", value)
+    layer = check_block(cache, key, value, position, layer)
+    T = key.shape[1]
+    given = position
+    if position is None:
+        position = next_positions(cache, T)
+    if is_known(arrays_of(cache).position, position, layer):
+        lacking = max(_lacking_slots(part, its, layer) for part, its in _parts_of(cache, np.asarray(position)))
+        if lacking > 0:
+            raise ValueError(f"{T} tokens do not fit: {lacking} more free slots are needed; evict first.")
+    else:
+        check_fits(cache, T, given)
+    if isinstance(cache, SplitCache):
+        rows, of_tokens = PartitionSpec(ROWS), PartitionSpec(ROWS, None, HEADS)
+        return cache.map(
+            lambda part, key, value, position, layer: insert(part, key, value, position, layer=layer),
+            (key, of_tokens),
+            (value, of_tokens),
+            (position, rows),
+            (layer, PartitionSpec()),
+        )
+    position = position.astype(jnp.int32)  # int64, as under x64, would widen the cache
+    if isinstance(cache, PagedCache):
+        return insert_paged(cache, key, value, position, layer)
+    return insert_plain(cache, key, value, position, layer)
+
+
+def check_block(
+    cache: Cache,
+    key: Array,
+    value: Array,
+    position: Array | None,
+    layer: int | Int[Array, ""] | None,
+    kv_heads: int | None = None,
+) -> int | Int[Array, ""] | None:
+    """Check that new tokens fit the shapes of a cache, and return the layer as a number if it is known.
+
+    Args:
+        kv_heads: the heads of the keys and values, if not those of the cache.
+
+    Raises:
+        ValueError: if they do not.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import kvjax
+        >>> from kvjax.insertion import check_block
+        >>> cache = kvjax.KVCache.init(batch=1, kv_heads=1, slots=4, head_dim=2, layers=2)
+        >>> row = jnp.ones((1, 1, 1, 2))
+        >>> check_block(cache, row, row, None, 2)
+        Traceback (most recent call last):
+        ...
+        ValueError: layer is 2; the cache has layers 0 to 1.
+    """
     heads = cache.heads_shape
     if key.ndim != 4:
         raise ValueError(f"keys {key.shape} do not fit: expected [B, T, K, D].")
@@ -66,37 +121,16 @@ def insert(
     layer = plain(layer)
     if isinstance(layer, int) and not 0 <= layer < heads[0]:
         raise ValueError(f"layer is {layer}; the cache has layers 0 to {heads[0] - 1}.")
+    expected = (heads[-2], heads[-1] if kv_heads is None else kv_heads)
     head_dim = arrays_of(cache).key.shape[-1]
-    if key.shape != value.shape or heads[-2:] != (B, K) or head_dim != D:
+    if key.shape != value.shape or expected != (B, K) or head_dim != D:
         raise ValueError(
-            f"keys {key.shape} and values {value.shape} do not fit a cache with B, K = {heads[-2:]} and "
+            f"keys {key.shape} and values {value.shape} do not fit a cache with B, K = {expected} and "
             f"D = {head_dim}: expected twice [B, T, K, D]."
         )
     if position is not None and (position.shape != (B, T) or not jnp.issubdtype(position.dtype, jnp.integer)):
         raise ValueError(f"position is {position.dtype} {position.shape}; expected integers {(B, T)}, one per token.")
-    given = position
-    if position is None:
-        position = next_positions(cache, T)
-    if isinstance(cache, SplitCache):
-        check_fits(cache, T, given)
-        rows, of_tokens = PartitionSpec(ROWS), PartitionSpec(ROWS, None, HEADS)
-        return cache.map(
-            lambda part, key, value, position, layer: insert(part, key, value, position, layer=layer),
-            (key, of_tokens),
-            (value, of_tokens),
-            (position, rows),
-            (layer, PartitionSpec()),
-        )
-    if is_known(cache.position, position, layer):
-        lacking = _lacking_slots(cache, position, layer)
-        if lacking > 0:
-            raise ValueError(f"{T} tokens do not fit: {lacking} more free slots are needed; evict first.")
-    else:
-        check_fits(cache, T, given)
-    position = position.astype(jnp.int32)  # int64, as under x64, would widen the cache
-    if isinstance(cache, PagedCache):
-        return insert_paged(cache, key, value, position, layer)
-    return insert_plain(cache, key, value, position, layer)
+    return layer
 
 
 def rewind(cache: Cache, position: Int[Array, "B"]) -> Cache:
@@ -177,6 +211,16 @@ def batch_rows(cache: KVCache | PagedCache) -> Int[Array, "*rows"]:
     if isinstance(cache, PagedCache):
         return jnp.maximum(cache.owner, 0) // K % B
     return jnp.broadcast_to(jnp.arange(B, dtype=jnp.int32)[:, None], cache.heads_shape)
+
+
+def _parts_of(cache: Cache, position: np.ndarray) -> Iterator[tuple[KVCache | PagedCache, np.ndarray]]:
+    """Yield each device's part of a cache with its rows of the positions; the cache itself if it is on no mesh."""
+    if not isinstance(cache, SplitCache):
+        yield cache, position
+        return
+    parts, rows = jax.device_get(cache.parts), np.split(position, cache.ways[0])
+    for data, tensor in np.ndindex(*cache.ways):
+        yield jax.tree.map(lambda leaf, at=(data, tensor): leaf[at], parts), rows[data]
 
 
 def next_positions(cache: Cache, T: int) -> Int[Array, "B T"]:

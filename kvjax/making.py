@@ -54,7 +54,8 @@ def empty_cache(
         dtype: of keys and values: floats, or "int8" or "float8_e4m3fn" (:func:`kvjax.quantise`); or a pair of both.
         page_size: slots per page, if the cache is paged.
         windows: the layers' sliding windows, one entry per layer, None for a layer that sees all positions.
-        mesh: devices with the axes "data" and "tensor", which split the rows and the KV heads; None for one device.
+        mesh: devices with the axes "data" and "tensor", which split the rows and the KV heads; None for one device. An
+            AbstractMesh will do where only shapes are asked for (``jax.eval_shape``).
 
     Returns:
         A :class:`kvjax.KVCache` of ``budget + block`` slots per head. Where heads hold different numbers of tokens (an
@@ -92,17 +93,19 @@ def empty_cache(
             f"{query_heads} query heads were given for {kv_heads} KV heads; expected a multiple of the "
             "number of KV heads."
         )
+    heads, group = (kv_heads, query_heads // kv_heads)
+    if policy is not None and policy.heads == "query":
+        heads, group = query_heads, 1
+    rows, ways = (1, 1) if mesh is None else check_mesh(mesh, batch, heads)
     made: dict[str, Any] = dict(layers=layers, batch=batch, head_dim=head_dim, dtype=check_dtypes(dtype), mesh=mesh)
     if policy is None:
-        return blank(None, kv_heads=kv_heads, group=query_heads // kv_heads, slots=budget, **made)
+        return blank(None, kv_heads=heads, group=group, slots=budget, **made)
     check_budget(policy, budget)
     check_block(policy, block)
-    heads, group = (query_heads, 1) if policy.heads == "query" else (kv_heads, query_heads // kv_heads)
     made |= dict(kv_heads=heads, group=group, positions=policy.positions)
     windows = check_windows(windows, layers or 1)
     if not in_pages(policy, budget, windows):
         return blank(policy, slots=budget + block, **made)
-    rows, ways = (1, 1) if mesh is None else check_mesh(mesh, batch, heads)
     pages, most = room_in_pages(policy, layers or 1, heads, batch // rows, budget, block, page_size, windows, ways)
     return blank(policy, slots=most, pages=pages, page_size=page_size, **made)
 

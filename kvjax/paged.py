@@ -147,7 +147,7 @@ class PagedCache:
     @property
     def page_size(self) -> int:
         """Slots per page."""
-        return self.position.shape[1]
+        return self.position.shape[-1]
 
     @property
     def num_slots(self) -> int:

@@ -46,6 +46,8 @@ def join(cache: Cache, row: int | Int[Array, ""], one: Cache) -> Cache:
     lead, own = cache.heads_shape, one.heads_shape
     structures: list[Any] = [jax.tree.structure(given) for given in (cache, one)]
     alike = (*lead[:-2], 1, lead[-1]) == own and structures[0] == structures[1]
+    if isinstance(cache, SplitCache) and isinstance(one, SplitCache):
+        alike = alike and cache.ways[1] == one.ways[1]
     (head_dim, dtypes), (own_dim, own_dtypes) = (
         (arrays.key.shape[-1], dtypes_of(arrays)) for arrays in (arrays_of(cache), arrays_of(one))
     )

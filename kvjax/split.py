@@ -1,8 +1,8 @@
 """The paged cache on a mesh: each device has the pages of its own rows and heads, in a pool of its own.
 
 The axis "data" of a mesh splits the rows, and "tensor" the KV heads, as they split a plain cache. Pages are read and
-written by the device that owns them, so nothing but numbers is exchanged: heads that compete for slots add up counts of
-tokens (:class:`kvjax.allocation.Contest`).
+written by the device that owns them, and never leave it. Heads that compete for slots add up counts of tokens
+(:class:`kvjax.allocation.Contest`), and heads that share their scores add these up.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvjax.cache import KVCache, Positions, PyTree
 from kvjax.paged import PagedCache, pack
 
 ROWS, HEADS = SPLIT["b"], SPLIT["k"]
-PARTS = PartitionSpec(ROWS, HEADS)  # of a tree with one part per device, whose arrays begin with [data, tensor]
+PARTS = object()  # how a tree with one part per device is split, whose arrays begin with [data, tensor]
 
 
 @jax.tree_util.register_dataclass
@@ -31,8 +31,9 @@ class SplitCache:
     ``parts`` are the devices' paged caches, stacked: each array has two axes more in front, ``[data, tensor, ...]``. A
     part has the rows and heads of its device, and numbers them, and its pages, from 0.
 
-    :func:`kvjax.insert`, :func:`kvjax.evict`, :func:`kvjax.observe`, :func:`kvjax.attend` and :func:`kvjax.repeat` take
-    it like a :class:`kvjax.PagedCache`. Scores and evidence are stacked likewise.
+    :func:`kvjax.insert`, :func:`kvjax.evict`, :func:`kvjax.observe`, :func:`kvjax.attend`, :func:`kvjax.rewind`,
+    :func:`kvjax.repeat`, :func:`kvjax.join` and :func:`kvjax.leave` take it like a :class:`kvjax.PagedCache`. Scores
+    and evidence are stacked likewise.
 
     Example:
         >>> import jax
@@ -56,7 +57,7 @@ class SplitCache:
             sizes: the other arguments of :meth:`kvjax.PagedCache.init`; ``pages`` is the number of pages per device.
 
         Raises:
-            ValueError: if the mesh has other axes, or does not divide the rows or the heads.
+            ValueError: if the mesh lacks an axis or has explicit ones, or does not divide the rows or the heads.
         """
         rows, heads = check_mesh(mesh, batch, kv_heads)
 
@@ -166,16 +167,27 @@ def on_devices(function: Callable[..., Any], inputs: Sequence[Any], outputs: Any
         [[[2.0, 2.0, 2.0]]]
     """
 
+    several = isinstance(outputs, tuple) and not isinstance(outputs, PartitionSpec)
+
     def of_device(*arguments: Any) -> Any:
         own = (_own(tree) if axes is PARTS else tree for tree, axes in zip(arguments, inputs, strict=True))
         made = function(*own)
-        if isinstance(outputs, tuple) and not isinstance(outputs, PartitionSpec):
+        if several:
             return tuple(_stacked(tree) if axes is PARTS else tree for tree, axes in zip(made, outputs, strict=True))
         return _stacked(made) if outputs is PARTS else made
 
+    def spec(axes: Any) -> Any:
+        return PartitionSpec(ROWS, HEADS) if axes is PARTS else axes
+
     _check_automatic(mesh)
     # check_vma: what is the same on all devices of an axis, such as next_position, is not known to be.
-    return jax.shard_map(of_device, mesh=mesh, in_specs=tuple(inputs), out_specs=outputs, check_vma=False)
+    return jax.shard_map(
+        of_device,
+        mesh=mesh,
+        in_specs=tuple(map(spec, inputs)),
+        out_specs=tuple(map(spec, outputs)) if several else spec(outputs),
+        check_vma=False,
+    )
 
 
 def check_mesh(mesh: Mesh | AbstractMesh, batch: int, kv_heads: int) -> tuple[int, int]:
@@ -234,8 +246,9 @@ def _num_live(cache: SplitCache) -> Array:
 @jax.jit
 def _layer(cache: SplitCache, index: Array | None) -> KVCache:
     parts = cache.parts
-    scales: Any = {name: None if getattr(parts, name) is None else PARTS for name in ("key_scale", "value_scale")}
-    rows: Any = dict(key=PARTS, value=PARTS, position=PARTS, next_position=PartitionSpec(ROWS), state=PARTS)
+    heads = PartitionSpec(ROWS, HEADS)
+    scales: Any = {name: None if getattr(parts, name) is None else heads for name in ("key_scale", "value_scale")}
+    rows: Any = dict(key=heads, value=heads, position=heads, next_position=PartitionSpec(ROWS), state=heads)
     outputs = KVCache(**rows, **scales, positions=cache.positions)
     return cache.read(lambda part, index: part.layer(index), (index, PartitionSpec()), outputs=outputs)
 

@@ -1,4 +1,4 @@
-"""Pages on a mesh: what stays, and what attention returns, is what one device gives; only counts are exchanged."""
+"""Pages on a mesh: what stays, and what attention returns, is what one device gives; no page is exchanged."""
 
 from __future__ import annotations
 
@@ -241,8 +241,9 @@ def test_what_does_not_fit_a_mesh_is_refused():
         cache_for("h2o@layer", mesh=Mesh(np.array(jax.devices()[:1]), ("x",)))
     with pytest.raises(ValueError, match="the mesh has explicit axes; expected automatic ones"):
         cache_for("h2o@layer", mesh=jax.make_mesh((1, 1), ("data", "tensor")))
-    with pytest.raises(ValueError, match="data=2 and tensor=4 do not divide a cache of 3 rows and 4 heads"):
-        cache_for("h2o@layer", batch=3, mesh=mesh(2, 4))
+    for policy in ("h2o@layer", "h2o", None):  # in pages or not
+        with pytest.raises(ValueError, match="data=2 and tensor=4 do not divide a cache of 3 rows and 4 heads"):
+            cache_for(policy, batch=3, mesh=mesh(2, 4))
     cache = cache_for("h2o@layer", mesh=mesh())
     with pytest.raises(ValueError, match="the rows are split over 2 devices, but one row comes or goes; use data=1"):
         kvjax.leave(cache, 0)
@@ -251,8 +252,26 @@ def test_what_does_not_fit_a_mesh_is_refused():
     rows = jnp.ones((B, T, 4, D))
     with pytest.raises(ValueError, match="cannot evict from one layer of a paged cache of 2 layers"):
         kvjax.attend(cache, rows, rows, rows, policy="h2o@layer", budget=4, context=kvjax.Context(layer=0))
+    for key, layer, message in (
+        (rows, 2, "layer is 2; the cache has layers 0 to 1"),
+        (rows[:, :, :2], 0, r"do not fit a cache with B, K = \(4, 4\)"),
+        (rows[:2], 0, r"do not fit a cache with B, K = \(4, 4\)"),
+    ):
+        queries = jnp.ones((key.shape[0], T, N, D))
+        with pytest.raises(ValueError, match=message):
+            kvjax.observe(cache, queries, key, key, policy="h2o@layer", context=kvjax.Context(layer=layer))
     with pytest.raises(ValueError, match="the cache's pages are split over a mesh, but a file holds those of one"):
         kvjax.save_cache("book.safetensors", cache)
     away = SplitCache(jax.tree.map(jnp.asarray, jax.device_get(cache.parts)))
     with pytest.raises(ValueError, match="the cache is split over a mesh, but its arrays are on none"):
         kvjax.rewind(away, jnp.zeros(B, int))
+
+
+def test_without_layers_heads_are_counted_and_a_full_pool_is_told():
+    sizes = dict(batch=2, kv_heads=2, pages=3, page_size=2, most=6, head_dim=2, init_state=lambda *_: ())
+    cache = SplitCache.init(mesh=mesh(), **sizes)
+    rows = jnp.ones((2, 5, 2, 2))
+    cache = kvjax.insert(cache, rows, rows, jnp.array([[0, 1, 2, -1, -1], [0, 1, 2, 3, 4]]))
+    assert cache.num_live.tolist() == [[3, 3], [5, 5]]
+    with pytest.raises(ValueError, match="2 tokens do not fit: 2 more free slots are needed"):
+        kvjax.insert(cache, rows[:, :2], rows[:, :2])
