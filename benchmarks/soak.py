@@ -242,6 +242,8 @@ def command(flags: argparse.Namespace) -> None:
         report.check_plot(flags.plot)
     commands.check_outputs([flags.json, flags.plot])
     evaluator.check_least(flags, budget=8, block=1, rows=1, tokens=0, requests=0)
+    if not flags.tokens and not flags.requests:
+        raise ValueError("--tokens and --requests are both 0; give at least one of them.")
     if 0 < flags.tokens < PARTS * flags.block or 0 < flags.requests < PARTS:
         raise ValueError(
             f"each run is reported in {PARTS} parts: give --tokens 0 or at least {PARTS * flags.block}, and "
@@ -258,8 +260,10 @@ def command(flags: argparse.Namespace) -> None:
     if flags.requests:
         budget, block = flags.budget // 8, min(flags.block, 32)
         results += requested(model, flags.requests, flags.rows, flags.policy, budget, block)
+        measure.write(flags, "soak", settings, results, made_of)
     print(table(results))
-    measure.write(flags, "soak", settings, results, made_of, done=True)
+    if flags.json is not None:
+        print(f"figures: {flags.json}")
     if flags.plot is not None:
         figure(results, flags.plot)
         print(f"picture: {flags.plot}")

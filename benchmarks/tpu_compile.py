@@ -354,4 +354,5 @@ def command(flags: argparse.Namespace) -> None:
     progress.close()
     print(table(results))
     print(LEGEND)
-    measure.write(flags, "tpu_compile", settings, results, done=True)
+    if flags.json is not None:
+        print(f"figures: {flags.json}")

@@ -45,8 +45,8 @@ def check_run(folder: Path, run: dict[str, Any], files: Sequence[str], resume: b
     there = [name for name in (*files, "checkpoints", "log.jsonl", "summary.json") if (folder / name).exists()]
     if earlier is None and there:
         raise ValueError(f"{folder} holds {', '.join(there)}, which no run in this folder made; choose another {flag}.")
-    if earlier is not None and resume and earlier != run:
-        differing = "; ".join(_differences(earlier, run))
+    # A setting that is not there is one that was added since, and None.
+    if earlier is not None and resume and (differing := "; ".join(_differences(earlier, run))):
         raise ValueError(
             f"{folder} holds another run ({differing}): choose another {flag}, or --resume never to start again there."
         )

@@ -512,6 +512,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--stop-after", type=int, default=None, help="stop early, after this step")
     commands.add_import_flag(parser)
     options = parser.parse_args(arguments)
+    try:
+        evaluator.check_least(options, devices=1, samples=0, stop_after=1)
+    except ValueError as error:
+        parser.error(str(error))
     for flag, path in (("--out", options.out), ("--work", options.work)):
         if path.exists() and not path.is_dir():
             parser.error(f"{flag} is {path}, which is a file; expected a folder, or a name for a new one.")
@@ -523,7 +527,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _make(options: argparse.Namespace) -> None:
-    evaluator.check_least(options, devices=1, samples=0, stop_after=1)
     jax.config.update("jax_num_cpu_devices", options.devices)
     tokenizer = data.train_tokenizer()
     config = make_config(tokenizer)

@@ -50,7 +50,12 @@ def test_an_answer_that_differs_is_counted(model, monkeypatch):
 @pytest.mark.bad_input
 @pytest.mark.parametrize(
     ("flags", "said"),
-    [(["--tokens", "100"], "20 parts"), (["--requests", "3"], "20 parts"), (["--budget", "7"], "--budget is 7")],
+    [
+        (["--tokens", "100"], "20 parts"),
+        (["--requests", "3"], "20 parts"),
+        (["--budget", "7"], "--budget is 7"),
+        (["--tokens", "0", "--requests", "0"], "are both 0"),
+    ],
 )
 def test_bad_flags_end_in_one_sentence(flags, said, capsys):
     assert main(["soak", *flags]) == 2

@@ -182,9 +182,9 @@ def test_the_evaluations(mode, model, predictor):
             selections._hits(model, tokens, kept, butler, source, 8)
         for policy in (None, kvjax.parse("h2o+caote")):
             selections._evicting(model, tokens, kept, None, None, policy, 2, 8)
-        selections._last_logits(model, tokens)
+        selections.last_logits(model, tokens)
         position = jnp.arange(10, dtype=jnp.int32).reshape(2, 5)
-        seen = fidelity._outputs(model, cache, tokens[:, :5], position, jnp.full(2, 40, jnp.int32))
+        seen = fidelity.outputs(model, cache, tokens[:, :5], position, jnp.full(2, 40, jnp.int32))
         hidden = jnp.zeros((2, 5, model.config.hidden_size), model.embedding[...].dtype)
         return loglikelihood._in_parts(model, hidden, tokens[:, :5], hidden, 2), seen
 
