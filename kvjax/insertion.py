@@ -249,7 +249,9 @@ def check_fits(cache: Cache, T: int, position: Int[Array, "B T"] | None) -> None
         raise ValueError(f"{entering} tokens do not fit: the cache has {cache.num_slots} slots per head.")
 
 
-def _lacking_slots(cache: KVCache | PagedCache, position: Int[Array, "B T"], layer: int | Int[Array, ""] | None) -> int:
+def _lacking_slots(
+    cache: KVCache | PagedCache, position: Int[np.ndarray, "B T"], layer: int | Int[Array, ""] | None
+) -> int:
     # NumPy throughout: inside jit, jnp would turn even known arrays into tracers.
     live = np.asarray(cache.position) >= 0
     entering = np.sum(np.asarray(position) >= 0, axis=1)[:, None]  # [B, 1]
