@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int
 import kvjax
 from kvjax import Context, Evidence, KVCache, OutputProjection, Policy
 from kvjax.checks import check_count
+from kvjax.observation import Reconstruction
 from kvjax.policy import policy_of
 from kvjax.quantise import DtypesLike
 from models.butler import Butler
@@ -25,7 +26,6 @@ from models.decoder import Decoder, sliding_windows
 from models.engine import logits_of, newest_of, prefill, projected, run_question
 from models.plan import (
     PAGE_SIZE,
-    Blocks,
     CheckedPrompt,
     HostOrDevice,
     Options,
@@ -36,10 +36,11 @@ from models.plan import (
     blocks_of,
     check_prompt,
     plan_run,
+    repeats_of,
 )
 from models.scorer import Scorer
 from models.selecting import check_scorer
-from models.steps import DecodeState, Run, at_layer, block_of, rounded_rows, shrink, start
+from models.steps import DecodeState, Run, at_layer, block_of, fresh, rounded_rows, shrink, start
 
 Asked = Policy | str | None | tuple[Policy | str | None, int | float | None]
 
@@ -60,9 +61,14 @@ class _Arm(NamedTuple):
         # A policy frees what left a sliding window, and a full cache keeps it.
         late = not any(self.run.model.config.sliding_windows) if plan.policy is None else plan.when == "prompt"
         fixed = not (asked and self.run.model.config.rope.follows_length)
-        repeats = plan.policy is not None and plan.policy.needs.reconstruction is not None
         learned = plan.predictor is not None or self.run.scorer is not None
-        return late and fixed and not repeats and not learned and plan.positions == "absolute"
+        return late and fixed and not learned and plan.positions == "absolute"
+
+    @property
+    def group(self) -> tuple[int, Reconstruction | None]:
+        """What must be equal for arms to share: the heads of the cache, and what is fed again after the prompt."""
+        plan = self.run.plan
+        return plan.heads, None if plan.policy is None else plan.policy.needs.reconstruction
 
 
 def prefill_each(
@@ -85,8 +91,8 @@ def prefill_each(
 
     Each result is what :func:`models.prefill` returns for that policy and budget alone, and is made when its turn
     comes: at any time, memory holds the uncompressed cache of the prompt and the cache of one policy. Policies that
-    evict after every block, that score by a predictor, that observe the repeated prompt, or that rotate keys again run
-    alone.
+    observe the prompt once more after its end, in the same way, share that, too. Policies that evict after every block,
+    that score by a predictor, or that rotate keys again run alone.
 
     Args:
         policies: policies or their short names, None or "full" for all tokens; or pairs of a policy and its budget.
@@ -136,25 +142,23 @@ def prefill_each(
 
 
 def _each(model: Decoder, given: CheckedPrompt, arms: Sequence[_Arm]) -> Iterator[Prefilled]:
-    groups: dict[int, list[int]] = {}
+    groups: dict[Any, list[int]] = {}
     asked = bool(given.questions.any())
     for number, arm in enumerate(arms):
         if arm.shares(asked):
-            groups.setdefault(arm.run.plan.heads, []).append(number)
-    seen: dict[int, _Seen] = {}
-    blocks = blocks_of(given, arms[0].options.block).context
+            groups.setdefault(arm.group, []).append(number)
+    seen: dict[Any, _Seen] = {}
     for number, arm in enumerate(arms):
-        heads = arm.run.plan.heads
-        together = groups.get(heads, []) if arm.shares(asked) else []
+        together = groups.get(arm.group, []) if arm.shares(asked) else []
         if len(together) < 2:
             yield _alone(model, given, arm)
             continue
-        if heads not in seen:
-            seen[heads] = _observe(model, [arms[index] for index in together], blocks)
+        if arm.group not in seen:
+            seen[arm.group] = _observe(model, given, [arms[index] for index in together])
         place = together.index(number)
-        result = _compressed(model, given, arm, seen[heads], place)
+        result = _compressed(model, given, arm, seen[arm.group], place)
         if number == together[-1]:
-            del seen[heads]
+            del seen[arm.group]
         yield result
 
 
@@ -189,25 +193,32 @@ class _Seen(NamedTuple):
     logits: Float[Array, "B V"]
 
 
-def _observe(model: Decoder, arms: Sequence[_Arm], blocks: Blocks) -> _Seen:
-    """Feed the context to the model once, while each policy observes it."""
+def _observe(model: Decoder, given: CheckedPrompt, arms: Sequence[_Arm]) -> _Seen:
+    """Feed the context, and what is to be fed again, to the model once, while each policy observes it."""
+    size, (_, again) = arms[0].options.block, arms[0].group
+    blocks = blocks_of(given, size).context
+    repeats = None if again is None else repeats_of(given, again, size, False)
     slots = max(arm.run.plan.prompt_slots for arm in arms)
     plans = tuple(dataclasses.replace(arm.run.plan, prompt_slots=slots) for arm in arms)
     budgets = tuple(arm.run.rows.budgets for arm in arms)
     kinds = frozenset().union(*(plan.policy.needs.projections for plan in plans if plan.policy is not None))
     projection = projected(model, kinds, plans[0].heads)
-    count = len(blocks.tokens) if blocks.used is None else int(blocks.used)
     B = blocks.tokens.shape[1]
     lengths = arms[0].run.rows.lengths
     cache = _start(tuple(dataclasses.replace(arm.run, plan=plan) for arm, plan in zip(arms, plans, strict=True)), B)
     last: Any = np.zeros((B, 1, model.config.hidden_size), model.embedding[...].dtype)
     said: tuple[Evidence | None, ...] = ()
-    for index in range(count):
-        position = blocks.positions[index]
-        hidden, cache, said = _block(
-            model, plans, lengths, budgets, projection, cache, blocks.tokens[index], position, index == count - 1
-        )
-        last = newest_of(position, hidden, last)
+    for fed in (blocks, *([] if repeats is None else [repeats])):
+        count = len(fed.tokens) if fed.used is None else int(fed.used)
+        for index in range(count):
+            tokens, position, part = jax.tree.map(
+                lambda x, index=index: x[index], (fed.tokens, fed.positions, fed.parts)
+            )
+            asks = index == count - 1 and (repeats is None or fed is repeats)
+            hidden, cache, said = _block(
+                model, plans, lengths, budgets, projection, cache, tokens, position, part, asks
+            )
+            last = newest_of(position, hidden, last) if fed is blocks else last
     return _Seen(cache, said, logits_of(model, last)[:, 0])
 
 
@@ -217,7 +228,7 @@ def _start(runs: tuple[Run, ...], batch: int) -> KVCache:
     return dataclasses.replace(caches[0], state=tuple(cache.state for cache in caches))
 
 
-@functools.partial(jax.jit, static_argnums=(1, 8), donate_argnums=(5,))
+@functools.partial(jax.jit, static_argnums=(1, 9), donate_argnums=(5,))
 def _block(
     model: Decoder,
     plans: tuple[Plan, ...],
@@ -227,16 +238,22 @@ def _block(
     cache: KVCache,
     tokens: Int[Array, "B T"],
     position: Int[Array, "B T"],
+    part: Int[Array, "B 3"] | None,
     asks: bool,
 ) -> tuple[Float[Array, "B T E"], KVCache, tuple[Evidence | None, ...]]:
     """Feed a block to all layers; ``asks`` says whether the policies evict after it."""
     watching = [index for index, plan in enumerate(plans) if plan.policy is not None]
     policies = [policy for plan in plans if (policy := plan.policy) is not None]
     of_whom = next((plan for plan in plans if plan.policy is not None and plan.policy.needs.rotary), plans[0])
-    block = block_of(model.config, of_whom, position, lengths, None)
+    block = block_of(model.config, of_whom, position, lengths, None, part)
+    if part is not None:
+        again = fresh(DecodeState(cache), position).cache
+        assert isinstance(again, KVCache)
+        cache = again
     states, shares = cache.state, [budget for budget in budgets if budget is not None]
     windows = sliding_windows(model.config)
-    empty = (Evidence.of_layers(cache, p.allocation, None, windows, p.merging) for p in policies)
+    end = None if block.repeats is None else block.repeats.end
+    empty = (Evidence.of_layers(cache, p.allocation, end, windows, p.merging) for p in policies)
     whole = tuple(empty) if asks else ()
 
     def attend_at(carry, index, window, query, key, value):
@@ -248,6 +265,7 @@ def _block(
             frequency=here.frequency,
             soft_cap=here.soft_cap,
             projection=None if projection is None else projection.layer(index),
+            reconstructed=here.repeats,
             compressed=False,
         )
         rows = (*rounded_rows(plans[0], query, key, value), position)

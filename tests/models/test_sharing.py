@@ -26,6 +26,7 @@ ASKED = (
     ("laprox(window=16)@model", 40),
     ("expected_attention", 0.3),
     ("kvzip(chunk=16)@layer", 0.4),
+    ("kvzip(chunk=16)+caote", 24),
     ("snapkv(window=8)+merge", 20),
 )
 
@@ -75,6 +76,16 @@ def test_the_model_runs_once_for_all_that_evict_once(monkeypatch) -> None:
     monkeypatch.setattr(sharing, "prefill", alone)
     assert len(list(models.prefill_each(model(), TOKENS[:1], policies=asked, block=16))) == 5
     assert len(passes) == 6  # 90 tokens in blocks of 16
+
+
+def test_what_is_fed_again_is_fed_once_for_all_that_observe_it(monkeypatch) -> None:
+    passes = []
+    whole = sharing._block
+    monkeypatch.setattr(sharing, "_block", lambda *given: passes.append(1) or whole(*given))
+    asked = (("kvzip(chunk=45)", 8), ("kvzip(chunk=45)", 24), ("dapq(window=4)", 8), ("dapq(window=4)", 24))
+    assert len(list(models.prefill_each(model(), TOKENS[:1], policies=asked, block=16))) == 4
+    # The prompt, then two parts of 45 tokens, the second behind the words before it; and the prompt, then 4 tokens.
+    assert len(passes) == (6 + 2 * 4) + (6 + 1)
 
 
 @pytest.mark.parametrize("asked, when", [("h2o", "block"), ("streaming+positions", "prompt"), ("sage", "prompt")])
