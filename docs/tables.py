@@ -181,14 +181,27 @@ README_COLUMNS = {
 }
 
 
-def real_seen(columns: dict[str, str]) -> str:
-    """Make the table of needles on SmolLM2 under the policies of ``columns``, the best of each row bold."""
-    data = read(f"{claims.REAL}/methods.json")
+NEWER_COLUMNS = {
+    "recency": RECENCY, "snapkv": "snapkv", "curdkv": "curdkv", "finch": "finch", "chunkkv": "snapkv+chunks",
+    "simlayerkv": "snapkv@simlayer(recent=0.5)", "kvzip": "kvzip", "kvzip + caote": "kvzip+caote",
+    "kvzip @model": "kvzip@model(normalise=False,cap=None)", "dapq": "dapq",
+    "dapq, first tokens": "dapq(tokens='first')", "dapq + caote": "dapq+caote", "snapkv, merged": "snapkv+merge",
+}  # fmt: skip
+
+
+def real_seen(columns: dict[str, str], study: str = "methods") -> str:
+    """Make the table of needles on SmolLM2 under the policies of ``columns``, the best of each row bold.
+
+    A question that the study has not got to yet has no rows.
+    """
+    data = read(f"{claims.REAL}/{study}.json")
     recall = {(r["policy"], r["share"], r["question"]): r["recall"] for r in data["results"]}
     lines = [f"| budget, question | {' | '.join(columns)} |", f"|{' --- |' * (len(columns) + 1)}"]
     for question, word in (("after", "known"), ("agnostic", "unknown")):
         for share in sorted({share for _, share, _ in recall if share is not None}):
-            found = [recall[policy, share, question] for policy in columns.values()]
+            found = [recall.get((policy, share, question)) for policy in columns.values()]
+            if None in found:
+                continue
             cells = [f"**{value:.2f}**" if value == max(found) else f"{value:.2f}" for value in found]
             lines.append(f"| {share:.0%}, {word} | {' | '.join(cells)} |")
     full = recall["full", None, "after"]
@@ -771,7 +784,11 @@ def grown(r: dict[str, Any]) -> str:
 PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "../README.md": {"real": lambda: real_seen(README_COLUMNS)},
     "architecture.md": {"roundings": lambda: roundings(read("smollm2/rounding.json"))},
-    "gallery.md": {"real": lambda: real_seen(REAL_COLUMNS), "seen": seen},
+    "gallery.md": {
+        "real": lambda: real_seen(REAL_COLUMNS),
+        "newer": lambda: real_seen(NEWER_COLUMNS, "newer"),
+        "seen": seen,
+    },
     "results/TOKENBUTLER.md": {
         "foreseen": lambda: foreseen("smollm2/butler-accuracy.json"),
         "foreseen unseen": lambda: foreseen("smollm2/butler-accuracy-handbook.json"),
