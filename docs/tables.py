@@ -209,6 +209,21 @@ def real_seen(columns: dict[str, str], study: str = "methods") -> str:
     return "\n".join(lines)
 
 
+def in_eight_bits() -> str:
+    """Make the table of recall and bytes on SmolLM2 by budget and dtype, the question known; "-" where none was run."""
+    data = read(f"{claims.REAL}/eight-bits.json")
+    known = [r for r in data["results"] if r["question"] == "after" and r["cache_dtype"]]
+    dtypes = list(dict.fromkeys(r["cache_dtype"] for r in known))
+    found = {(r["budget"], r["cache_dtype"]): f"{r['recall']:.2f}, {r['cache_bytes'] / 2**20:.2f} MiB" for r in known}
+    lines = [f"| slots per head | {' | '.join(dtypes)} |", f"|{' --- |' * (len(dtypes) + 1)}"]
+    for budget in sorted({budget for budget, _ in found}, key=lambda budget: budget or float("inf")):
+        cells = [found.get((budget, dtype), "-") for dtype in dtypes]
+        lines.append(f"| {budget or 'all'} | {' | '.join(cells)} |")
+    policy = next(r["policy"] for r in known if r["budget"])
+    lines += ["", f"{data['samples']} prompts of {data['settings']['length']} tokens under `{policy}`."]
+    return "\n".join(lines)
+
+
 def seen() -> str:
     """Make the table of needles on the embedded model, bold where CAOTE is better than the same policy without it."""
     data = read("needle.json")
@@ -787,6 +802,7 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "gallery.md": {
         "real": lambda: real_seen(REAL_COLUMNS),
         "newer": lambda: real_seen(NEWER_COLUMNS, "newer"),
+        "eight bits": in_eight_bits,
         "seen": seen,
     },
     "results/TOKENBUTLER.md": {
