@@ -206,7 +206,7 @@ def figure(results: Sequence[dict[str, Any]], path: Path) -> None:
         (rows, name, label, run)
         for run, rows in of.items()
         if rows
-        for name, label in (("milliseconds", "ms a block"), ("resident_bytes", "MiB held by the process"))
+        for name, label in (("processor", "ms a block, of processor"), ("resident_bytes", "MiB held by the process"))
         if name in rows[0]
     ]
     drawing, axes = report.pyplot().subplots(
@@ -215,7 +215,7 @@ def figure(results: Sequence[dict[str, Any]], path: Path) -> None:
     for axis, (rows, name, label, run) in zip(axes[0], wanted, strict=True):
         scale = 2**20 if name == "resident_bytes" else 1
         axis.plot([r["done"] for r in rows], [r[name] / scale for r in rows], color=report.colour(0), marker="o")
-        axis.set_ylim(0, None)
+        axis.set_ylim(0, 1.15 * max(r[name] for r in rows) / scale)
         axis.set_xlabel(f"{run} done", fontsize=9)
         axis.set_title(label, fontsize=10)
         axis.xaxis.set_major_formatter(lambda x, _: f"{x / 1e6:g} M" if x >= 1e6 else f"{x / 1e3:g}k" if x else "0")
