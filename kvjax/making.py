@@ -93,9 +93,8 @@ def empty_cache(
             f"{query_heads} query heads were given for {kv_heads} KV heads; expected a multiple of the "
             "number of KV heads."
         )
-    heads, group = (kv_heads, query_heads // kv_heads)
-    if policy is not None and policy.heads == "query":
-        heads, group = query_heads, 1
+    heads = query_heads if policy is not None and policy.heads == "query" else kv_heads
+    group = query_heads // heads
     rows, ways = (1, 1) if mesh is None else check_mesh(mesh, batch, heads)
     made: dict[str, Any] = dict(layers=layers, batch=batch, head_dim=head_dim, dtype=check_dtypes(dtype), mesh=mesh)
     if policy is None:

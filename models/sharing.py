@@ -66,7 +66,7 @@ class _Arm(NamedTuple):
 
     @property
     def group(self) -> tuple[int, Reconstruction | None]:
-        """What must be equal for arms to share: the heads of the cache, and what is fed again after the prompt."""
+        """Return what arms that share have in common: the heads of the cache, and what is fed again."""
         plan = self.run.plan
         return plan.heads, None if plan.policy is None else plan.policy.needs.reconstruction
 

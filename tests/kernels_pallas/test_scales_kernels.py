@@ -74,7 +74,7 @@ def case(operation: str, T: int, query_dtype: str, dtypes: tuple[str, str]) -> t
 
 @functools.cache
 def computed(operation: str, platform: str, T: int, query_dtype: str, dtypes: tuple[str, str]):
-    """What the kernel or the reference gives for the case."""
+    """Return what the kernel or the reference gives for the case."""
     given, options = case(operation, T, query_dtype, dtypes)
     return jax.jit(functools.partial(run_of(operation, platform), **options))(*given)
 
