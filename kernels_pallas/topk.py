@@ -43,9 +43,9 @@ def keep_mask(
     budget = jnp.broadcast_to(budget, position.shape[:-1])[..., None]  # [*head, 1]
 
     ranks = rank(scores, live)
-    if excess is not None and check_count("excess", excess, 0, "give a number of tokens, or None") == 1:
-        return live & ~(_worst(ranks, position) & (jnp.sum(live, axis=-1, keepdims=True) > budget))
-    return best_of_rows(ranks, position, budget)
+    if excess is not None:
+        excess = check_count("excess", excess, 0, "give a number of tokens, or None")
+    return best_of_rows(ranks, position, budget, excess)
 
 
 def rank(scores: Float[Array, "*rows S"], live: Bool[Array, "*rows S"]) -> Int[Array, "*rows S"]:
@@ -62,9 +62,14 @@ def rank(scores: Float[Array, "*rows S"], live: Bool[Array, "*rows S"]) -> Int[A
 
 
 def best_of_rows(
-    ranks: Int[Array, "*rows S"], position: Int[Array, "*rows S"], budget: Int[Array, "*rows 1"]
+    ranks: Int[Array, "*rows S"],
+    position: Int[Array, "*rows S"],
+    budget: Int[Array, "*rows 1"],
+    excess: int | None = None,
 ) -> Bool[Array, "*rows S"]:
     """Return a mask of the ``budget`` live slots of largest rank in each row; of equal ranks the more recent stays.
+
+    Where ``excess`` promises that at most one slot is too many, the worst slot is found by an argmin.
 
     Example:
         >>> import jax.numpy as jnp
@@ -72,6 +77,9 @@ def best_of_rows(
         >>> best_of_rows(jnp.array([[7, 7, 9]]), jnp.array([[4, 1, 0]]), jnp.array([[2]])).tolist()
         [[True, False, True]]
     """
+    if excess == 1:
+        live = position >= 0
+        return live & ~(_worst(ranks, position) & (count_rows(live) > budget))
     stays, tied = best(ranks, position, budget, count_rows, lambda x: x)
     return stays | tied
 

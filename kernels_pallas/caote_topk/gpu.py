@@ -59,7 +59,7 @@ class _Part(NamedTuple):
     slot: Int[Array, "... G"]  # of the heaviest
 
 
-def of_heads(weights, value, layer, slot, budget, *scales, fast, with_scores, interpret):
+def of_heads(weights, value, layer, slot, budget, *scales, fast, excess, with_scores, interpret):
     B, K, G, S = weights.shape
     H, (L, D) = B * K, value.shape[::4]
     weights, value, slot = weights.reshape(H, G, S), value.reshape(L, H, S, D), slot.reshape(H, S)
@@ -106,11 +106,11 @@ def of_heads(weights, value, layer, slot, budget, *scales, fast, with_scores, in
     )(layer, weights, slot, value, point, without, whole.weight, whole.rest, whole.slot, *scales)
     budgets = jnp.repeat(budget, K)[:, None]
     if S > SELECTED:
-        kept = remaining(scores, slot, budgets)
+        kept = remaining(scores, slot, budgets, excess)
     else:
         size = pl.next_power_of_2(max(S, 128))
         kept = pl.pallas_call(
-            functools.partial(_select, size=size),
+            functools.partial(_select, size=size, excess=excess),
             out_shape=jax.ShapeDtypeStruct((H, S), jnp.int32),
             grid=(H,),
             in_specs=[pl.BlockSpec((1, S), lambda h: (h, 0))] * 2 + [pl.BlockSpec((1, 1), lambda h: (h, 0))],
@@ -242,13 +242,13 @@ def _score(layer, weights, slot, value, point, without, weight, rest, where, *re
     jax.lax.fori_loop(0, steps, one, 0)
 
 
-def _select(scores, slot, budget, kept, *, size):
+def _select(scores, slot, budget, kept, *, size, excess):
     S = slot.shape[1]
     number = jax.lax.broadcasted_iota(jnp.int32, (1, size), 1)
     row = jnp.zeros((1, size), jnp.int32)
     score = triton.load(scores.at[row, number], mask=number < S, other=-jnp.inf)
     packed = triton.load(slot.at[row, number], mask=number < S, other=-1)
-    triton.store(kept.at[row, number], remaining(score, packed, budget[...]), mask=number < S)
+    triton.store(kept.at[row, number], remaining(score, packed, budget[...], excess), mask=number < S)
 
 
 def _values(value, scales, layer, number, column):

@@ -31,12 +31,12 @@ def on_heads(
 ) -> Kept:
     """Run a kernel on each device's rows and KV heads; see :func:`kernels_pallas.caote_topk`.
 
-    ``excess`` and ``norm`` are not passed on: a kernel needs no argmin, and ``norm`` is 2, the only one it supports.
+    ``norm`` is not passed on: it is 2, the only one that kernels support.
     """
-    del excess, norm
+    del norm
     scales = () if value_scale is None else (of_layer(value_scale, layer),)
     run = over_heads(
-        functools.partial(kernel, fast=fast, with_scores=with_scores),
+        functools.partial(kernel, fast=fast, excess=excess, with_scores=with_scores),
         ["b k g s", "l b k s d", "u", "b k s", "b", *["b k s"] * len(scales)],
         ["b k s", "b k s"] if with_scores else ["b k s"],
     )

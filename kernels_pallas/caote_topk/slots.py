@@ -31,11 +31,11 @@ def is_protected(slot: Int[Array, "*shape"]) -> Bool[Array, "*shape"]:
 
 
 def remaining(
-    scores: Float[Array, "*rows S"], slot: Int[Array, "*rows S"], budget: Int[Array, "*rows 1"]
+    scores: Float[Array, "*rows S"], slot: Int[Array, "*rows S"], budget: Int[Array, "*rows 1"], excess: int | None
 ) -> Int[Array, "*rows S"]:
     """Return the positions of packed slots after the eviction, -1 where a slot is free."""
     position = jnp.where(is_protected(slot), slot - _PROTECTED, slot)
-    return jnp.where(best_of_rows(rank(scores, position >= 0), position, budget), position, -1)
+    return jnp.where(best_of_rows(rank(scores, position >= 0), position, budget, excess), position, -1)
 
 
 def clean_weights(

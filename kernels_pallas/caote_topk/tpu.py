@@ -74,6 +74,7 @@ def of_heads(
     budget: Int[Array, "B"],
     *scales: Float[Array, "B K S"],
     fast: bool,
+    excess: int | None,
     with_scores: bool,
     interpret: Any,
 ) -> tuple[Array, ...]:
@@ -101,7 +102,7 @@ def of_heads(
         out_shape.append(jax.ShapeDtypeStruct(row_shape, jnp.float32))
     rows, lanes = pl.cdiv(G, 8) * 8, pl.cdiv(D, 128) * 128
     out = pl.pallas_call(
-        functools.partial(_kernel, scales=len(scales), tiling=tiling, heads=H, fast=fast, with_scores=with_scores),
+        functools.partial(_kernel, scales=len(scales), tiling=tiling, heads=H, fast=fast, excess=excess, with_scores=with_scores),
         out_shape=out_shape,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
@@ -144,7 +145,7 @@ def of_heads(
     return tuple(x[:H, :S].reshape(B, K, S) for x in out)
 
 
-def _kernel(_, budget, weights, slot, value, *refs, scales, tiling, heads, fast, with_scores):
+def _kernel(_, budget, weights, slot, value, *refs, scales, tiling, heads, fast, excess, with_scores):
     scales, refs = refs[:scales], refs[scales:]
     kept, scored = refs[0], refs[1 if with_scores else 0]
     scores, output, heaviest, heaviest_weight, rest_weight, heaviest_slot = refs[2 if with_scores else 1 :]
@@ -257,7 +258,7 @@ def _kernel(_, budget, weights, slot, value, *refs, scales, tiling, heads, fast,
 
     @pl.when((i == HEADS - 1) & (phase == 1) & (c == tiling.chunks - 1))
     def select():
-        kept[...] = remaining(scores[...], slot[...], budget[:, :1])
+        kept[...] = remaining(scores[...], slot[...], budget[:, :1], excess)
         if with_scores:
             scored[...] = jnp.where(slot[...] >= 0, scores[...], -jnp.inf)
 

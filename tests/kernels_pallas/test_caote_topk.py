@@ -173,6 +173,19 @@ def test_of_equal_tokens_the_more_recent_stay(name):
 
 
 @pytest.mark.parametrize("name", RUNS)
+def test_the_one_token_too_many_in_decode_is_found_without_a_bisection(name):
+    given = case(16)
+    most = (given.position >= 0).sum(-1).max(-1)
+    check(name, given._replace(budget=np.int32([most[0] - 1, most[1]])), excess=1)
+
+    def bisections(excess: int | None) -> int:
+        run = functools.partial(RUNS[name], **(OPTIONS | {"excess": excess}))
+        return str(jax.make_jaxpr(run)(*map(jnp.asarray, given))).count("length=32")
+
+    assert (bisections(None), bisections(1)) == (2, 0)
+
+
+@pytest.mark.parametrize("name", RUNS)
 @pytest.mark.parametrize("share", [0.5, 0.9999, 1 - 1e-7, 1.0])
 def test_a_token_with_nearly_all_the_weight_keeps_its_own_error(name, share):
     given = case(6)
@@ -256,8 +269,11 @@ def shapes(B: int, K: int, G: int, S: int, D: int, dtype: str) -> tuple[jax.Shap
     return tuple(jax.ShapeDtypeStruct(*size) for size in (*sizes, ((B, K, S), jnp.bool_)))
 
 
-def evict(weights, value, position, budget, protected):
-    return caote_topk(weights, value, position, budget, protected=protected)
+def evict(weights, value, position, budget, protected, excess=None):
+    return caote_topk(weights, value, position, budget, protected=protected, excess=excess)
+
+
+evict_one = functools.partial(evict, excess=1)
 
 
 TARGETS = [
@@ -274,7 +290,8 @@ TARGETS = [
 def test_auto_lowers_to_the_kernels(platform, kernels, sizes):
     target = {"tpu": "@tpu_custom_call", "cuda": "@__gpu$xla.gpu.triton"}[platform]
     one_less = platform == "cuda" and sizes[3] > gpu.SELECTED  # there XLA selects
-    assert lowered(platform, evict, *shapes(*sizes)).count(target) == kernels - one_less
+    for leaves in (evict, evict_one):
+        assert lowered(platform, leaves, *shapes(*sizes)).count(target) == kernels - one_less
 
 
 @pytest.mark.parametrize(("platform", "kernels"), [("tpu", 1), ("cuda", 3)])
@@ -311,9 +328,9 @@ def test_it_runs_on_a_gpu(fast, sizes):
 
 @pytest.mark.tpu
 @pytest.mark.parametrize("sizes", TARGETS, ids=str)
-@pytest.mark.parametrize("topology", ["v5e:2x2", "v6e:2x2"])
-def test_it_compiles_for_a_tpu(topology, sizes):
-    program = compiled_for_tpu(topology, evict, *shapes(*sizes))
+@pytest.mark.parametrize(("topology", "leaves"), [("v5e:2x2", evict), ("v6e:2x2", evict_one)], ids=["many", "one"])
+def test_it_compiles_for_a_tpu(topology, leaves, sizes):
+    program = compiled_for_tpu(topology, leaves, *shapes(*sizes))
     assert "tpu_custom_call" in program.as_text()
     B, K, _, S, D, dtype = sizes
     values = B * K * S * D * jnp.dtype(dtype).itemsize
