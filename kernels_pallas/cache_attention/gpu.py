@@ -2,10 +2,10 @@
 
 Rows are all queries of all heads of a group, so that decode fills a tile of the matrix unit with a group's heads. Where
 rows and KV heads alone would leave the chip idle, the slots are split over programs too, and XLA combines their sums.
-The statistics are a second kernel over the keys: a program keeps a few slots, goes over all queries, computes their
-weights again from each row's largest logit and sum, and stores one number per head and slot. A single query, as in
-decode, needs no second kernel: the first returns its logits, 4 G bytes per slot. A :class:`Storage` describes where a
-head's slots are: in stacked layers here, in pages for ``paged_attention``.
+The statistics are a second kernel over the keys: a program keeps a few slots, goes over the queries that enter them,
+computes their weights again from each row's largest logit and sum, and stores one number per head and slot. A single
+query, as in decode, needs no second kernel: the first returns its logits, 4 G bytes per slot. A :class:`Storage`
+describes where a head's slots are: in stacked layers here, in pages for ``paged_attention``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Float, Int
 
-from kernels_pallas.cache_attention.queries import IN_WINDOW, IS_LAST, POSITION, UNSEEN, of_one_query
+from kernels_pallas.cache_attention.queries import IN_WINDOW, IS_LAST, POSITION, UNSEEN, first_entering, of_one_query
 from kernels_pallas.eight_bits import filler, unread, unread_on_gpu, widened
 from kernels_pallas.prepare import Rounded
 from kernels_pallas.softmax import scaled
@@ -153,6 +153,7 @@ def attend_heads(
         grid=(H, pl.cdiv(S, slots)),
         in_specs=[
             scalar,
+            pl.BlockSpec((1,), lambda h, *_: (h // K,)),
             of_head(R, D),
             of_head(T, 3, by=K),
             *slot_specs,
@@ -164,7 +165,7 @@ def attend_heads(
         compiler_params=params,
         interpret=interpret,
         name=f"{name}_statistics",
-    )(span, query, about, key, key_position, whole_peak, whole_total, *where, *key_scales)
+    )(span, first_entering(about, names), query, about, key, key_position, whole_peak, whole_total, *where, *key_scales)
     return (out, *(column.reshape(B, K, -1, S) for column in columns))
 
 
@@ -249,7 +250,7 @@ def _attend(
 
 
 def _reduce(
-    storage, span, query, about, key, key_position, peaks, totals, *refs,
+    storage, span, first_query, query, about, key, key_position, peaks, totals, *refs,
     names, scales, G, slots, queries, width, scale, soft_cap,
 ):  # fmt: skip
     where, scales, refs = _split(refs, len(storage.where), scales)
@@ -313,7 +314,8 @@ def _reduce(
     blocks = pl.cdiv(T, queries)
     if storage.end is not None:
         blocks = jnp.where(pl.program_id(1) * slots < storage.end(where), blocks, 0)
-    columns, means, deviations, seen = jax.lax.fori_loop(0, blocks, step, (start, merged, merged, jnp.float32(0)))
+    first = first_query[0] // queries
+    columns, means, deviations, seen = jax.lax.fori_loop(first, blocks, step, (start, merged, merged, jnp.float32(0)))
     if "window_place" in columns:
         columns["window_place"] = [x / jnp.maximum(seen, 1.0) for x in columns["window_place"]]
     columns["window_mean"] = means

@@ -28,6 +28,22 @@ def describe(query_position: Int[Array, "B T"], window: int) -> Int[Array, "B T 
     return jnp.stack([column.astype(jnp.int32) for column in columns], axis=-1)
 
 
+def first_entering(about: Int[Array, "B T 3"], names: tuple[str, ...]) -> Int[Array, "B"]:
+    """Return each row's first query that enters a statistic: 0 where all do, else the window's first.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from kernels_pallas.cache_attention.queries import describe, first_entering
+        >>> about = describe(jnp.array([[6, 7, 8]]), 2)
+        >>> first_entering(about, ("last", "window_mean")).tolist(), first_entering(about, ("sum",)).tolist()
+        ([1], [0])
+    """
+    if {"sum", "max"} & set(names):
+        return jnp.zeros(about.shape[0], jnp.int32)
+    enters = (about[:, :, IS_LAST] > 0) | (about[:, :, IN_WINDOW] > 0)
+    return jnp.argmax(enters, axis=1).astype(jnp.int32)
+
+
 def of_one_query(
     names: tuple[str, ...],
     logits: Float[Array, "B K G S"],

@@ -2,9 +2,9 @@
 
 Rows are the queries of all heads of a group, ``[G, T]`` in blocks of T, so that a group reads its keys once. No weight
 leaves VMEM. The first kernel also returns each row's largest logit and its sum of exponentials; the second computes
-the weights of a chunk of slots again from them, and reduces these over the blocks of queries. A single query, as in
-decode, needs no second kernel: the first returns its logits, 4 G bytes per slot. A :class:`Storage` describes where a
-chunk's slots are: in stacked layers here, in pages for ``paged_attention``.
+the weights of a chunk of slots again from them, and reduces these over the blocks of queries that enter a statistic. A
+single query, as in decode, needs no second kernel: the first returns its logits, 4 G bytes per slot. A
+:class:`Storage` describes where a chunk's slots are: in stacked layers here, in pages for ``paged_attention``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from kernels_pallas.cache_attention.queries import IN_WINDOW, IS_LAST, POSITION, UNSEEN, of_one_query
+from kernels_pallas.cache_attention.queries import IN_WINDOW, IS_LAST, POSITION, UNSEEN, first_entering, of_one_query
 from kernels_pallas.eight_bits import unread
 from kernels_pallas.prepare import Rounded
 from kernels_pallas.softmax import scaled
@@ -172,7 +172,14 @@ def attend_heads(
             grid_spec=pltpu.PrefetchScalarGridSpec(
                 num_scalar_prefetch=len(where),
                 grid=(B, K, chunks, blocks),
-                in_specs=[scalar, q_spec, about_spec, *[position_spec] * (1 + len(key_scales)), row_spec, *slot_specs],
+                in_specs=[
+                    *[scalar] * 2,
+                    q_spec,
+                    about_spec,
+                    *[position_spec] * (1 + len(key_scales)),
+                    row_spec,
+                    *slot_specs,
+                ],
                 out_specs=[pl.BlockSpec((None, None, h, slots), lambda b, k, c, *_: (b, k, 0, c)) for h in heads],
                 scratch_shapes=[
                     pltpu.VMEM((G, slots), jnp.float32),
@@ -188,7 +195,7 @@ def attend_heads(
             ),
             interpret=interpret,
             name=f"{name}_statistics",
-        )(*where, span, query, about, key_position, *key_scales, softmax, *[key] * pieces)
+        )(*where, span, first_entering(about, names), query, about, key_position, *key_scales, softmax, *[key] * pieces)
     out = out.reshape(B, K, blocks, G, per_head, D).swapaxes(2, 3).reshape(B, K, G, blocks * per_head, D)
     return (out[:, :, :, :T], *columns)
 
@@ -220,11 +227,11 @@ def _logits(span, query, about, key, key_position, key_scale=(), *, per_head, sc
     return scaled(logits, scale, soft_cap), seen > 0
 
 
-def _when_held(storage, where, chunk):
-    """Return a decorator that runs its function unless the chunk holds no token."""
-    if storage.holds is None:
-        return lambda run: run()
-    return pl.when(storage.holds(pl.program_id(0), pl.program_id(1), chunk, *where))
+def _when_held(storage, where, chunk, *conditions):
+    """Return a decorator that runs its function unless the chunk holds no token, or a condition fails."""
+    if storage.holds is not None:
+        conditions += (storage.holds(pl.program_id(0), pl.program_id(1), chunk, *where),)
+    return pl.when(functools.reduce(jnp.logical_and, conditions)) if conditions else lambda run: run()
 
 
 def _attend(*refs, storage, scalars, rounded, per_head, scale, soft_cap):
@@ -285,7 +292,7 @@ def _attend(*refs, storage, scalars, rounded, per_head, scale, soft_cap):
 
 
 def _reduce(*refs, storage, scalars, rounded, names, per_head, scale, soft_cap, blocks):
-    where, (span, query, about, key_position, *others) = refs[:scalars], refs[scalars:]
+    where, (span, first_query, query, about, key_position, *others) = refs[:scalars], refs[scalars:]
     key_scales, (softmax, *others) = others[: int(rounded.key)], others[int(rounded.key) :]
     keys, sums = others[: len(storage.blocks)], others[len(storage.blocks) :]
     columns, (mean, deviations, count) = dict(zip(names, sums, strict=False)), sums[len(names) :]
@@ -297,7 +304,7 @@ def _reduce(*refs, storage, scalars, rounded, names, per_head, scale, soft_cap, 
         for ref in sums:
             ref[...] = jnp.zeros_like(ref)
 
-    @_when_held(storage, where, pl.program_id(2))
+    @_when_held(storage, where, pl.program_id(2), (t + 1) * per_head > first_query[pl.program_id(0)])
     def observe():
         keys_here = _chunk(keys, query.dtype)
         logits, visible = _logits(

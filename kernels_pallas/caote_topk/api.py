@@ -42,7 +42,8 @@ def caote_topk(
         value_scale: by which each row of eight bits is multiplied; None for floats.
         protected: slots that stay whatever they score.
         fast, norm, group: as in :func:`kvjax.score`.
-        excess: a promise that no head holds more than ``budget + excess`` tokens. With 1, as in decode, the slot to free is an argmin.
+        excess: a promise that no head holds more than ``budget + excess`` tokens. With 1, as in decode, the slot to
+            free is an argmin.
         value: one layer's, or all layers' with ``layer``; a kernel then reads them in place.
         with_scores: whether to return the scores, float32, ``+inf`` where protected, ``-inf`` where free.
         implementation: "auto" takes the fastest one that can run here; one given by name runs or raises.

@@ -102,7 +102,9 @@ def of_heads(
         out_shape.append(jax.ShapeDtypeStruct(row_shape, jnp.float32))
     rows, lanes = pl.cdiv(G, 8) * 8, pl.cdiv(D, 128) * 128
     out = pl.pallas_call(
-        functools.partial(_kernel, scales=len(scales), tiling=tiling, heads=H, fast=fast, excess=excess, with_scores=with_scores),
+        functools.partial(
+            _kernel, scales=len(scales), tiling=tiling, heads=H, fast=fast, excess=excess, with_scores=with_scores
+        ),
         out_shape=out_shape,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,

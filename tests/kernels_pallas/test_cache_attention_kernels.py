@@ -83,6 +83,20 @@ def test_many_blocks_of_queries_and_chunks_of_slots(name, monkeypatch):
 
 
 @both
+def test_statistics_of_a_window_begin_with_its_block(name, monkeypatch):
+    monkeypatch.setattr(tpu, "ROWS", 32)
+    given = case(5, B=2, T=200, N=2, K=1, S=90, D=8)
+    given.query_position[1, 30:] = -1  # this row's window lies in the first block, the other's in the last
+    names = frozenset({"last", "window_mean", "window_variance", "window_place"})
+    options = options_of(given, window=20, statistics=names)
+    _, columns = compiled(name, **options)(*map(jnp.asarray, given))
+    weights = block_weights(*given[:2], given.key_position, given.query_position, scale=options["scale"])
+    for which, column in statistics(weights, given, 20).items():
+        if which in names:
+            np.testing.assert_allclose(getattr(columns, which), column, rtol=5e-5, atol=2e-6, err_msg=which)
+
+
+@both
 def test_the_sliding_window_may_be_traced(name):
     given, options = case(4), options_of(case(4))
     del options["sliding_window"]
