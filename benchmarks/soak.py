@@ -1,15 +1,20 @@
-"""Long runs under one budget: many tokens through one cache, and many requests through one Engine.
+"""Long runs under one budget: many tokens through one cache, many requests through one Engine, many kills of a command.
 
 Memory and the time per block must stay flat, nothing may be compiled on the way, and every answer must be the one that
-:func:`models.generate` gives to its prompt alone, whatever is cancelled around it.
+:func:`models.generate` gives to its prompt alone, whatever is cancelled around it. A file of answers whose command is
+killed at random moments, and started again, must end up as if nothing had happened.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 import warnings
 from collections import Counter
@@ -149,6 +154,83 @@ def requested(
 
 
 COUNTED = ("ended", "cancelled", "tokens", "wrong", "lost")
+FATES = ("answers", "lost", "twice", "wrong")
+
+
+def fates(found: Sequence[str], expected: Sequence[str]) -> dict[str, int]:
+    """Count a file's answers, those that were lost, those that are there more than once, and those that differ.
+
+    Example:
+        >>> from benchmarks.soak import fates
+        >>> one, two = '{"line": 1, "text": "a"}', '{"line": 2, "text": "b"}'
+        >>> fates([one, one], [one, two])
+        {'answers': 2, 'lost': 1, 'twice': 1, 'wrong': 0}
+    """
+    lines = [json.loads(line)["line"] for line in found]
+    wanted = {json.loads(line)["line"] for line in expected}
+    return {
+        "answers": len(found),
+        "lost": len(wanted - set(lines)),
+        "twice": len(lines) - len(set(lines)),
+        "wrong": len(set(found) - set(expected)),
+    }
+
+
+def killed(flags: argparse.Namespace, prompts: int = 200) -> list[dict[str, Any]]:
+    """Kill `models.batch` at random moments, start it again, and compare its answers with a run's that nothing killed.
+
+    The moments are drawn over the time of the whole run, so most kills fall before the first answer or between answers.
+    A file that is done is begun anew.
+    """
+    rng = random.Random(2)
+    counts: Counter[str] = Counter()
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        asked, whole, out = (Path(folder) / name for name in ("prompts.jsonl", "whole.jsonl", "out.jsonl"))
+        lengths = [rng.randint(4, 60) for _ in range(prompts)]
+        words = ("amber falcon", "silver anchor", "the code of", "is 4719.", "and", "a weight of 12")
+        asked.write_text(
+            "".join(json.dumps({"prompt": " ".join(rng.choices(words, k=length))}) + "\n" for length in lengths)
+        )
+
+        def start(path: Path) -> subprocess.Popen[bytes]:
+            given = dict(model=flags.model, policy=flags.policy, budget=flags.budget // 8, rows=flags.rows)
+            named = [part for name, value in given.items() for part in (f"--{name}", str(value))]
+            command = [sys.executable, "-m", "models.batch", str(asked), "--out", str(path), *named]
+            return subprocess.Popen(
+                [*command, "--max-new-tokens", str(MOST)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            )
+
+        def finish(path: Path) -> float:
+            started = time.monotonic()
+            if start(path).wait() != 0:
+                raise RuntimeError(f"models.batch failed on {asked}; run it by hand to see why.")
+            return time.monotonic() - started
+
+        def compare() -> None:
+            counts.update(fates(out.read_text().splitlines(), expected))
+
+        finish(whole)
+        expected = whole.read_text().splitlines()
+        out.write_bytes(b"")
+        seconds = finish(out)  # the second start finds its programs compiled, as each start after a kill does
+        out.unlink()
+        for number in tqdm(range(flags.kills), desc="kills", unit="kill", disable=None, dynamic_ncols=True):
+            process = start(out)
+            try:
+                process.wait(rng.uniform(0, seconds))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            else:  # the file is whole before the kill: compare it, and begin another
+                compare()
+                out.unlink()
+            there = out.read_bytes().count(b"\n") if out.exists() else 0
+            rows.append({"run": "kills", "done": number + 1, "there": there, **{name: counts[name] for name in FATES}})
+        finish(out)
+        compare()
+        rows[-1] |= {name: counts[name] for name in FATES}
+    return rows
 
 
 def _until_end(tokens: Sequence[int], end: Sequence[int]) -> list[int]:
@@ -188,6 +270,10 @@ def table(results: Sequence[dict[str, Any]]) -> str:
         cells = [("requests", "{done:,}"), ("seconds", "{seconds:,.0f}")]
         text.append(report.table(requests, [*cells, *held, *((name, f"{{{name}:,}}") for name in COUNTED)], left=0))
         text.append(_said(requests))
+    if kills := [row for row in results if row["run"] == "kills"]:
+        last, busy = kills[-1], sum(row["there"] > 0 for row in kills)
+        fates = ", ".join(f"{last[name]:,} {name}" for name in FATES)
+        text.append(f"{len(kills)} kills of models.batch, {busy} of them with answers in the file: {fates}.")
     return "\n\n".join(text)
 
 
@@ -231,19 +317,22 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
     flags.add_argument("--block", type=int, default=128)
     flags.add_argument("--tokens", type=int, default=1_000_000, help="tokens of the long prompt; 0 for none")
     flags.add_argument("--requests", type=int, default=10_000, help="requests through the Engine; 0 for none")
+    flags.add_argument("--kills", type=int, default=20, help="kills of models.batch; 0 for none")
     flags.add_argument("--rows", type=int, default=8, help="rows of the Engine; each has an eighth of the budget")
     flags.add_argument("--plot", type=Path, help="write the picture here (.png, .svg or .pdf)")
     measure.add_json_flag(flags, "soak")
 
 
 def command(flags: argparse.Namespace) -> None:
-    """Run both, print the table, write JSON after each and the picture at the end."""
+    """Run all, print the table, write JSON after each and the picture at the end."""
     if flags.plot is not None:
         report.check_plot(flags.plot)
     commands.check_outputs([flags.json, flags.plot])
-    evaluator.check_least(flags, budget=8, block=1, rows=1, tokens=0, requests=0)
-    if not flags.tokens and not flags.requests:
-        raise ValueError("--tokens and --requests are both 0; give at least one of them.")
+    evaluator.check_least(flags, budget=8, block=1, rows=1, tokens=0, requests=0, kills=0)
+    if not flags.tokens and not flags.requests and not flags.kills:
+        raise ValueError("--tokens, --requests and --kills are all 0; give at least one of them.")
+    if flags.plot is not None and not flags.tokens and not flags.requests:
+        raise ValueError("--plot draws tokens and requests, but both are 0; leave it out.")
     if 0 < flags.tokens < PARTS * flags.block or 0 < flags.requests < PARTS:
         raise ValueError(
             f"each run is reported in {PARTS} parts: give --tokens 0 or at least {PARTS * flags.block}, and "
@@ -260,6 +349,9 @@ def command(flags: argparse.Namespace) -> None:
     if flags.requests:
         budget, block = flags.budget // 8, min(flags.block, 32)
         results += requested(model, flags.requests, flags.rows, flags.policy, budget, block)
+        measure.write(flags, "soak", settings, results, made_of)
+    if flags.kills:
+        results += killed(flags)
         measure.write(flags, "soak", settings, results, made_of)
     print(table(results))
     if flags.json is not None:

@@ -188,11 +188,18 @@ NEWER_COLUMNS = {
     "dapq, first tokens": "dapq(tokens='first')", "dapq + caote": "dapq+caote", "snapkv, merged": "snapkv+merge",
 }  # fmt: skip
 
+FILTERS, HEADS = (f"file='docs/results/{claims.REAL}/{name}.npy'" for name in ("q-filters", "heads"))
+CALIBRATED_COLUMNS = {
+    "recency": RECENCY, "streaming": "streaming", "key_norm": "key_norm", "q_filters": f"q_filters({FILTERS})",
+    "snapkv": "snapkv", "snapkv @adakv": "snapkv@adakv", "snapkv @duo": f"snapkv@duo({HEADS},sinks=4,recent=0.25)",
+    "snapkv @headkv": f"snapkv@headkv({HEADS})", "snapkv + caote @headkv": f"snapkv+caote@headkv({HEADS})",
+}  # fmt: skip
+
 
 def real_seen(columns: dict[str, str], study: str = "methods") -> str:
     """Make the table of needles on SmolLM2 under the policies of ``columns``, the best of each row bold.
 
-    A question that the study has not got to yet has no rows.
+    A policy that has no run for a question has "-".
     """
     data = read(f"{claims.REAL}/{study}.json")
     recall = {(r["policy"], r["share"], r["question"]): r["recall"] for r in data["results"]}
@@ -200,9 +207,9 @@ def real_seen(columns: dict[str, str], study: str = "methods") -> str:
     for question, word in (("after", "known"), ("agnostic", "unknown")):
         for share in sorted({share for _, share, _ in recall if share is not None}):
             found = [recall.get((policy, share, question)) for policy in columns.values()]
-            if None in found:
-                continue
-            cells = [f"**{value:.2f}**" if value == max(found) else f"{value:.2f}" for value in found]
+            most = max(value for value in found if value is not None)
+            cells = ["-" if value is None else f"{'**' * (value == most)}{value:.2f}{'**' * (value == most)}"
+                     for value in found]  # fmt: skip
             lines.append(f"| {share:.0%}, {word} | {' | '.join(cells)} |")
     full = recall["full", None, "after"]
     lines += ["", f"{data['samples']} prompts of {data['settings']['length']} tokens; the full cache has {full:.2f}."]
@@ -210,16 +217,20 @@ def real_seen(columns: dict[str, str], study: str = "methods") -> str:
 
 
 def in_eight_bits() -> str:
-    """Make the table of recall and bytes on SmolLM2 by budget and dtype, the question known; "-" where none was run."""
+    """Make the table of recall and bytes on SmolLM2 by question, budget and dtype; "-" where none was run."""
     data = read(f"{claims.REAL}/eight-bits.json")
-    known = [r for r in data["results"] if r["question"] == "after" and r["cache_dtype"]]
-    dtypes = list(dict.fromkeys(r["cache_dtype"] for r in known))
-    found = {(r["budget"], r["cache_dtype"]): f"{r['recall']:.2f}, {r['cache_bytes'] / 2**20:.2f} MiB" for r in known}
-    lines = [f"| slots per head | {' | '.join(dtypes)} |", f"|{' --- |' * (len(dtypes) + 1)}"]
-    for budget in sorted({budget for budget, _ in found}, key=lambda budget: budget or float("inf")):
-        cells = [found.get((budget, dtype), "-") for dtype in dtypes]
-        lines.append(f"| {budget or 'all'} | {' | '.join(cells)} |")
-    policy = next(r["policy"] for r in known if r["budget"])
+    given = [r for r in data["results"] if r["cache_dtype"]]
+    dtypes = list(dict.fromkeys(r["cache_dtype"] for r in given))
+    found = {
+        (r["question"], r["budget"], r["cache_dtype"]): f"{r['recall']:.2f}, {r['cache_bytes'] / 2**20:.2f} MiB"
+        for r in given
+    }
+    lines = [f"| slots per head, question | {' | '.join(dtypes)} |", f"|{' --- |' * (len(dtypes) + 1)}"]
+    for question, word in (("after", "known"), ("agnostic", "unknown")):
+        for budget in sorted({r["budget"] for r in given}, key=lambda budget: budget or float("inf")):
+            cells = [found.get((question, budget, dtype), "-") for dtype in dtypes]
+            lines.append(f"| {budget or 'all'}, {word} | {' | '.join(cells)} |")
+    policy = next(r["policy"] for r in given if r["budget"])
     lines += ["", f"{data['samples']} prompts of {data['settings']['length']} tokens under `{policy}`."]
     return "\n".join(lines)
 
@@ -802,6 +813,7 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "gallery.md": {
         "real": lambda: real_seen(REAL_COLUMNS),
         "newer": lambda: real_seen(NEWER_COLUMNS, "newer"),
+        "calibrated": lambda: real_seen(CALIBRATED_COLUMNS, "calibrated"),
         "eight bits": in_eight_bits,
         "seen": seen,
     },

@@ -54,7 +54,8 @@ def test_an_answer_that_differs_is_counted(model, monkeypatch):
         (["--tokens", "100"], "20 parts"),
         (["--requests", "3"], "20 parts"),
         (["--budget", "7"], "--budget is 7"),
-        (["--tokens", "0", "--requests", "0"], "are both 0"),
+        (["--tokens", "0", "--requests", "0", "--kills", "0"], "are all 0"),
+        (["--tokens", "0", "--requests", "0", "--plot", "soak.png"], "--plot draws tokens and requests"),
     ],
 )
 def test_bad_flags_end_in_one_sentence(flags, said, capsys):
