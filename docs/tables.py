@@ -104,13 +104,20 @@ def once() -> str:
 
 
 def real(question: str) -> str:
-    """Make the table of SmolLM2, evicting once."""
-    name = f"{claims.REAL}/methods.json"
-    data = read(name)
+    """Make the table of SmolLM2, evicting once, from all studies of the same prompts."""
+    names = [f"{claims.REAL}/{study}.json" for study in ("methods", "newer", "calibrated")]
+    studies = [read(name) for name in names]
+    data = studies[0]
     full = rows(data, policy="full", question=question)[0]
-    shares = sorted({r["share"] for r in data["results"] if r["share"] is not None})
-    lines = [decision(f"{share:.0%}", rows(data, share=share, question=question), full) for share in shares]
-    text = f"{source(name, data, full)} SmolLM2-135M-Instruct, prompts of {data['settings']['length']} tokens."
+    lines = []
+    for share in sorted({r["share"] for r in data["results"] if r["share"] is not None}):
+        found = (row for study in studies for row in rows(study, share=share, question=question))
+        lines.append(decision(f"{share:.0%}", list({row.policy: row for row in found}.values()), full))
+    links = ", ".join(f"[{name}](../results/{name})" for name in names)
+    text = (
+        f"From {links}: {len(full.correct)} samples per policy; the full cache answers {full.recall:.2f}. "
+        f"SmolLM2-135M-Instruct, prompts of {data['settings']['length']} tokens."
+    )
     return "\n".join([text, "", DECISION_HEAD, *lines])
 
 
