@@ -70,7 +70,8 @@ def figure(study: Study, results: Mapping[Run, dict[str, Any]], path: Path, *, r
 def _study_panel(
     axis: Any, study: Study, points: Sequence[Point], results: Mapping[Run, dict[str, Any]], recency: str
 ) -> None:
-    lines = list(dict.fromkeys(point.line for point in points))
+    everywhere = list(dict.fromkeys(point.line for point in study.points))  # a line has one colour in all panels
+    lines = [line for line in everywhere if any(point.line == line for point in points)]
     xs: list[Any] = list(dict.fromkeys(_place(study, point, results) for point in points))
     numeric = all(isinstance(x, float) for x in xs)
     shares = {point.run.budget for point in points}
@@ -92,7 +93,7 @@ def _study_panel(
     for number, line in enumerate(lines):
         own = [point for point in points if point.line == line]
         found = [results[point.run] for point in own]
-        shift = number - (len(lines) - 1) / 2
+        shift, place = number - (len(lines) - 1) / 2, everywhere.index(line)
         if numeric:  # the axis is logarithmic, so points are shifted by a factor
             at = [float(_place(study, point, results)) * 1.015**shift for point in own]
         else:
@@ -102,8 +103,8 @@ def _study_panel(
         error = [[r["recall"] - r["low"] for r in found], [r["high"] - r["recall"] for r in found]]
         axis.errorbar(
             at, recall, np.maximum(error, 0),  # at recall 1, rounding may put the interval's end below the recall
-            color=report.colour(number), label=line.replace("\n", " "),
-            marker="os^"[number // len(report.COLOURS) % 3],  # lines of the same colour have different marks
+            color=report.colour(place), label=line.replace("\n", " "),
+            marker="os^"[place // len(report.COLOURS) % 3],  # lines of the same colour have different marks
             markersize=4.5, linewidth=1.6, elinewidth=0.8, capsize=0, zorder=3,
             linestyle="-" if numeric or study.connect else "none",
         )  # fmt: skip
