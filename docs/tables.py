@@ -180,14 +180,6 @@ REAL_COLUMNS = {
     "snapkv, window 16, + caote": "snapkv(window=16)+caote", "laprox @model": "laprox@model",
     "laprox, kernel 13, @model": "laprox(kernel=13)@model",
 }  # fmt: skip
-README_COLUMNS = {
-    name: policy
-    for name, policy in REAL_COLUMNS.items()
-    if policy in (RECENCY, "tova", "snapkv", "snapkv(window=16)+caote", "laprox(kernel=13)@model", "curdkv")
-    or policy == "curdkv+critical@model"
-}
-
-
 NEWER_COLUMNS = {
     "recency": RECENCY, "snapkv": "snapkv", "curdkv": "curdkv", "finch": "finch", "chunkkv": "snapkv+chunks",
     "simlayerkv": "snapkv@simlayer(recent=0.5)", "kvzip": "kvzip", "kvzip + caote": "kvzip+caote",
@@ -201,15 +193,23 @@ CALIBRATED_COLUMNS = {
     "snapkv": "snapkv", "snapkv @adakv": "snapkv@adakv", "snapkv @duo": f"snapkv@duo({HEADS},sinks=4,recent=0.25)",
     "snapkv @headkv": f"snapkv@headkv({HEADS})", "snapkv + caote @headkv": f"snapkv+caote@headkv({HEADS})",
 }  # fmt: skip
+README_COLUMNS = {
+    name: (REAL_COLUMNS | NEWER_COLUMNS)[name]
+    for name in (
+        "recency", "tova", "curdkv", "snapkv", "snapkv, window 16, + caote", "laprox, kernel 13, @model", "chunkkv",
+        "kvzip @model",
+    )
+}  # fmt: skip
 
 
-def real_seen(columns: dict[str, str], study: str = "methods") -> str:
+def real_seen(columns: dict[str, str], *studies: str) -> str:
     """Make the table of needles on SmolLM2 under the policies of ``columns``, the best of each row bold.
 
-    A policy that has no run for a question has "-".
+    A policy that has no run for a question has "-". The studies have the same prompts.
     """
-    data = read(f"{claims.REAL}/{study}.json")
-    recall = {(r["policy"], r["share"], r["question"]): r["recall"] for r in data["results"]}
+    found_in = [read(f"{claims.REAL}/{study}.json") for study in studies]
+    data = found_in[0]
+    recall = {(r["policy"], r["share"], r["question"]): r["recall"] for part in found_in for r in part["results"]}
     lines = [f"| budget, question | {' | '.join(columns)} |", f"|{' --- |' * (len(columns) + 1)}"]
     for question, word in (("after", "known"), ("agnostic", "unknown")):
         for share in sorted({share for _, share, _ in recall if share is not None}):
@@ -815,10 +815,10 @@ def grown(r: dict[str, Any]) -> str:
 
 
 PARTS: dict[str, dict[str, Callable[[], str]]] = {
-    "../README.md": {"real": lambda: real_seen(README_COLUMNS)},
+    "../README.md": {"real": lambda: real_seen(README_COLUMNS, "methods", "newer")},
     "architecture.md": {"roundings": lambda: roundings(read("smollm2/rounding.json"))},
     "gallery.md": {
-        "real": lambda: real_seen(REAL_COLUMNS),
+        "real": lambda: real_seen(REAL_COLUMNS, "methods"),
         "newer": lambda: real_seen(NEWER_COLUMNS, "newer"),
         "calibrated": lambda: real_seen(CALIBRATED_COLUMNS, "calibrated"),
         "eight bits": in_eight_bits,

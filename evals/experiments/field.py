@@ -93,7 +93,7 @@ def _name(place: Place) -> str:
 def figure(found: Sequence[Place], full: dict[str, float], path: Path) -> None:
     """Draw a panel per question: all methods in grey, those of the best places in colour, and the best places' line."""
     plt = report.pyplot()
-    drawing, axes = plt.subplots(1, 2, figsize=(11, 5.6), sharey=True, layout="constrained")
+    drawing, axes = plt.subplots(1, 2, figsize=(11, 6.8), sharey=True, layout="constrained")
     fronts = {asked: best(place for place in found if place.question == asked) for asked in PANELS}
     names = {
         asked: list(dict.fromkeys(_name(place) for place in reversed(front)))[:NAMED] for asked, front in fronts.items()
@@ -126,7 +126,7 @@ def figure(found: Sequence[Place], full: dict[str, float], path: Path) -> None:
         axis.tick_params(labelsize=9.5)
         axis.set_title(title, fontsize=11)
         axis.set_xlabel("bytes, over those of the full cache of floats", fontsize=10)
-        axis.legend(fontsize=8.5, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=2)
+        axis.legend(fontsize=9, frameon=False, loc="upper left", bbox_to_anchor=(0, -0.12))
     axes[0].set_ylabel("exact recall", fontsize=10)
     axes[0].set_ylim(-0.03, 1.03)
     drawing.suptitle(f"{len({place.method for place in found})} methods: recall against bytes", fontsize=13)
