@@ -267,7 +267,9 @@ def seen() -> str:
 
 
 NAMES = {"rolling_snapkv": "SnapKV, token by token", "h2o": "h2o, token by token", "quest": "quest, page 16",
-         "quest(page_size=4)": "quest, page 4"}  # fmt: skip
+         "quest(page_size=4)": "quest, page 4", "two_levels": "two levels, 20% of the pages",
+         "two_levels(pages=0.4)": "two levels, 40% of the pages",
+         "two_levels(by='max')": "two levels, 20%, by the largest logit"}  # fmt: skip
 
 
 def named(select: str) -> str:
@@ -827,6 +829,7 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "results/TOKENBUTLER.md": {
         "foreseen": lambda: foreseen("smollm2/butler-accuracy.json"),
         "foreseen unseen": lambda: foreseen("smollm2/butler-accuracy-handbook.json"),
+        "foreseen by pages": lambda: foreseen("smollm2/butler-pages.json"),
         "perplexities": lambda: perplexities("smollm2/butler-perplexity.json"),
         "names": lambda: names_found("smollm2/coref.json"),
         "steps": steps_foreseen,
