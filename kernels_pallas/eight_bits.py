@@ -42,7 +42,7 @@ def unread(floats: Sequence[str], numbers: Mapping[str, Any], rows: Mapping[str,
     Args:
         floats: the dtypes of floats that it reads.
         numbers: arrays of floats, by name.
-        rows: arrays of floats or of eight bits, by name.
+        rows: arrays of floats or of eight bits, by name; None where there is none.
 
     Example:
         >>> import jax.numpy as jnp
@@ -54,7 +54,7 @@ def unread(floats: Sequence[str], numbers: Mapping[str, Any], rows: Mapping[str,
     """
     for arrays, dtypes in ((numbers, floats), (rows, (*floats, *EIGHT_BITS))):
         for name, x in arrays.items():
-            if x.dtype.name not in dtypes:
+            if x is not None and x.dtype.name not in dtypes:
                 return f"{name} are {x.dtype}, but the kernels take {', '.join(dtypes)}"
     return None
 
@@ -68,6 +68,8 @@ def unread_on_gpu(*rows: Any) -> str | None:
         >>> unread_on_gpu(jnp.ones(1, "int8")) is None
         True
     """
+    if any(x is None for x in rows):
+        return "keys and values are side by side in one array, but the kernels take two"
     if all(x.dtype != "float8_e4m3fn" for x in rows):
         return None
     capability = _compute_capability()

@@ -9,12 +9,40 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, PartitionSpec
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int, Shaped
 
 SPLIT = {"b": "data", "k": "tensor", "n": "tensor"}  # an array's axis -> the mesh's axis that splits it
 
 
-def stacked(x: Array, layer: Int[Array, ""] | int | None) -> tuple[Array, Int[Array, "1"]]:
+def apart(
+    key: Shaped[Array, "*rows width"], value: Shaped[Array, "*rows D"] | None, head_dim: int
+) -> tuple[Shaped[Array, "*rows D"], Shaped[Array, "*rows D"]]:
+    """Return keys and values as two arrays; without values, each row of ``key`` holds a key and then its value.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from kernels_pallas.prepare import apart
+        >>> [x.tolist() for x in apart(jnp.array([[1, 2, 3, 4]]), None, 2)]
+        [[[1, 2]], [[3, 4]]]
+    """
+    return (key[..., :head_dim], key[..., -head_dim:]) if value is None else (key, value)
+
+
+def alike(key: Array, value: Array | None, head_dim: int) -> bool:
+    """Return whether keys and values, in two arrays or side by side in one, have rows of this head dim.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from kernels_pallas.prepare import alike
+        >>> alike(jnp.ones((3, 4)), None, 2), alike(jnp.ones((3, 4)), jnp.ones((3, 4)), 2)
+        (True, False)
+    """
+    if value is None:
+        return key.shape[-1] == 2 * head_dim
+    return key.shape == value.shape and key.shape[-1] == head_dim
+
+
+def stacked[Rows: (Array, Array | None)](x: Rows, layer: Int[Array, ""] | int | None) -> tuple[Rows, Int[Array, "1"]]:
     """Return the stacked array and the layer's number, as kernels take them; a single layer becomes a stack of one.
 
     Example:
@@ -23,7 +51,9 @@ def stacked(x: Array, layer: Int[Array, ""] | int | None) -> tuple[Array, Int[Ar
         >>> stacked(jnp.ones(3), None)[0].shape
         (1, 3)
     """
-    return (x[None], jnp.zeros(1, jnp.int32)) if layer is None else (x, jnp.asarray(layer, jnp.int32).reshape(1))
+    if layer is None:
+        return x if x is None else x[None], jnp.zeros(1, jnp.int32)
+    return x, jnp.asarray(layer, jnp.int32).reshape(1)
 
 
 class Rounded(NamedTuple):
@@ -66,7 +96,8 @@ def over_heads(
     is moved. ``function`` returns a tuple. Without a mesh it runs as it is.
 
     Args:
-        inputs, outputs: each array's axes, such as "b k s d"; those named b, k or n are split, the others are not.
+        inputs, outputs: each array's axes, such as "b k s d"; those named b, k or n are split, the others are not. An
+            input may be None.
 
     Raises:
         NotImplementedError: if the mesh has other axes, or does not divide the rows or the heads.
@@ -78,7 +109,7 @@ def over_heads(
         [[3.0, 3.0]]
     """
 
-    def split(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    def split(*arrays: jax.Array | None) -> tuple[jax.Array, ...]:
         mesh = mesh_of(arrays)
         ways = {
             name: size
@@ -93,6 +124,8 @@ def over_heads(
                 f"a kernel is split over automatic axes {' and '.join(sorted(names))} of a mesh, but this one is {mesh}"
             )
         for axes, array in zip(inputs, arrays, strict=True):
+            if array is None:
+                continue
             for axis, size in zip(axes.split(), array.shape, strict=True):
                 if size % ways.get(SPLIT.get(axis, ""), 1):
                     raise NotImplementedError(f"{ways[SPLIT[axis]]} devices do not divide axis {axis} of {array.shape}")
@@ -112,7 +145,7 @@ def over_heads(
     return split
 
 
-def mesh_of(arrays: Sequence[jax.Array]) -> Any:
+def mesh_of(arrays: Sequence[jax.Array | None]) -> Any:
     """Return the mesh of the arrays, or else the current abstract mesh, which is empty where none is set.
 
     Example:
@@ -121,7 +154,7 @@ def mesh_of(arrays: Sequence[jax.Array]) -> Any:
         >>> mesh_of([jnp.ones(2)]).empty
         True
     """
-    meshes = [jax.typeof(array).sharding.mesh for array in arrays]
+    meshes = [jax.typeof(array).sharding.mesh for array in arrays if array is not None]
     return next((mesh for mesh in meshes if not mesh.empty), jax.sharding.get_abstract_mesh())
 
 

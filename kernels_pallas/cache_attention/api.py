@@ -10,14 +10,15 @@ from kernels_pallas.cache_attention import reference
 from kernels_pallas.cache_attention.reference import STATISTICS, ColumnStatistics
 from kernels_pallas.checks import check_soft_cap
 from kernels_pallas.dispatch import Implementation, check_layer, check_scale, dispatch, kernels_of
+from kernels_pallas.prepare import alike
 
 KERNELS = kernels_of("cache_attention")
 
 
 def cache_attention(
     query: Float[Array, "B T N D"],
-    key: Real[Array, "*L B K S D"],
-    value: Real[Array, "*L B K S D"],
+    key: Real[Array, "*L B K S width"],
+    value: Real[Array, "*L B K S D"] | None,
     key_position: Int[Array, "B K S"],
     query_position: Int[Array, "B T"],
     *,
@@ -38,7 +39,8 @@ def cache_attention(
     0 and no statistic counts it. Query head n reads KV head n // (N / K).
 
     Args:
-        key, value: one layer's, or all layers' with ``layer``; floats, or numbers of eight bits with scales.
+        key, value: one layer's, or all layers' with ``layer``; floats, or numbers of eight bits with scales. Without
+            values each row of ``key`` holds a key and then its value: ``width`` is 2 D, else D.
         key_scale, value_scale: by which each row of eight bits is multiplied, shaped like the rows without D; None for
             floats. Logits and weights are multiplied by them, so that no copy of the rows as floats is needed.
         statistics: names from ``STATISTICS``; see :class:`ColumnStatistics`.
@@ -66,13 +68,13 @@ def cache_attention(
     """
     B, T, N, D = query.shape
     check_layer("keys and values", key.ndim, layer)
-    if key.shape != value.shape or key.ndim not in (4, 5) or key.shape[-4::3] != (B, D) or N % key.shape[-3]:
+    if not alike(key, value, D) or key.ndim not in (4, 5) or key.shape[-4] != B or N % key.shape[-3]:
         raise ValueError(
-            f"query {query.shape}, key {key.shape} and value {value.shape} do not fit: expected [B, T, N, D] and twice "
-            "[B, K, S, D] with N a multiple of K."
+            f"query {query.shape}, key {key.shape} and value {None if value is None else value.shape} do not fit: "
+            "expected [B, T, N, D] and twice [B, K, S, D], or [B, K, S, 2 D] and None, with N a multiple of K."
         )
     check_scale("key", key, key_scale)
-    check_scale("value", value, value_scale)
+    check_scale("value", key if value is None else value, value_scale)
     slots = key.shape[-4:-1]
     if key_position.shape != slots or query_position.shape != (B, T):
         raise ValueError(

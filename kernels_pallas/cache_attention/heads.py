@@ -31,8 +31,8 @@ def span_of(sliding_window: Int[Array, ""] | int | None) -> Int[Array, "1"]:
 def on_heads(
     kernel: Callable[..., tuple[Array, ...]],
     query: Float[Array, "B T N D"],
-    key: Real[Array, "*L B K S D"],
-    value: Real[Array, "*L B K S D"],
+    key: Real[Array, "*L B K S width"],
+    value: Real[Array, "*L B K S D"] | None,
     key_position: Int[Array, "B K S"],
     query_position: Int[Array, "B T"],
     *,

@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, Int, Real, Shaped
 
 from kernels_pallas.cache_attention.queries import IN_WINDOW, IS_LAST, describe
 from kernels_pallas.dispatch import of_layer
+from kernels_pallas.prepare import apart
 from kernels_pallas.softmax import exponentials, grouped_logits, scaled, weighted_values
 
 STATISTICS = (
@@ -51,8 +52,8 @@ class ColumnStatistics(NamedTuple):
 
 def cache_attention(
     query: Float[Array, "B T N D"],
-    key: Real[Array, "*L B K S D"],
-    value: Real[Array, "*L B K S D"],
+    key: Real[Array, "*L B K S width"],
+    value: Real[Array, "*L B K S D"] | None,
     key_position: Int[Array, "B K S"],
     query_position: Int[Array, "B T"],
     *,
@@ -66,7 +67,8 @@ def cache_attention(
     value_scale: Float[Array, "*L B K S"] | None = None,
 ) -> tuple[Float[Array, "B T N D"], ColumnStatistics]:
     """See :func:`kernels_pallas.cache_attention.api.cache_attention`."""
-    key, value = of_layer(key, layer), of_layer(value, layer)
+    values = None if value is None else of_layer(value, layer)
+    key, value = apart(of_layer(key, layer), values, query.shape[-1])
     key_scale, value_scale = (s if s is None else of_layer(s, layer) for s in (key_scale, value_scale))
     live = key_position >= 0
     age = query_position[:, None, :, None] - key_position[:, :, None, :]  # [B, K, T, S]

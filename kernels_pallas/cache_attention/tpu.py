@@ -5,6 +5,9 @@ leaves VMEM. The first kernel also returns each row's largest logit and its sum 
 the weights of a chunk of slots again from them, and reduces these over the blocks of queries that enter a statistic. A
 single query, as in decode, needs no second kernel: the first returns its logits, 4 G bytes per slot. A
 :class:`Storage` describes where a chunk's slots are: in stacked layers here, in pages for ``paged_attention``.
+
+Where keys and values are side by side in one array, each chunk is read once: the logits take the first D lanes of its
+rows, and the weighted sum is that of whole rows, of which the last D lanes are the output.
 """
 
 from __future__ import annotations
@@ -57,11 +60,11 @@ def beyond(query: Any, key: Any, value: Any, kv_heads: int) -> str | None:
 
 
 def of_heads(query, about, span, key, value, key_position, layer, *scales, rounded, names, scale, soft_cap, interpret):
-    S, D = key.shape[3:]
+    S, width = key.shape[3:]
 
     def stored(most: int) -> tuple[Storage, tuple[Array, ...]]:
         slots = min(pl.cdiv(S, 128) * 128, most)
-        block = (None, None, None, slots, D), lambda b, k, c, layer: (layer[0], b, k, c, 0)
+        block = (None, None, None, slots, width), lambda b, k, c, layer: (layer[0], b, k, c, 0)
         return Storage(slots, (block,)), (layer,)
 
     options = dict(rounded=rounded, names=names, scale=scale, soft_cap=soft_cap, interpret=interpret, name="cache")
@@ -73,7 +76,7 @@ def attend_heads(
     about: Int[Array, "B T 3"],
     span: Int[Array, "1"],
     key: Array,
-    value: Array,
+    value: Array | None,
     key_position: Int[Array, "B K S"],
     scales: tuple[Float[Array, "B K S"], ...],
     stored: Callable[[int], tuple[Storage, tuple[Array, ...]]],
@@ -91,9 +94,10 @@ def attend_heads(
         stored: (the most slots of a chunk) -> the storage, and the arrays ``where``, which are copied to scalar memory.
     """
     B, K, G, T, D = query.shape
-    S = key_position.shape[2]
+    S, width = key_position.shape[2], key.shape[-1]
     per_head = 1 if T == 1 else min(pl.cdiv(T, 16) * 16, max(ROWS // G // 16, 1) * 16)  # queries of a block
     blocks, rows = pl.cdiv(T, per_head), G * per_head
+    stores = [key] if value is None else [key, value]
     storage, where = stored(max(min(SLOTS, CELLS // rows // 128 * 128), 128))
     slots, pieces = storage.slots, len(storage.blocks)
     chunks = pl.cdiv(S, slots)
@@ -128,7 +132,7 @@ def attend_heads(
     options |= dict(scale=scale, soft_cap=soft_cap)
     one_query = T == 1 and bool(names)  # its logits take no more memory than the statistics, which follow from them
     out, softmax, *logits = pl.pallas_call(
-        functools.partial(_attend, **options),
+        functools.partial(_attend, arrays=len(stores), **options),
         out_shape=[
             jax.ShapeDtypeStruct((B, K, blocks, rows, D), query.dtype),
             jax.ShapeDtypeStruct((B, K, blocks, rows, 128), jnp.float32),
@@ -137,7 +141,13 @@ def attend_heads(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(where),
             grid=(B, K, blocks, chunks),
-            in_specs=[scalar, q_spec, about_spec, *[position_spec] * (1 + len(scales)), *slot_specs, *slot_specs],
+            in_specs=[
+                scalar,
+                q_spec,
+                about_spec,
+                *[position_spec] * (1 + len(scales)),
+                *slot_specs * len(stores),
+            ],
             out_specs=[
                 q_spec,
                 row_spec,
@@ -146,19 +156,19 @@ def attend_heads(
             scratch_shapes=[
                 pltpu.VMEM((rows, 128), jnp.float32),
                 pltpu.VMEM((rows, 128), jnp.float32),
-                pltpu.VMEM((rows, D), jnp.float32),
+                pltpu.VMEM((rows, width), jnp.float32),
             ],
         ),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")),
         cost_estimate=pl.CostEstimate(
-            flops=4 * B * K * rows * blocks * S * D,
-            bytes_accessed=B * K * S * D * blocks * (key.dtype.itemsize + value.dtype.itemsize)
+            flops=2 * B * K * rows * blocks * S * (D + width),
+            bytes_accessed=B * K * S * width * blocks * sum(x.dtype.itemsize for x in stores)
             + 2 * query.size * query.dtype.itemsize,
             transcendentals=B * K * rows * blocks * S,
         ),
         interpret=interpret,
         name=f"{name}_attention",
-    )(*where, span, query, about, key_position, *scales, *[key] * pieces, *[value] * pieces)
+    )(*where, span, query, about, key_position, *scales, *[x for x in stores for _ in range(pieces)])
 
     columns: tuple[Array, ...] = ()
     if one_query:
@@ -190,7 +200,7 @@ def attend_heads(
             compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")),
             cost_estimate=pl.CostEstimate(
                 flops=2 * B * K * rows * blocks * S * D,
-                bytes_accessed=B * K * S * D * key.dtype.itemsize * (1 if blocks == 1 else blocks),
+                bytes_accessed=B * K * S * width * key.dtype.itemsize * (1 if blocks == 1 else blocks),
                 transcendentals=B * K * rows * blocks * S,
             ),
             interpret=interpret,
@@ -213,8 +223,8 @@ def _logits(span, query, about, key, key_position, key_scale=(), *, per_head, sc
     """Compute the logits of a block [rows, slots], and a mask of those that a query sees."""
     wide = jnp.promote_types(query.dtype, key.dtype)
     logits = jax.lax.dot_general(
-        query[...].astype(wide), key.astype(wide), (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32,
-        precision=jax.lax.Precision.HIGHEST if wide == jnp.float32 else None,
+        query[...].astype(wide), key[:, : query.shape[1]].astype(wide), (((1,), (1,)), ((), ())),
+        preferred_element_type=jnp.float32, precision=jax.lax.Precision.HIGHEST if wide == jnp.float32 else None,
     )  # fmt: skip
     for ref in key_scale:
         logits = logits * ref[...]  # [1, slots]
@@ -234,13 +244,13 @@ def _when_held(storage, where, chunk, *conditions):
     return pl.when(functools.reduce(jnp.logical_and, conditions)) if conditions else lambda run: run()
 
 
-def _attend(*refs, storage, scalars, rounded, per_head, scale, soft_cap):
+def _attend(*refs, arrays, storage, scalars, rounded, per_head, scale, soft_cap):
     where, (span, query, about, key_position, *others) = refs[:scalars], refs[scalars:]
     scales, others = others[: sum(rounded)], others[sum(rounded) :]
     key_scales, value_scales = rounded.split(scales)
     pieces = len(storage.blocks)
-    keys, values, others = others[:pieces], others[pieces : 2 * pieces], others[2 * pieces :]
-    out, softmax, *logits_out, peak, total, acc = others
+    slots, (out, softmax, *logits_out, peak, total, acc) = others[: pieces * arrays], others[pieces * arrays :]
+    keys, values = slots[:pieces], slots[-pieces:]  # the same where they are side by side
     c = pl.program_id(3)
 
     @pl.when(c == 0)
@@ -286,7 +296,7 @@ def _attend(*refs, storage, scalars, rounded, per_head, scale, soft_cap):
     @pl.when(c == pl.num_programs(3) - 1)
     def finish():
         tiny = jnp.finfo(jnp.float32).tiny
-        out[...] = (acc[...] / jnp.maximum(total[:, :1], tiny)).astype(out.dtype)
+        out[...] = (acc[:, -out.shape[1] :] / jnp.maximum(total[:, :1], tiny)).astype(out.dtype)
         lane = jax.lax.broadcasted_iota(jnp.int32, softmax.shape, 1)
         softmax[...] = jnp.where(lane == 0, peak[...], jnp.maximum(total[...], tiny))
 

@@ -15,11 +15,12 @@ KERNELS = kernels_of("caote_topk")
 
 def caote_topk(
     weights: Float[Array, "B K _ S"],
-    value: Real[Array, "*L B K S D"],
+    value: Real[Array, "*L B K S width"],
     position: Int[Array, "B K S"],
     budget: int | Int[Array, ""] | Int[Array, "B"],
     *,
     value_scale: Float[Array, "*L B K S"] | None = None,
+    head_dim: int | None = None,
     protected: Bool[Array, "B K S"] | None = None,
     fast: bool = False,
     norm: Norm = 2,
@@ -45,6 +46,8 @@ def caote_topk(
         excess: a promise that no head holds more than ``budget + excess`` tokens. With 1, as in decode, the slot to
             free is an argmin.
         value: one layer's, or all layers' with ``layer``; a kernel then reads them in place.
+        head_dim: D, where only the last D numbers of each row are the value, and its key comes before it; None where
+            the row is the value.
         with_scores: whether to return the scores, float32, ``+inf`` where protected, ``-inf`` where free.
         implementation: "auto" takes the fastest one that can run here; one given by name runs or raises.
 
@@ -71,6 +74,8 @@ def caote_topk(
             "[B, K, G, S], [B, K, S, D] and [B, K, S]."
         )
     check_scale("value", value, value_scale)
+    if head_dim is not None and not 0 < head_dim <= value.shape[-1]:
+        raise ValueError(f"head_dim is {head_dim}; expected 1 to {value.shape[-1]}, the numbers of a row.")
     if protected is not None and protected.shape != (B, K, S):
         raise ValueError(f"protected {protected.shape} does not fit: expected {(B, K, S)}, one entry per slot.")
     if norm not in (1, 2, "inf") or group not in ("exact", "mean"):
@@ -79,7 +84,7 @@ def caote_topk(
     if excess is not None:
         excess = check_count("excess", excess, 0, "give a number of tokens, or None")
     options = dict(fast=fast, norm=norm, group=group, excess=excess, with_scores=with_scores, layer=layer)
-    options |= dict(value_scale=value_scale)
+    options |= dict(value_scale=value_scale, head_dim=head_dim)
     return dispatch(
         implementation, reference.caote_topk, KERNELS, weights, value, position, budget, protected, **options
     )

@@ -16,7 +16,7 @@ from kernels_pallas.prepare import over_heads, stacked
 def on_heads(
     kernel: Callable[..., tuple[Array, ...]],
     weights: Float[Array, "B K _ S"],
-    value: Real[Array, "*L B K S D"],
+    value: Real[Array, "*L B K S width"],
     position: Int[Array, "B K S"],
     budget: Int[Array, "B"],
     protected: Bool[Array, "B K S"] | None,
@@ -26,6 +26,7 @@ def on_heads(
     group: Group,
     excess: int | None,
     with_scores: bool,
+    head_dim: int | None = None,
     layer: int | Int[Array, ""] | None = None,
     value_scale: Float[Array, "*L B K S"] | None = None,
 ) -> Kept:
@@ -36,7 +37,7 @@ def on_heads(
     del norm
     scales = () if value_scale is None else (of_layer(value_scale, layer),)
     run = over_heads(
-        functools.partial(kernel, fast=fast, excess=excess, with_scores=with_scores),
+        functools.partial(kernel, head_dim=head_dim, fast=fast, excess=excess, with_scores=with_scores),
         ["b k g s", "l b k s d", "u", "b k s", "b", *["b k s"] * len(scales)],
         ["b k s", "b k s"] if with_scores else ["b k s"],
     )

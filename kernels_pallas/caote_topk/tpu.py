@@ -68,18 +68,19 @@ class _Tiling:
 
 def of_heads(
     weights: Float[Array, "B K G S"],
-    value: Float[Array, "L B K S D"],
+    value: Float[Array, "L B K S width"],
     layer: Int[Array, "1"],
     slot: Int[Array, "B K S"],
     budget: Int[Array, "B"],
     *scales: Float[Array, "B K S"],
+    head_dim: int | None,
     fast: bool,
     excess: int | None,
     with_scores: bool,
     interpret: Any,
 ) -> tuple[Array, ...]:
     B, K, G, S = weights.shape
-    D, H = value.shape[4], B * K
+    width, H = value.shape[4], B * K
     tiling = _Tiling.of(weights.shape, value)
     padded, groups = tiling.chunk * tiling.chunks, pl.cdiv(H, HEADS)
     weights = jnp.pad(weights.reshape(H, G, S), ((0, 0), (0, 0), (0, padded - S)))
@@ -100,10 +101,17 @@ def of_heads(
     out_shape = [jax.ShapeDtypeStruct(row_shape, jnp.int32)]
     if with_scores:
         out_shape.append(jax.ShapeDtypeStruct(row_shape, jnp.float32))
-    rows, lanes = pl.cdiv(G, 8) * 8, pl.cdiv(D, 128) * 128
+    rows, lanes = pl.cdiv(G, 8) * 8, pl.cdiv(width, 128) * 128
     out = pl.pallas_call(
         functools.partial(
-            _kernel, scales=len(scales), tiling=tiling, heads=H, fast=fast, excess=excess, with_scores=with_scores
+            _kernel,
+            head_dim=head_dim or width,
+            scales=len(scales),
+            tiling=tiling,
+            heads=H,
+            fast=fast,
+            excess=excess,
+            with_scores=with_scores,
         ),
         out_shape=out_shape,
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -114,7 +122,7 @@ def of_heads(
                 pl.BlockSpec((None, G, padded), lambda g, i, phase, c, layer: (head(g, i), 0, 0)),
                 row,
                 pl.BlockSpec(
-                    (None, None, tiling.chunk, D),
+                    (None, None, tiling.chunk, width),
                     lambda g, i, phase, c, layer: (layer[0], head(g, i), chunk_of(phase, c), 0),
                 ),
                 *[row] * len(scales),
@@ -136,23 +144,24 @@ def of_heads(
             vmem_limit_bytes=max(16 * 2**20, tiling.vmem_bytes * 5 // 4),
         ),
         cost_estimate=pl.CostEstimate(
-            flops=(6 * G + 4) * H * S * D,
-            bytes_accessed=H * S * D * value.dtype.itemsize * (1 if tiling.chunks == 1 else 2)
+            flops=(6 * G + 4) * H * S * width,
+            bytes_accessed=H * S * width * value.dtype.itemsize * (1 if tiling.chunks == 1 else 2)
             + 4 * H * S * (G + 2 + with_scores),
             transcendentals=G * H * S,
         ),
         interpret=interpret,
         name="caote_topk",
-    )(layer, budgets, weights, slot, value.reshape(-1, H, S, D), *of_slots)
+    )(layer, budgets, weights, slot, value.reshape(-1, H, S, width), *of_slots)
     return tuple(x[:H, :S].reshape(B, K, S) for x in out)
 
 
-def _kernel(_, budget, weights, slot, value, *refs, scales, tiling, heads, fast, excess, with_scores):
+def _kernel(_, budget, weights, slot, value, *refs, head_dim, scales, tiling, heads, fast, excess, with_scores):
     scales, refs = refs[:scales], refs[scales:]
     kept, scored = refs[0], refs[1 if with_scores else 0]
     scores, output, heaviest, heaviest_weight, rest_weight, heaviest_slot = refs[2 if with_scores else 1 :]
     i, phase, c = (pl.program_id(axis) for axis in (1, 2, 3))
-    G, D, step = weights.shape[0], value.shape[1], tiling.step
+    G, width, step = weights.shape[0], value.shape[1], tiling.step
+    first_lane = width - head_dim  # of a value; its key is before it
     first = jnp.where(phase == 0, c, tiling.chunks - 1 - c) * tiling.chunk
     is_real = pl.program_id(0) * HEADS + i < heads
 
@@ -171,6 +180,11 @@ def _kernel(_, budget, weights, slot, value, *refs, scales, tiling, heads, fast,
             x = x * jnp.where(jnp.abs(scale) < jnp.inf, scale, 0)
         return x
 
+    def rows(local):
+        """Return a step's values in float32, 0 in the lanes of their keys."""
+        v = value[pl.ds(local, step), :].astype(jnp.float32)
+        return jnp.where(jax.lax.broadcasted_iota(jnp.int32, v.shape, 1) >= first_lane, v, 0) if first_lane else v
+
     def number(start):
         return start + jax.lax.broadcasted_iota(jnp.int32, (1, step), 1)
 
@@ -184,7 +198,7 @@ def _kernel(_, budget, weights, slot, value, *refs, scales, tiling, heads, fast,
     def sum_up():
         def add(start, local):
             here = pl.ds(start, step)
-            v = value[pl.ds(local, step), :].astype(jnp.float32)
+            v = rows(local)
             finite = jnp.abs(v) < jnp.inf
             v = jnp.where(finite, v, 0)
             takes_part = jnp.min(jnp.where(finite, 1.0, 0.0).T, axis=0, keepdims=True)  # [1, step]
@@ -206,15 +220,15 @@ def _kernel(_, budget, weights, slot, value, *refs, scales, tiling, heads, fast,
             lighter_weight = jnp.where(heavier, heaviest_weight[:G, :1], most)
             rest_sum = rest_weight[:G, :1] + jnp.sum(rest, axis=1, keepdims=True) + lighter_weight
             if fast:
-                output[:1, :D] += _product(scaled(takes_part, here), v, value.dtype)
+                output[:1, :width] += _product(scaled(takes_part, here), v, value.dtype)
                 heaviest[:1, :1] += jnp.sum(takes_part, axis=1, keepdims=True)  # their number
             else:
                 both = jnp.concatenate([rest, jnp.where(is_most, 1.0, 0.0)], axis=0)
                 both = _product(scaled(both, here), v, value.dtype)
                 most_value = both[G:]
-                lighter = jnp.where(heavier, heaviest[:G, :D], most_value)
-                output[:G, :D] += both[:G] + lighter_weight * lighter
-                heaviest[:G, :D] = jnp.where(heavier, most_value, heaviest[:G, :D])
+                lighter = jnp.where(heavier, heaviest[:G, :width], most_value)
+                output[:G, :width] += both[:G] + lighter_weight * lighter
+                heaviest[:G, :width] = jnp.where(heavier, most_value, heaviest[:G, :width])
             heaviest_slot[:G, :1] = jnp.where(heavier, which, heaviest_slot[:G, :1])
             heaviest_weight[:G, :1] = jnp.where(heavier, most, heaviest_weight[:G, :1])
             rest_weight[:G, :1] = rest_sum
@@ -231,18 +245,18 @@ def _kernel(_, budget, weights, slot, value, *refs, scales, tiling, heads, fast,
             point = output[...] + heaviest_weight[:, :1] * heaviest[...]
             away = output[:G, :] / remains - heaviest[:G, :]
             without = most * jnp.sqrt(jnp.sum(away * away, axis=1, keepdims=True))
-        columns = point.T  # [D or more, G or more]
+        columns = point.T[first_lane:width]  # [D, G or more]
 
         def score(start, local):
             here = pl.ds(start, step)
-            v = value[pl.ds(local, step), :].astype(jnp.float32)
-            v = scaled(jnp.where(jnp.abs(v) < jnp.inf, v, 0).T, here)  # [D, step]
+            v = rows(local)
+            v = scaled(jnp.where(jnp.abs(v) < jnp.inf, v, 0).T[first_lane:], here)  # [D, step]
             takes_part = scores[pl.ds(i, 1), here] > 0
             a = jnp.where(takes_part, weights[:, here], 0)
             is_most = number(start) == heaviest_slot[:G, :1]
             dominant = is_most & (a > 0.5)
             ratio = a / jnp.where(dominant, remains, jnp.maximum(1 - a, jnp.finfo(jnp.float32).eps))
-            squares = [_sum_of_squares(columns[:D, g : g + 1] - v) for g in range(1 if fast else G)]
+            squares = [_sum_of_squares(columns[:, g : g + 1] - v) for g in range(1 if fast else G)]
             changes = ratio * jnp.sqrt(jnp.concatenate(squares, axis=0) if len(squares) > 1 else squares[0])
             if not fast:
                 changes = jnp.where(dominant, without, changes)

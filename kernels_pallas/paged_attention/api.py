@@ -11,14 +11,15 @@ from kernels_pallas.cache_attention.reference import ColumnStatistics
 from kernels_pallas.checks import check_soft_cap
 from kernels_pallas.dispatch import Implementation, check_scale, dispatch, kernels_of
 from kernels_pallas.paged_attention import reference
+from kernels_pallas.prepare import alike
 
 KERNELS = kernels_of("paged_attention")
 
 
 def paged_attention(
     query: Float[Array, "B T N D"],
-    key: Real[Array, "P page D"],
-    value: Real[Array, "P page D"],
+    key: Real[Array, "P page width"],
+    value: Real[Array, "P page D"] | None,
     position: Int[Array, "P page"],
     table: Int[Array, "B K M"],
     query_position: Int[Array, "B T"],
@@ -39,7 +40,8 @@ def paged_attention(
     one head at a time.
 
     Args:
-        key, value, position: a pool of pages that heads of any layer own; position -1 is a free slot.
+        key, value, position: a pool of pages that heads of any layer own; position -1 is a free slot. Without
+            values each row of ``key`` holds a key and then its value: ``width`` is 2 D, else D.
         key_scale, value_scale: by which each row of eight bits is multiplied; None for floats.
         table: each head's pages; -1 where it has none, and nothing is read there.
         statistics: names from ``STATISTICS``; see :class:`ColumnStatistics`.
@@ -66,13 +68,14 @@ def paged_attention(
         [0.333, 0.333, 0.333, 0.0, 0.0, 0.0]
     """
     B, T, N, D = query.shape
-    if key.shape != value.shape or key.ndim != 3 or key.shape[2] != D or position.shape != key.shape[:2]:
+    if not alike(key, value, D) or key.ndim != 3 or position.shape != key.shape[:2]:
         raise ValueError(
-            f"query {query.shape}, key {key.shape}, value {value.shape} and position {position.shape} do not fit: "
-            "expected [B, T, N, D], twice [P, page, D] and [P, page]."
+            f"query {query.shape}, key {key.shape}, value {None if value is None else value.shape} and position "
+            f"{position.shape} do not fit: expected [B, T, N, D], twice [P, page, D] (or [P, page, 2 D] and None) and "
+            "[P, page]."
         )
     check_scale("key", key, key_scale)
-    check_scale("value", value, value_scale)
+    check_scale("value", key if value is None else value, value_scale)
     if table.ndim != 3 or table.shape[0] != B or N % table.shape[1]:
         raise ValueError(
             f"the page table {table.shape} does not fit queries {query.shape}: expected [B, K, M] with B {B} and {N} a "

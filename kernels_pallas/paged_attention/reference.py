@@ -13,8 +13,8 @@ from kernels_pallas.paged_attention.pages import laid_out, slot_positions
 
 def paged_attention(
     query: Float[Array, "B T N D"],
-    key: Real[Array, "P page D"],
-    value: Real[Array, "P page D"],
+    key: Real[Array, "P page width"],
+    value: Real[Array, "P page D"] | None,
     position: Int[Array, "P page"],
     table: Int[Array, "B K M"],
     query_position: Int[Array, "B T"],
@@ -37,7 +37,7 @@ def paged_attention(
         return reference.cache_attention(
             jax.lax.dynamic_index_in_dim(grouped, head, axis=2, keepdims=False),
             laid_out(key, pages),
-            laid_out(value, pages),
+            None if value is None else laid_out(value, pages),
             slot_positions(position, pages),
             query_position,
             statistics=statistics,

@@ -6,6 +6,7 @@ from jaxtyping import Array, Float, Int, Real
 
 from kernels_pallas.checks import check_soft_cap, plain
 from kernels_pallas.dispatch import Implementation, check_layer, check_scale, dispatch, kernels_of
+from kernels_pallas.prepare import alike
 from kernels_pallas.select_attention import reference
 
 KERNELS = kernels_of("select_attention")
@@ -13,8 +14,8 @@ KERNELS = kernels_of("select_attention")
 
 def select_attention(
     query: Float[Array, "B T N D"],
-    key: Real[Array, "*L B K S D"],
-    value: Real[Array, "*L B K S D"],
+    key: Real[Array, "*L B K S width"],
+    value: Real[Array, "*L B K S D"] | None,
     slots: Int[Array, "B H M"],
     *,
     key_scale: Float[Array, "*L B K S"] | None = None,
@@ -33,7 +34,8 @@ def select_attention(
     to 2,048 slots that hold a chosen one. Where fewer than one slot in 32 is chosen, "auto" takes the reference.
 
     Args:
-        key, value: one layer's, or all layers' with ``layer``, which are then read in place.
+        key, value: one layer's, or all layers' with ``layer``, which are then read in place. Without
+            values each row of ``key`` holds a key and then its value: ``width`` is 2 D, else D.
         key_scale, value_scale: by which each row of eight bits is multiplied; None for floats.
         slots: the slots that each head reads, as ``kvjax.select`` returns them, each slot once. -1 stands for no slot:
             its weight is exactly 0. The output of a head with no slot is 0. Any order works; ascending is fastest.
@@ -59,14 +61,15 @@ def select_attention(
         [1.5, 4.0]
     """
     B, _, N, D = query.shape
-    if key.shape != value.shape or key.ndim not in (4, 5) or key.shape[-4::3] != (B, D) or N % key.shape[-3]:
+    if not alike(key, value, D) or key.ndim not in (4, 5) or key.shape[-4] != B or N % key.shape[-3]:
         raise ValueError(
-            f"query {query.shape}, key {key.shape} and value {value.shape} do not fit: expected [B, T, N, D] and twice "
-            "[B, K, S, D] or [L, B, K, S, D] with N a multiple of K."
+            f"query {query.shape}, key {key.shape} and value {None if value is None else value.shape} do not fit: "
+            "expected [B, T, N, D] and twice [B, K, S, D] or [L, B, K, S, D], or one with 2 D and None, with N a "
+            "multiple of K."
         )
     check_layer("keys and values", key.ndim, layer)
     check_scale("key", key, key_scale)
-    check_scale("value", value, value_scale)
+    check_scale("value", key if value is None else value, value_scale)
     layer = plain(layer)
     if isinstance(layer, int) and not 0 <= layer < key.shape[0]:
         raise ValueError(f"layer is {layer}; the keys and values have layers 0 to {key.shape[0] - 1}.")

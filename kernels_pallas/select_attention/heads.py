@@ -15,8 +15,8 @@ from kernels_pallas.prepare import given_scales, over_heads, stacked
 def on_heads(
     kernel: Callable[..., tuple[Array, ...]],
     query: Float[Array, "B T N D"],
-    key: Real[Array, "*L B K S D"],
-    value: Real[Array, "*L B K S D"],
+    key: Real[Array, "*L B K S width"],
+    value: Real[Array, "*L B K S D"] | None,
     slots: Int[Array, "B H M"],
     *,
     layer: int | Int[Array, ""] | None,

@@ -52,8 +52,9 @@ def unsupported(query: Any, key: Any, value: Any, slots: Any, **_: Any) -> str |
 
 def of_heads(query, key, value, slots, layer, *scales, rounded, scale, soft_cap, interpret):
     B, K, sets, T, G, D = query.shape
-    S, R, itemsize = key.shape[3], sets * T * G, max(key.dtype.itemsize, value.dtype.itemsize)
-    most = min(SLOTS, CELLS // R, BYTES // (pl.cdiv(D, 128) * 128 * itemsize)) // 128 * 128
+    stores = [key] if value is None else [key, value]
+    (S, width), R, itemsize = key.shape[3:], sets * T * G, max(x.dtype.itemsize for x in stores)
+    most = min(SLOTS, CELLS // R, BYTES // (pl.cdiv(width, 128) * 128 * itemsize)) // 128 * 128
     size = min(pl.cdiv(S, 128) * 128, max(most, 128))
     chunks = pl.cdiv(S, size)
 
@@ -67,13 +68,14 @@ def of_heads(query, key, value, slots, layer, *scales, rounded, scale, soft_cap,
 
     of_rows = pl.BlockSpec((None, None, R, D), lambda b, k, c, layer, here: (b, k, 0, 0))
     of_slots = pl.BlockSpec(
-        (None, None, None, size, D), lambda b, k, c, layer, here: (layer[0], b, k, here[(b * K + k) * chunks + c], 0)
+        (None, None, None, size, width),
+        lambda b, k, c, layer, here: (layer[0], b, k, here[(b * K + k) * chunks + c], 0),
     )
     of_scales = pl.BlockSpec(
         (None, None, 1, size), lambda b, k, c, layer, here: (b, k, 0, here[(b * K + k) * chunks + c])
     )
     out = pl.pallas_call(
-        functools.partial(_attend, rounded=rounded, size=size, scale=scale, soft_cap=soft_cap),
+        functools.partial(_attend, arrays=len(stores), rounded=rounded, size=size, scale=scale, soft_cap=soft_cap),
         out_shape=jax.ShapeDtypeStruct((B, K, R, D), query.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
@@ -85,8 +87,7 @@ def of_heads(query, key, value, slots, layer, *scales, rounded, scale, soft_cap,
                     memory_space=pltpu.SMEM,
                 ),
                 of_rows,
-                of_slots,
-                of_slots,
+                *[of_slots] * len(stores),
                 pl.BlockSpec((None, None, sets, blocks, 1, LISTED), lambda b, k, c, layer, here: (b, k, 0, 0, 0, 0)),
                 *[of_scales] * len(scales),
             ],
@@ -94,7 +95,7 @@ def of_heads(query, key, value, slots, layer, *scales, rounded, scale, soft_cap,
             scratch_shapes=[
                 pltpu.VMEM((R, 128), jnp.float32),
                 pltpu.VMEM((R, 128), jnp.float32),
-                pltpu.VMEM((R, D), jnp.float32),
+                pltpu.VMEM((R, width), jnp.float32),
             ],
         ),
         compiler_params=pltpu.CompilerParams(
@@ -102,8 +103,8 @@ def of_heads(query, key, value, slots, layer, *scales, rounded, scale, soft_cap,
             vmem_limit_bytes=2**24 + 8 * sets * blocks * LISTED,
         ),
         cost_estimate=pl.CostEstimate(
-            flops=4 * B * K * R * S * D,
-            bytes_accessed=B * K * S * D * (key.dtype.itemsize + value.dtype.itemsize) + 4 * slots.size,
+            flops=2 * B * K * R * S * (D + width),
+            bytes_accessed=B * K * S * width * sum(x.dtype.itemsize for x in stores) + 4 * slots.size,
             transcendentals=B * K * R * S,
         ),
         interpret=interpret,
@@ -113,8 +114,7 @@ def of_heads(query, key, value, slots, layer, *scales, rounded, scale, soft_cap,
         here,
         start,
         query.reshape(B, K, R, D),
-        key,
-        value,
+        *stores,
         slots.reshape(B, K, sets, blocks, 1, LISTED),
         *[x[:, :, None] for x in scales],
     )
@@ -152,8 +152,9 @@ def _mask(slots, first, last, origin, size):
     return jnp.concatenate(rows, axis=1) if len(rows) > 1 else rows[0]
 
 
-def _attend(_, here, start, query, key, value, slots, *refs, rounded, size, scale, soft_cap):
-    *scales, out, peak, total, acc = refs
+def _attend(_, here, start, query, *refs, arrays, rounded, size, scale, soft_cap):
+    key, value = refs[0], refs[arrays - 1]  # the same where they are side by side
+    slots, *scales, out, peak, total, acc = refs[arrays:]
     key_scales, value_scales = rounded.split(scales)
     c = pl.program_id(2)
     R, sets = query.shape[0], start.shape[0]
@@ -176,7 +177,7 @@ def _attend(_, here, start, query, key, value, slots, *refs, rounded, size, scal
         ]
         spread = [jnp.broadcast_to(mask, (R // sets, size)) for mask in masks]
         visible = (jnp.concatenate(spread, axis=0) if sets > 1 else spread[0]) > 0
-        k = widened(key[...], query.dtype)
+        k = widened(key[:, : query.shape[1]], query.dtype)
         wide = jnp.promote_types(query.dtype, k.dtype)
         logits = jax.lax.dot_general(
             query[...].astype(wide), k.astype(wide), (((1,), (1,)), ((), ())),
@@ -206,4 +207,4 @@ def _attend(_, here, start, query, key, value, slots, *refs, rounded, size, scal
 
     @pl.when(c == pl.num_programs(2) - 1)
     def finish():
-        out[...] = (acc[...] / jnp.maximum(total[:, :1], jnp.finfo(jnp.float32).tiny)).astype(out.dtype)
+        out[...] = (acc[:, -out.shape[1] :] / jnp.maximum(total[:, :1], jnp.finfo(jnp.float32).tiny)).astype(out.dtype)
