@@ -23,6 +23,7 @@ from jaxtyping import Array, Int
 import kvjax
 import models
 from benchmarks import measure
+from kvjax.cache import Rows, map_rows
 from models.config import Config
 from models.parameters import parameter_shapes
 from models.plan import PAGE_SIZE, CheckedPrompt, Options, plan_run
@@ -252,8 +253,7 @@ def after_prompt(shape: Any, prompt: int, held: int, *, numbers: bool = True) ->
             position = jax.random.permutation(next(keys), position, axis=-1, independent=True)
         return dataclasses.replace(
             shape,
-            key=draw(shape.key) if numbers else None,
-            value=draw(shape.value) if numbers else None,
+            rows=map_rows(draw, shape) if numbers else {},
             position=position.astype(jnp.int32),
             next_position=jnp.full(shape.next_position.shape, prompt, jnp.int32),
             state=jax.tree.map(state, shape.state),
@@ -286,21 +286,21 @@ def contest(model: models.Decoder, contenders: dict[str, Contender], repetitions
         >>> list(steps.contest(model, {"one": steps.Contender(program, 100, 16, "streaming")}, 1))
         ['one']
     """
-    shared: dict[str, Array] = {}
+    shared: dict[str, Rows] = {}
 
     def runner(own: Contender) -> Callable[[], Array]:
         cache = after_prompt(own.program.cache, own.prompt, own.held, numbers=not shared)
         if not shared:
-            shared.update(key=cache.key, value=cache.value)
-        rest: list[Any] = [dataclasses.replace(cache, key=None, value=None)]  # type: ignore[arg-type]
+            shared.update(rows=cache.rows)
+        rest: list[Any] = [dataclasses.replace(cache, rows={})]
         projection = models.output_projection(model, own.policy)
         given = dataclasses.replace(own.program.run, model=model, projection=projection)
 
         def run() -> Array:
             whole = dataclasses.replace(rest[0], **shared)
             after, logits = own.program.compiled(given, whole, own.program.tokens)
-            shared.update(key=after.key, value=after.value)
-            rest[0] = dataclasses.replace(after, key=None, value=None)
+            shared.update(rows=after.rows)
+            rest[0] = dataclasses.replace(after, rows={})
             return logits
 
         return run

@@ -29,6 +29,8 @@ from benchmarks import measure
 from benchmarks.shapes import shape
 from benchmarks.targets import compiled, tpu_chips
 from evals import evaluator, report
+from kvjax.cache import Rows, empty_rows
+from kvjax.quantise import Dtypes
 from models import commands, engine
 from models.parameters import parameter_shapes, partition
 from models.plan import PAGE_SIZE, CheckedPrompt, Options, plan_run
@@ -53,41 +55,47 @@ class Sizes(NamedTuple):
     prompt: int
 
 
-Shapes = tuple[jax.ShapeDtypeStruct, ...]
+Shapes = tuple[jax.ShapeDtypeStruct | None, ...]
 Operation = Callable[[Sizes], tuple[Callable[..., Any], Shapes]]
 
 
-def _slots(sizes: Sizes, slots: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-    """Return the shapes of one layer's keys or values, and of their positions."""
-    B, K, D = sizes.batch, sizes.config.num_kv_heads, sizes.config.head_dim
-    return jax.ShapeDtypeStruct((B, K, slots, D), jnp.bfloat16), jax.ShapeDtypeStruct((B, K, slots), jnp.int32)
+def _rows(sizes: Sizes, *slots: int) -> Rows:
+    """Return the shapes of keys and values as a cache on this platform stores them."""
+    dtypes = Dtypes("bfloat16", "bfloat16")
+    return jax.eval_shape(functools.partial(empty_rows, slots, sizes.config.head_dim, dtypes))
 
 
 def _caote_topk(sizes: Sizes) -> tuple[Callable[..., Any], Shapes]:
     config, S = sizes.config, sizes.budget + sizes.block
-    value, position = _slots(sizes, S)
+    slots = (sizes.batch, config.num_kv_heads, S)
+    rows, position = _rows(sizes, *slots), jax.ShapeDtypeStruct(slots, jnp.int32)
     groups = config.num_heads // config.num_kv_heads
     weights = jax.ShapeDtypeStruct((sizes.batch, config.num_kv_heads, groups, S), jnp.float32)
-    return lambda w, v, p: kernels_pallas.caote_topk(w, v, p, sizes.budget).position, (weights, value, position)
+
+    def run(weights, value, position):
+        return kernels_pallas.caote_topk(weights, value, position, sizes.budget, head_dim=config.head_dim).position
+
+    return run, (weights, rows["key"] if rows["value"] is None else rows["value"], position)
 
 
 def _cache_attention(sizes: Sizes, tokens: int, statistic: str) -> tuple[Callable[..., Any], Shapes]:
     config = sizes.config
-    key, position = _slots(sizes, sizes.budget + tokens)
+    slots = (sizes.batch, config.num_kv_heads, sizes.budget + tokens)
+    rows, position = _rows(sizes, *slots), jax.ShapeDtypeStruct(slots, jnp.int32)
     query = jax.ShapeDtypeStruct((sizes.batch, tokens, config.num_heads, config.head_dim), jnp.bfloat16)
     queries = jax.ShapeDtypeStruct((sizes.batch, tokens), jnp.int32)
 
     def run(query, key, value, position, queries):
         return kernels_pallas.cache_attention(query, key, value, position, queries, statistics=[statistic])
 
-    return run, (query, key, key, position, queries)
+    return run, (query, rows["key"], rows["value"], position, queries)
 
 
 def _paged_attention(sizes: Sizes, tokens: int, statistic: str) -> tuple[Callable[..., Any], Shapes]:
     config, page = sizes.config, PAGE_SIZE
     B, K, most = sizes.batch, config.num_kv_heads, -(-(sizes.budget + tokens) // page)
     pages = B * K * most * config.num_layers
-    pool = jax.ShapeDtypeStruct((pages, page, config.head_dim), jnp.bfloat16)
+    pool = _rows(sizes, pages, page)
     position, owned = (jax.ShapeDtypeStruct(x, jnp.int32) for x in ((pages, page), (B, K, most)))
     query = jax.ShapeDtypeStruct((B, tokens, config.num_heads, config.head_dim), jnp.bfloat16)
     queries = jax.ShapeDtypeStruct((B, tokens), jnp.int32)
@@ -95,15 +103,15 @@ def _paged_attention(sizes: Sizes, tokens: int, statistic: str) -> tuple[Callabl
     def run(query, key, value, position, owned, queries):
         return kernels_pallas.paged_attention(query, key, value, position, owned, queries, statistics=[statistic])
 
-    return run, (query, pool, pool, position, owned, queries)
+    return run, (query, pool["key"], pool["value"], position, owned, queries)
 
 
 def _select_attention(sizes: Sizes) -> tuple[Callable[..., Any], Shapes]:
     config = sizes.config
-    key, _ = _slots(sizes, sizes.prompt)
+    rows = _rows(sizes, sizes.batch, config.num_kv_heads, sizes.prompt)
     query = jax.ShapeDtypeStruct((sizes.batch, 1, config.num_heads, config.head_dim), jnp.bfloat16)
     chosen = jax.ShapeDtypeStruct((sizes.batch, config.num_heads, sizes.budget), jnp.int32)
-    return kernels_pallas.select_attention, (query, key, key, chosen)
+    return kernels_pallas.select_attention, (query, rows["key"], rows["value"], chosen)
 
 
 def _mse_logits(sizes: Sizes) -> tuple[Callable[..., Any], Shapes]:
@@ -157,10 +165,10 @@ Lower = Callable[[], tuple[jax.stages.Lowered, Any]]  # returns a program, and t
 
 def lowered_operation(operation: Operation, sizes: Sizes, mesh: Mesh) -> tuple[jax.stages.Lowered, Any]:
     """Return an operation lowered for one chip, and its arguments."""
-    function, shapes = operation(sizes)
     whole = NamedSharding(mesh, PartitionSpec())
-    given = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole) for x in shapes]
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        function, shapes = operation(sizes)
+        given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), shapes)
         return jax.jit(function).lower(*given), given
 
 

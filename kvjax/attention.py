@@ -454,7 +454,7 @@ def _attention(
     if here.positions == "compact":
         here, stack = floats_of(here), None
         query, key = _turn_to_rank(here, query, position, context)
-        here = dataclasses.replace(here, key=key)
+        here = dataclasses.replace(here, rows=here.rows | {"key": key})
     source, layer = (here, None) if stack is None else (stack, context.layer)
     S, filled = here.num_slots, context.filled
     if context.reconstructed is not None:
@@ -666,7 +666,7 @@ def check_policy(policy: Policy, cache: KVCache | PagedCache, G: int) -> None:
             f"{cache.positions!r}; make it with positions='absolute'."
         )
     B, K = cache.heads_shape[-2:]
-    made = jax.eval_shape(lambda: policy.state(B, K, G, 1, cache.key.shape[-1]))
+    made = jax.eval_shape(lambda: policy.state(B, K, G, 1, cache.head_dim))
     expected: Any = jax.tree.structure(made)
     if expected != jax.tree.structure(cache.state):
         raise ValueError(

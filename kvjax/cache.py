@@ -1,9 +1,12 @@
 """The cache: a fixed number of slots per KV head, reused as tokens are evicted.
 
-    key, value     [B, K, S, D]   keys rotated at their absolute position; rows of free slots are stale, never read
-    key_scale      [B, K, S]      float32, by which a key of eight bits is multiplied; None where keys are floats
-    value_scale    [B, K, S]      likewise of the values, which may have another dtype. Computations read
-                                  floats_of(cache); attention and caote_topk read rows as they are
+    rows           the arrays that store keys and values, by name. Computations read floats_of(cache); attention and
+                   caote_topk read rows as they are:
+      key, value   [B, K, S, D]   keys rotated at their absolute position; rows of free slots are stale, never read.
+                                  Where they are side by side (as_here), key is [B, K, S, 2 D], each key and then its
+                                  value, and value is None
+      key_scale    [B, K, S]      float32, by which a key of eight bits is multiplied; only for keys of eight bits
+      value_scale  [B, K, S]      likewise of the values, which may have another dtype
     position       [B, K, S]      int32, the absolute position of the token in each slot, -1 where the slot is free
     next_position  [B]            int32, the absolute position of each row's next token
     state          a pytree of a policy's per-slot arrays [B, K, S, ...]; a slot's entry is zero when a token enters.
@@ -24,11 +27,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Real
 
+from kernels_pallas.dispatch import platform
+from kernels_pallas.prepare import apart
 from kvjax.checks import check_count
 from kvjax.quantise import Dtypes, DtypesLike, check_dtypes, dequantise, is_quantised, quantise
 
 PyTree = Any
 Positions = Literal["absolute", "compact", "index"]
+Rows = dict[str, Any]  # arrays by name, see above; value is None where keys and values are side by side
+LANES = 128  # of a TPU; shorter rows are padded to them
 
 
 @jax.tree_util.register_dataclass
@@ -55,9 +62,45 @@ def map_slots(function: Callable[..., Any], state: PyTree, *rest: PyTree) -> PyT
     return jax.tree.map(apply, state, *rest, is_leaf=lambda leaf: isinstance(leaf, HeadState))
 
 
+class Stored:
+    """What is read of the rows of a plain or a paged cache, however they are stored."""
+
+    rows: Rows
+
+    @property
+    def key(self) -> Real[Array, "*slots D"]:
+        """Return the keys; a copy where they are stored side by side with their values."""
+        return rows_apart(self)["key"]
+
+    @property
+    def value(self) -> Real[Array, "*slots D"]:
+        """Return the values; a copy where they are stored side by side with their keys."""
+        return rows_apart(self)["value"]
+
+    @property
+    def key_scale(self) -> Float[Array, "*slots"] | None:
+        """Return the scales of keys of eight bits, None where keys are floats."""
+        return self.rows.get("key_scale")
+
+    @property
+    def value_scale(self) -> Float[Array, "*slots"] | None:
+        """Return the scales of values of eight bits, None where values are floats."""
+        return self.rows.get("value_scale")
+
+    @property
+    def side_by_side(self) -> bool:
+        """Return whether each key is stored in one row with its value."""
+        return self.rows["value"] is None
+
+    @property
+    def head_dim(self) -> int:
+        """Return D, the length of a key and of a value."""
+        return self.rows["key"].shape[-1] // (2 if self.side_by_side else 1)
+
+
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class KVCache:
+@dataclasses.dataclass(frozen=True, init=False)
+class KVCache(Stored):
     """Keys and values of the tokens that are kept; the layout is at the top of this file.
 
     Example:
@@ -69,14 +112,32 @@ class KVCache:
         ([[[0, 1, -1]]], [[2]], 64)
     """
 
-    key: Real[Array, "*L B K S D"]
-    value: Real[Array, "*L B K S D"]
+    rows: Rows
     position: Int[Array, "*L B K S"]
     next_position: Int[Array, "B"]
     state: PyTree = ()
     positions: Positions = dataclasses.field(default="absolute", metadata={"static": True})
-    key_scale: Float[Array, "*L B K S"] | None = None
-    value_scale: Float[Array, "*L B K S"] | None = None
+
+    def __init__(
+        self,
+        key: Real[Array, "*L B K S D"] | None = None,
+        value: Real[Array, "*L B K S D"] | None = None,
+        position: Any = None,
+        next_position: Any = None,
+        state: PyTree = (),
+        positions: Positions = "absolute",
+        key_scale: Float[Array, "*L B K S"] | None = None,
+        value_scale: Float[Array, "*L B K S"] | None = None,
+        *,
+        rows: Rows | None = None,
+    ):
+        """Make a cache of keys and values in two arrays, or of ``rows`` with those that are given in their place."""
+        given = dict(key=key, value=value, key_scale=key_scale, value_scale=value_scale)
+        given = {name: array for name, array in given.items() if array is not None}
+        rows = given if rows is None else with_rows(rows, given) if given else rows
+        fields = dict(position=position, next_position=next_position, state=state, positions=positions)
+        for name, field in dict(rows=rows, **fields).items():
+            object.__setattr__(self, name, field)
 
     @classmethod
     def init(
@@ -96,7 +157,8 @@ class KVCache:
         Args:
             dtype: of keys and values: floats, or eight bits, "int8" or "float8_e4m3fn", to which rows are rounded when
                 they enter (:func:`kvjax.quantise`). A pair, such as ("int8", "bfloat16"), is that of the keys and that
-                of the values.
+                of the values. On a TPU keys and values of one dtype and at most 64 numbers are stored side by side in
+                one array, which no program then copies; ``key`` and ``value`` return them either way.
             positions: the positions that keys are rotated to once tokens have been evicted. "absolute": those in the
                 text. "compact": at each step, the ranks among the remaining tokens, as in StreamingLLM; keys are
                 rotated again. "index": a token's position is the number of tokens in the cache when it enters, and
@@ -120,13 +182,11 @@ class KVCache:
                     "make the cache with kvjax.empty_cache."
                 )
         return cls(
-            key=jnp.zeros((*shape, head_dim), dtypes.key),
-            value=jnp.zeros((*shape, head_dim), dtypes.value),
+            rows=empty_rows(shape, head_dim, dtypes),
             position=jnp.full(shape, -1, jnp.int32),
             next_position=jnp.zeros(shape[-3], jnp.int32),
             state=state,
             positions=positions,
-            **empty_scales(dtypes, shape),
         )
 
     @property
@@ -162,7 +222,7 @@ class KVCache:
 
         return dataclasses.replace(
             self,
-            **map_rows(take, self),
+            rows=map_rows(take, self),
             position=take(self.position),
             state=jax.tree.map(take, self.state),
         )
@@ -185,11 +245,8 @@ def check_positions(positions: str) -> None:
         raise ValueError(f"unknown positions {positions!r}; expected 'absolute', 'compact' or 'index'.")
 
 
-ROWS = ("key", "value", "key_scale", "value_scale")
-
-
-def rows_of(cache: Any) -> dict[str, Any]:
-    """Return the arrays of a plain or a paged cache that store keys and values, by the names of their fields.
+def rows_of(cache: Any) -> Rows:
+    """Return the arrays that store keys and values, by name, as the operations of kernels_pallas take them.
 
     Example:
         >>> import kvjax
@@ -197,31 +254,85 @@ def rows_of(cache: Any) -> dict[str, Any]:
         >>> list(rows_of(kvjax.KVCache.init(batch=1, kv_heads=1, slots=3, head_dim=2, dtype="int8")))
         ['key', 'value', 'key_scale', 'value_scale']
     """
-    arrays = {name: getattr(cache, name) for name in ROWS}
-    return {name: array for name, array in arrays.items() if array is not None}
+    return cache.rows
 
 
-def map_rows(function: Callable[..., Array], cache: Any, *rest: dict[str, Any]) -> dict[str, Any]:
-    """Apply a function to each of :func:`rows_of`, and to the arrays of the same name in ``rest``."""
-    return jax.tree.map(function, rows_of(cache), *rest)
+def map_rows(function: Callable[..., Array], cache: Stored, *rest: Rows) -> Rows:
+    """Apply a function to each array of :func:`rows_of`, and to those of the same name in ``rest``."""
+    return jax.tree.map(function, cache.rows, *rest)
 
 
-def as_stored(cache: Any, key: Float[Array, "*rows D"], value: Float[Array, "*rows D"]) -> dict[str, Any]:
+def rows_apart(cache: Stored) -> Rows:
+    """Return the rows of a cache with keys and values in two arrays."""
+    key, value = apart(cache.rows["key"], cache.rows["value"], cache.head_dim)
+    return cache.rows | {"key": key, "value": value}
+
+
+def rows_together(rows: Rows) -> Rows:
+    """Return rows with the keys and values, of one dtype, side by side in one array.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from kvjax.cache import rows_together
+        >>> rows_together({"key": jnp.ones((1, 2)), "value": jnp.zeros((1, 2))})["key"].tolist()
+        [[1.0, 1.0, 0.0, 0.0]]
+    """
+    return rows | {"key": jnp.concatenate([rows["key"], rows["value"]], axis=-1), "value": None}
+
+
+def with_rows(rows: Rows, given: Rows, layer: int | Int[Array, ""] | None = None) -> Rows:
+    """Return stored rows with the given keys, values or scales in place of their own, in all layers or in one.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from kvjax.cache import with_rows
+        >>> with_rows({"key": jnp.ones((1, 4)), "value": None}, {"value": jnp.zeros((1, 2))})["key"].tolist()
+        [[1.0, 1.0, 0.0, 0.0]]
+    """
+    rows = dict(rows)
+    for name, array in given.items():
+        if name in ("key", "value") and rows["value"] is None:
+            D = rows["key"].shape[-1] // 2
+            half = slice(D) if name == "key" else slice(D, None)
+            at = rows["key"].at
+            rows["key"] = (at[..., half] if layer is None else at[layer, ..., half]).set(array)
+        else:
+            rows[name] = array if layer is None else rows[name].at[layer].set(array)
+    return rows
+
+
+def as_stored(cache: Stored, key: Float[Array, "*rows D"], value: Float[Array, "*rows D"]) -> Rows:
     """Return new tokens' keys and values as the cache stores them: what is to be written to each of :func:`rows_of`."""
-    stored: dict[str, Any] = {"key": key, "value": value}
-    for name, rows in tuple(stored.items()):
-        if getattr(cache, f"{name}_scale") is not None:
-            stored[name], stored[f"{name}_scale"] = quantise(rows, getattr(cache, name).dtype)
-    return stored
+    stored: Rows = {}
+    for (name, dtype), rows in zip(dtypes_of(cache)._asdict().items(), (key, value), strict=True):
+        if is_quantised(dtype):
+            stored[name], stored[f"{name}_scale"] = quantise(rows, dtype)
+        else:
+            stored[name] = rows.astype(dtype)
+    return rows_together(stored) if cache.side_by_side else stored
 
 
-def empty_scales(dtypes: Dtypes, shape: tuple[int, ...]) -> dict[str, Any]:
-    """Return the scales of an empty cache with slots of this shape, by field; none for rows that are floats."""
+def empty_rows(slots: tuple[int, ...], head_dim: int, dtypes: Dtypes) -> Rows:
+    """Return the rows of an empty cache with slots of this shape, as programs for this platform store them."""
+    rows: Rows = {name: jnp.zeros((*slots, head_dim), dtype) for name, dtype in dtypes._asdict().items()}
     named = dtypes._asdict().items()
-    return {f"{name}_scale": jnp.zeros(shape, jnp.float32) for name, dtype in named if is_quantised(dtype)}
+    rows |= {f"{name}_scale": jnp.zeros(slots, jnp.float32) for name, dtype in named if is_quantised(dtype)}
+    return as_here(rows)
 
 
-def dtypes_of(cache: Any) -> Dtypes:
+def as_here(rows: Rows) -> Rows:
+    """Return rows whose keys and values are in two arrays as programs for this platform store them.
+
+    On a TPU kernels read rows of 128 lanes. XLA lays shorter ones out with the slots across the lanes, so that each
+    program would copy the cache on its way in and out. Keys and values of up to 64 numbers are therefore stored side by
+    side, where they have one dtype.
+    """
+    key, value = rows["key"], rows["value"]
+    short = 2 * key.shape[-1] <= LANES and key.dtype == value.dtype
+    return rows_together(rows) if short and platform() == "tpu" else rows
+
+
+def dtypes_of(cache: Stored) -> Dtypes:
     """Return the dtypes of a cache's keys and values.
 
     Example:
@@ -231,13 +342,15 @@ def dtypes_of(cache: Any) -> Dtypes:
         >>> str(dtypes_of(cache)), cache.value_scale is None
         ('int8/float32', True)
     """
-    return Dtypes(cache.key.dtype.name, cache.value.dtype.name)
+    key, value = cache.rows["key"], cache.rows["value"]
+    return Dtypes(key.dtype.name, (key if value is None else value).dtype.name)
 
 
 def floats_of[Cache: Any](cache: Cache) -> Cache:
-    """Return a cache with keys and values as floats, for whatever computes with them; a cache of floats as it is.
+    """Return a cache with keys and values as floats in two arrays, for whatever computes with them.
 
-    Rows of eight bits become float32, a copy: take a layer, or a head, out of a stacked cache first.
+    A cache that stores them so is returned as it is. All else is a copy, of eight bits as float32: take a layer, or a
+    head, out of a stacked cache first.
 
     Example:
         >>> import jax.numpy as jnp
@@ -248,11 +361,13 @@ def floats_of[Cache: Any](cache: Cache) -> Cache:
         >>> floats_of(kvjax.insert(cache, rows, rows)).key.tolist()
         [[[[127.0, -3.0]]]]
     """
-    floats: dict[str, Any] = {}
-    for name in ("key", "value"):
-        if (scale := getattr(cache, f"{name}_scale")) is not None:
-            floats |= {name: dequantise(getattr(cache, name), scale), f"{name}_scale": None}
-    return dataclasses.replace(cache, **floats) if floats else cache
+    rows = rows_apart(cache)
+    floats = {
+        name: rows[name] if (scale := rows.get(f"{name}_scale")) is None else dequantise(rows[name], scale)
+        for name in ("key", "value")
+    }
+    stored_so = len(cache.rows) == 2 and not cache.side_by_side
+    return cache if stored_so else dataclasses.replace(cache, rows=floats)
 
 
 def insert_plain(
@@ -276,7 +391,7 @@ def insert_plain(
     rows = as_stored(cache, key.swapaxes(1, 2), value.swapaxes(1, 2))
     return dataclasses.replace(
         cache,
-        **map_rows(write, cache, rows),
+        rows=map_rows(write, cache, rows),
         position=write(cache.position, jnp.broadcast_to(position[:, None], (B, K, T))),
         next_position=jnp.maximum(cache.next_position, jnp.max(position, axis=1) + 1),
         state=map_slots(
@@ -312,7 +427,7 @@ def compact(cache: KVCache, slots: int) -> KVCache:
 
     return dataclasses.replace(
         cache,
-        **map_rows(lambda leaf: gather(leaf, 0), cache),
+        rows=map_rows(lambda leaf: gather(leaf, 0), cache),
         position=gather(cache.position, -1),
         state=map_slots(lambda leaf: gather(leaf, 0), cache.state),
     )

@@ -4,19 +4,21 @@ save_cache   writes the file, whole or not at all
 load_cache   reads it, and refuses a file that is damaged or was made with something else
 cache_info   reads the metadata, and none of the arrays
 
-Arrays have the names of the cache's fields; a policy's are named by their place in the state, such as
-``state[0].value``. One entry of the metadata, "kvjax_cache", is JSON: the fields of ``_FIELDS``, and a sha256 of these
-and of the arrays.
+Arrays have the names of the cache's fields and rows; keys and values are two arrays, even if the cache stores them side
+by side. A policy's arrays are named by their place in the state, such as ``state[0].value``. One entry of the metadata,
+"kvjax_cache", is JSON: the fields of ``_FIELDS``, and a sha256 of these and of the arrays.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import json
 import math
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -30,7 +32,7 @@ from jaxtyping import Array
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as to_safetensors
 
-from kvjax.cache import KVCache, Positions
+from kvjax.cache import KVCache, Positions, as_here, rows_apart
 from kvjax.checks import check_types, is_known, shown, typed
 from kvjax.insertion import Cache
 from kvjax.making import blank
@@ -169,7 +171,8 @@ def load_cache(
     expected = _expected(f"{path}", arrays, info, made_for, info["query_heads"])
     _check_arrays(f"{path}", arrays, expected)
     _check_contents(f"{path}", arrays)
-    return jax.tree.unflatten(expected.structure, [jnp.asarray(arrays[name]) for name in expected.arrays])
+    cache = jax.tree.unflatten(expected.structure, [jnp.asarray(arrays[name]) for name in expected.arrays])
+    return dataclasses.replace(cache, rows=as_here(cache.rows))
 
 
 @typed
@@ -219,15 +222,15 @@ def _made_with(policy: Policy | str | None, budget: int | float | None, model: s
 
 def _arrays(cache: Cache) -> dict[str, np.ndarray]:
     """Copy a cache's arrays to the host, by name."""
-    leaves = _named(cache)
-    if not is_known(*leaves.values()):
+    leaves = jax.tree.leaves(cache)
+    if not is_known(*leaves):
         raise ValueError(
             "the cache is traced (by jax.jit, vmap or grad), but a file is written by the host: save the cache that "
             "the compiled function returns."
         )
-    if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves.values()):
+    if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves):
         raise ValueError("the cache was donated to a compiled function: save the one that this function returned.")
-    arrays = {name: np.asarray(leaf, order="C") for name, leaf in jax.device_get(leaves).items()}
+    arrays = {name: np.asarray(leaf, order="C") for name, leaf in _named(_apart(jax.device_get(cache))).items()}
     for name, array in arrays.items():
         if array.dtype.name not in STORED:
             raise ValueError(
@@ -239,14 +242,20 @@ def _arrays(cache: Cache) -> dict[str, np.ndarray]:
 
 def _named(cache: Cache) -> dict[str, Any]:
     """Return the leaves of a cache by the names that a file gives them."""
-    return {jax.tree_util.keystr(path).lstrip("."): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(cache)}
+    leaves = jax.tree_util.tree_leaves_with_path(cache)
+    return {re.sub(r"^rows\['(\w+)'\]$", r"\1", jax.tree_util.keystr(path).lstrip(".")): leaf for path, leaf in leaves}
+
+
+def _apart(cache: Cache) -> Any:
+    """Return a cache with keys and values in two arrays, as a file has them."""
+    return cache if isinstance(cache, SplitCache) else dataclasses.replace(cache, rows=rows_apart(cache))
 
 
 def _query_heads(
     cache: Cache, arrays: Mapping[str, np.ndarray], policy: str | None, expected_with: Callable[[int], _Expected]
 ) -> int:
     """Find how many query heads a head of the cache serves, as far as its state shows."""
-    structure, shapes = jax.tree.structure(cache), _state_shapes(arrays)
+    structure, shapes = jax.tree.structure(jax.eval_shape(_apart, cache)), _state_shapes(arrays)
     for query_heads in range(1, 2 if policy in (None, "full") else MOST_QUERY_HEADS + 1):
         expected = expected_with(query_heads)
         wanted = _state_shapes(expected.arrays)
@@ -298,7 +307,7 @@ def _expected(
     tree: list[Any] = []
 
     def leaves() -> list[Array]:
-        cache = make()
+        cache = _apart(make())
         tree[:] = jax.tree.structure(cache), list(_named(cache))
         return jax.tree.leaves(cache)
 

@@ -8,7 +8,7 @@ import functools
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvjax.cache import KVCache, floats_of
+from kvjax.cache import KVCache, floats_of, with_rows
 from kvjax.checks import real_array, typed
 from kvjax.merging import Merging, folded, most_similar
 from kvjax.names import check_number
@@ -44,10 +44,9 @@ def merge(before: KVCache, after: KVCache, *, similarity: float = 0.0) -> KVCach
         >>> kvjax.merge(cache, evicted).value.round(3).ravel().tolist()
         [4.0, 4.0]
     """
-    if before.key.shape != after.key.shape:
-        raise ValueError(
-            f"the caches {before.key.shape} and {after.key.shape} differ; give one cache before and after an eviction."
-        )
+    if (before.position.shape, before.head_dim) != (after.position.shape, after.head_dim):
+        shapes = " and ".join(str((*cache.position.shape, cache.head_dim)) for cache in (before, after))
+        raise ValueError(f"the caches {shapes} differ; give one cache before and after an eviction.")
     check_number("merge", "similarity", similarity, 0, 1, "a cosine in [0, 1]")
     fold = functools.partial(most_similar, similarity=similarity)
     return folded(Merging("merge", fold, (similarity,)), after, before.position, after.position)
@@ -84,11 +83,11 @@ def think(cache: KVCache, query: Float[Array, "*L B T N D"], *, share: float = 0
         )
     check_number("think", "share", share, 0, 1, "a share of the channels in [0, 1]")
     query = real_array("query", query)
-    *lead, K, _, D = cache.key.shape
+    (*lead, K, _), D = cache.position.shape, cache.head_dim
     heads = query.shape[-2] if query.ndim == len(lead) + 3 else 0
     if not heads or heads % K or query.shape[: len(lead)] != tuple(lead) or query.shape[-1] != D:
         raise ValueError(
-            f"queries {query.shape} do not fit a cache of keys {cache.key.shape}: expected "
+            f"queries {query.shape} do not fit a cache of keys {(*cache.position.shape, D)}: expected "
             f"({', '.join(map(str, lead))}, T, N, {D}), with a multiple of {K} heads."
         )
     squares = jnp.mean(jnp.square(query.astype(jnp.float32)), axis=-3).reshape(*lead, K, -1, D).mean(axis=-2)
@@ -97,4 +96,4 @@ def think(cache: KVCache, query: Float[Array, "*L B T N D"], *, share: float = 0
     scores = squares * lengths / jnp.maximum(jnp.sum(live, axis=-2), 1)
     place = jnp.argsort(jnp.argsort(scores, axis=-1), axis=-1)
     kept = (place >= int(D * share))[..., None, :]
-    return dataclasses.replace(cache, key=jnp.where(kept, cache.key, 0))
+    return dataclasses.replace(cache, rows=with_rows(cache.rows, {"key": jnp.where(kept, cache.key, 0)}))

@@ -198,12 +198,14 @@ def evict(
         whole = whole & (evidence.entered == 0) & isinstance(scores, Evidence)
     cache = dataclasses.replace(cache, state=begin_anew(cache.state, ~whole, layer))
     if isinstance(evidence.scores, Weights):
+        assert isinstance(cache, KVCache)
         kept = caote_topk(
             evidence.scores.weights,
-            jax.lax.stop_gradient(cache.value),
+            jax.lax.stop_gradient(cache.rows["key" if cache.side_by_side else "value"]),
             position,
             budget,
             value_scale=cache.value_scale,
+            head_dim=cache.head_dim,
             protected=evidence.protected,
             fast=evidence.scores.fast,
             norm=evidence.scores.norm,
@@ -212,7 +214,6 @@ def evict(
             layer=layer,
             implementation=implementation,
         )
-        assert isinstance(cache, KVCache)
         return _left(cache, evidence, position, kept.position, layer, excess)
     if evidence.scores.shape != position.shape:
         raise ValueError(f"scores {evidence.scores.shape} do not fit the slots: expected {position.shape}.")

@@ -122,7 +122,7 @@ def check_block(
     if isinstance(layer, int) and not 0 <= layer < heads[0]:
         raise ValueError(f"layer is {layer}; the cache has layers 0 to {heads[0] - 1}.")
     expected = (heads[-2], heads[-1] if kv_heads is None else kv_heads)
-    head_dim = arrays_of(cache).key.shape[-1]
+    head_dim = arrays_of(cache).head_dim
     if key.shape != value.shape or expected != (B, K) or head_dim != D:
         raise ValueError(
             f"keys {key.shape} and values {value.shape} do not fit a cache with B, K = {expected} and "

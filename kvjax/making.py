@@ -238,7 +238,7 @@ def repeat(cache: Cache, n: int) -> Cache:
     if isinstance(cache, KVCache):
         return dataclasses.replace(
             cache,
-            **map_rows(rows, cache),
+            rows=map_rows(rows, cache),
             position=rows(cache.position),
             next_position=next_position,
             state=jax.tree.map(rows, cache.state),
@@ -258,7 +258,7 @@ def repeat(cache: Cache, n: int) -> Cache:
     table = rows(cache.table)
     return dataclasses.replace(
         cache,
-        **map_rows(pools, cache),
+        rows=map_rows(pools, cache),
         position=pools(cache.position),
         owner=jnp.where(cache.owner >= 0, owner, -1).reshape(n * P),
         table=jnp.where(table >= 0, table + first_page, -1),

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache import KVCache, as_stored, by_position, floats_of, nth_true
+from kvjax.cache import KVCache, as_stored, by_position, floats_of, nth_true, rows_apart, with_rows
 
 SMALL = 1e-6  # added to lengths, as in kvpress
 TOGETHER = 1 << 22  # numbers up to which all heads are merged at once: a decode step, in which one token leaves each
@@ -84,17 +84,15 @@ def folded(
         values, taken = jax.vmap(merging.fold)(heads)
     else:
         values, taken = jax.lax.map(merging.fold, heads)  # [E, S] of one head at a time
-    stored = as_stored(here, wide.key, values.reshape(wide.value.shape).astype(wide.value.dtype))
+    apart = dataclasses.replace(here, rows=rows_apart(here))
+    stored = as_stored(apart, wide.key, values.reshape(wide.value.shape).astype(wide.value.dtype))
     new = taken.reshape(before.shape)
 
-    def put(name: str) -> Any:
-        whole, old = getattr(cache, name), getattr(here, name)
-        if old is None:
-            return None
-        part = jnp.where(new.reshape(*new.shape, *(1,) * (old.ndim - new.ndim)), stored[name], old)
-        return part if layer is None else whole.at[layer].set(part)
+    def put(stored: Array, old: Array) -> Array:
+        return jnp.where(new.reshape(*new.shape, *(1,) * (old.ndim - new.ndim)), stored, old)
 
-    return dataclasses.replace(cache, value=put("value"), value_scale=put("value_scale"))
+    changed = {name: put(stored[name], old) for name, old in apart.rows.items() if name.startswith("value")}
+    return dataclasses.replace(cache, rows=with_rows(cache.rows, changed, layer))
 
 
 def most_similar(head: Head, similarity: float) -> tuple[Float[Array, "S D"], Bool[Array, "S"]]:

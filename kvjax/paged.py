@@ -1,8 +1,7 @@
 """The paged cache: heads hold different numbers of tokens, in memory for the sum of all.
 
-    key, value     [P, page, D]   a pool of pages, each owned by one head of one layer and row
-    key_scale      [P, page]      float32, the scales of keys of eight bits; None where keys are floats
-    value_scale    [P, page]      likewise of the values
+    rows           keys and values [P, page, D], and scales, as a plain cache stores them (kvjax/cache.py): a pool of
+                   pages, each owned by one head of one layer and row
     position       [P, page]      int32, the absolute position of the token in each slot, -1 where the slot is free
     owner          [P]            int32, (layer * B + row) * K + head, -1 where the page is free
     table          [*L, B, K, M]  int32, each head's pages in order, then -1
@@ -24,7 +23,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Real, Shaped
+from jaxtyping import Array, Int, Shaped
 
 from kernels_pallas.paged_attention.pages import laid_out, slot_positions
 from kvjax.cache import (
@@ -32,9 +31,11 @@ from kvjax.cache import (
     KVCache,
     Positions,
     PyTree,
+    Rows,
+    Stored,
     as_stored,
     check_positions,
-    empty_scales,
+    empty_rows,
     map_rows,
     map_slots,
     nth_true,
@@ -46,7 +47,7 @@ from kvjax.quantise import DtypesLike, check_dtypes
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class PagedCache:
+class PagedCache(Stored):
     """Keys and values of the tokens that are kept, in pages; the layout is at the top of this file.
 
     :func:`kvjax.insert`, :func:`kvjax.evict` and :func:`kvjax.attend` take it like a :class:`kvjax.KVCache`.
@@ -65,8 +66,7 @@ class PagedCache:
         ([1, 3], 1)
     """
 
-    key: Real[Array, "P page D"]
-    value: Real[Array, "P page D"]
+    rows: Rows
     position: Int[Array, "P page"]
     owner: Int[Array, "P"]
     table: Int[Array, "*L B K M"]
@@ -75,8 +75,6 @@ class PagedCache:
     next_position: Int[Array, "B"]
     state: PyTree = ()
     positions: Positions = dataclasses.field(default="absolute", metadata={"static": True})
-    key_scale: Float[Array, "P page"] | None = None
-    value_scale: Float[Array, "P page"] | None = None
     axis: str | None = dataclasses.field(default=None, metadata={"static": True})
 
     @classmethod
@@ -131,8 +129,7 @@ class PagedCache:
             state = jax.tree.map(choose, of_slots, of_heads, is_leaf=lambda leaf: isinstance(leaf, HeadState))
         table_shape = (*(() if layers is None else (layers,)), batch, kv_heads, -(-most // page_size))
         return cls(
-            key=jnp.zeros((pages, page_size, head_dim), dtypes.key),
-            value=jnp.zeros((pages, page_size, head_dim), dtypes.value),
+            rows=empty_rows((pages, page_size), head_dim, dtypes),
             position=jnp.full((pages, page_size), -1, jnp.int32),
             owner=jnp.full(pages, -1, jnp.int32),
             table=jnp.full(table_shape, -1, jnp.int32),
@@ -141,7 +138,6 @@ class PagedCache:
             next_position=jnp.zeros(batch, jnp.int32),
             state=state,
             positions=positions,
-            **empty_scales(dtypes, (pages, page_size)),
         )
 
     @property
@@ -208,7 +204,7 @@ class PagedCache:
             return HeadState(value if head is None else jax.lax.dynamic_slice_in_dim(value, head, 1, axis=1))
 
         return KVCache(
-            **map_rows(lambda leaf: laid_out(leaf, table), self),
+            rows=map_rows(lambda leaf: laid_out(leaf, table), self),
             position=slot_positions(self.position, table),
             next_position=self.next_position,
             state=jax.tree.map(of_heads, self.state, is_leaf=lambda leaf: isinstance(leaf, HeadState)),
@@ -256,7 +252,7 @@ def insert_paged(
     rows = as_stored(cache, key.swapaxes(1, 2), value.swapaxes(1, 2))
     return dataclasses.replace(
         cache,
-        **map_rows(write, cache, rows),
+        rows=map_rows(write, cache, rows),
         position=write(cache.position, jnp.broadcast_to(position[:, None], (B, K, T))),
         next_position=jnp.maximum(cache.next_position, jnp.max(position, axis=1) + 1),
         state=map_slots(lambda leaf: write(leaf, jnp.zeros((B, K, T, *leaf.shape[2:]))), cache.state),
@@ -320,7 +316,7 @@ def release(cache: PagedCache) -> PagedCache:
     ids = table.ravel()
     return dataclasses.replace(
         cache,
-        **rows,
+        rows=rows,
         position=position,
         state=state,
         owner=cache.owner.at[jnp.where(given, ids, P)].set(-1, mode="drop"),
@@ -375,7 +371,7 @@ def pack(cache: KVCache, *, pages: int, page_size: int, most: int) -> PagedCache
 
     stack = jnp.arange(pages - 1, -1, -1, dtype=jnp.int32)  # the pages in use are its last entries
     return PagedCache(
-        **map_rows(lambda leaf: gather(leaf, 0), cache),
+        rows=map_rows(lambda leaf: gather(leaf, 0), cache),
         position=gather(cache.position, -1),
         owner=head_of_page,
         table=table.astype(jnp.int32),
@@ -402,7 +398,7 @@ def with_room(cache: PagedCache, *, pages: int, most: int) -> PagedCache:
     free = jax.lax.dynamic_update_slice(grown(cache.free), jnp.arange(P, P + new, dtype=jnp.int32), (cache.num_free,))
     return dataclasses.replace(
         cache,
-        **map_rows(grown, cache),
+        rows=map_rows(grown, cache),
         position=grown(cache.position, -1),
         owner=grown(cache.owner, -1),
         table=jnp.pad(cache.table, ((0, 0),) * (cache.table.ndim - 1) + ((0, longer),), constant_values=-1),

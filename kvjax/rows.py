@@ -49,7 +49,7 @@ def join(cache: Cache, row: int | Int[Array, ""], one: Cache) -> Cache:
     if isinstance(cache, SplitCache) and isinstance(one, SplitCache):
         alike = alike and cache.ways[1] == one.ways[1]
     (head_dim, dtypes), (own_dim, own_dtypes) = (
-        (arrays.key.shape[-1], dtypes_of(arrays)) for arrays in (arrays_of(cache), arrays_of(one))
+        (arrays.head_dim, dtypes_of(arrays)) for arrays in (arrays_of(cache), arrays_of(one))
     )
     if not alike or (head_dim, dtypes) != (own_dim, own_dtypes):
         raise ValueError(
@@ -84,7 +84,7 @@ def join(cache: Cache, row: int | Int[Array, ""], one: Cache) -> Cache:
     state = jax.tree.map(put_slots, cache.state, one.state, is_leaf=lambda leaf: isinstance(leaf, HeadState))
     return dataclasses.replace(
         cache,
-        **map_rows(put_slots, cache, rows_of(one)),
+        rows=map_rows(put_slots, cache, rows_of(one)),
         position=put_slots(cache.position, one.position, fill=-1),
         next_position=_put(cache.next_position, one.next_position, row, 0),
         state=state,
@@ -171,7 +171,7 @@ def _join_pages(cache: PagedCache, row: int | Int[Array, ""], one: PagedCache) -
     table = jnp.pad(jnp.where(found, page, -1), widths, constant_values=-1)
     return dataclasses.replace(
         cache,
-        **map_rows(copy, cache, rows_of(one)),
+        rows=map_rows(copy, cache, rows_of(one)),
         position=copy(cache.position, one.position),
         owner=cache.owner.at[page].set(jnp.broadcast_to(head, page.shape), mode="drop"),
         table=_put(cache.table, table, row, len(L)),

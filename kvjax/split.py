@@ -247,9 +247,9 @@ def _num_live(cache: SplitCache) -> Array:
 def _layer(cache: SplitCache, index: Array | None) -> KVCache:
     parts = cache.parts
     heads = PartitionSpec(ROWS, HEADS)
-    scales: Any = {name: None if getattr(parts, name) is None else heads for name in ("key_scale", "value_scale")}
-    rows: Any = dict(key=heads, value=heads, position=heads, next_position=PartitionSpec(ROWS), state=heads)
-    outputs = KVCache(**rows, **scales, positions=cache.positions)
+    rows = jax.tree.map(lambda leaf: heads, parts.rows)
+    others: Any = dict(position=heads, next_position=PartitionSpec(ROWS), state=heads)
+    outputs = KVCache(rows=rows, **others, positions=cache.positions)
     return cache.read(lambda part, index: part.layer(index), (index, PartitionSpec()), outputs=outputs)
 
 

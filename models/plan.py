@@ -757,7 +757,7 @@ def kept_of(model: Decoder, cache: AnyCache, policy: Policy | None, rows: int) -
     L, B, K = cache.heads_shape
     ours = (config.num_layers, config.head_dim)
     one = cache.layer(0) if isinstance(cache, LayerCaches) else arrays_of(cache)
-    theirs = (L, one.key.shape[-1])
+    theirs = (L, one.head_dim)
     if ours != theirs or K not in (config.num_kv_heads, config.num_heads):
         raise ValueError(
             f"the cache is of another model: it has {L} layers and {K} heads of dimension {theirs[1]}, this model has "

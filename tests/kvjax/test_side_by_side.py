@@ -1,0 +1,216 @@
+"""Caches that store keys and values side by side, as on a TPU: the same tokens, outputs and bits as in two arrays."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import Mesh
+
+import kvjax
+from kernels_pallas import STATISTICS
+from kernels_pallas.dispatch import Kernel
+from kvjax.cache import rows_apart, rows_together
+from kvjax.split import on_mesh
+from tests.kernels_pallas.targets import compiled_for_tpu
+
+B, K, G, D, BUDGET, BLOCK = 2, 2, 2, 4, 8, 4
+SIZES = dict(batch=B, kv_heads=K, query_heads=K * G, head_dim=D, budget=BUDGET, block=BLOCK)
+CONTEXT = kvjax.Context(frequency=jnp.array([[1.0, 0.1]]))
+same = np.testing.assert_array_equal
+
+
+def blocks(steps: int = 4, tokens: int = BLOCK):
+    rng = np.random.default_rng(0)
+    for step in range(steps):
+        rows = (rng.normal(size=(B, tokens, heads, D)) for heads in (K * G, K, K))
+        position = jnp.broadcast_to(step * tokens + jnp.arange(tokens, dtype=jnp.int32), (B, tokens))
+        yield *(jnp.asarray(x, jnp.float32) for x in rows), position
+
+
+@pytest.fixture
+def as_on_a_tpu(monkeypatch):
+    """Caches are made as on a TPU; attention and eviction are the reference's."""
+    monkeypatch.setattr(kvjax.cache, "platform", lambda: "tpu")
+
+
+def together(cache):
+    return dataclasses.replace(cache, rows=rows_together(cache.rows))
+
+
+def assert_same(side_by_side, cache):
+    assert side_by_side.side_by_side and not cache.side_by_side and side_by_side.nbytes == cache.nbytes
+    apart = dataclasses.replace(side_by_side, rows=rows_apart(side_by_side))
+    jax.tree.map(same, apart, cache)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "stored"), [("bfloat16", True), ("int8", True), (("int8", "float32"), False)], ids=str
+)
+def test_on_a_tpu_short_rows_of_one_dtype_are_side_by_side(as_on_a_tpu, dtype, stored):
+    for head_dim, short in ((64, True), (80, False)):
+        cache = kvjax.KVCache.init(batch=1, kv_heads=2, slots=3, head_dim=head_dim, dtype=dtype)
+        assert cache.side_by_side == (stored and short) and cache.head_dim == head_dim
+        assert cache.key.shape == cache.value.shape == (1, 2, 3, head_dim)
+        pages = kvjax.PagedCache.init(batch=1, kv_heads=2, pages=2, page_size=8, most=8, head_dim=head_dim, dtype=dtype)
+        assert pages.side_by_side == cache.side_by_side
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("h2o+caote", "float32"),
+        ("h2o+caote", "int8"),
+        ("snapkv(window=2)+caote(rounds=2)+merge", "float32"),
+        ("key_norm+merge", "int8"),
+        ("tova+positions", "float32"),
+        ("h2o@layer", "float32"),
+        ("cake(window=2)@cake", "int8"),
+    ],
+)
+def test_attention_and_eviction_are_those_of_two_arrays(name, dtype):
+    """One layer, plain or paged: insertion, attention, what the policy reads, eviction, merging, moved pages."""
+    policy = kvjax.parse(name)
+    step = jax.jit(functools.partial(kvjax.attend, policy=policy, budget=BUDGET, context=CONTEXT))
+    cache = kvjax.empty_cache(policy, **SIZES, dtype=dtype, page_size=2)
+    side_by_side = together(cache)
+    for block in blocks():
+        (out, cache), (expected, side_by_side) = step(cache, *block), step(side_by_side, *block)
+        same(out, expected)
+        assert_same(side_by_side, cache)
+
+
+def test_layers_are_stacked_and_split_over_a_mesh():
+    policy = kvjax.parse("h2o+caote")
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "tensor"))
+    context = dataclasses.replace(CONTEXT, layer=jnp.int32(1))
+    step = jax.jit(functools.partial(kvjax.attend, policy=policy, budget=BUDGET, context=context))
+    cache = kvjax.empty_cache(policy, **SIZES, layers=2)
+    side_by_side = on_mesh(together(cache), mesh)
+    for block in blocks(3):
+        (out, cache), (expected, side_by_side) = step(cache, *block), step(side_by_side, *block)
+        np.testing.assert_allclose(out, expected, rtol=1e-6)
+    assert side_by_side.rows["key"].sharding.spec[1:3] == ("data", "tensor")
+    assert_same(side_by_side, cache)
+    assert_same(side_by_side.layer(1), cache.layer(1))
+
+
+def test_gradients_flow_as_through_two_arrays():
+    cache = kvjax.empty_cache("tova", **SIZES)
+    (query, *rows, position), *_ = blocks(1)
+
+    @jax.jit
+    @jax.grad
+    def gradient(rows, cache):
+        out, cache = kvjax.attend(cache, query, *rows, position, policy="tova", budget=BUDGET)
+        return jnp.sum(out**2) + jnp.sum(cache.key * cache.value)
+
+    jax.tree.map(same, gradient(rows, cache), gradient(rows, together(cache)))
+
+
+def test_rows_come_and_go_and_a_cache_is_copied_and_changed():
+    cache = kvjax.empty_cache("tova", **SIZES)
+    (query, *rows, position), *_ = blocks(1)
+    cache = kvjax.insert(cache, *rows, position)
+    one = kvjax.insert(kvjax.empty_cache("tova", **SIZES | dict(batch=1)), *(x[:1] for x in (*rows, position)))
+    evicted = kvjax.evict(cache, np.arange(12.0).repeat(4).reshape(B, K, -1), 2)
+    sizes = dict(pages=16, page_size=2, most=12)
+    for change in (
+        lambda whole, part: kvjax.compact(whole, 5),
+        lambda whole, part: kvjax.repeat(whole, 2),
+        lambda whole, part: kvjax.pack(whole, **sizes),
+        lambda whole, part: kvjax.repeat(kvjax.pack(whole, **sizes), 2),
+        lambda whole, part: kvjax.join(whole, 1, part),
+        lambda whole, part: kvjax.think(whole, query),
+        lambda whole, part: dataclasses.replace(whole, key=whole.value, value=whole.key),
+        lambda whole, part: kvjax.merge(whole, dataclasses.replace(evicted, rows=whole.rows)),
+    ):
+        assert_same(change(together(cache), together(one)), change(cache, one))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "bfloat16"])
+def test_a_file_is_the_same_and_is_loaded_as_this_platform_stores_rows(tmp_path, monkeypatch, dtype):
+    (_, *rows, position), *_ = blocks(1)
+    cache = kvjax.insert(kvjax.empty_cache("h2o@layer", **SIZES, dtype=dtype, page_size=2), *rows, position)
+    for name, saved in (("here", cache), ("there", together(cache))):
+        kvjax.save_cache(tmp_path / name, saved, policy="h2o@layer")
+    assert (tmp_path / "here").read_bytes() == (tmp_path / "there").read_bytes()
+    jax.tree.map(same, kvjax.load_cache(tmp_path / "there"), cache)
+    monkeypatch.setattr(kvjax.cache, "platform", lambda: "tpu")
+    assert_same(kvjax.load_cache(tmp_path / "here"), cache)
+
+
+def both(operation: str, *arrays: jax.Array, **options):
+    """What the kernel for TPU returns for keys and values side by side, and for two arrays."""
+    run = functools.partial(Kernel(operation, "tpu").run, interpret=pltpu.InterpretParams(), **options)
+    query, key, value, *others = arrays
+    return run(query, jnp.concatenate([key, value], -1), None, *others), run(query, key, value, *others)
+
+
+@pytest.mark.parametrize("T", [1, 3])
+def test_kernels_read_one_array_as_two(T):
+    rng, S, page, dim = np.random.default_rng(0), 160, 32, 8
+    query, key, value = (
+        jnp.asarray(rng.normal(size=shape), jnp.float32)
+        for shape in ((B, T, K * G, dim), (B, K, S, dim), (B, K, S, dim))
+    )
+    position = jnp.asarray(rng.permutation(S + 9)[:S] - 9, jnp.int32)
+    position = jnp.broadcast_to(jnp.maximum(position, -1), (B, K, S))
+    value = jnp.where(position[..., None] < 0, jnp.nan, value)
+    at = jnp.broadcast_to(S + jnp.arange(T, dtype=jnp.int32), (B, T))
+    options = dict(scale=0.3, soft_cap=None)
+    attention = dict(statistics=frozenset(STATISTICS), window=2, sliding_window=None) | options
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+    jax.tree.map(close, *both("cache_attention", query, key, value, position, at, **attention))
+    pools = (x.reshape(-1, page, *x.shape[3:]) for x in (key, value, position))
+    table = jnp.arange(B * K * S // page, dtype=jnp.int32).reshape(B, K, -1)
+    jax.tree.map(close, *both("paged_attention", query, *pools, table, at, **attention))
+    slots = jnp.broadcast_to(jnp.flatnonzero(position[0, 0] >= 0)[:50].astype(jnp.int32), (B, K, 50))
+    close(*both("select_attention", query, key, value, slots, layer=None, **options))
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_the_kernel_of_the_eviction_reads_values_behind_their_keys(fast):
+    rng, S, dim = np.random.default_rng(0), 160, 8
+    weights = jax.nn.softmax(jnp.asarray(rng.normal(size=(B, K, G, S)), jnp.float32))
+    value = jnp.asarray(rng.normal(size=(B, K, S, dim)), jnp.float32)
+    key = jnp.full_like(value, jnp.nan).at[..., ::2].set(3)
+    position = jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32), (B, K, S))
+    options = dict(fast=fast, norm=2, group="exact", excess=None, with_scores=True)
+    run = functools.partial(Kernel("caote_topk", "tpu").run, interpret=pltpu.InterpretParams(), **options)
+    given = position, jnp.array([50, 20]), None
+    one = run(weights, jnp.concatenate([key, value], -1), *given, head_dim=dim)
+    two = run(weights, value, *given)
+    same(one.position, two.position)
+    np.testing.assert_allclose(one.scores, two.scores, rtol=1e-5)
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize("tokens", [1, 128])
+def test_compiled_for_a_tpu_nothing_copies_the_cache(as_on_a_tpu, tokens):
+    """A decode step and a block over stacked layers in the shapes of Llama-3.2-1B."""
+    policy, layers = kvjax.parse("snapkv+caote"), 16  # of fewer, XLA would hold the cache in VMEM
+    sizes = dict(layers=layers, kv_heads=8, query_heads=32, head_dim=64, budget=8192, block=128, dtype="bfloat16")
+    cache = jax.eval_shape(functools.partial(kvjax.empty_cache, policy, **sizes))
+    leaves, structure = jax.tree.flatten(cache)
+
+    def run(*arrays):
+        *rows, query, key, value = arrays
+
+        def layer(cache, index):
+            out, cache = kvjax.attend(
+                cache, query, key, value, policy=policy, budget=8192, context=kvjax.Context(layer=index)
+            )
+            return cache, out
+
+        return jax.lax.scan(layer, jax.tree.unflatten(structure, rows), jnp.arange(layers))
+
+    block = [jax.ShapeDtypeStruct((1, tokens, heads, 64), jnp.bfloat16) for heads in (32, 8, 8)]
+    program = compiled_for_tpu("v5e:2x2", run, *leaves, *block, donate=range(len(leaves)))
+    assert program.as_text().count('custom_call_target="tpu_custom_call"') == (2 if tokens == 1 else 3)
+    assert program.memory_analysis().temp_size_in_bytes < 5 * 2**20
