@@ -93,7 +93,7 @@ def _study_panel(
     for number, line in enumerate(lines):
         own = [point for point in points if point.line == line]
         found = [results[point.run] for point in own]
-        shift, place = number - (len(lines) - 1) / 2, everywhere.index(line)
+        shift, which = number - (len(lines) - 1) / 2, everywhere.index(line)
         if numeric:  # the axis is logarithmic, so points are shifted by a factor
             at = [float(_place(study, point, results)) * 1.015**shift for point in own]
         else:
@@ -103,8 +103,8 @@ def _study_panel(
         error = [[r["recall"] - r["low"] for r in found], [r["high"] - r["recall"] for r in found]]
         axis.errorbar(
             at, recall, np.maximum(error, 0),  # at recall 1, rounding may put the interval's end below the recall
-            color=report.colour(place), label=line.replace("\n", " "),
-            marker="os^"[place // len(report.COLOURS) % 3],  # lines of the same colour have different marks
+            color=report.colour(which), label=line.replace("\n", " "),
+            marker="os^"[which // len(report.COLOURS) % 3],  # lines of the same colour have different marks
             markersize=4.5, linewidth=1.6, elinewidth=0.8, capsize=0, zorder=3,
             linestyle="-" if numeric or study.connect else "none",
         )  # fmt: skip
