@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import sys
 from types import ModuleType
 from typing import Any
 
-from models import commands
+from models import commands, hosts
 
 # In the order of the help.
 NAMES = (
@@ -70,7 +71,13 @@ def main(arguments: list[str] | None = None) -> int:
         commands.add_import_flag(made)
     parsed = flags.parse_args(arguments)
     commands.keep_compiled(vars(parsed).pop("compilation_cache"))
-    return commands.run(lambda: known[parsed.name].command(parsed), f"evals {parsed.name}")
+    return commands.run(lambda: _run(known[parsed.name], parsed), f"evals {parsed.name}")
+
+
+def _run(evaluation: Any, flags: argparse.Namespace) -> None:
+    if "coordinator" in flags:
+        hosts.join(flags)
+    evaluation.command(flags)
 
 
 if __name__ == "__main__":

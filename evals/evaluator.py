@@ -26,7 +26,7 @@ import models
 from evals import prose, report, results, statistics
 from kvjax.allocation import parse_allocation
 from kvjax.policy import Policy, policy_of
-from models import commands, plan, provenance
+from models import cli, commands, plan, provenance
 from models.load import describe as read_description
 from models.plan import When
 
@@ -618,7 +618,7 @@ def add_model_flags(flags: argparse.ArgumentParser) -> None:
     flags.add_argument("--batch", type=int, default=16, help="samples answered at once")
     flags.add_argument("--seed", type=int, default=0)
     flags.add_argument("--dtype", help="float32, bfloat16 (slow on a CPU) or float16; by default the checkpoint's")
-    flags.add_argument("--mesh", help="devices, such as data=2,tensor=4")
+    cli.add_mesh_flags(flags)
     flags.add_argument("--json", type=Path, help="write all figures here")
     flags.add_argument("--plot", type=Path, help="write the picture here (.png, .svg or .pdf)")
 
@@ -768,7 +768,7 @@ def load(flags: argparse.Namespace) -> tuple[models.Decoder, models.Tokenizer]:
     Raises:
         ValueError: the model has no tokenizer.
     """
-    return load_with_tokenizer(flags.model, dtype=flags.dtype, mesh=_mesh(flags))
+    return load_with_tokenizer(flags.model, dtype=flags.dtype, mesh=cli.mesh_of(flags))
 
 
 def load_with_tokenizer(name: str, **options: Any) -> tuple[models.Decoder, models.Tokenizer]:
@@ -797,13 +797,8 @@ def describe(flags: argparse.Namespace) -> tuple[models.Config, models.Tokenizer
     Raises:
         ValueError: the model has no tokenizer.
     """
-    config, tokenizer = read_description(flags.model, dtype=flags.dtype, mesh=_mesh(flags))
+    config, tokenizer = read_description(flags.model, dtype=flags.dtype, mesh=cli.mesh_of(flags))
     return config, commands.check_tokenizer(flags.model, tokenizer)
-
-
-def _mesh(flags: argparse.Namespace) -> Any:
-    mesh = getattr(flags, "mesh", None)  # not every evaluation has the flag
-    return None if mesh is None else models.parse_mesh(mesh)
 
 
 def command(

@@ -23,6 +23,7 @@ from evals.evaluator import padded
 from evals.selections import Heads, Method
 from kvjax.insertion import Cache
 from kvjax.policy import Policy, policy_of
+from models import hosts
 from models.plan import When, moments
 
 LOGITS_BYTES = 2**26
@@ -259,7 +260,7 @@ def _told_after(
     if longest > 1:
         _, hidden = models.hidden_states(model, following, counted, cache=kvjax.repeat(cache, count), block=block)
         parts.append(_told(model, hidden[:, :-1], following[:, 1:], None)[0])
-    told = np.concatenate([np.asarray(part, np.float64) for part in parts], axis=1)
+    told = np.concatenate([hosts.fetched(part).astype(np.float64) for part in parts], axis=1)
     return np.where(np.arange(longest) < counted[:, None], told, 0).sum(axis=1).reshape(-1, count)
 
 
@@ -291,8 +292,8 @@ def _collected(
             against = np.zeros(hidden.shape, hidden.dtype)
             for place, row in enumerate(fed):
                 against[place, : len(reference[row])] = reference[row]
-        chosen, greedy, *divergence = (np.asarray(x) for x in _told(model, hidden, tokens[:, 1:], against))
-        states = np.asarray(hidden) if keep_hidden else None
+        chosen, greedy, *divergence = map(hosts.fetched, _told(model, hidden, tokens[:, 1:], against))
+        states = hosts.fetched(hidden) if keep_hidden else None
         for place, row in enumerate(rows):
             own = slice(None, len(sequences[row]) - 1)
             collected[row] = Predicted(

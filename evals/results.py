@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from models import commands, provenance
+from models import commands, hosts, provenance
 
 HEADER, SAMPLES = "header.json", "samples.jsonl"
 ROW = ("model", "evaluation", "length", "policy", "budget", "when", "question")
@@ -27,6 +27,8 @@ KEY = (*ROW, "task", "sample")
 
 class Results:
     """The records of a run, in a folder if one is named; a context manager that holds the folder's lock.
+
+    Of several processes that run together, the first one alone reads and writes the folder.
 
     Args:
         folder: made if it does not exist; None keeps the records in memory only.
@@ -54,7 +56,7 @@ class Results:
     def __init__(self, folder: str | Path | None, evaluation: str, settings: Mapping[str, Any], command: str) -> None:
         self.records: list[dict[str, Any]] = []
         self._file: Any = None
-        self._folder = None if folder is None else Path(folder)
+        self._folder = Path(folder) if folder is not None and hosts.first() else None
         # In the form in which the header is read again: JSON turns tuples into lists.
         self._wanted = json.loads(json.dumps({"evaluation": evaluation, "settings": dict(settings)}))
         self._command = command
@@ -65,6 +67,7 @@ class Results:
     def __enter__(self) -> Results:
         if self._folder is not None:
             self._open(self._folder)
+        self.records, self.fingerprints = hosts.from_first(lambda: [self.records, self.fingerprints])
         self._keys = {_key(record) for record in self.records}
         return self
 

@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+from jax.sharding import Mesh
 
 import kvjax
 import models
 from kvjax.checks import MOST
 from kvjax.policy import policy_of
-from models import commands, provenance, selecting
+from models import commands, hosts, provenance, selecting
 from models.plan import moments
 
 EXAMPLES = """examples:
@@ -110,7 +111,7 @@ def parser() -> argparse.ArgumentParser:
         "%(default)s)",
     )
     add_run_flags(flags, max_new_tokens=64)
-    flags.add_argument("--mesh", help="devices, such as data=2,tensor=4 (default: one device)")
+    add_mesh_flags(flags)
     flags.add_argument(
         "--json",
         action="store_true",
@@ -164,6 +165,40 @@ def add_run_flags(flags: argparse.ArgumentParser, max_new_tokens: int) -> None:
     commands.add_cache_dtype_flag(flags)
 
 
+def add_mesh_flags(flags: argparse.ArgumentParser) -> None:
+    """Add --mesh, which :func:`mesh_of` reads, and the flags of :func:`models.hosts.join`.
+
+    Example:
+        >>> import argparse
+        >>> from models.cli import add_mesh_flags
+        >>> flags = argparse.ArgumentParser()
+        >>> add_mesh_flags(flags)
+        >>> flags.parse_args(["--mesh", "tensor=8"]).mesh
+        'tensor=8'
+    """
+    flags.add_argument(
+        "--mesh", help="devices, such as data=2,tensor=4 (default: one device, or the tensor axis over all hosts')"
+    )
+    hosts.add_flags(flags)
+
+
+def mesh_of(flags: argparse.Namespace) -> Mesh | None:
+    """Return the mesh that --mesh names; without it, all devices of several processes, or None for one process.
+
+    Raises:
+        ValueError: the text is no mesh, or there are not so many devices.
+
+    Example:
+        >>> import argparse
+        >>> from models.cli import mesh_of
+        >>> dict(mesh_of(argparse.Namespace(mesh="tensor=1")).shape)
+        {'data': 1, 'tensor': 1}
+    """
+    named = getattr(flags, "mesh", None)  # not every evaluation has the flag
+    text = named or (f"tensor={jax.device_count()}" if hosts.several() else None)
+    return None if text is None else models.parse_mesh(text)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the command and return its exit code."""
     made = parser()
@@ -183,10 +218,9 @@ def _seed(text: str) -> int:
 
 
 def _generate(flags: argparse.Namespace) -> None:
+    hosts.join(flags)
     requests = _many(flags) if flags.prompts is not None else [_only(flags)]  # checked before the weights are read
-    model, tokenizer = models.load(
-        flags.model, dtype=flags.dtype, mesh=None if flags.mesh is None else models.parse_mesh(flags.mesh)
-    )
+    model, tokenizer = models.load(flags.model, dtype=flags.dtype, mesh=mesh_of(flags))
     tokenizer = commands.check_tokenizer(flags.model, tokenizer)
     scorer = None if flags.scorer is None else models.load_scorer(flags.scorer, model)
     loaded = Loaded(model, tokenizer, _load_butler(flags, model, requests), scorer)
@@ -369,9 +403,11 @@ def _checked(flags: argparse.Namespace, fields: dict[str, Any], line: int | None
 
 
 def _read(path: str, what: str) -> str:
-    """Return the text of a file, or of standard input, which is called "-"."""
-    if path != "-":
-        return commands.read_text(path, what)
+    """Return the text of a file, or of standard input, which is called "-"; the first of several processes reads it."""
+    return hosts.from_first(lambda: commands.read_text(path, what) if path != "-" else _typed())
+
+
+def _typed() -> str:
     try:
         return sys.stdin.buffer.read().decode()
     except UnicodeDecodeError as error:

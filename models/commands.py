@@ -15,6 +15,7 @@ import stat
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple, NoReturn
@@ -23,11 +24,13 @@ import jax
 
 import kvjax
 from kvjax.quantise import check_dtypes
+from models import hosts
 
 LOCK_FILE = ".lock"
 EXIT_CODES = """exit codes:
   0    done
   2    bad input, a file that can't be read or written, or a full disk; one line on standard error says which
+  3    another process of the same run has ended (--coordinator)
   130  interrupted by Ctrl-C
 """
 
@@ -109,11 +112,26 @@ def epilog(examples: str) -> str:
 def run(command: Callable[[], None], name: str) -> int:
     """Run a command and return its exit code: 2 for bad input, after one line that says why, and 130 for Ctrl-C.
 
+    If the command runs in several processes and fails in this one, the process ends here, and with it the others.
+
     Example:
         >>> from models.commands import run
         >>> run(lambda: None, "kvjax")
         0
     """
+    try:
+        code = _run(command, name)
+    except BaseException:
+        if not hosts.several():
+            raise
+        traceback.print_exc()
+        code = 1
+    if code and hosts.several():
+        hosts.leave(code)
+    return code
+
+
+def _run(command: Callable[[], None], name: str) -> int:
     try:
         command()
     except KeyboardInterrupt:
@@ -127,7 +145,9 @@ def run(command: Callable[[], None], name: str) -> int:
         return 2
     except (jax.errors.JaxRuntimeError, MemoryError) as error:
         if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
-            raise
+            if not hosts.several():
+                raise
+            hosts.leave_the_lost(name, error)
         print(
             f"{name}: error: out of memory; give a smaller budget, block or batch, or more devices with --mesh.",
             file=sys.stderr,
@@ -419,7 +439,8 @@ def replacing(path: str | Path) -> Iterator[Path]:
     """Yield a temporary file that becomes ``path`` at the end, or is deleted if an exception is raised.
 
     A link stays a link: the file that it points to is replaced. A path that is not a regular file (a pipe, a device, a
-    stream of this process such as /dev/stdout) is not replaced: the whole content is written into it at the end.
+    stream of this process such as /dev/stdout) is not replaced: the whole content is written into it at the end. Of
+    several processes that run together, only the first one writes.
 
     Raises:
         FileNotFoundError: the folder does not exist.
@@ -435,6 +456,10 @@ def replacing(path: str | Path) -> Iterator[Path]:
         'whole'
     """
     path = Path(path)
+    if not hosts.first():
+        with tempfile.TemporaryDirectory() as folder:
+            yield Path(folder) / path.name
+        return
     stream = _stream(path)
     target = path if stream is not None or not path.is_symlink() else Path(os.path.realpath(path))
     straight = stream is not None or (target.exists() and not target.is_file())
@@ -555,7 +580,8 @@ def progress_bar(unit: str, *, total: int | None = None, over: Iterable[Any] | N
     """
     from tqdm import tqdm
 
-    return tqdm(over, total=total, unit=unit, file=sys.stderr, dynamic_ncols=True, disable=None)
+    quiet = None if hosts.first() else True  # None is quiet where standard error is no terminal
+    return tqdm(over, total=total, unit=unit, file=sys.stderr, dynamic_ncols=True, disable=quiet)
 
 
 def check_tokenizer[Found](model: str | Path, tokenizer: Found | None) -> Found:

@@ -26,6 +26,7 @@ from kvjax.checks import check_count, is_known
 from kvjax.policy import policy_of
 from kvjax.quantise import DtypesLike
 from kvjax.sources import Source
+from models import hosts
 from models.butler import Butler
 from models.by_layer import LayerSteps, next_token, runs_by_layer
 from models.decoder import Decoder
@@ -678,7 +679,7 @@ def _tokens(
         chosen, finite = next_token(run.model, hidden, draw, choice.sampling)
     else:
         chosen, finite = sample(logits, draw, choice.sampling), jnp.isfinite(logits).all()
-    token = np.asarray(chosen)
+    token = hosts.fetched(chosen)
     check_finite(run.model, finite)
     finished = np.isin(token, choice.end)
     yield token, state
@@ -687,7 +688,7 @@ def _tokens(
             return
         key, draw = split_key(key)
         chosen, state = steps.token(state, token, finished, draw, step, choice.sampling)
-        token = np.asarray(chosen)
+        token = hosts.fetched(chosen)
         yield np.where(finished, -1, token), state
         finished = finished | np.isin(token, choice.end)
 
@@ -703,7 +704,7 @@ def _fed(
 ) -> tuple[DecodeState, Float[Array, "B 1 E"]]:
     """Feed the prompt block by block, and return the state after it and the last hidden state of each row."""
     B = prompt.context.tokens.shape[1]
-    before = np.zeros(B, int) if cache is None else np.asarray(cache.next_position)
+    before = np.zeros(B, int) if cache is None else hosts.fetched(cache.next_position)
     total = int(np.max(np.asarray(run.rows.lengths) - before))
     feeding = feed_blocks(run, steps, prompt, cache)
     while True:

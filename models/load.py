@@ -86,7 +86,12 @@ class Checkpoint(NamedTuple):
 
 
 def load(
-    path: str | Path, *, dtype: DTypeLike | None = None, mesh: Mesh | None = None, revision: str | None = None
+    path: str | Path,
+    *,
+    dtype: DTypeLike | None = None,
+    mesh: Mesh | None = None,
+    revision: str | None = None,
+    on_read: Callable[[int], None] | None = None,
 ) -> tuple[Decoder, Tokenizer | None]:
     """Load a decoder and its tokenizer.
 
@@ -97,8 +102,10 @@ def load(
         dtype: the dtype that the weights are cast to, such as "bfloat16"; None keeps the checkpoint's (the dtype of
             most weights, if it mixes several; float32 if they are quantised).
         mesh: devices with axes "data" and "tensor", and "expert" if it has one (see :func:`parse_mesh`), that the
-            weights are split over as ``models.parameters`` says; None puts them on the default device.
+            weights are split over as ``models.parameters`` says; None puts them on the default device. Each process
+            reads only the parts of its own devices.
         revision: a branch, tag or commit on the hub.
+        on_read: called with the bytes of each part of a tensor that this process has read.
 
     Returns:
         The model, and its tokenizer or None without one (no tokenizer.json, or none in the GGUF file).
@@ -117,6 +124,11 @@ def load(
         FileNotFoundError: there is no folder no/such/folder/anywhere; give a folder with config.json and safetensors...
     """
     checkpoint, target, mesh = _opened(path, dtype, mesh, revision)
+    if on_read is not None:
+        counted = {
+            name: tensor._replace(read=_counted(tensor.read, on_read)) for name, tensor in checkpoint.tensors.items()
+        }
+        checkpoint = checkpoint._replace(tensors=counted)
     shapes = parameter_shapes(checkpoint.config)
     with _progress(sum(math.prod(shape[: PARAMETERS[name].separate]) for name, shape in shapes.items())) as advance:
         parameters = {
@@ -276,6 +288,17 @@ def _read_in_order(
     return read((slice(first, int(wanted.max()) + 1), *window[1:]))[wanted - first]
 
 
+def _counted(
+    read: Callable[[tuple[slice, ...]], np.ndarray], on_read: Callable[[int], None]
+) -> Callable[[tuple[slice, ...]], np.ndarray]:
+    def told(window: tuple[slice, ...]) -> np.ndarray:
+        part = read(window)
+        on_read(part.nbytes)
+        return part
+
+    return told
+
+
 def _read_part(file: Path, name: str, window: tuple[slice, ...]) -> np.ndarray:
     # Opened again for each part: the file's pages that were read count as this process's memory until it is closed.
     with safe_open(file, framework="np") as tensors:
@@ -331,7 +354,8 @@ def parse_mesh(text: str) -> Mesh:
         A mesh over the first data x expert x tensor devices, partitioned automatically by JAX.
 
     Raises:
-        ValueError: the text is not such a list, or needs more devices than there are.
+        ValueError: the text is not such a list, needs more devices than there are, or leaves some of several processes
+            without work.
 
     Example:
         >>> from models.load import parse_mesh
@@ -350,6 +374,8 @@ def parse_mesh(text: str) -> Mesh:
             f"mesh {text!r} needs {needed} devices, but there {'is' if len(devices) == 1 else 'are'} {len(devices)} "
             f"({devices[0].platform}); lower its numbers."
         )
+    if needed < len(devices) and jax.process_count() > 1:
+        raise ValueError(f"mesh {text!r} takes {needed} of the processes' {len(devices)} devices; it must take all.")
     return Mesh(np.array(devices[:needed]).reshape(sizes), axes)
 
 
@@ -618,7 +644,8 @@ def _place(
         return jax.device_put(read(None)).block_until_ready()
     uneven = "V" in parameter.axes.split() and checkpoint.config.vocab_size % mesh.shape["tensor"]
     sharding = NamedSharding(mesh, PartitionSpec() if uneven else partition(name, mesh))
-    array = jax.make_array_from_callback(shape, sharding, read).block_until_ready()
+    # Kept by index, as several devices of a process may hold the same part.
+    array = jax.make_array_from_callback(shape, sharding, functools.cache(read)).block_until_ready()
     advance(math.prod(shape[:separate]))
     return array
 

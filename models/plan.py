@@ -33,6 +33,7 @@ from kvjax.policy import check_measured, policy_of
 from kvjax.quantise import Dtypes, DtypesLike, check_dtypes, is_quantised
 from kvjax.sources import Source
 from kvjax.window import observed
+from models import hosts
 from models.butler import Butler, ButlerConfig
 from models.config import Config, Rope
 from models.decoder import Decoder
@@ -791,8 +792,8 @@ def kept_of(model: Decoder, cache: AnyCache, policy: Policy | None, rows: int) -
                 f"the cache's policy state is not that of {policy.name!r}: give the policy that the cache was made "
                 "with, or none."
             ) from None
-    held = np.asarray(jnp.moveaxis(cache.num_live, 1, 0)).reshape(B, L * K)
-    start, dtypes = np.asarray(cache.next_position), dtypes_of(one)
+    held = hosts.fetched(jnp.moveaxis(cache.num_live, 1, 0)).reshape(B, L * K)
+    start, dtypes = hosts.fetched(cache.next_position), dtypes_of(one)
     if isinstance(cache, PagedCache | SplitCache):
         ways = cache.ways if isinstance(cache, SplitCache) else None
         return Kept(K, start, held, cache.num_slots, cache.positions, dtypes, cache.num_pages, cache.page_size, ways)

@@ -22,11 +22,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array
 
 import kvjax
-from models import decoder
+from models import decoder, hosts
 from models.commands import Begun, write_json
 from models.config import described
 from models.parameters import parameter_shapes as model_shapes
@@ -181,7 +179,7 @@ def weights(module: nnx.Module, shapes: Mapping[str, Sequence[int]]) -> str:
             parameter = getattr(parameter, part)
         rng = np.random.default_rng(0)
         places = tuple(rng.integers(0, size, 64) for size in shape)
-        sample = np.asarray(jax.device_get(_sample(parameter[...], places))).astype(jnp.bfloat16)
+        sample = hosts.fetched(parameter[...][places]).astype(jnp.bfloat16)
         found.update(name.encode() + sample.tobytes())
     return found.hexdigest()
 
@@ -229,12 +227,3 @@ def check_same(place: Path, there: Mapping[str, str] | None, here: Mapping[str, 
 
 def _brief(value: str | None) -> str:
     return "none" if value is None else repr(value[:16])
-
-
-def _sample(array: Array, places: tuple[np.ndarray, ...]) -> Array:
-    """Return some entries of an array on every device that holds a part of it, so that each process reads them all."""
-    if array.is_fully_addressable:
-        return array[places]
-    assert isinstance(array.sharding, NamedSharding)
-    everywhere = NamedSharding(array.sharding.mesh, PartitionSpec())
-    return jax.jit(lambda array: array[places], out_shardings=everywhere)(array)

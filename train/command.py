@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 import models
 from evals import evaluator
-from models import commands
+from models import commands, hosts
 from models.decoder import Decoder
 from models.tokenizer import Tokenizer
 from train.loop import Options, Settings
@@ -72,9 +72,7 @@ def add_run_flags(flags: argparse.ArgumentParser, out: str) -> None:
     flags.add_argument("--stop-after", type=int, help="stop early, after this step")
     flags.add_argument("--mesh", help="devices, such as data=4 or data=2,tensor=2; data: rows, tensor: the model")
     flags.add_argument("--dtype", default="float32", help="the frozen model's dtype (default float32, as published)")
-    flags.add_argument("--coordinator", help="host:port of the first process; 'auto' reads the cluster's environment")
-    flags.add_argument("--processes", type=int, help="how many processes train together")
-    flags.add_argument("--process-id", type=int, help="the number of this process, from 0")
+    hosts.add_flags(flags)
     flags.add_argument("--json", action="store_true", help="print the summary as JSON")
     commands.add_import_flag(flags)
     commands.add_cache_flag(flags)
@@ -85,10 +83,8 @@ def load(flags: argparse.Namespace) -> Loaded:
     evaluator.check_least(flags, save_every=1, keep=1, eval_every=0, log_every=1, eval_rows=1, stop_after=1)
     if flags.out.exists() and not flags.out.is_dir():
         raise ValueError(f"--out is {flags.out}, which is a file; name a folder.")
-    _join(flags)
-    mesh = models.parse_mesh(flags.mesh or f"data={jax.device_count() if jax.process_count() > 1 else 1}")
-    if mesh.size < jax.device_count() and jax.process_count() > 1:
-        raise ValueError(f"--mesh takes {mesh.size} of the processes' {jax.device_count()} devices; it must take all.")
+    hosts.join(flags)
+    mesh = models.parse_mesh(flags.mesh or f"data={jax.device_count() if hosts.several() else 1}")
     embedded = flags.model == "retriever"
     if flags.data is None and not embedded:
         raise ValueError("no data was named; give --data files, folders or a hub data set.")
@@ -108,7 +104,7 @@ def options_of(flags: argparse.Namespace, loaded: Loaded, command: str) -> Optio
     """Return the options of :func:`train.loop.run` that the flags give; messages open with the command's name."""
 
     def say(text: str) -> None:
-        if jax.process_index() == 0:
+        if hosts.first():
             print(f"{command}: {text}.", file=sys.stderr)
 
     return Options(
@@ -120,25 +116,10 @@ def options_of(flags: argparse.Namespace, loaded: Loaded, command: str) -> Optio
 
 def report(flags: argparse.Namespace, summary: dict[str, Any] | None, table: Callable[[dict[str, Any]], str]) -> None:
     """Print the summary of a run as a table or as JSON; None is a run that --stop-after ended."""
-    if jax.process_index() > 0:
-        return
     if summary is None:
         print(f"stopped after step {flags.stop_after}; run the same command without --stop-after to resume.")
     else:
         print(json.dumps(summary) if flags.json else table(summary))
-
-
-def _join(flags: argparse.Namespace) -> None:
-    """Join the other processes of a run, if there are any."""
-    given = (flags.coordinator, flags.processes, flags.process_id)
-    if flags.coordinator == "auto":
-        jax.distributed.initialize()
-    elif None not in given:
-        if not 0 <= flags.process_id < flags.processes:
-            raise ValueError(f"--process-id is {flags.process_id}; {flags.processes} processes are numbered from 0.")
-        jax.distributed.initialize(flags.coordinator, flags.processes, flags.process_id)
-    elif given != (None, None, None):
-        raise ValueError("--coordinator, --processes and --process-id belong together; give all three, or none.")
 
 
 def _count(text: str) -> int:

@@ -1,0 +1,190 @@
+"""Several processes that run one command together, on JAX's own runtime (`jax.distributed`).
+
+Every process runs the same program on the devices of its host. The first one alone prints and writes files. If one of
+them ends, the others end too, and say so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jaxtyping import Array, Shaped
+
+SILENCE_SECONDS = 30  # a process that has not been heard of for so long has ended; the others then end, too
+ENDED = 3  # the exit code of those others
+LOST = "another process of this run has ended or cannot be reached"
+ADVICE = "its own output says why, and the same commands go on from what was written."
+# JAX's runtime aborts a process that has lost the others, after a message and a stack trace; nothing in the process can
+# catch that. So what native code writes to standard error goes through this program, which says it in one sentence.
+FILTER = f"""
+import re
+import sys
+for line in sys.stdin.buffer:
+    lost = b"{LOST}" in line
+    if lost or re.match(b"[EF].*(coordination_service|preemption_sync|distributed service detected)", line):
+        sys.stderr.buffer.write(line if lost else b"kvjax: error: {LOST}; {ADVICE}\\n")
+        sys.stderr.flush()
+        break
+    sys.stderr.buffer.write(line)
+    sys.stderr.flush()
+for line in sys.stdin.buffer:
+    pass
+"""
+
+
+def add_flags(flags: argparse.ArgumentParser) -> None:
+    """Add the flags that :func:`join` reads.
+
+    Example:
+        >>> import argparse
+        >>> from models import hosts
+        >>> flags = argparse.ArgumentParser()
+        >>> hosts.add_flags(flags)
+        >>> flags.parse_args(["--coordinator", "auto"]).coordinator
+        'auto'
+    """
+    flags.add_argument(
+        "--coordinator",
+        metavar="HOST:PORT",
+        help="run on several hosts: address of the first process, the same for all; 'auto' reads the environment of "
+        "Slurm, Open MPI, Kubernetes or a TPU pod (default: one process)",
+    )
+    flags.add_argument("--processes", type=int, metavar="N", help="how many processes run together (default: 1)")
+    flags.add_argument("--process-id", type=int, metavar="I", help="the number of this process, from 0 (default: none)")
+
+
+def join(flags: argparse.Namespace) -> None:
+    """Join the other processes that the flags name, if they name any, and remove the flags.
+
+    The output of all processes but the first is dropped; their errors are not.
+
+    Raises:
+        ValueError: the flags do not belong together, or the others were not found.
+
+    Example:
+        >>> import argparse
+        >>> from models import hosts
+        >>> hosts.join(argparse.Namespace(coordinator="a:1234", processes=2, process_id=None))
+        Traceback (most recent call last):
+        ...
+        ValueError: --coordinator, --processes and --process-id belong together; give all three, or none.
+    """
+    address, processes, number = (vars(flags).pop(name) for name in ("coordinator", "processes", "process_id"))
+    if (address, processes, number) == (None, None, None):
+        return
+    if address == "auto":
+        address = None
+    elif None in (address, processes, number):
+        raise ValueError("--coordinator, --processes and --process-id belong together; give all three, or none.")
+    elif not 0 <= number < processes:
+        raise ValueError(f"--process-id is {number}; {processes} processes are numbered from 0.")
+    elif not address.rpartition(":")[2].isdigit() or ":" not in address:
+        raise ValueError(f"--coordinator is {address!r}; write it like 10.0.0.1:1234, or 'auto'.")
+    _filter_native_errors()
+    try:
+        jax.distributed.initialize(
+            address, processes, number, heartbeat_timeout_seconds=SILENCE_SECONDS, shutdown_timeout_seconds=60
+        )
+    except (ValueError, RuntimeError) as error:  # jax.errors.JaxRuntimeError is a RuntimeError
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"the processes did not find one another ({reason[:200]}); give --coordinator, --processes and "
+            "--process-id, and see that the first process runs and its port is free and open."
+        ) from None
+    if not first():
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def several() -> bool:
+    """Return whether this process runs together with others.
+
+    Example:
+        >>> from models import hosts
+        >>> hosts.several()
+        False
+    """
+    return jax.distributed.is_initialized() and jax.process_count() > 1
+
+
+def first() -> bool:
+    """Return whether this is the process that prints and writes: the only one, or the first of several.
+
+    Example:
+        >>> from models import hosts
+        >>> hosts.first()
+        True
+    """
+    return not several() or jax.process_index() == 0
+
+
+def from_first[T](make: Callable[[], T]) -> T:
+    """Return on every process what a function returns on the first one, which alone calls it.
+
+    Args:
+        make: returns a value in JSON's types.
+
+    Example:
+        >>> from models import hosts
+        >>> hosts.from_first(lambda: [1, 2])
+        [1, 2]
+    """
+    if not several():
+        return make()
+    content = np.frombuffer(json.dumps(make()).encode() if first() else b"", np.uint8)
+    size = int(multihost_utils.broadcast_one_to_all(np.int32(len(content))))
+    told: Any = multihost_utils.broadcast_one_to_all(content if first() else np.zeros(size, np.uint8))
+    return json.loads(np.asarray(told).tobytes())
+
+
+def fetched(array: Shaped[Array, "..."]) -> Shaped[np.ndarray, "..."]:
+    """Return an array on the host, whichever processes hold its parts; all processes call it together.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from models import hosts
+        >>> hosts.fetched(jnp.arange(3)).tolist()
+        [0, 1, 2]
+    """
+    if isinstance(array, jax.Array) and not (array.is_fully_addressable or array.is_fully_replicated):
+        return np.asarray(multihost_utils.process_allgather(array, tiled=True))
+    return np.asarray(array)
+
+
+def leave(code: int) -> NoReturn:
+    """End this process at once, so that the others end too: an ordinary exit would wait for them."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def leave_the_lost(name: str, error: BaseException) -> NoReturn:
+    """End this process because it has lost the others, with one sentence that has a part of what it saw.
+
+    Args:
+        name: the command's name.
+    """
+    seen = " ".join(str(error).split()).partition(". ")[0][:200].rstrip(".")
+    os.write(2, f"{name}: error: {LOST} ({seen}); {ADVICE}\n".encode())  # through the filter, which says it once
+    leave(ENDED)
+
+
+def _filter_native_errors() -> None:
+    """Send what native code writes to standard error through :data:`FILTER`; Python's own goes where it went."""
+    sys.stderr.flush()
+    sys.stderr = open(os.dup(2), "w", buffering=1)  # noqa: SIM115 (it stays open)
+    reads = subprocess.Popen(
+        [sys.executable, "-ISc", FILTER], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True
+    )
+    assert reads.stdin is not None
+    os.dup2(reads.stdin.fileno(), 2)
+    reads.stdin.close()
+    reads.returncode = 0  # it ends when this process has ended: nobody waits for it

@@ -1,0 +1,48 @@
+"""One of several processes that load a model, generate and evaluate together.
+
+    python tests/models/run_on_hosts.py MODEL PROMPTS OUT --coordinator localhost:1234 --processes 2 --process-id 0
+
+Each writes the bytes that it read to bytes-I.json in OUT; the first prints what the commands print.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))  # run as a script, this file's own folder stands there
+
+import jax  # noqa: E402
+
+import models  # noqa: E402
+from evals.__main__ import main as evaluate  # noqa: E402
+from models import cli, commands, hosts  # noqa: E402
+
+
+def work(model: Path, prompts: Path, out: Path) -> None:
+    """Print answers to the prompts, and write the records of an evaluation to ``out``."""
+    answers = ["--prompts", prompts, "--max-new-tokens", 6, "--block", 32, "--temperature", 0.5, "--mesh", "tensor=8"]
+    assert cli.main([*map(str, [model, *answers])]) == 0
+    task = ["--tasks", "niah_single_1", "--lengths", 256, "--samples", 4, "--batch", 2]
+    setting = ["--policies", "snapkv+caote", "--budgets", 96, "--when", "block", "--mesh", "data=2,tensor=4"]
+    assert evaluate([*map(str, ["ruler", "--model", model, *task, *setting, "--out", out])]) == 0
+
+
+def main() -> int:
+    flags = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    for name in ("model", "prompts", "out"):
+        flags.add_argument(name, type=Path)
+    hosts.add_flags(flags)
+    given = flags.parse_args()
+    hosts.join(given)
+    read: list[int] = []
+    models.load(given.model, mesh=models.parse_mesh("tensor=8"), on_read=read.append)
+    (given.out / f"bytes-{jax.process_index()}.json").write_text(json.dumps(sum(read)))
+    return commands.run(lambda: work(given.model, given.prompts, given.out / "ruler"), "run_on_hosts")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

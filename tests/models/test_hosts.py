@@ -1,0 +1,133 @@
+"""Several processes that run commands together end with what one process with all the devices ends with."""
+
+import contextlib
+import io
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+
+import jax
+import pytest
+from flax import nnx
+
+import models
+from models import hosts
+from tests.models import run_on_hosts
+
+CODE = "def add(a, b):\n    return a + b\n" * 8
+PROMPTS = [  # a cache that grows, one budget for each head, and one for all heads of a layer
+    {"prompt": CODE},
+    {"prompt": CODE, "policy": "snapkv+caote", "budget": 48},
+    {"prompt": CODE, "policy": "h2o@layer(cap=2)", "budget": 48},
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model with eight heads, and prompts."""
+    folder = tmp_path_factory.mktemp("hosts")
+    shipped, tokenizer = models.load("retriever")
+    config = models.Config(
+        shipped.config.vocab_size, 64, 96, num_layers=2, num_heads=8, num_kv_heads=8, max_positions=512,
+        bos=shipped.config.bos, eos=shipped.config.eos,
+    )  # fmt: skip
+    models.save(folder / "model", models.Decoder(config, rngs=nnx.Rngs(0)), tokenizer.backend)
+    (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, PROMPTS)))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(folder):
+    """What one process makes of the prompts and of the evaluation's samples."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        run_on_hosts.work(folder / "model", folder / "prompts.jsonl", folder / "ruler")
+    return tokens_in(printed.getvalue()), answers_in(folder / "ruler")
+
+
+def tokens_in(printed):
+    return [json.loads(line)["tokens"] for line in printed.splitlines() if line.startswith('{"command')]
+
+
+def answers_in(out):
+    records = map(json.loads, (out / "samples.jsonl").read_text().splitlines())
+    return {record["sample"]: (record["answer"], record["cache_bytes"]) for record in records}
+
+
+def start(processes, devices, *command):
+    """Start a command in several processes with some CPU devices each."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
+    environment |= {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
+    joined = ["--coordinator", address, "--processes", str(processes), "--process-id"]
+    piped = dict(cwd=run_on_hosts.ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return [
+        subprocess.Popen([sys.executable, *map(str, command), *joined, str(number)], **piped)
+        for number in range(processes)
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes, devices", [(2, 4), (4, 2)])
+def test_several_processes_give_what_one_gives(folder, alone, tmp_path, processes, devices):
+    running = start(processes, devices, run_on_hosts.__file__, folder / "model", folder / "prompts.jsonl", tmp_path)
+    printed, errors = zip(*[process.communicate(timeout=900) for process in running], strict=True)
+    assert [process.returncode for process in running] == [0] * processes, errors
+    assert (tokens_in(printed[0]), answers_in(tmp_path / "ruler")) == alone
+    assert [text.count("snapkv+caote") > 0 for text in printed] == [True] + [False] * (processes - 1)
+    # Every matrix is split eight ways; the norms are whole on every device.
+    whole: list[int] = []
+    models.load(folder / "model", on_read=whole.append)
+    read = [json.loads((tmp_path / f"bytes-{number}.json").read_text()) for number in range(processes)]
+    assert max(read) < 1.02 * sum(whole) / processes
+
+
+def test_one_process_reads_each_part_once(folder):
+    def read(mesh):
+        sizes = []
+        models.load(folder / "model", mesh=None if mesh is None else models.parse_mesh(mesh), on_read=sizes.append)
+        return sum(sizes)
+
+    assert read("tensor=8") == read("data=4,tensor=2") == read(None)
+
+
+def test_one_process_is_the_first(capsys):
+    assert hosts.first() and not hosts.several()
+    assert hosts.from_first(lambda: {"a": [1]}) == {"a": [1]}
+    assert hosts.fetched(jax.numpy.arange(3)).tolist() == [0, 1, 2]
+
+
+@pytest.mark.slow
+def test_a_killed_process_ends_the_other_which_goes_on_when_started_again(tmp_path):
+    task = ["--tasks", "niah_single_1", "--lengths", 256, "--samples", 12, "--batch", 2]
+    setting = [
+        "--policies",
+        "tova",
+        "--budgets",
+        96,
+        "--when",
+        "block",
+        "--mesh",
+        "tensor=2",
+        "--out",
+        tmp_path / "out",
+    ]
+    command = ["-m", "evals", "ruler", *task, *setting]
+    samples = tmp_path / "out/samples.jsonl"
+    running = start(2, 1, *command)
+    while not (samples.exists() and samples.stat().st_size) and all(process.poll() is None for process in running):
+        time.sleep(0.05)
+    running[1].kill()
+    _, errors = running[0].communicate(timeout=60)
+    assert running[0].returncode not in (0, 2), errors
+    assert errors.count(hosts.LOST) == 1 and "Traceback" not in errors and "Check failure" not in errors
+    whole = samples.read_bytes()
+    assert 0 < whole.count(b"\n") < 24
+    running = start(2, 1, *command)
+    told = [process.communicate(timeout=900) for process in running]
+    assert [process.returncode for process in running] == [0, 0], told
+    assert samples.read_bytes().startswith(whole) and samples.read_bytes().count(b"\n") == 24
