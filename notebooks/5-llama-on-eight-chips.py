@@ -193,4 +193,4 @@ print(f"kvjax.memory counts {cache.total / len(chips) / 2**20:,.0f} MiB of cache
 # ## On several hosts
 #
 # Call `jax.distributed.initialize()` first, in every process. `jax.devices()` then lists the devices of all hosts, and
-# the mesh spans them. The rest stays the same: [Run on several devices and hosts](../docs/how-to/several-devices.md).
+# the mesh spans them. The rest stays the same: [Run on several hosts](../docs/how-to/several-hosts.md).
