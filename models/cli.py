@@ -195,7 +195,7 @@ def mesh_of(flags: argparse.Namespace) -> Mesh | None:
         {'data': 1, 'tensor': 1}
     """
     named = getattr(flags, "mesh", None)  # not every evaluation has the flag
-    text = named or (f"tensor={jax.device_count()}" if hosts.several() else None)
+    text = f"tensor={jax.device_count()}" if named is None and hosts.several() else named
     return None if text is None else models.parse_mesh(text)
 
 
