@@ -120,7 +120,7 @@ def command(flags: argparse.Namespace) -> None:
                         aids=evaluator.Aids(tokenizer, evaluator.load_scorer(part.flags, model)),
                     )  # fmt: skip
             except ValueError as error:
-                if progress is None:
+                if progress is None or hosts.several():  # of several processes only this one may have it
                     raise
                 failed.append(f"{own[0].flags.model}: {error}")  # an earlier model has run, and its results stay
                 continue
@@ -162,7 +162,7 @@ def _part(content: Mapping[str, Any], model: str, name: str, options: Mapping[st
     parser = _Flags(add_help=False, allow_abbrev=False)
     _evaluation(name).add_flags(parser)
     commands.add_import_flag(parser)
-    closed = {"model", "json", "plot", "out", *SHARED, *PLAIN}
+    closed = {"model", "json", "plot", "out", "coordinator", "processes", "process_id", *SHARED, *PLAIN}
     line = ["--model", model]
     for option, value in options.items():
         if option in closed or not any(action.dest == option for action in parser._actions):
@@ -205,6 +205,8 @@ def _run(part: Part, model: Any, tokenizer: Any, store: results.Results, progres
     try:
         store.check_made_of(labels, evaluator.made_of(model, tokenizer, groups=groups, scorer=scorer))
     except ValueError as error:
+        if hosts.several():
+            raise
         return [f"{flags.model}, {flags.name}: {error}"]
     counts = [group.size * sum(setting.question in group.questions for setting in settings) for group in groups]
     progress.total = (progress.total or 0) + sum(counts)
@@ -215,6 +217,8 @@ def _run(part: Part, model: Any, tokenizer: Any, store: results.Results, progres
                 block=flags.block, batch=flags.batch, labels=labels, progress=progress, scorer=scorer,
             )  # fmt: skip
         except ValueError as error:
+            if hosts.several():
+                raise
             failed.append(_named(flags, group, error))
     return failed
 

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from kernels_pallas import ColumnStatistics, cache_attention, paged_attention
-from kvjax.cache import HeadState, KVCache, by_position, floats_of, rows_of
+from kvjax.cache import HeadState, KVCache, by_position, floats_of
 from kvjax.checks import check_tokens, is_known, plain
 from kvjax.eviction import Evidence, evict
 from kvjax.insertion import Cache, arrays_of, batch_rows, check_block, check_fits, insert, next_positions, up_to, within
@@ -460,18 +460,16 @@ def _attention(
     if context.reconstructed is not None:
         at: dict[str, Any] = dict(query_position=position, layer=layer)
         visible = context.reconstructed.visible(here.position, batch_rows(here))
-        out, _ = cache_attention(
-            query, **rows_of(source), key_position=here.position, **at, **_options(Needs(), context)
-        )
-        _, columns = cache_attention(query, **rows_of(source), key_position=visible, **at, **_options(needs, context))
+        out, _ = cache_attention(query, **source.rows, key_position=here.position, **at, **_options(Needs(), context))
+        _, columns = cache_attention(query, **source.rows, key_position=visible, **at, **_options(needs, context))
         return out, columns, query, here
     if filled is None or filled >= S or stack is not None:
         out, columns = cache_attention(
-            query, **rows_of(source), key_position=here.position, query_position=position, layer=layer,
+            query, **source.rows, key_position=here.position, query_position=position, layer=layer,
             **_options(needs, context),
         )  # fmt: skip
         return out, columns, query, here
-    rows, slot_position = jax.tree.map(lambda x: x[:, :, :filled], (rows_of(here), here.position))
+    rows, slot_position = jax.tree.map(lambda x: x[:, :, :filled], (here.rows, here.position))
     out, columns = cache_attention(
         query, **rows, key_position=slot_position, query_position=position, **_options(needs, context)
     )
@@ -585,10 +583,8 @@ def _observe_pages(
         seen = cache.position
         if context.reconstructed is not None:  # the statistics are of the part that is repeated alone
             seen = context.reconstructed.visible(cache.position, batch_rows(cache))
-            out, _ = paged_attention(
-                query, **rows_of(cache), position=cache.position, **at, **_options(Needs(), context)
-            )
-        found, columns = paged_attention(query, **rows_of(cache), position=seen, **at, **_options(needs, context))
+            out, _ = paged_attention(query, **cache.rows, position=cache.position, **at, **_options(Needs(), context))
+        found, columns = paged_attention(query, **cache.rows, position=seen, **at, **_options(needs, context))
         out = found if context.reconstructed is None else out
         if policy is None:
             return out, cache, None

@@ -25,6 +25,7 @@ from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int, Real
 
 from kernels_pallas.dispatch import platform
@@ -35,7 +36,7 @@ from kvjax.quantise import Dtypes, DtypesLike, check_dtypes, dequantise, is_quan
 PyTree = Any
 Positions = Literal["absolute", "compact", "index"]
 Rows = dict[str, Any]  # arrays by name, see above; value is None where keys and values are side by side
-LANES = 128  # of a TPU; shorter rows are padded to them
+LANES = 128  # of a row, as kernels on a TPU read it
 
 
 @jax.tree_util.register_dataclass
@@ -70,12 +71,12 @@ class Stored:
     @property
     def key(self) -> Real[Array, "*slots D"]:
         """Return the keys; a copy where they are stored side by side with their values."""
-        return rows_apart(self)["key"]
+        return self.rows["key"][..., : self.head_dim] if self.side_by_side else self.rows["key"]
 
     @property
     def value(self) -> Real[Array, "*slots D"]:
         """Return the values; a copy where they are stored side by side with their keys."""
-        return rows_apart(self)["value"]
+        return self.rows["key"][..., self.head_dim :] if self.side_by_side else self.rows["value"]
 
     @property
     def key_scale(self) -> Float[Array, "*slots"] | None:
@@ -131,7 +132,15 @@ class KVCache(Stored):
         *,
         rows: Rows | None = None,
     ):
-        """Make a cache of keys and values in two arrays, or of ``rows`` with those that are given in their place."""
+        """Make a cache of keys and values in two arrays, or of ``rows`` with those that are given in their place.
+
+        Raises:
+            ValueError: if there are no keys, values, positions or next positions.
+        """
+        if rows is None and any(array is None for array in (key, value, position, next_position)):
+            raise ValueError(
+                "a cache needs key, value, position and next_position; kvjax.KVCache.init makes an empty one."
+            )
         given = dict(key=key, value=value, key_scale=key_scale, value_scale=value_scale)
         given = {name: array for name, array in given.items() if array is not None}
         rows = given if rows is None else with_rows(rows, given) if given else rows
@@ -157,8 +166,8 @@ class KVCache(Stored):
         Args:
             dtype: of keys and values: floats, or eight bits, "int8" or "float8_e4m3fn", to which rows are rounded when
                 they enter (:func:`kvjax.quantise`). A pair, such as ("int8", "bfloat16"), is that of the keys and that
-                of the values. On a TPU keys and values of one dtype and at most 64 numbers are stored side by side in
-                one array, which no program then copies; ``key`` and ``value`` return them either way.
+                of the values. On a TPU keys and values of one dtype and 64 numbers are stored side by side in one
+                array, which no program then copies; ``key`` and ``value`` return them either way.
             positions: the positions that keys are rotated to once tokens have been evicted. "absolute": those in the
                 text. "compact": at each step, the ranks among the remaining tokens, as in StreamingLLM; keys are
                 rotated again. "index": a token's position is the number of tokens in the cache when it enters, and
@@ -245,20 +254,8 @@ def check_positions(positions: str) -> None:
         raise ValueError(f"unknown positions {positions!r}; expected 'absolute', 'compact' or 'index'.")
 
 
-def rows_of(cache: Any) -> Rows:
-    """Return the arrays that store keys and values, by name, as the operations of kernels_pallas take them.
-
-    Example:
-        >>> import kvjax
-        >>> from kvjax.cache import rows_of
-        >>> list(rows_of(kvjax.KVCache.init(batch=1, kv_heads=1, slots=3, head_dim=2, dtype="int8")))
-        ['key', 'value', 'key_scale', 'value_scale']
-    """
-    return cache.rows
-
-
 def map_rows(function: Callable[..., Array], cache: Stored, *rest: Rows) -> Rows:
-    """Apply a function to each array of :func:`rows_of`, and to those of the same name in ``rest``."""
+    """Apply a function to each array of a cache's rows, and to those of the same name in ``rest``."""
     return jax.tree.map(function, cache.rows, *rest)
 
 
@@ -269,7 +266,7 @@ def rows_apart(cache: Stored) -> Rows:
 
 
 def rows_together(rows: Rows) -> Rows:
-    """Return rows with the keys and values, of one dtype, side by side in one array.
+    """Return rows with the keys and values, of one dtype, side by side in one array; arrays of the host stay there.
 
     Example:
         >>> import jax.numpy as jnp
@@ -277,11 +274,18 @@ def rows_together(rows: Rows) -> Rows:
         >>> rows_together({"key": jnp.ones((1, 2)), "value": jnp.zeros((1, 2))})["key"].tolist()
         [[1.0, 1.0, 0.0, 0.0]]
     """
-    return rows | {"key": jnp.concatenate([rows["key"], rows["value"]], axis=-1), "value": None}
+    key, value = rows["key"], rows["value"]
+    join = np.concatenate if isinstance(key, np.ndarray) else jnp.concatenate
+    return rows | {"key": join([key, value], axis=-1), "value": None}
 
 
 def with_rows(rows: Rows, given: Rows, layer: int | Int[Array, ""] | None = None) -> Rows:
     """Return stored rows with the given keys, values or scales in place of their own, in all layers or in one.
+
+    The scales of keys, or of values, that are now floats are left out.
+
+    Raises:
+        ValueError: if keys or values have another shape or dtype than those that they are stored beside.
 
     Example:
         >>> import jax.numpy as jnp
@@ -291,8 +295,16 @@ def with_rows(rows: Rows, given: Rows, layer: int | Int[Array, ""] | None = None
     """
     rows = dict(rows)
     for name, array in given.items():
+        if name in ("key", "value") and not is_quantised(array.dtype):
+            rows.pop(f"{name}_scale", None)
         if name in ("key", "value") and rows["value"] is None:
             D = rows["key"].shape[-1] // 2
+            expected = (*(rows["key"] if layer is None else rows["key"][0]).shape[:-1], D), rows["key"].dtype
+            if (array.shape, array.dtype) != expected:
+                raise ValueError(
+                    f"{name}s of shape {array.shape} in {array.dtype} do not fit beside those that are stored: "
+                    f"expected {expected[0]} in {expected[1]}."
+                )
             half = slice(D) if name == "key" else slice(D, None)
             at = rows["key"].at
             rows["key"] = (at[..., half] if layer is None else at[layer, ..., half]).set(array)
@@ -302,7 +314,7 @@ def with_rows(rows: Rows, given: Rows, layer: int | Int[Array, ""] | None = None
 
 
 def as_stored(cache: Stored, key: Float[Array, "*rows D"], value: Float[Array, "*rows D"]) -> Rows:
-    """Return new tokens' keys and values as the cache stores them: what is to be written to each of :func:`rows_of`."""
+    """Return new tokens' keys and values as the cache stores them: what is to be written to each array of its rows."""
     stored: Rows = {}
     for (name, dtype), rows in zip(dtypes_of(cache)._asdict().items(), (key, value), strict=True):
         if is_quantised(dtype):
@@ -314,22 +326,26 @@ def as_stored(cache: Stored, key: Float[Array, "*rows D"], value: Float[Array, "
 
 def empty_rows(slots: tuple[int, ...], head_dim: int, dtypes: Dtypes) -> Rows:
     """Return the rows of an empty cache with slots of this shape, as programs for this platform store them."""
-    rows: Rows = {name: jnp.zeros((*slots, head_dim), dtype) for name, dtype in dtypes._asdict().items()}
-    named = dtypes._asdict().items()
-    rows |= {f"{name}_scale": jnp.zeros(slots, jnp.float32) for name, dtype in named if is_quantised(dtype)}
-    return as_here(rows)
+
+    def rows() -> Rows:
+        named = dtypes._asdict().items()
+        arrays = {name: jnp.zeros((*slots, head_dim), dtype) for name, dtype in named}
+        scales = {f"{name}_scale": jnp.zeros(slots, jnp.float32) for name, dtype in named if is_quantised(dtype)}
+        return as_here(arrays | scales)
+
+    return jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), jax.eval_shape(rows))  # each made once
 
 
 def as_here(rows: Rows) -> Rows:
     """Return rows whose keys and values are in two arrays as programs for this platform store them.
 
     On a TPU kernels read rows of 128 lanes. XLA lays shorter ones out with the slots across the lanes, so that each
-    program would copy the cache on its way in and out. Keys and values of up to 64 numbers are therefore stored side by
-    side, where they have one dtype.
+    program would copy the cache on its way in and out. Keys and values of 64 numbers are therefore stored side by side,
+    where they have one dtype.
     """
     key, value = rows["key"], rows["value"]
-    short = 2 * key.shape[-1] <= LANES and key.dtype == value.dtype
-    return rows_together(rows) if short and platform() == "tpu" else rows
+    fills = 2 * key.shape[-1] == LANES and key.dtype == value.dtype
+    return rows_together(rows) if fills and platform() == "tpu" else rows
 
 
 def dtypes_of(cache: Stored) -> Dtypes:

@@ -171,8 +171,8 @@ def load_cache(
     expected = _expected(f"{path}", arrays, info, made_for, info["query_heads"])
     _check_arrays(f"{path}", arrays, expected)
     _check_contents(f"{path}", arrays)
-    cache = jax.tree.unflatten(expected.structure, [jnp.asarray(arrays[name]) for name in expected.arrays])
-    return dataclasses.replace(cache, rows=as_here(cache.rows))
+    cache = jax.tree.unflatten(expected.structure, [arrays[name] for name in expected.arrays])
+    return jax.tree.map(jnp.asarray, dataclasses.replace(cache, rows=as_here(cache.rows)))
 
 
 @typed
@@ -246,9 +246,9 @@ def _named(cache: Cache) -> dict[str, Any]:
     return {re.sub(r"^rows\['(\w+)'\]$", r"\1", jax.tree_util.keystr(path).lstrip(".")): leaf for path, leaf in leaves}
 
 
-def _apart(cache: Cache) -> Any:
+def _apart(cache: KVCache | PagedCache) -> Any:
     """Return a cache with keys and values in two arrays, as a file has them."""
-    return cache if isinstance(cache, SplitCache) else dataclasses.replace(cache, rows=rows_apart(cache))
+    return dataclasses.replace(cache, rows=rows_apart(cache))
 
 
 def _query_heads(
@@ -307,7 +307,9 @@ def _expected(
     tree: list[Any] = []
 
     def leaves() -> list[Array]:
-        cache = _apart(make())
+        made = make()
+        assert not isinstance(made, SplitCache)  # those are made on a mesh
+        cache = _apart(made)
         tree[:] = jax.tree.structure(cache), list(_named(cache))
         return jax.tree.leaves(cache)
 

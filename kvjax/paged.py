@@ -39,7 +39,6 @@ from kvjax.cache import (
     map_rows,
     map_slots,
     nth_true,
-    rows_of,
 )
 from kvjax.checks import check_count
 from kvjax.quantise import DtypesLike, check_dtypes
@@ -310,7 +309,7 @@ def release(cache: PagedCache) -> PagedCache:
             map_slots(shift, state),
         )
 
-    rows, position, state = jax.lax.while_loop(waiting, move, (rows_of(cache), cache.position, cache.state))
+    rows, position, state = jax.lax.while_loop(waiting, move, (cache.rows, cache.position, cache.state))
     given = tail.ravel()
     place = jnp.where(given, cache.num_free + jnp.cumsum(given, dtype=jnp.int32) - 1, P)
     ids = table.ravel()

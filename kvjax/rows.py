@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int
 
-from kvjax.cache import HeadState, KVCache, dtypes_of, map_rows, rows_of
+from kvjax.cache import HeadState, KVCache, dtypes_of, map_rows
 from kvjax.checks import plain
 from kvjax.insertion import Cache, arrays_of
 from kvjax.paged import PagedCache, release
@@ -84,7 +84,7 @@ def join(cache: Cache, row: int | Int[Array, ""], one: Cache) -> Cache:
     state = jax.tree.map(put_slots, cache.state, one.state, is_leaf=lambda leaf: isinstance(leaf, HeadState))
     return dataclasses.replace(
         cache,
-        rows=map_rows(put_slots, cache, rows_of(one)),
+        rows=map_rows(put_slots, cache, one.rows),
         position=put_slots(cache.position, one.position, fill=-1),
         next_position=_put(cache.next_position, one.next_position, row, 0),
         state=state,
@@ -171,7 +171,7 @@ def _join_pages(cache: PagedCache, row: int | Int[Array, ""], one: PagedCache) -
     table = jnp.pad(jnp.where(found, page, -1), widths, constant_values=-1)
     return dataclasses.replace(
         cache,
-        rows=map_rows(copy, cache, rows_of(one)),
+        rows=map_rows(copy, cache, one.rows),
         position=copy(cache.position, one.position),
         owner=cache.owner.at[page].set(jnp.broadcast_to(head, page.shape), mode="drop"),
         table=_put(cache.table, table, row, len(L)),

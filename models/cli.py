@@ -234,13 +234,14 @@ def _generate(flags: argparse.Namespace) -> None:
         else:
             figures = _answer(flags, loaded, requests[0], lambda piece: print(piece, end="", flush=True))
             print(flush=True)
-            print(_in_words(flags, figures), file=sys.stderr)
+            if hosts.first():
+                print(_in_words(flags, figures), file=sys.stderr)
 
 
 def _answer_all(flags: argparse.Namespace, loaded: Loaded, requests: list[Request]) -> None:
     """Print one line of JSON per prompt as soon as it is done. A prompt that fails does not stop the others."""
     made_of = provenance.fingerprints(loaded.model, loaded.tokenizer)
-    failed, counted = 0, sys.stderr.isatty()
+    failed, counted = 0, hosts.first() and sys.stderr.isatty()
     for done, request in enumerate(requests):
         if counted:
             print(f"\r{done} of {len(requests)} prompts", end="", file=sys.stderr, flush=True)

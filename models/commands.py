@@ -138,6 +138,8 @@ def _run(command: Callable[[], None], name: str) -> int:
         print(f"\n{name}: interrupted.", file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader of our output has closed it, as `| head` does
+        if hosts.several():  # an orderly end would wait for the others, which wait for this process
+            hosts.leave(0)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (ValueError, OSError, ImportError) as error:
@@ -145,7 +147,7 @@ def _run(command: Callable[[], None], name: str) -> int:
         return 2
     except (jax.errors.JaxRuntimeError, MemoryError) as error:
         if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
-            if not hosts.several():
+            if not hosts.several() or not hosts.is_of_the_lost(error):
                 raise
             hosts.leave_the_lost(name, error)
         print(
@@ -531,7 +533,7 @@ def write_files(folder: Path, files: Mapping[str, bytes], stale: Iterable[str] =
     with contextlib.ExitStack() as stack:
         for name, content in files.items():
             stack.enter_context(replacing(folder / name)).write_bytes(content)
-    for name in stale:
+    for name in stale if hosts.first() else ():
         (folder / name).unlink(missing_ok=True)
 
 

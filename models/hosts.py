@@ -7,10 +7,13 @@ them ends, the others end too, and say so.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -96,10 +99,14 @@ def join(flags: argparse.Namespace) -> None:
         )
     except (ValueError, RuntimeError) as error:  # jax.errors.JaxRuntimeError is a RuntimeError
         reason = " ".join(str(error).split())
-        raise ValueError(
+        said = (
             f"the processes did not find one another ({reason[:200]}); give --coordinator, --processes and "
             "--process-id, and see that the first process runs and its port is free and open."
-        ) from None
+        )
+        if jax.distributed.is_initialized():  # a client that is not connected; whatever asks for devices waits for it
+            print(f"kvjax: error: {said}", file=sys.stderr)
+            leave(2)
+        raise ValueError(said) from None
     if not first():
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -161,9 +168,25 @@ def fetched(array: Shaped[Array, "..."]) -> Shaped[np.ndarray, "..."]:
 
 def leave(code: int) -> NoReturn:
     """End this process at once, so that the others end too: an ordinary exit would wait for them."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
     os._exit(code)
+
+
+def is_of_the_lost(error: BaseException) -> bool:
+    """Return whether an error of JAX's runtime says that another process cannot be reached.
+
+    Example:
+        >>> from models import hosts
+        >>> hosts.is_of_the_lost(RuntimeError("UNAVAILABLE: Gloo all-reduce failed: Connection closed by peer"))
+        True
+        >>> hosts.is_of_the_lost(RuntimeError("INTERNAL: the kernel did not compile"))
+        False
+    """
+    return (
+        re.search("UNAVAILABLE|DEADLINE_EXCEEDED|gloo|nccl|coordination|connection|peer", str(error), re.I) is not None
+    )
 
 
 def leave_the_lost(name: str, error: BaseException) -> NoReturn:
@@ -174,13 +197,16 @@ def leave_the_lost(name: str, error: BaseException) -> NoReturn:
     """
     seen = " ".join(str(error).split()).partition(". ")[0][:200].rstrip(".")
     os.write(2, f"{name}: error: {LOST} ({seen}); {ADVICE}\n".encode())  # through the filter, which says it once
+    time.sleep(0.5)  # the last process of a container takes the filter along
     leave(ENDED)
 
 
 def _filter_native_errors() -> None:
     """Send what native code writes to standard error through :data:`FILTER`; Python's own goes where it went."""
     sys.stderr.flush()
-    sys.stderr = open(os.dup(2), "w", buffering=1)  # noqa: SIM115 (it stays open)
+    sys.stderr = open(  # noqa: SIM115 (it stays open)
+        os.dup(2), "w", buffering=1, encoding=sys.stderr.encoding, errors="backslashreplace"
+    )
     reads = subprocess.Popen(
         [sys.executable, "-ISc", FILTER], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True
     )

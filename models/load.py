@@ -26,6 +26,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Int
 from safetensors import SafetensorError, safe_open
 
+from models import hosts
 from models.config import Config, family_of, from_hugging_face
 from models.decoder import Decoder
 from models.parameters import (
@@ -609,7 +610,13 @@ def _progress(tensors: int) -> Iterator[Callable[[int], object]]:
         yield lambda count: None
         return
     with tqdm(  # no bar for a model that loads within a second
-        desc="loading", total=tensors, unit="tensor", file=sys.stderr, disable=None, delay=1, leave=False
+        desc="loading",
+        total=tensors,
+        unit="tensor",
+        file=sys.stderr,
+        delay=1,
+        leave=False,
+        disable=None if hosts.first() else True,
     ) as bar:
         yield bar.update
 

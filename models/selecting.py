@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 import kvjax
 from kernels_pallas import select_attention
 from kvjax import Context, Evidence, KVCache, Policy, Prediction, sources
-from kvjax.cache import floats_of, rows_of
+from kvjax.cache import Stored, floats_of
 from kvjax.checks import check_count, plain
 from kvjax.insertion import Cache
 from kvjax.selection import share_of_tokens
@@ -131,7 +131,8 @@ def attend(
         cache = kvjax.insert(cache, key, value, position, layer=layer if stacked else None)
         slots = _chosen(selection, cache, memory, carry, query, position, context)
         number = layer if stacked else None
-        out = select_attention(query, **rows_of(cache), slots=slots, layer=number, soft_cap=context.soft_cap)
+        assert isinstance(cache, Stored)  # selections keep plain and paged caches
+        out = select_attention(query, **cache.rows, slots=slots, layer=number, soft_cap=context.soft_cap)
     else:
         out, cache, _ = kvjax.observe(cache, query, key, value, position, policy=None, context=context)
     carry = dataclasses.replace(carry, source=memory)

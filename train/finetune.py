@@ -476,9 +476,9 @@ def _run(flags: argparse.Namespace) -> None:
     settings = settings_of(flags)
     if Path(flags.model).is_dir() and flags.out.resolve() == Path(flags.model).resolve():
         raise ValueError(f"--out is {flags.out}, the folder of --model, which the run would overwrite; name another.")
-    loaded = command.load(flags)
-    if jax.process_count() > 1:
+    if flags.coordinator is not None:
         raise ValueError("train.finetune runs in one process; leave --coordinator out, and spread rows by --mesh.")
+    loaded = command.load(flags)
     model, tokenizer = loaded.model, loaded.tokenizer
     of_answers = flags.data is not None and answers.are_answers(flags.data)
     check_settings(settings, model.config, text=not of_answers)

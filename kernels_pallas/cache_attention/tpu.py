@@ -279,7 +279,7 @@ def _attend(*refs, arrays, storage, scalars, rounded, per_head, scale, soft_cap)
         # The content of a free slot must not matter, and 0 * NaN is NaN.
         live = jnp.where(key_position[...] >= 0, 1.0, 0.0)
         live = jnp.broadcast_to(live, (8, live.shape[1])).T[:, :1] > 0
-        value = _chunk(values, query.dtype)
+        value = keys_here if arrays == 1 else _chunk(values, query.dtype)
         v = jnp.where(live, value.astype(jnp.float32), 0).astype(value.dtype)
         precision = jax.lax.Precision.HIGHEST if value.dtype == jnp.float32 else None
         shares = weights

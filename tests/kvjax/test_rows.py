@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cache import rows_of
 
 L, B, K, D, BUDGET, BLOCK = 2, 3, 2, 4, 6, 4
 KINDS = {"plain": "h2o", "window": "snapkv(window=2)", "paged": "h2o@layer", "eight bits": "h2o@layer"}
@@ -60,7 +59,7 @@ def held(cache, row: int) -> list[dict]:
             position = np.asarray(here.position)[row, head]
             state = jax.tree.leaves(here.state)
             per_head = [leaf for leaf in state if leaf.shape[:3] != here.position.shape]
-            arrays = [*rows_of(here).values(), *(leaf for leaf in state if leaf.shape[:3] == here.position.shape)]
+            arrays = [*here.rows.values(), *(leaf for leaf in state if leaf.shape[:3] == here.position.shape)]
             tokens = {
                 int(p): [np.asarray(array)[row, head, slot].tolist() for array in arrays]
                 for slot, p in enumerate(position)

@@ -53,7 +53,7 @@ def assert_same(side_by_side, cache):
     ("dtype", "stored"), [("bfloat16", True), ("int8", True), (("int8", "float32"), False)], ids=str
 )
 def test_on_a_tpu_short_rows_of_one_dtype_are_side_by_side(as_on_a_tpu, dtype, stored):
-    for head_dim, short in ((64, True), (80, False)):
+    for head_dim, short in ((64, True), (80, False), (32, False)):
         cache = kvjax.KVCache.init(batch=1, kv_heads=2, slots=3, head_dim=head_dim, dtype=dtype)
         assert cache.side_by_side == (stored and short) and cache.head_dim == head_dim
         assert cache.key.shape == cache.value.shape == (1, 2, 3, head_dim)
@@ -142,6 +142,7 @@ def test_a_file_is_the_same_and_is_loaded_as_this_platform_stores_rows(tmp_path,
     assert (tmp_path / "here").read_bytes() == (tmp_path / "there").read_bytes()
     jax.tree.map(same, kvjax.load_cache(tmp_path / "there"), cache)
     monkeypatch.setattr(kvjax.cache, "platform", lambda: "tpu")
+    monkeypatch.setattr(kvjax.cache, "LANES", 2 * D)
     assert_same(kvjax.load_cache(tmp_path / "here"), cache)
 
 

@@ -95,7 +95,7 @@ def test_one_process_reads_each_part_once(folder):
     assert read("tensor=8") == read("data=4,tensor=2") == read(None)
 
 
-def test_one_process_is_the_first(capsys):
+def test_one_process_is_the_first():
     assert hosts.first() and not hosts.several()
     assert hosts.from_first(lambda: {"a": [1]}) == {"a": [1]}
     assert hosts.fetched(jax.numpy.arange(3)).tolist() == [0, 1, 2]
