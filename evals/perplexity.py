@@ -353,27 +353,29 @@ _LARGER: list[tuple[str, report.Cell]] = [
 def perplexity_lines(
     results: Sequence[dict[str, Any]], policies: Sequence[dict[str, Any]], path: Path, *, title: str
 ) -> None:
-    """Draw perplexity over sparsity in one panel and over budgets in another, one line per selection or policy.
+    """Draw perplexity over sparsity, and over budgets in one panel per moment, one line per selection or policy.
 
-    Policies have one line per moment. The dense model is a grey line. The axis of perplexity is logarithmic where the
+    The dense model is a grey line. The axis of perplexity is logarithmic where the
     largest value is more than three times the smallest.
     """
     dense = next(r for r in results if r["select"] == "full")
     selected = [r for r in results if r["select"] != "full"]
-    several = len({r["when"] for r in policies}) > 1
-    evicted = [{**r, "line": f"{r['policy']}, {r['when']}" if several else r["policy"]} for r in policies]
+    moments = {"block": "after every block", "prompt": "once, before the tokens that count"}
     reads, keeps = "sparsity: share of the tokens that a row does not read", "budget: slots per head"
     if any(isinstance(r["budget"], float) for r in policies):
         keeps = "budget: slots per head (from 1), or a share of the chunk"
-    panels = [(selected, "select", "sparsity", reads)] * bool(selected)
-    panels += [(evicted, "line", "budget", keeps)] * bool(evicted)
+    panels = [(selected, "select", "sparsity", reads, "")] * bool(selected)
+    for when in dict.fromkeys(r["when"] for r in policies):
+        panels.append(([r for r in policies if r["when"] == when], "policy", "budget", keeps, moments.get(when, when)))
     plt = report.pyplot()
     figure, axes = plt.subplots(
-        1, max(len(panels), 1), figsize=(6.4 * max(len(panels), 1), 4.2), layout="constrained", squeeze=False
-    )
-    for axis, (rows, name, along, label) in zip(axes[0], panels, strict=False):
+        1, max(len(panels), 1), figsize=(6.4 * max(len(panels), 1), 5.4), layout="constrained", squeeze=False,
+        sharey=not selected,
+    )  # fmt: skip
+    for axis, (rows, name, along, label, title_of) in zip(axes[0], panels, strict=False):
         _panel(axis, dense, rows, name, along)
         axis.set_xlabel(label)
+        axis.set_title(title_of, fontsize=10)
     axes[0, 0].set_ylabel("perplexity")
     figure.suptitle(title, fontsize=10.5)
     report.save(figure, path)
@@ -604,4 +606,4 @@ def _panel(axis: Any, dense: dict[str, Any], rows: list[dict[str, Any]], name: s
     if len(places) <= 12:
         axis.set_xticks(places, [f"{place:g}" for place in places])
     report.plain(axis)
-    axis.legend(fontsize=8, frameon=False)
+    axis.legend(fontsize=8.5, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2)
