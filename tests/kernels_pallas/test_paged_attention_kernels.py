@@ -231,7 +231,7 @@ def test_auto_lowers_to_the_kernels(platform, sizes, names, span, many_pages):
 CANNOT = {
     "tpu": [
         ((1, 2, 2, 1, 4, 4, 64, "float32"), "a page has 4 slots, but the kernels take multiples of 8"),
-        ((1, 2, 2, 1, 4, 200, 512, "float32"), "16 pages of 200 slots of head dim 512 do not fit into a chunk"),
+        ((1, 2, 2, 1, 4, 200, 512, "float32"), "16 pages of 200 slots of 512 numbers do not fit into a chunk"),
         ((2, 1, 8, 8, 8193, 8, 64, "bfloat16"), "the page table has 131088 entries, but the kernels take up to 131072"),
         ((1, 2, 2, 1, 4, 8, 1024, "float32"), "the head dim is 1024, but the kernels take up to 512"),
     ],
