@@ -731,6 +731,8 @@ def newer() -> Study:
         "DapQ, first tokens": "dapq(tokens='first')",
         "DapQ + CAOTE": "dapq+caote",
         "SnapKV + D2O": "snapkv+merge",
+        "SnapKV + CaM": "snapkv+cam",
+        "SnapKV, D2O's layers": "snapkv@d2o",
     }
     asked: dict[str, Question] = {KNOWN: "after", UNKNOWN: "agnostic"}
     known_only = ("FINCH",)  # its window is the question
