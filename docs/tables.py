@@ -24,7 +24,7 @@ from evals import statistics  # noqa: E402
 from evals.evaluator import RECENCY  # noqa: E402
 from evals.experiments import claims  # noqa: E402
 from evals.verdicts import FAILS, HOLDS, OPEN, figures  # noqa: E402
-from kvjax.policy import LINKS  # noqa: E402
+from kvjax.chains import LINKS  # noqa: E402
 from models import commands  # noqa: E402
 from models.plan import moments  # noqa: E402
 
@@ -184,7 +184,8 @@ NEWER_COLUMNS = {
     "recency": RECENCY, "snapkv": "snapkv", "curdkv": "curdkv", "finch": "finch", "chunkkv": "snapkv+chunks",
     "simlayerkv": "snapkv@simlayer(recent=0.5)", "kvzip": "kvzip", "kvzip + caote": "kvzip+caote",
     "kvzip @model": "kvzip@model(normalise=False,cap=None)", "dapq": "dapq",
-    "dapq, first tokens": "dapq(tokens='first')", "dapq + caote": "dapq+caote", "snapkv, merged": "snapkv+merge",
+    "dapq, first tokens": "dapq(tokens='first')", "dapq + caote": "dapq+caote", "snapkv, merged (d2o)": "snapkv+merge",
+    "snapkv, merged (cam)": "snapkv+cam", "snapkv @d2o": "snapkv@d2o",
 }  # fmt: skip
 
 FILTERS, HEADS = (f"file='docs/results/{claims.REAL}/{name}.npy'" for name in ("q-filters", "heads"))
