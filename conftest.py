@@ -71,7 +71,7 @@ def _compiled_programs_do_not_pile_up():
 @pytest.fixture(autouse=True)
 def _names_that_a_test_registers_end_with_it():
     from kvjax.allocation import ALLOCATIONS
-    from kvjax.policy import LINKS
+    from kvjax.chains import LINKS
     from kvjax.sources import SOURCES
     from models.families import FAMILIES
 

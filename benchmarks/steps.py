@@ -27,7 +27,8 @@ from kvjax.cache import Rows, map_rows
 from models.config import Config
 from models.parameters import parameter_shapes
 from models.plan import PAGE_SIZE, CheckedPrompt, Options, plan_run
-from models.steps import DecodeState, Phase, Run, decode_phase, forward, start
+from models.states import start
+from models.steps import DecodeState, Phase, Run, decode_phase, forward
 
 Kind = Literal["decode", "block"]
 

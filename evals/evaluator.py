@@ -25,7 +25,8 @@ import kvjax
 import models
 from evals import prose, report, results, statistics
 from kvjax.allocation import parse_allocation
-from kvjax.policy import Policy, policy_of
+from kvjax.chains import policy_of
+from kvjax.policy import Policy
 from models import cli, commands, hosts, plan, provenance
 from models.load import describe as read_description
 from models.plan import When

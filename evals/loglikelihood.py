@@ -21,8 +21,9 @@ import models
 from evals import selections
 from evals.evaluator import padded
 from evals.selections import Heads, Method
+from kvjax.chains import policy_of
 from kvjax.insertion import Cache
-from kvjax.policy import Policy, policy_of
+from kvjax.policy import Policy
 from models import hosts
 from models.plan import When, moments
 

@@ -6,43 +6,24 @@
 
 from kvjax import allocation, sources
 from kvjax.allocation import Allocation
-from kvjax.attention import attend, observe, observe_each
+from kvjax.attention import attend, observe
 from kvjax.cache import HeadState, KVCache, compact
 from kvjax.cache_file import cache_info, load_cache, save_cache
 from kvjax.cache_transforms import merge, think
 from kvjax.caote import caote, fast_caote
+from kvjax.chains import base_score, chain, no_state, parse, register
 from kvjax.eviction import Evidence, evict
 from kvjax.eviction_error import score
 from kvjax.insertion import insert, rewind
 from kvjax.making import empty_cache, repeat
 from kvjax.memory import Memory, memory
-from kvjax.observation import (
-    Context,
-    Needs,
-    Observation,
-    Prediction,
-    Reconstructed,
-    Reconstruction,
-    RepeatPrompt,
-    Weights,
-)
+from kvjax.observation import Context, Needs, Observation, Prediction, Weights
 from kvjax.paged import PagedCache, pack, pages_for
-from kvjax.policy import (
-    Moments,
-    Policy,
-    Protection,
-    base_score,
-    chain,
-    check_block,
-    check_budget,
-    no_state,
-    parse,
-    protected,
-    register,
-    retention_scores,
-)
+from kvjax.policy import Moments, Policy, Protection, protected, retention_scores
+from kvjax.policy_checks import check_block, check_budget
 from kvjax.projection import OutputProjection, output_projection
 from kvjax.quantise import Quantised, dequantise, quantise, straight_through
+from kvjax.reconstruction import Reconstructed, Reconstruction, RepeatPrompt
 from kvjax.rotary import rotate, turn
 from kvjax.rows import join, leave
 from kvjax.scores import (
@@ -65,6 +46,7 @@ from kvjax.scores import (
 )
 from kvjax.scores_of_keys import curdkv, key_norm, keydiff, lagkv, q_filters
 from kvjax.selection import select, selected_mask
+from kvjax.several_policies import observe_each
 from kvjax.sources import Source, parse_source
 from kvjax.split import SplitCache
 from kvjax.topk import keep_mask

@@ -64,7 +64,7 @@ def map_slots(function: Callable[..., Any], state: PyTree, *rest: PyTree) -> PyT
 
 
 class Stored:
-    """What is read of the rows of a plain or a paged cache, however they are stored."""
+    """Reads the rows of a plain or a paged cache, however they are stored."""
 
     rows: Rows
 

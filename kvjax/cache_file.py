@@ -33,11 +33,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as to_safetensors
 
 from kvjax.cache import KVCache, Positions, as_here, rows_apart
+from kvjax.chains import policy_of
 from kvjax.checks import check_types, is_known, shown, typed
 from kvjax.insertion import Cache
 from kvjax.making import blank
 from kvjax.paged import PagedCache
-from kvjax.policy import Policy, policy_of
+from kvjax.policy import Policy
 from kvjax.quantise import Dtypes, check_dtypes
 from kvjax.split import SplitCache
 

@@ -6,11 +6,12 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 
+from kvjax.chains import no_state, register
 from kvjax.checks import check_count
 from kvjax.eviction_error import score as eviction_error
 from kvjax.joint_eviction import joint_score
 from kvjax.observation import Needs, Observation, Weights
-from kvjax.policy import Moments, Policy, Scores, no_state, register
+from kvjax.policy import Moments, Policy, Scores
 from kvjax.projection import OutputProjection
 from kvjax.transforms import shares
 

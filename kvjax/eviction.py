@@ -23,6 +23,8 @@ from kvjax.split import PARTS, ROWS, SplitCache
 from kvjax.topk import keep_mask
 from kvjax.window import begin_anew
 
+Budget = int | Int[Array, ""] | Int[Array, "B"]
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +125,7 @@ class Evidence:
 def evict(
     cache: Cache,
     scores: Float[Array, "*slots"] | Evidence,
-    budget: int | Int[Array, ""] | Int[Array, "B"],
+    budget: Budget,
     *,
     layer: int | Int[Array, ""] | None = None,
     excess: int | None = None,
@@ -266,7 +268,7 @@ def _contest(
     cache: Cache,
     evidence: Evidence,
     position: Int[Array, "*slots"],
-    budget: int | Int[Array, ""] | Int[Array, "B"],
+    budget: Budget,
     layer: int | Int[Array, ""] | None,
 ) -> Contest:
     """Build the contest for the slots; a row of slots is a head in a plain cache, a page in a paged one."""

@@ -17,10 +17,12 @@ from jaxtyping import Array
 
 from kvjax.allocation import Allocation
 from kvjax.cache import HeadState, KVCache, Positions, PyTree, map_rows
+from kvjax.chains import policy_of
 from kvjax.checks import check_count
 from kvjax.insertion import Cache
 from kvjax.paged import PagedCache, pages_for
-from kvjax.policy import Policy, check_block, check_budget, check_measured, policy_of
+from kvjax.policy import Policy
+from kvjax.policy_checks import check_block, check_budget, check_measured
 from kvjax.quantise import DtypesLike, check_dtypes
 from kvjax.split import SplitCache, check_mesh, on_mesh
 

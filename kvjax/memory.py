@@ -10,9 +10,11 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from kvjax.cache import HeadState
+from kvjax.chains import parse
 from kvjax.checks import check_count, plain
 from kvjax.making import check_windows, in_pages, room_in_pages
-from kvjax.policy import Policy, check_budget, parse
+from kvjax.policy import Policy
+from kvjax.policy_checks import check_budget
 from kvjax.quantise import DtypesLike, check_dtypes, is_quantised
 from kvjax.split import check_mesh
 

@@ -11,12 +11,12 @@ import dataclasses
 from typing import Any, Literal, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kernels_pallas import ColumnStatistics
 from kernels_pallas.dispatch import Implementation
 from kvjax.projection import OutputProjection
+from kvjax.reconstruction import Reconstructed, Reconstruction
 
 
 def _static(default: Any) -> Any:
@@ -34,64 +34,6 @@ class Prediction(NamedTuple):
     query: Float[Array, "B T N dim"] | None = None
     key: Float[Array, "B T N dim"] | None = None
     score: Float[Array, "B T K"] | None = None
-
-
-class RepeatPrompt(NamedTuple):
-    """Token ids that ask a model to repeat its context, part by part.
-
-    The first part follows ``first`` and ``suffix``, any other ``following``, the ``overlap`` tokens before it and
-    ``suffix``. ``suffix`` ends the user's turn, in a model for chats, and opens the answer.
-    """
-
-    first: tuple[int, ...] = ()
-    following: tuple[int, ...] = ()
-    suffix: tuple[int, ...] = ()
-    overlap: int = 8
-
-
-NO_WORDS = RepeatPrompt()
-
-
-@dataclasses.dataclass(frozen=True)
-class Reconstruction:
-    """Asks for tokens of the prompt to be fed again after it, while the policy observes, and to be taken back.
-
-    For KVzip the model repeats its prompt, ``chunk`` tokens at a time. ``sinks`` first tokens are seen with every
-    chunk. ``statistics`` are those that a score reads of the attention while the model repeats, and only then.
-    ``prompt`` asks the model to repeat (:func:`models.with_repeat_prompt`).
-
-    For DapQ, where ``pseudo`` is not 0, the prompt's ``tokens``, that many of its last or first ones, are fed once in
-    place of the answer to come. They see the whole prompt, and a score reads its own statistics of them.
-    """
-
-    chunk: int = 0
-    sinks: int = 0
-    statistics: frozenset[str] = frozenset()
-    prompt: RepeatPrompt = NO_WORDS
-    pseudo: int = 0
-    tokens: Literal["last", "first"] = "last"
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Reconstructed:
-    """The part of the prompt that a block observes: the tokens at the positions [start, stop) of each row.
-
-    The repeated copies, and what asks for them, are at the positions from ``end`` on, behind the prompt. They attend
-    over the whole cache. The statistics are those of attention over the ``sinks`` first tokens, the tokens of the part
-    and the copies. The policy does not see the copies, and an eviction drops them.
-    """
-
-    start: Int[Array, "B"]
-    stop: Int[Array, "B"]
-    end: Int[Array, "B"]
-    sinks: int = _static(0)
-
-    def visible(self, position: Int[Array, "*rows S"], row: Int[Array, "*rows"]) -> Int[Array, "*rows S"]:
-        """Return the slots' positions, -1 where the statistics leave a slot out; ``row`` is the slots' batch row."""
-        start, stop, end = (x[row][..., None] for x in (self.start, self.stop, self.end))
-        inside = (position < self.sinks) | ((position >= start) & (position < stop)) | (position >= end)
-        return jnp.where(inside, position, -1)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,20 +13,12 @@ from jaxtyping import Array, Bool, Float, UInt
 
 from kernels_pallas import cache_attention
 from kvjax.cache import HeadState
+from kvjax.chains import base_score, chain, no_state, register
 from kvjax.checks import check_count
 from kvjax.names import check_number, check_protected
-from kvjax.observation import Needs, Observation, Prediction, Reconstruction
-from kvjax.policy import (
-    Moments,
-    Policy,
-    Protection,
-    Scores,
-    allocated,
-    base_score,
-    chain,
-    no_state,
-    register,
-)
+from kvjax.observation import Needs, Observation, Prediction
+from kvjax.policy import Moments, Policy, Protection, Scores, allocated
+from kvjax.reconstruction import Reconstruction
 from kvjax.rotary import rotate, turn
 from kvjax.transforms import check_kernel, pooled, rounded, with_tokens
 

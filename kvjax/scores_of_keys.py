@@ -11,10 +11,11 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.cache import by_position
 from kvjax.calibration import read_array
+from kvjax.chains import base_score, register
 from kvjax.checks import check_count
 from kvjax.names import check_protected
 from kvjax.observation import Observation
-from kvjax.policy import Moments, Policy, Protection, Scores, base_score, register
+from kvjax.policy import Moments, Policy, Protection, Scores
 from kvjax.transforms import rounded
 
 

@@ -10,11 +10,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache import Positions, by_position, nth_true
+from kvjax.chains import no_state, register, unchanged
 from kvjax.checks import MOST, check_count
 from kvjax.merging import Merging, Received, most_similar, next_tokens
 from kvjax.names import check_number, check_protected
 from kvjax.observation import Needs, Observation
-from kvjax.policy import Moments, Policy, Protection, Scores, no_state, register, unchanged
+from kvjax.policy import Moments, Policy, Protection, Scores
 from kvjax.topk import best_of_rows, rank, share_of
 
 

@@ -17,7 +17,7 @@ from typing import IO, Any, NamedTuple
 import jax
 
 import models
-from kvjax.policy import policy_of
+from kvjax.chains import policy_of
 from models import commands, provenance
 from models.batching import Engine
 from models.cli import add_run_flags, run_settings

@@ -25,9 +25,9 @@ from jaxtyping import Array, Int
 
 import kvjax
 from kvjax import OutputProjection, PagedCache, Policy
+from kvjax.chains import policy_of
 from kvjax.checks import check_count
 from kvjax.making import most_held
-from kvjax.policy import policy_of
 from kvjax.quantise import DtypesLike
 from models import engine
 from models.by_layer import LayerSteps, next_token, runs_by_layer

@@ -29,6 +29,7 @@ from models.plan import HostOrDevice, Plan, Rows
 from models.sampling import Sampling, sample
 from models.scorer import Scorer
 from models.selecting import LayerCarry
+from models.states import shrink, start
 from models.steps import (
     Block,
     DecodeState,
@@ -45,8 +46,6 @@ from models.steps import (
     fresh,
     predicts,
     shared_evidence,
-    shrink,
-    start,
 )
 
 # The bytes of a layer's weights above which a call per layer costs less than the scan's copies, on two cores: a step of

@@ -22,7 +22,7 @@ import jax
 
 import kvjax
 import models
-from kvjax.policy import policy_of
+from kvjax.chains import policy_of
 from kvjax.quantise import check_dtypes
 from models import commands, selecting
 from models.cli import add_run_flags, run_settings

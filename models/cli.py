@@ -17,8 +17,8 @@ from jax.sharding import Mesh
 
 import kvjax
 import models
+from kvjax.chains import policy_of
 from kvjax.checks import MOST
-from kvjax.policy import policy_of
 from models import commands, hosts, provenance, selecting
 from models.plan import moments
 

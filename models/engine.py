@@ -22,8 +22,8 @@ from jaxtyping import Array, Float, Int
 
 import kvjax
 from kvjax import OutputProjection, Policy
+from kvjax.chains import policy_of
 from kvjax.checks import check_count, is_known
-from kvjax.policy import policy_of
 from kvjax.quantise import DtypesLike
 from kvjax.sources import Source
 from models import hosts
@@ -52,17 +52,8 @@ from models.plan import (
 from models.sampling import Sampling, check_end, check_sampling, sample
 from models.scorer import Scorer
 from models.selecting import Cache, check_scorer
-from models.steps import (
-    DecodeState,
-    Phase,
-    Run,
-    block_budgets,
-    decode_phase,
-    decode_positions,
-    forward,
-    shrink,
-    start,
-)
+from models.states import shrink, start
+from models.steps import DecodeState, Phase, Run, block_budgets, decode_phase, decode_positions, forward
 
 
 class Hidden(NamedTuple):

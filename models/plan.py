@@ -24,12 +24,13 @@ from jaxtyping import Array, Int
 
 import kvjax
 from kvjax import PagedCache, Policy, Reconstruction, SplitCache
-from kvjax.attention import check_policy
+from kvjax.block_checks import check_policy
 from kvjax.cache import Positions, dtypes_of
+from kvjax.chains import policy_of
 from kvjax.checks import MOST, check_count, is_known, plain, shown
 from kvjax.insertion import arrays_of
 from kvjax.making import excess_of_part, in_pages, most_held
-from kvjax.policy import check_measured, policy_of
+from kvjax.policy_checks import check_measured
 from kvjax.quantise import Dtypes, DtypesLike, check_dtypes, is_quantised
 from kvjax.sources import Source
 from kvjax.window import observed

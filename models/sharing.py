@@ -17,10 +17,10 @@ from jaxtyping import Array, Float, Int
 
 import kvjax
 from kvjax import Context, Evidence, KVCache, OutputProjection, Policy
+from kvjax.chains import policy_of
 from kvjax.checks import check_count
-from kvjax.observation import Reconstruction
-from kvjax.policy import policy_of
 from kvjax.quantise import DtypesLike
+from kvjax.reconstruction import Reconstruction
 from models.butler import Butler
 from models.decoder import Decoder, sliding_windows
 from models.engine import logits_of, newest_of, prefill, projected, run_question
@@ -40,7 +40,8 @@ from models.plan import (
 )
 from models.scorer import Scorer
 from models.selecting import check_scorer
-from models.steps import DecodeState, Run, at_layer, block_of, fresh, rounded_rows, shrink, start
+from models.states import shrink, start
+from models.steps import DecodeState, Run, at_layer, block_of, fresh, rounded_rows
 
 Asked = Policy | str | None | tuple[Policy | str | None, int | float | None]
 

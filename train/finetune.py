@@ -38,7 +38,7 @@ from jaxtyping import Array, Float, Int
 import kvjax
 import models
 from evals import loglikelihood
-from kvjax.policy import policy_of
+from kvjax.chains import policy_of
 from kvjax.quantise import check_dtypes
 from kvjax.selection import share_of_tokens
 from models import commands

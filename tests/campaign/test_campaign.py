@@ -11,7 +11,7 @@ import pytest
 
 import kvjax
 from kvjax import allocation
-from kvjax.policy import LINKS
+from kvjax.chains import LINKS
 from models import config
 from models.config import ARCHITECTURES
 from tests.campaign import __main__ as campaign

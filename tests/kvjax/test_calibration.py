@@ -9,7 +9,7 @@ from safetensors.numpy import save_file
 
 import kvjax
 from kvjax.calibration import read_array
-from kvjax.policy import check_measured
+from kvjax.policy_checks import check_measured
 from tests.kvjax import blocks
 from tests.kvjax.blocks import D, K, each_head, in_context, scores
 

@@ -147,7 +147,7 @@ def test_a_file_is_the_same_and_is_loaded_as_this_platform_stores_rows(tmp_path,
 
 
 def both(operation: str, *arrays: jax.Array, **options):
-    """What the kernel for TPU returns for keys and values side by side, and for two arrays."""
+    """Return what the kernel for TPU gives for keys and values side by side, and for two arrays."""
     run = functools.partial(Kernel(operation, "tpu").run, interpret=pltpu.InterpretParams(), **options)
     query, key, value, *others = arrays
     return run(query, jnp.concatenate([key, value], -1), None, *others), run(query, key, value, *others)

@@ -41,7 +41,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(folder):
-    """What one process makes of the prompts and of the evaluation's samples."""
+    """Return what one process makes of the prompts and of the evaluation's samples."""
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         run_on_hosts.work(folder / "model", folder / "prompts.jsonl", folder / "ruler")
     return tokens_in(printed.getvalue()), answers_in(folder / "ruler")

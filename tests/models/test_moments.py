@@ -7,7 +7,7 @@ import pytest
 
 import kvjax
 import models
-from kvjax.policy import LINKS
+from kvjax.chains import LINKS
 from models.plan import moments
 from tests.models import reference
 from tests.models.test_engine_cache import CONFIG, DOCUMENT

@@ -1,0 +1,132 @@
+"""Checks of a block before it enters a cache: its policy, its budget, and room for its tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from kvjax.cache import HeadState, KVCache
+from kvjax.chains import policy_of
+from kvjax.checks import check_tokens, is_known, plain
+from kvjax.eviction import Budget
+from kvjax.insertion import Cache, check_fits
+from kvjax.making import excess_of_part
+from kvjax.observation import Context
+from kvjax.paged import PagedCache, pages_for
+from kvjax.policy import Policy
+from kvjax.policy_checks import check_budget
+from kvjax.split import SplitCache
+
+
+def checked_block(
+    cache: Cache,
+    query: Float[Array, "B T N D"],
+    position: Int[Array, "B T"] | None,
+    policy: Policy | str | None,
+    budget: Budget | None,
+    excess: int | None,
+    context: Context,
+) -> tuple[Policy | None, Any]:
+    """Return the policy and the budget (int32) of a block, after checks that they are valid and that the block fits."""
+    policy, T = policy_of(policy), query.shape[1]
+    if len(cache.heads_shape) == 3 and context.layer is None:
+        raise ValueError("the cache stacks layers; give the number of one with context=kvjax.Context(layer=...).")
+    known = not isinstance(cache, SplitCache) and is_known(cache.position, position, context.layer)
+    if not known:  # else insert checks the cache's contents
+        check_fits(cache, T, position)
+    if budget is None:
+        return policy, None
+    if policy is None:
+        raise ValueError(f"a budget of {budget} was given without a policy that says what to keep; try 'snapkv+caote'.")
+    if isinstance(plain(budget), float):
+        raise ValueError(
+            f"the budget is {budget}, a share, but a block does not know the length of its prompt: give "
+            "tokens per head, an int."
+        )
+    B = cache.heads_shape[-2]
+    budget = check_tokens(budget, (B,))
+    if not is_known(budget):
+        return policy, budget
+    for number in np.unique(budget):
+        check_budget(policy, int(number))
+    if not known:
+        entering = T if excess is None else min(T, excess)
+        _check_room(cache, policy, np.broadcast_to(budget, B), entering, context.sliding_window)
+    return policy, np.asarray(budget, np.int32)
+
+
+def _check_room(
+    cache: Cache, policy: Policy, budget: np.ndarray, entering: int, window: int | Int[Array, ""] | None
+) -> None:
+    """Check that the cache has room for ``entering`` tokens when each head may already hold its budget.
+
+    A block that fills the whole cache can only be the first one, and fits. In a model with sliding windows pages are
+    counted for this layer alone: others may have smaller windows.
+    """
+    if entering == cache.num_slots and isinstance(cache, KVCache):
+        return
+    if window is not None and is_known(window):
+        budget = np.minimum(budget, int(window))
+    elif window is not None and not isinstance(cache, KVCache):
+        return
+    *L, B, K = cache.heads_shape
+    layers = L[0] if L else 1
+    held = policy.allocation.most(layers, K, int(budget.max()))
+    if held + entering > cache.num_slots:
+        raise ValueError(
+            f"a head may hold {held} tokens when {entering} more come in, but the cache has {cache.num_slots} slots "
+            f"per head: make it with {held + entering}, or give a smaller budget or block."
+        )
+    if not isinstance(cache, KVCache):
+        windows = (None,) * layers if window is None else (int(window),)
+        devices, ways = cache.ways if isinstance(cache, SplitCache) else (1, 1)
+        heads = len(windows) * K // ways  # those of other rows have no pages to give
+
+        def pages(row: int) -> int:
+            more = excess_of_part(policy.allocation, K, row, windows, ways) if window is None else 0
+            return pages_for(heads * (row + entering) + K // ways * more, heads, cache.page_size)
+
+        needed = max(sum(pages(int(row)) for row in rows) for rows in budget.reshape(devices, -1))
+        if needed > cache.num_pages:
+            raise ValueError(
+                f"{B // devices * heads} heads may hold {np.mean(budget):g} tokens each on average when {entering} "
+                f"more come in, for which {needed} pages of {cache.page_size} slots are needed, but the cache has "
+                f"{cache.num_pages}: make it with that many (kvjax.pages_for)."
+            )
+
+
+def check_policy(policy: Policy, cache: KVCache | PagedCache, G: int) -> None:
+    """Check that the cache was made for the policy; on a mesh, the stacked parts of the devices."""
+    if policy.positions not in ("absolute", cache.positions):
+        raise ValueError(
+            f"{policy.name!r} wants {policy.positions!r} positions, but the cache's are {cache.positions!r}; make the "
+            f"cache with positions={policy.positions!r}."
+        )
+    if policy.needs.rotary and cache.positions != "absolute":
+        raise ValueError(
+            f"{policy.name!r} turns queries back by their positions in the text, but the cache's positions are "
+            f"{cache.positions!r}; make it with positions='absolute'."
+        )
+    B, K = cache.heads_shape[-2:]
+    made = jax.eval_shape(lambda: policy.state(B, K, G, 1, cache.head_dim))
+    expected: Any = jax.tree.structure(made)
+    if expected != jax.tree.structure(cache.state):
+        raise ValueError(
+            f"the cache's state is not that of {policy.name!r}; make the cache for this policy, with kvjax.empty_cache."
+        )
+
+    def check(wanted: Any, given: Any) -> None:
+        of_head = isinstance(wanted, HeadState)
+        if of_head:
+            wanted, given = wanted.value, given.value
+        shape = (*cache.heads_shape, *wanted.shape[2:]) if of_head else (*cache.position.shape, *wanted.shape[3:])
+        if given.shape != shape:
+            raise ValueError(
+                f"the cache's state has an array of shape {given.shape}, where {policy.name!r} has {shape} in this "
+                "cache; make the cache with kvjax.empty_cache."
+            )
+
+    jax.tree.map(check, made, cache.state, is_leaf=lambda leaf: isinstance(leaf, HeadState))

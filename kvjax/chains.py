@@ -1,0 +1,263 @@
+"""How policies are made: base scores, chains of links, and the short names that stand for them."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import operator
+from collections.abc import Callable
+
+from kernels_pallas import STATISTICS
+from kvjax.allocation import parse_allocation
+from kvjax.checks import check_count, typed
+from kvjax.names import called, makers, registered
+from kvjax.observation import Needs, Observation, Weights
+from kvjax.policy import Moments, Policy, Protection, PyTree, Scores, allocated, computed
+from kvjax.reconstruction import Reconstruction
+
+
+def no_state(B: int, K: int, G: int, S: int, D: int) -> tuple[()]:
+    """Return an empty state: the ``init`` of a link without state.
+
+    Example:
+        >>> import kvjax
+        >>> kvjax.no_state(1, 2, 2, 8, 64)
+        ()
+    """
+    return ()
+
+
+def unchanged(scores: Scores, state: PyTree, observation: Observation) -> tuple[Scores, PyTree]:
+    """Return the scores and the state as they are: the ``update`` of a link that changes no scores."""
+    return scores, state
+
+
+@typed
+def base_score(
+    name: str,
+    score: Callable[[Observation], Scores],
+    *,
+    statistics: tuple[str, ...] = (),
+    window: int = 0,
+    protection: Protection | None = None,
+    projections: tuple[str, ...] = (),
+    rotary: bool = False,
+    nonnegative: bool = True,
+    reconstruction: Reconstruction | None = None,
+    published: Moments | None = None,
+) -> Policy:
+    """Make a stateless base score from a function of the observation, which is all that most published scores need.
+
+    Args:
+        name: its name in tables.
+        score: returns ``[B, K, G, S]`` or, for scores that don't depend on the query head, ``[B, K, 1, S]``.
+        statistics: the column statistics that it reads.
+        window: the observation window of the "window_" statistics.
+        protection: the tokens that it always keeps.
+        projections: the parts that it reads of the layer's output projection (``kvjax.projection.KINDS``).
+        rotary: whether it reads the rotary frequencies.
+        nonnegative: whether the scores are never below 0, so that ``caote`` may follow.
+        reconstruction: the tokens that are fed after the prompt, observed and taken back.
+        published: when its paper evicts.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import kvjax
+        >>> value_norm = kvjax.base_score("value_norm", lambda o: jnp.linalg.norm(o.value, axis=-1)[:, :, None])
+        >>> str(kvjax.chain(value_norm, kvjax.protect(sinks=4)))
+        'value_norm+protect(sinks=4)'
+    """
+    if unknown := sorted(set(statistics) - set(STATISTICS)):
+        raise ValueError(f"{name}: unknown statistics {', '.join(unknown)}; expected some of {', '.join(STATISTICS)}.")
+    check_count(f"{name}: window", window, 0, "give the number of queries that observe, from 0")
+    return Policy(
+        name=name,
+        init=no_state,
+        update=lambda _, state, observation: (score(observation), state),
+        needs=Needs(frozenset(statistics), window, frozenset(projections), rotary, reconstruction=reconstruction),
+        protections=() if protection is None else (protection,),
+        base=True,
+        nonnegative=nonnegative,
+        published=published,
+    )
+
+
+@functools.cache
+def chain(*links: Policy) -> Policy:
+    """Chain a base score and links that change its scores; the same links give the same object, as in :func:`parse`.
+
+    Raises:
+        ValueError: if the first link is not a base score or another one is, two observation windows differ, or
+            ``caote`` follows scores that can be negative.
+
+    Example:
+        >>> import kvjax
+        >>> str(kvjax.chain(kvjax.h2o(), kvjax.caote(), kvjax.protect(sinks=4, recent=0.5)))
+        'h2o+caote+protect(sinks=4,recent=0.5)'
+    """
+    if wrong := [link for link in links if not isinstance(link, Policy)]:
+        raise ValueError(f"{wrong[0]!r} is no link of a policy; give links such as kvjax.h2o(), or kvjax.parse a name.")
+    name = "+".join(link.name for link in links)
+    if not links or not links[0].base:
+        first = f"{links[0].name!r} comes first" if links else "nothing was given"
+        raise ValueError(f"a policy starts with a base score ({', '.join(_base_names())}), but {first}.")
+    nonnegative = True
+    for index, link in enumerate(links):
+        if index and link.base:
+            raise ValueError(f"{name!r} has two base scores, {links[0].name!r} and {link.name!r}; keep one of them.")
+        if link.needs_nonnegative and not nonnegative:
+            raise ValueError(
+                f"{link.name!r} needs non-negative scores, which {links[0].name!r} does not give; "
+                "put 'normalise' between."
+            )
+        nonnegative = link.nonnegative if link.base or not link.comparable else nonnegative or link.nonnegative
+    try:
+        needs = functools.reduce(operator.or_, (link.needs for link in links))
+    except ValueError as error:
+        raise ValueError(f"{name!r}: {error}") from None
+    heads = {link.heads for link in links} - {"group"} or {"group"}
+    positions = {link.positions for link in links} - {"absolute"} or {"absolute"}
+    for what, choices in (("heads", heads), ("positions", positions)):
+        if len(choices) > 1:
+            raise ValueError(f"{name!r} asks for {what} {' and '.join(sorted(choices))}; a policy has one of them.")
+
+    mergings = [link.merging for link in links if link.merging is not None]
+    if len(mergings) > 1:
+        both = " and ".join(merging.name for merging in mergings[:2])
+        raise ValueError(f"{name!r} merges values twice, by {both}; keep one of them.")
+
+    comparable = all(link.comparable for link in links)
+    if "layer" in heads and not comparable:
+        raise ValueError(
+            f"{name!r} averages scores over the heads of a layer, but they only order the tokens of one head; "
+            "take rounds=1, or heads='group'."
+        )
+    turned = positions - {"absolute"}
+    if turned and needs.rotary:
+        raise ValueError(
+            f"{name!r} turns queries back by their positions in the text, but the cache's are {turned.pop()!r}; "
+            "leave the link 'positions' out."
+        )
+
+    def init(B: int, K: int, G: int, S: int, D: int) -> PyTree:
+        return tuple(link.init(B, K, G, S, D) for link in links)
+
+    def update(scores: Scores | Weights, state: PyTree, observation: Observation) -> tuple[Scores | Weights, PyTree]:
+        states = []
+        for link, link_state in zip(links, state, strict=True):
+            if link.update is not unchanged:
+                scores, link_state = link.update(computed(scores, observation), link_state, observation)
+            states.append(link_state)
+        return scores, tuple(states)
+
+    return Policy(
+        name=name,
+        init=init,
+        update=update,
+        needs=needs,
+        protections=sum((link.protections for link in links), ()),
+        links=links,
+        base=True,
+        nonnegative=nonnegative,
+        comparable=comparable,
+        heads=heads.pop(),
+        positions=positions.pop(),
+        published=next((link.published for link in reversed(links) if link.published is not None), None),
+        merging=mergings[0] if mergings else None,
+    )
+
+
+@typed
+def parse(name: str) -> Policy:
+    """Return the policy that a short name stands for, as command lines write it.
+
+    The same name gives the same object, so that a compiled program is found again. A link that is neither built in nor
+    registered is looked for among the installed packages' entry points in the group ``kvjax.policies``.
+
+    Raises:
+        ValueError: if a link or an argument is unknown, the links do not make a chain, or two packages have a link.
+        ImportError: if a link is from another package, which cannot be imported.
+
+    Example:
+        >>> import kvjax
+        >>> str(kvjax.parse("snapkv(window=16) + fast_caote @ layer"))
+        'snapkv(window=16)+fast_caote@layer'
+    """
+    whole = name
+    name, at, behind = name.partition("@")
+    allocation = None
+    if at:
+        try:
+            allocation = parse_allocation(behind.strip())
+        except ValueError as error:
+            raise ValueError(f"{whole!r}: {error}") from None
+    try:
+        tree = ast.parse(name.strip(), mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        raise ValueError(
+            f"the policy {name[:80]!r} is malformed; write links joined by '+', like {_EXAMPLE}."
+        ) from None
+    links = []
+    while isinstance(tree, ast.BinOp) and isinstance(tree.op, ast.Add):
+        links.append(called(tree.right, LINKS, name, f"write links joined by '+', like {_EXAMPLE}"))
+        tree = tree.left
+    links.append(called(tree, LINKS, name, f"write links joined by '+', like {_EXAMPLE}"))
+    links.reverse()
+    policy = chain(*links) if len(links) > 1 or not links[0].base else links[0]
+    return policy if allocation is None else allocated(policy, allocation)
+
+
+def policy_of(policy: Policy | str | None) -> Policy | None:
+    """Return a policy that is given as itself or by its short name; None for "full".
+
+    Raises:
+        ValueError: if it is neither, or the name is unknown.
+
+    Example:
+        >>> from kvjax.chains import policy_of
+        >>> str(policy_of("h2o + caote")), policy_of("full")
+        ('h2o+caote', None)
+    """
+    if isinstance(policy, str):
+        return None if policy.strip() == "full" else parse(policy)
+    if policy is not None and not isinstance(policy, Policy):
+        raise ValueError(f"policy is {policy!r}; give a policy, or its short name, such as 'snapkv+caote'.")
+    return policy
+
+
+_EXAMPLE = "'snapkv(window=16)+caote+protect(sinks=4)'"
+
+
+LINKS = makers("policy", "kvjax.policies", Policy)
+
+
+def register(make: Callable[..., Policy]) -> Callable[..., Policy]:
+    """Register a link's maker, as its decorator: short names find it, and equal arguments give the same object.
+
+    The name of the function is the short name, and its keyword arguments are those that the short name may have. A
+    package that offers the function as an entry point in the group ``kvjax.policies`` need not decorate it.
+
+    Args:
+        make: returns a :class:`Policy` of the function's name, such as :func:`base_score` makes. Its arguments are
+            checked against their annotations.
+
+    Returns:
+        The function, which now returns the same object for equal arguments.
+
+    Raises:
+        ValueError: if another module or an installed package has this name.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import kvjax
+        >>> @kvjax.register
+        ... def loudest(*, power: float = 1.0):
+        ...     return kvjax.base_score("loudest", lambda o: jnp.max(jnp.abs(o.value), axis=-1)[:, :, None] ** power)
+        >>> str(kvjax.parse("loudest(power=2.0)+caote"))
+        'loudest(power=2.0)+caote'
+    """
+    return registered(LINKS, make)
+
+
+def _base_names() -> list[str]:
+    return sorted(name for name, make in LINKS.items() if make().base)

@@ -1,0 +1,223 @@
+"""One layer of a cache: attention over some of its heads, and what a policy says of their slots."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kernels_pallas import ColumnStatistics, cache_attention
+from kvjax.cache import KVCache, floats_of
+from kvjax.eviction import Budget, Evidence
+from kvjax.insertion import Cache, batch_rows, insert, next_positions, up_to, within
+from kvjax.observation import Context, Needs, Observation, Weights
+from kvjax.paged import PagedCache
+from kvjax.policy import Policy, joined, mark_protected, update_scores
+from kvjax.turning import next_index, turn_to_index, turn_to_rank
+from kvjax.window import join, observed
+
+
+def enter(
+    cache: KVCache | PagedCache,
+    query: Float[Array, "B T N D"],
+    key: Float[Array, "B T K D"],
+    value: Float[Array, "B T K D"],
+    position: Int[Array, "B T"] | None,
+    context: Context,
+) -> tuple[Any, Float[Array, "B T N D"], Int[Array, "B T"], Context]:
+    """Insert a block; return the cache with it, and the queries, positions and context as attention takes them."""
+    N, layer = query.shape[2], layer_index(cache, context)
+    if position is None:
+        position = next_positions(cache, query.shape[1])
+    K = cache.heads_shape[-1]
+    if key.shape[2] != K and K == N:  # a cache for each query head
+        key, value = (jnp.repeat(x, N // x.shape[2], axis=2) for x in (key, value))
+    if cache.positions != "absolute" and context.frequency is None:
+        raise ValueError(
+            f"positions={cache.positions!r} turn keys, but no rotary frequencies were given; hand over "
+            "Context(frequency=...), or take positions='absolute' for a model without rotary positions."
+        )
+    if context.frequency is not None:
+        context = dataclasses.replace(context, frequency=jax.lax.stop_gradient(context.frequency))
+    if cache.positions == "index":
+        query, key = turn_to_index(
+            next_index(layer_of(cache, context), position, context), query, key, position, context
+        )
+    return insert(cache, key, value, position, layer=layer), query, position.astype(jnp.int32), context
+
+
+def shares_of(cache: Cache, budget: Budget | None) -> Int[Array, "B"]:
+    """Return the budget that a policy's shares refer to, for each row."""
+    B = cache.heads_shape[-2]
+    return jnp.broadcast_to(jnp.asarray(cache.num_slots if budget is None else budget, jnp.int32), (B,))
+
+
+def layer_index(cache: Cache, context: Context) -> int | Int[Array, ""] | None:
+    """Return the context's layer if the cache stacks layers, else None."""
+    return context.layer if len(cache.heads_shape) == 3 else None
+
+
+def layer_of(cache: KVCache | PagedCache, context: Context) -> KVCache:
+    """Return the context's layer; XLA copies only those parts of it that are read."""
+    layer = layer_index(cache, context)
+    if isinstance(cache, PagedCache):
+        return cache.layer(layer)
+    return cache if layer is None else cache.layer(layer)
+
+
+def taken_out(cache: KVCache, context: Context) -> tuple[KVCache, KVCache | None]:
+    """Return the context's layer of the cache, and the whole cache if it stacks layers, else None."""
+    if (layer := layer_index(cache, context)) is None:
+        return cache, None
+    here = cache.layer(layer)
+    # Taken out once: if they were read from the stacked arrays several times, XLA would copy those arrays in every
+    # layer instead of writing the new positions and state in place.
+    slot_position, state = jax.lax.optimization_barrier((here.position, here.state))
+    return dataclasses.replace(here, position=slot_position, state=state), cache
+
+
+def updated(cache: KVCache, position: Int[Array, "B K S"], state: Any, context: Context) -> KVCache:
+    """Return the cache with the policy's new state of the context's layer, and without what left its window."""
+    if (layer := layer_index(cache, context)) is not None:
+        state = jax.tree.map(lambda whole, part: whole.at[layer].set(part), cache.state, state)
+        position = cache.position.at[layer].set(position) if frees(context) else cache.position
+    return dataclasses.replace(cache, position=position if frees(context) else cache.position, state=state)
+
+
+def frees(context: Context) -> bool:
+    """Return whether a block frees what left the sliding window; one that is taken back again must not."""
+    return context.sliding_window is not None and context.reconstructed is None
+
+
+def choosable(here: KVCache, context: Context) -> KVCache:
+    """Return a layer with the tokens that the policy chooses among, those that a query after the block can see."""
+    if context.reconstructed is not None:  # the copies are taken back
+        return up_to(here, context.reconstructed.end)
+    return within(here, context.sliding_window) if context.sliding_window is not None else here
+
+
+def attend_heads(
+    here: KVCache,
+    query: Float[Array, "B T heads D"],
+    position: Int[Array, "B T"],
+    needs: Needs,
+    context: Context,
+    stack: KVCache | None,
+) -> tuple[Float[Array, "B T heads D"], ColumnStatistics, Float[Array, "B T heads D"], KVCache]:
+    """Attend over some heads of a layer; also return the queries and keys with the rotations that attention used.
+
+    With ``stack``, kernels read the layer's keys and values from the stacked arrays: a layer taken out is a copy.
+    """
+    if here.positions == "compact":
+        here, stack = floats_of(here), None
+        query, key = turn_to_rank(here, query, position, context)
+        here = dataclasses.replace(here, rows=here.rows | {"key": key})
+    source, layer = (here, None) if stack is None else (stack, context.layer)
+    S, filled = here.num_slots, context.filled
+    if context.reconstructed is not None:
+        at: dict[str, Any] = dict(query_position=position, layer=layer)
+        visible = context.reconstructed.visible(here.position, batch_rows(here))
+        out, _ = cache_attention(
+            query, **source.rows, key_position=here.position, **at, **attention_options(Needs(), context)
+        )
+        _, columns = cache_attention(
+            query, **source.rows, key_position=visible, **at, **attention_options(needs, context)
+        )
+        return out, columns, query, here
+    if filled is None or filled >= S or stack is not None:
+        out, columns = cache_attention(
+            query, **source.rows, key_position=here.position, query_position=position, layer=layer,
+            **attention_options(needs, context),
+        )  # fmt: skip
+        return out, columns, query, here
+    rows, slot_position = jax.tree.map(lambda x: x[:, :, :filled], (here.rows, here.position))
+    out, columns = cache_attention(
+        query, **rows, key_position=slot_position, query_position=position, **attention_options(needs, context)
+    )
+    nothing = ((0, 0), (0, 0), (0, S - filled))
+    return out, jax.tree.map(lambda column: jnp.pad(column, nothing), columns), query, here
+
+
+def attention_options(needs: Needs, context: Context) -> dict[str, Any]:
+    """Return the arguments that attention over slots and attention over pages share."""
+    statistics = needs.statistics | observed(needs.statistics)
+    if needs.reconstruction is not None and context.reconstructed is not None:
+        statistics |= needs.reconstruction.statistics
+    return dict(
+        statistics=statistics,
+        window=needs.window,
+        sliding_window=context.sliding_window,
+        scale=context.scale,
+        soft_cap=context.soft_cap,
+        implementation=context.implementation,
+    )
+
+
+def ask(
+    policy: Policy,
+    here: KVCache,
+    query: Float[Array, "B T heads D"],
+    position: Int[Array, "B T"],
+    columns: ColumnStatistics,
+    head: Int[Array, "K"],
+    budget: Int[Array, "B"],
+    context: Context,
+) -> tuple[Evidence, Any]:
+    """Have the policy score some heads of a layer, the tokens of which are those that it chooses among.
+
+    Returns:
+        Its evidence and its new state.
+    """
+    here = floats_of(here)
+    B, K = here.position.shape[:2]
+    entered = jnp.sum(position >= 0, axis=1, dtype=jnp.int32)
+    columns = jax.tree.map(lambda column: column.reshape(B, K, -1, column.shape[-1]), columns)
+    remembered = here.state
+    if observed(policy.needs.statistics):
+        window, remembered = here.state
+        columns, window = jax.lax.stop_gradient(join(window, columns, entered, policy.needs.window))
+    if context.sliding_window is not None:
+        budget = jnp.minimum(budget, context.sliding_window)
+        columns = jax.tree.map(lambda column: jnp.where(here.live[:, :, None], column, 0), columns)
+    observation = Observation(
+        columns=columns,
+        query=query,
+        query_position=position,
+        key=here.key,
+        value=here.value,
+        position=here.position,
+        next_position=here.next_position,
+        budget=budget,
+        head=head,
+        context=context,
+    )
+    # The choice of the tokens that stay is not differentiable: gradients flow through attention alone.
+    state, observation = jax.lax.stop_gradient((remembered, mark_protected(policy, observation)))
+    scores, new = update_scores(policy, state, observation)
+    if observed(policy.needs.statistics):
+        new = (window, new)
+    state = jax.tree.map(lambda leaf, old: leaf.astype(old.dtype), new, here.state)  # float64 inputs would widen it
+    measure = policy.allocation.measure
+    evidence = Evidence(
+        scores,
+        entered=entered,
+        protected=observation.protected,
+        measured=None if measure is None else measure(observation),
+        end=None if context.reconstructed is None else context.reconstructed.end,
+        window=None if context.sliding_window is None else jnp.asarray(context.sliding_window, jnp.int32),
+        allocation=policy.allocation,
+        merging=policy.merging,
+    )
+    return evidence, state
+
+
+def with_scores(evidence: Evidence, here: KVCache) -> Evidence:
+    """Compute the scores if the evidence still holds :class:`kvjax.observation.Weights`."""
+    if not isinstance(evidence.scores, Weights):
+        return evidence
+    value = jax.lax.stop_gradient(floats_of(here).value)
+    scores = joined(evidence.scores, value, here.live, evidence.protected)
+    return dataclasses.replace(evidence, scores=scores)

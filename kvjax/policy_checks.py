@@ -1,0 +1,73 @@
+"""Checks that a policy fits a model, a block and a budget."""
+
+from __future__ import annotations
+
+from kvjax.checks import check_count
+from kvjax.policy import Policy, protected
+
+
+def check_measured(policy: Policy | None, layers: int | None, kv_heads: int) -> None:
+    """Raise ValueError if a link of a policy was measured on another model than one of these sizes.
+
+    Args:
+        layers: None where one layer stands for itself.
+        kv_heads: the heads of the cache: the model's KV heads, or its query heads.
+
+    Example:
+        >>> import kvjax
+        >>> from kvjax.policy_checks import check_measured
+        >>> check_measured(kvjax.h2o(), layers=2, kv_heads=8)
+    """
+    for link in () if policy is None else policy.links or (policy,):
+        if link.measured is None:
+            continue
+        if layers not in (None, link.measured[0]) or kv_heads % link.measured[1]:
+            raise ValueError(
+                f"{link.name!r} was measured on a model of {link.measured[0]} layers with {link.measured[1]} KV heads, "
+                f"but this one has {layers} with {kv_heads}; measure this model."
+            )
+
+
+def check_block(policy: Policy, block: int) -> None:
+    """Check that a block is large enough for the policy's observation window.
+
+    Raises:
+        ValueError: if the window has more queries than a block.
+
+    Example:
+        >>> import kvjax
+        >>> kvjax.check_block(kvjax.parse("snapkv"), 16)
+        Traceback (most recent call last):
+            ...
+        ValueError: 'snapkv' observes the last 32 queries, but a block has 16: give a block of at least 32, or a \
+smaller window (window=16 in its name).
+    """
+    block = check_count("block", block, 1, "a block has at least 1 token")
+    if policy.needs.window > block:
+        raise ValueError(
+            f"{policy.name!r} observes the last {policy.needs.window} queries, but a block has {block}: give a block "
+            f"of at least {policy.needs.window}, or a smaller window (window={block} in its name)."
+        )
+
+
+def check_budget(policy: Policy, budget: int) -> None:
+    """Check that a budget is large enough for the tokens that the policy protects.
+
+    Raises:
+        ValueError: if the budget is below 1, or smaller than the number of protected tokens.
+
+    Example:
+        >>> import kvjax
+        >>> kvjax.check_budget(kvjax.parse("snapkv"), 16)
+        Traceback (most recent call last):
+            ...
+        ValueError: the budget is 16 tokens, but 'snapkv' always keeps 0 first and 32 last ones: give at least 32, \
+or protect fewer.
+    """
+    budget = check_count("the budget", budget, 1, "at least 1 token must stay")
+    sinks, recent = protected(policy, budget)
+    if sinks + recent > budget:
+        raise ValueError(
+            f"the budget is {budget} tokens, but {policy.name!r} always keeps {sinks} first and {recent} last ones: "
+            f"give at least {sinks + recent}, or protect fewer."
+        )

@@ -1,0 +1,87 @@
+"""One attention for several policies that observe the same block."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvjax.block_checks import check_policy, checked_block
+from kvjax.cache import KVCache
+from kvjax.chains import policy_of
+from kvjax.eviction import Budget, Evidence
+from kvjax.layer import ask, attend_heads, choosable, enter, shares_of, taken_out, updated, with_scores
+from kvjax.observation import Context, Needs
+from kvjax.policy import Policy
+
+
+def observe_each(
+    cache: KVCache,
+    query: Float[Array, "B T N D"],
+    key: Float[Array, "B T K D"],
+    value: Float[Array, "B T K D"],
+    position: Int[Array, "B T"] | None = None,
+    *,
+    policies: Sequence[Policy | str],
+    budgets: Sequence[Budget],
+    context: Context = Context(),
+) -> tuple[Float[Array, "B T N D"], KVCache, tuple[Evidence, ...]]:
+    """Run :func:`observe` for several policies at once, as long as none of them evicts: attention runs once for all.
+
+    Attention runs once more for each further size of observation window.
+
+    Args:
+        cache: a cache whose ``state`` is a tuple of the policies' states, in their order.
+        policies: one or more; a policy may be repeated, for several budgets.
+        budgets: for each policy, the budget that its shares refer to.
+
+    Returns:
+        The attention's output, the cache with the block in it, and each policy's evidence on the layer's slots.
+
+    Raises:
+        ValueError: if there is no policy, the number of budgets differs, or the cache was not made for these policies.
+
+    Example:
+        >>> import dataclasses, jax, kvjax
+        >>> policies = [kvjax.h2o(), kvjax.parse("tova(heads='group')+caote")]
+        >>> cache = kvjax.KVCache.init(batch=1, kv_heads=1, slots=6, head_dim=4)
+        >>> cache = dataclasses.replace(cache, state=tuple(policy.state(1, 1, 2, 6, 4) for policy in policies))
+        >>> q = jax.random.normal(jax.random.key(0), (1, 6, 2, 4))
+        >>> out, cache, said = kvjax.observe_each(cache, q, q[:, :, :1], q[:, :, 1:], policies=policies, budgets=[2, 3])
+        >>> [evidence.scores.shape for evidence in said]
+        [(1, 1, 6), (1, 1, 6)]
+    """
+    parsed = [policy_of(policy) for policy in policies]
+    chosen = [policy for policy in parsed if policy is not None]
+    if len(chosen) < len(parsed) or not chosen or len(budgets) != len(chosen):
+        raise ValueError(
+            f"{len(chosen)} policies and {len(budgets)} budgets were given; expected one budget for each policy, at "
+            "least one policy, and none of them 'full'."
+        )
+    if not isinstance(cache, KVCache) or not isinstance(cache.state, tuple) or len(cache.state) != len(chosen):
+        raise ValueError(
+            f"expected a KVCache whose state is a tuple of {len(chosen)}, one state per policy in their order."
+        )
+    of_shares = []
+    for policy, state, budget in zip(chosen, cache.state, budgets, strict=True):
+        own = dataclasses.replace(cache, state=state)
+        check_policy(policy, own, query.shape[2] // cache.heads_shape[-1])
+        of_shares.append(checked_block(own, query, position, policy, budget, None, context)[1])
+    cache, query, position, context = enter(cache, query, key, value, position, context)
+    taken, stack = taken_out(cache, context)
+    together: dict[int, Needs] = {}
+    largest = max(policy.needs.window for policy in chosen)
+    for policy in chosen:  # a policy that observes no window joins any
+        window = policy.needs.window or largest
+        together[window] = together.get(window, Needs()) | policy.needs
+    seen = {window: attend_heads(taken, query, position, needs, context, stack) for window, needs in together.items()}
+    said, states, heads = [], [], jnp.arange(cache.heads_shape[-1])
+    for policy, state, budget in zip(chosen, taken.state, of_shares, strict=True):
+        _, columns, turned, here = seen[policy.needs.window or largest]
+        own = dataclasses.replace(choosable(here, context), state=state)
+        evidence, state = ask(policy, own, turned, position, columns, heads, shares_of(cache, budget), context)
+        said.append(with_scores(evidence, own))
+        states.append(state)
+    return seen[largest][0], updated(cache, own.position, tuple(states), context), tuple(said)
