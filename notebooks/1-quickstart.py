@@ -14,14 +14,17 @@
 # %% [markdown]
 # # Quickstart
 #
-# A decoder stores a key and a value for every token that it has read, in every layer and head. This cache grows with
-# the prompt until it no longer fits in memory. kvjax keeps it within a **budget**: a fixed number of tokens per head,
-# however long the prompt is. A **policy** decides which tokens stay.
+# A decoder stores a key and a value for every token that it has read, in every layer and
+# head. This cache grows with the prompt until it no longer fits in memory. kvjax keeps it
+# within a **budget**: a fixed number of tokens per head, however long the prompt is. A
+# **policy** decides which tokens stay.
 #
-# In this notebook a small model answers a question about a text under a budget, and we look at what it kept. Nothing is
-# downloaded: `retriever`, a model of 1.8 million parameters that can look facts up, is in the package.
+# In this notebook a small model answers a question about a text under a budget, and we look
+# at what it kept. Nothing is downloaded: `retriever`, a model of 1.8 million parameters that
+# can look facts up, is in the package.
 #
-# The first line installs kvjax. On a GPU write `kvjax[plot,cuda]`, on a TPU `kvjax[plot,tpu]`.
+# The first line installs kvjax. On a GPU write `kvjax[plot,cuda]`, on a TPU
+# `kvjax[plot,tpu]`.
 
 # %%
 # %pip install --quiet "kvjax[plot]"
@@ -38,7 +41,8 @@ print(f"{jax.device_count()} device(s): {jax.devices()[0].device_kind}")
 # %% [markdown]
 # ## Load a model and generate
 #
-# `models.load` also takes a Hugging Face folder or hub name: `models.load("path/to/Llama-3.2-1B-Instruct")`.
+# `models.load` also takes a Hugging Face folder or hub name:
+# `models.load("path/to/Llama-3.2-1B-Instruct")`.
 
 # %%
 import matplotlib.pyplot as plt
@@ -56,10 +60,10 @@ out = models.generate(model, [tokenizer.encode(prompt)], max_new_tokens=4)
 print(tokenizer.decode(out.tokens[0].tolist()))
 
 # %% [markdown]
-# That run used the full cache. With longer text a budget makes a difference. The sample below hides the code that it
-# asks for among seven other facts and prose. Each head may keep 96 of 512 tokens. `snapkv` keeps the tokens to which
-# the end of the prompt attends. `caote` changes the order by how much the attention output would change if a token were
-# lost.
+# That run used the full cache. With longer text a budget makes a difference. The sample below
+# hides the code that it asks for among seven other facts and prose. Each head may keep 96 of
+# 512 tokens. `snapkv` keeps the tokens to which the end of the prompt attends. `caote`
+# changes the order by how much the attention output would change if a token were lost.
 
 # %%
 sample = tasks.needle(3, tokenizer, 512, depth=0.35, facts=8)
@@ -68,7 +72,14 @@ print(f"{len(sample.tokens)} tokens, the last of them:", sample.prompt[-85:], se
 
 def answer(policy, budget, **settings):
     out = models.generate(
-        model, [sample.tokens], policy=policy, budget=budget, block=64, max_new_tokens=4, end=(), **settings
+        model,
+        [sample.tokens],
+        policy=policy,
+        budget=budget,
+        block=64,
+        max_new_tokens=4,
+        end=(),
+        **settings,
     )
     return tokenizer.decode(out.tokens[0].tolist()), out.cache
 
@@ -90,19 +101,21 @@ for name, (policy, budget, when) in settings.items():
 #
 # - The budget fixes the memory: the cache's size does not depend on the prompt.
 # - Recency forgets what is far back.
-# - *After every block* (`when="block"`) evicts while the prompt comes in. The prompt may then be of any length, but the
-#   question is not known yet when the early parts are evicted.
-# - *Once* (`when="prompt"`) evicts after the whole prompt, with its question, has been read. It needs memory for the
-#   whole prompt for a moment, and is a much easier problem. Above, the policy that did not know the question answers
-#   wrong.
+# - *After every block* (`when="block"`) evicts while the prompt comes in. The prompt may then
+#   be of any length, but the question is not known yet when the early parts are evicted.
+# - *Once* (`when="prompt"`) evicts after the whole prompt, with its question, has been read.
+#   It needs memory for the whole prompt for a moment, and is a much easier problem. Above, the
+#   policy that did not know the question answers wrong.
 #
 # ## Look at what was kept
 #
-# A cache knows the position in the text of each token that it holds (`cache.position`); `evals.view` turns positions
-# into a mask. Each row below is one KV head of one layer, each column a token of the prompt.
+# A cache knows the position in the text of each token that it holds (`cache.position`);
+# `evals.view` turns positions into a mask. Each row below is one KV head of one layer, each
+# column a token of the prompt.
 
 # %%
-fact = tokenizer.decode(sample.tokens).find(sample.answer)  # where in the text the answer stands
+# Where in the text the answer stands.
+fact = tokenizer.decode(sample.tokens).find(sample.answer)
 ends = np.cumsum([len(piece) for piece in view.pieces(tokenizer, sample.tokens[1:])])
 at = int(np.searchsorted(ends, fact, side="right")) + 1
 
@@ -118,16 +131,27 @@ figure, axes = plt.subplots(len(names), 1, figsize=(9, 5.6), sharex=True, layout
 for axis, name in zip(axes, names, strict=True):
     held = kept(name)
     L, K, T = held.shape
-    axis.imshow(held.reshape(L * K, T), aspect="auto", cmap="Blues", interpolation="nearest", vmin=0, vmax=1.3)
+    axis.imshow(
+        held.reshape(L * K, T),
+        aspect="auto",
+        cmap="Blues",
+        interpolation="nearest",
+        vmin=0,
+        vmax=1.3,
+    )
     axis.axvspan(at - 0.5, at + 3.5, color="#d55e00", alpha=0.45, linewidth=0)
-    axis.set_yticks(np.arange(0, L * K, K), [f"layer {layer}" for layer in range(L)], fontsize=7)
-    axis.set_title(f"{name}: {held.sum(-1).mean():.0f} of its tokens a head", fontsize=9.5, loc="left")
+    axis.set_yticks(
+        np.arange(0, L * K, K), [f"layer {layer}" for layer in range(L)], fontsize=7
+    )
+    axis.set_title(
+        f"{name}: {held.sum(-1).mean():.0f} of its tokens a head", fontsize=9.5, loc="left"
+    )
 axes[-1].set_xlabel("place in the prompt; the digits of the answer in orange")
 plt.show()
 
 # %% [markdown]
-# The same as text: the darker a token, the more of the twelve heads still hold it. Tokens without a mark are in no
-# head.
+# The same as text: the darker a token, the more of the twelve heads still hold it. Tokens
+# without a mark are in no head.
 
 
 # %%
@@ -144,13 +168,14 @@ def shaded(name):
 shaded("snapkv+caote, once")
 
 # %% [markdown]
-# `python -m evals view --html view.html` makes a page of this, with a slider over blocks and steps, and two policies
-# side by side.
+# `python -m evals view --html view.html` makes a page of this, with a slider over blocks and
+# steps, and two policies side by side.
 #
 # ## What a budget costs
 #
-# `kvjax.memory` counts bytes without allocating any. For Llama-3.1-8B in bfloat16, a full cache of 128k tokens takes as
-# much memory as the weights. With a budget the size stops growing.
+# `kvjax.memory` counts bytes without allocating any. For Llama-3.1-8B in bfloat16, a full
+# cache of 128k tokens takes as much memory as the weights. With a budget the size stops
+# growing.
 
 # %%
 llama = dict(layers=32, kv_heads=8, head_dim=128)
@@ -163,7 +188,11 @@ for budget, colour in zip((1024, 4096, 16384), ("#0072b2", "#d55e00", "#009e73")
     bounded = kvjax.memory(**llama, budget=budget, block=128).total / 2**30
     axis.plot(lengths, np.minimum(full, bounded), color=colour, label=f"budget {budget:,}")
 axis.set(
-    xscale="log", yscale="log", xlabel="tokens in the prompt", ylabel="GiB a sequence", title="Llama-3.1-8B's cache"
+    xscale="log",
+    yscale="log",
+    xlabel="tokens in the prompt",
+    ylabel="GiB a sequence",
+    title="Llama-3.1-8B's cache",
 )
 axis.set_xticks(lengths, [f"{length // 1024}k" for length in lengths])
 axis.minorticks_off()
@@ -178,9 +207,15 @@ plt.show()
 # %%
 config = model.config
 counted = kvjax.memory(
-    layers=config.num_layers, kv_heads=config.num_kv_heads, head_dim=config.head_dim, budget=96, block=64,
-    dtype="float32", policy="snapkv+caote", query_heads=config.num_heads,
-)  # fmt: skip
+    layers=config.num_layers,
+    kv_heads=config.num_kv_heads,
+    query_heads=config.num_heads,
+    head_dim=config.head_dim,
+    policy="snapkv+caote",
+    budget=96,
+    block=64,
+    dtype="float32",
+)
 taken = caches["snapkv+caote, after every block"].nbytes
 print(f"counted {counted.total:,} bytes, taken {taken:,}")
 assert counted.total == taken
@@ -194,7 +229,12 @@ assert counted.total == taken
 for text in ("The river was calm. " * 20, "The old judge walked home. " * 60):
     tokens = tokenizer.encode(f"{text}The code of amber falcon is 4719. {question}")
     steps = models.stream(
-        model, [tokens], policy="h2o+caote+protect(recent=0.5)", budget=96, block=64, max_new_tokens=4
+        model,
+        [tokens],
+        policy="h2o+caote+protect(recent=0.5)",
+        budget=96,
+        block=64,
+        max_new_tokens=4,
     )
     said = tokenizer.decode([int(token[0]) for token, cache in steps])
     print(f"{len(tokens):5,} tokens in, {said!r} out")

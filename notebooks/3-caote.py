@@ -14,12 +14,13 @@
 # %% [markdown]
 # # CAOTE, from the theorem to the kernel
 #
-# Most scores ask how much attention a token gets. [CAOTE](https://arxiv.org/abs/2504.14051) asks how the output would
-# change without the token. The exact answer costs one pass over the values. We derive it, check it by brute force, look
-# at its effect in a real model, see where it is *not* exact, and end at the kernel that scores and evicts in one
-# operation.
+# Most scores ask how much attention a token gets. [CAOTE](https://arxiv.org/abs/2504.14051)
+# asks how the output would change without the token. The exact answer costs one pass over the
+# values. We derive it, check it by brute force, look at its effect in a real model, see where
+# it is *not* exact, and end at the kernel that scores and evicts in one operation.
 #
-# The first line installs kvjax. On a GPU write `kvjax[plot,cuda]`, on a TPU `kvjax[plot,tpu]`.
+# The first line installs kvjax. On a GPU write `kvjax[plot,cuda]`, on a TPU
+# `kvjax[plot,tpu]`.
 
 # %%
 # %pip install --quiet "kvjax[plot]"
@@ -36,20 +37,20 @@ print(f"{jax.device_count()} device(s): {jax.devices()[0].device_kind}")
 # %% [markdown]
 # ## The theorem
 #
-# A head's output is $X = \sum_j \alpha_j v_j$, with weights that sum to 1. If token $j$ is removed, softmax gives its
-# weight to the others in proportion, so each of them is divided by $1 - \alpha_j$, and
+# A head's output is $X = \sum_j \alpha_j v_j$, with weights that sum to 1. If token $j$ is
+# removed, softmax gives its weight to the others in proportion, so each of them is divided by
+# $1 - \alpha_j$, and
 #
 # $$X' = \frac{X - \alpha_j v_j}{1 - \alpha_j}
-# \qquad\Longrightarrow\qquad
-# X' - X = \frac{\alpha_j}{1 - \alpha_j}\,(X - v_j).$$
+# \qquad\Longrightarrow\qquad X' - X = \frac{\alpha_j}{1 - \alpha_j}\,(X - v_j).$$
 #
-# The output moves along the line through $v_j$ and $X$, away from $v_j$. The length of this step is the **eviction
-# error**
+# The output moves along the line through $v_j$ and $X$, away from $v_j$. The length of this
+# step is the **eviction error**
 #
 # $$c_j = \frac{\alpha_j}{1 - \alpha_j}\,\lVert X - v_j \rVert,$$
 #
-# which is `kvjax.score(A, V)`. Two things make a token important: its weight, and a value that differs from the output.
-# In the plane:
+# which is `kvjax.score(A, V)`. Two things make a token important: its weight, and a value
+# that differs from the output. In the plane:
 
 # %%
 import matplotlib.pyplot as plt
@@ -64,7 +65,9 @@ alpha = np.array([0.20, 0.13, 0.12, 0.15, 0.10, 0.30])
 X = alpha @ V
 c = np.asarray(kvjax.score(jnp.array(alpha), jnp.array(V)))
 
-figure, axes = plt.subplots(1, 2, figsize=(10, 4.2), layout="constrained", width_ratios=[1.35, 1])
+figure, axes = plt.subplots(
+    1, 2, figsize=(10, 4.2), layout="constrained", width_ratios=[1.35, 1]
+)
 plane, bars = axes
 plane.scatter(*V.T, s=1800 * alpha, color=BLUE, alpha=0.35, linewidth=0)
 for j, v in enumerate(V):
@@ -87,12 +90,14 @@ for axis in axes:
 plt.show()
 
 # %% [markdown]
-# Token 5 has the most weight, but its value is near the output. Losing it moves the output less than losing token 3 or
-# 4, which have a half and a third of its weight. Token 4 has the least weight of all and matters most.
+# Token 5 has the most weight, but its value is near the output. Losing it moves the output
+# less than losing token 3 or 4, which have a half and a third of its weight. Token 4 has the
+# least weight of all and matters most.
 #
 # ## Brute force agrees
 #
-# We evict each token, compute the softmax over the others again, and measure how far the output moved, all in float64:
+# We evict each token, compute the softmax over the others again, and measure how far the
+# output moved, all in float64:
 
 # %%
 random = np.random.default_rng(0)
@@ -106,7 +111,8 @@ def output(logits, values):
 
 whole = output(logits, values)
 truth = np.array([
-    np.linalg.norm(output(np.delete(logits, j), np.delete(values, j, axis=0)) - whole) for j in range(len(logits))
+    np.linalg.norm(output(np.delete(logits, j), np.delete(values, j, axis=0)) - whole)
+    for j in range(len(logits))
 ])  # fmt: skip
 weights = jax.nn.softmax(jnp.array(logits, jnp.float32))
 error = np.abs(np.asarray(kvjax.score(weights, jnp.array(values, jnp.float32))) / truth - 1)
@@ -116,15 +122,17 @@ assert error.max() < 1e-4
 # %% [markdown]
 # ## Where the formula is delicate
 #
-# As $\alpha \to 1$ both $1 - \alpha$ and $X - v_j$ vanish. Float32 loses them to rounding, and their quotient is noise.
-# But the change of the heaviest token can be written with the *others* alone: their mean, less the token's value.
-# `score` does this. A token that holds all the weight scores the largest finite number, so it is never evicted.
+# As $\alpha \to 1$ both $1 - \alpha$ and $X - v_j$ vanish. Float32 loses them to rounding,
+# and their quotient is noise. But the change of the heaviest token can be written with the
+# *others* alone: their mean, less the token's value. `score` does this. A token that holds
+# all the weight scores the largest finite number, so it is never evicted.
 
 # %%
 rest = np.logspace(-9, -1, 65)  # what the heaviest token leaves to the other two
 weight_rows = np.stack([1 - rest, 0.5 * rest, 0.5 * rest], axis=-1)
 three = np.array([[1.0, 0.0], [0.0, 1.0], [1.0, 2.0]])
-exact = (1 - rest) * np.linalg.norm(three[1:].mean(0) - three[0])  # without it, the output is the mean of the others
+# Without it, the output is the mean of the others.
+exact = (1 - rest) * np.linalg.norm(three[1:].mean(0) - three[0])
 
 A, W = jnp.array(weight_rows, jnp.float32), jnp.array(three, jnp.float32)
 naive = np.asarray(A[:, 0] / (1 - A[:, 0]) * jnp.linalg.norm(A @ W - W[0], axis=-1))
@@ -136,8 +144,16 @@ axis.axvspan(rest[0], rest[whole].max(), color="#eeeeee")
 axis.annotate("α rounds to 1:\nthe largest number", (1.3e-9, 1.22), fontsize=9, color=GREY)
 shown = {"the formula as it stands": (naive, ORANGE, 1.2), "kvjax.score": (ours, BLUE, 2.2)}
 for name, (found, colour, width) in shown.items():
-    axis.plot(rest[~whole], found[~whole] / exact[~whole], color=colour, linewidth=width, label=f"{name}, float32")
-axis.set(xscale="log", xlabel=r"$1 - \alpha$", ylabel="error of losing it / exact", ylim=(0.5, 1.5))
+    axis.plot(
+        rest[~whole],
+        found[~whole] / exact[~whole],
+        color=colour,
+        linewidth=width,
+        label=f"{name}, float32",
+    )
+axis.set(
+    xscale="log", xlabel=r"$1 - \alpha$", ylabel="error of losing it / exact", ylim=(0.5, 1.5)
+)
 axis.spines[["top", "right"]].set_visible(False)
 axis.legend(frameon=False, loc="lower right")
 plt.show()
@@ -145,8 +161,9 @@ plt.show()
 # %% [markdown]
 # ## On a real model
 #
-# We take the last query's attention in every layer and head of `retriever`, on a text of facts. `Decoder.run` takes the
-# attention as an argument, so a function of three lines can read queries, keys and values.
+# We take the last query's attention in every layer and head of `retriever`, on a text of
+# facts. `Decoder.run` takes the attention as an argument, so a function of three lines can
+# read queries, keys and values.
 
 # %%
 import models
@@ -159,7 +176,7 @@ T = tokens.shape[1]
 
 
 def dense(carry, layer, sliding_window, query, key, value):
-    """Attention of a whole sequence; its last query, keys and values are what each layer gives out."""
+    """Attention of a whole sequence; each layer gives out its last query, keys and values."""
     out = jax.nn.dot_product_attention(query, key, value, is_causal=True)
     return out, carry, (query[0, -1], key[0], value[0])
 
@@ -176,18 +193,29 @@ print(f"{L} layers, {N} heads, {T} tokens")
 # %%
 share = lambda x: np.asarray(x / x.sum(-1, keepdims=True)).reshape(-1)  # noqa: E731
 figure, axis = plt.subplots(figsize=(5.4, 4.4), layout="constrained")
-image = axis.hexbin(share(attention), share(errors), xscale="log", yscale="log", gridsize=45, bins="log", cmap="Blues")
+image = axis.hexbin(
+    share(attention),
+    share(errors),
+    xscale="log",
+    yscale="log",
+    gridsize=45,
+    bins="log",
+    cmap="Blues",
+)
 ends = [1e-8, 1]
 axis.plot(ends, ends, color=ORANGE, linewidth=1)
-axis.set(xlabel="share of the attention", ylabel="share of the eviction errors", xlim=ends, ylim=ends)
+axis.set(
+    xlabel="share of the attention", ylabel="share of the eviction errors", xlim=ends, ylim=ends
+)
 axis.set_title("every token in every head", fontsize=10)
 figure.colorbar(image, label="tokens")
 plt.show()
 
 # %% [markdown]
-# Along the line the two orders agree. The tokens below it have values close to the head's output: attention would keep
-# them, CAOTE evicts them. The values of the tokens above it differ from the output. Does this help? We keep b tokens of
-# each head by four scores, evict all others at once, and measure how far the output is from that of all tokens:
+# Along the line the two orders agree. The tokens below it have values close to the head's
+# output: attention would keep them, CAOTE evicts them. The values of the tokens above it
+# differ from the output. Does this help? We keep b tokens of each head by four scores, evict
+# all others at once, and measure how far the output is from that of all tokens:
 
 # %%
 from kvjax.joint_eviction import joint_score
@@ -200,7 +228,9 @@ def relative_error(scores, budget):
     kept = jnp.where(kvjax.keep_mask(scores, live, budget), attention, 0)
     left = jnp.einsum("lnt,lntd->lnd", kept / kept.sum(-1, keepdims=True), value)
     full = jnp.einsum("lnt,lntd->lnd", attention, value)
-    return float(jnp.mean(jnp.linalg.norm(left - full, axis=-1) / jnp.linalg.norm(full, axis=-1)))
+    return float(
+        jnp.mean(jnp.linalg.norm(left - full, axis=-1) / jnp.linalg.norm(full, axis=-1))
+    )
 
 
 def in_rounds(budget, rounds):
@@ -216,7 +246,14 @@ curves = {
 }
 figure, axis = plt.subplots(figsize=(7.6, 3.4), layout="constrained")
 for (name, curve), colour in zip(curves.items(), (GREY, GREEN, BLUE, ORANGE), strict=True):
-    axis.plot(budgets, np.divide(curve, curves["attention"]), color=colour, marker="o", markersize=4, label=name)
+    axis.plot(
+        budgets,
+        np.divide(curve, curves["attention"]),
+        color=colour,
+        marker="o",
+        markersize=4,
+        label=name,
+    )
 axis.set(xscale="log", xlabel=f"tokens kept, of {T}", ylabel="error / that of attention")
 axis.set_xticks(budgets, budgets)
 axis.minorticks_off()
@@ -231,31 +268,37 @@ for name, curve in curves.items():
 # %% [markdown]
 # ## Where it is no longer exact
 #
-# For this one query, CAOTE in one go is no better than plain attention if most tokens are evicted, and better only if
-# few are. The theorem is about *one* token. When many are evicted together, CAOTE scores each as if it were the only
-# one, but each eviction changes $X$ and the weights of the others. In **rounds**, the remaining tokens again have a
-# softmax and its output, so each round is exact for what the previous round left (`caote(rounds=32)`; with as many
-# rounds as tokens it is the exact greedy order). Its error is the smallest at every budget. Whether this improves
-# recall is another question: [on the embedded model it does not](../docs/results/CLAIMS.md).
+# For this one query, CAOTE in one go is no better than plain attention if most tokens are
+# evicted, and better only if few are. The theorem is about *one* token. When many are evicted
+# together, CAOTE scores each as if it were the only one, but each eviction changes $X$ and
+# the weights of the others. In **rounds**, the remaining tokens again have a softmax and its
+# output, so each round is exact for what the previous round left (`caote(rounds=32)`; with as
+# many rounds as tokens it is the exact greedy order). Its error is the smallest at every
+# budget. Whether this improves recall is another question: [on the embedded model it does
+# not](../docs/results/CLAIMS.md).
 #
 # ## Grouped heads
 #
-# With grouped queries, G heads share a slot. Losing it changes all their outputs at once, so the error is the length of
-# the G changes together,
+# With grouped queries, G heads share a slot. Losing it changes all their outputs at once, so
+# the error is the length of the G changes together,
 #
-# $$c_j = \sqrt{\sum_g \Big(\frac{\alpha_{gj}}{1 - \alpha_{gj}}\Big)^2 \lVert X_g - v_j \rVert^2},$$
+# $$c_j = \sqrt{\sum_g
+# \Big(\frac{\alpha_{gj}}{1 - \alpha_{gj}}\Big)^2 \lVert X_g - v_j \rVert^2},$$
 #
-# which is `group="exact"`. The published code averages the weights over the group first, `group="mean"`. Brute force
-# again shows which one is the error:
+# which is `group="exact"`. The published code averages the weights over the group first,
+# `group="mean"`. Brute force again shows which one is the error:
 
 # %%
-weights = jax.nn.softmax(2 * jax.random.normal(jax.random.key(1), (4, 100)))  # four heads, one set of values
+# Four heads, one set of values.
+weights = jax.nn.softmax(2 * jax.random.normal(jax.random.key(1), (4, 100)))
 shared = jax.random.normal(jax.random.key(2), (100, 32))
 
 
 def without(j):
     left = jnp.delete(weights, j, axis=1)
-    return jnp.linalg.norm(left / left.sum(1, keepdims=True) @ jnp.delete(shared, j, axis=0) - weights @ shared)
+    return jnp.linalg.norm(
+        left / left.sum(1, keepdims=True) @ jnp.delete(shared, j, axis=0) - weights @ shared
+    )
 
 
 truth = np.array([without(j) for j in range(100)])
@@ -263,15 +306,19 @@ for group in ("exact", "mean"):
     found = np.asarray(kvjax.score(weights, shared, group=group))
     order = np.corrcoef(np.argsort(np.argsort(found)), np.argsort(np.argsort(truth)))[0, 1]
     largest = np.abs(found / truth - 1).max()
-    print(f"group={group!r}: rank correlation with the truth {order:.3f}, largest error {largest:.1e}")
+    print(
+        f"group={group!r}: rank correlation with the truth {order:.3f}, "
+        f"largest error {largest:.1e}"
+    )
 
 # %% [markdown]
 # ## The eviction: a selection without a sort
 #
-# An eviction drops the tokens with the lowest scores. It needs the b-th largest score of a row, not an order. Floats
-# read as integers keep their order, so the b-th largest is found bit by bit: for each bit, count how many scores are at
-# least the current number. This takes 32 counts, or 31 if no score is negative, as here. The result is exact, ties go
-# to the more recent token, and it is plain arithmetic, the same on every machine and inside a kernel.
+# An eviction drops the tokens with the lowest scores. It needs the b-th largest score of a
+# row, not an order. Floats read as integers keep their order, so the b-th largest is found
+# bit by bit: for each bit, count how many scores are at least the current number. This takes
+# 32 counts, or 31 if no score is negative, as here. The result is exact, ties go to the more
+# recent token, and it is plain arithmetic, the same on every machine and inside a kernel.
 
 # %%
 row = np.asarray(errors[2, 1])
@@ -281,7 +328,9 @@ for bit in reversed(range(31)):
     candidate = number | (1 << bit)
     count = int((bits >= candidate).sum())
     number = candidate if count >= budget else number
-    seen.append((np.int32(candidate).view(np.float32), count, np.int32(number).view(np.float32)))
+    seen.append(
+        (np.int32(candidate).view(np.float32), count, np.int32(number).view(np.float32))
+    )
 threshold = np.int32(number).view(np.float32)
 assert threshold == np.sort(row)[-budget]
 
@@ -289,11 +338,32 @@ figure, axes = plt.subplots(1, 2, figsize=(10, 3.4), layout="constrained")
 steps = np.arange(1, 32)
 axes[0].step(steps, [count for _, count, _ in seen], where="mid", color=BLUE)
 axes[0].axhline(budget, color=ORANGE, linewidth=1)
-axes[0].annotate(f"b = {budget}", (24, budget), xytext=(0, 4), textcoords="offset points", color=ORANGE, fontsize=9)
-axes[0].set(xlabel="bit", ylabel="scores that reach the number", title="thirty-one counts instead of a sort")
-axes[1].plot(np.arange(T), row, linestyle="none", marker=".", markersize=4, color=GREY, label="leaves")
+axes[0].annotate(
+    f"b = {budget}",
+    (24, budget),
+    xytext=(0, 4),
+    textcoords="offset points",
+    color=ORANGE,
+    fontsize=9,
+)
+axes[0].set(
+    xlabel="bit",
+    ylabel="scores that reach the number",
+    title="thirty-one counts instead of a sort",
+)
+axes[1].plot(
+    np.arange(T), row, linestyle="none", marker=".", markersize=4, color=GREY, label="leaves"
+)
 stays = row >= threshold
-axes[1].plot(np.arange(T)[stays], row[stays], linestyle="none", marker=".", markersize=5, color=BLUE, label="stays")
+axes[1].plot(
+    np.arange(T)[stays],
+    row[stays],
+    linestyle="none",
+    marker=".",
+    markersize=5,
+    color=BLUE,
+    label="stays",
+)
 axes[1].axhline(threshold, color=ORANGE, linewidth=1)
 axes[1].set(yscale="log", xlabel="token", ylabel="eviction error", title="layer 2, head 1")
 axes[1].legend(frameon=False)
@@ -305,10 +375,11 @@ plt.show()
 # %% [markdown]
 # ## The kernel
 #
-# `caote_topk` combines these steps: it takes weights and values and returns the freed slots. The reference is the
-# definition in plain JAX. The Pallas kernel for a TPU keeps a head's values in the chip's fast memory between the two
-# passes (one for $X$, one for $\lVert X - v_j \rVert$), so V is read from HBM once and no score is written. Here it
-# runs in Pallas' interpreter, on one layer of our attention and values, and frees the same slots:
+# `caote_topk` combines these steps: it takes weights and values and returns the freed slots.
+# The reference is the definition in plain JAX. The Pallas kernel for a TPU keeps a head's
+# values in the chip's fast memory between the two passes (one for $X$, one for $\lVert X -
+# v_j \rVert$), so V is read from HBM once and no score is written. Here it runs in Pallas'
+# interpreter, on one layer of our attention and values, and frees the same slots:
 
 # %%
 from kernels_pallas import caote_topk
@@ -319,15 +390,22 @@ weights = attention[layer].reshape(1, N // G, G, T)
 values = value[layer, ::G][None]  # [B, K, S, D]
 position = jnp.broadcast_to(jnp.arange(T), values.shape[:3])
 reference = caote_topk(weights, values, position, 64)
-options = dict(fast=False, norm=2, group="exact", excess=None, with_scores=False, interpret=True)
-kernel = Kernel("caote_topk", "tpu").run(weights, values, position, jnp.array([64]), None, **options)
+options = dict(
+    fast=False, norm=2, group="exact", excess=None, with_scores=False, interpret=True
+)
+kernel = Kernel("caote_topk", "tpu").run(
+    weights, values, position, jnp.array([64]), None, **options
+)
 assert (kernel.position == reference.position).all()
-print(f"{int((kernel.position >= 0).sum())} slots stay in {N // G} heads, the same ones by kernel and reference")
+print(
+    f"{int((kernel.position >= 0).sum())} slots stay in {N // G} heads, "
+    "the same ones by kernel and reference"
+)
 
 # %% [markdown]
-# An interpreter shows that the arithmetic is right, not that the kernel lowers. Any machine can show that too: below,
-# the same call is lowered for a TPU v5e and an H100 that are not present. On a GPU it takes three kernels: outputs,
-# scores, selection.
+# An interpreter shows that the arithmetic is right, not that the kernel lowers. Any machine
+# can show that too: below, the same call is lowered for a TPU v5e and an H100 that are not
+# present. On a GPU it takes three kernels: outputs, scores, selection.
 
 # %%
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
@@ -345,12 +423,17 @@ devices = {
 for platform, (device, call) in devices.items():
     mesh = AbstractMesh((1,), ("heads",), axis_types=(AxisType.Auto,), abstract_device=device)
     with jax.sharding.use_abstract_mesh(mesh):
-        program = jax.jit(lambda *x: caote_topk(*x, 8192)).trace(*arguments).lower(lowering_platforms=(platform,))
+        program = (
+            jax.jit(lambda *x: caote_topk(*x, 8192))
+            .trace(*arguments)
+            .lower(lowering_platforms=(platform,))
+        )
     print(f"{device.device_kind:22} {program.as_text().count(call)} kernel(s)")
 
 # %% [markdown]
-# The table shows what a step of Llama-3.1-8B's layer reads and writes (8 KV heads of 4 query heads, 8,320 slots of
-# dimension 128, bfloat16), counted from shapes, next to the same computation written with arrays between its parts:
+# The table shows what a step of Llama-3.1-8B's layer reads and writes (8 KV heads of 4 query
+# heads, 8,320 slots of dimension 128, bfloat16), counted from shapes, next to the same
+# computation written with arrays between its parts:
 
 # %%
 K, S, D = 8, 8320, 128
@@ -363,14 +446,27 @@ parts = {
         "X - v": 2 * difference,
         "scores": 3 * score_bytes,
     },
-    "GPU kernels": {"values": 2 * V_bytes, "weights": 2 * weight_bytes, "X - v": 0, "scores": 2 * score_bytes},
+    "GPU kernels": {
+        "values": 2 * V_bytes,
+        "weights": 2 * weight_bytes,
+        "X - v": 0,
+        "scores": 2 * score_bytes,
+    },
     "TPU kernel": {"values": V_bytes, "weights": weight_bytes, "X - v": 0, "scores": 0},
 }
 figure, axis = plt.subplots(figsize=(6.4, 2.2), layout="constrained")
 for row_name, found in parts.items():
     left = 0.0
-    for (name, size), colour in zip(found.items(), (BLUE, "#56b4e9", ORANGE, GREEN), strict=True):
-        axis.barh(row_name, size / 2**20, left=left, color=colour, label=name if row_name == "written out" else None)
+    for (name, size), colour in zip(
+        found.items(), (BLUE, "#56b4e9", ORANGE, GREEN), strict=True
+    ):
+        axis.barh(
+            row_name,
+            size / 2**20,
+            left=left,
+            color=colour,
+            label=name if row_name == "written out" else None,
+        )
         left += size / 2**20
     axis.annotate(f" {left:.0f} MiB", (left, row_name), va="center", fontsize=9)
 axis.invert_yaxis()
@@ -381,7 +477,7 @@ axis.legend(frameon=False, fontsize=8, loc="lower right")
 plt.show()
 
 # %% [markdown]
-# These are counts, not measurements: XLA may fuse a part of what is "written out". Measurements and their devices are
-# in `benchmarks/`.
+# These are counts, not measurements: XLA may fuse a part of what is "written out".
+# Measurements and their devices are in `benchmarks/`.
 #
 # Next: [train a butler](4-train-a-butler.ipynb), which evicts nothing and reads a part.

@@ -1,7 +1,9 @@
-"""Runs the notebooks: `python notebooks/run.py` checks that each .py and .ipynb are a pair, and executes all of them.
+"""Runs the notebooks.
 
-`--write` stores what came out in the .ipynb files, made anew from the .py files. A cell that fails, a pair that is out
-of step, and output that does not belong into a repository (error streams, paths of this machine) end in exit code 2.
+`python notebooks/run.py` checks that each .py and .ipynb are a pair, and executes all of them.
+`--write` stores what came out in the .ipynb files, made anew from the .py files. A cell that
+fails, a pair that is out of step, and output that does not belong into a repository (error
+streams, paths of this machine) end in exit code 2.
 """
 
 from __future__ import annotations
@@ -32,12 +34,12 @@ EXAMPLES = """examples:
 
 
 def pairs() -> list[Path]:
-    """The notebooks' sources, in order."""
+    """Return the notebooks' sources, in order."""
     return sorted(FOLDER.glob("[0-9]-*.py"))
 
 
 def difference(source: Path) -> str | None:
-    """What keeps a .py and its .ipynb from being a pair; None where they are one."""
+    """Return what keeps a .py and its .ipynb from being a pair; None where they are one."""
     stored = source.with_suffix(".ipynb")
     if not stored.is_file():
         return f"{stored.name} is missing"
@@ -47,23 +49,28 @@ def difference(source: Path) -> str | None:
     )
     if len(ours) != len(theirs):
         return f"{source.name} has {len(ours)} cells, {stored.name} {len(theirs)}"
-    number = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b), None)
-    return None if number is None else f"cell {number} of {source.name} and {stored.name} differ"
+    number = next(
+        (i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b), None
+    )
+    return (
+        None if number is None else f"cell {number} of {source.name} and {stored.name} differ"
+    )
 
 
 def unfit(notebook: Any) -> Iterator[str]:
-    """What does not belong into a repository: error streams, and paths of the machine that ran the notebook."""
+    """Yield what does not belong into a repository: error streams, paths of this machine."""
     paths = {str(ROOT), str(Path.home()), sys.prefix}
     for number, cell in enumerate(notebook.cells):
         for output in cell.get("outputs", ()):
             if output.output_type == "error" or output.get("name") == "stderr":
-                yield f"cell {number} writes to the error stream: {output.get('text', '').strip()[:200]!r}"
+                text = output.get("text", "").strip()[:200]
+                yield f"cell {number} writes to the error stream: {text!r}"
             elif any(path in str(output) for path in paths):
                 yield f"cell {number} shows a path of this machine"
 
 
 def joined(outputs: Sequence[Any]) -> list[Any]:
-    """Outputs with what was printed in a row as one: how it was split depends on the machine's haste."""
+    """Join outputs printed in a row: how they were split depends on the machine's haste."""
     found: list[Any] = []
     for output in outputs:
         if found and output.output_type == "stream" and found[-1].get("name") == output.name:
@@ -94,8 +101,13 @@ def execute(source: Path, timeout: int) -> Any:
     except CellExecutionError as error:
         plain = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip()
         raise ValueError(f"{source.name}: {plain}") from None
-    except (DeadKernelError, AssertionError):  # the latter is nbclient's own, when it clears up behind a dead kernel
-        raise ValueError(f"{source.name}: its kernel died, perhaps for want of memory; run it again alone.") from None
+    except (
+        DeadKernelError,
+        AssertionError,
+    ):  # the latter is nbclient's own, when it clears up behind a dead kernel
+        raise ValueError(
+            f"{source.name}: its kernel died, perhaps for want of memory; run it again alone."
+        ) from None
     for cell in notebook.cells:
         if "outputs" in cell:
             cell.outputs = joined(cell.outputs)
@@ -115,9 +127,13 @@ def main(arguments: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     flags.add_argument("names", nargs="*", help="which, such as 1-quickstart; all by default")
-    flags.add_argument("--write", action="store_true", help="store the outputs in the .ipynb files")
+    flags.add_argument(
+        "--write", action="store_true", help="store the outputs in the .ipynb files"
+    )
     flags.add_argument("--check", action="store_true", help="only check that they are pairs")
-    flags.add_argument("--timeout", type=int, default=600, help="seconds that a cell may take (default 600)")
+    flags.add_argument(
+        "--timeout", type=int, default=600, help="seconds that a cell may take (default 600)"
+    )
     parsed = flags.parse_args(arguments)
     return commands.run(lambda: _run(parsed), "notebooks")
 
