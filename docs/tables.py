@@ -539,7 +539,7 @@ SCORES = [
         "[D2O](https://arxiv.org/abs/2406.13035)",
         "values of what leaves, into the most similar key's",
         "kvjax/merging.py",
-        of("D2O"),
+        of("D2O", "merging"),
         note="none tried",
     ),
     Method(
@@ -547,6 +547,7 @@ SCORES = [
         "[CaM](https://openreview.net/forum?id=LCTmppB165)",
         "values of what leaves, shared among the next tokens",
         "kvjax/merging.py",
+        of("CaM"),
         note="none tried",
     ),
     Method(
@@ -597,6 +598,7 @@ ALLOCATIONS = [
         "[D2O](https://arxiv.org/abs/2406.13035)",
         "layers by the variance of their attention; its authors' code",
         "kvjax/allocation.py",
+        of("D2O", "allocation"),
         note="none tried",
     ),
     Method(

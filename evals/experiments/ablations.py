@@ -764,7 +764,15 @@ def newer() -> Study:
             for line in asked
             for base in ("KVzip", "DapQ")
         ),
-        *(claim("D2O", "SnapKV + D2O", "SnapKV", line, "D2O's merging improves SnapKV") for line in asked),
+        *(
+            claim(paper, name, "SnapKV", line, f"{text} improves SnapKV")
+            for paper, name, text in (
+                ("D2O", "SnapKV + D2O", "D2O's merging"),
+                ("D2O", "SnapKV, D2O's layers", "D2O's allocation"),
+                ("CaM", "SnapKV + CaM", "CaM's merging"),
+            )
+            for line in asked
+        ),
     )
     references = tuple(Run("full", None, "block", question) for question in asked.values())
     return Study(
@@ -776,7 +784,8 @@ def newer() -> Study:
         (*references, *(Run(RECENCY, share, question=question) for question in asked.values() for share in shares)),
         note="KVzip repeats the whole prompt: where the question is known, with the question",
         caveat="KVzip has one budget for the model, as published. Its claims against SnapKV and CurDKV named equal "
-        "budgets alone until the runs were in; those still stand beside the others.",
+        "budgets alone until the runs were in; those still stand beside the others. The claims on CaM and on D2O's "
+        "allocation were added after their runs.",
     )
 
 
