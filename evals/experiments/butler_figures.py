@@ -12,6 +12,8 @@ common is reported as well; it is 0.5 by chance.
 
 oracles: perplexity against sparsity for the oracle, the oracle with eviction, the first layer's logits, the previous
 layer's logits, and a random choice (figure 9); see `python -m evals perplexity`.
+
+choices: the right ones found in choice tasks made from the text; see evals/experiments/butler_choices.py.
 """
 
 from __future__ import annotations
@@ -27,10 +29,11 @@ from tqdm import tqdm
 
 import models
 from evals import evaluator, perplexity, report, selections, statistics, texts
+from evals.experiments import butler_choices
 from evals.selections import Method
 from models import commands
 
-FIGURES = ("accuracy", "layers", "agreement", "oracles")
+FIGURES = ("accuracy", "layers", "agreement", "oracles", "choices")
 SOURCES = "butler,quest,first_layer,previous_layer,streaming,random"
 ORACLES = "oracle,oracle_eviction,first_layer,previous_layer,random"
 MEASURES = ("token_accuracy", "hit_rate", "mass")
@@ -40,6 +43,7 @@ EXAMPLES = """examples:
   python -m evals butler layers --select butler,quest,random --sparsity 0.5 --plot layers.png
   python -m evals butler agreement --plot agreement.png
   python -m evals butler oracles --sparsity 0,0.1,...,0.7 --plot oracles.png
+  python -m evals butler choices --model smollm2 --text king-james-bible:held-out --sequences 20 --plot choices.png
 """
 
 
@@ -286,9 +290,13 @@ def command(flags: argparse.Namespace) -> None:
         raise ValueError(
             "agreement compares the model's own heads, which read everything; leave --select and --sparsity out."
         )
-    names, sparsity = {"oracles": (ORACLES, "0,0.1,...,0.7"), "agreement": ("full", "0.5")}.get(
-        flags.figure, (SOURCES, "0.5")
-    )
+    if flags.figure == "choices" and flags.stride is not None:
+        raise ValueError("--stride slides windows over a text, but choices are drawn from it; leave it out.")
+    names, sparsity = {
+        "oracles": (ORACLES, "0,0.1,...,0.7"),
+        "agreement": ("full", "0.5"),
+        "choices": (butler_choices.SELECT, "0.5"),
+    }.get(flags.figure, (SOURCES, "0.5"))
     flags.select, flags.sparsity = flags.select or names, flags.sparsity or sparsity
     chosen, sparsities = selections.parse_selections(flags.select), selections.parse_sparsities(flags.sparsity)
     if flags.figure in ("accuracy", "layers"):
@@ -298,14 +306,20 @@ def command(flags: argparse.Namespace) -> None:
     selections.check_flags(flags)
     text = texts.read_text(flags.text)
     model, tokenizer, butler = selections.load(flags, chosen)
-    chunks = perplexity.chunks_for(model, tokenizer, text, flags)
     made_of = evaluator.made_of(model, tokenizer, butler)
+    figures: dict[str, Any]
+    if flags.figure == "choices":
+        evaluator.check_least(flags, sequences=1)
+        figures = butler_choices.run(flags, text, model, tokenizer, chosen, sparsities, butler)
+        told: dict[str, Any] = {"evaluation": "butler choices", "settings": evaluator.settings(flags)}
+        report.write(flags, told | figures, made_of, lambda path: butler_choices.dots(figures["results"], path))
+        return
+    chunks = perplexity.chunks_for(model, tokenizer, text, flags)
     if flags.figure == "oracles":
         perplexity.run(
             flags, "oracles", "Oracles and simple signals", made_of, model, chunks, chosen, sparsities, butler
         )
         return
-    figures: dict[str, Any]
     if flags.figure == "agreement":
         figures = _agreement_of(model, chunks, flags.batch)
         print(agreement_table(figures))

@@ -1,0 +1,207 @@
+"""Choices under selections: the choice tasks of :mod:`evals.choices`, each token reading what a selection keeps.
+
+TokenButler's table 1 has zero-shot choice tasks under token sparsity. Here the tasks are made from a text. Nothing is
+evicted: each row of the prompt and of a choice reads what the selection keeps of all rows before it, as in
+`python -m evals coref`. A choice is judged by the log-probability of its tokens, as in `python -m evals choices`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+import models
+from evals import choices, evaluator, loglikelihood, report, statistics
+from evals.choices import Sample
+from evals.selections import Heads, Method
+from models import commands
+
+SELECT = "full,oracle,butler,quest,h2o,snapkv,streaming,random"
+
+
+def measure(
+    model: models.Decoder,
+    samples: Mapping[str, Sequence[Sample]],
+    chosen: Sequence[Method],
+    sparsities: Sequence[float],
+    *,
+    butler: models.Butler | None = None,
+    sinks: int = 4,
+    heads: Heads = "query",
+    batch: int = 4,
+    progress: tqdm = evaluator.QUIET,
+) -> list[dict[str, Any]]:
+    """Choose for each sample under each selection and sparsity.
+
+    Args:
+        samples: results of :func:`evals.choices.draw`, by task.
+        chosen: selections; "full" reads everything, so it has no sparsity.
+        sparsities, butler, sinks, heads, batch: see :func:`evals.loglikelihood.simulate`.
+
+    Returns:
+        Rows of ``task`` ("all" for all tasks together), ``select``, ``sparsity``, the ``accuracy`` with its Wilson
+        interval, and per sample whether it is ``correct``.
+
+    Example:
+        >>> import models
+        >>> from evals import choices, selections
+        >>> from evals.experiments import butler_choices
+        >>> model, tokenizer = models.load("retriever")
+        >>> text = " ".join(f"A boat that had a crew of {i} men went by the old town of {i}." for i in range(9, 200))
+        >>> drawn = [choices.draw("continuation", 0, choices.read_corpus(text), tokenizer, 256)]
+        >>> rows = butler_choices.measure(model, {"continuation": drawn}, [selections.parse_selection("full")], [0.5])
+        >>> [(row["task"], row["sparsity"], len(row["correct"])) for row in rows]
+        [('continuation', None, 1), ('all', None, 1)]
+    """
+    rows = []
+    for selection in chosen:
+        shares: Sequence[float | None] = [None] if selection.name == "full" else sparsities
+        for sparsity in shares:
+            progress.set_description(str(selection) if sparsity is None else f"{selection}, sparsity {sparsity:g}")
+            told = {"select": str(selection), "sparsity": sparsity}
+            every: list[int] = []
+            for task, drawn in samples.items():
+                ends = [(sample, end) for sample in drawn for end in sample.choices]
+                found = loglikelihood.simulate(
+                    model, [[*sample.tokens, *end] for sample, end in ends], selection, sparsity or 0.0,
+                    butler=butler, sinks=sinks, heads=heads, batch=batch, on_row=lambda *_: progress.update(),
+                )  # fmt: skip
+                sums = iter([row.log_probability[-len(end) :].sum() for row, (_, end) in zip(found, ends, strict=True)])
+                correct = []
+                for sample in drawn:
+                    likely = np.array([next(sums) for _ in sample.choices]) / np.array(sample.sizes)
+                    correct.append(int(np.argmax(likely) == sample.right))
+                rows.append({"task": task, **told, **_accuracy(correct)})
+                every += correct
+            rows.append({"task": "all", **told, **_accuracy(every)})
+    return rows
+
+
+def draw(corpus: choices.Corpus, tokenizer: Any, length: int, count: int, seed: int = 0) -> dict[str, list[Sample]]:
+    """Draw ``count`` samples of each task that can be made from the text at this length.
+
+    Raises:
+        ValueError: no task can be made from it.
+    """
+    found: dict[str, list[Sample]] = {}
+    for task in choices.TASKS:
+        try:
+            found[task] = [choices.draw(task, i, corpus, tokenizer, length, seed=seed) for i in range(count)]
+        except ValueError:
+            continue
+    if not found:
+        raise ValueError(f"no choice task of {length} tokens can be made from the text; give a longer text or --chunk.")
+    return found
+
+
+def compare(results: Sequence[dict[str, Any]], against: str = "butler") -> list[dict[str, Any]]:
+    """Compare the predictor with each other selection on the same samples, over all tasks, at the same sparsity."""
+    rows = []
+    together = [row for row in results if row["task"] == "all"]
+    for line, other in itertools.product([row for row in together if row["select"] == against], together):
+        if other["select"] != against and other["sparsity"] in (None, line["sparsity"]):
+            differences = [ours - theirs for ours, theirs in zip(line["correct"], other["correct"], strict=True)]
+            told = {"select": against, "against": other["select"], "sparsity": line["sparsity"]}
+            rows.append(told | statistics.compared(differences))
+    return rows
+
+
+def table(results: Sequence[dict[str, Any]]) -> str:
+    """Return a table with one row per selection and sparsity, and a column per task."""
+    tasks = list(dict.fromkeys(row["task"] for row in results))
+    rows = []
+    for key in dict.fromkeys((row["select"], row["sparsity"]) for row in results):
+        own = {row["task"]: row for row in results if (row["select"], row["sparsity"]) == key}
+        rows.append({**own["all"], **{task: own[task]["accuracy"] for task in tasks}})
+    cells: list[tuple[str, report.Cell]] = [
+        ("select", "{select}"),
+        ("sparsity", lambda row: "none" if row["sparsity"] is None else f"{row['sparsity']:g}"),
+        *((task, f"{{{task}:.2f}}") for task in tasks),
+        ("95%", "{low:.2f}..{high:.2f}"),
+    ]
+    note = f"\n{len(rows[0]['correct'])} samples; by chance 0.25, of section 0.50"
+    return report.table(rows, cells, left=1) + note
+
+
+def comparison_table(comparisons: Sequence[dict[str, Any]]) -> str:
+    """Return a table of the predictor against each other selection."""
+    cells: list[tuple[str, report.Cell]] = [
+        ("select", "{select}"),
+        ("against", "{against}"),
+        ("sparsity", "{sparsity:g}"),
+        ("accuracy", "{difference:+.3f}"),
+        ("95%", "{low:+.3f}..{high:+.3f}"),
+        ("better", "{better}"),
+    ]
+    return report.table(comparisons, cells, left=2)
+
+
+def steps(samples: Mapping[str, Sequence[Sample]], chosen: Sequence[Method], sparsities: Sequence[float]) -> int:
+    """Return how many sequences :func:`measure` feeds."""
+    sequences = sum(len(sample.choices) for drawn in samples.values() for sample in drawn)
+    return sequences * sum(1 if selection.name == "full" else len(sparsities) for selection in chosen)
+
+
+def run(
+    flags: argparse.Namespace,
+    text: str,
+    model: models.Decoder,
+    tokenizer: models.Tokenizer,
+    chosen: Sequence[Method],
+    sparsities: Sequence[float],
+    butler: models.Butler | None,
+) -> dict[str, Any]:
+    """Draw the samples that a command line asks for, choose, print the tables, and return the figures."""
+    samples = draw(choices.read_corpus(text), tokenizer, flags.chunk, flags.sequences or 20)
+    with commands.progress_bar("sequence", total=steps(samples, chosen, sparsities)) as progress:
+        results = measure(
+            model, samples, chosen, sparsities, butler=butler, sinks=flags.sinks, heads=flags.heads, batch=flags.batch,
+            progress=progress,
+        )  # fmt: skip
+        progress.set_description("done")
+    comparisons = compare(results)
+    report.show(table(results), comparison_table(comparisons))
+    return {"results": results, "comparisons": comparisons}
+
+
+def dots(results: Sequence[dict[str, Any]], path: Path) -> None:
+    """Draw the accuracy over sparsity with its interval: a panel per task, a line per selection."""
+    plt = report.pyplot()
+    tasks = list(dict.fromkeys(row["task"] for row in results))
+    names = list(dict.fromkeys(row["select"] for row in results))
+    figure, axes = plt.subplots(
+        1, len(tasks), figsize=(2.7 * len(tasks) + 1, 3.9), squeeze=False, sharey=True, layout="constrained"
+    )
+    handles: dict[str, Any] = {}
+    for axis, task in zip(axes[0], tasks, strict=True):
+        for row in (row for row in results if row["task"] == task and row["sparsity"] is None):
+            handles["everything read"] = axis.axhline(row["accuracy"], color="#777777", linewidth=1.2, linestyle="--")
+        sparse = [name for name in names if name != "full"]
+        for number, name in enumerate(sparse):
+            own = [row for row in results if (row["task"], row["select"]) == (task, name)]
+            value = np.array([row["accuracy"] for row in own])
+            bounds = np.abs(np.array([[row["low"], row["high"]] for row in own]).T - value)
+            shift = 0.01 * (number - (len(sparse) - 1) / 2)
+            handles[name] = axis.errorbar(
+                [row["sparsity"] + shift for row in own], value, yerr=bounds, color=report.colour(number),
+                marker="osv^DPX"[number % 7], markersize=4.5, linewidth=1.4, elinewidth=1,
+            )  # fmt: skip
+        axis.set_title({"all": "all tasks"}.get(task, task), fontsize=9.5)
+        axis.set_xlabel("sparsity", fontsize=9)
+        axis.set_ylim(-0.02, 1.02)
+        report.plain(axis)
+    axes[0][0].set_ylabel("right choices", fontsize=9)
+    report.legend(figure, handles)
+    figure.suptitle("Choice tasks when each token reads a part of the text", fontsize=11)
+    report.save(figure, path)
+
+
+def _accuracy(correct: Sequence[int]) -> dict[str, Any]:
+    low, high = statistics.wilson(sum(correct), len(correct))
+    return {"accuracy": sum(correct) / len(correct), "low": low, "high": high, "correct": list(correct)}

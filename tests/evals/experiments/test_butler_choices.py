@@ -1,0 +1,72 @@
+"""Choices under selections: what is drawn, judged and compared, and what the command writes and refuses."""
+
+import json
+
+import numpy as np
+import pytest
+
+import models
+from evals import choices, loglikelihood, selections
+from evals.__main__ import main
+from evals.experiments import butler_choices
+
+TEXT = " ".join(f"A boat that had a crew of {i} men went by the old town of {i}." for i in range(9, 200))
+
+
+@pytest.fixture(scope="module")
+def retriever():
+    return models.load("retriever")
+
+
+@pytest.fixture(scope="module")
+def samples(retriever):
+    return butler_choices.draw(choices.read_corpus(TEXT), retriever[1], 256, 2)
+
+
+def test_only_tasks_that_the_text_has_are_drawn(samples):
+    assert list(samples) == ["continuation"]
+    assert all(len(sample.tokens) + max(map(len, sample.choices)) <= 256 for sample in samples["continuation"])
+
+
+def test_a_choice_is_judged_by_its_own_tokens(retriever, samples):
+    model = retriever[0]
+    streaming = selections.parse_selection("streaming")
+    rows = butler_choices.measure(model, samples, [streaming], [0.5])
+    expected = []
+    for sample in samples["continuation"]:
+        each = loglikelihood.simulate(model, [[*sample.tokens, *end] for end in sample.choices], streaming, 0.5)
+        sums = [
+            row.log_probability[-len(end) :].sum() / size
+            for row, end, size in zip(each, sample.choices, sample.sizes, strict=True)
+        ]
+        expected.append(int(np.argmax(sums) == sample.right))
+    assert [row["correct"] for row in rows] == [expected, expected]
+    assert [row["task"] for row in rows] == ["continuation", "all"]
+
+
+def test_the_predictor_is_compared_on_the_same_samples():
+    def row(select, sparsity, correct, task="all"):
+        return {"task": task, "select": select, "sparsity": sparsity, "correct": correct}
+
+    found = butler_choices.compare(
+        [row("full", None, [1, 1]), row("butler", 0.5, [1, 0]), row("h2o", 0.5, [0, 0]), row("h2o", 0.7, [1, 1]),
+         row("h2o", 0.5, [1, 1], "recall")]
+    )  # fmt: skip
+    assert [(line["against"], line["difference"]) for line in found] == [("full", -0.5), ("h2o", 0.5)]
+
+
+def test_the_command_writes_figures_and_a_picture(tmp_path, capsys):
+    text, out, plot = tmp_path / "text.txt", tmp_path / "out.json", tmp_path / "out.png"
+    text.write_text(TEXT)
+    given = ["butler", "choices", "--text", str(text), "--chunk", "256", "--sequences", "2", "--sparsity", "0.5"]
+    assert main([*given, "--select", "full,streaming", "--json", str(out), "--plot", str(plot)]) == 0
+    figures = json.loads(out.read_text())
+    assert [(row["task"], row["select"]) for row in figures["results"]] == [
+        (task, select) for select in ("full", "streaming") for task in ("continuation", "all")
+    ]
+    assert plot.stat().st_size > 0 and "by chance 0.25" in capsys.readouterr().out
+
+
+def test_windows_that_slide_are_refused(tmp_path, capsys):
+    assert main(["butler", "choices", "--stride", "8"]) == 2
+    assert "choices are drawn from it; leave it out" in capsys.readouterr().err
