@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int
 
-from kvjax.cache import HeadState, KVCache, dtypes_of, map_rows
+from kvjax.cache import HeadState, KVCache, dtypes_of, map_rows, rows_apart, rows_together
 from kvjax.checks import plain
 from kvjax.insertion import Cache, arrays_of
 from kvjax.paged import PagedCache, release
@@ -24,8 +24,9 @@ def join(cache: Cache, row: int | Int[Array, ""], one: Cache) -> Cache:
         cache: the batch's, plain or paged, of one layer or several; if it is donated, it is updated in place.
         row: which row.
         one: the sequence's, a cache of one row of the same kind, made for the same policy. It may have fewer slots per
-            head than the batch's cache. A paged cache needs as many free pages as ``one`` has in use, less those that
-            the row gives back; tokens that find no page are lost.
+            head than the batch's cache, and may store keys and values apart where the batch has them side by side. A
+            paged cache needs as many free pages as ``one`` has in use, less those that the row gives back; tokens that
+            find no page are lost.
 
     Raises:
         ValueError: if the caches do not fit, or the row is out of range.
@@ -43,6 +44,8 @@ def join(cache: Cache, row: int | Int[Array, ""], one: Cache) -> Cache:
     row = _checked_row(cache, row)
     if type(one) is not type(cache):
         raise ValueError(f"the row is a {type(one).__name__}, but the batch a {type(cache).__name__}; give two alike.")
+    if not isinstance(one, SplitCache) and one.side_by_side != arrays_of(cache).side_by_side:
+        one = dataclasses.replace(one, rows=rows_apart(one) if one.side_by_side else rows_together(one.rows))
     lead, own = cache.heads_shape, one.heads_shape
     structures: list[Any] = [jax.tree.structure(given) for given in (cache, one)]
     alike = (*lead[:-2], 1, lead[-1]) == own and structures[0] == structures[1]

@@ -84,7 +84,9 @@ def load(flags: argparse.Namespace) -> Loaded:
     if flags.out.exists() and not flags.out.is_dir():
         raise ValueError(f"--out is {flags.out}, which is a file; name a folder.")
     hosts.join(flags)
-    mesh = models.parse_mesh(flags.mesh or f"data={jax.device_count() if hosts.several() else 1}")
+    mesh = models.parse_mesh(
+        f"data={jax.device_count() if hosts.several() else 1}" if flags.mesh is None else flags.mesh
+    )
     embedded = flags.model == "retriever"
     if flags.data is None and not embedded:
         raise ValueError("no data was named; give --data files, folders or a hub data set.")

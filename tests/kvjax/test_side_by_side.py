@@ -133,6 +133,20 @@ def test_rows_come_and_go_and_a_cache_is_copied_and_changed():
         assert_same(change(together(cache), together(one)), change(cache, one))
 
 
+@pytest.mark.parametrize("paged", [False, True])
+def test_a_row_joins_a_batch_that_stores_its_rows_otherwise(paged):
+    (_, *rows, position), *_ = blocks(1)
+    cache, one = (
+        kvjax.insert(kvjax.empty_cache("tova", **SIZES | dict(batch=n)), *(x[:n] for x in (*rows, position)))
+        for n in (B, 1)
+    )
+    if paged:
+        cache, one = (kvjax.pack(x, pages=32, page_size=2, most=12) for x in (cache, one))
+    expected = kvjax.join(cache, 1, one)
+    assert_same(kvjax.join(together(cache), 1, one), expected)
+    jax.tree.map(same, kvjax.join(cache, 1, together(one)), expected)
+
+
 @pytest.mark.parametrize("dtype", ["int8", "bfloat16"])
 def test_a_file_is_the_same_and_is_loaded_as_this_platform_stores_rows(tmp_path, monkeypatch, dtype):
     (_, *rows, position), *_ = blocks(1)

@@ -320,6 +320,7 @@ def test_the_command_trains(small, tmp_path, capsys):
         (["--dim", 3], "dim is 3"),
         (["--mesh", "data=2"], "a step of 1 rows cannot be spread over data=2"),
         (["--mesh", "data=99"], "needs 99 devices"),
+        (["--mesh", ""], "mesh is ''; write it like 'data=2,tensor=4'"),
         (["--processes", 2], "belong together"),
         (["--dtype", "int4"], "is not known"),
         (["--stop-after", 0], "--stop-after is 0"),
