@@ -267,7 +267,7 @@ class Engine:
         run, prompt = engine.prepare(self.model, request.prompt, self._options, batch.projection, None, batch.scorer)
         if run.rows.decode_budgets is not None:
             request.budget = int(run.rows.decode_budgets[0])
-        return (yield from engine.feed_blocks(run, self._steps.of(run), prompt))
+        return (yield from engine.feed_blocks(self._steps.of(run), prompt))
 
     def _decode(self) -> list[Made]:
         """Feed each row's last token, and choose the next ones."""

@@ -143,7 +143,9 @@ def prefill(
         raise ValueError(f"outputs is {outputs!r}; expected 'last' or 'all'.")
     every = outputs == "all"
     options = Options(policy, budget, block, when, 0, reserve=reserve, page_size=page_size, cache_dtype=cache_dtype)
-    kept, hidden = _run_prompt(model, tokens, lengths, question, cache, options, projection, butler, scorer, every)
+    given = check_prompt(model, tokens, lengths, question, cache, policy)
+    run, prompt = prepare(model, given, options, projection, butler, scorer, every)
+    kept, hidden = _run_prompt(run, prompt, given, cache, every)
     logits = logits_of(model, hidden)
     return Prefilled(kept, logits if every else logits[:, 0])
 
@@ -180,9 +182,9 @@ def hidden_states(
         ((1, 40, 32), (1, 8, 64))
     """
     options = Options(policy, budget, block, when, 0, page_size=page_size, cache_dtype=cache_dtype)
-    return Hidden(
-        *_run_prompt(model, tokens, lengths, question, cache, options, projection, butler, scorer, every=True)
-    )
+    given = check_prompt(model, tokens, lengths, question, cache, policy)
+    run, prompt = prepare(model, given, options, projection, butler, scorer, every=True)
+    return Hidden(*_run_prompt(run, prompt, given, cache, every=True))
 
 
 def generate(
@@ -327,7 +329,7 @@ def stream(
     run, prompt = prepare(model, given, options, projection, butler, scorer)
     choice = _Choice(check_sampling(temperature, top_k, top_p, key), max_new_tokens, check_end(model.config, end))
     steps = LayerSteps(run) if runs_by_layer(run) else ProgramSteps(run)
-    made = _tokens(run, steps, prompt, cache, logits, choice, key, on_block, on_cache)
+    made = _tokens(steps, prompt, cache, logits, choice, key, on_block, on_cache)
     return ((token, state.cache) for token, state in made)
 
 
@@ -380,27 +382,15 @@ def _feed(run: Run, prompt: Prompt, cache: AnyCache | None, every: bool = False)
     """Feed a prompt by layer or in one program, as the run requires; see :func:`_prefill`."""
     if runs_by_layer(run):
         of_blocks: list[Array] = []
-        state, last = _fed(run, LayerSteps(run), prompt, cache, on_hidden=of_blocks.append if every else None)
+        state, last = _fed(LayerSteps(run), prompt, cache, on_hidden=of_blocks.append if every else None)
         return state, jnp.concatenate(of_blocks, axis=1) if every else last
     return _prefill(run, prompt, cache, every)
 
 
 def _run_prompt(
-    model: Decoder,
-    tokens: Tokens,
-    lengths: HostOrDevice | None,
-    question: int | HostOrDevice | None,
-    cache: AnyCache | None,
-    options: Options,
-    projection: OutputProjection | None,
-    butler: Butler | None,
-    scorer: Scorer | None,
-    every: bool,
+    run: Run, prompt: Prompt, given: CheckedPrompt, cache: AnyCache | None, every: bool
 ) -> tuple[Cache, Float[Array, "B T E"]]:
     """Feed a prompt, and return the cache and the hidden states of each row's last token, [B, 1, E], or of all."""
-    options = dataclasses.replace(options, block=check_count("block", options.block, 1, "a block has at least 1 token"))
-    given = check_prompt(model, tokens, lengths, question, cache, options.policy)
-    run, prompt = prepare(model, given, options, projection, butler, scorer, every)
     state, hidden = _feed(run, prompt, cache, every)
     if every:  # [B, n m, E] of every place in a block -> [B, T, E]
         place = np.zeros(given.tokens.shape, np.int32)
@@ -434,6 +424,7 @@ def prepare(
     every: bool = False,
 ) -> tuple[Run, Prompt]:
     """Check a run's arguments, and return the run and its prompts in blocks."""
+    options = dataclasses.replace(options, block=check_count("block", options.block, 1, "a block has at least 1 token"))
     check_scorer(model.config, scorer, policy_of(options.policy))
     plan, rows = plan_run(model, given, options, butler)
     if plan.selection is not None or not given.fed:
@@ -653,7 +644,6 @@ class ProgramSteps:
 
 
 def _tokens(
-    run: Run,
     steps: ProgramSteps | LayerSteps,
     prompt: Prompt,
     cache: AnyCache | None,
@@ -664,7 +654,8 @@ def _tokens(
     on_cache: Callable[[AnyCache], None] | None = None,
 ) -> Iterator[tuple[np.ndarray, DecodeState]]:
     """Yield each step's tokens as they come, -1 in rows that have ended, and the state after the step."""
-    state, hidden = _fed(run, steps, prompt, cache, on_block, on_cache)
+    run = steps.run
+    state, hidden = _fed(steps, prompt, cache, on_block, on_cache)
     key, draw = split_key(key if choice.draws else None)
     if logits is None:
         chosen, finite = next_token(run.model, hidden, draw, choice.sampling)
@@ -685,7 +676,6 @@ def _tokens(
 
 
 def _fed(
-    run: Run,
     steps: ProgramSteps | LayerSteps,
     prompt: Prompt,
     cache: AnyCache | None,
@@ -696,8 +686,8 @@ def _fed(
     """Feed the prompt block by block, and return the state after it and the last hidden state of each row."""
     B = prompt.context.tokens.shape[1]
     before = np.zeros(B, int) if cache is None else hosts.fetched(cache.next_position)
-    total = int(np.max(np.asarray(run.rows.lengths) - before))
-    feeding = feed_blocks(run, steps, prompt, cache)
+    total = int(np.max(np.asarray(steps.run.rows.lengths) - before))
+    feeding = feed_blocks(steps, prompt, cache)
     while True:
         try:
             cached, hidden, position = next(feeding)
@@ -713,7 +703,7 @@ def _fed(
 
 
 def feed_blocks(
-    run: Run, steps: ProgramSteps | LayerSteps, prompt: Prompt, cache: AnyCache | None = None
+    steps: ProgramSteps | LayerSteps, prompt: Prompt, cache: AnyCache | None = None
 ) -> Generator[tuple[AnyCache, Float[Array, "B m E"], np.ndarray], None, tuple[DecodeState, Float[Array, "B 1 E"]]]:
     """Feed one block of the prompt per ``next``.
 
@@ -723,7 +713,8 @@ def feed_blocks(
     Returns:
         The state after the prompt, and the last hidden state of each row.
     """
-    plan, B = run.plan, prompt.context.tokens.shape[1]
+    run, B = steps.run, prompt.context.tokens.shape[1]
+    plan = run.plan
     state = steps.start(B, cache)
     last: Any = np.zeros((B, 1, run.model.config.hidden_size), run.model.embedding[...].dtype)
     for blocks, is_context in ((prompt.context, True), (prompt.question, False)):
@@ -771,7 +762,7 @@ def _generate_by_layer(
 ) -> Generation:
     B, pad = prompt.context.tokens.shape[1], _pad(run)
     out, count, last = np.full((B, choice.most), pad, np.int32), np.zeros(B, np.int32), None
-    for step, (token, state) in enumerate(_tokens(run, LayerSteps(run), prompt, cache, logits, choice, key)):
+    for step, (token, state) in enumerate(_tokens(LayerSteps(run), prompt, cache, logits, choice, key)):
         out[:, step] = np.where(token < 0, pad, token)
         count += token >= 0
         last = state

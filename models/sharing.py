@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 import kvjax
-from kvjax import Context, Evidence, KVCache, OutputProjection, Policy
+from kvjax import Context, Evidence, KVCache, Policy
 from kvjax.chains import policy_of
 from kvjax.checks import check_count
 from kvjax.quantise import DtypesLike
@@ -200,13 +200,12 @@ def _observe(model: Decoder, given: CheckedPrompt, arms: Sequence[_Arm]) -> _See
     blocks = blocks_of(given, size).context
     repeats = None if again is None else repeats_of(given, again, size, False)
     slots = max(arm.run.plan.prompt_slots for arm in arms)
-    plans = tuple(dataclasses.replace(arm.run.plan, prompt_slots=slots) for arm in arms)
-    budgets = tuple(arm.run.rows.budgets for arm in arms)
+    plans = [dataclasses.replace(arm.run.plan, prompt_slots=slots) for arm in arms]
     kinds = frozenset().union(*(plan.policy.needs.projections for plan in plans if plan.policy is not None))
-    projection = projected(model, kinds, plans[0].heads)
+    shared: Any = dict(projection=projected(model, kinds, plans[0].heads))
+    runs = tuple(dataclasses.replace(arm.run, plan=plan, **shared) for arm, plan in zip(arms, plans, strict=True))
     B = blocks.tokens.shape[1]
-    lengths = arms[0].run.rows.lengths
-    cache = _start(tuple(dataclasses.replace(arm.run, plan=plan) for arm, plan in zip(arms, plans, strict=True)), B)
+    cache = _start(runs, B)
     last: Any = np.zeros((B, 1, model.config.hidden_size), model.embedding[...].dtype)
     said: tuple[Evidence | None, ...] = ()
     for fed in (blocks, *([] if repeats is None else [repeats])):
@@ -216,9 +215,7 @@ def _observe(model: Decoder, given: CheckedPrompt, arms: Sequence[_Arm]) -> _See
                 lambda x, index=index: x[index], (fed.tokens, fed.positions, fed.parts)
             )
             asks = index == count - 1 and (repeats is None or fed is repeats)
-            hidden, cache, said = _block(
-                model, plans, lengths, budgets, projection, cache, tokens, position, part, asks
-            )
+            hidden, cache, said = _block(runs, cache, tokens, position, part, asks)
             last = newest_of(position, hidden, last) if fed is blocks else last
     return _Seen(cache, said, logits_of(model, last)[:, 0])
 
@@ -229,20 +226,18 @@ def _start(runs: tuple[Run, ...], batch: int) -> KVCache:
     return dataclasses.replace(caches[0], state=tuple(cache.state for cache in caches))
 
 
-@functools.partial(jax.jit, static_argnums=(1, 9), donate_argnums=(5,))
+@functools.partial(jax.jit, static_argnames="asks", donate_argnames="cache")
 def _block(
-    model: Decoder,
-    plans: tuple[Plan, ...],
-    lengths: Int[Array, "B"],
-    budgets: tuple[Int[Array, "B"] | None, ...],
-    projection: OutputProjection | None,
+    runs: tuple[Run, ...],
     cache: KVCache,
     tokens: Int[Array, "B T"],
     position: Int[Array, "B T"],
     part: Int[Array, "B 3"] | None,
     asks: bool,
 ) -> tuple[Float[Array, "B T E"], KVCache, tuple[Evidence | None, ...]]:
-    """Feed a block to all layers; ``asks`` says whether the policies evict after it."""
+    """Feed a block to all layers, of one model and projection; ``asks`` says whether the policies evict after it."""
+    model, projection, lengths = runs[0].model, runs[0].projection, runs[0].rows.lengths
+    plans, budgets = tuple(run.plan for run in runs), tuple(run.rows.budgets for run in runs)
     watching = [index for index, plan in enumerate(plans) if plan.policy is not None]
     policies = [policy for plan in plans if (policy := plan.policy) is not None]
     of_whom = next((plan for plan in plans if plan.policy is not None and plan.policy.needs.rotary), plans[0])

@@ -118,7 +118,7 @@ def test_layer_by_layer_the_same_tokens_stay(model, together):
     given = engine.check_prompt(model, TOKENS, LENGTHS, 3)
     options = engine.Options(kvjax.parse(TOGETHER["policy"]), 14, 8)
     run, prompt = engine.prepare(model, given, options, None, None, None)
-    state, _ = engine._fed(run, LayerSteps(run), prompt, None)
+    state, _ = engine._fed(LayerSteps(run), prompt, None)
     np.testing.assert_array_equal(kept(state.cache, 40), together)
 
 

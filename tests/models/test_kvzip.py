@@ -116,7 +116,7 @@ def in_order_rows(cache, rows):
 def test_one_program_and_single_steps_agree(steps):
     given = engine.check_prompt(small(), TOKENS, LENGTHS, 3)
     run, prompt = engine.prepare(small(), given, engine.Options(ASKING, 10, 8), None, None, None)
-    state, _ = engine._fed(run, steps(run), prompt, None)
+    state, _ = engine._fed(steps(run), prompt, None)
     expected, _ = models.prefill(small(), TOKENS, LENGTHS, **RUN)
     np.testing.assert_array_equal(kept(state.cache, 40), kept(expected, 40))
     assert state.cache.next_position.tolist() == LENGTHS.tolist()

@@ -97,7 +97,7 @@ def test_the_budget_holds_in_decode_and_all_ways_agree(policy):
         assert {44, 43} <= set(held(out.cache)[1, 1])
     given = engine.check_prompt(small(), TOKENS, LENGTHS, None)
     run, prompt = engine.prepare(small(), given, engine.Options(policy, 10, 8, "block", 1), None, None, scorer())
-    state, _ = engine._fed(run, LayerSteps(run), prompt, None)
+    state, _ = engine._fed(LayerSteps(run), prompt, None)
     alone = models.prefill(small(), TOKENS, LENGTHS, policy=policy, budget=10, block=8, scorer=scorer()).cache
     if policy.endswith("model"):
         assert state.cache.num_live.tolist() == alone.num_live.tolist()
