@@ -18,13 +18,23 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from kernels_pallas import ColumnStatistics, cache_attention, paged_attention
-from kvjax.cache import HeadState, KVCache, by_position, floats_of
+from kvjax.cache import HeadState, KVCache, by_position, floats_of, insert_plain, put_back
 from kvjax.checks import check_tokens, is_known, plain
 from kvjax.eviction import Evidence, evict
-from kvjax.insertion import Cache, arrays_of, batch_rows, check_block, check_fits, insert, next_positions, up_to, within
+from kvjax.insertion import (
+    Cache,
+    arrays_of,
+    batch_rows,
+    check_block,
+    check_fits,
+    checked_block,
+    next_positions,
+    up_to,
+    within,
+)
 from kvjax.making import excess_of_part
 from kvjax.observation import Context, Needs, Observation, Weights
-from kvjax.paged import PagedCache, pages_for, write_layer
+from kvjax.paged import PagedCache, insert_paged, pages_for, write_layer
 from kvjax.policy import Policy, check_budget, check_measured, joined, mark_protected, policy_of, update_scores
 from kvjax.rotary import move
 from kvjax.split import HEADS, PARTS, ROWS, SplitCache
@@ -199,14 +209,14 @@ def observe_each(
         own = dataclasses.replace(cache, state=state)
         check_policy(policy, own, query.shape[2] // cache.heads_shape[-1])
         checked.append(_checked(own, query, position, policy, budget, None, context)[1])
-    cache, query, position, context = _enter(cache, query, key, value, position, context)
-    taken, stack = _taken_out(cache, context)
+    query, key, value, position, context = _prepared(cache, query, key, value, position, context)
+    cache, taken = _inserted(cache, key, value, position, context)
     together: dict[int, Needs] = {}
     largest = max(policy.needs.window for policy in chosen)
     for policy in chosen:  # a policy that observes no window joins any
         window = policy.needs.window or largest
         together[window] = together.get(window, Needs()) | policy.needs
-    seen = {window: _attention(taken, query, position, needs, context, stack) for window, needs in together.items()}
+    seen = {window: _attention(taken, query, position, needs, context, cache) for window, needs in together.items()}
     said, states, heads = [], [], jnp.arange(cache.heads_shape[-1])
     for policy, state, budget in zip(chosen, taken.state, checked, strict=True):
         _, columns, turned, here = seen[policy.needs.window or largest]
@@ -214,7 +224,7 @@ def observe_each(
         evidence, state = _ask(policy, own, turned, position, columns, heads, _shares_of(cache, budget), context)
         said.append(_with_scores(evidence, own))
         states.append(state)
-    return seen[largest][0], _updated(cache, own.position, tuple(states), context), tuple(said)
+    return seen[largest][0], _updated(cache, taken, own.position, tuple(states), context), tuple(said)
 
 
 def _checked(
@@ -313,20 +323,21 @@ def _observe(
         kv_heads = key.shape[2] if key.ndim == 4 and query.shape[2] == K else K  # a cache of the query heads
         check_block(cache, key, value, position, _index(cache, context), kv_heads)
         return _observe_parts(cache, query, key, value, position, policy, budget, context)
-    cache, query, position, context = _enter(cache, query, key, value, position, context)
+    query, key, value, position, context = _prepared(cache, query, key, value, position, context)
     needs, shares_of = Needs() if policy is None else policy.needs, _shares_of(cache, budget)
     if isinstance(cache, PagedCache):
+        cache = insert_paged(cache, key, value, position, _index(cache, context))
         return _observe_pages(cache, query, position, policy, shares_of, context)
     assert isinstance(cache, KVCache)
-    here, stack = _taken_out(cache, context)
-    out, columns, query, here = _attention(here, query, position, needs, context, stack)
+    cache, taken = _inserted(cache, key, value, position, context)
+    out, columns, query, here = _attention(taken, query, position, needs, context, cache)
     if policy is None:
-        return out, cache, None
+        return out, put_back(cache, taken, _index(cache, context)), None
     here = _choosable(here, context)
     evidence, state = _ask(policy, here, query, position, columns, jnp.arange(K), shares_of, context)
     if not policy.allocation.even:
         evidence = _with_scores(evidence, here)
-    return out, _updated(cache, here.position, state, context), evidence
+    return out, _updated(cache, taken, here.position, state, context), evidence
 
 
 def _observe_parts(
@@ -367,15 +378,15 @@ def _observe_parts(
     return out, SplitCache(parts), evidence
 
 
-def _enter(
+def _prepared(
     cache: KVCache | PagedCache,
     query: Float[Array, "B T N D"],
     key: Float[Array, "B T K D"],
     value: Float[Array, "B T K D"],
     position: Int[Array, "B T"] | None,
     context: Context,
-) -> tuple[Any, Float[Array, "B T N D"], Int[Array, "B T"], Context]:
-    """Insert a block; return the cache with it, and the queries, positions and context as attention takes them."""
+) -> tuple[Float[Array, "B T N D"], Float[Array, "B T K D"], Float[Array, "B T K D"], Int[Array, "B T"], Context]:
+    """Return a block's queries, keys, values and positions as insertion and attention take them, and the context."""
     N, layer = query.shape[2], _index(cache, context)
     if position is None:
         position = next_positions(cache, query.shape[1])
@@ -391,7 +402,8 @@ def _enter(
         context = dataclasses.replace(context, frequency=jax.lax.stop_gradient(context.frequency))
     if cache.positions == "index":
         query, key = _turn_to_index(_next_index(cache, position, context), query, key, position, context)
-    return insert(cache, key, value, position, layer=layer), query, position.astype(jnp.int32), context
+    key, value, position, _ = checked_block(cache, key, value, position, layer)
+    return query, key, value, position, context
 
 
 def _shares_of(cache: Cache, budget: Budget | None) -> Int[Array, "B"]:
@@ -408,23 +420,24 @@ def _layer_of(cache: KVCache | PagedCache, context: Context) -> KVCache:
     return cache if layer is None else cache.layer(layer)
 
 
-def _taken_out(cache: KVCache, context: Context) -> tuple[KVCache, KVCache | None]:
-    """Return the context's layer of the cache, and the whole cache if it stacks layers, else None."""
-    if (layer := _index(cache, context)) is None:
-        return cache, None
-    here = cache.layer(layer)
-    # Taken out once: if they were read from the stacked arrays several times, XLA would copy those arrays in every
-    # layer instead of writing the new positions and state in place.
-    slot_position, state = jax.lax.optimization_barrier((here.position, here.state))
-    return dataclasses.replace(here, position=slot_position, state=state), cache
+def _inserted(
+    cache: KVCache,
+    key: Float[Array, "B T K D"],
+    value: Float[Array, "B T K D"],
+    position: Int[Array, "B T"],
+    context: Context,
+) -> tuple[KVCache, KVCache]:
+    """Insert a block; return the cache with its rows, and the layer, whose other arrays are to be put back."""
+    layer = _index(cache, context)
+    # Taken out once, and put back once: if they were read from the stacked arrays several times, XLA would copy those
+    # arrays in every layer instead of writing the new positions and state in place.
+    return insert_plain(cache, cache if layer is None else cache.layer(layer), key, value, position, layer)
 
 
-def _updated(cache: KVCache, position: Int[Array, "B K S"], state: Any, context: Context) -> KVCache:
-    """Return the cache with the policy's new state of the context's layer, and without what left its window."""
-    if (layer := _index(cache, context)) is not None:
-        state = jax.tree.map(lambda whole, part: whole.at[layer].set(part), cache.state, state)
-        position = cache.position.at[layer].set(position) if _frees(context) else cache.position
-    return dataclasses.replace(cache, position=position if _frees(context) else cache.position, state=state)
+def _updated(cache: KVCache, here: KVCache, chosen: Int[Array, "B K S"], state: Any, context: Context) -> KVCache:
+    """Return the cache with a layer's positions, of those ``chosen`` where it has a window, and the policy's state."""
+    position = chosen if _frees(context) else here.position
+    return put_back(cache, dataclasses.replace(here, position=position, state=state), _index(cache, context))
 
 
 def _frees(context: Context) -> bool:
@@ -445,12 +458,13 @@ def _attention(
     position: Int[Array, "B T"],
     needs: Needs,
     context: Context,
-    stack: KVCache | None,
+    cache: KVCache | None,
 ) -> tuple[Float[Array, "B T heads D"], ColumnStatistics, Float[Array, "B T heads D"], KVCache]:
     """Attend over some heads of a layer; also return the queries and keys with the rotations that attention used.
 
-    With ``stack``, kernels read the layer's keys and values from the stacked arrays: a layer taken out is a copy.
+    Where ``cache`` stacks layers, kernels read keys and values from the stacked arrays: a layer taken out is a copy.
     """
+    stack = None if cache is None or _index(cache, context) is None else cache
     if here.positions == "compact":
         here, stack = floats_of(here), None
         query, key = _turn_to_rank(here, query, position, context)
