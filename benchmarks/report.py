@@ -14,7 +14,19 @@ from evals import report
 from models import commands
 
 DOCS = Path(__file__).parent.parent / "docs"
-ORDER = ("decode", "prefill", "kernels", "cpu", "peers", "butler", "rounds", "memory", "soak", "tpu_compile")
+ORDER = (
+    "decode",
+    "prefill",
+    "kernels",
+    "cpu",
+    "peers",
+    "butler",
+    "rounds",
+    "memory",
+    "soak",
+    "launches",
+    "tpu_compile",
+)
 LARGE, SMALL = "llama-3.1-8b", "small"
 Row = dict[str, Any]
 Document = dict[str, Any]

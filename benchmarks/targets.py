@@ -1,4 +1,4 @@
-"""TPU chips as compilation targets, on a machine without a TPU."""
+"""TPU chips and a GPU as compilation targets, on a machine without them."""
 
 from __future__ import annotations
 
@@ -40,12 +40,45 @@ def tpu_chips(topology: str) -> tuple[Any, ...]:
         raise ValueError(f"unknown TPU topology {topology!r} ({reason}); give one such as v5e:2x4.") from error
 
 
-def compiled(program: jax.stages.Lowered) -> jax.stages.Compiled:
+# What XLA's compiler must know of an H100; it would read the rest from the device.
+_H100 = """gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
+  shared_memory_per_block: 49152 shared_memory_per_block_optin: 232448 shared_memory_per_core: 233472
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  memory_bandwidth: 3352320000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98 device_memory_size: 84929347584
+  cuda_compute_capability { major: 9 }
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 7 }
+runtime_version { major: 12 minor: 9 }
+device_description_str: "NVIDIA H100 80GB HBM3"
+"""
+
+
+@functools.cache
+def gpu_chip() -> Any:
+    """Return an H100 to compile for and not to run on.
+
+    Raises:
+        ImportError: JAX's plugin for CUDA is not installed.
+    """
+    from jax.experimental import topologies
+
+    try:
+        return topologies.get_topology_desc(platform="cuda", target_config=_H100, topology="1x1x1").devices[0]
+    except NotImplementedError as error:
+        raise ImportError(
+            "compiling for a GPU needs JAX's plugin: pip install 'kvjax[cuda]' (no GPU is needed)."
+        ) from error
+
+
+def compiled(program: jax.stages.Lowered, options: dict[str, Any] | None = None) -> jax.stages.Compiled:
     """Compile a program for chips that are not at hand, without JAX's cache, which could not read it back."""
     setting = "jax_persistent_cache_min_compile_time_secs"
     before = getattr(jax.config, setting)
     jax.config.update(setting, math.inf)
     try:
-        return program.compile()
+        return program.compile(options)
     finally:
         jax.config.update(setting, before)

@@ -11,13 +11,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.attention_pages import observe_pages, observe_parts
-from kvjax.block_checks import check_policy, checked_block
-from kvjax.cache import KVCache
+from kvjax.block_checks import check_policy, checked_budget
+from kvjax.cache import KVCache, put_back
 from kvjax.eviction import Budget, Evidence, evict
 from kvjax.insertion import Cache, arrays_of, check_block
-from kvjax.layer import ask, attend_heads, choosable, enter, layer_index, shares_of, taken_out, updated, with_scores
+from kvjax.layer import ask, attend_heads, choosable, inserted, layer_index, prepared, shares_of, updated, with_scores
 from kvjax.observation import Context, Needs
-from kvjax.paged import PagedCache
+from kvjax.paged import PagedCache, insert_paged
 from kvjax.policy import Policy
 from kvjax.policy_checks import check_measured
 from kvjax.split import SplitCache
@@ -73,7 +73,7 @@ def attend(
         >>> cache.num_live.tolist(), cache.next_position.tolist()
         ([[4]], [6])
     """
-    policy, budget = checked_block(cache, query, position, policy, budget, excess, context)
+    policy, budget = checked_budget(cache, query, position, policy, budget, excess, context)
     stacked = len(cache.heads_shape) == 3
     together = stacked and policy is not None and not (policy.allocation.one_layer and isinstance(cache, KVCache))
     if policy is not None and budget is not None and together:
@@ -128,7 +128,7 @@ def observe(
         >>> cache.num_live.sum().item()
         12
     """
-    policy, budget = checked_block(cache, query, position, policy, budget, None, context)
+    policy, budget = checked_budget(cache, query, position, policy, budget, None, context)
     out, cache, evidence = _observe(cache, query, key, value, position, policy, budget, context)
     if evidence is not None and isinstance(cache, KVCache):
         layer = layer_index(cache, context)
@@ -155,17 +155,18 @@ def _observe(
         kv_heads = key.shape[2] if key.ndim == 4 and query.shape[2] == K else K  # a cache of the query heads
         check_block(cache, key, value, position, layer_index(cache, context), kv_heads)
         return observe_parts(cache, query, key, value, position, policy, budget, context)
-    cache, query, position, context = enter(cache, query, key, value, position, context)
+    query, key, value, position, context = prepared(cache, query, key, value, position, context)
     needs, shares = Needs() if policy is None else policy.needs, shares_of(cache, budget)
     if isinstance(cache, PagedCache):
+        cache = insert_paged(cache, key, value, position, layer_index(cache, context))
         return observe_pages(cache, query, position, policy, shares, context)
     assert isinstance(cache, KVCache)
-    here, stack = taken_out(cache, context)
-    out, columns, query, here = attend_heads(here, query, position, needs, context, stack)
+    cache, taken = inserted(cache, key, value, position, context)
+    out, columns, query, here = attend_heads(taken, query, position, needs, context, cache)
     if policy is None:
-        return out, cache, None
+        return out, put_back(cache, taken, layer_index(cache, context)), None
     here = choosable(here, context)
     evidence, state = ask(policy, here, query, position, columns, jnp.arange(K), shares, context)
     if not policy.allocation.even:
         evidence = with_scores(evidence, here)
-    return out, updated(cache, here.position, state, context), evidence
+    return out, updated(cache, taken, here.position, state, context), evidence

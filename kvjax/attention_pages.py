@@ -19,14 +19,14 @@ from kvjax.layer import (
     attend_heads,
     attention_options,
     choosable,
-    enter,
     frees,
     layer_index,
+    prepared,
     shares_of,
     with_scores,
 )
 from kvjax.observation import Context, Needs
-from kvjax.paged import PagedCache, write_layer
+from kvjax.paged import PagedCache, insert_paged, write_layer
 from kvjax.policy import Policy
 from kvjax.split import HEADS, PARTS, ROWS, SplitCache
 from kvjax.topk import summed
@@ -142,7 +142,8 @@ def observe_parts(
         budget = jnp.broadcast_to(jnp.asarray(budget, jnp.int32), (B,))
 
     def of_part(part: PagedCache, query: Array, key: Array, value: Array, position: Any, budget: Any, context: Context):
-        part, query, position, context = enter(part, query, key, value, position, context)
+        query, key, value, position, context = prepared(part, query, key, value, position, context)
+        part = insert_paged(part, key, value, position, layer_index(part, context))
         return observe_pages(part, query, position, policy, shares_of(part, budget), context)
 
     out, parts, evidence = cache.read(

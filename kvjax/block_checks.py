@@ -21,7 +21,7 @@ from kvjax.policy_checks import check_budget
 from kvjax.split import SplitCache
 
 
-def checked_block(
+def checked_budget(
     cache: Cache,
     query: Float[Array, "B T N D"],
     position: Int[Array, "B T"] | None,

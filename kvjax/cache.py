@@ -26,7 +26,7 @@ from typing import Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Real
+from jaxtyping import Array, Bool, Float, Int, Real
 
 from kernels_pallas.dispatch import platform
 from kernels_pallas.prepare import apart
@@ -388,32 +388,69 @@ def floats_of[Cache: Any](cache: Cache) -> Cache:
 
 def insert_plain(
     cache: KVCache,
+    here: KVCache,
     key: Float[Array, "B T K D"],
     value: Float[Array, "B T K D"],
     position: Int[Array, "B T"],
     layer: int | Int[Array, ""] | None,
-) -> KVCache:
-    """Insert tokens into a plain cache as :func:`kvjax.insert` does, which has checked the arguments."""
-    B, T, K, _ = key.shape
-    slot_position = cache.position if layer is None else cache.position[layer]
-    free = slot_position < 0
+) -> tuple[KVCache, KVCache]:
+    """Insert tokens into a plain cache as :func:`kvjax.insert` does, which has checked the arguments.
+
+    Args:
+        here: the layer, or the cache itself where it has no layers; its positions and state are read, and not its rows.
+
+    Returns:
+        The cache with the new rows, and ``here`` with the block in all its arrays; :func:`put_back` writes its
+        positions and state to the cache.
+    """
+    (B, T, K, _), S = key.shape, cache.num_slots
     valid = position >= 0
-    slot = nth_true(free, jnp.broadcast_to(jnp.cumsum(valid, axis=1)[:, None], (B, K, T)))
-    slot = jnp.where(valid[:, None], slot, cache.num_slots)  # out of bounds: not written
+    slot = slots_for(valid, here.position < 0)
+    slot = jnp.where(valid[:, None], slot, S)  # out of bounds: not written
 
     def write(leaf: Array, rows: Array) -> Array:
-        return write_rows(leaf, rows.astype(leaf.dtype), slot, layer)
+        if T > 1:
+            return write_rows(leaf, rows.astype(leaf.dtype), slot, None)
+        # One slot: a select becomes a part of the programs that read the slots next; a scatter is one of its own.
+        is_here = jax.lax.broadcasted_iota(jnp.int32, (B, K, S), 2) == slot
+        return jnp.where(is_here.reshape(B, K, S, *(1,) * (leaf.ndim - 3)), rows.astype(leaf.dtype), leaf)
 
     rows = as_stored(cache, key.swapaxes(1, 2), value.swapaxes(1, 2))
-    return dataclasses.replace(
+    next_position = jnp.maximum(cache.next_position, jnp.max(position, axis=1) + 1)
+    cache = dataclasses.replace(
         cache,
-        rows=map_rows(write, cache, rows),
-        position=write(cache.position, jnp.broadcast_to(position[:, None], (B, K, T))),
-        next_position=jnp.maximum(cache.next_position, jnp.max(position, axis=1) + 1),
-        state=map_slots(
-            lambda leaf: write(leaf, jnp.zeros((B, K, T, *leaf.shape[cache.position.ndim :]))), cache.state
-        ),
+        rows=map_rows(lambda leaf, new: write_rows(leaf, new.astype(leaf.dtype), slot, layer), cache, rows),
+        next_position=next_position,
     )
+    return cache, dataclasses.replace(
+        here,
+        rows=cache.rows if layer is None else cache.layer(layer).rows,
+        position=write(here.position, jnp.broadcast_to(position[:, None], (B, K, T))),
+        next_position=next_position,
+        state=map_slots(lambda leaf: write(leaf, jnp.zeros((B, K, T, *leaf.shape[3:]))), here.state),
+    )
+
+
+def slots_for(valid: Bool[Array, "B T"], free: Bool[Array, "B K S"]) -> Int[Array, "B K T"]:
+    """Return the free slot that each valid token takes, in slot order; S where there is none."""
+    if valid.shape[1] == 1:  # the first one needs no search, whose turns are programs of their own on a GPU
+        slot = jax.lax.broadcasted_iota(jnp.int32, free.shape, 2)
+        return jnp.min(jnp.where(free, slot, free.shape[2]), axis=-1, keepdims=True)
+    count = jnp.cumsum(valid, axis=1, dtype=jnp.int32)
+    return nth_true(free, jnp.broadcast_to(count[:, None], (*free.shape[:2], valid.shape[1])))
+
+
+def put_back(cache: KVCache, here: KVCache, layer: int | Int[Array, ""] | None) -> KVCache:
+    """Return the cache with the positions and the state of one layer, or of ``here`` where it has no layers."""
+    position, state = jax.tree.map(
+        lambda whole, part: with_layer(whole, part, layer), (cache.position, cache.state), (here.position, here.state)
+    )
+    return dataclasses.replace(cache, position=position, state=state)
+
+
+def with_layer(stack: Array, part: Array, layer: int | Int[Array, ""] | None) -> Array:
+    """Return stacked layers with one of them replaced, or that one itself where ``layer`` is None."""
+    return part if layer is None else jax.lax.dynamic_update_index_in_dim(stack, part, layer, 0)
 
 
 def compact(cache: KVCache, slots: int) -> KVCache:

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kernels_pallas import caote_topk
 from kernels_pallas.dispatch import Implementation
 from kvjax.allocation import UNIFORM, Allocation, Contest, parse_allocation
-from kvjax.cache import KVCache
+from kvjax.cache import KVCache, with_layer
 from kvjax.checks import check_tokens, plain, real_array
 from kvjax.insertion import Cache, batch_rows
 from kvjax.merging import Merging, folded
@@ -259,9 +259,7 @@ def _left(
     """Return the plain cache with the positions after the eviction, in all layers or in one, and with merged values."""
     if evidence.merging is not None:
         cache = folded(evidence.merging, cache, before, after, layer, excess)
-    if layer is not None:
-        after = cache.position.at[layer].set(after)
-    return dataclasses.replace(cache, position=after)
+    return dataclasses.replace(cache, position=with_layer(cache.position, after, layer))
 
 
 def _contest(

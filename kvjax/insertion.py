@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache import KVCache, insert_plain
+from kvjax.cache import KVCache, insert_plain, put_back
 from kvjax.checks import is_known, plain, real_array
 from kvjax.paged import PagedCache, insert_paged, release
 from kvjax.split import HEADS, ROWS, SplitCache
@@ -54,6 +54,39 @@ def insert(
     """
     if not isinstance(cache, Cache):
         raise ValueError(f"a {type(cache).__name__} was given; insert takes a KVCache, a PagedCache or a SplitCache.")
+    key, value, position, layer = checked_block(cache, key, value, position, layer)
+    if isinstance(cache, SplitCache):
+        rows, of_tokens = PartitionSpec(ROWS), PartitionSpec(ROWS, None, HEADS)
+        return cache.map(
+            lambda part, key, value, position, layer: insert(part, key, value, position, layer=layer),
+            (key, of_tokens),
+            (value, of_tokens),
+            (position, rows),
+            (layer, PartitionSpec()),
+        )
+    if isinstance(cache, PagedCache):
+        return insert_paged(cache, key, value, position, layer)
+    here = cache if layer is None else cache.layer(layer)
+    return put_back(*insert_plain(cache, here, key, value, position, layer), layer)
+
+
+def checked_block(
+    cache: Cache,
+    key: Float[Array, "B T K D"],
+    value: Float[Array, "B T K D"],
+    position: Int[Array, "B T"] | None,
+    layer: int | Int[Array, ""] | None,
+) -> tuple[Array, Array, Int[Array, "B T"], int | Int[Array, ""] | None]:
+    """Return the arguments of :func:`insert` as arrays, after its checks.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import kvjax
+        >>> from kvjax.insertion import checked_block
+        >>> cache = kvjax.KVCache.init(batch=1, kv_heads=1, slots=2, head_dim=1)
+        >>> checked_block(cache, jnp.ones((1, 2, 1, 1)), jnp.ones((1, 2, 1, 1)), None, None)[2].tolist()
+        [[0, 1]]
+    """
     key, value = real_array("key", key), real_array("value", value)
     layer = check_block(cache, key, value, position, layer)
     T = key.shape[1]
@@ -66,19 +99,7 @@ def insert(
             raise ValueError(f"{T} tokens do not fit: {lacking} more free slots are needed; evict first.")
     else:
         check_fits(cache, T, given)
-    if isinstance(cache, SplitCache):
-        rows, of_tokens = PartitionSpec(ROWS), PartitionSpec(ROWS, None, HEADS)
-        return cache.map(
-            lambda part, key, value, position, layer: insert(part, key, value, position, layer=layer),
-            (key, of_tokens),
-            (value, of_tokens),
-            (position, rows),
-            (layer, PartitionSpec()),
-        )
-    position = position.astype(jnp.int32)  # int64, as under x64, would widen the cache
-    if isinstance(cache, PagedCache):
-        return insert_paged(cache, key, value, position, layer)
-    return insert_plain(cache, key, value, position, layer)
+    return key, value, position.astype(jnp.int32), layer  # int64, as under x64, would widen the cache
 
 
 def check_block(

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kernels_pallas import ColumnStatistics, cache_attention
-from kvjax.cache import KVCache, floats_of
+from kvjax.cache import KVCache, floats_of, insert_plain, put_back
 from kvjax.eviction import Budget, Evidence
-from kvjax.insertion import Cache, batch_rows, insert, next_positions, up_to, within
+from kvjax.insertion import Cache, batch_rows, checked_block, next_positions, up_to, within
 from kvjax.observation import Context, Needs, Observation, Weights
 from kvjax.paged import PagedCache
 from kvjax.policy import Policy, joined, mark_protected, update_scores
@@ -20,15 +20,15 @@ from kvjax.turning import next_index, turn_to_index, turn_to_rank
 from kvjax.window import join, observed
 
 
-def enter(
+def prepared(
     cache: KVCache | PagedCache,
     query: Float[Array, "B T N D"],
     key: Float[Array, "B T K D"],
     value: Float[Array, "B T K D"],
     position: Int[Array, "B T"] | None,
     context: Context,
-) -> tuple[Any, Float[Array, "B T N D"], Int[Array, "B T"], Context]:
-    """Insert a block; return the cache with it, and the queries, positions and context as attention takes them."""
+) -> tuple[Float[Array, "B T N D"], Float[Array, "B T K D"], Float[Array, "B T K D"], Int[Array, "B T"], Context]:
+    """Return a block's queries, keys, values and positions as insertion and attention take them, and the context."""
     N, layer = query.shape[2], layer_index(cache, context)
     if position is None:
         position = next_positions(cache, query.shape[1])
@@ -46,7 +46,8 @@ def enter(
         query, key = turn_to_index(
             next_index(layer_of(cache, context), position, context), query, key, position, context
         )
-    return insert(cache, key, value, position, layer=layer), query, position.astype(jnp.int32), context
+    key, value, position, _ = checked_block(cache, key, value, position, layer)
+    return query, key, value, position, context
 
 
 def shares_of(cache: Cache, budget: Budget | None) -> Int[Array, "B"]:
@@ -68,23 +69,24 @@ def layer_of(cache: KVCache | PagedCache, context: Context) -> KVCache:
     return cache if layer is None else cache.layer(layer)
 
 
-def taken_out(cache: KVCache, context: Context) -> tuple[KVCache, KVCache | None]:
-    """Return the context's layer of the cache, and the whole cache if it stacks layers, else None."""
-    if (layer := layer_index(cache, context)) is None:
-        return cache, None
-    here = cache.layer(layer)
-    # Taken out once: if they were read from the stacked arrays several times, XLA would copy those arrays in every
-    # layer instead of writing the new positions and state in place.
-    slot_position, state = jax.lax.optimization_barrier((here.position, here.state))
-    return dataclasses.replace(here, position=slot_position, state=state), cache
+def inserted(
+    cache: KVCache,
+    key: Float[Array, "B T K D"],
+    value: Float[Array, "B T K D"],
+    position: Int[Array, "B T"],
+    context: Context,
+) -> tuple[KVCache, KVCache]:
+    """Insert a block; return the cache with its rows, and the layer, whose other arrays are to be put back."""
+    layer = layer_index(cache, context)
+    # Taken out once, and put back once: if they were read from the stacked arrays several times, XLA would copy those
+    # arrays in every layer instead of writing the new positions and state in place.
+    return insert_plain(cache, cache if layer is None else cache.layer(layer), key, value, position, layer)
 
 
-def updated(cache: KVCache, position: Int[Array, "B K S"], state: Any, context: Context) -> KVCache:
-    """Return the cache with the policy's new state of the context's layer, and without what left its window."""
-    if (layer := layer_index(cache, context)) is not None:
-        state = jax.tree.map(lambda whole, part: whole.at[layer].set(part), cache.state, state)
-        position = cache.position.at[layer].set(position) if frees(context) else cache.position
-    return dataclasses.replace(cache, position=position if frees(context) else cache.position, state=state)
+def updated(cache: KVCache, here: KVCache, chosen: Int[Array, "B K S"], state: Any, context: Context) -> KVCache:
+    """Return the cache with a layer's positions, of those ``chosen`` where it has a window, and the policy's state."""
+    position = chosen if frees(context) else here.position
+    return put_back(cache, dataclasses.replace(here, position=position, state=state), layer_index(cache, context))
 
 
 def frees(context: Context) -> bool:
@@ -105,12 +107,13 @@ def attend_heads(
     position: Int[Array, "B T"],
     needs: Needs,
     context: Context,
-    stack: KVCache | None,
+    cache: KVCache | None,
 ) -> tuple[Float[Array, "B T heads D"], ColumnStatistics, Float[Array, "B T heads D"], KVCache]:
     """Attend over some heads of a layer; also return the queries and keys with the rotations that attention used.
 
-    With ``stack``, kernels read the layer's keys and values from the stacked arrays: a layer taken out is a copy.
+    Where ``cache`` stacks layers, kernels read keys and values from the stacked arrays: a layer taken out is a copy.
     """
+    stack = None if cache is None or layer_index(cache, context) is None else cache
     if here.positions == "compact":
         here, stack = floats_of(here), None
         query, key = turn_to_rank(here, query, position, context)

@@ -39,6 +39,7 @@ from kvjax.cache import (
     map_rows,
     map_slots,
     nth_true,
+    slots_for,
 )
 from kvjax.checks import check_count
 from kvjax.quantise import DtypesLike, check_dtypes
@@ -236,11 +237,11 @@ def insert_paged(
 ) -> PagedCache:
     """Insert tokens as :func:`kvjax.insert` does; a head without enough free slots takes new pages."""
     B, T, K, _ = key.shape
-    count = jnp.cumsum(position >= 0, axis=1, dtype=jnp.int32)  # [B, T]
-    cache = _take_pages(cache, count[:, -1], -(-T // cache.page_size), layer)
+    count = jnp.sum(position >= 0, axis=1, dtype=jnp.int32)
+    cache = _take_pages(cache, count, -(-T // cache.page_size), layer)
     table = cache.layer_table(layer)
     slot_free = jnp.repeat(table >= 0, cache.page_size, axis=2) & (slot_positions(cache.position, table) < 0)
-    slot = nth_true(slot_free, jnp.broadcast_to(count[:, None], (B, K, T)))
+    slot = slots_for(position >= 0, slot_free)
     page = jnp.take_along_axis(table, slot // cache.page_size, axis=2, mode="fill", fill_value=-1)
     page = jnp.where((position >= 0)[:, None] & (page >= 0), page, cache.owner.shape[0])  # out of bounds: not written
     index = (page, slot % cache.page_size)

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.block_checks import check_policy, checked_block
+from kvjax.block_checks import check_policy, checked_budget
 from kvjax.cache import KVCache
 from kvjax.chains import policy_of
 from kvjax.eviction import Budget, Evidence
-from kvjax.layer import ask, attend_heads, choosable, enter, shares_of, taken_out, updated, with_scores
+from kvjax.layer import ask, attend_heads, choosable, inserted, prepared, shares_of, updated, with_scores
 from kvjax.observation import Context, Needs
 from kvjax.policy import Policy
 
@@ -68,15 +68,15 @@ def observe_each(
     for policy, state, budget in zip(chosen, cache.state, budgets, strict=True):
         own = dataclasses.replace(cache, state=state)
         check_policy(policy, own, query.shape[2] // cache.heads_shape[-1])
-        of_shares.append(checked_block(own, query, position, policy, budget, None, context)[1])
-    cache, query, position, context = enter(cache, query, key, value, position, context)
-    taken, stack = taken_out(cache, context)
+        of_shares.append(checked_budget(own, query, position, policy, budget, None, context)[1])
+    query, key, value, position, context = prepared(cache, query, key, value, position, context)
+    cache, taken = inserted(cache, key, value, position, context)
     together: dict[int, Needs] = {}
     largest = max(policy.needs.window for policy in chosen)
     for policy in chosen:  # a policy that observes no window joins any
         window = policy.needs.window or largest
         together[window] = together.get(window, Needs()) | policy.needs
-    seen = {window: attend_heads(taken, query, position, needs, context, stack) for window, needs in together.items()}
+    seen = {window: attend_heads(taken, query, position, needs, context, cache) for window, needs in together.items()}
     said, states, heads = [], [], jnp.arange(cache.heads_shape[-1])
     for policy, state, budget in zip(chosen, taken.state, of_shares, strict=True):
         _, columns, turned, here = seen[policy.needs.window or largest]
@@ -84,4 +84,4 @@ def observe_each(
         evidence, state = ask(policy, own, turned, position, columns, heads, shares_of(cache, budget), context)
         said.append(with_scores(evidence, own))
         states.append(state)
-    return seen[largest][0], updated(cache, own.position, tuple(states), context), tuple(said)
+    return seen[largest][0], updated(cache, taken, own.position, tuple(states), context), tuple(said)

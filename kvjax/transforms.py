@@ -226,9 +226,11 @@ def shares(scores: Scores, o: Observation) -> Scores:
     scores = jnp.where(o.live[:, :, None], scores, 0)
     # The largest floats, which mark tokens that are sure to stay, overflow when summed, and their reciprocals, by which
     # XLA divides, are 0. Scaling by a power of two changes nothing but the exponent.
-    huge = jnp.max(scores, axis=-1, keepdims=True) > 2.0**64
-    scores = jnp.where(huge, 2.0**-64 * scores, scores)
-    total = jnp.sum(scores, axis=-1, keepdims=True)
+    small = 2.0**-64 * scores
+    largest = jnp.max(scores, axis=-1, keepdims=True)
+    total, small_total = (jnp.sum(x, axis=-1, keepdims=True) for x in (scores, small))  # one pass over all three
+    huge = largest > 2.0**64
+    scores, total = jnp.where(huge, small, scores), jnp.where(huge, small_total, total)
     return scores / jnp.where(total > 0, total, 1)
 
 

@@ -3,9 +3,10 @@
 Rows are all queries of all heads of a group, so that decode fills a tile of the matrix unit with a group's heads. Where
 rows and KV heads alone would leave the chip idle, the slots are split over programs too, and XLA combines their sums.
 The statistics are a second kernel over the keys: a program keeps a few slots, goes over the queries that enter them,
-computes their weights again from each row's largest logit and sum, and stores one number per head and slot. A single
-query, as in decode, needs no second kernel: the first returns its logits, 4 G bytes per slot. A :class:`Storage`
-describes where a head's slots are: in stacked layers here, in pages for ``paged_attention``.
+computes their weights again from each row's largest logit and sum, and stores one number per head and slot. For a
+single query, as in decode, the first kernel returns its logits, 4 G bytes per slot, and the second combines the sums
+and computes the statistics from the logits. A :class:`Storage` describes where a head's slots are: in stacked layers
+here, in pages for ``paged_attention``.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Float, Int
 
-from kernels_pallas.cache_attention.queries import IN_WINDOW, IS_LAST, POSITION, UNSEEN, first_entering, of_one_query
+from kernels_pallas.cache_attention.queries import IN_WINDOW, IS_LAST, POSITION, UNSEEN, first_entering, of_weights
 from kernels_pallas.eight_bits import filler, unread, unread_on_gpu, widened
 from kernels_pallas.prepare import Rounded
 from kernels_pallas.softmax import scaled
 
 PROGRAMS = 264  # two for each multiprocessor of an H100 or H200
+FINISHED = 512  # slots of a program that combines the sums of a single query
 _TINY = float(jnp.finfo(jnp.float32).tiny)
 
 
@@ -132,6 +134,29 @@ def attend_heads(
         interpret=interpret,
         name=f"{name}_attention",
     )(span, query, about, key, key_position, value, *where, *scales)
+    heads = [1 if name == "window_group_square" else G for name in names]
+    if T == 1:
+        size = min(FINISHED, max(pl.next_power_of_2(S), 16))
+        out, *columns = pl.pallas_call(
+            functools.partial(_finish, names=names, size=size, width=width),
+            out_shape=[
+                jax.ShapeDtypeStruct((H, R, D), query.dtype),
+                *[jax.ShapeDtypeStruct((H, h, S), jnp.float32) for h in heads],
+            ],
+            grid=(H, pl.cdiv(S, size) if names else R),
+            in_specs=[
+                of_head(T, 3, by=K),
+                of_head(S),
+                of_head(splits, R, D),
+                *[of_head(splits, R)] * 2,
+                *[of_head(R, S)] * one_query,
+            ],
+            out_specs=[of_head(R, D), *[of_head(h, S) for h in heads]],
+            compiler_params=triton.CompilerParams(num_warps=4),
+            interpret=interpret,
+            name=f"{name}_combined",
+        )(about, key_position, acc, peak, total, *logits)
+        return (out.reshape(B, K, G, T, D), *(column.reshape(B, K, -1, S) for column in columns))
     whole_peak = jnp.max(peak, axis=1)  # [H, R]
     share = jnp.exp(peak - whole_peak[:, None])
     whole_total = jnp.maximum(jnp.sum(share * total, axis=1), _TINY)
@@ -139,13 +164,6 @@ def attend_heads(
     out = out.astype(query.dtype).reshape(B, K, T, G, D).swapaxes(2, 3)
     if not names:
         return (out,)
-    if one_query:
-        softmax = jnp.stack([whole_peak, whole_total], axis=-1).reshape(B, K, G, 2)
-        seen = logits[0]
-        if storage.end is not None:  # nothing was written after a head's last slot
-            seen = jnp.where(key_position[:, None] >= 0, seen, UNSEEN)
-        return (out, *of_one_query(names, seen.reshape(B, K, G, S), softmax, about))
-    heads = [1 if name == "window_group_square" else G for name in names]
     queries = min(max(pl.next_power_of_2(T), 16), 64)
     columns = pl.pallas_call(
         functools.partial(_reduce, storage, names=names, scales=len(key_scales), queries=queries, **options),
@@ -247,6 +265,47 @@ def _attend(
     triton.store(out.at[row[:, None], column], acc, mask=(row < R)[:, None] & (column < D))
     triton.store(peaks.at[row], peak, mask=row < R)
     triton.store(totals.at[row], total, mask=row < R)
+
+
+def _finish(about, key_position, accs, peaks, totals, *refs, names, size, width):
+    """Combine the splits' sums of a single query; compute the statistics of some slots from their logits."""
+    logits, (out, *columns) = refs[: bool(names)], refs[bool(names) :]
+    (splits, R, D), S = accs.shape, key_position.shape[0]
+    split = jax.lax.broadcasted_iota(jnp.int32, (pl.next_power_of_2(splits), 1), 0)
+    column = jax.lax.broadcasted_iota(jnp.int32, (1, width), 1)
+    program, programs = pl.program_id(1), pl.num_programs(1)
+
+    def softmax(row):  # [1, rows] -> each split's share [splits, rows], the whole's peak and sum [1, rows]
+        there = (split < splits) & (row < R)
+        peak = triton.load(peaks.at[split, row], mask=there, other=UNSEEN)
+        whole = jnp.max(peak, axis=0, keepdims=True)
+        share = jnp.exp(peak - whole)
+        total = share * triton.load(totals.at[split, row], mask=there, other=0.0)
+        return share, whole, jnp.maximum(jnp.sum(total, axis=0, keepdims=True), _TINY)
+
+    def row_of(i, _):
+        row = jnp.full((1, 1), program + i * programs)
+        share, _, total = softmax(row)
+        there = (split < splits) & (row < R) & (column < D)
+        acc = triton.load(accs.at[split, row, column], mask=there, other=0.0)
+        acc = jnp.sum(share * acc, axis=0, keepdims=True) / total
+        triton.store(out.at[row, column], acc.astype(out.dtype), mask=(row < R) & (column < D))
+        return 0
+
+    jax.lax.fori_loop(0, pl.cdiv(R, programs), row_of, 0)
+    if not names:
+        return
+    row = jax.lax.broadcasted_iota(jnp.int32, (1, pl.next_power_of_2(R)), 1)
+    _, peak, total = softmax(row)
+    row, peak, total = (jnp.reshape(x, (-1, 1)) for x in (row, peak, total))
+    slot = program * size + jax.lax.broadcasted_iota(jnp.int32, (1, size), 1)
+    live = triton.load(key_position.at[slot], mask=slot < S, other=-1) >= 0  # the logits of others may be unwritten
+    x = triton.load(logits[0].at[row, slot], mask=(row < R) & (slot < S), other=UNSEEN)
+    weights = jnp.where(live & (x > UNSEEN), jnp.exp(x - peak), 0.0) / total
+    is_last, in_window = (jnp.full((1, 1), about[0, what] > 0) for what in (IS_LAST, IN_WINDOW))
+    for ref, found in zip(columns, of_weights(names, weights, is_last, in_window, R), strict=True):
+        of_heads = row if len(found) == len(row) else jnp.zeros((1, 1), jnp.int32)
+        triton.store(ref.at[of_heads, slot], found, mask=(of_heads < ref.shape[0]) & (slot < S))
 
 
 def _reduce(

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jax.scipy.special import xlogy
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 POSITION, IS_LAST, IN_WINDOW = range(3)
 UNSEEN = -1e30  # the logit of a slot that a query does not see
@@ -64,17 +63,40 @@ def of_one_query(
         [[[[0.25, 0.25, 0.0]]]]
     """
     weights = jnp.where(logits > UNSEEN, jnp.exp(logits - softmax[..., :1]), 0) / softmax[..., 1:]
-    is_last, in_window = (about[:, :1, i, None] > 0 for i in (IS_LAST, IN_WINDOW))  # [B, 1, 1]
-    seen = jnp.where(in_window[..., None], weights, 0)
+    is_last, in_window = (about[:, :1, i, None, None] > 0 for i in (IS_LAST, IN_WINDOW))  # [B, 1, 1, 1]
+    return of_weights(names, weights, is_last, in_window, logits.shape[2])
+
+
+def of_weights(
+    names: tuple[str, ...],
+    weights: Float[Array, "*heads rows S"],
+    is_last: Bool[Array, "*#heads #rows #S"],
+    in_window: Bool[Array, "*#heads #rows #S"],
+    group: int,
+) -> tuple[Array, ...]:
+    """Compute the column statistics of one query from its weights; a kernel for GPU calls it, too.
+
+    Args:
+        is_last, in_window: whether the query is its row's last valid one, and one of the observation window.
+        group: how many of the rows are heads; those that pad a kernel's tile have weight 0.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from kernels_pallas.cache_attention.queries import of_weights
+        >>> yes, no = jnp.ones((1, 1), bool), jnp.zeros((1, 1), bool)
+        >>> [column.tolist() for column in of_weights(("last", "window_mean"), jnp.full((1, 2), 0.5), yes, no, 1)]
+        [[[0.5, 0.5]], [[0.0, 0.0]]]
+    """
+    seen = jnp.where(in_window, weights, 0)
     columns = {
         "sum": weights,
-        "last": jnp.where(is_last[..., None], weights, 0),
+        "last": jnp.where(is_last, weights, 0),
         "max": weights,
         "window_mean": seen,
         "window_variance": jnp.zeros_like(weights),
         "window_square": seen**2,
-        "window_log": xlogy(seen, seen),
+        "window_log": jnp.where(seen > 0, seen * jnp.log(jnp.where(seen > 0, seen, 1)), 0),
         "window_place": seen,  # the last query has the place 1
-        "window_group_square": jnp.mean(seen, axis=2, keepdims=True) ** 2,
+        "window_group_square": (jnp.sum(seen, axis=-2, keepdims=True) / group) ** 2,
     }
     return tuple(columns[name] for name in names)

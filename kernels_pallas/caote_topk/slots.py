@@ -30,11 +30,16 @@ def is_protected(slot: Int[Array, "*shape"]) -> Bool[Array, "*shape"]:
     return slot >= _PROTECTED
 
 
+def position_of(slot: Int[Array, "*shape"]) -> Int[Array, "*shape"]:
+    """Return the positions of packed slots, -1 where a slot is free."""
+    return jnp.where(is_protected(slot), slot - _PROTECTED, slot)
+
+
 def remaining(
     scores: Float[Array, "*rows S"], slot: Int[Array, "*rows S"], budget: Int[Array, "*rows 1"], excess: int | None
 ) -> Int[Array, "*rows S"]:
     """Return the positions of packed slots after the eviction, -1 where a slot is free."""
-    position = jnp.where(is_protected(slot), slot - _PROTECTED, slot)
+    position = position_of(slot)
     return jnp.where(best_of_rows(rank(scores, position >= 0), position, budget, excess), position, -1)
 
 
