@@ -212,21 +212,29 @@ def killed(flags: argparse.Namespace, prompts: int = 200) -> list[dict[str, Any]
 
         finish(whole)
         expected = whole.read_text().splitlines()
-        out.write_bytes(b"")
         seconds = finish(out)  # the second start finds its programs compiled, as each start after a kill does
         out.unlink()
-        for number in tqdm(range(flags.kills), desc="kills", unit="kill", disable=None, dynamic_ncols=True):
+        progress = tqdm(total=flags.kills, desc="kills", unit="kill", disable=None, dynamic_ncols=True)
+        while len(rows) < flags.kills:
             process = start(out)
             try:
                 process.wait(rng.uniform(0, seconds))
             except subprocess.TimeoutExpired:
+                pass
+            finally:
                 process.kill()
                 process.wait()
-            else:  # the file is whole before the kill: compare it, and begin another
+            if process.returncode > 0:
+                raise RuntimeError(f"models.batch failed on {asked}; run it by hand to see why.")
+            if process.returncode == 0:  # it ended before its moment: the file is whole; begin another
                 compare()
                 out.unlink()
+                continue
             there = out.read_bytes().count(b"\n") if out.exists() else 0
-            rows.append({"run": "kills", "done": number + 1, "there": there, **{name: counts[name] for name in FATES}})
+            rows.append({"run": "kills", "there": there, **{name: counts[name] for name in FATES}})
+            rows[-1]["done"] = len(rows)
+            progress.update()
+        progress.close()
         finish(out)
         compare()
         rows[-1] |= {name: counts[name] for name in FATES}
@@ -272,8 +280,8 @@ def table(results: Sequence[dict[str, Any]]) -> str:
         text.append(_said(requests))
     if kills := [row for row in results if row["run"] == "kills"]:
         last, busy = kills[-1], sum(row["there"] > 0 for row in kills)
-        fates = ", ".join(f"{last[name]:,} {name}" for name in FATES)
-        text.append(f"{len(kills)} kills of models.batch, {busy} of them with answers in the file: {fates}.")
+        counted = ", ".join(f"{last[name]:,} {name}" for name in FATES)
+        text.append(f"{len(kills)} kills of models.batch, {busy} of them with answers in the file: {counted}.")
     return "\n\n".join(text)
 
 

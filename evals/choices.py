@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jaxtyping import Float
 from tqdm import tqdm
 
 import models
@@ -34,6 +35,7 @@ EXAMPLES = """examples:
   python -m evals choices --tasks recall --lengths 512 --question after,agnostic --when prompt --plot choices.png
 """
 TITLE = "Choices behind a compressed context: the right one found"
+BY_CHANCE = "by chance: 0.25, of section 0.50"
 CHOICES = 4
 CUE = 3
 ATTEMPTS = 1000
@@ -252,7 +254,7 @@ def answer(
 
     def keep(number: int, place: int, behind: loglikelihood.Behind) -> None:
         sample = given[place]
-        chosen = int(np.argmax(behind.log_probability / np.array(sample.sizes)))
+        chosen = likeliest(sample, behind.log_probability)
         found[number][place] = {
             "score": float(chosen == sample.right),
             "chosen": chosen,
@@ -283,6 +285,19 @@ def answer(
     return found
 
 
+def likeliest(sample: Sample, log_probability: Float[np.ndarray, "n"]) -> int:
+    """Return the index of the choice that is chosen, from the log-probability of each choice's tokens.
+
+        Example:
+            >>> import numpy as np
+    from jaxtyping import Float
+            >>> from evals.choices import Sample, likeliest
+            >>> likeliest(Sample([1], 1, ([2], [3, 4]), right=1, sizes=(1, 4)), np.array([-1.0, -2.0]))
+            1
+    """
+    return int(np.argmax(log_probability / np.array(sample.sizes)))
+
+
 def add_flags(flags: argparse.ArgumentParser) -> None:
     """Add the command's flags."""
     evaluator.add_model_flags(flags)
@@ -302,7 +317,7 @@ def command(flags: argparse.Namespace) -> None:
     check(flags)
     text = texts.read_text(flags.text)
     corpus = read_corpus(text)
-    notes = ["by chance: 0.25, of section 0.50"]
+    notes = [BY_CHANCE]
     evaluator.command(
         flags, functools.partial(make_groups, corpus), title=TITLE, notes=lambda _: notes, check=check, answer=_answer,
         read={"text": texts.digest(text)},

@@ -1,4 +1,4 @@
-"""Wrappers that every kernel needs: stacked layers, the devices of a mesh, and a derivative."""
+"""Wrappers that kernels share: stacked layers, the devices of a mesh, a derivative, rows side by side."""
 
 from __future__ import annotations
 

@@ -2,7 +2,6 @@
 
 attend         observes, then evicts
 observe        inserts the block, attends over all live slots, and has the policy score them
-observe_each   has several policies score them at once
 """
 
 from __future__ import annotations
@@ -11,15 +10,26 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.attention_pages import observe_pages, observe_parts
-from kvjax.block_checks import check_policy, checked_budget
+from kvjax.block_checks import checked_budget
 from kvjax.cache import KVCache, put_back
 from kvjax.eviction import Budget, Evidence, evict
-from kvjax.insertion import Cache, arrays_of, check_block
-from kvjax.layer import ask, attend_heads, choosable, inserted, layer_index, prepared, shares_of, updated, with_scores
+from kvjax.insertion import Cache, arrays_of, check_rows
+from kvjax.layer import (
+    ask,
+    attend_heads,
+    choosable,
+    inserted,
+    layer_index,
+    layer_of,
+    prepared,
+    shares_of,
+    updated,
+    with_scores,
+)
 from kvjax.observation import Context, Needs
 from kvjax.paged import PagedCache, insert_paged
 from kvjax.policy import Policy
-from kvjax.policy_checks import check_measured
+from kvjax.policy_checks import check_policy
 from kvjax.split import SplitCache
 
 
@@ -131,8 +141,7 @@ def observe(
     policy, budget = checked_budget(cache, query, position, policy, budget, None, context)
     out, cache, evidence = _observe(cache, query, key, value, position, policy, budget, context)
     if evidence is not None and isinstance(cache, KVCache):
-        layer = layer_index(cache, context)
-        evidence = with_scores(evidence, cache if layer is None else cache.layer(layer))
+        evidence = with_scores(evidence, layer_of(cache, context))
     return out, cache, evidence
 
 
@@ -147,13 +156,12 @@ def _observe(
     context: Context,
 ) -> tuple[Float[Array, "B T N D"], Cache, Evidence | None]:
     """Run :func:`observe`; where a policy ends in CAOTE, scores may still be :class:`kvjax.observation.Weights`."""
-    *L, _, K = cache.heads_shape
+    K = cache.heads_shape[-1]
     if policy is not None:
         check_policy(policy, arrays_of(cache), query.shape[2] // K)
-        check_measured(policy, L[0] if L else None, cache.all_heads if isinstance(cache, PagedCache) else K)
     if isinstance(cache, SplitCache):
         kv_heads = key.shape[2] if key.ndim == 4 and query.shape[2] == K else K  # a cache of the query heads
-        check_block(cache, key, value, position, layer_index(cache, context), kv_heads)
+        check_rows(cache, key, value, position, layer_index(cache, context), kv_heads)
         return observe_parts(cache, query, key, value, position, policy, budget, context)
     query, key, value, position, context = prepared(cache, query, key, value, position, context)
     needs, shares = Needs() if policy is None else policy.needs, shares_of(cache, budget)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -13,11 +14,11 @@ from jaxtyping import Array, Float, Int
 from kernels_pallas import ColumnStatistics, paged_attention
 from kvjax.cache import HeadState
 from kvjax.eviction import Budget, Evidence
-from kvjax.insertion import batch_rows, within
+from kvjax.insertion import within
 from kvjax.layer import (
     ask,
     attend_heads,
-    attention_options,
+    attended,
     choosable,
     frees,
     layer_index,
@@ -52,15 +53,8 @@ def observe_pages(
     columns = ColumnStatistics()
     if not turned:
         table = cache.layer_table(layer)
-        at: dict[str, Any] = dict(table=table, query_position=position)
-        seen = cache.position
-        if context.reconstructed is not None:  # the statistics are of the part that is repeated alone
-            seen = context.reconstructed.visible(cache.position, batch_rows(cache))
-            out, _ = paged_attention(
-                query, **cache.rows, position=cache.position, **at, **attention_options(Needs(), context)
-            )
-        found, columns = paged_attention(query, **cache.rows, position=seen, **at, **attention_options(needs, context))
-        out = found if context.reconstructed is None else out
+        attention = functools.partial(paged_attention, query, **cache.rows, table=table, query_position=position)
+        out, columns = attended(lambda slots, **options: attention(position=slots, **options), cache, needs, context)
         if policy is None:
             return out, cache, None
 

@@ -1,21 +1,20 @@
-"""Checks of a block before it enters a cache: its policy, its budget, and room for its tokens."""
+"""Checks of a block before it enters a cache: its budget, and room for its tokens."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import jax
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache import HeadState, KVCache
+from kvjax.cache import KVCache
 from kvjax.chains import policy_of
 from kvjax.checks import check_tokens, is_known, plain
 from kvjax.eviction import Budget
 from kvjax.insertion import Cache, check_fits
 from kvjax.making import excess_of_part
 from kvjax.observation import Context
-from kvjax.paged import PagedCache, pages_for
+from kvjax.paged import pages_for
 from kvjax.policy import Policy
 from kvjax.policy_checks import check_budget
 from kvjax.split import SplitCache
@@ -96,37 +95,3 @@ def _check_room(
                 f"more come in, for which {needed} pages of {cache.page_size} slots are needed, but the cache has "
                 f"{cache.num_pages}: make it with that many (kvjax.pages_for)."
             )
-
-
-def check_policy(policy: Policy, cache: KVCache | PagedCache, G: int) -> None:
-    """Check that the cache was made for the policy; on a mesh, the stacked parts of the devices."""
-    if policy.positions not in ("absolute", cache.positions):
-        raise ValueError(
-            f"{policy.name!r} wants {policy.positions!r} positions, but the cache's are {cache.positions!r}; make the "
-            f"cache with positions={policy.positions!r}."
-        )
-    if policy.needs.rotary and cache.positions != "absolute":
-        raise ValueError(
-            f"{policy.name!r} turns queries back by their positions in the text, but the cache's positions are "
-            f"{cache.positions!r}; make it with positions='absolute'."
-        )
-    B, K = cache.heads_shape[-2:]
-    made = jax.eval_shape(lambda: policy.state(B, K, G, 1, cache.head_dim))
-    expected: Any = jax.tree.structure(made)
-    if expected != jax.tree.structure(cache.state):
-        raise ValueError(
-            f"the cache's state is not that of {policy.name!r}; make the cache for this policy, with kvjax.empty_cache."
-        )
-
-    def check(wanted: Any, given: Any) -> None:
-        of_head = isinstance(wanted, HeadState)
-        if of_head:
-            wanted, given = wanted.value, given.value
-        shape = (*cache.heads_shape, *wanted.shape[2:]) if of_head else (*cache.position.shape, *wanted.shape[3:])
-        if given.shape != shape:
-            raise ValueError(
-                f"the cache's state has an array of shape {given.shape}, where {policy.name!r} has {shape} in this "
-                "cache; make the cache with kvjax.empty_cache."
-            )
-
-    jax.tree.map(check, made, cache.state, is_leaf=lambda leaf: isinstance(leaf, HeadState))

@@ -71,12 +71,12 @@ class Stored:
     @property
     def key(self) -> Real[Array, "*slots D"]:
         """Return the keys; a copy where they are stored side by side with their values."""
-        return self.rows["key"][..., : self.head_dim] if self.side_by_side else self.rows["key"]
+        return rows_apart(self)["key"]
 
     @property
     def value(self) -> Real[Array, "*slots D"]:
         """Return the values; a copy where they are stored side by side with their keys."""
-        return self.rows["key"][..., self.head_dim :] if self.side_by_side else self.rows["value"]
+        return rows_apart(self)["value"]
 
     @property
     def key_scale(self) -> Float[Array, "*slots"] | None:
@@ -135,7 +135,7 @@ class KVCache(Stored):
         """Make a cache of keys and values in two arrays, or of ``rows`` with those that are given in their place.
 
         Raises:
-            ValueError: if there are no keys, values, positions or next positions.
+            ValueError: if, without ``rows``, there are no keys, values, positions or next positions.
         """
         if rows is None and any(array is None for array in (key, value, position, next_position)):
             raise ValueError(
@@ -377,13 +377,14 @@ def floats_of[Cache: Any](cache: Cache) -> Cache:
         >>> floats_of(kvjax.insert(cache, rows, rows)).key.tolist()
         [[[[127.0, -3.0]]]]
     """
+    if len(cache.rows) == 2 and not cache.side_by_side:
+        return cache
     rows = rows_apart(cache)
     floats = {
         name: rows[name] if (scale := rows.get(f"{name}_scale")) is None else dequantise(rows[name], scale)
         for name in ("key", "value")
     }
-    stored_so = len(cache.rows) == 2 and not cache.side_by_side
-    return cache if stored_so else dataclasses.replace(cache, rows=floats)
+    return dataclasses.replace(cache, rows=floats)
 
 
 def insert_plain(

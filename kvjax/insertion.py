@@ -88,7 +88,7 @@ def checked_block(
         [[0, 1]]
     """
     key, value = real_array("key", key), real_array("value", value)
-    layer = check_block(cache, key, value, position, layer)
+    layer = check_rows(cache, key, value, position, layer)
     T = key.shape[1]
     given = position
     if position is None:
@@ -102,7 +102,7 @@ def checked_block(
     return key, value, position.astype(jnp.int32), layer  # int64, as under x64, would widen the cache
 
 
-def check_block(
+def check_rows(
     cache: Cache,
     key: Array,
     value: Array,
@@ -121,10 +121,10 @@ def check_block(
     Example:
         >>> import jax.numpy as jnp
         >>> import kvjax
-        >>> from kvjax.insertion import check_block
+        >>> from kvjax.insertion import check_rows
         >>> cache = kvjax.KVCache.init(batch=1, kv_heads=1, slots=4, head_dim=2, layers=2)
         >>> row = jnp.ones((1, 1, 1, 2))
-        >>> check_block(cache, row, row, None, 2)
+        >>> check_rows(cache, row, row, None, 2)
         Traceback (most recent call last):
         ...
         ValueError: layer is 2; the cache has layers 0 to 1.

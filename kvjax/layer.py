@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -120,21 +122,9 @@ def attend_heads(
         here = dataclasses.replace(here, rows=here.rows | {"key": key})
     source, layer = (here, None) if stack is None else (stack, context.layer)
     S, filled = here.num_slots, context.filled
-    if context.reconstructed is not None:
-        at: dict[str, Any] = dict(query_position=position, layer=layer)
-        visible = context.reconstructed.visible(here.position, batch_rows(here))
-        out, _ = cache_attention(
-            query, **source.rows, key_position=here.position, **at, **attention_options(Needs(), context)
-        )
-        _, columns = cache_attention(
-            query, **source.rows, key_position=visible, **at, **attention_options(needs, context)
-        )
-        return out, columns, query, here
-    if filled is None or filled >= S or stack is not None:
-        out, columns = cache_attention(
-            query, **source.rows, key_position=here.position, query_position=position, layer=layer,
-            **attention_options(needs, context),
-        )  # fmt: skip
+    if filled is None or filled >= S or stack is not None or context.reconstructed is not None:
+        attention = functools.partial(cache_attention, query, **source.rows, query_position=position, layer=layer)
+        out, columns = attended(lambda slots, **options: attention(key_position=slots, **options), here, needs, context)
         return out, columns, query, here
     rows, slot_position = jax.tree.map(lambda x: x[:, :, :filled], (here.rows, here.position))
     out, columns = cache_attention(
@@ -142,6 +132,24 @@ def attend_heads(
     )
     nothing = ((0, 0), (0, 0), (0, S - filled))
     return out, jax.tree.map(lambda column: jnp.pad(column, nothing), columns), query, here
+
+
+def attended(
+    attention: Callable[..., tuple[Array, ColumnStatistics]],
+    cache: KVCache | PagedCache,
+    needs: Needs,
+    context: Context,
+) -> tuple[Array, ColumnStatistics]:
+    """Attend over all slots; the statistics are those of the part that is observed, where a prompt is repeated.
+
+    Args:
+        attention: attention over the slots of the given positions, -1 where a slot is left out.
+    """
+    if context.reconstructed is None:
+        return attention(cache.position, **attention_options(needs, context))
+    out, _ = attention(cache.position, **attention_options(Needs(), context))
+    visible = context.reconstructed.visible(cache.position, batch_rows(cache))
+    return out, attention(visible, **attention_options(needs, context))[1]
 
 
 def attention_options(needs: Needs, context: Context) -> dict[str, Any]:

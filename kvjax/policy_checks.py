@@ -1,8 +1,14 @@
-"""Checks that a policy fits a model, a block and a budget."""
+"""Checks that a policy fits a model, a cache, a block and a budget."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import jax
+
+from kvjax.cache import HeadState, KVCache
 from kvjax.checks import check_count
+from kvjax.paged import PagedCache
 from kvjax.policy import Policy, protected
 
 
@@ -71,3 +77,42 @@ or protect fewer.
             f"the budget is {budget} tokens, but {policy.name!r} always keeps {sinks} first and {recent} last ones: "
             f"give at least {sinks + recent}, or protect fewer."
         )
+
+
+def check_policy(policy: Policy, cache: KVCache | PagedCache, G: int) -> None:
+    """Check that the cache was made for the policy; on a mesh, the stacked parts of the devices."""
+    if policy.positions not in ("absolute", cache.positions):
+        raise ValueError(
+            f"{policy.name!r} wants {policy.positions!r} positions, but the cache's are {cache.positions!r}; make the "
+            f"cache with positions={policy.positions!r}."
+        )
+    if policy.needs.rotary and cache.positions != "absolute":
+        raise ValueError(
+            f"{policy.name!r} turns queries back by their positions in the text, but the cache's positions are "
+            f"{cache.positions!r}; make it with positions='absolute'."
+        )
+    B, K = cache.heads_shape[-2:]
+    made = jax.eval_shape(lambda: policy.state(B, K, G, 1, cache.head_dim))
+    expected: Any = jax.tree.structure(made)
+    if expected != jax.tree.structure(cache.state):
+        raise ValueError(
+            f"the cache's state is not that of {policy.name!r}; make the cache for this policy, with kvjax.empty_cache."
+        )
+
+    def check(wanted: Any, given: Any) -> None:
+        of_head = isinstance(wanted, HeadState)
+        if of_head:
+            wanted, given = wanted.value, given.value
+        shape = (*cache.heads_shape, *wanted.shape[2:]) if of_head else (*cache.position.shape, *wanted.shape[3:])
+        if given.shape != shape:
+            raise ValueError(
+                f"the cache's state has an array of shape {given.shape}, where {policy.name!r} has {shape} in this "
+                "cache; make the cache with kvjax.empty_cache."
+            )
+
+    jax.tree.map(check, made, cache.state, is_leaf=lambda leaf: isinstance(leaf, HeadState))
+    check_measured(
+        policy,
+        cache.heads_shape[0] if len(cache.heads_shape) == 3 else None,
+        cache.all_heads if isinstance(cache, PagedCache) else K,
+    )

@@ -44,16 +44,17 @@ def join(cache: Cache, row: int | Int[Array, ""], one: Cache) -> Cache:
     row = _checked_row(cache, row)
     if type(one) is not type(cache):
         raise ValueError(f"the row is a {type(one).__name__}, but the batch a {type(cache).__name__}; give two alike.")
-    if not isinstance(one, SplitCache) and one.side_by_side != arrays_of(cache).side_by_side:
+    (head_dim, dtypes), (own_dim, own_dtypes) = (
+        (arrays.head_dim, dtypes_of(arrays)) for arrays in (arrays_of(cache), arrays_of(one))
+    )
+    otherwise = arrays_of(one).side_by_side != arrays_of(cache).side_by_side
+    if otherwise and dtypes == own_dtypes and not isinstance(one, SplitCache):
         one = dataclasses.replace(one, rows=rows_apart(one) if one.side_by_side else rows_together(one.rows))
     lead, own = cache.heads_shape, one.heads_shape
     structures: list[Any] = [jax.tree.structure(given) for given in (cache, one)]
     alike = (*lead[:-2], 1, lead[-1]) == own and structures[0] == structures[1]
     if isinstance(cache, SplitCache) and isinstance(one, SplitCache):
         alike = alike and cache.ways[1] == one.ways[1]
-    (head_dim, dtypes), (own_dim, own_dtypes) = (
-        (arrays.head_dim, dtypes_of(arrays)) for arrays in (arrays_of(cache), arrays_of(one))
-    )
     if not alike or (head_dim, dtypes) != (own_dim, own_dtypes):
         raise ValueError(
             f"a cache of {own} heads of dimension {own_dim} in {own_dtypes} does not fit into a row of "

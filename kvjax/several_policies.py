@@ -8,13 +8,14 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.block_checks import check_policy, checked_budget
+from kvjax.block_checks import checked_budget
 from kvjax.cache import KVCache
 from kvjax.chains import policy_of
 from kvjax.eviction import Budget, Evidence
 from kvjax.layer import ask, attend_heads, choosable, inserted, prepared, shares_of, updated, with_scores
 from kvjax.observation import Context, Needs
 from kvjax.policy import Policy
+from kvjax.policy_checks import check_policy
 
 
 def observe_each(

@@ -105,7 +105,7 @@ class LayerSteps:
         return self._run(state, tokens, x, block, phase)
 
     def shrink(self, state: DecodeState) -> DecodeState:
-        """Shrink the cache as :func:`models.steps.shrink` does, layer by layer where possible."""
+        """Shrink the cache as :func:`models.states.shrink` does, layer by layer where possible."""
         plan, cache = self.run.plan, state.cache
         if isinstance(cache, PagedCache) or (not plan.pages and plan.slots == plan.prompt_slots):
             return state

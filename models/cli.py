@@ -177,7 +177,8 @@ def add_mesh_flags(flags: argparse.ArgumentParser) -> None:
         'tensor=8'
     """
     flags.add_argument(
-        "--mesh", help="devices, such as data=2,tensor=4 (default: one device, or the tensor axis over all hosts')"
+        "--mesh",
+        help="devices, such as data=2,tensor=4 (default: one device, or tensor over all devices of several processes)",
     )
     hosts.add_flags(flags)
 
@@ -248,6 +249,8 @@ def _answer_all(flags: argparse.Namespace, loaded: Loaded, requests: list[Reques
         try:
             said = _json(flags, made_of, {"line": request.line} | _answer(flags, loaded, request))
         except ValueError as error:
+            if hosts.several():  # the others may not have it, and wait for this process
+                raise
             said, failed = json.dumps({"line": request.line, "error": commands.sentence(error)}), failed + 1
         print(said, flush=True)
     if counted:

@@ -529,11 +529,13 @@ def write_files(folder: Path, files: Mapping[str, bytes], stale: Iterable[str] =
         >>> [(path.name, path.read_text()) for path in folder.iterdir()]
         [('a.txt', '3')]
     """
+    if not hosts.first():
+        return
     folder.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
         for name, content in files.items():
             stack.enter_context(replacing(folder / name)).write_bytes(content)
-    for name in stale if hosts.first() else ():
+    for name in stale:
         (folder / name).unlink(missing_ok=True)
 
 

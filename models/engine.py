@@ -250,7 +250,6 @@ def generate(
         ((1, 4), [4], 19)
     """
     max_new_tokens = check_count("max_new_tokens", max_new_tokens, 1, "ask for at least 1")
-    block = check_count("block", block, 1, "a block has at least 1 token")
     options = Options(
         policy, budget, block, when, evict_every, select, sinks, page_size, max_new_tokens, cache_dtype=cache_dtype
     )
@@ -320,7 +319,6 @@ def stream(
         True
     """
     max_new_tokens = check_count("max_new_tokens", max_new_tokens, 1, "ask for at least 1")
-    block = check_count("block", block, 1, "a block has at least 1 token")
     options = Options(
         policy, budget, block, when, evict_every, select, sinks, page_size, max_new_tokens, False, cache_dtype
     )

@@ -24,13 +24,12 @@ from jaxtyping import Array, Int
 
 import kvjax
 from kvjax import PagedCache, Policy, Reconstruction, SplitCache
-from kvjax.block_checks import check_policy
 from kvjax.cache import Positions, dtypes_of
 from kvjax.chains import policy_of
 from kvjax.checks import MOST, check_count, is_known, plain, shown
 from kvjax.insertion import arrays_of
 from kvjax.making import excess_of_part, in_pages, most_held
-from kvjax.policy_checks import check_measured
+from kvjax.policy_checks import check_measured, check_policy
 from kvjax.quantise import Dtypes, DtypesLike, check_dtypes, is_quantised
 from kvjax.sources import Source
 from kvjax.window import observed

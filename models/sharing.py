@@ -202,8 +202,10 @@ def _observe(model: Decoder, given: CheckedPrompt, arms: Sequence[_Arm]) -> _See
     slots = max(arm.run.plan.prompt_slots for arm in arms)
     plans = [dataclasses.replace(arm.run.plan, prompt_slots=slots) for arm in arms]
     kinds = frozenset().union(*(plan.policy.needs.projections for plan in plans if plan.policy is not None))
-    shared: Any = dict(projection=projected(model, kinds, plans[0].heads))
-    runs = tuple(dataclasses.replace(arm.run, plan=plan, **shared) for arm, plan in zip(arms, plans, strict=True))
+    projection = projected(model, kinds, plans[0].heads)
+    runs = tuple(
+        dataclasses.replace(arm.run, plan=plan, projection=projection) for arm, plan in zip(arms, plans, strict=True)
+    )
     B = blocks.tokens.shape[1]
     cache = _start(runs, B)
     last: Any = np.zeros((B, 1, model.config.hidden_size), model.embedding[...].dtype)

@@ -75,29 +75,35 @@ def measure(
                 sums = iter([row.log_probability[-len(end) :].sum() for row, (_, end) in zip(found, ends, strict=True)])
                 correct = []
                 for sample in drawn:
-                    likely = np.array([next(sums) for _ in sample.choices]) / np.array(sample.sizes)
-                    correct.append(int(np.argmax(likely) == sample.right))
+                    told_of = np.array([next(sums) for _ in sample.choices])
+                    correct.append(int(choices.likeliest(sample, told_of) == sample.right))
                 rows.append({"task": task, **told, **_accuracy(correct)})
                 every += correct
             rows.append({"task": "all", **told, **_accuracy(every)})
     return rows
 
 
-def draw(corpus: choices.Corpus, tokenizer: Any, length: int, count: int, seed: int = 0) -> dict[str, list[Sample]]:
+def draw(
+    corpus: choices.Corpus, tokenizer: Any, length: int, count: int
+) -> tuple[dict[str, list[Sample]], dict[str, str]]:
     """Draw ``count`` samples of each task that can be made from the text at this length.
+
+    Returns:
+        The samples by task, and why each other task could not be made.
 
     Raises:
         ValueError: no task can be made from it.
     """
     found: dict[str, list[Sample]] = {}
+    missing: dict[str, str] = {}
     for task in choices.TASKS:
         try:
-            found[task] = [choices.draw(task, i, corpus, tokenizer, length, seed=seed) for i in range(count)]
-        except ValueError:
-            continue
+            found[task] = [choices.draw(task, i, corpus, tokenizer, length) for i in range(count)]
+        except ValueError as error:
+            missing[task] = str(error)
     if not found:
-        raise ValueError(f"no choice task of {length} tokens can be made from the text; give a longer text or --chunk.")
-    return found
+        raise ValueError("no choice task can be made: " + " ".join(missing.values()))
+    return found, missing
 
 
 def compare(results: Sequence[dict[str, Any]], against: str = "butler") -> list[dict[str, Any]]:
@@ -125,7 +131,7 @@ def table(results: Sequence[dict[str, Any]]) -> str:
         *((task, f"{{{task}:.2f}}") for task in tasks),
         ("95%", "{low:.2f}..{high:.2f}"),
     ]
-    note = f"\n{len(rows[0]['correct'])} samples; by chance 0.25, of section 0.50"
+    note = f"\n{len(rows[0]['correct'])} samples; {choices.BY_CHANCE}"
     return report.table(rows, cells, left=1) + note
 
 
@@ -158,7 +164,7 @@ def run(
     butler: models.Butler | None,
 ) -> dict[str, Any]:
     """Draw the samples that a command line asks for, choose, print the tables, and return the figures."""
-    samples = draw(choices.read_corpus(text), tokenizer, flags.chunk, flags.sequences or 20)
+    samples, missing = draw(choices.read_corpus(text), tokenizer, flags.chunk, flags.sequences or 20)
     with commands.progress_bar("sequence", total=steps(samples, chosen, sparsities)) as progress:
         results = measure(
             model, samples, chosen, sparsities, butler=butler, sinks=flags.sinks, heads=flags.heads, batch=flags.batch,
@@ -166,7 +172,7 @@ def run(
         )  # fmt: skip
         progress.set_description("done")
     comparisons = compare(results)
-    report.show(table(results), comparison_table(comparisons))
+    report.show(table(results), comparison_table(comparisons), *(f"{task}: {why}" for task, why in missing.items()))
     return {"results": results, "comparisons": comparisons}
 
 

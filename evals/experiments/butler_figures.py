@@ -304,12 +304,12 @@ def command(flags: argparse.Namespace) -> None:
             if selection.source is None:
                 raise ValueError(f"{selection.name!r} is not a source of importance; give sources only (figure 3).")
     selections.check_flags(flags)
+    evaluator.check_least(flags, sequences=1)
     text = texts.read_text(flags.text)
     model, tokenizer, butler = selections.load(flags, chosen)
     made_of = evaluator.made_of(model, tokenizer, butler)
     figures: dict[str, Any]
     if flags.figure == "choices":
-        evaluator.check_least(flags, sequences=1)
         figures = butler_choices.run(flags, text, model, tokenizer, chosen, sparsities, butler)
         told: dict[str, Any] = {"evaluation": "butler choices", "settings": evaluator.settings(flags)}
         report.write(flags, told | figures, made_of, lambda path: butler_choices.dots(figures["results"], path))

@@ -20,7 +20,9 @@ def retriever():
 
 @pytest.fixture(scope="module")
 def samples(retriever):
-    return butler_choices.draw(choices.read_corpus(TEXT), retriever[1], 256, 2)
+    samples, missing = butler_choices.draw(choices.read_corpus(TEXT), retriever[1], 256, 2)
+    assert list(missing) == ["section", "recall"]
+    return samples
 
 
 def test_only_tasks_that_the_text_has_are_drawn(samples):
@@ -64,7 +66,7 @@ def test_the_command_writes_figures_and_a_picture(tmp_path, capsys):
     assert [(row["task"], row["select"]) for row in figures["results"]] == [
         (task, select) for select in ("full", "streaming") for task in ("continuation", "all")
     ]
-    assert plot.stat().st_size > 0 and "by chance 0.25" in capsys.readouterr().out
+    assert plot.stat().st_size > 0 and "by chance: 0.25" in capsys.readouterr().out
 
 
 def test_windows_that_slide_are_refused(tmp_path, capsys):
