@@ -58,7 +58,7 @@ class Setting:
 
     @property
     def moments(self) -> tuple[str, int] | None:
-        """When the policy evicts (:func:`models.plan.moments`); None where nothing is evicted or it is simulated."""
+        """Return when the policy evicts (:func:`models.plan.moments`); None where nothing is, or it is simulated."""
         return None if self.when is None else plan.moments(self.selection.policy, self.when, self.evict_every)
 
     def row(self) -> dict[str, Any]:

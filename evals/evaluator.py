@@ -54,7 +54,7 @@ class Setting:
 
     @property
     def moments(self) -> tuple[str, int]:
-        """When the policy evicts (:func:`models.plan.moments`): the moment in the prompt, and the decode interval."""
+        """Return when the policy evicts (:func:`models.plan.moments`): in the prompt, and the decode interval."""
         return plan.moments(policy_of(self.policy), self.when, self.evict_every)
 
     def row(self) -> dict[str, Any]:

@@ -54,17 +54,17 @@ class Contest(NamedTuple):
 
     @property
     def live(self) -> Bool[Array, "*rows S"]:
-        """Mask of the slots that hold a token."""
+        """Return a mask of the slots that hold a token."""
         return self.position >= 0
 
     @property
     def total(self) -> Int[Array, "B"]:
-        """The slots of all heads together."""
+        """Return the slots of all heads together."""
         return jnp.sum(self.budget, axis=0) * self.heads
 
     @property
     def certain(self) -> Bool[Array, "*rows S"]:
-        """Mask of the slots that stay whatever the others score: protected, or holding all the weight of a head."""
+        """Return a mask of the slots that stay whatever the others score: protected, or with a head's whole weight."""
         return self.live & (self.scores > jnp.finfo(jnp.float32).max / 2)
 
     def sum(self, x: Array, scope: Scope) -> Array:

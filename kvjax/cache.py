@@ -210,7 +210,7 @@ class KVCache(Stored):
 
     @property
     def live(self) -> Array:
-        """Mask of the slots that hold a token, bool ``[*L, B, K, S]``."""
+        """Return a mask of the slots that hold a token, bool ``[*L, B, K, S]``."""
         return self.position >= 0
 
     @property

@@ -34,7 +34,7 @@ class Memory(NamedTuple):
 
     @property
     def total(self) -> int:
-        """The sum of all bytes, equal to the cache's ``nbytes``."""
+        """Return the sum of all bytes, equal to the cache's ``nbytes``."""
         return self.keys_values + self.positions + self.state + self.pages
 
 

@@ -142,12 +142,12 @@ class Observation(NamedTuple):
 
     @property
     def live(self) -> Array:
-        """Mask of the slots that hold a token, bool ``[B, K, S]``."""
+        """Return a mask of the slots that hold a token, bool ``[B, K, S]``."""
         return self.position >= 0
 
     @property
     def layer(self) -> int | Int[Array, ""]:
-        """The layer's number, 0 where none was given."""
+        """Return the layer's number, 0 where none was given."""
         return 0 if self.context.layer is None else self.context.layer
 
     @property

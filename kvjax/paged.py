@@ -147,7 +147,7 @@ class PagedCache(Stored):
 
     @property
     def num_slots(self) -> int:
-        """The most slots that one head can hold."""
+        """Return the most slots that one head can hold."""
         return self.table.shape[-1] * self.page_size
 
     @property
@@ -162,17 +162,17 @@ class PagedCache(Stored):
 
     @property
     def all_heads(self) -> int:
-        """The heads of a layer, with those on the other devices of a mesh."""
+        """Return the heads of a layer, with those on the other devices of a mesh."""
         return self.heads_shape[-1] * (1 if self.axis is None else jax.lax.axis_size(self.axis))
 
     @property
     def first_head(self) -> int | Int[Array, ""]:
-        """The number of its first head in the layer; not 0 only on a device of a mesh."""
+        """Return the number of its first head in the layer; not 0 only on a device of a mesh."""
         return 0 if self.axis is None else jax.lax.axis_index(self.axis) * self.heads_shape[-1]
 
     @property
     def live(self) -> Array:
-        """Mask of the slots that hold a token, bool ``[P, page]``."""
+        """Return a mask of the slots that hold a token, bool ``[P, page]``."""
         return self.position >= 0
 
     @property

@@ -95,7 +95,7 @@ class SplitCache:
 
     @property
     def ways(self) -> tuple[int, int]:
-        """The numbers of devices that split the rows, and the heads."""
+        """Return the numbers of devices that split the rows, and the heads."""
         rows, heads = self.parts.num_free.shape
         return rows, heads
 
@@ -107,12 +107,12 @@ class SplitCache:
 
     @property
     def position(self) -> Int[Array, "data tensor P page"]:
-        """The position of the token in each slot of the devices' pages, -1 where the slot is free."""
+        """Return the position of the token in each slot of the devices' pages, -1 where the slot is free."""
         return self.parts.position
 
     @property
     def num_slots(self) -> int:
-        """The most slots that one head can hold."""
+        """Return the most slots that one head can hold."""
         return self.parts.table.shape[-1] * self.page_size
 
     @property
@@ -122,17 +122,17 @@ class SplitCache:
 
     @property
     def num_pages(self) -> int:
-        """The pages of each device's pool, owned or free."""
+        """Return the pages of each device's pool, owned or free."""
         return self.parts.num_pages
 
     @property
     def positions(self) -> Positions:
-        """The positions that keys are rotated to; see :meth:`kvjax.KVCache.init`."""
+        """Return the positions that keys are rotated to; see :meth:`kvjax.KVCache.init`."""
         return self.parts.positions
 
     @property
     def next_position(self) -> Int[Array, "B"]:
-        """The absolute position of each row's next token."""
+        """Return the absolute position of each row's next token."""
         return _next_position(self)
 
     @property

@@ -41,7 +41,7 @@ class Asked(NamedTuple):
 
     @property
     def digest(self) -> str:
-        """A checksum of the text, by which an answer is known to be this prompt's."""
+        """Return a checksum of the text, by which an answer is known to be this prompt's."""
         return f"{zlib.crc32(self.prompt.encode()):08x}"
 
 

@@ -211,7 +211,7 @@ class Engine:
 
     @property
     def cache(self) -> AnyCache:
-        """The cache of all rows, valid until the next step."""
+        """Return the cache of all rows, valid until the next step."""
         return self._state.cache
 
     @property

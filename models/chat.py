@@ -108,17 +108,17 @@ class Conversation:
 
     @property
     def seen(self) -> int:
-        """The number of tokens that have been fed to the model."""
+        """Return the number of tokens that have been fed to the model."""
         return 0 if self.now.cache is None else int(self.now.cache.next_position[0])
 
     @property
     def held(self) -> int:
-        """The number of tokens in the fullest head."""
+        """Return the number of tokens in the fullest head."""
         return 0 if self.now.cache is None else int(self.now.cache.num_live.max())
 
     @property
     def nbytes(self) -> int:
-        """The size of the cache in bytes."""
+        """Return the size of the cache in bytes."""
         return 0 if self.now.cache is None else self.now.cache.nbytes
 
     def answer(self, text: str) -> Iterator[str]:

@@ -255,24 +255,24 @@ class Config:
 
     @property
     def distinct_ropes(self) -> tuple[Rope, ...]:
-        """The rotary embeddings of all layers, each once; ``rope`` is the first."""
+        """Return the rotary embeddings of all layers, each once; ``rope`` is the first."""
         return tuple(dict.fromkeys((self.rope, *(rope for rope in self.ropes if rope is not None))))
 
     @property
     def dense_layers(self) -> tuple[int, ...]:
-        """The numbers of the layers with one feed-forward network."""
+        """Return the numbers of the layers with one feed-forward network."""
         sparse = set(self.sparse_layers)
         return tuple(layer for layer in range(self.num_layers) if layer not in sparse)
 
     @property
     def sparse_layers(self) -> tuple[int, ...]:
-        """The numbers of the layers with experts."""
+        """Return the numbers of the layers with experts."""
         dense_sizes = self.dense_sizes or (None,) * self.num_layers
         return tuple(layer for layer, size in enumerate(dense_sizes) if self.num_experts and size is None)
 
     @property
     def dense_size(self) -> int:
-        """The size of the one feed-forward network of layers without experts."""
+        """Return the size of the one feed-forward network of layers without experts."""
         return next((size for size in self.dense_sizes if size is not None), self.intermediate_size)
 
 

@@ -26,7 +26,7 @@ class LayerCaches:
 
     @property
     def next_position(self) -> Int[Array, "B"]:
-        """The absolute position of each row's next token."""
+        """Return the absolute position of each row's next token."""
         return self.layers[0].next_position
 
     @property
@@ -41,7 +41,7 @@ class LayerCaches:
 
     @property
     def position(self) -> Int[Array, "L B K S"]:
-        """The position of the token in each slot, -1 where the slot is free."""
+        """Return the position of the token in each slot, -1 where the slot is free."""
         return jnp.stack([cache.position for cache in self.layers])
 
     @property
@@ -56,12 +56,12 @@ class LayerCaches:
 
     @property
     def key_scale(self) -> Float[Array, "L B K S"] | None:
-        """The scales of keys of eight bits: a copy; None where keys are floats."""
+        """Return the scales of keys of eight bits: a copy; None where keys are floats."""
         return _stacked_if_any([cache.key_scale for cache in self.layers])
 
     @property
     def value_scale(self) -> Float[Array, "L B K S"] | None:
-        """The scales of values of eight bits: a copy; None where values are floats."""
+        """Return the scales of values of eight bits: a copy; None where values are floats."""
         return _stacked_if_any([cache.value_scale for cache in self.layers])
 
     @property
@@ -71,12 +71,12 @@ class LayerCaches:
 
     @property
     def num_live(self) -> Int[Array, "L B K"]:
-        """The number of tokens that each head holds."""
+        """Return the number of tokens that each head holds."""
         return jnp.sum(self.live, axis=-1, dtype=jnp.int32)
 
     @property
     def state(self) -> Any:
-        """The policy's state of all layers: a copy."""
+        """Return the policy's state of all layers: a copy."""
         return jax.tree.map(lambda *leaves: jnp.stack(leaves), *(cache.state for cache in self.layers))
 
     @property
@@ -86,7 +86,7 @@ class LayerCaches:
 
     @property
     def nbytes(self) -> int:
-        """The size of the caches in bytes."""
+        """Return the size of the caches in bytes."""
         return sum(cache.nbytes for cache in self.layers) - (len(self.layers) - 1) * self.next_position.nbytes
 
     def layer(self, index: int) -> KVCache:
@@ -95,7 +95,7 @@ class LayerCaches:
 
     @property
     def slots(self) -> KVCache:
-        """The positions in all layers' slots, stacked, without keys and values: enough to decide what to evict."""
+        """Return the positions of all layers, stacked, without keys and values: enough to decide what to evict."""
         position = self.position
         nothing = jnp.zeros((*position.shape, 0))
         return KVCache(nothing, nothing, position, self.next_position)

@@ -96,12 +96,12 @@ class Plan:
 
     @property
     def several(self) -> Mesh | AbstractMesh | None:
-        """The mesh if it has several devices, whose pages are then split; else None."""
+        """Return the mesh if it has several devices, whose pages are then split; else None."""
         return None if self.mesh is None or self.mesh.size == 1 else self.mesh
 
     @property
     def ways(self) -> tuple[int, int]:
-        """The numbers of devices that split the rows, and the heads of each layer."""
+        """Return the numbers of devices that split the rows, and the heads of each layer."""
         return ways_of(self.mesh) or (1, 1)
 
 
@@ -120,7 +120,7 @@ class Kept(NamedTuple):
 
     @property
     def most(self) -> int:
-        """The number of tokens in its fullest head."""
+        """Return the number of tokens in its fullest head."""
         return int(self.held.max())
 
 
@@ -163,7 +163,7 @@ class CheckedPrompt(NamedTuple):
 
     @property
     def start(self) -> np.ndarray:
-        """The position of each row's first token."""
+        """Return the position of each row's first token."""
         return np.zeros_like(self.lengths) if self.kept is None else self.kept.start
 
     @property
@@ -173,7 +173,7 @@ class CheckedPrompt(NamedTuple):
 
     @property
     def most(self) -> int:
-        """The number of tokens in the fullest head after the prompt, as long as nothing is evicted."""
+        """Return the number of tokens in the fullest head after the prompt, as long as nothing is evicted."""
         return self.tokens.shape[1] + (0 if self.kept is None else self.kept.most)
 
 

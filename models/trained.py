@@ -43,7 +43,7 @@ class Kind(NamedTuple):
 
     @property
     def files(self) -> tuple[str, str]:
-        """The names of both files: the weights and the config."""
+        """Return the names of both files: the weights and the config."""
         return f"{self.name}.safetensors", f"{self.name}.json"
 
 

@@ -81,7 +81,7 @@ def joined(outputs: Sequence[Any]) -> list[Any]:
 
 
 def execute(source: Path, timeout: int) -> Any:
-    """The notebook of a source with its outputs, run in a new kernel.
+    """Return the notebook of a source with its outputs, run in a new kernel.
 
     Raises:
         ValueError: a cell failed, or its output is unfit.
@@ -101,10 +101,8 @@ def execute(source: Path, timeout: int) -> Any:
     except CellExecutionError as error:
         plain = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip()
         raise ValueError(f"{source.name}: {plain}") from None
-    except (
-        DeadKernelError,
-        AssertionError,
-    ):  # the latter is nbclient's own, when it clears up behind a dead kernel
+    # AssertionError is nbclient's own, when it clears up behind a dead kernel.
+    except (DeadKernelError, AssertionError):
         raise ValueError(
             f"{source.name}: its kernel died, perhaps for want of memory; run it again alone."
         ) from None
@@ -119,7 +117,7 @@ def execute(source: Path, timeout: int) -> Any:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command; returns its exit code."""
+    """Run the command; return its exit code."""
     flags = argparse.ArgumentParser(
         prog="python notebooks/run.py",
         description="Checks that the notebooks are pairs and executes them.",

@@ -35,7 +35,7 @@ from jaxtyping import Array, Float, Int
 
 from evals import selections
 from kernels_pallas import mse_logits
-from models import commands
+from models import commands, hosts
 from models.butler import (
     KIND,
     SOURCES,
@@ -218,7 +218,7 @@ def measure(
     together = max(1, TOKENS_AT_ONCE // rows.shape[1])
     for start in range(0, len(rows), together):
         found = selections.hits(model, rows[start : start + together], source, 1 - budget, butler=butler)
-        made.append([np.asarray(x)[1:] for x in loop.everywhere(found, model)])
+        made.append([hosts.fetched(x)[1:] for x in found])
     share, mass = (np.concatenate(parts, axis=1) for parts in zip(*made, strict=True))  # [L - 1, R, T]
     return {"hit_rate": share.mean((1, 2)), "token_accuracy": share[..., -1].mean(1), "mass": mass.mean((1, 2))}
 

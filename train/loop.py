@@ -188,14 +188,6 @@ def init_state(make: Callable[[], Parameters], settings: Settings, mesh: Mesh) -
     return State(parameters, optimizer, key)
 
 
-def everywhere(arrays: Any, model: Decoder) -> Any:
-    """Return arrays that were computed from a model in a form that every process can read."""
-    sharding = model.embedding[...].sharding
-    if jax.process_count() == 1 or not isinstance(sharding, NamedSharding):
-        return arrays
-    return jax.jit(lambda x: x, out_shardings=NamedSharding(sharding.mesh, PartitionSpec()))(arrays)
-
-
 def make_step(
     objective: Callable[[Decoder, Parameters, Array, Array], Array], settings: Settings, mesh: Mesh
 ) -> Callable[[Decoder, State, Array, int], tuple[State, Array, Array]]:

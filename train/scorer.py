@@ -38,7 +38,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from kernels_pallas.softmax import grouped_logits, scaled
-from models import commands
+from models import commands, hosts
 from models.butler import attention_in_chunks
 from models.config import Config
 from models.decoder import Decoder
@@ -241,7 +241,9 @@ def measure(
     parameters = {name: getattr(scorer, name)[...] for name in parameter_shapes(scorer.config)}
     made = []
     for row in rows:
-        both = loop.everywhere(_predicted_and_true(model, parameters, row[None], scorer.config, target, words), model)
+        both = jax.tree.map(
+            hosts.fetched, _predicted_and_true(model, parameters, row[None], scorer.config, target, words)
+        )
         predicted, true = (np.asarray(x, np.float64)[:, 0, :-1] for x in both)  # [L, T - 1, K]
         error = (predicted - true) ** 2
         spread = np.maximum(((true - true.mean(axis=1, keepdims=True)) ** 2).mean(axis=1), 1e-12)
@@ -326,7 +328,7 @@ def train(
 
     def init() -> State:
         row, _ = next(corpus.rows(None))
-        start = loop.everywhere(mean_logarithms(model, row[None], target, words), model)
+        start = jax.tree.map(hosts.fetched, mean_logarithms(model, row[None], target, words))
         return init_state(config, settings, start, mesh)
 
     def figures(parameters: Parameters) -> dict[str, np.ndarray]:
