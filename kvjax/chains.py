@@ -12,7 +12,7 @@ from kvjax.allocation import parse_allocation
 from kvjax.checks import check_count, typed
 from kvjax.names import called, makers, registered
 from kvjax.observation import Needs, Observation, Weights
-from kvjax.policy import Moments, Policy, Protection, PyTree, Scores, allocated, computed
+from kvjax.policy import Moments, Policy, Protection, PyTree, Scores, allocated, as_scores
 from kvjax.reconstruction import Reconstruction
 
 
@@ -146,7 +146,7 @@ def chain(*links: Policy) -> Policy:
         states = []
         for link, link_state in zip(links, state, strict=True):
             if link.update is not unchanged:
-                scores, link_state = link.update(computed(scores, observation), link_state, observation)
+                scores, link_state = link.update(as_scores(scores, observation), link_state, observation)
             states.append(link_state)
         return scores, tuple(states)
 

@@ -17,7 +17,7 @@ from kvjax.eviction import Budget, Evidence
 from kvjax.insertion import Cache, batch_rows, checked_block, next_positions, up_to, within
 from kvjax.observation import Context, Needs, Observation, Weights
 from kvjax.paged import PagedCache
-from kvjax.policy import Policy, joined, mark_protected, update_scores
+from kvjax.policy import Policy, mark_protected, scores_of_weights, update_scores
 from kvjax.turning import next_index, turn_to_index, turn_to_rank
 from kvjax.window import join, observed
 
@@ -230,5 +230,5 @@ def with_scores(evidence: Evidence, here: KVCache) -> Evidence:
     if not isinstance(evidence.scores, Weights):
         return evidence
     value = jax.lax.stop_gradient(floats_of(here).value)
-    scores = joined(evidence.scores, value, here.live, evidence.protected)
+    scores = scores_of_weights(evidence.scores, value, here.live, evidence.protected)
     return dataclasses.replace(evidence, scores=scores)

@@ -184,7 +184,7 @@ def retention_scores(policy: Policy, state: PyTree, observation: Observation) ->
     observation = mark_protected(policy, observation)
     scores, state = update_scores(policy, state, observation)
     if isinstance(scores, Weights):
-        scores = joined(scores, observation.value, observation.live, observation.protected)
+        scores = scores_of_weights(scores, observation.value, observation.live, observation.protected)
     return scores, state
 
 
@@ -196,21 +196,21 @@ def update_scores(
     scores, state = policy.update(nothing, state, observation)
     if isinstance(scores, Weights) and policy.heads != "layer":
         return scores, state
-    scores = computed(scores, observation)
+    scores = as_scores(scores, observation)
     if policy.heads == "layer":
         heads = scores.shape[1] * scores.shape[2]  # divided before the sum, which overflows for the largest floats
         scores = jnp.broadcast_to(jnp.sum(scores / heads, axis=(1, 2), keepdims=True), scores.shape)
     return jnp.where(observation.protected, jnp.inf, jnp.mean(scores, axis=2)), state
 
 
-def computed(scores: Scores | Weights, observation: Observation) -> Scores:
+def as_scores(scores: Scores | Weights, observation: Observation) -> Scores:
     """Return the scores as the next link reads them: computed, if they are still :class:`kvjax.Weights`."""
     if not isinstance(scores, Weights):
         return scores
-    return joined(scores, observation.value, observation.live, None)[:, :, None]
+    return scores_of_weights(scores, observation.value, observation.live, None)[:, :, None]
 
 
-def joined(
+def scores_of_weights(
     weights: Weights,
     value: Float[Array, "B K S D"],
     live: Bool[Array, "B K S"],
