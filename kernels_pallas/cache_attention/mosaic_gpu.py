@@ -6,8 +6,8 @@ takes tiles of slots in turn with the other programs of its rows. A program of t
 one query head, so that the sums over queries stay inside a warp. Layouts are given by name: JAX would search for them,
 and the search is exponential in what is left open.
 
-No GPU has run these kernels yet. They are interpreted against the definition, with a search for races, and lowered for
-CUDA; "auto" does not take them.
+No GPU has run these kernels yet. They are interpreted against the definition, with a search for races, and compiled to
+machine code; "auto" does not take them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kernels_pallas.softmax import of_parts, scaled
 
 TILE = 64  # rows of a wgmma, and slots or queries of a tile
 STAGES = 4  # tiles of keys and values on their way to shared memory
-PROGRAMS = 132  # one for each multiprocessor of an H100 or H200, as shared memory has room for one
+PROGRAMS = 132  # one for each multiprocessor of an H100 or H200, whose shared memory has room for one at head dim 128
 _DESCRIPTION = (POSITION, IS_LAST, IN_WINDOW)
 _OF_GROUP = "window_group_square"  # the statistic that is one number for all heads of a group
 _MATRIX = plgpu.Layout.WGMMA
@@ -71,7 +71,7 @@ def of_heads(query, about, span, key, value, key_position, layer, *, rounded, na
     own = _padded(jnp.tile(about[:, :, POSITION], (1, G)), TILE, -1)
     rows = _padded(query.reshape(H, R, D), TILE, 0, axis=1)
     blocks = rows.shape[1] // TILE
-    splits = min(pl.cdiv(PROGRAMS, H * blocks), pl.cdiv(tiles, STAGES))
+    splits = min(max(PROGRAMS // (H * blocks), 1), pl.cdiv(tiles, STAGES))
     one_query = T == 1 and bool(names)  # its logits take no more memory than the statistics, which follow from them
     options = dict(scale=scale, soft_cap=soft_cap)
     acc, peak, total, *logits = plgpu.kernel(
@@ -122,21 +122,22 @@ def _statistics(query, softmax, about, span, layer, place, key, names, options, 
     for some, own_heads in ((of_head, 1), (of_group, G)):
         if not some:
             continue
+        # Whole tiles: a GPU cuts the copy of a vector at the end of the array, not of its row as the interpreter does.
         found = plgpu.kernel(
             functools.partial(_reduce, heads=(H, H // B, own_heads), names=some, **options),
-            out_type=[jax.ShapeDtypeStruct((H, G // own_heads, S), jnp.float32)] * len(some),
+            out_type=[jax.ShapeDtypeStruct((H, G // own_heads, place.shape[1]), jnp.float32)] * len(some),
             scratch_types=dict(
                 k=plgpu.SMEM((TILE, D), query.dtype, transforms=_SWIZZLED),
                 place=plgpu.SMEM((TILE,), jnp.int32),
                 results=[plgpu.SMEM((TILE,), jnp.float32)] * len(some),
                 ready=plgpu.Barrier(num_arrivals=2),
             ),
-            grid=(H, G // own_heads, pl.cdiv(S, TILE)),
+            grid=(H, G // own_heads, place.shape[1] // TILE),
             grid_names=("head", "query_head", "tile"),
             kernel_name="cache_statistics",
             interpret=interpret or None,
         )(span, layer, first, windows, query, about, softmax, place, key)
-        columns |= dict(zip(some, found, strict=True))
+        columns |= dict(zip(some, (column[:, :, :S] for column in found), strict=True))
     return columns
 
 

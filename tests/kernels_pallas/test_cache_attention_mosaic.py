@@ -96,6 +96,13 @@ def test_by_name_it_lowers_for_cuda(sizes, names, span, kernels):
     assert text.count("@mosaic_gpu_v2") == kernels and "triton" not in text
 
 
+def test_vectors_are_stored_in_whole_tiles():
+    """The interpreter cuts a vector at the end of its row; a GPU would write on into the next row."""
+    text = lowered("cuda", attend(("sum", "window_group_square"), None, **BY_NAME), *shapes(*TARGETS[3][0]))
+    results = [line.rpartition("->")[2] for line in text.splitlines() if "@mosaic_gpu_v2" in line]
+    assert len(results) == 3 and "1024xf32" in results[1] and not any("1000xf32" in line for line in results)
+
+
 def test_auto_does_not_take_what_no_gpu_has_run():
     sizes, names, span, _ = TARGETS[0]
     text = lowered("cuda", attend(names, span), *shapes(*sizes))
