@@ -17,13 +17,13 @@ from jax.typing import DTypeLike
 from benchmarks import butler, floors, measure, steps
 from benchmarks.shapes import PUBLISHED, names_of, shape
 from evals import evaluator, report
-from kernels_pallas.dispatch import Kernel, kernels_of, of_layer, platform
+from kernels_pallas.dispatch import BY_NAME_ONLY, Kernel, kernels_of, of_layer, platform
 from models import commands
 from models.butler import ButlerConfig
 from models.config import Config
 
 OPERATIONS = ("caote_topk", "cache_attention", "paged_attention", "select_attention", "mse_logits")
-IMPLEMENTATIONS = ("reference", "pallas_gpu", "pallas_tpu")
+IMPLEMENTATIONS = ("reference", "pallas_gpu", "pallas_mosaic_gpu", "pallas_tpu")
 STATISTICS = frozenset({"sum", "last"})  # read by H2O and SAGE-KV; a block's other statistics cost the same pass
 PAGE_SIZE = 16
 BEYOND_CACHES = 2**29  # bytes that a loop reads before it returns to a layer, so that no hardware cache holds them
@@ -223,14 +223,14 @@ def _mse_logits(config: Config, B: int, T: int, *, causal: bool) -> Case:
 
 
 def implementations_here(operation: str) -> list[str]:
-    """Return the reference, this device's kernel if there is one, and for the loss the materialised form.
+    """Return the reference, the kernel that "auto" takes on this device, and for the loss the materialised form.
 
     Example:
         >>> from benchmarks import kernels
         >>> kernels.implementations_here("mse_logits")
         ['reference', 'materialised']
     """
-    able = [name for name, kernel in _kernels(operation).items() if kernel.platform == platform()]
+    able = [n for n, kernel in _kernels(operation).items() if kernel.platform == platform() and n not in BY_NAME_ONLY]
     return ["reference", *able, *(["materialised"] if operation == "mse_logits" else [])]
 
 
@@ -239,7 +239,7 @@ def _kernels(operation: str) -> dict[str, Kernel]:
 
 
 def chosen_implementations(asked: str, operation: str, *, interpret: bool) -> list[str]:
-    """Return the implementations of an operation to run; "auto" stands for all that can run here.
+    """Return the implementations of an operation to run; "auto" stands for all that "auto" takes here.
 
     Raises:
         ValueError: an implementation does not exist, or cannot run on this device.
@@ -251,10 +251,11 @@ def chosen_implementations(asked: str, operation: str, *, interpret: bool) -> li
     for name in commands.split_list(asked):
         if name not in IMPLEMENTATIONS:
             raise ValueError(f"unknown implementation {name!r}; expected auto, {', '.join(IMPLEMENTATIONS)}.")
-        if name in here or (interpret and name in _kernels(operation)):
+        kernel = _kernels(operation).get(name)
+        if name in here or (kernel is not None and (interpret or kernel.platform == platform())):
             found.append(name)
         elif not interpret:
-            machine = name.removeprefix("pallas_")
+            machine = name.rpartition("_")[2]
             able = ", ".join(["auto", *(n for n in IMPLEMENTATIONS if n in here)])
             if machine != platform():
                 raise ValueError(
@@ -271,10 +272,14 @@ def function_of(operation: str, implementation: str, *, interpret: bool) -> Call
     if interpret and implementation != "reference":
         kernel = _kernels(operation)[implementation]
         how: Any = True
-        if kernel.platform == "tpu":
+        if kernel.file == "tpu":
             from jax.experimental.pallas import tpu
 
             how = tpu.InterpretParams()
+        elif kernel.file == "mosaic_gpu":
+            from jax.experimental.pallas import mosaic_gpu
+
+            how = mosaic_gpu.InterpretGPUParams()
         return functools.partial(kernel.run, interpret=how)
     api = importlib.import_module(f"kernels_pallas.{operation}.api")
     return functools.partial(getattr(api, operation), implementation=implementation)

@@ -13,12 +13,14 @@ from jaxtyping import Array, Int
 
 from kernels_pallas.prepare import with_derivative_of
 
-# The one table of kernels: "pallas_<platform>" is each operation's file kernels_pallas/<operation>/<platform>.py.
-Implementation = Literal["auto", "reference", "pallas_tpu", "pallas_gpu"]
+# The one table of kernels: "pallas_<file>" is each operation's file kernels_pallas/<operation>/<file>.py. A file's name
+# ends with its platform.
+Implementation = Literal["auto", "reference", "pallas_tpu", "pallas_gpu", "pallas_mosaic_gpu"]
+BY_NAME_ONLY = ("pallas_mosaic_gpu",)  # no device has run these kernels yet, so "auto" does not take them
 
 
 class Kernel(NamedTuple):
-    """An operation's kernel for a platform, called like the reference; its module is imported when it runs.
+    """An operation's kernel in a file, called like the reference; its module is imported when it runs.
 
     The module has two functions. ``unsupported`` takes the same arguments and returns the reason why the kernel can't
     run, or None. ``of_heads`` is called by the operation's ``heads.on_heads`` with the arrays of the heads on one
@@ -26,7 +28,12 @@ class Kernel(NamedTuple):
     """
 
     operation: str
-    platform: str
+    file: str
+
+    @property
+    def platform(self) -> str:
+        """Return the platform that the kernel runs on: the last word of its file's name."""
+        return self.file.rpartition("_")[2]
 
     def run(self, *args: Any, interpret: Any = False, **options: Any) -> Any:
         """Run the kernel, with the reference's derivative.
@@ -36,7 +43,7 @@ class Kernel(NamedTuple):
         """
         kernel, heads, reference = (
             importlib.import_module(f"kernels_pallas.{self.operation}.{name}")
-            for name in (self.platform, "heads", "reference")
+            for name in (self.file, "heads", "reference")
         )
         reason = kernel.unsupported(*args, **options)
         if reason is not None:
@@ -61,7 +68,7 @@ def kernels_of(operation: str) -> dict[str, Kernel]:
         if name.startswith("pallas_")
     }
     folder = f"kernels_pallas.{operation}"
-    return {name: k for name, k in kernels.items() if importlib.util.find_spec(f"{folder}.{k.platform}") is not None}
+    return {name: k for name, k in kernels.items() if importlib.util.find_spec(f"{folder}.{k.file}") is not None}
 
 
 def dispatch(
@@ -70,7 +77,7 @@ def dispatch(
     """Run the reference or a kernel.
 
     "auto" takes the platform's kernel, or the reference where there is none or the kernel raises
-    NotImplementedError. An implementation given by name runs or raises.
+    NotImplementedError; it takes none of ``BY_NAME_ONLY``. An implementation given by name runs or raises.
 
     Raises:
         ValueError: if the implementation does not exist or is not for this platform.
@@ -84,7 +91,7 @@ def dispatch(
     here = platform()
     able = [name for name, kernel in kernels.items() if kernel.platform == here]
     if implementation == "auto":
-        for name in able:
+        for name in (name for name in able if name not in BY_NAME_ONLY):
             try:
                 return kernels[name].run(*args, **options)
             except NotImplementedError:
@@ -165,3 +172,19 @@ def platform() -> str:
     device = jax.sharding.get_abstract_mesh().abstract_device or jax.config.jax_default_device
     name = jax.default_backend() if device is None else getattr(device, "platform", device)
     return "gpu" if name in ("cuda", "rocm") else name
+
+
+def compute_capability() -> int | None:
+    """Return the compute capability of the GPU that a function traced now will run on, 90 for 9.0; None without one.
+
+    Example:
+        >>> from kernels_pallas.dispatch import compute_capability
+        >>> compute_capability() is None or compute_capability() > 50
+        True
+    """
+    from jax.experimental.pallas import triton
+
+    try:
+        return triton.get_gpu_info().compute_capability  # of the abstract device, if there is one
+    except (AttributeError, ValueError):  # JAX 0.11 does not say; without a GPU a kernel is interpreted
+        return None

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Real
 
+from kernels_pallas.dispatch import compute_capability
+
 EIGHT_BITS = ("int8", "float8_e4m3fn")
 FLOAT8_FROM = 89  # Triton converts float8_e4m3fn from compute capability 8.9 on (Ada, Hopper)
 
@@ -72,20 +74,10 @@ def unread_on_gpu(*rows: Any) -> str | None:
         return "keys and values are side by side in one array, but the kernels take two"
     if all(x.dtype != "float8_e4m3fn" for x in rows):
         return None
-    capability = _compute_capability()
+    capability = compute_capability()
     if capability is None or capability >= FLOAT8_FROM:
         return None
     return (
         f"rows are float8_e4m3fn, which Triton reads from compute capability {FLOAT8_FROM / 10} on, and this GPU has "
         f"{capability / 10}"
     )
-
-
-def _compute_capability() -> int | None:
-    """Return the compute capability that a program traced now is for, 90 for 9.0; None where no GPU says one."""
-    from jax.experimental.pallas import triton
-
-    try:
-        return triton.get_gpu_info().compute_capability  # of the abstract device, if there is one
-    except (AttributeError, ValueError):  # JAX 0.11 does not say; without a GPU the kernel is interpreted
-        return None

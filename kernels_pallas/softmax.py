@@ -100,3 +100,21 @@ def weighted_values(
     out = jnp.einsum("bkqs,bksd->bkqd", rows, value, preferred_element_type=weights.dtype)
     out = out.reshape(B, K, G, T, -1) / total
     return jnp.moveaxis(out, 3, 1).reshape(B, T, K * G, -1)
+
+
+def of_parts(
+    acc: Float[Array, "H parts R D"], peak: Float[Array, "H parts R"], total: Float[Array, "H parts R"]
+) -> tuple[Float[Array, "H R D"], Float[Array, "H R"], Float[Array, "H R"]]:
+    """Combine the parts of a softmax whose slots programs have shared out: its output, largest logit and sum.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from kernels_pallas.softmax import of_parts
+        >>> acc, peak, total = jnp.array([[[[1.0]], [[6.0]]]]), jnp.zeros((1, 2, 1)), jnp.array([[[1.0], [3.0]]])
+        >>> [x.tolist() for x in of_parts(acc, peak, total)]
+        [[[[1.75]]], [[0.0]], [[4.0]]]
+    """
+    whole_peak = jnp.max(peak, axis=1)
+    share = jnp.exp(peak - whole_peak[:, None])
+    whole_total = jnp.maximum(jnp.sum(share * total, axis=1), jnp.finfo(jnp.float32).tiny)
+    return jnp.sum(share[..., None] * acc, axis=1) / whole_total[..., None], whole_peak, whole_total

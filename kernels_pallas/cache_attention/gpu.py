@@ -24,7 +24,7 @@ from jaxtyping import Array, Float, Int
 from kernels_pallas.cache_attention.queries import IN_WINDOW, IS_LAST, POSITION, UNSEEN, first_entering, of_weights
 from kernels_pallas.eight_bits import filler, unread, unread_on_gpu, widened
 from kernels_pallas.prepare import Rounded
-from kernels_pallas.softmax import scaled
+from kernels_pallas.softmax import of_parts, scaled
 
 PROGRAMS = 264  # two for each multiprocessor of an H100 or H200
 FINISHED = 512  # slots of a program that combines the sums of a single query
@@ -157,10 +157,7 @@ def attend_heads(
             name=f"{name}_combined",
         )(about, key_position, acc, peak, total, *logits)
         return (out.reshape(B, K, G, T, D), *(column.reshape(B, K, -1, S) for column in columns))
-    whole_peak = jnp.max(peak, axis=1)  # [H, R]
-    share = jnp.exp(peak - whole_peak[:, None])
-    whole_total = jnp.maximum(jnp.sum(share * total, axis=1), _TINY)
-    out = jnp.sum(share[..., None] * acc, axis=1) / whole_total[..., None]
+    out, whole_peak, whole_total = of_parts(acc, peak, total)
     out = out.astype(query.dtype).reshape(B, K, T, G, D).swapaxes(2, 3)
     if not names:
         return (out,)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kernels_pallas import dispatch
 from kernels_pallas.caote_topk import reference
 from kernels_pallas.dispatch import Kernel
 from kernels_pallas.prepare import with_derivative_of
@@ -58,3 +59,19 @@ def test_numbers_among_the_options_are_traced_too(jitted):
     run = (lambda f: jax.jit(f)) if jitted else (lambda f: f)
     assert run(lambda x, n: both(x, n=n, how="kernel"))(jnp.float32(3), jnp.int32(5)) == 8
     assert run(jax.grad(lambda x, n: both(x, n=n, how="kernel")))(jnp.float32(3), jnp.int32(5)) == 30
+
+
+def test_the_platform_is_the_last_word_of_a_files_name():
+    assert Kernel("cache_attention", "mosaic_gpu").platform == Kernel("cache_attention", "gpu").platform == "gpu"
+
+
+def test_auto_takes_no_kernel_that_is_run_by_name_only(monkeypatch):
+    monkeypatch.setattr(dispatch, "platform", lambda: "gpu")
+    ran = []
+    kernels = {
+        name: types.SimpleNamespace(platform="gpu", run=lambda name=name: ran.append(name))
+        for name in ("pallas_mosaic_gpu", "pallas_gpu")
+    }
+    for implementation in ("auto", "pallas_mosaic_gpu"):
+        dispatch.dispatch(implementation, lambda: ran.append("reference"), kernels)
+    assert ran == ["pallas_gpu", "pallas_mosaic_gpu"]

@@ -1,0 +1,162 @@
+"""The kernels for Hopper GPUs: interpreted against NumPy float64 while races are looked for, and lowered for CUDA."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import AbstractDevice
+
+from kernels_pallas import STATISTICS, cache_attention
+from kernels_pallas.cache_attention import mosaic_gpu, reference
+from kernels_pallas.dispatch import Kernel
+from tests.kernels_pallas.targets import lowered, needs_gpu, on_device
+from tests.kernels_pallas.test_cache_attention import Case, case, statistics
+from tests.kernels_pallas.test_cache_attention_kernels import options_of, shapes
+from tests.kvjax.definitions import block_weights, weighted_values
+
+RUN = Kernel("cache_attention", "mosaic_gpu").run
+BY_NAME = dict(implementation="pallas_mosaic_gpu")
+
+
+def rounded(given: Case, dtype: str) -> Case:
+    """The case with keys and values of 16 bits; what free slots hold must not matter."""
+    free = (given.key_position < 0)[..., None]
+    stale = dict(query=given.query, key=np.where(free, np.nan, given.key), value=np.where(free, np.inf, given.value))
+    return given._replace(**{name: jnp.asarray(x, dtype) for name, x in stale.items()})
+
+
+def check(given: Case, run=RUN, **options) -> None:
+    """Compare the output and all statistics with those of the definition in float64."""
+    options = options_of(given, **options)
+    out, columns = jax.jit(functools.partial(run, **options))(*map(jnp.asarray, given))
+    assert out.dtype == given.query.dtype
+    free = (given.key_position < 0)[..., None]
+    query, key, value = (np.asarray(x, np.float32) for x in given[:3])
+    span = {name: options[name] for name in ("sliding_window", "soft_cap") if options.get(name) is not None}
+    key, value = np.where(free, 0, key), np.where(free, 0, value)
+    weights = block_weights(query, key, given.key_position, given.query_position, scale=options["scale"], **span)
+    expected = weighted_values(weights, value, given.key_position)
+    np.testing.assert_allclose(np.asarray(out, np.float64), expected, rtol=2e-2, atol=2e-2)
+    for name, column in statistics(weights, given, options["window"]).items():
+        np.testing.assert_allclose(getattr(columns, name), column, rtol=1e-4, atol=5e-6, err_msg=name)
+
+
+interpreted = functools.partial(RUN, interpret=plgpu.InterpretGPUParams(detect_races=True))
+
+
+def test_a_block_with_all_statistics(monkeypatch):
+    """Three tiles of queries and of slots, the last ones not full, in a pipeline of two places."""
+    monkeypatch.setattr(mosaic_gpu, "PROGRAMS", 1)
+    monkeypatch.setattr(mosaic_gpu, "STAGES", 2)
+    given = case(3, B=1, T=130, N=2, K=1, S=136, D=64)
+    given.query_position[0, 5:20] = -1
+    check(rounded(given, "bfloat16"), interpreted, window=90, sliding_window=100)
+
+
+def test_a_step_of_decode_whose_slots_are_split(monkeypatch):
+    monkeypatch.setattr(mosaic_gpu, "STAGES", 1)
+    given = rounded(case(5, B=1, T=1, N=3, K=1, S=136, D=128), "float16")
+    check(given, interpreted, soft_cap=1.5)
+
+
+def test_one_layer_of_stacked_keys_and_values_is_read():
+    given = rounded(case(7, B=2, T=2, N=1, K=1, S=8, D=64), "bfloat16")
+    given.query_position[1] = -1  # a row without a query
+    options, arrays = options_of(given), tuple(map(jnp.asarray, given))
+    stacks = [jnp.stack([x * 0, x, x + 1]) for x in arrays[1:3]]
+    out, columns = jax.jit(functools.partial(interpreted, layer=1, **options))(arrays[0], *stacks, *arrays[3:])
+    wide = [jnp.nan_to_num(x.astype(jnp.float32), posinf=0) for x in arrays[:3]]
+    expected = jax.jit(functools.partial(reference.cache_attention, **options))(*wide, *arrays[3:])
+    np.testing.assert_allclose(out.astype(jnp.float32), expected[0], rtol=2e-2, atol=2e-2)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=2e-6), columns, expected[1])
+
+
+TARGETS = [
+    ((1, 1, 32, 8, 8320, 128, "bfloat16"), ("last",), None, 1),
+    ((8, 1, 32, 8, 8192, 64, "float16"), (), None, 1),
+    ((1, 128, 32, 8, 8320, 128, "bfloat16"), ("sum", "last", "window_mean"), None, 2),
+    ((2, 40, 12, 2, 1000, 64, "bfloat16"), STATISTICS, 512, 3),
+    ((1, 2, 1, 1, 8, 64, "bfloat16"), ("window_variance",), None, 2),
+]
+every = pytest.mark.parametrize(("sizes", "names", "span", "kernels"), TARGETS, ids=str)
+
+
+def attend(names, span, **options):
+    return lambda *arrays: cache_attention(*arrays, statistics=names, window=32, sliding_window=span, **options)
+
+
+@every
+def test_by_name_it_lowers_for_cuda(sizes, names, span, kernels):
+    text = lowered("cuda", attend(names, span, **BY_NAME), *shapes(*sizes))
+    assert text.count("@mosaic_gpu_v2") == kernels and "triton" not in text
+
+
+def test_vectors_are_stored_in_whole_tiles():
+    """The interpreter cuts a vector at the end of its row; a GPU would write on into the next row."""
+    text = lowered("cuda", attend(("sum", "window_group_square"), None, **BY_NAME), *shapes(*TARGETS[3][0]))
+    results = [line.rpartition("->")[2] for line in text.splitlines() if "@mosaic_gpu_v2" in line]
+    assert len(results) == 3 and "1024xf32" in results[1] and not any("1000xf32" in line for line in results)
+
+
+def test_auto_does_not_take_what_no_gpu_has_run():
+    sizes, names, span, _ = TARGETS[0]
+    text = lowered("cuda", attend(names, span), *shapes(*sizes))
+    assert "@__gpu$xla.gpu.triton" in text and "mosaic_gpu" not in text
+
+
+@pytest.mark.gpu
+@every
+def test_it_runs_on_a_gpu(sizes, names, span, kernels):
+    needs_gpu()
+    B, T, N, K, S, D, dtype = sizes
+    given = rounded(case(11, B, T, N, K, S, D), dtype)
+    if reason := mosaic_gpu.unsupported(*given):
+        pytest.skip(reason)
+    options, arrays = options_of(given, statistics=frozenset(names), window=32, sliding_window=span), given
+    result = jax.jit(functools.partial(RUN, **options))(*map(jnp.asarray, arrays))
+    with jax.default_matmul_precision("highest"):
+        expected = jax.jit(functools.partial(reference.cache_attention, **options))(*map(jnp.asarray, arrays))
+    np.testing.assert_allclose(*(np.asarray(x[0], np.float32) for x in (result, expected)), rtol=2e-2, atol=2e-2)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-6), result[1], expected[1])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        ((1, 2, 2, 1, 40, 80, "bfloat16"), "the head dim is 80, but the kernels take 64 or 128"),
+        ((1, 2, 2, 1, 41, 64, "bfloat16"), "there are 41 slots, but the kernels take a multiple of 8"),
+        ((1, 2, 2, 1, 40, 64, "float32"), "queries are float32, but the kernels take bfloat16, float16"),
+        ((1, 2, 65, 1, 40, 64, "float16"), "65 query heads share a KV head, but the kernels take up to 64"),
+    ],
+)
+def test_what_it_cannot_do_is_said(sizes, said):
+    with pytest.raises(NotImplementedError, match=f"^cache_attention on a GPU: {said}; use implementation='reference'"):
+        lowered("cuda", attend((), None, **BY_NAME), *shapes(*sizes))
+
+
+def test_queries_and_keys_have_one_dtype():
+    query, key, value, *positions = shapes(1, 2, 2, 1, 40, 64, "bfloat16")
+    mixed = jax.ShapeDtypeStruct(query.shape, "float16"), key, value, *positions
+    said = "queries, keys and values are bfloat16 and float16, but the kernels take one dtype"
+    assert mosaic_gpu.unsupported(*mixed) == said
+    eight = query, *(jax.ShapeDtypeStruct(x.shape, "int8") for x in (key, value)), *positions
+    assert mosaic_gpu.unsupported(*eight) == "keys are int8, but the kernels take bfloat16, float16"
+    both = jax.ShapeDtypeStruct((*key.shape[:3], 128), "bfloat16")
+    assert "side by side" in mosaic_gpu.unsupported(query, both, None, *positions)
+
+
+@pytest.mark.parametrize(("kind", "capability"), [("NVIDIA A100-SXM4-80GB", 8.0), ("NVIDIA B200", 10.0)])
+def test_only_hopper_has_wgmma(kind, capability):
+    with on_device(AbstractDevice(kind, 108, "gpu")):
+        reason = mosaic_gpu.unsupported(*shapes(1, 2, 2, 1, 40, 64, "bfloat16"))
+    assert reason == f"the compute capability is {capability}, but the kernels use wgmma, which 9.0 alone has"
+
+
+def test_an_older_jax_is_named(monkeypatch):
+    monkeypatch.delattr(plgpu, "InterpretGPUParams")
+    assert "but the kernels need 0.12 or newer" in mosaic_gpu.unsupported(*shapes(1, 2, 2, 1, 40, 64, "bfloat16"))
