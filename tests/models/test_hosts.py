@@ -24,6 +24,16 @@ PROMPTS = [  # a cache that grows, one budget for each head, and one for all hea
     {"prompt": CODE, "policy": "h2o@layer(cap=2)", "budget": 48},
 ]
 
+JOINS_AND_WAITS = """
+import argparse, time
+from models import hosts
+flags = argparse.ArgumentParser()
+hosts.add_flags(flags)
+hosts.join(flags.parse_args())
+print("joined", flush=True)
+time.sleep(99)
+"""
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
@@ -99,6 +109,14 @@ def test_one_process_is_the_first():
     assert hosts.first() and not hosts.several()
     assert hosts.from_first(lambda: {"a": [1]}) == {"a": [1]}
     assert hosts.fetched(jax.numpy.arange(3)).tolist() == [0, 1, 2]
+
+
+def test_sigterm_ends_a_joined_process_with_one_sentence():
+    (running,) = start(1, 1, "-c", JOINS_AND_WAITS)
+    assert running.stdout.readline() == "joined\n"
+    running.terminate()
+    _, errors = running.communicate(timeout=60)
+    assert (running.returncode, errors) == (143, f"kvjax: error: {hosts.TERMINATED}\n")
 
 
 @pytest.mark.slow
