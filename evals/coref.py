@@ -32,7 +32,7 @@ import models
 from evals import coref_task, evaluator, report, selections, statistics
 from evals.coref_task import CorefSample
 from evals.selections import Heads, Method
-from models import commands, plan
+from models import cli, commands, hosts, plan
 from models.plan import When
 
 Mode = Literal["teacher", "generate"]
@@ -294,6 +294,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
     flags.add_argument("--samples", type=int, default=100)
     flags.add_argument("--block", type=int, default=128, help="prompt tokens per step (with --mode generate)")
     flags.add_argument("--seed", type=int, default=0)
+    cli.add_mesh_flags(flags)
 
 
 def command(flags: argparse.Namespace) -> None:
@@ -347,7 +348,7 @@ def _teacher_forced(model, samples, setting, width, butler, sinks, heads) -> lis
     most = max(len(sample.answer_tokens) for sample in samples)
     places = np.array([len(sample.tokens) - 1 for sample in samples])[:, None] + np.arange(most)
     of_names = jnp.take_along_axis(hidden, jnp.asarray(np.minimum(places, width - 1))[..., None], axis=1)
-    likeliest = np.asarray(jnp.argmax(model.logits(of_names), axis=-1))
+    likeliest = hosts.fetched(jnp.argmax(model.logits(of_names), axis=-1))
     return [row[: len(sample.answer_tokens)].tolist() for row, sample in zip(likeliest, samples, strict=True)]
 
 
@@ -365,4 +366,4 @@ def _generated(model, samples, setting, width, most, butler, sinks, block) -> li
     if selection.needs_butler:
         given["butler"] = butler
     out = models.generate(model, tokens, lengths=lengths, block=block, max_new_tokens=most, end=(), **given)
-    return np.asarray(out.tokens).tolist()
+    return hosts.fetched(out.tokens).tolist()

@@ -24,7 +24,7 @@ import models
 from evals import evaluator, needle, report, statistics, tasks, verdicts
 from kvjax.insertion import Cache
 from kvjax.paged import with_room
-from models import commands
+from models import cli, commands, hosts
 from models.decoder import frequencies, rope_of_layer
 
 POLICIES = (
@@ -150,7 +150,7 @@ def measure(
         position = np.where(np.arange(most) < said[:, None], lengths[:, None] + np.arange(most), -1).astype(np.int32)
         questions = np.array([len(sample.tokens) - sample.context_end for sample in fed])
         cache = models.prefill(model, tokens, lengths, block=block, reserve=most).cache
-        full = outputs(model, cache, answers, position, lengths)
+        full = jax.tree.map(hosts.fetched, outputs(model, cache, answers, position, lengths))
         for setting, found in zip(settings, collected, strict=True):
             progress.set_description(setting.title())
             cache = models.prefill(
@@ -158,8 +158,9 @@ def measure(
                 when=setting.when, question=questions if setting.question == "agnostic" else None, reserve=most,
                 cache_dtype=setting.cache_dtype, scorer=aids.of(setting),
             ).cache  # fmt: skip
-            shift = differences(full, outputs(model, _for_more(cache, most), answers, position, lengths), position >= 0)
-            shift["retained"] = np.moveaxis(np.asarray(cache.num_live), 1, 0)  # [B, L, K]
+            evicted = outputs(model, _for_more(cache, most), answers, position, lengths)
+            shift = differences(full, jax.tree.map(hosts.fetched, evicted), position >= 0)
+            shift["retained"] = np.moveaxis(hosts.fetched(cache.num_live), 1, 0)  # [B, L, K]
             found.append({name: x[: len(chosen)] for name, x in shift.items()})
             progress.update(len(chosen))
     return [_summary(setting, found) for setting, found in zip(settings, collected, strict=True)]
@@ -328,6 +329,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
     flags.add_argument("--batch", type=int, default=20)
     flags.add_argument("--seed", type=int, default=0)
     flags.add_argument("--dtype", help="float32, bfloat16 or float16; the checkpoint's by default")
+    cli.add_mesh_flags(flags)
     flags.add_argument("--json", type=Path, help="write all figures here")
     flags.add_argument("--plot", type=Path, help="write error and cosine over layers here (.png, .svg or .pdf)")
     flags.add_argument("--heads", type=Path, help="write the heat map of retained tokens per head here")

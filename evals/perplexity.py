@@ -34,7 +34,7 @@ import models
 from evals import evaluator, loglikelihood, report, selections, statistics, texts
 from evals.evaluator import Setting
 from evals.selections import Heads, Method
-from models import commands
+from models import cli, commands
 from models.plan import When
 
 SELECT = "oracle,butler,quest,h2o,snapkv,streaming"
@@ -396,6 +396,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
     )
     commands.add_cache_dtype_flag(flags)
     add_text_flags(flags, chunk=512)
+    cli.add_mesh_flags(flags)
 
 
 def add_text_flags(flags: argparse.ArgumentParser, *, chunk: int) -> None:
@@ -503,7 +504,7 @@ def run(
     """Measure all settings, print the tables, and write the files that the flags ask for."""
     for setting in settings:  # all settings are checked before the first is run
         models.stream(
-            model, chunks[:1, :-1], policy=aids.policy(setting), budget=setting.budget, block=flags.block,
+            model, chunks[: flags.batch, :-1], policy=aids.policy(setting), budget=setting.budget, block=flags.block,
             when=setting.when, cache_dtype=setting.cache_dtype, scorer=aids.of(setting),
             question=flags.stride - 1 if setting.moments[0] == "prompt" else None, max_new_tokens=1,
         )  # fmt: skip

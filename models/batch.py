@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import tempfile
 import time
 import zlib
 from pathlib import Path
@@ -18,9 +19,9 @@ import jax
 
 import models
 from kvjax.chains import policy_of
-from models import commands, provenance
+from models import commands, hosts, provenance
 from models.batching import Engine
-from models.cli import add_run_flags, run_settings
+from models.cli import add_mesh_flags, add_run_flags, mesh_of, run_settings
 from models.commands import parse_budget
 from models.plan import moments
 
@@ -75,6 +76,7 @@ def parser() -> argparse.ArgumentParser:
         "less the answer)",
     )
     add_run_flags(flags, max_new_tokens=64)
+    add_mesh_flags(flags)
     commands.add_import_flag(flags)
     commands.add_cache_flag(flags)
     return flags
@@ -86,11 +88,12 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(flags: argparse.Namespace) -> None:
+    hosts.join(flags)
     asked = read_prompts(flags.prompts)
     policy = policy_of(flags.policy)
     when, evict_every = moments(policy, flags.when, flags.evict_every)
     budget = None if flags.budget is None else parse_budget(flags.budget)
-    model, tokenizer = models.load(flags.model, dtype=flags.dtype)
+    model, tokenizer = models.load(flags.model, dtype=flags.dtype, mesh=mesh_of(flags))
     tokenizer = commands.check_tokenizer(flags.model, tokenizer)
     policy = models.with_repeat_prompt(policy, tokenizer)
     chosen = run_settings(flags)
@@ -99,9 +102,11 @@ def _run(flags: argparse.Namespace) -> None:
         **chosen | dict(evict_every=evict_every), fingerprints=provenance.fingerprints(model, tokenizer),
     )  # fmt: skip
     commands.check_outputs([flags.out])
-    with flags.out.open("a+b") as file:
+    # The first of several processes has the answers; what the others write is dropped.
+    with flags.out.open("a+b") if hosts.first() else tempfile.TemporaryFile() as file:
         commands.lock(file, flags.out)
-        done, failed_before = resume(file, asked, run)
+        found, failed_before = resume(file, asked, run)
+        done = set(hosts.from_first(lambda: sorted(found)))
         engine = Engine(
             model, rows=flags.rows, policy=policy, budget=budget, when=flags.when, block=flags.block,
             evict_every=flags.evict_every, max_new_tokens=flags.max_new_tokens, longest_prompt=flags.longest_prompt,
@@ -164,7 +169,7 @@ def read_prompts(path: str | Path) -> list[Asked]:
         [Asked(line=1, prompt='Why is the sky blue?', id='sky')]
     """
     asked = []
-    for number, line in enumerate(commands.read_text(path, "prompts").split("\n"), 1):
+    for number, line in enumerate(hosts.from_first(lambda: commands.read_text(path, "prompts")).split("\n"), 1):
         if not line.strip():
             continue
         try:

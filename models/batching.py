@@ -29,7 +29,7 @@ from kvjax.chains import policy_of
 from kvjax.checks import check_count
 from kvjax.making import most_held
 from kvjax.quantise import DtypesLike
-from models import engine
+from models import engine, hosts
 from models.by_layer import LayerSteps, next_token, runs_by_layer
 from models.decoder import Decoder
 from models.layer_caches import AnyCache, LayerCaches, stacked
@@ -287,7 +287,7 @@ class Engine:
         numbers = Rows(*jax.device_put((lengths, *((budgets, budgets) if plan.policy is not None else ()))))
         steps = self._steps.of(dataclasses.replace(self._steps.run, rows=numbers))
         hidden, self._state = steps.block(self._state, tokens[:, None], position[:, None], phase)
-        greedy = np.asarray(next_token(self.model, hidden, None, Sampling())[0])
+        greedy = hosts.fetched(next_token(self.model, hidden, None, Sampling())[0])
         made = []
         for row, request in enumerate(self._rows):
             if request is None:
@@ -304,7 +304,7 @@ class Engine:
         """Choose a request's next token, and return whether its logits are finite."""
         request.key, draw = engine.split_key(request.key if request.sampling.temperature > 0 else None)
         chosen, finite = next_token(self.model, hidden, draw, request.sampling)
-        return int(chosen[0]), finite
+        return int(hosts.fetched(chosen)[0]), finite
 
     def _note(self, request: _Request, token: int) -> Made:
         request.token, request.made = token, request.made + 1

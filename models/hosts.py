@@ -11,8 +11,10 @@ import contextlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -25,6 +27,7 @@ from jaxtyping import Array, Shaped
 SILENCE_SECONDS = 30  # a process that has not been heard of for so long has ended; the others then end, too
 ENDED = 3  # the exit code of those others
 LOST = "another process of this run has ended or cannot be reached"
+TERMINATED = "this process was ended by SIGTERM; the same commands go on from what was written."
 ADVICE = "its own output says why, and the same commands go on from what was written."
 # JAX's runtime aborts a process that has lost the others, after a message and a stack trace; nothing in the process can
 # catch that. So what native code writes to standard error goes through this program, which says it in one sentence.
@@ -93,6 +96,7 @@ def join(flags: argparse.Namespace) -> None:
     elif not address.rpartition(":")[2].isdigit() or ":" not in address:
         raise ValueError(f"--coordinator is {address!r}; write it like 10.0.0.1:1234, or 'auto'.")
     _filter_native_errors()
+    _end_on_sigterm()
     try:
         jax.distributed.initialize(
             address, processes, number, heartbeat_timeout_seconds=SILENCE_SECONDS, shutdown_timeout_seconds=60
@@ -199,6 +203,27 @@ def leave_the_lost(name: str, error: BaseException) -> NoReturn:
     os.write(2, f"{name}: error: {LOST} ({seen}); {ADVICE}\n".encode())  # through the filter, which says it once
     time.sleep(0.5)  # the last process of a container takes the filter along
     leave(ENDED)
+
+
+def _end_on_sigterm() -> None:
+    """Have SIGTERM end this process with one sentence, whatever its main thread waits for.
+
+    JAX's preemption service would catch the signal and let the process go on.
+    """
+    jax.config.update("jax_enable_preemption_service", False)
+    reads, writes = os.pipe()
+    os.set_blocking(writes, False)
+    signal.signal(signal.SIGTERM, lambda *_: None)  # only a signal with a handler of Python's is written to the pipe
+    signal.set_wakeup_fd(writes, warn_on_full_buffer=False)
+    errors = sys.stderr.fileno()
+
+    def wait() -> None:
+        while os.read(reads, 1) != bytes([signal.SIGTERM]):
+            pass
+        os.write(errors, f"kvjax: error: {TERMINATED}\n".encode())
+        os._exit(128 + signal.SIGTERM)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def _filter_native_errors() -> None:

@@ -9,11 +9,11 @@ import re
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import tokenizers
 from safetensors.numpy import save as to_safetensors
 
+from models import hosts
 from models.commands import write_files
 from models.config import Config, lost_in_hugging_face, to_hugging_face
 from models.decoder import Decoder
@@ -78,7 +78,7 @@ def _tensors(model: Decoder) -> dict[str, np.ndarray]:
     tensors, names, order = {}, tensor_names(model.config), head_order(model.config)
     for path in parameter_shapes(model.config):
         parameter: Any = functools.reduce(getattr, path.split("."), model)
-        array = np.asarray(jax.device_get(parameter[...]))
+        array = hosts.fetched(parameter[...])
         if order is not None and path in ROTATED:
             array = array[..., np.argsort(order)]
         groups, separate = PARAMETERS[path].groups, PARAMETERS[path].separate

@@ -41,7 +41,7 @@ from evals import loglikelihood
 from kvjax.chains import policy_of
 from kvjax.quantise import check_dtypes
 from kvjax.selection import share_of_tokens
-from models import commands
+from models import commands, hosts
 from models.decoder import Decoder
 from models.parameters import parameter_shapes
 from models.plan import When, moments
@@ -289,7 +289,7 @@ def make_step(settings: Settings) -> Callable[[Decoder, State, Array, int], tupl
 
     def step(model: Decoder, state: State, rows: Array, number: int) -> tuple[State, Array, Array]:
         def objective(parameters: Parameters) -> Array:
-            return loss_of(model_of(model, parameters, settings), np.asarray(rows), settings)
+            return loss_of(model_of(model, parameters, settings), hosts.fetched(rows), settings)
 
         loss, gradients = jax.value_and_grad(objective)(state.parameters)
         state, norm = update(state, gradients)
@@ -476,8 +476,6 @@ def _run(flags: argparse.Namespace) -> None:
     settings = settings_of(flags)
     if Path(flags.model).is_dir() and flags.out.resolve() == Path(flags.model).resolve():
         raise ValueError(f"--out is {flags.out}, the folder of --model, which the run would overwrite; name another.")
-    if flags.coordinator is not None:
-        raise ValueError("train.finetune runs in one process; leave --coordinator out, and spread rows by --mesh.")
     loaded = command.load(flags)
     model, tokenizer = loaded.model, loaded.tokenizer
     of_answers = flags.data is not None and answers.are_answers(flags.data)

@@ -29,7 +29,7 @@ from jaxtyping import Array
 from tqdm import tqdm
 
 import kvjax
-from models import commands, provenance
+from models import commands, hosts, provenance
 from models.config import Config
 from models.decoder import Decoder
 from models.trained import fingerprint
@@ -335,13 +335,13 @@ def run(
             if saves:
                 checkpoints.save(state, progress)
                 saved = done
-                trainer.save(jax.device_get(state.parameters))
+                trainer.save(jax.tree.map(hosts.fetched, state.parameters))
             if measures:
                 figures = trainer.measure(state.parameters)
                 log.write(done, {f"held_out/{name}": value for name, value in figures.items()})
                 logged = time.monotonic()
         checkpoints.close()
-        parameters = jax.device_get(state.parameters)
+        parameters = jax.tree.map(hosts.fetched, state.parameters)
         if progress.step < steps:
             return parameters, None
         found, headline = trainer.summarise(state.parameters)

@@ -186,6 +186,7 @@ DOCUMENTS = KEPT + """
 FIDELITY = """
 --policies h2oo | --policies full --budgets 0 | --budgets many --policies h2o | --lengths 0 | --samples 0 | --when never
 --question later | --plot x.bmp | --heads nowhere/x.png | --json folder | --model nowhere | --block 0 | --dtype float8
+--coordinator x | --mesh nine
 """
 ABLATION = """
 golf | laprox --length 0 | laprox --depths 0 | laprox --samples 0 | laprox --json folder | laprox --plot x.bmp
@@ -202,7 +203,9 @@ SELECTIONS = """
 --model nowhere
 --json folder | --plot x.bmp | --dtype float8 | --heads all
 """
-COREF = SELECTIONS + "| --mode sing | --mode '' | --samples 0 | --block 0 --mode generate"
+COREF = (
+    SELECTIONS + "| --coordinator x | --mesh nine | --mode sing | --mode '' | --samples 0 | --block 0 --mode generate"
+)
 COREF += (
     " | --when prompt | --evict-every 0 | --mode generate --when never | --mode generate --select h2o --evict-every -1"
 )
@@ -211,6 +214,7 @@ TEXTS = """
 --chunk 99999999 | --stride 0 | --stride 9999 | --sequences 0
 """
 PERPLEXITY = SELECTIONS + "|" + TEXTS + "| --policies h2oo | --policies h2o --budgets 0 | --policies h2o --block 0"
+PERPLEXITY += " | --coordinator x | --mesh nine"
 PERPLEXITY += " | --policies '' | --policies h2o --when prompt | --policies h2o --when never | --policies h2o --when ''"
 CHOICES = (
     EVERY_EVAL

@@ -2,7 +2,8 @@
 
     python tests/models/run_on_hosts.py MODEL PROMPTS OUT --coordinator localhost:1234 --processes 2 --process-id 0
 
-Each writes the bytes that it read to bytes-I.json in OUT; the first prints what the commands print.
+MODEL has eight heads. Each process writes the bytes that it read to bytes-I.json in OUT; the first prints what the
+commands print.
 """
 
 from __future__ import annotations
@@ -19,16 +20,42 @@ import jax  # noqa: E402
 
 import models  # noqa: E402
 from evals.__main__ import main as evaluate  # noqa: E402
-from models import cli, commands, hosts  # noqa: E402
+from models import batch, cli, commands, hosts  # noqa: E402
+from train import finetune  # noqa: E402
+
+COMMANDS = (
+    (
+        evaluate,
+        "fidelity --model {model} --policies h2o@layer(cap=2) --budgets 32 --lengths 128 --samples 2 --facts 2 "
+        "--batch 2 --mesh data=2,tensor=4 --json {out}/fidelity.json",
+    ),
+    (
+        evaluate,
+        "coref --model {model} --select h2o,quest --mode teacher,generate --samples 2 --batch 2 --mesh tensor=8 "
+        "--json {out}/coref.json",
+    ),
+    (
+        batch.main,
+        "docs/examples/prompts.jsonl --out {out}/answers.jsonl --model {model} --rows 2 --policy h2o "
+        "--budget 48 --block 32 --max-new-tokens 5 --temperature 0.5 --mesh tensor=8",
+    ),
+    (
+        finetune.main,
+        "--model {model} --data python --out {out}/tuned --seq-len 32 --batch 2 --tokens 128 --eval-rows 2 "
+        "--policy tova --budget 16 --block 16 --mesh data=2,tensor=4",
+    ),
+)
 
 
 def work(model: Path, prompts: Path, out: Path) -> None:
-    """Print answers to the prompts, and write the records of an evaluation to ``out``."""
+    """Print answers to the prompts, and write what other commands make of the model to ``out``."""
     answers = ["--prompts", prompts, "--max-new-tokens", 6, "--block", 32, "--temperature", 0.5, "--mesh", "tensor=8"]
     assert cli.main([*map(str, [model, *answers])]) == 0
     task = ["--tasks", "niah_single_1", "--lengths", 256, "--samples", 4, "--batch", 2]
     setting = ["--policies", "snapkv+caote", "--budgets", 96, "--when", "block", "--mesh", "data=2,tensor=4"]
-    assert evaluate([*map(str, ["ruler", "--model", model, *task, *setting, "--out", out])]) == 0
+    assert evaluate([*map(str, ["ruler", "--model", model, *task, *setting, "--out", out / "ruler"])]) == 0
+    for main, line in COMMANDS:
+        assert main([word.format(model=model, out=out) for word in line.split()]) == 0, line
 
 
 def main() -> int:
@@ -41,7 +68,7 @@ def main() -> int:
     read: list[int] = []
     models.load(given.model, mesh=models.parse_mesh("tensor=8"), on_read=read.append)
     (given.out / f"bytes-{jax.process_index()}.json").write_text(json.dumps(sum(read)))
-    return commands.run(lambda: work(given.model, given.prompts, given.out / "ruler"), "run_on_hosts")
+    return commands.run(lambda: work(given.model, given.prompts, given.out), "run_on_hosts")
 
 
 if __name__ == "__main__":

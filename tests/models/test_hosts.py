@@ -1,7 +1,5 @@
 """Several processes that run commands together end with what one process with all the devices ends with."""
 
-import contextlib
-import io
 import json
 import os
 import socket
@@ -14,8 +12,10 @@ import pytest
 from flax import nnx
 
 import models
-from models import hosts
+from evals.__main__ import main as evaluate
+from models import batch, cli, hosts
 from tests.models import run_on_hosts
+from train import finetune
 
 CODE = "def add(a, b):\n    return a + b\n" * 8
 PROMPTS = [  # a cache that grows, one budget for each head, and one for all heads of a layer
@@ -23,6 +23,16 @@ PROMPTS = [  # a cache that grows, one budget for each head, and one for all hea
     {"prompt": CODE, "policy": "snapkv+caote", "budget": 48},
     {"prompt": CODE, "policy": "h2o@layer(cap=2)", "budget": 48},
 ]
+
+JOINS_AND_WAITS = """
+import argparse, time
+from models import hosts
+flags = argparse.ArgumentParser()
+hosts.add_flags(flags)
+hosts.join(flags.parse_args())
+print("joined", flush=True)
+time.sleep(99)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -40,20 +50,39 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def alone(folder):
-    """Return what one process makes of the prompts and of the evaluation's samples."""
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        run_on_hosts.work(folder / "model", folder / "prompts.jsonl", folder / "ruler")
-    return tokens_in(printed.getvalue()), answers_in(folder / "ruler")
+def alone(folder, tmp_path_factory):
+    """Return what one process with eight devices makes; not this one, in which pytest changes built-in prose."""
+    out = tmp_path_factory.mktemp("alone")
+    (printed,) = work(folder, out, 1, 8)
+    return (tokens_in(printed), *written(out))
+
+
+def work(folder, out, processes, devices):
+    """Return what each of the processes prints that run all commands together."""
+    running = start(processes, devices, run_on_hosts.__file__, folder / "model", folder / "prompts.jsonl", out)
+    printed, errors = zip(*[process.communicate(timeout=900) for process in running], strict=True)
+    assert [process.returncode for process in running] == [0] * processes, errors
+    return printed
 
 
 def tokens_in(printed):
     return [json.loads(line)["tokens"] for line in printed.splitlines() if line.startswith('{"command')]
 
 
-def answers_in(out):
-    records = map(json.loads, (out / "samples.jsonl").read_text().splitlines())
-    return {record["sample"]: (record["answer"], record["cache_bytes"]) for record in records}
+def written(out):
+    """What the commands wrote into a folder: tokens and counts, and losses."""
+    lines = {name: (out / name).read_text().splitlines() for name in ("ruler/samples.jsonl", "answers.jsonl")}
+    samples, answers = (list(map(json.loads, own)) for own in lines.values())
+    coref, fidelity = (json.loads((out / f"{name}.json").read_text())["results"] for name in ("coref", "fidelity"))
+    exact = {
+        "ruler": {record["sample"]: (record["answer"], record["cache_bytes"]) for record in samples},
+        "batch": [(answer["line"], answer["tokens"]) for answer in answers],
+        "coref": [row["guessed"] for row in coref],
+        "fidelity": [row["retained"] for row in fidelity],
+    }
+    tuned = json.loads((out / "tuned/summary.json").read_text())["held_out_loss"]
+    losses = {f"{policy} {when}": loss for policy, own in tuned.items() for when, loss in own.items()}
+    return exact, losses | {row["policy"]: row["kl"] for row in fidelity}
 
 
 def start(processes, devices, *command):
@@ -74,10 +103,10 @@ def start(processes, devices, *command):
 @pytest.mark.slow
 @pytest.mark.parametrize("processes, devices", [(2, 4), (4, 2)])
 def test_several_processes_give_what_one_gives(folder, alone, tmp_path, processes, devices):
-    running = start(processes, devices, run_on_hosts.__file__, folder / "model", folder / "prompts.jsonl", tmp_path)
-    printed, errors = zip(*[process.communicate(timeout=900) for process in running], strict=True)
-    assert [process.returncode for process in running] == [0] * processes, errors
-    assert (tokens_in(printed[0]), answers_in(tmp_path / "ruler")) == alone
+    printed = work(folder, tmp_path, processes, devices)
+    (exact, losses), (tokens, exact_alone, losses_alone) = written(tmp_path), alone
+    assert (tokens_in(printed[0]), exact) == (tokens, exact_alone)
+    assert losses == pytest.approx(losses_alone, rel=1e-4)
     assert [text.count("snapkv+caote") > 0 for text in printed] == [True] + [False] * (processes - 1)
     # Every matrix is split eight ways; the norms are whole on every device.
     whole: list[int] = []
@@ -99,6 +128,31 @@ def test_one_process_is_the_first():
     assert hosts.first() and not hosts.several()
     assert hosts.from_first(lambda: {"a": [1]}) == {"a": [1]}
     assert hosts.fetched(jax.numpy.arange(3)).tolist() == [0, 1, 2]
+
+
+def test_sigterm_ends_a_joined_process_with_one_sentence():
+    (running,) = start(1, 1, "-c", JOINS_AND_WAITS)
+    assert running.stdout.readline() == "joined\n"
+    running.terminate()
+    _, errors = running.communicate(timeout=60)
+    assert (running.returncode, errors) == (143, f"kvjax: error: {hosts.TERMINATED}\n")
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("main", "line"),
+    [
+        (cli.main, "retriever --prompt-file README.md"),
+        (batch.main, "docs/examples/prompts.jsonl --out answers.jsonl"),
+        (finetune.main, "--out tuned"),
+        *((evaluate, name) for name in ("coref", "fidelity", "needle", "perplexity", "ruler --out ruler")),
+    ],
+)
+def test_the_flags_that_join_processes_belong_together(main, line, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main([*line.split(), "--coordinator", "localhost:1234", "--processes", "2"]) == 2
+    assert "--process-id belong together" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow
