@@ -446,6 +446,8 @@ def put_back(cache: KVCache, here: KVCache, layer: int | Int[Array, ""] | None) 
     position, state = jax.tree.map(
         lambda whole, part: with_layer(whole, part, layer), (cache.position, cache.state), (here.position, here.state)
     )
+    if layer is not None:  # written once: XLA would write it again where it is read, for which it copies all layers
+        position = jax.lax.optimization_barrier(position)
     return dataclasses.replace(cache, position=position, state=state)
 
 

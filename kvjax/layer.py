@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kernels_pallas import ColumnStatistics, cache_attention
+from kernels_pallas.dispatch import platform
 from kvjax.cache import KVCache, floats_of, insert_plain, put_back
 from kvjax.eviction import Budget, Evidence
 from kvjax.insertion import Cache, batch_rows, checked_block, next_positions, up_to, within
@@ -80,9 +81,13 @@ def inserted(
 ) -> tuple[KVCache, KVCache]:
     """Insert a block; return the cache with its rows, and the layer, whose other arrays are to be put back."""
     layer = layer_index(cache, context)
-    # Taken out once, and put back once: if they were read from the stacked arrays several times, XLA would copy those
-    # arrays in every layer instead of writing the new positions and state in place.
-    return insert_plain(cache, cache if layer is None else cache.layer(layer), key, value, position, layer)
+    here = layer_of(cache, context)
+    if layer is not None and platform() != "gpu":
+        # Taken out once: if they were read from the stacked arrays several times, XLA would copy those arrays in every
+        # layer instead of writing the new ones in place. For a GPU it does not, and each would be a program of its own.
+        slot_position, state = jax.lax.optimization_barrier((here.position, here.state))
+        here = dataclasses.replace(here, position=slot_position, state=state)
+    return insert_plain(cache, here, key, value, position, layer)
 
 
 def updated(cache: KVCache, here: KVCache, chosen: Int[Array, "B K S"], state: Any, context: Context) -> KVCache:
