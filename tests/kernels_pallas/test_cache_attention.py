@@ -106,8 +106,8 @@ def test_the_observation_window_takes_the_last_valid_queries(window):
     check(case(4, T=6), window=window)
 
 
-@pytest.mark.parametrize(("N", "K"), [(6, 2), (4, 4), (3, 1)], ids=str)
-@pytest.mark.parametrize("window", [1, 2, 4, 9])
+# Each window, and each group of heads: they meet in window_group_square alone, in windows below and above the block.
+@pytest.mark.parametrize(("window", "N", "K"), [(1, 6, 2), (2, 6, 2), (4, 6, 2), (9, 3, 1), (2, 3, 1), (4, 4, 4)])
 def test_ragged_rows_have_windows_of_their_own(window, N, K):
     given = case(21, B=3, T=6, N=N, K=K)
     given.query_position[:] = [[9, 10, 11, 12, 13, 14], [-1, 11, -1, 12, 13, -1], [-1, -1, -1, 14, -1, -1]]
@@ -241,8 +241,11 @@ def test_large_logits_do_not_overflow():
     check(given._replace(query=1e3 * given.query), rtol=2e-3, atol=2e-3)
 
 
-@pytest.mark.parametrize("sizes", [dict(), dict(T=1), dict(B=1), dict(T=7, N=6, K=3)], ids=str)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("dtype", "sizes"),
+    [*(("bfloat16", sizes) for sizes in (dict(), dict(T=1), dict(B=1), dict(T=7, N=6, K=3))), ("float16", dict())],
+    ids=str,
+)
 def test_half_precision_is_computed_in_float32_and_given_back_as_it_came(dtype, sizes):
     """More than one row and KV head: XLA's CPU backend lacks some of bfloat16's batched products."""
     given = case(15, **sizes)

@@ -24,6 +24,7 @@ KERNELS = {
     "tpu": functools.partial(Kernel("cache_attention", "tpu").run, interpret=pltpu.InterpretParams()),
     "gpu": functools.partial(Kernel("cache_attention", "gpu").run, interpret=True),
 }
+RUNS = KERNELS | {"reference": reference.cache_attention}
 both = pytest.mark.parametrize("name", KERNELS)
 
 
@@ -34,12 +35,12 @@ def options_of(given: Case, **options):
 
 @functools.cache
 def compiled(name: str, **options):
-    return jax.jit(functools.partial(KERNELS[name], **options))
+    return jax.jit(functools.partial(RUNS[name], **options))
 
 
 def check(name: str, given: Case, rtol: float = 2e-5, atol: float = 2e-6, **options) -> None:
     options = options_of(given, **options)
-    out, columns = compiled(name, **options)(*map(jnp.asarray, given))
+    out, columns = compiled(name, **options)(*given)
     span = {name: options[name] for name in ("sliding_window", "soft_cap") if options.get(name) is not None}
     wide = [np.asarray(x, np.float32) for x in given[:3]]
     weights = block_weights(*wide[:2], given.key_position, given.query_position, scale=options["scale"], **span)
@@ -89,7 +90,7 @@ def test_statistics_of_a_window_begin_with_its_block(name, monkeypatch):
     given.query_position[1, 30:] = -1  # this row's window lies in the first block, the other's in the last
     names = frozenset({"last", "window_mean", "window_variance", "window_place"})
     options = options_of(given, window=20, statistics=names)
-    _, columns = compiled(name, **options)(*map(jnp.asarray, given))
+    _, columns = compiled(name, **options)(*given)
     weights = block_weights(*given[:2], given.key_position, given.query_position, scale=options["scale"])
     for which, column in statistics(weights, given, 20).items():
         if which in names:
@@ -100,10 +101,9 @@ def test_statistics_of_a_window_begin_with_its_block(name, monkeypatch):
 def test_the_sliding_window_may_be_traced(name):
     given, options = case(4), options_of(case(4))
     del options["sliding_window"]
-    run = jax.jit(lambda span: KERNELS[name](*map(jnp.asarray, given), sliding_window=span, **options))
     for span in (1, 3):
-        expected = reference.cache_attention(*map(jnp.asarray, given), sliding_window=span, **options)
-        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-6), run(span), expected)
+        result, expected = (compiled(which, **options)(*given, sliding_window=span) for which in (name, "reference"))
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-6), result, expected)
 
 
 @both
@@ -117,8 +117,7 @@ def test_stale_padded_and_blind(name):
         key=np.where(free[..., None], np.nan, given.key), value=np.where(free[..., None], np.inf, given.value)
     )
     options = options_of(given, window=3)
-    result = compiled(name, **options)(*map(jnp.asarray, stale))
-    expected = reference.cache_attention(*map(jnp.asarray, given), **options)
+    result, expected = compiled(name, **options)(*stale), compiled("reference", **options)(*given)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-6), result, expected)
     assert (np.asarray(result[0])[2] == 0).all() and all((np.asarray(column)[2] == 0).all() for column in result[1])
     assert (np.asarray(result[1].sum)[np.repeat(free, 2, axis=1)] == 0).all()
@@ -179,22 +178,22 @@ def test_half_precision_is_computed_in_float32(name, dtype):
 def test_only_the_statistics_asked_for_are_given(name, names):
     given = case(8)
     options = options_of(given, statistics=frozenset(names))
-    out, columns = compiled(name, **options)(*map(jnp.asarray, given))
+    out, columns = compiled(name, **options)(*given)
     assert {which for which in STATISTICS if getattr(columns, which) is not None} == set(names)
-    expected = reference.cache_attention(*map(jnp.asarray, given), **options)
+    expected = compiled("reference", **options)(*given)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-6), (out, columns), expected)
 
 
 @both
 def test_one_layer_of_stacked_keys_and_values_is_read(name):
     given, options = case(10), options_of(case(10))
-    arrays = tuple(map(jnp.asarray, given))
-    stacks = [jnp.stack([x * jnp.nan, x, x + 1]) for x in arrays[1:3]]
-    of_stack = jax.jit(lambda layer: KERNELS[name](arrays[0], *stacks, *arrays[3:], **options, layer=layer))
-    expected = reference.cache_attention(*arrays, **options)
+    stacked = given._replace(
+        **{which: np.stack([x * np.nan, x, x + 1]) for which, x in (("key", given.key), ("value", given.value))}
+    )
+    expected = compiled("reference", **options)(*given)
     close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-6)
-    jax.tree.map(close, of_stack(jnp.int32(1)), expected)
-    jax.tree.map(close, reference.cache_attention(arrays[0], *stacks, *arrays[3:], **options, layer=1), expected)
+    for which in (name, "reference"):
+        jax.tree.map(close, compiled(which, **options)(*stacked, layer=np.int32(1)), expected)
 
 
 @both
@@ -203,10 +202,10 @@ def test_gradients_are_the_references(name):
 
     def gradient(run):
         def loss(query, key, value):
-            out, columns = run(query, key, value, *map(jnp.asarray, given[3:]), **options)
+            out, columns = run(query, key, value, *given[3:], **options)
             return (out**2).sum() + (columns.sum**2).sum()
 
-        return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(*map(jnp.asarray, given[:3]))
+        return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(*given[:3])
 
     close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
     jax.tree.map(close, gradient(KERNELS[name]), gradient(reference.cache_attention))

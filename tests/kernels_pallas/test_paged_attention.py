@@ -8,7 +8,6 @@ from typing import NamedTuple
 import hypothesis
 import hypothesis.strategies as st
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -107,8 +106,9 @@ def test_a_slot_has_its_place_by_the_order_of_the_heads_pages():
 
 def test_options_mean_what_they_mean_for_slots():
     pages, held = paged(case(4, S=24, T=6), 8)
-    options = dict(sliding_window=7, scale=0.1, window=3, statistics=STATISTICS)
-    result, expected = paged_attention(*pages, **options), cache_attention(*held, **options)
+    options = dict(sliding_window=7, scale=0.1, window=3)
+    result = compiled(**options)(*pages)
+    expected = jax.jit(functools.partial(cache_attention, statistics=STATISTICS, **options))(*held)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), result, expected)
 
 
@@ -117,7 +117,7 @@ def test_float64_stays_float64():
         given = case(5, S=8)
         wide = given._replace(**{name: getattr(given, name).astype(np.float64) for name in ("query", "key", "value")})
         pages, held = paged(wide, 2)
-        out, columns = paged_attention(*map(jnp.asarray, pages), statistics=STATISTICS, window=2)
+        out, columns = compiled()(*pages)
         assert out.dtype == columns.sum.dtype == np.float64
         weights = block_weights(*held[:2], held.key_position, held.query_position)
         expected = weighted_values(weights, held.value, held.key_position)

@@ -16,6 +16,9 @@ from tests.kvjax.definitions import block_weights, column_statistics, weighted_v
 DTYPES = ["int8", "float8_e4m3fn", "int8/float32", "float32/float8_e4m3fn"]
 B, K, G, T, S, D = 2, 2, 2, 3, 9, 4
 N = K * G
+attend_to_pages = jax.jit(functools.partial(paged_attention, statistics=("sum",)))
+attend_to_slots = jax.jit(select_attention)
+leave = jax.jit(functools.partial(caote_topk, with_scores=True))
 
 
 def rows_of(seed: int, dtype: str, *shape: int):
@@ -92,9 +95,9 @@ def test_pages_are_read_with_their_scales(dtype):
     query, *_, query_position = case(dtype)
     table = jnp.asarray([[[2, 0, -1], [6, -1, -1]], [[1, 3, 5], [4, -1, -1]]], jnp.int32)
     position = jnp.arange(P * page, dtype=jnp.int32).reshape(P, page) % 9
-    rest = dict(position=position, table=table, query_position=query_position, statistics=("sum",))
-    out, columns = paged_attention(query, key=key, value=value, key_scale=key_scale, value_scale=value_scale, **rest)
-    expected, own = paged_attention(query, key=jnp.float32(true_key), value=jnp.float32(true_value), **rest)
+    rest = dict(position=position, table=table, query_position=query_position)
+    out, columns = attend_to_pages(query, key=key, value=value, key_scale=key_scale, value_scale=value_scale, **rest)
+    expected, own = attend_to_pages(query, key=np.float32(true_key), value=np.float32(true_value), **rest)
     np.testing.assert_allclose(out, expected, rtol=2e-5, atol=2e-6)
     np.testing.assert_allclose(columns.sum, own.sum, rtol=2e-5, atol=2e-6)
 
@@ -102,28 +105,24 @@ def test_pages_are_read_with_their_scales(dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_chosen_slots_are_read_with_their_scales(dtype):
     query, given, (key, value), *_ = case(dtype)
-    given = {name: jnp.nan_to_num(x) if x.ndim == 3 else x for name, x in given.items()}
-    slots = jnp.asarray([[[0, 4, 7], [1, 3, -1]], [[2, 5, 8], [0, 6, -1]]], jnp.int32)
-    live = {"key": jnp.float32(key), "value": jnp.float32(value)}
+    given = {name: np.nan_to_num(x) if x.ndim == 3 else x for name, x in given.items()}
+    slots = np.int32([[[0, 4, 7], [1, 3, -1]], [[2, 5, 8], [0, 6, -1]]])
+    live = {"key": np.float32(key), "value": np.float32(value)}
     for name, scale in (("key", "key_scale"), ("value", "value_scale")):
         if scale in given:
-            live[name] = jnp.where(given[scale][..., None] > 0, live[name], 0)
-    np.testing.assert_allclose(
-        select_attention(query, **given, slots=slots),
-        select_attention(query, **live, slots=slots),
-        rtol=2e-5,
-        atol=2e-6,
-    )
+            live[name] = np.where(given[scale][..., None] > 0, live[name], 0)
+    found, expected = (attend_to_slots(query, **rows, slots=slots) for rows in (given, live))
+    np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2])
 def test_caote_scores_the_values_that_they_stand_for(dtype):
     _, given, (_, value), position, _ = case(dtype)
-    weights = np.random.default_rng(6).random((B, K, G, S))
-    weights = jnp.asarray(np.where(position[:, :, None] >= 0, weights, 0))
-    weights = weights / weights.sum(-1, keepdims=True)
-    run = functools.partial(caote_topk, weights, position=position, budget=3, with_scores=True)
-    kept, expected = run(given["value"], value_scale=given["value_scale"]), run(jnp.float32(value))
+    weights = np.where(np.asarray(position)[:, :, None] >= 0, np.random.default_rng(6).random((B, K, G, S)), 0)
+    weights = np.float32(weights / weights.sum(-1, keepdims=True))
+    rest = dict(position=position, budget=3)
+    kept = leave(weights, given["value"], value_scale=given["value_scale"], **rest)
+    expected = leave(weights, np.float32(value), **rest)
     np.testing.assert_array_equal(kept.position, expected.position)
     np.testing.assert_allclose(kept.scores, expected.scores, rtol=2e-5)
 

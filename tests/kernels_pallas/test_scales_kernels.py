@@ -108,7 +108,8 @@ def test_many_blocks_of_queries_and_chunks_of_slots_have_their_own_scales(monkey
     given = [jnp.asarray(rng.normal(size=(B, 70, 2, D)), jnp.float32), key, value, position, 220 + jnp.arange(70)[None]]
     options = dict(statistics=frozenset(["sum"]), window=0, sliding_window=None, scale=0.3)
     options |= dict(key_scale=key_scale, value_scale=value_scale)
-    result, expected = (run_of("cache_attention", name)(*given, **options) for name in ("tpu", "reference"))
+    run = functools.partial(run_of, "cache_attention")
+    result, expected = (jax.jit(functools.partial(run(name), **options))(*given) for name in ("tpu", "reference"))
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), result, expected)
 
 

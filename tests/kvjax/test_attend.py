@@ -276,7 +276,7 @@ def test_a_sliding_window_hides_older_tokens():
 def test_more_tokens_than_slots_are_refused_outside_jit():
     cache = start(slots=4)
     (q, k, v, position), (q2, k2, v2, position2) = blocks([(3, 3)] * 2)
-    _, cache = kvjax.attend(cache, q, k, v, position)
+    _, cache = step(None)(cache, q, k, v, position)
     with pytest.raises(ValueError, match=r"3 tokens do not fit: 2 more free slots are needed"):
         kvjax.attend(cache, q2, k2, v2, position2)
 

@@ -49,7 +49,7 @@ def test_a_short_name_is_the_policy(function):
 
 
 def test_full_is_no_policy():
-    out, cache = kvjax.attend(start(), *block(), policy="full")
+    out, cache = jax.jit(functools.partial(kvjax.attend, policy="full"))(start(), *block())
     assert out.shape == (B, T, N, D) and cache.num_live.max() == T
 
 
@@ -111,9 +111,9 @@ def test_more_tokens_than_slots_are_refused_under_jit(function):
 
 
 def test_a_cache_that_holds_tokens_is_looked_into_outside_jit():
-    cache = start()
+    cache, step = start(), jax.jit(kvjax.attend)
     for _ in range(S // T):
-        _, cache = kvjax.attend(cache, *block())
+        _, cache = step(cache, *block())
     with pytest.raises(ValueError, match=f"{T} tokens do not fit: {T} more free slots are needed"):
         kvjax.attend(cache, *block())
 

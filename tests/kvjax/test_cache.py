@@ -17,6 +17,9 @@ import kvjax
 from kvjax import KVCache
 
 B, K, S, D, T = 2, 2, 6, 3, 3
+insert = jax.jit(kvjax.insert, static_argnames="layer")
+evict = jax.jit(kvjax.evict)
+compact = jax.jit(kvjax.compact, static_argnums=1)
 
 
 def state_of_ones(*shape: int) -> dict[str, jax.Array]:
@@ -39,7 +42,7 @@ def rows_of(position: np.ndarray, dtype=jnp.float32) -> tuple[jax.Array, jax.Arr
 
 def put(cache: KVCache, position: list[list[int]], **options) -> KVCache:
     position = np.array(position, np.int32)
-    return kvjax.insert(cache, *rows_of(position, cache.key.dtype), jnp.asarray(position), **options)
+    return insert(cache, *rows_of(position, cache.key.dtype), position, **options)
 
 
 @functools.cache
@@ -48,7 +51,7 @@ def some_freed() -> KVCache:
     cache = put(empty(), [list(range(S))] * B)
     scores = np.ones((B, K, S), np.float32)
     scores[0, 0, [1, 4]] = scores[1, 0, [0, 5]] = scores[0, 1, [2, 3]] = scores[1, 1, [2, 3]] = 0
-    return kvjax.evict(cache, scores, 4)
+    return evict(cache, scores, 4)
 
 
 def leaves(cache: KVCache) -> dict[str, np.ndarray]:
@@ -130,20 +133,20 @@ def test_next_position_follows_the_tokens_and_not_the_padding():
 def test_tokens_continue_each_row_by_default():
     cache = put(empty(), [[0, 1, 2], [0, -1, -1]])
     key, value = rows_of(np.zeros((B, 2)))
-    cache = kvjax.insert(cache, key, value)
+    cache = insert(cache, key, value)
     assert cache.position[:, 0].tolist() == [[0, 1, 2, 3, 4, -1], [0, 1, 2, -1, -1, -1]]
     assert cache.next_position.tolist() == [5, 3]
 
 
 def test_eviction_does_not_turn_back_the_next_position():
-    cache = kvjax.evict(put(empty(), [[0, 1, 2]] * B), -jnp.arange(6.0) * jnp.ones((B, K, S)), 1)
+    cache = evict(put(empty(), [[0, 1, 2]] * B), np.broadcast_to(-np.arange(6, dtype=np.float32), (B, K, S)), 1)
     assert cache.position[0, 0].tolist() == [0, -1, -1, -1, -1, -1]
     assert cache.next_position.tolist() == [3, 3]
 
 
 def test_keys_are_cast_to_the_caches_dtype():
     key, value = rows_of(np.array([[0, 1]] * B))
-    cache = kvjax.insert(empty(dtype=jnp.bfloat16), key, value)
+    cache = insert(empty(dtype=jnp.bfloat16), key, value)
     assert cache.key.dtype == cache.value.dtype == jnp.bfloat16
     np.testing.assert_array_equal(cache.key[:, :, :2], key.astype(jnp.bfloat16).swapaxes(1, 2))
 
@@ -151,7 +154,7 @@ def test_keys_are_cast_to_the_caches_dtype():
 def test_under_jit_a_token_without_a_free_slot_is_not_stored():
     cache = put(empty(), [list(range(S))] * B)
     key, value = rows_of(np.array([[6, 7]] * B))
-    after = jax.jit(kvjax.insert)(cache, key, value)
+    after = insert(cache, key, value)
     np.testing.assert_array_equal(after.position, cache.position)
     np.testing.assert_array_equal(after.key, cache.key)
 
@@ -183,7 +186,7 @@ def test_compact_keeps_order_and_content(layers):
         cache = KVCache(
             *(jnp.stack([leaf] * 2) for leaf in (cache.key, cache.value, cache.position)), cache.next_position
         )
-    small = kvjax.compact(cache, 4)
+    small = compact(cache, 4)
     last = small if layers is None else small.layer(1)
     whole = some_freed()
     assert small.num_slots == 4 and small.key.shape[-2:] == (4, D)
@@ -197,12 +200,12 @@ def test_compact_keeps_order_and_content(layers):
 def test_compact_takes_the_state_along():
     cache = some_freed()
     cache = dataclasses.replace(cache, state={"slot": jnp.broadcast_to(jnp.arange(S), (B, K, S))})
-    small = kvjax.compact(cache, 4)
+    small = compact(cache, 4)
     assert small.state["slot"][0].tolist() == [[0, 2, 3, 5], [0, 1, 4, 5]]
 
 
 def test_compact_leaves_free_slots_at_the_end():
-    roomy = kvjax.compact(some_freed(), 8)
+    roomy = compact(some_freed(), 8)
     assert roomy.position[0, 0].tolist() == [0, 2, 3, 5, -1, -1, -1, -1]
     assert (roomy.key[..., 4:, :] == 0).all()
     assert put(roomy, [[6]] * B).position[1, 0].tolist() == [1, 2, 3, 4, 6, -1, -1, -1]
@@ -316,7 +319,7 @@ def test_rows_that_do_not_fit_the_cache_are_refused(key, value):
 def test_more_tokens_than_free_slots_are_refused_outside_jit():
     cache = put(empty(), [[0, 1, 2, 3, 4], [0, 1, 2, 3, -1]])
     with pytest.raises(ValueError, match=r"3 tokens do not fit: 2 more free slots are needed; evict first"):
-        put(cache, [[5, 6, 7], [4, 5, -1]])
+        kvjax.insert(cache, *rows_of(np.array([[5, 6, 7], [4, 5, -1]])), np.array([[5, 6, 7], [4, 5, -1]]))
 
 
 def test_a_stacked_cache_asks_for_the_layer():

@@ -13,6 +13,9 @@ from kvjax.cache import floats_of
 from tests.kvjax import definitions
 
 L, B, K, S, D, G, T = 2, 2, 2, 9, 4, 3, 5
+evict = jax.jit(kvjax.evict)
+merge = jax.jit(kvjax.merge, static_argnames="similarity")
+think = jax.jit(kvjax.think, static_argnames="share")
 
 
 def filled(seed=0, layers=L):
@@ -29,8 +32,8 @@ def filled(seed=0, layers=L):
 @pytest.mark.parametrize("similarity", [0.0, 0.6])
 def test_evicted_values_go_to_the_most_similar_key(layers, similarity):
     before = filled(1, layers)
-    after = kvjax.evict(before, np.random.default_rng(2).random(before.position.shape).astype(np.float32), budget=3)
-    merged = jax.jit(lambda a, b: kvjax.merge(a, b, similarity=similarity))(before, after)
+    after = evict(before, np.random.default_rng(2).random(before.position.shape).astype(np.float32), budget=3)
+    merged = merge(before, after, similarity=similarity)
     np.testing.assert_array_equal(merged.key, before.key)
     np.testing.assert_array_equal(merged.position, after.position)
     assert (np.asarray(merged.value) != np.asarray(after.value))[np.asarray(after.live)].any()
@@ -42,19 +45,18 @@ def test_evicted_values_go_to_the_most_similar_key(layers, similarity):
 
 def test_rows_of_eight_bits_are_merged_and_thinned_as_floats():
     cache = kvjax.KVCache.init(batch=1, kv_heads=1, slots=S, head_dim=D, dtype="int8")
-    rows = jax.random.normal(jax.random.key(0), (1, S, 1, D))
-    cache = kvjax.insert(cache, rows, rows[:, ::-1])
-    evicted = kvjax.evict(cache, jnp.arange(1.0, S + 1)[None, None], budget=2)
-    merged = kvjax.merge(cache, evicted)
-    expected = kvjax.merge(floats_of(cache), floats_of(evicted))
+    rng = np.random.default_rng(0)
+    rows = rng.normal(size=(1, S, 1, D)).astype(np.float32)
+    cache = jax.jit(kvjax.insert)(cache, rows, rows[:, ::-1])
+    evicted = evict(cache, np.arange(1, S + 1, dtype=np.float32)[None, None], budget=2)
+    merged = merge(cache, evicted)
+    expected = merge(floats_of(cache), floats_of(evicted))
     assert merged.value.dtype == jnp.int8
     np.testing.assert_array_equal(merged.key, cache.key)
     live = np.asarray(evicted.live)
     np.testing.assert_allclose(floats_of(merged).value[live], expected.value[live], atol=0.02)
-    query = jax.random.normal(jax.random.key(1), (1, T, G, D))
-    np.testing.assert_allclose(
-        floats_of(kvjax.think(cache, query)).key, kvjax.think(floats_of(cache), query).key, rtol=1e-6
-    )
+    query = rng.normal(size=(1, T, G, D)).astype(np.float32)
+    np.testing.assert_allclose(floats_of(think(cache, query)).key, think(floats_of(cache), query).key, rtol=1e-6)
 
 
 def test_values_and_keys_of_zeros_have_a_derivative():
@@ -63,20 +65,21 @@ def test_values_and_keys_of_zeros_have_a_derivative():
     def merged(key, value):
         return merging.most_similar(merging.Head(key, value, np.arange(3), stays, gone, received), 0.0)[0]
 
-    found = jax.grad(lambda *rows: jnp.sum(merged(*rows) ** 2), argnums=(0, 1))(jnp.zeros((3, 4)), jnp.zeros((3, 4)))
+    gradient = jax.jit(jax.grad(lambda *rows: jnp.sum(merged(*rows) ** 2), argnums=(0, 1)))
+    found = gradient(jnp.zeros((3, 4)), jnp.zeros((3, 4)))
     assert all(np.isfinite(array).all() for array in found)
 
 
 def test_without_an_eviction_nothing_is_merged():
     cache = filled(3)
-    np.testing.assert_array_equal(kvjax.merge(cache, cache).value, cache.value)
+    np.testing.assert_array_equal(merge(cache, cache).value, cache.value)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.5, 1.0])
 def test_think_leaves_out_the_channels_of_the_smallest_product(share):
     cache = filled(4)
     query = np.random.default_rng(5).normal(size=(L, B, T, K * G, D)) * [1.0, 0.1, 3.0, 0.5]
-    thin = np.asarray(kvjax.think(cache, jnp.asarray(query, jnp.float32), share=share).key)
+    thin = np.asarray(think(cache, query.astype(np.float32), share=share).key)
     for head in np.ndindex(L, B, K):
         one, b, k = head
         live, key = np.asarray(cache.live[head]), np.asarray(cache.key[head], np.float64)

@@ -231,12 +231,15 @@ def chosen_after_the_prompt(row, position, budget, split, mass):
     return {int(position[i]) for i in [*range(sinks), *best]}, recent
 
 
-@pytest.mark.parametrize("heads", ["group", "query"])
+# Each split, and each kind of budget against the prompt's length. Query heads change what is averaged, not the splits:
+# with them each split once, and a prompt within the budget.
 @pytest.mark.parametrize(
-    ("split", "mass", "budget"),
+    ("heads", "split", "mass", "budget"),
     [
-        *(("fixed", 0.9, budget) for budget in (3, 12, 13, 26, 40)),
-        *(("adaptive", mass, budget) for mass, budget in ((0.5, 16), (0.9, 16), (1.0, 12), (0.7, 3))),
+        *(("group", "fixed", 0.9, budget) for budget in (3, 12, 13, 26)),
+        *(("group", "adaptive", mass, budget) for mass, budget in ((0.5, 16), (1.0, 12), (0.7, 3))),
+        *(("query", "fixed", 0.9, budget) for budget in (12, 40)),
+        ("query", "adaptive", 0.9, 16),
     ],
 )
 def test_sage_chooses_once_and_then_only_the_recent_window_moves(heads, split, mass, budget):
@@ -250,7 +253,7 @@ def test_sage_chooses_once_and_then_only_the_recent_window_moves(heads, split, m
     slots = prompt + budget
     state = policy.init(B, heads_held, N // heads_held, slots, D)
     cache = kvjax.KVCache.init(batch=B, kv_heads=heads_held, slots=slots, head_dim=D, state=state)
-    inputs = [jnp.asarray(x, jnp.float32) for x in (query, key, value)] + [jnp.asarray(position)]
+    inputs = [*(x.astype(np.float32) for x in (query, key, value)), position]
     attend = jax.jit(functools.partial(kvjax.attend, policy=policy, budget=budget))
     cache = attend(cache, *(x[:, :prompt] for x in inputs))[1]
 
@@ -365,7 +368,8 @@ def test_critical_measures_a_long_block_in_parts():
     value, weight = rng.normal(size=(B, K, 11, D)), rng.normal(size=(K, G, D, E))
     expected = definitions.rounded(np.abs(np.einsum("bktd,kgde->bkgte", value, weight)).sum(-1).mean(2))
     for chunk in (1, 4, 11, 128):
-        close(_output_length(jnp.asarray(value), jnp.asarray(weight), chunk), expected)
+        found = jax.jit(_output_length, static_argnums=2)(value.astype(np.float32), weight.astype(np.float32), chunk)
+        close(found, expected)
 
 
 # What does not fit.

@@ -18,8 +18,10 @@ from tests.models.reference.policies import lag_scores, leverage_scores
 
 S, D = 24, 4
 seeds = st.integers(0, 2**32 - 1)
-CURDKV = [(leverage, window) for leverage in ("product", "mean", "key", "value") for window in (1, 3, 16, None)]
-LAGKV = [(sinks, lag, cross) for sinks in (0, 2) for lag in (2, 3, 5, 12) for cross in (False, True)]
+# The leverage says what is done with the lengths that the windows give, whichever they are.
+CURDKV = [*(("product", window) for window in (1, 3, 16, None)), ("mean", 3), ("key", 16), ("value", None)]
+# Each two options meet: a lag, cross scoring, sinks.
+LAGKV = [(sinks, lag, (lag in (3, 12)) == (sinks == 0)) for sinks in (0, 2) for lag in (2, 3, 5, 12)]
 close = functools.partial(np.testing.assert_allclose, rtol=2e-5)
 
 
@@ -56,10 +58,10 @@ def scores(policy: kvjax.Policy, seen: kvjax.Observation) -> np.ndarray:
 
 def tokens(seen: kvjax.Observation):
     """Each head's live slots in the order of positions, with their keys and values in float64."""
+    position, *rows = (np.asarray(x) for x in (seen.position, seen.key, seen.value))
     for b, k in np.ndindex(B, K):
-        position = np.asarray(seen.position[b, k])
-        there = sorted(np.flatnonzero(position >= 0), key=position.__getitem__)
-        yield (b, k, there), *(np.asarray(x[b, k, np.array(there, int)], np.float64) for x in (seen.key, seen.value))
+        there = sorted(np.flatnonzero(position[b, k] >= 0), key=position[b, k].__getitem__)
+        yield (b, k, there), *(x[b, k, np.array(there, int)].astype(np.float64) for x in rows)
 
 
 @hypothesis.given(seeds, st.sampled_from(CURDKV))

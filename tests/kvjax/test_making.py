@@ -37,10 +37,15 @@ def made(policy: str, layers: int | None = None, **changes):
     return kvjax.empty_cache(policy, **(dict(SIZES, layers=layers, batch=B, block=T, page_size=2) | changes))
 
 
-def block(seed: int, rows: int = B, tokens: int = T, layers: int = 1) -> list[jax.Array]:
+def block(seed: int, rows: int = B, tokens: int = T, layers: int = 1) -> list[np.ndarray]:
     """Queries, keys and values of a block in each layer."""
     shapes = [(layers, rows, tokens, heads, D) for heads in (N, K, K)]
-    return [jax.random.normal(jax.random.key(10 * seed + i), shape) for i, shape in enumerate(shapes)]
+    rng = np.random.default_rng(seed)
+    return [rng.normal(size=shape).astype(np.float32) for shape in shapes]
+
+
+repeat = jax.jit(kvjax.repeat, static_argnums=1)
+insert = jax.jit(kvjax.insert, static_argnames="layer")
 
 
 @functools.cache
@@ -173,12 +178,12 @@ def test_what_no_cache_can_have_is_refused(changes, message):
 def test_each_row_of_a_repeated_cache_goes_on_as_the_row_that_it_was(policy, layers):
     n, L = 3, layers or 1
     cache = filled(policy, layers)
-    repeated = kvjax.repeat(cache, n)
+    repeated = repeat(cache, n)
     copies = [cache] * n
     for seed in range(10, 13):
         blocks = [block(seed + 100 * i, layers=L) for i in range(n)]  # questions of their own
         together = [
-            jnp.stack(parts, axis=2).reshape(L, n * B, *parts[0].shape[2:]) for parts in zip(*blocks, strict=True)
+            np.stack(parts, axis=2).reshape(L, n * B, *parts[0].shape[2:]) for parts in zip(*blocks, strict=True)
         ]
         out, repeated = step(policy)(repeated, *together)
         for i in range(n):
@@ -195,27 +200,27 @@ def test_each_row_of_a_repeated_cache_goes_on_as_the_row_that_it_was(policy, lay
 @hypothesis.given(data=st.data())
 @hypothesis.settings(max_examples=10)
 def test_a_repeated_cache_holds_each_row_n_times(policy, layers, data):
-    n = data.draw(st.integers(1, 5))
+    n = data.draw(st.sampled_from([1, 2, 5]))
     blocks = data.draw(st.integers(0, 4))
     cache = filled(policy, layers, blocks)
     if data.draw(st.booleans()):  # heads with more pages than their tokens need
         for layer in range(layers or 1):
             _, k, v = (x[0] for x in block(7))
-            cache = kvjax.insert(cache, k, v, None, layer=layer if layers else None)
-    repeated = kvjax.repeat(cache, n)
+            cache = insert(cache, k, v, None, layer=layer if layers else None)
+    repeated = repeat(cache, n)
     rows = np.repeat(np.arange(B), n)
     assert_same(content(repeated), rows_of(cache, rows.tolist()))
-    assert repeated.next_position.tolist() == cache.next_position[rows].tolist()
+    assert repeated.next_position.tolist() == np.asarray(cache.next_position)[rows].tolist()
     if isinstance(repeated, PagedCache):
         check_pages(repeated, fewest=False)
-        assert repeated.num_free == n * cache.num_free and repeated.owner.size == n * cache.owner.size
+        assert int(repeated.num_free) == n * int(cache.num_free) and repeated.owner.size == n * cache.owner.size
 
 
 def test_what_is_remembered_of_a_head_is_repeated_by_rows():
     for policy in ("expected_attention(sinks=1)", "expected_attention(sinks=1)@layer"):
         cache = made(policy, 2)
         numbered = jax.tree.map(lambda leaf: jnp.arange(leaf.size, dtype=leaf.dtype).reshape(leaf.shape), cache.state)
-        repeated = kvjax.repeat(dataclasses.replace(cache, state=numbered), 2)
+        repeated = repeat(dataclasses.replace(cache, state=numbered), 2)
         jax.tree.map(
             lambda leaf, whole: np.testing.assert_array_equal(whole, np.repeat(leaf, 2, axis=1)),
             numbered, repeated.state,
@@ -225,8 +230,7 @@ def test_what_is_remembered_of_a_head_is_repeated_by_rows():
 @pytest.mark.parametrize(("policy", "layers"), [("h2o", 2), ("h2o@layer", None)])
 def test_repeating_compiles(policy, layers):
     cache = filled(policy, layers)
-    jitted = jax.jit(kvjax.repeat, static_argnums=1)(cache, 2)
-    jax.tree.map(np.testing.assert_array_equal, jitted, kvjax.repeat(cache, 2))
+    jax.tree.map(np.testing.assert_array_equal, repeat(cache, 2), kvjax.repeat(cache, 2))
 
 
 def test_on_a_mesh_rows_stay_where_they_are():
@@ -242,7 +246,7 @@ def test_on_a_mesh_rows_stay_where_they_are():
     assert not re.search("all-gather|all-to-all|collective-permute|all-reduce", compiled.as_text())
     repeated = compiled(spread)
     assert repeated.key.sharding.is_equivalent_to(place(repeated.key), repeated.key.ndim)
-    jax.tree.map(np.testing.assert_array_equal, repeated, kvjax.repeat(cache, 2))
+    jax.tree.map(np.testing.assert_array_equal, repeated, repeat(cache, 2))
 
 
 @pytest.mark.bad_input

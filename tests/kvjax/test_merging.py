@@ -1,6 +1,7 @@
 """Merging as a part of an eviction, against loops over tokens in NumPy float64; gradients, vmap, bad input."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -17,22 +18,25 @@ SIZES = dict(batch=B, kv_heads=K, query_heads=K * G, head_dim=D, budget=BUDGET, 
 
 
 def blocks(seed, count):
-    draw = np.random.default_rng(seed).normal(size=(count, 3, B, BLOCK, K * G, D))
-    return [(q, k[:, :, :K], v[:, :, :K]) for q, k, v in jnp.asarray(draw, jnp.float32)]
+    draw = np.random.default_rng(seed).normal(size=(count, 3, B, BLOCK, K * G, D)).astype(np.float32)
+    return [(q, k[:, :, :K], v[:, :, :K]) for q, k, v in draw]
 
 
-def run(policy, some, *, layer=None, dtype=jnp.float32, jit=True):
+@functools.cache
+def step(policy, layer=None, excess=None):
+    """A jitted block: the cache after it."""
+    options = dict(policy=kvjax.parse(policy), budget=BUDGET, excess=excess, context=kvjax.Context(layer=layer))
+    return jax.jit(lambda cache, rows: kvjax.attend(cache, *rows, **options)[1])
+
+
+def run(policy, some, *, layer=None, dtype=jnp.float32, step=step):
     """The caches after each block."""
-    policy = kvjax.parse(policy)
-    cache = kvjax.empty_cache(policy, layers=None if layer is None else 3, dtype=dtype, **SIZES)
-
-    def step(cache, rows):
-        return kvjax.attend(cache, *rows, policy=policy, budget=BUDGET, context=kvjax.Context(layer=layer))[1]
-
-    caches = [cache]
+    cache, after = kvjax.empty_cache(policy, layers=None if layer is None else 3, dtype=dtype, **SIZES), []
+    run_block = step(policy, layer)
     for rows in some:
-        caches.append((jax.jit(step) if jit else step)(caches[-1], rows))
-    return caches[1:]
+        cache = run_block(cache, rows)
+        after.append(cache)
+    return after
 
 
 def in_order(cache, layer=None):
@@ -92,24 +96,22 @@ def test_values_after_every_block_are_those_of_brute_force(link):
 
 @pytest.mark.parametrize("link", ["merge", "cam"])
 def test_one_layer_of_a_stack_and_a_promise_of_one_token_give_the_same(link):
-    some, policy = blocks(2, 3), kvjax.parse(f"h2o+caote+{link}")
-    alone, stacked = run(policy.name, some)[-1], run(policy.name, some, layer=1)[-1]
+    some, policy = blocks(2, 3), f"h2o+caote+{link}"
+    alone, stacked = run(policy, some)[-1], run(policy, some, layer=1)[-1]
     for ours, theirs in zip(in_order(stacked, 1), in_order(alone), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-6)
     assert (np.asarray(stacked.position[jnp.array([0, 2])]) == -1).all()
-    query, key, value = (x[:, :1] for x in blocks(3, 1)[0])
-    one = [
-        kvjax.attend(alone, query, key, value, policy=policy, budget=BUDGET, excess=excess)[1] for excess in (1, None)
-    ]
+    token = [x[:, :1] for x in blocks(3, 1)[0]]
+    one = [step(policy, excess=excess)(alone, token) for excess in (1, None)]
     np.testing.assert_allclose(one[0].value, one[1].value, rtol=1e-6)
     assert one[0].num_live.tolist() == [[BUDGET] * K] * B
 
 
 def test_large_heads_are_merged_one_at_a_time_with_the_same_values(monkeypatch):
     some = blocks(4, 3)
-    together = run("h2o+cam+protect(sinks=1)", some, jit=False)[-1]
+    together = run("h2o+cam+protect(sinks=1)", some)[-1]
     monkeypatch.setattr(merging, "TOGETHER", 0)
-    one_at_a_time = run("h2o+cam+protect(sinks=1)", some, jit=False)[-1]
+    one_at_a_time = run("h2o+cam+protect(sinks=1)", some, step=step.__wrapped__)[-1]  # compiled anew
     np.testing.assert_allclose(one_at_a_time.value, together.value, rtol=1e-6)
 
 
@@ -118,7 +120,7 @@ def test_rows_of_eight_bits_change_only_where_others_came_in():
     cache = dataclasses.replace(cache, state=())
     fold = merging.Merging("first", lambda head: (head.value + 1.0, jnp.arange(S) == 0))
     after = jnp.where(cache.position == 1, -1, cache.position)
-    changed = merging.folded(fold, cache, cache.position, after)
+    changed = jax.jit(lambda cache, after: merging.folded(fold, cache, cache.position, after))(cache, after)
     np.testing.assert_array_equal(changed.value[..., 1:, :], cache.value[..., 1:, :])
     np.testing.assert_array_equal(changed.value_scale[..., 1:], cache.value_scale[..., 1:])
     found, old = (kvjax.cache.floats_of(x).value[..., 0, :] for x in (changed, cache))
@@ -135,10 +137,10 @@ def test_derivatives_pass_and_vmap_maps(link):
             out, cache = kvjax.attend(cache, query, key, scale * value, policy=policy, budget=BUDGET)
         return jnp.sum(out**2)
 
-    slope = jax.jit(jax.grad(total))(1.0)
+    value, slope = jax.jit(jax.value_and_grad(total))(1.0)
     # Outputs are linear in the scale of the values, and so are merged values.
-    np.testing.assert_allclose(slope, 2 * total(1.0), rtol=1e-4)
-    np.testing.assert_allclose(jax.vmap(total)(jnp.array([1.0, 2.0])), [total(1.0), 4 * total(1.0)], rtol=1e-4)
+    np.testing.assert_allclose(slope, 2 * value, rtol=1e-4)
+    np.testing.assert_allclose(jax.jit(jax.vmap(total))(np.float32([1, 2])), [value, 4 * value], rtol=1e-4)
 
 
 @pytest.mark.bad_input
@@ -168,16 +170,16 @@ def test_pages_are_not_merged():
         ValueError, match=r"'merge' merges values in plain caches, but this one is paged; leave the link out"
     ):
         kvjax.evict(cache, evidence, 1)
-    rows = [jnp.ones((1, 1, 1, 2))] * 3
+    rows, attend = [jnp.ones((1, 1, 1, 2))] * 3, functools.partial(kvjax.attend, policy="streaming(sinks=0)+merge")
     with pytest.raises(ValueError, match=r"'merge' merges values in plain caches, but this one is paged"):
-        kvjax.attend(dataclasses.replace(cache, state=((), ())), *rows, policy="streaming(sinks=0)+merge", budget=1)
+        jax.jit(functools.partial(attend, budget=1))(dataclasses.replace(cache, state=((), ())), *rows)
 
 
 @pytest.mark.bad_input
 def test_evidence_of_all_layers_must_know_of_the_merging():
     policy = kvjax.parse("streaming+merge")
     cache = kvjax.empty_cache(policy, layers=2, **SIZES)
-    rows = blocks(7, 1)[0]
-    _, cache, said = kvjax.observe(cache, *rows, policy=policy, context=kvjax.Context(layer=0))
+    observe = functools.partial(kvjax.observe, policy=policy, context=kvjax.Context(layer=0))
+    _, cache, said = jax.jit(observe)(cache, *blocks(7, 1)[0])
     with pytest.raises(ValueError, match=r"make the evidence with Evidence.of_layers\(..., merging=policy.merging\)"):
         kvjax.Evidence.of_layers(cache, policy.allocation).with_layer(cache, 0, said)

@@ -418,10 +418,10 @@ def test_without_a_policy_pages_only_grow():
     cache = PagedCache.init(batch=B, kv_heads=K, pages=12, page_size=2, most=6, head_dim=WIDTH)
     rng = np.random.default_rng(0)
     q, k, v, position = block_of(rng, 3, [3, 1], [0, 0])
-    block = [jnp.asarray(x) for x in (q[0], k[0], v[0], position)]
-    out, cache, seen = kvjax.observe(cache, *block, policy=None)
+    block = [q[0], k[0], v[0], position]
+    out, cache, seen = jax.jit(functools.partial(kvjax.observe, policy=None))(cache, *block)
     plain = KVCache.init(batch=B, kv_heads=K, slots=6, head_dim=WIDTH)
-    expected, _ = kvjax.attend(plain, *block)
+    expected, _ = jax.jit(kvjax.attend)(plain, *block)
     np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-6)
     assert seen is None and cache.num_live.tolist() == [[3, 3], [1, 1]]
 
@@ -497,8 +497,8 @@ def test_packing_keeps_tokens_and_takes_the_fewest_pages(layers, page_size, page
 
 
 @functools.cache
-def pack(pages: int, page_size: int):
-    return jax.jit(functools.partial(kvjax.pack, pages=pages, page_size=page_size, most=9))
+def pack(pages: int, page_size: int, most: int = 9):
+    return jax.jit(functools.partial(kvjax.pack, pages=pages, page_size=page_size, most=most))
 
 
 def test_a_packed_cache_goes_on_where_the_plain_one_does():
@@ -507,7 +507,7 @@ def test_a_packed_cache_goes_on_where_the_plain_one_does():
     (step, _), rng, brought = make_step(policy, 2), np.random.default_rng(6), np.zeros(B, int)
     for i in range(9):
         if i == 4:
-            packed = kvjax.pack(plain, pages=paged.owner.shape[0], page_size=4, most=plain.num_slots)
+            packed = pack(paged.owner.shape[0], 4, plain.num_slots)(plain)
             for a, b in zip(jax.tree.leaves(packed), jax.tree.leaves(paged), strict=True):
                 assert (a.shape, a.dtype) == (b.shape, b.dtype)
             paged = packed
@@ -524,11 +524,11 @@ def test_a_packed_cache_goes_on_where_the_plain_one_does():
 def test_packing_into_too_few_pages_loses_tokens_and_shares_none():
     cache = KVCache.init(batch=B, kv_heads=K, slots=4, head_dim=D)
     position = jnp.broadcast_to(jnp.arange(4), (B, 4))
-    cache = kvjax.insert(cache, *rows_of(0, position), position)
-    paged = kvjax.pack(cache, pages=5, page_size=2, most=4)
+    cache = jax.jit(kvjax.insert)(cache, *rows_of(0, position), position)
+    paged = pack(5, 2, 4)(cache)
     check_pages(paged, fewest=True)
     assert sum(map(len, content(paged).values())) == 10
-    short = kvjax.pack(cache, pages=9, page_size=2, most=2)
+    short = pack(9, 2, 2)(cache)
     check_pages(short, fewest=True)
     assert (short.num_live == 2).all()
 

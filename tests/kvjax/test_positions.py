@@ -219,12 +219,10 @@ def test_move_is_a_rotation_at_the_end_alone(start_at, end):
 
 def test_half_precision_keys_are_turned_in_single():
     cache = KVCache.init(batch=B, kv_heads=K, slots=MOST, head_dim=D, dtype=jnp.bfloat16, positions="compact")
+    attend = jax.jit(functools.partial(kvjax.attend, policy=kvjax.parse("random"), budget=BUDGET, context=TURNED))
     for q, k, v, position in blocks():
         q, k = rotate_block(q, k, position)
-        out, cache = kvjax.attend(
-            cache, *(x.astype(jnp.bfloat16) for x in (q, k, jnp.asarray(v))), jnp.asarray(position),
-            policy=kvjax.parse("random"), budget=BUDGET, context=TURNED,
-        )  # fmt: skip
+        out, cache = attend(cache, *(jnp.asarray(x, jnp.bfloat16) for x in (q, k, v)), position)
         assert out.dtype == jnp.bfloat16
     reference_kept = [held for _, held in run("random", "compact")]
     *_, expected = reference("compact", reference_kept)

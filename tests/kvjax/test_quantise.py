@@ -87,10 +87,7 @@ def blocks(seed: int = 0, steps: int = 4):
     for at in position:
         query, key, value = (rng.normal(size=(B, T, heads, D)) for heads in (N, K, K))
         sizes = np.exp(2 * rng.normal(size=(B, T, K, 1)))  # so that a scale that is left out shows
-        yield (
-            tuple(jnp.asarray(x, jnp.float32) for x in (query, key * sizes, value / sizes)),
-            jnp.asarray(at, jnp.int32),
-        )
+        yield tuple(x.astype(np.float32) for x in (query, key * sizes, value / sizes)), at.astype(np.int32)
 
 
 @functools.cache
@@ -142,12 +139,23 @@ def test_every_policy_computes_with_the_rows_that_the_eight_bits_stand_for(name,
     np.testing.assert_allclose(np.where(live, kept.value, 0), np.where(live, others.value, 0), rtol=1e-5)
 
 
+insert = jax.jit(kvjax.insert, static_argnames="layer")
+evict = jax.jit(kvjax.evict)
+MOVES = {
+    "compact": jax.jit(lambda cache: kvjax.compact(cache, 2)),
+    "larger": jax.jit(lambda cache: kvjax.compact(cache, 7)),
+    "repeat": jax.jit(lambda cache: kvjax.repeat(cache, 2)),
+    "pack": jax.jit(lambda cache: kvjax.pack(cache, pages=9, page_size=1, most=3).layer()),
+}
+
+
+@functools.cache
 def filled(dtype: str = "int8", layers: int | None = None):
     cache = kvjax.empty_cache(
         None, layers=layers, batch=B, kv_heads=K, query_heads=N, head_dim=D, budget=T, dtype=dtype
     )
     for (rows, position), layer in zip(blocks(), [None] if layers is None else range(layers), strict=False):
-        cache = kvjax.insert(cache, *rows[1:], jnp.maximum(position, 0), layer=layer)
+        cache = insert(cache, *rows[1:], np.maximum(position, 0), layer=layer)
     return cache
 
 
@@ -157,27 +165,20 @@ def test_rows_are_rounded_on_their_own_whatever_the_blocks():
     alone = kvjax.empty_cache(None, batch=B, kv_heads=K, query_heads=N, head_dim=D, budget=T, dtype="int8")
     for t in range(T):
         one = slice(t, t + 1)
-        alone = kvjax.insert(alone, key[:, one], value[:, one], jnp.maximum(position, 0)[:, one])
+        alone = insert(alone, key[:, one], value[:, one], np.maximum(position, 0)[:, one])
     jax.tree.map(np.testing.assert_array_equal, cache, alone)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int8/bfloat16", "float32/int8"])
-@pytest.mark.parametrize("change", ["compact", "larger", "repeat", "pack", "layer"])
+@pytest.mark.parametrize("change", [*MOVES, "layer"])
 def test_rows_keep_their_scales_wherever_they_move(change, dtype):
     cache = filled(dtype, layers=2 if change == "layer" else None)
     if change == "layer":
         one, expected = floats_of(cache.layer(1)), floats_of(cache).layer(1)
         np.testing.assert_array_equal(one.value, expected.value)
         return
-    scores = jnp.asarray(np.random.default_rng(1).normal(size=cache.position.shape))
-    cache = kvjax.evict(cache, scores, budget=2)
-    moved = {
-        "compact": lambda cache: kvjax.compact(cache, 2),
-        "larger": lambda cache: kvjax.compact(cache, 7),
-        "repeat": lambda cache: kvjax.repeat(cache, 2),
-        "pack": lambda cache: kvjax.pack(cache, pages=9, page_size=1, most=3).layer(),
-    }[change]
-    eight, floats = floats_of(moved(cache)), moved(floats_of(cache))
+    cache = evict(cache, np.random.default_rng(1).normal(size=cache.position.shape).astype(np.float32), 2)
+    eight, floats = floats_of(MOVES[change](cache)), MOVES[change](floats_of(cache))
     np.testing.assert_array_equal(eight.position, floats.position)
     live = np.asarray(eight.live)[..., None]
     np.testing.assert_array_equal(np.where(live, eight.key, 0), np.where(live, floats.key, 0))
@@ -273,5 +274,5 @@ def test_no_derivative_reaches_rows_of_eight_bits_and_the_queries_have_theirs():
     def loss(query, key):
         return jnp.sum(kvjax.observe(cache, query, key, value, position + T, policy=None)[0] ** 2)
 
-    of_query, of_key = jax.grad(loss, argnums=(0, 1))(query, key)
+    of_query, of_key = jax.jit(jax.grad(loss, argnums=(0, 1)))(query, key)
     assert np.isfinite(of_query).all() and (np.asarray(of_query) != 0).any() and (np.asarray(of_key) == 0).all()

@@ -100,7 +100,7 @@ def test_a_row_holds_what_its_sequence_held_and_others_are_untouched(kind, moves
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_larger_batch_takes_a_smaller_row(kind):
-    cache = kvjax.join(empty(kind, B, more=4), 1, sequence(kind, 8, 1))
+    cache = join(empty(kind, B, more=4), 1, sequence(kind, 8, 1))
     assert [head["tokens"] for head in held(cache, 1)] == [head["tokens"] for head in held(sequence(kind, 8, 1), 0)]
 
 
@@ -129,12 +129,12 @@ def test_a_row_of_floats_does_not_fit_into_a_batch_of_eight_bits():
 
 def test_a_row_that_is_not_due_keeps_its_window():
     policy = kvjax.parse("snapkv(window=2)")
-    cache = kvjax.join(kvjax.join(empty("window", 2), 0, sequence("window", 8, 1)), 1, sequence("window", 8, 2))
-    query = jnp.ones((2, 1, 2 * K, D))
-    _, cache, evidence = kvjax.observe(
-        cache, query, query[:, :, :K], query[:, :, :K], policy=policy, budget=BUDGET, context=kvjax.Context(layer=0)
-    )
-    before = cache.state[0].queries.value[0]
-    cache = kvjax.evict(cache, evidence, jnp.array([BUDGET, cache.num_slots]), layer=0)
+    cache = join(join(empty("window", 2), 0, sequence("window", 8, 1)), 1, sequence("window", 8, 2))
+    row = np.ones((2, 1, K, D), np.float32)
+    observe = functools.partial(kvjax.observe, policy=policy, budget=BUDGET, context=kvjax.Context(layer=0))
+    _, cache, evidence = jax.jit(observe)(cache, np.repeat(row, 2, axis=2), row, row)
+    before = np.asarray(cache.state[0].queries.value[0])
+    evict = jax.jit(functools.partial(kvjax.evict, layer=0))
+    cache = evict(cache, evidence, np.array([BUDGET, cache.num_slots]))
     assert cache.num_live[0].tolist() == [[BUDGET] * K, [BUDGET + 1] * K]
     assert before.min() > 0 and cache.state[0].queries.value[0].tolist() == [[0] * K, before[1].tolist()]

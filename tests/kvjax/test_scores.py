@@ -255,7 +255,7 @@ def test_butler_of_the_first_layer_is_the_mean_attention_itself():
 def test_butler_keeps_the_new_keys_where_their_tokens_lie_and_the_others_where_they_are():
     block, held = foreseen_block(34)
     policy, o = kvjax.butler(dim=DIM), block.observation
-    _, state = policy.update(None, jnp.asarray(held), o)
+    _, state = jax.jit(policy.update)(None, held, o)
     expected, key = held.copy(), np.asarray(o.context.predicted.key).reshape(B, T, K, G, DIM)
     for b, k, s in np.argwhere(np.asarray(o.position) >= 0):
         for t in np.flatnonzero(np.asarray(o.query_position[b]) == int(o.position[b, k, s])):
@@ -536,20 +536,27 @@ def test_live_slots_never_score_nan(name):
 @pytest.mark.parametrize("D", [6, 16, 64])
 @pytest.mark.parametrize("S", [7, 32, 45])
 def test_equal_keys_have_one_norm_wherever_they_are_rotated_to(S, D):
-    key = jnp.broadcast_to(jax.random.normal(jax.random.key(D), (D,)), (1, 1, S, D))
-    frequency = 10_000.0 ** -(jnp.arange(D // 2) / (D // 2))
-    position = jnp.arange(S)[None, None]
-    turned = kvjax.turn(key, position, frequency)
-    none = jnp.zeros((1, 1, 1, D))
-    seen = kvjax.Observation(None, none, jnp.array([[S - 1]]), turned, turned, position, jnp.array([S]), jnp.array([4]))
-    found, _ = kvjax.retention_scores(kvjax.key_norm(), (), seen)
-    assert len(np.unique(found)) == 1
+    key = np.broadcast_to(np.random.default_rng(D).normal(size=D).astype(np.float32), (1, 1, S, D))
+    frequency = (10_000.0 ** -(np.arange(D // 2) / (D // 2))).astype(np.float32)
+    position, none = np.arange(S, dtype=np.int32)[None, None], np.zeros((1, 1, 1, D), np.float32)
+
+    @jax.jit
+    def norms(key):
+        turned = kvjax.turn(key, position, frequency)
+        seen = kvjax.Observation(
+            None, none, np.array([[S - 1]]), turned, turned, position, np.array([S]), np.array([4])
+        )
+        return kvjax.retention_scores(kvjax.key_norm(), (), seen)[0]
+
+    assert len(np.unique(norms(key))) == 1
 
 
 def test_equal_values_have_one_norm_in_critical_however_many_enter():
-    value = jnp.broadcast_to(jax.random.normal(jax.random.key(0), (16,)), (1, 1, 45, 16))
-    weight = jax.random.normal(jax.random.key(1), (1, 2, 16, 32))
-    found = [_output_length(value[:, :, :T], weight, chunk) for T, chunk in ((1, 128), (7, 128), (45, 128), (45, 4))]
+    rng = np.random.default_rng(0)
+    value = np.broadcast_to(rng.normal(size=16).astype(np.float32), (1, 1, 45, 16))
+    weight = rng.normal(size=(1, 2, 16, 32)).astype(np.float32)
+    lengths = jax.jit(_output_length, static_argnums=2)
+    found = [lengths(value[:, :, :T], weight, chunk) for T, chunk in ((1, 128), (7, 128), (45, 128), (45, 4))]
     assert len(np.unique(np.concatenate(found, axis=-1))) == 1
 
 

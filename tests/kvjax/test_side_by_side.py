@@ -23,6 +23,7 @@ B, K, G, D, BUDGET, BLOCK = 2, 2, 2, 4, 8, 4
 SIZES = dict(batch=B, kv_heads=K, query_heads=K * G, head_dim=D, budget=BUDGET, block=BLOCK)
 CONTEXT = kvjax.Context(frequency=jnp.array([[1.0, 0.1]]))
 same = np.testing.assert_array_equal
+insert = jax.jit(kvjax.insert)
 
 
 def blocks(steps: int = 4, tokens: int = BLOCK):
@@ -116,9 +117,9 @@ def test_gradients_flow_as_through_two_arrays():
 def test_rows_come_and_go_and_a_cache_is_copied_and_changed():
     cache = kvjax.empty_cache("tova", **SIZES)
     (query, *rows, position), *_ = blocks(1)
-    cache = kvjax.insert(cache, *rows, position)
-    one = kvjax.insert(kvjax.empty_cache("tova", **SIZES | dict(batch=1)), *(x[:1] for x in (*rows, position)))
-    evicted = kvjax.evict(cache, np.arange(12.0).repeat(4).reshape(B, K, -1), 2)
+    cache = insert(cache, *rows, position)
+    one = insert(kvjax.empty_cache("tova", **SIZES | dict(batch=1)), *(x[:1] for x in (*rows, position)))
+    evicted = jax.jit(kvjax.evict)(cache, np.float32(np.arange(12).repeat(4)).reshape(B, K, -1), 2)
     sizes = dict(pages=16, page_size=2, most=12)
     for change in (
         lambda whole, part: kvjax.compact(whole, 5),
@@ -130,7 +131,8 @@ def test_rows_come_and_go_and_a_cache_is_copied_and_changed():
         lambda whole, part: dataclasses.replace(whole, key=whole.value, value=whole.key),
         lambda whole, part: kvjax.merge(whole, dataclasses.replace(evicted, rows=whole.rows)),
     ):
-        assert_same(change(together(cache), together(one)), change(cache, one))
+        changed = jax.jit(change)
+        assert_same(changed(together(cache), together(one)), changed(cache, one))
 
 
 @pytest.mark.parametrize("paged", [False, True])
@@ -150,7 +152,7 @@ def test_a_row_joins_a_batch_that_stores_its_rows_otherwise(paged):
 @pytest.mark.parametrize("dtype", ["int8", "bfloat16"])
 def test_a_file_is_the_same_and_is_loaded_as_this_platform_stores_rows(tmp_path, monkeypatch, dtype):
     (_, *rows, position), *_ = blocks(1)
-    cache = kvjax.insert(kvjax.empty_cache("h2o@layer", **SIZES, dtype=dtype, page_size=2), *rows, position)
+    cache = insert(kvjax.empty_cache("h2o@layer", **SIZES, dtype=dtype, page_size=2), *rows, position)
     for name, saved in (("here", cache), ("there", together(cache))):
         kvjax.save_cache(tmp_path / name, saved, policy="h2o@layer")
     assert (tmp_path / "here").read_bytes() == (tmp_path / "there").read_bytes()
@@ -160,32 +162,31 @@ def test_a_file_is_the_same_and_is_loaded_as_this_platform_stores_rows(tmp_path,
     assert_same(kvjax.load_cache(tmp_path / "here"), cache)
 
 
-def both(operation: str, *arrays: jax.Array, **options):
+def both(operation: str, *arrays: np.ndarray, **options):
     """Return what the kernel for TPU gives for keys and values side by side, and for two arrays."""
-    run = functools.partial(Kernel(operation, "tpu").run, interpret=pltpu.InterpretParams(), **options)
+    run = jax.jit(functools.partial(Kernel(operation, "tpu").run, interpret=pltpu.InterpretParams(), **options))
     query, key, value, *others = arrays
-    return run(query, jnp.concatenate([key, value], -1), None, *others), run(query, key, value, *others)
+    return run(query, np.concatenate([key, value], -1), None, *others), run(query, key, value, *others)
 
 
 @pytest.mark.parametrize("T", [1, 3])
 def test_kernels_read_one_array_as_two(T):
     rng, S, page, dim = np.random.default_rng(0), 160, 32, 8
     query, key, value = (
-        jnp.asarray(rng.normal(size=shape), jnp.float32)
-        for shape in ((B, T, K * G, dim), (B, K, S, dim), (B, K, S, dim))
+        rng.normal(size=shape).astype(np.float32) for shape in ((1, T, K * G, dim), (1, K, S, dim), (1, K, S, dim))
     )
-    position = jnp.asarray(rng.permutation(S + 9)[:S] - 9, jnp.int32)
-    position = jnp.broadcast_to(jnp.maximum(position, -1), (B, K, S))
-    value = jnp.where(position[..., None] < 0, jnp.nan, value)
-    at = jnp.broadcast_to(S + jnp.arange(T, dtype=jnp.int32), (B, T))
+    position = np.maximum(rng.permutation(S + 9)[:S] - 9, -1).astype(np.int32)
+    position = np.broadcast_to(position, (1, K, S))
+    value = np.where(position[..., None] < 0, np.float32(np.nan), value)
+    at = S + np.arange(T, dtype=np.int32)[None]
     options = dict(scale=0.3, soft_cap=None)
     attention = dict(statistics=frozenset(STATISTICS), window=2, sliding_window=None) | options
     close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
     jax.tree.map(close, *both("cache_attention", query, key, value, position, at, **attention))
     pools = (x.reshape(-1, page, *x.shape[3:]) for x in (key, value, position))
-    table = jnp.arange(B * K * S // page, dtype=jnp.int32).reshape(B, K, -1)
+    table = np.arange(K * S // page, dtype=np.int32).reshape(1, K, -1)
     jax.tree.map(close, *both("paged_attention", query, *pools, table, at, **attention))
-    slots = jnp.broadcast_to(jnp.flatnonzero(position[0, 0] >= 0)[:50].astype(jnp.int32), (B, K, 50))
+    slots = np.broadcast_to(np.flatnonzero(position[0, 0] >= 0)[:50].astype(np.int32), (1, K, 50))
     close(*both("select_attention", query, key, value, slots, layer=None, **options))
 
 
@@ -197,7 +198,10 @@ def test_the_kernel_of_the_eviction_reads_values_behind_their_keys(fast):
     key = jnp.full_like(value, jnp.nan).at[..., ::2].set(3)
     position = jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32), (B, K, S))
     options = dict(fast=fast, norm=2, group="exact", excess=None, with_scores=True)
-    run = functools.partial(Kernel("caote_topk", "tpu").run, interpret=pltpu.InterpretParams(), **options)
+    run = jax.jit(
+        functools.partial(Kernel("caote_topk", "tpu").run, interpret=pltpu.InterpretParams(), **options),
+        static_argnames="head_dim",
+    )
     given = position, jnp.array([50, 20]), None
     one = run(weights, jnp.concatenate([key, value], -1), *given, head_dim=dim)
     two = run(weights, value, *given)

@@ -1,5 +1,7 @@
 """A window of queries that come one by one says what it says in one block."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,26 +9,29 @@ import pytest
 
 import kvjax
 from kernels_pallas import STATISTICS, ColumnStatistics, cache_attention
-from kvjax.window import Window, begin_anew, join, observed
+from kvjax import window as windows
+from kvjax.window import Window, begin_anew, observed
 
 B, K, G, S, D = 2, 2, 2, 12, 4
 NAMES = frozenset(name for name in STATISTICS if name.startswith("window_"))
+join = jax.jit(windows.join, static_argnums=3)
 
 
+@functools.partial(jax.jit, static_argnums=2)
 def columns_of(query, position, window):
-    key = jax.random.normal(jax.random.key(1), (B, K, S, D))
-    slots = jnp.broadcast_to(jnp.arange(S), (B, K, S))
+    key = np.random.default_rng(1).normal(size=(B, K, S, D)).astype(np.float32)
+    slots = np.broadcast_to(np.arange(S), (B, K, S))
     _, columns = cache_attention(query, key, key, slots, position, statistics=NAMES, window=window)
     return jax.tree.map(lambda column: column.reshape(B, K, -1, S), columns)
 
 
 def block_of(tokens):
-    query = jax.random.normal(jax.random.key(tokens), (B, tokens, K * G, D))
-    return query, jnp.broadcast_to(S + jnp.arange(tokens), (B, tokens))
+    query = np.random.default_rng(tokens).normal(size=(B, tokens, K * G, D)).astype(np.float32)
+    return query, np.tile(S + np.arange(tokens), (B, 1))
 
 
 def entered(*counts):
-    return jnp.array(counts, jnp.int32)
+    return np.array(counts, np.int32)
 
 
 def same(columns, other):
@@ -60,7 +65,7 @@ def test_a_row_without_queries_keeps_its_window():
     query, position = block_of(2)
     window = Window.init(observed(NAMES), B, K, G, S)
     one, window = join(window, columns_of(query[:, :1], position[:, :1], 4), entered(1, 1), 4)
-    idle = position[:, 1:].at[1].set(-1)
+    idle = np.where([[False], [True]], -1, position[:, 1:])
     joined, window = join(window, columns_of(query[:, 1:], idle, 4), entered(1, 0), 4)
     assert window.queries.value.tolist() == [[2, 2], [1, 1]]
     same(*(ColumnStatistics(*(x if x is None else x[1] for x in columns)) for columns in (joined, one)))
@@ -79,33 +84,39 @@ def test_what_no_window_observes_remembers_none():
     assert observed(frozenset({"sum", "last"})) == frozenset()
 
 
+@functools.partial(jax.jit, static_argnames=("policy", "evicts"))
+def fed(policy, cache, rows, gram, start, evicts):
+    """The cache after one block in both layers, and an eviction down to 8 tokens by what the window has said."""
+    evidence, position = kvjax.Evidence.of_layers(cache, policy.allocation), start + jnp.arange(rows[0].shape[2])[None]
+    for layer in range(2):
+        context = kvjax.Context(layer=layer, projection=gram.layer(layer))
+        of_layer = (x[layer] for x in rows)
+        _, cache, said = kvjax.observe(cache, *of_layer, position, policy=policy, budget=8, context=context)
+        evidence = evidence.with_layer(cache, layer, said)
+    return kvjax.evict(cache, evidence, 8) if evicts else cache
+
+
 @pytest.mark.parametrize(
     "policy", ["snapkv(window=4)", "finch(window=4)", "cake(window=4)@cake", "laprox(window=4)+caote", "lava(window=4)"]
 )
 def test_single_queries_and_one_eviction_keep_what_a_block_keeps(policy):
     """Four tokens one by one, observed, then evicted by what all four said; or the four in one block."""
-    policy, budget, T = kvjax.parse(policy), 8, 16
-    sizes = dict(kv_heads=K, query_heads=K * G, head_dim=D, budget=budget + 8, block=4, layers=2)
-    query = jax.random.normal(jax.random.key(0), (2, 1, T, K * G, D))
-    key, value = jax.random.normal(jax.random.key(1), (2, 2, 1, T, K, D))
-    gram = kvjax.output_projection(jax.random.normal(jax.random.key(2), (2, K * G, D, 8)), K, ("gram",))
+    policy, rng = kvjax.parse(policy), np.random.default_rng(0)
+    sizes = dict(kv_heads=K, query_heads=K * G, head_dim=D, budget=16, block=4, layers=2)
+    text = [rng.normal(size=(2, 1, 16, heads, D)).astype(np.float32) for heads in (K * G, K, K)]
+    gram = kvjax.output_projection(rng.normal(size=(2, K * G, D, 8)).astype(np.float32), K, ("gram",))
 
-    def fed(cache, start, stop, evicts):
-        evidence, position = kvjax.Evidence.of_layers(cache, policy.allocation), jnp.arange(start, stop)[None]
-        for layer in range(2):
-            rows = (x[layer][:, start:stop] for x in (query, key, value))
-            context = kvjax.Context(layer=layer, projection=gram.layer(layer))
-            _, cache, said = kvjax.observe(cache, *rows, position, policy=policy, budget=budget, context=context)
-            evidence = evidence.with_layer(cache, layer, said)
-        return kvjax.evict(cache, evidence, budget) if evicts else cache
+    def after(cache, start, stop, evicts):
+        return fed(policy, cache, [x[:, :, start:stop] for x in text], gram, start, evicts)
 
     def tokens(cache):
         layers = [cache.layer(layer) for layer in range(2)]
         return [sorted(x for x in row if x >= 0) for here in layers for row in np.asarray(here.position[0]).tolist()]
 
-    start = fed(kvjax.empty_cache(policy, **sizes), 0, 12, True)
-    at_once = fed(start, 12, 16, True)
-    one_by_one = start
+    start = kvjax.empty_cache(policy, **sizes)
+    for number in (0, 4, 8):
+        start = after(start, number, number + 4, True)
+    at_once, one_by_one = after(start, 12, 16, True), start
     for number in range(12, 16):
-        one_by_one = fed(one_by_one, number, number + 1, number == 15)
-    assert tokens(one_by_one) == tokens(at_once)
+        one_by_one = after(one_by_one, number, number + 1, number == 15)
+    assert tokens(one_by_one) == tokens(at_once) != tokens(start)
