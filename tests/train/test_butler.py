@@ -82,8 +82,7 @@ def losses(folder):
     return {line["step"]: line["loss"] for line in lines if "loss" in line}
 
 
-@pytest.mark.parametrize("source", ["layer0_output", "attention_input"])
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("source", "causal"), [("layer0_output", False), ("attention_input", True)])
 def test_the_loss_is_the_mean_of_the_layers_losses(model, source, causal):
     config = dataclasses.replace(butler_config_of(CONFIG, hidden=16), source=source)
     butler = Butler(config, rngs=nnx.Rngs(0))
