@@ -29,7 +29,7 @@ def decoder() -> models.Decoder:
     return models.Decoder(CONFIG, rngs=nnx.Rngs(0))
 
 
-FEW_SIZES = [(1, 15), (21, 6), (40, 1)]  # of prompts and answers, where a plan is made for the sizes of each
+FEW_SIZES = [(4, 15), (12, 15), (40, 6)]  # of prompts and answers, where a plan is made for the sizes of each
 
 
 def requests(count: int, seed: int, sizes: list[tuple[int, int]] | None = None) -> list[tuple[np.ndarray, dict]]:
@@ -69,8 +69,8 @@ def served(arrivals: list[tuple[np.ndarray, dict]], seed: int, rows: int = 3, **
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_each_answer_is_the_one_that_its_prompt_gets_alone(name):
-    count, sizes = {"a window": (100, None), "pages": (60, None), "every step": (10, None)}.get(name, (10, FEW_SIZES))
-    arrivals = requests(count, len(name), sizes)  # 200 in all
+    count, sizes = {"a window": (100, None), "pages": (60, None), "every step": (10, None)}.get(name, (30, FEW_SIZES))
+    arrivals = requests(count, len(name), sizes)  # 260 in all
     expected = [alone(prompt, sampling, **SETTINGS[name]) for prompt, sampling in arrivals]
     assert served(arrivals, 1, **SETTINGS[name]) == expected
 
