@@ -10,6 +10,7 @@ import models
 from evals import loglikelihood, selections
 
 BATCH, LENGTH = 3, 21
+LENGTHS, QUESTIONS = (42, 44, 43), [7, 8, 7]  # of prompts: as many blocks, and as much room, in every batch
 
 
 @pytest.fixture
@@ -73,25 +74,26 @@ def test_a_reference_is_itself_without_divergence_and_has_to_be_of_the_same_sequ
 )
 def test_endings_are_as_likely_as_in_whole_sequences(tiny, policy, when, known):
     model, rng = tiny[0], np.random.default_rng(1)
-    prompts = [rng.integers(0, 90, length).tolist() for length in (30, 43, 38)]
+    prompts = [rng.integers(0, 90, length).tolist() for length in LENGTHS]
     ends = [[rng.integers(0, 90, size).tolist() for size in (1, 3)] for _ in prompts]
-    questions = [5, 9, 7]
     settings = dict(policy=policy, budget=None if policy == "full" else 12, block=8, when=when)
     found = loglikelihood.endings(
         model,
         prompts,
         ends,
-        None if known else questions,
+        None if known else QUESTIONS,
         batch=2,
         block=8,
         when=when,
         policies=[(policy, settings["budget"])],
     )[0]
-    for prompt, own, question, behind in zip(prompts, ends, questions, found, strict=True):
-        whole = [prompt + end for end in own]
-        held = [len(end) + (0 if known else question) for end in own]
-        rows = loglikelihood.predict(model, whole, held, **settings)
-        wanted = [row.log_probability[-len(end) :].sum() for row, end in zip(rows, own, strict=True)]
+    asked = [
+        (prompt, end, question) for prompt, own, question in zip(prompts, ends, QUESTIONS, strict=True) for end in own
+    ]
+    held = [len(end) + (0 if known else question) for _, end, question in asked]
+    rows = iter(loglikelihood.predict(model, [prompt + end for prompt, end, _ in asked], held, **settings))
+    for own, behind in zip(ends, found, strict=True):
+        wanted = [next(rows).log_probability[-len(end) :].sum() for end in own]
         np.testing.assert_allclose(behind.log_probability, wanted, atol=1e-4)
         assert 0 < behind.cache_bytes <= behind.peak_cache_bytes
 
@@ -99,15 +101,16 @@ def test_endings_are_as_likely_as_in_whole_sequences(tiny, policy, when, known):
 @pytest.mark.parametrize("known", [True, False])
 def test_endings_under_several_policies_are_those_of_each_alone(tiny, known):
     model, rng = tiny[0], np.random.default_rng(1)
-    prompts = [rng.integers(0, 90, length).tolist() for length in (30, 43, 38)]
+    prompts = [rng.integers(0, 90, length).tolist() for length in LENGTHS]
     ends = [[rng.integers(0, 90, size).tolist() for size in (1, 3)] for _ in prompts]
-    back, settings = None if known else [5, 9, 7], dict(block=8, when="prompt", batch=2)
-    policies = [("full", None), ("h2o", 12), ("tova", 0.5), ("h2o@adakv", 12)]
+    back, settings = None if known else QUESTIONS, dict(block=8, when="prompt", batch=2)
+    policies = [("h2o", 12), ("tova", 0.5)]  # a plan of slots, and one of shares
+    policies += [] if known else [("full", None), ("h2o@adakv", 12)]  # on which a question depends
     seen = []
     each = loglikelihood.endings(
         model, prompts, ends, back, policies=policies, **settings, on_row=lambda *found: seen.append(found[:2])
     )
-    assert sorted(seen) == list(itertools.product(range(4), range(3)))
+    assert sorted(seen) == list(itertools.product(range(len(policies)), range(3)))
     for (policy, budget), found in zip(policies, each, strict=True):
         alone = loglikelihood.endings(model, prompts, ends, back, policies=[(policy, budget)], **settings)[0]
         for one, other in zip(found, alone, strict=True):

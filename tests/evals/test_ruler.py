@@ -310,7 +310,7 @@ def test_a_file_that_is_no_qa_set_is_refused(tmp_path, content):
 
 SMALL = [
     *("--tasks", "niah_single_1,niah_multikey_2", "--lengths", "256", "--samples", "3", "--policies", "full,tova"),
-    *("--budgets", "64", "--when", "prompt", "--batch", "4", "--block", "64"),
+    *("--budgets", "96", "--when", "prompt", "--batch", "4", "--block", "64"),
 ]
 
 
@@ -335,7 +335,7 @@ def test_the_folder_becomes_a_page_with_a_command_for_each_row(finished, tmp_pat
     assert main(["report", str(finished), "--html", str(tmp_path / "page.html")]) == 0
     rows = page.figures(finished)["rows"]
     assert [row["policy"] for row in rows] == ["full", evaluator.RECENCY, "tova"]
-    assert "--policies tova --budgets 64" in rows[2]["command"] and "--lengths 256" in rows[2]["command"]
+    assert "--policies tova --budgets 96" in rows[2]["command"] and "--lengths 256" in rows[2]["command"]
     assert rows[2]["command"] in (tmp_path / "page.html").read_text()
 
 
@@ -346,7 +346,7 @@ def test_a_record_is_what_generate_gives(finished):
             continue
         sample = ruler.sample(record["task"], 0, tokenizer, 256)
         out = models.generate(
-            model, [sample.tokens], policy="tova", budget=64, block=64, when="prompt", max_new_tokens=128
+            model, [sample.tokens], policy="tova", budget=96, block=64, when="prompt", max_new_tokens=128
         )
         said = [token for token in out.tokens[0, : int(out.lengths[0])].tolist() if token not in model.config.eos]
         assert record["answer"] == tokenizer.decode(said)

@@ -13,10 +13,11 @@ from evals.__main__ import main
 from evals.results import read_header, read_records
 from tests.evals import browser
 
+# Budget, block and batch are those of test_needle and test_ruler: their programs are in the cache on the disk.
 SMALL = """
 models = ["retriever"]
 policies = ["full", "tova", "tova+caote"]
-budgets = [48]
+budgets = [96]
 when = ["block"]
 block = 64
 batch = 4
@@ -62,9 +63,9 @@ def test_a_sweep_goes_on_where_it_was(finished, tmp_path):
 
 
 def test_other_settings_are_refused(finished, tmp_path, capsys):
-    (tmp_path / "other.toml").write_text(SMALL.replace("[48]", "[48, 0.5]"))
+    (tmp_path / "other.toml").write_text(SMALL.replace("[96]", "[96, 0.5]"))
     assert main(["sweep", str(tmp_path / "other.toml"), "--out", str(finished / "run")]) == 2
-    assert "budgets was [48] and is [48, 0.5]" in capsys.readouterr().err
+    assert "budgets was [96] and is [96, 0.5]" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -29,14 +29,19 @@ def decoder() -> models.Decoder:
     return models.Decoder(CONFIG, rngs=nnx.Rngs(0))
 
 
-def requests(count: int, seed: int) -> list[tuple[np.ndarray, dict]]:
+FEW_SIZES = [(4, 15), (12, 15), (40, 6)]  # of prompts and answers, where a plan is made for the sizes of each
+
+
+def requests(count: int, seed: int, sizes: list[tuple[int, int]] | None = None) -> list[tuple[np.ndarray, dict]]:
+    """Requests of random sizes, or of the given sizes."""
     rng = np.random.default_rng(seed)
     made = []
-    for _ in range(count):
-        sampling = dict(max_new_tokens=int(rng.integers(1, 16)), end=tuple(rng.integers(0, V, 2).tolist()))
+    for number in range(count):
+        length, new = sizes[number % len(sizes)] if sizes else (rng.integers(1, 41), int(rng.integers(1, 16)))
+        sampling = dict(max_new_tokens=new, end=tuple(rng.integers(0, V, 2).tolist()))
         if rng.random() < 0.3:
             sampling |= dict(temperature=1.5, top_k=5, key=jax.random.key(int(rng.integers(1000))))
-        made.append((rng.integers(0, V, rng.integers(1, 41)), sampling))
+        made.append((rng.integers(0, V, length), sampling))
     return made
 
 
@@ -64,7 +69,8 @@ def served(arrivals: list[tuple[np.ndarray, dict]], seed: int, rows: int = 3, **
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_each_answer_is_the_one_that_its_prompt_gets_alone(name):
-    arrivals = requests({"a window": 100, "pages": 60}.get(name, 10), seed=len(name))  # 200 in all
+    count, sizes = {"a window": (100, None), "pages": (60, None), "every step": (10, None)}.get(name, (30, FEW_SIZES))
+    arrivals = requests(count, len(name), sizes)  # 260 in all
     expected = [alone(prompt, sampling, **SETTINGS[name]) for prompt, sampling in arrivals]
     assert served(arrivals, 1, **SETTINGS[name]) == expected
 

@@ -94,8 +94,6 @@ def test_a_question_comes_after_the_context_was_compressed(name, when):
     prefilled = models.prefill(model(), TOKENS, outputs="all", **settings)
     last = models.prefill(model(), TOKENS, **settings).logits
     out = models.generate(model(), TOKENS, max_new_tokens=20, end=(), **settings)
-    first, _ = next(models.stream(model(), TOKENS, max_new_tokens=20, end=(), **settings))
-    assert first.tolist() == out.tokens[:, 0].tolist()
     kept = kept_tokens(out.cache)
     for row, length in enumerate(LENGTHS):
         run = reference.run(

@@ -57,8 +57,11 @@ def test_twenty_questions_on_one_cache_are_twenty_runs_from_scratch(model, polic
         assert held(many.cache, row) == held(alone.cache), question
 
 
+# Each way, layout and moment once: test_engine_paths compares the ways under each kind of policy.
 @pytest.mark.parametrize(
-    ("policy", "when"), [("snapkv(window=4)+caote", "block"), ("laprox(window=4)@model", "prompt")]
+    ("policy", "when", "each_way"),
+    [("snapkv(window=4)+caote", "block", "layers"), ("laprox(window=4)@model", "prompt", "one program")],
+    indirect=["each_way"],
 )
 def test_a_cache_may_be_asked_again(model, policy, when, each_way):
     settings = dict(policy=policy, budget=16, block=8, when=when)
@@ -75,7 +78,15 @@ def test_a_cache_may_be_asked_again(model, policy, when, each_way):
     assert models.generate(model, whole, **asked).tokens.tolist() == first.tokens.tolist()
 
 
-@pytest.mark.parametrize("policy", ["h2o+caote", "streaming+positions(kind='index')", "snapkv(window=4)@adakv"])
+@pytest.mark.parametrize(
+    ("policy", "each_way"),
+    [
+        ("h2o+caote", "one program"),
+        ("streaming+positions(kind='index')", "layers"),
+        ("snapkv(window=4)@adakv", "layers"),
+    ],
+    indirect=["each_way"],
+)
 def test_without_a_policy_nothing_more_leaves(model, policy, each_way):
     settings = dict(policy=policy, budget=16, block=8)
     kept = models.prefill(model, DOCUMENT, **settings).cache

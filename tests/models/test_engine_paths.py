@@ -34,8 +34,9 @@ CASES = {
     "a predictor's": dict(policy="butler+caote", config="sliding", question=np.array([5, 0])),
     "selected": dict(select="oracle", budget=0.3, config="sliding"),
 }
+# Nothing evicted, each block, and once at the end; their tokens are compared above.
 PREFILLS = {
-    **{name: CASES[name] for name in ("nothing evicted", "once, a question", "through the output", "turned keys")},
+    **{name: CASES[name] for name in ("nothing evicted", "through the output")},
     "measured": dict(policy="cake(window=4)@cake", when="prompt", question=np.array([5, 0])),
 }
 

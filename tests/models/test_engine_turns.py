@@ -23,7 +23,18 @@ def model():
     return reference.decoder(CONFIG, reference.parameters(CONFIG))
 
 
-@pytest.mark.parametrize("policy", [None, "snapkv(window=4)+caote", "sage", "tova(heads='group')@model"])
+# A way or two for each layout: test_engine_paths compares the ways under each kind of policy.
+@pytest.mark.parametrize(
+    ("policy", "each_way"),
+    [
+        (None, "layers"),
+        ("snapkv(window=4)+caote", "one program"),
+        ("snapkv(window=4)+caote", "layers"),
+        ("sage", "one program"),
+        ("tova(heads='group')@model", "layers"),
+    ],
+    indirect=["each_way"],
+)
 @pytest.mark.filterwarnings("ignore:.*made to choose once")
 def test_a_document_in_two_halves_is_the_document(model, policy, each_way):
     settings = dict(policy=policy, budget=None if policy is None else 16, block=4, outputs="all")
@@ -47,7 +58,11 @@ def test_rows_of_a_cache_differ_in_what_they_have_seen(model):
         assert both.tokens[row].tolist() == alone.tokens[0].tolist()
 
 
-@pytest.mark.parametrize("policy", ["snapkv(window=4)+caote", "h2o@adakv"])
+@pytest.mark.parametrize(
+    ("policy", "each_way"),
+    [("snapkv(window=4)+caote", "layers"), ("h2o@adakv", "one program")],
+    indirect=["each_way"],
+)
 def test_what_a_stream_yields_is_gone_on_from(model, policy, each_way):
     """Turn by turn, the last token of an answer first: as if each turn had been generated."""
     settings = dict(policy=policy, budget=16, block=8, max_new_tokens=6, end=())
@@ -87,7 +102,11 @@ def test_a_smaller_budget_is_reached_though_no_context_comes(model):
     assert out.cache.num_live.max() == 16 + 5
 
 
-@pytest.mark.parametrize(("policy", "new"), [("snapkv(window=8)", 6), ("h2o@layer", 1)])
+@pytest.mark.parametrize(
+    ("policy", "new", "each_way"),
+    [("snapkv(window=8)", 6, "one program"), ("h2o@layer", 1, "layers")],
+    indirect=["each_way"],
+)
 def test_questions_after_questions_stay_within_the_budget(model, policy, new, each_way):
     """No answer is as long as the window, or has a step at all: the question's last block evicts."""
     settings = dict(policy=policy, budget=16, block=8, question=3, max_new_tokens=new, end=())

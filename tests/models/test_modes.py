@@ -139,7 +139,11 @@ def test_rope_scalings(mode, trace, rope):
     trace(mode, model, TOKENS, policy="expected_attention")
 
 
-@pytest.mark.parametrize("policy", ["h2o+caote", "tova(heads='group')@model"])
+@pytest.mark.parametrize(
+    ("policy", "each_way"),
+    [("h2o+caote", "layers"), ("tova(heads='group')@model", "one program")],
+    indirect=["each_way"],
+)
 def test_a_whole_run_is_the_same_as_in_the_mode_that_is_usual(mode, model, each_way, policy):
     settings = SETTINGS | dict(policy=policy, question=np.array([5, 0]))
     usual = [token.tolist() for token, _ in models.stream(model, TOKENS, **settings)]
