@@ -341,6 +341,31 @@ def names_found(file: str, generated: str | None = None) -> str:
     )
 
 
+def chosen(file: str) -> str:
+    """Make the table of choice tasks under selections, and compare the predictor with each other on all samples."""
+    data = read(file)
+    tasks = list(dict.fromkeys(r["task"] for r in data["results"]))
+    found: dict[str, dict[str, Row]] = {}
+    for r in data["results"]:
+        found.setdefault(r["select"], {})[r["task"]] = r
+    order = sorted(found.values(), key=lambda own: -own["all"]["accuracy"])
+    lines = [f"| reads | {' | '.join(tasks)} | 95%, all |", f"|{' --- |' * (len(tasks) + 2)}"]
+    for own in order:
+        whole = own["all"]
+        reads = "everything" if whole["sparsity"] is None else f"{named(whole['select'])}, {1 - whole['sparsity']:.0%}"
+        cells = " | ".join(f"{own[task]['accuracy']:.2f}" for task in tasks)
+        lines.append(f"| {reads} | {cells} | [{whole['low']:.2f}, {whole['high']:.2f}] |")
+    sides = "; ".join(
+        f"{named(c['against'])} {c['difference']:+.2f} [{c['low']:+.2f}, {c['high']:+.2f}]" for c in data["comparisons"]
+    )
+    return (
+        f"[{Path(file).name}]({file}): {len(order[0]['all']['correct'])} samples of {data['settings']['chunk']} "
+        "tokens; by chance 0.25, of section 0.50.\n\n"
+        + "\n".join(lines)
+        + f"\n\nThe predictor less each other, on the same samples: {sides}."
+    )
+
+
 def steps_foreseen() -> str:
     """Make the table of the time of decode steps that read what the predictor foresees."""
     data = read("../../benchmarks/results/selection.json")
@@ -835,6 +860,7 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
         "foreseen by pages": lambda: foreseen("smollm2/butler-pages.json"),
         "perplexities": lambda: perplexities("smollm2/butler-perplexity.json"),
         "names": lambda: names_found("smollm2/coref.json"),
+        "choices": lambda: chosen("smollm2/butler-choices.json"),
         "steps": steps_foreseen,
         "foreseen small": lambda: foreseen("butler-accuracy.json"),
         "perplexities small": lambda: perplexities("perplexity.json"),

@@ -8,7 +8,7 @@ import pytest
 
 import kvjax
 import models
-from models import Config, engine, steps
+from models import Config, engine, states, steps
 from models.plan import Options, check_prompt
 from models.sampling import Sampling
 from tests.models import reference
@@ -147,7 +147,7 @@ def run_of(tokens, policy, budget, block, page_size):
 
 def test_a_step_on_pages_donates_every_array_of_the_cache():
     run = run_of(np.zeros((1, 100), np.int32), "h2o@model", 40, 16, 4)
-    state = steps.start(run, 1)
+    state = states.start(run, 1)
     step = engine.token_step.lower(
         run, state, np.zeros(1, np.int32), np.zeros(1, bool), None, steps.decode_phase(run.plan, 1), Sampling()
     )

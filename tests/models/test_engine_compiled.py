@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import models
-from models import Config, by_layer, engine, layer_caches, steps
+from models import Config, by_layer, engine, layer_caches, states, steps
 from models.plan import Options, check_prompt
 from models.sampling import Sampling
 from models.steps import Phase
@@ -38,7 +38,7 @@ def lowered(program, policy, *, layers=3, length=100, evict_every=1):
         return engine._prefill.lower(run, prompt, None)
     if program == "generate":
         return engine._generate.lower(run, prompt, None, None, None, engine._Choice(Sampling(), 8, ()))
-    state = steps.start(run, 1)
+    state = states.start(run, 1)
     if program == "block step":
         return engine.block_step.lower(
             run, state, prompt.context.tokens[0], prompt.context.positions[0], Phase(evicts=True)

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import kvjax
 import models
-from models import Config, Decoder, engine, steps
+from models import Config, Decoder, engine, states, steps
 from models.parameters import partition
 from models.plan import Options, check_prompt
 from models.sampling import Sampling
@@ -111,7 +111,7 @@ def test_a_decode_step_communicates_only_where_heads_and_vocabulary_meet(policy,
     """A sum behind the attention, the feed-forward and the embedding each; then the best token out of all parts."""
     options = Options(policy, 16, 8, evict_every=1, reserve=8)
     run, _ = engine.prepare(sharded_model(), check_prompt(sharded_model(), TOKENS, LENGTHS, None), options, None, None)
-    state = jax.jit(lambda: steps.start(run, 4))()
+    state = jax.jit(lambda: states.start(run, 4))()
     step = engine.token_step.lower(
         run, state, jnp.zeros(4, jnp.int32), jnp.zeros(4, bool), None, steps.decode_phase(run.plan, 1), Sampling()
     )
@@ -145,7 +145,7 @@ def test_heads_that_compete_over_a_mesh_keep_the_tokens_of_one_device_in_the_nex
 def test_a_decode_step_with_pages_gathers_neither_scores_nor_cache():
     options = Options("h2o@layer", 16, 8, evict_every=1, reserve=8)
     run, _ = engine.prepare(sharded_model(), check_prompt(sharded_model(), TOKENS, LENGTHS, None), options, None, None)
-    state = jax.jit(lambda: steps.start(run, 4))()
+    state = jax.jit(lambda: states.start(run, 4))()
     step = engine.token_step.lower(
         run, state, jnp.zeros(4, jnp.int32), jnp.zeros(4, bool), None, steps.decode_phase(run.plan, 1), Sampling()
     )

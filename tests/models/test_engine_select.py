@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 
 import kvjax
 import models
-from models import Butler, ButlerConfig, Config, Decoder, by_layer, engine, layer_caches, selecting, steps
+from models import Butler, ButlerConfig, Config, Decoder, by_layer, engine, layer_caches, selecting, states, steps
 from models.parameters import partition
 from models.plan import Options, check_prompt
 from models.sampling import Sampling
@@ -279,7 +279,7 @@ def test_a_selection_of_everything_is_not_a_selection():
 def compiled_step(select, budget, *, config=CONFIG, slots=PROMPT, butler=None):
     model, tokens = reference.decoder(config, reference.parameters(config)), np.zeros((1, slots), np.int32)
     run, _ = prepared(model, tokens, select, budget, butler=butler, answer=3)
-    state = steps.start(run, 1)
+    state = states.start(run, 1)
     token, finished = jnp.zeros(1, jnp.int32), jnp.zeros(1, bool)
     return engine.token_step.lower(
         run, state, token, finished, None, steps.decode_phase(run.plan, 1), Sampling()
@@ -419,7 +419,7 @@ def test_a_streamed_answer_of_the_policy_is_the_generated_one():
 def test_without_a_selection_or_a_predictor_nothing_lies_beside_the_cache():
     options = Options("h2o", 16, 16, evict_every=1)
     run, _ = engine.prepare(decoder(), check_prompt(decoder(), TOKENS, None, None), options, None, None)
-    state = steps.start(run, 1)
+    state = states.start(run, 1)
     assert isinstance(state.cache, kvjax.KVCache) and state.predictor is None and state.source == ()
 
 
