@@ -29,7 +29,7 @@ from kvjax.layer import (
 from kvjax.observation import Context, Needs
 from kvjax.paged import PagedCache, insert_paged
 from kvjax.policy import Policy
-from kvjax.policy_checks import check_policy
+from kvjax.policy_checks import check_measured, check_policy
 from kvjax.split import SplitCache
 
 
@@ -159,6 +159,8 @@ def _observe(
     K = cache.heads_shape[-1]
     if policy is not None:
         check_policy(policy, arrays_of(cache), query.shape[2] // K)
+        heads = cache.all_heads if isinstance(cache, PagedCache) else K
+        check_measured(policy, cache.heads_shape[0] if len(cache.heads_shape) == 3 else None, heads)
     if isinstance(cache, SplitCache):
         kv_heads = key.shape[2] if key.ndim == 4 and query.shape[2] == K else K  # a cache of the query heads
         check_rows(cache, key, value, position, layer_index(cache, context), kv_heads)

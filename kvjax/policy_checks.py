@@ -111,8 +111,3 @@ def check_policy(policy: Policy, cache: KVCache | PagedCache, G: int) -> None:
             )
 
     jax.tree.map(check, made, cache.state, is_leaf=lambda leaf: isinstance(leaf, HeadState))
-    check_measured(
-        policy,
-        cache.heads_shape[0] if len(cache.heads_shape) == 3 else None,
-        cache.all_heads if isinstance(cache, PagedCache) else K,
-    )

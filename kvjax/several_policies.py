@@ -15,7 +15,7 @@ from kvjax.eviction import Budget, Evidence
 from kvjax.layer import ask, attend_heads, choosable, inserted, prepared, shares_of, updated, with_scores
 from kvjax.observation import Context, Needs
 from kvjax.policy import Policy
-from kvjax.policy_checks import check_policy
+from kvjax.policy_checks import check_measured, check_policy
 
 
 def observe_each(
@@ -69,6 +69,7 @@ def observe_each(
     for policy, state, budget in zip(chosen, cache.state, budgets, strict=True):
         own = dataclasses.replace(cache, state=state)
         check_policy(policy, own, query.shape[2] // cache.heads_shape[-1])
+        check_measured(policy, cache.heads_shape[0] if len(cache.heads_shape) == 3 else None, cache.heads_shape[-1])
         of_shares.append(checked_budget(own, query, position, policy, budget, None, context)[1])
     query, key, value, position, context = prepared(cache, query, key, value, position, context)
     cache, taken = inserted(cache, key, value, position, context)
