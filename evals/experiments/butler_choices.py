@@ -185,6 +185,7 @@ def dots(results: Sequence[dict[str, Any]], path: Path) -> None:
         1, len(tasks), figsize=(2.7 * len(tasks) + 1, 3.9), squeeze=False, sharey=True, layout="constrained"
     )
     handles: dict[str, Any] = {}
+    shares = sorted({row["sparsity"] for row in results if row["sparsity"] is not None})
     for axis, task in zip(axes[0], tasks, strict=True):
         for row in (row for row in results if row["task"] == task and row["sparsity"] is None):
             handles["everything read"] = axis.axhline(row["accuracy"], color="#777777", linewidth=1.2, linestyle="--")
@@ -200,6 +201,7 @@ def dots(results: Sequence[dict[str, Any]], path: Path) -> None:
             )  # fmt: skip
         axis.set_title({"all": "all tasks"}.get(task, task), fontsize=9.5)
         axis.set_xlabel("sparsity", fontsize=9)
+        axis.set_xticks(shares, [f"{share:.0%}" for share in shares])
         axis.set_ylim(-0.02, 1.02)
         report.plain(axis)
     axes[0][0].set_ylabel("right choices", fontsize=9)
