@@ -1,4 +1,4 @@
-"""What a decode step launches in one layer on a GPU that is not at hand, counted from the compiled program.
+"""Counts what a decode step launches in one layer on a GPU that is not at hand, in the compiled program.
 
 XLA's compiler for GPUs is in JAX's plugin for CUDA and needs no GPU. What it would time on one, it leaves untuned.
 """

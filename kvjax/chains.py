@@ -1,4 +1,4 @@
-"""How policies are made: base scores, chains of links, and the short names that stand for them."""
+"""Makes policies: base scores, chains of links, and the short names that stand for them."""
 
 from __future__ import annotations
 

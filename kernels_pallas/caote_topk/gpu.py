@@ -67,7 +67,7 @@ class _Part(NamedTuple):
 
 
 class _Whole(NamedTuple):
-    """What a query head's scores need of all its tokens."""
+    """Holds what a query head's scores need of all its tokens."""
 
     point: Float[Array, "D"]  # that values are compared to
     without: Float[Array, ""]  # the change without the heaviest token

@@ -70,7 +70,7 @@ def tokens_in(printed):
 
 
 def written(out):
-    """What the commands wrote into a folder: tokens and counts, and losses."""
+    """Return what the commands wrote into a folder: tokens and counts, and losses."""
     lines = {name: (out / name).read_text().splitlines() for name in ("ruler/samples.jsonl", "answers.jsonl")}
     samples, answers = (list(map(json.loads, own)) for own in lines.values())
     coref, fidelity = (json.loads((out / f"{name}.json").read_text())["results"] for name in ("coref", "fidelity"))
