@@ -275,6 +275,7 @@ def answer(
         [len(sample.tokens) - sample.context_end for sample in given] if unknown else None,
         policies=[(aids.policy(setting), setting.budget) for setting in settings],
         scorer=aids.scorer,
+        butler=aids.butler,
         cache_dtype=settings[0].cache_dtype,
         block=block,
         when=settings[0].when,
@@ -313,6 +314,8 @@ def command(flags: argparse.Namespace) -> None:
     if flags.evict_every not in (None, 0):
         raise ValueError("--evict-every is about generated tokens, but choices generate none; leave it out.")
     flags.evict_every = 0
+    instead = "python -m evals butler choices takes selections with --select"
+    evaluator.refuse_selections(evaluator.make_settings(flags, evaluator.KNOWN_OR_NOT), instead)
     check(flags)
     text = texts.read_text(flags.text)
     corpus = read_corpus(text)
@@ -349,10 +352,9 @@ def make_groups(
 def _answer(
     model: models.Decoder, tokenizer: models.Tokenizer, groups: Sequence[evaluator.Group], settings: Sequence[Setting],
     store: results.Results, *, block: int, batch: int, labels: dict[str, Any], progress: tqdm,
-    scorer: models.Scorer | None,
+    aids: evaluator.Aids,
 ) -> None:  # fmt: skip
     """Answer the samples that a store has no record of yet, as :func:`evals.evaluator.run` does for other tasks."""
-    aids = evaluator.Aids(tokenizer, scorer)
     for group, together in itertools.product(groups, _of_one_moment(settings)):
         progress.set_description(f"{group.task}, {group.length}, {together[0].title()}")
         about, missing = evaluator.unanswered(group, together, store, labels)

@@ -24,10 +24,11 @@ from tqdm import tqdm
 import kvjax
 import models
 from evals import prose, report, results, statistics
+from evals.report import READS
 from kvjax.allocation import parse_allocation
 from kvjax.chains import policy_of
 from kvjax.policy import Policy
-from models import cli, commands, hosts, plan, provenance
+from models import cli, commands, hosts, plan, provenance, selecting
 from models.load import describe as read_description
 from models.plan import When
 
@@ -43,7 +44,17 @@ FREE = ("name", "begun", "out", "json", "plot", "batch", "mesh")
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """One row of the table. ``evict_every`` is None for the policy's default, ``cache_dtype`` for the model's dtype."""
+    """One row of the table. ``evict_every`` is None for the policy's default, ``cache_dtype`` for the model's dtype.
+
+    ``policy`` is an eviction policy, "full", or a selection such as "select=quest": nothing is evicted, and each decode
+    step reads as many tokens per head as the budget says.
+
+    Example:
+        >>> from evals.evaluator import Setting
+        >>> setting = Setting("select=quest(page_size=4)", 64, "block", "after")
+        >>> setting.select, setting.evicting, setting.moments
+        ('quest(page_size=4)', None, ('block', 0))
+    """
 
     policy: str
     budget: int | float | None
@@ -53,9 +64,19 @@ class Setting:
     cache_dtype: str | None = None
 
     @property
+    def select(self) -> str | None:
+        """Return the source of a selection; None for "full" and for a policy."""
+        return self.policy.removeprefix(READS) if self.policy.startswith(READS) else None
+
+    @property
+    def evicting(self) -> Policy | None:
+        """Return the policy that evicts; None for "full" and for a selection."""
+        return None if self.select is not None else policy_of(self.policy)
+
+    @property
     def moments(self) -> tuple[str, int]:
         """Return when the policy evicts (:func:`models.plan.moments`): in the prompt, and the decode interval."""
-        return plan.moments(policy_of(self.policy), self.when, self.evict_every)
+        return plan.moments(self.evicting, self.when, self.evict_every)
 
     def row(self) -> dict[str, Any]:
         """Return the fields of the setting's row in a table or a JSON file, with the resolved moments of eviction."""
@@ -67,24 +88,31 @@ class Setting:
 
 
 class Aids(NamedTuple):
-    """Parts that some policies need besides the model.
+    """Parts that some policies and selections need besides the model.
 
-    ``tokenizer`` makes the words that ask the model to repeat its prompt (KVzip); ``scorer`` scores tokens (zap).
+    ``tokenizer`` makes the words that ask the model to repeat its prompt (KVzip); ``scorer`` scores tokens (zap);
+    ``butler`` predicts what will be attended to (TokenButler).
     """
 
     tokenizer: models.Tokenizer | None = None
     scorer: models.Scorer | None = None
+    butler: models.Butler | None = None
 
     def policy(self, setting: Setting) -> Policy | str | None:
-        """Return a setting's policy, with the words that it needs."""
-        if self.tokenizer is None or setting.policy == "full":
-            return setting.policy
+        """Return a setting's policy, with the words that it needs; None for a selection."""
+        if self.tokenizer is None or setting.evicting is None:
+            return None if setting.select is not None else setting.policy
         return models.with_repeat_prompt(setting.policy, self.tokenizer)
 
-    def of(self, setting: Setting) -> models.Scorer | None:
-        """Return the scorer if a setting's policy reads it."""
-        policy = policy_of(setting.policy)
-        return self.scorer if policy is not None and policy.needs.score else None
+    def of(self, setting: Setting) -> dict[str, Any]:
+        """Return the arguments ``scorer`` and ``butler``, each given if the setting reads it."""
+        policy = setting.evicting
+        scores = policy is not None and policy.needs.score
+        return {"scorer": self.scorer if scores else None, "butler": self.butler if _predicts(setting) else None}
+
+
+def _predicts(setting: Setting) -> bool:
+    return selecting.asks_for_predictor(setting.evicting, selecting.parse_select(setting.select)) is not None
 
 
 NO_AIDS = Aids()
@@ -237,7 +265,7 @@ def answers_each(
             policies = [(aids.policy(setting), setting.budget) for setting in asked]
             each = models.prefill_each(
                 model, fed.tokens, fed.lengths, policies=policies,
-                when="prompt", block=block, question=fed.questions, scorer=aids.scorer,
+                when="prompt", block=block, question=fed.questions, scorer=aids.scorer, butler=aids.butler,
                 cache_dtype=asked[0].cache_dtype,
             )  # fmt: skip
             seconds = 0.0
@@ -249,8 +277,8 @@ def answers_each(
                 if number:  # the first batch may compile
                     clock.prefill = (float(fed.prompt_tokens), seconds)
                 steps = models.stream(
-                    model, prefilled, policy=setting.policy, budget=setting.budget, scorer=aids.of(setting),
-                    block=block, max_new_tokens=new_tokens, when=setting.when, evict_every=setting.evict_every,
+                    model, prefilled, policy=setting.policy, budget=setting.budget, **aids.of(setting), block=block,
+                    max_new_tokens=new_tokens, when=setting.when, evict_every=setting.evict_every,
                     question=fed.questions, end=end,
                 )  # fmt: skip
                 yield setting, asked_of.taken(setting, fed, clock, steps)
@@ -270,9 +298,13 @@ def sharing(settings: Sequence[Setting]) -> list[list[Setting]]:
     """
     together: dict[tuple[Any, ...], list[Setting]] = {}
     for setting in dict.fromkeys(settings):
-        policy = policy_of(setting.policy)
+        policy = setting.evicting
         late = policy is None or setting.moments[0] == "prompt"
-        shares = late and (policy is None or (policy.positions == "absolute" and policy.heads != "query"))
+        shares = (
+            setting.select is None
+            and late
+            and (policy is None or (policy.positions == "absolute" and policy.heads != "query"))
+        )
         together.setdefault((setting.question, setting.cache_dtype) if shares else (setting,), []).append(setting)
     return list(together.values())
 
@@ -386,8 +418,8 @@ class _Asked(NamedTuple):
             clock = _BatchClock(fed.prompt_tokens, len(fed.rows))
             steps = models.stream(
                 self.model, fed.tokens, lengths=fed.lengths, policy=self.aids.policy(setting), budget=setting.budget,
-                scorer=self.aids.of(setting), block=self.block, max_new_tokens=self.new_tokens, when=setting.when,
-                evict_every=setting.evict_every, question=fed.questions, end=self.end,
+                select=setting.select, **self.aids.of(setting), block=self.block, max_new_tokens=self.new_tokens,
+                when=setting.when, evict_every=setting.evict_every, question=fed.questions, end=self.end,
                 cache_dtype=setting.cache_dtype, on_block=clock.block,
             )  # fmt: skip
             yield fed, clock, steps
@@ -400,7 +432,7 @@ class _Asked(NamedTuple):
             clock.token()
             cache = kept
         slots = cache.position.size  # of all rows of the batch
-        if setting.policy == "full" or setting.moments[0] == "prompt":
+        if setting.evicting is None or setting.moments[0] == "prompt":
             slots = max(slots, math.prod(cache.heads_shape) * (self.longest + self.new_tokens))
         size = cache.nbytes // len(fed.tokens)
         told = generated[: len(fed.rows)], size, size * slots // cache.position.size
@@ -475,12 +507,13 @@ def run(
     batch: int = 16,
     labels: Mapping[str, Any] | None = None,
     progress: tqdm = QUIET,
-    scorer: models.Scorer | None = None,
+    aids: Aids = NO_AIDS,
 ) -> None:
     """Answer the samples that ``store`` does not hold yet, and add a record for each, batch by batch.
 
     Args:
         labels: fields that every record gets beside its sample and setting, such as the model's name.
+        aids: see :func:`answers_each`.
     """
     for group in groups:
         asked = [setting for setting in settings if setting.question in group.questions]
@@ -492,8 +525,7 @@ def run(
         end = model.config.eos if group.end is None else group.end
         for setting, found in answers_each(
             model, samples, [setting for setting in asked if missing[setting]], new_tokens=group.new_tokens,
-            block=block, batch=batch, end=end, rows=missing, width=_width(group),
-            aids=Aids(tokenizer, scorer),
+            block=block, batch=batch, end=end, rows=missing, width=_width(group), aids=aids,
         ):  # fmt: skip
             new = [(place, row) for place, row in enumerate(found.rows) if row in missing[setting]]
             store.add(
@@ -632,13 +664,20 @@ def add_setting_flags(
     questions: Sequence[str] = KNOWN_OR_NOT,
 ) -> None:
     """Add the flags that :func:`make_settings` reads."""
-    flags.add_argument("--policies", default=",".join(POLICIES), help="several by comma; 'full' keeps all tokens")
+    flags.add_argument(
+        "--policies",
+        default=",".join(POLICIES),
+        help="several by comma; 'full' keeps all tokens; 'select=quest' keeps all, and a step reads a budget of them",
+    )
     flags.add_argument(
         "--allocations",
         default="",
         help="how slots are divided among heads, such as uniform,adakv; every policy runs with each; several by comma",
     )
     add_scorer_flag(flags)
+    flags.add_argument(
+        "--butler", type=Path, help="the predictor's folder, for select=butler (default: the model's own)"
+    )
     flags.add_argument("--budgets", default=budgets, help="slots per head, or ratios of the prompt; several by comma")
     flags.add_argument(
         "--when", default=when, help="block, prompt, or published (as in each policy's paper); several by comma"
@@ -662,26 +701,40 @@ def make_settings(flags: argparse.Namespace, questions: Sequence[str] = PLACEMEN
     """Return every combination that the flags ask for, checked; the full cache has neither budget nor moment."""
     moments: Any
     asked: Any
-    policies = commands.split_list(flags.policies)
+    asked_for = commands.split_list(flags.policies)
+    reading = [READS + str(kvjax.parse_source(name.removeprefix(READS))) for name in asked_for if _selects(name)]
+    policies = [name for name in asked_for if not _selects(name)]
     budgets = [commands.parse_budget(text) for text in commands.split_list(flags.budgets)]
     moments, asked = commands.split_list(flags.when), commands.split_list(flags.question)
     check_names("--when", moments, get_args(When))
     check_names("--question", asked, questions)
     evicting = [str(kvjax.parse(policy)) for policy in policies if policy != "full"]
     evicting = _allocated(evicting, commands.split_list(getattr(flags, "allocations", "")))
-    if not policies:
+    if not asked_for:
         raise ValueError("no policy was given; name at least one, such as --policies full,snapkv+caote.")
-    check_budgets(evicting, budgets)
+    check_budgets([*evicting, *reading], budgets)
     settings, dtype = [], getattr(flags, "cache_dtype", None)
     for question in asked:
         if "full" in policies:
             settings.append(Setting("full", None, "block", question, cache_dtype=dtype))
+        for name, budget in itertools.product(reading, budgets):
+            settings.append(Setting(name, budget, "block", question, cache_dtype=dtype))
         for when, budget in itertools.product(moments, budgets):
             for policy in dict.fromkeys([RECENCY, *evicting] if evicting else []):
                 settings.append(Setting(policy, budget, when, question, getattr(flags, "evict_every", None), dtype))
     for setting in settings:
         _ = setting.moments  # raises for moments that cannot be, before any work
     return list(dict.fromkeys(settings))
+
+
+def _selects(name: str) -> bool:
+    return name.startswith(READS)
+
+
+def refuse_selections(settings: Sequence[Setting], instead: str) -> None:
+    """Raise ValueError if a setting is a selection, for an evaluation that cannot answer under one."""
+    if found := next((setting.policy for setting in settings if setting.select is not None), None):
+        raise ValueError(f"{found} was given, but this evaluation takes eviction policies only; {instead}.")
 
 
 def check_budgets(policies: Sequence[str], budgets: Sequence[int | float]) -> None:
@@ -693,7 +746,7 @@ def check_budgets(policies: Sequence[str], budgets: Sequence[int | float]) -> No
     if policies and not budgets:
         raise ValueError("no budget was given; name at least one, such as --budgets 256.")
     for policy, budget in itertools.product(policies, budgets):
-        if isinstance(budget, int):
+        if isinstance(budget, int) and not _selects(policy):
             kvjax.check_budget(kvjax.parse(policy), budget)
 
 
@@ -792,6 +845,19 @@ def load_scorer(flags: argparse.Namespace, model: models.Decoder) -> models.Scor
     return None if flags.scorer is None else models.load_scorer(flags.scorer, model)
 
 
+def load_aids(
+    flags: argparse.Namespace, settings: Sequence[Setting], model: models.Decoder, tokenizer: models.Tokenizer
+) -> Aids:
+    """Load what the settings need besides the model, from the folders that the flags name or the model's own."""
+    folder = getattr(flags, "butler", None)
+    butler = None
+    if any(_predicts(setting) for setting in settings):
+        load_it = models.own_butler if folder is None else models.load_butler
+        butler = load_it(folder or flags.model, model, dtype=flags.dtype)
+    scorer = load_scorer(flags, model) if "scorer" in flags else None
+    return Aids(tokenizer, scorer, butler)
+
+
 def describe(flags: argparse.Namespace) -> tuple[models.Config, models.Tokenizer]:
     """Read the config and tokenizer of the model that the flags name, and check them before weights are read.
 
@@ -832,17 +898,17 @@ def command(
     store.check()
     model, tokenizer = load(flags)
     groups = make_groups(flags, model.config, tokenizer)
-    scorer = load_scorer(flags, model)
-    check_groups(model, groups, settings, block=flags.block, batch=flags.batch, aids=Aids(tokenizer, scorer))
+    aids = load_aids(flags, settings, model, tokenizer)
+    check_groups(model, groups, settings, block=flags.block, batch=flags.batch, aids=aids)
     with store:
         labels = {"evaluation": flags.name, "model": flags.model}
         total = sum(group.size for group in groups) * len(settings)
-        fingerprints = made_of(model, tokenizer, groups=groups, scorer=scorer) | dict(read or {})
+        fingerprints = made_of(model, tokenizer, aids.butler, groups, aids.scorer) | dict(read or {})
         store.check_made_of(labels, fingerprints)
         with commands.progress_bar("sample", total=total) as progress:
             (answer or run)(
                 model, tokenizer, groups, settings, store,
-                block=flags.block, batch=flags.batch, labels=labels, progress=progress, scorer=scorer,
+                block=flags.block, batch=flags.batch, labels=labels, progress=progress, aids=aids,
             )  # fmt: skip
             progress.set_description("done")
         together = None if answer else saved(settings, sum(group.size for group in groups))

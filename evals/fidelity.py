@@ -156,7 +156,7 @@ def measure(
             cache = models.prefill(
                 model, tokens, lengths, policy=aids.policy(setting), budget=setting.budget, block=block,
                 when=setting.when, question=questions if setting.question == "agnostic" else None, reserve=most,
-                cache_dtype=setting.cache_dtype, scorer=aids.of(setting),
+                cache_dtype=setting.cache_dtype, **aids.of(setting),
             ).cache  # fmt: skip
             evicted = outputs(model, _for_more(cache, most), answers, position, lengths)
             shift = differences(full, jax.tree.map(hosts.fetched, evicted), position >= 0)
@@ -338,6 +338,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
 def command(flags: argparse.Namespace) -> None:
     """Run the evaluation: check, measure, print the table, write JSON and pictures."""
     settings = needle.make_settings(flags)
+    evaluator.refuse_selections(settings, "python -m evals butler accuracy measures what a selection finds")
     lengths = needle.check_sizes(flags)
     evaluator.check_least(flags, samples=1)
     report.check_outputs(flags.json, flags.plot, flags.heads)
@@ -353,7 +354,7 @@ def command(flags: argparse.Namespace) -> None:
         ]
         for question in dict.fromkeys(setting.question for setting in settings)
     }  # fmt: skip
-    aids = evaluator.Aids(tokenizer, evaluator.load_scorer(flags, model))
+    aids = evaluator.load_aids(flags, settings, model, tokenizer)
     for setting in settings:
         most = max(len(sample.answer_tokens) for sample in samples[setting.question])
         evaluator.check_answers(
@@ -376,7 +377,7 @@ def command(flags: argparse.Namespace) -> None:
         "claims": compared,
         "results": results,
     }
-    made_of = evaluator.made_of(model, tokenizer, scorer=aids.scorer)
+    made_of = evaluator.made_of(model, tokenizer, aids.butler, scorer=aids.scorer)
     report.write(flags, figures, made_of, lambda path: layer_lines(results, path, recency=needle.RECENCY))
     if flags.heads is not None:
         head_map(results, flags.heads)

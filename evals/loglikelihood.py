@@ -59,6 +59,7 @@ def predict(
     keep_hidden: bool = False,
     on_row: Callable[[int, Predicted], Any] | None = None,
     scorer: models.Scorer | None = None,
+    butler: models.Butler | None = None,
 ) -> list[Predicted]:
     """Predict each token of sequences from the tokens before it that a policy has kept.
 
@@ -71,7 +72,7 @@ def predict(
         reference: the ``hidden`` of each sequence under another setting, from which divergences are computed.
         keep_hidden: whether to return the hidden states.
         on_row: called with a sequence's number and figures as soon as they are known.
-        scorer: see :func:`models.prefill`.
+        scorer, butler: see :func:`models.prefill`.
 
     Raises:
         ValueError: a sequence has fewer than two tokens, or :func:`models.prefill` fails.
@@ -95,6 +96,7 @@ def predict(
         _, hidden = models.hidden_states(
             model, tokens[:, :-1], lengths, policy=policy, budget=budget, block=block, when=when,
             question=questions if questions.any() else None, cache_dtype=cache_dtype, scorer=scorer,
+            butler=butler,
         )  # fmt: skip
         return tokens, hidden
 
@@ -171,6 +173,7 @@ def endings(
     width: int = 0,
     on_row: Callable[[int, int, Behind], None] | None = None,
     scorer: models.Scorer | None = None,
+    butler: models.Butler | None = None,
 ) -> list[list[Behind]]:
     """Compute the likelihood of each of a prompt's endings after compression; a prompt is read once for all of them.
 
@@ -187,7 +190,7 @@ def endings(
         batch: the number of prompts per batch.
         width: the least number of prompt tokens that the buffers hold, so that calls share compiled programs.
         on_row: called with the number of a pair, a prompt's number, and its figures as soon as they are known.
-        scorer: see :func:`models.prefill`.
+        scorer, butler: see :func:`models.prefill`.
 
     Returns:
         For each pair, the figures of each prompt.
@@ -228,7 +231,7 @@ def endings(
                 model, padded([prompts[row] for row in fed], fed_width), lengths,
                 policies=[policies[number] for number in together], block=block, when=when,
                 question=questions if questions.any() else None, reserve=longest if together == full[:1] else 0,
-                scorer=scorer, cache_dtype=cache_dtype,
+                scorer=scorer, butler=butler, cache_dtype=cache_dtype,
             )  # fmt: skip
             following = padded([end for row in fed for end in ends[row]], longest)  # [B n, m]
             counted = np.array([len(end) for row in fed for end in ends[row]])

@@ -227,7 +227,7 @@ def command(flags: argparse.Namespace) -> None:
     lengths = check_sizes(flags)
     report.check_outputs(flags.json, flags.plot)
     model, tokenizer = evaluator.load(flags)
-    aids = evaluator.Aids(tokenizer, evaluator.load_scorer(flags, model))
+    aids = evaluator.load_aids(flags, settings, model, tokenizer)
 
     questions = dict.fromkeys(setting.question for setting in settings)
     cells = {question: cells_for(flags, tokenizer, lengths, question) for question in questions}
@@ -255,7 +255,7 @@ def command(flags: argparse.Namespace) -> None:
         "results": results,
         "comparisons": comparisons,
     }
-    made_of = evaluator.made_of(model, tokenizer, scorer=aids.scorer)
+    made_of = evaluator.made_of(model, tokenizer, aids.butler, scorer=aids.scorer)
     report.write(flags, figures, made_of, lambda path: heat_map(results, path, recency=RECENCY))
 
 

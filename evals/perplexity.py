@@ -171,7 +171,7 @@ def policy_losses(
     found = loglikelihood.predict(
         model, chunks.tolist(), [counted or 0] * len(chunks) if once else None, policy=aids.policy(setting),
         budget=setting.budget, block=block, when=setting.when, batch=batch, cache_dtype=setting.cache_dtype,
-        reference=None if full is None else full.hidden, on_row=lambda *_: progress.update(), scorer=aids.of(setting),
+        reference=None if full is None else full.hidden, on_row=lambda *_: progress.update(), **aids.of(setting),
     )  # fmt: skip
     return _losses(found, counted)
 
@@ -421,8 +421,10 @@ def command(flags: argparse.Namespace) -> None:
     text = texts.read_text(flags.text)
     model, tokenizer, butler = selections.load(flags, chosen)
     chunks = chunks_for(model, tokenizer, text, flags)
-    aids = evaluator.Aids(tokenizer, evaluator.load_scorer(flags, model))
-    made_of = evaluator.made_of(model, tokenizer, butler, scorer=aids.scorer) | {"text": texts.digest(text)}
+    aids = evaluator.load_aids(flags, settings, model, tokenizer)
+    made_of = evaluator.made_of(model, tokenizer, butler or aids.butler, scorer=aids.scorer) | {
+        "text": texts.digest(text)
+    }
     run(flags, "perplexity", "Perplexity", made_of, model, chunks, chosen, sparsities, butler, settings, aids)
 
 
@@ -505,7 +507,7 @@ def run(
     for setting in settings:  # all settings are checked before the first is run
         models.stream(
             model, chunks[: flags.batch, :-1], policy=aids.policy(setting), budget=setting.budget, block=flags.block,
-            when=setting.when, cache_dtype=setting.cache_dtype, scorer=aids.of(setting),
+            when=setting.when, cache_dtype=setting.cache_dtype, **aids.of(setting),
             question=flags.stride - 1 if setting.moments[0] == "prompt" else None, max_new_tokens=1,
         )  # fmt: skip
     total = steps(chosen, sparsities, len(chunks), len(settings))

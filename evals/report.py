@@ -12,6 +12,7 @@ from models import commands, provenance
 Cell = str | Callable[[Any], str]
 CAOTE_LINKS = ("caote", "fast_caote")
 MOMENTS = {"block": "after every block", "prompt": "once", "published": "as published"}
+READS = "select="  # a row's policy begins so where nothing is evicted, and a decode step reads a part
 PICTURES = (".png", ".svg", ".pdf")
 GREY = "#7d868f"  # text that reads on white and on black
 # Okabe and Ito's colours, which colour-blind readers can tell apart, with violet for black; grey: reference lines.
@@ -146,7 +147,7 @@ def evicts(row: Mapping[str, Any]) -> str:
         >>> report.evicts({"budget": 64, "when": "published", "evicts": ["prompt", 0]})
         'prompt, then never'
     """
-    if row["budget"] is None:
+    if row["budget"] is None or str(row.get("policy")).startswith(READS):
         return "never"
     if row.get("evicts") is None:  # a file of an earlier version, which evicted at every step of decode
         return str(row["when"])

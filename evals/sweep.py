@@ -117,7 +117,7 @@ def command(flags: argparse.Namespace) -> None:
                     evaluator.check_groups(
                         model, _groups(part, model.config, tokenizer), part.settings,
                         block=part.flags.block, batch=part.flags.batch,
-                        aids=evaluator.Aids(tokenizer, evaluator.load_scorer(part.flags, model)),
+                        aids=evaluator.load_aids(part.flags, part.settings, model, tokenizer),
                     )  # fmt: skip
             except ValueError as error:
                 if progress is None or hosts.several():  # of several processes only this one may have it
@@ -201,9 +201,10 @@ def _run(part: Part, model: Any, tokenizer: Any, store: results.Results, progres
     flags, settings = part
     labels = {"model": flags.model, "evaluation": flags.name}
     failed = []
-    groups, scorer = _groups(part, model.config, tokenizer), evaluator.load_scorer(flags, model)
+    groups = _groups(part, model.config, tokenizer)
+    aids = evaluator.load_aids(flags, settings, model, tokenizer)
     try:
-        store.check_made_of(labels, evaluator.made_of(model, tokenizer, groups=groups, scorer=scorer))
+        store.check_made_of(labels, evaluator.made_of(model, tokenizer, aids.butler, groups, aids.scorer))
     except ValueError as error:
         if hosts.several():
             raise
@@ -214,7 +215,7 @@ def _run(part: Part, model: Any, tokenizer: Any, store: results.Results, progres
         try:
             evaluator.run(
                 model, tokenizer, [group], settings, store,
-                block=flags.block, batch=flags.batch, labels=labels, progress=progress, scorer=scorer,
+                block=flags.block, batch=flags.batch, labels=labels, progress=progress, aids=aids,
             )  # fmt: skip
         except ValueError as error:
             if hosts.several():

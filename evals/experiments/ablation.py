@@ -134,6 +134,7 @@ def command(flags: argparse.Namespace) -> None:
         setting = _setting(run, flags.length)
         evaluator.check_answers(model, samples, setting, new_tokens=most, block=run.block, batch=flags.batch)
     total = flags.depths * flags.samples
+    aids = evaluator.load_aids(flags, [_setting(run, flags.length) for run in study.runs], model, tokenizer)
 
     def data(results: Sequence[dict[str, Any]], judged: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
         places = {run: index for index, run in enumerate(map(run_of, results))}
@@ -162,7 +163,7 @@ def command(flags: argparse.Namespace) -> None:
             begun, first = time.time(), together[0]
             results = needle.measure(
                 model, cells[first.question], settings, block=first.block, batch=flags.batch, progress=progress,
-                aids=evaluator.Aids(tokenizer),
+                aids=aids,
             )  # fmt: skip
             seconds = round((time.time() - begun) / len(together), 1)
             return [

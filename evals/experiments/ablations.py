@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import kvjax
-from evals.needle import RECENCY, Question
+from evals.evaluator import RECENCY, Question
+from evals.report import READS
 from models.plan import When
 
 LENGTH = 512
@@ -24,6 +25,8 @@ KNOWN, UNKNOWN = "question known", "question unknown"
 @dataclasses.dataclass(frozen=True)
 class Run:
     """One measurement. ``budget`` is a share of the prompt, or None for the full cache.
+
+    ``policy`` may be a selection, such as "select=quest": its budget is what a step reads, and it keeps all tokens.
 
     ``cache_dtype`` is that of keys and values, or both of them, "int8/bfloat16"; None for the model's.
     """
@@ -117,7 +120,7 @@ class Study:
         """
         for run in self.runs:
             slots = run.slots(length)
-            if slots is not None:
+            if slots is not None and not run.policy.startswith(READS):
                 policy = kvjax.parse(run.policy)
                 kvjax.check_budget(policy, slots)
                 kvjax.check_block(policy, run.block)
@@ -350,6 +353,7 @@ def sage() -> Study:
     small, middle = 0.125, 0.25
     sages = {b: Run("sage", b) for b in shares}
     streams = {b: Run("streaming", b) for b in shares}
+    quests = {b: Run(f"{READS}quest", b) for b in shares}
     positions = {
         "absolute": sages[middle],
         "compact": Run("sage+positions(kind='compact')", middle),
@@ -362,6 +366,7 @@ def sage() -> Study:
     }
     points = [Point("memory (share of the prompt)", "SAGE-KV", b, run) for b, run in sages.items()]
     points += [Point("memory (share of the prompt)", "StreamingLLM", b, run) for b, run in streams.items()]
+    points += [Point("memory (share of the prompt)", "Quest (tokens read)", b, run) for b, run in quests.items()]
     points += [Point(f"positions (budget {middle:.0%})", "SAGE-KV", x, run) for x, run in positions.items()]
     points += [Point(f"split and heads (budget {middle:.0%})", "SAGE-KV", x, run) for x, run in variants.items()]
     paper = "SAGE-KV"
@@ -375,6 +380,16 @@ def sage() -> Study:
                 (streams[n * b],),
             )
             for b, n in ((small, 1), (small, 2), (small, 4), (middle, 1), (middle, 2))
+        ),
+        *(
+            Claim(
+                paper,
+                f"SAGE-KV at {100 * b:g}% is better than Quest that reads {100 * n * b:g}% ({n} times the tokens)",
+                (sages[b],),
+                (quests[n * b],),
+            )
+            for b in (small, middle)
+            for n in (1, 2)
         ),
         Claim(
             paper,
@@ -406,7 +421,7 @@ def sage() -> Study:
         claims,
         (FULL,),
         connect=False,
-        note="sage(heads='query') holds one cache a query head, G times the memory of the others (here G = 2)",
+        note="sage(heads='query') holds one cache per query head, G times the memory of the others; Quest holds all",
     )
 
 

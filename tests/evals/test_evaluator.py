@@ -43,6 +43,39 @@ def test_an_allocation_that_a_score_cannot_have_is_refused_before_any_work():
         evaluator.make_settings(flags_of("--policies key_norm --allocations lava --budgets 64"))
 
 
+def test_a_selection_is_asked_once_per_budget_whatever_the_moments():
+    settings = evaluator.make_settings(
+        flags_of("--policies full,h2o,select=quest(page_size=4) --budgets 64,0.5 --when block,prompt")
+    )
+    reading = [s for s in settings if s.select is not None]
+    assert [(s.policy, s.budget, s.evicting) for s in reading] == [
+        ("select=quest(page_size=4)", 64, None), ("select=quest(page_size=4)", 0.5, None),
+    ]  # fmt: skip
+    assert len(settings) == 1 + 2 + 2 * 2 * 2
+
+
+@pytest.mark.parametrize("line, said", [("select=quests", "unknown source 'quests'"), ("select=", "is malformed")])
+def test_an_unknown_selection_is_refused_before_any_work(line, said):
+    with pytest.raises(ValueError, match=said):
+        evaluator.make_settings(flags_of(f"--policies {line} --budgets 64"))
+
+
+@pytest.mark.parametrize("policy", ("select=quest(page_size=4)", "select=butler", "butler+caote"))
+def test_what_reads_by_a_source_answers_as_generate_does(policy):
+    model, tokenizer = models.load("retriever")
+    samples = [tasks.needle(seed, tokenizer, 96, facts=2) for seed in range(2)]
+    setting = evaluator.Setting(policy, 32, "prompt", "after", evict_every=0)
+    aids = evaluator.load_aids(argparse.Namespace(model="retriever", dtype=None), [setting], model, tokenizer)
+    (batch,) = evaluator.answers(model, samples, setting, new_tokens=4, block=32, aids=aids)
+    lengths = [len(sample.tokens) for sample in samples]
+    given = {"policy": policy} if setting.select is None else {"select": setting.select}
+    alone = models.generate(
+        model, evaluator.padded([sample.tokens for sample in samples]), lengths=lengths, budget=32, block=32,
+        when="prompt", evict_every=0, max_new_tokens=4, end=(), butler=aids.butler, **given,
+    )  # fmt: skip
+    assert batch.tokens.tolist() == alone.tokens.tolist()
+
+
 def test_the_mean_is_over_tasks_however_many_samples_they_have():
     rows = evaluator.summarise([record(1.0), record(0.5, sample=1), record(0.0, task="b"), record(1.0, policy="full")])
     first, second = rows
