@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from evals import statistics
+from evals import report, statistics
 from evals.experiments.ablations import Claim, Run
 from evals.verdicts import figures, verdict
 
@@ -26,6 +26,12 @@ of equality holds where the interval lies within 0.1 of 0, and does not hold whe
 compared, averaged over runs where a claim is about several. A comparison is marked where all runs answer everything
 or nothing, because it then says little. Rows of *ours* test what is new here. Intervals are not corrected for the
 number of claims: of forty claims without an effect, about one holds by chance, and one does not."""
+# Evaluations whose comparisons are claims: the title of their table, and what differs.
+COMPARED = {
+    "perplexity": ("Perplexity of long text", "perplexity, relative to that without CAOTE (positive: lower)"),
+    "ruler": ("RULER", "the mean score"),
+    "choices": ("Choice tasks made from a text", "the mean accuracy"),
+}
 EMBEDDED = """\
 These files were made with earlier defaults: every policy evicted at every step of decode (now `--evict-every 1`; an
 answer has four or five tokens), `tova` kept one set of tokens per group of heads (now `tova(heads='group')`), and
@@ -108,7 +114,7 @@ def markdown(folder: Path) -> str:
     Raises:
         ValueError: no file holds claims.
     """
-    real, embedded = _with_claims(folder / REAL), _with_claims(folder)
+    real, embedded = _with_claims(folder / REAL, compared=True), _with_claims(folder)
     if not real and not embedded:
         raise ValueError(f"no file in {folder} holds claims; run a study with --json first.")
     parts = ["# Claims", INTRODUCTION]
@@ -126,17 +132,70 @@ def markdown(folder: Path) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _with_claims(folder: Path) -> list[tuple[str, dict[str, Any]]]:
-    """Read the files of a folder that hold claims, in the order of their names."""
+def _with_claims(folder: Path, compared: bool = False) -> list[tuple[str, dict[str, Any]]]:
+    """Read the files of a folder that hold claims, in the order of their names.
+
+    Args:
+        compared: whether to read the comparisons of other evaluations as claims (:func:`from_comparisons`).
+    """
     found = []
     for path in sorted(folder.glob("*.json")):
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
         except ValueError:
             raise ValueError(f"{path} is not JSON; run its study again, or move it elsewhere.") from None
+        if compared and isinstance(data, dict):
+            data = {**data, **from_comparisons(data)}
         if isinstance(data, dict) and data.get("claims"):
             found.append((path.name, data))
     return found
+
+
+def from_comparisons(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a study for an evaluation that compared policies with and without CAOTE; else nothing.
+
+    Each comparison becomes the claim that CAOTE improves the policy. A fall of perplexity counts as a gain.
+
+    Example:
+        >>> from evals.experiments.claims import from_comparisons
+        >>> where = dict(budget=128, when="block")
+        >>> of = {"h2o": 5.0, "h2o+caote": 4.9}
+        >>> rows = [dict(policy=policy, perplexity=value, **where) for policy, value in of.items()]
+        >>> change = dict(policy="h2o+caote", against="h2o", increase=-0.02, low=-0.03, high=-0.01, **where)
+        >>> data = dict(evaluation="perplexity", settings={}, chunks=9, policies=rows, policy_comparisons=[change])
+        >>> claim = from_comparisons(data)["claims"][0]
+        >>> claim["claim"], claim["verdict"], claim["difference"], claim["sides"]
+        ('CAOTE improves h2o, budget 128, by block', 'holds', 0.02, [4.9, 5.0])
+    """
+    if data.get("claims") or data.get("evaluation") not in COMPARED:
+        return {}
+    title, measure = COMPARED[data["evaluation"]]
+    whole = data.get("policies") or data["results"]
+    place = lambda row, policy: (policy, *(row.get(name) for name in ("length", "budget", "when", "question")))  # noqa: E731
+    value = {place(row, row.get("policy")): row.get("perplexity", row.get("score")) for row in whole}
+    named = []
+    for row in data.get("policy_comparisons") or data.get("comparisons", ()):
+        if not row.get("policy"):
+            continue
+        length = f", {row['length']:,} tokens" if row.get("length") else ""
+        change, low, high = row.get("difference"), row["low"], row["high"]
+        if change is None:
+            change, low, high = -row["increase"], -row["high"], -row["low"]
+        where = report.moment((row.get("question", "after"), row["when"], row["budget"]))
+        named.append(
+            {
+                "paper": "CAOTE",
+                "claim": f"CAOTE improves {row['against']}{length}, {where}",
+                "difference": change,
+                "low": low,
+                "high": high,
+                "verdict": verdict("better", low, high),
+                "sides": [value[place(row, row["policy"])], value[place(row, row["against"])]],
+            }
+        )
+    samples = data.get("chunks") or max(row["samples"] for row in whole)
+    of = f", windows of {data['settings']['chunk']:,} tokens" if "chunk" in data["settings"] else ""
+    return {"title": f"{title}{of}", "claims_measure": measure, "samples": samples, "claims": named}
 
 
 def _study(name: str, data: Mapping[str, Any]) -> list[str]:
