@@ -1,5 +1,6 @@
 """What every test and every docstring example runs under. pytest reads it before anything imports jax."""
 
+import gc
 import os
 import sys
 
@@ -57,6 +58,12 @@ def _annotations_are_silent_for_bad_input(request):
     jaxtyping.config.update("jaxtyping_disable", silent)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
+
+
+def pytest_collection_finish(session):
+    """Keep what was imported and collected out of every later search for garbage: about 4% of the tests' time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -289,6 +289,28 @@ def foreseen(file: str) -> str:
     return "\n".join(lines)
 
 
+VARIANTS = {
+    "mixed": "both texts, layer 0's output",
+    "attention": "both texts, attention's input",
+    "prose": "the Bible alone",
+    "code": "Python's documentation alone",
+}
+VARIED_ON = {"king-james-bible": "Bible, held out", "python-doc": "Python, held out", "debian-handbook": "handbook"}
+
+
+def varied(folder: str) -> str:
+    """Make the table of predictors by what they were trained on and what they read, on three texts."""
+    lines = [f"| trained on, reads | {' | '.join(VARIED_ON.values())} |", f"|{' --- |' * (len(VARIED_ON) + 1)}"]
+    for name, title in VARIANTS.items():
+        (found,) = zip(*(read(f"{folder}/{name}-{text}.json")["results"] for text in VARIED_ON), strict=True)
+        cells = [
+            f"{r['hit_rate']:.3f} [{', '.join(f'{x:.3f}' for x in r['hit_rate_interval'])}], {r['token_accuracy']:.3f}"
+            for r in found
+        ]
+        lines.append(f"| {title} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def by_sparsity(rows: Sequence[dict[str, Any]], cell: Callable[[dict[str, Any]], str], rank: str) -> str:
     """Make a table of selections by sparsity, in the order of ``rank`` at the middle sparsity."""
     shares = sorted({r["sparsity"] for r in rows if r["sparsity"]})

@@ -192,12 +192,13 @@ def heat_map(results: Sequence[dict[str, Any]], path: Path, *, recency: str) -> 
               for (question, *rest), found in panels.items()}  # fmt: skip
     depths = len({cell["depth"] for r in results for cell in r["cells"]})
     most = max(len(found) for found in panels.values())
-    figure, axes = plt.subplots(
-        len(groups), len(lengths), squeeze=False, layout="constrained",
+    figure = plt.figure(
         figsize=(2.4 + len(lengths) * (0.6 + 0.44 * (depths + 1)), 0.5 + len(groups) * (0.8 + 0.27 * most)),
-    )  # fmt: skip
-    figure.get_layout_engine().set(hspace=0.06)
-    for line, ((question, when, budget), found) in zip(axes, panels.items(), strict=True):
+        layout="constrained",
+    )
+    parts = figure.subfigures(len(groups), 1, squeeze=False)[:, 0]
+    for part, ((question, when, budget), found) in zip(parts, panels.items(), strict=True):
+        line = part.subplots(1, len(lengths), squeeze=False)[0]
         floor = next((r["recall"] for r in found if r["policy"] == recency), 0.0)
         for axis, length in zip(line, lengths, strict=True):
             _panel(axis, found, length, recency, floor, named=axis is line[0])
@@ -205,9 +206,9 @@ def heat_map(results: Sequence[dict[str, Any]], path: Path, *, recency: str) -> 
         moment = {**report.MOMENTS, "prompt": "once, after the prompt"}.get(when)
         under = "full cache" if budget is None else f"budget {budget}, evicted {moment}"
         title = f"question {_ASKED[question]}, {under}"
-        line[0].set_title(title, loc="left", fontsize=10.5, fontweight="bold", pad=24)
+        part.suptitle(title, x=0.01, ha="left", fontsize=10.5, fontweight="bold")
     if any(r["policy"] == recency for r in evicting):
-        figure.supxlabel("red: below plain recency", fontsize=9, color="#d1495b", x=0.99, ha="right")
+        parts[-1].supxlabel("red: below plain recency", fontsize=9, color="#d1495b", x=0.99, ha="right")
     report.save(figure, path, dpi=150)
 
 
