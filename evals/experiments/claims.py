@@ -36,6 +36,14 @@ EMBEDDED = """\
 These files were made with earlier defaults: every policy evicted at every step of decode (now `--evict-every 1`; an
 answer has four or five tokens), `tova` kept one set of tokens per group of heads (now `tova(heads='group')`), and
 `snapkv` without a kernel pooled over 5 neighbours (now 13)."""
+NOT_TESTED = """\
+## Not tested
+
+- **LongBench and Booksum** (the main tables of CAOTE, SAGE-KV and LaProx) need models of billions of parameters and
+  data from a hub. `python -m evals longbench` and `python -m evals booksum` run them as published.
+- **Time and memory on a GPU** (LaProx, SAGE-KV, TokenButler): bytes, FLOPs and launches are counted, and CPU times
+  measured, in [performance](../performance.md).
+- **TokenButler's claims** stand with their verdicts in [TOKENBUTLER.md](TOKENBUTLER.md)."""
 # The texts of the same claim, on the real model and on the embedded one.
 SAME_CLAIM = (
     ("CAOTE improves H2O (question known)", "CAOTE improves H2O (all budgets)"),
@@ -129,7 +137,7 @@ def markdown(folder: Path) -> str:
     if differing := _disagreements(real, embedded):
         head = "| paper | claim | SmolLM2 | the embedded model |\n| --- | --- | --- | --- |"
         parts += ["## Where they disagree", "\n".join([head, *differing])]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join([*parts, NOT_TESTED]) + "\n"
 
 
 def _with_claims(folder: Path, compared: bool = False) -> list[tuple[str, dict[str, Any]]]:
