@@ -311,6 +311,37 @@ def varied(folder: str) -> str:
     return "\n".join(lines)
 
 
+def tuned() -> str:
+    """Make the table of fine-tuning on prompts with answers: held-out loss, and needles found, with each cache."""
+    runs = {"trained under the policy": "finetune-answers", "trained with the full cache": "finetune-answers-control"}
+    losses = {title: read(f"{claims.REAL}/{name}.json") for title, name in runs.items()}
+    policy = next(iter(losses.values()))["settings"]["policy"]
+    before = next(iter(losses.values()))["held_out_loss"]
+    share = next(iter(losses.values()))["settings"]["budget"]
+    head = (
+        "",
+        "loss, full cache",
+        f"loss, `{policy}`, {share:g}",
+        "found, full cache",
+        f"found, `{policy}`, {share:g}",
+    )
+
+    def found(file: str) -> list[str]:
+        data = read(f"{claims.REAL}/{file}.json")
+        rates = [next(r for r in data["results"] if r["question"] == "after" and fits(r)) for fits in (whole, evicted)]
+        return [f"{r['recall']:.2f} [{r['low']:.2f}, {r['high']:.2f}]" for r in rates]
+
+    whole = lambda r: r["policy"] == "full"  # noqa: E731
+    evicted = lambda r: r["policy"] == policy and r["budget"] in (share, round(share * 512))  # noqa: E731
+    loss = lambda when, of: [f"{of[name][when]:.3f}" for name in ("full", policy)]  # noqa: E731
+    rows = [("before", *loss("before", before), *found("methods"))]
+    rows += [
+        (title, *loss("after", data["held_out_loss"]), *found(runs[title].replace("finetune", "needle")))
+        for title, data in losses.items()
+    ]
+    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ("---",) * len(head), *rows))
+
+
 def by_sparsity(rows: Sequence[dict[str, Any]], cell: Callable[[dict[str, Any]], str], rank: str) -> str:
     """Make a table of selections by sparsity, in the order of ``rank`` at the middle sparsity."""
     shares = sorted({r["sparsity"] for r in rows if r["sparsity"]})
