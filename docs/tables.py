@@ -911,6 +911,7 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
         "foreseen": lambda: foreseen("smollm2/butler-accuracy.json"),
         "foreseen unseen": lambda: foreseen("smollm2/butler-accuracy-handbook.json"),
         "foreseen by pages": lambda: foreseen("smollm2/butler-pages.json"),
+        "varied": lambda: varied(f"{claims.REAL}/butler-variants"),
         "perplexities": lambda: perplexities("smollm2/butler-perplexity.json"),
         "names": lambda: names_found("smollm2/coref.json"),
         "choices": lambda: chosen("smollm2/butler-choices.json"),
@@ -928,6 +929,7 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
         "selections": selections,
     },
     "how-to/compress-once.md": {"questions": kept_and_asked},
+    "how-to/fine-tune.md": {"tuned": tuned},
     "reference/models.md": {"families": families},
     "methods.md": {
         "scores": lambda: methods(SCORES),

@@ -7,7 +7,7 @@
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 export PYTHONPATH=$PWD PATH="$PWD/.venv/bin:$PATH"
-mkdir -p docs/results/smollm2
+mkdir -p docs/results/smollm2/butler-variants
 failed=0
 one() {  # file, core-minutes, command
   if python - "$1" <<'P'
@@ -29,6 +29,7 @@ one docs/results/smollm2/perplexity.json 20 'python -m evals perplexity --model 
 one docs/results/smollm2/ruler.json 20 'python -m evals ruler --model smollm2 --tasks niah_single_1,niah_single_2,niah_multikey_1,niah_multikey_2,vt,fwe --lengths 1024 --samples 17 --policies "full,streaming,tova,snapkv,snapkv+caote,laprox(kernel=13)@model,curdkv" --budgets 0.25 --when prompt --batch 17 --json docs/results/smollm2/ruler.json --plot docs/results/smollm2/ruler.png'
 one docs/results/smollm2/ruler-pooling.json 10 'python -m evals ruler --model smollm2 --tasks niah_single_1,niah_single_2,niah_multikey_1,niah_multikey_2,vt,fwe --lengths 1024 --samples 17 --policies "full,snapkv(kernel=5),snapkv(kernel=7),snapkv,tova+caote" --budgets 0.25 --when prompt --evict-every 0 --batch 17 --json docs/results/smollm2/ruler-pooling.json --plot docs/results/smollm2/ruler-pooling.png'
 one docs/results/smollm2/ruler-unknown.json 75 'python -m evals ruler --model smollm2 --tasks niah_single_1,niah_single_2,niah_multikey_1,niah_multikey_2,vt,fwe --lengths 1024,2048 --samples 17 --policies "full,streaming,tova,snapkv,snapkv+caote,laprox(kernel=13)@model,curdkv" --budgets 0.25 --when prompt --question agnostic --batch 17 --json docs/results/smollm2/ruler-unknown.json --plot docs/results/smollm2/ruler-unknown.png'
+one docs/results/smollm2/sage.json 15 'python -m evals ablation sage --model smollm2 --depths 5 --samples 20 --resume --json docs/results/smollm2/sage.json --plot docs/results/smollm2/sage.png'
 one docs/results/smollm2/window.json 15 'python -m evals ablation window --model smollm2 --depths 5 --samples 20 --json docs/results/smollm2/window.json --plot docs/results/smollm2/window.png'
 one docs/results/smollm2/methods.json 40 'python -m evals ablation methods --model smollm2 --depths 5 --samples 20 --json docs/results/smollm2/methods.json --plot docs/results/smollm2/methods.png'
 one docs/results/smollm2/newer.json 20 'python -m evals ablation newer --model smollm2 --depths 5 --samples 20 --resume --json docs/results/smollm2/newer.json --plot docs/results/smollm2/newer.png'
@@ -41,6 +42,29 @@ one docs/results/smollm2/butler-accuracy-handbook.json 4 'python -m evals butler
 one docs/results/smollm2/butler-perplexity.json 10 'python -m evals perplexity --model smollm2 --text king-james-bible:held-out --chunk 256 --sequences 8 --select "oracle,butler,butler(group='"'"'max'"'"'),butler(group='"'"'mean'"'"'),butler(group='"'"'weights'"'"'),quest,h2o,snapkv,streaming,first_layer,previous_layer,random" --sparsity 0.3,0.5,0.7 --json docs/results/smollm2/butler-perplexity.json --plot docs/results/smollm2/butler-perplexity.png'
 one docs/results/smollm2/finetune.json 15 'python -m train.finetune --model smollm2 --data king-james-bible --policy snapkv+caote --eval-policy full,snapkv+caote --budget 0.25 --block 128 --lora 8 --seq-len 512 --batch 4 --tokens 40960 --eval-rows 16 --eval-every 0 --out tuned --json > docs/results/smollm2/finetune.json'
 one docs/results/smollm2/finetune-control.json 15 'python -m train.finetune --model smollm2 --data king-james-bible --policy full --eval-policy full,snapkv+caote --budget 0.25 --block 128 --lora 8 --seq-len 512 --batch 4 --tokens 40960 --eval-rows 16 --eval-every 0 --out control --json > docs/results/smollm2/finetune-control.json'
+[ -f needles.jsonl ] || python - <<'P'
+import json
+import models
+from evals import tasks
+_, tokenizer = models.load("smollm2")
+with open("needles.jsonl", "w") as file:
+    for seed in range(400):
+        sample = tasks.needle(seed, tokenizer, 480, facts=10, haystack="train")
+        file.write(json.dumps({"prompt": sample.prompt, "answer": f" {sample.answer}"}) + "\n")
+P
+one docs/results/smollm2/finetune-answers.json 30 'python -m train.finetune --model smollm2 --data needles.jsonl --policy snapkv+caote --eval-policy full,snapkv+caote --budget 0.1 --when prompt --block 128 --lora 8 --lr 5e-4 --seq-len 512 --batch 4 --tokens 81920 --eval-rows 32 --eval-every 0 --log-every 1 --out tuned-answers --json > docs/results/smollm2/finetune-answers.json'
+one docs/results/smollm2/finetune-answers-control.json 30 'python -m train.finetune --model smollm2 --data needles.jsonl --policy full --eval-policy full,snapkv+caote --budget 0.1 --when prompt --block 128 --lora 8 --lr 5e-4 --seq-len 512 --batch 4 --tokens 81920 --eval-rows 32 --eval-every 0 --log-every 1 --out control-answers --json > docs/results/smollm2/finetune-answers-control.json'
+for run in answers answers-control; do
+  folder=$([ $run = answers ] && echo tuned-answers || echo control-answers)
+  one docs/results/smollm2/needle-$run.json 4 "python -m evals needle --model $folder --policies full,snapkv+caote --budgets 0.1 --lengths 512 --depths 5 --samples 20 --when prompt --evict-every 0 --batch 20 --json docs/results/smollm2/needle-$run.json"
+done
+for run in mixed attention prose code; do
+  data=$([ $run = prose ] && echo king-james-bible || { [ $run = code ] && echo python-doc || echo king-james-bible python-doc; })
+  [ -d butler-$run ] || python -m train.butler --model smollm2 --data $data --seq-len 1024 --batch 1 --tokens 200e3 --lr 2e-3 --eval-every 0 --eval-rows 4 $([ $run = attention ] && echo --source attention_input) --out butler-$run
+  for text in king-james-bible:held-out python-doc:held-out debian-handbook; do
+    one docs/results/smollm2/butler-variants/$run-${text%%:*}.json 2 "python -m evals butler accuracy --model smollm2 --butler butler-$run --text $text --chunk 512 --sequences 4 --select butler --json docs/results/smollm2/butler-variants/$run-${text%%:*}.json"
+  done
+done
 [ -d scorer ] || python -m train.scorer --model smollm2 --data king-james-bible python-doc debian-handbook --target kvzip --tokens 300e3 --seq-len 512 --batch 4 --out scorer
 one docs/results/smollm2/scorer.json 45 'python -m evals needle --model smollm2 --scorer scorer --policies "full,snapkv,expected_attention,keydiff,kvzip@model(normalise=False,cap=None),zap,zap+caote,zap@model(normalise=False,cap=None),zap+caote@model(normalise=False,cap=None)" --budgets 0.25,0.5 --lengths 512 --depths 5 --samples 20 --when prompt --evict-every 0 --question agnostic --batch 20 --json docs/results/smollm2/scorer.json'
 one docs/results/smollm2/butler-choices.json 15 'python -m evals butler choices --model smollm2 --text king-james-bible:held-out --chunk 256 --sequences 16 --select full,oracle,butler,quest,streaming,random --sparsity 0.5 --json docs/results/smollm2/butler-choices.json --plot docs/results/smollm2/butler-choices.png'

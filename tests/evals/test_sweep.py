@@ -74,7 +74,7 @@ def test_other_settings_are_refused(finished, tmp_path, capsys):
         ("models = [", "is not TOML"),
         ("policies = ['full']", "has no tasks"),
         ("[tasks.other]", "unknown evaluation 'other'"),
-        ("[tasks.ruler]\nspeed = 3", "[tasks.ruler] has 'speed'; expected chat, data, essays, lengths"),
+        ("[tasks.ruler]\nspeed = 3", "[tasks.ruler] has 'speed'; expected butler, chat, data, essays, lengths"),
         ("[tasks.ruler]\nbudgets = 3", "[tasks.ruler] has 'budgets'"),
         ("speed = 3\n[tasks.ruler]", "the sweep has speed; expected models"),
         ("policies = ['nothing']\n[tasks.ruler]", "unknown policy 'nothing'"),
