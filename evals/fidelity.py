@@ -176,9 +176,11 @@ def compare(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     rows = []
     for (policy, *rest), result in by_setting.items():
         pairs = [("CAOTE", report.without_caote(policy), "error", -1)]
-        if laprox := re.fullmatch(r"laprox(?:\((window=\d+)?\))?(@.+)?", policy):
-            window, allocation = f"{laprox[1]}," if laprox[1] else "", laprox[2] or ""
-            rivals = (f"laprox({window}target='attention'){allocation}", f"snapkv({window}kernel=7)")
+        if laprox := re.fullmatch(r"laprox(?:\(((?:window|kernel)=[\w=,]*)?\))?(@.+)?", policy):
+            arguments, allocation = f"{laprox[1]}," if laprox[1] else "", laprox[2] or ""
+            pooled = arguments if "kernel" in arguments else f"{arguments}kernel=7,"  # LaProx's own pooling
+            snapkv = str(kvjax.parse(f"snapkv({pooled[:-1]})"))  # the short name leaves defaults out
+            rivals = (f"laprox({arguments}target='attention'){allocation}", snapkv)
             pairs += [("LaProx", other, "output_cosine", 1) for other in rivals]
         for paper, other, kind, sign in pairs:
             if other == policy or (other, *rest) not in by_setting:
@@ -266,7 +268,8 @@ def layer_lines(results: Sequence[dict[str, Any]], path: Path, *, recency: str) 
                 axis.set_title(title, fontsize=9.5)
             if number == len(groups) - 1:
                 axis.set_xlabel("layer", fontsize=8.5)
-            axis.set_xticks(range(1, len(results[0]["layers"]) + 1))
+            layers = len(results[0]["layers"])
+            axis.set_xticks(range(1, layers + 1) if layers <= 12 else [1, *range(5, layers + 1, 5)])
             report.plain(axis)
         axes[number, 0].set_ylabel(report.moment(group), fontsize=8)
     report.legend(figure, handles)

@@ -125,7 +125,15 @@ def test_rows_do_not_depend_on_their_batch_and_budgets_are_kept():
     assert np.sum(whole[1]["retained"]["mean"], axis=1) == pytest.approx(24)
 
 
-def test_caote_is_compared_with_the_same_policy_without_it():
+@pytest.mark.parametrize(
+    "laprox, attention, snapkv",
+    [
+        ("laprox(window=8)@model", "laprox(window=8,target='attention')@model", "snapkv(window=8,kernel=7)"),
+        ("laprox(kernel=13)@model", "laprox(kernel=13,target='attention')@model", "snapkv"),
+        ("laprox@layer", "laprox(target='attention')@layer", "snapkv(kernel=7)"),
+    ],
+)
+def test_a_policy_is_compared_with_those_that_its_paper_compares(laprox, attention, snapkv):
     def result(policy, error):
         values = {"error": [[error, 0.5]] * 6, "output_cosine": [[1 - error, 0.5]] * 6}
         return {"policy": policy, "budget": 8, "when": "prompt", "question": "after", "by_sample": values}
@@ -134,9 +142,9 @@ def test_caote_is_compared_with_the_same_policy_without_it():
         [
             result("h2o@layer", 0.4),
             result("h2o+caote@layer", 0.2),
-            result("laprox(window=8)@model", 0.2),
-            result("laprox(window=8,target='attention')@model", 0.1),
-            result("snapkv(window=8,kernel=7)", 0.3),
+            result(laprox, 0.2),
+            result(attention, 0.1),
+            result(snapkv, 0.3),
         ]
     )
     assert [(row["paper"], row["verdict"], row["difference"]) for row in rows] == [
