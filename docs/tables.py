@@ -315,9 +315,8 @@ def tuned() -> str:
     """Make the table of fine-tuning on prompts with answers: held-out loss, and needles found, with each cache."""
     runs = {"trained under the policy": "finetune-answers", "trained with the full cache": "finetune-answers-control"}
     losses = {title: read(f"{claims.REAL}/{name}.json") for title, name in runs.items()}
-    policy = next(iter(losses.values()))["settings"]["policy"]
-    before = next(iter(losses.values()))["held_out_loss"]
-    share = next(iter(losses.values()))["settings"]["budget"]
+    first = losses["trained under the policy"]
+    policy, share = first["settings"]["policy"], first["settings"]["budget"]
     head = (
         "",
         "loss, full cache",
@@ -334,7 +333,7 @@ def tuned() -> str:
     whole = lambda r: r["policy"] == "full"  # noqa: E731
     evicted = lambda r: r["policy"] == policy and r["budget"] in (share, round(share * 512))  # noqa: E731
     loss = lambda when, of: [f"{of[name][when]:.3f}" for name in ("full", policy)]  # noqa: E731
-    rows = [("before", *loss("before", before), *found("methods"))]
+    rows = [("before", *loss("before", first["held_out_loss"]), *found("methods"))]
     rows += [
         (title, *loss("after", data["held_out_loss"]), *found(runs[title].replace("finetune", "needle")))
         for title, data in losses.items()

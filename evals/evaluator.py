@@ -845,15 +845,18 @@ def load_scorer(flags: argparse.Namespace, model: models.Decoder) -> models.Scor
     return None if flags.scorer is None else models.load_scorer(flags.scorer, model)
 
 
+def load_butler(flags: argparse.Namespace, model: models.Decoder) -> models.Butler:
+    """Load the predictor from the folder that ``--butler`` names; without it, the model's own."""
+    folder = getattr(flags, "butler", None)
+    load_it = models.own_butler if folder is None else models.load_butler
+    return load_it(folder or flags.model, model, dtype=flags.dtype)
+
+
 def load_aids(
     flags: argparse.Namespace, settings: Sequence[Setting], model: models.Decoder, tokenizer: models.Tokenizer
 ) -> Aids:
     """Load what the settings need besides the model, from the folders that the flags name or the model's own."""
-    folder = getattr(flags, "butler", None)
-    butler = None
-    if any(_predicts(setting) for setting in settings):
-        load_it = models.own_butler if folder is None else models.load_butler
-        butler = load_it(folder or flags.model, model, dtype=flags.dtype)
+    butler = load_butler(flags, model) if any(_predicts(setting) for setting in settings) else None
     scorer = load_scorer(flags, model) if "scorer" in flags else None
     return Aids(tokenizer, scorer, butler)
 

@@ -455,11 +455,8 @@ def load(flags: argparse.Namespace, selections: Sequence[Method]) -> tuple[model
         FileNotFoundError: a folder does not exist.
     """
     model, tokenizer = evaluator.load(flags)
-    butler = None
-    if any(selection.needs_butler for selection in selections):
-        load_it = models.own_butler if flags.butler is None else models.load_butler
-        butler = load_it(flags.butler or flags.model, model, dtype=flags.dtype)
-    return model, tokenizer, butler
+    needed = any(selection.needs_butler for selection in selections)
+    return model, tokenizer, evaluator.load_butler(flags, model) if needed else None
 
 
 def _checked(model, tokens, selection, sparsity, butler, sinks, chunk) -> tuple[Array, Method]:
