@@ -25,6 +25,7 @@ from benchmarks import floors, measure
 from benchmarks.shapes import shape
 from evals import evaluator, report
 from kernels_pallas import cache_attention, mse_logits
+from kvjax.checks import check_names
 from models import butler, commands
 from models.butler import Butler, ButlerConfig
 from models.engine import filled_slots
@@ -697,8 +698,8 @@ def command(flags: argparse.Namespace) -> None:
     """Count, time the loss, print the tables, write JSON, picture and page."""
     report.check_outputs(flags.json, flags.plot)
     commands.check_outputs([flags.page])
-    names = commands.split_list(flags.models)
-    evaluator.check_names("--models", names, list(MODELS))
+    names = commands.listed("model", flags.models, f"--models {next(iter(MODELS))}")
+    check_names("--models", names, MODELS)
     shares = measure.shares("--shares", flags.shares)
     lengths, contexts, loss_lengths = (
         sorted(measure.whole_numbers(flag, text))

@@ -18,6 +18,7 @@ from benchmarks import butler, floors, measure, steps
 from benchmarks.shapes import PUBLISHED, names_of, shape
 from evals import evaluator, report
 from kernels_pallas.dispatch import BY_NAME_ONLY, Kernel, kernels_of, of_layer, platform
+from kvjax.checks import check_names
 from models import commands
 from models.butler import ButlerConfig
 from models.config import Config
@@ -249,8 +250,7 @@ def chosen_implementations(asked: str, operation: str, *, interpret: bool) -> li
         return here
     found = []
     for name in commands.split_list(asked):
-        if name not in IMPLEMENTATIONS:
-            raise ValueError(f"unknown implementation {name!r}; expected auto, {', '.join(IMPLEMENTATIONS)}.")
+        check_names("implementation", name, ["auto", *IMPLEMENTATIONS])
         kernel = _kernels(operation).get(name)
         if name in here or (kernel is not None and (interpret or kernel.platform == platform())):
             found.append(name)
@@ -344,9 +344,7 @@ def sweep(
     Raises:
         ValueError: a shape, operation or implementation is unknown or cannot run here, or nothing is left to run.
     """
-    for name in operations:
-        if name not in OPERATIONS:
-            raise ValueError(f"unknown operation {name!r}; expected {', '.join(OPERATIONS)}.")
+    check_names("operation", list(operations), OPERATIONS)
     configs = {name: shape(name) for name in shapes}
     chosen = {name: chosen_implementations(implementations, name, interpret=interpret) for name in OPERATIONS}
     settings = [

@@ -8,6 +8,7 @@ import math
 import jax
 
 import models
+from kvjax.checks import check_names
 from models import commands
 from models.config import Rope
 from models.parameters import parameter_shapes
@@ -59,8 +60,7 @@ def shape(name: str) -> models.Config:
         >>> shape("llama-3.1-8b").head_dim
         128
     """
-    if name not in SHAPES:
-        raise ValueError(f"unknown shape {name!r}; expected {', '.join(SHAPES)}.")
+    check_names("shape", name, SHAPES)
     return SHAPES[name]
 
 

@@ -29,6 +29,7 @@ import models
 from evals import evaluator, loglikelihood, results, texts
 from evals.documents import common_prefix
 from evals.evaluator import Setting
+from kvjax.checks import check_names
 
 EXAMPLES = """examples:
   python -m evals choices --model smollm2 --text king-james-bible --policies full,snapkv,snapkv+caote --budgets 0.25
@@ -128,8 +129,7 @@ def draw(task: str, index: int, corpus: Corpus, tokenizer: Any, length: int, *, 
         >>> len(sample.choices), len(sample.tokens) < 256
         (4, True)
     """
-    if task not in TASKS:
-        raise ValueError(f"unknown task {task!r}; expected one of {', '.join(TASKS)}.")
+    check_names("task", task, TASKS)
     rng = np.random.default_rng([seed, index, length, list(TASKS).index(task)])
     count = functools.cache(lambda text: len(tokenizer.encode(text)))
     for _ in range(ATTEMPTS):

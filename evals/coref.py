@@ -32,6 +32,7 @@ import models
 from evals import coref_task, evaluator, report, selections, statistics
 from evals.coref_task import CorefSample
 from evals.selections import Heads, Method
+from kvjax.checks import check_names
 from models import cli, commands, hosts, plan
 from models.plan import When
 
@@ -93,8 +94,8 @@ def make_settings(
         >>> [setting.title() for setting in make_settings("full,quest", [0.5], ["teacher"])]
         ['full, teacher', 'quest(page_size=4), sparsity 0.5, teacher']
     """
-    evaluator.check_names("--mode", modes, get_args(Mode))
-    evaluator.check_names("--when", moments, get_args(When))
+    check_names("--mode", modes, get_args(Mode))
+    check_names("--when", moments, get_args(When))
     settings = []
     for mode in dict.fromkeys(modes):
         names = commands.split_list(select)
@@ -299,8 +300,8 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
 
 def command(flags: argparse.Namespace) -> None:
     """Run the evaluation: check, answer the samples, print the table, write JSON and picture."""
-    modes: Any = commands.split_list(flags.mode)
-    moments: Any = commands.split_list(flags.when)
+    modes: Any = commands.listed("mode", flags.mode, "--mode generate")
+    moments: Any = commands.listed("moment", flags.when, "--when prompt")
     sparsities = selections.parse_sparsities(flags.sparsity)
     settings = make_settings(flags.select, sparsities, modes, moments, flags.evict_every)
     if "generate" not in modes and (moments != ["block"] or flags.evict_every is not None):

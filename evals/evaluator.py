@@ -27,6 +27,7 @@ from evals import prose, report, results, statistics
 from evals.report import READS
 from kvjax.allocation import parse_allocation
 from kvjax.chains import policy_of
+from kvjax.checks import check_names
 from kvjax.policy import Policy
 from models import cli, commands, hosts, plan, provenance, selecting
 from models.load import describe as read_description
@@ -701,17 +702,16 @@ def make_settings(flags: argparse.Namespace, questions: Sequence[str] = PLACEMEN
     """Return every combination that the flags ask for, checked; the full cache has neither budget nor moment."""
     moments: Any
     asked: Any
-    asked_for = commands.split_list(flags.policies)
+    asked_for = commands.listed("policy", flags.policies, "--policies full,snapkv+caote")
     reading = [READS + str(kvjax.parse_source(name.removeprefix(READS))) for name in asked_for if _selects(name)]
     policies = [name for name in asked_for if not _selects(name)]
     budgets = [commands.parse_budget(text) for text in commands.split_list(flags.budgets)]
-    moments, asked = commands.split_list(flags.when), commands.split_list(flags.question)
+    moments = commands.listed("moment", flags.when, "--when prompt")
+    asked = commands.listed("place of the question", flags.question, "--question after")
     check_names("--when", moments, get_args(When))
     check_names("--question", asked, questions)
     evicting = [str(kvjax.parse(policy)) for policy in policies if policy != "full"]
     evicting = _allocated(evicting, commands.split_list(getattr(flags, "allocations", "")))
-    if not asked_for:
-        raise ValueError("no policy was given; name at least one, such as --policies full,snapkv+caote.")
     check_budgets([*evicting, *reading], budgets)
     settings, dtype = [], getattr(flags, "cache_dtype", None)
     for question in asked:
@@ -752,9 +752,7 @@ def check_budgets(policies: Sequence[str], budgets: Sequence[int | float]) -> No
 
 def check_sizes(flags: argparse.Namespace) -> list[int]:
     """Return the lengths that the flags ask for, after a check of them and of the block and the batch."""
-    lengths = [positive("length", text) for text in commands.split_list(flags.lengths)]
-    if not lengths:
-        raise ValueError("no length was given; name at least one, such as --lengths 1024.")
+    lengths = [positive("length", text) for text in commands.listed("length", flags.lengths, "--lengths 1024")]
     check_least(flags, block=1, batch=1)
     return lengths
 
@@ -786,18 +784,11 @@ def choose(name: str, text: str, known: Sequence[str], default: Sequence[str] | 
         >>> evaluator.choose("--tasks", "vt,cwe", ("cwe", "fwe", "vt"))
         ['cwe', 'vt']
     """
-    given = commands.split_list(text)
-    if given == ["all"]:
+    given = commands.listed(f"name for {name}", text, f"{name} {known[0]}")
+    check_names(name, given, ("all", *known))
+    if "all" in given:
         return list(known if default is None else default)
-    check_names(name, given, known, "'all' or some of")
     return [part for part in known if part in given]
-
-
-def check_names(what: str, given: Sequence[str], known: Sequence[str], expected: str = "some of") -> None:
-    """Raise ValueError if no name was given, or one that is not known."""
-    wrong = [name for name in given if name not in known]
-    if wrong or not given:
-        raise ValueError(f"{what} is {', '.join(wrong) or 'empty'}; expected {expected} {', '.join(known)}.")
 
 
 def check_least(flags: argparse.Namespace, **least: int) -> None:

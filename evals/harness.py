@@ -26,10 +26,11 @@ import kvjax
 import models
 from evals import documents, evaluator, loglikelihood, report, selections
 from evals.loglikelihood import Predicted
+from kvjax.checks import check_names
 from kvjax.quantise import check_dtypes
 from kvjax.sources import SOURCES
 from models import commands, provenance
-from models.plan import When
+from models.plan import When, checked_budget
 
 EXAMPLES = """examples:
   python -m evals lm_eval --tasks hellaswag,piqa --model_args pretrained=path/to/Llama-3.2-1B
@@ -247,8 +248,7 @@ def check_settings(
         >>> harness.check_settings("full", 0.5, 64, "prompt", select="quest")
         {'select': 'quest', 'budget': 0.5, 'block': 64, 'sinks': 4}
     """
-    if when not in get_args(When):
-        raise ValueError(f"when is {when!r}; expected one of {', '.join(get_args(When))}.")
+    check_names("when", when, get_args(When))
     if not isinstance(block, int) or block < 1:
         raise ValueError(f"block is {block!r}; give at least 1.")
     dtype = {} if cache_dtype is None else {"cache_dtype": str(check_dtypes(cache_dtype))}
@@ -268,11 +268,7 @@ def check_settings(
             raise ValueError(f"a budget of {budget} was given without a policy; give policy=...")
         return {"policy": "full", "budget": None, "block": block, "when": "block", **dtype}
     parsed = kvjax.parse(policy)
-    if budget is None:
-        raise ValueError(f"the policy {policy!r} needs a budget; give budget=... as slots per head or a ratio.")
-    slots = commands.parse_budget(str(budget))
-    if isinstance(slots, int):
-        kvjax.check_budget(parsed, slots)
+    slots = checked_budget(parsed, None if budget is None else commands.parse_budget(str(budget)), block)
     return {"policy": str(parsed), "budget": slots, "block": block, "when": when, **dtype}
 
 
@@ -344,9 +340,7 @@ def _command(flags: argparse.Namespace, stack: contextlib.ExitStack) -> None:
     if flags.include_path is not None and not flags.include_path.is_dir():
         raise FileNotFoundError(f"there is no folder {flags.include_path}; give --include_path a folder with tasks.")
     commands.check_outputs([flags.json])
-    tasks = commands.split_list(flags.tasks)
-    if not tasks:
-        raise ValueError("no task was given; name at least one, such as --tasks piqa.")
+    tasks = commands.listed("task", flags.tasks, "--tasks piqa")
     if flags.out is not None and flags.out.exists() and not flags.out.is_dir():
         raise ValueError(f"cannot write into {flags.out}: it is a file; name a folder.")
     kind = model_class()

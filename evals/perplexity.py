@@ -34,6 +34,7 @@ import models
 from evals import evaluator, loglikelihood, report, selections, statistics, texts
 from evals.evaluator import Setting
 from evals.selections import Heads, Method
+from kvjax.checks import check_names
 from models import cli, commands
 from models.plan import When
 
@@ -446,8 +447,8 @@ def make_settings(flags: argparse.Namespace) -> list[Setting]:
     """
     policies = parse_policies(flags.policies)
     budgets = [commands.parse_budget(budget) for budget in commands.split_list(flags.budgets)]
-    moments: Any = commands.split_list(flags.when)
-    evaluator.check_names("--when", moments, get_args(When))
+    moments: Any = commands.listed("moment", flags.when, "--when prompt")
+    check_names("--when", moments, get_args(When))
     evaluator.check_budgets(policies, budgets)
     dtype = getattr(flags, "cache_dtype", None)
     eight_bits_alone = [] if dtype is None else [Setting("full", None, "block", "agnostic", 0, dtype)]
@@ -471,9 +472,7 @@ def parse_policies(text: str) -> list[str]:
         >>> parse_policies("full, h2o+caote, h2o+caote")
         ['h2o+caote']
     """
-    names = commands.split_list(text)
-    if not names:
-        raise ValueError("no policy was given; name at least one, such as --policies snapkv,snapkv+caote.")
+    names = commands.listed("policy", text, "--policies snapkv,snapkv+caote")
     return list(dict.fromkeys(str(kvjax.parse(name)) for name in names if name != "full"))
 
 

@@ -27,6 +27,7 @@ import numpy as np
 import models
 from evals import documents, evaluator, prose, tasks
 from evals.evaluator import Group, TextSample
+from kvjax.checks import check_names
 from models import commands
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
@@ -172,8 +173,7 @@ def sample(
         >>> len(found.tokens) <= 512 - 128, len(found.references), len(found.references[0])
         (True, 1, 7)
     """
-    if task not in TASKS:
-        raise ValueError(f"unknown task {task!r}; expected one of {', '.join(TASKS)}.")
+    check_names("task", task, TASKS)
     sources = Sources() if sources is None else sources
     if task in QA and task not in sources.documents:
         raise ValueError(f"the task {task} needs a file of questions and documents; name it with --qa.")

@@ -48,7 +48,7 @@ from kvjax.names import called, makers, registered, written
 from kvjax.selection import share_of_tokens
 from kvjax.transforms import check_kernel, pooled
 from models.butler import importance as predicted_importance
-from models.commands import split_list
+from models.commands import listed, split_list
 from models.decoder import frequencies, rope_of_layer
 
 Heads = Literal["query", "group"]
@@ -406,10 +406,8 @@ def parse_selections(text: str, *, page_size: int = 16) -> list[Method]:
         >>> [str(selection) for selection in parse_selections("full, h2o, h2o")]
         ['full', 'h2o']
     """
-    found = [parse_selection(name, page_size=page_size) for name in split_list(text)]
-    if not found:
-        raise ValueError("no selection was given; name at least one, such as --select oracle,butler,h2o.")
-    return list(dict.fromkeys(found))
+    names = listed("selection", text, "--select oracle,butler,h2o")
+    return list(dict.fromkeys(parse_selection(name, page_size=page_size) for name in names))
 
 
 def add_flags(flags: argparse.ArgumentParser, *, select: str | None, sparsity: str, batch: int) -> None:

@@ -25,6 +25,7 @@ from typing import NamedTuple
 from tqdm import tqdm
 
 from evals import prose
+from kvjax.checks import check_names
 from models import commands
 
 EXAMPLES = """examples:
@@ -204,8 +205,7 @@ def fetch(name: str) -> bool:
         ...
         ValueError: unknown text 'iliad'; expected one of king-james-bible, debian-handbook, python-doc.
     """
-    if name not in PUBLISHED:
-        raise ValueError(f"unknown text {name!r}; expected one of {', '.join(PUBLISHED)}.")
+    check_names("text", name, PUBLISHED)
     published, file = PUBLISHED[name], place(name)
     if file.is_file():
         return False
@@ -291,8 +291,7 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
 def command(flags: argparse.Namespace) -> None:
     """Fetch the texts that are not there yet, and print each text's path and SHA-256."""
     names = list(dict.fromkeys(flags.names)) or list(PUBLISHED)
-    if wrong := [name for name in names if name not in PUBLISHED]:
-        raise ValueError(f"unknown text {wrong[0]!r}; expected one of {', '.join(PUBLISHED)}.")
+    check_names("text", names, PUBLISHED)
     with commands.progress_bar("text", total=len(names)) as progress:
         for name in names:
             progress.set_description(f"{name}, {PUBLISHED[name].size}")

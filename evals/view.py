@@ -176,10 +176,8 @@ def add_flags(flags: argparse.ArgumentParser) -> None:
 def command(flags: argparse.Namespace) -> None:
     """Write the page."""
     evaluator.check_least(flags, block=1, max_new_tokens=1, length=1)
-    policies = [p if p == "full" else str(kvjax.parse(p)) for p in commands.split_list(flags.policies)]
-    policies = list(dict.fromkeys(policies))
-    if not policies:
-        raise ValueError("no policy was given; name two or more, such as --policies full,snapkv+caote.")
+    names = commands.listed("policy", flags.policies, "--policies full,snapkv+caote")
+    policies = list(dict.fromkeys(name if name == "full" else str(kvjax.parse(name)) for name in names))
     budget = commands.parse_budget(flags.budget)
     evaluator.check_budgets([policy for policy in policies if policy != "full"], [budget])
     prompt = None if flags.prompt_file is None else commands.read_text(flags.prompt_file, "prompt")

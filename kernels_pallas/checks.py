@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import reprlib
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -42,6 +43,25 @@ def plain(value: Any) -> Any:
 def shown(value: Any) -> str:
     """Shorten a value's repr to one line, for error messages."""
     return " ".join(_REPR.repr(value).split())
+
+
+def check_names(what: str, given: Any, known: Iterable[str]) -> None:
+    """Check that a name, or each of several, is a known one.
+
+    Raises:
+        ValueError: with the names that are not, and those that are known.
+
+    Example:
+        >>> from kernels_pallas.checks import check_names
+        >>> check_names("statistic", ["sum", "median"], ("sum", "last"))
+        Traceback (most recent call last):
+        ...
+        ValueError: unknown statistic 'median'; expected one of sum, last.
+    """
+    known = list(known)
+    names = sorted(set(given)) if isinstance(given, list | tuple | set | frozenset) else [given]
+    if wrong := [shown(name) for name in names if name not in known]:
+        raise ValueError(f"unknown {what} {', '.join(wrong)}; expected one of {', '.join(known)}.")
 
 
 def check_count(what: str, value: Any, least: int, hint: str) -> int:

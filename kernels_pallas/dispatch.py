@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import jax
 from jaxtyping import Array, Int
 
+from kernels_pallas.checks import check_names
 from kernels_pallas.prepare import with_derivative_of
 
 # The one table of kernels: "pallas_<file>" is each operation's file kernels_pallas/<operation>/<file>.py. A file's name
@@ -99,9 +100,7 @@ def dispatch(
         return reference(*args, **options)
     if implementation == "reference":
         return reference(*args, **options)
-    if implementation not in kernels:
-        known = ", ".join(["auto", "reference", *kernels])
-        raise ValueError(f"unknown implementation {implementation!r}; expected one of {known}.")
+    check_names("implementation", implementation, ["auto", "reference", *kernels])
     if implementation not in able:
         others = ", ".join(["auto", "reference", *able])
         raise ValueError(

@@ -30,7 +30,7 @@ from jaxtyping import Array, Bool, Float, Int, Real
 
 from kernels_pallas.dispatch import platform
 from kernels_pallas.prepare import apart
-from kvjax.checks import check_count
+from kvjax.checks import check_count, check_names
 from kvjax.quantise import Dtypes, DtypesLike, check_dtypes, dequantise, is_quantised, quantise
 
 PyTree = Any
@@ -248,10 +248,9 @@ def check_positions(positions: str) -> None:
         >>> check_positions("rank")
         Traceback (most recent call last):
         ...
-        ValueError: unknown positions 'rank'; expected 'absolute', 'compact' or 'index'.
+        ValueError: unknown positions 'rank'; expected one of absolute, compact, index.
     """
-    if positions not in get_args(Positions):
-        raise ValueError(f"unknown positions {positions!r}; expected 'absolute', 'compact' or 'index'.")
+    check_names("positions", positions, get_args(Positions))
 
 
 def map_rows(function: Callable[..., Array], cache: Stored, *rest: Rows) -> Rows:

@@ -34,7 +34,7 @@ from safetensors.numpy import save as to_safetensors
 
 from kvjax.cache import KVCache, Positions, as_here, rows_apart
 from kvjax.chains import policy_of
-from kvjax.checks import check_types, is_known, shown, typed
+from kvjax.checks import check_share_or_tokens, check_types, is_known, shown, typed
 from kvjax.insertion import Cache
 from kvjax.making import blank
 from kvjax.paged import PagedCache
@@ -212,10 +212,7 @@ class _Expected(NamedTuple):
 
 def _made_with(policy: Policy | str | None, budget: int | float | None, model: str | None) -> dict[str, Any]:
     """Return what a cache is made with, as a file stores it; None where it is not given."""
-    if budget is not None and (budget < 1 if isinstance(budget, int) else not 0 < budget <= 1):
-        raise ValueError(
-            f"the budget is {shown(budget)}; give slots per head (an int from 1), or a ratio (a float in (0, 1])."
-        )
+    budget = None if budget is None else check_share_or_tokens(budget)
     made_for = policy_of(policy)
     name = made_for.name if made_for is not None else None if policy is None else "full"
     return {"policy": name, "budget": budget, "model": model}

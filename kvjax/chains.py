@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from kernels_pallas import STATISTICS
 from kvjax.allocation import parse_allocation
-from kvjax.checks import check_count, typed
+from kvjax.checks import check_count, check_names, typed
 from kvjax.names import called, makers, registered
 from kvjax.observation import Needs, Observation, Weights
 from kvjax.policy import Moments, Policy, Protection, PyTree, Scores, allocated, as_scores
@@ -67,8 +67,7 @@ def base_score(
         >>> str(kvjax.chain(value_norm, kvjax.protect(sinks=4)))
         'value_norm+protect(sinks=4)'
     """
-    if unknown := sorted(set(statistics) - set(STATISTICS)):
-        raise ValueError(f"{name}: unknown statistics {', '.join(unknown)}; expected some of {', '.join(STATISTICS)}.")
+    check_names("statistic", frozenset(statistics), STATISTICS)
     check_count(f"{name}: window", window, 0, "give the number of queries that observe, from 0")
     return Policy(
         name=name,

@@ -14,12 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from kernels_pallas.checks import MOST, check_count, check_tokens, is_known, plain, shown
+from kernels_pallas.checks import MOST, check_count, check_names, check_tokens, is_known, plain, shown
 
 __all__ = [
     "MOST",
     "check_count",
     "check_fields",
+    "check_names",
+    "check_share_or_tokens",
     "check_tokens",
     "check_types",
     "is_float",
@@ -55,6 +57,32 @@ def real_array(what: str, x: Any) -> Array:
     ):
         raise ValueError(f"{what} has the dtype {array.dtype}; expected an array of real numbers.")
     return array
+
+
+def check_share_or_tokens(budget: Any) -> int | float:
+    """Return a budget as Python's own number: tokens (an int from 1), or a share of the prompt's (a float in (0, 1]).
+
+    Raises:
+        ValueError: it is neither.
+
+    Example:
+        >>> import numpy as np
+        >>> from kvjax.checks import check_share_or_tokens
+        >>> check_share_or_tokens(np.int64(64)), check_share_or_tokens(0.25)
+        (64, 0.25)
+        >>> check_share_or_tokens(1.5)
+        Traceback (most recent call last):
+        ...
+        ValueError: the budget is 1.5; expected tokens per head (an int from 1) or a share of the tokens (a float ...
+    """
+    budget = plain(budget)
+    number = isinstance(budget, int | float) and not isinstance(budget, bool)
+    if not number or not (1 <= budget <= MOST if isinstance(budget, int) else 0 < budget <= 1):
+        raise ValueError(
+            f"the budget is {shown(budget)}; expected tokens per head (an int from 1) or a share of the tokens (a "
+            "float in (0, 1])."
+        )
+    return budget
 
 
 def check_types(values: Mapping[str, Any], annotations: Mapping[str, Any], of: str = "") -> dict[str, Any]:

@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from kvjax.checks import check_names
+
 KINDS = ("weight", "gram", "factor")
 
 
@@ -51,9 +53,7 @@ def output_projection(weight: Float[Array, "*L N D E"], kv_heads: int, kinds: It
         (2, 2, 3, 6)
     """
     kinds = frozenset(kinds)
-    unknown = sorted(kinds - set(KINDS))
-    if unknown:
-        raise ValueError(f"unknown kind {', '.join(unknown)}; expected some of {', '.join(KINDS)}.")
+    check_names("kind", kinds, KINDS)
     if weight.ndim < 3:
         raise ValueError(f"W_O {weight.shape} does not fit: expected [N, D, E], one block per query head.")
     *L, N, D, E = weight.shape

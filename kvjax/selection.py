@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache import nth_true
-from kvjax.checks import check_count, check_tokens, plain
+from kvjax.checks import check_count, check_share_or_tokens, check_tokens, plain
 from kvjax.topk import keep_mask, share_of
 
 Budget = int | float | Array
@@ -172,6 +172,4 @@ def _checked(
     budget = plain(budget)
     if not isinstance(budget, float):
         return check_tokens(budget, *dict.fromkeys([(B,), (B, *T)])), sinks
-    if not 0 < budget <= 1:
-        raise ValueError(f"the budget is {budget}; give a share of the tokens in (0, 1], or an int for tokens.")
-    return budget, sinks
+    return check_share_or_tokens(budget), sinks

@@ -15,12 +15,11 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
-import kvjax
 import models
 from kvjax.chains import policy_of
 from kvjax.checks import MOST
 from models import commands, hosts, provenance, selecting
-from models.plan import moments
+from models.plan import checked_budget, moments
 
 EXAMPLES = """examples:
   python -m models.generate retriever --prompt-file book.txt --policy h2o+caote --budget 512 --block 128
@@ -398,11 +397,7 @@ def _checked(flags: argparse.Namespace, fields: dict[str, Any], line: int | None
     if flags.select is None and policy is None and budget is not None:
         raise ValueError(f"a budget of {budget} was given without a policy that says what to keep; try 'snapkv+caote'.")
     if policy is not None:
-        if budget is None:
-            raise ValueError(f"the policy {policy.name!r} needs a budget: slots per head, or a ratio of the prompt.")
-        if isinstance(budget, int):
-            kvjax.check_budget(policy, budget)
-        kvjax.check_block(policy, flags.block)
+        checked_budget(policy, budget, flags.block)
     return Request(fields["prompt"], fields.get("question"), name, budget, line)
 
 

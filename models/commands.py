@@ -23,6 +23,7 @@ from typing import IO, Any, NamedTuple, NoReturn
 import jax
 
 import kvjax
+from kvjax.checks import check_share_or_tokens
 from kvjax.quantise import check_dtypes
 from models import hosts
 
@@ -368,6 +369,22 @@ def split_list(text: str) -> list[str]:
     return [part.strip() for part in parts if part.strip()]
 
 
+def listed(what: str, text: str, example: str) -> list[str]:
+    """Split a text like :func:`split_list`, after a check that it names something.
+
+    Example:
+        >>> from models.commands import listed
+        >>> listed("task", " , ", "--tasks piqa")
+        Traceback (most recent call last):
+        ...
+        ValueError: no task was given; name at least one, such as --tasks piqa.
+    """
+    found = split_list(text)
+    if not found:
+        raise ValueError(f"no {what} was given; name at least one, such as {example}.")
+    return found
+
+
 def parse_budget(text: str) -> int | float:
     """Read a budget from a command line: slots per head, or a ratio of the prompt.
 
@@ -379,21 +396,11 @@ def parse_budget(text: str) -> int | float:
         >>> parse_budget("512"), parse_budget("0.25")
         (512, 0.25)
     """
-    try:
-        slots = int(text)
-    except ValueError:
-        pass
-    else:
-        if slots < 1:
-            raise ValueError(f"the budget is {slots}; at least 1 token must stay.")
-        return slots
-    try:
-        ratio = float(text)
-    except ValueError:
-        ratio = 0.0
-    if not 0 < ratio <= 1:
-        raise ValueError(f"the budget {text!r} is neither slots per head (an int) nor a ratio of the prompt in (0, 1].")
-    return ratio
+    number: Any = text
+    for kind in (float, int):
+        with contextlib.suppress(ValueError):
+            number = kind(text)
+    return check_share_or_tokens(number)
 
 
 def read_text(path: str | Path, what: str) -> str:

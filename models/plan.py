@@ -26,7 +26,7 @@ import kvjax
 from kvjax import PagedCache, Policy, Reconstruction, SplitCache
 from kvjax.cache import Positions, dtypes_of
 from kvjax.chains import policy_of
-from kvjax.checks import MOST, check_count, is_known, plain, shown
+from kvjax.checks import check_count, check_share_or_tokens, is_known, plain
 from kvjax.insertion import arrays_of
 from kvjax.making import excess_of_part, in_pages, most_held
 from kvjax.policy_checks import check_measured, check_policy
@@ -575,23 +575,35 @@ def _with_pages(plan: Plan, kept: Kept, most: int, held: int) -> Plan:
 
 def _budgets(policy: Policy, options: Options, lengths: np.ndarray) -> np.ndarray:
     """Return each row's budget in slots per head, checked against what the policy protects."""
-    budget = options.budget
-    if budget is None:
-        raise ValueError(f"the policy {policy.name!r} needs a budget: slots per head, or a ratio of the prompt.")
-    if isinstance(budget, bool) or not isinstance(budget, int | float) or budget > MOST:
-        raise ValueError(
-            f"the budget is {shown(budget)}; give slots per head (an int), or a ratio (a float in (0, 1])."
-        )
-    if isinstance(budget, float) and not 0 < budget <= 1:
-        raise ValueError(f"the budget's ratio is {budget}; give a float in (0, 1], or an int for slots per head.")
+    budget = checked_budget(policy, options.budget, options.block)
     if isinstance(budget, float):
         budgets = np.ceil(np.round(budget * lengths, 6)).astype(np.int32)  # 0.07 of 100 is 7, not 7.000000000000001
     else:
         budgets = np.full(lengths.shape, budget, np.int32)
     for row_budget in np.unique(budgets):
         kvjax.check_budget(policy, int(row_budget))
-    kvjax.check_block(policy, options.block)
     return budgets
+
+
+def checked_budget(policy: Policy, budget: int | float | None, block: int) -> int | float:
+    """Return a policy's budget as it can be checked without a prompt, which a share refers to.
+
+    Raises:
+        ValueError: there is none, or it is too small for the policy, or the block is.
+
+    Example:
+        >>> import kvjax
+        >>> from models.plan import checked_budget
+        >>> checked_budget(kvjax.parse("snapkv"), 0.25, block=128)
+        0.25
+    """
+    if budget is None:
+        raise ValueError(f"the policy {policy.name!r} needs a budget: slots per head, or a ratio of the prompt.")
+    budget = check_share_or_tokens(budget)
+    if isinstance(budget, int):
+        kvjax.check_budget(policy, budget)
+    kvjax.check_block(policy, block)
+    return budget
 
 
 def _sized(

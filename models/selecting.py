@@ -18,7 +18,7 @@ import kvjax
 from kernels_pallas import select_attention
 from kvjax import Context, Evidence, KVCache, Policy, Prediction, sources
 from kvjax.cache import Stored, floats_of
-from kvjax.checks import check_count, plain
+from kvjax.checks import check_count, check_share_or_tokens
 from kvjax.insertion import Cache
 from kvjax.selection import share_of_tokens
 from kvjax.sources import Source
@@ -228,13 +228,7 @@ def checked_selection(
         raise ValueError(
             f"select={source.name!r} needs a budget: the number of tokens that a step reads, or their share (0.5)."
         )
-    budget = plain(budget)
-    if isinstance(budget, bool) or not isinstance(budget, int | float):
-        raise ValueError(f"the budget is {budget!r}; give tokens (an int), or a share of them (a float in (0, 1]).")
-    if isinstance(budget, float) and not 0 < budget <= 1:
-        raise ValueError(f"the budget's share is {budget}; give a float in (0, 1], or an int for tokens.")
-    if not isinstance(budget, float) and budget < 1:
-        raise ValueError(f"the budget is {budget}; at least 1 token must be read.")
+    budget = check_share_or_tokens(budget)
     if not isinstance(budget, float) and budget > prompt + answer:
         raise ValueError(
             f"the budget of {budget} tokens per step is more than the {prompt + answer} tokens in all ({prompt} in the "

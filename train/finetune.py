@@ -39,6 +39,7 @@ import kvjax
 import models
 from evals import loglikelihood
 from kvjax.chains import policy_of
+from kvjax.checks import check_names
 from kvjax.quantise import check_dtypes
 from kvjax.selection import share_of_tokens
 from models import commands, hosts
@@ -107,8 +108,7 @@ def check_settings(settings: Settings, config: models.Config, *, text: bool) -> 
         raise ValueError(f"--lora is {settings.lora}; give a rank of at least 1.")
     if settings.cache_dtype is not None:
         check_dtypes(settings.cache_dtype)
-    if unknown := [name for name in settings.lora_on if name not in known]:
-        raise ValueError(f"--lora-on names {', '.join(unknown)}; expected some of {', '.join(known)}.")
+    check_names("--lora-on", settings.lora_on, known)
     policy, when = _checked_policy(settings, settings.policy), settings.when
     if policy is None:
         return

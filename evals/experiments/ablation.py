@@ -17,6 +17,7 @@ from typing import Any
 from evals import evaluator, needle, report, verdicts
 from evals.experiments import claims, study_report
 from evals.experiments.ablations import LENGTH, STUDIES, Run, Study
+from kvjax.checks import check_names
 from models import commands, provenance
 
 EXAMPLES = f"""studies: {", ".join(STUDIES)}
@@ -106,8 +107,7 @@ def command(flags: argparse.Namespace) -> None:
     if flags.study == "claims":
         _collect(flags)
         return
-    if flags.study not in STUDIES:
-        raise ValueError(f"unknown study {flags.study!r}; expected one of {', '.join(STUDIES)}, or claims.")
+    check_names("study", flags.study, [*STUDIES, "claims"])
     study = STUDIES[flags.study]
     evaluator.check_least(flags, length=1, batch=1)
     study.check(flags.length)

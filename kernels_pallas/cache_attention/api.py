@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int, Real
 
 from kernels_pallas.cache_attention import reference
 from kernels_pallas.cache_attention.reference import STATISTICS, ColumnStatistics
-from kernels_pallas.checks import check_soft_cap
+from kernels_pallas.checks import check_names, check_soft_cap
 from kernels_pallas.dispatch import Implementation, check_layer, check_scale, dispatch, kernels_of
 from kernels_pallas.prepare import alike
 
@@ -116,9 +116,7 @@ def check_statistics(statistics: Iterable[str], window: int) -> frozenset[str]:
         ValueError: the observation window is 0; 'window_mean' needs at least 1 query.
     """
     statistics = frozenset(statistics)
-    unknown = sorted(statistics - set(STATISTICS))
-    if unknown:
-        raise ValueError(f"unknown statistic {', '.join(unknown)}; expected one of {', '.join(STATISTICS)}.")
+    check_names("statistic", statistics, STATISTICS)
     observing = sorted(name for name in statistics if name.startswith("window_"))
     if observing and window < 1:
         raise ValueError(f"the observation window is {window}; {observing[0]!r} needs at least 1 query.")

@@ -25,7 +25,7 @@ from jaxtyping import Array, Float, Int
 from kernels_pallas import cache_attention
 from kernels_pallas.softmax import grouped_logits
 from kvjax import rotate
-from kvjax.checks import check_count, plain
+from kvjax.checks import check_count, check_names, plain
 from models.butler.config import SOURCES, ButlerConfig, Source, parameter_shapes
 from models.config import Rope
 from models.decoder import Decoder, along_last, attention_input, embed, rope_frequencies
@@ -300,8 +300,7 @@ def butler_input(
         >>> models.butler_input(model, jnp.array([[1, 2, 3]]), source="attention_input").shape
         (1, 3, 32)
     """
-    if source not in SOURCES:
-        raise ValueError(f"unknown source {source!r}; expected {' or '.join(SOURCES)}.")
+    check_names("source", source, SOURCES)
     config, layers = model.config, model.layers
     if source == "attention_input":
         first = {name: array[0] for name, array in layers.arrays().items() if name == "attention_norm"}

@@ -98,9 +98,9 @@ def test_a_kernel_that_breaks_stops_no_other_and_a_broken_reference_is_loud():
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--shapes", "gpt"], "unknown shape 'gpt'; expected llama-3.2-1b"),
-        (["--operations", "flash"], "unknown operation 'flash'; expected caote_topk"),
-        (["--implementations", "cudnn"], "unknown implementation 'cudnn'; expected auto, reference"),
+        (["--shapes", "gpt"], "unknown shape 'gpt'; expected one of llama-3.2-1b"),
+        (["--operations", "flash"], "unknown operation 'flash'; expected one of caote_topk"),
+        (["--implementations", "cudnn"], "unknown implementation 'cudnn'; expected one of auto, reference"),
         (["--implementations", "pallas_gpu"], "runs on a gpu, but this is a cpu; auto, reference can run here"),
         (["--implementations", "pallas_gpu", "--interpret", "--operations", "mse_logits"], "no operation out of"),
         (["--shapes", "llama-3.1-8b", "--memory", "0.01"], "but 0.01 GiB are free here"),

@@ -138,12 +138,12 @@ def test_the_command_writes_table_json_and_picture_and_goes_on(tiny_folder, text
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        (["--tasks", "golf"], "--tasks is golf; expected 'all' or some of continuation, section, recall"),
+        (["--tasks", "golf"], "unknown --tasks 'golf'; expected one of all, continuation, section, recall"),
         (["--samples", "0"], "--samples is 0"),
         (["--lengths", "0"], "the length '0' is not a number of tokens"),
         (["--lengths", "20"], "no continuation of 20 tokens was found in the text"),
         (["--evict-every", "4"], "choices generate none; leave it out"),
-        (["--question", "before"], "--question is before; expected some of after, agnostic"),
+        (["--question", "before"], "unknown --question 'before'; expected one of after, agnostic"),
         (["--text", "nowhere.txt"], "there is no text file nowhere.txt"),
         (["--text", "python-doc"], "python-doc is not here yet"),
         (["--policies", "h2o", "--budgets", "0"], "the budget is 0"),

@@ -163,12 +163,12 @@ def test_generation_evicts_at_its_moments(tiny):
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        (["--mode", "generate", "--when", "never"], "--when is never; expected some of block, prompt, published"),
+        (["--mode", "generate", "--when", "never"], "unknown --when 'never'; expected one of block, prompt, published"),
         (["--mode", "generate", "--select", "h2o", "--evict-every", "-1"], "evict_every is -1"),
         (["--when", "prompt"], "add --mode generate, or leave them out"),
         (["--evict-every", "0"], "add --mode generate, or leave them out"),
         (["--select", "full,nothing"], "unknown policy 'nothing'"),
-        (["--mode", "guess"], "--mode is guess; expected some of teacher, generate"),
+        (["--mode", "guess"], "unknown --mode 'guess'; expected one of teacher, generate"),
         (["--mode", "generate", "--select", "oracle_eviction"], "'oracle_eviction' can only be simulated"),
         (["--mode", "generate", "--select", "rolling_snapkv(window=8)"], "can only be simulated"),
         (["--sparsity", "1.5"], "the sparsity '1.5' is not the share"),

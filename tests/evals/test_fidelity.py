@@ -175,10 +175,10 @@ def test_the_command_writes_table_json_and_pictures(tmp_path, capsys):
     [
         (["--policies", "h2o,nothing"], "unknown policy 'nothing'"),
         (["--policies", "h2o@nobody"], "unknown allocation 'nobody'"),
-        (["--budgets", "lots"], "neither slots per head"),
+        (["--budgets", "lots"], "expected tokens per head"),
         (["--samples", "0"], "--samples is 0"),
-        (["--when", "never"], "--when is never"),
-        (["--question", "beside"], "--question is beside"),
+        (["--when", "never"], "unknown --when 'never'"),
+        (["--question", "beside"], "unknown --question 'beside'"),
         (["--heads", "heads.txt"], "suffix '.txt'"),
         (["--plot", "nowhere/out.png"], "the folder nowhere does not exist"),
         (["--model", "nowhere"], "there is no folder nowhere"),

@@ -305,7 +305,7 @@ def test_other_prompts_are_other_data(tmp_path, tokenizer):
         ([], "no data was named"),
         (["--data", "nowhere"], "there is no folder nowhere"),
         (["--data", "."], "has no narrativeqa.jsonl"),
-        (["--data", ".", "--tasks", "essays"], "--tasks is essays"),
+        (["--data", ".", "--tasks", "essays"], "unknown --tasks 'essays'"),
         (["--data", ".", "--samples", "0"], "--samples is 0"),
         (["--data", ".", "--tasks", "trec"], ". has no trec.jsonl"),
         (["--data", "bad", "--tasks", "trec", "--length", "64"], "trec.jsonl, line 2, of bad is no JSON object"),

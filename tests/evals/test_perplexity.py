@@ -219,11 +219,11 @@ def test_a_cache_of_eight_bits_is_compared_with_the_full_one_alone_and_with_a_po
     [
         (["--policies", "nothing"], "unknown policy 'nothing'"),
         (["--policies", ","], "no policy was given"),
-        (["--policies", "h2o", "--budgets", "lots"], "the budget 'lots'"),
+        (["--policies", "h2o", "--budgets", "lots"], "the budget is 'lots'"),
         (["--policies", "h2o", "--budgets", ","], "no budget was given"),
         (["--policies", "snapkv(window=32)", "--budgets", "8"], "budget"),
         (["--policies", "h2o", "--block", "0"], "--block is 0"),
-        (["--policies", "h2o", "--when", "never"], "--when is never; expected some of block, prompt, published"),
+        (["--policies", "h2o", "--when", "never"], "unknown --when 'never'; expected one of block, prompt, published"),
         (["--policies", "h2o", "--when", "prompt"], "give --stride"),
         (["--policies", "random", "--when", "published"], "no paper says when 'random' evicts"),
         (["--text", "debian-handbook"], "debian-handbook is not here yet"),

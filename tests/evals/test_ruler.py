@@ -392,14 +392,14 @@ def test_a_killed_run_goes_on_where_it_was(finished, tmp_path, monkeypatch, caps
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        (["--tasks", "needles"], "--tasks is needles; expected 'all' or some of niah_single_1"),
+        (["--tasks", "needles"], "unknown --tasks 'needles'; expected one of all, niah_single_1"),
         (["--tasks", "qa_1"], "qa_1: no file of questions and documents was named"),
         (["--lengths", "128"], "give a greater length"),
         (["--samples", "0"], "--samples is 0"),
         (["--essays", "nowhere.txt"], "there is no essays file nowhere.txt"),
         (["--qa", "nowhere.json"], "there is no QA file nowhere.json"),
         (["--prompts", "nowhere.json"], "there is no prompts file nowhere.json"),
-        (["--question", "before"], "--question is before; expected some of after, agnostic"),
+        (["--question", "before"], "unknown --question 'before'; expected one of after, agnostic"),
         (["--allocations", "everything"], "unknown allocation 'everything'"),
         (["--plot", "picture.txt"], "suffix '.txt'"),
         (["--batch", "0"], "--batch is 0"),

@@ -141,7 +141,7 @@ def test_the_page_does_not_scroll_sideways_on_a_phone(written):
     [
         (["--policies", ","], "no policy was given"),
         (["--policies", "nothing"], "unknown policy 'nothing'"),
-        (["--budget", "lots"], "neither slots per head"),
+        (["--budget", "lots"], "expected tokens per head"),
         (["--policies", "snapkv", "--budget", "8"], "always keeps"),
         (["--prompt-file", "nowhere.txt"], "there is no prompt file nowhere.txt"),
         (["--block", "0"], "--block is 0"),

@@ -296,7 +296,7 @@ def test_the_named_reference_is_what_auto_takes_on_a_cpu():
         ({"query": (1, 4, 4, 5)}, {}, r"query \(1, 4, 4, 5\)"),
         ({"key_position": (2, 2, 8)}, {}, r"positions \(2, 2, 8\) and \(2, 4\) do not fit: expected \(2, 2, 9\)"),
         ({"query_position": (2, 3)}, {}, r"positions .* do not fit: .* \(2, 4\) for the queries"),
-        ({}, {"statistics": ["sum", "entropy"]}, r"unknown statistic entropy; expected one of sum, last, max"),
+        ({}, {"statistics": ["sum", "entropy"]}, r"unknown statistic 'entropy'; expected one of sum, last, max"),
         ({}, {"statistics": ["window_mean"]}, r"observation window is 0; 'window_mean' needs at least 1 query"),
         ({}, {"statistics": ["sum", "window_log"], "window": -1}, r"observation window is -1; 'window_log' needs"),
         ({}, {"statistics": ["window_variance"]}, r"'window_variance' needs at least 1 query"),

@@ -157,7 +157,7 @@ def test_what_does_not_fit_is_said(what):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(statistics=["median"]), "unknown statistic median; expected one of sum, last"),
+        (dict(statistics=["median"]), "unknown statistic 'median'; expected one of sum, last"),
         (dict(statistics=["window_mean"]), "the observation window is 0; 'window_mean' needs at least 1 query"),
         (dict(implementation="cuda"), "unknown implementation 'cuda'; expected one of auto, reference, pallas_tpu"),
         (dict(implementation="pallas_tpu"), "'pallas_tpu' runs on a tpu, but this is a cpu; expected one of auto"),

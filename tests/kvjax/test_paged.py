@@ -614,7 +614,7 @@ def test_a_size_below_one_is_refused(name):
 
 @pytest.mark.bad_input
 def test_unknown_positions_are_refused():
-    with pytest.raises(ValueError, match=r"unknown positions 'rank'; expected 'absolute', 'compact' or 'index'"):
+    with pytest.raises(ValueError, match=r"unknown positions 'rank'; expected one of absolute, compact, index"):
         PagedCache.init(batch=1, kv_heads=1, pages=1, page_size=1, most=1, head_dim=1, positions="rank")
 
 

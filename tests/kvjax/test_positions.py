@@ -241,7 +241,7 @@ def test_without_frequencies_keys_cannot_be_turned(positions, paged):
 
 @pytest.mark.bad_input
 def test_unknown_positions_are_refused():
-    with pytest.raises(ValueError, match=r"unknown positions 'rank'; expected 'absolute', 'compact' or 'index'"):
+    with pytest.raises(ValueError, match=r"unknown positions 'rank'; expected one of absolute, compact, index"):
         KVCache.init(batch=1, kv_heads=1, slots=1, head_dim=1, positions="rank")
 
 

@@ -169,8 +169,8 @@ def test_budgets_of_rows_take_the_size_that_is_given():
     ("change", "message"),
     [
         (dict(budget=0), "the budget is 0; at least 1 token must stay"),
-        (dict(budget=0.0), r"the budget is 0.0; give a share of the tokens in \(0, 1\]"),
-        (dict(budget=1.5), "the budget is 1.5; give a share"),
+        (dict(budget=0.0), r"the budget is 0.0; expected .* a share of the tokens \(a float in \(0, 1\]\)"),
+        (dict(budget=1.5), "the budget is 1.5; expected"),
         (dict(budget=np.ones(3, np.int32), size=4), r"a budget of shape \(3,\) does not fit: expected \(2,\)"),
         (dict(budget=np.ones(2, np.int32)), "is an array.*give size="),
         (dict(sinks=-1), "sinks is -1"),

@@ -34,7 +34,7 @@ def test_a_budget_is_slots_or_a_ratio(text, budget):
 
 @pytest.mark.parametrize("text", ["1.5", "-0.1", "0.0", "many", "nan", ""])
 def test_a_budget_that_is_neither_is_refused(text):
-    with pytest.raises(ValueError, match="neither slots per head"):
+    with pytest.raises(ValueError, match="expected tokens per head"):
         commands.parse_budget(text)
 
 
