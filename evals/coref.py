@@ -154,16 +154,14 @@ def measure(
     widest = max(len(sample.tokens) for sample in samples)
     most = max(len(sample.answer_tokens) for sample in samples)
     guessed: list[list[int]] = []
-    batch = min(batch, len(samples))
-    for start in range(0, len(samples), batch):
-        chosen = list(samples[start : start + batch])
-        fed = chosen + [samples[0]] * (batch - len(chosen))
+    for rows, filled in evaluator.batches(model, range(len(samples)), batch):
+        fed = [samples[row] for row in filled]
         if setting.mode == "teacher":
             found = _teacher_forced(model, fed, setting, widest + most, butler, sinks, heads)
         else:
             found = _generated(model, fed, setting, widest, most, butler, sinks, block)
-        guessed += [row[: len(sample.answer_tokens)] for row, sample in zip(found, chosen, strict=False)]
-        progress.update(len(chosen))
+        guessed += [row[: len(sample.answer_tokens)] for row, sample in zip(found[: len(rows)], fed, strict=False)]
+        progress.update(len(rows))
     judged = [outcomes(row, sample.answer_tokens) for row, sample in zip(guessed, samples, strict=True)]
     correct, covered = [whole for whole, _ in judged], [share for _, share in judged]
     low, high = statistics.wilson(sum(correct), len(correct))

@@ -392,21 +392,17 @@ class _Asked(NamedTuple):
 
     def fed(self, settings: Sequence[Setting], rows: Sequence[int]) -> Iterator[_Fed]:
         """Make the batches of rows for settings that hold back the same questions."""
-        prompts, batch, extremes = self.prompts, self.batch, list[Prompt]()
+        prompts, extremes = self.prompts, list[Prompt]()
         # Rows of similar length share a batch: leading empty blocks are skipped only for a whole batch.
         rows = sorted(rows, key=lambda row: len(prompts[row].tokens))
-        if len(self.model.embedding[...].sharding.device_set) == 1:  # several devices divide the batch that was given
-            batch = min(batch, len(prompts))
         held_back = settings[0].question == "agnostic"
         # The extremes are in every batch, so that all batches have the same size and share one compilation.
         if held_back or any(isinstance(setting.budget, float) for setting in settings):
             extremes = [max(prompts, key=lambda prompt: len(prompt.tokens))]
         if held_back:
             extremes += [min(prompts, key=_question_length), max(prompts, key=_question_length)]
-        for start in range(0, len(rows), batch):
-            chosen = list(rows[start : start + batch])
-            fed = [prompts[row] for row in chosen] + extremes
-            fed += fed[:1] * (batch + len(extremes) - len(fed))
+        for chosen, filled in batches(self.model, rows, self.batch, of=len(prompts)):
+            fed = [prompts[row] for row in filled] + extremes
             counts = np.array([len(prompt.tokens) for prompt in fed])
             questions = np.array([_question_length(prompt) for prompt in fed]) if held_back else None
             yield _Fed(chosen, padded([prompt.tokens for prompt in fed], self.longest), counts, questions)
@@ -452,6 +448,32 @@ def padded(sequences: Sequence[Sequence[int]], width: int = 0) -> np.ndarray:
     for row, sequence in zip(tokens, sequences, strict=True):
         row[: len(sequence)] = sequence
     return tokens
+
+
+def batches(
+    model: models.Decoder, rows: Sequence[int], batch: int, of: int = 0
+) -> Iterator[tuple[list[int], list[int]]]:
+    """Yield the rows of each batch, and the rows that are fed: a last batch is filled up with its first row.
+
+    All batches have one size, so they share a compiled program: the smallest that needs no more batches, or on several
+    devices, which divide a batch, the one that was given.
+
+    Args:
+        of: the number of all rows, from which the size follows, if some of them are answered already.
+
+    Example:
+        >>> import models
+        >>> from evals import evaluator
+        >>> model, _ = models.load("retriever")
+        >>> list(evaluator.batches(model, [7, 8, 9, 5, 6], batch=4))
+        [([7, 8, 9], [7, 8, 9]), ([5, 6], [5, 6, 5])]
+    """
+    count, size = max(len(rows), of, 1), batch
+    if len(model.embedding[...].sharding.device_set) == 1:
+        size = -(-count // -(-count // batch))
+    for start in range(0, len(rows), size):
+        chosen = list(rows[start : start + size])
+        yield chosen, chosen + chosen[:1] * (size - len(chosen))
 
 
 def make_room(most: int = 30_000) -> None:

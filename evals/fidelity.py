@@ -140,9 +140,8 @@ def measure(
     collected: list[list[dict[str, np.ndarray]]] = [[] for _ in settings]
     longest = max(len(sample.tokens) for sample in samples)
     most = max(len(sample.answer_tokens) for sample in samples)
-    for start in range(0, len(samples), batch):
-        chosen = list(samples[start : start + batch])
-        fed = chosen + chosen[:1] * (min(batch, len(samples)) - len(chosen))
+    for rows, filled in evaluator.batches(model, range(len(samples)), batch):
+        fed = [samples[row] for row in filled]
         tokens = evaluator.padded([sample.tokens for sample in fed], longest)
         answers = evaluator.padded([sample.answer_tokens for sample in fed], most)
         lengths = np.array([len(sample.tokens) for sample in fed], np.int32)
@@ -161,8 +160,8 @@ def measure(
             evicted = outputs(model, _for_more(cache, most), answers, position, lengths)
             shift = differences(full, jax.tree.map(hosts.fetched, evicted), position >= 0)
             shift["retained"] = np.moveaxis(hosts.fetched(cache.num_live), 1, 0)  # [B, L, K]
-            found.append({name: x[: len(chosen)] for name, x in shift.items()})
-            progress.update(len(chosen))
+            found.append({name: x[: len(rows)] for name, x in shift.items()})
+            progress.update(len(rows))
     return [_summary(setting, found) for setting, found in zip(settings, collected, strict=True)]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 import kvjax
 import models
 from evals import selections
-from evals.evaluator import padded
+from evals.evaluator import batches, padded
 from evals.selections import Heads, Method
 from kvjax.chains import policy_of
 from kvjax.insertion import Cache
@@ -225,7 +225,7 @@ def endings(
     for together in (full[:1], [number for number in range(len(policies)) if number not in full]):
         asked = [0] * len(prompts) if held_back is None or together == full[:1] else list(held_back)
         fed_width = _few(width, min(asked, default=0), block, room)
-        for rows, fed in _in_batches(sizes, batch) if together else ():
+        for rows, fed in batches(model, _longest_first(sizes), batch) if together else ():
             lengths, questions = np.array([sizes[row] for row in fed]), np.array([asked[row] for row in fed])
             each = models.prefill_each(
                 model, padded([prompts[row] for row in fed], fed_width), lengths,
@@ -289,7 +289,7 @@ def _collected(
             "the reference is of other sequences; give the hidden states of these sequences in their order."
         )
     collected: dict[int, Predicted] = {}
-    for rows, fed in _in_batches([len(sequence) for sequence in sequences], batch):
+    for rows, fed in batches(model, _longest_first([len(sequence) for sequence in sequences]), batch):
         tokens, hidden = fed_through(fed)
         against = None
         if reference is not None:
@@ -311,12 +311,8 @@ def _collected(
     return [collected[row] for row in range(len(sequences))]
 
 
-def _in_batches(lengths: Sequence[int], batch: int) -> Iterator[tuple[list[int], list[int]]]:
-    """Yield each batch's rows, longest first, and the rows that are fed: a last batch is filled up to the same size."""
-    order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
-    for start in range(0, len(order), batch):
-        rows = order[start : start + batch]
-        yield rows, rows + rows[:1] * (min(batch, len(order)) - len(rows))
+def _longest_first(lengths: Sequence[int]) -> list[int]:
+    return sorted(range(len(lengths)), key=lambda row: -lengths[row])
 
 
 def _few(length: int, held_back: int, block: int, most: int) -> int:

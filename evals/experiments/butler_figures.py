@@ -64,18 +64,15 @@ def accuracies(
         sequences, and ``layers``, the same for each of these layers.
     """
     results = []
-    size = min(batch, len(chunks))
     for selection in chosen:
         for sparsity in sparsities:
             progress.set_description(f"{selection}, sparsity {sparsity:g}")
             parts = []
-            for start in range(0, len(chunks), size):
-                part = chunks[start : start + size]
-                fed = np.concatenate([part, np.repeat(chunks[:1], size - len(part), axis=0)])
-                found = selections.hits(model, fed, selection, sparsity, butler=butler)
-                share, mass = (np.asarray(x, np.float64)[1:, : len(part)] for x in found)  # [L - 1, n, T]
+            for rows, filled in evaluator.batches(model, range(len(chunks)), batch):
+                found = selections.hits(model, chunks[filled], selection, sparsity, butler=butler)
+                share, mass = (np.asarray(x, np.float64)[1:, : len(rows)] for x in found)  # [L - 1, n, T]
                 parts.append(np.stack([share[..., -1], share.mean(axis=-1), mass.mean(axis=-1)]))
-                progress.update(len(part))
+                progress.update(len(rows))
             by_sequence = np.concatenate(parts, axis=-1)  # [measures, L - 1, n]
             layers = [
                 {"layer": layer + 1, **_intervals(by_sequence[:, layer])} for layer in range(by_sequence.shape[1])
@@ -344,14 +341,11 @@ def command(flags: argparse.Namespace) -> None:
 
 
 def _agreement_of(model: models.Decoder, chunks: Int[np.ndarray, "n T"], batch: int) -> dict[str, Any]:
-    size = min(batch, len(chunks))
     parts = []
     with commands.progress_bar("sequence", total=len(chunks)) as progress:
-        for start in range(0, len(chunks), size):
-            part = chunks[start : start + size]
-            fed = np.concatenate([part, np.repeat(chunks[:1], size - len(part), axis=0)])
-            parts.append(np.asarray(selections.last_logits(model, fed))[:, : len(part)])
-            progress.update(len(part))
+        for rows, filled in evaluator.batches(model, range(len(chunks)), batch):
+            parts.append(np.asarray(selections.last_logits(model, chunks[filled]))[:, : len(rows)])
+            progress.update(len(rows))
     return agreement(np.concatenate(parts, axis=1))
 
 

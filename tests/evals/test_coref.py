@@ -48,7 +48,7 @@ def test_accuracy_and_coverage_by_hand(monkeypatch):
         return jax.nn.one_hot(np.where(following >= 8, 0, following), 16)
 
     monkeypatch.setattr(selections, "hidden_states", next_tokens)
-    model = types.SimpleNamespace(logits=lambda hidden: hidden)
+    model = types.SimpleNamespace(logits=lambda hidden: hidden, embedding=jax.numpy.zeros(1))
     result = coref.measure(model, samples, setting("h2o"), batch=2)
     assert result["correct"] == [1, 0, 1]
     assert result["covered"] == [1.0, 0.5, 1.0]
