@@ -243,6 +243,27 @@ def in_eight_bits() -> str:
     return "\n".join(lines)
 
 
+def at_the_edges() -> str:
+    """Make the table of needles on SmolLM2 at the smallest and the largest budgets, bold where a column is best."""
+    data = read(f"{claims.REAL}/needle-edges.json")
+    recall = {(r["policy"], r["question"], r["budget"]): r["recall"] for r in data["results"]}
+    columns = [(question, budget) for question in ("after", "agnostic") for budget in (0.05, 0.75)]
+    policies = list(dict.fromkeys(r["policy"] for r in data["results"] if r["budget"]))
+    best = {column: max(recall[policy, *column] for policy in policies) for column in columns}
+    heads = [f"{budget:.0%}, {'known' if question == 'after' else 'unknown'}" for question, budget in columns]
+    lines = [f"| policy | {' | '.join(heads)} |", f"|{' --- |' * (len(heads) + 1)}"]
+    for policy in sorted(policies, key=lambda policy: -sum(recall[policy, *column] for column in columns)):
+        values = [recall[policy, *column] for column in columns]
+        cells = [
+            f"**{value:.2f}**" if value == best[column] else f"{value:.2f}"
+            for value, column in zip(values, columns, strict=True)
+        ]
+        lines.append(f"| {'recency' if policy == RECENCY else f'`{policy}`'} | {' | '.join(cells)} |")
+    full = next(r for r in data["results"] if r["policy"] == "full")
+    lines += ["", f"{full['samples']} prompts of 1,024 tokens per cell; the full cache has {full['recall']:.2f}."]
+    return "\n".join(lines)
+
+
 def seen() -> str:
     """Make the table of needles on the embedded model, bold where CAOTE is better than the same policy without it."""
     data = read("needle.json")
@@ -397,9 +418,9 @@ def chosen(file: str) -> str:
     """Make the table of choice tasks under selections, and compare the predictor with each other on all samples."""
     data = read(file)
     tasks = list(dict.fromkeys(r["task"] for r in data["results"]))
-    found: dict[str, dict[str, Row]] = {}
+    found: dict[Any, dict[str, Row]] = {}
     for r in data["results"]:
-        found.setdefault(r["select"], {})[r["task"]] = r
+        found.setdefault((r["select"], r["sparsity"]), {})[r["task"]] = r
     order = sorted(found.values(), key=lambda own: -own["all"]["accuracy"])
     lines = [f"| reads | {' | '.join(tasks)} | 95%, all |", f"|{' --- |' * (len(tasks) + 2)}"]
     for own in order:
@@ -408,13 +429,15 @@ def chosen(file: str) -> str:
         cells = " | ".join(f"{own[task]['accuracy']:.2f}" for task in tasks)
         lines.append(f"| {reads} | {cells} | [{whole['low']:.2f}, {whole['high']:.2f}] |")
     sides = "; ".join(
-        f"{named(c['against'])} {c['difference']:+.2f} [{c['low']:+.2f}, {c['high']:+.2f}]" for c in data["comparisons"]
+        f"{named(c['against'])} {c['difference']:+.2f} [{c['low']:+.2f}, {c['high']:+.2f}]"
+        for c in data["comparisons"]
+        if c["sparsity"] == 0.5
     )
     return (
         f"[{Path(file).name}]({file}): {len(order[0]['all']['correct'])} samples of {data['settings']['chunk']} "
         "tokens; by chance 0.25, of section 0.50.\n\n"
         + "\n".join(lines)
-        + f"\n\nThe predictor less each other, on the same samples: {sides}."
+        + f"\n\nThe predictor less each other, on the same samples at 50%: {sides}."
     )
 
 
@@ -903,6 +926,7 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
         "real": lambda: real_seen(REAL_COLUMNS, "methods"),
         "newer": lambda: real_seen(NEWER_COLUMNS, "newer"),
         "calibrated": lambda: real_seen(CALIBRATED_COLUMNS, "calibrated"),
+        "edges": at_the_edges,
         "eight bits": in_eight_bits,
         "seen": seen,
     },

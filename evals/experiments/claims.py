@@ -29,9 +29,11 @@ number of claims: of forty claims without an effect, about one holds by chance, 
 # Evaluations whose comparisons are claims: the title of their table, and what differs.
 COMPARED = {
     "perplexity": ("Perplexity of long text", "perplexity, relative to that without CAOTE (positive: lower)"),
+    "needle": ("Needles", "recall"),
     "ruler": ("RULER", "the mean score"),
     "choices": ("Choice tasks made from a text", "the mean accuracy"),
 }
+LEAST = 100  # answers per setting that judge a claim
 EMBEDDED = """\
 These files were made with earlier defaults: every policy evicted at every step of decode (now `--evict-every 1`; an
 answer has four or five tokens), `tova` kept one set of tokens per group of heads (now `tova(heads='group')`), and
@@ -162,7 +164,8 @@ def _with_claims(folder: Path, compared: bool = False) -> list[tuple[str, dict[s
 def from_comparisons(data: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a study for an evaluation that compared policies with and without CAOTE; else nothing.
 
-    Each comparison becomes the claim that CAOTE improves the policy. A fall of perplexity counts as a gain.
+    Each comparison becomes the claim that CAOTE improves the policy. A fall of perplexity counts as a gain. Fewer than
+    100 answers judge no claim.
 
     Example:
         >>> from evals.experiments.claims import from_comparisons
@@ -179,8 +182,12 @@ def from_comparisons(data: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     title, measure = COMPARED[data["evaluation"]]
     whole = data.get("policies") or data["results"]
+    samples = data.get("chunks") or max(row["samples"] for row in whole)
+    if not data.get("chunks") and samples < LEAST:
+        return {}
     place = lambda row, policy: (policy, *(row.get(name) for name in ("length", "budget", "when", "question")))  # noqa: E731
-    value = {place(row, row.get("policy")): row.get("perplexity", row.get("score")) for row in whole}
+    figure = next(name for name in ("perplexity", "score", "recall") if name in whole[0])
+    value = {place(row, row.get("policy")): row.get(figure) for row in whole}
     named = []
     for row in data.get("policy_comparisons") or data.get("comparisons", ()):
         if not row.get("policy"):
@@ -201,8 +208,10 @@ def from_comparisons(data: Mapping[str, Any]) -> dict[str, Any]:
                 "sides": [value[place(row, row["policy"])], value[place(row, row["against"])]],
             }
         )
-    samples = data.get("chunks") or max(row["samples"] for row in whole)
-    of = f", windows of {data['settings']['chunk']:,} tokens" if "chunk" in data["settings"] else ""
+    settings = data["settings"]
+    of = f", windows of {settings['chunk']:,} tokens" if "chunk" in settings else ""
+    if "lengths" in settings:
+        of = f", prompts of {' and '.join(f'{int(length):,}' for length in settings['lengths'].split(','))} tokens"
     return {"title": f"{title}{of}", "claims_measure": measure, "samples": samples, "claims": named}
 
 
