@@ -180,8 +180,9 @@ def table(results: Sequence[dict[str, Any]], *, recency: str) -> str:
 def heat_map(results: Sequence[dict[str, Any]], path: Path, *, recency: str) -> None:
     """Draw recall with the values in the cells: one row per policy, one column per depth.
 
-    Lengths stand side by side; moments, questions and budgets below each other. The background is transparent, and
-    the text has a grey that reads on white and on black. A policy below plain recency is named in red.
+    Lengths stand side by side; moments, questions and budgets below each other, of one length two by two. The
+    background is transparent, and the text has a grey that reads on white and on black. A policy below plain recency
+    is named in red.
     """
     plt = report.pyplot()
     evicting = [r for r in results if r["budget"] is not None]
@@ -192,12 +193,14 @@ def heat_map(results: Sequence[dict[str, Any]], path: Path, *, recency: str) -> 
               for (question, *rest), found in panels.items()}  # fmt: skip
     depths = len({cell["depth"] for r in results for cell in r["cells"]})
     most = max(len(found) for found in panels.values())
+    across = min(2 if len(lengths) == 1 else 1, len(groups))
+    down = -(-len(groups) // across)
     figure = plt.figure(
-        figsize=(2.4 + len(lengths) * (0.6 + 0.44 * (depths + 1)), 0.5 + len(groups) * (0.8 + 0.27 * most)),
+        figsize=(across * (2.4 + len(lengths) * (0.6 + 0.44 * (depths + 1))), 0.5 + down * (0.8 + 0.27 * most)),
         layout="constrained",
     )
-    parts = figure.subfigures(len(groups), 1, squeeze=False)[:, 0]
-    for part, ((question, when, budget), found) in zip(parts, panels.items(), strict=True):
+    parts = figure.subfigures(down, across, squeeze=False).ravel()
+    for part, ((question, when, budget), found) in zip(parts, panels.items(), strict=False):
         line = part.subplots(1, len(lengths), squeeze=False)[0]
         floor = next((r["recall"] for r in found if r["policy"] == recency), 0.0)
         for axis, length in zip(line, lengths, strict=True):
