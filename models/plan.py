@@ -576,10 +576,9 @@ def _with_pages(plan: Plan, kept: Kept, most: int, held: int) -> Plan:
 def _budgets(policy: Policy, options: Options, lengths: np.ndarray) -> np.ndarray:
     """Return each row's budget in slots per head, checked against what the policy protects."""
     budget = checked_budget(policy, options.budget, options.block)
-    if isinstance(budget, float):
-        budgets = np.ceil(np.round(budget * lengths, 6)).astype(np.int32)  # 0.07 of 100 is 7, not 7.000000000000001
-    else:
-        budgets = np.full(lengths.shape, budget, np.int32)
+    if isinstance(budget, int):
+        return np.full(lengths.shape, budget, np.int32)
+    budgets = np.ceil(np.round(budget * lengths, 6)).astype(np.int32)  # 0.07 of 100 is 7, not 7.000000000000001
     for row_budget in np.unique(budgets):
         kvjax.check_budget(policy, int(row_budget))
     return budgets
