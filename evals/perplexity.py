@@ -356,8 +356,9 @@ def perplexity_lines(
 ) -> None:
     """Draw perplexity over sparsity, and over budgets in one panel per moment, one line per selection or policy.
 
-    The dense model is a grey line. The axis of perplexity is logarithmic where the
-    largest value is more than three times the smallest.
+    Where every panel has a single sparsity or budget, each selection or policy has a row with a point and its interval
+    instead. The dense model is a grey line. The axis of lines is logarithmic where the largest value is more than three
+    times the smallest.
     """
     dense = next(r for r in results if r["select"] == "full")
     selected = [r for r in results if r["select"] != "full"]
@@ -368,16 +369,25 @@ def perplexity_lines(
     panels = [(selected, "select", "sparsity", reads, "")] * bool(selected)
     for when in dict.fromkeys(r["when"] for r in policies):
         panels.append(([r for r in policies if r["when"] == when], "policy", "budget", keeps, moments.get(when, when)))
+    single = bool(panels) and all(len({r[along] for r in rows}) == 1 for rows, _, along, *_ in panels)
+    most = max((len(rows) for rows, *_ in panels), default=0)
     plt = report.pyplot()
     figure, axes = plt.subplots(
-        1, max(len(panels), 1), figsize=(6.4 * max(len(panels), 1), 5.4), layout="constrained", squeeze=False,
-        sharey=not selected,
+        1, max(len(panels), 1), figsize=(6.4 * max(len(panels), 1), 1.6 + 0.3 * most if single else 5.4),
+        layout="constrained", squeeze=False, sharey=not selected, sharex=single,
     )  # fmt: skip
     for axis, (rows, name, along, label, title_of) in zip(axes[0], panels, strict=False):
-        _panel(axis, dense, rows, name, along)
-        axis.set_xlabel(label)
+        if single:
+            _points(axis, dense, rows, name)
+            axis.set_xlabel(f"perplexity, {along} {rows[0][along]:g}")
+        else:
+            _panel(axis, dense, rows, name, along)
+            axis.set_xlabel(label)
         axis.set_title(title_of, fontsize=10)
-    axes[0, 0].set_ylabel("perplexity")
+    if single:
+        axes[0, 0].invert_yaxis()
+    else:
+        axes[0, 0].set_ylabel("perplexity")
     figure.suptitle(title, fontsize=10.5)
     report.save(figure, path)
 
@@ -586,6 +596,20 @@ def _ratio(
     if len(logarithms) < 2:
         return math.exp(mean), None, None
     return math.exp(mean), math.exp(low), math.exp(high)
+
+
+def _points(axis: Any, dense: dict[str, Any], rows: list[dict[str, Any]], name: str) -> None:
+    axis.axvline(dense["perplexity"], color="#999999", linewidth=1, linestyle="--")
+    for place, r in enumerate(rows):
+        bounds = None
+        if r["increase_low"] is not None:  # the interval against the dense model, by paired chunks
+            low, high = (dense["perplexity"] * (1 + r[f"increase_{end}"]) for end in ("low", "high"))
+            bounds = [[max(r["perplexity"] - low, 0)], [max(high - r["perplexity"], 0)]]
+        axis.errorbar(
+            r["perplexity"], place, xerr=bounds, fmt="o", color=report.COLOURS[0], markersize=4.5, elinewidth=1.2
+        )
+    axis.set_yticks(range(len(rows)), [r[name] for r in rows], fontsize=8.5)
+    report.plain(axis, grid="x")
 
 
 def _panel(axis: Any, dense: dict[str, Any], rows: list[dict[str, Any]], name: str, along: str) -> None:
