@@ -201,10 +201,13 @@ def killed(flags: argparse.Namespace, prompts: int = 200) -> list[dict[str, Any]
                 [*command, "--max-new-tokens", str(MOST)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
             )
 
+        def check(failed: bool) -> None:
+            if failed:
+                raise RuntimeError(f"models.batch failed on {asked}; run it by hand to see why.")
+
         def finish(path: Path) -> float:
             started = time.monotonic()
-            if start(path).wait() != 0:
-                raise RuntimeError(f"models.batch failed on {asked}; run it by hand to see why.")
+            check(start(path).wait() != 0)
             return time.monotonic() - started
 
         def compare() -> None:
@@ -224,8 +227,7 @@ def killed(flags: argparse.Namespace, prompts: int = 200) -> list[dict[str, Any]
             finally:
                 process.kill()
                 process.wait()
-            if process.returncode > 0:
-                raise RuntimeError(f"models.batch failed on {asked}; run it by hand to see why.")
+            check(process.returncode > 0)
             if process.returncode == 0:  # it ended before its moment: the file is whole; begin another
                 compare()
                 out.unlink()

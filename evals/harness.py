@@ -341,8 +341,8 @@ def _command(flags: argparse.Namespace, stack: contextlib.ExitStack) -> None:
         raise FileNotFoundError(f"there is no folder {flags.include_path}; give --include_path a folder with tasks.")
     commands.check_outputs([flags.json])
     tasks = commands.listed("task", flags.tasks, "--tasks piqa")
-    if flags.out is not None and flags.out.exists() and not flags.out.is_dir():
-        raise ValueError(f"cannot write into {flags.out}: it is a file; name a folder.")
+    if flags.out is not None:
+        commands.check_folder(flags.out)
     kind = model_class()
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager

@@ -110,14 +110,8 @@ class Results:
     def check(self) -> dict[str, Any]:
         """Check that the folder can be written to or resumed, before the long work starts, and return its header."""
         folder = self._folder
-        if folder is not None and folder.exists() and not folder.is_dir():
-            raise ValueError(f"cannot write into {folder}: it is a file; name a folder.")
         if folder is not None:
-            above = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-            if not above.is_dir():
-                raise ValueError(f"cannot make {folder}: {above} is a file; name another folder.")
-            if not os.access(above, os.W_OK):
-                raise PermissionError(f"cannot write into {above}: permission denied; name another folder.")
+            commands.check_folder(folder)
         if folder is not None and (folder / HEADER).exists():
             header = read_header(folder)
             _check_same(folder, header, self._wanted)

@@ -551,17 +551,21 @@ def simlayer(
 
 
 @typed
-def parse_allocation(name: str) -> Allocation:
-    """Return the allocation that a short name stands for, as written after the ``@`` of a policy.
+def parse_allocation(name: str | Allocation) -> Allocation:
+    """Return the allocation that a short name stands for, as written after the ``@`` of a policy, or one as it is.
 
     Raises:
-        ValueError: if the allocation or an argument is unknown.
+        ValueError: if the allocation or an argument is unknown, or it is neither a name nor an allocation.
 
     Example:
         >>> from kvjax import allocation
         >>> allocation.parse_allocation("model(normalise=False)").name
         'model(normalise=False)'
     """
+    if isinstance(name, Allocation):
+        return name
+    if not isinstance(name, str):
+        raise ValueError(f"{name!r} is not an allocation; give one of kvjax.allocation, or its short name.")
     how = "write it like 'model' or 'adakv(safeguard=0.2)'"
     try:
         tree = ast.parse(name.strip(), mode="eval").body

@@ -16,7 +16,7 @@ from kvjax.making import excess_of_part
 from kvjax.observation import Context
 from kvjax.paged import pages_for
 from kvjax.policy import Policy
-from kvjax.policy_checks import check_budget
+from kvjax.policy_checks import check_budget, check_policy_given
 from kvjax.split import SplitCache
 
 
@@ -36,10 +36,9 @@ def checked_budget(
     known = not isinstance(cache, SplitCache) and is_known(cache.position, position, context.layer)
     if not known:  # else insert checks the cache's contents
         check_fits(cache, T, position)
-    if budget is None:
+    check_policy_given(policy, budget)
+    if policy is None or budget is None:
         return policy, None
-    if policy is None:
-        raise ValueError(f"a budget of {budget} was given without a policy that says what to keep; try 'snapkv+caote'.")
     if isinstance(plain(budget), float):
         raise ValueError(
             f"the budget is {budget}, a share, but a block does not know the length of its prompt: give "

@@ -15,7 +15,7 @@ from kernels_pallas.dispatch import Implementation
 from kvjax.allocation import UNIFORM, Allocation, Contest, parse_allocation
 from kvjax.cache import KVCache, with_layer
 from kvjax.checks import check_tokens, plain, real_array
-from kvjax.insertion import Cache, batch_rows
+from kvjax.insertion import Cache, batch_rows, check_cache
 from kvjax.merging import Merging, folded
 from kvjax.observation import Weights
 from kvjax.paged import PagedCache, release, write_layer
@@ -163,8 +163,7 @@ def evict(
         [[[0, -1, 2]]]
     """
     layer = plain(layer)
-    if not isinstance(cache, Cache):
-        raise ValueError(f"a {type(cache).__name__} was given; evict takes a KVCache, a PagedCache or a SplitCache.")
+    check_cache(cache)
     budget = check_tokens(budget, cache.heads_shape[-2:-1])
     if isinstance(cache, SplitCache):
         if layer is not None:
@@ -183,9 +182,7 @@ def evict(
         # A block's statistics say nothing about a row without tokens in it: such a row keeps all.
         budget = jnp.where(evidence.entered > 0, jnp.asarray(budget, jnp.int32), cache.num_slots)
     else:
-        allocation = parse_allocation(allocation) if isinstance(allocation, str) else allocation
-        if not isinstance(allocation, Allocation):
-            raise ValueError(f"{allocation!r} is not an allocation; give one of kvjax.allocation, or its short name.")
+        allocation = parse_allocation(allocation)
         evidence = Evidence(real_array("scores", scores), jnp.zeros_like(cache.next_position), allocation=allocation)
     position = _positions_of(cache, layer, evidence.allocation)
     if evidence.end is not None:  # in this layer only: the others are still to be evicted from

@@ -19,6 +19,20 @@ from kvjax.split import HEADS, ROWS, SplitCache
 Cache = KVCache | PagedCache | SplitCache
 
 
+def check_cache(cache: object) -> None:
+    """Check that a cache of any kind was given.
+
+    Example:
+        >>> from kvjax.insertion import check_cache
+        >>> check_cache([])
+        Traceback (most recent call last):
+        ...
+        ValueError: a list was given; expected a KVCache, a PagedCache or a SplitCache.
+    """
+    if not isinstance(cache, Cache):
+        raise ValueError(f"a {type(cache).__name__} was given; expected a KVCache, a PagedCache or a SplitCache.")
+
+
 def insert(
     cache: Cache,
     key: Float[Array, "B T K D"],
@@ -52,8 +66,7 @@ def insert(
         >>> kvjax.insert(kvjax.insert(cache, row, row), 2 * row, 2 * row).key.ravel().tolist()
         [1.0, 2.0]
     """
-    if not isinstance(cache, Cache):
-        raise ValueError(f"a {type(cache).__name__} was given; insert takes a KVCache, a PagedCache or a SplitCache.")
+    check_cache(cache)
     key, value, position, layer = checked_block(cache, key, value, position, layer)
     if isinstance(cache, SplitCache):
         rows, of_tokens = PartitionSpec(ROWS), PartitionSpec(ROWS, None, HEADS)

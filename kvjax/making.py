@@ -19,7 +19,7 @@ from kvjax.allocation import Allocation
 from kvjax.cache import HeadState, KVCache, Positions, PyTree, map_rows
 from kvjax.chains import policy_of
 from kvjax.checks import check_count
-from kvjax.insertion import Cache
+from kvjax.insertion import Cache, check_cache
 from kvjax.paged import PagedCache, pages_for
 from kvjax.policy import Policy
 from kvjax.policy_checks import check_block, check_budget, check_measured
@@ -225,8 +225,7 @@ def repeat(cache: Cache, n: int) -> Cache:
         >>> kvjax.repeat(kvjax.insert(cache, rows, rows), 2).key[:, 0, 0, 0].tolist()
         [5.0, 5.0, 7.0, 7.0]
     """
-    if not isinstance(cache, Cache):
-        raise ValueError(f"a {type(cache).__name__} was given; repeat takes a KVCache, a PagedCache or a SplitCache.")
+    check_cache(cache)
     n = check_count("n", n, 1, "give how many rows each row is to become, from 1")
     if isinstance(cache, SplitCache):  # a device's rows follow one another, and so do their copies
         return cache.map(lambda part: repeat(part, n))

@@ -113,7 +113,7 @@ class Policy:
 
     def __matmul__(self, allocation: Allocation | str) -> Policy:
         """Return the policy with another allocation, as ``@`` in a short name."""
-        return allocated(self, parse_allocation(allocation) if isinstance(allocation, str) else allocation)
+        return allocated(self, parse_allocation(allocation))
 
 
 @functools.cache
@@ -128,8 +128,6 @@ def allocated(policy: Policy, allocation: Allocation) -> Policy:
         >>> str(kvjax.h2o() @ "layer")
         'h2o@layer'
     """
-    if not isinstance(allocation, Allocation):
-        raise ValueError(f"{allocation!r} is not an allocation; give one of kvjax.allocation, or its short name.")
     plain = policy.name.split("@")[0]
     name = plain if allocation is UNIFORM else f"{plain}@{allocation.name}"
     if not allocation.even and policy.heads == "layer":

@@ -56,6 +56,20 @@ smaller window (window=16 in its name).
         )
 
 
+def check_policy_given(policy: Policy | None, budget: Any) -> None:
+    """Check that a budget comes with a policy.
+
+    Example:
+        >>> from kvjax.policy_checks import check_policy_given
+        >>> check_policy_given(None, 64)
+        Traceback (most recent call last):
+        ...
+        ValueError: a budget of 64 was given without a policy that says what to keep; try 'snapkv+caote'.
+    """
+    if policy is None and budget is not None:
+        raise ValueError(f"a budget of {budget} was given without a policy that says what to keep; try 'snapkv+caote'.")
+
+
 def check_budget(policy: Policy, budget: int) -> None:
     """Check that a budget is large enough for the tokens that the policy protects.
 

@@ -5,7 +5,7 @@ Scores that read only keys and values are in scores_of_keys.py; links that chang
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from kvjax.cache import HeadState
 from kvjax.chains import base_score, chain, no_state, register
 from kvjax.checks import check_count
 from kvjax.names import check_number, check_protected
-from kvjax.observation import Needs, Observation, Prediction
+from kvjax.observation import Needs, Observation
 from kvjax.policy import Moments, Policy, Protection, Scores, allocated
 from kvjax.reconstruction import Reconstruction
 from kvjax.rotary import rotate, turn
@@ -566,17 +566,13 @@ def butler(*, dim: int | None = None) -> Policy:
         return jnp.zeros((B, K, S, G, dim), jnp.float32)
 
     def update(_: Scores, state: Array, o: Observation) -> tuple[Scores, Array]:
-        if o.context.predicted is None or o.context.predicted.query is None:
-            raise ValueError(
-                "'butler' scores by a predictor, but nothing was predicted for the block; hand over "
-                "Context(predicted=...), or butler= to models.generate."
-            )
-        state = _with_predicted_keys(state, o, o.context.predicted)
+        query, keys = (_predicted(o, name, "'butler' scores by a predictor", "butler") for name in ("query", "key"))
+        state = _with_predicted_keys(state, o, keys)
         B, K, S, G, width = state.shape
         some = S if o.context.filled is None else min(o.context.filled, S)
         key = jnp.moveaxis(state[:, :, :some], 3, 2).reshape(B, K * G, some, width)
         _, columns = cache_attention(
-            o.context.predicted.query.astype(jnp.float32),
+            query.astype(jnp.float32),
             key,
             key,
             jnp.repeat(o.position[:, :, :some], G, axis=1),
@@ -585,8 +581,8 @@ def butler(*, dim: int | None = None) -> Policy:
             sliding_window=o.context.sliding_window,
             soft_cap=o.context.soft_cap,
         )
-        predicted = jnp.pad(columns.sum.reshape(B, K, G, some), ((0, 0),) * 3 + ((0, S - some),))
-        total = jnp.where(o.layer == 0, o.columns.sum, predicted)
+        importance = jnp.pad(columns.sum.reshape(B, K, G, some), ((0, 0),) * 3 + ((0, S - some),))
+        total = jnp.where(o.layer == 0, o.columns.sum, importance)
         queries = jnp.sum(o.query_position >= 0, axis=1)[:, None, None, None]
         return total / jnp.maximum(queries, 1).astype(total.dtype), state
 
@@ -615,12 +611,7 @@ def zap() -> Policy:
         return jnp.zeros((B, K, S), jnp.float32)
 
     def update(_: Scores, state: Array, o: Observation) -> tuple[Scores, Array]:
-        predicted = None if o.context.predicted is None else o.context.predicted.score
-        if predicted is None:
-            raise ValueError(
-                "'zap' scores by a scorer, but nothing was predicted for the block; hand over Context(predicted=...), "
-                "or scorer= to models.generate."
-            )
+        predicted = _predicted(o, "score", "'zap' scores by a scorer", "scorer")
         if predicted.shape != (*o.query_position.shape, o.position.shape[1]):
             raise ValueError(
                 f"predicted scores {predicted.shape} do not fit: expected "
@@ -758,14 +749,24 @@ def _with_queries(state: Any, o: Observation, frequency: Float[Array, "rows half
     return tuple(HeadState(x) for x in joined)
 
 
-def _with_predicted_keys(state: Array, o: Observation, predicted: Prediction) -> Float[Array, "B K S G dim"]:
+def _predicted(o: Observation, name: str, why: str, argument: str) -> Array:
+    """Return an array of the block's prediction, which the policy cannot do without."""
+    found = getattr(o.context.predicted, name, None)
+    if found is None:
+        raise ValueError(
+            f"{why}, but nothing was predicted for the block; hand over Context(predicted=...), or {argument}= to "
+            "models.generate."
+        )
+    return cast(Array, found)
+
+
+def _with_predicted_keys(state: Array, o: Observation, keys: Array) -> Float[Array, "B K S G dim"]:
     """Return the slots' predicted keys, with those of the block's tokens written to their slots."""
     B, T = o.query_position.shape
     _, K, _, G, dim = state.shape
-    assert predicted.key is not None
-    if predicted.key.shape != (B, T, K * G, dim):
-        raise ValueError(f"predicted keys {predicted.key.shape} do not fit: expected {(B, T, K * G, dim)}.")
-    return with_tokens(state, o, predicted.key.reshape(B, T, K, G, dim))
+    if keys.shape != (B, T, K * G, dim):
+        raise ValueError(f"predicted keys {keys.shape} do not fit: expected {(B, T, K * G, dim)}.")
+    return with_tokens(state, o, keys.reshape(B, T, K, G, dim))
 
 
 def _turned_back(o: Observation, frequency: Float[Array, "rows half"], future: int) -> Float[Array, "B K S D"]:

@@ -31,9 +31,18 @@ from kvjax.making import most_held
 from kvjax.quantise import DtypesLike
 from models import engine, hosts
 from models.by_layer import LayerSteps, next_token, runs_by_layer
-from models.decoder import Decoder
+from models.decoder import Decoder, check_decoder
 from models.layer_caches import AnyCache, LayerCaches, stacked
-from models.plan import PAGE_SIZE, CheckedPrompt, HostOrDevice, Options, Rows, When, check_prompt, plan_run
+from models.plan import (
+    PAGE_SIZE,
+    CheckedPrompt,
+    HostOrDevice,
+    Options,
+    Rows,
+    When,
+    check_prompt,
+    plan_run,
+)
 from models.sampling import Sampling, check_end, check_sampling
 from models.scorer import Scorer
 from models.selecting import check_scorer
@@ -113,8 +122,7 @@ class Engine:
         scorer: Scorer | None = None,
         cache_dtype: DtypesLike | None = None,
     ):
-        if not isinstance(model, Decoder):
-            raise ValueError(f"the model is a {type(model).__name__}; give a Decoder, such as models.load returns.")
+        check_decoder(model)
         self.model = model
         rows = check_count("rows", rows, 1, "the batch has at least 1 row")
         block = check_count("block", block, 1, "a block has at least 1 token")

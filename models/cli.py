@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 import models
 from kvjax.chains import policy_of
 from kvjax.checks import MOST
+from kvjax.policy_checks import check_policy_given
 from models import commands, hosts, provenance, selecting
 from models.plan import checked_budget, moments
 
@@ -394,8 +395,8 @@ def _checked(flags: argparse.Namespace, fields: dict[str, Any], line: int | None
         budget = None  # the flags' budget is for prompts with a policy; this one keeps all tokens
     moments(policy, flags.when, flags.evict_every)
     selecting.checked_selection(flags.select, policy, budget, flags.sinks, MOST, 0)
-    if flags.select is None and policy is None and budget is not None:
-        raise ValueError(f"a budget of {budget} was given without a policy that says what to keep; try 'snapkv+caote'.")
+    if flags.select is None:
+        check_policy_given(policy, budget)
     if policy is not None:
         checked_budget(policy, budget, flags.block)
     return Request(fields["prompt"], fields.get("question"), name, budget, line)
@@ -403,14 +404,13 @@ def _checked(flags: argparse.Namespace, fields: dict[str, Any], line: int | None
 
 def _read(path: str, what: str) -> str:
     """Return the text of a file, or of standard input, which is called "-"; the first of several processes reads it."""
-    return hosts.from_first(lambda: commands.read_text(path, what) if path != "-" else _typed())
-
-
-def _typed() -> str:
-    try:
-        return sys.stdin.buffer.read().decode()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"standard input is not UTF-8 text (byte {error.start}); convert it first.") from None
+    return hosts.from_first(
+        lambda: (
+            commands.decoded(sys.stdin.buffer.read(), "standard input")
+            if path == "-"
+            else commands.read_text(path, what)
+        )
+    )
 
 
 def _load_butler(flags: argparse.Namespace, model: models.Decoder, requests: list[Request]) -> models.Butler | None:

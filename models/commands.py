@@ -421,13 +421,30 @@ def read_text(path: str | Path, what: str) -> str:
         FileNotFoundError: there is no prompt file nowhere.txt; name one that exists.
     """
     try:
-        return read_bytes(path).decode()
+        return decoded(read_bytes(path), str(path))
     except FileNotFoundError:
         raise FileNotFoundError(f"there is no {what} file {path}; name one that exists.") from None
     except IsADirectoryError:
         raise ValueError(f"the {what} file {path} is a folder; name a file.") from None
+
+
+def decoded(content: bytes, name: str) -> str:
+    """Decode what was read from ``name``.
+
+    Raises:
+        ValueError: it is not UTF-8.
+
+    Example:
+        >>> from models.commands import decoded
+        >>> decoded(b"caf\\xe9", "menu.txt")
+        Traceback (most recent call last):
+        ...
+        ValueError: menu.txt is not UTF-8 text (byte 3); convert it first.
+    """
+    try:
+        return content.decode()
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text (byte {error.start}); convert it first.") from None
+        raise ValueError(f"{name} is not UTF-8 text (byte {error.start}); convert it first.") from None
 
 
 def read_bytes(path: str | Path) -> bytes:
@@ -611,6 +628,27 @@ def check_tokenizer[Found](model: str | Path, tokenizer: Found | None) -> Found:
     if tokenizer is None:
         raise ValueError(f"{model} has no tokenizer.json, and text needs one; copy it from the model's source.")
     return tokenizer
+
+
+def check_folder(folder: Path) -> None:
+    """Check that a folder can be written into, or made, before the long work starts.
+
+    Raises:
+        ValueError: it, or what it would lie in, is a file.
+        PermissionError: it may not be written into.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> from models.commands import check_folder
+        >>> check_folder(Path(tempfile.mkdtemp()) / "results" / "first")
+    """
+    above = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not above.is_dir():
+        what = "it" if above == folder else above
+        raise ValueError(f"cannot write into {folder}: {what} is a file; name another folder.")
+    if not os.access(above, os.W_OK):
+        raise PermissionError(f"cannot write into {above}: permission denied; name another folder.")
 
 
 def check_outputs(paths: Sequence[str | Path | None]) -> None:

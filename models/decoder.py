@@ -175,6 +175,20 @@ class Decoder(nnx.Module):
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
+def check_decoder(model: object) -> None:
+    """Check that the model is a decoder.
+
+    Example:
+        >>> from models.decoder import check_decoder
+        >>> check_decoder("llama")
+        Traceback (most recent call last):
+        ...
+        ValueError: the model is a str; give a Decoder, such as models.load returns.
+    """
+    if not isinstance(model, Decoder):
+        raise ValueError(f"the model is a {type(model).__name__}; give a Decoder, such as models.load returns.")
+
+
 def embed(config: Config, embedding: Float[Array, "V E"], tokens: Int[Array, "B T"]) -> Float[Array, "B T E"]:
     """Return the input of layer 0."""
     return _times(embedding[tokens], config.embedding_multiplier)

@@ -29,14 +29,14 @@ from kvjax.chains import policy_of
 from kvjax.checks import check_count, check_share_or_tokens, is_known, plain
 from kvjax.insertion import arrays_of
 from kvjax.making import excess_of_part, in_pages, most_held
-from kvjax.policy_checks import check_measured, check_policy
+from kvjax.policy_checks import check_measured, check_policy, check_policy_given
 from kvjax.quantise import Dtypes, DtypesLike, check_dtypes, is_quantised
 from kvjax.sources import Source
 from kvjax.window import observed
 from models import hosts
 from models.butler import Butler, ButlerConfig
 from models.config import Config, Rope
-from models.decoder import Decoder
+from models.decoder import Decoder, check_decoder
 from models.layer_caches import AnyCache, LayerCaches
 from models.selecting import Cache, Selection, check_butler, checked_selection
 
@@ -522,10 +522,8 @@ def _plan_full(
 ) -> tuple[Plan, Rows]:
     """Plan a run in which nothing is evicted."""
     held, most, kept = prompt.most + options.reserve, config.max_positions, prompt.kept
-    if options.budget is not None and selection is None:
-        raise ValueError(
-            f"a budget of {options.budget} was given without a policy that says what to keep; try 'snapkv+caote'."
-        )
+    if selection is None:
+        check_policy_given(None, options.budget)
     if held > most:
         raise ValueError(
             f"the prompt and its answer take {held} positions, but the model has {most}: "
@@ -846,8 +844,7 @@ def check_prompt(
         policy: the policy of the run, for a check against the cache.
         answers: whether a :class:`Prefilled` may be given in place of tokens, to make its answer.
     """
-    if not isinstance(model, Decoder):
-        raise ValueError(f"the model is a {type(model).__name__}; give a Decoder, such as models.load returns.")
+    check_decoder(model)
     if isinstance(tokens, Prefilled):
         if not answers:
             raise ValueError(

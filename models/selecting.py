@@ -253,12 +253,7 @@ def check_butler(config: Config, butler: Butler | None, policy: Policy | None, s
             "a predictor was given, but nothing asks for it; pass select='butler', or a policy that scores by it, such "
             "as 'butler+caote', or leave butler out."
         )
-    ours = (config.hidden_size, config.num_layers, config.num_heads)
-    theirs = (butler.config.hidden_size, butler.config.num_layers, butler.config.num_heads)
-    if ours != theirs:
-        raise ValueError(
-            f"the predictor is of another model, with E, L, N = {theirs}; this one has {ours}: train one for it."
-        )
+    _check_same_model("predictor", "num_heads", config, butler.config)
 
 
 def scored(scorer: Scorer, carry: LayerCarry, layer: Int[Array, ""], x: Float[Array, "B T E"]) -> LayerCarry:
@@ -281,11 +276,16 @@ def check_scorer(config: Config, scorer: Scorer | None, policy: Policy | None) -
         raise ValueError(
             "a scorer was given, but no policy scores by it; pass one that does, such as 'zap', or leave scorer out."
         )
-    ours = (config.hidden_size, config.num_layers, config.num_kv_heads)
-    theirs = (scorer.config.hidden_size, scorer.config.num_layers, scorer.config.num_kv_heads)
+    _check_same_model("scorer", "num_kv_heads", config, scorer.config)
+
+
+def _check_same_model(what: str, heads: str, config: Config, made_for: Any) -> None:
+    sizes = ("hidden_size", "num_layers", heads)
+    ours, theirs = (tuple(getattr(of, size) for size in sizes) for of in (config, made_for))
     if ours != theirs:
+        letters = f"E, L, {'K' if heads == 'num_kv_heads' else 'N'}"
         raise ValueError(
-            f"the scorer is of another model, with E, L, K = {theirs}; this one has {ours}: train one for it."
+            f"the {what} is of another model, with {letters} = {theirs}; this one has {ours}: train one for it."
         )
 
 

@@ -81,8 +81,7 @@ def add_run_flags(flags: argparse.ArgumentParser, out: str) -> None:
 def load(flags: argparse.Namespace) -> Loaded:
     """Check the run's flags, join the other processes, and load the model onto the mesh."""
     evaluator.check_least(flags, save_every=1, keep=1, eval_every=0, log_every=1, eval_rows=1, stop_after=1)
-    if flags.out.exists() and not flags.out.is_dir():
-        raise ValueError(f"--out is {flags.out}, which is a file; name a folder.")
+    commands.check_folder(flags.out)
     hosts.join(flags)
     mesh = models.parse_mesh(
         f"data={jax.device_count() if hosts.several() else 1}" if flags.mesh is None else flags.mesh

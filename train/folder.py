@@ -33,8 +33,7 @@ def check_run(folder: Path, run: dict[str, Any], files: Sequence[str], resume: b
             run in it made.
     """
     record = folder / RUN_FILE
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{flag} is {folder}, which is a file; name a folder.")
+    commands.check_folder(folder)
     run = json.loads(json.dumps(run))
     try:
         earlier = json.loads(record.read_text(encoding="utf-8")) if record.exists() else None

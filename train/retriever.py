@@ -514,11 +514,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         evaluator.check_least(options, devices=1, samples=0, stop_after=1)
-    except ValueError as error:
+        for folder in (options.out, options.work):
+            commands.check_folder(folder)
+    except (ValueError, PermissionError) as error:
         parser.error(str(error))
-    for flag, path in (("--out", options.out), ("--work", options.work)):
-        if path.exists() and not path.is_dir():
-            parser.error(f"{flag} is {path}, which is a file; expected a folder, or a name for a new one.")
     if options.begin is not None and not options.begin.is_dir():
         parser.error(f"--from is {options.begin}, which is no folder; expected one with a model of this recipe.")
     if not 0 <= options.keep < 1 or (options.keep and options.begin is None):

@@ -347,10 +347,8 @@ def _stream(file: Path, offset: int, read: Callable[[IO[bytes]], Iterator[Piece]
             else:
                 stream.seek(offset)
             yield from read(stream)
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise ValueError(f"{file} is cut short or damaged ({error}); copy it again.") from None
         except Exception as error:
-            if type(error).__name__ != "ZstdError":
+            if not isinstance(error, EOFError | zlib.error | gzip.BadGzipFile) and type(error).__name__ != "ZstdError":
                 raise
             raise ValueError(f"{file} is cut short or damaged ({error}); copy it again.") from None
 

@@ -346,7 +346,7 @@ def test_a_model_needs_data_of_its_own(small, tmp_path, capsys):
 def test_a_file_as_out_is_refused(small, tmp_path, capsys):
     (tmp_path / "out").write_text("mine")
     assert command("--model", small, "--data", "python", "--seq-len", 64, "--out", tmp_path / "out") == 2
-    assert "which is a file" in capsys.readouterr().err and (tmp_path / "out").read_text() == "mine"
+    assert "it is a file" in capsys.readouterr().err and (tmp_path / "out").read_text() == "mine"
 
 
 @pytest.mark.slow
