@@ -421,23 +421,28 @@ def chosen(file: str) -> str:
     found: dict[Any, dict[str, Row]] = {}
     for r in data["results"]:
         found.setdefault((r["select"], r["sparsity"]), {})[r["task"]] = r
-    order = sorted(found.values(), key=lambda own: -own["all"]["accuracy"])
+    order = sorted(found.values(), key=lambda own: (own["all"]["sparsity"] or 0, -own["all"]["accuracy"]))
     lines = [f"| reads | {' | '.join(tasks)} | 95%, all |", f"|{' --- |' * (len(tasks) + 2)}"]
     for own in order:
         whole = own["all"]
         reads = "everything" if whole["sparsity"] is None else f"{named(whole['select'])}, {1 - whole['sparsity']:.0%}"
         cells = " | ".join(f"{own[task]['accuracy']:.2f}" for task in tasks)
         lines.append(f"| {reads} | {cells} | [{whole['low']:.2f}, {whole['high']:.2f}] |")
-    sides = "; ".join(
-        f"{named(c['against'])} {c['difference']:+.2f} [{c['low']:+.2f}, {c['high']:+.2f}]"
-        for c in data["comparisons"]
-        if c["sparsity"] == 0.5
-    )
+    sides = [
+        f"- {sparsity:.0%} left out: "
+        + "; ".join(
+            f"{named(c['against'])} {c['difference']:+.2f} [{c['low']:+.2f}, {c['high']:+.2f}]"
+            for c in data["comparisons"]
+            if c["sparsity"] == sparsity
+        )
+        for sparsity in sorted({c["sparsity"] for c in data["comparisons"]})
+    ]
     return (
         f"[{Path(file).name}]({file}): {len(order[0]['all']['correct'])} samples of {data['settings']['chunk']} "
         "tokens; by chance 0.25, of section 0.50.\n\n"
         + "\n".join(lines)
-        + f"\n\nThe predictor less each other, on the same samples at 50%: {sides}."
+        + f"\n\nThe predictor less each other, on the same samples:\n\n"
+        + "\n".join(sides)
     )
 
 
