@@ -441,7 +441,7 @@ def chosen(file: str) -> str:
         f"[{Path(file).name}]({file}): {len(order[0]['all']['correct'])} samples of {data['settings']['chunk']} "
         "tokens; by chance 0.25, of section 0.50.\n\n"
         + "\n".join(lines)
-        + f"\n\nThe predictor less each other, on the same samples:\n\n"
+        + "\n\nThe predictor less each other, on the same samples:\n\n"
         + "\n".join(sides)
     )
 
