@@ -251,7 +251,7 @@ def test_on_a_mesh_rows_stay_where_they_are():
 
 @pytest.mark.bad_input
 def test_what_cannot_be_repeated_is_refused():
-    with pytest.raises(ValueError, match=r"^a dict was given; repeat takes a KVCache, a PagedCache or a SplitCache\.$"):
+    with pytest.raises(ValueError, match=r"^a dict was given; expected a KVCache, a PagedCache or a SplitCache\.$"):
         kvjax.repeat({}, 2)
     for n in (0, -1, 1.5, "2", None):
         with pytest.raises(ValueError, match=r"^n is .*; give how many rows each row is to become, from 1"):
