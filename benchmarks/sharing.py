@@ -46,7 +46,7 @@ def command(flags: argparse.Namespace) -> None:
         tokenizer, lengths=[flags.length], depths=flags.samples, samples=1, facts=10, question="after", seed=flags.seed
     )
     rows = compared(model, cells, settings)
-    print(table(rows))
+    print(table(rows), LEGEND, sep="\n\n")
     chosen = {name: getattr(flags, name) for name in ("model", "length", "samples")}
     chosen |= {"policies": policies, "budgets": budgets}
     measure.write(flags, "sharing", chosen, rows, provenance.fingerprints(model, tokenizer), done=True)
@@ -109,4 +109,4 @@ def table(rows: list[dict[str, Any]]) -> str:
         ("faster", "{times_faster:.1f}"),
         ("same answers", lambda r: "yes" if r["same_answers"] else "no"),
     ]
-    return "\n".join([report.table(rows, cells, left=1), LEGEND])
+    return report.table(rows, cells, left=1)
