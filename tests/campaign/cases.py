@@ -218,22 +218,28 @@ class _Draw:
         return f"{name}({','.join(given)})" if given else name
 
 
-def draw(seed: int, number: int, eight_bits: float = SHARE) -> Iterator[Case]:
+def draw(
+    seed: int, number: int, eight_bits: float = SHARE, meshes: float = 0.03, sizes: dict[str, int] | None = None
+) -> Iterator[Case]:
     """Cases that share shapes and so a compiled program; they differ in weights, tokens, lengths and questions.
 
-    Their cache is in eight bits in a share ``eight_bits`` of the programs.
+    Their cache is in eight bits in a share ``eight_bits`` of the programs, and on a mesh in a share ``meshes``. ``sizes``
+    are layers, kv_heads, group, rows, block and width that are not drawn.
     """
+    size = (sizes or {}).get
     other = _Draw(np.random.default_rng([seed, number, 8]))  # its own, so that all else stays what it was
     cache_dtype = other.one(*EIGHT_BITS) if other.maybe(eight_bits) else None
     d = _Draw(np.random.default_rng([seed, number]))
-    mesh = d.one((2, 1), (1, 2), (2, 2), (2, 4), (4, 2)) if d.maybe(0.03) else None
+    mesh = d.one((2, 1), (1, 2), *(() if sizes else ((2, 2), (2, 4), (4, 2)))) if d.maybe(meshes) else None
     family = d.one("llama", "mistral", *FAMILIES)
     if mesh is not None and FAMILIES.get(family, {}).get("num_experts", 0) % mesh[1]:
         mesh = None  # it does not divide the experts
-    layers = d.one(1, 2, 2, 3)
-    kv_heads, group = d.one(1, 2, 2, 3), d.one(1, 2, 3, 4)
-    rows = d.one(1, 2, 2, 3, 4)
-    if mesh is not None:
+    layers = size("layers", d.one(1, 2, 2, 3))
+    kv_heads, group = size("kv_heads", d.one(1, 2, 2, 3)), size("group", d.one(1, 2, 3, 4))
+    rows = size("rows", d.one(1, 2, 2, 3, 4))
+    if mesh is not None and sizes:
+        rows = rows // mesh[0] * mesh[0]
+    elif mesh is not None:
         kv_heads, group, rows = mesh[1] * d.one(1, 2), d.one(1, 2), mesh[0] * d.one(1, 2)
     windows: tuple[int | None, ...] = ()
     if family in WINDOWED and d.maybe(0.3 if family.startswith("qwen") else 0.8):
@@ -242,8 +248,8 @@ def draw(seed: int, number: int, eight_bits: float = SHARE) -> Iterator[Case]:
         windows = windows if any(windows) else ()
     dense = tuple(d.maybe(0.5) for _ in range(layers)) if family == "qwen3_moe" and d.maybe(0.6) else ()
     ropes = [*ROPES, *(OWN_ROPES if family == "phi3" else [])]
-    block = d.one(1, 3, 4, 4, 8)
-    width = d.one(12, 21, 30)
+    block = size("block", d.one(1, 3, 4, 4, 8))
+    width = size("width", d.one(12, 21, 30))
     shared = dict(
         family=family,
         layers=layers,

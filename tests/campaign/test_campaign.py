@@ -25,7 +25,6 @@ ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = 7  # about 30 seconds of a campaign
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("number", range(PROGRAMS))
 def test_random_cases_are_those_of_the_reference(number):
     for case in itertools.islice(draw(0, number), 2):

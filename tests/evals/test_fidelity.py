@@ -155,7 +155,7 @@ def test_a_policy_is_compared_with_those_that_its_paper_compares(laprox, attenti
     assert rows[0]["layers"] == ["holds", "within noise"]
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_the_command_writes_table_json_and_pictures(tmp_path, capsys):
     paths = {name: tmp_path / name for name in ("out.json", "lines.png", "heads.png")}
     flags = ["--policies", "full,tova,tova+caote,h2o@model", *SMALL]

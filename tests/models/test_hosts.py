@@ -100,7 +100,7 @@ def start(processes, devices, *command):
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize("processes, devices", [(2, 4), (4, 2)])
 def test_several_processes_give_what_one_gives(folder, alone, tmp_path, processes, devices):
     printed = work(folder, tmp_path, processes, devices)
@@ -155,7 +155,7 @@ def test_the_flags_that_join_processes_belong_together(main, line, tmp_path, mon
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_a_killed_process_ends_the_other_which_goes_on_when_started_again(tmp_path):
     task = ["--tasks", "niah_single_1", "--lengths", 256, "--samples", 12, "--batch", 2]
     setting = [

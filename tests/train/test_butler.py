@@ -349,7 +349,7 @@ def test_a_file_as_out_is_refused(small, tmp_path, capsys):
     assert "it is a file" in capsys.readouterr().err and (tmp_path / "out").read_text() == "mine"
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_killed_is_uninterrupted_bit_for_bit(tmp_path):
     script = Path(__file__).with_name("kill_training.py")
     arguments = ["--kills", "1", "--steps", "12", "--folder", str(tmp_path)]

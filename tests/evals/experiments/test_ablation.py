@@ -187,7 +187,7 @@ def tiny_study(monkeypatch):
 SMALL = ["--length", "256", "--depths", "2", "--samples", "2", "--facts", "4", "--batch", "4"]
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_the_command_writes_all_and_resumes(tiny_study, tmp_path, capsys):
     figures, picture, listed = tmp_path / "tiny.json", tmp_path / "tiny.png", tmp_path / "CLAIMS.md"
     arguments = ["ablation", "tiny", *SMALL, "--json", str(figures)]
@@ -235,7 +235,7 @@ def test_a_picture_by_bytes_has_each_point_at_the_bytes_of_its_cache():
     assert axis.get_xticks().tolist() == [256, 512, 1024, 2048] and len(points) <= 24
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_runs_of_two_dtypes_are_told_apart(monkeypatch, tmp_path, capsys):
     wide, narrow = (Run("tova", 0.25, cache_dtype=dtype) for dtype in ("bfloat16", "int8"))
     points = tuple(Point("", run.cache_dtype, "1", run) for run in (wide, narrow))

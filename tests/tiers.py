@@ -1,0 +1,22 @@
+"""The tiers of the suite: what is not marked runs by default; ``matrix`` and ``nightly`` hold the products of options."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+matrix = pytest.mark.matrix
+nightly = pytest.mark.nightly
+
+
+def first(count: int, values: Iterable[Any], rest: pytest.MarkDecorator = matrix) -> list[Any]:
+    """Return values for ``parametrize``: the first ``count`` run by default, the others with the mark ``rest``."""
+    return [value if number < count else _marked(value, rest) for number, value in enumerate(values)]
+
+
+def _marked(value: Any, mark: pytest.MarkDecorator) -> Any:
+    if hasattr(value, "marks"):  # a pytest.param
+        return pytest.param(*value.values, marks=[*value.marks, mark], id=value.id)
+    return pytest.param(*value, marks=mark) if isinstance(value, tuple) else pytest.param(value, marks=mark)
