@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -15,25 +15,20 @@ from tests.bad_input.campaign import Terminal
 @pytest.fixture
 def terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
     raised: list[BaseException] = []
-    sentence, load = commands.sentence, models.load
+    sentence = commands.sentence
 
     def keeping(error: BaseException) -> str:
         raised.append(error)
         return sentence(error)
 
     monkeypatch.setattr(commands, "sentence", keeping)
-    monkeypatch.setattr(
-        models, "load", lambda path, **given: _retriever() if (path, *given.values()) in PLAIN else load(path, **given)
-    )
+    monkeypatch.setattr(models, "load", lambda path, **given: _of(path)(path, **given))
     yield Terminal(capsys, raised)
 
 
-PLAIN = {("retriever",), ("retriever", None), ("retriever", None, None), ("retriever", "float32", None)}
-
-
-@functools.cache
-def _retriever() -> tuple[models.Decoder, models.Tokenizer | None]:
-    return _load("retriever")
+def _of(path: object) -> Callable[..., tuple[models.Decoder, models.Tokenizer | None]]:
+    return _once if path == "retriever" else _load
 
 
 _load = models.load
+_once = functools.cache(_load)
