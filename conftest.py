@@ -68,18 +68,6 @@ def pytest_collection_finish(session):
     gc.freeze()
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _compiled_programs_do_not_pile_up():
-    """Each compiled program maps memory of its own; a process that keeps thousands of them meets the system's limit."""
-    yield
-    from tests import costs
-
-    if costs.maps() > costs.MOST_MAPS:
-        import jax
-
-        jax.clear_caches()
-
-
 @pytest.fixture(autouse=True)
 def _names_that_a_test_registers_end_with_it():
     from kvjax.allocation import ALLOCATIONS

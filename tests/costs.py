@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.monitoring
 import pytest
 
@@ -19,6 +20,7 @@ DEAREST = 20
 ASKED = "/jax/compilation_cache/compile_requests_use_cache"
 
 _asked = 0
+_looked = 0  # programs that had been asked for when the memory maps were last counted
 
 
 def _count(event: str, **_: Any) -> None:
@@ -41,7 +43,17 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     start, asked = _seconds(), _asked
     result = yield
     item.config.stash[_COSTS].append((round(_seconds() - start, 3), _asked - asked, item.nodeid))
+    _drop_programs()
     return result
+
+
+def _drop_programs() -> None:
+    """Drop compiled programs where there are many; else they stay, for the next tests that ask for them."""
+    global _looked
+    if _asked - _looked > 100:
+        _looked = _asked
+        if maps() > MOST_MAPS:
+            jax.clear_caches()
 
 
 _COSTS = pytest.StashKey[list[tuple[float, int, str]]]()
@@ -90,6 +102,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
             terminalreporter.write_line(f"{seconds:7.1f} {programs:5d}  {name}")
     if _too_many(config):
         terminalreporter.write_line(
-            f"The default tier asks for {programs} programs, expected at most {MOST_PROGRAMS}: use sizes that other tests "
-            "use, look at results in NumPy, or mark what is a product of options with pytest.mark.matrix.", red=True
+            f"The default tier asks for {programs} programs, expected at most {MOST_PROGRAMS}: use sizes that other "
+            "tests use, look at results in NumPy, or mark what is a product of options with pytest.mark.matrix.",
+            red=True,
         )

@@ -223,8 +223,8 @@ def draw(
 ) -> Iterator[Case]:
     """Cases that share shapes and so a compiled program; they differ in weights, tokens, lengths and questions.
 
-    Their cache is in eight bits in a share ``eight_bits`` of the programs, and on a mesh in a share ``meshes``. ``sizes``
-    are layers, kv_heads, group, rows, block and width that are not drawn.
+    Their cache is in eight bits in a share ``eight_bits`` of the programs, and on a mesh in a share ``meshes``. Layers,
+    kv_heads, group, rows, block and width are drawn unless ``sizes`` has them.
     """
     size = (sizes or {}).get
     other = _Draw(np.random.default_rng([seed, number, 8]))  # its own, so that all else stays what it was
