@@ -21,6 +21,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
+
 from tests.mutants.faults import PACKAGES, ROOT, Fault, faults
 
 TIERS = {"default": "not matrix and not nightly", "both": "not nightly", "all": ""}
@@ -46,8 +48,8 @@ def downstream(fault: Fault) -> list[str]:
     above = PACKAGES[PACKAGES.index(package) :]
     table = ["tests/campaign"] if package in ("kernels_pallas", "kvjax", "models") else []
     others = ["tests/bad_input", "tests/test_repository.py", "tests/test_documents.py"]
-    folders = [f"tests/{name}" for name in above] + list(above) + others
-    return table + [folder for folder in folders if (ROOT / folder).exists()]
+    places = [*table, *(f"tests/{name}" for name in above), *above, *others]
+    return [place for place in places if (ROOT / place).exists()]
 
 
 class Copy:
@@ -82,7 +84,7 @@ class Copy:
                 code, test = self._first_failure(paths, tier, left) if paths and left > 0 else (0, "")
                 if code is None:
                     return Outcome(fault.name, fault.file, "", "out of time", time.monotonic() - start)
-                if code not in (0, 5):  # 5: none of these tests is of the tier
+                if code not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
                     return Outcome(fault.name, fault.file, test, "found", time.monotonic() - start)
             return Outcome(fault.name, fault.file, "", "survived", time.monotonic() - start)
         finally:
@@ -102,6 +104,8 @@ class Copy:
                 return None, ""
             out.seek(0)
             printed = out.read().decode(errors="replace")
+        if code == pytest.ExitCode.USAGE_ERROR:
+            raise RuntimeError(f"pytest could not run: {printed.strip()[-500:]}")
         failed = re.search(r"^(?:FAILED|ERROR) (\S+)", printed, re.MULTILINE)
         return code, failed[1] if failed else printed.strip().splitlines()[-1][:200]
 
