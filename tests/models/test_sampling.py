@@ -8,28 +8,30 @@ import numpy as np
 import pytest
 
 from models.sampling import Sampling, sample
+from tests.models.reference import softmax
+from tests.tiers import first
 
 DRAWS = 4096
+WIDTH = 6  # of all logits here, so that they share programs; what is missing is ruled out
 
 
 def drawn(logits: list[float], dtype: str = "float32", **how: float) -> np.ndarray:
     """How often each token is drawn, in DRAWS rows of the same logits."""
-    rows = jnp.broadcast_to(jnp.array(logits, dtype), (DRAWS, len(logits)))
-    return np.bincount(sample(rows, jax.random.key(0), Sampling(**how)), minlength=len(logits))  # type: ignore[arg-type]
+    padded = np.full((DRAWS, WIDTH), -np.inf, np.float32)
+    padded[:, : len(logits)] = logits
+    found = sample(jnp.asarray(padded, dtype), jax.random.key(0), Sampling(**how))  # type: ignore[arg-type]
+    counts = np.bincount(found, minlength=len(logits))
+    assert not counts[len(logits) :].any()
+    return counts[: len(logits)]
 
 
-def expected(logits: list[float], temperature: float) -> np.ndarray:
-    x = np.array(logits, np.float64) / temperature
-    e = np.exp(x - x.max())
-    return DRAWS * e / e.sum()
-
-
-def close(counts: np.ndarray, expected: np.ndarray) -> bool:
+def close(counts: np.ndarray, probability: np.ndarray) -> bool:
     """Within five standard deviations of what is expected."""
+    expected = DRAWS * probability
     return bool((np.abs(counts - expected) <= 5 * np.sqrt(np.maximum(expected, 1))).all())
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", first(1, ["float32", "bfloat16", "float16"]))
 @pytest.mark.parametrize("temperature", [1e-5, 1e-20, 1e-38, 1e-40, 5e-324])
 def test_the_colder_the_nearer_to_greedy(temperature, dtype):
     assert drawn([1.0, 3.0, 2.0, -5.0], dtype, temperature=temperature)[1] == DRAWS
@@ -45,16 +47,30 @@ def test_half_precision_logits_are_drawn_in_single():
     assert drawn(logits, "float16", temperature=1e-3)[3] == DRAWS
 
 
-@pytest.mark.parametrize("temperature", [0.7, 1.0, 3.0])
-def test_frequencies_are_those_of_the_softmax(temperature):
-    logits = [1.0, 0.0, 2.0, -1.0, 0.5]
-    assert close(drawn(logits, temperature=temperature), expected(logits, temperature))
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"),
+    [(0.7, None, None), (1.0, None, None), (3.0, None, None), (0.7, 4, None), (1.3, None, 0.6), (1.0, 3, 0.8)],
+)
+def test_frequencies_are_those_of_the_filtered_softmax(temperature, top_k, top_p):
+    logits = np.array([2.0, 0.3, 1.1, -0.5, 1.6, 0.9])
+    probability = softmax(logits / temperature)
+    ranking = np.argsort(-probability)
+    if top_k is not None:
+        probability[ranking[top_k:]] = 0
+        probability /= probability.sum()
+    if top_p is not None:  # the fewest tokens that hold the share
+        needed = 1 + int(np.searchsorted(np.cumsum(probability[ranking]), top_p))
+        probability[ranking[needed:]] = 0
+        probability /= probability.sum()
+    counts = drawn(logits.tolist(), temperature=temperature, top_k=top_k, top_p=top_p)
+    assert close(counts, probability)
+    assert (counts[probability == 0] == 0).all()
 
 
 @pytest.mark.parametrize("temperature", [1e38, 1e300])
 def test_the_hottest_draws_alike_and_never_what_is_ruled_out(temperature):
     counts = drawn([1.0, -np.inf, 50.0], temperature=temperature)
-    assert close(counts, np.array([DRAWS / 2, 0, DRAWS / 2]))
+    assert close(counts, np.array([0.5, 0, 0.5]))
     assert counts[1] == 0
 
 
@@ -69,7 +85,7 @@ def test_of_equals_top_k_has_no_more_than_k():
 
 def test_top_k_beyond_the_vocabulary_draws_from_all():
     logits = [1.0, 0.0, 2.0]
-    assert close(drawn(logits, temperature=1.0, top_k=2**31 - 1), expected(logits, 1.0))
+    assert close(drawn(logits, temperature=1.0, top_k=2**31 - 1), softmax(np.array(logits)))
 
 
 @pytest.mark.parametrize("temperature", [1e-40, 1.0, 1e38])
@@ -78,6 +94,11 @@ def test_the_smallest_share_is_greedy(temperature, top_p):
     assert drawn([2.0, 4.0, 4.0, 1.0], temperature=temperature, top_p=top_p)[1] == DRAWS
 
 
+def test_nothing_asked_for_is_greedy():
+    assert drawn([2.0, 1.0, 4.0], temperature=0.0, top_k=3, top_p=0.5)[2] == DRAWS
+
+
+@pytest.mark.matrix
 def test_a_share_of_1_leaves_no_token_out():
     logits = jax.random.normal(jax.random.key(1), (1, 50_000)) * 1e-3
     rows = jnp.broadcast_to(logits.at[0, 7].set(-9.0), (1, 50_000))  # the last in order, where rounding adds up
