@@ -17,8 +17,7 @@ import jax
 
 from tests.campaign.cases import SHARE, Case, draw, from_json, smaller
 from tests.campaign.checking import Outcome, check
-
-MAPS = 25_000  # memory maps at which compiled programs are cleared; Linux allows a process 65,530
+from tests.costs import MOST_MAPS, maps
 
 
 def shrink(case: Case, outcome: Outcome, seconds: float) -> tuple[Case, Outcome]:
@@ -85,11 +84,11 @@ def main(arguments: list[str] | None = None) -> int:
             elif outcome.kind != "ok":
                 undecided.append((case, outcome))
         program += 1
-        if program % 50 == 0 or _maps() > MAPS:
+        if program % 50 == 0 or maps() > MOST_MAPS:
             jax.clear_caches()
         if time.monotonic() - said > 30:
             said = time.monotonic()
-            print(f"{said - start:6.0f} s: {sum(kinds.values())} cases, {dict(kinds)}, {_maps()} maps", flush=True)
+            print(f"{said - start:6.0f} s: {sum(kinds.values())} cases, {dict(kinds)}, {maps()} maps", flush=True)
 
     taken = time.monotonic() - start
     for dimension, counts in dimensions.items():
@@ -113,12 +112,6 @@ def main(arguments: list[str] | None = None) -> int:
         }  # fmt: skip
         given.json.write_text(json.dumps(report, indent=1))
     return int(bool(failures))
-
-
-def _maps() -> int:
-    """Memory maps of this process, to which each compiled program adds; 0 where the system does not say."""
-    path = Path("/proc/self/maps")
-    return len(path.read_text().splitlines()) if path.exists() else 0
 
 
 if __name__ == "__main__":

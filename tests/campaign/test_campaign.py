@@ -25,18 +25,12 @@ ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = 7  # about 30 seconds of a campaign
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("number", range(PROGRAMS))
 def test_random_cases_are_those_of_the_reference(number):
     for case in itertools.islice(draw(0, number), 2):
         outcome = check(case)
         assert not outcome.fails, f"{outcome.kind}: {outcome.why}\npython -m tests.campaign --case '{case}'"
-
-
-@pytest.mark.parametrize("dense", [(True, False, True), (False, True, False)])
-def test_a_mix_of_dense_and_sparse_layers_is_that_of_the_reference(dense):
-    changes = dict(layers=3, kv_heads=2, group=2, lengths=(9, 7), policy="snapkv(window=2)+caote", new=3)
-    outcome = check(Case(family="qwen3_moe", dense=dense, **changes))
-    assert outcome.kind == "ok", outcome.why
 
 
 def test_every_score_link_and_allocation_is_drawn():
@@ -235,6 +229,7 @@ def test_a_row_one_step_off_is_a_failure_and_so_is_a_cache_that_does_not_round(m
     assert check(eight).kind == "differs"
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("dtype", EIGHT_BITS)
 def test_caches_in_eight_bits_are_those_of_the_reference(dtype):
     outcome = check(dataclasses.replace(CASE, cache_dtype=dtype, policy="snapkv(window=2)+caote"))
