@@ -77,9 +77,7 @@ def run(
     model = _Model(parameters, config, policy, len(prompt), room, choices, held, butler, scorer, dtypes, known)
     logits, history = [], []
     context = len(prompt) - question
-    blocks = math.ceil(context / block)
-    edges = [0] + [context - (blocks - 1 - i) * block for i in range(blocks)]
-    for start, stop in itertools.pairwise(edges):
+    for start, stop in _blocks(0, context, block):
         logits.append(model.feed(prompt[start:stop]))
         if repeats is not None and stop == context:
             model.recite(prompt[:context], *repeats)
@@ -88,8 +86,8 @@ def run(
         if policy is not None and ((when == "block" and not once) or stop == context):
             model.evict(policy, budget, len(history), settled=False)
         history.append(model.kept[:, :, : model.length].copy())
-    if question:
-        logits.append(model.feed(prompt[context:]))
+    for start, stop in _blocks(context, len(prompt), block):
+        logits.append(model.feed(prompt[start:stop]))
     if policy is not None:
         budget += question
     answer: list[int] = []
@@ -113,6 +111,12 @@ def run(
         choices,
         history,
     )
+
+
+def _blocks(start: int, stop: int, size: int) -> list[tuple[int, int]]:
+    """Cut a range into blocks that end where it ends; the first may be short."""
+    edges = [start, *range(stop - (math.ceil((stop - start) / size) - 1) * size, stop + 1, size)]
+    return list(itertools.pairwise(edges)) if stop > start else []
 
 
 class _Model:
