@@ -10,7 +10,7 @@ import models
 from kvjax.chains import LINKS
 from models.plan import moments
 from tests.models import reference
-from tests.models.test_engine_cache import CONFIG, DOCUMENT
+from tests.models.tiny import DOCUMENT
 
 PUBLISHED = {  # docs/methods.md has the sources
     "h2o": ("block", 1),

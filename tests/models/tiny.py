@@ -9,8 +9,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+import kvjax
 import models
 from models import Config
+from models.layer_caches import LayerCaches
 from models.parameters import partition
 from tests.models import reference
 
@@ -63,7 +65,15 @@ def lengths_of(rows: Any) -> np.ndarray:
 
 
 def positions(cache: Any) -> list[np.ndarray]:
-    """The positions in each layer's slots, -1 in free ones."""
+    """The positions in each layer's slots, -1 in free ones; read in NumPy, so that nothing is compiled."""
+    if isinstance(cache, LayerCaches):
+        return [np.asarray(layer.position) for layer in cache.layers]
+    if isinstance(cache, kvjax.KVCache):
+        return list(np.asarray(cache.position))
+    if isinstance(cache, kvjax.PagedCache):
+        table = np.asarray(cache.table)
+        own = np.where(table[..., None] >= 0, np.asarray(cache.position)[table], -1)
+        return list(own.reshape(*table.shape[:3], -1))
     return [np.asarray(cache.layer(number).position) for number in range(cache.heads_shape[0])]
 
 
