@@ -2,33 +2,26 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import numpy as np
 import pytest
-from flax import nnx
 
 import models
 from models import batching, by_layer, engine
+from tests.models.tiny import CONFIG, SETTINGS, STATE, VOCABULARY, WINDOW, decoder, run
+from tests.tiers import first
 
-V = 64
-CONFIG = models.Config(V, 32, 48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, max_positions=96)
-SETTINGS = {
-    "a window": dict(policy="snapkv(window=4)+caote", budget=16, block=8),
-    "every step": dict(policy="h2o+caote", budget=12, block=8),
-    "pages": dict(policy="h2o@model", budget=12, block=8, page_size=4),
-    "once": dict(policy="snapkv(window=4)", budget=12, block=8, when="published"),
+WINDOWED = dict(policy=WINDOW, **SETTINGS)
+EVERY = dict(policy=STATE, **SETTINGS)
+CASES = {
+    "a window": WINDOWED,
+    "every step": EVERY,
+    "pages": dict(policy="h2o@model", page_size=4, **SETTINGS),
+    "once": dict(policy="snapkv(window=4)", when="published", **SETTINGS),
     "a ratio": dict(policy="h2o", budget=0.5, block=8, longest_prompt=48),
     "everything": dict(block=8, longest_prompt=48),
+    "below a threshold": dict(policy="tova(heads='group')@threshold(least=0.02)", **SETTINGS),
 }
-
-
-@functools.cache
-def decoder() -> models.Decoder:
-    return models.Decoder(CONFIG, rngs=nnx.Rngs(0))
-
-
 FEW_SIZES = [(4, 15), (12, 15), (40, 6)]  # of prompts and answers, where a plan is made for the sizes of each
 
 
@@ -38,10 +31,10 @@ def requests(count: int, seed: int, sizes: list[tuple[int, int]] | None = None) 
     made = []
     for number in range(count):
         length, new = sizes[number % len(sizes)] if sizes else (rng.integers(1, 41), int(rng.integers(1, 16)))
-        sampling = dict(max_new_tokens=new, end=tuple(rng.integers(0, V, 2).tolist()))
+        sampling = dict(max_new_tokens=new, end=tuple(rng.integers(0, VOCABULARY, 2).tolist()))
         if rng.random() < 0.3:
             sampling |= dict(temperature=1.5, top_k=5, key=jax.random.key(int(rng.integers(1000))))
-        made.append((rng.integers(0, V, length), sampling))
+        made.append((rng.integers(0, VOCABULARY, length), sampling))
     return made
 
 
@@ -67,23 +60,26 @@ def served(arrivals: list[tuple[np.ndarray, dict]], seed: int, rows: int = 3, **
     return [answers[handle] for handle in sorted(answers)]
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", first(1, CASES))
 def test_each_answer_is_the_one_that_its_prompt_gets_alone(name):
-    count, sizes = {"a window": (100, None), "pages": (60, None), "every step": (10, None)}.get(name, (30, FEW_SIZES))
-    arrivals = requests(count, len(name), sizes)  # 260 in all
-    expected = [alone(prompt, sampling, **SETTINGS[name]) for prompt, sampling in arrivals]
-    assert served(arrivals, 1, **SETTINGS[name]) == expected
+    budgets = "pages", "a window", "every step", "below a threshold"
+    count, sizes = (24, None) if name in budgets else (12, FEW_SIZES)
+    arrivals = requests(count, len(name), sizes)
+    expected = [alone(prompt, sampling, **CASES[name]) for prompt, sampling in arrivals]
+    assert served(arrivals, 1, **CASES[name]) == expected
 
 
-def test_large_layers_give_the_same_answers(monkeypatch):
-    arrivals = requests(12, seed=3)
-    expected = [alone(prompt, sampling, **SETTINGS["a window"]) for prompt, sampling in arrivals]
+@pytest.mark.parametrize("name", first(1, ["every step", "a window"]))
+def test_greedy_answers_are_those_of_the_reference(name, monkeypatch):
+    """By layers, of which only few programs are made."""
     monkeypatch.setattr(by_layer, "LARGE_LAYER", 0)
-    assert served(arrivals, 1, **SETTINGS["a window"]) == expected
+    arrivals = [(prompt, dict(max_new_tokens=7, end=())) for prompt, _ in requests(8, seed=3)]
+    expected = [run(prompt, new_tokens=7, **CASES[name]).tokens for prompt, _ in arrivals]
+    assert served(arrivals, 1, **CASES[name]) == expected
 
 
 def test_nobody_waits_longer_than_a_block():
-    batch = models.Engine(decoder(), rows=2, **SETTINGS["every step"])
+    batch = models.Engine(decoder(), rows=3, **EVERY)
     first = batch.submit(range(9), max_new_tokens=30, end=())
     while not any(made.handle == first for made in batch.step()):
         pass
@@ -93,9 +89,9 @@ def test_nobody_waits_longer_than_a_block():
 
 
 def test_cancelling_frees_a_row_and_leaves_the_others_alone():
-    arrivals = [(prompt, dict(max_new_tokens=12, end=())) for prompt, _ in requests(6, seed=5)]
-    batch = models.Engine(decoder(), rows=2, **SETTINGS["pages"])
-    handles = [batch.submit(prompt, **sampling) for prompt, sampling in arrivals]
+    prompts = [prompt for prompt, _ in requests(6, seed=5)]
+    batch = models.Engine(decoder(), rows=3, **EVERY)
+    handles = [batch.submit(prompt, max_new_tokens=12, end=()) for prompt in prompts]
     answers = {handle: [] for handle in handles}
     for number, made in enumerate(batch.run()):
         answers[made.handle].append(made.token)
@@ -103,14 +99,14 @@ def test_cancelling_frees_a_row_and_leaves_the_others_alone():
             batch.cancel(handles[0])  # in a row
             batch.cancel(handles[-1])  # waiting
             batch.cancel(99)
-    for handle, (prompt, sampling) in list(zip(handles, arrivals, strict=True))[1:-1]:
-        assert answers[handle] == alone(prompt, sampling, **SETTINGS["pages"])
+    for handle, prompt in list(zip(handles, prompts, strict=True))[1:-1]:
+        assert answers[handle] == run(prompt, new_tokens=12, **EVERY).tokens
     assert len(answers[handles[0]]) < 12 and answers[handles[-1]] == []
     assert batch.idle and int(batch.cache.num_live.sum()) == 0
 
 
 def test_a_loop_that_was_left_goes_on_where_it_was_and_a_cancelled_request_is_silent():
-    batch = models.Engine(decoder(), rows=3, **SETTINGS["every step"])
+    batch = models.Engine(decoder(), rows=3, **EVERY)
     handles = [batch.submit(range(9), max_new_tokens=8, end=()) for _ in range(3)]
     made = []
     while not batch.idle:
@@ -123,30 +119,23 @@ def test_a_loop_that_was_left_goes_on_where_it_was_and_a_cancelled_request_is_si
 
 
 def test_an_answer_may_be_longer_than_the_model_has_positions_under_a_budget():
-    batch = models.Engine(decoder(), rows=1, policy="h2o", budget=8, block=8, max_new_tokens=CONFIG.max_positions + 9)
+    batch = models.Engine(decoder(), rows=3, max_new_tokens=CONFIG.max_positions + 9, **EVERY)
     batch.submit(range(9), max_new_tokens=3, end=())
     assert len(list(batch.run())) == 3
 
 
-def test_rows_below_a_threshold_keep_what_they_keep_alone():
-    settings = dict(policy="tova(heads='group')@threshold(least=0.02)", budget=16, block=8)
-    arrivals = requests(8, seed=4)
-    assert served(arrivals, 2, **settings) == [alone(prompt, sampling, **settings) for prompt, sampling in arrivals]
-
-
 def test_what_comes_and_goes_compiles_nothing_new():
-    settings = SETTINGS["every step"]
-    served(requests(4, seed=7), 1, **settings)
+    served(requests(4, seed=7), 1, **EVERY)
     programs = engine.block_step, batching._join, batching._leave
     before = [program._cache_size() for program in programs]
-    served(requests(12, seed=8), 2, **settings)
+    served(requests(12, seed=8), 2, **EVERY)
     assert [program._cache_size() for program in programs] == before
 
 
 def test_memory_does_not_depend_on_what_is_served():
-    batch = models.Engine(decoder(), rows=2, **SETTINGS["a window"])
+    batch = models.Engine(decoder(), rows=3, **WINDOWED)
     before = batch.cache.nbytes
-    batch.submit(np.arange(90) % V, max_new_tokens=4)
+    batch.submit(np.arange(90), max_new_tokens=4)
     assert [batch.cache.nbytes for _ in batch.run()][-1] == before
 
 
@@ -162,7 +151,7 @@ def test_memory_does_not_depend_on_what_is_served():
         (dict(longest_prompt=20), dict(tokens=range(21)), "longest_prompt 21, but the engine's rows are for 20"),
         (dict(max_new_tokens=4), dict(tokens=[1], max_new_tokens=5), "max_new_tokens 5, but the engine's rows are"),
         ({}, dict(tokens=[]), "the prompt is empty"),
-        ({}, dict(tokens=[V]), "outside the vocabulary"),
+        ({}, dict(tokens=[VOCABULARY]), "outside the vocabulary"),
         ({}, dict(tokens=[1], temperature=1.0), "no key was given"),
         ({}, dict(tokens=[1], max_new_tokens=0), "ask for at least 1"),
         ({}, dict(tokens=[1.5]), "integer"),

@@ -20,6 +20,8 @@ from models.sampling import Sampling
 from models.steps import Phase
 from tests.models import reference
 from tests.models.test_engine_compiled import COMPILED, parse
+from tests.models.tiny import streamed
+from tests.tiers import first
 
 V = 64
 CONFIG = Config(V, 32, 48, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8, sliding_windows=(None, None, 21))
@@ -181,14 +183,19 @@ RULES = {
 
 READS = [(source, *[(0.3, 2), (7, 0)][number % 2]) for number, source in enumerate(SOURCES)]
 CARRIED = ("butler", "quest(page_size=4)", "first_layer", "previous_layer")  # what the host hands from layer to layer
+BY_DEFAULT = ("butler", "quest(page_size=4)", "random(seed=3)")
+
+
+def by_tier(ways):
+    """Sources by one program and, of those that carry something, by layers; few of both by default."""
+    for way, sources, default in ways:
+        for case in (case for case in READS if case[0] in sources):
+            yield pytest.param(*case, way, marks=() if case[0] in default else pytest.mark.matrix)
 
 
 @pytest.mark.parametrize(
     ("select", "budget", "sinks", "way"),
-    [
-        *((*case, engine.ProgramSteps) for case in READS),
-        *((*case, by_layer.LayerSteps) for case in READS if case[0] in CARRIED),
-    ],
+    by_tier([(engine.ProgramSteps, SOURCES, BY_DEFAULT), (by_layer.LayerSteps, CARRIED, ("first_layer",))]),
 )
 def test_a_step_reads_what_the_rule_says_and_gives_the_logits_of_that(select, budget, sinks, way):
     logits, read = forced(select, budget, sinks=sinks, way=way)
@@ -197,6 +204,7 @@ def test_a_step_reads_what_the_rule_says_and_gives_the_logits_of_that(select, bu
     np.testing.assert_allclose(logits, expected[PROMPT - 1 :], atol=1e-4, rtol=0)
 
 
+@pytest.mark.matrix
 def test_the_predictor_may_read_the_embeddings():
     logits, read = forced("butler", 0.3, source="attention_input")
     rule = lambda layer, t, *_: foreseen("attention_input")[layer - 1][:, t]  # noqa: E731
@@ -205,20 +213,23 @@ def test_the_predictor_may_read_the_embeddings():
     np.testing.assert_allclose(logits, expected[PROMPT - 1 :], atol=1e-4, rtol=0)
 
 
+@pytest.mark.matrix
 def test_reading_everything_gives_the_dense_logits():
     logits, _ = forced("quest(page_size=4)", 1.0, sinks=0)
     dense = np.asarray(decoder()(jnp.asarray(TOKENS)))[0]
     np.testing.assert_allclose(logits, dense[PROMPT - 1 :], atol=1e-5, rtol=0)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("select", ["butler", "oracle"])
 def test_reading_everything_gives_the_dense_tokens(select):
     settings = dict(block=16, max_new_tokens=8, end=())
-    dense = models.generate(decoder(), TOKENS, **settings)
+    dense = reference.run(weights(), CONFIG, TOKENS[0], new_tokens=8).tokens
     out = models.generate(decoder(), TOKENS, select=select, budget=1.0, butler=butler_for(select), **settings)
-    np.testing.assert_array_equal(out.tokens, dense.tokens)
+    assert out.tokens[0].tolist() == dense
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("select", ["butler", "quest(page_size=4)"])
 def test_a_prompt_in_blocks_of_any_size_is_remembered_alike(select):
     one, first = forced(select, 0.3, sinks=2, way=engine.ProgramSteps)  # in blocks of 16
@@ -228,7 +239,7 @@ def test_a_prompt_in_blocks_of_any_size_is_remembered_alike(select):
         np.testing.assert_allclose(logits, one, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("select", ["butler", "quest(page_size=4)"])
+@pytest.mark.parametrize("select", first(1, ["quest(page_size=4)", "butler"]))
 def test_a_row_gets_the_tokens_that_it_gets_alone(select):
     settings = dict(select=select, budget=0.3, butler=butler_for(select), block=16, max_new_tokens=6, end=(5, 9, 17))
     lengths = np.array([43, 9, 30])
@@ -240,29 +251,39 @@ def test_a_row_gets_the_tokens_that_it_gets_alone(select):
         assert batch.cache.num_live[:, row].min() == length + batch.lengths[row] - 1
 
 
-@pytest.mark.parametrize("select", ["butler", "quest"])
+@pytest.mark.parametrize(
+    ("select", "each_way"),
+    first(1, [("butler", "one program"), ("butler", "layers"), ("quest", "one program"), ("quest", "layers")]),
+    indirect=["each_way"],
+)
 def test_a_streamed_answer_is_the_generated_one_and_compiles_once(select, each_way):
     settings = dict(select=select, budget=0.3, butler=butler_for(select), block=16, max_new_tokens=5, end=())
-
-    def streamed(tokens):
-        return [int(token[0]) for token, _ in models.stream(decoder(), tokens, **settings)]
-
     generated = models.generate(decoder(), TOKENS, **settings)
-    assert streamed(TOKENS) == generated.tokens[0].tolist()
+    np.testing.assert_array_equal(streamed(decoder(), TOKENS, **settings)[0], generated.tokens)
     compiled = len(COMPILED)
     assert compiled > 0, "compilations are not counted: jax has renamed the event"
-    assert len(streamed(TOKENS[:, ::-1])) == 5
+    assert streamed(decoder(), TOKENS[:, ::-1], **settings)[0].shape == (1, 5)
     assert len(COMPILED) == compiled
 
 
-@pytest.mark.parametrize("asked", [dict(select="butler", budget=0.3), dict(policy="butler", budget=8)])
+@pytest.mark.parametrize(
+    ("asked", "each_way"),
+    first(1, [
+        (dict(select="butler", budget=0.3), "one program"),
+        (dict(select="butler", budget=0.3), "layers"),
+        (dict(policy="butler", budget=8), "one program"),
+        (dict(policy="butler", budget=8), "layers"),
+    ]),
+    indirect=["each_way"],
+)  # fmt: skip
 def test_a_look_at_the_prompts_cache_sees_the_cache_alone(asked, each_way):
     seen = []
-    settings = dict(butler=predictor(), block=16, max_new_tokens=1, on_cache=lambda cache: seen.append(type(cache)))
-    list(models.stream(decoder(), TOKENS, **asked, **settings))
+    settings = dict(butler=predictor(), block=16, max_new_tokens=5, on_cache=lambda cache: seen.append(type(cache)))
+    next(models.stream(decoder(), TOKENS, **asked, **settings))
     assert set(seen) == {kvjax.KVCache if each_way == "one program" else layer_caches.LayerCaches}
 
 
+@pytest.mark.matrix
 def test_a_held_back_question_changes_nothing():
     settings = dict(select="streaming", budget=8, block=16, max_new_tokens=4, end=())
     plain = models.generate(decoder(), TOKENS, **settings)
@@ -270,10 +291,11 @@ def test_a_held_back_question_changes_nothing():
     np.testing.assert_array_equal(asked.tokens, plain.tokens)
 
 
+@pytest.mark.matrix
 def test_a_selection_of_everything_is_not_a_selection():
-    settings = dict(block=16, max_new_tokens=4, end=())
-    plain = models.generate(decoder(), TOKENS, **settings)
-    np.testing.assert_array_equal(models.generate(decoder(), TOKENS, select="full", **settings).tokens, plain.tokens)
+    settings = dict(block=16, max_new_tokens=8, end=())
+    dense = reference.run(weights(), CONFIG, TOKENS[0], new_tokens=8).tokens
+    assert models.generate(decoder(), TOKENS, select="full", **settings).tokens[0].tolist() == dense
 
 
 def compiled_step(select, budget, *, config=CONFIG, slots=PROMPT, butler=None):
@@ -286,7 +308,7 @@ def compiled_step(select, budget, *, config=CONFIG, slots=PROMPT, butler=None):
     ).compile(), state
 
 
-@pytest.mark.parametrize("select", ["butler", "quest"])
+@pytest.mark.parametrize("select", first(1, ["butler", "quest"]))
 def test_a_step_donates_the_cache_and_all_that_lies_beside_it(select):
     compiled, held = compiled_step(select, 0.3, butler=butler_for(select))
     assert compiled.memory_analysis().alias_size_in_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(held))
@@ -301,12 +323,14 @@ def wide_step(budget):
     return compiled_step(None if budget is None else "streaming", budget, config=WIDE, slots=2045)[0]
 
 
+@pytest.mark.matrix
 def test_the_bytes_that_a_step_reads_fall_with_the_budget():
     many, few = (wide_step(budget).cost_analysis()["bytes accessed"] for budget in (1024, 128))
     row = 4 * (64 + 64) * 4  # key and value of four heads
     assert many - few >= (1024 - 128) * row  # in one layer: the compiler counts a loop's body once
 
 
+@pytest.mark.matrix
 def test_behind_the_first_layer_nothing_takes_the_keys_or_values_of_all_slots():
     """There, the cache is written by scatters and read by gathers of the chosen rows; dense attention slices it."""
 
@@ -355,6 +379,7 @@ def test_a_predictor_of_another_shape_is_refused():
         models.generate(decoder(), TOKENS, select="butler", budget=8, butler=other)
 
 
+@pytest.mark.matrix
 @pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices; conftest.py forces them on a CPU")
 @pytest.mark.parametrize("settings", [dict(select="butler", budget=0.3), dict(policy="butler+caote", budget=12)])
 def test_a_mesh_gives_the_tokens_of_one_device(settings):
@@ -370,6 +395,7 @@ def test_a_mesh_gives_the_tokens_of_one_device(settings):
 # The predictor as a retention score.
 
 
+@pytest.mark.matrix
 def test_a_policy_keeps_the_predicted_keys_of_the_tokens_that_stay():
     butler = predictor("attention_input")  # what it reads does not depend on what was evicted
     settings = dict(policy="butler+caote", budget=12, block=8, max_new_tokens=5, end=(), butler=butler)
@@ -402,18 +428,13 @@ def test_what_stays_is_what_the_mean_predicted_attention_ranks_first():
             assert sorted(position[position >= 0].tolist()) == sorted(best.tolist())
 
 
+@pytest.mark.matrix
 def test_pages_keep_what_a_plain_cache_keeps():
     settings = dict(budget=12, block=8, max_new_tokens=4, end=(), butler=predictor())
     plain = models.generate(decoder(), TOKENS, policy="butler+caote", **settings)
     paged = models.generate(decoder(), TOKENS, policy="butler+caote@pyramid(beta=1)", **settings)
     assert isinstance(paged.cache, kvjax.PagedCache)
     np.testing.assert_array_equal(paged.tokens, plain.tokens)
-
-
-def test_a_streamed_answer_of_the_policy_is_the_generated_one():
-    settings = dict(policy="butler+caote", budget=12, block=8, max_new_tokens=5, end=(), butler=predictor())
-    streamed = [int(token[0]) for token, _ in models.stream(decoder(), TOKENS, **settings)]
-    assert streamed == models.generate(decoder(), TOKENS, **settings).tokens[0].tolist()
 
 
 def test_without_a_selection_or_a_predictor_nothing_lies_beside_the_cache():

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 import kvjax
 import models
@@ -17,9 +15,8 @@ from models.by_layer import LayerSteps
 from models.plan import moments
 from tests.models.make_kvpress import FOLDER
 from tests.models.make_kvzip import CHUNK, KEPT, REAL, TINY
-
-CONFIG = models.Config(64, 32, 48, num_layers=2, num_heads=4, num_kv_heads=2, max_positions=256)
-
+from tests.models.tiny import decoder, positions, run
+from tests.tiers import first
 
 # KVzip compares the scores of layers as they are, and a head may hold any number of tokens.
 COMPETE = {"model": "kvzip@model(normalise=False,cap=None)", "layer": "kvzip@layer(cap=None)"}
@@ -36,11 +33,6 @@ def kvpress_model():
     return models.load(FOLDER)[0]
 
 
-@functools.cache
-def small():
-    return models.Decoder(CONFIG, rngs=nnx.Rngs(1))
-
-
 def asking(name, file=TINY):
     """The policy with the fixture's chunks and words."""
     words = (tuple(fixture(file)[part].tolist()) for part in ("first", "following", "suffix"))
@@ -50,7 +42,7 @@ def asking(name, file=TINY):
 
 def in_order(cache, array, T, nothing):
     """An array of the slots [L, B, K, S] as [L, B, K, T], by position."""
-    position = np.stack([np.asarray(cache.layer(layer).position) for layer in range(cache.heads_shape[0])])
+    position = np.stack(positions(cache))
     out = np.full((*position.shape[:-1], T + 1), nothing, array.dtype)
     np.put_along_axis(out, position, array, axis=-1)  # a free slot's -1 is the last, which is cut off
     return out[..., :T]
@@ -61,10 +53,10 @@ def slots_of(cache, part):
 
 
 def kept(cache, T):
-    return in_order(cache, np.ones_like(slots_of(cache, lambda own: own.position), bool), T, False)
+    return in_order(cache, np.ones_like(positions(cache), bool), T, False)
 
 
-@pytest.mark.parametrize("block", [16, 128])
+@pytest.mark.parametrize("block", first(1, [16, 128]))
 def test_scores_are_those_of_kvpress(block):
     tokens = fixture()["tokens"][None]
     cache, _ = models.prefill(kvpress_model(), tokens, policy=asking("kvzip"), budget=1.0, block=block)
@@ -72,7 +64,7 @@ def test_scores_are_those_of_kvpress(block):
     np.testing.assert_allclose(scores, fixture()["scores"], rtol=2e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("scope", COMPETE)
+@pytest.mark.parametrize("scope", first(0, COMPETE))
 def test_kept_tokens_are_those_of_kvpress(scope):
     tokens = fixture()["tokens"][None]
     for budget in KEPT[TINY]:
@@ -89,45 +81,49 @@ ASKING = repeating._asking(
 RUN = dict(policy=ASKING, budget=10, block=8, question=3)
 
 
+@pytest.mark.matrix
 def test_a_row_keeps_the_same_alone_and_in_a_batch():
-    together = kept(models.prefill(small(), TOKENS, LENGTHS, **RUN).cache, 40)
-    alone, _ = models.prefill(small(), TOKENS[1:, :23], **RUN)
+    together = kept(models.prefill(decoder(), TOKENS, LENGTHS, **RUN).cache, 40)
+    alone, _ = models.prefill(decoder(), TOKENS[1:, :23], **RUN)
     np.testing.assert_array_equal(kept(alone, 40)[:, 0], together[:, 1])
     assert alone.next_position.tolist() == [23]
 
 
 def test_nothing_but_the_chosen_tokens_is_left():
     # With all kept, the copies have left no trace: the cache and the logits are those of a run without a policy.
-    all_of_it = dict(policy=dataclasses.replace(ASKING, allocation=kvjax.allocation.UNIFORM), budget=1.0, block=8)
-    cache, logits = models.prefill(small(), TOKENS, LENGTHS, **all_of_it)
-    full, expected = models.prefill(small(), TOKENS, LENGTHS, block=8)
-    np.testing.assert_allclose(logits, expected, atol=1e-6)
-    for what in ("key", "value"):
-        ours, theirs = (in_order_rows(c, getattr(c, what)) for c in (cache, full))
-        np.testing.assert_allclose(ours, theirs, atol=1e-6)
+    cache, logits = models.prefill(decoder(), TOKENS, LENGTHS, policy="kvzip(chunk=16)+caote", budget=1.0, block=8)
+    found, expected = (in_order_rows(cache, part) for part in ("key", "value")), []
+    for row, length in enumerate(LENGTHS):
+        dense = run(TOKENS[row, :length])
+        np.testing.assert_allclose(np.asarray(logits)[row], dense.logits[-1], atol=1e-4)
+        expected.append((dense.key[:, :, :23], dense.value[:, :, :23]))
+    for ours, theirs in zip(found, zip(*expected, strict=True), strict=True):
+        np.testing.assert_allclose(ours, np.stack(theirs, axis=1), atol=1e-4)
 
 
-def in_order_rows(cache, rows):
-    order = np.argsort(np.where(cache.position < 0, 99, cache.position), axis=-1)[..., :23]
-    return np.take_along_axis(np.asarray(rows), order[..., None], axis=-2)
+def in_order_rows(cache, part):
+    """The keys or values of each row's first 23 tokens, in their order."""
+    position = np.asarray(cache.position)
+    order = np.argsort(np.where(position < 0, 99, position), axis=-1)[..., :23]
+    return np.take_along_axis(np.asarray(getattr(cache, part)), order[..., None], axis=-2)
 
 
-@pytest.mark.parametrize("steps", [engine.ProgramSteps, LayerSteps])
+@pytest.mark.parametrize("steps", first(0, [engine.ProgramSteps, LayerSteps]))
 def test_one_program_and_single_steps_agree(steps):
-    given = engine.check_prompt(small(), TOKENS, LENGTHS, 3)
-    run, prompt = engine.prepare(small(), given, engine.Options(ASKING, 10, 8), None, None, None)
+    given = engine.check_prompt(decoder(), TOKENS, LENGTHS, 3)
+    run, prompt = engine.prepare(decoder(), given, engine.Options(ASKING, 10, 8), None, None, None)
     state, _ = engine._fed(steps(run), prompt, None)
-    expected, _ = models.prefill(small(), TOKENS, LENGTHS, **RUN)
+    expected, _ = models.prefill(decoder(), TOKENS, LENGTHS, **RUN)
     np.testing.assert_array_equal(kept(state.cache, 40), kept(expected, 40))
     assert state.cache.next_position.tolist() == LENGTHS.tolist()
 
 
-@pytest.mark.parametrize("policy", ["kvzip(chunk=16)", "kvzip(chunk=16)@model"])
+@pytest.mark.parametrize("policy", first(1, ["kvzip(chunk=16)", "kvzip(chunk=16)@model"]))
 def test_a_second_turn_repeats_its_own_tokens(policy):
     settings = dict(policy=policy, budget=30, block=8)
-    first, _ = models.prefill(small(), TOKENS[:, :24], **settings)
+    first, _ = models.prefill(decoder(), TOKENS[:, :24], **settings)
     before = in_order(first, slots_of(first, lambda own: own.state), 40, 0)
-    cache, _ = models.prefill(small(), TOKENS[:, 24:], cache=first, **settings)
+    cache, _ = models.prefill(decoder(), TOKENS[:, 24:], cache=first, **settings)
     after = in_order(cache, slots_of(cache, lambda own: own.state), 40, 0)
     held = kept(cache, 40)
     assert cache.next_position.tolist() == [40, 40] and (held.sum((0, 2, 3)) == 2 * 2 * 30).all()
@@ -160,7 +156,7 @@ def test_the_words_are_asked_for_by_the_tokenizer():
 
 
 def test_parts_of_the_prompt_and_what_asks_for_them():
-    given = engine.check_prompt(small(), TOKENS, LENGTHS, 3)
+    given = engine.check_prompt(decoder(), TOKENS, LENGTHS, 3)
     blocks = engine.repeats_of(given, ASKING.needs.reconstruction, 8, exact=True)
     assert blocks.tokens.shape == (9, 2, 8)  # three parts of at most 20 tokens, in three blocks each
     assert blocks.parts[::3, 0].tolist() == [[0, 16, 37], [16, 32, 37], [32, 37, 37]]
@@ -170,6 +166,7 @@ def test_parts_of_the_prompt_and_what_asks_for_them():
     assert blocks.positions[3:6, 0].ravel().tolist() == [-1] * 4 + list(range(37, 57))
 
 
+@pytest.mark.nightly  # of two minutes with a real model; the tiny one shows the same
 @pytest.mark.smollm2
 @pytest.mark.parametrize("scope", COMPETE)
 def test_a_real_text_is_scored_as_by_kvpress(scope):

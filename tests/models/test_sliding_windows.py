@@ -7,39 +7,33 @@ import functools
 import jax
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding
 
 import kvjax
 import models
 from kvjax import KVCache, PagedCache
 from models import Config
-from models.parameters import partition
-from tests.models import reference
+from tests.models import tiny
+from tests.models.tiny import answers, run
+from tests.tiers import first
 
 WINDOWS = (6, None, 9)
 CONFIG = Config(
     64, 16, 24, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8, architecture="qwen3", query_key_norm=True,
     sliding_windows=WINDOWS, max_positions=96,
 )  # fmt: skip
-WEIGHTS = reference.parameters(CONFIG)
 TOKENS = np.random.default_rng(0).integers(0, 64, (2, 40))
 LENGTHS = np.array([40, 23])
 AMPLE = dict(budget=56, block=8)  # more tokens than there are: only what has left a window goes
 
 
-@functools.cache
 def model() -> models.Decoder:
-    return reference.decoder(CONFIG, WEIGHTS)
+    return tiny.decoder(CONFIG)
 
 
 @functools.cache
-def full_logits() -> np.ndarray:
-    return np.asarray(models.prefill(model(), TOKENS, LENGTHS, outputs="all").logits)
-
-
-@functools.cache
-def full_answer() -> list[list[int]]:
-    return models.generate(model(), TOKENS, lengths=LENGTHS, max_new_tokens=12).tokens.tolist()
+def full(row: int):
+    """The row's dense run, and an answer."""
+    return run(TOKENS[row, : LENGTHS[row]], CONFIG, new_tokens=12)
 
 
 def held(cache) -> np.ndarray:
@@ -47,31 +41,33 @@ def held(cache) -> np.ndarray:
     return np.asarray(cache.num_live).max(axis=(1, 2))
 
 
-@pytest.mark.parametrize("policy", ["keydiff", "streaming(sinks=2)", "h2o+positions(kind='index')", "h2o@pyramid"])
+@pytest.mark.parametrize(
+    "policy", first(1, ["keydiff", "streaming(sinks=2)", "h2o+positions(kind='index')", "h2o@pyramid"])
+)
 def test_a_budget_that_holds_every_window_gives_the_logits_of_the_full_cache(policy):
     result = models.prefill(model(), TOKENS, LENGTHS, policy=policy, outputs="all", **AMPLE)
     for row, length in enumerate(LENGTHS):
-        np.testing.assert_allclose(result.logits[row, :length], full_logits()[row, :length], atol=1e-4)
+        np.testing.assert_allclose(np.asarray(result.logits)[row, :length], full(row).logits[:length], atol=1e-4)
     assert isinstance(result.cache, PagedCache)
     assert held(result.cache).tolist() == [5, 40, 8]
 
 
 @pytest.mark.parametrize(
     ("policy", "when", "layers"),
-    [
-        ("h2o+caote", "block", False),
+    first(1, [
         ("snapkv(window=4)", "prompt", True),
+        ("h2o+caote", "block", False),
         ("laprox(window=4)+positions@model", "block", False),
-    ],
-)
+    ]),
+)  # fmt: skip
 def test_such_a_budget_gives_the_answer_of_the_full_cache(policy, when, layers, run_by_layer):
     run_by_layer(layers)
     out = models.generate(model(), TOKENS, lengths=LENGTHS, policy=policy, when=when, max_new_tokens=12, **AMPLE)
-    assert out.tokens.tolist() == full_answer()
+    assert answers(out) == [full(row).tokens for row in range(2)]
     assert held(out.cache).tolist() == [5, 51, 8]
 
 
-@pytest.mark.parametrize(("window", "kept"), [(5, 4), (3, 2)], ids=["plain", "pages"])
+@pytest.mark.parametrize(("window", "kept"), first(1, [(3, 2), (5, 4)]), ids=["pages", "plain"])
 def test_a_sink_that_left_the_window_protects_nothing(window, kept):
     policy, rng = kvjax.parse("streaming(sinks=2)"), np.random.default_rng(1)
     cache = kvjax.empty_cache(policy, kv_heads=1, query_heads=1, head_dim=4, budget=4, block=2, windows=(window,))
@@ -84,7 +80,7 @@ def test_a_sink_that_left_the_window_protects_nothing(window, kept):
         assert np.sort(position[position >= 0]).tolist() == list(range(max(0, end - kept), end))
 
 
-@pytest.mark.parametrize(("policy", "held"), [(None, 6), ("h2o", 2), ("kvzip(sinks=0)", 4)])
+@pytest.mark.parametrize(("policy", "held"), first(1, [("h2o", 2), (None, 6), ("kvzip(sinks=0)", 4)]))
 def test_a_full_cache_and_a_block_that_is_taken_back_free_nothing(policy, held):
     sizes = dict(kv_heads=1, query_heads=1, head_dim=4, budget=9)
     cache, rows = kvjax.empty_cache(policy, **sizes), np.ones((1, 2, 1, 4), np.float32)
@@ -96,11 +92,12 @@ def test_a_full_cache_and_a_block_that_is_taken_back_free_nothing(policy, held):
     assert cache.num_live.tolist() == [[held]]
 
 
+@pytest.mark.matrix
 def test_policies_that_share_a_prompt_free_and_the_full_cache_beside_them_does_not():
     policies = ["full", "h2o", "snapkv(window=4)"]
-    full, _, together = models.prefill_each(model(), TOKENS[:1], policies=policies, budget=12, block=8)
-    np.testing.assert_allclose(full.logits, full_logits()[:1, -1], atol=1e-4)
-    assert held(full.cache).tolist() == [40, 40, 40]
+    whole, _, together = models.prefill_each(model(), TOKENS[:1], policies=policies, budget=12, block=8)
+    np.testing.assert_allclose(np.asarray(whole.logits)[0], full(0).logits[39], atol=1e-4)
+    assert held(whole.cache).tolist() == [40, 40, 40]
     alone = models.prefill(model(), TOKENS[:1], policy="snapkv(window=4)", budget=12, block=8, when="prompt")
     np.testing.assert_allclose(together.logits, alone.logits, atol=1e-5)
     assert held(together.cache).tolist() == held(alone.cache).tolist() == [5, 12, 8]
@@ -109,7 +106,7 @@ def test_policies_that_share_a_prompt_free_and_the_full_cache_beside_them_does_n
 
 @pytest.mark.parametrize(
     ("settings", "layers"),
-    [(dict(budget=12), False), (dict(budget=0.5, longest_prompt=40), True)],
+    first(0, [(dict(budget=12), False), (dict(budget=0.5, longest_prompt=40), True)]),
     ids=["slots", "ratio"],
 )
 def test_requests_that_come_and_go_get_the_tokens_that_they_get_alone(settings, layers, run_by_layer):
@@ -119,32 +116,31 @@ def test_requests_that_come_and_go_get_the_tokens_that_they_get_alone(settings, 
     engine = models.Engine(model(), rows=2, max_new_tokens=6, **settings)
     prompts = [TOKENS[0], TOKENS[1, :9], TOKENS[1]]
     handles = [engine.submit(prompt, max_new_tokens=6) for prompt in prompts]
-    answers = {handle: [] for handle in handles}
+    found = {handle: [] for handle in handles}
     for made in engine.run():
-        answers[made.handle].append(made.token)
+        found[made.handle].append(made.token)
     settings.pop("longest_prompt", None)
     for handle, prompt in zip(handles, prompts, strict=True):
-        alone = models.generate(model(), [prompt], max_new_tokens=6, **settings)
-        assert answers[handle] == alone.tokens[0].tolist()
+        alone = run(prompt, CONFIG, new_tokens=6, **settings).tokens
+        assert found[handle] == alone
 
 
+@pytest.mark.matrix
 def test_turns_in_a_kept_cache_go_on_in_its_pages():
     settings = dict(policy="snapkv(window=4)+caote", budget=12, block=8)
-    first = models.prefill(model(), TOKENS[:, :24], **settings)
-    second = models.prefill(model(), TOKENS[:, 24:], cache=first.cache, **settings)
-    whole = models.prefill(model(), TOKENS, **settings)
-    np.testing.assert_allclose(second.logits, whole.logits, atol=1e-5)
-    assert second.cache.nbytes == first.cache.nbytes == whole.cache.nbytes
-    assert held(second.cache).tolist() == [5, 12, 8]
+    beginning = models.prefill(model(), TOKENS[:, :24], **settings)
+    end = models.prefill(model(), TOKENS[:, 24:], cache=beginning.cache, **settings)
+    for row in range(2):
+        expected = run(TOKENS[row], CONFIG, **settings).logits[-1]
+        np.testing.assert_allclose(np.asarray(end.logits)[row], expected, atol=1e-4)
+    assert end.cache.nbytes == beginning.cache.nbytes
+    assert held(end.cache).tolist() == [5, 12, 8]
 
 
+@pytest.mark.matrix
 def test_on_several_devices_the_cache_is_plain_and_the_result_the_same():
-    mesh = Mesh(np.array(jax.devices()[:2]).reshape(1, 2), ("data", "tensor"))
-    arrays = {
-        name: jax.device_put(array, NamedSharding(mesh, partition(name, mesh))) for name, array in WEIGHTS.items()
-    }
     settings = dict(lengths=LENGTHS, policy="h2o", budget=12, block=8)
-    several, one = (models.prefill(m, TOKENS, **settings) for m in (models.Decoder(CONFIG, arrays), model()))
+    several, one = (models.prefill(m, TOKENS, **settings) for m in (tiny.on_mesh(CONFIG, 1, 2), model()))
     assert isinstance(several.cache, KVCache) and isinstance(one.cache, PagedCache)
     assert several.cache.num_live.tolist() == one.cache.num_live.tolist()
     np.testing.assert_allclose(several.logits, one.logits, atol=1e-5)
@@ -152,16 +148,15 @@ def test_on_several_devices_the_cache_is_plain_and_the_result_the_same():
     assert isinstance(plain, KVCache)  # no window is smaller than the budget
 
 
-@functools.cache
 def of_windows(*windows: int | None) -> models.Decoder:
-    config = Config(64, 16, 24, num_layers=len(windows), num_heads=2, num_kv_heads=2, head_dim=8,
-                    sliding_windows=windows, max_positions=512)  # fmt: skip
-    return reference.decoder(config, reference.parameters(config))
+    sizes = dict(num_layers=len(windows), num_heads=2, num_kv_heads=2, head_dim=8, max_positions=512)
+    return tiny.decoder(Config(64, 16, 24, sliding_windows=windows, **sizes))
 
 
 TEXT = np.random.default_rng(2).integers(0, 64, (1, 320))
 
 
+@pytest.mark.matrix
 def test_a_turn_that_is_evicted_from_once_finds_pages_for_its_blocks():
     small = of_windows(8, None)
     settings = dict(policy="streaming(sinks=2)", budget=40, when="prompt", block=64, page_size=2)
@@ -174,7 +169,7 @@ def test_a_turn_that_is_evicted_from_once_finds_pages_for_its_blocks():
 
 @pytest.mark.parametrize(
     ("windows", "policy", "live"),
-    [((None, 64), "keydiff@pyramid", [250, 63]), ((64, None), "keydiff@model(normalise=False)", None)],
+    first(0, [((None, 64), "keydiff@pyramid", [250, 63]), ((64, None), "keydiff@model(normalise=False)", None)]),
 )
 def test_layers_that_gave_slots_away_grow_back_to_their_windows_in_a_long_answer(windows, policy, live):
     settings = dict(policy=policy, budget=128, block=8, page_size=1, evict_every=0, max_new_tokens=64, end=())
@@ -185,6 +180,7 @@ def test_layers_that_gave_slots_away_grow_back_to_their_windows_in_a_long_answer
         assert held.tolist() == [[n, n] for n in live]
 
 
+@pytest.mark.matrix
 def test_an_answer_after_a_turn_that_evicted_nothing_finds_pages():
     small = of_windows(8, None)
     settings = dict(policy="keydiff", budget=40, block=8, page_size=1)
@@ -194,21 +190,18 @@ def test_an_answer_after_a_turn_that_evicted_nothing_finds_pages():
     assert np.asarray(out.cache.num_live)[1, 0].tolist() == [40 + 128 + 59] * 2
 
 
+def kept_of(windows, policy):
+    sizes = dict(layers=2, kv_heads=2, query_heads=2, head_dim=8, budget=40, block=8)
+    return kvjax.empty_cache(policy, windows=windows, **sizes)
+
+
 def test_pages_go_on_on_one_device_only():
-    small = of_windows(8, None)
-    settings = dict(policy="h2o", budget=40, block=8)
-    cache = models.prefill(small, TEXT[:, :60], **settings).cache
-    mesh = Mesh(np.array(jax.devices()[:2]).reshape(1, 2), ("data", "tensor"))
-    weights = reference.parameters(small.config)
-    many = models.Decoder(
-        small.config, {n: jax.device_put(x, NamedSharding(mesh, partition(n, mesh))) for n, x in weights.items()}
-    )
+    many = tiny.on_mesh(of_windows(8, None).config, 1, 2)
     with pytest.raises(ValueError, match="pages are on one device, but the model is on a mesh with data=1"):
-        models.prefill(many, TEXT[:, 60:80], cache=cache, **settings)
+        models.prefill(many, TEXT[:, :20], cache=kept_of((8, None), "h2o"), policy="h2o", budget=40, block=8)
 
 
 def test_a_paged_cache_goes_on_without_merging():
-    small = of_windows(8, None)
-    cache = models.prefill(small, TEXT[:, :60], policy="h2o+caote", budget=40, block=8).cache
+    settings = dict(policy="h2o+merge", budget=40, block=8)
     with pytest.raises(ValueError, match=r"'h2o\+merge' merges values in plain caches, but this cache is paged"):
-        models.prefill(small, TEXT[:, 60:80], cache=cache, policy="h2o+merge", budget=40, block=8)
+        models.prefill(of_windows(8, None), TEXT[:, :20], cache=kept_of((8, None), "h2o+caote"), **settings)
