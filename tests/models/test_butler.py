@@ -22,6 +22,7 @@ from models.config import Rope, from_hugging_face
 from models.decoder import _project, rms_norm, rope_frequencies
 from models.parameters import parameter_shapes as model_shapes
 from tests.models import reference
+from tests.tiers import first
 
 CONFIG = ButlerConfig(hidden_size=32, num_layers=4, num_heads=4, hidden=12, dim=6, rope_theta=100.0)
 MODEL = models.Config(64, 32, 48, num_layers=3, num_heads=4, num_kv_heads=2, query_key_norm=True)
@@ -139,6 +140,7 @@ def test_queries_and_keys_are_those_of_the_definition():
         np.testing.assert_allclose(mine, expected, rtol=1e-4, atol=2e-5)
 
 
+@pytest.mark.matrix
 def test_chunks_of_queries_change_nothing_nor_do_their_gradients(monkeypatch):
     butler, x = a_butler(), an_input()
 
@@ -160,7 +162,7 @@ def test_a_token_is_not_predicted_from_later_ones():
         assert np.abs(after[:, :, 7:] - before[:, :, 7:]).min(axis=(0, 3, 4)).max() > 1e-3
 
 
-@pytest.mark.parametrize("blocks", [(13,), (1,) * 13, (4, 4, 5)], ids=str)
+@pytest.mark.parametrize("blocks", first(1, [pytest.param((4, 4, 5)), pytest.param((13,)), pytest.param((1,) * 13)]), ids=str)
 def test_blocks_and_steps_give_what_the_whole_sequence_gives(blocks):
     butler, x = a_butler(), an_input()
     query, key = whole(butler, x)
@@ -219,6 +221,7 @@ def test_a_donated_cache_is_updated_in_place():
     assert memory.temp_size_in_bytes < cache.importance_key.nbytes  # what attention over 4096 slots takes
 
 
+@pytest.mark.matrix
 def test_importance_of_a_layer_never_holds_that_of_all_layers():
     L, N, T = 8, 4, 512
     query, key = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((L, 1, T, N, 16), (L, 1, N, T, 16)))
@@ -230,6 +233,7 @@ def test_importance_of_a_layer_never_holds_that_of_all_layers():
     assert temporary < 2.5 * N * T * T * 4 < L * N * T * T * 4 / 3
 
 
+@pytest.mark.matrix
 def test_dropout_only_with_a_key():
     butler, x = a_butler(), an_input()
     first, again, other = (whole(butler, x, dropout_key=jax.random.key(seed)).query for seed in (0, 0, 1))
@@ -245,12 +249,12 @@ def test_a_model_in_half_precision_is_predicted_in_the_predictors_own_dtype():
 
 @pytest.mark.parametrize(
     "config",
-    [
+    first(1, [
         MODEL,
         dataclasses.replace(MODEL, query_key_norm=False, attention_bias=True, output_bias=True, tie_embeddings=True),
         dataclasses.replace(MODEL, sliding_windows=(4, None, None)),
         dataclasses.replace(MODEL, rope=Rope(type="dynamic", factor=2.0, original_positions=8)),
-    ],
+    ]),
     ids=["qwen3", "biases", "sliding", "dynamic"],
 )
 def test_the_input_is_what_the_models_own_layers_read(config):
@@ -295,7 +299,7 @@ def losses(butler: Butler, model: models.Decoder, tokens, *, causal: bool) -> ja
     return jnp.sum(per_layer) / butler.config.predicted_layers
 
 
-@pytest.mark.parametrize(("source", "causal"), [("layer0_output", False), ("attention_input", True)])
+@pytest.mark.parametrize(("source", "causal"), first(0, [("layer0_output", False), ("attention_input", True)]))
 def test_a_predictor_learns_a_frozen_models_logits(model, source, causal):
     tokens = jnp.asarray(np.random.default_rng(5).integers(0, 64, (2, 24)))
     larger = {n: _parameter(model, n) * (1 if n.endswith("norm") else 8) for n in model_shapes(MODEL)}
@@ -336,6 +340,7 @@ def test_a_saved_predictor_comes_back_as_it_was_in_the_dtype_of_its_model(model,
             np.testing.assert_array_equal(getattr(loaded, name)[...], expected)
 
 
+@pytest.mark.matrix
 def test_a_predictor_saved_in_half_precision_comes_back(model, tmp_path):
     butler = a_butler(ButlerConfig.of(MODEL))
     models.save_butler(tmp_path / "wide", butler, model, "a model")
@@ -346,6 +351,7 @@ def test_a_predictor_saved_in_half_precision_comes_back(model, tmp_path):
         np.testing.assert_array_equal(getattr(loaded, name)[...], expected)
 
 
+@pytest.mark.matrix
 def test_a_predictor_may_compute_in_another_dtype_from_its_weights_to_its_answer(model, tmp_path):
     butler = a_butler(ButlerConfig.of(MODEL))
     models.save_butler(tmp_path, butler, model, "a model")

@@ -14,6 +14,8 @@ import models
 from models.calibration import _of_layers
 from models.decoder import rope_frequencies
 from tests.models.make_kvpress import FOLDER, KEPT, T
+from tests.models.tiny import kept_tokens
+from tests.tiers import first
 
 BIG = np.finfo(np.float32).max
 
@@ -81,6 +83,7 @@ SCORED = (*ATTENDED, "knorm", "keydiff", "q_filters", *CURDKV, *LAGKV)
 VARIANTS = ("expected_mean", "curdkv_mean", "curdkv_key", "lagkv_cross", "adakv")  # other arguments, one block each
 TWO_BLOCKS = [(press, 40) for press in ANY_BUDGET if press not in VARIANTS] + [("pyramidkv", 64)]
 TWO_BLOCKS += list(STREAMED)
+BY_DEFAULT = ("snapkv", "expected", "curdkv", "lagkv", "criticalkv")  # a score of each kind
 NOTHING_FORCED = ("observed", "knorm", "keydiff", "q_filters")
 ROUNDED = ("knorm", "criticalkv", *CURDKV)
 
@@ -127,7 +130,7 @@ def evicted(cache, scores, allocation):
 
 
 def scores_of(policy, budget):
-    return np.asarray(observed(made(policy))[0][:, KEPT.index(budget)])
+    return np.asarray(observed(made(policy))[0])[:, KEPT.index(budget)]
 
 
 def kept_by(policy, budget):
@@ -135,7 +138,12 @@ def kept_by(policy, budget):
     allocation = made(policy).allocation
     scorer = policy if allocation.even else policy.split("@")[0]  # policies of one score share its run
     scores, cache = observed(made(scorer))
-    return np.asarray(evicted(cache, scores, allocation)[:, KEPT.index(budget)])
+    return np.asarray(evicted(cache, scores, allocation))[:, KEPT.index(budget)]
+
+
+def by_tier(cases):
+    """Cases with the mark of their tier."""
+    return [pytest.param(*case, marks=() if case[0] in BY_DEFAULT else pytest.mark.matrix) for case in cases]
 
 
 def made(policy):
@@ -151,26 +159,25 @@ def best(scores, n):
 
 
 def test_the_model_is_read_as_by_kvpress():
-    logits = model()(jnp.asarray(fixture()["tokens"])[None])[0, -8:]
-    np.testing.assert_allclose(logits, fixture()["logits"], atol=1e-4, rtol=0)
+    logits = np.asarray(jax.jit(lambda model, tokens: model(tokens))(model(), fixture()["tokens"][None]))
+    np.testing.assert_allclose(logits[0, -8:], fixture()["logits"], atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize(("press", "budget"), [case for case in CASES if case[0] != "simlayer"])  # which measures
+@pytest.mark.parametrize(("press", "budget"), by_tier(case for case in CASES if case[0] != "simlayer"))  # which measures
 def test_one_block_keeps_what_kvpress_keeps(press, budget):
     kept = kept_by(CASES[press, budget], budget)
     np.testing.assert_array_equal(kept, fixture()[f"{press}/{budget}/kept"])
 
 
-@pytest.mark.parametrize(("press", "budget"), TWO_BLOCKS)
+@pytest.mark.parametrize(("press", "budget"), first(0, TWO_BLOCKS))
 def test_prefill_in_two_blocks_keeps_what_kvpress_keeps(press, budget):
     tokens = fixture()["tokens"][None]
     cache, _ = models.prefill(model(), tokens, policy=CASES[press, budget], budget=budget, block=64, when="prompt")
-    slots = np.stack([cache.layer(index).position[0] for index in range(model().config.num_layers)])
-    kept = (slots[..., None] == np.arange(T)).any(axis=2)
+    kept = kept_tokens(cache, T)[:, 0]
     np.testing.assert_array_equal(kept, fixture()[f"{press}/{budget}/kept"])
 
 
-@pytest.mark.parametrize(("press", "budget"), [(press, budget) for press in SCORED for budget in KEPT])
+@pytest.mark.parametrize(("press", "budget"), by_tier((press, budget) for press in SCORED for budget in KEPT))
 def test_scores_are_those_of_kvpress(press, budget):
     # What stays in any case has the layer's highest score plus one there and +inf here; what is safe has BIG in both.
     scores = np.minimum(scores_of(CASES[press, budget], budget), BIG)
@@ -196,9 +203,10 @@ def test_scores_of_heads_are_those_of_kvpress():
 
 def test_values_are_merged_as_in_kvpress():
     scores, cache = observed(made(CASES["snapkv", 40]))
-    merged = kvjax.merge(cache, kvjax.evict(cache, scores, jnp.array(KEPT)))
+    merge = jax.jit(lambda cache, scores: kvjax.merge(cache, kvjax.evict(cache, scores, jnp.array(KEPT))))
+    merged = merge(cache, scores)
     row = KEPT.index(40)
-    live, value = np.asarray(merged.live[1, row]), np.asarray(merged.value[1, row])
+    live, value = (np.asarray(part)[1, row] for part in (merged.live, merged.value))
     found = np.stack([value[k, live[k]] for k in range(len(live))])  # slot is position
     np.testing.assert_allclose(found, fixture()["merged"], atol=1e-5)
 
@@ -208,15 +216,16 @@ def shared(block):
     """Layer 1's values [K, 40, D], in the order of positions, after TOVA has evicted and CaM shared the others."""
     tokens, policy = fixture()["tokens"][None], "tova+protect(recent=1)+cam"
     cache, _ = models.prefill(model(), tokens, policy=policy, budget=KEPT[0], block=block, when="prompt")
-    value, position = np.asarray(cache.value[1, 0]), np.asarray(cache.position[1, 0])
+    value, position = (np.asarray(part)[1, 0] for part in (cache.value, cache.position))
     return np.stack([v[np.argsort(p)[-KEPT[0] :]] for v, p in zip(value, position, strict=True)])  # free slots are -1
 
 
-@pytest.mark.parametrize("block", [64, T])
+@pytest.mark.parametrize("block", first(0, [64, T]))
 def test_values_are_shared_as_in_kvpress_where_its_draws_are_their_mean(block):
     np.testing.assert_allclose(shared(block), fixture()["shared"], atol=1e-5 * abs(fixture()["shared"]).max())
 
 
+@pytest.mark.matrix
 def test_a_query_reads_the_keys_that_kvpress_rotates_to_their_ranks():
     tokens, n = fixture()["tokens"][None], KEPT[0]
     cache, _ = models.prefill(
@@ -247,18 +256,19 @@ def test_a_query_reads_the_keys_that_kvpress_rotates_to_their_ranks():
 def test_think_leaves_out_the_channels_that_kvpress_does():
     _, cache = observed(made(CASES["snapkv", 40]))
     query = _of_layers(model(), fixture()["tokens"][None], lambda layer, query, key: query[:, -16:])
-    thin = kvjax.think(cache, np.repeat(query, len(KEPT), axis=1), share=0.5)
+    thin = jax.jit(lambda cache, query: kvjax.think(cache, query, share=0.5).key)
+    key = np.asarray(thin(cache, np.repeat(query, len(KEPT), axis=1)))
     for row in range(len(KEPT)):
-        np.testing.assert_array_equal((thin.key[:, row] == 0).all(axis=2), fixture()["think"])
+        np.testing.assert_array_equal((key[:, row] == 0).all(axis=2), fixture()["think"])
 
 
 def test_norms_of_projected_values_are_those_of_kvpress():
     _, cache = observed(made(CASES["criticalkv", 40]))
     _, norms = cache.state[1]  # beside the window
-    np.testing.assert_allclose(norms[:, 0], fixture()["output_norms"], rtol=2**-12)
+    np.testing.assert_allclose(np.asarray(norms)[:, 0], fixture()["output_norms"], rtol=2**-12)
 
 
-@pytest.mark.parametrize("budget", KEPT)
+@pytest.mark.parametrize("budget", first(1, KEPT))
 def test_critical_then_adakv_is_adakv_over_the_scores_of_criticalkv(budget):
     # Not kvpress' CriticalAdaKVPress, in which heads compete by the base scores, and half of each head's own share is
     # safe. Our allocation comes behind the whole chain: heads compete by the final scores, and half of the mean budget

@@ -20,6 +20,7 @@ from evals import fidelity, loglikelihood, selections
 from models import engine
 from models.config import Config, Rope
 from tests.models import reference
+from tests.tiers import first
 from train import butler as training
 from train import scorer as scoring
 
@@ -30,11 +31,13 @@ CONFIG = Config(
 TOKENS = np.stack([np.random.default_rng(row).permutation(64)[:40] for row in range(2)])
 SETTINGS = dict(lengths=np.array([40, 31]), budget=14, block=8, max_new_tokens=4)
 ALLOCATIONS = ("pyramid", "adakv", "layer", "model", "cake", "lava")
-POLICIES = [
+POLICIES = [  # the first ones by default: each allocation is there, and each kind of evidence
     "h2o+caote+protect(sinks=2,recent=0.5)",
+    "snapkv(window=4)@adakv",
+    "kvzip(chunk=16)+caote",
+    "streaming(sinks=2)+positions(kind='compact')",
     "snapkv(window=4)+critical",
     "tova",
-    "streaming(sinks=2)+positions(kind='compact')",
     "key_norm+normalise+fast_caote",
     "keydiff+positions(kind='index')",
     "random+pool",
@@ -44,7 +47,6 @@ POLICIES = [
     "expected_attention",
     "butler+caote",
     "zap+caote",
-    "kvzip(chunk=16)+caote",
     "dapq(window=4)+caote+merge",
     "h2o+cam",
     *(f"{base}@{allocation}" for base, allocation in zip(
@@ -52,7 +54,7 @@ POLICIES = [
          "snapkv(window=4)"), ALLOCATIONS, strict=True,
     )),
 ]  # fmt: skip
-SOURCES = ["butler", "oracle", "quest(page_size=4)", "first_layer", "previous_layer", "random", "streaming"]
+SOURCES = ["butler", "quest(page_size=4)", "oracle", "first_layer", "previous_layer", "random", "streaming"]
 ROPES = [
     Rope(type="dynamic", factor=2.0, original_positions=16),
     Rope(type="yarn", factor=2.0, original_positions=16),
@@ -111,7 +113,7 @@ def trace(monkeypatch):
     return generate
 
 
-@pytest.mark.parametrize("number", range(len(POLICIES)), ids=POLICIES)
+@pytest.mark.parametrize("number", first(4, range(len(POLICIES))), ids=POLICIES)
 def test_policies_and_allocations(mode, model, predictor, trace, number):
     policy, when = POLICIES[number], ("block", "prompt")[number % 2]  # allocations meet both, as does the plain cache
     own = dict(butler=predictor) if "butler" in policy else {}
@@ -120,6 +122,7 @@ def test_policies_and_allocations(mode, model, predictor, trace, number):
     trace(mode, model, TOKENS, policy=policy, when=when, question=np.array([5, 0]), **own)
 
 
+@pytest.mark.matrix
 def test_the_loss_of_a_scorer(mode, model):
     own = reference.scorer(CONFIG)
     for target in scoring.TARGETS:
@@ -127,12 +130,12 @@ def test_the_loss_of_a_scorer(mode, model):
             jax.eval_shape(lambda tokens: scoring.loss_of(model, own, tokens, target, (1, 2)), jnp.asarray(TOKENS))  # noqa: B023
 
 
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("source", first(2, SOURCES))
 def test_selections(mode, model, predictor, trace, source):
     trace(mode, model, TOKENS, select=source, butler=predictor if source == "butler" else None)
 
 
-@pytest.mark.parametrize("rope", ROPES, ids=lambda rope: rope.type)
+@pytest.mark.parametrize("rope", first(1, ROPES), ids=lambda rope: rope.type)
 def test_rope_scalings(mode, trace, rope):
     config = Config(64, 16, 24, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8, max_positions=128, rope=rope)
     model = reference.decoder(config, reference.parameters(config))
@@ -141,7 +144,7 @@ def test_rope_scalings(mode, trace, rope):
 
 @pytest.mark.parametrize(
     ("policy", "each_way"),
-    [("h2o+caote", "layers"), ("tova(heads='group')@model", "one program")],
+    first(1, [("h2o+caote", "layers"), ("tova(heads='group')@model", "one program")]),
     indirect=["each_way"],
 )
 def test_a_whole_run_is_the_same_as_in_the_mode_that_is_usual(mode, model, each_way, policy):
@@ -176,6 +179,7 @@ def test_the_functions_of_the_library(mode):
         jax.eval_shape(everything, jax.random.key(0))
 
 
+@pytest.mark.matrix
 def test_the_evaluations(mode, model, predictor):
     tokens, kept = jnp.asarray(TOKENS), np.arange(1, 41)
 

@@ -9,8 +9,8 @@ import kvjax
 import models
 from kvjax.chains import LINKS
 from models.plan import moments
-from tests.models import reference
-from tests.models.tiny import DOCUMENT
+from tests.models.tiny import DOCUMENT, SETTINGS, WINDOW, decoder
+from tests.tiers import first
 
 PUBLISHED = {  # docs/methods.md has the sources
     "h2o": ("block", 1),
@@ -49,11 +49,6 @@ USUAL = {
 }
 
 
-@pytest.fixture(scope="module")
-def model():
-    return reference.decoder(CONFIG, reference.parameters(CONFIG))
-
-
 @pytest.mark.parametrize(("name", "expected"), PUBLISHED.items(), ids=PUBLISHED)
 def test_published_moments_are_those_of_the_paper(name, expected):
     assert moments(kvjax.parse(name), "published", None) == expected
@@ -75,41 +70,46 @@ def test_explicit_steps_win(when):
     assert moments(kvjax.parse("snapkv"), when, 3)[1] == 3
 
 
-def test_where_no_paper_says_when_there_is_nothing_to_take(model):
+def test_where_no_paper_says_when_there_is_nothing_to_take():
     with pytest.raises(ValueError, match=r"no paper says when 'random' evicts; give when='block' or when='prompt'"):
-        models.generate(model, DOCUMENT, policy="random", budget=16, when="published")
+        models.generate(decoder(), DOCUMENT, policy="random", budget=16, when="published")
 
 
-@pytest.mark.parametrize(("policy", "when", "evict_every"), [
+@pytest.mark.parametrize(("policy", "when", "evict_every"), first(0, [
     ("snapkv(window=4)", "prompt", 0), ("h2o", "block", 1), ("laprox(window=4)@model", "prompt", 0),
-])  # fmt: skip
-def test_published_is_these_moments(model, policy, when, evict_every):
-    settings = dict(policy=policy, budget=16, block=8, max_new_tokens=6, end=())
-    published = models.generate(model, DOCUMENT, when="published", **settings)
-    told = models.generate(model, DOCUMENT, when=when, evict_every=evict_every, **settings)
+]))  # fmt: skip
+def test_published_is_these_moments(policy, when, evict_every):
+    settings = dict(policy=policy, max_new_tokens=6, end=(), **SETTINGS)
+    published = models.generate(decoder(), DOCUMENT, when="published", **settings)
+    told = models.generate(decoder(), DOCUMENT, when=when, evict_every=evict_every, **settings)
     assert published.tokens.tolist() == told.tokens.tolist()
     assert published.cache.num_live.tolist() == told.cache.num_live.tolist()
     if evict_every == 0:
         assert published.cache.num_live.sum() == (16 + 5) * 4
 
 
-def test_nobody_leaves_within_a_window_and_then_the_budget_holds(model):
-    steps = models.stream(model, DOCUMENT, policy="snapkv(window=4)", budget=16, block=8, max_new_tokens=10, end=())
-    assert [int(cache.num_live.max()) for _, cache in steps] == [16, 17, 18, 19, 16, 17, 18, 19, 16, 17]
+def test_nobody_leaves_within_a_window_and_then_the_budget_holds():
+    steps = models.stream(decoder(), DOCUMENT, policy=WINDOW, max_new_tokens=10, end=(), **SETTINGS)
+    live = [int(np.asarray(cache.num_live).max()) for _, cache in steps]
+    assert live == [16, 17, 18, 19, 16, 17, 18, 19, 16, 17]
 
 
-def test_sage_warns_where_it_is_chosen_anew_by_every_block(model):
+def test_sage_warns_where_it_is_chosen_anew_by_every_block():
+    """A stream that nobody reads says so already."""
     settings = dict(policy="sage", budget=16, max_new_tokens=2, end=())
-    with pytest.warns(UserWarning, match=r"'sage' is made to choose once, .* 60 tokens comes in blocks of 8"):
-        models.generate(model, DOCUMENT, block=8, **settings)
+    with pytest.warns(UserWarning, match=r"'sage' is made to choose once, .* 60 tokens comes in blocks of 8") as caught:
+        models.stream(decoder(), DOCUMENT, block=8, **settings)
+    assert caught[0].filename == __file__, "the warning names the line that asked"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        models.generate(model, DOCUMENT, block=8, when="published", **settings)
-        models.generate(model, DOCUMENT, block=64, **settings)
-        models.generate(model, DOCUMENT, block=8, **settings | dict(policy="h2o"))
+        models.stream(decoder(), DOCUMENT, block=8, when="published", **settings)
+        models.stream(decoder(), DOCUMENT, block=64, **settings)
+        models.stream(decoder(), DOCUMENT, block=8, **settings | dict(policy="h2o"))
 
 
-def test_the_warning_names_the_line_that_asked(model):
+@pytest.mark.matrix
+@pytest.mark.parametrize("run", [models.prefill, models.generate])
+def test_the_warning_names_the_line_that_asked(run):
     with pytest.warns(UserWarning) as caught:
-        models.prefill(model, np.asarray(DOCUMENT), policy="sage", budget=16, block=8)
+        run(decoder(), DOCUMENT, policy="sage", **SETTINGS)
     assert caught[0].filename == __file__

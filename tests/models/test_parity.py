@@ -2,22 +2,32 @@
 
 import dataclasses
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 import pytest
 
 from models.load import load
 from tests.models.make_golden import GOLDEN, MODELS
+from tests.tiers import first
+
+
+logits_of = jax.jit(lambda model, tokens: model(tokens))
 
 
 def largest_difference(model, name, row=0):
     golden = np.load(GOLDEN / name / "golden.npz")
-    logits = model(jnp.asarray(golden[f"tokens_{row}"]))
+    logits = logits_of(model, golden[f"tokens_{row}"])
     return float(np.max(np.abs(np.asarray(logits) - golden[f"logits_{row}"])))
 
 
+# Each family's logits are compared with the reference's in tests/campaign; here, those that differ in kind.
+BY_DEFAULT = ("llama_yarn_mscale", "qwen3_sliding", "granite", "olmo2_bias", "qwen3_moe_mixed", "gemma3", "phi3")
+ROWS = [(name, row) for name, (_, _, lengths) in MODELS.items() for row in range(len(lengths))]
+
+
 @pytest.mark.parametrize(
-    ("name", "row"), [(name, row) for name, (_, _, lengths) in MODELS.items() for row in range(len(lengths))]
+    ("name", "row"),
+    [pytest.param(*case, marks=() if case[0] in BY_DEFAULT and not case[1] else pytest.mark.matrix) for case in ROWS],
 )
 def test_logits_are_those_of_transformers(name, row):
     model, _ = load(GOLDEN / name)
@@ -50,7 +60,7 @@ MISREADINGS = {
 }
 
 
-@pytest.mark.parametrize("name", MISREADINGS)
+@pytest.mark.parametrize("name", first(0, MISREADINGS))
 def test_golden_file_would_show_a_misread_config(name):
     model, _ = load(GOLDEN / name)
     change = MISREADINGS[name]

@@ -4,6 +4,7 @@ import json
 import subprocess
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import tokenizers
 from flax import nnx
@@ -92,16 +93,19 @@ def test_weights_are_told_apart_and_their_dtype_is_not():
 
 
 def test_each_parameter_counts():
-    first = provenance.fingerprints(a_model())["weights"]
+    model = a_model()
+    fingerprint = provenance.fingerprints(model)["weights"]
     for name in models.parameters.parameter_shapes(CONFIG):
-        model = a_model()
         *parents, last = name.split(".")
         owner = model
         for parent in parents:
             owner = getattr(owner, parent)
         parameter = getattr(owner, last)
-        parameter[...] = parameter[...] * 1.01 + 0.01
-        assert provenance.fingerprints(model)["weights"] != first, name
+        before = parameter[...]
+        parameter[...] = np.asarray(before) * 1.01 + 0.01
+        assert provenance.fingerprints(model)["weights"] != fingerprint, name
+        parameter[...] = before
+    assert provenance.fingerprints(model)["weights"] == fingerprint
 
 
 def test_a_tokenizer_counts_with_its_template_and_special_tokens():

@@ -11,17 +11,18 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 import models
+from tests.tiers import first
 
 GOLDEN = Path(__file__).parent / "golden"
 
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "llama_bias", "llama_tied", "mistral", "qwen2", "qwen3_sliding", "llama_yarn_mscale", "olmo2_bias",
-        "smollm3_sliding", "granite", "phi3", "phi4_mini",
-        "qwen3_moe_sliding", "qwen3_moe_mixed", "mixtral", "gemma2", "gemma3",
-    ],
+    first(6, [
+        "llama_bias", "qwen3_moe_mixed", "phi3", "gemma3", "olmo2_bias", "llama_tied",
+        "mistral", "qwen2", "qwen3_sliding", "llama_yarn_mscale", "smollm3_sliding", "granite", "phi4_mini",
+        "qwen3_moe_sliding", "mixtral", "gemma2",
+    ]),
 )  # fmt: skip
 def test_a_loaded_model_is_saved_as_it_was(name, tmp_path):
     model, _ = models.load(GOLDEN / name)
@@ -87,7 +88,7 @@ def test_what_load_gives_is_what_save_takes(tmp_path):
         assert loaded.chat_template == "{{ messages[0] }}" and loaded.encode("a b") == backend.encode("a b").ids
 
 
-@pytest.mark.parametrize("failing", range(4))
+@pytest.mark.parametrize("failing", first(2, (3, 0, 1, 2)))
 def test_a_save_that_breaks_off_leaves_the_other_model(failing, tmp_path, monkeypatch):
     model, _ = models.load(GOLDEN / "llama3")
     tokenizer = models.Tokenizer.from_folder(GOLDEN / "tokenizer").backend

@@ -15,15 +15,11 @@ import models
 from models import engine
 from models.butler import attention_in_chunks
 from models.by_layer import LayerSteps
+from tests.models.tiny import CONFIG, decoder, positions
+from tests.tiers import first
 
-CONFIG = models.Config(64, 32, 48, num_layers=2, num_heads=4, num_kv_heads=2, max_positions=256)
 TOKENS = np.random.default_rng(0).integers(0, 64, (2, 40))
 LENGTHS = np.array([40, 23])
-
-
-@functools.cache
-def small():
-    return models.Decoder(CONFIG, rngs=nnx.Rngs(1))
 
 
 @functools.cache
@@ -42,7 +38,7 @@ def whole():
         return out, x, scorer()(layer, x)
 
     nothing = jnp.zeros((1, T, 32))
-    _, _, found = small().run(
+    _, _, found = decoder().run(
         jnp.asarray(TOKENS[:1]), position, jnp.array([T]), attend, nothing, before_attention=lambda _, layer, x: x
     )
     return np.exp(np.asarray(found)[:, 0]).swapaxes(1, 2)
@@ -50,7 +46,7 @@ def whole():
 
 def held(cache, row=0):
     """The positions that each head holds, and their scores: dictionaries by layer and head."""
-    position = np.stack([np.asarray(cache.layer(i).position[row]) for i in range(2)])
+    position = np.stack(positions(cache))[:, row]
     state = np.stack([np.asarray(jax.tree.leaves(cache.layer(i).state)[0][row]) for i in range(2)])
     return {
         (layer, head): dict(zip(at[at >= 0].tolist(), own[at >= 0].tolist(), strict=True))
@@ -59,7 +55,7 @@ def held(cache, row=0):
     }
 
 
-@pytest.mark.parametrize("hidden", [0, 4])
+@pytest.mark.parametrize("hidden", first(1, [4, 0]))
 def test_the_network_is_its_definition(hidden):
     x = np.random.default_rng(3).normal(size=(1, 3, 32)).astype(np.float32)
     own = scorer(hidden)
@@ -72,7 +68,7 @@ def test_the_network_is_its_definition(hidden):
 
 
 def test_a_full_budget_keeps_each_tokens_own_score():
-    cache, _ = models.prefill(small(), TOKENS, LENGTHS, policy="zap", budget=64, block=16, scorer=scorer())
+    cache, _ = models.prefill(decoder(), TOKENS, LENGTHS, policy="zap", budget=64, block=16, scorer=scorer())
     for (layer, head), scores in held(cache).items():
         assert sorted(scores) == list(range(40))
         found = [scores[place] for place in range(40)]
@@ -80,46 +76,48 @@ def test_a_full_budget_keeps_each_tokens_own_score():
     assert sorted(held(cache, 1)[0, 0]) == list(range(23))  # the shorter row's padding came first
 
 
-def test_layer_0_keeps_the_best_of_all_tokens_in_any_blocks():
+@pytest.mark.parametrize("block", first(1, [8, 16]))
+def test_layer_0_keeps_the_best_of_all_tokens_in_any_blocks(block):
     # Layer 0's hidden states do not depend on what was evicted, so its choice is that of all scores at once.
-    for block in (8, 16):
-        cache, _ = models.prefill(small(), TOKENS, LENGTHS, policy="zap", budget=10, block=block, scorer=scorer())
-        for head in range(2):
-            assert sorted(held(cache)[0, head]) == sorted(np.argsort(-whole()[0, head])[:10].tolist())
+    cache, _ = models.prefill(decoder(), TOKENS, LENGTHS, policy="zap", budget=10, block=block, scorer=scorer())
+    for head in range(2):
+        assert sorted(held(cache)[0, head]) == sorted(np.argsort(-whole()[0, head])[:10].tolist())
 
 
-@pytest.mark.parametrize("policy", ["zap+protect(recent=2)", "zap+caote@model"])
+@pytest.mark.parametrize("policy", first(0, ["zap+protect(recent=2)", "zap+caote@model"]))
 def test_the_budget_holds_in_decode_and_all_ways_agree(policy):
     settings = dict(policy=policy, budget=10, block=8, scorer=scorer(), max_new_tokens=6, end=())
-    out = models.generate(small(), TOKENS, lengths=LENGTHS, **settings)
+    out = models.generate(decoder(), TOKENS, lengths=LENGTHS, **settings)
     assert out.cache.num_live.sum() == 2 * 2 * 2 * 10 and out.cache.next_position.tolist() == [45, 28]
     if "recent" in policy:
         assert {44, 43} <= set(held(out.cache)[1, 1])
-    given = engine.check_prompt(small(), TOKENS, LENGTHS, None)
-    run, prompt = engine.prepare(small(), given, engine.Options(policy, 10, 8, "block", 1), None, None, scorer())
+    given = engine.check_prompt(decoder(), TOKENS, LENGTHS, None)
+    run, prompt = engine.prepare(decoder(), given, engine.Options(policy, 10, 8, "block", 1), None, None, scorer())
     state, _ = engine._fed(LayerSteps(run), prompt, None)
-    alone = models.prefill(small(), TOKENS, LENGTHS, policy=policy, budget=10, block=8, scorer=scorer()).cache
+    alone = models.prefill(decoder(), TOKENS, LENGTHS, policy=policy, budget=10, block=8, scorer=scorer()).cache
     if policy.endswith("model"):
         assert state.cache.num_live.tolist() == alone.num_live.tolist()
     else:
         np.testing.assert_array_equal(np.sort(state.cache.position), np.sort(alone.position))
 
 
+@pytest.mark.matrix
 def test_a_cache_is_continued_with_its_scores():
     settings = dict(policy="zap", budget=12, block=8, scorer=scorer())
-    first, _ = models.prefill(small(), TOKENS[:1, :24], **settings)
-    cache, _ = models.prefill(small(), TOKENS[:1, 24:], cache=first, **settings)
+    first, _ = models.prefill(decoder(), TOKENS[:1, :24], **settings)
+    cache, _ = models.prefill(decoder(), TOKENS[:1, 24:], cache=first, **settings)
     assert sorted(held(cache)[0, 0]) == sorted(np.argsort(-whole()[0, 0])[:12].tolist())
 
 
+@pytest.mark.matrix
 def test_policies_side_by_side_get_the_scorer_that_they_read():
-    each = models.prefill_each(small(), TOKENS, policies=["zap", "h2o"], budget=10, block=16, scorer=scorer())
+    each = models.prefill_each(decoder(), TOKENS, policies=["zap", "h2o"], budget=10, block=16, scorer=scorer())
     assert [cache.num_live.max() for cache, _ in each] == [10, 10]
 
 
 def test_a_scorer_is_read_as_it_was_written(tmp_path):
-    models.save_scorer(tmp_path, scorer(), small(), "a small one")
-    again = models.load_scorer(tmp_path, small())
+    models.save_scorer(tmp_path, scorer(), decoder(), "a small one")
+    again = models.load_scorer(tmp_path, decoder())
     for name in ("input", "input_bias", "output", "output_bias"):
         np.testing.assert_array_equal(getattr(again, name)[...], getattr(scorer(), name)[...])
     other = models.Decoder(CONFIG, rngs=nnx.Rngs(5))
@@ -127,7 +125,7 @@ def test_a_scorer_is_read_as_it_was_written(tmp_path):
         models.load_scorer(tmp_path, other)
     (tmp_path / "scorer.json").write_text("{}")
     with pytest.raises(ValueError, match="describes no scorer"):
-        models.load_scorer(tmp_path, small())
+        models.load_scorer(tmp_path, decoder())
 
 
 @pytest.mark.parametrize(
@@ -142,7 +140,7 @@ def test_a_scorer_belongs_to_its_policy_and_model(given, sentence):
     other = models.Scorer(models.ScorerConfig(32, num_layers=3, num_kv_heads=2), rngs=nnx.Rngs(0))
     given = given | {"scorer": {"own": scorer(), "other": other, None: None}[given.get("scorer")]}
     with pytest.raises(ValueError, match=sentence):
-        models.prefill(small(), TOKENS, budget=10, **given)
+        models.prefill(decoder(), TOKENS, budget=10, **given)
 
 
 def test_zap_says_what_it_lacks():

@@ -23,7 +23,7 @@ def smollm2():
     return models.load("smollm2", dtype="float32")
 
 
-pytestmark = pytest.mark.smollm2
+pytestmark = [pytest.mark.smollm2, pytest.mark.matrix]  # a real model takes seconds for each program
 
 
 def test_golden_file_is_that_of_its_maker():

@@ -24,7 +24,7 @@ POLICIES = {
 # Scores that differ by less than float32's rounding of 30 layers, or than the 12 bits of our norms, may go either way.
 OVERLAP = 0.99
 
-pytestmark = pytest.mark.smollm2
+pytestmark = [pytest.mark.smollm2, pytest.mark.nightly]  # minutes; test_kvpress.py shows the same of a small model
 
 
 @functools.cache
