@@ -162,7 +162,7 @@ def test_a_token_is_not_predicted_from_later_ones():
         assert np.abs(after[:, :, 7:] - before[:, :, 7:]).min(axis=(0, 3, 4)).max() > 1e-3
 
 
-@pytest.mark.parametrize("blocks", first(1, [pytest.param((4, 4, 5)), pytest.param((13,)), pytest.param((1,) * 13)]), ids=str)
+@pytest.mark.parametrize("blocks", first(1, [[4, 4, 5], [13], [1] * 13]), ids=str)
 def test_blocks_and_steps_give_what_the_whole_sequence_gives(blocks):
     butler, x = a_butler(), an_input()
     query, key = whole(butler, x)
@@ -249,12 +249,17 @@ def test_a_model_in_half_precision_is_predicted_in_the_predictors_own_dtype():
 
 @pytest.mark.parametrize(
     "config",
-    first(1, [
-        MODEL,
-        dataclasses.replace(MODEL, query_key_norm=False, attention_bias=True, output_bias=True, tie_embeddings=True),
-        dataclasses.replace(MODEL, sliding_windows=(4, None, None)),
-        dataclasses.replace(MODEL, rope=Rope(type="dynamic", factor=2.0, original_positions=8)),
-    ]),
+    first(
+        1,
+        [
+            MODEL,
+            dataclasses.replace(
+                MODEL, query_key_norm=False, attention_bias=True, output_bias=True, tie_embeddings=True
+            ),
+            dataclasses.replace(MODEL, sliding_windows=(4, None, None)),
+            dataclasses.replace(MODEL, rope=Rope(type="dynamic", factor=2.0, original_positions=8)),
+        ],
+    ),
     ids=["qwen3", "biases", "sliding", "dynamic"],
 )
 def test_the_input_is_what_the_models_own_layers_read(config):

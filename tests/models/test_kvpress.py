@@ -76,6 +76,7 @@ STREAMED = {
     ("duo", 64): f"key_norm@duo(file={calibrated('head_scores')!r},sinks=4,recent=4,cap=None)",
     ("simlayer", 64): "key_norm@simlayer(threshold=0.19,sinks=4,recent=32,cap=None)",
 }
+# simlayer measures what one block alone does not show.
 CASES = {(press, budget): policy for press, policy in ANY_BUDGET.items() for budget in KEPT} | PYRAMIDS | STREAMED
 CURDKV, LAGKV = ("curdkv", "curdkv_mean", "curdkv_key"), ("lagkv", "lagkv_cross")
 ATTENDED = ("observed", "tova", "snapkv", "finch", "expected", "expected_mean", "criticalkv")
@@ -163,7 +164,7 @@ def test_the_model_is_read_as_by_kvpress():
     np.testing.assert_allclose(logits[0, -8:], fixture()["logits"], atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize(("press", "budget"), by_tier(case for case in CASES if case[0] != "simlayer"))  # which measures
+@pytest.mark.parametrize(("press", "budget"), by_tier(case for case in CASES if case[0] != "simlayer"))
 def test_one_block_keeps_what_kvpress_keeps(press, budget):
     kept = kept_by(CASES[press, budget], budget)
     np.testing.assert_array_equal(kept, fixture()[f"{press}/{budget}/kept"])

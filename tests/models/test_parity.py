@@ -10,7 +10,6 @@ from models.load import load
 from tests.models.make_golden import GOLDEN, MODELS
 from tests.tiers import first
 
-
 logits_of = jax.jit(lambda model, tokens: model(tokens))
 
 
