@@ -33,14 +33,6 @@ PUBLISHED = {
         LLAMA | dict(hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32)
         | dict(num_key_value_heads=8, tie_word_embeddings=True), 12_393_472, 0.993,
     ),
-    "Llama-3.2-3B": (
-        LLAMA | dict(hidden_size=3072, intermediate_size=8192, num_hidden_layers=28, num_attention_heads=24)
-        | dict(num_key_value_heads=8, tie_word_embeddings=True), 32_598_528, 1.004,
-    ),
-    "Llama-3.1-8B": (
-        LLAMA | dict(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32)
-        | dict(num_key_value_heads=8), 83_113_984, 1.024,
-    ),
     "Llama-2-7B": (
         LLAMA | dict(vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32)
         | dict(num_attention_heads=32), 83_113_984, 1.218,

@@ -12,7 +12,6 @@ from models import engine, states, steps
 from models.plan import Options, check_prompt
 from models.sampling import Sampling
 from tests.models.tiny import (
-    LENGTHS,
     LONG,
     LONG_LENGTHS,
     SETTINGS,
@@ -59,43 +58,6 @@ def test_many_blocks_and_steps_on_pages_are_those_of_a_masked_full_cache(name, w
         expected = run(LONG[row, :length], new_tokens=STEPS, **settings)
         assert answer[row].tolist() == expected.tokens
         assert_keeps(cache, row, expected)
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("name", [name for name, _ in CASES[:2]])
-def test_logits_on_pages_are_those_of_a_masked_full_cache(name):
-    out = models.prefill(decoder(), TOKENS, LENGTHS, policy=name, outputs="all", page_size=2, **SETTINGS)
-    for row, length in enumerate(LENGTHS):
-        expected = run(TOKENS[row, :length], policy=name, **SETTINGS)
-        np.testing.assert_allclose(np.asarray(out.logits)[row, :length], expected.logits, atol=1e-4, rtol=0)
-
-
-@pytest.mark.parametrize(
-    ("name", "when"),
-    first(0, [("h2o", "block"), ("h2o@layer(cap=None)", "block"), ("snapkv(window=4,kernel=3)+caote", "prompt")]),
-)
-def test_a_question_comes_after_the_context_was_compressed(name, when):
-    questions = np.array([13, 0, 2])  # a row without a question waits until those of the others are in
-    settings = dict(policy=name, when=when, **SETTINGS)
-    prefilled = models.prefill(decoder(), TOKENS, LENGTHS, outputs="all", question=questions, **settings)
-    out = models.generate(decoder(), TOKENS, lengths=LENGTHS, max_new_tokens=20, end=(), question=questions, **settings)
-    for row, length in enumerate(LENGTHS):
-        expected = run(TOKENS[row, :length], question=questions[row], new_tokens=20, **settings)
-        logits = np.asarray(prefilled.logits)[row, :length]
-        np.testing.assert_allclose(logits, expected.logits[:length], atol=1e-4, rtol=0)
-        assert out.tokens[row].tolist() == expected.tokens
-        assert_keeps(out.cache, row, expected)
-
-
-@pytest.mark.matrix
-def test_a_cache_for_each_query_head_holds_the_group_times_as_much():
-    group, query = (
-        models.prefill(decoder(), TOKENS, LENGTHS, policy=name, when="prompt", **SETTINGS).cache
-        for name in ("sage", "sage(heads='query')")
-    )
-    assert group.heads_shape == (2, 3, 2) and query.heads_shape == (2, 3, 4)
-    assert query.key.nbytes == 2 * group.key.nbytes
-    assert (query.num_live[:, :2] == 16).all()
 
 
 def run_of(tokens, policy, budget, block, page_size):

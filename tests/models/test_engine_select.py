@@ -9,16 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
 
 import kvjax
 import models
-from models import Butler, ButlerConfig, Config, Decoder, by_layer, engine, layer_caches, selecting, states, steps
-from models.parameters import partition
+from models import Butler, ButlerConfig, Config, by_layer, engine, layer_caches, selecting, states, steps
 from models.plan import Options, check_prompt
 from models.sampling import Sampling
 from models.steps import Phase
-from tests.models import reference
+from tests.models import reference, tiny
 from tests.models.test_engine_compiled import COMPILED, parse
 from tests.models.tiny import streamed
 from tests.tiers import first
@@ -31,14 +29,8 @@ SOURCES = ["butler", "oracle", "quest(page_size=4)", "first_layer", "previous_la
 SOURCES += ["butler(group='max')"]
 
 
-@functools.cache
-def weights():
-    return reference.parameters(CONFIG)
-
-
-@functools.cache
-def decoder():
-    return reference.decoder(CONFIG, weights())
+weights = functools.partial(tiny.weights, CONFIG)
+decoder = functools.partial(tiny.decoder, CONFIG)
 
 
 @functools.cache
@@ -205,28 +197,10 @@ def test_a_step_reads_what_the_rule_says_and_gives_the_logits_of_that(select, bu
 
 
 @pytest.mark.matrix
-def test_the_predictor_may_read_the_embeddings():
-    logits, read = forced("butler", 0.3, source="attention_input")
-    rule = lambda layer, t, *_: foreseen("attention_input")[layer - 1][:, t]  # noqa: E731
-    expected, expected_read = brute_force(rule, 0.3, 2)
-    assert read == expected_read
-    np.testing.assert_allclose(logits, expected[PROMPT - 1 :], atol=1e-4, rtol=0)
-
-
-@pytest.mark.matrix
 def test_reading_everything_gives_the_dense_logits():
     logits, _ = forced("quest(page_size=4)", 1.0, sinks=0)
     dense = np.asarray(decoder()(jnp.asarray(TOKENS)))[0]
     np.testing.assert_allclose(logits, dense[PROMPT - 1 :], atol=1e-5, rtol=0)
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("select", ["butler", "oracle"])
-def test_reading_everything_gives_the_dense_tokens(select):
-    settings = dict(block=16, max_new_tokens=8, end=())
-    dense = reference.run(weights(), CONFIG, TOKENS[0], new_tokens=8).tokens
-    out = models.generate(decoder(), TOKENS, select=select, budget=1.0, butler=butler_for(select), **settings)
-    assert out.tokens[0].tolist() == dense
 
 
 @pytest.mark.matrix
@@ -284,14 +258,6 @@ def test_a_look_at_the_prompts_cache_sees_the_cache_alone(asked, each_way):
 
 
 @pytest.mark.matrix
-def test_a_held_back_question_changes_nothing():
-    settings = dict(select="streaming", budget=8, block=16, max_new_tokens=4, end=())
-    plain = models.generate(decoder(), TOKENS, **settings)
-    asked = models.generate(decoder(), TOKENS, question=10, **settings)
-    np.testing.assert_array_equal(asked.tokens, plain.tokens)
-
-
-@pytest.mark.matrix
 def test_a_selection_of_everything_is_not_a_selection():
     settings = dict(block=16, max_new_tokens=8, end=())
     dense = reference.run(weights(), CONFIG, TOKENS[0], new_tokens=8).tokens
@@ -346,24 +312,23 @@ def test_behind_the_first_layer_nothing_takes_the_keys_or_values_of_all_slots():
     assert whole_layers(128) == 0
 
 
-ERRORS = {
-    "no budget": (dict(select="oracle"), r"select='oracle' needs a budget"),
-    "a share above one": (dict(select="oracle", budget=1.5), "budget is 1.5; expected tokens per head"),
-    "a budget of nothing": (dict(select="oracle", budget=0), r"budget is 0; expected tokens per head"),
-    "more than there is": (dict(select="oracle", budget=500), r"budget of 500 tokens .* more than the 51 .*43 in"),
-    "negative sinks": (dict(select="oracle", budget=8, sinks=-1), r"sinks is -1"),
-    "an unknown source": (dict(select="oracel", budget=8), r"unknown source 'oracel'"),
-    "no source": (dict(select=3, budget=8), r"select is 3; give a source"),
-    "no predictor": (dict(select="butler", budget=8), r"load_butler\(folder, model\).*python -m train.butler"),
-    "a policy, too": (dict(select="oracle", policy="h2o", budget=8), r"both policy='h2o' and select='oracle'"),
-    "no predictor for a policy": (dict(policy="butler+caote", budget=8), r"policy 'butler\+caote' needs a predictor"),
-}
+ERRORS = [
+    (dict(select="oracle"), r"select='oracle' needs a budget"),
+    (dict(select="oracle", budget=1.5), "budget is 1.5; expected tokens per head"),
+    (dict(select="oracle", budget=0), r"budget is 0; expected tokens per head"),
+    (dict(select="oracle", budget=500), r"budget of 500 tokens .* more than the 51 .*43 in"),
+    (dict(select="oracle", budget=8, sinks=-1), r"sinks is -1"),
+    (dict(select="oracel", budget=8), r"unknown source 'oracel'"),
+    (dict(select=3, budget=8), r"select is 3; give a source"),
+    (dict(select="butler", budget=8), r"load_butler\(folder, model\).*python -m train.butler"),
+    (dict(select="oracle", policy="h2o", budget=8), r"both policy='h2o' and select='oracle'"),
+    (dict(policy="butler+caote", budget=8), r"policy 'butler\+caote' needs a predictor"),
+]
 
 
-@pytest.mark.parametrize("case", ERRORS)
-@pytest.mark.parametrize("run", [models.generate, lambda *a, **k: list(models.stream(*a, **k))], ids=["run", "stream"])
-def test_bad_input_ends_in_one_sentence(case, run):
-    settings, sentence = ERRORS[case]
+@pytest.mark.parametrize(("settings", "sentence"), ERRORS)
+@pytest.mark.parametrize("run", [models.generate, models.stream])
+def test_bad_input_ends_in_one_sentence(settings, sentence, run):
     with pytest.raises(ValueError, match=sentence):
         run(decoder(), TOKENS, max_new_tokens=8, **settings)
 
@@ -381,13 +346,11 @@ def test_a_predictor_of_another_shape_is_refused():
 
 @pytest.mark.matrix
 @pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices; conftest.py forces them on a CPU")
-@pytest.mark.parametrize("settings", [dict(select="butler", budget=0.3), dict(policy="butler+caote", budget=12)])
-def test_a_mesh_gives_the_tokens_of_one_device(settings):
-    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "tensor"))
-    placed = {name: jax.device_put(a, NamedSharding(mesh, partition(name, mesh))) for name, a in weights().items()}
-    settings = dict(lengths=np.array([43, 20]), butler=predictor(), block=16, max_new_tokens=5, end=(), **settings)
+def test_a_mesh_gives_the_tokens_of_one_device():
+    settings = dict(select="butler", budget=0.3, butler=predictor(), block=16, max_new_tokens=5, end=())
     one, many = (
-        models.generate(model, np.tile(TOKENS, (2, 1)), **settings) for model in (decoder(), Decoder(CONFIG, placed))
+        models.generate(model, np.tile(TOKENS, (2, 1)), lengths=np.array([43, 20]), **settings)
+        for model in (decoder(), tiny.on_mesh(CONFIG))
     )
     np.testing.assert_array_equal(many.tokens, one.tokens)
 
@@ -408,33 +371,6 @@ def test_a_policy_keeps_the_predicted_keys_of_the_tokens_that_stay():
         if layer:
             own = key[layer - 1, position[layer, head, slot], 2 * head : 2 * head + 2]
             np.testing.assert_allclose(kept[layer, head, slot], own, atol=1e-5)
-
-
-def test_what_stays_is_what_the_mean_predicted_attention_ranks_first():
-    butler, T = predictor(), TOKENS.shape[1]
-    cache, _ = models.prefill(decoder(), TOKENS, policy="butler", budget=9, block=T, butler=butler)
-    logits = np.array(foreseen())
-    at = np.arange(T)
-    for layer in (1, 2):
-        visible = at <= at[:, None]
-        if CONFIG.sliding_windows[layer]:
-            visible &= at > at[:, None] - CONFIG.sliding_windows[layer]
-            visible &= at > T - CONFIG.sliding_windows[layer]  # what a later query can see
-        seen = visible.any(axis=1)
-        rows = reference.softmax(np.where(visible, logits[layer - 1], -np.inf)[:, seen]).sum(axis=1)  # [N, T]
-        for head in range(2):
-            best = np.argsort(rows[2 * head : 2 * head + 2].mean(axis=0))[-9:]
-            position = np.asarray(cache.position)[layer, 0, head]
-            assert sorted(position[position >= 0].tolist()) == sorted(best.tolist())
-
-
-@pytest.mark.matrix
-def test_pages_keep_what_a_plain_cache_keeps():
-    settings = dict(budget=12, block=8, max_new_tokens=4, end=(), butler=predictor())
-    plain = models.generate(decoder(), TOKENS, policy="butler+caote", **settings)
-    paged = models.generate(decoder(), TOKENS, policy="butler+caote@pyramid(beta=1)", **settings)
-    assert isinstance(paged.cache, kvjax.PagedCache)
-    np.testing.assert_array_equal(paged.tokens, plain.tokens)
 
 
 def test_without_a_selection_or_a_predictor_nothing_lies_beside_the_cache():

@@ -54,7 +54,7 @@ def test_a_budget_that_holds_every_window_gives_the_logits_of_the_full_cache(pol
 
 @pytest.mark.parametrize(
     ("policy", "when", "layers"),
-    first(1, [
+    first(0, [
         ("snapkv(window=4)", "prompt", True),
         ("h2o+caote", "block", False),
         ("laprox(window=4)+positions@model", "block", False),
