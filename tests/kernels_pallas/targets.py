@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,7 +13,12 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.targets import compiled, tpu_chips
+from kernels_pallas.dispatch import Kernel
+from tests.tiers import first
 
+CALLS = {"tpu": "@tpu_custom_call", "cuda": "@__gpu$xla.gpu.triton"}
+platforms = pytest.mark.parametrize("platform", CALLS)
+topologies = pytest.mark.parametrize("topology", first(1, ["v5e:2x2", "v6e:2x2"]))
 _DEVICES = {"tpu": AbstractDevice("TPU v5e", 1, "tpu"), "cuda": AbstractDevice("NVIDIA H100 80GB HBM3", 132, "gpu")}
 
 
@@ -27,10 +34,31 @@ def needs_gpu() -> None:
         pytest.skip("needs an NVIDIA GPU, and JAX_PLATFORMS=cuda")
 
 
+def on_gpu(operation: str, arrays: Sequence[Any], *, file: str = "gpu", **options: Any) -> tuple[Any, Any]:
+    """What the kernel gives on a GPU, and the reference."""
+    reference = getattr(importlib.import_module(f"kernels_pallas.{operation}.reference"), operation)
+    result = jax.jit(functools.partial(Kernel(operation, file).run, **options))(*arrays)
+    with jax.default_matmul_precision("highest"):
+        return result, jax.jit(functools.partial(reference, **options))(*arrays)
+
+
 def lowered(platform: str, function: Callable, *arguments: Any) -> str:
     """The program's text for "tpu" or "cuda"; arguments may be shapes."""
     with on_device(_DEVICES[platform]):
         return jax.jit(function).trace(*arguments).lower(lowering_platforms=(platform,)).as_text()
+
+
+def kernels_in(platform: str, function: Callable, *arguments: Any) -> int:
+    """How many kernels the program lowered for "tpu" or "cuda" calls."""
+    return lowered(platform, function, *arguments).count(CALLS[platform])
+
+
+def refused(platform: str, operation: str, call: Callable, given: Sequence[Any], reason: str, **options: Any) -> None:
+    """Checks that "auto" leaves a call to the reference, and that the kernel by its name says why."""
+    assert "custom_call @" not in lowered(platform, call, *given).replace("@Sharding", "")
+    run = functools.partial(Kernel(operation, {"cuda": "gpu"}.get(platform, platform)).run, **options)
+    with pytest.raises(NotImplementedError, match=f"{reason}.*use implementation='reference'"):
+        jax.eval_shape(run, *given)
 
 
 def tpu_topology(name: str) -> tuple[Any, ...]:

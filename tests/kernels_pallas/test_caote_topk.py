@@ -12,13 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
-from jax.sharding import PartitionSpec
 
 import kvjax
 from kernels_pallas import caote_topk
 from kernels_pallas.caote_topk import gpu, reference, tpu
 from kernels_pallas.dispatch import Kernel
-from tests.kernels_pallas.targets import compiled_for_tpu, lowered, needs_gpu
+from tests.kernels_pallas.targets import compiled_for_tpu, kernels_in, needs_gpu, on_gpu, platforms
+from tests.tiers import first, matrix
 
 RUNS = {
     "reference": reference.caote_topk,
@@ -54,8 +54,9 @@ def compiled(name: str, **options):
     return jax.jit(functools.partial(RUNS[name], **(OPTIONS | options)))
 
 
-def run(name: str, given: Case, **options) -> tuple[np.ndarray, np.ndarray]:
-    kept = compiled(name, **options)(*given)
+def run(name: str, given: Case, *, layer=None, **options) -> tuple[np.ndarray, np.ndarray]:
+    more = {} if layer is None else {"layer": layer}
+    kept = compiled(name, **options)(*given, **more)
     return np.asarray(kept.position), np.asarray(kept.scores)
 
 
@@ -106,15 +107,20 @@ def check(name: str, given: Case, rtol: float = 2e-5, **options) -> None:
     np.testing.assert_array_equal(kept, best(scores, given.position, given.budget))
 
 
-@pytest.mark.parametrize("name", RUNS)
+every = pytest.mark.parametrize("name", RUNS)
+
+
+@every
 @hypothesis.given(seed=st.integers(0, 2**32 - 1), sharpness=st.sampled_from([0.5, 1, 4]))
 @hypothesis.settings(max_examples=8)
 def test_the_kept_are_those_whose_loss_hurts_most(name, seed, sharpness):
     check(name, case(seed, sharpness=sharpness))
 
 
-@pytest.mark.parametrize("name", RUNS)
-@pytest.mark.parametrize("options", [dict(fast=True), dict(group="mean")], ids=str)
+@every
+@pytest.mark.parametrize(
+    "options", first(1, [dict(fast=True, group="mean"), dict(fast=True), dict(group="mean")]), ids=str
+)
 def test_fast_caote_and_the_groups_mean(name, options):
     check(name, case(1), **options)
 
@@ -127,14 +133,15 @@ ODD = [
 ]
 
 
-@pytest.mark.parametrize("name", RUNS)
+@matrix
+@every
 @pytest.mark.parametrize("sizes", ODD, ids=str)
 def test_any_size_is_accepted(name, sizes):
     check(name, case(2, **sizes))
 
 
 @pytest.mark.parametrize("name", ["tpu", "gpu"])
-@pytest.mark.parametrize(("fast", "excess"), [(False, None), (True, None), (False, 1)])
+@pytest.mark.parametrize(("fast", "excess"), first(1, [(False, None), (True, None), (False, 1)]))
 def test_values_may_pass_through_in_chunks(name, fast, excess, monkeypatch):
     """As a long cache's do: several chunks of a head on a TPU, programs and a selection by XLA on a GPU."""
     monkeypatch.setattr(tpu, "STEP", 128)
@@ -159,23 +166,24 @@ def in_many_programs(monkeypatch):
 def test_of_equal_tokens_in_many_programs_the_oldest_leaves(monkeypatch):
     in_many_programs(monkeypatch)
     position = np.random.default_rng(0).permutation(600)[None, None].astype(np.int32)
-    alike = jnp.full((1, 1, 1, 600), 1 / 600), jnp.full((1, 1, 600, 5), 0.5)
-    options = OPTIONS | {"excess": 1, "with_scores": False}
-    kept = RUNS["gpu"](*alike, jnp.asarray(position), jnp.array([599]), None, **options)
+    alike = np.full((1, 1, 1, 600), 1 / 600, np.float32), np.full((1, 1, 600, 5), 0.5, np.float32)
+    run = compiled.__wrapped__("gpu", excess=1, with_scores=False)
+    kept = run(*alike, position, np.int32([599]), None)
     np.testing.assert_array_equal(kept.position, np.where(position == 0, -1, position))
     assert kept.scores is None
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_half_precision_values_are_scored_in_float32(name):
+@every
+def test_one_layer_is_read_and_its_half_precision_values_are_scored_in_float32(name):
     given = case(4)
-    narrow = np.asarray(jnp.asarray(given.value, jnp.bfloat16).astype(jnp.float32))
-    kept, scores = run(name, given._replace(value=jnp.asarray(given.value, jnp.bfloat16)))
-    np.testing.assert_allclose(scores, errors(given._replace(value=narrow)), rtol=2e-5)
+    narrow = given.value.astype(jnp.dtype("bfloat16"))
+    stack = np.stack([narrow * np.nan, narrow, narrow + 1])
+    kept, scores = run(name, given._replace(value=stack), layer=np.int32(1))
+    np.testing.assert_allclose(scores, errors(given._replace(value=narrow.astype(np.float32))), rtol=2e-5)
     np.testing.assert_array_equal(kept, best(scores, given.position, given.budget))
 
 
-@pytest.mark.parametrize("name", RUNS)
+@every
 def test_of_equal_tokens_the_more_recent_stay(name):
     given = case(5)
     live = given.position >= 0
@@ -191,7 +199,7 @@ def test_of_equal_tokens_the_more_recent_stay(name):
         assert sorted(kept[b, k][kept[b, k] >= 0]) == sorted(newest)
 
 
-@pytest.mark.parametrize("name", RUNS)
+@every
 def test_the_one_token_too_many_in_decode_is_found_without_a_bisection(name):
     given = case(16)
     most = (given.position >= 0).sum(-1).max(-1)
@@ -204,7 +212,7 @@ def test_the_one_token_too_many_in_decode_is_found_without_a_bisection(name):
     assert (bisections(None), bisections(1)) == (2, 0)
 
 
-@pytest.mark.parametrize("name", RUNS)
+@every
 @pytest.mark.parametrize("share", [0.5, 0.9999, 1 - 1e-7, 1.0])
 def test_a_token_with_nearly_all_the_weight_keeps_its_own_error(name, share):
     given = case(6)
@@ -216,7 +224,7 @@ def test_a_token_with_nearly_all_the_weight_keeps_its_own_error(name, share):
     check(name, given._replace(weights=weights.astype(np.float32)), rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", RUNS)
+@every
 def test_empty_heads_and_budgets_beyond_the_live_free_nothing(name):
     given = case(7)
     given.position[0, 1] = -1
@@ -225,7 +233,7 @@ def test_empty_heads_and_budgets_beyond_the_live_free_nothing(name):
     np.testing.assert_array_equal(kept, given.position)
 
 
-@pytest.mark.parametrize("name", RUNS)
+@every
 @pytest.mark.parametrize("where", ["value", "weights"])
 def test_what_is_not_finite_leaves_first_and_counts_nowhere(name, where):
     given = case(8)
@@ -245,7 +253,7 @@ def test_what_is_not_finite_leaves_first_and_counts_nowhere(name, where):
     assert (kept[index] == -1)[live > given.budget[:, None]].all()
 
 
-@pytest.mark.parametrize("name", RUNS)
+@every
 def test_the_protected_stay(name):
     given = case(9)
     oldest = np.where(given.position >= 0, given.position, 99).argmin(-1)[..., None] == np.arange(9)
@@ -263,17 +271,6 @@ def test_it_is_the_score_and_the_choice_of_the_library():
     np.testing.assert_allclose(scores, by_hand, rtol=1e-6)
     stays = jax.jit(kvjax.keep_mask)(by_hand, given.position, given.budget)
     np.testing.assert_array_equal(kept >= 0, stays)
-
-
-@pytest.mark.parametrize("name", RUNS)
-def test_one_layer_of_stacked_values_is_read(name):
-    given = tuple(map(jnp.asarray, case(15)))
-    stack = jnp.stack([given[1] * jnp.nan, given[1], given[1] + 1])
-    of_stack = jax.jit(lambda layer: RUNS[name](given[0], stack, *given[2:], **OPTIONS, layer=layer))
-    kept = of_stack(jnp.int32(1))
-    position, scores = run(name, case(15))
-    np.testing.assert_array_equal(kept.position, position)
-    np.testing.assert_allclose(kept.scores, scores, rtol=1e-6)
 
 
 def test_auto_is_the_reference_on_a_cpu():
@@ -306,34 +303,35 @@ TARGETS = [
 
 # Where one token leaves, the selection alone is another: of a few slots, and of more than a GPU's kernel takes.
 @pytest.mark.parametrize(
-    ("leaves", "sizes"), [*((evict, sizes) for sizes in TARGETS), (evict_one, TARGETS[2]), (evict_one, TARGETS[4])]
+    ("leaves", "sizes"),
+    first(
+        2, [(evict, TARGETS[0]), (evict_one, TARGETS[4]), (evict_one, TARGETS[2]), *((evict, x) for x in TARGETS[1:])]
+    ),
 )
-@pytest.mark.parametrize(("platform", "kernels"), [("tpu", 1), ("cuda", 3)])
-def test_auto_lowers_to_the_kernels(platform, kernels, leaves, sizes):
-    target = {"tpu": "@tpu_custom_call", "cuda": "@__gpu$xla.gpu.triton"}[platform]
-    one_less = platform == "cuda" and leaves is evict and sizes[3] > gpu.SELECTED  # there XLA selects
-    assert lowered(platform, leaves, *shapes(*sizes)).count(target) == kernels - one_less
+@platforms
+def test_auto_lowers_to_the_kernels(platform, leaves, sizes):
+    one_less = leaves is evict and sizes[3] > gpu.SELECTED  # there XLA selects
+    assert kernels_in(platform, leaves, *shapes(*sizes)) == {"tpu": 1, "cuda": 3 - one_less}[platform]
 
 
-@pytest.mark.parametrize(("platform", "kernels"), [("tpu", 1), ("cuda", 3)])
-def test_a_stack_of_layers_beyond_32_bits_lowers(platform, kernels):
+@matrix
+@platforms
+def test_a_stack_of_layers_beyond_32_bits_lowers(platform):
     given = list(shapes(8, 8, 4, 8320, 128, "bfloat16"))
     given[1] = jax.ShapeDtypeStruct((32, *given[1].shape), given[1].dtype)
-    target = {"tpu": "@tpu_custom_call", "cuda": "@__gpu$xla.gpu.triton"}[platform]
-    text = lowered(platform, lambda layer, *arrays: caote_topk(*arrays[:4], layer=layer),
-                   jax.ShapeDtypeStruct((), jnp.int32), *given)  # fmt: skip
-    assert text.count(target) == kernels
+    of_layer = lambda layer, *arrays: caote_topk(*arrays[:4], layer=layer)  # noqa: E731
+    kernels = kernels_in(platform, of_layer, jax.ShapeDtypeStruct((), jnp.int32), *given)
+    assert kernels == {"tpu": 1, "cuda": 3}[platform]
 
 
 def test_float16_lowers_for_a_gpu_and_is_the_references_on_a_tpu():
     given = shapes(1, 2, 2, 40, 64, "float16")
-    assert "triton" in lowered("cuda", evict, *given)
-    assert "tpu_custom_call" not in lowered("tpu", evict, *given)
+    assert kernels_in("cuda", evict, *given) and not kernels_in("tpu", evict, *given)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("sizes", [*TARGETS, (1, 2, 2, 300, 128, "float16")], ids=str)
-@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize(("sizes",), first(1, [(x,) for x in (*TARGETS, (1, 2, 2, 300, 128, "float16"))]), ids=str)
+@pytest.mark.parametrize("fast", first(1, [False, True]))
 def test_it_runs_on_a_gpu(fast, sizes):
     needs_gpu()
     B, K, G, S, D, dtype = sizes
@@ -341,30 +339,23 @@ def test_it_runs_on_a_gpu(fast, sizes):
     arrays = [jnp.asarray(x) for x in given]
     arrays[1] = arrays[1].astype(dtype)
     options = OPTIONS | {"fast": fast}
-    kept = jax.jit(functools.partial(Kernel("caote_topk", "gpu").run, **options))(*arrays)
-    expected = jax.jit(functools.partial(reference.caote_topk, **options))(*arrays)
+    kept, expected = on_gpu("caote_topk", arrays, **options)
     np.testing.assert_allclose(kept.scores, expected.scores, rtol=1e-4, atol=1e-9)
     np.testing.assert_array_equal(kept.position, best(np.asarray(kept.scores), given.position, given.budget))
 
 
+# On a mesh, each chip on its own heads: see test_prepare.py.
 @pytest.mark.tpu
-@pytest.mark.parametrize("sizes", TARGETS, ids=str)
-@pytest.mark.parametrize(("topology", "leaves"), [("v5e:2x2", evict), ("v6e:2x2", evict_one)], ids=["many", "one"])
+@pytest.mark.parametrize(("sizes",), first(1, [(x,) for x in TARGETS]), ids=str)
+@pytest.mark.parametrize(
+    ("topology", "leaves"), first(1, [("v5e:2x2", evict), ("v6e:2x2", evict_one)]), ids=["many", "one"]
+)
 def test_it_compiles_for_a_tpu(topology, leaves, sizes):
     program = compiled_for_tpu(topology, leaves, *shapes(*sizes))
     assert "tpu_custom_call" in program.as_text()
     B, K, _, S, D, dtype = sizes
     values = B * K * S * D * jnp.dtype(dtype).itemsize
     assert program.memory_analysis().temp_size_in_bytes < 0.25 * values + 2**20  # no second copy of V
-
-
-@pytest.mark.tpu
-def test_each_chip_of_a_mesh_runs_the_kernel_on_its_own_heads():
-    split = PartitionSpec(None, "tensor")
-    specs = (split, split, split, PartitionSpec(), split)
-    program = compiled_for_tpu("v5e:2x2", evict, *shapes(2, 8, 4, 1000, 128, "bfloat16"), specs=specs, chips=4)
-    text = program.as_text()
-    assert "tpu_custom_call" in text and "all-gather" not in text and "all-reduce" not in text
 
 
 @pytest.mark.bad_input
@@ -393,14 +384,14 @@ def test_a_call_that_does_not_fit_is_refused(changes, options, message):
 
 
 def test_a_budget_below_one_is_refused():
-    given = case(13)
     with pytest.raises(ValueError, match="the budget is 0; at least 1 token must stay"):
-        caote_topk(*map(jnp.asarray, given[:3]), 0)
+        caote_topk(*case(13)[:3], 0)
 
 
 @pytest.mark.parametrize("name", ["tpu", "gpu"])
 def test_a_kernel_says_what_it_cannot_do(name):
-    given = tuple(map(jnp.asarray, case(14)))
+    given = case(14)
     with pytest.raises(NotImplementedError, match=r"norm is 1, but the kernels? .* use implementation='reference'"):
         RUNS[name](*given, **(OPTIONS | {"norm": 1}))
-    assert caote_topk(*given[:4], norm=1).position.shape == given[2].shape
+    run = functools.partial(caote_topk, norm=1)
+    assert jax.eval_shape(run, *given[:4]).position.shape == given[2].shape

@@ -17,7 +17,8 @@ from kernels_pallas import STATISTICS, cache_attention, caote_topk, paged_attent
 from kernels_pallas.cache_attention import tpu as attention_tpu
 from kernels_pallas.dispatch import Kernel
 from kernels_pallas.select_attention import tpu as select_tpu
-from tests.kernels_pallas.targets import compiled_for_tpu, lowered, on_device
+from tests.kernels_pallas.targets import compiled_for_tpu, kernels_in, on_device, platforms
+from tests.tiers import first, matrix
 
 OPERATIONS = {
     "cache_attention": cache_attention,
@@ -38,38 +39,39 @@ def run_of(operation: str, platform: str):
     return functools.partial(Kernel(operation, platform).run, interpret=MODES[platform])
 
 
-def rows(rng: np.random.Generator, dtype: str, *shape: int) -> tuple[jax.Array, jax.Array | None]:
+def rows(rng: np.random.Generator, dtype: str, *shape: int) -> tuple[np.ndarray, np.ndarray | None]:
     """Rows, and scales if they are of eight bits; the scale of slot 3, which is free, is NaN."""
     if jnp.dtype(dtype).itemsize > 1:
-        return jnp.asarray(rng.normal(size=(*shape, D)), dtype), None
+        return rng.normal(size=(*shape, D)).astype(jnp.dtype(dtype)), None
     scale = np.exp(rng.normal(size=shape)) / 100
     scale[..., 3] = np.nan
     numbers = rng.integers(-127, 128, (*shape, D)) if dtype == "int8" else 100 * rng.normal(size=(*shape, D))
-    return jnp.asarray(numbers).astype(dtype), jnp.asarray(scale, jnp.float32)
+    return numbers.astype(jnp.dtype(dtype)), np.float32(scale)
 
 
 def case(operation: str, T: int, query_dtype: str, dtypes: tuple[str, str]) -> tuple[list[Any], dict[str, Any]]:
     """Arguments and options of an operation, as its reference takes them."""
     rng = np.random.default_rng(0)
-    query = jnp.asarray(rng.normal(size=(B, T, N, D)), query_dtype)
+    query = rng.normal(size=(B, T, N, D)).astype(jnp.dtype(query_dtype))
     shape = (P, PAGE) if operation == "paged_attention" else (B, K, S)
     (key, key_scale), (value, value_scale) = (rows(rng, dtype, *shape) for dtype in dtypes)
     scales, scale = dict(key_scale=key_scale, value_scale=value_scale), 0.3
     position = np.arange(np.prod(shape)).reshape(shape) % 20
     position[..., 3] = -1
-    position, own = jnp.asarray(position, jnp.int32), jnp.asarray(20 - T + np.arange(T)[None], jnp.int32)
-    seen = dict(statistics=frozenset(STATISTICS), window=2, sliding_window=None, scale=scale) | scales
+    position, own = np.int32(position), np.int32(20 - T + np.arange(T)[None])
+    names = frozenset(["sum"] if T == 1 else STATISTICS)
+    seen = dict(statistics=names, window=2, sliding_window=None, scale=scale) | scales
     if operation == "cache_attention":
         return [query, key, value, position, own], seen
     if operation == "paged_attention":
-        return [query, key, value, position, jnp.asarray([[[4, 1, -1], [0, 5, 2]]], jnp.int32), own], seen
+        return [query, key, value, position, np.int32([[[4, 1, -1], [0, 5, 2]]]), own], seen
     if operation == "select_attention":
-        slots = jnp.asarray([[[0, 5, 18, -1], [1, 2, 4, 9]]], jnp.int32)
+        slots = np.int32([[[0, 5, 18, -1], [1, 2, 4, 9]]])
         return [query, key, value, slots], dict(layer=None, scale=scale) | scales
-    weights = rng.random((B, K, G, S)) * (np.asarray(position)[:, :, None] >= 0)
-    weights = jnp.asarray(weights / weights.sum(-1, keepdims=True), query_dtype)
+    weights = rng.random((B, K, G, S)) * (position[:, :, None] >= 0)
+    weights = (weights / weights.sum(-1, keepdims=True)).astype(jnp.dtype(query_dtype))
     options = dict(fast=T > 1, norm=2, group="exact", excess=None, with_scores=True, value_scale=value_scale)
-    return [weights, value, position, jnp.full(B, 5, jnp.int32), None], options
+    return [weights, value, position, np.int32([5] * B), None], options
 
 
 @functools.cache
@@ -83,22 +85,26 @@ def computed(operation: str, platform: str, T: int, query_dtype: str, dtypes: tu
 @pytest.mark.parametrize("platform", MODES)
 @pytest.mark.parametrize(
     ("T", "query_dtype", "dtypes"),
-    [
-        (1, "float32", ("int8", "int8")),
-        (3, "float32", ("float8_e4m3fn", "float8_e4m3fn")),
-        (3, "bfloat16", ("int8", "int8")),
-        (3, "bfloat16", ("float8_e4m3fn", "bfloat16")),
-        (1, "float32", ("float32", "float8_e4m3fn")),
-    ],
+    first(
+        1,
+        [
+            (1, "float32", ("int8", "int8")),
+            (3, "float32", ("float8_e4m3fn", "float8_e4m3fn")),
+            (3, "bfloat16", ("int8", "int8")),
+            (3, "bfloat16", ("float8_e4m3fn", "bfloat16")),
+            (1, "float32", ("float32", "float8_e4m3fn")),
+        ],
+    ),
 )
 def test_a_kernel_computes_what_the_reference_does(operation, platform, T, query_dtype, dtypes, monkeypatch):
     monkeypatch.setattr(select_tpu, "FEW", 2**20)
     result, expected = (computed(operation, name, T, query_dtype, dtypes) for name in (platform, "reference"))
     half = query_dtype == "bfloat16" and operation != "caote_topk"
     close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-2 if half else 2e-6)
-    jax.tree.map(close, *(jax.tree.map(lambda x: x.astype(jnp.float32), x) for x in (result, expected)))
+    jax.tree.map(close, *(jax.tree.map(lambda x: np.asarray(x, np.float32), x) for x in (result, expected)))
 
 
+@matrix
 def test_many_blocks_of_queries_and_chunks_of_slots_have_their_own_scales(monkeypatch):
     monkeypatch.setattr(attention_tpu, "ROWS", 32)
     monkeypatch.setattr(attention_tpu, "SLOTS", 128)
@@ -142,20 +148,21 @@ def shapes(operation: str, dtypes: tuple[str, str]) -> tuple[Any, tuple[jax.Shap
 
 
 eight = pytest.mark.parametrize(
-    "dtypes", [("int8", "int8"), ("float8_e4m3fn", "float8_e4m3fn"), ("int8", "bfloat16")], ids="/".join
+    ("dtypes",),
+    first(1, [(("int8", "int8"),), (("float8_e4m3fn", "float8_e4m3fn"),), (("int8", "bfloat16"),)]),
+    ids="/".join,
 )
 
 
 @every
 @eight
-@pytest.mark.parametrize("platform", ["tpu", "cuda"])
+@platforms
 def test_auto_lowers_to_the_kernels(operation, platform, dtypes):
-    target = {"tpu": "@tpu_custom_call", "cuda": "@__gpu$xla.gpu.triton"}[platform]
     call, given = shapes(operation, dtypes)
-    assert target in lowered(platform, call, *given)
+    assert kernels_in(platform, call, *given)
 
 
-@every
+@pytest.mark.parametrize("operation", first(1, OPERATIONS))
 def test_a_gpu_that_triton_converts_no_float8_on_takes_the_reference(operation):
     """An A100 has compute capability 8.0."""
     call, given = shapes(operation, ("float8_e4m3fn", "float8_e4m3fn"))
@@ -180,6 +187,7 @@ def test_rows_of_other_dtypes_are_refused_with_those_that_kernels_read():
 
 
 @pytest.mark.tpu
+@matrix
 @every
 @eight
 def test_it_compiles_for_a_tpu_without_a_copy_of_the_rows(operation, dtypes):
