@@ -14,12 +14,12 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("kernels_pallas", "kvjax", "models", "evals", "train")
 
 
-def refused(call: Callable[[], Any]) -> str:
-    """The sentence with which a function refuses its input; it is raised by us, not by what we call."""
+def refused(call: Callable[[], Any]) -> Exception:
+    """The error with which a function refuses its input; it is raised by us, not by what we call."""
     with pytest.raises((ValueError, TypeError, OSError)) as caught:
         call()
     check_sentence(caught.value)
-    return str(caught.value)
+    return caught.value
 
 
 def check_sentence(error: BaseException) -> None:

@@ -483,6 +483,12 @@ ATTENDING = {
 CASES = SCORE | CACHE | POLICIES | ATTEND | GENERATE | ATTENDING
 
 
-@pytest.mark.parametrize("call", CASES.values(), ids=[name[:60] for name in CASES])
+COMPILE = ("select: no size", "evict: half an excess", "attend: queries of other D")  # before they are refused
+
+
+@pytest.mark.parametrize(
+    "call",
+    [pytest.param(call, id=name[:60], marks=[pytest.mark.matrix] * (name in COMPILE)) for name, call in CASES.items()],
+)
 def test_is_refused_in_one_sentence(call):
     assert refused(call)

