@@ -1,5 +1,6 @@
 """`python -m models.chat`: what goes through the model in each turn, and what a user sees."""
 
+import dataclasses
 import io
 import re
 import signal
@@ -7,11 +8,10 @@ import subprocess
 import sys
 from typing import NamedTuple
 
-import jax
 import numpy as np
 import pytest
 import tokenizers
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import models
@@ -20,6 +20,7 @@ from models import chat
 from models.chat import Conversation
 from models.tokenizer import Tokenizer
 from tests.models import reference
+from tests.tiers import first
 
 CHATML = (
     "{% for m in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
@@ -66,14 +67,17 @@ def tokenizer_of(template):
     return Tokenizer(backend, {"bos_token": "<s>", "eos_token": "</s>"}, template)
 
 
+CONFIG = models.Config(
+    256 + len(SPECIAL), 16, 16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4, max_positions=600,
+    eos=tuple(range(0, 256, 11)),
+)  # fmt: skip
+BOTH_WAYS = pytest.mark.parametrize("each_way", first(1, ["one program", "layers"]), indirect=True)
+
+
 @pytest.fixture(scope="module")
 def model():
     """A model of random weights that ends an answer now and then."""
-    config = models.Config(
-        256 + len(SPECIAL), 16, 16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4, max_positions=600,
-        eos=tuple(range(0, 256, 11)),
-    )  # fmt: skip
-    return reference.decoder(config, reference.parameters(config))
+    return reference.decoder(CONFIG, reference.parameters(CONFIG))
 
 
 @pytest.fixture
@@ -93,6 +97,7 @@ def run(monkeypatch, capsys, lines, *flags):
 
 
 SMALL = ["--policy", "h2o+caote", "--budget", "32", "--block", "16", "--max-new-tokens", "6"]
+OF_SMALL = dict(policy="h2o+caote", budget=32, block=16, max_new_tokens=6)
 
 
 # What goes through the model
@@ -139,8 +144,8 @@ TURN = st.tuples(
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-@pytest.mark.parametrize("system", [None, "Be kind."])
-@given(turns=st.lists(TURN, min_size=1, max_size=4))
+@given(turns=st.lists(TURN, min_size=1, max_size=4), system=st.sampled_from([None, "Be kind."]))
+@settings(max_examples=10)
 def test_tokens_are_those_of_the_template_over_the_whole_conversation(template, system, turns):
     tokenizer = tokenizer_of(TEMPLATES[template])
     scripted = Scripted(tokenizer, [answer + end for _, answer, end in turns])
@@ -181,8 +186,14 @@ def test_a_template_that_numbers_its_turns_says_so(model):
 # With a model
 
 
+def streamed(model, fed, **settings):
+    """Return an answer's tokens and the cache behind it, by the programs that a conversation runs."""
+    steps = list(models.stream(model, [fed], **settings))
+    return [int(token[0]) for token, _ in steps], steps[-1][1]
+
+
 def by_hand(model, tokenizer, texts, lengths=None, **settings):
-    """The answers' tokens, each by `models.generate` from the cache of the one before."""
+    """The answers' texts, each by `models.stream` from the cache of the one before."""
     answers, cache, pending, messages, told = [], None, [], [], ""
     for n, text in enumerate(texts):
         messages.append({"role": "user", "content": text})
@@ -190,10 +201,9 @@ def by_hand(model, tokenizer, texts, lengths=None, **settings):
         assert whole.startswith(told)
         fed = [*pending, *tokenizer.encode(whole.removeprefix(told), add_special_tokens=False)]
         most = settings["max_new_tokens"] if lengths is None else lengths[n]
-        out = models.generate(model, [fed], cache=cache, **settings | {"max_new_tokens": most})
-        answer = out.tokens[0, : out.lengths[0]].tolist()
+        answer, cache = streamed(model, fed, cache=cache, **settings | {"max_new_tokens": most})
         ended = answer[-1] in model.config.eos
-        cache, pending = out.cache, [] if ended else answer[-1:]
+        pending = [] if ended else answer[-1:]
         said = tokenizer.decode(answer[:-1] if ended else answer)
         messages.append({"role": "assistant", "content": said})
         told = whole + said
@@ -204,21 +214,23 @@ def by_hand(model, tokenizer, texts, lengths=None, **settings):
 TEXTS = [f"Tell me {n:02} things." for n in range(12)]
 
 
-def test_twelve_turns_take_the_bytes_and_the_programs_of_the_first_ones(model, each_way):
+@BOTH_WAYS
+def test_twelve_turns_take_the_bytes_and_the_programs_of_the_first_ones(each_way):
+    config = dataclasses.replace(CONFIG, max_positions=601)  # of its own: no test before has compiled its programs
+    model = reference.decoder(config, reference.parameters(config))
     talk, sizes, programs = Conversation(model, tokenizer_of(CHATML), **SETTINGS), [], []
-    jax.clear_caches()
     for text in TEXTS:
         with compilations() as compiled:
             say(talk, text)
             sizes.append((talk.nbytes, talk.held <= 48 + 16 + 4))
         programs.append(len(compiled))
     assert len(set(sizes[1:])) == 1 and sizes[-1][1]
-    assert programs[3:] == [0] * 9
+    assert programs[0] > 0 and programs[3:] == [0] * 9
     assert talk.seen > 300
 
 
-@pytest.mark.parametrize("policy", ["snapkv(window=4)+caote", "h2o@layer"])
-def test_answers_are_those_of_one_generate_after_another(model, policy):
+@pytest.mark.parametrize("policy", first(1, ["snapkv(window=4)+caote", "h2o@layer"]))
+def test_answers_are_those_of_one_stream_after_another(model, policy):
     settings = SETTINGS | {"policy": policy}
     talk = Conversation(model, tokenizer_of(CHATML), **settings)
     assert [say(talk, text) for text in TEXTS[:6]] == by_hand(model, talk.tokenizer, TEXTS[:6], **settings)
@@ -244,6 +256,7 @@ def test_a_turn_that_is_given_up_leaves_the_conversation_as_it_was(model, talk):
     assert say(talk, TEXTS[1]) == by_hand(model, talk.tokenizer, TEXTS[:2], **SETTINGS)[1]
 
 
+@pytest.mark.matrix
 def test_a_full_cache_ends_with_the_positions_of_the_model(model):
     talk = Conversation(model, tokenizer_of(CHATML), max_new_tokens=9)
     say(talk, TEXTS[0])
@@ -254,6 +267,7 @@ def test_a_full_cache_ends_with_the_positions_of_the_model(model):
     say(talk, TEXTS[1])
 
 
+@BOTH_WAYS
 def test_a_conversation_is_kept_and_goes_on(talk, tmp_path, each_way):
     file = tmp_path / "talk.cache"
     say(talk, TEXTS[0])
@@ -314,16 +328,17 @@ def test_a_terminal_is_told_what_there_is(monkeypatch, capsys):
 
 def test_plain_text_goes_on_where_there_is_no_template(monkeypatch, capsys):
     texts = ["The code of amber falcon is 4719.", "Question: what is the code of amber falcon? Answer:"]
-    _, out, err = run(monkeypatch, capsys, texts, "--policy", "full", "--max-new-tokens", "6")
+    _, out, err = run(monkeypatch, capsys, texts, *SMALL)
     assert "no chat template" in err
     model, tokenizer = models.load("retriever")
-    first = models.generate(model, [tokenizer.encode(texts[0])], max_new_tokens=6)
-    tokens = [int(first.tokens[0, -1]), *tokenizer.encode("\n" + texts[1], add_special_tokens=False)]
-    second = models.generate(model, [tokens], cache=first.cache, max_new_tokens=6)
-    assert out == "".join(tokenizer.decode(x.tokens[0].tolist()) + "\n" for x in (first, second))
+    first, cache = streamed(model, tokenizer.encode(texts[0]), **OF_SMALL)
+    tokens = [first[-1], *tokenizer.encode("\n" + texts[1], add_special_tokens=False)]
+    second, _ = streamed(model, tokens, cache=cache, **OF_SMALL)
+    assert out == "".join(tokenizer.decode(x) + "\n" for x in (first, second))
 
 
-def test_another_process_goes_on_from_what_was_kept(monkeypatch, capsys, tmp_path):
+@pytest.mark.parametrize("where", first(1, ["another conversation", "another process"]))
+def test_what_was_kept_goes_on_elsewhere(where, monkeypatch, capsys, tmp_path):
     file = str(tmp_path / "talk.cache")
     lines = [
         "The code of amber falcon is 4719.",
@@ -332,9 +347,14 @@ def test_another_process_goes_on_from_what_was_kept(monkeypatch, capsys, tmp_pat
     ]
     code, out, err = run(monkeypatch, capsys, [*lines, "/quit", "never"], *SMALL)
     assert code == 0 and f"kept in {file}" in err
-    command = [sys.executable, "-m", "models.chat", "retriever", "--load", file, *SMALL[4:]]
-    done = subprocess.run(command, input=lines[2] + "\n", capture_output=True, text=True, check=True)
-    assert done.stdout == out.split("\n", 1)[1]
+    flags = ["--load", file, *SMALL[4:]]
+    if where == "another process":
+        command = [sys.executable, "-m", "models.chat", "retriever", *flags]
+        done = subprocess.run(command, input=lines[2] + "\n", capture_output=True, text=True, check=True)
+        said = done.stdout
+    else:
+        _, said, _ = run(monkeypatch, capsys, lines[2:], *flags)
+    assert said == out.split("\n", 1)[1]
 
 
 def test_an_error_in_a_turn_is_one_sentence_and_the_conversation_goes_on(monkeypatch, capsys, tmp_path):
@@ -390,10 +410,8 @@ def test_an_interrupt_ends_the_answer_and_not_the_conversation(monkeypatch, caps
     assert err.count("tokens seen") == 2
     model, tokenizer = models.load("retriever")
     first, _ = screen.getvalue().splitlines()
-    out = models.generate(
-        model, [tokenizer.encode("The river was calm.")], policy="h2o+caote", budget=32, block=16, max_new_tokens=3
-    )
-    assert first == tokenizer.decode(out.tokens[0].tolist())
+    tokens, _ = streamed(model, tokenizer.encode("The river was calm."), **OF_SMALL | {"max_new_tokens": 3})
+    assert first == tokenizer.decode(tokens)
     assert signal.signal(signal.SIGINT, before) is signal.default_int_handler
 
 
