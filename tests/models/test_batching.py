@@ -63,7 +63,7 @@ def served(arrivals: list[tuple[np.ndarray, dict]], seed: int, rows: int = 3, **
 @pytest.mark.parametrize("name", first(1, CASES))
 def test_each_answer_is_the_one_that_its_prompt_gets_alone(name):
     budgets = "pages", "a window", "every step", "below a threshold"
-    count, sizes = (24, None) if name in budgets else (12, FEW_SIZES)
+    count, sizes = (14, None) if name in budgets else (12, FEW_SIZES)
     arrivals = requests(count, len(name), sizes)
     expected = [alone(prompt, sampling, **CASES[name]) for prompt, sampling in arrivals]
     assert served(arrivals, 1, **CASES[name]) == expected

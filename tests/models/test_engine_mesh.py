@@ -14,7 +14,7 @@ import models
 from models import engine, states, steps
 from models.plan import Options, check_prompt
 from models.sampling import Sampling
-from tests.models.tiny import LONG, SETTINGS, STATE, answers, assert_keeps, decoder, held, on_mesh, run, streamed
+from tests.models.tiny import LONG, SETTINGS, STATE, answers, assert_keeps, decoder, empty, held, on_mesh, run, streamed
 from tests.tiers import first
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices; conftest.py forces them on a CPU")
@@ -142,7 +142,7 @@ def test_a_decode_step_with_pages_gathers_neither_scores_nor_cache():
 
 
 def test_pages_go_on_only_on_the_devices_that_they_are_on():
-    cache = kvjax.empty_cache("h2o@layer", layers=2, batch=4, kv_heads=2, query_heads=4, head_dim=8, budget=16, block=8)
+    cache = empty("h2o@layer", batch=4)
     with pytest.raises(ValueError, match="on one device, but the model is on a mesh with data=2 and tensor=2"):
         models.prefill(on_mesh(), TOKENS[:, :8], cache=cache, policy="h2o@layer", **SETTINGS)
 

@@ -26,6 +26,7 @@ from tests.models.tiny import (
     assert_keeps,
     bytes_of,
     decoder,
+    empty,
     held,
     lengths_of,
     on_mesh,
@@ -204,11 +205,6 @@ def test_prompts_of_any_lengths_are_a_list():
         assert_keeps(listed.cache, row, expected)
 
 
-def made_for(policy, layers=2):
-    """An empty cache, as a policy has it."""
-    return kvjax.empty_cache(policy, layers=layers, kv_heads=2, query_heads=4, head_dim=8, budget=16, block=8)
-
-
 REFUSED = {
     "another number of rows": (dict(tokens=QUESTIONS), r"1 rows, but 3 prompts .* kvjax.repeat\(cache, 3\)"),
     "another policy": (dict(policy="tova", budget=16), "the cache's policy state is not that of 'tova': give the"),
@@ -217,15 +213,15 @@ REFUSED = {
     "a selection": (dict(select="oracle", budget=4), "a selection remembers tokens outside the cache"),
     "no cache": (dict(cache="kept"), "the cache is a str; give what models.prefill"),
     "all that prefill gave": (
-        dict(cache=lambda: models.Prefilled(made_for(None), None)), "the cache is a Prefilled; give its .cache",
+        dict(cache=lambda: models.Prefilled(empty(None), None)), "the cache is a Prefilled; give its .cache",
     ),
     "too much for a full cache": (dict(max_new_tokens=500), "take 521 positions, but the model has 512"),
     "another model's": (
-        dict(cache=lambda: made_for(None, layers=3)),
+        dict(cache=lambda: empty(None, layers=3)),
         "of another model: it has 3 layers and 2 heads of dimension 8",
     ),
     "pages": (
-        dict(cache=lambda: made_for("h2o@layer"), policy="h2o", budget=16),
+        dict(cache=lambda: empty("h2o@layer"), policy="h2o", budget=16),
         "the cache is paged, but 'h2o' divides the slots in an even way",
     ),
 }  # fmt: skip

@@ -20,6 +20,7 @@ from evals import fidelity, loglikelihood, selections
 from models import engine
 from models.config import Config, Rope
 from tests.models import reference
+from tests.models.tiny import STATE, run, streamed
 from tests.tiers import first
 from train import butler as training
 from train import scorer as scoring
@@ -143,15 +144,24 @@ def test_rope_scalings(mode, trace, rope):
 
 
 @pytest.mark.parametrize(
-    ("policy", "each_way"),
-    first(1, [("h2o+caote", "layers"), ("tova(heads='group')@model", "one program")]),
+    ("policy", "each_way", "mode"),
+    first(1, [
+        (STATE, "layers", wide),
+        (STATE, "layers", strict),
+        ("tova(heads='group')@model", "one program", wide),
+        ("tova(heads='group')@model", "one program", strict),
+    ]),
     indirect=["each_way"],
-)
+)  # fmt: skip
 def test_a_whole_run_is_the_same_as_in_the_mode_that_is_usual(mode, model, each_way, policy):
-    settings = SETTINGS | dict(policy=policy, question=np.array([5, 0]))
-    usual = [token.tolist() for token, _ in models.stream(model, TOKENS, **settings)]
+    settings = SETTINGS | dict(policy=policy, question=np.array([5, 0]), end=())
+    questions, lengths = settings.pop("question"), settings["lengths"]
     with mode():
-        assert [token.tolist() for token, _ in models.stream(model, TOKENS, **settings)] == usual
+        found, _ = streamed(model, TOKENS, question=questions, **settings)
+    told = {name: settings[name] for name in ("policy", "budget", "block")}
+    for row, length in enumerate(lengths):
+        expected = run(TOKENS[row, :length], CONFIG, question=questions[row], new_tokens=4, **told).tokens
+        assert found[row].tolist() == expected
 
 
 def test_the_functions_of_the_library(mode):

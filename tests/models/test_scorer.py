@@ -144,10 +144,16 @@ def test_a_scorer_belongs_to_its_policy_and_model(given, sentence):
 
 
 def test_zap_says_what_it_lacks():
-    cache = kvjax.KVCache.init(batch=1, kv_heads=1, slots=4, head_dim=2, state=kvjax.zap().init(1, 1, 1, 4, 2))
-    rows = jnp.ones((1, 2, 1, 2))
-    with pytest.raises(ValueError, match="nothing was predicted for the block"):
-        kvjax.attend(cache, rows, rows, rows, policy="zap", budget=2)
-    wrong = kvjax.Context(predicted=kvjax.Prediction(score=jnp.ones((1, 2, 3))))
-    with pytest.raises(ValueError, match=r"predicted scores \(1, 2, 3\) do not fit: expected \(1, 2, 1\)"):
-        kvjax.attend(cache, rows, rows, rows, policy="zap", budget=2, context=wrong)
+    rows = np.ones((1, 2, 1, 2), np.float32)
+
+    def attend(context):
+        cache = kvjax.KVCache.init(batch=1, kv_heads=1, slots=4, head_dim=2, state=kvjax.zap().init(1, 1, 1, 4, 2))
+        return kvjax.attend(cache, rows, rows, rows, policy="zap", budget=2, context=context)
+
+    wrong = kvjax.Context(predicted=kvjax.Prediction(score=np.ones((1, 2, 3), np.float32)))
+    for context, said in (
+        (None, "nothing was predicted for the block"),
+        (wrong, r"predicted scores \(1, 2, 3\) do not fit: expected \(1, 2, 1\)"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            jax.eval_shape(lambda: attend(context))  # noqa: B023

@@ -190,18 +190,14 @@ def test_an_answer_after_a_turn_that_evicted_nothing_finds_pages():
     assert np.asarray(out.cache.num_live)[1, 0].tolist() == [40 + 128 + 59] * 2
 
 
-def kept_of(windows, policy):
-    sizes = dict(layers=2, kv_heads=2, query_heads=2, head_dim=8, budget=40, block=8)
-    return kvjax.empty_cache(policy, windows=windows, **sizes)
-
-
 def test_pages_go_on_on_one_device_only():
-    many = tiny.on_mesh(of_windows(8, None).config, 1, 2)
+    config = of_windows(8, None).config
+    cache = tiny.empty("h2o", config, budget=40)
     with pytest.raises(ValueError, match="pages are on one device, but the model is on a mesh with data=1"):
-        models.prefill(many, TEXT[:, :20], cache=kept_of((8, None), "h2o"), policy="h2o", budget=40, block=8)
+        models.prefill(tiny.on_mesh(config, 1, 2), TEXT[:, :20], cache=cache, policy="h2o", budget=40, block=8)
 
 
 def test_a_paged_cache_goes_on_without_merging():
-    settings = dict(policy="h2o+merge", budget=40, block=8)
+    cache = tiny.empty("h2o+caote", of_windows(8, None).config, budget=40)
     with pytest.raises(ValueError, match=r"'h2o\+merge' merges values in plain caches, but this cache is paged"):
-        models.prefill(of_windows(8, None), TEXT[:, :20], cache=kept_of((8, None), "h2o+caote"), **settings)
+        models.prefill(of_windows(8, None), TEXT[:, :20], cache=cache, policy="h2o+merge", budget=40, block=8)

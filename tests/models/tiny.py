@@ -54,6 +54,13 @@ def on_mesh(config: Config = CONFIG, data: int = 2, tensor: int = 2) -> models.D
     return models.Decoder(config, placed)
 
 
+def empty(policy: str | None, config: Config = CONFIG, **changes: Any) -> Any:
+    """An empty cache, as a policy has it; one program instead of one for each of its arrays."""
+    sizes = dict(layers=config.num_layers, kv_heads=config.num_kv_heads, query_heads=config.num_heads)
+    sizes |= dict(head_dim=config.head_dim, windows=config.sliding_windows, **SETTINGS) | changes
+    return jax.jit(lambda: kvjax.empty_cache(policy, **sizes))()
+
+
 def run(prompt: Any, config: Config = CONFIG, policy: str | None = None, **settings: Any) -> reference.Run:
     """What the reference makes of one prompt."""
     named = None if policy is None else reference.policy(policy)
