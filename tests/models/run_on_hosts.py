@@ -47,10 +47,12 @@ COMMANDS = (
 )
 
 
-def work(model: Path, prompts: Path, out: Path) -> None:
+def work(model: Path, prompts: Path, out: Path, answers_only: bool) -> None:
     """Print answers to the prompts, and write what other commands make of the model to ``out``."""
     answers = ["--prompts", prompts, "--max-new-tokens", 6, "--block", 32, "--temperature", 0.5, "--mesh", "tensor=8"]
     assert cli.main([*map(str, [model, *answers])]) == 0
+    if answers_only:
+        return
     task = ["--tasks", "niah_single_1", "--lengths", 256, "--samples", 4, "--batch", 2]
     setting = ["--policies", "snapkv+caote", "--budgets", 96, "--when", "block", "--mesh", "data=2,tensor=4"]
     assert evaluate([*map(str, ["ruler", "--model", model, *task, *setting, "--out", out / "ruler"])]) == 0
@@ -62,13 +64,14 @@ def main() -> int:
     flags = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for name in ("model", "prompts", "out"):
         flags.add_argument(name, type=Path)
+    flags.add_argument("--answers-only", action="store_true", help="leave the other commands out")
     hosts.add_flags(flags)
     given = flags.parse_args()
     hosts.join(given)
     read: list[int] = []
     models.load(given.model, mesh=models.parse_mesh("tensor=8"), on_read=read.append)
     (given.out / f"bytes-{jax.process_index()}.json").write_text(json.dumps(sum(read)))
-    return commands.run(lambda: work(given.model, given.prompts, given.out), "run_on_hosts")
+    return commands.run(lambda: work(given.model, given.prompts, given.out, given.answers_only), "run_on_hosts")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Several processes that run commands together end with what one process with all the devices ends with."""
 
+import functools
 import json
 import os
 import socket
@@ -51,15 +52,20 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(folder, tmp_path_factory):
-    """Return what one process with eight devices makes; not this one, in which pytest changes built-in prose."""
-    out = tmp_path_factory.mktemp("alone")
-    (printed,) = work(folder, out, 1, 8)
-    return (tokens_in(printed), *written(out))
+    """Gives what one process with eight devices makes; not this one, in which pytest changes built-in prose."""
+
+    @functools.cache
+    def made(*only):
+        out = tmp_path_factory.mktemp("alone")
+        (printed,) = work(folder, out, 1, 8, *only)
+        return (tokens_in(printed), *written(out))
+
+    return made
 
 
-def work(folder, out, processes, devices):
-    """Return what each of the processes prints that run all commands together."""
-    running = start(processes, devices, run_on_hosts.__file__, folder / "model", folder / "prompts.jsonl", out)
+def work(folder, out, processes, devices, *only):
+    """Return what each of the processes prints that run all commands together, or the first one alone."""
+    running = start(processes, devices, run_on_hosts.__file__, folder / "model", folder / "prompts.jsonl", out, *only)
     printed, errors = zip(*[process.communicate(timeout=900) for process in running], strict=True)
     assert [process.returncode for process in running] == [0] * processes, errors
     return printed
@@ -71,6 +77,8 @@ def tokens_in(printed):
 
 def written(out):
     """Return what the commands wrote into a folder: tokens and counts, and losses."""
+    if not (out / "answers.jsonl").exists():
+        return {}, {}
     lines = {name: (out / name).read_text().splitlines() for name in ("ruler/samples.jsonl", "answers.jsonl")}
     samples, answers = (list(map(json.loads, own)) for own in lines.values())
     coref, fidelity = (json.loads((out / f"{name}.json").read_text())["results"] for name in ("coref", "fidelity"))
@@ -100,11 +108,21 @@ def start(processes, devices, *command):
     ]
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("processes, devices", [(2, 4), (4, 2)])
-def test_several_processes_give_what_one_gives(folder, alone, tmp_path, processes, devices):
-    printed = work(folder, tmp_path, processes, devices)
-    (exact, losses), (tokens, exact_alone, losses_alone) = written(tmp_path), alone
+every_command = pytest.mark.nightly  # six commands in up to four processes, each of which compiles all
+
+
+@pytest.mark.parametrize(
+    "processes, devices, only",
+    [
+        pytest.param(2, 4, ["--answers-only"], marks=pytest.mark.matrix),
+        pytest.param(2, 4, [], marks=every_command),
+        pytest.param(4, 2, [], marks=every_command),
+    ],
+)
+def test_several_processes_give_what_one_gives(folder, alone, tmp_path, processes, devices, only):
+    printed = work(folder, tmp_path, processes, devices, *only)
+    (exact, losses), (tokens, exact_alone, losses_alone) = written(tmp_path), alone(*only)
+    assert len(tokens) == len(PROMPTS) and bool(exact) == (not only)
     assert (tokens_in(printed[0]), exact) == (tokens, exact_alone)
     assert losses == pytest.approx(losses_alone, rel=1e-4)
     assert [text.count("snapkv+caote") > 0 for text in printed] == [True] + [False] * (processes - 1)
@@ -138,6 +156,16 @@ def test_sigterm_ends_a_joined_process_with_one_sentence():
     assert (running.returncode, errors) == (143, f"kvjax: error: {hosts.TERMINATED}\n")
 
 
+@pytest.mark.matrix
+def test_a_killed_process_ends_the_other_with_one_sentence():
+    running = start(2, 1, "-c", JOINS_AND_WAITS)
+    assert running[0].stdout.readline() == "joined\n"  # what the second one prints is dropped
+    running[1].kill()
+    _, errors = running[0].communicate(timeout=90)
+    assert running[0].returncode not in (0, 2)
+    assert errors.count(hosts.LOST) == 1 and "Traceback" not in errors and "Check failure" not in errors, errors
+
+
 @pytest.mark.bad_input
 @pytest.mark.parametrize(
     ("main", "line"),
@@ -155,21 +183,10 @@ def test_the_flags_that_join_processes_belong_together(main, line, tmp_path, mon
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.matrix
+@pytest.mark.nightly  # two evaluations in two processes each
 def test_a_killed_process_ends_the_other_which_goes_on_when_started_again(tmp_path):
     task = ["--tasks", "niah_single_1", "--lengths", 256, "--samples", 12, "--batch", 2]
-    setting = [
-        "--policies",
-        "tova",
-        "--budgets",
-        96,
-        "--when",
-        "block",
-        "--mesh",
-        "tensor=2",
-        "--out",
-        tmp_path / "out",
-    ]
+    setting = [*"--policies tova --budgets 96 --when block --mesh tensor=2 --out".split(), tmp_path / "out"]
     command = ["-m", "evals", "ruler", *task, *setting]
     samples = tmp_path / "out/samples.jsonl"
     running = start(2, 1, *command)
