@@ -1,8 +1,5 @@
 """Uneven budgets on pages against the masked full cache of the reference: prefill by blocks, then many steps."""
 
-import functools
-
-import jax
 import numpy as np
 import pytest
 
@@ -73,27 +70,6 @@ def test_a_step_on_pages_donates_every_array_of_the_cache():
         run, state, np.zeros(1, np.int32), np.zeros(1, bool), None, steps.decode_phase(run.plan, 1), Sampling()
     )
     assert step.compile().memory_analysis().alias_size_in_bytes >= state.cache.key.nbytes + state.cache.value.nbytes
-
-
-@pytest.mark.matrix
-def test_logits_of_many_steps_on_pages_are_those_of_a_masked_full_cache():
-    prompt = LONG[1, :163]
-    expected = run(prompt, policy=PROTECTED, new_tokens=STEPS + 1, **SETTINGS)
-    cache, _ = models.prefill(decoder(), prompt[None], policy=PROTECTED, page_size=4, **SETTINGS)
-    own = run_of(prompt[None], PROTECTED, 16, 8, 4)
-
-    @functools.partial(jax.jit, donate_argnames="state")
-    def step(run, state, token):
-        position, phase = state.cache.next_position[:, None], steps.decode_phase(run.plan, 1)
-        hidden, state = steps.forward(run, state, token, position, run.rows.decode_budgets, phase)
-        return run.model.logits(hidden[:, 0]), state
-
-    state = steps.DecodeState(cache)
-    for number, token in enumerate(expected.tokens[:STEPS]):
-        logits, state = step(own, state, np.array([[token]], np.int32))
-        np.testing.assert_allclose(logits[0], expected.logits[163 + number], atol=1e-4, rtol=0)
-        assert_pages_are_whole(state.cache)
-    assert step._cache_size() == 1
 
 
 @pytest.mark.matrix

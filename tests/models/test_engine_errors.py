@@ -21,16 +21,12 @@ def model():
 RUNS = {
     "an unknown policy": (dict(policy="h2oo", budget=16), r"unknown policy 'h2oo' .* expected one of .*h2o.*snapkv"),
     "an unknown link": (dict(policy="h2o+coate", budget=16), r"unknown policy 'coate' in 'h2o\+coate'"),
-    "an unknown argument": (
-        dict(policy="h2o(window=3)", budget=16),
-        r"'h2o\(window=3\)': .*unexpected keyword.*'window'",
-    ),
+    "an unknown argument": (dict(policy="h2o(window=3)", budget=16),
+        r"'h2o\(window=3\)': .*unexpected keyword.*'window'"),
     "a chain that ends in the air": (dict(policy="h2o+", budget=16), r"the policy 'h2o\+' is malformed; write links"),
     "an empty policy": (dict(policy="", budget=16), r"the policy '' is malformed"),
-    "a chain that starts with caote": (
-        dict(policy="caote+h2o", budget=16),
-        r"starts with a base score .* 'caote' comes first",
-    ),
+    "a chain that starts with caote": (dict(policy="caote+h2o", budget=16),
+        r"starts with a base score .* 'caote' comes first"),
     "two base scores": (dict(policy="h2o+tova", budget=16), r"two base scores, 'h2o' and 'tova'"),
     "caote over negative scores": (dict(policy="key_norm+caote", budget=16), r"put 'normalise' between"),
     "a budget smaller than what is protected": (
@@ -55,10 +51,8 @@ RUNS = {
         dict(policy="key_norm@model", budget=16),
         r"'key_norm@model': 'model' divides scores .* put 'normalise' between",
     ),
-    "an allocation of one layer's set": (
-        dict(policy="tova@layer", budget=16),
-        r"keeps one set of tokens for all heads of a layer, but 'layer' gives",
-    ),
+    "an allocation of one layer's set": (dict(policy="tova@layer", budget=16),
+        r"keeps one set of tokens for all heads of a layer, but 'layer' gives"),
     "an allocation of scores that only order a head": (
         dict(policy="h2o+caote(rounds=2)@layer", budget=16),
         r"'layer' needs scores that heads can compare, .* take rounds=1",
@@ -71,10 +65,8 @@ RUNS = {
         dict(policy="h2o@adakv(safeguard=2.0)", budget=16),
         r"adakv: safeguard is 2.0; give a share of the budget in \[0, 1\]",
     ),
-    "a cap that is text": (
-        dict(policy="h2o@layer(cap='x')", budget=16),
-        r"layer: cap is 'x'; expected a finite number or",
-    ),
+    "a cap that is text": (dict(policy="h2o@layer(cap='x')", budget=16),
+        r"layer: cap is 'x'; expected a finite number or"),
     "an argument twice": (dict(policy="h2o@model(cap=2,cap=3)", budget=16), r"malformed|an argument twice"),
     "a window larger than the block": (
         dict(policy="snapkv(window=16)", budget=20, block=8),
@@ -89,14 +81,12 @@ RUNS = {
         r"turns queries back by their positions in the text, but the cache's are 'compact'",
     ),
     "an empty block": (dict(policy="h2o", budget=16, block=0), r"block is 0; a block has at least 1 token"),
-    "an unknown moment": (
-        dict(policy="h2o", budget=16, when="never"),
-        r"when is 'never'; expected 'block', 'prompt' or 'published'",
-    ),
+    "an unknown moment": (dict(policy="h2o", budget=16, when="never"),
+        r"when is 'never'; expected 'block', 'prompt' or 'published'"),
     "lengths of too many rows": (dict(lengths=np.array([3, 4])), r"lengths are \[3, 4\]; expected 1 numbers from 1"),
     "an empty row": (dict(lengths=np.array([0])), r"lengths are \[0\]; .*no empty prompt"),
     "a length beyond the tokens": (dict(lengths=np.array([41])), r"lengths are \[41\]; .* to 40"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("arguments", "message"), RUNS.values(), ids=RUNS)

@@ -7,17 +7,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tokenizers
-from flax import nnx
 
 import kvjax
 import models
 from models import commands, provenance
+from tests.models import reference
 
 CONFIG = models.Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2)
 
 
-def a_model(seed=0, **changes):
-    return models.Decoder(CONFIG, rngs=nnx.Rngs(seed), **changes)
+def a_model(seed=0):
+    return reference.decoder(CONFIG, reference.parameters(CONFIG, seed))
 
 
 def git(folder, *arguments):

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 import models
+from tests.models.reference import parameters
 from tests.tiers import first
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -119,5 +119,5 @@ def test_the_rest_of_a_folder_stays(tmp_path):
 def test_what_the_architecture_s_config_cannot_hold_is_refused_before_anything_is_written(tmp_path):
     config = models.Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2, logits_scaling=8.0)
     with pytest.raises(ValueError, match="of 'llama' cannot hold the model's logits_scaling"):
-        models.save(tmp_path / "out", models.Decoder(config, rngs=nnx.Rngs(0)))
+        models.save(tmp_path / "out", models.Decoder(config, parameters(config)))
     assert not (tmp_path / "out").exists()

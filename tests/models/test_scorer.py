@@ -15,6 +15,7 @@ import models
 from models import engine
 from models.butler import attention_in_chunks
 from models.by_layer import LayerSteps
+from tests.models import reference
 from tests.models.tiny import CONFIG, decoder, positions
 from tests.tiers import first
 
@@ -120,7 +121,7 @@ def test_a_scorer_is_read_as_it_was_written(tmp_path):
     again = models.load_scorer(tmp_path, decoder())
     for name in ("input", "input_bias", "output", "output_bias"):
         np.testing.assert_array_equal(getattr(again, name)[...], getattr(scorer(), name)[...])
-    other = models.Decoder(CONFIG, rngs=nnx.Rngs(5))
+    other = reference.decoder(CONFIG, reference.parameters(CONFIG, seed=5))
     with pytest.raises(ValueError, match="holds a scorer of another model, a small one, with this one's shape"):
         models.load_scorer(tmp_path, other)
     (tmp_path / "scorer.json").write_text("{}")
