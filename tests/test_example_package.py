@@ -37,6 +37,7 @@ def command(tmp_path_factory):
     return run
 
 
+@pytest.mark.matrix  # entry points by default: tests/kvjax/test_registry.py
 def test_an_evaluation_a_policy_and_an_allocation_are_found_by_their_names(command, tmp_path):
     words = "far_back --policies vatp(power=2.0)+caote@first_layers --budgets 48 --block 64 --when prompt".split()
     command("evals", *words, *"--lengths 96 --samples 1 --json".split(), str(tmp_path / "out.json"))
@@ -44,6 +45,7 @@ def test_an_evaluation_a_policy_and_an_allocation_are_found_by_their_names(comma
     assert [row["policy"] for row in rows] == ["streaming(sinks=0)", "vatp(power=2.0)+caote@first_layers"]
 
 
+@pytest.mark.matrix
 def test_a_source_and_a_family_are_found_by_their_names(command, tmp_path):
     folder = ROOT / "models/retriever"
     raw = json.loads((folder / "config.json").read_text())

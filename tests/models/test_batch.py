@@ -6,10 +6,13 @@ import json
 
 import hypothesis
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 
 import models
 from models import batch
+from tests.models import reference
+from tests.models.test_load import parameters
 
 PROMPTS = [f"The code of the {colour} lamp is {number}." for number, colour in enumerate(["red", "blue", "old"], 101)]
 SETTINGS = ["--rows", "2", "--policy", "h2o", "--budget", "12", "--block", "8", "--max-new-tokens", "5"]
@@ -43,17 +46,18 @@ def test_each_prompt_gets_the_answer_that_it_gets_alone(answers):
     assert [answer["line"] for answer in found] == [1, 3, 5] and [answer["id"] for answer in found] == [
         [prompt] for prompt in PROMPTS
     ]
+    weights = {name: array.astype(np.float64) for name, array in parameters(model).items()}
+    run = dict(policy=reference.policy("h2o"), budget=12, block=8, new_tokens=5, end=model.config.eos)
     for answer, prompt in zip(found, PROMPTS, strict=True):
         ids = tokenizer.encode(prompt)
-        made = models.stream(model, [ids], policy="h2o", budget=12, block=8, max_new_tokens=5)
-        tokens = [int(token[0]) for token, _ in made]
+        tokens = reference.run(weights, model.config, ids, **run).tokens
         assert answer["tokens"] == tokens and answer["text"] == tokenizer.decode(tokens)
         assert (answer["prompt_tokens"], answer["new_tokens"]) == (len(ids), len(tokens))
         assert answer["run"]["budget"] == 12 and answer["run"]["evict_every"] == 1
 
 
 @hypothesis.given(share=st.floats(0, 1))
-@hypothesis.settings(max_examples=8)
+@hypothesis.settings(max_examples=5)
 def test_a_run_cut_at_any_byte_is_resumed(folder, answers, share):
     (folder / "cut.jsonl").write_bytes(answers[: int(share * len(answers))])
     assert run(folder, out="cut.jsonl") == 0
@@ -61,17 +65,19 @@ def test_a_run_cut_at_any_byte_is_resumed(folder, answers, share):
 
 
 def test_a_prompt_that_fails_is_said_and_the_others_are_answered(folder, capsys):
-    assert run(folder, *SETTINGS[:2], "--longest-prompt", "12", "--max-new-tokens", "3", out="short.jsonl") == 2
+    settings = [*SETTINGS[:2], "--max-new-tokens", "3", "--longest-prompt"]  # of a full cache
+    assert run(folder, *settings, "12", out="short.jsonl") == 2
     assert "3 of 3 prompts failed; the 'error' in their lines says why" in capsys.readouterr().err
     found = parsed((folder / "short.jsonl").read_bytes())
     assert [answer["line"] for answer in found] == [1, 3, 5]
     assert all("longest_prompt" in answer["error"] for answer in found)
-    assert run(folder, *SETTINGS[:2], "--longest-prompt", "12", "--max-new-tokens", "3", out="short.jsonl") == 2
+    assert run(folder, *settings, "12", out="short.jsonl") == 2
     assert parsed((folder / "short.jsonl").read_bytes()) == found, "the same failures are said once"
-    assert run(folder, *SETTINGS[:2], "--longest-prompt", "64", "--max-new-tokens", "3", out="short.jsonl") == 0
+    assert run(folder, *settings, "64", out="short.jsonl") == 0
     assert len(parsed((folder / "short.jsonl").read_bytes())) == 6
 
 
+@pytest.mark.matrix
 def test_answers_are_those_of_the_cache_dtype_and_of_the_words_that_kvzip_repeats(folder):
     settings = ["--policy", "kvzip(chunk=16)", "--budget", "12", "--when", "prompt", "--cache-dtype", "int8"]
     assert run(folder, *settings, "--block", "16", "--max-new-tokens", "3", out="kvzip.jsonl") == 0

@@ -11,62 +11,66 @@ import threading
 from pathlib import Path
 
 import pytest
-from flax import nnx
 
 import kvjax
 import models
 from models import chat, cli
+from tests.models import reference
+from tests.tiers import first
 
 PROMPT = "The code of amber falcon is 4719. It was a quiet day. Question: what is the code of amber falcon? Answer:"
 SMALL = ["--block", "16", "--max-new-tokens", "4"]
+UNDER = ["--policy", "h2o+caote", "--budget", "16", *SMALL]  # one setting for most, compiled once
+
+
+def streamed(model, tokens, **settings):
+    """Return the tokens of an answer, by the programs that the command runs."""
+    steps = models.stream(model, [tokens], **{"block": 16, "max_new_tokens": 4} | settings)
+    return [int(token[0]) for token, _ in steps]
 
 
 def test_text_comes_out_with_figures_behind_it(capsys):
-    assert cli.main(["retriever", "--prompt", PROMPT, "--policy", "h2o+caote", "--budget", "16", *SMALL]) == 0
+    assert cli.main(["retriever", "--prompt", PROMPT, *UNDER]) == 0
     out, err = capsys.readouterr()
     assert out.strip()
     assert "tokens in" in err
     assert "cache" in err
 
 
-def test_json_is_one_object_with_the_same_tokens_as_generate(capsys):
-    assert cli.main(["retriever", "--prompt", PROMPT, "--policy", "h2o+caote", "--budget", "16", "--json", *SMALL]) == 0
+def test_json_is_one_object_with_the_same_tokens_as_stream(capsys):
+    assert cli.main(["retriever", "--prompt", PROMPT, "--json", *UNDER]) == 0
     figures = json.loads(capsys.readouterr().out)
     model, tokenizer = models.load("retriever")
     tokens = tokenizer.encode(PROMPT)
-    out = models.generate(model, [tokens], policy="h2o+caote", budget=16, block=16, max_new_tokens=4)
-    assert figures["tokens"] == out.tokens[0, : out.lengths[0]].tolist()
+    steps = list(models.stream(model, [tokens], policy="h2o+caote", budget=16, block=16, max_new_tokens=4))
+    assert figures["tokens"] == [int(token[0]) for token, _ in steps]
     assert figures["text"] == tokenizer.decode(figures["tokens"])
     assert figures["prompt_tokens"] == len(tokens)
-    assert figures["cache_bytes"] == out.cache.nbytes
+    assert figures["cache_bytes"] == steps[-1][1].nbytes
 
 
+@pytest.mark.matrix
 def test_two_devices_say_what_one_says(capsys):
-    command = ["retriever", "--prompt", PROMPT, "--policy", "h2o+caote", "--budget", "16", "--json", *SMALL]
+    command = ["retriever", "--prompt", PROMPT, "--json", *UNDER]
     assert cli.main(command) == cli.main([*command, "--mesh", "data=1,tensor=2"]) == 0
     one, two = map(json.loads, capsys.readouterr().out.splitlines())
     assert one["tokens"] == two["tokens"]
 
 
-def test_a_prompt_file_is_read(tmp_path, capsys):
-    file = tmp_path / "book.txt"
-    file.write_text(PROMPT)
-    assert cli.main(["retriever", "--prompt-file", str(file), "--json", *SMALL]) == 0
-    from_file = json.loads(capsys.readouterr().out)["tokens"]
-    assert cli.main(["retriever", "--prompt", PROMPT, "--json", *SMALL]) == 0
-    assert json.loads(capsys.readouterr().out)["tokens"] == from_file
-
-
-def test_a_prompt_may_come_out_of_a_pipe(tmp_path, capsys):
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    writer = threading.Thread(target=pipe.write_text, args=(PROMPT,))
+@pytest.mark.parametrize("kind", ["file", "pipe"])
+def test_a_prompt_is_read_from_a_file_or_out_of_a_pipe(kind, tmp_path, capsys):
+    path = tmp_path / "book.txt"
+    if kind == "pipe":
+        os.mkfifo(path)
+    writer = threading.Thread(target=path.write_text, args=(PROMPT,))
     writer.start()
-    assert cli.main(["retriever", "--prompt-file", str(pipe), "--json", *SMALL]) == 0
+    if kind == "file":
+        writer.join()
+    assert cli.main(["retriever", "--prompt-file", str(path), "--json", *UNDER]) == 0
     writer.join()
-    from_pipe = json.loads(capsys.readouterr().out)["tokens"]
-    assert cli.main(["retriever", "--prompt", PROMPT, "--json", *SMALL]) == 0
-    assert json.loads(capsys.readouterr().out)["tokens"] == from_pipe
+    assert cli.main(["retriever", "--prompt", PROMPT, "--json", *UNDER]) == 0
+    read, given = map(json.loads, capsys.readouterr().out.splitlines())
+    assert read["tokens"] == given["tokens"]
 
 
 def test_a_question_comes_after_the_context_was_compressed_on_pages(capsys):
@@ -76,11 +80,10 @@ def test_a_question_comes_after_the_context_was_compressed_on_pages(capsys):
     figures = json.loads(capsys.readouterr().out)
     model, tokenizer = models.load("retriever")
     asked = tokenizer.encode(question, add_special_tokens=False)
-    out = models.generate(
-        model, [[*tokenizer.encode(context), *asked]], question=len(asked), policy="laprox(window=8)@model", budget=24,
-        block=16, when="prompt", max_new_tokens=4,
+    assert figures["tokens"] == streamed(
+        model, [*tokenizer.encode(context), *asked], question=len(asked), policy="laprox(window=8)@model", budget=24,
+        when="prompt",
     )  # fmt: skip
-    assert figures["tokens"] == out.tokens[0, : out.lengths[0]].tolist()
 
 
 @pytest.fixture(scope="module")
@@ -91,8 +94,7 @@ def folders(tmp_path_factory):
     for folder in (with_one, without):
         shutil.copytree(Path(models.__file__).parent / "retriever", folder, ignore=ignored)
     model, _ = models.load("retriever")
-    butler = models.Butler(models.ButlerConfig.of(model.config), rngs=nnx.Rngs(0))
-    models.save_butler(with_one / "butler", butler, model, "retriever")
+    models.save_butler(with_one / "butler", reference.butler(model.config), model, "retriever")
     return str(with_one), str(without)
 
 
@@ -102,11 +104,8 @@ def test_a_selection_says_what_it_read(folders, capsys):
     figures = json.loads(capsys.readouterr().out)
     model, tokenizer = models.load(folders[0])
     tokens = tokenizer.encode(PROMPT)
-    out = models.generate(
-        model, [tokens], select="butler", butler=models.own_butler(folders[0], model), budget=0.25, sinks=2, block=16,
-        max_new_tokens=4,
-    )  # fmt: skip
-    assert figures["tokens"] == out.tokens[0, : out.lengths[0]].tolist()
+    butler = models.own_butler(folders[0], model)
+    assert figures["tokens"] == streamed(model, tokens, select="butler", butler=butler, budget=0.25, sinks=2)
     assert (figures["select"], figures["budget"]) == ("butler", 0.25)
     steps = range(len(tokens) + 1, len(tokens) + len(figures["tokens"]))
     assert figures["read_share"] == pytest.approx(sum(-(-count // 4) + 2 for count in steps) / sum(steps))
@@ -114,11 +113,13 @@ def test_a_selection_says_what_it_read(folders, capsys):
     assert json.loads(capsys.readouterr().out)["tokens"] == figures["tokens"]
 
 
+@pytest.mark.matrix
 def test_the_summary_names_the_selection(capsys):
     assert cli.main(["retriever", "--prompt", PROMPT, "--select", "quest", "--budget", "8", *SMALL]) == 0
     assert re.search(r"quest, budget 8, reads at most \d+\.\d% of the tokens", capsys.readouterr().err)
 
 
+@pytest.mark.matrix
 def test_a_policy_scores_by_the_predictor(folders, capsys):
     command = ["--prompt", PROMPT, "--policy", "butler", "--budget", "16", "--json", *SMALL]
     assert cli.main([folders[0], *command]) == 0
@@ -172,36 +173,40 @@ def test_bad_flags_end_in_one_sentence(flags, sentence, capsys):
     assert re.search(sentence, err), err
 
 
-def test_a_cache_of_eight_bits_takes_its_bytes(capsys):
-    command = ["retriever", "--prompt", PROMPT, "--policy", "h2o+caote", "--budget", "16", "--json", *SMALL]
-    bytes_of = {}
-    for dtype in (None, "int8", "int8/bfloat16"):
-        assert cli.main([*command, *([] if dtype is None else ["--cache-dtype", dtype])]) == 0
-        figures = json.loads(capsys.readouterr().out)
-        assert figures["cache_dtype"] == dtype
-        bytes_of[dtype] = figures["cache_bytes"]
+@pytest.mark.parametrize("dtype", first(1, ["int8/bfloat16", "int8"]))
+def test_a_cache_of_eight_bits_takes_its_bytes(dtype, capsys):
+    assert cli.main(["retriever", "--prompt", PROMPT, "--json", *UNDER]) == 0
+    assert cli.main(["retriever", "--prompt", PROMPT, "--json", *UNDER, "--cache-dtype", dtype]) == 0
+    wide, narrow = map(json.loads, capsys.readouterr().out.splitlines())
+    assert (wide["cache_dtype"], narrow["cache_dtype"]) == (None, dtype)
     config = models.load("retriever")[0].config
     of = dict(layers=config.num_layers, kv_heads=config.num_kv_heads, head_dim=config.head_dim, policy="h2o+caote")
     of |= dict(budget=16, block=16, query_heads=config.num_heads)
-    assert bytes_of == {dtype: kvjax.memory(**of, dtype=dtype or "float32").total for dtype in bytes_of}
+    assert narrow["cache_bytes"] == kvjax.memory(**of, dtype=dtype).total
+    assert wide["cache_bytes"] == kvjax.memory(**of, dtype="float32").total
 
 
 @pytest.mark.parametrize(
-    ("flags", "moments"),
-    [
-        ([], ("block", 8)),
-        (["--evict-every", "0"], ("block", 0)),
-        (["--evict-every", "3", "--when", "prompt"], ("prompt", 3)),
-        (["--when", "published"], ("prompt", 0)),
-    ],
+    ("policy", "flags", "moments"),
+    first(
+        1,
+        [
+            ("h2o+caote", [], ("block", 1)),
+            ("snapkv(window=8)", [], ("block", 8)),
+            ("snapkv(window=8)", ["--evict-every", "0"], ("block", 0)),
+            ("snapkv(window=8)", ["--evict-every", "3", "--when", "prompt"], ("prompt", 3)),
+            ("snapkv(window=8)", ["--when", "published"], ("prompt", 0)),
+        ],
+    ),
 )
-def test_json_says_when_evictions_are(flags, moments, capsys):
-    command = ["retriever", "--prompt", PROMPT, "--policy", "snapkv(window=8)", "--budget", "16", "--json", *SMALL]
+def test_json_says_when_evictions_are(policy, flags, moments, capsys):
+    command = ["retriever", "--prompt", PROMPT, "--policy", policy, "--budget", "16", "--json", *SMALL]
     assert cli.main([*command, *flags]) == 0
     figures = json.loads(capsys.readouterr().out)
     assert (figures["when"], figures["evict_every"]) == moments
 
 
+@pytest.mark.matrix
 def test_advice_of_the_engine_is_one_line(capsys):
     assert cli.main(["retriever", "--prompt", PROMPT, "--policy", "sage", "--budget", "32", *SMALL]) == 0
     assert re.search(r"^\[warning: 'sage' is made to choose once.*\]\n\[.*\]\n$", capsys.readouterr().err)
@@ -214,7 +219,6 @@ THREE = [
     {"prompt": "It was a quiet day. " * 9, "question": "What was the day like?", "policy": "tova", "budget": 0.5},
     {"prompt": PROMPT, "policy": "full"},
 ]
-UNDER = ["--policy", "h2o+caote", "--budget", "16", *SMALL]
 
 
 def prompts(tmp_path, lines):
@@ -263,7 +267,7 @@ def test_a_prompt_that_fails_leaves_the_others_alone(tmp_path, capsys):
 def test_many_prompts_stand_in_the_chat_template(folders, tmp_path, capsys):
     folder = shutil.copytree(folders[1], tmp_path / "model")
     (folder / "chat_template.jinja").write_text("{% for m in messages %}Question: {{ m.content }}{% endfor %} Answer:")
-    assert cli.main([str(folder), "--chat", "--prompts", prompts(tmp_path, [{"prompt": "what?"}]), *SMALL]) == 0
+    assert cli.main([str(folder), "--chat", "--prompts", prompts(tmp_path, [{"prompt": "what?"}]), *UNDER]) == 0
     _, tokenizer = models.load("retriever")
     tokens = tokenizer.encode("Question: what? Answer:", add_special_tokens=False)
     assert json.loads(capsys.readouterr().out)["prompt_tokens"] == len(tokens)

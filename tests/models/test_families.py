@@ -84,7 +84,8 @@ def test_what_a_predictor_reads_bends_to_the_soft_cap():
     model, _ = models.load(GOLDEN / "gemma2")
     tokens = golden("gemma2")[0]
     uncapped = models.Decoder(dataclasses.replace(model.config, attention_soft_cap=None), parameters_of(model))
-    assert np.abs(models.butler_input(model, tokens) - models.butler_input(uncapped, tokens)).max() > 1e-2
+    read = jax.jit(models.butler_input)
+    assert np.abs(np.asarray(read(model, tokens)) - np.asarray(read(uncapped, tokens))).max() > 1e-2
 
 
 @pytest.mark.parametrize("name", first(1, ["smollm3", "gemma2"]))
@@ -101,6 +102,7 @@ def test_policies_that_share_a_prompt_see_what_each_sees_alone(name):
             assert sorted(held[held >= 0]) == np.flatnonzero(alone.kept[layer, head]).tolist()
 
 
+@matrix
 def test_what_is_calibrated_follows_the_layers():
     models_of = {name: models.load(GOLDEN / name)[0] for name in ("smollm3", "gemma2")}
     tokens = golden("gemma2")[0]
@@ -217,7 +219,7 @@ def test_a_predictor_reads_layer_0_with_or_without_experts(layers):
     held = [len(weights.get(f"layers.{name}", ())) for name in ("gate", "router")]
     assert held == [2 - layers.count(None), layers.count(None)]
     model, position = reference.decoder(config, weights), np.arange(6)[None]
-    tokens, before = position, jnp.zeros((1, 6, 16))
+    tokens, before = position, np.zeros((1, 6, 16), np.float32)
 
     def attend(carry, layer, window, query, key, value):
         key, value = key.swapaxes(1, 2), value.swapaxes(1, 2)
@@ -228,19 +230,21 @@ def test_a_predictor_reads_layer_0_with_or_without_experts(layers):
         return model.run(tokens, position, np.array([6]), attend, before, after_first=lambda x, carry: x)[1]
 
     expected = run(model)
-    np.testing.assert_allclose(models.butler_input(model, tokens), expected, atol=1e-5)
+    np.testing.assert_allclose(jax.jit(models.butler_input)(model, tokens), expected, atol=1e-5)
 
 
 def test_a_predictor_reads_what_the_attention_of_layer_0_reads():
     model, _ = models.load(GOLDEN / "olmo2")
     tokens = golden("olmo2")[0]
-    found = models.butler_input(model, tokens, source="attention_input")
-    np.testing.assert_array_equal(found, model.embedding[...][tokens])  # OLMo-2 has no norm before attention
+    read = jax.jit(functools.partial(models.butler_input, source="attention_input"))
+    np.testing.assert_array_equal(
+        read(model, tokens), np.asarray(model.embedding[...])[tokens]
+    )  # OLMo-2 has no norm before attention
     model, _ = models.load(GOLDEN / "granite")
-    found = models.butler_input(model, tokens, source="attention_input")
-    x = 3.0 * model.embedding[...][tokens]
-    expected = x / jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True) + 1e-6) * model.layers.attention_norm[...][0]
-    np.testing.assert_allclose(found, expected, atol=1e-5)
+    x = 3.0 * np.asarray(model.embedding[...])[tokens]
+    norm = np.asarray(model.layers.attention_norm[...])[0]
+    expected = x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + 1e-6) * norm
+    np.testing.assert_allclose(read(model, tokens), expected, atol=1e-5)
 
 
 def test_keys_are_turned_by_the_rotary_embedding_of_their_layer():
@@ -259,9 +263,10 @@ def test_keys_are_turned_by_the_rotary_embedding_of_their_layer():
 
 
 def test_the_targets_of_a_scorer_have_the_soft_cap():
-    rows = jnp.asarray(np.random.default_rng(0).normal(size=(1, 3, 1, 2)), jnp.float32)
+    rows = np.random.default_rng(0).normal(size=(1, 3, 1, 2)).astype(np.float32)
     logits = np.asarray(rows[0, :, 0] @ rows[0, :, 0].T, np.float64) / np.sqrt(2)
     weights = np.exp(0.3 * np.tanh(logits / 0.3)) * np.tri(3)
     weights /= weights.sum(axis=1, keepdims=True)
-    found = largest_attention(rows, rows, jnp.arange(3), jnp.arange(3), soft_cap=0.3)[0, :, 0]
+    of_rows = jax.jit(functools.partial(largest_attention, soft_cap=0.3))
+    found = np.asarray(of_rows(rows, rows, np.arange(3), np.arange(3)))[0, :, 0]
     np.testing.assert_allclose(found, [max(weights[1, 0], weights[2, 0]), weights[2, 1], 0], rtol=1e-5)
