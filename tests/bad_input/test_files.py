@@ -122,17 +122,8 @@ MODELS: dict[str, Change] = {
     **{
         f"{name} beyond all": config(**{name: 10**30})
         for name in (
-            "vocab_size",
-            "hidden_size",
-            "intermediate_size",
-            "num_hidden_layers",
-            "num_attention_heads",
-            "head_dim",
-            "num_key_value_heads",
-            "max_position_embeddings",
-            "bos_token_id",
-            "eos_token_id",
-            "pad_token_id",
+            "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim",
+            "num_key_value_heads", "max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id",
         )
     },
     "eos_token_ids beyond all": config(eos_token_id=[1, 2**31]),
@@ -250,7 +241,7 @@ MODELS: dict[str, Change] = {
     "special tokens map garbage": write("special_tokens_map.json", "]"),
     "chat template of numbers": write("tokenizer_config.json", '{"chat_template": [1]}'),
     "chat template no text": write("chat_template.jinja", b"\xff\xfe\x00"),
-}
+}  # fmt: skip
 
 
 SAID: dict[str, str] = {
