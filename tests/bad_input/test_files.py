@@ -133,7 +133,6 @@ MODELS: dict[str, Change] = {
     "rope_theta an integer beyond floats": config(rope_theta=10**400, rope_parameters=GONE),
     "a number of 5,000 digits": write("config.json", '{"vocab_size": 1' + "0" * 5000 + "}"),
     "intermediate_size gone": config(intermediate_size=GONE),
-    "num_key_value_heads odd": config(num_key_value_heads=3),
     "num_key_value_heads text": config(num_key_value_heads="2"),
     "head_dim odd": config(head_dim=5),
     "head_dim text": config(head_dim="8"),
@@ -148,9 +147,7 @@ MODELS: dict[str, Change] = {
     "rope_theta negative": config(rope_theta=-1e4, rope_parameters=GONE),
     "rope_theta NaN": config(rope_theta=float("nan"), rope_parameters=GONE),
     "rope_scaling a list": config(rope_scaling=[1]),
-    "rope_scaling text": config(rope_scaling="linear"),
     "rope_scaling unknown": config(rope_scaling={"rope_type": "longrope", "factor": 2}),
-    "rope_scaling without factor": config(rope_scaling={"rope_type": "linear"}),
     "rope_scaling factor text": config(rope_scaling={"rope_type": "linear", "factor": "two"}),
     "rope_scaling factor 0": config(rope_scaling={"rope_type": "linear", "factor": 0}),
     "rope_scaling factor negative": config(rope_scaling={"rope_type": "linear", "factor": -2}),
@@ -160,16 +157,12 @@ MODELS: dict[str, Change] = {
     "rope_scaling original text": config(
         rope_scaling={"rope_type": "yarn", "factor": 2, "original_max_position_embeddings": "long"}
     ),
-    "partial_rotary_factor": config(partial_rotary_factor=0.5),
     "eos_token_id text": config(eos_token_id="</s>"),
     "eos_token_id of texts": config(eos_token_id=["</s>"]),
     "eos_token_id a fraction": config(eos_token_id=1.5),
     "eos_token_id an object": config(eos_token_id={"id": 1}),
     "bos_token_id text": config(bos_token_id="<s>"),
     "pad_token_id a list": config(pad_token_id=[0]),
-    "hidden_act gelu": config(hidden_act="gelu"),
-    "mlp_bias": config(mlp_bias=True),
-    "quantised": config(quantization_config={"bits": 4}),
     "sliding_window 0": config(architectures=["MistralForCausalLM"], sliding_window=0),
     "sliding_window text": config(architectures=["MistralForCausalLM"], sliding_window="all"),
     "layer_types too few": config(
@@ -244,6 +237,7 @@ MODELS: dict[str, Change] = {
 }  # fmt: skip
 
 
+# What is said of these; of single entries of a config, see tests/models/test_config.py.
 SAID: dict[str, str] = {
     "config gone": "has no config.json",
     "config garbage": "config.json is not valid JSON",
@@ -270,7 +264,15 @@ SAID: dict[str, str] = {
     "index of a missing shard": "lacks the shard model-00001-of-00002.safetensors",
     "index out of the folder": "not a file of its own folder",
     "index of a tensor that is not there": "puts the tensor a in model.safetensors, which lacks it",
-    "tokenizer garbage": "tokenizer.json is corrupted or of an unknown kind",
+    **{
+        f"tokenizer {how}": "tokenizer.json is corrupted or of an unknown kind"
+        for how in ("empty", "garbage", "a list", "of no kind", "cut short")
+    },
+    "tokenizer_config garbage": "tokenizer_config.json is not valid JSON",
+    **dict.fromkeys(
+        ("special token a number", "special token an empty object", "chat template of numbers"),
+        "the special tokens or the chat template beside .* are not in Hugging Face",
+    ),
 }
 MISSING = ("config gone", "weights gone", "index of a missing shard")  # these are FileNotFoundErrors
 

@@ -12,47 +12,22 @@ from models.parameters import parameter_shapes
 from tests.models.make_golden import GOLDEN, MODELS
 
 MINIMAL = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-}
+    "architectures": ["LlamaForCausalLM"], "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48,
+    "num_hidden_layers": 3, "num_attention_heads": 4,
+}  # fmt: skip
 # Llama 3.2 3B, as published (transformers 4).
 LLAMA_3_2 = {
-    "architectures": ["LlamaForCausalLM"],
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "bos_token_id": 128000,
-    "eos_token_id": [128001, 128008, 128009],
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "hidden_size": 3072,
-    "initializer_range": 0.02,
-    "intermediate_size": 8192,
-    "max_position_embeddings": 131072,
-    "mlp_bias": False,
-    "model_type": "llama",
-    "num_attention_heads": 24,
-    "num_hidden_layers": 28,
-    "num_key_value_heads": 8,
-    "pretraining_tp": 1,
-    "rms_norm_eps": 1e-05,
+    "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 128000,
+    "eos_token_id": [128001, 128008, 128009], "head_dim": 128, "hidden_act": "silu", "hidden_size": 3072,
+    "initializer_range": 0.02, "intermediate_size": 8192, "max_position_embeddings": 131072, "mlp_bias": False,
+    "model_type": "llama", "num_attention_heads": 24, "num_hidden_layers": 28, "num_key_value_heads": 8,
+    "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_theta": 500000.0, "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16", "transformers_version": "4.45.0.dev0", "use_cache": True, "vocab_size": 128256,
     "rope_scaling": {
-        "factor": 32.0,
-        "high_freq_factor": 4.0,
-        "low_freq_factor": 1.0,
-        "original_max_position_embeddings": 8192,
+        "factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192,
         "rope_type": "llama3",
     },
-    "rope_theta": 500000.0,
-    "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16",
-    "transformers_version": "4.45.0.dev0",
-    "use_cache": True,
-    "vocab_size": 128256,
-}
+}  # fmt: skip
 
 
 def read(**fields):
@@ -61,21 +36,10 @@ def read(**fields):
 
 def test_a_published_config_is_read_field_by_field():
     assert from_hugging_face(LLAMA_3_2) == Config(
-        architecture="llama",
-        vocab_size=128256,
-        hidden_size=3072,
-        intermediate_size=8192,
-        num_layers=28,
-        num_heads=24,
-        num_kv_heads=8,
-        head_dim=128,
-        rope=Rope(theta=500000.0, type="llama3", factor=32.0, original_positions=8192),
-        norm_epsilon=1e-5,
-        max_positions=131072,
-        tie_embeddings=True,
-        bos=128000,
-        eos=(128001, 128008, 128009),
-    )
+        128256, 3072, 8192, architecture="llama", num_layers=28, num_heads=24, num_kv_heads=8, head_dim=128,
+        rope=Rope(theta=500000.0, type="llama3", factor=32.0, original_positions=8192), norm_epsilon=1e-5,
+        max_positions=131072, tie_embeddings=True, bos=128000, eos=(128001, 128008, 128009),
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -101,37 +65,39 @@ def test_written_config_reads_back_as_itself(name):
     assert from_hugging_face(to_hugging_face(config)) == config
 
 
-def test_rope_scaling_of_the_middle_generation_with_rope_type():
-    assert read(rope_scaling={"rope_type": "linear", "factor": 2}).rope == Rope(type="linear", factor=2.0)
+LENGTH = "original_max_position_embeddings"
 
 
-def test_original_length_beside_the_scaling_is_read():
-    rope = read(original_max_position_embeddings=512, rope_scaling={"type": "yarn", "factor": 4.0}).rope
-    assert rope.original_positions == 512
-
-
-def test_yarn_without_a_factor_takes_the_ratio_of_lengths():
-    scaling = {"type": "yarn", "factor": None, "original_max_position_embeddings": 512}
-    assert read(max_position_embeddings=2048, rope_scaling=scaling).rope.factor == 4.0
-
-
-def test_dynamic_grows_from_the_models_own_length():
-    scaling = {"type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 7}
-    assert read(max_position_embeddings=512, rope_scaling=scaling).rope.original_positions == 512
+@pytest.mark.parametrize(
+    ("fields", "scaling", "rope"),
+    [
+        ({}, {"rope_type": "linear", "factor": 2}, Rope(type="linear", factor=2.0)),
+        ({LENGTH: 512}, {"type": "yarn", "factor": 4.0}, Rope(type="yarn", factor=4.0, original_positions=512)),
+        # YaRN without a factor takes the ratio of lengths; "dynamic" grows from the model's own length.
+        (
+            {"max_position_embeddings": 2048},
+            {"type": "yarn", "factor": None, LENGTH: 512},
+            Rope(type="yarn", factor=4.0, original_positions=512),
+        ),
+        (
+            {"max_position_embeddings": 512},
+            {"type": "dynamic", "factor": 2.0, LENGTH: 7},
+            Rope(type="dynamic", factor=2.0, original_positions=512),
+        ),
+    ],
+)
+def test_rope_scalings_of_all_generations_are_read(fields, scaling, rope):
+    assert read(**fields, rope_scaling=scaling).rope == rope
 
 
 def test_fields_left_out_take_their_defaults():
     assert read() == Config(64, 32, 48, num_layers=3, num_heads=4, num_kv_heads=4, head_dim=8)
 
 
-def test_qwen2_has_query_key_value_biases_and_no_output_bias():
-    config = read(architectures=["Qwen2ForCausalLM"], attention_bias=True)
-    assert (config.attention_bias, config.output_bias) == (True, False)
-
-
-def test_mistral_has_no_biases_whatever_it_says():
-    config = read(architectures=["MistralForCausalLM"], attention_bias=True)
-    assert (config.attention_bias, config.output_bias) == (False, False)
+@pytest.mark.parametrize(("architecture", "biases"), [("Qwen2", (True, False)), ("Mistral", (False, False))])
+def test_biases_are_those_of_the_architecture_whatever_it_says(architecture, biases):
+    config = read(architectures=[f"{architecture}ForCausalLM"], attention_bias=True)
+    assert (config.attention_bias, config.output_bias) == biases
 
 
 def test_qwen3_has_heads_of_128_by_default():
@@ -232,11 +198,8 @@ def test_gemma_without_a_cap_has_none_and_without_an_entry_has_its_own():
     assert gemma3.ropes[:6] == (Rope(theta=10_000.0),) * 5 + (None,) and gemma3.rope.theta == 1e6
 
 
-def test_mistral_without_a_window_entry_has_transformers_window():
-    assert read(architectures=["MistralForCausalLM"]).sliding_windows == (4096,) * 3
-
-
-def test_mistral_with_null_window_sees_everything():
+def test_mistral_has_a_window_unless_it_says_null():
+    assert read(architectures=["MistralForCausalLM"]).sliding_windows == (4096,) * 3  # as in transformers
     assert read(architectures=["MistralForCausalLM"], sliding_window=None).sliding_windows == (None,) * 3
 
 
