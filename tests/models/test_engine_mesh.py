@@ -14,7 +14,7 @@ import models
 from models import engine, states, steps
 from models.plan import Options, check_prompt
 from models.sampling import Sampling
-from tests.models.tiny import LONG, SETTINGS, STATE, answers, assert_keeps, decoder, empty, held, on_mesh, run, streamed
+from tests.models.tiny import LONG, SETTINGS, STATE, answers, assert_keeps, decoder, empty, held, on_mesh, run
 from tests.tiers import first
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices; conftest.py forces them on a CPU")
@@ -51,14 +51,6 @@ def test_a_mesh_gives_the_tokens_and_keeps_the_tokens_of_the_reference(policy):
         assert_keeps(many.cache, row, expected)
     assert many.cache.key.sharding.spec == P(None, "data", "tensor")
     assert many.cache.key.addressable_shards[0].data.shape == (2, 2, 1, 24, 8)
-
-
-@pytest.mark.matrix
-def test_a_streamed_answer_on_a_mesh_is_that_of_the_reference():
-    settings = dict(policy="h2o", budget=0.3, block=8, end=(), evict_every=0)
-    tokens, _ = streamed(on_mesh(), TOKENS, lengths=LENGTHS, max_new_tokens=6, **settings)
-    for row, length in enumerate(LENGTHS):
-        assert tokens[row].tolist() == run(TOKENS[row, :length], new_tokens=6, **settings).tokens
 
 
 def cache_on_mesh(layers=None, state=()):
