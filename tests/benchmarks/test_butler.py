@@ -11,12 +11,13 @@ import models
 from benchmarks import butler as benchmark
 from benchmarks.__main__ import main
 from models.butler import Butler, ButlerConfig, butler_input, parameter_shapes
+from tests.tiers import first, matrix
 
 SMALL = models.Config(512, 128, 384, num_layers=5, num_heads=4, num_kv_heads=2, head_dim=64, tie_embeddings=True)
 PREDICTOR = ButlerConfig(128, num_layers=5, num_heads=4, hidden=96, dim=16)
 
 
-@pytest.mark.parametrize(("tokens", "slots"), [(64, 64), (1, 32)])
+@pytest.mark.parametrize(("tokens", "slots"), first(1, [(1, 32), (64, 64)]))
 def test_compiled_counts_are_the_products_of_a_hand_count(tokens, slots):
     rest, layer = benchmark.model_cost(SMALL, tokens, slots)
     network, logits = benchmark.predictor_cost(PREDICTOR, tokens, slots)
@@ -27,6 +28,7 @@ def test_compiled_counts_are_the_products_of_a_hand_count(tokens, slots):
     np.testing.assert_allclose(ratios, 1, atol=0.05)
 
 
+@matrix
 def test_a_program_with_the_predictor_in_it_adds_what_is_counted_alone():
     T, one_layer = 64, models.Config(512, 128, 384, num_layers=1, num_heads=4, num_kv_heads=2, tie_embeddings=True)
     model = jax.eval_shape(
@@ -44,6 +46,7 @@ def test_a_program_with_the_predictor_in_it_adds_what_is_counted_alone():
     assert together - alone == pytest.approx(benchmark.predictor_cost(PREDICTOR, T, T)[0].flops, rel=0.03)
 
 
+@matrix
 def test_a_layer_is_counted_once_whatever_the_depth():
     deeper = models.Config(512, 128, 384, num_layers=9, num_heads=4, num_kv_heads=2, head_dim=64, tie_embeddings=True)
     assert benchmark.model_cost(deeper, 8, 8) == benchmark.model_cost(SMALL, 8, 8)
@@ -62,6 +65,7 @@ def test_floors_are_the_arrays_that_a_step_holds():
     assert floor.rest + SMALL.num_layers * floor.layer == sum(sizes.values()) + keys_and_values
 
 
+@matrix
 def test_bare_products_access_little_more_than_the_floor():
     with_cache, with_keys = benchmark.product_bytes(SMALL, PREDICTOR, 512)
     assert 1 <= with_cache / (4 * 2 * SMALL.num_kv_heads * SMALL.head_dim * 512) < 1.2
@@ -88,13 +92,14 @@ def test_break_even_is_where_the_bytes_of_a_step_cross(name, reading):
     assert ratios[0] > 1 > ratios[1]
 
 
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("causal", first(1, [True, False]))
 def test_the_materialised_loss_is_the_same_loss(causal):
     result = benchmark.loss(24, causal, 1)
     assert result["difference"] < 1e-5
     assert result["materialised_milliseconds"] >= result["materialised_lowest"] > 0
 
 
+@matrix
 def test_the_command_writes_what_it_prints(tmp_path, capsys):
     out, page = tmp_path / "butler.json", tmp_path / "butler.md"
     arguments = ["--models", "Llama-3.2-1B", "--lengths", "64", "--contexts", "256", "--shares", "0.1"]

@@ -7,10 +7,12 @@ import pytest
 from benchmarks import decode, measure, prefill, steps
 from benchmarks.__main__ import main
 from benchmarks.shapes import SHAPES
+from tests.tiers import matrix
 
 TIMING = measure.Timing(calls=2, repetitions=1, free=2**30, limits=measure.Device(1e9, 1e9))
 
 
+@matrix
 def test_decode_writes_each_policy_at_each_prompt(tmp_path, capsys):
     out = tmp_path / "decode.json"
     assert main(["decode", "--tiny", "--json", str(out)]) == 0
@@ -33,6 +35,7 @@ def test_decode_writes_each_policy_at_each_prompt(tmp_path, capsys):
     assert "A decode step, in parts" in printed and "1,000,000" in printed
 
 
+@matrix
 def test_a_block_s_floor_counts_its_products():
     group = {"none": [64]}
     rows = decode._measured("block", steps.random_model(SHAPES["tiny"], "float32"), "tiny", 1, 16, group, TIMING, 8)
@@ -55,6 +58,7 @@ def test_what_does_not_fit_is_a_row_and_the_rest_runs(monkeypatch):
     assert "refused: a full cache needs 9 GiB" in decode.table(rows)
 
 
+@matrix
 def test_prefill_rows_of_fed_prompts_say_what_they_fed():
     rows = prefill.feed_all(["tiny"], [1], [16], [24, 48], "h2o+caote", 2**30, block=8, full=[24])
     assert [(r["budget"], r["prompt"], r["policy"]) for r in rows] == [

@@ -10,6 +10,7 @@ import pytest
 from benchmarks import kernels, measure
 from benchmarks.__main__ import main
 from benchmarks.shapes import SHAPES
+from tests.tiers import matrix
 
 TIMING = measure.Timing(calls=2, repetitions=1, free=2**30, limits=measure.Device(1e9, 1e9))
 
@@ -32,6 +33,7 @@ def test_the_command_writes_a_row_for_each_implementation(tmp_path, capsys):
     assert all(r["case"] in printed for r in rows)
 
 
+@matrix
 def test_the_loss_is_timed_against_the_materialised_one():
     given = case("mse_logits", "all pairs, with gradients")
     rows = kernels.measured(given, kernels.implementations_here("mse_logits"), TIMING)
@@ -39,6 +41,7 @@ def test_the_loss_is_timed_against_the_materialised_one():
     assert rows[1]["times_reference"] == rows[0]["milliseconds"] / rows[1]["milliseconds"]
 
 
+@matrix
 @pytest.mark.parametrize(
     ("operation", "name"),
     [("caote_topk", "block"), ("cache_attention", "decode, statistics"), ("paged_attention", "decode")],
@@ -76,6 +79,7 @@ def test_what_an_implementation_cannot_do_is_a_row(by):
     assert rows == [{"implementation": by, "refused": "the head dim is 1000"}]
 
 
+@matrix
 def test_a_kernel_that_breaks_stops_no_other_and_a_broken_reference_is_loud():
     given = case("caote_topk", "decode")
 

@@ -6,8 +6,10 @@ import pytest
 
 from benchmarks import memory
 from benchmarks.__main__ import main
+from tests.tiers import matrix
 
 
+@matrix
 def test_uniform_slots_are_the_counted_bytes_and_pages_come_close():
     uniform = memory.compiled_bytes("tova", 1_024, 0.25, 64, 16)
     assert uniform["ratio"] == pytest.approx(1, abs=1e-3)

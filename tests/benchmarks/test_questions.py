@@ -5,6 +5,7 @@ import json
 import models
 from benchmarks import questions
 from benchmarks.__main__ import main
+from tests.tiers import matrix
 
 
 def test_the_facts_of_a_document_are_asked_for():
@@ -17,6 +18,7 @@ def test_the_facts_of_a_document_are_asked_for():
         assert tokenizer.decode(question).strip().startswith("Question: what is the ")
 
 
+@matrix
 def test_the_command_writes_what_it_prints(tmp_path, capsys):
     out = tmp_path / "questions.json"
     arguments = ["--model", "retriever", "--length", "200", "--questions", "2", "--policy", "keydiff", "--budget", "64"]

@@ -4,8 +4,10 @@ import json
 
 import kvjax
 from benchmarks.__main__ import main
+from tests.tiers import matrix
 
 
+@matrix
 def test_the_command_times_every_link(tmp_path):
     out = tmp_path / "rounds.json"
     links = "caote,caote(rounds=2),caote(target='output')"

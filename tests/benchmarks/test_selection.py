@@ -3,8 +3,10 @@
 import json
 
 from benchmarks.__main__ import main
+from tests.tiers import matrix
 
 
+@matrix
 def test_the_command_writes_what_it_prints(tmp_path, capsys):
     out = tmp_path / "selection.json"
     arguments = ["--model", "retriever", "--contexts", "64", "--shares", "0.5", "--repetitions", "2"]

@@ -3,8 +3,10 @@
 import json
 
 from benchmarks.__main__ import main
+from tests.tiers import matrix
 
 
+@matrix
 def test_the_command_writes_what_it_prints(tmp_path, capsys):
     out = tmp_path / "sharing.json"
     arguments = ["--model", "retriever", "--length", "400", "--samples", "1", "--policies", "tova,h2o@adakv"]

@@ -8,6 +8,7 @@ from flax import nnx
 import models
 from benchmarks import soak
 from benchmarks.__main__ import main
+from tests.tiers import matrix
 
 CONFIG = models.Config(64, 32, 64, num_layers=1, num_heads=2, num_kv_heads=1, max_positions=32)
 
@@ -24,6 +25,7 @@ def test_a_prompt_longer_than_the_positions_is_fed_whole_and_compiles_in_its_fir
     assert "Programs compiled after the first quarter: 0." in soak.table(rows)
 
 
+@matrix
 def test_answers_among_others_are_those_alone_and_cancelled_ones_their_beginning(model, monkeypatch):
     monkeypatch.setattr(soak, "POOL", 3)
     monkeypatch.setattr(soak, "LONGEST", 12)

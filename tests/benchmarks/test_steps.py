@@ -11,6 +11,7 @@ import models
 from benchmarks import measure, steps
 from benchmarks.shapes import SHAPES
 from models.steps import DecodeState, decode_phase, forward
+from tests.tiers import matrix
 
 CONFIG = SHAPES["tiny"]
 EVICTING = steps.Setting(CONFIG, "h2o+caote", 16, block=8)
@@ -39,6 +40,7 @@ def test_a_full_cache_stands_in_order():
     assert cache.position[0, 0, 0].tolist() == [*range(40), *[-1] * 8]
 
 
+@matrix
 def test_a_program_is_so_many_of_the_decoder_s_steps(model):
     program = steps.program("decode", EVICTING, 100, 3, free=FREE)
     projection = models.output_projection(model, "h2o+caote")
@@ -73,6 +75,7 @@ def test_a_program_s_bytes_hold_weights_and_cache():
     assert program.nbytes > measure.tree_bytes((steps.abstract_model(CONFIG, jnp.float32), program.cache))
 
 
+@matrix
 def test_a_second_prompt_compiles_nothing(model):
     first, second = (steps.feed(model, EVICTING, prompt, steps=2) for prompt in (24, 48))
     assert first.compilations <= 1 and second.compilations == 0

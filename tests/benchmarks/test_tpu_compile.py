@@ -14,6 +14,7 @@ from benchmarks import tpu_compile
 from benchmarks.__main__ import main
 from benchmarks.shapes import shape
 from benchmarks.targets import tpu_chips
+from tests.tiers import matrix
 
 TINY = ["--shapes", "tiny", "--split", "tiny", "--budget", "256", "--block", "64", "--prompt", "512"]
 
@@ -97,6 +98,7 @@ def test_an_unknown_topology_is_refused(capsys):
     assert "unknown TPU topology 'v99:1x1'" in capsys.readouterr().err
 
 
+@matrix
 @pytest.mark.tpu
 def test_programs_hold_kernels_and_split_models_gather_nothing(tmp_path, monkeypatch, capsys):
     pytest.importorskip("libtpu")

@@ -11,6 +11,7 @@ from evals import booksum, documents
 from evals.__main__ import main
 from evals.evaluator import Answer
 from evals.results import read_records
+from tests.tiers import matrix
 
 ROWS = [
     {
@@ -47,6 +48,7 @@ def test_a_chapter_and_a_summary_become_a_prompt_and_a_reference():
     assert documents.score(task, Answer([], "A fox ran"), sample) == pytest.approx(2 * 3 / (3 + 6))
 
 
+@matrix
 def test_the_command_answers_from_a_folder(tmp_path, capsys, monkeypatch):
     short = dataclasses.replace(booksum.TASKS["booksum"], new_tokens=8)
     monkeypatch.setattr(booksum, "TASKS", {"booksum": short})

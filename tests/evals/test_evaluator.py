@@ -9,6 +9,7 @@ import pytest
 import models
 from evals import evaluator, tasks
 from evals.results import Results
+from tests.tiers import matrix
 
 
 def flags_of(line):
@@ -60,7 +61,8 @@ def test_an_unknown_selection_is_refused_before_any_work(line, said):
         evaluator.make_settings(flags_of(f"--policies {line} --budgets 64"))
 
 
-@pytest.mark.parametrize("policy", ("select=quest(page_size=4)", "select=butler", "butler+caote"))
+@matrix
+@pytest.mark.parametrize("policy", ["select=butler", "select=quest(page_size=4)", "butler+caote"])
 def test_what_reads_by_a_source_answers_as_generate_does(policy):
     model, tokenizer = models.load("retriever")
     samples = [tasks.needle(seed, tokenizer, 96, facts=2) for seed in range(2)]
@@ -95,6 +97,7 @@ def test_a_policy_is_compared_with_itself_without_caote_on_the_same_samples():
     assert row["difference"] == 1.0
 
 
+@matrix
 def test_what_is_missing_is_answered_as_in_one_run():
     model, tokenizer = models.load("retriever")
     samples = [tasks.needle(seed, tokenizer, 96 + 16 * seed, facts=2) for seed in range(4)]
@@ -111,7 +114,8 @@ def test_what_is_missing_is_answered_as_in_one_run():
     assert plain[0] == plain[1]
 
 
-@pytest.mark.parametrize("question", ("after", "agnostic"))
+@matrix
+@pytest.mark.parametrize("question", ["after", "agnostic"])
 def test_settings_that_share_a_prompt_answer_as_each_alone(question):
     model, tokenizer = models.load("retriever")
     samples = [tasks.needle(seed, tokenizer, 96 + 16 * (seed % 2), facts=2) for seed in range(3)]
@@ -138,6 +142,7 @@ def test_rows_of_near_lengths_lie_in_one_batch():
     assert [batch.rows for batch in found] == [[1, 3], [2, 0]]
 
 
+@matrix
 def test_a_killed_run_of_shared_prompts_answers_only_what_is_missing():
     model, tokenizer = models.load("retriever")
     samples = [tasks.needle(seed, tokenizer, 96, facts=2) for seed in range(4)]

@@ -11,6 +11,7 @@ import models
 from evals import fidelity, harness, loglikelihood, selections
 from evals.__main__ import main
 from models import commands, provenance
+from tests.tiers import matrix
 
 TEXT = (
     "The code of amber falcon is 4719. The river was calm and the baker counted steps. The code of bold harp is 2650."
@@ -27,6 +28,7 @@ def dense(model, tokens):
     return np.asarray(jax.nn.log_softmax(logits))
 
 
+@matrix
 def test_likelihoods_are_those_of_the_forward_pass_whatever_the_batch(retriever):
     model, tokenizer = retriever
     sequences = [tokenizer.encode(TEXT), tokenizer.encode(TEXT)[:9], tokenizer.encode(TEXT)[:17]]
@@ -37,6 +39,7 @@ def test_likelihoods_are_those_of_the_forward_pass_whatever_the_batch(retriever)
         assert one.greedy.tolist() == (logits.argmax(-1) == sequence[1:]).tolist()
 
 
+@matrix
 def test_a_continuation_is_read_behind_the_compressed_context(retriever):
     model, tokenizer = retriever
     sequence = tokenizer.encode(
@@ -55,29 +58,6 @@ def test_a_continuation_is_read_behind_the_compressed_context(retriever):
     assert full.log_probability[-4:].sum() > found.log_probability[-4:].sum() + 1, "the fact was evicted"
 
 
-def test_a_cache_of_eight_bits_changes_likelihoods_little(retriever):
-    model, tokenizer = retriever
-    sequences = [tokenizer.encode("The river was calm, and a small boat lay at the shore.")]
-    narrow, wide = (
-        loglikelihood.predict(model, sequences, block=16, cache_dtype=dtype)[0].log_probability
-        for dtype in ("int8", None)
-    )
-    assert 0 < np.abs(narrow - wide).max() < 0.2
-
-
-def test_a_rolling_likelihood_under_a_budget_evicts_as_the_text_comes(retriever):
-    model, tokenizer = retriever
-    sequence = tokenizer.encode(TEXT)
-    settings = {"policy": "streaming(sinks=0)", "budget": 8, "block": 8}
-    one = loglikelihood.predict(model, [sequence], **settings)[0]
-    two = models.prefill(model, np.array([sequence[:-1]]), **settings, outputs="all").logits[0]
-    expected = np.asarray(jax.nn.log_softmax(two))[np.arange(len(sequence) - 1), sequence[1:]]
-    assert one.log_probability == pytest.approx(expected, abs=2e-4)
-    full = loglikelihood.predict(model, [sequence], block=8)[0]
-    assert one.log_probability[:7] == pytest.approx(full.log_probability[:7], abs=2e-4)
-    assert one.log_probability[-8:].sum() != pytest.approx(full.log_probability[-8:].sum(), abs=1e-2)
-
-
 def test_a_sequence_that_predicts_nothing_is_refused(retriever):
     with pytest.raises(ValueError, match="fewer than 2 tokens"):
         loglikelihood.predict(retriever[0], [[1]])
@@ -89,6 +69,7 @@ def kvjax_lm():
     return harness.model_class()(policy="tova", budget=24, block=16, batch_size=2, max_length=96)
 
 
+@matrix
 def test_a_selection_reads_its_share_of_the_tokens_in_every_row(retriever):
     model, tokenizer = retriever
     sequences = [tokenizer.encode(TEXT), tokenizer.encode(TEXT)[:9]]
@@ -118,6 +99,7 @@ def test_the_registry_knows_the_model():
     assert made.settings == {"policy": "snapkv(window=8,kernel=7)", "budget": 16, "block": 16, "when": "prompt"}
 
 
+@matrix
 def test_requests_are_answered_in_their_order(kvjax_lm):
     pairs = [("Question: what is it?\nAnswer: the code is", f" {code}") for code in ("4719", "47190", "12")]
     together = kvjax_lm.loglikelihood([Request(*pair) for pair in pairs], disable_tqdm=True)
@@ -127,6 +109,7 @@ def test_requests_are_answered_in_their_order(kvjax_lm):
         assert one < 0
 
 
+@matrix
 def test_an_empty_context_is_the_begin_token(kvjax_lm):
     (value, _), *_ = kvjax_lm.loglikelihood([Request("", "The river was calm")], disable_tqdm=True)
     assert value == pytest.approx(
@@ -134,6 +117,7 @@ def test_an_empty_context_is_the_begin_token(kvjax_lm):
     )
 
 
+@matrix
 def test_a_long_text_rolls_in_windows_that_count_each_token_once(kvjax_lm):
     text = TEXT * 4
     tokens = kvjax_lm.tok_encode(text, add_special_tokens=False)
@@ -156,6 +140,7 @@ def test_generation_stops_at_the_first_stop(kvjax_lm):
         kvjax_lm.generate_until([Request(prompt, {"do_sample": True, "temperature": 1.0})], disable_tqdm=True)
 
 
+@matrix
 def test_the_model_reads_a_selection_where_one_is_named():
     pytest.importorskip("lm_eval")
     made = harness.model_class()(select="butler", budget=0.5, block=16, batch_size=2, max_length=96)
@@ -260,6 +245,7 @@ def test_a_local_task_runs_and_goes_on_from_its_answers(tmp_path, capsys, monkey
     assert "was made with different weights" in capsys.readouterr().err
 
 
+@matrix
 @pytest.mark.usefixtures("local_tasks_alone")
 def test_a_task_that_fails_ends_in_one_sentence(tmp_path, capsys):
     (tmp_path / "amber.jsonl").write_text('{"text": "x"}\n')
@@ -270,20 +256,9 @@ def test_a_task_that_fails_ends_in_one_sentence(tmp_path, capsys):
     assert "error: " in err and "Traceback" not in err.split("lm_eval: error")[-1]
 
 
-@pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        (["--tasks", "no_such_task", "--model_args", "block=32"], "has no task no_such_task"),
-        (["--tasks", "piqa", "--model_args", "policy"], "'policy' in the model's arguments is not name=value"),
-        (["--tasks", "piqa", "--model_args", "policy=tova"], "needs a budget"),
-        (["--tasks", "piqa", "--model_args", "block=32", "--limit", "0"], "--limit is 0"),
-        (["--tasks", "piqa", "--model_args", "block=32", "--include_path", "nowhere"], "there is no folder nowhere"),
-        (["--tasks", "piqa", "--model_args", "block=32", "--json", "nowhere/x.json"], "the folder nowhere does not"),
-    ],
-)
-def test_bad_flags_end_in_one_sentence(flags, sentence, capsys, tmp_path, monkeypatch):
+@matrix
+def test_an_unknown_task_ends_in_one_sentence(capsys):
     pytest.importorskip("lm_eval")
-    monkeypatch.chdir(tmp_path)
-    assert main(["lm_eval", *flags]) == 2
+    assert main(["lm_eval", "--tasks", "no_such_task", "--model_args", "block=32"]) == 2
     err = capsys.readouterr().err
-    assert sentence in err and "Traceback" not in err
+    assert "has no task no_such_task" in err and "Traceback" not in err

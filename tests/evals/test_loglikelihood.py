@@ -8,6 +8,7 @@ import pytest
 
 import models
 from evals import loglikelihood, selections
+from tests.tiers import first, matrix
 
 BATCH, LENGTH = 3, 21
 LENGTHS, QUESTIONS = (42, 44, 43), [7, 8, 7]  # of prompts: as many blocks, and as much room, in every batch
@@ -27,7 +28,7 @@ def told(logits, tokens):
     return np.take_along_axis(logs, tokens[..., None], axis=-1)[..., 0], logs
 
 
-@pytest.mark.parametrize("places", [1, 4, 50])
+@pytest.mark.parametrize("places", first(1, [4, 1, 50]))
 def test_parts_of_any_size_give_what_the_whole_logits_do(tiny, tokens, monkeypatch, places):
     model = tiny[0]
     monkeypatch.setattr(loglikelihood, "LOGITS_BYTES", places * 8 * BATCH * model.config.vocab_size)
@@ -40,7 +41,7 @@ def test_parts_of_any_size_give_what_the_whole_logits_do(tiny, tokens, monkeypat
     np.testing.assert_allclose(found[2], np.sum(np.exp(true) * (true - logs), axis=-1), atol=1e-5)
 
 
-@pytest.mark.parametrize("reference", [False, True])
+@pytest.mark.parametrize("reference", first(1, [True, False]))
 def test_the_memory_of_a_long_text_is_bounded(tiny, monkeypatch, reference):
     model, places = tiny[0], 8
     shape = jax.ShapeDtypeStruct((1, 4096, model.config.hidden_size), np.float32)
@@ -65,12 +66,15 @@ def test_a_reference_is_itself_without_divergence_and_has_to_be_of_the_same_sequ
 
 @pytest.mark.parametrize(
     ("policy", "when", "known"),
-    [
-        ("full", "block", True),
-        ("snapkv(window=4)+caote", "prompt", False),
-        ("streaming(sinks=0)", "block", False),
-        ("h2o@adakv", "prompt", True),
-    ],
+    first(
+        1,
+        [
+            ("snapkv(window=4)+caote", "prompt", False),
+            ("full", "block", True),
+            ("streaming(sinks=0)", "block", False),
+            ("h2o@adakv", "prompt", True),
+        ],
+    ),
 )
 def test_endings_are_as_likely_as_in_whole_sequences(tiny, policy, when, known):
     model, rng = tiny[0], np.random.default_rng(1)
@@ -98,7 +102,8 @@ def test_endings_are_as_likely_as_in_whole_sequences(tiny, policy, when, known):
         assert 0 < behind.cache_bytes <= behind.peak_cache_bytes
 
 
-@pytest.mark.parametrize("known", [True, False])
+@matrix
+@pytest.mark.parametrize("known", [False, True])
 def test_endings_under_several_policies_are_those_of_each_alone(tiny, known):
     model, rng = tiny[0], np.random.default_rng(1)
     prompts = [rng.integers(0, 90, length).tolist() for length in LENGTHS]
@@ -124,6 +129,7 @@ def test_prompts_without_as_many_endings_are_refused(tiny, ends):
         loglikelihood.endings(tiny[0], [[1, 2], [3, 4]], ends)
 
 
+@matrix
 def test_an_ending_of_the_embedded_model_is_found_behind_its_fact():
     model, tokenizer = models.load("retriever")
     prompt = "The code of bold harp is 2650. The river was calm. The code of amber falcon is 4719. "

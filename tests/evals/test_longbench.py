@@ -15,6 +15,7 @@ from evals import documents, evaluator, infinitebench, longbench, metrics
 from evals.__main__ import main
 from evals.evaluator import Answer, TextSample
 from evals.results import read_records
+from tests.tiers import matrix
 
 RECORD = {
     "input": "Which river?",
@@ -254,17 +255,18 @@ def test_records_come_from_the_hubs_archive(tmp_path, monkeypatch):
 def test_the_command_answers_from_a_folder(tmp_path, capsys):
     data = write(tmp_path / "data", "multifieldqa_en", [RECORD, {**RECORD, "context": "The town. " * 200}])
     write(data, "trec", [RECORD])
-    line = f"longbench --data {data} --policies full,tova --budgets 64 --block 64 --length 128 --batch 2"
+    line = f"longbench --data {data} --policies full --block 64 --length 128 --batch 2"
     assert main([*line.split(), "--out", str(tmp_path / "out")]) == 0
     out = capsys.readouterr().out
     assert "multifieldqa_en" in out and "kvjax's wording" in out and "as LongBench's script computes" in out
     records = read_records(tmp_path / "out")
-    assert len(records) == 3 * 3 and max(r["prompt_tokens"] for r in records) == 128
+    assert len(records) == 3 and max(r["prompt_tokens"] for r in records) == 128
     write(data, "trec", [RECORD, RECORD])
     assert main([*line.split(), "--out", str(tmp_path / "out")]) == 2
     assert "data holds was" in capsys.readouterr().err
 
 
+@matrix
 def test_prompts_that_lie_with_the_data_are_taken_by_themselves(tmp_path, capsys):
     data = write(tmp_path / "data", "multifieldqa_en", [RECORD])
     (data / "dataset2prompt.json").write_text(json.dumps({"multifieldqa_en": "T {context} {input}"}))

@@ -10,6 +10,7 @@ import pytest
 import models
 from evals import evaluator, perplexity, selections, texts
 from evals.__main__ import main
+from tests.tiers import first, matrix
 
 TEXT = "The quick brown fox jumps over the lazy dog, and nobody has ever asked the dog what it thinks of that. " * 8
 
@@ -72,7 +73,7 @@ def test_of_a_window_only_the_last_tokens_count(tiny):
     np.testing.assert_allclose(found.by_chunk, wanted, rtol=1e-5)
 
 
-@pytest.mark.parametrize("when", ["block", "prompt"])
+@pytest.mark.parametrize("when", first(1, ["prompt", "block"]))
 def test_the_divergence_is_that_of_the_full_caches_distributions(tiny, when):
     model, tokenizer, _ = tiny
     chunks = perplexity.make_chunks(tokenizer, TEXT, 24, limit=3, stride=8)
@@ -157,6 +158,7 @@ def test_comparisons_are_paired_with_the_predictor_at_the_same_sparsity():
     assert rows[0]["increase"] == pytest.approx(np.exp(0.2) - 1)
 
 
+@matrix
 def test_one_chunk_has_no_interval(tiny):
     model, tokenizer, butler = tiny
     chunks = perplexity.make_chunks(tokenizer, TEXT, 24, limit=1)
@@ -185,24 +187,25 @@ def test_the_command_writes_table_json_and_picture(tiny_folder, text_file, tmp_p
 def test_policies_have_a_table_of_their_own(tiny_folder, text_file, tmp_path, capsys):
     out, plot = tmp_path / "out.json", tmp_path / "out.png"
     flags = ["--model", str(tiny_folder), "--policies", "full,h2o,h2o+caote", "--budgets", "0.5", "--block", "8"]
-    flags += ["--when", "block,prompt", "--stride", "12"]
+    flags += ["--when", "prompt", "--stride", "12"]
     flags += ["--text", str(text_file), "--chunk", "24", "--sequences", "2", "--json", str(out), "--plot", str(plot)]
     assert main(["perplexity", *flags]) == 0
     printed = capsys.readouterr().out
     data = json.loads(out.read_text())
     assert [r["select"] for r in data["results"]] == ["full"]
-    assert [(r["policy"], r["budget"]) for r in data["policies"]] == [("h2o", 0.5), ("h2o+caote", 0.5)] * 2
-    assert [r["evicts"] for r in data["policies"]] == [["block", 0]] * 2 + [["prompt", 0]] * 2
+    assert [(r["policy"], r["budget"]) for r in data["policies"]] == [("h2o", 0.5), ("h2o+caote", 0.5)]
+    assert [r["evicts"] for r in data["policies"]] == [["prompt", 0]] * 2
     assert "prompt, then never" in printed
     assert data["fingerprints"]["text"] == texts.digest(TEXT)
     dense = data["results"][0]["perplexity"]
     for r in data["policies"]:
         assert r["difference"] == pytest.approx(r["perplexity"] - dense)
         assert f"{r['difference']:+.3f}" in printed and f"{r['kl']:.4f}" in printed
-    assert [(r["when"], r["budget"]) for r in data["policy_comparisons"]] == [("block", 0.5), ("prompt", 0.5)]
+    assert [(r["when"], r["budget"]) for r in data["policy_comparisons"]] == [("prompt", 0.5)]
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
+@matrix
 def test_a_cache_of_eight_bits_is_compared_with_the_full_one_alone_and_with_a_policy(tiny_folder, text_file, tmp_path):
     out, flags = tmp_path / "out.json", ["--model", str(tiny_folder), "--text", str(text_file), "--chunk", "24"]
     flags += ["--policies", "h2o", "--budgets", "8", "--block", "8", "--sequences", "2", "--json", str(out)]
@@ -212,42 +215,6 @@ def test_a_cache_of_eight_bits_is_compared_with_the_full_one_alone_and_with_a_po
         ("full", None, "int8"), ("h2o", 8, "int8")
     ]  # fmt: skip
     assert 0 < alone["kl"] < both["kl"]
-
-
-@pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        (["--policies", "nothing"], "unknown policy 'nothing'"),
-        (["--policies", ","], "no policy was given"),
-        (["--policies", "h2o", "--budgets", "lots"], "the budget is 'lots'"),
-        (["--policies", "h2o", "--budgets", ","], "no budget was given"),
-        (["--policies", "snapkv(window=32)", "--budgets", "8"], "budget"),
-        (["--policies", "h2o", "--block", "0"], "--block is 0"),
-        (["--policies", "h2o", "--when", "never"], "unknown --when 'never'; expected one of block, prompt, published"),
-        (["--policies", "h2o", "--when", "prompt"], "give --stride"),
-        (["--policies", "random", "--when", "published"], "no paper says when 'random' evicts"),
-        (["--text", "debian-handbook"], "debian-handbook is not here yet"),
-        (["--select", "oracle,nothing"], "unknown policy 'nothing'"),
-        (["--select", ","], "no selection was given"),
-        (["--select", "laprox@model"], "lets layers compete"),
-        (["--sparsity", "1"], "the sparsity '1' is not the share"),
-        (["--sparsity", "0,...,0.7"], "'...' follows two different numbers"),
-        (["--batch", "0"], "--batch is 0"),
-        (["--sinks", "-1"], "--sinks is -1"),
-        (["--text", "nowhere.txt"], "there is no text file nowhere.txt"),
-        (["--plot", "out.txt"], "suffix '.txt'"),
-        (["--json", "nowhere/out.json"], "the folder nowhere does not exist"),
-        (["--model", "nowhere", "--select", "h2o"], "there is no folder nowhere"),
-    ],
-)
-def test_bad_flags_end_in_one_sentence_and_write_nothing(flags, sentence, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", "nowhere")
-    assert main(["perplexity", *flags]) == 2
-    err = capsys.readouterr().err
-    assert sentence in err
-    assert "Traceback" not in err
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import models
 from evals import documents, evaluator, page, ruler
 from evals.__main__ import main
 from evals.results import read_records
+from tests.tiers import matrix
 
 SQUAD = {
     "data": [
@@ -181,6 +182,7 @@ def test_an_older_sample_holds_its_answers_beginning_itself():
     assert "".join(found.tokens) == PUBLISHED["input"]
 
 
+@matrix
 def test_the_command_reads_published_samples(tmp_path, capsys):
     data = publish(tmp_path / "data", "vt", [PUBLISHED] * 3)
     line = f"ruler --data {data} --samples 2 --policies full --question after,agnostic --batch 2 --block 32"
@@ -387,27 +389,3 @@ def test_a_killed_run_goes_on_where_it_was(finished, tmp_path, monkeypatch, caps
     assert same[0] == same[1]
     assert main(["ruler", *SMALL, "--seed", "1", "--out", str(folder)]) == 2
     assert "seed was 0 and is 1" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        (["--tasks", "needles"], "unknown --tasks 'needles'; expected one of all, niah_single_1"),
-        (["--tasks", "qa_1"], "qa_1: no file of questions and documents was named"),
-        (["--lengths", "128"], "give a greater length"),
-        (["--samples", "0"], "--samples is 0"),
-        (["--essays", "nowhere.txt"], "there is no essays file nowhere.txt"),
-        (["--qa", "nowhere.json"], "there is no QA file nowhere.json"),
-        (["--prompts", "nowhere.json"], "there is no prompts file nowhere.json"),
-        (["--question", "before"], "unknown --question 'before'; expected one of after, agnostic"),
-        (["--allocations", "everything"], "unknown allocation 'everything'"),
-        (["--plot", "picture.txt"], "suffix '.txt'"),
-        (["--batch", "0"], "--batch is 0"),
-    ],
-)
-def test_bad_flags_end_in_one_sentence_and_write_nothing(flags, sentence, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert main(["ruler", *flags]) == 2
-    err = capsys.readouterr().err
-    assert sentence in err and "Traceback" not in err
-    assert list(tmp_path.iterdir()) == []

@@ -7,6 +7,7 @@ from flax import nnx
 
 import models
 from evals.__main__ import main
+from tests.tiers import matrix
 
 SIZES = {
     "perplexity": ["--budgets", "32", "--chunk", "64", "--sequences", "1"],
@@ -24,6 +25,7 @@ def scorer(tmp_path_factory):
     return folder
 
 
+@matrix
 @pytest.mark.parametrize("name", SIZES)
 def test_a_scorer_is_read_and_named_in_the_figures(name, scorer, tmp_path, capsys):
     out = tmp_path / "out.json"
@@ -32,6 +34,7 @@ def test_a_scorer_is_read_and_named_in_the_figures(name, scorer, tmp_path, capsy
     assert "scorer" in json.loads(out.read_text())["fingerprints"]
 
 
+@matrix
 def test_a_page_shows_a_learned_score(scorer, tmp_path):
     given = ["view", "--policies", "zap", "--budget", "32", "--length", "200", "--html", str(tmp_path / "out.html")]
     assert main([*given, "--scorer", str(scorer)]) == 0

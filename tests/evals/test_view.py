@@ -15,6 +15,7 @@ import models
 from evals import tasks, view
 from evals.__main__ import main
 from tests.evals import browser
+from tests.tiers import first, matrix
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +33,7 @@ def decoded(found):
     return read("entered"), read("left").reshape(found["layers"], found["heads"], -1)
 
 
-@pytest.mark.parametrize("policy", ["tova", "snapkv(window=8)@model"])
+@pytest.mark.parametrize("policy", first(1, ["tova", "snapkv(window=8)@model"]))
 def test_a_trace_says_what_the_cache_held_after_each_block(retriever, prompt, policy):
     model, tokenizer = retriever
     found = view.trace(
@@ -50,6 +51,7 @@ def test_a_trace_says_what_the_cache_held_after_each_block(retriever, prompt, po
         assert (((entered <= step) & (left > step))[..., :n] == held).all()
 
 
+@matrix
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices; conftest.py forces them on a CPU")
 def test_the_tokens_in_pages_on_a_mesh_are_read_head_by_head():
     mesh = Mesh([jax.devices()[:2]], ("data", "tensor"))
@@ -70,6 +72,7 @@ def test_the_tokens_in_pages_on_a_mesh_are_read_head_by_head():
     assert held(mesh=mesh)[:, 0].astype(int).tolist() == [[1, 1, 1, 1, 0, 0], [0, 1, 1, 1, 1, 0]]
 
 
+@matrix
 def test_the_answer_is_that_of_generate(retriever, prompt):
     model, tokenizer = retriever
     found = view.trace(
@@ -96,6 +99,7 @@ def written(tmp_path_factory):
     return path
 
 
+@matrix
 @browser.needed
 def test_the_page_shades_tokens_for_two_policies(written):
     found = browser.dump(written)
@@ -105,6 +109,7 @@ def test_the_page_shades_tokens_for_two_policies(written):
     assert found.count("</strong> (the right answer") == 2
 
 
+@matrix
 @browser.needed
 def test_slider_layer_head_and_policy_change_what_is_shown(written):
     script = """
@@ -130,27 +135,8 @@ def test_slider_layer_head_and_policy_change_what_is_shown(written):
     assert "Token 1 (layer.head): 3.2" in notes[3] and "Token 1 (layer.head): no head" in notes[3]
 
 
+@matrix
 @browser.needed
 def test_the_page_does_not_scroll_sideways_on_a_phone(written):
     script = "document.title = document.documentElement.scrollWidth <= window.innerWidth ? 'fits' : 'too wide';"
     assert "<title>fits</title>" in browser.dump(written, script=script)
-
-
-@pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        (["--policies", ","], "no policy was given"),
-        (["--policies", "nothing"], "unknown policy 'nothing'"),
-        (["--budget", "lots"], "expected tokens per head"),
-        (["--policies", "snapkv", "--budget", "8"], "always keeps"),
-        (["--prompt-file", "nowhere.txt"], "there is no prompt file nowhere.txt"),
-        (["--block", "0"], "--block is 0"),
-        (["--model", "nowhere"], "there is no folder nowhere"),
-    ],
-)
-def test_bad_flags_end_in_one_sentence_and_write_nothing(flags, sentence, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert main(["view", "--html", "view.html", *flags]) == 2
-    err = capsys.readouterr().err
-    assert sentence in err and "Traceback" not in err
-    assert list(tmp_path.iterdir()) == []

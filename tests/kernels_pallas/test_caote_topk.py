@@ -324,6 +324,7 @@ def test_a_stack_of_layers_beyond_32_bits_lowers(platform):
     assert kernels == {"tpu": 1, "cuda": 3}[platform]
 
 
+@matrix
 def test_float16_lowers_for_a_gpu_and_is_the_references_on_a_tpu():
     given = shapes(1, 2, 2, 40, 64, "float16")
     assert kernels_in("cuda", evict, *given) and not kernels_in("tpu", evict, *given)

@@ -62,6 +62,7 @@ def check(
     check_definition(result, held, names=names, **tolerance, **named)
 
 
+LONG = dict(B=1, T=1, N=16, K=1, S=144, D=80)
 BLOCK = dict(B=2, T=3, N=6, K=3, S=192, D=8)
 
 
@@ -87,12 +88,10 @@ def narrow(given, dtype="bfloat16"):
     first(
         1,
         [
-            (
-                dict(B=1, T=1, N=16, K=1, S=144, D=80),
-                16,
-                dict(half=True, statistics=frozenset(["last", "window_mean"])),
-            ),
-            (dict(B=1, T=1, N=16, K=1, S=144, D=80), 8, {}),
+            (LONG, 16, dict(half=True, soft_cap=1.5, statistics=frozenset(["last", "window_mean"]))),
+            (LONG, 8, {}),
+            (dict(B=1, T=1, S=32), 8, dict(soft_cap=1.5)),
+            (dict(B=1, T=4, S=32), 8, dict(soft_cap=1.5)),
             (dict(B=1, T=1, N=1, K=1, S=8, D=1), 8, dict(statistics=frozenset())),
             (dict(B=1, T=5, N=6, K=2, S=72, D=64), 24, {}),
             (dict(B=1, T=1, N=4, K=2, S=640, D=64), 128, dict(statistics=frozenset(["window_group_square"]))),
@@ -102,20 +101,17 @@ def narrow(given, dtype="bfloat16"):
     ),
     ids=str,
 )
-def test_any_size_is_accepted_and_half_precision_is_computed_in_float32(name, sizes, page, options):
-    tolerance = dict(change=narrow, rtol=1e-4) if "half" in options else {}
-    check(name, sizes, page, seed=2, window=3, **tolerance, **options)
+def test_any_size_half_precision_and_soft_caps(name, sizes, page, options):
+    def change(given):
+        given = given._replace(query=10 * given.query) if "soft_cap" in options else given
+        return narrow(given) if "half" in options else given
+
+    check(name, sizes, page, seed=2, window=3, change=change, rtol=1e-4 if "half" in options else 2e-5, **options)
 
 
 def test_float16_is_refused_on_a_tpu():
     with pytest.raises(NotImplementedError, match="queries are float16, but the kernels take float32, bfloat16"):
         check("tpu", dict(B=1, S=48), 16, change=functools.partial(narrow, dtype="float16"))
-
-
-@both
-@pytest.mark.parametrize("T", first(1, [1, 4]))
-def test_logits_are_bent_to_the_soft_cap(name, T):
-    check(name, dict(B=1, T=T, S=32), 8, change=lambda given: given._replace(query=10 * given.query), soft_cap=1.5)
 
 
 @platforms
@@ -246,6 +242,7 @@ def test_it_runs_on_a_gpu(sizes, names, span):
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-6), result[1], expected[1])
 
 
+@matrix
 @pytest.mark.tpu
 @every
 @targets.topologies

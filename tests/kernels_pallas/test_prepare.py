@@ -12,6 +12,7 @@ from benchmarks.targets import compiled
 from kernels_pallas import cache_attention, caote_topk
 from kernels_pallas.prepare import over_heads
 from tests.kernels_pallas.targets import tpu_topology
+from tests.tiers import first, matrix
 
 NAMES = ("data", "tensor")
 P = PartitionSpec
@@ -26,7 +27,7 @@ def on_mesh(mesh, x, *spec):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "jitted"), [((2, 2), True), ((1, 4), True), ((2, 1), True), ((2, 2), False)], ids=str
+    ("sizes", "jitted"), first(1, [((2, 2), True), ((1, 4), True), ((2, 1), True), ((2, 2), False)]), ids=str
 )
 def test_rows_and_heads_stay_where_they_are(sizes, jitted):
     mesh, x = mesh_of(sizes), np.random.default_rng(0).normal(size=(2, 4, 3, 5)).astype(np.float32)
@@ -106,6 +107,7 @@ def test_a_mesh_that_does_not_fit_is_refused(mesh, shape, message):
         jax.jit(over_heads(lambda x: (x,), ["b k s"], ["b k s"]))(put)
 
 
+@matrix
 @pytest.mark.tpu
 @pytest.mark.parametrize("sizes", [(1, 8), (2, 4)], ids=str)
 def test_each_tpu_chip_runs_the_kernels_on_its_own_rows_and_heads(sizes):

@@ -81,8 +81,10 @@ def computed(operation: str, platform: str, T: int, query_dtype: str, dtypes: tu
     return jax.jit(functools.partial(run_of(operation, platform), **options))(*given)
 
 
-@every
-@pytest.mark.parametrize("platform", MODES)
+@pytest.mark.parametrize(
+    ("operation", "platform"),
+    first(5, [*((x, "gpu") for x in OPERATIONS), *((x, "tpu") for x in OPERATIONS)]),
+)
 @pytest.mark.parametrize(
     ("T", "query_dtype", "dtypes"),
     first(

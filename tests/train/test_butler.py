@@ -15,7 +15,6 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
-from jax.sharding import Mesh
 
 import models
 from kernels_pallas import cache_attention, mse_logits
@@ -23,6 +22,7 @@ from models import butler as butler_module
 from models import commands
 from models.butler import Butler, butler_input, load_butler
 from tests.bad_input.campaign import state_of
+from tests.tiers import first, matrix
 from train import butler as trainer
 from train import loop
 from train.butler import Settings, butler_config_of, loss_of, measure, settings_of, train
@@ -82,7 +82,7 @@ def losses(folder):
     return {line["step"]: line["loss"] for line in lines if "loss" in line}
 
 
-@pytest.mark.parametrize(("source", "causal"), [("layer0_output", False), ("attention_input", True)])
+@pytest.mark.parametrize(("source", "causal"), first(1, [("attention_input", True), ("layer0_output", False)]))
 def test_the_loss_is_the_mean_of_the_layers_losses(model, source, causal):
     config = dataclasses.replace(butler_config_of(CONFIG, hidden=16), source=source)
     butler = Butler(config, rngs=nnx.Rngs(0))
@@ -113,6 +113,7 @@ def test_gradients_flow_to_every_parameter_of_the_predictor(model):
     assert all(np.abs(gradient).max() > 0 for gradient in gradients.values())
 
 
+@matrix
 @pytest.mark.parametrize("sizes", [(None, 40, None), (40, None, 40)])
 def test_gradients_flow_in_a_model_where_some_layers_have_experts(sizes):
     config = dataclasses.replace(CONFIG, num_experts=3, experts_per_token=2, dense_sizes=sizes)
@@ -122,6 +123,7 @@ def test_gradients_flow_in_a_model_where_some_layers_have_experts(sizes):
     assert all(np.isfinite(leaf).all() and np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(gradient))
 
 
+@matrix
 def test_the_loss_falls_and_the_folder_loads(model, tmp_path):
     settings = SETTINGS._replace(tokens=120 * 64)
     butler, summary = run(tmp_path, model, settings=settings, save_every=60, eval_every=60)
@@ -148,6 +150,7 @@ def test_figures_are_those_of_a_brute_force_reading(model):
     assert found["token_accuracy"].tolist() == pytest.approx((best >= 4).mean((1, 2, 3))[1:].tolist())
 
 
+@matrix
 def test_resumed_is_uninterrupted_bit_for_bit(model, tmp_path):
     whole, summary = run(tmp_path / "whole", model)
     said = []
@@ -162,6 +165,7 @@ def test_resumed_is_uninterrupted_bit_for_bit(model, tmp_path):
     assert again["figures"] == summary["figures"]
 
 
+@matrix
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "removed"])
 def test_a_damaged_checkpoint_is_left_for_the_one_before(model, tmp_path, damage):
     whole, _ = run(tmp_path / "whole", model)
@@ -183,6 +187,7 @@ def test_a_damaged_checkpoint_is_left_for_the_one_before(model, tmp_path, damage
         assert np.array_equal(array, parameters_of(resumed)[name]), name
 
 
+@matrix
 def test_a_checkpoint_cut_short_is_left_out(model, tmp_path):
     run(tmp_path, model, stop_after=4)
     checkpoints = tmp_path / "checkpoints"
@@ -192,6 +197,7 @@ def test_a_checkpoint_cut_short_is_left_out(model, tmp_path):
     assert "the checkpoint of step 8 was cut short" in said[0] and said[1] == "resuming from the checkpoint of step 4"
 
 
+@matrix
 @pytest.mark.parametrize("resume", [True, False])
 def test_two_runs_never_write_into_one_folder(model, tmp_path, resume):
     run(tmp_path, model, stop_after=1)
@@ -204,6 +210,7 @@ def test_two_runs_never_write_into_one_folder(model, tmp_path, resume):
     run(tmp_path, model, resume=resume)
 
 
+@matrix
 def test_another_run_is_refused_and_nothing_overwritten(model, tmp_path):
     run(tmp_path, model, stop_after=1)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
@@ -225,6 +232,7 @@ def test_a_predictor_of_no_run_is_not_overwritten(model, tmp_path):
         run(tmp_path, model, resume=False)
 
 
+@matrix
 def test_a_loss_that_is_not_finite_stops_the_run(model, tmp_path, monkeypatch):
     run(tmp_path, model, stop_after=4)
     kept = {path: path.read_bytes() for path in (tmp_path / "checkpoints").rglob("*") if path.is_file()}
@@ -242,6 +250,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(model, tmp_path, monkeypatch):
     assert kept == {path: path.read_bytes() for path in (tmp_path / "checkpoints").rglob("*") if path.is_file()}
 
 
+@matrix
 def test_wrong_text_ends_the_run_behind_what_was_learned(model, tmp_path):
     whole, _ = run(tmp_path / "whole", model)
     with pytest.raises(ValueError, match="line 7 is wrong"):
@@ -252,6 +261,7 @@ def test_wrong_text_ends_the_run_behind_what_was_learned(model, tmp_path):
     assert np.array_equal(parameters_of(whole)["query_in"], parameters_of(mended)["query_in"])
 
 
+@matrix
 def test_a_full_disk_ends_in_a_sentence(model, tmp_path, monkeypatch):
     def full(*_, **__):
         raise OSError(28, "No space left on device")
@@ -262,15 +272,7 @@ def test_a_full_disk_ends_in_a_sentence(model, tmp_path, monkeypatch):
         run(tmp_path, model)
 
 
-def test_four_devices_train_like_one(model, tmp_path):
-    mesh = Mesh(np.array(jax.devices()[:4]).reshape(4, 1), ("data", "tensor"))
-    one, _ = run(tmp_path / "one", model)
-    four, _ = run(tmp_path / "four", model, mesh=mesh)
-    curves = [list(losses(tmp_path / name).values()) for name in ("one", "four")]
-    np.testing.assert_allclose(*curves, rtol=1e-4)
-    np.testing.assert_allclose(parameters_of(one)["query_in"], parameters_of(four)["query_in"], atol=2e-3)
-
-
+@matrix
 def test_the_model_may_be_sharded_too(small, tmp_path):
     rows = numbers()
     curves = []
@@ -349,7 +351,7 @@ def test_a_file_as_out_is_refused(small, tmp_path, capsys):
     assert "it is a file" in capsys.readouterr().err and (tmp_path / "out").read_text() == "mine"
 
 
-@pytest.mark.matrix
+@matrix
 def test_killed_is_uninterrupted_bit_for_bit(tmp_path):
     script = Path(__file__).with_name("kill_training.py")
     arguments = ["--kills", "1", "--steps", "12", "--folder", str(tmp_path)]

@@ -15,6 +15,7 @@ from safetensors.numpy import load_file
 
 import models
 from evals import loglikelihood
+from tests.tiers import first, matrix
 from train import answers, finetune, loop, lora
 from train.text import Corpus
 
@@ -49,7 +50,7 @@ def corpus(rows: np.ndarray) -> Corpus:
 # --- the loss --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rows", [TEXT[:2], questions(2)], ids=["text", "answers"])
+@pytest.mark.parametrize("rows", first(1, [questions(2), TEXT[:2]]), ids=["answers", "text"])
 def test_the_loss_of_a_batch_is_the_mean_likelihood_of_its_learned_tokens(rows):
     fed = answers.fed(rows)
     found = loglikelihood.predict(
@@ -57,7 +58,7 @@ def test_the_loss_of_a_batch_is_the_mean_likelihood_of_its_learned_tokens(rows):
         fed.answers.tolist(), policy="h2o+caote", budget=8, block=8,
     )  # fmt: skip
     told = [-one.log_probability[-count:] for one, count in zip(found, (rows >= 0).sum(axis=1), strict=True)]
-    loss = finetune.loss_of(model(), rows, SETTINGS)
+    loss = jax.jit(lambda model: finetune.loss_of(model, rows, SETTINGS))(model())
     assert loss == pytest.approx(np.concatenate(told).mean(), rel=1e-5)
     assert finetune.held_out_loss(model(), rows, SETTINGS, "h2o+caote") == pytest.approx(float(loss), rel=1e-5)
 
@@ -76,12 +77,13 @@ def test_with_the_full_cache_the_loss_and_its_gradient_are_the_dense_model_s():
         return finetune.loss_of(models.Decoder(CONFIG, parameters), rows, SETTINGS._replace(policy="full"))
 
     expected, slopes = jax.jit(jax.value_and_grad(dense))(parameters)
-    loss, gradients = jax.value_and_grad(ours)(parameters)
+    loss, gradients = jax.jit(jax.value_and_grad(ours))(parameters)
     assert loss == pytest.approx(float(expected), rel=1e-5)
     for name, slope in slopes.items():
         np.testing.assert_allclose(gradients[name], slope, rtol=1e-3, atol=1e-6, err_msg=name)
 
 
+@matrix
 def test_with_a_cache_of_eight_bits_the_loss_is_that_of_reading_it_and_keys_and_values_learn():
     sharp = {name: array * (8 if "layers" in name else 1) for name, array in finetune.parameters_of(model()).items()}
     eight, tuned = SETTINGS._replace(cache_dtype="int8"), models.Decoder(CONFIG, sharp)
@@ -89,7 +91,7 @@ def test_with_a_cache_of_eight_bits_the_loss_is_that_of_reading_it_and_keys_and_
     def ours(parameters):
         return finetune.loss_of(models.Decoder(CONFIG, parameters), TEXT[:2], eight)
 
-    loss, gradients = jax.value_and_grad(ours)(sharp)
+    loss, gradients = jax.jit(jax.value_and_grad(ours))(sharp)
     rounded, floats = (finetune.held_out_loss(tuned, TEXT[:2], some, "h2o+caote") for some in (eight, SETTINGS))
     assert float(loss) == pytest.approx(rounded, rel=2e-6) and abs(rounded / floats - 1) > 2e-5
     assert all(abs(gradients[f"layers.{name}"]).max() > 1e-3 for name in ("key", "value"))
@@ -147,6 +149,7 @@ def test_low_rank_matrices_change_nothing_at_first_and_alone_are_trained():
 # --- a run -----------------------------------------------------------------------------------------------------------
 
 
+@matrix
 @pytest.mark.parametrize("kind", ["text", "answers, LoRA"])
 def test_a_run_resumes_bit_for_bit_lowers_the_loss_and_loads(kind, tmp_path):
     rows, settings = TEXT, SETTINGS
@@ -173,6 +176,7 @@ def test_a_run_resumes_bit_for_bit_lowers_the_loss_and_loads(kind, tmp_path):
     assert lines[-1][f"summary/{settings.policy}/after"] == losses[settings.policy]["after"]
 
 
+@matrix
 def test_a_step_on_several_devices_is_the_step_on_one(tmp_path):
     models.save(tmp_path, model())
     settings, found = SETTINGS._replace(policy="tova"), []
@@ -186,6 +190,7 @@ def test_a_step_on_several_devices_is_the_step_on_one(tmp_path):
     assert len(state.parameters["layers.value"].sharding.device_set) == 4
 
 
+@matrix
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_run_on_several_devices_resumes_bit_for_bit(rank, tmp_path):
     models.save(tmp_path / "base", model())

@@ -15,6 +15,7 @@ from models.config import from_hugging_face
 from models.decoder import Decoder
 from models.save import save
 from tests.bad_input.campaign import state_of
+from tests.tiers import matrix
 from train import data, retriever
 from train.circuit import init_parameters
 
@@ -34,6 +35,7 @@ def config(tokenizer):
     )
 
 
+@matrix
 def test_resumed_is_uninterrupted_bit_for_bit(tokenizer, config, tmp_path):
     def run(folder, **options):
         return retriever.train(tmp_path / folder, config, tokenizer, TINY, progress=False, evaluate_every=0, **options)
@@ -49,6 +51,7 @@ def test_resumed_is_uninterrupted_bit_for_bit(tokenizer, config, tmp_path):
     assert len(steps) == 2
 
 
+@matrix
 def test_checkpoints_of_another_run_are_refused(tokenizer, config, tmp_path):
     def run(config, seed):
         options = dict(progress=False, evaluate_every=0, stop_after=1, seed=seed)
@@ -61,6 +64,7 @@ def test_checkpoints_of_another_run_are_refused(tokenizer, config, tmp_path):
         run(dataclasses.replace(config, intermediate_size=64), 0)
 
 
+@matrix
 @pytest.mark.parametrize("resume", [True, False])
 def test_two_runs_never_write_into_one_folder(tokenizer, config, tmp_path, resume):
     options = dict(progress=False, evaluate_every=0, stop_after=1)

@@ -13,6 +13,7 @@ from flax import nnx
 import kvjax
 import models
 from models import repeating
+from tests.tiers import first, matrix
 from train import scorer as trainer
 from train.scorer import Settings, largest_attention, measure, settings_of, train
 from train.text import Corpus
@@ -74,6 +75,7 @@ def test_the_target_is_the_policy_kvzip(model):
     np.testing.assert_allclose(scores.swapaxes(2, 3), in_order, rtol=1e-5)
 
 
+@matrix
 def test_the_loss_falls_and_the_run_resumes_bit_for_bit(model, tmp_path):
     whole, summary = run(tmp_path / "whole", model)
     assert run(tmp_path / "parts", model, stop_after=12)[1] is None
@@ -103,7 +105,7 @@ def test_a_scorer_that_knows_the_scores_is_measured_as_perfect(model, monkeypatc
     assert measure(model, own, corpus().held_out, 0.2)["hit_rate"].tolist() == [0, 0]
 
 
-@pytest.mark.parametrize("target", ["kvzip", "future"])
+@pytest.mark.parametrize("target", first(1, ["kvzip", "future"]))
 def test_the_command_trains(tmp_path, capsys, target):
     config = dataclasses.replace(CONFIG, vocab_size=1536, bos=0, eos=(1,), max_positions=128)
     tokenizer = models.load("retriever")[1]

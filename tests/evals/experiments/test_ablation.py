@@ -11,6 +11,7 @@ from evals import needle, report, verdicts
 from evals.__main__ import main
 from evals.experiments import ablation, ablations, claims, study_report
 from evals.experiments.ablations import STUDIES, Claim, Gain, Point, Run, Study
+from tests.tiers import first, matrix
 
 A, B, C, D = (Run(policy, 0.25) for policy in ("tova", "tova+caote", "h2o", "h2o+caote"))
 
@@ -114,7 +115,7 @@ def test_finished_runs_are_not_measured_again_and_each_new_one_is_saved():
     assert results[1]["recall"] == 0.25
 
 
-@pytest.mark.parametrize("study", STUDIES.values(), ids=list(STUDIES))
+@pytest.mark.parametrize("study", first(1, STUDIES.values()), ids=list(STUDIES))
 def test_every_study_has_a_table_and_a_picture(study, tmp_path):
     results = {run: result_of(run) for run in study.runs}
     table = study_report.table(study, results)
@@ -187,7 +188,7 @@ def tiny_study(monkeypatch):
 SMALL = ["--length", "256", "--depths", "2", "--samples", "2", "--facts", "4", "--batch", "4"]
 
 
-@pytest.mark.matrix
+@matrix
 def test_the_command_writes_all_and_resumes(tiny_study, tmp_path, capsys):
     figures, picture, listed = tmp_path / "tiny.json", tmp_path / "tiny.png", tmp_path / "CLAIMS.md"
     arguments = ["ablation", "tiny", *SMALL, "--json", str(figures)]
@@ -235,7 +236,7 @@ def test_a_picture_by_bytes_has_each_point_at_the_bytes_of_its_cache():
     assert axis.get_xticks().tolist() == [256, 512, 1024, 2048] and len(points) <= 24
 
 
-@pytest.mark.matrix
+@matrix
 def test_runs_of_two_dtypes_are_told_apart(monkeypatch, tmp_path, capsys):
     wide, narrow = (Run("tova", 0.25, cache_dtype=dtype) for dtype in ("bfloat16", "int8"))
     points = tuple(Point("", run.cache_dtype, "1", run) for run in (wide, narrow))
@@ -247,31 +248,6 @@ def test_runs_of_two_dtypes_are_told_apart(monkeypatch, tmp_path, capsys):
     assert [ablation.run_of(result) for result in results] == [ablations.FULL, wide, narrow]
     assert results[2]["cache_bytes"] < 0.6 * results[1]["cache_bytes"]
     assert "eight bits cost nothing" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        (["nothing"], "unknown study 'nothing'; expected one of block-size"),
-        (["rounds", "--length", "0"], "--length is 0"),
-        (["rounds", "--batch", "0"], "--batch is 0"),
-        (["rounds", "--depths", "0"], "at least 1 of each"),
-        (["laprox", "--length", "100"], "always keeps"),
-        (["rounds", "--resume"], "give --json"),
-        (["rounds", "--plot", "picture.txt"], "suffix '.txt'"),
-        (["rounds", "--json", "nowhere/out.json"], "the folder nowhere does not exist"),
-        (["rounds", "--model", "nowhere"], "there is no folder nowhere"),
-        (["claims", "--results", "nowhere"], "there is no folder nowhere"),
-        (["claims", "--results", "."], "no file in . holds claims"),
-    ],
-)
-def test_bad_flags_end_in_one_sentence_and_write_nothing(flags, sentence, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert main(["ablation", *flags]) == 2
-    err = capsys.readouterr().err
-    assert sentence in err
-    assert "Traceback" not in err
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

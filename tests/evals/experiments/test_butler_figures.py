@@ -8,6 +8,7 @@ import pytest
 from evals import perplexity, selections
 from evals.__main__ import main
 from evals.experiments import butler_figures
+from tests.tiers import first, matrix
 
 TEXT = "The quick brown fox jumps over the lazy dog, and nobody has ever asked the dog what it thinks of that. " * 8
 
@@ -42,6 +43,7 @@ def test_agreement_breaks_ties_towards_the_more_recent_and_bears_flat_heads():
     assert found["consensus"] == 0
 
 
+@matrix
 def test_accuracies_are_means_of_hits_over_all_layers_but_the_first(tiny):
     model, tokenizer, butler = tiny
     chunks = perplexity.make_chunks(tokenizer, TEXT, 24, limit=3)
@@ -60,7 +62,7 @@ def test_accuracies_are_means_of_hits_over_all_layers_but_the_first(tiny):
     assert compared["better"] == "within noise"  # three chunks can prove nothing
 
 
-@pytest.mark.parametrize("figure", ["accuracy", "layers"])
+@pytest.mark.parametrize("figure", first(1, ["accuracy", "layers"]))
 def test_accuracy_and_layers_are_written(flags, figure, tmp_path, capsys):
     out, plot = tmp_path / "out.json", tmp_path / "out.png"
     given = ["--select", "butler,random", "--json", str(out), "--plot", str(plot)]
@@ -75,6 +77,7 @@ def test_accuracy_and_layers_are_written(flags, figure, tmp_path, capsys):
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
+@matrix
 def test_agreement_is_written(flags, tmp_path, capsys):
     out, plot = tmp_path / "out.json", tmp_path / "out.png"
     assert main(["butler", "agreement", *flags, "--json", str(out), "--plot", str(plot)]) == 0
@@ -84,6 +87,7 @@ def test_agreement_is_written(flags, tmp_path, capsys):
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
+@matrix
 def test_oracles_are_perplexities(flags, tmp_path, capsys):
     out, plot = tmp_path / "out.json", tmp_path / "out.png"
     given = ["--select", "oracle,oracle_eviction", "--sparsity", "0.7", "--json", str(out), "--plot", str(plot)]
@@ -93,24 +97,3 @@ def test_oracles_are_perplexities(flags, tmp_path, capsys):
     assert [r["select"] for r in data["results"]] == ["full", "oracle", "oracle_eviction"]
     assert "oracle_eviction" in capsys.readouterr().out
     assert plot.read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize(
-    ("given", "sentence"),
-    [
-        (["accuracy", "--select", "h2o"], "'h2o' is not a source of importance"),
-        (["layers", "--sparsity", "2"], "the sparsity '2' is not the share"),
-        (["agreement", "--select", "oracle"], "leave --select and --sparsity out"),
-        (["oracles", "--sparsity", "0,0.1,...,0.75"], "0.75 is not reached from 0.1 by 0.1"),
-        (["accuracy", "--plot", "nowhere/out.png"], "the folder nowhere does not exist"),
-        (["accuracy", "--model", "nowhere"], "there is no folder nowhere"),
-        (["agreement", "--text", "nowhere.txt"], "there is no text file nowhere.txt"),
-    ],
-)
-def test_bad_flags_end_in_one_sentence_and_write_nothing(given, sentence, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert main(["butler", *given]) == 2
-    err = capsys.readouterr().err
-    assert sentence in err
-    assert "Traceback" not in err
-    assert list(tmp_path.iterdir()) == []

@@ -5,7 +5,6 @@ import runpy
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -15,6 +14,7 @@ from evals import evaluator, perplexity
 from evals.__main__ import main
 from evals.experiments import rounding
 from evals.experiments.rounding import PAIRS, PLAIN, ROUNDINGS
+from tests.tiers import matrix
 
 ROOT = Path(__file__).resolve().parents[3]
 TEXT = "The quick brown fox jumps over the lazy dog, and nobody has ever asked the dog what it thinks of that. " * 8
@@ -26,10 +26,11 @@ def test_bytes_are_those_of_numbers_and_scales():
 
 
 @pytest.mark.parametrize("name", [name for name in ROUNDINGS if name != PLAIN])
-def test_rows_move_by_half_a_step_at_most(name):
-    way = ROUNDINGS[name]
-    rows = np.random.default_rng(0).normal(size=(1, 2, 128, 64)).astype(np.float32)
-    error = np.abs(np.asarray(way.rounded(jnp.asarray(rows))) - rows)
+def test_rows_move_by_half_a_step_at_most_and_zeros_stay(name):
+    rounded, rows = jax.jit(ROUNDINGS[name].rounded), np.random.default_rng(0).normal(size=(1, 2, 128, 64))
+    rows = rows.astype(np.float32)
+    assert not np.asarray(rounded(0 * rows)).any()
+    error = np.abs(np.asarray(rounded(rows)) - rows)
     if "channel" in name:
         parts = rows.reshape(1, 2, 2, 64, 64).swapaxes(3, 4)  # the numbers that share a scale, last
         error = error.reshape(1, 2, 2, 64, 64).swapaxes(3, 4)
@@ -48,20 +49,18 @@ def test_rows_move_by_half_a_step_at_most(name):
     assert (error <= 1.001 * steps + 1e-7).all() and error.max() > 0.2 * steps.max()
 
 
-def test_a_row_of_zeros_stays():
-    for way in ROUNDINGS.values():
-        assert not np.asarray(way.rounded(jnp.zeros((1, 1, 64, 32)))).any()
-
-
 def test_a_block_of_keys_that_is_not_full_is_read_in_bfloat16():
-    query, key, value = jax.random.normal(jax.random.key(0), (3, 1, 70, 2, 8))
+    arrays = np.random.default_rng(0).normal(size=(3, 1, 70, 2, 8)).astype(np.float32)
     by_channel, floats = ROUNDINGS["int8, a scale per channel and 64 slots"], ROUNDINGS["bfloat16"]
-    out = rounding.attention(query, key, value, by_channel, floats)
-    plain = rounding.attention(query, key, value, floats, floats)
+    out, plain = (
+        np.asarray(jax.jit(lambda q, k, v, of_keys=of_keys: rounding.attention(q, k, v, of_keys, floats))(*arrays))
+        for of_keys in (by_channel, floats)
+    )
     np.testing.assert_allclose(out[:, :63], plain[:, :63], atol=1e-6)  # the query of slot 63 is the first of a block
     assert (np.abs(out[:, 63:] - plain[:, 63:]).max(axis=(0, 2, 3)) > 1e-5).all()
 
 
+@matrix
 def test_the_librarys_rounding_costs_what_its_cache_costs(tiny):
     model, tokenizer, _ = tiny
     chunks = perplexity.make_chunks(tokenizer, TEXT, 24, limit=3)
@@ -77,6 +76,7 @@ def test_the_librarys_rounding_costs_what_its_cache_costs(tiny):
     assert (plain["key"], plain["kl"], eight["bytes"]) == (PLAIN, 0, 24)
 
 
+@matrix
 def test_a_model_with_windows_and_caps_is_the_model_itself_unrounded():
     config = models.Config(
         64, 16, 24, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, architecture="gemma2", norms="both",
@@ -89,6 +89,7 @@ def test_a_model_with_windows_and_caps_is_the_model_itself_unrounded():
     assert eight["by_chunk"] != plain["by_chunk"]
 
 
+@matrix
 def test_the_command_measures_several_texts_and_writes_them(tiny_folder, tmp_path, capsys):
     files = [tmp_path / "one.txt", tmp_path / "two.txt"]
     for file in files:
