@@ -29,26 +29,13 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Every file that the commands below name, most of them bad."""
     folder = tmp_path_factory.mktemp("inputs")
     text = {
-        "good.txt": "The river was calm. " * 40,
-        "empty.txt": "",
-        "blank.txt": " \n\t\n",
-        "short.txt": "calm",
-        "good.json": '{"kept": true}',
-        "list.json": "[1]",
-        "half.json": '{"a": ',
-        "prompts.json": '{"vt": "no field"}',
-        "empty.jsonl": "",
-        "bad.jsonl": '{"text": "fine"}\nnot json\n',
-        "nofield.jsonl": '{"body": "x"}\n',
-        "number.jsonl": '{"text": 3}\n',
-        "qa.json": '{"data": 3}',
-        "hotpot.json": '[{"question": "x"}]',
-        "half.toml": "models = [",
-        "list.toml": "tasks = 3",
-        "unknown.toml": SWEEP + "colour = 1\n[tasks.needle]\n",
-        "notask.toml": SWEEP,
-        "badtask.toml": SWEEP + "[tasks.golf]\n",
-        "badflag.toml": SWEEP + "[tasks.needle]\nclub = 1\n",
+        "good.txt": "The river was calm. " * 40, "empty.txt": "", "blank.txt": " \n\t\n", "short.txt": "calm",
+        "good.json": '{"kept": true}', "list.json": "[1]", "half.json": '{"a": ',
+        "prompts.json": '{"vt": "no field"}', "empty.jsonl": "", "bad.jsonl": '{"text": "fine"}\nnot json\n',
+        "nofield.jsonl": '{"body": "x"}\n', "number.jsonl": '{"text": 3}\n', "qa.json": '{"data": 3}',
+        "hotpot.json": '[{"question": "x"}]', "half.toml": "models = [", "list.toml": "tasks = 3",
+        "unknown.toml": SWEEP + "colour = 1\n[tasks.needle]\n", "notask.toml": SWEEP,
+        "badtask.toml": SWEEP + "[tasks.golf]\n", "badflag.toml": SWEEP + "[tasks.needle]\nclub = 1\n",
         "badvalue.toml": SWEEP + '[tasks.needle]\nlengths = ["far"]\n',
         "nomodel.toml": "models = []\n[tasks.needle]\n",
         "badpolicy.toml": 'policies = ["h2oo"]\nbudgets = [64]\n[tasks.needle]\n',
@@ -59,7 +46,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         + '[tasks.needle]\nlengths = [64]\nfacts = 1\n[tasks.ruler]\ntasks = ["vt"]\nlengths = [256]\n',
         "window.toml": 'policies = ["snapkv"]\nbudgets = [0.1]\n[tasks.needle]\nlengths = [64]\nfacts = 1\n',
         "gone.toml": 'models = ["no/where/else"]\npolicies = ["full"]\n[tasks.needle]\nlengths = [64]\nfacts = 1\n',
-    }
+    }  # fmt: skip
     for name, content in text.items():
         (folder / name).write_text(content)
     (folder / "picture.txt").write_bytes(b"\x89PNG\xff\xfe\x00")
@@ -84,15 +71,11 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "header.json": HEADER.replace('"ruler"', '"sweep"', 1),
             "samples.jsonl": '{"task": "vt", "sample": 0, "score": 1}\n',
         },
-        "run": {"run.json": "{", "butler.json": "mine"},
-        "predictor": {"butler.json": "mine"},
-        "data": {"qasper.jsonl": "not json\n"},
-        "emptydata": {"qasper.jsonl": ""},
-        "fielddata": {"qasper.jsonl": "{}\n"},
-        "binarydata": {"qasper.jsonl": "\udcff"},
-        "claims": {"ablation-laprox.json": '{"half'},
-        "yaml": {"mine.yaml": "task: mine\n  dataset_path: [\n"},
-    }
+        "run": {"run.json": "{", "butler.json": "mine"}, "predictor": {"butler.json": "mine"},
+        "data": {"qasper.jsonl": "not json\n"}, "emptydata": {"qasper.jsonl": ""},
+        "fielddata": {"qasper.jsonl": "{}\n"}, "binarydata": {"qasper.jsonl": "\udcff"},
+        "claims": {"ablation-laprox.json": '{"half'}, "yaml": {"mine.yaml": "task: mine\n  dataset_path: [\n"},
+    }  # fmt: skip
     for name, files in results.items():
         (folder / name).mkdir()
         for file, content in files.items():
@@ -265,17 +248,11 @@ EVALS = {
     "ablation": ABLATION,
     "field": "nowhere.json | good.txt | picture.txt | folder | nowhere.json --plot x.golf",
     "rounding": "--model nowhere | --text nowhere.txt | --text good.txt picture.txt | --chunk 0 | --chunk 9999999 | "
-    "--text good.txt --sequences 0 | --json folder | --text",
-    "coref": COREF,
-    "perplexity": PERPLEXITY,
-    "choices": CHOICES,
-    "texts": "iliad | --golf | king-james-bible iliad",
+    "--text good.txt --sequences 0 | --json folder | --text", "coref": COREF, "perplexity": PERPLEXITY,
+    "choices": CHOICES, "texts": "iliad | --golf | king-james-bible iliad",
     "butler": "accuracy --select golf | golf | accuracy --sparsity 2 | accuracy --text nowhere.txt | layers --chunk 0",
-    "lm_eval": LM_EVAL,
-    "sweep": SWEEPS,
-    "report": REPORT,
-    "view": VIEW,
-}
+    "lm_eval": LM_EVAL, "sweep": SWEEPS, "report": REPORT, "view": VIEW,
+}  # fmt: skip
 BUTLER = """
 --model nowhere | --model untold --data good.txt | --model empty | --tokens 0 | --tokens x | --tokens 1e99
 --tokens nan

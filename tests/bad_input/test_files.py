@@ -105,11 +105,6 @@ MODELS: dict[str, Change] = {
     "config a folder": a_folder_in_its_place("config.json"),
     "config a link to nothing": a_link_to_nothing("config.json"),
     "config empty object": write("config.json", "{}"),
-    "architectures null": config(architectures=None),
-    "architectures a number": config(architectures=7),
-    "architectures text": config(architectures="LlamaForCausalLM"),
-    "architectures of numbers": config(architectures=[7]),
-    "architectures nested": config(architectures=[["LlamaForCausalLM"]]),
     "architectures unknown": config(architectures=["GPT2LMHeadModel"]),
     **{
         f"{name} {value!r}": config(**{name: value})
@@ -117,8 +112,6 @@ MODELS: dict[str, Change] = {
         for value in (None, "8", 0, -1, 2.5, [8], True)
         if (name, value) != ("num_hidden_layers", True)
     },
-    "vocab_size huge": config(vocab_size=10**12),
-    "num_hidden_layers huge": config(num_hidden_layers=10**7),
     **{
         f"{name} beyond all": config(**{name: 10**30})
         for name in (
@@ -126,43 +119,21 @@ MODELS: dict[str, Change] = {
             "num_key_value_heads", "max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id",
         )
     },
-    "eos_token_ids beyond all": config(eos_token_id=[1, 2**31]),
     "generation_config eos beyond all": write("generation_config.json", '{"eos_token_id": 1000000000000}'),
     "sliding_window beyond all": config(architectures=["MistralForCausalLM"], sliding_window=10**30),
-    "rms_norm_eps an integer beyond floats": config(rms_norm_eps=10**400),
     "rope_theta an integer beyond floats": config(rope_theta=10**400, rope_parameters=GONE),
     "a number of 5,000 digits": write("config.json", '{"vocab_size": 1' + "0" * 5000 + "}"),
     "intermediate_size gone": config(intermediate_size=GONE),
-    "num_key_value_heads text": config(num_key_value_heads="2"),
-    "head_dim odd": config(head_dim=5),
-    "head_dim text": config(head_dim="8"),
-    "max_position_embeddings text": config(max_position_embeddings="long"),
-    "rms_norm_eps null": config(rms_norm_eps=None),
-    "rms_norm_eps text": config(rms_norm_eps="small"),
-    "rms_norm_eps negative": config(rms_norm_eps=-1.0),
-    "rms_norm_eps NaN": config(rms_norm_eps=float("nan")),
-    "rms_norm_eps a list": config(rms_norm_eps=[1e-6]),
     "rope_theta text": config(rope_theta="base", rope_parameters=GONE),
     "rope_theta a list": config(rope_theta=[1e4], rope_parameters=GONE),
     "rope_theta negative": config(rope_theta=-1e4, rope_parameters=GONE),
     "rope_theta NaN": config(rope_theta=float("nan"), rope_parameters=GONE),
-    "rope_scaling a list": config(rope_scaling=[1]),
-    "rope_scaling unknown": config(rope_scaling={"rope_type": "longrope", "factor": 2}),
-    "rope_scaling factor text": config(rope_scaling={"rope_type": "linear", "factor": "two"}),
-    "rope_scaling factor 0": config(rope_scaling={"rope_type": "linear", "factor": 0}),
-    "rope_scaling factor negative": config(rope_scaling={"rope_type": "linear", "factor": -2}),
     "rope_scaling low_freq_factor a list": config(
         rope_scaling={"rope_type": "llama3", "factor": 8, "low_freq_factor": [1]}
     ),
     "rope_scaling original text": config(
         rope_scaling={"rope_type": "yarn", "factor": 2, "original_max_position_embeddings": "long"}
     ),
-    "eos_token_id text": config(eos_token_id="</s>"),
-    "eos_token_id of texts": config(eos_token_id=["</s>"]),
-    "eos_token_id a fraction": config(eos_token_id=1.5),
-    "eos_token_id an object": config(eos_token_id={"id": 1}),
-    "bos_token_id text": config(bos_token_id="<s>"),
-    "pad_token_id a list": config(pad_token_id=[0]),
     "sliding_window 0": config(architectures=["MistralForCausalLM"], sliding_window=0),
     "sliding_window text": config(architectures=["MistralForCausalLM"], sliding_window="all"),
     "layer_types too few": config(
@@ -273,7 +244,23 @@ SAID: dict[str, str] = {
         ("special token a number", "special token an empty object", "chat template of numbers"),
         "the special tokens or the chat template beside .* are not in Hugging Face",
     ),
-}
+    **{
+        f"{name} {value!r:.60}": config(**{name: value})
+        for name, value in [
+            ("architectures", None), ("architectures", 7), ("architectures", "LlamaForCausalLM"),
+            ("architectures", [7]), ("architectures", [["LlamaForCausalLM"]]), ("vocab_size", 10**12),
+            ("num_hidden_layers", 10**7), ("eos_token_id", [1, 2**31]), ("rms_norm_eps", 10**400),
+            ("num_key_value_heads", "2"), ("head_dim", 5), ("head_dim", "8"), ("max_position_embeddings", "long"),
+            ("rms_norm_eps", None), ("rms_norm_eps", "small"), ("rms_norm_eps", -1.0), ("rms_norm_eps", float("nan")),
+            ("rms_norm_eps", [1e-6]), ("rope_scaling", [1]), ("rope_scaling", {"rope_type": "longrope", "factor": 2}),
+            ("rope_scaling", {"rope_type": "linear", "factor": "two"}),
+            ("rope_scaling", {"rope_type": "linear", "factor": 0}),
+            ("rope_scaling", {"rope_type": "linear", "factor": -2}), ("eos_token_id", "</s>"),
+            ("eos_token_id", ["</s>"]), ("eos_token_id", 1.5), ("eos_token_id", {"id": 1}), ("bos_token_id", "<s>"),
+            ("pad_token_id", [0]),
+        ]
+    },
+}  # fmt: skip
 MISSING = ("config gone", "weights gone", "index of a missing shard")  # these are FileNotFoundErrors
 
 

@@ -299,11 +299,6 @@ def test_a_bad_line_is_named_before_the_weights_are_read(line, sentence, tmp_pat
     assert re.search(rf"line 2 of \S+prompts.jsonl: .*{sentence}", err), err
 
 
-def test_a_file_without_prompts_is_refused(tmp_path, capsys):
-    assert cli.main(["retriever", "--prompts", prompts(tmp_path, [""]), *UNDER]) == 2
-    assert "has no prompts" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("other", [["--prompt", "x"], ["--prompt-file", "x"], ["--question", ""], ["--json"]])
 def test_many_prompts_stand_alone(other, capsys):
     with pytest.raises(SystemExit, match="2"):
@@ -318,21 +313,21 @@ def test_each_flag_says_its_default(command):
     assert silent == ["--help", "--version"]
 
 
-def test_an_empty_prompt_is_refused(capsys):
-    assert cli.main(["retriever", "--prompt", "  "]) == 2
-    assert "the prompt is empty" in capsys.readouterr().err
-
-
-def test_a_missing_prompt_file_is_named(tmp_path, capsys):
-    assert cli.main(["retriever", "--prompt-file", str(tmp_path / "none.txt")]) == 2
-    assert "there is no prompt file" in capsys.readouterr().err
-
-
-def test_a_prompt_that_is_not_text_is_refused(tmp_path, capsys):
-    file = tmp_path / "picture.png"
-    file.write_bytes(b"\x89PNG\xff\xfe")
-    assert cli.main(["retriever", "--prompt-file", str(file)]) == 2
-    assert "not UTF-8" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--prompt", "  "], "the prompt is empty"),
+        (["--prompt-file", "none.txt"], "there is no prompt file"),
+        (["--prompt-file", "picture.png"], "not UTF-8"),
+        (["--prompts", "empty.jsonl"], "has no prompts"),
+    ],
+)
+def test_prompts_that_are_none_are_refused(flags, sentence, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("picture.png").write_bytes(b"\x89PNG\xff\xfe")
+    Path("empty.jsonl").write_text("\n")
+    assert cli.main(["retriever", *flags]) == 2
+    assert sentence in capsys.readouterr().err
 
 
 def test_the_module_runs_and_the_function_keeps_its_name():

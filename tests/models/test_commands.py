@@ -29,8 +29,7 @@ def test_lists_split_at_commas_outside_parentheses(text, parts):
 
 @pytest.mark.parametrize(("text", "budget"), [("512", 512), ("0.25", 0.25), ("1.0", 1.0)])
 def test_a_budget_is_slots_or_a_ratio(text, budget):
-    assert commands.parse_budget(text) == budget
-    assert type(commands.parse_budget(text)) is type(budget)
+    assert repr(commands.parse_budget(text)) == repr(budget)
 
 
 @pytest.mark.parametrize("text", ["1.5", "-0.1", "0.0", "many", "nan", ""])
@@ -140,30 +139,12 @@ def test_a_stream_that_is_not_open_is_refused_early():
         commands.check_outputs(["/dev/fd/987"])
 
 
-def test_an_output_in_a_folder_that_is_missing_is_refused_early(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"the folder .* does not exist"):
-        commands.check_outputs([tmp_path / "nowhere" / "out.json"])
-
-
-def test_an_output_that_is_a_folder_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="it is a folder; name a file"):
-        commands.check_outputs([tmp_path])
-
-
 def test_bad_input_ends_in_one_sentence_and_code_2(capsys):
     def command():
         raise ValueError("the budget is 0; at least 1 token must stay.")
 
     assert commands.run(command, "evals needle") == 2
     assert capsys.readouterr().err == "evals needle: error: the budget is 0; at least 1 token must stay.\n"
-
-
-def test_an_interrupt_ends_in_code_130(capsys):
-    def command():
-        raise KeyboardInterrupt
-
-    assert commands.run(command, "evals needle") == 130
-    assert "interrupted" in capsys.readouterr().err
 
 
 def test_a_defect_of_ours_is_not_hidden():

@@ -275,10 +275,7 @@ def test_end_tokens(given, eos):
         ({"architectures": ["MixtralForCausalLM"], "num_local_experts": 0}, "num_experts is 0; it must be a positive"),
         ({"architectures": ["Gemma2ForCausalLM"], "hidden_activation": "gelu"}, "hidden_activation is 'gelu'; only"),
         ({"architectures": ["Gemma2ForCausalLM"], "attn_logit_softcapping": 0}, "attn_logit_softcapping is 0; it must"),
-        (
-            {"architectures": ["Gemma3ForCausalLM"], "use_bidirectional_attention": True},
-            "only causal attention",
-        ),
+        ({"architectures": ["Gemma3ForCausalLM"], "use_bidirectional_attention": True}, "only causal attention"),
         (
             {
                 "architectures": ["Gemma3ForCausalLM"],
@@ -287,14 +284,8 @@ def test_end_tokens(given, eos):
             "rope type 'yarn' of layers with a sliding window is not supported; only 'default'",
         ),
         ({"architectures": ["GraniteForCausalLM"], "logits_scaling": 0}, "logits_scaling is 0; it must be a number"),
-        (
-            {"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1]},
-            "no_rope_layers has 1 entries; it must",
-        ),
-        (
-            {"architectures": ["SmolLM3ForCausalLM"], "no_rope_layer_interval": 0},
-            "no_rope_layer_interval is 0",
-        ),
+        ({"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1]}, "no_rope_layers has 1 entries; it must"),
+        ({"architectures": ["SmolLM3ForCausalLM"], "no_rope_layer_interval": 0}, "no_rope_layer_interval is 0"),
     ],
 )
 def test_bad_config_is_one_clear_sentence(fields, message):

@@ -150,22 +150,16 @@ def keys_of(config):
         "gemma3_text": {"attention.sliding_window": 16, "rope.freq_base_swa": 20_000.0},
     }.get(config.architecture, {})  # fmt: skip
     return {
-        "general.architecture": prefix,
-        f"{prefix}.block_count": config.num_layers,
-        f"{prefix}.context_length": config.max_positions,
-        f"{prefix}.embedding_length": config.hidden_size,
-        f"{prefix}.feed_forward_length": config.intermediate_size,
-        f"{prefix}.attention.head_count": config.num_heads,
-        f"{prefix}.attention.head_count_kv": config.num_kv_heads,
-        f"{prefix}.attention.key_length": config.head_dim,
+        "general.architecture": prefix, f"{prefix}.block_count": config.num_layers,
+        f"{prefix}.context_length": config.max_positions, f"{prefix}.embedding_length": config.hidden_size,
+        f"{prefix}.feed_forward_length": config.intermediate_size, f"{prefix}.attention.head_count": config.num_heads,
+        f"{prefix}.attention.head_count_kv": config.num_kv_heads, f"{prefix}.attention.key_length": config.head_dim,
         f"{prefix}.attention.value_length": config.head_dim,
         f"{prefix}.attention.layer_norm_rms_epsilon": config.norm_epsilon,
-        f"{prefix}.rope.freq_base": config.rope.theta,
-        f"{prefix}.rope.dimension_count": config.head_dim,
-        "tokenizer.ggml.bos_token_id": config.bos,
-        "tokenizer.ggml.eos_token_id": config.eos[0],
+        f"{prefix}.rope.freq_base": config.rope.theta, f"{prefix}.rope.dimension_count": config.head_dim,
+        "tokenizer.ggml.bos_token_id": config.bos, "tokenizer.ggml.eos_token_id": config.eos[0],
         "tokenizer.ggml.padding_token_id": config.pad,
-    } | {f"{prefix}.{name}": value for name, value in own.items()}
+    } | {f"{prefix}.{name}": value for name, value in own.items()}  # fmt: skip
 
 
 def write(file, keys, tensors, endianess=gguf.GGUFEndian.LITTLE):
@@ -596,14 +590,10 @@ TEXT = st.lists(
 def bpe(pre, **keys):
     types = [*TYPES, *[1] * (len(TOKENS) - len(TYPES))]
     return {
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": pre,
-        "tokenizer.ggml.tokens": TOKENS,
-        "tokenizer.ggml.token_type": types,
-        "tokenizer.ggml.merges": MERGES,
-        "tokenizer.chat_template": TEMPLATE,
+        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": pre, "tokenizer.ggml.tokens": TOKENS,
+        "tokenizer.ggml.token_type": types, "tokenizer.ggml.merges": MERGES, "tokenizer.chat_template": TEMPLATE,
         **{f"tokenizer.ggml.{name}": value for name, value in keys.items()},
-    }
+    }  # fmt: skip
 
 
 @pytest.fixture(scope="module")

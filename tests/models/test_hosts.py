@@ -6,7 +6,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
 
 import jax
 import pytest
@@ -181,24 +180,3 @@ def test_the_flags_that_join_processes_belong_together(main, line, tmp_path, mon
     assert main([*line.split(), "--coordinator", "localhost:1234", "--processes", "2"]) == 2
     assert "--process-id belong together" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.nightly  # two evaluations in two processes each
-def test_a_killed_process_ends_the_other_which_goes_on_when_started_again(tmp_path):
-    task = ["--tasks", "niah_single_1", "--lengths", 256, "--samples", 12, "--batch", 2]
-    setting = [*"--policies tova --budgets 96 --when block --mesh tensor=2 --out".split(), tmp_path / "out"]
-    command = ["-m", "evals", "ruler", *task, *setting]
-    samples = tmp_path / "out/samples.jsonl"
-    running = start(2, 1, *command)
-    while not (samples.exists() and samples.stat().st_size) and all(process.poll() is None for process in running):
-        time.sleep(0.05)
-    running[1].kill()
-    _, errors = running[0].communicate(timeout=60)
-    assert running[0].returncode not in (0, 2), errors
-    assert errors.count(hosts.LOST) == 1 and "Traceback" not in errors and "Check failure" not in errors
-    whole = samples.read_bytes()
-    assert 0 < whole.count(b"\n") < 24
-    running = start(2, 1, *command)
-    told = [process.communicate(timeout=900) for process in running]
-    assert [process.returncode for process in running] == [0, 0], told
-    assert samples.read_bytes().startswith(whole) and samples.read_bytes().count(b"\n") == 24

@@ -192,11 +192,8 @@ def test_end_tokens_of_generation_config_win(folder):
     assert load(folder)[0].config.eos == (5, 6)
 
 
-def test_folder_without_tokenizer_has_none(folder):
+def test_folder_with_a_tokenizer_has_it(folder):
     assert load(folder)[1] is None
-
-
-def test_folder_with_tokenizer_has_it(folder):
     shutil.copytree(GOLDEN / "tokenizer", folder, dirs_exist_ok=True)
     tokenizer = load(folder)[1]
     assert tokenizer.decode(tokenizer.encode("good day")) == "good day"
@@ -418,16 +415,13 @@ def test_local_folder_goes_before_the_hub(folder, monkeypatch):
     assert load(f"{folder.parent.name}/{folder.name}")[0].config.num_layers == 2
 
 
-@pytest.mark.parametrize("each_way", first(1, ["one program", "layers"]), indirect=True)
-def test_a_loaded_model_compiles_a_streams_steps_once(each_way, compiled_steps):
-    model, _ = load(GOLDEN / "llama3")
-    steps = models.stream(model, np.zeros((1, 40), np.int32), policy="h2o", budget=9, block=7, max_new_tokens=5, end=())
-    assert len(list(steps)) == 5
-    assert compiled_steps() == 2, "one for blocks, one for tokens"
-
-
-def test_a_model_on_a_mesh_compiles_a_streams_steps_once(compiled_steps):
-    model, _ = load(GOLDEN / "llama3", mesh=parse_mesh("data=2,tensor=2"))
+@pytest.mark.parametrize(
+    ("each_way", "mesh"),
+    first(2, [("one program", None), ("one program", "data=2,tensor=2"), ("layers", None)]),
+    indirect=["each_way"],
+)
+def test_a_loaded_model_compiles_a_streams_steps_once(each_way, mesh, compiled_steps):
+    model, _ = load(GOLDEN / "llama3", mesh=None if mesh is None else parse_mesh(mesh))
     steps = models.stream(model, np.zeros((2, 40), np.int32), policy="h2o", budget=9, block=7, max_new_tokens=5, end=())
     assert len(list(steps)) == 5
     assert compiled_steps() == 2, "one for blocks, one for tokens"
