@@ -28,7 +28,7 @@ RECORD = {"task": "vt", "sample": 0, "score": 1.0}
 
 @functools.cache
 def model() -> models.Decoder:
-    return reference.decoder(CONFIG, reference.parameters(CONFIG))
+    return reference.decoder(CONFIG, jax.device_put(reference.parameters(CONFIG)))
 
 
 def add_record(folder: Path) -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from typing import NamedTuple
 
+import jax
 import numpy as np
 import pytest
 import tokenizers
@@ -77,7 +78,7 @@ BOTH_WAYS = pytest.mark.parametrize("each_way", first(1, ["one program", "layers
 @pytest.fixture(scope="module")
 def model():
     """A model of random weights that ends an answer now and then."""
-    return reference.decoder(CONFIG, reference.parameters(CONFIG))
+    return reference.decoder(CONFIG, jax.device_put(reference.parameters(CONFIG)))
 
 
 @pytest.fixture
@@ -217,7 +218,7 @@ TEXTS = [f"Tell me {n:02} things." for n in range(12)]
 @BOTH_WAYS
 def test_twelve_turns_take_the_bytes_and_the_programs_of_the_first_ones(each_way):
     config = dataclasses.replace(CONFIG, max_positions=601)  # of its own: no test before has compiled its programs
-    model = reference.decoder(config, reference.parameters(config))
+    model = reference.decoder(config, jax.device_put(reference.parameters(config)))
     talk, sizes, programs = Conversation(model, tokenizer_of(CHATML), **SETTINGS), [], []
     for text in TEXTS:
         with compilations() as compiled:

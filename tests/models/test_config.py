@@ -30,6 +30,10 @@ LLAMA_3_2 = {
 }  # fmt: skip
 
 
+def of(family, **fields):
+    return {"architectures": [f"{family}ForCausalLM"], **fields}
+
+
 def read(**fields):
     return from_hugging_face(MINIMAL | fields)
 
@@ -101,27 +105,27 @@ def test_biases_are_those_of_the_architecture_whatever_it_says(architecture, bia
 
 
 def test_qwen3_has_heads_of_128_by_default():
-    assert read(architectures=["Qwen3ForCausalLM"]).head_dim == 128
+    assert read(**of("Qwen3")).head_dim == 128
 
 
 def test_every_fourth_layer_of_smollm3_has_no_rotary_embedding_by_default():
-    config = read(architectures=["SmolLM3ForCausalLM"], num_hidden_layers=8)
+    config = read(**of("SmolLM3"), num_hidden_layers=8)
     assert [rope is None for rope in config.ropes] == [True, True, True, False] * 2
     assert config.tie_embeddings
-    every = read(architectures=["SmolLM3ForCausalLM"], no_rope_layers=[1, 1, 1])
+    every = read(**of("SmolLM3"), no_rope_layers=[1, 1, 1])
     assert every.ropes == () and from_hugging_face(to_hugging_face(every)) == every
 
 
 def test_granite_without_multipliers_has_logits_that_are_not_scaled():
-    config = read(architectures=["GraniteForCausalLM"])
+    config = read(**of("Granite"))
     assert (config.attention_multiplier, config.logits_scaling) == (1.0, 1.0)
 
 
 def test_a_description_holds_the_features_that_a_model_has_and_no_others():
-    plain, granite = described(read()), described(read(architectures=["GraniteForCausalLM"]))
+    plain, granite = described(read()), described(read(**of("Granite")))
     assert "attention_multiplier" not in plain and "partial_rotary_factor" not in plain["rope"]
     assert granite == plain | {"architecture": "granite", "attention_multiplier": 1.0}
-    ropes = described(read(architectures=["SmolLM3ForCausalLM"], no_rope_layers=[1, 0, 1]))["ropes"]
+    ropes = described(read(**of("SmolLM3"), no_rope_layers=[1, 0, 1]))["ropes"]
     assert ropes[::2] == [None, None] and ropes[1]["partial_rotary_factor"] == 0
 
 
@@ -135,7 +139,7 @@ def test_the_first_phi3_models_call_longrope_by_other_names():
 
 def test_what_transformers_does_not_derive_of_longrope_is_written():
     scaling = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "factor": 3.0}
-    config = read(architectures=["Phi3ForCausalLM"], rope_scaling=scaling | {"attention_factor": 1.5})
+    config = read(**of("Phi3"), rope_scaling=scaling | {"attention_factor": 1.5})
     written = to_hugging_face(config)
     assert written["rope_scaling"] == scaling | {"attention_factor": 1.5}
     assert from_hugging_face(written) == config
@@ -199,8 +203,8 @@ def test_gemma_without_a_cap_has_none_and_without_an_entry_has_its_own():
 
 
 def test_mistral_has_a_window_unless_it_says_null():
-    assert read(architectures=["MistralForCausalLM"]).sliding_windows == (4096,) * 3  # as in transformers
-    assert read(architectures=["MistralForCausalLM"], sliding_window=None).sliding_windows == (None,) * 3
+    assert read(**of("Mistral")).sliding_windows == (4096,) * 3  # as in transformers
+    assert read(**of("Mistral"), sliding_window=None).sliding_windows == (None,) * 3
 
 
 @pytest.mark.parametrize(
@@ -217,7 +221,7 @@ def test_mistral_has_a_window_unless_it_says_null():
     ids=["unused", "from a layer on", "from layer 28 on", "layer by layer"],
 )
 def test_qwen_sliding_windows(fields, windows):
-    assert read(architectures=["Qwen2ForCausalLM"], sliding_window=8, **fields).sliding_windows == windows
+    assert read(**of("Qwen2"), sliding_window=8, **fields).sliding_windows == windows
 
 
 @pytest.mark.parametrize(("given", "eos"), [(7, (7,)), ([7, 8], (7, 8)), (None, ())])
@@ -245,10 +249,10 @@ def test_end_tokens(given, eos):
             "long_factor of rope type 'longrope' has 4 numbers; expected 4 numbers above 0",
         ),
         (
-            {"architectures": ["Phi3ForCausalLM"], "partial_rotary_factor": 0.4},
+            of("Phi3", partial_rotary_factor=0.4),
             "partial_rotary_factor is 0.4 of heads of 8; expected a share in .0, 1. that is an even number",
         ),
-        ({"architectures": ["Phi3ForCausalLM"], "partial_rotary_factor": 2}, "partial_rotary_factor is 2.0 of heads"),
+        (of("Phi3", partial_rotary_factor=2), "partial_rotary_factor is 2.0 of heads"),
         ({"rope_scaling": {"type": "linear"}}, "'linear' needs a 'factor'"),
         ({"rope_scaling": "linear"}, "rope_scaling is 'linear'; expected an object of named values"),
         ({"tie_word_embeddings": "false"}, "tie_word_embeddings is 'false'; expected True or False"),
@@ -267,25 +271,19 @@ def test_end_tokens(given, eos):
         ({"max_position_embeddings": 512.0}, r"max_position_embeddings is 512\.0; expected an integer"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "the same for all layers"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
-        ({"architectures": ["Qwen3MoeForCausalLM"], "decoder_sparse_step": 0}, "decoder_sparse_step is 0; it must be"),
+        (of("Qwen3Moe", decoder_sparse_step=0), "decoder_sparse_step is 0; it must be"),
+        (of("Mixtral", num_experts_per_tok=9), "experts_per_token is 9; expected a numb"),
+        (of("Mixtral", num_local_experts=0), "num_experts is 0; it must be a positive"),
+        (of("Gemma2", hidden_activation="gelu"), "hidden_activation is 'gelu'; only"),
+        (of("Gemma2", attn_logit_softcapping=0), "attn_logit_softcapping is 0; it must"),
+        (of("Gemma3", use_bidirectional_attention=True), "only causal attention"),
         (
-            {"architectures": ["MixtralForCausalLM"], "num_experts_per_tok": 9},
-            "experts_per_token is 9; expected a numb",
-        ),
-        ({"architectures": ["MixtralForCausalLM"], "num_local_experts": 0}, "num_experts is 0; it must be a positive"),
-        ({"architectures": ["Gemma2ForCausalLM"], "hidden_activation": "gelu"}, "hidden_activation is 'gelu'; only"),
-        ({"architectures": ["Gemma2ForCausalLM"], "attn_logit_softcapping": 0}, "attn_logit_softcapping is 0; it must"),
-        ({"architectures": ["Gemma3ForCausalLM"], "use_bidirectional_attention": True}, "only causal attention"),
-        (
-            {
-                "architectures": ["Gemma3ForCausalLM"],
-                "rope_parameters": {"full_attention": {}, "sliding_attention": {"rope_type": "yarn"}},
-            },
+            of("Gemma3", rope_parameters={"full_attention": {}, "sliding_attention": {"rope_type": "yarn"}}),
             "rope type 'yarn' of layers with a sliding window is not supported; only 'default'",
         ),
-        ({"architectures": ["GraniteForCausalLM"], "logits_scaling": 0}, "logits_scaling is 0; it must be a number"),
-        ({"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1]}, "no_rope_layers has 1 entries; it must"),
-        ({"architectures": ["SmolLM3ForCausalLM"], "no_rope_layer_interval": 0}, "no_rope_layer_interval is 0"),
+        (of("Granite", logits_scaling=0), "logits_scaling is 0; it must be a number"),
+        (of("SmolLM3", no_rope_layers=[1]), "no_rope_layers has 1 entries; it must"),
+        (of("SmolLM3", no_rope_layer_interval=0), "no_rope_layer_interval is 0"),
     ],
 )
 def test_bad_config_is_one_clear_sentence(fields, message):

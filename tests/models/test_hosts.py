@@ -9,12 +9,11 @@ import sys
 
 import jax
 import pytest
-from flax import nnx
 
 import models
 from evals.__main__ import main as evaluate
 from models import batch, cli, hosts
-from tests.models import run_on_hosts
+from tests.models import reference, run_on_hosts
 from train import finetune
 
 CODE = "def add(a, b):\n    return a + b\n" * 8
@@ -44,7 +43,8 @@ def folder(tmp_path_factory):
         shipped.config.vocab_size, 64, 96, num_layers=2, num_heads=8, num_kv_heads=8, max_positions=512,
         bos=shipped.config.bos, eos=shipped.config.eos,
     )  # fmt: skip
-    models.save(folder / "model", models.Decoder(config, rngs=nnx.Rngs(0)), tokenizer.backend)
+    model = reference.decoder(config, jax.device_put(reference.parameters(config)))
+    models.save(folder / "model", model, tokenizer.backend)
     (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, PROMPTS)))
     return folder
 
