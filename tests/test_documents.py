@@ -52,12 +52,6 @@ def test_links_between_documents_lead_somewhere(document):
     assert [str(target) for target in found if not target.exists() and target.resolve() not in pages] == []
 
 
-@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda n: n.stem)
-def test_links_of_a_notebook_lead_somewhere(notebook):
-    text = "\n".join("".join(cell["source"]) for cell in cells(notebook, "markdown"))
-    assert [target for target in links(text) if not (notebook.parent / target).exists()] == []
-
-
 COMMANDS = {
     found.group().split("  #")[0]
     for page in (ROOT / "README.md", ROOT / "docs/commands.md")
@@ -81,9 +75,8 @@ def test_a_command_of_the_documents_has_the_flags_and_files_that_it_names(line, 
     assert all((ROOT / file).is_file() for file in files)
 
 
-def test_every_notebook_is_there_as_a_plain_file_too():
+def test_there_are_five_notebooks():
     assert len(NOTEBOOKS) == 5
-    assert [n.with_suffix(".py").is_file() for n in NOTEBOOKS] == [True] * len(NOTEBOOKS)
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda n: n.stem)
@@ -103,17 +96,16 @@ def test_a_notebook_and_its_plain_file_hold_the_same(notebook):
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda n: n.stem)
-def test_a_notebook_keeps_its_outputs_without_errors_and_machine_paths(notebook):
+def test_a_notebook_has_outputs_without_errors_links_that_lead_somewhere_and_one_beginning(notebook):
     outputs = [output for cell in cells(notebook, "code") for output in cell["outputs"]]
     assert {output.get("name") for output in outputs} <= {None, "stdout"}
     assert "error" not in {output["output_type"] for output in outputs}
     assert sum("image/png" in output.get("data", {}) for output in outputs) >= 1
     assert re.findall(r"/(?:home|root|tmp|usr|work|Users|content)/\S+", json.dumps(outputs)) == []
     assert all(cell["execution_count"] for cell in cells(notebook, "code"))
-
-
-@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda n: n.stem)
-def test_a_notebook_begins_by_installing_in_one_line_and_naming_the_device(notebook):
+    text = "\n".join("".join(cell["source"]) for cell in cells(notebook, "markdown"))
+    assert [target for target in links(text) if not (notebook.parent / target).exists()] == []
+    # It begins by installing in one line and naming the device.
     first, second = ("".join(cell["source"]) for cell in cells(notebook, "code")[:2])
     assert re.fullmatch(r'%pip install --quiet "kvjax\[[a-z,]+\]"', first) and "device_kind" in second
 
