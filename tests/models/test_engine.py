@@ -171,12 +171,7 @@ def test_the_last_logits_are_the_last_of_all():
 
 @pytest.mark.bad_input  # annotations name Python's numbers
 @pytest.mark.parametrize(
-    ("make", "policy"),
-    [
-        (np.int64, "h2o"),
-        pytest.param(np.int8, "h2o@layer", marks=pytest.mark.matrix),
-        pytest.param(jnp.int32, "h2o@layer", marks=pytest.mark.matrix),
-    ],
+    ("make", "policy"), first(0, [(np.int64, "h2o"), (np.int8, "h2o@layer"), (jnp.int32, "h2o@layer")])
 )
 def test_counts_of_numpys_and_jaxs_give_what_pythons_give(make, policy):
     def given(n):
@@ -197,7 +192,7 @@ def test_counts_of_a_selection_may_be_numpys():
     np.testing.assert_array_equal(given(jnp.float32(0.5), np.int64(2)), given(0.5, 2))
 
 
-@pytest.mark.parametrize("block", first(1, [32, 3, 70]))
+@pytest.mark.parametrize("block", first(0, [32, 3, 70]))
 def test_where_all_keys_have_one_norm_the_newest_stay_whatever_the_blocks(block):
     config = dataclasses.replace(CONFIG, architecture="qwen3", query_key_norm=True)
     plain = weights(config)

@@ -175,6 +175,7 @@ def test_rows_of_several_kinds_of_integers_keep_their_tokens():
         models.prefill(decoder(), [[1, 2, 3], [1.7, 2]])
 
 
+@pytest.mark.matrix
 def test_a_ratio_is_of_all_that_was_seen():
     kept = models.prefill(decoder(), DOCUMENT, policy=STATE, budget=0.25, block=8).cache
     more = models.prefill(decoder(), DOCUMENT[:, :20], cache=kept, policy=STATE, budget=0.25, block=8).cache

@@ -145,7 +145,7 @@ def test_rope_scalings(mode, trace, rope):
 
 @pytest.mark.parametrize(
     ("policy", "each_way", "mode"),
-    first(1, [
+    first(0, [
         (STATE, "layers", wide),
         (STATE, "layers", strict),
         ("tova(heads='group')@model", "one program", wide),

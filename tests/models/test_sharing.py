@@ -13,6 +13,7 @@ import models
 from models import sharing
 from models.config import Rope
 from tests.models.tiny import CONFIG, LENGTHS, STATE, TOKENS, answers, assert_keeps, decoder, run, streamed
+from tests.tiers import first
 
 BLOCK = 16  # a question of 7 tokens and the window of 16 queries fit
 HELD_BACK = np.array([7, 0, 5])
@@ -57,9 +58,7 @@ def passes(monkeypatch) -> list[int]:
     return counted
 
 
-@pytest.mark.parametrize(
-    ("asked_of_each", "way"), [(FEW, "one program"), (FEW[:2], "layers")], ids=("one program", "layers")
-)
+@pytest.mark.parametrize(("asked_of_each", "way"), first(1, [(FEW, "one program"), (FEW[:2], "layers")]))
 def test_each_result_is_that_of_the_reference(asked_of_each, way, run_by_layer, passes) -> None:
     run_by_layer(way == "layers")
     settings = dict(block=BLOCK, when="prompt")
