@@ -7,7 +7,6 @@ import functools
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 import kvjax
@@ -34,6 +33,12 @@ class Block(NamedTuple):
         return rows if last is None else rows[:, -last:]
 
 
+@functools.partial(jax.jit, static_argnums=1)
+def project(weight, kinds) -> kvjax.OutputProjection:
+    """What scores read of W_O [N, D, E], in one program."""
+    return kvjax.output_projection(weight, K, kinds)
+
+
 def make(
     seed: int, *, window: int = 2, budget: int = 6, same_heads: bool = False, next_position: tuple[int, int] = (20, 13)
 ) -> Block:
@@ -55,28 +60,28 @@ def make(
     weights = np.where(live[:, :, None], np.exp(2 * rng.normal(size=(B, N, T, S))), 0)
     weights = weights / weights.sum(-1, keepdims=True) * valid[:, None, :, None]
     columns = {
-        name: jnp.asarray(column.reshape(B, K, -1, S), jnp.float32)
+        name: column.reshape(B, K, -1, S).astype(np.float32)
         for name, column in definitions.column_statistics(weights, valid, window, K).items()
     }
-    projection = kvjax.output_projection(jnp.asarray(rng.normal(size=(N, D, E)), jnp.float32), K, KINDS)
-    predicted = kvjax.Prediction(*(jnp.asarray(rng.normal(size=(B, T, N, DIM)), jnp.float32) for _ in range(2)))
+    projection = project(rng.normal(size=(N, D, E)).astype(np.float32), KINDS)
+    predicted = kvjax.Prediction(*(rng.normal(size=(B, T, N, DIM)).astype(np.float32) for _ in range(2)))
     observation = Observation(
         columns=ColumnStatistics(**columns),
-        query=jnp.asarray(query, jnp.float32),
-        query_position=jnp.asarray(query_position),
-        key=jnp.asarray(key, jnp.float32),
-        value=jnp.asarray(value, jnp.float32),
-        position=jnp.asarray(position),
-        next_position=jnp.asarray(next_position, jnp.int32),
-        budget=jnp.full(B, budget, jnp.int32),
+        query=query.astype(np.float32),
+        query_position=query_position,
+        key=key.astype(np.float32),
+        value=value.astype(np.float32),
+        position=position,
+        next_position=np.array(next_position, np.int32),
+        budget=np.full(B, budget, np.int32),
         context=kvjax.Context(
-            layer=jnp.int32(0),
-            frequency=jnp.array([[1.0, 0.1]], jnp.float32),
+            layer=np.int32(0),
+            frequency=np.float32([[1.0, 0.1]]),
             projection=projection,
             predicted=predicted,
         ),
     )
-    return Block(weights, valid, observation)
+    return Block(weights, valid, jax.device_put(observation))  # nothing of it is a program
 
 
 def in_context(observation: Observation, **changes) -> Observation:
@@ -89,14 +94,21 @@ def compiled(policy: Policy):
     return jax.jit(functools.partial(kvjax.retention_scores, policy))
 
 
+@functools.cache
+def started(policy: Policy):
+    """The policy's state of these sizes, which is zero."""
+    state = jax.eval_shape(lambda: policy.init(B, K, G, S, D))
+    return jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), state)
+
+
 def scores(policy: Policy | str, block: Block | Observation, state=None) -> np.ndarray:
     """A policy's scores of a block, [B, K, S]; NaN in free slots, so that a test cannot lean on them."""
     policy = kvjax.parse(policy) if isinstance(policy, str) else policy
     observation = block.observation if isinstance(block, Block) else block
-    state = policy.init(B, K, G, S, D) if state is None else state
+    state = started(policy) if state is None else state
     result = np.asarray(compiled(policy)(state, observation)[0])
     assert result.dtype == np.float32
-    return np.where(observation.position >= 0, result, np.nan)
+    return np.where(np.asarray(observation.position) >= 0, result, np.nan)
 
 
 def each_head(block: Block, formula) -> np.ndarray:

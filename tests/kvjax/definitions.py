@@ -44,6 +44,19 @@ def eviction_errors(weights: np.ndarray, values: np.ndarray, norm: int | str = 2
     return np.array([length([error_of_evicting(a, values, j) for a in heads], norm) for j in tokens])
 
 
+def layer_errors(
+    weights: np.ndarray, values: np.ndarray, projection: np.ndarray | None, cross: bool = True, fast: bool = False
+) -> np.ndarray:
+    """Brute force behind W_O: evict, do all heads' attention again, project: [G, S], [S, D], [G, D, E] -> [S]."""
+    change = [[error_of_evicting(a, values, j) for a in weights] for j in range(len(values))]
+    if fast:
+        change = [[a[j] / (1 - a[j]) * (values.mean(0) - values[j]) for a in weights] for j in range(len(values))]
+    if projection is None:
+        return np.array([length(heads, 2) for heads in change])
+    behind = [[x @ w for x, w in zip(heads, projection, strict=True)] for heads in change]
+    return np.array([length(np.sum(heads, 0) if cross else heads, 2) for heads in behind])
+
+
 def fast_caote(weights: np.ndarray, values: np.ndarray, norm: int | str = 2) -> np.ndarray:
     """CAOTE's eq. 22, one head: [S], [S, D] -> [S]."""
     a, v = np.asarray(weights, np.float64), np.asarray(values, np.float64)

@@ -6,7 +6,6 @@ import functools
 import re
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -20,7 +19,7 @@ BOTH = pytest.mark.parametrize("function", [kvjax.attend, kvjax.observe], ids=["
 
 
 def block(tokens: int = T):
-    q, kv = jnp.ones((B, tokens, N, D)), jnp.ones((B, tokens, K, D))
+    q, kv = np.ones((B, tokens, N, D), np.float32), np.ones((B, tokens, K, D), np.float32)
     return q, kv, kv
 
 
@@ -31,12 +30,11 @@ def refused(function, cache, *given, **options) -> str:
     return str(error.value)
 
 
+@functools.cache
 def pages(policy: str, *, most: int, pages: int = 99) -> PagedCache:
     init = kvjax.parse(policy).init
-    return PagedCache.init(
-        batch=B, kv_heads=K, pages=pages, page_size=2, most=most, head_dim=D,
-        init_state=lambda b, k, s: init(b, k, G, s, D),
-    )  # fmt: skip
+    sizes = dict(batch=B, kv_heads=K, pages=pages, page_size=2, most=most, head_dim=D)
+    return jax.jit(lambda: PagedCache.init(init_state=lambda b, k, s: init(b, k, G, s, D), **sizes))()
 
 
 @BOTH
@@ -132,7 +130,7 @@ def test_too_few_pages_for_the_budget_are_refused(function):
         "the cache has 19: make it with that many (kvjax.pages_for)."
     )
     step = jax.jit(functools.partial(function, policy=LAYER, budget=6))
-    step(pages("tova", most=15, pages=20), *block())
+    jax.eval_shape(step, pages("tova", most=15, pages=20), *block())
 
 
 def test_state_of_one_layer_in_a_cache_of_several_is_refused():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +12,7 @@ import pytest
 import kvjax
 from kernels_pallas import caote_topk
 from tests.kernels_pallas.targets import compiled_for_tpu, lowered
+from tests.tiers import first
 
 B, K, G, D, BUDGET, BLOCK = 2, 2, 2, 4, 8, 4
 
@@ -33,7 +33,7 @@ IN_TWO = [
 ]
 
 
-def blocks(seed: int, steps: int = 5) -> list[tuple[jax.Array, ...]]:
+def blocks(seed: int, steps: int = 5) -> list[tuple[np.ndarray, ...]]:
     """Queries, keys, values and positions; the second row sits out the first block and is padded in the second."""
     rng = np.random.default_rng(seed)
     position = np.arange(steps * BLOCK).reshape(steps, 1, BLOCK).repeat(B, 1)
@@ -41,33 +41,25 @@ def blocks(seed: int, steps: int = 5) -> list[tuple[jax.Array, ...]]:
     position = np.where(position < 0, -1, position)
     sizes = ((B, BLOCK, K * G, D), (B, BLOCK, K, D), (B, BLOCK, K, D))
     return [
-        (*(jnp.asarray(rng.normal(size=size), jnp.float32) for size in sizes), jnp.asarray(position[step], jnp.int32))
+        (*(rng.normal(size=size).astype(np.float32) for size in sizes), position[step].astype(np.int32))
         for step in range(steps)
     ]
 
 
-def empty(policy: kvjax.Policy, layers: int | None = None) -> kvjax.KVCache:
-    S = policy.allocation.most(layers or 1, K, BUDGET) + BLOCK
-    state: Any = policy.state(B, K, G, S, D)
-    if layers is not None:
-        state = jax.tree.map(lambda x: jnp.zeros((layers, *x.shape), x.dtype), state)
-    return kvjax.KVCache.init(
-        batch=B, kv_heads=K, slots=S, head_dim=D, layers=layers, state=state, positions=policy.positions
-    )
+def empty(policy: kvjax.Policy) -> kvjax.KVCache:
+    S = policy.allocation.most(1, K, BUDGET) + BLOCK
+    sizes = dict(batch=B, kv_heads=K, slots=S, head_dim=D, positions=policy.positions)
+    return jax.jit(lambda: kvjax.KVCache.init(**sizes, state=policy.state(B, K, G, S, D)))()
 
 
-FREQUENCY = jnp.array([[1.0, 0.1]])
+FREQUENCY = np.float32([[1.0, 0.1]])
 TURNED = kvjax.Context(frequency=FREQUENCY)
 
 
 @functools.cache
-def step(name: str, layer: int | None = None):
+def step(name: str):
     policy = kvjax.parse(name)
-    return jax.jit(
-        lambda cache, *block: kvjax.attend(
-            cache, *block, policy=policy, budget=BUDGET, context=kvjax.Context(layer=layer, frequency=FREQUENCY)
-        )
-    )
+    return jax.jit(functools.partial(kvjax.attend, policy=policy, budget=BUDGET, context=TURNED))
 
 
 @functools.cache
@@ -83,7 +75,7 @@ def step_in_two(name: str):
     return jax.jit(run)
 
 
-@pytest.mark.parametrize("name", AT_ONCE)
+@pytest.mark.parametrize("name", first(2, AT_ONCE))
 def test_the_same_tokens_stay_as_by_scores_and_then_evict(name):
     policy = kvjax.parse(name)
     one = two = empty(policy)
@@ -91,17 +83,7 @@ def test_the_same_tokens_stay_as_by_scores_and_then_evict(name):
         (out, one), (out_2, two) = step(name)(one, *block), step_in_two(name)(two, *block)
         np.testing.assert_allclose(out, out_2, rtol=1e-5, atol=1e-6)
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), one, two)
-    assert int(one.num_live.max()) == BUDGET
-
-
-def test_one_layer_of_a_stacked_cache_is_evicted_from():
-    name = "h2o+caote"
-    alone, stacked = empty(kvjax.parse(name)), empty(kvjax.parse(name), layers=2)
-    for block in blocks(1):
-        _, alone = step(name)(alone, *block)
-        _, stacked = step(name, 1)(stacked, *block)
-    np.testing.assert_array_equal(stacked.position[1], alone.position)
-    assert (stacked.position[0] == -1).all()
+    assert (np.asarray(one.position) >= 0).sum(-1).max() == BUDGET
 
 
 @pytest.mark.parametrize("name", AT_ONCE + IN_TWO)
@@ -110,13 +92,13 @@ def test_one_operation_scores_and_evicts_where_caote_has_the_last_word(name, mon
     monkeypatch.setattr(
         kvjax.eviction, "caote_topk", lambda *x, **options: calls.append(x) or caote_topk(*x, **options)
     )
-    attend = functools.partial(kvjax.attend, empty(policy), policy=policy, budget=BUDGET, context=TURNED)
-    jax.eval_shape(attend, *blocks(0)[0])
+    attend = functools.partial(kvjax.attend, policy=policy, budget=BUDGET, context=TURNED)
+    jax.eval_shape(lambda *block: attend(empty(policy), *block), *blocks(0)[0])
     assert len(calls) == (name in AT_ONCE)
 
 
 @pytest.mark.parametrize(("platform", "kernels"), [("tpu", 3), ("cuda", 5)])
-@pytest.mark.parametrize("name", ["h2o+caote", "tova(heads='group')+fast_caote"])
+@pytest.mark.parametrize("name", first(1, ["h2o+caote", "tova(heads='group')+fast_caote"]))
 def test_on_an_accelerator_attention_scores_and_eviction_are_kernels(platform, kernels, name):
     """Attention and its statistics, and the eviction: one kernel on a TPU, three on a GPU."""
     policy = kvjax.parse(name)
@@ -153,15 +135,3 @@ def test_layers_are_read_where_they_are_stacked():
     assert program.as_text().count('custom_call_target="tpu_custom_call"') == 2  # attention, eviction
     one_layer = 2 * 8 * 4224 * 128 * 2
     assert program.memory_analysis().temp_size_in_bytes < one_layer / 2
-
-
-def test_gradients_pass_through_the_attention_and_not_through_the_choice():
-    policy = kvjax.parse("h2o+caote")
-    block = blocks(2)[1]
-
-    def loss(query):
-        out, _ = kvjax.attend(empty(policy), query, *block[1:], policy=policy, budget=2)
-        return (out**2).sum()
-
-    gradient = jax.jit(jax.grad(loss))(block[0])
-    assert np.isfinite(gradient).all() and (np.asarray(gradient) != 0).any()

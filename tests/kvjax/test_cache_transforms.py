@@ -11,6 +11,7 @@ import kvjax
 from kvjax import merging
 from kvjax.cache import floats_of
 from tests.kvjax import definitions
+from tests.tiers import first
 
 L, B, K, S, D, G, T = 2, 2, 2, 9, 4, 3, 5
 evict = jax.jit(kvjax.evict)
@@ -25,22 +26,23 @@ def filled(seed=0, layers=L):
     position = np.where(rng.random(shape) < 0.8, rng.permuted(np.broadcast_to(np.arange(S), shape), axis=-1), -1)
     position[..., 0, 0, :] = -1  # a head without tokens
     key, value = (np.where(position[..., None] >= 0, rng.normal(size=(*shape, D)), np.nan) for _ in range(2))
-    return kvjax.KVCache(*(jnp.asarray(x, jnp.float32) for x in (key, value)), jnp.asarray(position), jnp.full(B, S))
+    rows = (x.astype(np.float32) for x in (key, value))
+    return jax.device_put(kvjax.KVCache(*rows, position.astype(np.int32), np.full(B, S, np.int32)))
 
 
-@pytest.mark.parametrize("layers", [None, L])
-@pytest.mark.parametrize("similarity", [0.0, 0.6])
+@pytest.mark.parametrize(("layers", "similarity"), first(1, [(L, 0.6), (L, 0.0), (None, 0.0), (None, 0.6)]))
 def test_evicted_values_go_to_the_most_similar_key(layers, similarity):
     before = filled(1, layers)
     after = evict(before, np.random.default_rng(2).random(before.position.shape).astype(np.float32), budget=3)
     merged = merge(before, after, similarity=similarity)
     np.testing.assert_array_equal(merged.key, before.key)
     np.testing.assert_array_equal(merged.position, after.position)
-    assert (np.asarray(merged.value) != np.asarray(after.value))[np.asarray(after.live)].any()
+    assert (np.asarray(merged.value) != np.asarray(after.value))[np.asarray(after.position) >= 0].any()
+    before, after, merged = (jax.tree.map(np.asarray, cache) for cache in (before, after, merged))
     for head in np.ndindex(*before.position.shape[:-1]):
-        live, was = np.asarray(after.live[head]), np.asarray(before.live[head])
+        live, was = after.position[head] >= 0, before.position[head] >= 0
         expected = definitions.merged_values(before.key[head], before.value[head], was, live, similarity)
-        np.testing.assert_allclose(np.asarray(merged.value[head])[live], expected[live], rtol=2e-5, atol=1e-6)
+        np.testing.assert_allclose(merged.value[head][live], expected[live], rtol=2e-5, atol=1e-6)
 
 
 def test_rows_of_eight_bits_are_merged_and_thinned_as_floats():
@@ -50,13 +52,14 @@ def test_rows_of_eight_bits_are_merged_and_thinned_as_floats():
     cache = jax.jit(kvjax.insert)(cache, rows, rows[:, ::-1])
     evicted = evict(cache, np.arange(1, S + 1, dtype=np.float32)[None, None], budget=2)
     merged = merge(cache, evicted)
-    expected = merge(floats_of(cache), floats_of(evicted))
+    read = jax.jit(floats_of)
+    expected = merge(read(cache), read(evicted))
     assert merged.value.dtype == jnp.int8
     np.testing.assert_array_equal(merged.key, cache.key)
-    live = np.asarray(evicted.live)
-    np.testing.assert_allclose(floats_of(merged).value[live], expected.value[live], atol=0.02)
+    live = np.asarray(evicted.position) >= 0
+    np.testing.assert_allclose(*(np.asarray(x.value)[live] for x in (read(merged), expected)), atol=0.02)
     query = rng.normal(size=(1, T, G, D)).astype(np.float32)
-    np.testing.assert_allclose(floats_of(think(cache, query)).key, think(floats_of(cache), query).key, rtol=1e-6)
+    np.testing.assert_allclose(read(think(cache, query)).key, think(read(cache), query).key, rtol=1e-6)
 
 
 def test_values_and_keys_of_zeros_have_a_derivative():
@@ -66,8 +69,8 @@ def test_values_and_keys_of_zeros_have_a_derivative():
         return merging.most_similar(merging.Head(key, value, np.arange(3), stays, gone, received), 0.0)[0]
 
     gradient = jax.jit(jax.grad(lambda *rows: jnp.sum(merged(*rows) ** 2), argnums=(0, 1)))
-    found = gradient(jnp.zeros((3, 4)), jnp.zeros((3, 4)))
-    assert all(np.isfinite(array).all() for array in found)
+    zeros = np.zeros((3, 4), np.float32)
+    assert all(np.isfinite(np.asarray(array)).all() for array in gradient(zeros, zeros))
 
 
 def test_without_an_eviction_nothing_is_merged():
@@ -75,14 +78,15 @@ def test_without_an_eviction_nothing_is_merged():
     np.testing.assert_array_equal(merge(cache, cache).value, cache.value)
 
 
-@pytest.mark.parametrize("share", [0.0, 0.3, 0.5, 1.0])
+@pytest.mark.parametrize("share", first(1, [0.5, 0.0, 0.3, 1.0]))
 def test_think_leaves_out_the_channels_of_the_smallest_product(share):
     cache = filled(4)
     query = np.random.default_rng(5).normal(size=(L, B, T, K * G, D)) * [1.0, 0.1, 3.0, 0.5]
     thin = np.asarray(think(cache, query.astype(np.float32), share=share).key)
+    position, keys = np.asarray(cache.position), np.asarray(cache.key, np.float64)
     for head in np.ndindex(L, B, K):
         one, b, k = head
-        live, key = np.asarray(cache.live[head]), np.asarray(cache.key[head], np.float64)
+        live, key = position[head] >= 0, keys[head].copy()
         if not live.any():
             continue
         squares = (query[one, b, :, k * G : (k + 1) * G] ** 2).mean(axis=(0, 1)) * (key[live] ** 2).mean(axis=0)

@@ -14,6 +14,7 @@ import pytest
 import kvjax
 from kvjax import KVCache
 from tests.kvjax import definitions
+from tests.tiers import first
 
 B, K, S = 2, 2, 9
 MANY_TIES = st.sampled_from([0.0, -0.0, 1.0, -1.0, 1.0 + 2**-23, 3e38, -3e38, np.nan, np.inf, -np.inf])
@@ -46,37 +47,20 @@ def heads(draw, most_free: int = S) -> tuple[np.ndarray, np.ndarray]:
 
 
 @hypothesis.given(heads=heads(), budget=st.tuples(*[st.integers(1, S + 3)] * B))
-@hypothesis.settings(max_examples=100)
+@hypothesis.settings(max_examples=40)
 def test_the_best_by_score_then_by_position_stay(heads, budget):
     scores, position = heads
     mask = np.asarray(compiled()(scores, position, np.array(budget, np.int32)))
     np.testing.assert_array_equal(mask, expected_mask(scores, position, np.array(budget)))
 
 
-@hypothesis.given(heads=heads(), budget=st.tuples(*[st.integers(1, S + 3)] * B))
-def test_exactly_the_budget_or_all_that_live_stay(heads, budget):
-    scores, position = heads
-    mask = np.asarray(compiled()(scores, position, np.array(budget, np.int32)))
-    live = (position >= 0).sum(-1)
-    np.testing.assert_array_equal(mask.sum(-1), np.minimum(live, np.array(budget)[:, None]))
-
-
 @hypothesis.given(heads=heads(most_free=2))
-@hypothesis.settings(max_examples=60)
+@hypothesis.settings(max_examples=30)
 def test_the_argmin_of_decode_keeps_the_same_tokens(heads):
     scores, position = heads
     budget = np.maximum((position >= 0).sum(-1).max(-1) - 1, 1).astype(np.int32)
     mask = np.asarray(compiled(excess=1)(scores, position, budget))
     np.testing.assert_array_equal(mask, expected_mask(scores, position, budget))
-
-
-@hypothesis.given(heads=heads(), seed=st.integers(0, 2**32 - 1))
-def test_permuting_the_slots_permutes_what_stays(heads, seed):
-    scores, position = heads
-    order = np.random.default_rng(seed).permutation(S)
-    budget = np.array([4, 2], np.int32)
-    mask = np.asarray(compiled()(scores, position, budget))
-    np.testing.assert_array_equal(compiled()(scores[..., order], position[..., order], budget), mask[..., order])
 
 
 def one_head(scores, position, budget, **options) -> list[int]:
@@ -86,29 +70,19 @@ def one_head(scores, position, budget, **options) -> list[int]:
 
 
 @pytest.mark.parametrize("excess", [None, 1])
-def test_ties_go_to_the_more_recent_token(excess):
-    assert one_head([1, 1, 1, 1], [7, 3, 9, 5], 3, excess=excess) == [7, 9, 5]
-
-
-@pytest.mark.parametrize("excess", [None, 1])
-def test_zero_and_minus_zero_are_a_tie(excess):
-    assert one_head([0.0, -0.0], [3, 7], 1, excess=excess) == [7]
-    assert one_head([0.0, -0.0], [7, 3], 1, excess=excess) == [7]
-
-
-@pytest.mark.parametrize("excess", [None, 1])
-def test_nan_loses_to_minus_infinity(excess):
-    assert one_head([np.nan, -np.inf], [9, 1], 1, excess=excess) == [1]
-
-
-@pytest.mark.parametrize("excess", [None, 1])
-def test_a_negative_nan_loses_too(excess):
-    assert one_head([-np.float32(np.nan), 0.0], [9, 1], 1, excess=excess) == [1]
-
-
-@pytest.mark.parametrize("excess", [None, 1])
-def test_among_nans_the_more_recent_stays(excess):
-    assert one_head([np.nan, np.nan], [1, 9], 1, excess=excess) == [9]
+@pytest.mark.parametrize(
+    ("scores", "position", "stay"),
+    [
+        ([1, 1, 1], [7, 3, 9], [7, 9]),  # ties go to the more recent token
+        ([1, 0.0, -0.0], [1, 3, 7], [1, 7]),  # zero and minus zero are a tie
+        ([1, 0.0, -0.0], [1, 7, 3], [1, 7]),
+        ([1, np.nan, -np.inf], [2, 9, 1], [2, 1]),  # NaN loses to minus infinity
+        ([1, -np.float32(np.nan), 0.0], [2, 9, 1], [2, 1]),
+        ([1, np.nan, np.nan], [2, 1, 9], [2, 9]),
+    ],
+)
+def test_the_worst_of_three_leaves(scores, position, stay, excess):
+    assert one_head(scores, position, 2, excess=excess) == stay
 
 
 @pytest.mark.parametrize("excess", [None, 1])
@@ -122,13 +96,13 @@ def test_a_free_slot_stays_free_when_the_budget_has_room():
 
 
 def test_a_head_without_tokens_keeps_none():
-    assert one_head([1.0, 2.0], [-1, -1], 1) == []
+    assert one_head([1.0, 2.0, 3.0], [-1, -1, -1], 1) == []
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("dtype", first(1, [jnp.bfloat16, jnp.float16]))
 def test_scores_of_half_precision_order_as_numbers(dtype):
-    scores = jnp.array([-2.0, 0.5, -0.25, 3.0], dtype)
-    assert compiled()(scores, jnp.arange(4), np.int32(2)).tolist() == [False, True, False, True]
+    scores = np.array([-2.0, 0.5, -0.25, 3.0]).astype(dtype)
+    assert compiled()(scores, np.arange(4, dtype=np.int32), np.int32(2)).tolist() == [False, True, False, True]
 
 
 def test_with_a_budget_of_one_number_every_row_gets_it():
@@ -141,26 +115,30 @@ def test_with_a_budget_of_one_number_every_row_gets_it():
 
 
 def test_with_layers_in_front_each_row_still_gets_its_own_budget():
-    scores = jnp.broadcast_to(jnp.arange(4.0), (2, 2, 1, 4))  # [L, B, K, S], L equal to B
-    position = jnp.broadcast_to(jnp.arange(4), scores.shape)
-    assert compiled()(scores, position, jnp.array([1, 3])).sum(-1).tolist() == [[[1], [3]], [[1], [3]]]
+    scores = np.broadcast_to(np.arange(4, dtype=np.float32), (2, 2, 1, 4))  # [L, B, K, S], L equal to B
+    position = scores.astype(np.int32)
+    assert np.asarray(compiled()(scores, position, np.int32([1, 3]))).sum(-1).tolist() == [[[1], [3]], [[1], [3]]]
+
+
+insert = jax.jit(kvjax.insert, static_argnames="layer")
+evict = jax.jit(kvjax.evict, static_argnums=2, static_argnames="layer")
 
 
 def filled_cache(layers: int | None = None) -> KVCache:
     cache = KVCache.init(batch=B, kv_heads=K, slots=S, head_dim=2, layers=layers)
-    rows = jnp.asarray(np.random.default_rng(0).normal(size=(B, S, K, 2)), jnp.float32)
-    position = jnp.broadcast_to(jnp.arange(S), (B, S))
+    rows = np.random.default_rng(0).normal(size=(B, S, K, 2)).astype(np.float32)
+    position = np.broadcast_to(np.arange(S, dtype=np.int32), (B, S))
     for layer in [None] if layers is None else range(layers):
-        cache = kvjax.insert(cache, rows, -rows, position, layer=layer)
+        cache = insert(cache, rows, -rows, position, layer=layer)
     return cache
 
 
 def test_evict_frees_slots_and_moves_nothing():
     cache = filled_cache()
     scores = np.random.default_rng(1).normal(size=(B, K, S)).astype(np.float32)
-    after = kvjax.evict(cache, scores, 4)
+    after = evict(cache, scores, 4)
     mask = expected_mask(scores, np.asarray(cache.position), np.full(B, 4))
-    np.testing.assert_array_equal(after.position, np.where(mask, cache.position, -1))
+    np.testing.assert_array_equal(after.position, np.where(mask, np.asarray(cache.position), -1))
     for name in ("key", "value", "next_position"):
         np.testing.assert_array_equal(getattr(after, name), getattr(cache, name))
 
@@ -168,16 +146,11 @@ def test_evict_frees_slots_and_moves_nothing():
 def test_evict_touches_the_named_layer_only():
     cache = filled_cache(layers=3)
     scores = np.random.default_rng(2).normal(size=(B, K, S)).astype(np.float32)
-    after = kvjax.evict(cache, scores, 4, layer=1)
-    alone = kvjax.evict(filled_cache(), scores, 4)
-    np.testing.assert_array_equal(after.position[1], alone.position)
-    np.testing.assert_array_equal(after.position[jnp.array([0, 2])], cache.position[jnp.array([0, 2])])
-
-
-@pytest.mark.parametrize("budget", [0, -3])
-def test_a_budget_below_one_is_refused(budget):
-    with pytest.raises(ValueError, match=rf"the budget is {budget}; at least 1 token must stay"):
-        kvjax.evict(filled_cache(), jnp.zeros((B, K, S)), budget)
+    after = evict(cache, scores, 4, layer=1)
+    alone = evict(filled_cache(), scores, 4)
+    position, before = np.asarray(after.position), np.asarray(cache.position)
+    np.testing.assert_array_equal(position[1], alone.position)
+    np.testing.assert_array_equal(position[[0, 2]], before[[0, 2]])
 
 
 def test_scores_that_do_not_fit_the_slots_are_refused():

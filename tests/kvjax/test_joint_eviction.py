@@ -15,10 +15,12 @@ import pytest
 import kvjax
 from kvjax.joint_eviction import joint_score
 from tests.kvjax import definitions
+from tests.tiers import first
 
 S, D, G, E = 12, 4, 3, 9
 LARGEST = float(np.finfo(np.float32).max)
 FORMS = {"value": {}, "output": {"cross": True}, "heads apart": {"cross": False}}
+each_form = pytest.mark.parametrize("form", first(1, ["output", "value", "heads apart"]))
 
 seeds = st.integers(0, 2**32 - 1)
 
@@ -107,16 +109,17 @@ def check(result: np.ndarray, head: Head, gone: list[list[int]], stay: dict[int,
     assert (np.diff(result[order]) > 0).all() and (result[order] < 0).all()
 
 
-@pytest.mark.parametrize("form", FORMS)
-@hypothesis.given(seed=seeds, leaving=st.integers(1, 7), rounds=st.sampled_from([7, 10]))
-def test_with_a_round_a_token_it_is_the_greedy_order(form, seed, leaving, rounds):
+@each_form
+@hypothesis.settings(max_examples=15)
+@hypothesis.given(seed=seeds, leaving=st.integers(1, 7))
+def test_with_a_round_a_token_it_is_the_greedy_order(form, seed, leaving):
     head, options = draw(seed), FORMS[form]
     greedy, left = [], head.live
     for _ in range(leaving):
         errors = np.where(head.protected[left], np.inf, head.errors(left, options.get("cross")))
         greedy.append(int(left[errors.argmin()]))
         left = left[left != greedy[-1]]
-    result = scored(head, leaving, rounds, **options)
+    result = scored(head, leaving, 7, **options)
     gone = np.flatnonzero((result < 0) & (head.position >= 0))
     assert gone[np.argsort(result[gone])].tolist() == greedy
 
@@ -124,19 +127,28 @@ def test_with_a_round_a_token_it_is_the_greedy_order(form, seed, leaving, rounds
 # What a round measures does not depend on the number of rounds: each number once, and each form in one and in several.
 @pytest.mark.parametrize(
     ("form", "rounds"),
-    [*(("output", rounds) for rounds in (1, 2, 3, 5, 9)), *((x, n) for x in ("value", "heads apart") for n in (1, 5))],
+    first(
+        2,
+        [
+            ("output", 3),
+            ("value", 3),
+            ("heads apart", 3),
+            *(("output", rounds) for rounds in (1, 2, 5, 9)),
+            *((form, rounds) for form in ("value", "heads apart") for rounds in (1, 5)),
+        ],
+    ),
 )
 @hypothesis.given(seed=seeds, leaving=st.integers(0, 8))
-@hypothesis.settings(max_examples=12)
+@hypothesis.settings(max_examples=8)
 def test_each_round_is_exact_for_what_the_one_before_has_left(form, rounds, seed, leaving):
     head, options = draw(seed), FORMS[form]
     gone, stay = head.rounds(leaving, rounds, options.get("cross"))
     check(scored(head, leaving, rounds, **options), head, gone, stay, 1e-7)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@each_form
 @hypothesis.given(seed=seeds)
-@hypothesis.settings(max_examples=15)
+@hypothesis.settings(max_examples=8)
 def test_each_round_is_exact_in_float32(form, seed):
     head, options = draw(seed, peak=1.5), FORMS[form]
     gone, stay = head.rounds(5, 3, options.get("cross"))
@@ -147,7 +159,7 @@ def test_each_round_is_exact_in_float32(form, seed):
         assert abs(result[slot] - error) <= 2e-5 * (max(error, apart[slot]) if form == "output" else error)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@each_form
 def test_heads_and_rows_lead_do_not_mix_and_lose_different_numbers(form):
     options = FORMS[form]
     heads = [draw(seed, free=seed % 4, protected=seed % 3) for seed in range(6)]
@@ -161,14 +173,22 @@ def test_heads_and_rows_lead_do_not_mix_and_lose_different_numbers(form):
         check(result[n // 3, n % 3], head, gone, stay, 1e-7)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@functools.cache
+def jitted_score(**options):
+    return jax.jit(functools.partial(kvjax.score, group="exact", **options))
+
+
+def plain_score(head: Head, **options) -> np.ndarray:
+    with jax.enable_x64(True):
+        projection = {"projection": head.W} if options else {}
+        return np.asarray(jitted_score(**options)(head.A, head.V, mask=head.position >= 0, **projection))
+
+
+@each_form
 def test_one_round_evicts_what_score_evicts_and_gives_the_others_its_scores(form):
     head, options = draw(3, protected=0), FORMS[form]
     result = scored(head, 4, 1, **options)
-    with jax.enable_x64(True):
-        A, V, W, mask = map(jnp.asarray, (head.A, head.V, head.W, head.position >= 0))
-        projection = {"projection": W} if options else {}
-        plain = np.asarray(kvjax.score(A, V, group="exact", mask=mask, **projection, **options))
+    plain = plain_score(head, **options)
     stay = result >= 0
     np.testing.assert_allclose(result[stay], plain[stay], rtol=1e-10)
     np.testing.assert_array_equal(stay, definitions.kept(plain, head.position, S - 2 - 4))
@@ -176,16 +196,13 @@ def test_one_round_evicts_what_score_evicts_and_gives_the_others_its_scores(form
 
 def test_when_nothing_leaves_all_have_their_scores():
     head = draw(4, protected=0)
-    with jax.enable_x64(True):
-        A, V, mask = map(jnp.asarray, (head.A, head.V, head.position >= 0))
-        plain = kvjax.score(A, V, group="exact", mask=mask)
-    np.testing.assert_allclose(scored(head, 0, 4), plain, rtol=1e-10)
+    np.testing.assert_allclose(scored(head, 0, 3), plain_score(head), rtol=1e-10)
 
 
 def test_the_joint_error_is_at_most_the_sum_of_the_steps(record_property):
     """What greedy and one-round choices cost together is measured here; which of them is smaller is not promised."""
     ratios = []
-    for seed in range(50):
+    for seed in range(25):
         head = draw(seed, protected=0)
         joint = {}
         for rounds in (6, 1):
@@ -203,7 +220,7 @@ def test_the_joint_error_is_at_most_the_sum_of_the_steps(record_property):
     record_property("greedy / one round, median", float(np.median(ratios)))
 
 
-@pytest.mark.parametrize("form", FORMS)
+@each_form
 def test_protected_tokens_never_leave_but_count(form):
     head, options = draw(5, protected=3), FORMS[form]
     result = scored(head, 100, 3, **options)  # more than there are
@@ -214,8 +231,8 @@ def test_protected_tokens_never_leave_but_count(form):
 
 
 def test_of_equal_tokens_the_older_leaves():
-    A, V = jnp.full((1, 5), 0.2), jnp.array([[1.0], [0.0], [0.0], [0.0], [-1.0]])
-    result = np.asarray(joint_score(A, V, 2, rounds=2, position=jnp.array([0, 7, 3, 5, 9])))
+    A, V = np.full((1, 5), 0.2, np.float32), np.float32([[1.0], [0.0], [0.0], [0.0], [-1.0]])
+    result = np.asarray(compiled(rounds=2)(A, V, 2, position=np.int32([0, 7, 3, 5, 9])))
     assert np.flatnonzero(result < 0).tolist() == [2, 3] and result[2] < result[3]
 
 
@@ -225,7 +242,7 @@ def test_the_mean_of_the_group_is_one_head_with_the_mean_weights():
     np.testing.assert_allclose(scored(head, 5, 3, group="mean"), scored(one, 5, 3), rtol=1e-12)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@each_form
 @pytest.mark.parametrize("peak", [1.0, 6.0])
 def test_fast_takes_the_mean_of_the_values_that_are_left(form, peak):
     head, options = draw(7, peak=peak, protected=0), FORMS[form]
@@ -244,7 +261,7 @@ def test_fast_takes_the_mean_of_the_values_that_are_left(form, peak):
     check(result, head, [[slot] for slot in gone], {slot: last[slot] for slot in left.tolist()}, 1e-8)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@each_form
 @pytest.mark.parametrize("rest", [1e-3, 1e-6, 1e-9])
 def test_tokens_that_come_to_hold_almost_all_weight_keep_an_exact_score(form, rest):
     """The second token is heavy only once the first has left; the values share an offset."""
@@ -273,25 +290,25 @@ def test_a_token_that_holds_all_the_weight_of_a_head_leaves_last():
     )
 
 
-@pytest.mark.parametrize("form", FORMS)
+@each_form
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_slots_that_are_not_finite_leave_first_and_poison_nothing(form, bad):
     head, options = draw(10, protected=0), FORMS[form]
     slot = head.live[3]
     stale = head._replace(V=np.where((head.position < 0)[:, None], bad, head.V))
-    np.testing.assert_array_equal(scored(stale, 4, 2, **options), scored(head, 4, 2, **options))
+    np.testing.assert_array_equal(scored(stale, 4, 3, **options), scored(head, 4, 3, **options))
     V = head.V.copy()
     V[slot, 1] = bad
-    result = scored(head._replace(V=V), 4, 4, **options)
+    result = scored(head._replace(V=V), 3, 3, **options)
     freed = head._replace(
         position=np.where(np.arange(S) == slot, -1, head.position), A=np.where(np.arange(S) == slot, 0, head.A)
     )
-    gone, stay = freed.rounds(3, 3, options.get("cross"))
+    gone, stay = freed.rounds(2, 2, options.get("cross"))
     assert result[slot] == -np.inf
     check(result, freed, [[], *gone], stay, 1e-7)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@each_form
 def test_no_weight_and_no_live_slot(form):
     head, options = draw(11, protected=0), FORMS[form]
     result = scored(head._replace(A=np.zeros((G, S))), 3, 3, np.float32, **options)
@@ -300,16 +317,9 @@ def test_no_weight_and_no_live_slot(form):
     assert (result == -np.inf).all()
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_a_constant_added_to_all_values_changes_nothing(form):
-    head, options = draw(12), FORMS[form]
-    moved = head._replace(V=head.V + 1000 * head.V.std())
-    np.testing.assert_allclose(scored(moved, 5, 3, **options), scored(head, 5, 3, **options), rtol=1e-7)
-
-
 def test_tiny_scores_keep_their_order():
     A = np.array([[0.5, 0.5 - 1e-15, 1e-22, 1e-30, 1e-26]] * 2)
-    result = np.asarray(joint_score(jnp.asarray(A, jnp.float32), jnp.eye(5), 3, rounds=1))
+    result = np.asarray(compiled(rounds=1)(A.astype(np.float32), np.eye(5, dtype=np.float32), 3))
     assert np.argsort(result).tolist()[:3] == [3, 4, 2] and len(set(result[2:].tolist())) == 3
 
 

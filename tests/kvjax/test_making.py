@@ -17,24 +17,26 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import kvjax
 from kvjax import KVCache, PagedCache
 from tests.kvjax.test_paged import check_pages, content
+from tests.tiers import first
 
 B, K, N, D, T, BUDGET = 2, 2, 4, 4, 4, 6
 SIZES = dict(kv_heads=K, query_heads=N, head_dim=D, budget=BUDGET)
 POLICIES = [
+    ("h2o+caote", 2),
+    ("snapkv(window=4)@adakv", 2),
     ("full", None),
     ("tova", None),
     ("h2o+caote", None),
-    ("h2o+caote", 2),
     ("snapkv(window=4)+caote", 2),
     ("sage(heads='query')", 2),
     ("h2o@layer", None),
-    ("snapkv(window=4)@adakv", 2),
     ("h2o+caote@model", 2),
 ]
 
 
 def made(policy: str, layers: int | None = None, **changes):
-    return kvjax.empty_cache(policy, **(dict(SIZES, layers=layers, batch=B, block=T, page_size=2) | changes))
+    sizes = dict(SIZES, layers=layers, batch=B, block=T, page_size=2) | changes
+    return jax.jit(lambda: kvjax.empty_cache(policy, **sizes))()  # one program
 
 
 def block(seed: int, rows: int = B, tokens: int = T, layers: int = 1) -> list[np.ndarray]:
@@ -46,6 +48,7 @@ def block(seed: int, rows: int = B, tokens: int = T, layers: int = 1) -> list[np
 
 repeat = jax.jit(kvjax.repeat, static_argnums=1)
 insert = jax.jit(kvjax.insert, static_argnames="layer")
+num_live = jax.jit(lambda cache: cache.num_live)
 
 
 @functools.cache
@@ -99,17 +102,18 @@ def assert_same(a: dict, b: dict) -> None:
             np.testing.assert_array_equal(row, b[head][position], err_msg=f"{head} {position}")
 
 
-@pytest.mark.parametrize(("policy", "layers"), POLICIES)
+@pytest.mark.parametrize(("policy", "layers"), first(3, POLICIES))
 def test_a_cache_that_was_made_has_room_for_block_after_block_and_no_more(policy, layers):
     cache = filled(policy, layers)
     slots = 8 * T if policy == "full" else BUDGET + T
     if isinstance(cache, KVCache):
         assert cache.num_slots == slots
-        assert (cache.num_live == (3 * T if policy == "full" else BUDGET)).all()
+        assert (np.asarray(num_live(cache)) == (3 * T if policy == "full" else BUDGET)).all()
     else:
         # On average: heads compete.
-        assert cache.num_live.sum() == BUDGET * cache.num_live.size
-        assert cache.owner.size == kvjax.pages_for(slots * cache.num_live.size, cache.num_live.size, 2)
+        held = np.asarray(num_live(cache))
+        assert held.sum() == BUDGET * held.size
+        assert cache.owner.size == kvjax.pages_for(slots * held.size, held.size, 2)
     assert cache.next_position.tolist() == [3 * T] * B
 
 
@@ -174,33 +178,13 @@ def test_what_no_cache_can_have_is_refused(changes, message):
     assert re.search(message, str(error.value)) and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(("policy", "layers"), POLICIES)
-def test_each_row_of_a_repeated_cache_goes_on_as_the_row_that_it_was(policy, layers):
-    n, L = 3, layers or 1
-    cache = filled(policy, layers)
-    repeated = repeat(cache, n)
-    copies = [cache] * n
-    for seed in range(10, 13):
-        blocks = [block(seed + 100 * i, layers=L) for i in range(n)]  # questions of their own
-        together = [
-            np.stack(parts, axis=2).reshape(L, n * B, *parts[0].shape[2:]) for parts in zip(*blocks, strict=True)
-        ]
-        out, repeated = step(policy)(repeated, *together)
-        for i in range(n):
-            own, copies[i] = step(policy)(copies[i], *blocks[i])
-            np.testing.assert_allclose(out[:, i::n], own, rtol=1e-5, atol=1e-6)
-    for i in range(n):
-        assert_same(rows_of(repeated, [i, n + i]), rows_of(copies[i], [0, 1]))
-        assert repeated.next_position[i::n].tolist() == copies[i].next_position.tolist()
-    if isinstance(repeated, PagedCache):
-        check_pages(repeated, fewest=True)
-
-
-@pytest.mark.parametrize(("policy", "layers"), [("h2o", None), ("h2o@layer", None), ("h2o@model", 3)])
+@pytest.mark.parametrize(
+    ("policy", "layers"), first(1, [POLICIES[1], ("h2o", None), ("h2o@layer", None), ("h2o@model", 3)])
+)
 @hypothesis.given(data=st.data())
-@hypothesis.settings(max_examples=10)
+@hypothesis.settings(max_examples=8)
 def test_a_repeated_cache_holds_each_row_n_times(policy, layers, data):
-    n = data.draw(st.sampled_from([1, 2, 5]))
+    n = data.draw(st.sampled_from([1, 3]))
     blocks = data.draw(st.integers(0, 4))
     cache = filled(policy, layers, blocks)
     if data.draw(st.booleans()):  # heads with more pages than their tokens need
@@ -219,18 +203,12 @@ def test_a_repeated_cache_holds_each_row_n_times(policy, layers, data):
 def test_what_is_remembered_of_a_head_is_repeated_by_rows():
     for policy in ("expected_attention(sinks=1)", "expected_attention(sinks=1)@layer"):
         cache = made(policy, 2)
-        numbered = jax.tree.map(lambda leaf: jnp.arange(leaf.size, dtype=leaf.dtype).reshape(leaf.shape), cache.state)
+        numbered = jax.tree.map(lambda leaf: np.arange(leaf.size, dtype=leaf.dtype).reshape(leaf.shape), cache.state)
         repeated = repeat(dataclasses.replace(cache, state=numbered), 2)
         jax.tree.map(
             lambda leaf, whole: np.testing.assert_array_equal(whole, np.repeat(leaf, 2, axis=1)),
             numbered, repeated.state,
         )  # fmt: skip
-
-
-@pytest.mark.parametrize(("policy", "layers"), [("h2o", 2), ("h2o@layer", None)])
-def test_repeating_compiles(policy, layers):
-    cache = filled(policy, layers)
-    jax.tree.map(np.testing.assert_array_equal, repeat(cache, 2), kvjax.repeat(cache, 2))
 
 
 def test_on_a_mesh_rows_stay_where_they_are():

@@ -11,6 +11,7 @@ import pytest
 import kvjax
 from kvjax import merging
 from tests.kvjax import definitions
+from tests.tiers import first
 
 B, K, G, D, BUDGET, BLOCK = 2, 2, 2, 4, 5, 3
 S = BUDGET + BLOCK
@@ -29,9 +30,19 @@ def step(policy, layer=None, excess=None):
     return jax.jit(lambda cache, rows: kvjax.attend(cache, *rows, **options)[1])
 
 
+@functools.cache
+def maker(policy, layer=None, dtype=jnp.float32):
+    return jax.jit(lambda: kvjax.empty_cache(policy, layers=None if layer is None else 3, dtype=dtype, **SIZES))
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def floats_of_layer(cache, layer):
+    return kvjax.cache.floats_of(cache if layer is None else cache.layer(layer))
+
+
 def run(policy, some, *, layer=None, dtype=jnp.float32, step=step):
     """The caches after each block."""
-    cache, after = kvjax.empty_cache(policy, layers=None if layer is None else 3, dtype=dtype, **SIZES), []
+    cache, after = maker(policy, layer, dtype)(), []
     run_block = step(policy, layer)
     for rows in some:
         cache = run_block(cache, rows)
@@ -41,8 +52,7 @@ def run(policy, some, *, layer=None, dtype=jnp.float32, step=step):
 
 def in_order(cache, layer=None):
     """Each head's positions and values by position: [B, K, budget] and [B, K, budget, D]."""
-    here = cache if layer is None else cache.layer(layer)
-    here = kvjax.cache.floats_of(here)
+    here = floats_of_layer(cache, layer)
     position = np.asarray(here.position)
     order = np.argsort(np.where(position < 0, 999, position), axis=-1)[..., :BUDGET]
     values = np.take_along_axis(np.asarray(here.value, np.float64), order[..., None], axis=2)
@@ -82,7 +92,7 @@ FOLDS = {
 }
 
 
-@pytest.mark.parametrize("link", FOLDS)
+@pytest.mark.parametrize("link", first(2, ["merge(similarity=0.4)", "cam(window=2)", "merge", "cam"]))
 def test_values_after_every_block_are_those_of_brute_force(link):
     some = blocks(1, 4)
     caches = run(f"h2o+{link}", some)
@@ -94,17 +104,18 @@ def test_values_after_every_block_are_those_of_brute_force(link):
     assert abs(plain[1] - values).max() > 1e-2  # something was merged
 
 
-@pytest.mark.parametrize("link", ["merge", "cam"])
+@pytest.mark.matrix
+@pytest.mark.parametrize("link", ["cam", "merge"])
 def test_one_layer_of_a_stack_and_a_promise_of_one_token_give_the_same(link):
     some, policy = blocks(2, 3), f"h2o+caote+{link}"
     alone, stacked = run(policy, some)[-1], run(policy, some, layer=1)[-1]
     for ours, theirs in zip(in_order(stacked, 1), in_order(alone), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-6)
-    assert (np.asarray(stacked.position[jnp.array([0, 2])]) == -1).all()
+    assert (np.asarray(stacked.position)[[0, 2]] == -1).all()
     token = [x[:, :1] for x in blocks(3, 1)[0]]
     one = [step(policy, excess=excess)(alone, token) for excess in (1, None)]
     np.testing.assert_allclose(one[0].value, one[1].value, rtol=1e-6)
-    assert one[0].num_live.tolist() == [[BUDGET] * K] * B
+    assert ((np.asarray(one[0].position) >= 0).sum(-1) == BUDGET).all()
 
 
 def test_large_heads_are_merged_one_at_a_time_with_the_same_values(monkeypatch):
@@ -119,14 +130,16 @@ def test_rows_of_eight_bits_change_only_where_others_came_in():
     cache = run("h2o", blocks(5, 1), dtype="int8")[0]
     cache = dataclasses.replace(cache, state=())
     fold = merging.Merging("first", lambda head: (head.value + 1.0, jnp.arange(S) == 0))
-    after = jnp.where(cache.position == 1, -1, cache.position)
+    after = np.where(np.asarray(cache.position) == 1, -1, np.asarray(cache.position))
     changed = jax.jit(lambda cache, after: merging.folded(fold, cache, cache.position, after))(cache, after)
-    np.testing.assert_array_equal(changed.value[..., 1:, :], cache.value[..., 1:, :])
-    np.testing.assert_array_equal(changed.value_scale[..., 1:], cache.value_scale[..., 1:])
-    found, old = (kvjax.cache.floats_of(x).value[..., 0, :] for x in (changed, cache))
+    for name, rest in (("value", np.s_[..., 1:, :]), ("value_scale", np.s_[..., 1:])):
+        np.testing.assert_array_equal(*(np.asarray(getattr(x, name))[rest] for x in (changed, cache)))
+    read = jax.jit(lambda cache: kvjax.cache.floats_of(cache).value[..., 0, :])
+    found, old = (np.asarray(read(x)) for x in (changed, cache))
     np.testing.assert_allclose(found, old + 1, atol=0.05)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("link", ["merge", "cam"])
 def test_derivatives_pass_and_vmap_maps(link):
     some, policy = blocks(6, 3), kvjax.parse(f"h2o+{link}")
@@ -164,22 +177,32 @@ def test_what_cannot_be_merged_is_refused(name, message):
 @pytest.mark.bad_input
 def test_pages_are_not_merged():
     policy = kvjax.parse("h2o@layer")
-    cache = kvjax.empty_cache(policy, kv_heads=1, query_heads=1, head_dim=2, budget=1, page_size=2)
-    evidence = kvjax.Evidence.of_layers(cache, policy.allocation, merging=kvjax.parse("h2o+merge").merging)
-    with pytest.raises(
-        ValueError, match=r"'merge' merges values in plain caches, but this one is paged; leave the link out"
-    ):
-        kvjax.evict(cache, evidence, 1)
-    rows, attend = [jnp.ones((1, 1, 1, 2))] * 3, functools.partial(kvjax.attend, policy="streaming(sinks=0)+merge")
-    with pytest.raises(ValueError, match=r"'merge' merges values in plain caches, but this one is paged"):
-        jax.jit(functools.partial(attend, budget=1))(dataclasses.replace(cache, state=((), ())), *rows)
+    make = functools.partial(kvjax.empty_cache, policy, kv_heads=1, query_heads=1, head_dim=2, budget=1, page_size=2)
+
+    def evict():
+        cache = make()
+        merging = kvjax.parse("h2o+merge").merging
+        return kvjax.evict(cache, kvjax.Evidence.of_layers(cache, policy.allocation, merging=merging), 1)
+
+    def attend():
+        rows = [jnp.ones((1, 1, 1, 2))] * 3
+        cache = dataclasses.replace(make(), state=((), ()))
+        return kvjax.attend(cache, *rows, policy="streaming(sinks=0)+merge", budget=1)
+
+    message = r"'merge' merges values in plain caches, but this one is paged; leave the link out"
+    for call in (evict, attend):
+        with pytest.raises(ValueError, match=message):
+            jax.eval_shape(call)
 
 
 @pytest.mark.bad_input
 def test_evidence_of_all_layers_must_know_of_the_merging():
     policy = kvjax.parse("streaming+merge")
-    cache = kvjax.empty_cache(policy, layers=2, **SIZES)
-    observe = functools.partial(kvjax.observe, policy=policy, context=kvjax.Context(layer=0))
-    _, cache, said = jax.jit(observe)(cache, *blocks(7, 1)[0])
+
+    def run():
+        cache = kvjax.empty_cache(policy, layers=2, **SIZES)
+        _, cache, said = kvjax.observe(cache, *blocks(7, 1)[0], policy=policy, context=kvjax.Context(layer=0))
+        return kvjax.Evidence.of_layers(cache, policy.allocation).with_layer(cache, 0, said)
+
     with pytest.raises(ValueError, match=r"make the evidence with Evidence.of_layers\(..., merging=policy.merging\)"):
-        kvjax.Evidence.of_layers(cache, policy.allocation).with_layer(cache, 0, said)
+        jax.eval_shape(run)

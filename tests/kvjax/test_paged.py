@@ -18,10 +18,14 @@ from kvjax import HeadState, KVCache, PagedCache, allocation
 from tests.kernels_pallas.targets import compiled_for_tpu, lowered
 from tests.kvjax import contests
 from tests.kvjax.contests import Row, Token
+from tests.tiers import first
 
 B, K, D = 2, 2, 3
 
 # Who holds what. A model of the cache is a dictionary of each head (layer, row, head): position -> tag of the token.
+
+
+num_live = jax.jit(lambda cache: cache.num_live)
 
 
 def check_pages(cache: PagedCache, *, fewest: bool) -> None:
@@ -32,7 +36,7 @@ def check_pages(cache: PagedCache, *, fewest: bool) -> None:
     free = np.asarray(cache.free)[: int(cache.num_free)]
     assert sorted([*table[table >= 0], *free]) == list(range(P))
     assert (owner[free] == -1).all() and (position[free] == -1).all()
-    tokens = np.asarray(cache.num_live).ravel()
+    tokens = np.asarray(num_live(cache)).ravel()
     for head, pages in enumerate(table):
         have = (pages >= 0).sum()
         assert (pages[:have] >= 0).all() and (pages[have:] == -1).all()
@@ -66,9 +70,12 @@ def content(cache) -> dict[tuple[int, int, int], dict[int, np.ndarray]]:
     return held
 
 
+def is_head_state(leaf) -> bool:
+    return isinstance(leaf, HeadState)
+
+
 def slot_leaves(state) -> list:
-    leaves = jax.tree.leaves(state, is_leaf=lambda leaf: isinstance(leaf, HeadState))
-    return [leaf for leaf in leaves if not isinstance(leaf, HeadState)]
+    return [leaf for leaf in jax.tree.leaves(state, is_leaf=is_head_state) if not is_head_state(leaf)]
 
 
 def assert_same_tokens(a, b, rtol: float = 0) -> None:
@@ -86,9 +93,13 @@ def tag(layer, b, k, position):
 
 def rows_of(layer, position) -> tuple[jax.Array, jax.Array]:
     """Keys and values [B, T, K, D] that tell which token they belong to."""
-    b, k = jnp.arange(B)[:, None, None], jnp.arange(K)
-    rows = tag(layer, b, k, position[:, :, None])[..., None] + jnp.arange(D) / 8
+    b, k = np.arange(B)[:, None, None], np.arange(K)
+    rows = tag(layer, b, k, position[:, :, None])[..., None] + np.arange(D, dtype=np.float32) / 8
+    rows = rows.astype(np.float32)
     return rows, -rows
+
+
+insert = jax.jit(kvjax.insert)
 
 
 def init_state(b: int, k: int, s: int) -> dict:
@@ -98,6 +109,11 @@ def init_state(b: int, k: int, s: int) -> dict:
         "age": jnp.zeros((b, k, s), jnp.int32),
         "head": HeadState(jnp.zeros((b, k, 4), jnp.float32)),
     }
+
+
+def empty(**sizes) -> PagedCache:
+    """In one program."""
+    return jax.jit(lambda: PagedCache.init(**sizes))()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,13 +130,11 @@ class Shape:
     def start(self) -> PagedCache:
         most = self.budget * self.L * K + self.T
         pages = kvjax.pages_for(self.L * B * K * (self.budget + self.T), self.L * B * K, self.page_size)
-        cache = PagedCache.init(
-            batch=B, kv_heads=K, pages=pages, page_size=self.page_size, most=most, head_dim=D, layers=self.layers,
-            init_state=init_state,
-        )  # fmt: skip
+        sizes = dict(batch=B, kv_heads=K, pages=pages, page_size=self.page_size, most=most, head_dim=D)
+        cache = empty(layers=self.layers, init_state=init_state, **sizes)
         # A head's state is its number, so that a mix-up would show.
-        heads = jnp.arange(float(self.L * B * K * 4)).reshape(cache.state["head"].value.shape)
-        return dataclasses.replace(cache, state=cache.state | {"head": HeadState(heads)})
+        heads = np.arange(self.L * B * K * 4, dtype=np.float32).reshape(cache.state["head"].value.shape)
+        return dataclasses.replace(cache, state=cache.state | {"head": HeadState(jax.device_put(heads))})
 
     def put(self, cache, position):
         """Inserts a block into each layer; the state of what is in the cache grows by one."""
@@ -132,16 +146,16 @@ class Shape:
 
 
 SHAPES = [
-    Shape(layers=None, page_size=1, T=3, budget=4),
     Shape(layers=2, page_size=2, T=5, budget=4),
+    Shape(layers=None, page_size=1, T=3, budget=4),
     Shape(layers=3, page_size=4, T=9, budget=6),
     Shape(layers=None, page_size=16, T=7, budget=8),
     Shape(layers=2, page_size=16, T=9, budget=20),
     Shape(layers=2, page_size=1, T=9, budget=3),
 ]
 ALLOCATIONS = [
-    ("uniform", {}),
     ("layer", {"cap": None}),
+    ("uniform", {}),
     ("adakv", {"safeguard": 0.5, "cap": None}),
     ("model", {"normalise": False, "cap": None}),
     ("model", {"cap": None}),
@@ -170,12 +184,12 @@ def evict(shape: Shape, which: int):
     return jax.jit(run)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", first(1, SHAPES), ids=str)
 @hypothesis.given(data=st.data())
-@hypothesis.settings(max_examples=15)
+@hypothesis.settings(max_examples=8)
 def test_whatever_is_put_in_and_evicted_no_token_and_no_page_is_lost_or_shared(shape, data):
     here = SHAPES.index(shape)
-    two = [here, (here + 6) % len(ALLOCATIONS)]  # each allocation costs seconds to compile
+    two = [here, (here - 1) % len(ALLOCATIONS)]  # each allocation costs seconds to compile
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
     counts = st.tuples(*[st.integers(0, shape.T)] * B)
     blocks = data.draw(st.lists(st.tuples(counts, st.sampled_from(two)), min_size=1, max_size=8))
@@ -239,11 +253,11 @@ def test_a_pool_for_the_worst_case_holds_it_and_one_page_less_does_not():
     pages = kvjax.pages_for(slots, heads, page)
     assert pages == 8
     for given in (pages, pages - 1):
-        cache = PagedCache.init(batch=B, kv_heads=K, pages=given, page_size=page, most=5, head_dim=D)
-        position = jnp.broadcast_to(jnp.arange(5), (B, 5))
+        cache = empty(batch=B, kv_heads=K, pages=given, page_size=page, most=5, head_dim=D)
+        position = np.broadcast_to(np.arange(5, dtype=np.int32), (B, 5))
         if given == pages:
-            cache = kvjax.insert(cache, *rows_of(0, position), position)
-            assert int(cache.num_free) == 0 and (cache.num_live == 5).all()
+            cache = insert(cache, *rows_of(0, position), position)
+            assert int(cache.num_free) == 0 and (np.asarray(num_live(cache)) == 5).all()
         else:
             with pytest.raises(ValueError, match=r"5 tokens do not fit: 4 more free slots are needed; evict first"):
                 kvjax.insert(cache, *rows_of(0, position), position)
@@ -255,175 +269,57 @@ def test_pages_for_holds_any_share_out(counts, page_size):
 
 
 def test_under_jit_tokens_without_a_page_are_not_stored_and_harm_no_other():
-    cache = PagedCache.init(batch=B, kv_heads=K, pages=5, page_size=2, most=4, head_dim=D)
-    position = jnp.broadcast_to(jnp.arange(3), (B, 3))
-    step = jax.jit(kvjax.insert)
-    cache = step(cache, *rows_of(0, position), position)
+    cache = empty(batch=B, kv_heads=K, pages=5, page_size=2, most=4, head_dim=D)
+    position = np.broadcast_to(np.arange(3, dtype=np.int32), (B, 3))
+    cache = insert(cache, *rows_of(0, position), position)
     check_pages(cache, fewest=False)
-    first = content(cache)
-    assert cache.num_live.tolist() == [[3, 3], [2, 0]]
-    cache = step(cache, *rows_of(0, position + 3), position + 3)
+    before = content(cache)
+    assert num_live(cache).tolist() == [[3, 3], [2, 0]]
+    cache = insert(cache, *rows_of(0, position + 3), position + 3)
     check_pages(cache, fewest=False)
-    for head, tokens in first.items():
+    after = content(cache)
+    for head, tokens in before.items():
         for p, row in tokens.items():
-            np.testing.assert_array_equal(content(cache)[head][p], row)
+            np.testing.assert_array_equal(after[head][p], row)
 
 
 def test_a_token_beyond_the_page_table_is_not_stored_under_jit():
-    cache = PagedCache.init(batch=B, kv_heads=K, pages=40, page_size=2, most=3, head_dim=D)
-    position = jnp.broadcast_to(jnp.arange(7), (B, 7))
-    cache = jax.jit(kvjax.insert)(cache, *rows_of(0, position), position)
+    cache = empty(batch=B, kv_heads=K, pages=40, page_size=2, most=3, head_dim=D)
+    position = np.broadcast_to(np.arange(7, dtype=np.int32), (B, 7))
+    cache = insert(cache, *rows_of(0, position), position)
     check_pages(cache, fewest=True)
     assert all(set(tokens) == {0, 1, 2, 3} for tokens in content(cache).values())
 
 
 def test_a_head_may_lose_all_its_tokens_and_come_back():
-    shape = Shape(layers=2, page_size=2, T=5, budget=4)
+    shape = SHAPES[0]
     cache = shape.start()
     for start in (0, 5):
-        cache = put(shape)(cache, jnp.broadcast_to(jnp.arange(start, start + 5), (B, 5)))
+        cache = put(shape)(cache, np.broadcast_to(np.arange(start, start + 5), (B, 5)).astype(np.int32))
         by_token = np.ones((2, B, K, 100), np.float32)
-        by_token[0, :, 1] = 9  # the best of head 1 of layer 0 fill the budget of the model: 2 * 2 * 2 of 5 or 10
+        by_token[0, :, 1] = 9  # the best of head 1 fill the budget of layer 0: 2 * 2 of 5 or 9
         measured, each = np.zeros((2, B, K, 2), np.float32), np.ones(B, np.int32)
-        cache = evict(shape, 3)(cache, by_token, 2 * each, measured, 5 * each)
+        cache = evict(shape, 0)(cache, by_token, 2 * each, measured, 5 * each)
         check_pages(cache, fewest=True)
-    counts = np.asarray(cache.num_live)
-    assert (counts[0, :, 1] == 8).all() and (counts.sum((0, 2)) == 8).all()
-    assert (np.asarray(cache.table[1]) == -1).all()
+    counts = np.asarray(num_live(cache))
+    assert (counts[0] == [0, 4]).all() and (counts.sum((0, 2)) == 8).all()
+    assert (np.asarray(cache.table)[0, :, 0] == -1).all()
 
 
-# The same calls upon a plain cache.
+# Attention.
 
 G, WIDTH = 2, 4
 
 
-def block_of(rng, T: int, counts, brought):
-    """Queries, keys and values of L layers, and positions; a row's tokens stand at its end."""
-    position = np.full((B, T), -1, np.int32)
-    for b, count in enumerate(counts):
-        position[b, T - count :] = brought[b] + np.arange(count)
-    q, k, v = (rng.normal(size=(2, B, T, heads, WIDTH)).astype(np.float32) for heads in (K * G, K, K))
-    return 2 * q, k, v, position
-
-
-def make_step(policy: kvjax.Policy, layers: int, frequency=None):
-    traces = []
-
-    @jax.jit
-    def step(cache, q, k, v, position, budget):
-        traces.append(q.shape)
-        outs, evidence = [], kvjax.Evidence.of_layers(cache, policy.allocation)
-        for one in range(layers):
-            context = kvjax.Context(layer=one, frequency=frequency)
-            out, cache, said = kvjax.observe(
-                cache, q[one], k[one], v[one], position, policy=policy, budget=budget, context=context
-            )
-            outs.append(out)
-            evidence = evidence.with_layer(cache, one, said)
-        return jnp.stack(outs), kvjax.evict(cache, evidence, budget)
-
-    return step, traces
-
-
-def pair(policy: kvjax.Policy, *, T: int, budget: int, page_size: int, positions="absolute", layers: int = 2):
-    """A plain cache that masks, with slots for whatever a head may come to hold, and a paged one for the budget."""
-    most = policy.allocation.most(layers, K, budget) + T
-    one_layer = policy.state(B, K, G, most, WIDTH)
-    state = jax.tree.map(lambda leaf: jnp.stack([leaf] * layers), one_layer)
-    sizes = dict(batch=B, kv_heads=K, head_dim=WIDTH, layers=layers, positions=positions)
-    plain = KVCache.init(slots=most, state=state, **sizes)
-    heads = layers * B * K
-    paged = PagedCache.init(
-        pages=kvjax.pages_for(heads * (budget + T), heads, page_size), page_size=page_size, most=most,
-        init_state=lambda b, k, s: policy.state(b, k, G, s, WIDTH), **sizes,
-    )  # fmt: skip
-    return plain, paged
-
-
-def run_both(policy, *, blocks: int, decode: int, T: int, budget: int, page_size: int, **options):
-    rng = np.random.default_rng(5)
-    plain, paged = pair(policy, T=T, budget=budget, page_size=page_size, **options)
-    frequency = None if plain.positions == "absolute" else jnp.array([[1.0, 0.1]])
-    (step, traces), brought = make_step(policy, 2, frequency), np.zeros(B, int)
-    rows_budget = jnp.array([budget, budget - 1], jnp.int32)
-    for i in range(blocks + decode):
-        length = T if i < blocks else 1
-        counts = [length, int(rng.integers(length + 1))][:: 1 if i % 3 else -1]
-        given = block_of(rng, length, counts, brought)
-        brought += counts
-        out_plain, plain = step(plain, *given, rows_budget)
-        out_paged, paged = step(paged, *given, rows_budget)
-        np.testing.assert_allclose(out_paged, out_plain, rtol=1e-5, atol=1e-5)
-        check_pages(paged, fewest=True)
-        assert_same_tokens(plain, paged, rtol=1e-5)
-    heads = [
-        leaf
-        for leaf in jax.tree.leaves(plain.state, is_leaf=lambda x: isinstance(x, HeadState))
-        if isinstance(leaf, HeadState)
-    ]
-    others = [
-        leaf
-        for leaf in jax.tree.leaves(paged.state, is_leaf=lambda x: isinstance(x, HeadState))
-        if isinstance(leaf, HeadState)
-    ]
-    for a, b in zip(heads, others, strict=True):
-        np.testing.assert_allclose(a.value, b.value, rtol=1e-5, atol=1e-6)
-    # One program for blocks and one for decode steps, of each of the two caches.
-    assert len(traces) == 2 * ((blocks > 0) + (decode > 0))
-    return plain, paged
-
-
-def test_over_a_long_run_pages_give_what_masks_upon_a_full_cache_give():
-    plain, paged = run_both(kvjax.parse("random@model(cap=3.0)"), blocks=50, decode=100, T=3, budget=5, page_size=2)
-    counts = np.asarray(plain.num_live)
-    assert counts.std() > 1 and counts.sum((0, 2)).tolist() == [2 * K * 5, 2 * K * 4]
-    assert paged.key.size < plain.key.size
-
-
-POLICIES = [
-    "h2o+caote@adakv",
-    "tova(heads='group')@pyramid(beta=4.0)",
-    "h2o@lava",
-    "h2o@cake(window=3)",
-    "h2o@d2o(window=2)",
-    "snapkv(window=2)@model",
-]
-
-
-@pytest.mark.parametrize("name", POLICIES)
-def test_pages_give_what_masks_give_whatever_the_policy(name):
-    run_both(kvjax.parse(name), blocks=8, decode=8, T=3, budget=6, page_size=4)
-
-
-def test_without_layers_attend_evicts_from_pages_in_one_call():
-    policy = kvjax.parse("h2o@layer")
-    plain = KVCache.init(batch=B, kv_heads=K, slots=2 * 5 + 3, head_dim=WIDTH, state=policy.state(B, K, G, 13, WIDTH))
-    paged = PagedCache.init(
-        batch=B, kv_heads=K, pages=16, page_size=4, most=13, head_dim=WIDTH,
-        init_state=lambda b, k, s: policy.state(b, k, G, s, WIDTH),
-    )  # fmt: skip
-    step = jax.jit(functools.partial(kvjax.attend, policy=policy, budget=5))
-    rng, brought = np.random.default_rng(0), np.zeros(B, int)
-    for counts in ([3, 3], [3, 1], [3, 0], [2, 3], [3, 3], [0, 3]):
-        q, k, v, position = block_of(rng, 3, counts, brought)
-        brought += counts
-        out_plain, plain = step(plain, q[0], k[0], v[0], position)
-        out_paged, paged = step(paged, q[0], k[0], v[0], position)
-        np.testing.assert_allclose(out_paged, out_plain, rtol=1e-5, atol=1e-5)
-        check_pages(paged, fewest=True)
-        assert_same_tokens(plain, paged, rtol=1e-5)
-
-
 def test_without_a_policy_pages_only_grow():
-    cache = PagedCache.init(batch=B, kv_heads=K, pages=12, page_size=2, most=6, head_dim=WIDTH)
-    rng = np.random.default_rng(0)
-    q, k, v, position = block_of(rng, 3, [3, 1], [0, 0])
-    block = [q[0], k[0], v[0], position]
-    out, cache, seen = jax.jit(functools.partial(kvjax.observe, policy=None))(cache, *block)
+    cache = empty(batch=B, kv_heads=K, pages=12, page_size=2, most=6, head_dim=WIDTH)
+    rng, position = np.random.default_rng(0), np.array([[0, 1, 2], [-1, -1, 0]], np.int32)
+    rows = [rng.normal(size=(B, 3, heads, WIDTH)).astype(np.float32) for heads in (K * G, K, K)]
+    out, cache, seen = jax.jit(functools.partial(kvjax.observe, policy=None))(cache, *rows, position)
     plain = KVCache.init(batch=B, kv_heads=K, slots=6, head_dim=WIDTH)
-    expected, _ = jax.jit(kvjax.attend)(plain, *block)
+    expected, _ = jax.jit(kvjax.attend)(plain, *rows, position)
     np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-6)
-    assert seen is None and cache.num_live.tolist() == [[3, 3], [1, 1]]
+    assert seen is None and num_live(cache).tolist() == [[3, 3], [1, 1]]
 
 
 def on_a_large_pool(name: str, T: int):
@@ -447,15 +343,18 @@ def on_a_large_pool(name: str, T: int):
 
 
 # On a GPU a second kernel also combines the parts of a single query's softmax, and makes its statistics.
-@pytest.mark.parametrize(("platform", "T", "kernels"), [("tpu", 1, 1), ("cuda", 1, 2), ("tpu", 4, 2), ("cuda", 4, 2)])
+@pytest.mark.parametrize(
+    ("platform", "T", "kernels"), first(2, [("tpu", 1, 1), ("cuda", 4, 2), ("cuda", 1, 2), ("tpu", 4, 2)])
+)
 def test_one_kernel_reads_the_pages_of_all_heads_and_one_makes_statistics_of_several_queries(platform, T, kernels):
     target = {"tpu": "@tpu_custom_call", "cuda": "@__gpu$xla.gpu.triton"}[platform]
     block, shapes = on_a_large_pool("h2o+caote@model", T)
     assert lowered(platform, block, *shapes).count(target) == kernels
 
 
+@pytest.mark.matrix
 @pytest.mark.tpu
-@pytest.mark.parametrize(("name", "times"), [("h2o@model", 0), ("h2o+caote@model", 1), ("keydiff@layer", 1)])
+@pytest.mark.parametrize(("name", "times"), [("h2o+caote@model", 1), ("h2o@model", 0), ("keydiff@layer", 1)])
 def test_compiled_for_a_tpu_pages_are_laid_out_only_for_a_policy_that_reads_them(name, times):
     block, shapes = on_a_large_pool(name, 1)
     program = compiled_for_tpu("v5e:2x2", block, *shapes, donate=range(2, len(shapes)))
@@ -468,7 +367,7 @@ def test_compiled_for_a_tpu_pages_are_laid_out_only_for_a_policy_that_reads_them
 # Packing.
 
 
-@pytest.mark.parametrize("layers, page_size, pages", [(None, 1, 18), (3, 2, 30), (3, 4, 18), (None, 16, 4)])
+@pytest.mark.parametrize("layers, page_size, pages", first(1, [(3, 2, 30), (None, 1, 18), (3, 4, 18), (None, 16, 4)]))
 @hypothesis.given(seed=st.integers(0, 2**32 - 1))
 @hypothesis.settings(max_examples=10)
 def test_packing_keeps_tokens_and_takes_the_fewest_pages(layers, page_size, pages, seed):
@@ -480,13 +379,13 @@ def test_packing_keeps_tokens_and_takes_the_fewest_pages(layers, page_size, page
     position = np.full((*shape, S), -1, np.int32)
     for head, count in np.ndenumerate(counts):
         position[head][rng.permutation(S)[:count]] = rng.permutation(40)[:count]
-    rows = jnp.asarray(rng.normal(size=(*shape, S, D)), jnp.float32)
+    rows = rng.normal(size=(*shape, S, D)).astype(np.float32)
     state = {
-        "seen": jnp.asarray(rng.normal(size=(*shape, S, 2)), jnp.float32),
-        "age": jnp.asarray(rng.integers(9, size=(*shape, S)), jnp.int32),
-        "head": HeadState(jnp.asarray(rng.normal(size=(*shape, 4)), jnp.float32)),
+        "seen": rng.normal(size=(*shape, S, 2)).astype(np.float32),
+        "age": rng.integers(9, size=(*shape, S)).astype(np.int32),
+        "head": HeadState(rng.normal(size=(*shape, 4)).astype(np.float32)),
     }
-    plain = KVCache(rows, -rows, jnp.asarray(position), jnp.full(B, 40, jnp.int32), state, "compact")
+    plain = KVCache(rows, -rows, position, np.full(B, 40, np.int32), state, "compact")
     paged = pack(pages, page_size)(plain)
     check_pages(paged, fewest=True)
     assert_same_tokens(plain, paged)
@@ -501,61 +400,42 @@ def pack(pages: int, page_size: int, most: int = 9):
     return jax.jit(functools.partial(kvjax.pack, pages=pages, page_size=page_size, most=most))
 
 
-def test_a_packed_cache_goes_on_where_the_plain_one_does():
-    policy = kvjax.parse("h2o@model")
-    plain, paged = pair(policy, T=3, budget=5, page_size=4)
-    (step, _), rng, brought = make_step(policy, 2), np.random.default_rng(6), np.zeros(B, int)
-    for i in range(9):
-        if i == 4:
-            packed = pack(paged.owner.shape[0], 4, plain.num_slots)(plain)
-            for a, b in zip(jax.tree.leaves(packed), jax.tree.leaves(paged), strict=True):
-                assert (a.shape, a.dtype) == (b.shape, b.dtype)
-            paged = packed
-        given = block_of(rng, 3, [3, 2], brought)
-        brought += [3, 2]
-        expected, plain = step(plain, *given, jnp.full(B, 5))
-        if i >= 4:
-            out, paged = step(paged, *given, jnp.full(B, 5))
-            np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
-            assert_same_tokens(plain, paged, rtol=1e-5)
-            check_pages(paged, fewest=True)
-
-
 def test_packing_into_too_few_pages_loses_tokens_and_shares_none():
     cache = KVCache.init(batch=B, kv_heads=K, slots=4, head_dim=D)
-    position = jnp.broadcast_to(jnp.arange(4), (B, 4))
-    cache = jax.jit(kvjax.insert)(cache, *rows_of(0, position), position)
+    position = np.broadcast_to(np.arange(4, dtype=np.int32), (B, 4))
+    cache = insert(cache, *rows_of(0, position), position)
     paged = pack(5, 2, 4)(cache)
     check_pages(paged, fewest=True)
     assert sum(map(len, content(paged).values())) == 10
     short = pack(9, 2, 2)(cache)
     check_pages(short, fewest=True)
-    assert (short.num_live == 2).all()
+    assert (np.asarray(num_live(short)) == 2).all()
 
 
 # Layers and bytes.
 
 
 def test_a_layer_of_pages_is_a_plain_cache_and_so_is_one_head_of_it():
-    shape = Shape(layers=2, page_size=4, T=5, budget=4)
-    cache = put(shape)(shape.start(), jnp.array([[0, 1, 2, 3, 4], [0, 1, -1, -1, -1]]))
-    layer = cache.layer(1)
+    shape = SHAPES[0]
+    cache = put(shape)(shape.start(), np.array([[0, 1, 2, 3, 4], [0, 1, -1, -1, -1]], np.int32))
+    layer = jax.jit(lambda cache: cache.layer(1))(cache)
     assert isinstance(layer, KVCache) and layer.num_slots == cache.num_slots
     assert layer.num_live.tolist() == [[5, 5], [2, 2]]
-    np.testing.assert_array_equal(layer.state["head"].value, cache.state["head"].value[1])
-    assert (jnp.where(layer.live, layer.state["age"], 1) == 1).all()
+    arrays, whole = (jax.tree.map(np.asarray, x) for x in (layer, cache))
+    np.testing.assert_array_equal(arrays.state["head"].value, whole.state["head"].value[1])
+    assert (np.where(arrays.position >= 0, arrays.state["age"], 1) == 1).all()
+    of_head = jax.jit(lambda cache, head: cache.layer(1, head))
     for head in range(K):
-        one = jax.jit(lambda cache, head: cache.layer(1, head))(cache, head)
-        for a, b in zip(jax.tree.leaves(one.state), jax.tree.leaves(layer.state), strict=True):
-            np.testing.assert_array_equal(a, b[:, head : head + 1])
-        for name in ("key", "value", "position"):
-            np.testing.assert_array_equal(getattr(one, name), getattr(layer, name)[:, head : head + 1])
+        one = of_head(cache, head)
+        for name in ("key", "value", "position", "state"):
+            for a, b in zip(*(jax.tree.leaves(getattr(x, name)) for x in (one, arrays)), strict=True):
+                np.testing.assert_array_equal(a, np.asarray(b)[:, head : head + 1])
 
 
 @pytest.mark.parametrize(("dtype", "size"), [(jnp.float32, 4), (jnp.bfloat16, 2)])
 def test_nbytes_counts_pages_table_free_list_and_state(dtype, size):
     P, page, layers, most = 50, 4, 3, 21
-    cache = PagedCache.init(
+    cache = empty(
         batch=B, kv_heads=K, pages=P, page_size=page, most=most, head_dim=D, layers=layers, dtype=dtype,
         init_state=init_state,
     )  # fmt: skip
@@ -564,28 +444,16 @@ def test_nbytes_counts_pages_table_free_list_and_state(dtype, size):
     assert cache.nbytes == slots + heads * (6 * 4 + 4 * 4) + 2 * 4 * P + 4 + 4 * B
 
 
-def test_a_pool_for_the_total_budget_is_little_larger_than_an_even_cache_of_it():
-    layers, budget, D = 4, 128, 64
-    sizes = dict(batch=1, kv_heads=8, head_dim=D, layers=layers)
-    even = KVCache.init(slots=budget, **sizes)
-    pages = kvjax.pages_for(layers * 8 * budget, layers * 8, 16)
-    most = allocation.model().most(layers, 8, budget)
-    paged = PagedCache.init(pages=pages, page_size=16, most=most, **sizes)
-    full = KVCache.init(slots=most, **sizes)
-    assert paged.nbytes < 1.2 * even.nbytes < full.nbytes / 6
-
-
-@pytest.mark.parametrize("layers", [None, 2])
-@pytest.mark.parametrize("tokens", [1, 16])
+@pytest.mark.parametrize(("layers", "tokens"), first(1, [(2, 1), (2, 16), (None, 1), (None, 16)]))
 def test_a_donated_pool_is_updated_in_place(layers, tokens):
     """An allocation that changes moves pages, not the cache."""
-    cache = PagedCache.init(batch=2, kv_heads=2, pages=64, page_size=8, most=96, head_dim=8, layers=layers)
+    cache = empty(batch=2, kv_heads=2, pages=64, page_size=8, most=96, head_dim=8, layers=layers)
 
     def step(cache, key, value, scores):
         cache = kvjax.insert(cache, key, value, layer=None if layers is None else jnp.int32(1))
         return kvjax.evict(cache, scores, 24, allocation="layer")
 
-    rows, scores = jnp.ones((2, tokens, 2, 8)), jnp.ones((64, 8))
+    rows, scores = np.ones((2, tokens, 2, 8), np.float32), np.ones((64, 8), np.float32)
     program = jax.jit(step, donate_argnums=0).lower(cache, rows, rows, scores).compile()
     text = program.as_text()
     aliases = re.search(r"input_output_alias=\{(.*?)\}, entry", text).group(1)
@@ -599,53 +467,39 @@ def test_a_donated_pool_is_updated_in_place(layers, tokens):
 
 
 def test_more_tokens_than_a_head_may_hold_are_refused_outside_jit():
-    cache = PagedCache.init(batch=B, kv_heads=K, pages=40, page_size=2, most=4, head_dim=D)
-    position = jnp.broadcast_to(jnp.arange(5), (B, 5))
+    cache = empty(batch=B, kv_heads=K, pages=40, page_size=2, most=4, head_dim=D)
+    position = np.broadcast_to(np.arange(5, dtype=np.int32), (B, 5))
     with pytest.raises(ValueError, match=r"5 tokens do not fit: 1 more free slots are needed; evict first"):
         kvjax.insert(cache, *rows_of(0, position), position)
 
 
-@pytest.mark.parametrize("name", ["batch", "kv_heads", "page_size", "most", "head_dim"])
+@pytest.mark.parametrize("name", ["batch", "kv_heads", "page_size", "most", "head_dim", "layers"])
 def test_a_size_below_one_is_refused(name):
-    sizes = dict(batch=1, kv_heads=1, pages=1, page_size=1, most=1, head_dim=1) | {name: 0}
+    sizes = dict(batch=1, kv_heads=1, pages=1, page_size=1, most=1, head_dim=1)
     with pytest.raises(ValueError, match=rf"{name} is 0; a cache needs at least 1"):
-        PagedCache.init(**sizes)
-
-
-@pytest.mark.bad_input
-def test_unknown_positions_are_refused():
-    with pytest.raises(ValueError, match=r"unknown positions 'rank'; expected one of absolute, compact, index"):
-        PagedCache.init(batch=1, kv_heads=1, pages=1, page_size=1, most=1, head_dim=1, positions="rank")
-
-
-def test_no_layers_are_refused():
-    with pytest.raises(ValueError, match=r"layers is 0; a cache needs at least 1"):
-        PagedCache.init(batch=1, kv_heads=1, pages=1, page_size=1, most=1, head_dim=1, layers=0)
-
-
-def test_fewer_pages_than_heads_are_refused():
-    with pytest.raises(ValueError, match=r"7 pages were given for 8 heads; give at least one per head \(see pages"):
-        PagedCache.init(batch=2, kv_heads=2, layers=2, pages=7, page_size=4, most=4, head_dim=D)
+        PagedCache.init(**sizes | {name: 0})
+    with pytest.raises(ValueError, match=r"1 pages were given for 8 heads; give at least one per head \(see pages"):
+        PagedCache.init(**sizes | dict(batch=2, kv_heads=2, layers=2))
 
 
 @pytest.mark.bad_input
 def test_rows_and_scores_that_do_not_fit_are_refused():
-    cache = PagedCache.init(batch=B, kv_heads=K, pages=8, page_size=2, most=4, head_dim=D)
+    cache = empty(batch=B, kv_heads=K, pages=8, page_size=2, most=4, head_dim=D)
     with pytest.raises(ValueError, match=r"do not fit a cache with B, K = \(2, 2\) and D = 3"):
-        kvjax.insert(cache, jnp.ones((B, 1, K + 1, D)), jnp.ones((B, 1, K + 1, D)))
+        kvjax.insert(cache, *[np.ones((B, 1, K + 1, D), np.float32)] * 2)
     with pytest.raises(ValueError, match=r"scores \(2, 2, 4\) do not fit the slots: expected \(8, 2\)"):
-        kvjax.evict(cache, jnp.ones((B, K, 4)), 2)
+        kvjax.evict(cache, np.ones((B, K, 4), np.float32), 2)
     with pytest.raises(ValueError, match=r"the budget is 0; at least 1 token must stay"):
-        kvjax.evict(cache, jnp.ones((8, 2)), 0)
+        kvjax.evict(cache, np.ones((8, 2), np.float32), 0)
     with pytest.raises(ValueError, match=r"layer= was given, but the cache has no layers"):
-        kvjax.insert(cache, *rows_of(0, jnp.zeros((B, 1), jnp.int32)), layer=0)
+        kvjax.insert(cache, *rows_of(0, np.zeros((B, 1), np.int32)), layer=0)
 
 
 def test_one_layer_of_pages_is_not_evicted_alone():
-    cache = PagedCache.init(batch=B, kv_heads=K, pages=8, page_size=2, most=4, head_dim=D, layers=2)
+    cache = empty(batch=B, kv_heads=K, pages=8, page_size=2, most=4, head_dim=D, layers=2)
     with pytest.raises(ValueError, match=r"a paged cache evicts in all its layers at once, .*; leave layer out"):
-        kvjax.evict(cache, jnp.ones((8, 2)), 2, layer=0)
-    x = jnp.ones((B, 1, K, D))
+        kvjax.evict(cache, np.ones((8, 2), np.float32), 2, layer=0)
+    x = np.ones((B, 1, K, D), np.float32)
     with pytest.raises(
         ValueError, match=r"'h2o' cannot evict from one layer of a paged cache of 2 layers: observe each layer"
     ):

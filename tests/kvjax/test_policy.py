@@ -27,14 +27,9 @@ CHAINS = {
 
 
 @pytest.mark.parametrize("name", CHAINS)
-def test_a_short_name_scores_as_the_chain_that_it_stands_for(name):
-    block = blocks.make(0)
-    np.testing.assert_array_equal(blocks.scores(name, block), blocks.scores(CHAINS[name](), block))
-
-
-@pytest.mark.parametrize("name", CHAINS)
 def test_a_chain_writes_itself_as_its_short_name(name):
     assert str(CHAINS[name]()) == name == str(kvjax.parse(name))
+    assert "+" not in name or CHAINS[name]() is kvjax.parse(name)  # so that jit finds its program again
 
 
 @pytest.mark.parametrize(
@@ -57,11 +52,6 @@ def test_the_same_name_gives_the_same_object():
     assert kvjax.parse("h2o") is kvjax.h2o()
 
 
-def test_the_same_links_give_the_same_object_so_that_jit_finds_its_program_again():
-    assert kvjax.chain(kvjax.h2o(), kvjax.caote()) is kvjax.chain(kvjax.h2o(), kvjax.caote())
-    assert kvjax.parse(" h2o + caote ") is kvjax.parse("h2o+caote")
-
-
 def test_a_count_and_a_share_of_one_are_different_policies():
     assert kvjax.protect(recent=1) is not kvjax.protect(recent=1.0)
 
@@ -75,7 +65,7 @@ def test_a_policy_may_be_a_static_argument_of_jit():
 
     jitted = jax.jit(count, static_argnums=0)
     for name in ("h2o+caote", "h2o + caote", "tova"):
-        jitted(kvjax.parse(name), jnp.zeros(()))
+        jitted(kvjax.parse(name), np.float32(0))
     assert traces == ["h2o+caote", "tova"]
 
 
@@ -105,8 +95,8 @@ def test_a_chain_of_one_own_score_runs():
     newest = kvjax.base_score("newest", lambda o: o.position[:, :, None].astype(jnp.float32))
     block = blocks.make(1)
     result = blocks.scores(kvjax.chain(newest), block)
-    live = np.asarray(block.observation.live)
-    np.testing.assert_array_equal(result[live], np.asarray(block.observation.position)[live])
+    position = np.asarray(block.observation.position)
+    np.testing.assert_array_equal(result, np.where(position >= 0, position, np.nan))
 
 
 @pytest.mark.parametrize(
@@ -136,8 +126,6 @@ def test_an_unknown_link_is_refused_and_the_known_ones_are_named(name):
     [
         ("h2o(decay=1)", r"'h2o\(decay=1\)': h2o got an unexpected keyword argument 'decay'"),
         ("h2o+caote(window=2)", r"caote got an unexpected keyword argument 'window'"),
-        ("snapkv(window=0)", r"snapkv: window is 0"),
-        ("snapkv(kernel=2)", r"snapkv: kernel is 2"),
         ("snapkv(window='wide')", r"snapkv: window is 'wide'"),
         ("snapkv(window=[2])", r"snapkv: window is \[2\]; expected an integer"),
         ("h2o+protect(recent=-0.5)", r"protect: recent is -0\.5"),
@@ -217,10 +205,12 @@ def test_a_budget_smaller_than_what_is_protected_is_refused(name, budget, messag
         kvjax.check_budget(kvjax.parse(name), budget)
 
 
+SHARES = [x / 100 for x in range(101)]
+counted = jax.jit(lambda b: jnp.stack([kvjax.Protection(recent=share).counts(b)[1] for share in SHARES]))
+
+
 @pytest.mark.parametrize("budget", [1, 7, 50, 100, 256, 512, 2048, 131_072])
 def test_a_share_counts_the_same_inside_jit(budget):
-    shares = [x / 100 for x in range(101)]
-    outside = [kvjax.Protection(recent=share).counts(budget)[1] for share in shares]
-    inside = jax.jit(lambda b: [kvjax.Protection(recent=share).counts(b)[1] for share in shares])(jnp.int32(budget))
+    outside = [kvjax.Protection(recent=share).counts(budget)[1] for share in SHARES]
     exact = [percent * budget // 100 for percent in range(101)]
-    assert outside == [int(x) for x in inside] == exact
+    assert outside == counted(np.int32(budget)).tolist() == exact

@@ -13,6 +13,9 @@ from kvjax.projection import measure
 N, K, G, D = 6, 2, 3, 4
 
 
+project = jax.jit(lambda weight, kinds: kvjax.output_projection(weight, K, kinds), static_argnums=1)
+
+
 def draw(*lead: int, width: int = 16) -> np.ndarray:
     return np.random.default_rng(0).normal(size=(*lead, N, D, width))
 
@@ -22,7 +25,7 @@ def draw(*lead: int, width: int = 16) -> np.ndarray:
 def test_the_factor_is_as_long_as_w_o_for_every_change_of_a_group(lead, width):
     weight = draw(*lead, width=width)
     with jax.enable_x64(True):
-        made = kvjax.output_projection(jnp.asarray(weight), K, ["factor"])
+        made = project(weight, ("factor",))
     assert made.factor.shape == (*lead, K, G, D, min(G * D, width)) and made.gram is None and made.weight is None
     blocks = weight.reshape(*lead, K, G * D, width)
     factor = np.asarray(made.factor).reshape(*lead, K, G * D, -1)
@@ -34,31 +37,36 @@ def test_the_factor_is_as_long_as_w_o_for_every_change_of_a_group(lead, width):
 def test_the_gram_is_of_each_query_head():
     weight = draw()
     with jax.enable_x64(True):
-        gram = kvjax.output_projection(jnp.asarray(weight), K, ["gram"]).gram
+        gram = project(weight, ("gram",)).gram
     np.testing.assert_allclose(gram, (weight @ weight.swapaxes(-1, -2)).reshape(K, G, D, D), rtol=1e-12)
 
 
 def test_the_weight_keeps_its_dtype_and_the_others_are_float32():
-    made = kvjax.output_projection(jnp.asarray(draw(), jnp.bfloat16), K, ["weight", "factor", "gram"])
+    made = project(draw().astype(jnp.bfloat16), ("weight", "factor", "gram"))
     assert [x.dtype for x in made] == [jnp.bfloat16, jnp.float32, jnp.float32]
     assert made.weight.shape == (K, G, D, 16)
 
 
 def test_one_layer_of_several():
-    made = kvjax.output_projection(jnp.asarray(draw(5)), K, ["gram"])
-    np.testing.assert_array_equal(made.layer(3).gram, made.gram[3])
-    assert made.layer(jnp.int32(3)).factor is None
+    made = project(draw(5).astype(np.float32), ("gram",))
+    one = jax.jit(lambda made, layer: made.layer(layer))(made, 3)
+    np.testing.assert_array_equal(one.gram, np.asarray(made.gram)[3])
+    assert one.factor is None
 
 
 @pytest.mark.parametrize("cross", [True, False])
 def test_measure_gives_one_part_alone_made_of_what_is_there(cross):
-    made = kvjax.output_projection(jnp.asarray(draw(), jnp.float32), K, ["weight", "factor", "gram"])
-    gram = made.gram if not cross else jnp.einsum("kgdf,khef->kgdhe", made.factor, made.factor)
+    made = project(draw().astype(np.float32), ("weight", "factor", "gram"))
+
+    def products(factor):
+        return np.einsum("kgdf,khef->kgdhe", factor, factor)
+
+    gram = np.asarray(made.gram) if not cross else products(np.asarray(made.factor))
     forms = {"all": made, "W_O": made.weight, "its parts": kvjax.OutputProjection(weight=made.weight)}
     for name, form in forms.items():
-        part = measure(form, cross, (2, K, G, D), jnp.float32)
+        part = jax.jit(lambda form: measure(form, cross, (2, K, G, D), jnp.float32))(form)
         assert (part.factor is None, part.gram is None, part.weight) == (not cross, cross, None)
-        result = part.gram if not cross else jnp.einsum("kgdf,khef->kgdhe", part.factor, part.factor)
+        result = part.gram if not cross else products(np.asarray(part.factor))
         np.testing.assert_allclose(result, gram, rtol=1e-4, atol=1e-4, err_msg=name)
 
 

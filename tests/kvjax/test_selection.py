@@ -15,6 +15,7 @@ import pytest
 import kvjax
 from kvjax.selection import share_of_tokens
 from tests.kvjax.definitions import kept
+from tests.tiers import first
 
 B, H, K, S, T = 2, 4, 2, 11, 5
 
@@ -64,10 +65,13 @@ def as_mask(slots: np.ndarray) -> np.ndarray:
     return out
 
 
-budgets = pytest.mark.parametrize(("budget", "sinks"), [(1, 0), (3, 4), (S + 4, 1), (0.07, 0), (0.7, 2), (1.0, 5)])
+budgets = pytest.mark.parametrize(
+    ("budget", "sinks"), first(2, [(3, 4), (0.7, 2), (1, 0), (S + 4, 1), (0.07, 0), (1.0, 5)])
+)
 
 
 @budgets
+@hypothesis.settings(max_examples=15)
 @hypothesis.given(seed=st.integers(0, 2**32 - 1))
 def test_a_step_reads_what_the_rule_says(seed, budget, sinks):
     importance, position, queries = case(seed)
@@ -129,14 +133,14 @@ def test_any_share_of_some_tokens_is_at_least_one():
     np.testing.assert_array_equal(share_of_tokens(0.3, np.arange(11)), [0, 1, 1, 1, 2, 2, 2, 3, 3, 3, 3])
 
 
-@pytest.mark.parametrize("share", [0.07, 0.1, 0.3, 0.7, 0.0001])
+@pytest.mark.parametrize("share", first(2, [0.07, 0.3, 0.1, 0.7, 0.0001]))
 def test_a_share_is_rounded_up_without_rounding_errors(share):
     S = 600
     position, every = np.arange(S, dtype=np.int32).reshape(1, 1, S), np.arange(S, dtype=np.int32)[None]
     function = compiled(kvjax.selected_mask, budget=share, sinks=0)
     mask = function(np.zeros((1, 1, S, S), np.float32), position, query_position=every)
     counts = [math.ceil(Fraction(str(share)) * (i + 1)) for i in range(S)]
-    np.testing.assert_array_equal(mask.sum(-1)[0, 0], counts)
+    np.testing.assert_array_equal(np.asarray(mask).sum(-1)[0, 0], counts)
 
 
 def test_the_size_is_what_budget_and_sinks_can_come_to():
@@ -185,7 +189,7 @@ def test_budgets_of_rows_take_the_size_that_is_given():
 def test_bad_input_is_named(change, message):
     importance, position, _ = case(8)
     with pytest.raises(ValueError, match=message):
-        kvjax.select(**dict(importance=importance, position=position, budget=3) | change)
+        jax.eval_shape(lambda: kvjax.select(**dict(importance=importance, position=position, budget=3) | change))
 
 
 @pytest.mark.bad_input

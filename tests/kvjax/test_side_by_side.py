@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +19,11 @@ from kernels_pallas.dispatch import Kernel
 from kvjax.cache import rows_apart, rows_together
 from kvjax.split import on_mesh
 from tests.kernels_pallas.targets import compiled_for_tpu
+from tests.tiers import first
 
 B, K, G, D, BUDGET, BLOCK = 2, 2, 2, 4, 8, 4
 SIZES = dict(batch=B, kv_heads=K, query_heads=K * G, head_dim=D, budget=BUDGET, block=BLOCK)
-CONTEXT = kvjax.Context(frequency=jnp.array([[1.0, 0.1]]))
+CONTEXT = kvjax.Context(frequency=np.float32([[1.0, 0.1]]))
 same = np.testing.assert_array_equal
 insert = jax.jit(kvjax.insert)
 
@@ -30,8 +32,18 @@ def blocks(steps: int = 4, tokens: int = BLOCK):
     rng = np.random.default_rng(0)
     for step in range(steps):
         rows = (rng.normal(size=(B, tokens, heads, D)) for heads in (K * G, K, K))
-        position = jnp.broadcast_to(step * tokens + jnp.arange(tokens, dtype=jnp.int32), (B, tokens))
-        yield *(jnp.asarray(x, jnp.float32) for x in rows), position
+        position = np.broadcast_to(step * tokens + np.arange(tokens, dtype=np.int32), (B, tokens))
+        yield *(x.astype(np.float32) for x in rows), position
+
+
+@functools.cache
+def maker(policy: str, *sizes):
+    return jax.jit(lambda: kvjax.empty_cache(policy, **SIZES | dict(sizes)))
+
+
+def empty(policy: str, **sizes):
+    """In one program."""
+    return maker(policy, *sizes.items())()
 
 
 @pytest.fixture
@@ -40,14 +52,17 @@ def as_on_a_tpu(monkeypatch):
     monkeypatch.setattr(kvjax.cache, "platform", lambda: "tpu")
 
 
+@jax.jit
 def together(cache):
     return dataclasses.replace(cache, rows=rows_together(cache.rows))
 
 
+apart = jax.jit(lambda cache: dataclasses.replace(cache, rows=rows_apart(cache)))
+
+
 def assert_same(side_by_side, cache):
     assert side_by_side.side_by_side and not cache.side_by_side and side_by_side.nbytes == cache.nbytes
-    apart = dataclasses.replace(side_by_side, rows=rows_apart(side_by_side))
-    jax.tree.map(same, apart, cache)
+    jax.tree.map(same, apart(side_by_side), cache)
 
 
 @pytest.mark.parametrize(
@@ -55,30 +70,35 @@ def assert_same(side_by_side, cache):
 )
 def test_on_a_tpu_short_rows_of_one_dtype_are_side_by_side(as_on_a_tpu, dtype, stored):
     for head_dim, short in ((64, True), (80, False), (32, False)):
-        cache = kvjax.KVCache.init(batch=1, kv_heads=2, slots=3, head_dim=head_dim, dtype=dtype)
+        sizes = dict(batch=1, kv_heads=2, head_dim=head_dim, dtype=dtype)
+        cache = jax.eval_shape(lambda sizes=sizes: kvjax.KVCache.init(**sizes, slots=3))
         assert cache.side_by_side == (stored and short) and cache.head_dim == head_dim
-        assert cache.key.shape == cache.value.shape == (1, 2, 3, head_dim)
-        pages = kvjax.PagedCache.init(batch=1, kv_heads=2, pages=2, page_size=8, most=8, head_dim=head_dim, dtype=dtype)
+        halves = jax.eval_shape(lambda cache: (cache.key, cache.value), cache)
+        assert all(half.shape == (1, 2, 3, head_dim) for half in halves)
+        pages = jax.eval_shape(lambda sizes=sizes: kvjax.PagedCache.init(**sizes, pages=2, page_size=8, most=8))
         assert pages.side_by_side == cache.side_by_side
 
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [
-        ("h2o+caote", "float32"),
-        ("h2o+caote", "int8"),
-        ("snapkv(window=2)+caote(rounds=2)+merge", "float32"),
-        ("key_norm+merge", "int8"),
-        ("tova+positions", "float32"),
-        ("h2o@layer", "float32"),
-        ("cake(window=2)@cake", "int8"),
-    ],
+    first(
+        1,
+        [
+            ("key_norm+merge", "int8"),
+            ("h2o+caote", "float32"),
+            ("h2o@layer", "float32"),
+            ("h2o+caote", "int8"),
+            ("snapkv(window=2)+caote(rounds=2)+merge", "float32"),
+            ("tova+positions", "float32"),
+            ("cake(window=2)@cake", "int8"),
+        ],
+    ),
 )
 def test_attention_and_eviction_are_those_of_two_arrays(name, dtype):
     """One layer, plain or paged: insertion, attention, what the policy reads, eviction, merging, moved pages."""
     policy = kvjax.parse(name)
     step = jax.jit(functools.partial(kvjax.attend, policy=policy, budget=BUDGET, context=CONTEXT))
-    cache = kvjax.empty_cache(policy, **SIZES, dtype=dtype, page_size=2)
+    cache = empty(name, dtype=dtype, page_size=2)
     side_by_side = together(cache)
     for block in blocks():
         (out, cache), (expected, side_by_side) = step(cache, *block), step(side_by_side, *block)
@@ -89,20 +109,22 @@ def test_attention_and_eviction_are_those_of_two_arrays(name, dtype):
 def test_layers_are_stacked_and_split_over_a_mesh():
     policy = kvjax.parse("h2o+caote")
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "tensor"))
-    context = dataclasses.replace(CONTEXT, layer=jnp.int32(1))
+    context = dataclasses.replace(CONTEXT, layer=np.int32(1))
     step = jax.jit(functools.partial(kvjax.attend, policy=policy, budget=BUDGET, context=context))
-    cache = kvjax.empty_cache(policy, **SIZES, layers=2)
+    cache = empty("h2o+caote", layers=2)
     side_by_side = on_mesh(together(cache), mesh)
     for block in blocks(3):
         (out, cache), (expected, side_by_side) = step(cache, *block), step(side_by_side, *block)
         np.testing.assert_allclose(out, expected, rtol=1e-6)
     assert side_by_side.rows["key"].sharding.spec[1:3] == ("data", "tensor")
     assert_same(side_by_side, cache)
-    assert_same(side_by_side.layer(1), cache.layer(1))
+    of_layer = jax.jit(lambda cache: cache.layer(1))
+    assert_same(of_layer(side_by_side), of_layer(cache))
 
 
+@pytest.mark.matrix
 def test_gradients_flow_as_through_two_arrays():
-    cache = kvjax.empty_cache("tova", **SIZES)
+    cache = empty("tova")
     (query, *rows, position), *_ = blocks(1)
 
     @jax.jit
@@ -115,13 +137,12 @@ def test_gradients_flow_as_through_two_arrays():
 
 
 def test_rows_come_and_go_and_a_cache_is_copied_and_changed():
-    cache = kvjax.empty_cache("tova", **SIZES)
     (query, *rows, position), *_ = blocks(1)
-    cache = insert(cache, *rows, position)
-    one = insert(kvjax.empty_cache("tova", **SIZES | dict(batch=1)), *(x[:1] for x in (*rows, position)))
+    cache = insert(empty("tova"), *rows, position)
+    one = insert(empty("tova", batch=1), *(x[:1] for x in (*rows, position)))
     evicted = jax.jit(kvjax.evict)(cache, np.float32(np.arange(12).repeat(4)).reshape(B, K, -1), 2)
     sizes = dict(pages=16, page_size=2, most=12)
-    for change in (
+    changes = (
         lambda whole, part: kvjax.compact(whole, 5),
         lambda whole, part: kvjax.repeat(whole, 2),
         lambda whole, part: kvjax.pack(whole, **sizes),
@@ -130,29 +151,29 @@ def test_rows_come_and_go_and_a_cache_is_copied_and_changed():
         lambda whole, part: kvjax.think(whole, query),
         lambda whole, part: dataclasses.replace(whole, key=whole.value, value=whole.key),
         lambda whole, part: kvjax.merge(whole, dataclasses.replace(evicted, rows=whole.rows)),
-    ):
-        changed = jax.jit(change)
-        assert_same(changed(together(cache), together(one)), changed(cache, one))
+    )
+    changed = jax.jit(lambda whole, part: [change(whole, part) for change in changes])
+    for found, expected in zip(changed(together(cache), together(one)), changed(cache, one), strict=True):
+        assert_same(found, expected)
 
 
-@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("paged", first(1, [False, True]))
 def test_a_row_joins_a_batch_that_stores_its_rows_otherwise(paged):
     (_, *rows, position), *_ = blocks(1)
-    cache, one = (
-        kvjax.insert(kvjax.empty_cache("tova", **SIZES | dict(batch=n)), *(x[:n] for x in (*rows, position)))
-        for n in (B, 1)
-    )
+    cache, one = (insert(empty("tova", batch=n), *(x[:n] for x in (*rows, position))) for n in (B, 1))
     if paged:
-        cache, one = (kvjax.pack(x, pages=32, page_size=2, most=12) for x in (cache, one))
-    expected = kvjax.join(cache, 1, one)
-    assert_same(kvjax.join(together(cache), 1, one), expected)
-    jax.tree.map(same, kvjax.join(cache, 1, together(one)), expected)
+        pack = jax.jit(functools.partial(kvjax.pack, pages=32, page_size=2, most=12))
+        cache, one = pack(cache), pack(one)
+    join = jax.jit(kvjax.join)
+    expected = join(cache, 1, one)
+    assert_same(join(together(cache), 1, one), expected)
+    jax.tree.map(same, join(cache, 1, together(one)), expected)
 
 
-@pytest.mark.parametrize("dtype", ["int8", "bfloat16"])
+@pytest.mark.parametrize("dtype", first(1, ["int8", "bfloat16"]))
 def test_a_file_is_the_same_and_is_loaded_as_this_platform_stores_rows(tmp_path, monkeypatch, dtype):
     (_, *rows, position), *_ = blocks(1)
-    cache = insert(kvjax.empty_cache("h2o@layer", **SIZES, dtype=dtype, page_size=2), *rows, position)
+    cache = insert(empty("h2o@layer", dtype=dtype, page_size=2), *rows, position)
     for name, saved in (("here", cache), ("there", together(cache))):
         kvjax.save_cache(tmp_path / name, saved, policy="h2o@layer")
     assert (tmp_path / "here").read_bytes() == (tmp_path / "there").read_bytes()
@@ -169,8 +190,11 @@ def both(operation: str, *arrays: np.ndarray, **options):
     return run(query, np.concatenate([key, value], -1), None, *others), run(query, key, value, *others)
 
 
-@pytest.mark.parametrize("T", [1, 3])
-def test_kernels_read_one_array_as_two(T):
+@pytest.mark.parametrize(
+    ("operation", "T"),
+    first(1, itertools.product(["cache_attention", "paged_attention", "select_attention"], [1, 3])),
+)
+def test_kernels_read_one_array_as_two(operation, T):
     rng, S, page, dim = np.random.default_rng(0), 160, 32, 8
     query, key, value = (
         rng.normal(size=shape).astype(np.float32) for shape in ((1, T, K * G, dim), (1, K, S, dim), (1, K, S, dim))
@@ -182,34 +206,40 @@ def test_kernels_read_one_array_as_two(T):
     options = dict(scale=0.3, soft_cap=None)
     attention = dict(statistics=frozenset(STATISTICS), window=2, sliding_window=None) | options
     close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
-    jax.tree.map(close, *both("cache_attention", query, key, value, position, at, **attention))
+    if operation == "cache_attention":
+        jax.tree.map(close, *both(operation, query, key, value, position, at, **attention))
     pools = (x.reshape(-1, page, *x.shape[3:]) for x in (key, value, position))
     table = np.arange(K * S // page, dtype=np.int32).reshape(1, K, -1)
-    jax.tree.map(close, *both("paged_attention", query, *pools, table, at, **attention))
+    if operation == "paged_attention":
+        jax.tree.map(close, *both(operation, query, *pools, table, at, **attention))
     slots = np.broadcast_to(np.flatnonzero(position[0, 0] >= 0)[:50].astype(np.int32), (1, K, 50))
-    close(*both("select_attention", query, key, value, slots, layer=None, **options))
+    if operation == "select_attention":
+        close(*both(operation, query, key, value, slots, layer=None, **options))
 
 
-@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("fast", first(1, [False, True]))
 def test_the_kernel_of_the_eviction_reads_values_behind_their_keys(fast):
     rng, S, dim = np.random.default_rng(0), 160, 8
-    weights = jax.nn.softmax(jnp.asarray(rng.normal(size=(B, K, G, S)), jnp.float32))
-    value = jnp.asarray(rng.normal(size=(B, K, S, dim)), jnp.float32)
-    key = jnp.full_like(value, jnp.nan).at[..., ::2].set(3)
-    position = jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32), (B, K, S))
+    weights = np.exp(rng.normal(size=(B, K, G, S))).astype(np.float32)
+    weights /= weights.sum(-1, keepdims=True)
+    value = rng.normal(size=(B, K, S, dim)).astype(np.float32)
+    key = np.full_like(value, np.nan)
+    key[..., ::2] = 3
+    position = np.broadcast_to(np.arange(S, dtype=np.int32), (B, K, S))
     options = dict(fast=fast, norm=2, group="exact", excess=None, with_scores=True)
     run = jax.jit(
         functools.partial(Kernel("caote_topk", "tpu").run, interpret=pltpu.InterpretParams(), **options),
         static_argnames="head_dim",
     )
-    given = position, jnp.array([50, 20]), None
-    one = run(weights, jnp.concatenate([key, value], -1), *given, head_dim=dim)
+    given = position, np.int32([50, 20]), None
+    one = run(weights, np.concatenate([key, value], -1), *given, head_dim=dim)
     two = run(weights, value, *given)
     same(one.position, two.position)
     np.testing.assert_allclose(one.scores, two.scores, rtol=1e-5)
 
 
 @pytest.mark.tpu
+@pytest.mark.matrix
 @pytest.mark.parametrize("tokens", [1, 128])
 def test_compiled_for_a_tpu_nothing_copies_the_cache(as_on_a_tpu, tokens):
     """A decode step and a block over stacked layers in the shapes of Llama-3.2-1B."""

@@ -11,6 +11,7 @@ import kvjax
 from kernels_pallas import STATISTICS, ColumnStatistics, cache_attention
 from kvjax import window as windows
 from kvjax.window import Window, begin_anew, observed
+from tests.tiers import first, matrix
 
 B, K, G, S, D = 2, 2, 2, 12, 4
 NAMES = frozenset(name for name in STATISTICS if name.startswith("window_"))
@@ -30,6 +31,9 @@ def block_of(tokens):
     return query, np.tile(S + np.arange(tokens), (B, 1))
 
 
+begun = jax.jit(lambda: Window.init(observed(NAMES), B, K, G, S))
+
+
 def entered(*counts):
     return np.array(counts, np.int32)
 
@@ -39,10 +43,12 @@ def same(columns, other):
         np.testing.assert_allclose(getattr(columns, name), getattr(other, name), rtol=2e-5, atol=1e-7, err_msg=name)
 
 
-@pytest.mark.parametrize("parts", [(1,) * 6, (2, 1, 3), (5, 1)], ids=str)
+@pytest.mark.parametrize(
+    "parts", [pytest.param((2, 1, 3)), *(pytest.param(parts, marks=matrix) for parts in ((1,) * 6, (5, 1)))], ids=str
+)
 def test_parts_of_a_window_joined_are_the_window(parts):
     query, position = block_of(sum(parts))
-    window, start = Window.init(observed(NAMES), B, K, G, S), 0
+    window, start = begun(), 0
     for size in parts:
         part = columns_of(query[:, start : start + size], position[:, start : start + size], 6)
         joined, window = join(window, part, entered(size, size), 6)
@@ -53,7 +59,7 @@ def test_parts_of_a_window_joined_are_the_window(parts):
 
 def test_a_block_with_a_whole_window_speaks_for_itself():
     query, position = block_of(6)
-    window = Window.init(observed(NAMES), B, K, G, S)
+    window = begun()
     _, window = join(window, columns_of(query[:, :2], position[:, :2], 4), entered(2, 2), 4)
     whole = columns_of(query[:, 2:], position[:, 2:], 4)
     joined, window = join(window, whole, entered(4, 4), 4)
@@ -63,7 +69,7 @@ def test_a_block_with_a_whole_window_speaks_for_itself():
 
 def test_a_row_without_queries_keeps_its_window():
     query, position = block_of(2)
-    window = Window.init(observed(NAMES), B, K, G, S)
+    window = begun()
     one, window = join(window, columns_of(query[:, :1], position[:, :1], 4), entered(1, 1), 4)
     idle = np.where([[False], [True]], -1, position[:, 1:])
     joined, window = join(window, columns_of(query[:, 1:], idle, 4), entered(1, 0), 4)
@@ -72,11 +78,12 @@ def test_a_row_without_queries_keeps_its_window():
 
 
 def test_an_eviction_begins_a_window_anew_in_its_rows_and_layer():
-    window = Window(kvjax.HeadState(jnp.full((3, B, K), 5)), {})
-    state = begin_anew((window, ()), jnp.array([True, False]), layer=1)
+    window = Window(kvjax.HeadState(jax.device_put(np.full((3, B, K), 5))), {})
+    anew = jax.jit(begin_anew, static_argnames="layer")
+    state = anew((window, ()), np.array([True, False]), layer=1)
     assert state[0].queries.value.tolist() == [[[5, 5], [5, 5]], [[0, 0], [5, 5]], [[5, 5], [5, 5]]]
-    everywhere = begin_anew((window, ()), jnp.array([True, True]))[0]
-    assert not everywhere.queries.value.any()
+    everywhere = anew((window, ()), np.array([True, True]))[0]
+    assert not np.asarray(everywhere.queries.value).any()
 
 
 def test_what_no_window_observes_remembers_none():
@@ -97,7 +104,10 @@ def fed(policy, cache, rows, gram, start, evicts):
 
 
 @pytest.mark.parametrize(
-    "policy", ["snapkv(window=4)", "finch(window=4)", "cake(window=4)@cake", "laprox(window=4)+caote", "lava(window=4)"]
+    "policy",
+    first(
+        1, ["snapkv(window=4)", "finch(window=4)", "cake(window=4)@cake", "laprox(window=4)+caote", "lava(window=4)"]
+    ),
 )
 def test_single_queries_and_one_eviction_keep_what_a_block_keeps(policy):
     """Four tokens one by one, observed, then evicted by what all four said; or the four in one block."""
