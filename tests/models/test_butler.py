@@ -77,6 +77,7 @@ def test_parameters_are_counted_as_the_paper_counts_them(name):
     assert abs(100 * count / (count + of_model) - percent) < 1e-3  # the paper's share is of both together
 
 
+@pytest.mark.matrix
 def test_what_the_public_predictor_never_uses_is_all_that_its_layout_adds():
     plain, published = (dataclasses.replace(CONFIG, published_layout=layout) for layout in (False, True))
     added = num_parameters(published) - num_parameters(plain)

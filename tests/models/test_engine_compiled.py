@@ -106,6 +106,7 @@ def test_one_compilation_serves_streamed_prompts_of_300_and_3000_and_30000_token
     assert compiled_steps() in (0, 2 if each_way == "one program" else 3), "none where an earlier test compiled them"
 
 
+@pytest.mark.matrix
 def test_memory_does_not_grow_with_the_prompt():
     sizes = {}
     for length in (1_024, 16_384):

@@ -77,6 +77,7 @@ def test_a_conversation_in_one_size_compiles_once(compiled_steps):
     assert programs[1:] == programs[1:2] * 4
 
 
+@pytest.mark.matrix
 def test_a_smaller_budget_is_reached_though_no_context_comes():
     larger = models.prefill(decoder(), DOCUMENT, policy=STATE, budget=24, block=8).cache
     asked = dict(cache=larger, policy=STATE, question=5, max_new_tokens=3, end=(), **SETTINGS)

@@ -17,7 +17,7 @@ from tests.tiers import first
 
 BLOCK = 16  # a question of 7 tokens and the window of 16 queries fit
 HELD_BACK = np.array([7, 0, 5])
-FEW = ("full", (STATE, 24), (STATE, 40), ("snapkv(window=8)@adakv", 24))
+FEW = ("full", (STATE, 24), ("snapkv(window=8)@adakv", 24))
 MANY = (
     "full",
     ("snapkv(window=8)", 0.4),
@@ -76,7 +76,6 @@ def test_each_result_is_that_of_the_reference(asked_of_each, way, run_by_layer, 
 @pytest.mark.parametrize(
     ("question", "asked_of_each"),
     [
-        pytest.param(None, (FEW[1],)),
         pytest.param(None, FEW[1:], marks=pytest.mark.matrix),
         *(pytest.param((7, 0, 5), ("full", asked), marks=pytest.mark.matrix) for asked in MANY[1:]),
     ],
@@ -120,6 +119,7 @@ def test_what_has_nobody_to_share_with_runs_by_itself(asked, when, passes) -> No
     assert asked == "sage" or not passes
 
 
+@pytest.mark.matrix
 def test_results_are_made_when_their_turn_comes(monkeypatch) -> None:
     made = []
     whole = sharing._compressed
