@@ -8,8 +8,10 @@ import shutil
 import subprocess
 import sys
 import threading
+import types
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import kvjax
@@ -113,17 +115,30 @@ def test_a_selection_says_what_it_read(folders, capsys):
     assert json.loads(capsys.readouterr().out)["tokens"] == figures["tokens"]
 
 
-@pytest.mark.matrix
-def test_the_summary_names_the_selection(capsys):
+@pytest.fixture
+def told(monkeypatch):
+    """What the command hands to `models.stream`, in whose place two tokens come at once."""
+    given = {}
+
+    def stream(model, tokens, *, on_block, **settings):
+        given.update(settings)
+        on_block(len(tokens[0]), len(tokens[0]))
+        return iter([(np.array([token]), types.SimpleNamespace(nbytes=2**20)) for token in (5, 6)])
+
+    monkeypatch.setattr(models, "stream", stream)
+    return given
+
+
+def test_the_summary_names_the_selection(told, capsys):
     assert cli.main(["retriever", "--prompt", PROMPT, "--select", "quest", "--budget", "8", *SMALL]) == 0
     assert re.search(r"quest, budget 8, reads at most \d+\.\d% of the tokens", capsys.readouterr().err)
+    assert (told["select"], told["budget"], told["policy"]) == ("quest", 8, None)
 
 
-@pytest.mark.matrix
-def test_a_policy_scores_by_the_predictor(folders, capsys):
-    command = ["--prompt", PROMPT, "--policy", "butler", "--budget", "16", "--json", *SMALL]
-    assert cli.main([folders[0], *command]) == 0
-    assert json.loads(capsys.readouterr().out)["new_tokens"] > 0
+@pytest.mark.parametrize(("policy", "given"), [("butler+caote", True), ("h2o+caote", False)])
+def test_a_policy_gets_the_predictor_that_it_scores_by(policy, given, folders, told):
+    assert cli.main([folders[0], "--prompt", PROMPT, "--policy", policy, "--budget", "16", *SMALL]) == 0
+    assert isinstance(told["butler"], models.Butler) == given
 
 
 @pytest.mark.parametrize("flags", [["--select", "butler"], ["--policy", "butler+caote"]])
@@ -188,22 +203,30 @@ def test_a_cache_of_eight_bits_takes_its_bytes(dtype, capsys):
 
 @pytest.mark.parametrize(
     ("policy", "flags", "moments"),
-    first(
-        1,
-        [
-            ("h2o+caote", [], ("block", 1)),
-            ("snapkv(window=8)", [], ("block", 8)),
-            ("snapkv(window=8)", ["--evict-every", "0"], ("block", 0)),
-            ("snapkv(window=8)", ["--evict-every", "3", "--when", "prompt"], ("prompt", 3)),
-            ("snapkv(window=8)", ["--when", "published"], ("prompt", 0)),
-        ],
-    ),
+    [
+        ("h2o+caote", [], ("block", 1)),
+        ("snapkv(window=8)", [], ("block", 8)),
+        ("snapkv(window=8)", ["--evict-every", "0"], ("block", 0)),
+        ("snapkv(window=8)", ["--evict-every", "3", "--when", "prompt"], ("prompt", 3)),
+        ("snapkv(window=8)", ["--when", "published"], ("prompt", 0)),
+    ],
 )
-def test_json_says_when_evictions_are(policy, flags, moments, capsys):
+def test_json_says_when_evictions_are(policy, flags, moments, told, capsys):
     command = ["retriever", "--prompt", PROMPT, "--policy", policy, "--budget", "16", "--json", *SMALL]
     assert cli.main([*command, *flags]) == 0
     figures = json.loads(capsys.readouterr().out)
     assert (figures["when"], figures["evict_every"]) == moments
+    asked = dict(zip(flags[::2], flags[1::2], strict=True))
+    assert told["when"] == asked.get("--when", "block")
+    assert told["evict_every"] == (int(asked["--evict-every"]) if "--evict-every" in asked else None)
+
+
+def test_flags_reach_the_stream(told):
+    flags = "--temperature 0.5 --top-k 4 --top-p 0.9 --cache-dtype int8 --question what? --block 16 --max-new-tokens 4"
+    assert cli.main(["retriever", "--prompt", PROMPT, *flags.split()]) == 0
+    expected = dict(temperature=0.5, top_k=4, top_p=0.9, cache_dtype="int8", block=16, max_new_tokens=4)
+    assert {name: told[name] for name in expected} == expected
+    assert told["question"] == len(models.load("retriever")[1].encode("what?", add_special_tokens=False))
 
 
 @pytest.mark.matrix
