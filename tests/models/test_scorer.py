@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ import models
 from models import engine
 from models.butler import attention_in_chunks
 from models.by_layer import LayerSteps
+from models.scorer import parameter_shapes
 from tests.models import reference
 from tests.models.tiny import CONFIG, decoder, positions
 from tests.tiers import first
@@ -25,30 +27,36 @@ LENGTHS = np.array([40, 23])
 
 @functools.cache
 def scorer(hidden=4):
-    return models.Scorer(models.ScorerConfig(32, num_layers=2, num_kv_heads=2, hidden=hidden), rngs=nnx.Rngs(2))
+    config, random = models.ScorerConfig(32, num_layers=2, num_kv_heads=2, hidden=hidden), np.random.default_rng(2)
+    shapes = parameter_shapes(config)
+    drawn = {name: (0.3 * random.normal(size=shape)).astype(np.float32) for name, shape in shapes.items()}
+    return models.Scorer(config, jax.device_put(drawn))
 
 
 @functools.cache
 def whole():
     """The predicted scores of all tokens of the longer row [L, K, T], from one dense pass."""
     T = TOKENS.shape[1]
-    position = jnp.arange(T)[None]
+    position = np.arange(T)[None]
 
     def attend(x, layer, window, query, key, value):
         out = attention_in_chunks(query, key.swapaxes(1, 2), value.swapaxes(1, 2), position, window)
         return out, x, scorer()(layer, x)
 
-    nothing = jnp.zeros((1, T, 32))
-    _, _, found = decoder().run(
-        jnp.asarray(TOKENS[:1]), position, jnp.array([T]), attend, nothing, before_attention=lambda _, layer, x: x
-    )
-    return np.exp(np.asarray(found)[:, 0]).swapaxes(1, 2)
+    nothing = np.zeros((1, T, 32), np.float32)
+
+    @jax.jit
+    def scores(model):
+        tokens, lengths = jnp.asarray(TOKENS[:1]), jnp.array([T])
+        return model.run(tokens, position, lengths, attend, nothing, before_attention=lambda _, layer, x: x)[2]
+
+    return np.exp(np.asarray(scores(decoder()))[:, 0]).swapaxes(1, 2)
 
 
 def held(cache, row=0):
     """The positions that each head holds, and their scores: dictionaries by layer and head."""
     position = np.stack(positions(cache))[:, row]
-    state = np.stack([np.asarray(jax.tree.leaves(cache.layer(i).state)[0][row]) for i in range(2)])
+    state = np.asarray(jax.tree.leaves(cache.state)[0])[:, row]
     return {
         (layer, head): dict(zip(at[at >= 0].tolist(), own[at >= 0].tolist(), strict=True))
         for layer in range(2)
@@ -61,11 +69,12 @@ def test_the_network_is_its_definition(hidden):
     x = np.random.default_rng(3).normal(size=(1, 3, 32)).astype(np.float32)
     own = scorer(hidden)
     y = x.astype(np.float64)
+    w = {name: np.asarray(getattr(own, name)[...], np.float64)[1] for name in parameter_shapes(own.config)}
     if hidden:
-        y = y @ np.asarray(own.input[...][1], np.float64) + np.asarray(own.input_bias[...][1])
-        y = np.asarray(nnx.gelu(jnp.asarray(y, jnp.float32), approximate=False), np.float64)
-    y = y @ np.asarray(own.output[...][1], np.float64) + np.asarray(own.output_bias[...][1])
-    np.testing.assert_allclose(own(1, jnp.asarray(x)), y, rtol=1e-5, atol=1e-6)
+        y = y @ w["input"] + w["input_bias"]
+        y = 0.5 * y * (1 + np.vectorize(math.erf)(y / math.sqrt(2)))
+    y = y @ w["output"] + w["output_bias"]
+    np.testing.assert_allclose(jax.jit(lambda x: own(1, x))(x), y, rtol=1e-5, atol=1e-6)
 
 
 def test_a_full_budget_keeps_each_tokens_own_score():
