@@ -88,61 +88,41 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 LONG = "x" * 5000  # more than a file's name may have
 GENERATE = """
-retriever --prompt-file {long} | {long} --prompt x
-retriever --prompt-file nowhere.txt | retriever --prompt-file folder | retriever --prompt-file empty.txt
-retriever --prompt-file blank.txt | retriever --prompt-file picture.txt | retriever --prompt "" | retriever --prompt " "
-nowhere --prompt x | good.txt --prompt x | empty --prompt x | folder --prompt x | "" --prompt x | untold --prompt x
-retriever --prompt x --prompt-file good.txt | retriever --prompt x --unknown | retriever --prompt x extra | --prompt x
-retriever --prompt x --budget | retriever --prompt x --budget many --policy h2o
-retriever --prompt x --budget 0 --policy h2o
-retriever --prompt x --budget -5 --policy h2o | retriever --prompt x --budget 1.5 --policy h2o
-retriever --prompt x --budget nan --policy h2o | retriever --prompt x --budget inf --policy h2o
-retriever --prompt x --budget 0.0 --policy h2o | retriever --prompt x --budget 99999999999999 --policy h2o
-retriever --prompt x --budget 64 | retriever --prompt x --policy h2o | retriever --prompt x --policy "" --budget 8
-retriever --prompt x --policy h2oo --budget 8 | retriever --prompt x --policy "h2o+(" --budget 8
-retriever --prompt x --policy snapkv --budget 8 | retriever --prompt x --policy "h2o@modle" --budget 8
-retriever --prompt x --policy "__import__('os').abort()" --budget 8
-retriever --prompt x --block 0 --policy h2o --budget 8
-retriever --prompt x --block -1 | retriever --prompt x --block big | retriever --prompt x --block 2.5
-retriever --prompt x --max-new-tokens 0 | retriever --prompt x --max-new-tokens 99999999
-retriever --prompt x --max-new-tokens x
-retriever --prompt x --temperature -1 | retriever --prompt x --temperature nan | retriever --prompt x --temperature hot
-retriever --prompt x --temperature inf | retriever --prompt x --top-k 0 | retriever --prompt x --top-k -3
-retriever --prompt x --top-p 0 | retriever --prompt x --top-p 2 | retriever --prompt x --top-p nan
-retriever --prompt x --cache-dtype int4 | retriever --prompt x --cache-dtype "" | retriever --prompt x --cache-dtype
-retriever --prompt x --cache-dtype int8/int8/int8 | retriever --prompt x --cache-dtype int8,int8
-retriever --prompt x --dtype float8 | retriever --prompt x --dtype "" | retriever --prompt x --dtype int32
-retriever --prompt x --mesh "" | retriever --prompt x --mesh two | retriever --prompt x --mesh data=0
-retriever --prompt x --mesh data=9999 | retriever --prompt x --mesh tensor=3 | retriever --prompt x --mesh data=2
-retriever --prompt x --when never | retriever --prompt x --evict-every -1 --policy h2o --budget 8
-retriever --prompt x --select oracel --budget 1 | retriever --prompt x --select oracle
-retriever --prompt x --select oracle --budget 0 | retriever --prompt x --select oracle --budget 99999
-retriever --prompt x --select oracle --budget 0.5 --sinks -1
-retriever --prompt x --select oracle --budget 0.5 --policy h2o
-retriever --prompt x --select butler --budget 0.5 --butler nowhere | retriever --prompt x --butler empty
-retriever --prompt x --policy zap --budget 8 | retriever --prompt x --policy zap --budget 8 --scorer nowhere
-retriever --prompt x --policy q_filters --budget 8 | retriever --prompt x --policy h2o@duo --budget 8
-retriever --prompt x --policy "q_filters(file='picture.txt')" --budget 8
-retriever --prompt x --policy "h2o@headkv(file='nowhere.npy')" --budget 8
-retriever --prompt x --policy kvzip(chunk=0) --budget 8 | retriever --prompt x --policy kvzip@cake --budget 8
-retriever --prompt x --policy dapq(window=0) --budget 8 | retriever --prompt x --policy dapq --budget 40 --block 16
-retriever --prompt x --policy h2o+merge@layer --budget 8 | retriever --prompt x --policy h2o+cam(window=0) --budget 8
-retriever --prompt x --select butler --budget 0.5 --butler predictor | retriever --prompt x --chat
-retriever --prompt \udcff | retriever --prompt x --question \udcff | retriever --prompt x --policy \udcff
-~nouser/x --prompt x
-retriever --prompt x --seed x | retriever --prompt x --seed 99999999999999999999999
+retriever --prompt-file {long} | {long} --prompt x | retriever --prompt-file nowhere.txt
+retriever --prompt-file folder | retriever --prompt-file empty.txt | retriever --prompt-file blank.txt
+retriever --prompt-file picture.txt | retriever --prompt "" | retriever --prompt " " | nowhere --prompt x
+good.txt --prompt x | empty --prompt x | folder --prompt x | "" --prompt x | untold --prompt x | --prompt x
+retriever --prompt \udcff | ~nouser/x --prompt x
+"""
+ASKED = """
+--prompt-file good.txt | --unknown | extra | --budget | --budget many --policy h2o | --budget 0 --policy h2o
+--budget -5 --policy h2o | --budget 1.5 --policy h2o | --budget nan --policy h2o | --budget inf --policy h2o
+--budget 0.0 --policy h2o | --budget 99999999999999 --policy h2o | --budget 64 | --policy h2o | --policy "" --budget 8
+--policy h2oo --budget 8 | --policy "h2o+(" --budget 8 | --policy snapkv --budget 8 | --policy "h2o@modle" --budget 8
+--policy "__import__('os').abort()" --budget 8 | --block 0 --policy h2o --budget 8 | --block -1 | --block big
+--block 2.5 | --max-new-tokens 0 | --max-new-tokens 99999999 | --max-new-tokens x | --temperature -1
+--temperature nan | --temperature hot | --temperature inf | --top-k 0 | --top-k -3 | --top-p 0 | --top-p 2
+--top-p nan | --cache-dtype int4 | --cache-dtype "" | --cache-dtype | --cache-dtype int8/int8/int8
+--cache-dtype int8,int8 | --dtype float8 | --dtype "" | --dtype int32 | --mesh "" | --mesh two | --mesh data=0
+--mesh data=9999 | --mesh tensor=3 | --mesh data=2 | --when never | --evict-every -1 --policy h2o --budget 8
+--select oracel --budget 1 | --select oracle | --select oracle --budget 0 | --select oracle --budget 99999
+--select oracle --budget 0.5 --sinks -1 | --select oracle --budget 0.5 --policy h2o
+--select butler --budget 0.5 --butler nowhere | --butler empty | --policy zap --budget 8
+--policy zap --budget 8 --scorer nowhere | --policy q_filters --budget 8 | --policy h2o@duo --budget 8
+--policy "q_filters(file='picture.txt')" --budget 8 | --policy "h2o@headkv(file='nowhere.npy')" --budget 8
+--policy kvzip(chunk=0) --budget 8 | --policy kvzip@cake --budget 8 | --policy dapq(window=0) --budget 8
+--policy dapq --budget 40 --block 16 | --policy h2o+merge@layer --budget 8 | --policy h2o+cam(window=0) --budget 8
+--select butler --budget 0.5 --butler predictor | --chat | --question \udcff | --policy \udcff | --seed x
+--seed 99999999999999999999999
 """
 EVERY_EVAL = """
 --model nowhere | --model good.txt | --model empty | --model untold | --batch 0 | --batch -1 | --batch x | --block 0
---cache-dtype int4 | --cache-dtype "" | --cache-dtype int8/
---dtype float8 | --mesh nine | --mesh data=9999 | --policies "" | --policies h2oo | --policies "h2o+("
---policies snapkv --budgets 8
---policies h2o --budgets "" | --policies h2o --budgets 0 | --policies h2o --budgets -1 | --policies h2o --budgets many
+--cache-dtype int4 | --cache-dtype "" | --cache-dtype int8/ | --dtype float8 | --mesh nine | --mesh data=9999
+--policies "" | --policies h2oo | --policies "h2o+(" | --policies snapkv --budgets 8 | --policies h2o --budgets ""
+--policies h2o --budgets 0 | --policies h2o --budgets -1 | --policies h2o --budgets many
 --policies h2o --budgets 1.5 | --policies h2o --budgets nan | --allocations fair --policies h2o | --when never
---when ""
---question later | --question "" | --json nowhere/x.json | --json folder | --plot picture | --plot x.bmp
---plot nowhere/x.png
---plot folder | --unknown 1 | stray
+--when "" | --question later | --question "" | --json nowhere/x.json | --json folder | --plot picture | --plot x.bmp
+--plot nowhere/x.png | --plot folder | --unknown 1 | stray
 """
 SAMPLED = "--lengths 0 | --lengths -5 | --lengths far | --lengths '' | --lengths 2.5 | --lengths 8 | --samples 0"
 SAMPLED += " | --samples x"
@@ -155,38 +135,31 @@ KEPT = """
 """
 RULER = SAMPLED + "|" + KEPT + """
 | --tasks golf | --tasks "" | --essays nowhere.txt | --essays empty.txt | --essays picture.txt | --essays half.json
-| --essays list.json | --essays folder | --qa nowhere.json | --qa half.json --tasks qa_1 | --qa list.json --tasks qa_1
-| --qa qa.json --tasks qa_1 | --qa hotpot.json --tasks qa_1 | --prompts half.json | --prompts list.json
---prompts prompts.json
-| --prompts nowhere.json | --tasks qa_1
+--essays list.json | --essays folder | --qa nowhere.json | --qa half.json --tasks qa_1 | --qa list.json --tasks qa_1
+--qa qa.json --tasks qa_1 | --qa hotpot.json --tasks qa_1 | --prompts half.json | --prompts list.json
+--prompts prompts.json | --prompts nowhere.json | --tasks qa_1
 """  # fmt: skip
 DOCUMENTS = KEPT + """
 | --data nowhere | --data good.txt | --data empty | --data data --tasks golf | --data data --tasks trec
---samples 0 --data data
-| --length 0 --data data | --data data --tasks qasper --prompts nowhere | --data data --tasks qasper --prompts half.json
-| --data data --tasks qasper | --data emptydata --tasks qasper | --data fielddata --tasks qasper
---data binarydata --tasks qasper
-| --data fielddata --tasks qasper --chat
+--samples 0 --data data | --length 0 --data data | --data data --tasks qasper --prompts nowhere
+--data data --tasks qasper --prompts half.json | --data data --tasks qasper | --data emptydata --tasks qasper
+--data fielddata --tasks qasper | --data binarydata --tasks qasper | --data fielddata --tasks qasper --chat
 """  # fmt: skip
 FIDELITY = """
---policies h2oo | --policies full --budgets 0 | --budgets many --policies h2o | --lengths 0 | --samples 0 | --when never
---question later | --plot x.bmp | --heads nowhere/x.png | --json folder | --model nowhere | --block 0 | --dtype float8
---coordinator x | --mesh nine
+--policies h2oo | --policies full --budgets 0 | --budgets many --policies h2o | --lengths 0 | --samples 0
+--when never | --question later | --plot x.bmp | --heads nowhere/x.png | --json folder | --model nowhere | --block 0
+--dtype float8 | --coordinator x | --mesh nine
 """
 ABLATION = """
 golf | laprox --length 0 | laprox --depths 0 | laprox --samples 0 | laprox --json folder | laprox --plot x.bmp
 laprox --model nowhere | laprox --json half.json --resume | laprox --json list.json --resume
-laprox --json good.json --resume
-claims --results nowhere | claims --results empty | claims --results claims | claims --results good.txt
-laprox --length 9999999
-laprox --resume
+laprox --json good.json --resume | claims --results nowhere | claims --results empty | claims --results claims
+claims --results good.txt | laprox --length 9999999 | laprox --resume
 """
 SELECTIONS = """
 --select golf | --select "" | --select "quest(page_size=0)" | --sparsity 2 | --sparsity "" | --sparsity 0,...
---sparsity x
---sparsity nan | --sparsity 1 | --sinks -1 | --batch 0 | --butler nowhere | --butler empty --select butler
---model nowhere
---json folder | --plot x.bmp | --dtype float8 | --heads all
+--sparsity x | --sparsity nan | --sparsity 1 | --sinks -1 | --batch 0 | --butler nowhere
+--butler empty --select butler | --model nowhere | --json folder | --plot x.bmp | --dtype float8 | --heads all
 """
 COREF = (
     SELECTIONS + "| --coordinator x | --mesh nine | --mode sing | --mode '' | --samples 0 | --block 0 --mode generate"
@@ -212,8 +185,7 @@ LM_EVAL = """
 --tasks piqa | --model_args pretrained=retriever | --tasks "" --model_args pretrained=retriever
 --tasks x --model_args pretrained | --tasks x --model_args pretrained=retriever,policy=h2oo
 --tasks x --model_args pretrained=retriever,policy=h2o,budget=0 | --tasks x --model_args pretrained=retriever,block=0
---tasks x --model_args pretrained=retriever --limit 0
---tasks x --model_args pretrained=retriever --batch 0
+--tasks x --model_args pretrained=retriever --limit 0 | --tasks x --model_args pretrained=retriever --batch 0
 --tasks x --model_args pretrained=retriever --include_path nowhere
 --tasks x --model_args pretrained=retriever --json folder | --tasks x --model_args pretrained=retriever --out good.txt
 --tasks x --model_args pretrained=retriever,select=golf,budget=0.5
@@ -221,23 +193,19 @@ LM_EVAL = """
 SWEEPS = """
 nowhere.toml --out new | half.toml --out new | list.toml --out new | picture.txt --out new | folder --out new
 unknown.toml --out new | notask.toml --out new | badtask.toml --out new | badflag.toml --out new
-badvalue.toml --out new
-nomodel.toml --out new | badpolicy.toml --out new | badbudget.toml --out new | nested.toml --out new
-date.toml --out new | misfit.toml --out new | window.toml --out new
-unknown.toml | badtask.toml --out full
+badvalue.toml --out new | nomodel.toml --out new | badpolicy.toml --out new | badbudget.toml --out new
+nested.toml --out new | date.toml --out new | misfit.toml --out new | window.toml --out new | unknown.toml
+badtask.toml --out full
 """
 REPORT = """
 nowhere | good.txt | empty | full | noheader | halfheader | listheader | numbers | norecords | badrecord | garbage
-badsweep
-emptyrecord
+badsweep | emptyrecord
 """
 VIEW = """
 --html nowhere/x.html | --html folder | --policies "" --html x.html | --policies h2oo --html x.html
---budget 0 --html x.html
---budget many --html x.html | --block 0 --html x.html | --length 0 --html x.html | --max-new-tokens 0 --html x.html
---prompt-file nowhere.txt --html x.html | --prompt-file empty.txt --html x.html
---prompt-file picture.txt --html x.html
---model nowhere --html x.html | --when never --html x.html | --policies full
+--budget 0 --html x.html | --budget many --html x.html | --block 0 --html x.html | --length 0 --html x.html
+--max-new-tokens 0 --html x.html | --prompt-file nowhere.txt --html x.html | --prompt-file empty.txt --html x.html
+--prompt-file picture.txt --html x.html | --model nowhere --html x.html | --when never --html x.html | --policies full
 """
 EVALS = {
     "needle": EVERY_EVAL + "|" + NEEDLE,
@@ -255,18 +223,13 @@ EVALS = {
 }  # fmt: skip
 BUTLER = """
 --model nowhere | --model untold --data good.txt | --model empty | --tokens 0 | --tokens x | --tokens 1e99
---tokens nan
---tokens 10 | --seq-len 0 | --seq-len 99999999 | --seq-len x | --batch 0 | --lr 0 | --lr -1 | --lr nan | --lr x
---warmup 1
---warmup -1 | --clip 0 | --weight-decay -1 | --dropout 2 | --hidden 0 | --dim 0 | --dim 3 | --source layer9
---save-every 0 | --keep 0
---eval-every -1 | --log-every 0 | --eval-rows 0 | --stop-after 0 | --resume maybe | --mesh nine | --mesh data=9999
---mesh data=3 | --dtype float8 | --coordinator x | --processes 2 --process-id 5 --coordinator x:1 | --budget 0
---budget 2
---out good.txt | --out predictor | --out run | --data nowhere.txt | --data empty.txt | --data picture.txt
---data bad.jsonl
---data nofield.jsonl | --data number.jsonl | --data torn.jsonl.zst | --data torn.jsonl.gz | --data empty
---data empty.jsonl
+--tokens nan | --tokens 10 | --seq-len 0 | --seq-len 99999999 | --seq-len x | --batch 0 | --lr 0 | --lr -1 | --lr nan
+--lr x | --warmup 1 | --warmup -1 | --clip 0 | --weight-decay -1 | --dropout 2 | --hidden 0 | --dim 0 | --dim 3
+--source layer9 | --save-every 0 | --keep 0 | --eval-every -1 | --log-every 0 | --eval-rows 0 | --stop-after 0
+--resume maybe | --mesh nine | --mesh data=9999 | --mesh data=3 | --dtype float8 | --coordinator x
+--processes 2 --process-id 5 --coordinator x:1 | --budget 0 | --budget 2 | --out good.txt | --out predictor
+--out run | --data nowhere.txt | --data empty.txt | --data picture.txt | --data bad.jsonl | --data nofield.jsonl
+--data number.jsonl | --data torn.jsonl.zst | --data torn.jsonl.gz | --data empty | --data empty.jsonl
 --data good.txt --eval-data nowhere.txt | --data short.txt
 """
 CALIBRATE = """
@@ -281,8 +244,8 @@ SCORER = """
 --data nowhere.txt
 """
 RETRIEVER = """
---out good.txt | --work good.txt | --from nowhere | --keep 2 | --keep 0.5 | --devices 0 | --samples -1 | --stop-after 0
---resume maybe | --unknown
+--out good.txt | --work good.txt | --from nowhere | --keep 2 | --keep 0.5 | --devices 0 | --samples -1
+--stop-after 0 | --resume maybe | --unknown
 """
 TOP = ["", "golf", "--unknown", "needle --json"]
 
@@ -295,17 +258,22 @@ def lines(text: str) -> list[str]:
 SAME = {"ruler": EVERY_EVAL, "choices": EVERY_EVAL, "longbench": KEPT, "perplexity": SELECTIONS}
 
 
-def rows(command: str, text: str, evaluation: str = "") -> list:
-    """Return the cases of a command, or of one of its evaluations."""
-    same, found = lines(SAME.get(evaluation, "")), []
+def rows(command: str, text: str, begins: str = "") -> list:
+    """Return the cases of a command whose lines begin so, for example with the name of an evaluation."""
+    same, found = lines(SAME.get(begins, "")), []
     for own in lines(text):
-        line = f"{evaluation} {own}".strip()
+        line = f"{begins} {own}".strip()
         marks = [pytest.mark.matrix] * (own in same)
         found.append(pytest.param(command, line, marks=marks, id=ascii(f"{command} {line}")[1:100]))
     return found
 
 
-CASES = rows("generate", GENERATE) + rows("calibrate", CALIBRATE) + rows("train.butler", BUTLER)
+CASES = (
+    rows("generate", GENERATE)
+    + rows("generate", ASKED, "retriever --prompt x")
+    + rows("calibrate", CALIBRATE)
+    + rows("train.butler", BUTLER)
+)
 CASES += rows("train.retriever", RETRIEVER) + rows("train.scorer", SCORER)
 CASES += [pytest.param("evals", line, id=f"evals {line}") for line in TOP]
 CASES += [case for name, text in EVALS.items() for case in rows("evals", text, name)]
