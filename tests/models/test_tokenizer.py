@@ -115,35 +115,24 @@ def test_truncation_and_padding_of_whoever_saved_it_are_dropped(name, folder):
     assert Tokenizer.from_folder(folder).encode(text) == LOADED[name].encode(text)
 
 
-def test_special_tokens_may_be_objects(name, folder):
-    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": {"content": "<s>", "lstrip": False}}))
+def test_special_tokens_may_be_objects_lie_in_a_file_of_their_own_or_be_missing(name, folder):
+    config, own = folder / "tokenizer_config.json", folder / "special_tokens_map.json"
+    config.write_text(json.dumps({"bos_token": {"content": "<s>", "lstrip": False}}))
     assert Tokenizer.from_folder(folder).bos == LOADED[name].bos
-
-
-def test_special_tokens_may_lie_in_a_file_of_their_own(name, folder):
-    (folder / "tokenizer_config.json").unlink()
-    (folder / "special_tokens_map.json").write_text(json.dumps({"bos_token": "<s>"}))
-    assert Tokenizer.from_folder(folder).bos == LOADED[name].bos
-
-
-def test_tokenizer_json_alone_has_no_special_ids(name, folder):
-    (folder / "tokenizer_config.json").unlink()
+    config.unlink()
     tokenizer = Tokenizer.from_folder(folder)
     assert (tokenizer.bos, tokenizer.eos, tokenizer.pad) == (None, None, None)
+    own.write_text(json.dumps({"bos_token": "<s>"}))
+    assert Tokenizer.from_folder(folder).bos == LOADED[name].bos
 
 
 def test_template_may_lie_in_tokenizer_config(name, folder):
-    template = (folder / "chat_template.jinja").read_text()
+    template, file = (folder / "chat_template.jinja").read_text(), folder / "tokenizer_config.json"
     (folder / "chat_template.jinja").unlink()
-    config = json.loads((folder / "tokenizer_config.json").read_text()) | {"chat_template": template}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": template}))
     assert Tokenizer.from_folder(folder).chat_template == template
-
-
-def test_of_several_templates_the_default_is_taken(name, folder):
-    (folder / "chat_template.jinja").unlink()
-    templates = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "yes"}]
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates}))
+    several = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "yes"}]
+    file.write_text(json.dumps({"chat_template": several}))
     assert Tokenizer.from_folder(folder).chat([]) == "yes"
 
 
