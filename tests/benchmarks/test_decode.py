@@ -42,6 +42,7 @@ def test_a_block_s_floor_counts_its_products():
     assert rows[0]["floor_flops"] > 0 and rows[0]["kind"] == "block"
 
 
+@matrix
 def test_what_does_not_fit_is_a_row_and_the_rest_runs(monkeypatch):
     needed = []
     real = steps.program

@@ -14,7 +14,7 @@ import models
 from benchmarks import peer_timing, peers
 from benchmarks.__main__ import main
 from benchmarks.shapes import SHAPES
-from tests.tiers import first
+from tests.tiers import first, nightly
 
 RUN = {"prefill_seconds": 0.2, "decode_seconds": 0.02, "prefill_work": 0.3, "decode_work": 0.01}
 RUN |= {"tokens": [1, 2, 3], "held": 8, "peak_bytes": 2**20}
@@ -94,7 +94,10 @@ def test_rows_hold_medians_ratios_and_the_first_token_that_differs():
     assert "2 of 3" in peers.table([{"threads": 1, **row} for row in (first, second)])
 
 
-@pytest.mark.parametrize("side", first(1, [*peers.OURS, peers.FULL_OURS]))
+SIDES = [*peers.OURS, peers.FULL_OURS]
+
+
+@pytest.mark.parametrize("side", first(0, SIDES[:1]) + first(0, SIDES[1:], rest=nightly))
 def test_our_side_answers_each_line(side, tmp_path, monkeypatch, capsys):
     config = SHAPES["tiny"]
     models.save(tmp_path, models.Decoder(config, rngs=nnx.Rngs(0)))

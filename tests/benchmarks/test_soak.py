@@ -39,6 +39,7 @@ def test_answers_among_others_are_those_alone_and_cancelled_ones_their_beginning
     assert len(rows) == soak.PARTS
 
 
+@matrix
 def test_an_answer_that_differs_is_counted(model, monkeypatch):
     monkeypatch.setattr(soak, "POOL", 1)
     monkeypatch.setattr(soak, "LONGEST", 4)

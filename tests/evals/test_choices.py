@@ -11,7 +11,7 @@ import models
 from evals import choices, loglikelihood, prose, texts
 from evals.__main__ import main
 from evals.evaluator import Setting
-from tests.tiers import first, matrix
+from tests.tiers import first, matrix, nightly
 
 RNG = np.random.default_rng(0)
 SENTENCES = list(dict.fromkeys(prose.template_sentence(RNG) for _ in range(600)))
@@ -86,7 +86,7 @@ def test_of_words_to_recall_the_right_one_stands_in_the_passage(index):
     assert all(choice in passage for choice in given)
 
 
-@pytest.mark.parametrize("task", first(1, choices.TASKS))
+@pytest.mark.parametrize("task", first(1, choices.TASKS, rest=nightly))
 def test_the_full_cache_chooses_the_likeliest_of_the_whole_sequences(tiny, task):
     model = tiny[0]
     samples = [drawn(task, index) for index in range(3)]

@@ -12,7 +12,7 @@ import models
 from evals import coref, coref_task, evaluator, selections
 from evals.__main__ import main
 from evals.coref_task import CorefSample
-from tests.tiers import matrix
+from tests.tiers import first, matrix, nightly
 
 
 def setting(name, sparsity=0.5, mode="teacher"):
@@ -69,8 +69,7 @@ def test_teacher_forcing_takes_the_likeliest_token_at_each_place_of_the_name(tin
         assert guessed == places[len(sample.tokens) - 1 : len(row) - 1].tolist()
 
 
-@matrix
-@pytest.mark.parametrize("name", ["butler", "h2o"])
+@pytest.mark.parametrize("name", first(0, ["butler"]) + first(0, ["h2o"], rest=nightly))
 def test_generation_is_that_of_the_library(tiny, name):
     model, tokenizer, butler = tiny
     samples = [coref_task.sample(seed, tokenizer) for seed in range(2)]

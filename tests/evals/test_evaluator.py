@@ -9,7 +9,7 @@ import pytest
 import models
 from evals import evaluator, tasks
 from evals.results import Results
-from tests.tiers import matrix
+from tests.tiers import first, nightly
 
 
 def flags_of(line):
@@ -61,8 +61,9 @@ def test_an_unknown_selection_is_refused_before_any_work(line, said):
         evaluator.make_settings(flags_of(f"--policies {line} --budgets 64"))
 
 
-@matrix
-@pytest.mark.parametrize("policy", ["select=butler", "select=quest(page_size=4)", "butler+caote"])
+@pytest.mark.parametrize(
+    "policy", first(0, ["select=butler"]) + first(0, ["select=quest(page_size=4)", "butler+caote"], rest=nightly)
+)
 def test_what_reads_by_a_source_answers_as_generate_does(policy):
     model, tokenizer = models.load("retriever")
     samples = [tasks.needle(seed, tokenizer, 96, facts=2) for seed in range(2)]
@@ -97,7 +98,7 @@ def test_a_policy_is_compared_with_itself_without_caote_on_the_same_samples():
     assert row["difference"] == 1.0
 
 
-@matrix
+@nightly  # test_ruler.py's killed run goes on in the same way
 def test_what_is_missing_is_answered_as_in_one_run():
     model, tokenizer = models.load("retriever")
     samples = [tasks.needle(seed, tokenizer, 96 + 16 * seed, facts=2) for seed in range(4)]
@@ -114,8 +115,7 @@ def test_what_is_missing_is_answered_as_in_one_run():
     assert plain[0] == plain[1]
 
 
-@matrix
-@pytest.mark.parametrize("question", ["after", "agnostic"])
+@pytest.mark.parametrize("question", first(0, ["after"]) + first(0, ["agnostic"], rest=nightly))
 def test_settings_that_share_a_prompt_answer_as_each_alone(question):
     model, tokenizer = models.load("retriever")
     samples = [tasks.needle(seed, tokenizer, 96 + 16 * (seed % 2), facts=2) for seed in range(3)]
@@ -140,22 +140,6 @@ def test_rows_of_near_lengths_lie_in_one_batch():
     setting = evaluator.Setting("tova", 24, "prompt", "after")
     found = evaluator.answers(model, samples, setting, new_tokens=1, block=32, batch=2)
     assert [batch.rows for batch in found] == [[1, 3], [2, 0]]
-
-
-@matrix
-def test_a_killed_run_of_shared_prompts_answers_only_what_is_missing():
-    model, tokenizer = models.load("retriever")
-    samples = [tasks.needle(seed, tokenizer, 96, facts=2) for seed in range(4)]
-    group = evaluator.Group("x", None, 4, lambda: samples, 4, lambda answer, sample: float(answer.tokens[0]), end=())
-    settings = [evaluator.Setting("tova", budget, "prompt", "after") for budget in (24, 48)]
-    whole, rest = (Results(None, "x", {}, "x") for _ in range(2))
-    evaluator.run(model, tokenizer, [group], settings, whole, block=32, batch=2)
-    rest.add([r for r in whole.records if r["budget"] == 24 or r["sample"] == 1])
-    before = len(rest.records)
-    evaluator.run(model, tokenizer, [group], settings, rest, block=32, batch=2)
-    key = lambda r: (r["budget"], r["sample"])  # noqa: E731
-    assert len(rest.records) == before + 3 == 8
-    assert sorted(map(key, rest.records)) == sorted(map(key, whole.records))
 
 
 def test_the_written_command_gives_the_same_flags_again(tmp_path):

@@ -13,7 +13,7 @@ import kvjax
 import models
 from evals import fidelity, needle, tasks
 from evals.__main__ import main
-from tests.tiers import first, matrix
+from tests.tiers import first, matrix, nightly
 
 SMALL = ["--lengths", "256", "--samples", "2", "--facts", "4", "--batch", "2", "--block", "64", "--budgets", "32"]
 
@@ -41,7 +41,7 @@ def settings_of(*policies, budget=12, when="prompt", question="after"):
     return [needle.Setting(p, None if p == "full" else budget, when, question) for p in policies]
 
 
-@pytest.mark.parametrize("question", first(1, ["after", "agnostic"]))
+@pytest.mark.parametrize("question", first(1, ["after", "agnostic"], rest=nightly))
 def test_the_full_cache_is_exact(question):
     (result,) = fidelity.measure(random_model(), random_samples(), settings_of("full", question=question), block=16)
     if question == "after":
@@ -54,7 +54,7 @@ def test_the_full_cache_is_exact(question):
     assert np.unique(result["retained"]["largest"]) == max(lengths)
 
 
-@pytest.mark.parametrize("policy", first(1, ["snapkv(window=4)@model", "tova", "sage(heads='query')"]))
+@pytest.mark.parametrize("policy", first(1, ["snapkv(window=4)@model", "tova", "sage(heads='query')"], rest=nightly))
 def test_attention_outputs_are_those_of_numpy_over_the_tokens_that_are_left(policy):
     model, samples = random_model(layers=1), random_samples(3)
     longest = max(len(s.tokens) for s in samples)
@@ -115,7 +115,7 @@ def test_differences_by_hand():
     assert found["kl"] == pytest.approx(0.5 * (0.5 * np.log(0.5 / 0.75) + 0.5 * np.log(0.5 / 0.25)), abs=1e-6)
 
 
-@matrix
+@nightly  # test_evaluator.py shows the same
 def test_rows_do_not_depend_on_their_batch_and_budgets_are_kept():
     model, samples = random_model(), random_samples()
     settings = settings_of("tova", "tova(heads='group')@layer")

@@ -11,7 +11,7 @@ import models
 from evals import fidelity, harness, loglikelihood, selections
 from evals.__main__ import main
 from models import commands, provenance
-from tests.tiers import matrix
+from tests.tiers import matrix, nightly
 
 TEXT = (
     "The code of amber falcon is 4719. The river was calm and the baker counted steps. The code of bold harp is 2650."
@@ -28,7 +28,7 @@ def dense(model, tokens):
     return np.asarray(jax.nn.log_softmax(logits))
 
 
-@matrix
+@nightly  # test_perplexity.py compares the same function
 def test_likelihoods_are_those_of_the_forward_pass_whatever_the_batch(retriever):
     model, tokenizer = retriever
     sequences = [tokenizer.encode(TEXT), tokenizer.encode(TEXT)[:9], tokenizer.encode(TEXT)[:17]]
@@ -117,7 +117,7 @@ def test_an_empty_context_is_the_begin_token(kvjax_lm):
     )
 
 
-@matrix
+@nightly  # test_perplexity.py compares the same function
 def test_a_long_text_rolls_in_windows_that_count_each_token_once(kvjax_lm):
     text = TEXT * 4
     tokens = kvjax_lm.tok_encode(text, add_special_tokens=False)
@@ -256,7 +256,7 @@ def test_a_task_that_fails_ends_in_one_sentence(tmp_path, capsys):
     assert "error: " in err and "Traceback" not in err.split("lm_eval: error")[-1]
 
 
-@matrix
+@nightly  # the harness reads its 14,000 files first
 def test_an_unknown_task_ends_in_one_sentence(capsys):
     pytest.importorskip("lm_eval")
     assert main(["lm_eval", "--tasks", "no_such_task", "--model_args", "block=32"]) == 2

@@ -6,9 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-import models
 from evals import loglikelihood, selections
-from tests.tiers import first, matrix
+from tests.tiers import first, nightly
 
 BATCH, LENGTH = 3, 21
 LENGTHS, QUESTIONS = (42, 44, 43), [7, 8, 7]  # of prompts: as many blocks, and as much room, in every batch
@@ -70,8 +69,6 @@ def test_a_reference_is_itself_without_divergence_and_has_to_be_of_the_same_sequ
         1,
         [
             ("snapkv(window=4)+caote", "prompt", False),
-            ("full", "block", True),
-            ("streaming(sinks=0)", "block", False),
             ("h2o@adakv", "prompt", True),
         ],
     ),
@@ -102,7 +99,7 @@ def test_endings_are_as_likely_as_in_whole_sequences(tiny, policy, when, known):
         assert 0 < behind.cache_bytes <= behind.peak_cache_bytes
 
 
-@matrix
+@nightly  # the commands share prompts by the same way
 @pytest.mark.parametrize("known", [False, True])
 def test_endings_under_several_policies_are_those_of_each_alone(tiny, known):
     model, rng = tiny[0], np.random.default_rng(1)
@@ -127,13 +124,3 @@ def test_endings_under_several_policies_are_those_of_each_alone(tiny, known):
 def test_prompts_without_as_many_endings_are_refused(tiny, ends):
     with pytest.raises(ValueError, match="give each prompt as many as the others"):
         loglikelihood.endings(tiny[0], [[1, 2], [3, 4]], ends)
-
-
-@matrix
-def test_an_ending_of_the_embedded_model_is_found_behind_its_fact():
-    model, tokenizer = models.load("retriever")
-    prompt = "The code of bold harp is 2650. The river was calm. The code of amber falcon is 4719. "
-    prompts = [tokenizer.encode(f"{prompt}The code of {name} is") for name in ("bold harp", "amber falcon")]
-    ends = [[tokenizer.encode(text, add_special_tokens=False) for text in (" 4719", " 2650")]] * 2
-    found = loglikelihood.endings(model, prompts, ends, block=32)[0]
-    assert [int(np.argmax(row.log_probability)) for row in found] == [1, 0]

@@ -8,7 +8,7 @@ import kvjax
 import models
 from evals import needle
 from evals.__main__ import main
-from tests.tiers import matrix
+from tests.tiers import first, matrix, nightly
 
 SMALL = ["--lengths", "256", "--depths", "2", "--samples", "2", "--facts", "4", "--batch", "4", "--block", "64"]
 
@@ -29,10 +29,11 @@ def test_the_samples_are_the_same_each_time_and_differ_from_each_other(retriever
     assert len(set(prompts)) == len(prompts) == 6
 
 
-@matrix
+HELD = ("snapkv(window=8)", "prompt", "agnostic")
+
+
 @pytest.mark.parametrize(
-    ("policy", "when", "question"),
-    [("snapkv+caote", "block", "after"), ("snapkv(window=8)", "prompt", "agnostic")],
+    ("policy", "when", "question"), first(0, [("snapkv+caote", "block", "after")]) + first(0, [HELD], rest=nightly)
 )
 def test_recall_is_that_of_generate_a_question_held_back_or_not(retriever, policy, when, question):
     model, tokenizer = retriever
@@ -50,7 +51,7 @@ def test_recall_is_that_of_generate_a_question_held_back_or_not(retriever, polic
     assert result["recall"] == sum(sum(row["correct"]) for row in result["cells"]) / 6
 
 
-@matrix
+@nightly  # the caches have tests of their own
 def test_settings_with_caches_of_another_dtype_are_answered_apart(retriever):
     model, tokenizer = retriever
     settings = [needle.Setting("tova", 64, "prompt", "after", cache_dtype=dtype) for dtype in ("float32", "int8")]
@@ -60,15 +61,7 @@ def test_settings_with_caches_of_another_dtype_are_answered_apart(retriever):
     assert narrow["cache_bytes"] / wide["cache_bytes"] == pytest.approx((2 * (D + 4) + 4) / (8 * D + 4), rel=1e-3)
 
 
-@matrix
-def test_a_small_ratio_is_of_each_prompt_whatever_the_batch(retriever):
-    model, tokenizer = retriever
-    setting = needle.Setting("snapkv(window=8)", 0.1, "prompt", "after")
-    result = needle.measure(model, cells_of(tokenizer), [setting], block=64, batch=4)[0]  # 6 samples: 2 rows stay empty
-    assert result["samples"] == 6
-
-
-@matrix
+@nightly  # the caches have tests of their own
 def test_bytes_are_those_of_one_sequences_cache(retriever):
     model, tokenizer = retriever
     results = {}

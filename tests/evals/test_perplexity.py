@@ -10,7 +10,7 @@ import pytest
 import models
 from evals import evaluator, perplexity, selections, texts
 from evals.__main__ import main
-from tests.tiers import first, matrix
+from tests.tiers import first, matrix, nightly
 
 TEXT = "The quick brown fox jumps over the lazy dog, and nobody has ever asked the dog what it thinks of that. " * 8
 
@@ -73,7 +73,7 @@ def test_of_a_window_only_the_last_tokens_count(tiny):
     np.testing.assert_allclose(found.by_chunk, wanted, rtol=1e-5)
 
 
-@pytest.mark.parametrize("when", first(1, ["prompt", "block"]))
+@pytest.mark.parametrize("when", first(1, ["prompt", "block"], rest=nightly))
 def test_the_divergence_is_that_of_the_full_caches_distributions(tiny, when):
     model, tokenizer, _ = tiny
     chunks = perplexity.make_chunks(tokenizer, TEXT, 24, limit=3, stride=8)
@@ -158,7 +158,7 @@ def test_comparisons_are_paired_with_the_predictor_at_the_same_sparsity():
     assert rows[0]["increase"] == pytest.approx(np.exp(0.2) - 1)
 
 
-@matrix
+@nightly  # three more programs for one word
 def test_one_chunk_has_no_interval(tiny):
     model, tokenizer, butler = tiny
     chunks = perplexity.make_chunks(tokenizer, TEXT, 24, limit=1)

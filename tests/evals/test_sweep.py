@@ -12,7 +12,7 @@ from evals import evaluator, page, sweep, view
 from evals.__main__ import main
 from evals.results import read_header, read_records
 from tests.evals import browser
-from tests.tiers import matrix
+from tests.tiers import matrix, nightly
 
 # Budget, block and batch are those of test_needle and test_ruler: their programs are in the cache on the disk.
 SMALL = """
@@ -44,7 +44,7 @@ def finished(tmp_path_factory):
     return folder
 
 
-@matrix
+@nightly  # a whole sweep; its parts are the evaluations themselves
 def test_a_sweep_answers_each_cell_once(finished):
     records = read_records(finished / "run")
     assert len(records) == (4 + 2 * 2) * (1 + 3)
@@ -53,7 +53,7 @@ def test_a_sweep_answers_each_cell_once(finished):
     assert len(figures["results"]) == 2 * 4
 
 
-@matrix
+@nightly  # a whole sweep; its parts are the evaluations themselves
 def test_a_sweep_goes_on_where_it_was(finished, tmp_path):
     (tmp_path / "small.toml").write_text(SMALL)
     shutil.copytree(finished / "run", tmp_path / "run")
@@ -65,7 +65,7 @@ def test_a_sweep_goes_on_where_it_was(finished, tmp_path):
     assert plain[0] == plain[1]
 
 
-@matrix
+@nightly  # a whole sweep; its parts are the evaluations themselves
 def test_other_settings_are_refused(finished, tmp_path, capsys):
     (tmp_path / "other.toml").write_text(SMALL.replace("[96]", "[96, 0.5]"))
     assert main(["sweep", str(tmp_path / "other.toml"), "--out", str(finished / "run")]) == 2
@@ -131,7 +131,7 @@ def test_what_fails_is_named_and_the_rest_is_done(tmp_path, capsys, monkeypatch)
     assert [r["task"] for r in read_records(tmp_path / "run")] == ["fwe"]
 
 
-@matrix
+@nightly  # a whole sweep; its parts are the evaluations themselves
 def test_each_row_has_the_command_that_makes_it(finished):
     parts = sweep.plan({**read_header(finished / "run")["settings"]})
     for row in page.figures(finished / "run")["rows"]:
@@ -151,14 +151,14 @@ def written(finished):
     return path
 
 
-@matrix
+@nightly  # a whole sweep; its parts are the evaluations themselves
 def test_the_page_needs_nothing_else(written):
     text = written.read_text()
     outside = set(re.findall(r"https?://[^\s\"'<]+", text)) - {"http://www.w3.org/2000/svg"}
     assert not outside and "<link" not in text and "src=" not in text
 
 
-@matrix
+@nightly  # a whole sweep; its parts are the evaluations themselves
 @browser.needed
 def test_the_page_shows_every_row_and_panel_in_a_browser(written):
     found = browser.dump(written)
@@ -169,7 +169,7 @@ def test_the_page_shows_every_row_and_panel_in_a_browser(written):
     assert "tova+caote" in body
 
 
-@matrix
+@nightly  # a whole sweep; its parts are the evaluations themselves
 @browser.needed
 def test_sorting_choosing_and_filtering_work(written):
     script = """
@@ -185,7 +185,7 @@ def test_sorting_choosing_and_filtering_work(written):
     assert "niah_multikey_2" in found
 
 
-@matrix
+@nightly  # a whole sweep; its parts are the evaluations themselves
 @browser.needed
 def test_the_page_does_not_scroll_sideways_on_a_phone(written):
     script = "document.title = document.documentElement.scrollWidth <= window.innerWidth ? 'fits' : 'too wide';"

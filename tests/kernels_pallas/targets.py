@@ -14,11 +14,12 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedShar
 
 from benchmarks.targets import compiled, tpu_chips
 from kernels_pallas.dispatch import Kernel
-from tests.tiers import first
+from tests.tiers import first, nightly
 
 CALLS = {"tpu": "@tpu_custom_call", "cuda": "@__gpu$xla.gpu.triton"}
 platforms = pytest.mark.parametrize("platform", CALLS)
-topologies = pytest.mark.parametrize("topology", first(1, ["v5e:2x2", "v6e:2x2"]))
+# What lowers compiles, as a rule; the TPU compiler is dear.
+topologies = pytest.mark.parametrize("topology", first(1, ["v5e:2x2", "v6e:2x2"], rest=nightly))
 _DEVICES = {"tpu": AbstractDevice("TPU v5e", 1, "tpu"), "cuda": AbstractDevice("NVIDIA H100 80GB HBM3", 132, "gpu")}
 
 

@@ -18,7 +18,7 @@ from kernels_pallas import caote_topk
 from kernels_pallas.caote_topk import gpu, reference, tpu
 from kernels_pallas.dispatch import Kernel
 from tests.kernels_pallas.targets import compiled_for_tpu, kernels_in, needs_gpu, on_gpu, platforms
-from tests.tiers import first, matrix
+from tests.tiers import first, matrix, nightly
 
 RUNS = {
     "reference": reference.caote_topk,
@@ -189,7 +189,7 @@ def test_of_equal_tokens_the_more_recent_stay(name):
     live = given.position >= 0
     alike = given._replace(
         weights=np.where(live, 1 / live.sum(-1, keepdims=True), 0)[:, :, None].repeat(2, 2).astype(np.float32),
-        value=np.where(live[..., None], np.float32(0.5), np.nan),
+        value=np.where(live[..., None], np.float32(0.5), np.full_like(given.value, np.nan)),
         protected=np.zeros_like(live),
         budget=np.int32([3, 4]),
     )
@@ -347,9 +347,9 @@ def test_it_runs_on_a_gpu(fast, sizes):
 
 # On a mesh, each chip on its own heads: see test_prepare.py.
 @pytest.mark.tpu
-@pytest.mark.parametrize(("sizes",), first(1, [(x,) for x in TARGETS]), ids=str)
+@pytest.mark.parametrize(("sizes",), first(1, [(x,) for x in TARGETS], rest=nightly), ids=str)
 @pytest.mark.parametrize(
-    ("topology", "leaves"), first(1, [("v5e:2x2", evict), ("v6e:2x2", evict_one)]), ids=["many", "one"]
+    ("topology", "leaves"), first(1, [("v5e:2x2", evict), ("v6e:2x2", evict_one)], rest=nightly), ids=["many", "one"]
 )
 def test_it_compiles_for_a_tpu(topology, leaves, sizes):
     program = compiled_for_tpu(topology, leaves, *shapes(*sizes))

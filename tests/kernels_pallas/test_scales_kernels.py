@@ -91,10 +91,7 @@ def computed(operation: str, platform: str, T: int, query_dtype: str, dtypes: tu
         1,
         [
             (1, "float32", ("int8", "int8")),
-            (3, "float32", ("float8_e4m3fn", "float8_e4m3fn")),
-            (3, "bfloat16", ("int8", "int8")),
             (3, "bfloat16", ("float8_e4m3fn", "bfloat16")),
-            (1, "float32", ("float32", "float8_e4m3fn")),
         ],
     ),
 )

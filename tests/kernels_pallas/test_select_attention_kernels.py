@@ -19,7 +19,7 @@ from kernels_pallas.select_attention import gpu, reference, tpu
 from tests.kernels_pallas import targets
 from tests.kernels_pallas.targets import compiled_for_tpu, kernels_in, platforms
 from tests.kernels_pallas.test_select_attention import Case, case, definition
-from tests.tiers import first, matrix
+from tests.tiers import first, matrix, nightly
 
 KERNELS = {
     "tpu": functools.partial(Kernel("select_attention", "tpu").run, interpret=pltpu.InterpretParams()),
@@ -57,12 +57,9 @@ def test_output_is_that_of_the_definition(name, seed):
     "sizes",
     [
         dict(H=2),
-        dict(B=1, N=1, K=1, S=1, D=1, H=1, M=1),
         dict(B=1, N=16, K=1, S=131, D=80, H=16, M=40),
-        dict(B=1, N=16, K=1, S=131, D=64, H=1, M=131),
         dict(B=2, N=9, K=3, S=40, D=96, H=3, T=5, M=7),
         dict(B=1, N=6, K=2, S=300, D=128, H=6, T=3, M=70),
-        dict(B=1, N=3, K=3, S=20, D=256, H=3, M=20),
     ],
     ids=str,
 )
@@ -219,7 +216,7 @@ def test_it_runs_on_a_gpu(sizes):
 
 
 @pytest.mark.tpu
-@every
+@pytest.mark.parametrize(("sizes",), first(1, [(x,) for x in TARGETS], rest=nightly), ids=str)
 @targets.topologies
 def test_it_compiles_for_a_tpu(topology, sizes):
     program = compiled_for_tpu(topology, of_layer, *shapes(*sizes))

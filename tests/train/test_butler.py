@@ -22,7 +22,7 @@ from models import butler as butler_module
 from models import commands
 from models.butler import Butler, butler_input, load_butler
 from tests.bad_input.campaign import state_of
-from tests.tiers import first, matrix
+from tests.tiers import first, matrix, nightly
 from train import butler as trainer
 from train import loop
 from train.butler import Settings, butler_config_of, loss_of, measure, settings_of, train
@@ -113,7 +113,7 @@ def test_gradients_flow_to_every_parameter_of_the_predictor(model):
     assert all(np.abs(gradient).max() > 0 for gradient in gradients.values())
 
 
-@matrix
+@nightly  # several whole runs of training
 @pytest.mark.parametrize("sizes", [(None, 40, None), (40, None, 40)])
 def test_gradients_flow_in_a_model_where_some_layers_have_experts(sizes):
     config = dataclasses.replace(CONFIG, num_experts=3, experts_per_token=2, dense_sizes=sizes)
@@ -123,7 +123,7 @@ def test_gradients_flow_in_a_model_where_some_layers_have_experts(sizes):
     assert all(np.isfinite(leaf).all() and np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(gradient))
 
 
-@matrix
+@nightly  # several whole runs of training
 def test_the_loss_falls_and_the_folder_loads(model, tmp_path):
     settings = SETTINGS._replace(tokens=120 * 64)
     butler, summary = run(tmp_path, model, settings=settings, save_every=60, eval_every=60)
@@ -165,8 +165,7 @@ def test_resumed_is_uninterrupted_bit_for_bit(model, tmp_path):
     assert again["figures"] == summary["figures"]
 
 
-@matrix
-@pytest.mark.parametrize("damage", ["truncated", "flipped", "removed"])
+@pytest.mark.parametrize("damage", first(0, ["flipped"]) + first(0, ["truncated", "removed"], rest=nightly))
 def test_a_damaged_checkpoint_is_left_for_the_one_before(model, tmp_path, damage):
     whole, _ = run(tmp_path / "whole", model)
     run(tmp_path / "parts", model, stop_after=8)
@@ -187,7 +186,7 @@ def test_a_damaged_checkpoint_is_left_for_the_one_before(model, tmp_path, damage
         assert np.array_equal(array, parameters_of(resumed)[name]), name
 
 
-@matrix
+@nightly  # several whole runs of training
 def test_a_checkpoint_cut_short_is_left_out(model, tmp_path):
     run(tmp_path, model, stop_after=4)
     checkpoints = tmp_path / "checkpoints"
@@ -197,8 +196,7 @@ def test_a_checkpoint_cut_short_is_left_out(model, tmp_path):
     assert "the checkpoint of step 8 was cut short" in said[0] and said[1] == "resuming from the checkpoint of step 4"
 
 
-@matrix
-@pytest.mark.parametrize("resume", [True, False])
+@pytest.mark.parametrize("resume", first(0, [True]) + first(0, [False], rest=nightly))
 def test_two_runs_never_write_into_one_folder(model, tmp_path, resume):
     run(tmp_path, model, stop_after=1)
     before = state_of(tmp_path)
@@ -250,7 +248,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(model, tmp_path, monkeypatch):
     assert kept == {path: path.read_bytes() for path in (tmp_path / "checkpoints").rglob("*") if path.is_file()}
 
 
-@matrix
+@nightly  # several whole runs of training
 def test_wrong_text_ends_the_run_behind_what_was_learned(model, tmp_path):
     whole, _ = run(tmp_path / "whole", model)
     with pytest.raises(ValueError, match="line 7 is wrong"):
@@ -303,6 +301,7 @@ def command(*arguments):
     return trainer.main([str(argument) for argument in arguments])
 
 
+@matrix
 def test_the_command_trains(small, tmp_path, capsys):
     arguments = ["--model", small, "--data", "python", "--seq-len", 16, "--batch", 2, "--tokens", "96", "--out"]
     assert command(*arguments, tmp_path / "out", "--eval-rows", 2, "--eval-every", 0, "--json") == 0
@@ -351,7 +350,7 @@ def test_a_file_as_out_is_refused(small, tmp_path, capsys):
     assert "it is a file" in capsys.readouterr().err and (tmp_path / "out").read_text() == "mine"
 
 
-@matrix
+@nightly  # several whole runs of training
 def test_killed_is_uninterrupted_bit_for_bit(tmp_path):
     script = Path(__file__).with_name("kill_training.py")
     arguments = ["--kills", "1", "--steps", "12", "--folder", str(tmp_path)]

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 
 import models
 from evals import loglikelihood
-from tests.tiers import first, matrix
+from tests.tiers import first, matrix, nightly
 from train import answers, finetune, loop, lora
 from train.text import Corpus
 
@@ -149,8 +149,7 @@ def test_low_rank_matrices_change_nothing_at_first_and_alone_are_trained():
 # --- a run -----------------------------------------------------------------------------------------------------------
 
 
-@matrix
-@pytest.mark.parametrize("kind", ["text", "answers, LoRA"])
+@pytest.mark.parametrize("kind", first(0, ["answers, LoRA"]) + first(0, ["text"], rest=nightly))
 def test_a_run_resumes_bit_for_bit_lowers_the_loss_and_loads(kind, tmp_path):
     rows, settings = TEXT, SETTINGS
     if kind != "text":
@@ -190,7 +189,7 @@ def test_a_step_on_several_devices_is_the_step_on_one(tmp_path):
     assert len(state.parameters["layers.value"].sharding.device_set) == 4
 
 
-@matrix
+@nightly  # several whole runs of training
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_run_on_several_devices_resumes_bit_for_bit(rank, tmp_path):
     models.save(tmp_path / "base", model())

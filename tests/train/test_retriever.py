@@ -15,7 +15,7 @@ from models.config import from_hugging_face
 from models.decoder import Decoder
 from models.save import save
 from tests.bad_input.campaign import state_of
-from tests.tiers import matrix
+from tests.tiers import matrix, nightly
 from train import data, retriever
 from train.circuit import init_parameters
 
@@ -64,7 +64,7 @@ def test_checkpoints_of_another_run_are_refused(tokenizer, config, tmp_path):
         run(dataclasses.replace(config, intermediate_size=64), 0)
 
 
-@matrix
+@nightly  # several whole runs of training
 @pytest.mark.parametrize("resume", [True, False])
 def test_two_runs_never_write_into_one_folder(tokenizer, config, tmp_path, resume):
     options = dict(progress=False, evaluate_every=0, stop_after=1)
@@ -77,6 +77,7 @@ def test_two_runs_never_write_into_one_folder(tokenizer, config, tmp_path, resum
     assert state_of(tmp_path) == before
 
 
+@nightly  # several whole runs of training
 def test_goes_on_from_a_model_behind_the_last_step_of_its_log(tokenizer, config, tmp_path):
     options = dict(progress=False, evaluate_every=0)
     half = retriever.train(tmp_path / "first", config, tokenizer, TINY, stop_after=2, **options)
@@ -107,13 +108,23 @@ def test_a_model_that_the_recipe_did_not_make_is_refused(tokenizer, config, tmp_
 def test_its_attention_is_the_decoders(tokenizer, config):
     parameters = init_parameters(config, jax.random.key(1))
     parameters["layers.output"] = 0.1 * jax.random.normal(jax.random.key(2), parameters["layers.output"].shape)
-    tokens = jax.random.randint(jax.random.key(3), (2, 40), 0, config.vocab_size)
-    model, hidden = retriever.hidden_states(config, parameters, tokens)
-    np.testing.assert_allclose(model.logits(hidden), Decoder(config, parameters)(tokens), atol=1e-4)
-    query, key, value = (jax.random.normal(jax.random.key(i), (1, 40, h, 8)) for i, h in ((4, 4), (5, 2), (6, 2)))
-    blocks, whole = (retriever.causal_attention(query, key, value, block=b) for b in (16, 64))
+    rng = np.random.default_rng(3)
+    tokens = rng.integers(0, config.vocab_size, (2, 40))
+
+    @jax.jit
+    def logits(parameters):
+        model, hidden = retriever.hidden_states(config, parameters, tokens)
+        return model.logits(hidden), Decoder(config, parameters)(tokens)
+
+    @jax.jit
+    def attention(query, key, value):
+        blocks, whole = (retriever.causal_attention(query, key, value, block=b) for b in (16, 64))
+        return blocks, whole, jax.nn.dot_product_attention(query, key, value, is_causal=True)
+
+    np.testing.assert_allclose(*logits(parameters), atol=1e-4)
+    blocks, whole, expected = attention(*(rng.normal(size=(1, 40, h, 8)).astype(np.float32) for h in (4, 2, 2)))
     np.testing.assert_allclose(blocks, whole, atol=1e-5)
-    np.testing.assert_allclose(whole, jax.nn.dot_product_attention(query, key, value, is_causal=True), atol=1e-5)
+    np.testing.assert_allclose(whole, expected, atol=1e-5)
 
 
 def test_groups_of_rows_make_the_same_loss(config, tokenizer):

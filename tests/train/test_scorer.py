@@ -13,7 +13,7 @@ from flax import nnx
 import kvjax
 import models
 from models import repeating
-from tests.tiers import first, matrix
+from tests.tiers import first, matrix, nightly
 from train import scorer as trainer
 from train.scorer import Settings, largest_attention, measure, settings_of, train
 from train.text import Corpus
@@ -105,7 +105,7 @@ def test_a_scorer_that_knows_the_scores_is_measured_as_perfect(model, monkeypatc
     assert measure(model, own, corpus().held_out, 0.2)["hit_rate"].tolist() == [0, 0]
 
 
-@pytest.mark.parametrize("target", first(1, ["kvzip", "future"]))
+@pytest.mark.parametrize("target", first(1, ["kvzip", "future"], rest=nightly))
 def test_the_command_trains(tmp_path, capsys, target):
     config = dataclasses.replace(CONFIG, vocab_size=1536, bos=0, eos=(1,), max_positions=128)
     tokenizer = models.load("retriever")[1]

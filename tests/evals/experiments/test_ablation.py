@@ -11,7 +11,7 @@ from evals import needle, report, verdicts
 from evals.__main__ import main
 from evals.experiments import ablation, ablations, claims, study_report
 from evals.experiments.ablations import STUDIES, Claim, Gain, Point, Run, Study
-from tests.tiers import first, matrix
+from tests.tiers import first, matrix, nightly
 
 A, B, C, D = (Run(policy, 0.25) for policy in ("tova", "tova+caote", "h2o", "h2o+caote"))
 
@@ -236,7 +236,7 @@ def test_a_picture_by_bytes_has_each_point_at_the_bytes_of_its_cache():
     assert axis.get_xticks().tolist() == [256, 512, 1024, 2048] and len(points) <= 24
 
 
-@matrix
+@nightly  # one more whole study
 def test_runs_of_two_dtypes_are_told_apart(monkeypatch, tmp_path, capsys):
     wide, narrow = (Run("tova", 0.25, cache_dtype=dtype) for dtype in ("bfloat16", "int8"))
     points = tuple(Point("", run.cache_dtype, "1", run) for run in (wide, narrow))

@@ -9,7 +9,7 @@ import models
 from evals import choices, loglikelihood, selections
 from evals.__main__ import main
 from evals.experiments import butler_choices
-from tests.tiers import matrix
+from tests.tiers import matrix, nightly
 
 TEXT = " ".join(f"A boat that had a crew of {i} men went by the old town of {i}." for i in range(9, 200))
 
@@ -59,7 +59,7 @@ def test_the_predictor_is_compared_on_the_same_samples():
     assert [(line["against"], line["difference"]) for line in found] == [("full", -0.5), ("h2o", 0.5)]
 
 
-@matrix
+@nightly  # what it measures is above, what it writes as test_choices.py
 def test_the_command_writes_figures_and_a_picture(tmp_path, capsys):
     text, out, plot = tmp_path / "text.txt", tmp_path / "out.json", tmp_path / "out.png"
     text.write_text(TEXT)

@@ -8,7 +8,7 @@ import pytest
 from evals import perplexity, selections
 from evals.__main__ import main
 from evals.experiments import butler_figures
-from tests.tiers import first, matrix
+from tests.tiers import first, matrix, nightly
 
 TEXT = "The quick brown fox jumps over the lazy dog, and nobody has ever asked the dog what it thinks of that. " * 8
 
@@ -43,7 +43,7 @@ def test_agreement_breaks_ties_towards_the_more_recent_and_bears_flat_heads():
     assert found["consensus"] == 0
 
 
-@matrix
+@nightly  # selections.hits has a test of its own
 def test_accuracies_are_means_of_hits_over_all_layers_but_the_first(tiny):
     model, tokenizer, butler = tiny
     chunks = perplexity.make_chunks(tokenizer, TEXT, 24, limit=3)
@@ -62,7 +62,7 @@ def test_accuracies_are_means_of_hits_over_all_layers_but_the_first(tiny):
     assert compared["better"] == "within noise"  # three chunks can prove nothing
 
 
-@pytest.mark.parametrize("figure", first(1, ["accuracy", "layers"]))
+@pytest.mark.parametrize("figure", first(1, ["accuracy", "layers"], rest=nightly))
 def test_accuracy_and_layers_are_written(flags, figure, tmp_path, capsys):
     out, plot = tmp_path / "out.json", tmp_path / "out.png"
     given = ["--select", "butler,random", "--json", str(out), "--plot", str(plot)]

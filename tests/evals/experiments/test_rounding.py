@@ -14,7 +14,7 @@ from evals import evaluator, perplexity
 from evals.__main__ import main
 from evals.experiments import rounding
 from evals.experiments.rounding import PAIRS, PLAIN, ROUNDINGS
-from tests.tiers import matrix
+from tests.tiers import matrix, nightly
 
 ROOT = Path(__file__).resolve().parents[3]
 TEXT = "The quick brown fox jumps over the lazy dog, and nobody has ever asked the dog what it thinks of that. " * 8
@@ -76,7 +76,7 @@ def test_the_librarys_rounding_costs_what_its_cache_costs(tiny):
     assert (plain["key"], plain["kl"], eight["bytes"]) == (PLAIN, 0, 24)
 
 
-@matrix
+@nightly  # fourteen pairs of roundings
 def test_a_model_with_windows_and_caps_is_the_model_itself_unrounded():
     config = models.Config(
         64, 16, 24, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, architecture="gemma2", norms="both",
@@ -89,7 +89,7 @@ def test_a_model_with_windows_and_caps_is_the_model_itself_unrounded():
     assert eight["by_chunk"] != plain["by_chunk"]
 
 
-@matrix
+@nightly  # fourteen pairs of roundings
 def test_the_command_measures_several_texts_and_writes_them(tiny_folder, tmp_path, capsys):
     files = [tmp_path / "one.txt", tmp_path / "two.txt"]
     for file in files:
