@@ -75,17 +75,15 @@ def test_a_prompt_is_read_from_a_file_or_out_of_a_pipe(kind, tmp_path, capsys):
     assert read["tokens"] == given["tokens"]
 
 
-def test_a_question_comes_after_the_context_was_compressed_on_pages(capsys):
+def test_a_question_comes_after_the_context_was_compressed(capsys):
     context, question = "It was a quiet day. " * 20, "What was the day like?"
-    flags = ["--policy", "laprox(window=8)@model", "--budget", "24", "--when", "prompt", "--json", *SMALL]
-    assert cli.main(["retriever", "--prompt", context, "--question", question, *flags]) == 0
+    asking = ["--prompt", context, "--question", question, "--when", "prompt", "--json"]
+    assert cli.main(["retriever", *asking, *UNDER]) == 0
     figures = json.loads(capsys.readouterr().out)
     model, tokenizer = models.load("retriever")
     asked = tokenizer.encode(question, add_special_tokens=False)
-    assert figures["tokens"] == streamed(
-        model, [*tokenizer.encode(context), *asked], question=len(asked), policy="laprox(window=8)@model", budget=24,
-        when="prompt",
-    )  # fmt: skip
+    run = dict(policy="h2o+caote", budget=16, when="prompt", question=len(asked))
+    assert figures["tokens"] == streamed(model, [*tokenizer.encode(context), *asked], **run)
 
 
 @pytest.fixture(scope="module")
