@@ -313,7 +313,8 @@ def test_cake_measures_entropy_and_variance_of_the_window_over_what_may_go():
     G, T, D = 2, 5, 4
     q, k, v = (rng.normal(size=(B, T, heads, D)).astype(np.float32) for heads in (K * G, K, K))
     position = np.array([[0, 1, 2, 3, 4], [-1, -1, 0, 1, 2]], np.int32)
-    cache = KVCache.init(batch=B, kv_heads=K, slots=T, head_dim=D, state=policy.state(B, K, G, T, D))
+    sizes = dict(batch=B, kv_heads=K, slots=T, head_dim=D)
+    cache = jax.jit(lambda: KVCache.init(**sizes, state=policy.state(B, K, G, T, D)))()
     measured = jax.jit(functools.partial(kvjax.observe, policy=policy, budget=4))(cache, q, k, v, position)[2].measured
     keys = np.repeat(position[:, None], K, axis=1)
     weights = definitions.block_weights(q, k.swapaxes(1, 2), keys, position)
@@ -533,7 +534,7 @@ def test_an_allocation_across_layers_cannot_evict_from_one():
     cache, scores = long_cache(2, 4)
     for name in ("model", "pyramid", "cake", "d2o", "lava"):
         with pytest.raises(ValueError, match=rf"the allocation '{name}' compares layers, but layer= names one"):
-            kvjax.evict(cache, scores[0], 2, layer=0, allocation=name)
+            jax.eval_shape(lambda name=name: kvjax.evict(cache, scores[0], 2, layer=0, allocation=name))
 
 
 @pytest.mark.bad_input
@@ -541,11 +542,11 @@ def test_an_allocation_across_layers_cannot_evict_from_one():
 def test_importance_of_other_heads_is_refused(name, tmp_path):
     cache, scores = long_cache(4, 40)
     with pytest.raises(ValueError, match=rf"'{name}' reads how important each head is from a file; write"):
-        kvjax.evict(cache, scores, 10, allocation=name)
+        jax.eval_shape(lambda: kvjax.evict(cache, scores, 10, allocation=name))
     np.save(tmp_path / "heads.npy", np.ones((2, 3)))
     what = make(name, {"file": str(tmp_path / "heads.npy")})
     with pytest.raises(ValueError, match=rf"{name}: .* has the importance of 3 heads in 2 layers, but this cache has"):
-        kvjax.evict(cache, scores, 10, allocation=what)
+        jax.eval_shape(lambda: kvjax.evict(cache, scores, 10, allocation=what))
     np.save(tmp_path / "negative.npy", -np.ones((2, 3)))
     with pytest.raises(ValueError, match=rf"{name}: .* holds numbers below 0"):
         make(name, {"file": str(tmp_path / "negative.npy")})
@@ -588,7 +589,7 @@ def test_d2o_measures_the_variance_of_what_the_windows_queries_give_the_tokens()
 def test_cake_asks_for_what_it_measured():
     cache, scores = long_cache(2, 4)
     with pytest.raises(ValueError, match=r"'cake' measures each layer first; give evict the evidence of"):
-        kvjax.evict(cache, scores, 2, allocation="cake")
+        jax.eval_shape(lambda: kvjax.evict(cache, scores, 2, allocation="cake"))
 
 
 def test_a_stacked_cache_is_not_evicted_by_attend_when_layers_compete():

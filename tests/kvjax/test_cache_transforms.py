@@ -46,10 +46,10 @@ def test_evicted_values_go_to_the_most_similar_key(layers, similarity):
 
 
 def test_rows_of_eight_bits_are_merged_and_thinned_as_floats():
-    cache = kvjax.KVCache.init(batch=1, kv_heads=1, slots=S, head_dim=D, dtype="int8")
     rng = np.random.default_rng(0)
     rows = rng.normal(size=(1, S, 1, D)).astype(np.float32)
-    cache = jax.jit(kvjax.insert)(cache, rows, rows[:, ::-1])
+    sizes = dict(batch=1, kv_heads=1, slots=S, head_dim=D, dtype="int8")
+    cache = jax.jit(lambda: kvjax.insert(kvjax.KVCache.init(**sizes), rows, rows[:, ::-1]))()
     evicted = evict(cache, np.arange(1, S + 1, dtype=np.float32)[None, None], budget=2)
     merged = merge(cache, evicted)
     read = jax.jit(floats_of)

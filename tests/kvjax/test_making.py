@@ -34,9 +34,14 @@ POLICIES = [
 ]
 
 
+@functools.lru_cache(maxsize=None, typed=True)  # typed: a size of 1 is not 1.0
+def maker(policy, *sizes):
+    """An empty cache is one program."""
+    return jax.jit(lambda: kvjax.empty_cache(policy, **dict(sizes)))
+
+
 def made(policy: str, layers: int | None = None, **changes):
-    sizes = dict(SIZES, layers=layers, batch=B, block=T, page_size=2) | changes
-    return jax.jit(lambda: kvjax.empty_cache(policy, **sizes))()  # one program
+    return maker(policy, *(dict(SIZES, layers=layers, batch=B, block=T, page_size=2) | changes).items())()
 
 
 def block(seed: int, rows: int = B, tokens: int = T, layers: int = 1) -> list[np.ndarray]:
@@ -229,8 +234,9 @@ def test_on_a_mesh_rows_stay_where_they_are():
 
 @pytest.mark.bad_input
 def test_what_cannot_be_repeated_is_refused():
+    cache = made("tova")
     with pytest.raises(ValueError, match=r"^a dict was given; expected a KVCache, a PagedCache or a SplitCache\.$"):
         kvjax.repeat({}, 2)
     for n in (0, -1, 1.5, "2", None):
         with pytest.raises(ValueError, match=r"^n is .*; give how many rows each row is to become, from 1"):
-            kvjax.repeat(made("tova"), n)
+            kvjax.repeat(cache, n)

@@ -10,7 +10,6 @@ from flax import nnx
 
 import kvjax
 import models
-from tests.tiers import first
 
 CONFIG = models.Config(64, 32, 48, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8)
 SHAPE = dict(layers=3, kv_heads=2, head_dim=8, query_heads=4)
@@ -36,7 +35,8 @@ def test_what_a_prompt_leaves_takes_the_bytes_that_were_predicted(policy, rows):
     assert predicted.keys_values == cache.key.nbytes + cache.value.nbytes
 
 
-@pytest.mark.parametrize("policy", first(1, ["h2o@pyramid", "h2o+caote", "laprox(window=4)@model"]))
+@pytest.mark.matrix
+@pytest.mark.parametrize("policy", ["h2o@pyramid", "h2o+caote", "laprox(window=4)@model"])
 def test_a_layer_takes_no_slots_beyond_its_sliding_window(policy):
     windows = (12, None, 24)
     config = dataclasses.replace(CONFIG, sliding_windows=windows)
@@ -54,10 +54,12 @@ def test_a_layer_takes_no_slots_beyond_its_sliding_window(policy):
     assert kvjax.memory(**full, windows=windows) == kvjax.memory(**full)
 
 
-@pytest.mark.parametrize("dtype", ["int8", ("int8", "bfloat16"), "float32/float8_e4m3fn"])
-@pytest.mark.parametrize("policy", ["h2o", "keydiff@layer"])
-def test_rows_of_eight_bits_are_counted_with_their_scales(policy, dtype):
-    sizes = SHAPE | dict(budget=40, block=16, dtype=dtype, page_size=4)
+@pytest.mark.parametrize("windows", [(None, None, None), (12, None, 24)])
+@pytest.mark.parametrize("dtype", ["float32", "int8", ["int8", "bfloat16"], "float32/float8_e4m3fn"], ids=str)
+@pytest.mark.parametrize("policy", ["h2o+critical", "keydiff@layer", "h2o@pyramid"])
+def test_what_an_empty_cache_takes_is_predicted_with_the_scales_of_eight_bits(policy, dtype, windows):
+    sizes = SHAPE | dict(budget=40, block=16, page_size=4, windows=windows)
+    sizes |= dict(dtype=tuple(dtype) if isinstance(dtype, list) else dtype)
     cache = jax.eval_shape(lambda: kvjax.empty_cache(policy, **sizes))
     assert kvjax.memory(**sizes, policy=policy).total == sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
 

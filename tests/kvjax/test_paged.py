@@ -401,9 +401,9 @@ def pack(pages: int, page_size: int, most: int = 9):
 
 
 def test_packing_into_too_few_pages_loses_tokens_and_shares_none():
-    cache = KVCache.init(batch=B, kv_heads=K, slots=4, head_dim=D)
     position = np.broadcast_to(np.arange(4, dtype=np.int32), (B, 4))
-    cache = insert(cache, *rows_of(0, position), position)
+    sizes = dict(batch=B, kv_heads=K, slots=4, head_dim=D)
+    cache = jax.jit(lambda: kvjax.insert(KVCache.init(**sizes), *rows_of(0, position), position))()
     paged = pack(5, 2, 4)(cache)
     check_pages(paged, fewest=True)
     assert sum(map(len, content(paged).values())) == 10

@@ -276,12 +276,17 @@ def test_scales_are_there_for_what_is_of_eight_bits_alone(dtype):
 
 def test_a_row_of_other_dtypes_does_not_fit_into_a_batch():
     sizes = dict(kv_heads=1, slots=2, head_dim=2)
-    batch = kvjax.KVCache.init(batch=2, **sizes, dtype="float32/bfloat16")
     with pytest.raises(ValueError, match=r"in float32 does not fit into a row of .* in float32/bfloat16: expected one"):
-        kvjax.join(batch, 0, kvjax.KVCache.init(batch=1, **sizes, dtype="float32"))
+        init = kvjax.KVCache.init
+        jax.eval_shape(
+            lambda: kvjax.join(
+                init(batch=2, **sizes, dtype="float32/bfloat16"), 0, init(batch=1, **sizes, dtype="float32")
+            )
+        )
     pages = dict(kv_heads=1, pages=2, page_size=2, most=2, head_dim=2)
     with pytest.raises(ValueError, match="expected one row of the same model, policy, positions and dtype"):
-        kvjax.join(kvjax.PagedCache.init(batch=2, **pages, dtype="int8"), 0, kvjax.PagedCache.init(batch=1, **pages))
+        init = kvjax.PagedCache.init
+        jax.eval_shape(lambda: kvjax.join(init(batch=2, **pages, dtype="int8"), 0, init(batch=1, **pages)))
 
 
 def test_a_dtype_that_rows_cannot_be_rounded_to_is_refused():

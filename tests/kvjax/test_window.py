@@ -11,7 +11,7 @@ import kvjax
 from kernels_pallas import STATISTICS, ColumnStatistics, cache_attention
 from kvjax import window as windows
 from kvjax.window import Window, begin_anew, observed
-from tests.tiers import first, matrix
+from tests.tiers import first
 
 B, K, G, S, D = 2, 2, 2, 12, 4
 NAMES = frozenset(name for name in STATISTICS if name.startswith("window_"))
@@ -43,9 +43,7 @@ def same(columns, other):
         np.testing.assert_allclose(getattr(columns, name), getattr(other, name), rtol=2e-5, atol=1e-7, err_msg=name)
 
 
-@pytest.mark.parametrize(
-    "parts", [pytest.param((2, 1, 3)), *(pytest.param(parts, marks=matrix) for parts in ((1,) * 6, (5, 1)))], ids=str
-)
+@pytest.mark.parametrize("parts", first(1, [[2, 1, 3], [1] * 6, [5, 1]]), ids=str)
 def test_parts_of_a_window_joined_are_the_window(parts):
     query, position = block_of(sum(parts))
     window, start = begun(), 0
@@ -91,6 +89,9 @@ def test_what_no_window_observes_remembers_none():
     assert observed(frozenset({"sum", "last"})) == frozenset()
 
 
+positions = jax.jit(lambda cache: jnp.stack([cache.layer(layer).position for layer in range(2)]))
+
+
 @functools.partial(jax.jit, static_argnames=("policy", "evicts"))
 def fed(policy, cache, rows, gram, start, evicts):
     """The cache after one block in both layers, and an eviction down to 8 tokens by what the window has said."""
@@ -114,16 +115,17 @@ def test_single_queries_and_one_eviction_keep_what_a_block_keeps(policy):
     policy, rng = kvjax.parse(policy), np.random.default_rng(0)
     sizes = dict(kv_heads=K, query_heads=K * G, head_dim=D, budget=16, block=4, layers=2)
     text = [rng.normal(size=(2, 1, 16, heads, D)).astype(np.float32) for heads in (K * G, K, K)]
-    gram = kvjax.output_projection(rng.normal(size=(2, K * G, D, 8)).astype(np.float32), K, ("gram",))
+    weight = rng.normal(size=(2, K * G, D, 8)).astype(np.float32)
+    gram = jax.jit(lambda weight: kvjax.output_projection(weight, K, ("gram",)))(weight)
 
     def after(cache, start, stop, evicts):
         return fed(policy, cache, [x[:, :, start:stop] for x in text], gram, start, evicts)
 
     def tokens(cache):
-        layers = [cache.layer(layer) for layer in range(2)]
-        return [sorted(x for x in row if x >= 0) for here in layers for row in np.asarray(here.position[0]).tolist()]
+        layers = np.asarray(positions(cache))[:, 0]
+        return [sorted(x for x in row if x >= 0) for here in layers for row in here.tolist()]
 
-    start = kvjax.empty_cache(policy, **sizes)
+    start = jax.jit(lambda: kvjax.empty_cache(policy, **sizes))()
     for number in (0, 4, 8):
         start = after(start, number, number + 4, True)
     at_once, one_by_one = after(start, 12, 16, True), start
