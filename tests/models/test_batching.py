@@ -60,7 +60,13 @@ def served(arrivals: list[tuple[np.ndarray, dict]], seed: int, rows: int = 3, **
     return [answers[handle] for handle in sorted(answers)]
 
 
-@pytest.mark.parametrize("name", first(1, CASES))
+# Of 15 s each, and what is kept once, or all of it, comes and goes as under a ratio.
+LAST = ("once", "everything")
+
+
+@pytest.mark.parametrize(
+    "name", [*first(1, [name for name in CASES if name not in LAST]), *first(0, LAST, rest=pytest.mark.nightly)]
+)
 def test_each_answer_is_the_one_that_its_prompt_gets_alone(name):
     budgets = "pages", "a window", "every step", "below a threshold"
     count, sizes = (14, None) if name in budgets else (12, FEW_SIZES)

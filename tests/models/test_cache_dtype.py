@@ -133,7 +133,12 @@ def test_a_stream_by_layers_takes_the_tokens_of_one_program(run_by_layer, dtype)
 
 
 @pytest.mark.parametrize(
-    ("when", "dtype"), first(0, [("block", "int8"), ("prompt", "int8"), ("block", "float32/int8")])
+    ("when", "dtype"),
+    [
+        pytest.param("prompt", "int8", marks=pytest.mark.matrix),
+        # The table of tests/campaign has eight bits in pages.
+        *first(0, [("block", "int8"), ("block", "float32/int8")], rest=pytest.mark.nightly),
+    ],
 )
 def test_heads_that_compete_keep_rows_of_eight_bits_in_pages(when, dtype):
     settings = dict(policy="key_norm@layer", page_size=4, when=when, **SIZES)

@@ -39,7 +39,10 @@ def assert_is_from_scratch(out, documents, **settings):
 
 
 @pytest.mark.filterwarnings("ignore:.*made to choose once")
-@pytest.mark.parametrize("policy", first(2, POLICIES))
+@pytest.mark.parametrize(
+    "policy",
+    [*first(2, POLICIES[:-1]), pytest.param(POLICIES[-1], marks=pytest.mark.nightly)],  # of 15 s, and paged as others
+)
 def test_questions_on_one_cache_are_runs_from_scratch(policy):
     settings = dict(policy=policy, **SETTINGS)
     kept = models.prefill(decoder(), DOCUMENT, **settings).cache

@@ -170,7 +170,10 @@ def test_one_block_keeps_what_kvpress_keeps(press, budget):
     np.testing.assert_array_equal(kept, fixture()[f"{press}/{budget}/kept"])
 
 
-@pytest.mark.parametrize(("press", "budget"), first(0, TWO_BLOCKS))
+# Beyond a few, the table of tests/campaign has the blocks.
+@pytest.mark.parametrize(
+    ("press", "budget"), [*first(0, TWO_BLOCKS[:3]), *first(0, TWO_BLOCKS[3:], rest=pytest.mark.nightly)]
+)
 def test_prefill_in_two_blocks_keeps_what_kvpress_keeps(press, budget):
     tokens = fixture()["tokens"][None]
     cache, _ = models.prefill(model(), tokens, policy=CASES[press, budget], budget=budget, block=64, when="prompt")
