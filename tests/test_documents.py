@@ -6,7 +6,9 @@ import json
 import re
 import runpy
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,17 +29,20 @@ def links(text: str) -> list[str]:
     return re.findall(r"\]\((?!https?:|#|mailto:)([^)#\s]+)", text)
 
 
-# The others compile whole runs, or an operation at a time.
+# The others compile whole runs, or an operation at a time; the dearest show nothing that other tests do not.
 CHEAP = ("docs/memory-model.md", "docs/how-to/load-a-model.md", "docs/how-to/your-own-package.md")
-WITH_CODE = [
-    pytest.param(document, id=name, marks=[pytest.mark.matrix] * (name not in CHEAP))
-    for document in DOCUMENTS
-    if python_blocks(document)
-    for name in [str(document.relative_to(ROOT))]
-]
+DEAR = ("your-own-model.md", "choose-a-policy.md", "compress-once.md", "add-an-eval.md")
 
 
-@pytest.mark.parametrize("document", WITH_CODE)
+def with_code() -> Iterator[Any]:
+    for document in DOCUMENTS:
+        name = str(document.relative_to(ROOT))
+        marks = [] if name in CHEAP else [pytest.mark.nightly if document.name in DEAR else pytest.mark.matrix]
+        if python_blocks(document):
+            yield pytest.param(document, id=name, marks=marks)
+
+
+@pytest.mark.parametrize("document", list(with_code()))
 def test_the_python_blocks_of_a_document_run(document, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     source = "\n".join(python_blocks(document))
