@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from evals import loglikelihood, selections
-from tests.tiers import first, nightly
+from tests.tiers import first, matrix, nightly
 
 BATCH, LENGTH = 3, 21
 LENGTHS, QUESTIONS = (42, 44, 43), [7, 8, 7]  # of prompts: as many blocks, and as much room, in every batch
@@ -63,15 +63,9 @@ def test_a_reference_is_itself_without_divergence_and_has_to_be_of_the_same_sequ
         loglikelihood.predict(model, rows, reference=reference[:1])
 
 
+@matrix
 @pytest.mark.parametrize(
-    ("policy", "when", "known"),
-    first(
-        1,
-        [
-            ("snapkv(window=4)+caote", "prompt", False),
-            ("h2o@adakv", "prompt", True),
-        ],
-    ),
+    ("policy", "when", "known"), [("snapkv(window=4)+caote", "prompt", False), ("h2o@adakv", "prompt", True)]
 )
 def test_endings_are_as_likely_as_in_whole_sequences(tiny, policy, when, known):
     model, rng = tiny[0], np.random.default_rng(1)

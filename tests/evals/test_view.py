@@ -33,7 +33,7 @@ def decoded(found):
     return read("entered"), read("left").reshape(found["layers"], found["heads"], -1)
 
 
-@pytest.mark.parametrize("policy", first(1, ["tova", "snapkv(window=8)@model"], rest=nightly))
+@pytest.mark.parametrize("policy", first(0, ["tova"]) + first(0, ["snapkv(window=8)@model"], rest=nightly))
 def test_a_trace_says_what_the_cache_held_after_each_block(retriever, prompt, policy):
     model, tokenizer = retriever
     found = view.trace(

@@ -157,6 +157,7 @@ def test_names_right_reads_the_names_places(tokenizer):
         np.testing.assert_array_equal(row, places % 2 == 0)
 
 
+@matrix
 def test_the_circuit_looks_up_before_any_training(tokenizer):
     config = retriever.make_config(tokenizer, num_layers=2)
     parameters = init_parameters(config, jax.random.key(0))
