@@ -114,15 +114,11 @@ def start(processes, devices, *command):
     ]
 
 
-every_command = pytest.mark.nightly  # six commands in up to four processes, each of which compiles all
-
-
 @pytest.mark.parametrize(
     "processes, devices, only",
     [
         pytest.param(2, 4, ANSWERS_ONLY, marks=pytest.mark.matrix),
-        pytest.param(2, 4, [], marks=every_command),
-        pytest.param(4, 2, [], marks=every_command),
+        pytest.param(4, 2, [], marks=pytest.mark.nightly),  # six commands in four processes, each of which compiles all
     ],
 )
 def test_several_processes_give_what_one_gives(folder, alone, tmp_path, processes, devices, only):
