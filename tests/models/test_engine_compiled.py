@@ -14,6 +14,7 @@ from models.plan import Options, check_prompt
 from models.sampling import Sampling
 from models.steps import Phase
 from tests.models import reference
+from tests.models.tiny import tiered
 from tests.tiers import first
 
 COMPILED = []
@@ -86,7 +87,7 @@ def prepared(model, length, policy, budget, block, *, evict_every=1, **options):
 
 @pytest.mark.parametrize(
     ("each_way", "lengths"),
-    first(1, [("one program", (3_000,)), ("layers", (3_000,)), ("one program", (30_000,)), ("layers", (30_000,))]),
+    tiered(1, 1, [("one program", (3_000,)), ("layers", (3_000,)), ("one program", (30_000,)), ("layers", (30_000,))]),
     indirect=["each_way"],
 )
 def test_one_compilation_serves_streamed_prompts_of_300_and_3000_and_30000_tokens(each_way, lengths, compiled_steps):
@@ -141,11 +142,12 @@ def test_memory_is_weights_and_cache_and_the_activations_of_one_block_in_one_lay
 
 # A program with a policy, and once in a window.
 COPIES = [(program, POLICIES[0], 1) for program in ("token step", "block step")]
-COPIES += [("generate", *case) for case in ((POLICIES[0], 1), (POLICIES[1], 1), (POLICIES[1], None))]
-COPIES += [(step, POLICIES[1], every) for step in ("token step", "block step") for every in (1, None)]
+COPIES += [("generate", POLICIES[1], 1), ("token step", POLICIES[1], None), ("block step", POLICIES[1], None)]
+COPIES += [("generate", POLICIES[0], 1), ("generate", POLICIES[1], None)]
+COPIES += [(step, POLICIES[1], 1) for step in ("token step", "block step")]
 
 
-@pytest.mark.parametrize(("program", "policy", "evict_every"), first(2, COPIES))
+@pytest.mark.parametrize(("program", "policy", "evict_every"), tiered(2, 3, COPIES))
 def test_no_step_copies_the_cache(program, policy, evict_every):
     """Each array of the whole cache is only handed on, or written in place (a scatter, or an update of one layer)."""
     given = {} if evict_every else dict(evict_every=None)

@@ -18,8 +18,7 @@ from models.sampling import Sampling
 from models.steps import Phase
 from tests.models import reference, tiny
 from tests.models.test_engine_compiled import COMPILED
-from tests.models.tiny import streamed
-from tests.tiers import first
+from tests.models.tiny import streamed, tiered
 
 V = 64
 CONFIG = Config(V, 32, 48, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8, sliding_windows=(None, None, 21))
@@ -204,8 +203,7 @@ def test_reading_everything_gives_the_dense_logits():
     np.testing.assert_allclose(logits, dense[PROMPT - 1 :], atol=1e-5, rtol=0)
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("select", ["butler", "quest(page_size=4)"])
+@pytest.mark.parametrize("select", tiered(0, 1, ["quest(page_size=4)", "butler"]))
 def test_a_prompt_in_blocks_of_any_size_is_remembered_alike(select):
     one, first = forced(select, 0.3, sinks=2, way=engine.ProgramSteps)  # in blocks of 16
     others = (forced(select, 0.3, block=block) for block in (1, 32))
@@ -220,7 +218,7 @@ ANSWER = dict(budget=0.3, block=16, max_new_tokens=6, end=(5, 9, 17))
 
 @pytest.mark.parametrize(
     ("select", "rows"),
-    first(1, [("butler", [2]), ("butler", [0, 1]), ("quest(page_size=4)", [0, 1, 2])]),
+    tiered(1, 1, [("butler", [2]), ("butler", [0, 1]), ("quest(page_size=4)", [0, 1, 2])]),
 )
 def test_a_row_gets_the_tokens_that_it_gets_alone_in_a_stream(select, rows):
     settings = dict(select=select, butler=butler_for(select), **ANSWER)
@@ -234,7 +232,7 @@ def test_a_row_gets_the_tokens_that_it_gets_alone_in_a_stream(select, rows):
 
 @pytest.mark.parametrize(
     ("select", "each_way"),
-    first(0, [("butler", "one program"), ("butler", "layers"), ("quest", "one program"), ("quest", "layers")]),
+    tiered(0, 2, [("butler", "one program"), ("quest", "layers"), ("butler", "layers"), ("quest", "one program")]),
     indirect=["each_way"],
 )
 def test_a_streamed_answer_is_the_generated_one_and_compiles_once(select, each_way):
@@ -249,7 +247,7 @@ def test_a_streamed_answer_is_the_generated_one_and_compiles_once(select, each_w
 
 @pytest.mark.parametrize(
     ("asked", "each_way"),
-    first(1, [
+    tiered(1, 1, [
         (dict(select="butler"), "one program"),
         (dict(select="butler"), "layers"),
         (dict(policy="butler", budget=8), "one program"),
@@ -274,7 +272,7 @@ def compiled_step(select, budget, *, config=CONFIG, slots=PROMPT, butler=None):
     ).compile(), state
 
 
-@pytest.mark.parametrize("select", first(0, ["butler", "quest"]))
+@pytest.mark.parametrize("select", tiered(0, 1, ["butler", "quest"]))
 def test_a_step_donates_the_cache_and_all_that_lies_beside_it(select):
     compiled, held = compiled_step(select, 0.3, butler=butler_for(select))
     assert compiled.memory_analysis().alias_size_in_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(held))

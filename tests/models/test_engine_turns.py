@@ -32,6 +32,7 @@ from tests.models.tiny import (
     on_mesh,
     run,
     streamed,
+    tiered,
 )
 from tests.tiers import first
 
@@ -103,7 +104,7 @@ def test_questions_after_questions_stay_within_the_budget(policy, new, each_way)
 
 @pytest.mark.parametrize(
     ("when", "each_way"),
-    first(1, [("prompt", "layers"), ("prompt", "one program"), ("block", "layers"), ("block", "one program")]),
+    tiered(1, 1, [("prompt", "layers"), ("block", "one program"), ("block", "layers"), ("prompt", "one program")]),
     indirect=["each_way"],
 )
 def test_a_full_cache_that_is_compressed_shrinks(when, each_way):

@@ -20,7 +20,7 @@ from evals import fidelity, loglikelihood, selections
 from models import engine
 from models.config import Config, Rope
 from tests.models import reference
-from tests.models.tiny import STATE, run, streamed
+from tests.models.tiny import STATE, run, streamed, tiered
 from tests.tiers import first
 from train import butler as training
 from train import scorer as scoring
@@ -114,7 +114,7 @@ def trace(monkeypatch):
     return generate
 
 
-@pytest.mark.parametrize("number", first(4, range(len(POLICIES))), ids=POLICIES)
+@pytest.mark.parametrize("number", tiered(4, 8, range(len(POLICIES))), ids=POLICIES)
 def test_policies_and_allocations(mode, model, predictor, trace, number):
     policy, when = POLICIES[number], ("block", "prompt")[number % 2]  # allocations meet both, as does the plain cache
     own = dict(butler=predictor) if "butler" in policy else {}
@@ -145,7 +145,7 @@ def test_rope_scalings(mode, trace, rope):
 
 @pytest.mark.parametrize(
     ("policy", "each_way", "mode"),
-    first(0, [
+    tiered(0, 2, [
         (STATE, "layers", wide),
         (STATE, "layers", strict),
         ("tova(heads='group')@model", "one program", wide),
