@@ -40,7 +40,7 @@ def parameters(config: Config, seed: int = 0, sharpness: float = 1.5) -> dict[st
 
 
 def decoder(config: Config, weights: dict[str, np.ndarray]) -> Decoder:
-    return Decoder(config, {name: jnp.asarray(array) for name, array in weights.items()})
+    return Decoder(config, jax.device_put(weights))  # jnp.asarray compiles a program for each shape
 
 
 def butler(config: Config, seed: int = 0) -> Butler:
