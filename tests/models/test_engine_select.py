@@ -37,7 +37,8 @@ def predictor(source="layer0_output"):
     config = ButlerConfig(32, num_layers=3, num_heads=4, hidden=16, dim=4, source=source)
     random = np.random.default_rng(1)
     shapes = butler_shapes(config)
-    return Butler(config, {name: random.normal(size=shapes[name]).astype(np.float32) / 3 for name in shapes})
+    drawn = {name: random.normal(size=shape).astype(np.float32) / 3 for name, shape in shapes.items()}
+    return Butler(config, jax.device_put(drawn))
 
 
 def butler_for(select, source="layer0_output"):

@@ -100,8 +100,8 @@ def test_what_is_fed_again_is_fed_once_for_all_that_observe_it(passes) -> None:
 
 @pytest.mark.matrix
 def test_pseudo_tokens_are_fed_once_too(passes) -> None:
-    asked = (("kvzip(chunk=30)", 16), ("dapq(window=4)", 16), ("dapq(window=4)", 24))
-    assert len(list(models.prefill_each(decoder(), TOKENS, LENGTHS, policies=asked, block=BLOCK))) == 3
+    asked = (("kvzip(chunk=30)", 16), ("kvzip(chunk=30)", 24), ("dapq(window=4)", 16), ("dapq(window=4)", 24))
+    assert len(list(models.prefill_each(decoder(), TOKENS, LENGTHS, policies=asked, block=BLOCK))) == 4
     assert len(passes) == (4 + 2 * 3) + (4 + 1)
 
 
