@@ -47,7 +47,7 @@ test: setup  ## the default tier: each behaviour once, and every example in a do
 	KVJAX_TIER=default $(PYTEST) $(ARGS)
 
 test-matrix: setup  ## the matrix: products of options, all bad input (7 minutes)
-	KVJAX_TIER=matrix $(PYTEST) -m matrix $(ARGS)
+	KVJAX_TIER=matrix $(PYTEST) -m 'matrix and not nightly' $(ARGS)
 
 test-all: test test-matrix  ## both
 
