@@ -36,12 +36,12 @@ def merge(before: KVCache, after: KVCache, *, similarity: float = 0.0) -> KVCach
         ValueError: if the caches are not plain ones of the same shape.
 
     Example:
-        >>> import jax.numpy as jnp
+        >>> import jax, jax.numpy as jnp
         >>> import kvjax
         >>> cache = kvjax.KVCache.init(batch=1, kv_heads=1, slots=2, head_dim=1)
         >>> cache = kvjax.insert(cache, jnp.ones((1, 2, 1, 1)), jnp.array([4.0, 4.0]).reshape(1, 2, 1, 1))
-        >>> evicted = kvjax.evict(cache, jnp.array([[[0.0, 1.0]]]), budget=1)
-        >>> kvjax.merge(cache, evicted).value.round(3).ravel().tolist()
+        >>> evicted = jax.jit(kvjax.evict)(cache, jnp.array([[[0.0, 1.0]]]), budget=1)
+        >>> jax.jit(kvjax.merge)(cache, evicted).value.round(3).ravel().tolist()
         [4.0, 4.0]
     """
     if (before.position.shape, before.head_dim) != (after.position.shape, after.head_dim):

@@ -53,15 +53,15 @@ class PagedCache(Stored):
     :func:`kvjax.insert`, :func:`kvjax.evict` and :func:`kvjax.attend` take it like a :class:`kvjax.KVCache`.
 
     Example:
-        >>> import jax.numpy as jnp
+        >>> import functools, jax, jax.numpy as jnp
         >>> import kvjax
         >>> cache = kvjax.PagedCache.init(batch=1, kv_heads=2, pages=4, page_size=2, most=6, head_dim=2)
         >>> rows = jnp.ones((1, 3, 2, 2))
-        >>> cache = kvjax.insert(cache, rows, rows)
+        >>> cache = jax.jit(kvjax.insert)(cache, rows, rows)
         >>> cache.num_live.tolist(), int(cache.num_free)
         ([[3, 3]], 0)
         >>> scores = jnp.array([[9.0, 8.0], [7.0, 0.0], [1.0, 3.0], [2.0, 0.0]])  # as cache.position: one row per page
-        >>> cache = kvjax.evict(cache, scores, budget=2, allocation="layer")
+        >>> cache = jax.jit(functools.partial(kvjax.evict, budget=2, allocation="layer"))(cache, scores)
         >>> sorted(cache.num_live.ravel().tolist()), int(cache.num_free)
         ([1, 3], 1)
     """
@@ -333,12 +333,12 @@ def pack(cache: KVCache, *, pages: int, page_size: int, most: int) -> PagedCache
         pages, page_size, most: see :meth:`PagedCache.init`. Tokens that do not fit are lost.
 
     Example:
-        >>> import jax.numpy as jnp
+        >>> import functools, jax, jax.numpy as jnp
         >>> import kvjax
         >>> cache = kvjax.KVCache.init(batch=1, kv_heads=2, slots=4, head_dim=1)
-        >>> rows = jnp.ones((1, 4, 2, 1))
-        >>> cache = kvjax.evict(kvjax.insert(cache, rows, rows), jnp.ones((1, 2, 4)), budget=3)
-        >>> kvjax.pack(cache, pages=4, page_size=2, most=4).num_live.tolist()
+        >>> rows = jnp.ones((1, 3, 2, 1))
+        >>> cache = kvjax.insert(cache, rows, rows)
+        >>> jax.jit(functools.partial(kvjax.pack, pages=4, page_size=2, most=4))(cache).num_live.tolist()
         [[3, 3]]
     """
     pages, page_size, most = (

@@ -136,14 +136,14 @@ def loss_of(
     A model's soft cap is left out of its logits: it does not change their order, by which tokens are chosen.
 
     Example:
-        >>> import jax.numpy as jnp
+        >>> import jax, jax.numpy as jnp
         >>> from flax import nnx
         >>> import models
         >>> from train.butler import loss_of
         >>> config = models.Config(64, 32, 96, num_layers=3, num_heads=4, num_kv_heads=2)
         >>> model = models.Decoder(config, rngs=nnx.Rngs(0))
         >>> butler = models.Butler(models.ButlerConfig.of(config), rngs=nnx.Rngs(0))
-        >>> bool(loss_of(model, butler, jnp.arange(8)[None]) > 0)
+        >>> bool(jax.jit(loss_of)(model, butler, jnp.arange(8)[None]) > 0)
         True
     """
     config, T = butler.config, tokens.shape[1]

@@ -60,10 +60,11 @@ def cache_attention(
             unknown, or a "window_" statistic has a window below 1.
 
     Example:
-        >>> import jax.numpy as jnp
+        >>> import functools, jax, jax.numpy as jnp
         >>> from kernels_pallas import cache_attention
         >>> q, kv = jnp.ones((1, 1, 2, 4)), jnp.ones((1, 1, 3, 4))
-        >>> out, columns = cache_attention(q, kv, kv, jnp.array([[[0, 1, -1]]]), jnp.array([[1]]), statistics=["last"])
+        >>> attention = jax.jit(functools.partial(cache_attention, statistics=["last"]))
+        >>> out, columns = attention(q, kv, kv, jnp.array([[[0, 1, -1]]]), jnp.array([[1]]))
         >>> columns.last[0, 0].tolist()
         [0.5, 0.5, 0.0]
     """

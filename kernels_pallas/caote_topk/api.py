@@ -60,10 +60,11 @@ def caote_topk(
         NotImplementedError: if a kernel was given by name and can't run with these arguments.
 
     Example:
-        >>> import jax.numpy as jnp
+        >>> import jax, jax.numpy as jnp
         >>> from kernels_pallas import caote_topk
         >>> weights, value = jnp.array([[[[0.5, 0.25, 0.25]]]]), jnp.array([[[[0.0], [2.0], [-2.0]]]])
-        >>> caote_topk(weights, value, jnp.array([[[0, 1, 2]]]), 1).position.tolist()  # of equals the recent one stays
+        >>> kept = jax.jit(caote_topk)(weights, value, jnp.array([[[0, 1, 2]]]), 1)
+        >>> kept.position.tolist()  # of equals the recent one stays
         [[[-1, -1, 2]]]
     """
     B, K, _, S = weights.shape if weights.ndim == 4 else (-1, -1, -1, -1)

@@ -46,10 +46,11 @@ def mse_logits(
         ValueError: if shapes do not fit, the block is below 1, or the implementation is unknown.
 
     Example:
-        >>> import jax.numpy as jnp
+        >>> import jax, jax.numpy as jnp
         >>> from kernels_pallas import mse_logits
         >>> q = k = jnp.ones((1, 3, 1, 4))  # logits of 2
-        >>> mse_logits(q, k, q / 2, k).item(), mse_logits(q, k, 0 * q, k, causal=True).item()
+        >>> loss = jax.jit(mse_logits)
+        >>> loss(q, k, q / 2, k).item(), loss(q, k, 0 * q, k).item()
         (1.0, 4.0)
     """
     B, T, N, D = query.shape

@@ -74,9 +74,9 @@ class Butler(nnx.Module):
         >>> config = models.Config(64, 32, 96, num_layers=3, num_heads=4, num_kv_heads=2)
         >>> butler = models.Butler(models.ButlerConfig.of(config), rngs=nnx.Rngs(0))
         >>> x = jax.random.normal(jax.random.key(0), (1, 6, 32))
-        >>> butler(x).query.shape  # of layers 1 and 2
+        >>> jax.jit(butler)(x).query.shape  # of layers 1 and 2
         (2, 1, 6, 4, 2)
-        >>> query, cache = butler.step(butler.init_cache(batch=1, slots=8), x, jnp.arange(6)[None])
+        >>> query, cache = jax.jit(butler.step)(butler.init_cache(batch=1, slots=8), x, jnp.arange(6)[None])
         >>> models.butler.importance(query, cache.importance_key, layer=2).shape
         (1, 4, 6, 8)
     """
