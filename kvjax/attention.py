@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.attention_pages import observe_pages, observe_parts
-from kvjax.block_checks import checked_budget
+from kvjax.block_checks import check_shapes, checked_budget
 from kvjax.cache import KVCache, put_back
 from kvjax.eviction import Budget, Evidence, evict
 from kvjax.insertion import Cache, arrays_of, check_rows
@@ -74,15 +74,17 @@ def attend(
             needs the scores of all layers (use :func:`observe`).
 
     Example:
-        >>> import jax, kvjax
+        >>> import functools, jax, kvjax
         >>> policy = kvjax.parse("h2o+caote")
         >>> cache = kvjax.KVCache.init(batch=1, kv_heads=1, slots=6, head_dim=4, state=policy.init(1, 1, 2, 6, 4))
-        >>> for step in range(3):  # blocks of 2 tokens, of which 4 stay
-        ...     q = jax.random.normal(jax.random.key(step), (1, 2, 2, 4))
-        ...     out, cache = kvjax.attend(cache, q, q[:, :, :1], q[:, :, 1:], policy=policy, budget=4)
+        >>> attend = jax.jit(functools.partial(kvjax.attend, policy=policy, budget=4))
+        >>> for block in jax.random.normal(jax.random.key(0), (3, 1, 2, 4, 4)):  # of 2 tokens, of which 4 in all stay
+        ...     query, key, value = block[:, :, :2], block[:, :, 2:3], block[:, :, 3:]
+        ...     out, cache = attend(cache, query, key, value)
         >>> cache.num_live.tolist(), cache.next_position.tolist()
         ([[4]], [6])
     """
+    check_shapes(cache, query, key, value)
     policy, budget = checked_budget(cache, query, position, policy, budget, excess, context)
     stacked = len(cache.heads_shape) == 3
     together = stacked and policy is not None and not (policy.allocation.one_layer and isinstance(cache, KVCache))
@@ -129,15 +131,18 @@ def observe(
         >>> policy = kvjax.parse("tova(heads='group')@model")
         >>> cache = kvjax.KVCache.init(batch=1, kv_heads=2, slots=4, head_dim=4, layers=3)
         >>> evidence = kvjax.Evidence.of_layers(cache, policy.allocation)
-        >>> for layer in range(3):
-        ...     q = jax.random.normal(jax.random.key(layer), (1, 4, 2, 4))
-        ...     out, cache, said = kvjax.observe(cache, q, q, q, jax.numpy.arange(4)[None], policy=policy,
-        ...                                      context=kvjax.Context(layer=layer))
-        ...     evidence = evidence.with_layer(cache, layer, said)
-        >>> cache = kvjax.evict(cache, evidence, budget=2)
+        >>> @jax.jit
+        ... def layer_of_a_block(cache, evidence, layer, q):
+        ...     at, context = jax.numpy.arange(4)[None], kvjax.Context(layer=layer)
+        ...     out, cache, said = kvjax.observe(cache, q, q, q, at, policy=policy, context=context)
+        ...     return cache, evidence.with_layer(cache, layer, said)
+        >>> for layer, q in enumerate(jax.random.normal(jax.random.key(0), (3, 1, 4, 2, 4))):
+        ...     cache, evidence = layer_of_a_block(cache, evidence, layer, q)
+        >>> cache = jax.jit(kvjax.evict)(cache, evidence, budget=2)
         >>> cache.num_live.sum().item()
         12
     """
+    check_shapes(cache, query, key, value)
     policy, budget = checked_budget(cache, query, position, policy, budget, None, context)
     out, cache, evidence = _observe(cache, query, key, value, position, policy, budget, context)
     if evidence is not None and isinstance(cache, KVCache):

@@ -11,13 +11,48 @@ from kvjax.cache import KVCache
 from kvjax.chains import policy_of
 from kvjax.checks import check_tokens, is_known, plain
 from kvjax.eviction import Budget
-from kvjax.insertion import Cache, check_fits
+from kvjax.insertion import Cache, arrays_of, check_cache, check_fits
 from kvjax.making import excess_of_part
 from kvjax.observation import Context
 from kvjax.paged import pages_for
 from kvjax.policy import Policy
 from kvjax.policy_checks import check_budget, check_policy_given
 from kvjax.split import SplitCache
+
+
+def check_shapes(
+    cache: Cache, query: Float[Array, "B T N D"], key: Float[Array, "B T K D"], value: Float[Array, "B T K D"]
+) -> None:
+    """Check that a block's queries, keys and values fit each other and the cache.
+
+    Raises:
+        ValueError: if they do not.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import kvjax
+        >>> from kvjax.block_checks import check_shapes
+        >>> cache = kvjax.KVCache.init(batch=1, kv_heads=2, slots=4, head_dim=8)
+        >>> check_shapes(cache, jnp.ones((1, 3, 3, 8)), jnp.ones((1, 3, 2, 8)), jnp.ones((1, 3, 2, 8)))
+        Traceback (most recent call last):
+        ...
+        ValueError: the block has 3 query heads, which the cache's 2 heads cannot share: expected a multiple of 2.
+    """
+    check_cache(cache)
+    B, K = cache.heads_shape[-2:]
+    D = arrays_of(cache).head_dim
+    shapes = query.shape, key.shape, value.shape
+    fit = all(len(shape) == 4 and shape[0] == B and shape[3] == D for shape in shapes)
+    if not fit or key.shape != value.shape or query.shape[1] != key.shape[1]:
+        raise ValueError(
+            f"query {query.shape}, key {key.shape} and value {value.shape} do not fit each other and a cache with "
+            f"B = {B}, K = {K} and D = {D}: expected [B, T, N, D], [B, T, K, D] and [B, T, K, D], tokens before heads."
+        )
+    if query.shape[2] % K:
+        raise ValueError(
+            f"the block has {query.shape[2]} query heads, which the cache's {K} heads cannot share: expected a "
+            f"multiple of {K}."
+        )
 
 
 def checked_budget(

@@ -153,3 +153,20 @@ def test_state_of_other_sizes_is_refused(function):
         "the cache's state has an array of shape (2, 2, 9), where 'h2o' has (2, 2, 2, 9) in this cache; make the "
         "cache with kvjax.empty_cache."
     )
+
+
+@BOTH
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("query", "key", "message"),
+    [
+        ((B, N, T + 1, D), (B, K, T + 1, D), r"do not fit each other.* expected \[B, T, N, D\].* tokens before heads"),
+        ((B, T, N + 1, D), (B, T, K, D), rf"the block has {N + 1} query heads, .* expected a multiple of {K}"),
+        ((B, T, N, D), (B, T, K, D + 1), rf"do not fit each other and a cache with B = {B}, K = {K} and D = {D}"),
+        ((B, T + 1, N, D), (B, T, K, D), "do not fit each other"),
+    ],
+    ids=["heads first", "query heads", "head_dim", "tokens"],
+)
+def test_another_layout_is_named_before_the_policys_state(function, query, key, message):
+    given = [np.ones(shape, np.float32) for shape in (query, key, key)]
+    assert re.search(message, refused(function, start(kvjax.parse("h2o+caote")), *given, policy="h2o+caote", budget=4))

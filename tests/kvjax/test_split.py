@@ -262,8 +262,8 @@ def test_what_does_not_fit_a_mesh_is_refused():
         kvjax.attend(cache, rows, rows, rows, policy="h2o@layer", budget=4, context=kvjax.Context(layer=0))
     for key, layer, message in (
         (rows, 2, "layer is 2; the cache has layers 0 to 1"),
-        (rows[:, :, :2], 0, r"do not fit a cache with B, K = \(4, 4\)"),
-        (rows[:2], 0, r"do not fit a cache with B, K = \(4, 4\)"),
+        (rows[:, :, :2], 0, r"do not fit .*a cache with B(, K = \(4, 4\)| = 4, K = 4)"),
+        (rows[:2], 0, r"do not fit .*a cache with B(, K = \(4, 4\)| = 4, K = 4)"),
     ):
         queries = np.ones((key.shape[0], T, N, D), np.float32)
         observe = functools.partial(kvjax.observe, policy="h2o@layer", context=kvjax.Context(layer=layer))
