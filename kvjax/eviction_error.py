@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from kernels_pallas.caote_topk.reference import Group, Norm, eviction_error, length, root
-from kvjax.checks import real_array, typed
+from kvjax.checks import is_known, real_array, typed
 from kvjax.projection import OutputProjection, measure
 
 __all__ = ["Group", "joined_change", "score"]
+
+ROUNDING = 0.05  # by which weights of a softmax in bfloat16 may exceed 1 when summed
 
 
 @typed
@@ -60,7 +64,8 @@ def score(
 
     Raises:
         ValueError: if shapes do not match, the norm or group is unknown, a projection comes with a norm or group that
-            it does not support, or weights are NaN (checked only outside jit).
+            it does not support, or weights are NaN, negative, or add up to more than 1 (checked only outside jit,
+            where they are known).
 
     Example:
         >>> import jax.numpy as jnp
@@ -92,14 +97,14 @@ def score(
         raise ValueError(
             "cross=False leaves out cross terms in W_O, but no projection is given: give one, or take cross=True."
         )
-    if not isinstance(A, jax.core.Tracer) and bool(jnp.isnan(A).any()):
-        raise ValueError("the weights contain NaN; softmax over a row without live tokens is the usual cause.")
 
     dtype = jnp.promote_types(jnp.promote_types(A.dtype, V.dtype), jnp.float32)
     join = None
     if projection is not None:
         behind = measure(projection, cross, (*A.shape[:-1], V.shape[-1]), dtype)
         join = functools.partial(joined_change, behind=behind)
+    if is_known(A, mask):
+        _check_weights(np.asarray(A), mask if mask is None or group is None else np.asarray(mask)[..., None, :])
     return eviction_error(
         A if group is not None else A[..., None, :],
         V,
@@ -109,6 +114,18 @@ def score(
         group="mean" if group == "mean" else "exact",
         join=join,
     )
+
+
+def _check_weights(A: np.ndarray, mask: Any) -> None:
+    """Check that known weights are those of a softmax; under jit nobody knows them."""
+    A = A.astype(np.float32)
+    if np.isnan(A).any():
+        raise ValueError("the weights contain NaN; softmax over a row without live tokens is the usual cause.")
+    live = np.where(np.isfinite(A) & (True if mask is None else np.asarray(mask)), A, 0)
+    lowest, most = live.min(), live.sum(axis=-1).max()
+    if lowest < 0 or most > 1 + ROUNDING:
+        what = f"a weight is {lowest:.3g}" if lowest < 0 else f"the weights of a row add up to {most:.3g}"
+        raise ValueError(f"{what}; expected weights of a softmax, from 0 and with a sum of 1 over the live tokens.")
 
 
 def joined_change(

@@ -445,3 +445,24 @@ def test_input_that_does_not_fit_is_refused(weights, values, options, message):
 def test_nan_weights_are_refused():
     with pytest.raises(ValueError, match=r"weights contain NaN.*softmax"):
         kvjax.score(jnp.array([0.5, jnp.nan]), jnp.ones((2, 3)))
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("weights", "mask", "message"),
+    [
+        ([0.5, 0.5, 0.5], None, "the weights of a row add up to 1.5; expected weights of a softmax"),
+        ([-0.1, 0.6, 0.5], None, "a weight is -0.1; expected weights of a softmax, from 0 and with a sum of 1"),
+        ([0.5, 0.5, 0.5], [True, True, False], None),  # what is masked does not count
+        ([0.35, 0.34, 0.34], None, None),  # rounding of bfloat16
+    ],
+)
+def test_weights_that_are_none_are_refused_where_they_are_known(weights, mask, message):
+    given = jnp.array(weights), jnp.ones((3, 2))
+    mask = None if mask is None else jnp.array(mask)
+    if message is None:
+        assert kvjax.score(*given, mask=mask).shape == (3,)
+        return
+    with pytest.raises(ValueError, match=message):
+        kvjax.score(*given, mask=mask)
+    assert jax.jit(kvjax.score)(*given).shape == (3,)
