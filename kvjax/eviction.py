@@ -58,6 +58,18 @@ class Evidence:
     allocation: Allocation = dataclasses.field(default=UNIFORM, metadata={"static": True})
     merging: Merging | None = dataclasses.field(default=None, metadata={"static": True})
 
+    def spares(self, budget: Budget, slots: int) -> Bool[Array, "B"]:
+        """Return a mask of the rows that lose nothing whatever they score, so that their windows of queries go on.
+
+        Args:
+            budget: one number or one per row.
+            slots: those of the cache, per head.
+        """
+        idle = self.entered == 0
+        if not self.allocation.fills:  # then a budget of all slots keeps no token that scores too little
+            return idle
+        return idle | (jnp.asarray(budget) >= slots)
+
     @classmethod
     def of_layers(
         cls,
@@ -183,7 +195,7 @@ def evict(
         budget = jnp.where(evidence.entered > 0, jnp.asarray(budget, jnp.int32), cache.num_slots)
     else:
         allocation = parse_allocation(allocation)
-        evidence = Evidence(real_array("scores", scores), jnp.zeros_like(cache.next_position), allocation=allocation)
+        evidence = Evidence(real_array("scores", scores), jnp.ones_like(cache.next_position), allocation=allocation)
     position = _positions_of(cache, layer, evidence.allocation)
     if evidence.end is not None:  # in this layer only: the others are still to be evicted from
         rows = batch_rows(cache) if layer is None else batch_rows(cache)[0]
@@ -192,9 +204,7 @@ def evict(
     if evidence.merging is not None and not isinstance(cache, KVCache):
         merging = evidence.merging.name
         raise ValueError(f"{merging!r} merges values in plain caches, but this one is paged; leave the link out.")
-    whole = jnp.broadcast_to(jnp.asarray(budget) >= cache.num_slots, cache.next_position.shape)  # lose nothing
-    if not evidence.allocation.fills:  # then only an idle row is sure to lose nothing
-        whole = whole & (evidence.entered == 0) & isinstance(scores, Evidence)
+    whole = evidence.spares(budget, cache.num_slots)
     cache = dataclasses.replace(cache, state=begin_anew(cache.state, ~whole, layer))
     if isinstance(evidence.scores, Weights):
         assert isinstance(cache, KVCache)

@@ -12,6 +12,7 @@ from models import Butler, ButlerConfig, by_layer
 from models.steps import LayerCaches
 from tests.models import reference
 from tests.models.tiny import (
+    BLOCK,
     CONFIG,
     LENGTHS,
     SETTINGS,
@@ -138,3 +139,17 @@ def test_logits_that_are_not_finite_are_refused_both_ways(each_way):
     model = reference.decoder(CONFIG, weights() | {"norm": np.full_like(weights()["norm"], np.nan)})
     with pytest.raises(ValueError, match="the model's logits are NaN or infinite"):
         models.generate(model, TOKENS, lengths=LENGTHS, max_new_tokens=2)
+
+
+@pytest.mark.parametrize("each_way", ["one program", "layers"], indirect=True)
+def test_a_threshold_begins_a_new_window_whatever_the_budget(each_way):
+    """A budget of all slots keeps no token below the threshold, so the prompt's window has had its say."""
+    name, settings = (
+        "snapkv(window=4)@threshold(least=0.05)",
+        dict(budget=100, when="prompt", evict_every=2, block=BLOCK),
+    )
+    prompt = TOKENS[:1, :21]
+    tokens, cache = streamed(decoder(), prompt, policy=name, max_new_tokens=8, end=(), **settings)
+    expected = run(prompt[0], policy=name, new_tokens=8, **settings)
+    assert tokens[0].tolist() == expected.tokens
+    assert_keeps(cache, 0, expected)
