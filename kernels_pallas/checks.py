@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import reprlib
 from collections.abc import Iterable
@@ -61,7 +62,21 @@ def check_names(what: str, given: Any, known: Iterable[str]) -> None:
     known = list(known)
     names = sorted(set(given)) if isinstance(given, list | tuple | set | frozenset) else [given]
     if wrong := [shown(name) for name in names if name not in known]:
-        raise ValueError(f"unknown {what} {', '.join(wrong)}; expected one of {', '.join(known)}.")
+        near = nearest(*[name for name in names if name not in known], known=known)
+        raise ValueError(f"unknown {what} {', '.join(wrong)}; expected one of {', '.join(known)}.{near}")
+
+
+def nearest(*names: Any, known: Iterable[str]) -> str:
+    """Ask, for an error message, whether the known name nearest to a misspelt one was meant; return "" if none is near.
+
+    Example:
+        >>> from kernels_pallas.checks import nearest
+        >>> nearest("snapvk", known=["snapkv", "h2o"]), nearest("quest", known=["snapkv", "h2o"])
+        (" Did you mean 'snapkv'?", '')
+    """
+    known = list(known)
+    found = (difflib.get_close_matches(name, known, 1, cutoff=0.7) for name in names if isinstance(name, str))
+    return next((f" Did you mean {near[0]!r}?" for near in found if near), "")
 
 
 def check_count(what: str, value: Any, least: int, hint: str) -> int:

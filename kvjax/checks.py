@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from kernels_pallas.checks import MOST, check_count, check_names, check_tokens, is_known, plain, shown
+from kernels_pallas.checks import MOST, check_count, check_names, check_tokens, is_known, nearest, plain, shown
 
 __all__ = [
     "MOST",
@@ -26,6 +26,7 @@ __all__ = [
     "check_types",
     "is_float",
     "is_known",
+    "nearest",
     "plain",
     "real_array",
     "shown",

@@ -47,10 +47,19 @@ class Parser(argparse.ArgumentParser):
     """A parser that reports an error on one line. The flags that it returns have a :class:`Begun` as ``begun``."""
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        parsed = super().parse_args(args, namespace)
+        parsed, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            self._asked(parsed).error(f"unrecognized arguments: {' '.join(unknown)}")
         words = sys.argv[1:] if args is None else args
         parsed.begun = Begun(" ".join([self.prog, *map(shlex.quote, words)]), time.monotonic())
         return parsed
+
+    def _asked(self, parsed: argparse.Namespace) -> argparse.ArgumentParser:
+        """Return the parser of the subcommand that was asked for, whose help says which arguments there are."""
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                return action.choices[getattr(parsed, action.dest)]
+        return self
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         for argument in sys.argv[1:] if args is None else args:

@@ -84,3 +84,15 @@ def test_a_package_s_evaluation_is_imported_when_it_is_run(tmp_path, monkeypatch
     with pytest.raises(SystemExit, match="2"):
         main(["task"])
     assert "'pkg_task' cannot be imported (RuntimeError: not now)" in capsys.readouterr().err
+
+
+def test_an_unknown_flag_points_to_the_help_of_its_evaluation(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["view", "--html", "page.html", "--budgets", "9"])
+    assert capsys.readouterr().err.endswith("unrecognized arguments: --budgets 9; see python -m evals view --help.\n")
+
+
+def test_a_misspelt_policy_gets_a_suggestion(capsys):
+    assert main(["needle", "--policies", "snapvk+caote", "--budgets", "9"]) == 2
+    said = capsys.readouterr().err
+    assert "unknown policy 'snapvk' in 'snapvk+caote'; expected one of" in said and "Did you mean 'snapkv'?" in said
