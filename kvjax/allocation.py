@@ -65,7 +65,7 @@ class Contest(NamedTuple):
     @property
     def certain(self) -> Bool[Array, "*rows S"]:
         """Return a mask of the slots that stay whatever the others score: protected, or with a head's whole weight."""
-        return self.live & (self.scores > jnp.finfo(jnp.float32).max / 2)
+        return self.live & (self.scores >= jnp.finfo(jnp.float32).max)
 
     def sum(self, x: Array, scope: Scope) -> Array:
         """Sum over the slots of each head ``[L, B, K]``, layer ``[L, B]`` or model ``[B]``."""
@@ -73,6 +73,14 @@ class Contest(NamedTuple):
         sums = summed(sums, self.axis)
         shape = {"head": (self.layers, -1, self.heads), "layer": (self.layers, -1), "model": (-1,)}[scope]
         return sums.reshape(shape)
+
+    def largest(self, x: Float[Array, "*rows S"], scope: Scope) -> Float[Array, "*rows 1"]:
+        """Return the largest number of each row's head, layer or model, as a column beside the rows."""
+        group = self.group(scope).ravel()
+        most = jax.ops.segment_max(jnp.max(x, axis=-1).ravel(), group, self.groups(scope))
+        if self.axis is not None:
+            most = jax.lax.pmax(most, self.axis)
+        return most[group].reshape(*x.shape[:-1], 1)
 
     def group(self, scope: Scope) -> Int[Array, "*rows"]:
         """Return the number of the head, layer or model (of each batch row) that each row of slots belongs to."""
@@ -266,7 +274,7 @@ def model(*, normalise: bool = True, cap: int | float | None = 8.0) -> Allocatio
     _check_cap("model", cap)
 
     def keep(c: Contest) -> Array:
-        if normalise:
+        if normalise and c.layers > 1:  # shares of one layer have the order of its scores
             c = c._replace(scores=_shares_of_layer(c))
         return _capped(c, cap).best("model", c.total)
 
@@ -289,12 +297,12 @@ def threshold(*, least: float = 0.01, cap: int | float | None = 8.0) -> Allocati
         cap: see :func:`adakv`.
 
     Example:
-        >>> import jax.numpy as jnp
+        >>> import functools, jax, jax.numpy as jnp
         >>> import kvjax
         >>> cache = kvjax.KVCache.init(batch=1, kv_heads=1, slots=3, head_dim=2)
         >>> cache = kvjax.insert(cache, jnp.ones((1, 3, 1, 2)), jnp.ones((1, 3, 1, 2)))
-        >>> scores = jnp.array([[[0.5, 0.1, 0.3]]])
-        >>> kvjax.evict(cache, scores, budget=2, allocation="threshold(least=0.4)").position.tolist()
+        >>> evict = jax.jit(functools.partial(kvjax.evict, budget=2, allocation="threshold(least=0.4)"))
+        >>> evict(cache, jnp.array([[[0.5, 0.1, 0.3]]])).position.tolist()
         [[[0, -1, -1]]]
     """
     check_number("threshold", "least", least, -1e30, 1e30, "a score, from -1e30 to 1e30")
@@ -429,7 +437,9 @@ def lava(*, cap: int | float | None = 8.0) -> Allocation:
 
 
 @register
-def headkv(*, file: str | None = None, beta: int | float = 1.5, cap: int | float | None = 8.0) -> Allocation:
+def headkv(
+    *, file: str | None = None, content: str | None = None, beta: int | float = 1.5, cap: int | float | None = 8.0
+) -> Allocation:
     """Give a head the more slots, the more important it is (HeadKV, arXiv 2410.19258).
 
     With B the budget minus the protected tokens, each head puts ``B / beta`` of its slots into a pool, which is shared
@@ -437,7 +447,8 @@ def headkv(*, file: str | None = None, beta: int | float = 1.5, cap: int | float
     query heads by needles; here a KV head has one number, such as their mean over the group.
 
     Args:
-        file: the importance of each head ``[L, K]``, from 0, as a .npy or .safetensors file; read once per process.
+        file: the importance of each head ``[L, K]``, from 0, as a .npy or .safetensors file.
+        content: a digest of the file, which the name gets; another file of that name is refused.
         beta: from 1 (all slots are shared out). The authors' code takes 1.005 to 10, and 1.5 by default.
         cap: see :func:`adakv`.
 
@@ -464,6 +475,7 @@ def headkv(*, file: str | None = None, beta: int | float = 1.5, cap: int | float
 def duo(
     *,
     file: str | None = None,
+    content: str | None = None,
     streaming: float = 0.5,
     sinks: int | float = 128,
     recent: int | float = 256,
@@ -476,7 +488,8 @@ def duo(
     ``models.head_scores`` measures it as kvpress does.
 
     Args:
-        file: the importance of each head ``[L, K]``, from 0, as a .npy or .safetensors file; read once per process.
+        file: the importance of each head ``[L, K]``, from 0, as a .npy or .safetensors file.
+        content: a digest of the file, which the name gets; another file of that name is refused.
         streaming: the share of the heads that stream, in [0, 1]; 0.5 as in the paper for models with grouped heads.
         sinks: how many first tokens a streaming head keeps: a count, or a share of the budget (float in [0, 1]); 128 as
             in kvpress. It never has more than the budget.
@@ -593,9 +606,11 @@ def _capped(c: Contest, cap: int | float | None) -> Contest:
 def _shares_of_layer(c: Contest) -> Float[Array, "*rows S"]:
     """Divide scores by their sum over the layer, without the tokens that are certain to stay."""
     counted = c.live & ~c.certain & (c.scores > -jnp.inf)
-    total = c.sum(jnp.where(counted, c.scores, 0), "layer")
-    total = jnp.where(total > 0, total, 1).ravel()[c.group("layer")]
-    return jnp.where(counted, c.scores / total[..., None], c.scores)
+    scores = jnp.where(counted, c.scores, 0)
+    # Before the sum, which overflows for huge ones; a power of two changes nothing but the exponent.
+    scores = jnp.where(c.largest(scores, "layer") > 2.0**64, 2.0**-64 * scores, scores)
+    total = c.sum(scores, "layer").ravel()[c.group("layer")][..., None]
+    return jnp.where(counted, scores / jnp.where(total > 0, total, 1), c.scores)
 
 
 def _protected_of_a_head(c: Contest) -> Int[Array, "B"]:

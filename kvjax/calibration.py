@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 import numpy as np
@@ -55,3 +56,36 @@ def read_array(name: str, file: str, axes: str) -> Float[np.ndarray, "..."]:
     if not np.isfinite(array).all():
         raise ValueError(f"{name}: {file!r} holds numbers that are not finite; {expected} of finite numbers.")
     return array
+
+
+def checked_content(name: str, file: str, content: str | None) -> str:
+    """Return a digest of a file's bytes, after a check that it is the one that a name asks for.
+
+    Args:
+        name: the link or allocation that reads it, for error messages.
+        content: the digest that is expected; None for any.
+
+    Raises:
+        ValueError: if there is no such file, or it holds something else.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> from kvjax.calibration import checked_content
+        >>> path = pathlib.Path(tempfile.mkdtemp()) / "heads.npy"
+        >>> _ = path.write_bytes(b"some numbers")
+        >>> checked_content("headkv", str(path), None)
+        '66e03d28'
+    """
+    try:
+        with Path(file).open("rb") as stream:
+            held = hashlib.file_digest(stream, "sha256").hexdigest()[:8]
+    except OSError as error:
+        raise ValueError(
+            f"{name}: {file!r}: {error.strerror or 'it cannot be read'}; expected a .npy or .safetensors file."
+        ) from None
+    if content not in (None, held):
+        raise ValueError(
+            f"{name}: {file!r} holds other numbers ({held}) than those that are asked for ({content}); give the file "
+            "that was read then, or leave content= out and start anew."
+        )
+    return held

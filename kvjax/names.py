@@ -9,7 +9,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from kvjax.checks import MOST, shown, typed
+from kvjax.calibration import checked_content
+from kvjax.checks import MOST, nearest, shown, typed
 from kvjax.registry import Registry
 
 
@@ -18,7 +19,8 @@ def makers[Made](kind: str, group: str | None, made: type[Made]) -> Registry[Cal
 
     Their arguments are checked, and equal ones give the same object: otherwise each call would make a new closure, and
     ``jit`` would compile again. The name of the object becomes the maker's name with its arguments, as :func:`written`
-    writes them.
+    writes them. A maker that reads a file has the arguments ``file`` and ``content``: the name then has a digest of
+    what the file held, so that results and caches that are found by name are those of the same numbers.
 
     Args:
         kind: what they make, for messages: "policy".
@@ -30,8 +32,9 @@ def makers[Made](kind: str, group: str | None, made: type[Made]) -> Registry[Cal
         if not callable(make) or getattr(make, "__name__", None) != name:
             raise ValueError(f"{name!r} is {shown(make)}; expected a function named {name} that makes a {kind}.")
 
+        reads = {"file", "content"} <= inspect.signature(make).parameters.keys()
+
         @functools.lru_cache(maxsize=None, typed=True)  # protect(recent=1) is not protect(recent=1.0)
-        @functools.wraps(make)
         def named(*args: Any, **kwargs: Any) -> Any:
             thing: Any = make(*args, **kwargs)
             if not issubclass(type(thing), made):
@@ -41,7 +44,13 @@ def makers[Made](kind: str, group: str | None, made: type[Made]) -> Registry[Cal
             arguments = inspect.signature(make).bind(*args, **kwargs).arguments
             return dataclasses.replace(thing, name=written(make, **arguments))
 
-        return typed(named)  # before the cache, as an argument of a wrong type may not be hashable
+        @functools.wraps(make)
+        def made_of(*args: Any, **kwargs: Any) -> Any:
+            if reads and kwargs.get("file") is not None:
+                kwargs["content"] = checked_content(name, kwargs["file"], kwargs.get("content"))
+            return named(*args, **kwargs)
+
+        return typed(made_of)  # before the cache, as an argument of a wrong type may not be hashable
 
     return Registry(kind, group, prepare)
 
@@ -77,7 +86,8 @@ def called(node: ast.expr, registry: Registry[Callable[..., Any]], whole: str, h
     name = call.func.id
     make = registry.find(name)
     if make is None:
-        raise ValueError(f"unknown {kind} {name!r} in {whole!r}; expected one of {', '.join(registry.names())}.")
+        near = nearest(name, known=registry.names())
+        raise ValueError(f"unknown {kind} {name!r} in {whole!r}; expected one of {', '.join(registry.names())}.{near}")
     try:
         arguments = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
     except ValueError:

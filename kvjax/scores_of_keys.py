@@ -67,7 +67,7 @@ def keydiff() -> Policy:
 
 
 @register
-def q_filters(*, file: str | None = None) -> Policy:
+def q_filters(*, file: str | None = None, content: str | None = None) -> Policy:
     """Score a token by its key along the direction of the head's queries (Q-Filters, arXiv 2503.02812).
 
     The queries of a head share one main direction, whatever the text. A filter is minus that direction, averaged over
@@ -77,8 +77,8 @@ def q_filters(*, file: str | None = None) -> Policy:
     The authors' cache keeps the newest tokens too (``q_filters(...)+protect(recent=64)``); kvpress does not.
 
     Args:
-        file: the filters ``[L, K, D]``, as a .npy or .safetensors file. It is read once per process: write other
-            filters to another file.
+        file: the filters ``[L, K, D]``, as a .npy or .safetensors file.
+        content: a digest of the file, which the name gets; another file of that name is refused.
 
     Raises:
         ValueError: if the file cannot be read, or its filters are not the model's; when it runs without a file.

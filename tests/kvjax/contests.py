@@ -66,7 +66,7 @@ class Row(NamedTuple):
 
 
 def certain(t: Token) -> bool:
-    return t.score > LARGEST / 2
+    return t.score >= LARGEST
 
 
 def capped(row: Row, cap: float | None) -> Row:

@@ -610,3 +610,30 @@ def test_lava_does_not_share_out_by_the_rounding_of_an_entropy():
         scores[..., 5] = np.random.default_rng(seed).random((L, 1, 1), np.float32)
         after = evict(allocation.lava(), plain_cache(position, [6] * B), scores, 5)
         assert (np.asarray(after.num_live) == 5).all(), seed
+
+
+@pytest.mark.parametrize("name", ["layer", "lava", "model", "model(normalise=False)"])
+def test_scores_times_a_constant_keep_the_same_tokens(name):
+    """Up to the largest float: sums of such scores would be infinite, and the newest tokens would stay."""
+    scores = np.tile(np.where(np.arange(S) < 6, 1.5, 0.25), (L, B, K, 1)).astype(np.float32)
+    cache = plain_cache(np.tile(np.arange(S), (L, B, K, 1)), [S] * B)
+    evicted = jax.jit(lambda x: kvjax.evict(cache, x, 6, allocation=name).position >= 0)
+    for power in (-100, 0, 100, 125, 127):
+        stays = np.asarray(evicted(scores * np.float32(2.0**power)))
+        assert stays[..., :6].all() and not stays[..., 6:].any(), power
+
+
+@pytest.mark.parametrize("chain", first(1, ["sage(split='adaptive')+pool", "h2o+critical+chunks(size=2)"]))
+def test_in_one_layer_a_budget_of_the_model_is_one_of_the_layer(chain):
+    """Marks of tokens that surely stay, divided by a link behind them, are numbers like others."""
+    kept = []
+    for allocation_name in ("layer", "model"):
+        policy = kvjax.parse(f"{chain}@{allocation_name}")
+        projection = kvjax.output_projection(np.ones((1, 2 * K, 4, 8), np.float32), K, ("weight",)).layer(0)
+        cache = kvjax.empty_cache(policy, kv_heads=K, query_heads=2 * K, head_dim=4, budget=8, block=S)
+        query, key, value = (np.random.default_rng(0).normal(size=(1, S, n, 4)).astype("f") for n in (2 * K, K, K))
+        context = kvjax.Context(projection=projection)
+        attend = functools.partial(kvjax.attend, policy=policy, budget=8, context=context)
+        _, cache = jax.jit(attend)(cache, query, key, value)
+        kept.append([sorted(x for x in head if x >= 0) for head in np.asarray(cache.layer().position)[0].tolist()])
+    assert kept[0] == kept[1]

@@ -51,8 +51,8 @@ def test_published_filters_are_read_from_safetensors(filters, tmp_path):
 
 
 def test_a_short_name_names_the_file(filters):
-    name = f"q_filters(file={filters[1]!r})+normalise+caote"
-    assert str(kvjax.parse(name)) == name
+    named = str(kvjax.parse(f"q_filters(file={filters[1]!r})+normalise+caote"))
+    assert re.fullmatch(rf"q_filters\(file={filters[1]!r},content='[0-9a-f]{{8}}'\)\+normalise\+caote", named)
 
 
 @pytest.mark.bad_input
@@ -104,3 +104,17 @@ def test_filters_of_half_precision_are_read(filters, tmp_path):
     save_file({"q_filters": array}, tmp_path / "narrow.safetensors")
     found = read_array("q_filters", str(tmp_path / "narrow.safetensors"), "L K D")
     np.testing.assert_array_equal(found, array.astype(np.float32))
+
+
+def test_a_name_has_a_digest_of_what_its_file_held(tmp_path):
+    """So answers, records and caches that are found by name are of the same numbers."""
+    path = tmp_path / "heads.npy"
+    np.save(path, np.ones((L, K)))
+    one = kvjax.parse(f"snapkv@headkv(file='{path}')")
+    assert re.fullmatch(r"snapkv@headkv\(file='.*',content='[0-9a-f]{8}'\)", one.name)
+    assert kvjax.parse(one.name) is kvjax.parse(f"snapkv@headkv(file='{path}')") is one
+    np.save(path, np.full((L, K), 2.0))
+    other = kvjax.parse(f"snapkv@headkv(file='{path}')")
+    assert other is not one and other.name != one.name
+    with pytest.raises(ValueError, match=r"heads.npy' holds other numbers .* give the file that was read then"):
+        kvjax.parse(one.name)
