@@ -43,7 +43,7 @@ class Asked(NamedTuple):
     @property
     def digest(self) -> str:
         """Return a checksum of the text, by which an answer is known to be this prompt's."""
-        return f"{zlib.crc32(self.prompt.encode()):08x}"
+        return f"{zlib.crc32(self.prompt.encode(errors='surrogatepass')):08x}"  # JSON can hold lone surrogates
 
 
 def parser() -> argparse.ArgumentParser:
@@ -98,8 +98,9 @@ def _run(flags: argparse.Namespace) -> None:
     policy = models.with_repeat_prompt(policy, tokenizer)
     chosen = run_settings(flags)
     run = dict(
-        model=flags.model, policy=flags.policy, budget=budget, when=when, chat=flags.chat, seed=flags.seed,
-        **chosen | dict(evict_every=evict_every), fingerprints=provenance.fingerprints(model, tokenizer),
+        model=flags.model, policy=str(policy_of(flags.policy) or "full"), budget=budget, when=when, chat=flags.chat,
+        seed=flags.seed, **chosen | dict(evict_every=evict_every),
+        fingerprints=provenance.fingerprints(model, tokenizer),
     )  # fmt: skip
     commands.check_outputs([flags.out])
     # The first of several processes has the answers; what the others write is dropped.
@@ -121,10 +122,10 @@ def _run(flags: argparse.Namespace) -> None:
             for prompt in asked:
                 if prompt.line in done:
                     continue
-                text = tokenizer.chat([{"role": "user", "content": prompt.prompt}]) if flags.chat else prompt.prompt
-                ids = tokenizer.encode(text, add_special_tokens=not flags.chat)
                 key = jax.random.fold_in(jax.random.key(flags.seed), prompt.line)
                 try:
+                    text = tokenizer.chat([{"role": "user", "content": prompt.prompt}]) if flags.chat else prompt.prompt
+                    ids = tokenizer.encode(text, add_special_tokens=not flags.chat)
                     handle = engine.submit(ids, key=key, **sampling)
                 except ValueError as error:
                     failed += 1

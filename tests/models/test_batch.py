@@ -137,3 +137,12 @@ def test_bad_prompts_end_in_a_sentence(tmp_path, content, message):
     (tmp_path / "prompts.jsonl").write_text(content)
     with pytest.raises(ValueError, match=message):
         batch.read_prompts(tmp_path / "prompts.jsonl")
+
+
+def test_a_prompt_that_is_no_text_does_not_end_the_others(folder, capsys):
+    lines = [json.dumps({"prompt": text}) for text in ("The sky is", "half \ud800", "The river was")]
+    (folder / "surrogate.jsonl").write_text("\n".join(lines))
+    assert run(folder, prompts="surrogate.jsonl", out="surrogate-answers.jsonl") == 2
+    assert "1 of 3 prompts failed; the 'error' in their lines says why." in capsys.readouterr().err
+    found = {answer["line"]: answer for answer in parsed((folder / "surrogate-answers.jsonl").read_bytes())}
+    assert "lone surrogate at character 5" in found[2]["error"] and found[1]["tokens"] and found[3]["tokens"]
