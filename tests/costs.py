@@ -87,7 +87,11 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 def _too_many(config: pytest.Config) -> bool:
     """Say whether the whole default tier, as ``make test`` runs it, asked for more programs than it may."""
     everything = config.args_source == pytest.Config.ArgsSource.TESTPATHS and not config.option.keyword
-    return os.environ.get("KVJAX_TIER") == "default" and everything and sum(programs for _, programs, _ in config.stash[_COSTS]) > MOST_PROGRAMS
+    return (
+        os.environ.get("KVJAX_TIER") == "default"
+        and everything
+        and sum(programs for _, programs, _ in config.stash[_COSTS]) > MOST_PROGRAMS
+    )
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:

@@ -1,4 +1,4 @@
-"""The tiers of the suite: what is not marked runs by default; ``matrix`` and ``nightly`` hold the products of options."""
+"""The tiers of the suite: what has no mark runs by default; ``matrix`` and ``nightly`` hold the products of options."""
 
 from __future__ import annotations
 
