@@ -102,8 +102,8 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         Path(path).write_text("".join(json.dumps(cost) + "\n" for cost in costs))
     if os.environ.get("KVJAX_TIER"):
         terminalreporter.section(f"the {DEAREST} dearest tests: CPU seconds, programs")
-        for seconds, programs, name in heapq.nlargest(DEAREST, costs):
-            terminalreporter.write_line(f"{seconds:7.1f} {programs:5d}  {name}")
+        for cost in heapq.nlargest(DEAREST, costs):
+            terminalreporter.write_line("{:7.1f} {:5d}  {}".format(*cost))
     if _too_many(config):
         terminalreporter.write_line(
             f"The default tier asks for {programs} programs, expected at most {MOST_PROGRAMS}: use sizes that other "
