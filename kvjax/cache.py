@@ -368,12 +368,12 @@ def floats_of[Cache: Any](cache: Cache) -> Cache:
     head, out of a stacked cache first.
 
     Example:
-        >>> import jax.numpy as jnp
+        >>> import jax, jax.numpy as jnp
         >>> import kvjax
         >>> from kvjax.cache import floats_of
         >>> cache = kvjax.KVCache.init(batch=1, kv_heads=1, slots=1, head_dim=2, dtype="int8")
         >>> rows = jnp.array([[[[127.0, -3.2]]]])
-        >>> floats_of(kvjax.insert(cache, rows, rows)).key.tolist()
+        >>> jax.jit(floats_of)(jax.jit(kvjax.insert)(cache, rows, rows)).key.tolist()
         [[[[127.0, -3.0]]]]
     """
     if len(cache.rows) == 2 and not cache.side_by_side:
@@ -462,12 +462,12 @@ def compact(cache: KVCache, slots: int) -> KVCache:
         slots: slots per head afterwards. Live tokens beyond that number are lost: evict to the budget first.
 
     Example:
-        >>> import jax.numpy as jnp
+        >>> import jax, jax.numpy as jnp
         >>> import kvjax
         >>> cache = kvjax.KVCache.init(batch=1, kv_heads=1, slots=4, head_dim=1)
         >>> rows = jnp.arange(4.0).reshape(1, 4, 1, 1)
-        >>> cache = kvjax.evict(kvjax.insert(cache, rows, rows), jnp.array([[[3.0, 0.0, 1.0, 2.0]]]), budget=2)
-        >>> kvjax.compact(cache, 2).key.ravel().tolist()
+        >>> cache = jax.jit(kvjax.evict)(kvjax.insert(cache, rows, rows), jnp.array([[[3.0, 0.0, 1.0, 2.0]]]), 2)
+        >>> jax.jit(kvjax.compact, static_argnums=1)(cache, 2).key.ravel().tolist()
         [0.0, 3.0]
     """
     if not isinstance(cache, KVCache):

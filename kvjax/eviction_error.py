@@ -105,15 +105,20 @@ def score(
         join = functools.partial(joined_change, behind=behind)
     if is_known(A, mask):
         _check_weights(np.asarray(A), mask if mask is None or group is None else np.asarray(mask)[..., None, :])
-    return eviction_error(
+    errors = eviction_error if join is not None or not is_known(A, V, mask) else _errors
+    return errors(
         A if group is not None else A[..., None, :],
         V,
-        jnp.ones(V.shape[:-1], bool) if mask is None else mask,
+        np.ones(V.shape[:-1], bool) if mask is None else mask,
         fast=fast,
         norm=norm,
         group="mean" if group == "mean" else "exact",
         join=join,
     )
+
+
+# Outside jit, one program in place of some fifty operations.
+_errors = jax.jit(eviction_error, static_argnames=("fast", "norm", "group", "join"))
 
 
 def _check_weights(A: np.ndarray, mask: Any) -> None:

@@ -51,12 +51,13 @@ def select(
             the size is below 1 or below what the budget and the sinks take.
 
     Example:
-        >>> import jax.numpy as jnp
+        >>> import functools, jax, jax.numpy as jnp
         >>> import kvjax
         >>> importance, position = jnp.array([[[0.0, 3.0, 1.0, 2.0, 9.0]]]), jnp.array([[[0, 1, 2, 3, -1]]])
-        >>> kvjax.select(importance, position, 2, sinks=1).tolist()
+        >>> jax.jit(functools.partial(kvjax.select, budget=2, sinks=1))(importance, position).tolist()
         [[[0, 1, 3]]]
-        >>> kvjax.select(importance, position, 0.25, sinks=0, size=3).tolist()  # one of four
+        >>> one_of_four = functools.partial(kvjax.select, budget=0.25, sinks=0, size=3)
+        >>> jax.jit(one_of_four)(importance, position).tolist()
         [[[1, -1, -1]]]
     """
     if importance.ndim != 3:
@@ -92,11 +93,12 @@ def selected_mask(
         ValueError: as :func:`select`, or if queries of whole sequences have no positions.
 
     Example:
-        >>> import jax.numpy as jnp
+        >>> import functools, jax, jax.numpy as jnp
         >>> import kvjax
         >>> importance = jnp.zeros((1, 1, 4, 4))  # all equal: the most recent tokens
         >>> every = jnp.arange(4)[None]
-        >>> kvjax.selected_mask(importance, every[None], 0.5, sinks=1, query_position=every)[0, 0].astype(int).tolist()
+        >>> mask = jax.jit(functools.partial(kvjax.selected_mask, budget=0.5, sinks=1))
+        >>> mask(importance, every[None], query_position=every)[0, 0].astype(int).tolist()
         [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 1, 1]]
     """
     budget, sinks = _checked(importance, position, budget, sinks, query_position)

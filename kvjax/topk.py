@@ -32,11 +32,12 @@ def best_of_groups(
             no score leaves its device. None where all rows are here.
 
     Example:
-        >>> import jax.numpy as jnp
+        >>> import jax, jax.numpy as jnp
         >>> from kvjax.topk import best_of_groups
         >>> scores, position = jnp.array([[5.0, 1.0], [4.0, 3.0]]), jnp.array([[0, 1], [0, 1]])
         >>> head, one_group = jnp.arange(2), jnp.zeros(2, int)
-        >>> best_of_groups(scores, position, head, one_group, jnp.array([3]), 1).tolist()
+        >>> best = jax.jit(best_of_groups, static_argnums=5)
+        >>> best(scores, position, head, one_group, jnp.array([3]), 1).tolist()
         [[True, False], [True, True]]
     """
 

@@ -26,7 +26,7 @@ from kernels_pallas import cache_attention
 from kernels_pallas.prepare import mesh_of
 from kvjax import rotate
 from models.config import Config, Rope
-from models.parameters import check_rngs, expert_axes, layers_with, parameter_shapes
+from models.parameters import check_rngs, drawn, expert_axes, layers_with, parameter_shapes
 
 Carry = TypeVar("Carry")
 Output = TypeVar("Output")
@@ -83,8 +83,7 @@ class Decoder(nnx.Module):
         self.config = config
         shapes = parameter_shapes(config)
         if parameters is None:
-            rngs = check_rngs(rngs)
-            parameters = {name: _random_parameter(config, rngs, name, shape, dtype) for name, shape in shapes.items()}
+            parameters = drawn(_random_parameter, shapes, check_rngs(rngs), config.norm_offset, dtype)
         self.embedding = nnx.Param(parameters["embedding"])
         self.norm = nnx.Param(parameters["norm"])
         self.head = None if config.tie_embeddings else nnx.Param(parameters["head"])
@@ -488,9 +487,9 @@ def _project(config: Config, weights: dict[str, Array], x: Float[Array, "B T E"]
     return query, key, value
 
 
-def _random_parameter(config: Config, rngs: nnx.Rngs, name: str, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
-    if name.endswith("norm"):
-        return jnp.full(shape, 0 if config.norm_offset else 1, dtype)
-    if name.endswith("bias"):
-        return jnp.zeros(shape, dtype)
-    return (0.02 * jax.random.normal(rngs.params(), shape)).astype(dtype)
+def _random_parameter(
+    key: Array | None, name: str, shape: tuple[int, ...], norm_offset: bool, dtype: DTypeLike
+) -> Array:
+    if key is None:
+        return jnp.full(shape, 1 if name.endswith("norm") and not norm_offset else 0, dtype)
+    return (0.02 * jax.random.normal(key, shape)).astype(dtype)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
-from jaxtyping import Int
+from jaxtyping import Array, Int
 
 from models.config import Config
 
@@ -180,6 +181,32 @@ def check_rngs(rngs: nnx.Rngs | None) -> nnx.Rngs:
     if rngs is None:
         raise ValueError("neither parameters nor rngs were given; pass rngs=nnx.Rngs(0) for random weights.")
     return rngs
+
+
+def drawn(
+    draw: Callable[..., Array], shapes: Mapping[str, tuple[int, ...]], rngs: nnx.Rngs, *options: Any
+) -> dict[str, Array]:
+    """Make random parameters in one compiled program; operations one by one would be a program for each shape.
+
+    Args:
+        draw: ``draw(key, name, shape, *options)`` returns a parameter; the key of norms and biases is None.
+        shapes: their shapes by name.
+        options: hashable.
+
+    Example:
+        >>> import jax
+        >>> from flax import nnx
+        >>> from models.parameters import drawn
+        >>> drawn(lambda key, name, shape: jax.random.normal(key, shape), {"a": (2, 3)}, nnx.Rngs(0))["a"].shape
+        (2, 3)
+    """
+    keys = {name: rngs.params() for name in shapes if not name.endswith(("norm", "bias"))}
+    return _drawn(draw, tuple(shapes.items()), options, keys)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _drawn(draw: Callable[..., Array], shapes: tuple[tuple[str, Any], ...], options: tuple[Any, ...], keys: Any) -> Any:
+    return {name: draw(keys.get(name), name, tuple(shape), *options) for name, shape in shapes}
 
 
 @functools.cache

@@ -20,7 +20,7 @@ from kvjax.checks import check_count, check_fields
 from models import trained
 from models.config import Config
 from models.decoder import Decoder
-from models.parameters import check_rngs
+from models.parameters import check_rngs, drawn
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,8 +98,7 @@ class Scorer(nnx.Module):
     ):
         self.config = config
         if parameters is None:
-            rngs = check_rngs(rngs)
-            parameters = {name: _random(rngs, name, shape) for name, shape in parameter_shapes(config).items()}
+            parameters = drawn(_random, parameter_shapes(config), check_rngs(rngs))
         for name in parameter_shapes(config):
             setattr(self, name, nnx.Param(parameters[name]))
 
@@ -172,7 +171,7 @@ def load_scorer(folder: str | Path, model: Decoder) -> Scorer:
 KIND = trained.Kind("scorer", "scorer", ScorerConfig, parameter_shapes)
 
 
-def _random(rngs: nnx.Rngs, name: str, shape: tuple[int, ...]) -> Array:
-    if name.endswith("bias"):
+def _random(key: Array | None, name: str, shape: tuple[int, ...]) -> Array:
+    if key is None:
         return jnp.zeros(shape, jnp.float32)
-    return jax.random.normal(rngs.params(), shape, jnp.float32) / math.sqrt(shape[1])
+    return jax.random.normal(key, shape, jnp.float32) / math.sqrt(shape[1])

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array
@@ -117,7 +116,7 @@ def load(
             f"{folder / weights_file} does not fit its {config_file} in {', '.join(wrong)}; copy both again."
         )
     wanted = None if dtype is None else known_dtype(dtype)
-    return config, {name: jnp.asarray(tensor, wanted) for name, tensor in tensors.items()}
+    return config, {name: jax.device_put(tensor.astype(wanted or tensor.dtype)) for name, tensor in tensors.items()}
 
 
 def fingerprint(model: Decoder) -> dict[str, Any]:

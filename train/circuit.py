@@ -14,8 +14,11 @@ earlier, and copies that token's code to where the next token is read.
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array
 
 from models.config import Config
@@ -40,6 +43,11 @@ def init_parameters(config: Config, key: Array) -> dict[str, Array]:
         >>> init_parameters(config, jax.random.key(0))["layers.query"].shape
         (2, 32, 2, 16)
     """
+    return _parameters(config, key)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _parameters(config: Config, key: Array) -> dict[str, Array]:
     E, V = config.hidden_size, config.vocab_size
     key, *subkeys = jax.random.split(key, 1 + len(parameter_shapes(config)))
     parameters = {}
@@ -82,8 +90,8 @@ def _blocks(config: Config) -> tuple[slice, list[slice]]:
     return slice(1, 1 + own), [slice(1 + own + i * back, 1 + own + (i + 1) * back) for i in range(config.num_heads)]
 
 
-def _angles(config: Config) -> Array:
-    return 1.0 / config.rope.theta ** (jnp.arange(config.head_dim // 2) / (config.head_dim // 2))
+def _angles(config: Config) -> np.ndarray:
+    return 1.0 / config.rope.theta ** (np.arange(config.head_dim // 2, dtype=np.float32) / (config.head_dim // 2))
 
 
 def _remember(config: Config, shrink: Array) -> dict[str, Array]:
@@ -110,8 +118,8 @@ def _match(config: Config, shrink: Array, rng: Array) -> dict[str, Array]:
     E, N, K, D = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
     token, earlier = _blocks(config)
     own, back = shrink.shape
-    slow = jnp.flatnonzero(_angles(config) * 2048 < 2.0)
-    elements = jnp.concatenate([slow, slow + D // 2])
+    slow = np.flatnonzero(_angles(config) * 2048 < 2.0)
+    elements = np.concatenate([slow, slow + D // 2])
     seen = ((1 + CONSTANT**2 + N) / E) ** 0.5  # undoes the norm before the layer
     query, key, value, output = (jnp.zeros(s) for s in ((E, N, D), (E, K, D), (E, K, D), (N, D, E)))
     for k, subkey in enumerate(jax.random.split(rng, K)):

@@ -29,7 +29,7 @@ from kvjax.checks import check_count, check_names, plain
 from models.butler.config import SOURCES, ButlerConfig, Source, parameter_shapes
 from models.config import Rope
 from models.decoder import Decoder, along_last, attention_input, embed, rope_frequencies
-from models.parameters import check_rngs
+from models.parameters import check_rngs, drawn
 from models.parameters import parameter_shapes as model_shapes
 
 QUERIES_A_CHUNK = 512
@@ -107,8 +107,7 @@ class Butler(nnx.Module):
         self.config = config
         shapes = parameter_shapes(config)
         if parameters is None:
-            rngs = check_rngs(rngs)
-            parameters = {name: _random_parameter(rngs, name, shape, dtype) for name, shape in shapes.items()}
+            parameters = drawn(_random_parameter, shapes, check_rngs(rngs), dtype)
         for name in shapes:
             setattr(self, name, nnx.Param(parameters[name]))
 
@@ -339,10 +338,10 @@ def attention_in_chunks(
         soft_cap: see :func:`kernels_pallas.cache_attention`.
 
     Example:
-        >>> import jax.numpy as jnp
+        >>> import jax, jax.numpy as jnp
         >>> from models.butler import attention_in_chunks
-        >>> value = jnp.arange(3.0).reshape(1, 1, 3, 1)
-        >>> attention_in_chunks(jnp.zeros((1, 3, 2, 1)), value, value, jnp.arange(3)[None])[0, :, 0, 0].tolist()
+        >>> value, attend = jnp.arange(3.0).reshape(1, 1, 3, 1), jax.jit(attention_in_chunks)
+        >>> attend(jnp.zeros((1, 3, 2, 1)), value, value, jnp.arange(3)[None])[0, :, 0, 0].tolist()
         [0.0, 0.5, 1.0]
     """
     B, T = position.shape
@@ -377,10 +376,8 @@ def _layer_norm(x: Float[Array, "*rest r"]) -> Float[Array, "*rest r"]:
     return (centred * jax.lax.rsqrt(jnp.mean(centred**2, axis=-1, keepdims=True) + 1e-5)).astype(x.dtype)
 
 
-def _random_parameter(rngs: nnx.Rngs, name: str, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
-    if name.endswith("norm"):
-        return jnp.ones(shape, dtype)
-    if name.endswith("bias"):
-        return jnp.zeros(shape, dtype)
+def _random_parameter(key: Array | None, name: str, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
+    if key is None:
+        return jnp.full(shape, 1 if name.endswith("norm") else 0, dtype)
     bound = math.sqrt(6 / (shape[0] + math.prod(shape[1:])))
-    return jax.random.uniform(rngs.params(), shape, minval=-bound, maxval=bound).astype(dtype)
+    return jax.random.uniform(key, shape, minval=-bound, maxval=bound).astype(dtype)
