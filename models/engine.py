@@ -765,7 +765,8 @@ def _generate_by_layer(
         count += token >= 0
         last = state
     assert last is not None
-    return Generation(jnp.asarray(out), stacked_up(last.cache), jnp.asarray(count))
+    out, count = jax.device_put((out, count))
+    return Generation(out, stacked_up(last.cache), count)
 
 
 @jax.jit
