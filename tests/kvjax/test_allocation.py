@@ -57,10 +57,10 @@ CASES = [
     ("lava", {}),
     ("lava", {"cap": None}),
     ("lava", {"cap": 1.3}),
-    ("headkv", {"file": HEADS, "beta": 1, "cap": None}),
     ("headkv", {"file": HEADS, "beta": 3.0, "cap": 1.3}),
-    ("duo", {"file": HEADS, "sinks": 1, "recent": 0.25, "cap": None}),
+    ("headkv", {"file": HEADS, "beta": 1, "cap": None}),
     ("duo", {"file": HEADS, "sinks": 0.2, "recent": 2, "streaming": 0.7, "cap": 1.3}),
+    ("duo", {"file": HEADS, "sinks": 1, "recent": 0.25, "cap": None}),
     ("simlayer", {"sinks": 1, "recent": 2}),
     ("simlayer", {"sinks": 0.2, "recent": 0.2, "threshold": 0.5, "cap": None}),
 ]

@@ -39,7 +39,6 @@ KINDS = [  # a policy, layers, dtype
     ("snapkv(window=4)+caote", 2, "bfloat16"),
     ("sage(heads='query')", None, "float32"),
     ("butler(dim=4)", 2, "bfloat16"),
-    ("streaming(sinks=1)+positions(kind='compact')", None, "float32"),
     ("h2o@layer", None, "bfloat16"),
     ("snapkv(window=4)@adakv", 2, "float32"),
     ("expected_attention(sinks=1)@model", 2, "float16"),
@@ -121,7 +120,7 @@ def refused(function, *arguments, **options) -> str:
     return message
 
 
-@pytest.mark.parametrize(("policy", "layers", "dtype"), first(3, KINDS))
+@pytest.mark.parametrize(("policy", "layers", "dtype"), first(4, KINDS))
 def test_a_cache_comes_back_bit_for_bit_and_goes_on_as_the_saved_one_would_have(policy, layers, dtype, path):
     cache = filled(policy, layers, dtype)
     kvjax.save_cache(path, cache, policy=policy)
