@@ -231,3 +231,14 @@ def test_gradients_through_an_evicting_prefill_are_those_of_the_masked_dense_mod
         found, expected_leaf = np.asarray(leaf[...]), np.asarray(expected_leaf)
         error = np.abs(found - expected_leaf).max() / np.abs(expected_leaf).max()
         assert np.isfinite(found).all() and error < 1e-4, f"{path}: {error:.1e}"
+
+
+@pytest.mark.parametrize("function", ["generate", "stream"])
+def test_each_step_draws_anew(function):
+    """So hot that all tokens are alike, twelve draws are twelve different ones or nearly so."""
+    settings = SETTINGS | dict(policy=STATE, max_new_tokens=12, end=(), temperature=1e6, key=jax.random.key(0))
+    if function == "generate":
+        tokens = models.generate(decoder(), TOKENS, lengths=LENGTHS, **settings).tokens
+    else:
+        tokens, _ = streamed(decoder(), TOKENS, lengths=LENGTHS, **settings)
+    assert all(len(set(row)) > 8 for row in np.asarray(tokens).tolist())

@@ -12,7 +12,7 @@ import kvjax
 import models
 from models import engine, get, repeating
 from models.by_layer import LayerSteps
-from models.plan import moments
+from models.plan import Kept, moments
 from tests.models.make_kvpress import FOLDER
 from tests.models.make_kvzip import CHUNK, KEPT, REAL, TINY
 from tests.models.tiny import decoder, positions, run
@@ -168,6 +168,14 @@ def test_parts_of_the_prompt_and_what_asks_for_them():
     second = blocks.tokens[3:6, 0].ravel()
     assert second[-20:].tolist() == [3, *TOKENS[0, 14:16], 4, *TOKENS[0, 16:32]]
     assert blocks.positions[3:6, 0].ravel().tolist() == [-1] * 4 + list(range(37, 57))
+
+
+def test_parts_of_a_later_turn_are_where_its_tokens_are():
+    kept = Kept(2, np.array([50, 30]), np.full((2, 4), 10), 64, "absolute", ("float32", "float32"))
+    later = engine.check_prompt(decoder(), TOKENS, LENGTHS, 3)._replace(kept=kept)
+    parts = engine.repeats_of(later, ASKING.needs.reconstruction, 8, exact=True).parts[::3]
+    assert parts[:, 0].tolist() == [[50, 66, 87], [66, 82, 87], [82, 87, 87]]
+    assert parts[1:, 1].tolist() == [[30, 46, 50], [46, 50, 50]]
 
 
 @pytest.mark.nightly  # of two minutes with a real model; the tiny one shows the same

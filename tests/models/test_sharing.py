@@ -17,7 +17,7 @@ from tests.tiers import first
 
 BLOCK = 16  # a question of 7 tokens and the window of 16 queries fit
 HELD_BACK = np.array([7, 0, 5])
-FEW = ("full", (STATE, 24), ("snapkv(window=8)@adakv", 24))
+FEW = ("full", (STATE, 24), ("snapkv(window=8)@adakv", 24), ("h2o+protect(recent=0.5)", 40))
 MANY = (
     ("snapkv(window=16)+caote", 0.4),
     ("laprox(window=16)@model", 40),
