@@ -146,3 +146,14 @@ def test_a_prompt_that_is_no_text_does_not_end_the_others(folder, capsys):
     assert "1 of 3 prompts failed; the 'error' in their lines says why." in capsys.readouterr().err
     found = {answer["line"]: answer for answer in parsed((folder / "surrogate-answers.jsonl").read_bytes())}
     assert "lone surrogate at character 5" in found[2]["error"] and found[1]["tokens"] and found[3]["tokens"]
+
+
+def test_drawn_answers_are_those_of_the_seed(folder):
+    settings = [*SETTINGS, "--temperature", "50", "--seed"]
+    for name, seed in (("one", "1"), ("again", "1"), ("two", "2")):
+        assert run(folder, *settings, seed, out=f"drawn-{name}.jsonl") == 0
+    one, again, two = (
+        [answer["tokens"] for answer in parsed((folder / f"drawn-{name}.jsonl").read_bytes())]
+        for name in ("one", "again", "two")
+    )
+    assert one == again != two

@@ -12,7 +12,8 @@ from flax import nnx
 import models
 from evals.selections import simulate
 from models.butler.module import attention_in_chunks
-from models.decoder import feed_forward, rms_norm
+from models.config import Rope
+from models.decoder import feed_forward, rms_norm, rope_frequencies
 from models.parameters import parameter_shapes
 from models.steps import at_layer, block_of
 from tests.models import reference
@@ -75,9 +76,18 @@ def test_logits_bend_to_the_soft_cap_in_selections():
     model, _ = models.load(GOLDEN / "gemma2")
     tokens, logits = golden("gemma2")
     np.testing.assert_allclose(simulate(model, tokens, "oracle", 0.0), logits, atol=1e-4, rtol=0)
-    settings = dict(block=20, max_new_tokens=4, end=())
-    selected = models.generate(model, tokens, select="oracle", budget=1.0, **settings)
-    assert selected.tokens[0].tolist() == of_reference(model, tokens[0], new_tokens=4).tokens
+
+
+def test_the_steps_of_a_selection_bend_to_the_soft_cap():
+    config = models.Config(
+        64, 32, 48, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8, architecture="gemma2", norms="both",
+        attention_soft_cap=0.5, attention_multiplier=0.3,
+    )  # fmt: skip
+    weights, tokens = reference.parameters(config, sharpness=4.0), np.arange(5, 25)[None]
+    settings = dict(block=20, max_new_tokens=12, end=())
+    found = models.generate(reference.decoder(config, weights), tokens, select="oracle", budget=1.0, **settings)
+    expected = reference.run(weights, config, tokens[0], new_tokens=12)
+    assert found.tokens[0].tolist() == expected.tokens
 
 
 def test_what_a_predictor_reads_bends_to_the_soft_cap():
@@ -265,3 +275,9 @@ def test_the_targets_of_a_scorer_have_the_soft_cap():
     of_rows = jax.jit(functools.partial(largest_attention, soft_cap=0.3))
     found = np.asarray(of_rows(rows, rows, np.arange(3), np.arange(3)))[0, :, 0]
     np.testing.assert_allclose(found, [max(weights[1, 0], weights[2, 0]), weights[2, 1], 0], rtol=1e-5)
+
+
+def test_a_text_of_the_original_length_keeps_longropes_short_factors():
+    rope = Rope(type="longrope", factor=4.0, original_positions=64, short_factor=(1.0, 1.0), long_factor=(2.0, 4.0))
+    frequencies, _ = rope_frequencies(rope, 4, np.array([63, 64, 65], np.int32))
+    np.testing.assert_allclose(frequencies, [[1, 0.01], [1, 0.01], [0.5, 0.0025]])
