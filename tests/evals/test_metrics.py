@@ -96,6 +96,7 @@ def test_rouge_l_sum_takes_lines_as_sentences():
         ("x = foo(bar)", "x = foo(baz)", 0.92),
         ("    return self.a + self.b", "return self.b", 0.67),
         ("tide", "diet", 0.25),  # blocks that match, the longest first: by edit distance it would be 0.5
+        ("currency name", 0.0),  # in another case it is not named
     ],
 )
 def test_edit_similarity_of_the_first_line_of_code(answer, reference, expected):
