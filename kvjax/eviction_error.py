@@ -109,7 +109,7 @@ def score(
     return errors(
         A if group is not None else A[..., None, :],
         V,
-        np.ones(V.shape[:-1], bool) if mask is None else mask,
+        jnp.ones(V.shape[:-1], bool) if mask is None else mask,
         fast=fast,
         norm=norm,
         group="mean" if group == "mean" else "exact",
