@@ -44,7 +44,8 @@ def test_keys_and_values_have_dtypes_of_their_own(dtype):
     assert dtypes_of(mixed.cache) == expected
     assert (mixed.cache.key_scale is None, mixed.cache.value_scale is None) == tuple(x == "float32" for x in expected)
     change = np.abs(np.asarray(mixed.logits) - prefilled(None).logits).max()
-    assert 0 < change < 0.05 * np.ptp(prefilled(None).logits)
+    # Three bits behind the leading one are steps of an eighth; tests/campaign holds both to the reference.
+    assert 0 < change < (0.1 if "float8" in str(dtype) else 0.05) * np.ptp(prefilled(None).logits)
     predicted = kvjax.memory(
         layers=2, kv_heads=2, head_dim=8, query_heads=4, batch=2, policy="h2o+caote", budget=16, block=8, dtype=dtype
     )

@@ -19,14 +19,14 @@ BLOCK = 16  # a question of 7 tokens and the window of 16 queries fit
 HELD_BACK = np.array([7, 0, 5])
 FEW = ("full", (STATE, 24), ("snapkv(window=8)@adakv", 24), ("h2o+protect(recent=0.5)", 40))
 MANY = (
-    ("snapkv(window=16)+caote", 0.4),
+    ("snapkv(window=16)+caote", 24),
     ("laprox(window=16)@model", 40),
     ("kvzip(chunk=16)+caote", 24),
     ("snapkv(window=8)+merge", 20),
     ("h2o+caote+protect(recent=0.5)", 24),
-    ("snapkv(window=8)", 0.4),
+    ("snapkv(window=8)", 0.9),
     ("tova(heads='group')+caote", 0.2),
-    ("expected_attention", 0.3),
+    ("expected_attention", 0.9),
     ("kvzip(chunk=16)@layer", 0.4),
 )
 
@@ -161,11 +161,11 @@ def test_what_cannot_be_is_refused_before_the_model_runs(policies, said) -> None
 ANSWERED = [
     (dict(policy=STATE, budget=24, question=HELD_BACK), None),
     pytest.param(dict(policy="full"), 0, marks=pytest.mark.matrix),
-    pytest.param(dict(policy="snapkv(window=8)", budget=0.4, when="prompt"), None, marks=pytest.mark.matrix),
+    pytest.param(dict(policy="snapkv(window=8)", budget=0.9, when="prompt"), None, marks=pytest.mark.matrix),
     pytest.param(dict(policy="h2o@adakv", budget=24), 1, marks=pytest.mark.matrix),
     # Of 20 s, and all that it adds is that a question and pages meet.
     pytest.param(
-        dict(policy="snapkv(window=8)@adakv", budget=0.4, when="prompt", question=HELD_BACK), None,
+        dict(policy="snapkv(window=8)@adakv", budget=0.9, when="prompt", question=HELD_BACK), None,
         marks=pytest.mark.nightly,
     ),
 ]  # fmt: skip
