@@ -94,7 +94,7 @@ def narrow(given, dtype="bfloat16"):
             (dict(B=1, T=1, N=4, K=2, S=640, D=64), 128, dict(statistics=frozenset(["window_group_square"]))),
         ],
     ),
-    ids=str,
+    ids=["the most", "four rows", "a tile of halves", "wide pages"],  # a set prints otherwise in each process
 )
 def test_any_size_half_precision_and_soft_caps(name, sizes, page, options):
     def change(given):
