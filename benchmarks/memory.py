@@ -17,9 +17,10 @@ import numpy as np
 import models
 from benchmarks import measure, steps
 from evals import report
+from kvjax.schedule import Phase
 from models import commands, engine
 from models.sampling import Sampling
-from models.steps import DecodeState, Phase, decode_phase
+from models.steps import DecodeState, decode_phase
 
 CONFIG = models.Config(
     256, 128, 128, num_layers=16, num_heads=32, num_kv_heads=8, head_dim=64, tie_embeddings=True,

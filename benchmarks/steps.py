@@ -24,11 +24,12 @@ import kvjax
 import models
 from benchmarks import measure
 from kvjax.cache import Rows, map_rows
+from kvjax.schedule import Phase
 from models.config import Config
 from models.parameters import parameter_shapes
 from models.plan import PAGE_SIZE, CheckedPrompt, Options, plan_run
 from models.states import start
-from models.steps import DecodeState, Phase, Run, decode_phase, forward
+from models.steps import DecodeState, Run, decode_phase, forward
 
 Kind = Literal["decode", "block"]
 

@@ -31,12 +31,13 @@ from benchmarks.targets import compiled, tpu_chips
 from evals import evaluator, report
 from kvjax.cache import Rows, empty_rows
 from kvjax.quantise import Dtypes
+from kvjax.schedule import Phase
 from models import commands, engine
 from models.parameters import parameter_shapes, partition
 from models.plan import PAGE_SIZE, CheckedPrompt, Options, plan_run
 from models.sampling import Sampling
 from models.states import start
-from models.steps import Phase, Run, decode_phase
+from models.steps import Run, decode_phase
 
 COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
 LEGEND = """Compiled, not timed: nothing here ran on a TPU. arrays: MiB per chip of weights and cache, as counted.

@@ -25,8 +25,8 @@ from evals.evaluator import RECENCY  # noqa: E402
 from evals.experiments import claims  # noqa: E402
 from evals.verdicts import FAILS, HOLDS, OPEN, figures  # noqa: E402
 from kvjax.chains import LINKS  # noqa: E402
+from kvjax.schedule import moments  # noqa: E402
 from models import commands  # noqa: E402
-from models.plan import moments  # noqa: E402
 
 SHOWN = 3  # policies that a row names beside the best one
 

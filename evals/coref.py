@@ -33,8 +33,8 @@ from evals import coref_task, evaluator, report, selections, statistics
 from evals.coref_task import CorefSample
 from evals.selections import Heads, Method
 from kvjax.checks import check_names
-from models import cli, commands, hosts, plan
-from models.plan import When
+from kvjax.schedule import When, moments
+from models import cli, commands, hosts
 
 Mode = Literal["teacher", "generate"]
 SELECT = "full,oracle,butler,quest,h2o,streaming,random"
@@ -59,8 +59,8 @@ class Setting:
 
     @property
     def moments(self) -> tuple[str, int] | None:
-        """Return when the policy evicts (:func:`models.plan.moments`); None where nothing is, or it is simulated."""
-        return None if self.when is None else plan.moments(self.selection.policy, self.when, self.evict_every)
+        """Return when the policy evicts (:func:`kvjax.schedule.moments`); None where nothing is, or it is simulated."""
+        return None if self.when is None else moments(self.selection.policy, self.when, self.evict_every)
 
     def row(self) -> dict[str, Any]:
         """Return the fields of the setting's row in a table or a JSON file, with the resolved moments of eviction."""

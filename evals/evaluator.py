@@ -29,9 +29,9 @@ from kvjax.allocation import parse_allocation
 from kvjax.chains import policy_of
 from kvjax.checks import check_names
 from kvjax.policy import Policy
-from models import cli, commands, hosts, plan, provenance, selecting
+from kvjax.schedule import When, moments
+from models import cli, commands, hosts, provenance, selecting
 from models.load import describe as read_description
-from models.plan import When
 
 RECENCY = "streaming(sinks=0)"
 QUIET = tqdm(disable=True)  # the progress of a function that is called without a bar
@@ -76,8 +76,8 @@ class Setting:
 
     @property
     def moments(self) -> tuple[str, int]:
-        """Return when the policy evicts (:func:`models.plan.moments`): in the prompt, and the decode interval."""
-        return plan.moments(self.evicting, self.when, self.evict_every)
+        """Return when the policy evicts (:func:`kvjax.schedule.moments`): in the prompt, and the decode interval."""
+        return moments(self.evicting, self.when, self.evict_every)
 
     def row(self) -> dict[str, Any]:
         """Return the fields of the setting's row in a table or a JSON file, with the resolved moments of eviction."""

@@ -28,9 +28,10 @@ from evals import documents, evaluator, loglikelihood, report, selections
 from evals.loglikelihood import Predicted
 from kvjax.checks import check_names
 from kvjax.quantise import check_dtypes
+from kvjax.schedule import When
 from kvjax.sources import SOURCES
 from models import commands, provenance
-from models.plan import When, checked_budget
+from models.plan import checked_budget
 
 EXAMPLES = """examples:
   python -m evals lm_eval --tasks hellaswag,piqa --model_args pretrained=path/to/Llama-3.2-1B

@@ -24,8 +24,8 @@ from evals.selections import Heads, Method
 from kvjax.chains import policy_of
 from kvjax.insertion import Cache
 from kvjax.policy import Policy
+from kvjax.schedule import When, moments
 from models import hosts
-from models.plan import When, moments
 
 LOGITS_BYTES = 2**26
 

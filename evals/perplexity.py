@@ -35,8 +35,8 @@ from evals import evaluator, loglikelihood, report, selections, statistics, text
 from evals.evaluator import Setting
 from evals.selections import Heads, Method
 from kvjax.checks import check_names
+from kvjax.schedule import When
 from models import cli, commands
-from models.plan import When
 
 SELECT = "oracle,butler,quest,h2o,snapkv,streaming"
 EXAMPLES = """examples:

@@ -19,8 +19,8 @@ from jaxtyping import Bool
 import kvjax
 import models
 from evals import evaluator, page, tasks
+from kvjax.schedule import When
 from models import commands, provenance
-from models.plan import When
 from models.steps import AnyCache
 
 TEMPLATE = Path(__file__).with_name("view.html")

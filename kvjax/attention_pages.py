@@ -129,7 +129,7 @@ def observe_parts(
     of_text = context.frequency is None or context.frequency.shape[0] == 1  # one row of frequencies for all
     axes: Any = dict(
         layer=PartitionSpec(), sliding_window=PartitionSpec(), frequency=PartitionSpec() if of_text else rows,
-        projection=PartitionSpec(HEADS), predicted=heads, reconstructed=rows,
+        projection=PartitionSpec(HEADS), predicted=heads, reconstructed=rows, tokens=rows,
     )  # fmt: skip
     given = {name: spec for name, spec in axes.items() if getattr(context, name) is not None}
     if budget is not None:

@@ -92,6 +92,7 @@ class Context:
         projection: the parts of the layer's output projection that the policy reads (:func:`kvjax.output_projection`).
         predicted: what small networks predict for the block in this layer, for a policy that reads it.
         reconstructed: the part of the prompt that the block repeats; None for a block of the text.
+        tokens: the ids of the block's tokens, for a policy that has the model repeat them (:func:`kvjax.kvzip`).
         scale: factor of the logits, D ** -0.5 by default.
         soft_cap: a number c that the scaled logits x are bent to, c tanh(x / c); None for no cap.
         compressed: whether the context was compressed before this block, as in decode or when a question follows; by
@@ -112,6 +113,7 @@ class Context:
     projection: OutputProjection | None = None
     predicted: Prediction | None = None
     reconstructed: Reconstructed | None = None
+    tokens: Int[Array, "B T"] | None = None
     scale: float | None = _static(None)
     soft_cap: float | None = _static(None)
     compressed: bool | None = _static(None)

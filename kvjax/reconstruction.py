@@ -1,13 +1,14 @@
-"""Tokens of the prompt that are fed again after it, observed, and taken back: for KVzip and DapQ."""
+"""Tokens of the text that are fed again, observed, and taken back: for KVzip and DapQ."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+import numpy as np
+from jaxtyping import Array, Float, Int
 
 
 class RepeatPrompt(NamedTuple):
@@ -28,11 +29,12 @@ NO_WORDS = RepeatPrompt()
 
 @dataclasses.dataclass(frozen=True)
 class Reconstruction:
-    """Asks for tokens of the prompt to be fed again after it, while the policy observes, and to be taken back.
+    """Asks for tokens of the text to be fed again, while the policy observes, and to be taken back.
 
-    For KVzip the model repeats its prompt, ``chunk`` tokens at a time. ``sinks`` first tokens are seen with every
-    chunk. ``statistics`` are those that a score reads of the attention while the model repeats, and only then.
-    ``prompt`` asks the model to repeat (:func:`models.with_repeat_prompt`).
+    For KVzip the model repeats its prompt, ``chunk`` tokens at a time: after the whole prompt, or each block after it
+    has come in. ``statistics`` are those that a score reads of the attention while the model repeats, and only then.
+    They are of the whole cache, or where ``visible`` is "part" of the chunk, the copies, and the ``sinks`` first
+    tokens. ``prompt`` asks the model to repeat (:func:`models.with_repeat_prompt`).
 
     For DapQ, where ``pseudo`` is not 0, the prompt's ``tokens``, that many of its last or first ones, are fed once in
     place of the answer to come. They see the whole prompt, and a score reads its own statistics of them.
@@ -40,6 +42,7 @@ class Reconstruction:
 
     chunk: int = 0
     sinks: int = 0
+    visible: Literal["part", "cache"] = "part"
     statistics: frozenset[str] = frozenset()
     prompt: RepeatPrompt = NO_WORDS
     pseudo: int = 0
@@ -51,18 +54,60 @@ class Reconstruction:
 class Reconstructed:
     """The part of the prompt that a block observes: the tokens at the positions [start, stop) of each row.
 
-    The repeated copies, and what asks for them, are at the positions from ``end`` on, behind the prompt. They attend
+    The repeated copies, and what asks for them, are at the positions from ``end`` on, behind the text. They attend
     over the whole cache. The statistics are those of attention over the ``sinks`` first tokens, the tokens of the part
-    and the copies. The policy does not see the copies, and an eviction drops them.
+    and the copies; over the whole cache where ``sinks`` is None. The policy does not see the copies, and an eviction
+    drops them.
     """
 
     start: Int[Array, "B"]
     stop: Int[Array, "B"]
     end: Int[Array, "B"]
-    sinks: int = dataclasses.field(default=0, metadata={"static": True})
+    sinks: int | None = dataclasses.field(default=0, metadata={"static": True})
 
     def visible(self, position: Int[Array, "*rows S"], row: Int[Array, "*rows"]) -> Int[Array, "*rows S"]:
         """Return the slots' positions, -1 where the statistics leave a slot out; ``row`` is the slots' batch row."""
+        if self.sinks is None:
+            return position
         start, stop, end = (x[row][..., None] for x in (self.start, self.stop, self.end))
         inside = (position < self.sinks) | ((position >= start) & (position < stop)) | (position >= end)
         return jnp.where(inside, position, -1)
+
+
+class Repeated(NamedTuple):
+    """The state of a policy that scores a token while the model repeats it.
+
+    ``score`` is 0 until then. ``token`` is the token's id, so that a later call can have it repeated.
+    """
+
+    score: Float[Array, "*rows S"]
+    token: Int[Array, "*rows S"]
+
+    @classmethod
+    def of(cls, state: Any) -> Repeated | None:
+        """Return this state among those of a chain's links; None if no link has one."""
+        leaves = jax.tree.leaves(state, is_leaf=lambda leaf: isinstance(leaf, Repeated))
+        return next((leaf for leaf in leaves if isinstance(leaf, Repeated)), None)
+
+
+def unrepeated(
+    position: Int[np.ndarray, "B S"], score: Float[np.ndarray, "B S"], token: Int[np.ndarray, "B S"]
+) -> tuple[Int[np.ndarray, "_"], ...]:
+    """Return each row's tokens from the first on that has no score yet, in the order of their positions; on the host.
+
+    Args:
+        position, score, token: of one head's slots.
+
+    Example:
+        >>> import numpy as np
+        >>> from kvjax.reconstruction import unrepeated
+        >>> position = np.array([[3, 1, -1, 2]])
+        >>> unrepeated(position, np.array([[0, 0.5, 0, 0]]), np.array([[30, 10, 0, 20]]))[0].tolist()
+        [20, 30]
+    """
+    rows = []
+    for places, scores, ids in zip(position, score, token, strict=True):
+        left = places[(places >= 0) & (scores == 0)]
+        own = np.flatnonzero(places >= (left.min() if len(left) else places.max() + 1))
+        rows.append(ids[own[np.argsort(places[own])]].astype(np.int32))
+    return tuple(rows)

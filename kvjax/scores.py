@@ -18,7 +18,7 @@ from kvjax.checks import check_count
 from kvjax.names import check_number, check_protected
 from kvjax.observation import Needs, Observation
 from kvjax.policy import Moments, Policy, Protection, Scores, allocated
-from kvjax.reconstruction import Reconstruction
+from kvjax.reconstruction import Reconstruction, Repeated
 from kvjax.rotary import rotate, turn
 from kvjax.transforms import check_kernel, pooled, rounded, with_tokens
 
@@ -488,18 +488,26 @@ def expected_attention(
 
 
 @register
-def kvzip(*, chunk: int = 2048, sinks: int = 4) -> Policy:
+def kvzip(*, chunk: int = 2048, sinks: int = 4, visible: Literal["part", "cache"] = "part") -> Policy:
     """Score a token by the attention that it gets when the model repeats its prompt (KVzip, arXiv 2505.23416).
 
-    After the prompt, and once, the model is asked to repeat it, ``chunk`` tokens at a time. A token's score is the
-    largest weight that a query of the group gives it while its chunk is repeated, in attention over the chunk, the
-    first ``sinks`` tokens and the repeated ones (section 3). So the score depends on no question. Tokens of decode
-    score 0. The authors let all heads of the model compete, ``kvzip@model(normalise=False)``, or those of a layer,
-    ``kvzip@layer``. The model is asked in words with :func:`models.with_repeat_prompt`.
+    The model is asked to repeat the prompt, ``chunk`` tokens at a time. A token's score is the largest weight that a
+    query of the group gives it while its chunk is repeated, in attention over the chunk, the first ``sinks`` tokens and
+    the repeated ones (section 3). So the score depends on no question. The authors let all heads of the model compete,
+    ``kvzip@model(normalise=False)``, or those of a layer, ``kvzip@layer``. The model is asked in words with
+    :func:`models.with_repeat_prompt`.
+
+    As published (``when="prompt"``), the whole prompt is held, then repeated and evicted from once. With
+    ``when="block"`` each block is repeated as soon as it has come in, then its copies are taken back and the policy
+    evicts: the cache never holds more than the budget, a block and its copies, and older tokens keep the scores that
+    they got when they came in. The tokens of an answer are repeated ``evict_every`` at a time. What fits the budget is
+    not repeated; the cache remembers its tokens, so that a later call can do so.
 
     Args:
-        chunk: how many tokens are repeated at a time; 2048 as in the paper and in kvpress.
+        chunk: how many tokens are repeated at a time, at most a block with ``when="block"``; 2048 as in the paper and
+            in kvpress.
         sinks: how many first tokens always stay, and are seen with every chunk; 4 as in kvpress.
+        visible: whether the weights are of attention over the "part" that is repeated, or over the whole "cache".
 
     Example:
         >>> import kvjax
@@ -510,22 +518,25 @@ def kvzip(*, chunk: int = 2048, sinks: int = 4) -> Policy:
     check_count("kvzip: chunk", chunk, 1, "give the number of tokens that are repeated at a time, an int from 1")
     check_protected("kvzip", "sinks", sinks)
 
-    def init(B: int, K: int, G: int, S: int, D: int) -> Array:
-        return jnp.zeros((B, K, S), jnp.float32)
+    def init(B: int, K: int, G: int, S: int, D: int) -> Repeated:
+        return Repeated(jnp.zeros((B, K, S), jnp.float32), jnp.zeros((B, K, S), jnp.int32))
 
-    def update(_: Scores, state: Array, o: Observation) -> tuple[Scores, Array]:
-        part = o.context.reconstructed
+    def update(_: Scores, state: Repeated, o: Observation) -> tuple[Scores, Repeated]:
+        part, (score, token) = o.context.reconstructed, state
         if part is not None:
             start, stop = (x[:, None, None] for x in (part.start, part.stop))
-            largest = jnp.max(o.columns.max, axis=2)
-            state = jnp.where((o.position >= start) & (o.position < stop), jnp.maximum(state, largest), state)
-        return state[:, :, None], state
+            largest = jnp.maximum(jnp.max(o.columns.max, axis=2), jnp.finfo(jnp.float32).tiny)
+            score = jnp.where((o.position >= start) & (o.position < stop), jnp.maximum(score, largest), score)
+        elif o.context.tokens is not None:
+            ids = jnp.broadcast_to(o.context.tokens[..., None], (*o.query_position.shape, token.shape[1]))
+            token = with_tokens(token, o, ids)
+        return score[:, :, None], Repeated(score, token)
 
     return Policy(
         "kvzip",
         init,
         update,
-        Needs(reconstruction=Reconstruction(chunk, sinks, frozenset({"max"}))),
+        Needs(reconstruction=Reconstruction(chunk, sinks, visible, frozenset({"max"}))),
         protections=(Protection(sinks=sinks),),
         base=True,
         nonnegative=True,

@@ -19,11 +19,11 @@ import jax
 
 import models
 from kvjax.chains import policy_of
+from kvjax.schedule import moments
 from models import commands, hosts, provenance
 from models.batching import Engine
 from models.cli import add_mesh_flags, add_run_flags, mesh_of, run_settings
 from models.commands import parse_budget
-from models.plan import moments
 
 EXAMPLES = """examples:
   python -m models.batch prompts.jsonl --out answers.jsonl

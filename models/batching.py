@@ -29,6 +29,7 @@ from kvjax.chains import policy_of
 from kvjax.checks import check_count
 from kvjax.making import most_held
 from kvjax.quantise import DtypesLike
+from kvjax.schedule import HostOrDevice, Phase, When
 from models import engine, hosts
 from models.by_layer import LayerSteps, next_token, runs_by_layer
 from models.decoder import Decoder, check_decoder
@@ -36,17 +37,15 @@ from models.layer_caches import AnyCache, LayerCaches, stacked
 from models.plan import (
     PAGE_SIZE,
     CheckedPrompt,
-    HostOrDevice,
     Options,
     Rows,
-    When,
     check_prompt,
     plan_run,
 )
 from models.sampling import Sampling, check_end, check_sampling
 from models.scorer import Scorer
 from models.selecting import check_scorer
-from models.steps import DecodeState, Phase, Run, decode_phase
+from models.steps import DecodeState, Run, decode_phase
 
 
 class Made(NamedTuple):
@@ -71,6 +70,7 @@ class _Request:
     token: int = 0
     length: int = 0  # of the prompt
     budget: int = 0  # of a decode step; 0 without a policy
+    unseen: list[int] = dataclasses.field(default_factory=list)  # what was fed since the last eviction
 
 
 class Engine:
@@ -289,12 +289,18 @@ class Engine:
             if request is not None:
                 tokens[row], lengths[row] = request.token, request.length
                 position[row] = request.length + request.made - 1
+                request.unseen = [*request.unseen[1 - every :], request.token] if every > 1 else [request.token]
                 if every and request.made % every == 0:
                     budgets[row], due = request.budget, True
         phase = decode_phase(plan, every) if due else Phase(evicts=False, compressed=True)
         numbers = Rows(*jax.device_put((lengths, *((budgets, budgets) if plan.policy is not None else ()))))
         steps = self._steps.of(dataclasses.replace(self._steps.run, rows=numbers))
         hidden, self._state = steps.block(self._state, tokens[:, None], position[:, None], phase)
+        if due and plan.repeats is not None:
+            idle = budgets == slots
+            rows = [np.zeros(every, np.int32) if request is None else request.unseen for request in self._rows]
+            answers = np.array([np.resize(row, every) for row in rows])
+            self._state = engine.repeated_answer(steps, self._state, answers, idle)
         greedy = hosts.fetched(next_token(self.model, hidden, None, Sampling())[0])
         made = []
         for row, request in enumerate(self._rows):

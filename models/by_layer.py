@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int
 import kvjax
 from kvjax import Evidence, PagedCache
 from kvjax.checks import is_known
+from kvjax.schedule import Phase
 from kvjax.window import begin_anew
 from models import selecting
 from models.config import Config
@@ -33,7 +34,6 @@ from models.states import shrink, start
 from models.steps import (
     Block,
     DecodeState,
-    Phase,
     Place,
     Run,
     at_layer,
@@ -200,7 +200,7 @@ def _enter(
     budgets: Int[Array, "B"] | None,
     part: Int[Array, "B 3"] | None = None,
 ) -> tuple[Float[Array, "B T E"], Block]:
-    return embed(config, embedding, tokens), block_of(config, plan, position, lengths, budgets, part)
+    return embed(config, embedding, tokens), block_of(config, plan, tokens, position, lengths, budgets, part)
 
 
 _fresh = jax.jit(fresh, donate_argnames="state")
@@ -217,7 +217,8 @@ def _enter_token(
     rows: Rows,
 ) -> tuple[Float[Array, "B 1 E"], Block]:
     position = decode_positions(finished, next_position)
-    return embed(config, embedding, token[:, None]), block_of(config, plan, position, rows.lengths, rows.decode_budgets)
+    block = block_of(config, plan, token[:, None], position, rows.lengths, rows.decode_budgets)
+    return embed(config, embedding, token[:, None]), block
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnames=("x", "carry"))

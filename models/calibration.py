@@ -13,8 +13,8 @@ from kernels_pallas import cache_attention
 from kernels_pallas.softmax import scaled
 from kvjax import rotate
 from kvjax.checks import check_count, real_array
+from kvjax.schedule import HostOrDevice
 from models.decoder import Decoder, rope_of_layer, rotation
-from models.plan import HostOrDevice
 
 # measure(the layer's number, rotated queries, rotated keys) -> what is measured of the layer
 Measure = Callable[[Int[Array, ""], Float[Array, "B T N D"], Float[Array, "B T K D"]], Array]

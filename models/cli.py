@@ -19,8 +19,9 @@ import models
 from kvjax.chains import policy_of
 from kvjax.checks import MOST
 from kvjax.policy_checks import check_policy_given
+from kvjax.schedule import moments
 from models import commands, hosts, provenance, selecting
-from models.plan import checked_budget, moments
+from models.plan import checked_budget
 
 EXAMPLES = """examples:
   python -m models.generate retriever --prompt-file book.txt --policy h2o+caote --budget 512 --block 128

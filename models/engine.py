@@ -18,13 +18,14 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 import kvjax
 from kvjax import OutputProjection, Policy
 from kvjax.chains import policy_of
 from kvjax.checks import check_count, is_known
 from kvjax.quantise import DtypesLike
+from kvjax.schedule import HostOrDevice, Phase, Schedule, Stage, When, answer_copies, schedule
 from kvjax.sources import Source
 from models import hosts
 from models.butler import Butler
@@ -33,27 +34,22 @@ from models.decoder import Decoder
 from models.layer_caches import AnyCache, stacked, stacked_up
 from models.plan import (
     PAGE_SIZE,
-    Blocks,
     CheckedPrompt,
-    HostOrDevice,
     Options,
     Plan,
     Prefilled,
-    Prompt,
     Tokens,
-    When,
-    blocks_of,
     cache_heads,
     check_prompt,
     kept_of,
+    overflowing,
     plan_run,
-    repeats_of,
 )
 from models.sampling import Sampling, check_end, check_sampling, sample
 from models.scorer import Scorer
 from models.selecting import Cache, check_scorer
 from models.states import shrink, start
-from models.steps import DecodeState, Phase, Run, block_budgets, decode_phase, decode_positions, forward
+from models.steps import DecodeState, Run, block_budgets, decode_phase, decode_positions, forward
 
 
 class Hidden(NamedTuple):
@@ -376,7 +372,7 @@ def run_question(model: Decoder, given: CheckedPrompt, options: Options, prefill
     return Prefilled(stacked_up(state.cache), logits)
 
 
-def _feed(run: Run, prompt: Prompt, cache: AnyCache | None, every: bool = False) -> tuple[DecodeState, Array]:
+def _feed(run: Run, prompt: Schedule, cache: AnyCache | None, every: bool = False) -> tuple[DecodeState, Array]:
     """Feed a prompt by layer or in one program, as the run requires; see :func:`_prefill`."""
     if runs_by_layer(run):
         of_blocks: list[Array] = []
@@ -386,14 +382,13 @@ def _feed(run: Run, prompt: Prompt, cache: AnyCache | None, every: bool = False)
 
 
 def _run_prompt(
-    run: Run, prompt: Prompt, given: CheckedPrompt, cache: AnyCache | None, every: bool
+    run: Run, prompt: Schedule, given: CheckedPrompt, cache: AnyCache | None, every: bool
 ) -> tuple[Cache, Float[Array, "B T E"]]:
     """Feed a prompt, and return the cache and the hidden states of each row's last token, [B, 1, E], or of all."""
     state, hidden = _feed(run, prompt, cache, every)
     if every:  # [B, n m, E] of every place in a block -> [B, T, E]
         place = np.zeros(given.tokens.shape, np.int32)
-        parts = (prompt.context, prompt.question)
-        positions = [np.swapaxes(part.positions, 0, 1).reshape(len(place), -1) for part in parts]
+        positions = [np.swapaxes(step.positions, 0, 1).reshape(len(place), -1) for step in prompt.text]
         for row, position in enumerate(np.concatenate(positions, axis=1)):
             place[row, position[position >= 0] - given.start[row]] = np.flatnonzero(position >= 0)
         hidden = jnp.take_along_axis(hidden, jnp.asarray(place)[..., None], axis=1)
@@ -420,7 +415,7 @@ def prepare(
     butler: Butler | None,
     scorer: Scorer | None = None,
     every: bool = False,
-) -> tuple[Run, Prompt]:
+) -> tuple[Run, Schedule]:
     """Check a run's arguments, and return the run and its prompts in blocks."""
     options = dataclasses.replace(options, block=check_count("block", options.block, 1, "a block has at least 1 token"))
     check_scorer(model.config, scorer, policy_of(options.policy))
@@ -431,86 +426,74 @@ def prepare(
     run = Run(model, rows, projection, butler, plan, scorer)
     # No spare blocks: a derivative needs a scan over all blocks, and with ``every`` each block returns hidden states.
     exact = every or not is_known(*jax.tree.leaves((model, projection, butler, scorer)))
-    prompt = blocks_of(given, options.block, exact)
-    if plan.policy is not None and plan.policy.needs.reconstruction is not None and given.fed:
-        prompt = prompt._replace(repeats=repeats_of(given, plan.policy.needs.reconstruction, options.block, exact))
-    return run, prompt
+    return run, scheduled(given, options, run, exact)
+
+
+def scheduled(given: CheckedPrompt, options: Options, run: Run, exact: bool = False) -> Schedule:
+    """Return what a run feeds, in order."""
+    plan, compresses, answers = run.plan, None, None
+    if run.rows.budgets is not None:
+        compresses, answers = overflowing(plan, given, hosts.fetched(run.rows.budgets), options.reserve)
+    return schedule(
+        given.text, plan.policy, block=options.block, when=plan.when, compresses=compresses, answers=answers,
+        overfull=plan.overfull, exact=exact,
+    )  # fmt: skip
 
 
 # One program: layers scanned, blocks and tokens in loops.
 
 
 @functools.partial(jax.jit, static_argnames="every")
-def _prefill(run: Run, prompt: Prompt, cache: AnyCache | None, every: bool = False) -> tuple[DecodeState, Array]:
+def _prefill(run: Run, prompt: Schedule, cache: AnyCache | None, every: bool = False) -> tuple[DecodeState, Array]:
     """Feed the prompt to the given cache, or to an empty one.
 
     Returns:
         The state, and the hidden states of the last token, [B, 1, E], or of every place in the blocks, [B, n m, E].
     """
     model, plan = run.model, run.plan
-    B = prompt.context.tokens.shape[1]
-
-    def step(carry, scanned, phase):
-        state, last = carry
-        tokens, position, part = scanned
-        hidden, state = forward(run, state, tokens, position, block_budgets(run.rows, phase), phase, part)
-        return (state, _newest(position, hidden, last)), hidden if every else None
-
-    observe = functools.partial(step, phase=Phase(evicts=False))
-    evict = functools.partial(step, phase=Phase(evicts=True))
+    B = run.rows.lengths.shape[0]
     state = start(run, B, None if cache is None else stacked(cache))
     carry: Any = (state, jnp.zeros((B, 1, model.config.hidden_size), model.embedding[...].dtype))
-    if plan.when == "block":
-        carry, of_blocks = _over_blocks(evict, carry, prompt.context)
-        of_places = [of_blocks]
-    elif prompt.context.tokens.shape[0] == 0:
-        of_places = []
-    elif prompt.repeats is not None:
-        (state, hidden), of_blocks = _over_blocks(observe, carry, prompt.context)
-        carry, _ = _over_blocks(observe, (state, hidden), prompt.repeats, but_last=True)
-        (state, _), _ = evict(carry, _last_block(prompt.repeats))
-        carry, of_places = (state, hidden), [of_blocks]
-    else:
-        carry, of_blocks = _over_blocks(observe, carry, prompt.context, but_last=True)
-        carry, last = evict(carry, _last_block(prompt.context))
-        of_places = [of_blocks, last[None]] if every else []
-    state, hidden = carry
-    carry = (shrink(state, plan), hidden)
-    if prompt.question.tokens.shape[0]:
-        answer = functools.partial(step, phase=Phase(evicts=False, compressed=True))
-        carry, of_blocks = _over_blocks(answer, carry, prompt.question, but_last=plan.overfull)
-        of_places.append(of_blocks)
-        if plan.overfull:
-            make_room = functools.partial(step, phase=Phase(evicts=True, compressed=True))
-            carry, last = make_room(carry, _last_block(prompt.question))
-            of_places += [last[None]] if every else []
-    state, hidden = carry
+    of_places = []
+    for number, stage in enumerate((*prompt.context, *prompt.rest)):
+        if number == len(prompt.context):
+            carry = (shrink(carry[0], plan), carry[1])
+        carry, hidden = _over_rounds(run, stage, carry, every)
+        of_places += [] if hidden is None else [hidden]
+    if not prompt.rest:
+        carry = (shrink(carry[0], plan), carry[1])
+    state, last = carry
     if not every:
-        return state, hidden
+        return state, last
     return state, jnp.concatenate([x.swapaxes(0, 1).reshape(B, -1, x.shape[-1]) for x in of_places], axis=1)
 
 
-def _over_blocks(
-    step: Callable[[Any, Any], tuple[Any, Any]], carry: Any, blocks: Blocks, *, but_last: bool = False
-) -> tuple[Any, Any]:
-    """Scan all blocks, or loop over those that count if ``blocks.used`` is given.
+def _over_rounds(run: Run, stage: Stage, carry: Any, every: bool) -> tuple[Any, Array | None]:
+    """Scan all rounds of a stage, or loop over those that count if ``stage.used`` is given.
 
-    A derivative keeps the cache before each block, and computes the activations of one block at a time again.
+    A derivative keeps the cache before each round, and computes the activations of one round at a time again.
     """
-    parts = jax.tree.map(jnp.asarray, (blocks.tokens, blocks.positions, blocks.parts))
-    if blocks.used is None:
-        step = jax.checkpoint(step, prevent_cse=False)
-        return jax.lax.scan(step, carry, jax.tree.map(lambda x: x[:-1], parts) if but_last else parts)
+
+    def round(carry, arrays):
+        (state, last), of_text = carry, None
+        for step, (tokens, position, part) in zip(stage.steps, arrays, strict=True):
+            budgets = block_budgets(run.rows, step.phase)
+            hidden, state = forward(run, state, tokens, position, budgets, step.phase, part)
+            if part is None:
+                last, of_text = _newest(position, hidden, last), hidden
+        return (state, last), of_text if every else None
+
+    arrays = jax.tree.map(jnp.asarray, tuple(step.arrays for step in stage.steps))
+    if stage.used is None and len(stage.steps[0].tokens) == 1:
+        carry, hidden = round(carry, jax.tree.map(lambda x: x[0], arrays))
+        return carry, None if hidden is None else hidden[None]
+    if stage.used is None:
+        return jax.lax.scan(jax.checkpoint(round, prevent_cse=False), carry, arrays)
 
     def body(index, carry):
-        return step(carry, jax.tree.map(lambda x: x[index], parts))[0]
+        return round(carry, jax.tree.map(lambda x: x[index], arrays))[0]
 
-    return jax.lax.fori_loop(0, blocks.used - int(but_last), body, carry), None
-
-
-def _last_block(blocks: Blocks) -> tuple[Array, Array, Array | None]:
-    last = -1 if blocks.used is None else blocks.used - 1
-    return blocks.tokens[last], blocks.positions[last], None if blocks.parts is None else blocks.parts[last]
+    return jax.lax.fori_loop(0, stage.used, body, carry), None
 
 
 def _newest(
@@ -522,7 +505,7 @@ def _newest(
 
 @functools.partial(jax.jit, static_argnames="choice")
 def _generate(
-    run: Run, prompt: Prompt, cache: AnyCache | None, logits: Array | None, key: Array | None, choice: _Choice
+    run: Run, prompt: Schedule, cache: AnyCache | None, logits: Array | None, key: Array | None, choice: _Choice
 ) -> tuple[DecodeState, Int[Array, "B new"], Int[Array, "B"], Array]:
     """Feed the prompt and generate: the state, the tokens, their number, and whether the first logits are finite.
 
@@ -549,25 +532,52 @@ def _generate(
         finished = finished | jnp.isin(token, jnp.array(choice.end, jnp.int32))
         return step + 1, state, key, token, finished, out, count
 
+    def repeated(loop):
+        _, _, _, _, ended, _, _ = loop
+        step, state, *others = advance(loop, Phase(evicts=False, compressed=True))
+        out = others[-2]
+        answer = jax.lax.dynamic_slice_in_dim(out, step - 1 - run.plan.evict_every, run.plan.evict_every, axis=1)
+        return step, _repeat_answer(run, state, answer, ended), *others
+
     loop = (jnp.int32(1), state, key, token, finished, out, jnp.ones(B, jnp.int32))
-    _, state, _, _, _, out, count = _over_steps(run.plan, choice.most, more, advance, loop)
+    _, state, _, _, _, out, count = _over_steps(run.plan, choice.most, more, advance, repeated, loop)
     return state, out, count, jnp.isfinite(logits).all()
 
 
-def _over_steps(plan: Plan, most: int, more: Callable[[Any], Array], advance: Callable[..., Any], loop: Any) -> Any:
-    """Loop over the decode steps, which the first entry of ``loop`` counts; those that evict are a separate loop."""
+def _over_steps(
+    plan: Plan,
+    most: int,
+    more: Callable[[Any], Array],
+    advance: Callable[..., Any],
+    repeated: Callable[[Any], Any],
+    loop: Any,
+) -> Any:
+    """Loop over the decode steps, which the first entry of ``loop`` counts; those that evict are a separate loop.
+
+    Args:
+        repeated: a step after which the last tokens are repeated, and the policy evicts.
+    """
     every = plan.evict_every
     observe, evict = decode_phase(plan, every + 1), decode_phase(plan, every)
-    if every <= 1 or every >= most:
+    if not every or every >= most or (every == 1 and not plan.repeats):
         phase = evict if every == 1 else observe
         return jax.lax.while_loop(more, functools.partial(advance, phase=phase), loop)
 
     def round(loop):  # a branch would copy the cache
         due = lambda loop: loop[0] % every == 0  # noqa: E731
+        last = repeated if plan.repeats else functools.partial(advance, phase=evict)
         loop = jax.lax.while_loop(lambda loop: more(loop) & ~due(loop), functools.partial(advance, phase=observe), loop)
-        return jax.lax.while_loop(lambda loop: more(loop) & due(loop), functools.partial(advance, phase=evict), loop)
+        return jax.lax.while_loop(lambda loop: more(loop) & due(loop), last, loop)
 
     return jax.lax.while_loop(more, round, loop)
+
+
+def _repeat_answer(run: Run, state: DecodeState, answer: Int[Array, "B n"], ended: Bool[Array, "B"]) -> DecodeState:
+    """Have the model repeat the last tokens that it has made, and evict; rows that have ended lose nothing."""
+    assert run.plan.repeats is not None
+    tokens, position, part = answer_copies(run.plan.repeats, answer, state.cache.next_position, ended, jnp)
+    phase = Phase(evicts=True, compressed=True)
+    return forward(run, state, tokens, position, run.rows.decode_budgets, phase, part)[1]
 
 
 def _token_step(
@@ -643,7 +653,7 @@ class ProgramSteps:
 
 def _tokens(
     steps: ProgramSteps | LayerSteps,
-    prompt: Prompt,
+    prompt: Schedule,
     cache: AnyCache | None,
     logits: Array | None,
     choice: _Choice,
@@ -663,27 +673,40 @@ def _tokens(
     check_finite(run.model, finite)
     finished = np.isin(token, choice.end)
     yield token, state
+    every, fed = run.plan.evict_every, [token]  # those since the last eviction
     for step in range(1, choice.most):
         if finished.all():
             return
         key, draw = split_key(key)
         chosen, state = steps.token(state, token, finished, draw, step, choice.sampling)
+        if run.plan.repeats is not None and every and step % every == 0:
+            state = repeated_answer(steps, state, np.stack(fed[-every:], axis=1), finished)
         token = hosts.fetched(chosen)
         yield np.where(finished, -1, token), state
         finished = finished | np.isin(token, choice.end)
+        fed = [*fed[1 - every :], token] if every else []
+
+
+def repeated_answer(
+    steps: ProgramSteps | LayerSteps, state: DecodeState, answer: Int[np.ndarray, "B n"], idle: Bool[np.ndarray, "B"]
+) -> DecodeState:
+    """Have the model repeat the last tokens of an answer, and evict; ``idle`` rows lose nothing."""
+    assert steps.run.plan.repeats is not None
+    end = hosts.fetched(state.cache.next_position)
+    tokens, positions, part = answer_copies(steps.run.plan.repeats, answer, end, idle)
+    return steps.block(state, tokens, positions, Phase(evicts=True, compressed=True), part)[1]
 
 
 def _fed(
     steps: ProgramSteps | LayerSteps,
-    prompt: Prompt,
+    prompt: Schedule,
     cache: AnyCache | None,
     on_block: Callable[[int, int], None] | None = None,
     on_cache: Callable[[AnyCache], None] | None = None,
     on_hidden: Callable[[Float[Array, "B m E"]], None] | None = None,
 ) -> tuple[DecodeState, Float[Array, "B 1 E"]]:
     """Feed the prompt block by block, and return the state after it and the last hidden state of each row."""
-    B = prompt.context.tokens.shape[1]
-    before = np.zeros(B, int) if cache is None else hosts.fetched(cache.next_position)
+    before = np.zeros(1, int) if cache is None else hosts.fetched(cache.next_position)
     total = int(np.max(np.asarray(steps.run.rows.lengths) - before))
     feeding = feed_blocks(steps, prompt, cache)
     while True:
@@ -691,61 +714,46 @@ def _fed(
             cached, hidden, position = next(feeding)
         except StopIteration as end:
             return end.value
-        if on_hidden is not None:
+        if on_hidden is not None and hidden is not None:
             on_hidden(hidden)
         if on_cache is not None:
             on_cache(cached)
-        if on_block is not None:
+        if on_block is not None and hidden is not None:
             hidden.block_until_ready()
             on_block(int(np.max(np.where(position < 0, 0, position + 1 - before[:, None]))), total)
 
 
 def feed_blocks(
-    steps: ProgramSteps | LayerSteps, prompt: Prompt, cache: AnyCache | None = None
-) -> Generator[tuple[AnyCache, Float[Array, "B m E"], np.ndarray], None, tuple[DecodeState, Float[Array, "B 1 E"]]]:
+    steps: ProgramSteps | LayerSteps, prompt: Schedule, cache: AnyCache | None = None
+) -> Generator[
+    tuple[AnyCache, Float[Array, "B m E"] | None, np.ndarray], None, tuple[DecodeState, Float[Array, "B 1 E"]]
+]:
     """Feed one block of the prompt per ``next``.
 
     Yields:
-        After each block the cache, valid until the next block, its hidden states, and its positions.
+        After each block the cache, valid until the next block, its hidden states (None where it repeats a part of the
+        text), and its positions.
 
     Returns:
         The state after the prompt, and the last hidden state of each row.
     """
-    run, B = steps.run, prompt.context.tokens.shape[1]
-    plan = run.plan
+    run = steps.run
+    B, fed = run.rows.lengths.shape[0], 0
     state = steps.start(B, cache)
     last: Any = np.zeros((B, 1, run.model.config.hidden_size), run.model.embedding[...].dtype)
-    for blocks, is_context in ((prompt.context, True), (prompt.question, False)):
-        tokens, positions = np.asarray(blocks.tokens), np.asarray(blocks.positions)
-        count = len(tokens) if blocks.used is None else int(blocks.used)
-        for index in range(count):
-            position = positions[index]
-            last_one = index == count - 1
-            evicts = plan.overfull and last_one
-            if is_context:
-                evicts = plan.when == "block" or (last_one and prompt.repeats is None)
-            filled = None
-            if is_context and cache is None:  # slots are filled in order
-                filled = filled_slots((index + 1) * position.shape[1], plan.prompt_slots)
-            phase = Phase(evicts, compressed=not is_context, filled=filled)
-            hidden, state = steps.block(state, tokens[index], position, phase)
-            last = newest_of(position, hidden, last)
-            if is_context and last_one and prompt.repeats is not None:
-                state = _repeated(steps, state, prompt.repeats)
-            yield state.cache, hidden, position
-        if is_context:
+    for number, stages in enumerate(prompt):
+        for stage in stages:
+            for phase, tokens, position, part in stage:
+                if number == 0 and cache is None and part is None:  # slots are filled in order
+                    fed += position.shape[1]
+                    phase = phase._replace(filled=filled_slots(fed, run.plan.prompt_slots))
+                hidden, state = steps.block(state, tokens, position, phase, part)
+                if part is None:
+                    last = newest_of(position, hidden, last)
+                yield state.cache, hidden if part is None else None, position
+        if number == 0:
             state = steps.shrink(state)
     return state, last
-
-
-def _repeated(steps: ProgramSteps | LayerSteps, state: DecodeState, blocks: Blocks) -> DecodeState:
-    """Have the model repeat its prompt, and evict after the last block."""
-    tokens, positions, parts = (np.asarray(x) for x in (blocks.tokens, blocks.positions, blocks.parts))
-    count = len(tokens) if blocks.used is None else int(blocks.used)
-    for index in range(count):
-        phase = Phase(evicts=index == count - 1)
-        _, state = steps.block(state, tokens[index], positions[index], phase, parts[index])
-    return state
 
 
 def filled_slots(fed: int, slots: int) -> int | None:
@@ -756,9 +764,9 @@ def filled_slots(fed: int, slots: int) -> int | None:
 
 
 def _generate_by_layer(
-    run: Run, prompt: Prompt, cache: AnyCache | None, logits: Array | None, choice: _Choice, key: Array | None
+    run: Run, prompt: Schedule, cache: AnyCache | None, logits: Array | None, choice: _Choice, key: Array | None
 ) -> Generation:
-    B, pad = prompt.context.tokens.shape[1], _pad(run)
+    B, pad = run.rows.lengths.shape[0], _pad(run)
     out, count, last = np.full((B, choice.most), pad, np.int32), np.zeros(B, np.int32), None
     for step, (token, state) in enumerate(_tokens(LayerSteps(run), prompt, cache, logits, choice, key)):
         out[:, step] = np.where(token < 0, pad, token)

@@ -1,9 +1,6 @@
-"""The plan of a run: its arguments are checked, its buffers sized, its prompts cut into blocks.
+"""The plan of a run: its arguments are checked, and its buffers are sized.
 
-Blocks are aligned to the prompt's end: the first block of a row may be partly empty, the last one never is. So a
-score's observation window lies in one block, all rows of a batch reach their last token in the same step, and a row is
-cut into the same blocks alone as in any batch. A question that must not be known when the context is compressed follows
-in its own blocks.
+Which block comes when, and which one evicts, is in kvjax/schedule.py.
 """
 
 from __future__ import annotations
@@ -14,13 +11,13 @@ import math
 import os
 import warnings
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
 import kvjax
 from kvjax import PagedCache, Policy, Reconstruction, SplitCache
@@ -31,8 +28,9 @@ from kvjax.insertion import arrays_of
 from kvjax.making import excess_of_part, in_pages, most_held
 from kvjax.policy_checks import check_measured, check_policy, check_policy_given
 from kvjax.quantise import Dtypes, DtypesLike, check_dtypes, is_quantised
+from kvjax.reconstruction import Repeated, unrepeated
+from kvjax.schedule import HostOrDevice, Text, When, moments, power_of_two, question_room, words_of
 from kvjax.sources import Source
-from kvjax.window import observed
 from models import hosts
 from models.butler import Butler, ButlerConfig
 from models.config import Config, Rope
@@ -40,8 +38,6 @@ from models.decoder import Decoder, check_decoder
 from models.layer_caches import AnyCache, LayerCaches
 from models.selecting import Cache, Selection, check_butler, checked_selection
 
-When = Literal["block", "prompt", "published"]
-HostOrDevice = Array | np.ndarray
 Tokens = Int[HostOrDevice, "B T"] | Sequence[Sequence[int]]  # rows of one length, or a list of rows
 PAGE_SIZE = 16
 FLOAT32 = Dtypes("float32", "float32")
@@ -95,6 +91,12 @@ class Plan:
     rounded_to: tuple[str | None, ...] = (None, None)
 
     @property
+    def repeats(self) -> Reconstruction | None:
+        """Return what the model is to repeat as the text comes in, if anything."""
+        wanted = None if self.policy is None else self.policy.needs.reconstruction
+        return None if wanted is None or wanted.pseudo else wanted
+
+    @property
     def several(self) -> Mesh | AbstractMesh | None:
         """Return the mesh if it has several devices, whose pages are then split; else None."""
         return None if self.mesh is None or self.mesh.size == 1 else self.mesh
@@ -117,36 +119,12 @@ class Kept(NamedTuple):
     pages: int = 0  # on each device
     page_size: int = 0
     ways: tuple[int, int] | None = None  # the devices that split the rows and heads of a paged cache
+    pending: tuple[np.ndarray, ...] = ()  # each row's tokens that the model has still to repeat, where it does so
 
     @property
     def most(self) -> int:
         """Return the number of tokens in its fullest head."""
         return int(self.held.max())
-
-
-class Blocks(NamedTuple):
-    """Tokens cut into blocks, and their positions, -1 for padding.
-
-    ``used`` is the number of blocks that count: there may be more, so that one program serves many lengths. None for
-    all blocks. ``parts`` says what each block repeats, where the model repeats its prompt: the first position of a part
-    of the prompt, the position behind it, and the position behind the prompt.
-    """
-
-    tokens: Int[HostOrDevice, "n B m"]
-    positions: Int[HostOrDevice, "n B m"]
-    used: Int[HostOrDevice, ""] | None = None
-    parts: Int[HostOrDevice, "n B 3"] | None = None
-
-
-class Prompt(NamedTuple):
-    """Prompts in blocks: those of the context, and those of the question after it.
-
-    ``repeats`` are the blocks in which the model repeats the context, between both, for a policy that asks for it.
-    """
-
-    context: Blocks
-    question: Blocks
-    repeats: Blocks | None = None
 
 
 class CheckedPrompt(NamedTuple):
@@ -165,6 +143,13 @@ class CheckedPrompt(NamedTuple):
     def start(self) -> np.ndarray:
         """Return the position of each row's first token."""
         return np.zeros_like(self.lengths) if self.kept is None else self.kept.start
+
+    @property
+    def text(self) -> Text:
+        """Return what a schedule reads."""
+        return Text(
+            self.tokens, self.lengths, self.questions, self.start, () if self.kept is None else self.kept.pending
+        )
 
     @property
     def fed(self) -> bool:
@@ -202,119 +187,22 @@ def bucketed(size: int) -> int:
     return -(-size // step) * step
 
 
-def blocks_of(prompt: CheckedPrompt, block: int, exact: bool = False) -> Prompt:
-    """Cut the context into blocks that end where it ends, and the question into blocks that end where it ends.
-
-    This runs on the host: on the device, each prompt length would be compiled separately.
+def copied(policy: Policy, tokens: int) -> int:
+    """Return how many tokens are fed to repeat a part of the text, with those that ask for it; 0 if none are repeated.
 
     Args:
-        exact: whether to make no more blocks than needed; else their number is a power of two, and ``used`` counts
-            those needed.
+        tokens: the most tokens of a part.
+
+    Example:
+        >>> import kvjax
+        >>> from models.plan import copied
+        >>> copied(kvjax.parse("kvzip(chunk=64)"), 128), copied(kvjax.parse("h2o"), 128)
+        (72, 0)
     """
-    context = prompt.lengths - prompt.questions
-    if prompt.kept is not None and context.any():  # a turn is short: a large block would mostly be padding
-        block = min(block, power_of_two(int(context.max())))
-    small = max(1, min(block, _question_room(prompt.questions)))
-    return Prompt(
-        _cut(prompt, np.zeros_like(context), context, block, exact), _cut(prompt, context, prompt.lengths, small, exact)
-    )
-
-
-def repeats_of(prompt: CheckedPrompt, wanted: Reconstruction, block: int, exact: bool = False) -> Blocks | None:
-    """Cut what is fed after the context and taken back into blocks; None where no row has a context.
-
-    Each part of the context has as many blocks, which end where it ends. The blocks of a row with fewer parts are empty
-    at first, so that all rows end in the last block.
-    """
-    context = prompt.lengths - prompt.questions
-    if not context.any():
-        return None
-    each_row = zip(prompt.tokens, context, prompt.start, strict=True)
-    rows = [_asked_parts(tokens[:length], wanted, int(seen)) for tokens, length, seen in each_row]
-    most = max(len(row) for row in rows)
-    each = math.ceil(max(len(part.tokens) for row in rows for part in row) / block)
-    B, width = len(rows), each * block
-    tokens, positions = np.zeros((most, B, width), np.int32), np.full((most, B, width), -1, np.int32)
-    parts = np.zeros((most, B, 3), np.int32)
-    parts[..., 2] = prompt.start + context
-    for index, row in enumerate(rows):
-        for place, part in enumerate(row, most - len(row)):
-            length = len(part.tokens)
-            tokens[place, index, width - length :] = part.tokens
-            positions[place, index, width - length :] = prompt.start[index] + context[index] + np.arange(length)
-            parts[place, index, :2] = prompt.start[index] + np.array([part.start, part.stop])
-
-    def cut(array: np.ndarray) -> np.ndarray:
-        return array.reshape(most, B, each, block).swapaxes(1, 2).reshape(most * each, B, block)
-
-    blocks, used = Blocks(cut(tokens), cut(positions), None, np.repeat(parts, each, axis=0)), most * each
-    return blocks if exact else _padded_to(blocks, power_of_two(used))
-
-
-def _most_repeated(prompt: CheckedPrompt, wanted: Reconstruction) -> int:
-    """Return how many tokens a part takes at most, with those that ask for it."""
-    if wanted.pseudo:
-        return wanted.pseudo
-    chunk, ask = min(wanted.chunk, int((prompt.lengths - prompt.questions).max())), wanted.prompt
-    return chunk + max(len(ask.first), len(ask.following) + ask.overlap) + len(ask.suffix)
-
-
-class _Part(NamedTuple):
-    """A part of the context, its tokens [start, stop), and the tokens that are fed to observe it."""
-
-    start: int
-    stop: int
-    tokens: np.ndarray
-
-
-def _asked_parts(context: np.ndarray, wanted: Reconstruction, seen: int) -> list[_Part]:
-    """Return the parts of a row's context; ``seen`` tokens came before it, in earlier turns."""
-    if not len(context):
-        return []
-    if wanted.pseudo:
-        some = context[-wanted.pseudo :] if wanted.tokens == "last" else context
-        return [_Part(-seen, len(context), np.resize(some, wanted.pseudo))]  # a shorter context begins anew
-    parts, ask = [], wanted.prompt
-    for start in range(0, len(context), wanted.chunk):
-        stop = min(start + wanted.chunk, len(context))
-        before: HostOrDevice | list[int] = [] if start == 0 else context[max(start - ask.overlap, 0) : start]
-        pieces = (ask.following if start else ask.first, before, ask.suffix, context[start:stop])
-        parts.append(_Part(start, stop, np.concatenate([np.asarray(piece, np.int32) for piece in pieces])))
-    return parts
-
-
-def _padded_to(blocks: Blocks, count: int) -> Blocks:
-    """Add empty blocks up to a number of blocks, and say how many count."""
-    more = ((0, count - len(blocks.tokens)), (0, 0), (0, 0))
-    return Blocks(
-        np.pad(blocks.tokens, more),
-        np.pad(blocks.positions, more, constant_values=-1),
-        np.asarray(len(blocks.tokens), np.int32),
-        None if blocks.parts is None else np.pad(blocks.parts, more),
-    )
-
-
-def _question_room(questions: np.ndarray) -> int:
-    """Return the slots for the longest question, rounded up to a power of two so that there are few compilations."""
-    longest = int(questions.max())
-    return power_of_two(longest) if longest else 0
-
-
-def power_of_two(size: int) -> int:
-    """Return the smallest power of two that is at least ``size``."""
-    return 1 << (size - 1).bit_length()
-
-
-def _cut(prompt: CheckedPrompt, start: np.ndarray, stop: np.ndarray, block: int, exact: bool) -> Blocks:
-    """Cut tokens[start:stop] into blocks, with the padding in front."""
-    B, T = prompt.tokens.shape
-    count = math.ceil((stop - start).max() / block)
-    place = np.arange(count * block)[None] - (count * block - stop[:, None])
-    aligned = np.take_along_axis(prompt.tokens, np.clip(place, 0, T - 1), axis=1)
-    position = np.where(place >= start[:, None], prompt.start[:, None] + place, -1)
-    blocks, positions = (x.astype(np.int32).reshape(B, count, block).swapaxes(0, 1) for x in (aligned, position))
-    whole = Blocks(blocks, positions)
-    return whole if exact or not count else _padded_to(whole, power_of_two(count))
+    wanted = policy.needs.reconstruction
+    if wanted is None or not tokens:
+        return 0
+    return wanted.pseudo or min(wanted.chunk, tokens) + words_of(wanted.prompt)
 
 
 def plan_run(model: Decoder, prompt: CheckedPrompt, options: Options, butler: Butler | None) -> tuple[Plan, Rows]:
@@ -412,37 +300,16 @@ def _stored(model: Decoder, asked: DtypesLike | None, kept: Kept | None) -> tupl
     return kept.dtypes, (None, None)
 
 
-def moments(policy: Policy | None, when: When, evict_every: int | None) -> tuple[Literal["block", "prompt"], int]:
-    """Return when a run evicts: after every "block" or once after the "prompt", and in decode every how many steps.
-
-    Args:
-        when: "published" means as in the policy's paper (:class:`kvjax.Moments`). A policy that observes tokens
-            fed after the prompt (KVzip, DapQ) evicts once after the prompt, as in its paper, whatever is given.
-        evict_every: the number of decode steps between evictions, 0 for never. By default the paper's for "published";
-            else the length of the policy's observation window, by whose queries it scores, or 1 without a window.
-
-    Example:
-        >>> import kvjax
-        >>> from models.plan import moments
-        >>> [moments(kvjax.parse(name), "block", None) for name in ("h2o", "snapkv(window=16)")]
-        [('block', 1), ('block', 16)]
-        >>> moments(kvjax.parse("snapkv"), "published", None)
-        ('prompt', 0)
-    """
-    if when not in ("block", "prompt", "published"):
-        raise ValueError(f"when is {when!r}; expected 'block', 'prompt' or 'published'.")
-    if evict_every is not None:
-        evict_every = check_count("evict_every", evict_every, 0, "give a number of steps, 0 for never")
-    if policy is None:
-        return "block", 0
-    if policy.needs.reconstruction is not None:
-        return "prompt", evict_every or 0
-    if when == "published":
-        if policy.published is None:
-            raise ValueError(f"no paper says when {policy.name!r} evicts; give when='block' or when='prompt'.")
-        return policy.published.prompt, policy.published.decode if evict_every is None else evict_every
-    usual = policy.needs.window if observed(policy.needs.statistics) else 1
-    return when, usual if evict_every is None else evict_every
+def overflowing(
+    plan: Plan, prompt: CheckedPrompt, budgets: Int[np.ndarray, "B"], reserve: int
+) -> tuple[Bool[np.ndarray, "B"], Bool[np.ndarray, "B"]]:
+    """Return the rows whose contexts do not fit their budgets, and those whose answers may not."""
+    assert plan.policy is not None
+    held = 0 if prompt.kept is None else _held(plan.policy, prompt.kept)
+    context, always = prompt.lengths - prompt.questions, not plan.policy.allocation.fills
+    compresses = ((held + context > budgets) | always) & (context > 0)
+    after = np.where(compresses, budgets, held + context)
+    return compresses, ((after + reserve > budgets) | always) & (plan.evict_every > 0)
 
 
 def _is_overfull(policy: Policy, kept: Kept | None, budgets: np.ndarray, only_asked: np.ndarray) -> bool:
@@ -613,26 +480,28 @@ def _sized(
     """
     policy, kept = plan.policy, prompt.kept
     assert policy is not None
-    largest, asked = int(budgets.max()), _question_room(prompt.questions)
+    largest, asked = int(budgets.max()), question_room(prompt.questions)
     context = int((prompt.lengths - prompt.questions).max())
-    decode_room = plan.evict_every or options.reserve
     whole = plan.when == "prompt" and prompt.fed
-    room = decode_room if whole else max(options.block, decode_room)
+    # The copies of a block, and of an answer; what is left of a prompt is repeated by blocks before the answer.
+    copies, later = (copied(policy, size) if plan.repeats else 0 for size in (options.block, plan.evict_every))
+    decode_room = max(plan.evict_every + later, copies) if plan.evict_every else options.reserve
+    room = decode_room if whole else max(options.block + copies, decode_room)
     if not options.fit_prompt and plan.evict_every > 1 and not whole:
-        room = options.block + plan.evict_every - 1  # so that another turn fits
+        room = options.block + copies + plan.evict_every - 1  # so that another turn fits
     # A kept cache may hold more than the budget until the eviction after the first block, or the first steps.
-    held, entering = (0 if kept is None else kept.most), min(options.block, power_of_two(max(context, 1)))
+    held, entering = (0 if kept is None else kept.most), min(options.block, power_of_two(max(context, 1))) + copies
     if not prompt.fed:
         room = entering = decode_room
     elif (prompt.lengths == prompt.questions).any():
         entering = max(entering, asked + decode_room)
-    repeated = 0 if policy.needs.reconstruction is None else _most_repeated(prompt, policy.needs.reconstruction)
+    repeated = copied(policy, prompt.most) if whole else 0
     fed = prompt.tokens.shape[1] - int(prompt.questions.min()) + repeated
     prompt_slots = bucketed(held + fed) if whole and context else 0
     # No head ever holds more than all tokens. A stream's buffers do not depend on the prompt, but have an upper limit.
     sensible = max(power_of_two(prompt.most + options.reserve), config.max_positions)
     all_tokens = prompt.most if prompt.fed else int(prompt.start.max())  # as many as one call for all would feed
-    most_slots = all_tokens + options.reserve if options.fit_prompt else sensible
+    most_slots = all_tokens + options.reserve + max(copies, later) if options.fit_prompt else sensible
     by_ratio = isinstance(options.budget, float)  # then the sizes follow the prompt's length
 
     def fitted(slots: int) -> int:
@@ -653,7 +522,8 @@ def _sized(
         return _with_slots(plan, kept, slots, held + entering, evicted)
     L, heads = config.num_layers, plan.heads
     own = heads // plan.ways[1]  # heads of each layer on a device
-    most, step = policy.allocation.most(L, heads, largest + asked), min(options.block, asked + room)
+    most = policy.allocation.most(L, heads, largest + asked)
+    step = min(max(options.block + copies, 1 + later), asked + room)
     # A layer with a window that gave slots away grows back to its window while the others keep what they took.
     grows = step if policy.allocation.even else asked + room
     if kept is not None:
@@ -803,10 +673,25 @@ def kept_of(model: Decoder, cache: AnyCache, policy: Policy | None, rows: int) -
             ) from None
     held = hosts.fetched(jnp.moveaxis(cache.num_live, 1, 0)).reshape(B, L * K)
     start, dtypes = hosts.fetched(cache.next_position), dtypes_of(one)
+    kept = Kept(K, start, held, cache.num_slots, cache.positions, dtypes)
+    if policy is not None and Repeated.of(one.state) is not None:
+        # A layer without a sliding window, if there is one, holds them all.
+        layer = int(np.argmax([np.inf if window is None else window for window in config.sliding_windows]))
+        where = (cache.layer(layer), None) if isinstance(cache, LayerCaches) else (cache, layer)
+        kept = kept._replace(pending=unrepeated(*map(hosts.fetched, _of_a_head(*where))))
     if isinstance(cache, PagedCache | SplitCache):
         ways = cache.ways if isinstance(cache, SplitCache) else None
-        return Kept(K, start, held, cache.num_slots, cache.positions, dtypes, cache.num_pages, cache.page_size, ways)
-    return Kept(K, start, held, cache.num_slots, cache.positions, dtypes)
+        kept = kept._replace(pages=cache.num_pages, page_size=cache.page_size, ways=ways)
+    return kept
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _of_a_head(cache: Cache, layer: int | None) -> tuple[Array, Array, Array]:
+    """Return the positions, scores and ids of one head's tokens, for a policy that has the model repeat them."""
+    here: Any = cache if layer is None else cache.layer(layer)
+    state = Repeated.of(here.state)
+    assert state is not None
+    return here.position[:, 0], state.score[:, 0], state.token[:, 0]
 
 
 def _padded(tokens: Tokens, lengths: HostOrDevice | None) -> tuple[np.ndarray, HostOrDevice | None]:

@@ -21,22 +21,19 @@ from kvjax.chains import policy_of
 from kvjax.checks import check_count
 from kvjax.quantise import DtypesLike
 from kvjax.reconstruction import Reconstruction
+from kvjax.schedule import HostOrDevice, When
 from models.butler import Butler
 from models.decoder import Decoder, sliding_windows
-from models.engine import logits_of, newest_of, prefill, projected, run_question
+from models.engine import logits_of, newest_of, prefill, projected, run_question, scheduled
 from models.plan import (
     PAGE_SIZE,
     CheckedPrompt,
-    HostOrDevice,
     Options,
     Plan,
     Prefilled,
     Tokens,
-    When,
-    blocks_of,
     check_prompt,
     plan_run,
-    repeats_of,
 )
 from models.scorer import Scorer
 from models.selecting import check_scorer
@@ -196,9 +193,8 @@ class _Seen(NamedTuple):
 
 def _observe(model: Decoder, given: CheckedPrompt, arms: Sequence[_Arm]) -> _Seen:
     """Feed the context, and what is to be fed again, to the model once, while each policy observes it."""
-    size, (_, again) = arms[0].options.block, arms[0].group
-    blocks = blocks_of(given, size).context
-    repeats = None if again is None else repeats_of(given, again, size, False)
+    first = next((arm for arm in arms if arm.run.plan.policy is not None), arms[0])
+    stages = scheduled(given, first.options, first.run).context
     slots = max(arm.run.plan.prompt_slots for arm in arms)
     plans = [dataclasses.replace(arm.run.plan, prompt_slots=slots) for arm in arms]
     kinds = frozenset().union(*(plan.policy.needs.projections for plan in plans if plan.policy is not None))
@@ -206,19 +202,14 @@ def _observe(model: Decoder, given: CheckedPrompt, arms: Sequence[_Arm]) -> _See
     runs = tuple(
         dataclasses.replace(arm.run, plan=plan, projection=projection) for arm, plan in zip(arms, plans, strict=True)
     )
-    B = blocks.tokens.shape[1]
+    B = len(given.lengths)
     cache = _start(runs, B)
     last: Any = np.zeros((B, 1, model.config.hidden_size), model.embedding[...].dtype)
     said: tuple[Evidence | None, ...] = ()
-    for fed in (blocks, *([] if repeats is None else [repeats])):
-        count = len(fed.tokens) if fed.used is None else int(fed.used)
-        for index in range(count):
-            tokens, position, part = jax.tree.map(
-                lambda x, index=index: x[index], (fed.tokens, fed.positions, fed.parts)
-            )
-            asks = index == count - 1 and (repeats is None or fed is repeats)
-            hidden, cache, said = _block(runs, cache, tokens, position, part, asks)
-            last = newest_of(position, hidden, last) if fed is blocks else last
+    for stage in stages:
+        for phase, tokens, position, part in stage:
+            hidden, cache, said = _block(runs, cache, tokens, position, part, phase.evicts)
+            last = newest_of(position, hidden, last) if part is None else last
     return _Seen(cache, said, logits_of(model, last)[:, 0])
 
 
@@ -243,7 +234,7 @@ def _block(
     watching = [index for index, plan in enumerate(plans) if plan.policy is not None]
     policies = [policy for plan in plans if (policy := plan.policy) is not None]
     of_whom = next((plan for plan in plans if plan.policy is not None and plan.policy.needs.rotary), plans[0])
-    block = block_of(model.config, of_whom, position, lengths, None, part)
+    block = block_of(model.config, of_whom, tokens, position, lengths, None, part)
     if part is not None:
         again = fresh(DecodeState(cache), position).cache
         assert isinstance(again, KVCache)
@@ -264,6 +255,7 @@ def _block(
             soft_cap=here.soft_cap,
             projection=None if projection is None else projection.layer(index),
             reconstructed=here.repeats,
+            tokens=here.tokens,
             compressed=False,
         )
         rows = (*rounded_rows(plans[0], query, key, value), position)

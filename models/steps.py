@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int
 import kvjax
 from kvjax import Context, Evidence, OutputProjection, PagedCache, Reconstructed, SplitCache
 from kvjax.insertion import Cache, up_to
+from kvjax.schedule import Phase
 from models import selecting
 from models.butler import Butler, ButlerCache
 from models.config import Config
@@ -57,26 +58,13 @@ class Run:
     scorer: Scorer | None = None
 
 
-class Phase(NamedTuple):
-    """The kind of a block; static, so each kind is compiled once.
-
-    ``evicts``: the policy evicts after it. ``compressed``: the context was compressed before it. ``excess`` and
-    ``filled``: promises about the slots, see :func:`kvjax.evict` and :class:`kvjax.Context`.
-    """
-
-    evicts: bool
-    compressed: bool = False
-    excess: int | None = None
-    filled: int | None = None
-
-
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Block:
     """A block, as all layers share it; ``position`` is -1 for padding, ``budgets`` None where nothing is evicted.
 
-    ``waves`` and ``frequency`` may differ between layers: see :func:`at_layer`. ``repeats`` is the part of the prompt
-    that it repeats, None for a block of the text.
+    ``waves`` and ``frequency`` may differ between layers: see :func:`at_layer`. ``repeats`` is the part of the text
+    that it repeats, None for a block of the text. ``tokens`` are given where the policy has the model repeat them.
     """
 
     position: Int[Array, "B T"]
@@ -84,6 +72,7 @@ class Block:
     waves: tuple[Array, Array]
     frequency: Float[Array, "*ropes rows half"] | None
     repeats: Reconstructed | None = None
+    tokens: Int[Array, "B T"] | None = None
     soft_cap: float | None = dataclasses.field(default=None, metadata={"static": True})
 
 
@@ -109,13 +98,13 @@ def forward(
     Args:
         position: -1 for padding.
         budgets: one per row; None where nothing is evicted.
-        part: for a block that repeats the prompt, see :class:`models.plan.Blocks`.
+        part: for a block that repeats a part of the text, see :class:`kvjax.schedule.Step`.
 
     Returns:
         The hidden states before the last norm, and the new state.
     """
     model, plan, butler = run.model, run.plan, run.butler
-    block = block_of(model.config, plan, position, run.rows.lengths, budgets, part)
+    block = block_of(model.config, plan, tokens, position, run.rows.lengths, budgets, part)
     if part is not None:
         state = fresh(state, position)
 
@@ -145,21 +134,23 @@ def forward(
 def block_of(
     config: Config,
     plan: Plan,
+    tokens: Int[Array, "B T"],
     position: Int[Array, "B T"],
     lengths: Int[Array, "B"],
     budgets: Int[Array, "B"] | None,
     part: Int[Array, "B 3"] | None = None,
 ) -> Block:
-    """Return the block that all layers share, from its positions; with rotary frequencies only where they are read."""
+    """Return the block that all layers share; with rotary frequencies, and tokens, only where they are read."""
     read = plan.positions != "absolute" or (plan.policy is not None and plan.policy.needs.rotary)
     frequency = frequencies(config, lengths) if read else None
-    repeats = None
+    wanted, repeats = None if plan.policy is None else plan.policy.needs.reconstruction, None
     if part is not None:
-        assert plan.policy is not None and plan.policy.needs.reconstruction is not None
+        assert wanted is not None
         first, behind, end = jnp.asarray(part).T
-        repeats = Reconstructed(first, behind, end, plan.policy.needs.reconstruction.sinks)
+        repeats = Reconstructed(first, behind, end, None if wanted.visible == "cache" else wanted.sinks)
     waves = rotation(config, position, lengths)
-    return Block(position, budgets, waves, frequency, repeats, config.attention_soft_cap)
+    read_again = None if wanted is None or wanted.pseudo or part is not None else tokens
+    return Block(position, budgets, waves, frequency, repeats, read_again, config.attention_soft_cap)
 
 
 def fresh(state: DecodeState, position: Int[Array, "B T"]) -> DecodeState:
@@ -217,6 +208,7 @@ def attend(
         projection=place.projection,
         predicted=selecting.prediction(plan.predictor, carry, place.number, block.position.shape),
         reconstructed=block.repeats,
+        tokens=block.tokens,
         soft_cap=block.soft_cap,
         compressed=phase.compressed,
         filled=phase.filled,
@@ -251,9 +243,10 @@ def decode_positions(finished: Array, next_position: Int[Array, "B"]) -> Int[Arr
 
 
 def decode_phase(plan: Plan, step: int) -> Phase:
-    """Return the phase of a decode step, counted from 1."""
+    """Return the phase of a decode step, counted from 1; where tokens are repeated, the copies' step evicts."""
     every = plan.evict_every
-    return Phase(evicts=every > 0 and step % every == 0, compressed=True, excess=1 if every == 1 else None)
+    due = every > 0 and step % every == 0 and plan.repeats is None
+    return Phase(evicts=due, compressed=True, excess=1 if every == 1 else None)
 
 
 def block_budgets(rows: Rows, phase: Phase) -> Int[Array, "B"] | None:

@@ -41,11 +41,11 @@ from evals import evaluator, loglikelihood
 from kvjax.chains import policy_of
 from kvjax.checks import check_names
 from kvjax.quantise import check_dtypes
+from kvjax.schedule import When, moments
 from kvjax.selection import share_of_tokens
 from models import commands, hosts
 from models.decoder import Decoder
 from models.parameters import parameter_shapes
-from models.plan import When, moments
 from models.tokenizer import Tokenizer
 from train import answers, command, loop, lora
 from train.loop import Parameters, State

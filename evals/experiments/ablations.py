@@ -14,7 +14,7 @@ from typing import Any, Literal
 import kvjax
 from evals.evaluator import RECENCY, Question
 from evals.report import READS
-from models.plan import When
+from kvjax.schedule import When
 
 LENGTH = 512
 CALIBRATION = "docs/results/smollm2"  # not absolute, as policies and so results hold it

@@ -7,9 +7,9 @@ import pytest
 
 import kvjax
 import models
+from kvjax.schedule import moments, repeats_of
 from models import engine
 from models.by_layer import LayerSteps
-from models.plan import moments
 from tests.models.test_kvzip import LENGTHS, TOKENS, in_order_rows
 from tests.models.tiny import assert_keeps, decoder, held, run
 from tests.tiers import first
@@ -43,7 +43,8 @@ def test_the_pseudo_tokens_come_behind_the_context_not_behind_the_question():
 def test_a_prompt_shorter_than_the_window_is_fed_more_than_once():
     given = engine.check_prompt(decoder(), TOKENS, np.array([4, 23]), None)
     wanted = kvjax.parse(NAME).needs.reconstruction
-    blocks = engine.repeats_of(given, wanted, 8, exact=True)
+    rows = [row[:length] for row, length in zip(TOKENS, given.lengths, strict=True)]
+    blocks = repeats_of(rows, given.lengths, wanted, 8)
     assert blocks.tokens[0, 0, -N:].tolist() == [*TOKENS[0, :4], *TOKENS[0, :2]]
     assert blocks.tokens[0, 1, -N:].tolist() == TOKENS[1, 23 - N : 23].tolist()
     assert blocks.positions[0, :, -N:].tolist() == [list(range(4, 4 + N)), list(range(23, 23 + N))]

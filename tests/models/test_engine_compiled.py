@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 import models
+from kvjax.schedule import Phase
 from models import Config, by_layer, engine, layer_caches, states, steps
 from models.plan import Options, check_prompt
 from models.sampling import Sampling
-from models.steps import Phase
 from tests.models import reference
 from tests.models.tiny import tiered
 from tests.tiers import first
@@ -50,7 +50,7 @@ def lowered(program, policy, *, layers=3, length=100, evict_every=1):
     state = states.start(run, 1)
     if program == "block step":
         return engine.block_step.lower(
-            run, state, prompt.context.tokens[0], prompt.context.positions[0], Phase(evicts=True)
+            run, state, next(prompt.text).tokens[0], next(prompt.text).positions[0], Phase(evicts=True)
         )
     return engine.token_step.lower(
         run, state, jnp.zeros(1, jnp.int32), jnp.zeros(1, bool), None, steps.decode_phase(run.plan, 1), Sampling()
@@ -72,7 +72,7 @@ def lowered_layer(program, policy):
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Lowered) as raised:
         patch.setattr(by_layer, "_run_layer", lowering)
         if program == "block step":
-            feed.block(state, prompt.context.tokens[0], prompt.context.positions[0], Phase(evicts=True))
+            feed.block(state, next(prompt.text).tokens[0], next(prompt.text).positions[0], Phase(evicts=True))
         else:
             feed.token(state, np.zeros(1, np.int32), np.zeros(1, bool), None, 1, Sampling())
     return raised.value.args[0]
@@ -203,9 +203,9 @@ def test_keys_and_values_stay_where_they_are_in_memory(way):
     state = jax.block_until_ready(feed.start(1))
     first = addresses(state.cache)
     assert len(set(first)) == (4 if way is by_layer.LayerSteps else 2)
-    for tokens, position in zip(prompt.context.tokens[:5], prompt.context.positions[:5], strict=True):
+    for phase, tokens, position, _ in prompt.context[0]:
         old = state.cache
-        _, state = feed.block(state, tokens, position, Phase(evicts=True))
+        _, state = feed.block(state, tokens, position, phase)
         assert addresses(state.cache) == first
         assert all(array.is_deleted() for array in arrays(old))
 

@@ -8,6 +8,7 @@ import pytest
 
 import models
 from benchmarks.measure import compilations
+from kvjax import schedule
 from models import engine
 from models.plan import Options, bucketed, check_prompt, plan_run
 from tests.models import reference
@@ -96,8 +97,8 @@ def test_rounded_sizes_and_counted_blocks_change_no_result(model, policy, budget
     settings = dict(policy=policy, budget=budget, when=when, block=32, max_new_tokens=5, lengths=[333, 190], end=())
     rounded = models.generate(model, prompts, **settings)
     monkeypatch.setattr("models.plan.bucketed", lambda size: size)
-    blocks_of = engine.blocks_of
-    monkeypatch.setattr(engine, "blocks_of", lambda prompt, block, exact: blocks_of(prompt, block, exact=True))
+    exactly = lambda *given, **options: schedule.schedule(*given, **options | {"exact": True})  # noqa: E731
+    monkeypatch.setattr(engine, "schedule", exactly)
     exact = models.generate(model, prompts, **settings)
     assert exact.tokens.tolist() == rounded.tokens.tolist()
     assert held(exact.cache) == held(rounded.cache)

@@ -11,11 +11,11 @@ from flax import nnx
 
 import kvjax
 import models
+from kvjax.schedule import Phase
 from models import Butler, ButlerConfig, Config, by_layer, engine, layer_caches, selecting, states, steps
 from models.butler import parameter_shapes as butler_shapes
 from models.plan import Options, check_prompt
 from models.sampling import Sampling
-from models.steps import Phase
 from tests.models import reference, tiny
 from tests.models.test_engine_compiled import COMPILED
 from tests.models.tiny import streamed, tiered
@@ -57,7 +57,7 @@ def forced(select, budget, *, sinks=2, block=16, source="layer0_output", way=eng
     model, read = decoder(), {}
     butler = butler_for(select, source)
     run, prompt = prepared(model, TOKENS[:, :PROMPT], select, budget, block=block, sinks=sinks, butler=butler)
-    (tokens, positions, *_), feed = prompt.context, way(run)
+    (tokens, positions, _), feed = next(prompt.text).arrays, way(run)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(selecting, "_chosen", functools.partial(_recorded, read, selecting._chosen))
         for module, program, static in ((engine, "block_step", 4), (by_layer, "_run_layer", (0, 1, 2))):

@@ -10,9 +10,9 @@ import pytest
 
 import kvjax
 import models
+from kvjax.schedule import moments, repeats_of
 from models import engine, get, repeating
 from models.by_layer import LayerSteps
-from models.plan import Kept, moments
 from tests.models.make_kvpress import FOLDER
 from tests.models.make_kvzip import CHUNK, KEPT, REAL, TINY
 from tests.models.tiny import decoder, positions, run
@@ -59,8 +59,8 @@ def kept(cache, T):
 @pytest.mark.parametrize("block", first(1, [16, 128]))
 def test_scores_are_those_of_kvpress(block):
     tokens = fixture()["tokens"][None]
-    cache, _ = models.prefill(kvpress_model(), tokens, policy=asking("kvzip"), budget=1.0, block=block)
-    scores = in_order(cache, np.asarray(cache.state), tokens.shape[1], np.nan)[:, 0]
+    cache, _ = models.prefill(kvpress_model(), tokens, policy=asking("kvzip"), budget=1.0, block=block, when="prompt")
+    scores = in_order(cache, np.asarray(cache.state.score), tokens.shape[1], np.nan)[:, 0]
     np.testing.assert_allclose(scores, fixture()["scores"], rtol=2e-5, atol=1e-7)
 
 
@@ -72,7 +72,9 @@ def test_scores_are_those_of_kvpress(block):
 def test_kept_tokens_are_those_of_kvpress(scope):
     tokens = fixture()["tokens"][None]
     for budget in KEPT[TINY]:
-        cache, _ = models.prefill(kvpress_model(), tokens, policy=asking(COMPETE[scope]), budget=budget, block=48)
+        cache, _ = models.prefill(
+            kvpress_model(), tokens, policy=asking(COMPETE[scope]), budget=budget, block=48, when="prompt"
+        )
         expected = np.unpackbits(fixture()[f"{scope}/{budget}"], axis=-1, count=tokens.shape[1]).astype(bool)
         np.testing.assert_array_equal(kept(cache, tokens.shape[1])[:, 0], expected)
 
@@ -82,7 +84,8 @@ LENGTHS = np.array([40, 23])
 ASKING = repeating._asking(
     kvjax.parse("kvzip(chunk=16)+caote@model"), kvjax.RepeatPrompt((1, 2), (3,), (4,), overlap=2)
 )
-RUN = dict(policy=ASKING, budget=10, block=8, question=3)
+NEVER = np.iinfo(np.int32).max  # nothing is taken back
+RUN = dict(policy=ASKING, budget=10, block=8, question=3, when="prompt")
 
 
 @pytest.mark.matrix
@@ -95,7 +98,9 @@ def test_a_row_keeps_the_same_alone_and_in_a_batch():
 
 def test_nothing_but_the_chosen_tokens_is_left():
     # With all kept, the copies have left no trace: the cache and the logits are those of a run without a policy.
-    cache, logits = models.prefill(decoder(), TOKENS, LENGTHS, policy="kvzip(chunk=16)+caote", budget=1.0, block=8)
+    cache, logits = models.prefill(
+        decoder(), TOKENS, LENGTHS, policy="kvzip(chunk=16)+caote", budget=1.0, block=8, when="prompt"
+    )
     found, expected = (in_order_rows(cache, part) for part in ("key", "value")), []
     for row, length in enumerate(LENGTHS):
         dense = run(TOKENS[row, :length])
@@ -115,7 +120,7 @@ def in_order_rows(cache, part):
 @pytest.mark.parametrize("steps", first(0, [engine.ProgramSteps, LayerSteps]))
 def test_one_program_and_single_steps_agree(steps):
     given = engine.check_prompt(decoder(), TOKENS, LENGTHS, 3)
-    run, prompt = engine.prepare(decoder(), given, engine.Options(ASKING, 10, 8), None, None, None)
+    run, prompt = engine.prepare(decoder(), given, engine.Options(ASKING, 10, 8, "prompt"), None, None, None)
     state, _ = engine._fed(steps(run), prompt, None)
     expected, _ = models.prefill(decoder(), TOKENS, LENGTHS, **RUN)
     np.testing.assert_array_equal(kept(state.cache, 40), kept(expected, 40))
@@ -124,11 +129,11 @@ def test_one_program_and_single_steps_agree(steps):
 
 @pytest.mark.parametrize("policy", first(0, ["kvzip(chunk=16)", "kvzip(chunk=16)@model"]))
 def test_a_second_turn_repeats_its_own_tokens(policy):
-    settings = dict(policy=policy, budget=30, block=8)
+    settings = dict(policy=policy, budget=30, block=8, when="prompt")
     first, _ = models.prefill(decoder(), TOKENS[:, :24], **settings)
-    before = in_order(first, slots_of(first, lambda own: own.state), 40, 0)
+    before = in_order(first, slots_of(first, lambda own: own.state.score), 40, 0)
     cache, _ = models.prefill(decoder(), TOKENS[:, 24:], cache=first, **settings)
-    after = in_order(cache, slots_of(cache, lambda own: own.state), 40, 0)
+    after = in_order(cache, slots_of(cache, lambda own: own.state.score), 40, 0)
     held = kept(cache, 40)
     assert cache.next_position.tolist() == [40, 40] and (held.sum((0, 2, 3)) == 2 * 2 * 30).all()
     np.testing.assert_array_equal(after[..., :24], np.where(held, before, 0)[..., :24])
@@ -140,10 +145,10 @@ def test_cake_cannot_measure_a_repeated_prompt():
         kvjax.parse("kvzip@cake")
 
 
-def test_it_evicts_once_after_the_prompt_whatever_is_asked():
-    for when in ("block", "prompt", "published"):
-        assert moments(kvjax.parse("kvzip"), when, None) == ("prompt", 0)
-    assert moments(kvjax.parse("kvzip"), "block", 1) == ("prompt", 1)
+def test_it_evicts_after_each_block_or_once_as_published():
+    for when, expected in (("block", ("block", 64)), ("prompt", ("prompt", 0)), ("published", ("prompt", 0))):
+        assert moments(kvjax.parse("kvzip"), when, None) == expected
+    assert moments(kvjax.parse("kvzip"), "block", 1) == ("block", 1)
 
 
 def test_the_words_are_asked_for_by_the_tokenizer():
@@ -160,20 +165,19 @@ def test_the_words_are_asked_for_by_the_tokenizer():
 
 
 def test_parts_of_the_prompt_and_what_asks_for_them():
-    given = engine.check_prompt(decoder(), TOKENS, LENGTHS, 3)
-    blocks = engine.repeats_of(given, ASKING.needs.reconstruction, 8, exact=True)
+    contexts = [row[: length - 3] for row, length in zip(TOKENS, LENGTHS, strict=True)]
+    blocks = repeats_of(contexts, LENGTHS - 3, ASKING.needs.reconstruction, 8)
     assert blocks.tokens.shape == (9, 2, 8)  # three parts of at most 20 tokens, in three blocks each
     assert blocks.parts[::3, 0].tolist() == [[0, 16, 37], [16, 32, 37], [32, 37, 37]]
-    assert blocks.parts[::3, 1].tolist() == [[0, 0, 20], [0, 16, 20], [16, 20, 20]]  # a row of two parts is late
+    assert blocks.parts[::3, 1].tolist() == [[0, 0, NEVER], [0, 16, 20], [16, 20, 20]]  # a row of two parts is late
     second = blocks.tokens[3:6, 0].ravel()
     assert second[-20:].tolist() == [3, *TOKENS[0, 14:16], 4, *TOKENS[0, 16:32]]
     assert blocks.positions[3:6, 0].ravel().tolist() == [-1] * 4 + list(range(37, 57))
 
 
 def test_parts_of_a_later_turn_are_where_its_tokens_are():
-    kept = Kept(2, np.array([50, 30]), np.full((2, 4), 10), 64, "absolute", ("float32", "float32"))
-    later = engine.check_prompt(decoder(), TOKENS, LENGTHS, 3)._replace(kept=kept)
-    parts = engine.repeats_of(later, ASKING.needs.reconstruction, 8, exact=True).parts[::3]
+    contexts = [row[: length - 3] for row, length in zip(TOKENS, LENGTHS, strict=True)]
+    parts = repeats_of(contexts, np.array([50, 30]) + LENGTHS - 3, ASKING.needs.reconstruction, 8).parts[::3]
     assert parts[:, 0].tolist() == [[50, 66, 87], [66, 82, 87], [82, 87, 87]]
     assert parts[1:, 1].tolist() == [[30, 46, 50], [46, 50, 50]]
 
@@ -197,7 +201,7 @@ def test_a_real_text_is_scored_as_by_kvpress(scope):
     found = kept(cache, T)[:, 0]
     assert found.sum() == expected.sum()
     assert (found & expected).sum() / expected.sum() > 0.99
-    scores = in_order(cache, slots_of(cache, lambda own: own.state), T, np.nan)[:, 0]
+    scores = in_order(cache, slots_of(cache, lambda own: own.state.score), T, np.nan)[:, 0]
     both = found & expected  # a paged cache keeps the scores of the tokens that stayed
     np.testing.assert_allclose(scores[both], golden["scores"][both].astype(np.float32), rtol=2e-2, atol=1e-4)
 

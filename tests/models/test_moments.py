@@ -8,7 +8,7 @@ import pytest
 import kvjax
 import models
 from kvjax.chains import LINKS
-from models.plan import moments
+from kvjax.schedule import moments
 from tests.models.tiny import DOCUMENT, SETTINGS, WINDOW, decoder
 from tests.tiers import first
 

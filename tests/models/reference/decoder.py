@@ -69,21 +69,29 @@ def run(
         budget = math.ceil(round(budget * len(prompt), 6))
     if evict_every is None:
         evict_every = 0 if policy is None else policy.window or 1
+        if policy is not None and policy.repeats is not None:
+            evict_every = 64 if when == "block" else 0
     choices = Choices(flips)
     repeats, pseudo = (None, None) if policy is None else (policy.repeats, policy.pseudo)
-    once = repeats is not None or pseudo is not None
-    more = len(prompt) + OVERLAP if repeats else pseudo[0] if pseudo else 0
+    once = pseudo is not None
+    more = len(prompt) + new_tokens + OVERLAP if repeats else pseudo[0] if pseudo else 0
     room = len(prompt) + new_tokens + more
     model = _Model(parameters, config, policy, len(prompt), room, choices, held, butler, scorer, dtypes, known)
     logits, history = [], []
     context = len(prompt) - question
+    # Where the model repeats blocks, it need not as long as all tokens fit.
+    limit, fills = budget or 0, policy is None or policy.allocation != "threshold"
+    compresses = repeats is None or when == "prompt" or context > limit or not fills
+    after = min(context, limit)
     for start, stop in _blocks(0, context, block):
         logits.append(model.feed(prompt[start:stop]))
-        if repeats is not None and stop == context:
-            model.recite(prompt[:context], *repeats)
+        if repeats is not None and when == "block" and compresses:
+            model.recite(prompt, [(start, stop) for start, stop in _blocks(start, stop, repeats[0])], *repeats[1:])
+        if repeats is not None and when == "prompt" and stop == context:
+            model.recite(prompt, _parts(0, context, repeats[0]), *repeats[1:])
         if pseudo is not None and stop == context:
             model.look_ahead(prompt[:context], *pseudo)
-        if policy is not None and ((when == "block" and not once) or stop == context):
+        if policy is not None and ((when == "block" and not once) or stop == context) and compresses:
             model.evict(policy, budget, len(history), settled=False)
         history.append(model.kept[:, :, : model.length].copy())
     for start, stop in _blocks(context, len(prompt), block):
@@ -91,6 +99,11 @@ def run(
     if policy is not None:
         budget += question
     answer: list[int] = []
+    if repeats is not None and evict_every and (after + new_tokens > limit or not fills):  # what has not been repeated
+        left = context if when == "prompt" or compresses else 0
+        if parts := _parts(left, len(prompt), min(repeats[0], block)):
+            model.recite(prompt, parts, *repeats[1:], first=left)
+            model.evict(policy, budget, len(history) - 1, settled=False)
     for step in range(1, new_tokens + 1):
         last = logits[-1][-1]
         answer += choices.best(last, -np.arange(len(last)), 1)
@@ -98,6 +111,9 @@ def run(
             break
         logits.append(model.feed(answer[-1:]))
         if policy is not None and evict_every and step % evict_every == 0:
+            if repeats is not None:
+                P = model.length
+                model.recite([*prompt, *answer], [(P - evict_every, P)], *repeats[1:], first=P - evict_every)
             model.evict(policy, budget, len(history), settled=True)
         history.append(model.kept[:, :, : model.length].copy())
     P = model.length
@@ -117,6 +133,11 @@ def _blocks(start: int, stop: int, size: int) -> list[tuple[int, int]]:
     """Cut a range into blocks that end where it ends; the first may be short."""
     edges = [start, *range(stop - (math.ceil((stop - start) / size) - 1) * size, stop + 1, size)]
     return list(itertools.pairwise(edges)) if stop > start else []
+
+
+def _parts(start: int, stop: int, size: int) -> list[tuple[int, int]]:
+    """Cut a range into parts that begin where it begins; the last may be short."""
+    return [(first, min(first + size, stop)) for first in range(start, stop, size)]
 
 
 class _Model:
@@ -281,20 +302,22 @@ class _Model:
         """A model that goes on by itself, but whose choices are noted here."""
         return copy.deepcopy(self, {id(self.choices): self.choices})
 
-    def recite(self, context: Sequence[int], chunk: int, sinks: int) -> None:
-        """Has a copy of the model repeat its prompt a part at a time, and notes the largest attention to each token.
+    def recite(
+        self, text: Sequence[int], parts: list[tuple[int, int]], sinks: int, visible: str, first: int = 0
+    ) -> None:
+        """Has a copy of the model repeat some parts of its text, and notes the largest attention to each token.
 
         The attention is that over the part, the first ``sinks`` tokens and the repeated ones: of the weights over all
-        tokens, these are divided by their sum.
+        tokens, these are divided by their sum. Or it is that over all tokens. Those before ``first`` stand before no
+        part.
         """
         P = self.length
-        for start in range(0, P, chunk):
-            part = np.arange(start, min(start + chunk, P))
+        for start, stop in parts:
+            part = np.arange(start, stop)
             other = self.copy()
-            before = context[max(start - OVERLAP, 0) : start]
-            other.feed([*before, *context[start : start + chunk]])
+            other.feed([*text[max(start - OVERLAP, first) : start], *text[start:stop]])
             at = np.arange(other.length)
-            counted = (at < sinks) | np.isin(at, part) | (at >= P)
+            counted = (at < sinks) | np.isin(at, part) | (at >= P) | (visible == "cache")
             for layer, weights in enumerate(other.weights):
                 shares = weights / weights[..., counted].sum(axis=-1, keepdims=True)
                 self.recited[layer][:, part] = shares[..., part].max(axis=(1, 2))

@@ -74,7 +74,8 @@ class Link(NamedTuple):
     heads: str = "group"
     positions: str = "absolute"
     window: int = 0
-    repeats: tuple[int, int] | None = None  # how many tokens at a time, and how many first ones are seen with each
+    # How many tokens at a time, how many first ones are seen with each, and whether only those and the "part" are.
+    repeats: tuple[int, int, str] | None = None
     merged: Callable[[Leaving], np.ndarray] | None = None  # the values [P, D] behind an eviction
     pseudo: tuple[int, str] | None = None  # how many of the prompt's "last" or "first" tokens follow it, for a moment
 
@@ -100,8 +101,8 @@ class Policy(NamedTuple):
         return max(link.window for link in self.links) or own
 
     @property
-    def repeats(self) -> tuple[int, int] | None:
-        """The way in which the model repeats its prompt before the policy evicts, None where it does not."""
+    def repeats(self) -> tuple[int, int, str] | None:
+        """The way in which the model repeats its text before the policy evicts, None where it does not."""
         return self.links[0].repeats
 
     @property
@@ -357,9 +358,9 @@ def zap() -> Link:
     return Link(score)
 
 
-def kvzip(*, chunk: int = 2048, sinks: int = 4) -> Link:
+def kvzip(*, chunk: int = 2048, sinks: int = 4, visible: str = "part") -> Link:
     """The largest attention while the model repeats its prompt."""
-    return Link(lambda _, seen: seen.recited[:, None], ((sinks, 0),), repeats=(chunk, sinks))
+    return Link(lambda _, seen: seen.recited[:, None], ((sinks, 0),), repeats=(chunk, sinks, visible))
 
 
 def keydiff() -> Link:
