@@ -150,7 +150,7 @@ def attended(
     Args:
         attention: attention over the slots of the given positions, -1 where a slot is left out.
     """
-    if context.reconstructed is None:
+    if context.reconstructed is None or context.reconstructed.sinks is None:
         return attention(cache.position, **attention_options(needs, context))
     out, _ = attention(cache.position, **attention_options(Needs(), context))
     visible = context.reconstructed.visible(cache.position, batch_rows(cache))

@@ -67,8 +67,7 @@ class Reconstructed:
 
     def visible(self, position: Int[Array, "*rows S"], row: Int[Array, "*rows"]) -> Int[Array, "*rows S"]:
         """Return the slots' positions, -1 where the statistics leave a slot out; ``row`` is the slots' batch row."""
-        if self.sinks is None:
-            return position
+        assert self.sinks is not None, "all slots are visible"
         start, stop, end = (x[row][..., None] for x in (self.start, self.stop, self.end))
         inside = (position < self.sinks) | ((position >= start) & (position < stop)) | (position >= end)
         return jnp.where(inside, position, -1)

@@ -711,14 +711,17 @@ def _fed(
     feeding = feed_blocks(steps, prompt, cache)
     while True:
         try:
-            cached, hidden, position = next(feeding)
+            fed = next(feeding)
         except StopIteration as end:
             return end.value
-        if on_hidden is not None and hidden is not None:
+        if fed is None:
+            continue
+        cached, hidden, position = fed
+        if on_hidden is not None:
             on_hidden(hidden)
         if on_cache is not None:
             on_cache(cached)
-        if on_block is not None and hidden is not None:
+        if on_block is not None:
             hidden.block_until_ready()
             on_block(int(np.max(np.where(position < 0, 0, position + 1 - before[:, None]))), total)
 
@@ -726,32 +729,33 @@ def _fed(
 def feed_blocks(
     steps: ProgramSteps | LayerSteps, prompt: Schedule, cache: AnyCache | None = None
 ) -> Generator[
-    tuple[AnyCache, Float[Array, "B m E"] | None, np.ndarray], None, tuple[DecodeState, Float[Array, "B 1 E"]]
+    tuple[AnyCache, Float[Array, "B m E"], np.ndarray] | None, None, tuple[DecodeState, Float[Array, "B 1 E"]]
 ]:
     """Feed one block of the prompt per ``next``.
 
     Yields:
-        After each block the cache, valid until the next block, its hidden states (None where it repeats a part of the
-        text), and its positions.
+        After each block of the text the cache, valid until the next block, its hidden states, and its positions. Where
+        copies of the text follow, this comes behind them, and None before.
 
     Returns:
         The state after the prompt, and the last hidden state of each row.
     """
-    run = steps.run
-    B, fed = run.rows.lengths.shape[0], 0
+    run, fed = steps.run, 0
+    B = run.rows.lengths.shape[0]
     state = steps.start(B, cache)
     last: Any = np.zeros((B, 1, run.model.config.hidden_size), run.model.embedding[...].dtype)
-    for number, stages in enumerate(prompt):
-        for stage in stages:
-            for phase, tokens, position, part in stage:
-                if number == 0 and cache is None and part is None:  # slots are filled in order
-                    fed += position.shape[1]
-                    phase = phase._replace(filled=filled_slots(fed, run.plan.prompt_slots))
-                hidden, state = steps.block(state, tokens, position, phase, part)
-                if part is None:
-                    last = newest_of(position, hidden, last)
-                yield state.cache, hidden if part is None else None, position
-        if number == 0:
+    for turn, stages in enumerate(prompt):
+        blocks, of_text = [block for stage in stages for block in stage], None
+        for number, (phase, tokens, position, part) in enumerate(blocks):
+            if turn == 0 and cache is None and part is None:  # slots are filled in order
+                fed += position.shape[1]
+                phase = phase._replace(filled=filled_slots(fed, run.plan.prompt_slots))
+            hidden, state = steps.block(state, tokens, position, phase, part)
+            if part is None:
+                last, of_text = newest_of(position, hidden, last), (hidden, position)
+            copied = number + 1 < len(blocks) and blocks[number + 1][-1] is not None
+            yield None if copied or of_text is None else (state.cache, *of_text)
+        if turn == 0:  # the context is in
             state = steps.shrink(state)
     return state, last
 

@@ -11,11 +11,11 @@ import pytest
 import kvjax
 import models
 from kvjax.schedule import moments, repeats_of
-from models import engine, get, repeating
+from models import engine, get, plan, repeating
 from models.by_layer import LayerSteps
 from tests.models.make_kvpress import FOLDER
 from tests.models.make_kvzip import CHUNK, KEPT, REAL, TINY
-from tests.models.tiny import decoder, positions, run
+from tests.models.tiny import assert_keeps, decoder, positions, run
 from tests.tiers import first
 
 # KVzip compares the scores of layers as they are, and a head may hold any number of tokens.
@@ -138,6 +138,51 @@ def test_a_second_turn_repeats_its_own_tokens(policy):
     assert cache.next_position.tolist() == [40, 40] and (held.sum((0, 2, 3)) == 2 * 2 * 30).all()
     np.testing.assert_array_equal(after[..., :24], np.where(held, before, 0)[..., :24])
     assert (after[held] > 0).all() and held[..., 24:].any()
+
+
+BY_BLOCK = ["kvzip(chunk=4)", "kvzip(visible='cache')+caote@layer", "kvzip@model(normalise=False,cap=None)"]
+
+
+@pytest.mark.parametrize("policy", first(1, BY_BLOCK))
+def test_blocks_are_repeated_as_they_come_in(policy):
+    settings = dict(policy=policy, budget=14, block=8, evict_every=3)
+    made = models.generate(decoder(), TOKENS, lengths=LENGTHS, question=3, max_new_tokens=8, end=(), **settings)
+    for row, length in enumerate(LENGTHS):
+        expected = run(TOKENS[row, :length], question=3, new_tokens=8, **settings)
+        assert made.tokens[row].tolist() == expected.tokens
+        assert_keeps(made.cache, row, expected)
+    assert made.cache.num_slots < 14 + 2 * (8 + 8 + 8)
+
+
+def test_a_prompt_of_one_block_is_scored_as_published():
+    caches = [models.prefill(decoder(), TOKENS[:, :8], policy=BY_BLOCK[0], budget=6, block=8, when=when).cache
+              for when in ("block", "prompt")]  # fmt: skip
+    scores = [in_order(cache, slots_of(cache, lambda own: own.state.score), 8, 0) for cache in caches]
+    np.testing.assert_allclose(*scores, rtol=1e-6)
+    np.testing.assert_array_equal(*(kept(cache, 8) for cache in caches))
+
+
+def test_what_fits_is_repeated_when_more_comes():
+    settings = dict(policy="kvzip", budget=20, block=8)
+    cache, _ = models.prefill(decoder(), TOKENS[:, :20], LENGTHS[::-1] // 2, **settings)  # of 11 and 20 tokens
+
+    def pending(cache):
+        return plan.kept_of(decoder(), cache, kvjax.kvzip(), 2).pending
+
+    np.testing.assert_array_equal(pending(cache)[0], TOKENS[0, :11])
+    cache, _ = models.prefill(decoder(), TOKENS[:, 20:32], cache=cache, **settings)
+    assert [len(row) for row in pending(cache)] == [0, 0] and (cache.num_live == 20).all()
+    assert (np.asarray(cache.state.score)[np.stack(positions(cache)) >= 0] > 0).all()
+    answered = models.generate(decoder(), TOKENS[:, 32:34], cache=cache, max_new_tokens=8, end=(), **settings)
+    assert [row.tolist() for row in pending(answered.cache)] == answered.tokens[:, :-1].tolist()
+
+
+def test_memory_does_not_grow_with_the_prompt():
+    sizes = set()
+    for length in (200, 400):
+        given = engine.check_prompt(decoder(), np.zeros((1, length), int), None, None)
+        sizes.add(plan.plan_run(decoder(), given, engine.Options("kvzip", 16, 8, evict_every=4), None)[0].slots)
+    assert sizes == {16 + 8 + (8 + 8)}  # the budget, a block and its copies
 
 
 def test_cake_cannot_measure_a_repeated_prompt():
