@@ -488,7 +488,13 @@ def expected_attention(
 
 
 @register
-def kvzip(*, chunk: int = 2048, sinks: int = 4, visible: Literal["part", "cache"] = "part") -> Policy:
+def kvzip(
+    *,
+    chunk: int = 2048,
+    sinks: int = 4,
+    visible: Literal["part", "cache"] = "part",
+    measure: Literal["weight", "error"] = "weight",
+) -> Policy:
     """Score a token by the attention that it gets when the model repeats its prompt (KVzip, arXiv 2505.23416).
 
     The model is asked to repeat the prompt, ``chunk`` tokens at a time. A token's score is the largest weight that a
@@ -508,6 +514,9 @@ def kvzip(*, chunk: int = 2048, sinks: int = 4, visible: Literal["part", "cache"
             in kvpress.
         sinks: how many first tokens always stay, and are seen with every chunk; 4 as in kvpress.
         visible: whether the weights are of attention over the "part" that is repeated, or over the whole "cache".
+        measure: what the largest is taken of: the "weight" a, or the relative "error" of a query's output if the token
+            were gone, ``a / (1 - a) |x - v| / |x|``, as CAOTE has it for one query (arXiv 2504.14051, theorem 3.2).
+            ``kvzip+caote`` is another thing: one error, under the largest weights of all queries.
 
     Example:
         >>> import kvjax
@@ -517,6 +526,7 @@ def kvzip(*, chunk: int = 2048, sinks: int = 4, visible: Literal["part", "cache"
     """
     check_count("kvzip: chunk", chunk, 1, "give the number of tokens that are repeated at a time, an int from 1")
     check_protected("kvzip", "sinks", sinks)
+    statistic = "max" if measure == "weight" else "max_error"
 
     def init(B: int, K: int, G: int, S: int, D: int) -> Repeated:
         return Repeated(jnp.zeros((B, K, S), jnp.float32), jnp.zeros((B, K, S), jnp.int32))
@@ -525,7 +535,8 @@ def kvzip(*, chunk: int = 2048, sinks: int = 4, visible: Literal["part", "cache"
         part, (score, token) = o.context.reconstructed, state
         if part is not None:
             start, stop = (x[:, None, None] for x in (part.start, part.stop))
-            largest = jnp.maximum(jnp.max(o.columns.max, axis=2), jnp.finfo(jnp.float32).tiny)
+            largest = jnp.max(o.columns.max if measure == "weight" else o.columns.max_error, axis=2)
+            largest = jnp.maximum(largest, jnp.finfo(jnp.float32).tiny)
             score = jnp.where((o.position >= start) & (o.position < stop), jnp.maximum(score, largest), score)
         elif o.context.tokens is not None:
             ids = jnp.broadcast_to(o.context.tokens[..., None], (*o.query_position.shape, token.shape[1]))
@@ -536,7 +547,7 @@ def kvzip(*, chunk: int = 2048, sinks: int = 4, visible: Literal["part", "cache"
         "kvzip",
         init,
         update,
-        Needs(reconstruction=Reconstruction(chunk, sinks, visible, frozenset({"max"}))),
+        Needs(reconstruction=Reconstruction(chunk, sinks, visible, frozenset({statistic}))),
         protections=(Protection(sinks=sinks),),
         base=True,
         nonnegative=True,

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from jaxtyping import Array, Float, Int, Real
 
 from kernels_pallas.cache_attention import reference
-from kernels_pallas.cache_attention.reference import STATISTICS, ColumnStatistics
+from kernels_pallas.cache_attention.reference import ONLY_REFERENCE, STATISTICS, ColumnStatistics
 from kernels_pallas.checks import check_names, check_soft_cap
 from kernels_pallas.dispatch import Implementation, check_layer, check_scale, dispatch, kernels_of
 from kernels_pallas.prepare import alike
@@ -43,7 +43,8 @@ def cache_attention(
             values each row of ``key`` holds a key and then its value: ``width`` is 2 D, else D.
         key_scale, value_scale: by which each row of eight bits is multiplied, shaped like the rows without D; None for
             floats. Logits and weights are multiplied by them, so that no copy of the rows as floats is needed.
-        statistics: names from ``STATISTICS``; see :class:`ColumnStatistics`.
+        statistics: names from ``STATISTICS``, or "max_error", which only the reference computes; see
+            :class:`ColumnStatistics`.
         window: the observation window of the "window_" statistics, in queries.
         sliding_window: how many positions a query sees, itself included; None for all.
         scale: factor of the logits, D ** -0.5 by default.
@@ -117,7 +118,7 @@ def check_statistics(statistics: Iterable[str], window: int) -> frozenset[str]:
         ValueError: the observation window is 0; 'window_mean' needs at least 1 query.
     """
     statistics = frozenset(statistics)
-    check_names("statistic", statistics, STATISTICS)
+    check_names("statistic", statistics, (*STATISTICS, *ONLY_REFERENCE))
     observing = sorted(name for name in statistics if name.startswith("window_"))
     if observing and window < 1:
         raise ValueError(f"the observation window is {window}; {observing[0]!r} needs at least 1 query.")

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Real
 
 from kernels_pallas.cache_attention.queries import describe
-from kernels_pallas.cache_attention.reference import STATISTICS, ColumnStatistics
+from kernels_pallas.cache_attention.reference import ONLY_REFERENCE, STATISTICS, ColumnStatistics
 from kernels_pallas.dispatch import of_layer
 from kernels_pallas.prepare import Rounded, given_scales, over_heads, stacked
 
@@ -82,6 +82,10 @@ def in_groups(
         (1, 3, 4, 8)
     """
     B, T, N, D = query.shape
+    if missing := statistics & set(ONLY_REFERENCE):
+        raise NotImplementedError(
+            f"no kernel computes the statistics {sorted(missing)}; take implementation='reference'."
+        )
     names = tuple(name for name in STATISTICS if name in statistics)
     columns = ["b k o s" if name == "window_group_square" else "b k g s" for name in names]
     grouped = ("b k g t d", query.reshape(B, T, kv_heads, N // kv_heads, D).transpose(0, 2, 3, 1, 4))

@@ -24,13 +24,16 @@ STATISTICS = (
     "window_place",
     "window_group_square",
 )
+ONLY_REFERENCE = ("max_error",)  # statistics that no kernel computes
 
 
 class ColumnStatistics(NamedTuple):
     """Statistics of a block's attention weights for each slot, float32; ``None`` where not asked for.
 
     Over the block's valid queries, per query head ``[B, N, S]``: ``sum``, the sum of the weights; ``last``, the weights
-    of the last query; and ``max``, the largest weight.
+    of the last query; ``max``, the largest weight; and ``max_error``, the largest relative change of a query's output if
+    the slot were gone, ``a / (1 - a) |x - v| / |x|`` for its weight a, its value v and the output x (CAOTE's theorem
+    3.2, for each query; 1 - a is at least the float's rounding).
 
     Over the last ``window`` valid queries of the block (over all of them where there are fewer), per query head: the
     mean ``window_mean``; the unbiased variance ``window_variance``, 0 for a single query; the sum of squares
@@ -48,6 +51,7 @@ class ColumnStatistics(NamedTuple):
     window_log: Float[Array, "*heads S"] = None  # type: ignore[assignment]
     window_place: Float[Array, "*heads S"] = None  # type: ignore[assignment]
     window_group_square: Float[Array, "*groups S"] = None  # type: ignore[assignment]
+    max_error: Float[Array, "*heads S"] = None  # type: ignore[assignment]
 
 
 def cache_attention(
@@ -98,6 +102,8 @@ def cache_attention(
         weights = weights / total  # 0 where a query is padding
     if "max" in statistics:
         columns["max"] = jnp.max(weights, axis=3)
+    if "max_error" in statistics:
+        columns["max_error"] = jnp.max(_errors(weights, value, live, value_scale), axis=3)
     if "window_variance" in statistics:  # around the mean: E[a^2] - E[a]^2 of small weights is all rounding
         deviations = _sum_of_rows((weights - columns["window_mean"][:, :, :, None]) ** 2, seen)
         others = (queries - 1)[:, None, None, None]
@@ -111,6 +117,27 @@ def cache_attention(
     B, _, S = key_position.shape
     flat = {name: columns[name].reshape(B, -1, S) for name in statistics}  # N heads, or K groups
     return out, ColumnStatistics(**flat)
+
+
+def _errors(
+    weights: Float[Array, "B K G T S"],
+    value: Real[Array, "B K S D"],
+    live: Bool[Array, "B K S"],
+    value_scale: Float[Array, "B K S"] | None,
+) -> Float[Array, "B K G T S"]:
+    """Return the relative change of each query's output if a slot were gone."""
+    value = value.astype(weights.dtype)
+    if value_scale is not None:
+        value = value * value_scale[..., None].astype(weights.dtype)
+    value, highest = jnp.where(live[..., None], value, 0), jax.lax.Precision.HIGHEST
+    x = jnp.einsum("bkgts,bksd->bkgtd", weights, value, precision=highest)
+    products = jnp.einsum("bkgtd,bksd->bkgts", x, value, precision=highest)
+    own = jnp.sum(x * x, axis=-1, keepdims=True)
+    squared = own - 2 * products + jnp.sum(value * value, axis=-1)[:, :, None, None]
+    rest = jnp.maximum(1 - weights, jnp.finfo(weights.dtype).eps)
+    # No output is 0 but a padding query's, whose weights are 0.
+    length = jnp.maximum(own, jnp.finfo(weights.dtype).tiny)
+    return weights / rest * jnp.sqrt(jnp.maximum(squared, 0) / length)
 
 
 def _sums_of_rows(

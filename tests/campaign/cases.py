@@ -317,7 +317,7 @@ def _policy(d: _Draw, block: int, layers: int, kv_heads: int, meshed: bool, capp
         ),
         "butler": {},
         "zap": {},
-        "kvzip": dict(chunk=(2, 5, 16), sinks=(0, 1, 2)),
+        "kvzip": dict(chunk=(2, 5, 16), sinks=(0, 1, 2), visible=("part", "cache"), measure=("weight", "error")),
         "keydiff": {},
         "key_norm": {},
         "q_filters": {},

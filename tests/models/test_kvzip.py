@@ -140,7 +140,11 @@ def test_a_second_turn_repeats_its_own_tokens(policy):
     assert (after[held] > 0).all() and held[..., 24:].any()
 
 
-BY_BLOCK = ["kvzip(chunk=4)", "kvzip(visible='cache')+caote@layer", "kvzip@model(normalise=False,cap=None)"]
+BY_BLOCK = [
+    "kvzip(chunk=4)",
+    "kvzip(visible='cache',measure='error')+caote@layer",
+    "kvzip@model(normalise=False,cap=None)",
+]
 
 
 @pytest.mark.parametrize("policy", first(1, BY_BLOCK))

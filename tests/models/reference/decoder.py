@@ -303,7 +303,13 @@ class _Model:
         return copy.deepcopy(self, {id(self.choices): self.choices})
 
     def recite(
-        self, text: Sequence[int], parts: list[tuple[int, int]], sinks: int, visible: str, first: int = 0
+        self,
+        text: Sequence[int],
+        parts: list[tuple[int, int]],
+        sinks: int,
+        visible: str,
+        measure: str,
+        first: int = 0,
     ) -> None:
         """Has a copy of the model repeat some parts of its text, and notes the largest attention to each token.
 
@@ -319,7 +325,12 @@ class _Model:
             at = np.arange(other.length)
             counted = (at < sinks) | np.isin(at, part) | (at >= P) | (visible == "cache")
             for layer, weights in enumerate(other.weights):
-                shares = weights / weights[..., counted].sum(axis=-1, keepdims=True)
+                shares = weights / weights[..., counted].sum(axis=-1, keepdims=True) * counted
+                if measure == "error":  # of the output, had the token not been there
+                    value = other.value[layer][:, None, None, : other.length]  # [K, 1, 1, P, D]
+                    out = (shares[..., None] * value).sum(axis=3, keepdims=True)
+                    change = np.linalg.norm(out - value, axis=-1) / np.linalg.norm(out, axis=-1)
+                    shares = shares / np.maximum(1 - shares, np.finfo(np.float32).eps) * change
                 self.recited[layer][:, part] = shares[..., part].max(axis=(1, 2))
 
     def look_ahead(self, context: Sequence[int], number: int, which: str) -> None:

@@ -74,8 +74,9 @@ class Link(NamedTuple):
     heads: str = "group"
     positions: str = "absolute"
     window: int = 0
-    # How many tokens at a time, how many first ones are seen with each, and whether only those and the "part" are.
-    repeats: tuple[int, int, str] | None = None
+    # How many tokens at a time, how many first ones are seen with each, whether only those and the "part" are, and
+    # whether the largest "weight" or "error" counts.
+    repeats: tuple[int, int, str, str] | None = None
     merged: Callable[[Leaving], np.ndarray] | None = None  # the values [P, D] behind an eviction
     pseudo: tuple[int, str] | None = None  # how many of the prompt's "last" or "first" tokens follow it, for a moment
 
@@ -101,7 +102,7 @@ class Policy(NamedTuple):
         return max(link.window for link in self.links) or own
 
     @property
-    def repeats(self) -> tuple[int, int, str] | None:
+    def repeats(self) -> tuple[int, int, str, str] | None:
         """The way in which the model repeats its text before the policy evicts, None where it does not."""
         return self.links[0].repeats
 
@@ -358,9 +359,9 @@ def zap() -> Link:
     return Link(score)
 
 
-def kvzip(*, chunk: int = 2048, sinks: int = 4, visible: str = "part") -> Link:
-    """The largest attention while the model repeats its prompt."""
-    return Link(lambda _, seen: seen.recited[:, None], ((sinks, 0),), repeats=(chunk, sinks, visible))
+def kvzip(*, chunk: int = 2048, sinks: int = 4, visible: str = "part", measure: str = "weight") -> Link:
+    """The largest attention while the model repeats its prompt, or the largest error of the output without a token."""
+    return Link(lambda _, seen: seen.recited[:, None], ((sinks, 0),), repeats=(chunk, sinks, visible, measure))
 
 
 def keydiff() -> Link:
