@@ -31,9 +31,9 @@ class ColumnStatistics(NamedTuple):
     """Statistics of a block's attention weights for each slot, float32; ``None`` where not asked for.
 
     Over the block's valid queries, per query head ``[B, N, S]``: ``sum``, the sum of the weights; ``last``, the weights
-    of the last query; ``max``, the largest weight; and ``max_error``, the largest relative change of a query's output if
-    the slot were gone, ``a / (1 - a) |x - v| / |x|`` for its weight a, its value v and the output x (CAOTE's theorem
-    3.2, for each query; 1 - a is at least the float's rounding).
+    of the last query; ``max``, the largest weight; and ``max_error``, the largest relative change of a query's output
+    if the slot were gone, ``a / (1 - a) |x - v| / |x|`` for its weight a, its value v and the output x (CAOTE's
+    theorem 3.2, for each query; 1 - a is at least the float's rounding).
 
     Over the last ``window`` valid queries of the block (over all of them where there are fewer), per query head: the
     mean ``window_mean``; the unbiased variance ``window_variance``, 0 for a single query; the sum of squares
