@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
+
+if TYPE_CHECKING:
+    from kvjax.policy import Policy
 
 
 class RepeatPrompt(NamedTuple):
@@ -64,6 +67,14 @@ class Reconstructed:
     stop: Int[Array, "B"]
     end: Int[Array, "B"]
     sinks: int | None = dataclasses.field(default=0, metadata={"static": True})
+
+    @classmethod
+    def of(cls, part: Int[Array, "B 3"], policy: Policy) -> Reconstructed:
+        """Return the part of a step of a schedule (:class:`kvjax.schedule.Step`), as its policy observes it."""
+        wanted = policy.needs.reconstruction
+        assert wanted is not None
+        start, stop, end = jnp.asarray(part).T
+        return cls(start, stop, end, None if wanted.visible == "cache" else wanted.sinks)
 
     def visible(self, position: Int[Array, "*rows S"], row: Int[Array, "*rows"]) -> Int[Array, "*rows S"]:
         """Return the slots' positions, -1 where the statistics leave a slot out; ``row`` is the slots' batch row."""

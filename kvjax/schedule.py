@@ -121,6 +121,16 @@ class Text(NamedTuple):
     start: Int[np.ndarray, "B"]
     pending: tuple[Int[np.ndarray, "_"], ...] = ()
 
+    @classmethod
+    def of(cls, tokens: Int[HostOrDevice, "B T"], lengths: Any = None, questions: Any = 0) -> Text:
+        """Return new prompts, all of one length and without questions by default."""
+        rows = np.asarray(tokens)
+        B, T = rows.shape
+        counts, asked = (
+            np.broadcast_to(np.asarray(x, np.int32), B) for x in (T if lengths is None else lengths, questions)
+        )
+        return cls(rows, counts, asked, np.zeros(B, np.int32))
+
     @property
     def context(self) -> Int[np.ndarray, "B"]:
         """Return the lengths without the questions."""
@@ -190,8 +200,7 @@ def schedule(
         >>> import numpy as np
         >>> import kvjax
         >>> from kvjax.schedule import Text, schedule
-        >>> text = Text(np.arange(20)[None], np.array([20]), np.array([4]), np.array([0]))
-        >>> plan = schedule(text, kvjax.parse("kvzip"), block=8)
+        >>> plan = schedule(Text.of(np.arange(20)[None], questions=4), kvjax.parse("kvzip"), block=8)
         >>> for phase, tokens, positions, part in [*plan.context[0], *plan.rest[0]]:
         ...     print(phase.evicts, positions[0], None if part is None else part[0])
         False [0 1 2 3 4 5 6 7] None

@@ -143,13 +143,12 @@ def block_of(
     """Return the block that all layers share; with rotary frequencies, and tokens, only where they are read."""
     read = plan.positions != "absolute" or (plan.policy is not None and plan.policy.needs.rotary)
     frequency = frequencies(config, lengths) if read else None
-    wanted, repeats = None if plan.policy is None else plan.policy.needs.reconstruction, None
+    repeats = None
     if part is not None:
-        assert wanted is not None
-        first, behind, end = jnp.asarray(part).T
-        repeats = Reconstructed(first, behind, end, None if wanted.visible == "cache" else wanted.sinks)
+        assert plan.policy is not None
+        repeats = Reconstructed.of(part, plan.policy)
     waves = rotation(config, position, lengths)
-    read_again = None if wanted is None or wanted.pseudo or part is not None else tokens
+    read_again = tokens if plan.repeats is not None and part is None else None
     return Block(position, budgets, waves, frequency, repeats, read_again, config.attention_soft_cap)
 
 

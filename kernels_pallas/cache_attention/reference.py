@@ -135,9 +135,8 @@ def _errors(
     own = jnp.sum(x * x, axis=-1, keepdims=True)
     squared = own - 2 * products + jnp.sum(value * value, axis=-1)[:, :, None, None]
     rest = jnp.maximum(1 - weights, jnp.finfo(weights.dtype).eps)
-    # No output is 0 but a padding query's, whose weights are 0.
-    length = jnp.maximum(own, jnp.finfo(weights.dtype).tiny)
-    return weights / rest * jnp.sqrt(jnp.maximum(squared, 0) / length)
+    own = jnp.where(own > 0, own, 1)  # no output is 0 but a padding query's, whose weights are 0
+    return weights / rest * jnp.sqrt(jnp.maximum(squared, 0) / own)
 
 
 def _sums_of_rows(
