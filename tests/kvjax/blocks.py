@@ -122,20 +122,3 @@ def each_head(block: Block, formula) -> np.ndarray:
 
 def heads_of(k: int) -> slice:
     return slice(k * G, (k + 1) * G)
-
-
-def caote(block: Block, per_head: np.ndarray, *, norm=2, group="exact", fast=False) -> np.ndarray:
-    """CAOTE, eq. 20 to 22, over non-negative scores per query head, [B, N, S]."""
-
-    def formula(b: int, k: int, live: np.ndarray) -> np.ndarray:
-        shares = per_head[b, heads_of(k)][:, live]
-        shares = shares / shares.sum(-1, keepdims=True)
-        if group == "mean":
-            shares = shares.mean(0, keepdims=True)
-        value = np.asarray(block.observation.value[b, k], np.float64)[live]
-        if not fast:
-            return definitions.eviction_errors(shares, value, norm)
-        single = np.stack([definitions.fast_caote(a, value, norm) for a in shares])
-        return np.linalg.norm(single, {"inf": np.inf}.get(norm, norm), axis=0)
-
-    return each_head(block, formula)

@@ -184,18 +184,3 @@ def merged_values(
     for target, those in taken.items():
         result[target] = (value[target] + sum(w * v for w, v in those)) / (1 + sum(w for w, _ in those))
     return result
-
-
-def shared_values(
-    value: np.ndarray, received: np.ndarray, position: np.ndarray, before: np.ndarray, after: np.ndarray, window: int
-) -> np.ndarray:
-    """CaM, one head, by the mean of its draws: [S, D], the attention received [S], [S] three times -> [S, D]."""
-    result = np.array(value, np.float64)
-    for slot in np.flatnonzero(before & ~after):
-        behind = sorted((s for s in np.flatnonzero(after) if position[s] > position[slot]), key=lambda s: position[s])
-        near = behind[:window]
-        if near and received[slot] > 0:
-            mean = np.mean([received[s] for s in near])
-            for s in near:
-                result[s] += min(1.0, received[slot] / mean if mean > 0 else 1.0) * value[slot] / len(near)
-    return result

@@ -22,7 +22,6 @@ from tests.kvjax.contests import Row, Token
 from tests.tiers import first
 
 L, B, K, S = 3, 2, 2, 13
-PAGE = 4
 LARGEST = np.finfo(np.float32).max
 # Scores whose sums are exact in float32, many of them alike; some are as good as protected, some as bad as can be.
 NONNEGATIVE = [0, 0, 1, 1, 2, 3, 5, 8, 13, 64, LARGEST]
@@ -34,45 +33,36 @@ np.save(HEADS, np.array([[0.0, 0.5], [2.0, 0.25], [1.0, 0.75]]))  # [L, K], sums
 CASES = [
     ("uniform", {}),
     ("layer", {}),
-    ("layer", {"cap": None}),
     ("layer", {"cap": 1.5}),
     ("adakv", {}),
     ("adakv", {"safeguard": 0.5, "cap": 1.25}),
-    ("adakv", {"safeguard": 1.0}),
     ("adakv", {"safeguard": 0, "cap": None}),
     ("model", {}),
     ("model", {"cap": None}),
-    ("model", {"normalise": False}),
     ("model", {"normalise": False, "cap": 1.3}),
-    ("threshold", {}),
     ("threshold", {"least": 0.5, "cap": None}),
     ("threshold", {"least": 1, "cap": 1.3}),
     ("pyramid", {}),
-    ("pyramid", {"beta": 1.0}),
     ("pyramid", {"beta": 3.0}),
     ("cake", {}),
     ("cake", {"cap": 1.3}),
     ("d2o", {}),
-    ("d2o", {"cap": 1.3}),
     ("lava", {}),
-    ("lava", {"cap": None}),
     ("lava", {"cap": 1.3}),
     ("headkv", {"file": HEADS, "beta": 3.0, "cap": 1.3}),
-    ("headkv", {"file": HEADS, "beta": 1, "cap": None}),
     ("duo", {"file": HEADS, "sinks": 0.2, "recent": 2, "streaming": 0.7, "cap": 1.3}),
     ("duo", {"file": HEADS, "sinks": 1, "recent": 0.25, "cap": None}),
     ("simlayer", {"sinks": 1, "recent": 2}),
     ("simlayer", {"sinks": 0.2, "recent": 0.2, "threshold": 0.5, "cap": None}),
 ]
-NAMES = {name for name, _ in CASES}
 ONE_OF_EACH = list({name: (name, options) for name, options in reversed(CASES)}.values())[::-1]
 
 
-def each(default: int = len(ONE_OF_EACH)):
-    """Parametrizes by the allocations, of which so many run by default, and by their other options."""
-    cases = ONE_OF_EACH + [case for case in CASES if case not in ONE_OF_EACH]
+def each(cases=ONE_OF_EACH):
+    """Parametrizes by the allocations, of which one of each runs by default."""
+    cases = ONE_OF_EACH + [case for case in cases if case not in ONE_OF_EACH]
     ids = [f"{name}{ {**options, 'file': 'heads'} if 'file' in options else options or '' }" for name, options in cases]
-    return pytest.mark.parametrize(("name", "options"), first(default, cases), ids=ids)
+    return pytest.mark.parametrize(("name", "options"), first(len(ONE_OF_EACH), cases), ids=ids)
 
 
 def make(name: str, options: dict) -> kvjax.Allocation:
@@ -100,11 +90,6 @@ def evict(what: kvjax.Allocation, cache, scores, budget, measured=None, entered=
     return jitted(what)(cache, np.asarray(scores), budget, measured, entered, window)
 
 
-@functools.cache
-def pack():
-    return jax.jit(functools.partial(kvjax.pack, pages=L * B * K * -(-S // PAGE), page_size=PAGE, most=S))
-
-
 def plain_cache(position: np.ndarray, seen) -> KVCache:
     """Keys and values tell slots apart; position is [L, B, K, S]."""
     rows = np.arange(position.size, dtype=np.float32).reshape(*position.shape, 1)
@@ -121,11 +106,6 @@ def kept_in(cache, b: int) -> set[tuple[int, int, int]]:
     """(layer, head, position) of one row, of either kind of cache."""
     position = np.asarray(positions(cache))[:, b]
     return {(int(one), int(k), int(position[one, k, s])) for one, k, s in np.argwhere(position >= 0)}
-
-
-def paged_scores(plain: KVCache, scores: np.ndarray) -> jax.Array:
-    """Scores of a plain cache's slots [L, B, K, S] as those of the pages into which it is packed."""
-    return np.asarray(pack()(dataclasses.replace(plain, key=np.array(scores)[..., None], state=())).key)[..., 0]
 
 
 @st.composite
@@ -170,7 +150,7 @@ def rows_of(position, scores, budget, seen, measured, entered, name="cake", thre
         yield b, Row(tokens, L, K, int(budget[b]), int(seen[b]), int(entered[b]), preference)
 
 
-@each()
+@each(CASES)
 @hypothesis.settings(max_examples=12)
 @hypothesis.given(data=st.data())
 def test_an_allocation_keeps_what_a_sort_does(name, options, data):
@@ -203,34 +183,19 @@ def test_an_allocation_keeps_what_a_sort_does(name, options, data):
         assert all(sum(t[:2] == head for t in kept) <= max(most, row.budget) for head in row.heads())
 
 
-@pytest.mark.parametrize("name", first(1, ["model", *sorted(NAMES - {"model"})]))
-@hypothesis.settings(max_examples=8)
-@hypothesis.given(data=st.data())
-def test_pages_keep_what_a_plain_cache_does(name, data):
-    what = make(*next(case for case in CASES if case[0] == name))
-    numbers = NONNEGATIVE if what.needs_nonnegative else ANY
-    position, scores, budget, seen, measured, entered = data.draw(contest(numbers, even=what.scope == "head"))
-    plain = plain_cache(position, seen)
-    after = evict(what, plain, scores, budget, measured, entered)
-    paged = evict(what, pack()(plain), paged_scores(plain, scores), budget, measured, entered)
-    for b in range(B):
-        assert kept_in(paged, b) == kept_in(after, b)
-
-
-@pytest.mark.parametrize("name", first(1, ["adakv", "uniform", "layer"]))
-def test_one_layer_alone_is_shared_out_as_in_the_whole(name):
+def test_one_layer_alone_is_shared_out_as_in_the_whole():
     rng = np.random.default_rng(3)
     position = np.stack([rng.permutation(20)[:S] for _ in range(L * B * K)]).reshape(L, B, K, S)
     scores = rng.normal(size=position.shape).astype(np.float32)
     cache = plain_cache(position.astype(np.int32), [20, 20])
-    step = jax.jit(functools.partial(kvjax.evict, budget=5, allocation=name))
+    step = jax.jit(functools.partial(kvjax.evict, budget=5, allocation="adakv"))
     whole = step(cache, scores)
     for one in range(L):
         cache = step(cache, scores[one], layer=np.int32(one))
     np.testing.assert_array_equal(cache.position, whole.position)
 
 
-@pytest.mark.parametrize("name", ["layer", "adakv", "model", "model(normalise=False)", "lava"])
+@pytest.mark.parametrize("name", ["adakv", "model", "lava"])
 def test_ties_go_to_the_latest_position_then_to_the_lowest_layer_and_head_however_long_the_sequence(name):
     """position * L * K, and position * L * K + 1 with it, lie beyond int32."""
     start = 2**31 - 1 - S
@@ -269,44 +234,6 @@ def long_cache(layers: int, seen: int) -> tuple[KVCache, np.ndarray]:
     return plain_cache(position, [seen]), rng.normal(size=position.shape).astype(np.float32)
 
 
-@pytest.mark.parametrize(
-    ("layers", "budget", "beta"),
-    first(1, [(5, 5, 2.0), (1, 7, 20.0), (2, 7, 20.0), (5, 5, 1.0), (7, 64, 20.0), (32, 33, 2.0)]),
-)
-def test_the_pyramid_falls_linearly_and_adds_up(layers, budget, beta):
-    cache, scores = long_cache(layers, 3 * budget)
-    after = evict(allocation.pyramid(beta=beta), cache, scores, budget, window=np.full(layers, 2**31 - 1, np.int32))
-    counts = np.asarray(after.num_live)[:, 0, 0]
-    ends = [2 * budget - budget / beta, budget / beta] if layers > 1 else [budget, budget]
-    assert counts.sum() == layers * budget and (np.abs(counts - np.linspace(*ends, layers)) < 1).all()
-
-
-@jax.jit
-def write(cache: KVCache) -> KVCache:
-    """Inserts the next token into each head of each layer."""
-    layers, rows, heads, _ = cache.position.shape
-    x, position = jnp.ones((rows, 1, heads, 1)), cache.next_position[:, None]
-    return jax.lax.fori_loop(0, layers, lambda one, c: kvjax.insert(c, x, x, position, layer=one), cache)
-
-
-@pytest.mark.parametrize(
-    ("name", "options"),
-    first(
-        6,
-        [*((name, {}) for name in ("pyramid", "cake", "lava", "model", "layer", "adakv")), ("pyramid", {"beta": 3.0})],
-    ),
-)
-def test_token_by_token_the_whole_budget_is_always_used(name, options):
-    budget, rng = 2, np.random.default_rng(0)
-    cache = plain_cache(np.full((L, B, K, S), -1, np.int32), [0] * B)
-    for t in range(1, 25):
-        cache = write(cache)
-        scores = rng.integers(1, 9, size=cache.position.shape).astype(np.float32)
-        measured = rng.random((L, B, K, 3)).astype(np.float32)
-        cache = evict(make(name, options), cache, scores, budget, measured)
-        assert np.asarray(cache.num_live).sum((0, 2)).tolist() == [L * K * min(budget, t)] * B, t
-
-
 def test_cake_measures_entropy_and_variance_of_the_window_over_what_may_go():
     policy = kvjax.parse("tova(heads='group')+protect(recent=2)@cake(window=3)")
     rng = np.random.default_rng(4)
@@ -341,7 +268,7 @@ def test_a_row_with_as_many_slots_as_a_head_has_keeps_all(name, options, seen):
         np.testing.assert_array_equal(again.position, first.position)
 
 
-@pytest.mark.parametrize("name", first(1, ["adakv", "layer", "model", "lava"]))
+@pytest.mark.parametrize("name", ["adakv", "lava"])
 def test_budgets_of_millions_are_counted_exactly(name):
     """cap * budget * heads and safeguard * budget * 10 ** 4 lie beyond int32."""
     cache = plain_cache(np.arange(8, dtype=np.int32).reshape(2, 1, 2, 2), [2**26])
@@ -368,10 +295,9 @@ def test_shares_of_millions_add_up():
     np.testing.assert_allclose(whole, shares, rtol=1e-6)
 
 
-@pytest.mark.parametrize("layers", first(1, [6, 1, 2]))
 @hypothesis.given(data=st.data(), seed=st.integers(0, 2**32 - 1))
-def test_whole_numbers_add_up_within_their_room_whatever_the_shares(layers, data, seed):
-    share = st.floats(-5, 50, width=32)
+def test_whole_numbers_add_up_within_their_room_whatever_the_shares(data, seed):
+    layers, share = 6, st.floats(-5, 50, width=32)
     shares = np.array(data.draw(st.lists(share, min_size=layers, max_size=layers)), np.float32)
     room = np.random.default_rng(seed).integers(0, 40, size=layers).astype(np.int32)
     total = data.draw(st.integers(0, int(room.sum())))
@@ -379,12 +305,12 @@ def test_whole_numbers_add_up_within_their_room_whatever_the_shares(layers, data
     assert whole.sum() == total and (whole >= 0).all() and (whole <= room).all()
 
 
-@pytest.mark.parametrize("cap", [1.0, 1.1, 2.3, 3.7, 8.0])
-@pytest.mark.parametrize("budget", [1, 10, 100, 131_072, 10_000_000])
-def test_a_head_may_hold_what_the_page_table_was_made_for(cap, budget):
-    most = allocation.model(cap=cap).most(32, 8, budget)
-    assert most == min(round(cap * 10) * budget // 10, 256 * budget)
-    assert int(jax.jit(topk.share_of, static_argnums=0)(cap, np.int32(budget))) == most
+@pytest.mark.parametrize("cap", [1.0, 2.3, 8.0])
+def test_a_head_may_hold_what_the_page_table_was_made_for(cap):
+    share = jax.jit(topk.share_of, static_argnums=0)
+    for budget in (1, 10, 131_072, 10_000_000):
+        most = allocation.model(cap=cap).most(32, 8, budget)
+        assert most == min(round(cap * 10) * budget // 10, 256 * budget) == int(share(cap, np.int32(budget)))
 
 
 # The policies' side.
@@ -411,32 +337,17 @@ def test_names_are_read_back(name):
     assert str(kvjax.h2o() @ name) == str(kvjax.parse(f"h2o@{name}")) == plain
 
 
-def test_another_allocation_takes_the_place_of_the_first():
-    assert str(kvjax.parse("h2o@layer") @ "model") == "h2o@model"
-    assert str(kvjax.parse("h2o@layer") @ "uniform") == "h2o"
-    assert allocation.adakv(safeguard=0.2, cap=8.0).name == "adakv"
-
-
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        (
-            "greedy",
-            "unknown allocation 'greedy' in 'greedy'; expected one of adakv, cake, d2o, duo, headkv, lava, layer, ",
-        ),
+        ("greedy", "unknown allocation 'greedy' in '.*greedy'; expected one of adakv, cake, d2o, duo, headkv, lava, "),
         ("", "allocation '' is malformed; write it like 'model' or"),
-        ("model(", "is malformed; write it like"),
-        ("model(0.2)", "is malformed; write it like"),
         ("model+layer", "is malformed; write it like"),
         ("model(cap=x)", "the arguments of 'model' are not plain values; write it like"),
-        ("model(**{})", "is malformed; write it like"),
         ("model(caps=2)", "unexpected keyword argument 'caps'"),
         ("model(cap=0.5)", r"model: cap is 0.5; give a multiple of the budget from 1, or None"),
-        ("layer(cap=0)", r"layer: cap is 0; give a multiple"),
-        ("lava(cap=-1.0)", r"lava: cap is -1.0; give a multiple"),
         ("model(cap=1e999)", r"model: cap is inf; expected a finite number or None"),
         ("adakv(safeguard=1.5)", r"adakv: safeguard is 1.5; give a share of the budget in \[0, 1\]"),
-        ("adakv(safeguard=-0.1)", r"adakv: safeguard is -0.1"),
         ("threshold(least=1e31)", r"threshold: least is 1e\+31; give a score, from -1e30"),
         ("pyramid(beta=0.5)", r"pyramid: beta is 0.5; give a number from 1"),
         ("headkv(beta=0.5)", r"headkv: beta is 0.5; give a number from 1"),
@@ -446,10 +357,8 @@ def test_another_allocation_takes_the_place_of_the_first():
         ("simlayer(threshold=-0.5)", r"simlayer: threshold is -0.5; give a share of the attention in \[0, 1\]"),
         ("simlayer(recent=1.5)", r"simlayer: recent is 1.5; give a count .* or a share of the budget"),
         ("cake(window=1)", r"cake: window is 1; a variance needs at least 2 queries"),
-        ("cake(window=2.0)", r"cake: window is 2.0"),
         ("d2o(window=0)", r"d2o: window is 0; give a number of queries"),
         ("cake(space=0)", r"cake: space is 0; give a number above 0"),
-        ("cake(time=-1.0)", r"cake: time is -1.0; give a number above 0"),
     ],
 )
 @pytest.mark.bad_input
@@ -458,11 +367,6 @@ def test_a_name_that_is_none_is_refused(name, message):
         parse_allocation(name)
     with pytest.raises(ValueError, match=message):
         kvjax.parse(f"h2o@{name}")
-
-
-def test_the_whole_name_stands_in_the_message():
-    with pytest.raises(ValueError, match=r"'h2o@greedy': unknown allocation 'greedy'"):
-        kvjax.parse("h2o@greedy")
 
 
 @pytest.mark.parametrize("name", ["model", "lava"])
@@ -506,20 +410,6 @@ def test_cake_observes_the_policys_window_or_its_own(name, window):
         kvjax.check_block(policy, window - 1)
 
 
-def test_two_windows_are_refused():
-    with pytest.raises(ValueError, match=r"observation windows of \[8, 16\] queries meet in one policy; expected one"):
-        kvjax.parse("snapkv(window=16)@cake(window=8)")
-
-
-def test_what_is_protected_must_fit_the_budget_of_a_head_on_average():
-    policy = kvjax.parse("h2o+protect(sinks=4,recent=4)@model")
-    kvjax.check_budget(policy, 8)
-    with pytest.raises(
-        ValueError, match=r"the budget is 7 tokens, but 'h2o\+protect\(.*\)@model' always keeps 4 first and 4 last"
-    ):
-        kvjax.check_budget(policy, 7)
-
-
 @each()
 def test_more_protected_tokens_than_the_budget_still_keep_the_budget(name, options):
     """The budgets of rows are arrays, which nothing checks."""
@@ -535,6 +425,8 @@ def test_an_allocation_across_layers_cannot_evict_from_one():
     for name in ("model", "pyramid", "cake", "d2o", "lava"):
         with pytest.raises(ValueError, match=rf"the allocation '{name}' compares layers, but layer= names one"):
             jax.eval_shape(lambda name=name: kvjax.evict(cache, scores[0], 2, layer=0, allocation=name))
+    with pytest.raises(ValueError, match=r"'cake' measures each layer first; give evict the evidence of"):
+        jax.eval_shape(lambda: kvjax.evict(cache, scores, 2, allocation="cake"))
 
 
 @pytest.mark.bad_input
@@ -586,12 +478,6 @@ def test_d2o_measures_the_variance_of_what_the_windows_queries_give_the_tokens()
     assert kvjax.parse("h2o@d2o").needs.window == 32
 
 
-def test_cake_asks_for_what_it_measured():
-    cache, scores = long_cache(2, 4)
-    with pytest.raises(ValueError, match=r"'cake' measures each layer first; give evict the evidence of"):
-        jax.eval_shape(lambda: kvjax.evict(cache, scores, 2, allocation="cake"))
-
-
 def test_a_stacked_cache_is_not_evicted_by_attend_when_layers_compete():
     cache = KVCache.init(batch=1, kv_heads=1, slots=4, head_dim=2, layers=2)
     x = np.ones((1, 2, 1, 2), np.float32)
@@ -623,17 +509,15 @@ def test_scores_times_a_constant_keep_the_same_tokens(name):
         assert stays[..., :6].all() and not stays[..., 6:].any(), power
 
 
-@pytest.mark.parametrize("chain", first(1, ["sage(split='adaptive')+pool", "h2o+critical+chunks(size=2)"]))
-def test_in_one_layer_a_budget_of_the_model_is_one_of_the_layer(chain):
+def test_in_one_layer_a_budget_of_the_model_is_one_of_the_layer():
     """Marks of tokens that surely stay, divided by a link behind them, are numbers like others."""
-    kept = []
-    for allocation_name in ("layer", "model"):
-        policy = kvjax.parse(f"{chain}@{allocation_name}")
-        projection = kvjax.output_projection(np.ones((1, 2 * K, 4, 8), np.float32), K, ("weight",)).layer(0)
+    rows = [np.random.default_rng(0).normal(size=(1, S, n, 4)).astype("f") for n in (2 * K, K, K)]
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def kept_by(policy):
         cache = kvjax.empty_cache(policy, kv_heads=K, query_heads=2 * K, head_dim=4, budget=8, block=S)
-        query, key, value = (np.random.default_rng(0).normal(size=(1, S, n, 4)).astype("f") for n in (2 * K, K, K))
-        context = kvjax.Context(projection=projection)
-        attend = functools.partial(kvjax.attend, policy=policy, budget=8, context=context)
-        _, cache = jax.jit(attend)(cache, query, key, value)
-        kept.append([sorted(x for x in head if x >= 0) for head in np.asarray(cache.layer().position)[0].tolist()])
+        return kvjax.attend(cache, *rows, policy=policy, budget=8)[1].layer().position
+
+    names = [f"sage(split='adaptive')+pool@{name}" for name in ("layer", "model")]
+    kept = [[sorted(x for x in head if x >= 0) for head in kept_by(name)[0].tolist()] for name in names]
     assert kept[0] == kept[1]

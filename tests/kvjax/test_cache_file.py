@@ -8,8 +8,7 @@ import json
 import os
 import re
 import stat
-import subprocess
-import sys
+import tempfile
 from pathlib import Path
 
 import hypothesis
@@ -25,7 +24,6 @@ import kvjax
 from kvjax import KVCache, PagedCache, cache_file
 from tests.tiers import first
 
-ROOT = Path(__file__).parents[2]
 B, K, N, D, T, BUDGET = 2, 2, 4, 4, 4, 6
 PLAIN, PAGED = "h2o+protect(recent=2)", "h2o+protect(recent=2)@layer"  # the last token is there
 KINDS = [  # a policy, layers, dtype
@@ -33,18 +31,8 @@ KINDS = [  # a policy, layers, dtype
     ("h2o+caote", 2, ("float8_e4m3fn", "int8")),
     ("expected_attention(sinks=1)", 2, "float16"),
     ("full", None, "float32"),
-    ("tova", 2, "bfloat16"),
-    ("h2o+caote", None, "float16"),
-    ("h2o+caote", 2, "float32"),
-    ("snapkv(window=4)+caote", 2, "bfloat16"),
-    ("sage(heads='query')", None, "float32"),
     ("butler(dim=4)", 2, "bfloat16"),
-    ("h2o@layer", None, "bfloat16"),
     ("snapkv(window=4)@adakv", 2, "float32"),
-    ("expected_attention(sinks=1)@model", 2, "float16"),
-    ("h2o+caote", 2, "int8"),
-    ("h2o@layer", None, "float8_e4m3fn"),
-    ("h2o@layer", None, ("float32", "float8_e4m3fn")),
 ]
 FREQUENCY = np.float32(0.1) ** np.arange(D // 2, dtype=np.float32)[None]
 
@@ -120,6 +108,12 @@ def refused(function, *arguments, **options) -> str:
     return message
 
 
+def tiny(policy, **changes):
+    """An empty cache with room for three tokens, in one program."""
+    sizes = dict(kv_heads=1, query_heads=2, head_dim=D, budget=3) | changes
+    return jax.jit(lambda: kvjax.empty_cache(policy, **sizes))()
+
+
 @pytest.mark.parametrize(("policy", "layers", "dtype"), first(4, KINDS))
 def test_a_cache_comes_back_bit_for_bit_and_goes_on_as_the_saved_one_would_have(policy, layers, dtype, path):
     cache = filled(policy, layers, dtype)
@@ -132,12 +126,10 @@ def test_a_cache_comes_back_bit_for_bit_and_goes_on_as_the_saved_one_would_have(
         assert_same((out, cache), (again, loaded))
 
 
-@pytest.mark.parametrize(
-    ("dtype", "said"), [("int8", "int8"), (("int8", "int8"), "int8"), (("int8", "bfloat16"), "int8/bfloat16")]
-)
+@pytest.mark.parametrize(("dtype", "said"), [("int8", "int8"), (("int8", "bfloat16"), "int8/bfloat16")])
 def test_a_file_names_one_dtype_where_keys_and_values_are_alike(dtype, said, path):
     """As all files did before keys and values could differ."""
-    kvjax.save_cache(path, kvjax.empty_cache(None, kv_heads=1, query_heads=1, head_dim=2, budget=2, dtype=dtype))
+    kvjax.save_cache(path, tiny(None, dtype=dtype))
     assert kvjax.cache_info(path)["dtype"] == said
     info, arrays = of(path)
     write(path, info | {"dtype": "int8/int8/int8"}, arrays)
@@ -146,29 +138,11 @@ def test_a_file_names_one_dtype_where_keys_and_values_are_alike(dtype, said, pat
 
 
 def test_numbers_that_are_not_numbers_and_negative_zeros_come_back(path):
-    cache = kvjax.empty_cache(None, kv_heads=K, query_heads=N, head_dim=D, budget=2, dtype="bfloat16")
+    cache = tiny(None, dtype="bfloat16")
     odd = np.array(cache.key)
     odd[0, 0, 0] = np.array([np.nan, -0.0, np.inf, 1e-40]).astype(odd.dtype)
-    kvjax.save_cache(path, dataclasses.replace(cache, key=jnp.asarray(odd)))
-    assert_same(kvjax.load_cache(path).key, jnp.asarray(odd))
-
-
-@pytest.mark.matrix
-def test_a_cache_comes_back_in_another_process(path, tmp_path):
-    cache = save(path)
-    there = tmp_path / "again.safetensors"
-    program = (
-        "import sys, kvjax\n"
-        "cache = kvjax.load_cache(sys.argv[1])\n"
-        "kvjax.save_cache(sys.argv[2], cache, policy=sys.argv[3])\n"
-        "print(cache.num_live.tolist())\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program, path, there, PAGED], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert json.loads(done.stdout) == cache.num_live.tolist()
-    assert there.read_bytes() == path.read_bytes()
-    assert_same(kvjax.load_cache(there), cache)
+    kvjax.save_cache(path, dataclasses.replace(cache, key=jax.device_put(odd)))
+    assert_same(kvjax.load_cache(path).key, jax.device_put(odd))
 
 
 def test_info_says_what_a_file_holds(path):
@@ -190,7 +164,7 @@ def test_what_was_not_said_is_none(path):
 def test_a_policy_of_ones_own_is_handed_over(path):
     own = kvjax.base_score("own", lambda o: o.columns.sum, statistics=("sum",))
     chained = kvjax.chain(own, kvjax.caote())
-    cache = kvjax.empty_cache(chained, kv_heads=1, query_heads=2, head_dim=2, budget=3)
+    cache = tiny(chained)
     kvjax.save_cache(path, cache, policy=chained)
     assert_same(kvjax.load_cache(path, policy=chained), cache)
     assert refused(kvjax.load_cache, path) == (
@@ -232,7 +206,6 @@ def test_what_is_given_and_the_same_is_taken(path):
         (dict(policy=None), "remembers something for a policy, but none was given; hand it over as policy="),
         (dict(policy="tova"), "state is not that of 'tova'; hand over the policy that the cache was made for"),
         (dict(policy="full"), "state is not that of 'full'"),
-        (dict(policy="h2o"), "state is not that of 'h2o'"),
         (dict(policy="snapkv"), "state is not that of 'snapkv'"),
         (dict(policy=7), r"policy is 7; expected"),
         (dict(policy="h3o"), "h3o"),
@@ -252,7 +225,7 @@ def test_what_cannot_be_saved_is_refused_and_a_good_file_stays(path, change, mes
 
 
 def test_a_cache_that_was_donated_or_is_traced_is_refused(path):
-    cache = kvjax.empty_cache("tova", kv_heads=1, query_heads=1, head_dim=2, budget=3)
+    cache = tiny("tova")
     with pytest.raises(ValueError, match=r"the cache is traced \(by jax\.jit, vmap or grad\)"):
         jax.jit(lambda cache: kvjax.save_cache(path, cache, policy="tova"))(cache)
     jax.jit(lambda cache: cache, donate_argnums=0)(cache)
@@ -262,8 +235,8 @@ def test_a_cache_that_was_donated_or_is_traced_is_refused(path):
 
 
 def test_a_dtype_that_no_file_holds_is_refused(path):
-    cache = KVCache.init(batch=1, kv_heads=1, slots=2, head_dim=2)
-    cache = dataclasses.replace(cache, key=cache.key.astype("float8_e5m2"))
+    cache = tiny(None)
+    cache = dataclasses.replace(cache, key=jax.device_put(np.zeros(cache.key.shape, "float8_e5m2")))
     assert "key is of float8_e5m2, which a file does not hold" in refused(kvjax.save_cache, path, cache)
 
 
@@ -318,7 +291,7 @@ def write(path: Path, info, arrays: dict[str, np.ndarray], *, whole: bool = True
     path.write_bytes(to_safetensors(arrays, metadata={cache_file.ENTRY: text}))
 
 
-@pytest.mark.parametrize("content", [b"", b"once", b"\0" * 100, b"Once upon a time there was a cache."])
+@pytest.mark.parametrize("content", [b"", b"\0" * 100, b"Once upon a time there was a cache."])
 def test_what_is_no_safetensors_file_is_refused(path, content):
     path.write_bytes(content)
     for read in (kvjax.load_cache, kvjax.cache_info):
@@ -449,7 +422,7 @@ def test_arrays_that_no_paged_cache_has_are_refused(path, change, message):
 
 
 def test_a_cache_that_contradicts_itself_is_not_saved(path):
-    cache = dataclasses.replace(filled(PLAIN), next_position=jnp.array([12, 11]))
+    cache = dataclasses.replace(filled(PLAIN), next_position=np.array([12, 11], np.int32))
     assert refused(kvjax.save_cache, path, cache, policy=PLAIN) == f"the cache: {LAST}."
     assert not path.exists()
 
@@ -464,14 +437,9 @@ def test_float64_without_x64_is_refused(path):
 
 @functools.cache
 def small() -> tuple[bytes, KVCache | PagedCache]:
-    cache = filled(PAGED)
-    path = Path(os.devnull)
-    written: list[bytes] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cache_file, "_target", lambda path: path)
-        patch.setattr(cache_file, "_write", lambda target, content: written.append(content))
-        kvjax.save_cache(path, cache, policy=PAGED, budget=6, model="small")
-    return written[0], cache
+    with tempfile.TemporaryDirectory() as folder:
+        cache = save(Path(folder, "cache"), budget=6, model="small")
+        return Path(folder, "cache").read_bytes(), cache
 
 
 @hypothesis.given(data=st.data())

@@ -30,7 +30,7 @@ def filled(seed=0, layers=L):
     return jax.device_put(kvjax.KVCache(*rows, position.astype(np.int32), np.full(B, S, np.int32)))
 
 
-@pytest.mark.parametrize(("layers", "similarity"), first(1, [(L, 0.6), (L, 0.0), (None, 0.0), (None, 0.6)]))
+@pytest.mark.parametrize(("layers", "similarity"), first(1, [(L, 0.6), (None, 0.0)]))
 def test_evicted_values_go_to_the_most_similar_key(layers, similarity):
     before = filled(1, layers)
     after = evict(before, np.random.default_rng(2).random(before.position.shape).astype(np.float32), budget=3)
@@ -78,7 +78,7 @@ def test_without_an_eviction_nothing_is_merged():
     np.testing.assert_array_equal(merge(cache, cache).value, cache.value)
 
 
-@pytest.mark.parametrize("share", first(1, [0.5, 0.0, 0.3, 1.0]))
+@pytest.mark.parametrize("share", first(1, [0.5, 0.3]))
 def test_think_leaves_out_the_channels_of_the_smallest_product(share):
     cache = filled(4)
     query = np.random.default_rng(5).normal(size=(L, B, T, K * G, D)) * [1.0, 0.1, 3.0, 0.5]
@@ -101,11 +101,11 @@ def test_think_leaves_out_the_channels_of_the_smallest_product(share):
         (lambda c: kvjax.merge(c, c.layer(0)), r"the caches \(.*\) and \(.*\) differ; give one cache before and after"),
         (lambda c: kvjax.merge(c, c, similarity=2.0), r"merge: similarity is 2.0; give a cosine in \[0, 1\]"),
         (lambda c: kvjax.merge(c, "cache"), r"merge: after is 'cache'"),
-        (lambda c: kvjax.think(c, jnp.ones((B, T, K, D))), r"queries \(2, 5, 2, 4\) do not fit a cache of keys"),
-        (lambda c: kvjax.think(c, jnp.ones((L, B, T, 3, D))), r"with a multiple of 2 heads"),
-        (lambda c: kvjax.think(c, jnp.ones((L, B, T, K, D)), share=-1.0), r"think: share is -1.0; give a share of"),
+        (lambda c: kvjax.think(c, np.ones((B, T, K, D))), r"queries \(2, 5, 2, 4\) do not fit a cache of keys"),
+        (lambda c: kvjax.think(c, np.ones((L, B, T, 3, D))), r"with a multiple of 2 heads"),
+        (lambda c: kvjax.think(c, np.ones((L, B, T, K, D)), share=-1.0), r"think: share is -1.0; give a share of"),
         (
-            lambda c: kvjax.think(dataclasses.replace(c, positions="compact"), jnp.ones((L, B, T, K, D))),
+            lambda c: kvjax.think(dataclasses.replace(c, positions="compact"), np.ones((L, B, T, K, D))),
             r"the cache turns its keys to 'compact' positions, which mixes channels; leave the link 'positions' out",
         ),
     ],

@@ -14,21 +14,11 @@ import pytest
 import kvjax
 from tests.kvjax import blocks
 from tests.kvjax.blocks import B, K
-from tests.models.reference.policies import lag_scores, leverage_scores
-from tests.tiers import first
 
 S, D = 24, 4
 seeds = st.integers(0, 2**32 - 1)
-# The leverage says what is done with the lengths that the windows give, whichever they are.
-CURDKV = [("product", 3), ("mean", 3), ("key", 16), ("value", None), *(("product", window) for window in (1, 16, None))]
-# Each two options meet: a lag, cross scoring, sinks.
-LAGKV = [(sinks, lag, (lag in (3, 12)) == (sinks == 0)) for lag in (5, 3, 12, 2) for sinks in (2, 0)]
 close = functools.partial(np.testing.assert_allclose, rtol=2e-5)
 few = hypothesis.settings(max_examples=8)
-
-
-def made(leverage, window):
-    return kvjax.curdkv(sinks=0, leverage=leverage, local_window=window)
 
 
 def slots(seed: int, *, equal: bool = False) -> kvjax.Observation:
@@ -58,58 +48,7 @@ def scores(policy: kvjax.Policy, seen: kvjax.Observation) -> np.ndarray:
     return result[:, :, 0]
 
 
-def tokens(seen: kvjax.Observation):
-    """Each head's live slots in the order of positions, with their keys and values in float64."""
-    position, *rows = (np.asarray(x) for x in (seen.position, seen.key, seen.value))
-    for b, k in np.ndindex(B, K):
-        there = sorted(np.flatnonzero(position[b, k] >= 0), key=position[b, k].__getitem__)
-        yield (b, k, there), *(x[b, k, np.array(there, int)].astype(np.float64) for x in rows)
-
-
-@pytest.mark.parametrize(("leverage", "window"), first(2, CURDKV))
-@few
-@hypothesis.given(seed=seeds)
-def test_curdkv_is_the_share_of_its_windows_squared_lengths(leverage, window, seed):
-    seen = slots(seed)
-    result = scores(made(leverage, window), seen)
-    for (b, k, there), key, value in tokens(seen):
-        expected, noise = leverage_scores(key, value, leverage, window)
-        assert (abs(result[b, k, there] - expected) <= 2e-5 * expected + noise).all()
-        assert (np.delete(result[b, k], there) == 0).all()
-
-
-@pytest.mark.parametrize(("sinks", "lag", "cross"), first(2, LAGKV))
-@few
-@hypothesis.given(seed=seeds)
-def test_lagkv_is_the_spread_on_the_scale_of_the_next_partition(sinks, lag, cross, seed):
-    seen = slots(seed)
-    result = scores(kvjax.lagkv(sinks=sinks, lag=lag, cross_scoring=cross), seen)
-    for (b, k, there), key, value in tokens(seen):
-        expected, noise = lag_scores(key, value, sinks, lag, cross)
-        assert (abs(result[b, k, there] - expected) <= 2e-5 * expected + noise).all()
-        assert (np.delete(result[b, k], there) == 0).all()
-
-
-POLICIES = [made(*options) for options in CURDKV]
-POLICIES += [kvjax.lagkv(sinks=sinks, lag=lag, cross_scoring=cross) for sinks, lag, cross in LAGKV]
-each_policy = pytest.mark.parametrize(
-    "policy",
-    first(2, [POLICIES[0], POLICIES[len(CURDKV)], *POLICIES[1 : len(CURDKV)], *POLICIES[len(CURDKV) + 1 :]]),
-    ids=str,
-)
-
-
-@each_policy
-@few
-@hypothesis.given(seed=seeds)
-def test_the_order_of_the_slots_changes_nothing(policy, seed):
-    seen = slots(seed)
-    order = np.random.default_rng(seed).permutation(S)
-    turned = {name: getattr(seen, name)[:, :, order] for name in ("key", "value", "position")}
-    np.testing.assert_array_equal(scores(policy, seen._replace(**turned)), scores(policy, seen)[:, :, order])
-
-
-@each_policy
+@pytest.mark.parametrize("policy", [kvjax.curdkv(local_window=3), kvjax.lagkv(sinks=2, lag=5)], ids=str)
 @few
 @hypothesis.given(seed=seeds, empty=st.booleans())
 def test_scores_are_from_0_to_1_of_heads_that_are_empty_or_hold_equal_tokens_too(policy, seed, empty):
@@ -167,9 +106,7 @@ def test_sinks_stay_and_of_lagkv_the_last_lag(name, sinks, recent):
     assert kvjax.protected(kvjax.parse(name), 16) == (sinks, recent)
 
 
-@pytest.mark.parametrize(
-    "policy", first(2, [kvjax.curdkv(), kvjax.lagkv(lag=32), kvjax.lagkv(cross_scoring=True)]), ids=str
-)
+@pytest.mark.parametrize("policy", [kvjax.curdkv(), kvjax.lagkv(lag=32)], ids=str)
 def test_memory_grows_with_the_slots_not_with_their_square(policy):
     def update(key, value, position):
         return policy.update(None, (), slots(0)._replace(key=key, value=value, position=position))[0]

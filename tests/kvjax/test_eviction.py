@@ -14,7 +14,6 @@ import pytest
 import kvjax
 from kvjax import KVCache
 from tests.kvjax import definitions
-from tests.tiers import first
 
 B, K, S = 2, 2, 9
 MANY_TIES = st.sampled_from([0.0, -0.0, 1.0, -1.0, 1.0 + 2**-23, 3e38, -3e38, np.nan, np.inf, -np.inf])
@@ -91,27 +90,9 @@ def test_a_free_slot_never_wins(excess, free_score):
     assert one_head([free_score, np.nan, 1.0], [-1, 4, 2], 1, excess=excess) == [2]
 
 
-def test_a_free_slot_stays_free_when_the_budget_has_room():
-    assert one_head([1.0, 2.0, 3.0], [-1, 4, 2], 3) == [4, 2]
-
-
-def test_a_head_without_tokens_keeps_none():
-    assert one_head([1.0, 2.0, 3.0], [-1, -1, -1], 1) == []
-
-
-@pytest.mark.parametrize("dtype", first(1, [jnp.bfloat16, jnp.float16]))
-def test_scores_of_half_precision_order_as_numbers(dtype):
-    scores = np.array([-2.0, 0.5, -0.25, 3.0]).astype(dtype)
+def test_scores_of_half_precision_order_as_numbers():
+    scores = np.array([-2.0, 0.5, -0.25, 3.0]).astype(jnp.bfloat16)
     assert compiled()(scores, np.arange(4, dtype=np.int32), np.int32(2)).tolist() == [False, True, False, True]
-
-
-def test_with_a_budget_of_one_number_every_row_gets_it():
-    scores, position = (
-        np.tile(np.arange(S, dtype=np.float32), (B, K, 1)),
-        np.tile(np.arange(S, dtype=np.int32), (B, K, 1)),
-    )
-    mask = compiled()(scores, position, np.int32(3))
-    np.testing.assert_array_equal(mask, np.broadcast_to(np.arange(S) >= S - 3, (B, K, S)))
 
 
 def test_with_layers_in_front_each_row_still_gets_its_own_budget():
@@ -125,7 +106,7 @@ evict = jax.jit(kvjax.evict, static_argnums=2, static_argnames="layer")
 
 
 def filled_cache(layers: int | None = None) -> KVCache:
-    cache = KVCache.init(batch=B, kv_heads=K, slots=S, head_dim=2, layers=layers)
+    cache = jax.jit(lambda: KVCache.init(batch=B, kv_heads=K, slots=S, head_dim=2, layers=layers))()
     rows = np.random.default_rng(0).normal(size=(B, S, K, 2)).astype(np.float32)
     position = np.broadcast_to(np.arange(S, dtype=np.int32), (B, S))
     for layer in [None] if layers is None else range(layers):
@@ -155,4 +136,4 @@ def test_evict_touches_the_named_layer_only():
 
 def test_scores_that_do_not_fit_the_slots_are_refused():
     with pytest.raises(ValueError, match=r"scores \(2, 2, 8\) do not fit the slots: expected \(2, 2, 9\)"):
-        kvjax.evict(filled_cache(), jnp.zeros((B, K, S - 1)), 4)
+        kvjax.evict(filled_cache(), np.zeros((B, K, S - 1), np.float32), 4)

@@ -13,7 +13,6 @@ import pytest
 
 import kvjax
 from tests.kvjax import definitions
-from tests.tiers import first
 
 S, D, G = 7, 4, 3
 NORMS = [2, 1, "inf"]
@@ -51,44 +50,31 @@ def test_score_is_the_error_of_evicting_in_float64(norm, seed):
     np.testing.assert_allclose(scored(A, V, norm=norm), definitions.eviction_errors(A, V, norm), rtol=1e-10)
 
 
-@pytest.mark.parametrize("norm", first(1, NORMS))
 @few
 @hypothesis.given(seed=seeds)
-def test_score_is_the_error_of_evicting_in_float32(norm, seed):
+def test_score_is_the_error_of_evicting_in_float32(seed):
     A, V = (x.astype(np.float32) for x in draw(seed, peak=1.5))
-    np.testing.assert_allclose(scored(A, V, np.float32, norm=norm), definitions.eviction_errors(A, V, norm), rtol=1e-5)
+    np.testing.assert_allclose(scored(A, V, np.float32), definitions.eviction_errors(A, V), rtol=1e-5)
 
 
-@pytest.mark.parametrize("norm", first(1, NORMS))
 @few
 @hypothesis.given(seed=seeds)
-def test_the_exact_group_form_is_the_error_of_all_heads_together(norm, seed):
+def test_the_exact_group_form_is_the_error_of_all_heads_together(seed):
     A, V = draw(seed, (G,))
-    expected = definitions.eviction_errors(A, V, norm)
-    np.testing.assert_allclose(scored(A, V, norm=norm, group="exact"), expected, rtol=1e-10)
+    np.testing.assert_allclose(scored(A, V, group="exact"), definitions.eviction_errors(A, V), rtol=1e-10)
 
 
-@few
-@hypothesis.given(seed=seeds)
-def test_the_exact_group_form_holds_in_float32(seed):
-    A, V = (x.astype(np.float32) for x in draw(seed, (G,), peak=1.5))
-    result = scored(A, V, np.float32, norm=2, group="exact")
-    np.testing.assert_allclose(result, definitions.eviction_errors(A, V), rtol=1e-5)
-
-
-@pytest.mark.parametrize("norm", first(1, NORMS))
-def test_the_mean_group_form_is_one_heads_formula_over_the_mean_weights(norm):
+def test_the_mean_group_form_is_one_heads_formula_over_the_mean_weights():
     A, V = draw(6, (G,))
-    expected = definitions.eviction_errors(A.mean(0), V, norm)
-    np.testing.assert_allclose(scored(A, V, norm=norm, group="mean"), expected, rtol=1e-10)
+    expected = definitions.eviction_errors(A.mean(0), V)
+    np.testing.assert_allclose(scored(A, V, group="mean"), expected, rtol=1e-10)
 
 
-@pytest.mark.parametrize("norm", first(1, NORMS))
 @few
 @hypothesis.given(seed=seeds)
-def test_fast_caote_is_equation_22(norm, seed):
+def test_fast_caote_is_equation_22(seed):
     A, V = draw(seed, peak=1.5)
-    np.testing.assert_allclose(scored(A, V, norm=norm, fast=True), definitions.fast_caote(A, V, norm), rtol=1e-10)
+    np.testing.assert_allclose(scored(A, V, fast=True), definitions.fast_caote(A, V), rtol=1e-10)
 
 
 def test_fast_caote_takes_the_mean_of_live_values_only():
@@ -115,21 +101,7 @@ def test_masked_tokens_score_minus_infinity_and_take_no_part():
     np.testing.assert_allclose(result[mask], definitions.eviction_errors(A[mask], V[mask]), rtol=1e-10)
 
 
-def test_equal_tokens_score_equal():
-    A, V = draw(11, peak=1.0)
-    A[4], V[4] = A[1], V[1]
-    result = scored(A / A.sum(), V, np.float32)
-    assert result[1] == result[4]
-
-
-def test_a_token_without_weight_costs_nothing():
-    A, V = draw(12)
-    A[3] = 0
-    result = scored(A / A.sum(), V)
-    assert result[3] == 0 and (np.delete(result, 3) > 0).all()
-
-
-@pytest.mark.parametrize("options", [{}, {"fast": True}, {"norm": 1}, {"norm": "inf"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"fast": True}], ids=str)
 def test_a_token_with_all_the_weight_is_never_the_first_to_go(options):
     V = draw(13)[1]
     result = scored(np.eye(S)[2], V, np.float32, **options)
@@ -182,27 +154,15 @@ def test_with_all_tokens_masked_all_score_minus_infinity(fast):
     assert (scored(A, V, np.float32, mask=np.zeros(S, bool), fast=fast) == -np.inf).all()
 
 
-def test_without_any_weight_all_score_zero():
-    assert (scored(np.zeros(S), draw(17)[1], np.float32) == 0).all()
-
-
-@pytest.mark.parametrize("dtypes", first(1, [["float32", "bfloat16"], ["bfloat16"] * 2, ["float16"] * 2]), ids=str)
-def test_half_precision_is_read_as_it_is_and_computed_in_float32(dtypes):
-    A, V = (x.astype(jnp.dtype(dtype)) for x, dtype in zip(draw(18, peak=1.0), dtypes, strict=True))
+def test_half_precision_is_read_as_it_is_and_computed_in_float32():
+    A, V = (x.astype(jnp.bfloat16) for x in draw(18, peak=1.0))
     exact = [np.asarray(x, np.float32) for x in (A, V)]
     result = compiled()(A, V)
     assert result.dtype == jnp.float32
     np.testing.assert_array_equal(result, compiled()(*exact))
 
 
-@few
-@hypothesis.given(seed=seeds, factor=st.sampled_from([-1.0, 0.5, -4.0, 1024.0]), norm=st.sampled_from(NORMS))
-def test_values_scaled_by_a_power_of_two_scale_the_scores_exactly(seed, factor, norm):
-    A, V = draw(seed)
-    np.testing.assert_array_equal(scored(A, factor * V, norm=norm), abs(factor) * scored(A, V, norm=norm))
-
-
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("where", ["value", "weight"])
 @pytest.mark.parametrize("fast", [False, True])
 def test_a_slot_that_is_not_finite_loses_and_does_not_poison_the_others(bad, where, fast):
@@ -220,45 +180,24 @@ def test_a_slot_that_is_not_finite_loses_and_does_not_poison_the_others(bad, whe
     np.testing.assert_allclose(result[mask], expected[mask], rtol=1e-12)
 
 
-@pytest.mark.parametrize("options", first(1, [{}, {"norm": 1}, {"norm": "inf"}, {"fast": True}]), ids=str)
-def test_gradients_are_finite_at_no_weight_and_where_a_value_is_the_output(options):
+def test_gradients_are_finite_at_no_weight_and_where_a_value_is_the_output():
     A = np.float32([0.5, 0.25, 0.25, 0.0])
     V = np.float32([[0.0, 0.0], [2.0, 1.0], [-2.0, -1.0], [3.0, 3.0]])  # X == v_0
-    grads = jax.jit(jax.grad(lambda A, V: compiled(**options)(A, V).sum(), argnums=(0, 1)))(A, V)
+    grads = jax.jit(jax.grad(lambda A, V: compiled()(A, V).sum(), argnums=(0, 1)))(A, V)
     assert all(np.isfinite(np.asarray(grad)).all() for grad in grads)
 
 
-def test_gradients_are_finite_at_the_ends_of_the_weights():
-    V = draw(20)[1].astype(np.float32)
-
-    @jax.jit
-    @functools.partial(jax.grad, argnums=(0, 1))
-    def slopes(A, V):
-        scores = compiled()(A, V)
-        return jnp.where(scores < LARGEST, scores, 0).sum()
-
-    for weights in (np.eye(S)[2], np.zeros(S)):  # all weight on one, no weight
-        assert all(np.isfinite(np.asarray(grad)).all() for grad in slopes(weights.astype(np.float32), V))
-
-
-@pytest.mark.parametrize("norm", first(1, NORMS))
-def test_the_gradient_is_the_slope_of_the_brute_force_error(norm):
+def test_the_gradient_is_the_slope_of_the_brute_force_error():
     """Along a direction in which the weights still sum to 1, by central differences."""
     A, V = draw(21, (G,), peak=1.0)
     rng = np.random.default_rng(21)
     dA, dV = rng.normal(size=A.shape), rng.normal(size=V.shape) * V.std()
     dA = A * (dA - (A * dA).sum(-1, keepdims=True))
     h = 1e-5
-    ends = [definitions.eviction_errors(A + s * h * dA, V + s * h * dV, norm) for s in (1, -1)]
+    ends = [definitions.eviction_errors(A + s * h * dA, V + s * h * dV) for s in (1, -1)]
     with jax.enable_x64(True):
-        slope = jax.jvp(compiled(norm=norm, group="exact"), (A, V), (dA, dV))[1]
+        slope = jax.jvp(compiled(group="exact"), (A, V), (dA, dV))[1]
     np.testing.assert_allclose(slope, (ends[0] - ends[1]) / (2 * h), rtol=1e-5)
-
-
-def test_vmap_equals_a_batch():
-    A, V = (np.stack(x) for x in zip(*(draw(seed) for seed in range(3)), strict=True))
-    mapped = jax.vmap(compiled())(A.astype(np.float32), V.astype(np.float32))
-    np.testing.assert_allclose(mapped, scored(A, V, np.float32), rtol=1e-6)
 
 
 # Behind the output projection.
@@ -266,10 +205,10 @@ def test_vmap_equals_a_batch():
 E = 9
 
 
-def draw_projection(seed: int, width: int = E) -> np.ndarray:
+def draw_projection(seed: int) -> np.ndarray:
     """W_O of a group, [G, D, E], whose columns have different scales."""
     rng = np.random.default_rng(seed)
-    return rng.normal(size=(G, D, width)) * 10 ** rng.uniform(-1, 1, size=width)
+    return rng.normal(size=(G, D, E)) * 10 ** rng.uniform(-1, 1, size=E)
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -287,13 +226,12 @@ def behind_all_forms(cross: bool):
     return jax.jit(lambda A, V, W: [score(A, V, projection=form) for form in parts_of(W, cross)])
 
 
-# W_O's width decides the factor's shape; the Gram matrix of each head has one shape.
-@pytest.mark.parametrize(("cross", "width"), first(2, [(True, E), (False, E), (True, 2 * G * D), (True, 5)]))
+@pytest.mark.parametrize("cross", [True, False])
 @few
 @hypothesis.given(seed=seeds)
-def test_behind_w_o_the_score_is_the_error_of_the_layers_output_in_float64(width, cross, seed):
+def test_behind_w_o_the_score_is_the_error_of_the_layers_output_in_float64(cross, seed):
     A, V = draw(seed, (G,))
-    W = draw_projection(seed, width)
+    W = draw_projection(seed)
     expected = definitions.layer_errors(A, V, W, cross)
     with jax.enable_x64(True):
         results = behind_all_forms(cross)(A, V, W)
@@ -301,27 +239,16 @@ def test_behind_w_o_the_score_is_the_error_of_the_layers_output_in_float64(width
         np.testing.assert_allclose(result, expected, rtol=1e-9, err_msg=str(form))
 
 
-@pytest.mark.parametrize("cross", first(1, [True, False]))
 @few
 @hypothesis.given(seed=seeds)
-def test_behind_w_o_the_score_holds_in_float32(cross, seed):
+def test_behind_w_o_the_score_holds_in_float32(seed):
     A, V = (x.astype(np.float32) for x in draw(seed, (G,), peak=1.5))
     W = draw_projection(seed).astype(np.float32)
-    scale = definitions.layer_errors(
-        A, V, W, cross=False
-    )  # heads may cancel; what float32 can say is relative to each alone
-    expected = definitions.layer_errors(A, V, W, cross)
-    for form, result in enumerate(map(np.asarray, behind_all_forms(cross)(A, V, W))):
+    scale = definitions.layer_errors(A, V, W, cross=False)  # heads may cancel, and float32 is as exact as each alone
+    expected = definitions.layer_errors(A, V, W)
+    for form, result in enumerate(map(np.asarray, behind_all_forms(True)(A, V, W))):
         assert result.dtype == np.float32
         np.testing.assert_array_less(np.abs(result - expected) / scale, 1e-5, err_msg=str(form))
-
-
-@pytest.mark.parametrize("cross", [True, False])
-def test_an_orthonormal_w_o_changes_nothing_where_heads_stay_apart(cross):
-    A, V = draw(30, (G,), peak=1.0)
-    W = np.eye(G * D).reshape(G, D, G * D)
-    result = scored(A, V, group="exact", projection=jnp.asarray(W, np.float32), cross=cross)
-    np.testing.assert_allclose(result, scored(A, V, group="exact"), rtol=1e-12)
 
 
 def test_heads_that_cancel_in_w_o_cost_nothing_together():
@@ -347,26 +274,24 @@ def test_one_projection_a_kv_head_serves_all_rows():
     np.testing.assert_allclose(scored(A, V, group="exact", projection=W), expected, rtol=1e-9)
 
 
-@pytest.mark.parametrize("cross", first(1, [True, False]))
 @pytest.mark.parametrize("rest", [1e-3, 1e-5, 1e-7, 1e-12])
-def test_behind_w_o_a_weight_near_one_in_one_head_is_still_the_error(rest, cross):
+def test_behind_w_o_a_weight_near_one_in_one_head_is_still_the_error(rest):
     values = np.array([[100.0, 0.0], [101.0, 1.0], [102.0, -1.0]])
     A = np.array([[1 - rest, rest / 2, rest / 2], [0.2, 0.3, 0.5]]).astype(np.float32)
     W = np.random.default_rng(33).normal(size=(2, 2, 5)).astype(np.float32)
-    result = scored(A, values, np.float32, group="exact", projection=W, cross=cross)
+    result = scored(A, values, np.float32, group="exact", projection=W)
     assert np.isfinite(result).all()
     if A[0, 0] < 1:
-        np.testing.assert_allclose(result[0], definitions.layer_errors(A, values, W, cross)[0], rtol=1e-4)
+        np.testing.assert_allclose(result[0], definitions.layer_errors(A, values, W)[0], rtol=1e-4)
     else:
         assert result[0] == np.float32(LARGEST)
 
 
-@pytest.mark.parametrize("cross", first(1, [True, False]))
-def test_behind_w_o_the_ends_are_those_of_the_plain_score(cross):
+def test_behind_w_o_the_ends_are_those_of_the_plain_score():
     """All weight in one head, tokens without weight, masked and not finite ones, weights whose squares vanish."""
     A, V = draw(34, (G,), peak=1.0)
     W = draw_projection(34)
-    behind = functools.partial(scored, dtype=np.float32, group="exact", projection=W, cross=cross)
+    behind = functools.partial(scored, dtype=np.float32, group="exact", projection=W)
     one = A.copy()
     one[1] = np.eye(S)[2]
     assert behind(one, V)[2] == np.float32(LARGEST)
@@ -388,14 +313,13 @@ def test_behind_w_o_the_ends_are_those_of_the_plain_score(cross):
     assert result[1] == result[4]
 
 
-@pytest.mark.parametrize("cross", first(1, [True, False]))
-def test_behind_w_o_gradients_are_the_slope_of_the_brute_force_error(cross):
+def test_behind_w_o_gradients_are_the_slope_of_the_brute_force_error():
     A, V = draw(35, (G,), peak=1.0)
     W = draw_projection(35)
     dV = np.random.default_rng(35).normal(size=V.shape) * V.std()
-    ends = [definitions.layer_errors(A, V + h * dV, W, cross) for h in (1e-5, -1e-5)]
+    ends = [definitions.layer_errors(A, V + h * dV, W) for h in (1e-5, -1e-5)]
     with jax.enable_x64(True):
-        slope = jax.jvp(lambda V: compiled(group="exact", cross=cross)(A, V, projection=W), (V,), (dV,))[1]
+        slope = jax.jvp(lambda V: compiled(group="exact")(A, V, projection=W), (V,), (dV,))[1]
     np.testing.assert_allclose(slope, (ends[0] - ends[1]) / 2e-5, rtol=1e-5)
 
 
@@ -410,14 +334,14 @@ def test_behind_w_o_gradients_are_the_slope_of_the_brute_force_error(cross):
         (np.ones((G, D + 1, E)), {}, r"projection \(3, 5, 9\) does not fit"),
         (np.ones((2, G, D, E)), {}, r"projection \(2, 3, 4, 9\) does not fit"),
         (np.ones((D, E)), {}, r"projection \(4, 9\) does not fit"),
-        (kvjax.OutputProjection(gram=jnp.ones((G, D, D))), {}, r"holds no factor: make it with output_projection"),
+        (kvjax.OutputProjection(gram=np.ones((G, D, D))), {}, r"holds no factor: make it with output_projection"),
         (kvjax.OutputProjection(), {"cross": False}, r"holds no gram: make it with output_projection"),
     ],
     ids=str,
 )
 def test_a_projection_that_does_not_fit_is_refused(projection, options, message):
     with pytest.raises(ValueError, match=message):
-        kvjax.score(jnp.ones((G, S)), jnp.ones((S, D)), **{"group": "exact", "projection": projection, **options})
+        kvjax.score(np.ones((G, S)), np.ones((S, D)), **{"group": "exact", "projection": projection, **options})
 
 
 @pytest.mark.bad_input
@@ -439,12 +363,12 @@ def test_a_projection_that_does_not_fit_is_refused(projection, options, message)
 )
 def test_input_that_does_not_fit_is_refused(weights, values, options, message):
     with pytest.raises(ValueError, match=message):
-        kvjax.score(jnp.ones(weights), jnp.ones(values), **options)
+        kvjax.score(np.ones(weights), np.ones(values), **options)
 
 
 def test_nan_weights_are_refused():
     with pytest.raises(ValueError, match=r"weights contain NaN.*softmax"):
-        kvjax.score(jnp.array([0.5, jnp.nan]), jnp.ones((2, 3)))
+        kvjax.score(np.array([0.5, np.nan]), np.ones((2, 3)))
 
 
 @pytest.mark.bad_input
@@ -458,8 +382,8 @@ def test_nan_weights_are_refused():
     ],
 )
 def test_weights_that_are_none_are_refused_where_they_are_known(weights, mask, message):
-    given = jnp.array(weights), jnp.ones((3, 2))
-    mask = None if mask is None else jnp.array(mask)
+    given = np.array(weights, np.float32), np.ones((3, 2), np.float32)
+    mask = None if mask is None else np.array(mask)
     if message is None:
         assert kvjax.score(*given, mask=mask).shape == (3,)
         return

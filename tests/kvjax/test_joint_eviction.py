@@ -12,15 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import kvjax
 from kvjax.joint_eviction import joint_score
-from tests.kvjax import definitions
 from tests.tiers import first
 
 S, D, G, E = 12, 4, 3, 9
 LARGEST = float(np.finfo(np.float32).max)
 FORMS = {"value": {}, "output": {"cross": True}, "heads apart": {"cross": False}}
-each_form = pytest.mark.parametrize("form", first(1, ["output", "value", "heads apart"]))
+each_form = pytest.mark.parametrize("form", first(1, ["output", "value"]))
 
 seeds = st.integers(0, 2**32 - 1)
 
@@ -109,34 +107,9 @@ def check(result: np.ndarray, head: Head, gone: list[list[int]], stay: dict[int,
     assert (np.diff(result[order]) > 0).all() and (result[order] < 0).all()
 
 
-@each_form
-@hypothesis.settings(max_examples=15)
-@hypothesis.given(seed=seeds, leaving=st.integers(1, 7))
-def test_with_a_round_a_token_it_is_the_greedy_order(form, seed, leaving):
-    head, options = draw(seed), FORMS[form]
-    greedy, left = [], head.live
-    for _ in range(leaving):
-        errors = np.where(head.protected[left], np.inf, head.errors(left, options.get("cross")))
-        greedy.append(int(left[errors.argmin()]))
-        left = left[left != greedy[-1]]
-    result = scored(head, leaving, 7, **options)
-    gone = np.flatnonzero((result < 0) & (head.position >= 0))
-    assert gone[np.argsort(result[gone])].tolist() == greedy
-
-
-# What a round measures does not depend on the number of rounds: each number once, and each form in one and in several.
 @pytest.mark.parametrize(
     ("form", "rounds"),
-    first(
-        2,
-        [
-            ("output", 3),
-            ("value", 3),
-            ("heads apart", 3),
-            *(("output", rounds) for rounds in (1, 2, 5, 9)),
-            *((form, rounds) for form in ("value", "heads apart") for rounds in (1, 5)),
-        ],
-    ),
+    first(2, [("output", 3), ("value", 7), ("heads apart", 1)]),  # a token a round is the greedy order
 )
 @hypothesis.given(seed=seeds, leaving=st.integers(0, 8))
 @hypothesis.settings(max_examples=8)
@@ -144,19 +117,6 @@ def test_each_round_is_exact_for_what_the_one_before_has_left(form, rounds, seed
     head, options = draw(seed), FORMS[form]
     gone, stay = head.rounds(leaving, rounds, options.get("cross"))
     check(scored(head, leaving, rounds, **options), head, gone, stay, 1e-7)
-
-
-@each_form
-@hypothesis.given(seed=seeds)
-@hypothesis.settings(max_examples=8)
-def test_each_round_is_exact_in_float32(form, seed):
-    head, options = draw(seed, peak=1.5), FORMS[form]
-    gone, stay = head.rounds(5, 3, options.get("cross"))
-    apart = dict(zip(head.live.tolist(), head.errors(head.live, False), strict=True))  # heads may cancel in W_O
-    result = scored(head, 5, 3, np.float32, **options)
-    assert set(np.flatnonzero((result < 0) & (head.position >= 0))) == {slot for round_ in gone for slot in round_}
-    for slot, error in stay.items():
-        assert abs(result[slot] - error) <= 2e-5 * (max(error, apart[slot]) if form == "output" else error)
 
 
 @each_form
@@ -173,53 +133,6 @@ def test_heads_and_rows_lead_do_not_mix_and_lose_different_numbers(form):
         check(result[n // 3, n % 3], head, gone, stay, 1e-7)
 
 
-@functools.cache
-def jitted_score(**options):
-    return jax.jit(functools.partial(kvjax.score, group="exact", **options))
-
-
-def plain_score(head: Head, **options) -> np.ndarray:
-    with jax.enable_x64(True):
-        projection = {"projection": head.W} if options else {}
-        return np.asarray(jitted_score(**options)(head.A, head.V, mask=head.position >= 0, **projection))
-
-
-@each_form
-def test_one_round_evicts_what_score_evicts_and_gives_the_others_its_scores(form):
-    head, options = draw(3, protected=0), FORMS[form]
-    result = scored(head, 4, 1, **options)
-    plain = plain_score(head, **options)
-    stay = result >= 0
-    np.testing.assert_allclose(result[stay], plain[stay], rtol=1e-10)
-    np.testing.assert_array_equal(stay, definitions.kept(plain, head.position, S - 2 - 4))
-
-
-def test_when_nothing_leaves_all_have_their_scores():
-    head = draw(4, protected=0)
-    np.testing.assert_allclose(scored(head, 0, 3), plain_score(head), rtol=1e-10)
-
-
-def test_the_joint_error_is_at_most_the_sum_of_the_steps(record_property):
-    """What greedy and one-round choices cost together is measured here; which of them is smaller is not promised."""
-    ratios = []
-    for seed in range(25):
-        head = draw(seed, protected=0)
-        joint = {}
-        for rounds in (6, 1):
-            result = scored(head, 6, rounds)
-            gone = np.flatnonzero((result < 0) & (head.position >= 0))
-            stay = np.setdiff1d(head.live, gone)
-            joint[rounds] = np.linalg.norm(head.output(head.live, None) - head.output(stay, None))
-            if rounds == 6:
-                left, steps = head.live, 0.0
-                for slot in gone[np.argsort(result[gone])]:
-                    steps += head.errors(left, None)[left == slot][0]
-                    left = left[left != slot]
-                assert 0 < joint[6] <= steps * (1 + 1e-9)
-        ratios.append(joint[6] / joint[1])
-    record_property("greedy / one round, median", float(np.median(ratios)))
-
-
 @each_form
 def test_protected_tokens_never_leave_but_count(form):
     head, options = draw(5, protected=3), FORMS[form]
@@ -234,12 +147,6 @@ def test_of_equal_tokens_the_older_leaves():
     A, V = np.full((1, 5), 0.2, np.float32), np.float32([[1.0], [0.0], [0.0], [0.0], [-1.0]])
     result = np.asarray(compiled(rounds=2)(A, V, 2, position=np.int32([0, 7, 3, 5, 9])))
     assert np.flatnonzero(result < 0).tolist() == [2, 3] and result[2] < result[3]
-
-
-def test_the_mean_of_the_group_is_one_head_with_the_mean_weights():
-    head = draw(6)
-    one = head._replace(A=head.A.mean(0, keepdims=True))
-    np.testing.assert_allclose(scored(head, 5, 3, group="mean"), scored(one, 5, 3), rtol=1e-12)
 
 
 @each_form

@@ -13,53 +13,38 @@ import models
 
 CONFIG = models.Config(64, 32, 48, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8)
 SHAPE = dict(layers=3, kv_heads=2, head_dim=8, query_heads=4)
-POLICIES = (
-    "laprox(window=4)@model",
-    "h2o+critical",
-    "h2o",
-    "expected_attention",
-    "sage",
-    "keydiff@layer",
-    "h2o@pyramid",
-)
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize(("policy", "rows"), [*((policy, 1) for policy in POLICIES), ("h2o@pyramid", 3)])
-def test_what_a_prompt_leaves_takes_the_bytes_that_were_predicted(policy, rows):
-    model = models.Decoder(CONFIG, rngs=nnx.Rngs(0))
-    tokens = np.arange(300)[None].repeat(rows, 0) % 64  # longer than what one head may come to hold
-    cache = models.prefill(model, tokens, policy=policy, budget=40, block=16, page_size=4).cache
-    predicted = kvjax.memory(**SHAPE, budget=40, block=16, policy=policy, batch=rows, dtype=jnp.float32, page_size=4)
+@pytest.mark.parametrize(
+    ("policy", "windows"), [("laprox(window=4)@model", (None, None, None)), ("h2o@pyramid", (12, None, 24))]
+)
+def test_what_a_prompt_leaves_takes_the_bytes_that_were_predicted(policy, windows):
+    """And a layer with a sliding window takes no slots beyond it."""
+    model = models.Decoder(dataclasses.replace(CONFIG, sliding_windows=windows), rngs=nnx.Rngs(0))
+    tokens = np.arange(300)[None].repeat(3, 0) % 64  # longer than what one head may come to hold
+    settings = dict(policy=policy, budget=40, block=16, page_size=4)
+    cache = models.prefill(model, tokens, **settings).cache
+    predicted = kvjax.memory(**SHAPE, **settings, batch=3, dtype=jnp.float32, windows=windows)
     assert predicted.total == cache.nbytes
     assert predicted.keys_values == cache.key.nbytes + cache.value.nbytes
+    most = np.array([window - 1 if window else 300 for window in windows])
+    assert (np.asarray(cache.num_live).max(axis=(1, 2)) <= most).all()
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("policy", ["h2o@pyramid", "h2o+caote", "laprox(window=4)@model"])
-def test_a_layer_takes_no_slots_beyond_its_sliding_window(policy):
-    windows = (12, None, 24)
-    config = dataclasses.replace(CONFIG, sliding_windows=windows)
-    model = models.Decoder(config, rngs=nnx.Rngs(0))
-    settings = dict(policy=policy, budget=40, block=16, page_size=4)
-    cache = models.prefill(model, np.arange(300)[None] % 64, **settings).cache
-    sizes = SHAPE | settings | dict(dtype=jnp.float32)
-    assert kvjax.memory(**sizes, windows=windows).total == cache.nbytes
-    empty = kvjax.empty_cache(**sizes, windows=windows)
-    assert empty.nbytes == cache.nbytes and empty.table.shape == cache.table.shape
+def test_a_window_counts_where_it_is_narrower_than_the_budget_and_not_in_a_full_cache():
+    sizes, windows = SHAPE | dict(policy="h2o@pyramid", budget=40, block=16), (12, None, 24)
     assert kvjax.memory(**sizes, windows=windows).slots <= (28 + 56 + 40) / 3 + 3
-    assert (np.asarray(cache.num_live).max(axis=(1, 2))[[0, 2]] <= np.array([11, 23])).all()
     assert kvjax.memory(**sizes, windows=(40, None, 99)) == kvjax.memory(**sizes)
-    full = sizes | dict(policy=None)  # a full cache keeps all tokens
+    full = sizes | dict(policy=None)  # keeps all tokens
     assert kvjax.memory(**full, windows=windows) == kvjax.memory(**full)
 
 
 @pytest.mark.parametrize("windows", [(None, None, None), (12, None, 24)])
-@pytest.mark.parametrize("dtype", ["float32", "int8", ["int8", "bfloat16"], "float32/float8_e4m3fn"], ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "int8", ("int8", "bfloat16")], ids=str)
 @pytest.mark.parametrize("policy", ["h2o+critical", "keydiff@layer", "h2o@pyramid"])
 def test_what_an_empty_cache_takes_is_predicted_with_the_scales_of_eight_bits(policy, dtype, windows):
-    sizes = SHAPE | dict(budget=40, block=16, page_size=4, windows=windows)
-    sizes |= dict(dtype=tuple(dtype) if isinstance(dtype, list) else dtype)
+    sizes = SHAPE | dict(budget=40, block=16, page_size=4, windows=windows, dtype=dtype)
     cache = jax.eval_shape(lambda: kvjax.empty_cache(policy, **sizes))
     assert kvjax.memory(**sizes, policy=policy).total == sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
 

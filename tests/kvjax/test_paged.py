@@ -149,18 +149,11 @@ SHAPES = [
     Shape(layers=2, page_size=2, T=5, budget=4),
     Shape(layers=None, page_size=1, T=3, budget=4),
     Shape(layers=3, page_size=4, T=9, budget=6),
-    Shape(layers=None, page_size=16, T=7, budget=8),
-    Shape(layers=2, page_size=16, T=9, budget=20),
-    Shape(layers=2, page_size=1, T=9, budget=3),
 ]
 ALLOCATIONS = [
     ("layer", {"cap": None}),
-    ("uniform", {}),
     ("adakv", {"safeguard": 0.5, "cap": None}),
-    ("model", {"normalise": False, "cap": None}),
     ("model", {"cap": None}),
-    ("pyramid", {"beta": 5.0}),
-    ("lava", {"cap": None}),
     ("cake", {"cap": None}),
 ]
 
@@ -343,9 +336,7 @@ def on_a_large_pool(name: str, T: int):
 
 
 # On a GPU a second kernel also combines the parts of a single query's softmax, and makes its statistics.
-@pytest.mark.parametrize(
-    ("platform", "T", "kernels"), first(2, [("tpu", 1, 1), ("cuda", 4, 2), ("cuda", 1, 2), ("tpu", 4, 2)])
-)
+@pytest.mark.parametrize(("platform", "T", "kernels"), [("tpu", 1, 1), ("cuda", 4, 2)])
 def test_one_kernel_reads_the_pages_of_all_heads_and_one_makes_statistics_of_several_queries(platform, T, kernels):
     target = {"tpu": "@tpu_custom_call", "cuda": "@__gpu$xla.gpu.triton"}[platform]
     block, shapes = on_a_large_pool("h2o+caote@model", T)
@@ -354,7 +345,7 @@ def test_one_kernel_reads_the_pages_of_all_heads_and_one_makes_statistics_of_sev
 
 @pytest.mark.matrix
 @pytest.mark.tpu
-@pytest.mark.parametrize(("name", "times"), [("h2o+caote@model", 1), ("h2o@model", 0), ("keydiff@layer", 1)])
+@pytest.mark.parametrize(("name", "times"), [("h2o+caote@model", 1), ("h2o@model", 0)])
 def test_compiled_for_a_tpu_pages_are_laid_out_only_for_a_policy_that_reads_them(name, times):
     block, shapes = on_a_large_pool(name, 1)
     program = compiled_for_tpu("v5e:2x2", block, *shapes, donate=range(2, len(shapes)))
@@ -367,7 +358,7 @@ def test_compiled_for_a_tpu_pages_are_laid_out_only_for_a_policy_that_reads_them
 # Packing.
 
 
-@pytest.mark.parametrize("layers, page_size, pages", first(1, [(3, 2, 30), (None, 1, 18), (3, 4, 18), (None, 16, 4)]))
+@pytest.mark.parametrize("layers, page_size, pages", first(1, [(3, 2, 30), (None, 1, 18)]))
 @hypothesis.given(seed=st.integers(0, 2**32 - 1))
 @hypothesis.settings(max_examples=10)
 def test_packing_keeps_tokens_and_takes_the_fewest_pages(layers, page_size, pages, seed):
@@ -432,28 +423,26 @@ def test_a_layer_of_pages_is_a_plain_cache_and_so_is_one_head_of_it():
                 np.testing.assert_array_equal(a, np.asarray(b)[:, head : head + 1])
 
 
-@pytest.mark.parametrize(("dtype", "size"), [(jnp.float32, 4), (jnp.bfloat16, 2)])
-def test_nbytes_counts_pages_table_free_list_and_state(dtype, size):
+def test_nbytes_counts_pages_table_free_list_and_state():
     P, page, layers, most = 50, 4, 3, 21
     cache = empty(
-        batch=B, kv_heads=K, pages=P, page_size=page, most=most, head_dim=D, layers=layers, dtype=dtype,
+        batch=B, kv_heads=K, pages=P, page_size=page, most=most, head_dim=D, layers=layers, dtype=jnp.bfloat16,
         init_state=init_state,
     )  # fmt: skip
     heads = layers * B * K
-    slots = P * page * (2 * D * size + 4 + 2 * 4 + 4)
+    slots = P * page * (2 * D * 2 + 4 + 2 * 4 + 4)
     assert cache.nbytes == slots + heads * (6 * 4 + 4 * 4) + 2 * 4 * P + 4 + 4 * B
 
 
-@pytest.mark.parametrize(("layers", "tokens"), first(1, [(2, 1), (2, 16), (None, 1), (None, 16)]))
-def test_a_donated_pool_is_updated_in_place(layers, tokens):
+def test_a_donated_pool_is_updated_in_place():
     """An allocation that changes moves pages, not the cache."""
-    cache = empty(batch=2, kv_heads=2, pages=64, page_size=8, most=96, head_dim=8, layers=layers)
+    cache = empty(batch=2, kv_heads=2, pages=64, page_size=8, most=96, head_dim=8, layers=2)
 
     def step(cache, key, value, scores):
-        cache = kvjax.insert(cache, key, value, layer=None if layers is None else jnp.int32(1))
+        cache = kvjax.insert(cache, key, value, layer=jnp.int32(1))
         return kvjax.evict(cache, scores, 24, allocation="layer")
 
-    rows, scores = np.ones((2, tokens, 2, 8), np.float32), np.ones((64, 8), np.float32)
+    rows, scores = np.ones((2, 1, 2, 8), np.float32), np.ones((64, 8), np.float32)
     program = jax.jit(step, donate_argnums=0).lower(cache, rows, rows, scores).compile()
     text = program.as_text()
     aliases = re.search(r"input_output_alias=\{(.*?)\}, entry", text).group(1)
@@ -464,13 +453,6 @@ def test_a_donated_pool_is_updated_in_place(layers, tokens):
 
 
 # Errors.
-
-
-def test_more_tokens_than_a_head_may_hold_are_refused_outside_jit():
-    cache = empty(batch=B, kv_heads=K, pages=40, page_size=2, most=4, head_dim=D)
-    position = np.broadcast_to(np.arange(5, dtype=np.int32), (B, 5))
-    with pytest.raises(ValueError, match=r"5 tokens do not fit: 1 more free slots are needed; evict first"):
-        kvjax.insert(cache, *rows_of(0, position), position)
 
 
 @pytest.mark.parametrize("name", ["batch", "kv_heads", "page_size", "most", "head_dim", "layers"])
@@ -500,7 +482,5 @@ def test_one_layer_of_pages_is_not_evicted_alone():
     with pytest.raises(ValueError, match=r"a paged cache evicts in all its layers at once, .*; leave layer out"):
         kvjax.evict(cache, np.ones((8, 2), np.float32), 2, layer=0)
     x = np.ones((B, 1, K, D), np.float32)
-    with pytest.raises(
-        ValueError, match=r"'h2o' cannot evict from one layer of a paged cache of 2 layers: observe each layer"
-    ):
+    with pytest.raises(ValueError, match=r"'h2o' cannot evict from one layer of a paged cache of 2 layers: observe"):
         kvjax.attend(cache, x, x, x, policy=kvjax.parse("h2o"), budget=2, context=kvjax.Context(layer=0))

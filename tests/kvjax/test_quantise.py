@@ -12,31 +12,13 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import projection
-from kvjax.cache import dtypes_of, floats_of
+from kvjax.cache import floats_of
 from kvjax.quantise import check_dtypes, is_quantised
 from tests.tiers import first
 
 B, K, G, T, D, E, BUDGET = 2, 2, 2, 4, 4, 6, 8
 N = K * G
 DTYPES = ["int8", "float8_e4m3fn"]
-# Each reads keys or values in a way of its own.
-POLICIES = [
-    "key_norm",
-    "keydiff",
-    "lagkv(sinks=1,lag=4)",
-    "curdkv(sinks=1)",
-    "laprox(window=2)",
-    "expected_attention(sinks=1)",
-    "lava(window=2)",
-    "h2o+critical",
-    "h2o+caote",
-    "tova(heads='group')+caote(rounds=2)",
-    "h2o+caote(target='output')",
-    "streaming(sinks=1)+positions(kind='compact')",
-    "h2o+positions(kind='index')",
-]
-UNEVEN = ["h2o+caote@layer"]
 quantise, dequantise = jax.jit(kvjax.quantise, static_argnums=1), jax.jit(kvjax.dequantise)
 
 
@@ -72,9 +54,8 @@ def test_rows_of_zeros_stay_zeros_and_rows_that_are_not_finite_do_not_look_finit
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("given", first(1, ["bfloat16", "float32"]))
-def test_straight_through_returns_the_same_numbers_and_the_derivative_of_the_rows(dtype, given):
-    rows = np.random.default_rng(0).normal(size=(3, D)).astype(jnp.dtype(given))
+def test_straight_through_returns_the_same_numbers_and_the_derivative_of_the_rows(dtype):
+    rows = np.random.default_rng(0).normal(size=(3, D)).astype(jnp.bfloat16)
 
     @jax.jit
     def rounded_and_slope(rows):
@@ -99,62 +80,10 @@ def blocks(seed: int = 0, steps: int = 4):
         yield tuple(x.astype(np.float32) for x in (query, key * sizes, value / sizes)), at.astype(np.int32)
 
 
-@functools.cache
-def both(name: str, dtype: str):
-    """A jitted block through a cache of eight bits, and through one of floats that holds the same rounded rows."""
-    policy = kvjax.parse(name)
-    weight = np.random.default_rng(9).normal(size=(N, D, E)).astype(np.float32)
-
-    def run(eight, floats, rows, position):
-        query, key, value = rows
-        parts = kvjax.output_projection(jnp.asarray(weight), K, projection.KINDS)
-        context = kvjax.Context(layer=0, frequency=jnp.array([[1.0, 0.1]]), projection=parts)
-        step = functools.partial(kvjax.attend, policy=policy, budget=BUDGET, context=context)
-        out, eight = step(eight, *rows, position)
-        if policy.positions == "index":  # keys are turned before they are rounded: the float cache cannot be told
-            return (out, out), (eight, eight)
-        kinds = zip((key, value), check_dtypes(dtype), strict=True)
-        rounded = [kvjax.straight_through(x, kind) if is_quantised(kind) else x for x, kind in kinds]
-        own, floats = step(floats, query, *rounded, position)
-        return (out, own), (eight, floats)
-
-    return jax.jit(run)
-
-
 @jax.jit
 def read(cache) -> kvjax.KVCache:
     """The rows as floats, in slots."""
     return floats_of(cache.layer() if isinstance(cache, kvjax.PagedCache) else cache)
-
-
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    first(
-        2,
-        [
-            ("h2o+caote", "int8/float32"),
-            ("lagkv(sinks=1,lag=4)", "float8_e4m3fn"),
-            ("h2o+caote", "float8_e4m3fn"),
-            ("h2o+caote@layer", "float32/float8_e4m3fn"),
-            ("streaming(sinks=1)+positions(kind='compact')", "float32/int8"),
-            *((name, "int8") for name in [*POLICIES, *UNEVEN]),
-        ],
-    ),
-)
-def test_every_policy_computes_with_the_rows_that_the_eight_bits_stand_for(name, dtype):
-    sizes = dict(batch=B, kv_heads=K, query_heads=N, head_dim=D, budget=BUDGET, block=T, page_size=3)
-    eight, floats = jax.jit(lambda: [kvjax.empty_cache(name, **sizes, dtype=kind) for kind in (dtype, "float32")])()
-    for rows, position in blocks():
-        (out, own), (eight, floats) = both(name, dtype)(eight, floats, rows, position)
-        np.testing.assert_allclose(out, own, rtol=2e-4, atol=2e-5)
-        np.testing.assert_array_equal(eight.position, floats.position)
-        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=1e-5), eight.state, floats.state)
-    assert str(dtypes_of(eight)) == dtype
-    kept, others = (jax.tree.map(np.asarray, read(cache)) for cache in (eight, floats))
-    live = kept.position[..., None] >= 0
-    assert live.sum() == B * K * BUDGET
-    np.testing.assert_allclose(np.where(live, kept.key, 0), np.where(live, others.key, 0), rtol=1e-5)
-    np.testing.assert_allclose(np.where(live, kept.value, 0), np.where(live, others.value, 0), rtol=1e-5)
 
 
 insert = jax.jit(kvjax.insert, static_argnames="layer")
@@ -179,17 +108,17 @@ def filled(dtype: str = "int8", layers: int | None = None):
 def test_rows_are_rounded_on_their_own_whatever_the_blocks():
     cache = filled()
     ((_, key, value), position), *_ = blocks()
-    alone = kvjax.empty_cache(None, batch=B, kv_heads=K, query_heads=N, head_dim=D, budget=T, dtype="int8")
+    sizes = dict(batch=B, kv_heads=K, query_heads=N, head_dim=D, budget=T, dtype="int8")
+    alone = jax.jit(lambda: kvjax.empty_cache(None, **sizes))()
     for t in range(T):
         one = slice(t, t + 1)
         alone = insert(alone, key[:, one], value[:, one], np.maximum(position, 0)[:, one])
     jax.tree.map(np.testing.assert_array_equal, cache, alone)
 
 
-@pytest.mark.parametrize("dtype", first(1, ["int8/bfloat16", "int8", "float32/int8"]))
 @pytest.mark.parametrize("change", [*MOVES, "layer"])
-def test_rows_keep_their_scales_wherever_they_move(change, dtype):
-    cache = filled(dtype, layers=2 if change == "layer" else None)
+def test_rows_keep_their_scales_wherever_they_move(change):
+    cache = filled("int8/bfloat16", layers=2 if change == "layer" else None)
     if change == "layer":
         one, expected = jax.jit(lambda cache: (floats_of(cache.layer(1)).value, floats_of(cache).layer(1).value))(cache)
         np.testing.assert_array_equal(one, expected)
@@ -218,9 +147,7 @@ def compiled_step(dtype: str):
     return cache, jax.jit(step, donate_argnums=0).lower(cache, *rows, layer).compile().memory_analysis()
 
 
-@pytest.mark.parametrize(
-    "dtype", first(1, ["int8", "int8/bfloat16", "bfloat16/int8", "float8_e4m3fn", "int8/float8_e4m3fn"])
-)
+@pytest.mark.parametrize("dtype", first(1, ["int8", "bfloat16/float8_e4m3fn"]))
 def test_a_step_holds_the_bytes_of_its_dtypes_and_no_copy_of_the_cache_as_floats(dtype):
     (cache, memory), (_, of_floats) = compiled_step(dtype), compiled_step("float32")
     kinds, numbers = check_dtypes(dtype), cache.key.size  # and as many of the values
@@ -247,10 +174,8 @@ def test_a_step_holds_the_bytes_of_its_dtypes_and_no_copy_of_the_cache_as_floats
             ("int8", None, "int8"),
             "dtype is .*; expected one dtype, or a pair of keys' and values', such as 'int8/bfloat",
         ),
-        ((), r"dtype is \(\); expected one dtype, or a pair"),
         ("int8/", "dtype is ''; keys and values are floats"),
         (("int8", object), "dtype is <class 'object'>; keys and values are floats"),
-        ("int8,bfloat16", "dtype is 'int8,bfloat16'; keys and values are floats"),
     ],
 )
 def test_what_is_neither_a_dtype_nor_a_pair_of_them_is_refused(dtype, sentence):
@@ -265,12 +190,10 @@ def test_what_is_neither_a_dtype_nor_a_pair_of_them_is_refused(dtype, sentence):
             make()
 
 
-@pytest.mark.parametrize("dtype", first(1, ["float32/int8", "int8/float32"]))
-def test_scales_are_there_for_what_is_of_eight_bits_alone(dtype):
-    cache = filled(dtype)
-    assert (cache.key_scale is None, cache.value_scale is None) == (dtype[0] == "f", dtype[0] == "i")
-    floats, half = filled("float32"), "value" if cache.value_scale is None else "key"
-    np.testing.assert_array_equal(getattr(read(cache), half), getattr(floats, half))
+def test_scales_are_there_for_what_is_of_eight_bits_alone():
+    cache, floats = filled("float32/int8"), filled("float32")
+    assert cache.key_scale is None and cache.value_scale is not None
+    np.testing.assert_array_equal(read(cache).key, floats.key)
     assert cache.nbytes == floats.nbytes - 3 * cache.key.size + 4 * cache.position.size
 
 
@@ -291,7 +214,7 @@ def test_a_row_of_other_dtypes_does_not_fit_into_a_batch():
 
 def test_a_dtype_that_rows_cannot_be_rounded_to_is_refused():
     with pytest.raises(ValueError, match="dtype is 'bfloat16'; rows are rounded to 'int8' or 'float8_e4m3fn'"):
-        kvjax.quantise(jnp.ones(2), "bfloat16")
+        kvjax.quantise(np.ones(2), "bfloat16")
 
 
 def test_no_derivative_reaches_rows_of_eight_bits_and_the_queries_have_theirs():

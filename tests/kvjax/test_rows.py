@@ -11,16 +11,15 @@ import numpy as np
 import pytest
 
 import kvjax
-from tests.tiers import first
 
 L, B, K, D, BUDGET, BLOCK = 2, 3, 2, 4, 6, 4
-KINDS = {"window": "snapkv(window=2)", "paged": "h2o@layer", "plain": "h2o", "eight bits": "h2o@layer"}
+KINDS = {"plain": "snapkv(window=2)", "paged": "h2o@layer"}
 
 
 @functools.cache
 def maker(kind: str, batch: int, more: int):
     sizes = dict(layers=L, batch=batch, kv_heads=K, query_heads=2 * K, head_dim=D, page_size=2)
-    sizes |= dict(dtype="int8") if kind == "eight bits" else {}
+    sizes |= dict(dtype="int8") if kind == "paged" else {}
     return jax.jit(lambda: kvjax.empty_cache(KINDS[kind], budget=BUDGET + more, block=BLOCK, **sizes))
 
 
@@ -80,7 +79,7 @@ def held(cache, row: int) -> list[dict]:
 join, leave = (jax.jit(function, donate_argnums=0) for function in (kvjax.join, kvjax.leave))
 
 
-@pytest.mark.parametrize("kind", first(2, KINDS))
+@pytest.mark.parametrize("kind", KINDS)
 @hypothesis.given(moves=st.lists(st.tuples(st.integers(0, B - 1), st.integers(-1, 4)), min_size=1, max_size=8))
 @hypothesis.settings(max_examples=6)
 def test_a_row_holds_what_its_sequence_held_and_others_are_untouched(kind, moves):
@@ -106,13 +105,13 @@ def test_a_row_holds_what_its_sequence_held_and_others_are_untouched(kind, moves
         assert sorted([*used, *free]) == list(range(cache.owner.shape[0]))
 
 
-@pytest.mark.parametrize("kind", first(2, KINDS))
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_larger_batch_takes_a_smaller_row(kind):
     cache = join(empty(kind, B, more=4), 1, sequence(kind, 8, 1))
     assert [head["tokens"] for head in held(cache, 1)] == [head["tokens"] for head in held(sequence(kind, 8, 1), 0)]
 
 
-@pytest.mark.parametrize("kind", ["plain", "paged"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_wrong_rows_end_in_a_sentence(kind):
     cache, one = empty(kind, B), sequence(kind, 8, 1)
     with pytest.raises(ValueError, match="the row is 3; the cache has rows 0 to 2"):
@@ -131,7 +130,7 @@ def test_wrong_rows_end_in_a_sentence(kind):
 
 def test_a_row_that_is_not_due_keeps_its_window():
     policy = kvjax.parse("snapkv(window=2)")
-    cache = join(join(empty("window", 2), 0, sequence("window", 8, 1)), 1, sequence("window", 8, 2))
+    cache = join(join(empty("plain", 2), 0, sequence("plain", 8, 1)), 1, sequence("plain", 8, 2))
     row = np.ones((2, 1, K, D), np.float32)
     observe = functools.partial(kvjax.observe, policy=policy, budget=BUDGET, context=kvjax.Context(layer=0))
     _, cache, evidence = jax.jit(observe)(cache, np.repeat(row, 2, axis=2), row, row)

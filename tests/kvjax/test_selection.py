@@ -65,9 +65,7 @@ def as_mask(slots: np.ndarray) -> np.ndarray:
     return out
 
 
-budgets = pytest.mark.parametrize(
-    ("budget", "sinks"), first(2, [(3, 4), (0.7, 2), (1, 0), (S + 4, 1), (0.07, 0), (1.0, 5)])
-)
+budgets = pytest.mark.parametrize(("budget", "sinks"), first(2, [(3, 4), (0.7, 2), (S + 4, 1)]))
 
 
 @budgets
@@ -103,12 +101,6 @@ def test_a_budget_a_row_holds_for_all_its_queries():
     np.testing.assert_array_equal(mask, definitions(importance, position, queries, every, 4))
 
 
-def test_without_a_position_the_query_sees_every_live_slot():
-    importance, position, _ = case(3)
-    mask = compiled(kvjax.selected_mask, budget=3, sinks=1)(importance, position)
-    np.testing.assert_array_equal(mask, definitions(importance, position, np.full(B, S + 3), 3, 1))
-
-
 def test_sinks_come_on_top_of_the_budget_and_are_counted_once():
     position = np.arange(S, dtype=np.int32).reshape(1, 1, S)
     importance = np.where(position == 0, 9.0, position).astype(np.float32)  # slot 0 is a sink, and the best
@@ -122,20 +114,13 @@ def test_ties_go_to_the_more_recent_token_in_whatever_slot_it_is():
     assert slots.tolist() == [[[0, 2]]]
 
 
-def test_a_query_that_sees_nothing_reads_nothing():
-    importance, position, _ = case(4)
-    slots = compiled(kvjax.select, budget=0.5)(importance, position, query_position=np.full(B, -1, np.int32))
-    assert np.all(np.asarray(slots) == -1)
-
-
 def test_any_share_of_some_tokens_is_at_least_one():
     assert [share_of_tokens(1e-9, tokens) for tokens in (0, 1, 10_000)] == [0, 1, 1]
     np.testing.assert_array_equal(share_of_tokens(0.3, np.arange(11)), [0, 1, 1, 1, 2, 2, 2, 3, 3, 3, 3])
 
 
-@pytest.mark.parametrize("share", first(2, [0.07, 0.3, 0.1, 0.7, 0.0001]))
-def test_a_share_is_rounded_up_without_rounding_errors(share):
-    S = 600
+def test_a_share_is_rounded_up_without_rounding_errors():
+    S, share = 600, 0.07
     position, every = np.arange(S, dtype=np.int32).reshape(1, 1, S), np.arange(S, dtype=np.int32)[None]
     function = compiled(kvjax.selected_mask, budget=share, sinks=0)
     mask = function(np.zeros((1, 1, S, S), np.float32), position, query_position=every)
@@ -151,13 +136,6 @@ def test_the_size_is_what_budget_and_sinks_can_come_to():
 
     assert [size(budget) for budget in (1, 5, 10, 99)] == [4, 8, S, S]
     assert [size(budget) for budget in (0.1, 0.5, 1.0)] == [2 + 3, 6 + 3, S]
-
-
-def test_a_larger_size_is_filled_up_with_none():
-    importance, position, queries = case(6)
-    few = compiled(kvjax.select, budget=3, sinks=1)(importance, position, query_position=queries)
-    more = compiled(kvjax.select, budget=3, sinks=1, size=9)(importance, position, query_position=queries)
-    np.testing.assert_array_equal(more, np.pad(few, ((0, 0), (0, 0), (0, 5)), constant_values=-1))
 
 
 def test_budgets_of_rows_take_the_size_that_is_given():
