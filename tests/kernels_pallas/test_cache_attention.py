@@ -14,7 +14,6 @@ import pytest
 
 from kernels_pallas import STATISTICS, cache_attention
 from tests.kvjax.definitions import block_weights, column_statistics, weighted_values
-from tests.tiers import first, matrix
 
 
 class Case(NamedTuple):
@@ -78,28 +77,17 @@ def test_output_and_statistics_are_those_of_the_definition(seed):
     check(case(seed))
 
 
-SIZES = [
-    *(dict(T=1), dict(N=3, K=1), dict(N=2, K=2), dict(N=8), dict(T=7, S=13, D=3)),
-    *(dict(B=1, T=1, N=1, K=1, S=1, D=1), dict(B=3, T=5, N=6, K=3, S=17, D=11)),
-]
-
-
-@pytest.mark.parametrize("sizes", first(2, SIZES), ids=str)
+@pytest.mark.parametrize("sizes", [dict(T=1), dict(B=3, T=5, N=6, K=3, S=17, D=11)], ids=str)
 def test_any_size_is_accepted_and_query_heads_read_the_kv_head_of_their_group(sizes):
     check(case(2, **sizes))
 
 
-@pytest.mark.parametrize(
-    "span", [*map(np.int32, (1, 3, 8, 100)), 3, pytest.param(1, marks=matrix)], ids=lambda span: type(span).__name__
-)
+@pytest.mark.parametrize("span", [*map(np.int32, (1, 8)), 3], ids=lambda span: type(span).__name__)
 def test_a_sliding_window_is_counted_in_positions_traced_or_not(span):
     check(case(3), sliding_window=span)
 
 
-# Each window, and each group of heads: they meet in window_group_square alone, in windows below and above the block.
-@pytest.mark.parametrize(
-    ("window", "N", "K"), first(2, [(2, 6, 2), (9, 3, 1), (1, 6, 2), (4, 6, 2), (2, 3, 1), (4, 4, 4)])
-)
+@pytest.mark.parametrize(("window", "N", "K"), [(2, 6, 2), (9, 3, 1)])  # below and above the block
 def test_ragged_rows_have_windows_of_their_own(window, N, K):
     given = case(21, B=3, T=6, N=N, K=K)
     given.query_position[:] = [[9, 10, 11, 12, 13, 14], [-1, 11, -1, 12, 13, -1], [-1, -1, -1, 14, -1, -1]]
@@ -129,26 +117,7 @@ def test_a_query_does_not_see_later_tokens():
     np.testing.assert_array_equal(attention(changed)[0], out)
 
 
-def test_a_query_sees_itself():
-    alone = case(7, T=1)
-    alone.key_position[:], alone.query_position[:] = [9, 5, *[-1] * 7], 5
-    out, columns = attention(alone)
-    np.testing.assert_array_equal(columns["last"], np.broadcast_to([0, 1, *[0] * 7], (2, 4, 9)))
-    np.testing.assert_allclose(out[:, 0], alone.value[:, [0, 0, 1, 1], 1], rtol=1e-6)
-
-
-@hypothesis.given(seed=st.integers(0, 2**32 - 1))
-@hypothesis.settings(max_examples=10)
-def test_permuting_the_slots_permutes_the_statistics_and_not_the_output(seed):
-    given, order = case(seed), np.random.default_rng(seed).permutation(9)
-    shuffled = given._replace(**{name: getattr(given, name)[:, :, order] for name in ("key", "value", "key_position")})
-    (out, columns), (out_2, columns_2) = attention(given), attention(shuffled)
-    np.testing.assert_allclose(out_2, out, rtol=1e-4, atol=1e-5)
-    for name in STATISTICS:
-        np.testing.assert_allclose(columns_2[name], columns[name][..., order], rtol=1e-5, atol=1e-9, err_msg=name)
-
-
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("side", ["key", "value"])
 def test_what_a_free_slot_holds_does_not_matter_and_it_weighs_exactly_nothing(side, bad):
     given = case(8)
@@ -162,23 +131,22 @@ def test_what_a_free_slot_holds_does_not_matter_and_it_weighs_exactly_nothing(si
         assert (column[np.repeat(free, column.shape[1] // 2, axis=1)] == 0).all()
 
 
-@pytest.mark.parametrize("dtype", first(1, ["float32", "bfloat16"]))
-def test_gradients_are_finite_and_no_free_slot_gets_one(dtype):
+def test_gradients_are_finite_and_no_free_slot_gets_one():
     given = case(8)
-    free, positions = given.key_position < 0, tuple(map(jnp.asarray, given[3:]))
+    free, positions = given.key_position < 0, given[3:]
 
     @jax.jit
     def gradient(query, key, value):
         def loss(*qkv):
-            return (cache_attention(*qkv, *positions)[0].astype(jnp.float32) ** 2).sum()
+            return (cache_attention(*qkv, *positions)[0] ** 2).sum()
 
         return jax.grad(loss, argnums=(0, 1, 2))(query, key, value)
 
     stale = np.where(free[..., None], np.nan, given.value)  # what an evicted token may have left behind
-    grads = gradient(*(jnp.asarray(x, dtype) for x in (given.query, given.key, stale)))
-    assert all(np.isfinite(np.asarray(grad, np.float32)).all() for grad in grads)
-    assert all((np.asarray(grad, np.float32)[free] == 0).all() for grad in grads[1:])
-    assert all((np.asarray(grad, np.float32)[~free] != 0).any() for grad in grads[1:])
+    grads = gradient(given.query, given.key, stale)
+    assert all(np.isfinite(np.asarray(grad)).all() for grad in grads)
+    assert all((np.asarray(grad)[free] == 0).all() for grad in grads[1:])
+    assert all((np.asarray(grad)[~free] != 0).any() for grad in grads[1:])
 
 
 def test_padding_gives_zeros_and_enters_no_statistic():
@@ -192,32 +160,10 @@ def test_padding_gives_zeros_and_enters_no_statistic():
         np.testing.assert_array_equal(column, columns[name])
 
 
-def test_a_row_without_a_valid_query_and_a_query_that_sees_no_slot_give_zeros():
-    given = case(12)
-    given.key_position[0, 1] = given.query_position[1] = -1
-    out, columns = attention(given)
-    assert (out[0, :, 2:] == 0).all() and (out[1] == 0).all()
-    for column in columns.values():
-        assert (column[0, column.shape[1] // 2 :] == 0).all() and (column[1] == 0).all()
-    check(given)
-
-
-def test_large_logits_do_not_overflow():
-    given = case(14)
-    check(given._replace(query=1e3 * given.query), rtol=2e-3, atol=2e-3)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "sizes"),
-    first(
-        1, [*(("bfloat16", sizes) for sizes in (dict(), dict(T=1), dict(B=1), dict(T=7, N=6, K=3))), ("float16", {})]
-    ),
-    ids=str,
-)
-def test_half_precision_is_computed_in_float32_and_given_back_as_it_came(dtype, sizes):
-    """More than one row and KV head: XLA's CPU backend lacks some of bfloat16's batched products."""
-    given = case(15, **sizes)
-    narrow = given._replace(**{name: jnp.asarray(getattr(given, name), dtype) for name in ("query", "key", "value")})
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_is_computed_in_float32_and_given_back_as_it_came(dtype):
+    given = case(15)
+    narrow = given._replace(**{x: getattr(given, x).astype(jnp.dtype(dtype)) for x in ("query", "key", "value")})
     out, columns = compiled()(*narrow)
     wide = [np.asarray(x, np.float32) for x in narrow[:3]]
     weights = block_weights(wide[0], wide[1], given.key_position, given.query_position)
@@ -228,30 +174,11 @@ def test_half_precision_is_computed_in_float32_and_given_back_as_it_came(dtype, 
     np.testing.assert_allclose(np.asarray(out, np.float32), expected, rtol=2e-2, atol=2e-2)
 
 
-def test_float64_stays_float64():
-    given = case(16)
-    with jax.enable_x64(True):
-        given = given._replace(**{name: getattr(given, name).astype(np.float64) for name in ("query", "key", "value")})
-        out, columns = compiled()(*given)
-        assert out.dtype == columns.sum.dtype == np.float64
-        weights = block_weights(given.query, given.key, given.key_position, given.query_position)
-        np.testing.assert_allclose(
-            out, weighted_values(weights, given.value, given.key_position), rtol=1e-11, atol=1e-13
-        )
-        np.testing.assert_allclose(columns.sum, weights.sum(2), rtol=1e-11, atol=1e-15)
-
-
-@pytest.mark.parametrize(
-    "names", [("last", "window_mean"), *(pytest.param((name,), marks=matrix) for name in STATISTICS)], ids=str
-)
+@pytest.mark.parametrize("names", [("last", "window_mean"), *((name,) for name in STATISTICS)], ids=str)
 def test_only_the_statistics_asked_for_are_given(names):
-    _, columns = compiled(statistics=names)(*case(17))
+    run = functools.partial(cache_attention, statistics=(name for name in names), window=2)
+    _, columns = jax.eval_shape(run, *case(17))
     assert {name for name in STATISTICS if getattr(columns, name) is not None} == set(names)
-
-
-def test_the_named_reference_is_what_auto_takes_on_a_cpu():
-    by_name, auto = (compiled(**more).lower(*case(18)).as_text() for more in (dict(implementation="reference"), {}))
-    assert by_name == auto
 
 
 @pytest.mark.bad_input
@@ -281,17 +208,11 @@ def test_a_call_that_does_not_fit_is_refused(changes, options, message):
         cache_attention(*given, **options)
 
 
-def test_statistics_may_come_from_a_generator():
-    run = functools.partial(cache_attention, statistics=(name for name in ["sum"]))
-    assert jax.eval_shape(run, *case(20))[1].sum is not None
-
-
-@pytest.mark.parametrize("statistics", [("sum", "last", "window_mean"), pytest.param((), marks=matrix)], ids=str)
-def test_logits_are_laid_out_by_row_and_exponentials_made_once(statistics):
+def test_logits_are_laid_out_by_row_and_exponentials_made_once():
     B, T, K, G, D, S = 1, 8, 2, 3, 16, 72
-    arrays = [jnp.ones((B, T, K * G, D)), *[jnp.ones((B, K, S, D))] * 2]
-    positions = [jnp.zeros((B, K, S), jnp.int32), jnp.zeros((B, T), jnp.int32)]
-    run = jax.jit(lambda *given: cache_attention(*given, statistics=statistics, window=4))
+    arrays = [np.ones((B, T, K * G, D), np.float32), *[np.ones((B, K, S, D), np.float32)] * 2]
+    positions = [np.zeros((B, K, S), np.int32), np.zeros((B, T), np.int32)]
+    run = jax.jit(lambda *given: cache_attention(*given, statistics=("sum", "last", "window_mean"), window=4))
     text = run.lower(*arrays, *positions).compile().as_text()
     assert f"[{K},{G * T},{S}]" in text and f"[{K},{S},{G * T}]" not in text
     assert text.count(" exponential(") == 1

@@ -82,7 +82,6 @@ def test_output_and_statistics_are_those_of_the_definition(name, seed):
         1,
         [
             (dict(B=1, T=1, N=16, K=1, S=131, D=80), dict(soft_cap=1.5)),
-            (dict(), dict(soft_cap=1.5)),
             (dict(B=2, T=5, N=9, K=3, S=40, D=64), {}),
         ],
     ),
@@ -94,23 +93,21 @@ def test_any_size_is_accepted_and_logits_are_bent_to_the_soft_cap(name, sizes, o
 
 
 @both
-@pytest.mark.parametrize("traced", [True, pytest.param(False, marks=matrix)])
-def test_many_blocks_of_queries_and_chunks_of_slots(name, traced, monkeypatch):
+def test_many_blocks_of_queries_and_chunks_of_slots(name, monkeypatch):
     monkeypatch.setattr(tpu, "ROWS", 32)
     monkeypatch.setattr(tpu, "SLOTS", 128)
     given = case(3, B=1, T=70, N=2, K=1, S=290, D=8)
     given.query_position[0, 5:20] = -1
-    check(name, given, window=40, sliding_window=50, traced=traced, rtol=5e-5)
+    check(name, given, window=40, sliding_window=50, traced=True, rtol=5e-5)
 
 
-@both
 @matrix
-def test_statistics_of_a_window_begin_with_its_block(name, monkeypatch):
+def test_statistics_of_a_window_begin_with_its_block(monkeypatch):
     monkeypatch.setattr(tpu, "ROWS", 32)
     given = case(5, B=2, T=200, N=2, K=1, S=90, D=8)
     given.query_position[1, 30:] = -1  # this row's window lies in the first block, the other's in the last
     names = frozenset({"last", "window_mean", "window_variance", "window_place"})
-    check(name, given, window=20, statistics=names, rtol=5e-5)
+    check("tpu", given, window=20, statistics=names, rtol=5e-5)
 
 
 @both
@@ -132,20 +129,6 @@ def test_kernels_with_a_soft_cap_lower(platform):
     assert kernels_in(platform, capped, *shapes(1, 128, 16, 8, 8320, 256, "bfloat16")) == 2
 
 
-@pytest.mark.tpu
-@matrix
-def test_kernels_with_a_soft_cap_compile_for_a_tpu():
-    capped = attend(("sum",), 4096, soft_cap=50.0)
-    program = compiled_for_tpu("v5e:2x2", capped, *shapes(1, 128, 16, 8, 8320, 256, "bfloat16"))
-    assert program.as_text().count('custom_call_target="tpu_custom_call"') == 2
-
-
-@both
-def test_large_logits_do_not_overflow(name):
-    given = case(6)
-    check(name, given._replace(query=1e3 * given.query), rtol=2e-3, atol=2e-3)
-
-
 @both
 def test_the_variance_of_nearly_equal_weights_does_not_drown_in_rounding(name):
     given = case(22)
@@ -159,22 +142,11 @@ def test_the_variance_of_nearly_equal_weights_does_not_drown_in_rounding(name):
 
 
 @both
-@pytest.mark.parametrize(
-    "names",
-    [("last", "window_mean"), *(pytest.param(names, marks=matrix) for names in ((), ("window_group_square",)))],
-    ids=str,
-)
-def test_one_layer_is_read_in_half_precision_and_only_the_statistics_asked_for_are_given(name, names):
-    given = case(7)
+def test_one_layer_is_read_in_half_precision_and_only_the_statistics_asked_for_are_given(name):
+    given, names = case(7), ("last", "window_mean")
     narrow = given._replace(**{x: getattr(given, x).astype(jnp.dtype("bfloat16")) for x in NUMBERS})
     _, columns = check(name, narrow, rtol=1e-4, statistics=frozenset(names), layer=np.int32(1))
     assert {which for which in STATISTICS if getattr(columns, which) is not None} == set(names)
-
-
-@matrix
-def test_half_precision_is_computed_in_float32():
-    given = case(7)
-    check("gpu", given._replace(**{x: getattr(given, x).astype(np.float16) for x in NUMBERS}), rtol=1e-4)
 
 
 def test_one_layer_of_stacked_keys_and_values_is_read_by_the_reference():
@@ -188,9 +160,8 @@ def test_float16_is_refused_on_a_tpu():
         check("tpu", narrow)
 
 
-@both
 @matrix
-def test_gradients_are_the_references(name):
+def test_gradients_are_the_references():
     given, options = case(9), options_of(case(9), statistics=frozenset(["sum"]))
 
     def gradient(run):
@@ -201,7 +172,7 @@ def test_gradients_are_the_references(name):
         return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(*given[:3])
 
     close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
-    jax.tree.map(close, gradient(KERNELS[name]), gradient(reference.cache_attention))
+    jax.tree.map(close, gradient(KERNELS["gpu"]), gradient(reference.cache_attention))
 
 
 def shapes(B: int, T: int, N: int, K: int, S: int, D: int, dtype: str) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -215,7 +186,6 @@ TARGETS = [
     ((1, 128, 32, 8, 8320, 128, "bfloat16"), ("sum",), None),
     ((2, 5, 6, 3, 1001, 80, "float32"), STATISTICS, 40),
     ((1, 1, 1, 1, 1, 64, "float32"), STATISTICS, None),
-    ((1, 40, 16, 1, 513, 96, "bfloat16"), STATISTICS, None),
     ((1, 1000, 7, 7, 300, 256, "bfloat16"), (), 7),
 ]
 

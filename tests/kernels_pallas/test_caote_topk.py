@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-import kvjax
 from kernels_pallas import caote_topk
 from kernels_pallas.caote_topk import gpu, reference, tpu
 from kernels_pallas.dispatch import Kernel
@@ -118,27 +117,18 @@ def test_the_kept_are_those_whose_loss_hurts_most(name, seed, sharpness):
 
 
 @every
-@pytest.mark.parametrize(
-    "options", first(1, [dict(fast=True, group="mean"), dict(fast=True), dict(group="mean")]), ids=str
-)
-def test_fast_caote_and_the_groups_mean(name, options):
-    check(name, case(1), **options)
-
-
-ODD = [
-    *(dict(B=3, K=3, G=3, S=33, D=64), dict(B=1, K=2, G=5, S=700, D=96)),
-    *(dict(B=1, K=1, G=1, S=1, D=1), dict(B=1, K=1, G=16, S=130, D=80)),
-]
+def test_fast_caote_and_the_groups_mean(name):
+    check(name, case(1), fast=True, group="mean")
 
 
 @every
-@pytest.mark.parametrize("sizes", first(0, ODD[:2]) + first(0, ODD[2:], rest=nightly), ids=str)
-def test_any_size_is_accepted(name, sizes):
-    check(name, case(2, **sizes))
+@matrix
+def test_any_size_is_accepted(name):
+    check(name, case(2, B=3, K=3, G=3, S=33, D=64))
 
 
 @pytest.mark.parametrize("name", ["tpu", "gpu"])
-@pytest.mark.parametrize(("fast", "excess"), first(1, [(False, None), (True, None), (False, 1)]))
+@pytest.mark.parametrize(("fast", "excess"), first(1, [(False, None), (True, 1)]))
 def test_values_may_pass_through_in_chunks(name, fast, excess, monkeypatch):
     """As a long cache's do: several chunks of a head on a TPU, programs and a selection by XLA on a GPU."""
     monkeypatch.setattr(tpu, "STEP", 128)
@@ -210,7 +200,7 @@ def test_the_one_token_too_many_in_decode_is_found_without_a_bisection(name):
 
 
 @every
-@pytest.mark.parametrize("share", [0.5, 0.9999, 1 - 1e-7, 1.0])
+@pytest.mark.parametrize("share", [0.9999, 1 - 1e-7, 1.0])
 def test_a_token_with_nearly_all_the_weight_keeps_its_own_error(name, share):
     given = case(6)
     heavy = np.argmax(given.weights[..., :1, :], axis=-1)
@@ -219,15 +209,6 @@ def test_a_token_with_nearly_all_the_weight_keeps_its_own_error(name, share):
     weights *= (1 - share) / weights.sum(-1, keepdims=True)
     np.put_along_axis(weights, heavy[..., None].repeat(2, 2), share, axis=-1)
     check(name, given._replace(weights=weights.astype(np.float32)), rtol=1e-4)
-
-
-@every
-def test_empty_heads_and_budgets_beyond_the_live_free_nothing(name):
-    given = case(7)
-    given.position[0, 1] = -1
-    given.weights[0, 1] = 0
-    kept, _ = run(name, given._replace(budget=np.int32([9, 9])))
-    np.testing.assert_array_equal(kept, given.position)
 
 
 @every
@@ -259,24 +240,6 @@ def test_the_protected_stay(name):
     assert (scores[oldest] == np.inf).all()
 
 
-def test_it_is_the_score_and_the_choice_of_the_library():
-    given = case(10)
-    kept, scores = run("reference", given)
-    score = jax.jit(functools.partial(kvjax.score, group="exact"))
-    by_hand = np.asarray(score(given.weights, given.value, mask=given.position >= 0))
-    by_hand = np.where(given.protected & (given.position >= 0), np.float32(np.inf), by_hand)
-    np.testing.assert_allclose(scores, by_hand, rtol=1e-6)
-    stays = jax.jit(kvjax.keep_mask)(by_hand, given.position, given.budget)
-    np.testing.assert_array_equal(kept >= 0, stays)
-
-
-def test_auto_is_the_reference_on_a_cpu():
-    given = case(11)
-    kept = jax.jit(caote_topk)(*given[:4], protected=given.protected)
-    np.testing.assert_array_equal(kept.position, run("reference", given)[0])
-    assert kept.scores is None
-
-
 def shapes(B: int, K: int, G: int, S: int, D: int, dtype: str) -> tuple[jax.ShapeDtypeStruct, ...]:
     sizes = (((B, K, G, S), jnp.float32), ((B, K, S, D), dtype), ((B, K, S), jnp.int32), ((B,), jnp.int32))
     return tuple(jax.ShapeDtypeStruct(*size) for size in (*sizes, ((B, K, S), jnp.bool_)))
@@ -301,9 +264,7 @@ TARGETS = [
 # Where one token leaves, the selection alone is another: of a few slots, and of more than a GPU's kernel takes.
 @pytest.mark.parametrize(
     ("leaves", "sizes"),
-    first(
-        2, [(evict, TARGETS[0]), (evict_one, TARGETS[4]), (evict_one, TARGETS[2]), *((evict, x) for x in TARGETS[1:])]
-    ),
+    first(2, [(evict, TARGETS[0]), (evict_one, TARGETS[4]), (evict_one, TARGETS[2])]),
 )
 @platforms
 def test_auto_lowers_to_the_kernels(platform, leaves, sizes):
@@ -319,12 +280,6 @@ def test_a_stack_of_layers_beyond_32_bits_lowers(platform):
     of_layer = lambda layer, *arrays: caote_topk(*arrays[:4], layer=layer)  # noqa: E731
     kernels = kernels_in(platform, of_layer, jax.ShapeDtypeStruct((), jnp.int32), *given)
     assert kernels == {"tpu": 1, "cuda": 3}[platform]
-
-
-@matrix
-def test_float16_lowers_for_a_gpu_and_is_the_references_on_a_tpu():
-    given = shapes(1, 2, 2, 40, 64, "float16")
-    assert kernels_in("cuda", evict, *given) and not kernels_in("tpu", evict, *given)
 
 
 @pytest.mark.gpu
@@ -379,11 +334,6 @@ def test_a_call_that_does_not_fit_is_refused(changes, options, message):
     given = given._replace(**{name: np.zeros(shape, getattr(given, name).dtype) for name, shape in changes.items()})
     with pytest.raises(ValueError, match=message):
         caote_topk(*given[:4], protected=given.protected, **options)
-
-
-def test_a_budget_below_one_is_refused():
-    with pytest.raises(ValueError, match="the budget is 0; at least 1 token must stay"):
-        caote_topk(*case(13)[:3], 0)
 
 
 @pytest.mark.parametrize("name", ["tpu", "gpu"])

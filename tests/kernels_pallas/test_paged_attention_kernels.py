@@ -25,7 +25,6 @@ KERNELS = {
 }
 RUNS = KERNELS | {"reference": reference.paged_attention}
 both = pytest.mark.parametrize("name", KERNELS)
-close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-6)
 
 
 @pytest.fixture(autouse=True)
@@ -67,9 +66,8 @@ BLOCK = dict(B=2, T=3, N=6, K=3, S=192, D=8)
 
 
 @both
-@pytest.mark.parametrize("seed", range(2))
-def test_heads_own_all_pages_some_or_none(name, seed):
-    check(name, BLOCK, 32, counts=np.array([[6, 0, 1], [3, 5, 0]]), seed=seed)
+def test_heads_own_all_pages_some_or_none(name):
+    check(name, BLOCK, 32, counts=np.array([[6, 0, 1], [3, 5, 0]]))
 
 
 @both
@@ -89,12 +87,10 @@ def narrow(given, dtype="bfloat16"):
         1,
         [
             (LONG, 16, dict(half=True, soft_cap=1.5, statistics=frozenset(["last", "window_mean"]))),
-            (dict(B=1, T=4, S=32), 8, dict(soft_cap=1.5)),
-            (dict(B=1, S=48), 8, dict(half=True)),  # 16 rows fill a tile
             (dict(B=1, T=1, N=4, K=2, S=640, D=64), 128, dict(statistics=frozenset(["window_group_square"]))),
         ],
     ),
-    ids=["the most", "four rows", "a tile of halves", "wide pages"],  # a set prints otherwise in each process
+    ids=["the most", "wide pages"],  # a set prints otherwise in each process
 )
 def test_any_size_half_precision_and_soft_caps(name, sizes, page, options):
     def change(given):
@@ -109,17 +105,8 @@ def test_float16_is_refused_on_a_tpu():
         check("tpu", dict(B=1, S=48), 16, change=functools.partial(narrow, dtype="float16"))
 
 
-@platforms
 @matrix
-def test_kernels_with_a_soft_cap_lower(platform, many_pages):
-    sizes = (1, 1, 16, 8, 64, 128, 256, "bfloat16")
-    capped = attend(("last",), 4096, soft_cap=50.0)
-    assert kernels_in(platform, capped, *shapes(*sizes)) == kernels_of(platform, sizes, ("last",))
-
-
-@both
-@matrix
-def test_many_blocks_of_queries_and_chunks_of_pages(name, monkeypatch):
+def test_many_blocks_of_queries_and_chunks_of_pages(monkeypatch):
     monkeypatch.setattr(tpu.tpu, "ROWS", 32)
 
     def pad(given):
@@ -127,36 +114,7 @@ def test_many_blocks_of_queries_and_chunks_of_pages(name, monkeypatch):
         return given
 
     sizes = dict(B=1, T=70, N=2, K=1, S=384, D=8)
-    check(name, sizes, 32, change=pad, window=40, sliding_window=50, rtol=5e-5, counts=np.array([[9]]))
-
-
-@both
-@matrix
-def test_the_sliding_window_may_be_traced(name):
-    pages, _ = paged(case(4, B=1, S=64), 32)
-    options = options_of(pages)
-    del options["sliding_window"]
-    for span in (1, 3):
-        runs = (compiled(which, **options)(*pages, sliding_window=span) for which in (name, "reference"))
-        jax.tree.map(close, *runs)
-
-
-@both
-@matrix
-def test_gradients_are_the_references(name):
-    pages, _ = paged(case(9, S=32), 8)
-    finite = pages._replace(key=np.nan_to_num(pages.key), value=np.nan_to_num(pages.value, posinf=0))
-    options = options_of(pages, statistics=frozenset(["sum"]))
-
-    def gradient(run):
-        def loss(query, key, value):
-            out, columns = run(query, key, value, *pages[3:], **options)
-            return (out**2).sum() + (columns.sum**2).sum()
-
-        return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(*finite[:3])
-
-    wide = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
-    jax.tree.map(wide, gradient(KERNELS[name]), gradient(reference.paged_attention))
+    check("tpu", sizes, 32, change=pad, window=40, sliding_window=50, rtol=5e-5, counts=np.array([[9]]))
 
 
 def test_where_a_head_has_no_page_the_last_one_read_stays():
@@ -176,9 +134,6 @@ TARGETS = [
     ((1, 1, 32, 8, 520, 16, 128, "bfloat16"), ("last",), None),
     ((1, 128, 32, 8, 65, 128, 128, "bfloat16"), ("sum",), None),
     ((2, 5, 6, 3, 31, 32, 80, "float32"), STATISTICS, 40),
-    ((1, 1, 1, 1, 1, 8, 64, "float32"), STATISTICS, None),
-    ((1, 1, 16, 1, 70, 8, 64, "bfloat16"), ("sum", "last"), None),
-    ((1, 40, 16, 1, 9, 64, 128, "bfloat16"), STATISTICS, None),
     ((1, 130, 7, 7, 19, 16, 256, "bfloat16"), (), 7),
 ]
 

@@ -81,17 +81,18 @@ def computed(operation: str, platform: str, T: int, query_dtype: str, dtypes: tu
     return jax.jit(functools.partial(run_of(operation, platform), **options))(*given)
 
 
+INT8, FLOAT8 = (1, "float32", ("int8", "int8")), (3, "bfloat16", ("float8_e4m3fn", "bfloat16"))
+
+
 @pytest.mark.parametrize(
-    ("operation", "platform"),
-    first(5, [*((x, "gpu") for x in OPERATIONS), *((x, "tpu") for x in OPERATIONS)]),
-)
-@pytest.mark.parametrize(
-    ("T", "query_dtype", "dtypes"),
+    ("operation", "platform", "T", "query_dtype", "dtypes"),
     first(
-        1,
+        5,
         [
-            (1, "float32", ("int8", "int8")),
-            (3, "bfloat16", ("float8_e4m3fn", "bfloat16")),
+            *((operation, "gpu", *INT8) for operation in OPERATIONS),
+            *((operation, "tpu", *INT8) for operation in OPERATIONS),
+            ("cache_attention", "gpu", *FLOAT8),
+            ("cache_attention", "tpu", *FLOAT8),
         ],
     ),
 )
@@ -148,22 +149,22 @@ def shapes(operation: str, dtypes: tuple[str, str]) -> tuple[Any, tuple[jax.Shap
 
 eight = pytest.mark.parametrize(
     ("dtypes",),
-    first(1, [(("int8", "int8"),), (("float8_e4m3fn", "float8_e4m3fn"),), (("int8", "bfloat16"),)]),
+    [(("int8", "int8"),), (("float8_e4m3fn", "float8_e4m3fn"),)],
     ids="/".join,
 )
 
 
 @every
-@eight
 @platforms
+@eight
 def test_auto_lowers_to_the_kernels(operation, platform, dtypes):
     call, given = shapes(operation, dtypes)
     assert kernels_in(platform, call, *given)
 
 
-@pytest.mark.parametrize("operation", first(1, OPERATIONS))
-def test_a_gpu_that_triton_converts_no_float8_on_takes_the_reference(operation):
+def test_a_gpu_that_triton_converts_no_float8_on_takes_the_reference():
     """An A100 has compute capability 8.0."""
+    operation = "cache_attention"
     call, given = shapes(operation, ("float8_e4m3fn", "float8_e4m3fn"))
     with on_device(AbstractDevice("NVIDIA A100-SXM4-80GB", 108, "gpu")):
         run = functools.partial(call, implementation="pallas_gpu")
@@ -188,9 +189,8 @@ def test_rows_of_other_dtypes_are_refused_with_those_that_kernels_read():
 @pytest.mark.tpu
 @matrix
 @every
-@eight
-def test_it_compiles_for_a_tpu_without_a_copy_of_the_rows(operation, dtypes):
-    call, given = shapes(operation, dtypes)
+def test_it_compiles_for_a_tpu_without_a_copy_of_the_rows(operation):
+    call, given = shapes(operation, ("int8", "int8"))
     program = compiled_for_tpu("v5e:2x2", call, *given)
     assert 'custom_call_target="tpu_custom_call"' in program.as_text()
     arrays = [x for x in given if x is not None]

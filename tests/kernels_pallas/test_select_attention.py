@@ -16,7 +16,6 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from kernels_pallas import cache_attention, select_attention
-from tests.tiers import first, matrix
 
 
 class Case(NamedTuple):
@@ -71,13 +70,7 @@ def test_output_is_that_of_the_definition(seed):
     check(case(seed))
 
 
-SIZES = [
-    *(dict(H=2, T=3), dict(N=6, K=1, H=1), dict(H=2), dict(T=3), dict(N=6, K=1, H=6, D=7), dict(N=2, K=2, H=2)),
-    *(dict(B=1, N=1, K=1, S=1, D=1, H=1, M=1), dict(B=3, N=6, K=3, S=17, D=11, H=6, M=17)),
-]
-
-
-@pytest.mark.parametrize("sizes", first(2, SIZES), ids=str)
+@pytest.mark.parametrize("sizes", [dict(H=2, T=3), dict(N=6, K=1, H=6, D=7)], ids=str)
 def test_heads_and_groups_of_any_size_read_their_kv_head(sizes):
     check(case(1, **sizes))
 
@@ -87,22 +80,14 @@ def test_the_scale_is_the_logits_factor_and_they_are_bent_to_the_soft_cap():
     check(given._replace(query=10 * given.query), scale=0.3, soft_cap=1.5)
 
 
-@pytest.mark.parametrize("H", first(1, [2, 4]))
-def test_bfloat16_is_within_its_rounding_of_float32(H):
-    given = case(3, H=H, D=33)
+def test_bfloat16_is_within_its_rounding_of_float32():
+    given = case(3, H=2, D=33)
     rounded = Case(*(np.asarray(x, jnp.bfloat16) for x in given[:3]), given.slots)
     check(rounded, tolerance=0.03)
 
 
-@matrix
-def test_float64_stays_float64():
-    with jax.enable_x64(True):
-        given = case(4)
-        check(Case(*(x.astype(np.float64) for x in given[:3]), given.slots), tolerance=1e-13)
-
-
-@pytest.mark.parametrize("H", first(1, [2, 4]))
-def test_all_slots_give_dense_attention(H):
+def test_all_slots_give_dense_attention():
+    H = 2
     given = case(5, H=H, S=40, D=16, M=40)
     B, K, S = given.key.shape[:3]
     position = np.broadcast_to(np.arange(S, dtype=np.int32), (B, K, S))
@@ -128,9 +113,8 @@ def test_a_head_without_a_slot_gives_zero():
     assert not np.any(np.asarray(compiled()(given.query, nan, nan, given.slots)))
 
 
-@pytest.mark.parametrize("H", first(1, [2, 4]))
-def test_a_stacked_cache_is_read_in_its_layer(H):
-    layers = [case(seed, H=H) for seed in range(3)]
+def test_a_stacked_cache_is_read_in_its_layer():
+    layers = [case(seed, H=2) for seed in range(3)]
     key, value = (np.stack([getattr(x, name) for x in layers]) for name in ("key", "value"))
     run = jax.jit(lambda query, slots, layer: select_attention(query, key, value, slots, layer=layer))
     for layer, own in enumerate(layers):
@@ -176,14 +160,8 @@ def step(H: int, M: int):
     return jax.jit(chosen if M else dense).lower(query, cache, cache, slots, layer).compile()
 
 
-@pytest.mark.parametrize("H", first(1, [N, K]))
-@pytest.mark.parametrize("M", first(1, [128, 1024]))
-def test_the_compiled_step_reads_the_chosen_rows_and_nothing_else(H, M):
-    assert reads_of_the_cache(step(H, M).as_text()) == {"gather": 2 * H * M * D}
-
-
-def test_dense_attention_reads_its_whole_layer():
-    assert sum(reads_of_the_cache(step(K, 0).as_text()).values()) == 2 * K * S * D
+def test_the_compiled_step_reads_the_chosen_rows_and_nothing_else():
+    assert reads_of_the_cache(step(N, 128).as_text()) == {"gather": 2 * N * 128 * D}
 
 
 def test_memory_falls_with_the_budget():
@@ -195,8 +173,7 @@ def test_memory_falls_with_the_budget():
 
 
 @pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices; conftest.py forces them on a CPU")
-@pytest.mark.parametrize("H", first(1, [K, N]))
-def test_a_sharded_cache_is_read_without_communication(H):
+def test_a_sharded_cache_is_read_without_communication():
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "tensor"))
 
     def sharded(shape, dtype, *axes):
@@ -204,7 +181,7 @@ def test_a_sharded_cache_is_read_without_communication(H):
 
     query = sharded((2, 1, N, D), jnp.float32, "data", None, "tensor")
     cache = sharded((L, 2, K, 64, D), jnp.float32, None, "data", "tensor")
-    slots, layer = sharded((2, H, 16), jnp.int32, "data", "tensor"), sharded((), jnp.int32)
+    slots, layer = sharded((2, K, 16), jnp.int32, "data", "tensor"), sharded((), jnp.int32)
 
     @functools.partial(jax.jit, out_shardings=query.sharding)
     def run(query, key, value, slots, layer):

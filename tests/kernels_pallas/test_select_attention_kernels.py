@@ -11,11 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from kernels_pallas import select_attention
 from kernels_pallas.dispatch import Kernel
-from kernels_pallas.select_attention import gpu, reference, tpu
+from kernels_pallas.select_attention import gpu, tpu
 from tests.kernels_pallas import targets
 from tests.kernels_pallas.targets import compiled_for_tpu, kernels_in, platforms
 from tests.kernels_pallas.test_select_attention import Case, case, definition
@@ -56,10 +55,8 @@ def test_output_is_that_of_the_definition(name, seed):
 @pytest.mark.parametrize(
     "sizes",
     [
-        dict(H=2),
         dict(B=1, N=16, K=1, S=131, D=80, H=16, M=40),
         dict(B=2, N=9, K=3, S=40, D=96, H=3, T=5, M=7),
-        dict(B=1, N=6, K=2, S=300, D=128, H=6, T=3, M=70),
     ],
     ids=str,
 )
@@ -68,34 +65,24 @@ def test_any_size_is_accepted(name, sizes):
 
 
 @both
-@pytest.mark.parametrize("H", first(1, [2, 4]))
-@pytest.mark.parametrize("dtype", first(1, ["bfloat16", "float32"]))
-def test_of_a_stacked_cache_a_layer_is_read_and_logits_are_bent_to_the_soft_cap(name, dtype, H):
-    given = case(2, T=3, H=H)
-    numbers = (x.astype(jnp.dtype(dtype)) for x in (10 * given.query, given.key, given.value))
+def test_of_a_stacked_cache_a_layer_is_read_and_logits_are_bent_to_the_soft_cap(name):
+    given = case(2, T=3, H=2)
+    numbers = (x.astype(jnp.bfloat16) for x in (10 * given.query, given.key, given.value))
     given = Case(*numbers, given.slots)
     stack = lambda x: np.stack([x * np.nan, x, -x])  # noqa: E731
     stacked = given._replace(key=stack(given.key), value=stack(given.value))
     out = run(name, stacked, np.int32(1), soft_cap=1.5)
     expected = definition(*given, soft_cap=1.5)
-    np.testing.assert_allclose(np.asarray(out, np.float64), expected, rtol=0, atol=2e-6 if dtype == "float32" else 0.03)
-
-
-@platforms
-@matrix
-def test_a_kernel_with_a_soft_cap_lowers(platform):
-    given = shapes(1, 16, 8, 8192, 256, 8, 2052, "bfloat16")
-    assert kernels_in(platform, functools.partial(of_layer, soft_cap=50.0), *given) == KERNELS_OF[platform]
+    np.testing.assert_allclose(np.asarray(out, np.float64), expected, rtol=0, atol=0.03)
 
 
 @both
-@pytest.mark.parametrize("H", first(1, [2, 4]))
 @pytest.mark.parametrize("order", ["random", "rising, none behind them", "the ends and few others"])
-def test_many_chunks_parts_and_lists(name, order, H, monkeypatch):
+def test_many_chunks_parts_and_lists(name, order, monkeypatch):
     monkeypatch.setattr(tpu, "SLOTS", 128)
     monkeypatch.setattr(gpu, "BYTES", 1024)
     monkeypatch.setattr(gpu, "PARTS", 4)
-    given = case(2, B=1, S=700, D=12, H=H, M=600)
+    given = case(2, B=1, S=700, D=12, H=2, M=600)
     slots = given.slots
     if order.startswith("rising"):
         slots = np.sort(np.where(slots < 0, 700, slots), axis=-1)
@@ -104,13 +91,6 @@ def test_many_chunks_parts_and_lists(name, order, H, monkeypatch):
         slots = np.full_like(slots, -1)
         slots[0, 0, :34], slots[0, 1, :3] = np.r_[0:4, 670:700], [500, 501, 699]
     check(name, given._replace(slots=slots))
-
-
-@both
-@matrix
-def test_a_list_without_a_gap_gives_dense_attention(name):
-    given = case(10, B=1, S=256, D=8, H=2, M=256)
-    check(name, given._replace(slots=np.broadcast_to(np.arange(256, dtype=np.int32), given.slots.shape)))
 
 
 @both
@@ -124,40 +104,12 @@ def test_what_no_slot_points_at_does_not_matter(name):
     np.testing.assert_array_equal(run(name, given._replace(key=key, value=value)), run(name, given))
 
 
-@both
-def test_heads_without_a_slot_give_zero(name):
-    given = case(6)
-    nan = np.full_like(given.key, np.nan)
-    assert not np.any(run(name, Case(given.query, nan, nan, np.full_like(given.slots, -1))))
-
-
-@both
-def test_large_logits_do_not_overflow(name):
-    given = case(7)
-    check(name, given._replace(query=1e3 * given.query), tolerance=2e-3)
-
-
 def test_half_precision_is_computed_in_float32_and_a_tpu_has_no_float16():
     given = case(8)
     narrow = Case(*(x.astype(np.float16) for x in given[:3]), given.slots)
     with pytest.raises(NotImplementedError, match="queries are float16, but the kernels take float32, bfloat16"):
         check("tpu", narrow)
     check("gpu", narrow, tolerance=0.03)
-
-
-@both
-@matrix
-def test_gradients_are_the_references(name):
-    query, key, value, slots = case(9)
-
-    def gradient(run):
-        def loss(query, key, value):
-            return (run(query, key, value, slots, layer=None, scale=0.4) ** 2).sum()
-
-        return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(query, key, value)
-
-    close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
-    jax.tree.map(close, gradient(KERNELS[name]), gradient(reference.select_attention))
 
 
 def shapes(T: int, N: int, K: int, S: int, D: int, H: int, M: int, dtype: str, L: int = 2):
@@ -176,7 +128,6 @@ TARGETS = [
     (1, 32, 8, 8192, 128, 32, 2052, "bfloat16"),
     (1, 6, 3, 1001, 80, 6, 300, "float32"),
     (5, 16, 1, 513, 96, 16, 129, "bfloat16"),
-    (1, 1, 1, 100, 256, 1, 7, "float32"),
     (2, 7, 7, 300, 64, 7, 300, "bfloat16"),
 ]
 every = pytest.mark.parametrize(("sizes",), first(1, [(x,) for x in TARGETS]), ids=str)
@@ -225,26 +176,7 @@ def test_it_compiles_for_a_tpu(topology, sizes):
 
 @pytest.mark.tpu
 @matrix
-@pytest.mark.parametrize("H", [8, 32])
-def test_a_long_cache_is_read_where_it_is(H):
+def test_a_long_cache_is_read_where_it_is():
     """The program's own memory is that of the lists of slots, not of keys and values: 256 MiB each, in each layer."""
-    given = shapes(1, 32, 8, 131072, 128, H, 32772, "bfloat16")
+    given = shapes(1, 32, 8, 131072, 128, 8, 32772, "bfloat16")
     assert compiled_for_tpu("v5e:2x2", of_layer, *given).memory_analysis().temp_size_in_bytes < 2**23
-
-
-@pytest.mark.tpu
-@matrix
-@pytest.mark.parametrize("H", [8, 32])
-def test_each_tpu_chip_runs_the_kernel_on_its_own_rows_and_heads(H):
-    mesh = Mesh(np.array(targets.tpu_topology("v5e:2x4")).reshape(2, 4), ("data", "tensor"))
-
-    def shape(size, dtype, *spec):
-        return jax.ShapeDtypeStruct(size, dtype, sharding=NamedSharding(mesh, PartitionSpec(*spec)))
-
-    cache = shape((3, 2, 8, 1000, 128), "bfloat16", None, "data", "tensor")
-    query = shape((2, 1, 32, 128), "bfloat16", "data", None, "tensor")
-    slots, layer = shape((2, H, 250), "int32", "data", "tensor"), shape((), "int32")
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        text = jax.jit(of_layer).lower(query, cache, cache, slots, layer).compile().as_text()
-    assert text.count('custom_call_target="tpu_custom_call"') == 1
-    assert "all-gather" not in text and "all-reduce" not in text

@@ -33,7 +33,7 @@ def test_what_a_prompt_leaves_takes_the_bytes_that_were_predicted(policy, window
 
 
 def test_a_window_counts_where_it_is_narrower_than_the_budget_and_not_in_a_full_cache():
-    sizes, windows = SHAPE | dict(policy="h2o@pyramid", budget=40, block=16), (12, None, 24)
+    sizes, windows = SHAPE | dict(policy="h2o@pyramid", budget=40, block=16, page_size=4), (12, None, 24)
     assert kvjax.memory(**sizes, windows=windows).slots <= (28 + 56 + 40) / 3 + 3
     assert kvjax.memory(**sizes, windows=(40, None, 99)) == kvjax.memory(**sizes)
     full = sizes | dict(policy=None)  # keeps all tokens
