@@ -56,11 +56,11 @@ def exponentials(
     than the row itself.
 
     Example:
-        >>> import jax.numpy as jnp
+        >>> import jax, numpy as np
         >>> from kernels_pallas.softmax import exponentials
-        >>> visible = jnp.array([True, True, False]).reshape(1, 1, 1, 1, 3)
-        >>> weights, total = exponentials(jnp.zeros((1, 1, 1, 1, 3)), visible)
-        >>> weights.ravel().tolist(), total.item()
+        >>> visible = np.array([True, True, False]).reshape(1, 1, 1, 1, 3)
+        >>> weights, total = jax.jit(exponentials)(np.zeros((1, 1, 1, 1, 3)), visible)
+        >>> np.ravel(weights).tolist(), total.item()
         ([1.0, 1.0, 0.0], 2.0)
     """
     # Without the barriers XLA would compute the mask twice, for the peak and for exp, and exp once for each consumer.
@@ -83,11 +83,11 @@ def weighted_values(
     For values of eight bits the weights are multiplied by the values' scales.
 
     Example:
-        >>> import jax.numpy as jnp
+        >>> import jax, numpy as np
         >>> from kernels_pallas.softmax import weighted_values
-        >>> weights, total = jnp.array([[[[[1.0, 1.0, 0.0]]]]]), jnp.full((1, 1, 1, 1, 1), 2.0)
-        >>> value, live = jnp.array([[[[2.0], [4.0], [jnp.nan]]]]), jnp.array([[[True, True, False]]])
-        >>> weighted_values(weights, total, value, live).item()
+        >>> weights, total = np.array([[[[[1.0, 1.0, 0.0]]]]]), np.full((1, 1, 1, 1, 1), 2.0)
+        >>> value, live = np.array([[[[2.0], [4.0], [np.nan]]]]), np.array([[[True, True, False]]])
+        >>> jax.jit(weighted_values)(weights, total, value, live).item()
         3.0
     """
     B, K, G, T, S = weights.shape
@@ -108,10 +108,10 @@ def of_parts(
     """Combine the parts of a softmax whose slots programs have shared out: its output, largest logit and sum.
 
     Example:
-        >>> import jax.numpy as jnp
+        >>> import jax, numpy as np
         >>> from kernels_pallas.softmax import of_parts
-        >>> acc, peak, total = jnp.array([[[[1.0]], [[6.0]]]]), jnp.zeros((1, 2, 1)), jnp.array([[[1.0], [3.0]]])
-        >>> [x.tolist() for x in of_parts(acc, peak, total)]
+        >>> acc, peak, total = np.array([[[[1.0]], [[6.0]]]]), np.zeros((1, 2, 1)), np.array([[[1.0], [3.0]]])
+        >>> [x.tolist() for x in jax.jit(of_parts)(acc, peak, total)]
         [[[[1.75]]], [[0.0]], [[4.0]]]
     """
     whole_peak = jnp.max(peak, axis=1)

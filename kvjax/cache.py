@@ -105,10 +105,10 @@ class KVCache(Stored):
     """Keys and values of the tokens that are kept; the layout is at the top of this file.
 
     Example:
-        >>> import jax.numpy as jnp
+        >>> import jax, numpy as np
         >>> import kvjax
         >>> cache = kvjax.KVCache.init(batch=1, kv_heads=1, slots=3, head_dim=2)
-        >>> cache = kvjax.insert(cache, jnp.ones((1, 2, 1, 2)), jnp.ones((1, 2, 1, 2)))
+        >>> cache = jax.jit(kvjax.insert)(cache, np.ones((1, 2, 1, 2)), np.ones((1, 2, 1, 2)))
         >>> cache.position.tolist(), cache.num_live.tolist(), cache.nbytes
         ([[[0, 1, -1]]], [[2]], 64)
     """
@@ -462,12 +462,13 @@ def compact(cache: KVCache, slots: int) -> KVCache:
         slots: slots per head afterwards. Live tokens beyond that number are lost: evict to the budget first.
 
     Example:
-        >>> import jax, jax.numpy as jnp
+        >>> import jax, numpy as np
         >>> import kvjax
         >>> cache = kvjax.KVCache.init(batch=1, kv_heads=1, slots=4, head_dim=1)
-        >>> rows = jnp.arange(4.0).reshape(1, 4, 1, 1)
-        >>> cache = jax.jit(kvjax.evict)(kvjax.insert(cache, rows, rows), jnp.array([[[3.0, 0.0, 1.0, 2.0]]]), 2)
-        >>> jax.jit(kvjax.compact, static_argnums=1)(cache, 2).key.ravel().tolist()
+        >>> rows = np.arange(4.0).reshape(1, 4, 1, 1)
+        >>> cache = jax.jit(kvjax.insert)(cache, rows, rows)
+        >>> cache = jax.jit(kvjax.evict)(cache, np.array([[[3.0, 0.0, 1.0, 2.0]]]), 2)
+        >>> np.ravel(jax.jit(kvjax.compact, static_argnums=1)(cache, 2).key).tolist()
         [0.0, 3.0]
     """
     if not isinstance(cache, KVCache):

@@ -36,12 +36,12 @@ def merge(before: KVCache, after: KVCache, *, similarity: float = 0.0) -> KVCach
         ValueError: if the caches are not plain ones of the same shape.
 
     Example:
-        >>> import jax, jax.numpy as jnp
+        >>> import jax, numpy as np
         >>> import kvjax
         >>> cache = kvjax.KVCache.init(batch=1, kv_heads=1, slots=2, head_dim=1)
-        >>> cache = kvjax.insert(cache, jnp.ones((1, 2, 1, 1)), jnp.array([4.0, 4.0]).reshape(1, 2, 1, 1))
-        >>> evicted = jax.jit(kvjax.evict)(cache, jnp.array([[[0.0, 1.0]]]), budget=1)
-        >>> jax.jit(kvjax.merge)(cache, evicted).value.round(3).ravel().tolist()
+        >>> cache = jax.jit(kvjax.insert)(cache, np.ones((1, 2, 1, 1)), np.full((1, 2, 1, 1), 4.0))
+        >>> evicted = jax.jit(kvjax.evict)(cache, np.array([[[0.0, 1.0]]]), budget=1)
+        >>> np.asarray(jax.jit(kvjax.merge)(cache, evicted).value).round(3).ravel().tolist()
         [4.0, 4.0]
     """
     if (before.position.shape, before.head_dim) != (after.position.shape, after.head_dim):
@@ -69,11 +69,11 @@ def think(cache: KVCache, query: Float[Array, "*L B T N D"], *, share: float = 0
         ValueError: if the cache is paged or turns its keys, or the queries do not fit it.
 
     Example:
-        >>> import jax.numpy as jnp
+        >>> import jax, numpy as np
         >>> import kvjax
         >>> cache = kvjax.KVCache.init(batch=1, kv_heads=1, slots=1, head_dim=2)
-        >>> cache = kvjax.insert(cache, jnp.array([[[[1.0, 3.0]]]]), jnp.ones((1, 1, 1, 2)))
-        >>> kvjax.think(cache, jnp.ones((1, 1, 2, 2))).key.ravel().tolist()
+        >>> cache = jax.jit(kvjax.insert)(cache, np.array([[[[1.0, 3.0]]]]), np.ones((1, 1, 1, 2)))
+        >>> np.ravel(jax.jit(kvjax.think)(cache, np.ones((1, 1, 2, 2))).key).tolist()
         [0.0, 3.0]
     """
     if cache.positions != "absolute":

@@ -167,11 +167,11 @@ def evict(
             that compares layers.
 
     Example:
-        >>> import jax.numpy as jnp
+        >>> import jax, numpy as np
         >>> import kvjax
         >>> cache = kvjax.KVCache.init(batch=1, kv_heads=1, slots=3, head_dim=2)
-        >>> cache = kvjax.insert(cache, jnp.ones((1, 3, 1, 2)), jnp.ones((1, 3, 1, 2)))
-        >>> kvjax.evict(cache, jnp.array([[[0.5, 0.1, 0.1]]]), budget=2).position.tolist()
+        >>> cache = jax.jit(kvjax.insert)(cache, np.ones((1, 3, 1, 2)), np.ones((1, 3, 1, 2)))
+        >>> jax.jit(kvjax.evict)(cache, np.array([[[0.5, 0.1, 0.1]]]), budget=2).position.tolist()
         [[[0, -1, 2]]]
     """
     layer = plain(layer)

@@ -142,9 +142,10 @@ def joined_change(
     scaled so that squares of small ones do not underflow.
 
     Example:
-        >>> import jax.numpy as jnp
+        >>> import functools, jax, numpy as np
         >>> from kvjax.eviction_error import joined_change
-        >>> joined_change(jnp.ones((2, 1)), jnp.array([[[3.0]], [[4.0]]]), None).tolist()
+        >>> change = jax.jit(functools.partial(joined_change, behind=None))
+        >>> change(np.ones((2, 1)), np.array([[[3.0]], [[4.0]]])).tolist()
         [5.0]
     """
     high = jax.lax.Precision.HIGHEST

@@ -59,11 +59,11 @@ def insert(
             (checked only outside jit, where the cache's contents are known).
 
     Example:
-        >>> import jax.numpy as jnp
+        >>> import jax, numpy as np
         >>> import kvjax
         >>> cache = kvjax.KVCache.init(batch=1, kv_heads=1, slots=2, head_dim=1)
-        >>> row = jnp.ones((1, 1, 1, 1))
-        >>> kvjax.insert(kvjax.insert(cache, row, row), 2 * row, 2 * row).key.ravel().tolist()
+        >>> row, insert = np.ones((1, 1, 1, 1)), jax.jit(kvjax.insert)
+        >>> np.ravel(insert(insert(cache, row, row), 2 * row, 2 * row).key).tolist()
         [1.0, 2.0]
     """
     check_cache(cache)
@@ -177,11 +177,11 @@ def rewind(cache: Cache, position: Int[Array, "B"]) -> Cache:
         position: one per row; a row whose ``next_position`` is not larger keeps all.
 
     Example:
-        >>> import jax.numpy as jnp
+        >>> import jax, numpy as np
         >>> import kvjax
         >>> cache = kvjax.KVCache.init(batch=1, kv_heads=1, slots=4, head_dim=2)
-        >>> cache = kvjax.insert(cache, jnp.ones((1, 3, 1, 2)), jnp.ones((1, 3, 1, 2)))
-        >>> cache = kvjax.rewind(cache, jnp.array([2]))
+        >>> cache = jax.jit(kvjax.insert)(cache, np.ones((1, 3, 1, 2)), np.ones((1, 3, 1, 2)))
+        >>> cache = jax.jit(kvjax.rewind)(cache, np.array([2]))
         >>> cache.position.tolist(), cache.next_position.tolist()
         ([[[0, 1, -1, -1]]], [2])
     """
@@ -211,12 +211,12 @@ def within[C: (KVCache, PagedCache)](
         layer: the layer that has the window, in a paged cache that stacks layers; its pages still have their owners.
 
     Example:
-        >>> import jax.numpy as jnp
+        >>> import functools, jax, numpy as np
         >>> import kvjax
         >>> from kvjax.insertion import within
         >>> cache = kvjax.KVCache.init(batch=1, kv_heads=1, slots=4, head_dim=2)
-        >>> cache = kvjax.insert(cache, jnp.ones((1, 4, 1, 2)), jnp.ones((1, 4, 1, 2)))
-        >>> within(cache, 3).position.tolist()  # token 4 will see itself, 3 and 2
+        >>> cache = jax.jit(kvjax.insert)(cache, np.ones((1, 4, 1, 2)), np.ones((1, 4, 1, 2)))
+        >>> jax.jit(functools.partial(within, window=3))(cache).position.tolist()  # token 4 will see itself, 3 and 2
         [[[-1, -1, 2, 3]]]
     """
     gone = cache.position <= (cache.next_position - window)[batch_rows(cache)][..., None]

@@ -170,13 +170,14 @@ def retention_scores(policy: Policy, state: PyTree, observation: Observation) ->
     """Run a policy on a block: return one score per slot, ``+inf`` where it is protected, and the new state.
 
     Example:
-        >>> import jax.numpy as jnp
+        >>> import functools, jax, numpy as np
         >>> import kvjax
         >>> from kernels_pallas import ColumnStatistics
-        >>> one = jnp.ones((1, 1, 3, 2))
-        >>> seen = kvjax.Observation(ColumnStatistics(), one.swapaxes(1, 2), jnp.array([[0, 1, 2]]), one, one,
-        ...                          jnp.array([[[0, 1, 2]]]), jnp.array([3]), jnp.array([2]))
-        >>> kvjax.retention_scores(kvjax.streaming(sinks=1), (), seen)[0].tolist()
+        >>> one = np.ones((1, 1, 3, 2))
+        >>> seen = kvjax.Observation(ColumnStatistics(), one.swapaxes(1, 2), np.array([[0, 1, 2]]), one, one,
+        ...                          np.array([[[0, 1, 2]]]), np.array([3]), np.array([2]))
+        >>> scores = jax.jit(functools.partial(kvjax.retention_scores, kvjax.streaming(sinks=1)))
+        >>> scores((), seen)[0].tolist()
         [[[inf, 1.0, 2.0]]]
     """
     observation = mark_protected(policy, observation)

@@ -117,10 +117,10 @@ def quantise(rows: Float[Array, "*rows D"], dtype: DTypeLike) -> Quantised:
         ValueError: if the dtype is another.
 
     Example:
-        >>> import jax.numpy as jnp
+        >>> import jax, numpy as np
         >>> import kvjax
-        >>> values, scale = kvjax.quantise(jnp.array([[1.0, -2.54, 0.5]]), "int8")
-        >>> values.tolist(), scale.round(3).tolist()
+        >>> values, scale = jax.jit(kvjax.quantise, static_argnums=1)(np.float32([[1.0, -2.54, 0.5]]), "int8")
+        >>> values.tolist(), np.asarray(scale).round(3).tolist()
         ([[50, -127, 25]], [0.02])
     """
     name = check_dtype(dtype)
@@ -139,9 +139,10 @@ def dequantise(values: Real[Array, "*rows D"], scale: Float[Array, "*rows"]) -> 
     """Return the float32 rows that rows in eight bits stand for.
 
     Example:
-        >>> import jax.numpy as jnp
+        >>> import jax, numpy as np
         >>> import kvjax
-        >>> kvjax.dequantise(*kvjax.quantise(jnp.array([[127.0, -3.2]]), "int8")).tolist()
+        >>> there_and_back = jax.jit(lambda x: kvjax.dequantise(*kvjax.quantise(x, "int8")))
+        >>> there_and_back(np.float32([[127.0, -3.2]])).tolist()
         [[127.0, -3.0]]
     """
     return values.astype(jnp.float32) * scale[..., None]
@@ -155,12 +156,12 @@ def straight_through(rows: Float[Array, "*rows D"], dtype: DTypeLike) -> Float[A
     are traced.
 
     Example:
-        >>> import jax, jax.numpy as jnp
+        >>> import jax, numpy as np
         >>> import kvjax
-        >>> rows = jnp.array([[127.0, -3.2]])
-        >>> kvjax.straight_through(rows, "int8").tolist()
+        >>> rows = np.float32([[127.0, -3.2]])
+        >>> jax.jit(kvjax.straight_through, static_argnums=1)(rows, "int8").tolist()
         [[127.0, -3.0]]
-        >>> jax.grad(lambda x: (kvjax.straight_through(x, "int8") ** 2).sum())(rows).tolist()
+        >>> jax.jit(jax.grad(lambda x: (kvjax.straight_through(x, "int8") ** 2).sum()))(rows).tolist()
         [[254.0, -6.0]]
     """
     rounded = dequantise(*quantise(rows, dtype)).astype(rows.dtype)

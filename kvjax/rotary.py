@@ -57,9 +57,9 @@ def move(
     position 2 ** 21. Here the key is turned back by the same rounded angle that it was rotated by.
 
     Example:
-        >>> import jax.numpy as jnp
+        >>> import jax, numpy as np
         >>> from kvjax.rotary import move
-        >>> move(jnp.array([1.0, 0.0]), jnp.array(3), jnp.array(3), jnp.array([0.1])).round(5).tolist()
+        >>> np.asarray(jax.jit(move)(np.array([1.0, 0.0]), 3, 3, np.array([0.1]))).round(5).tolist()
         [1.0, 0.0]
     """
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))

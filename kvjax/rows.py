@@ -32,12 +32,12 @@ def join(cache: Cache, row: int | Int[Array, ""], one: Cache) -> Cache:
         ValueError: if the caches do not fit, or the row is out of range.
 
     Example:
-        >>> import jax.numpy as jnp
+        >>> import jax, numpy as np
         >>> import kvjax
         >>> batch = kvjax.KVCache.init(batch=2, kv_heads=1, slots=3, head_dim=1)
         >>> one = kvjax.KVCache.init(batch=1, kv_heads=1, slots=2, head_dim=1)
-        >>> one = kvjax.insert(one, jnp.ones((1, 2, 1, 1)), jnp.ones((1, 2, 1, 1)))
-        >>> batch = kvjax.join(batch, 1, one)
+        >>> one = jax.jit(kvjax.insert)(one, np.ones((1, 2, 1, 1)), np.ones((1, 2, 1, 1)))
+        >>> batch = jax.jit(kvjax.join)(batch, 1, one)
         >>> batch.position.tolist(), batch.next_position.tolist()
         ([[[-1, -1, -1]], [[0, 1, -1]]], [0, 2])
     """
@@ -106,11 +106,11 @@ def leave(cache: Cache, row: int | Int[Array, ""]) -> Cache:
         ValueError: if the row is out of range.
 
     Example:
-        >>> import jax.numpy as jnp
+        >>> import jax, numpy as np
         >>> import kvjax
         >>> cache = kvjax.KVCache.init(batch=2, kv_heads=1, slots=2, head_dim=1)
-        >>> cache = kvjax.insert(cache, jnp.ones((2, 1, 1, 1)), jnp.ones((2, 1, 1, 1)))
-        >>> kvjax.leave(cache, 0).position.tolist()
+        >>> cache = jax.jit(kvjax.insert)(cache, np.ones((2, 1, 1, 1)), np.ones((2, 1, 1, 1)))
+        >>> jax.jit(kvjax.leave)(cache, 0).position.tolist()
         [[[-1, -1]], [[0, -1]]]
     """
     row = _checked_row(cache, row)

@@ -157,12 +157,12 @@ def joined(importance: Float[Array, "B N T S"], reading: Reading, group: Group) 
     query sees.
 
     Example:
-        >>> import jax.numpy as jnp
+        >>> import numpy as np
         >>> from kvjax.sources import Reading, joined
-        >>> importance = jnp.array([[0.0, 4.0], [2.0, 0.0]]).reshape(1, 2, 1, 2)
-        >>> reading = Reading(jnp.zeros((1, 1, 2, 4)), jnp.array([[1]]), jnp.array([[[0, 1]]]), layer=1)
-        >>> joined(importance, reading, "max").ravel().tolist(), joined(importance, reading, "mean").ravel().tolist()
-        ([2.0, 4.0], [1.0, 2.0])
+        >>> importance = np.array([[0.0, 4.0], [2.0, 0.0]]).reshape(1, 2, 1, 2)
+        >>> reading = Reading(np.zeros((1, 1, 2, 4)), np.array([[1]]), np.array([[[0, 1]]]), layer=1)
+        >>> [np.ravel(joined(importance, reading, by)).tolist() for by in ("max", "mean")]
+        [[2.0, 4.0], [1.0, 2.0]]
     """
     if group == "separate":
         return importance
@@ -311,13 +311,13 @@ def quest(*, page_size: int = 16, group: Group = "separate") -> Source:
         group: see :func:`butler`.
 
     Example:
-        >>> import jax.numpy as jnp
+        >>> import jax, numpy as np
         >>> from kvjax import sources
         >>> quest = sources.quest(page_size=2)
-        >>> key, position = jnp.array([1.0, -3.0, 2.0, 2.0]).reshape(1, 4, 1, 1), jnp.arange(4)[None]
-        >>> pages = quest.insert(quest.init(1, 1, 4, 1), key, position)
-        >>> read = sources.Reading(-jnp.ones((1, 1, 1, 1)), position[:, -1:], position[None], layer=1)
-        >>> quest.importance(pages, read).ravel().tolist()
+        >>> key, position = np.array([1.0, -3.0, 2.0, 2.0]).reshape(1, 4, 1, 1), np.arange(4)[None]
+        >>> pages = jax.jit(lambda: quest.insert(quest.init(1, 1, 4, 1), key, position))()
+        >>> read = sources.Reading(-np.ones((1, 1, 1, 1)), position[:, -1:], position[None], layer=1)
+        >>> np.ravel(jax.jit(quest.importance)(pages, read)).tolist()
         [3.0, 3.0, -2.0, -2.0]
     """
     check_count("quest: page_size", page_size, 1, "give a number of tokens, an int from 1")

@@ -73,12 +73,13 @@ def in_groups(
             the scales of what is ``rounded``.
 
     Example:
-        >>> import jax.numpy as jnp
+        >>> import jax, numpy as np
         >>> from kernels_pallas.cache_attention.heads import in_groups
         >>> from kernels_pallas.prepare import Rounded
-        >>> q, position = jnp.ones((1, 3, 4, 8)), jnp.zeros((1, 3), int)
+        >>> q, position = np.ones((1, 3, 4, 8)), np.zeros((1, 3), int)
         >>> options = dict(kv_heads=2, statistics=frozenset(), window=0, sliding_window=None, scale=1.0)
-        >>> in_groups(lambda q, *_, **__: (q,), q, position, [], Rounded(False, False), **options)[0].shape
+        >>> rest = (position, [], Rounded(False, False))
+        >>> jax.eval_shape(lambda: in_groups(lambda q, *_, **__: (q,), q, *rest, **options))[0].shape
         (1, 3, 4, 8)
     """
     B, T, N, D = query.shape

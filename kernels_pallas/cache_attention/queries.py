@@ -15,9 +15,9 @@ def describe(query_position: Int[Array, "B T"], window: int) -> Int[Array, "B T 
     The place is counted from the end: 1 for the last valid query, 0 outside the window.
 
     Example:
-        >>> import jax.numpy as jnp
+        >>> import jax, numpy as np
         >>> from kernels_pallas.cache_attention.queries import describe
-        >>> describe(jnp.array([[7, 8, -1]]), 1).tolist()
+        >>> jax.jit(describe, static_argnums=1)(np.array([[7, 8, -1]]), 1).tolist()
         [[[7, 0, 0], [8, 1, 1], [-1, 0, 0]]]
     """
     valid = query_position >= 0
@@ -31,10 +31,11 @@ def first_entering(about: Int[Array, "B T 3"], names: tuple[str, ...]) -> Int[Ar
     """Return each row's first query that enters a statistic: 0 where all do, else the window's first.
 
     Example:
-        >>> import jax.numpy as jnp
+        >>> import jax, numpy as np
         >>> from kernels_pallas.cache_attention.queries import describe, first_entering
-        >>> about = describe(jnp.array([[6, 7, 8]]), 2)
-        >>> first_entering(about, ("last", "window_mean")).tolist(), first_entering(about, ("sum",)).tolist()
+        >>> about = jax.jit(describe, static_argnums=1)(np.array([[6, 7, 8]]), 2)
+        >>> first = jax.jit(first_entering, static_argnums=1)
+        >>> first(about, ("last", "window_mean")).tolist(), first(about, ("sum",)).tolist()
         ([1], [0])
     """
     if {"sum", "max"} & set(names):
@@ -56,10 +57,11 @@ def of_one_query(
         softmax: each row's largest logit and its sum of exponentials.
 
     Example:
-        >>> import jax.numpy as jnp
+        >>> import functools, jax, numpy as np
         >>> from kernels_pallas.cache_attention.queries import of_one_query
-        >>> logits, softmax = jnp.array([[[[0.0, 0.0, -1e30]]]]), jnp.array([[[[0.0, 2.0]]]])
-        >>> of_one_query(("last", "window_square"), logits, softmax, jnp.array([[[7, 1, 1]]]))[1].tolist()
+        >>> logits, softmax = np.array([[[[0.0, 0.0, -1e30]]]]), np.array([[[[0.0, 2.0]]]])
+        >>> columns = jax.jit(functools.partial(of_one_query, ("last", "window_square")))
+        >>> columns(logits, softmax, np.array([[[7, 1, 1]]]))[1].tolist()
         [[[[0.25, 0.25, 0.0]]]]
     """
     weights = jnp.where(logits > UNSEEN, jnp.exp(logits - softmax[..., :1]), 0) / softmax[..., 1:]
@@ -81,10 +83,11 @@ def of_weights(
         group: how many of the rows are heads; those that pad a kernel's tile have weight 0.
 
     Example:
-        >>> import jax.numpy as jnp
+        >>> import functools, jax, numpy as np
         >>> from kernels_pallas.cache_attention.queries import of_weights
-        >>> yes, no = jnp.ones((1, 1), bool), jnp.zeros((1, 1), bool)
-        >>> [column.tolist() for column in of_weights(("last", "window_mean"), jnp.full((1, 2), 0.5), yes, no, 1)]
+        >>> yes, no = np.ones((1, 1), bool), np.zeros((1, 1), bool)
+        >>> columns = jax.jit(functools.partial(of_weights, ("last", "window_mean")))(np.full((1, 2), 0.5), yes, no, 1)
+        >>> [column.tolist() for column in columns]
         [[[0.5, 0.5]], [[0.0, 0.0]]]
     """
     seen = jnp.where(in_window, weights, 0)

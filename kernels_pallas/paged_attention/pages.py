@@ -10,9 +10,9 @@ def laid_out(pool: Shaped[Array, "P page *rest"], table: Int[Array, "*heads M"])
     """Copy each head's pages one after another to ``S = M * page`` slots; where a head has no page, they are undefined.
 
     Example:
-        >>> import jax.numpy as jnp
+        >>> import jax, numpy as np
         >>> from kernels_pallas.paged_attention.pages import laid_out
-        >>> laid_out(jnp.arange(6).reshape(3, 2), jnp.array([[2, 0]])).tolist()
+        >>> jax.jit(laid_out)(np.arange(6).reshape(3, 2), np.array([[2, 0]])).tolist()
         [[4, 5, 0, 1]]
     """
     return jnp.asarray(pool)[table].reshape(*table.shape[:-1], table.shape[-1] * pool.shape[1], *pool.shape[2:])
@@ -22,9 +22,9 @@ def slot_positions(position: Int[Array, "P page"], table: Int[Array, "*heads M"]
     """Return the positions of each head's tokens, ``S = M * page``; -1 where a slot is free or the head has no page.
 
     Example:
-        >>> import jax.numpy as jnp
+        >>> import jax, numpy as np
         >>> from kernels_pallas.paged_attention.pages import slot_positions
-        >>> slot_positions(jnp.array([[0, -1], [1, 2]]), jnp.array([[1, -1]])).tolist()
+        >>> jax.jit(slot_positions)(np.array([[0, -1], [1, 2]]), np.array([[1, -1]])).tolist()
         [[1, 2, -1, -1]]
     """
     there = jnp.repeat(table >= 0, position.shape[1], axis=-1)
