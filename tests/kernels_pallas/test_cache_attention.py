@@ -181,33 +181,6 @@ def test_only_the_statistics_asked_for_are_given(names):
     assert {name for name in STATISTICS if getattr(columns, name) is not None} == set(names)
 
 
-@pytest.mark.bad_input
-@pytest.mark.parametrize(
-    ("changes", "options", "message"),
-    [
-        ({"value": (2, 2, 8, 5)}, {}, r"query .* key \(2, 2, 9, 5\) and value \(2, 2, 8, 5\) do not fit: expected"),
-        ({"key": (2, 3, 9, 5), "value": (2, 3, 9, 5)}, {}, r"do not fit: expected .* with N a multiple of K"),
-        ({"query": (2, 4, 4, 6)}, {}, r"query \(2, 4, 4, 6\), key \(2, 2, 9, 5\)"),
-        ({"query": (1, 4, 4, 5)}, {}, r"query \(1, 4, 4, 5\)"),
-        ({"key_position": (2, 2, 8)}, {}, r"positions \(2, 2, 8\) and \(2, 4\) do not fit: expected \(2, 2, 9\)"),
-        ({"query_position": (2, 3)}, {}, r"positions .* do not fit: .* \(2, 4\) for the queries"),
-        ({}, {"statistics": ["sum", "entropy"]}, r"unknown statistic 'entropy'; expected one of sum, last, max"),
-        ({}, {"statistics": ["window_mean"]}, r"observation window is 0; 'window_mean' needs at least 1 query"),
-        ({}, {"statistics": ["sum", "window_log"], "window": -1}, r"observation window is -1; 'window_log' needs"),
-        ({}, {"statistics": ["window_variance"]}, r"'window_variance' needs at least 1 query"),
-        ({}, {"statistics": ["window_square"]}, r"'window_square' needs at least 1 query"),
-        ({}, {"statistics": ["window_group_square"]}, r"'window_group_square' needs at least 1 query"),
-        ({}, {"implementation": "cuda"}, r"unknown implementation 'cuda'; expected one of auto, reference"),
-    ],
-    ids=str,
-)
-def test_a_call_that_does_not_fit_is_refused(changes, options, message):
-    given = case(19)
-    given = given._replace(**{name: np.zeros(shape, getattr(given, name).dtype) for name, shape in changes.items()})
-    with pytest.raises(ValueError, match=message):
-        cache_attention(*given, **options)
-
-
 def test_logits_are_laid_out_by_row_and_exponentials_made_once():
     B, T, K, G, D, S = 1, 8, 2, 3, 16, 72
     arrays = [np.ones((B, T, K * G, D), np.float32), *[np.ones((B, K, S, D), np.float32)] * 2]

@@ -156,8 +156,3 @@ def test_only_hopper_has_wgmma(kind, capability):
     with on_device(AbstractDevice(kind, 108, "gpu")):
         reason = mosaic_gpu.unsupported(*shapes(1, 2, 2, 1, 40, 64, "bfloat16"))
     assert reason == f"the compute capability is {capability}, but the kernels use wgmma, which 9.0 alone has"
-
-
-def test_an_older_jax_is_named(monkeypatch):
-    monkeypatch.delattr(plgpu, "InterpretGPUParams")
-    assert "but the kernels need 0.12 or newer" in mosaic_gpu.unsupported(*shapes(1, 2, 2, 1, 40, 64, "bfloat16"))

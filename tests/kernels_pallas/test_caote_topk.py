@@ -231,15 +231,6 @@ def test_what_is_not_finite_leaves_first_and_counts_nowhere(name, where):
     assert (kept[index] == -1)[live > given.budget[:, None]].all()
 
 
-@every
-def test_the_protected_stay(name):
-    given = case(9)
-    oldest = np.where(given.position >= 0, given.position, 99).argmin(-1)[..., None] == np.arange(9)
-    kept, scores = run(name, given._replace(protected=oldest, budget=np.int32([1, 1])))
-    np.testing.assert_array_equal(kept, np.where(oldest, given.position, -1))
-    assert (scores[oldest] == np.inf).all()
-
-
 def shapes(B: int, K: int, G: int, S: int, D: int, dtype: str) -> tuple[jax.ShapeDtypeStruct, ...]:
     sizes = (((B, K, G, S), jnp.float32), ((B, K, S, D), dtype), ((B, K, S), jnp.int32), ((B,), jnp.int32))
     return tuple(jax.ShapeDtypeStruct(*size) for size in (*sizes, ((B, K, S), jnp.bool_)))
@@ -309,37 +300,3 @@ def test_it_compiles_for_a_tpu(topology, leaves, sizes):
     B, K, _, S, D, dtype = sizes
     values = B * K * S * D * jnp.dtype(dtype).itemsize
     assert program.memory_analysis().temp_size_in_bytes < 0.25 * values + 2**20  # no second copy of V
-
-
-@pytest.mark.bad_input
-@pytest.mark.parametrize(
-    ("changes", "options", "message"),
-    [
-        ({"value": (2, 2, 8, 5)}, {}, r"weights \(2, 2, 2, 9\), values \(2, 2, 8, 5\) .* do not fit: expected"),
-        ({"weights": (2, 2, 9)}, {}, r"weights \(2, 2, 9\).* do not fit"),
-        ({"position": (2, 9)}, {}, r"positions \(2, 9\) do not fit"),
-        ({"protected": (2, 2, 8)}, {}, r"protected \(2, 2, 8\) does not fit: expected \(2, 2, 9\)"),
-        ({"budget": (3,)}, {}, r"a budget of shape \(3,\) does not fit: expected \(2,\)"),
-        ({"value": (3, 2, 2, 9, 5)}, {}, r"the values stack layers; give the number of one with layer="),
-        ({}, {"layer": 0}, r"layer= was given, but the values have no layers"),
-        ({}, {"norm": 3}, r"norm is 3 .* expected 1, 2 or 'inf'"),
-        ({}, {"group": "sum"}, r"group 'sum'"),
-        ({}, {"implementation": "cuda"}, r"unknown implementation 'cuda'; expected one of auto, reference"),
-        ({}, {"implementation": "pallas_tpu"}, r"'pallas_tpu' runs on a tpu, but this is a cpu; expected one of auto"),
-    ],
-    ids=str,
-)
-def test_a_call_that_does_not_fit_is_refused(changes, options, message):
-    given = case(12)
-    given = given._replace(**{name: np.zeros(shape, getattr(given, name).dtype) for name, shape in changes.items()})
-    with pytest.raises(ValueError, match=message):
-        caote_topk(*given[:4], protected=given.protected, **options)
-
-
-@pytest.mark.parametrize("name", ["tpu", "gpu"])
-def test_a_kernel_says_what_it_cannot_do(name):
-    given = case(14)
-    with pytest.raises(NotImplementedError, match=r"norm is 1, but the kernels? .* use implementation='reference'"):
-        RUNS[name](*given, **(OPTIONS | {"norm": 1}))
-    run = functools.partial(caote_topk, norm=1)
-    assert jax.eval_shape(run, *given[:4]).position.shape == given[2].shape

@@ -132,22 +132,3 @@ def test_what_does_not_fit_is_said(what):
     pages, _ = paged(case(7, S=12), 4)
     with pytest.raises(ValueError, match=message):
         paged_attention(*pages._replace(**change))
-
-
-@pytest.mark.bad_input
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (dict(statistics=["median"]), "unknown statistic 'median'; expected one of sum, last"),
-        (dict(statistics=["window_mean"]), "the observation window is 0; 'window_mean' needs at least 1 query"),
-        (dict(implementation="cuda"), "unknown implementation 'cuda'; expected one of auto, reference, pallas_tpu"),
-        (dict(implementation="pallas_tpu"), "'pallas_tpu' runs on a tpu, but this is a cpu; expected one of auto"),
-    ],
-    ids=str,
-)
-def test_bad_options_are_said(options, message):
-    if "this is a cpu" in message and jax.default_backend() != "cpu":
-        pytest.skip("names the CPU")
-    pages, _ = paged(case(7, S=12), 4)
-    with pytest.raises(ValueError, match=message):
-        paged_attention(*pages, **options)

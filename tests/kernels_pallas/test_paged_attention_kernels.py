@@ -100,11 +100,6 @@ def test_any_size_half_precision_and_soft_caps(name, sizes, page, options):
     check(name, sizes, page, seed=2, window=3, change=change, rtol=1e-4 if "half" in options else 2e-5, **options)
 
 
-def test_float16_is_refused_on_a_tpu():
-    with pytest.raises(NotImplementedError, match="queries are float16, but the kernels take float32, bfloat16"):
-        check("tpu", dict(B=1, S=48), 16, change=functools.partial(narrow, dtype="float16"))
-
-
 @matrix
 def test_many_blocks_of_queries_and_chunks_of_pages(monkeypatch):
     monkeypatch.setattr(tpu.tpu, "ROWS", 32)
@@ -115,12 +110,6 @@ def test_many_blocks_of_queries_and_chunks_of_pages(monkeypatch):
 
     sizes = dict(B=1, T=70, N=2, K=1, S=384, D=8)
     check("tpu", sizes, 32, change=pad, window=40, sliding_window=50, rtol=5e-5, counts=np.array([[9]]))
-
-
-def test_where_a_head_has_no_page_the_last_one_read_stays():
-    last_there = jax.jit(tpu._last_there)
-    assert last_there(np.int32([[7, 3], [5, -1], [-1, -1], [-1, 4]])).tolist() == [[7, 3], [5, 3], [5, 3], [5, 4]]
-    assert last_there(np.int32([[-1, 2], [6, -1], [-1, -1], [-1, 4]])).tolist()[:2] == [[0, 2], [6, 2]]
 
 
 def shapes(B: int, T: int, N: int, K: int, M: int, page: int, D: int, dtype: str) -> tuple[jax.ShapeDtypeStruct, ...]:

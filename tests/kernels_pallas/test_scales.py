@@ -64,18 +64,6 @@ def test_attention_and_its_statistics_are_those_of_the_definition(dtype):
         np.testing.assert_allclose(getattr(columns, name), column, rtol=2e-5, atol=2e-6, err_msg=name)
 
 
-def test_queries_of_16_bits_lose_nothing_but_their_own_rounding():
-    query_dtype = "bfloat16"
-    query, given, (key, value), key_position, query_position = case("int8")
-    query = query.astype(jnp.dtype(query_dtype))
-    out, _ = jax.jit(cache_attention)(query, **given, key_position=key_position, query_position=query_position)
-    weights = block_weights(np.asarray(query, np.float64), key, key_position, query_position)
-    assert out.dtype == query_dtype
-    np.testing.assert_allclose(
-        np.asarray(out, np.float32), weighted_values(weights, value, key_position), rtol=1e-2, atol=1e-2
-    )
-
-
 def test_a_layer_is_read_with_its_own_scales():
     query, given, _, *position = case("int8")
     stacked = {name: np.stack([np.zeros_like(x), x]) for name, x in given.items()}

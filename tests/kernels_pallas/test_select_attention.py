@@ -86,33 +86,6 @@ def test_bfloat16_is_within_its_rounding_of_float32():
     check(rounded, tolerance=0.03)
 
 
-def test_all_slots_give_dense_attention():
-    H = 2
-    given = case(5, H=H, S=40, D=16, M=40)
-    B, K, S = given.key.shape[:3]
-    position = np.broadcast_to(np.arange(S, dtype=np.int32), (B, K, S))
-    dense, _ = jax.jit(cache_attention)(*given[:3], position, np.full((B, 1), S, np.int32))
-    chosen = np.broadcast_to(np.arange(S, dtype=np.int32), (B, H, S))
-    np.testing.assert_allclose(compiled()(*given[:3], chosen), dense, rtol=0, atol=1e-6)
-
-
-def test_what_no_slot_points_at_does_not_matter():
-    given = case(6)
-    given.slots[..., 3:] = -1
-    key, value = given.key.copy(), given.value.copy()
-    for b, k in np.ndindex(key.shape[:2]):
-        chosen = given.slots[b].reshape(key.shape[1], -1)[k]
-        idle = ~np.isin(np.arange(key.shape[2]), chosen)
-        key[b, k, idle], value[b, k, idle] = np.nan, np.nan
-    np.testing.assert_array_equal(compiled()(given.query, key, value, given.slots), compiled()(*given))
-
-
-def test_a_head_without_a_slot_gives_zero():
-    given = case(7)._replace(slots=np.full((2, 4, 6), -1, np.int32))
-    nan = np.full_like(given.key, np.nan)
-    assert not np.any(np.asarray(compiled()(given.query, nan, nan, given.slots)))
-
-
 def test_a_stacked_cache_is_read_in_its_layer():
     layers = [case(seed, H=2) for seed in range(3)]
     key, value = (np.stack([getattr(x, name) for x in layers]) for name in ("key", "value"))

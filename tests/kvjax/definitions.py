@@ -134,14 +134,6 @@ def pooled(scores: np.ndarray, position: np.ndarray, kernel: int, pooling: str) 
     return result
 
 
-def chunk_means(scores: np.ndarray, position: np.ndarray, stays: np.ndarray, size: int) -> np.ndarray:
-    """One head's scores, each the mean over its chunk of the text; what stays in any case is left out: [S] -> [S]."""
-    result, counted = np.array(scores, np.float64), np.flatnonzero((position >= 0) & ~stays)
-    for slot in counted:
-        result[slot] = np.mean([scores[s] for s in counted if position[s] // size == position[slot] // size])
-    return result
-
-
 def column_statistics(weights: np.ndarray, valid: np.ndarray, window: int, kv_heads: int) -> dict[str, np.ndarray]:
     """Of a block's weights [B, N, T, S] and which queries count [B, T]: each [B, N, S], or a group's own [B, K, S]."""
     names = ("sum", "last", "max", "window_mean", "window_variance", "window_square", "window_log", "window_place")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import tempfile
 from pathlib import Path
@@ -316,27 +315,6 @@ def test_a_head_may_hold_what_the_page_table_was_made_for(cap):
 # The policies' side.
 
 
-def test_a_short_name_says_policy_and_allocation():
-    policy = kvjax.parse(" h2o + caote @ adakv(safeguard=0.5, cap=None) ")
-    assert str(policy) == "h2o+caote@adakv(safeguard=0.5,cap=None)"
-    assert (
-        policy
-        is kvjax.parse(str(policy))
-        is kvjax.chain(kvjax.h2o(), kvjax.caote()) @ allocation.adakv(safeguard=0.5, cap=None)
-    )
-    assert policy.allocation is allocation.adakv(safeguard=0.5, cap=None)
-
-
-@pytest.mark.parametrize(
-    "name", [*sorted(allocation.ALLOCATIONS), "pyramid(beta=2.0)", "model(normalise=False)", "cake(window=8,time=0.4)"]
-)
-def test_names_are_read_back(name):
-    what = parse_allocation(name)
-    assert str(what) == name and parse_allocation(f" {name} ") is what
-    plain = "h2o" if what is allocation.uniform() else f"h2o@{name}"
-    assert str(kvjax.h2o() @ name) == str(kvjax.parse(f"h2o@{name}")) == plain
-
-
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -387,16 +365,6 @@ def test_one_set_of_tokens_for_a_layer_leaves_nothing_to_share_out(name):
     ):
         kvjax.parse(f"tova@{name}")
     assert kvjax.parse("tova@uniform") is not None
-
-
-@pytest.mark.parametrize("name", sorted(allocation.ALLOCATIONS))
-def test_scores_that_only_order_one_head_are_compared_with_no_other(name):
-    policy = dataclasses.replace(kvjax.h2o(), comparable=False)
-    if parse_allocation(name).scope == "head":
-        assert (policy @ name).allocation.name == name
-    else:
-        with pytest.raises(ValueError, match=rf"'h2o@{name}': '{name}' needs scores that heads can compare"):
-            policy @ name
 
 
 @pytest.mark.parametrize(
@@ -476,15 +444,6 @@ def test_d2o_measures_the_variance_of_what_the_windows_queries_give_the_tokens()
         expected = [grouped.min(axis=1), grouped.mean(axis=1), grouped.max(axis=1)]
         np.testing.assert_allclose(measured[b].T, expected, rtol=1e-5)
     assert kvjax.parse("h2o@d2o").needs.window == 32
-
-
-def test_a_stacked_cache_is_not_evicted_by_attend_when_layers_compete():
-    cache = KVCache.init(batch=1, kv_heads=1, slots=4, head_dim=2, layers=2)
-    x = np.ones((1, 2, 1, 2), np.float32)
-    with pytest.raises(
-        ValueError, match=r"'h2o@model' cannot evict from one layer of a plain cache of 2 layers: observe each"
-    ):
-        kvjax.attend(cache, x, x, x, policy=kvjax.parse("h2o@model"), budget=2, context=kvjax.Context(layer=0))
 
 
 def test_lava_does_not_share_out_by_the_rounding_of_an_entropy():

@@ -50,23 +50,8 @@ def step(name: str | None, **options):
     return jax.jit(functools.partial(kvjax.attend, policy=policy, **options))
 
 
-def run(name: str, counts=RAGGED, **options):
-    """Caches and outputs after each block."""
-    cache = start(kvjax.parse(name))
-    for block in blocks(counts):
-        out, cache = step(name, budget=BUDGET, **options)(cache, *block)
-        yield np.asarray(out), cache
-
-
 def num_live(cache: KVCache) -> np.ndarray:
     return (np.asarray(cache.position) >= 0).sum(-1)
-
-
-def test_a_row_without_tokens_in_a_block_is_untouched():
-    caches = [cache for _, cache in run("h2o+caote")]
-    for i in (3, 7):  # row 1 brings nothing
-        before, after = (jax.tree.map(lambda leaf: np.asarray(leaf)[1], caches[j]) for j in (i - 1, i))
-        jax.tree.map(np.testing.assert_array_equal, after, before)
 
 
 def test_a_row_above_the_budget_is_not_evicted_from_by_a_block_without_its_tokens():
@@ -90,16 +75,6 @@ def test_without_a_budget_the_policy_observes_and_evicts_nothing():
         np.testing.assert_allclose(np.asarray(sums).sum(2), np.broadcast_to(received[:, None], (B, K)), rtol=1e-5)
 
 
-def test_the_budget_may_differ_between_rows():
-    budget = np.array([2, 5], np.int32)
-    policy = kvjax.parse("h2o")
-    cache = start(policy)
-    attend = jax.jit(lambda cache, block, budget: kvjax.attend(cache, *block, policy=policy, budget=budget)[1])
-    for block in blocks([(3, 3)] * 3):
-        cache = attend(cache, block, budget)
-    assert num_live(cache).tolist() == [[2, 2], [5, 5]]
-
-
 both_layers = jax.jit(lambda cache: [cache.layer(0), cache.layer(1)])
 
 
@@ -114,22 +89,6 @@ def test_a_layer_of_a_stacked_cache_equals_a_cache_alone():
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), here, alone)
         assert (np.asarray(other.position) == -1).all()
         assert all((np.asarray(leaf) == 0).all() for leaf in jax.tree.leaves((other.key, other.state)))
-
-
-def test_decode_by_argmin_keeps_the_same_tokens_as_the_full_selection():
-    policy = kvjax.parse("h2o+caote")
-    caches = [start(policy)] * 2
-    excesses = (None, 1)
-    for block in blocks([(3, 3)] * 2):
-        _, caches[0] = step("h2o+caote", budget=BUDGET)(caches[0], *block)
-    caches[1] = caches[0]
-    for i, (q, k, v, position) in enumerate(blocks([(1, 1)] * 5, seed=1)):
-        last = np.where(position[:, -1:] >= 0, 6 + i, -1).astype(np.int32)
-        one = (q[:, -1:], k[:, -1:], v[:, -1:], last)
-        for j, excess in enumerate(excesses):
-            _, caches[j] = step("h2o+caote", budget=BUDGET, excess=excess)(caches[j], *one)
-        np.testing.assert_array_equal(caches[0].position, caches[1].position)
-        assert num_live(caches[1]).tolist() == [[BUDGET] * K] * B
 
 
 def test_a_sliding_window_hides_older_tokens():

@@ -154,13 +154,6 @@ def test_info_says_what_a_file_holds(path):
     }  # fmt: skip
 
 
-def test_what_was_not_said_is_none(path):
-    kvjax.save_cache(path, filled("full"))
-    info = kvjax.cache_info(path)
-    assert (info["policy"], info["budget"], info["model"], info["page_size"]) == (None, None, None, None)
-    assert_same(kvjax.load_cache(path), filled("full"))
-
-
 def test_a_policy_of_ones_own_is_handed_over(path):
     own = kvjax.base_score("own", lambda o: o.columns.sum, statistics=("sum",))
     chained = kvjax.chain(own, kvjax.caote())
@@ -419,12 +412,6 @@ def test_arrays_that_no_plain_cache_has_are_refused(path, change, message):
 )
 def test_arrays_that_no_paged_cache_has_are_refused(path, change, message):
     assert message in crafted(path, PAGED, change)
-
-
-def test_a_cache_that_contradicts_itself_is_not_saved(path):
-    cache = dataclasses.replace(filled(PLAIN), next_position=np.array([12, 11], np.int32))
-    assert refused(kvjax.save_cache, path, cache, policy=PLAIN) == f"the cache: {LAST}."
-    assert not path.exists()
 
 
 def test_float64_without_x64_is_refused(path):

@@ -73,11 +73,6 @@ def test_values_and_keys_of_zeros_have_a_derivative():
     assert all(np.isfinite(np.asarray(array)).all() for array in gradient(zeros, zeros))
 
 
-def test_without_an_eviction_nothing_is_merged():
-    cache = filled(3)
-    np.testing.assert_array_equal(merge(cache, cache).value, cache.value)
-
-
 @pytest.mark.parametrize("share", first(1, [0.5, 0.3]))
 def test_think_leaves_out_the_channels_of_the_smallest_product(share):
     cache = filled(4)

@@ -44,12 +44,6 @@ def test_a_head_alone_has_its_own_filter(filters):
     np.testing.assert_array_equal(found, np.asarray(blocks.compiled(policy)((), seen)[0])[:, 1:])
 
 
-def test_published_filters_are_read_from_safetensors(filters, tmp_path):
-    array, _ = filters
-    save_file({"q_filters": array}, tmp_path / "model.safetensors")
-    np.testing.assert_array_equal(read_array("q_filters", str(tmp_path / "model.safetensors"), "L K D"), array)
-
-
 def test_a_short_name_names_the_file(filters):
     named = str(kvjax.parse(f"q_filters(file={filters[1]!r})+normalise+caote"))
     assert re.fullmatch(rf"q_filters\(file={filters[1]!r},content='[0-9a-f]{{8}}'\)\+normalise\+caote", named)

@@ -13,7 +13,6 @@ from tests.kvjax import blocks
 from tests.kvjax.blocks import B, D, K, N, scores
 
 E = 7
-close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-6)
 
 
 def projected(seed: int, policy: kvjax.Policy | str, **options) -> tuple[blocks.Block, np.ndarray]:
@@ -59,23 +58,6 @@ def test_attend_evicts_in_rounds_and_holds_the_budget():
         position = np.asarray(cache.position)
         assert np.isfinite(np.asarray(out)).all()
         assert ((position >= 0).sum(-1) == 6).all() and (position == 0).any(-1).all()
-
-
-@pytest.mark.parametrize(
-    ("name", "written"),
-    [
-        ("h2o+caote(target='output',rounds=1)", "h2o+caote(target='output')"),
-        ("h2o+caote(target='value',cross=True)", "h2o+caote"),
-        ("h2o+caote(rounds=8,norm=2)", "h2o+caote(rounds=8)"),
-        ("h2o+caote(fast=True,target='output',cross=False)", "h2o+fast_caote(target='output',cross=False)"),
-        ("h2o+fast_caote(rounds=2)", "h2o+fast_caote(rounds=2)"),
-        ("h2o+caote(group='mean',rounds=2)", "h2o+caote(group='mean',rounds=2)"),
-    ],
-)
-def test_its_name_says_what_differs_from_the_defaults(name, written):
-    policy = kvjax.parse(name)
-    assert str(policy) == written
-    assert str(kvjax.parse(written)) == written
 
 
 def test_scores_of_rounds_only_order_the_tokens_of_one_head():

@@ -14,11 +14,10 @@ import pytest
 import kernels_pallas
 import kvjax
 from kvjax import allocation, sources
-from kvjax.checks import check_count, check_fields, check_types, typed
-from tests.tiers import first
+from kvjax.checks import check_count, check_fields
 
 pytestmark = pytest.mark.bad_input  # annotations name Python's numbers
-COUNTS = (np.int64, np.int8, np.uint16, jnp.int32, jnp.int8, np.array)
+COUNTS = (np.int8, jnp.int32, np.array)
 
 
 @functools.cache
@@ -44,17 +43,17 @@ def test_a_budget_is_the_same_number_however_it_is_written(make):
     assert evicted(make(3)) == evicted(3) == [3]
 
 
-@pytest.mark.parametrize("budget", [10**12, 2**31, np.int64(10**12), np.uint32(2**31), np.uint64(2**64 - 1), 10**30])
+@pytest.mark.parametrize("budget", [10**12, np.uint32(2**31), np.uint64(2**64 - 1)])
 def test_too_large_a_budget_keeps_all(budget):
     assert evicted(budget) == [8]
 
 
-@pytest.mark.parametrize("budgets", [np.array([2, 10**12]), np.array([2, 100], np.uint8), jnp.array([2, 100])])
+@pytest.mark.parametrize("budgets", [np.array([2, 10**12]), np.array([2, 100], np.uint8)])
 def test_too_large_a_budget_of_a_row_keeps_all_of_it(budgets):
     assert evicted(budgets, batch=2) == [2, 8]
 
 
-@pytest.mark.parametrize("dtype", first(2, ["int8", "uint32", "uint8", "int32"]))
+@pytest.mark.parametrize("dtype", ["int8", "uint32"])
 def test_too_large_a_budget_that_is_traced_keeps_all(dtype):
     budget = np.array(np.iinfo(dtype).max, dtype)
     cache = filled()
@@ -62,7 +61,7 @@ def test_too_large_a_budget_that_is_traced_keeps_all(dtype):
     assert left.item() == 8
 
 
-BELOW = (np.int64(0), np.int64(-3), jnp.int32(0), jnp.int32(-1), np.array(0), np.array([0]), jnp.array([-1]), 0)
+BELOW = (np.int64(0), jnp.int32(-1), np.array([0]), 0)
 
 
 @pytest.mark.parametrize("budget", BELOW, ids=map(repr, BELOW))
@@ -85,12 +84,6 @@ def evicted_under_jit(budget: Any) -> jax.Array:
     return kvjax.evict(cache, np.zeros(cache.position.shape, np.float32), budget).position
 
 
-@pytest.mark.parametrize("budget", [True, np.float64(2.0), jnp.float32(3), np.array([2.0])])
-def test_a_budget_in_tokens_is_an_integer(budget):
-    with pytest.raises(ValueError, match=r"the budget is .*; give tokens per head, an int from 1"):
-        evicted(budget)
-
-
 def test_a_share_of_numpys_or_jaxs_is_a_share():
     position = np.arange(8, dtype=np.int32)[None, None]
 
@@ -100,19 +93,6 @@ def test_a_share_of_numpys_or_jaxs_is_a_share():
     expected = select(0.5, sinks=0)
     for make in (np.float32, np.float64, jnp.float32, jnp.bfloat16):
         assert select(make(0.5), sinks=np.int64(0), size=jnp.int32(4)) == expected
-
-
-@pytest.mark.parametrize("budget", [np.array([0.5]), jnp.array([2.0])])
-def test_an_array_of_shares_is_refused(budget):
-    with pytest.raises(ValueError, match=r"the budget is .*; give tokens per head"):
-        kvjax.select(np.zeros((1, 1, 4), np.float32), np.arange(4, dtype=np.int32)[None, None], budget, size=4)
-
-
-def test_a_selection_of_more_than_there_is_reads_all():
-    importance, position = np.zeros((1, 1, 4), np.float32), np.arange(4, dtype=np.int32)[None, None]
-    for budget in (10**12, np.int64(10**12)):
-        found = jax.jit(lambda x, budget=budget: kvjax.select(x, position, budget))(importance)
-        assert found.tolist() == [[[0, 1, 2, 3]]]
 
 
 @pytest.mark.parametrize("make", COUNTS)
@@ -126,29 +106,6 @@ def test_sizes_are_the_same_numbers_however_they_are_written(make):
     assert jax.eval_shape(lambda cache: kvjax.compact(cache, n).position, filled()).shape == (1, 1, 2)
     sizes = dict(layers=2, kv_heads=2, head_dim=64, budget=100, block=100, policy="h2o@layer")
     assert kvjax.memory(**sizes) == kvjax.memory(**(sizes | {"budget": make(100), "block": make(100)}))
-
-
-@pytest.mark.parametrize("value", [10**12, np.int64(2**31), jnp.int32(0), np.float32(2), np.bool_(True), "2", None])
-def test_a_size_that_is_none_is_refused(value):
-    with pytest.raises(ValueError, match=r"^slots is .*; (a cache needs at least 1|give at most 2147483647, .*)\.$"):
-        kvjax.KVCache.init(batch=1, kv_heads=1, slots=value, head_dim=2)
-
-
-@pytest.mark.parametrize("layer", [np.int64(2), jnp.int32(2), np.int64(-1)])
-def test_a_layer_that_is_not_there_is_refused(layer):
-    cache = kvjax.KVCache.init(batch=1, kv_heads=1, slots=4, head_dim=2, layers=2)
-    rows = np.ones((1, 2, 1, 2), np.float32)
-    with pytest.raises(ValueError, match=r"layer is -?\d; the cache has layers 0 to 1"):
-        kvjax.insert(cache, rows, rows, layer=layer)
-    with pytest.raises(ValueError, match=r"layer is -?\d, but the cache has the layers \[0, 1\]"):
-        kvjax.evict(cache, np.zeros((1, 1, 4), np.float32), 2, layer=layer)
-
-
-def test_budgets_and_blocks_of_a_policy_are_held_against_it_however_they_are_written():
-    with pytest.raises(ValueError, match="the budget is 16 tokens, but 'snapkv' always keeps"):
-        kvjax.check_budget(kvjax.snapkv(), jnp.int32(16))
-    with pytest.raises(ValueError, match="a block has 16"):
-        kvjax.check_block(kvjax.snapkv(), np.int8(16))
 
 
 # Links, allocations and sources.
@@ -166,32 +123,17 @@ def test_a_share_of_a_link_is_the_same_object_however_it_is_written():
     assert kvjax.h2o(accumulate=np.bool_(False)) is kvjax.h2o(accumulate=False)
 
 
-def test_a_protection_made_by_hand_counts_in_numpys_integers():
-    assert kvjax.Protection(sinks=np.int64(4), recent=np.float32(0.5)).counts(64) == (4, 32)
-
-
 MISTYPED = {
     "h2o(accumulate='False')": "h2o: accumulate is 'False'; expected True or False",
-    "h2o(accumulate=0)": "h2o: accumulate is 0; expected True or False",
-    "expected_attention(covariance='no')": "expected_attention: covariance is 'no'; expected True or False",
     "h2o+caote(fast='no')": "caote: fast is 'no'; expected True or False",
-    "h2o+caote(cross=None)": "caote: cross is None; expected True or False",
     "h2o+caote(norm=True)": "caote: norm is True; expected 1, 2 or 'inf'",
-    "h2o+caote(rounds=True)": "caote: rounds is True; expected an integer",
     "snapkv(window=True)": "snapkv: window is True; expected an integer",
-    "cake(window=True)": "cake: window is True; expected an integer",
-    "streaming(sinks=True)": "streaming: sinks is True; expected an integer",
     "streaming(sinks=0.5)": "streaming: sinks is 0.5; expected an integer",
     "h2o+protect(recent=True)": "protect: recent is True; expected a finite number",
-    "sage(mass=True)": "sage: mass is True; expected a finite number",
     "sage(mass=[0.5])": "sage: mass is [0.5]; expected a finite number",
-    "h2o+critical(safe=True)": "critical: safe is True; expected a finite number",
     "cake(gamma='1')": "cake: gamma is '1'; expected a finite number",
-    "expected_attention(future=True)": "expected_attention: future is True; expected an integer",
     "butler(dim=True)": "butler: dim is True; expected an integer or None",
-    "random(seed=True)": "random: seed is True; expected an integer",
     "snapkv(window=1000000000000)": "snapkv: window is 1000000000000; give at most 2147483647",
-    "h2o@model(normalise='False')": "model: normalise is 'False'; expected True or False",
     "h2o@adakv(cap=True)": "adakv: cap is True; expected a finite number or None",
     "h2o@cake(window=True)": "cake: window is True; expected an integer or None",
 }
@@ -251,15 +193,12 @@ def test_fields_become_what_their_annotations_say():
     [
         ("count", 1.0, "expected an integer"),
         ("count", True, "expected an integer"),
-        ("count", jnp.arange(2), "expected an integer"),
         ("share", "0.5", "expected a finite number or None"),
         ("share", float("nan"), "expected a finite number or None"),
-        ("share", float("inf"), "expected a finite number or None"),
         ("share", 10**400, "expected a finite number or None"),
         ("sizes", 3, "expected a list of integers or None"),
         ("sizes", (1, "2"), "expected a list of integers or None"),
         ("kind", "b", "expected 'a' or 2"),
-        ("kind", 2.0, "expected 'a' or 2"),
         ("of", [], "expected an object of named values or None"),
     ],
 )
@@ -268,18 +207,6 @@ def test_a_field_of_another_type_is_refused_in_one_line(field, value, words):
         Fields(**{field: value})
     assert str(caught.value).startswith(f"{field} is ") and str(caught.value).endswith(f"; {words}.")
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 200
-
-
-def test_what_has_no_annotation_is_handed_on():
-    assert check_types({"x": "y"}, {}) == {"x": "y"}
-
-
-def test_a_typed_function_keeps_pythons_words_for_a_wrong_call():
-    def f(*, x: int) -> int:
-        return x
-
-    with pytest.raises(TypeError, match=r"f\(\) got an unexpected keyword argument 'y'"):
-        typed(f)(x=1, y=2)
 
 
 def test_a_traced_count_is_refused():

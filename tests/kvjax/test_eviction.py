@@ -95,12 +95,6 @@ def test_scores_of_half_precision_order_as_numbers():
     assert compiled()(scores, np.arange(4, dtype=np.int32), np.int32(2)).tolist() == [False, True, False, True]
 
 
-def test_with_layers_in_front_each_row_still_gets_its_own_budget():
-    scores = np.broadcast_to(np.arange(4, dtype=np.float32), (2, 2, 1, 4))  # [L, B, K, S], L equal to B
-    position = scores.astype(np.int32)
-    assert np.asarray(compiled()(scores, position, np.int32([1, 3]))).sum(-1).tolist() == [[[1], [3]], [[1], [3]]]
-
-
 insert = jax.jit(kvjax.insert, static_argnames="layer")
 evict = jax.jit(kvjax.evict, static_argnums=2, static_argnames="layer")
 
@@ -122,18 +116,3 @@ def test_evict_frees_slots_and_moves_nothing():
     np.testing.assert_array_equal(after.position, np.where(mask, np.asarray(cache.position), -1))
     for name in ("key", "value", "next_position"):
         np.testing.assert_array_equal(getattr(after, name), getattr(cache, name))
-
-
-def test_evict_touches_the_named_layer_only():
-    cache = filled_cache(layers=3)
-    scores = np.random.default_rng(2).normal(size=(B, K, S)).astype(np.float32)
-    after = evict(cache, scores, 4, layer=1)
-    alone = evict(filled_cache(), scores, 4)
-    position, before = np.asarray(after.position), np.asarray(cache.position)
-    np.testing.assert_array_equal(position[1], alone.position)
-    np.testing.assert_array_equal(position[[0, 2]], before[[0, 2]])
-
-
-def test_scores_that_do_not_fit_the_slots_are_refused():
-    with pytest.raises(ValueError, match=r"scores \(2, 2, 8\) do not fit the slots: expected \(2, 2, 9\)"):
-        kvjax.evict(filled_cache(), np.zeros((B, K, S - 1), np.float32), 4)

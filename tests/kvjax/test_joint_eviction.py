@@ -134,41 +134,6 @@ def test_heads_and_rows_lead_do_not_mix_and_lose_different_numbers(form):
 
 
 @each_form
-def test_protected_tokens_never_leave_but_count(form):
-    head, options = draw(5, protected=3), FORMS[form]
-    result = scored(head, 100, 3, **options)  # more than there are
-    evictable = (head.position >= 0) & ~head.protected
-    assert (result[evictable] < 0).all() and (result[head.protected] >= 0).all()
-    without = head._replace(A=np.where(head.protected, 0, head.A), protected=np.zeros(S, bool))
-    assert not np.array_equal(scored(without, 3, 3, **options)[evictable], scored(head, 3, 3, **options)[evictable])
-
-
-def test_of_equal_tokens_the_older_leaves():
-    A, V = np.full((1, 5), 0.2, np.float32), np.float32([[1.0], [0.0], [0.0], [0.0], [-1.0]])
-    result = np.asarray(compiled(rounds=2)(A, V, 2, position=np.int32([0, 7, 3, 5, 9])))
-    assert np.flatnonzero(result < 0).tolist() == [2, 3] and result[2] < result[3]
-
-
-@each_form
-@pytest.mark.parametrize("peak", [1.0, 6.0])
-def test_fast_takes_the_mean_of_the_values_that_are_left(form, peak):
-    head, options = draw(7, peak=peak, protected=0), FORMS[form]
-    cross, left, gone = options.get("cross"), head.live, []
-    for _ in range(4):
-        a = head.A[:, left] / head.A[:, left].sum(-1, keepdims=True)
-        change = (a / (1 - a))[..., None] * (head.V[left].mean(0) - head.V[left])
-        if cross is not None:
-            change = np.einsum("gsd,gde->gse", change, head.W)
-            change = change.sum(0, keepdims=True) if cross else change
-        errors = np.sqrt((change**2).sum((0, 2)))
-        gone.append(int(left[errors.argmin()]))
-        last = dict(zip(left.tolist(), errors.tolist(), strict=True))
-        left = left[left != gone[-1]]
-    result = scored(head, 4, 4, fast=True, **options)
-    check(result, head, [[slot] for slot in gone], {slot: last[slot] for slot in left.tolist()}, 1e-8)
-
-
-@each_form
 @pytest.mark.parametrize("rest", [1e-3, 1e-6, 1e-9])
 def test_tokens_that_come_to_hold_almost_all_weight_keep_an_exact_score(form, rest):
     """The second token is heavy only once the first has left; the values share an offset."""
@@ -213,15 +178,6 @@ def test_slots_that_are_not_finite_leave_first_and_poison_nothing(form, bad):
     gone, stay = freed.rounds(2, 2, options.get("cross"))
     assert result[slot] == -np.inf
     check(result, freed, [[], *gone], stay, 1e-7)
-
-
-@each_form
-def test_no_weight_and_no_live_slot(form):
-    head, options = draw(11, protected=0), FORMS[form]
-    result = scored(head._replace(A=np.zeros((G, S))), 3, 3, np.float32, **options)
-    assert ((result >= 0).sum(), (result < 0).sum()) == (S - 2 - 3, 3 + 2)
-    result = scored(head._replace(position=np.full(S, -1, np.int32)), 3, 3, np.float32, **options)
-    assert (result == -np.inf).all()
 
 
 def test_tiny_scores_keep_their_order():

@@ -134,24 +134,15 @@ def test_a_cache_of_query_heads_has_one_each():
     assert cache.heads_shape == (B, N)
 
 
-def test_positions_are_the_policys():
-    assert made("streaming(sinks=1)+positions(kind='compact')").positions == "compact"
-    assert made("streaming(sinks=1)@layer").positions == "absolute"
-
-
 @pytest.mark.bad_input
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (dict(policy="h3o"), "h3o"),
         (dict(policy=7), r"policy is 7; give a policy, or its short name"),
         (dict(layers=0), r"layers is 0; a cache needs at least 1, or None"),
-        (dict(batch=0), r"batch is 0; a cache needs at least 1"),
         (dict(kv_heads=2.5), r"kv_heads is 2\.5; a cache needs at least 1"),
         (dict(query_heads=3), r"3 query heads were given for 2 KV heads; expected a multiple"),
-        (dict(head_dim="4"), r"head_dim is '4'; a cache needs at least 1"),
         (dict(budget=0.5), r"the budget is 0\.5; give tokens per head, an int from 1"),
-        (dict(policy="full", budget=None), r"the budget is None; give tokens per head"),
         (dict(policy="streaming(sinks=9)"), r"the budget is 6 tokens, but .* always keeps 9 first"),
         (dict(block=0), r"block is 0; a block has at least 1 token"),
         (

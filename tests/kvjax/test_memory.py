@@ -47,27 +47,3 @@ def test_what_an_empty_cache_takes_is_predicted_with_the_scales_of_eight_bits(po
     sizes = SHAPE | dict(budget=40, block=16, page_size=4, windows=windows, dtype=dtype)
     cache = jax.eval_shape(lambda: kvjax.empty_cache(policy, **sizes))
     assert kvjax.memory(**sizes, policy=policy).total == sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
-
-
-def test_a_full_cache_is_one_with_a_budget_of_all_tokens():
-    cache = jax.eval_shape(
-        lambda: kvjax.KVCache.init(batch=2, kv_heads=2, slots=1000, head_dim=8, layers=3, dtype=jnp.bfloat16)
-    )
-    assert kvjax.memory(**SHAPE, budget=1000, block=0, batch=2).total == cache.nbytes
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (dict(layers=0), "layers is 0"),
-        (dict(budget=0), "budget is 0"),
-        (dict(block=-1), "block is -1"),
-        (dict(policy="snapkv", budget=8), "always keeps 0 first and 32 last"),
-        (dict(policy="nothing"), "nothing"),
-        (dict(windows=(4, None)), r"windows is \(4, None\); expected one entry for each of the 3 layers"),
-        (dict(windows=(4, 0, None)), "a window is 0"),
-    ],
-)
-def test_bad_sizes_are_refused(change, message):
-    with pytest.raises(ValueError, match=message):
-        kvjax.memory(**(SHAPE | dict(budget=40) | change))

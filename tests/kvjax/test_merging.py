@@ -33,11 +33,6 @@ def maker(policy, layer=None, dtype=jnp.float32):
     return jax.jit(lambda: kvjax.empty_cache(policy, layers=None if layer is None else 3, dtype=dtype, **SIZES))
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def floats_of_layer(cache, layer):
-    return kvjax.cache.floats_of(cache if layer is None else cache.layer(layer))
-
-
 def run(policy, some, *, layer=None, dtype=jnp.float32, step=step):
     """The caches after each block."""
     cache, after = maker(policy, layer, dtype)(), []
@@ -46,28 +41,6 @@ def run(policy, some, *, layer=None, dtype=jnp.float32, step=step):
         cache = run_block(cache, rows)
         after.append(cache)
     return after
-
-
-def in_order(cache, layer=None):
-    """Each head's positions and values by position: [B, K, budget] and [B, K, budget, D]."""
-    here = floats_of_layer(cache, layer)
-    position = np.asarray(here.position)
-    order = np.argsort(np.where(position < 0, 999, position), axis=-1)[..., :BUDGET]
-    values = np.take_along_axis(np.asarray(here.value, np.float64), order[..., None], axis=2)
-    return np.take_along_axis(position, order, axis=-1), values
-
-
-@pytest.mark.matrix
-def test_one_layer_of_a_stack_and_a_promise_of_one_token_give_the_same():
-    some, policy = blocks(2, 3), "h2o+caote+cam"
-    alone, stacked = run(policy, some)[-1], run(policy, some, layer=1)[-1]
-    for ours, theirs in zip(in_order(stacked, 1), in_order(alone), strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-6)
-    assert (np.asarray(stacked.position)[[0, 2]] == -1).all()
-    token = [x[:, :1] for x in blocks(3, 1)[0]]
-    one = [step(policy, excess=excess)(alone, token) for excess in (1, None)]
-    np.testing.assert_allclose(one[0].value, one[1].value, rtol=1e-6)
-    assert ((np.asarray(one[0].position) >= 0).sum(-1) == BUDGET).all()
 
 
 def test_large_heads_are_merged_one_at_a_time_with_the_same_values(monkeypatch):
@@ -135,15 +108,9 @@ def test_pages_are_not_merged():
         merging = kvjax.parse("h2o+merge").merging
         return kvjax.evict(cache, kvjax.Evidence.of_layers(cache, policy.allocation, merging=merging), 1)
 
-    def attend():
-        rows = [jnp.ones((1, 1, 1, 2))] * 3
-        cache = dataclasses.replace(make(), state=((), ()))
-        return kvjax.attend(cache, *rows, policy="streaming(sinks=0)+merge", budget=1)
-
     message = r"'merge' merges values in plain caches, but this one is paged; leave the link out"
-    for call in (evict, attend):
-        with pytest.raises(ValueError, match=message):
-            jax.eval_shape(call)
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(evict)
 
 
 @pytest.mark.bad_input

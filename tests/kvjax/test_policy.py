@@ -9,7 +9,6 @@ import pytest
 
 import kvjax
 from tests.kvjax import blocks
-from tests.kvjax.blocks import B, G, K, S
 
 CHAINS = {
     "h2o": lambda: kvjax.chain(kvjax.h2o()),
@@ -47,15 +46,6 @@ def test_spaces_and_defaults_do_not_make_another_policy(written, short):
     assert str(kvjax.parse(written)) == short
 
 
-def test_the_same_name_gives_the_same_object():
-    assert kvjax.parse("h2o+caote") is kvjax.parse("h2o+caote")
-    assert kvjax.parse("h2o") is kvjax.h2o()
-
-
-def test_a_count_and_a_share_of_one_are_different_policies():
-    assert kvjax.protect(recent=1) is not kvjax.protect(recent=1.0)
-
-
 def test_a_policy_may_be_a_static_argument_of_jit():
     traces = []
 
@@ -78,19 +68,6 @@ def test_a_chain_joins_what_its_links_declare():
     assert policy.heads == "group" and kvjax.parse("tova+caote").heads == "layer"
 
 
-@pytest.mark.parametrize(
-    ("name", "statistics"),
-    [("h2o", {"sum"}), ("tova", {"last"}), ("snapkv", {"window_mean"}), ("random", set()), ("key_norm", set())],
-)
-def test_a_base_score_declares_what_it_reads(name, statistics):
-    assert kvjax.parse(name).needs.statistics == statistics
-
-
-def test_the_state_of_a_policy_leads_with_the_slots_and_starts_at_zero():
-    leaves = jax.tree.leaves(kvjax.parse("h2o+caote").init(B, K, G, S, 4))
-    assert leaves and all(leaf.shape[:3] == (B, K, S) and (leaf == 0).all() for leaf in leaves)
-
-
 def test_a_chain_of_one_own_score_runs():
     newest = kvjax.base_score("newest", lambda o: o.position[:, :, None].astype(jnp.float32))
     block = blocks.make(1)
@@ -99,23 +76,7 @@ def test_a_chain_of_one_own_score_runs():
     np.testing.assert_array_equal(result, np.where(position >= 0, position, np.nan))
 
 
-@pytest.mark.parametrize(
-    "name", ["", "   ", "h2o+", "+h2o", "h2o++caote", "h2o caote", "h2o-caote", "h2o*2", "h2o(", "h2o)", "'h2o'", "3"]
-)
-def test_a_malformed_chain_is_refused(name):
-    with pytest.raises(ValueError, match=r"the policy .* is malformed; write links joined by '\+', like 'snapkv"):
-        kvjax.parse(name)
-
-
-@pytest.mark.parametrize(
-    "name", ["h2o(False)", "h2o(*[1])", "h2o(**{})", "kvjax.h2o", "h2o+(caote+pool)", "h2o\x00", "h2o[0]"]
-)
-def test_a_link_written_otherwise_is_refused(name):
-    with pytest.raises(ValueError, match="malformed; write links joined by"):
-        kvjax.parse(name)
-
-
-@pytest.mark.parametrize("name", ["h20", "h2o+coate", "H2O", "chain", "__import__(x=1)"])
+@pytest.mark.parametrize("name", ["h20", "h2o+coate", "chain"])
 def test_an_unknown_link_is_refused_and_the_known_ones_are_named(name):
     with pytest.raises(ValueError, match=r"unknown policy '.*' in '.*'; expected one of .*caote, .*h2o.*tova"):
         kvjax.parse(name)
@@ -125,10 +86,6 @@ def test_an_unknown_link_is_refused_and_the_known_ones_are_named(name):
     ("name", "message"),
     [
         ("h2o(decay=1)", r"'h2o\(decay=1\)': h2o got an unexpected keyword argument 'decay'"),
-        ("h2o+caote(window=2)", r"caote got an unexpected keyword argument 'window'"),
-        ("snapkv(window='wide')", r"snapkv: window is 'wide'"),
-        ("snapkv(window=[2])", r"snapkv: window is \[2\]; expected an integer"),
-        ("h2o+protect(recent=-0.5)", r"protect: recent is -0\.5"),
         ("h2o(accumulate=yes)", r"'h2o\(accumulate=yes\)': the arguments of 'h2o' are not plain values"),
         ("h2o(accumulate=open('x'))", r"the arguments of 'h2o' are not plain values"),
         ("h2o(accumulate=True,accumulate=True)", r"'h2o' is given an argument twice"),
@@ -145,16 +102,6 @@ def test_a_transformation_does_not_come_first(name):
         kvjax.parse(name)
 
 
-def test_a_chain_of_nothing_is_refused():
-    with pytest.raises(ValueError, match=r"starts with a base score .* but nothing was given"):
-        kvjax.chain()
-
-
-def test_two_base_scores_are_refused():
-    with pytest.raises(ValueError, match=r"'h2o\+tova' has two base scores, 'h2o' and 'tova'; keep one"):
-        kvjax.parse("h2o+tova")
-
-
 def test_two_windows_that_differ_are_refused():
     other = kvjax.Policy(
         "other", kvjax.h2o().init, kvjax.h2o().update, kvjax.Needs(frozenset({"window_mean"}), window=3)
@@ -163,27 +110,6 @@ def test_two_windows_that_differ_are_refused():
         ValueError, match=r"'snapkv\+other': observation windows of \[3, 32\] queries meet in one policy; expected one"
     ):
         kvjax.chain(kvjax.snapkv(), other)
-
-
-@pytest.mark.parametrize("name", ["key_norm+caote", "key_norm+pool+fast_caote"])
-def test_caote_after_scores_that_can_be_negative_is_refused(name):
-    with pytest.raises(ValueError, match=r"caote' needs non-negative scores, which 'key_norm' does not give; put"):
-        kvjax.parse(name)
-
-
-@pytest.mark.parametrize(
-    ("name", "budget"),
-    [
-        ("snapkv(window=8)", 8),
-        ("h2o+protect(sinks=4,recent=0.5)", 8),
-        ("h2o+protect(sinks=0.5,recent=0.5)", 7),
-        ("h2o", 1),
-    ],
-)
-def test_a_budget_that_holds_what_is_protected_is_accepted(name, budget):
-    kvjax.check_budget(kvjax.parse(name), budget)
-    sinks, recent = kvjax.protected(kvjax.parse(name), budget)
-    assert sinks + recent <= budget
 
 
 @pytest.mark.parametrize(

@@ -68,18 +68,3 @@ def test_measure_gives_one_part_alone_made_of_what_is_there(cross):
         assert (part.factor is None, part.gram is None, part.weight) == (not cross, cross, None)
         result = part.gram if not cross else products(np.asarray(part.factor))
         np.testing.assert_allclose(result, gram, rtol=1e-4, atol=1e-4, err_msg=name)
-
-
-@pytest.mark.bad_input
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: kvjax.output_projection(jnp.ones((6, 4, 8)), 4, ["gram"]), r"4 KV heads do not divide the 6 query"),
-        (lambda: kvjax.output_projection(jnp.ones((6, 4, 8)), 2, ["grams"]), r"unknown kind 'grams'; expected one of"),
-        (lambda: measure(jnp.ones((2, 3, 4, 8)), True, (5, 3, 4), jnp.float32), r"\(2, 3, 4, 8\) does not fit 3 query"),
-        (lambda: measure(kvjax.OutputProjection(), True, (3, 4), jnp.float32), r"holds no factor"),
-    ],
-)
-def test_what_does_not_fit_is_refused(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()

@@ -165,56 +165,11 @@ def test_a_step_holds_the_bytes_of_its_dtypes_and_no_copy_of_the_cache_as_floats
     assert memory.temp_size_in_bytes - in_float16 < 1.5 * of_a_layer < whole / 2
 
 
-@pytest.mark.parametrize(
-    ("dtype", "sentence"),
-    [
-        ("float8_e5m2", "dtype is 'float8_e5m2'; keys and values are floats, such as 'bfloat16', or 'int8'"),
-        ("int8/int4", "dtype is 'int4'; keys and values are floats"),
-        (
-            ("int8", None, "int8"),
-            "dtype is .*; expected one dtype, or a pair of keys' and values', such as 'int8/bfloat",
-        ),
-        ("int8/", "dtype is ''; keys and values are floats"),
-        (("int8", object), "dtype is <class 'object'>; keys and values are floats"),
-    ],
-)
-def test_what_is_neither_a_dtype_nor_a_pair_of_them_is_refused(dtype, sentence):
-    sizes = dict(batch=1, kv_heads=1, head_dim=1)
-    for make in (
-        lambda: kvjax.KVCache.init(**sizes, slots=1, dtype=dtype),
-        lambda: kvjax.PagedCache.init(**sizes, pages=1, page_size=1, most=1, dtype=dtype),
-        lambda: kvjax.empty_cache(None, kv_heads=1, query_heads=1, head_dim=1, budget=1, dtype=dtype),
-        lambda: kvjax.memory(layers=1, kv_heads=1, head_dim=1, budget=1, dtype=dtype),
-    ):
-        with pytest.raises(ValueError, match=sentence):
-            make()
-
-
 def test_scales_are_there_for_what_is_of_eight_bits_alone():
     cache, floats = filled("float32/int8"), filled("float32")
     assert cache.key_scale is None and cache.value_scale is not None
     np.testing.assert_array_equal(read(cache).key, floats.key)
     assert cache.nbytes == floats.nbytes - 3 * cache.key.size + 4 * cache.position.size
-
-
-def test_a_row_of_other_dtypes_does_not_fit_into_a_batch():
-    sizes = dict(kv_heads=1, slots=2, head_dim=2)
-    with pytest.raises(ValueError, match=r"in float32 does not fit into a row of .* in float32/bfloat16: expected one"):
-        init = kvjax.KVCache.init
-        jax.eval_shape(
-            lambda: kvjax.join(
-                init(batch=2, **sizes, dtype="float32/bfloat16"), 0, init(batch=1, **sizes, dtype="float32")
-            )
-        )
-    pages = dict(kv_heads=1, pages=2, page_size=2, most=2, head_dim=2)
-    with pytest.raises(ValueError, match="expected one row of the same model, policy, positions and dtype"):
-        init = kvjax.PagedCache.init
-        jax.eval_shape(lambda: kvjax.join(init(batch=2, **pages, dtype="int8"), 0, init(batch=1, **pages)))
-
-
-def test_a_dtype_that_rows_cannot_be_rounded_to_is_refused():
-    with pytest.raises(ValueError, match="dtype is 'bfloat16'; rows are rounded to 'int8' or 'float8_e4m3fn'"):
-        kvjax.quantise(np.ones(2), "bfloat16")
 
 
 def test_no_derivative_reaches_rows_of_eight_bits_and_the_queries_have_theirs():

@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 
 import kvjax
-from kvjax.names import makers
-from kvjax.registry import Registry
 
 
 def installed(folder: Path, package: str, code: str, **groups: str) -> None:
@@ -64,12 +62,6 @@ def newest():
     assert str(kvjax.parse_source("newest")) == "newest"
     with pytest.raises(ValueError, match="unknown policy 'newest'"):
         kvjax.parse("newest")
-
-
-def test_an_unknown_name_lists_those_of_packages_without_importing_them(folder):
-    installed(folder, "pkg_listed", "raise RuntimeError", policies="listed = pkg_listed:listed")
-    with pytest.raises(ValueError, match=r"unknown policy 'lister' in 'lister'; expected one of .*, listed, "):
-        kvjax.parse("lister")
 
 
 def test_a_package_that_cannot_be_imported_is_named_in_one_sentence(folder):
@@ -132,10 +124,3 @@ def test_a_program_may_register_a_name_again_but_not_take_another_module_s():
         kvjax.register(made("mine", "elsewhere"))
     with pytest.raises(ValueError, match=r"'h2o' is in kvjax\.scores and in cells"):
         kvjax.register(made("h2o", "cells"))
-
-
-def test_makers_have_the_name_that_they_are_added_under():
-    registry = makers("policy", None, kvjax.Policy)
-    with pytest.raises(ValueError, match="expected a function named second that makes a policy"):
-        registry.add("second", kvjax.h2o, source="here")
-    assert registry.find("second") is None and Registry("colour", None).names() == []

@@ -14,7 +14,7 @@ import pytest
 import kvjax
 from kvjax.transforms import _output_length
 from tests.kvjax import blocks, definitions
-from tests.kvjax.blocks import DIM, B, D, E, G, K, N, S, T, each_head, heads_of, scores, started
+from tests.kvjax.blocks import DIM, B, D, E, G, K, N, S, each_head, heads_of, scores, started
 from tests.models import reference
 from tests.models.reference.policies import Seen
 
@@ -181,16 +181,6 @@ def test_expected_attention_does_not_lose_a_small_covariance_beside_a_large_mean
     np.testing.assert_allclose(state[2].value, products, rtol=1e-2, atol=1e-2 * products.max())
 
 
-def test_expected_attention_reads_one_row_of_frequencies_a_sequence():
-    policy, seen = kvjax.expected_attention(future=4), blocks.make(36).observation
-    rows = np.float32([[1.0, 0.1], [0.5, 0.2]])
-    both = scores(policy, blocks.in_context(seen, frequency=rows))
-    for b in range(B):
-        np.testing.assert_allclose(
-            both[b], scores(policy, blocks.in_context(seen, frequency=rows[b : b + 1]))[b], rtol=1e-6
-        )
-
-
 def test_sage_keeps_what_it_chose_in_a_row_without_a_query_in_the_block():
     policy, block = kvjax.sage(), blocks.make(37)
     seen = block.observation
@@ -258,24 +248,6 @@ def test_butler_is_the_mean_predicted_attention_over_the_live_tokens(window):
     close(result, each_head(block, lambda b, k, live: expected[b, heads_of(k)].mean(0)[live]), atol=1e-7)
 
 
-def test_butler_of_the_first_layer_is_the_mean_attention_itself():
-    block, held = foreseen_block(33, layer=0)
-    result = scores(kvjax.butler(dim=DIM), block, held)
-    close(result, each_head(block, lambda b, k, live: block.rows(b)[heads_of(k)].mean(1).mean(0)[live]))
-
-
-def test_butler_keeps_the_new_keys_where_their_tokens_lie_and_the_others_where_they_are():
-    block, held = foreseen_block(34)
-    policy, o = kvjax.butler(dim=DIM), block.observation
-    _, state = jax.jit(policy.update)(None, held, o)
-    expected, key = held.copy(), np.asarray(o.context.predicted.key).reshape(B, T, K, G, DIM)
-    for b, k, s in np.argwhere(np.asarray(o.position) >= 0):
-        for t in np.flatnonzero(np.asarray(o.query_position[b]) == int(o.position[b, k, s])):
-            expected[b, k, s] = key[b, t, k]
-    assert (expected != held).any()
-    np.testing.assert_array_equal(state, expected)
-
-
 def test_butler_leaves_out_slots_that_are_not_filled_yet():
     block, held = foreseen_block(36)
     position = np.array(block.observation.position)
@@ -333,19 +305,6 @@ def test_pooling_and_averaging_tokens_that_are_sure_to_stay_gives_finite_scores(
     averaged = scores("tova+critical(safe=0.5)", same)
     expected = each_head(same, lambda b, k, live: largest * sure[b][:, live].mean(axis=0))
     np.testing.assert_allclose(averaged, expected, rtol=1e-6, atol=10)
-
-
-def test_chunks_with_tokens_that_are_sure_to_stay_have_finite_scores_in_the_order_of_their_number():
-    block = blocks.make(14)
-    largest = float(np.finfo(np.float32).max)
-    sure = scores("tova(heads='group')+critical(safe=0.5)", block) > 1e38
-
-    def formula(b, k, live):
-        position = np.asarray(block.observation.position[b, k])
-        return definitions.chunk_means(largest * sure[b, k], position, position < 0, 10)[live]
-
-    found = scores("tova(heads='group')+critical(safe=0.5)+chunks(size=10)", block)
-    np.testing.assert_allclose(found, each_head(block, formula), rtol=1e-6, atol=10)
 
 
 @pytest.mark.parametrize(
@@ -448,46 +407,3 @@ def test_a_score_says_what_it_misses(name, without, message):
     policy, seen = kvjax.parse(name), blocks.make(43).observation
     with pytest.raises(ValueError, match=message):
         scores(policy, blocks.in_context(seen, **{without: None}))
-
-
-@pytest.mark.bad_input
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: kvjax.tova(heads="all"), r"tova: heads is 'all'; expected 'group' or 'layer'"),
-        (lambda: kvjax.snapkv(window=0), r"snapkv: window is 0; give the number of queries"),
-        (lambda: kvjax.snapkv(window=2.0), r"snapkv: window is 2\.0"),
-        (lambda: kvjax.snapkv(kernel=4), r"snapkv: kernel is 4; give an odd number from 1"),
-        (lambda: kvjax.snapkv(pooling="mean"), r"snapkv: pooling is 'mean'; expected 'avg' or 'max'"),
-        (lambda: kvjax.pool(kernel=0), r"pool: kernel is 0; give an odd number"),
-        (lambda: kvjax.chunks(size=0), r"chunks: size is 0; give the tokens of a chunk"),
-        (lambda: kvjax.chunks(heads="query"), r"chunks: heads is 'query'; expected 'group' or 'layer'"),
-        (lambda: kvjax.pool(pooling="sum"), r"pool: pooling is 'sum'"),
-        (lambda: kvjax.streaming(sinks=-1), r"streaming: sinks is -1; give a count"),
-        (lambda: kvjax.protect(recent=1.5), r"protect: recent is 1\.5; give a count .* or a share .* in \[0, 1\]"),
-        (lambda: kvjax.protect(sinks=-1), r"protect: sinks is -1"),
-        (lambda: kvjax.protect(recent="half"), r"protect: recent is 'half'"),
-        (lambda: kvjax.protect(recent=float("nan")), r"protect: recent is nan"),
-        (lambda: kvjax.random(seed=-1), r"random: seed is -1; give an int in \[0, 2\*\*32\)"),
-        (lambda: kvjax.random(seed=2**32), r"random: seed is 4294967296"),
-        (lambda: kvjax.sage(heads="layer"), r"sage: heads is 'layer'; expected 'group' or 'query'"),
-        (lambda: kvjax.sage(split="half"), r"sage: split is 'half'; expected 'fixed' or 'adaptive'"),
-        (lambda: kvjax.sage(mass=0), r"sage: mass is 0; give a share of the attention in \(0, 1\]"),
-        (lambda: kvjax.laprox(kernel=2), r"laprox: kernel is 2; give an odd number"),
-        (lambda: kvjax.laprox(target="key"), r"laprox: target is 'key'; expected 'output', 'value' or 'attention'"),
-        (lambda: kvjax.laprox(gqa="max"), r"laprox: gqa is 'max'; expected 'group' or 'heads'"),
-        (lambda: kvjax.cake(window=1), r"cake: window is 1; a variance needs at least 2 queries"),
-        (lambda: kvjax.cake(gamma=-1), r"cake: gamma is -1; give a number from 0"),
-        (lambda: kvjax.expected_attention(future=0), r"expected_attention: future is 0; give a number of coming"),
-        (lambda: kvjax.expected_attention(sinks=-1), r"expected_attention: sinks is -1; give a number of first tokens"),
-        (lambda: kvjax.critical(safe=1.5), r"critical: safe is 1\.5; give a share of the budget in \[0, 1\]"),
-        (lambda: kvjax.critical(epsilon=-1), r"critical: epsilon is -1; give a number from 0"),
-        (lambda: kvjax.parse("keydiff+critical"), r"'critical' needs non-negative scores, which 'keydiff' does not"),
-        (lambda: kvjax.caote(norm=3), r"caote: norm is 3; expected 1, 2 or 'inf'"),
-        (lambda: kvjax.caote(group="sum"), r"caote: group is 'sum'; expected 'exact' or 'mean'"),
-        (lambda: kvjax.fast_caote(norm=0), r"caote: norm is 0"),
-    ],
-)
-def test_a_wrong_argument_is_refused(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()

@@ -94,13 +94,6 @@ def test_each_query_can_have_a_budget_of_its_own(rows):
     np.testing.assert_array_equal(mask, definitions(importance, position, queries, own, 2))
 
 
-def test_a_budget_a_row_holds_for_all_its_queries():
-    importance, position, queries = case(2, rows=T)
-    mask = compiled(kvjax.selected_mask)(importance, position, np.array([2, 5]), query_position=queries)
-    every = np.broadcast_to(np.array([[2], [5]]), queries.shape)
-    np.testing.assert_array_equal(mask, definitions(importance, position, queries, every, 4))
-
-
 def test_sinks_come_on_top_of_the_budget_and_are_counted_once():
     position = np.arange(S, dtype=np.int32).reshape(1, 1, S)
     importance = np.where(position == 0, 9.0, position).astype(np.float32)  # slot 0 is a sink, and the best
@@ -136,59 +129,3 @@ def test_the_size_is_what_budget_and_sinks_can_come_to():
 
     assert [size(budget) for budget in (1, 5, 10, 99)] == [4, 8, S, S]
     assert [size(budget) for budget in (0.1, 0.5, 1.0)] == [2 + 3, 6 + 3, S]
-
-
-def test_budgets_of_rows_take_the_size_that_is_given():
-    importance, position, queries = case(7)
-    run = compiled(kvjax.select, sinks=1, size=5)
-    slots = run(importance, position, np.array([1, 4]), query_position=queries)
-    expected = definitions(importance, position, queries, np.array([1, 4]), 1)
-    np.testing.assert_array_equal(as_mask(np.asarray(slots)), expected)
-
-
-@pytest.mark.bad_input
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (dict(budget=0), "the budget is 0; at least 1 token must stay"),
-        (dict(budget=0.0), r"the budget is 0.0; expected .* a share of the tokens \(a float in \(0, 1\]\)"),
-        (dict(budget=1.5), "the budget is 1.5; expected"),
-        (dict(budget=np.ones(3, np.int32), size=4), r"a budget of shape \(3,\) does not fit: expected \(2,\)"),
-        (dict(budget=np.ones(2, np.int32)), "is an array.*give size="),
-        (dict(sinks=-1), "sinks is -1"),
-        (dict(size=4), "size is 4; a budget of 3 and 4 sinks take 7 slots"),
-        (dict(budget=0.5, size=0), "size is 0"),
-        (dict(position=np.zeros((B, 3, S), np.int32)), r"importance \(2, 4, 11\) does not fit positions \(2, 3, 11\)"),
-        (dict(importance=np.zeros((B, H, T, S), np.float32)), "expected .B, H, S., one decode step's"),
-        (dict(query_position=np.zeros((B, 1), np.int32)), r"query_position \(2, 1\) does not fit: expected \(2,\)"),
-    ],
-    ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
-)
-def test_bad_input_is_named(change, message):
-    importance, position, _ = case(8)
-    with pytest.raises(ValueError, match=message):
-        jax.eval_shape(lambda: kvjax.select(**dict(importance=importance, position=position, budget=3) | change))
-
-
-@pytest.mark.bad_input
-@pytest.mark.parametrize(
-    ("importance", "position"),
-    [
-        ((H, S), (B, K, S)),
-        ((B, H, 1, T, S), (B, K, S)),
-        ((B, H, S), (B, S)),
-        ((B, H, S), (1, K, S)),
-        ((B, 3, S), (B, K, S)),
-    ],
-    ids=str,
-)
-def test_shapes_that_do_not_fit_are_named(importance, position):
-    with pytest.raises(ValueError, match=r"importance .* does not fit positions .*: expected"):
-        kvjax.selected_mask(np.zeros(importance, np.float32), np.zeros(position, np.int32), 3)
-
-
-@pytest.mark.bad_input
-def test_whole_sequences_need_the_positions_of_their_queries():
-    importance, position, _ = case(9, rows=T)
-    with pytest.raises(ValueError, match="has 5 queries; give their positions"):
-        kvjax.selected_mask(importance, position, 3)

@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import kvjax
-from kvjax.sources import SOURCES, Reading
+from kvjax.sources import Reading
 from tests.kvjax.definitions import kept
 
 B, N, K, S, D, LAYER = 2, 4, 2, 13, 6, 3
@@ -189,29 +189,10 @@ def test_steps_read_what_the_whole_sequence_does(name):
     np.testing.assert_array_equal(np.where(seen, steps, 0), np.where(seen, sequence, 0))
 
 
-def test_a_part_of_the_queries_reads_what_all_of_them_do():
-    name, given, part = "quest(page_size=4)", case(3), slice(5, 8)
-    np.testing.assert_array_equal(whole(name, given, part), whole(name, given)[:, :, part])
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_importance_is_float32_of_every_head_query_and_slot(name):
     importance = whole(name, case(4, jnp.bfloat16))
     assert (importance.shape, importance.dtype) == ((B, N, S, S), np.float32)
-
-
-def test_quest_reads_whole_pages_and_the_newest_tokens_of_the_last_that_fits_in_part():
-    page_value = np.repeat([5.0, 1.0, 9.0], 4).astype(np.float32)  # three pages of four, the third the best
-    source = kvjax.parse_source("quest(page_size=4)")
-    position = np.arange(12, dtype=np.int32)[None]
-
-    @jax.jit
-    def step(key):
-        state = source.insert(source.init(1, 1, 12, 1), key, position)
-        reading = Reading(jnp.ones((1, 1, 1, 1)), position[:, -1:], position[None], LAYER)
-        return kvjax.select(source.importance(state, reading)[:, :, 0], position[None], 6, sinks=0)
-
-    assert step(page_value.reshape(1, 12, 1, 1)).tolist() == [[[2, 3, 8, 9, 10, 11]]]
 
 
 def test_a_quest_step_reads_no_key():
@@ -265,45 +246,6 @@ def test_a_sharded_step_chooses_without_communication():
 
     program = step.lower(state, new_key, Reading(query, position, slots, LAYER, **fields)).compile().as_text()
     assert not re.findall(r"all-\w+|collective-\w+|reduce-scatter", program)
-
-
-def test_random_differs_by_seed_layer_query_and_head():
-    given = case(6)
-    position, slots = given.position[:1], given.slots[:1]
-
-    def drawn(seed: int, layer: int) -> np.ndarray:
-        source = kvjax.parse_source(f"random(seed={seed})")
-        run = jax.jit(lambda query: source.importance((), Reading(query, position, slots, layer)))
-        return np.asarray(run(given.query[:1]))[0]
-
-    rows = np.concatenate([drawn(seed, layer).reshape(-1, S) for seed in (0, 1) for layer in (1, 2)])
-    assert len(np.unique(rows, axis=0)) == len(rows) == 4 * N * S
-    assert abs(rows.mean() - 0.5) < 0.02
-
-
-def test_defaults_are_left_out_of_the_name():
-    ours = {name: make for name, make in SOURCES.items() if SOURCES.sources[name] == "kvjax.sources"}
-    assert sorted(str(make()) for make in ours.values()) == sorted(ours) == sorted(name.split("(")[0] for name in NAMES)
-    assert str(kvjax.parse_source("quest(page_size=16)")) == "quest"
-
-
-@pytest.mark.bad_input
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("qwest", "unknown source 'qwest' in 'qwest'; expected one of butler, first_layer, oracle, previous_layer, "),
-        ("quest(", "the source 'quest.' is malformed; write it like 'oracle' or"),
-        ("quest(4)", "is malformed"),
-        ("quest(pages=4)", "unexpected keyword argument 'pages'"),
-        ("quest(page_size=0)", "page_size is 0; give a number of tokens"),
-        ("quest(page_size=4.0)", "page_size is 4.0"),
-        ("random(seed=-1)", r"seed is -1; give an int in \[0, 2\*\*32\)"),
-    ],
-    ids=lambda text: text if len(text) < 20 else "",
-)
-def test_a_name_that_is_none_is_refused(name, message):
-    with pytest.raises(ValueError, match=message):
-        kvjax.parse_source(name)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 import kvjax
@@ -84,42 +83,3 @@ def test_an_eviction_begins_a_window_anew_in_its_rows_and_layer():
 def test_what_no_window_observes_remembers_none():
     assert kvjax.parse("tova").state(B, K, G, S, D) == ()
     assert observed(frozenset({"sum", "last"})) == frozenset()
-
-
-positions = jax.jit(lambda cache: jnp.stack([cache.layer(layer).position for layer in range(2)]))
-
-
-@functools.partial(jax.jit, static_argnames=("policy", "evicts"))
-def fed(policy, cache, rows, gram, start, evicts):
-    """The cache after one block in both layers, and an eviction down to 8 tokens by what the window has said."""
-    evidence, position = kvjax.Evidence.of_layers(cache, policy.allocation), start + jnp.arange(rows[0].shape[2])[None]
-    for layer in range(2):
-        context = kvjax.Context(layer=layer, projection=gram.layer(layer))
-        of_layer = (x[layer] for x in rows)
-        _, cache, said = kvjax.observe(cache, *of_layer, position, policy=policy, budget=8, context=context)
-        evidence = evidence.with_layer(cache, layer, said)
-    return kvjax.evict(cache, evidence, 8) if evicts else cache
-
-
-def test_single_queries_and_one_eviction_keep_what_a_block_keeps():
-    """Four tokens one by one, observed, then evicted by what all four said; or the four in one block."""
-    policy, rng = kvjax.parse("laprox(window=4)+caote"), np.random.default_rng(0)
-    sizes = dict(kv_heads=K, query_heads=K * G, head_dim=D, budget=16, block=4, layers=2)
-    text = [rng.normal(size=(2, 1, 16, heads, D)).astype(np.float32) for heads in (K * G, K, K)]
-    weight = rng.normal(size=(2, K * G, D, 8)).astype(np.float32)
-    gram = jax.jit(lambda weight: kvjax.output_projection(weight, K, ("gram",)))(weight)
-
-    def after(cache, start, stop, evicts):
-        return fed(policy, cache, [x[:, :, start:stop] for x in text], gram, start, evicts)
-
-    def tokens(cache):
-        layers = np.asarray(positions(cache))[:, 0]
-        return [sorted(x for x in row if x >= 0) for here in layers for row in here.tolist()]
-
-    start = jax.jit(lambda: kvjax.empty_cache(policy, **sizes))()
-    for number in (0, 4, 8):
-        start = after(start, number, number + 4, True)
-    at_once, one_by_one = after(start, 12, 16, True), start
-    for number in range(12, 16):
-        one_by_one = after(one_by_one, number, number + 1, number == 15)
-    assert tokens(one_by_one) == tokens(at_once) != tokens(start)
