@@ -88,10 +88,11 @@ def test_freed_slots_are_reused_and_nothing_else_moves():
     np.testing.assert_array_equal(np.asarray(after.value)[entered].reshape(B, K, 2, D), value.swapaxes(1, 2))
 
 
-def test_the_state_of_a_slot_is_zero_when_a_token_enters():
+@pytest.mark.parametrize("block", [[[6, -1], [-1, -1]], [[6], [-1]]], ids=["of two", "of one"])
+def test_the_state_of_a_slot_is_zero_when_a_token_enters(block):
     full = some_freed()
     before = dataclasses.replace(full, state=jax.tree.map(np.ones_like, full.state))
-    after = put(before, [[6, -1], [-1, -1]])
+    after = put(before, block)
     entered = np.asarray(after.position) == 6
     assert entered.sum() == K
     for name in ("seen", "age"):

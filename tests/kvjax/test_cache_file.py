@@ -28,7 +28,7 @@ B, K, N, D, T, BUDGET = 2, 2, 4, 4, 4, 6
 PLAIN, PAGED = "h2o+protect(recent=2)", "h2o+protect(recent=2)@layer"  # the last token is there
 KINDS = [  # a policy, layers, dtype
     (PAGED, None, "float32"),
-    ("h2o+caote", 2, ("float8_e4m3fn", "int8")),
+    ("h2o+caote+positions", 2, ("float8_e4m3fn", "int8")),
     ("expected_attention(sinks=1)", 2, "float16"),
     ("full", None, "float32"),
     ("butler(dim=4)", 2, "bfloat16"),
