@@ -1,10 +1,10 @@
-"""Training the predictor: a run that is stopped, killed or spread over devices is one run, and bad input ends well."""
+"""Training the predictor: its loss and figures, a run that is killed or spread over devices, and bad input."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,16 +12,13 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 
 import models
 from kernels_pallas import cache_attention, mse_logits
 from models import butler as butler_module
-from models import commands
 from models.butler import Butler, butler_input, load_butler
-from tests.bad_input.campaign import state_of
 from tests.tiers import first, matrix, nightly
 from train import butler as trainer
 from train import loop
@@ -46,48 +43,16 @@ def small(tmp_path, model):
     return tmp_path / "model"
 
 
-def numbers(seed=0, wrong_at=None):
-    """Rows of repeated patterns, which attention of random weights can be predicted on."""
-
-    def rows(position):
-        index = position["row"] if position else 0
-        while True:
-            if index == wrong_at:
-                raise ValueError("line 7 is wrong.")
-            rng = np.random.default_rng([seed, index])
-            yield np.resize(rng.integers(0, 64, 5), 16).astype(np.int32), {"row": index + 1}
-            index += 1
-
-    other = numbers(seed + 100) if seed < 100 else None
-    return Corpus(["numbers"], rows, np.stack(_first(other.rows, 4)) if other else np.zeros((1, 16), np.int32))
-
-
-def _first(rows, count):
-    made = rows(None)
-    return [next(made)[0] for _ in range(count)]
-
-
-def run(folder, model, corpus=None, settings=SETTINGS, **options):
-    options = dict(save_every=4, eval_every=0, log_every=1) | options
-    config = dataclasses.replace(butler_config_of(model.config, hidden=16, dim=8), dropout=0.1)
-    return train(folder, model, config, corpus or numbers(), settings, **options)
-
-
 def parameters_of(butler):
     return {name: np.asarray(getattr(butler, name)[...]) for name in butler_module.parameter_shapes(butler.config)}
 
 
-def losses(folder):
-    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-    return {line["step"]: line["loss"] for line in lines if "loss" in line}
-
-
 @pytest.mark.parametrize(("source", "causal"), first(1, [("attention_input", True), ("layer0_output", False)]))
-def test_the_loss_is_the_mean_of_the_layers_losses(model, source, causal):
+def test_the_loss_is_the_mean_of_the_layers_losses_and_teaches_every_parameter(model, source, causal):
     config = dataclasses.replace(butler_config_of(CONFIG, hidden=16), source=source)
-    butler = Butler(config, rngs=nnx.Rngs(0))
-    tokens = jax.random.randint(jax.random.key(0), (2, 12), 0, 64)
-    position = jnp.broadcast_to(jnp.arange(12), tokens.shape)
+    parameters = parameters_of(Butler(config, rngs=nnx.Rngs(0)))
+    tokens = np.random.default_rng(0).integers(0, 64, (2, 12))
+    position = np.broadcast_to(np.arange(12), tokens.shape)
 
     def attend(carry, layer, window, query, key, value):
         key_position = jnp.broadcast_to(position[:, None], (2, 2, 12))
@@ -95,21 +60,15 @@ def test_the_loss_is_the_mean_of_the_layers_losses(model, source, causal):
         return cache_attention(query, *cached)[0], carry, (query, key)
 
     @jax.jit
-    def losses_of_layers(model, butler):
-        of_query, of_key = butler(butler_input(model, tokens, source=source))
-        _, _, (query, key) = model.run(tokens, position, jnp.full(2, 12), attend, None)
-        return [mse_logits(query[i], key[i], of_query[i - 1], of_key[i - 1], causal=causal) for i in (1, 2)]
+    def found_and_expected(model, parameters):
+        of_query, of_key = Butler(config, parameters)(butler_input(model, tokens, source=source))
+        _, _, (query, key) = model.run(jnp.asarray(tokens), position, jnp.full(2, 12), attend, None)
+        layers = [mse_logits(query[i], key[i], of_query[i - 1], of_key[i - 1], causal=causal) for i in (1, 2)]
+        found = jax.value_and_grad(lambda own: loss_of(model, Butler(config, own), tokens, causal=causal))(parameters)
+        return found, layers
 
-    layers = losses_of_layers(model, butler)
-    loss = jax.jit(loss_of, static_argnames="causal")(model, butler, tokens, causal=causal)
-    assert loss == pytest.approx(float(np.mean(layers)), rel=1e-5)
-
-
-def test_gradients_flow_to_every_parameter_of_the_predictor(model):
-    config = butler_config_of(CONFIG, hidden=16)
-    start = parameters_of(Butler(config, rngs=nnx.Rngs(0)))
-    tokens = jax.random.randint(jax.random.key(0), (1, 12), 0, 64)
-    gradients = jax.jit(jax.grad(lambda parameters: loss_of(model, Butler(config, parameters), tokens)))(start)
+    (loss, gradients), layers = found_and_expected(model, parameters)
+    assert loss == pytest.approx(np.mean(layers), rel=1e-5)
     assert all(np.abs(gradient).max() > 0 for gradient in gradients.values())
 
 
@@ -123,24 +82,6 @@ def test_gradients_flow_in_a_model_where_some_layers_have_experts(sizes):
     assert all(np.isfinite(leaf).all() and np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(gradient))
 
 
-@nightly  # several whole runs of training
-def test_the_loss_falls_and_the_folder_loads(model, tmp_path):
-    settings = SETTINGS._replace(tokens=120 * 64)
-    butler, summary = run(tmp_path, model, settings=settings, save_every=60, eval_every=60)
-    curve = losses(tmp_path)
-    assert len(curve) == 120 and curve[120] < 0.3 * curve[1]
-    loaded = load_butler(tmp_path, model)
-    assert all(
-        np.array_equal(a, b) for a, b in zip(*(parameters_of(x).values() for x in (butler, loaded)), strict=True)
-    )
-    figures = summary["figures"]
-    assert figures["oracle"]["hit_rate"] == 1.0 and figures["butler"]["hit_rate"] > figures["random"]["hit_rate"] + 0.02
-    assert summary == json.loads((tmp_path / "summary.json").read_text())
-    assert list((tmp_path / "events").iterdir())
-    held_out = [line for line in (tmp_path / "log.jsonl").read_text().splitlines() if "held_out/hit_rate" in line]
-    assert [json.loads(line)["step"] for line in held_out] == [60, 120]
-
-
 def test_figures_are_those_of_a_brute_force_reading(model):
     butler = Butler(butler_config_of(CONFIG, hidden=16), rngs=nnx.Rngs(0))
     rows = np.asarray(jax.random.randint(jax.random.key(5), (2, 9), 0, 64))
@@ -151,134 +92,38 @@ def test_figures_are_those_of_a_brute_force_reading(model):
 
 
 @matrix
-def test_resumed_is_uninterrupted_bit_for_bit(model, tmp_path):
-    whole, summary = run(tmp_path / "whole", model)
-    said = []
-    stopped, nothing = run(tmp_path / "parts", model, stop_after=6)
-    assert nothing is None
-    resumed, again = run(tmp_path / "parts", model, say=said.append)
-    assert said == ["resuming from the checkpoint of step 6"]
-    assert losses(tmp_path / "whole") == losses(tmp_path / "parts") and len(losses(tmp_path / "whole")) == 12
-    for name, array in parameters_of(whole).items():
-        assert np.array_equal(array, parameters_of(resumed)[name]), name
-        assert not np.array_equal(array, parameters_of(stopped)[name]), name
-    assert again["figures"] == summary["figures"]
+def test_the_model_may_be_sharded_too(small):
+    rows, settings, found = np.random.default_rng(0).integers(0, 64, (4, 16)), SETTINGS, []
+    config = dataclasses.replace(butler_config_of(CONFIG, hidden=16, dim=8), dropout=0.1)
+    for text in ("data=1,tensor=1", "data=2,tensor=2"):
+        mesh = models.parse_mesh(text)
+        state, step = trainer.init_state(config, settings, mesh), trainer.make_step(config, settings, mesh)
+        _, *told = step(models.load(small, mesh=mesh)[0], state, loop.spread(rows, mesh), 0)
+        found.append([float(value) for value in told])
+    assert found[0] == pytest.approx(found[1], rel=1e-4)  # the loss and the gradient's norm
 
 
-@pytest.mark.parametrize("damage", first(0, ["flipped"]) + first(0, ["truncated", "removed"], rest=nightly))
-def test_a_damaged_checkpoint_is_left_for_the_one_before(model, tmp_path, damage):
-    whole, _ = run(tmp_path / "whole", model)
-    run(tmp_path / "parts", model, stop_after=8)
-    files = sorted(
-        (tmp_path / "parts" / "checkpoints" / "8" / "state").rglob("*"), key=lambda file: file.stat().st_size
-    )
-    largest = [file for file in files if file.is_file()][-1]
-    body = bytearray(largest.read_bytes())
-    if damage == "removed":
-        largest.unlink()
-    else:
-        body[len(body) // 2] ^= 255
-        largest.write_bytes(body if damage == "flipped" else body[: len(body) // 2])
-    said = []
-    resumed, _ = run(tmp_path / "parts", model, say=said.append)
-    assert "the checkpoint of step 8 is damaged" in said[0] and said[1] == "resuming from the checkpoint of step 4"
-    for name, array in parameters_of(whole).items():
-        assert np.array_equal(array, parameters_of(resumed)[name]), name
+@nightly  # 120 steps of training
+def test_the_loss_falls_and_the_folder_loads(model, tmp_path):
+    def rows(position):  # repeated patterns, which attention of random weights can be predicted on
+        for index in itertools.count(position["row"] if position else 0):
+            pattern = np.random.default_rng(index).integers(0, 64, 5)
+            yield np.resize(pattern, 16).astype(np.int32), {"row": index + 1}
 
-
-@nightly  # several whole runs of training
-def test_a_checkpoint_cut_short_is_left_out(model, tmp_path):
-    run(tmp_path, model, stop_after=4)
-    checkpoints = tmp_path / "checkpoints"
-    shutil.copytree(checkpoints / "4", checkpoints / "8.orbax-checkpoint-tmp")
-    said = []
-    run(tmp_path, model, say=said.append, stop_after=5)
-    assert "the checkpoint of step 8 was cut short" in said[0] and said[1] == "resuming from the checkpoint of step 4"
-
-
-@pytest.mark.parametrize("resume", first(0, [True]) + first(0, [False], rest=nightly))
-def test_two_runs_never_write_into_one_folder(model, tmp_path, resume):
-    run(tmp_path, model, stop_after=1)
-    before = state_of(tmp_path)
-    with (tmp_path / commands.LOCK_FILE).open("ab") as held:
-        commands.lock(held, tmp_path)
-        with pytest.raises(ValueError, match="another run writes into"):
-            run(tmp_path, model, resume=resume)
-    assert state_of(tmp_path) == before
-    run(tmp_path, model, resume=resume)
-
-
-@matrix
-def test_another_run_is_refused_and_nothing_overwritten(model, tmp_path):
-    run(tmp_path, model, stop_after=1)
-    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    other = models.Decoder(CONFIG, rngs=nnx.Rngs(4))
-    with pytest.raises(ValueError, match=r"model weights .* there, .* here"):
-        run(tmp_path, other)
-    with pytest.raises(ValueError, match=r"settings lr 0\.02 there, 0\.01 here; settings seed 0 there, 1 here"):
-        run(tmp_path, model, settings=SETTINGS._replace(lr=0.01, seed=1))
-    with pytest.raises(ValueError, match="data held out"):
-        run(tmp_path, model, numbers(seed=1))
-    assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    run(tmp_path, other, resume=False, stop_after=2)
-    assert list(losses(tmp_path)) == [1, 2]
-
-
-def test_a_predictor_of_no_run_is_not_overwritten(model, tmp_path):
-    models.save_butler(tmp_path, Butler(butler_config_of(CONFIG, hidden=16), rngs=nnx.Rngs(0)), model, "kept")
-    with pytest.raises(ValueError, match="which no run in this folder made"):
-        run(tmp_path, model, resume=False)
-
-
-@matrix
-def test_a_loss_that_is_not_finite_stops_the_run(model, tmp_path, monkeypatch):
-    run(tmp_path, model, stop_after=4)
-    kept = {path: path.read_bytes() for path in (tmp_path / "checkpoints").rglob("*") if path.is_file()}
-    good = trainer.loss_of
-
-    def bad(model, butler, tokens, **options):
-        return good(model, butler, tokens, **options) * jnp.where(tokens[0, 0] == sixth, jnp.nan, 1)
-
-    first = [row[0] for row in _first(numbers().rows, 48)][::4]  # of each step
-    sixth = first[6]
-    expected = 1 + first.index(sixth, 4)
-    monkeypatch.setattr(trainer, "loss_of", bad)
-    with pytest.raises(ValueError, match=f"not finite in step {expected}; the checkpoint of step 4 is kept"):
-        run(tmp_path, model, log_every=3)
-    assert kept == {path: path.read_bytes() for path in (tmp_path / "checkpoints").rglob("*") if path.is_file()}
-
-
-@nightly  # several whole runs of training
-def test_wrong_text_ends_the_run_behind_what_was_learned(model, tmp_path):
-    whole, _ = run(tmp_path / "whole", model)
-    with pytest.raises(ValueError, match="line 7 is wrong"):
-        run(tmp_path / "parts", model, numbers(wrong_at=22))
-    said = []
-    mended, _ = run(tmp_path / "parts", model, say=said.append)
-    assert said == ["resuming from the checkpoint of step 5"]
-    assert np.array_equal(parameters_of(whole)["query_in"], parameters_of(mended)["query_in"])
-
-
-@matrix
-def test_a_full_disk_ends_in_a_sentence(model, tmp_path, monkeypatch):
-    def full(*_, **__):
-        raise OSError(28, "No space left on device")
-
-    run(tmp_path, model, stop_after=4)
-    monkeypatch.setattr(ocp.CheckpointManager, "save", full)
-    with pytest.raises(OSError, match=r"could not be written .*No space left.*that of step 4 is kept"):
-        run(tmp_path, model)
-
-
-@matrix
-def test_the_model_may_be_sharded_too(small, tmp_path):
-    rows = numbers()
-    curves = []
-    for mesh in ("data=1,tensor=1", "data=2,tensor=2"):
-        mesh = models.parse_mesh(mesh)
-        run(tmp_path / str(mesh.size), models.load(small, mesh=mesh)[0], rows, mesh=mesh, stop_after=4)
-        curves.append(list(losses(tmp_path / str(mesh.size)).values()))
-    np.testing.assert_allclose(*curves, rtol=1e-4)
+    corpus = Corpus(["numbers"], rows, np.stack([row for row, _ in itertools.islice(rows({"row": 10_000}), 4)]))
+    config = butler_config_of(model.config, hidden=16, dim=8)
+    settings = SETTINGS._replace(tokens=120 * 64)
+    butler, summary = train(tmp_path, model, config, corpus, settings, save_every=60, eval_every=60, log_every=1)
+    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    curve = [line["loss"] for line in lines if "loss" in line]
+    assert len(curve) == 120 and curve[-1] < 0.3 * curve[0]
+    trained, loaded = (parameters_of(own) for own in (butler, load_butler(tmp_path, model)))
+    assert all(np.array_equal(array, loaded[name]) for name, array in trained.items())
+    figures = summary["figures"]
+    assert figures["oracle"]["hit_rate"] == 1.0 and figures["butler"]["hit_rate"] > figures["random"]["hit_rate"] + 0.02
+    assert summary == json.loads((tmp_path / "summary.json").read_text())
+    assert list((tmp_path / "events").iterdir())
+    assert [line["step"] for line in lines if "held_out/hit_rate" in line] == [60, 120]
 
 
 def test_published_settings():
@@ -329,6 +174,7 @@ def test_the_command_trains(small, tmp_path, capsys):
         (["--processes", 2], "belong together"),
         (["--dtype", "int4"], "is not known"),
         (["--stop-after", 0], "--stop-after is 0"),
+        (["--out", __file__], "it is a file"),
     ],
 )
 def test_bad_flags_end_in_a_sentence_and_2(small, tmp_path, capsys, arguments, sentence):
@@ -337,17 +183,6 @@ def test_bad_flags_end_in_a_sentence_and_2(small, tmp_path, capsys, arguments, s
     error = capsys.readouterr().err
     assert sentence in error and error.startswith("train.butler: error: ") and "Traceback" not in error
     assert not (tmp_path / "out").exists()
-
-
-def test_a_model_needs_data_of_its_own(small, tmp_path, capsys):
-    assert command("--model", small, "--out", tmp_path / "out") == 2
-    assert "no data was named" in capsys.readouterr().err
-
-
-def test_a_file_as_out_is_refused(small, tmp_path, capsys):
-    (tmp_path / "out").write_text("mine")
-    assert command("--model", small, "--data", "python", "--seq-len", 64, "--out", tmp_path / "out") == 2
-    assert "it is a file" in capsys.readouterr().err and (tmp_path / "out").read_text() == "mine"
 
 
 @nightly  # several whole runs of training

@@ -2,87 +2,199 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import shutil
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 
 import models
+from models import commands
+from tests.bad_input.campaign import state_of
 from train import butler, finetune, loop, retriever, scorer
 from train.butler import Settings
+from train.checkpoints import digest
 from train.text import Corpus
 
 CONFIG = models.Config(64, 16, 16, num_layers=1, num_heads=1, num_kv_heads=1, max_positions=64)
 SETTINGS = Settings(tokens=6 * 2 * 8, seq_len=8, batch=2, lr=0.1)
 
 
-def rows(position):
-    index = position["row"] if position else 0
-    while True:
-        yield np.random.default_rng(index).integers(0, 64, 8).astype(np.int32), {"row": index + 1}
-        index += 1
+@functools.cache
+def model(seed=0, dtype=jnp.float32):
+    return models.Decoder(CONFIG, rngs=nnx.Rngs(seed), dtype=dtype)
 
 
-def trainer(folder):
+def numbers(wrong_at=None, held_out=0):
+    def rows(position):
+        index = position["row"] if position else 0
+        while index != wrong_at:
+            yield np.random.default_rng(index).integers(0, 64, 8).astype(np.int32), {"row": index + 1}
+            index += 1
+        raise ValueError("line 7 is wrong.")
+
+    return Corpus(["numbers"], rows, np.full((1, 8), held_out, np.int32))
+
+
+@functools.cache
+def step_and_start(settings):
     """Fit the mean of the rows' tokens, with noise of each step's own."""
-    mesh = loop.one_device()
 
     def objective(model, parameters, tokens, key):
         target = tokens.astype(jnp.float32).reshape(-1, 4).mean(0) + jax.random.normal(key, (4,))
         return jnp.mean((parameters["mean"] - target) ** 2)
 
-    return loop.Trainer(
+    mesh = loop.one_device()
+    return loop.make_step(objective, settings, mesh), loop.init_state(lambda: {"mean": jnp.zeros(4)}, settings, mesh)
+
+
+def run(folder, corpus=None, *, settings=SETTINGS, step=None, of=None, **options):
+    compiled, start = step_and_start(settings)
+    trainer = loop.Trainer(
         command="train.mean",
         trained={"mean": {"size": 4}},
-        init=lambda: loop.init_state(lambda: {"mean": jnp.zeros(4)}, SETTINGS, mesh),
-        step=loop.make_step(objective, SETTINGS, mesh),
+        init=lambda: start,
+        step=step or compiled,
         save=lambda parameters: (folder / "mean.txt").write_text(str(parameters["mean"].tolist())),
-        measure=lambda parameters: {"loss": float(jnp.sum(parameters["mean"]))},
+        measure=lambda parameters: {"loss": float(np.sum(parameters["mean"]))},
         summarise=lambda parameters: ({"mean": parameters["mean"].tolist()}, {"first": float(parameters["mean"][0])}),
         files=("mean.txt",),
     )
+    options = dict(save_every=2, eval_every=3, log_every=1) | options
+    return loop.run(folder, trainer, of or model(), corpus or numbers(), settings, **options)
 
 
-def test_any_trainer_resumes_bit_for_bit(tmp_path):
-    model = models.Decoder(CONFIG, rngs=nnx.Rngs(0))
-    corpus = Corpus(["numbers"], rows, np.zeros((1, 8), np.int32))
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The folder of a run without a break, and its summary."""
+    folder = tmp_path_factory.mktemp("whole")
+    return folder, run(folder)[1]
 
-    def run(name, **options):
-        folder = tmp_path / name
-        options = dict(save_every=2, eval_every=3, log_every=1) | options
-        return loop.run(folder, trainer(folder), model, corpus, SETTINGS, **options)
 
-    whole, summary = run("whole")
-    assert run("parts", stop_after=3)[1] is None
-    again, resumed = run("parts")
-    assert np.array_equal(whole["mean"], again["mean"]) and resumed["mean"] == summary["mean"]
-    assert (tmp_path / "parts" / "mean.txt").read_text() == (tmp_path / "whole" / "mean.txt").read_text()
-    described = json.loads((tmp_path / "whole" / "run.json").read_text())
+def log(folder):
+    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+
+
+def is_whole(folder, whole):
+    """Say whether a run ended as the one without a break: its numbers, and the loss of each step."""
+    losses = [[(line["step"], line["loss"]) for line in log(of) if "loss" in line] for of in (folder, whole[0])]
+    return losses[0] == losses[1] and (folder / "mean.txt").read_text() == (whole[0] / "mean.txt").read_text()
+
+
+def test_any_trainer_resumes_bit_for_bit(tmp_path, whole):
+    said = []
+    stopped, nothing = run(tmp_path, stop_after=3)
+    assert nothing is None
+    again, resumed = run(tmp_path, say=said.append)
+    assert said == ["resuming from the checkpoint of step 3"] and is_whole(tmp_path, whole)
+    assert resumed["mean"] == whole[1]["mean"] == again["mean"].tolist() != stopped["mean"].tolist()
+    described = json.loads((tmp_path / "run.json").read_text())
     assert described["mean"] == {"size": 4} and described["made"]["command"] == "train.mean.train(...)"
-    lines = [json.loads(line) for line in (tmp_path / "parts" / "log.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines if "held_out/loss" in line] == [3, 6]
-    assert [line["step"] for line in lines if "learning_rate" in line] == [1, 2, 3, 4, 5, 6]
-    assert lines[-1]["summary/first"] == summary["mean"][0]
+    assert [line["step"] for line in log(tmp_path) if "held_out/loss" in line] == [3, 6]
+    assert [line["step"] for line in log(tmp_path) if "learning_rate" in line] == [1, 2, 3, 4, 5, 6]
+    assert log(tmp_path)[-1]["summary/first"] == resumed["mean"][0]
 
 
-def test_a_run_is_not_resumed_with_a_model_of_another_dtype(tmp_path):
-    model = models.Decoder(CONFIG, rngs=nnx.Rngs(0))
-    narrow = models.Decoder(CONFIG, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)
-    corpus = Corpus(["numbers"], rows, np.zeros((1, 8), np.int32))
-    assert loop.run(tmp_path, trainer(tmp_path), model, corpus, SETTINGS, stop_after=2)[1] is None
-    with pytest.raises(ValueError, match='model dtype "float32" there, "bfloat16" here'):
-        loop.run(tmp_path, trainer(tmp_path), narrow, corpus, SETTINGS)
+def test_the_digest_of_a_checkpoint_covers_every_array():
+    state = {"a": np.arange(3.0), "b": np.arange(2)}
+    assert len({digest(state), digest(state | {"a": state["a"] + 1}), digest(state | {"b": state["b"] + 1})}) == 3
 
 
-@pytest.mark.parametrize("name", ["log.jsonl", "summary.json"])
+@pytest.mark.parametrize("damage", ["flipped", "truncated", "removed"])
+def test_a_damaged_checkpoint_is_left_for_the_one_before(tmp_path, whole, damage):
+    run(tmp_path, stop_after=4)
+    files = [path for path in (tmp_path / "checkpoints" / "4" / "state").rglob("*") if path.is_file()]
+    largest = max(files, key=lambda path: path.stat().st_size)
+    body = bytearray(largest.read_bytes())
+    if damage == "removed":
+        largest.unlink()
+    else:
+        body[len(body) // 2] ^= 255
+        largest.write_bytes(body if damage == "flipped" else body[: len(body) // 2])
+    said = []
+    run(tmp_path, say=said.append)
+    assert "the checkpoint of step 4 is damaged" in said[0] and said[1] == "resuming from the checkpoint of step 2"
+    assert is_whole(tmp_path, whole)
+
+
+def test_a_checkpoint_cut_short_is_left_out(tmp_path, whole):
+    run(tmp_path, stop_after=2)
+    shutil.copytree(tmp_path / "checkpoints" / "2", tmp_path / "checkpoints" / "4.orbax-checkpoint-tmp")
+    said = []
+    run(tmp_path, say=said.append)
+    assert "the checkpoint of step 4 was cut short" in said[0] and said[1] == "resuming from the checkpoint of step 2"
+    assert is_whole(tmp_path, whole)
+
+
+@pytest.mark.parametrize("resume", [True, False])
+def test_two_runs_never_write_into_one_folder(tmp_path, resume):
+    run(tmp_path, stop_after=1)
+    before = state_of(tmp_path)
+    with (tmp_path / commands.LOCK_FILE).open("ab") as held:
+        commands.lock(held, tmp_path)
+        with pytest.raises(ValueError, match="another run writes into"):
+            run(tmp_path, resume=resume)
+    assert state_of(tmp_path) == before
+    run(tmp_path, resume=resume)
+
+
+def test_another_run_is_refused_and_nothing_overwritten(tmp_path):
+    run(tmp_path, stop_after=1)
+    before = state_of(tmp_path)
+    other = SETTINGS._replace(lr=0.01, seed=1)
+    for options, difference in (
+        (dict(of=model(1)), r"model weights .* there, .* here"),
+        (dict(of=model(0, jnp.bfloat16)), 'model dtype "float32" there, "bfloat16" here'),
+        (dict(settings=other), r"settings lr 0\.1 there, 0\.01 here; settings seed 0 there, 1 here"),
+        (dict(corpus=numbers(held_out=1)), "data held out"),
+    ):
+        with pytest.raises(ValueError, match=difference):
+            run(tmp_path, **options)
+    assert state_of(tmp_path) == before
+    run(tmp_path, of=model(1), resume=False, stop_after=2)
+    assert [line["step"] for line in log(tmp_path) if "loss" in line] == [1, 2]
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(tmp_path):
+    compiled, _ = step_and_start(SETTINGS)
+
+    def bad(model, state, rows, number):
+        state, loss, norm = compiled(model, state, rows, number)
+        return state, np.float32("nan") if number == 3 else loss, norm
+
+    with pytest.raises(ValueError, match="not finite in step 4; the checkpoint of step 2 is kept"):
+        run(tmp_path, step=bad, log_every=3)
+    assert (tmp_path / "checkpoints" / "2").exists() and not (tmp_path / "checkpoints" / "4").exists()
+
+
+def test_wrong_text_ends_the_run_behind_what_was_learned(tmp_path, whole):
+    with pytest.raises(ValueError, match="line 7 is wrong"):
+        run(tmp_path, numbers(wrong_at=7))
+    said = []
+    run(tmp_path, say=said.append)
+    assert said == ["resuming from the checkpoint of step 3"] and is_whole(tmp_path, whole)
+
+
+def test_a_full_disk_ends_in_a_sentence(tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    run(tmp_path, stop_after=2)
+    monkeypatch.setattr(ocp.CheckpointManager, "save", full)
+    with pytest.raises(OSError, match=r"could not be written .*No space left.*that of step 2 is kept"):
+        run(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["log.jsonl", "mean.txt", "summary.json"])
 def test_files_that_no_run_made_stay(name, tmp_path):
     (tmp_path / name).write_text("mine")
-    corpus = Corpus(["numbers"], rows, np.zeros((1, 8), np.int32))
     with pytest.raises(ValueError, match=f"holds {name}, which no run in this folder made"):
-        loop.run(tmp_path, trainer(tmp_path), models.Decoder(CONFIG, rngs=nnx.Rngs(0)), corpus, SETTINGS)
+        run(tmp_path, resume=False)
     assert (tmp_path / name).read_text() == "mine"
 
 
