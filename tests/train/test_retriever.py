@@ -37,10 +37,11 @@ def config(tokenizer):
 @matrix
 def test_resumed_is_uninterrupted_bit_for_bit(tokenizer, config, tmp_path):
     def run(folder, **options):
-        return retriever.train(tmp_path / folder, config, tokenizer, TINY, progress=False, evaluate_every=0, **options)
+        options |= dict(progress=False, evaluate_every=0)
+        return retriever.train(tmp_path / folder, config, tokenizer, TINY[:1], **options)
 
     whole = run("whole")
-    run("parts", stop_after=3)
+    run("parts", stop_after=1)
     resumed = run("parts")
     start = init_parameters(config, jax.random.key(0))
     for name in whole:
@@ -156,6 +157,10 @@ def test_the_circuit_looks_up_before_any_training(tokenizer):
     parameters = init_parameters(config, jax.random.key(0))
     right = retriever.recall(retriever.make_recall(config), parameters, tokenizer, 256, count=16, facts=6)
     assert right.all(-1).mean() > 0.7
+
+
+def test_a_run_that_goes_on_reads_the_rest_of_its_phases():
+    assert list(retriever.plan(TINY, 1)) == [(1, TINY[0]), (2, TINY[1]), (3, TINY[1])]
 
 
 def test_the_rate_falls_as_the_recipe_says():
