@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("kernels_pallas", "kvjax", "models", "evals", "train")
+PACKAGES = ("kernels_pallas", "kvjax", "models", "evals", "train", "benchmarks")
 
 
 def refused(call: Callable[[], Any]) -> Exception:

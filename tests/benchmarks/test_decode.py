@@ -6,7 +6,6 @@ import pytest
 
 from benchmarks import decode, measure, prefill, steps
 from benchmarks.__main__ import main
-from benchmarks.shapes import SHAPES
 from tests.tiers import matrix
 
 TIMING = measure.Timing(calls=2, repetitions=1, free=2**30, limits=measure.Device(1e9, 1e9))
@@ -33,13 +32,6 @@ def test_decode_writes_each_policy_at_each_prompt(tmp_path, capsys):
         )
     printed = capsys.readouterr().out
     assert "A decode step, in parts" in printed and "1,000,000" in printed
-
-
-@matrix
-def test_a_block_s_floor_counts_its_products():
-    group = {"none": [64]}
-    rows = decode._measured("block", steps.random_model(SHAPES["tiny"], "float32"), "tiny", 1, 16, group, TIMING, 8)
-    assert rows[0]["floor_flops"] > 0 and rows[0]["kind"] == "block"
 
 
 @matrix
@@ -70,25 +62,3 @@ def test_prefill_rows_of_fed_prompts_say_what_they_fed():
     assert rows[1]["compilations"] == 0 and all(r["step_milliseconds"] > 0 for r in rows)
     whole, ours = rows[2]["milliseconds"], rows[0]["milliseconds"]
     assert f"{whole / ours:.2f}" in prefill.feed_table(rows)
-
-
-@pytest.mark.parametrize("benchmark", ["decode", "prefill"])
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (["--shapes", "gpt"], "unknown shape 'gpt'"),
-        (["--policy", "h3o"], "h3o"),
-        (["--policy", "snapkv@model"], "all heads have the same budget"),
-        (["--prompts", "100", "--budgets", "1024"], "a prompt must fill its budget"),
-        (["--budgets", "many"], "--budgets has 'many'"),
-        (["--block", "0"], "--block is 0"),
-        (["--repetitions", "0"], "--repetitions is 0"),
-        (["--shapes", "llama-3.1-8b", "--memory", "0.01"], "but 0.01 GiB are free here"),
-        (["--json", "no/such/folder/x.json"], "no/such/folder"),
-    ],
-)
-def test_bad_input_is_one_sentence(benchmark, flags, said, capsys, monkeypatch):
-    monkeypatch.setattr(measure, "device", lambda **_: measure.Device(1e9, 1e9))
-    assert main([benchmark, *flags]) == 2
-    error = capsys.readouterr().err
-    assert said in error and "Traceback" not in error

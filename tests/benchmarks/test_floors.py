@@ -39,27 +39,22 @@ def test_a_long_block_counts_its_products():
     assert case.flops == 2 * 2 * 128 * 4 * 256 * 64  # q.k and a.v, T N S D
 
 
-def test_paged_attention_s_floor_is_the_pages_that_hold_tokens():
+def test_paged_attention_s_floor_is_the_pages_that_hold_tokens_and_each_has_one_owner():
     for case in found("paged_attention").values():
-        _, key, _, position, table, _ = case.make()
+        _, key, _, position, table, _ = jax.tree.map(np.asarray, jax.jit(case.make)())
         live = np.unique(table[0][table[0] >= 0])
-        assert (np.asarray(position)[live] >= 0).any(axis=1).all()
+        assert (position[live] >= 0).any(axis=1).all()
         assert case.numbers_bytes == 2 * len(live) * key.shape[1] * 64 * 2
-
-
-def test_each_page_has_one_owner_and_no_slot_is_seen_twice():
-    case = found("paged_attention")["decode"]
-    _, _, _, position, table, _ = case.make()
-    pages = np.asarray(table)[np.asarray(table) >= 0]
-    assert len(set(pages.tolist())) == len(pages) == position.shape[0]
-    held = np.asarray(position)[np.asarray(table)[0, 0, 0][np.asarray(table)[0, 0, 0] >= 0]]
+    pages = table[table >= 0].tolist()
+    assert len(set(pages)) == len(pages) == position.shape[0]
+    held = position[table[0, 0, 0][table[0, 0, 0] >= 0]]
     assert sorted(held[held >= 0].tolist()) == list(range((held >= 0).sum()))
 
 
 def test_selection_s_floor_is_the_rows_that_it_names():
     cases = found("select_attention")
-    _, _, _, slots = cases["25%, a set a KV head"].make()
-    assert slots.shape == (2, 2, 16) and all(len(set(row)) == 16 for row in np.asarray(slots).reshape(-1, 16).tolist())
+    slots = np.asarray(jax.jit(cases["25%, a set a KV head"].make)()[3])
+    assert slots.shape == (2, 2, 16) and all(len(set(row)) == 16 for row in slots.reshape(-1, 16).tolist())
     assert cases["25%, a set a KV head"].numbers_bytes == 2 * slots.size * 64 * 2
     assert cases["25%, a set a query head"].numbers_bytes == 2 * cases["25%, a set a KV head"].numbers_bytes
 
@@ -87,10 +82,6 @@ def test_a_step_s_cache_is_what_the_arrays_hold():
     assert floors.step_bytes(SHAPES["tiny"], 2, 40, 4)[1] == 2 * 4 * held
 
 
-@pytest.mark.parametrize(("name", "billions"), [*zip(PUBLISHED, (1.2358, 3.2127, 8.0303, 8.1907), strict=True)])
-def test_shapes_have_the_published_numbers_of_parameters(name, billions):
-    assert parameter_count(SHAPES[name]) / 1e9 == pytest.approx(billions, abs=5e-4)
-
-
-def test_small_has_a_hundred_million_parameters():
-    assert parameter_count(SHAPES["small"]) / 1e6 == pytest.approx(100, rel=0.01)
+def test_shapes_have_the_published_numbers_of_parameters():
+    billions = [parameter_count(SHAPES[name]) / 1e9 for name in (*PUBLISHED, "small")]
+    assert billions == pytest.approx([1.2358, 3.2127, 8.0303, 8.1907, 0.1], abs=1e-3)

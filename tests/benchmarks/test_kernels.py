@@ -4,7 +4,6 @@ import json
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from benchmarks import kernels, measure
@@ -39,24 +38,6 @@ def test_the_loss_is_timed_against_the_materialised_one():
     rows = kernels.measured(given, kernels.implementations_here("mse_logits"), TIMING)
     assert [r["implementation"] for r in rows] == ["reference", "materialised"]
     assert rows[1]["times_reference"] == rows[0]["milliseconds"] / rows[1]["milliseconds"]
-
-
-@matrix
-@pytest.mark.parametrize(
-    ("operation", "name"),
-    [("caote_topk", "block"), ("cache_attention", "decode, statistics"), ("paged_attention", "decode")],
-)
-def test_an_interpreted_kernel_does_what_the_reference_does(operation, name):
-    given = case(operation, name)
-    arrays = given.make()
-    outs = [
-        jax.tree.leaves(
-            given.call(kernels.function_of(operation, by, interpret=True), jnp.int32(1), jnp.int32(0), *arrays)
-        )
-        for by in ("reference", "pallas_gpu")
-    ]
-    for expected, out in zip(*outs, strict=True):
-        np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_case_that_does_not_fit_says_so_in_its_row(monkeypatch):
@@ -97,26 +78,3 @@ def test_a_kernel_that_breaks_stops_no_other_and_a_broken_reference_is_loud():
 
     with pytest.raises(TypeError, match="broken"):
         kernels.measured(given._replace(call=broken), ["reference"], TIMING)
-
-
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (["--shapes", "gpt"], "unknown shape 'gpt'; expected one of llama-3.2-1b"),
-        (["--operations", "flash"], "unknown operation 'flash'; expected one of caote_topk"),
-        (["--implementations", "cudnn"], "unknown implementation 'cudnn'; expected one of auto, reference"),
-        (["--implementations", "pallas_gpu"], "runs on a gpu, but this is a cpu; auto, reference can run here"),
-        (["--implementations", "pallas_gpu", "--interpret", "--operations", "mse_logits"], "no operation out of"),
-        (["--shapes", "llama-3.1-8b", "--memory", "0.01"], "but 0.01 GiB are free here"),
-        (["--memory", "0"], "--memory is 0.0"),
-        (["--batches", "0"], "--batches has '0'"),
-        (["--budget", "0"], "--budget is 0"),
-        (["--calls", "0"], "--calls is 0"),
-        (["--json", "no/such/folder/x.json"], "no/such/folder"),
-    ],
-)
-def test_bad_input_is_one_sentence(flags, said, capsys, monkeypatch):
-    monkeypatch.setattr(measure, "device", lambda **_: measure.Device(1e9, 1e9))
-    assert main(["kernels", *flags]) == 2
-    error = capsys.readouterr().err
-    assert said in error and "Traceback" not in error

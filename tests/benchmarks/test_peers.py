@@ -46,26 +46,6 @@ def any_environment(monkeypatch):
         (["--model", "retriever", "--llama-cpp", "python"], "a GGUF file, which retriever is not; leave --llama-cpp"),
         (["--model", "no/such/model"], "there is no folder no/such/model"),
         (["--model", "retriever", "--prompt", "512"], "tokens fits the budget of 512; give a longer one"),
-    ],
-    ids=str,
-)
-def test_a_model_that_a_side_cannot_read_is_refused(arguments, message, any_environment, capsys):
-    assert main(["peers", *arguments]) == 2
-    assert message in capsys.readouterr().err
-
-
-def test_nobody_evicts_at_the_full_cache_and_llama_cpp_is_asked_there_alone():
-    given = {"folder": "folder", "budget": None}
-    found = peers.sides(given, "kvpress's python", "llama.cpp's python")
-    assert list(found) == ["transformers", "ours", "llama.cpp", "llama.cpp, as stored"]
-    assert [json.loads(arguments[-1])["budget"] for arguments in found.values()] == [None] * 4
-    assert [json.loads(found[name][-1])["wide"] is None for name in list(found)[2:]] == [False, True]
-    assert list(peers.sides({**given, "budget": 80}, "a", "b")) == [peers.PEER, *peers.OURS]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
         (["--prompt", "100", "--budget", "full,100"], "a prompt of 100 tokens fits the budget of 100"),
         (["--budget", "some"], "--budget is some; give at least 65 slots per head, or full"),
         (["--model", "retriever", "--shape", "tiny"], "keep one of them"),
@@ -79,6 +59,15 @@ def test_nobody_evicts_at_the_full_cache_and_llama_cpp_is_asked_there_alone():
 def test_what_cannot_be_is_refused(arguments, message, any_environment, capsys):
     assert main(["peers", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_nobody_evicts_at_the_full_cache_and_llama_cpp_is_asked_there_alone():
+    given = {"folder": "folder", "budget": None}
+    found = peers.sides(given, "kvpress's python", "llama.cpp's python")
+    assert list(found) == ["transformers", "ours", "llama.cpp", "llama.cpp, as stored"]
+    assert [json.loads(arguments[-1])["budget"] for arguments in found.values()] == [None] * 4
+    assert [json.loads(found[name][-1])["wide"] is None for name in list(found)[2:]] == [False, True]
+    assert list(peers.sides({**given, "budget": 80}, "a", "b")) == [peers.PEER, *peers.OURS]
 
 
 def test_rows_hold_medians_ratios_and_the_first_token_that_differs():

@@ -7,7 +7,6 @@ from flax import nnx
 
 import models
 from benchmarks import soak
-from benchmarks.__main__ import main
 from tests.tiers import matrix
 
 CONFIG = models.Config(64, 32, 64, num_layers=1, num_heads=2, num_kv_heads=1, max_positions=32)
@@ -27,10 +26,8 @@ def test_a_prompt_longer_than_the_positions_is_fed_whole_and_compiles_in_its_fir
 
 @matrix
 def test_answers_among_others_are_those_alone_and_cancelled_ones_their_beginning(model, monkeypatch):
-    monkeypatch.setattr(soak, "POOL", 3)
-    monkeypatch.setattr(soak, "LONGEST", 12)
-    monkeypatch.setattr(soak, "MOST", 4)
-    monkeypatch.setattr(soak, "CANCELLED", 0.2)
+    for name, value in dict(POOL=3, LONGEST=12, MOST=4, CANCELLED=0.2).items():
+        monkeypatch.setattr(soak, name, value)
     rows = soak.requested(model, 40, 2, "streaming", 8, 4)
     last = rows[-1]
     assert (last["wrong"], last["lost"], last["idle"]) == (0, 0, True)
@@ -41,26 +38,9 @@ def test_answers_among_others_are_those_alone_and_cancelled_ones_their_beginning
 
 @matrix
 def test_an_answer_that_differs_is_counted(model, monkeypatch):
-    monkeypatch.setattr(soak, "POOL", 1)
-    monkeypatch.setattr(soak, "LONGEST", 4)
-    monkeypatch.setattr(soak, "MOST", 2)
+    for name, value in dict(POOL=1, LONGEST=4, MOST=2).items():
+        monkeypatch.setattr(soak, name, value)
     other = jnp.full((1, 2), CONFIG.vocab_size)  # a token that no answer has
     monkeypatch.setattr(models, "generate", lambda *_, **__: models.Generation(other, None, np.array([2])))
     last = soak.requested(model, 20, 2, "streaming", 8, 4)[-1]
     assert last["wrong"] >= last["ended"] > 0
-
-
-@pytest.mark.bad_input
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (["--tokens", "100"], "20 parts"),
-        (["--requests", "3"], "20 parts"),
-        (["--budget", "7"], "--budget is 7"),
-        (["--tokens", "0", "--requests", "0", "--kills", "0"], "are all 0"),
-        (["--tokens", "0", "--requests", "0", "--plot", "soak.png"], "--plot draws tokens and requests"),
-    ],
-)
-def test_bad_flags_end_in_one_sentence(flags, said, capsys):
-    assert main(["soak", *flags]) == 2
-    assert said in capsys.readouterr().err

@@ -135,13 +135,3 @@ def test_the_command_writes_table_json_and_picture_and_goes_on(tiny_folder, text
         record, more = json.loads(line), json.loads(other)
         assert more.pop("log_probability") == pytest.approx(record.pop("log_probability"), abs=1e-3)
         assert more == record
-
-
-@pytest.mark.parametrize(
-    ("text", "sentence"), [("Too short a text.", "has 0 sentences"), (WHOLE, "fewer than 2 titled sections")]
-)
-def test_texts_that_give_no_samples_are_refused(tiny_folder, tmp_path, capsys, text, sentence):
-    path = tmp_path / "text.txt"
-    path.write_text(text)
-    assert main(["choices", "--model", str(tiny_folder), "--tasks", "section", "--text", str(path)]) == 2
-    assert sentence in capsys.readouterr().err

@@ -299,32 +299,3 @@ def test_other_prompts_are_other_data(tmp_path, tokenizer):
         for each in (longbench.TASKS, tasks)
     )
     assert one != other
-
-
-@pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        ([], "no data was named"),
-        (["--data", "nowhere"], "there is no folder nowhere"),
-        (["--data", "."], "has no narrativeqa.jsonl"),
-        (["--data", ".", "--tasks", "essays"], "unknown --tasks 'essays'"),
-        (["--data", ".", "--samples", "0"], "--samples is 0"),
-        (["--data", ".", "--tasks", "trec"], ". has no trec.jsonl"),
-        (["--data", "bad", "--tasks", "trec", "--length", "64"], "trec.jsonl, line 2, of bad is no JSON object"),
-        (["--data", "poor", "--tasks", "trec", "--length", "64"], "trec, record 1, lacks"),
-        (["--data", "poor", "--tasks", "lcc", "--length", "64"], "lcc, record 1, lacks"),
-        (["--data", "plain", "--tasks", "trec", "--length", "64"], "its prompt or score needs ('all_classes')"),
-        (["--data", "bad", "--tasks", "trec", "--prompts", "bad"], "there is no JSON file bad/dataset2prompt.json"),
-    ],
-)
-def test_bad_flags_and_files_end_in_one_sentence(flags, sentence, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    write(tmp_path / "bad", "trec", [RECORD])
-    with (tmp_path / "bad" / "trec.jsonl").open("a") as file:
-        file.write("[1]\n")
-    write(tmp_path / "poor", "trec", [{"context": "x"}])
-    write(tmp_path / "poor", "lcc", [{"context": "x", "answers": [3]}])
-    write(tmp_path / "plain", "trec", [{name: RECORD[name] for name in ("context", "input", "answers")}])
-    assert main(["longbench", "--policies", "full", *flags]) == 2
-    err = capsys.readouterr().err
-    assert sentence in err and "Traceback" not in err

@@ -215,29 +215,3 @@ def test_a_cache_of_eight_bits_is_compared_with_the_full_one_alone_and_with_a_po
         ("full", None, "int8"), ("h2o", 8, "int8")
     ]  # fmt: skip
     assert 0 < alone["kl"] < both["kl"]
-
-
-@pytest.mark.parametrize(
-    ("content", "flags", "sentence"),
-    [
-        (b"", [], "is empty; give a file with text"),
-        (b" \n", [], "is empty; give a file with text"),
-        (b"caf\xe9", [], "is not UTF-8 text (byte 3)"),
-        (b"Too short.", [], "do not fill a chunk of 512"),
-        (TEXT.encode(), ["--chunk", "1"], "predicts nothing"),
-        (TEXT.encode(), ["--chunk", "2048"], "takes 1024 positions"),
-        (TEXT.encode(), ["--chunk", "8", "--sequences", "0"], "0 sequences were asked for"),
-        (TEXT.encode(), ["--chunk", "8", "--stride", "0"], "the stride is 0"),
-    ],
-)
-def test_bad_texts_are_refused(tiny_folder, tmp_path, capsys, content, flags, sentence):
-    path = tmp_path / "text.txt"
-    path.write_bytes(content)
-    assert main(["perplexity", "--model", str(tiny_folder), "--select", "oracle", "--text", str(path), *flags]) == 2
-    assert sentence in capsys.readouterr().err
-
-
-def test_a_model_without_a_predictor_says_which_command_trains_one(lonely_folder, capsys):
-    assert main(["perplexity", "--model", str(lonely_folder)]) == 2
-    err = capsys.readouterr().err
-    assert f"{lonely_folder} has no predictor" in err and "train one with python -m train.butler" in err

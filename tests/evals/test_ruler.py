@@ -136,12 +136,6 @@ def test_in_a_chat_the_answer_begins_behind_the_assistants_header(task, sources)
     assert len(text) <= length - ruler.NEW_TOKENS[task] and message[0] == plain.tokens[0]
 
 
-def test_a_chat_without_a_template_ends_in_one_sentence(capsys):
-    assert main(["ruler", *SMALL, "--chat"]) == 2
-    err = capsys.readouterr().err
-    assert "has no chat template" in err and "Traceback" not in err
-
-
 PUBLISHED = {
     "index": 0,
     "input": "Codes are hidden in this text.\nThe grass is green.\nThe code of amber falcon is 4719.\n"
@@ -191,29 +185,6 @@ def test_the_command_reads_published_samples(tmp_path, capsys):
     assert f"samples: {data}, as RULER's scripts wrote them" in out
     records = read_records(tmp_path / "out")
     assert {(r["task"], r["length"]) for r in records} == {("vt", None)} and len(records) == 2 * 2
-
-
-@pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        (["--data", "nowhere"], "there is no folder nowhere"),
-        (["--data", "."], ". has no niah_single_1/validation.jsonl"),
-        (["--data", "bad", "--essays", "x", "--lengths", "64"], "leave out --essays, --lengths."),
-        (["--data", "hub"], "RULER publishes scripts, not samples"),
-        (["--data", "bad", "--samples", "0"], "--samples is 0"),
-        (["--data", "bad", "--tasks", "vt"], "vt, record 2, lacks what its prompt or score needs"),
-        (["--data", "bad", "--tasks", "cwe"], "outputs is no list of answers"),
-        (["--data", "bad", "--tasks", "fwe"], "the prompt and its answer take"),
-    ],
-)
-def test_bad_samples_end_in_one_sentence(flags, sentence, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    publish(tmp_path / "bad", "vt", [PUBLISHED, {"outputs": ["x"]}])
-    publish(tmp_path / "bad", "cwe", [{**PUBLISHED, "outputs": "4719"}])
-    publish(tmp_path / "bad", "fwe", [{**PUBLISHED, "input": "The grass is green.\n" * 3000}])
-    assert main(["ruler", "--policies", "full", *flags]) == 2
-    err = capsys.readouterr().err
-    assert sentence in err and "Traceback" not in err
 
 
 def test_variables_make_one_chain_in_order():

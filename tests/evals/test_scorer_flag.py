@@ -31,8 +31,3 @@ def test_a_scorer_is_read_and_named_in_the_figures(name, scorer, tmp_path, capsy
     given = [name, *SIZES[name], "--policies", "zap", "--block", "32"]
     assert main([*given, "--scorer", str(scorer), "--json", str(out)]) == 0, capsys.readouterr().err
     assert "scorer" in json.loads(out.read_text())["fingerprints"]
-
-
-def test_without_the_folder_the_error_says_so(capsys):
-    assert main(["perplexity", *SIZES["perplexity"], "--policies", "zap"]) == 2
-    assert "scorer" in capsys.readouterr().err

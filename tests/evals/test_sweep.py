@@ -72,34 +72,6 @@ def test_other_settings_are_refused(finished, tmp_path, capsys):
     assert "budgets was [96] and is [96, 0.5]" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("content", "sentence"),
-    [
-        ("models = [", "is not TOML"),
-        ("policies = ['full']", "has no tasks"),
-        ("[tasks.other]", "unknown evaluation 'other'"),
-        ("[tasks.ruler]\nspeed = 3", "[tasks.ruler] has 'speed'; expected butler, chat, data, essays, lengths"),
-        ("[tasks.ruler]\nbudgets = 3", "[tasks.ruler] has 'budgets'"),
-        ("speed = 3\n[tasks.ruler]", "the sweep has speed; expected models"),
-        ("policies = ['nothing']\n[tasks.ruler]", "unknown policy 'nothing'"),
-        ("policies = {}\n[tasks.ruler]", "policies is {}; give a text"),
-        ("block = 'x'\n[tasks.ruler]", "invalid int value"),
-        ("models = 'retriever'\n[tasks.ruler]", "models is 'retriever'; give a list"),
-        ("[tasks.ruler]\nlengths = ['x']", "the length 'x'"),
-        ("[tasks.needle]\nsamples = 0", "give at least 1 of each"),
-        ("[tasks.longbench]", "no data was named"),
-        ("import = 3\n[tasks.ruler]", "import is 3; give the name of a module"),
-        ("import = 'no_such_module'\n[tasks.ruler]", "no_such_module cannot be imported"),
-    ],
-)
-def test_a_bad_file_ends_in_one_sentence_and_writes_nothing(content, sentence, tmp_path, capsys):
-    (tmp_path / "bad.toml").write_text(content)
-    assert main(["sweep", str(tmp_path / "bad.toml"), "--out", str(tmp_path / "run")]) == 2
-    err = capsys.readouterr().err
-    assert sentence in err and "Traceback" not in err
-    assert not (tmp_path / "run").exists()
-
-
 def test_what_cannot_be_is_named_before_the_first_step(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(models, "stream", None)
     content = "policies = ['full']\n[tasks.ruler]\ntasks = ['fwe', 'vt', 'cwe']\nlengths = [256]\nsamples = 1"
@@ -205,15 +177,3 @@ def test_a_title_is_no_place_for_data(template, title):
     assert f"<title>{title}</title>" in text
     data = text.split('<script id="data" type="application/json">')[1].split("</script>")[0]
     assert json.loads(data) == {"x": title}
-
-
-@pytest.mark.parametrize("kind", ["missing", "empty", "damaged"])
-def test_a_folder_without_results_is_refused(kind, tmp_path, capsys):
-    folder = tmp_path / "run"
-    if kind != "missing":
-        folder.mkdir()
-    if kind == "damaged":
-        (folder / "header.json").write_text("[]")
-    assert main(["report", str(folder)]) == 2
-    err = capsys.readouterr().err
-    assert ("is damaged" if kind == "damaged" else "is no folder of results") in err

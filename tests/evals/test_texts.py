@@ -136,8 +136,3 @@ def test_what_apt_says_is_passed_on(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert main(["texts", "debian-handbook"]) == 2
     assert "apt-get did not get debian-handbook (Unable to locate package)" in capsys.readouterr().err
-
-
-def test_other_names_are_refused(capsys):
-    assert main(["texts", "iliad"]) == 2
-    assert "unknown text 'iliad'; expected one of king-james-bible" in capsys.readouterr().err

@@ -155,36 +155,6 @@ def test_the_command_trains(small, tmp_path, capsys):
     assert load_butler(tmp_path / "out", models.load(small)[0]).config.num_layers == 3
 
 
-@pytest.mark.parametrize(
-    "arguments, sentence",
-    [
-        (["--seq-len", 128], "--seq-len is 128; the model takes sequences of 2 to 64 tokens"),
-        (["--data", "nowhere.jsonl"], "there is no data file nowhere.jsonl"),
-        (["--budget", 1.5], "--budget is 1.5"),
-        (["--budget", 0], "--budget is 0.0"),
-        (["--tokens", 8], "--tokens is 8; one step of 1 x 64 takes 64"),
-        (["--lr", 0], "--lr is 0.0"),
-        (["--warmup", 1], "--warmup is 1.0"),
-        (["--keep", 0], "--keep is 0"),
-        (["--dropout", 1], "dropout is 1.0"),
-        (["--dim", 3], "dim is 3"),
-        (["--mesh", "data=2"], "a step of 1 rows cannot be spread over data=2"),
-        (["--mesh", "data=99"], "needs 99 devices"),
-        (["--mesh", ""], "mesh is ''; write it like 'data=2,tensor=4'"),
-        (["--processes", 2], "belong together"),
-        (["--dtype", "int4"], "is not known"),
-        (["--stop-after", 0], "--stop-after is 0"),
-        (["--out", __file__], "it is a file"),
-    ],
-)
-def test_bad_flags_end_in_a_sentence_and_2(small, tmp_path, capsys, arguments, sentence):
-    usual = ["--model", small, "--data", "python", "--seq-len", 64, "--eval-rows", 2, "--out", tmp_path / "out"]
-    assert command(*usual, *arguments) == 2
-    error = capsys.readouterr().err
-    assert sentence in error and error.startswith("train.butler: error: ") and "Traceback" not in error
-    assert not (tmp_path / "out").exists()
-
-
 @nightly  # several whole runs of training
 def test_killed_is_uninterrupted_bit_for_bit(tmp_path):
     script = Path(__file__).with_name("kill_training.py")

@@ -236,38 +236,6 @@ def test_the_command_lowers_the_loss_under_every_policy_and_its_model_loads(fold
     assert models.load(folder / "tuned")[1].encode("The code") == models.load(folder / "base")[1].encode("The code")
 
 
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("--data {0}/text.jsonl --when prompt", "'tova' evicts once, after the last token of a text"),
-        ("--data {0}/text.jsonl --chat", "--chat is for prompts with answers"),
-        ("--data {0}/qa.jsonl --policy butler+caote", "scores by a network that was trained for the frozen model"),
-        ("--data {0}/qa.jsonl --policy zap", "scores by a network that was trained for the frozen model"),
-        ("--data {0}/qa.jsonl --policy snapkv", "'snapkv' observes the last 32 queries, but a block has 16"),
-        ("--data {0}/qa.jsonl --policy snapkv(window=16)+protect(sinks=4)", "the budget is 16 tokens, but"),
-        ("--data {0}/qa.jsonl --policy h2o@layer", "'h2o@layer' moves tokens between pages after each block"),
-        ("--data {0}/qa.jsonl --policy nothing", "unknown policy 'nothing'"),
-        ("--data {0}/qa.jsonl --budget 0", "the budget is 0"),
-        ("--data {0}/qa.jsonl --lora 0", "--lora is 0; give at least 1"),
-        ("--data {0}/qa.jsonl --lora-on query", "--lora-on was given without --lora"),
-        ("--data {0}/qa.jsonl --lora 2 --lora-on quary", "unknown --lora-on 'quary'; expected one of query, key"),
-        ("--data {0}/qa.jsonl --seq-len 4", "prompt and answer have"),
-        ("--data {0}/qa.jsonl --eval-rows 9", "holds nothing but the 9 held-out rows"),
-        ("--data {0}/qa.jsonl --eval-policy nothing", "unknown policy 'nothing'"),
-        ("--data {0}/half.jsonl", "half.jsonl, line 2: it has no text in \"prompt\" or in \"answer\""),
-        ("--data {0}/nowhere.jsonl", "there is no data file"),
-        ("--data {0}/qa.jsonl --policy kvzip --when prompt", "has the model repeat its prompt"),
-        ("--data {0}/qa.jsonl --policy snapkv(window=16) --budget 0.3", "qa.jsonl, line 1: the budget is"),
-        ("", "no data was named"),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_trained_ends_in_one_sentence(folder, line, said, tmp_path, capsys):
-    assert finetune.main([*words(folder, FLAGS + "--policy tova " + line), "--out", str(tmp_path / "out")]) == 2
-    error = capsys.readouterr().err
-    assert said in error and error.count("\n") == 1
-    assert not (tmp_path / "out").exists()
-
-
 def test_the_model_that_is_trained_is_not_overwritten(folder, capsys):
     before = (folder / "base/model.safetensors").read_bytes()
     assert finetune.main(words(folder, FLAGS + "--data {0}/qa.jsonl --out {0}/base --resume never")) == 2

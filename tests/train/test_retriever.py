@@ -180,26 +180,3 @@ def test_saved_layout_is_hugging_faces(config, tokenizer, tmp_path):
     assert tensors["model.layers.0.self_attn.o_proj.weight"].shape == (32, 32) and "lm_head.weight" not in tensors
     raw = json.loads((tmp_path / "config.json").read_text())
     assert from_hugging_face(raw) == config
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--stop-after", "0"], "--stop-after is 0"),
-        (["--samples", "-1"], "--samples is -1"),
-        (["--devices", "-1"], "--devices is -1"),
-        (["--resume", "perhaps"], "invalid choice: 'perhaps'"),
-        (["--work", "{file}"], "is a file"),
-        (["--out", "{file}"], "is a file"),
-        (["--keep", "0.3"], "--keep is 0.3; expected a share from 0 to less than 1, and --from"),
-        (["--from", "no/such/folder"], "--from is no/such/folder, which is no folder"),
-    ],
-)
-def test_bad_input_is_one_sentence_and_code_2(arguments, message, tmp_path, capsys):
-    file = tmp_path / "file"
-    file.write_text("")
-    with pytest.raises(SystemExit) as exit_:
-        retriever.main(["--work", str(tmp_path / "run"), *(a.format(file=file) for a in arguments)])
-    assert exit_.value.code == 2
-    assert message in capsys.readouterr().err
-    assert {path.name for path in tmp_path.iterdir()} == {"file"}

@@ -248,14 +248,3 @@ def test_runs_of_two_dtypes_are_told_apart(monkeypatch, tmp_path, capsys):
     assert [ablation.run_of(result) for result in results] == [ablations.FULL, wide, narrow]
     assert results[2]["cache_bytes"] < 0.6 * results[1]["cache_bytes"]
     assert "eight bits cost nothing" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("content", "sentence"), [("{", "is not JSON"), ('{"study": "laprox"}', "is not of the study")]
-)
-def test_a_file_that_cannot_be_resumed_is_left_alone(content, sentence, tmp_path, capsys):
-    path = tmp_path / "out.json"
-    path.write_text(content)
-    assert main(["ablation", "rounds", "--json", str(path), "--resume"]) == 2
-    assert sentence in capsys.readouterr().err
-    assert path.read_text() == content

@@ -70,8 +70,3 @@ def test_the_command_writes_figures_and_a_picture(tmp_path, capsys):
         (task, select) for select in ("full", "streaming") for task in ("continuation", "all")
     ]
     assert plot.stat().st_size > 0 and "by chance: 0.25" in capsys.readouterr().out
-
-
-def test_windows_that_slide_are_refused(tmp_path, capsys):
-    assert main(["butler", "choices", "--stride", "8"]) == 2
-    assert "choices are drawn from it; leave it out" in capsys.readouterr().err

@@ -2,8 +2,6 @@
 
 import json
 
-import pytest
-
 from evals.__main__ import main
 from evals.experiments.field import Place, best, places
 
@@ -49,17 +47,3 @@ def test_the_command_reads_several_studies_and_draws_them(tmp_path, capsys):
         ["question", "unknown", "20%", "0.10", "duo(file,sinks=4)"],
     ]
     assert picture.stat().st_size > 10_000
-
-
-@pytest.mark.parametrize(
-    ("study", "message"),
-    [
-        ([], "is not a study; give a file that"),
-        ({"study": "rounds", "results": [run("h2o", 0.1, 0.2)]}, "the study 'rounds' has no run of the full cache"),
-        ({"study": "rounds", "results": [FULL]}, "no study has runs with the question unknown"),
-    ],
-)
-def test_files_that_will_not_do_are_named(study, message, tmp_path, capsys):
-    (tmp_path / "x.json").write_text(json.dumps(study))
-    assert main(["field", str(tmp_path / "x.json")]) == 2
-    assert message in capsys.readouterr().err
