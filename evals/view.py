@@ -62,11 +62,11 @@ def held_tokens(cache: AnyCache, tokens: int) -> Bool[np.ndarray, "L K tokens"]:
     """Return which of a single sequence's tokens each layer and head holds.
 
     Example:
-        >>> import jax.numpy as jnp
+        >>> import numpy as np
         >>> import kvjax
         >>> from evals import view
         >>> cache = kvjax.KVCache.init(batch=1, kv_heads=1, slots=3, head_dim=1, layers=1)
-        >>> cache = kvjax.insert(cache, jnp.ones((1, 2, 1, 1)), jnp.ones((1, 2, 1, 1)), layer=0)
+        >>> cache = kvjax.insert(cache, np.ones((1, 2, 1, 1)), np.ones((1, 2, 1, 1)), layer=0)
         >>> view.held_tokens(cache, 4).tolist()
         [[[True, True, False, False]]]
     """

@@ -153,9 +153,10 @@ def rate_schedule(settings: Settings) -> optax.Schedule:
     """Return the learning rate by step.
 
     Example:
+        >>> import jax
         >>> from train.butler import Settings
         >>> from train.loop import rate_schedule
-        >>> rate = rate_schedule(Settings(tokens=100 * 2048, lr=1.0))
+        >>> rate = jax.jit(rate_schedule(Settings(tokens=100 * 2048, lr=1.0)))
         >>> [round(float(rate(step)), 3) for step in (0, 5, 10, 55, 100)]
         [0.0, 0.5, 1.0, 0.5, 0.0]
     """

@@ -67,12 +67,12 @@ def merged(config: Config, weights: Mapping[str, Array], low_rank: Mapping[str, 
         low_rank: as :func:`init` returns them.
 
     Example:
-        >>> import jax.numpy as jnp
+        >>> import numpy as np
         >>> import models
         >>> from train import lora
         >>> config = models.Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2)
-        >>> pair = {"key.A": jnp.ones((2, 3, 32)), "key.B": jnp.ones((2, 16, 3))}
-        >>> float(lora.merged(config, {"layers.key": jnp.zeros((2, 32, 2, 8))}, pair)["layers.key"].max())
+        >>> pair = {"key.A": np.ones((2, 3, 32)), "key.B": np.ones((2, 16, 3))}
+        >>> float(lora.merged(config, {"layers.key": np.zeros((2, 32, 2, 8))}, pair)["layers.key"].max())
         6.0
     """
     changed = {}

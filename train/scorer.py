@@ -114,10 +114,11 @@ def largest_attention(
     The weight that a token gives itself does not count: a key that no later query sees has 0.
 
     Example:
-        >>> import jax.numpy as jnp
+        >>> import jax
+        >>> import numpy as np
         >>> from train.scorer import largest_attention
-        >>> rows = jnp.zeros((1, 3, 1, 2))
-        >>> largest_attention(rows, rows, jnp.arange(3), jnp.arange(3))[0, :, 0].tolist()
+        >>> rows = np.zeros((1, 3, 1, 2), np.float32)
+        >>> np.array(jax.jit(largest_attention)(rows, rows, np.arange(3), np.arange(3)))[0, :, 0].tolist()
         [0.5, 0.3333333432674408, 0.0]
     """
     (B, Q, N, D), (S, K) = query.shape, key.shape[1:3]
@@ -196,14 +197,15 @@ def loss_of(
     A row's last token is left out: no later query scores it for the target "future".
 
     Example:
-        >>> import jax.numpy as jnp
+        >>> import jax
+        >>> import numpy as np
         >>> from flax import nnx
         >>> import models
         >>> from train.scorer import loss_of
         >>> config = models.Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2)
         >>> model = models.Decoder(config, rngs=nnx.Rngs(0))
         >>> scorer = models.Scorer(models.ScorerConfig.of(config), rngs=nnx.Rngs(0))
-        >>> bool(loss_of(model, scorer, jnp.arange(8)[None]) > 0)
+        >>> bool(jax.jit(loss_of)(model, scorer, np.arange(8)[None]) > 0)
         True
     """
 

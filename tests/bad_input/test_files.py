@@ -93,13 +93,27 @@ def renamed(before: str, after: str) -> Change:
 
 
 MODELS: dict[str, Change] = {
+    **{
+        f"{name} {value!r:.60}": config(**{name: value})
+        for name, value in [
+            ("architectures", None), ("architectures", 7), ("architectures", "LlamaForCausalLM"),
+            ("architectures", [7]), ("architectures", [["LlamaForCausalLM"]]), ("vocab_size", 10**12),
+            ("num_hidden_layers", 10**7), ("eos_token_id", [1, 2**31]), ("rms_norm_eps", 10**400),
+            ("num_key_value_heads", "2"), ("head_dim", 5), ("head_dim", "8"), ("max_position_embeddings", "long"),
+            ("rms_norm_eps", None), ("rms_norm_eps", "small"), ("rms_norm_eps", -1.0), ("rms_norm_eps", float("nan")),
+            ("rms_norm_eps", [1e-6]), ("rope_scaling", [1]), ("rope_scaling", {"rope_type": "longrope", "factor": 2}),
+            ("rope_scaling", {"rope_type": "linear", "factor": "two"}),
+            ("rope_scaling", {"rope_type": "linear", "factor": 0}),
+            ("rope_scaling", {"rope_type": "linear", "factor": -2}), ("eos_token_id", "</s>"),
+            ("eos_token_id", ["</s>"]), ("eos_token_id", 1.5), ("eos_token_id", {"id": 1}), ("bos_token_id", "<s>"),
+            ("pad_token_id", [0]),
+        ]
+    },
     "config gone": drop("config.json"),
     "config empty": write("config.json", ""),
     "config garbage": write("config.json", b"\x00\xff\xfe garbage"),
     "config cut short": cut("config.json", 0.5),
     "config a list": write("config.json", "[]"),
-    "config null": write("config.json", "null"),
-    "config a number": write("config.json", "3"),
     "config without end": write("config.json", "[" * 100_000),
     "config of another encoding": write("config.json", '{"a": "é"}'.encode("utf-16")),
     "config a folder": a_folder_in_its_place("config.json"),
@@ -126,8 +140,6 @@ MODELS: dict[str, Change] = {
     "intermediate_size gone": config(intermediate_size=GONE),
     "rope_theta text": config(rope_theta="base", rope_parameters=GONE),
     "rope_theta a list": config(rope_theta=[1e4], rope_parameters=GONE),
-    "rope_theta negative": config(rope_theta=-1e4, rope_parameters=GONE),
-    "rope_theta NaN": config(rope_theta=float("nan"), rope_parameters=GONE),
     "rope_scaling low_freq_factor a list": config(
         rope_scaling={"rope_type": "llama3", "factor": 8, "low_freq_factor": [1]}
     ),
@@ -146,7 +158,6 @@ MODELS: dict[str, Change] = {
         architectures=["Qwen2ForCausalLM"], use_sliding_window=True, sliding_window=4, max_window_layers="all"
     ),
     "generation_config garbage": write("generation_config.json", "{"),
-    "generation_config a list": write("generation_config.json", "[1]"),
     "generation_config eos text": write("generation_config.json", '{"eos_token_id": "</s>"}'),
     "weights gone": drop("model.safetensors"),
     "weights empty": write("model.safetensors", b""),
@@ -163,7 +174,6 @@ MODELS: dict[str, Change] = {
     "weights without tensors": header(2, b"{}"),
     "weights of Git LFS": write("model.safetensors", "version https://git-lfs.github.com/spec/v1\noid sha256:0\n"),
     "weights pickled": renamed("model.safetensors", "pytorch_model.bin"),
-    "weights pickled by torch": renamed("model.safetensors", "model.pt"),
     "weights pickled by Meta": renamed("model.safetensors", "consolidated.00.pth"),
     "weights under another name": renamed("model.safetensors", "weights.safetensors"),
     "a tensor gone": tensors(lambda held: held.pop("model.norm.weight")),
@@ -184,8 +194,6 @@ MODELS: dict[str, Change] = {
     ),
     "index garbage": write("model.safetensors.index.json", "{"),
     "index without map": index({}),
-    "index a list": index([]),
-    "index of numbers": index({"weight_map": {"a": 1}}),
     "index of a missing shard": index({"weight_map": {"a": "model-00001-of-00002.safetensors"}}),
     "index of a shard with a long name": index({"weight_map": {"a": "x" * 5000}}),
     "index of a shard with a zero byte": index({"weight_map": {"a": "x\0y"}}),
@@ -195,11 +203,9 @@ MODELS: dict[str, Change] = {
     "index of the folder itself": index({"weight_map": {"a": "."}}),
     "tokenizer empty": write("tokenizer.json", ""),
     "tokenizer garbage": write("tokenizer.json", b"\x80\x04garbage"),
-    "tokenizer a list": write("tokenizer.json", "[]"),
     "tokenizer of no kind": write("tokenizer.json", '{"version": "1.0", "model": {"type": "Magic"}}'),
     "tokenizer cut short": cut("tokenizer.json", 0.5),
     "tokenizer_config garbage": write("tokenizer_config.json", "{'a': 1}"),
-    "tokenizer_config a list": write("tokenizer_config.json", "[]"),
     "special token a number": write("tokenizer_config.json", '{"bos_token": 1}'),
     "special token an empty object": write("tokenizer_config.json", '{"bos_token": {"id": 1}}'),
     "special tokens map garbage": write("special_tokens_map.json", "]"),
@@ -223,7 +229,6 @@ SAID: dict[str, str] = {
     "weights with a header of garbage": "model.safetensors is truncated or corrupted",
     "weights of Git LFS": "is a Git LFS pointer, not the weights; fetch them with git lfs pull",
     "weights pickled": "pytorch_model.bin holds pickled weights.*convert them to safetensors",
-    "weights pickled by torch": "model.pt holds pickled weights.*convert them to safetensors",
     "weights pickled by Meta": "consolidated.00.pth holds pickled weights.*convert them to safetensors",
     "a tensor gone": "lacks the tensor model.norm.weight",
     "a tensor of another shape": r"model.norm.weight has shape \(3,\); its config.json requires \(32,\)",
@@ -237,29 +242,13 @@ SAID: dict[str, str] = {
     "index of a tensor that is not there": "puts the tensor a in model.safetensors, which lacks it",
     **{
         f"tokenizer {how}": "tokenizer.json is corrupted or of an unknown kind"
-        for how in ("empty", "garbage", "a list", "of no kind", "cut short")
+        for how in ("empty", "garbage", "of no kind", "cut short")
     },
     "tokenizer_config garbage": "tokenizer_config.json is not valid JSON",
     **dict.fromkeys(
         ("special token a number", "special token an empty object", "chat template of numbers"),
         "the special tokens or the chat template beside .* are not in Hugging Face",
     ),
-    **{
-        f"{name} {value!r:.60}": config(**{name: value})
-        for name, value in [
-            ("architectures", None), ("architectures", 7), ("architectures", "LlamaForCausalLM"),
-            ("architectures", [7]), ("architectures", [["LlamaForCausalLM"]]), ("vocab_size", 10**12),
-            ("num_hidden_layers", 10**7), ("eos_token_id", [1, 2**31]), ("rms_norm_eps", 10**400),
-            ("num_key_value_heads", "2"), ("head_dim", 5), ("head_dim", "8"), ("max_position_embeddings", "long"),
-            ("rms_norm_eps", None), ("rms_norm_eps", "small"), ("rms_norm_eps", -1.0), ("rms_norm_eps", float("nan")),
-            ("rms_norm_eps", [1e-6]), ("rope_scaling", [1]), ("rope_scaling", {"rope_type": "longrope", "factor": 2}),
-            ("rope_scaling", {"rope_type": "linear", "factor": "two"}),
-            ("rope_scaling", {"rope_type": "linear", "factor": 0}),
-            ("rope_scaling", {"rope_type": "linear", "factor": -2}), ("eos_token_id", "</s>"),
-            ("eos_token_id", ["</s>"]), ("eos_token_id", 1.5), ("eos_token_id", {"id": 1}), ("bos_token_id", "<s>"),
-            ("pad_token_id", [0]),
-        ]
-    },
 }  # fmt: skip
 MISSING = ("config gone", "weights gone", "index of a missing shard")  # these are FileNotFoundErrors
 
@@ -269,6 +258,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model") / "whole"
     shutil.copytree(GOLDEN / "llama3", folder, ignore=shutil.ignore_patterns("golden.npz"))
     shutil.copy(GOLDEN / "tokenizer" / "tokenizer.json", folder)
+    assert models.load(folder)[1] is not None  # whole, it loads
     return folder
 
 
@@ -276,12 +266,6 @@ def damaged(whole: Path, to: Path, change: Change) -> Path:
     shutil.copytree(whole, to)
     change(to)
     return to
-
-
-def test_the_folder_that_all_these_come_from_loads(whole):
-    model, tokenizer = models.load(whole)
-    assert tokenizer is not None
-    assert model.config.num_layers > 0
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -302,32 +286,16 @@ TEMPLATES = {
     "a refusal of the template": "{{ raise_exception('no system role') }}",
     "code that leaves the sandbox": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
     "code that writes": "{{ messages.append(1) }}",
-    "a division by zero": "{{ 1 / 0 }}",
     "a range without end": "{% for i in range(10 ** 12) %}x{% endfor %}",
     "a key that is not there": "{{ messages[0]['absent']['deeper'] }}",
-    "an index beyond": "{{ messages[7].content.x }}",
     "itself again and again": "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
     "a number too large": "{{ 9 ** (9 ** 9) }}",
     "a text too long": "{{ 'a' * 10 ** 12 }}",
     "a loop in a loop": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-    "a loop that calls itself": "{% for i in range(99999) recursive %}"
-    "{% if loop.depth0 == 0 %}{{ loop(range(99999)) }}{% endif %}{% endfor %}",
-    "itself twice": "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}",
-    "text and number": "{{ 'a' + 1 }}",
 }
 
 
-# Each runs until its time is up: one shows it.
-LONG = ("a loop in a loop", "a loop that calls itself", "itself twice")
-
-
-@pytest.mark.parametrize(
-    "template",
-    [
-        pytest.param(template, id=name, marks=[pytest.mark.matrix] * (name in LONG[1:]))
-        for name, template in TEMPLATES.items()
-    ],
-)
+@pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
 def test_a_chat_template_that_fails_is_refused(template):
     import tokenizers
 
@@ -344,8 +312,6 @@ PREDICTORS: dict[str, Change] = {
     "weights of nothing": lambda folder: save_file({}, folder / "butler.safetensors"),
     "description empty": write("butler.json", ""),
     "description garbage": write("butler.json", b"\xff\xfe"),
-    "description a list": write("butler.json", "[]"),
-    "description of nothing": write("butler.json", "{}"),
     "description of numbers": write("butler.json", '{"butler": 1, "model": 2}'),
     "description with another field": write("butler.json", '{"butler": {"colour": 1}, "model": {}}'),
     "description cut short": cut("butler.json", 0.7),

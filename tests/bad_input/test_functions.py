@@ -54,33 +54,20 @@ def run(**changes: Any) -> Any:
     return models.generate(model(), given.pop("tokens"), **given)
 
 
-def attention(**changes: Any) -> Any:
-    given: dict[str, Any] = (
-        dict(
-            query=zeros(1, 2, 4, 4),
-            key=zeros(1, 2, 8, 4),
-            value=zeros(1, 2, 8, 4),
-            key_position=zeros(1, 2, 8, dtype=jnp.int32),
-            query_position=zeros(1, 2, dtype=jnp.int32),
-        )
-        | changes
-    )
-    return jax.eval_shape(lambda: kernels_pallas.cache_attention(**given))
+def of_shapes(function: Any, **given: Any) -> Any:
+    """Return the function of what differs from ``given``; it is refused before anything is compiled."""
+    return lambda **changes: jax.eval_shape(lambda: function(**(given | changes)))
 
 
-def topk(**changes: Any) -> Any:
-    given: dict[str, Any] = (
-        dict(weights=zeros(1, 2, 2, 8), value=zeros(1, 2, 8, 4), position=zeros(1, 2, 8, dtype=jnp.int32), budget=4)
-        | changes
-    )
-    return jax.eval_shape(lambda: kernels_pallas.caote_topk(**given))
-
-
-def select(**changes: Any) -> Any:
-    given: dict[str, Any] = (
-        dict(importance=zeros(1, 2, 8), position=zeros(1, 2, 8, dtype=jnp.int32), budget=4) | changes
-    )
-    return jax.eval_shape(lambda: kvjax.select(**given))
+POSITIONS = zeros(1, 2, 8, dtype=jnp.int32)
+KEYS = dict(key=zeros(1, 2, 8, 4), value=zeros(1, 2, 8, 4), key_position=POSITIONS)
+attention = of_shapes(
+    kernels_pallas.cache_attention, query=zeros(1, 2, 4, 4), query_position=zeros(1, 2, dtype=jnp.int32), **KEYS
+)
+topk = of_shapes(
+    kernels_pallas.caote_topk, weights=zeros(1, 2, 2, 8), value=zeros(1, 2, 8, 4), position=POSITIONS, budget=4
+)
+select = of_shapes(kvjax.select, importance=zeros(1, 2, 8), position=POSITIONS, budget=4)
 
 
 SCORE = {

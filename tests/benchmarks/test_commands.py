@@ -7,7 +7,7 @@ import pytest
 import models
 from benchmarks import cpu, measure, memory, questions
 from benchmarks.__main__ import main
-from tests.tiers import matrix
+from tests.tiers import matrix, nightly
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def test_the_facts_of_a_document_are_asked_for():
         assert tokenizer.decode(question).strip().startswith("Question: what is the ")
 
 
-@matrix
+@nightly  # answers as from scratch: tests/models/test_sessions.py
 def test_questions_on_a_kept_document_are_answered_as_from_scratch(rows_of, capsys):
     line = "questions --model retriever --length 200 --questions 2 --policy keydiff --budget 64 --repetitions 1"
     rows = rows_of(line)
@@ -43,7 +43,7 @@ def test_questions_on_a_kept_document_are_answered_as_from_scratch(rows_of, caps
     assert "as scratch" in capsys.readouterr().out
 
 
-@matrix
+@nightly  # answers by shared prompts: tests/evals/test_evaluator.py
 def test_a_study_that_shares_its_prompts_says_what_it_says_without(rows_of, capsys):
     line = "sharing --model retriever --length 400 --samples 1 --policies tova,h2o@adakv --budgets 48"
     alone, shared = rows_of(line)
@@ -61,7 +61,7 @@ def test_steps_with_a_selection_are_timed_beside_dense_ones(rows_of, capsys):
 
 @matrix
 def test_every_link_is_timed(rows_of):
-    links = ["caote", "caote(rounds=2)", "caote(target='output')"]
+    links = ["caote", "caote(rounds=2)"]
     rows = rows_of(f"rounds --links {','.join(links)} --budget 24 --block 8 --repetitions 2")
     assert [row["link"] for row in rows] == links and rows[0]["ratio"] == 1
     assert all(row["milliseconds"] >= row["lowest"] > 0 for row in rows)

@@ -8,12 +8,12 @@ import sys
 
 import numpy as np
 import pytest
-from flax import nnx
 
 import models
 from benchmarks import peer_timing, peers
 from benchmarks.__main__ import main
 from benchmarks.shapes import SHAPES
+from tests.models import reference
 from tests.tiers import first, nightly
 
 RUN = {"prefill_seconds": 0.2, "decode_seconds": 0.02, "prefill_work": 0.3, "decode_work": 0.01}
@@ -89,7 +89,7 @@ SIDES = [*peers.OURS, peers.FULL_OURS]
 @pytest.mark.parametrize("side", first(0, SIDES[:1]) + first(0, SIDES[1:], rest=nightly))
 def test_our_side_answers_each_line(side, tmp_path, monkeypatch, capsys):
     config = SHAPES["tiny"]
-    models.save(tmp_path, models.Decoder(config, rngs=nnx.Rngs(0)))
+    models.save(tmp_path, reference.decoder(config, reference.parameters(config)))
     given = {"folder": str(tmp_path), "prompt": [*range(100)], "budget": 70, "block": 64, "window": 64, "threads": 1}
     given |= {"new_tokens": 4, "device": "cpu", "dtype": "float32", **peers.OURS.get(side, {"budget": None})}
     monkeypatch.setattr(sys, "argv", ["peers", json.dumps(given)])

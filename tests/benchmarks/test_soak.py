@@ -3,10 +3,10 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 import models
 from benchmarks import soak
+from tests.models import reference
 from tests.tiers import matrix
 
 CONFIG = models.Config(64, 32, 64, num_layers=1, num_heads=2, num_kv_heads=1, max_positions=32)
@@ -14,7 +14,7 @@ CONFIG = models.Config(64, 32, 64, num_layers=1, num_heads=2, num_kv_heads=1, ma
 
 @pytest.fixture(scope="module")
 def model():
-    return models.Decoder(CONFIG, rngs=nnx.Rngs(0))
+    return reference.decoder(CONFIG, reference.parameters(CONFIG))
 
 
 def test_a_prompt_longer_than_the_positions_is_fed_whole_and_compiles_in_its_first_part(model):

@@ -4,10 +4,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-from flax import nnx
 
 import models
 from models.load import read_config
+from tests.models import reference
 
 RETRIEVER = Path(models.__file__).parent / "retriever"
 
@@ -17,12 +17,11 @@ def tiny_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tiny")
     vocabulary = read_config(RETRIEVER).vocab_size
     config = models.Config(vocabulary, 32, 48, num_layers=3, num_heads=4, num_kv_heads=2, max_positions=1024)
-    model = models.Decoder(config, rngs=nnx.Rngs(0))
+    model = reference.decoder(config, reference.parameters(config))
     models.save(folder, model)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(RETRIEVER / name, folder / name)
-    butler = models.Butler(models.ButlerConfig.of(config), rngs=nnx.Rngs(1))
-    models.save_butler(folder / "butler", butler, model, "tiny")
+    models.save_butler(folder / "butler", reference.butler(config), model, "tiny")
     return folder
 
 
@@ -31,9 +30,3 @@ def tiny(tiny_folder):
     """The model, its tokenizer and its predictor."""
     model, tokenizer = models.load(tiny_folder)
     return model, tokenizer, models.load_butler(tiny_folder / "butler", model)
-
-
-@pytest.fixture
-def lonely_folder(tiny_folder, tmp_path):
-    """The same model without a predictor."""
-    return shutil.copytree(tiny_folder, tmp_path / "lonely", ignore=shutil.ignore_patterns("butler"))

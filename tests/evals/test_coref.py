@@ -12,7 +12,7 @@ import models
 from evals import coref, coref_task, evaluator, selections
 from evals.__main__ import main
 from evals.coref_task import CorefSample
-from tests.tiers import first, matrix, nightly
+from tests.tiers import matrix
 
 
 def setting(name, sparsity=0.5, mode="teacher"):
@@ -69,12 +69,18 @@ def test_teacher_forcing_takes_the_likeliest_token_at_each_place_of_the_name(tin
         assert guessed == places[len(sample.tokens) - 1 : len(row) - 1].tolist()
 
 
-@pytest.mark.parametrize("name", first(0, ["butler"]) + first(0, ["h2o"], rest=nightly))
-def test_generation_is_that_of_the_library(tiny, name):
+@matrix
+@pytest.mark.parametrize("name", ["butler", "h2o"])
+def test_generation_is_that_of_the_library_and_evicts_at_its_moments(tiny, name):
     model, tokenizer, butler = tiny
     samples = [coref_task.sample(seed, tokenizer) for seed in range(2)]
-    result = coref.measure(model, samples, setting(name, 0.7, "generate"), butler=butler, batch=2, block=64)
-    given = dict(select="butler", butler=butler) if name == "butler" else dict(policy="h2o+protect(sinks=4)")
+    (asked,) = coref.make_settings(name, [0.7], ["generate"], ["prompt"], evict_every=2)
+    result = coref.measure(model, samples, asked, butler=butler, batch=2, block=64)
+    given = dict(select="butler", butler=butler)
+    if name == "h2o":
+        given = dict(policy="h2o+protect(sinks=4)", when="prompt", evict_every=2)
+        assert (result["when"], result["evicts"]) == ("prompt", ["prompt", 2])
+        assert "prompt, then every 2" in coref.table([result])
     lengths = np.array([len(sample.tokens) for sample in samples])
     most = max(len(sample.answer_tokens) for sample in samples)
     tokens = np.array([sample.tokens + [0] * (max(lengths) - len(sample.tokens)) for sample in samples])
@@ -145,18 +151,3 @@ def test_a_policy_that_generates_is_run_at_each_moment_and_a_source_once():
         ("h2o", "generate", "block", ("block", 0)),
         ("h2o", "generate", "published", (kvjax.parse("h2o").published.prompt, 0)),
     ]
-
-
-@matrix
-def test_generation_evicts_at_its_moments(tiny):
-    model, tokenizer, _ = tiny
-    samples = [coref_task.sample(0, tokenizer)]
-    (once,) = coref.make_settings("h2o", [0.7], ["generate"], ["prompt"], evict_every=2)
-    result = coref.measure(model, samples, once, block=64)
-    out = models.generate(
-        model, np.array([samples[0].tokens]), policy="h2o+protect(sinks=4)", budget=0.3, block=64, when="prompt",
-        evict_every=2, max_new_tokens=len(samples[0].answer_tokens), end=(),
-    )  # fmt: skip
-    assert result["guessed"] == out.tokens.tolist()
-    assert (result["when"], result["evicts"]) == ("prompt", ["prompt", 2])
-    assert "prompt, then every 2" in coref.table([result])

@@ -19,15 +19,7 @@ def flags_of(line):
 
 
 def record(score, **more):
-    plain = {
-        "task": "a",
-        "length": 64,
-        "policy": "h2o",
-        "budget": 8,
-        "when": "prompt",
-        "question": "after",
-        "sample": 0,
-    }
+    plain = dict(task="a", length=64, policy="h2o", budget=8, when="prompt", question="after", sample=0)
     sizes = {"cache_bytes": 10, "peak_cache_bytes": 20, "prefill": [8.0, 2.0], "decode": [0.0, 0.0]}
     return {**plain, **sizes, "score": score, **more}
 
@@ -98,21 +90,10 @@ def test_a_policy_is_compared_with_itself_without_caote_on_the_same_samples():
     assert row["difference"] == 1.0
 
 
-@nightly  # test_ruler.py's killed run goes on in the same way
-def test_what_is_missing_is_answered_as_in_one_run():
-    model, tokenizer = models.load("retriever")
-    samples = [tasks.needle(seed, tokenizer, 96 + 16 * seed, facts=2) for seed in range(4)]
-    group = evaluator.Group("x", None, 4, lambda: samples, 4, lambda answer, sample: float(answer.tokens[0]), end=())
-    settings = [evaluator.Setting("tova", 0.5, "prompt", "agnostic")]
-    stores = [Results(None, "x", {}, "x") for _ in range(2)]
-    evaluator.run(model, tokenizer, [group], settings, stores[0], block=32, batch=4)
-    stores[1].add(stores[0].records[1:3])
-    evaluator.run(model, tokenizer, [group], settings, stores[1], block=32, batch=4)
-    plain = [
-        {r["sample"]: [r[name] for name in ("answer", "score", "cache_bytes", "prompt_tokens")] for r in store.records}
-        for store in stores
-    ]
-    assert plain[0] == plain[1]
+def test_settings_share_a_prompt_where_they_evict_after_it():
+    settings = [evaluator.Setting(policy, 40, "prompt", "after") for policy in ("snapkv+caote", "h2o@adakv")]
+    settings.append(evaluator.Setting("h2o", 40, "published", "after", evict_every=0))
+    assert len(evaluator.sharing(settings)) == 2  # the paper of h2o evicts after every block
 
 
 @pytest.mark.parametrize("question", first(0, ["after"]) + first(0, ["agnostic"], rest=nightly))
@@ -121,10 +102,8 @@ def test_settings_that_share_a_prompt_answer_as_each_alone(question):
     samples = [tasks.needle(seed, tokenizer, 96 + 16 * (seed % 2), facts=2) for seed in range(3)]
     group = evaluator.Group("x", None, 3, lambda: samples, 4, lambda answer, sample: float(answer.tokens[0]), end=())
     asked = [("full", None)] if question == "agnostic" else []  # which has no use for a question held back
-    asked += [("snapkv(window=16)+caote", 40), ("h2o@adakv", 0.4)]
+    asked += [("snapkv(window=16)+caote", 40), ("tova", 0.4)]
     settings = [evaluator.Setting(policy, budget, "prompt", question) for policy, budget in asked]
-    settings.append(evaluator.Setting("h2o", 40, "published", question, evict_every=0))
-    assert len(evaluator.sharing(settings)) == 2  # the paper of h2o evicts after every block
     together, alone = (Results(None, "x", {}, "x") for _ in range(2))
     evaluator.run(model, tokenizer, [group], settings, together, block=32, batch=2)
     for setting in settings:

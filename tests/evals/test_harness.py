@@ -23,22 +23,6 @@ def retriever():
     return models.load("retriever")
 
 
-def dense(model, tokens):
-    logits = models.prefill(model, np.array([tokens]), block=16, outputs="all").logits[0]
-    return np.asarray(jax.nn.log_softmax(logits))
-
-
-@nightly  # test_perplexity.py compares the same function
-def test_likelihoods_are_those_of_the_forward_pass_whatever_the_batch(retriever):
-    model, tokenizer = retriever
-    sequences = [tokenizer.encode(TEXT), tokenizer.encode(TEXT)[:9], tokenizer.encode(TEXT)[:17]]
-    found = loglikelihood.predict(model, sequences, block=16, batch=2)
-    for sequence, one in zip(sequences, found, strict=True):
-        logits = dense(model, sequence[:-1])
-        assert one.log_probability == pytest.approx(logits[np.arange(len(sequence) - 1), sequence[1:]], abs=2e-4)
-        assert one.greedy.tolist() == (logits.argmax(-1) == sequence[1:]).tolist()
-
-
 @matrix
 def test_a_continuation_is_read_behind_the_compressed_context(retriever):
     model, tokenizer = retriever
@@ -101,20 +85,15 @@ def test_the_registry_knows_the_model():
 
 @matrix
 def test_requests_are_answered_in_their_order(kvjax_lm):
-    pairs = [("Question: what is it?\nAnswer: the code is", f" {code}") for code in ("4719", "47190", "12")]
+    pairs = [("Question: what is it?\nAnswer: the code is", f" {code}") for code in ("4719", "12")]
     together = kvjax_lm.loglikelihood([Request(*pair) for pair in pairs], disable_tqdm=True)
     alone = [kvjax_lm.loglikelihood([Request(*pair)], disable_tqdm=True)[0] for pair in pairs]
     for (one, greedy), (other, same) in zip(together, alone, strict=True):
         assert one == pytest.approx(other, abs=1e-3) and greedy == same
         assert one < 0
-
-
-@matrix
-def test_an_empty_context_is_the_begin_token(kvjax_lm):
     (value, _), *_ = kvjax_lm.loglikelihood([Request("", "The river was calm")], disable_tqdm=True)
-    assert value == pytest.approx(
-        kvjax_lm.loglikelihood_rolling([Request("The river was calm")], disable_tqdm=True)[0], abs=1e-3
-    )
+    (rolling,) = kvjax_lm.loglikelihood_rolling([Request("The river was calm")], disable_tqdm=True)
+    assert value == pytest.approx(rolling, abs=1e-3)  # an empty context is the begin token
 
 
 @nightly  # test_perplexity.py compares the same function
@@ -144,24 +123,15 @@ def test_generation_stops_at_the_first_stop(kvjax_lm):
 def test_the_model_reads_a_selection_where_one_is_named():
     pytest.importorskip("lm_eval")
     made = harness.model_class()(select="butler", budget=0.5, block=16, batch_size=2, max_length=96)
-    prompt = f"{TEXT} Question: what is the code of amber falcon?\nAnswer: the code of amber falcon is"
-    (likely, _), (unlikely, _) = made.loglikelihood(
-        [Request(prompt, " 4719"), Request(prompt, " 1234")], disable_tqdm=True
-    )
-    assert likely > unlikely
     sequence = [made.prefix_token_id, *made.tok_encode("The river was calm", add_special_tokens=False)]
     found = loglikelihood.simulate(made.model, [sequence], made.selection, 0.5, butler=made.butler, block=16)[0]
     rolling = made.loglikelihood_rolling([Request("The river was calm")], disable_tqdm=True)[0]
     assert rolling == pytest.approx(float(found.log_probability.sum()), abs=1e-3)
-    asked = {"until": ["."], "max_gen_toks": 4}
-    out = models.generate(
-        made.model, [made.tok_encode(prompt)], select="butler", butler=made.butler, budget=0.5, block=16,
-        max_new_tokens=4,
-    )  # fmt: skip
+    given = dict(select="butler", butler=made.butler, budget=0.5, block=16, max_new_tokens=4)
+    out = models.generate(made.model, [made.tok_encode(TEXT)], **given)
     said = [token for token in out.tokens[0].tolist() if token >= 0 and token not in made.model.config.eos]
-    assert made.generate_until([Request(prompt, asked)], disable_tqdm=True) == [
-        harness.cut_at(made.text.decode(said), ["."])
-    ]
+    answers = made.generate_until([Request(TEXT, {"until": ["."], "max_gen_toks": 4})], disable_tqdm=True)
+    assert answers == [harness.cut_at(made.text.decode(said), ["."])]
 
 
 def test_a_simulated_selection_decodes_no_answers():
@@ -254,11 +224,3 @@ def test_a_task_that_fails_ends_in_one_sentence(tmp_path, capsys):
     assert main(line) == 2
     err = capsys.readouterr().err
     assert "error: " in err and "Traceback" not in err.split("lm_eval: error")[-1]
-
-
-@nightly  # the harness reads its 14,000 files first
-def test_an_unknown_task_ends_in_one_sentence(capsys):
-    pytest.importorskip("lm_eval")
-    assert main(["lm_eval", "--tasks", "no_such_task", "--model_args", "block=32"]) == 2
-    err = capsys.readouterr().err
-    assert "has no task no_such_task" in err and "Traceback" not in err

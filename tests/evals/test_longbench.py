@@ -26,19 +26,12 @@ RECORD = {
 }
 FIND = "The largest number of the list is"
 INFINITE = {
-    "passkey": {
-        "context": "noise " * 50 + "The pass key is 71432.",
-        "input": "What is the pass key?",
-        "answer": ["71432"],
-    },
+    "passkey": {"context": "x " * 50 + "The pass key is 71432.", "input": "What is the pass key?", "answer": ["71432"]},
     "number_string": {"context": "x " * 50, "input": "Which digits?", "answer": ["555"]},
     "kv_retrieval": {"context": '{"a": "b-1"}', "input": 'Key: "a"', "answer": ["b-1"]},
     "longbook_sum_eng": {"context": "A book.", "input": "", "answer": ["It is a book."]},
     "longbook_choice_eng": {
-        "context": "A",
-        "input": "Who?",
-        "answer": ["fox"],
-        "options": ["owl", "fox", "cat", "dog"],
+        "context": "A", "input": "Who?", "answer": ["fox"], "options": ["owl", "fox", "cat", "dog"]
     },
     "longbook_qa_eng": {"context": "A", "input": "Who?", "answer": ["the fox", "fox"]},
     "longdialogue_qa_eng": {"context": "$$MASK$$: hm", "input": "", "answer": ["ANNA", "ANN"]},
@@ -46,7 +39,7 @@ INFINITE = {
     "math_calc": {"context": "1 + 2", "input": "", "answer": [1, 3]},
     "code_run": {"context": "def func_0(x): ...", "input": "Value of func_0(-3)?", "answer": -3},
     "code_debug": {"context": "code", "input": "", "answer": "b", "options": ["a", "b", "c", "d"]},
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -72,13 +65,9 @@ def test_each_prompt_holds_context_and_question_in_this_order(name, tokenizer):
     assert sample.references == ("the Elbe", "Elbe river")
 
 
-@pytest.mark.parametrize(
-    ("name", "new_tokens"),
-    [("narrativeqa", 128), ("samsum", 128), ("trec", 64), ("lcc", 64), ("musique", 32), ("qmsum", 512)],
-)
-def test_lengths_of_answers(name, new_tokens):
-    assert longbench.TASKS[name].new_tokens == new_tokens
-    assert len(longbench.TASKS) == 16
+def test_lengths_of_answers():
+    lengths = dict(narrativeqa=128, samsum=128, trec=64, lcc=64, musique=32, qmsum=512)
+    assert {name: longbench.TASKS[name].new_tokens for name in lengths} == lengths and len(longbench.TASKS) == 16
 
 
 @pytest.mark.parametrize(("length", "expected"), [(6, 4), (7, 5), (10, 8), (4, 2), (3, 1)])
@@ -87,11 +76,8 @@ def test_the_middle_goes_and_the_question_stays(length, expected):
     assert len(tokens) == length and tokens[0] == 0 and tokens[-1] == 9
     assert end == expected
     assert length < 4 or tokens[end:] == [8, 9]
-
-
-def test_a_long_question_that_is_cut_itself_leaves_the_head_known():
+    # A long question that is cut itself leaves the head known.
     assert documents.cut_middle(list(range(10)), 5, 4) == ([0, 1, 8, 9], 2)
-    assert documents.cut_middle(list(range(10)), 1, 4) == ([0, 1, 8, 9], 1)
 
 
 def test_the_best_reference_counts_and_few_shot_answers_end_with_their_line():
@@ -101,10 +87,7 @@ def test_the_best_reference_counts_and_few_shot_answers_end_with_their_line():
     assert score("hotpotqa", "Elbe river") == 1.0
     assert score("hotpotqa", "the Elbe\nQuestion") == metrics.f1("the Elbe\nQuestion", "the Elbe")
     assert score("triviaqa", "\nthe Elbe\nQuestion") == 1.0
-
-
-def test_classes_come_from_the_record():
-    sample = TextSample([], 0, ("River",), RECORD)
+    sample = TextSample([], 0, ("River",), RECORD)  # classes come from the record
     assert documents.score(longbench.TASKS["trec"], Answer([], "River or Town"), sample) == 0.5
 
 

@@ -1,5 +1,6 @@
 """Metrics against cases worked out by hand and published values (test_protocols.py: against another implementation)."""
 
+import functools
 import sys
 
 import pytest
@@ -8,10 +9,11 @@ from hypothesis import strategies as st
 
 from evals import metrics
 
-
-@pytest.mark.parametrize(
-    ("answer", "reference", "expected"),
-    [
+DEEP = " ".join(map(str, range(1200)))
+CLASSES = ["Currency name", "name", "City", "Other"]
+TWO_LINES = "second line\nfirst line"
+BY_HAND = {
+    metrics.f1: [
         ("The Eiffel Tower.", "eiffel tower", 1.0),
         ("in Paris, France", "Paris", 2 * 1 / (3 + 1)),
         ("a b b", "b c", 2 * 1 / (2 + 2)),  # the article goes; one b is shared
@@ -19,14 +21,7 @@ from evals import metrics
         ("", "Paris", 0.0),
         ("the", "the", 0.0),  # nothing is left of either
     ],
-)
-def test_f1_of_words(answer, reference, expected):
-    assert metrics.f1(answer, reference) == pytest.approx(expected)
-
-
-@pytest.mark.parametrize(
-    ("answer", "reference", "expected"),
-    [
+    metrics.longbench_rouge_l: [
         # Lin (2004), section 3: 3 and 2 of 4 words are in common, in order.
         ("police kill the gunman", "police killed the gunman", 3 / 4),
         ("the gunman kill police", "police killed the gunman", 2 / 4),
@@ -37,15 +32,77 @@ def test_f1_of_words(answer, reference, expected):
         ("The cat", "the cat", 1 / 2),  # as they are written
         ("the cat.", "the cat", 1.0),  # a full stop ends a sentence and is no part of a word
         ("the cat!", "the cat", 1 / 2),
-        ("dog", "cat", 0.0),
-        ("", "cat", 0.0),
         ("...", "cat", 0.0),
-        ("cat", "", 0.0),
-        (" ".join(map(str, range(1200))), " ".join(map(str, range(1200))), 0.0),  # too deep for its recursion
+        (DEEP, DEEP, 0.0),  # too deep for its recursion
     ],
+    # "the cat on mat" against "the cat sat on the mat": 4 words in common, in order.
+    metrics.rouge_l: [("the cat on mat", "the cat sat on the mat", 8 / 10), ("", "the cat", 0.0)],
+    metrics.rouge_l_sum: [("first line\nsecond line", TWO_LINES, 1.0)],
+    metrics.edit_similarity: [  # of the first line of code
+        ("x = 1", "x = 1", 1.0),
+        ("# no\n```python\n// no\nx = 1\ny = 2", "x = 1", 1.0),
+        ("abcd", "abxd", 2 * 3 / 8),  # ab, then d: 3 of 4 characters each
+        ("# all comments", "x", 0.0),
+        ("", "", 1.0),
+        # What fuzzywuzzy 0.18 gives without python-Levenshtein; the first is in its documentation.
+        ("this is a test", "this is a test!", 0.97),
+        ("x = foo(bar)", "x = foo(baz)", 0.92),
+        ("    return self.a + self.b", "return self.b", 0.67),
+        ("tide", "diet", 0.25),  # blocks that match, the longest first: by edit distance it would be 0.5
+    ],
+    metrics.classification: [  # the point is shared, and parts of the right one do not count
+        ("Currency name", "Currency name", CLASSES, 1.0),
+        ("Currency name or City", "Currency name", CLASSES, 0.5),
+        ("name", "Currency name", CLASSES, 0.0),
+        ("currency name", "Currency name", CLASSES, 0.0),
+        # "River" goes, so that "name" takes its place and is passed over; "cat" is not in the answer.
+        ("River-name", "River-name", ["River", "name", "River-name", "cat"], 1 / 2),
+    ],
+    metrics.right_numbers: [
+        ("7", "7", 1.0),
+        ("7 of 14", "7", 0.5),
+        ("Paragraph 12", "Paragraph 12", 1.0),
+        ("none", "7", 0.0),
+        ("17", "7", 0.0),
+    ],
+    metrics.first_number: [
+        (" is 0042.", "0042", 1.0), ("is 42", "0042", 0.0), ("3.0, I say", 3, 1.0), ("2.5", 2.5, 1.0), ("no", "1", 0.0)
+    ],
+    metrics.last_integer: [("it is -7", -7, 1.0), ("-7 or 8", -7, 0.0), ("", -7, 0.0), ("seven", -7, 0.0)],
+    metrics.word: [('{"key": "ab-12"}', "ab-12", 1.0)],
+    functools.partial(metrics.word, upper=True): [("Harry said", "HARRY", 1.0), ("HARRYS", "HARRY", 0.0)],
+    metrics.leading_values: [("[1, 4, 9]", [1, 4, 8, 9], 0.5), ("", [1], 0.0)],  # up to the first mistake
+    metrics.choice: [
+        ("B", "B", "a fox", 1.0),
+        ("B. a fox", "B", "a fox", 1.0),
+        ("A", "B", "a fox", 0.0),
+        ("a fox", "B", "a fox", 1.0),
+        ("The answer is B", "B", "a fox", 1.0),
+        ("the answer is: C, not B", "B", "a fox", 0.0),
+        ("Between A and C", "B", "a fox", 1.0),  # its first letter is read, as published
+        ("It may be A or B", "B", "a fox", 0.0),
+        ("It is AB or B", "B", "a fox", 0.0),  # the first word that is a part of "ABCD" is read, as published
+    ],
+    metrics.named_choice: [  # of code: read more strictly
+        ("B. fox", "B", "fox", 1.0),
+        ("B: fox", "B", "fox", 1.0),
+        ("B", "B", "fox", 0.0),
+        ("The answer is: fox", "B", "fox", 1.0),
+        ("It is: A", "B", "fox", 0.0),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("metric", "given", "expected"),
+    [(metric, given, expected) for metric, cases in BY_HAND.items() for *given, expected in cases],
 )
-def test_longbenchs_rouge_l_by_hand(answer, reference, expected):
-    assert metrics.longbench_rouge_l(answer, reference) == pytest.approx(expected, abs=1e-7)
+def test_by_hand(metric, given, expected):
+    assert metric(*given) == pytest.approx(expected, abs=1e-7)
+
+
+def test_lines_are_sentences_of_the_sum_alone():
+    assert metrics.rouge_l("first line\nsecond line", TWO_LINES) < 1.0
 
 
 texts = st.lists(st.sampled_from(["the", "The", "cat", "dog.", ".", "x=1", "12"]), max_size=12).map(" ".join)
@@ -69,112 +126,3 @@ def test_what_is_missing_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "rouge", None)
     with pytest.raises(ImportError, match=r"needs rouge; install it with: pip install 'kvjax\[eval\]'"):
         metrics.longbench_rouge_l("x", "x")
-
-
-def test_rouge_l_is_the_f_of_the_longest_common_subsequence():
-    # "the cat on mat" against "the cat sat on the mat": 4 words in common, in order.
-    assert metrics.rouge_l("the cat on mat", "the cat sat on the mat") == pytest.approx(2 * 1 * (4 / 6) / (1 + 4 / 6))
-    assert metrics.rouge_l("", "the cat") == 0.0
-
-
-def test_rouge_l_sum_takes_lines_as_sentences():
-    one, other = "first line\nsecond line", "second line\nfirst line"
-    assert metrics.rouge_l_sum(one, other) == pytest.approx(1.0)
-    assert metrics.rouge_l(one, other) < 1.0
-
-
-@pytest.mark.parametrize(
-    ("answer", "reference", "expected"),
-    [
-        ("x = 1", "x = 1", 1.0),
-        ("# no\n```python\n// no\nx = 1\ny = 2", "x = 1", 1.0),
-        ("abcd", "abxd", 2 * 3 / 8),  # ab, then d: 3 of 4 characters each
-        ("# all comments", "x", 0.0),
-        ("", "", 1.0),
-        # What fuzzywuzzy 0.18 gives without python-Levenshtein; the first is in its documentation.
-        ("this is a test", "this is a test!", 0.97),
-        ("x = foo(bar)", "x = foo(baz)", 0.92),
-        ("    return self.a + self.b", "return self.b", 0.67),
-        ("tide", "diet", 0.25),  # blocks that match, the longest first: by edit distance it would be 0.5
-    ],
-)
-def test_edit_similarity_of_the_first_line_of_code(answer, reference, expected):
-    assert metrics.edit_similarity(answer, reference) == pytest.approx(expected)
-
-
-@pytest.mark.parametrize(
-    ("answer", "expected"),
-    [("Currency name", 1.0), ("Currency name or City", 0.5), ("Other", 0.0), ("name", 0.0), ("currency name", 0.0)],
-)
-def test_classes_share_the_point_and_parts_of_the_right_one_do_not_count(answer, expected):
-    assert metrics.classification(answer, "Currency name", ["Currency name", "name", "City", "Other"]) == expected
-
-
-@pytest.mark.parametrize(
-    ("answer", "reference", "expected"),
-    [
-        ("7", "7", 1.0),
-        ("7 of 14", "7", 0.5),
-        ("Paragraph 12", "Paragraph 12", 1.0),
-        ("none", "7", 0.0),
-        ("17", "7", 0.0),
-    ],
-)
-def test_right_numbers(answer, reference, expected):
-    assert metrics.right_numbers(answer, reference) == expected
-
-
-@pytest.mark.parametrize(
-    ("answer", "reference", "expected"),
-    [(" is 0042.", "0042", 1.0), ("is 42", "0042", 0.0), ("3.0, I say", 3, 1.0), ("2.5", 2.5, 1.0), ("no", "1", 0.0)],
-)
-def test_first_number(answer, reference, expected):
-    assert metrics.first_number(answer, reference) == expected
-
-
-@pytest.mark.parametrize(("answer", "expected"), [("it is -7", 1.0), ("-7 or 8", 0.0), ("", 0.0), ("seven", 0.0)])
-def test_last_integer(answer, expected):
-    assert metrics.last_integer(answer, -7) == expected
-
-
-def test_words_and_names():
-    assert metrics.word('{"key": "ab-12"}', "ab-12") == 1.0
-    assert metrics.word("Harry said", "HARRY", upper=True) == 1.0
-    assert metrics.word("HARRYS", "HARRY", upper=True) == 0.0
-
-
-def test_values_count_up_to_the_first_mistake():
-    assert metrics.leading_values("[1, 4, 9]", [1, 4, 8, 9]) == 0.5
-    assert metrics.leading_values("", [1]) == 0.0
-
-
-@pytest.mark.parametrize(
-    ("answer", "expected"),
-    [
-        ("B", 1.0),
-        ("B. a fox", 1.0),
-        ("A", 0.0),
-        ("a fox", 1.0),
-        ("The answer is B", 1.0),
-        ("the answer is: C, not B", 0.0),
-        ("Between A and C", 1.0),  # its first letter is read, as published
-        ("It may be A or B", 0.0),
-        ("It is AB or B", 0.0),  # the first word that is a part of "ABCD" is read, as published
-        ("", 0.0),
-    ],
-)
-def test_choices(answer, expected):
-    assert metrics.choice(answer, "B", "a fox") == expected
-
-
-@pytest.mark.parametrize(
-    ("answer", "expected"),
-    [("B. fox", 1.0), ("B: fox", 1.0), ("B", 0.0), ("The answer is: fox", 1.0), ("It is: A", 0.0), ("", 0.0)],
-)
-def test_choices_about_code_are_read_more_strictly(answer, expected):
-    assert metrics.named_choice(answer, "B", "fox") == expected
-
-
-def test_a_class_behind_one_that_is_taken_out_stays_as_published():
-    # "River" goes, so that "name" takes its place and is passed over; "cat" is not in the answer.
-    assert metrics.classification("River-name", "River-name", ["River", "name", "River-name", "cat"]) == 1 / 2

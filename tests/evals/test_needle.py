@@ -8,7 +8,7 @@ import kvjax
 import models
 from evals import needle
 from evals.__main__ import main
-from tests.tiers import first, matrix, nightly
+from tests.tiers import matrix, nightly
 
 SMALL = ["--lengths", "256", "--depths", "2", "--samples", "2", "--facts", "4", "--batch", "4", "--block", "64"]
 
@@ -29,36 +29,21 @@ def test_the_samples_are_the_same_each_time_and_differ_from_each_other(retriever
     assert len(set(prompts)) == len(prompts) == 6
 
 
-HELD = ("snapkv(window=8)", "prompt", "agnostic")
-
-
-@pytest.mark.parametrize(
-    ("policy", "when", "question"), first(0, [("snapkv+caote", "block", "after")]) + first(0, [HELD], rest=nightly)
-)
-def test_recall_is_that_of_generate_a_question_held_back_or_not(retriever, policy, when, question):
-    model, tokenizer = retriever
+@matrix
+def test_recall_is_that_of_generate_with_a_question_held_back(retriever):
+    (model, tokenizer), policy, when, question = retriever, "snapkv(window=8)", "prompt", "agnostic"
     cells = cells_of(tokenizer, question)
     assert cells == cells_of(tokenizer)
     result = needle.measure(model, cells, [needle.Setting(policy, 96, when, question)], block=64, batch=4)[0]
     for cell, row in zip(cells, result["cells"], strict=True):
         for sample, hit in zip(cell.samples, row["correct"], strict=True):
-            held = len(sample.tokens) - sample.context_end if question == "agnostic" else None
+            held = len(sample.tokens) - sample.context_end
             out = models.generate(
                 model, [sample.tokens], policy=policy, budget=96, block=64, when=when, question=held, end=(),
                 max_new_tokens=len(sample.answer_tokens),
             )  # fmt: skip
             assert hit == (out.tokens[0].tolist() == sample.answer_tokens)
     assert result["recall"] == sum(sum(row["correct"]) for row in result["cells"]) / 6
-
-
-@nightly  # the caches have tests of their own
-def test_settings_with_caches_of_another_dtype_are_answered_apart(retriever):
-    model, tokenizer = retriever
-    settings = [needle.Setting("tova", 64, "prompt", "after", cache_dtype=dtype) for dtype in ("float32", "int8")]
-    wide, narrow = needle.measure(model, cells_of(tokenizer), settings, block=64, batch=6)
-    assert [row["cache_dtype"] for row in (wide, narrow)] == ["float32", "int8"]
-    D = model.config.head_dim  # a slot has 4 D bytes per row, or D and 4 for its scale, and 4 for its position
-    assert narrow["cache_bytes"] / wide["cache_bytes"] == pytest.approx((2 * (D + 4) + 4) / (8 * D + 4), rel=1e-3)
 
 
 @nightly  # the caches have tests of their own
@@ -131,12 +116,3 @@ def test_the_table_marks_what_stays_under_recency():
     assert "0.400-" in lines[3]
     assert "n/a" in lines[2]
     assert "1,23" in lines[2]
-
-
-@matrix
-def test_published_moments_have_a_table_and_a_picture(tmp_path, capsys):
-    picture = tmp_path / "needle.png"
-    arguments = ["--policies", "full,snapkv(window=8)", "--budgets", "48", "--when", "published", "--lengths", "128"]
-    assert main(["needle", *arguments, "--samples", "1", "--depths", "1", "--facts", "2", "--plot", str(picture)]) == 0
-    assert "prompt, then never" in capsys.readouterr().out
-    assert picture.stat().st_size > 0

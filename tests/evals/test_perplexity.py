@@ -3,7 +3,6 @@
 import json
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -50,38 +49,35 @@ def test_windows_slide_by_the_stride():
             perplexity.make_chunks(tokenizer, "abcdef", 5, stride=stride)
 
 
-def test_the_loss_is_the_mean_over_all_tokens_but_the_first(tiny):
-    model, tokenizer, _ = tiny
-    chunks = perplexity.make_chunks(tokenizer, TEXT, 24, limit=3)
-    got = perplexity.full_losses(model, chunks, batch=2)
-    logits = np.asarray(model(jnp.asarray(chunks)), np.float64)
-    told = logits - np.log(np.sum(np.exp(logits), axis=-1, keepdims=True))
-    wanted = [-np.mean([told[n, t, chunks[n, t + 1]] for t in range(23)]) for n in range(3)]
-    np.testing.assert_allclose(got.by_chunk, wanted, rtol=1e-5)
-    assert got.divergence.tolist() == [0, 0, 0]
-
-
-def test_of_a_window_only_the_last_tokens_count(tiny):
+@pytest.fixture(scope="module")
+def dense(tiny):
+    """Chunks, and the plain model's log-probabilities after each of their tokens."""
     model, tokenizer, _ = tiny
     chunks = perplexity.make_chunks(tokenizer, TEXT, 24, limit=3, stride=8)
-    full = selections.parse_selection("full")
-    logits = np.asarray(model(jnp.asarray(chunks)), np.float64)
-    told = logits - np.log(np.sum(np.exp(logits), axis=-1, keepdims=True))
-    wanted = [-np.mean([told[n, t, chunks[n, t + 1]] for t in range(15, 23)]) for n in range(3)]
+    logits = np.asarray(jax.jit(lambda tokens: model(tokens))(chunks), np.float64)
+    return chunks, logits - np.log(np.sum(np.exp(logits), axis=-1, keepdims=True))
+
+
+def test_the_loss_is_the_mean_over_the_tokens_that_count(tiny, dense):
+    model, (chunks, told) = tiny[0], dense
+    losses = -np.take_along_axis(told[:, :-1], chunks[:, 1:, None], axis=-1)[..., 0]
+    found = perplexity.full_losses(model, chunks, batch=2)  # all but the first
+    np.testing.assert_allclose(found.by_chunk, losses.mean(axis=1), rtol=1e-5)
+    assert found.divergence.tolist() == [0, 0, 0]
+    full, wanted = selections.parse_selection("full"), losses[:, -8:].mean(axis=1)  # of a window the last ones
     np.testing.assert_allclose(perplexity.losses(model, chunks, full, 0.0, counted=8).by_chunk, wanted, rtol=1e-5)
     found = perplexity.policy_losses(model, chunks, setting("tova", 24), block=8, counted=8)
     np.testing.assert_allclose(found.by_chunk, wanted, rtol=1e-5)
 
 
 @pytest.mark.parametrize("when", first(1, ["prompt", "block"], rest=nightly))
-def test_the_divergence_is_that_of_the_full_caches_distributions(tiny, when):
-    model, tokenizer, _ = tiny
-    chunks = perplexity.make_chunks(tokenizer, TEXT, 24, limit=3, stride=8)
-    full = perplexity.full_losses(model, chunks, batch=2, counted=8)
+def test_the_divergence_is_that_of_the_full_caches_distributions(tiny, dense, when):
+    model, (chunks, true) = tiny[0], dense
+    full, true = perplexity.full_losses(model, chunks, batch=2, counted=8), true[:, -9:-1]
     found = perplexity.policy_losses(model, chunks, setting("h2o", 6, when), full=full, block=4, batch=2, counted=8)
     given = dict(policy="h2o", budget=6, block=4, when=when, question=7 if when == "prompt" else None, outputs="all")
-    told = np.asarray(jax.nn.log_softmax(models.prefill(model, chunks[:, :-1], **given).logits), np.float64)[:, -8:]
-    true = np.asarray(jax.nn.log_softmax(model(jnp.asarray(chunks))), np.float64)[:, -9:-1]
+    told = np.asarray(models.prefill(model, chunks[:, :-1], **given).logits, np.float64)[:, -8:]
+    told -= np.log(np.sum(np.exp(told), axis=-1, keepdims=True))
     divergence = np.sum(np.exp(true) * (true - told), axis=-1).mean(axis=-1)
     np.testing.assert_allclose(found.divergence, divergence, rtol=1e-3, atol=1e-7)
     loss = -np.take_along_axis(told, chunks[:, -8:, None], axis=-1)[..., 0].mean(axis=1)
@@ -94,15 +90,6 @@ def test_once_needs_last_tokens_that_come_behind(tiny):
     chunks = perplexity.make_chunks(tokenizer, TEXT, 24, limit=1)
     with pytest.raises(ValueError, match="give --stride"):
         perplexity.policy_losses(model, chunks, setting("h2o", 8, "prompt"))
-
-
-def test_a_policy_tells_each_token_from_what_its_evictions_left(tiny):
-    model, tokenizer, _ = tiny
-    chunks = perplexity.make_chunks(tokenizer, TEXT, 24, limit=2)
-    got = perplexity.policy_losses(model, chunks, setting("streaming(sinks=1)", 8), block=4).by_chunk
-    logits = models.prefill(model, chunks[:, :-1], policy="streaming(sinks=1)", budget=8, block=4, outputs="all").logits
-    told = np.take_along_axis(np.asarray(jax.nn.log_softmax(logits)), chunks[:, 1:, None], axis=-1)[..., 0]
-    np.testing.assert_allclose(got, -told.mean(axis=1), rtol=1e-5)
 
 
 def test_caote_is_compared_with_the_same_policy_without_it():
@@ -156,17 +143,8 @@ def test_comparisons_are_paired_with_the_predictor_at_the_same_sparsity():
         ("oracle", 0.5, "within noise"),
     ]
     assert rows[0]["increase"] == pytest.approx(np.exp(0.2) - 1)
-
-
-@nightly  # three more programs for one word
-def test_one_chunk_has_no_interval(tiny):
-    model, tokenizer, butler = tiny
-    chunks = perplexity.make_chunks(tokenizer, TEXT, 24, limit=1)
-    chosen = selections.parse_selections("butler,random")
-    results = perplexity.measure(model, chunks, perplexity.full_losses(model, chunks), chosen, [0.5], butler=butler)
-    for name in ("low", "increase_high", "kl_low"):
-        assert [r[name] for r in results] == [None] * 3
-    assert [c["larger"] for c in perplexity.compare(results)] == ["one chunk"]
+    (alone,) = perplexity.compare([row("butler", 0.5, [1.0]), row("random", 0.5, [2.0])])
+    assert alone["larger"] == "one chunk"
 
 
 def test_the_command_writes_table_json_and_picture(tiny_folder, text_file, tmp_path, capsys):

@@ -126,7 +126,7 @@ class _Loader(yaml.SafeLoader):
 _Loader.add_constructor("!function", lambda loader, node: node.value)
 
 
-@pytest.mark.matrix
+@pytest.mark.nightly  # 18 s, for a protocol that seldom changes; by default its metrics are compared
 def test_ten_samples_of_each_task_score_the_same_under_a_policy(folder, tmp_path, capsys):
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager

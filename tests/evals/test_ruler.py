@@ -3,34 +3,24 @@
 import collections
 import json
 import re
-import shutil
 
 import pytest
-from flax import nnx
 
 import models
 from evals import documents, evaluator, page, ruler
 from evals.__main__ import main
 from evals.results import read_records
+from models import provenance
 from tests.tiers import matrix
 
-SQUAD = {
-    "data": [
-        {
-            "paragraphs": [
-                {
-                    "context": f"Town {n} lies on river {n}. It has {n}00 houses.",
-                    "qas": [
-                        {"question": f"On which river lies town {n}?", "answers": [{"text": f"river {n}"}] * 2},
-                        {"question": "Why?", "answers": [], "is_impossible": True},
-                    ],
-                }
-                for n in range(start, start + 4)
-            ]
-        }
-        for start in (10, 20)
-    ]
-}
+
+def paragraph(n):
+    asked = {"question": f"On which river lies town {n}?", "answers": [{"text": f"river {n}"}] * 2}
+    qas = [asked, {"question": "Why?", "answers": [], "is_impossible": True}]
+    return {"context": f"Town {n} lies on river {n}. It has {n}00 houses.", "qas": qas}
+
+
+SQUAD = {"data": [{"paragraphs": [paragraph(n) for n in range(start, start + 4)]} for start in (10, 20)]}
 HOTPOT = [
     {
         "question": f"Which of {n} and {n + 1}?",
@@ -81,8 +71,7 @@ def text_of(task, sources=None, length=6000, index=0):
     return "".join(found.tokens[: found.context_end]), "".join(found.tokens[found.context_end :]), found.references
 
 
-@pytest.mark.parametrize("task", ruler.TASKS)
-@pytest.mark.parametrize("length", [1500, 5000])
+@pytest.mark.parametrize(("task", "length"), [(task, 1500 + 3500 * (n % 2)) for n, task in enumerate(ruler.TASKS)])
 def test_a_sample_is_as_long_as_fits_and_the_same_each_time(task, length, sources):
     found = ruler.sample(task, 3, Words, length, sources)
     room = length - ruler.NEW_TOKENS[task]
@@ -326,18 +315,6 @@ def test_a_record_is_what_generate_gives(finished):
         assert record["score"] == ruler.recall(record["answer"], sample.references)
 
 
-def test_a_killed_run_does_not_go_on_with_other_weights(tiny_folder, tmp_path, capsys):
-    folder, model = tmp_path / "run", tmp_path / "model"
-    shutil.copytree(tiny_folder, model)
-    line = ["ruler", *SMALL, "--model", str(model), "--samples", "1", "--policies", "full", "--out", str(folder)]
-    assert main(line) == 0 and main(line) == 0
-    before = (folder / "samples.jsonl").read_bytes()
-    models.save(model, models.Decoder(models.load(model)[0].config, rngs=nnx.Rngs(1)))
-    assert main(line) == 2
-    assert "was made with different weights" in capsys.readouterr().err
-    assert (folder / "samples.jsonl").read_bytes() == before
-
-
 def test_a_killed_run_goes_on_where_it_was(finished, tmp_path, monkeypatch, capsys):
     folder = tmp_path / "run"
     folder.mkdir()
@@ -360,3 +337,6 @@ def test_a_killed_run_goes_on_where_it_was(finished, tmp_path, monkeypatch, caps
     assert same[0] == same[1]
     assert main(["ruler", *SMALL, "--seed", "1", "--out", str(folder)]) == 2
     assert "seed was 0 and is 1" in capsys.readouterr().err
+    monkeypatch.setattr(provenance, "weights", lambda *_: "others")
+    assert main(["ruler", *SMALL, "--out", str(folder)]) == 2
+    assert "was made with different weights" in capsys.readouterr().err

@@ -27,12 +27,9 @@ def test_a_difference_is_that_of_the_same_samples():
     assert 0 < low < mean < high
 
 
-def test_equal_outcomes_are_within_noise():
+def test_equal_outcomes_are_within_noise_and_a_worse_policy_is_called_so():
     found = statistics.compared([0] * 20)
     assert found["low"] < 0 < found["high"] and found["better"] == "within noise"
-
-
-def test_a_worse_policy_is_called_so():
     assert statistics.compared([-1] * 40)["better"] == "no"
 
 

@@ -15,7 +15,7 @@ import models
 from evals import tasks, view
 from evals.__main__ import main
 from tests.evals import browser
-from tests.tiers import first, matrix, nightly
+from tests.tiers import matrix
 
 
 @pytest.fixture(scope="module")
@@ -33,9 +33,9 @@ def decoded(found):
     return read("entered"), read("left").reshape(found["layers"], found["heads"], -1)
 
 
-@pytest.mark.parametrize("policy", first(0, ["tova"]) + first(0, ["snapkv(window=8)@model"], rest=nightly))
-def test_a_trace_says_what_the_cache_held_after_each_block(retriever, prompt, policy):
-    model, tokenizer = retriever
+@matrix
+def test_a_trace_says_what_the_cache_held_after_each_block(retriever, prompt):
+    (model, tokenizer), policy = retriever, "tova"
     found = view.trace(
         model, tokenizer, prompt, policy=policy, budget=40, block=32, when="block", question=0, new_tokens=3
     )
@@ -101,8 +101,10 @@ def written(tmp_path_factory):
 
 @matrix
 @browser.needed
-def test_the_page_shades_tokens_for_two_policies(written):
-    found = browser.dump(written)
+def test_the_page_shades_tokens_for_two_policies_and_fits_a_phone(written):
+    script = "document.title = document.documentElement.scrollWidth <= window.innerWidth ? 'fits' : 'too wide';"
+    found = browser.dump(written, script=script)
+    assert "<title>fits</title>" in found
     assert found.count("<section>") == 2
     assert "40 of 1" in found and 'class="lost"' in found and "color-mix" in found
     assert re.search(r'id="where">after \d of \d+: block, tokens \d+ to \d+', found)
@@ -133,10 +135,3 @@ def test_slider_layer_head_and_policy_change_what_is_shown(written):
     assert "of 160" not in notes[1] and int(re.search(r"of (\d+)", notes[1])[1]) <= 64
     assert notes[2].startswith(f"{total + 2} of {total + 2} tokens per head")
     assert "Token 1 (layer.head): 3.2" in notes[3] and "Token 1 (layer.head): no head" in notes[3]
-
-
-@matrix
-@browser.needed
-def test_the_page_does_not_scroll_sideways_on_a_phone(written):
-    script = "document.title = document.documentElement.scrollWidth <= window.innerWidth ? 'fits' : 'too wide';"
-    assert "<title>fits</title>" in browser.dump(written, script=script)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -19,6 +21,7 @@ import models
 from kernels_pallas import cache_attention, mse_logits
 from models import butler as butler_module
 from models.butler import Butler, butler_input, load_butler
+from tests.models import reference
 from tests.tiers import first, matrix, nightly
 from train import butler as trainer
 from train import loop
@@ -31,7 +34,7 @@ SETTINGS = Settings(tokens=12 * 4 * 16, seq_len=16, batch=4, lr=0.02)
 
 @pytest.fixture(scope="module")
 def model():
-    return models.Decoder(CONFIG, rngs=nnx.Rngs(3))
+    return reference.decoder(CONFIG, reference.parameters(CONFIG))
 
 
 @pytest.fixture
@@ -39,7 +42,7 @@ def small(tmp_path, model):
     """A folder with a small model, and the shipped tokenizer."""
     config = dataclasses.replace(CONFIG, vocab_size=1536, bos=0, eos=(1,))
     tokenizer = models.load("retriever")[1]
-    models.save(tmp_path / "model", models.Decoder(config, rngs=nnx.Rngs(0)), tokenizer.backend)
+    models.save(tmp_path / "model", reference.decoder(config, reference.parameters(config)), tokenizer.backend)
     return tmp_path / "model"
 
 
@@ -155,10 +158,27 @@ def test_the_command_trains(small, tmp_path, capsys):
     assert load_butler(tmp_path / "out", models.load(small)[0]).config.num_layers == 3
 
 
-@nightly  # several whole runs of training
-def test_killed_is_uninterrupted_bit_for_bit(tmp_path):
-    script = Path(__file__).with_name("kill_training.py")
-    arguments = ["--kills", "1", "--steps", "12", "--folder", str(tmp_path)]
-    done = subprocess.run([sys.executable, str(script), *arguments], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "the same bit for bit" in done.stdout
+@nightly  # five processes, each of which compiles a whole run
+def test_killed_is_uninterrupted_bit_for_bit(small, tmp_path):
+    words = (
+        "--data python --seq-len 16 --batch 2 --tokens 1280 --eval-rows 2 --eval-every 0 --save-every 1 --log-every 1"
+    )
+    command = [sys.executable, "-m", "train.butler", "--model", str(small), *words.split(), "--out"]
+
+    def start(name):
+        return subprocess.Popen([*command, str(tmp_path / name)], cwd=Path(__file__).parents[2])
+
+    assert start("whole").wait() == 0
+    for moment in ("checkpoints/*orbax-checkpoint-tmp*", "log.jsonl", "run.json"):  # while one is saved, and later
+        killed = start("parts")
+        while killed.poll() is None and not list((tmp_path / "parts").glob(moment)):
+            time.sleep(0.001)
+        killed.kill()
+        assert killed.wait() == -signal.SIGKILL
+    assert start("parts").wait() == 0
+    found = []
+    for name in ("whole", "parts"):
+        newest = max((tmp_path / name / "checkpoints").glob("[0-9]*"), key=lambda path: int(path.name))
+        digest = json.loads((newest / "progress/metadata").read_text())["digest"]  # of the optimiser's state, too
+        found.append((digest, (tmp_path / name / "butler.safetensors").read_bytes()))
+    assert found[0] == found[1]

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from safetensors.numpy import load_file
 
 import models
 from evals import loglikelihood
+from tests.models import reference
 from tests.tiers import matrix, nightly
 from train import answers, finetune, loop, lora
 from train.text import Corpus
@@ -27,7 +27,7 @@ TEXT = np.random.default_rng(0).integers(2, 64, (4, 24)).astype(np.int32)
 
 
 def model() -> models.Decoder:
-    return models.Decoder(CONFIG, rngs=nnx.Rngs(0))
+    return reference.decoder(CONFIG, reference.parameters(CONFIG))
 
 
 def questions(count: int = 4) -> np.ndarray:
@@ -183,9 +183,9 @@ def test_a_run_on_several_devices_resumes_bit_for_bit(rank, tmp_path):
 
 @pytest.mark.bad_input
 def test_all_weights_are_not_trained_in_half_precision(tmp_path):
-    narrow = models.Decoder(CONFIG, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)
+    narrow = {name: array.astype(jnp.bfloat16) for name, array in reference.parameters(CONFIG).items()}
     with pytest.raises(ValueError, match="the model is in bfloat16, in which steps of the learning rate round"):
-        finetune.train(tmp_path / "out", narrow, None, corpus(TEXT), SETTINGS)
+        finetune.train(tmp_path / "out", reference.decoder(CONFIG, narrow), None, corpus(TEXT), SETTINGS)
 
 
 # --- the command -----------------------------------------------------------------------------------------------------
@@ -200,7 +200,7 @@ def folder(tmp_path_factory) -> Path:
     config = models.Config(
         tokenizer.vocab_size, 16, 24, num_layers=1, num_heads=2, num_kv_heads=1, max_positions=64, **ends
     )
-    models.save(folder / "base", models.Decoder(config, rngs=nnx.Rngs(0)), tokenizer)
+    models.save(folder / "base", reference.decoder(config, reference.parameters(config)), tokenizer)
     lines = [
         {"prompt": f"The code of the river is {number}. The code is", "answer": f" {number}"} for number in range(9)
     ]

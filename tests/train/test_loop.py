@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from flax import nnx
 
 import models
 from models import commands
 from tests.bad_input.campaign import state_of
+from tests.models import reference
 from train import butler, finetune, loop, retriever, scorer
 from train.butler import Settings
 from train.checkpoints import digest
@@ -27,7 +27,8 @@ SETTINGS = Settings(tokens=6 * 2 * 8, seq_len=8, batch=2, lr=0.1)
 
 @functools.cache
 def model(seed=0, dtype=jnp.float32):
-    return models.Decoder(CONFIG, rngs=nnx.Rngs(seed), dtype=dtype)
+    weights = {name: array.astype(dtype) for name, array in reference.parameters(CONFIG, seed).items()}
+    return reference.decoder(CONFIG, weights)
 
 
 def numbers(wrong_at=None, held_out=0):

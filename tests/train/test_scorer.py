@@ -13,6 +13,7 @@ from flax import nnx
 import kvjax
 import models
 from models import repeating
+from tests.models import reference
 from tests.tiers import first, matrix, nightly
 from train import scorer as trainer
 from train.scorer import Settings, largest_attention, measure, settings_of, train
@@ -25,7 +26,7 @@ WORDS = (3, 5)
 
 @pytest.fixture(scope="module")
 def model():
-    return models.Decoder(CONFIG, rngs=nnx.Rngs(3))
+    return reference.decoder(CONFIG, reference.parameters(CONFIG))
 
 
 def rows(position):
@@ -103,7 +104,7 @@ def test_a_scorer_that_knows_the_scores_is_measured_as_perfect(model, monkeypatc
 def test_the_command_trains(tmp_path, capsys, target):
     config = dataclasses.replace(CONFIG, vocab_size=1536, bos=0, eos=(1,), max_positions=128)
     tokenizer = models.load("retriever")[1]
-    models.save(tmp_path / "model", models.Decoder(config, rngs=nnx.Rngs(0)), tokenizer.backend)
+    models.save(tmp_path / "model", reference.decoder(config, reference.parameters(config)), tokenizer.backend)
     arguments = ["--model", tmp_path / "model", "--data", "python", "--seq-len", 16, "--batch", 2, "--tokens", "96"]
     arguments += ["--out", tmp_path / "out", "--eval-rows", 2, "--eval-every", 0, "--target", target, "--hidden", 0]
     assert trainer.main([str(argument) for argument in arguments]) == 0

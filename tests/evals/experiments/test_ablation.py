@@ -11,7 +11,7 @@ from evals import needle, report, verdicts
 from evals.__main__ import main
 from evals.experiments import ablation, ablations, claims, study_report
 from evals.experiments.ablations import STUDIES, Claim, Gain, Point, Run, Study
-from tests.tiers import first, matrix, nightly
+from tests.tiers import first, matrix
 
 A, B, C, D = (Run(policy, 0.25) for policy in ("tova", "tova+caote", "h2o", "h2o+caote"))
 
@@ -173,14 +173,9 @@ def test_claims_on_the_real_model_come_first_and_disagreements_last(tmp_path):
 @pytest.fixture
 def tiny_study(monkeypatch):
     runs = (Run("tova", 0.25), Run("tova+caote", 0.25))
-    study = Study(
-        "tiny",
-        "A tiny study",
-        "",
-        tuple(Point("", "line", str(i), run) for i, run in enumerate(runs)),
-        (Claim("CAOTE", "CAOTE improves TOVA", runs[1:], runs[:1]),),
-        (ablations.FULL,),
-    )
+    points = tuple(Point("", "line", str(i), run) for i, run in enumerate(runs))
+    claims = (Claim("CAOTE", "CAOTE improves TOVA", runs[1:], runs[:1]),)
+    study = Study("tiny", "A tiny study", "", points, claims, (ablations.FULL,))
     monkeypatch.setitem(STUDIES, "tiny", study)
     return study
 
@@ -234,17 +229,3 @@ def test_a_picture_by_bytes_has_each_point_at_the_bytes_of_its_cache():
         cell.strip() for cell in study_report.table(study, results).replace("  ", "\n").split("\n")
     }
     assert axis.get_xticks().tolist() == [256, 512, 1024, 2048] and len(points) <= 24
-
-
-@nightly  # one more whole study
-def test_runs_of_two_dtypes_are_told_apart(monkeypatch, tmp_path, capsys):
-    wide, narrow = (Run("tova", 0.25, cache_dtype=dtype) for dtype in ("bfloat16", "int8"))
-    points = tuple(Point("", run.cache_dtype, "1", run) for run in (wide, narrow))
-    claim = Claim("ours", "eight bits cost nothing", (narrow,), (wide,), "same")
-    monkeypatch.setitem(STUDIES, "tiny", Study("tiny", "A tiny study", "", points, (claim,), (ablations.FULL,)))
-    figures = tmp_path / "tiny.json"
-    assert main(["ablation", "tiny", *SMALL, "--json", str(figures)]) == 0
-    results = json.loads(figures.read_text())["results"]
-    assert [ablation.run_of(result) for result in results] == [ablations.FULL, wide, narrow]
-    assert results[2]["cache_bytes"] < 0.6 * results[1]["cache_bytes"]
-    assert "eight bits cost nothing" in capsys.readouterr().out

@@ -1,15 +1,12 @@
 """Choices under selections: what is drawn, judged and compared, and what the command writes and refuses."""
 
-import json
-
 import numpy as np
 import pytest
 
 import models
 from evals import choices, loglikelihood, selections
-from evals.__main__ import main
 from evals.experiments import butler_choices
-from tests.tiers import matrix, nightly
+from tests.tiers import matrix
 
 TEXT = " ".join(f"A boat that had a crew of {i} men went by the old town of {i}." for i in range(9, 200))
 
@@ -57,16 +54,3 @@ def test_the_predictor_is_compared_on_the_same_samples():
          row("h2o", 0.5, [1, 1], "recall")]
     )  # fmt: skip
     assert [(line["against"], line["difference"]) for line in found] == [("full", -0.5), ("h2o", 0.5)]
-
-
-@nightly  # what it measures is above, what it writes as test_choices.py
-def test_the_command_writes_figures_and_a_picture(tmp_path, capsys):
-    text, out, plot = tmp_path / "text.txt", tmp_path / "out.json", tmp_path / "out.png"
-    text.write_text(TEXT)
-    given = ["butler", "choices", "--text", str(text), "--chunk", "256", "--sequences", "2", "--sparsity", "0.5"]
-    assert main([*given, "--select", "full,streaming", "--json", str(out), "--plot", str(plot)]) == 0
-    figures = json.loads(out.read_text())
-    assert [(row["task"], row["select"]) for row in figures["results"]] == [
-        (task, select) for select in ("full", "streaming") for task in ("continuation", "all")
-    ]
-    assert plot.stat().st_size > 0 and "by chance: 0.25" in capsys.readouterr().out

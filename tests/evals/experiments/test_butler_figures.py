@@ -5,7 +5,6 @@ import json
 import numpy as np
 import pytest
 
-from evals import perplexity, selections
 from evals.__main__ import main
 from evals.experiments import butler_figures
 from tests.tiers import first, matrix, nightly
@@ -41,25 +40,6 @@ def test_agreement_breaks_ties_towards_the_more_recent_and_bears_flat_heads():
     found = butler_figures.agreement(np.array([[[[0.0, 0.0, 0.0, 0.0], [1.0, 2.0, 3.0, 4.0]]]]))
     assert found["overlap"] == [[1, 1], [1, 1]]
     assert found["consensus"] == 0
-
-
-@nightly  # selections.hits has a test of its own
-def test_accuracies_are_means_of_hits_over_all_layers_but_the_first(tiny):
-    model, tokenizer, butler = tiny
-    chunks = perplexity.make_chunks(tokenizer, TEXT, 24, limit=3)
-    chosen = selections.parse_selections("oracle,butler")
-    oracle, ours = butler_figures.accuracies(model, chunks, chosen, [0.5], butler=butler, batch=2)
-    assert (oracle["token_accuracy"], oracle["hit_rate"]) == (1, 1)
-    parts = [selections.hits(model, chunks[rows], "butler", 0.5, butler=butler).share for rows in ([0, 1], [2, 0])]
-    share = np.concatenate(parts, axis=1)[:, :3]
-    assert ours["hit_rate"] == pytest.approx(share[1:].mean(), abs=1e-6)
-    assert ours["token_accuracy"] == pytest.approx(share[1:, :, -1].mean(), abs=1e-6)
-    assert [layer["layer"] for layer in ours["layers"]] == [1, 2]
-    assert ours["layers"][1]["hit_rate"] == pytest.approx(share[2].mean(), abs=1e-6)
-    assert ours["hit_rate_interval"][0] < ours["hit_rate"] < ours["hit_rate_interval"][1]
-    (compared,) = butler_figures.compare([oracle, ours])
-    assert compared["difference"] == pytest.approx(share[1:].mean() - 1, abs=1e-6)
-    assert compared["better"] == "within noise"  # three chunks can prove nothing
 
 
 @pytest.mark.parametrize("figure", first(1, ["accuracy", "layers"], rest=nightly))

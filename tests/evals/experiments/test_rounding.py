@@ -7,9 +7,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from flax import nnx
 
-import models
 from evals import evaluator, perplexity
 from evals.__main__ import main
 from evals.experiments import rounding
@@ -74,19 +72,6 @@ def test_the_librarys_rounding_costs_what_its_cache_costs(tiny):
     late = perplexity.policy_losses(model, chunks, setting, full=full, block=8, counted=12)
     np.testing.assert_allclose(eight["late"]["by_chunk"], late.by_chunk, atol=1e-5)
     assert (plain["key"], plain["kl"], eight["bytes"]) == (PLAIN, 0, 24)
-
-
-@nightly  # fourteen pairs of roundings
-def test_a_model_with_windows_and_caps_is_the_model_itself_unrounded():
-    config = models.Config(
-        64, 16, 24, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, architecture="gemma2", norms="both",
-        norm_offset=True, attention_soft_cap=2.0, sliding_windows=(5, None),
-    )  # fmt: skip
-    model = models.Decoder(config, rngs=nnx.Rngs(0))
-    chunks = (np.arange(40)[None] * 7 + np.arange(2)[:, None] * 5).astype(np.int32) % 64
-    plain, eight = rounding.measure(model, chunks, [("int8", "int8")])  # all pairs are the command's, below
-    np.testing.assert_allclose(plain["by_chunk"], perplexity.full_losses(model, chunks).by_chunk, rtol=1e-5)
-    assert eight["by_chunk"] != plain["by_chunk"]
 
 
 @nightly  # fourteen pairs of roundings
