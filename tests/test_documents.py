@@ -31,7 +31,7 @@ def links(text: str) -> list[str]:
 
 # The others compile whole runs, or an operation at a time; the dearest show nothing that other tests do not.
 CHEAP = ("docs/memory-model.md", "docs/how-to/load-a-model.md", "docs/how-to/your-own-package.md")
-DEAR = ("index.md", "your-own-model.md", "choose-a-policy.md", "compress-once.md", "add-an-eval.md")
+DEAR = ("index.md", "your-own-model.md", "choose-a-policy.md", "compress-once.md", "add-an-eval.md", "add-a-score.md")
 
 
 def with_code() -> Iterator[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 import tempfile
@@ -283,31 +284,19 @@ RETRIEVER = """
 TOP = "golf | --unknown | needle --json"
 
 
-# What is said of these; the others only have to end in one sentence.
-SAID = {
-    "evals choices": """
---tasks golf -> unknown --tasks 'golf'; expected one of all, continuation, section, recall
+# Of each command, the lines of which is known what is said; the others only have to end in one sentence.
+SAID = """
+evals choices:
 --lengths 20 --text sentences.txt -> no continuation of 20 tokens was found in the text
---evict-every 4 -> choices generate none; leave it out
 --text python-doc -> python-doc is not here yet
 --tasks section --text short.txt -> has 0 sentences
 --tasks section --text sentences.txt -> fewer than 2 titled sections
-""",
-    "evals coref": """
+evals coref:
 --mode generate --when never -> unknown --when 'never'; expected one of block, prompt, published
---mode generate --select h2o --evict-every -1 -> evict_every is -1
 --when prompt -> add --mode generate, or leave them out
 --mode sing -> unknown --mode 'sing'; expected one of teacher, generate
 --mode generate --select oracle_eviction -> 'oracle_eviction' can only be simulated
---seed -1 -> --seed is -1
---butler nowhere --select butler -> nowhere has no butler.json
-""",
-    "evals fidelity": """
---policies h2o@nobody -> unknown allocation 'nobody'
---question beside -> unknown --question 'beside'
---heads heads.txt -> suffix '.txt'
-""",
-    "evals needle": """
+evals needle:
 --model nowhere -> there is no folder nowhere
 --policies h2oo -> unknown policy 'h2oo'
 --policies , -> no policy was given
@@ -317,22 +306,14 @@ SAID = {
 --question beside -> unknown --question 'beside'; expected one of after, before, both, agnostic
 --lengths far -> the length 'far'
 --lengths 16 -> more than the length 16
---depths 0 -> at least 1 of each
---block 0 -> --block is 0
---batch 0 -> --batch is 0
 --plot x.bmp -> suffix '.bmp'
 --json nowhere/x.json -> the folder nowhere does not exist
-""",
-    "evals perplexity": """
+evals perplexity:
 --policies h2o --when prompt -> give --stride
 --policies random --when published -> no paper says when 'random' evicts
 --select , -> no selection was given
---select laprox@model -> lets layers compete
---sparsity 1 -> the sparsity '1' is not the share
---sparsity 0,...,0.7 -> '...' follows two different numbers
 --sinks -1 -> --sinks is -1
 --text nowhere.txt -> there is no text file nowhere.txt
---text empty.txt -> is empty; give a file with text
 --text picture.txt -> is not UTF-8 text (byte 0)
 --text short.txt -> do not fill a chunk of 512
 --text good.txt --chunk 1 -> predicts nothing
@@ -341,77 +322,61 @@ SAID = {
 --text good.txt --chunk 8 --stride 0 -> the stride is 0
 --policies zap --budgets 32 -> scorer
 --model lonely --text good.txt --chunk 8 -> lonely has no predictor in its folder 'butler'; train one with
-""",
-    "evals ruler": """
+evals ruler:
 --tasks golf -> unknown --tasks 'golf'; expected one of all, niah_single_1
 --tasks qa_1 -> qa_1: no file of questions and documents was named
 --lengths 128 -> give a greater length
---samples 0 -> --samples is 0
 --essays nowhere.txt -> there is no essays file nowhere.txt
---qa nowhere.json -> there is no QA file nowhere.json
---prompts nowhere.json -> there is no prompts file nowhere.json
---question before -> unknown --question 'before'; expected one of after, agnostic
 --chat -> has no chat template
---data nowhere -> there is no folder nowhere
 --data empty -> empty has no niah_single_1/validation.jsonl
 --data samples --essays x --lengths 64 -> leave out --essays, --lengths.
 --data hub -> RULER publishes scripts, not samples
---data samples --samples 0 -> --samples is 0
 --data samples --tasks vt -> vt, record 2, lacks what its prompt or score needs
 --data samples --tasks cwe -> outputs is no list of answers
 --data samples --tasks fwe -> the prompt and its answer take
-""",
-    "evals longbench": """
+evals longbench:
 --policies full -> no data was named
 --data empty -> has no narrativeqa.jsonl
---data data --tasks golf -> unknown --tasks 'golf'
 --data data --tasks trec -> data has no trec.jsonl
 --data badrecords --tasks trec --length 64 -> trec.jsonl, line 2, of badrecords is no JSON object
 --data badrecords --tasks lcc --length 64 -> lcc, record 1, lacks
---data badrecords --tasks qasper --length 64 -> qasper, record 1, lacks
 --data badrecords --tasks trec --prompts empty -> there is no JSON file empty/dataset2prompt.json
-""",
-    "evals booksum": """
+evals booksum:
 --data empty -> has no test.csv
 --data csv/open -> is no CSV
 --data csv/wide -> record 1 has other columns
 --data csv/short -> record 2 has other columns
 --data csv/none --length 100 -> is empty
 --data csv/fields --length 100 -> booksum, record 1, lacks what its prompt or score needs ('chapter')
-""",
-    "evals view": "--html x.html --policies snapkv --budget 8 -> always keeps",
-    "evals ablation": """
+evals view:
+--html x.html --policies snapkv --budget 8 -> always keeps
+evals ablation:
 golf -> unknown study 'golf'; expected one of block-size
-rounds --batch 0 -> --batch is 0
 laprox --length 100 -> always keeps
 rounds --resume -> give --json
 rounds --json half.json --resume -> is not JSON
 rounds --json good.json --resume -> is not of the study
 claims --results empty -> no file in empty holds claims
-""",
-    "evals butler": """
+evals butler:
 accuracy --select h2o -> 'h2o' is not a source of importance
 agreement --select oracle -> leave --select and --sparsity out
 oracles --sparsity 0,0.1,...,0.75 -> 0.75 is not reached from 0.1 by 0.1
 choices --stride 8 -> choices are drawn from it; leave it out
-""",
-    "evals field": """
+evals field:
 list.json -> is not a study; give a file that
 study.json -> the study 'rounds' has no run of the full cache
 known.json -> no study has runs with the question unknown
-""",
-    "evals lm_eval": """
+evals lm_eval:
 --tasks piqa --model_args policy -> 'policy' in the model's arguments is not name=value
 --tasks piqa --model_args policy=tova -> needs a budget
 --tasks piqa --model_args block=32 --limit 0 -> --limit is 0
-""",
-    "evals texts": "iliad -> unknown text 'iliad'; expected one of king-james-bible",
-    "evals report": """
+evals texts:
+iliad -> unknown text 'iliad'; expected one of king-james-bible
+evals report:
 nowhere -> nowhere is no folder of results
 empty -> empty is no folder of results
 listheader -> is damaged
-""",
-    "evals sweep": """
+evals sweep:
 half.toml --out new -> is not TOML
 notask.toml --out new -> has no tasks
 badtask.toml --out new -> unknown evaluation 'golf'
@@ -421,37 +386,21 @@ unknown.toml --out new -> the sweep has colour; expected models
 table.toml --out new -> policies is {}; give a text
 block.toml --out new -> invalid int value
 onemodel.toml --out new -> models is 'retriever'; give a list
-badvalue.toml --out new -> the length 'far'
 nosamples.toml --out new -> give at least 1 of each
 nodata.toml --out new -> no data was named
 import.toml --out new -> import is 3; give the name of a module
-""",
-    "train.butler": """
+train.butler:
 --data python --seq-len 9999 -> --seq-len is 9999; the model takes sequences of 2 to
---data nowhere.txt -> there is no data file nowhere.txt
---budget 2 -> --budget is 2.0
 --tokens 8 --seq-len 64 --batch 1 -> --tokens is 8; one step of 1 x 64 takes 64
---lr 0 -> --lr is 0.0
---warmup 1 -> --warmup is 1.0
---keep 0 -> --keep is 0
 --dropout 2 -> dropout is 2.0
---dim 3 -> dim is 3
 --mesh data=2 --batch 1 -> a step of 1 rows cannot be spread over data=2
---mesh data=99 -> needs 99 devices
 --processes 2 -> belong together
---dtype int4 -> is not known
 --out good.txt -> it is a file
-""",
-    "train.retriever": """
---stop-after 0 -> --stop-after is 0
---samples -1 -> --samples is -1
---devices -1 -> --devices is -1
---resume perhaps -> invalid choice: 'perhaps'
+train.retriever:
 --work good.txt -> is a file
 --keep 0.3 -> --keep is 0.3; expected a share from 0 to less than 1, and --from
 --from nowhere -> --from is nowhere, which is no folder
-""",
-    "train.finetune --model retriever --seq-len 48 --batch 2 --tokens 192 --block 16 --budget 16 --eval-rows 2": """
+train.finetune --model retriever --seq-len 48 --batch 2 --tokens 192 --block 16 --budget 16 --eval-rows 2:
 --policy tova --data text.jsonl --when prompt -> 'tova' evicts once, after the last token of a text
 --policy tova --data text.jsonl --chat -> --chat is for prompts with answers
 --data qa.jsonl --policy butler+caote -> scores by a network that was trained for the frozen model
@@ -459,41 +408,28 @@ import.toml --out new -> import is 3; give the name of a module
 --data qa.jsonl --policy snapkv -> 'snapkv' observes the last 32 queries, but a block has 16
 --data qa.jsonl --policy snapkv(window=16)+protect(sinks=4) -> the budget is 16 tokens, but
 --data qa.jsonl --policy h2o@layer -> 'h2o@layer' moves tokens between pages after each block
---data qa.jsonl --policy nothing -> unknown policy 'nothing'
 --data qa.jsonl --policy kvzip --when prompt -> has the model repeat its prompt
 --data qa.jsonl --policy snapkv(window=16) --budget 0.3 -> qa.jsonl, line 1: the budget is
---data qa.jsonl --policy tova --budget 0 -> the budget is 0
 --data qa.jsonl --policy tova --lora 0 -> --lora is 0; give at least 1
 --data qa.jsonl --policy tova --lora-on query -> --lora-on was given without --lora
 --data qa.jsonl --policy tova --lora 2 --lora-on quary -> unknown --lora-on 'quary'; expected one of query, key
 --data qa.jsonl --policy tova --seq-len 4 -> prompt and answer have
 --data qa.jsonl --policy tova --eval-rows 9 -> holds nothing but the 9 held-out rows
---data qa.jsonl --policy tova --eval-policy nothing -> unknown policy 'nothing'
 --data halfqa.jsonl --policy tova -> halfqa.jsonl, line 2: it has no text in "prompt" or in "answer"
---data nowhere.jsonl --policy tova -> there is no data file
 --model lonely --policy tova -> no data was named
-""",
-    "benchmarks butler": """
+benchmarks butler:
 --models gpt -> unknown --models 'gpt'; expected one of Llama-3.2-1B
 --shares 2.5 -> 2.5
---lengths 0 -> '0'
---contexts x -> 'x'
---loss-lengths "" -> --loss-lengths
---repetitions 0 -> --repetitions is 0
 --plot shares.txt -> shares.txt
 --json no/such/folder/x.json -> no/such/folder
-""",
-    "benchmarks decode": """
+benchmarks decode:
 --shapes gpt -> unknown shape 'gpt'
---policy h3o -> h3o
 --policy snapkv@model -> all heads have the same budget
 --prompts 100 --budgets 1024 -> a prompt must fill its budget
---budgets many -> --budgets has 'many'
---block 0 -> --block is 0
 --shapes llama-3.1-8b --memory 0.01 -> but 0.01 GiB are free here
-""",
-    "benchmarks prefill": "--policy snapkv@model -> all heads have the same budget",
-    "benchmarks kernels": """
+benchmarks prefill:
+--policy snapkv@model -> all heads have the same budget
+benchmarks kernels:
 --operations flash -> unknown operation 'flash'; expected one of caote_topk
 --implementations cudnn -> unknown implementation 'cudnn'; expected one of auto, reference
 --implementations pallas_gpu -> runs on a gpu, but this is a cpu; auto, reference can run here
@@ -501,38 +437,39 @@ import.toml --out new -> import is 3; give the name of a module
 --shapes llama-3.1-8b --memory 0.01 -> but 0.01 GiB are free here
 --memory 0 -> --memory is 0.0
 --batches 0 -> --batches has '0'
---budget 0 -> --budget is 0
---calls 0 -> --calls is 0
-""",
-    "benchmarks memory": "--shares 2.5 -> 2.5",
-    "benchmarks rounds": "--repetitions 0 -> --repetitions is 0",
-    "benchmarks selection": "--model retriever --shares 2 -> give shares of the tokens",
-    "benchmarks soak": """
+benchmarks memory:
+--shares 2.5 -> 2.5
+benchmarks rounds:
+--repetitions 0 -> --repetitions is 0
+benchmarks selection:
+--model retriever --shares 2 -> give shares of the tokens
+benchmarks soak:
 --tokens 100 -> 20 parts
---requests 3 -> 20 parts
 --budget 7 -> --budget is 7
 --tokens 0 --requests 0 --kills 0 -> are all 0
 --tokens 0 --requests 0 --plot soak.png -> --plot draws tokens and requests
-""",
-    "benchmarks cpu": """
+benchmarks cpu:
 --against nowhere.json -> nowhere.json
 --against good.json -> holds no results of `python -m benchmarks cpu
-""",
-    "benchmarks report": """
+benchmarks report:
 --results empty --docs pages -> holds no results
 --results oddresults --docs pages -> odd.json is no results file
-""",
-    "benchmarks tpu_compile": """
---block 0 -> --block is 0
+benchmarks tpu_compile:
 --shapes gpt -> unknown shape 'gpt'
-""",
-}
+"""
 
 
 def lines(text: str) -> list[str]:
     return [part.strip() for part in text.replace("\n", "|").split("|") if part.strip()]
 
 
+def by_command(text: str) -> dict[str, list[str]]:
+    """Return the lines below each heading, which ends with a colon."""
+    parts = re.split(r"^(.*):$", text.strip(), flags=re.MULTILINE)[1:]
+    return {name: body.strip().split("\n") for name, body in zip(parts[::2], parts[1::2], strict=True)}
+
+
+TOLD = by_command(SAID)
 # Evaluations that read a table after another one: what the first shows runs in the matrix for them.
 SAME = {"ruler": EVERY_EVAL, "choices": EVERY_EVAL, "longbench": KEPT, "perplexity": SELECTIONS}
 
@@ -540,7 +477,7 @@ SAME = {"ruler": EVERY_EVAL, "choices": EVERY_EVAL, "longbench": KEPT, "perplexi
 def rows(command: str, text: str, begins: str = "") -> list:
     """Return the cases of a command whose lines begin so, for example with the name of an evaluation."""
     same, found = lines(SAME.get(begins, "")), []
-    told = lines(SAID.get(f"{command} {begins}".strip(), ""))
+    told = TOLD.get(f"{command} {begins}".strip(), [])
     known = {own.partition(" -> ")[0] for own in told}
     for own in [*told, *(own for own in lines(text) if own not in known)]:
         flags, _, said = own.partition(" -> ")
@@ -555,7 +492,7 @@ TABLES |= {"train.butler": BUTLER, "train.retriever": RETRIEVER, "train.scorer":
 TABLES |= {f"evals {name}": text for name, text in EVALS.items()}
 CASES = [
     case
-    for name in TABLES | SAID
+    for name in TABLES | TOLD
     for command, _, begins in [name.partition(" ")]
     for case in rows(command, TABLES.get(name, ""), begins)
 ]

@@ -73,17 +73,14 @@ select = of_shapes(kvjax.select, importance=zeros(1, 2, 8), position=POSITIONS, 
 SCORE = {
     "score: NaN weights": lambda: kvjax.score(np.full((2, 4), NAN), V),
     "score: weights of other length": lambda: kvjax.score(A[:, :3], V),
-    "score: weights without tokens' axis": lambda: kvjax.score(np.float32(1.0), V),
     "score: values without D": lambda: kvjax.score(A, A),
     "score: text": lambda: kvjax.score("weights", V),
-    "score: None": lambda: kvjax.score(None, V),
     "score: complex values": lambda: kvjax.score(A, V.astype(np.complex64)),
     "score: no tokens": lambda: kvjax.score(A[:, :0], V[:, :0]),
     "score: a group that is missing": lambda: kvjax.score(A, V, group="exact"),
     "score: unknown group": lambda: kvjax.score(A[:, None], V, group="max"),
     "score: unknown norm": lambda: kvjax.score(A, V, norm=3),
     "score: a mask of other shape": lambda: kvjax.score(A, V, mask=np.ones((2, 3), bool)),
-    "score: a mask of numbers": lambda: kvjax.score(A, V, mask=np.ones((2, 4))),
     "score: a projection and a plain norm": lambda: kvjax.score(A, V, projection=np.ones((1, 3, 5))),
     "score: a projection of other width": lambda: kvjax.score(
         A[:, None], V, group="exact", projection=np.ones((1, 4, 5))
@@ -96,10 +93,9 @@ CACHE = {
             lambda given: kvjax.KVCache.init(**given), SIZES | {name: value}
         )
         for name, value in [
-            ("batch", 0), ("kv_heads", -1), ("slots", 0), ("slots", 2.5), ("slots", "8"), ("slots", None),
-            ("slots", NAN), ("slots", True), ("slots", 10**12), ("head_dim", 0), ("layers", 0),
-            ("positions", "relative"), ("dtype", "float7"), ("dtype", "int32"), ("dtype", ("int8", "int8", "int8")),
-            ("dtype", "int8/int4"), ("dtype", object),
+            ("kv_heads", -1), ("slots", 0), ("slots", 2.5), ("slots", None), ("slots", True), ("slots", 10**12),
+            ("layers", 0), ("positions", "relative"), ("dtype", "float7"), ("dtype", "int32"), ("dtype", "int8/int4"),
+            ("dtype", ("int8", "int8", "int8")), ("dtype", object),
         ]
     },
     "insert: keys of other heads": lambda: kvjax.insert(cache(), zeros(1, 2, 3, 4), zeros(1, 2, 3, 4)),
@@ -116,13 +112,10 @@ CACHE = {
         cache(), zeros(1, 2, 2, 4), zeros(1, 2, 2, 4), zeros(1, 2)
     ),
     "insert: not a cache": lambda: kvjax.insert({}, zeros(1, 2, 2, 4), zeros(1, 2, 2, 4)),
-    "insert: text as keys": lambda: kvjax.insert(cache(), "key", zeros(1, 2, 2, 4)),
     "compact: no slots": lambda: kvjax.compact(cache(), 0),
     "compact: half a slot": lambda: kvjax.compact(cache(), 2.5),
-    "compact: not a cache": lambda: kvjax.compact(None, 2),
     "evict: scores of other shape": lambda: kvjax.evict(cache(), zeros(1, 2, 7), 4),
     "evict: not a cache": lambda: kvjax.evict([], zeros(1, 2, 8), 4),
-    "evict: text as scores": lambda: kvjax.evict(cache(), "scores", 4),
     "evict: complex scores": lambda: kvjax.evict(cache(), zeros(1, 2, 8, dtype=jnp.complex64), 4),
     **{
         f"evict: budget {budget!r}": functools.partial(
@@ -134,7 +127,6 @@ CACHE = {
     "evict: half an excess": lambda: kvjax.evict(cache(), zeros(1, 2, 8), 4, excess=0.5),
     "evict: budgets of other rows": lambda: kvjax.evict(cache(), zeros(1, 2, 8), np.array([1, 2])),
     "evict: unknown allocation": lambda: kvjax.evict(cache(), zeros(1, 2, 8), 4, allocation="fair"),
-    "evict: a number as allocation": lambda: kvjax.evict(cache(), zeros(1, 2, 8), 4, allocation=3),
     "evict: no such layer": lambda: kvjax.evict(cache(layers=2), zeros(1, 2, 8), 4, layer=5),
     "evict: a layer of none": lambda: kvjax.evict(cache(), zeros(1, 2, 8), 4, layer=0),
     "keep_mask: scores of other shape": lambda: kvjax.keep_mask(zeros(2, 7), zeros(2, 8, dtype=jnp.int32), 4),
@@ -178,13 +170,11 @@ POLICIES |= {
     "base_score: a window below 0": lambda: kvjax.base_score("mine", lambda o: o, window=-1),
     "base_score: unknown statistics": lambda: kvjax.base_score("mine", lambda o: o, statistics=("median",)),
     "check_budget: 0": lambda: kvjax.check_budget(kvjax.h2o(), 0),
-    "check_budget: text": lambda: kvjax.check_budget(kvjax.h2o(), "many"),
     "check_block: 0": lambda: kvjax.check_block(kvjax.snapkv(), 0),
     "fit_predictor: 0": lambda: kvjax.fit_predictor(kvjax.butler(), 0),
     "source: a page that is a float": lambda: sources.quest(page_size=1.5),
     "output_projection: unknown kind": lambda: kvjax.output_projection(zeros(4, 4, 8), 2, ["norm"]),
     "output_projection: heads not divided": lambda: kvjax.output_projection(zeros(4, 4, 8), 3, ["gram"]),
-    "output_projection: no KV heads": lambda: kvjax.output_projection(zeros(4, 4, 8), 0, ["gram"]),
     "output_projection: a flat matrix": lambda: kvjax.output_projection(zeros(4, 4), 2, ["gram"]),
     "rotate: an odd head": lambda: kvjax.rotate(zeros(3), zeros(1), zeros(1)),
     "rotate: angles of other length": lambda: kvjax.rotate(zeros(4), zeros(3), zeros(3)),
@@ -194,14 +184,11 @@ ATTEND = {
     "select: importance without heads": lambda: select(importance=zeros(1, 8)),
     "select: slots of other length": lambda: select(importance=zeros(1, 2, 7)),
     "select: heads not divided": lambda: select(importance=zeros(1, 3, 8)),
-    "select: complex importance": lambda: select(importance=zeros(1, 2, 8, dtype=jnp.complex64)),
     **{
         f"select: budget {budget!r}": functools.partial(select, budget=budget)
         for budget in (0, -1, 0.0, 1.5, NAN, "4", None, [4], True, np.int64(0), np.float32(1.5), np.array([0.5]))
     },
     "select: negative sinks": lambda: select(sinks=-1),
-    "select: half a sink": lambda: select(sinks=0.5),
-    "select: no size": lambda: select(size=0),
     "select: too small a size": lambda: select(size=2),
     "select: an array without size": lambda: select(budget=np.array([4])),
     "selected_mask: sequences without positions": lambda: kvjax.selected_mask(
@@ -237,26 +224,23 @@ GENERATE = {
             ("tokens", [[-1]]), ("tokens", None), ("tokens", [1, 2]), ("tokens", [["a"]]),
             ("tokens", np.zeros((1, 2, 3), int)), ("lengths", [0]), ("lengths", [41]), ("lengths", [1, 2]),
             ("lengths", [1.5]), ("lengths", "all"), ("policy", 3), ("policy", "full+caote"), ("budget", 16),
-            ("block", 0), ("block", -3), ("block", 2.5), ("block", "8"), ("block", NAN), ("block", None),
-            ("max_new_tokens", 0), ("max_new_tokens", 2.5), ("max_new_tokens", None), ("max_new_tokens", 10**9),
+            ("block", 0), ("block", 2.5), ("block", None), ("max_new_tokens", 0), ("max_new_tokens", 2.5),
             ("max_new_tokens", 10**12), ("max_new_tokens", np.int64(0)), ("max_new_tokens", True), ("when", "later"),
-            ("when", None), ("evict_every", 0), ("evict_every", 1.5), ("evict_every", "never"),
-            ("evict_every", 10**12), ("temperature", True), ("temperature", "0"), ("top_k", True), ("top_p", True),
-            ("top_p", np.float32(1.5)), ("temperature", -1.0), ("temperature", NAN), ("temperature", "hot"),
-            ("temperature", float("inf")), ("top_k", 0), ("top_k", 1.5), ("top_p", 0.0), ("top_p", NAN),
-            ("top_p", "most"), ("question", 40), ("question", -1), ("question", 0.5), ("question", "what"),
-            ("select", "oracel"), ("select", "oracle"), ("select", 3), ("butler", "folder"), ("end", 5),
-            ("end", ("x",)), ("end", (True,)), ("end", (-1,)), ("end", (10**12,)), ("page_size", 0), ("key", 3),
-            ("projection", 3),
+            ("evict_every", 0), ("evict_every", 1.5), ("evict_every", 10**12), ("temperature", True),
+            ("temperature", -1.0), ("temperature", NAN), ("temperature", "hot"), ("top_k", True), ("top_k", 0),
+            ("top_k", 1.5), ("top_p", True), ("top_p", 0.0), ("top_p", np.float32(1.5)), ("question", 40),
+            ("question", -1), ("question", 0.5), ("select", "oracel"), ("select", "oracle"), ("select", 3),
+            ("butler", "folder"), ("end", 5), ("end", ("x",)), ("end", (True,)), ("end", (10**12,)), ("page_size", 0),
+            ("key", 3), ("projection", 3),
         ]
     },
     **{
         f"generate: h2o, {name}={value!r}": functools.partial(run, **({"policy": "h2o", "budget": 16} | {name: value}))
         for name, value in [
-            ("budget", 0), ("budget", -1), ("budget", 0.0), ("budget", 1.5), ("budget", NAN), ("budget", "16"),
-            ("budget", None), ("budget", [16]), ("budget", float("inf")), ("budget", 10**12), ("budget", np.int64(0)),
-            ("budget", np.int64(10**12)), ("budget", True), ("budget", np.float32(1.5)), ("select", "oracle"),
-            ("page_size", 2.5), ("policy", "butler"), ("policy", "snapkv"),
+            ("budget", 0), ("budget", 0.0), ("budget", 1.5), ("budget", NAN), ("budget", "16"), ("budget", None),
+            ("budget", [16]), ("budget", 10**12), ("budget", np.int64(0)), ("budget", True),
+            ("budget", np.float32(1.5)), ("select", "oracle"), ("page_size", 2.5), ("policy", "butler"),
+            ("policy", "snapkv"),
         ]
     },
     **{
@@ -271,9 +255,7 @@ GENERATE = {
     "prefill: unknown outputs": lambda: models.prefill(model(), TOKENS, outputs="some"),
     "prefill: a negative reserve": lambda: models.prefill(model(), TOKENS, reserve=-1),
     "generate: no model": lambda: models.generate(None, TOKENS),
-    "generate: a folder's name as model": lambda: models.generate("retriever", TOKENS),
     "output_projection: unknown policy": lambda: models.output_projection(model(), "laproxx"),
-    "parse_mesh: text": lambda: models.parse_mesh("two"),
     "parse_mesh: nothing": lambda: models.parse_mesh("data=0"),
     "parse_mesh: a thousand": lambda: models.parse_mesh("data=1000"),
     "parse_mesh: twice": lambda: models.parse_mesh("data=1,data=2"),

@@ -23,9 +23,6 @@ def test_a_time_is_that_of_one_call(monkeypatch):
     clock = iter([0.0, 4.0])
     monkeypatch.setattr(measure.time, "perf_counter", lambda: next(clock))
     assert measure.take_turns({"a": lambda: None}, 1, calls=4)["a"].milliseconds == 1000
-
-
-def test_no_repetition_is_refused():
     with pytest.raises(ValueError, match="0 repetitions"):
         measure.take_turns({}, 0)
 

@@ -11,7 +11,7 @@ import models
 from evals import choices, loglikelihood, prose, texts
 from evals.__main__ import main
 from evals.evaluator import Setting
-from tests.tiers import first, matrix, nightly
+from tests.tiers import first, nightly
 
 RNG = np.random.default_rng(0)
 SENTENCES = list(dict.fromkeys(prose.template_sentence(RNG) for _ in range(600)))
@@ -97,17 +97,6 @@ def test_the_full_cache_chooses_the_likeliest_of_the_whole_sequences(tiny, task)
         assert record["log_probability"] == pytest.approx(sums, abs=1e-3)
         assert record["chosen"] == np.argmax(np.array(sums) / sample.sizes)
         assert record["score"] == (record["chosen"] == sample.right)
-
-
-@matrix
-def test_a_question_that_is_not_known_changes_what_is_kept(tiny):
-    samples = [drawn("recall")]
-    known, unknown = (
-        choices.answer(tiny[0], samples, [Setting("snapkv(window=8)", 32, "prompt", question, 0)], block=64)[0][0]
-        for question in ("after", "agnostic")
-    )
-    assert known["log_probability"] != pytest.approx(unknown["log_probability"], abs=1e-4)
-    assert unknown["cache_bytes"] > known["cache_bytes"]  # the question is held beside the budget
 
 
 def test_the_command_writes_table_json_and_picture_and_goes_on(tiny_folder, text_file, tmp_path, capsys):

@@ -9,6 +9,7 @@ import pytest
 import models
 from evals import evaluator, perplexity, selections, texts
 from evals.__main__ import main
+from tests.models import reference
 from tests.tiers import first, matrix, nightly
 
 TEXT = "The quick brown fox jumps over the lazy dog, and nobody has ever asked the dog what it thinks of that. " * 8
@@ -193,3 +194,12 @@ def test_a_cache_of_eight_bits_is_compared_with_the_full_one_alone_and_with_a_po
         ("full", None, "int8"), ("h2o", 8, "int8")
     ]  # fmt: skip
     assert 0 < alone["kl"] < both["kl"]
+
+
+@matrix
+def test_a_scorer_is_read_and_named_in_the_figures(tiny, tiny_folder, text_file, tmp_path):
+    models.save_scorer(tmp_path, reference.scorer(tiny[0].config), tiny[0], "tiny")
+    out, flags = tmp_path / "out.json", ["--model", str(tiny_folder), "--text", str(text_file), "--chunk", "24"]
+    flags += ["--policies", "zap", "--budgets", "8", "--block", "8", "--sequences", "1", "--json", str(out)]
+    assert main(["perplexity", *flags, "--scorer", str(tmp_path)]) == 0
+    assert "scorer" in json.loads(out.read_text())["fingerprints"]

@@ -53,7 +53,7 @@ def forward(model, tokens, read):
             "nts,snd->tnd", reference.softmax(np.where(mask, logits[-1], -np.inf)), np.repeat(value, N // K, axis=1)
         )
         x = x + np.einsum("tnd,nde->te", out, weight["output"][layer])
-        h = normed(x, weight["mlp_norm"][layer])
+        h = normed(x, weight["feed_norm"][layer])
         gate = h @ weight["gate"][layer]
         x = x + (gate / (1 + np.exp(-gate)) * (h @ weight["up"][layer])) @ weight["down"][layer]
     return normed(x, outer["norm"]) @ outer["head"], logits, masks

@@ -94,7 +94,7 @@ def test_figures_are_those_of_a_brute_force_reading(model):
     assert found["token_accuracy"].tolist() == pytest.approx((best >= 4).mean((1, 2, 3))[1:].tolist())
 
 
-@matrix
+@nightly  # the loop spreads rows: test_finetune.py
 def test_the_model_may_be_sharded_too(small):
     rows, settings, found = np.random.default_rng(0).integers(0, 64, (4, 16)), SETTINGS, []
     config = dataclasses.replace(butler_config_of(CONFIG, hidden=16, dim=8), dropout=0.1)
@@ -150,7 +150,8 @@ def command(*arguments):
 
 
 @matrix
-def test_the_command_trains(small, tmp_path, capsys):
+def test_the_command_trains(small, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(trainer, "BASELINES", ("oracle",))
     arguments = ["--model", small, "--data", "python", "--seq-len", 16, "--batch", 2, "--tokens", "96", "--out"]
     assert command(*arguments, tmp_path / "out", "--eval-rows", 2, "--eval-every", 0, "--json") == 0
     summary = json.loads(capsys.readouterr().out)

@@ -16,7 +16,7 @@ import models
 from models import commands
 from tests.bad_input.campaign import state_of
 from tests.models import reference
-from train import butler, finetune, loop, retriever, scorer
+from train import butler, finetune, folder, loop, retriever, scorer
 from train.butler import Settings
 from train.checkpoints import digest
 from train.text import Corpus
@@ -54,37 +54,37 @@ def step_and_start(settings):
     return loop.make_step(objective, settings, mesh), loop.init_state(lambda: {"mean": jnp.zeros(4)}, settings, mesh)
 
 
-def run(folder, corpus=None, *, settings=SETTINGS, step=None, of=None, **options):
+def run(place, corpus=None, *, settings=SETTINGS, step=None, of=None, **options):
     compiled, start = step_and_start(settings)
     trainer = loop.Trainer(
         command="train.mean",
         trained={"mean": {"size": 4}},
         init=lambda: start,
         step=step or compiled,
-        save=lambda parameters: (folder / "mean.txt").write_text(str(parameters["mean"].tolist())),
+        save=lambda parameters: (place / "mean.txt").write_text(str(parameters["mean"].tolist())),
         measure=lambda parameters: {"loss": float(np.sum(parameters["mean"]))},
         summarise=lambda parameters: ({"mean": parameters["mean"].tolist()}, {"first": float(parameters["mean"][0])}),
         files=("mean.txt",),
     )
     options = dict(save_every=2, eval_every=3, log_every=1) | options
-    return loop.run(folder, trainer, of or model(), corpus or numbers(), settings, **options)
+    return loop.run(place, trainer, of or model(), corpus or numbers(), settings, **options)
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """The folder of a run without a break, and its summary."""
-    folder = tmp_path_factory.mktemp("whole")
-    return folder, run(folder)[1]
+    place = tmp_path_factory.mktemp("whole")
+    return place, run(place)[1]
 
 
-def log(folder):
-    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+def log(place):
+    return [json.loads(line) for line in (place / "log.jsonl").read_text().splitlines()]
 
 
-def is_whole(folder, whole):
+def is_whole(place, whole):
     """Say whether a run ended as the one without a break: its numbers, and the loss of each step."""
-    losses = [[(line["step"], line["loss"]) for line in log(of) if "loss" in line] for of in (folder, whole[0])]
-    return losses[0] == losses[1] and (folder / "mean.txt").read_text() == (whole[0] / "mean.txt").read_text()
+    losses = [[(line["step"], line["loss"]) for line in log(of) if "loss" in line] for of in (place, whole[0])]
+    return losses[0] == losses[1] and (place / "mean.txt").read_text() == (whole[0] / "mean.txt").read_text()
 
 
 def test_any_trainer_resumes_bit_for_bit(tmp_path, whole):
@@ -216,3 +216,30 @@ def test_every_trainer_imports_modules_of_your_own(trainer, capsys):
     with pytest.raises(SystemExit, match="2"):
         trainer.main(["--import", "no_such_module"])
     assert "--import: no_such_module cannot be imported" in capsys.readouterr().err
+
+
+# --- its folder
+
+RUN = {"seed": 0, "settings": {"batch": 4, "cache_dtype": None}}
+
+
+def test_a_run_from_before_a_setting_was_there_goes_on_with_its_default(tmp_path):
+    before = {"seed": 0, "settings": {"batch": 4}}
+    folder.begin_run(tmp_path, before, (), resume=True, facts={})
+    folder.check_run(tmp_path, RUN, (), resume=True)
+    asked = RUN | {"settings": {"batch": 4, "cache_dtype": "int8"}}
+    with pytest.raises(
+        ValueError, match=r'another run \(settings cache_dtype null there, "int8" here\): choose another'
+    ):
+        folder.check_run(tmp_path, asked, (), resume=True)
+
+
+def test_another_run_may_start_anew_where_one_was_recorded_but_not_where_none_was(tmp_path):
+    folder.begin_run(tmp_path, RUN, (), resume=True, facts={})
+    with pytest.raises(ValueError, match=r"another run \(seed 0 there, 1 here\)"):
+        folder.check_run(tmp_path, RUN | {"seed": 1}, (), resume=True)
+    folder.check_run(tmp_path, RUN | {"seed": 1}, (), resume=False)
+    (tmp_path / "run.json").unlink()
+    (tmp_path / "log.jsonl").touch()
+    with pytest.raises(ValueError, match=r"holds log\.jsonl, which no run in this folder made"):
+        folder.check_run(tmp_path, RUN, (), resume=False)

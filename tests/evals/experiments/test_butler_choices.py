@@ -29,8 +29,8 @@ def test_only_tasks_that_the_text_has_are_drawn(samples):
 
 
 @matrix
-def test_a_choice_is_judged_by_its_own_tokens(retriever, samples):
-    model = retriever[0]
+def test_a_choice_is_judged_by_its_own_tokens(tiny, samples):
+    model = tiny[0]
     streaming = selections.parse_selection("streaming")
     rows = butler_choices.measure(model, samples, [streaming], [0.5])
     expected = []
