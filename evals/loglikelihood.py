@@ -259,7 +259,7 @@ def _told_after(
     block: int,
 ) -> Float[np.ndarray, "B n"]:
     """Return the log-probability of each row's ``count`` endings after a cache whose next logits are ``last``."""
-    parts = [_chosen(jnp.repeat(last, count, axis=0)[:, None], jnp.asarray(following[:, :1]))[0]]
+    parts = [_first_told(last, following[:, :1], count)]
     longest = following.shape[1]
     if longest > 1:
         _, hidden = models.hidden_states(model, following, counted, cache=kvjax.repeat(cache, count), block=block)
@@ -329,7 +329,7 @@ def _told(
     """Return each following token's log-probability and greediness [B, T], and with a reference the divergence."""
     B, T, _ = hidden.shape
     row = 4 * model.config.vocab_size * B * (1 if reference is None else 2)
-    return _in_parts(model, hidden, jnp.asarray(following), reference, max(1, min(T, LOGITS_BYTES // row)))
+    return _in_parts(model, hidden, following, reference, max(1, min(T, LOGITS_BYTES // row)))
 
 
 @functools.partial(jax.jit, static_argnames="places")
@@ -355,6 +355,11 @@ def _in_parts(
     dtypes = (wide, bool) if reference is None else (wide, bool, wide)
     out = tuple(jnp.zeros((B, T), dtype) for dtype in dtypes)
     return jax.lax.fori_loop(0, -(-T // places), body, out)
+
+
+@functools.partial(jax.jit, static_argnames="count")
+def _first_told(last: Float[Array, "B V"], following: Int[Array, "Bn 1"], count: int) -> Float[Array, "Bn 1"]:
+    return _chosen(jnp.repeat(last, count, axis=0)[:, None], following)[0]
 
 
 def _chosen(

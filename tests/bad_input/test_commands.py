@@ -305,6 +305,9 @@ evals needle:
 --policies snapkv --budgets 16 -> always keeps
 --question beside -> unknown --question 'beside'; expected one of after, before, both, agnostic
 --lengths far -> the length 'far'
+--policies key_norm --allocations lava --budgets 64 -> key_norm
+--policies select=quests --budgets 64 -> unknown source 'quests'
+--policies select= --budgets 64 -> is malformed
 --lengths 16 -> more than the length 16
 --plot x.bmp -> suffix '.bmp'
 --json nowhere/x.json -> the folder nowhere does not exist
