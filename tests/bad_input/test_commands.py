@@ -173,8 +173,8 @@ RULER = SAMPLED + "|" + KEPT + """
 --qa qa.json --tasks qa_1 | --qa hotpot.json --tasks qa_1 | --prompts half.json | --prompts list.json
 --prompts prompts.json | --prompts nowhere.json | --tasks qa_1
 """  # fmt: skip
-DOCUMENTS = KEPT + """
-| --data nowhere | --data good.txt | --data empty | --data data --tasks golf | --data data --tasks trec
+DOCUMENTS = """
+--data nowhere | --data good.txt | --data empty | --data data --tasks golf | --data data --tasks trec
 --samples 0 --data data | --length 0 --data data | --data data --tasks qasper --prompts nowhere
 --data data --tasks qasper --prompts half.json | --data data --tasks qasper | --data emptydata --tasks qasper
 --data fielddata --tasks qasper | --data binarydata --tasks qasper | --data fielddata --tasks qasper --chat
@@ -205,16 +205,13 @@ TEXTS = """
 --text nowhere.txt | --text folder | --text picture.txt | --text empty.txt | --text short.txt | --chunk 0 | --chunk 1
 --chunk 99999999 | --stride 0 | --stride 9999 | --sequences 0
 """
-PERPLEXITY = SELECTIONS + "|" + TEXTS + "| --policies h2oo | --policies h2o --budgets 0 | --policies h2o --block 0"
+PERPLEXITY = TEXTS + "| --policies h2oo | --policies h2o --budgets 0 | --policies h2o --block 0"
 PERPLEXITY += " | --coordinator x | --mesh nine"
 PERPLEXITY += " | --policies '' | --policies h2o --when prompt | --policies h2o --when never | --policies h2o --when ''"
-CHOICES = (
-    EVERY_EVAL
-    + """
-| --tasks golf | --tasks '' | --samples 0 | --lengths 0 | --lengths 8 | --lengths x | --evict-every 1 | --out good.txt
+CHOICES = """
+--tasks golf | --tasks '' | --samples 0 | --lengths 0 | --lengths 8 | --lengths x | --evict-every 1 | --out good.txt
 --text nowhere.txt | --text folder | --text picture.txt | --text empty.txt | --text short.txt
 """
-)
 LM_EVAL = """
 --tasks piqa | --model_args pretrained=retriever | --tasks "" --model_args pretrained=retriever
 --tasks x --model_args pretrained | --tasks x --model_args pretrained=retriever,policy=h2oo
@@ -243,7 +240,7 @@ VIEW = """
 """
 EVALS = {
     "needle": EVERY_EVAL + "|" + NEEDLE,
-    "ruler": EVERY_EVAL + "|" + RULER,
+    "ruler": RULER,
     "longbench": DOCUMENTS,
     "infinitebench": "--data nowhere | --data empty | --data data --tasks golf | --data data --samples 0",
     "fidelity": FIDELITY,
@@ -299,6 +296,8 @@ evals coref:
 evals needle:
 --model nowhere -> there is no folder nowhere
 --policies h2oo -> unknown policy 'h2oo'
+--policies snapvk+caote --budgets 9 -> expected one of
+--policies snapvk+caote --budgets 8 -> Did you mean 'snapkv'?
 --policies , -> no policy was given
 --policies h2o --budgets "" -> no budget was given
 --policies h2o --budgets many -> expected tokens per head
@@ -337,6 +336,10 @@ evals ruler:
 --data samples --tasks vt -> vt, record 2, lacks what its prompt or score needs
 --data samples --tasks cwe -> outputs is no list of answers
 --data samples --tasks fwe -> the prompt and its answer take
+--out full -> not empty, and holds no header
+--out good.txt -> it is a file
+--out good.txt/run -> good.txt is a file
+--out listheader -> is damaged
 evals longbench:
 --policies full -> no data was named
 --data empty -> has no narrativeqa.jsonl
@@ -473,20 +476,17 @@ def by_command(text: str) -> dict[str, list[str]]:
 
 
 TOLD = by_command(SAID)
-# Evaluations that read a table after another one: what the first shows runs in the matrix for them.
-SAME = {"ruler": EVERY_EVAL, "choices": EVERY_EVAL, "longbench": KEPT, "perplexity": SELECTIONS}
 
 
 def rows(command: str, text: str, begins: str = "") -> list:
     """Return the cases of a command whose lines begin so, for example with the name of an evaluation."""
-    same, found = lines(SAME.get(begins, "")), []
+    found = []
     told = TOLD.get(f"{command} {begins}".strip(), [])
     known = {own.partition(" -> ")[0] for own in told}
     for own in [*told, *(own for own in lines(text) if own not in known)]:
         flags, _, said = own.partition(" -> ")
         line = f"{begins} {flags}".strip()
-        marks = [pytest.mark.matrix] * (flags in same and not said)
-        found.append(pytest.param(command, line, said, marks=marks, id=ascii(f"{command} {line}")[1:100]))
+        found.append(pytest.param(command, line, said, id=ascii(f"{command} {line}")[1:100]))
     return found
 
 

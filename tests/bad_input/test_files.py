@@ -22,6 +22,7 @@ pytestmark = pytest.mark.bad_input
 GOLDEN = Path(__file__).parents[1] / "models" / "golden"
 Change = Callable[[Path], Any]
 GONE = object()
+SLIDING = {"use_sliding_window": True, "sliding_window": 4}
 KEY = "model.layers.1.self_attn.k_proj.weight"
 
 
@@ -103,7 +104,8 @@ MODELS: dict[str, Change] = {
             ("rms_norm_eps", None), ("rms_norm_eps", "small"), ("rms_norm_eps", -1.0), ("rms_norm_eps", float("nan")),
             ("rms_norm_eps", [1e-6]), ("rope_scaling", [1]), ("rope_scaling", {"rope_type": "longrope", "factor": 2}),
             ("rope_scaling", {"rope_type": "linear", "factor": "two"}),
-            ("rope_scaling", {"rope_type": "linear", "factor": 0}),
+            ("rope_scaling", {"rope_type": "llama3", "factor": 8, "low_freq_factor": [1]}),
+            ("rope_scaling", {"rope_type": "yarn", "factor": 2, "original_max_position_embeddings": "long"}),
             ("rope_scaling", {"rope_type": "linear", "factor": -2}), ("eos_token_id", "</s>"),
             ("eos_token_id", ["</s>"]), ("eos_token_id", 1.5), ("eos_token_id", {"id": 1}), ("bos_token_id", "<s>"),
             ("pad_token_id", [0]),
@@ -134,29 +136,20 @@ MODELS: dict[str, Change] = {
         )
     },
     "generation_config eos beyond all": write("generation_config.json", '{"eos_token_id": 1000000000000}'),
-    "sliding_window beyond all": config(architectures=["MistralForCausalLM"], sliding_window=10**30),
-    "rope_theta an integer beyond floats": config(rope_theta=10**400, rope_parameters=GONE),
+    **{
+        f"rope_theta {value!r:.9}": config(rope_theta=value, rope_parameters=GONE)
+        for value in ("base", [1e4], 10**400)
+    },
     "a number of 5,000 digits": write("config.json", '{"vocab_size": 1' + "0" * 5000 + "}"),
     "intermediate_size gone": config(intermediate_size=GONE),
-    "rope_theta text": config(rope_theta="base", rope_parameters=GONE),
-    "rope_theta a list": config(rope_theta=[1e4], rope_parameters=GONE),
-    "rope_scaling low_freq_factor a list": config(
-        rope_scaling={"rope_type": "llama3", "factor": 8, "low_freq_factor": [1]}
-    ),
-    "rope_scaling original text": config(
-        rope_scaling={"rope_type": "yarn", "factor": 2, "original_max_position_embeddings": "long"}
-    ),
-    "sliding_window 0": config(architectures=["MistralForCausalLM"], sliding_window=0),
-    "sliding_window text": config(architectures=["MistralForCausalLM"], sliding_window="all"),
-    "layer_types too few": config(
-        architectures=["Qwen3ForCausalLM"], use_sliding_window=True, sliding_window=4, layer_types=["full_attention"]
-    ),
-    "layer_types a number": config(
-        architectures=["Qwen3ForCausalLM"], use_sliding_window=True, sliding_window=4, layer_types=3
-    ),
-    "max_window_layers text": config(
-        architectures=["Qwen2ForCausalLM"], use_sliding_window=True, sliding_window=4, max_window_layers="all"
-    ),
+    **{
+        f"{family}: {fields!r:.60}": config(architectures=[f"{family}ForCausalLM"], **fields)
+        for family, fields in [
+            ("Mistral", {"sliding_window": 0}), ("Mistral", {"sliding_window": "all"}),
+            ("Mistral", {"sliding_window": 10**30}), ("Qwen3", {"layer_types": ["full_attention"]} | SLIDING),
+            ("Qwen3", {"layer_types": 3} | SLIDING), ("Qwen2", {"max_window_layers": "all"} | SLIDING),
+        ]
+    },
     "generation_config garbage": write("generation_config.json", "{"),
     "generation_config eos text": write("generation_config.json", '{"eos_token_id": "</s>"}'),
     "weights gone": drop("model.safetensors"),

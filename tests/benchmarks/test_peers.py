@@ -14,7 +14,7 @@ from benchmarks import peer_timing, peers
 from benchmarks.__main__ import main
 from benchmarks.shapes import SHAPES
 from tests.models import reference
-from tests.tiers import first, nightly
+from tests.tiers import matrix
 
 RUN = {"prefill_seconds": 0.2, "decode_seconds": 0.02, "prefill_work": 0.3, "decode_work": 0.01}
 RUN |= {"tokens": [1, 2, 3], "held": 8, "peak_bytes": 2**20}
@@ -83,15 +83,12 @@ def test_rows_hold_medians_ratios_and_the_first_token_that_differs():
     assert "2 of 3" in peers.table([{"threads": 1, **row} for row in (first, second)])
 
 
-SIDES = [*peers.OURS, peers.FULL_OURS]
-
-
-@pytest.mark.parametrize("side", first(0, SIDES[:1]) + first(0, SIDES[1:], rest=nightly))
-def test_our_side_answers_each_line(side, tmp_path, monkeypatch, capsys):
+@matrix
+def test_our_side_answers_each_line(tmp_path, monkeypatch, capsys):
     config = SHAPES["tiny"]
     models.save(tmp_path, reference.decoder(config, reference.parameters(config)))
     given = {"folder": str(tmp_path), "prompt": [*range(100)], "budget": 70, "block": 64, "window": 64, "threads": 1}
-    given |= {"new_tokens": 4, "device": "cpu", "dtype": "float32", **peers.OURS.get(side, {"budget": None})}
+    given |= {"new_tokens": 4, "device": "cpu", "dtype": "float32", **next(iter(peers.OURS.values()))}
     monkeypatch.setattr(sys, "argv", ["peers", json.dumps(given)])
     monkeypatch.setattr(sys, "stdin", io.StringIO("run\nrun\n"))
     monkeypatch.setattr(peers, "keep_to", lambda cores: None)
@@ -99,11 +96,7 @@ def test_our_side_answers_each_line(side, tmp_path, monkeypatch, capsys):
     ready, first, second = map(json.loads, capsys.readouterr().out.splitlines())
     assert set(ready["versions"]) == {"kvjax", "jax"}
     assert first["tokens"] == second["tokens"] and len(first["tokens"]) == 4
-    assert (
-        first["held"] == (100 if side == peers.FULL_OURS else 70)
-        and first["prefill_seconds"] > 0
-        and first["decode_seconds"] > 0
-    )
+    assert first["held"] == 70 and first["prefill_seconds"] > 0 and first["decode_seconds"] > 0
 
 
 NO_KVPRESS = f"{peers.KVPRESS.variable} names no environment with kvpress"

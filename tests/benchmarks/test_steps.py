@@ -78,17 +78,11 @@ def test_a_second_prompt_compiles_nothing(model):
     assert first.compilations <= 1 and second.compilations == 0
 
 
-def test_weights_that_do_not_fit_are_refused_before_they_are_drawn():
+def test_what_does_not_fit_is_refused_before_it_is_drawn_or_compiled():
     with pytest.raises(measure.DoesNotFit, match=r"the model needs 14\.96 GiB"):
         steps.random_model(SHAPES["llama-3.1-8b"], jnp.bfloat16, free=2**30)
-
-
-def test_a_full_cache_that_does_not_fit_is_refused_before_it_is_compiled():
     setting = steps.Setting(SHAPES["llama-3.1-8b"], None, None, dtype=jnp.bfloat16)
     with pytest.raises(measure.DoesNotFit, match="a full cache of 1,000,000"):
         steps.program("decode", setting, 1_000_000, 1, free=139 * 2**30)
-
-
-def test_more_steps_than_there_is_room_for_are_refused():
     with pytest.raises(ValueError, match="give at most 8, the block"):
         steps.program("decode", EVICTING, 100, 9, free=FREE)

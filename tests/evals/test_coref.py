@@ -99,18 +99,6 @@ def test_comparisons_are_paired_with_the_predictor_of_the_same_mode_and_sparsity
     assert rows[1]["coverage_difference"] == pytest.approx(1 / 3)
 
 
-def test_bare_names_are_resolved_for_each_mode():
-    named = [s.title() for s in coref.make_settings("full,quest,snapkv", [0.5], ["teacher", "generate"])]
-    assert named == [
-        "full, teacher",
-        "quest(page_size=4), sparsity 0.5, teacher",
-        "rolling_snapkv, sparsity 0.5, teacher",
-        "full, generate",
-        "quest(page_size=4), sparsity 0.5, generate",
-        "snapkv(kernel=7,pooling='max'), sparsity 0.5, generate, block",
-    ]
-
-
 def test_the_command_writes_table_json_and_picture(tiny_folder, tmp_path, capsys):
     out, plot = tmp_path / "out.json", tmp_path / "out.png"
     flags = ["--model", str(tiny_folder), "--select", "full,butler", "--sparsity", "0.3,0.5"]
@@ -126,7 +114,10 @@ def test_the_command_writes_table_json_and_picture(tiny_folder, tmp_path, capsys
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_policy_that_generates_is_run_at_each_moment_and_a_source_once():
+def test_a_policy_that_generates_is_run_at_each_moment_a_source_once_and_bare_names_are_resolved():
+    of_mode = [coref.make_settings("snapkv", [0.5], [mode])[0].title() for mode in ("teacher", "generate")]
+    assert of_mode[0] == "rolling_snapkv, sparsity 0.5, teacher"
+    assert of_mode[1] == "snapkv(kernel=7,pooling='max'), sparsity 0.5, generate, block"
     made = coref.make_settings("full,quest,h2o", [0.5], ["teacher", "generate"], ["block", "published"], evict_every=0)
     assert [(s.selection.name, s.mode, s.when, s.moments) for s in made] == [
         ("full", "teacher", None, None),

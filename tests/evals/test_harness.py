@@ -96,18 +96,6 @@ def test_requests_are_answered_in_their_order(kvjax_lm):
     assert value == pytest.approx(rolling, abs=1e-3)  # an empty context is the begin token
 
 
-@nightly  # test_perplexity.py compares the same function
-def test_a_long_text_rolls_in_windows_that_count_each_token_once(kvjax_lm):
-    text = TEXT * 4
-    tokens = kvjax_lm.tok_encode(text, add_special_tokens=False)
-    assert len(tokens) > kvjax_lm.max_length
-    windows = [[kvjax_lm.prefix_token_id, *tokens][i : i + 97] for i in range(0, len(tokens), 96)]
-    settings = {**kvjax_lm.settings, "when": "block"}
-    first = loglikelihood.predict(kvjax_lm.model, windows[:1], **settings)[0].log_probability.sum()
-    total = kvjax_lm.loglikelihood_rolling([Request(text)], disable_tqdm=True)[0]
-    assert total < first < 0
-
-
 def test_generation_stops_at_the_first_stop(kvjax_lm):
     prompt = f"{TEXT} Question: what is the code of amber falcon?\nAnswer: the code of amber falcon is"
     asked = {"until": [".", "\n"], "max_gen_toks": 12}

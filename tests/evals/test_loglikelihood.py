@@ -1,13 +1,11 @@
 """Likelihoods made a part at a time: against whole logits, in bounded memory; endings against whole sequences."""
 
-import itertools
-
 import jax
 import numpy as np
 import pytest
 
 from evals import loglikelihood, selections
-from tests.tiers import first, matrix, nightly
+from tests.tiers import first, matrix
 
 BATCH, LENGTH = 3, 21
 LENGTHS, QUESTIONS = (42, 44, 43), [7, 8, 7]  # of prompts: as many blocks, and as much room, in every batch
@@ -78,27 +76,6 @@ def test_endings_are_as_likely_as_in_whole_sequences(tiny):
         wanted = [next(rows).log_probability[-len(end) :].sum() for end in own]
         np.testing.assert_allclose(behind.log_probability, wanted, atol=1e-4)
         assert 0 < behind.cache_bytes <= behind.peak_cache_bytes
-
-
-@nightly  # the commands share prompts by the same way
-@pytest.mark.parametrize("known", [False, True])
-def test_endings_under_several_policies_are_those_of_each_alone(tiny, known):
-    model, rng = tiny[0], np.random.default_rng(1)
-    prompts = [rng.integers(0, 90, length).tolist() for length in LENGTHS]
-    ends = [[rng.integers(0, 90, size).tolist() for size in (1, 3)] for _ in prompts]
-    back, settings = None if known else QUESTIONS, dict(block=8, when="prompt", batch=2)
-    policies = [("h2o", 12), ("tova", 0.5)]  # a plan of slots, and one of shares
-    policies += [] if known else [("full", None), ("h2o@adakv", 12)]  # on which a question depends
-    seen = []
-    each = loglikelihood.endings(
-        model, prompts, ends, back, policies=policies, **settings, on_row=lambda *found: seen.append(found[:2])
-    )
-    assert sorted(seen) == list(itertools.product(range(len(policies)), range(3)))
-    for (policy, budget), found in zip(policies, each, strict=True):
-        alone = loglikelihood.endings(model, prompts, ends, back, policies=[(policy, budget)], **settings)[0]
-        for one, other in zip(found, alone, strict=True):
-            np.testing.assert_allclose(one.log_probability, other.log_probability, atol=1e-5)
-            assert one[1:] == other[1:]
 
 
 @pytest.mark.parametrize("ends", [[], [[[1]], [[1], [2]]], [[[1]], [[]]], [[], []]])

@@ -90,9 +90,3 @@ def test_an_unknown_flag_points_to_the_help_of_its_evaluation(capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["view", "--html", "page.html", "--budgets", "9"])
     assert capsys.readouterr().err.endswith("unrecognized arguments: --budgets 9; see python -m evals view --help.\n")
-
-
-def test_a_misspelt_policy_gets_a_suggestion(capsys):
-    assert main(["needle", "--policies", "snapvk+caote", "--budgets", "9"]) == 2
-    said = capsys.readouterr().err
-    assert "unknown policy 'snapvk' in 'snapvk+caote'; expected one of" in said and "Did you mean 'snapkv'?" in said

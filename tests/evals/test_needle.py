@@ -29,23 +29,6 @@ def test_the_samples_are_the_same_each_time_and_differ_from_each_other(retriever
     assert len(set(prompts)) == len(prompts) == 6
 
 
-@nightly  # 12 s; by default test_ruler.py compares records with what generate gives
-def test_recall_is_that_of_generate_with_a_question_held_back(retriever):
-    (model, tokenizer), policy, when, question = retriever, "snapkv(window=8)", "prompt", "agnostic"
-    cells = cells_of(tokenizer, question)
-    assert cells == cells_of(tokenizer)
-    result = needle.measure(model, cells, [needle.Setting(policy, 96, when, question)], block=64, batch=4)[0]
-    for cell, row in zip(cells, result["cells"], strict=True):
-        for sample, hit in zip(cell.samples, row["correct"], strict=True):
-            held = len(sample.tokens) - sample.context_end
-            out = models.generate(
-                model, [sample.tokens], policy=policy, budget=96, block=64, when=when, question=held, end=(),
-                max_new_tokens=len(sample.answer_tokens),
-            )  # fmt: skip
-            assert hit == (out.tokens[0].tolist() == sample.answer_tokens)
-    assert result["recall"] == sum(sum(row["correct"]) for row in result["cells"]) / 6
-
-
 @nightly  # the caches have tests of their own
 def test_bytes_are_those_of_one_sequences_cache(retriever):
     model, tokenizer = retriever
@@ -101,18 +84,3 @@ def test_the_command_writes_table_json_and_picture(tmp_path, capsys):
     assert [row["policy"] for row in data["comparisons"]] == ["tova+caote"]
     assert all(r["policy"] in table for r in data["results"])
     assert picture.read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_table_marks_what_stays_under_recency():
-    def result(policy, recall):
-        return {
-            **{"policy": policy, "budget": 8, "when": "block", "question": "after", "recall": recall},
-            **{"low": 0.0, "high": 1.0, "cache_bytes": 0},
-            **{"prefill_tokens_per_second": None, "decode_tokens_per_second": 1234.5},
-        }
-
-    lines = needle.table([result("recent", 0.5), result("h2o", 0.4)], recency="recent").splitlines()
-    assert "0.500-" not in lines[2]
-    assert "0.400-" in lines[3]
-    assert "n/a" in lines[2]
-    assert "1,23" in lines[2]

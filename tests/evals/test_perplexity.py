@@ -10,7 +10,7 @@ import models
 from evals import evaluator, perplexity, selections, texts
 from evals.__main__ import main
 from tests.models import reference
-from tests.tiers import first, matrix, nightly
+from tests.tiers import matrix
 
 TEXT = "The quick brown fox jumps over the lazy dog, and nobody has ever asked the dog what it thinks of that. " * 8
 
@@ -71,12 +71,11 @@ def test_the_loss_is_the_mean_over_the_tokens_that_count(tiny, dense):
     np.testing.assert_allclose(found.by_chunk, wanted, rtol=1e-5)
 
 
-@pytest.mark.parametrize("when", first(1, ["prompt", "block"], rest=nightly))
-def test_the_divergence_is_that_of_the_full_caches_distributions(tiny, dense, when):
+def test_the_divergence_is_that_of_the_full_caches_distributions(tiny, dense):
     model, (chunks, true) = tiny[0], dense
     full, true = perplexity.full_losses(model, chunks, batch=2, counted=8), true[:, -9:-1]
-    found = perplexity.policy_losses(model, chunks, setting("h2o", 6, when), full=full, block=4, batch=2, counted=8)
-    given = dict(policy="h2o", budget=6, block=4, when=when, question=7 if when == "prompt" else None, outputs="all")
+    found = perplexity.policy_losses(model, chunks, setting("h2o", 6, "prompt"), full=full, block=4, batch=2, counted=8)
+    given = dict(policy="h2o", budget=6, block=4, when="prompt", question=7, outputs="all")
     told = np.asarray(models.prefill(model, chunks[:, :-1], **given).logits, np.float64)[:, -8:]
     told -= np.log(np.sum(np.exp(told), axis=-1, keepdims=True))
     divergence = np.sum(np.exp(true) * (true - told), axis=-1).mean(axis=-1)

@@ -60,20 +60,6 @@ def test_other_settings_are_refused_and_what_differs_is_listed(tmp_path):
         store(tmp_path, evaluation="longbench").check()
 
 
-def test_a_folder_of_something_else_is_refused(tmp_path):
-    (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(ValueError, match="not empty, and holds no header"):
-        store(tmp_path).check()
-    with pytest.raises(ValueError, match="it is a file"):
-        store(tmp_path / "notes.txt").check()
-    with pytest.raises(ValueError, match=r"notes.txt is a file"):
-        store(tmp_path / "notes.txt" / "run").check()
-    (tmp_path / "header.json").write_text("{")
-    with pytest.raises(ValueError, match="is damaged"):
-        store(tmp_path).check()
-    assert (tmp_path / "notes.txt").read_text() == "mine"
-
-
 def test_a_run_that_was_killed_before_its_first_sample_goes_on(tmp_path):
     (tmp_path / ".header.xyz.json").write_text("{")  # what is left of a file that was being written
     with store(tmp_path):
@@ -84,11 +70,7 @@ def test_a_run_that_was_killed_before_its_first_sample_goes_on(tmp_path):
 
 
 def test_two_runs_never_write_into_one_folder(tmp_path):
-    with (
-        store(tmp_path),
-        pytest.raises(ValueError, match="another run writes into"),
-        store(tmp_path),
-    ):
+    with store(tmp_path), pytest.raises(ValueError, match="another run writes into"), store(tmp_path):
         pass
 
 

@@ -8,9 +8,9 @@ import shutil
 import pytest
 
 import models
-from evals import evaluator, page, sweep, view
+from evals import evaluator, page, view
 from evals.__main__ import main
-from evals.results import read_header, read_records
+from evals.results import read_records
 from tests.evals import browser
 from tests.tiers import matrix, nightly
 
@@ -45,16 +45,21 @@ def finished(tmp_path_factory):
 
 
 @nightly  # a whole sweep; its parts are the evaluations themselves
-def test_a_sweep_answers_each_cell_once(finished):
+def test_a_sweep_answers_each_cell_once_and_names_each_row_s_command(finished):
     records = read_records(finished / "run")
     assert len(records) == (4 + 2 * 2) * (1 + 3)
     assert {r["evaluation"] for r in records} == {"needle", "ruler"}
-    figures = json.loads((finished / "run" / "figures.json").read_text())
-    assert len(figures["results"]) == 2 * 4
+    assert len(json.loads((finished / "run" / "figures.json").read_text())["results"]) == 2 * 4
+    for row in page.figures(finished / "run")["rows"]:
+        words = shlex.split(row["command"])
+        assert words[:4] == ["python", "-m", "evals", row["evaluation"]]
+        assert words[words.index("--policies") + 1] == row["policy"]
+        assert words[words.index("--lengths") + 1] == {"needle": "256", "ruler": "240"}[row["evaluation"]]
+        assert row["budget"] is None or words[words.index("--budgets") + 1] == str(row["budget"])
 
 
 @nightly  # a whole sweep; its parts are the evaluations themselves
-def test_a_sweep_goes_on_where_it_was(finished, tmp_path):
+def test_a_sweep_goes_on_where_it_was_and_refuses_other_settings(finished, tmp_path, capsys):
     (tmp_path / "small.toml").write_text(SMALL)
     shutil.copytree(finished / "run", tmp_path / "run")
     lines = (tmp_path / "run" / "samples.jsonl").read_text().splitlines(keepends=True)
@@ -63,12 +68,8 @@ def test_a_sweep_goes_on_where_it_was(finished, tmp_path):
     plain = [{(r["task"], r["policy"], r["budget"], r["sample"]): r["answer"] for r in read_records(folder / "run")}
              for folder in (finished, tmp_path)]  # fmt: skip
     assert plain[0] == plain[1]
-
-
-@nightly  # a whole sweep; its parts are the evaluations themselves
-def test_other_settings_are_refused(finished, tmp_path, capsys):
     (tmp_path / "other.toml").write_text(SMALL.replace("[96]", "[96, 0.5]"))
-    assert main(["sweep", str(tmp_path / "other.toml"), "--out", str(finished / "run")]) == 2
+    assert main(["sweep", str(tmp_path / "other.toml"), "--out", str(tmp_path / "run")]) == 2
     assert "budgets was [96] and is [96, 0.5]" in capsys.readouterr().err
 
 
@@ -101,19 +102,6 @@ def test_what_fails_is_named_and_the_rest_is_done(tmp_path, capsys, monkeypatch)
         in capsys.readouterr().err
     )
     assert [r["task"] for r in read_records(tmp_path / "run")] == ["fwe"]
-
-
-@nightly  # a whole sweep; its parts are the evaluations themselves
-def test_each_row_has_the_command_that_makes_it(finished):
-    parts = sweep.plan({**read_header(finished / "run")["settings"]})
-    for row in page.figures(finished / "run")["rows"]:
-        words = shlex.split(row["command"])
-        assert words[:4] == ["python", "-m", "evals", row["evaluation"]]
-        assert words[words.index("--policies") + 1] == row["policy"]
-        assert words[words.index("--lengths") + 1] == {"needle": "256", "ruler": "240"}[row["evaluation"]]
-        if row["budget"] is not None:
-            assert words[words.index("--budgets") + 1] == str(row["budget"])
-    assert len(parts) == 2
 
 
 @pytest.fixture(scope="module")

@@ -113,9 +113,6 @@ def test_a_damaged_package_leaves_no_text(debian, monkeypatch, capsys, content):
     err = capsys.readouterr().err
     assert "king-james-bible.packages and try again" in err or "holds no text" in err
     assert not texts.place("king-james-bible").exists()
-
-
-def test_a_package_of_another_layout_leaves_no_text(debian, monkeypatch, capsys):
     monkeypatch.setitem(PACKAGES, "debian-handbook", {"usr/share/doc/README": "Moved."})
     assert main(["texts", "debian-handbook"]) == 2
     assert "holds no text in the expected layout" in capsys.readouterr().err

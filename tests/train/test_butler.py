@@ -75,16 +75,6 @@ def test_the_loss_is_the_mean_of_the_layers_losses_and_teaches_every_parameter(m
     assert all(np.abs(gradient).max() > 0 for gradient in gradients.values())
 
 
-@nightly  # several whole runs of training
-@pytest.mark.parametrize("sizes", [(None, 40, None), (40, None, 40)])
-def test_gradients_flow_in_a_model_where_some_layers_have_experts(sizes):
-    config = dataclasses.replace(CONFIG, num_experts=3, experts_per_token=2, dense_sizes=sizes)
-    model = models.Decoder(config, rngs=nnx.Rngs(0))
-    predictor = Butler(models.ButlerConfig.of(config), rngs=nnx.Rngs(1))
-    gradient = jax.jit(jax.grad(lambda butler: loss_of(model, butler, jnp.arange(16).reshape(2, 8))))(predictor)
-    assert all(np.isfinite(leaf).all() and np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(gradient))
-
-
 def test_figures_are_those_of_a_brute_force_reading(model):
     butler = Butler(butler_config_of(CONFIG, hidden=16), rngs=nnx.Rngs(0))
     rows = np.asarray(jax.random.randint(jax.random.key(5), (2, 9), 0, 64))

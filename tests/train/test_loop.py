@@ -199,6 +199,11 @@ def test_files_that_no_run_made_stay(name, tmp_path):
     assert (tmp_path / name).read_text() == "mine"
 
 
+def test_the_warm_up_is_rounded_to_whole_steps():
+    rate = jax.jit(loop.rate_schedule(SETTINGS._replace(warmup=0.3)))
+    assert float(rate(1)) == pytest.approx(0.05)  # of six steps the first two rise to 0.1
+
+
 def test_what_fails_while_prefetching_is_raised():
     def items():
         yield 1

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 
-import numpy as np
 import pytest
 
 import kvjax
@@ -215,17 +214,3 @@ def test_the_command_writes_all_and_resumes(tiny_study, tmp_path, capsys):
 
     assert main(["ablation", "claims", "--results", str(tmp_path), "--markdown", str(listed)]) == 0
     assert "| CAOTE | CAOTE improves TOVA | " in listed.read_text()
-
-
-def test_a_picture_by_bytes_has_each_point_at_the_bytes_of_its_cache():
-    study = STUDIES["eight-bits"]
-    results = {run: result_of(run) | {"bytes_per_token": 96.0 * (i + 1)} for i, run in enumerate(study.runs)}
-    axis = report.pyplot().subplots()[1]
-    points = [point for point in study.points if point.panel == ablations.KNOWN]
-    study_report._study_panel(axis, study, points, results, needle.RECENCY)
-    drawn = [x for container in axis.containers for x in container.lines[0].get_xdata()]
-    np.testing.assert_allclose(drawn, [results[point.run]["bytes_per_token"] for point in points], rtol=0.04)
-    assert {f"{results[point.run]['bytes_per_token']:,.0f} B" for point in points} <= {
-        cell.strip() for cell in study_report.table(study, results).replace("  ", "\n").split("\n")
-    }
-    assert axis.get_xticks().tolist() == [256, 512, 1024, 2048] and len(points) <= 24

@@ -7,7 +7,7 @@ import pytest
 
 from evals.__main__ import main
 from evals.experiments import butler_figures
-from tests.tiers import first, matrix, nightly
+from tests.tiers import matrix
 
 TEXT = "The quick brown fox jumps over the lazy dog, and nobody has ever asked the dog what it thinks of that. " * 8
 
@@ -42,18 +42,15 @@ def test_agreement_breaks_ties_towards_the_more_recent_and_bears_flat_heads():
     assert found["consensus"] == 0
 
 
-@pytest.mark.parametrize("figure", first(1, ["accuracy", "layers"], rest=nightly))
-def test_accuracy_and_layers_are_written(flags, figure, tmp_path, capsys):
+def test_accuracy_is_written(flags, tmp_path, capsys):
     out, plot = tmp_path / "out.json", tmp_path / "out.png"
     given = ["--select", "butler,random", "--json", str(out), "--plot", str(plot)]
-    assert main(["butler", figure, *flags, *given]) == 0
+    assert main(["butler", "accuracy", *flags, *given]) == 0
     printed = capsys.readouterr().out
     data = json.loads(out.read_text())
-    assert (data["evaluation"], data["sequences"]) == (f"butler {figure}", 4)
+    assert (data["evaluation"], data["sequences"]) == ("butler accuracy", 4)
     assert [r["select"] for r in data["results"]] == ["butler", "random"]
-    assert all(
-        f"{r['layers'][0]['hit_rate'] if figure == 'layers' else r['hit_rate']:.3f}" in printed for r in data["results"]
-    )
+    assert all(f"{r['hit_rate']:.3f}" in printed for r in data["results"])
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
