@@ -24,8 +24,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, Int
 from tqdm import tqdm
 
 import models
@@ -346,9 +348,13 @@ def _teacher_forced(model, samples, setting, width, butler, sinks, heads) -> lis
     )
     most = max(len(sample.answer_tokens) for sample in samples)
     places = np.array([len(sample.tokens) - 1 for sample in samples])[:, None] + np.arange(most)
-    of_names = jnp.take_along_axis(hidden, jnp.asarray(np.minimum(places, width - 1))[..., None], axis=1)
-    likeliest = hosts.fetched(jnp.argmax(model.logits(of_names), axis=-1))
+    likeliest = hosts.fetched(_likeliest(model, hidden, np.minimum(places, width - 1)))
     return [row[: len(sample.answer_tokens)].tolist() for row, sample in zip(likeliest, samples, strict=True)]
+
+
+@jax.jit
+def _likeliest(model: models.Decoder, hidden: Float[Array, "B T E"], places: Int[Array, "B A"]) -> Int[Array, "B A"]:
+    return jnp.argmax(model.logits(jnp.take_along_axis(hidden, places[..., None], axis=1)), axis=-1)
 
 
 def _generated(model, samples, setting, width, most, butler, sinks, block) -> list[list[int]]:

@@ -172,8 +172,8 @@ def causal_attention(
 ) -> Float[Array, "B T N D"]:
     """Compute causal attention, a block of queries at a time, over the keys that the block may see only.
 
-    >>> one = jnp.ones((1, 3, 2, 4))
-    >>> causal_attention(one, one[:, :, :1], one[:, :, :1]).shape
+    >>> one = np.ones((1, 3, 2, 4), np.float32)
+    >>> jax.jit(causal_attention)(one, one[:, :, :1], one[:, :, :1]).shape
     (1, 3, 2, 4)
     """
     _, T, N, D = query.shape

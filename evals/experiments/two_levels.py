@@ -30,12 +30,15 @@ def two_levels(*, pages: float = 0.2, page_size: int = 16, by: Literal["mean", "
         by: what ranks pages: the "mean" of their logits, or the "max", which no bound from fewer keys can beat.
 
     Example:
-        >>> import jax.numpy as jnp
+        >>> import jax
+        >>> import numpy as np
         >>> from evals.experiments.two_levels import two_levels
         >>> from kvjax.sources import Reading
-        >>> given = jnp.array([1.0, 2.0, 9.0, -9.0, 3.0, 3.0]).reshape(1, 1, 1, 6)
-        >>> reading = Reading(jnp.ones((1, 1, 1, 2)), jnp.array([[5]]), jnp.arange(6)[None, None], 1, predicted=given)
-        >>> two_levels(pages=0.4, page_size=2).importance((), reading)[0, 0, 0].tolist()
+        >>> given = np.array([1.0, 2.0, 9.0, -9.0, 3.0, 3.0], np.float32).reshape(1, 1, 1, 6)
+        >>> query, place = np.ones((1, 1, 1, 2), np.float32), np.arange(6)[None, None]
+        >>> reading = Reading(query, np.array([[5]]), place, 1, predicted=given)
+        >>> found = jax.jit(lambda: two_levels(pages=0.4, page_size=2).importance((), reading))()
+        >>> np.array(found)[0, 0, 0].tolist()
         [1.0, 2.0, -inf, -inf, 3.0, 3.0]
     """
     check_number("two_levels", "pages", pages, 0, 1, "a share of the pages in [0, 1]")

@@ -124,7 +124,7 @@ CACHE = {
         for budget in (0, -1, 0.5, NAN, "4", None, [4], True, np.int64(0), np.int64(-3), np.array([0]), np.float32(4))
     },
     "evict: a traced count": lambda: jax.jit(lambda n: kvjax.compact(cache(), n))(4),
-    "evict: half an excess": lambda: kvjax.evict(cache(), zeros(1, 2, 8), 4, excess=0.5),
+    "evict: half an excess": lambda: jax.eval_shape(lambda: kvjax.evict(cache(), zeros(1, 2, 8), 4, excess=0.5)),
     "evict: budgets of other rows": lambda: kvjax.evict(cache(), zeros(1, 2, 8), np.array([1, 2])),
     "evict: unknown allocation": lambda: kvjax.evict(cache(), zeros(1, 2, 8), 4, allocation="fair"),
     "evict: no such layer": lambda: kvjax.evict(cache(layers=2), zeros(1, 2, 8), 4, layer=5),

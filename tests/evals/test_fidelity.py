@@ -51,21 +51,22 @@ def test_attention_outputs_are_those_of_numpy_over_the_tokens_that_are_left():
     answers = np.array([s.answer_tokens[:2] for s in samples])
     position = lengths[:, None] + np.arange(2)
     cache = models.prefill(model, tokens, lengths, policy=policy, budget=12, block=16, when="prompt", reserve=2).cache
-    got = fidelity.outputs(model, cache, answers, position, lengths)
+    got = jax.tree.map(np.asarray, fidelity.outputs(model, cache, answers, position, lengths))
     weight = {name.removeprefix("layers."): array for name, array in reference.parameters(model.config).items()}
     angle, _ = reference.inverse_frequencies(model.config, longest)
+    held, heads = cache.layer(0), cache.heads_shape[-1]
+    held = {name: np.asarray(getattr(held, name)) for name in ("position", "key", "value")}
     for row in range(3):
         x = weight["embedding"][answers[row]].astype(np.float64)
         h = reference.norm(x, weight["attention_norm"][0], model.config.norm_epsilon)
         q, k, v = (np.einsum("te,ehd->thd", h, weight[name][0]) for name in ("query", "key", "value"))
         q, k = (reference.rope(x, position[row][:, None], angle) for x in (q, k))
-        held, heads = cache.layer(0), cache.heads_shape[-1]
         out = np.zeros((2, 4, 8))
         for n in range(4):
             head, own = n * heads // 4, n // 2
-            live = np.array(held.position[row, head]) >= 0
-            keys = np.concatenate([np.array(held.key[row, head], np.float64)[live], k[:, own]])
-            values = np.concatenate([np.array(held.value[row, head], np.float64)[live], v[:, own]])
+            live = held["position"][row, head] >= 0
+            keys = np.concatenate([held["key"][row, head, live], k[:, own]])
+            values = np.concatenate([held["value"][row, head, live], v[:, own]])
             for t in range(2):
                 seen = live.sum() + t + 1
                 out[t, n] = reference.softmax(keys[:seen] @ q[t, n] / np.sqrt(8)) @ values[:seen]

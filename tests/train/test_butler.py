@@ -126,7 +126,7 @@ def test_published_settings():
     assert (published.hidden, published.dim, published.published_layout) == (512, 16, True)
     wide = dataclasses.replace(llama, hidden_size=4096)
     assert settings_of(wide).seq_len == 1024
-    rate = loop.rate_schedule(Settings(tokens=1000 * 2048))
+    rate = jax.jit(loop.rate_schedule(Settings(tokens=1000 * 2048)))
     assert [float(rate(step)) for step in (50, 100, 1000)] == pytest.approx([5e-4, 1e-3, 0])
 
 
