@@ -80,6 +80,7 @@ def test_uniform_slots_are_the_counted_bytes_and_pages_come_close():
 def test_memory_is_that_of_the_slots_of_a_share(rows_of, capsys):
     (row,) = rows_of("memory --policies streaming --shares 0.5 --prompt 256 --block 32")
     assert row["budget"] == 128 and f"{row['slots']:,}" in capsys.readouterr().out
+    assert row["ratio"] == pytest.approx(1, abs=1e-3)  # what is counted by hand is what the arrays take
 
 
 def test_a_run_against_an_older_one_prints_each_row_s_ratio(rows_of, tmp_path, monkeypatch, capsys):
