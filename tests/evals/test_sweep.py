@@ -84,6 +84,18 @@ def test_what_cannot_be_is_named_before_the_first_step(tmp_path, capsys, monkeyp
     assert not (tmp_path / "run").exists()
 
 
+def test_a_sweep_whose_files_have_changed_does_not_go_on(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(evaluator, "run", lambda *_, **__: None)
+    monkeypatch.chdir(tmp_path)
+    content = "policies = ['full']\n[tasks.ruler]\ntasks = ['niah_single_2']\nlengths = [320]\nsamples = 1\n"
+    (tmp_path / "some.toml").write_text(content + "essays = 'essay.txt'")
+    (tmp_path / "essay.txt").write_text("One. Two. " * 99)
+    main(["sweep", "some.toml", "--out", "run"])
+    (tmp_path / "essay.txt").write_text("One. Three. " * 99)
+    assert main(["sweep", "some.toml", "--out", "run"]) == 2
+    assert "essay" in (said := capsys.readouterr().err) and " was " in said
+
+
 @matrix
 def test_what_fails_is_named_and_the_rest_is_done(tmp_path, capsys, monkeypatch):
     run = evaluator.run
