@@ -84,8 +84,7 @@ def head_scores(model: Decoder, tokens: Int[HostOrDevice, "B T"], *, length: int
     tokens = _texts(tokens)
     T = tokens.shape[1]
     config = model.config
-    of_text = rotation(config, jnp.arange(T)[None], jnp.full(1, T))
-    placed = rotation(config, jnp.arange(length)[None], jnp.full(1, length))
+    of_text, placed = jax.jit(lambda: [rotation(config, jnp.arange(n)[None], jnp.full(1, n)) for n in (T, length)])()
 
     def mean(layer: Int[Array, ""], x: Float[Array, "B T H D"]) -> Float[Array, "B 1 H D"]:
         cos, sin = rope_of_layer(config, layer, of_text)

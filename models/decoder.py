@@ -63,12 +63,12 @@ class Decoder(nnx.Module):
         dtype: the dtype of random parameters.
 
     Example:
-        >>> import jax.numpy as jnp
+        >>> import jax, jax.numpy as jnp
         >>> from flax import nnx
         >>> from models.config import Config
         >>> from models.decoder import Decoder
         >>> model = Decoder(Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2), rngs=nnx.Rngs(0))
-        >>> model(jnp.array([[1, 2, 3]])).shape
+        >>> jax.jit(model)(jnp.array([[1, 2, 3]])).shape
         (1, 3, 64)
     """
 

@@ -291,12 +291,12 @@ def butler_input(
         ValueError: an unknown source.
 
     Example:
-        >>> import jax.numpy as jnp
+        >>> import jax, jax.numpy as jnp
         >>> from flax import nnx
         >>> import models
         >>> config = models.Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2)
         >>> model = models.Decoder(config, rngs=nnx.Rngs(0))
-        >>> models.butler_input(model, jnp.array([[1, 2, 3]]), source="attention_input").shape
+        >>> jax.jit(models.butler_input)(model, jnp.array([[1, 2, 3]])).shape
         (1, 3, 32)
     """
     check_names("source", source, SOURCES)

@@ -19,261 +19,106 @@ from pathlib import Path
 from typing import Any
 
 GOLDEN = Path(__file__).parent / "golden"
-TINY = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "initializer_range": 0.25,
-}
+TINY = dict(
+    vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=128, bos_token_id=1, eos_token_id=2, initializer_range=0.25,
+)  # fmt: skip
 # Two heads of 16: eight rotation frequencies, enough to lie on both sides of what each scaling bends.
-WIDE = TINY | {"num_attention_heads": 2, "num_key_value_heads": 1}
-YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 64}
-YARN_WIDE = YARN | {"beta_fast": 8.0, "beta_slow": 1.0}
+WIDE = TINY | dict(num_attention_heads=2, num_key_value_heads=1)
+MOE = TINY | dict(hidden_size=16, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=12)
+SLIDING = dict(use_sliding_window=True, sliding_window=16)
+PADDED = dict(pad_token_id=0)
 
-# name -> (transformers' config class, its arguments, the lengths of the sequences)
-MODELS: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
-    "llama2": ("LlamaConfig", TINY | {"num_key_value_heads": 4, "rms_norm_eps": 1e-5}, (48,)),
-    "llama3": (
-        "LlamaConfig",
-        TINY | {"rms_norm_eps": 1e-5, "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0}},
-        (48,),
-    ),
-    "llama_tied": ("LlamaConfig", TINY | {"tie_word_embeddings": True}, (48,)),
-    "llama_bias": ("LlamaConfig", TINY | {"attention_bias": True}, (48,)),
-    "llama_linear": (
-        "LlamaConfig",
-        WIDE | {"rope_parameters": {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}},
-        (48,),
-    ),
-    "llama_dynamic": (
-        "LlamaConfig",
-        WIDE
-        | {
-            "max_position_embeddings": 32,
-            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0},
-        },
-        (24, 64),
-    ),
-    "llama_llama3": (
-        "LlamaConfig",
-        WIDE
-        | {
-            "rope_parameters": {
-                "rope_type": "llama3",
-                "rope_theta": 10_000.0,
-                "factor": 8.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 64,
-            }
-        },
-        (48,),
-    ),
-    "llama_yarn": ("LlamaConfig", WIDE | {"rope_parameters": YARN}, (48,)),
-    "llama_yarn_untruncated": ("LlamaConfig", WIDE | {"rope_parameters": YARN_WIDE | {"truncate": False}}, (48,)),
-    "llama_yarn_attention_factor": ("LlamaConfig", WIDE | {"rope_parameters": YARN | {"attention_factor": 1.7}}, (48,)),
-    "llama_yarn_mscale": (
-        "LlamaConfig",
-        WIDE | {"rope_parameters": YARN_WIDE | {"mscale": 3.0, "mscale_all_dim": 0.5}},
-        (48,),
-    ),
-    "mistral": ("MistralConfig", TINY | {"head_dim": 12, "sliding_window": 16}, (48,)),
-    "mistral_full": ("MistralConfig", TINY | {"sliding_window": None}, (48,)),
-    "qwen2": (
-        "Qwen2Config",
-        TINY
-        | {
-            "num_hidden_layers": 3,
-            "use_sliding_window": True,
-            "sliding_window": 16,
-            "max_window_layers": 1,
-        },
-        (48,),
-    ),
+
+def rope(kind: str = "default", theta: float = 10_000.0, **more: Any) -> dict[str, Any]:
+    return {"rope_parameters": dict(rope_type=kind, rope_theta=theta, **more)}
+
+
+YARN = dict(kind="yarn", factor=4.0, original_max_position_embeddings=64)
+YARN_WIDE = YARN | dict(beta_fast=8.0, beta_slow=1.0)
+LLAMA3 = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
+LONGROPE = dict(short_factor=[1.0, 1.1, 1.3, 1.4, 1.6, 1.9], long_factor=[1.2, 1.7, 2.5, 3.1, 4.0, 6.0])
+GEMMA3_ROPES = {
+    "full_attention": dict(rope_type="linear", rope_theta=1_000_000.0, factor=8.0),
+    "sliding_attention": dict(rope_type="default", rope_theta=10_000.0),
+}
+
+# name -> (transformers' config class, its arguments)
+ARGUMENTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama2": ("LlamaConfig", TINY | dict(num_key_value_heads=4, rms_norm_eps=1e-5)),
+    "llama3": ("LlamaConfig", TINY | dict(rms_norm_eps=1e-5) | rope(theta=500_000.0)),
+    "llama_tied": ("LlamaConfig", TINY | dict(tie_word_embeddings=True)),
+    "llama_bias": ("LlamaConfig", TINY | dict(attention_bias=True)),
+    "llama_linear": ("LlamaConfig", WIDE | rope("linear", factor=4.0)),
+    "llama_dynamic": ("LlamaConfig", WIDE | dict(max_position_embeddings=32) | rope("dynamic", factor=4.0)),
+    "llama_llama3": ("LlamaConfig", WIDE | rope("llama3", **LLAMA3)),
+    "llama_yarn": ("LlamaConfig", WIDE | rope(**YARN)),
+    "llama_yarn_untruncated": ("LlamaConfig", WIDE | rope(**YARN_WIDE, truncate=False)),
+    "llama_yarn_attention_factor": ("LlamaConfig", WIDE | rope(**YARN, attention_factor=1.7)),
+    "llama_yarn_mscale": ("LlamaConfig", WIDE | rope(**YARN_WIDE, mscale=3.0, mscale_all_dim=0.5)),
+    "mistral": ("MistralConfig", TINY | dict(head_dim=12, sliding_window=16)),
+    "mistral_full": ("MistralConfig", TINY | dict(sliding_window=None)),
+    "qwen2": ("Qwen2Config", TINY | SLIDING | dict(num_hidden_layers=3, max_window_layers=1)),
     "qwen2_layer_types": (
-        "Qwen2Config",
-        TINY
-        | {
-            "use_sliding_window": True,
-            "sliding_window": 16,
-            "layer_types": ["sliding_attention", "full_attention"],
-        },
-        (48,),
+        "Qwen2Config", TINY | SLIDING | dict(layer_types=["sliding_attention", "full_attention"]),
     ),
     "qwen2.5": (
         "Qwen2Config",
-        TINY
-        | {
-            "use_sliding_window": False,
-            "sliding_window": 16,
-            "max_window_layers": 1,
-            "tie_word_embeddings": True,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
-        },
-        (48,),
+        TINY | dict(use_sliding_window=False, sliding_window=16, max_window_layers=1, tie_word_embeddings=True)
+        | rope(theta=1_000_000.0),
     ),
-    "qwen3": (
-        "Qwen3Config",
-        TINY | {"head_dim": 12, "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0}},
-        (48,),
-    ),
-    "qwen3_sliding": (
-        "Qwen3Config",
-        TINY
-        | {
-            "head_dim": 12,
-            "attention_bias": True,
-            "use_sliding_window": True,
-            "sliding_window": 16,
-            "max_window_layers": 1,
-        },
-        (48,),
-    ),
-    "olmo2": ("Olmo2Config", TINY, (48,)),
-    "olmo2_bias": ("Olmo2Config", TINY | {"attention_bias": True, "num_hidden_layers": 1}, (48,)),
-    "smollm3": ("SmolLM3Config", TINY | {"num_hidden_layers": 4, "pad_token_id": 0}, (48,)),
+    "qwen3": ("Qwen3Config", TINY | dict(head_dim=12) | rope(theta=1_000_000.0)),
+    "qwen3_sliding": ("Qwen3Config", TINY | SLIDING | dict(head_dim=12, attention_bias=True, max_window_layers=1)),
+    "olmo2": ("Olmo2Config", TINY),
+    "olmo2_bias": ("Olmo2Config", TINY | dict(attention_bias=True, num_hidden_layers=1)),
+    "smollm3": ("SmolLM3Config", TINY | PADDED | dict(num_hidden_layers=4)),
     "smollm3_sliding": (
         "SmolLM3Config",
-        TINY
-        | {
-            "no_rope_layers": [0, 1],
-            "use_sliding_window": True,
-            "sliding_window": 16,
-            "attention_bias": True,
-            "tie_word_embeddings": False,
-            "pad_token_id": 0,
-            "rope_parameters": YARN | {"rope_theta": 100.0},
-        },
-        (48,),
+        TINY | SLIDING | PADDED | dict(no_rope_layers=[0, 1], attention_bias=True, tie_word_embeddings=False)
+        | rope(**YARN, theta=100.0),
     ),
     "granite": (
         "GraniteConfig",
-        TINY
-        | {
-            "embedding_multiplier": 3.0,
-            "attention_multiplier": 0.5,
-            "residual_multiplier": 0.4,
-            "logits_scaling": 2.5,
-            "tie_word_embeddings": True,
-        },
-        (48,),
+        TINY | dict(embedding_multiplier=3.0, attention_multiplier=0.5, residual_multiplier=0.4, logits_scaling=2.5)
+        | dict(tie_word_embeddings=True),
     ),
-    "phi3": ("Phi3Config", TINY | {"num_hidden_layers": 1, "sliding_window": 16, "pad_token_id": 0}, (48,)),
+    "phi3": ("Phi3Config", TINY | PADDED | dict(num_hidden_layers=1, sliding_window=16)),
     "phi4_mini": (
         "Phi3Config",
-        WIDE
-        | {
-            "original_max_position_embeddings": 32,
-            "pad_token_id": 0,
-            "tie_word_embeddings": True,
-            "partial_rotary_factor": 0.75,
-            "rope_parameters": {
-                "rope_type": "longrope",
-                "rope_theta": 10_000.0,
-                "short_factor": [1.0, 1.1, 1.3, 1.4, 1.6, 1.9],
-                "long_factor": [1.2, 1.7, 2.5, 3.1, 4.0, 6.0],
-            },
-        },
-        (32, 48),
+        WIDE | PADDED | dict(original_max_position_embeddings=32, tie_word_embeddings=True, partial_rotary_factor=0.75)
+        | rope("longrope", **LONGROPE),
     ),
-    "qwen3_moe": (
-        "Qwen3MoeConfig",
-        TINY
-        | {
-            "hidden_size": 16,
-            "head_dim": 8,
-            "num_experts": 5,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 12,
-            "norm_topk_prob": True,
-        },
-        (48,),
-    ),
+    "qwen3_moe": ("Qwen3MoeConfig", MOE | dict(num_experts=5, norm_topk_prob=True)),
     "qwen3_moe_sliding": (
         "Qwen3MoeConfig",
-        TINY
-        | {
-            "num_hidden_layers": 1,
-            "hidden_size": 16,
-            "head_dim": 8,
-            "attention_bias": True,
-            "num_experts": 4,
-            "num_experts_per_tok": 3,
-            "moe_intermediate_size": 12,
-            "norm_topk_prob": False,
-            "use_sliding_window": True,
-            "sliding_window": 16,
-        },
-        (48,),
+        MOE | SLIDING
+        | dict(num_hidden_layers=1, attention_bias=True, num_experts_per_tok=3, norm_topk_prob=False),
     ),
     "mixtral": (
         "MixtralConfig",
-        TINY
-        | {
-            "hidden_size": 16,
-            "intermediate_size": 12,
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
-            "sliding_window": 16,
-        },
-        (48,),
+        TINY | dict(hidden_size=16, intermediate_size=12, sliding_window=16)
+        | dict(num_local_experts=4, num_experts_per_tok=2),
     ),
     "gemma2": (
         "Gemma2Config",
-        TINY
-        | {
-            "head_dim": 12,
-            "sliding_window": 16,
-            "query_pre_attn_scalar": 10,
-            "attn_logit_softcapping": 2.0,
-            "final_logit_softcapping": 5.0,
-            "pad_token_id": 0,
-        },
-        (48,),
+        TINY | PADDED | dict(head_dim=12, sliding_window=16, query_pre_attn_scalar=10)
+        | dict(attn_logit_softcapping=2.0, final_logit_softcapping=5.0),
     ),
     "gemma3": (
         "Gemma3TextConfig",
-        TINY
-        | {
-            "num_hidden_layers": 3,
-            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-            "head_dim": 12,
-            "sliding_window": 16,
-            "query_pre_attn_scalar": 12,
-            "attention_bias": True,
-            "pad_token_id": 0,
-            "rope_parameters": {
-                "full_attention": {"rope_type": "linear", "rope_theta": 1_000_000.0, "factor": 8.0},
-                "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
-            },
-        },
-        (48,),
+        TINY | PADDED | dict(num_hidden_layers=3, head_dim=12, sliding_window=16, query_pre_attn_scalar=12)
+        | dict(layer_types=["sliding_attention", "full_attention", "sliding_attention"], attention_bias=True)
+        | dict(rope_parameters=GEMMA3_ROPES),
     ),
     # Layers 1 and 5 have experts. It is the last because a model's seed is its place here.
     "qwen3_moe_mixed": (
         "Qwen3MoeConfig",
-        TINY
-        | {
-            "num_hidden_layers": 6,
-            "hidden_size": 16,
-            "head_dim": 8,
-            "intermediate_size": 20,
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 12,
-            "norm_topk_prob": True,
-            "decoder_sparse_step": 2,
-            "mlp_only_layers": [3],
-        },
-        (48,),
+        MOE | dict(num_hidden_layers=6, intermediate_size=20, norm_topk_prob=True, decoder_sparse_step=2)
+        | dict(mlp_only_layers=[3]),
     ),
-}
+}  # fmt: skip
+LENGTHS = {"llama_dynamic": (24, 64), "phi4_mini": (32, 48)}  # of the sequences, where they are not one of 48
+MODELS = {name: (*given, LENGTHS.get(name, (48,))) for name, given in ARGUMENTS.items()}
 
 
 TEXTS = (

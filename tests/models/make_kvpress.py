@@ -10,7 +10,7 @@ model.safetensors, presses.json (each press's settings and how many tokens it ke
 kept.npz:
 
     tokens [T], logits [8, vocabulary] of the last tokens, output_norms [L, K, T]: the mean over the group of |v W_O|_1
-    q_filters [L, K, D], head_scores [L, K], think [L, K, D], merged, shared and turned [K, 40, D]: see the functions
+    q_filters [L, K, D], head_scores [L, K], think [L, K, D], merged and shared [K, 40, D]: see the functions
     NAME/40/kept, NAME/64/kept    bool [L, K, T], which positions stay when 40 and 64 tokens a head are asked for
     NAME/scores                   float32 [L, K, T], retention scores where they do not depend on the budget,
     NAME/40/scores, NAME/64/scores    and where they do; a press that masks a full cache has the scores of its base
@@ -313,17 +313,6 @@ def shared_values(model: Any, tokens: Any) -> Any:
     return values[0].numpy()
 
 
-def turned_keys(model: Any, tokens: Any) -> Any:
-    """Layer 1's keys [K, 40, D], in the order of positions, after FINCH has evicted and rotated them to their ranks."""
-    import torch
-    import transformers
-
-    cache = transformers.DynamicCache()
-    with torch.no_grad(), make_press(("FinchPress", {"rerotate_keys": True}, None), model, tokens, KEPT[0])(model):
-        model(tokens, past_key_values=cache)
-    return cache.layers[1].keys[0].numpy()
-
-
 def is_stable(model: Any, tokens: Any, seed: int) -> bool:
     import torch
 
@@ -366,7 +355,6 @@ def main() -> None:
         "think": channels_of_think(model, tokens),
         "merged": merged_values(model, tokens),
         "shared": shared_values(model, tokens),
-        "turned": turned_keys(model, tokens),
     }
     presses: dict[str, Any] = {}
     for name, press in PRESSES.items():

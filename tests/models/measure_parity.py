@@ -19,10 +19,10 @@ import numpy as np
 
 import kvjax
 import models
-from tests.models import test_kvpress, test_kvzip, test_smollm2_kept
+from tests.models import test_kvpress, test_kvzip, test_smollm2
 from tests.models.make_golden import GOLDEN, MODELS
 from tests.models.make_kvzip import KEPT, REAL, TINY
-from tests.models.test_parity import largest_difference
+from tests.models.test_families import largest_difference
 
 FILE = Path(__file__).resolve().parents[2] / "docs" / "results" / "parity.json"
 
@@ -68,9 +68,9 @@ def tiny() -> dict[str, Any]:
 def smollm2() -> dict[str, Any]:
     """Compare with kvpress on a text in SmolLM2."""
     model, parts = models.load("smollm2", dtype="float32")[0], {}
-    golden, T = test_smollm2_kept.golden(), test_smollm2_kept.T
-    asked = [(press, budget) for press in test_smollm2_kept.POLICIES for budget in test_smollm2_kept.KEPT]
-    policies = [(test_smollm2_kept.POLICIES[press], budget) for press, budget in asked]
+    golden, T = test_smollm2.golden(), test_smollm2.T
+    asked = [(press, budget) for press in test_smollm2.POLICIES for budget in test_smollm2.KEPT]
+    policies = [(test_smollm2.POLICIES[press], budget) for press, budget in asked]
     caches = models.prefill_each(model, golden["tokens"][None], policies=policies)
     for (press, budget), (cache, _) in zip(asked, caches, strict=True):
         expected = np.unpackbits(golden[f"{press}/{budget}"], axis=-1, count=T).astype(bool)

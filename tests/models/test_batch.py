@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-import time
 
 import hypothesis
 import hypothesis.strategies as st
@@ -108,19 +105,6 @@ def test_other_answers_are_never_mixed_nor_overwritten(folder, answers, capsys):
     assert "does not end in an answer of models.batch" in capsys.readouterr().err
     assert (folder / "mine.txt").read_text() == "my own words\n" and (folder / "mine.json").read_text() == '{"mine": 1}'
     assert (folder / "answers.jsonl").read_bytes() == answers
-
-
-@pytest.mark.nightly  # a process that compiles for itself; the test of a cut at any byte shows the rest
-def test_a_killed_command_goes_on(folder, answers):
-    out = folder / "killed.jsonl"
-    command = [sys.executable, "-m", "models.batch", folder / "prompts.jsonl", "--out", out, *SETTINGS]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    while process.poll() is None and not (out.exists() and out.read_bytes().count(b"\n")):
-        time.sleep(0.002)
-    process.kill()
-    process.wait()
-    assert run(folder, out=out.name) == 0
-    assert parsed(out.read_bytes()) == parsed(answers)
 
 
 @pytest.mark.bad_input

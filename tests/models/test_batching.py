@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import models
-from models import batching, by_layer, engine
+from models import batching, engine
 from tests.models.tiny import CONFIG, SETTINGS, STATE, VOCABULARY, WINDOW, decoder, run
 from tests.tiers import first
 
@@ -17,20 +17,16 @@ CASES = {
     "a window": WINDOWED,
     "every step": EVERY,
     "pages": dict(policy="h2o@model", page_size=4, **SETTINGS),
-    "once": dict(policy="snapkv(window=4)", when="published", **SETTINGS),
-    "a ratio": dict(policy="h2o", budget=0.5, block=8, longest_prompt=48),
-    "everything": dict(block=8, longest_prompt=48),
     "below a threshold": dict(policy="tova(heads='group')@threshold(least=0.02)", **SETTINGS),
 }
-FEW_SIZES = [(4, 15), (12, 15), (40, 6)]  # of prompts and answers, where a plan is made for the sizes of each
 
 
-def requests(count: int, seed: int, sizes: list[tuple[int, int]] | None = None) -> list[tuple[np.ndarray, dict]]:
-    """Requests of random sizes, or of the given sizes."""
+def requests(count: int, seed: int) -> list[tuple[np.ndarray, dict]]:
+    """Requests of random sizes."""
     rng = np.random.default_rng(seed)
     made = []
-    for number in range(count):
-        length, new = sizes[number % len(sizes)] if sizes else (rng.integers(1, 41), int(rng.integers(1, 16)))
+    for _ in range(count):
+        length, new = rng.integers(1, 41), int(rng.integers(1, 16))
         sampling = dict(max_new_tokens=new, end=tuple(rng.integers(0, VOCABULARY, 2).tolist()))
         if rng.random() < 0.3:
             sampling |= dict(temperature=1.5, top_k=5, key=jax.random.key(int(rng.integers(1000))))
@@ -39,7 +35,6 @@ def requests(count: int, seed: int, sizes: list[tuple[int, int]] | None = None) 
 
 
 def alone(prompt: np.ndarray, sampling: dict, **settings) -> list[int]:
-    settings = {name: value for name, value in settings.items() if name != "longest_prompt"}
     return [int(token[0]) for token, _ in models.stream(decoder(), [prompt], **settings, **sampling)]
 
 
@@ -60,28 +55,18 @@ def served(arrivals: list[tuple[np.ndarray, dict]], seed: int, rows: int = 3, **
     return [answers[handle] for handle in sorted(answers)]
 
 
-# Of 15 s each, and what is kept once, or all of it, comes and goes as under a ratio.
-LAST = ("once", "everything")
-
-
-@pytest.mark.parametrize(
-    "name", [*first(1, [name for name in CASES if name not in LAST]), *first(0, LAST, rest=pytest.mark.nightly)]
-)
+@pytest.mark.parametrize("name", first(1, [name for name in CASES if name != "every step"]))
 def test_each_answer_is_the_one_that_its_prompt_gets_alone(name):
-    budgets = "pages", "a window", "every step", "below a threshold"
-    count, sizes = (14, None) if name in budgets else (12, FEW_SIZES)
-    arrivals = requests(count, len(name), sizes)
+    arrivals = requests(14 if name == "a window" else 8, len(name))
     expected = [alone(prompt, sampling, **CASES[name]) for prompt, sampling in arrivals]
     assert served(arrivals, 1, **CASES[name]) == expected
 
 
-@pytest.mark.parametrize("name", first(1, ["every step", "a window"]))
-def test_greedy_answers_are_those_of_the_reference(name, monkeypatch):
+def test_greedy_answers_are_those_of_the_reference(run_by_layer):
     """By layers, of which only few programs are made."""
-    monkeypatch.setattr(by_layer, "LARGE_LAYER", 0)
     arrivals = [(prompt, dict(max_new_tokens=7, end=())) for prompt, _ in requests(8, seed=3)]
-    expected = [run(prompt, new_tokens=7, **CASES[name]).tokens for prompt, _ in arrivals]
-    assert served(arrivals, 1, **CASES[name]) == expected
+    expected = [run(prompt, new_tokens=7, **EVERY).tokens for prompt, _ in arrivals]
+    assert served(arrivals, 1, **EVERY) == expected
 
 
 def test_nobody_waits_longer_than_a_block():
@@ -138,29 +123,18 @@ def test_what_comes_and_goes_compiles_nothing_new():
     assert [program._cache_size() for program in programs] == before
 
 
-def test_memory_does_not_depend_on_what_is_served():
-    batch = models.Engine(decoder(), rows=3, **WINDOWED)
-    before = batch.cache.nbytes
-    batch.submit(np.arange(90), max_new_tokens=4)
-    assert [batch.cache.nbytes for _ in batch.run()][-1] == before
-
-
 @pytest.mark.bad_input
 @pytest.mark.parametrize(
     ("engine_arguments", "arguments", "message"),
     [
         (dict(rows=0), {}, "rows is 0; the batch has at least 1 row"),
         (dict(policy="h2o"), {}, "'h2o' needs a budget"),
-        (dict(longest_prompt=0), {}, "longest_prompt is 0; "),
-        (dict(max_new_tokens=0), {}, "max_new_tokens is 0; "),
         (dict(policy="butler", budget=8), {}, "needs a predictor"),
         (dict(longest_prompt=20), dict(tokens=range(21)), "longest_prompt 21, but the engine's rows are for 20"),
         (dict(max_new_tokens=4), dict(tokens=[1], max_new_tokens=5), "max_new_tokens 5, but the engine's rows are"),
         ({}, dict(tokens=[]), "the prompt is empty"),
         ({}, dict(tokens=[VOCABULARY]), "outside the vocabulary"),
         ({}, dict(tokens=[1], temperature=1.0), "no key was given"),
-        ({}, dict(tokens=[1], max_new_tokens=0), "ask for at least 1"),
-        ({}, dict(tokens=[1.5]), "integer"),
         (dict(policy="snapkv(window=4)", budget=0.5), dict(tokens=range(5)), "always keeps"),
         (dict(policy="snapkv(window=4)@threshold(least=0.1)", budget=16), {}, "requests join at different steps"),
         (dict(policy="h2o", budget=600), dict(tokens=[1] * 700), "longest_prompt 700, but the engine's rows are"),

@@ -4,7 +4,6 @@ import dataclasses
 import io
 import re
 import signal
-import subprocess
 import sys
 from typing import NamedTuple
 
@@ -34,13 +33,6 @@ LLAMA = (
     "{% if loop.first %}{% set text = bos_token + text %}{% endif %}{{ text }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|start|>assistant<|end|>\n\n' }}{% endif %}"
 )
-QWEN = (
-    "{% if messages[0].role == 'system' %}{{ '<|im_start|>system\n' + messages[0].content + '<|im_end|>\n' }}"
-    "{% else %}{{ '<|im_start|>system\nYou are Qwen.<|im_end|>\n' }}{% endif %}"
-    "{% for m in messages %}{% if m.role != 'system' %}"
-    "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
 WITHOUT_THOUGHTS = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content.split('</think>')[-1].lstrip('\n') "
     "+ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"
@@ -51,7 +43,7 @@ SYSTEM_LAST = (
     "{{ m.content + '[/INST]' }}{% elif m.role == 'assistant' %}{{ ' ' + m.content + eos_token }}{% endif %}"
     "{% endfor %}"
 )
-TEMPLATES = dict(chatml=CHATML, llama=LLAMA, qwen=QWEN, thoughts=WITHOUT_THOUGHTS, system_last=SYSTEM_LAST)
+TEMPLATES = dict(chatml=CHATML, llama=LLAMA, thoughts=WITHOUT_THOUGHTS, system_last=SYSTEM_LAST)
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|start|>", "<|end|>", "<|eot|>"]
 END = "<|im_end|>"
 SETTINGS = dict(policy="snapkv(window=4)+caote", budget=48, block=16, max_new_tokens=9)
@@ -72,7 +64,6 @@ CONFIG = models.Config(
     256 + len(SPECIAL), 16, 16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4, max_positions=600,
     eos=tuple(range(0, 256, 11)),
 )  # fmt: skip
-BOTH_WAYS = pytest.mark.parametrize("each_way", first(1, ["one program", "layers"]), indirect=True)
 
 
 @pytest.fixture(scope="module")
@@ -99,9 +90,6 @@ def run(monkeypatch, capsys, lines, *flags):
 
 SMALL = ["--policy", "h2o+caote", "--budget", "32", "--block", "16", "--max-new-tokens", "6"]
 OF_SMALL = dict(policy="h2o+caote", budget=32, block=16, max_new_tokens=6)
-
-
-# What goes through the model
 
 
 class Seen(NamedTuple):
@@ -163,28 +151,28 @@ def test_tokens_are_those_of_the_template_over_the_whole_conversation(template, 
         messages.append({"role": "assistant", "content": answer})
 
 
-def test_a_template_that_drops_answers_says_so(model):
-    template = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
-    talk = Conversation(model, tokenizer_of(template), **SETTINGS)
-    say(talk, "one")
+@pytest.mark.parametrize(
+    ("template", "said", "sentence"),
+    [
+        ("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}", 1, "leaves earlier answers out"),
+        ("{% for m in messages %}{{ messages | length }}{{ m.content }}{% endfor %}", 2, "renders each turn differ"),
+    ],
+    ids=["drops answers", "numbers turns"],
+)
+def test_a_template_that_cannot_go_on_says_so(template, said, sentence, monkeypatch):
+    tokenizer = tokenizer_of(template)
+    scripted = Scripted(tokenizer, ["one"] * 4)
+    monkeypatch.setattr(models, "stream", scripted.stream)
+    monkeypatch.setattr(models, "output_projection", lambda *_: None)
+    talk = Conversation(scripted, tokenizer, max_new_tokens=99)
+    for _ in range(said):
+        say(talk, "more")
     before = talk.now
-    with pytest.raises(ValueError, match=r"leaves earlier answers out.*/new"):
-        say(talk, "two")
+    with pytest.raises(ValueError, match=f"{sentence}.*/new"):
+        say(talk, "more")
     assert talk.now is before
     talk.forget()
-    say(talk, "three")
-
-
-def test_a_template_that_numbers_its_turns_says_so(model):
-    template = "{% for m in messages %}{{ messages | length }}{{ m.content }}{% endfor %}"
-    talk = Conversation(model, tokenizer_of(template), **SETTINGS)
-    say(talk, "one")
-    say(talk, "two")
-    with pytest.raises(ValueError, match=r"renders each turn differently.*/new"):
-        say(talk, "three")
-
-
-# With a model
+    say(talk, "more")
 
 
 def streamed(model, fed, **settings):
@@ -215,7 +203,7 @@ def by_hand(model, tokenizer, texts, lengths=None, **settings):
 TEXTS = [f"Tell me {n:02} things." for n in range(12)]
 
 
-@BOTH_WAYS
+@pytest.mark.parametrize("each_way", first(1, ["one program", "layers"]), indirect=True)
 def test_twelve_turns_take_the_bytes_and_the_programs_of_the_first_ones(each_way):
     config = dataclasses.replace(CONFIG, max_positions=601)  # of its own: no test before has compiled its programs
     model = reference.decoder(config, jax.device_put(reference.parameters(config)))
@@ -230,11 +218,8 @@ def test_twelve_turns_take_the_bytes_and_the_programs_of_the_first_ones(each_way
     assert talk.seen > 300
 
 
-@pytest.mark.parametrize("policy", first(1, ["snapkv(window=4)+caote", "h2o@layer"]))
-def test_answers_are_those_of_one_stream_after_another(model, policy):
-    settings = SETTINGS | {"policy": policy}
-    talk = Conversation(model, tokenizer_of(CHATML), **settings)
-    assert [say(talk, text) for text in TEXTS[:6]] == by_hand(model, talk.tokenizer, TEXTS[:6], **settings)
+def test_answers_are_those_of_one_stream_after_another(model, talk):
+    assert [say(talk, text) for text in TEXTS[:6]] == by_hand(model, talk.tokenizer, TEXTS[:6], **SETTINGS)
 
 
 def test_an_answer_that_was_stopped_is_part_of_the_conversation(talk):
@@ -257,37 +242,11 @@ def test_a_turn_that_is_given_up_leaves_the_conversation_as_it_was(model, talk):
     assert say(talk, TEXTS[1]) == by_hand(model, talk.tokenizer, TEXTS[:2], **SETTINGS)[1]
 
 
-@pytest.mark.matrix
-def test_a_full_cache_ends_with_the_positions_of_the_model(model):
-    talk = Conversation(model, tokenizer_of(CHATML), max_new_tokens=9)
-    say(talk, TEXTS[0])
-    before = talk.seen
-    with pytest.raises(ValueError, match="positions, but the model has 600"):
-        say(talk, "x" * 600)
-    assert talk.seen == before
-    say(talk, TEXTS[1])
-
-
-@BOTH_WAYS
-def test_a_conversation_is_kept_and_goes_on(talk, tmp_path, each_way):
-    file = tmp_path / "talk.cache"
-    say(talk, TEXTS[0])
-    talk.keep(file)
-    answer = say(talk, TEXTS[1])
-    other = Conversation(talk.model, talk.tokenizer, **SETTINGS)
-    say(other, "Something else.")
-    other.load(file)
-    assert say(other, TEXTS[1]) == answer
-    talk.keep(file)  # its own file may be written again
-
-
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
         (dict(policy="h2o"), "the policy snapkv.* and this one has h2o"),
         (dict(budget=64), "the budget 48, and this one has 64"),
-        (dict(policy=None, budget=None), "the policy snapkv.* and this one has full"),
-        (dict(cache_dtype="int8"), "the dtype float32, and this one has int8"),
         (dict(cache_dtype=("float32", "int8")), "the dtype float32, and this one has float32/int8"),
     ],
 )
@@ -297,24 +256,9 @@ def test_a_conversation_of_another_kind_is_not_taken(talk, tmp_path, settings, s
     other = Conversation(talk.model, talk.tokenizer, **SETTINGS | settings)
     with pytest.raises(ValueError, match=sentence):
         other.load(tmp_path / "talk.cache")
-
-
-def test_a_conversation_with_another_model_is_not_taken(talk, tmp_path):
-    say(talk, TEXTS[0])
-    talk.keep(tmp_path / "talk.cache")
     retriever, tokenizer = models.load("retriever")
     with pytest.raises(ValueError, match="with another model"):
         Conversation(retriever, tokenizer, **SETTINGS).load(tmp_path / "talk.cache")
-
-
-# As a user types it
-
-
-def test_a_pipe_gets_answers_alone(monkeypatch, capsys):
-    code, out, err = run(monkeypatch, capsys, ["The river was calm.", "", "It rained."], *SMALL)
-    assert code == 0
-    assert "> " not in out and "Ctrl-C" not in err
-    assert len(re.findall(r"\[\d+ tokens seen · \d+ held · \d\.\d\d MiB · [\d.]+ tokens/s\]\n", err)) == 2
 
 
 def test_a_terminal_is_told_what_there_is(monkeypatch, capsys):
@@ -338,24 +282,18 @@ def test_plain_text_goes_on_where_there_is_no_template(monkeypatch, capsys):
     assert out == "".join(tokenizer.decode(x) + "\n" for x in (first, second))
 
 
-@pytest.mark.parametrize("where", first(1, ["another conversation", "another process"]))
-def test_what_was_kept_goes_on_elsewhere(where, monkeypatch, capsys, tmp_path):
+def test_what_was_kept_goes_on_elsewhere(monkeypatch, capsys, tmp_path):
     file = str(tmp_path / "talk.cache")
-    lines = [
-        "The code of amber falcon is 4719.",
-        f"/keep {file}",
-        "Question: what is the code of amber falcon? Answer:",
-    ]
+    lines = ["The code of amber falcon is 4719.", f"/keep {file}", "What is the code of amber falcon? Answer:"]
     code, out, err = run(monkeypatch, capsys, [*lines, "/quit", "never"], *SMALL)
     assert code == 0 and f"kept in {file}" in err
-    flags = ["--load", file, *SMALL[4:]]
-    if where == "another process":
-        command = [sys.executable, "-m", "models.chat", "retriever", *flags]
-        done = subprocess.run(command, input=lines[2] + "\n", capture_output=True, text=True, check=True)
-        said = done.stdout
-    else:
-        _, said, _ = run(monkeypatch, capsys, lines[2:], *flags)
-    assert said == out.split("\n", 1)[1]
+    assert "> " not in out and "Ctrl-C" not in err, "a pipe gets answers alone"
+    assert len(re.findall(r"\[\d+ tokens seen · \d+ held · \d\.\d\d MiB · [\d.]+ tokens/s\]\n", err)) == 2
+    _, said, _ = run(monkeypatch, capsys, ["Something else.", f"/load {file}", lines[2]], *SMALL)
+    assert said.split("\n")[1] == out.split("\n")[1]
+    more = [lines[2], f"/keep {file}"]  # its own file may be written again
+    _, said, err = run(monkeypatch, capsys, more, "--load", file, *SMALL[4:])
+    assert said == out.split("\n", 1)[1] and f"kept in {file}" in err
 
 
 def test_an_error_in_a_turn_is_one_sentence_and_the_conversation_goes_on(monkeypatch, capsys, tmp_path):
@@ -376,18 +314,6 @@ def test_an_error_in_a_turn_is_one_sentence_and_the_conversation_goes_on(monkeyp
     assert mine.read_text() == "mine"
     _, plain, _ = run(monkeypatch, capsys, ["The river was calm.", "It rained."], *SMALL)
     assert out == plain
-
-
-def test_nothing_said_yet_cannot_be_kept(monkeypatch, capsys, tmp_path):
-    _, _, err = run(monkeypatch, capsys, [f"/keep {tmp_path}/x"], *SMALL)
-    assert "nothing has been said yet" in err
-    assert not (tmp_path / "x").exists()
-
-
-def test_new_forgets_all(monkeypatch, capsys):
-    _, out, _ = run(monkeypatch, capsys, ["The river was calm.", "/new", "The river was calm."], *SMALL)
-    first, second = out.splitlines()
-    assert first == second
 
 
 class Interrupting(io.StringIO):
@@ -421,17 +347,12 @@ def test_an_interrupt_ends_the_answer_and_not_the_conversation(monkeypatch, caps
     [
         (["--policy", "butler+caote"], "scores by a predictor"),
         (["--policy", "full", "--budget", "8"], "'full' keeps all, but a budget of 8"),
-        (["--policy", "h2oo"], "unknown policy"),
         (["--policy", "snapkv", "--budget", "8"], "always keeps 0 first and 32 last"),
         (["--block", "8"], "a smaller window"),
-        (["--block", "0"], "block is 0"),
         (["--temperature", "-1"], "temperature is -1"),
-        (["--max-new-tokens", "0"], "max_new_tokens is 0"),
-        (["--evict-every", "-1"], "evict_every is -1"),
         (["--load", "nowhere.cache"], "there is no file nowhere.cache"),
         (["--system", "Be kind."], "no chat template"),
         (["--seed", "9" * 30], "not an integer of at most 64 bits"),
-        (["--dtype", "float8"], "float8"),
     ],
 )
 def test_bad_flags_end_in_one_sentence(flags, sentence, monkeypatch, capsys):

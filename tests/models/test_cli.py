@@ -1,6 +1,5 @@
 """`python -m models.generate` as a user types it, on the embedded model."""
 
-import io
 import json
 import os
 import re
@@ -18,7 +17,6 @@ import kvjax
 import models
 from models import chat, cli
 from tests.models import reference
-from tests.tiers import first
 
 PROMPT = "The code of amber falcon is 4719. It was a quiet day. Question: what is the code of amber falcon? Answer:"
 SMALL = ["--block", "16", "--max-new-tokens", "4"]
@@ -31,48 +29,28 @@ def streamed(model, tokens, **settings):
     return [int(token[0]) for token, _ in steps]
 
 
-def test_text_comes_out_with_figures_behind_it(capsys):
+def test_text_or_json_have_the_tokens_of_stream(capsys):
     assert cli.main(["retriever", "--prompt", PROMPT, *UNDER]) == 0
     out, err = capsys.readouterr()
-    assert out.strip()
-    assert "tokens in" in err
-    assert "cache" in err
-
-
-def test_json_is_one_object_with_the_same_tokens_as_stream(capsys):
+    assert "tokens in" in err and "cache" in err
     assert cli.main(["retriever", "--prompt", PROMPT, "--json", *UNDER]) == 0
     figures = json.loads(capsys.readouterr().out)
     model, tokenizer = models.load("retriever")
     tokens = tokenizer.encode(PROMPT)
     steps = list(models.stream(model, [tokens], policy="h2o+caote", budget=16, block=16, max_new_tokens=4))
     assert figures["tokens"] == [int(token[0]) for token, _ in steps]
-    assert figures["text"] == tokenizer.decode(figures["tokens"])
-    assert figures["prompt_tokens"] == len(tokens)
-    assert figures["cache_bytes"] == steps[-1][1].nbytes
+    assert out.strip() == figures["text"].strip() == tokenizer.decode(figures["tokens"]).strip()
+    assert (figures["prompt_tokens"], figures["cache_bytes"]) == (len(tokens), steps[-1][1].nbytes)
 
 
-@pytest.mark.matrix
-def test_two_devices_say_what_one_says(capsys):
-    command = ["retriever", "--prompt", PROMPT, "--json", *UNDER]
-    assert cli.main(command) == cli.main([*command, "--mesh", "data=1,tensor=2"]) == 0
-    one, two = map(json.loads, capsys.readouterr().out.splitlines())
-    assert one["tokens"] == two["tokens"]
-
-
-@pytest.mark.parametrize("kind", ["file", "pipe"])
-def test_a_prompt_is_read_from_a_file_or_out_of_a_pipe(kind, tmp_path, capsys):
+def test_a_prompt_is_read_out_of_a_pipe(told, tmp_path):
     path = tmp_path / "book.txt"
-    if kind == "pipe":
-        os.mkfifo(path)
+    os.mkfifo(path)
     writer = threading.Thread(target=path.write_text, args=(PROMPT,))
     writer.start()
-    if kind == "file":
-        writer.join()
-    assert cli.main(["retriever", "--prompt-file", str(path), "--json", *UNDER]) == 0
+    assert cli.main(["retriever", "--prompt-file", str(path), *UNDER]) == 0
     writer.join()
-    assert cli.main(["retriever", "--prompt", PROMPT, "--json", *UNDER]) == 0
-    read, given = map(json.loads, capsys.readouterr().out.splitlines())
-    assert read["tokens"] == given["tokens"]
+    assert told["tokens"] == [models.load("retriever")[1].encode(PROMPT)]
 
 
 def test_a_question_comes_after_the_context_was_compressed(capsys):
@@ -119,7 +97,7 @@ def told(monkeypatch):
     given = {}
 
     def stream(model, tokens, *, on_block, **settings):
-        given.update(settings)
+        given.update(settings, tokens=tokens)
         on_block(len(tokens[0]), len(tokens[0]))
         return iter([(np.array([token]), types.SimpleNamespace(nbytes=2**20)) for token in (5, 6)])
 
@@ -147,47 +125,7 @@ def test_a_model_without_a_predictor_says_how_to_get_one(folders, flags, capsys)
     assert re.search(r"has no predictor .* python -m train.butler, .*--butler", err), err
 
 
-@pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        (["--select", "oracle"], "select='oracle' needs a budget"),
-        (["--select", "oracle", "--budget", "90000"], "budget of 90000 tokens per step is more than"),
-        (["--select", "oracel", "--budget", "8"], "unknown source 'oracel'"),
-        (["--select", "quest(page_size=0)", "--budget", "8"], "page_size is 0"),
-        (["--select", "oracle", "--budget", "8", "--policy", "h2o"], "both policy='h2o' and select='oracle'"),
-        (["--select", "oracle", "--budget", "8", "--sinks", "-1"], "sinks is -1"),
-        (["--select", "butler", "--butler", "no/such/folder", "--budget", "8"], "no/such/folder has no butler.json"),
-        (["--policy", "h2o+coate", "--budget", "64"], "unknown policy 'coate'"),
-        (["--policy", "h2o@modle", "--budget", "64"], "unknown allocation 'modle'"),
-        (["--policy", "key_norm@model", "--budget", "64"], "put 'normalise' between"),
-        (["--policy", "snapkv", "--budget", "64", "--block", "16"], r"a smaller window \(window=16 in its name\)"),
-        (["--policy", "snapkv@layer", "--budget", "8"], "always keeps 0 first and 32 last"),
-        (["--policy", "h2o+(", "--budget", "64"], "is malformed"),
-        (["--policy", "snapkv", "--budget", "16"], "always keeps 0 first and 32 last"),
-        (["--policy", "h2o", "--budget", "1.5"], "expected tokens per head"),
-        (["--policy", "h2o"], "needs a budget"),
-        (["--budget", "64"], "without a policy"),
-        (["--policy", "h2o", "--budget", "64", "--block", "0"], "block is 0"),
-        (["--max-new-tokens", "0"], "max_new_tokens is 0"),
-        (["--max-new-tokens", "100000"], "positions"),
-        (["--temperature", "-1"], "temperature is -1"),
-        (["--top-p", "2"], "top_p is 2"),
-        (["--dtype", "float8"], "float8"),
-        (["--mesh", "data=2,tensor=3"], "tensor=3|devices"),
-        (["--mesh", "rows=2"], "rows"),
-        (["--mesh", "data=2,tensor=2"], "data=2 does not divide the batch of 1"),
-    ],
-)
-def test_bad_flags_end_in_one_sentence(flags, sentence, capsys):
-    assert cli.main(["retriever", "--prompt", PROMPT, *flags]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.count("\n") == 1
-    assert re.search(sentence, err), err
-
-
-@pytest.mark.parametrize("dtype", first(1, ["int8/bfloat16", "int8"]))
-def test_a_cache_of_eight_bits_takes_its_bytes(dtype, capsys):
+def test_a_cache_of_eight_bits_takes_its_bytes(capsys, dtype="int8/bfloat16"):
     assert cli.main(["retriever", "--prompt", PROMPT, "--json", *UNDER]) == 0
     assert cli.main(["retriever", "--prompt", PROMPT, "--json", *UNDER, "--cache-dtype", dtype]) == 0
     wide, narrow = map(json.loads, capsys.readouterr().out.splitlines())
@@ -202,9 +140,7 @@ def test_a_cache_of_eight_bits_takes_its_bytes(dtype, capsys):
 @pytest.mark.parametrize(
     ("policy", "flags", "moments"),
     [
-        ("h2o+caote", [], ("block", 1)),
         ("snapkv(window=8)", [], ("block", 8)),
-        ("snapkv(window=8)", ["--evict-every", "0"], ("block", 0)),
         ("snapkv(window=8)", ["--evict-every", "3", "--when", "prompt"], ("prompt", 3)),
         ("snapkv(window=8)", ["--when", "published"], ("prompt", 0)),
     ],
@@ -226,14 +162,6 @@ def test_flags_reach_the_stream(told):
     assert {name: told[name] for name in expected} == expected
     assert told["question"] == len(models.load("retriever")[1].encode("what?", add_special_tokens=False))
 
-
-@pytest.mark.matrix
-def test_advice_of_the_engine_is_one_line(capsys):
-    assert cli.main(["retriever", "--prompt", PROMPT, "--policy", "sage", "--budget", "32", *SMALL]) == 0
-    assert re.search(r"^\[warning: 'sage' is made to choose once.*\]\n\[.*\]\n$", capsys.readouterr().err)
-
-
-# Many prompts
 
 THREE = [
     {"prompt": PROMPT},
@@ -268,13 +196,6 @@ def test_each_of_many_prompts_gives_what_it_gives_alone(tmp_path, capsys):
         assert {name: one[name] for name in told} == {name: figures[name] for name in told}
 
 
-def test_many_prompts_may_come_from_standard_input(tmp_path, capsys, monkeypatch):
-    content = Path(prompts(tmp_path, THREE[:1])).read_bytes()
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
-    assert cli.main(["retriever", "--prompts", "-", *UNDER]) == 0
-    assert json.loads(capsys.readouterr().out)["line"] == 1
-
-
 def test_a_prompt_that_fails_leaves_the_others_alone(tmp_path, capsys):
     long = {"prompt": "calm " * 5000, "policy": "full"}
     assert cli.main(["retriever", "--prompts", prompts(tmp_path, [long, THREE[0]]), *UNDER]) == 2
@@ -297,18 +218,13 @@ def test_many_prompts_stand_in_the_chat_template(folders, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
-        ("{", "no JSON object"),
         ("[1]", "no JSON object"),
-        ("{}", "the prompt is empty"),
         ({"prompt": " "}, "the prompt is empty"),
         ({"prompt": 3}, "prompt is a JSON int; expected text"),
         ({"prompt": "x", "budgets": 3}, "unknown field 'budgets'; expected one of prompt, question, policy, budget"),
         ({"prompt": "x", "budget": True}, "budget is a JSON bool; expected a number"),
         ({"prompt": "x", "budget": 1.5}, "expected tokens per head"),
-        ({"prompt": "x", "budget": 0}, "an int from 1"),
-        ({"prompt": "x", "policy": "h2oo"}, "unknown policy"),
         ({"prompt": "x", "policy": "snapkv(window=99)", "budget": 512}, "block has 16"),
-        ({"prompt": "x", "policy": "snapkv", "budget": 8}, "always keeps 0 first and 32 last"),
         ({"prompt": "x", "policy": "full", "budget": 8}, "without a policy"),
     ],
 )
@@ -320,7 +236,7 @@ def test_a_bad_line_is_named_before_the_weights_are_read(line, sentence, tmp_pat
     assert re.search(rf"line 2 of \S+prompts.jsonl: .*{sentence}", err), err
 
 
-@pytest.mark.parametrize("other", [["--prompt", "x"], ["--prompt-file", "x"], ["--question", ""], ["--json"]])
+@pytest.mark.parametrize("other", [["--prompt", "x"], ["--question", ""]])
 def test_many_prompts_stand_alone(other, capsys):
     with pytest.raises(SystemExit, match="2"):
         cli.main(["retriever", "--prompts", "x", *other])
@@ -334,21 +250,9 @@ def test_each_flag_says_its_default(command):
     assert silent == ["--help", "--version"]
 
 
-@pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        (["--prompt", "  "], "the prompt is empty"),
-        (["--prompt-file", "none.txt"], "there is no prompt file"),
-        (["--prompt-file", "picture.png"], "not UTF-8"),
-        (["--prompts", "empty.jsonl"], "has no prompts"),
-    ],
-)
-def test_prompts_that_are_none_are_refused(flags, sentence, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("picture.png").write_bytes(b"\x89PNG\xff\xfe")
-    Path("empty.jsonl").write_text("\n")
-    assert cli.main(["retriever", *flags]) == 2
-    assert sentence in capsys.readouterr().err
+def test_a_file_without_prompts_is_refused(tmp_path, capsys):
+    assert cli.main(["retriever", "--prompts", prompts(tmp_path, [""])]) == 2
+    assert "has no prompts" in capsys.readouterr().err
 
 
 def test_the_module_runs_and_the_function_keeps_its_name():

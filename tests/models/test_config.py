@@ -47,7 +47,7 @@ def test_a_published_config_is_read_field_by_field():
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_both_generations_read_the_same(name):
+def test_both_generations_and_what_is_written_read_the_same(name):
     new = json.loads((GOLDEN / name / "config.json").read_text())
     parameters = dict(new["rope_parameters"])
     old = {key: value for key, value in new.items() if key != "rope_parameters"}
@@ -60,13 +60,8 @@ def test_both_generations_read_the_same(name):
     kind = parameters.pop("rope_type")
     if kind != "default":
         old["rope_scaling"] = parameters | {"type": kind}
-    assert from_hugging_face(old) == from_hugging_face(new)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_written_config_reads_back_as_itself(name):
-    config = from_hugging_face(json.loads((GOLDEN / name / "config.json").read_text()))
-    assert from_hugging_face(to_hugging_face(config)) == config
+    config = from_hugging_face(new)
+    assert config == from_hugging_face(old) == from_hugging_face(to_hugging_face(config))
 
 
 LENGTH = "original_max_position_embeddings"
@@ -96,16 +91,14 @@ def test_rope_scalings_of_all_generations_are_read(fields, scaling, rope):
 
 def test_fields_left_out_take_their_defaults():
     assert read() == Config(64, 32, 48, num_layers=3, num_heads=4, num_kv_heads=4, head_dim=8)
-
-
-@pytest.mark.parametrize(("architecture", "biases"), [("Qwen2", (True, False)), ("Mistral", (False, False))])
-def test_biases_are_those_of_the_architecture_whatever_it_says(architecture, biases):
-    config = read(architectures=[f"{architecture}ForCausalLM"], attention_bias=True)
-    assert (config.attention_bias, config.output_bias) == biases
-
-
-def test_qwen3_has_heads_of_128_by_default():
     assert read(**of("Qwen3")).head_dim == 128
+    granite = read(**of("Granite"))
+    assert (granite.attention_multiplier, granite.logits_scaling) == (1.0, 1.0)
+    assert read(**of("Mistral")).sliding_windows == (4096,) * 3  # as in transformers
+    assert read(**of("Mistral"), sliding_window=None).sliding_windows == (None,) * 3
+    for name, bias in (("Qwen2", True), ("Mistral", False)):  # whatever they say
+        config = read(**of(name), attention_bias=True)
+        assert (config.attention_bias, config.output_bias) == (bias, False)
 
 
 def test_every_fourth_layer_of_smollm3_has_no_rotary_embedding_by_default():
@@ -224,19 +217,16 @@ def test_qwen_sliding_windows(fields, windows):
     assert read(**of("Qwen2"), sliding_window=8, **fields).sliding_windows == windows
 
 
-@pytest.mark.parametrize(("given", "eos"), [(7, (7,)), ([7, 8], (7, 8)), (None, ())])
-def test_end_tokens(given, eos):
-    assert read(eos_token_id=given).eos == eos
+def test_end_tokens():
+    assert [read(eos_token_id=given).eos for given in (7, [7, 8], None)] == [(7,), (7, 8), ()]
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not supported.*LlamaForCausalLM, Mistral.*Qwen3"),
-        ({"architectures": None}, "supported are LlamaForCausalLM"),
         ({"vocab_size": None}, "lacks vocab_size"),
         ({"hidden_size": "32"}, "hidden_size is '32'; expected an integer or None"),
-        ({"num_hidden_layers": 0}, "num_hidden_layers is 0; it must be a positive integer"),
         ({"num_key_value_heads": 3}, "4 query heads cannot share 3 KV heads"),
         ({"head_dim": 7}, "head_dim is 7; rotary embedding needs an even head_dim"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; only 'silu'"),
@@ -248,42 +238,26 @@ def test_end_tokens(given, eos):
             {"rope_scaling": {"type": "longrope", "short_factor": [1] * 4, "long_factor": [1, 2, 3, 0]}},
             "long_factor of rope type 'longrope' has 4 numbers; expected 4 numbers above 0",
         ),
-        (
-            of("Phi3", partial_rotary_factor=0.4),
-            "partial_rotary_factor is 0.4 of heads of 8; expected a share in .0, 1. that is an even number",
-        ),
-        (of("Phi3", partial_rotary_factor=2), "partial_rotary_factor is 2.0 of heads"),
+        (of("Phi3", partial_rotary_factor=0.4), "partial_rotary_factor is 0.4 of heads of 8; expected a share in"),
         ({"rope_scaling": {"type": "linear"}}, "'linear' needs a 'factor'"),
         ({"rope_scaling": "linear"}, "rope_scaling is 'linear'; expected an object of named values"),
         ({"tie_word_embeddings": "false"}, "tie_word_embeddings is 'false'; expected True or False"),
-        ({"attention_bias": 0}, "attention_bias is 0; expected True or False"),
-        ({"mlp_bias": "false"}, "mlp_bias is 'false'; expected True or False"),
-        ({"use_sliding_window": "false"}, "use_sliding_window is 'false'; expected True or False"),
         ({"rope_theta": 0}, "rope_theta is 0; it must be a number above 0"),
-        ({"rope_theta": True}, "rope_theta is True; expected a finite number"),
-        ({"rope_parameters": {"rope_theta": 0.0}}, "rope_theta is 0.0; it must be a number above 0"),
-        ({"original_max_position_embeddings": 0}, "original_max_position_embeddings is 0; it must be"),
-        ({"partial_rotary_factor": 0}, "partial_rotary_factor is 0; only 1 is supported"),
         ({"rope_scaling": {"type": "llama3", "factor": 2, "low_freq_factor": 0}}, "low_freq_factor is 0; it must be"),
         ({"rope_scaling": {"type": "yarn", "truncate": "no"}}, "rope: truncate is 'no'; expected True or False"),
-        ({"rope_scaling": {"type": "yarn", "attention_factor": "1"}}, "rope: attention_factor is '1'; expected a fin"),
         ({"layer_types": ["full"] * 3}, r"layer_types is \['full', .*expected a list of 'full_attention' or 'sliding"),
-        ({"max_position_embeddings": 512.0}, r"max_position_embeddings is 512\.0; expected an integer"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "the same for all layers"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
         (of("Qwen3Moe", decoder_sparse_step=0), "decoder_sparse_step is 0; it must be"),
         (of("Mixtral", num_experts_per_tok=9), "experts_per_token is 9; expected a numb"),
         (of("Mixtral", num_local_experts=0), "num_experts is 0; it must be a positive"),
         (of("Gemma2", hidden_activation="gelu"), "hidden_activation is 'gelu'; only"),
-        (of("Gemma2", attn_logit_softcapping=0), "attn_logit_softcapping is 0; it must"),
         (of("Gemma3", use_bidirectional_attention=True), "only causal attention"),
         (
             of("Gemma3", rope_parameters={"full_attention": {}, "sliding_attention": {"rope_type": "yarn"}}),
             "rope type 'yarn' of layers with a sliding window is not supported; only 'default'",
         ),
-        (of("Granite", logits_scaling=0), "logits_scaling is 0; it must be a number"),
         (of("SmolLM3", no_rope_layers=[1]), "no_rope_layers has 1 entries; it must"),
-        (of("SmolLM3", no_rope_layer_interval=0), "no_rope_layer_interval is 0"),
     ],
 )
 def test_bad_config_is_one_clear_sentence(fields, message):
@@ -292,9 +266,7 @@ def test_bad_config_is_one_clear_sentence(fields, message):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "fields", [{"tie_embeddings": "false"}, {"norm_epsilon": "1e-6"}, {"eos": (1.5,)}, {"rope": {"theta": 1e4}}]
-)
+@pytest.mark.parametrize("fields", [{"norm_epsilon": "1e-6"}, {"eos": (1.5,)}, {"rope": {"theta": 1e4}}])
 def test_fields_of_another_type_are_refused(fields):
     with pytest.raises(ValueError, match=rf"^{next(iter(fields))} is .*; expected "):
         dataclasses.replace(read(), **fields)
@@ -325,7 +297,6 @@ MIXED = {
 @pytest.mark.parametrize(
     ("fields", "sparse"),
     [
-        ({"decoder_sparse_step": 2}, (1, 3, 5)),
         ({"decoder_sparse_step": 4}, (3,)),
         ({"mlp_only_layers": [0, 9]}, (1, 2, 3, 4, 5)),  # transformers takes no notice of a layer that is not there
         ({"decoder_sparse_step": 3, "mlp_only_layers": [5]}, (2,)),

@@ -1,244 +1,146 @@
 """Prefill, generate and stream against an independent reference, row by row; tests/campaign draws the pairs."""
 
-import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import models
-from tests.models import reference
-from tests.models.tiny import (
-    BLOCK,
-    BUDGET,
-    CONFIG,
-    LENGTHS,
-    LONG,
-    LONG_LENGTHS,
-    SETTINGS,
-    STATE,
-    TOKENS,
-    VOCABULARY,
-    WINDOW,
-    answers,
-    assert_keeps,
-    decoder,
-    kept_tokens,
-    run,
-    streamed,
-    tiered,
-    weights,
-)
+from models import by_layer
+from models.plan import Options, check_prompt, plan_run
+from models.steps import LayerCaches
+from tests.models import reference, tiny
+from tests.models.tiny import SETTINGS, STATE, answers, decoder, run
 from tests.tiers import first
 
-# Chains that the campaign's table does not have in this form; tests/kvjax has every link.
-POLICIES = [
-    "h2o+caote",
-    "snapkv(window=3,pooling='max')+caote",
-    "h2o(accumulate=False)+caote",
-    "key_norm+normalise+caote",
-    "h2o+caote(group='mean')",
-    "tova(heads='group')+fast_caote(norm=1,group='mean')",
-    "h2o+pool(pooling='max')+caote",
-    "snapkv(window=4,kernel=3)+fast_caote+protect(sinks=2,recent=0.25)",
-]
+END = tuple(range(0, tiny.VOCABULARY, 9))  # so many that the rows stop at different steps
 
 
-@pytest.mark.parametrize("name", first(1, POLICIES))
-def test_fifty_blocks_keep_the_references_tokens_and_give_its_logits(name):
-    settings = dict(policy=name, budget=14, block=4)
-    out = models.prefill(decoder(), LONG, LONG_LENGTHS, outputs="all", **settings)
-    assert out.cache.next_position.tolist() == LONG_LENGTHS.tolist()
-    for row, length in enumerate(LONG_LENGTHS):
-        expected = run(LONG[row, :length], **settings)
-        assert_keeps(out.cache, row, expected)
+def test_fifty_blocks_keep_the_references_tokens_and_give_its_logits():
+    settings = dict(policy="h2o+caote", budget=14, block=4)
+    out = models.prefill(decoder(), tiny.LONG, tiny.LONG_LENGTHS, outputs="all", **settings)
+    assert out.cache.next_position.tolist() == tiny.LONG_LENGTHS.tolist()
+    for row, length in enumerate(tiny.LONG_LENGTHS):
+        expected = run(tiny.LONG[row, :length], **settings)
+        tiny.assert_keeps(out.cache, row, expected)
         np.testing.assert_allclose(np.asarray(out.logits)[row, :length], expected.logits, atol=1e-4, rtol=0)
 
 
-END = tuple(range(0, VOCABULARY, 9))  # so many that the rows stop at different steps
-DECODING = {
-    "h2o+caote": dict(policy=STATE),
-    "snapkv once, then by its window": dict(policy="snapkv(window=3,pooling='max')", when="prompt"),
-    "h2o every 5 steps": dict(policy="h2o", evict_every=5),
-    "tova of a group never": dict(policy="tova(heads='group')", budget=12, evict_every=0),
-    "random+fast_caote, one by one": dict(policy="random(seed=5)+fast_caote", block=1),
-    "protected, blocks of 7": dict(policy="h2o+caote+protect(recent=0.5)", budget=14, block=7),
-}
-
-
-def settings_of(case):
-    return {**SETTINGS, "max_new_tokens": 16, "end": END, **case}
-
-
-@pytest.mark.parametrize("case", first(2, DECODING.values()), ids=DECODING)
-def test_decoding_gives_the_references_tokens_and_keeps_what_it_keeps(case):
-    settings = settings_of(case)
-    out = models.generate(decoder(), TOKENS, lengths=LENGTHS, **settings)
-    steps = settings.pop("max_new_tokens")
-    for row, length in enumerate(LENGTHS):
-        expected = run(TOKENS[row, :length], new_tokens=steps, **settings)
-        assert answers(out)[row] == expected.tokens
-        assert_keeps(out.cache, row, expected)
-        assert out.cache.next_position[row] == length + len(expected.tokens) - 1
-        assert (np.asarray(out.tokens)[row, len(expected.tokens) :] == 0).all()
-    assert len(set(out.lengths.tolist())) > 1, "the rows should stop at different steps; change END"
-    if settings["policy"].startswith("snapkv") and settings.get("when") == "prompt":
-        assert out.cache.num_slots == BUDGET + 3, "only the budget is allocated"
-
-
-@pytest.mark.parametrize("name", first(1, ["h2o+caote", "tova of a group never"]))
-def test_a_streamed_row_alone_gives_the_references_tokens(name):
-    settings = settings_of(DECODING[name])
-    steps = settings.pop("max_new_tokens")
-    for row, length in enumerate(LENGTHS):
-        tokens, cache = streamed(decoder(), TOKENS[row : row + 1, :length], max_new_tokens=steps, **settings)
-        expected = run(TOKENS[row, :length], new_tokens=steps, **settings)
-        assert tokens[0].tolist() == expected.tokens
-        assert_keeps(cache, 0, expected)
-
-
-def test_what_stands_behind_a_row_and_in_other_rows_does_not_matter():
-    settings = dict(policy=STATE, max_new_tokens=16, end=END, **SETTINGS)
-    one = models.generate(decoder(), TOKENS, lengths=LENGTHS, **settings)
-    other_tokens = np.where(np.arange(60) < LENGTHS[:, None], TOKENS, 17)
-    other_tokens[0] = other_tokens[0, ::-1]
-    other_tokens[2] = 5
-    two = models.generate(decoder(), other_tokens, lengths=np.array([40, 37, 60]), **settings)
-    assert answers(one)[1] == answers(two)[1]
-    np.testing.assert_array_equal(*(kept_tokens(out.cache)[:, 1] for out in (one, two)))
-
-
-SAMPLED = dict(policy="full", temperature=0.8, top_k=9, top_p=0.9, block=BLOCK)
-
-
-@pytest.mark.parametrize("settings", first(1, [
-    SAMPLED | dict(key=jax.random.key(7)),
-    dict(policy="snapkv(window=4)", budget=0.5, when="prompt", evict_every=3, block=BLOCK),
-]), ids=["full and sampled", "once"])  # fmt: skip
-def test_a_streamed_batch_gives_the_tokens_of_generate(settings):
-    settings = dict(lengths=LENGTHS, max_new_tokens=12, end=END, **settings)
-    whole = models.generate(decoder(), TOKENS, **settings)
-    steps, _ = streamed(decoder(), TOKENS, **settings)
-    assert steps.shape[1] == whole.lengths.max()
-    for row, length in enumerate(whole.lengths):
-        assert steps[row, :length].tolist() == answers(whole)[row]
+def test_each_step_draws_anew_and_a_stream_draws_what_generate_does():
+    """So hot that all tokens are alike, twelve draws are twelve different ones or nearly so."""
+    hot = dict(temperature=1e6, top_k=200, top_p=0.9, end=(3, 4), max_new_tokens=12, lengths=tiny.LENGTHS)
+    settings = dict(policy=STATE, **SETTINGS, **hot)
+    one, same, other = (
+        models.generate(decoder(), tiny.TOKENS, key=jax.random.key(seed), **settings) for seed in (7, 7, 2)
+    )
+    assert answers(one) == answers(same) != answers(other)
+    assert all(len(set(row)) > 8 for row in answers(one))
+    steps, _ = tiny.streamed(decoder(), tiny.TOKENS, key=jax.random.key(7), **settings)
+    assert steps.shape[1] == one.lengths.max()
+    for row, length in enumerate(one.lengths):
+        assert steps[row, :length].tolist() == answers(one)[row]
         assert (steps[row, length:] == -1).all()
 
 
-def test_the_same_key_draws_the_same_tokens_and_another_key_others():
-    settings = SAMPLED | dict(lengths=LENGTHS, max_new_tokens=12, end=END)
-    one, same, other = (
-        models.generate(decoder(), TOKENS, key=jax.random.key(seed), **settings).tokens.tolist() for seed in (7, 7, 2)
-    )
-    assert one == same != other
-
-
-# --- nothing evicted: the dense model ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("block", "policy"), tiered(1, 1, [(BLOCK, "full"), (1, STATE), (32, STATE), (7, "full")])
-)  # fmt: skip
-def test_a_budget_that_holds_the_prompt_gives_the_dense_logits(block, policy):
-    settings = dict(block=block, policy=policy, budget=None if policy == "full" else 60, outputs="all")
-    out = models.prefill(decoder(), TOKENS, LENGTHS, reserve=5, **settings)
-    for row, length in enumerate(LENGTHS):
-        dense = run(TOKENS[row, :length])
-        np.testing.assert_allclose(np.asarray(out.logits)[row, :length], dense.logits, atol=1e-4, rtol=0)
-    assert (out.cache.num_live == LENGTHS[:, None]).all()
-    if policy == "full":
-        assert 65 <= out.cache.num_slots <= 65 * 9 / 8, "room for later tokens; few sizes, so that programs are few"
-
-
-def test_the_reference_gives_the_dense_logits():
-    dense = run(LONG[0, :130])
-    logits = jax.jit(lambda model, tokens: model(tokens))(decoder(), LONG[:1, :130])
-    np.testing.assert_allclose(logits[0], dense.logits, atol=1e-4, rtol=0)
-    masked = jax.jit(lambda weights: reference.masked_logits(weights, CONFIG, LONG[0, :130], dense.seen))(weights())
-    np.testing.assert_allclose(masked, dense.logits, atol=1e-4, rtol=0)
-
-
-# --- what comes back, and how one may ask ----------------------------------------------------------------------------
-
-
-def test_the_last_logits_are_the_last_of_all():
-    last = models.prefill(decoder(), TOKENS, LENGTHS, policy=STATE, **SETTINGS)
-    assert last.logits.shape == (3, VOCABULARY) and last.logits.dtype == jnp.float32
-    for row, length in enumerate(LENGTHS):
-        expected = run(TOKENS[row, :length], policy=STATE, **SETTINGS).logits[-1]
-        np.testing.assert_allclose(np.asarray(last.logits)[row], expected, atol=1e-4, rtol=0)
-
-
 @pytest.mark.bad_input  # annotations name Python's numbers
-@pytest.mark.parametrize(
-    ("make", "policy"), tiered(0, 1, [(np.int64, "h2o@layer"), (np.int8, "h2o@layer"), (jnp.int32, "h2o@layer")])
-)
-def test_counts_of_numpys_and_jaxs_give_what_pythons_give(make, policy):
-    def given(n):
-        counts = dict(budget=n(16), block=n(8), max_new_tokens=n(4), evict_every=n(2), page_size=n(4), top_k=n(3))
-        more = dict(policy=policy, question=n(3), end=(n(7),), temperature=1.0, key=jax.random.key(0))
-        return models.generate(decoder(), TOKENS[:1], **counts, **more)
+@pytest.mark.parametrize("make", [np.int64, np.int8])
+@pytest.mark.parametrize("asked", [dict(policy="h2o@layer"), dict(select="oracle", policy=None)], ids=str)
+def test_counts_of_numpys_make_the_plan_that_pythons_make(make, asked):
+    def planned(n):
+        sizes = dict(budget=n(16), block=n(8), evict_every=n(2), page_size=n(4), sinks=n(2), reserve=n(4))
+        return plan_run(decoder(), check_prompt(decoder(), tiny.TOKENS, None, n(3)), Options(**sizes, **asked), None)[0]
 
-    np.testing.assert_array_equal(given(make).tokens, given(int).tokens)
+    assert planned(make) == planned(int)
 
 
-@pytest.mark.matrix
-@pytest.mark.bad_input
-def test_counts_of_a_selection_may_be_numpys():
-    def given(budget, sinks):
-        settings = dict(select="oracle", budget=budget, sinks=sinks, max_new_tokens=3)
-        return models.generate(decoder(), TOKENS[:1, :40], **settings).tokens
+def test_gradients_through_an_evicting_prefill_are_those_of_the_masked_dense_model():
+    tokens = tiny.TOKENS[0]
 
-    np.testing.assert_array_equal(given(jnp.float32(0.5), np.int64(2)), given(0.5, 2))
-
-
-@pytest.mark.parametrize("block", tiered(0, 1, [32, 3, 70]))
-def test_where_all_keys_have_one_norm_the_newest_stay_whatever_the_blocks(block):
-    config = dataclasses.replace(CONFIG, architecture="qwen3", query_key_norm=True)
-    plain = weights(config)
-    model = reference.decoder(config, plain | {"layers.key_norm": np.ones_like(plain["layers.key_norm"])})
-    cache, _ = models.prefill(model, LONG[:1, :70], policy="key_norm", budget=20, block=block)
-    position = np.sort(np.asarray(cache.position), axis=-1)
-    np.testing.assert_array_equal(position[..., -20:], np.broadcast_to(np.arange(50, 70), (*position.shape[:-1], 20)))
-    assert (position >= 0).sum(-1).max() == 20
-
-
-# --- gradients -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("when", "name"), first(1, [("block", STATE), ("prompt", WINDOW)]))
-def test_gradients_through_an_evicting_prefill_are_those_of_the_masked_dense_model(when, name):
-    tokens = TOKENS[0]
-
+    @jax.jit
     def mean_nll(logits):
-        return -jnp.take_along_axis(jax.nn.log_softmax(logits[:-1]), jnp.asarray(tokens)[1:, None], axis=1).mean()
+        return -jnp.take_along_axis(jax.nn.log_softmax(logits[:-1]), tokens[1:, None], axis=1).mean()
 
     def evicting(model):
-        out = models.prefill(model, tokens[None], policy=name, outputs="all", when=when, **SETTINGS)
-        return mean_nll(out.logits[0])
+        return mean_nll(models.prefill(model, tokens[None], policy=STATE, outputs="all", **SETTINGS).logits[0])
 
-    seen = run(tokens, policy=name, when=when, **SETTINGS).seen
-    assert when == "prompt" or seen[0, 0].sum(axis=1).max() == BUDGET + BLOCK
-    masked = jax.jit(jax.value_and_grad(lambda w: mean_nll(reference.masked_logits(w, CONFIG, tokens, seen))))
-    expected_loss, expected = masked(weights())
+    seen = run(tokens, policy=STATE, **SETTINGS).seen
+    assert seen[0, 0].sum(axis=1).max() == tiny.BUDGET + SETTINGS["block"]
+    masked = jax.jit(jax.value_and_grad(lambda w: mean_nll(reference.masked_logits(w, tiny.CONFIG, tokens, seen))))
+    expected_loss, expected = masked(tiny.weights())
     loss, gradient = jax.value_and_grad(evicting)(decoder())
     assert loss == pytest.approx(float(expected_loss), rel=1e-5)
     for path, expected_leaf in expected.items():
-        leaf = gradient
-        for part in path.split("."):
-            leaf = getattr(leaf, part)
+        leaf = functools.reduce(getattr, path.split("."), gradient)
         found, expected_leaf = np.asarray(leaf[...]), np.asarray(expected_leaf)
         error = np.abs(found - expected_leaf).max() / np.abs(expected_leaf).max()
         assert np.isfinite(found).all() and error < 1e-4, f"{path}: {error:.1e}"
 
 
-@pytest.mark.parametrize("function", ["generate", "stream"])
-def test_each_step_draws_anew(function):
-    """So hot that all tokens are alike, twelve draws are twelve different ones or nearly so."""
-    settings = SETTINGS | dict(policy=STATE, max_new_tokens=12, end=(), temperature=1e6, key=jax.random.key(0))
-    if function == "generate":
-        tokens = models.generate(decoder(), TOKENS, lengths=LENGTHS, **settings).tokens
-    else:
-        tokens, _ = streamed(decoder(), TOKENS, lengths=LENGTHS, **settings)
-    assert all(len(set(row)) > 8 for row in np.asarray(tokens).tolist())
+ASKED = np.array([5, 0, 2])
+BY_LAYERS = {
+    "turned keys, left windows": dict(policy="tova+positions(kind='compact')", config=tiny.SLIDING),
+    "once, a question": dict(policy=tiny.WINDOW, when="prompt", evict_every=3, question=ASKED),
+    "through the output, of all heads": dict(policy="laprox(window=4)@model", evict_every=0, question=ASKED),
+    "a predictor's": dict(policy="butler+caote", question=ASKED),
+}
+
+
+@pytest.mark.parametrize("case", first(2, BY_LAYERS.values()), ids=BY_LAYERS)
+def test_a_stream_by_layers_gives_the_references_tokens_and_keeps_what_it_keeps(case, run_by_layer):
+    settings = SETTINGS | dict(question=np.zeros(3, int)) | case
+    config, predictor, told = settings.pop("config", tiny.CONFIG), {}, {}
+    if settings["policy"] == "butler+caote":
+        butler = reference.butler(config)
+        arrays = {name: np.asarray(array, np.float64) for name, array in nnx.to_pure_dict(nnx.state(butler)).items()}
+        predictor, told = dict(butler=butler), dict(butler=(arrays, butler.config.rope_theta))
+    steps, cache = tiny.streamed(
+        decoder(config), tiny.TOKENS, lengths=tiny.LENGTHS, max_new_tokens=8, end=END, **settings, **predictor
+    )
+    for row, (length, question) in enumerate(zip(tiny.LENGTHS, settings.pop("question"), strict=True)):
+        expected = run(
+            tiny.TOKENS[row, :length], config, question=question, new_tokens=steps.shape[1], end=END, **settings, **told
+        )
+        assert [token for token in steps[row].tolist() if token >= 0] == expected.tokens
+        tiny.assert_keeps(cache, row, expected)
+
+
+def test_small_layers_run_in_one_program_and_large_ones_one_by_one(monkeypatch):
+    def cache_of_a_stream():
+        settings = dict(lengths=tiny.LENGTHS, policy=STATE, max_new_tokens=8, end=END, **SETTINGS)
+        return next(models.stream(decoder(), tiny.TOKENS, **settings))[1]
+
+    layer = sum(array.nbytes for array in decoder().layers.arrays().values()) // tiny.CONFIG.num_layers
+    monkeypatch.setattr(by_layer, "LARGE_LAYER", layer + 1)
+    stacked = cache_of_a_stream()
+    assert not isinstance(stacked, LayerCaches)
+    monkeypatch.setattr(by_layer, "LARGE_LAYER", layer)
+    layers = cache_of_a_stream()
+    assert isinstance(layers, LayerCaches)
+    for name in ("key", "value", "position", "live", "num_live", "next_position", "state"):
+        both = (getattr(cache, name) for cache in (layers, stacked))
+        jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-4), *both)
+    for name in ("positions", "num_slots", "heads_shape", "nbytes"):
+        assert getattr(layers, name) == getattr(stacked, name)
+
+
+@pytest.mark.matrix
+def test_inside_of_other_peoples_vmap_it_is_one_program(run_by_layer):
+    settings = dict(policy=STATE, max_new_tokens=3, temperature=1.0, end=(), **SETTINGS)
+    drawn = functools.partial(models.generate, decoder(), tiny.TOKENS[:1], **settings)
+    keys = jax.random.split(jax.random.key(0), 2)
+    alone = [drawn(key=key).tokens.tolist() for key in keys]
+    assert jax.vmap(lambda key: drawn(key=key).tokens)(keys).tolist() == alone
+
+
+def test_a_threshold_begins_a_new_window_whatever_the_budget():
+    """A budget of all slots keeps no token below the threshold, so the prompt's window has had its say."""
+    name = "snapkv(window=4)@threshold(least=0.05)"
+    settings = dict(budget=100, when="prompt", evict_every=2, block=tiny.BLOCK)
+    prompt = tiny.TOKENS[:1, :21]
+    tokens, cache = tiny.streamed(decoder(), prompt, policy=name, max_new_tokens=8, end=(), **settings)
+    expected = run(prompt[0], policy=name, new_tokens=8, **settings)
+    assert tokens[0].tolist() == expected.tokens
+    tiny.assert_keeps(cache, 0, expected)

@@ -1,97 +1,322 @@
 """A cache that is kept: questions asked of it are answered as if each had come with its whole document."""
 
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 import kvjax
 import models
-from tests.models.tiny import (
-    DOCUMENT,
-    LENGTHS,
-    QUESTIONS,
-    SETTINGS,
-    STATE,
-    TOKENS,
-    UNEVEN,
-    WINDOW,
-    answers,
-    assert_keeps,
-    bytes_of,
-    decoder,
-    held,
-    lengths_of,
-    run,
-    streamed,
-)
+from kvjax.cache import dtypes_of
+from models.config import Rope
+from models.layer_caches import LayerCaches
+from tests.models import tiny
+from tests.models.tiny import SETTINGS, STATE, answers, decoder, run
 from tests.tiers import first
 
-NEW = 9
-POLICIES = (STATE, UNEVEN, WINDOW, "sage(heads='query')", "streaming+positions", "expected_attention(future=8)")
-POLICIES += ("laprox(window=4)@model", "cake(window=4)@cake")
+NEW, ASKED = 9, tiny.lengths_of(tiny.QUESTIONS)
+POLICIES = (tiny.UNEVEN, "sage(heads='query')", "streaming+positions", "laprox(window=4)@model")
 
 
 def assert_is_from_scratch(out, documents, **settings):
     """Each row's answer and tokens are those of the reference, which was given the whole text."""
-    for row, (document, question) in enumerate(zip(documents, QUESTIONS, strict=True)):
+    for row, (document, question) in enumerate(zip(documents, tiny.QUESTIONS, strict=True)):
         text = [*document, *question]
         expected = run(text, question=len(question), new_tokens=NEW, **settings)
         assert answers(out)[row] == expected.tokens, question
-        assert_keeps(out.cache, row, expected)
+        tiny.assert_keeps(out.cache, row, expected)
+
+
+three_times = jax.jit(lambda cache: kvjax.repeat(cache, 3))
 
 
 @pytest.mark.filterwarnings("ignore:.*made to choose once")
-@pytest.mark.parametrize(
-    "policy",
-    [*first(2, POLICIES[:-1]), pytest.param(POLICIES[-1], marks=pytest.mark.nightly)],  # of 15 s, and paged as others
-)
+@pytest.mark.parametrize("policy", first(1, POLICIES))
 def test_questions_on_one_cache_are_runs_from_scratch(policy):
     settings = dict(policy=policy, **SETTINGS)
-    kept = models.prefill(decoder(), DOCUMENT, **settings).cache
+    kept = models.prefill(decoder(), tiny.DOCUMENT, **settings).cache
     asked = dict(max_new_tokens=NEW, end=(), **settings)
-    many = models.generate(decoder(), QUESTIONS, cache=kvjax.repeat(kept, 3), question=lengths_of(QUESTIONS), **asked)
-    assert_is_from_scratch(many, [DOCUMENT[0]] * 3, **settings)
+    many = models.generate(decoder(), tiny.QUESTIONS, cache=three_times(kept), question=ASKED, **asked)
+    assert_is_from_scratch(many, [tiny.DOCUMENT[0]] * 3, **settings)
 
 
 def test_rows_of_a_cache_differ_in_what_they_have_seen():
-    settings, documents = dict(policy=STATE, **SETTINGS), [row[:n] for row, n in zip(TOKENS, LENGTHS, strict=True)]
+    settings = dict(policy=STATE, **SETTINGS)
+    documents = [row[:n] for row, n in zip(tiny.TOKENS, tiny.LENGTHS, strict=True)]
     kept = models.prefill(decoder(), documents, **settings).cache
-    assert kept.next_position.tolist() == LENGTHS.tolist()
+    assert kept.next_position.tolist() == tiny.LENGTHS.tolist()
     asked = dict(max_new_tokens=NEW, end=(), **settings)
-    out = models.generate(decoder(), QUESTIONS, cache=kept, question=lengths_of(QUESTIONS), **asked)
+    out = models.generate(decoder(), tiny.QUESTIONS, cache=kept, question=ASKED, **asked)
     assert_is_from_scratch(out, documents, **settings)
 
 
-# Each way, layout and moment once: test_engine_paths compares the ways under each kind of policy.
-@pytest.mark.parametrize(
-    ("policy", "when", "each_way"),
-    first(1, [(WINDOW, "block", "layers"), ("laprox(window=4)@model", "prompt", "one program")]),
-    indirect=["each_way"],
-)
-def test_a_cache_may_be_asked_again(policy, when, each_way):
-    settings = dict(policy=policy, when=when, **SETTINGS)
-    kept = models.prefill(decoder(), DOCUMENT, **settings).cache
-    before = bytes_of(kept)
+def test_a_cache_may_be_asked_again(run_by_layer):
+    settings = dict(policy=tiny.WINDOW, **SETTINGS)
+    kept = models.prefill(decoder(), tiny.DOCUMENT, **settings).cache
+    before = tiny.bytes_of(kept)
     asked = dict(cache=kept, max_new_tokens=NEW, end=(), question=5, **settings)
-    first_time, second = (models.generate(decoder(), QUESTIONS[:1], **asked) for _ in range(2))
-    tokens, last = streamed(decoder(), QUESTIONS[:1], **asked)
+    first_time, second = (models.generate(decoder(), tiny.QUESTIONS[:1], **asked) for _ in range(2))
+    tokens, last = tiny.streamed(decoder(), tiny.QUESTIONS[:1], **asked)
     assert answers(first_time) == answers(second) == tokens.tolist()
-    assert held(first_time.cache) == held(last)
-    assert bytes_of(kept) == before
-    expected = run([*DOCUMENT[0], *QUESTIONS[0]], question=5, new_tokens=NEW, **settings)
+    assert tiny.held(first_time.cache) == tiny.held(last)
+    assert tiny.bytes_of(kept) == before
+    expected = run([*tiny.DOCUMENT[0], *tiny.QUESTIONS[0]], question=5, new_tokens=NEW, **settings)
     assert answers(second)[0] == expected.tokens
-    assert_keeps(second.cache, 0, expected)
+    tiny.assert_keeps(second.cache, 0, expected)
 
 
 @pytest.mark.parametrize(
     ("policy", "each_way"),
-    first(1, [
-        (STATE, "one program"), ("streaming+positions(kind='index')", "layers"), ("snapkv(window=4)@adakv", "layers"),
-    ]),
+    first(1, [(STATE, "one program"), ("snapkv(window=4)@adakv", "layers")]),
     indirect=["each_way"],
-)  # fmt: skip
+)
 def test_without_a_policy_nothing_more_leaves(policy, each_way):
     settings = dict(policy=policy, **SETTINGS)
-    kept = models.prefill(decoder(), DOCUMENT, **settings).cache
-    out = models.generate(decoder(), QUESTIONS[:1], cache=kept, max_new_tokens=NEW, end=(), block=8)
-    expected = run([*DOCUMENT[0], *QUESTIONS[0]], question=5, new_tokens=NEW, evict_every=0, **settings)
+    kept = models.prefill(decoder(), tiny.DOCUMENT, **settings).cache
+    out = models.generate(decoder(), tiny.QUESTIONS[:1], cache=kept, max_new_tokens=NEW, end=(), block=8)
+    expected = run([*tiny.DOCUMENT[0], *tiny.QUESTIONS[0]], question=5, new_tokens=NEW, evict_every=0, **settings)
     assert answers(out)[0] == expected.tokens
-    assert_keeps(out.cache, 0, expected)
+    tiny.assert_keeps(out.cache, 0, expected)
+
+
+@pytest.fixture(scope="module")
+def kept():
+    """The document's cache under the policy with state."""
+    return models.prefill(decoder(), tiny.DOCUMENT, policy=STATE, **SETTINGS).cache
+
+
+@pytest.mark.matrix
+def test_what_a_stream_yields_is_gone_on_from(run_by_layer):
+    """Turn by turn, the last token of an answer first: as if each turn had been generated."""
+    settings = dict(policy=tiny.WINDOW, max_new_tokens=6, end=(), **SETTINGS)
+    asked, caches = tiny.QUESTIONS[0], {"stream": None, "generate": None}
+    turns = [tiny.DOCUMENT[0, :30].tolist(), asked, asked[::-1]]
+    last = []
+    for turn in turns:
+        tokens, caches["stream"] = tiny.streamed(decoder(), [last + turn], cache=caches["stream"], **settings)
+        generated = models.generate(decoder(), [last + turn], cache=caches["generate"], **settings)
+        caches["generate"] = generated.cache
+        assert tokens.tolist() == generated.tokens.tolist()
+        assert tiny.held(caches["stream"]) == tiny.held(caches["generate"])
+        last = [int(tokens[0, -1])]
+    assert isinstance(caches["stream"], LayerCaches)
+    whole = models.stacked(caches["stream"])
+    assert tiny.bytes_of(whole) == tiny.bytes_of(models.stacked(caches["stream"])), "what was given stays"
+    evict = jax.jit(lambda cache: kvjax.evict(cache, -cache.position.astype(jnp.float32), budget=4).num_live)
+    assert np.asarray(evict(whole)).max() == 4
+
+
+@pytest.mark.matrix
+def test_a_smaller_budget_is_reached_though_no_context_comes():
+    larger = models.prefill(decoder(), tiny.DOCUMENT, policy=STATE, budget=24, block=8).cache
+    asked = dict(cache=larger, policy=STATE, question=5, max_new_tokens=3, end=(), **SETTINGS)
+    _, cache = tiny.streamed(decoder(), tiny.QUESTIONS[:1], **asked)
+    assert cache.num_live.max() == 16 + 5
+
+
+def seen(policy, count, config=tiny.CONFIG):
+    """A cache that has seen so many tokens and holds none: enough to ask what may come next."""
+    return dataclasses.replace(tiny.empty(policy, config), next_position=np.array([count], np.int32))
+
+
+@pytest.mark.matrix
+def test_questions_after_questions_stay_within_the_budget(run_by_layer):
+    """No answer is as long as the window: the question's last block evicts."""
+    settings = dict(policy=tiny.WINDOW, question=3, max_new_tokens=3, end=(), **SETTINGS)
+    cache, most = models.prefill(decoder(), tiny.DOCUMENT, policy=tiny.WINDOW, **SETTINGS).cache, []
+    for _ in range(5):
+        cache = models.generate(decoder(), [[1, 2, 3]], cache=cache, **settings).cache
+        most.append(int(cache.num_live.sum()) / cache.num_live.size)
+    assert max(most) <= 16 + 3 + 3 - 1
+    assert most[1:] == most[1:2] * 4
+
+
+def test_a_full_cache_that_is_compressed_shrinks():
+    full = models.prefill(decoder(), tiny.DOCUMENT, block=8).cache
+    small = models.prefill(decoder(), [[1]], cache=full, policy="tova", budget=8, block=8, when="prompt").cache
+    assert small.num_live.tolist() == [[[8, 8]]] * 2
+    assert small.num_slots <= 16 + 2
+
+
+@pytest.mark.matrix
+def test_progress_counts_what_is_new_in_rows_that_begin_anywhere():
+    kept, seen = models.prefill(decoder(), [tiny.DOCUMENT[0].tolist(), [1, 2, 3]], block=8).cache, []
+    steps = models.stream(
+        decoder(), [[1], [2] * 30], cache=kept, block=8, max_new_tokens=1, end=(), on_block=lambda *at: seen.append(at)
+    )
+    assert len(list(steps)) == 1
+    assert seen == [(6, 30), (14, 30), (22, 30), (30, 30)]
+
+
+DYNAMIC = dataclasses.replace(tiny.CONFIG, rope=Rope(type="dynamic", factor=4.0, original_positions=64))
+LONGROPE = Rope(type="longrope", original_positions=62, short_factor=(1.0,) * 4, long_factor=(2.0,) * 4)
+LONGROPE = dataclasses.replace(tiny.CONFIG, rope=LONGROPE)
+
+
+@pytest.mark.parametrize(
+    ("config", "before", "new", "sentence"),
+    [
+        (DYNAMIC, 60, 4, None),
+        (DYNAMIC, 60, 5, r"now has 65 tokens, but this model's rotary frequencies depend on .* 64 tokens"),
+        (LONGROPE, 60, 1, None),
+        (LONGROPE, 63, 2, None),
+        (LONGROPE, 60, 3, r"now has 63 tokens, but this model's rotary frequencies depend .* 62 tokens"),
+        (LONGROPE, None, 61, r"has 61 tokens and up to 2 may follow, .* beyond 62 tokens: let at most 1"),
+    ],
+)
+def test_a_text_does_not_cross_the_length_where_frequencies_change(config, before, new, sentence):
+    cache = None if before is None else seen(STATE, before, config)
+    settings = dict(cache=cache, policy=STATE, max_new_tokens=1 if before else 2, **SETTINGS)
+    refused = contextlib.nullcontext() if sentence is None else pytest.raises(ValueError, match=sentence)
+    with refused:
+        models.stream(decoder(config), [[1] * new], **settings)
+
+
+def test_a_cache_that_a_stream_has_used_up_is_refused():
+    steps = models.stream(decoder(), tiny.DOCUMENT, policy=tiny.WINDOW, max_new_tokens=7, end=(), **SETTINGS)
+    _, used = next(steps)
+    next(steps)
+    with pytest.raises(ValueError, match="a later step has deleted this cache"):
+        models.generate(decoder(), [[1]], cache=used)
+
+
+def test_sage_warns_where_more_comes_behind_its_choice():
+    settings = dict(cache=seen("sage", 60), policy="sage", when="published", max_new_tokens=2, **SETTINGS)
+    with pytest.warns(UserWarning, match="'sage' is made to choose once, but 3 more tokens follow its choice"):
+        models.stream(decoder(), [[1, 2, 3]], **settings)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        models.stream(decoder(), [[1, 2, 3]], question=3, **settings)
+
+
+def test_rows_of_several_kinds_of_integers_keep_their_tokens():
+    rows = [np.array([1, 2, 3], np.uint8), np.array([300, 2], np.int64)]
+    with pytest.raises(ValueError, match="token 300 is outside the vocabulary of 256"):
+        models.prefill(decoder(), rows)
+    with pytest.raises(ValueError, match=r"tokens are float64 \(2, 3\)"):
+        models.prefill(decoder(), [[1, 2, 3], [1.7, 2]])
+
+
+@pytest.mark.matrix
+def test_a_ratio_is_of_all_that_was_seen():
+    kept = models.prefill(decoder(), tiny.DOCUMENT, policy=STATE, budget=0.25, block=8).cache
+    more = models.prefill(decoder(), tiny.DOCUMENT[:, :20], cache=kept, policy=STATE, budget=0.25, block=8).cache
+    assert (kept.num_live.max(), more.num_live.max()) == (15, 20)
+
+
+REFUSED = {
+    "another number of rows": (dict(tokens=tiny.QUESTIONS), r"1 rows, but 3 prompts .* kvjax.repeat\(cache, 3\)"),
+    "another policy": (dict(policy="tova", budget=16), "the cache's policy state is not that of 'tova': give the"),
+    "an allocation": (dict(policy="h2o@layer", budget=16), "the cache is plain, but 'h2o@layer' divides"),
+    "query heads": (dict(policy="sage(heads='query')", budget=16), "holds 2 heads per layer, but .* is for 4"),
+    "a selection": (dict(select="oracle", budget=4), "a selection remembers tokens outside the cache"),
+    "no cache": (dict(cache="kept"), "the cache is a str; give what models.prefill"),
+    "all that prefill gave": (
+        dict(cache=lambda: models.Prefilled(tiny.empty(None), None)), "the cache is a Prefilled; give its .cache",
+    ),
+    "too much for a full cache": (dict(max_new_tokens=500), "take 521 positions, but the model has 512"),
+    "another model's": (
+        dict(cache=lambda: tiny.empty(None, layers=3)),
+        "of another model: it has 3 layers and 2 heads of dimension 8",
+    ),
+    "pages": (
+        dict(cache=lambda: tiny.empty("h2o@layer"), policy="h2o", budget=16),
+        "the cache is paged, but 'h2o' divides the slots in an even way",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("given", "sentence"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_go_on_is_refused_in_a_sentence(kept, given, sentence):
+    given = {"tokens": tiny.QUESTIONS[:1], "cache": kept, **given}
+    given["cache"] = given["cache"]() if callable(given["cache"]) else given["cache"]
+    with pytest.raises(ValueError, match=sentence):
+        models.generate(decoder(), given.pop("tokens"), **given)
+
+
+OF_EIGHT = dict(policy=STATE, **SETTINGS)
+PROMPT = tiny.TOKENS[:2, :40]
+MIXED = "int8/float32"
+
+
+@functools.cache
+def prefilled(dtype: str | tuple[str, str]):
+    return models.prefill(decoder(), PROMPT, cache_dtype=dtype, **OF_EIGHT)
+
+
+def test_keys_and_values_have_dtypes_of_their_own():
+    cache = prefilled(("int8", "float32")).cache
+    assert (cache.key.dtype, cache.value.dtype) == ("int8", "float32") and cache.value_scale is None
+    sizes = dict(layers=2, kv_heads=2, head_dim=8, query_heads=4, batch=2, policy=STATE, **SETTINGS)
+    assert cache.nbytes == kvjax.memory(**sizes, dtype=("int8", "float32")).total
+
+
+@pytest.mark.matrix
+def test_where_weights_are_traced_the_same_rows_are_kept_as_floats_and_a_derivative_passes():
+    def first_logit(model):
+        cache, logits = models.prefill(model, PROMPT, cache_dtype=MIXED, **OF_EIGHT)
+        return logits.sum(), (cache, logits)
+
+    (_, (cache, logits)), slope = jax.value_and_grad(first_logit, has_aux=True)(decoder())
+    assert str(dtypes_of(cache)) == "float32" and cache.key_scale is None and cache.value_scale is None
+    np.testing.assert_allclose(logits, prefilled(MIXED).logits, rtol=1e-4, atol=1e-4)
+    np.testing.assert_array_equal(cache.position, prefilled(MIXED).cache.position)
+    of_key, of_value = (np.asarray(slope.layers.arrays()[name]) for name in ("key", "value"))
+    assert all(np.isfinite(x).all() and (x != 0).any() for x in (of_key, of_value))
+
+
+def test_a_conversation_keeps_the_dtypes_of_its_cache():
+    cache, turn = prefilled(MIXED).cache, PROMPT[:, :4]
+    for again in (None, MIXED):
+        more = models.prefill(decoder(), turn, cache=cache, cache_dtype=again, **OF_EIGHT).cache
+        assert str(dtypes_of(more)) == MIXED and more.next_position.tolist() == [44, 44]
+    why = f"the cache is of {MIXED}, but cache_dtype is 'int8': a cache keeps its dtype, so leave cache_dtype out"
+    with pytest.raises(ValueError, match=why):
+        models.prefill(decoder(), turn, cache=cache, cache_dtype="int8", **OF_EIGHT)
+    with pytest.raises(ValueError, match=f"the weights are traced .* but a cache of {MIXED} passes no derivative on"):
+        jax.grad(lambda model: models.prefill(model, turn, cache=cache, **OF_EIGHT).logits.sum())(decoder())
+
+
+def test_an_unknown_dtype_is_refused():
+    with pytest.raises(ValueError, match="dtype is 'int4'; keys and values are floats, such as 'bfloat16', or 'int8'"):
+        models.prefill(decoder(), PROMPT, cache_dtype="int4", **OF_EIGHT)
+    with pytest.raises(ValueError, match=r"dtype is .*; expected one dtype, or a pair of keys' and values'"):
+        models.prefill(decoder(), PROMPT, cache_dtype=("int8",) * 3, **OF_EIGHT)
+
+
+@pytest.mark.matrix
+def test_policies_that_share_a_prompt_have_caches_of_the_dtype():
+    for cache, _ in models.prefill_each(decoder(), PROMPT, policies=["h2o"] * 2, cache_dtype=MIXED, **SETTINGS):
+        assert str(dtypes_of(cache)) == MIXED
+
+
+def test_layer_by_layer_the_caches_have_the_dtypes_of_one_program(run_by_layer):
+    run_by_layer(False)
+    one = prefilled(MIXED)
+    run_by_layer()
+    _, cache = next(models.stream(decoder(), PROMPT, cache_dtype=MIXED, max_new_tokens=4, end=(), **OF_EIGHT))
+    assert isinstance(cache, LayerCaches)
+    assert cache.value_scale is None and cache.key_scale.shape == cache.position.shape
+    stacked = models.stacked(cache)
+    assert str(dtypes_of(stacked)) == MIXED and stacked.nbytes == one.cache.nbytes
+    assert tiny.held(stacked) == tiny.held(one.cache)
+    np.testing.assert_array_equal(cache.key_scale, stacked.key_scale)
+    np.testing.assert_allclose(cache.key_scale, one.cache.key_scale, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.matrix
+@pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices; conftest.py forces them on a CPU")
+def test_a_mesh_splits_scales_as_it_splits_rows():
+    many = models.prefill(tiny.on_mesh(), PROMPT, cache_dtype=MIXED, **OF_EIGHT)
+    np.testing.assert_array_equal(np.sort(many.cache.position), np.sort(prefilled(MIXED).cache.position))
+    assert str(dtypes_of(many.cache)) == MIXED and many.cache.value_scale is None
+    assert many.cache.key_scale.sharding.spec == PartitionSpec(None, "data", "tensor")
+    assert many.cache.key_scale.addressable_shards[0].data.shape == (2, 1, 1, 24)

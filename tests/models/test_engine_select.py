@@ -7,56 +7,50 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 import kvjax
 import models
 from kvjax.schedule import Phase
-from models import Butler, ButlerConfig, Config, by_layer, engine, layer_caches, selecting, states, steps
+from models import Butler, ButlerConfig, Config, by_layer, engine, selecting, states, steps
 from models.butler import parameter_shapes as butler_shapes
 from models.plan import Options, check_prompt
 from models.sampling import Sampling
 from tests.models import reference, tiny
 from tests.models.test_engine_compiled import COMPILED
-from tests.models.tiny import streamed, tiered
+from tests.models.tiny import streamed
 
 V = 64
 CONFIG = Config(V, 32, 48, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8, sliding_windows=(None, None, 21))
 PROMPT, STEPS = 37, 6
 TOKENS = np.random.default_rng(0).integers(0, V, (1, PROMPT + STEPS))
-SOURCES = ["butler", "oracle", "quest(page_size=4)", "first_layer", "previous_layer", "random(seed=3)", "streaming"]
-SOURCES += ["butler(group='max')"]
-
-
 weights = functools.partial(tiny.weights, CONFIG)
 decoder = functools.partial(tiny.decoder, CONFIG)
 
 
 @functools.cache
-def predictor(source="layer0_output"):
-    config = ButlerConfig(32, num_layers=3, num_heads=4, hidden=16, dim=4, source=source)
+def predictor(num_layers=3):
+    config = ButlerConfig(32, num_layers=num_layers, num_heads=4, hidden=16, dim=4)
     random = np.random.default_rng(1)
     shapes = butler_shapes(config)
     drawn = {name: random.normal(size=shape).astype(np.float32) / 3 for name, shape in shapes.items()}
     return Butler(config, jax.device_put(drawn))
 
 
-def butler_for(select, source="layer0_output"):
-    return predictor(source) if select.startswith("butler") else None
+def butler_for(select):
+    return predictor() if select.startswith("butler") else None
 
 
-def prepared(model, tokens, select, budget, *, block=16, sinks=4, butler=None, answer=STEPS):
+def prepared(model, tokens, select, budget, *, block=16, sinks=4, answer=STEPS):
     """What a run that selects is made of, and its prompt in blocks."""
     options = Options(None, budget, block, evict_every=1, select=select, sinks=sinks, reserve=answer)
-    return engine.prepare(model, check_prompt(model, tokens, None, None), options, None, butler)
+    return engine.prepare(model, check_prompt(model, tokens, None, None), options, None, butler_for(select))
 
 
 @functools.cache
-def forced(select, budget, *, sinks=2, block=16, source="layer0_output", way=engine.ProgramSteps):
+def forced(select, budget, *, sinks=2, block=16, way=engine.ProgramSteps):
     """Logits of a row's last prompt token and of its steps, which are told what to read next; and the slots read."""
     model, read = decoder(), {}
-    butler = butler_for(select, source)
-    run, prompt = prepared(model, TOKENS[:, :PROMPT], select, budget, block=block, sinks=sinks, butler=butler)
+    run, prompt = prepared(model, TOKENS[:, :PROMPT], select, budget, block=block, sinks=sinks)
     (tokens, positions, _), feed = next(prompt.text).arrays, way(run)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(selecting, "_chosen", functools.partial(_recorded, read, selecting._chosen))
@@ -65,14 +59,19 @@ def forced(select, budget, *, sinks=2, block=16, source="layer0_output", way=eng
         state, logits = feed.start(1), []
         for number in range(-(-PROMPT // block)):
             hidden, state = feed.block(state, tokens[number], positions[number], Phase(evicts=False))
-        logits.append(model.logits(hidden[:, -1]))
+        logits.append(last_logits(model, hidden))
         for number in range(PROMPT, PROMPT + STEPS):
             read[number] = {}
             token, position = TOKENS[:, number : number + 1], np.array([[number]], np.int32)
             hidden, state = feed.block(state, token, position, steps.decode_phase(run.plan, 1))
-            logits.append(model.logits(hidden[:, 0]))
+            logits.append(last_logits(model, hidden))
             jax.effects_barrier()
     return np.concatenate(logits), read
+
+
+@jax.jit
+def last_logits(model, hidden):
+    return model.logits(hidden[:, -1])
 
 
 def traced_anew(program, static):
@@ -131,9 +130,9 @@ def chosen(wanted, visible, budget, sinks):
 
 
 @functools.cache
-def foreseen(source="layer0_output"):
+def foreseen():
     """Importance logits of the predictor, [layer, N, query, key], run on the whole sequence at once."""
-    said = jax.jit(lambda tokens: predictor(source)(models.butler_input(decoder(), tokens, source=source)))(TOKENS)
+    said = jax.jit(lambda tokens: predictor()(models.butler_input(decoder(), tokens)))(TOKENS)
     query, key = np.asarray(said.query), np.asarray(said.key)
     return np.einsum("lbtnd,lbsnd->lbnts", query, key)[:, 0] / math.sqrt(query.shape[-1])
 
@@ -174,21 +173,21 @@ RULES = {
 }
 
 
-READS = [(source, *[(0.3, 2), (7, 0)][number % 2]) for number, source in enumerate(SOURCES)]
-CARRIED = ("butler", "quest(page_size=4)", "first_layer", "previous_layer")  # what the host hands from layer to layer
-BY_DEFAULT = ("butler", "quest(page_size=4)", "random(seed=3)")
-
-
-def by_tier(ways):
-    """Sources by one program and, of those that carry something, by layers; few of both by default."""
-    for way, sources, default in ways:
-        for case in (case for case in READS if case[0] in sources):
-            yield pytest.param(*case, way, marks=() if case[0] in default else pytest.mark.matrix)
+BUDGETS = [(0.3, 2), (7, 0)]  # of tokens, and the sinks beside them
+# Each source by one program, and by layers two of those that the host hands something from layer to layer.
+READS = [
+    *((source, *BUDGETS[number % 2], engine.ProgramSteps) for number, source in enumerate(RULES)),
+    *((source, *BUDGETS[0], by_layer.LayerSteps) for source in ("first_layer", "butler")),
+]
+BY_DEFAULT = ("butler", "quest(page_size=4)", "random(seed=3)"), ("first_layer",)
 
 
 @pytest.mark.parametrize(
     ("select", "budget", "sinks", "way"),
-    list(by_tier([(engine.ProgramSteps, SOURCES, BY_DEFAULT), (by_layer.LayerSteps, CARRIED, ("first_layer",))])),
+    [
+        pytest.param(*case, marks=() if case[0] in BY_DEFAULT[case[3] is by_layer.LayerSteps] else pytest.mark.matrix)
+        for case in READS
+    ],
 )
 def test_a_step_reads_what_the_rule_says_and_gives_the_logits_of_that(select, budget, sinks, way):
     logits, read = forced(select, budget, sinks=sinks, way=way)
@@ -198,46 +197,30 @@ def test_a_step_reads_what_the_rule_says_and_gives_the_logits_of_that(select, bu
 
 
 @pytest.mark.matrix
-def test_reading_everything_gives_the_dense_logits():
-    logits, _ = forced("quest(page_size=4)", 1.0, sinks=0)
-    dense = np.asarray(decoder()(jnp.asarray(TOKENS)))[0]
-    np.testing.assert_allclose(logits, dense[PROMPT - 1 :], atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize("select", tiered(0, 1, ["quest(page_size=4)", "butler"]))
-def test_a_prompt_in_blocks_of_any_size_is_remembered_alike(select):
-    one, first = forced(select, 0.3, sinks=2, way=engine.ProgramSteps)  # in blocks of 16
-    others = (forced(select, 0.3, block=block) for block in (1, 32))
-    for logits, read in others:
-        assert read == first
-        np.testing.assert_allclose(logits, one, atol=1e-5, rtol=0)
+def test_a_prompt_token_by_token_is_remembered_as_one_in_blocks():
+    (one, first), (logits, read) = (forced("quest(page_size=4)", 0.3, block=block) for block in (16, 1))
+    assert read == first
+    np.testing.assert_allclose(logits, one, atol=1e-5, rtol=0)
 
 
 RAGGED, LENGTHS = np.random.default_rng(1).integers(0, V, (3, 43)), np.array([43, 9, 30])
 ANSWER = dict(budget=0.3, block=16, max_new_tokens=6, end=(5, 9, 17))
 
 
-@pytest.mark.parametrize(
-    ("select", "rows"),
-    tiered(1, 1, [("butler", [2]), ("butler", [0, 1]), ("quest(page_size=4)", [0, 1, 2])]),
-)
-def test_a_row_gets_the_tokens_that_it_gets_alone_in_a_stream(select, rows):
-    settings = dict(select=select, butler=butler_for(select), **ANSWER)
+def test_a_row_gets_the_tokens_that_it_gets_alone_in_a_stream():
+    settings = dict(select="butler", butler=predictor(), **ANSWER)
     batch = models.generate(decoder(), RAGGED, lengths=LENGTHS, **settings)
-    live = np.asarray(batch.cache.num_live)
-    for row in rows:
-        alone, _ = streamed(decoder(), RAGGED[row : row + 1, : LENGTHS[row]], **settings)
-        assert alone[0].tolist() == tiny.answers(batch)[row]
-        assert live[:, row].min() == LENGTHS[row] + batch.lengths[row] - 1
+    alone, _ = streamed(decoder(), RAGGED[2:, : LENGTHS[2]], **settings)
+    assert alone[0].tolist() == tiny.answers(batch)[2]
+    assert np.asarray(batch.cache.num_live)[:, 2].min() == LENGTHS[2] + batch.lengths[2] - 1
+    seen = []
+    next(models.stream(decoder(), RAGGED[2:, :30], **settings, on_cache=lambda cache: seen.append(type(cache))))
+    assert set(seen) == {kvjax.KVCache}, "who looks at the prompt's cache sees the cache alone"
 
 
-@pytest.mark.parametrize(
-    ("select", "each_way"),
-    tiered(0, 2, [("butler", "one program"), ("quest", "layers"), ("butler", "layers"), ("quest", "one program")]),
-    indirect=["each_way"],
-)
-def test_a_streamed_answer_is_the_generated_one_and_compiles_once(select, each_way):
-    settings = dict(select=select, budget=0.3, butler=butler_for(select), block=16, max_new_tokens=5, end=())
+@pytest.mark.matrix
+def test_a_streamed_answer_by_layers_is_the_generated_one_and_compiles_once(run_by_layer):
+    settings = dict(select="quest", budget=0.3, block=16, max_new_tokens=5, end=())
     generated = models.generate(decoder(), TOKENS, **settings)
     np.testing.assert_array_equal(streamed(decoder(), TOKENS, **settings)[0], generated.tokens)
     compiled = len(COMPILED)
@@ -246,26 +229,9 @@ def test_a_streamed_answer_is_the_generated_one_and_compiles_once(select, each_w
     assert len(COMPILED) == compiled
 
 
-@pytest.mark.parametrize(
-    ("asked", "each_way"),
-    tiered(1, 1, [
-        (dict(select="butler"), "one program"),
-        (dict(select="butler"), "layers"),
-        (dict(policy="butler", budget=8), "one program"),
-        (dict(policy="butler", budget=8), "layers"),
-    ]),
-    indirect=["each_way"],
-)  # fmt: skip
-def test_a_look_at_the_prompts_cache_sees_the_cache_alone(asked, each_way):
-    seen = []
-    settings = ANSWER | dict(butler=predictor(), on_cache=lambda cache: seen.append(type(cache)))
-    next(models.stream(decoder(), RAGGED[2:, :30], **settings | asked))
-    assert set(seen) == {kvjax.KVCache if each_way == "one program" else layer_caches.LayerCaches}
-
-
-def compiled_step(select, budget, *, config=CONFIG, slots=PROMPT, butler=None):
+def compiled_step(select, budget, *, config=CONFIG, slots=PROMPT):
     model, tokens = reference.decoder(config, reference.parameters(config)), np.zeros((1, slots), np.int32)
-    run, _ = prepared(model, tokens, select, budget, butler=butler, answer=3)
+    run, _ = prepared(model, tokens, select, budget, answer=3)
     state = states.start(run, 1)
     token, finished = jnp.zeros(1, jnp.int32), jnp.zeros(1, bool)
     return engine.token_step.lower(
@@ -273,24 +239,10 @@ def compiled_step(select, budget, *, config=CONFIG, slots=PROMPT, butler=None):
     ).compile(), state
 
 
-@pytest.mark.parametrize("select", tiered(0, 1, ["butler", "quest"]))
-def test_a_step_donates_the_cache_and_all_that_lies_beside_it(select):
-    compiled, held = compiled_step(select, 0.3, butler=butler_for(select))
-    assert compiled.memory_analysis().alias_size_in_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(held))
-
-
-WIDE = Config(V, 32, 48, num_layers=3, num_heads=4, num_kv_heads=4, head_dim=64, max_positions=4096)
-
-
 @pytest.mark.matrix
-def test_the_bytes_that_a_step_reads_fall_with_the_budget():
-    """Over 2,048 slots, of which it reads so many."""
-    many, few = (
-        compiled_step("streaming", budget, config=WIDE, slots=2045)[0].cost_analysis()["bytes accessed"]
-        for budget in (1024, 128)
-    )
-    row = 4 * (64 + 64) * 4  # key and value of four heads
-    assert many - few >= (1024 - 128) * row  # in one layer: the compiler counts a loop's body once
+def test_a_step_donates_the_cache_and_all_that_lies_beside_it():
+    compiled, held = compiled_step("butler", 0.3)
+    assert compiled.memory_analysis().alias_size_in_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(held))
 
 
 ERRORS = [
@@ -304,28 +256,22 @@ ERRORS = [
     (dict(select="butler", budget=8), r"load_butler\(folder, model\).*python -m train.butler"),
     (dict(select="oracle", policy="h2o", budget=8), r"both policy='h2o' and select='oracle'"),
     (dict(policy="butler+caote", budget=8), r"policy 'butler\+caote' needs a predictor"),
+    (dict(select="oracle", budget=8, butler=predictor), "a predictor was given, but nothing asks for it"),
+    (
+        dict(select="butler", budget=8, butler=functools.partial(predictor, num_layers=4)),
+        r"of another model, with E, L, N = \(32, 4, 4\); this one has \(32, 3, 4\)",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("settings", "sentence"), ERRORS)
-@pytest.mark.parametrize("run", [models.generate, models.stream])
-def test_bad_input_ends_in_one_sentence(settings, sentence, run):
+def test_bad_input_ends_in_one_sentence(settings, sentence):
+    given = settings["butler"]() if "butler" in settings else None
     with pytest.raises(ValueError, match=sentence):
-        run(decoder(), TOKENS, max_new_tokens=8, **settings)
+        models.stream(decoder(), TOKENS, max_new_tokens=8, **settings | dict(butler=given))
 
 
-def test_a_predictor_that_nothing_asks_for_is_refused():
-    with pytest.raises(ValueError, match="a predictor was given, but nothing asks for it"):
-        models.generate(decoder(), TOKENS, select="oracle", budget=8, butler=predictor())
-
-
-def test_a_predictor_of_another_shape_is_refused():
-    other = Butler(ButlerConfig(32, num_layers=4, num_heads=4, hidden=16, dim=4), rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match=r"of another model, with E, L, N = \(32, 4, 4\); this one has \(32, 3, 4\)"):
-        models.generate(decoder(), TOKENS, select="butler", budget=8, butler=other)
-
-
-@pytest.mark.matrix
+@pytest.mark.nightly  # of 6 s; test_engine_mesh.py has the mesh, and a selection adds no communication of its own
 @pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices; conftest.py forces them on a CPU")
 def test_a_mesh_gives_the_tokens_of_one_device():
     settings = dict(select="butler", budget=0.3, butler=predictor(), block=16, max_new_tokens=5, end=())
@@ -334,13 +280,6 @@ def test_a_mesh_gives_the_tokens_of_one_device():
         for model in (decoder(), tiny.on_mesh(CONFIG))
     )
     np.testing.assert_array_equal(many.tokens, one.tokens)
-
-
-def test_without_a_selection_or_a_predictor_nothing_lies_beside_the_cache():
-    options = Options("h2o", 16, 16, evict_every=1)
-    run, _ = engine.prepare(decoder(), check_prompt(decoder(), TOKENS, None, None), options, None, None)
-    state = states.start(run, 1)
-    assert isinstance(state.cache, kvjax.KVCache) and state.predictor is None and state.source == ()
 
 
 def test_one_token_is_not_a_share_of_one():

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import gguf
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import tokenizers
@@ -27,10 +26,9 @@ from safetensors.numpy import load_file
 
 import models
 from models.config import NO_ROPE, Config, Rope
-from models.decoder import rope_frequencies
 from models.gguf import LONG_FACTORS, NAMES, NEIGHBOURS, SHORT_FACTORS
 from models.load import describe, find_folder
-from models.parameters import PARAMETERS, layers_with, parameter_shapes, tensor_names
+from models.parameters import layers_with, parameter_shapes, tensor_names
 from tests.models import reference
 from tests.models.make_golden import GOLDEN
 from tests.models.test_load import PEAK, assert_same, parameters
@@ -60,10 +58,6 @@ CONFIGS = {
         architecture="phi3", tie_embeddings=True,
     ),
     "mixtral": Config(**SMALL, architecture="mixtral", num_experts=4, experts_per_token=2, normalise_experts=True),
-    "qwen3moe": Config(
-        **SMALL, architecture="qwen3_moe", query_key_norm=True, num_experts=4, experts_per_token=2,
-        normalise_experts=True,
-    ),
     "qwen3moe_mixed": Config(
         **SMALL | {"num_layers": 4}, architecture="qwen3_moe", query_key_norm=True, num_experts=4, experts_per_token=2,
         normalise_experts=True, dense_sizes=(64, None, None, 64),
@@ -209,9 +203,6 @@ def refused(file, *words, kind=ValueError):
     assert caught.value.__cause__ is None and (caught.value.__suppress_context__ or not caught.value.__context__)
 
 
-# Weights
-
-
 @pytest.mark.parametrize("name", CONFIGS)
 def test_model_is_the_one_it_was_written_from(name, make):
     model, tokenizer = models.load(make(name))
@@ -227,25 +218,24 @@ def test_model_is_the_one_it_was_written_from(name, make):
     assert_same(model, compared)
 
 
-@pytest.mark.parametrize("kind", [Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1], ids=lambda kind: kind.name)
-@pytest.mark.parametrize("name", ["llama", "qwen2"])
-def test_weights_are_those_that_were_stored(name, kind, make):
-    model, _ = models.load(make(name, kind=kind), dtype="float32")
-    theirs = parameters(written_from(name))
-    for path, ours in parameters(model).items():
-        if "norm" in path or "bias" in path:
-            expected = theirs[path]
-        else:  # blocks lie along a row of the file, which is an axis (or two) of ours
-            stored = PARAMETERS[path]
-            order = [axis for group in stored.groups for axis in group]
-            layers = theirs[path] if path.startswith("layers.") else theirs[path][None]
-            rows = layers.shape[1 + stored.groups[0][0]] if len(stored.groups[0]) == 1 else -1
-            width = [layers.shape[1 + axis] for axis in stored.groups[1]]
-            turned = [layer.transpose(order).reshape(rows, math.prod(width)) for layer in layers]
-            found = [gguf.quants.dequantize(gguf.quants.quantize(t, kind), kind) for t in turned]
-            shape = [layers.shape[1 + axis] for axis in order]
-            expected = np.stack([f.reshape(shape).transpose(np.argsort(order)) for f in found]).reshape(ours.shape)
-        np.testing.assert_array_equal(ours, expected, err_msg=path)
+@pytest.mark.parametrize(
+    ("kind", "dtype", "error"),  # the error as a share of the largest number
+    [
+        (Kind.F32, "float32", 0),
+        (Kind.F16, "float16", 2**-10),
+        (Kind.BF16, "bfloat16", 2**-7),
+        (Kind.Q8_0, "float32", 1e-2),
+    ],
+    ids=lambda value: getattr(value, "name", value),
+)  # fmt: skip
+def test_weights_are_those_that_were_stored_in_their_dtype_or_in_the_one_asked_for(kind, dtype, error, make):
+    file, theirs = make(kind=kind), parameters(written_from("llama"))
+    for path, ours in parameters(models.load(file)[0]).items():
+        assert ours.dtype == dtype
+        largest = np.abs(theirs[path]).max()
+        np.testing.assert_allclose(ours.astype("float32"), theirs[path], rtol=0, atol=error * largest, err_msg=path)
+    asked = "bfloat16" if dtype == "float32" else "float32"
+    assert {array.dtype.name for array in parameters(models.load(file, dtype=asked)[0]).values()} == {asked}
 
 
 def readable_kinds():
@@ -270,21 +260,6 @@ def test_every_kind_that_the_package_dequantises_is_read(kind, tmp_path, monkeyp
     np.testing.assert_array_equal(np.asarray(model.layers.gate[...])[0].T, gguf.quants.dequantize(data, kind))
 
 
-@pytest.mark.parametrize(
-    ("kind", "dtype"),
-    [(Kind.F32, "float32"), (Kind.F16, "float16"), (Kind.BF16, "bfloat16"), (Kind.Q8_0, "float32")],
-    ids=lambda value: getattr(value, "name", value),
-)
-def test_without_a_dtype_the_stored_one_is_kept(kind, dtype, make):
-    assert {array.dtype.name for array in parameters(models.load(make(kind=kind))[0]).values()} == {dtype}
-
-
-def test_weights_are_cast_to_the_dtype_asked_for(make):
-    model, _ = models.load(make(), dtype="bfloat16")
-    expected = written_from("llama").layers.query[...].astype(jnp.bfloat16)
-    np.testing.assert_array_equal(np.asarray(model.layers.query[...]), np.asarray(expected))
-
-
 @pytest.mark.parametrize("name", ["llama", "llama_biases"])
 def test_rows_are_in_order_whatever_part_is_read(name, make, monkeypatch):
     monkeypatch.setattr(sys.modules["models.load"], "CHUNK_BYTES", 700)  # ends within a head
@@ -301,20 +276,13 @@ def test_sharded_model_has_the_same_weights(make):
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak is read from Linux's /proc")
 def test_peak_memory_is_at_most_1_3_times_the_weights(tmp_path):
     config = Config(16_000, 512, 1536, num_layers=12, num_heads=8, num_kv_heads=2)
-    random = np.random.default_rng(0)
-    shapes = {"attn_q": (512, 512), "attn_k": (128, 512), "attn_v": (128, 512), "attn_output": (512, 512)}
-    shapes |= {"ffn_gate": (1536, 512), "ffn_up": (1536, 512), "ffn_down": (512, 1536)}
-    tensors = {f"blk.{layer}.{name}.weight": shape for layer in range(12) for name, shape in shapes.items()}
-    tensors |= {"token_embd.weight": (16_000, 512), "output.weight": (16_000, 512), "output_norm.weight": (512,)}
-    tensors |= {f"blk.{layer}.{name}_norm.weight": (512,) for layer in range(12) for name in ("attn", "ffn")}
-    quantised = {
-        name: np.ones(shape, np.float32)
-        if len(shape) == 1
-        else (Kind.Q8_0, random.integers(0, 0x3C, (shape[0], shape[1] // 32 * 34), np.uint8))
-        for name, shape in tensors.items()
-    }
     keys = keys_of(dataclasses.replace(config, bos=1, eos=(2,), pad=0))
-    file = write(tmp_path / "model.gguf", keys, quantised)
+    zeros = {
+        name: tensor if tensor.ndim == 1 else (Kind.Q8_0, np.zeros((len(tensor), tensor.shape[1] // 32 * 34), np.uint8))
+        for name, tensor in tensors_of.__wrapped__(config).items()
+    }
+    model_of.cache_clear()
+    file = write(tmp_path / "model.gguf", keys, zeros)
     tiny = write(tmp_path / "tiny.gguf", keys_of(CONFIGS["llama"]), tensors_of(CONFIGS["llama"]))
     command = [sys.executable, "-c", PEAK, str(tiny), str(file), "float32"]
     output = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2]).stdout
@@ -334,7 +302,9 @@ def test_predictor_lies_beside_the_file(make):
     assert find_folder(file) == file.parent
 
 
-# The config
+SCALING = "llama.rope.scaling."
+LINEAR = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
+YARN = Rope(500_000.0, "yarn", 4.0, 32)
 
 
 @pytest.mark.parametrize(
@@ -342,59 +312,33 @@ def test_predictor_lies_beside_the_file(make):
     [
         ({}, Rope(500_000.0)),
         ({"llama.rope.freq_base": None}, Rope(10_000.0)),
-        ({"llama.rope.scaling.type": "none", "llama.rope.scaling.factor": 4.0}, Rope(500_000.0)),
-        ({"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}, Rope(500_000.0, "linear", 4.0)),
+        (LINEAR | {"llama.rope.scaling.type": "none"}, Rope(500_000.0)),
+        (LINEAR, Rope(500_000.0, "linear", 4.0)),
         ({"llama.rope.scale_linear": 2.0}, Rope(500_000.0, "linear", 2.0)),
-        (
-            {
-                "llama.rope.scaling.type": "yarn",
-                "llama.rope.scaling.factor": 4.0,
-                "llama.rope.scaling.original_context_length": 32,
-            },
-            Rope(500_000.0, "yarn", 4.0, 32),
-        ),
+        (LINEAR | {"llama.rope.scaling.type": "yarn", f"{SCALING}original_context_length": 32}, YARN),
     ],
 )
 def test_rope_scaling(keys, rope, make):
     assert describe(make(keys=keys))[0].rope == rope
 
 
-@functools.partial(jax.jit, static_argnums=0)
 def frequencies(rope):
-    return rope_frequencies(rope, 16)[0]
+    return reference.inverse_frequencies(dataclasses.replace(CONFIGS["llama"], rope=rope), 8)[0]
+
+
+def with_factors(factors):
+    return lambda tensors: tensors.update({"rope_freqs.weight": np.asarray(factors, np.float32)})
 
 
 @pytest.mark.parametrize(("factor", "original"), [(8.0, 8192), (32.0, 8192), (4.0, 65_536)])
 def test_frequency_factors_are_llama_3_1s_scaling(factor, original, make):
     rope = Rope(500_000.0, "llama3", factor, original)
-    plain, bent = (np.asarray(frequencies(rope)[0]) for rope in (Rope(500_000.0), rope))
-    file = make(change=lambda tensors: tensors.update({"rope_freqs.weight": plain / bent}))
-    found = describe(file)[0].rope
+    found = describe(make(change=with_factors(frequencies(Rope(500_000.0)) / frequencies(rope))))[0].rope
     np.testing.assert_allclose(frequencies(found), frequencies(rope), rtol=1e-5)
 
 
 def test_frequency_factors_of_one_change_nothing(make):
-    file = make(change=lambda tensors: tensors.update({"rope_freqs.weight": np.ones(8, np.float32)}))
-    assert describe(file)[0].rope == Rope(500_000.0)
-
-
-@pytest.mark.parametrize(
-    ("factors", "said"),
-    [
-        (np.linspace(1, 9, 8), "are not those of Llama 3.1's rope scaling"),
-        (np.full(8, np.nan), "holds numbers below 1 or not finite"),
-        (np.ones(5), "has shape (5,); a head of 16 requires 8"),
-    ],
-)
-def test_other_frequency_factors_are_refused(factors, said, make):
-    file = make(change=lambda tensors: tensors.update({"rope_freqs.weight": factors.astype(np.float32)}))
-    refused(file, said)
-
-
-def test_two_rope_scalings_are_refused(make):
-    factors = {"rope_freqs.weight": np.full(8, 2, np.float32)}
-    keys = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
-    refused(make(keys=keys, change=lambda tensors: tensors.update(factors)), "only one is supported")
+    assert describe(make(change=with_factors(np.ones(8))))[0].rope == Rope(500_000.0)
 
 
 @pytest.mark.parametrize(
@@ -413,17 +357,13 @@ def test_keys_that_change_nothing(keys, make):
     assert_same(models.load(make(keys=keys))[0], written_from("llama"))
 
 
-def test_key_value_heads_are_the_heads_where_no_key_names_them(make):
-    refused(make(keys={"llama.attention.head_count_kv": None}), "blk.0.attn_k.weight has shape (32, 64)", "(64, 64)")
-
-
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
         ({"general.architecture": None}, ["lacks the key general.architecture"]),
         ({"general.architecture": "gemma3n"}, ["architecture 'gemma3n'", "supported are llama, qwen2, qwen3"]),
         ({"llama.block_count": None}, ["lacks the key llama.block_count (a whole number)"]),
-        ({"llama.attention.layer_norm_rms_epsilon": None}, ["lacks the key llama.attention.layer_norm_rms_epsilon"]),
+        ({"llama.attention.head_count_kv": None}, ["blk.0.attn_k.weight has shape (32, 64)", "(64, 64)"]),
         ({"llama.block_count": 0}, ["llama.block_count is 0; expected a positive integer"]),
         ({"llama.block_count": 3}, ["lacks the tensor blk.2.attn_norm.weight"]),
         ({"llama.block_count": 9000}, ["too few for the 9000 layers of its metadata"]),
@@ -434,16 +374,13 @@ def test_key_value_heads_are_the_heads_where_no_key_names_them(make):
         ({"llama.attention.head_count_kv": [2, 1]}, ["differs from layer to layer"]),
         ({"llama.attention.value_length": 8}, ["value_length is 8, but a head has 16"]),
         ({"llama.rope.dimension_count": 8}, ["dimension_count is 8, but a head has 16"]),
-        ({"llama.rope.freq_base": -1.0}, ["freq_base is -1.0; expected a number above 0"]),
         ({"llama.rope.freq_base": math.nan}, ["freq_base is nan"]),
         ({"llama.rope.scaling.type": "longrope"}, ["scaling.type is 'longrope'; supported are none, linear and yarn"]),
         ({"llama.rope.scaling.alpha": 2.0}, ["llama.rope.scaling.alpha is 2.0", "not supported"]),
         ({"llama.expert_count": 8}, ["it lacks the key llama.expert_used_count (a whole number)"]),
-        ({"llama.expert_shared_count": 1}, ["llama.expert_shared_count is 1", "not supported"]),
         ({"llama.attention.sliding_window": 4096}, ["llama.attention.sliding_window is 4096", "not supported"]),
         ({"split.count": 3}, ["one of 3 pieces", "--merge"]),
         ({"general.alignment": 0}, ["general.alignment is 0"]),
-        ({"tokenizer.ggml.eos_token_id": "end"}, ["eos_token_id is 'end'; expected a whole number"]),
     ],
     ids=lambda value: next(iter(value.items()))[0] if isinstance(value, dict) else "",
 )
@@ -451,23 +388,17 @@ def test_keys_that_are_refused(keys, words, make):
     refused(make(keys=keys), *words)
 
 
-# Files that are no good
-
-
 @pytest.mark.parametrize(
     ("start", "words"),
     [
         (b"GGML", ["is no GGUF file", "b'GGML'"]),
-        (b"", ["truncated"]),
         (b"GGUF\x03\x00", ["truncated"]),
         (b"GGUF" + struct.pack("<I", 1), ["version 1", "expected 2 or 3", "converted later"]),
         (b"GGUF" + struct.pack("<I", 4), ["version 4", "a newer kvjax"]),
         (b"version https://git-lfs.github.com/spec/v1\n", ["Git LFS pointer"]),
         (b"GGUF" + struct.pack("<IQQ", 3, 1 << 63, 1 << 63), ["truncated"]),
-        (b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1 << 62), ["truncated"]),
         (b"GGUF" + struct.pack("<IQQQ2sI", 3, 0, 1, 2, b"\xff\xff", 4), ["not UTF-8"]),
         (b"GGUF" + struct.pack("<IQQQ1sI", 3, 0, 1, 1, b"a", 77), ["unknown type 77"]),
-        (b"GGUF" + struct.pack("<IQQQ1sIIQ", 3, 0, 1, 1, b"a", 9, 9, 1), ["a list is of the unknown type 9"]),
         (b"GGUF" + struct.pack("<IQQ" + "Q1sI?" * 2, 3, 0, 2, *(1, b"a", 7, True) * 2), ["'a' is there twice"]),
         (b"GGUF" + struct.pack("<IQQQ1sI", 3, 1, 0, 1, b"a", 9), ["'a' has 9 axes"]),
     ],
@@ -505,29 +436,33 @@ def test_damaged_header_ends_in_a_sentence_or_a_model(make, at, damage):
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("tensors", "words"),
     [
-        (lambda tensors: tensors.pop("blk.1.attn_q.weight"), ["lacks the tensor blk.1.attn_q.weight"]),
-        (lambda tensors: tensors.pop("token_embd.weight"), ["lacks the tensor token_embd.weight"]),
-        (lambda tensors: tensors.update({"blk.0.attn_q.bias": np.ones(64, np.float32)}), ["lacks the tensor blk.1."]),
-        (lambda tensors: tensors.update(extra=np.ones(4, np.float32)), ["holds the tensor extra"]),
-        (
-            lambda tensors: tensors.update({"blk.0.attn_q.weight": np.ones((48, 64), np.float32)}),
-            ["blk.0.attn_q.weight has shape (48, 64); its metadata requires (64, 64)"],
-        ),
-        (
-            lambda tensors: tensors.update({"output_norm.weight": np.full(64, np.inf, np.float32)}),
-            ["output_norm.weight holds NaN or infinite numbers"],
-        ),
-        (
-            lambda tensors: tensors.update({"output_norm.weight": (Kind.I8, np.ones(64, np.int8))}),
-            ["output_norm.weight is stored as I8", "another quantisation"],
-        ),
+        ({"blk.1.attn_q.weight": None}, ["lacks the tensor blk.1.attn_q.weight"]),
+        ({"token_embd.weight": None}, ["lacks the tensor token_embd.weight"]),
+        ({"blk.0.attn_q.bias": np.ones(64)}, ["lacks the tensor blk.1."]),
+        ({"extra": np.ones(4)}, ["holds the tensor extra"]),
+        ({"blk.0.attn_q.weight": np.ones((48, 64))}, ["shape (48, 64); its metadata requires (64, 64)"]),
+        ({"output_norm.weight": np.full(64, np.inf)}, ["output_norm.weight holds NaN or infinite numbers"]),
+        ({"output_norm.weight": (Kind.I8, np.ones(64, np.int8))}, ["is stored as I8", "another quantisation"]),
+        ({"rope_freqs.weight": np.linspace(1, 9, 8)}, ["are not those of Llama 3.1's rope scaling"]),
+        ({"rope_freqs.weight": np.full(8, np.nan)}, ["holds numbers below 1 or not finite"]),
+        ({"rope_freqs.weight": np.ones(5)}, ["has shape (5,); a head of 16 requires 8"]),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_tensors_that_are_refused(change, words, make):
+def test_tensors_that_are_refused(tensors, words, make):
+    def change(written):
+        for name, tensor in tensors.items():
+            written[name] = tensor.astype(np.float32) if isinstance(tensor, np.ndarray) else tensor
+            if tensor is None:
+                del written[name]
+
     refused(make(change=change), *words)
+
+
+def test_two_rope_scalings_are_refused(make):
+    refused(make(keys=LINEAR, change=with_factors(np.full(8, 2))), "only one is supported")
 
 
 @pytest.mark.parametrize(
@@ -569,12 +504,9 @@ def test_no_such_file(tmp_path):
 
 def test_folder_with_nothing_but_the_file_names_it(make):
     file = make()
-    refused_folder = pytest.raises(FileNotFoundError, match=r"no config\.json.*or the file .*model\.gguf")
-    with refused_folder:
+    with pytest.raises(FileNotFoundError, match=r"no config\.json.*or the file .*model\.gguf"):
         models.load(file.parent)
 
-
-# Tokenizers
 
 ALPHABET = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
 SPECIAL = ["<pad>", "<s>", "<|end|>", "<|eot_id|>", "<tool>", "[PAD5]"]
@@ -631,14 +563,9 @@ def both(tokenizer):
 
 
 @given(TEXT)
-def test_ids_are_those_of_a_tokenizer_built_by_hand(both, text):
+def test_ids_are_those_of_a_tokenizer_built_by_hand_and_texts_come_back(both, text):
     for ours, theirs in both:
         assert ours.encode(text) == theirs.encode(text).ids
-
-
-@given(TEXT)
-def test_texts_come_back(both, text):
-    for ours, _ in both:
         assert ours.decode(ours.encode(text), skip_special_tokens=False) == text
 
 
@@ -662,8 +589,8 @@ def test_pre_tokenizers_split_texts(pre, pieces, tokenizer):
 
 
 def test_gpt_4o_splits_words_where_a_capital_follows_a_small_letter(tokenizer):
-    split = tokenizer(bpe("gpt-4o")).backend.pre_tokenizer.pre_tokenize_str("myFunction HTTPServer a/b it's")
-    assert [piece.replace("Ġ", " ") for piece, _ in split] == ["my", "Function", " HTTPServer", " a", "/b", " it's"]
+    split = tokenizer(bpe("gpt-4o")).backend.pre_tokenizer.pre_tokenize_str("myFunction HTTPServer it's")
+    assert [piece.replace("Ġ", " ") for piece, _ in split] == ["my", "Function", " HTTPServer", " it's"]
 
 
 def test_llama_takes_a_whole_token_without_its_merges(tokenizer):
@@ -756,8 +683,6 @@ def test_tokenizer_beside_the_file_is_used(keys, make):
     assert [found.encode(text) for text in expected["texts"]] == expected["ids"]
 
 
-# SentencePiece
-
 PIECES = {
     "▁": -3.0, "t": -9.0, "h": -9.0, "e": -9.0, "a": -9.0, "b": -9.0, "▁t": -1.0, "he": -1.5, "▁the": -2.0, "th": -0.5,
     "ab": -4.0, "aba": -4.5, "▁▁": -5.0, "bab": -3.5, "the": -2.5,
@@ -802,29 +727,18 @@ def pieces(tokenizer):
 
 
 @given(st.text(st.sampled_from("theab é中"), min_size=1, max_size=12))
-def test_pieces_are_joined_by_score(pieces, text):
+def test_pieces_are_joined_by_score_and_texts_come_back(pieces, text):
     with_prefix, without = pieces
+    assert with_prefix.decode(with_prefix.encode(text)) == without.decode(without.encode(text)) == text
     spaced = text.replace(" ", "▁")
     assert with_prefix.encode(text) == [1, *expected_ids("▁" + spaced)]
     assert without.encode(text) == expected_ids(spaced)
 
 
-@given(st.text(st.sampled_from("theab é中"), max_size=12))
-def test_texts_come_back_from_pieces(pieces, text):
-    for found in pieces:
-        assert found.decode(found.encode(text)) == text
-
-
-# Progress
-
-
 def test_bar_counts_every_tensor(make, monkeypatch):
     counted = []
-    monkeypatch.setattr(
-        sys.modules["models.load"],
-        "_progress",
-        lambda total: contextlib.nullcontext(lambda n: counted.append((n, total))),
-    )
+    bar = lambda total: contextlib.nullcontext(lambda n: counted.append((n, total)))  # noqa: E731
+    monkeypatch.setattr(sys.modules["models.load"], "_progress", bar)
     models.load(make())
     assert len(counted) == counted[0][1] == 3 + 2 * 9
 

@@ -1,7 +1,6 @@
 """What is saved is what transformers saved: the golden folders, loaded and written again, hold the same tensors."""
 
 import json
-import os
 import shutil
 from pathlib import Path
 
@@ -20,8 +19,7 @@ GOLDEN = Path(__file__).parent / "golden"
     "name",
     first(6, [
         "llama_bias", "qwen3_moe_mixed", "phi3", "gemma3", "olmo2_bias", "llama_tied",
-        "mistral", "qwen2", "qwen3_sliding", "llama_yarn_mscale", "smollm3_sliding", "granite", "phi4_mini",
-        "qwen3_moe_sliding", "mixtral", "gemma2",
+        "qwen2", "qwen3_sliding", "llama_yarn_mscale", "smollm3_sliding", "granite", "phi4_mini", "mixtral", "gemma2",
     ]),
 )  # fmt: skip
 def test_a_loaded_model_is_saved_as_it_was(name, tmp_path):
@@ -88,7 +86,7 @@ def test_what_load_gives_is_what_save_takes(tmp_path):
         assert loaded.chat_template == "{{ messages[0] }}" and loaded.encode("a b") == backend.encode("a b").ids
 
 
-@pytest.mark.parametrize("failing", first(2, (3, 0, 1, 2)))
+@pytest.mark.parametrize("failing", [0, 3])
 def test_a_save_that_breaks_off_leaves_the_other_model(failing, tmp_path, monkeypatch):
     model, _ = models.load(GOLDEN / "llama3")
     tokenizer = models.Tokenizer.from_folder(GOLDEN / "tokenizer").backend
@@ -106,14 +104,6 @@ def test_a_save_that_breaks_off_leaves_the_other_model(failing, tmp_path, monkey
     with pytest.raises(OSError, match="No space left"):
         models.save(folder, model, tokenizer)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
-
-
-def test_the_rest_of_a_folder_stays(tmp_path):
-    model, _ = models.load(GOLDEN / "llama3")
-    for name in ("README.md", "tokenizer.json", "model-card.safetensors"):
-        (tmp_path / name).write_text("mine")
-    models.save(tmp_path, model)
-    assert {"README.md", "tokenizer.json", "model-card.safetensors"} < set(os.listdir(tmp_path))
 
 
 def test_what_the_architecture_s_config_cannot_hold_is_refused_before_anything_is_written(tmp_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import numpy as np
@@ -18,34 +17,16 @@ from tests.tiers import first
 BLOCK = 16  # a question of 7 tokens and the window of 16 queries fit
 HELD_BACK = np.array([7, 0, 5])
 FEW = ("full", (STATE, 24), ("snapkv(window=8)@adakv", 24), ("h2o+protect(recent=0.5)", 40))
-MANY = (
-    ("snapkv(window=16)+caote", 24),
-    ("laprox(window=16)@model", 40),
-    ("kvzip(chunk=16)+caote", 24),
-    ("snapkv(window=8)+merge", 20),
-    ("h2o+caote+protect(recent=0.5)", 24),
-    ("snapkv(window=8)", 0.9),
-    ("tova(heads='group')+caote", 0.2),
-    ("expected_attention", 0.9),
-    ("kvzip(chunk=16)@layer", 0.4),
-)
 
 
-def assert_same(ours: models.Prefilled, alone: models.Prefilled) -> None:
-    for found, expected in zip(jax.tree.leaves(ours), jax.tree.leaves(alone), strict=True):
-        assert found.shape == expected.shape
-        np.testing.assert_allclose(found, expected, atol=2e-5)
-
-
-def policy_and_budget(asked: Any) -> dict[str, Any]:
+def assert_is_the_references(result, asked, questions=(0, 0, 0), config=CONFIG, lengths=LENGTHS, **settings) -> None:
+    """Each row's logits and tokens are those of a policy, or of a pair of a policy and its budget, alone."""
     policy, budget = asked if isinstance(asked, tuple) else (asked, None)
-    return dict(policy=policy, budget=budget)
-
-
-def named(asked: Any) -> dict[str, Any]:
-    """The same as the reference takes it."""
-    given = policy_and_budget(asked)
-    return given if given["budget"] is not None else {}
+    settings |= {} if budget is None else dict(policy=policy, budget=budget)
+    for row, (length, question) in enumerate(zip(lengths, questions, strict=True)):
+        expected = run(TOKENS[row, :length], config, question=question, block=BLOCK, **settings)
+        np.testing.assert_allclose(np.asarray(result.logits)[row], expected.logits[-1], atol=1e-4, rtol=0)
+        assert_keeps(result.cache, row, expected)
 
 
 @pytest.fixture
@@ -62,82 +43,45 @@ def test_each_result_is_that_of_the_reference(asked_of_each, way, run_by_layer, 
     run_by_layer(way == "layers")
     settings = dict(block=BLOCK, when="prompt")
     each = models.prefill_each(decoder(), TOKENS, LENGTHS, policies=asked_of_each, question=HELD_BACK, **settings)
-    for asked, (cache, logits) in zip(asked_of_each, each, strict=True):
-        for row, (length, question) in enumerate(zip(LENGTHS, HELD_BACK, strict=True)):
-            expected = run(TOKENS[row, :length], question=question, **settings, **named(asked))
-            np.testing.assert_allclose(np.asarray(logits)[row], expected.logits[-1], atol=1e-4, rtol=0)
-            assert_keeps(cache, row, expected)
-        assert cache.next_position.tolist() == LENGTHS.tolist()
-    assert len(passes) == 4, "the model runs once for all: 60 tokens in blocks of 16"
-
-
-# Without a question, and with one; every leaf of the caches, which the reference does not have.
-@pytest.mark.parametrize(
-    ("question", "asked_of_each"),
-    [
-        pytest.param(None, FEW[1:], marks=pytest.mark.matrix),
-        *(pytest.param((7, 0, 5), ("full", asked), marks=pytest.mark.matrix) for asked in MANY[:4]),
-        # Each of 7 s, and of a kind that one above has.
-        *(pytest.param((7, 0, 5), ("full", asked), marks=pytest.mark.nightly) for asked in MANY[4:]),
-    ],
-)
-def test_each_result_is_that_of_its_policy_alone(question, asked_of_each) -> None:
-    settings = dict(block=BLOCK, when="prompt", question=None if question is None else np.array(question))
-    each = models.prefill_each(decoder(), TOKENS, LENGTHS, policies=asked_of_each, **settings)
     for asked, ours in zip(asked_of_each, each, strict=True):
-        if asked != "full":
-            assert_same(ours, models.prefill(decoder(), TOKENS, LENGTHS, **policy_and_budget(asked), **settings))
+        assert_is_the_references(ours, asked, HELD_BACK, when="prompt")
+        assert ours.cache.next_position.tolist() == LENGTHS.tolist()
+    assert len(passes) == 4, "the model runs once for all: 60 tokens in blocks of 16"
 
 
 def test_what_is_fed_again_is_fed_once_for_all_that_observe_it(passes) -> None:
     asked = (("kvzip(chunk=30)", 16), ("kvzip(chunk=30)", 24))
     each = models.prefill_each(decoder(), TOKENS, LENGTHS, policies=asked, block=BLOCK)
-    for (_, budget), (cache, _) in zip(asked, each, strict=True):
-        assert_keeps(cache, 1, run(TOKENS[1, :37], policy="kvzip(chunk=30)", budget=budget, block=BLOCK))
+    for one, ours in zip(asked, each, strict=True):
+        assert_is_the_references(ours, one)
     # The prompt, then two parts of 30 tokens, the second behind the words before it.
     assert len(passes) == 4 + 2 * 3
 
 
 @pytest.mark.matrix
 def test_pseudo_tokens_are_fed_once_too(passes) -> None:
-    asked = (("kvzip(chunk=30)", 16), ("kvzip(chunk=30)", 24), ("dapq(window=4)", 16), ("dapq(window=4)", 24))
-    assert len(list(models.prefill_each(decoder(), TOKENS, LENGTHS, policies=asked, block=BLOCK))) == 4
-    assert len(passes) == (4 + 2 * 3) + (4 + 1)
+    asked = (("dapq(window=4)", 16), ("dapq(window=4)", 24))
+    assert len(list(models.prefill_each(decoder(), TOKENS, LENGTHS, policies=asked, block=BLOCK))) == 2
+    assert len(passes) == 4 + 1
 
 
-@pytest.mark.parametrize(
-    ("asked", "when"),
-    [
-        (STATE, "block"),
-        pytest.param("streaming+positions", "prompt", marks=pytest.mark.matrix),
-        pytest.param("sage", "prompt", marks=pytest.mark.matrix),
-    ],
-)
+@pytest.mark.parametrize(("asked", "when"), first(1, [(STATE, "block"), ("streaming+positions", "prompt")]))
 def test_what_has_nobody_to_share_with_runs_by_itself(asked, when, passes) -> None:
     settings = dict(block=BLOCK, when=when)
     each = models.prefill_each(decoder(), TOKENS, LENGTHS, policies=(asked, "full"), budget=24, **settings)
-    assert_same(next(each), models.prefill(decoder(), TOKENS, LENGTHS, policy=asked, budget=24, **settings))
-    assert asked == "sage" or not passes
+    assert_is_the_references(next(each), (asked, 24), when=when)
+    assert not passes
 
 
-@pytest.mark.matrix
-def test_results_are_made_when_their_turn_comes(monkeypatch) -> None:
-    made = []
-    whole = sharing._compressed
+def test_a_result_is_made_when_its_turn_comes_and_may_be_used_up_before_the_next(monkeypatch) -> None:
+    made, whole = [], sharing._compressed
     monkeypatch.setattr(sharing, "_compressed", lambda *given: made.append(1) or whole(*given))
-    each = models.prefill_each(decoder(), TOKENS, LENGTHS, policies=FEW[1:3], block=BLOCK, question=HELD_BACK)
+    more = dict(policy=STATE, budget=24, max_new_tokens=5, end=(), evict_every=0, block=BLOCK)
+    each = models.prefill_each(decoder(), TOKENS, LENGTHS, policies=[(STATE, 24)] * 2, block=BLOCK)
     assert made == []
-    next(each)
-    assert made == [1]
-
-
-def test_a_result_may_be_used_up_before_the_next_is_made() -> None:
-    asked, more = ((STATE, 24), (STATE, 24)), dict(max_new_tokens=5, end=(), evict_every=0, block=BLOCK)
-    each = models.prefill_each(decoder(), TOKENS, LENGTHS, policies=asked, block=BLOCK)
-    found = [
-        streamed(decoder(), ours, **more, **policy_and_budget(one))[0] for one, ours in zip(asked, each, strict=True)
-    ]
-    np.testing.assert_array_equal(found[0], found[1])
+    found = [(streamed(decoder(), ours, **more)[0], len(made)) for ours in each]
+    assert [count for _, count in found] == [1, 2]
+    np.testing.assert_array_equal(found[0][0], found[1][0])
 
 
 @pytest.mark.parametrize(
@@ -156,43 +100,21 @@ def test_what_cannot_be_is_refused_before_the_model_runs(policies, said) -> None
         models.prefill_each(decoder(), TOKENS, policies=policies, block=32)
 
 
-# From what prefill gave to an answer.
-
-ANSWERED = [
-    (dict(policy=STATE, budget=24, question=HELD_BACK), None),
-    pytest.param(dict(policy="full"), 0, marks=pytest.mark.matrix),
-    pytest.param(dict(policy="snapkv(window=8)", budget=0.9, when="prompt"), None, marks=pytest.mark.matrix),
-    pytest.param(dict(policy="h2o@adakv", budget=24), 1, marks=pytest.mark.matrix),
-    # Of 20 s, and all that it adds is that a question and pages meet.
-    pytest.param(
-        dict(policy="snapkv(window=8)@adakv", budget=0.9, when="prompt", question=HELD_BACK), None,
-        marks=pytest.mark.nightly,
-    ),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("settings", "evict_every"), ANSWERED)
+@pytest.mark.parametrize(
+    ("settings", "evict_every"),
+    first(1, [(dict(policy=STATE, budget=24, question=HELD_BACK), None), (dict(policy="h2o@adakv", budget=24), 1)]),
+)
 def test_an_answer_to_what_was_prefilled_is_that_of_the_reference(settings, evict_every) -> None:
     settings, more = settings | dict(block=BLOCK), dict(max_new_tokens=9, end=(), evict_every=evict_every)
     prefilled = models.prefill(decoder(), TOKENS, LENGTHS, **settings)
     out = models.generate(decoder(), prefilled, **settings, **more)
-    told = dict(settings) if settings["policy"] != "full" else dict(block=BLOCK)
-    questions = told.pop("question", np.zeros(3, int))
+    questions = settings.pop("question", np.zeros(3, int))
     for row, length in enumerate(LENGTHS):
-        expected = run(TOKENS[row, :length], **told, question=questions[row], new_tokens=9, evict_every=evict_every)
+        expected = run(TOKENS[row, :length], **settings, question=questions[row], new_tokens=9, evict_every=evict_every)
         assert answers(out)[row] == expected.tokens
         assert_keeps(out.cache, row, expected)
-    np.testing.assert_array_equal(streamed(decoder(), prefilled, **settings, **more)[0], out.tokens)
-
-
-@pytest.mark.matrix
-def test_an_answer_has_the_bytes_and_the_draws_of_one_call() -> None:
-    more = dict(max_new_tokens=6, end=(), temperature=1.0, key=jax.random.key(3), policy=STATE, budget=24, block=BLOCK)
-    one = models.generate(decoder(), TOKENS, lengths=LENGTHS, **more)
-    prefilled = models.prefill(decoder(), TOKENS, LENGTHS, policy=STATE, budget=24, block=BLOCK)
-    two = models.generate(decoder(), prefilled, **more)
-    np.testing.assert_array_equal(two.tokens, one.tokens)
-    assert one.cache.nbytes == two.cache.nbytes
+    steps, _ = streamed(decoder(), prefilled, question=questions, **settings, **more)
+    np.testing.assert_array_equal(steps, out.tokens)
 
 
 @pytest.fixture(scope="module")
@@ -216,14 +138,6 @@ def test_what_does_not_go_with_a_prefilled_prompt_is_refused(change, said, prefi
         models.generate(decoder(), prefilled, **settings | change)
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("change", (dict(budget=16), dict(question=None)))
-def test_a_smaller_budget_is_fine_where_nothing_more_leaves(change, prefilled) -> None:
-    settings = dict(policy=STATE, budget=24, question=HELD_BACK, block=BLOCK) | change
-    out = models.generate(decoder(), prefilled, evict_every=0, max_new_tokens=2, end=(), **settings)
-    assert out.cache.num_live.max() == 24 + 7 + 1
-
-
 @pytest.mark.parametrize("take", (models.prefill, models.hidden_states, models.prefill_each))
 def test_what_was_prefilled_is_no_prompt(take, prefilled) -> None:
     more = dict(policies=["full"]) if take is models.prefill_each else {}
@@ -238,15 +152,12 @@ def test_logits_of_all_tokens_are_no_start_of_an_answer(prefilled) -> None:
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("question", (None, 5))
-def test_a_dynamic_rope_beyond_its_length_is_as_alone(question) -> None:
+def test_a_dynamic_rope_beyond_its_length_is_as_alone() -> None:
     config = dataclasses.replace(CONFIG, rope=Rope(type="dynamic", factor=2.0, original_positions=24))
-    settings, asked = dict(block=BLOCK, when="prompt", question=question or 0), ("full", ("h2o", 24))
-    for one, ours in zip(asked, models.prefill_each(decoder(config), TOKENS, policies=asked, **settings), strict=True):
-        for row in range(3):
-            expected = run(TOKENS[row], config, **settings, **named(one))
-            np.testing.assert_allclose(np.asarray(ours.logits)[row], expected.logits[-1], atol=1e-4, rtol=0)
-            assert_keeps(ours.cache, row, expected)
+    asked, model = ("full", ("h2o", 24)), decoder(config)
+    each = models.prefill_each(model, TOKENS, policies=asked, block=BLOCK, when="prompt", question=5)
+    for one, ours in zip(asked, each, strict=True):
+        assert_is_the_references(ours, one, (5, 5, 5), config, (60, 60, 60), when="prompt")
 
 
 def test_hidden_states_make_the_logits_of_all_tokens() -> None:

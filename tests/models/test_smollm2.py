@@ -1,8 +1,9 @@
 """A real model, SmolLM2-135M-Instruct out of a GGUF file, answers as in transformers (golden file: make_smollm2.py)."""
 
+import functools
 import json
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 import pytest
 
@@ -10,6 +11,8 @@ import models
 from evals import selections
 from models import get
 from tests.models.make_smollm2 import GOLDEN, QUESTIONS, TEXTS
+from tests.models.make_smollm2_kept import GOLDEN as OF_KVPRESS
+from tests.models.make_smollm2_kept import KEPT, T
 
 EXPECTED = json.loads(GOLDEN.read_text())
 
@@ -32,7 +35,7 @@ def test_golden_file_is_that_of_its_maker():
 
 def test_logits_are_those_of_transformers(smollm2):
     model, _ = smollm2
-    logits = np.asarray(model(jnp.array([EXPECTED["passage"]]))[0])
+    logits = np.asarray(jax.jit(lambda model, tokens: model(tokens))(model, np.array([EXPECTED["passage"]])))[0]
     for position, ids, expected in zip(EXPECTED["positions"], EXPECTED["top_ids"], EXPECTED["top_logits"], strict=True):
         np.testing.assert_allclose(logits[position, ids], expected, atol=1e-3, rtol=0)
         assert int(logits[position].argmax()) == ids[0]
@@ -76,6 +79,7 @@ def test_config_and_end_tokens(smollm2):
     assert [tokenizer.backend.id_to_token(token) for token in config.eos] == ["<|im_end|>"]
 
 
+@pytest.mark.nightly  # of 7 s; the shipped predictor's share is in docs/results
 def test_its_predictor_ships_with_the_package_and_foresees_half_of_what_is_attended_to(smollm2):
     model, _ = smollm2
     butler = models.own_butler("smollm2", model)
@@ -86,3 +90,46 @@ def test_its_predictor_ships_with_the_package_and_foresees_half_of_what_is_atten
         model, tokens, select="butler(group='max')", budget=0.5, butler=butler, max_new_tokens=3, end=()
     )
     assert answer.tokens.shape == (1, 3)
+
+
+POLICIES = {
+    "snapkv": "snapkv(window=64,kernel=5)",
+    "tova": "tova+protect(recent=1)",  # TOVA itself can drop the last token, kvpress never does
+    "keydiff": "keydiff",
+    "streaming": "streaming",
+    "knorm": "key_norm",
+    "expected": "expected_attention",
+    "adakv": "snapkv(window=64,kernel=5)@adakv(cap=None)",
+    "criticalkv": "snapkv(window=64,kernel=5)+critical",
+    "curdkv": "curdkv",
+    "lagkv": "lagkv(lag=36)",
+}
+# Scores that differ by less than float32's rounding of 30 layers, or than the 12 bits of our norms, may go either way.
+OVERLAP = 0.99
+
+
+@functools.cache
+def golden():
+    with np.load(OF_KVPRESS) as arrays:
+        return dict(arrays)
+
+
+def kept_by(model, policy, budget):
+    """Which positions stay when the whole text is in, bool [L, K, T]."""
+    tokens = golden()["tokens"][None]
+    cache, _ = models.prefill(model, tokens, policy=policy, budget=budget, when="prompt")
+    kept = np.zeros((model.config.num_layers, model.config.num_kv_heads, T + 1), bool)  # free slots are -1, the last
+    for layer, heads in enumerate(kept):
+        np.put_along_axis(heads, np.asarray(cache.layer(layer).position[0]), True, axis=-1)
+    return kept[..., :T]
+
+
+@pytest.mark.nightly  # minutes; test_kvpress.py shows the same of a small model
+@pytest.mark.parametrize("budget", KEPT)
+@pytest.mark.parametrize("press", POLICIES)
+def test_a_real_text_keeps_what_kvpress_keeps(smollm2, press, budget):
+    expected = np.unpackbits(golden()[f"{press}/{budget}"], axis=-1, count=T).astype(bool)
+    kept = kept_by(smollm2[0], POLICIES[press], budget)
+    assert kept.sum() == expected.sum() == budget * kept.shape[0] * kept.shape[1]
+    overlap = (kept & expected).sum(axis=-1) / expected.sum(axis=-1)
+    assert overlap.min() >= OVERLAP, np.argwhere(overlap < OVERLAP).tolist()

@@ -40,9 +40,6 @@ def with_template(template):
     return Tokenizer(tokenizer.backend, tokenizer.special_tokens, template)
 
 
-# As transformers does it
-
-
 def test_ids_and_texts_are_those_of_transformers(name):
     tokenizer, expected = LOADED[name], EXPECTED[name]
     assert [tokenizer.encode(text) for text in expected["texts"]] == expected["ids"]
@@ -58,9 +55,6 @@ def test_ids_and_texts_are_those_of_transformers(name):
 def test_chats_are_those_of_transformers(name, prompt):
     texts = [LOADED[name].chat(chat, add_generation_prompt=prompt) for chat in EXPECTED[name]["chats"]]
     assert texts == [pair[prompt] for pair in EXPECTED[name]["chat_texts"]]
-
-
-# Streams
 
 
 @given(text=TEXT)
@@ -88,11 +82,6 @@ def test_stream_keeps_the_space_behind_a_special_token(name):
     tokenizer = LOADED[name]
     ids = [*tokenizer.encode("The", add_special_tokens=False), tokenizer.eos, *tokenizer.encode(" quick")]
     assert "".join(streamed(tokenizer, ids)) == tokenizer.decode(ids)
-
-
-def test_stream_can_show_special_tokens(name):
-    tokenizer = LOADED[name]
-    ids = tokenizer.encode("The")
     assert "".join(streamed(tokenizer, ids, skip_special_tokens=False)) == tokenizer.decode(ids, False)
 
 
@@ -101,9 +90,6 @@ def test_character_cut_off_at_the_end_comes_out_as_replacement(name):
     ids = tokenizer.encode("ж", add_special_tokens=False)[:-1]
     *pieces, rest = streamed(tokenizer, ids)
     assert REPLACEMENT not in "".join(pieces) and rest.endswith(REPLACEMENT)
-
-
-# Folders
 
 
 def test_truncation_and_padding_of_whoever_saved_it_are_dropped(name, folder):
@@ -136,56 +122,18 @@ def test_template_may_lie_in_tokenizer_config(name, folder):
     assert Tokenizer.from_folder(folder).chat([]) == "yes"
 
 
-# Damaged folders: tests/bad_input/test_files.py
-
-
-# Templates that go wrong, or mean harm
-
-
-def test_chat_without_a_template():
+def test_messages_that_a_template_refuses_and_a_chat_without_one():
     with pytest.raises(ValueError, match="has no chat template"):
         with_template(None).chat([])
-
-
-def test_messages_that_the_template_refuses():
     with pytest.raises(ValueError, match="rejected these messages: unknown role tool"):
         LOADED["tokenizer"].chat([{"role": "tool", "content": ""}])
 
 
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{{ ''.__class__.__mro__ }}",
-        "{{ raise_exception.__globals__ }}",
-        "{{ messages.append(1) }}",
-        "{{ cycler.__init__.__globals__.os }}",
-        "{% include '/etc/passwd' %}",
-        "{{ 'a'.format.__self__.__class__ }}",
-    ],
-)
-def test_template_cannot_leave_its_sandbox(template):
-    try:
-        text = with_template(template).chat([])
-    except ValueError as error:
-        text = str(error)
-    assert text == "" or text.startswith("the chat template rejected these messages")
-
-
-def test_template_knows_the_date():
+def test_a_template_knows_the_date_and_may_loop_over_a_long_conversation():
     assert with_template("{{ strftime_now('%Y') }}").chat([]).isdigit()
-
-
-def test_text_with_a_lone_surrogate_is_refused():
-    tokenizer = Tokenizer.from_folder(GOLDEN / "tokenizer")
-    with pytest.raises(ValueError, match="a lone surrogate at character 1"):
-        tokenizer.encode("a\udcff")
-
-
-def test_a_template_may_loop_over_a_long_conversation():
     template = "{% for m in messages %}{{ 2 ** 3 * 2 }}{{ '-' * 3 }}{{ m.content }}{% endfor %}"
-    tokenizer = Tokenizer(tokenizers.Tokenizer(tokenizers.models.BPE()), None, template)
     turns = [{"role": "user", "content": "Hello"}] * 10_000
-    assert tokenizer.chat(turns) == "16---Hello" * 10_000
+    assert with_template(template).chat(turns) == "16---Hello" * 10_000
 
 
 def test_a_debugger_finds_its_trace_again():
@@ -193,7 +141,7 @@ def test_a_debugger_finds_its_trace_again():
     trace = lambda *_: None  # noqa: E731
     sys.settrace(trace)
     try:
-        Tokenizer(tokenizers.Tokenizer(tokenizers.models.BPE()), None, "x").chat([])
+        with_template("x").chat([])
         assert sys.gettrace() is trace
     finally:
         sys.settrace(before)

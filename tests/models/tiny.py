@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import numpy as np
-import pytest
 from jax.sharding import Mesh, NamedSharding
 
 import kvjax
@@ -16,7 +15,6 @@ from models import Config
 from models.layer_caches import LayerCaches
 from models.parameters import partition
 from tests.models import reference
-from tests.tiers import first
 
 VOCABULARY = 256
 CONFIG = Config(VOCABULARY, 32, 48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, max_positions=512)
@@ -67,12 +65,6 @@ def run(prompt: Any, config: Config = CONFIG, policy: str | None = None, **setti
     """What the reference makes of one prompt."""
     named = None if policy is None else reference.policy(policy)
     return reference.run(weights(config), config, prompt, policy=named, **settings)
-
-
-def tiered(default: int, matrix: int, values: Any) -> list[Any]:
-    """Values for ``parametrize``: so many by default, so many in the matrix, and nightly what costs and adds little."""
-    values = list(values)
-    return [*first(default, values[: default + matrix]), *first(0, values[default + matrix :], pytest.mark.nightly)]
 
 
 def lengths_of(rows: Any) -> np.ndarray:

@@ -11,9 +11,10 @@ import pytest
 import kvjax
 import models
 from kvjax import KVCache, PagedCache
-from models import Config
+from models import Config, engine, states
+from models.plan import Options, check_prompt
 from tests.models import tiny
-from tests.models.tiny import answers, run
+from tests.models.tiny import LONG, LONG_LENGTHS, SETTINGS, assert_keeps, decoder, run, streamed
 from tests.tiers import first
 
 WINDOWS = (6, None, 9)
@@ -41,30 +42,12 @@ def held(cache) -> np.ndarray:
     return np.asarray(cache.num_live).max(axis=(1, 2))
 
 
-@pytest.mark.parametrize(
-    "policy", first(1, ["keydiff", "streaming(sinks=2)", "h2o+positions(kind='index')", "h2o@pyramid"])
-)
-def test_a_budget_that_holds_every_window_gives_the_logits_of_the_full_cache(policy):
-    result = models.prefill(model(), TOKENS, LENGTHS, policy=policy, outputs="all", **AMPLE)
+def test_a_budget_that_holds_every_window_gives_the_logits_of_the_full_cache():
+    result = models.prefill(model(), TOKENS, LENGTHS, policy="keydiff", outputs="all", **AMPLE)
     for row, length in enumerate(LENGTHS):
         np.testing.assert_allclose(np.asarray(result.logits)[row, :length], full(row).logits[:length], atol=1e-4)
     assert isinstance(result.cache, PagedCache)
     assert held(result.cache).tolist() == [5, 40, 8]
-
-
-@pytest.mark.parametrize(
-    ("policy", "when", "layers"),
-    first(0, [
-        ("snapkv(window=4)", "prompt", True),
-        ("h2o+caote", "block", False),
-        ("laprox(window=4)+positions@model", "block", False),
-    ]),
-)  # fmt: skip
-def test_such_a_budget_gives_the_answer_of_the_full_cache(policy, when, layers, run_by_layer):
-    run_by_layer(layers)
-    out = models.generate(model(), TOKENS, lengths=LENGTHS, policy=policy, when=when, max_new_tokens=12, **AMPLE)
-    assert answers(out) == [full(row).tokens for row in range(2)]
-    assert held(out.cache).tolist() == [5, 51, 8]
 
 
 @pytest.mark.parametrize(("window", "kept"), first(1, [(3, 2), (5, 4)]), ids=["pages", "plain"])
@@ -104,48 +87,19 @@ def test_policies_that_share_a_prompt_free_and_the_full_cache_beside_them_does_n
     assert together.cache.nbytes == alone.cache.nbytes
 
 
-@pytest.mark.parametrize(
-    ("settings", "layers"),
-    first(0, [(dict(budget=12), False), (dict(budget=0.5, longest_prompt=40), True)]),
-    ids=["slots", "ratio"],
-)
-def test_requests_that_come_and_go_get_the_tokens_that_they_get_alone(settings, layers, run_by_layer):
+@pytest.mark.matrix
+def test_requests_that_come_and_go_get_the_tokens_that_they_get_alone(run_by_layer):
     """Under a ratio, a short prompt's budget fits the windows, and a long one's takes pages."""
-    run_by_layer(layers)
-    settings = dict(policy="h2o+caote", block=8, **settings)
-    engine = models.Engine(model(), rows=2, max_new_tokens=6, **settings)
+    settings = dict(policy="h2o+caote", block=8, budget=0.5)
+    engine = models.Engine(model(), rows=2, max_new_tokens=6, longest_prompt=40, **settings)
     prompts = [TOKENS[0], TOKENS[1, :9], TOKENS[1]]
     handles = [engine.submit(prompt, max_new_tokens=6) for prompt in prompts]
     found = {handle: [] for handle in handles}
     for made in engine.run():
         found[made.handle].append(made.token)
-    settings.pop("longest_prompt", None)
     for handle, prompt in zip(handles, prompts, strict=True):
         alone = run(prompt, CONFIG, new_tokens=6, **settings).tokens
         assert found[handle] == alone
-
-
-@pytest.mark.matrix
-def test_turns_in_a_kept_cache_go_on_in_its_pages():
-    settings = dict(policy="snapkv(window=4)+caote", budget=12, block=8)
-    beginning = models.prefill(model(), TOKENS[:, :24], **settings)
-    end = models.prefill(model(), TOKENS[:, 24:], cache=beginning.cache, **settings)
-    for row in range(2):
-        expected = run(TOKENS[row], CONFIG, **settings).logits[-1]
-        np.testing.assert_allclose(np.asarray(end.logits)[row], expected, atol=1e-4)
-    assert end.cache.nbytes == beginning.cache.nbytes
-    assert held(end.cache).tolist() == [5, 12, 8]
-
-
-@pytest.mark.matrix
-def test_on_several_devices_the_cache_is_plain_and_the_result_the_same():
-    settings = dict(lengths=LENGTHS, policy="h2o", budget=12, block=8)
-    several, one = (models.prefill(m, TOKENS, **settings) for m in (tiny.on_mesh(CONFIG, 1, 2), model()))
-    assert isinstance(several.cache, KVCache) and isinstance(one.cache, PagedCache)
-    assert several.cache.num_live.tolist() == one.cache.num_live.tolist()
-    np.testing.assert_allclose(several.logits, one.logits, atol=1e-5)
-    plain = models.prefill(model(), TOKENS, **settings | dict(budget=6)).cache
-    assert isinstance(plain, KVCache)  # no window is smaller than the budget
 
 
 def of_windows(*windows: int | None) -> models.Decoder:
@@ -161,43 +115,66 @@ def test_a_turn_that_is_evicted_from_once_finds_pages_for_its_blocks():
     small = of_windows(8, None)
     settings = dict(policy="streaming(sinks=2)", budget=40, when="prompt", block=64, page_size=2)
     cache = models.prefill(small, TEXT[:, :100], **settings).cache
-    room = kvjax.paged.with_room(cache, pages=4096, most=4096)
-    tight, ample = (models.prefill(small, TEXT[:, 100:160], cache=given, **settings) for given in (cache, room))
-    np.testing.assert_allclose(tight.logits, ample.logits, atol=1e-5)
-    np.testing.assert_array_equal(tight.cache.num_live, ample.cache.num_live)
-
-
-@pytest.mark.parametrize(
-    ("windows", "policy", "live"),
-    first(0, [((None, 64), "keydiff@pyramid", [250, 63]), ((64, None), "keydiff@model(normalise=False)", None)]),
-)
-def test_layers_that_gave_slots_away_grow_back_to_their_windows_in_a_long_answer(windows, policy, live):
-    settings = dict(policy=policy, budget=128, block=8, page_size=1, evict_every=0, max_new_tokens=64, end=())
-    cache = models.generate(of_windows(*windows), TEXT[:, :300], **settings).cache
-    held = np.asarray(cache.num_live)[:, 0]
-    assert (held[windows.index(64)] == 63).all()
-    if live is not None:
-        assert held.tolist() == [[n, n] for n in live]
+    turn = models.prefill(small, TEXT[:, 100:160], cache=cache, **settings)
+    assert np.asarray(turn.cache.num_live)[:, 0].tolist() == [[7, 7], [40, 40]]
 
 
 @pytest.mark.matrix
-def test_an_answer_after_a_turn_that_evicted_nothing_finds_pages():
-    small = of_windows(8, None)
-    settings = dict(policy="keydiff", budget=40, block=8, page_size=1)
-    cache = models.prefill(small, TEXT[:, :100], **settings).cache
-    fed = models.prefill(small, TEXT[:, 100:228], cache=cache, policy=None, page_size=1)
-    out = models.generate(small, fed, evict_every=0, max_new_tokens=60, end=(), **settings)
-    assert np.asarray(out.cache.num_live)[1, 0].tolist() == [40 + 128 + 59] * 2
-
-
-def test_pages_go_on_on_one_device_only():
-    config = of_windows(8, None).config
-    cache = tiny.empty("h2o", config, budget=40)
-    with pytest.raises(ValueError, match="pages are on one device, but the model is on a mesh with data=1"):
-        models.prefill(tiny.on_mesh(config, 1, 2), TEXT[:, :20], cache=cache, policy="h2o", budget=40, block=8)
+def test_layers_that_gave_slots_away_grow_back_to_their_windows_in_a_long_answer():
+    settings = dict(budget=128, block=8, page_size=1, evict_every=0, max_new_tokens=64, end=())
+    cache = models.generate(of_windows(None, 64), TEXT[:, :300], policy="keydiff@pyramid", **settings).cache
+    assert np.asarray(cache.num_live)[:, 0].tolist() == [[250, 250], [63, 63]]
 
 
 def test_a_paged_cache_goes_on_without_merging():
     cache = tiny.empty("h2o+caote", of_windows(8, None).config, budget=40)
     with pytest.raises(ValueError, match=r"'h2o\+merge' merges values in plain caches, but this cache is paged"):
         models.prefill(of_windows(8, None), TEXT[:, :20], cache=cache, policy="h2o+merge", budget=40, block=8)
+
+
+STEPS = 40
+
+
+def assert_pages_are_whole(cache):
+    """Every page is owned once or free; each head has the fewest pages that hold its tokens."""
+    table, free = np.asarray(cache.table), np.asarray(cache.free)[: int(cache.num_free)]
+    owned = table[table >= 0]
+    assert sorted([*owned.tolist(), *free.tolist()]) == list(range(len(cache.owner)))
+    np.testing.assert_array_equal((table >= 0).sum(axis=-1), -(-np.asarray(cache.num_live) // cache.page_size))
+
+
+@pytest.mark.matrix  # the table of tests/campaign has pages by default
+def test_many_blocks_and_steps_on_pages_are_those_of_a_masked_full_cache(compiled_steps):
+    settings = dict(policy="h2o+caote+protect(sinks=2,recent=0.25)@model(cap=None)", **SETTINGS)
+    answer, cache = streamed(
+        decoder(), LONG, lengths=LONG_LENGTHS, max_new_tokens=STEPS, end=(), page_size=4, **settings
+    )
+    assert compiled_steps() == 2, "one for blocks, one for tokens"
+    assert isinstance(cache, kvjax.PagedCache)
+    assert_pages_are_whole(cache)
+    assert len(set(np.asarray(cache.num_live)[:, 0].ravel().tolist())) > 1, "the budgets should be uneven"
+    for row, length in enumerate(LONG_LENGTHS):
+        expected = run(LONG[row, :length], new_tokens=STEPS, **settings)
+        assert answer[row].tolist() == expected.tokens
+        assert_keeps(cache, row, expected)
+
+
+@pytest.mark.matrix
+def test_a_head_that_wins_all_slots_after_a_long_question_loses_no_token():
+    favourite = kvjax.base_score("favourite", lambda o: (o.position + 1e4 * (o.head[:, None] == 0))[:, :, None] + 0.0)
+    out = models.generate(
+        decoder(), tiny.TOKENS[:1, :40], policy=favourite @ "model(normalise=False)", budget=4, block=4, question=24,
+        max_new_tokens=40, page_size=4, end=(),
+    )  # fmt: skip
+    newest = np.array([out.cache.layer(index).position.max(axis=-1)[0] for index in range(2)])
+    assert (newest[:, 0] == 40 + 40 - 2).all()
+    assert_pages_are_whole(out.cache)
+
+
+def test_pages_are_for_the_rows_budgets_not_for_the_largest_one():
+    tokens, lengths = np.resize(LONG[0], (4, 200)), np.array([200, 20, 20, 20])
+    options = Options("h2o@layer", 0.2, 8, page_size=4)
+    own, _ = engine.prepare(decoder(), check_prompt(decoder(), tokens, lengths, None), options, None, None)
+    cache = jax.eval_shape(lambda: states.start(own, 4)).cache
+    heads, held = 4, 40 + 4 * 3
+    assert cache.position.size <= heads * (held + 4 * 8) + heads * 4 * 4
