@@ -30,6 +30,7 @@ from evals import evaluator, loglikelihood, results, texts
 from evals.documents import common_prefix
 from evals.evaluator import Setting
 from kvjax.checks import check_names
+from models.programs import make_room
 
 EXAMPLES = """examples:
   python -m evals choices --model smollm2 --text king-james-bible --policies full,snapkv,snapkv+caote --budgets 0.25
@@ -247,7 +248,7 @@ def answer(
         >>> record["score"] in (0.0, 1.0), len(record["log_probability"])
         (True, 4)
     """
-    evaluator.make_room()
+    make_room()
     given = [samples[row] for row in (range(len(samples)) if rows is None else rows)]
     numbers = list(range(len(samples))) if rows is None else list(rows)
     found: list[list[dict[str, Any]]] = [[{} for _ in given] for _ in settings]

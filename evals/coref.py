@@ -37,6 +37,7 @@ from evals.selections import Heads, Method
 from kvjax.checks import check_names
 from kvjax.schedule import When, moments
 from models import cli, commands, hosts
+from models.programs import make_room
 
 Mode = Literal["teacher", "generate"]
 SELECT = "full,oracle,butler,quest,h2o,streaming,random"
@@ -317,6 +318,7 @@ def command(flags: argparse.Namespace) -> None:
     results = []
     with commands.progress_bar("sample", total=len(samples) * len(settings)) as progress:
         for setting in settings:
+            make_room()
             progress.set_description(setting.title())
             results.append(
                 measure(

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, get_args
 
-import jax
 import numpy as np
 from tqdm import tqdm
 
@@ -30,8 +29,9 @@ from kvjax.chains import policy_of
 from kvjax.checks import check_names
 from kvjax.policy import Policy
 from kvjax.schedule import When, moments
-from models import cli, commands, hosts, provenance, selecting
+from models import cli, commands, provenance, selecting
 from models.load import describe as read_description
+from models.programs import make_room
 
 RECENCY = "streaming(sinks=0)"
 QUIET = tqdm(disable=True)  # the progress of a function that is called without a bar
@@ -472,23 +472,9 @@ def batches(
     if len(model.embedding[...].sharding.device_set) == 1:
         size = -(-count // -(-count // batch))
     for start in range(0, len(rows), size):
+        make_room()
         chosen = list(rows[start : start + size])
         yield chosen, chosen + chosen[:1] * (size - len(chosen))
-
-
-def make_room(most: int = 30_000) -> None:
-    """Drop all compiled programs if the process has more than ``most`` memory maps.
-
-    Each program has its own maps. Without this, hundreds of settings end in "Cannot allocate memory" at the system's
-    limit (65,530 on most Linux machines). On other systems nothing is done.
-
-    Example:
-        >>> from evals import evaluator
-        >>> evaluator.make_room()
-    """
-    maps = Path("/proc/self/maps")
-    if hosts.from_first(lambda: maps.is_file() and maps.read_bytes().count(b"\n") > most):
-        jax.clear_caches()
 
 
 def check_groups(
@@ -959,8 +945,8 @@ def made_of(
 ) -> dict[str, str]:
     """Return the fingerprints of everything that figures are made of.
 
-    These are the project's version, the built-in prose, the model, its tokenizer, a predictor, a scorer, and the
-    records that groups were read from.
+    These are the project's version, the built-in prose, the model, its tokenizer, a predictor, a scorer, the
+    records that groups were read from, and :func:`models.provenance.of_process`.
 
     Example:
         >>> import models
@@ -969,6 +955,7 @@ def made_of(
         ['config', 'kvjax', 'prose', 'tokenizer', 'weights']
     """
     found = {"kvjax": kvjax.__version__, "prose": prose.digest(), **provenance.fingerprints(model, tokenizer)}
+    found |= provenance.of_process(tokenizer)
     if butler is not None:
         found["butler"] = provenance.weights(butler, models.butler.parameter_shapes(butler.config))
     if scorer is not None:

@@ -26,6 +26,7 @@ from kvjax.insertion import Cache
 from kvjax.paged import with_room
 from models import cli, commands, hosts
 from models.decoder import frequencies, rope_of_layer
+from models.programs import make_room
 
 POLICIES = (
     "h2o+protect(recent=0.5)",
@@ -151,6 +152,7 @@ def measure(
         cache = models.prefill(model, tokens, lengths, block=block, reserve=most).cache
         full = jax.tree.map(hosts.fetched, outputs(model, cache, answers, position, lengths))
         for setting, found in zip(settings, collected, strict=True):
+            make_room()
             progress.set_description(setting.title())
             cache = models.prefill(
                 model, tokens, lengths, policy=aids.policy(setting), budget=setting.budget, block=block,

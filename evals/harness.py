@@ -32,6 +32,7 @@ from kvjax.schedule import When
 from kvjax.sources import SOURCES
 from models import commands, provenance
 from models.plan import checked_budget
+from models.programs import make_room
 
 EXAMPLES = """examples:
   python -m evals lm_eval --tasks hellaswag,piqa --model_args pretrained=path/to/Llama-3.2-1B
@@ -188,6 +189,7 @@ def model_class() -> type:
             for rows in alike.values():
                 asked = requests[rows[0]].args[1]
                 for start in range(0, len(rows), self.batch):
+                    make_room()
                     chosen = rows[start : start + self.batch]
                     said = self._generate([requests[row].args[0] for row in chosen], asked)
                     for row, text in zip(chosen, said, strict=True):

@@ -37,6 +37,7 @@ from evals.selections import Heads, Method
 from kvjax.checks import check_names
 from kvjax.schedule import When
 from models import cli, commands
+from models.programs import make_room
 
 SELECT = "oracle,butler,quest,h2o,snapkv,streaming"
 EXAMPLES = """examples:
@@ -251,6 +252,7 @@ def measure_policies(
     """
     results = []
     for setting in settings:
+        make_room()
         progress.set_description(f"{setting.policy}, budget {setting.budget}, {setting.when}")
         found = policy_losses(model, chunks, setting, full=full, block=block, progress=progress, **options)
         told = {name: setting.row()[name] for name in ("policy", "budget", "when", "evicts", "cache_dtype")}

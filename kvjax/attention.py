@@ -61,12 +61,14 @@ def attend(
         budget: tokens that each head keeps (on average, under an uneven allocation), one number or one per row; with
             None the policy observes, but evicts nothing. A share is not accepted, for a block does not know how long
             its prompt is.
-        excess: a promise that no head will hold more than ``budget + excess`` tokens; see :func:`kvjax.evict`.
+        excess: a promise that no head will hold more than ``budget + excess`` tokens, for which there is room; see
+            :func:`kvjax.evict`.
         context: what the layer provides: its number in a stacked cache, a sliding window, and so on.
 
     Returns:
-        The attention's output and the cache. Gradients flow through attention, but reverse mode does not support a
-        paged cache, whose pages move in a loop of unknown length.
+        The attention's output and the cache. Under jit, a row whose tokens do not fit into the cache is NaN from then
+        on, unless ``excess`` promises that they do. Gradients flow through attention, but reverse mode does not support
+        a paged cache, whose pages move in a loop of unknown length.
 
     Raises:
         ValueError: if shapes do not fit; if the tokens do not fit into the cache (under jit, into what a known budget
@@ -94,7 +96,8 @@ def attend(
             f"{policy.name!r} cannot evict from one layer of a {kind} cache of {cache.heads_shape[0]} layers: observe "
             "each layer with kvjax.observe, then evict once."
         )
-    out, cache, evidence = _observe(cache, query, key, value, position, policy, budget, context)
+    room = policy is not None and budget is not None and excess is not None
+    out, cache, evidence = _observe(cache, query, key, value, position, policy, budget, context, room)
     if evidence is None or budget is None:
         return out, cache
     if not isinstance(cache, KVCache):
@@ -159,6 +162,7 @@ def _observe(
     policy: Policy | None,
     budget: Budget | None,
     context: Context,
+    room: bool = False,
 ) -> tuple[Float[Array, "B T N D"], Cache, Evidence | None]:
     """Run :func:`observe`; where a policy ends in CAOTE, scores may still be :class:`kvjax.observation.Weights`."""
     K = cache.heads_shape[-1]
@@ -173,10 +177,10 @@ def _observe(
     query, key, value, position, context = prepared(cache, query, key, value, position, context)
     needs, shares = Needs() if policy is None else policy.needs, shares_of(cache, budget)
     if isinstance(cache, PagedCache):
-        cache = insert_paged(cache, key, value, position, layer_index(cache, context))
+        cache = insert_paged(cache, key, value, position, layer_index(cache, context), room)
         return observe_pages(cache, query, position, policy, shares, context)
     assert isinstance(cache, KVCache)
-    cache, taken = inserted(cache, key, value, position, context)
+    cache, taken = inserted(cache, key, value, position, context, room)
     out, columns, query, here = attend_heads(taken, query, position, needs, context, cache)
     if policy is None:
         return out, put_back(cache, taken, layer_index(cache, context)), None

@@ -30,7 +30,7 @@ from jaxtyping import Array, Bool, Float, Int, Real
 
 from kernels_pallas.dispatch import platform
 from kernels_pallas.prepare import apart
-from kvjax.checks import check_count, check_names
+from kvjax.checks import check_count, check_names, is_known
 from kvjax.quantise import Dtypes, DtypesLike, check_dtypes, dequantise, is_quantised, quantise
 
 PyTree = Any
@@ -393,11 +393,13 @@ def insert_plain(
     value: Float[Array, "B T K D"],
     position: Int[Array, "B T"],
     layer: int | Int[Array, ""] | None,
+    room: bool = False,
 ) -> tuple[KVCache, KVCache]:
     """Insert tokens into a plain cache as :func:`kvjax.insert` does, which has checked the arguments.
 
     Args:
         here: the layer, or the cache itself where it has no layers; its positions and state are read, and not its rows.
+        room: a promise that the tokens fit.
 
     Returns:
         The cache with the new rows, and ``here`` with the block in all its arrays; :func:`put_back` writes its
@@ -406,6 +408,9 @@ def insert_plain(
     (B, T, K, _), S = key.shape, cache.num_slots
     valid = position >= 0
     slot = slots_for(valid, here.position < 0)
+    lost = None
+    if not (room or is_known(here.position, position)):  # where they are known, tokens that do not fit were refused
+        slot, lost = overwriting(slot, valid, S)
     slot = jnp.where(valid[:, None], slot, S)  # out of bounds: not written
 
     def write(leaf: Array, rows: Array) -> Array:
@@ -415,7 +420,7 @@ def insert_plain(
         is_here = jax.lax.broadcasted_iota(jnp.int32, (B, K, S), 2) == slot
         return jnp.where(is_here.reshape(B, K, S, *(1,) * (leaf.ndim - 3)), rows.astype(leaf.dtype), leaf)
 
-    rows = as_stored(cache, key.swapaxes(1, 2), value.swapaxes(1, 2))
+    rows = unreadable(as_stored(cache, key.swapaxes(1, 2), value.swapaxes(1, 2)), lost)
     next_position = jnp.maximum(cache.next_position, jnp.max(position, axis=1) + 1)
     cache = dataclasses.replace(
         cache,
@@ -440,6 +445,32 @@ def slots_for(valid: Bool[Array, "B T"], free: Bool[Array, "B K S"]) -> Int[Arra
     return nth_true(free, jnp.broadcast_to(count[:, None], (*free.shape[:2], valid.shape[1])))
 
 
+def overwriting(
+    slot: Int[Array, "B K T"], valid: Bool[Array, "B T"], slots: int | Int[Array, "B K"]
+) -> tuple[Int[Array, "B K T"], Bool[Array, "B"]]:
+    """Return the rows whose tokens do not fit, and slots for all tokens: in those rows the last ones of each head.
+
+    A token that was left out would go unnoticed. So the tokens of such a block overwrite others, and
+    :func:`unreadable` makes each query from them on NaN.
+
+    Args:
+        slots: how many slots the heads have; ``slot`` is not below it where there is none.
+    """
+    last = jnp.broadcast_to(jnp.asarray(slots, jnp.int32), slot.shape[:2])[..., None]
+    lost = jnp.any(valid[:, None] & (slot >= last), axis=(1, 2))
+    count = jnp.cumsum(valid, axis=1, dtype=jnp.int32)[:, None] if valid.shape[1] > 1 else 1
+    return jnp.where(lost[:, None, None], last - count, slot), lost
+
+
+def unreadable(rows: Rows, lost: Bool[Array, "*rows"] | None) -> Rows:
+    """Return keys and values with NaN as keys where tokens are lost, so that what attends over them is NaN."""
+    if lost is None:
+        return rows
+    name = "key_scale" if "key_scale" in rows else "key"
+    lost = lost.reshape(*lost.shape, *(1,) * (rows[name].ndim - lost.ndim))
+    return rows | {name: jnp.where(lost, jnp.nan, rows[name]).astype(rows[name].dtype)}
+
+
 def put_back(cache: KVCache, here: KVCache, layer: int | Int[Array, ""] | None) -> KVCache:
     """Return the cache with the positions and the state of one layer, or of ``here`` where it has no layers."""
     position, state = jax.tree.map(
@@ -459,7 +490,11 @@ def compact(cache: KVCache, slots: int) -> KVCache:
     """Gather the live tokens, in slot order, into a smaller cache or into a larger one with free slots at the end.
 
     Args:
-        slots: slots per head afterwards. Live tokens beyond that number are lost: evict to the budget first.
+        slots: slots per head afterwards: evict to the budget first. Under jit, a row with more live tokens in a head
+            is NaN from then on.
+
+    Raises:
+        ValueError: outside jit, if a head has more live tokens than ``slots``.
 
     Example:
         >>> import jax, numpy as np
@@ -474,6 +509,11 @@ def compact(cache: KVCache, slots: int) -> KVCache:
     if not isinstance(cache, KVCache):
         raise ValueError(f"a {type(cache).__name__} was given; compact takes a KVCache.")
     slots = check_count("slots", slots, 1, "a cache needs at least 1")
+    lost = None
+    if is_known(cache.position):
+        check_held("slots", int((np.asarray(cache.position) >= 0).sum(-1).max()), slots)
+    elif slots < cache.num_slots:
+        lost = jnp.any(cache.num_live > slots, axis=-1)
     order = jnp.broadcast_to(jnp.arange(1, slots + 1), (*cache.position.shape[:-1], slots))
     source = nth_true(cache.live, order)  # [*L, B, K, slots], num_slots where there is no such token
 
@@ -483,10 +523,26 @@ def compact(cache: KVCache, slots: int) -> KVCache:
 
     return dataclasses.replace(
         cache,
-        rows=map_rows(lambda leaf: gather(leaf, 0), cache),
+        rows=unreadable(map_rows(lambda leaf: gather(leaf, 0), cache), lost),
         position=gather(cache.position, -1),
         state=map_slots(lambda leaf: gather(leaf, 0), cache.state),
     )
+
+
+def check_held(what: str, held: int, room: int) -> None:
+    """Check that a head's live tokens fit into the slots that a copy has.
+
+    Example:
+        >>> from kvjax.cache import check_held
+        >>> check_held("slots", 5, 4)
+        Traceback (most recent call last):
+        ...
+        ValueError: slots is 4, but a head holds 5 tokens: evict to a smaller budget first, or give more.
+    """
+    if held > room:
+        raise ValueError(
+            f"{what} is {room}, but a head holds {held} tokens: evict to a smaller budget first, or give more."
+        )
 
 
 def by_position(position: Int[Array, "*heads S"]) -> tuple[Int[Array, "*heads S"], Int[Array, "*heads S"]]:

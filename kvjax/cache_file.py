@@ -63,6 +63,9 @@ _FIELDS = {
     "budget": int | float | None,
     "model": str | None,
 }
+_MAY_LACK: dict[str, Any] = {
+    "pending": list[int]
+}  # a file without pending tokens is as files were before there were any
 
 
 @typed
@@ -73,6 +76,7 @@ def save_cache(
     policy: Policy | str | None = None,
     budget: int | float | None = None,
     model: str | None = None,
+    pending: list[int] | tuple[int, ...] = (),
 ) -> None:
     """Write a cache to a file, from which :func:`load_cache` makes the same cache, bit for bit, in another process.
 
@@ -84,10 +88,12 @@ def save_cache(
         policy: the policy that the cache was made for, or its short name; may be left out where it has no state.
         budget: the budget under which it was filled, slots per head or a ratio, for later use.
         model: any text that identifies the model of these keys and values.
+        pending: tokens that come next and that the cache has not seen, such as the last one of an answer, for a cache
+            of one row; :func:`cache_info` returns them.
 
     Raises:
         ValueError: if ``cache`` is not a cache, is split over a mesh, is not the policy's, was donated, is traced, or
-            is inconsistent.
+            is inconsistent; or if there are pending tokens of several rows, or negative ones.
         FileNotFoundError: if the folder does not exist.
 
     Example:
@@ -104,7 +110,12 @@ def save_cache(
             "the cache's pages are split over a mesh, but a file holds those of one device: save a cache that one "
             "device has made, or one of an even allocation."
         )
-    made_with = _made_with(policy, budget, model)
+    made_with, pending = _made_with(policy, budget, model), list(pending)
+    if pending and (len(cache.next_position) != 1 or min(pending) < 0):
+        raise ValueError(
+            f"pending is {shown(pending)} for a cache of {len(cache.next_position)} rows; expected the tokens of one "
+            "row, none of them negative."
+        )
     target, arrays = _target(path), _arrays(cache)
     paged = isinstance(cache, PagedCache)
     key, value, position, next_position = (
@@ -126,6 +137,8 @@ def save_cache(
     _check_arrays("the cache", arrays, expected_with(info["query_heads"]))
     _check_contents("the cache", arrays)
     arrays = {name: array.view(np.uint8) if array.dtype == FLOAT8 else array for name, array in arrays.items()}
+    if pending:
+        info["pending"] = pending
     text = json.dumps(info | {"sha256": _digest(info, arrays)}, sort_keys=True)
     _write(target, to_safetensors(arrays, metadata={ENTRY: text}))
 
@@ -182,8 +195,9 @@ def cache_info(path: str | Path) -> dict[str, Any]:
 
     Returns:
         "policy", "budget" and "model" as they were saved, None where they were not; "tokens", how many each row has
-        seen; "kind", "plain" or "paged"; "page_size", None without pages; "positions"; "dtype"; "query_heads" of each
-        head of the cache, 1 where its policy does not show it; "kvjax", the version that wrote it; "format".
+        seen; "pending", the tokens that come next, [] where none were saved; "kind", "plain" or "paged"; "page_size",
+        None without pages; "positions"; "dtype"; "query_heads" of each head of the cache, 1 where its policy does not
+        show it; "kvjax", the version that wrote it; "format".
 
     Raises:
         FileNotFoundError: if there is no such file.
@@ -200,7 +214,7 @@ def cache_info(path: str | Path) -> dict[str, Any]:
         ('tova', 8, None, [0])
     """
     with _opened(_source(path)) as (info, _):
-        return {name: info[name] for name in _FIELDS}
+        return {name: info[name] for name in _FIELDS} | {"pending": info.get("pending", [])}
 
 
 class _Expected(NamedTuple):
@@ -439,7 +453,7 @@ def _said(path: Path, metadata: Mapping[str, str] | None) -> dict[str, Any]:
             f"{path} has format {info['format']}, of a later kvjax than this {__version__}, which reads format "
             f"{FORMAT}; install a later one."
         )
-    fields = _FIELDS | {"sha256": str}
+    fields = _FIELDS | {"sha256": str} | {name: kind for name, kind in _MAY_LACK.items() if name in info}
     if info.keys() != fields.keys():
         raise ValueError(damaged)
     try:

@@ -12,7 +12,18 @@ from kvjax.allocation import parse_allocation
 from kvjax.checks import check_count, check_names, typed
 from kvjax.names import called, makers, registered
 from kvjax.observation import Needs, Observation, Weights
-from kvjax.policy import Moments, Policy, Protection, PyTree, Scores, allocated, as_scores
+from kvjax.policy import (
+    Marked,
+    Moments,
+    Policy,
+    Protection,
+    PyTree,
+    Scores,
+    allocated,
+    as_scores,
+    unmarked,
+    update_link,
+)
 from kvjax.reconstruction import Reconstruction
 
 
@@ -141,13 +152,19 @@ def chain(*links: Policy) -> Policy:
     def init(B: int, K: int, G: int, S: int, D: int) -> PyTree:
         return tuple(link.init(B, K, G, S, D) for link in links)
 
-    def update(scores: Scores | Weights, state: PyTree, observation: Observation) -> tuple[Scores | Weights, PyTree]:
-        states = []
+    def update(
+        scores: Scores | Weights, state: PyTree, observation: Observation
+    ) -> tuple[Scores | Weights | Marked, PyTree]:
+        states, marked = [], None
         for link, link_state in zip(links, state, strict=True):
             if link.update is not unchanged:
-                scores, link_state = link.update(as_scores(scores, observation), link_state, observation)
+                given, link_state = update_link(link, as_scores(scores, observation), link_state, observation)
+                scores, marked = unmarked(given, marked)
+                if isinstance(given, Marked):
+                    protected = given.stays if observation.protected is None else observation.protected | given.stays
+                    observation = observation._replace(protected=protected)
             states.append(link_state)
-        return scores, tuple(states)
+        return scores if marked is None else Marked(as_scores(scores, observation), marked), tuple(states)
 
     return Policy(
         name=name,

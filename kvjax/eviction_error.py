@@ -64,8 +64,9 @@ def score(
 
     Raises:
         ValueError: if shapes do not match, the norm or group is unknown, a projection comes with a norm or group that
-            it does not support, or weights are NaN, negative, or add up to more than 1 (checked only outside jit,
-            where they are known).
+            it does not support, or weights are NaN, negative, or add up to more than 1. Under jit weights are not
+            known: the scores of such weights are wrong, up to the largest number. ``with jax.disable_jit():`` checks
+            them there as well.
 
     Example:
         >>> import jax.numpy as jnp

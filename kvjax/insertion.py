@@ -50,9 +50,9 @@ def insert(
         layer: the layer to write to in a stacked cache.
 
     Returns:
-        The cache with the tokens in it and ``next_position`` moved past them. A token for which no slot is free is
-        not stored: evict first, or give the cache a block more slots than the budget. A paged cache takes pages for
-        the heads that have no free slot.
+        The cache with the tokens in it and ``next_position`` moved past them. A paged cache takes pages for the heads
+        that have no free slot. Tokens that do not fit are refused; under jit, where only the run knows it, a row whose
+        tokens do not fit is NaN from then on: evict first, or give the cache a block more slots than the budget.
 
     Raises:
         ValueError: if keys and values do not fit the cache, or if there are more tokens than slots, or than free slots

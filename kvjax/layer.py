@@ -78,6 +78,7 @@ def inserted(
     value: Float[Array, "B T K D"],
     position: Int[Array, "B T"],
     context: Context,
+    room: bool = False,
 ) -> tuple[KVCache, KVCache]:
     """Insert a block; return the cache with its rows, and the layer, whose other arrays are to be put back."""
     layer = layer_index(cache, context)
@@ -87,7 +88,7 @@ def inserted(
         # layer instead of writing the new ones in place. For a GPU it does not, and each would be a program of its own.
         slot_position, state = jax.lax.optimization_barrier((here.position, here.state))
         here = dataclasses.replace(here, position=slot_position, state=state)
-    return insert_plain(cache, here, key, value, position, layer)
+    return insert_plain(cache, here, key, value, position, layer, room)
 
 
 def updated(cache: KVCache, here: KVCache, chosen: Int[Array, "B K S"], state: Any, context: Context) -> KVCache:

@@ -22,7 +22,7 @@ from kvjax.checks import check_count
 from kvjax.insertion import Cache, check_cache
 from kvjax.paged import PagedCache, pages_for
 from kvjax.policy import Policy
-from kvjax.policy_checks import check_block, check_budget, check_measured
+from kvjax.policy_checks import check_block, check_budget, check_measured, check_state
 from kvjax.quantise import DtypesLike, check_dtypes
 from kvjax.split import SplitCache, check_mesh, on_mesh
 
@@ -301,6 +301,8 @@ def blank(
     """
 
     check_measured(policy, layers, kv_heads)
+    if policy is not None:
+        check_state(policy, head_dim, group)
 
     def state(B: int, K: int, S: int) -> PyTree:
         return () if policy is None else policy.state(B, K, group, S, head_dim)

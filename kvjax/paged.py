@@ -23,6 +23,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Int, Shaped
 
 from kernels_pallas.paged_attention.pages import laid_out, slot_positions
@@ -34,14 +35,17 @@ from kvjax.cache import (
     Rows,
     Stored,
     as_stored,
+    check_held,
     check_positions,
     empty_rows,
     map_rows,
     map_slots,
     nth_true,
+    overwriting,
     slots_for,
+    unreadable,
 )
-from kvjax.checks import check_count
+from kvjax.checks import check_count, is_known
 from kvjax.quantise import DtypesLike, check_dtypes
 
 
@@ -233,15 +237,29 @@ def pages_for(slots: int, heads: int, page_size: int) -> int:
 
 
 def insert_paged(
-    cache: PagedCache, key: Array, value: Array, position: Int[Array, "B T"], layer: int | Int[Array, ""] | None
+    cache: PagedCache,
+    key: Array,
+    value: Array,
+    position: Int[Array, "B T"],
+    layer: int | Int[Array, ""] | None,
+    room: bool = False,
 ) -> PagedCache:
-    """Insert tokens as :func:`kvjax.insert` does; a head without enough free slots takes new pages."""
+    """Insert tokens as :func:`kvjax.insert` does; a head without enough free slots takes new pages.
+
+    Args:
+        room: a promise that the tokens fit.
+    """
     B, T, K, _ = key.shape
+    checked = room or is_known(cache.position, cache.table, position)
     count = jnp.sum(position >= 0, axis=1, dtype=jnp.int32)
     cache = _take_pages(cache, count, -(-T // cache.page_size), layer)
     table = cache.layer_table(layer)
     slot_free = jnp.repeat(table >= 0, cache.page_size, axis=2) & (slot_positions(cache.position, table) < 0)
     slot = slots_for(position >= 0, slot_free)
+    lost = None
+    if not checked:
+        slot, lost = overwriting(slot, position >= 0, jnp.sum(table >= 0, axis=-1) * cache.page_size)
+        slot = jnp.where(slot < 0, slot_free.shape[2], slot)  # a head with fewer slots than the block has tokens
     page = jnp.take_along_axis(table, slot // cache.page_size, axis=2, mode="fill", fill_value=-1)
     page = jnp.where((position >= 0)[:, None] & (page >= 0), page, cache.owner.shape[0])  # out of bounds: not written
     index = (page, slot % cache.page_size)
@@ -249,7 +267,7 @@ def insert_paged(
     def write(leaf: Array, rows: Array) -> Array:
         return leaf.at[index].set(rows.astype(leaf.dtype), mode="drop")
 
-    rows = as_stored(cache, key.swapaxes(1, 2), value.swapaxes(1, 2))
+    rows = unreadable(as_stored(cache, key.swapaxes(1, 2), value.swapaxes(1, 2)), lost)
     return dataclasses.replace(
         cache,
         rows=map_rows(write, cache, rows),
@@ -330,7 +348,11 @@ def pack(cache: KVCache, *, pages: int, page_size: int, most: int) -> PagedCache
     """Copy the live tokens of a plain cache into pages, for example after one eviction of a whole prompt.
 
     Args:
-        pages, page_size, most: see :meth:`PagedCache.init`. Tokens that do not fit are lost.
+        pages, page_size, most: see :meth:`PagedCache.init`. Under jit, a row with tokens that do not fit is NaN from
+            then on.
+
+    Raises:
+        ValueError: outside jit, if the tokens do not fit.
 
     Example:
         >>> import functools, jax, numpy as np
@@ -354,6 +376,14 @@ def pack(cache: KVCache, *, pages: int, page_size: int, most: int) -> PagedCache
     page = start[..., None] + number
     table = jnp.where((number < need[..., None]) & (page < pages), page, -1)
     used = jnp.minimum(jnp.sum(need), pages).astype(jnp.int32)
+    if is_known(cache.position):
+        held = (np.asarray(cache.position) >= 0).sum(-1)
+        check_held("most", int(held.max()), M * page_size)
+        if (wanted := int(np.ceil(held / page_size).sum())) > pages:
+            raise ValueError(f"the tokens need {wanted} pages of {page_size} slots, but {pages} were given: give more.")
+        lost = None
+    else:
+        lost = jnp.any(jnp.sum(table >= 0, axis=-1) * page_size < cache.num_live, axis=-1, keepdims=True)
     # Slot s of page m of a head takes the head's (m * page_size + s)-th live token.
     order = jnp.broadcast_to(jnp.arange(1, M * page_size + 1), (*heads, M * page_size))
     source = nth_true(cache.live, order).reshape(-1, M, page_size)  # [H, M, page]; S where there is no such token
@@ -369,9 +399,12 @@ def pack(cache: KVCache, *, pages: int, page_size: int, most: int) -> PagedCache
         rows = flat.at[jnp.maximum(head_of_page, 0)[:, None], row_of_page].get(mode="fill", fill_value=fill)
         return jnp.where((head_of_page < 0).reshape(-1, *(1,) * (rows.ndim - 1)), fill, rows).astype(leaf.dtype)
 
+    rows = map_rows(lambda leaf: gather(leaf, 0), cache)
+    if lost is not None:
+        rows = unreadable(rows, jnp.broadcast_to(lost, heads).ravel()[jnp.maximum(head_of_page, 0)])
     stack = jnp.arange(pages - 1, -1, -1, dtype=jnp.int32)  # the pages in use are its last entries
     return PagedCache(
-        rows=map_rows(lambda leaf: gather(leaf, 0), cache),
+        rows=rows,
         position=gather(cache.position, -1),
         owner=head_of_page,
         table=table.astype(jnp.int32),

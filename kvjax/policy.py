@@ -13,6 +13,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
@@ -42,6 +43,18 @@ class Protection(NamedTuple):
         return sinks, recent
 
 
+class Marked(NamedTuple):
+    """What a link returns in place of scores where it decides that some tokens stay.
+
+    ``scores`` are those of all tokens, which the links behind it read. ``stays`` are tokens that are kept before all
+    others, after those that are protected, whatever later links make of their scores. For later links they count as
+    protected.
+    """
+
+    scores: Scores
+    stays: Bool[Array, "B K S"]
+
+
 class Moments(NamedTuple):
     """When a paper evicts.
 
@@ -63,8 +76,9 @@ class Policy:
         name: its short name, as on a command line.
         init: ``init(B, K, G, S, D) -> state``, a pytree of zeros whose leaves start with ``[B, K, S]``, or with
             ``[B, K]`` inside a :class:`kvjax.HeadState`.
-        update: ``update(scores, state, observation) -> (scores, state)``; a base score ignores ``scores``. The last
-            link may return :class:`kvjax.Weights`, from which an eviction computes CAOTE's scores.
+        update: ``update(scores, state, observation) -> (scores, state)``; a base score ignores ``scores``. A link may
+            return :class:`kvjax.policy.Marked` scores. The last link may return :class:`kvjax.Weights`, from which an
+            eviction computes CAOTE's scores.
         needs: what it reads of an observation.
         protections: the tokens that always stay.
         links: the links of a chain; () for a single link.
@@ -83,7 +97,7 @@ class Policy:
 
     name: str
     init: Callable[[int, int, int, int, int], PyTree]
-    update: Callable[[Scores, PyTree, Observation], tuple[Scores | Weights, PyTree]]
+    update: Callable[[Scores, PyTree, Observation], tuple[Scores | Weights | Marked, PyTree]]
     needs: Needs = Needs()
     protections: tuple[Protection, ...] = ()
     links: tuple[Policy, ...] = ()
@@ -192,14 +206,72 @@ def update_scores(
 ) -> tuple[Float[Array, "B K S"] | Weights, PyTree]:
     """Run a policy on a block whose protected slots are marked; CAOTE's scores may stay :class:`kvjax.Weights`."""
     nothing = jnp.zeros_like(observation.position[:, :, None], jnp.float32)  # a base score ignores it
-    scores, state = policy.update(nothing, state, observation)
+    update = policy.update if policy.links else functools.partial(update_link, policy)
+    scores, state = update(nothing, state, observation)
     if isinstance(scores, Weights) and policy.heads != "layer":
         return scores, state
+    scores, stays = unmarked(scores, None)
     scores = as_scores(scores, observation)
     if policy.heads == "layer":
         heads = scores.shape[1] * scores.shape[2]  # divided before the sum, which overflows for the largest floats
         scores = jnp.broadcast_to(jnp.sum(scores / heads, axis=(1, 2), keepdims=True), scores.shape)
-    return jnp.where(observation.protected, jnp.inf, jnp.mean(scores, axis=2)), state
+        stays = None if stays is None else jnp.all(stays, axis=1, keepdims=True)
+    joined = jnp.mean(scores, axis=2)
+    if stays is not None:  # as the last step: a link that divided it would make it a number like others
+        joined = jnp.where(stays, jnp.finfo(jnp.float32).max, joined)
+    return jnp.where(observation.protected, jnp.inf, joined), state
+
+
+def update_link(
+    link: Policy, scores: Scores, state: PyTree, observation: Observation
+) -> tuple[Scores | Weights | Marked, PyTree]:
+    """Run one link on a block, and check what it reads and what it returns.
+
+    Raises:
+        ValueError: if the link reads a statistic that was not asked for, or returns scores or a state of other shapes.
+    """
+    columns: Any = _Declared(link.name, observation.columns)
+    given, new = link.update(scores, state, observation._replace(columns=columns))
+    plain, _ = unmarked(given, None)
+    shape = jnp.shape(plain.weights if isinstance(plain, Weights) else plain)
+    (B, K, S), heads = observation.position.shape, observation.query.shape[2]
+    if shape not in ((B, K, heads // K, S), (B, K, 1, S)):
+        raise ValueError(
+            f"{link.name!r} returned scores of shape {shape}; expected [B, K, G, S], {(B, K, heads // K, S)}, or "
+            f"[B, K, 1, S], {(B, K, 1, S)}."
+        )
+    before, after = ([jax.tree.structure(x), *map(jnp.shape, jax.tree.leaves(x))] for x in (state, new))
+    if before != after:
+        raise ValueError(
+            f"{link.name!r} returned a state of other arrays than it was given: {before[1:]} became {after[1:]}; "
+            "return one of the same structure and shapes."
+        )
+    return given, new
+
+
+class _Declared:
+    """A block's statistics, of which those that no link has asked for are refused."""
+
+    def __init__(self, name: str, columns: Any):
+        self._link, self._columns = name, columns
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._columns, name)
+        if found is None and name in type(self._columns)._fields:
+            raise ValueError(
+                f"{self._link!r} reads the statistic {name!r}, which nothing asked for; declare it: statistics="
+                f"({name!r},) of kvjax.base_score, or needs=kvjax.Needs(frozenset({{{name!r}}})) of a Policy."
+            )
+        return found
+
+
+def unmarked(
+    scores: Scores | Weights | Marked, stays: Bool[Array, "B K S"] | None
+) -> tuple[Scores | Weights, Bool[Array, "B K S"] | None]:
+    """Return what a link gave without its marks, and the tokens that it or a link before it has marked."""
+    if not isinstance(scores, Marked):
+        return scores, stays
+    return scores.scores, scores.stays if stays is None else stays | scores.stays
 
 
 def as_scores(scores: Scores | Weights, observation: Observation) -> Scores:

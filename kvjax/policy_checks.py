@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -93,6 +94,36 @@ or protect fewer.
         )
 
 
+@functools.cache
+def check_state(policy: Policy, head_dim: int, G: int) -> None:
+    """Check that each link's state has an entry per slot, or per head.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import kvjax
+        >>> from kvjax.policy_checks import check_state
+        >>> check_state(kvjax.Policy("sums", lambda B, K, G, S, D: jnp.zeros((B, S)), lambda *given: given[:2]), 8, 2)
+        Traceback (most recent call last):
+        ...
+        ValueError: the state of 'sums' has an array of shape (2, 5), where B, K, G, S, D = (2, 3, 2, 5, 8); its \
+arrays start with [B, K, S], or with [B, K] inside a kvjax.HeadState.
+    """
+    sizes = (2, 3, G, 5, head_dim)  # no two of B, K, S alike
+
+    def check(link: Policy, leaf: Any) -> None:
+        of_head = isinstance(leaf, HeadState)
+        shape = (leaf.value if of_head else leaf).shape
+        if shape[: 2 if of_head else 3] != ((2, 3) if of_head else (2, 3, 5)):
+            raise ValueError(
+                f"the state of {link.name!r} has an array of shape {shape}, where B, K, G, S, D = {sizes}; its arrays "
+                "start with [B, K, S], or with [B, K] inside a kvjax.HeadState."
+            )
+
+    for link in policy.links or (policy,):
+        made = jax.eval_shape(functools.partial(link.init, *sizes))
+        jax.tree.map(functools.partial(check, link), made, is_leaf=lambda leaf: isinstance(leaf, HeadState))
+
+
 def check_policy(policy: Policy, cache: KVCache | PagedCache, G: int) -> None:
     """Check that the cache was made for the policy; on a mesh, the stacked parts of the devices."""
     if policy.positions not in ("absolute", cache.positions):
@@ -105,6 +136,7 @@ def check_policy(policy: Policy, cache: KVCache | PagedCache, G: int) -> None:
             f"{policy.name!r} turns queries back by their positions in the text, but the cache's positions are "
             f"{cache.positions!r}; make it with positions='absolute'."
         )
+    check_state(policy, cache.head_dim, G)
     B, K = cache.heads_shape[-2:]
     made = jax.eval_shape(lambda: policy.state(B, K, G, 1, cache.head_dim))
     expected: Any = jax.tree.structure(made)

@@ -7,11 +7,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int
 
-from kvjax.cache import HeadState, KVCache, dtypes_of, map_rows, rows_apart, rows_together
-from kvjax.checks import plain
+from kvjax.cache import HeadState, KVCache, dtypes_of, map_rows, rows_apart, rows_together, unreadable
+from kvjax.checks import is_known, plain
 from kvjax.insertion import Cache, arrays_of
 from kvjax.paged import PagedCache, release
 from kvjax.split import PARTS, SplitCache
@@ -25,11 +26,11 @@ def join(cache: Cache, row: int | Int[Array, ""], one: Cache) -> Cache:
         row: which row.
         one: the sequence's, a cache of one row of the same kind, made for the same policy. It may have fewer slots per
             head than the batch's cache, and may store keys and values apart where the batch has them side by side. A
-            paged cache needs as many free pages as ``one`` has in use, less those that the row gives back; tokens that
-            find no page are lost.
+            paged cache needs as many free pages as ``one`` has in use, less those that the row gives back; under jit,
+            a row that does not find them is NaN from then on.
 
     Raises:
-        ValueError: if the caches do not fit, or the row is out of range.
+        ValueError: if the caches do not fit, or the row is out of range; or, outside jit, if pages are lacking.
 
     Example:
         >>> import jax, numpy as np
@@ -157,7 +158,11 @@ def _join_pages(cache: PagedCache, row: int | Int[Array, ""], one: PagedCache) -
     P = cache.owner.shape[0]
     source = one.table  # [*L, 1, K, M']
     number = (jnp.cumsum(source >= 0, dtype=jnp.int32) - 1).reshape(source.shape)
-    found = (source >= 0) & (number < cache.num_free)
+    found, lost = (source >= 0) & (number < cache.num_free), None
+    if not is_known(source, cache.num_free):
+        lost = jnp.any(found != (source >= 0))
+    elif (lacking := int(np.sum(np.asarray(source) >= 0)) - int(cache.num_free)) > 0:
+        raise ValueError(f"the row does not fit: {lacking} more free pages are needed; evict first, or add pages.")
     page = jnp.where(found, cache.free[jnp.maximum(cache.num_free - 1 - number, 0)], P)  # out of bounds: not written
 
     def copy(whole: Array, part: Array) -> Array:
@@ -175,7 +180,7 @@ def _join_pages(cache: PagedCache, row: int | Int[Array, ""], one: PagedCache) -
     table = jnp.pad(jnp.where(found, page, -1), widths, constant_values=-1)
     return dataclasses.replace(
         cache,
-        rows=map_rows(copy, cache, one.rows),
+        rows=map_rows(copy, cache, unreadable(one.rows, lost)),
         position=copy(cache.position, one.position),
         owner=cache.owner.at[page].set(jnp.broadcast_to(head, page.shape), mode="drop"),
         table=_put(cache.table, table, row, len(L)),

@@ -17,7 +17,7 @@ from kvjax.chains import base_score, chain, no_state, register
 from kvjax.checks import check_count
 from kvjax.names import check_number, check_protected
 from kvjax.observation import Needs, Observation
-from kvjax.policy import Moments, Policy, Protection, Scores, allocated
+from kvjax.policy import Marked, Moments, Policy, Protection, Scores, allocated
 from kvjax.reconstruction import Reconstruction, Repeated
 from kvjax.rotary import rotate, turn
 from kvjax.transforms import check_kernel, pooled, rounded, with_tokens
@@ -244,9 +244,8 @@ def sage(
         heads: which heads choose together: each query "group" by its mean attention, which takes no more memory than
             other policies, or each "query" head for a cache of its own, as in the paper.
         split: "fixed" quarters, as in the paper, or "adaptive", our variant: the shortest prefix of the first quarter,
-            and the shortest suffix of the last, that hold ``mass`` of its attention. These tokens score float32's
-            largest number instead of being protected, as their count is not known before; the slots saved go to the
-            middle.
+            and the shortest suffix of the last, that hold ``mass`` of its attention. These tokens stay without being
+            protected, as their count is not known before; the slots saved go to the middle.
         mass: the share of a quarter's attention that "adaptive" must cover, in (0, 1].
 
     Example:
@@ -260,20 +259,20 @@ def sage(
     def init(B: int, K: int, G: int, S: int, D: int) -> Array:
         return jnp.zeros((B, K, S), jnp.float32)  # 0 in the recent window: the last tokens, and new ones in decode
 
-    def update(_: Scores, state: Array, o: Observation) -> tuple[Scores, Array]:
+    def update(_: Scores, state: Array, o: Observation) -> tuple[Scores | Marked, Array]:
         if o.compressed:
             return state[:, :, None], state
-        largest = jnp.finfo(jnp.float32).max
         scores = jnp.mean(o.columns.last, axis=2)
         quarter = (o.budget // 4)[:, None, None]
         sinks = o.position < quarter
         recent = o.position >= o.next_position[:, None, None] - jnp.maximum(quarter, 1)
         if split == "adaptive":
             sinks, recent = _covering(scores, o, sinks, mass, "first"), _covering(scores, o, recent, mass, "last")
-            scores = jnp.where(sinks | recent, largest, scores)
-        chosen = jnp.where(recent, 0, jnp.clip(scores, jnp.finfo(jnp.float32).tiny, 1))
+        best = jnp.where(sinks, 1, scores) if split == "adaptive" else scores
+        chosen = jnp.where(recent, 0, jnp.clip(best, jnp.finfo(jnp.float32).tiny, 1))
         observed = (o.query_position >= 0).any(axis=1)[:, None, None]
-        return scores[:, :, None], jnp.where(observed, chosen, state)
+        given = scores[:, :, None]
+        return given if split == "fixed" else Marked(given, sinks | recent), jnp.where(observed, chosen, state)
 
     quarters = (Protection(sinks=0.25, recent=0.25), Protection(recent=1)) if split == "fixed" else ()
     return Policy(

@@ -15,7 +15,7 @@ from kvjax.checks import MOST, check_count
 from kvjax.merging import Merging, Received, most_similar, next_tokens
 from kvjax.names import check_number, check_protected
 from kvjax.observation import Needs, Observation
-from kvjax.policy import Moments, Policy, Protection, Scores
+from kvjax.policy import Marked, Moments, Policy, Protection, Scores
 from kvjax.topk import best_of_rows, rank, share_of
 
 
@@ -104,9 +104,10 @@ def critical(*, safe: float = 0.5, epsilon: float = 1e-4) -> Policy:
     """Keep the best tokens; score the others by what their values add to the output (CriticalKV, arXiv 2502.03805).
 
     The preceding scores, averaged over the group, choose the best ``floor(safe * budget)`` tokens of each head, with
-    protected tokens first; these score float32's largest number. The others score ``(score + epsilon) * |v W_O|_1``,
-    with the 1-norm averaged over the group's blocks of W_O. A token's norm is computed once, when the token enters, and
-    rounded as in :func:`kvjax.key_norm`: of equal tokens with a score of 0 the newest stay.
+    protected tokens first; these stay. The others (and these, for later links) score
+    ``(score + epsilon) * |v W_O|_1``, with the 1-norm averaged over the group's blocks of W_O. A token's norm is
+    computed once, when the token enters, and rounded as in :func:`kvjax.key_norm`: of equal tokens with a score of 0
+    the newest stay.
 
     Args:
         safe: the share of the budget that the preceding scores decide alone, in [0, 1]; 0.5 as in kvpress.
@@ -123,16 +124,15 @@ def critical(*, safe: float = 0.5, epsilon: float = 1e-4) -> Policy:
     def init(B: int, K: int, G: int, S: int, D: int) -> Array:
         return jnp.zeros((B, K, S), jnp.float32)  # |v W_O|_1 of each slot
 
-    def update(scores: Scores, state: Array, o: Observation) -> tuple[Scores, Array]:
+    def update(scores: Scores, state: Array, o: Observation) -> tuple[Marked, Array]:
         state = _with_new_norms(state, o)
         joined = jnp.mean(scores, axis=2)
         first = joined if o.protected is None else jnp.where(o.protected, jnp.inf, joined)
         number = share_of(float(safe), o.budget)[:, None]
         # Not keep_mask, which refuses 0 tokens: a small share may round down to 0.
         is_safe = best_of_rows(rank(first, o.live), o.position, jnp.broadcast_to(number, joined.shape[:2])[..., None])
-        largest = jnp.finfo(jnp.float32).max
-        rescored = jnp.minimum((joined + epsilon) * state, largest)
-        return jnp.where(is_safe, largest, rescored)[:, :, None], state
+        rescored = jnp.minimum((joined + epsilon) * state, jnp.finfo(jnp.float32).max)
+        return Marked(rescored[:, :, None], is_safe), state
 
     return Policy(
         "critical",

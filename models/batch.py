@@ -24,6 +24,7 @@ from models import commands, hosts, provenance
 from models.batching import Engine
 from models.cli import add_mesh_flags, add_run_flags, mesh_of, run_settings
 from models.commands import parse_budget
+from models.programs import make_room
 
 EXAMPLES = """examples:
   python -m models.batch prompts.jsonl --out answers.jsonl
@@ -100,7 +101,7 @@ def _run(flags: argparse.Namespace) -> None:
     run = dict(
         model=flags.model, policy=str(policy_of(flags.policy) or "full"), budget=budget, when=when, chat=flags.chat,
         seed=flags.seed, **chosen | dict(evict_every=evict_every),
-        fingerprints=provenance.fingerprints(model, tokenizer),
+        fingerprints=provenance.fingerprints(model, tokenizer) | provenance.of_process(tokenizer),
     )  # fmt: skip
     commands.check_outputs([flags.out])
     # The first of several processes has the answers; what the others write is dropped.
@@ -138,6 +139,7 @@ def _run(flags: argparse.Namespace) -> None:
                 answers[made.handle].append(made.token)
                 tokens += 1
                 if made.ended:
+                    make_room()  # prompts of many lengths have many programs
                     prompt, length = waiting.pop(made.handle)
                     ids = answers.pop(made.handle)
                     figures = {"prompt_tokens": length, "new_tokens": len(ids), "text": tokenizer.decode(ids)}

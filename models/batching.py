@@ -219,7 +219,10 @@ class Engine:
 
     @property
     def cache(self) -> AnyCache:
-        """Return the cache of all rows, valid until the next step."""
+        """Return the cache of all rows, valid until the next step.
+
+        It lacks each row's newest token; :meth:`run` may not have yielded that token yet, but :meth:`step` returns it.
+        """
         return self._state.cache
 
     @property

@@ -47,7 +47,7 @@ ANSWER = "kvjaxanswerstandshere"  # a placeholder that shows what a template put
 
 
 class Memory(NamedTuple):
-    """The state of a conversation; ``pending`` are tokens of a stopped answer that the cache has not seen."""
+    """The state of a conversation; ``pending`` are tokens of its last answer that the cache has not seen."""
 
     cache: AnyCache | None = None
     pending: tuple[int, ...] = ()
@@ -124,6 +124,9 @@ class Conversation:
     def answer(self, text: str) -> Iterator[str]:
         """Yield the answer to a message in pieces, one per token as it comes; "" where it completes no text.
 
+        The turn is part of the conversation once the last piece has come. A loop that is left before leaves the
+        conversation as it was; :meth:`stop` ends an answer that stays.
+
         Raises:
             ValueError: the template or the model rejects the message.
             KeyboardInterrupt: :meth:`stop` was called before the answer began.
@@ -149,7 +152,7 @@ class Conversation:
         self.stopped = True
 
     def keep(self, path: str | Path) -> None:
-        """Write the cache into a file, from which :meth:`load` continues.
+        """Write the cache into a file, from which :meth:`load` continues; this conversation goes on as if it had not.
 
         Raises:
             ValueError: there is nothing to keep yet, or the file exists and holds something else.
@@ -161,9 +164,8 @@ class Conversation:
                 kvjax.cache_info(path)
             except ValueError:
                 raise ValueError(f"{path} exists and is not a conversation; name another file.") from None
-        cache = self._feed(self.now) if self.now.pending else self.now.cache
-        self.now = Memory(cache)
-        kvjax.save_cache(path, models.stacked(cache), **self._made_with())
+        # Fed here, the pending tokens would be a block of their own, from which the policy evicts.
+        kvjax.save_cache(path, models.stacked(self.now.cache), pending=self.now.pending, **self._made_with())
 
     def load(self, path: str | Path) -> None:
         """Continue the conversation of a file that :meth:`keep` wrote.
@@ -181,7 +183,7 @@ class Conversation:
                 raise ValueError(f"{path} is of a conversation with {which}; start one with the same settings.")
         cache = kvjax.load_cache(path, policy=self.policy)
         kept_of(self.model, cache, self.policy, 1)
-        self._go_on_from(Memory(cache))
+        self._go_on_from(Memory(cache, tuple(info["pending"])))
 
     def _go_on_from(self, memory: Memory) -> None:
         """Continue from a memory; its last turn is never fed again."""

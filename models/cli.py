@@ -22,6 +22,7 @@ from kvjax.policy_checks import check_policy_given
 from kvjax.schedule import moments
 from models import commands, hosts, provenance, selecting
 from models.plan import checked_budget
+from models.programs import make_room
 
 EXAMPLES = """examples:
   python -m models.generate retriever --prompt-file book.txt --policy h2o+caote --budget 512 --block 128
@@ -232,7 +233,8 @@ def _generate(flags: argparse.Namespace) -> None:
         if flags.prompts is not None:
             _answer_all(flags, loaded, requests)
         elif flags.json:
-            print(_json(flags, provenance.fingerprints(model, tokenizer), _answer(flags, loaded, requests[0])))
+            made_of = provenance.fingerprints(model, tokenizer) | provenance.of_process(tokenizer)
+            print(_json(flags, made_of, _answer(flags, loaded, requests[0])))
         else:
             figures = _answer(flags, loaded, requests[0], lambda piece: print(piece, end="", flush=True))
             print(flush=True)
@@ -242,9 +244,10 @@ def _generate(flags: argparse.Namespace) -> None:
 
 def _answer_all(flags: argparse.Namespace, loaded: Loaded, requests: list[Request]) -> None:
     """Print one line of JSON per prompt as soon as it is done. A prompt that fails does not stop the others."""
-    made_of = provenance.fingerprints(loaded.model, loaded.tokenizer)
+    made_of = provenance.fingerprints(loaded.model, loaded.tokenizer) | provenance.of_process(loaded.tokenizer)
     failed, counted = 0, hosts.first() and sys.stderr.isatty()
     for done, request in enumerate(requests):
+        make_room()
         if counted:
             print(f"\r{done} of {len(requests)} prompts", end="", file=sys.stderr, flush=True)
         try:

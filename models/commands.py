@@ -58,7 +58,7 @@ class Parser(argparse.ArgumentParser):
         """Return the parser of the subcommand that was asked for, whose help says which arguments there are."""
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction):
-                return action.choices[getattr(parsed, action.dest)]
+                return action.choices.get(getattr(parsed, action.dest, None) or "", self)
         return self
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:

@@ -30,6 +30,15 @@ from models.config import described
 from models.parameters import parameter_shapes as model_shapes
 from models.tokenizer import Tokenizer
 
+PACKAGES = ("jax", "jaxlib", "flax", "numpy", "tokenizers", "jinja2")
+SETTINGS = {  # of JAX, with the defaults
+    "jax_default_matmul_precision": None,
+    "jax_enable_x64": False,
+    "jax_default_prng_impl": "threefry2x32",
+    "jax_threefry_partitionable": True,
+    "jax_random_seed_offset": 0,
+}
+COMPILERS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NVIDIA_TF32_OVERRIDE")
 ROOT = Path(kvjax.__file__).parent.parent
 CODE = ("kernels_pallas", "kvjax", "models", "evals", "train", "benchmarks", ":(exclude)benchmarks/results")
 
@@ -45,7 +54,7 @@ def write(flags: argparse.Namespace, figures: Mapping[str, Any], made_of: Mappin
         >>> path = pathlib.Path(tempfile.mkdtemp()) / "a.json"
         >>> provenance.write(flags.parse_args(["--json", str(path)]), {"results": [1]}, {})
         >>> sorted(json.loads(path.read_text()))
-        ['command', 'commit', 'cores', 'device', 'fingerprints', 'results', 'seconds', 'seed', 'versions']
+        ['command', 'commit', 'cores', 'device', 'fingerprints', 'results', 'seconds', 'seed', 'settings', 'versions']
     """
     made = facts(flags.begun, getattr(flags, "seed", None), dict(made_of))
     write_json(flags.json, {**made, **figures})
@@ -75,22 +84,57 @@ def facts(begun: Begun, seed: int | None, made_of: Any) -> dict[str, Any]:
 
 
 def environment() -> dict[str, Any]:
-    """Return the device, the versions, and the commit of the running code.
+    """Return the device, the versions, the commit of the running code, and settings of JAX that change numbers.
+
+    The settings are those of :func:`settings`, and variables that a compiler reads.
 
     Example:
         >>> from models import provenance
         >>> sorted(provenance.environment()), provenance.environment()["versions"]["kvjax"][0].isdigit()
-        (['commit', 'cores', 'device', 'versions'], True)
+        (['commit', 'cores', 'device', 'settings', 'versions'], True)
     """
     # kvjax's version is the module's: a checkout on the path is imported without being an installed distribution.
     versions = {"python": platform.python_version(), "kvjax": kvjax.__version__}
-    versions |= {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax", "numpy")}
+    versions |= {name: importlib.metadata.version(name) for name in PACKAGES}
+    read = {name: os.environ[name] for name in COMPILERS if os.environ.get(name)}
     return {
         "device": jax.devices()[0].device_kind,
         "cores": os.cpu_count(),
         "versions": versions,
         "commit": commit(),
+        "settings": settings() | read,
     }
+
+
+def settings() -> dict[str, Any]:
+    """Return the settings of JAX that change numbers, where they are not the default ones.
+
+    Example:
+        >>> import jax
+        >>> from models import provenance
+        >>> with jax.default_matmul_precision("float32"):
+        ...     provenance.settings()
+        {'jax_default_matmul_precision': 'float32'}
+    """
+    found = {name: getattr(jax.config, name, default) for name, default in SETTINGS.items()}
+    return {name: value for name, value in found.items() if value != SETTINGS[name]}
+
+
+def of_process(tokenizer: Tokenizer) -> dict[str, str]:
+    """Return what a run's figures depend on beside its files and flags; a killed run resumes only with the same.
+
+    These are :func:`settings`, and the date where the chat template writes it into each prompt.
+
+    Example:
+        >>> import models
+        >>> from models import provenance
+        >>> provenance.of_process(models.load("retriever")[1])
+        {}
+    """
+    found = {"settings": json.dumps(settings(), sort_keys=True)} if settings() else {}
+    if "strftime_now" in (tokenizer.chat_template or ""):
+        found["date"] = time.strftime("%Y-%m-%d")
+    return found
 
 
 @functools.cache  # the commit of the code that was loaded, whatever is committed later

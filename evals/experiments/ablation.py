@@ -204,7 +204,7 @@ def _read(path: Path, study: str, sampled: dict[str, Any]) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        data = json.loads(path.read_text())
+        data = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError):
         raise ValueError(f"{path} is not JSON; name another file, or leave --resume out.") from None
     if not isinstance(data, dict) or data.get("study") != study:
@@ -226,5 +226,5 @@ def _collect(flags: argparse.Namespace) -> None:
         print(text, end="")
         return
     with commands.replacing(flags.markdown) as temporary:
-        temporary.write_text(text)
+        temporary.write_text(text, encoding="utf-8")
     print(f"claims: {flags.markdown}")

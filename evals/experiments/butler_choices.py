@@ -21,6 +21,7 @@ from evals import choices, evaluator, loglikelihood, report, statistics
 from evals.choices import Sample
 from evals.selections import Heads, Method
 from models import commands
+from models.programs import make_room
 
 SELECT = "full,oracle,butler,quest,h2o,snapkv,streaming,random"
 
@@ -63,6 +64,7 @@ def measure(
     for selection in chosen:
         shares: Sequence[float | None] = [None] if selection.name == "full" else sparsities
         for sparsity in shares:
+            make_room()
             progress.set_description(str(selection) if sparsity is None else f"{selection}, sparsity {sparsity:g}")
             told = {"select": str(selection), "sparsity": sparsity}
             every: list[int] = []

@@ -165,7 +165,7 @@ def command(flags: argparse.Namespace) -> None:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        study = json.loads(path.read_text())
+        study = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}.") from None
     except ValueError:

@@ -17,7 +17,7 @@ import jax
 
 from tests.campaign.cases import SHARE, Case, draw, from_json, smaller
 from tests.campaign.checking import Outcome, check
-from tests.costs import MOST_MAPS, maps
+from models.programs import make_room, memory_maps
 
 
 def shrink(case: Case, outcome: Outcome, seconds: float) -> tuple[Case, Outcome]:
@@ -84,11 +84,14 @@ def main(arguments: list[str] | None = None) -> int:
             elif outcome.kind != "ok":
                 undecided.append((case, outcome))
         program += 1
-        if program % 50 == 0 or maps() > MOST_MAPS:
+        if program % 50 == 0:
             jax.clear_caches()
+        make_room()
         if time.monotonic() - said > 30:
             said = time.monotonic()
-            print(f"{said - start:6.0f} s: {sum(kinds.values())} cases, {dict(kinds)}, {maps()} maps", flush=True)
+            print(
+                f"{said - start:6.0f} s: {sum(kinds.values())} cases, {dict(kinds)}, {memory_maps()} maps", flush=True
+            )
 
     taken = time.monotonic() - start
     for dimension, counts in dimensions.items():

@@ -4,11 +4,13 @@ import argparse
 import shlex
 from pathlib import Path
 
+import jax
 import pytest
 
 import models
 from evals import evaluator, tasks
 from evals.results import Results
+from models.programs import make_room
 from tests.tiers import first, matrix, nightly
 
 
@@ -129,8 +131,8 @@ def test_the_written_command_gives_the_same_flags_again(tmp_path):
 
 def test_compiled_programs_are_forgotten_before_the_system_runs_out_of_maps(monkeypatch):
     cleared = []
-    monkeypatch.setattr(evaluator.jax, "clear_caches", lambda: cleared.append(True))
-    evaluator.make_room()
+    monkeypatch.setattr(jax, "clear_caches", lambda: cleared.append(True))
+    make_room()
     assert not cleared
-    evaluator.make_room(most=1)
+    make_room(most=1)
     assert cleared == [True] * Path("/proc/self/maps").is_file()

@@ -457,7 +457,7 @@ def test_lava_does_not_share_out_by_the_rounding_of_an_entropy():
         assert (np.asarray(after.num_live) == 5).all(), seed
 
 
-@pytest.mark.parametrize("name", ["layer", "lava", "model", "model(normalise=False)"])
+@pytest.mark.parametrize("name", ["layer", "lava", "model", "model(normalise=False)", *first(1, ["adakv", "pyramid"])])
 def test_scores_times_a_constant_keep_the_same_tokens(name):
     """Up to the largest float: sums of such scores would be infinite, and the newest tokens would stay."""
     scores = np.tile(np.where(np.arange(S) < 6, 1.5, 0.25), (L, B, K, 1)).astype(np.float32)
@@ -466,6 +466,18 @@ def test_scores_times_a_constant_keep_the_same_tokens(name):
     for power in (-100, 0, 100, 125, 127):
         stays = np.asarray(evicted(scores * np.float32(2.0**power)))
         assert stays[..., :6].all() and not stays[..., 6:].any(), power
+
+
+def test_in_one_layer_every_score_is_shared_out_in_the_model_as_in_the_layer():
+    """Whatever scores there are: marks, ties, zeros, infinities and numbers that overflow when summed."""
+    cache = kvjax.KVCache.init(batch=1, kv_heads=K, slots=S, head_dim=1)
+    cache = dataclasses.replace(cache, position=np.tile(np.arange(S, dtype=np.int32), (1, K, 1)))
+    kept = [jax.jit(functools.partial(kvjax.evict, budget=6, allocation=name)) for name in ("layer", "model")]
+    values = np.float32([0, 1e-30, 0.25, 1, 1, 3e37, LARGEST, np.inf, -np.inf])
+    for seed in range(20):
+        scores = np.random.default_rng(seed).choice(values, (1, K, S))
+        of_layer, of_model = (np.asarray(evicted(cache, scores).position) for evicted in kept)
+        np.testing.assert_array_equal(of_layer, of_model)
 
 
 def test_in_one_layer_a_budget_of_the_model_is_one_of_the_layer():

@@ -11,6 +11,7 @@ import pytest
 import kvjax
 from kvjax import KVCache, PagedCache
 from tests.kvjax.test_attend import BUDGET, B, D, G, K, N, S, T, blocks, start
+from tests.tiers import first
 
 LAYER = "tova(heads='group')@layer"
 
@@ -67,6 +68,32 @@ def test_room_is_the_budgets_block_by_block():
 def test_more_tokens_than_slots_are_refused_under_jit(function):
     message = refused(function, start(slots=4), *block(5), policy=None)
     assert message == "5 tokens do not fit: the cache has 4 slots per head."
+
+
+@pytest.mark.parametrize("function", [kvjax.attend, kvjax.observe], ids=["attend", "observe"])
+@pytest.mark.parametrize("policy", first(1, [None, "tova"]))
+@pytest.mark.parametrize("tokens", first(1, [6, 1]))
+def test_a_row_whose_tokens_do_not_fit_under_jit_is_nan(function, policy, tokens):
+    step = jax.jit(functools.partial(function, policy=policy))
+    position = np.arange(6, dtype=np.int32) + np.zeros((B, 1), np.int32)
+    out, cache, *_ = step(start(slots=8), *block(6), position)
+    assert np.isfinite(out).all()
+    if tokens == 1:
+        out, cache, *_ = step(cache, *block(2), position[:, :2] + 6)
+        assert np.isfinite(out).all()
+    position = cache.next_position[:, None] + np.arange(tokens, dtype=np.int32)
+    position = np.where(np.arange(B)[:, None] == 0, position, -1)  # one row needs room, the others none
+    with jax.disable_jit(), pytest.raises(ValueError, match=f"{tokens} tokens do not fit"):
+        step(cache, *block(tokens), position)
+    out, cache, *_ = step(cache, *block(tokens), position)
+    assert np.isnan(out[0]).all() and np.isfinite(out[1:]).all()
+
+
+def test_a_promise_of_room_costs_no_check():
+    step = functools.partial(kvjax.attend, policy="tova", budget=BUDGET)
+    programs = (jax.make_jaxpr(functools.partial(step, excess=excess)) for excess in (T, None))
+    told, untold = (str(program(start(kvjax.parse("tova")), *block())) for program in programs)
+    assert "nan" in untold and "nan" not in told
 
 
 def test_a_cache_that_holds_tokens_is_looked_into_outside_jit():

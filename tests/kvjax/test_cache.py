@@ -108,12 +108,16 @@ def test_keys_are_cast_to_the_caches_dtype():
     np.testing.assert_array_equal(np.asarray(cache.key)[:, :, :2], expected)
 
 
-def test_under_jit_a_token_without_a_free_slot_is_not_stored():
+def test_under_jit_a_token_without_a_free_slot_makes_its_row_nan():
     cache = put(empty(), [list(range(S))] * B)
     key, value = rows_of(np.array([[6, 7]] * B))
     after = insert(cache, key, value)
-    np.testing.assert_array_equal(after.position, cache.position)
-    np.testing.assert_array_equal(after.key, cache.key)
+    assert np.asarray(after.position).tolist() == [[[0, 1, 2, 3, 7, 6]] * K] * B
+    assert np.isnan(after.key[:, :, 4:]).all()
+    np.testing.assert_array_equal(after.key[:, :, :4], cache.key[:, :, :4])
+    with pytest.raises(ValueError, match=f"slots is 4, but a head holds {S} tokens: evict"):
+        compact.__wrapped__(cache, 4)
+    assert np.isnan(compact(cache, 4).key).all()
 
 
 def test_a_layer_of_a_stacked_cache_equals_a_cache_alone_and_the_others_are_left():

@@ -150,8 +150,18 @@ def test_info_says_what_a_file_holds(path):
     assert kvjax.cache_info(path) == {
         "format": 1, "kvjax": kvjax.__version__, "kind": "paged", "page_size": 2, "positions": "absolute",
         "dtype": "float32", "query_heads": 2, "tokens": [12, 12], "policy": PAGED, "budget": 6,
-        "model": "a small one",
+        "model": "a small one", "pending": [],
     }  # fmt: skip
+
+
+def test_tokens_that_come_next_are_kept_with_the_cache_of_one_row(path):
+    made = jax.jit(lambda: kvjax.empty_cache("tova", kv_heads=1, query_heads=1, head_dim=2, budget=4))()
+    kvjax.save_cache(path, made, pending=(3, 0))
+    assert kvjax.cache_info(path)["pending"] == [3, 0]
+    assert_same(kvjax.load_cache(path), made)
+    for cache, pending in ((made, [3, -1]), (filled("full"), [3])):
+        with pytest.raises(ValueError, match=r"pending is \[3.* rows; expected the tokens of one row"):
+            kvjax.save_cache(path, cache, pending=pending)
 
 
 def test_a_policy_of_ones_own_is_handed_over(path):
@@ -319,6 +329,7 @@ def test_a_file_of_a_later_format_is_refused(path):
         lambda info: info | {"tokens": [0.5]},
         lambda info: info | {"positions": "none"},
         lambda info: info | {"query_heads": 0},
+        lambda info: info | {"pending": ["3"]},
         lambda info: info | {"query_heads": 10**9},
     ],
 )

@@ -295,4 +295,6 @@ def test_weights_that_are_none_are_refused_where_they_are_known(weights, mask, m
         return
     with pytest.raises(ValueError, match=message):
         kvjax.score(*given, mask=mask)
+    with jax.disable_jit(), pytest.raises(ValueError, match=message):
+        jax.jit(kvjax.score)(*given, mask=mask)
     assert jax.jit(kvjax.score)(*given).shape == (3,)

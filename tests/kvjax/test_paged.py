@@ -256,27 +256,39 @@ def test_a_pool_for_the_worst_case_holds_it_and_one_page_less_does_not():
                 kvjax.insert(cache, *rows_of(0, position), position)
 
 
-def test_under_jit_tokens_without_a_page_are_not_stored_and_harm_no_other():
+def test_under_jit_a_row_without_a_page_for_a_token_is_nan_and_harms_no_other():
     cache = empty(batch=B, kv_heads=K, pages=5, page_size=2, most=4, head_dim=D)
     position = np.broadcast_to(np.arange(3, dtype=np.int32), (B, 3))
     cache = insert(cache, *rows_of(0, position), position)
     check_pages(cache, fewest=False)
     before = content(cache)
     assert num_live(cache).tolist() == [[3, 3], [2, 0]]
-    cache = insert(cache, *rows_of(0, position + 3), position + 3)
+    assert nan_rows(cache) == [False, True]
+    position = position + np.where(np.arange(B)[:, None] == 0, 3, 0)
+    position[0, 1:] = -1  # one token more fits into the first row
+    cache = insert(cache, *rows_of(0, position), position)
     check_pages(cache, fewest=False)
+    assert nan_rows(cache) == [False, True]
     after = content(cache)
-    for head, tokens in before.items():
-        for p, row in tokens.items():
-            np.testing.assert_array_equal(after[head][p], row)
+    for (row, *head), tokens in before.items():
+        for p, kept in tokens.items() if row == 0 else ():
+            np.testing.assert_array_equal(after[row, *head][p], kept)
 
 
-def test_a_token_beyond_the_page_table_is_not_stored_under_jit():
+def test_a_token_beyond_the_page_table_makes_its_row_nan_under_jit():
     cache = empty(batch=B, kv_heads=K, pages=40, page_size=2, most=3, head_dim=D)
     position = np.broadcast_to(np.arange(7, dtype=np.int32), (B, 7))
     cache = insert(cache, *rows_of(0, position), position)
     check_pages(cache, fewest=True)
     assert all(set(tokens) == {0, 1, 2, 3} for tokens in content(cache).values())
+    assert nan_rows(cache) == [True] * B
+
+
+def nan_rows(cache):
+    """Whether what attends over a row is NaN."""
+    table, key = np.asarray(cache.table), np.asarray(cache.rows["key"])
+    live = np.asarray(cache.position) >= 0
+    return [bool(np.isnan(key[pages][live[pages]]).any()) for pages in (row[row >= 0] for row in table)]
 
 
 def test_a_head_may_lose_all_its_tokens_and_come_back():
@@ -381,10 +393,14 @@ def test_packing_into_too_few_pages_loses_tokens_and_shares_none():
     cache = jax.jit(lambda: kvjax.insert(KVCache.init(**sizes), *rows_of(0, position), position))()
     paged = pack(5, 2, 4)(cache)
     check_pages(paged, fewest=True)
+    assert nan_rows(paged) == [False, True]
     assert sum(map(len, content(paged).values())) == 10
     short = pack(9, 2, 2)(cache)
     check_pages(short, fewest=True)
-    assert (np.asarray(num_live(short)) == 2).all()
+    assert (np.asarray(num_live(short)) == 2).all() and nan_rows(short) == [True] * B
+    for sizes, message in (((5, 2, 4), "need 8 pages of 2 slots, but 5"), ((9, 2, 2), "most is 2, but a head holds 4")):
+        with pytest.raises(ValueError, match=message):
+            pack.__wrapped__(*sizes).__wrapped__(cache)
 
 
 # Layers and bytes.

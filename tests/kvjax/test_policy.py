@@ -140,3 +140,45 @@ def test_a_share_counts_the_same_inside_jit(budget):
     outside = [kvjax.Protection(recent=share).counts(budget)[1] for share in SHARES]
     exact = [percent * budget // 100 for percent in range(101)]
     assert outside == counted(np.int32(budget)).tolist() == exact
+
+
+def per_row(B, K, G, S, D):
+    return np.zeros((B, S), np.float32)
+
+
+def growing(B, K, G, S, D):
+    return np.zeros((B, K, S), np.float32)
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("link", "message"),
+    [
+        (
+            kvjax.base_score("mine", lambda o: o.columns.sum),
+            "'mine' reads the statistic 'sum', which nothing asked for",
+        ),
+        (
+            kvjax.Policy("late", kvjax.no_state, lambda scores, state, o: (scores * o.columns.last, state)),
+            r"'late' reads the statistic 'last'.* declare it: statistics=\('last',\) of kvjax.base_score, or needs=",
+        ),
+        (
+            kvjax.base_score("flat", lambda o: o.key[..., 0]),
+            r"'flat' returned scores of shape \(1, 2, 4\); expected \[B, K, G, S\], \(1, 2, 2, 4\), or \[B, K, 1, S\]",
+        ),
+        (kvjax.Policy("few", per_row, lambda *given: given[:2]), r"the state of 'few' has an array of shape \(2, 5\)"),
+        (
+            kvjax.Policy("grows", growing, lambda scores, state, o: (scores, state[..., None])),
+            r"'grows' returned a state of other arrays than it was given: \[\(1, 2, 4\)\] became \[\(1, 2, 4, 1\)\]",
+        ),
+    ],
+    ids=lambda given: given.name if isinstance(given, kvjax.Policy) else "",
+)
+def test_a_link_that_is_wrong_is_named(link, message):
+    policy = link if link.base else kvjax.chain(kvjax.key_norm(), link)
+    query, row = np.ones((1, 2, 4, 2), np.float32), np.ones((1, 2, 2, 2), np.float32)
+    sizes = dict(kv_heads=2, query_heads=4, head_dim=2, budget=2, block=2)
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(
+            lambda: kvjax.attend(kvjax.empty_cache(policy, **sizes), query, row, row, policy=policy, budget=2)
+        )

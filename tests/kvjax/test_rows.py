@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import hypothesis
@@ -109,6 +110,14 @@ def test_a_row_holds_what_its_sequence_held_and_others_are_untouched(kind, moves
 def test_a_larger_batch_takes_a_smaller_row(kind):
     cache = join(empty(kind, B, more=4), 1, sequence(kind, 8, 1))
     assert [head["tokens"] for head in held(cache, 1)] == [head["tokens"] for head in held(sequence(kind, 8, 1), 0)]
+
+
+def test_a_row_that_finds_too_few_pages_is_refused_and_nan_under_jit():
+    cache, one = dataclasses.replace(empty("paged", B), num_free=np.int32(1)), sequence("paged", 8, 1)
+    with pytest.raises(ValueError, match=r"the row does not fit: \d+ more free pages are needed"):
+        kvjax.join(cache, 0, one)
+    joined = jax.jit(kvjax.join)(cache, 0, one)
+    assert np.isnan(joined.key).any() and int(joined.num_free) == 0
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -222,12 +222,13 @@ def test_answers_are_those_of_one_stream_after_another(model, talk):
     assert [say(talk, text) for text in TEXTS[:6]] == by_hand(model, talk.tokenizer, TEXTS[:6], **SETTINGS)
 
 
-def test_an_answer_that_was_stopped_is_part_of_the_conversation(talk):
+def test_an_answer_that_was_stopped_is_part_of_the_conversation(talk, tmp_path):
     pieces = []
     for piece in talk.answer(TEXTS[0]):
         pieces.append(piece)
         if len(pieces) == 3:
             talk.stop()
+    talk.keep(tmp_path / "talk.cache")
     answers = ["".join(pieces), say(talk, TEXTS[1])]
     assert answers == by_hand(talk.model, talk.tokenizer, TEXTS[:2], [3, 9], **SETTINGS)
 
@@ -240,6 +241,23 @@ def test_a_turn_that_is_given_up_leaves_the_conversation_as_it_was(model, talk):
         with pytest.raises(KeyboardInterrupt):
             say(talk, "Never said.")
     assert say(talk, TEXTS[1]) == by_hand(model, talk.tokenizer, TEXTS[:2], **SETTINGS)[1]
+
+
+@pytest.mark.parametrize("each_way", first(1, ["one program", "layers"]), indirect=True)
+def test_a_conversation_is_kept_and_goes_on(talk, tmp_path, each_way):
+    file = tmp_path / "talk.cache"
+    said = [say(talk, TEXTS[0])]
+    before = talk.now
+    assert before.pending  # fed by itself, this token would have the policy evict once more
+    talk.keep(file)
+    assert talk.now is before
+    said.append(answer := say(talk, TEXTS[1]))
+    assert said == by_hand(talk.model, talk.tokenizer, TEXTS[:2], **SETTINGS)
+    other = Conversation(talk.model, talk.tokenizer, **SETTINGS)
+    say(other, "Something else.")
+    other.load(file)
+    assert say(other, TEXTS[1]) == answer
+    talk.keep(file)  # its own file may be written again
 
 
 @pytest.mark.parametrize(

@@ -173,3 +173,11 @@ def test_a_module_that_cannot_be_imported_is_named_on_one_line(my_module, tmp_pa
             cli.main(["retriever", "--import", name])
         said = capsys.readouterr().err
         assert re.fullmatch(rf".*: error: --import: \w+ cannot be imported \(?.*{why}.*; see .* --help\.\n", said)
+
+
+def test_without_a_subcommand_the_help_is_that_of_the_command():
+    parser = commands.Parser(prog="tool")
+    parser.add_subparsers(dest="name").add_parser("one")
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--other"])
+    assert parser.parse_args(["one"]).name == "one"

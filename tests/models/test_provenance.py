@@ -13,6 +13,7 @@ import tokenizers
 import kvjax
 import models
 from models import commands, provenance
+from models.tokenizer import Tokenizer
 from tests.models import reference
 
 CONFIG = models.Config(64, 32, 96, num_layers=2, num_heads=4, num_kv_heads=2)
@@ -74,6 +75,20 @@ def test_a_file_says_how_it_was_made(tmp_path):
     assert found["seed"] == 3 and found["seconds"] >= 0 and found["fingerprints"] == {"weights": "w"}
     assert {"jax", "jaxlib", "kvjax"} <= set(found["versions"]) and found["device"] and "commit" in found
     assert found["results"] == [1]
+
+
+def test_what_changes_numbers_and_is_in_no_file_is_told(monkeypatch):
+    """Settings of JAX, variables of compilers, and the day, if the chat template writes it into each prompt."""
+    tokenizer = models.load("retriever")[1]
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
+    assert provenance.of_process(tokenizer) == {}
+    with jax.default_matmul_precision("bfloat16"):
+        assert provenance.of_process(tokenizer) == {"settings": '{"jax_default_matmul_precision": "bfloat16"}'}
+        told = provenance.environment()
+    assert told["settings"].items() >= {"jax_default_matmul_precision": "bfloat16", "NVIDIA_TF32_OVERRIDE": "1"}.items()
+    assert {"tokenizers", "jinja2"} <= set(told["versions"])
+    dated = Tokenizer(tokenizer.backend, None, "{{ strftime_now('%d %b %Y') }}{{ messages[0].content }}")
+    assert len(provenance.of_process(dated)["date"]) == 10
 
 
 def test_weights_are_told_apart_and_their_dtype_is_not():

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tests.kvjax import contests
-from tests.models.reference.choices import LARGEST, TIE, Choices
+from tests.models.reference.choices import LARGEST, SMALL, TIE, Choices
 
 
 class Seen(NamedTuple):
@@ -67,9 +67,11 @@ class Leaving(NamedTuple):
 
 
 class Link(NamedTuple):
-    """``score`` is given the scores so far (None in front); ``protects`` are numbers of first and last tokens."""
+    """``score`` is given the scores so far (None in front), and may also return which tokens surely stay; ``protects``
+    are numbers of first and last tokens.
+    """
 
-    score: Callable[[Scores, Seen], Scores] = lambda scores, seen: scores
+    score: Callable[[Scores, Seen], Scores | tuple[Scores, np.ndarray]] = lambda scores, seen: scores
     protects: tuple[tuple[Amount, Amount], ...] = ()
     heads: str = "group"
     positions: str = "absolute"
@@ -124,12 +126,16 @@ class Policy(NamedTuple):
 
     def scores(self, seen: Seen) -> np.ndarray:
         """[K, P]: the chain's, averaged over the group, or over the whole layer."""
-        scores = np.zeros(0)
+        scores, certain = np.zeros(0), np.zeros(seen.kept.shape, bool)
         for link in self.links:
-            scores = link.score(scores, seen)
+            given = link.score(scores, seen)
+            scores, own = given if isinstance(given, tuple) else (given, np.zeros_like(certain))
+            certain |= own
+            seen = seen._replace(protected=seen.protected | own)
         if self.heads == "layer":
-            return np.broadcast_to(scores.mean(axis=(0, 1)), scores[:, 0].shape)
-        return scores.mean(axis=1)
+            certain = np.broadcast_to(certain.all(axis=0), certain.shape)
+            scores = np.broadcast_to(scores.mean(axis=(0, 1)), scores.shape)
+        return np.where(certain, LARGEST, scores.mean(axis=1))
 
     def preference(self, seen: Seen) -> float:
         """Measure a layer for the allocation: the entropy and variance of the window's attention (CAKE), its variance
@@ -255,10 +261,10 @@ def sage(*, heads: str = "group", split: str = "fixed", mass: float = 0.9) -> Li
         first, last = (np.broadcast_to(x, (K, P)) for x in (at < quarter, at >= P - max(quarter, 1)))
         if split == "adaptive":
             first, last = (covering(scores, zone & seen.kept, way, seen) for zone, way in ((first, 1), (last, -1)))
-            scores = np.where(first | last, LARGEST, scores)
+        best = np.where(first, 1, scores) if split == "adaptive" else scores
         # What was chosen beats what rolls, however little it scored.
-        seen.memory["sage"] = np.where(last, 0, np.clip(scores, np.finfo(np.float32).tiny, 1))
-        return scores[:, None]
+        seen.memory["sage"] = np.where(last, 0, np.clip(best, np.finfo(np.float32).tiny, 1))
+        return scores[:, None] if split == "fixed" else (scores[:, None], first | last)
 
     protects = ((0.25, 0.25), (0, 1)) if split == "fixed" else ()
     return Link(score, protects, heads=heads)
@@ -361,7 +367,13 @@ def zap() -> Link:
 
 def kvzip(*, chunk: int = 2048, sinks: int = 4, visible: str = "part", measure: str = "weight") -> Link:
     """The largest attention while the model repeats its prompt, or the largest error of the output without a token."""
-    return Link(lambda _, seen: seen.recited[:, None], ((sinks, 0),), repeats=(chunk, sinks, visible, measure))
+
+    def score(_: Scores, seen: Seen) -> Scores:
+        # Equal tokens score equally if a sliding window hides what differs before them, but not in float32.
+        seen.noise[:] = SMALL * seen.recited
+        return seen.recited[:, None]
+
+    return Link(score, ((sinks, 0),), repeats=(chunk, sinks, visible, measure))
 
 
 def keydiff() -> Link:
@@ -601,7 +613,7 @@ def critical(*, safe: float = 0.5, epsilon: float = 1e-4) -> Link:
         length = abs(np.einsum("kpd,kgde->kpge", seen.alone, seen.output)).sum(axis=-1).mean(axis=-1)
         length, either = _to_12_bits(length)
         seen.noise[:] = (joined + epsilon) * either + seen.noise * length
-        return np.where(certain, LARGEST, np.minimum((joined + epsilon) * length, LARGEST))[:, None]
+        return np.minimum((joined + epsilon) * length, LARGEST)[:, None], certain
 
     return Link(score)
 
