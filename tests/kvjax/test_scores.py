@@ -14,6 +14,7 @@ import pytest
 import kvjax
 from kvjax.transforms import _output_length
 from tests.kvjax import blocks, definitions
+from tests.tiers import first
 from tests.kvjax.blocks import DIM, B, D, E, G, K, N, S, each_head, heads_of, scores, started
 from tests.models import reference
 from tests.models.reference.policies import Seen
@@ -337,7 +338,7 @@ def test_permuting_the_slots_permutes_the_scores(name, seed):
     block = blocks.make(seed)
     order = np.random.default_rng(seed).permutation(S)
     observation = block.observation._replace(
-        columns=type(block.observation.columns)(*(np.asarray(x)[..., order] for x in block.observation.columns)),
+        columns=jax.tree.map(lambda column: np.asarray(column)[..., order], block.observation.columns),
         **{name: np.asarray(getattr(block.observation, name))[:, :, order] for name in ("key", "value", "position")},
     )
     np.testing.assert_allclose(scores(name, observation), scores(name, block)[..., order], rtol=1e-4, atol=1e-6)
@@ -353,11 +354,11 @@ def test_live_slots_have_scores_whatever_free_slots_hold_and_a_head_without_toke
     for bad in (np.nan, np.inf):
         rows = {side: np.where(live[..., None], getattr(o, side), np.float32(bad)) for side in ("key", "value")}
         np.testing.assert_array_equal(scores(name, o._replace(**rows)), expected)
-    emptied, *columns = (np.array(x) for x in (o.position, *o.columns))
+    emptied, columns = jax.tree.map(np.array, (o.position, o.columns))
     emptied[0, 0] = -1
-    for column in columns:
+    for column in jax.tree.leaves(columns):
         column[0, 0] = 0
-    result = scores(name, o._replace(position=emptied, columns=type(o.columns)(*columns)))
+    result = scores(name, o._replace(position=emptied, columns=columns))
     np.testing.assert_array_equal(result[1], expected[1])
 
 
