@@ -14,10 +14,10 @@ import pytest
 import kvjax
 from kvjax.transforms import _output_length
 from tests.kvjax import blocks, definitions
-from tests.tiers import first
 from tests.kvjax.blocks import DIM, B, D, E, G, K, N, S, each_head, heads_of, scores, started
 from tests.models import reference
 from tests.models.reference.policies import Seen
+from tests.tiers import first
 
 seeds = st.integers(0, 2**32 - 1)
 close = functools.partial(np.testing.assert_allclose, rtol=2e-5)
