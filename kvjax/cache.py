@@ -447,8 +447,8 @@ def slots_for(valid: Bool[Array, "B T"], free: Bool[Array, "B K S"]) -> Int[Arra
 
 def overwriting(
     slot: Int[Array, "B K T"], valid: Bool[Array, "B T"], slots: int | Int[Array, "B K"]
-) -> tuple[Int[Array, "B K T"], Bool[Array, "B"]]:
-    """Return the rows whose tokens do not fit, and slots for all tokens: in those rows the last ones of each head.
+) -> tuple[Int[Array, "B K T"], Bool[Array, "B K"]]:
+    """Return slots for all tokens, the last ones of heads into which they do not fit, and which heads these are.
 
     A token that was left out would go unnoticed. So the tokens of such a block overwrite others, and
     :func:`unreadable` makes each query from them on NaN.
@@ -457,9 +457,9 @@ def overwriting(
         slots: how many slots the heads have; ``slot`` is not below it where there is none.
     """
     last = jnp.broadcast_to(jnp.asarray(slots, jnp.int32), slot.shape[:2])[..., None]
-    lost = jnp.any(valid[:, None] & (slot >= last), axis=(1, 2))
+    lost = jnp.any(valid[:, None] & (slot >= last), axis=2)
     count = jnp.cumsum(valid, axis=1, dtype=jnp.int32)[:, None] if valid.shape[1] > 1 else 1
-    return jnp.where(lost[:, None, None], last - count, slot), lost
+    return jnp.where(lost[..., None], last - count, slot), lost
 
 
 def unreadable(rows: Rows, lost: Bool[Array, "*rows"] | None) -> Rows:
@@ -513,7 +513,7 @@ def compact(cache: KVCache, slots: int) -> KVCache:
     if is_known(cache.position):
         check_held("slots", int((np.asarray(cache.position) >= 0).sum(-1).max()), slots)
     elif slots < cache.num_slots:
-        lost = jnp.any(cache.num_live > slots, axis=-1)
+        lost = cache.num_live > slots
     order = jnp.broadcast_to(jnp.arange(1, slots + 1), (*cache.position.shape[:-1], slots))
     source = nth_true(cache.live, order)  # [*L, B, K, slots], num_slots where there is no such token
 

@@ -432,8 +432,8 @@ def prepare(
 def scheduled(given: CheckedPrompt, options: Options, run: Run, exact: bool = False) -> Schedule:
     """Return what a run feeds, in order."""
     plan, compresses, answers = run.plan, None, None
-    if run.rows.budgets is not None:
-        compresses, answers = overflowing(plan, given, hosts.fetched(run.rows.budgets), options.reserve)
+    if plan.repeats is not None:
+        compresses, answers = overflowing(plan, given, options)
     return schedule(
         given.text, plan.policy, block=options.block, when=plan.when, compresses=compresses, answers=answers,
         overfull=plan.overfull, exact=exact,

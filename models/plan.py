@@ -301,15 +301,16 @@ def _stored(model: Decoder, asked: DtypesLike | None, kept: Kept | None) -> tupl
 
 
 def overflowing(
-    plan: Plan, prompt: CheckedPrompt, budgets: Int[np.ndarray, "B"], reserve: int
+    plan: Plan, prompt: CheckedPrompt, options: Options
 ) -> tuple[Bool[np.ndarray, "B"], Bool[np.ndarray, "B"]]:
     """Return the rows whose contexts do not fit their budgets, and those whose answers may not."""
     assert plan.policy is not None
+    budgets = _budgets(plan.policy, options, prompt.start + prompt.lengths)
     held = 0 if prompt.kept is None else _held(plan.policy, prompt.kept)
     context, always = prompt.lengths - prompt.questions, not plan.policy.allocation.fills
     compresses = ((held + context > budgets) | always) & (context > 0)
     after = np.where(compresses, budgets, held + context)
-    return compresses, ((after + reserve > budgets) | always) & (plan.evict_every > 0)
+    return compresses, ((after + options.reserve > budgets) | always) & (plan.evict_every > 0)
 
 
 def _is_overfull(policy: Policy, kept: Kept | None, budgets: np.ndarray, only_asked: np.ndarray) -> bool:

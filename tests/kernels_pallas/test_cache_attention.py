@@ -167,7 +167,7 @@ def test_half_precision_is_computed_in_float32_and_given_back_as_it_came(dtype):
     out, columns = compiled()(*narrow)
     wide = [np.asarray(x, np.float32) for x in narrow[:3]]
     weights = block_weights(wide[0], wide[1], given.key_position, given.query_position)
-    assert out.dtype == dtype and all(column.dtype == jnp.float32 for column in columns)
+    assert out.dtype == dtype and all(column.dtype == jnp.float32 for column in jax.tree.leaves(columns))
     for name, column in statistics(weights, given, 2).items():
         np.testing.assert_allclose(getattr(columns, name), column, rtol=1e-4, atol=1e-6, err_msg=name)
     expected = weighted_values(weights, wide[2], given.key_position)

@@ -93,8 +93,9 @@ def test_a_slot_has_its_place_by_the_order_of_the_heads_pages():
     turned = pages._replace(table=pages.table[..., ::-1])
     other, reversed_columns = compiled()(*turned)
     np.testing.assert_allclose(other, out, rtol=1e-5, atol=1e-6)
-    for name, column in columns._asdict().items():
-        blocks = np.asarray(column).reshape(*column.shape[:2], -1, 3)[:, :, ::-1]
+    for name in STATISTICS:
+        column = np.asarray(getattr(columns, name))
+        blocks = column.reshape(*column.shape[:2], -1, 3)[:, :, ::-1]
         np.testing.assert_allclose(getattr(reversed_columns, name), blocks.reshape(column.shape), rtol=1e-5, atol=1e-6)
     assert (np.asarray(columns.sum)[np.repeat(held.key_position < 0, 2, axis=1)] == 0).all()
 

@@ -151,11 +151,11 @@ def test_a_predictor_reads_what_the_attention_of_layer_0_reads():
 
 def test_keys_are_turned_by_the_rotary_embedding_of_their_layer():
     config = models.load(GOLDEN / "smollm3")[0].config  # its last layer has none
-    plan = type("Plan", (), {"positions": "compact", "policy": None})
+    plan = type("Plan", (), {"positions": "compact", "policy": None, "repeats": None})
 
     @jax.jit
     def at(layers):
-        block = block_of(config, plan, jnp.arange(3)[None], jnp.array([3]), None)
+        block = block_of(config, plan, np.zeros((1, 3), int), jnp.arange(3)[None], jnp.array([3]), None)
         found = [at_layer(config, block, layer) for layer in layers]
         return [(layer.frequency, layer.waves[1]) for layer in found]
 

@@ -53,7 +53,7 @@ def test_what_is_fed_again_is_fed_once_for_all_that_observe_it(passes) -> None:
     asked = (("kvzip(chunk=30)", 16), ("kvzip(chunk=30)", 24))
     each = models.prefill_each(decoder(), TOKENS, LENGTHS, policies=asked, block=BLOCK)
     for one, ours in zip(asked, each, strict=True):
-        assert_is_the_references(ours, one)
+        assert_is_the_references(ours, one, when="prompt")
     # The prompt, then two parts of 30 tokens, the second behind the words before it.
     assert len(passes) == 4 + 2 * 3
 

@@ -66,8 +66,8 @@ def test_the_target_is_the_policy_kvzip(model):
     read = jax.jit(lambda tokens: trainer.run_layers(model, tokens, "kvzip", WORDS, lambda layer, x, score: score))
     scores = read(tokens)
     policy = repeating._asking(kvjax.parse("kvzip(chunk=16)"), kvjax.RepeatPrompt(first=WORDS))
-    cache, _ = models.prefill(model, tokens, policy=policy, budget=16, block=16)
-    position, state = np.asarray(cache.position), np.asarray(cache.state)
+    cache, _ = models.prefill(model, tokens, policy=policy, budget=16, block=16, when="prompt")
+    position, state = np.asarray(cache.position), np.asarray(cache.state.score)
     in_order = np.take_along_axis(state, np.argsort(np.where(position < 0, 99, position), axis=-1), axis=-1)[..., :16]
     np.testing.assert_allclose(scores.swapaxes(2, 3), in_order, rtol=1e-5)
 
