@@ -243,6 +243,22 @@ def in_eight_bits() -> str:
     return "\n".join(lines)
 
 
+def fixed_memory() -> str:
+    """Make the table of needles on SmolLM2 inside a cache of fixed size, evicted from after every block."""
+    data = read(f"{claims.REAL}/fixed-memory.json")
+    best = max(r["recall"] for r in data["results"] if r["budget"])
+    lines = ["| policy | slots | held | recall |", "| --- | --- | --- | --- |"]
+    for r in sorted(data["results"], key=lambda r: (r["budget"] is not None, -r["recall"])):
+        name = "recency" if r["policy"] == RECENCY else f"`{r['policy']}`"
+        recall = f"**{r['recall']:.2f}**" if r["budget"] and r["recall"] == best else f"{r['recall']:.2f}"
+        held = f"{r['peak_cache_bytes'] / 2**20:.0f} MiB"
+        lines.append(f"| {name} | {r['budget'] or 'all'} | {held} | {recall} [{r['low']:.2f}, {r['high']:.2f}] |")
+    settings = data["settings"]
+    lines += ["", f"{data['results'][0]['samples']} prompts of {settings['lengths']} tokens with {settings['facts']} facts, blocks of "
+              f"{settings['block']}. held: the most that the cache's arrays take."]  # fmt: skip
+    return "\n".join(lines)
+
+
 def at_the_edges() -> str:
     """Make the table of needles on SmolLM2 at the smallest and the largest budgets, bold where a column is best."""
     data = read(f"{claims.REAL}/needle-edges.json")
@@ -933,6 +949,7 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
         "calibrated": lambda: real_seen(CALIBRATED_COLUMNS, "calibrated"),
         "edges": at_the_edges,
         "eight bits": in_eight_bits,
+        "fixed memory": fixed_memory,
         "seen": seen,
     },
     "results/TOKENBUTLER.md": {

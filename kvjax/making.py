@@ -218,11 +218,12 @@ def repeat(cache: Cache, n: int) -> Cache:
         ValueError: if ``cache`` is not a cache, or n is below 1.
 
     Example:
-        >>> import jax.numpy as jnp
+        >>> import jax, numpy as np
         >>> import kvjax
-        >>> cache = kvjax.empty_cache("tova", kv_heads=1, query_heads=1, head_dim=1, budget=2, batch=2)
-        >>> rows = jnp.array([5.0, 7.0]).reshape(2, 1, 1, 1)
-        >>> kvjax.repeat(kvjax.insert(cache, rows, rows), 2).key[:, 0, 0, 0].tolist()
+        >>> cache = kvjax.KVCache.init(batch=2, kv_heads=1, slots=1, head_dim=1)
+        >>> rows = np.array([5.0, 7.0]).reshape(2, 1, 1, 1)
+        >>> cache = jax.jit(kvjax.insert)(cache, rows, rows)
+        >>> np.ravel(jax.jit(kvjax.repeat, static_argnums=1)(cache, 2).key).tolist()
         [5.0, 5.0, 7.0, 7.0]
     """
     check_cache(cache)
