@@ -1,7 +1,5 @@
 """What a test run costs: programs that XLA is asked for, the dearest tests, and the limit of the default tier."""
 
-from __future__ import annotations
-
 import heapq
 import json
 import os

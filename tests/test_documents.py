@@ -80,10 +80,6 @@ def test_a_command_of_the_documents_has_the_flags_and_files_that_it_names(line, 
     assert all((ROOT / file).is_file() for file in files)
 
 
-def test_there_are_five_notebooks():
-    assert len(NOTEBOOKS) == 5
-
-
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda n: n.stem)
 def test_a_notebook_and_its_plain_file_hold_the_same(notebook):
     source = notebook.with_suffix(".py").read_text().split("\n# ---\n", 1)[1]
@@ -118,7 +114,3 @@ def test_a_notebook_has_outputs_without_errors_links_that_lead_somewhere_and_one
 def test_the_figures_in_the_pages_are_those_of_the_results(capsys):
     ended = runpy.run_path(str(ROOT / "docs/tables.py"))["main"](["--check"])
     assert (ended, capsys.readouterr().err) == (0, "")
-
-
-def test_the_decoder_from_scratch_has_at_most_sixty_lines():
-    assert len(python_blocks(ROOT / "docs/how-to/your-own-model.md")[0].splitlines()) <= 60

@@ -1,7 +1,5 @@
 """The package of docs/examples: it is built, installed into a folder of its own, and found by the commands."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

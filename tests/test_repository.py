@@ -1,7 +1,5 @@
 """Rules of the repository that no linter knows."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import re

@@ -1,7 +1,5 @@
 """The tiers of the suite: what has no mark runs by default; ``matrix`` and ``nightly`` hold the products of options."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What every case of the campaign is held against: one clear sentence out of our own code, and nothing destroyed."""
 
-from __future__ import annotations
-
 import os
 import traceback
 from collections.abc import Callable

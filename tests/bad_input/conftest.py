@@ -1,7 +1,5 @@
 """A terminal, and the embedded model read once for all commands."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator
 

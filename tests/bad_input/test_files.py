@@ -1,7 +1,5 @@
 """Folders of models and predictors that are missing, damaged, half written or lie: refused in one sentence, unread."""
 
-from __future__ import annotations
-
 import functools
 import json
 import re

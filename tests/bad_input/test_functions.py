@@ -1,7 +1,5 @@
 """Arrays, numbers and names that no function can use: each is refused in one sentence of ours."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 
@@ -86,6 +84,9 @@ SCORE = {
         A[:, None], V, group="exact", projection=np.ones((1, 4, 5))
     ),
     "score: cross without projection": lambda: kvjax.score(A, V, cross=False),
+    "score: a projection without its parts": lambda: kvjax.score(
+        A[:, None], V, group="exact", projection=kvjax.OutputProjection()
+    ),
 }
 CACHE = {
     **{
@@ -206,15 +207,6 @@ ATTEND = {
     "caote_topk: unknown group": lambda: topk(group="max"),
     "caote_topk: budget 0": lambda: topk(budget=0),
     "caote_topk: unknown implementation": lambda: topk(implementation="fastest"),
-    "mse_logits: other tokens": lambda: kernels_pallas.mse_logits(
-        zeros(1, 8, 4, 4), zeros(1, 7, 2, 4), zeros(1, 8, 4, 2), zeros(1, 8, 4, 2)
-    ),
-    "mse_logits: no block": lambda: kernels_pallas.mse_logits(
-        zeros(1, 8, 4, 4), zeros(1, 8, 2, 4), zeros(1, 8, 4, 2), zeros(1, 8, 4, 2), block=0
-    ),
-    "select_attention: slots of other heads": lambda: kernels_pallas.select_attention(
-        zeros(1, 1, 4, 4), zeros(1, 2, 8, 4), zeros(1, 2, 8, 4), zeros(1, 3, 2, dtype=jnp.int32)
-    ),
 }
 GENERATE = {
     **{

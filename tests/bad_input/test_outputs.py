@@ -1,7 +1,5 @@
 """Disks that are full, folders that refuse, Ctrl-C while a file is written: what was good stays as it was."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os

@@ -41,13 +41,6 @@ def test_floors_are_the_arrays_that_a_step_holds():
     assert floor.rest + SMALL.num_layers * floor.layer == sum(sizes.values()) + keys_and_values
 
 
-@matrix
-def test_bare_products_access_little_more_than_the_floor():
-    with_cache, with_keys = benchmark.product_bytes(SMALL, PREDICTOR, 512)
-    assert 1 <= with_cache / (4 * 2 * SMALL.num_kv_heads * SMALL.head_dim * 512) < 1.2
-    assert 1 <= with_keys / (4 * benchmark.floor_numbers(SMALL, PREDICTOR, 512).logits) < 1.2
-
-
 def test_what_a_group_reads_lies_between_agreement_and_none():
     config = benchmark.MODELS["Llama-3.2-1B"]  # G = 4, 2 K D = 1,024
     few, many = (benchmark.selected_numbers(config, tokens, 1_000) for tokens in (100, 500))

@@ -7,7 +7,7 @@ import pytest
 import models
 from benchmarks import cpu, measure, memory, questions
 from benchmarks.__main__ import main
-from tests.tiers import matrix, nightly
+from tests.tiers import matrix
 
 
 @pytest.fixture
@@ -30,25 +30,6 @@ def test_the_facts_of_a_document_are_asked_for():
     for question, value in zip(asked, values, strict=True):
         assert value in text
         assert tokenizer.decode(question).strip().startswith("Question: what is the ")
-
-
-@nightly  # answers as from scratch: tests/models/test_sessions.py
-def test_questions_on_a_kept_document_are_answered_as_from_scratch(rows_of, capsys):
-    line = "questions --model retriever --length 200 --questions 2 --policy keydiff --budget 64 --repetitions 1"
-    rows = rows_of(line)
-    assert [row["way"] for row in rows] == ["scratch", "kept", "at once"] * 2
-    assert all(row["same_as_scratch"] for row in rows)
-    assert rows[0]["right"] == 2, "the full cache answers so short a document"
-    assert rows[3]["kept_bytes"] < rows[0]["kept_bytes"]
-    assert "as scratch" in capsys.readouterr().out
-
-
-@nightly  # answers by shared prompts: tests/evals/test_evaluator.py
-def test_a_study_that_shares_its_prompts_says_what_it_says_without(rows_of, capsys):
-    line = "sharing --model retriever --length 400 --samples 1 --policies tova,h2o@adakv --budgets 48"
-    alone, shared = rows_of(line)
-    assert (alone["prompts"], shared["prompts"], shared["settings"]) == (2, 1, 2)
-    assert shared["same_answers"] and "through the model" in capsys.readouterr().out
 
 
 @matrix

@@ -4,11 +4,9 @@ import json
 
 import pytest
 
-from benchmarks import decode, measure, prefill, steps
+from benchmarks import prefill
 from benchmarks.__main__ import main
 from tests.tiers import matrix
-
-TIMING = measure.Timing(calls=2, repetitions=1, free=2**30, limits=measure.Device(1e9, 1e9))
 
 
 @matrix
@@ -32,23 +30,6 @@ def test_decode_writes_each_policy_at_each_prompt(tmp_path, capsys):
         )
     printed = capsys.readouterr().out
     assert "A decode step, in parts" in printed and "1,000,000" in printed
-
-
-@matrix
-def test_what_does_not_fit_is_a_row_and_the_rest_runs(monkeypatch):
-    needed = []
-    real = steps.program
-
-    def program(kind, setting, prompt, calls, *, free):
-        if setting.budget is None:
-            raise measure.DoesNotFit("a full cache needs 9 GiB")
-        needed.append(real(kind, setting, prompt, calls, free=free))
-        return needed[-1]
-
-    monkeypatch.setattr(steps, "program", program)
-    rows = decode.sweep("decode", ["tiny"], [1], [16], [64], "streaming", TIMING, block=8, full=[64])
-    assert rows[-1]["refused"] == "a full cache needs 9 GiB" and rows[0]["milliseconds"] > 0
-    assert "refused: a full cache needs 9 GiB" in decode.table(rows)
 
 
 @matrix

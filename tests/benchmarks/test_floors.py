@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import floors, kernels, steps
+from benchmarks import floors, kernels
 from benchmarks.shapes import PUBLISHED, SHAPES, parameter_count
 
 SIZES = kernels.Sizes(budget=24, block=8, context=64, loss_tokens=16)
@@ -73,13 +73,6 @@ def test_a_step_reads_all_weights_but_an_untied_embedding(name):
     unread = 0 if config.tie_embeddings else config.vocab_size * config.hidden_size
     assert weights == 2 * (parameter_count(config) - unread)
     assert cache == 2 * 3 * config.num_layers * 2 * config.num_kv_heads * 100 * config.head_dim
-
-
-def test_a_step_s_cache_is_what_the_arrays_hold():
-    setting = steps.Setting(SHAPES["tiny"], None, 40, batch=2, block=8)
-    cache = steps.shapes(setting, 100).cache
-    held = cache.key.size // cache.position.shape[-1] * 40
-    assert floors.step_bytes(SHAPES["tiny"], 2, 40, 4)[1] == 2 * 4 * held
 
 
 def test_shapes_have_the_published_numbers_of_parameters():

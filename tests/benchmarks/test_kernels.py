@@ -32,14 +32,6 @@ def test_the_command_writes_a_row_for_each_implementation(tmp_path, capsys):
     assert all(r["case"] in printed for r in rows)
 
 
-@matrix
-def test_the_loss_is_timed_against_the_materialised_one():
-    given = case("mse_logits", "all pairs, with gradients")
-    rows = kernels.measured(given, kernels.implementations_here("mse_logits"), TIMING)
-    assert [r["implementation"] for r in rows] == ["reference", "materialised"]
-    assert rows[1]["times_reference"] == rows[0]["milliseconds"] / rows[1]["milliseconds"]
-
-
 def test_a_case_that_does_not_fit_says_so_in_its_row(monkeypatch):
     fitting = measure.tree_bytes(jax.eval_shape(case("caote_topk", "block").make))
     timing = TIMING._replace(free=fitting + 2**10)  # the arrays, but not what the reference needs beside them

@@ -1,14 +1,10 @@
 """What benchmarks share: times in turns, loops that stay, memory that is checked, results with their facts."""
 
-import json
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import pytest
 
 from benchmarks import measure
-from models import commands
 
 
 def test_programs_take_turns_after_a_warm_up_each():
@@ -63,37 +59,3 @@ def test_what_a_program_needs_in_between_counts():
     x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
     with pytest.raises(measure.DoesNotFit, match="two products"):
         measure.compiled(lambda a: (a @ a) @ a, x, what="two products", free=2 * 64 * 64 * 4)
-
-
-def test_there_is_memory_and_a_device_does_something():
-    assert measure.free_bytes() > 2**20
-    limits = measure.Device(copy_bytes=100, product_flops=10)
-    assert limits.milliseconds(50, 1) == 500 and limits.milliseconds(50, 20) == 2000
-
-
-def test_results_say_what_they_were_made_with(tmp_path):
-    parser = commands.Parser(prog="python -m benchmarks kernels")
-    parser.add_argument("--json", type=Path)
-    flags = parser.parse_args(["--json", str(tmp_path / "out.json")])
-    measure.write(flags, "kernels", {"calls": 2}, [{"name": "row"}])
-    written = json.loads(flags.json.read_text())
-    assert written["benchmark"] == "kernels" and written["settings"] == {"calls": 2}
-    assert {"command", "seed", "seconds", "device", "versions", "commit", "cores"} <= written.keys()
-    assert written["results"] == [{"name": "row"}]
-
-
-def test_a_row_that_only_one_run_has_stands_alone():
-    table = measure.ratio_table([{"name": "new", "milliseconds": 1.0}], [{"name": "old", "milliseconds": 2.0}])
-    assert "new" in table and "old" in table and "geometric" not in table
-
-
-@pytest.mark.parametrize("text", ["", "0", "1,x", "-3", "1.5"])
-def test_lists_of_numbers_are_checked(text):
-    with pytest.raises(ValueError, match="--batches"):
-        measure.whole_numbers("--batches", text)
-
-
-def test_a_sweep_of_which_nothing_ran_says_why():
-    measure.check_some_ran([{"refused": "too large"}, {"milliseconds": 1.0}])
-    with pytest.raises(ValueError, match="too large"):
-        measure.check_some_ran([{"refused": "too large"}])

@@ -44,15 +44,10 @@ def any_environment(monkeypatch):
     [
         (["--llama-cpp", "python"], "give --model smollm2, or leave --llama-cpp out"),
         (["--model", "retriever", "--llama-cpp", "python"], "a GGUF file, which retriever is not; leave --llama-cpp"),
-        (["--model", "no/such/model"], "there is no folder no/such/model"),
         (["--model", "retriever", "--prompt", "512"], "tokens fits the budget of 512; give a longer one"),
         (["--prompt", "100", "--budget", "full,100"], "a prompt of 100 tokens fits the budget of 100"),
-        (["--budget", "some"], "--budget is some; give at least 65 slots per head, or full"),
         (["--model", "retriever", "--shape", "tiny"], "keep one of them"),
         (["--budget", "64"], "--budget is 64; give at least 65"),
-        (["--new-tokens", "1"], "--new-tokens is 1"),
-        (["--shape", "gpt"], "unknown shape 'gpt'"),
-        (["--threads", "1,0"], "threads"),
     ],
     ids=str,
 )

@@ -88,17 +88,6 @@ def test_a_cpu_s_figures_answer_no_target_of_a_gpu():
     assert all(verdict.endswith("unmeasured") for verdict in said.values())
 
 
-def test_a_decode_step_on_a_cpu_is_compared_by_its_prompts():
-    rows = [
-        step("h2o+caote", 1_000, 10.0, shape="small", budget=512),
-        step("none", 1_000, 9.0, shape="small", budget=512),
-    ]
-    rows += [step("streaming", 1_000, 9.5, shape="small", budget=512)]
-    rows += [step("h2o+caote", 100_000, 10.2, shape="small", budget=512)]
-    said = verdicts([document("cpu", rows, device="cpu")])
-    assert said["small decode, budget 512: prompt 100k over 1k"] == "1.020 met"
-
-
 @pytest.mark.parametrize("text", ["", '{"benchmark": "nothing", "results": []}'])
 def test_a_file_that_is_none_is_refused_and_the_page_stays(text, folders, capsys):
     assert run(folders) == 0

@@ -67,11 +67,6 @@ def test_contenders_have_the_same_slots_and_one_program_serves_every_prompt_unde
     assert shapes[0].cache == shapes[1].cache and shapes[0].run.plan == shapes[1].run.plan
 
 
-def test_a_program_s_bytes_hold_weights_and_cache():
-    program = steps.program("block", EVICTING, 100, 1, free=FREE)
-    assert program.nbytes > measure.tree_bytes((steps.abstract_model(CONFIG, jnp.float32), program.cache))
-
-
 @matrix
 def test_a_second_prompt_compiles_nothing(model):
     first, second = (steps.feed(model, EVICTING, prompt, steps=2) for prompt in (24, 48))

@@ -1,7 +1,6 @@
 """What is compiled for TPUs that are not at hand, and what is said where it cannot be."""
 
 import json
-import re
 import sys
 
 import jax
@@ -59,27 +58,6 @@ def test_a_program_that_does_not_compile_says_why_and_has_a_row():
     assert found["reason"] == "RESOURCE_EXHAUSTED: out of memory used 17 of 16 GB"
     assert "big, step, 1 of v5e:2x2: RESOURCE_EXHAUSTED" in tpu_compile.table([found])
     assert "big, step, 1 of v5e:2x2 (2 more like it): RESOURCE_EXHAUSTED" in tpu_compile.table([found] * 3)
-
-
-def test_the_table_has_one_row_per_model_and_chip_with_its_worst_program():
-    every = {"shape": "big", "topology": "v5e:2x2", "chips": 1, "compiles": True, "new_bytes": 0, "collectives": {}}
-
-    def found(program, arrays, temporary, **more):
-        sizes = {"array_bytes": arrays, "argument_bytes": arrays, "temporary_bytes": temporary}
-        return every | sizes | {"program": program} | more
-
-    rows = [
-        found("topk", 2**20, 2**22),
-        found("decode step, h2o", 2**30, 2**28, collectives={"all-reduce": 5}),
-        found("decode step, tova", 2**30, 2**29, collectives={"all-reduce": 3, "all-gather": 1}),
-        found("block of 8, tova", 2**30, 2**30),
-        found("decode step, h2o", 2**20, 0, chips=4),
-    ]
-    one, four = (re.split(r"  +", line.strip()) for line in tpu_compile.table(rows).splitlines()[2:])
-    assert one[:3] == ["big", "1 of v5e:2x2", "block of 8, tova"]
-    assert one[3:8] == ["1,024.0 MiB", "4 of 4", "1,024", "1.500", "2.000"]
-    assert one[8] == "5 all-reduce 1 all-gather"
-    assert four[1:] == ["4 of v5e:2x2", "decode step, h2o", "0.0 MiB", "1 of 1", "1", "1.000", "none"]
 
 
 @pytest.mark.tpu

@@ -12,6 +12,21 @@ from tests.models import reference
 RETRIEVER = Path(models.__file__).parent / "retriever"
 
 
+TEXT = "The quick brown fox jumps over the lazy dog, and nobody has ever asked the dog what it thinks of that. " * 8
+
+
+@pytest.fixture
+def text_file(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text(TEXT)
+    return path
+
+
+@pytest.fixture(scope="session")
+def retriever():
+    return models.load("retriever")
+
+
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tiny")

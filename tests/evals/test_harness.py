@@ -11,16 +11,11 @@ import models
 from evals import fidelity, harness, loglikelihood, selections
 from evals.__main__ import main
 from models import commands, provenance
-from tests.tiers import matrix, nightly
+from tests.tiers import matrix
 
 TEXT = (
     "The code of amber falcon is 4719. The river was calm and the baker counted steps. The code of bold harp is 2650."
 )
-
-
-@pytest.fixture(scope="module")
-def retriever():
-    return models.load("retriever")
 
 
 @matrix
@@ -40,11 +35,6 @@ def test_a_continuation_is_read_behind_the_compressed_context(retriever):
     assert found.log_probability[-4:] == pytest.approx(np.asarray(expected), abs=1e-3)
     full = loglikelihood.predict(model, [sequence], [4], block=16)[0]
     assert full.log_probability[-4:].sum() > found.log_probability[-4:].sum() + 1, "the fact was evicted"
-
-
-def test_a_sequence_that_predicts_nothing_is_refused(retriever):
-    with pytest.raises(ValueError, match="fewer than 2 tokens"):
-        loglikelihood.predict(retriever[0], [[1]])
 
 
 @pytest.fixture(scope="module")
@@ -107,21 +97,6 @@ def test_generation_stops_at_the_first_stop(kvjax_lm):
         kvjax_lm.generate_until([Request(prompt, {"do_sample": True, "temperature": 1.0})], disable_tqdm=True)
 
 
-@nightly  # 8 s; what a selection reads: test_a_selection_reads_its_share_of_the_tokens_in_every_row
-def test_the_model_reads_a_selection_where_one_is_named():
-    pytest.importorskip("lm_eval")
-    made = harness.model_class()(select="butler", budget=0.5, block=16, batch_size=2, max_length=96)
-    sequence = [made.prefix_token_id, *made.tok_encode("The river was calm", add_special_tokens=False)]
-    found = loglikelihood.simulate(made.model, [sequence], made.selection, 0.5, butler=made.butler, block=16)[0]
-    rolling = made.loglikelihood_rolling([Request("The river was calm")], disable_tqdm=True)[0]
-    assert rolling == pytest.approx(float(found.log_probability.sum()), abs=1e-3)
-    given = dict(select="butler", butler=made.butler, budget=0.5, block=16, max_new_tokens=4)
-    out = models.generate(made.model, [made.tok_encode(TEXT)], **given)
-    said = [token for token in out.tokens[0].tolist() if token >= 0 and token not in made.model.config.eos]
-    answers = made.generate_until([Request(TEXT, {"until": ["."], "max_gen_toks": 4})], disable_tqdm=True)
-    assert answers == [harness.cut_at(made.text.decode(said), ["."])]
-
-
 def test_a_simulated_selection_decodes_no_answers():
     pytest.importorskip("lm_eval")
     made = harness.model_class()(select="h2o", budget=0.5, block=16)
@@ -133,12 +108,9 @@ def test_a_simulated_selection_decodes_no_answers():
     ("arguments", "message"),
     [
         (dict(policy="tova"), "needs a budget"),
-        (dict(budget=8), "without a policy"),
-        (dict(policy="tova", budget=8, cache_dtype="int4"), "dtype is 'int4'"),
         (dict(select="quest", budget=0.5, cache_dtype="int8"), "leave cache_dtype out"),
         (dict(select="quest"), "give the share that is read"),
         (dict(select="quest", policy="tova", budget=0.5), "give one of them"),
-        (dict(select="butler", butler="nowhere", budget=0.5), "nowhere"),
         (dict(speed=3), "has no argument speed"),
     ],
 )
@@ -193,14 +165,3 @@ def test_a_local_task_runs_and_goes_on_from_its_answers(tmp_path, capsys, monkey
     monkeypatch.setattr(provenance, "weights", lambda *_: "others")
     assert main(line) == 2
     assert "was made with different weights" in capsys.readouterr().err
-
-
-@matrix
-@pytest.mark.usefixtures("local_tasks_alone")
-def test_a_task_that_fails_ends_in_one_sentence(tmp_path, capsys):
-    (tmp_path / "amber.jsonl").write_text('{"text": "x"}\n')
-    (tmp_path / "amber.yaml").write_text(TASK.format(folder=tmp_path))
-    line = ["lm_eval", "--tasks", "amber", "--include_path", str(tmp_path), "--model_args", "block=32"]
-    assert main(line) == 2
-    err = capsys.readouterr().err
-    assert "error: " in err and "Traceback" not in err.split("lm_eval: error")[-1]

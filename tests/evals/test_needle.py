@@ -2,20 +2,11 @@
 
 import json
 
-import pytest
-
 import kvjax
-import models
 from evals import needle
 from evals.__main__ import main
-from tests.tiers import nightly
 
 SMALL = ["--lengths", "256", "--depths", "2", "--samples", "2", "--facts", "4", "--batch", "4", "--block", "64"]
-
-
-@pytest.fixture(scope="module")
-def retriever():
-    return models.load("retriever")
 
 
 def cells_of(tokenizer, question="after"):
@@ -27,21 +18,6 @@ def test_the_samples_are_the_same_each_time_and_differ_from_each_other(retriever
     assert first == second
     prompts = [sample.prompt for cell in first for sample in cell.samples]
     assert len(set(prompts)) == len(prompts) == 6
-
-
-@nightly  # the caches have tests of their own
-def test_bytes_are_those_of_one_sequences_cache(retriever):
-    model, tokenizer = retriever
-    results = {}
-    for policy, budget, when in (("full", None, "block"), ("tova", 96, "block"), ("tova", 96, "prompt")):
-        setting = needle.Setting(policy, budget, when, "after")
-        results[policy, when] = needle.measure(model, cells_of(tokenizer), [setting], block=64, batch=2)[0]
-    config = model.config
-    slot = config.num_layers * config.num_kv_heads * (2 * config.head_dim * 4 + 4)  # key, value, position
-    assert results["tova", "block"]["cache_bytes"] == pytest.approx(slot * (96 + 64), abs=4)
-    assert results["tova", "prompt"]["cache_bytes"] == pytest.approx(slot * (96 + 1), abs=4)
-    assert results["tova", "prompt"]["peak_cache_bytes"] > results["tova", "prompt"]["cache_bytes"]
-    assert results["full", "block"]["peak_cache_bytes"] == results["full", "block"]["cache_bytes"]
 
 
 def test_a_policy_is_compared_with_itself_without_caote_and_the_groups_mean_with_the_exact_form():

@@ -9,10 +9,9 @@ import pytest
 import models
 from evals import evaluator, perplexity, selections, texts
 from evals.__main__ import main
+from tests.evals.conftest import TEXT
 from tests.models import reference
 from tests.tiers import matrix
-
-TEXT = "The quick brown fox jumps over the lazy dog, and nobody has ever asked the dog what it thinks of that. " * 8
 
 
 class Letters:
@@ -24,13 +23,6 @@ class Letters:
 
 def setting(policy, budget, when="block"):
     return evaluator.Setting(policy, budget, when, "agnostic", 0)
-
-
-@pytest.fixture
-def text_file(tmp_path):
-    path = tmp_path / "text.txt"
-    path.write_text(TEXT)
-    return path
 
 
 def test_chunks_begin_with_bos_and_leave_the_rest_out():
@@ -181,18 +173,6 @@ def test_policies_have_a_table_of_their_own(tiny_folder, text_file, tmp_path, ca
         assert f"{r['difference']:+.3f}" in printed and f"{r['kl']:.4f}" in printed
     assert [(r["when"], r["budget"]) for r in data["policy_comparisons"]] == [("prompt", 0.5)]
     assert plot.read_bytes().startswith(b"\x89PNG")
-
-
-@matrix
-def test_a_cache_of_eight_bits_is_compared_with_the_full_one_alone_and_with_a_policy(tiny_folder, text_file, tmp_path):
-    out, flags = tmp_path / "out.json", ["--model", str(tiny_folder), "--text", str(text_file), "--chunk", "24"]
-    flags += ["--policies", "h2o", "--budgets", "8", "--block", "8", "--sequences", "2", "--json", str(out)]
-    assert main(["perplexity", *flags, "--cache-dtype", "int8", "--plot", str(tmp_path / "out.png")]) == 0
-    alone, both = json.loads(out.read_text())["policies"]
-    assert [(r["policy"], r["budget"], r["cache_dtype"]) for r in (alone, both)] == [
-        ("full", None, "int8"), ("h2o", 8, "int8")
-    ]  # fmt: skip
-    assert 0 < alone["kl"] < both["kl"]
 
 
 @matrix

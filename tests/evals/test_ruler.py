@@ -11,7 +11,6 @@ from evals import documents, evaluator, page, ruler
 from evals.__main__ import main
 from evals.results import read_records
 from models import provenance
-from tests.tiers import matrix
 
 
 def paragraph(n):
@@ -135,12 +134,6 @@ PUBLISHED = {
 }
 
 
-def publish(folder, task, records):
-    (folder / task).mkdir(parents=True)
-    (folder / task / "validation.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    return folder
-
-
 @pytest.mark.parametrize("chat", [False, True])
 def test_a_published_sample_ends_with_its_question_and_what_its_answer_begins_with(chat):
     found = documents.make_sample(ruler.PUBLISHED["niah_single_1"], PUBLISHED, Chat, None, chat=chat)
@@ -160,17 +153,6 @@ def test_published_answers_count_together_and_for_questions_any_one():
     older = {name: value for name, value in PUBLISHED.items() if name != "answer_prefix"}
     found = documents.make_sample(ruler.PUBLISHED["cwe"], older, Text, None)  # it holds its answer's beginning itself
     assert "".join(found.tokens) == PUBLISHED["input"]
-
-
-@matrix
-def test_the_command_reads_published_samples(tmp_path, capsys):
-    data = publish(tmp_path / "data", "vt", [PUBLISHED] * 3)
-    line = f"ruler --data {data} --samples 2 --policies full --question after,agnostic --batch 2 --block 32"
-    assert main([*line.split(), "--out", str(tmp_path / "out")]) == 0
-    out = capsys.readouterr().out
-    assert f"samples: {data}, as RULER's scripts wrote them" in out
-    records = read_records(tmp_path / "out")
-    assert {(r["task"], r["length"]) for r in records} == {("vt", None)} and len(records) == 2 * 2
 
 
 def test_variables_make_one_chain_in_order():

@@ -2,8 +2,6 @@
 
 import json
 import re
-import shlex
-import shutil
 
 import pytest
 
@@ -42,35 +40,6 @@ def finished(tmp_path_factory):
     (folder / "small.toml").write_text(SMALL)
     assert main(["sweep", str(folder / "small.toml"), "--out", str(folder / "run")]) == 0
     return folder
-
-
-@nightly  # a whole sweep; its parts are the evaluations themselves
-def test_a_sweep_answers_each_cell_once_and_names_each_row_s_command(finished):
-    records = read_records(finished / "run")
-    assert len(records) == (4 + 2 * 2) * (1 + 3)
-    assert {r["evaluation"] for r in records} == {"needle", "ruler"}
-    assert len(json.loads((finished / "run" / "figures.json").read_text())["results"]) == 2 * 4
-    for row in page.figures(finished / "run")["rows"]:
-        words = shlex.split(row["command"])
-        assert words[:4] == ["python", "-m", "evals", row["evaluation"]]
-        assert words[words.index("--policies") + 1] == row["policy"]
-        assert words[words.index("--lengths") + 1] == {"needle": "256", "ruler": "240"}[row["evaluation"]]
-        assert row["budget"] is None or words[words.index("--budgets") + 1] == str(row["budget"])
-
-
-@nightly  # a whole sweep; its parts are the evaluations themselves
-def test_a_sweep_goes_on_where_it_was_and_refuses_other_settings(finished, tmp_path, capsys):
-    (tmp_path / "small.toml").write_text(SMALL)
-    shutil.copytree(finished / "run", tmp_path / "run")
-    lines = (tmp_path / "run" / "samples.jsonl").read_text().splitlines(keepends=True)
-    (tmp_path / "run" / "samples.jsonl").write_text("".join(lines[:-3]))
-    assert main(["sweep", str(tmp_path / "small.toml"), "--out", str(tmp_path / "run")]) == 0
-    plain = [{(r["task"], r["policy"], r["budget"], r["sample"]): r["answer"] for r in read_records(folder / "run")}
-             for folder in (finished, tmp_path)]  # fmt: skip
-    assert plain[0] == plain[1]
-    (tmp_path / "other.toml").write_text(SMALL.replace("[96]", "[96, 0.5]"))
-    assert main(["sweep", str(tmp_path / "other.toml"), "--out", str(tmp_path / "run")]) == 2
-    assert "budgets was [96] and is [96, 0.5]" in capsys.readouterr().err
 
 
 def test_what_cannot_be_is_named_before_the_first_step(tmp_path, capsys, monkeypatch):

@@ -79,11 +79,6 @@ def test_look_alikes_never_agree():
     assert len({first for first, _ in words}) < 50, "some share a word"
 
 
-def test_the_number_of_facts(tokenizer):
-    sample = tasks.needle(0, tokenizer, 600, facts=9)
-    assert sum(word.strip(".").isdigit() and len(word) == 5 for word in sample.prompt.split()) == 9
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -114,11 +109,6 @@ def test_our_own_sentences_are_plain_and_none_of_the_librarys():
     assert 200 < len(fixed) == len(set(fixed))
     assert all(re.fullmatch(r"[A-Z][a-z]*( [A-Za-z'\-]+[,;:]?)+\.", sentence) for sentence in fixed)
     assert set(fixed).isdisjoint(prose.sentences("train") + prose.sentences("test"))
-
-
-def test_an_unknown_source_of_sentences_is_refused():
-    with pytest.raises(ValueError, match="expected 'train', 'test' or 'fixed'"):
-        prose.sentences("book")
 
 
 def test_the_librarys_sentences_are_those_of_the_python_that_runs(monkeypatch):

@@ -118,13 +118,6 @@ def test_a_damaged_package_leaves_no_text(debian, monkeypatch, capsys, content):
     assert "holds no text in the expected layout" in capsys.readouterr().err
 
 
-def test_where_apt_is_missing_a_sentence_says_so(monkeypatch, tmp_path, capsys):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert main(["texts", "debian-handbook"]) == 2
-    assert "apt-get is not installed, but the texts come from Debian's packages" in capsys.readouterr().err
-
-
 def test_what_apt_says_is_passed_on(monkeypatch, tmp_path, capsys):
     script = tmp_path / "apt-get"
     script.write_text("#!/bin/sh\necho 'E: Unable to locate package' >&2\nexit 100\n")

@@ -4,23 +4,14 @@ import base64
 import math
 import re
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
 
-import kvjax
 import models
 from evals import tasks, view
 from evals.__main__ import main
 from tests.evals import browser
 from tests.tiers import matrix
-
-
-@pytest.fixture(scope="module")
-def retriever():
-    return models.load("retriever")
 
 
 @pytest.fixture(scope="module")
@@ -52,27 +43,6 @@ def test_a_trace_says_what_the_cache_held_after_each_block(retriever, prompt):
     out = models.generate(model, [prompt], policy=policy, budget=40, block=32, max_new_tokens=3)
     assert found["answer"] == tokenizer.decode(out.tokens[0].tolist())
     assert found["steps"][-1]["label"] == "answer, step 2"
-
-
-@matrix
-@pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices; conftest.py forces them on a CPU")
-def test_the_tokens_in_pages_on_a_mesh_are_read_head_by_head():
-    mesh = Mesh([jax.devices()[:2]], ("data", "tensor"))
-    sizes = dict(layers=2, kv_heads=2, query_heads=2, head_dim=2, budget=4, block=4, page_size=2)
-
-    def held(**on):
-        @jax.jit
-        def filled():
-            cache, rows = kvjax.empty_cache("h2o@layer", **sizes, **on), jnp.ones((1, 4, 2, 2))
-            for layer in range(2):
-                start = jnp.arange(4)[None] + layer
-                cache = kvjax.insert(cache, rows, rows, start, layer=layer)
-            return cache
-
-        return view.held_tokens(filled(), 6)
-
-    assert held(mesh=mesh).tolist() == held().tolist()
-    assert held(mesh=mesh)[:, 0].astype(int).tolist() == [[1, 1, 1, 1, 0, 0], [0, 1, 1, 1, 1, 0]]
 
 
 def test_pieces_are_the_text(retriever, prompt):

@@ -1,7 +1,5 @@
 """Lowering and compiling for machines that are not at hand."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 from collections.abc import Callable, Sequence

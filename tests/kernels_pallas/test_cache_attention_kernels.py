@@ -1,7 +1,5 @@
 """The kernels of attention over slots: interpreted against NumPy float64, lowered, and compiled for a TPU."""
 
-from __future__ import annotations
-
 import functools
 
 import hypothesis
@@ -17,8 +15,7 @@ from kernels_pallas.cache_attention import reference, tpu
 from kernels_pallas.dispatch import Kernel
 from tests.kernels_pallas import targets
 from tests.kernels_pallas.targets import compiled_for_tpu, kernels_in, platforms
-from tests.kernels_pallas.test_cache_attention import Case, case, statistics
-from tests.kvjax.definitions import block_weights, weighted_values
+from tests.kernels_pallas.test_cache_attention import Case, case, check_definition
 from tests.tiers import first, matrix, nightly
 
 KERNELS = {
@@ -56,15 +53,10 @@ def check(
         stack = lambda x: np.stack([x * np.nan, x, x + 1])  # noqa: E731
         fed = given._replace(key=stack(fed.key), value=stack(fed.value))
     out, columns = compiled(name, **options)(*fed, **more)
-    wide = [np.asarray(x, np.float32) for x in given[:3]]
-    weights = block_weights(*wide[:2], given.key_position, given.query_position, scale=options["scale"], **span)
-    expected = weighted_values(weights, wide[2], given.key_position)
-    half = {} if given.query.dtype == np.float32 else dict(rtol=2e-2, atol=2e-2)
-    np.testing.assert_allclose(np.asarray(out, np.float64), expected, **(dict(rtol=rtol, atol=atol) | half))
+    named = {name: options[name] for name in ("scale", "window")} | {"names": options["statistics"]}
+    half = given.query.dtype != np.float32
+    check_definition((out, columns), given, rtol=rtol, atol=atol, half=half, **named, **span)
     assert out.dtype == given.query.dtype
-    for which, column in statistics(weights, given, options["window"]).items():
-        if which in options["statistics"]:
-            np.testing.assert_allclose(getattr(columns, which), column, rtol=rtol, atol=atol, err_msg=which)
     return np.asarray(out), columns
 
 

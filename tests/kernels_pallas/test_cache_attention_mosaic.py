@@ -1,7 +1,5 @@
 """The kernels for Hopper GPUs: interpreted against NumPy float64 while races are looked for, and lowered for CUDA."""
 
-from __future__ import annotations
-
 import functools
 
 import jax
@@ -15,9 +13,8 @@ from kernels_pallas import STATISTICS, cache_attention
 from kernels_pallas.cache_attention import mosaic_gpu, reference
 from kernels_pallas.dispatch import Kernel
 from tests.kernels_pallas.targets import lowered, needs_gpu, on_device, on_gpu
-from tests.kernels_pallas.test_cache_attention import Case, case, statistics
+from tests.kernels_pallas.test_cache_attention import Case, case, check_definition
 from tests.kernels_pallas.test_cache_attention_kernels import options_of, shapes
-from tests.kvjax.definitions import block_weights, weighted_values
 from tests.tiers import first, matrix
 
 RUN = Kernel("cache_attention", "mosaic_gpu").run
@@ -36,15 +33,8 @@ def check(given: Case, run=RUN, **options) -> None:
     options = options_of(given, **options)
     out, columns = jax.jit(functools.partial(run, **options))(*given)
     assert out.dtype == given.query.dtype
-    free = (given.key_position < 0)[..., None]
-    query, key, value = (np.asarray(x, np.float32) for x in given[:3])
-    span = {name: options[name] for name in ("sliding_window", "soft_cap") if options.get(name) is not None}
-    key, value = np.where(free, 0, key), np.where(free, 0, value)
-    weights = block_weights(query, key, given.key_position, given.query_position, scale=options["scale"], **span)
-    expected = weighted_values(weights, value, given.key_position)
-    np.testing.assert_allclose(np.asarray(out, np.float64), expected, rtol=2e-2, atol=2e-2)
-    for name, column in statistics(weights, given, options["window"]).items():
-        np.testing.assert_allclose(getattr(columns, name), column, rtol=1e-4, atol=5e-6, err_msg=name)
+    named = {name: options[name] for name in ("scale", "window", "sliding_window", "soft_cap") if name in options}
+    check_definition((out, columns), given, rtol=1e-4, atol=5e-6, half=True, **named)
 
 
 interpreted = functools.partial(RUN, interpret=plgpu.InterpretGPUParams(detect_races=True))

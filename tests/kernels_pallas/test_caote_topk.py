@@ -1,7 +1,5 @@
 """CAOTE's eviction, the reference and the kernels interpreted, against NumPy float64: errors, sets, odd shapes."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any, NamedTuple
 
@@ -119,12 +117,6 @@ def test_the_kept_are_those_whose_loss_hurts_most(name, seed, sharpness):
 @every
 def test_fast_caote_and_the_groups_mean(name):
     check(name, case(1), fast=True, group="mean")
-
-
-@every
-@matrix
-def test_any_size_is_accepted(name):
-    check(name, case(2, B=3, K=3, G=3, S=33, D=64))
 
 
 @pytest.mark.parametrize("name", ["tpu", "gpu"])

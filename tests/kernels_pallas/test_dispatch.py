@@ -1,7 +1,5 @@
 """How a kernel is found and run: by its file alone, with the reference's derivative."""
 
-from __future__ import annotations
-
 import sys
 import types
 

@@ -1,7 +1,5 @@
 """The largest relative error of an output without a token, against attention that is computed again without it."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

@@ -1,7 +1,5 @@
 """TokenButler's loss and its gradients against the materialised [T, T] arrays, in float64."""
 
-from __future__ import annotations
-
 import functools
 from typing import NamedTuple
 

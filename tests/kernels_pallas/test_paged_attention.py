@@ -1,7 +1,5 @@
 """Attention over pages against NumPy float64 on the slots that they hold, one query at a time."""
 
-from __future__ import annotations
-
 import functools
 from typing import NamedTuple
 
@@ -12,8 +10,7 @@ import numpy as np
 import pytest
 
 from kernels_pallas import STATISTICS, paged_attention
-from tests.kernels_pallas.test_cache_attention import Case, case, statistics
-from tests.kvjax.definitions import block_weights, weighted_values
+from tests.kernels_pallas.test_cache_attention import Case, case, check_definition
 
 
 class Paged(NamedTuple):
@@ -57,22 +54,6 @@ def paged(given: Case, page: int, counts: np.ndarray | None = None, seed: int = 
 @functools.cache
 def compiled(**options):
     return jax.jit(functools.partial(paged_attention, **{"statistics": STATISTICS, "window": 2} | options))
-
-
-def check_definition(
-    run, held: Case, *, window=2, rtol: float = 2e-5, atol: float = 2e-6, half=False, names=STATISTICS, **options
-):
-    """The output and statistics of a run against brute force on the slots laid out."""
-    out, columns = run
-    wide = [np.asarray(x, np.float32) for x in held[:3]]
-    weights = block_weights(*wide[:2], held.key_position, held.query_position, **options)
-    expected = weighted_values(weights, wide[2], held.key_position)
-    coarse = dict(rtol=2e-2, atol=2e-2) if half else dict(rtol=rtol, atol=atol)
-    np.testing.assert_allclose(np.asarray(out, np.float64), expected, **coarse)
-    for name, column in statistics(weights, held, window).items() if names else ():
-        if name not in names:
-            continue
-        np.testing.assert_allclose(getattr(columns, name), column, rtol=rtol, atol=atol, err_msg=name)
 
 
 @hypothesis.given(seed=st.integers(0, 2**32 - 1))

@@ -1,7 +1,5 @@
 """The kernels of attention over pages: interpreted against NumPy float64, lowered, and compiled for a TPU."""
 
-from __future__ import annotations
-
 import functools
 
 import jax
@@ -15,8 +13,8 @@ from kernels_pallas.dispatch import Kernel
 from kernels_pallas.paged_attention import reference, tpu
 from tests.kernels_pallas import targets
 from tests.kernels_pallas.targets import compiled_for_tpu, kernels_in, platforms
-from tests.kernels_pallas.test_cache_attention import case
-from tests.kernels_pallas.test_paged_attention import check_definition, paged
+from tests.kernels_pallas.test_cache_attention import case, check_definition
+from tests.kernels_pallas.test_paged_attention import paged
 from tests.tiers import first, matrix, nightly
 
 KERNELS = {

@@ -1,7 +1,5 @@
 """Kernels on a mesh: who computes what, and that nothing is gathered."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """Keys, values or both of eight bits, a scale per row: every operation computes with the rows that they stand for."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

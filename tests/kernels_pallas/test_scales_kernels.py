@@ -1,7 +1,5 @@
 """The kernels on keys, values or both of eight bits: against the reference, lowered, and compiled for a TPU."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 from typing import Any

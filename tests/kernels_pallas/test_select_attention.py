@@ -1,7 +1,5 @@
 """Attention over chosen slots against NumPy float64 and dense attention, and what the compiled program reads."""
 
-from __future__ import annotations
-
 import functools
 import math
 import re

@@ -1,7 +1,5 @@
 """What a policy observes of one block, made up: attention weights, and slots in any order."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from typing import NamedTuple

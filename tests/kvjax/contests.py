@@ -4,8 +4,6 @@ A token is (layer, head, position, score), a kept set is a set of (layer, head, 
 ``counts`` of tokens that each head was seen to keep, [L, K]; with None it rounds the layers' budgets itself.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import NamedTuple

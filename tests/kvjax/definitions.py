@@ -1,7 +1,5 @@
 """The definitions in plain NumPy float64, one head at a time, as far from the implementation as they can be."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 
 import numpy as np
@@ -122,16 +120,6 @@ def weighted_values(weights: np.ndarray, value: np.ndarray, key_position: np.nda
         live = key_position[b, k] >= 0
         out[b, t, n] = weights[b, n, t, live] @ value[b, k, live].astype(np.float64)
     return out
-
-
-def pooled(scores: np.ndarray, position: np.ndarray, kernel: int, pooling: str) -> np.ndarray:
-    """One head's scores pooled over neighbours by position among the live slots: [S] -> [S], 0 in free slots."""
-    order = sorted(np.flatnonzero(position >= 0), key=lambda slot: position[slot])
-    result = np.zeros(len(scores))
-    for place, slot in enumerate(order):
-        near = scores[order[max(0, place - kernel // 2) : place + kernel // 2 + 1]]
-        result[slot] = near.max() if pooling == "max" else near.sum() / kernel
-    return result
 
 
 def column_statistics(weights: np.ndarray, valid: np.ndarray, window: int, kv_heads: int) -> dict[str, np.ndarray]:

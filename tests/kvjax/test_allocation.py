@@ -1,7 +1,5 @@
 """Who gets how many slots: sorts in NumPy (tests/kvjax/contests.py) say, for a plain and for a paged cache."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import tempfile
@@ -33,22 +31,18 @@ np.save(HEADS, np.array([[0.0, 0.5], [2.0, 0.25], [1.0, 0.75]]))  # [L, K], sums
 CASES = [
     ("uniform", {}),
     ("layer", {}),
-    ("layer", {"cap": 1.5}),
     ("adakv", {}),
     ("adakv", {"safeguard": 0.5, "cap": 1.25}),
     ("adakv", {"safeguard": 0, "cap": None}),
     ("model", {}),
-    ("model", {"cap": None}),
     ("model", {"normalise": False, "cap": 1.3}),
     ("threshold", {"least": 0.5, "cap": None}),
     ("threshold", {"least": 1, "cap": 1.3}),
     ("pyramid", {}),
     ("pyramid", {"beta": 3.0}),
     ("cake", {}),
-    ("cake", {"cap": 1.3}),
     ("d2o", {}),
     ("lava", {}),
-    ("lava", {"cap": 1.3}),
     ("headkv", {"file": HEADS, "beta": 3.0, "cap": 1.3}),
     ("duo", {"file": HEADS, "sinks": 0.2, "recent": 2, "streaming": 0.7, "cap": 1.3}),
     ("duo", {"file": HEADS, "sinks": 1, "recent": 0.25, "cap": None}),
@@ -253,21 +247,6 @@ def test_cake_measures_entropy_and_variance_of_the_window_over_what_may_go():
         np.testing.assert_allclose(measured[b].sum(axis=0), [entropy, variance], rtol=1e-5)
 
 
-@each()
-@pytest.mark.parametrize("seen", [0, S])
-def test_a_row_with_as_many_slots_as_a_head_has_keeps_all(name, options, seen):
-    """So are rows left alone that bring no token in a block."""
-    position = np.broadcast_to(np.arange(S) if seen else np.full(S, -1), (L, B, K, S)).astype(np.int32)
-    cache, scores = plain_cache(position, [seen] * B), np.random.default_rng(4).random(position.shape, np.float32)
-    what, worst = make(name, options), np.zeros_like(scores)
-    first = evict(what, cache, scores, 4, np.ones((L, B, K, 3), np.float32))
-    idle = evict(what, first, worst, 1, entered=0)
-    np.testing.assert_array_equal(idle.position, first.position)
-    if what.fills:
-        again = evict(what, first, worst, S)
-        np.testing.assert_array_equal(again.position, first.position)
-
-
 @pytest.mark.parametrize("name", ["adakv", "lava"])
 def test_budgets_of_millions_are_counted_exactly(name):
     """cap * budget * heads and safeguard * budget * 10 ** 4 lie beyond int32."""
@@ -320,23 +299,15 @@ def test_a_head_may_hold_what_the_page_table_was_made_for(cap):
     ("name", "message"),
     [
         ("greedy", "unknown allocation 'greedy' in '.*greedy'; expected one of adakv, cake, d2o, duo, headkv, lava, "),
-        ("", "allocation '' is malformed; write it like 'model' or"),
         ("model+layer", "is malformed; write it like"),
-        ("model(cap=x)", "the arguments of 'model' are not plain values; write it like"),
         ("model(caps=2)", "unexpected keyword argument 'caps'"),
         ("model(cap=0.5)", r"model: cap is 0.5; give a multiple of the budget from 1, or None"),
-        ("model(cap=1e999)", r"model: cap is inf; expected a finite number or None"),
         ("adakv(safeguard=1.5)", r"adakv: safeguard is 1.5; give a share of the budget in \[0, 1\]"),
         ("threshold(least=1e31)", r"threshold: least is 1e\+31; give a score, from -1e30"),
         ("pyramid(beta=0.5)", r"pyramid: beta is 0.5; give a number from 1"),
-        ("headkv(beta=0.5)", r"headkv: beta is 0.5; give a number from 1"),
-        ("duo(streaming=2.0)", r"duo: streaming is 2.0; give a share of the heads in \[0, 1\]"),
-        ("duo(sinks=-1)", r"duo: sinks is -1; give a count"),
         ("duo(file='none.npy')", r"duo: 'none.npy': No such file or directory; expected a .npy or .safetensors file"),
         ("simlayer(threshold=-0.5)", r"simlayer: threshold is -0.5; give a share of the attention in \[0, 1\]"),
-        ("simlayer(recent=1.5)", r"simlayer: recent is 1.5; give a count .* or a share of the budget"),
         ("cake(window=1)", r"cake: window is 1; a variance needs at least 2 queries"),
-        ("d2o(window=0)", r"d2o: window is 0; give a number of queries"),
         ("cake(space=0)", r"cake: space is 0; give a number above 0"),
     ],
 )
@@ -377,16 +348,6 @@ def test_cake_observes_the_policys_window_or_its_own(name, window):
     kvjax.check_block(policy, window)
     with pytest.raises(ValueError, match=rf"observes the last {window} queries, but a block has {window - 1}"):
         kvjax.check_block(policy, window - 1)
-
-
-@each()
-def test_more_protected_tokens_than_the_budget_still_keep_the_budget(name, options):
-    """The budgets of rows are arrays, which nothing checks."""
-    position = np.broadcast_to(np.where(np.arange(S) < 9, np.arange(S), -1), (L, B, K, S)).astype(np.int32)
-    scores = np.where(position >= 3, np.inf, 1).astype(np.float32)
-    measured = np.broadcast_to(np.float32([[1, 0, 0], [0, 0, 0], [9, 9, 9]])[:, None, None], (L, B, K, 3))
-    after = evict(make(name, options), plain_cache(position, [9] * B), scores, [2, 4], measured)
-    assert np.asarray(after.num_live).sum((0, 2)).tolist() == [L * K * 2, L * K * 4]
 
 
 def test_an_allocation_across_layers_cannot_evict_from_one():
@@ -479,17 +440,3 @@ def test_in_one_layer_every_score_is_shared_out_in_the_model_as_in_the_layer():
         scores = np.random.default_rng(seed).choice(values, (1, K, S))
         of_layer, of_model = (np.asarray(evicted(cache, scores).position) for evicted in kept)
         np.testing.assert_array_equal(of_layer, of_model)
-
-
-def test_in_one_layer_a_budget_of_the_model_is_one_of_the_layer():
-    """Marks of tokens that surely stay, divided by a link behind them, are numbers like others."""
-    rows = [np.random.default_rng(0).normal(size=(1, S, n, 4)).astype("f") for n in (2 * K, K, K)]
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def kept_by(policy):
-        cache = kvjax.empty_cache(policy, kv_heads=K, query_heads=2 * K, head_dim=4, budget=8, block=S)
-        return kvjax.attend(cache, *rows, policy=policy, budget=8)[1].layer().position
-
-    names = [f"sage(split='adaptive')+pool@{name}" for name in ("layer", "model")]
-    kept = [[sorted(x for x in head if x >= 0) for head in kept_by(name)[0].tolist()] for name in names]
-    assert kept[0] == kept[1]

@@ -1,7 +1,5 @@
 """attend() = insert + attention + scores + evict: rows, budgets and layers; whole runs: tests/campaign."""
 
-from __future__ import annotations
-
 import functools
 
 import jax
@@ -73,22 +71,6 @@ def test_without_a_budget_the_policy_observes_and_evicts_nothing():
     assert num_live(cache).tolist() == [[9] * K, [4] * K]
     for sums in cache.state:  # a query head of the group each
         np.testing.assert_allclose(np.asarray(sums).sum(2), np.broadcast_to(received[:, None], (B, K)), rtol=1e-5)
-
-
-both_layers = jax.jit(lambda cache: [cache.layer(0), cache.layer(1)])
-
-
-def test_a_layer_of_a_stacked_cache_equals_a_cache_alone():
-    name, layer = "h2o+caote", 1
-    stacked, alone = start(kvjax.parse(name), layers=2), start(kvjax.parse(name))
-    for block in blocks():
-        out, alone = step(name, budget=BUDGET)(alone, *block)
-        out_stacked, stacked = step(name, budget=BUDGET, context=kvjax.Context(layer=layer))(stacked, *block)
-        np.testing.assert_allclose(out_stacked, out, rtol=1e-5, atol=1e-6)
-        other, here = both_layers(stacked)
-        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), here, alone)
-        assert (np.asarray(other.position) == -1).all()
-        assert all((np.asarray(leaf) == 0).all() for leaf in jax.tree.leaves((other.key, other.state)))
 
 
 def test_a_sliding_window_hides_older_tokens():

@@ -1,7 +1,5 @@
 """What attend and observe take: short names, counts that are known while tracing, caches with room and with state."""
 
-from __future__ import annotations
-
 import functools
 
 import jax
@@ -10,7 +8,7 @@ import pytest
 
 import kvjax
 from kvjax import KVCache, PagedCache
-from tests.kvjax.test_attend import BUDGET, B, D, G, K, N, S, T, blocks, start
+from tests.kvjax.test_attend import BUDGET, B, D, G, K, N, S, T, start
 from tests.tiers import first
 
 LAYER = "tova(heads='group')@layer"
@@ -38,30 +36,12 @@ def pages(policy: str, *, most: int, pages: int = 99) -> PagedCache:
 
 
 @BOTH
-def test_a_short_name_is_the_policy(function):
-    results = []
-    for policy in ("h2o+caote", kvjax.parse("h2o+caote")):
-        step = jax.jit(functools.partial(function, policy=policy, budget=BUDGET))
-        results.append(step(start(kvjax.parse("h2o+caote")), *next(blocks())))
-    jax.tree.map(np.testing.assert_array_equal, *results)
-
-
-@BOTH
 def test_a_cache_without_room_for_a_block_behind_the_budget_is_refused(function):
     message = refused(function, start(slots=48), *block(16), policy="tova", budget=40)
     assert message == (
         "a head may hold 40 tokens when 16 more come in, but the cache has 48 slots per head: make it with 56, or give "
         "a smaller budget or block."
     )
-
-
-def test_room_is_the_budgets_block_by_block():
-    step = jax.jit(functools.partial(kvjax.attend, policy="tova", budget=40))
-    cache = start(slots=56)
-    for _ in range(6):
-        _, cache = step(cache, *block(16))
-    position = np.asarray(cache.position)
-    assert position.max() == 95 and ((position >= 0).sum(-1) == 40).all()
 
 
 @BOTH

@@ -1,7 +1,5 @@
 """Blocks whose policy ends in CAOTE are scored and evicted from in one operation: the same tokens stay."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

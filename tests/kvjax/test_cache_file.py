@@ -1,7 +1,5 @@
 """A cache comes out of its file as it went in, bit for bit, or not at all."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json
@@ -179,8 +177,6 @@ def test_a_policy_of_ones_own_is_handed_over(path):
     ("saved", "given", "message"),
     [
         ({}, dict(policy="h2o"), r"was saved with the policy 'h2o.*@layer', but 'h2o' was given; give the same"),
-        ({}, dict(policy="full"), r"was saved with the policy 'h2o.*@layer', but 'full' was given"),
-        (dict(budget=64), dict(budget=65), "was saved with the budget 64, but 65 was given"),
         (dict(budget=1), dict(budget=1.0), r"was saved with the budget 1, but 1\.0 was given"),
         (dict(model="a"), dict(model="b"), "was saved with the model 'a', but 'b' was given"),
         ({}, dict(budget=64), "was saved without a budget, so that 64 cannot be checked; leave budget= out"),
@@ -205,16 +201,10 @@ def test_what_is_given_and_the_same_is_taken(path):
     ("change", "message"),
     [
         (dict(cache={}), r"cache is \{\}; expected a KVCache or a PagedCache"),
-        (dict(cache=None), r"cache is None; expected a KVCache or a PagedCache"),
         (dict(policy=None), "remembers something for a policy, but none was given; hand it over as policy="),
         (dict(policy="tova"), "state is not that of 'tova'; hand over the policy that the cache was made for"),
-        (dict(policy="full"), "state is not that of 'full'"),
-        (dict(policy="snapkv"), "state is not that of 'snapkv'"),
         (dict(policy=7), r"policy is 7; expected"),
-        (dict(policy="h3o"), "h3o"),
         (dict(budget=0), r"the budget is 0; expected tokens per head .* or a share"),
-        (dict(budget=1.5), r"the budget is 1\.5; expected tokens per head"),
-        (dict(budget=True), "budget is True; expected"),
         (dict(model=7), "model is 7; expected a text"),
         (dict(path=None), "path is None; expected a text or a Path"),
     ],
@@ -318,19 +308,14 @@ def test_a_file_of_a_later_format_is_refused(path):
     "change",
     [
         lambda info: "{",
-        lambda info: "[]",
         lambda info: "[" * 100_000,
-        lambda info: {},
         lambda info: info | {"more": 1},
         lambda info: {name: value for name, value in info.items() if name != "model"},
-        lambda info: info | {"format": "1"},
         lambda info: info | {"kind": "round"},
         lambda info: info | {"budget": "6"},
         lambda info: info | {"tokens": [0.5]},
-        lambda info: info | {"positions": "none"},
         lambda info: info | {"query_heads": 0},
         lambda info: info | {"pending": ["3"]},
-        lambda info: info | {"query_heads": 10**9},
     ],
 )
 def test_what_a_file_says_must_be_readable(path, change):
@@ -380,23 +365,18 @@ LAST = "row 1 holds the token at position 11, but its next position is 11; expec
     ("change", "message"),
     [
         (without("key"), "lacks the array key"),
-        (without("next_position"), "lacks the array next_position"),
         (without("state[0][1]"), "lacks the array state[0][1]"),
         (zeros("more", 1), "has the array more, which this cache does not have"),
-        (zeros("table", 1), "has the array table, which this cache does not have"),
         (
             zeros("value", 2, 2, 10, 4, dtype="float16"),
             "value is float16 (2, 2, 10, 4); expected float32 (2, 2, 10, 4)",
         ),
-        (zeros("position", 2, 2, 10, dtype="int64"), "position is int64 (2, 2, 10); expected int32 (2, 2, 10)"),
         (zeros("state[0][0]", 2, 2, 10, dtype="float16"), "state[0][0] is float16 (2, 2, 10); expected float32"),
-        (zeros("value", 2, 2, 10, 3), "value is float32 (2, 2, 10, 3); expected float32 (2, 2, 10, 4)"),
         (zeros("next_position", 3, dtype="int32"), "next_position is int32 (3,); expected int32 (2,)"),
         (zeros("key", 3), "has keys and positions of the shapes (3,), (2, 2, 10); expected [*L, B, K, S, D]"),
         (zeros("position", 0, 2, 10, dtype="int32"), "has sizes that no cache has: batch is 0"),
         (with_("position", (0, 0, 0), -2), "a position is -2; expected -1 for a free slot"),
         (with_("next_position", 1, 11), LAST),
-        (with_("next_position", 1, -1), "row 1 holds the token at position 11, but its next position is -1"),
     ],
 )
 def test_arrays_that_no_plain_cache_has_are_refused(path, change, message):
@@ -411,12 +391,9 @@ def test_arrays_that_no_plain_cache_has_are_refused(path, change, message):
         (with_("position", (0, 0), -2), "a position is -2; expected -1"),
         (with_("next_position", 1, 11), LAST),
         (with_("table", (0, 0, 0), 99), "a page table names page 99; expected one of 0 to"),
-        (with_("table", (0, 0, 0), -2), "a page table names page -2; expected one of 0 to"),
         (with_("table", (0, 0, 0), -1), "a page table has a gap"),
         (twice, "a page is named twice, or not at all"),
-        (with_("num_free", (), 0), "a page is named twice, or not at all"),
         (with_("num_free", (), -1), "-1 pages are free; expected 0 to"),
-        (with_("num_free", (), 99), "99 pages are free; expected 0 to"),
         (with_("owner", 0, 3), "page 0 has the owner 3; expected"),
         (lambda arrays: with_("position", (arrays["free"][0], 0), 0)(arrays), "a free page holds a token"),
     ],

@@ -1,7 +1,5 @@
 """The link `caote`: what it measures, through W_O and in rounds, over a block's scores. Its formula: test_scores.py."""
 
-from __future__ import annotations
-
 import functools
 
 import jax
@@ -66,24 +64,3 @@ def test_scores_of_rounds_only_order_the_tokens_of_one_head():
     assert (several.comparable, several.nonnegative) == (False, False)
     with pytest.raises(ValueError, match=r"'layer' needs scores that heads can compare.*rounds=1"):
         kvjax.parse("h2o+caote(rounds=2)@layer")
-
-
-@pytest.mark.bad_input
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"target": "values"}, r"caote: target is 'values'; expected 'value' or 'output'"),
-        ({"target": "output", "norm": 1}, r"caote: norm is 1 .*take norm=2 and group='exact'"),
-        ({"target": "output", "group": "mean"}, r"caote: .*group 'mean', but target='output'.*group='exact'"),
-        ({"cross": False}, r"caote: cross=False leaves out cross terms in W_O; take it with target='output'"),
-        ({"rounds": 0}, r"caote: rounds is 0; give an int from 1"),
-        ({"rounds": 2.0}, r"caote: rounds is 2.0; expected an integer"),
-        ({"rounds": True}, r"caote: rounds is True; expected an integer"),
-        ({"rounds": 2, "norm": "inf"}, r"caote: norm is 'inf', but rounds follow .*take norm=2 or rounds=1"),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("make", [kvjax.caote, kvjax.fast_caote])
-def test_a_wrong_argument_is_refused(make, options, message):
-    with pytest.raises(ValueError, match=message):
-        make(**options)

@@ -1,7 +1,5 @@
 """CurDKV and LagKV against their definitions in NumPy: any slots, with holes, in any order."""
 
-from __future__ import annotations
-
 import functools
 
 import hypothesis
@@ -124,8 +122,6 @@ def test_memory_grows_with_the_slots_not_with_their_square(policy):
         (lambda: kvjax.curdkv(leverage="both"), r"leverage is 'both'; expected 'product', 'mean', 'key' or 'value'"),
         (lambda: kvjax.curdkv(local_window=0), r"curdkv: local_window is 0; give a number of neighbours"),
         (lambda: kvjax.lagkv(lag=1), r"lagkv: lag is 1; give the tokens of a partition, an int from 2"),
-        (lambda: kvjax.lagkv(sinks=-1), r"lagkv: sinks is -1; give a number of first tokens, an int from 0"),
-        (lambda: kvjax.lagkv(cross_scoring=1), r"lagkv: cross_scoring is 1; expected True or False"),
         (lambda: kvjax.check_budget(kvjax.lagkv(), 128), r"'lagkv' always keeps 4 first and 128 last ones: give at le"),
     ],
 )

@@ -1,7 +1,5 @@
 """Which tokens stay: a sort by (score, position) in NumPy says."""
 
-from __future__ import annotations
-
 import functools
 
 import hypothesis
@@ -9,7 +7,6 @@ import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 import kvjax
 from kvjax import KVCache
@@ -60,34 +57,6 @@ def test_the_argmin_of_decode_keeps_the_same_tokens(heads):
     budget = np.maximum((position >= 0).sum(-1).max(-1) - 1, 1).astype(np.int32)
     mask = np.asarray(compiled(excess=1)(scores, position, budget))
     np.testing.assert_array_equal(mask, expected_mask(scores, position, budget))
-
-
-def one_head(scores, position, budget, **options) -> list[int]:
-    """Positions that stay, in slot order."""
-    mask = compiled(**options)(np.array(scores, np.float32), np.array(position, np.int32), np.int32(budget))
-    return np.array(position)[np.asarray(mask)].tolist()
-
-
-@pytest.mark.parametrize("excess", [None, 1])
-@pytest.mark.parametrize(
-    ("scores", "position", "stay"),
-    [
-        ([1, 1, 1], [7, 3, 9], [7, 9]),  # ties go to the more recent token
-        ([1, 0.0, -0.0], [1, 3, 7], [1, 7]),  # zero and minus zero are a tie
-        ([1, 0.0, -0.0], [1, 7, 3], [1, 7]),
-        ([1, np.nan, -np.inf], [2, 9, 1], [2, 1]),  # NaN loses to minus infinity
-        ([1, -np.float32(np.nan), 0.0], [2, 9, 1], [2, 1]),
-        ([1, np.nan, np.nan], [2, 1, 9], [2, 9]),
-    ],
-)
-def test_the_worst_of_three_leaves(scores, position, stay, excess):
-    assert one_head(scores, position, 2, excess=excess) == stay
-
-
-@pytest.mark.parametrize("excess", [None, 1])
-@pytest.mark.parametrize("free_score", [np.inf, np.nan, 5.0])
-def test_a_free_slot_never_wins(excess, free_score):
-    assert one_head([free_score, np.nan, 1.0], [-1, 4, 2], 1, excess=excess) == [2]
 
 
 def test_scores_of_half_precision_order_as_numbers():

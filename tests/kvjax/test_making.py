@@ -1,7 +1,5 @@
 """Caches made for a policy have its room and its state; a repeated cache's rows go on as the row they were."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import re
@@ -116,22 +114,6 @@ def test_a_cache_that_was_made_has_room_for_block_after_block_and_no_more(policy
         assert held.sum() == BUDGET * held.size
         assert cache.owner.size == kvjax.pages_for(slots * held.size, held.size, 2)
     assert cache.next_position.tolist() == [3 * T] * B
-
-
-@pytest.mark.parametrize(("policy", "layers"), POLICIES)
-def test_what_a_policy_remembers_is_in_the_cache(policy, layers):
-    cache = made(policy, layers)
-    if policy == "full":
-        assert cache.state == ()
-        return
-    heads = cache.heads_shape[-1]
-    state = kvjax.parse(policy).state(B, heads, N // heads, 1, D)
-    assert jax.tree.structure(cache.state) == jax.tree.structure(state)
-
-
-def test_a_cache_of_query_heads_has_one_each():
-    cache = made("sage(heads='query')")
-    assert cache.heads_shape == (B, N)
 
 
 @pytest.mark.bad_input

@@ -99,21 +99,6 @@ def test_what_cannot_be_merged_is_refused(name, message):
 
 
 @pytest.mark.bad_input
-def test_pages_are_not_merged():
-    policy = kvjax.parse("h2o@layer")
-    make = functools.partial(kvjax.empty_cache, policy, kv_heads=1, query_heads=1, head_dim=2, budget=1, page_size=2)
-
-    def evict():
-        cache = make()
-        merging = kvjax.parse("h2o+merge").merging
-        return kvjax.evict(cache, kvjax.Evidence.of_layers(cache, policy.allocation, merging=merging), 1)
-
-    message = r"'merge' merges values in plain caches, but this one is paged; leave the link out"
-    with pytest.raises(ValueError, match=message):
-        jax.eval_shape(evict)
-
-
-@pytest.mark.bad_input
 def test_evidence_of_all_layers_must_know_of_the_merging():
     policy = kvjax.parse("streaming+merge")
 

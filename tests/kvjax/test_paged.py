@@ -1,7 +1,5 @@
 """The paged cache: dictionaries say which tokens it holds, a plain cache what it computes, counting who owns a page."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import re
@@ -291,21 +289,6 @@ def nan_rows(cache):
     return [bool(np.isnan(key[pages][live[pages]]).any()) for pages in (row[row >= 0] for row in table)]
 
 
-def test_a_head_may_lose_all_its_tokens_and_come_back():
-    shape = SHAPES[0]
-    cache = shape.start()
-    for start in (0, 5):
-        cache = put(shape)(cache, np.broadcast_to(np.arange(start, start + 5), (B, 5)).astype(np.int32))
-        by_token = np.ones((2, B, K, 100), np.float32)
-        by_token[0, :, 1] = 9  # the best of head 1 fill the budget of layer 0: 2 * 2 of 5 or 9
-        measured, each = np.zeros((2, B, K, 2), np.float32), np.ones(B, np.int32)
-        cache = evict(shape, 0)(cache, by_token, 2 * each, measured, 5 * each)
-        check_pages(cache, fewest=True)
-    counts = np.asarray(num_live(cache))
-    assert (counts[0] == [0, 4]).all() and (counts.sum((0, 2)) == 8).all()
-    assert (np.asarray(cache.table)[0, :, 0] == -1).all()
-
-
 # Attention.
 
 G = 2
@@ -421,17 +404,6 @@ def test_a_layer_of_pages_is_a_plain_cache_and_so_is_one_head_of_it():
         for name in ("key", "value", "position", "state"):
             for a, b in zip(*(jax.tree.leaves(getattr(x, name)) for x in (one, arrays)), strict=True):
                 np.testing.assert_array_equal(a, np.asarray(b)[:, head : head + 1])
-
-
-def test_nbytes_counts_pages_table_free_list_and_state():
-    P, page, layers, most = 50, 4, 3, 21
-    cache = empty(
-        batch=B, kv_heads=K, pages=P, page_size=page, most=most, head_dim=D, layers=layers, dtype=jnp.bfloat16,
-        init_state=init_state,
-    )  # fmt: skip
-    heads = layers * B * K
-    slots = P * page * (2 * D * 2 + 4 + 2 * 4 + 4)
-    assert cache.nbytes == slots + heads * (6 * 4 + 4 * 4) + 2 * 4 * P + 4 + 4 * B
 
 
 def test_a_donated_pool_is_updated_in_place():

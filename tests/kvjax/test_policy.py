@@ -1,7 +1,5 @@
 """Chains and their short names."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -74,32 +72,6 @@ def test_a_chain_of_one_own_score_runs():
     result = blocks.scores(kvjax.chain(newest), block)
     position = np.asarray(block.observation.position)
     np.testing.assert_array_equal(result, np.where(position >= 0, position, np.nan))
-
-
-@pytest.mark.parametrize("name", ["h20", "h2o+coate", "chain"])
-def test_an_unknown_link_is_refused_and_the_known_ones_are_named(name):
-    with pytest.raises(ValueError, match=r"unknown policy '.*' in '.*'; expected one of .*caote, .*h2o.*tova"):
-        kvjax.parse(name)
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("h2o(decay=1)", r"'h2o\(decay=1\)': h2o got an unexpected keyword argument 'decay'"),
-        ("h2o(accumulate=yes)", r"'h2o\(accumulate=yes\)': the arguments of 'h2o' are not plain values"),
-        ("h2o(accumulate=open('x'))", r"the arguments of 'h2o' are not plain values"),
-        ("h2o(accumulate=True,accumulate=True)", r"'h2o' is given an argument twice"),
-    ],
-)
-def test_a_wrong_argument_in_a_short_name_is_refused(name, message):
-    with pytest.raises(ValueError, match=message):
-        kvjax.parse(name)
-
-
-@pytest.mark.parametrize("name", ["caote", "normalise+h2o", "protect(sinks=4)", "pool+caote"])
-def test_a_transformation_does_not_come_first(name):
-    with pytest.raises(ValueError, match=r"starts with a base score \(.*h2o, key_norm, .*\), but '.*' comes first"):
-        kvjax.parse(name)
 
 
 def test_two_windows_that_differ_are_refused():

@@ -1,7 +1,5 @@
 """Which positions the keys' rotations stand for; outputs of whole runs are compared in tests/campaign."""
 
-from __future__ import annotations
-
 import functools
 
 import jax
@@ -16,7 +14,6 @@ from kvjax.rotary import move
 B, K, G, T, D, BUDGET = 2, 2, 2, 3, 4, 5
 N, MOST = K * G, BUDGET * K + T
 FREQUENCY = np.array([[1.0, 0.3]], np.float32)
-TURNED = kvjax.Context(frequency=FREQUENCY)
 RAGGED = [(3, 0), (3, 2), (3, 3), (1, 0), (3, 3), (0, 3), (3, 3), (3, 1)]
 
 
@@ -77,22 +74,6 @@ def test_each_row_may_have_its_own_frequencies():
             np.testing.assert_allclose(np.asarray(out)[b], np.asarray(expected)[b], rtol=1e-5, atol=1e-5)
 
 
-def test_heads_that_stand_for_each_query_head_are_turned_alike():
-    """A cache with N heads is given K keys: they are repeated before they are turned."""
-    policy = kvjax.parse("random")
-    sizes = dict(batch=B, kv_heads=N, slots=BUDGET + T, head_dim=D, positions="compact")
-    cache = jax.jit(lambda: KVCache.init(**sizes))()
-    attend = jax.jit(functools.partial(kvjax.attend, policy=policy, budget=BUDGET))
-    wide = cache
-    for q, k, v, position in blocks():
-        q, k = rotate_block(q, k, position)
-        out, cache = attend(cache, q, k, v, position, context=TURNED)
-        repeated = (np.repeat(x, G, axis=2) for x in (k, v))
-        expected, wide = attend(wide, q, *repeated, position, context=TURNED)
-        np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-6)
-    assert ((np.asarray(cache.position) >= 0).sum(-1) == BUDGET).all()
-
-
 @pytest.mark.parametrize("positions", ["index", "compact"])
 def test_a_stream_of_millions_is_as_exact_as_its_beginning(positions):
     """float32 rounds far * frequency by up to 0.25 radian; both rotations of a key must round it alike."""
@@ -131,35 +112,3 @@ def test_without_frequencies_keys_cannot_be_turned(positions, paged):
         ValueError, match=rf"positions='{positions}' turn keys, but no rotary frequencies were given; .*frequency="
     ):
         kvjax.attend(cache, *next(blocks())[:3], policy=kvjax.parse("random"), budget=BUDGET)
-
-
-@pytest.mark.bad_input
-def test_unknown_positions_are_refused():
-    with pytest.raises(ValueError, match=r"unknown positions 'rank'; expected one of absolute, compact, index"):
-        KVCache.init(batch=1, kv_heads=1, slots=1, head_dim=1, positions="rank")
-    with pytest.raises(ValueError, match=r"unknown positions 'rank'"):
-        PagedCache.init(batch=1, kv_heads=1, pages=1, page_size=1, most=1, head_dim=1, positions="rank")
-
-
-@pytest.mark.matrix
-def test_gradients_through_evicting_blocks_are_finite():
-    policy = kvjax.parse("h2o+caote")
-    given = [np.stack(x) for x in zip(*blocks(), strict=True)]
-
-    @jax.jit
-    def loss(scale, frequency):
-        def body(cache, block):
-            q, k, v, position = block
-            q, k = rotate_block(scale * q, scale * k, position)
-            out, cache = kvjax.attend(
-                cache, q, k, v, position, policy=policy, budget=BUDGET, context=kvjax.Context(frequency=frequency)
-            )
-            return cache, (out**2).sum()
-
-        return jax.lax.scan(body, start(policy, "compact"), given)[1].sum()
-
-    slope, of_frequency = jax.grad(loss, argnums=(0, 1))(1.0, FREQUENCY)
-    assert np.isfinite(slope) and slope != 0
-    assert (np.asarray(of_frequency) == 0).all()
-    eps = 1e-2
-    np.testing.assert_allclose(slope, (loss(1 + eps, FREQUENCY) - loss(1 - eps, FREQUENCY)) / (2 * eps), rtol=0.05)

@@ -1,7 +1,5 @@
 """What scores read of W_O, against W_O itself."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -45,13 +43,6 @@ def test_the_weight_keeps_its_dtype_and_the_others_are_float32():
     made = project(draw().astype(jnp.bfloat16), ("weight", "factor", "gram"))
     assert [x.dtype for x in made] == [jnp.bfloat16, jnp.float32, jnp.float32]
     assert made.weight.shape == (K, G, D, 16)
-
-
-def test_one_layer_of_several():
-    made = project(draw(5).astype(np.float32), ("gram",))
-    one = jax.jit(lambda made, layer: made.layer(layer))(made, 3)
-    np.testing.assert_array_equal(one.gram, np.asarray(made.gram)[3])
-    assert one.factor is None
 
 
 @pytest.mark.parametrize("cross", [True, False])

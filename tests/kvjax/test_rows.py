@@ -1,7 +1,5 @@
 """Rows that come and go: a row holds what its sequence held, the other rows what they held before."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 

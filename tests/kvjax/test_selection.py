@@ -1,7 +1,5 @@
 """What each head reads, against a brute-force reading of the rule, one head and one query at a time."""
 
-from __future__ import annotations
-
 import functools
 import math
 from fractions import Fraction
@@ -92,19 +90,6 @@ def test_each_query_can_have_a_budget_of_its_own(rows):
     own = np.random.default_rng(1).integers(1, S, queries.shape).astype(np.int32)
     mask = compiled(kvjax.selected_mask, sinks=2)(importance, position, own, query_position=queries)
     np.testing.assert_array_equal(mask, definitions(importance, position, queries, own, 2))
-
-
-def test_sinks_come_on_top_of_the_budget_and_are_counted_once():
-    position = np.arange(S, dtype=np.int32).reshape(1, 1, S)
-    importance = np.where(position == 0, 9.0, position).astype(np.float32)  # slot 0 is a sink, and the best
-    slots = compiled(kvjax.select, budget=3, sinks=2)(importance, position)
-    assert slots.tolist() == [[[0, 1, S - 2, S - 1, -1]]]
-
-
-def test_ties_go_to_the_more_recent_token_in_whatever_slot_it_is():
-    position = np.array([[[7, 2, 9, 4, -1, 5]]], np.int32)
-    slots = compiled(kvjax.select, budget=2, sinks=0)(np.zeros((1, 1, 6), np.float32), position)
-    assert slots.tolist() == [[[0, 2]]]
 
 
 def test_any_share_of_some_tokens_is_at_least_one():

@@ -1,7 +1,5 @@
 """Caches that store keys and values side by side, as on a TPU: the same tokens, outputs and bits as in two arrays."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 

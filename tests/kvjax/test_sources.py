@@ -1,7 +1,5 @@
 """Each source's selected set against a brute-force reading of its rule: NumPy, one head and one query at a time."""
 
-from __future__ import annotations
-
 import functools
 import math
 import re
@@ -16,10 +14,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import kvjax
 from kvjax.sources import Reading
 from tests.kvjax.definitions import kept
+from tests.models.reference import selections
 
 B, N, K, S, D, LAYER = 2, 4, 2, 13, 6, 3
 LENGTHS = (13, 8)  # of the rows; what follows is padding
-NAMES = ["butler", "oracle", "quest(page_size=4)", "first_layer", "previous_layer", "random(seed=5)", "streaming"]
 
 
 class Case(NamedTuple):
@@ -62,58 +60,19 @@ def whole(name: str, case: Case, queries=slice(None)) -> np.ndarray:
     return np.asarray(compiled(name)(case, case.slots, np.arange(S)[queries]))
 
 
-def by_steps(name: str, case: Case, start: int) -> np.ndarray:
-    """Importance of the tokens from ``start``, one decode step each after a prompt; each reads what ``reads`` names."""
-    source = kvjax.parse_source(name)
-
-    @jax.jit
-    def step(state, query, new_key, position, slots, key, given):
-        state = source.insert(state, new_key, position, LAYER)
-        handed = {field: value for field, value in {"key": key, **given}.items() if field in source.reads}
-        reading = Reading(query, position, slots, LAYER, **handed)
-        return state, source.importance(jax.tree.map(lambda x: x[LAYER], state), reading)
-
-    @jax.jit
-    def begun(key, position):
-        return source.insert(source.init(B, K, S, D, layers=LAYER + 2), key, position, LAYER)
-
-    state, rows = begun(case.key[:, :start], case.position[:, :start]), []
-    for t in range(start, S):
-        now = slice(t, t + 1)
-        slots = np.where(case.slots <= t, case.slots, -1)
-        given = {field: value[:, :, now] for field, value in case.given.items()}
-        key = case.key.swapaxes(1, 2)
-        state, row = step(state, case.query[:, now], case.key[:, now], case.position[:, now], slots, key, given)
-        rows.append(np.asarray(row))
-    return np.concatenate(rows, axis=2)
-
-
 def true_logits(case: Case, b: int, n: int, t: int) -> np.ndarray:
     query, keys = np.float64(case.query[b, t, n]), np.float64(case.key[b, :, n // (N // K)])
     return keys @ query / math.sqrt(D)
 
 
 def page_bounds(case: Case, b: int, n: int, t: int, page_size: int) -> np.ndarray:
-    """Quest's rule: each page's bound over its tokens up to the query, for every token of the page."""
     query, keys = np.float64(case.query[b, t, n]), np.float64(case.key[b, : t + 1, n // (N // K)])
-    out = np.full(S, -np.inf)
-    for start in range(0, t + 1, page_size):
-        page = keys[start : start + page_size]
-        out[start : start + page_size] = sum(
-            max(query[d] * page[:, d].min(), query[d] * page[:, d].max()) for d in range(D)
-        )
-    return out
+    bounds = selections.bounds(query[None], keys[None], page_size)[0]
+    return np.pad(bounds, (0, S - t - 1), constant_values=-np.inf)
 
 
-def mixed(x: int) -> int:
-    """MurmurHash3's finaliser."""
-    x = (x ^ x >> 16) * 0x85EBCA6B % 2**32
-    x = (x ^ x >> 13) * 0xC2B2AE35 % 2**32
-    return x ^ x >> 16
-
-
-def hashes(case: Case, b: int, n: int, t: int, seed: int) -> list[int]:
-    return [mixed(seed ^ mixed(LAYER ^ mixed(n ^ mixed(t ^ mixed(slot))))) >> 8 for slot in range(S)]
+def hashes(case: Case, b: int, n: int, t: int, seed: int) -> np.ndarray:
+    return np.pad(selections.hashes(seed, LAYER, t, N)[n], (0, S - t - 1))
 
 
 def together(rule, join):
@@ -179,17 +138,7 @@ def test_each_query_reads_what_the_rule_says(name):
     np.testing.assert_array_equal(mask, definition(name, given))
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_steps_read_what_the_whole_sequence_does(name):
-    given, start = case(2), 6
-    steps, sequence = by_steps(name, given, start), whole(name, given)[:, :, start:]
-    # Free slots, later tokens and padding may hold anything.
-    position = np.where(np.arange(S) < np.array(LENGTHS)[:, None], np.arange(S), S)
-    seen = (position[:, None] <= given.position[:, start:, None])[:, None]
-    np.testing.assert_array_equal(np.where(seen, steps, 0), np.where(seen, sequence, 0))
-
-
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["butler", "oracle", "quest(page_size=4)", "random(seed=5)", "streaming"])
 def test_importance_is_float32_of_every_head_query_and_slot(name):
     importance = whole(name, case(4, jnp.bfloat16))
     assert (importance.shape, importance.dtype) == ((B, N, S, S), np.float32)

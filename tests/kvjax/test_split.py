@@ -1,7 +1,5 @@
 """Pages on a mesh: what stays, and what attention returns, is what one device gives; no page is exchanged."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import re

@@ -78,8 +78,3 @@ def test_an_eviction_begins_a_window_anew_in_its_rows_and_layer():
     assert state[0].queries.value.tolist() == [[[5, 5], [5, 5]], [[0, 0], [5, 5]], [[5, 5], [5, 5]]]
     everywhere = anew((window, ()), np.array([True, True]))[0]
     assert not np.asarray(everywhere.queries.value).any()
-
-
-def test_what_no_window_observes_remembers_none():
-    assert kvjax.parse("tova").state(B, K, G, S, D) == ()
-    assert observed(frozenset({"sum", "last"})) == frozenset()

@@ -10,8 +10,6 @@ transformers scales "dynamic" by the longest row of a batch). Weights are wide, 
 and norms and biases are random, so that a missed one shows. Two folders hold tokenizers and what they make of texts.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

@@ -19,8 +19,7 @@ The whole prompt runs with a full cache: a press shortens a layer's cache after 
 until no kept set changes with the scores by one part in ten thousand, so that rounding and ties do not matter.
 """
 
-from __future__ import annotations
-
+import contextlib
 import itertools
 import json
 import sys
@@ -141,10 +140,20 @@ def make_model(seed: int) -> Any:
     return model
 
 
+def fed(model: Any, tokens: Any, press: Any = None) -> Any:
+    """Return the cache behind the tokens, under a press or without one."""
+    import torch
+    import transformers
+
+    cache = transformers.DynamicCache()
+    with torch.no_grad(), contextlib.nullcontext() if press is None else press(model):
+        model(tokens, past_key_values=cache)
+    return cache
+
+
 def run(model: Any, tokens: Any, which: Press, kept: int, noise: Any = None) -> tuple[Any, Any]:
     """Return the positions that stay and the scores, both [L, K, T]; ``noise`` draws changes of the base scores."""
     import torch
-    import transformers
 
     kind, _, inner = which
     press = make_press(which, model, tokens, kept)
@@ -175,11 +184,7 @@ def run(model: Any, tokens: Any, which: Press, kept: int, noise: Any = None) -> 
     for layer in model.model.layers:
         layer.self_attn.masked_key_indices = None
     model.set_attn_implementation("sdpa" if kind in NOT_EAGER else "eager")
-    full, cache = transformers.DynamicCache(), transformers.DynamicCache()
-    with torch.no_grad():
-        model(tokens, past_key_values=full)
-        with press(model):
-            model(tokens, past_key_values=cache)
+    full, cache = fed(model, tokens), fed(model, tokens, press)
     masks = []
     for index, layer in enumerate(model.model.layers):
         keys, left = full.layers[index].keys[0], cache.layers[index].keys[0]
@@ -195,12 +200,10 @@ def run(model: Any, tokens: Any, which: Press, kept: int, noise: Any = None) -> 
 
 def output_norms(model: Any, tokens: Any) -> Any:
     import torch
-    import transformers
     from kvpress import CriticalKVPress
 
-    cache = transformers.DynamicCache()
+    cache = fed(model, tokens)
     with torch.no_grad():
-        model(tokens, past_key_values=cache)
         norms = [
             CriticalKVPress.vwl1norm(cache.layers[index].values, layer.self_attn)[0]
             for index, layer in enumerate(model.model.layers)
@@ -261,12 +264,9 @@ def head_scores(model: Any, tokens: Any) -> Any:
 def channels_of_think(model: Any, tokens: Any) -> Any:
     """Return the channels of each head's keys ThinK sets to 0, bool [L, K, D]."""
     import torch
-    import transformers
     from kvpress import ThinKPress
 
-    cache = transformers.DynamicCache()
-    with torch.no_grad(), ThinKPress(key_channel_compression_ratio=0.5, window_size=16)(model):
-        model(tokens, past_key_values=cache)
+    cache = fed(model, tokens, ThinKPress(key_channel_compression_ratio=0.5, window_size=16))
     return torch.stack([(layer.keys[0] == 0).all(1) for layer in cache.layers]).numpy()
 
 
@@ -274,14 +274,9 @@ def merged_values(model: Any, tokens: Any) -> Any:
     """Layer 1's values [K, 40, D], in the order of positions, after SnapKV has evicted and the others were merged."""
     import kvpress
     import torch
-    import transformers
 
-    full, cache = transformers.DynamicCache(), transformers.DynamicCache()
     press = kvpress.MergingPress(press=kvpress.SnapKVPress(compression_ratio=2 / 3, **SNAPKV))
-    with torch.no_grad():
-        model(tokens, past_key_values=full)
-        with press(model):
-            model(tokens, past_key_values=cache)
+    full, cache = fed(model, tokens), fed(model, tokens, press)
     keys, left = full.layers[1].keys[0], cache.layers[1].keys[0]
     place = (keys[:, :, None] == left[:, None]).all(-1).float().argmax(1)  # of each slot, its position
     values = cache.layers[1].values[0]

@@ -16,8 +16,6 @@ The press reads a tokenizer from the model's folder; here it gets one without a 
 is repeated: of a chat's prompt kvpress leaves out the template's first tokens.
 """
 
-from __future__ import annotations
-
 import sys
 from importlib.metadata import version
 from pathlib import Path

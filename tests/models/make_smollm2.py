@@ -7,8 +7,6 @@ Run in make_golden.py's environment with gguf installed beside torch and transfo
 FILE is what `python -m models.get smollm2` says it fetched. transformers reads the same file, dequantised to float32.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

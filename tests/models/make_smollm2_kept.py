@@ -12,8 +12,6 @@ the first 400 tokens of evals/haystack.txt. The file gets
                           [L, K, T], eight a byte along T
 """
 
-from __future__ import annotations
-
 import sys
 from importlib.metadata import version
 from pathlib import Path

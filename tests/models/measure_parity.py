@@ -8,8 +8,6 @@ budget, and of those that are not the smallest share of tokens in common; for tr
 logit.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
@@ -88,12 +86,7 @@ def smollm2() -> dict[str, Any]:
 
 def values() -> dict[str, Any]:
     """Return the largest difference of a merged value from kvpress' MergingPress, and from CAMPress without draws."""
-    scores, cache = test_kvpress.observed(test_kvpress.made(test_kvpress.CASES["snapkv", 40]))
-    merged = kvjax.merge(cache, kvjax.evict(cache, scores, np.array(test_kvpress.KEPT)))
-    row = test_kvpress.KEPT.index(40)
-    live, value = np.asarray(merged.live[1, row]), np.asarray(merged.value[1, row])
-    merged = np.stack([value[k, live[k]] for k in range(len(live))])
-    found = {"merge": (merged, "merged"), "cam": (test_kvpress.shared(test_kvpress.T), "shared")}
+    found = {"merge": (test_kvpress.merged(), "merged"), "cam": (test_kvpress.shared(test_kvpress.T), "shared")}
     fixture = test_kvpress.fixture()
     return {name: float(f"{abs(ours - fixture[theirs]).max():.1g}") for name, (ours, theirs) in found.items()}
 

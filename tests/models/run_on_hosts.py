@@ -6,8 +6,6 @@ MODEL has eight heads. Each process writes the bytes that it read to bytes-I.jso
 commands print.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -1,7 +1,5 @@
 """A file of prompts in, a file of answers out; a killed command is resumed without loss and without repetition."""
 
-from __future__ import annotations
-
 import json
 
 import hypothesis

@@ -1,7 +1,5 @@
 """Continuous batching: whatever comes and goes beside it, a request gets the tokens that it gets alone."""
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 import pytest
@@ -128,13 +126,9 @@ def test_what_comes_and_goes_compiles_nothing_new():
     ("engine_arguments", "arguments", "message"),
     [
         (dict(rows=0), {}, "rows is 0; the batch has at least 1 row"),
-        (dict(policy="h2o"), {}, "'h2o' needs a budget"),
         (dict(policy="butler", budget=8), {}, "needs a predictor"),
         (dict(longest_prompt=20), dict(tokens=range(21)), "longest_prompt 21, but the engine's rows are for 20"),
         (dict(max_new_tokens=4), dict(tokens=[1], max_new_tokens=5), "max_new_tokens 5, but the engine's rows are"),
-        ({}, dict(tokens=[]), "the prompt is empty"),
-        ({}, dict(tokens=[VOCABULARY]), "outside the vocabulary"),
-        ({}, dict(tokens=[1], temperature=1.0), "no key was given"),
         (dict(policy="snapkv(window=4)", budget=0.5), dict(tokens=range(5)), "always keeps"),
         (dict(policy="snapkv(window=4)@threshold(least=0.1)", budget=16), {}, "requests join at different steps"),
         (dict(policy="h2o", budget=600), dict(tokens=[1] * 700), "longest_prompt 700, but the engine's rows are"),

@@ -1,19 +1,16 @@
 """`python -m models.generate` as a user types it, on the embedded model."""
 
 import json
-import os
 import re
 import shutil
 import subprocess
 import sys
-import threading
 import types
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-import kvjax
 import models
 from models import chat, cli
 from tests.models import reference
@@ -41,27 +38,6 @@ def test_text_or_json_have_the_tokens_of_stream(capsys):
     assert figures["tokens"] == [int(token[0]) for token, _ in steps]
     assert out.strip() == figures["text"].strip() == tokenizer.decode(figures["tokens"]).strip()
     assert (figures["prompt_tokens"], figures["cache_bytes"]) == (len(tokens), steps[-1][1].nbytes)
-
-
-def test_a_prompt_is_read_out_of_a_pipe(told, tmp_path):
-    path = tmp_path / "book.txt"
-    os.mkfifo(path)
-    writer = threading.Thread(target=path.write_text, args=(PROMPT,))
-    writer.start()
-    assert cli.main(["retriever", "--prompt-file", str(path), *UNDER]) == 0
-    writer.join()
-    assert told["tokens"] == [models.load("retriever")[1].encode(PROMPT)]
-
-
-def test_a_question_comes_after_the_context_was_compressed(capsys):
-    context, question = "It was a quiet day. " * 20, "What was the day like?"
-    asking = ["--prompt", context, "--question", question, "--when", "prompt", "--json"]
-    assert cli.main(["retriever", *asking, *UNDER]) == 0
-    figures = json.loads(capsys.readouterr().out)
-    model, tokenizer = models.load("retriever")
-    asked = tokenizer.encode(question, add_special_tokens=False)
-    run = dict(policy="h2o+caote", budget=16, when="prompt", question=len(asked))
-    assert figures["tokens"] == streamed(model, [*tokenizer.encode(context), *asked], **run)
 
 
 @pytest.fixture(scope="module")
@@ -105,36 +81,10 @@ def told(monkeypatch):
     return given
 
 
-def test_the_summary_names_the_selection(told, capsys):
-    assert cli.main(["retriever", "--prompt", PROMPT, "--select", "quest", "--budget", "8", *SMALL]) == 0
-    assert re.search(r"quest, budget 8, reads at most \d+\.\d% of the tokens", capsys.readouterr().err)
-    assert (told["select"], told["budget"], told["policy"]) == ("quest", 8, None)
-
-
 @pytest.mark.parametrize(("policy", "given"), [("butler+caote", True), ("h2o+caote", False)])
 def test_a_policy_gets_the_predictor_that_it_scores_by(policy, given, folders, told):
     assert cli.main([folders[0], "--prompt", PROMPT, "--policy", policy, "--budget", "16", *SMALL]) == 0
     assert isinstance(told["butler"], models.Butler) == given
-
-
-@pytest.mark.parametrize("flags", [["--select", "butler"], ["--policy", "butler+caote"]])
-def test_a_model_without_a_predictor_says_how_to_get_one(folders, flags, capsys):
-    assert cli.main([folders[1], "--prompt", PROMPT, "--budget", "16", *flags]) == 2
-    _, err = capsys.readouterr()
-    assert err.count("\n") == 1
-    assert re.search(r"has no predictor .* python -m train.butler, .*--butler", err), err
-
-
-def test_a_cache_of_eight_bits_takes_its_bytes(capsys, dtype="int8/bfloat16"):
-    assert cli.main(["retriever", "--prompt", PROMPT, "--json", *UNDER]) == 0
-    assert cli.main(["retriever", "--prompt", PROMPT, "--json", *UNDER, "--cache-dtype", dtype]) == 0
-    wide, narrow = map(json.loads, capsys.readouterr().out.splitlines())
-    assert (wide["cache_dtype"], narrow["cache_dtype"]) == (None, dtype)
-    config = models.load("retriever")[0].config
-    of = dict(layers=config.num_layers, kv_heads=config.num_kv_heads, head_dim=config.head_dim, policy="h2o+caote")
-    of |= dict(budget=16, block=16, query_heads=config.num_heads)
-    assert narrow["cache_bytes"] == kvjax.memory(**of, dtype=dtype).total
-    assert wide["cache_bytes"] == kvjax.memory(**of, dtype="float32").total
 
 
 @pytest.mark.parametrize(
@@ -219,13 +169,10 @@ def test_many_prompts_stand_in_the_chat_template(folders, tmp_path, capsys):
     ("line", "sentence"),
     [
         ("[1]", "no JSON object"),
-        ({"prompt": " "}, "the prompt is empty"),
         ({"prompt": 3}, "prompt is a JSON int; expected text"),
         ({"prompt": "x", "budgets": 3}, "unknown field 'budgets'; expected one of prompt, question, policy, budget"),
         ({"prompt": "x", "budget": True}, "budget is a JSON bool; expected a number"),
-        ({"prompt": "x", "budget": 1.5}, "expected tokens per head"),
         ({"prompt": "x", "policy": "snapkv(window=99)", "budget": 512}, "block has 16"),
-        ({"prompt": "x", "policy": "full", "budget": 8}, "without a policy"),
     ],
 )
 def test_a_bad_line_is_named_before_the_weights_are_read(line, sentence, tmp_path, capsys, monkeypatch):
@@ -248,11 +195,6 @@ def test_each_flag_says_its_default(command):
     options = [action for action in command.parser()._actions if action.option_strings]
     silent = [action.option_strings[-1] for action in options if "(default" not in (action.help or "")]
     assert silent == ["--help", "--version"]
-
-
-def test_a_file_without_prompts_is_refused(tmp_path, capsys):
-    assert cli.main(["retriever", "--prompts", prompts(tmp_path, [""])]) == 2
-    assert "has no prompts" in capsys.readouterr().err
 
 
 def test_the_module_runs_and_the_function_keeps_its_name():

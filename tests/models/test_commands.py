@@ -40,14 +40,6 @@ def test_a_file_is_replaced_as_a_whole_or_not_at_all_and_keeps_its_permissions(t
     assert list(tmp_path.iterdir()) == [target]
 
 
-def test_probing_an_output_leaves_it_as_it_was(tmp_path):
-    old, new = tmp_path / "old.json", tmp_path / "new.json"
-    old.write_text("old")
-    commands.check_outputs([old, new, None])
-    assert old.read_text() == "old"
-    assert not new.exists()
-
-
 def test_a_link_stays_a_link_and_its_file_is_written(tmp_path):
     (tmp_path / "there").mkdir()
     target, link, chain = tmp_path / "there" / "figures.json", tmp_path / "link.json", tmp_path / "chain.json"

@@ -15,19 +15,6 @@ MINIMAL = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48,
     "num_hidden_layers": 3, "num_attention_heads": 4,
 }  # fmt: skip
-# Llama 3.2 3B, as published (transformers 4).
-LLAMA_3_2 = {
-    "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 128000,
-    "eos_token_id": [128001, 128008, 128009], "head_dim": 128, "hidden_act": "silu", "hidden_size": 3072,
-    "initializer_range": 0.02, "intermediate_size": 8192, "max_position_embeddings": 131072, "mlp_bias": False,
-    "model_type": "llama", "num_attention_heads": 24, "num_hidden_layers": 28, "num_key_value_heads": 8,
-    "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_theta": 500000.0, "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16", "transformers_version": "4.45.0.dev0", "use_cache": True, "vocab_size": 128256,
-    "rope_scaling": {
-        "factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192,
-        "rope_type": "llama3",
-    },
-}  # fmt: skip
 
 
 def of(family, **fields):
@@ -36,14 +23,6 @@ def of(family, **fields):
 
 def read(**fields):
     return from_hugging_face(MINIMAL | fields)
-
-
-def test_a_published_config_is_read_field_by_field():
-    assert from_hugging_face(LLAMA_3_2) == Config(
-        128256, 3072, 8192, architecture="llama", num_layers=28, num_heads=24, num_kv_heads=8, head_dim=128,
-        rope=Rope(theta=500000.0, type="llama3", factor=32.0, original_positions=8192), norm_epsilon=1e-5,
-        max_positions=131072, tie_embeddings=True, bos=128000, eos=(128001, 128008, 128009),
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -109,11 +88,6 @@ def test_every_fourth_layer_of_smollm3_has_no_rotary_embedding_by_default():
     assert every.ropes == () and from_hugging_face(to_hugging_face(every)) == every
 
 
-def test_granite_without_multipliers_has_logits_that_are_not_scaled():
-    config = read(**of("Granite"))
-    assert (config.attention_multiplier, config.logits_scaling) == (1.0, 1.0)
-
-
 def test_a_description_holds_the_features_that_a_model_has_and_no_others():
     plain, granite = described(read()), described(read(**of("Granite")))
     assert "attention_multiplier" not in plain and "partial_rotary_factor" not in plain["rope"]
@@ -160,23 +134,16 @@ GEMMA_3_1B = {
     "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06, "rope_local_base_freq": 10000, "rope_scaling": None,
     "rope_theta": 1000000, "sliding_window": 512, "sliding_window_pattern": 6, "vocab_size": 262144,
 }  # fmt: skip
-MIXTRAL_8X7B = {
-    "architectures": ["MixtralForCausalLM"], "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 14336,
-    "max_position_embeddings": 32768, "num_attention_heads": 32, "num_experts_per_tok": 2, "num_hidden_layers": 32,
-    "num_key_value_heads": 8, "num_local_experts": 8, "rms_norm_eps": 1e-05, "rope_theta": 1000000.0,
-    "sliding_window": None, "tie_word_embeddings": False, "vocab_size": 32000,
-}  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("raw", "parameters", "windows"),
     [
         (QWEN3_30B_A3B, 30_532_122_624, 0),
-        (MIXTRAL_8X7B, 46_702_792_704, 0),
         (GEMMA_2_2B, 2_614_341_888, 13),
         (GEMMA_3_1B, 999_885_952, 22),
     ],
-    ids=["Qwen3", "Mixtral", "Gemma 2", "Gemma 3"],
+    ids=["Qwen3", "Gemma 2", "Gemma 3"],
 )
 def test_published_models_have_their_number_of_parameters_and_windows(raw, parameters, windows):
     config = from_hugging_face(raw)
@@ -193,11 +160,6 @@ def test_gemma_without_a_cap_has_none_and_without_an_entry_has_its_own():
     gemma3 = from_hugging_face(GEMMA_3_1B)
     assert (gemma3.attention_soft_cap, gemma3.attention_multiplier) == (None, None)
     assert gemma3.ropes[:6] == (Rope(theta=10_000.0),) * 5 + (None,) and gemma3.rope.theta == 1e6
-
-
-def test_mistral_has_a_window_unless_it_says_null():
-    assert read(**of("Mistral")).sliding_windows == (4096,) * 3  # as in transformers
-    assert read(**of("Mistral"), sliding_window=None).sliding_windows == (None,) * 3
 
 
 @pytest.mark.parametrize(
@@ -224,11 +186,7 @@ def test_end_tokens():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not supported.*LlamaForCausalLM, Mistral.*Qwen3"),
-        ({"vocab_size": None}, "lacks vocab_size"),
-        ({"hidden_size": "32"}, "hidden_size is '32'; expected an integer or None"),
         ({"num_key_value_heads": 3}, "4 query heads cannot share 3 KV heads"),
-        ({"head_dim": 7}, "head_dim is 7; rotary embedding needs an even head_dim"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; only 'silu'"),
         ({"mlp_bias": True}, "mlp_bias is true"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantised weights are not supported"),
@@ -239,19 +197,12 @@ def test_end_tokens():
             "long_factor of rope type 'longrope' has 4 numbers; expected 4 numbers above 0",
         ),
         (of("Phi3", partial_rotary_factor=0.4), "partial_rotary_factor is 0.4 of heads of 8; expected a share in"),
-        ({"rope_scaling": {"type": "linear"}}, "'linear' needs a 'factor'"),
-        ({"rope_scaling": "linear"}, "rope_scaling is 'linear'; expected an object of named values"),
         ({"tie_word_embeddings": "false"}, "tie_word_embeddings is 'false'; expected True or False"),
-        ({"rope_theta": 0}, "rope_theta is 0; it must be a number above 0"),
         ({"rope_scaling": {"type": "llama3", "factor": 2, "low_freq_factor": 0}}, "low_freq_factor is 0; it must be"),
         ({"rope_scaling": {"type": "yarn", "truncate": "no"}}, "rope: truncate is 'no'; expected True or False"),
-        ({"layer_types": ["full"] * 3}, r"layer_types is \['full', .*expected a list of 'full_attention' or 'sliding"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "the same for all layers"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
         (of("Qwen3Moe", decoder_sparse_step=0), "decoder_sparse_step is 0; it must be"),
         (of("Mixtral", num_experts_per_tok=9), "experts_per_token is 9; expected a numb"),
-        (of("Mixtral", num_local_experts=0), "num_experts is 0; it must be a positive"),
-        (of("Gemma2", hidden_activation="gelu"), "hidden_activation is 'gelu'; only"),
         (of("Gemma3", use_bidirectional_attention=True), "only causal attention"),
         (
             of("Gemma3", rope_parameters={"full_attention": {}, "sliding_attention": {"rope_type": "yarn"}}),
@@ -266,21 +217,10 @@ def test_bad_config_is_one_clear_sentence(fields, message):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("fields", [{"norm_epsilon": "1e-6"}, {"eos": (1.5,)}, {"rope": {"theta": 1e4}}])
-def test_fields_of_another_type_are_refused(fields):
-    with pytest.raises(ValueError, match=rf"^{next(iter(fields))} is .*; expected "):
-        dataclasses.replace(read(), **fields)
-
-
 def test_numbers_of_numpy_become_pythons_own():
     config = dataclasses.replace(read(), num_layers=np.int64(3), sliding_windows=[None, np.int32(4), None])
     assert (type(config.num_layers), type(config.sliding_windows[1])) == (int, int)
     assert config == dataclasses.replace(read(), sliding_windows=(None, 4, None))
-
-
-def test_a_rope_of_another_type_is_refused():
-    with pytest.raises(ValueError, match=r"theta is '1e4'; expected a finite number"):
-        Rope(theta="1e4")
 
 
 def test_windows_of_two_sizes_cannot_be_written():

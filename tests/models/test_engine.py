@@ -10,7 +10,6 @@ from flax import nnx
 
 import models
 from models import by_layer
-from models.plan import Options, check_prompt, plan_run
 from models.steps import LayerCaches
 from tests.models import reference, tiny
 from tests.models.tiny import SETTINGS, STATE, answers, decoder, run
@@ -43,17 +42,6 @@ def test_each_step_draws_anew_and_a_stream_draws_what_generate_does():
     for row, length in enumerate(one.lengths):
         assert steps[row, :length].tolist() == answers(one)[row]
         assert (steps[row, length:] == -1).all()
-
-
-@pytest.mark.bad_input  # annotations name Python's numbers
-@pytest.mark.parametrize("make", [np.int64, np.int8])
-@pytest.mark.parametrize("asked", [dict(policy="h2o@layer"), dict(select="oracle", policy=None)], ids=str)
-def test_counts_of_numpys_make_the_plan_that_pythons_make(make, asked):
-    def planned(n):
-        sizes = dict(budget=n(16), block=n(8), evict_every=n(2), page_size=n(4), sinks=n(2), reserve=n(4))
-        return plan_run(decoder(), check_prompt(decoder(), tiny.TOKENS, None, n(3)), Options(**sizes, **asked), None)[0]
-
-    assert planned(make) == planned(int)
 
 
 def test_gradients_through_an_evicting_prefill_are_those_of_the_masked_dense_model():

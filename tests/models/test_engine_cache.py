@@ -1,17 +1,13 @@
 """A cache that is kept: questions asked of it are answered as if each had come with its whole document."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools
 import warnings
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
 
 import kvjax
 import models
@@ -91,27 +87,6 @@ def test_without_a_policy_nothing_more_leaves(policy, each_way):
 def kept():
     """The document's cache under the policy with state."""
     return models.prefill(decoder(), tiny.DOCUMENT, policy=STATE, **SETTINGS).cache
-
-
-@pytest.mark.matrix
-def test_what_a_stream_yields_is_gone_on_from(run_by_layer):
-    """Turn by turn, the last token of an answer first: as if each turn had been generated."""
-    settings = dict(policy=tiny.WINDOW, max_new_tokens=6, end=(), **SETTINGS)
-    asked, caches = tiny.QUESTIONS[0], {"stream": None, "generate": None}
-    turns = [tiny.DOCUMENT[0, :30].tolist(), asked, asked[::-1]]
-    last = []
-    for turn in turns:
-        tokens, caches["stream"] = tiny.streamed(decoder(), [last + turn], cache=caches["stream"], **settings)
-        generated = models.generate(decoder(), [last + turn], cache=caches["generate"], **settings)
-        caches["generate"] = generated.cache
-        assert tokens.tolist() == generated.tokens.tolist()
-        assert tiny.held(caches["stream"]) == tiny.held(caches["generate"])
-        last = [int(tokens[0, -1])]
-    assert isinstance(caches["stream"], LayerCaches)
-    whole = models.stacked(caches["stream"])
-    assert tiny.bytes_of(whole) == tiny.bytes_of(models.stacked(caches["stream"])), "what was given stays"
-    evict = jax.jit(lambda cache: kvjax.evict(cache, -cache.position.astype(jnp.float32), budget=4).num_live)
-    assert np.asarray(evict(whole)).max() == 4
 
 
 @pytest.mark.matrix
@@ -285,19 +260,6 @@ def test_a_conversation_keeps_the_dtypes_of_its_cache():
         jax.grad(lambda model: models.prefill(model, turn, cache=cache, **OF_EIGHT).logits.sum())(decoder())
 
 
-def test_an_unknown_dtype_is_refused():
-    with pytest.raises(ValueError, match="dtype is 'int4'; keys and values are floats, such as 'bfloat16', or 'int8'"):
-        models.prefill(decoder(), PROMPT, cache_dtype="int4", **OF_EIGHT)
-    with pytest.raises(ValueError, match=r"dtype is .*; expected one dtype, or a pair of keys' and values'"):
-        models.prefill(decoder(), PROMPT, cache_dtype=("int8",) * 3, **OF_EIGHT)
-
-
-@pytest.mark.matrix
-def test_policies_that_share_a_prompt_have_caches_of_the_dtype():
-    for cache, _ in models.prefill_each(decoder(), PROMPT, policies=["h2o"] * 2, cache_dtype=MIXED, **SETTINGS):
-        assert str(dtypes_of(cache)) == MIXED
-
-
 def test_layer_by_layer_the_caches_have_the_dtypes_of_one_program(run_by_layer):
     run_by_layer(False)
     one = prefilled(MIXED)
@@ -310,13 +272,3 @@ def test_layer_by_layer_the_caches_have_the_dtypes_of_one_program(run_by_layer):
     assert tiny.held(stacked) == tiny.held(one.cache)
     np.testing.assert_array_equal(cache.key_scale, stacked.key_scale)
     np.testing.assert_allclose(cache.key_scale, one.cache.key_scale, rtol=1e-4, atol=1e-7)
-
-
-@pytest.mark.matrix
-@pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices; conftest.py forces them on a CPU")
-def test_a_mesh_splits_scales_as_it_splits_rows():
-    many = models.prefill(tiny.on_mesh(), PROMPT, cache_dtype=MIXED, **OF_EIGHT)
-    np.testing.assert_array_equal(np.sort(many.cache.position), np.sort(prefilled(MIXED).cache.position))
-    assert str(dtypes_of(many.cache)) == MIXED and many.cache.value_scale is None
-    assert many.cache.key_scale.sharding.spec == PartitionSpec(None, "data", "tensor")
-    assert many.cache.key_scale.addressable_shards[0].data.shape == (2, 1, 1, 24)

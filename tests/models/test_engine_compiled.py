@@ -14,7 +14,6 @@ from models import Config, by_layer, engine, layer_caches, states, steps
 from models.plan import Options, bucketed, check_prompt, plan_run
 from models.sampling import Sampling
 from tests.models import reference
-from tests.models.tiny import held
 from tests.tiers import first
 
 COMPILED = []
@@ -144,12 +143,6 @@ def test_a_step_donates_every_array_of_the_cache(program):
     assert aliases.count("alias)") == 6, "keys, values, both positions, and the sums of two query heads"
 
 
-@pytest.mark.matrix
-def test_a_step_on_pages_donates_every_array_of_the_cache():
-    memory = compiled("token step", "h2o@model").memory_analysis()
-    assert memory.alias_size_in_bytes >= 3 * 2 * BUDGET * 2 * 8 * 4  # keys and values of 3 layers and 2 heads
-
-
 @pytest.mark.parametrize("way", [engine.ProgramSteps, by_layer.LayerSteps], ids=["one program", "layers"])
 def test_keys_and_values_stay_where_they_are_in_memory(way):
     def arrays(cache):
@@ -248,15 +241,3 @@ def test_questions_of_nearby_lengths_share_one_plan(model):
 @pytest.mark.parametrize("size", [1, 7, 8, 9, 127, 129, 1000, 1025, 32_767])
 def test_a_bucket_is_at_most_an_eighth_larger(size):
     assert size <= bucketed(size) <= max(1.125 * size, size)
-
-
-@pytest.mark.matrix
-def test_attention_over_the_filled_slots_alone_is_attention_over_all(model, run_by_layer):
-    prompts = np.random.default_rng(2).integers(0, 16, (2, 1100))
-    settings = dict(lengths=[1100, 700], outputs="all")
-    cache, logits = models.prefill(model, prompts, **settings)
-    run_by_layer(False)
-    expected, all_logits = models.prefill(model, prompts, **settings)
-    np.testing.assert_allclose(logits[0], all_logits[0], atol=1e-5)
-    np.testing.assert_allclose(logits[1, :700], all_logits[1, :700], atol=1e-5)
-    assert held(cache) == held(expected)

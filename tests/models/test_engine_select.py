@@ -1,21 +1,19 @@
 """Selection in generate and stream: what each step reads against a brute-force reading of the rules, row by row."""
 
 import functools
-import math
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import kvjax
 import models
 from kvjax.schedule import Phase
-from models import Butler, ButlerConfig, Config, by_layer, engine, selecting, states, steps
+from models import Butler, ButlerConfig, Config, by_layer, engine, selecting, steps
 from models.butler import parameter_shapes as butler_shapes
 from models.plan import Options, check_prompt
-from models.sampling import Sampling
-from tests.models import reference, tiny
+from tests.models import tiny
+from tests.models.reference import selections
 from tests.models.test_engine_compiled import COMPILED
 from tests.models.tiny import streamed
 
@@ -89,94 +87,34 @@ def _recorded(read, choose, selection, cache, memory, carry, query, position, co
     return slots
 
 
-def brute_force(importance, budget, sinks):
-    """The whole sequence at once in float64: rows of steps see, in all layers but the first, what the rule says."""
-    w = {name: np.asarray(array, np.float64) for name, array in weights().items()}
-    tokens, P, N, K, D = TOKENS[0], PROMPT + STEPS, CONFIG.num_heads, CONFIG.num_kv_heads, CONFIG.head_dim
-    (frequency, _), at = reference.inverse_frequencies(CONFIG, P), np.arange(P)
-    x, seen_logits, read, first_output = w["embedding"][tokens], [], {t: {} for t in range(PROMPT, P)}, None
-    for layer in range(CONFIG.num_layers):
-        p = {name.removeprefix("layers."): a[layer] for name, a in w.items() if name.startswith("layers.")}
-        y = reference.norm(x, p["attention_norm"], CONFIG.norm_epsilon)
-        query, key, value = (np.einsum("te,ehd->htd", y, p[name]) for name in ("query", "key", "value"))
-        query, key = (reference.rope(z, at, frequency) for z in (query, key))
-        key, value = (np.repeat(z, N // K, axis=0) for z in (key, value))
-        true = np.einsum("ntd,npd->ntp", query, key) / math.sqrt(D)
-        seen_logits.append(true)
-        visible = at <= at[:, None]
-        if CONFIG.sliding_windows[layer]:
-            visible &= at > at[:, None] - CONFIG.sliding_windows[layer]
-        visible = np.repeat(visible[None], N, axis=0)
-        for t in range(PROMPT, P) if layer else ():
-            wanted = importance(layer, t, query[:, t], key[:, : t + 1], seen_logits, first_output)
-            read[t][layer] = [chosen(wanted[n], visible[n, t, : t + 1], budget, sinks) for n in range(N)]
-            for n in range(N):
-                visible[n, t] = np.isin(at, list(read[t][layer][n]))
-        attention = reference.softmax(np.where(visible, true, -np.inf))
-        x = x + np.einsum("ntp,npd,nde->te", attention, value, p["output"])
-        y = reference.norm(x, p["feed_norm"], CONFIG.norm_epsilon)
-        gate, up = y @ p["gate"], y @ p["up"]
-        x = x + (gate / (1 + np.exp(-gate)) * up) @ p["down"]
-        first_output = x if layer == 0 else first_output
-    return reference.norm(x, w["norm"], CONFIG.norm_epsilon) @ w["head"], read
+def brute_force(select, budget, sinks):
+    """The whole sequence at once in float64, and what each step reads in all layers but the first."""
+    rule = foreseen(decoder(), predictor(), TOKENS, select) if select.startswith("butler") else selections.RULES[select]
+    steps = range(PROMPT, PROMPT + STEPS)
+    read = selections.by_importance(rule, budget, sinks, steps)
+    logits, _, masks = selections.forward(CONFIG, weights(), TOKENS[0], read)
+    layers = range(1, CONFIG.num_layers)
+    sets = {
+        t: {layer: [set(np.flatnonzero(row).tolist()) for row in masks[layer][:, t]] for layer in layers} for t in steps
+    }
+    return logits, sets
 
 
-def chosen(wanted, visible, budget, sinks):
-    """The visible tokens of the largest importance, newer ones first among equals, and the first ones."""
-    tokens = np.flatnonzero(visible)
-    count = math.ceil(round(budget * len(tokens), 6)) if isinstance(budget, float) else budget
-    best = sorted(tokens, key=lambda p: (wanted[p], p), reverse=True)[:count]
-    return {int(p) for p in best} | {int(p) for p in tokens if p < sinks}
+def foreseen(model, butler, tokens, select="butler"):
+    """The rule of a predictor, which is run on the whole sequence at once."""
+    predict = jax.jit(lambda m, b, t: b(models.butler_input(m, t, source=b.config.source)))
+    query, key = (np.array(x, np.float64)[:, 0] for x in predict(model, butler, tokens))  # [L - 1, T, N, dim]
+    wanted = np.einsum("ltnd,lsnd->lnts", query, key)
+    if "max" in select:
+        wanted = np.stack([selections.largest_of_group(x.reshape(-1, x.shape[-1])) for x in wanted])
+    return lambda layer, t, *_: wanted[layer - 1][:, t, : t + 1]
 
 
-@functools.cache
-def foreseen():
-    """Importance logits of the predictor, [layer, N, query, key], run on the whole sequence at once."""
-    said = jax.jit(lambda tokens: predictor()(models.butler_input(decoder(), tokens)))(TOKENS)
-    query, key = np.asarray(said.query), np.asarray(said.key)
-    return np.einsum("lbtnd,lbsnd->lbnts", query, key)[:, 0] / math.sqrt(query.shape[-1])
-
-
-def bounds(query, key, size):
-    """Quest: a page's bound, for each of its tokens."""
-    tokens = key.shape[1]
-    rows = np.empty((len(query), tokens))
-    for start in range(0, tokens, size):
-        page = key[:, start : start + size]
-        largest = np.maximum(query * page.min(axis=1), query * page.max(axis=1))
-        rows[:, start : start + size] = largest.sum(axis=-1, keepdims=True)
-    return rows
-
-
-def hashes(seed, layer, t, heads, tokens):
-    def mix(x):
-        x = (x ^ (x >> 16)) * 0x85EBCA6B % 2**32
-        x = (x ^ (x >> 13)) * 0xC2B2AE35 % 2**32
-        return x ^ (x >> 16)
-
-    return np.array(
-        [[mix(seed ^ mix(layer ^ mix(head ^ mix(t ^ mix(p))))) >> 8 for p in range(tokens)] for head in range(heads)]
-    )
-
-
-RULES = {
-    "butler": lambda layer, t, query, key, true, x: foreseen()[layer - 1][:, t],
-    "butler(group='max')": lambda layer, t, *_: np.repeat(
-        foreseen()[layer - 1][:, t].reshape(2, 2, -1).max(axis=1), 2, axis=0
-    ),
-    "oracle": lambda layer, t, query, key, true, x: true[layer][:, t],
-    "quest(page_size=4)": lambda layer, t, query, key, true, x: bounds(query, key, 4),
-    "first_layer": lambda layer, t, query, key, true, x: true[0][:, t],
-    "previous_layer": lambda layer, t, query, key, true, x: true[layer - 1][:, t],
-    "random(seed=3)": lambda layer, t, query, key, true, x: hashes(3, layer, t, 4, t + 1),
-    "streaming": lambda layer, t, query, key, true, x: np.tile(np.arange(t + 1), (4, 1)),
-}
-
-
+SOURCES = ["butler", "butler(group='max')", *sorted(set(selections.RULES) - {"oracle(group='max')"})]
 BUDGETS = [(0.3, 2), (7, 0)]  # of tokens, and the sinks beside them
 # Each source by one program, and by layers two of those that the host hands something from layer to layer.
 READS = [
-    *((source, *BUDGETS[number % 2], engine.ProgramSteps) for number, source in enumerate(RULES)),
+    *((source, *BUDGETS[number % 2], engine.ProgramSteps) for number, source in enumerate(SOURCES)),
     *((source, *BUDGETS[0], by_layer.LayerSteps) for source in ("first_layer", "butler")),
 ]
 BY_DEFAULT = ("butler", "quest(page_size=4)", "random(seed=3)"), ("first_layer",)
@@ -191,7 +129,7 @@ BY_DEFAULT = ("butler", "quest(page_size=4)", "random(seed=3)"), ("first_layer",
 )
 def test_a_step_reads_what_the_rule_says_and_gives_the_logits_of_that(select, budget, sinks, way):
     logits, read = forced(select, budget, sinks=sinks, way=way)
-    expected, expected_read = brute_force(RULES[select], budget, sinks)
+    expected, expected_read = brute_force(select, budget, sinks)
     assert read == expected_read
     np.testing.assert_allclose(logits, expected[PROMPT - 1 :], atol=1e-4, rtol=0)
 
@@ -229,30 +167,8 @@ def test_a_streamed_answer_by_layers_is_the_generated_one_and_compiles_once(run_
     assert len(COMPILED) == compiled
 
 
-def compiled_step(select, budget, *, config=CONFIG, slots=PROMPT):
-    model, tokens = reference.decoder(config, reference.parameters(config)), np.zeros((1, slots), np.int32)
-    run, _ = prepared(model, tokens, select, budget, answer=3)
-    state = states.start(run, 1)
-    token, finished = jnp.zeros(1, jnp.int32), jnp.zeros(1, bool)
-    return engine.token_step.lower(
-        run, state, token, finished, None, steps.decode_phase(run.plan, 1), Sampling()
-    ).compile(), state
-
-
-@pytest.mark.matrix
-def test_a_step_donates_the_cache_and_all_that_lies_beside_it():
-    compiled, held = compiled_step("butler", 0.3)
-    assert compiled.memory_analysis().alias_size_in_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(held))
-
-
-ERRORS = [
-    (dict(select="oracle"), r"select='oracle' needs a budget"),
-    (dict(select="oracle", budget=1.5), "budget is 1.5; expected tokens per head"),
-    (dict(select="oracle", budget=0), r"budget is 0; expected tokens per head"),
+ERRORS = [  # beside those of tests/bad_input
     (dict(select="oracle", budget=500), r"budget of 500 tokens .* more than the 51 .*43 in"),
-    (dict(select="oracle", budget=8, sinks=-1), r"sinks is -1"),
-    (dict(select="oracel", budget=8), r"unknown source 'oracel'"),
-    (dict(select=3, budget=8), r"select is 3; give a source"),
     (dict(select="butler", budget=8), r"load_butler\(folder, model\).*python -m train.butler"),
     (dict(select="oracle", policy="h2o", budget=8), r"both policy='h2o' and select='oracle'"),
     (dict(policy="butler+caote", budget=8), r"policy 'butler\+caote' needs a predictor"),
@@ -269,17 +185,6 @@ def test_bad_input_ends_in_one_sentence(settings, sentence):
     given = settings["butler"]() if "butler" in settings else None
     with pytest.raises(ValueError, match=sentence):
         models.stream(decoder(), TOKENS, max_new_tokens=8, **settings | dict(butler=given))
-
-
-@pytest.mark.nightly  # of 6 s; test_engine_mesh.py has the mesh, and a selection adds no communication of its own
-@pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices; conftest.py forces them on a CPU")
-def test_a_mesh_gives_the_tokens_of_one_device():
-    settings = dict(select="butler", budget=0.3, butler=predictor(), block=16, max_new_tokens=5, end=())
-    one, many = (
-        models.generate(model, np.tile(TOKENS, (2, 1)), lengths=np.array([43, 20]), **settings)
-        for model in (decoder(), tiny.on_mesh(CONFIG))
-    )
-    np.testing.assert_array_equal(many.tokens, one.tokens)
 
 
 def test_one_token_is_not_a_share_of_one():

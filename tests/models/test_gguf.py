@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import itertools
 import json
-import math
 import shutil
 import struct
 import subprocess
@@ -218,24 +217,12 @@ def test_model_is_the_one_it_was_written_from(name, make):
     assert_same(model, compared)
 
 
-@pytest.mark.parametrize(
-    ("kind", "dtype", "error"),  # the error as a share of the largest number
-    [
-        (Kind.F32, "float32", 0),
-        (Kind.F16, "float16", 2**-10),
-        (Kind.BF16, "bfloat16", 2**-7),
-        (Kind.Q8_0, "float32", 1e-2),
-    ],
-    ids=lambda value: getattr(value, "name", value),
-)  # fmt: skip
-def test_weights_are_those_that_were_stored_in_their_dtype_or_in_the_one_asked_for(kind, dtype, error, make):
-    file, theirs = make(kind=kind), parameters(written_from("llama"))
-    for path, ours in parameters(models.load(file)[0]).items():
-        assert ours.dtype == dtype
-        largest = np.abs(theirs[path]).max()
-        np.testing.assert_allclose(ours.astype("float32"), theirs[path], rtol=0, atol=error * largest, err_msg=path)
-    asked = "bfloat16" if dtype == "float32" else "float32"
-    assert {array.dtype.name for array in parameters(models.load(file, dtype=asked)[0]).values()} == {asked}
+@pytest.mark.parametrize(("kind", "dtype"), [(Kind.F16, "float16"), (Kind.BF16, "bfloat16"), (Kind.Q8_0, "float32")])
+def test_weights_have_the_dtype_that_was_stored_or_the_one_asked_for(kind, dtype, make):
+    file = make(kind=kind)
+    for asked in (None, "bfloat16", "float32"):
+        found = {array.dtype.name for array in parameters(models.load(file, dtype=asked)[0]).values()}
+        assert found == {asked or dtype}
 
 
 def readable_kinds():
@@ -335,9 +322,6 @@ def test_frequency_factors_are_llama_3_1s_scaling(factor, original, make):
     rope = Rope(500_000.0, "llama3", factor, original)
     found = describe(make(change=with_factors(frequencies(Rope(500_000.0)) / frequencies(rope))))[0].rope
     np.testing.assert_allclose(frequencies(found), frequencies(rope), rtol=1e-5)
-
-
-def test_frequency_factors_of_one_change_nothing(make):
     assert describe(make(change=with_factors(np.ones(8))))[0].rope == Rope(500_000.0)
 
 
@@ -362,25 +346,16 @@ def test_keys_that_change_nothing(keys, make):
     [
         ({"general.architecture": None}, ["lacks the key general.architecture"]),
         ({"general.architecture": "gemma3n"}, ["architecture 'gemma3n'", "supported are llama, qwen2, qwen3"]),
-        ({"llama.block_count": None}, ["lacks the key llama.block_count (a whole number)"]),
         ({"llama.attention.head_count_kv": None}, ["blk.0.attn_k.weight has shape (32, 64)", "(64, 64)"]),
-        ({"llama.block_count": 0}, ["llama.block_count is 0; expected a positive integer"]),
         ({"llama.block_count": 3}, ["lacks the tensor blk.2.attn_norm.weight"]),
         ({"llama.block_count": 9000}, ["too few for the 9000 layers of its metadata"]),
-        ({"llama.block_count": 1}, ["holds the tensor blk.1.", "which the model of its metadata does not have"]),
-        ({"llama.block_count": "two"}, ["llama.block_count is 'two'; expected a whole number"]),
-        ({"llama.embedding_length": 60}, ["token_embd.weight has shape (96, 64)", "metadata requires (96, 60)"]),
-        ({"llama.attention.head_count": 3}, ["3 query heads cannot share 2 KV heads"]),
         ({"llama.attention.head_count_kv": [2, 1]}, ["differs from layer to layer"]),
         ({"llama.attention.value_length": 8}, ["value_length is 8, but a head has 16"]),
-        ({"llama.rope.dimension_count": 8}, ["dimension_count is 8, but a head has 16"]),
-        ({"llama.rope.freq_base": math.nan}, ["freq_base is nan"]),
         ({"llama.rope.scaling.type": "longrope"}, ["scaling.type is 'longrope'; supported are none, linear and yarn"]),
         ({"llama.rope.scaling.alpha": 2.0}, ["llama.rope.scaling.alpha is 2.0", "not supported"]),
         ({"llama.expert_count": 8}, ["it lacks the key llama.expert_used_count (a whole number)"]),
         ({"llama.attention.sliding_window": 4096}, ["llama.attention.sliding_window is 4096", "not supported"]),
         ({"split.count": 3}, ["one of 3 pieces", "--merge"]),
-        ({"general.alignment": 0}, ["general.alignment is 0"]),
     ],
     ids=lambda value: next(iter(value.items()))[0] if isinstance(value, dict) else "",
 )
@@ -439,14 +414,12 @@ def test_damaged_header_ends_in_a_sentence_or_a_model(make, at, damage):
     ("tensors", "words"),
     [
         ({"blk.1.attn_q.weight": None}, ["lacks the tensor blk.1.attn_q.weight"]),
-        ({"token_embd.weight": None}, ["lacks the tensor token_embd.weight"]),
         ({"blk.0.attn_q.bias": np.ones(64)}, ["lacks the tensor blk.1."]),
         ({"extra": np.ones(4)}, ["holds the tensor extra"]),
         ({"blk.0.attn_q.weight": np.ones((48, 64))}, ["shape (48, 64); its metadata requires (64, 64)"]),
         ({"output_norm.weight": np.full(64, np.inf)}, ["output_norm.weight holds NaN or infinite numbers"]),
         ({"output_norm.weight": (Kind.I8, np.ones(64, np.int8))}, ["is stored as I8", "another quantisation"]),
         ({"rope_freqs.weight": np.linspace(1, 9, 8)}, ["are not those of Llama 3.1's rope scaling"]),
-        ({"rope_freqs.weight": np.full(8, np.nan)}, ["holds numbers below 1 or not finite"]),
         ({"rope_freqs.weight": np.ones(5)}, ["has shape (5,); a head of 16 requires 8"]),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
@@ -476,19 +449,6 @@ def test_types_that_do_not_fit_are_refused(kind, said, make):
     content[at : at + 4] = struct.pack("<I", kind)
     file.write_bytes(content)
     refused(file, "output_norm.weight", said)
-
-
-def test_file_that_is_cut_after_its_header_was_read(make, monkeypatch):
-    file = make()
-    read = sys.modules["models.load"]._check_tensors
-
-    def cut(checkpoint):
-        dtype = read(checkpoint)
-        file.write_bytes(file.read_bytes()[:-2000])
-        return dtype
-
-    monkeypatch.setattr(sys.modules["models.load"], "_check_tensors", cut)
-    refused(file, "truncated")
 
 
 def test_package_that_is_missing_is_named(make, monkeypatch):
@@ -540,57 +500,38 @@ def tokenizer(tmp_path_factory):
     return read
 
 
-def by_hand(*steps, **options):
-    """The same vocabulary and merges behind these steps, built without a GGUF file."""
-    vocabulary = {token: index for index, token in enumerate(TOKENS) if token != "[PAD5]"}
-    merges = [tuple(merge.split(" ")) for merge in MERGES]
-    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, merges, **options))
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(list(steps))
-    backend.decoder = tokenizers.decoders.ByteLevel()
-    backend.add_special_tokens(SPECIAL[:4])
-    return backend
-
-
-BYTES = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-WORDS = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)  # with GPT-2's own pattern
-DIGITS = tokenizers.pre_tokenizers.Digits(individual_digits=True)
-
-
 @pytest.fixture(scope="module")
-def both(tokenizer):
-    """Pairs of a tokenizer from a file and one built by hand."""
-    return [(tokenizer(bpe("gpt-2")), by_hand(WORDS)), (tokenizer(bpe("smollm")), by_hand(DIGITS, WORDS))]
+def gpt2(tokenizer):
+    return tokenizer(bpe("gpt-2"))
 
 
 @given(TEXT)
-def test_ids_are_those_of_a_tokenizer_built_by_hand_and_texts_come_back(both, text):
-    for ours, theirs in both:
-        assert ours.encode(text) == theirs.encode(text).ids
-        assert ours.decode(ours.encode(text), skip_special_tokens=False) == text
+def test_texts_come_back(gpt2, text):
+    assert gpt2.decode(gpt2.encode(text), skip_special_tokens=False) == text
+
+
+def test_letters_are_merged_in_the_order_of_the_merges(gpt2):
+    merged = ["Ġthe", "Ġ", "Ġ", "123", "!!", "ĊĊ", "<s>", "in", "t"]
+    assert gpt2.encode(" the  123!!\n\n<s>int") == [TOKENS.index(token) for token in merged]
 
 
 @pytest.mark.parametrize(
     ("pre", "pieces"),
     [
-        ("gpt-2", ["I", "'", "LL", " go", " 1234", "!!", "\n\n ", " the", " ½", "."]),
-        ("smollm", ["I", "'", "LL", " go", " ", "1", "2", "3", "4", "!!", "\n\n ", " the", " ", "½", "."]),
-        ("default", ["I", "'", "LL", " go", " ", "123", "4", "!!", "\n\n ", " the", " ", "½", "."]),
-        ("llama-bpe", ["I", "'LL", " go", " ", "123", "4", "!!\n\n", " ", " the", " ", "½", "."]),
-        ("qwen2", ["I", "'LL", " go", " ", "1", "2", "3", "4", "!!\n\n", " ", " the", " ", "½", "."]),
-        ("refact", ["I", "'", "LL", " go", " ", "1", "2", "3", "4", "!!", "\n\n ", " the", " ", "½", "."]),
-        ("dbrx", ["I", "'LL", " go", " ", "123", "4", "!!\n\n", " ", " the", " ", "½", "."]),
-        ("gpt-4o", ["I'LL", " go", " ", "123", "4", "!!\n\n", " ", " the", " ", "½", "."]),
+        ("gpt-2", ["I", "'", "LL", " go", " 1234", "!!", "\n\n ", " the", " ½", ".", " myFun"]),
+        ("smollm", ["I", "'", "LL", " go", " ", "1", "2", "3", "4", "!!", "\n\n ", " the", " ", "½", ".", " myFun"]),
+        ("default", ["I", "'", "LL", " go", " ", "123", "4", "!!", "\n\n ", " the", " ", "½", ".", " myFun"]),
+        ("llama-bpe", ["I", "'LL", " go", " ", "123", "4", "!!\n\n", " ", " the", " ", "½", ".", " myFun"]),
+        ("qwen2", ["I", "'LL", " go", " ", "1", "2", "3", "4", "!!\n\n", " ", " the", " ", "½", ".", " myFun"]),
+        ("refact", ["I", "'", "LL", " go", " ", "1", "2", "3", "4", "!!", "\n\n ", " the", " ", "½", ".", " myFun"]),
+        ("dbrx", ["I", "'LL", " go", " ", "123", "4", "!!\n\n", " ", " the", " ", "½", ".", " myFun"]),
+        ("gpt-4o", ["I'LL", " go", " ", "123", "4", "!!\n\n", " ", " the", " ", "½", ".", " my", "Fun"]),
     ],
 )
 def test_pre_tokenizers_split_texts(pre, pieces, tokenizer):
-    split = tokenizer(bpe(pre)).backend.pre_tokenizer.pre_tokenize_str("I'LL go 1234!!\n\n  the ½.")
+    split = tokenizer(bpe(pre)).backend.pre_tokenizer.pre_tokenize_str("I'LL go 1234!!\n\n  the ½. myFun")
     decode = tokenizers.decoders.ByteLevel().decode
     assert [decode([piece]) for piece, _ in split] == pieces
-
-
-def test_gpt_4o_splits_words_where_a_capital_follows_a_small_letter(tokenizer):
-    split = tokenizer(bpe("gpt-4o")).backend.pre_tokenizer.pre_tokenize_str("myFunction HTTPServer it's")
-    assert [piece.replace("Ġ", " ") for piece, _ in split] == ["my", "Function", " HTTPServer", " it's"]
 
 
 def test_llama_takes_a_whole_token_without_its_merges(tokenizer):
@@ -658,7 +599,6 @@ def widened(tensors):
         ({"tokenizer.ggml.model": "t5"}, ["of the kind 't5'", "put the model's tokenizer.json beside the file"]),
         ({"tokenizer.ggml.model": "gpt2"}, ["lacks the key tokenizer.ggml.tokens"]),
         (bpe("gpt-2") | {"tokenizer.ggml.token_type": [1]}, ["and the types of 1"]),
-        (bpe("gpt-2") | {"tokenizer.ggml.tokens": [1, 2]}, ["whose items are not each a text"]),
         (bpe("gpt-2") | {"tokenizer.ggml.merges": ["Q Z", "QZ ZQ"]}, ["do not form a tokenizer"]),
         (bpe("gpt-2", bos_token_id=None, add_bos_token=True), ["add_bos_token is true, and there is no such token"]),
         (bpe("gpt-2") | {"tokenizer.ggml.model": "llama"}, ["and the scores of 0"]),
@@ -741,12 +681,3 @@ def test_bar_counts_every_tensor(make, monkeypatch):
     monkeypatch.setattr(sys.modules["models.load"], "_progress", bar)
     models.load(make())
     assert len(counted) == counted[0][1] == 3 + 2 * 9
-
-
-@pytest.mark.parametrize("installed", [True, False])
-def test_nothing_is_printed_where_no_terminal_reads(installed, make, monkeypatch, capsys):
-    file = make()
-    if not installed:
-        monkeypatch.setitem(sys.modules, "tqdm", None)
-    models.load(file)
-    assert capsys.readouterr() == ("", "")

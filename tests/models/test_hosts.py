@@ -11,10 +11,8 @@ import jax
 import pytest
 
 import models
-from evals.__main__ import main as evaluate
-from models import batch, cli, hosts
+from models import hosts
 from tests.models import reference, run_on_hosts
-from train import finetune
 
 CODE = "def add(a, b):\n    return a + b\n" * 8
 PROMPTS = [  # a cache that grows, one budget for each head, and one for all heads of a layer
@@ -166,20 +164,3 @@ def test_a_killed_process_ends_the_other_with_one_sentence():
     _, errors = running[0].communicate(timeout=90)
     assert running[0].returncode not in (0, 2)
     assert errors.count(hosts.LOST) == 1 and "Traceback" not in errors and "Check failure" not in errors, errors
-
-
-@pytest.mark.bad_input
-@pytest.mark.parametrize(
-    ("main", "line"),
-    [
-        (cli.main, "retriever --prompt-file README.md"),
-        (batch.main, "docs/examples/prompts.jsonl --out answers.jsonl"),
-        (finetune.main, "--out tuned"),
-        *((evaluate, name) for name in ("coref", "fidelity", "needle", "perplexity", "ruler --out ruler")),
-    ],
-)
-def test_the_flags_that_join_processes_belong_together(main, line, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert main([*line.split(), "--coordinator", "localhost:1234", "--processes", "2"]) == 2
-    assert "--process-id belong together" in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())

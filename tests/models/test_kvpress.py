@@ -147,14 +147,6 @@ def made(policy):
     return kvjax.parse(policy) if isinstance(policy, str) else policy
 
 
-def best(scores, n):
-    """Which are the n best of the last axis."""
-    chosen = np.argsort(-scores, axis=-1, kind="stable")[..., :n]
-    mask = np.zeros(scores.shape, bool)
-    np.put_along_axis(mask, chosen, True, axis=-1)
-    return mask
-
-
 # What the scores below decide alone is not compared again.
 @pytest.mark.parametrize(("press", "budget"), by_tier(case for case in CASES if case[0] not in (*SCORED, "simlayer")))
 def test_one_block_keeps_what_kvpress_keeps(press, budget):
@@ -196,14 +188,17 @@ def test_scores_of_heads_are_those_of_kvpress():
     np.testing.assert_allclose(found, fixture()["head_scores"], atol=1e-5)
 
 
-def test_values_are_merged_as_in_kvpress():
+def merged():
+    """Layer 1's values [K, 40, D], in the order of positions, after SnapKV has evicted and the others were merged."""
     scores, cache = observed(made(CASES["snapkv", 40]))
     merge = jax.jit(lambda cache, scores: kvjax.merge(cache, kvjax.evict(cache, scores, jnp.array(KEPT))))
-    merged = merge(cache, scores)
-    row = KEPT.index(40)
-    live, value = (np.asarray(part)[1, row] for part in (merged.live, merged.value))
-    found = np.stack([value[k, live[k]] for k in range(len(live))])  # slot is position
-    np.testing.assert_allclose(found, fixture()["merged"], atol=1e-5)
+    after, row = merge(cache, scores), KEPT.index(40)
+    live, value = (np.asarray(part)[1, row] for part in (after.live, after.value))
+    return np.stack([value[k, live[k]] for k in range(len(live))])  # slot is position
+
+
+def test_values_are_merged_as_in_kvpress():
+    np.testing.assert_allclose(merged(), fixture()["merged"], atol=1e-5)
 
 
 @functools.cache
@@ -233,16 +228,3 @@ def test_norms_of_projected_values_are_those_of_kvpress():
     _, cache = observed(made(CASES["criticalkv", 40]))
     _, norms = cache.state[1]  # beside the window
     np.testing.assert_allclose(np.asarray(norms)[:, 0], fixture()["output_norms"], rtol=2**-12)
-
-
-def test_critical_then_adakv_is_adakv_over_the_scores_of_criticalkv():
-    budget = KEPT[0]
-    # Not kvpress' CriticalAdaKVPress, in which heads compete by the base scores, and half of each head's own share is
-    # safe. Our allocation comes behind the whole chain: heads compete by the final scores, and half of the mean budget
-    # is safe in each. kvpress calls that AdaKVPress(CriticalKVPress(...)), redone here from the latter's scores.
-    scores = fixture()[f"criticalkv/{budget}/scores"]  # [L, K, T]
-    L, K, _ = scores.shape
-    scores = np.where(best(scores, int(0.8 * budget)), BIG, scores)
-    expected = best(scores.reshape(L, -1), K * budget).reshape(scores.shape)
-    kept = kept_by("snapkv(window=16,kernel=5)+critical@adakv(safeguard=0.8,cap=None)", budget)
-    np.testing.assert_array_equal(kept, expected)

@@ -1,7 +1,5 @@
 """Folders in Hugging Face layout become models; what is wrong with one is said in a sentence."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess
@@ -19,10 +17,8 @@ from safetensors.numpy import load_file, save_file
 
 import models
 from models.config import Config, from_hugging_face
-from models.families import FAMILIES, Family
 from models.load import load, parse_mesh
 from models.parameters import parameter_shapes
-from tests.kvjax.test_registry import installed
 from tests.models import reference
 from tests.models.make_golden import GOLDEN
 
@@ -240,12 +236,6 @@ def test_mesh_text(text, shape, mesh):
     assert dict(parse_mesh(text).shape) == shape
 
 
-@pytest.mark.parametrize("text", ["", "2", "data", "data=0", "data=x", "model=2", "data=1,data=1", "data=1,"])
-def test_mesh_text_that_is_none(text):
-    with pytest.raises(ValueError, match="write it like 'data=2,tensor=4'"):
-        parse_mesh(text)
-
-
 def refused(folder, kind, message, **arguments):
     with pytest.raises(kind, match=message) as caught:
         load(folder, **arguments)
@@ -253,26 +243,10 @@ def refused(folder, kind, message, **arguments):
     assert caught.value.__suppress_context__ or caught.value.__context__ is None
 
 
-def test_no_such_folder(tmp_path):
-    refused(tmp_path / "missing", FileNotFoundError, r"there is no folder .*missing; give a folder with config.json")
-
-
-def test_truncated_shard_is_named(folder):
-    shard(folder)
-    file = folder / "model-00002-of-00002.safetensors"
-    file.write_bytes(file.read_bytes()[:-100])
-    refused(folder, ValueError, r"model-00002-of-00002.safetensors is truncated or corrupted")
-
-
 def test_a_file_instead_of_its_folder_is_refused(folder):
     (folder / "model.pt").write_bytes(b"")
     refused(folder / "model.pt", ValueError, "model.pt holds pickled weights")
     refused(folder / "model.safetensors", ValueError, "is a file; give the folder that holds it")
-
-
-@pytest.mark.parametrize("dtype", ["int8", object], ids=str)
-def test_unknown_dtype_names_the_known(folder, dtype):
-    refused(folder, ValueError, "is not known; expected one of bfloat16, float16, float32", dtype=dtype)
 
 
 def test_hub_name_is_downloaded_without_pickles_or_duplicates(folder, monkeypatch):
@@ -372,19 +346,3 @@ def test_a_built_in_architecture_is_never_another_package_s(tmp_path):
     models.save(tmp_path, model)
     models.register_family("llama", lambda raw: None, {"norm": "elsewhere"})
     assert models.load(tmp_path)[0].config == model.config
-
-
-def test_a_family_is_a_function_or_names_tensors_too():
-    FAMILIES.add("plain", wide, source="here")
-    FAMILIES.add("named", Family(wide, {"norm": "ln_f.weight"}), source="here")
-    assert FAMILIES["plain"] == Family(wide) and FAMILIES["named"].tensors == {"norm": "ln_f.weight"}
-    with pytest.raises(ValueError, match=r"'wrong' is 3; expected a function from a config\.json to a models\.Config"):
-        FAMILIES.add("wrong", 3, source="here")
-
-
-def test_a_family_of_an_installed_package_is_found_and_two_sources_are_refused(tmp_path, monkeypatch):
-    models.register_family("twofold", wide)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    installed(tmp_path, "pkg_wide", "def wide(raw): ...", families="twofold = pkg_wide:wide")
-    with pytest.raises(ValueError, match=rf"'twofold' is in {__name__} and in pkg_wide 0\.1; rename it in one"):
-        from_hugging_face({"model_type": "twofold"})

@@ -3,8 +3,6 @@
 What they refuse, they refuse while a function is traced; so most programs here are traced and never compiled.
 """
 
-from __future__ import annotations
-
 import contextlib
 import warnings
 

@@ -1,7 +1,5 @@
 """How the next token is drawn, at the ends of what can be asked for."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -97,15 +95,3 @@ def test_a_share_of_1_leaves_no_token_out():
     for seed in range(20):
         key = jax.random.key(seed)
         assert sample(rows, key, whole).item() == sample(rows, key, alone).item()
-
-
-@pytest.mark.parametrize(("top_p", "left"), [(0.45, 1), (0.55, 2), (0.75, 3), (0.99, 4)])
-def test_a_share_takes_the_fewest_tokens_that_hold_it(top_p, left):
-    logits = np.log([0.5, 0.2, 0.2, 0.1]).tolist()
-    assert (drawn(logits, temperature=1.0, top_p=top_p) > 0).tolist() == [i < left for i in range(4)]
-
-
-def test_a_share_counts_what_top_k_left():
-    logits = np.log([0.4, 0.3, 0.2, 0.1]).tolist()
-    counts = drawn(logits, temperature=1.0, top_k=2, top_p=0.5)
-    assert (counts > 0).tolist() == [True, False, False, False]

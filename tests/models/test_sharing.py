@@ -1,22 +1,17 @@
 """One prompt under many policies: each result is what that policy gives alone, and what the reference gives."""
 
-from __future__ import annotations
-
-import dataclasses
-
 import jax
 import numpy as np
 import pytest
 
 import models
 from models import sharing
-from models.config import Rope
 from tests.models.tiny import CONFIG, LENGTHS, STATE, TOKENS, answers, assert_keeps, decoder, run, streamed
 from tests.tiers import first
 
 BLOCK = 16  # a question of 7 tokens and the window of 16 queries fit
 HELD_BACK = np.array([7, 0, 5])
-FEW = ("full", (STATE, 24), ("snapkv(window=8)@adakv", 24), ("h2o+protect(recent=0.5)", 40))
+FEW = ("full", (STATE, 24), ("snapkv(window=8)@adakv", 24), ("expected_attention", 24), ("h2o+protect(recent=0.5)", 40))
 
 
 def assert_is_the_references(result, asked, questions=(0, 0, 0), config=CONFIG, lengths=LENGTHS, **settings) -> None:
@@ -149,15 +144,6 @@ def test_logits_of_all_tokens_are_no_start_of_an_answer(prefilled) -> None:
     every = prefilled._replace(logits=np.zeros((3, 60, CONFIG.vocab_size), np.float32))
     with pytest.raises(ValueError, match="expected those of each row's last token"):
         models.generate(decoder(), every, policy=STATE, budget=24, question=HELD_BACK, block=BLOCK)
-
-
-@pytest.mark.matrix
-def test_a_dynamic_rope_beyond_its_length_is_as_alone() -> None:
-    config = dataclasses.replace(CONFIG, rope=Rope(type="dynamic", factor=2.0, original_positions=24))
-    asked, model = ("full", ("h2o", 24)), decoder(config)
-    each = models.prefill_each(model, TOKENS, policies=asked, block=BLOCK, when="prompt", question=5)
-    for one, ours in zip(asked, each, strict=True):
-        assert_is_the_references(ours, one, (5, 5, 5), config, (60, 60, 60), when="prompt")
 
 
 def test_hidden_states_make_the_logits_of_all_tokens() -> None:

@@ -1,15 +1,7 @@
 """Training the predictor: its loss and figures, a run that is killed or spread over devices, and bad input."""
 
-from __future__ import annotations
-
 import dataclasses
-import itertools
 import json
-import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -22,14 +14,12 @@ from kernels_pallas import cache_attention, mse_logits
 from models import butler as butler_module
 from models.butler import Butler, butler_input, load_butler
 from tests.models import reference
-from tests.tiers import first, matrix, nightly
+from tests.tiers import first, matrix
 from train import butler as trainer
 from train import loop
-from train.butler import Settings, butler_config_of, loss_of, measure, settings_of, train
-from train.text import Corpus
+from train.butler import Settings, butler_config_of, loss_of, measure, settings_of
 
 CONFIG = models.Config(64, 32, 48, num_layers=3, num_heads=4, num_kv_heads=2, max_positions=64)
-SETTINGS = Settings(tokens=12 * 4 * 16, seq_len=16, batch=4, lr=0.02)
 
 
 @pytest.fixture(scope="module")
@@ -84,41 +74,6 @@ def test_figures_are_those_of_a_brute_force_reading(model):
     assert found["token_accuracy"].tolist() == pytest.approx((best >= 4).mean((1, 2, 3))[1:].tolist())
 
 
-@nightly  # the loop spreads rows: test_finetune.py
-def test_the_model_may_be_sharded_too(small):
-    rows, settings, found = np.random.default_rng(0).integers(0, 64, (4, 16)), SETTINGS, []
-    config = dataclasses.replace(butler_config_of(CONFIG, hidden=16, dim=8), dropout=0.1)
-    for text in ("data=1,tensor=1", "data=2,tensor=2"):
-        mesh = models.parse_mesh(text)
-        state, step = trainer.init_state(config, settings, mesh), trainer.make_step(config, settings, mesh)
-        _, *told = step(models.load(small, mesh=mesh)[0], state, loop.spread(rows, mesh), 0)
-        found.append([float(value) for value in told])
-    assert found[0] == pytest.approx(found[1], rel=1e-4)  # the loss and the gradient's norm
-
-
-@nightly  # 120 steps of training
-def test_the_loss_falls_and_the_folder_loads(model, tmp_path):
-    def rows(position):  # repeated patterns, which attention of random weights can be predicted on
-        for index in itertools.count(position["row"] if position else 0):
-            pattern = np.random.default_rng(index).integers(0, 64, 5)
-            yield np.resize(pattern, 16).astype(np.int32), {"row": index + 1}
-
-    corpus = Corpus(["numbers"], rows, np.stack([row for row, _ in itertools.islice(rows({"row": 10_000}), 4)]))
-    config = butler_config_of(model.config, hidden=16, dim=8)
-    settings = SETTINGS._replace(tokens=120 * 64)
-    butler, summary = train(tmp_path, model, config, corpus, settings, save_every=60, eval_every=60, log_every=1)
-    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
-    curve = [line["loss"] for line in lines if "loss" in line]
-    assert len(curve) == 120 and curve[-1] < 0.3 * curve[0]
-    trained, loaded = (parameters_of(own) for own in (butler, load_butler(tmp_path, model)))
-    assert all(np.array_equal(array, loaded[name]) for name, array in trained.items())
-    figures = summary["figures"]
-    assert figures["oracle"]["hit_rate"] == 1.0 and figures["butler"]["hit_rate"] > figures["random"]["hit_rate"] + 0.02
-    assert summary == json.loads((tmp_path / "summary.json").read_text())
-    assert list((tmp_path / "events").iterdir())
-    assert [line["step"] for line in lines if "held_out/hit_rate" in line] == [60, 120]
-
-
 def test_published_settings():
     llama = models.Config(128, 2048, 64, num_layers=16, num_heads=32, num_kv_heads=8, max_positions=8192)
     assert settings_of(llama) == Settings(80_000_000, 2048, 1, 1e-3, 0.1, 20.0, 0.01, False, 0)
@@ -147,29 +102,3 @@ def test_the_command_trains(small, tmp_path, capsys, monkeypatch):
     summary = json.loads(capsys.readouterr().out)
     assert summary["steps"] == 3 and summary["data"]["names"] == ["python"] and summary["figures"]["oracle"]["mass"] > 0
     assert load_butler(tmp_path / "out", models.load(small)[0]).config.num_layers == 3
-
-
-@nightly  # five processes, each of which compiles a whole run
-def test_killed_is_uninterrupted_bit_for_bit(small, tmp_path):
-    words = (
-        "--data python --seq-len 16 --batch 2 --tokens 1280 --eval-rows 2 --eval-every 0 --save-every 1 --log-every 1"
-    )
-    command = [sys.executable, "-m", "train.butler", "--model", str(small), *words.split(), "--out"]
-
-    def start(name):
-        return subprocess.Popen([*command, str(tmp_path / name)], cwd=Path(__file__).parents[2])
-
-    assert start("whole").wait() == 0
-    for moment in ("checkpoints/*orbax-checkpoint-tmp*", "log.jsonl", "run.json"):  # while one is saved, and later
-        killed = start("parts")
-        while killed.poll() is None and not list((tmp_path / "parts").glob(moment)):
-            time.sleep(0.001)
-        killed.kill()
-        assert killed.wait() == -signal.SIGKILL
-    assert start("parts").wait() == 0
-    found = []
-    for name in ("whole", "parts"):
-        newest = max((tmp_path / name / "checkpoints").glob("[0-9]*"), key=lambda path: int(path.name))
-        digest = json.loads((newest / "progress/metadata").read_text())["digest"]  # of the optimiser's state, too
-        found.append((digest, (tmp_path / name / "butler.safetensors").read_bytes()))
-    assert found[0] == found[1]

@@ -89,25 +89,11 @@ def test_places_leave_the_other_rows_as_they_were(writer):
     assert rows[0] == rows[1]
 
 
-@pytest.mark.parametrize("kind", ["invented", "pieced"])
-def test_new_names_are_many(writer, kind):
-    rng = np.random.default_rng(1)
-    names = {data.invented_name(rng) if kind == "invented" else writer.pieced_name(rng) for _ in range(200)}
-    assert len(names) > 190
-    assert all(name[0].isupper() for name in names) and names.isdisjoint(coref_task.pools("test").names)
-
-
 def test_names_of_pieces_reach_every_token_of_the_tested_names(writer):
     rng = np.random.default_rng(0)
     reached = {token for _ in range(4000) for token in writer.encode(f" {writer.pieced_name(rng)}")}
     tested = {token for name in coref_task.pools("test").names for token in writer.encode(f" {name}")}
     assert tested <= reached
-
-
-def test_library_rows_are_the_training_sentences(writer):
-    level = LEVEL._replace(prose=1.0, library=1.0)
-    text = writer.tokenizer.decode(writer.row(level, np.random.default_rng(0))[0])
-    assert len(" ".join(sentence for sentence in prose.sentences("train") if sentence in text)) > 0.8 * len(text)
 
 
 def test_batches_follow_from_seed_and_step(writer):

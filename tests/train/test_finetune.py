@@ -1,7 +1,5 @@
 """Fine-tuning under a policy: the loss is that of the evaluations, a run lowers it, and its model loads."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -15,7 +13,7 @@ from safetensors.numpy import load_file
 import models
 from evals import loglikelihood
 from tests.models import reference
-from tests.tiers import matrix, nightly
+from tests.tiers import matrix
 from train import answers, finetune, loop, lora
 from train.text import Corpus
 
@@ -161,24 +159,6 @@ def test_a_step_on_several_devices_is_the_step_on_one(tmp_path):
     assert found[0][:2] == pytest.approx(found[1][:2], rel=1e-5)
     np.testing.assert_allclose(found[0][2], found[1][2], atol=1e-3)  # Adam's first step is lr times a sign
     assert len(state.parameters["layers.value"].sharding.device_set) == 4
-
-
-@nightly  # several whole runs of training
-@pytest.mark.parametrize("rank", [0, 2])
-def test_a_run_on_several_devices_resumes_bit_for_bit(rank, tmp_path):
-    models.save(tmp_path / "base", model())
-    mesh = models.parse_mesh("data=2")
-    loaded, _ = models.load(tmp_path / "base", mesh=mesh)
-
-    def run(name, **more):
-        settings = SETTINGS._replace(policy="tova", lora=rank)
-        return finetune.train(tmp_path / name, loaded, None, corpus(TEXT), settings, mesh=mesh, save_every=2, **more)
-
-    run("whole")
-    assert run("parts", stop_after=2)[1] is None
-    run("parts")
-    files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "parts")]
-    assert files[0] == files[1]
 
 
 @pytest.mark.bad_input

@@ -1,20 +1,15 @@
 """Training: a run that stops and resumes is a run that does not, and what it saves is what it trained."""
 
 import dataclasses
-import json
 
 import jax
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
 
 from evals import coref_task
-from models import commands
-from models.config import from_hugging_face
 from models.decoder import Decoder
 from models.save import save
-from tests.bad_input.campaign import state_of
-from tests.tiers import matrix, nightly
+from tests.tiers import matrix
 from train import data, retriever
 from train.circuit import init_parameters
 
@@ -49,43 +44,6 @@ def test_resumed_is_uninterrupted_bit_for_bit(tokenizer, config, tmp_path):
         assert not np.array_equal(whole[name], start[name]), name
     steps = [line for line in (tmp_path / "parts" / "log.jsonl").read_text().splitlines() if "first" in line]
     assert len(steps) == 2
-
-
-@matrix
-def test_a_folder_of_another_run_or_of_one_that_runs_is_refused(tokenizer, config, tmp_path):
-    def run(config, seed=0, resume=True):
-        options = dict(progress=False, evaluate_every=0, stop_after=1, seed=seed, resume=resume)
-        retriever.train(tmp_path, config, tokenizer, TINY, **options)
-
-    run(config)
-    with pytest.raises(ValueError, match="seed 0 there, 1 here"):
-        run(config, seed=1)
-    with pytest.raises(ValueError, match="intermediate_size 32 there, 64 here"):
-        run(dataclasses.replace(config, intermediate_size=64))
-    before = state_of(tmp_path)
-    with (tmp_path / commands.LOCK_FILE).open("ab") as held:
-        commands.lock(held, tmp_path)
-        for resume in (True, False):
-            with pytest.raises(ValueError, match="another run writes into"):
-                run(config, resume=resume)
-    assert state_of(tmp_path) == before
-
-
-@nightly  # several whole runs of training
-def test_goes_on_from_a_model_behind_the_last_step_of_its_log(tokenizer, config, tmp_path):
-    options = dict(progress=False, evaluate_every=0)
-    half = retriever.train(tmp_path / "first", config, tokenizer, TINY, stop_after=2, **options)
-    model = tmp_path / "model"
-    save(model, Decoder(config, jax.device_get(half)), tokenizer)
-    (model / "log.jsonl").write_text((tmp_path / "first" / "log.jsonl").read_text())
-    whole, again = (retriever.train(tmp_path / "later", config, tokenizer, TINY, begin=model, **options) for _ in "ab")
-    for name in half:
-        assert np.array_equal(whole[name], again[name]), name
-        assert not np.array_equal(whole[name], half[name]), name
-    lines = [json.loads(line) for line in (tmp_path / "later" / "log.jsonl").read_text().splitlines()]
-    assert [(line["step"], line["length"]) for line in lines] == [(2, 64), (4, 96)]
-    with pytest.raises(ValueError, match="first 2 there, 0 here"):
-        retriever.train(tmp_path / "later", config, tokenizer, TINY, **options)
 
 
 def test_a_model_that_the_recipe_did_not_make_is_refused(tokenizer, config, tmp_path):
@@ -166,17 +124,3 @@ def test_a_run_that_goes_on_reads_the_rest_of_its_phases():
 def test_the_rate_falls_as_the_recipe_says():
     rate = retriever.rate_schedule((retriever.Phase(100, 8, (0.02, 0.02), LEVEL), TINY[1]._replace(steps=10)))
     assert jax.jit(rate)(np.array([9, 60, 100, 105, 110])).tolist() == pytest.approx([0.004, 0.02, 0.02, 0.015, 0.01])
-
-
-def test_saved_layout_is_hugging_faces(config, tokenizer, tmp_path):
-    parameters = init_parameters(config, jax.random.key(0))
-    save(tmp_path, Decoder(config, parameters), tokenizer)
-    names = {path.name for path in tmp_path.iterdir()}
-    assert names == {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
-    tensors = load_file(tmp_path / "model.safetensors")
-    query = parameters["layers.query"][1]  # [E, N, D]
-    np.testing.assert_array_equal(tensors["model.layers.1.self_attn.q_proj.weight"], query.reshape(32, 32).T)
-    np.testing.assert_array_equal(tensors["model.layers.0.mlp.gate_proj.weight"], parameters["layers.gate"][0].T)
-    assert tensors["model.layers.0.self_attn.o_proj.weight"].shape == (32, 32) and "lm_head.weight" not in tensors
-    raw = json.loads((tmp_path / "config.json").read_text())
-    assert from_hugging_face(raw) == config

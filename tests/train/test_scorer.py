@@ -1,7 +1,5 @@
 """Training a scorer: targets are those of the definition, the loss falls, and what is saved is read."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 

@@ -1,7 +1,5 @@
 """Text for training: rows are the documents' ids, a position restores them exactly, and bad files end in a sentence."""
 
-from __future__ import annotations
-
 import gzip
 import importlib
 import itertools
@@ -133,31 +131,6 @@ def test_bad_lines_are_named_or_skipped_and_counted(tokenizer, tmp_path):
 def test_another_field_may_hold_the_text(tokenizer, tmp_path):
     corpus = open_corpus([write_lines(tmp_path / "a.jsonl", TEXTS, "body")], tokenizer, 32, field="body", eval_rows=1)
     assert corpus.held_out[0, 1:].tolist() == ids_of(tokenizer, TEXTS)[:31]
-
-
-def test_files_that_cannot_be_read_end_in_a_sentence(tokenizer, tmp_path, monkeypatch):
-    def complaint(error, match, *names):
-        with pytest.raises(error, match=match):
-            read(open_corpus([str(tmp_path / name) for name in names], tokenizer, 32, eval_rows=1), 600)
-
-    (tmp_path / "latin.txt").write_bytes("Käse ".encode("latin-1") * 100)
-    complaint(ValueError, "latin.txt is not UTF-8 text .byte 1.", "latin.txt")
-    (tmp_path / "book.pdf").write_bytes(b"%PDF")
-    complaint(ValueError, "book.pdf is of an unknown kind", "book.pdf")
-    whole = (tmp_path / "a.jsonl.gz", tmp_path / "a.jsonl.zst")
-    for path in whole:
-        write_lines(path, np.random.default_rng(0).permuted(TEXTS * 2).tolist())
-    whole[0].write_bytes(whole[0].read_bytes()[:-300])
-    complaint(ValueError, "a.jsonl.gz is cut short or damaged", "a.jsonl.gz")
-    whole[1].write_bytes(b"\0\0" + whole[1].read_bytes())
-    complaint(ValueError, "a.jsonl.zst is cut short or damaged", "a.jsonl.zst")
-    write_lines(tmp_path / "short.jsonl", TEXTS[:1])
-    complaint(ValueError, "less than one held-out row of 32", "short.jsonl")
-    write_lines(tmp_path / "little.jsonl", [" ".join(TEXTS[:4])])
-    complaint(ValueError, "holds no text after what is held out", "little.jsonl")
-    monkeypatch.setitem(sys.modules, "zstandard", None)
-    with pytest.raises(ImportError, match="pip install zstandard"):
-        open_corpus([str(whole[1])], tokenizer, 32)
 
 
 def test_a_data_set_needs_the_library(tokenizer, monkeypatch):

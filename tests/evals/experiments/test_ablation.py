@@ -124,24 +124,6 @@ def test_every_study_has_a_table_and_a_picture(study, tmp_path):
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_lines_of_reference_are_those_of_the_panels_question():
-    recall = {"after": (0.9, 0.2, 0.5), "agnostic": (0.8, 0.1, 0.4)}  # of all tokens, of recency, of the policy
-    points, references, results = [], [], {}
-    for question, (full, recency, policy) in recall.items():
-        runs = Run("full", None, question=question), Run(needle.RECENCY, 0.25, question=question)
-        asked = Run("tova", 0.25, question=question)
-        points.append(Point(question, "TOVA", 0.25, asked))
-        references += runs
-        for run, value in zip((*runs, asked), (full, recency, policy), strict=True):
-            results[run] = {"recall": value, "low": value, "high": value}
-    study = Study("x", "x", "budget", tuple(points), (), tuple(references))
-    for point, (full, recency, _) in zip(points, recall.values(), strict=True):
-        axis = report.pyplot().subplots()[1]
-        study_report._study_panel(axis, study, [point], results, needle.RECENCY)
-        drawn = {line.get_label(): line.get_ydata()[0] for line in axis.get_lines()}
-        assert (drawn["full cache"], drawn["recency"]) == (full, recency)
-
-
 def test_the_list_of_claims_is_made_of_the_files_that_hold_some(tmp_path):
     claim = {"paper": "CAOTE", "claim": "better\nthan", "verdict": "holds", "difference": 0.5, "low": 0.1, "high": 0.9}
     data = {"title": "A study", "samples": 7, "command": "python -m evals x", "claims": [claim]}
@@ -154,19 +136,6 @@ def test_the_list_of_claims_is_made_of_the_files_that_hold_some(tmp_path):
     assert "| CAOTE | better than | does not (all near 0) | +0.50 [+0.10, +0.90] | 0.00 and 0.50 |" in text
     assert "[a.json](a.json), 7 samples a setting, made by `python -m evals x`. Differences of recall." in text
     assert "Differences of cosine." in text and "c.json" not in text
-
-
-def test_claims_on_the_real_model_come_first_and_disagreements_last(tmp_path):
-    known, toy = claims.SAME_CLAIM[0]
-    claim = {"paper": "CAOTE", "claim": known, "verdict": "does not", "difference": -0.5, "low": -0.9, "high": -0.1}
-    data = {"title": "A study", "samples": 7, "command": "python -m evals x", "claims": [claim]}
-    (tmp_path / claims.REAL).mkdir()
-    (tmp_path / claims.REAL / "real.json").write_text(json.dumps(data))
-    other = {**claim, "claim": toy, "verdict": "holds", "difference": 0.5, "low": 0.1, "high": 0.9}
-    (tmp_path / "toy.json").write_text(json.dumps({**data, "claims": [other]}))
-    text = claims.markdown(tmp_path)
-    assert text.index("smollm2/real.json") < text.index("[toy.json]") < text.index("Where they disagree")
-    assert f"| CAOTE | {known} | does not, -0.50 [-0.90, -0.10] | holds, +0.50 [+0.10, +0.90] |" in text
 
 
 @pytest.fixture

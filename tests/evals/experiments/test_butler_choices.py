@@ -3,17 +3,11 @@
 import numpy as np
 import pytest
 
-import models
 from evals import choices, loglikelihood, selections
 from evals.experiments import butler_choices
 from tests.tiers import matrix
 
 TEXT = " ".join(f"A boat that had a crew of {i} men went by the old town of {i}." for i in range(9, 200))
-
-
-@pytest.fixture(scope="module")
-def retriever():
-    return models.load("retriever")
 
 
 @pytest.fixture(scope="module")

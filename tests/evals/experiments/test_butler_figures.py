@@ -7,16 +7,11 @@ import pytest
 
 from evals.__main__ import main
 from evals.experiments import butler_figures
-from tests.tiers import matrix
-
-TEXT = "The quick brown fox jumps over the lazy dog, and nobody has ever asked the dog what it thinks of that. " * 8
 
 
 @pytest.fixture
-def flags(tiny_folder, tmp_path):
-    path = tmp_path / "text.txt"
-    path.write_text(TEXT)
-    return ["--model", str(tiny_folder), "--text", str(path), "--chunk", "24", "--sequences", "4"]
+def flags(tiny_folder, text_file):
+    return ["--model", str(tiny_folder), "--text", str(text_file), "--chunk", "24", "--sequences", "4"]
 
 
 def test_agreement_by_hand():
@@ -51,26 +46,4 @@ def test_accuracy_is_written(flags, tmp_path, capsys):
     assert (data["evaluation"], data["sequences"]) == ("butler accuracy", 4)
     assert [r["select"] for r in data["results"]] == ["butler", "random"]
     assert all(f"{r['hit_rate']:.3f}" in printed for r in data["results"])
-    assert plot.read_bytes().startswith(b"\x89PNG")
-
-
-@matrix
-def test_agreement_is_written(flags, tmp_path, capsys):
-    out, plot = tmp_path / "out.json", tmp_path / "out.png"
-    assert main(["butler", "agreement", *flags, "--json", str(out), "--plot", str(plot)]) == 0
-    data = json.loads(out.read_text())
-    assert np.array(data["correlation"]).shape == (12, 12)
-    assert f"{data['consensus']:.3f}" in capsys.readouterr().out
-    assert plot.read_bytes().startswith(b"\x89PNG")
-
-
-@matrix
-def test_oracles_are_perplexities(flags, tmp_path, capsys):
-    out, plot = tmp_path / "out.json", tmp_path / "out.png"
-    given = ["--select", "oracle,oracle_eviction", "--sparsity", "0.7", "--json", str(out), "--plot", str(plot)]
-    assert main(["butler", "oracles", *flags, *given]) == 0
-    data = json.loads(out.read_text())
-    assert data["evaluation"] == "oracles"
-    assert [r["select"] for r in data["results"]] == ["full", "oracle", "oracle_eviction"]
-    assert "oracle_eviction" in capsys.readouterr().out
     assert plot.read_bytes().startswith(b"\x89PNG")

@@ -12,10 +12,10 @@ from evals import evaluator, perplexity
 from evals.__main__ import main
 from evals.experiments import rounding
 from evals.experiments.rounding import PAIRS, PLAIN, ROUNDINGS
+from tests.evals.conftest import TEXT
 from tests.tiers import matrix, nightly
 
 ROOT = Path(__file__).resolve().parents[3]
-TEXT = "The quick brown fox jumps over the lazy dog, and nobody has ever asked the dog what it thinks of that. " * 8
 
 
 def test_bytes_are_those_of_numbers_and_scales():
