@@ -253,9 +253,9 @@ def fixed_memory() -> str:
         recall = f"**{r['recall']:.2f}**" if r["budget"] and r["recall"] == best else f"{r['recall']:.2f}"
         held = f"{r['peak_cache_bytes'] / 2**20:.0f} MiB"
         lines.append(f"| {name} | {r['budget'] or 'all'} | {held} | {recall} [{r['low']:.2f}, {r['high']:.2f}] |")
-    settings = data["settings"]
-    lines += ["", f"{data['results'][0]['samples']} prompts of {settings['lengths']} tokens with {settings['facts']} facts, blocks of "
-              f"{settings['block']}. held: the most that the cache's arrays take."]  # fmt: skip
+    settings, prompts = data["settings"], data["results"][0]["samples"]
+    size = f"{settings['lengths']} tokens with {settings['facts']} facts, blocks of {settings['block']}"
+    lines += ["", f"{prompts} prompts of {size}. held: the most that the cache's arrays take."]
     return "\n".join(lines)
 
 
