@@ -303,7 +303,7 @@ def blank(
 
     check_measured(policy, layers, kv_heads)
     if policy is not None:
-        check_state(policy, head_dim, group)
+        check_state(policy, head_dim, kv_heads, group)
 
     def state(B: int, K: int, S: int) -> PyTree:
         return () if policy is None else policy.state(B, K, group, S, head_dim)

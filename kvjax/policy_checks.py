@@ -95,25 +95,26 @@ or protect fewer.
 
 
 @functools.cache
-def check_state(policy: Policy, head_dim: int, G: int) -> None:
+def check_state(policy: Policy, head_dim: int, K: int, G: int) -> None:
     """Check that each link's state has an entry per slot, or per head.
 
     Example:
         >>> import jax.numpy as jnp
         >>> import kvjax
         >>> from kvjax.policy_checks import check_state
-        >>> check_state(kvjax.Policy("sums", lambda B, K, G, S, D: jnp.zeros((B, S)), lambda *given: given[:2]), 8, 2)
+        >>> sums = kvjax.Policy("sums", lambda B, K, G, S, D: jnp.zeros((B, S)), lambda *given: given[:2])
+        >>> check_state(sums, head_dim=8, K=3, G=2)
         Traceback (most recent call last):
         ...
-        ValueError: the state of 'sums' has an array of shape (2, 5), where B, K, G, S, D = (2, 3, 2, 5, 8); its \
+        ValueError: the state of 'sums' has an array of shape (4, 5), where B, K, G, S, D = (4, 3, 2, 5, 8); its \
 arrays start with [B, K, S], or with [B, K] inside a kvjax.HeadState.
     """
-    sizes = (2, 3, G, 5, head_dim)  # no two of B, K, S alike
+    sizes = B, K, G, S, head_dim = (K + 1, K, G, K + 2, head_dim)  # no two of B, K, S alike
 
     def check(link: Policy, leaf: Any) -> None:
         of_head = isinstance(leaf, HeadState)
         shape = (leaf.value if of_head else leaf).shape
-        if shape[: 2 if of_head else 3] != ((2, 3) if of_head else (2, 3, 5)):
+        if shape[: 2 if of_head else 3] != ((B, K) if of_head else (B, K, S)):
             raise ValueError(
                 f"the state of {link.name!r} has an array of shape {shape}, where B, K, G, S, D = {sizes}; its arrays "
                 "start with [B, K, S], or with [B, K] inside a kvjax.HeadState."
@@ -136,8 +137,8 @@ def check_policy(policy: Policy, cache: KVCache | PagedCache, G: int) -> None:
             f"{policy.name!r} turns queries back by their positions in the text, but the cache's positions are "
             f"{cache.positions!r}; make it with positions='absolute'."
         )
-    check_state(policy, cache.head_dim, G)
     B, K = cache.heads_shape[-2:]
+    check_state(policy, cache.head_dim, K, G)
     made = jax.eval_shape(lambda: policy.state(B, K, G, 1, cache.head_dim))
     expected: Any = jax.tree.structure(made)
     if expected != jax.tree.structure(cache.state):

@@ -283,7 +283,7 @@ def test_a_predictors_width_is_filled_in_once():
 
 
 @pytest.mark.parametrize("marks", first(1, ["tova(heads='group')+critical(safe=0.5)", "sage(split='adaptive')"]))
-@pytest.mark.parametrize("link", first(2, ["pool(kernel=3)", "normalise", "chunks(size=2)", "caote"]))
+@pytest.mark.parametrize("link", first(2, ["pool(kernel=3)", "normalise", "chunks(size=2)"]))
 def test_a_mark_is_no_number_for_the_links_behind_it(marks, link):
     """Of float32's largest number, a mark on the number line, a share or a mean would be a number like others."""
     block = blocks.make(14)
