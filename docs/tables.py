@@ -247,12 +247,13 @@ def fixed_memory() -> str:
     """Make the table of needles on SmolLM2 inside a cache of fixed size, evicted from after every block."""
     data = read(f"{claims.REAL}/fixed-memory.json")
     best = max(r["recall"] for r in data["results"] if r["budget"])
-    lines = ["| policy | slots | held | recall |", "| --- | --- | --- | --- |"]
+    lines = ["| policy | budget | held | recall |", "| --- | --- | --- | --- |"]
     for r in sorted(data["results"], key=lambda r: (r["budget"] is not None, -r["recall"])):
         name = "recency" if r["policy"] == RECENCY else f"`{r['policy']}`"
         recall = f"**{r['recall']:.2f}**" if r["budget"] and r["recall"] == best else f"{r['recall']:.2f}"
         held = f"{r['peak_cache_bytes'] / 2**20:.0f} MiB"
-        lines.append(f"| {name} | {r['budget'] or 'all'} | {held} | {recall} [{r['low']:.2f}, {r['high']:.2f}] |")
+        budget = "all" if r["budget"] is None else f"{r['budget']:.0%}"
+        lines.append(f"| {name} | {budget} | {held} | {recall} [{r['low']:.2f}, {r['high']:.2f}] |")
     settings, prompts = data["settings"], data["results"][0]["samples"]
     size = f"{settings['lengths']} tokens with {settings['facts']} facts, blocks of {settings['block']}"
     lines += ["", f"{prompts} prompts of {size}. held: the most that the cache's arrays take."]

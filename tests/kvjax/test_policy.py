@@ -138,7 +138,7 @@ def growing(B, K, G, S, D):
             kvjax.base_score("flat", lambda o: o.key[..., 0]),
             r"'flat' returned scores of shape \(1, 2, 4\); expected \[B, K, G, S\], \(1, 2, 2, 4\), or \[B, K, 1, S\]",
         ),
-        (kvjax.Policy("few", per_row, lambda *given: given[:2]), r"the state of 'few' has an array of shape \(2, 5\)"),
+        (kvjax.Policy("few", per_row, lambda *given: given[:2]), r"the state of 'few' has an array of shape \(3, 4\)"),
         (
             kvjax.Policy("grows", growing, lambda scores, state, o: (scores, state[..., None])),
             r"'grows' returned a state of other arrays than it was given: \[\(1, 2, 4\)\] became \[\(1, 2, 4, 1\)\]",
