@@ -106,7 +106,7 @@ def foreseen(model, butler, tokens, select="butler"):
     query, key = (np.array(x, np.float64)[:, 0] for x in predict(model, butler, tokens))  # [L - 1, T, N, dim]
     wanted = np.einsum("ltnd,lsnd->lnts", query, key)
     if "max" in select:
-        wanted = np.stack([selections.largest_of_group(x.reshape(-1, x.shape[-1])) for x in wanted])
+        wanted = np.stack([selections.largest_of_group(x.reshape(len(x), -1)).reshape(x.shape) for x in wanted])
     return lambda layer, t, *_: wanted[layer - 1][:, t, : t + 1]
 
 
