@@ -44,7 +44,7 @@ class Protection(NamedTuple):
 
 
 class Marked(NamedTuple):
-    """What a link returns in place of scores where it decides that some tokens stay.
+    """Carries a link's scores and the tokens that it has decided to keep.
 
     ``scores`` are those of all tokens, which the links behind it read. ``stays`` are tokens that are kept before all
     others, after those that are protected, whatever later links make of their scores. For later links they count as

@@ -1,4 +1,4 @@
-"""What a run feeds, and when it evicts: prompts are cut into blocks, and blocks are put in order.
+"""Says what a run feeds, and when it evicts: cuts prompts into blocks, and puts the blocks in order.
 
 Nothing here knows a model. A schedule is a few stages; a stage repeats its steps, round after round, with other tokens
 each time. A step feeds one block to all layers: of the text, or a copy of a part of it, which the policy observes and

@@ -1,4 +1,4 @@
-"""Which positions the keys' rotations stand for; outputs of whole runs are compared in tests/campaign."""
+"""Tests which positions the keys' rotations stand for; tests/campaign compares the outputs of whole runs."""
 
 import functools
 

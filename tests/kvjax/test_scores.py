@@ -1,4 +1,4 @@
-"""What each link says of a block, against the NumPy reference of whole runs; and what holds for every link."""
+"""Compares what each link says of a block with the NumPy reference; and tests what holds for every link."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def unrotated(query: np.ndarray, position: np.ndarray, frequency: np.ndarray) ->
 
 
 def seen_by(policy: reference.Policy, block: blocks.Block, b: int) -> Seen:
-    """What the reference reads of one row: slots become the positions that they hold."""
+    """Return what the reference reads of one row: slots become the positions that they hold."""
     o, valid = jax.tree.map(np.asarray, block.observation), block.valid[b]
     position, P = o.position[b], int(o.next_position[b])
 
@@ -285,7 +285,7 @@ def test_a_predictors_width_is_filled_in_once():
 @pytest.mark.parametrize("marks", first(1, ["tova(heads='group')+critical(safe=0.5)", "sage(split='adaptive')"]))
 @pytest.mark.parametrize("link", first(2, ["pool(kernel=3)", "normalise", "chunks(size=2)"]))
 def test_a_mark_is_no_number_for_the_links_behind_it(marks, link):
-    """Of float32's largest number, a mark on the number line, a share or a mean would be a number like others."""
+    """Show it by a share or a mean, which of float32's largest number would be a number like others."""
     block = blocks.make(14)
     sure = scores(marks, block) == LARGEST
     assert sure.any()

@@ -1,4 +1,4 @@
-"""What a run that selects computes: the decoder under any mask, and the rules of the sources without a predictor."""
+"""Computes what a run that selects does: the decoder under any mask, and the rules of sources without a predictor."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def forward(
 def by_importance(
     importance: Callable[..., np.ndarray], budget: int | float | Fraction, sinks: int, rows: range
 ) -> Any:
-    """What these rows read: the best by ``importance(layer, t, query, key, logits so far)``, [N, t + 1], and sinks."""
+    """Return what these rows read: the best by ``importance(layer, t, query, key, logits so far)``, and sinks."""
 
     def read(layer: int, logits: list, query: np.ndarray, key: np.ndarray, visible: np.ndarray) -> np.ndarray:
         mask = visible.copy()
