@@ -15,8 +15,9 @@ from pathlib import Path
 
 import jax
 
-from tests.campaign.cases import SHARE, Case, draw, from_json, smaller
-from tests.campaign.checking import Outcome, check
+from tests.campaign.cases import SHARE, Case, from_json, smaller
+from tests.campaign.checking import Outcome
+from tests.campaign.ways import WAYS, check, draw
 from models.programs import make_room, memory_maps
 
 
@@ -53,6 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--eight-bits", type=float, default=SHARE, help="the share of programs with such caches; 1: all"
     )
+    parser.add_argument("--way", choices=WAYS, help="draws this way alone")
     parser.add_argument("--json", type=Path, help="writes counts and failures to a file")
     given = parser.parse_args(arguments)
     if given.case:
@@ -65,17 +67,22 @@ def main(arguments: list[str] | None = None) -> int:
     dimensions: dict[str, Counter[str]] = defaultdict(Counter)
     failures: list[tuple[Case, Outcome]] = []
     undecided: list[tuple[Case, Outcome]] = []
+    of_ways: dict[str, Counter[str]] = defaultdict(Counter)
+    spent: Counter[str] = Counter()
     program = 0
 
     def more() -> bool:
         return sum(kinds.values()) < given.cases if given.cases else time.monotonic() - start < given.seconds
 
     while more():
-        for case in draw(given.seed, program, given.eight_bits):
+        for case in draw(given.seed, program, given.eight_bits, only=given.way):
             if not more():
                 break
+            begun, (way,) = time.monotonic(), case.dimensions()["way"]
             outcome = check(case)
             kinds[outcome.kind] += 1
+            of_ways[way][outcome.kind] += 1
+            spent[way] += time.monotonic() - begun
             for dimension, values in case.dimensions().items():
                 dimensions[dimension].update(set(values))
             if outcome.fails:
@@ -96,6 +103,9 @@ def main(arguments: list[str] | None = None) -> int:
     taken = time.monotonic() - start
     for dimension, counts in dimensions.items():
         print(f"{dimension:>12}: " + ", ".join(f"{value} {count}" for value, count in sorted(counts.items())))
+    for way, counts in sorted(of_ways.items()):
+        said = ", ".join(f"{kind} {count}" for kind, count in counts.items())
+        print(f"{way:>12}: {counts.total()} cases in {spent[way]:.0f} s: {said}")
     cases = sum(kinds.values())
     print(f"{cases} cases in {taken:.0f} s ({60 * cases / taken:.0f} a minute), {program} programs, seed {given.seed}")
     print(", ".join(f"{kind} {count}" for kind, count in kinds.items()))
@@ -107,6 +117,7 @@ def main(arguments: list[str] | None = None) -> int:
     if given.json:
         report = {
             "seed": given.seed, "seconds": taken, "cases": cases, "programs": program, "kinds": kinds,
+            "ways": of_ways,
             "dimensions": dimensions, "smallest": smallest and str(smallest[0]),
             **{
                 name: [{"case": str(case), "kind": o.kind, "why": o.why} for case, o in some]

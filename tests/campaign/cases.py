@@ -53,6 +53,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 ONE_WINDOW = ("mistral", "mixtral", "phi3")
 WINDOWED = (*ONE_WINDOW, "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "smollm3")
 EIGHT_BITS = ("int8", "float8_e4m3fn", "int8/float32", "float32/int8", "float8_e4m3fn/int8", "float32/float8_e4m3fn")
+BY_LAYER = " by layer"  # ends a way whose library calls one layer after the other
 SHARE = 0.15  # of the programs whose caches are in eight bits
 BIASED = ("llama", "qwen3", "olmo2", "granite")
 
@@ -86,6 +87,7 @@ class Case:
     page_size: int = 16
     mesh: tuple[int, int] | None = None  # data, tensor
     cache_dtype: str | None = None  # one of EIGHT_BITS; None is the model's
+    way: str = ""  # of ways.WAYS, and what is asked of it: "select: oracle"; "" for the entry alone
 
     @property
     def dtypes(self) -> tuple[str, str]:
@@ -94,7 +96,7 @@ class Case:
         return parts[0], parts[-1]
 
     def __post_init__(self) -> None:
-        for path in re.findall(r"file='([^']*)'", self.policy):
+        for path in calibrations(self.policy):
             _write_calibration(Path(path))
 
     def __str__(self) -> str:
@@ -167,10 +169,16 @@ class Case:
             "budget": [type(self.budget).__name__ + (" over a prompt" if over else "")],
             "page_size": [str(self.page_size) if "@" in self.policy else "no pages"],
             "entry": [self.entry],
+            "way": [self.way.split(":")[0] or "plain"],
             "mesh": ["none" if self.mesh is None else "x".join(map(str, self.mesh))],
             "tokens": [self.tokens],
             "cache_dtype": [self.cache_dtype or "the model's"],
         }
+
+
+def calibrations(policy: str) -> list[str]:
+    """The files that a policy's name has."""
+    return re.findall(r"file='([^']*)'", policy)
 
 
 def calibration(name: str, layers: int, kv_heads: int) -> str:
@@ -449,6 +457,8 @@ def smaller(case: Case) -> Iterator[Case]:
         except (ValueError, KeyError, StopIteration):
             pass
 
+    yield from but(way="")
+    yield from but(way=case.way.removesuffix(BY_LAYER))
     if case.mesh is not None:
         yield from but(mesh=None)
     if case.cache_dtype is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import traceback
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,8 +18,6 @@ from models.parameters import partition
 from tests.campaign.cases import Case
 from tests.models import reference
 
-LOGITS = 2e-3  # what float32 may lose of logits of a few units; rows of attention that see other tokens differ by 0.1
-ROWS = 1e-3  # of keys and values
 TRIES = 60  # runs of the reference that look for the near choices that would explain a mismatch
 
 
@@ -40,46 +38,86 @@ class Outcome(NamedTuple):
         return self.kind in ("tie", "differs", "raises")
 
 
-class _Row(NamedTuple):
-    """What the library gave for one row. Kept positions are bool [L, K, P]."""
+class Loss(NamedTuple):
+    """What rounding may make of numbers, relative to them; ``small`` and ``rows`` to the largest at hand."""
+
+    near: float = reference.NEAR  # of scores
+    small: float = reference.SMALL  # of scores that are small differences
+    rows: float = 1e-3  # of keys and values
+    logits: float = 2e-3  # rows of attention that see other tokens differ by 0.1
+
+
+FLOAT32 = Loss()
+
+
+class Held(NamedTuple):
+    """Which positions the heads hold, [L, B, K, P], and their keys and values; [L, K, P] of one row."""
+
+    kept: np.ndarray
+    key: np.ndarray  # [*, D], where kept
+    value: np.ndarray
+    following: Any  # the next position, [B] or of the row
+
+    def row(self, row: int) -> Held:
+        return Held(self.kept[:, row], self.key[:, row], self.value[:, row], int(self.following[row]))
+
+
+class Row(NamedTuple):
+    """What the library gave for one row; None for what is not known, and at the end of ``held`` if it isn't."""
 
     tokens: list[int] | None
     logits: np.ndarray | None  # [P, V] or, of the last token, [V]
-    kept: np.ndarray
-    key: np.ndarray  # [L, K, P, D], where kept
-    value: np.ndarray
-    next_position: int
-    history: list[np.ndarray]
+    held: Held | None
+    history: list[np.ndarray | None]  # kept positions behind each block or step
 
 
-def check(case: Case) -> Outcome:
-    """Runs a case."""
-    weights = reference.parameters(case.config, case.seed)
-    try:
-        rows = _library(case, weights)
-    except Exception as error:
-        return Outcome("raises", f"{type(error).__name__}: {error}\n{traceback.format_exc(limit=-3)}")
-    worst = Outcome("ok")
-    order = ("ok", "undecided", "blurred", "tie", "differs")
-    for number, row in enumerate(rows):
-        outcome = _check_row(case, weights, number, row)
-        worst = max(worst, outcome, key=lambda o: order.index(o.kind))
-    return worst
+def check(
+    case: Case,
+    weights: dict[str, np.ndarray] | None = None,
+    wide: dict[str, np.ndarray] | None = None,
+    loss: Loss = FLOAT32,
+) -> Outcome:
+    """Runs a case and holds it against the reference.
+
+    ``weights`` are those of the case unless given; ``wide`` are the same for the reference, if they are too narrow.
+    """
+    weights = weights_of(case) if weights is None else weights
+    rows = _library(case, weights)
+    return worst(against(case, wide or weights, number, row, loss=loss) for number, row in enumerate(rows))
 
 
-def _check_row(case: Case, weights: dict[str, np.ndarray], number: int, row: _Row) -> Outcome:
-    prompt = case.prompts()[number, : case.lengths[number]]
-    generates = case.entry in ("generate", "stream")
+def worst(outcomes: Iterable[Outcome]) -> Outcome:
+    """The first of those that say the most against the library."""
+    order = ("ok", "undecided", "blurred", "tie", "differs", "raises")
+    return max(outcomes, key=lambda outcome: order.index(outcome.kind), default=Outcome("ok"))
+
+
+def weights_of(case: Case) -> dict[str, np.ndarray]:
+    return reference.parameters(case.config, case.seed)
+
+
+def against(
+    case: Case,
+    weights: dict[str, np.ndarray],
+    number: int,
+    row: Row,
+    prompt: Sequence[int] | None = None,
+    loss: Loss = FLOAT32,
+    **changes: Any,
+) -> Outcome:
+    """Holds a row against the reference's run of it; ``changes`` are of what is asked of the reference."""
+    prompt = case.prompts()[number, : case.lengths[number]] if prompt is None else prompt
     settings: dict[str, Any] = dict(
         policy=None if case.policy == "full" else reference.policy(case.policy),
         budget=None if case.policy == "full" else case.budget,
         block=case.block,
         when=case.when,
         question=0 if case.question is None else case.question[number],
-        new_tokens=case.new if generates else 0,
+        new_tokens=0 if row.tokens is None else case.new,
         evict_every=case.evict_every,
         end=case.end,
         dtypes=case.dtypes,
+        loss=(loss.near, loss.small),
     )
     if case.base == "butler":
         butler = reference.butler(case.config, case.seed)
@@ -88,16 +126,21 @@ def _check_row(case: Case, weights: dict[str, np.ndarray], number: int, row: _Ro
     if case.base == "zap":
         state = nnx.to_pure_dict(nnx.state(reference.scorer(case.config, case.seed)))
         settings["scorer"] = {name: np.asarray(array, np.float64) for name, array in state.items()}
+    settings |= changes
     # As it is; then with near choices as the library seems to have made them: what it holds afterwards, or at the end,
     # stayed; then, one after the other and together, with near choices the other way.
-    ways: list[tuple[frozenset[int], list[np.ndarray]]] = [(frozenset(), []), (frozenset(), [*row.history, row.kept])]
+    ways: list[tuple[frozenset[int], list[np.ndarray]]] = [(frozenset(), [])]
+    if seen := _filled([*row.history, *([] if row.held is None else [row.held.kept])]):
+        ways.append((frozenset(), seen))
     first, wide, tries = "", False, 0
     while ways and tries < TRIES:
         tries += 1
         flips, held = ways.pop(0)
-        known = tuple(np.where(row.kept[..., None], x, np.nan) for x in (row.key, row.value)) if held else None
+        known = None
+        if held and row.held is not None:
+            known = tuple(np.where(row.held.kept[..., None], x, np.nan) for x in (row.held.key, row.held.value))
         run = reference.run(weights, case.config, prompt, flips=flips, held=held, known=known, **settings)
-        difference = _difference(row, run)
+        difference = _difference(row, run, loss)
         if not difference:
             turned = [near for near in run.choices.near if near.turned]
             gaps = f"row {number}: gaps of {', '.join(f'{near.gap:.0e}' for near in turned)}"
@@ -110,26 +153,36 @@ def _check_row(case: Case, weights: dict[str, np.ndarray], number: int, row: _Ro
     return Outcome("blurred" if wide or ways else "differs", first)
 
 
-def _difference(row: _Row, run: reference.Run) -> str:
+def _filled(history: list[np.ndarray | None]) -> list[np.ndarray]:
+    """What is not known is as it is next."""
+    filled: list[np.ndarray] = []
+    for kept in reversed(history):
+        if kept is not None or filled:
+            filled.append(filled[-1] if kept is None else kept)
+    return filled[::-1]
+
+
+def _difference(row: Row, run: reference.Run, loss: Loss) -> str:
     """In words, "" where there is none."""
     if row.tokens is not None and row.tokens != run.tokens:
         return f"tokens {row.tokens}, expected {run.tokens}"
     P = run.kept.shape[-1]
-    if row.next_position != P:
-        return f"next position {row.next_position}, expected {P}"
     for step, (kept, expected) in enumerate(zip(row.history, run.history, strict=False)):
-        if where := _wrong(kept, expected):
+        if kept is not None and (where := _wrong(kept, expected)):
             return f"behind block or step {step}: {where}"
-    if where := _wrong(row.kept, run.kept):
-        return where
-    for what, got, expected in (("keys", row.key, run.key), ("values", row.value, run.value)):
-        error = np.where(run.kept[..., None], abs(got[..., :P, :] - expected), 0).max()
-        if not error < ROWS * max(1, abs(expected).max()):
-            return f"{what} off by {error:.1e}"
+    if row.held is not None:
+        if row.held.following != P:
+            return f"next position {row.held.following}, expected {P}"
+        if where := _wrong(row.held.kept, run.kept):
+            return where
+        for what, got, expected in (("keys", row.held.key, run.key), ("values", row.held.value, run.value)):
+            error = np.where(run.kept[..., None], abs(got[..., :P, :] - expected), 0).max()
+            if not error < loss.rows * max(1, abs(expected).max()):
+                return f"{what} off by {error:.1e}"
     if row.logits is not None:
         expected = run.logits if row.logits.ndim == 2 else run.logits[-1]
         error = abs(row.logits - expected).max()
-        if not error < LOGITS * max(1, abs(expected).max()):
+        if not error < loss.logits * max(1, abs(expected).max()):
             return f"logits off by {error:.1e}"
     return ""
 
@@ -144,71 +197,77 @@ def _wrong(kept: np.ndarray, expected: np.ndarray) -> str:
     return where and f"[layer, head, position] {where}"
 
 
-def _library(case: Case, weights: dict[str, np.ndarray]) -> list[_Row]:
-    model, B = _model(case, weights), len(case.lengths)
-    lengths = np.array(case.lengths)
-    settings: dict[str, Any] = dict(
-        policy=case.policy,
-        budget=None if case.policy == "full" else case.budget,
-        block=case.block,
-        when=case.when,
-        question=None if case.question is None else np.array(case.question),
-        page_size=case.page_size,
-        butler=reference.butler(case.config, case.seed) if case.base == "butler" else None,
-        scorer=reference.scorer(case.config, case.seed) if case.base == "zap" else None,
-        cache_dtype=case.cache_dtype,
+def settings_of(case: Case, **changes: Any) -> dict[str, Any]:
+    """What the library's functions are asked for."""
+    return (
+        dict(
+            policy=case.policy,
+            budget=None if case.policy == "full" else case.budget,
+            block=case.block,
+            when=case.when,
+            page_size=case.page_size,
+            butler=reference.butler(case.config, case.seed) if case.base == "butler" else None,
+            scorer=reference.scorer(case.config, case.seed) if case.base == "zap" else None,
+            cache_dtype=case.cache_dtype,
+        )
+        | changes
     )
+
+
+def _library(case: Case, weights: dict[str, np.ndarray]) -> list[Row]:
+    model, B = model_of(case, weights), len(case.lengths)
+    lengths = np.array(case.lengths)
+    settings = settings_of(case, question=None if case.question is None else np.array(case.question))
     tokens: list[list[int]] | list[None] = [None] * B
     logits: Any = [None] * B
-    blocks: list[_Held] = []
-    steps: list[_Held] = []
+    blocks: list[Held] = []
+    steps: list[Held] = []
     if case.entry in ("prefill", "prefill all"):
         outputs = "all" if case.entry == "prefill all" else "last"
         cache, logits = models.prefill(model, case.prompts(), lengths, outputs=outputs, **settings)
         logits = np.asarray(logits, np.float64)
         if outputs == "all":
             logits = [logits[row, :n] for row, n in enumerate(lengths)]
-        held = _held(cache)
+        held = held_of(cache)
     else:
         settings |= dict(lengths=lengths, max_new_tokens=case.new, evict_every=case.evict_every, end=case.end)
         if case.entry == "generate":
             out = models.generate(model, case.prompts(), **settings)
-            host, counts = np.asarray(out.tokens), np.asarray(out.lengths)
-            tokens = [host[row, :n].tolist() for row, n in enumerate(counts)]
-            assert all((host[row, n:] == case.config.pad).all() for row, n in enumerate(counts)), (
-                "tokens behind the end"
-            )
-            held = _held(out.cache)
+            tokens, held = answers(case, out), held_of(out.cache)
         else:
-            tokens, held = [[] for _ in range(B)], None
-            for step, cache in models.stream(
-                model, case.prompts(), on_cache=lambda c: blocks.append(_held(c)), **settings
-            ):
-                held = _held(cache)
-                steps.append(held)
-                for row, token in enumerate(step.tolist()):
-                    if token >= 0:
-                        tokens[row].append(token)  # type: ignore[union-attr]
+            tokens, steps = streamed(model, case.prompts(), on_cache=lambda c: blocks.append(held_of(c)), **settings)
+            held = steps[-1]
     questions = np.zeros(B, int) if case.question is None else np.array(case.question)
     counts = -(-(lengths - questions) // case.block)  # of each row's blocks before its question, which end together
     rows = []
     for row in range(B):
         history = blocks[counts.max() - counts[row] : counts.max()] + steps[1:]
-        kept, key, value, following = held  # type: ignore[misc]
-        rows.append(
-            _Row(
-                tokens[row], logits[row], kept[:, row], key[:, row], value[:, row], int(following[row]),
-                [then[0][:, row] for then in history],
-            )
-        )  # fmt: skip
+        rows.append(Row(tokens[row], logits[row], held.row(row), [then.kept[:, row] for then in history]))
     return rows
 
 
-_Held = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+def answers(case: Case, out: models.Generation) -> list[list[int]]:
+    """Each row's tokens, up to where it ended; behind that there is padding."""
+    host, counts = np.asarray(out.tokens), np.asarray(out.lengths)
+    assert all((host[row, n:] == case.config.pad).all() for row, n in enumerate(counts)), "tokens behind the end"
+    return [host[row, :n].tolist() for row, n in enumerate(counts)]
 
 
-def _held(cache: Any) -> _Held:
-    """Which positions each head holds, [L, B, K, P], their keys and values, and the next position of each row."""
+def streamed(model: Decoder, prompts: Any, **settings: Any) -> tuple[list[list[int]], list[Held]]:
+    """Each row's tokens, and what is held behind each step."""
+    tokens: list[list[int]] = [[] for _ in prompts]
+    steps = []
+    for step, cache in models.stream(model, prompts, **settings):
+        steps.append(held_of(cache))
+        for row, token in enumerate(step.tolist()):
+            if token >= 0:
+                tokens[row].append(token)
+    return tokens, steps
+
+
+def held_of(cache: Any) -> Held:
+    """Reads a cache in NumPy."""
+    cache = models.stacked(cache)
     if isinstance(cache, SplitCache):
         layers = [cache.layer(layer) for layer in range(cache.heads_shape[0])]
         cache = dataclasses.replace(jax.tree.map(lambda *x: np.stack(x), *layers), next_position=cache.next_position)
@@ -227,7 +286,7 @@ def _held(cache: Any) -> _Held:
         array = np.zeros((*x.shape[:3], P + 1, x.shape[-1]))
         np.put_along_axis(array, np.broadcast_to(place, x.shape), x, axis=3)
         rows.append(array[..., :P, :])
-    return count.astype(bool), *rows, np.asarray(cache.next_position)  # type: ignore[return-value]
+    return Held(count.astype(bool), *rows, np.asarray(cache.next_position))
 
 
 def _floats(cache: Any, side: str) -> np.ndarray:
@@ -236,7 +295,7 @@ def _floats(cache: Any, side: str) -> np.ndarray:
     return wide if scale is None else wide * np.asarray(scale, np.float64)[..., None]
 
 
-def _model(case: Case, weights: dict[str, np.ndarray]) -> Decoder:
+def model_of(case: Case, weights: dict[str, np.ndarray]) -> Decoder:
     if case.mesh is None:
         return reference.decoder(case.config, weights)
     data, tensor = case.mesh

@@ -16,7 +16,8 @@ from kvjax.allocation import ALLOCATIONS
 from kvjax.chains import LINKS
 from models.config import ARCHITECTURES
 from tests.campaign.cases import Case, calibration, draw, from_json
-from tests.campaign.checking import Outcome, check
+from tests.campaign.checking import Outcome
+from tests.campaign.ways import check
 
 FILE = Path(__file__).with_suffix(".jsonl")
 SIZES = dict(layers=2, kv_heads=2, group=2, rows=3, block=4, width=21)

@@ -18,7 +18,8 @@ from models.config import ARCHITECTURES
 from tests.campaign import __main__ as campaign
 from tests.campaign import checking
 from tests.campaign.cases import EIGHT_BITS, FAMILIES, Case, draw, from_json, smaller
-from tests.campaign.checking import Outcome, check
+from tests.campaign.checking import Outcome
+from tests.campaign.ways import check
 from tests.models import reference
 from tests.models.reference import eight_bits, policies
 from tests.models.reference.choices import Choices
@@ -116,16 +117,16 @@ def with_kept(change):
 
     def changed(case, weights):
         rows = library(case, weights)
-        kept = rows[0].kept.copy()
+        kept = rows[0].held.kept.copy()
         change(kept)
-        return [rows[0]._replace(kept=kept), *rows[1:]]
+        return [rows[0]._replace(held=rows[0].held._replace(kept=kept)), *rows[1:]]
 
     return changed
 
 
 def test_one_token_more_less_or_another_is_a_failure(monkeypatch):
     assert check(CASE).kind == "ok"
-    kept = checking._library(CASE, reference.parameters(CASE.config))[0].kept[1, 0]
+    kept = checking._library(CASE, reference.parameters(CASE.config))[0].held.kept[1, 0]
     held, lost = np.argmax(kept), np.argmin(kept)
     for gone, come in ((held, None), (None, lost), (held, lost)):
 
@@ -209,7 +210,8 @@ def with_rows(change):
 
     def changed(case, weights):
         rows = library(case, weights)
-        return [rows[0]._replace(key=change(rows[0].key)), *rows[1:]]
+        held = rows[0].held
+        return [rows[0]._replace(held=held._replace(key=change(held.key))), *rows[1:]]
 
     return changed
 
@@ -217,7 +219,7 @@ def with_rows(change):
 def test_a_row_one_step_off_is_a_failure_and_so_is_a_cache_that_does_not_round(monkeypatch):
     eight = dataclasses.replace(CASE, cache_dtype="int8")
     assert check(eight).kind == "ok"
-    key = checking._library(eight, reference.parameters(eight.config))[0].key
+    key = checking._library(eight, reference.parameters(eight.config))[0].held.key
     step = np.abs(key).max(axis=-1, keepdims=True) / 127
     one = np.zeros(key.shape)
     one[1, 0, np.argmax(key[1, 0, :, 0] != 0), 0] = 1

@@ -6,13 +6,13 @@ are those of the papers and of docs/architecture.md. ``decoder`` runs, ``policie
 are those of tests/kvjax/contests.py.
 """
 
-from tests.models.reference.choices import Choices, Near
+from tests.models.reference.choices import NEAR, SMALL, Choices, Near
 from tests.models.reference.decoder import Run, inverse_frequencies, norm, rope, run, softmax
 from tests.models.reference.made import butler, decoder, masked_logits, parameters, scorer
 from tests.models.reference.policies import Policy, policy
 from tests.models.reference.predictor import predicted
 
 __all__ = [
-    "Choices", "Near", "Policy", "Run", "butler", "decoder", "inverse_frequencies", "masked_logits", "norm",
-    "parameters", "policy", "predicted", "rope", "run", "scorer", "softmax",
+    "NEAR", "SMALL", "Choices", "Near", "Policy", "Run", "butler", "decoder", "inverse_frequencies", "masked_logits",
+    "norm", "parameters", "policy", "predicted", "rope", "run", "scorer", "softmax",
 ]  # fmt: skip

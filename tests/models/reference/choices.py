@@ -27,10 +27,14 @@ class Near(NamedTuple):
 
 
 class Choices:
-    """Makes the choices of a run, and notes those that are near. ``flips`` are numbers of choices to make otherwise."""
+    """Makes the choices of a run, and notes those that are near.
 
-    def __init__(self, flips: frozenset[int] = frozenset()):
+    ``flips`` are numbers of choices to make otherwise, ``loss`` what rounding may make of scores: NEAR and SMALL.
+    """
+
+    def __init__(self, flips: frozenset[int] = frozenset(), loss: tuple[float, float] = (NEAR, SMALL)):
         self.flips = flips
+        self.loss, self.small = loss
         self.near: list[Near] = []
         self.made = 0
 
@@ -70,7 +74,7 @@ class Choices:
         result = ranking[:number]
 
         plain = abs(s) < LARGEST / 2
-        off = NEAR / 2 * abs(np.where(plain, s, 0)) + SMALL / 2 * abs(s[plain]).max() + tie
+        off = self.loss / 2 * abs(np.where(plain, s, 0)) + self.small / 2 * abs(s[plain]).max() + tie
         off = np.where(plain, off + (0 if noise is None else np.asarray(noise)), 0)
         lowest, highest = (s - off)[ranking[:number]].min(), (s + off)[ranking[number:]].max()
         near = [i for i in ranking[:number] if s[i] - off[i] <= highest]
@@ -97,7 +101,7 @@ class Choices:
         mine, self.made = self.made, self.made + 1
         closest = int(np.argmin(abs(x - limit)))
         result = x < limit
-        if abs(x[closest] - limit) <= NEAR * abs(limit):
+        if abs(x[closest] - limit) <= self.loss * abs(limit):
             gap = float(abs(x[closest] - limit) / max(abs(limit), 1e-30))
             self.near.append(Near(mine, gap, turned=mine in self.flips, tie=False, wide=False))
             if mine in self.flips:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from tests.kvjax import contests
-from tests.models.reference.choices import LARGEST, Choices
+from tests.models.reference.choices import LARGEST, NEAR, SMALL, Choices
 from tests.models.reference.eight_bits import rounded
 from tests.models.reference.policies import Leaving, Policy, Seen
 from tests.models.reference.predictor import predicted
@@ -55,6 +55,8 @@ def run(
     scorer: dict[str, np.ndarray] | None = None,
     dtypes: tuple[str, str] = ("float32", "float32"),
     known: tuple[np.ndarray, np.ndarray] | None = None,
+    loss: tuple[float, float] = (NEAR, SMALL),
+    turns: Sequence[int] = (),
 ) -> Run:
     """One prompt, then a greedy answer. The last ``question`` tokens are fed when the rest was evicted from.
 
@@ -62,8 +64,9 @@ def run(
     ``scorer`` those of a linear scorer. ``dtypes`` are those of keys and values: in eight bits rows are rounded when
     they enter, and ``known`` are keys and values [L, K, P, D] that say where numbers half way between two fell, or NaN.
     ``flips`` are choices to make the other way; where rounding may turn a choice, the tokens ``held`` [L, K, P] behind
-    the block or step are taken (see ``Choices``), the last entry of ``held`` serving those that have none. Without
-    ``evict_every`` a policy evicts in decode at every step, or once in as many steps as its window has queries.
+    the block or step are taken (see ``Choices``, also for ``loss``), the last entry of ``held`` serving those that have
+    none. Without ``evict_every`` a policy evicts in decode at every step, or once in as many steps as its window has
+    queries. Earlier ``turns`` ended where these say, each a prompt of its own without an answer.
     """
     if isinstance(budget, float):
         budget = math.ceil(round(budget * len(prompt), 6))
@@ -71,7 +74,7 @@ def run(
         evict_every = 0 if policy is None else policy.window or 1
         if policy is not None and policy.repeats is not None:
             evict_every = 64 if when == "block" else 0
-    choices = Choices(flips)
+    choices = Choices(flips, loss)
     repeats, pseudo = (None, None) if policy is None else (policy.repeats, policy.pseudo)
     once = pseudo is not None
     more = len(prompt) + new_tokens + OVERLAP if repeats else pseudo[0] if pseudo else 0
@@ -83,7 +86,9 @@ def run(
     limit, fills = budget or 0, policy is None or policy.allocation != "threshold"
     compresses = repeats is None or when == "prompt" or context > limit or not fills
     after = min(context, limit)
-    for start, stop in _blocks(0, context, block):
+    ends = [*turns, context]
+    assert not turns or not (repeats or pseudo)
+    for start, stop in itertools.chain(*(_blocks(*turn, block) for turn in itertools.pairwise([0, *ends]))):
         logits.append(model.feed(prompt[start:stop]))
         if repeats is not None and when == "block" and compresses:
             model.recite(prompt, [(start, stop) for start, stop in _blocks(start, stop, repeats[0])], *repeats[1:])
@@ -91,7 +96,7 @@ def run(
             model.recite(prompt, _parts(0, context, repeats[0]), *repeats[1:])
         if pseudo is not None and stop == context:
             model.look_ahead(prompt[:context], *pseudo)
-        if policy is not None and ((when == "block" and not once) or stop == context) and compresses:
+        if policy is not None and ((when == "block" and not once) or stop in ends) and compresses:
             model.evict(policy, budget, len(history), settled=False)
         history.append(model.kept[:, :, : model.length].copy())
     for start, stop in _blocks(context, len(prompt), block):

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tests.kvjax import contests
-from tests.models.reference.choices import LARGEST, SMALL, TIE, Choices
+from tests.models.reference.choices import LARGEST, TIE, Choices
 
 
 class Seen(NamedTuple):
@@ -370,7 +370,7 @@ def kvzip(*, chunk: int = 2048, sinks: int = 4, visible: str = "part", measure: 
 
     def score(_: Scores, seen: Seen) -> Scores:
         # Equal tokens score equally if a sliding window hides what differs before them, but not in float32.
-        seen.noise[:] = SMALL * seen.recited
+        seen.noise[:] = seen.choices.small * seen.recited
         return seen.recited[:, None]
 
     return Link(score, ((sinks, 0),), repeats=(chunk, sinks, visible, measure))

@@ -1,0 +1,821 @@
+"""Ways that a run may take beside ``generate`` and ``stream``, each held against the reference or against another way.
+
+``WAYS`` has them by name. A case's ``way`` is such a name, and behind a colon what is asked of it; " by layer" at its
+end has the library call one layer after the other. ``draw`` gives a share of the programs a way that fits them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import os
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import kvjax
+import models
+from kvjax.policy import allocated
+from models import by_layer
+from tests.campaign import cases
+from tests.campaign.cases import BY_LAYER, SHARE, Case, least_budget
+from tests.campaign.checking import (
+    Held,
+    Loss,
+    Outcome,
+    Row,
+    against,
+    answers,
+    held_of,
+    model_of,
+    settings_of,
+    streamed,
+    weights_of,
+    worst,
+)
+from tests.campaign.checking import check as plain
+from tests.models import reference
+from tests.models.reference import selections
+
+OK = Outcome("ok")
+SHARE_OF_WAYS = 0.6  # of the programs
+
+
+class Way(NamedTuple):
+    """``check`` runs a case, given what is asked of the way; ``fits`` tells which cases it can; ``asked``: of what."""
+
+    check: Callable[[Case, str], Outcome]
+    fits: Callable[[Case], bool] = lambda case: True
+    asked: Sequence[str] = ("",)
+    by_layer: bool = True  # whether it may be asked for by layer
+    changes: Mapping[str, Any] = MappingProxyType({})
+
+
+def draw(
+    seed: int, number: int, eight_bits: float = SHARE, *, only: str | None = None, share: float = SHARE_OF_WAYS
+) -> Iterator[Case]:
+    """The cases of a program, as ``cases.draw`` gives them, with a way in a share of the programs or with one alone."""
+    drawn = list(cases.draw(seed, number, eight_bits))
+    d = cases._Draw(np.random.default_rng([seed, number, 33]))
+    if only is None and not d.maybe(share):
+        yield from drawn
+        return
+    fitting = [name for name, way in WAYS.items() if only in (None, name) and way.fits(drawn[0])]
+    if fitting:
+        name = "files" if "files" in fitting and d.maybe(0.5) else d.one(*fitting)
+        way = WAYS[name]
+        asked, layers = d.one(*way.asked), BY_LAYER if way.by_layer and d.maybe(0.25) else ""
+        for case in drawn:
+            changes = dict(way.changes) | dict(way=f"{name}: {asked}".removesuffix(": ") + layers)
+            yield dataclasses.replace(case, **changes)
+
+
+def check(case: Case) -> Outcome:
+    """Runs a case by its way."""
+    way, layers = case.way.removesuffix(BY_LAYER), case.way.endswith(BY_LAYER)
+    name, _, asked = way.partition(": ")
+    if way == "by layer":
+        layers, name = True, ""
+    try:
+        with layer_by_layer() if layers else contextlib.nullcontext():
+            return plain(case) if not name else WAYS[name].check(case, asked)
+    except Exception as error:
+        return Outcome("raises", f"{type(error).__name__}: {error}\n{traceback.format_exc(limit=-3)}")
+
+
+@contextlib.contextmanager
+def layer_by_layer() -> Iterator[None]:
+    """Small models run as large ones do on a CPU."""
+    usual, by_layer.LARGE_LAYER = by_layer.LARGE_LAYER, 0
+    try:
+        yield
+    finally:
+        by_layer.LARGE_LAYER = usual
+
+
+def _rng(case: Case) -> np.random.Generator:
+    return np.random.default_rng([case.seed, 33])
+
+
+def _differs(condition: Any, why: str) -> Outcome:
+    return Outcome("differs", why) if condition else OK
+
+
+def _other(one: Held, other: Held, what: str, rows: float = 0) -> Outcome:
+    """Whether two caches hold the same tokens, and keys and values that differ by no more than ``rows``."""
+    if not np.array_equal(one.following, other.following):
+        return Outcome("differs", f"{what}: next positions {one.following} and {other.following}")
+    if (wrong := np.argwhere(one.kept != other.kept)[:4]).size:
+        return Outcome("differs", f"{what}: [layer, (row,) head, position] {wrong.tolist()}")
+    for name, a, b in (("keys", one.key, other.key), ("values", one.value, other.value)):
+        error = np.where(one.kept[..., None], abs(a - b), 0).max(initial=0)
+        if not error <= rows * max(1, abs(b).max(initial=0)):
+            return Outcome("differs", f"{what}: {name} off by {error:.1e}")
+    return OK
+
+
+def _room(case: Case, length: int) -> bool:
+    return cases._slots(case.budget, length) >= least_budget(case.policy)
+
+
+def _in_slots(case: Case) -> Case:
+    """A ratio as the slots that it gives the longest prompt: with a kept cache it would be of all turns."""
+    return dataclasses.replace(case, budget=cases._slots(case.budget, case.width))
+
+
+def _one_device(case: Case) -> bool:
+    return case.mesh is None
+
+
+# --- requests that come and go ----------------------------------------------------------------------------------------
+
+
+def engine(case: Case, _: str) -> Outcome:
+    """Rows that join and leave at drawn moments: each is the reference's run of that request alone, step by step."""
+    rng, weights, texts = _rng(case), weights_of(case), case.prompts()
+    settings = settings_of(case)
+    del settings["butler"]
+    B = len(case.lengths)
+    batch = models.Engine(
+        model_of(case, weights), rows=max(1, B - 1), evict_every=case.evict_every, max_new_tokens=case.new,
+        longest_prompt=case.width, **settings,
+    )  # fmt: skip
+    fits = [n for n in range(1, case.width + 1) if _room(case, n)]
+    asked = [(row, n) for row, n in enumerate(case.lengths)] + [(row, int(rng.choice(fits))) for row in range(B)]
+    waiting = [texts[row, :n] for row, n in asked]
+    gone = int(rng.integers(2 * B)) if rng.random() < 0.3 else None
+    tokens: dict[int, list[int]] = {}
+    seen: dict[int, dict[int, np.ndarray]] = {}
+    while waiting or not batch.idle:
+        while waiting and rng.random() < 0.4:
+            handle = batch.submit(waiting.pop(0), end=case.end)
+            tokens[handle], seen[handle] = [], {}
+        for made in batch.step():
+            tokens[made.handle].append(made.token)
+        if gone in tokens and len(tokens[gone]) == 2:
+            batch.cancel(gone)
+            del tokens[gone]
+        held = held_of(batch.cache)
+        for row, request in enumerate(batch._rows):
+            if request is not None:
+                seen[request.handle][request.made] = held.kept[:, row]
+    outcomes = [_differs(int(batch.cache.num_live.sum()), "tokens are left in rows of no request")]
+    for handle, answer in tokens.items():
+        length = asked[handle][1]
+        blocks = -(-length // case.block)
+        history: list[np.ndarray | None] = [None] * (blocks - 1)
+        history += [seen[handle].get(made) for made in range(1, len(answer))]
+        row = Row(answer, None, None, history)
+        outcomes.append(against(case, weights, handle, row, texts[asked[handle][0], :length], question=0))
+    return worst(outcomes)
+
+
+# --- caches that go on ------------------------------------------------------------------------------------------------
+
+QUESTION = 4  # tokens at most
+
+
+def turns(case: Case, asked: str) -> Outcome:
+    """A kept cache, saved, loaded and perhaps repeated, goes on as the reference does with the whole text."""
+    case = _in_slots(case)
+    rng, weights = _rng(case), weights_of(case)
+    model, texts, B = model_of(case, weights), case.prompts(), len(case.lengths)
+    settings, lengths = settings_of(case), np.array(case.lengths)
+    repeated = "repeated" in asked
+    if repeated:
+        texts, lengths = texts[:1], lengths[:1]
+    kept = models.prefill(model, texts, lengths, **settings).cache
+    before, state = held_of(kept), [np.asarray(leaf) for leaf in jax.tree.leaves(kept)]
+    cache = _loaded(kept, case)
+    outcomes = [
+        _other(held_of(cache), before, "loaded"),
+        _differs(
+            any(a.tobytes() != np.asarray(b).tobytes() for a, b in zip(state, jax.tree.leaves(cache), strict=True)),
+            "what was loaded is not what was saved",
+        ),
+    ]
+    if repeated:
+        cache, texts, lengths = _repeat(cache, B), np.repeat(texts, B, axis=0), np.repeat(lengths, B)
+    count = rng.integers(1, QUESTION + 1, B)
+    count[rng.integers(B)] = QUESTION
+    questions = rng.integers(0, cases.VOCABULARY, (B, QUESTION))
+    asks = "question" in asked
+    more = dict(lengths=count, max_new_tokens=case.new, evict_every=case.evict_every, end=case.end, **settings)
+    out = models.generate(model, questions, cache=cache, question=count if asks else None, **more)
+    held, tokens = held_of(out.cache), answers(case, out)
+    for row in range(B):
+        text = [*texts[row, : lengths[row]], *questions[row, : count[row]]]
+        how: dict[str, Any] = dict(question=int(count[row])) if asks else dict(question=0, turns=[int(lengths[row])])
+        outcomes.append(against(case, weights, row, Row(tokens[row], None, held.row(row), []), text, **how))
+    outcomes.append(
+        _differs(
+            any(a.tobytes() != np.asarray(b).tobytes() for a, b in zip(state, jax.tree.leaves(kept), strict=True)),
+            "a kept cache has changed",
+        )
+    )
+    return worst(outcomes)
+
+
+def _loaded(cache: Any, case: Case) -> Any:
+    """The cache behind a file."""
+    policy, budget = case.policy, None if case.policy == "full" else case.budget
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "cache.safetensors")
+        kvjax.save_cache(path, models.stacked(cache), policy=policy, budget=budget, model="a", pending=[])
+        return kvjax.load_cache(path, policy=policy, budget=budget, model="a")
+
+
+_repeat = jax.jit(kvjax.repeat, static_argnums=1)
+_rewind = jax.jit(kvjax.rewind)
+
+
+def rewound(case: Case, _: str) -> Outcome:
+    """Text that follows without an eviction is taken back: what is held is what was, and it goes on as it did."""
+    case = _in_slots(case)
+    rng, weights = _rng(case), weights_of(case)
+    model, texts, B = model_of(case, weights), case.prompts(), len(case.lengths)
+    kept = models.prefill(model, texts, np.array(case.lengths), **settings_of(case)).cache
+    before = held_of(kept)
+    count = rng.integers(1, QUESTION + 1, B)
+    questions = rng.integers(0, cases.VOCABULARY, (2, B, QUESTION))
+    more = dict(block=case.block)
+    first, logits = models.prefill(model, questions[0], count, cache=kept, **more)
+    wrong, _ = models.prefill(model, questions[1], cache=kept, **more)
+    back = _rewind(models.stacked(wrong), np.asarray(before.following, np.int32))
+    again, same = models.prefill(model, questions[0], count, cache=back, **more)
+    error = abs(np.asarray(logits) - np.asarray(same)).max()
+    return worst(
+        [
+            _other(held_of(back), before, "taken back"),
+            _other(held_of(again), held_of(first), "gone on", rows=1e-4),
+            _differs(not error < 2e-3 * max(1, abs(np.asarray(logits)).max()), f"logits off by {error:.1e}"),
+        ]
+    )
+
+
+# --- several policies -------------------------------------------------------------------------------------------------
+
+
+def several(case: Case, _: str) -> Outcome:
+    """Policies that share a prompt: each keeps what the reference keeps for it alone."""
+    weights, lengths = weights_of(case), np.array(case.lengths)
+    settings = settings_of(case)
+    policy, budget = settings.pop("policy"), settings.pop("budget")
+    asked: list[Any] = [("full", None), ("tova", 5), (policy, budget), ("h2o+caote", 4)]
+    if budget is not None:
+        asked.insert(1, (policy, budget + 3 if isinstance(budget, int) else min(1.0, budget + 0.1)))
+    question = None if case.question is None else np.array(case.question)
+    each = models.prefill_each(
+        model_of(case, weights), case.prompts(), lengths, policies=asked, question=question, **settings
+    )
+    outcomes = []
+    for (name, own), (cache, logits) in zip(asked, each, strict=True):
+        alone = dataclasses.replace(case, policy=name, budget=case.budget if own is None else own)
+        held, last = held_of(cache), np.asarray(logits, np.float64)
+        for row in range(len(lengths)):
+            outcome = against(alone, weights, row, Row(None, last[row], held.row(row), []))
+            outcomes.append(outcome._replace(why=f"{name} {own}: {outcome.why}"))
+    return worst(outcomes)
+
+
+# --- selection --------------------------------------------------------------------------------------------------------
+
+SOURCES = [*selections.RULES, "butler", "butler(group='max')", "quest"]
+
+
+def select(case: Case, source: str) -> Outcome:
+    """An answer whose steps read some of the tokens: by the source's rule, the same streamed, and alone."""
+    weights, texts, lengths = weights_of(case), case.prompts(), np.array(case.lengths)
+    model = model_of(case, weights)
+    budget = case.budget if isinstance(case.budget, float) else min(case.budget, case.width)
+    settings: dict[str, Any] = dict(
+        select=source, budget=budget, sinks=case.block % 3, block=case.block, max_new_tokens=case.new, end=case.end,
+        cache_dtype=case.cache_dtype, butler=reference.butler(case.config, case.seed) if "butler" in source else None,
+    )  # fmt: skip
+    out = models.generate(model, texts, lengths=lengths, **settings)
+    tokens, held = answers(case, out), held_of(out.cache)
+    steps, last = streamed(model, texts, lengths=lengths, **settings)
+    row = int(np.argmax(lengths))  # of one width
+    alone, _ = streamed(model, texts[row : row + 1], **settings)
+    ruled = source in selections.RULES and _is_plain_llama(case)
+    outcomes = [_ruled(case, weights, source, budget, n, answer) for n, answer in enumerate(tokens) if ruled]
+    near = any(outcome.kind == "undecided" for outcome in outcomes)
+    for what, one, other in (("streamed", steps, tokens), ("alone", alone[0], tokens[row])):
+        if one != other:
+            outcomes.append(Outcome("undecided" if near else "differs", f"{what} {one}, generated {other}"))
+    if not any(outcome.fails for outcome in outcomes) and steps == tokens:
+        outcomes.append(_other(last[-1], held, "streamed", rows=1e-3))
+    return worst(outcomes)
+
+
+def _is_plain_llama(case: Case) -> bool:
+    plain = case.family in ("llama", "mistral") and not case.bias and not case.cache_dtype and not case.tied
+    return plain and case.rope in ("default", "short", "linear", "llama3")
+
+
+def _ruled(
+    case: Case, weights: dict[str, np.ndarray], source: str, budget: int | float, row: int, answer: list[int]
+) -> Outcome:
+    """Each token is the best by the logits of a decoder whose steps read what the source's rule says."""
+    length, closest = case.lengths[row], 1.0
+    text = np.array([*case.prompts()[row, :length], *answer[:-1]])
+    rule = selections.RULES[source]
+
+    def importance(layer: int, t: int, query: np.ndarray, key: np.ndarray, logits: list) -> np.ndarray:
+        nonlocal closest
+        wanted = rule(layer, t, query, key, logits)
+        closest = min(closest, _closest(np.asarray(wanted, float), case.config.sliding_windows[layer]))
+        return wanted
+
+    read = selections.by_importance(importance, budget, case.block % 3, range(length, len(text)))
+    config = case.config
+    if not config.sliding_windows:
+        config = dataclasses.replace(config, sliding_windows=(None,) * config.num_layers)
+    logits, *_ = selections.forward(config, weights, text, read)
+    for step, token in enumerate(answer):
+        at = logits[length - 1 + step]
+        if at.max() - at[token] > 2e-3 * max(1, abs(at).max()):
+            why = f"row {row}: token {token} in step {step} of {answer}, expected {int(at.argmax())}"
+            return Outcome("undecided" if closest < 1e-4 else "differs", f"{why}; the closest choice {closest:.0e}")
+    return Outcome("undecided", f"closest {closest:.0e}") if closest < 1e-6 else OK
+
+
+def _closest(wanted: np.ndarray, window: int | None) -> float:
+    """The smallest difference between a head's numbers, relative to the largest; equal ones aside."""
+    found = 1.0
+    for row in wanted[:, -window:] if window else wanted:
+        gaps = np.diff(np.sort(row))
+        if (gaps > 0).any():
+            found = min(found, gaps[gaps > 0].min() / max(abs(row).max(), 1e-30))
+    return found
+
+
+# --- sampling ---------------------------------------------------------------------------------------------------------
+
+HOW = {"all": {}, "top_k": dict(top_k=6), "top_p": dict(top_p=0.8)}
+KEYS = 6
+
+
+def sampling(case: Case, asked: str) -> Outcome:
+    """A row's samples depend on its own prompt and the seed alone, streamed or not."""
+    if asked == "engine":
+        return _sampled_requests(case)
+    weights, texts, lengths = weights_of(case), case.prompts(), np.array(case.lengths)
+    model, B, rng = model_of(case, weights), len(lengths), _rng(case)
+    key = jax.random.key(case.seed)
+    settings = settings_of(case, max_new_tokens=case.new, evict_every=case.evict_every, end=(), temperature=2.0)
+    settings |= HOW[asked]
+
+    def drawn(texts: np.ndarray, lengths: np.ndarray, key: Any) -> tuple[list[list[int]], Held]:
+        out = models.generate(model, texts, lengths=lengths, key=key, **settings)
+        return answers(case, out), held_of(out.cache)
+
+    tokens, held = drawn(texts, lengths, key)
+    steps, last = streamed(model, texts, lengths=lengths, key=key, **settings)
+    outcomes = [_differs(steps != tokens, f"streamed {steps}, generated {tokens}")]
+    if steps == tokens:
+        outcomes.append(_other(last[-1], held, "streamed", rows=1e-3))
+    row = int(rng.integers(B))
+    others = rng.integers(0, cases.VOCABULARY, texts.shape)  # all but the row, and what stands behind its end
+    others[row, : lengths[row]] = texts[row, : lengths[row]]
+    beside, and_held = drawn(others, lengths, key)
+    outcomes.append(_differs(beside[row] != tokens[row], f"row {row} {tokens[row]}, beside others {beside[row]}"))
+    if beside[row] == tokens[row]:
+        outcomes.append(_other(and_held.row(row), held.row(row), "beside others", rows=1e-4))
+    alike = np.broadcast_to(texts[:1], texts.shape), np.full_like(lengths, lengths[0])
+    runs = [drawn(*alike, jax.random.key(case.seed + n))[0] for n in range(KEYS)]
+    if case.new > 3 and _is_open(case, weights, runs):
+        outcomes.append(_differs(all(run == runs[0] for run in runs), f"every seed draws {runs[0]}"))
+        if B > 1:
+            same = all(answer == run[0] for run in runs for answer in run)
+            outcomes.append(_differs(same, f"every row draws {runs[0][0]}"))
+    return worst(outcomes)
+
+
+def _is_open(case: Case, weights: dict[str, np.ndarray], runs: list[list[list[int]]]) -> bool:
+    """Whether the first token of row 0 is far from certain: then many draws are not all alike by chance."""
+    prompt = case.prompts()[0, : case.lengths[0]]
+    run = reference.run(weights, case.config, prompt)
+    return float(reference.softmax(run.logits[-1] / 2).max()) < 0.5
+
+
+def _sampled_requests(case: Case) -> Outcome:
+    """Requests with keys of their own get the samples that they get alone, whoever is beside them."""
+    weights, texts, rng = weights_of(case), case.prompts(), _rng(case)
+    model, B = model_of(case, weights), len(case.lengths)
+    settings = settings_of(case, evict_every=case.evict_every)
+    del settings["butler"]
+    batch = models.Engine(model, rows=max(1, B - 1), max_new_tokens=case.new, longest_prompt=case.width, **settings)
+    requests = [(texts[row, :n], jax.random.key(int(rng.integers(1000)))) for row, n in enumerate(case.lengths)]
+    requests += [(texts[0, : case.lengths[0]], jax.random.key(1000 + n)) for n in range(2)]
+    made: dict[int, list[int]] = {}
+    waiting = list(requests)
+    while waiting or not batch.idle:
+        while waiting and rng.random() < 0.5:
+            prompt, key = waiting.pop(0)
+            made[batch.submit(prompt, temperature=2.0, key=key, end=())] = []
+        for token in batch.step():
+            made[token.handle].append(token.token)
+    how = dict(max_new_tokens=case.new, end=(), temperature=2.0, **settings)
+    outcomes = []
+    for handle, (prompt, key) in enumerate(requests):
+        (alone,), _ = streamed(model, prompt[None], key=key, **how)
+        outcomes.append(_differs(alone != made[handle], f"request {handle} {made[handle]}, alone {alone}"))
+    return worst(outcomes)
+
+
+# --- scores on any scale ----------------------------------------------------------------------------------------------
+
+LEAST, MOST = 2.0**-20, 2.0**4
+SCALES = (2.0**-100, 1.0, 2.0**122)  # 7.9e-31 and 5.3e36; powers of two round nothing
+
+
+@functools.cache
+def scaled(scale: float) -> kvjax.Policy:
+    """A link that multiplies scores, of which none overflows: they are brought between LEAST and MOST first."""
+
+    def update(scores: Any, state: Any, observation: Any) -> Any:
+        size = jnp.abs(scores)
+        near = jnp.where(size < LEAST, 0, jnp.sign(scores) * jnp.minimum(size, MOST))
+        return near * jnp.float32(scale), state
+
+    return kvjax.Policy(f"scaled(scale={scale})", kvjax.no_state, update)
+
+
+def scales(case: Case, place: str) -> Outcome:
+    """Scores multiplied behind a link, the ``place``-th: what stays does not depend on the factor."""
+    weights, named = weights_of(case), kvjax.parse(case.policy)
+    links = list(named.links or (named,))
+    links.insert(min(int(place), len(links)), scaled(1.0))
+    at = links.index(scaled(1.0))
+    found = []
+    for scale in SCALES:
+        links[at] = scaled(scale)
+        policy = allocated(kvjax.chain(*links), named.allocation)
+        question = None if case.question is None else np.array(case.question)
+        settings = settings_of(case, policy=policy, question=question, evict_every=case.evict_every, end=())
+        out = models.generate(
+            model_of(case, weights), case.prompts(), lengths=np.array(case.lengths), max_new_tokens=case.new, **settings
+        )
+        found.append((held_of(out.cache), answers(case, out)))
+    outcomes = []
+    for scale, (held, tokens) in zip(SCALES, found, strict=True):
+        outcomes.append(_other(held, found[1][0], f"scores times {scale:.0e}", rows=1e-3))
+        outcomes.append(_differs(tokens != found[1][1], f"scores times {scale:.0e}: {tokens}, not {found[1][1]}"))
+    return worst(outcomes)
+
+
+def _has_no_scale(case: Case) -> bool:
+    """Whether the meaning of a chain does not depend on the size of its scores."""
+    return case.policy != "full" and "critical" not in case.policy and "@threshold" not in case.policy
+
+
+# --- equal keys, values and heads -------------------------------------------------------------------------------------
+
+
+def equal(case: Case, asked: str) -> Outcome:
+    """Some layers have equal keys, or equal values, for all tokens, or heads that are all alike."""
+    weights, rng = weights_of(case), _rng(case)
+    some = rng.random(case.layers) < 0.7
+    some[rng.integers(case.layers)] = True
+    for layer in np.flatnonzero(some):
+        for name in ("key", "value") if asked == "both" else (asked,):
+            if asked == "heads":
+                for part in ("key", "value", "query", "key_bias", "value_bias", "query_bias"):
+                    if (array := weights.get(f"layers.{part}")) is not None:  # [L, (E,) heads, D]
+                        array[layer] = array[layer][..., :1, :]
+            else:
+                weights[f"layers.{name.removesuffix('s')}"][layer] = 0
+    return plain(case, weights)
+
+
+# --- narrow models ----------------------------------------------------------------------------------------------------
+
+LOSSES = {
+    "float16": Loss(near=2e-2, small=2e-3, rows=1e-2, logits=3e-2),
+    "bfloat16": Loss(near=1.5e-1, small=1.5e-2, rows=8e-2, logits=2e-1),
+}
+
+
+def dtypes(case: Case, dtype: str) -> Outcome:
+    """A model of 16 bits, with what such numbers lose; the reference takes the same weights."""
+    full = weights_of(case)
+    narrow = {name: array.astype(jnp.dtype(dtype)) for name, array in full.items()}
+    wide = {name: array.astype(np.float32) for name, array in narrow.items()}
+    return plain(case, narrow, wide, LOSSES[dtype])
+
+
+# --- files that a policy reads ----------------------------------------------------------------------------------------
+
+
+def files(case: Case, _: str) -> Outcome:
+    """A file with other content under the same name: what was made with the first is refused, a new run reads it."""
+    path = cases.calibrations(case.policy)[0]
+    with tempfile.TemporaryDirectory() as folder:
+        own = Path(path).parent / str(os.getpid()) / Path(path).name  # the same for all cases of a program
+        own.parent.mkdir(exist_ok=True)
+        numbers = np.load(path)
+        np.save(own, numbers)
+        case = dataclasses.replace(case, policy=case.policy.replace(path, str(own)))
+        first, weights = kvjax.parse(case.policy), weights_of(case)
+        outcomes = [plain(case)]
+        settings = settings_of(case)
+        cache = models.prefill(model_of(case, weights), case.prompts(), np.array(case.lengths), **settings).cache
+        saved = Path(folder, "cache.safetensors")
+        kvjax.save_cache(saved, models.stacked(cache), policy=case.policy, budget=case.budget)
+        kvjax.load_cache(saved, policy=case.policy)
+        np.save(own, numbers[..., ::-1] + 0.5)
+        second = kvjax.parse(case.policy)
+        outcomes.append(_differs(second.name == first.name, f"{first.name} is the name of two files"))
+        for what, refused in (
+            ("a cache made with another file", lambda: kvjax.load_cache(saved, policy=case.policy)),
+            ("a cache whose file is gone", lambda: kvjax.load_cache(saved)),
+            ("a name of another file", lambda: kvjax.parse(first.name)),
+        ):
+            try:
+                refused()
+            except ValueError:
+                continue
+            outcomes.append(Outcome("differs", f"{what} is not refused"))
+        outcomes.append(plain(case))
+    return worst(outcomes)
+
+
+# --- transformations --------------------------------------------------------------------------------------------------
+
+SLOTS, WIDE = 9, 4
+
+
+def transforms(case: Case, asked: str) -> Outcome:
+    """``jit``, ``vmap``, ``scan`` and ``grad`` around a function of kvjax give what it gives by itself."""
+    return dict(score=_score, evict=_evict, attend=_attend)[asked.split(" ")[0]](case, asked)
+
+
+def _close(what: str, one: Any, other: Any, loss: float = 1e-5) -> Outcome:
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        if a.shape != b.shape:
+            return Outcome("differs", f"{what}: {a.shape}, not {b.shape}")
+        if not np.array_equal(np.isfinite(a), np.isfinite(b)) or np.isnan(a).any() or np.isnan(b).any():
+            return Outcome("differs", f"{what}: {a.tolist()}, not {b.tolist()}"[:300])
+        fine = np.isfinite(a)
+        error = abs(np.where(fine, a, 0) - np.where(fine, b, 0)) / np.maximum(1, abs(np.where(fine, b, 0)))
+        if not error.max(initial=0) <= loss:
+            return Outcome("differs", f"{what}: off by {error.max():.1e}")
+    return OK
+
+
+SCORES = {
+    "exact": dict(group="exact"),
+    "mean": dict(group="mean", norm=1),
+    "fast": dict(group="exact", fast=True),
+    "inf": dict(group="exact", norm="inf"),
+}
+
+
+def _score(case: Case, asked: str) -> Outcome:
+    rng, options = _rng(case), SCORES[asked.split(" ")[1]]
+    B, K, G = 3, case.kv_heads, case.group
+    live = np.arange(SLOTS) < rng.integers(2, SLOTS + 1, (B, K, 1))
+    A = reference.softmax(np.where(live[:, :, None], rng.normal(size=(B, K, G, SLOTS)) * 2, -np.inf))
+    V = rng.normal(size=(B, K, SLOTS, WIDE)) * 2.0 ** rng.integers(-3, 4)
+    A, V = A.astype(np.float32), V.astype(np.float32)
+    score = functools.partial(kvjax.score, **options)
+
+    def call(A: Any, V: Any, live: Any) -> Any:
+        return score(A, V, mask=live)
+
+    own = call(A, V, live)
+    outcomes = [
+        _close("jit", _program(score, "jit")(A, V, live), own),
+        _close("vmap", _program(score, "vmap")(A, V, live), own),
+        _close("scan", _program(score, "scan")(A, V, live), own),
+    ]
+    weight = rng.normal(size=own.shape).astype(np.float32)
+    slope = _program(score, "grad")(A, V, live, weight)
+    outcomes.append(_close("grad of vmap", _program(score, "grad of vmap")(A, V, live, weight), slope, 1e-4))
+    if asked.split(" ")[1] == "exact":
+        to = rng.normal(size=V.shape)
+        step = 1e-5
+        ahead, behind = (_exact(A, V + side * step * to, live) for side in (1, -1))
+        expected = (np.where(live, ahead - behind, 0) * weight).sum() / (2 * step)
+        size = abs(np.asarray(slope[1], np.float64) * to).sum()
+        outcomes.append(_differs(
+            not abs((np.asarray(slope[1], np.float64) * to).sum() - expected) <= 1e-3 * max(size, 1e-3),
+            f"a derivative of {float((np.asarray(slope[1], np.float64) * to).sum())}, expected {expected}",
+        ))  # fmt: skip
+    return worst(outcomes)
+
+
+def _exact(A: np.ndarray, V: np.ndarray, live: np.ndarray) -> np.ndarray:
+    """The published formula in float64, of all query heads together."""
+    A, V = A.astype(np.float64), V.astype(np.float64)
+    out = np.einsum("bkgs,bksd->bkgd", A, V)
+    change = np.linalg.norm(out[:, :, :, None] - V[:, :, None], axis=-1)
+    return np.sqrt(((A / (1 - A) * change) ** 2).sum(axis=2))
+
+
+@functools.lru_cache(maxsize=64)
+def _program(score: Any, way: str) -> Any:
+    def call(A: Any, V: Any, live: Any) -> Any:
+        return score(A, V, mask=live)
+
+    def total(A: Any, V: Any, live: Any, weight: Any, how: Any = call) -> Any:
+        scores = how(A, V, live)
+        return jnp.sum(jnp.where(jnp.abs(scores) < 1e30, scores, 0) * weight)
+
+    return jax.jit(
+        {
+            "jit": call,
+            "vmap": jax.vmap(call),
+            "scan": lambda *rows: jax.lax.scan(lambda carry, row: (carry, call(*row)), 0, rows)[1],
+            "grad": jax.grad(total, argnums=(0, 1)),
+            "grad of vmap": jax.grad(functools.partial(total, how=jax.vmap(call)), argnums=(0, 1)),
+        }[way]
+    )
+
+
+def _evict(case: Case, _: str) -> Outcome:
+    rng, K = _rng(case), case.kv_heads
+    position = np.stack([[rng.permutation(20)[:SLOTS] for _ in range(K)] for _ in range(3)])
+    position[rng.random(position.shape) < 0.2] = -1
+    scores = rng.choice([0.0, -0.0, 1.0, 2.5, -3.0, np.inf, np.nan, 3.4e38], position.shape).astype(np.float32)
+    scores = np.where(rng.random(position.shape) < 0.4, rng.normal(size=position.shape), scores).astype(np.float32)
+    budget = rng.integers(1, SLOTS, 3).astype(np.int32)
+    blank = kvjax.KVCache.init(batch=3, kv_heads=K, slots=SLOTS, head_dim=2)
+    cache = dataclasses.replace(blank, position=jnp.asarray(position, jnp.int32), next_position=jnp.full(3, 20))
+
+    expected = np.full(position.shape, -1)
+    for at in np.ndindex(*position.shape[:2]):
+
+        def rank(s: int, at: Any = at) -> Any:
+            return (
+                not np.isnan(scores[(*at, s)]),
+                np.nan_to_num(scores[(*at, s)], nan=0, posinf=np.inf),
+                position[(*at, s)],
+            )
+
+        order = sorted(np.flatnonzero(position[at] >= 0), key=rank, reverse=True)[: budget[at[0]]]
+        expected[(*at, order)] = position[(*at, order)]
+
+    def one(row: Any) -> Any:
+        position, following, scores, budget = row
+        kept = dataclasses.replace(
+            blank,
+            rows=jax.tree.map(lambda x: x[:1], blank.rows),
+            position=position[None],
+            next_position=following[None],
+        )
+        return kvjax.evict(kept, scores[None], budget).position[0]
+
+    rows = (cache.position, cache.next_position, jnp.asarray(scores), jnp.asarray(budget))
+    found = {
+        "plain": kvjax.evict(cache, scores, budget).position,
+        "jit": jax.jit(lambda c, s, b: kvjax.evict(c, s, b).position)(cache, scores, budget),
+        "vmap": jax.jit(jax.vmap(one))(rows),
+        "scan": jax.jit(lambda rows: jax.lax.scan(lambda carry, row: (carry, one(row)), 0, rows)[1])(rows),
+    }
+    return worst(
+        _differs(not np.array_equal(got, expected), f"{what}: {np.asarray(got).tolist()}, not {expected.tolist()}")
+        for what, got in found.items()
+    )
+
+
+ATTENDED = (
+    "full", "h2o", "tova", "snapkv(window=2)", "h2o+caote", "keydiff", "h2o@layer", "tova(heads='group')@adakv",
+    "streaming", "snapkv(window=2)+fast_caote", "key_norm+protect(recent=2)", "h2o+pool@layer(cap=2)",
+)  # fmt: skip
+
+
+def _attend(case: Case, asked: str) -> Outcome:
+    rng, policy = _rng(case), asked.partition(" ")[2]
+    n, m, budget, K, N = 3, 3, 5, case.kv_heads, case.kv_heads * case.group
+    sizes = dict(kv_heads=K, query_heads=N, head_dim=WIDE)
+    evicts = dict(policy=None if policy == "full" else policy, budget=None if policy == "full" else budget)
+    of_batch = {B: kvjax.empty_cache(policy, batch=B, budget=n * m if policy == "full" else budget, block=m, **sizes)
+                for B in (1, 2)}  # fmt: skip
+    blocks = tuple(rng.normal(size=(n, 2, m, heads, WIDE)).astype(np.float32) for heads in (N, K, K))
+    step, scan, vmap = _attending(policy, K, case.group)
+    cache, outs = of_batch[2], []
+    first = kvjax.attend(cache, *(x[0] for x in blocks), **evicts)  # nothing compiled around it
+    for block in zip(*blocks, strict=True):
+        out, cache = step(cache, block)
+        outs.append(out)
+        if len(outs) == 1:
+            outcomes = [_close("jit", out, first[0]), _same_tokens("jit", cache, first[1])]
+    whole, out = scan(of_batch[2], blocks)
+    outcomes += [_close("scan", out, np.stack(outs)), _same_tokens("scan", whole, cache)]
+    apart = tuple(np.swapaxes(x, 0, 1)[:, :, None] for x in blocks)  # [2, n, 1, m, heads, D]
+    each, out = vmap(of_batch[1], apart)
+    outcomes.append(_close("vmap", np.swapaxes(out[:, :, 0], 0, 1), np.stack(outs)))
+    if "@" not in policy:
+        held = np.sort(np.asarray(each.position)[:, 0], axis=-1)
+        wrong = not np.array_equal(held, np.sort(np.asarray(cache.position), axis=-1))
+        outcomes.append(_differs(wrong, "vmap: other tokens are held"))
+        outcomes.append(_derivative(policy, of_batch[2], blocks, K, case.group, rng))
+    return worst(outcomes)
+
+
+def _same_tokens(what: str, one: Any, other: Any) -> Outcome:
+    same = np.array_equal(one.next_position, other.next_position) and np.array_equal(one.num_live, other.num_live)
+    a, b = (np.sort(np.asarray(cache.position), axis=-1) for cache in (one, other))
+    return _differs(not (same and np.array_equal(a, b)), f"{what}: other tokens are held")
+
+
+@functools.lru_cache(maxsize=64)
+def _attending(policy: str, K: int, G: int) -> tuple[Any, Any, Any]:
+    evicts = dict(policy=None if policy == "full" else policy, budget=None if policy == "full" else 5)
+
+    def step(cache: Any, block: Any) -> Any:
+        return kvjax.attend(cache, *block, **evicts)
+
+    def scan(cache: Any, blocks: Any) -> Any:
+        def body(cache: Any, block: Any) -> Any:
+            out, cache = step(cache, block)
+            return cache, out
+
+        return jax.lax.scan(body, cache, blocks)
+
+    return jax.jit(step), jax.jit(scan), jax.jit(jax.vmap(scan, in_axes=(None, 0)))
+
+
+@functools.lru_cache(maxsize=64)
+def _sloping(policy: str, K: int, G: int) -> tuple[Any, Any]:
+    def total(blocks: Any, cache: Any, weight: Any) -> Any:
+        cache, out = _attending(policy, K, G)[1](cache, blocks)
+        return jnp.sum(out * weight), cache.position
+
+    return jax.jit(total), jax.jit(jax.grad(total, has_aux=True))
+
+
+def _derivative(policy: str, cache: Any, blocks: Any, K: int, G: int, rng: np.random.Generator) -> Outcome:
+    """Along some direction, where the same tokens stay on both sides, it is that of two calls."""
+    weight = rng.normal(size=blocks[0].shape).astype(np.float32)
+    total, grad = _sloping(policy, K, G)
+    slope, _ = grad(blocks, cache, weight)
+    if not all(np.isfinite(x).all() for x in slope):
+        return Outcome("differs", "grad: not finite")
+    to, step = [rng.normal(size=x.shape).astype(np.float32) for x in blocks], 1e-2
+    (ahead, kept), (behind, other) = (
+        total(tuple(x + side * step * y for x, y in zip(blocks, to, strict=True)), cache, weight) for side in (1, -1)
+    )
+    if not np.array_equal(kept, other):
+        return OK
+    parts = [float((np.asarray(x, np.float64) * y).sum()) for x, y in zip(slope, to, strict=True)]
+    expected, size = (float(ahead) - float(behind)) / (2 * step), sum(map(abs, parts))
+    return _differs(
+        not abs(sum(parts) - expected) <= 2e-2 * max(1, size),
+        f"grad: a derivative of {sum(parts)}, expected {expected}",
+    )
+
+
+# --- all of them ------------------------------------------------------------------------------------------------------
+
+
+def _goes_on(case: Case) -> bool:
+    return _one_device(case) and case.base != "butler" and case.rope not in ("dynamic", "longrope", "longrope_beyond")
+
+
+def _joins(case: Case) -> bool:
+    return (
+        _one_device(case)
+        and case.base != "butler"
+        and case.rope not in ("longrope", "longrope_beyond")
+        and not (case.allocation.startswith("threshold") and case.evict_every > 1)
+    )
+
+
+def _shares(case: Case) -> bool:
+    return _one_device(case) and case.base not in ("butler", "zap")
+
+
+def _selects(case: Case) -> bool:
+    return _one_device(case) and case.layers > 1 and case.rope not in ("longrope", "longrope_beyond")
+
+
+WAYS: dict[str, Way] = {
+    "by layer": Way(lambda case, _: plain(case), _one_device, by_layer=False),
+    "engine": Way(engine, _joins, changes=dict(question=None)),
+    "turns": Way(turns, _goes_on, ("question", "question, repeated"), changes=dict(question=None)),
+    "rewound": Way(rewound, _goes_on, changes=dict(question=None)),
+    "several": Way(several, _shares, changes=dict(when="prompt")),
+    "select": Way(select, _selects, SOURCES, changes=dict(question=None)),
+    "sampling": Way(sampling, _joins, [*HOW, "engine"], changes=dict(question=None)),
+    "scales": Way(scales, lambda case: _one_device(case) and _has_no_scale(case), ("1", "2", "3")),
+    "equal": Way(equal, _one_device, ("keys", "values", "both", "heads")),
+    "dtypes": Way(dtypes, _one_device, (*LOSSES,), changes=dict(entry="stream")),
+    "files": Way(files, lambda case: _one_device(case) and "file=" in case.policy, by_layer=False),
+    "transforms": Way(
+        transforms, _one_device,
+        (*(f"score {name}" for name in SCORES), "evict", "evict", *(f"attend {name}" for name in ATTENDED)),
+        by_layer=False,
+    ),
+}  # fmt: skip
