@@ -1,7 +1,7 @@
 """``python -m tests.mutants --tier default --json FILE``: which tests find faults that are planted on purpose.
 
-Each fault is planted in a copy of the checkout. The tests that lie nearest to its file run first, then the rest of what
-imports the file's package, until one fails.
+Each fault is planted in a copy of the checkout. The tests that lie nearest to its file run first, then those that name
+its module, then the rest of what imports the file's package, until one fails.
 """
 
 from __future__ import annotations
@@ -42,6 +42,16 @@ def nearest(fault: Fault) -> list[str]:
     return [str(path) for path in select(Path(fault.file))]
 
 
+def naming(fault: Fault) -> list[str]:
+    """Return the test files that name the module of a fault, for their lengths most often first."""
+    name, package = Path(fault.file).stem, Path(fault.file).parts[0]
+    folders = [f"tests/{above}" for above in PACKAGES[PACKAGES.index(package) :]]
+    texts = {path: path.read_text("utf-8") for folder in folders for path in (ROOT / folder).glob("**/test_*.py")}
+    shares = {path: len(re.findall(rf"\b{name}\b", text)) / (1 + len(text)) for path, text in texts.items()}
+    ranked = sorted((path for path in shares if shares[path]), key=lambda path: (-shares[path], path))
+    return [str(path.relative_to(ROOT)) for path in ranked]
+
+
 def downstream(fault: Fault) -> list[str]:
     """Return all tests and examples of what imports the fault's package, nearest first."""
     package = Path(fault.file).parts[0]
@@ -78,10 +88,12 @@ class Copy:
         """Plant a fault, run tests until one fails, and take the fault back."""
         start, original = time.monotonic(), (self.folder / fault.file).read_text("utf-8")
         self._write(fault.file, fault.planted(original))
+        done: list[str] = []
         try:
-            for paths in (nearest(fault), downstream(fault)):
+            for paths in (nearest(fault), naming(fault), downstream(fault)):
                 left = limit - (time.monotonic() - start)
-                code, test = self._first_failure(paths, tier, left) if paths and left > 0 else (0, "")
+                code, test = self._first_failure(paths, done, tier, left)
+                done += paths
                 if code is None:
                     return Outcome(fault.name, fault.file, "", "out of time", time.monotonic() - start)
                 if code not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
@@ -90,9 +102,18 @@ class Copy:
         finally:
             self._write(fault.file, original)
 
-    def _first_failure(self, paths: list[str], tier: str, seconds: float) -> tuple[int | None, str]:
-        """Return pytest's exit code, None where the time ran out, and the first test that failed."""
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", TIERS[tier], *paths]
+    def _first_failure(self, paths: list[str], done: list[str], tier: str, seconds: float) -> tuple[int | None, str]:
+        """Run the tests of ``paths`` but those that are done; return pytest's exit code and the first that failed.
+
+        The exit code is None where the time ran out.
+        """
+        if not (paths := [path for path in paths if path not in done]):
+            return pytest.ExitCode.OK, ""
+        if seconds <= 0:
+            return None, ""
+        ignored = [f"--ignore={path}" for path in done]
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", TIERS[tier]]
+        command += [*ignored, *paths]
         environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(ROOT / ".jax_cache"), "PYTEST_XDIST_WORKER": "gw0"}
         environment.pop("KVJAX_TIER", None)
         with tempfile.TemporaryFile() as out:
