@@ -123,13 +123,13 @@ def shapes(setting: Setting, prompt: int) -> Shapes:
     prompts = CheckedPrompt(np.zeros((setting.batch, length), np.int8), lengths, np.zeros_like(lengths))
     options = Options(
         setting.policy, None if keeps else setting.budget, setting.block, evict_every=0 if keeps else 1,
-        page_size=setting.page_size, reserve=setting.block, fit_prompt=False,
+        page_size=setting.page_size, reserve=setting.block, fit_prompt=keeps,
     )  # fmt: skip
     model = abstract_model(unbounded(setting.config), setting.dtype)
-    plan, rows = plan_run(model, prompts, options, None)
+    plan, sizes, rows = plan_run(model, prompts, options, None)
     projection = jax.eval_shape(functools.partial(models.output_projection, policy=plan.policy), model)
     run = Run(model, rows, projection, None, plan)
-    return Shapes(run, jax.eval_shape(lambda r: start(r, setting.batch), run).cache)
+    return Shapes(run, jax.eval_shape(lambda r: start(r, sizes, setting.batch), run).cache)
 
 
 def check_fits(setting: Setting, prompt: int, free: float) -> None:

@@ -185,14 +185,14 @@ def lowered_programs(sizes: Sizes, policy: str, mesh: Mesh) -> Iterator[tuple[st
     chosen, lengths = kvjax.parse(policy), np.full(B, sizes.prompt, np.int32)
     prompts = CheckedPrompt(np.zeros((B, sizes.prompt), np.int8), lengths, np.zeros(B, np.int32))
     options = Options(chosen, sizes.budget, sizes.block, evict_every=1, fit_prompt=False)
-    plan, made = plan_run(model, prompts, options, None)
+    plan, buffers, made = plan_run(model, prompts, options, None)
     rows = jax.eval_shape(lambda: made)
     projection = jax.eval_shape(lambda m: models.output_projection(m, chosen), model)
     run = Run(model, rows, projection, None, plan)
     row = jax.ShapeDtypeStruct((B, sizes.block), jnp.int32)
     token, finished = jax.ShapeDtypeStruct((B,), jnp.int32), jax.ShapeDtypeStruct((B,), bool)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # the decoder places its cache when it makes it
-        empty = jax.jit(lambda r: start(r, B)).lower(run)
+        empty = jax.jit(lambda r: start(r, buffers, B)).lower(run)
     placed = empty.compile().output_shardings
     state = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), empty.out_info, placed)
 

@@ -31,7 +31,7 @@ from kvjax.making import most_held
 from kvjax.quantise import DtypesLike
 from kvjax.schedule import HostOrDevice, Phase, When
 from models import engine, hosts
-from models.by_layer import LayerSteps, next_token, runs_by_layer
+from models.by_layer import next_token
 from models.decoder import Decoder, check_decoder
 from models.layer_caches import AnyCache, LayerCaches, stacked
 from models.plan import (
@@ -139,7 +139,7 @@ class Engine:
         )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about these prompts
-            plan, numbers = plan_run(model, prompt, self._options, None)
+            plan, sizes, numbers = plan_run(model, prompt, self._options, None)
         check_scorer(model.config, scorer, plan.policy)
         if plan.mesh is not None and plan.mesh.shape["data"] > 1:
             raise ValueError("the model is on a mesh that splits rows, but prompts are fed one by one; use data=1.")
@@ -150,13 +150,13 @@ class Engine:
             )
         # Only a cache of the whole prompt, in rows or before the eviction, needs to know how long prompts are.
         own, windows = self._options.budget, model.config.sliding_windows
-        fixed = isinstance(own, int) and plan.policy is not None and plan.slots > max(most_held(own, 0, windows))
+        fixed = isinstance(own, int) and plan.policy is not None and sizes.slots > max(most_held(own, 0, windows))
         self._longest = None if fixed else longest
         # Prompts are fed in rows of their own, so no row of the batch ever holds a whole prompt.
-        plan = dataclasses.replace(plan, prompt_slots=plan.slots, when="block")
+        sizes = sizes._replace(prompt_slots=0 if sizes.pages else sizes.slots)
         projection = engine.output_projection(model, plan.policy) if projection is None else projection
         run = Run(model, numbers, projection, None, plan, scorer)
-        self._steps = LayerSteps(run) if runs_by_layer(run) else engine.ProgramSteps(run)
+        self._steps = engine.steps_of(run, sizes)
         self._state = self._steps.start(rows)
         self._rows: list[_Request | None] = [None] * rows
         self._waiting: collections.deque[_Request] = collections.deque()
@@ -275,10 +275,12 @@ class Engine:
     def _blocks(self, request: _Request) -> Generator[Any, None, tuple[DecodeState, Array]]:
         """Feed a request's prompt, one block per ``next``."""
         batch = self._steps.run
-        run, prompt = engine.prepare(self.model, request.prompt, self._options, batch.projection, None, batch.scorer)
+        run, sizes, prompt = engine.prepare(
+            self.model, request.prompt, self._options, batch.projection, None, batch.scorer
+        )
         if run.rows.decode_budgets is not None:
             request.budget = int(run.rows.decode_budgets[0])
-        return (yield from engine.feed_blocks(self._steps.of(run), prompt))
+        return (yield from engine.feed_blocks(self._steps.of(run, sizes), prompt))
 
     def _decode(self) -> list[Made]:
         """Feed each row's last token, and choose the next ones."""
@@ -297,7 +299,7 @@ class Engine:
                     budgets[row], due = request.budget, True
         phase = decode_phase(plan, every) if due else Phase(evicts=False, compressed=True)
         numbers = Rows(*jax.device_put((lengths, *((budgets, budgets) if plan.policy is not None else ()))))
-        steps = self._steps.of(dataclasses.replace(self._steps.run, rows=numbers))
+        steps = self._steps.of(dataclasses.replace(self._steps.run, rows=numbers), self._steps.sizes)
         hidden, self._state = steps.block(self._state, tokens[:, None], position[:, None], phase)
         if due and plan.repeats is not None:
             idle = budgets == slots

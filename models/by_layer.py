@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 import kvjax
-from kvjax import Evidence, PagedCache
+from kvjax import Evidence
 from kvjax.checks import is_known
 from kvjax.schedule import Phase
 from kvjax.window import begin_anew
@@ -26,11 +26,11 @@ from models.config import Config
 from models.decoder import Decoder, attention_input, embed, run_layer, sliding_windows
 from models.layer_caches import AnyCache, LayerCaches, split, stacked_up
 from models.parameters import layers_with
-from models.plan import HostOrDevice, Plan, Rows
+from models.plan import HostOrDevice, Plan, Rows, Sizes
 from models.sampling import Sampling, sample
 from models.scorer import Scorer
 from models.selecting import LayerCarry
-from models.states import shrink, start
+from models.states import shrink, shrinks, start
 from models.steps import (
     Block,
     DecodeState,
@@ -76,16 +76,16 @@ def runs_by_layer(run: Run, key: Array | None = None) -> bool:
 class LayerSteps:
     """The steps of a run; each calls every layer."""
 
-    def __init__(self, run: Run, layers: tuple[Layer, ...] | None = None):
-        self.run = run
+    def __init__(self, run: Run, sizes: Sizes, layers: tuple[Layer, ...] | None = None):
+        self.run, self.sizes = run, sizes
         self.layers = _layers(run) if layers is None else layers
 
-    def of(self, run: Run) -> LayerSteps:
+    def of(self, run: Run, sizes: Sizes) -> LayerSteps:
         """Return the steps of another run of the same model and policy."""
-        return LayerSteps(run, self.layers)
+        return LayerSteps(run, sizes, self.layers)
 
     def start(self, batch: int, cache: AnyCache | None = None) -> DecodeState:
-        return _start(self.run, batch, cache)
+        return _start(self.run, self.sizes, batch, cache)
 
     def block(
         self,
@@ -106,13 +106,13 @@ class LayerSteps:
 
     def shrink(self, state: DecodeState) -> DecodeState:
         """Shrink the cache as :func:`models.states.shrink` does, layer by layer where possible."""
-        plan, cache = self.run.plan, state.cache
-        if isinstance(cache, PagedCache) or (not plan.pages and plan.slots == plan.prompt_slots):
+        sizes, cache = self.sizes, state.cache
+        if not shrinks(cache, sizes):
             return state
-        if plan.pages:
-            return _packed(dataclasses.replace(state, cache=stacked_up(cache)), plan)
+        if sizes.pages:
+            return _packed(dataclasses.replace(state, cache=stacked_up(cache)), self.run.plan, sizes)
         assert isinstance(cache, LayerCaches)
-        return dataclasses.replace(state, cache=LayerCaches(tuple(_compact(own, plan.slots) for own in cache.layers)))
+        return dataclasses.replace(state, cache=LayerCaches(tuple(_compact(own, sizes.slots) for own in cache.layers)))
 
     def token(
         self,
@@ -179,13 +179,13 @@ def _layers(run: Run) -> tuple[Layer, ...]:
     return tuple(layers)
 
 
-@functools.partial(jax.jit, static_argnames="batch")
-def _start(run: Run, batch: int, cache: AnyCache | None) -> DecodeState:
-    state = start(run, batch, cache)
+@functools.partial(jax.jit, static_argnames=("sizes", "batch"))
+def _start(run: Run, sizes: Sizes, batch: int, cache: AnyCache | None) -> DecodeState:
+    state = start(run, sizes, batch, cache)
     return dataclasses.replace(state, cache=split(state.cache))
 
 
-_packed = jax.jit(shrink, static_argnames="plan")
+_packed = jax.jit(shrink, static_argnames=("plan", "sizes"))
 _compact = jax.jit(kvjax.compact, static_argnames="slots")
 
 

@@ -38,6 +38,7 @@ from models.plan import (
     Options,
     Plan,
     Prefilled,
+    Sizes,
     Tokens,
     cache_heads,
     check_prompt,
@@ -48,7 +49,7 @@ from models.plan import (
 from models.sampling import Sampling, check_end, check_sampling, sample
 from models.scorer import Scorer
 from models.selecting import Cache, check_scorer
-from models.states import shrink, start
+from models.states import shrink, shrinks, start
 from models.steps import DecodeState, Run, block_budgets, decode_phase, decode_positions, forward
 
 
@@ -140,8 +141,8 @@ def prefill(
     every = outputs == "all"
     options = Options(policy, budget, block, when, 0, reserve=reserve, page_size=page_size, cache_dtype=cache_dtype)
     given = check_prompt(model, tokens, lengths, question, cache, policy)
-    run, prompt = prepare(model, given, options, projection, butler, scorer, every)
-    kept, hidden = _run_prompt(run, prompt, given, cache, every)
+    run, sizes, prompt = prepare(model, given, options, projection, butler, scorer, every)
+    kept, hidden = _run_prompt(run, sizes, prompt, given, cache, every)
     logits = logits_of(model, hidden)
     return Prefilled(kept, logits if every else logits[:, 0])
 
@@ -179,8 +180,8 @@ def hidden_states(
     """
     options = Options(policy, budget, block, when, 0, page_size=page_size, cache_dtype=cache_dtype)
     given = check_prompt(model, tokens, lengths, question, cache, policy)
-    run, prompt = prepare(model, given, options, projection, butler, scorer, every=True)
-    return Hidden(*_run_prompt(run, prompt, given, cache, every=True))
+    run, sizes, prompt = prepare(model, given, options, projection, butler, scorer, every=True)
+    return Hidden(*_run_prompt(run, sizes, prompt, given, cache, every=True))
 
 
 def generate(
@@ -251,11 +252,11 @@ def generate(
     )
     given = check_prompt(model, tokens, lengths, question, cache, policy, answers=True)
     cache, logits = tokens if isinstance(tokens, Prefilled) else (cache, None)
-    run, prompt = prepare(model, given, options, projection, butler, scorer)
+    run, sizes, prompt = prepare(model, given, options, projection, butler, scorer)
     choice = _Choice(check_sampling(temperature, top_k, top_p, key), max_new_tokens, check_end(model.config, end))
     if runs_by_layer(run, key):
-        return _generate_by_layer(run, prompt, cache, logits, choice, key)
-    state, out, count, finite = _generate(run, prompt, cache, logits, key if choice.draws else None, choice)
+        return _generate_by_layer(LayerSteps(run, sizes), prompt, cache, logits, choice, key)
+    state, out, count, finite = _generate(run, sizes, prompt, cache, logits, key if choice.draws else None, choice)
     if is_known(finite):
         check_finite(model, finite)
     return Generation(out, stacked_up(state.cache), count)
@@ -320,10 +321,9 @@ def stream(
     )
     given = check_prompt(model, tokens, lengths, question, cache, policy, answers=True)
     cache, logits = tokens if isinstance(tokens, Prefilled) else (cache, None)
-    run, prompt = prepare(model, given, options, projection, butler, scorer)
+    run, sizes, prompt = prepare(model, given, options, projection, butler, scorer)
     choice = _Choice(check_sampling(temperature, top_k, top_p, key), max_new_tokens, check_end(model.config, end))
-    steps = LayerSteps(run) if runs_by_layer(run) else ProgramSteps(run)
-    made = _tokens(steps, prompt, cache, logits, choice, key, on_block, on_cache)
+    made = _tokens(steps_of(run, sizes), prompt, cache, logits, choice, key, on_block, on_cache)
     return ((token, state.cache) for token, state in made)
 
 
@@ -366,26 +366,28 @@ def run_question(model: Decoder, given: CheckedPrompt, options: Options, prefill
     place = (given.lengths - asked)[:, None] + np.arange(asked.max())
     tokens = np.take_along_axis(given.tokens, np.minimum(place, given.tokens.shape[1] - 1), axis=1)
     kept = kept_of(model, cache, policy_of(options.policy), len(asked))
-    run, prompt = prepare(model, CheckedPrompt(tokens, asked, asked, kept), options, None, None, None)
-    state, hidden = _feed(run, prompt, cache)
+    run, sizes, prompt = prepare(model, CheckedPrompt(tokens, asked, asked, kept), options, None, None, None)
+    state, hidden = _feed(run, sizes, prompt, cache)
     logits = jnp.where(asked[:, None] > 0, logits_of(model, hidden)[:, 0], prefilled.logits)
     return Prefilled(stacked_up(state.cache), logits)
 
 
-def _feed(run: Run, prompt: Schedule, cache: AnyCache | None, every: bool = False) -> tuple[DecodeState, Array]:
+def _feed(
+    run: Run, sizes: Sizes, prompt: Schedule, cache: AnyCache | None, every: bool = False
+) -> tuple[DecodeState, Array]:
     """Feed a prompt by layer or in one program, as the run requires; see :func:`_prefill`."""
     if runs_by_layer(run):
         of_blocks: list[Array] = []
-        state, last = _fed(LayerSteps(run), prompt, cache, on_hidden=of_blocks.append if every else None)
+        state, last = _fed(LayerSteps(run, sizes), prompt, cache, on_hidden=of_blocks.append if every else None)
         return state, jnp.concatenate(of_blocks, axis=1) if every else last
-    return _prefill(run, prompt, cache, every)
+    return _prefill(run, sizes, prompt, cache, every)
 
 
 def _run_prompt(
-    run: Run, prompt: Schedule, given: CheckedPrompt, cache: AnyCache | None, every: bool
+    run: Run, sizes: Sizes, prompt: Schedule, given: CheckedPrompt, cache: AnyCache | None, every: bool
 ) -> tuple[Cache, Float[Array, "B T E"]]:
     """Feed a prompt, and return the cache and the hidden states of each row's last token, [B, 1, E], or of all."""
-    state, hidden = _feed(run, prompt, cache, every)
+    state, hidden = _feed(run, sizes, prompt, cache, every)
     if every:  # [B, n m, E] of every place in a block -> [B, T, E]
         place = np.zeros(given.tokens.shape, np.int32)
         positions = [np.swapaxes(step.positions, 0, 1).reshape(len(place), -1) for step in prompt.text]
@@ -415,18 +417,18 @@ def prepare(
     butler: Butler | None,
     scorer: Scorer | None = None,
     every: bool = False,
-) -> tuple[Run, Schedule]:
-    """Check a run's arguments, and return the run and its prompts in blocks."""
+) -> tuple[Run, Sizes, Schedule]:
+    """Check a run's arguments, and return the run, the sizes of its buffers, and its prompts in blocks."""
     options = dataclasses.replace(options, block=check_count("block", options.block, 1, "a block has at least 1 token"))
     check_scorer(model.config, scorer, policy_of(options.policy))
-    plan, rows = plan_run(model, given, options, butler)
+    plan, sizes, rows = plan_run(model, given, options, butler)
     if plan.selection is not None or not given.fed:
         given = given._replace(questions=np.zeros_like(given.questions))  # nothing is compressed before them
     projection = output_projection(model, plan.policy) if projection is None else projection
     run = Run(model, rows, projection, butler, plan, scorer)
     # No spare blocks: a derivative needs a scan over all blocks, and with ``every`` each block returns hidden states.
     exact = every or not is_known(*jax.tree.leaves((model, projection, butler, scorer)))
-    return run, scheduled(given, options, run, exact)
+    return run, sizes, scheduled(given, options, run, exact)
 
 
 def scheduled(given: CheckedPrompt, options: Options, run: Run, exact: bool = False) -> Schedule:
@@ -443,8 +445,10 @@ def scheduled(given: CheckedPrompt, options: Options, run: Run, exact: bool = Fa
 # One program: layers scanned, blocks and tokens in loops.
 
 
-@functools.partial(jax.jit, static_argnames="every")
-def _prefill(run: Run, prompt: Schedule, cache: AnyCache | None, every: bool = False) -> tuple[DecodeState, Array]:
+@functools.partial(jax.jit, static_argnames=("sizes", "every"))
+def _prefill(
+    run: Run, sizes: Sizes, prompt: Schedule, cache: AnyCache | None, every: bool = False
+) -> tuple[DecodeState, Array]:
     """Feed the prompt to the given cache, or to an empty one.
 
     Returns:
@@ -452,16 +456,16 @@ def _prefill(run: Run, prompt: Schedule, cache: AnyCache | None, every: bool = F
     """
     model, plan = run.model, run.plan
     B = run.rows.lengths.shape[0]
-    state = start(run, B, None if cache is None else stacked(cache))
+    state = start(run, sizes, B, None if cache is None else stacked(cache))
     carry: Any = (state, jnp.zeros((B, 1, model.config.hidden_size), model.embedding[...].dtype))
     of_places = []
     for number, stage in enumerate((*prompt.context, *prompt.rest)):
         if number == len(prompt.context):
-            carry = (shrink(carry[0], plan), carry[1])
+            carry = (shrink(carry[0], plan, sizes), carry[1])
         carry, hidden = _over_rounds(run, stage, carry, every)
         of_places += [] if hidden is None else [hidden]
     if not prompt.rest:
-        carry = (shrink(carry[0], plan), carry[1])
+        carry = (shrink(carry[0], plan, sizes), carry[1])
     state, last = carry
     if not every:
         return state, last
@@ -503,15 +507,21 @@ def _newest(
     return jnp.where(position[:, -1:, None] >= 0, of_block[:, -1:], before)
 
 
-@functools.partial(jax.jit, static_argnames="choice")
+@functools.partial(jax.jit, static_argnames=("sizes", "choice"))
 def _generate(
-    run: Run, prompt: Schedule, cache: AnyCache | None, logits: Array | None, key: Array | None, choice: _Choice
+    run: Run,
+    sizes: Sizes,
+    prompt: Schedule,
+    cache: AnyCache | None,
+    logits: Array | None,
+    key: Array | None,
+    choice: _Choice,
 ) -> tuple[DecodeState, Int[Array, "B new"], Int[Array, "B"], Array]:
     """Feed the prompt and generate: the state, the tokens, their number, and whether the first logits are finite.
 
     ``logits`` are those of the cache's last token, if the prompt is in the cache already.
     """
-    state, hidden = _prefill(run, prompt, cache)
+    state, hidden = _prefill(run, sizes, prompt, cache)
     logits = run.model.logits(hidden[:, 0]) if logits is None else logits
     B, pad = logits.shape[0], _pad(run)
     key, draw = split_key(key)
@@ -610,26 +620,26 @@ def block_step(
 
 
 token_step = jax.jit(_token_step, static_argnames=("phase", "sampling"), donate_argnames="state")
-_shrink = jax.jit(shrink, static_argnames="plan")
+_shrink = jax.jit(shrink, static_argnames=("plan", "sizes"))
 newest_of = jax.jit(_newest)
 
 
-@functools.partial(jax.jit, static_argnames="batch")
-def _start(run: Run, batch: int, cache: AnyCache | None) -> DecodeState:
-    return start(run, batch, None if cache is None else stacked(cache))
+@functools.partial(jax.jit, static_argnames=("sizes", "batch"))
+def _start(run: Run, sizes: Sizes, batch: int, cache: AnyCache | None) -> DecodeState:
+    return start(run, sizes, batch, None if cache is None else stacked(cache))
 
 
 class ProgramSteps:
     """The steps of a run, each one compiled program; on a CPU, ``by_layer.LayerSteps`` may be used instead."""
 
-    def __init__(self, run: Run):
-        self.run = run
+    def __init__(self, run: Run, sizes: Sizes):
+        self.run, self.sizes = run, sizes
 
-    def of(self, run: Run) -> ProgramSteps:
-        return ProgramSteps(run)
+    def of(self, run: Run, sizes: Sizes) -> ProgramSteps:
+        return ProgramSteps(run, sizes)
 
     def start(self, batch: int, cache: AnyCache | None = None) -> DecodeState:
-        return _start(self.run, batch, cache)
+        return _start(self.run, self.sizes, batch, cache)
 
     def block(
         self,
@@ -642,13 +652,18 @@ class ProgramSteps:
         return block_step(self.run, state, tokens, position, phase._replace(filled=None), part)
 
     def shrink(self, state: DecodeState) -> DecodeState:
-        return _shrink(state, self.run.plan)
+        return _shrink(state, self.run.plan, self.sizes) if shrinks(state.cache, self.sizes) else state
 
     def token(
         self, state: DecodeState, token: np.ndarray, finished: np.ndarray, key: Array | None, step: int,
         sampling: Sampling,
     ) -> tuple[Int[Array, "B"], DecodeState]:  # fmt: skip
         return token_step(self.run, state, token, finished, key, decode_phase(self.run.plan, step), sampling)
+
+
+def steps_of(run: Run, sizes: Sizes) -> ProgramSteps | LayerSteps:
+    """Return the steps of a run, as one program each or layer by layer."""
+    return LayerSteps(run, sizes) if runs_by_layer(run) else ProgramSteps(run, sizes)
 
 
 def _tokens(
@@ -749,7 +764,7 @@ def feed_blocks(
         for number, (phase, tokens, position, part) in enumerate(blocks):
             if turn == 0 and cache is None and part is None:  # slots are filled in order
                 fed += position.shape[1]
-                phase = phase._replace(filled=filled_slots(fed, run.plan.prompt_slots))
+                phase = phase._replace(filled=filled_slots(fed, steps.sizes.prompt_slots))
             hidden, state = steps.block(state, tokens, position, phase, part)
             if part is None:
                 last, of_text = newest_of(position, hidden, last), (hidden, position)
@@ -768,11 +783,17 @@ def filled_slots(fed: int, slots: int) -> int | None:
 
 
 def _generate_by_layer(
-    run: Run, prompt: Schedule, cache: AnyCache | None, logits: Array | None, choice: _Choice, key: Array | None
+    steps: LayerSteps,
+    prompt: Schedule,
+    cache: AnyCache | None,
+    logits: Array | None,
+    choice: _Choice,
+    key: Array | None,
 ) -> Generation:
+    run = steps.run
     B, pad = run.rows.lengths.shape[0], _pad(run)
     out, count, last = np.full((B, choice.most), pad, np.int32), np.zeros(B, np.int32), None
-    for step, (token, state) in enumerate(_tokens(LayerSteps(run), prompt, cache, logits, choice, key)):
+    for step, (token, state) in enumerate(_tokens(steps, prompt, cache, logits, choice, key)):
         out[:, step] = np.where(token < 0, pad, token)
         count += token >= 0
         last = state

@@ -64,24 +64,29 @@ class Options:
     sinks: int = 4
     page_size: int = PAGE_SIZE
     reserve: int = 0  # slots for tokens after the prompt
-    fit_prompt: bool = True  # whether a short prompt may have fewer slots
+    fit_prompt: bool = True  # whether a short prompt may have fewer slots; a stream has few sizes
     cache_dtype: DtypesLike | None = None
+
+
+class Sizes(NamedTuple):
+    """The sizes of a run's buffers. Only what makes buffers takes them: a step reads the sizes of what it is given."""
+
+    slots: int  # per head, at the end of the prompt and in decode; the largest number where heads differ
+    prompt_slots: int  # likewise, while the prompt is fed
+    pages: int = 0  # of a paged cache
+    page_size: int = PAGE_SIZE
+    predictor_slots: int = 0  # of the predictor's cache and of the selection's source
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The checked settings of a run and the sizes of its buffers; each plan is compiled once."""
+    """The checked settings of a run, which are static in each compiled step."""
 
     policy: Policy | None
-    slots: int  # per head, at the end of the prompt and in decode; the largest number where heads differ
-    prompt_slots: int  # likewise, while the prompt is fed
     when: Literal["block", "prompt"]
     evict_every: int  # 0 for never
     mesh: Mesh | AbstractMesh | None
-    pages: int = 0  # of a paged cache
-    page_size: int = PAGE_SIZE
     selection: Selection | None = None
-    predictor_slots: int = 0  # slots of the predictor's cache and of the selection's source
     predictor: ButlerConfig | None = None
     heads: int = 0  # of the cache, in each layer
     positions: Positions = "absolute"
@@ -175,14 +180,20 @@ def cache_heads(config: Config, policy: Policy | None) -> int:
     return config.num_heads if policy is not None and policy.heads == "query" else config.num_kv_heads
 
 
-def bucketed(size: int) -> int:
-    """Round a size up to one of eight per octave: at most an eighth more slots, and few compiled programs.
+def bucketed(size: int, fine: bool = True) -> int:
+    """Round a size that follows a prompt's length up, so that few programs are compiled.
+
+    Args:
+        fine: to one of eight per octave, so that at most an eighth of the slots is spare; else to a power of two, for a
+            stream, whose steps are compiled for each size.
 
     Example:
         >>> from models.plan import bucketed
-        >>> [bucketed(n) for n in (7, 100, 1000, 1024)]
-        [7, 104, 1024, 1024]
+        >>> [bucketed(n) for n in (7, 100, 1000, 1024)], bucketed(100, fine=False)
+        ([7, 104, 1024, 1024], 128)
     """
+    if not fine:
+        return power_of_two(size)
     step = 1 << max(size.bit_length() - 4, 0)
     return -(-size // step) * step
 
@@ -205,7 +216,9 @@ def copied(policy: Policy, tokens: int) -> int:
     return wanted.pseudo or min(wanted.chunk, tokens) + words_of(wanted.prompt)
 
 
-def plan_run(model: Decoder, prompt: CheckedPrompt, options: Options, butler: Butler | None) -> tuple[Plan, Rows]:
+def plan_run(
+    model: Decoder, prompt: CheckedPrompt, options: Options, butler: Butler | None
+) -> tuple[Plan, Sizes, Rows]:
     """Check the options of a run against its model and prompts, and size its buffers."""
     config, mesh, kept = model.config, mesh_of(model), prompt.kept
     lengths, questions, seen = prompt.lengths, prompt.questions, prompt.start + prompt.lengths
@@ -240,12 +253,12 @@ def plan_run(model: Decoder, prompt: CheckedPrompt, options: Options, butler: Bu
     check_measured(policy, config.num_layers, config.num_kv_heads)
     dtype, rounded_to = _stored(model, options.cache_dtype, kept)
     if policy is None:
-        plan, rows = _plan_full(config, mesh, prompt, options, selection, butler)
-        return dataclasses.replace(plan, cache_dtype=dtype, rounded_to=rounded_to), rows
+        plan, sizes, rows = _plan_full(config, mesh, prompt, options, selection, butler)
+        return dataclasses.replace(plan, cache_dtype=dtype, rounded_to=rounded_to), sizes, rows
     remembered = 0
     if butler is not None:
         policy = kvjax.fit_predictor(policy, butler.config.dim)
-        remembered = bucketed(prompt.most + options.reserve)
+        remembered = bucketed(prompt.most + options.reserve, options.fit_prompt)
     heads = cache_heads(config, policy)
     # Makes no arrays: a policy without what it needs of the model says so here, before anything is compiled.
     jax.eval_shape(functools.partial(policy.state, 1, heads, config.num_heads // heads, 1, config.head_dim))
@@ -255,15 +268,15 @@ def plan_run(model: Decoder, prompt: CheckedPrompt, options: Options, butler: Bu
     if policy.published is not None and policy.published.final:
         _warn_of_choices(policy, max(int((lengths - questions).max()), 0), options.block, when, kept is not None)
     plan = Plan(
-        policy, 0, 0, when, every, mesh, page_size=options.page_size, predictor_slots=remembered,
-        predictor=None if butler is None else butler.config,
+        policy, when, every, mesh, predictor=None if butler is None else butler.config,
         heads=cache_heads(config, policy) if kept is None else kept.heads,
         positions=policy.positions if kept is None else kept.positions,
         overfull=prompt.fed and every > 0 and _is_overfull(policy, kept, budgets, lengths == questions),
         cache_dtype=dtype, rounded_to=rounded_to,
     )  # fmt: skip
     rows = Rows(*jax.device_put((seen, budgets, budgets + questions)))
-    return _sized(config, plan, prompt, options, budgets, traced=not is_known(*jax.tree.leaves(model))), rows
+    sizes = _sized(config, plan, prompt, options, budgets, traced=not is_known(*jax.tree.leaves(model)))
+    return plan, sizes._replace(predictor_slots=remembered), rows
 
 
 def _check_pages(kept: Kept | None, ways: tuple[int, int] | None) -> None:
@@ -387,7 +400,7 @@ def _plan_full(
     options: Options,
     selection: Selection | None,
     butler: Butler | None,
-) -> tuple[Plan, Rows]:
+) -> tuple[Plan, Sizes, Rows]:
     """Plan a run in which nothing is evicted."""
     held, most, kept = prompt.most + options.reserve, config.max_positions, prompt.kept
     if selection is None:
@@ -397,21 +410,26 @@ def _plan_full(
             f"the prompt and its answer take {held} positions, but the model has {most}: "
             "shorten the prompt, or give a policy and a budget."
         )
-    slots = bucketed(held)
+    slots = min(bucketed(held, options.fit_prompt), most)
+    sizes = Sizes(slots, slots, predictor_slots=0 if selection is None else slots)
     plan = Plan(
-        None, slots, slots, "block", 0, mesh, selection=selection, predictor_slots=0 if selection is None else slots,
-        predictor=None if butler is None else butler.config, heads=config.num_kv_heads,
+        None, "block", 0, mesh, selection=selection, predictor=None if butler is None else butler.config,
+        heads=config.num_kv_heads,
     )  # fmt: skip
     if kept is not None:
         plan = dataclasses.replace(plan, heads=kept.heads, positions=kept.positions)
         more = prompt.tokens.shape[1] + options.reserve
         together = _fullest(plan, _of_parts(plan, kept.held + more))
-        plan = _with_pages(plan, kept, slots, together) if kept.pages else _with_slots(plan, kept, slots)
-    return plan, Rows(jax.device_put(prompt.start + prompt.lengths))
+        sizes = (
+            _with_pages(plan, sizes, options, kept, slots, together)
+            if kept.pages
+            else _with_slots(sizes, options, kept, slots)
+        )
+    return plan, sizes, Rows(jax.device_put(prompt.start + prompt.lengths))
 
 
-def _with_slots(plan: Plan, kept: Kept, slots: int, first: int = 0, evicted: bool = False) -> Plan:
-    """Plan the slots of a run that continues in a plain cache, which keeps its size if it is large enough.
+def _with_slots(sizes: Sizes, options: Options, kept: Kept, slots: int, first: int = 0, evicted: bool = False) -> Sizes:
+    """Size the slots of a run that continues in a plain cache, which keeps its size if it is large enough.
 
     Args:
         slots: the slots that a head needs after the first eviction.
@@ -420,23 +438,23 @@ def _with_slots(plan: Plan, kept: Kept, slots: int, first: int = 0, evicted: boo
             shrunk then.
     """
     needed = max(slots, first)
-    usual = kept.slots if kept.slots >= needed else bucketed(needed)
-    before = max(usual, plan.prompt_slots)
-    after = bucketed(slots) if evicted and before > 2 * slots else usual
-    return dataclasses.replace(plan, slots=after, prompt_slots=before)
+    usual = kept.slots if kept.slots >= needed else bucketed(needed, options.fit_prompt)
+    before = max(usual, sizes.prompt_slots)
+    after = bucketed(slots, options.fit_prompt) if evicted and before > 2 * slots else usual
+    return sizes._replace(slots=after, prompt_slots=before)
 
 
-def _with_pages(plan: Plan, kept: Kept, most: int, held: int) -> Plan:
-    """Plan the pages of a run that continues in a paged cache, which keeps its size if it is large enough.
+def _with_pages(plan: Plan, sizes: Sizes, options: Options, kept: Kept, most: int, held: int) -> Sizes:
+    """Size the pages of a run that continues in a paged cache, which keeps its size if it is large enough.
 
     Args:
         most: the largest number of tokens that a head may hold.
         held: the largest number of tokens that all heads, on a mesh those of a device, together may hold.
     """
     pages = kvjax.pages_for(held, kept.held.size // math.prod(plan.ways), kept.page_size)
-    pages = kept.pages if kept.pages >= pages else bucketed(pages)
-    slots = kept.slots if kept.slots >= most else bucketed(most)
-    return dataclasses.replace(plan, slots=slots, pages=pages, page_size=kept.page_size)
+    pages = kept.pages if kept.pages >= pages else bucketed(pages, options.fit_prompt)
+    slots = kept.slots if kept.slots >= most else bucketed(most, options.fit_prompt)
+    return sizes._replace(slots=slots, pages=pages, page_size=kept.page_size)
 
 
 def _budgets(policy: Policy, options: Options, lengths: np.ndarray) -> np.ndarray:
@@ -473,8 +491,8 @@ def checked_budget(policy: Policy, budget: int | float | None, block: int) -> in
 
 def _sized(
     config: Config, plan: Plan, prompt: CheckedPrompt, options: Options, budgets: np.ndarray, traced: bool
-) -> Plan:
-    """Return the plan with the sizes of its buffers.
+) -> Sizes:
+    """Return the sizes of a run's buffers.
 
     Args:
         traced: whether a derivative may be taken, which passes through no eviction from pages.
@@ -498,7 +516,7 @@ def _sized(
         entering = max(entering, asked + decode_room)
     repeated = copied(policy, prompt.most) if whole else 0
     fed = prompt.tokens.shape[1] - int(prompt.questions.min()) + repeated
-    prompt_slots = bucketed(held + fed) if whole and context else 0
+    prompt_slots = bucketed(held + fed, options.fit_prompt) if whole and context else 0
     # No head ever holds more than all tokens. A stream's buffers do not depend on the prompt, but have an upper limit.
     sensible = max(power_of_two(prompt.most + options.reserve), config.max_positions)
     all_tokens = prompt.most if prompt.fed else int(prompt.start.max())  # as many as one call for all would feed
@@ -506,21 +524,21 @@ def _sized(
     by_ratio = isinstance(options.budget, float)  # then the sizes follow the prompt's length
 
     def fitted(slots: int) -> int:
-        return bucketed(slots) if by_ratio or slots >= most_slots else slots
+        return bucketed(slots, options.fit_prompt) if by_ratio or slots >= most_slots else slots
 
     windows = config.sliding_windows
     paged = kept.pages > 0 if kept is not None else in_pages(policy, largest, windows)
     if policy.allocation.even and (not paged or (kept is None and (plan.several is not None or traced))):
         slots = fitted(min(largest + asked + room, sensible if whole else most_slots))
         prompt_slots = max(slots, prompt_slots) if whole else slots
-        plan = dataclasses.replace(plan, slots=slots, prompt_slots=prompt_slots)
+        sizes = Sizes(slots, prompt_slots)
         if kept is None:
-            return plan
+            return sizes
         if not prompt.fed:  # the size that one call for both prompt and answer would have made
             slots = max(kept.slots, fitted(min(max(largest + asked, held) + room, most_slots)))
-            return dataclasses.replace(plan, slots=slots, prompt_slots=slots)
+            return Sizes(slots, slots)
         evicted = bool((prompt.lengths > prompt.questions).all())
-        return _with_slots(plan, kept, slots, held + entering, evicted)
+        return _with_slots(sizes, options, kept, slots, held + entering, evicted)
     L, heads = config.num_layers, plan.heads
     own = heads // plan.ways[1]  # heads of each layer on a device
     most = policy.allocation.most(L, heads, largest + asked)
@@ -534,21 +552,21 @@ def _sized(
             most = max(*most_held(most + room, step, windows), held + room)
             most = max(kept.slots, fitted(min(most, most_slots)))
             fullest = np.maximum(budgets + asked, _held(policy, kept).astype(int))
-            pages = max(kept.pages, _pages(plan, fullest, room, grows, windows, most_slots, by_ratio))
+            pages = _pages(plan, fullest, room, grows, windows, most_slots, options)
             limits = np.repeat([np.inf if window is None else window + step for window in windows], heads)
             grown = np.maximum(kept.held + min(room, 1), np.minimum(kept.held + room, limits))
             parts, heads_of_part = _of_parts(plan, grown), kept.held.size // math.prod(plan.ways)
             least = kvjax.pages_for(_fullest(plan, parts), heads_of_part, kept.page_size)
-            return dataclasses.replace(plan, slots=most, pages=max(pages, least), page_size=kept.page_size)
+            return Sizes(most, 0, max(kept.pages, pages, least), kept.page_size)
         # Before its first eviction a layer with a window may hold all that it held, a window and a block.
         more = own * sum(most_held(entering, max(step, options.block) + repeated, windows))
         usual = own * _in_layers(plan, budgets + asked, room, grows, windows)
         of_rows = np.maximum(together + more, usual[:, None])
         most = max(*most_held(most + room, step, windows), held + entering)
-        return _with_pages(plan, kept, min(most, most_slots), _fullest(plan, of_rows))
+        return _with_pages(plan, Sizes(0, prompt_slots), options, kept, min(most, most_slots), _fullest(plan, of_rows))
     most = fitted(min(max(most_held(most + room, step, windows)), most_slots))
-    pages = _pages(plan, budgets + asked, room, grows, windows, most_slots, by_ratio)
-    return dataclasses.replace(plan, slots=most, prompt_slots=prompt_slots, pages=pages)
+    pages = _pages(plan, budgets + asked, room, grows, windows, most_slots, options)
+    return Sizes(most, prompt_slots, pages, options.page_size)
 
 
 def _in_layers(
@@ -573,19 +591,22 @@ def _in_layers(
 
 
 def _pages(
-    plan: Plan, held: np.ndarray, room: int, step: int, windows: tuple[int | None, ...], most: int, rounded: bool
+    plan: Plan,
+    held: np.ndarray,
+    room: int,
+    step: int,
+    windows: tuple[int | None, ...],
+    most: int,
+    options: Options,
 ) -> int:
-    """Return the pages of a device's pool, for rows whose heads hold ``held`` tokens on average; see ``_in_layers``.
-
-    Args:
-        rounded: whether to round up to few sizes, for budgets that depend on the prompt's length.
-    """
+    """Return the pages of a device's pool, for rows whose heads hold ``held`` tokens on average; see ``_in_layers``."""
     devices, ways = plan.ways
     own = plan.heads // ways
     slots = own * _in_layers(plan, held, room, step, windows, most)[:, None]  # alike on all devices that have a row
     heads = len(held) // devices * own * len(windows)
-    pages = kvjax.pages_for(_fullest(plan, slots), heads, plan.page_size)
-    return bucketed(pages) if rounded or (held + room).max() >= most else pages
+    pages = kvjax.pages_for(_fullest(plan, slots), heads, options.page_size)
+    follows = isinstance(options.budget, float) or (held + room).max() >= most
+    return bucketed(pages, options.fit_prompt) if follows else pages
 
 
 def _of_parts(plan: Plan, held: Int[np.ndarray, "B heads"]) -> Int[np.ndarray, "B ways"]:

@@ -31,6 +31,7 @@ from models.plan import (
     Options,
     Plan,
     Prefilled,
+    Sizes,
     Tokens,
     check_prompt,
     plan_run,
@@ -48,6 +49,7 @@ class _Arm(NamedTuple):
 
     options: Options
     run: Run
+    sizes: Sizes
 
     def shares(self, asked: bool) -> bool:
         """Return whether it may share the prompt: nothing is evicted before its end, and no key is rotated again.
@@ -134,8 +136,8 @@ def prefill_each(
         predictor = butler if parsed is not None and parsed.needs.prediction else None
         own_scorer = scorer if parsed is not None and parsed.needs.score else None
         check_scorer(model.config, own_scorer, parsed)
-        plan, rows = plan_run(model, given, options, predictor)
-        arms.append(_Arm(options, Run(model, rows, None, predictor, plan, own_scorer)))
+        plan, sizes, rows = plan_run(model, given, options, predictor)
+        arms.append(_Arm(options, Run(model, rows, None, predictor, plan, own_scorer), sizes))
     return _each(model, given, arms)
 
 
@@ -195,15 +197,13 @@ def _observe(model: Decoder, given: CheckedPrompt, arms: Sequence[_Arm]) -> _See
     """Feed the context, and what is to be fed again, to the model once, while each policy observes it."""
     first = next((arm for arm in arms if arm.run.plan.policy is not None), arms[0])
     stages = scheduled(given, first.options, first.run).context
-    slots = max(arm.run.plan.prompt_slots for arm in arms)
-    plans = [dataclasses.replace(arm.run.plan, prompt_slots=slots) for arm in arms]
+    slots = max(arm.sizes.prompt_slots for arm in arms)
+    plans = [arm.run.plan for arm in arms]
     kinds = frozenset().union(*(plan.policy.needs.projections for plan in plans if plan.policy is not None))
     projection = projected(model, kinds, plans[0].heads)
-    runs = tuple(
-        dataclasses.replace(arm.run, plan=plan, projection=projection) for arm, plan in zip(arms, plans, strict=True)
-    )
+    runs = tuple(dataclasses.replace(arm.run, projection=projection) for arm in arms)
     B = len(given.lengths)
-    cache = _start(runs, B)
+    cache = _start(runs, Sizes(slots, slots), B)
     last: Any = np.zeros((B, 1, model.config.hidden_size), model.embedding[...].dtype)
     said: tuple[Evidence | None, ...] = ()
     for stage in stages:
@@ -213,9 +213,9 @@ def _observe(model: Decoder, given: CheckedPrompt, arms: Sequence[_Arm]) -> _See
     return _Seen(cache, said, logits_of(model, last)[:, 0])
 
 
-@functools.partial(jax.jit, static_argnames="batch")
-def _start(runs: tuple[Run, ...], batch: int) -> KVCache:
-    caches: list[Any] = [start(run, batch).cache for run in runs]
+@functools.partial(jax.jit, static_argnames=("sizes", "batch"))
+def _start(runs: tuple[Run, ...], sizes: Sizes, batch: int) -> KVCache:
+    caches: list[Any] = [start(run, sizes, batch).cache for run in runs]
     return dataclasses.replace(caches[0], state=tuple(cache.state for cache in caches))
 
 
@@ -277,15 +277,17 @@ def _block(
 
 def _compressed(model: Decoder, given: CheckedPrompt, arm: _Arm, seen: _Seen, place: int) -> Prefilled:
     """Evict from one policy's copy of the cache, then feed it the question, if one was held back."""
-    plan = dataclasses.replace(arm.run.plan, prompt_slots=seen.cache.num_slots)
+    sizes = arm.sizes._replace(prompt_slots=seen.cache.num_slots)
     own = dataclasses.replace(seen.cache, state=seen.cache.state[place])
     # Without its policy, the plan equals that of other policies, so they share one compiled program.
-    state = _evict(dataclasses.replace(plan, policy=None), own, seen.said[place], arm.run.rows.budgets)
+    plan = dataclasses.replace(arm.run.plan, policy=None)
+    state = _evict(plan, sizes, own, seen.said[place], arm.run.rows.budgets)
     return run_question(model, given, arm.options, Prefilled(state.cache, seen.logits))
 
 
-@functools.partial(jax.jit, static_argnames="plan")
-def _evict(plan: Plan, cache: KVCache, said: Evidence | None, budgets: Int[Array, "B"] | None) -> DecodeState:
-    if said is None or budgets is None:
-        return shrink(DecodeState(cache), plan)
-    return shrink(DecodeState(kvjax.evict(cache, said, budgets)), plan)
+@functools.partial(jax.jit, static_argnames=("plan", "sizes"))
+def _evict(
+    plan: Plan, sizes: Sizes, cache: KVCache, said: Evidence | None, budgets: Int[Array, "B"] | None
+) -> DecodeState:
+    left = cache if said is None or budgets is None else kvjax.evict(cache, said, budgets)
+    return shrink(DecodeState(left), plan, sizes)

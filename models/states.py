@@ -14,16 +14,16 @@ from kvjax.paged import with_room
 from kvjax.split import on_mesh
 from models.decoder import Decoder
 from models.layer_caches import AnyCache, LayerCaches
-from models.plan import Plan
+from models.plan import Plan, Sizes
 from models.steps import DecodeState, Run
 
 
-def start(run: Run, batch: int, cache: AnyCache | None = None) -> DecodeState:
+def start(run: Run, sizes: Sizes, batch: int, cache: AnyCache | None = None) -> DecodeState:
     """Build the first state: an empty cache, or a kept one resized for the run, and empty predictor and source."""
     plan, config = run.plan, run.model.config
-    cache = _empty_cache(run.model, plan, batch) if cache is None else _with_room(cache, plan)
+    cache = _empty_cache(run.model, plan, sizes, batch) if cache is None else _with_room(cache, plan, sizes)
     predictor, source = None, ()
-    slots = plan.predictor_slots
+    slots = sizes.predictor_slots
     if slots and plan.selection is not None:
         source = plan.selection.source.init(batch, plan.heads, slots, config.head_dim, layers=config.num_layers)
     if slots and run.butler is not None:  # a policy keeps the importance keys with its tokens, to evict them together
@@ -31,33 +31,33 @@ def start(run: Run, batch: int, cache: AnyCache | None = None) -> DecodeState:
     return DecodeState(cache, predictor, source)
 
 
-def _empty_cache(model: Decoder, plan: Plan, batch: int) -> Cache:
-    config, paged = model.config, plan.pages > 0 and plan.when == "block"
+def _empty_cache(model: Decoder, plan: Plan, sizes: Sizes, batch: int) -> Cache:
+    config, paged = model.config, sizes.prompt_slots == 0
     return blank(
         plan.policy,
         layers=config.num_layers,
         batch=batch,
         kv_heads=plan.heads,
         group=config.num_heads // plan.heads,
-        slots=plan.slots if paged else plan.prompt_slots,
+        slots=sizes.slots if paged else sizes.prompt_slots,
         head_dim=config.head_dim,
         dtype=plan.cache_dtype,
         positions=plan.positions,
-        pages=plan.pages if paged else None,
-        page_size=plan.page_size,
+        pages=sizes.pages if paged else None,
+        page_size=sizes.page_size,
         mesh=plan.several if paged else plan.mesh,
     )
 
 
-def _with_room(cache: AnyCache, plan: Plan) -> AnyCache:
-    """Resize a kept cache to the slots, or pages, of the plan."""
+def _with_room(cache: AnyCache, plan: Plan, sizes: Sizes) -> AnyCache:
+    """Resize a kept cache to the slots, or pages, that a run needs."""
     if isinstance(cache, PagedCache):
-        return with_room(cache, pages=plan.pages, most=plan.slots)
+        return with_room(cache, pages=sizes.pages, most=sizes.slots)
     if isinstance(cache, SplitCache):
-        return cache.map(functools.partial(with_room, pages=plan.pages, most=plan.slots))
+        return cache.map(functools.partial(with_room, pages=sizes.pages, most=sizes.slots))
     if isinstance(cache, LayerCaches):
-        return LayerCaches(tuple(_of_size(layer, plan.prompt_slots) for layer in cache.layers))
-    cache = _of_size(cache, plan.prompt_slots)
+        return LayerCaches(tuple(_of_size(layer, sizes.prompt_slots) for layer in cache.layers))
+    cache = _of_size(cache, sizes.prompt_slots)
     return cache if plan.mesh is None else on_mesh(cache, plan.mesh)
 
 
@@ -65,17 +65,21 @@ def _of_size(cache: KVCache, slots: int) -> KVCache:
     return cache if cache.num_slots == slots else kvjax.compact(cache, slots)
 
 
-def shrink(state: DecodeState, plan: Plan) -> DecodeState:
+def shrinks(cache: AnyCache, sizes: Sizes) -> bool:
+    """Return whether a cache held the whole prompt, and is larger than the context needs after the eviction."""
+    return not isinstance(cache, PagedCache | SplitCache) and (sizes.pages > 0 or sizes.slots != sizes.prompt_slots)
+
+
+def shrink(state: DecodeState, plan: Plan, sizes: Sizes) -> DecodeState:
     """Move the tokens of a cache that held the whole prompt into a smaller one, after the eviction."""
     cache: AnyCache = state.cache
-    if isinstance(cache, PagedCache | SplitCache):
+    if not shrinks(cache, sizes):
         return state
-    if plan.when == "prompt" and plan.pages:
-        assert isinstance(cache, KVCache)
-        sizes: Any = dict(pages=plan.pages, page_size=plan.page_size, most=plan.slots)
+    assert isinstance(cache, KVCache)
+    if sizes.pages:
+        given: Any = dict(pages=sizes.pages, page_size=sizes.page_size, most=sizes.slots)
         mesh = plan.several
-        cache = kvjax.pack(cache, **sizes) if mesh is None else SplitCache.pack(cache, mesh=mesh, **sizes)
-    elif not plan.pages and plan.slots != plan.prompt_slots:
-        assert isinstance(cache, KVCache)
-        cache = kvjax.compact(cache, plan.slots)
+        cache = kvjax.pack(cache, **given) if mesh is None else SplitCache.pack(cache, mesh=mesh, **given)
+    else:
+        cache = kvjax.compact(cache, sizes.slots)
     return dataclasses.replace(state, cache=cache)

@@ -78,8 +78,8 @@ def test_a_block_of_one_layer_needs_no_communication(name):
 
 def compiled_step(policy):
     options = Options(policy, 16, 8, evict_every=1, reserve=8)
-    run, _ = engine.prepare(on_mesh(), check_prompt(on_mesh(), TOKENS, LENGTHS, None), options, None, None)
-    state = jax.jit(lambda: states.start(run, 4))()
+    run, sizes, _ = engine.prepare(on_mesh(), check_prompt(on_mesh(), TOKENS, LENGTHS, None), options, None, None)
+    state = jax.jit(lambda: states.start(run, sizes, 4))()
     given = np.zeros(4, np.int32), np.zeros(4, bool), None, steps.decode_phase(run.plan, 1), Sampling()
     return engine.token_step.lower(run, state, *given).compile()
 

@@ -48,8 +48,8 @@ def prepared(model, tokens, select, budget, *, block=16, sinks=4, answer=STEPS):
 def forced(select, budget, *, sinks=2, block=16, way=engine.ProgramSteps):
     """Logits of a row's last prompt token and of its steps, which are told what to read next; and the slots read."""
     model, read = decoder(), {}
-    run, prompt = prepared(model, TOKENS[:, :PROMPT], select, budget, block=block, sinks=sinks)
-    (tokens, positions, _), feed = next(prompt.text).arrays, way(run)
+    run, sizes, prompt = prepared(model, TOKENS[:, :PROMPT], select, budget, block=block, sinks=sinks)
+    (tokens, positions, _), feed = next(prompt.text).arrays, way(run, sizes)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(selecting, "_chosen", functools.partial(_recorded, read, selecting._chosen))
         for module, program, static in ((engine, "block_step", 4), (by_layer, "_run_layer", (0, 1, 2))):
