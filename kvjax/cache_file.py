@@ -37,6 +37,7 @@ from kvjax.chains import policy_of
 from kvjax.checks import check_share_or_tokens, check_types, is_known, shown, typed
 from kvjax.insertion import Cache
 from kvjax.making import blank
+from kvjax.memory import memory
 from kvjax.paged import PagedCache
 from kvjax.policy import Policy
 from kvjax.quantise import Dtypes, check_dtypes
@@ -197,7 +198,8 @@ def cache_info(path: str | Path) -> dict[str, Any]:
         "policy", "budget" and "model" as they were saved, None where they were not; "tokens", how many each row has
         seen; "pending", the tokens that come next, [] where none were saved; "kind", "plain" or "paged"; "page_size",
         None without pages; "positions"; "dtype"; "query_heads" of each head of the cache, 1 where its policy does not
-        show it; "kvjax", the version that wrote it; "format".
+        show it; "kvjax", the version that wrote it; "format"; "cache_bytes", the size of the cache, as its ``nbytes``;
+        "full_cache_bytes", that of a cache with as many heads and this dtype that holds all tokens seen.
 
     Raises:
         FileNotFoundError: if there is no such file.
@@ -212,9 +214,28 @@ def cache_info(path: str | Path) -> dict[str, Any]:
         >>> info = kvjax.cache_info(path)
         >>> info["policy"], info["budget"], info["model"], info["tokens"]
         ('tova', 8, None, [0])
+        >>> info["cache_bytes"] == cache.nbytes, info["full_cache_bytes"]
+        (True, 0)
     """
-    with _opened(_source(path)) as (info, _):
-        return {name: info[name] for name in _FIELDS} | {"pending": info.get("pending", [])}
+    path = _source(path)
+    with _opened(path) as (info, file):
+        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    with path.open("rb") as read:
+        header = int.from_bytes(read.read(8), "little")
+    known = {name: info[name] for name in _FIELDS} | {"pending": info.get("pending", [])}
+    sizes = {"cache_bytes": path.stat().st_size - 8 - header, "full_cache_bytes": _full_bytes(f"{path}", info, shapes)}
+    return known | sizes
+
+
+def _full_bytes(whose: str, info: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """Compute the bytes of a cache that holds all tokens that the described one has seen."""
+    heads = _require(shapes, "table" if info["kind"] == "paged" else "position", whose)
+    if len(heads) not in (3, 4) or 0 in heads:
+        raise ValueError(f"{whose} has sizes that no cache has: {heads}; expected [*L, B, K, S].")
+    *layers, _, kv_heads, _ = heads
+    sizes: Any = dict(layers=layers[0] if layers else 1, kv_heads=kv_heads, head_dim=_require(shapes, "key", whose)[-1])
+    dtype = _dtypes(whose, info)
+    return sum(memory(**sizes, budget=tokens, block=0, dtype=dtype).total for tokens in info["tokens"] if tokens)
 
 
 class _Expected(NamedTuple):

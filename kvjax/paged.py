@@ -441,6 +441,27 @@ def with_room(cache: PagedCache, *, pages: int, most: int) -> PagedCache:
     )
 
 
+def trimmed(cache: PagedCache, pages: int) -> PagedCache:
+    """Take free pages away from a cache, so that ``pages`` are left, at least those that heads own."""
+    P, used = cache.owner.shape[0], cache.owner.shape[0] - cache.num_free
+    kept = jnp.argsort(cache.owner < 0, stable=True)[:pages]  # owned pages come first
+    place = jnp.zeros(P, jnp.int32).at[kept].set(jnp.arange(pages, dtype=jnp.int32))
+
+    def take(leaf: Array) -> Array:
+        return leaf[kept]
+
+    return dataclasses.replace(
+        cache,
+        rows=map_rows(take, cache),
+        position=take(cache.position),
+        owner=take(cache.owner),
+        table=jnp.where(cache.table >= 0, place[cache.table], -1),
+        free=jnp.minimum(jnp.arange(pages, dtype=jnp.int32) + used, pages - 1),
+        num_free=pages - used,
+        state=map_slots(take, cache.state),
+    )
+
+
 class _Places:
     """A numbering of the tokens (or free slots) in the pages of a table, of which each page has ``counts`` [H, M]."""
 

@@ -1,5 +1,6 @@
 """Decoders that run under a KV budget: load, prefill, generate."""
 
+from models.asking import Answers, ask
 from models.batching import Engine, Made
 from models.butler import Butler, ButlerConfig, butler_input, load_butler, own_butler, save_butler
 from models.calibration import head_scores, q_filters
@@ -18,6 +19,7 @@ from models.sharing import prefill_each
 from models.tokenizer import Tokenizer
 
 __all__ = [
+    "Answers",
     "Butler",
     "ButlerConfig",
     "Config",
@@ -30,6 +32,7 @@ __all__ = [
     "Scorer",
     "ScorerConfig",
     "Tokenizer",
+    "ask",
     "butler_input",
     "fingerprint",
     "generate",

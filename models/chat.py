@@ -330,11 +330,7 @@ def _checked(flags: argparse.Namespace) -> tuple[kvjax.Policy | None, int | floa
         if flags.budget is not None:
             raise ValueError(f"'full' keeps all, but a budget of {flags.budget} was given; leave one of them out.")
         return None, None
-    if selecting.asks_for_predictor(policy, None) is not None:
-        raise ValueError(
-            f"{policy.name!r} scores by a predictor, which remembers tokens outside the cache, so no later turn can "
-            f"continue; give another policy, such as {POLICY}."
-        )
+    selecting.check_memory_is_kept(policy, POLICY)
     budget = flags.budget if flags.budget is not None else said.get("budget") or BUDGET
     if isinstance(budget, int):
         kvjax.check_budget(policy, budget)

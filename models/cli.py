@@ -124,12 +124,16 @@ def parser() -> argparse.ArgumentParser:
     return flags
 
 
-def add_run_flags(flags: argparse.ArgumentParser, max_new_tokens: int) -> None:
+def add_run_flags(
+    flags: argparse.ArgumentParser, max_new_tokens: int, *, evicts: bool = True, published: bool = False
+) -> None:
     """Add the flags that every command runs a model by: blocks, evictions during an answer, sampling.
 
     Args:
         flags: the command's parser.
         max_new_tokens: the default of --max-new-tokens.
+        evicts: whether tokens are evicted during an answer.
+        published: whether the default temperature is the model's own, None here.
 
     Example:
         >>> import argparse
@@ -140,18 +144,23 @@ def add_run_flags(flags: argparse.ArgumentParser, max_new_tokens: int) -> None:
         5
     """
     flags.add_argument("--block", type=int, default=128, help="prompt tokens per step (default: %(default)s)")
-    flags.add_argument(
-        "--evict-every",
-        type=int,
-        metavar="N",
-        help="during an answer, evict every N steps, 0 for never (default: 1, or the length of the policy's "
-        "observation window)",
-    )
+    if evicts:
+        flags.add_argument(
+            "--evict-every",
+            type=int,
+            metavar="N",
+            help="during an answer, evict every N steps, 0 for never (default: 1, or the length of the policy's "
+            "observation window)",
+        )
     flags.add_argument(
         "--max-new-tokens", type=int, default=max_new_tokens, help="most tokens of an answer (default: %(default)s)"
     )
+    default = "the model's published one, with its top_k and top_p, else 0" if published else "%(default)s"
     flags.add_argument(
-        "--temperature", type=float, default=0.0, help="0 takes the most likely token (default: %(default)s)"
+        "--temperature",
+        type=float,
+        default=None if published else 0.0,
+        help=f"0 takes the most likely token (default: {default})",
     )
     flags.add_argument("--top-k", type=int, help="draw from the k most likely tokens (default: all)")
     flags.add_argument(
@@ -327,7 +336,7 @@ def run_settings(flags: argparse.Namespace) -> dict[str, Any]:
         5
     """
     names = ("block", "evict_every", "max_new_tokens", "temperature", "top_k", "top_p", "cache_dtype")
-    return {name: getattr(flags, name) for name in names}
+    return {name: getattr(flags, name) for name in names if hasattr(flags, name)}
 
 
 def _json(flags: argparse.Namespace, made_of: dict[str, str], figures: dict[str, Any]) -> str:
@@ -349,7 +358,7 @@ def _in_words(flags: argparse.Namespace, figures: dict[str, Any]) -> str:
 def _only(flags: argparse.Namespace) -> Request:
     """Return the request with the prompt of --prompt, --prompt-file or standard input."""
     file = "-" if flags.prompt_file is None else flags.prompt_file
-    prompt = flags.prompt if flags.prompt is not None else _read(file, "prompt")
+    prompt = flags.prompt if flags.prompt is not None else read_input(file, "prompt")
     if not prompt.strip():
         raise ValueError("the prompt is empty; give some text with --prompt, --prompt-file or standard input.")
     return _checked(flags, {"prompt": prompt} | ({} if flags.question is None else {"question": flags.question}))
@@ -359,7 +368,7 @@ def _many(flags: argparse.Namespace) -> list[Request]:
     """Read the requests of --prompts; an error about one of them names its line."""
     name = "standard input" if flags.prompts == "-" else flags.prompts
     requests = []
-    for number, line in enumerate(_read(flags.prompts, "prompts").split("\n"), 1):
+    for number, line in enumerate(read_input(flags.prompts, "prompts").split("\n"), 1):
         if line.strip():
             try:
                 requests.append(_checked(flags, _fields(line), number))
@@ -406,8 +415,23 @@ def _checked(flags: argparse.Namespace, fields: dict[str, Any], line: int | None
     return Request(fields["prompt"], fields.get("question"), name, budget, line)
 
 
-def _read(path: str, what: str) -> str:
-    """Return the text of a file, or of standard input, which is called "-"; the first of several processes reads it."""
+def read_input(path: str, what: str) -> str:
+    """Return the text of a file, or of standard input, which is called "-"; the first of several processes reads it.
+
+    Args:
+        what: the kind of file, for error messages.
+
+    Raises:
+        FileNotFoundError: the file does not exist.
+        ValueError: it is a folder, or not UTF-8.
+
+    Example:
+        >>> from models.cli import read_input
+        >>> read_input("nowhere.txt", "document")
+        Traceback (most recent call last):
+        ...
+        FileNotFoundError: there is no document file nowhere.txt; name one that exists.
+    """
     return hosts.from_first(
         lambda: (
             commands.decoded(sys.stdin.buffer.read(), "standard input")

@@ -202,6 +202,19 @@ def asks_for_predictor(policy: Policy | None, source: Source | None) -> str | No
     return None
 
 
+def check_memory_is_kept(policy: Policy, instead: str) -> None:
+    """Check that a policy remembers nothing outside the cache.
+
+    Raises:
+        ValueError: it scores by a predictor; the message names a policy that does not.
+    """
+    if policy.needs.prediction:
+        raise ValueError(
+            f"{policy.name!r} scores by a predictor, which remembers tokens outside the cache, so nothing later can "
+            f"continue from it; give another policy, such as {instead}."
+        )
+
+
 def checked_selection(
     select: Source | str | None,
     policy: Policy | None,

@@ -6,15 +6,19 @@ import dataclasses
 import functools
 from typing import Any
 
+import jax
+import numpy as np
+
 import kvjax
 from kvjax import KVCache, PagedCache, SplitCache
 from kvjax.insertion import Cache
 from kvjax.making import blank
-from kvjax.paged import with_room
+from kvjax.paged import trimmed, with_room
 from kvjax.split import on_mesh
+from models import hosts
 from models.decoder import Decoder
 from models.layer_caches import AnyCache, LayerCaches
-from models.plan import Plan, Sizes
+from models.plan import Plan, Sizes, bucketed
 from models.steps import DecodeState, Run
 
 
@@ -83,3 +87,18 @@ def shrink(state: DecodeState, plan: Plan, sizes: Sizes) -> DecodeState:
     else:
         cache = kvjax.compact(cache, sizes.slots)
     return dataclasses.replace(state, cache=cache)
+
+
+def without_room(cache: Cache) -> Cache:
+    """Return a cache with no more slots, or pages, than its tokens need, rounded up to few sizes."""
+    if isinstance(cache, PagedCache):
+        pages = bucketed(len(cache.owner) - int(cache.num_free))
+        return _trimmed(cache, pages) if pages < len(cache.owner) else cache
+    if isinstance(cache, KVCache):
+        slots = bucketed(int(np.max(hosts.fetched(cache.num_live))))
+        return _compact(cache, slots) if slots < cache.num_slots else cache
+    return cache
+
+
+_trimmed = jax.jit(trimmed, static_argnames="pages")
+_compact = jax.jit(kvjax.compact, static_argnames="slots")

@@ -144,11 +144,12 @@ def test_numbers_that_are_not_numbers_and_negative_zeros_come_back(path):
 
 
 def test_info_says_what_a_file_holds(path):
-    save(path, budget=6, model="a small one")
+    cache = save(path, budget=6, model="a small one")
     assert kvjax.cache_info(path) == {
         "format": 1, "kvjax": kvjax.__version__, "kind": "paged", "page_size": 2, "positions": "absolute",
         "dtype": "float32", "query_heads": 2, "tokens": [12, 12], "policy": PAGED, "budget": 6,
-        "model": "a small one", "pending": [],
+        "model": "a small one", "pending": [], "cache_bytes": cache.nbytes,
+        "full_cache_bytes": B * (12 * K * (2 * D * 4 + 4) + 4),
     }  # fmt: skip
 
 

@@ -1,0 +1,247 @@
+"""One call for a document and its questions: it is read and compressed once, then each question is answered."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jaxtyping import Array
+
+import models
+from kvjax import Policy
+from kvjax.chains import policy_of
+from kvjax.policy_checks import check_policy_given
+from kvjax.quantise import DtypesLike
+from kvjax.schedule import When
+from models import selecting
+from models.decoder import Decoder
+from models.layer_caches import AnyCache, stacked_up
+from models.plan import checked_budget, kept_of
+from models.scorer import Scorer
+from models.selecting import Cache
+from models.sizes import full_cache_bytes
+from models.states import without_room
+from models.tokenizer import Tokenizer
+
+# What answers like the full cache where no question is known (docs/results/smollm2/fixed-memory.json).
+POLICY, BUDGET = "kvzip@model(normalise=False,cap=None)", 0.25
+BETWEEN = "\n\n"  # the document and a question
+MARK = "kvjaxtextstandshere"  # a placeholder that shows what a template puts around a message
+
+
+class Answers(NamedTuple):
+    """What :func:`ask` found.
+
+    Attributes:
+        answers: the text of each answer, in the order of the questions.
+        cache: the compressed cache of the document alone, which :func:`ask` takes in the document's place.
+        document_tokens: how many tokens it has seen.
+        cache_bytes, full_cache_bytes: its size, and that of a cache of all these tokens.
+        peak_cache_bytes: the most that caches took at once: while the document was read, or as a question was answered
+            in a copy beside the kept cache.
+        seconds: to read and compress the document, with compilation; 0 if a cache was given.
+        answer_seconds: for each question, likewise.
+    """
+
+    answers: list[str]
+    cache: Cache
+    document_tokens: int
+    cache_bytes: int
+    full_cache_bytes: int
+    peak_cache_bytes: int
+    seconds: float
+    answer_seconds: list[float]
+
+
+def ask(
+    model: Decoder,
+    tokenizer: Tokenizer,
+    document: str | AnyCache,
+    questions: str | Sequence[str],
+    *,
+    policy: Policy | str | None = POLICY,
+    budget: int | float | None = None,
+    block: int = 128,
+    when: When = "block",
+    system: str | None = None,
+    plain: bool = False,
+    max_new_tokens: int = 128,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    key: Array | None = None,
+    scorer: Scorer | None = None,
+    cache_dtype: DtypesLike | None = None,
+    on_block: Callable[[int, int], None] | None = None,
+    on_text: Callable[[str], None] | None = None,
+) -> Answers:
+    """Read a document, compress it once, and answer each question from the cache that is kept.
+
+    Document and question are one message of the user in the model's chat template, with an empty line between them; the
+    template is cut behind the document. The questions are unknown while the document is compressed. Each is answered in
+    a copy of the same cache, in which nothing more is evicted: it grows by the question and its answer.
+
+    Args:
+        document: the text, or the ``cache`` of an earlier result (or of ``kvjax.load_cache``), which is asked again
+            without being read; policy, budget, block, when, scorer and cache_dtype then change nothing.
+        questions: one question or several; none at all to read the document only.
+        policy: what to keep, a policy or its short name; None or "full" keeps all. The default answers as the full
+            cache does with a quarter of it, and reads each block of the document twice
+            (docs/how-to/choose-a-policy.md).
+        budget: tokens that each head keeps: a number, or a ratio of the document; by default 0.25, none for "full".
+        block, when, scorer, cache_dtype: see :func:`models.prefill`.
+        system: the text of the system message; by default that of the template, if it has one.
+        plain: leave the chat template out, as for a model that has none.
+        max_new_tokens, temperature, top_k, top_p, key: of the answers, see :func:`models.generate`.
+        on_block: called as the document is read, with the number of tokens done and of all.
+        on_text: called with each piece of an answer as it comes.
+
+    Raises:
+        ValueError: an empty document or question; a chat template that changes them; a policy that scores by a
+            predictor, whose memory is not kept; or what :func:`models.prefill` and :func:`models.generate` refuse.
+
+    Example:
+        >>> import models
+        >>> model, tokenizer = models.load("retriever")
+        >>> document = "The code of amber falcon is 4719. The river was calm. The code of silver anchor is 0382."
+        >>> asked = "Question: what is the code of {0}?\\nAnswer: the code of {0} is".format
+        >>> found = models.ask(model, tokenizer, document, [asked("amber falcon"), asked("silver anchor")],
+        ...                    policy="keydiff", budget=24, block=16, max_new_tokens=4)
+        >>> found.answers
+        [' 4719', ' 0382']
+        >>> models.ask(model, tokenizer, found.cache, asked("amber falcon"), max_new_tokens=4).answers
+        [' 4719']
+    """
+    questions = [questions] if isinstance(questions, str) else list(questions)
+    form = _Form.of(tokenizer, system, plain)
+    tails = [form.question(text) for text in questions]
+    begun, peak = time.monotonic(), 0
+    if isinstance(document, str):
+        policy, budget = checked(policy, budget, block)
+        policy = models.with_repeat_prompt(policy, tokenizer)
+        cache, peak = _read(
+            model, form.document(document), policy, budget, block=block, when=when, scorer=scorer,
+            cache_dtype=cache_dtype, on_block=on_block,
+        )  # fmt: skip
+        seconds = time.monotonic() - begun
+    else:
+        cache, seconds = document, 0.0
+    kept = kept_of(model, cache, None, 1)
+    answers, took = [], []
+    settings: dict[str, Any] = dict(max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p)
+    for number, tail in enumerate(tails):
+        begun, pieces, said = time.monotonic(), tokenizer.stream(), ""
+        drawn = None if key is None else jax.random.fold_in(key, number)
+        for token, grown in models.stream(model, [tail], cache=cache, key=drawn, **settings):
+            peak = max(peak, cache.nbytes + grown.nbytes)
+            piece = "" if token[0] in model.config.eos else pieces.add(token[0])
+            said += piece
+            if on_text is not None:
+                on_text(piece)
+        rest = pieces.finish()
+        if on_text is not None and rest:
+            on_text(rest)
+        answers.append(said + rest)
+        took.append(time.monotonic() - begun)
+    tokens = int(kept.start[0])
+    full = full_cache_bytes(model, tokens, kept.dtypes)
+    return Answers(answers, stacked_up(cache), tokens, cache.nbytes, full, max(peak, cache.nbytes), seconds, took)
+
+
+def _read(
+    model: Decoder, tokens: list[int], policy: Policy | None, budget: int | float | None, **settings: Any
+) -> tuple[Cache, int]:
+    """Read a document, and return its compressed cache and the bytes of the largest one on the way."""
+    most = model.config.max_positions
+    if policy is not None and len(tokens) > most:
+        warnings.warn(
+            f"the document has {len(tokens):,} tokens, but the model was made for texts of {most:,}; its answers may "
+            "be worth little.",
+            stacklevel=3,
+        )
+    sizes = [0]
+    steps = models.stream(
+        model, [tokens], policy=policy, budget=budget, max_new_tokens=1, evict_every=0,
+        on_cache=lambda cache: sizes.append(cache.nbytes), **settings,
+    )  # fmt: skip
+    ((_, cache),) = steps
+    return without_room(stacked_up(cache)), max(*sizes, cache.nbytes)
+
+
+def checked(
+    policy: Policy | str | None, budget: int | float | None, block: int
+) -> tuple[Policy | None, int | float | None]:
+    """Return a document's policy and budget, after all checks that need no document.
+
+    Example:
+        >>> from models.asking import checked
+        >>> checked("keydiff", None, block=128)[1], checked("full", None, block=128)
+        (0.25, (None, None))
+    """
+    policy = policy_of(policy)
+    if policy is None:
+        check_policy_given(policy, budget)
+        return None, None
+    selecting.check_memory_is_kept(policy, POLICY)
+    return policy, checked_budget(policy, BUDGET if budget is None else budget, block)
+
+
+class _Form(NamedTuple):
+    """The text around a message; None in place of ``before`` where there is no chat template."""
+
+    tokenizer: Tokenizer
+    system: tuple[dict[str, str], ...] = ()
+    before: str | None = None
+    after: str = ""
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, system: str | None, plain: bool) -> _Form:
+        """Find the text around a message, by the tokenizer's chat template.
+
+        Raises:
+            ValueError: there is a system message but no template, or the template leaves the user's message out.
+        """
+        if plain or tokenizer.chat_template is None:
+            if system is not None:
+                raise ValueError("a system message needs a chat template, and none is used here; leave system out.")
+            return cls(tokenizer)
+        form = cls(tokenizer, () if system is None else ({"role": "system", "content": system},))
+        before, mark, after = form._rendered(MARK).partition(MARK)
+        if not mark or MARK in after:
+            raise ValueError(
+                "the chat template does not give a user's message as it is, once, so it cannot be cut behind the "
+                "document; ask with plain text (plain=True, --plain)."
+            )
+        return form._replace(before=before, after=after)
+
+    def document(self, text: str) -> list[int]:
+        """Return the tokens of a document, with what the template puts before it."""
+        text = self._checked("document", text)
+        if self.before is None:
+            return self.tokenizer.encode(text)
+        return self.tokenizer.encode(self.before + text, add_special_tokens=False)
+
+    def question(self, text: str) -> list[int]:
+        """Return the tokens of a question behind a document, with the header of the answer."""
+        text = BETWEEN + self._checked("question", text) + self.after
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def _checked(self, what: str, text: str) -> str:
+        """Return a text without blanks around it, which the template must give as it is."""
+        text = text.strip()
+        if not text:
+            raise ValueError(f"the {what} is empty; give some text.")
+        if self.before is not None:
+            whole = f"{text}{BETWEEN}{MARK}" if what == "document" else f"{MARK}{BETWEEN}{text}"
+            if self._rendered(whole) != self.before + whole + self.after:
+                raise ValueError(
+                    f"the chat template changes this {what}, so it cannot be cut behind the document; change the "
+                    f"{what}, or ask with plain text (plain=True, --plain)."
+                )
+        return text
+
+    def _rendered(self, text: str) -> str:
+        return self.tokenizer.chat([*self.system, {"role": "user", "content": text}])

@@ -1,0 +1,164 @@
+"""The command line of `python -m models.ask`: a document and questions in, answers out."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+
+import kvjax
+import models
+from models import commands, hosts, provenance
+from models.asking import BUDGET, POLICY, Answers, ask, checked
+from models.cli import add_mesh_flags, add_run_flags, mesh_of, read_input, run_settings
+from models.sizes import sizes_in_words
+from models.terminal import Screen
+
+EXAMPLES = """examples:
+  python -m models.ask smollm2 --document docs/examples/codes.txt --question "What is the code of amber falcon?"
+  python -m models.ask smollm2 --document book.txt --save book.cache --question "Who?" --question "Where?"
+  python -m models.ask smollm2 --load book.cache          # asks for questions, one per line
+  python -m models.ask smollm2 --document book.txt --policy curdkv --budget 512 --json < questions.txt
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Build the parser of the command's flags."""
+    flags = commands.parser(
+        "kvjax-ask",
+        "models.ask",
+        description="Reads and compresses a document once, and answers questions about it.",
+        examples=EXAMPLES,
+    )
+    flags.add_argument(
+        "model", help="'smollm2', 'retriever' (inside the package), a Hugging Face folder, a GGUF file or a hub name"
+    )
+    source = flags.add_mutually_exclusive_group(required=True)
+    source.add_argument("--document", metavar="FILE", help="a UTF-8 text file; - for standard input")
+    source.add_argument("--load", metavar="FILE", help="a document that --save wrote, which is not read again")
+    flags.add_argument(
+        "--question", action="append", metavar="TEXT",
+        help="a question; give the flag once for each (default: the lines of standard input)",
+    )  # fmt: skip
+    flags.add_argument("--save", metavar="FILE", help="write the compressed document into a file (default: no file)")
+    flags.add_argument(
+        "--policy", default=POLICY, help="what to keep, such as curdkv; 'full' keeps all (default: %(default)s)"
+    )
+    flags.add_argument(
+        "--budget", help=f"slots per head (512), or a ratio of the document (default: {BUDGET}; none for 'full')"
+    )
+    flags.add_argument(
+        "--when", default="block", choices=["block", "prompt", "published"],
+        help="when to evict: after every block, once after the document, or as in the policy's paper (default: "
+        "%(default)s)",
+    )  # fmt: skip
+    flags.add_argument("--system", help="the text of the system message (default: that of the chat template)")
+    flags.add_argument("--plain", action="store_true", help="leave the model's chat template out (default: no)")
+    flags.add_argument("--scorer", type=Path, help="the scorer's folder, for a policy such as zap (default: none)")
+    add_run_flags(flags, max_new_tokens=128, evicts=False)
+    add_mesh_flags(flags)
+    flags.add_argument("--json", action="store_true", help="print one JSON object (default: the answers)")
+    commands.add_import_flag(flags)
+    commands.add_cache_flag(flags)
+    return flags
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command and return its exit code."""
+    return commands.call(parser(), _ask, "models.ask", arguments)
+
+
+def _ask(flags: argparse.Namespace) -> None:
+    hosts.join(flags)
+    if flags.question is None and (flags.document == "-" or hosts.several()):
+        raise ValueError("the questions cannot come from standard input here; give them with --question.")
+    policy, budget, document = None, None, ""
+    if flags.load is None:  # checked before the weights are read
+        budget = None if flags.budget is None else commands.parse_budget(flags.budget)
+        policy, budget = checked(flags.policy, budget, flags.block)
+        document = read_input(flags.document, "document")
+        if not document.strip():
+            raise ValueError(f"the document {flags.document} is empty; give some text.")
+    commands.check_outputs([flags.save])
+    model, tokenizer = models.load(flags.model, dtype=flags.dtype, mesh=mesh_of(flags))
+    tokenizer = commands.check_tokenizer(flags.model, tokenizer)
+    scorer = None if flags.scorer is None else models.load_scorer(flags.scorer, model)
+    screen, settings = Screen(), run_settings(flags)
+    of_read = dict(policy=policy, budget=budget, when=flags.when, scorer=scorer)
+    shared = dict(system=flags.system, plain=flags.plain, **settings)
+    with warnings.catch_warnings(), screen.compiling():
+        warnings.simplefilter("default")
+        warnings.showwarning = lambda message, *_, **__: screen.say(f"warning: {message}")
+        if flags.load is None:
+            name = "full" if policy is None else policy.name
+            screen.say(f"{flags.model}, {_in_words(name, budget)}")
+            show = lambda done, total: screen.note(f"reading: {done:,} of {total:,} tokens")  # noqa: E731
+            found = ask(model, tokenizer, document, [], on_block=show, **of_read, **shared)
+        else:
+            info = kvjax.cache_info(flags.load)
+            name, budget = info["policy"] or "full", info["budget"]
+            screen.say(f"{flags.model}, {_in_words(name, budget)}")
+            cache = kvjax.load_cache(flags.load, model=models.fingerprint(model))
+            found = ask(model, tokenizer, cache, [], **shared)
+        if flags.save is not None:
+            made_with: dict[str, Any] = dict(policy=policy or name, budget=budget, model=models.fingerprint(model))
+            kvjax.save_cache(flags.save, found.cache, **made_with)
+        read = f" in {found.seconds:.1f} s" if flags.load is None else ""
+        screen.say(f"{found.document_tokens:,} tokens{read} · cache {_sizes(found)}")
+        records, peak = [], found.peak_cache_bytes
+        for number, question in enumerate(_questions(flags)):
+            key = jax.random.fold_in(jax.random.key(flags.seed), number)
+            if flags.question is not None and not flags.json:
+                screen.say(question.strip())
+            write = None if flags.json else screen.write
+            answer = ask(model, tokenizer, found.cache, question, key=key, on_text=write, **shared)
+            if not flags.json:
+                screen.end()
+            peak = max(peak, answer.peak_cache_bytes)
+            records.append({"question": question, "answer": answer.answers[0], "seconds": answer.answer_seconds[0]})
+        found = found._replace(peak_cache_bytes=peak)
+    if flags.json:
+        made_of = provenance.fingerprints(model, tokenizer) | provenance.of_process(tokenizer)
+        figures = {
+            "model": flags.model, "document": flags.document or flags.load, "policy": name, "budget": budget,
+            "when": flags.when, "document_tokens": found.document_tokens, "cache_bytes": found.cache_bytes,
+            "full_cache_bytes": found.full_cache_bytes, "peak_cache_bytes": peak, "seconds": found.seconds,
+            "answers": records,
+        }  # fmt: skip
+        print(json.dumps(provenance.facts(flags.begun, flags.seed, made_of) | figures))
+    elif records:
+        seconds = sum(record["seconds"] for record in records)
+        screen.say(f"{len(records)} answer{'s' * (len(records) > 1)} in {seconds:.1f} s · cache {_sizes(found)}")
+
+
+def _questions(flags: argparse.Namespace) -> Iterator[str]:
+    """Yield the questions of the flags, else the lines of standard input, which a terminal is asked for."""
+    if flags.question is not None:
+        yield from flags.question
+        return
+    shown = sys.stdin.isatty()
+    while True:
+        try:
+            line = input("> " if shown else "")
+        except EOFError:
+            return
+        if line.strip():
+            yield line
+
+
+def _in_words(policy: str, budget: int | float | None) -> str:
+    if budget is None:
+        return f"{policy}: keeps all tokens"
+    return f"{policy}: keeps " + (
+        f"{budget:.0%} of the tokens" if isinstance(budget, float) else f"{budget:,} tokens per head"
+    )
+
+
+def _sizes(found: Answers) -> str:
+    return sizes_in_words(found.cache_bytes, found.full_cache_bytes, found.peak_cache_bytes)

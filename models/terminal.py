@@ -1,0 +1,118 @@
+"""What a command that answers shows in a terminal: words unbroken at line ends, and notes that go away.
+
+Where the output is no terminal, text is written as it comes, and there are no notes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shutil
+import sys
+import unicodedata
+from collections.abc import Iterator
+
+import jax
+
+LOWERED, COMPILED = "/jax/core/compile/jaxpr_to_mlir_module_duration", "/jax/core/compile/backend_compile_duration"
+
+
+class Screen:
+    """Writes answers to standard output, and notes and figures to standard error.
+
+    Args:
+        width: columns of the terminal; None for what standard output is, without columns where it is no terminal.
+
+    Example:
+        >>> from models.terminal import Screen
+        >>> screen = Screen(width=12)
+        >>> for piece in ["The river", " was ca", "lm, and", " cold"]:
+        ...     screen.write(piece)
+        >>> screen.end()
+        The river
+        was calm,
+        and cold
+    """
+
+    def __init__(self, width: int | None = None):
+        if width is None and sys.stdout.isatty():
+            width = shutil.get_terminal_size().columns
+        self.width, self.column, self.word = width, 0, ""
+        self.notes, self.noted = sys.stderr.isatty(), False
+
+    def write(self, piece: str) -> None:
+        """Write a piece of an answer; the last word, which may not be whole, waits for the next piece."""
+        if piece:
+            self.clear()
+        if self.width is None:
+            print(piece, end="", flush=True)
+            return
+        for part in re.findall(r"\s|\S+", piece):
+            if not part.isspace():
+                self.word += part
+                if any(_columns(character) > 1 for character in part):  # scripts that put no spaces between words
+                    self._put_word()
+                continue
+            self._put_word()
+            if part == "\n" or self.column + 1 > self.width:
+                self._break()
+            else:
+                print(part, end="")
+                self.column += 1
+        sys.stdout.flush()
+
+    def end(self) -> None:
+        """End an answer, and its line."""
+        self._put_word()
+        self._break()
+        sys.stdout.flush()
+
+    def say(self, text: str) -> None:
+        """Print a line of figures in brackets, on standard error."""
+        self.clear()
+        print(f"[{text}]", file=sys.stderr, flush=True)
+
+    def note(self, text: str) -> None:
+        """Show a note until something else is written, unless a line of an answer has begun."""
+        if self.notes and not self.column:
+            text = f"[{text}]"[: shutil.get_terminal_size().columns - 1]
+            print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+            self.noted = True
+
+    def clear(self) -> None:
+        """Take the note away."""
+        if self.noted:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+            self.noted = False
+
+    @contextlib.contextmanager
+    def compiling(self) -> Iterator[None]:
+        """Note "compiling ..." while JAX compiles, or reads a compiled program."""
+
+        def listen(event: str, duration_secs: float, **_: str | int) -> None:
+            if event == LOWERED:
+                self.note("compiling ...")
+            elif event == COMPILED:
+                self.clear()
+
+        jax.monitoring.register_event_duration_secs_listener(listen)
+        try:
+            yield
+        finally:
+            jax.monitoring.unregister_event_duration_listener(listen)
+            self.clear()
+
+    def _put_word(self) -> None:
+        columns = sum(map(_columns, self.word))
+        if self.width is not None and self.column and self.column + columns > self.width:
+            self._break()
+        print(self.word, end="")
+        self.word, self.column = "", self.column + columns
+
+    def _break(self) -> None:
+        print()
+        self.column = 0
+
+
+def _columns(character: str) -> int:
+    return 2 if unicodedata.east_asian_width(character) in "WF" else 1
